@@ -10,12 +10,14 @@ from awkward import encode
 from quantkit.kernels import levels, reference
 from quantkit.kernels.cpu.encode import encoder
 from quantkit.kernels.cpu.feedback import factor, rounding, sweeps
+from quantkit.kernels.cpu.feedback.groups import GroupTile
 from quantkit.kernels.cpu.feedback.tiles import ROWS, pack_columns
 from quantkit.types import BY_NAME, TensorType
 
 F32 = npt.NDArray[np.float32]
 F64 = npt.NDArray[np.float64]
 DESCRIBED = [each.type for each in levels.all_levels().values()]
+GROUPED = [each.type for each in levels.all_levels().values() if each.grid is not None]
 N = 512
 
 
@@ -47,10 +49,7 @@ def test_every_field_is_described(t: TensorType) -> None:
     """No bit of a block belongs to two fields, and those that belong to none are not decoded."""
     of = levels.levels_of(t)
     fields = [f.ravel() for f in (of.levels, of.scale, of.minimum, of.shift) if f is not None]
-    for kind in (of.d, of.dmin):
-        if kind and not kind.startswith("row:"):
-            name, _, at = kind.partition("@")
-            fields.append(8 * int(at) + np.arange({"f16": 16, "f32": 32}[name]))
+    fields += [levels.float_bits(kind).ravel() for kind in (of.d, of.dmin) if kind and not kind.startswith("row:")]
     used = np.concatenate(fields)
     assert len(np.unique(used)) == len(used)
     free = np.setdiff1d(np.arange(8 * t.block_bytes), used)
@@ -109,6 +108,43 @@ def test_feedback_and_descent_are_what_they_say() -> None:
         assert np.isin(chosen, book).all()
 
 
+@pytest.mark.parametrize("t", GROUPED, ids=str)
+def test_groups_choose_among_all_points(t: TensorType) -> None:
+    """Where groups do not depend on each other, the losses left are near those of the best of many, or all, points."""
+    of, n = levels.levels_of(t), 256
+    grid, grouping = of.grid, of.grouping
+    assert grid is not None
+    assert grouping is not None
+    columns = grouping.order(n).reshape(-1, grouping.size)
+    full, h, x = covariance(6, n), np.zeros((n, n)), drawn(10, ROWS, n)
+    for own in columns:
+        h[np.ix_(own, own)] = full[np.ix_(own, own)]
+    rows = encode(t, x, np.zeros(0, np.float32))
+    tile = GroupTile(of, x, rows, rows, rounding.metric(h, 0.01, grouping=grouping))
+    tile._feed()
+    bits = of.levels.shape[1]
+    every = np.random.default_rng(0).integers(1 << bits, size=1 << 16) if bits > 16 else np.arange(1 << bits)
+    scale, low = levels.scales_and_minimums(t, tile.integers)
+    low = np.zeros_like(scale) if low is None else low
+    left, least = [], []
+    for row in range(40):
+        own, shift = columns[row % len(columns)], tile.integers.shift
+        sub = own[0] // of.span
+        book = None if grid.books == 1 or shift is None else np.full(len(every), shift[row, sub])
+        chosen = np.concatenate([scale[row, sub] * grid.levels(every.astype(np.uint32), book) - low[row, sub],
+                                 tile.v[own, row][None]])  # fmt: skip
+        error = x[row, own] - chosen.astype(np.float64)
+        losses = ((error @ h[np.ix_(own, own)]) * error).sum(1)
+        left.append(losses[-1])
+        least.append(losses.min())
+    assert sum(left) < 1.15 * sum(least)
+    assert (levels.levels_of(t).levels_of(tile.book.q_of(tile.codes.transpose(2, 0, 1)), tile.integers.shift)
+            == tile.levels.T).all()  # fmt: skip
+    after_feeding = tile.codes.copy()
+    tile._descend(1)
+    assert (after_feeding == tile.codes).mean() > 0.8  # nothing else has changed
+
+
 @pytest.mark.parametrize("n", [16, 64, 80, 336])
 def test_the_factor_does_not_depend_on_threads(n: int) -> None:
     h = covariance(n, n)
@@ -153,7 +189,7 @@ def test_rows_are_better_or_the_reference_s(t: TensorType) -> None:
     h, x = covariance(7), drawn(8, 40)
     x[3], x[5, :256] = 0, 0
     weights = np.diagonal(h).astype(np.float32)
-    metric = rounding.metric(h, 0.01)
+    metric = rounding.metric(h, 0.01, grouping=levels.levels_of(t).grouping)
 
     def reference_bytes(rows: F32, out: npt.NDArray[np.uint8]) -> None:
         encoder(t)(rows, weights, out, 0, len(rows))

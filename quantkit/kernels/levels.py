@@ -1,7 +1,8 @@
 """Types as integers: where the bits of levels and scales lie in a block, and what their values are.
 
 A value is ``d * factor[s] * (level[q] + shift) - dmin * m`` with integers q for each value, s and m for each sub-block,
-and floats d and dmin for a super-block, or a row. Encoders search all of these and pack them; what chooses levels by
+and floats d and dmin for a super-block, or a row. Where groups of columns share a q, their levels are those of a grid
+(grids.py). Encoders search all of these and pack them; what chooses levels by
 another criterion (error feedback) reads the integers of an encoder's bytes, changes them, and writes them back.
 
 *Fields* are arrays [fields, bits] of bit positions in a block, lowest bit first; bit i of byte b is 8 b + i. Planes are
@@ -12,17 +13,21 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cache
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from quantkit.errors import TypeNotSupported
+from quantkit.kernels import grids
+from quantkit.kernels.grids import Grid
 from quantkit.kernels.tables import table
 from quantkit.types import BY_NAME, TensorType
 
 Bits = npt.NDArray[np.int64]
 F32 = npt.NDArray[np.float32]
 U8 = npt.NDArray[np.uint8]
+U32 = npt.NDArray[np.uint32]
 
 
 @dataclass(frozen=True, eq=False)
@@ -33,7 +38,8 @@ class Levels:
     sub-block. scale: fields of s, with factors; None: every factor is 1. d: where the scale of the super-block is, as
     in ``TensorType.scales``; "": it is 1. minimum: fields of m; None: m is 1 if there is a dmin. dmin: as d; "": there
     are no minimums. added: the minimum is added, not subtracted. shift: fields of one bit a sub-block, which adds
-    ``by`` to its levels.
+    ``by`` to its levels. grid: where levels come from a grid, by groups; then ``levels`` has the fields of groups, and
+    there is no codebook. columns: the columns of these groups, as in ``Grouping``.
     """
 
     type: TensorType
@@ -48,22 +54,61 @@ class Levels:
     added: bool = False
     shift: Bits | None = None
     by: float = 0.0
+    grid: Grid | None = None
+    columns: tuple[int, ...] = ()
 
     @property
     def has_half_scales(self) -> bool:
         """Whether d, if there is one, is a half float."""
-        return "f16" in self.d
+        return "f32" not in self.d
+
+    @property
+    def grouping(self) -> Grouping | None:
+        """How columns form groups; None if each has its own q."""
+        return None if self.grid is None else Grouping(self.grid.columns, self.columns)
+
+    def levels_of(self, q: npt.NDArray[np.unsignedinteger[Any]], shift: U8 | None) -> F32:
+        """Return the levels, float32 [rows, n], of the q and shifts of rows."""
+        if self.grid is None:
+            plain: F32 = self.codebook[q]
+            return plain
+        book = None if shift is None else np.repeat(shift, q.shape[1] // shift.shape[1], axis=1)
+        levels = self.grid.levels(q.astype(np.uint32), book).reshape(len(q), -1)
+        if not self.columns:
+            return levels
+        out = np.empty_like(levels)
+        out[:, Grouping(self.grid.columns, self.columns).order(levels.shape[1])] = levels
+        return out
+
+
+@dataclass(frozen=True)
+class Grouping:
+    """Columns that get their levels together.
+
+    size: columns of a group. columns: the columns of the first groups, as often repeated as needed; (): in their order.
+    """
+
+    size: int
+    columns: tuple[int, ...] = ()
+
+    def order(self, n: int) -> npt.NDArray[np.int64]:
+        """Return the columns, int64 [n], group after group."""
+        if not self.columns:
+            return np.arange(n)
+        first = np.arange(0, n, len(self.columns))
+        columns: npt.NDArray[np.int64] = (first[:, None] + np.array(self.columns)).ravel()
+        return columns
 
 
 @dataclass(eq=False)
 class Integers:
     """The integers and floats of some rows of n values: what ``read`` returns and ``write`` takes.
 
-    q: uint8 [rows, n]. s, m, shift: uint8 [rows, n / span], None where the type has none. d, dmin: float32 [rows,
-    super-blocks], or [rows, 1] where it is the row's; None where the type has none.
+    q: uint8 [rows, n], of a grid uint32 [rows, groups]. s, m, shift: uint8 [rows, n / span], None where the type has
+    none. d, dmin: float32 [rows, super-blocks], or [rows, 1] where it is the row's; None where the type has none.
     """
 
-    q: U8
+    q: U8 | U32
     s: U8 | None
     m: U8 | None
     shift: U8 | None
@@ -91,9 +136,15 @@ def planes(at: int, nbytes: int, bits: int, runs: int = 1) -> Bits:
     return np.concatenate([field(begin, shift, bits, nbytes) for begin in run for shift in range(0, 8, bits)])
 
 
-def join(low: Bits, high: Bits) -> Bits:
-    """Return fields whose high bits lie elsewhere."""
-    return np.concatenate([low, high], axis=1)
+def words(at: int, nbytes: int, count: int, shift: int, bits: int, step: int = 0, each: int = 1) -> Bits:
+    """Return fields of ``count`` words, from bit ``shift`` on; ``each`` of a word, ``step`` bits apart."""
+    begin = 8 * (at + nbytes * np.arange(count))[:, None] + shift + step * np.arange(each)
+    return begin.reshape(-1, 1) + np.arange(bits)
+
+
+def join(*parts: Bits) -> Bits:
+    """Return fields whose bits lie apart, the lowest first."""
+    return np.concatenate(parts, axis=1)
 
 
 # ---------------------------------------------------------------- the types
@@ -137,10 +188,14 @@ def all_levels() -> dict[str, Levels]:
     fp4 = table("kvalues_fp4").astype(np.float32)
     s, m = _k_scales()
     odd = 2 * _counted(16) + 1
+    kss = tuple(int(c) for k in range(0, 16, 2) for c in (k, k + 16, k + 1, k + 17))
     six = join(in_turn(8, 8, 4), in_turn(4, 4, 2))
 
     def of(name: str, levels: Bits, codebook: F32, span: int, d: str = "", **more: object) -> Levels:
         return Levels(BY_NAME[name], levels, codebook, span, d, **more)  # type: ignore[arg-type]
+
+    def on(grid: Grid, name: str, levels: Bits, span: int, d: str, **more: object) -> Levels:
+        return of(name, levels, np.zeros(0, np.float32), span, d, grid=grid, **more)
 
     rows = (
         of("Q4_0", planes(2, 16, 4), _counted(16, -8), 32, "f16@0"),
@@ -188,6 +243,34 @@ def all_levels() -> dict[str, Levels]:
         of("TQ2_0", planes(0, 32, 2, 2), np.array([-1, 0, 1, 1], np.float32), 256, "f16@64"),
         of("Q2_0", in_turn(2, 16, 2), _counted(4, -1), 64, "f16@0"),
         of("Q1_0", in_turn(2, 16, 1), np.array([-1, 1], np.float32), 128, "f16@0"),
+        on(grids.ternary(False), "IQ1_S", join(field(2, 0, 8, 32), words(34, 2, 8, 0, 3, 3, 4)), 32, "f16@0",
+           scale=words(34, 2, 8, 12, 3), factors=odd[:8], shift=words(34, 2, 8, 15, 1), by=-0.25),
+        on(grids.ternary(True), "IQ1_M", join(field(0, 0, 8, 32), in_turn(32, 16, 4)), 16, "nibbles@48",
+           scale=words(48, 2, 4, 0, 3, 3, 4), factors=odd[:8]),
+        on(grids.magnitudes("iq2xxs_grid", 7), "IQ2_XXS", join(words(2, 8, 8, 0, 8, 8, 4), words(2, 8, 8, 32, 7, 7, 4)),
+           32, "f16@0", scale=words(2, 8, 8, 60, 4), factors=odd / 8),
+        on(grids.magnitudes("iq2xs_grid", 7), "IQ2_XS", words(2, 2, 32, 0, 16), 16, "f16@0", scale=in_turn(66, 8, 4),
+           factors=odd / 8),
+        on(grids.magnitudes("iq2s_grid", 8), "IQ2_S",
+           join(field(2, 0, 8, 32), in_turn(66, 8, 2), field(34, 0, 8, 32)), 16, "f16@0", scale=in_turn(74, 8, 4),
+           factors=odd / 8),
+        on(grids.magnitudes("iq3xxs_grid", 7, 2), "IQ3_XXS", join(words(2, 2, 32, 0, 16), words(66, 4, 8, 0, 7, 7, 4)),
+           32, "f16@0", scale=words(66, 4, 8, 28, 4), factors=odd / 4),
+        on(grids.magnitudes("iq3s_grid", 4), "IQ3_S", join(field(2, 0, 8, 64), in_turn(66, 8, 1), in_turn(74, 32, 4)),
+           32, "f16@0", scale=in_turn(106, 4, 4), factors=odd),
+        on(grids.even_levels(), "IQ4_KSS", words(0, 2, 64, 1, 15), 32, "row:f32@0",
+           scale=words(0, 2, 64, 0, 1).reshape(8, 8)[:, 1:], factors=_odd(128), shift=words(0, 16, 8, 0, 1), by=4,
+           columns=kss),
+        on(Grid(table("iq2kl_grid").astype(np.float32)), "IQ2_KL", join(planes(6, 16, 4, 4), planes(70, 16, 1)), 32,
+           "row:f16@0", scale=join(planes(2, 4, 4), in_turn(0, 2, 2)), factors=_counted(64, -32)),
+        on(grids.trellis(8, 13), "IQ1_KT", join(field(8, 0, 8, 32), planes(40, 16, 4), words(0, 1, 8, 4, 1, 1, 4)), 32,
+           "row:f32@0", scale=field(0, 0, 4, 8), factors=iq4),
+        on(grids.trellis(8), "IQ2_KT", words(4, 2, 32, 0, 16), 32, "row:f32@0", scale=planes(0, 4, 4), factors=iq4),
+        on(grids.trellis(8, signs=8), "IQ3_KT", join(words(4, 2, 32, 0, 16), planes(68, 32, 1).reshape(32, 8)), 32,
+           "row:f32@0", scale=planes(0, 4, 4), factors=_counted(16)),
+        on(grids.trellis(4, books=2), "IQ4_KT",
+           join(field(32, 0, 8, 64), planes(96, 32, 4), words(0, 4, 8, 8, 3, 3, 8)), 32, "row:f32@0",
+           scale=words(0, 4, 8, 1, 7), factors=_counted(128, -64), shift=words(0, 4, 8, 0, 1)),
     )  # fmt: skip
     return {each.type.name: each for each in rows}
 
@@ -203,72 +286,87 @@ def levels_of(t: TensorType) -> Levels:
 # ---------------------------------------------------------------- reading and writing
 
 
-def _gather(bits: U8, fields: Bits) -> U8:
-    out = np.zeros((len(bits), len(fields)), np.uint8)
+def _gather(bits: U8, fields: Bits, dtype: type[np.unsignedinteger[Any]] = np.uint8) -> Any:
+    out = np.zeros((len(bits), len(fields)), dtype)
     for i in range(fields.shape[1]):
-        out |= bits[:, fields[:, i]] << np.uint8(i)
+        out |= bits[:, fields[:, i]].astype(dtype) << dtype(i)
     return out
 
 
-def _scatter(bits: U8, fields: Bits, values: U8) -> None:
+def _scatter(bits: U8, fields: Bits, values: npt.NDArray[np.unsignedinteger[Any]]) -> None:
     for i in range(fields.shape[1]):
-        bits[:, fields[:, i]] = values >> np.uint8(i) & 1
+        bits[:, fields[:, i]] = values >> values.dtype.type(i) & 1
+
+
+def float_bits(kind: str) -> Bits:
+    """Return the bits of a d or dmin, of its block or of its row's header, as a field."""
+    name, _, at = kind.removeprefix("row:").partition("@")
+    if name == "nibbles":
+        return words(int(at), 2, 4, 12, 4).reshape(1, 16)
+    return words(int(at), 1, 1, 0, {"f16": 16, "f32": 32}[name])
+
+
+def _float_types(field: Bits) -> tuple[Any, Any]:
+    """Return the dtypes of a float's bits and of itself."""
+    return (np.uint16, np.float16) if field.shape[1] == 16 else (np.uint32, np.float32)
+
+
+def _floats(kind: str, of_row: U8, of_block: U8) -> F32 | None:
+    if not kind:
+        return None
+    where = float_bits(kind)
+    bits, dtype = _float_types(where)
+    found: F32 = _gather(of_row if kind.startswith("row:") else of_block, where, bits).view(dtype).astype(np.float32)
+    return found.reshape(len(of_row), -1)
+
+
+def _set_floats(kind: str, of_row: U8, of_block: U8, floats: F32) -> None:
+    where = float_bits(kind)
+    bits, dtype = _float_types(where)
+    values = floats.reshape(-1, 1).astype(dtype).view(bits)
+    _scatter(of_row if kind.startswith("row:") else of_block, where, values)
+
+
+def _unpacked(t: TensorType, rows: U8) -> tuple[U8, U8]:
+    """Return the bits of rows' headers and of their blocks."""
+    blocks = np.ascontiguousarray(rows[:, t.row_header :]).reshape(-1, t.block_bytes)
+    head = np.ascontiguousarray(rows[:, : t.row_header])
+    return np.unpackbits(head, axis=1, bitorder="little"), np.unpackbits(blocks, axis=1, bitorder="little")
 
 
 def read_integers(t: TensorType, rows: U8, with_levels: bool = True) -> Integers:
     """Return the integers of rows, uint8 [rows, row bytes]; without levels, q is uint8 [rows, 0]."""
     of = levels_of(t)
-    blocks, n = _blocks(t, rows), len(rows)
-    bits = np.unpackbits(blocks, axis=1, bitorder="little")
+    head, bits = _unpacked(t, rows)
 
     def of_rows(fields: Bits | None) -> U8 | None:
-        return None if fields is None else _gather(bits, fields).reshape(n, -1)
+        return None if fields is None else _gather(bits, fields).reshape(len(rows), -1)
 
-    q = of_rows(of.levels) if with_levels else np.zeros((n, 0), np.uint8)
-    assert q is not None
-    d, dmin = (_floats(kind, rows, blocks) for kind in (of.d, of.dmin))
+    q: Any = np.zeros((len(rows), 0), np.uint8)
+    if with_levels:
+        q = _gather(bits, of.levels, np.uint8 if of.grid is None else np.uint32).reshape(len(rows), -1)
+    d, dmin = (_floats(kind, head, bits) for kind in (of.d, of.dmin))
     return Integers(q, of_rows(of.scale), of_rows(of.minimum), of_rows(of.shift), d, dmin)
-
-
-def _blocks(t: TensorType, rows: U8) -> U8:
-    return np.ascontiguousarray(rows[:, t.row_header :]).reshape(-1, t.block_bytes)
-
-
-def _place(kind: str) -> tuple[bool, str, slice]:
-    """Return whether a float is the row's, its dtype, and its bytes."""
-    name, _, at = kind.removeprefix("row:").partition("@")
-    dtype = {"f16": "<f2", "f32": "<f4"}[name]
-    return kind.startswith("row:"), dtype, slice(int(at), int(at) + np.dtype(dtype).itemsize)
-
-
-def _floats(kind: str, rows: U8, blocks: U8) -> F32 | None:
-    if not kind:
-        return None
-    of_row, dtype, where = _place(kind)
-    found = np.ascontiguousarray((rows if of_row else blocks)[:, where]).view(dtype)
-    return found.astype(np.float32).reshape(len(rows), -1)
 
 
 def write_integers(t: TensorType, integers: Integers, rows: U8) -> None:
     """Write integers into rows that hold those of the same type already: bits that are no field stay as they are."""
-    of = levels_of(t)
-    blocks, i = _blocks(t, rows), integers
-    bits = np.unpackbits(blocks, axis=1, bitorder="little")
+    of, i = levels_of(t), integers
+    head, bits = _unpacked(t, rows)
     for fields, values in ((of.levels, i.q), (of.scale, i.s), (of.minimum, i.m), (of.shift, i.shift)):
         if fields is not None and values is not None:
             _scatter(bits, fields, values.reshape(len(bits), -1))
-    blocks = np.packbits(bits, axis=1, bitorder="little")
     for kind, floats in ((of.d, i.d), (of.dmin, i.dmin)):
         if kind and floats is not None:
-            of_row, dtype, where = _place(kind)
-            (rows if of_row else blocks)[:, where] = floats.reshape(-1, 1).astype(dtype).view(np.uint8)
-    rows[:, t.row_header :] = blocks.reshape(len(rows), -1)
+            _set_floats(kind, head, bits, floats)
+    rows[:, : t.row_header] = np.packbits(head, axis=1, bitorder="little")
+    rows[:, t.row_header :] = np.packbits(bits, axis=1, bitorder="little").reshape(len(rows), -1)
 
 
 def scales_and_minimums(t: TensorType, i: Integers) -> tuple[F32, F32 | None]:
     """Return what levels are multiplied by, and what is subtracted then, float32 [rows, n / span] each."""
     of = levels_of(t)
-    n = i.q.shape[1] // of.span
+    n = i.q.shape[1] * (of.grid.columns if of.grid else 1) // of.span
     scale = np.ones((len(i.q), n), np.float32) if i.s is None or of.factors is None else of.factors[i.s]
     if i.d is not None:
         scale = scale * np.repeat(i.d, n // i.d.shape[1], axis=1)
@@ -286,5 +384,5 @@ def decoded(t: TensorType, i: Integers) -> F32:
     """Return the values that integers stand for, float32 [rows, n]; a shift of levels may cost the last bit."""
     of = levels_of(t)
     scale, low = scales_and_minimums(t, i)
-    out = np.repeat(scale, of.span, axis=1) * of.codebook[i.q]
+    out = np.repeat(scale, of.span, axis=1) * of.levels_of(i.q, i.shift)
     return out if low is None else out - np.repeat(low, of.span, axis=1)

@@ -29,7 +29,7 @@ import numpy.typing as npt
 from quantkit.errors import FormatError
 from quantkit.formats.covariance import Covariances
 from quantkit.formats.gguf import Field, ValueType
-from quantkit.kernels.levels import all_levels
+from quantkit.kernels.levels import Grouping, all_levels
 from quantkit.pipeline.importance import ALIASES
 from quantkit.types import TensorType
 
@@ -85,8 +85,11 @@ class Inputs(Protocol):
     def damping(self, matrix: int) -> float | None:
         """Return the damping of a matrix; None if its tokens are too few for feedback."""
 
-    def made(self, matrix: int, threads: int) -> Metric:
-        """Return the metric of a matrix. Raises FormatError if its covariance is not positive definite."""
+    def made(self, matrix: int, threads: int, grouping: Grouping | None = None) -> Metric:
+        """Return the metric of a matrix for types that group columns so.
+
+        Raises FormatError if its covariance is not positive definite.
+        """
 
     def importance(self, matrix: int) -> F32 | None:
         """Return the importance of the columns of a matrix without feedback, if no importance matrix has it, or None.
@@ -118,10 +121,10 @@ class Alike:
     def damping(self, matrix: int) -> float | None:
         return 0.0
 
-    def made(self, matrix: int, threads: int) -> Metric:
+    def made(self, matrix: int, threads: int, grouping: Grouping | None = None) -> Metric:
         from quantkit.kernels.cpu.feedback.rounding import metric
 
-        return metric(np.eye(self.n), 0.0)
+        return metric(np.eye(self.n), 0.0, 1, grouping)
 
     def importance(self, matrix: int) -> F32 | None:
         return None
@@ -152,13 +155,13 @@ class RecordedInputs:
     def damping(self, matrix: int) -> float | None:
         return damping_of(self.tokens[matrix], self.n)
 
-    def made(self, matrix: int, threads: int) -> Metric:
+    def made(self, matrix: int, threads: int, grouping: Grouping | None = None) -> Metric:
         from quantkit.kernels.cpu.feedback.rounding import metric
 
         damping = self.damping(matrix)
         assert damping is not None
         try:
-            return metric(self.covariances.matrix(self.entry, matrix), damping, threads)
+            return metric(self.covariances.matrix(self.entry, matrix), damping, threads, grouping)
         except np.linalg.LinAlgError as e:
             raise FormatError(
                 f"{self.covariances.path}: matrix {matrix} of {self.entry} is no covariance ({e}): record it again"
@@ -354,24 +357,28 @@ def _names(names: Sequence[str]) -> str:
 # ---------------------------------------------------------------- of a run
 
 
+#: An entry, one of its matrices, and how columns are grouped.
+_Key = tuple[str, int, Grouping | None]
+
+
 class Metrics:
     """Metrics made on demand, each once, as many at a time as ``limit`` bytes allow, but one in any case."""
 
     def __init__(self, limit: int, threads: int) -> None:
         self.limit, self.threads = limit, threads
-        self._ready: OrderedDict[tuple[str, int], tuple[Metric, int]] = OrderedDict()
-        self._users: dict[tuple[str, int], int] = {}
-        self._making: dict[tuple[str, int], int] = {}
+        self._ready: OrderedDict[_Key, tuple[Metric, int]] = OrderedDict()
+        self._users: dict[_Key, int] = {}
+        self._making: dict[_Key, int] = {}
         self._changed = threading.Condition()
 
     @contextmanager
-    def held(self, inputs: Inputs, matrix: int) -> Iterator[Metric]:
+    def held(self, inputs: Inputs, matrix: int, grouping: Grouping | None = None) -> Iterator[Metric]:
         """Yield the metric of a matrix, made now unless somebody has made it."""
-        key = (inputs.entry, matrix)
+        key = (inputs.entry, matrix, grouping)
         metric = self._wait(key, inputs.metric_bytes)
         if metric is None:
             try:
-                metric = inputs.made(matrix, self.threads if inputs.matrices == 1 else 1)
+                metric = inputs.made(matrix, self.threads if inputs.matrices == 1 else 1, grouping)
             finally:
                 with self._changed:
                     del self._making[key]
@@ -387,12 +394,12 @@ class Metrics:
                 self._leave(key)
                 self._changed.notify_all()
 
-    def _leave(self, key: tuple[str, int]) -> None:
+    def _leave(self, key: _Key) -> None:
         self._users[key] -= 1
         if not self._users[key]:
             del self._users[key]
 
-    def _wait(self, key: tuple[str, int], need: int) -> Metric | None:
+    def _wait(self, key: _Key, need: int) -> Metric | None:
         """Return a metric, or None once there is room to make it; it has a user from now on."""
         with self._changed:
             while True:

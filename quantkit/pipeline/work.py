@@ -470,7 +470,8 @@ class Worker:
             return ErrorSums()
         from quantkit.kernels.cpu.feedback.rounding import Rounding, round_rows, target_of
 
-        with self.metrics.held(part.inputs, job.matrix) as metric:
+        described = all_levels().get(tensor.type.name)
+        with self.metrics.held(part.inputs, job.matrix, described.grouping if described else None) as metric:
             counts = weights if part.found is not None or metric.importance is None else metric.importance
 
             def reference(rows: F32, into: U8) -> None:

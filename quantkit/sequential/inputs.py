@@ -12,6 +12,7 @@ from quantkit.errors import FormatError
 from quantkit.kernels.cpu.feedback.products import Products, times_inverse
 from quantkit.kernels.cpu.feedback.rounding import Metric, metric
 from quantkit.kernels.cpu.feedback.tiles import pack_columns
+from quantkit.kernels.levels import Grouping
 from quantkit.pipeline.feedback import damping_of
 from quantkit.sequential.spill import Spill
 from quantkit.sequential.streams import Seen
@@ -74,13 +75,13 @@ class StageInputs:
         """Return the damping of a matrix; None if its tokens are too few for feedback."""
         return damping_of(self._count(matrix), self.n)
 
-    def made(self, matrix: int, threads: int) -> Metric:
+    def made(self, matrix: int, threads: int, grouping: Grouping | None = None) -> Metric:
         """Return the metric of a matrix, with the correction of targets."""
         damping, sums = self.damping(matrix), self._sums(matrix, threads)
         assert damping is not None
         try:
             correction = times_inverse(sums.cross, sums.square, TARGET_DAMPING, threads)
-            found = metric(sums.square, damping, threads)
+            found = metric(sums.square, damping, threads, grouping)
         except np.linalg.LinAlgError as e:
             raise FormatError(
                 f"the inputs of {self.entry}, matrix {matrix}, have no covariance that can be used ({e}): calibrate on "

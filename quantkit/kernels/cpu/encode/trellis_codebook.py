@@ -17,6 +17,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from quantkit.kernels.grids import trellis_levels
+
 
 @dataclass(frozen=True, slots=True)
 class Codebook:
@@ -26,15 +28,6 @@ class Codebook:
     cells: npt.NDArray[np.uint8]
     families: npt.NDArray[np.uint8]
     indices: npt.NDArray[np.int32]
-
-
-def levels_of(first: int, count: int, size: int) -> npt.NDArray[np.int64]:
-    """Return the levels, int64 [count, size], of indices from ``first`` on."""
-    x, levels = np.arange(first, first + count, dtype=np.uint32) + np.uint32(4096), []
-    for _ in range(size):
-        x = x * np.uint32(0xCBAC1FED)
-        levels.append((x & np.uint32(0x3F3F3F3F))[:, None].view(np.uint8).sum(1, np.int64) - 126)
-    return np.stack(levels, 1)
 
 
 #: A parity check of distance 4: families that differ in fewer than 4 of the first splits have different syndromes.
@@ -85,7 +78,7 @@ def codebook(count: int, size: int, magnitudes: bool = False, books: int = 1) ->
     """Return ``books`` codebooks of ``count`` consecutive indices each, one after the other."""
     parts: list[Any] = []
     for book in range(books):
-        levels = levels_of(book * count, count, size)
+        levels = trellis_levels(book * count, count, size)
         levels, bias = (abs(levels), 0) if magnitudes else (levels, 126)
         order = _sorted_by_cell(levels)
         by_cell = levels[order]

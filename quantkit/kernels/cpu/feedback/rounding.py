@@ -9,12 +9,15 @@ import numpy as np
 import numpy.typing as npt
 
 from quantkit.kernels.cpu.feedback.factor import cholesky
+from quantkit.kernels.cpu.feedback.frames import Frames, frames_of, visited
+from quantkit.kernels.cpu.feedback.groups import GroupTile
 from quantkit.kernels.cpu.feedback.products import corrected
 from quantkit.kernels.cpu.feedback.refine import FIXED, HALF, INTEGER, Scales, refine
 from quantkit.kernels.cpu.feedback.sweeps import codebook, feed, residuals, weighted_squares
 from quantkit.kernels.cpu.feedback.tiles import ROWS, STRIP, codes_of_levels, pack_columns, pack_upper, to_lanes
 from quantkit.kernels.cpu.unpack.dequantize import dequantize_rows
 from quantkit.kernels.levels import (
+    Grouping,
     Integers,
     Levels,
     levels_of,
@@ -33,10 +36,11 @@ Ints = npt.NDArray[np.int32]
 class Metric:
     """A covariance, ready for sweeps.
 
-    columns: in descending order of their variance, int32 [n]; u, pivots: the factors U, packed, and D of the covariance
-    in that order. h: the covariance, packed, columns in their own order; per_diagonal: 1 / H_kk. correction: M, packed,
-    of a row x that is to come near to x + x M; None: to itself. offset: what each row is to gain besides, float32
-    [rows, n]. importance: of the columns, float32 [n], for encoders without an importance matrix; None: unknown.
+    columns: in descending order of their variance, or of their groups', int32 [n]; u, pivots: the factors U, packed,
+    and D of the covariance in that order. frames: those of groups of columns, if they are rounded together. h: the
+    covariance, packed, columns in their own order; per_diagonal: 1 / H_kk. correction: M, packed, of a row x that is to
+    come near to x + x M; None: to itself. offset: what each row is to gain besides, float32 [rows, n]. importance: of
+    the columns, float32 [n], for encoders without an importance matrix; None: unknown.
     """
 
     columns: Ints
@@ -47,6 +51,7 @@ class Metric:
     correction: F32 | None = None
     offset: F32 | None = None
     importance: F32 | None = None
+    frames: Frames | None = None
 
     @property
     def n(self) -> int:
@@ -54,14 +59,14 @@ class Metric:
         return len(self.columns)
 
 
-def metric(covariance: F64, damping: float, threads: int = 1) -> Metric:
+def metric(covariance: F64, damping: float, threads: int = 1, grouping: Grouping | None = None) -> Metric:
     """Return the metric of a covariance [n, n] whose diagonal is raised by ``damping`` times its mean.
 
-    Raises numpy.linalg.LinAlgError if it is not positive definite even so.
+    It is for types that group columns so. Raises numpy.linalg.LinAlgError if it is not positive definite even so.
     """
     diagonal = np.diagonal(covariance)
     raised = diagonal + damping * diagonal.mean()
-    columns = np.argsort(-raised, kind="stable")
+    columns = visited(raised, grouping)
     last_first = columns[::-1]
     r = covariance[np.ix_(last_first, last_first)].astype(np.float64, copy=False)
     np.fill_diagonal(r, raised[last_first])
@@ -71,7 +76,8 @@ def metric(covariance: F64, damping: float, threads: int = 1) -> Metric:
     at = np.arange(len(h) * STRIP)
     h[at // STRIP, at, at % STRIP] = raised
     u, pivots = pack_upper(upper), (roots * roots).astype(np.float32)
-    return Metric(columns.astype(np.int32), u, pivots, h, (1 / raised).astype(np.float32))
+    frames = None if grouping is None else frames_of(covariance, raised, upper, grouping)
+    return Metric(columns.astype(np.int32), u, pivots, h, (1 / raised).astype(np.float32), frames=frames)
 
 
 #: Columns times sweeps that are not many.
@@ -133,9 +139,11 @@ def round_rows(
         start = np.zeros_like(made)
         encode(target, start)
     before, after = np.empty(len(x)), np.empty(len(x))
+    of = levels_of(t)
+    kind = _Tile if of.grid is None else GroupTile
     for first in range(0, len(x), ROWS):
         rows = slice(first, min(first + ROWS, len(x)))
-        tile = _Tile(levels_of(t), target[rows], made[rows], start[rows], by)
+        tile = kind(of, target[rows], made[rows], start[rows], by)
         before[rows], after[rows] = tile.improve(how)
         made[rows] = tile.best
     return Rounded(made, before, after)
