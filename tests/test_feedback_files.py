@@ -246,7 +246,7 @@ def test_the_plot(moe: Path, cov: Path, tmp_path: Path) -> None:
 
     assert "wrote" in run("--feedback", cov, "--plot", plot, moe, out, "Q4_0")
     assert plot.read_bytes().startswith(b"<?xml")
-    assert "give both" in run("--plot", plot, moe, out, "Q4_0", "--overwrite")
+    assert "one of them, too" in run("--plot", plot, moe, out, "Q4_0", "--overwrite")
     assert "plots are .svg" in run("--feedback", cov, "--plot", "f.txt", moe, out, "Q4_0", "--overwrite")
 
 

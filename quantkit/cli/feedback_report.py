@@ -83,8 +83,8 @@ def check_feedback_plot(path: Path | None, feedback: object) -> None:
     """Raise, before the run, what would keep the plot from being drawn."""
     if path is not None:
         check_plot(path)
-        if feedback is None:
-            raise RecipeError("--plot draws what --feedback did: give both")
+        if not feedback:
+            raise RecipeError("--plot draws what --feedback or --calibrate did: give one of them, too")
 
 
 def write_feedback_plot(report: FeedbackReport | None, name: str, path: Path) -> None:

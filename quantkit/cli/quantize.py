@@ -264,7 +264,7 @@ _OPTIONS: dict[str, Callable[[Any], Any]] = {
         group=_OUT,
         type=click.Path(dir_okay=False, path_type=Path),
         metavar="FILE",
-        help="Draw what --feedback did, by class and layer: .svg, .png or .pdf.",
+        help="Draw what feedback did, by class and layer: .svg, .png or .pdf.",
     ),
     "dry_run": option("--dry-run", group=_OUT, is_flag=True, help="Only print the plan: every type with its reason."),
     "json": option("--json", "as_json", group=_OUT, is_flag=True, help="Print the summary as JSON."),
@@ -340,7 +340,7 @@ def command(
         given["feedback"] = None
         if not given["calibrate"]:
             raise click.UsageError("--feedback needs a file of covariances, or --calibrate with a text")
-    check_feedback_plot(plot, given["feedback"] or given["calibrate"] or None)
+    check_feedback_plot(plot, given["feedback"] or given["calibrate"])
     kept = cached(cache, cache_size)
     if not dry_run:
         start_nodes(ray, threads or positional)  # before the imports, which take their time, too

@@ -8,6 +8,7 @@ from typing import Any
 
 from quantkit.helpers import tensor_class
 from quantkit.pipeline.facts import layer_of
+from quantkit.pipeline.feedback import damping_of
 from quantkit.pipeline.plan import Plan
 from quantkit.pipeline.work import MatrixLoss, PlannedTensor, RowSlice
 
@@ -99,7 +100,8 @@ def _matrix_dict(m: FedMatrix) -> dict[str, Any]:
 
 def feedback_report(plan: Plan, losses: Mapping[str, Sequence[MatrixLoss]]) -> FeedbackReport | None:
     """Return what feedback did in a run that gave ``losses``; None of a plan without feedback."""
-    fed = [tensor for tensor in plan.tensors if tensor.type.is_quantized]
+    names = {name for name, _ in plan.without_feedback}
+    fed = [tensor for tensor in plan.tensors if tensor.type.is_quantized and tensor.name not in names]
     found = [tensor for tensor in fed if any(part.inputs is not None for part in tensor.parts)]
     if not found and not plan.without_feedback:
         return None
@@ -119,11 +121,11 @@ def _tensor(tensor: PlannedTensor, losses: Sequence[MatrixLoss]) -> FedTensor:
 
 
 def _matrices(number: int, part: RowSlice, found: Mapping[tuple[int, int], MatrixLoss]) -> Iterable[FedMatrix]:
-    if part.inputs is None or part.inputs.tokens is None:  # an earlier run knew how many
+    if part.inputs is None:
         return
-    rows = part.rows * part.values // part.inputs.n
-    for matrix, tokens in enumerate(part.inputs.tokens):
-        loss = found.get((number, matrix), MatrixLoss(number, matrix, 0, 0, 0))
-        damping = part.inputs.damping(matrix)
-        better = int(loss.rows)
-        yield FedMatrix(number, matrix, tokens, part.inputs.n, damping, rows, better, loss.before, loss.after)
+    n, known = part.inputs.n, part.inputs.tokens
+    rows = part.rows * part.values // n
+    for matrix in range(part.inputs.matrices):
+        loss = found.get((number, matrix), MatrixLoss(number, matrix, known[matrix] if known else 0, 0, 0, 0))
+        damping = 0.0 if part.inputs.is_alike else damping_of(loss.tokens, n)
+        yield FedMatrix(number, matrix, loss.tokens, n, damping, rows, int(loss.rows), loss.before, loss.after)

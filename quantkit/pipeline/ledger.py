@@ -56,18 +56,20 @@ class _Tally:
     missing: int
     results: dict[int, tuple[Job, JobResult]] = field(default_factory=dict)
 
-    def entry(self) -> JournalEntry:
+    def entry(self, tensor: PlannedTensor) -> JournalEntry:
         """Return what the journal has of a tensor: sums are added in the order of the bytes."""
         crc, sums, losses = 0, ErrorSums(), dict[tuple[int, int], ErrorSums]()
         for offset in sorted(self.results):
             job, result = self.results[offset]
             for piece in result.sums:
                 sums = sums + piece
-                if piece.loss_before:
-                    at = job.part, job.matrix
-                    losses[at] = losses.get(at, ErrorSums()) + piece
+                losses[job.part, job.matrix] = losses.get((job.part, job.matrix), ErrorSums()) + piece
             crc = NO_CRC if result.crc == NO_CRC else crc32_combine(crc, result.crc, job.target_bytes)
-        by_matrix = [[*at, s.loss_before, s.loss_after, s.rows_fed] for at, s in sorted(losses.items())]
+        by_matrix = list[list[float]]()
+        for (part, matrix), s in sorted(losses.items()):
+            inputs = tensor.parts[part].inputs
+            if inputs is not None and inputs.tokens is not None:
+                by_matrix.append([part, matrix, inputs.tokens[matrix], s.loss_before, s.loss_after, s.rows_fed])
         return JournalEntry(crc, list(sums), by_matrix)
 
 
@@ -190,7 +192,7 @@ class Ledger:
                     for tensor, tally in tensors:
                         self.cache.keep(tensor, tally.results.values(), self.target.file(tensor.shard))
                 if tensors:
-                    self.journal.add({tensor.name: tally.entry() for tensor, tally in tensors})
+                    self.journal.add({tensor.name: tally.entry(tensor) for tensor, tally in tensors})
             except BaseException as e:  # raised when the run has ended
                 self.fail(e)
                 return

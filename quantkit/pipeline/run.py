@@ -153,7 +153,7 @@ def run_plan(
         journal.remove()
     sums = {name: ErrorSums(*s) for name, s in journal.sums.items()}
     losses = {
-        name: tuple(MatrixLoss(int(part), int(matrix), *rest) for part, matrix, *rest in rows)
+        name: tuple(MatrixLoss(int(part), int(matrix), int(tokens), *rest) for part, matrix, tokens, *rest in rows)
         for name, rows in journal.losses.items()
     }
     used = None if cache is None else cache.close()

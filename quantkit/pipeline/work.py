@@ -197,11 +197,12 @@ class ErrorSums(NamedTuple):
 class MatrixLoss(NamedTuple):
     """The losses of a matrix encoded with feedback: of the reference's bytes and of those written, and rows improved.
 
-    ``part`` and ``matrix`` are its place in a ``PlannedTensor``.
+    ``part`` and ``matrix`` are its place in a ``PlannedTensor``; losses are 0 of one with too few tokens.
     """
 
     part: int
     matrix: int
+    tokens: int
     before: float
     after: float
     rows: float
