@@ -9,9 +9,9 @@ start to exit, in turns; the median counts. All run once before, so that the inp
 compiled. The outputs must be one file, byte for byte; both are flushed to the disk. CPU seconds, which other programs
 disturb less, are those of the command and, with Ray, of its workers and of Ray's own processes meanwhile.
 
-Then the model of cost: start-up S is what a model of 50 MB takes with Ray, and on threads, beyond its work; the work W
-of a type is what threads take, without their start-up. From these two, and the constants in docs/cluster.md, the wall
-time with Ray is predicted.
+Then the model of cost: start-up S is what a model of 100 MB takes with Ray, and on threads, as its own work is little;
+the work W of a type is what threads take, without their start-up. From these two, and the constants in docs/cluster.md,
+the wall time with Ray is predicted.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ def main() -> None:
     print(machine())
     with work_folder(options.work) as folder:
         options.folder = folder
-        small = make_moe(folder / "small.gguf", "--size", "50M", "--experts", "4")
+        small = make_moe(folder / "small.gguf", "--size", "100M", "--experts", "4")
         model = options.model or make_moe(folder / "model.gguf", "--size", options.size)
         nbytes = model.stat().st_size
         print(f"{model.name}: {format_size(nbytes)}; the cluster runs already, workers start with each command\n")
@@ -114,7 +114,7 @@ def main() -> None:
                         f"| {theirs.cpu:.1f} | {ours.cpu:.1f} | {told:.2f} | {100 * (told / ours.wall - 1):+.0f} % |",
                         flush=True,
                     )
-        print(f"\na model of 50 MB: {start['threads']:.2f} s on threads; with Ray on {', on '.join(starts)}")
+        print(f"\na model of 100 MB: {start['threads']:.2f} s on threads; with Ray on {', on '.join(starts)}")
 
 
 if __name__ == "__main__":
