@@ -127,14 +127,15 @@ def inputs_of(args: argparse.Namespace, n: int) -> tuple[F64, F32]:
 
 def bench_decomposition(h: F64, threads: int) -> Any:
     """Print what a metric costs, and return it."""
-    from quantkit.kernels.cpu.feedback import factor, rounding
+    from quantkit.kernels.cpu.feedback import factor
+    from quantkit.kernels.cpu.feedback import metric as metrics
 
     n, operations = len(h), len(h) ** 3 / 3
     factor.cholesky(np.eye(64))  # compiles
     before = peak_mib()
-    with timed(rounding, ["cholesky"], time.process_time) as spent:
+    with timed(metrics, ["cholesky"], time.process_time) as spent:
         begin = time.process_time()
-        metric = rounding.metric(h, DAMPING)
+        metric = metrics.metric(h, DAMPING)
         whole = time.process_time() - begin
     print(f"  a metric takes {8 * n * n / 2**20:.0f} MiB; while it is made {peak_mib() - before:.0f} more than before")
     damped = h + DAMPING * np.diagonal(h).mean() * np.eye(n)
@@ -142,7 +143,7 @@ def bench_decomposition(h: F64, threads: int) -> Any:
     line("Cholesky", spent["cholesky"], operations, f"   LAPACK {operations / lapack / 1e9:.1f}")
     line("rest of the metric", whole - spent["cholesky"])
     if threads > 1:
-        line(f"metric, {threads} threads", best(lambda: rounding.metric(h, DAMPING, threads), 1, time.perf_counter))
+        line(f"metric, {threads} threads", best(lambda: metrics.metric(h, DAMPING, threads), 1, time.perf_counter))
     return metric
 
 

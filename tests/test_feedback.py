@@ -11,6 +11,7 @@ from quantkit.kernels import levels, reference
 from quantkit.kernels.cpu.encode import encoder
 from quantkit.kernels.cpu.feedback import factor, rounding, sweeps
 from quantkit.kernels.cpu.feedback.groups import GroupTile
+from quantkit.kernels.cpu.feedback.metric import metric as metric_of
 from quantkit.kernels.cpu.feedback.tiles import ROWS, pack_columns
 from quantkit.types import BY_NAME, TensorType
 
@@ -120,7 +121,7 @@ def test_groups_choose_among_all_points(t: TensorType) -> None:
     for own in columns:
         h[np.ix_(own, own)] = full[np.ix_(own, own)]
     rows = encode(t, x, np.zeros(0, np.float32))
-    tile = GroupTile(of, x, rows, rows, rounding.metric(h, 0.01, grouping=grouping))
+    tile = GroupTile(of, x, rows, rows, metric_of(h, 0.01, grouping=grouping))
     tile._feed()
     bits = of.levels.shape[1]
     every = np.random.default_rng(0).integers(1 << bits, size=1 << 16) if bits > 16 else np.arange(1 << bits)
@@ -137,7 +138,8 @@ def test_groups_choose_among_all_points(t: TensorType) -> None:
         losses = ((error @ h[np.ix_(own, own)]) * error).sum(1)
         left.append(losses[-1])
         least.append(losses.min())
-    assert sum(left) < 1.15 * sum(least)
+    # Points of a trellis lie anywhere, so that a tree of them is a poor guide: it costs up to a third.
+    assert sum(left) < (1.4 if t.name.endswith("_KT") else 1.15) * sum(least)
     assert (levels.levels_of(t).levels_of(tile.book.q_of(tile.codes.transpose(2, 0, 1)), tile.integers.shift)
             == tile.levels.T).all()  # fmt: skip
     after_feeding = tile.codes.copy()
@@ -174,7 +176,7 @@ def test_awkward_covariances(of: str, name: str) -> None:
     weights = np.diagonal(h).astype(np.float32) + np.float32(1e-6)
     plain = encode(t, x, weights)
     how = rounding.Rounding(rounds=2, sweeps=2)
-    made = rounding.round_rows(t, x, lambda _, out: np.copyto(out, plain), rounding.metric(h, 0.01), how)
+    made = rounding.round_rows(t, x, lambda _, out: np.copyto(out, plain), metric_of(h, 0.01), how)
     damped = h + 0.01 * np.diagonal(h).mean() * np.eye(N)
     error = x - reference.decode_rows(t, made.rows).astype(np.float64)
     after = ((error @ damped) * error).sum(1)
@@ -189,7 +191,7 @@ def test_rows_are_better_or_the_reference_s(t: TensorType) -> None:
     h, x = covariance(7), drawn(8, 40)
     x[3], x[5, :256] = 0, 0
     weights = np.diagonal(h).astype(np.float32)
-    metric = rounding.metric(h, 0.01, grouping=levels.levels_of(t).grouping)
+    metric = metric_of(h, 0.01, grouping=levels.levels_of(t).grouping)
 
     def reference_bytes(rows: F32, out: npt.NDArray[np.uint8]) -> None:
         encoder(t)(rows, weights, out, 0, len(rows))

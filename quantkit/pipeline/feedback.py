@@ -34,7 +34,7 @@ from quantkit.pipeline.importance import ALIASES
 from quantkit.types import TensorType
 
 if TYPE_CHECKING:
-    from quantkit.kernels.cpu.feedback.rounding import Metric
+    from quantkit.kernels.cpu.feedback.metric import Metric
 
 F32 = npt.NDArray[np.float32]
 
@@ -122,7 +122,7 @@ class Alike:
         return 0.0
 
     def made(self, matrix: int, threads: int, grouping: Grouping | None = None) -> Metric:
-        from quantkit.kernels.cpu.feedback.rounding import metric
+        from quantkit.kernels.cpu.feedback.metric import metric
 
         return metric(np.eye(self.n), 0.0, 1, grouping)
 
@@ -156,7 +156,7 @@ class RecordedInputs:
         return damping_of(self.tokens[matrix], self.n)
 
     def made(self, matrix: int, threads: int, grouping: Grouping | None = None) -> Metric:
-        from quantkit.kernels.cpu.feedback.rounding import metric
+        from quantkit.kernels.cpu.feedback.metric import metric
 
         damping = self.damping(matrix)
         assert damping is not None
@@ -176,7 +176,7 @@ class RecordedInputs:
 
 
 def _digest(**what: object) -> str:
-    from quantkit.kernels.cpu.feedback.rounding import Rounding
+    from quantkit.kernels.cpu.feedback.options import Rounding
 
     content = json.dumps({**what, "rounding": asdict(Rounding())}, sort_keys=True)
     return hashlib.sha256(content.encode()).hexdigest()
@@ -313,7 +313,7 @@ class Feedback:
 
     def fields(self) -> list[Field]:
         """Return what a file says of its making, as far as a plan knows it."""
-        from quantkit.kernels.cpu.feedback.rounding import Rounding
+        from quantkit.kernels.cpu.feedback.options import Rounding
 
         values: dict[str, tuple[str | int | float, ValueType]] = {
             "method": (METHOD, ValueType.UINT32),

@@ -469,7 +469,9 @@ class Worker:
             own = None if part.inputs is None or part.found is not None else part.inputs.importance(job.matrix)
             encode(x, weights if own is None else own, out, 0, len(x))
             return ErrorSums()
-        from quantkit.kernels.cpu.feedback.rounding import Rounding, round_rows, target_of
+        from quantkit.kernels.cpu.feedback.metric import target_of
+        from quantkit.kernels.cpu.feedback.options import Rounding
+        from quantkit.kernels.cpu.feedback.rounding import round_rows
 
         described = all_levels().get(tensor.type.name)
         with self.metrics.held(part.inputs, job.matrix, described.grouping if described else None) as metric:

@@ -43,9 +43,12 @@ class Sequential:
         plan = ledger.plan
         calibrated = [t for t in plan.tensors if _entries(t)]
         self.threads.run(ledger.part({t.name for t in plan.tensors} - {t.name for t in calibrated}), measure=measure)
-        if ledger.stop.is_set() or all(t.name in ledger.journal.done for t in calibrated):
-            return
         spill = Spill(beside(plan.shards[0].path, ".activations"), plan.fingerprint)
+        if ledger.stop.is_set():
+            return
+        if all(t.name in ledger.journal.done for t in calibrated):
+            spill.remove()
+            return
         sources = {p.source.name for t in calibrated for p in t.parts}
         try:
             with Streams(self.model, sources, self.tokens, spill, self.count) as streams, _growing(ledger) as output:
@@ -60,7 +63,7 @@ class Sequential:
     def _run_stages(
         self, ledger: Ledger, streams: Streams, spill: Spill, tensors: list[PlannedTensor], measure: bool
     ) -> None:
-        done = spill.begin()
+        done = self._begun(ledger, streams, spill, tensors)
         for stage in range(max(done, 0), len(streams)):
             if stage > done:
                 streams.run(stage, partial(_tell, ledger, stage, len(streams), self.tokens.count))
@@ -75,6 +78,15 @@ class Sequential:
                 self.inputs[entry].drop()
             if ledger.stop.is_set():
                 return
+
+    def _begun(self, ledger: Ledger, streams: Streams, spill: Spill, tensors: list[PlannedTensor]) -> int:
+        """Return the stage that the files hold the end of, if all that earlier stages have inputs of is encoded."""
+        done = spill.begin()
+        earlier = {seen.entry for stage in range(done) for seen in streams.seen(stage)}
+        if all(t.name in ledger.journal.done for t in tensors if _entries(t) & earlier):
+            return done
+        spill.remove()
+        return spill.begin()
 
 
 @contextmanager

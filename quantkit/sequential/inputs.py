@@ -9,8 +9,8 @@ import numpy as np
 import numpy.typing as npt
 
 from quantkit.errors import FormatError
+from quantkit.kernels.cpu.feedback.metric import Metric, metric
 from quantkit.kernels.cpu.feedback.products import Products, times_inverse
-from quantkit.kernels.cpu.feedback.rounding import Metric, metric
 from quantkit.kernels.cpu.feedback.tiles import pack_columns
 from quantkit.kernels.levels import Grouping
 from quantkit.pipeline.feedback import damping_of

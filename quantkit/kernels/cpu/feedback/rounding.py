@@ -8,16 +8,14 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from quantkit.kernels.cpu.feedback.factor import cholesky
-from quantkit.kernels.cpu.feedback.frames import Frames, frames_of, visited
 from quantkit.kernels.cpu.feedback.groups import GroupTile
-from quantkit.kernels.cpu.feedback.products import corrected
+from quantkit.kernels.cpu.feedback.metric import Metric
+from quantkit.kernels.cpu.feedback.options import Rounding
 from quantkit.kernels.cpu.feedback.refine import FIXED, HALF, INTEGER, Scales, refine
 from quantkit.kernels.cpu.feedback.sweeps import codebook, feed, residuals, weighted_squares
-from quantkit.kernels.cpu.feedback.tiles import ROWS, STRIP, codes_of_levels, pack_columns, pack_upper, to_lanes
+from quantkit.kernels.cpu.feedback.tiles import ROWS, codes_of_levels, to_lanes
 from quantkit.kernels.cpu.unpack.dequantize import dequantize_rows
 from quantkit.kernels.levels import (
-    Grouping,
     Integers,
     Levels,
     levels_of,
@@ -30,81 +28,6 @@ F32 = npt.NDArray[np.float32]
 F64 = npt.NDArray[np.float64]
 U8 = npt.NDArray[np.uint8]
 Ints = npt.NDArray[np.int32]
-
-
-@dataclass(frozen=True, eq=False)
-class Metric:
-    """A covariance, ready for sweeps.
-
-    columns: in descending order of their variance, or of their groups', int32 [n]; u, pivots: the factors U, packed,
-    and D of the covariance in that order. frames: those of groups of columns, if they are rounded together. h: the
-    covariance, packed, columns in their own order; per_diagonal: 1 / H_kk. correction: M, packed, of a row x that is to
-    come near to x + x M; None: to itself. offset: what each row is to gain besides, float32 [rows, n]. importance: of
-    the columns, float32 [n], for encoders without an importance matrix; None: unknown.
-    """
-
-    columns: Ints
-    u: F32
-    pivots: F32
-    h: F32
-    per_diagonal: F32
-    correction: F32 | None = None
-    offset: F32 | None = None
-    importance: F32 | None = None
-    frames: Frames | None = None
-
-    @property
-    def n(self) -> int:
-        """Columns."""
-        return len(self.columns)
-
-
-def metric(covariance: F64, damping: float, threads: int = 1, grouping: Grouping | None = None) -> Metric:
-    """Return the metric of a covariance [n, n] whose diagonal is raised by ``damping`` times its mean.
-
-    It is for types that group columns so. Raises numpy.linalg.LinAlgError if it is not positive definite even so.
-    """
-    diagonal = np.diagonal(covariance)
-    raised = diagonal + damping * diagonal.mean()
-    columns = visited(raised, grouping)
-    last_first = columns[::-1]
-    r = covariance[np.ix_(last_first, last_first)].astype(np.float64, copy=False)
-    np.fill_diagonal(r, raised[last_first])
-    upper = cholesky(r, threads)[::-1, ::-1].T  # H = upper upper^T; what is below the diagonal is undefined
-    roots = np.diagonal(upper)
-    h = pack_columns(covariance)
-    at = np.arange(len(h) * STRIP)
-    h[at // STRIP, at, at % STRIP] = raised
-    u, pivots = pack_upper(upper), (roots * roots).astype(np.float32)
-    frames = None if grouping is None else frames_of(covariance, raised, upper, grouping)
-    return Metric(columns.astype(np.int32), u, pivots, h, (1 / raised).astype(np.float32), frames=frames)
-
-
-#: Columns times sweeps that are not many.
-_COLUMNS = 2048
-
-
-@dataclass(frozen=True)
-class Rounding:
-    """How levels are chosen: what more costs more, and gives less each time.
-
-    rounds: how often all of this is done, each time with the scales found before. sweeps: over all columns after
-    feedback; where columns are few, up to ``most``, which take less time than one sweep of many. width: the columns
-    that are visited together in a sweep; passes: how often; repeats: how often scales and levels of a sub-block are
-    chosen in turn, each time. fits: whether scales are.
-    """
-
-    rounds: int = 1
-    sweeps: int = 1
-    most: int = 4
-    width: int = 64
-    passes: int = 1
-    repeats: int = 1
-    fits: bool = True
-
-    def sweeps_of(self, n: int) -> int:
-        """Return the sweeps over n columns."""
-        return max(self.sweeps, min(_COLUMNS // n, self.most))
 
 
 @dataclass(frozen=True, eq=False)
@@ -147,14 +70,6 @@ def round_rows(
         before[rows], after[rows] = tile.improve(how)
         made[rows] = tile.best
     return Rounded(made, before, after)
-
-
-def target_of(x: F32, by: Metric, row: int = 0) -> F32 | None:
-    """Return what rows x, from ``row`` of their matrix on, are to come near to by a metric; None: to themselves."""
-    if by.correction is None:
-        return None
-    target = corrected(x, by.correction)
-    return target if by.offset is None else target + by.offset[row : row + len(x)]
 
 
 #: A row is kept where its loss is less by this share: more than what rounding to float32 makes of it.

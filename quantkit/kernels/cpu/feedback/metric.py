@@ -1,0 +1,74 @@
+"""The metric that rows are rounded in: a covariance, with its factors, packed for sweeps."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from quantkit.kernels.cpu.feedback.factor import cholesky
+from quantkit.kernels.cpu.feedback.frames import Frames, frames_of, visited
+from quantkit.kernels.cpu.feedback.products import corrected
+from quantkit.kernels.cpu.feedback.tiles import STRIP, pack_columns, pack_upper
+from quantkit.kernels.levels import Grouping
+
+F32 = npt.NDArray[np.float32]
+F64 = npt.NDArray[np.float64]
+Ints = npt.NDArray[np.int32]
+
+
+@dataclass(frozen=True, eq=False)
+class Metric:
+    """A covariance, ready for sweeps.
+
+    columns: in descending order of their variance, or of their groups', int32 [n]; u, pivots: the factors U, packed,
+    and D of the covariance in that order. frames: those of groups of columns, if they are rounded together. h: the
+    covariance, packed, columns in their own order; per_diagonal: 1 / H_kk. correction: M, packed, of a row x that is to
+    come near to x + x M; None: to itself. offset: what each row is to gain besides, float32 [rows, n]. importance: of
+    the columns, float32 [n], for encoders without an importance matrix; None: unknown.
+    """
+
+    columns: Ints
+    u: F32
+    pivots: F32
+    h: F32
+    per_diagonal: F32
+    correction: F32 | None = None
+    offset: F32 | None = None
+    importance: F32 | None = None
+    frames: Frames | None = None
+
+    @property
+    def n(self) -> int:
+        """Columns."""
+        return len(self.columns)
+
+
+def metric(covariance: F64, damping: float, threads: int = 1, grouping: Grouping | None = None) -> Metric:
+    """Return the metric of a covariance [n, n] whose diagonal is raised by ``damping`` times its mean.
+
+    It is for types that group columns so. Raises numpy.linalg.LinAlgError if it is not positive definite even so.
+    """
+    diagonal = np.diagonal(covariance)
+    raised = diagonal + damping * diagonal.mean()
+    columns = visited(raised, grouping)
+    last_first = columns[::-1]
+    r = covariance[np.ix_(last_first, last_first)].astype(np.float64, copy=False)
+    np.fill_diagonal(r, raised[last_first])
+    upper = cholesky(r, threads)[::-1, ::-1].T  # H = upper upper^T; what is below the diagonal is undefined
+    roots = np.diagonal(upper)
+    h = pack_columns(covariance)
+    at = np.arange(len(h) * STRIP)
+    h[at // STRIP, at, at % STRIP] = raised
+    u, pivots = pack_upper(upper), (roots * roots).astype(np.float32)
+    frames = None if grouping is None else frames_of(covariance, raised, upper, grouping)
+    return Metric(columns.astype(np.int32), u, pivots, h, (1 / raised).astype(np.float32), frames=frames)
+
+
+def target_of(x: F32, by: Metric, row: int = 0) -> F32 | None:
+    """Return what rows x, from ``row`` of their matrix on, are to come near to by a metric; None: to themselves."""
+    if by.correction is None:
+        return None
+    target = corrected(x, by.correction)
+    return target if by.offset is None else target + by.offset[row : row + len(x)]
