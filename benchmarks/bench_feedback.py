@@ -161,6 +161,7 @@ def bench_width(args: argparse.Namespace, n: int) -> None:
     """Print the figures of a width."""
     from quantkit.kernels.cpu.encode import encoder
     from quantkit.kernels.cpu.feedback import rounding
+    from quantkit.kernels.cpu.feedback.options import Rounding
     from quantkit.types import BY_NAME
 
     h, x = inputs_of(args, n)
@@ -168,7 +169,7 @@ def bench_width(args: argparse.Namespace, n: int) -> None:
     variances = np.percentile(np.diagonal(h), [0, 50, 99, 100])
     print(f"\n{n} columns, {rows} rows; variances: {', '.join(f'{v:.2g}' for v in variances)}", flush=True)
     blas = products_of_blas(h, x[:64])
-    metric, how = bench_decomposition(h, args.threads), rounding.Rounding(sweeps=args.sweeps, most=args.sweeps)
+    metric, how = bench_decomposition(h, args.threads), Rounding(sweeps=args.sweeps, most=args.sweeps)
     weights = np.diagonal(h).astype(np.float32)
     del h
     for name in args.types.split(","):
