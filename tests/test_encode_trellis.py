@@ -9,7 +9,8 @@ from encoded import SEARCHED
 from awkward import NO_WEIGHTS, encode
 from conftest import DATA
 from quantkit.kernels import dequantize, quantize
-from quantkit.kernels.cpu.encode.trellis_codebook import codebook, levels_of
+from quantkit.kernels.cpu.encode.trellis_codebook import codebook
+from quantkit.kernels.grids import trellis_levels
 from quantkit.types import BY_NAME, TensorType
 
 f32 = np.float32
@@ -147,7 +148,7 @@ def test_importances_may_be_zero_or_of_any_size(t: TensorType) -> None:
 @pytest.mark.parametrize(("count", "size"), [(8192, 8), (4096, 4)])
 def test_a_codebook_holds_every_point_once(count: int, size: int) -> None:
     book = codebook(count, size, False, 2)
-    levels = np.concatenate([levels_of(first, count, size) for first in (0, count)])
+    levels = np.concatenate([trellis_levels(first, count, size) for first in (0, count)])
     kind, bias = (np.uint8, 126) if size == 8 else (np.int16, 0)
     lines = book.points.view(kind).reshape(2 * count // 16, -1, 16, size // 2)[:, :2].swapaxes(1, 2).reshape(-1, size)
     assert np.array_equal(np.sort(book.indices.reshape(2, -1), axis=1), np.tile(np.arange(count), (2, 1)))

@@ -93,7 +93,8 @@ def test_a_type_is_at_home_in_six_places(name: str) -> None:
     places = {place.format(of.family) for place in PLACES}
     found = naming(of.type)
     assert places - found <= ({f"kernels/cpu/encode/{of.family}.py"} if not of.encodes else set())
-    assert not found - places - OPTIONAL - NAMED_AS_EXAMPLES.get(name, set())
+    on_cuda = {f"kernels/cuda/encode/{of.family}.cuh"}
+    assert not found - places - OPTIONAL - on_cuda - NAMED_AS_EXAMPLES.get(name, set())
 
 
 #: Files that name a type as an example: in comments, or to compile one of each way (``operations``).

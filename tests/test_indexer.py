@@ -132,7 +132,7 @@ def test_short_sequences_have_no_selection(folder: Path) -> None:
     with load(path, kv_type="f32") as model:
         for n_ctx in (TOP_K, TOP_K + 1):
             session = model.session(n_ctx)
-            listed = [op for segment in session._segments for op in segment.ops]
+            listed = [op for segment in session._programs._segments for op in segment.ops]
             read = {m.tensor.name for op in listed for m in op.matrices() if ".indexer." in m.tensor.name}
             found = [type(op) for op in listed]
             assert (LightningIndexer in found, bool(read)) == (n_ctx > TOP_K,) * 2
@@ -141,7 +141,7 @@ def test_short_sequences_have_no_selection(folder: Path) -> None:
     with load(path, kv_type="f32", rewrite=observe) as model:
         session = model.session(TOP_K)
         session.decode(tokens)
-        listed = [op for segment in session._segments for op in segment.ops]
+        listed = [op for segment in session._programs._segments for op in segment.ops]
         names = {name for op in listed if isinstance(op, SumColumns) for name in op.names}
         assert {f"blk.{i}.indexer.{name}.weight" for i in (0, 2) for name in ("attn_k", "attn_q_b", "proj")} <= names
 

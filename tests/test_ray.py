@@ -554,7 +554,7 @@ def test_nodes_may_go_and_come(nodes: Any, tmp_path: Path, small_jobs: None, mon
     result = run_quantize(plan_quantize(MODEL, out, "Q4_K_M", WITH_IMATRIX), observer=watch, ray="auto")
     assert out.read_bytes() == whole.read_bytes()
     assert any("is gone" in text for text in watch.texts), watch.texts
-    assert len(result.run.nodes) == 3
+    assert len(result.run.nodes) in (2, 3)  # one that was gone, or came, before it had done anything is not named
     deadline = time.monotonic() + 30
     while len(Cluster().nodes()) != 2 and time.monotonic() < deadline:
         time.sleep(0.2)

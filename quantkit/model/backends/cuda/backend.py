@@ -162,7 +162,7 @@ class CUDAProgram(Boundary):
             return None
         kernel = shape.kernel
         slots = {name: times * count for name, times in entry.rows_slots.items()} | dict(entry.by_rows(count))
-        if "rows" in kernel.slots:
+        if "rows" in kernel.slots and "rows" not in entry.slots:
             slots.setdefault("rows", count)
         if (entry, kernel) not in self._templates:
             fixed = entry.resolved(self._start)
