@@ -21,15 +21,18 @@ template <int N> INLINE void signed_sums(const float* x, const float* w, int nma
     }
 }
 
+// The value whose magnitude is the largest, the first of equal ones; 0 if all are.
+template <int N> INLINE float largest_of(const float* x) {
+    float largest = 0;
+    for (int i = 0; i < N; i++)
+        if (fabsf(x[i]) > fabsf(largest)) largest = x[i];
+    return largest;
+}
+
 // Fit x ~ scale * l with l in -nmax .. nmax - 1, maximizing (sum w*x*l)^2 / sum w*l*l; 0 for values that count as zero.
 template <int N> INLINE Fit fit_signed(const float* x, const float* w, int nmax) {
-    float largest = 0, size = 0;
-    for (int i = 0; i < N; i++)
-        if (fabsf(x[i]) > size) {
-            size = fabsf(x[i]);
-            largest = x[i];
-        }
-    if (size < 1e-15f) return Fit{};
+    const float largest = largest_of<N>(x);
+    if (fabsf(largest) < 1e-15f) return Fit{};
     float sum_lx, sum_l2;
     Fit best = {0, (float)-nmax / largest};
     signed_sums<N>(x, w, nmax, best.inverse, sum_lx, sum_l2);
@@ -51,13 +54,8 @@ template <int N> INLINE Fit fit_signed(const float* x, const float* w, int nmax)
 // Fit x ~ scale * l with l in -nmax .. nmax - 1 and weights x*x: levels by the largest value, then each in turn to its
 // optimum for the others, where that raises sum_lx^2 / sum_l2. Leaves the levels.
 template <int N> INLINE Fit fit_by_descent(const float* x, float* levels, int nmax) {
-    float largest = 0, size = 0;
-    for (int i = 0; i < N; i++)
-        if (fabsf(x[i]) > size) {
-            size = fabsf(x[i]);
-            largest = x[i];
-        }
-    if (size < 1e-15f) return Fit{};
+    const float largest = largest_of<N>(x);
+    if (fabsf(largest) < 1e-15f) return Fit{};
     const float inverse = (float)-nmax / largest;
     float sum_lx = 0, sum_l2 = 0;
     for (int i = 0; i < N; i++) {
