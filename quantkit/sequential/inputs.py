@@ -95,7 +95,7 @@ class StageInputs:
     def importance(self, matrix: int) -> F32 | None:
         """Return the mean square of each column, float32 [n], as an importance matrix has it; None without tokens."""
         if matrix not in self._importance and self._count(matrix):
-            total = sum(np.square(x, dtype=np.float64).sum(axis=0) for x, _, _ in self._rows(matrix))
+            total = sum(np.square(x, dtype=np.float64).sum(axis=0) for x, *_ in self._rows(matrix))
             self._importance[matrix] = (total / self._count(matrix)).astype(np.float32)
         return self._importance.get(matrix)
 
@@ -109,15 +109,15 @@ class StageInputs:
     def _sums(self, matrix: int, threads: int) -> Products:
         assert self._ready is not None
         sums = Products(self.n, self.n + _width(self._ready.seen), threads)
-        for x, plain, rest in self._rows(matrix):
-            sums.add(x, np.concatenate([plain - x, rest], axis=1))
+        for x, plain, tokens, share in self._rows(matrix):
+            sums.add(x, np.concatenate([plain - x, self._rest(tokens) * share], axis=1))
         sums.finish()
         if not np.isfinite(sums.square).all() or not np.isfinite(sums.cross).all():
             raise FormatError(f"the inputs of {self.entry} are not finite: leave out what text makes them so")
         return sums
 
-    def _rows(self, matrix: int) -> Iterator[tuple[F32, F32, F32]]:
-        """Yield rows of a matrix in both streams, and what its product is to make up for, some tokens at a time."""
+    def _rows(self, matrix: int) -> Iterator[tuple[F32, F32, npt.NDArray[np.int64], F32]]:
+        """Yield rows of a matrix in both streams, their tokens, and each one's share of its token, some at a time."""
         r = self._ready
         assert r is not None
         columns = slice(0, self.n) if r.seen.heads == 1 else slice(matrix * self.n, (matrix + 1) * self.n)
@@ -125,7 +125,7 @@ class StageInputs:
             for token in range(0, r.tokens, _TOKENS):
                 count = min(_TOKENS, r.tokens - token)
                 x, plain = (r.spill.read(place, token, count)[:, columns] for place in (r.seen.x, r.seen.plain))
-                yield x, plain, self._rest(np.arange(token, token + count))
+                yield x, plain, np.arange(token, token + count), np.ones((count, 1), np.float32)
             return
         pairs = r.pairs[matrix]
         used = r.seen.ids.width if r.seen.ids is not None else 1
@@ -136,11 +136,11 @@ class StageInputs:
             rows = [r.spill.all(place, r.tokens)[at][:, columns] for place in (r.seen.x, r.seen.plain)]
             if weights is not None:
                 rows = [a * np.asarray(weights[some])[:, None] for a in rows]
-            rest = self._rest(some // used)
+            share = np.full((len(some), 1), 1 / used, np.float32)
             if weights is not None:
                 squares = np.square(weights.reshape(-1, used)[some // used])
-                rest *= (np.square(weights[some]) / squares.sum(axis=1))[:, None]
-            yield rows[0], rows[1], rest
+                share = (np.square(weights[some]) / squares.sum(axis=1))[:, None]
+            yield rows[0], rows[1], some // used, share
 
     def _rest(self, tokens: npt.NDArray[np.int64]) -> F32:
         """Return what products of some tokens are to make up for, float32 [tokens, rows of the matrix], perhaps 0."""

@@ -37,13 +37,7 @@ template <int HALF> struct Symmetric {
     STATIC_INLINE void plain(const Lane& lane) {
         const float* x = lane.x;
         uint8_t* out = lane.out;
-        float largest = 0, size = 0;
-        for (int i = 0; i < 32; i++)
-            if (fabsf(x[i]) > size) {
-                size = fabsf(x[i]);
-                largest = x[i];
-            }
-        const float d = largest / (float)-HALF;
+        const float d = largest_of<32>(x) / (float)-HALF;
         float middle = (float)HALF + 0.5f;
         const float inverse = invert(d, middle);
         store_half(out, d);
