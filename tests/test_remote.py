@@ -604,7 +604,7 @@ def test_an_object_that_appears_meanwhile_is_not_replaced(proxy: Proxy, model: P
 
 
 def test_the_spool_holds_what_is_under_way(proxy: Proxy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of an output of 12 MiB less than a third lies on the disk at any time."""
+    """Of an output of 12 MiB less than half lies on the disk at any time: ten parts wait, others are half written."""
     shapes = {f"blk.{i}.ffn_up.weight": ((512, 2048), "F16") for i in range(6)}
     source = write_model(tmp_path / "wide.gguf", shapes)
     monkeypatch.setattr(s3, "PART", 1 << 18)
@@ -621,7 +621,7 @@ def test_the_spool_holds_what_is_under_way(proxy: Proxy, tmp_path: Path, monkeyp
     proxy.seen.clear()
     quantize(there, located("s3://models/wide.gguf", tmp_path / "spool"), "COPY", OPTIONS, threads=2)
     assert len(most) > 40
-    assert 0 < max(most) < source.stat().st_size / 3
+    assert 0 < max(most) < source.stat().st_size / 2
     assert sum(r.nbytes for r in proxy.seen if r.is_part) == URL("s3://models/wide.gguf").facts.size
     assert proxy.served < source.stat().st_size + (2 << 20)  # each tensor once, and 1 MiB for the header
 
