@@ -49,6 +49,14 @@ WITHIN: dict[str, dict[str, set[str]]] = {
         "convert": {"quantize"},
         "export": {"quantize"},
         "lora": {"convert", "quantize"},
+        "recipes": {"quantize"},
+        "sensitivity": {"calibration", "evaluate", "imatrix", "quantize", "sequential"},
+        "search": {"calibration", "evaluate", "quantize", "recipes", "sensitivity"},
+        "report": {"calibration", "evaluate", "inspect", "recipes", "sensitivity"},
+        "cook": {
+            *("calibration", "convert", "evaluate", "imatrix", "inspect", "quantize", "recipes", "report", "search"),
+            "sensitivity",
+        },
     },
     "quantkit.model": {
         **dict.fromkeys(("ops", "batch", "arch", "hparams", "copied", "interleaved", "merged"), set()),

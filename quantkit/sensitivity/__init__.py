@@ -1,0 +1,1 @@
+"""How much each tensor matters: divergence that quantizing a group of tensors alone causes."""
