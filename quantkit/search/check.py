@@ -51,5 +51,7 @@ def measured(
             run_quantize(plan, threads=check.threads, overwrite=True, cache=cache)
             found = kld(path, base, chunks=check.chunks, threads=check.threads)
             mean = found.sums.kld.mean
-            progress(f"{no} of {len(allocations)}: predicted {each.kld:.5f}, measured {mean.value:.5f} ± {mean.error:.5f}")
+            progress(
+                f"{no} of {len(allocations)}: predicted {each.kld:.5f}, measured {mean.value:.5f} ± {mean.error:.5f}"
+            )
             yield each, found

@@ -6,6 +6,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 
 import numpy as np
@@ -17,7 +18,6 @@ from quantkit.formats.remote import located
 from quantkit.helpers import format_size, round_up
 from quantkit.pipeline.plan import Plan
 from quantkit.pipeline.recipe import Rule
-from quantkit.pipeline.source import Source
 from quantkit.quantize import QuantizeOptions
 from quantkit.search.check import Check, measured
 from quantkit.search.options import SearchOptions
@@ -102,7 +102,7 @@ def search(
     check_solver()
     known = sensitivity if isinstance(sensitivity, Sensitivity) else read_sensitivity(Path(sensitivity))
     with open_model(model_of(known, source)) as opened:
-        space = Space(known, opened, options)
+        space = Space(known, opened, with_imatrix(options, known))
         finder = Finder(space)
         found = list(finder.best(1 if check is None else check.count))
         if check is not None:
@@ -123,13 +123,21 @@ def model_of(known: Sensitivity, given: str | Path | None) -> Path:
     return Path(path)
 
 
+def with_imatrix(options: SearchOptions, known: Sensitivity) -> SearchOptions:
+    """Return options with the importance matrix that was measured with, where none is given and it is there."""
+    path = known.settings.get("imatrix")
+    if options.imatrix is not None or not isinstance(path, str) or not Path(path).is_file():
+        return options
+    return replace(options, imatrix=Path(path))
+
+
 class Finder:
     """Solves for allocations of a space."""
 
     def __init__(self, space: Space) -> None:
         self.space, self.options = space, space.options
         self.notes: list[str] = []
-        self._klds = [np.array([c.kld for c in unit.choices]) for unit in space.units]
+        self._errors = [np.array([c.error for c in unit.choices]) for unit in space.units]
         self._check_speeds()
 
     def best(self, count: int) -> Iterator[Allocation]:
@@ -157,7 +165,7 @@ class Finder:
         if self.options.target_bpw is not None:
             values = sum(math.prod(t.shape) for t in self.space.source.tensors.values())
             most = math.floor(self.options.target_bpw * values / 8)
-            answer = self._solve(self._klds, [self._limit("data", most)], apart)
+            answer = self._solve(self._errors, [self._limit("data", most)], apart)
             return None if answer is None else self.allocation(answer)
         assert self.options.target_size is not None
         return self.of_size(self.options.target_size, apart)
@@ -168,25 +176,29 @@ class Finder:
         The header names the rules, so how much it takes is known afterwards: where that is too much, the tensors get
         less.
         """
-        room = target - self.header
+        room = target - self.header - self.space.fixed.padded
         for _ in range(_ROUNDS):
-            answer = self._solve(self._klds, [self._limit("padded", room)], apart)
+            answer = self._solve(self._errors, [Limit(self._amounts("padded"), room)], apart)
             if answer is None:
                 return None
             found = self.allocation(answer)
             if found.nbytes <= target:
                 return found
-            room -= found.nbytes - target
+            room = found.part.padded - self.space.fixed.padded - (found.nbytes - target)
         return None
 
     def _of_kld(self, target: float, apart: Sequence[Apart]) -> Allocation | None:
         """Return the smallest allocation that is predicted to be no worse than ``target``, and of these the best."""
-        answer = self._solve(self._amounts("padded"), [Limit(self._klds, target)], apart)
+        answer = self._solve(
+            self._amounts("padded"), [Limit(self._errors, self.space.combination.summed(target))], apart
+        )
         if answer is None:
             return None
         padded = self.space.total(answer.picks).padded
-        better = self._solve(self._klds, [self._limit("padded", padded)], apart)
-        return self.allocation(better if better is not None and better.cost <= target else answer)
+        better = self._solve(self._errors, [self._limit("padded", padded)], apart)
+        return self.allocation(
+            better if better is not None and better.cost <= self.space.combination.summed(target) else answer
+        )
 
     def smallest(self) -> Allocation:
         """Return the smallest allocation. Raises RecipeError if the constraints on speed allow none."""
@@ -197,14 +209,14 @@ class Finder:
 
     def least_kld(self) -> Allocation:
         """Return the allocation of least divergence, whatever its size; of equals the smallest."""
-        answer = self._solve(self._klds, [])
+        answer = self._solve(self._errors, [])
         if answer is None:
             raise self._too_slow()
         most = answer.cost * (1 + 1e-9)
-        smaller = self._solve(self._amounts("padded"), [Limit(self._klds, most)])
+        smaller = self._solve(self._amounts("padded"), [Limit(self._errors, most)])
         return self.allocation(smaller or answer)
 
-    @property
+    @cached_property
     def header(self) -> int:
         """Bytes of a file beside its tensors, with no rule in it."""
         plan = self.space.plan("COPY", ())
@@ -256,18 +268,20 @@ class Finder:
     def _note(self, found: Allocation) -> None:
         """Note what limits an allocation beside its target."""
         if found.gap:
-            share = found.gap / found.kld if found.kld else 0.0
+            error = math.fsum(u.choices[pick].error for u, pick in zip(self.space.units, found.picks, strict=True))
+            share = found.gap / error if error else 0.0
             self.notes.append(
                 f"the time was up after {self.options.time_limit:g} s: the optimum may have "
                 f"{100 * share:.2g} % less divergence (--time-limit)"
             )
-        best = self.space.units
-        if all(unit.choices[pick].kld == min(c.kld for c in unit.choices) for unit, pick in zip(best, found.picks,
-                                                                                               strict=True)):  # fmt: skip
-            if self.options.target_size is not None or self.options.target_bpw is not None:
-                self.notes.append(
-                    f"no larger allocation is better: {format_size(found.nbytes)} is the most these types are good for"
-                )
+        sized = self.options.target_size is not None or self.options.target_bpw is not None
+        if sized and all(
+            unit.choices[pick].error == min(c.error for c in unit.choices)
+            for unit, pick in zip(self.space.units, found.picks, strict=True)
+        ):
+            self.notes.append(
+                f"no larger allocation is better: {format_size(found.nbytes)} is the most these types are good for"
+            )
 
     def _impossible(self) -> RecipeError:
         """Return why there is no allocation."""
@@ -298,8 +312,3 @@ class Finder:
         given = "--max-read" if self.options.max_read is not None else "--min-speed"
         both = self.options.max_read is not None and self.options.min_speed is not None
         return RecipeError(f"{'--max-read and --min-speed' if both else given}: {text}")
-
-
-def with_source(known: Sensitivity, source: Source, options: SearchOptions) -> Finder:
-    """Return what solves for a source that is open."""
-    return Finder(Space(known, source, options))

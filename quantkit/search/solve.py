@@ -196,9 +196,7 @@ class _Program:
             reduced -= matrix.T @ found.ineqlin.marginals
         return found.fun / scale + math.fsum(self.least), found.x, reduced / scale
 
-    def reduced(
-        self, bound: float, shares: F64, reduced: F64
-    ) -> tuple[tuple[int, ...] | None, npt.NDArray[np.intp]]:
+    def reduced(self, bound: float, shares: F64, reduced: F64) -> tuple[tuple[int, ...] | None, npt.NDArray[np.intp]]:
         """Return a rounded answer, if there is one, and the choices that a better one may have."""
         picks = self.rounded(shares)
         if picks is None:
@@ -231,9 +229,7 @@ class _Program:
             picks[self.row[best]] = int(best - self.first[self.row[best]])
         return tuple(picks) if self.allows(picks) else None
 
-    def milp(
-        self, keep: npt.NDArray[np.intp], seconds: float, gap: float
-    ) -> tuple[tuple[int, ...] | None, bool]:
+    def milp(self, keep: npt.NDArray[np.intp], seconds: float, gap: float) -> tuple[tuple[int, ...] | None, bool]:
         """Return the best answer of the choices ``keep``, or None, and whether that is proven."""
         from scipy.optimize import Bounds, LinearConstraint, milp
 

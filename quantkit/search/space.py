@@ -26,6 +26,7 @@ from quantkit.pipeline.runtimes import runtimes
 from quantkit.pipeline.source import Source
 from quantkit.pipeline.work import PlannedTensor
 from quantkit.quantize import QuantizeOptions, plan_from
+from quantkit.search.combine import fitted, measured_together
 from quantkit.search.options import SearchOptions
 from quantkit.search.predict import Predictor
 from quantkit.search.recipe import exact_rules
@@ -54,10 +55,13 @@ class Part:
 
 @dataclass(frozen=True)
 class Choice:
-    """A type for a unit: its divergence in nats, what it comes to, and the type of each tensor, by name."""
+    """A type for a unit: its divergence, its ``error``, which adds up (``Combination``), what it comes to, and the type
+    of each tensor, by name.
+    """
 
     type: TensorType
     kld: float
+    error: float
     part: Part
     types: Mapping[str, TensorType]
 
@@ -91,6 +95,7 @@ class Space:
         self.groups = self.sensitivity.groups
         _check_model(self.sensitivity, self.source)
         self.predictor = Predictor(self.sensitivity, feedback=options.feedback is not None, proxy=options.proxy)
+        self.combination = fitted(measured_together(self.sensitivity), self.predictor.filled)
         self.allowed = Allowed(self.groups, options.allow, options.at_least, options.at_most)
         self.types = self._types()
         self.tree = self._tree()
@@ -211,7 +216,7 @@ class Space:
         if large:
             names = f"{large[0].name} and {len(large) - 1} more" if len(large) > 1 else large[0].name
             self.notes.append(f"{names}: not measured, left in the type of the source")
-        return sum(map(self._part, rest), Part())
+        return sum(map(self.part, rest), Part())
 
     def _has_encoded(self, name: str) -> bool:
         """Tell whether a preset would encode a tensor."""
@@ -222,7 +227,7 @@ class Space:
         plan = self.plan("Q8_0", ())
         return frozenset(t.name for t in plan.tensors if t.encoder)
 
-    def _part(self, tensor: PlannedTensor) -> Part:
+    def part(self, tensor: PlannedTensor) -> Part:
         share = self._share(tensor)
         read = -(-tensor.nbytes * share.numerator // share.denominator)
         speed = self.options.speeds.get(tensor.type.name)
@@ -272,9 +277,10 @@ class Space:
             types = {name: p.type for p in tensors for name in (half_names(p.name) or (p.name,))}
             types = {name: types[name] for group in groups for name in group.tensors if name in types} or types
             kept = all(p.type is part.source.type for p in tensors for part in p.parts)
-            kld = 0.0 if kept else math.fsum(self._kld(group, t) or 0.0 for group in groups)
-            choices.append(Choice(t, kld, sum(map(self._part, tensors), Part()), types))
-        return Unit(tuple(groups), tuple(sorted(choices, key=lambda c: (c.part.data, c.kld))))
+            klds = [0.0 if kept else self._kld(group, t) or 0.0 for group in groups]
+            error = math.fsum(map(self.combination.part, klds))
+            choices.append(Choice(t, math.fsum(klds), error, sum(map(self.part, tensors), Part()), types))
+        return Unit(tuple(groups), tuple(sorted(choices, key=lambda c: (c.part.data, c.error))))
 
     # --- allocations ---
 
@@ -290,8 +296,10 @@ class Space:
         return sum((u.choices[pick].part for u, pick in zip(self.units, picks, strict=True)), self.fixed)
 
     def kld(self, picks: Sequence[int]) -> float:
-        """Return the predicted divergence: the sum over the units."""
-        return math.fsum(u.choices[pick].kld for u, pick in zip(self.units, picks, strict=True))
+        """Return the predicted divergence."""
+        return self.combination.total(
+            math.fsum(u.choices[pick].error for u, pick in zip(self.units, picks, strict=True))
+        )
 
     def title(self, picks: Sequence[int]) -> str:
         """Return the type of most values, which TYPE is then."""
