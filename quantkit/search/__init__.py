@@ -6,8 +6,9 @@ front   the least divergence at every size, with the presets beside it
 
 from __future__ import annotations
 
+from quantkit.search.allocation import Allocation
 from quantkit.search.check import Check
-from quantkit.search.find import Allocation, SearchResult, search
+from quantkit.search.find import SearchResult, search
 from quantkit.search.options import SearchOptions
 from quantkit.search.sweep import Front, PresetPoint, search_front
 

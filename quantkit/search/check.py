@@ -6,16 +6,13 @@ import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from quantkit.errors import RecipeError
 from quantkit.evaluate import Kld, kld
 from quantkit.formats.logits import open_logits
 from quantkit.pipeline.source import Source
 from quantkit.quantize import plan_from, run_quantize
-
-if TYPE_CHECKING:
-    from quantkit.search.find import Allocation
+from quantkit.search.allocation import Allocation
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -12,53 +12,20 @@ from pathlib import Path
 import numpy as np
 
 from quantkit.errors import RecipeError, ResourceError
-from quantkit.evaluate import Kld
 from quantkit.formats.gguf import open_model
 from quantkit.formats.remote import located
 from quantkit.helpers import format_size, round_up
-from quantkit.pipeline.plan import Plan
-from quantkit.pipeline.recipe import Rule
-from quantkit.quantize import QuantizeOptions
+from quantkit.search.allocation import Allocation
 from quantkit.search.check import Check, measured
 from quantkit.search.options import SearchOptions
 from quantkit.search.solve import Answer, Apart, Limit, Weights, check_solver, solve
-from quantkit.search.space import Part, Space
+from quantkit.search.space import Space
 from quantkit.sensitivity.file import Sensitivity, read_sensitivity
-from quantkit.types import TensorType
 
 #: How often the header, which names the rules, may turn out longer than was allowed for.
 _ROUNDS = 16
 #: Share of the units in which allocations that are checked must differ.
 _DIFFER = 0.05
-
-
-@dataclass(frozen=True)
-class Allocation:
-    """A type for every group, by name, and what comes of it.
-
-    ``kld``: predicted nats per token. ``part``: bytes of all tensors. ``type_name``: TYPE of the plan. ``gap``: how
-    much less divergence the optimum may have, where the solver's time was up. ``check``: the divergence measured.
-    """
-
-    types: Mapping[str, TensorType]
-    kld: float
-    part: Part
-    rules: tuple[Rule, ...]
-    type_name: str
-    options: QuantizeOptions
-    plan: Plan
-    gap: float
-    picks: tuple[int, ...]
-    check: Kld | None = None
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the file."""
-        return self.plan.nbytes
-
-    @property
-    def bpw(self) -> float:
-        return self.plan.bpw
 
 
 @dataclass(frozen=True)
@@ -138,7 +105,6 @@ class Finder:
         self.space, self.options = space, space.options
         self.notes: list[str] = []
         self._errors = [np.array([c.error for c in unit.choices]) for unit in space.units]
-        self._check_speeds()
 
     def best(self, count: int) -> Iterator[Allocation]:
         """Yield the best allocations for the target, the very best first; fewer than ``count`` if there are no more.
@@ -255,13 +221,6 @@ class Finder:
         if self.options.min_speed is not None:
             limits.append(self._limit("seconds", 1 / self.options.min_speed))
         return limits
-
-    def _check_speeds(self) -> None:
-        if self.options.min_speed is None:
-            return
-        types = {c.type.name for unit in self.space.units for c in unit.choices}
-        if lacking := sorted(types - self.options.speeds.keys()):
-            raise RecipeError(f"--speeds has none of {', '.join(lacking)}: measure them, or leave them out of --types")
 
     # --- what is said ---
 

@@ -25,7 +25,7 @@ class SearchOptions:
     names (up,gate), that have one type within a layer. ``merge_up_gate``: the file will have merged experts.
 
     ``max_read``: bytes of weights read for a generated token. ``min_speed``: tokens per second, by ``speeds``, the GB/s
-    at which types are read.
+    at which types are read; one that is not in the table counts as the slowest.
 
     ``imatrix`` and ``feedback`` are what the file will be quantized with; their names are part of its size. With
     ``feedback``, costs measured with it count where there are any. ``proxy``: which one stands for a divergence where

@@ -230,10 +230,9 @@ class Space:
     def part(self, tensor: PlannedTensor) -> Part:
         share = self._share(tensor)
         read = -(-tensor.nbytes * share.numerator // share.denominator)
-        speed = self.options.speeds.get(tensor.type.name)
-        return Part(
-            round_up(tensor.nbytes, self._alignment), tensor.nbytes, read, read / (speed * 1e9) if speed else 0.0
-        )
+        speeds = self.options.speeds
+        seconds = read / 1e9 / speeds.get(tensor.type.name, min(speeds.values())) if speeds else 0.0
+        return Part(round_up(tensor.nbytes, self._alignment), tensor.nbytes, read, seconds)
 
     @cached_property
     def _alignment(self) -> int:

@@ -15,7 +15,8 @@ from quantkit.formats.gguf import open_model
 from quantkit.pipeline.facts import half_names
 from quantkit.pipeline.plan import Plan
 from quantkit.pipeline.presets import PRESETS, Preset
-from quantkit.search.find import Allocation, Finder, model_of, with_imatrix
+from quantkit.search.allocation import Allocation
+from quantkit.search.find import Finder, model_of, with_imatrix
 from quantkit.search.options import SearchOptions
 from quantkit.search.space import Space
 from quantkit.sensitivity.file import Sensitivity, read_sensitivity
