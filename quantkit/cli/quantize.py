@@ -415,7 +415,8 @@ def _positionals(arguments: tuple[str, ...]) -> tuple[str, str | None, str, int 
     if len(rest) > 1:
         raise click.UsageError(f"unexpected argument {rest[1]!r}: expected IN.gguf [OUT.gguf] TYPE [THREADS]")
     if rest and not is_count(rest[0]):
-        raise click.UsageError(f"THREADS must be a number, not {rest[0]!r}")
+        read = f"IN {source}, OUT {output}, TYPE {type_name}" if output else f"IN {source}, TYPE {type_name}"
+        raise click.UsageError(f"THREADS must be a number, not {rest[0]!r}, where {read} stand before it")
     return source, output, type_name, int(rest[0]) if rest and int(rest[0]) > 0 else None
 
 
