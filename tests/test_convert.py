@@ -16,6 +16,7 @@ import pytest
 from click.testing import CliRunner
 from drawn_checkpoints import bf16, moe_arrays, moe_config, write_checkpoint, write_safetensors
 
+import checkpoints
 from quantkit.cli import cli
 from quantkit.convert import ConvertOptions, convert, plan_convert
 from quantkit.errors import FormatError, QuantkitError, RecipeError, ResourceError, TypeNotSupported
@@ -213,6 +214,16 @@ def test_configurations_that_do_not_fit(
         plan_convert(broken(tmp_path, moe_config(**more)), tmp_path / "x.gguf", None, PRE)
     assert message in e.value.message
     assert "config.json" in e.value.message or "tokenizer.json" in e.value.message
+
+
+def test_a_layer_that_stands_for_too_many(tmp_path: Path) -> None:
+    """EXAONE's layer that predicts is stored once for all: a number alone would make a million tensors."""
+    drawn = checkpoints.write_checkpoint("exaone4.5", tmp_path)
+    config = json.loads((drawn / "config.json").read_text())
+    config["text_config"] |= {"mtp_share_layers": True, "num_nextn_predict_layers": 1 << 16}
+    (drawn / "config.json").write_text(json.dumps(config))
+    with pytest.raises(FormatError, match=r"config\.json: num_nextn_predict_layers is 65536"):
+        plan_convert(drawn, tmp_path / "x.gguf", None, PRE)
 
 
 def test_options_that_do_not_go_together(moe: Path, tmp_path: Path) -> None:
