@@ -86,12 +86,14 @@ def encode_rows(
     device.run(launches)
 
 
+def kernels_of(t: TensorType, weighted: bool = False) -> list[Kernel]:
+    """Return the kernels that encode a type; ``weighted``: with an importance of columns."""
+    found = [encode(t, 1, t.block, weighted).kernel]
+    return [*found, mean_squares(t, 1).kernel] if weighted and _by_row(t) else found
+
+
 def kernels() -> Iterator[Kernel]:
     """Yield every kernel of this file."""
     for name in encoders():
-        t = BY_NAME[name]
-        yield encode(t, 1, t.block).kernel
-        if weighs(t):
-            yield encode(t, 1, t.block, weighted=True).kernel
-        if _by_row(t) and weighs(t):
-            yield mean_squares(t, 1).kernel
+        for weighted in (False, True) if weighs(BY_NAME[name]) else (False,):
+            yield from kernels_of(BY_NAME[name], weighted)
