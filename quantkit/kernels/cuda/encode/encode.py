@@ -20,8 +20,9 @@ from quantkit.kernels.formats import format_of
 from quantkit.types import BY_NAME, TensorType
 
 _FILE = "encode/encode.cu"
-#: Lanes of a block of threads.
+#: Lanes of a block of threads; fewer where each needs more shared memory.
 _LANES = 128
+_FEWER_LANES = {"IQ2_K": 64}
 
 
 @cache
@@ -50,16 +51,17 @@ def encode(t: TensorType, rows: int, n: int, weighted: bool = False) -> Shape:
     """
     if t.name not in encoders() or n % t.block:
         raise TypeNotSupported(f"no CUDA device encodes rows of {n} values as {t.name}")
-    kernel = Kernel(_FILE, "encode").bind(ENCODER=f"Encode{t.name}")
+    lanes = _FEWER_LANES.get(t.name, _LANES)
+    kernel = Kernel(_FILE, "encode").bind(ENCODER=f"Encode{t.name}", LANES=lanes)
     if weighted:
         kernel = kernel.bind(WEIGHTED=1)
-    blocks_at_once = _LANES * format_of(t).span // t.block  # a lane has a sub-block
+    blocks_at_once = lanes * format_of(t).span // t.block  # a lane has a sub-block
     return Shape(kernel, (max(1, -(-rows * (n // t.block) // blocks_at_once)), 1, 1))
 
 
 def mean_squares(t: TensorType, rows: int) -> Shape:
     """Return how to compute the mean square of rows that are to be encoded with an importance of columns."""
-    kernel = Kernel(_FILE, "mean_squares").bind(ENCODER=f"Encode{t.name}", WEIGHTED=1)
+    kernel = Kernel(_FILE, "mean_squares").bind(ENCODER=f"Encode{t.name}", LANES=_LANES, WEIGHTED=1)
     return Shape(kernel, (max(1, -(-rows // 32)), 1, 1))
 
 

@@ -4,7 +4,23 @@
 // Source: ik_llama.cpp 8337e4cd3 iqk_quantize.cpp, quantize_iq3_k and its like.
 #pragma once
 #include "encode/ik_blocks.cuh"
+#include "encode/ik_partitions.cuh"
 
+struct EncodeIQ2_K : EncodeIkBlock<EncodeIQ2_K, IQ2, Scales4, 2> {
+    // Of each lane four arrays of 17 besides; the blocks of a warp lie so that all lanes read different banks.
+    static const int SORTED = (IkBlock::ROOM + 31) / 32 * 32, ROOM = SORTED + 4 * 16 * 17 + 16;
+    static const bool AGAIN = false;
+    static constexpr float NEAR = 1.5f, STRETCH = 1.03f;
+    STATIC_INLINE Found find(const Lane& lane, const Buckets<IQ2>& t) {
+        float* own = lane.room + SORTED + 17 * lane.part;
+        const Partitions<16, 16, 0> of = {own, own + 16 * 17, own + 32 * 17, own + 48 * 17};
+        for (int j = 0; j < 16; j++) {
+            of.x[j] = lane.x[j];
+            of.w[j] = lane.w[j];
+        }
+        return of.search(t);
+    }
+};
 struct EncodeIQ3_K : EncodeIkBlock<EncodeIQ3_K, IQ3, ScalesOdd, 3> {
     static constexpr float NEAR = 1.5f, STRETCH = 1.01f;
     STATIC_INLINE Found find(const Lane& lane, const Buckets<IQ3>& t) { return search<IQ3, 16, 3, 2, true>(lane, t); }
