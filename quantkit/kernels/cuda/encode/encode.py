@@ -9,13 +9,14 @@ check, as for the CPU's encoders.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
-from functools import cache
 
 from quantkit.errors import TypeNotSupported
 from quantkit.kernels.cuda.core.device import Device, Launch
-from quantkit.kernels.cuda.core.kernel import SOURCES, Kernel, Shape
+from quantkit.kernels.cuda.core.kernel import Kernel, Shape
+from quantkit.kernels.cuda.encode import encoders as encoders
+from quantkit.kernels.cuda.encode import weighs as weighs
+from quantkit.kernels.cuda.encode.rows import has_row_scale, row_kernels, row_launches
 from quantkit.kernels.formats import format_of
 from quantkit.types import BY_NAME, TensorType
 
@@ -23,19 +24,6 @@ _FILE = "encode/encode.cu"
 #: Lanes of a block of threads; fewer where each needs more shared memory.
 _LANES = 128
 _FEWER_LANES = {"IQ2_K": 64}
-
-
-@cache
-def encoders() -> dict[str, str]:
-    """Return the types that can be encoded, each with the file its encoder is in."""
-    files = sorted((SOURCES / "encode").glob("*.cuh"))
-    found = [(name, f.name) for f in files for name in re.findall(r"^struct Encode(\w+)", f.read_text(), re.MULTILINE)]
-    return dict(found)
-
-
-def weighs(t: TensorType) -> bool:
-    """Return whether a type's bytes depend on the importance of columns."""
-    return t.imatrix != "ignored"
 
 
 def _by_row(t: TensorType) -> bool:
@@ -74,6 +62,9 @@ def encode_rows(
     for 4 * rows bytes where there is an importance. It is ignored for a type that does not use one.
     """
     weighted = bool(importance) and weighs(t)
+    if has_row_scale(t) and not n % t.block:
+        device.run(row_launches(t, x, rows, n, out, importance))
+        return
     shape = encode(t, rows, n, weighted)
     launches = []
     if weighted and _by_row(t):
@@ -88,12 +79,16 @@ def encode_rows(
     device.run(launches)
 
 
+def kernels_of(t: TensorType, weighted: bool = False) -> list[Kernel]:
+    """Return the kernels that encode a type; ``weighted``: with an importance of columns."""
+    if has_row_scale(t):
+        return [*row_kernels(t, weighted)]
+    found = [encode(t, 1, t.block, weighted).kernel]
+    return [*found, mean_squares(t, 1).kernel] if weighted and _by_row(t) else found
+
+
 def kernels() -> Iterator[Kernel]:
     """Yield every kernel of this file."""
     for name in encoders():
-        t = BY_NAME[name]
-        yield encode(t, 1, t.block).kernel
-        if weighs(t):
-            yield encode(t, 1, t.block, weighted=True).kernel
-        if _by_row(t) and weighs(t):
-            yield mean_squares(t, 1).kernel
+        for weighted in (False, True) if weighs(BY_NAME[name]) else (False,):
+            yield from (kernel for kernel in kernels_of(BY_NAME[name], weighted) if kernel.file == _FILE)

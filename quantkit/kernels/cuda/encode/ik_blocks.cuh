@@ -7,18 +7,15 @@
 #include "encode/ik_scales.cuh"
 #include "encode/ik_search.cuh"
 
-// What the lanes of a super-block share besides: its levels, a byte each.
-struct IkBlock : SuperBlock<16> {
-    static const int FITS = SuperBlock<16>::ROOM, LEVELS = FITS + 2 * Multiples::TRIES, ROOM = LEVELS + 64;
+struct IkBlock : LevelBlock<16> {
+    static const int FITS = LevelBlock<16>::ROOM, ROOM = FITS + 2 * Multiples::TRIES;
 
-    __device__ __forceinline__ explicit IkBlock(const Lane& l) : SuperBlock<16>(l) {}
+    __device__ __forceinline__ explicit IkBlock(const Lane& l) : LevelBlock<16>(l) {}
     __device__ __forceinline__ float* tries(int k) const { return lane.room + FITS + k * Multiples::TRIES; }
-    __device__ __forceinline__ uint8_t* levels() const { return (uint8_t*)(lane.room + LEVELS); }
 
     // Store the low nibbles of the 16 codes in 8 bytes.
     __device__ __forceinline__ void store_low_nibbles(uint8_t* out) const {
-        const int part = lane.part;
-        if (part < 8) out[part] = (uint8_t)((code(0, 2 * part) & 15) | (code(0, 2 * part + 1) & 15) << 4);
+        if (lane.part < 8) out[lane.part] = nibbles(2 * lane.part, 2 * lane.part + 1);
     }
 };
 

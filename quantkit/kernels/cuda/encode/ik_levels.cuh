@@ -132,7 +132,7 @@ struct Rounded {
 };
 
 // The level nearest to v, no further than the buckets reach, and its value.
-template <typename L> INLINE Rounded round_near(const Buckets<L>& t, float v, bool raised) {
+template <typename L> INLINE Rounded round_near(const Buckets<L>& t, float v, int raised) {
     const int at = find_bucket<L>(v, per_unit<L>()), level = (raised ? t.levels[1] : t.levels[0])[at];
     const uint32_t pair = (raised ? t.pairs[1][0] : t.pairs[0][0])[at];
     const float low = low_of(pair), high = high_of(pair);
@@ -141,6 +141,6 @@ template <typename L> INLINE Rounded round_near(const Buckets<L>& t, float v, bo
 }
 
 // The same of any v.
-template <typename L> INLINE Rounded round_any(const Buckets<L>& t, float v, bool raised) {
+template <typename L> INLINE Rounded round_any(const Buckets<L>& t, float v, int raised) {
     return round_near<L>(t, limit(v, (float)((L::BUCKETS / 2 - 1) * L::WIDTH)), raised);
 }

@@ -83,7 +83,7 @@ template <int N, int END_FIRST, int START_LAST> struct Partitions {
 
     // The scale fitted to the levels nearest to x / d. `best` becomes its rating where that is better, and a partition has
     // these levels: runs have bounds.
-    __device__ __forceinline__ float fit(const Buckets<IQ2>& t, float d, bool raised, float& best) const {
+    __device__ __forceinline__ float fit(const Buckets<IQ2>& t, float d, int raised, float& best) const {
         const float inverse = 1.0f / d;
         float qx = 0, q2 = 0;
         int lowest = 0, highest = 0;

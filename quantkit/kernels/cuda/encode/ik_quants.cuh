@@ -5,6 +5,7 @@
 #pragma once
 #include "encode/ik_blocks.cuh"
 #include "encode/ik_partitions.cuh"
+#include "encode/ik_rows.cuh"
 
 struct EncodeIQ2_K : EncodeIkBlock<EncodeIQ2_K, IQ2, Scales4, 2> {
     // Of each lane four arrays of 17 besides; the blocks of a warp lie so that all lanes read different banks.
@@ -35,4 +36,24 @@ struct EncodeIQ5_K : EncodeIkBlock<EncodeIQ5_K, IQ5, Scales6, 5> {
 };
 struct EncodeIQ6_K : EncodeIkBlock<EncodeIQ6_K, IQ6, Scales8, 6> {
     STATIC_INLINE Found find(const Lane& lane, const Buckets<IQ6>& t) { return search<IQ6, 16, 5, 1, false>(lane, t); }
+};
+
+struct EncodeIQ2_KS : EncodeIkRow<EncodeIQ2_KS, IQ2, RowScales5<false>, 2, 2> {
+    static const int OWN_ROOM = 2 * 33;
+    static const bool ZEROS = true;
+    static constexpr float NEAR = 1.5f, OWN = 0.25f, STRETCH = 1.03f;
+    STATIC_INLINE Found find(const Lane& lane, const Tables& t) {
+        return Partitions<32, 24, 8>{lane.x, lane.w, lane.room, lane.room + 33}.search(t.buckets);
+    }
+};
+struct EncodeIQ3_KS : EncodeIkRow<EncodeIQ3_KS, IQ3, RowScales5<true>, 3, 2> {
+    STATIC_INLINE Found find(const Lane& lane, const Tables& t) { return search<IQ3, 32, 5, 1, true>(lane, t.buckets); }
+};
+struct EncodeIQ4_KS : EncodeIkRow<EncodeIQ4_KS, IQ4, RowScales8, 4, 4> {
+    static const int TERMS = 16;
+    static const bool PAIRED = true;
+    STATIC_INLINE Found find(const Lane& lane, const Tables& t) { return search<IQ4, 32, 7, 1, false>(lane, t.buckets); }
+};
+struct EncodeIQ5_KS : EncodeIkRow<EncodeIQ5_KS, IQ5, RowScales8, 5, 4> {
+    STATIC_INLINE Found find(const Lane& lane, const Tables& t) { return search<IQ5, 32, 5, 1, false>(lane, t.buckets); }
 };

@@ -43,11 +43,11 @@ template <int N> INLINE float sum_of(const float* w) {
 
 struct Found {
     float best, d;
-    bool raised;
+    int raised;
 };
 
 // Take d = qx / q2 where it is rated better.
-INLINE void keep_better(Found& found, float qx, float q2, bool raised) {
+INLINE void keep_better(Found& found, float qx, float q2, int raised) {
     if (!(q2 > 0 && qx * qx > found.best * q2)) return;
     const float ratio = qx / q2;
     found = Found{ratio * qx, ratio, raised};
@@ -69,7 +69,7 @@ struct Rate {
         minus_qx = minus_qx + wq * x;
         minus_q2 = minus_q2 + wq * q;
     }
-    __device__ __forceinline__ void keep(Found& found, bool raised) const {
+    __device__ __forceinline__ void keep(Found& found, int raised) const {
         keep_better(found, qx, q2, raised);
         keep_better(found, -minus_qx, minus_q2, raised);
     }
@@ -106,9 +106,21 @@ template <typename L, int N, int TRIES, int STEP, bool GUARDED> INLINE Found sea
 
 // ---- levels and terms
 
+// What the lanes of a super-block share besides: its levels, a byte each.
+template <int N> struct LevelBlock : SuperBlock<N> {
+    static const int LEVELS = SuperBlock<N>::ROOM, ROOM = LEVELS + 64;
+
+    __device__ __forceinline__ explicit LevelBlock(const Lane& l) : SuperBlock<N>(l) {}
+    __device__ __forceinline__ uint8_t* levels() const { return (uint8_t*)(this->lane.room + LEVELS); }
+    // Nibbles of the codes of two sub-blocks as a byte.
+    __device__ __forceinline__ uint8_t nibbles(int i, int j) const {
+        return (uint8_t)((this->code(0, i) & 15) | (this->code(0, j) & 15) << 4);
+    }
+};
+
 // Write levels of inverse * x; x and w become the terms of sum(w q x) and sum(w q q), q = factor * value.
 template <typename L, int N>
-INLINE void round_levels(const Lane& lane, const Buckets<L>& t, float inverse, float factor, bool raised, bool alive, uint8_t* levels) {
+INLINE void round_levels(const Lane& lane, const Buckets<L>& t, float inverse, float factor, int raised, bool alive, uint8_t* levels) {
     for (int j = 0; j < N; j++) {
         const float x = lane.x[j];
         const Rounded r = round_any<L>(t, inverse * x, raised);
