@@ -4,8 +4,9 @@
 // Source: ik_llama.cpp 8337e4cd3 iqk_quantize.cpp, quantize_iq3_k and its like.
 #pragma once
 #include "encode/ik_blocks.cuh"
+#include "encode/ik_pairs.cuh"
+#include "encode/ik_parity.cuh"
 #include "encode/ik_partitions.cuh"
-#include "encode/ik_rows.cuh"
 
 struct EncodeIQ2_K : EncodeIkBlock<EncodeIQ2_K, IQ2, Scales4, 2> {
     // Of each lane four arrays of 17 besides; the blocks of a warp lie so that all lanes read different banks.
@@ -57,3 +58,6 @@ struct EncodeIQ4_KS : EncodeIkRow<EncodeIQ4_KS, IQ4, RowScales8, 4, 4> {
 struct EncodeIQ5_KS : EncodeIkRow<EncodeIQ5_KS, IQ5, RowScales8, 5, 4> {
     STATIC_INLINE Found find(const Lane& lane, const Tables& t) { return search<IQ5, 32, 5, 1, false>(lane, t.buckets); }
 };
+
+struct EncodeIQ4_KSS : EvenLevels {};
+struct EncodeIQ2_KL : PairLevels {};

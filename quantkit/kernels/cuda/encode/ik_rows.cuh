@@ -136,6 +136,7 @@ template <bool APART> struct RowScales5 {
 struct RowTraits {
     static const int OWN_ROOM = 0, TERMS = 32;  // floats of a lane while it searches; terms of its values
     static constexpr float NEAR = 2, OWN = 0, STRETCH = 1;
+    STATIC_INLINE int term_at(int i) { return i; }  // where the i-th term to be summed lies
 };
 
 template <typename TYPE, bool IMPORTANCE> INLINE void weigh_row_values(const Lane& lane) {

@@ -90,7 +90,7 @@ KERNEL(rows, 64) {
             const float* terms = at ? weights : values;
             for (int i = 0; i < here; i++)
 #pragma unroll
-                for (int j = 0; j < ENCODER::TERMS; j++) total = total + terms[i * STRIDE + j];
+                for (int j = 0; j < ENCODER::TERMS; j++) total = total + terms[i * STRIDE + ENCODER::term_at(j)];
         }
         uint16_t* to = (uint16_t*)(out + first / 8 * ENCODER::BYTES);
         for (int i = at; i < here / 8 * ENCODER::BYTES / 2; i += LANES) to[i] = of.d != 0 ? ((const uint16_t*)bytes)[i] : 0;
