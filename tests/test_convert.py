@@ -216,14 +216,32 @@ def test_configurations_that_do_not_fit(
     assert "config.json" in e.value.message or "tokenizer.json" in e.value.message
 
 
-def test_a_layer_that_stands_for_too_many(tmp_path: Path) -> None:
-    """EXAONE's layer that predicts is stored once for all: a number alone would make a million tensors."""
-    drawn = checkpoints.write_checkpoint("exaone4.5", tmp_path)
+@pytest.mark.parametrize(
+    ("name", "within", "more", "message"),
+    [
+        # A stored layer stands for all that predict: a number alone would make a million tensors.
+        (
+            *("exaone4.5", "text_config", {"mtp_share_layers": True, "num_nextn_predict_layers": 1 << 16}),
+            "num_nextn_predict_layers is 65536",
+        ),
+        ("chameleon", "", {"num_attention_heads": (1 << 24) + 1}, "16777217 heads"),
+        ("step3p5", "", {"partial_rotary_factors": [4294967296.0, 1.0, 1.0, 0.5, 0.5]}, "share of 4294967296.0"),
+        ("dbrx", "ffn_config", {"ffn_hidden_size": "x" * 5000}, "ffn_hidden_size is 'xxx"),
+    ],
+    ids=lambda x: x if isinstance(x, str) else "",
+)
+def test_numbers_alone_take_no_memory(
+    tmp_path: Path, name: str, within: str, more: dict[str, Any], message: str
+) -> None:
+    """Found by scripts/fuzz_checkpoint.py --all."""
+    drawn = checkpoints.write_checkpoint(name, tmp_path)
     config = json.loads((drawn / "config.json").read_text())
-    config["text_config"] |= {"mtp_share_layers": True, "num_nextn_predict_layers": 1 << 16}
+    (config[within] if within else config).update(more)
     (drawn / "config.json").write_text(json.dumps(config))
-    with pytest.raises(FormatError, match=r"config\.json: num_nextn_predict_layers is 65536"):
+    with pytest.raises(FormatError) as e:
         plan_convert(drawn, tmp_path / "x.gguf", None, PRE)
+    assert message in e.value.message
+    assert len(e.value.message) < 500
 
 
 def test_options_that_do_not_go_together(moe: Path, tmp_path: Path) -> None:
