@@ -27,12 +27,14 @@ if TYPE_CHECKING:
     from quantkit.merge import merge_up_gate, split_up_gate
     from quantkit.model.engine import load
     from quantkit.quantize import QuantizeOptions, plan_quantize, quantize
+    from quantkit.search import SearchOptions, search, search_front
 
 __all__ = [
     "ConvertOptions",
     "ImatrixOptions",
     "QuantizeOptions",
     "QuantkitError",
+    "SearchOptions",
     "__version__",
     "bench",
     "calibration",
@@ -51,6 +53,8 @@ __all__ = [
     "plan_quantize",
     "prune_cache",
     "quantize",
+    "search",
+    "search_front",
     "show_cache",
     "split_up_gate",
     "sweep_bench",
@@ -63,6 +67,7 @@ _HOME = {
     "ImatrixOptions": "imatrix",
     "QuantizeOptions": "quantize",
     "QuantkitError": "errors",
+    "SearchOptions": "search",
     "bench": "bench",
     "calibration": "calibration",
     "compare": "compare",
@@ -80,6 +85,8 @@ _HOME = {
     "plan_quantize": "quantize",
     "prune_cache": "cache",
     "quantize": "quantize",
+    "search": "search",
+    "search_front": "search",
     "show_cache": "cache",
     "split_up_gate": "merge",
     "sweep_bench": "bench",

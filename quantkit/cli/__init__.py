@@ -30,6 +30,7 @@ COMMANDS = {
     "logits": "Write the logits a model computes for given tokens.",
     "imatrix": "Collect, show, compare, merge and convert importance matrices.",
     "calibration": "Build a calibration text and a disjoint evaluation text from local files.",
+    "search": "Find the types that lose least at a size, from measured sensitivities.",
     "bench": "Measure prompt and generation speed, with and without fusion.",
     "sweep-bench": "Measure speed as the context fills.",
     "types": "List the tensor types and presets of llama.cpp and ik_llama.cpp.",
