@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import sys
-import time
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -27,6 +26,8 @@ _FILE = click.Path(dir_okay=False, exists=True, path_type=Path)
 _FOLDER = click.Path(file_okay=False, path_type=Path)
 #: Seconds between lines of progress where there is no terminal.
 _OFTEN = 15.0
+#: The share of a step that tells how long the rest will take.
+_SURE = 0.02
 #: Where `init` writes.
 _CONFIG = Path("cook.toml")
 
@@ -188,13 +189,17 @@ class _Shown:
         self.step = decision.step.name
         why = "" if decision.why == "not done yet" else f" ({decision.why})"
         self._line(f"[{number}/{count}] {self.step}: {decision.step.what}{why}")
-        self._began = self._said = time.monotonic()
+        from quantkit.kernels.first_run import working_seconds
+
+        self._began = self._said = working_seconds()
         if not self.quiet and sys.stderr.isatty():
             self._bar = tqdm(total=1.0, leave=False, dynamic_ncols=True, bar_format="{l_bar}{bar}| {elapsed}{postfix}")
 
     def progress(self, done: float, total: float, text: str) -> None:
-        at, share = time.monotonic(), done / total if total else 0.0
-        left = (at - self._began) * (1 - share) / share if 0 < share <= 1 else 0.0
+        from quantkit.kernels.first_run import working_seconds  # a clock that stops while kernels are compiled
+
+        at, share = working_seconds(), done / total if total else 0.0
+        left = (at - self._began) * (1 - share) / share if _SURE < share <= 1 else 0.0
         words = [text] if text else []
         words += [f"about {format_seconds(left)} left"] if left > 1 else []
         if self._bar is not None:

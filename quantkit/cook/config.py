@@ -109,8 +109,13 @@ class SensitivitySettings:
 class SearchSettings:
     """What a search may choose."""
 
+    types: tuple[str, ...] = key(words, "types that groups may become; by default all that were measured", ())
     same: tuple[str, ...] = key(words, 'classes of one type: ["up,gate", "q,k,v"]', ())
-    rules: tuple[str, ...] = key(words, 'types that are settled: ["attn_v = Q8_0"]', ())
+    allow: tuple[str, ...] = key(words, 'only these types: ["attn_v=Q6_K,Q8_0"]', ())
+    at_least: tuple[str, ...] = key(words, 'no type of fewer bits: ["output=Q6_K"]', ())
+    at_most: tuple[str, ...] = key(words, 'no type of more bits: ["ffn_.*_exps=Q4_K"]', ())
+    candidates: int = key(whole(1, 64), "measure so many recipes for each goal, and take the best", 3)
+    time_limit: float = key(positive, "seconds of the solver for each recipe", 60.0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,11 +137,14 @@ class QuantizeSettings:
     ffn_gate_inp_type: str | None = key(word, "type of the router", None)
     encoder: str | None = key(word, "whose search encodes what two trees have: mainline or ik", None)
     rules: str | None = key(choice("mainline", "ik"), "whose mixtures apply", None)
-    split_max_size: int | None = key(size, "begin a new file beyond this size", None)
 
     def options(self) -> dict[str, Any]:
         """Return what is set, by the names that ``QuantizeOptions`` has."""
         return {f.name: value for f in fields(QuantizeSettings) if (value := getattr(self, f.name)) not in (None, ())}
+
+
+#: Options of quantize that say nothing about types.
+_OF_GOALS = {"encoder"}
 
 
 def _target(value: Any, folder: Path) -> Target:
@@ -225,8 +233,10 @@ class Config:
         return tuple(t for t in self.targets if t.target.goal is not None)
 
     def options(self, target: TargetSettings, **more: Any) -> QuantizeOptions:
-        """Return the options of quantize for a target: its own before those of all."""
+        """Return the options of quantize for a target: its own before those of all; a search has its own limits."""
         common, own = self.quantize.options(), target.options()
+        if target.target.goal is not None:
+            common = {name: value for name, value in common.items() if name in _OF_GOALS}
         for name in ("recipe", "tensor_type"):  # the first rule that matches decides
             if both := (*own.get(name, ()), *common.get(name, ())):
                 own[name] = both
@@ -308,8 +318,8 @@ def _check(config: Config, where: Where) -> None:
         called[each.called] = each
         if each.max_kld is not None and not config.check.run:
             raise where.fail("max_kld", f"{each.called} is not checked: leave [check] run away")
-        if each.target.goal is not None and (each.recipe or config.quantize.recipe):
-            raise where.fail("recipe", f"{each.called} gets the recipe that is searched for; see [search] rules")
+        if each.target.goal is not None and (own := sorted(each.options().keys() - _OF_GOALS)):
+            raise where.fail(own[0], f"{each.called} gets the types that are searched for; see [search] allow")
     texts = config.calibration
     if texts.evaluation is not None and not texts.text and config.imatrix.file is None and config.imatrix.run:
         raise where.fail("text", "[calibration] evaluation is given, but no text to calibrate on")

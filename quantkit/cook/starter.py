@@ -119,21 +119,25 @@ targets = [{targets}]
 text = [{text}]
 {evaluation}
 # chat = ["chats.jsonl"]        # conversations, rendered by the model's template (needs jinja2)
+# include = ["*.py", "*.md"]    # of folders, only these files
 # size = "1M"                   # of the corpus
 # heldout = "10%"               # of it
 # seed = 0
 
 [imatrix]
+# run = true                    # false: quantize without
 # file = "imatrix.gguf"         # one that is there already
 # ctx = {ctx}
 # chunks = "all"                # fewer are faster: 100 do for dense models, experts want all there is
-# process_output = false
+# process_output = false        # also for the output matrix
+# covariance = "cov.gguf"       # for +feedback, if it is there already
 
 [check]
 # Every file is compared with the model on held-out text that nothing was chosen by.
 # run = true
 # ctx = {ctx}
 # chunks = 64
+# logits = "auto"               # format of the model's own predictions: llama.cpp, or compact where that is large
 
 [sensitivity]
 # What each group of tensors costs in each type; needed for goals. The longest step: time goes with chunks and types.
@@ -144,15 +148,23 @@ text = [{text}]
 # proxies_only = false          # true: estimates only, without a pass over text for each group and type
 
 [search]
+# types = ["Q3_K", "Q4_K"]      # by default all that were measured
 # same = ["up,gate"]            # classes that get one type, layer by layer
-# rules = ["attn_v = Q8_0"]     # what is settled
+# allow = ["attn_v=Q6_K,Q8_0"]  # only these types
+# at_least = ["output=Q6_K"]    # no type of fewer bits
+# at_most = ["_exps=Q4_K"]      # no type of more bits
+# candidates = 3                # so many recipes are measured for each goal, and the best is taken
+# time_limit = 60               # seconds of the solver for each
 
 [quantize]
-# For all targets.
+# For all targets that are presets.
 # recipe = ["my.recipe"]
-# tensor_type = ["ffn_gate_inp=Q8_0"]
+# tensor_type = ["attn_v=Q8_0"]
+# ffn_gate_inp_type = "Q8_0"    # the router
 # output_tensor_type = "Q6_K"
 # token_embedding_type = "Q4_K"
+# encoder = "ik"                # whose search encodes what both trees have
+# rules = "ik"                  # whose mixtures apply to presets that both have
 
 [report]
 # A page with charts that needs no network, and a card for model hubs.
