@@ -6,7 +6,7 @@ import json
 import os
 import re
 import tomllib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from contextlib import chdir
 from dataclasses import fields, replace
 from pathlib import Path
@@ -17,15 +17,15 @@ from click.testing import CliRunner
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from checkpoints import write_checkpoint
 from quantkit.cli import cli
-from quantkit.cook import Config, CookResult, config_from, cook, parse_target, plan_cook, read_config, starter
+from quantkit.cook import Config, config_from, cook, parse_target, plan_cook, read_config, starter, target_steps
 from quantkit.cook import config as config_module
 from quantkit.cook.engine import Decision, Facts, Silent, Step, Tell, carry_out, decide
 from quantkit.cook.state import STATE, State, StepRecord
 from quantkit.cook.texts import divided
 from quantkit.errors import QualityGate, QuantkitError, RecipeError, ResourceError
 from quantkit.evaluate import kld
-from quantkit.formats.outputs import read_text
 from quantkit.imatrix import ImatrixOptions, imatrix
 from quantkit.quantize import QuantizeOptions, quantize
 
@@ -483,3 +483,143 @@ def test_what_is_in_the_way(here: Path) -> None:
         cook(small(check={"run": False}))
     assert mine.read_bytes() == b"mine"
     assert (here / "out/moe-Q4_K_M.gguf").exists()
+
+
+def test_one_cook_at_a_time(here: Path) -> None:
+    class Second(Silent):
+        def started(self, number: int, count: int, decision: Decision) -> None:
+            with pytest.raises(ResourceError, match="another cook is at work there"):
+                cook(small())
+            raise Killed
+
+    with pytest.raises(Killed):
+        cook(small(), observer=Second())
+
+
+def test_a_gate_fails_when_everything_is_made(cooked: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(cooked)
+    with pytest.raises(QualityGate, match="above 0.0001"):
+        cook(small([], target=[{"target": "Q4_K_M", "max_kld": 1e-4}]))
+
+
+@pytest.mark.parametrize(
+    ("tables", "error", "said"),
+    [
+        ({"model": "missing.gguf"}, ResourceError, "there is no such model"),
+        ({"model": str(DATA / "tiny-moe-imatrix.gguf")}, QuantkitError, "no general.architecture"),
+        ({"calibration": {"text": "missing.txt"}}, ResourceError, "missing.txt: there is no such file"),
+        ({"calibration": {"text": []}}, RecipeError, "no text to calibrate on"),
+        ({"quantize": {"tensor_type": ["attn_v=Q99"]}}, QuantkitError, "Q99"),
+        ({"quantize": {"recipe": "missing.recipe"}}, QuantkitError, "missing.recipe"),
+        ({"imatrix": {"run": False}, "targets": ["IQ2_XXS"]}, QuantkitError, "IQ2_XXS: "),
+        ({"output": str(MODEL)}, RecipeError, "places of their own"),
+        ({"output": str(MODEL / "x")}, ResourceError, "is a file"),
+    ],
+)
+def test_nothing_begins_that_cannot_end(here: Path, tables: dict[str, Any], error: type[Exception], said: str) -> None:
+    with pytest.raises(error, match=re.escape(said)):
+        cook(small(**tables))
+    assert not list(here.iterdir())
+
+
+def test_no_text_says_what_needs_one(here: Path) -> None:
+    config = config_from({"model": str(MODEL), "targets": "Q4_K_M"}, "cook.toml", Path())
+    with pytest.raises(RecipeError, match=r"the importance matrix, the check need one: give some MB of what the model"):
+        plan_cook(config)
+    without = {"imatrix": {"run": False}, "check": {"run": False}, "report": {"run": False}}
+    planned = plan_cook(config_from({"model": str(MODEL), "targets": "Q4_K_M", **without}, "cook.toml", Path()))
+    assert [step.name for step in planned.steps] == ["quantize Q4_K_M"]
+
+
+def test_a_corpus_of_folders(here: Path) -> None:
+    (here / "src").mkdir()
+    text = (DATA / "tiny-moe-calibration.txt").read_text()
+    for i in range(4):
+        (here / f"src/{i}.txt").write_text(text[i * 20000 : (i + 1) * 20000])
+    corpus = {"calibration": {"text": "src", "evaluation": None, "size": "60K", "heldout": "20%"}}
+    corpus["calibration"].pop("evaluation")
+    config = replace(
+        small(), calibration=config_from({"model": "m", "targets": "Q8_0", **corpus}, "x", Path()).calibration
+    )
+    cook(config)
+    texts = here / "out/work/texts"
+    assert sorted(path.name for path in texts.iterdir()) == [
+        *("calibration.txt", "check.txt", "evaluation.txt", "manifest.json", "sensitivity.txt")
+    ]
+    assert (texts / "sensitivity.txt").read_bytes() + (texts / "check.txt").read_bytes() == (
+        texts / "evaluation.txt"
+    ).read_bytes()
+    with pytest.raises(RecipeError, match="whose files are the text"):
+        plan_cook(replace(config, output=Path("src/out")))
+
+
+def test_a_checkpoint_is_converted_once(here: Path) -> None:
+    checkpoint = write_checkpoint("qwen3-moe", here)
+    text = here / "text.txt"
+    text.write_text("one two three four five\n\n" * 400)
+    shared = {"calibration": {"text": str(text), "evaluation": str(text)}, **SMALL}
+    top = {"model": str(checkpoint), "targets": "Q8_0", "output": "out", "threads": 1, **shared}
+    top |= {"imatrix": {"run": False}, "check": {"run": False}}
+    with pytest.raises(QuantkitError, match=r"\[convert\] pre"):
+        plan_cook(config_from(top, "cook.toml", Path()))
+    config = config_from({**top, "convert": {"pre": "qwen2"}}, "cook.toml", Path())
+    assert cook(config).ran == ("convert", "quantize Q8_0")
+    assert cook(config).ran == ()
+    assert cook(replace(config, name="other")).ran == ("quantize Q8_0",)
+
+
+# ---------------------------------------------------------------- the command
+
+
+def run(*arguments: str, code: int = 0) -> str:
+    result = CliRunner().invoke(cli, ["cook", *arguments])
+    assert result.exit_code == code, result.output
+    return result.output
+
+
+def test_the_command_line(cooked: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A cook that stands, by options and by a file: the same steps; nothing is written by --dry-run."""
+    monkeypatch.chdir(cooked)
+    texts = ["-f", str(DATA / "tiny-moe-calibration.txt"), "--evaluation", str(DATA / "tiny-moe-evaluation.txt")]
+    said = run(str(MODEL), "Q4_K_M", "3.5bpw", *texts, "--no-report", "-o", "out", "--dry-run")
+    assert "dry run: nothing was written" in said
+    assert "changed: chunks, ctx" in said
+    planned = json.loads(run(str(MODEL), "Q8_0", *texts, "--no-report", "-o", "new", "--dry-run", "--json"))
+    assert [step["name"] for step in planned["steps"]] == ["texts", "imatrix", "base", "quantize Q8_0", "check Q8_0"]
+    assert not Path("new").exists()
+    assert "--threads" in run("cook.toml", "-t", "3", code=2)
+    assert "did you mean Q4_K_M" in run(str(MODEL), "Q4_KM", code=2)
+    assert "nothing to cook" in run(str(MODEL), code=2)
+
+
+def test_init_writes_a_file_that_runs(here: Path) -> None:
+    assert "wrote cook.toml" in run("init", "-m", str(MODEL))
+    assert "exists" in run("init", code=1)
+    assert "wrote other.toml" in run("init", "other.toml")
+    assert "ends with .toml" in run("init", str(MODEL), code=2)
+    assert "--threads is no option of init" in run("init", "x.toml", "-t", "2", code=2)
+    text = (here / "cook.toml").read_text()
+    (here / "cook.toml").write_text(text.replace('"path/to/texts"', json.dumps(str(DATA / "tiny-moe-calibration.txt"))))
+    said = run("cook.toml", "Q8_0", "--dry-run")
+    assert "quantize Q8_0" in said
+
+
+def test_the_command_reports_and_is_interrupted_cleanly(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lines = ["imatrix = {ctx = 64, chunks = 2}", "check = {ctx = 64, chunks = 2}", "report = {run = false}"]
+    texts = f'calibration = {{text = "{DATA}/tiny-moe-calibration.txt", evaluation = "{DATA}/tiny-moe-evaluation.txt"}}'
+    (here / "c.toml").write_text("\n".join([f'model = "{MODEL}"', 'targets = "Q8_0"', "threads = 1", texts, *lines]))
+    with monkeypatch.context() as patched:
+        patched.setattr(target_steps, "run_quantize", interrupt)
+        said = run("c.toml", code=130)
+    assert "interrupted in quantize Q8_0; the same command goes on from there" in said
+    said = run("c.toml")
+    assert "[2/5] imatrix: stands" in said
+    assert "[4/5] quantize Q8_0: tiny-moe-Q8_0.gguf (was interrupted)" in said
+    assert "2 steps ran" in said
+    found = json.loads(run("c.toml", "--json"))
+    assert found["ran"] == []
+    assert 0 < found["files"][0]["kld"] < 0.01
+
+
+def interrupt(*arguments: Any, **options: Any) -> None:
+    raise KeyboardInterrupt

@@ -162,22 +162,15 @@ def _check_targets(places: Places) -> list[str]:
     """Refuse targets that cannot be made, as far as headers tell; return notes."""
     config, model, notes = places.config, places.model, list[str]()
     for settings in config.targets:
-        options = without_files(quantize_options(places, settings))
-        preset = settings.target.preset or "Q8_0"
+        options = without_files(quantize_options(places, settings), recipe=settings.target.goal is None)
+        preset = settings.target.preset or "Q4_K"
         try:
-            plan = model.plan(places.output(settings.called), preset, options)
+            model.plan(places.output(settings.called), preset, options)
         except QuantkitError as e:
             raise type(e)(f"{settings.called}: {e.message}") from None
         goal = settings.target.goal
         if goal is not None and goal.kind == "size" and goal.value >= model.nbytes:
             notes.append(f"{settings.called}: the model itself has {format_size(model.nbytes)}")
-        if goal is None and not config.imatrix.run and not settings.target.calibrate:
-            refused = [t.name for t in plan.tensors if t.encoder and t.type.imatrix == "required"]
-            if refused:
-                raise RecipeError(
-                    f"{settings.called}: {refused[0]} would be of a type that needs an importance matrix: leave "
-                    "[imatrix] run = false away"
-                )
     if config.merge_up_gate and not model.merges:
         notes.append("merge_up_gate changes nothing: the model has no up and gate experts to merge")
     return notes

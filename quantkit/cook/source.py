@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from quantkit.convert import ConvertOptions, plan_convert
-from quantkit.errors import FormatError, RecipeError, ResourceError
+from quantkit.errors import FormatError, QuantkitError, RecipeError, ResourceError
 from quantkit.formats.gguf import open_model
 from quantkit.pipeline.plan import Plan
 from quantkit.pipeline.source import Source
@@ -58,7 +58,11 @@ def read_source(path: Path, converted: Path, convert: ConvertOptions) -> Model:
     Raises ResourceError if there is none, RecipeError if it is quantized already.
     """
     if path.is_dir():
-        plan = plan_convert(path, converted, None, convert)
+        try:
+            plan = plan_convert(path, converted, None, convert)
+        except QuantkitError as e:
+            more = '; for quantkit cook that is [convert] pre = "NAME"' if "--pre " in e.message else ""
+            raise type(e)(e.message + more) from None
         return _model(path, plan.source, plan.nbytes, convert, plan.notes)
     if not path.exists():
         raise ResourceError(f"{path}: there is no such model: name a directory of Hugging Face, or a GGUF file")

@@ -33,7 +33,7 @@ def starter(model: Path | None, folder: Path, pre: str | None = None) -> tuple[s
     except ResourceError:
         raise
     except QuantkitError as e:
-        notes = (f"{e.message}; what [convert] in the file is for",)
+        notes = (e.message,)
     beside = [] if model is None else [model if model.is_dir() else model.parent]
     calibration, evaluation = (_found(beside, names) for names in (_CALIBRATION, _EVALUATION))
     name = "model" if model is None else model_name(model)

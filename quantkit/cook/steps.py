@@ -98,12 +98,33 @@ class Places:
         """Return how plans are carried out: a killed run goes on, another one is thrown away."""
         return {"threads": self.threads or None, "resume": True, "overwrite": True, "observer": Wrote(tell, total)}
 
-    def tokens(self, paths: Sequence[Path], share: float = 1.0) -> int:
-        """Return about how many tokens texts have, of which only a share may be used."""
-        try:
-            return int(share * sum(path.stat().st_size for path in paths) / _BYTES_A_TOKEN)
-        except OSError:
-            return int(share * self.config.calibration.size / _BYTES_A_TOKEN)
+    @property
+    def candidates(self) -> Path:
+        return self.work("candidates.logits")
+
+    def calibration_tokens(self) -> int:
+        """Return about how many tokens are calibrated on."""
+        settings, texts = self.config.imatrix, self.config.calibration
+        nbytes = sum(_size(path, texts.size) for path in (*self.calibration, *texts.chat))
+        return self._limited(nbytes, settings.ctx or self.model.ctx, settings.chunks)
+
+    def measured_tokens(self, text: Path, ctx: int, chunks: int | None) -> int:
+        """Return about how many tokens of a held-out text are used, which may not be made yet."""
+        texts = self.config.calibration
+        whole = texts.size * texts.heldout if texts.evaluation is None else _size(texts.evaluation, 0)
+        return self._limited(_size(text, int(whole / 2)), ctx, chunks)
+
+    def _limited(self, nbytes: int, ctx: int, chunks: int | None) -> int:
+        tokens = nbytes // _BYTES_A_TOKEN
+        return tokens if chunks is None else min(tokens, chunks * ctx)
+
+
+def _size(path: Path, otherwise: int) -> int:
+    """Return the bytes of a file, or what it will have about."""
+    try:
+        return path.stat().st_size
+    except OSError:
+        return otherwise
 
 
 class Wrote:
@@ -204,12 +225,6 @@ def _calibration_inputs(places: Places) -> dict[str, Path]:
     }
 
 
-def _calibration_tokens(places: Places) -> int:
-    settings = places.config.imatrix
-    tokens = places.tokens((*places.calibration, *places.config.calibration.chat))
-    return tokens if settings.chunks is None else min(tokens, settings.chunks * (settings.ctx or places.model.ctx))
-
-
 def imatrix_step(places: Places, out: Path) -> Step:
     """Return the collection of the importance matrix."""
     settings, model = places.config.imatrix, places.model
@@ -243,7 +258,7 @@ def imatrix_step(places: Places, out: Path) -> Step:
         options,
         (out,),
         run,
-        lambda: Expected(None, estimate.forward_seconds(model.active, _calibration_tokens(places), places.threads)),
+        lambda: Expected(None, estimate.forward_seconds(model.active, places.calibration_tokens(), places.threads)),
         whole=lambda: not state_of(out).exists(),
     )
 
@@ -283,52 +298,56 @@ def covariance_step(places: Places) -> Step:
         {"chunks": settings.chunks, "ctx": ctx},
         (out,),
         run,
-        lambda: Expected(None, 4 * estimate.forward_seconds(model.active, _calibration_tokens(places), places.threads)),
+        lambda: Expected(None, 4 * estimate.forward_seconds(model.active, places.calibration_tokens(), places.threads)),
         whole=lambda: not state_of(out).exists(),
     )
 
 
 def base_step(places: Places) -> Step:
     """Return the computation of the model's own logits on the text to check on."""
-    settings, model = places.config.check, places.model
-    ctx = settings.ctx or model.ctx
+    settings, what = places.config.check, "what the model itself predicts on the text to check on"
+    text, out = places.check_text, places.base
+    return logits_step(places, "base", what, text, out, settings.ctx, settings.chunks, settings.logits)
+
+
+def logits_step(
+    places: Places, name: str, what: str, text: Path, out: Path, n_ctx: int | None, chunks: int | None, form: str
+) -> Step:
+    """Return the computation of the model's logits on a text; ``form``: "auto", or that of ``SaveLogits``."""
+    model = places.model
+    ctx = n_ctx or model.ctx
 
     def sized() -> tuple[int, int]:
-        """Return about how many tokens are run, and the bytes of the logits in full."""
-        # Until the texts are made, as if they were of the greatest size.
-        share = 1.0 if places.check_text.exists() else places.config.calibration.heldout
-        tokens = places.tokens([places.check_text], share)
-        tokens = tokens if settings.chunks is None else min(tokens, settings.chunks * ctx)
+        """Return about how many tokens are run, and the bytes of their logits in full."""
+        tokens = places.measured_tokens(text, ctx, chunks)
         return tokens, tokens // 2 * 2 * (model.n_vocab + 4)
 
     def run(tell: Tell) -> Facts:
-        form = settings.logits
-        if form == "auto":
-            form = "llama.cpp" if sized()[1] <= _WHOLE_LOGITS else "compact"
+        chosen = form if form != "auto" else "llama.cpp" if sized()[1] <= _WHOLE_LOGITS else "compact"
         found = perplexity(
             places.source,
-            read_text(places.check_text).removesuffix(b"\n"),
+            read_text(text).removesuffix(b"\n"),
             n_ctx=ctx,
             n_batch=_batched(ctx),
-            chunks=settings.chunks,
-            save_logits=SaveLogits(places.base, form, overwrite=True),
+            chunks=chunks,
+            save_logits=SaveLogits(out, chosen, overwrite=True),
             progress=lambda now: tell(now.chunk, now.n_chunks, f"perplexity {now.ppl.value:.4f}"),
             **places.evaluation(),
         )
         for note in found.notes:
             tell.note(note)
-        return {"ppl": found.ppl.as_dict(), "chunks": found.n_chunks, "ctx": ctx, "format": form}
+        return {"ppl": found.ppl.as_dict(), "chunks": found.n_chunks, "ctx": ctx, "format": chosen}
 
     def expected() -> Expected:
         tokens, nbytes = sized()
         return Expected(min(nbytes, _WHOLE_LOGITS), estimate.forward_seconds(model.active, tokens, places.threads))
 
     return Step(
-        "base",
-        "what the model itself predicts on the text to check on",
-        {"the model": places.source, "the text": places.check_text},
-        {"chunks": settings.chunks, "ctx": ctx, "logits": settings.logits},
-        (places.base,),
+        name,
+        what,
+        {"the model": places.source, "the text": text},
+        {"chunks": chunks, "ctx": ctx, "logits": form},
+        (out,),
         run,
         expected,
         whole=lambda: True,

@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 from quantkit.cook import estimate
 from quantkit.cook.config import TargetSettings
 from quantkit.cook.engine import Expected, Facts, Step, Tell
 from quantkit.cook.steps import Places
-from quantkit.errors import QuantkitError
+from quantkit.errors import FormatError, QuantkitError
 from quantkit.evaluate import kld
 from quantkit.formats.outputs import written
 from quantkit.pipeline.cache.keys import encoder_digest
@@ -20,8 +21,8 @@ from quantkit.quantize import QuantizeOptions, plan_quantize, run_quantize
 
 #: Options of quantize that are files: their content counts, not their names.
 _FILES = {"imatrix", "feedback", "calibrate", "recipe"}
-#: TYPE of a file whose recipe names every tensor that it changes.
-_SEARCHED = "Q8_0"
+#: Stands for the TYPE of a recipe that is not there yet.
+_SEARCHED = "Q4_K"
 
 
 def check_path(places: Places, called: str) -> Path:
@@ -32,6 +33,21 @@ def check_path(places: Places, called: str) -> Path:
 def recipe_path(places: Places, called: str) -> Path:
     """Return the recipe that is searched for."""
     return places.work(f"recipes/{called}.recipe")
+
+
+def chosen_path(places: Places, called: str) -> Path:
+    """Return the file of what else a search found: the TYPE that goes with the recipe, and what is predicted."""
+    return places.work(f"recipes/{called}.json")
+
+
+def searched(places: Places, called: str) -> dict[str, Any]:
+    """Return what a search found. Raises FormatError."""
+    path = chosen_path(places, called)
+    try:
+        found: dict[str, Any] = json.loads(path.read_bytes())
+        return {"type": str(found["type"]), **found}
+    except (OSError, ValueError, KeyError, TypeError) as e:
+        raise FormatError(f"{path}: not the result of a search ({e!r})") from None
 
 
 def quantize_options(places: Places, settings: TargetSettings) -> QuantizeOptions:
@@ -54,17 +70,21 @@ def quantize_step(places: Places, settings: TargetSettings) -> Step:
     """Return the quantization of a target."""
     target, out = settings.target, places.output(settings.called)
     options = quantize_options(places, settings)
-    preset = target.preset or _SEARCHED
     inputs = {"the model": places.source}
     if options.imatrix is not None:
         inputs["the importance matrix"] = options.imatrix
     if options.feedback is not None:
         inputs["the covariances"] = options.feedback
+    if target.goal is not None:
+        inputs["the search"] = chosen_path(places, settings.called)
     for label, paths in (("the recipe", options.recipe), ("the text", options.calibrate)):
         inputs |= {f"{label} {path.name}" if len(paths) > 1 else label: path for path in paths}
 
     def plan() -> Plan:
-        return plan_quantize(places.source, out, preset, options)
+        if target.preset is not None:
+            return plan_quantize(places.source, out, target.preset, options)
+        found = searched(places, settings.called)
+        return plan_quantize(places.source, out, found["type"], replace(options, rules=found.get("rules")))
 
     def code() -> dict[str, object]:
         planned = plan()
@@ -74,11 +94,14 @@ def quantize_step(places: Places, settings: TargetSettings) -> Step:
 
     def expected() -> Expected:
         try:
-            planned = places.model.plan(out, preset, without_files(options))
+            planned = places.model.plan(
+                out, target.preset or _SEARCHED, without_files(options, recipe=target.goal is None)
+            )
         except QuantkitError:
             return Expected()
         fed = target.feedback or target.calibrate
-        return Expected(planned.nbytes, estimate.encoding_seconds(planned.tensors, places.threads, fed=fed))
+        seconds = estimate.encoding_seconds(planned.tensors, places.threads, fed=fed)
+        return Expected(goal_bytes(places, settings) if target.goal is not None else planned.nbytes, seconds)
 
     def run(tell: Tell) -> Facts:
         planned = plan()
@@ -108,7 +131,7 @@ def quantize_step(places: Places, settings: TargetSettings) -> Step:
         f"quantize {settings.called}",
         out.name,
         inputs,
-        {"the type": preset, **given},
+        {"the type": target.preset, **given},
         (out,),
         run,
         expected,
@@ -117,15 +140,26 @@ def quantize_step(places: Places, settings: TargetSettings) -> Step:
     )
 
 
-def without_files(options: QuantizeOptions) -> QuantizeOptions:
-    """Return options that plan about the same sizes before the files of other steps are there."""
+def goal_bytes(places: Places, settings: TargetSettings) -> int | None:
+    """Return about how large the file of a goal will be; None if nobody can tell."""
+    goal = settings.target.goal
+    if goal is None or goal.kind == "kld":
+        return None
+    return int(goal.value if goal.kind == "size" else goal.value * places.model.weights / 8)
+
+
+def without_files(options: QuantizeOptions, *, recipe: bool) -> QuantizeOptions:
+    """Return options that plan about the same sizes before the files of other steps are there.
+
+    ``recipe``: the recipe is the user's. Where there will be an importance matrix, no type is refused for lack of it.
+    """
     return replace(
         options,
         imatrix=None,
         feedback=None,
         calibrate=(),
-        recipe=tuple(path for path in options.recipe if path.exists()),
-        ignore_imatrix_rules=True,
+        recipe=options.recipe if recipe else (),
+        ignore_imatrix_rules=bool(options.imatrix or options.calibrate or options.feedback),
     )
 
 
@@ -148,8 +182,8 @@ def check_step(places: Places, settings: TargetSettings) -> Step:
         return {"kld": found.sums.kld.mean.as_dict(), "ppl_ratio": found.sums.ratio.as_dict()}
 
     def expected() -> Expected:
-        settings, tokens = places.config.check, places.tokens([places.check_text], places.config.calibration.heldout)
-        tokens = tokens if settings.chunks is None else min(tokens, settings.chunks * (settings.ctx or model.ctx))
+        settings = places.config.check
+        tokens = places.measured_tokens(places.check_text, settings.ctx or model.ctx, settings.chunks)
         return Expected(None, estimate.forward_seconds(model.active, tokens, places.threads))
 
     return Step(
