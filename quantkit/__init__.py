@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from quantkit.calibration import calibration
     from quantkit.compare import compare
     from quantkit.convert import ConvertOptions, convert, plan_convert
+    from quantkit.cook import cook, plan_cook
     from quantkit.errors import QuantkitError
     from quantkit.evaluate import kld, logits, perplexity
     from quantkit.imatrix import ImatrixOptions, imatrix
@@ -41,6 +42,7 @@ __all__ = [
     "compare",
     "convert",
     "convert_lora",
+    "cook",
     "imatrix",
     "inspect",
     "kld",
@@ -50,6 +52,7 @@ __all__ = [
     "perplexity",
     "plan_convert",
     "plan_convert_lora",
+    "plan_cook",
     "plan_quantize",
     "prune_cache",
     "quantize",
@@ -73,6 +76,7 @@ _HOME = {
     "compare": "compare",
     "convert": "convert",
     "convert_lora": "lora",
+    "cook": "cook",
     "imatrix": "imatrix",
     "inspect": "inspect",
     "kld": "evaluate",
@@ -82,6 +86,7 @@ _HOME = {
     "perplexity": "evaluate",
     "plan_convert": "convert",
     "plan_convert_lora": "lora",
+    "plan_cook": "cook",
     "plan_quantize": "quantize",
     "prune_cache": "cache",
     "quantize": "quantize",

@@ -16,6 +16,7 @@ from quantkit.version import __version__
 
 #: Command -> one line of help; the module of that name in this package holds the click command, ``command``.
 COMMANDS = {
+    "cook": "Cook a model: convert, calibrate, search types, quantize, check and report, in one resumable run.",
     "quantize": "Quantize a GGUF model: the bytes of llama-quantize, several times faster.",
     "convert": "Convert a Hugging Face checkpoint to GGUF, and quantize it in the same pass.",
     "convert-lora": "Convert a LoRA adapter of PEFT to GGUF.",

@@ -2,5 +2,6 @@
 #pragma once
 #include "encode/fp4.cuh"
 #include "encode/i_quants.cuh"
+#include "encode/ik_quants.cuh"
 #include "encode/k_quants.cuh"
 #include "encode/legacy.cuh"

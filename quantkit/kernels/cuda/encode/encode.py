@@ -9,32 +9,21 @@ check, as for the CPU's encoders.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
-from functools import cache
 
 from quantkit.errors import TypeNotSupported
 from quantkit.kernels.cuda.core.device import Device, Launch
-from quantkit.kernels.cuda.core.kernel import SOURCES, Kernel, Shape
+from quantkit.kernels.cuda.core.kernel import Kernel, Shape
+from quantkit.kernels.cuda.encode import encoders as encoders
+from quantkit.kernels.cuda.encode import weighs as weighs
+from quantkit.kernels.cuda.encode.rows import has_row_scale, row_kernels, row_launches
 from quantkit.kernels.formats import format_of
 from quantkit.types import BY_NAME, TensorType
 
 _FILE = "encode/encode.cu"
-#: Lanes of a block of threads.
+#: Lanes of a block of threads; fewer where each needs more shared memory.
 _LANES = 128
-
-
-@cache
-def encoders() -> dict[str, str]:
-    """Return the types that can be encoded, each with the file its encoder is in."""
-    files = sorted((SOURCES / "encode").glob("*.cuh"))
-    found = [(name, f.name) for f in files for name in re.findall(r"^struct Encode(\w+)", f.read_text(), re.MULTILINE)]
-    return dict(found)
-
-
-def weighs(t: TensorType) -> bool:
-    """Return whether a type's bytes depend on the importance of columns."""
-    return t.imatrix != "ignored"
+_FEWER_LANES = {"IQ2_K": 64}
 
 
 def _by_row(t: TensorType) -> bool:
@@ -50,16 +39,17 @@ def encode(t: TensorType, rows: int, n: int, weighted: bool = False) -> Shape:
     """
     if t.name not in encoders() or n % t.block:
         raise TypeNotSupported(f"no CUDA device encodes rows of {n} values as {t.name}")
-    kernel = Kernel(_FILE, "encode").bind(ENCODER=f"Encode{t.name}")
+    lanes = _FEWER_LANES.get(t.name, _LANES)
+    kernel = Kernel(_FILE, "encode").bind(ENCODER=f"Encode{t.name}", LANES=lanes)
     if weighted:
         kernel = kernel.bind(WEIGHTED=1)
-    blocks_at_once = _LANES * format_of(t).span // t.block  # a lane has a sub-block
+    blocks_at_once = lanes * format_of(t).span // t.block  # a lane has a sub-block
     return Shape(kernel, (max(1, -(-rows * (n // t.block) // blocks_at_once)), 1, 1))
 
 
 def mean_squares(t: TensorType, rows: int) -> Shape:
     """Return how to compute the mean square of rows that are to be encoded with an importance of columns."""
-    kernel = Kernel(_FILE, "mean_squares").bind(ENCODER=f"Encode{t.name}", WEIGHTED=1)
+    kernel = Kernel(_FILE, "mean_squares").bind(ENCODER=f"Encode{t.name}", LANES=_LANES, WEIGHTED=1)
     return Shape(kernel, (max(1, -(-rows // 32)), 1, 1))
 
 
@@ -72,6 +62,9 @@ def encode_rows(
     for 4 * rows bytes where there is an importance. It is ignored for a type that does not use one.
     """
     weighted = bool(importance) and weighs(t)
+    if has_row_scale(t) and not n % t.block:
+        device.run(row_launches(t, x, rows, n, out, importance))
+        return
     shape = encode(t, rows, n, weighted)
     launches = []
     if weighted and _by_row(t):
@@ -86,12 +79,16 @@ def encode_rows(
     device.run(launches)
 
 
+def kernels_of(t: TensorType, weighted: bool = False) -> list[Kernel]:
+    """Return the kernels that encode a type; ``weighted``: with an importance of columns."""
+    if has_row_scale(t):
+        return [*row_kernels(t, weighted)]
+    found = [encode(t, 1, t.block, weighted).kernel]
+    return [*found, mean_squares(t, 1).kernel] if weighted and _by_row(t) else found
+
+
 def kernels() -> Iterator[Kernel]:
     """Yield every kernel of this file."""
     for name in encoders():
-        t = BY_NAME[name]
-        yield encode(t, 1, t.block).kernel
-        if weighs(t):
-            yield encode(t, 1, t.block, weighted=True).kernel
-        if _by_row(t) and weighs(t):
-            yield mean_squares(t, 1).kernel
+        for weighted in (False, True) if weighs(BY_NAME[name]) else (False,):
+            yield from (kernel for kernel in kernels_of(BY_NAME[name], weighted) if kernel.file == _FILE)
