@@ -17,7 +17,7 @@ from typing import Any
 import click
 
 from quantkit.cli.complete import IMATRIX_FILE, MODEL_FILE, types
-from quantkit.cli.evaluation import estimate, json_option, report
+from quantkit.cli.evaluation import json_option, report
 from quantkit.cli.options import (
     CACHE_VARIABLE,
     SIZE,
@@ -352,7 +352,7 @@ def _allocation(each: Allocation) -> dict[str, Any]:
         "read_bytes": each.part.read,
         "predicted_kld": each.kld,
         "gap": each.gap,
-        "measured_kld": None if each.check is None else estimate(each.check.sums.kld.mean),
+        "measured_kld": None if each.check is None else each.check.sums.kld.mean.as_dict(),
         "type": each.type_name,
         "rules": [f"{rule.pattern} = {rule.type}" for rule in each.rules],
         "types": {group: t.name for group, t in each.types.items()},
