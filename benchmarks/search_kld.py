@@ -117,15 +117,15 @@ def spearman(a: npt.ArrayLike, b: npt.ArrayLike) -> float:
 
 
 def picture(rows: Sequence[Row]) -> Scatter:
-    """Return predicted against measured divergence, as logarithms to 10 on the axis of x."""
+    """Return predicted against measured divergence; x is a negative logarithm, which leaves room for the legend."""
     kinds = []
     for kind in dict.fromkeys(row.kind for row in rows):
         some = [row for row in rows if row.kind == kind]
-        x, y = ([math.log10(row.predicted) for row in some], [float(row.measured.klds.mean()) for row in some])
+        x, y = ([-math.log10(row.predicted) for row in some], [float(row.measured.klds.mean()) for row in some])
         kinds.append(Points(kind, x, y))
     ends = [min(row.predicted for row in rows), max(row.predicted for row in rows)]
-    kinds.append(Points("equal", [math.log10(end) for end in ends], ends, joined=True))
-    return Scatter("Predicted and measured divergence", "log10 of the predicted divergence (nats)",
+    kinds.append(Points("equal", [-math.log10(end) for end in ends], ends, joined=True))
+    return Scatter("Predicted and measured divergence", "-log10 of the predicted divergence (nats)",
                    "measured divergence (nats)", kinds)  # fmt: skip
 
 

@@ -224,7 +224,9 @@ def command(
         recipe = _recipe(found, sensitivity, source)
         _write(output, recipe)
         result |= _as_dict(found, output)
-        text.append(_text(found, recipe if output is None else ""))
+        text.append(
+            _text(found, recipe) if output is None else f"{_text(found)}\n{_command(found.best, source, output)}"
+        )
     if front_to is not None or plot is not None:
         swept = search_front(known, source, options, points=points, progress=say)
         echo_notes(swept.notes)
@@ -293,7 +295,7 @@ def _recipe(found: SearchResult, sensitivity: Path, source: Path) -> str:
         f"read for a token: {format_size(best.part.read)}",
         f"sensitivities: {sensitivity.name}, sha256 {sha256(read_whole(sensitivity)).hexdigest()}",
         f"searched by: quantkit {shlex.join(sys.argv[1:])}",
-        f"make the file: {_command(best, source)}",
+        f"make the file: {_command(best, source, 'RECIPE')}",
     ]
     return recipe_text(best.rules, map(printable, lines))
 
@@ -302,10 +304,10 @@ def _shortfall(best: Allocation) -> str:
     return f" (the time was up: {best.gap:.3g} above the bound)" if best.gap else ""
 
 
-def _command(best: Allocation, source: Path) -> str:
+def _command(best: Allocation, source: Path, recipe: str | Path) -> str:
     """Return the command that makes exactly the file whose size is promised."""
     o = best.options
-    words = ["quantkit", "quantize", str(source), "OUT.gguf", best.type_name, "-r", "RECIPE"]
+    words = ["quantkit", "quantize", str(source), "OUT.gguf", best.type_name, "-r", str(recipe)]
     words += ["--rules", o.rules] if o.rules else []
     words += ["--imatrix", str(o.imatrix)] if o.imatrix else []
     words += ["--feedback", str(o.feedback)] if o.feedback else []
@@ -315,7 +317,7 @@ def _command(best: Allocation, source: Path) -> str:
 # --- what is printed ---
 
 
-def _text(found: SearchResult, recipe: str) -> str:
+def _text(found: SearchResult, recipe: str = "") -> str:
     best = found.best
     lines = [
         f"{best.nbytes} bytes ({format_size(best.nbytes)}), {best.bpw:.4f} bits per weight, "
