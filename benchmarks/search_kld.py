@@ -1,6 +1,6 @@
 """What a searched recipe gains: divergence from the full-precision model, at the size of each preset.
 
-    benchmarks/search_kld.py MODEL.gguf S.json IMATRIX.gguf TEXT [--skip N] [--presets Q2_K,..] [--plot FILE.svg]
+    benchmarks/search_kld.py MODEL.gguf S.json IMATRIX.gguf TEXT [--skip N] [--feedback COV.gguf] [--plot FILE]
 
 Made with the same importance matrix, and measured on a text of which the first N chunks (those of S.json, if it is the
 same text) are left out: each preset; what `quantkit search` finds for the bytes of its file; and, for the same bytes,
@@ -135,6 +135,7 @@ def main() -> None:
     p.add_argument("sensitivity", type=Path)
     p.add_argument("imatrix", type=Path)
     p.add_argument("text", type=Path)
+    p.add_argument("--feedback", type=Path, metavar="COV.gguf", help="also make what is searched with error feedback")
     p.add_argument("--skip", type=int, default=0, metavar="N", help="leave out the first N chunks of the text")
     p.add_argument("--presets", default=PRESETS)
     p.add_argument("--random", type=int, default=12, metavar="N", help="allocations drawn at random")
@@ -169,7 +170,8 @@ def main() -> None:
                     cells += ["-", "-"]
                     continue
                 plan_of = runs.plan(found.type_name, found.options)
-                rows.append(runs.row(label, plan_of, predicted(space, plan_of) or math.nan))
+                known_well = label != "searched, feedback"  # costs are those without it
+                rows.append(runs.row(label, plan_of, predicted(space, plan_of) or math.nan if known_well else math.nan))
                 cells += [rows[-1].measured.text, ratio(rows[-1].measured, first.measured)]
             print(f"| {' | '.join(cells)} |", flush=True)
         for picks in drawn(space, given.random):

@@ -33,11 +33,11 @@ from quantkit.errors import ResourceError
 from quantkit.formats.outputs import check_apart, read_whole, written
 from quantkit.helpers import format_seconds, format_size, printable
 from quantkit.search import Allocation, Check, Front, SearchOptions, SearchResult, search, search_front
-from quantkit.search.find import model_of
+from quantkit.search.find import known_of, model_of
 from quantkit.search.options import RUNTIMES
 from quantkit.search.recipe import recipe_text
 from quantkit.search.restrict import named_type
-from quantkit.sensitivity.file import Sensitivity, read_sensitivity
+from quantkit.sensitivity.file import Sensitivity
 
 _WHAT, _TARGET, _LIMITS, _CHECK, _FRONT, _OUT = (
     "What is quantized",
@@ -66,7 +66,12 @@ def _listed(ctx: click.Context, param: click.Parameter, value: str | None) -> tu
     type=MODEL_FILE,
     help="The model, of which the header is read.  [default: that which was measured]",
 )
-@option("--imatrix", group=_WHAT, type=IMATRIX_FILE, help="The importance matrix that the file will be made with.")
+@option(
+    "--imatrix",
+    group=_WHAT,
+    type=IMATRIX_FILE,
+    help="The importance matrix that the file will be made with.  [default: that which was measured with]",
+)
 @option(
     "--feedback",
     group=_WHAT,
@@ -200,7 +205,7 @@ def command(
     named = {f.name for f in fields(SearchOptions)}
     targets = [name for name in ("target_size", "target_bpw", "target_kld") if given[name] is not None]
     _check_usage(targets, check, base, output, front_to, plot)
-    known = read_sensitivity(sensitivity)
+    known = known_of(sensitivity)
     source = model_of(known, model)
     kind = None if plot is None else check_plot(plot)
     inputs = [sensitivity, source, base, speeds, given["imatrix"], given["feedback"]]
