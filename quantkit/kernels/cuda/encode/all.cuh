@@ -1,5 +1,6 @@
 // Every encoder.
 #pragma once
+#include "encode/bitnet.cuh"
 #include "encode/fp4.cuh"
 #include "encode/i_quants.cuh"
 #include "encode/ik_quants.cuh"
