@@ -29,7 +29,7 @@ class GridTables(NamedTuple):
 
     #: int32 [slots]: ~index of a point of the grid; else place << 8 | length of its list, both in fours.
     entries: Any = 0
-    #: uint16 [...]: lists of indices; and of words, of IQ1 alone.
+    #: uint16 [...]: lists of indices; and of words, where a group has 8 values.
     lists: Any = 0
     words: Any = 0
     #: float32 [points, values]: the values of each point.
@@ -56,7 +56,7 @@ def _grid_tables(grid: str, distances: int) -> GridTables:
     on = levels(grid)
     values = on - 1 if grid == "iq1s_grid" else 2 * on + 1
     no_words = np.empty(0, np.uint16)
-    return GridTables(found, indices[made], made if grid == "iq1s_grid" else no_words, values.astype(np.float32))
+    return GridTables(found, indices[made], made if on.shape[1] == 8 else no_words, values.astype(np.float32))
 
 
 def grid_tables(t: TensorType) -> GridTables:

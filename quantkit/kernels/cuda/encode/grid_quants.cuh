@@ -3,7 +3,7 @@
 //
 // Source: llama.cpp b11434 ggml-quants.c quantize_row_iq{2_xxs,2_xs,2_s,3_xxs,3_s}_impl.
 #pragma once
-#include "encode/grid_search.cuh"
+#include "encode/grid_runs.cuh"
 #include "encode/k_quants.cuh"
 
 // What was found for a sub-block: its scale, -1 if it is dead, its signs and the indices of its points.
@@ -92,7 +92,7 @@ template <class T, class S, int TYPE_BYTES> struct GridQuant {
             dead = largest <= 0;
         }
         __syncwarp();  // magnitudes and weights are there
-        scale = search_grid<S, T::AGAIN>(lane, dead ? 0.0f : largest, scale);
+        scale = S::template search<T::AGAIN>(lane, dead ? 0.0f : largest, scale);
         if (scale < 0) {
             signs ^= T::EVEN ? (1u << VALUES / 8 * 7) - 1 : 0xffffffffu >> (32 - VALUES);
             scale = -scale;
@@ -101,7 +101,7 @@ template <class T, class S, int TYPE_BYTES> struct GridQuant {
     }
 };
 
-struct QuantIQ2_XXS : GridQuant<QuantIQ2_XXS, GridSearch<32, 8, 2, 6, 1>, 66> {
+struct QuantIQ2_XXS : GridQuant<QuantIQ2_XXS, RunSearch<32, 6>, 66> {
     static const bool EVEN = true;
     static const int SIGMA = 1;
     static const Again AGAIN = ALWAYS;
@@ -115,7 +115,7 @@ struct QuantIQ2_XXS : GridQuant<QuantIQ2_XXS, GridSearch<32, 8, 2, 6, 1>, 66> {
     }
 };
 
-struct QuantIQ2_XS : GridQuant<QuantIQ2_XS, GridSearch<16, 8, 2, 9, 1>, 74> {
+struct QuantIQ2_XS : GridQuant<QuantIQ2_XS, RunSearch<16, 9>, 74> {
     static const bool EVEN = true;
     static const int SIGMA = 1;
     static const Again AGAIN = OFF_GRID;

@@ -1,9 +1,6 @@
 // The search for the scale of a sub-block whose values are points of a grid: IQ2 and IQ3; the twin of
 // quantkit/kernels/cpu/encode/grid_search.py, which says what a candidate is and how it is rated.
-//
-// A warp searches the sub-blocks of one super-block after the other, a lane a candidate of a sub-block: lanes next to each
-// other round the same values by nearly the same scale, mostly to the same points, and so read the same lists of
-// neighbours. Nothing is pruned. What won is rounded again by the lane that has the sub-block.
+// A warp searches the sub-blocks of one super-block after the other.
 //
 // Source: llama.cpp b11434 ggml-quants.c quantize_row_iq{2_xxs,2_xs,2_s,3_xxs,3_s}_impl, iq{2,3}_find_best_neighbour.
 #pragma once
@@ -63,24 +60,54 @@ struct Rating {
     float qx, q2;
 };
 
-// The search of a type: N values a sub-block, SIZE a group, levels 0 .. TOP; STEPS candidates on either side of the first,
-// TENTHS of a level apart.
-template <int N, int SIZE, int TOP, int STEPS, int TENTHS> struct GridSearch {
+// Which groups of a sub-block are rounded again by the scale that won.
+enum Again { OFF_GRID, ALL_IF_ONE_IS_OFF, ALWAYS };
+
+// What is searched: N values a sub-block, SIZE a group, levels 0 .. TOP; STEPS candidates on either side of the first, TENTHS
+// of a level apart.
+template <int N, int SIZE, int TOP, int STEPS, int TENTHS> struct GridShape {
     static const int PER_BLOCK = 256 / N, BLOCKS = 32 / PER_BLOCK, GROUPS = N / SIZE, TRIALS = 2 * STEPS + 1;
     static const int STRIDE = N + 1, ALL = (1 << GROUPS) - 1;
-    // Of all lanes of a warp the indices of points, 16 bits each; of one super-block the ratings of candidates.
-    static const int FOUND = GROUPS / 2, ROOM = PER_BLOCK * FOUND + (2 * PER_BLOCK * TRIALS + BLOCKS - 1) / BLOCKS;
+    static const int FOUND = GROUPS / 2;  // floats of indices, 16 bits each
 
     STATIC_INLINE int me() { return (int)threadIdx.x & 31; }
-    STATIC_INLINE float* room_of_warp(const Lane& lane) { return lane.room - me() / PER_BLOCK * ROOM; }
-    // The indices of the lane's points.
-    STATIC_INLINE uint16_t* found(const Lane& lane) { return (uint16_t*)(room_of_warp(lane) + me() * FOUND); }
-    STATIC_INLINE float* ratings(const Lane& lane) { return room_of_warp(lane) + 32 * FOUND; }
 
     // 1 / scale of a candidate.
     STATIC_INLINE float iscale_of(int trial, float largest) {
         return ((float)(2 * TOP + 1) + (float)(trial - STEPS) * (TENTHS == 2 ? 0.2f : 0.1f)) / largest;
     }
+
+    // Return the candidate with the best of these ratings, and its scale; -1 if none is better than 0.
+    STATIC_INLINE int best_of(const float* sums, float& scale) {
+        float best = 0;
+        int won = -1;
+        for (int trial = 0; trial < TRIALS; trial++) {
+            const float qx = sums[2 * trial], q2 = sums[2 * trial + 1];
+            if (q2 > 0 && qx * qx > best * q2) {
+                scale = qx / q2;
+                best = scale * qx;
+                won = trial;
+            }
+        }
+        return won;
+    }
+};
+
+// The search for types with short lists of neighbours: a lane has a candidate of a sub-block. Lanes next to each other round
+// the same values by nearly the same scale, mostly to the same points, and so read the same lists. Nothing is pruned. What
+// won is rounded again by the lane that has the sub-block.
+template <int N, int SIZE, int TOP, int STEPS, int TENTHS> struct GridSearch : GridShape<N, SIZE, TOP, STEPS, TENTHS> {
+    typedef GridShape<N, SIZE, TOP, STEPS, TENTHS> Shape;
+    using Shape::best_of, Shape::iscale_of, Shape::me;
+    static const int PER_BLOCK = Shape::PER_BLOCK, BLOCKS = Shape::BLOCKS, GROUPS = Shape::GROUPS, TRIALS = Shape::TRIALS;
+    static const int STRIDE = Shape::STRIDE, ALL = Shape::ALL, FOUND = Shape::FOUND;
+    // Of all lanes of a warp the indices of points; of one super-block the ratings of candidates.
+    static const int ROOM = PER_BLOCK * FOUND + (2 * PER_BLOCK * TRIALS + BLOCKS - 1) / BLOCKS;
+
+    STATIC_INLINE float* room_of_warp(const Lane& lane) { return lane.room - me() / PER_BLOCK * ROOM; }
+    // The indices of the lane's points.
+    STATIC_INLINE uint16_t* found(const Lane& lane) { return (uint16_t*)(room_of_warp(lane) + me() * FOUND); }
+    STATIC_INLINE float* ratings(const Lane& lane) { return room_of_warp(lane) + 32 * FOUND; }
 
     // Rate the points of a sub-block. Groups of the mask ``again`` are rounded by iscale, and become the nearest
     // neighbour by scale where that is beside the grid (``off``); others are those found before. KEEP: as found.
@@ -138,47 +165,34 @@ template <int N, int SIZE, int TOP, int STEPS, int TENTHS> struct GridSearch {
                 sums[2 * at + 1] = sum.q2;
             }
             __syncwarp();
-            if (me() / PER_BLOCK == block && largest != 0) {
-                float best = 0;
-                for (int trial = 0; trial < TRIALS; trial++) {
-                    const float qx = sums[2 * (lane.part * TRIALS + trial)], q2 = sums[2 * (lane.part * TRIALS + trial) + 1];
-                    if (q2 > 0 && qx * qx > best * q2) {
-                        scale = qx / q2;
-                        best = scale * qx;
-                        won = trial;
-                    }
-                }
-            }
+            if (me() / PER_BLOCK == block && largest != 0) won = best_of(sums + 2 * lane.part * TRIALS, scale);
             __syncwarp();
         }
         return won;
     }
-};
 
-// Which groups of a sub-block are rounded again by the scale that won.
-enum Again { OFF_GRID, ALL_IF_ONE_IS_OFF, ALWAYS };
-
-// Find scale and points of the lane's sub-block. scale: what it is where no candidate is better than 0, and all points
-// are the first one, which counts as beside the grid if AGAIN is ALL_IF_ONE_IS_OFF.
-template <class Search, Again AGAIN> INLINE float search_grid(const Lane& lane, float largest, float scale) {
-    const int won = Search::best_trial(lane, largest, scale);
-    uint16_t* const found = Search::found(lane);
-    for (int k = 0; k < Search::GROUPS; k++) found[k] = 0;
-    if (largest == 0) return scale;
-    int off = 0, again = won < 0 ? 0 : Search::ALL;
-    float iscale = Search::iscale_of(won, largest), by = 1.0f / iscale;
-    if (won < 0 && AGAIN == ALL_IF_ONE_IS_OFF) off = Search::ALL;
+    // Find scale and points of the lane's sub-block; largest 0: it is dead. scale: what it is where no candidate is better
+    // than 0, and all points are the first one, which counts as beside the grid if AGAIN is ALL_IF_ONE_IS_OFF.
+    template <Again AGAIN> STATIC_INLINE float search(const Lane& lane, float largest, float scale) {
+        const int won = best_trial(lane, largest, scale);
+        uint16_t* const points = found(lane);
+        for (int k = 0; k < GROUPS; k++) points[k] = 0;
+        if (largest == 0) return scale;
+        int off = 0, again = won < 0 ? 0 : ALL;
+        float iscale = iscale_of(won, largest), by = 1.0f / iscale;
+        if (won < 0 && AGAIN == ALL_IF_ONE_IS_OFF) off = ALL;
 #pragma unroll 1
-    for (int pass = 0; pass < 2; pass++) {
-        const Rating sum = Search::template rate<true>(lane.grid, lane.x, lane.w, iscale, by, found, again, off);
-        if (pass) return sum.q2 > 0 ? sum.qx / sum.q2 : scale;
-        again = AGAIN == ALWAYS || (AGAIN == ALL_IF_ONE_IS_OFF && off) ? Search::ALL : off;
-        if (!(scale > 0) || !again) break;
-        iscale = 1.0f / scale;
-        by = scale;
+        for (int pass = 0; pass < 2; pass++) {
+            const Rating sum = rate<true>(lane.grid, lane.x, lane.w, iscale, by, points, again, off);
+            if (pass) return sum.q2 > 0 ? sum.qx / sum.q2 : scale;
+            again = AGAIN == ALWAYS || (AGAIN == ALL_IF_ONE_IS_OFF && off) ? ALL : off;
+            if (!(scale > 0) || !again) break;
+            iscale = 1.0f / scale;
+            by = scale;
+        }
+        return scale;
     }
-    return scale;
-}
+};
 
 // ---------------------------------------------------------------- signs
 

@@ -19,8 +19,6 @@ INLINE float reciprocal_near(float v) {
 }
 #endif
 
-INLINE int lane_of_warp() { return (int)threadIdx.x & 31; }
-
 // ---------------------------------------------------------------- candidates
 
 // Sums over the sorted values below each boundary: 0 .. N of them.
@@ -191,40 +189,7 @@ template <class S> INLINE Candidate search_boundaries(const S& sums) {
     return mine;
 }
 
-// ---------------------------------------------------------------- neighbours
-
 INLINE float eighth(bool down) { return down ? -0.125f : 0.125f; }
-
-// The index of the first of the nearest neighbours of the group of 8 at x: a warp has 32 of them at once. Lane 4 i + l
-// has what level l of value i costs; no word has level 3.
-INLINE int nearest_of_warp(const GridTables& grid, int entry, const float* x, const float* w, float scale, float shift) {
-    const int me = lane_of_warp(), start = (entry >> 8) * 4, count = (entry & 255) * 4;
-    const float q = (float)((me & 3) - 1) + shift, off = scale * q - x[me >> 2], cost = w[me >> 2] * off * off;
-    float least = __int_as_float(0x7f800000);
-    int place = me;
-#pragma unroll 1
-    for (int first = 0; first < count; first += 32) {
-        const bool there = first + me < count;
-        const uint32_t word = grid.words[start + (there ? first + me : 0)];
-        float distance = __shfl_sync(FULL, cost, (int)(word & 3));
-#pragma unroll
-        for (int i = 1; i < 8; i++) distance = distance + __shfl_sync(FULL, cost, (int)(word >> 2 * i & 3) + 4 * i);
-        if (there && distance < least) {
-            least = distance;
-            place = first + me;
-        }
-    }
-    float nearest = least;
-    for (int d = 16; d; d >>= 1) nearest = fminf(nearest, __shfl_xor_sync(FULL, nearest, d));
-    const uint32_t lanes = __ballot_sync(FULL, least == nearest);
-    if (lanes & (lanes - 1)) {  // several are equally near
-        if (least != nearest) place = count;
-        for (int d = 16; d; d >>= 1) place = min(place, __shfl_xor_sync(FULL, place, d));
-    } else {
-        place = __shfl_sync(FULL, place, __ffs((int)lanes) - 1);
-    }
-    return grid.lists[start + place];
-}
 
 // ---------------------------------------------------------------- sub-blocks
 
@@ -317,9 +282,11 @@ template <class S> struct TernaryGrid {
                 const uint32_t half = (uint32_t)(slots >> 32 * (k >> 1));
                 const int entry = lane.grid.entries[__shfl_sync(FULL, half, owner) >> 16 * (k & 1) & 0xffff];
                 int index = ~entry;
-                if (entry >= 0)
-                    index = nearest_of_warp(lane.grid, entry, lane.x + away + 8 * k, lane.w + away + 8 * k, scale,
-                                            eighth(shifts & (k ? 1 : 2)));
+                if (entry >= 0) {
+                    const float q = (float)((lane_of_warp() & 3) - 1) + eighth(shifts & (k ? 1 : 2));
+                    const int value = away + 8 * k + (lane_of_warp() >> 2);
+                    index = nearest_of_warp(lane.grid, entry, cost_of(scale * q, lane.x[value], lane.w[value]));
+                }
                 if (lane_of_warp() == owner) {
                     off |= entry >= 0;
                     found(lane)[k] = (uint16_t)index;
