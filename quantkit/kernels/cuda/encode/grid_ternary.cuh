@@ -99,11 +99,11 @@ struct Candidate {
 };
 
 // A pair of boundaries i <= j, of all in order; each lane has every 32nd.
-template <int N> struct Pair {
+template <int N> struct Bounds {
     static const int COUNT = (N + 1) * (N + 2) / 2;
     int low, high;
 
-    __device__ __forceinline__ Pair() : low(0), high(lane_of_warp()) { settle(); }
+    __device__ __forceinline__ Bounds() : low(0), high(lane_of_warp()) { settle(); }
     __device__ __forceinline__ void settle() {
         while (high > N && low < N) high += low++ - N;  // past a row's end: on into the next one, which begins at low + 1
     }
@@ -117,10 +117,10 @@ template <int N> struct Pair {
 template <class S> INLINE Candidate scan(const S& sums) {
     Candidate found = {0, 0, -1, {0, 0}};
     float best = -3.40282347e38f;
-    Pair<S::N> pair;
+    Bounds<S::N> pair;
 #pragma unroll 1
-    for (int first = 0; first < Pair<S::N>::COUNT; first += 32) {
-        const bool there = first + lane_of_warp() < Pair<S::N>::COUNT;
+    for (int first = 0; first < Bounds<S::N>::COUNT; first += 32) {
+        const bool there = first + lane_of_warp() < Bounds<S::N>::COUNT;
         Rating of[S::CHOICES];
         if (there) sums.rate(pair.low, pair.high, of);
         uint32_t later = there ? (1u << S::CHOICES) - 1 : 0;  // candidates of the lane that are still to come
@@ -159,9 +159,9 @@ template <class S> INLINE Candidate search_boundaries(const S& sums) {
     const float none = -1.0f;
     Candidate mine = {0, 0, -1, {0, 0}};
     float most = none, second = none;
-    Pair<S::N> pair;
+    Bounds<S::N> pair;
 #pragma unroll 1
-    for (int at = lane_of_warp(); at < Pair<S::N>::COUNT; at += 32, pair.next()) {
+    for (int at = lane_of_warp(); at < Bounds<S::N>::COUNT; at += 32, pair.next()) {
         Rating of[S::CHOICES];
         sums.rate(pair.low, pair.high, of);
 #pragma unroll
