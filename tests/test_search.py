@@ -521,6 +521,35 @@ def test_costs_of_another_model_are_refused(dense: Path, moe: Path, tmp_path: Pa
         search(replace(known, groups=(*known.groups, replace(known.groups[0], name="again"))), dense, four)
 
 
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ('"kld": 0', '"kld": NaN, "x": 0'),
+        ('"kld": 0', '"kld": NaN}, {"x": 0'),
+        ('"settings": {}', '"settings": []'),
+        ('"settings": {}', '"settings": {"together": 5}'),
+        ('"settings": {}', '"settings": {"together": [{"types": {"a": "Q4_K"}, "kld": "much"}]}'),
+        ('"model": {', '"model": 7, "was": {'),
+    ],
+)
+def test_a_hostile_file_is_refused_with_one_line(dense: Path, tmp_path: Path, old: str, new: str) -> None:
+    text = drawn(dense, few=2).to_json()
+    assert old in text
+    (tmp_path / "S.json").write_text(text.replace(old, new))
+    ran = CliRunner().invoke(cli, ["search", "-s", str(tmp_path / "S.json"), "-m", str(dense), "--target-bpw", "4"])
+    assert ran.exit_code == 1
+    assert ran.output.startswith("Error: ")
+    assert isinstance(ran.exception, SystemExit)
+
+
+def test_no_number_is_no_cost(dense: Path) -> None:
+    known = drawn(dense, few=2)
+    for bad in (math.nan, math.inf, "0.1"):
+        costs: Any = (replace(known.costs[0], kld=bad), *known.costs[1:])
+        with pytest.raises(QuantkitError, match="that is no number"):
+            search(replace(known, costs=costs), options=SearchOptions(target_bpw=15))
+
+
 def test_usage(dense: Path, tmp_path: Path) -> None:
     (tmp_path / "S.json").write_text(drawn(dense, few=4).to_json())
     first = ["search", "-s", str(tmp_path / "S.json")]

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
 import numpy as np
 
-from quantkit.errors import RecipeError, ResourceError
+from quantkit.errors import FormatError, RecipeError, ResourceError
 from quantkit.formats.gguf import open_model
 from quantkit.formats.remote import located
 from quantkit.helpers import format_size, round_up
@@ -67,7 +67,7 @@ def search(
     options = options or SearchOptions()
     options.one_target()
     check_solver()
-    known = sensitivity if isinstance(sensitivity, Sensitivity) else read_sensitivity(Path(sensitivity))
+    known = known_of(sensitivity)
     with open_model(model_of(known, source)) as opened:
         space = Space(known, opened, with_imatrix(options, known))
         finder = Finder(space)
@@ -78,6 +78,14 @@ def search(
             found.sort(key=lambda each: math.inf if each.check is None else each.check.sums.kld.mean.value)
         notes = (*space.notes, *finder.notes, *space.loads(found[0].plan))
     return SearchResult(tuple(found), space, time.monotonic() - began, notes)
+
+
+def known_of(given: Sensitivity | str | Path) -> Sensitivity:
+    """Return what was measured, from its file if need be. Raises FormatError for facts that are none."""
+    known = given if isinstance(given, Sensitivity) else read_sensitivity(Path(given))
+    if not isinstance(known.model, Mapping) or not isinstance(known.settings, Mapping):
+        raise FormatError("model and settings of the sensitivities must be objects")
+    return known
 
 
 def model_of(known: Sensitivity, given: str | Path | None) -> Path:

@@ -9,6 +9,7 @@ is all noise becomes the product. Of a pair that was not measured, there is only
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from functools import cached_property
 from typing import TypeVar
@@ -16,6 +17,7 @@ from typing import TypeVar
 import numpy as np
 import numpy.typing as npt
 
+from quantkit.errors import FormatError
 from quantkit.sensitivity.file import Cost, Sensitivity
 from quantkit.types import TensorType
 
@@ -43,10 +45,14 @@ class Predictor:
         self._values = {key: value for key, value in values.items() if value is not None}
 
     def _value(self, cost: Cost, proxy: str | None) -> tuple[float, float] | None:
-        if self.measured:
-            return None if cost.kld is None else (cost.kld, cost.kld_error or 0.0)
-        found = cost.proxies.get(proxy) if proxy is not None else next(iter(cost.proxies.values()), None)
-        return None if found is None else (found, 0.0)
+        """Return the divergence and its error. Raises FormatError for what is no number."""
+        found = cost.kld
+        if not self.measured:
+            found = cost.proxies.get(proxy) if proxy is not None else next(iter(cost.proxies.values()), None)
+        pair = found, (cost.kld_error if self.measured else None) or 0.0
+        if not all(value is None or isinstance(value, (int, float)) and math.isfinite(value) for value in pair):
+            raise FormatError(f"the sensitivities have a cost of {cost.group} as {cost.type} that is no number")
+        return None if pair[0] is None else (pair[0], pair[1])
 
     @property
     def types(self) -> tuple[TensorType, ...]:
