@@ -195,14 +195,14 @@ def test_memory_bounds_batches(source: Path, tmp_path: Path, monkeypatch: pytest
     monkeypatch.setattr(on_card.Slot, "__init__", noted)
     monkeypatch.setattr(cards, "BATCH", 1 << 20)
     plan = plan_quantize(source, tmp_path / "o.gguf", "Q8_0", RULES)
-    for ram in (work.least_ram(list(plan.tensors), 2 + 2 * cards.SLOTS), 900_000):
+    for ram in (work.least_ram(list(plan.tensors), 2 + 2 * cards.LEAST), 900_000):
         rooms.clear()
         on_cards(source, tmp_path / "o.gguf", max_ram=ram)
         threads = 2 * work.worker_ram(list(plan.tensors), 4 * N)
-        assert ram / 2 <= threads + 2 * cards.SLOTS * max(room.host for room in rooms) <= ram
+        assert ram / 2 <= threads + 2 * cards.LEAST * max(room.host for room in rooms) <= ram
     rooms.clear()
     on_cards(source, tmp_path / "o.gguf", max_vram=200_000)
-    assert max(room.device for room in rooms) * cards.SLOTS <= 200_000
+    assert max(room.device for room in rooms) * cards.LEAST <= 200_000
     _, notes = on_cards(source, tmp_path / "o.gguf", max_vram=10_000)
     assert [note.partition(":")[0] for note in notes[1:]] == [
         f"CUDA{i} is not used any more, others do its work" for i in range(2)
