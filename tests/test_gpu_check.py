@@ -254,7 +254,8 @@ def test_a_long_compilation_shows_that_it_goes_on(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["Q4_K", "IQ4_XS"])
-def test_digests_of_encoders_are_the_cpus(name: str) -> None:
+def test_digests_of_encoders_are_the_cpus(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(ROOT / "scripts")
     from gpu import encoding
     from quantkit.kernels import quantize
     from quantkit.types import BY_NAME
@@ -264,7 +265,8 @@ def test_digests_of_encoders_are_the_cpus(name: str) -> None:
         assert encoding.digests(quantize(x, name, importance)) == kept[key]
 
 
-def test_every_encoder_has_digests() -> None:
+def test_every_encoder_has_digests(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(ROOT / "scripts")
     from gpu import encoding
     from quantkit.kernels.cuda.encode.encode import encoders
 

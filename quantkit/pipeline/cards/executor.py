@@ -105,6 +105,8 @@ class Cards(Threads):
             try:
                 card.device = devices.open_device(name)
                 card.device.prepare(list(dict.fromkeys(kernels)))
+                for form in forms:
+                    form.put_tables(card.device)
                 self._fit(card, list(forms), values, ram)
                 found.append(card)
             except Exception as e:  # whatever a driver, a compiler and CuPy raise
