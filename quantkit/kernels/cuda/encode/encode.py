@@ -1,6 +1,7 @@
 """Encodes rows of float32 as blocks of a type on the device: encode.cu, byte for byte as quantkit.kernels.quantize.
 
     encode         x importance squares out blocks per_row      importance f32 [n] (0: none)
+                   points entries lists words                   of a type with a grid (core/neighbours.py), else 0
     mean_squares   x squares rows n                             squares f32 [rows]
 
 x: f32 [rows, n]; out: the rows' bytes, 16-byte aligned. Rows must be finite; whether scales are is for the caller to
@@ -14,6 +15,7 @@ from collections.abc import Iterator
 from quantkit.errors import TypeNotSupported
 from quantkit.kernels.cuda.core.device import Device, Launch
 from quantkit.kernels.cuda.core.kernel import Kernel, Shape
+from quantkit.kernels.cuda.core.neighbours import grid_on
 from quantkit.kernels.cuda.encode import encoders as encoders
 from quantkit.kernels.cuda.encode import weighs as weighs
 from quantkit.kernels.cuda.encode.max_rows import has_one_scale, max_rows_kernel, max_rows_launch
@@ -78,8 +80,9 @@ def encode_rows(
     per_row = n // t.block
     by_row = squares if _by_row(t) else 0
     block = shape.kernel.block(
-        x=x, importance=importance, squares=by_row, out=out, blocks=rows * per_row, per_row=per_row
-    )
+        x=x, importance=importance, squares=by_row, out=out, blocks=rows * per_row, per_row=per_row,
+        **grid_on(device, t)._asdict(),
+    )  # fmt: skip
     launches.append(Launch(shape.kernel, shape.grid, block))
     device.run(launches)
 
