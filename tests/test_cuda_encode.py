@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from device_memory import Memory
 
-from awkward import NO_WEIGHTS, awkward_imatrix, awkward_rows
+from awkward import NO_WEIGHTS, awkward_imatrix, awkward_rows, within_reach
 from awkward import encode as on_cpu
 from quantkit.errors import TypeNotSupported
 from quantkit.kernels.cuda.core.kernel import SOURCES
@@ -32,8 +32,17 @@ def on_device(memory: Memory, t: TensorType, x: np.ndarray, weights: np.ndarray)
 def test_bytes_are_the_cpus(memory: Memory, t: TensorType) -> None:
     """Of rows of every awkward kind; lanes of the last block of threads idle."""
     n = 3 * t.block if t.block > 32 else 96
-    x = awkward_rows(n, 5)
     for weights in (NO_WEIGHTS, awkward_imatrix(n, 5)):
+        x = within_reach(t, awkward_rows(n, 5), weights)
+        np.testing.assert_array_equal(on_device(memory, t, x, weights), on_cpu(t, x, weights, None))
+
+
+@pytest.mark.parametrize("t", [t for t in TYPES if t.row_header], ids=str)
+def test_rows_longer_than_threads_take_at_once(memory: Memory, t: TensorType) -> None:
+    """The scale of a row, and sums over it, are of all its parts."""
+    rng = np.random.default_rng(3)
+    x = (rng.standard_normal((2, 2304)) * np.exp(rng.standard_normal((2, 72)).repeat(32, axis=1))).astype(np.float32)
+    for weights in (NO_WEIGHTS, awkward_imatrix(2304, 4)):
         np.testing.assert_array_equal(on_device(memory, t, x, weights), on_cpu(t, x, weights, None))
 
 

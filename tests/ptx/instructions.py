@@ -19,7 +19,7 @@ def _all(forms: dict[str, str], signature: str) -> dict[str, tuple[str, ...]]:
 
 
 CONVERSIONS = """
-    f32.f16 f64.f32 rmi.f32.f32 rn.f16.f32 rn.f32.f64 rn.f32.s16 rn.f32.s32 rn.f64.s32 rn.f64.s64 rni.s32.f32
+    f32.f16 f64.f32 rmi.f32.f32 rn.f16.f32 rn.f32.f64 rn.f32.s16 rn.f32.s32 rn.f32.u16 rn.f64.s32 rn.f64.s64 rni.s32.f32
     rni.s32.f64 rzi.f32.f32 rzi.s32.f32 s16.s8 s32.s8 s64.s32 sat.f32.f32 u16.u32 u32.u16 u32.u64 u64.u32
 """
 
@@ -46,7 +46,7 @@ VALUES: dict[str, tuple[str, ...]] = {
     ),
     **_all(
         {
-            "add": "s32 u32 s64 u64 rn.f32 rz.f32 rn.f64 cc.u32",
+            "add": "s16 s32 u32 s64 u64 rn.f32 rz.f32 rn.f64 cc.u32",
             "addc": "u32 cc.u32",
             "sub": "s32 s64 rn.f32 rn.f64 cc.u32",
             "subc": "u32 cc.u32",
@@ -75,7 +75,7 @@ VALUES: dict[str, tuple[str, ...]] = {
     **_all({"selp": "b16 u16 b32 u32 s32 b64 u64 f32 f64"}, "T T T pred"),
     **_all(
         {
-            "setp.eq": "s16 b32 b64 s32 s64 f32 f64",
+            "setp.eq": "b16 s16 b32 b64 s32 s64 f32 f64",
             "setp.ne": "s16 s32 s64",
             "setp.lt": "s32 u32 s64 u64 f32",
             "setp.le": "s32 u32 s64 u64 f32 f64",

@@ -121,6 +121,7 @@ static inline uint64_t as_b64(double f) {
 #define S16(x) ((int16_t)(x))
 #define S32(x) ((int32_t)(x))
 #define S64(x) ((int64_t)(x))
+#define add_s16(a, b) ((uint16_t)((a) + (b)))
 #define add_s32(a, b) U32((a) + (b))
 #define add_u32(a, b) U32((a) + (b))
 #define add_s64(a, b) U64((a) + (b))
@@ -174,6 +175,7 @@ static inline uint64_t as_b64(double f) {
 
 // ---- predicates: of floats a comparison with a NaN is false, those that end with u are true then
 
+#define setp_eq_b16(a, b) ((a) == (b))
 #define setp_eq_s16(a, b) ((a) == (b))
 #define setp_eq_b32(a, b) ((a) == (b))
 #define setp_eq_b64(a, b) ((a) == (b))
@@ -264,6 +266,7 @@ static inline float one_nan(float x) { return x == x ? x : as_f32(0x7fffffffu); 
 #define cvt_rn_f32_f64(a) one_nan((float)(a))
 #define cvt_rn_f32_s16(a) ((float)S16(a))
 #define cvt_rn_f32_s32(a) ((float)S32(a))
+#define cvt_rn_f32_u16(a) ((float)(a))
 #define cvt_rn_f64_s32(a) ((double)S32(a))
 #define cvt_rn_f64_s64(a) ((double)S64(a))
 #define cvt_rmi_f32_f32(a) one_nan(floorf(a))

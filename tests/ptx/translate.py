@@ -177,7 +177,7 @@ class Translator:
         return self.instruction(text)
 
     def declaration(self, text: str) -> str:
-        if text == '.pragma "nounroll"':
+        if re.fullmatch(r'\.pragma "(nounroll|used_bytes_mask \d+)"', text):
             return ""
         if found := re.fullmatch(r"\.reg \.(\w+) (.*)", text):
             kind = storage(found[1])

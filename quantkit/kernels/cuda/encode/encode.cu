@@ -15,8 +15,11 @@ const bool OWN_WEIGHTS = ENCODER::WEIGHS;
 static_assert(32 % PER_BLOCK == 0, "a block's lanes are of one warp");
 
 // blocks: of all rows, per_row of each. importance: of every column; squares: the mean square of every row (below).
+// The rest is what a type with a grid looks up (lane.cuh).
 struct encode_args {
-    const float *x, *importance, *squares;
+    const float *x, *importance, *squares, *points;
+    const int32_t* entries;
+    const uint16_t *lists, *words;
     uint8_t* out;
     int64_t blocks, per_row;
 };
@@ -28,8 +31,9 @@ KERNEL(encode, LANES) {
     const int here = left < BLOCKS ? (int)left : BLOCKS, block = threadIdx.x / PER_BLOCK;
     for (int i = threadIdx.x; i < LANES * VALUES; i += LANES)
         values[i / VALUES * STRIDE + i % VALUES] = i < here * ENCODER::BLOCK ? a.x[first * ENCODER::BLOCK + i] : 0.0f;
-    Lane lane = {values + threadIdx.x * STRIDE, 0, room + block * ENCODER::ROOM, bytes + block * ENCODER::BYTES,
-                 (int)threadIdx.x % PER_BLOCK};
+    Lane lane = {values + threadIdx.x * STRIDE, 0,
+                 room + block * ENCODER::ROOM,  bytes + block * ENCODER::BYTES,
+                 (int)threadIdx.x % PER_BLOCK,  {a.entries, a.lists, a.words, a.points}};
     __shared__ float weights[OWN_WEIGHTS ? LANES * STRIDE : 1];
     lane.w = weights + (OWN_WEIGHTS ? threadIdx.x * STRIDE : 0);
 #ifdef WEIGHTED

@@ -1,6 +1,7 @@
 """Encodes rows of float32 as blocks of a type on the device: encode.cu, byte for byte as quantkit.kernels.quantize.
 
     encode         x importance squares out blocks per_row      importance f32 [n] (0: none)
+                   points entries lists words                   of a type with a grid (core/neighbours.py), else 0
     mean_squares   x squares rows n                             squares f32 [rows]
 
 x: f32 [rows, n]; out: the rows' bytes, 16-byte aligned. Rows must be finite; whether scales are is for the caller to
@@ -14,21 +15,28 @@ from collections.abc import Iterator
 from quantkit.errors import TypeNotSupported
 from quantkit.kernels.cuda.core.device import Device, Launch
 from quantkit.kernels.cuda.core.kernel import Kernel, Shape
+from quantkit.kernels.cuda.core.neighbours import grid_on
 from quantkit.kernels.cuda.encode import encoders as encoders
 from quantkit.kernels.cuda.encode import weighs as weighs
-from quantkit.kernels.cuda.encode.rows import has_row_scale, row_kernels, row_launches
+from quantkit.kernels.cuda.encode.max_rows import has_one_scale, max_rows_kernel, max_rows_launch
+from quantkit.kernels.cuda.encode.rows import row_kernels, row_launches
 from quantkit.kernels.formats import format_of
 from quantkit.types import BY_NAME, TensorType
 
 _FILE = "encode/encode.cu"
+_REFUSED = "no CUDA device encodes rows of {} values as {}"
 #: Lanes of a block of threads; fewer where each needs more shared memory.
 _LANES = 128
-_FEWER_LANES = {"IQ2_K": 64}
+_FEWER_LANES = {"IQ2_K": 64, "Q6_0": 64}
 
 
 def _by_row(t: TensorType) -> bool:
     """Return whether weights come of the mean square of a whole row, not of a block's."""
     return t.family == "legacy"
+
+
+def _kernel(name: str, t: TensorType) -> Kernel:
+    return Kernel(_FILE, name).bind(ENCODER=f"Encode{t.name}", LANES=_FEWER_LANES.get(t.name, _LANES))
 
 
 def encode(t: TensorType, rows: int, n: int, weighted: bool = False) -> Shape:
@@ -38,18 +46,17 @@ def encode(t: TensorType, rows: int, n: int, weighted: bool = False) -> Shape:
         TypeNotSupported: there is no encoder, or n is not a multiple of the type's block.
     """
     if t.name not in encoders() or n % t.block:
-        raise TypeNotSupported(f"no CUDA device encodes rows of {n} values as {t.name}")
-    lanes = _FEWER_LANES.get(t.name, _LANES)
-    kernel = Kernel(_FILE, "encode").bind(ENCODER=f"Encode{t.name}", LANES=lanes)
+        raise TypeNotSupported(_REFUSED.format(n, t.name))
+    kernel = _kernel("encode", t)
     if weighted:
         kernel = kernel.bind(WEIGHTED=1)
-    blocks_at_once = lanes * format_of(t).span // t.block  # a lane has a sub-block
+    blocks_at_once = kernel.threads * format_of(t).span // t.block  # a lane has a sub-block
     return Shape(kernel, (max(1, -(-rows * (n // t.block) // blocks_at_once)), 1, 1))
 
 
 def mean_squares(t: TensorType, rows: int) -> Shape:
     """Return how to compute the mean square of rows that are to be encoded with an importance of columns."""
-    kernel = Kernel(_FILE, "mean_squares").bind(ENCODER=f"Encode{t.name}", LANES=_LANES, WEIGHTED=1)
+    kernel = _kernel("mean_squares", t).bind(WEIGHTED=1)
     return Shape(kernel, (max(1, -(-rows // 32)), 1, 1))
 
 
@@ -61,10 +68,10 @@ def encode_rows(
     All are addresses: x f32 [rows, n], out uint8 [rows, row_bytes], importance f32 [n], or 0 for none; squares: room
     for 4 * rows bytes where there is an importance. It is ignored for a type that does not use one.
     """
-    weighted = bool(importance) and weighs(t)
-    if has_row_scale(t) and not n % t.block:
-        device.run(row_launches(t, x, rows, n, out, importance))
+    if t.row_header:
+        device.run(_row_launches(t, x, rows, n, out, importance))
         return
+    weighted = bool(importance) and weighs(t)
     shape = encode(t, rows, n, weighted)
     launches = []
     if weighted and _by_row(t):
@@ -73,16 +80,25 @@ def encode_rows(
     per_row = n // t.block
     by_row = squares if _by_row(t) else 0
     block = shape.kernel.block(
-        x=x, importance=importance, squares=by_row, out=out, blocks=rows * per_row, per_row=per_row
-    )
+        x=x, importance=importance, squares=by_row, out=out, blocks=rows * per_row, per_row=per_row,
+        **grid_on(device, t)._asdict(),
+    )  # fmt: skip
     launches.append(Launch(shape.kernel, shape.grid, block))
     device.run(launches)
 
 
+def _row_launches(t: TensorType, x: int, rows: int, n: int, out: int, importance: int) -> list[Launch]:
+    if t.name not in encoders() or n % t.block:
+        raise TypeNotSupported(_REFUSED.format(n, t.name))
+    if has_one_scale(t):
+        return [max_rows_launch(t, x, rows, n, out)]
+    return row_launches(t, x, rows, n, out, importance)
+
+
 def kernels_of(t: TensorType, weighted: bool = False) -> list[Kernel]:
     """Return the kernels that encode a type; ``weighted``: with an importance of columns."""
-    if has_row_scale(t):
-        return [*row_kernels(t, weighted)]
+    if t.row_header:
+        return [max_rows_kernel(t)] if has_one_scale(t) else [*row_kernels(t, weighted)]
     found = [encode(t, 1, t.block, weighted).kernel]
     return [*found, mean_squares(t, 1).kernel] if weighted and _by_row(t) else found
 

@@ -1,8 +1,10 @@
-// IQ4_NL and IQ4_XS: 4-bit, unevenly spaced levels; the twin of quantkit/kernels/cpu/encode/i_quants.py, which has the
-// layouts and the search.
+// IQ4_NL and IQ4_XS: 4-bit, unevenly spaced levels. IQ2 and IQ3 are in grid_quants.cuh, IQ1 in grid_ternary.cuh. The twin
+// of quantkit/kernels/cpu/encode/i_quants.py, which has the layouts and the search.
 //
 // Source: llama.cpp b11434 ggml-quants.c, quantize_row_iq4_nl_impl and best_index_int8 with ntry = 7.
 #pragma once
+#include "encode/grid_quants.cuh"
+#include "encode/grid_ternary.cuh"
 #include "encode/k_quants.cuh"
 #include "unpack/tables.cuh"
 
@@ -121,3 +123,13 @@ struct EncodeIQ4_XS {
         if (part == 0) store_half(lane.out, d);
     }
 };
+
+// ---------------------------------------------------------------- IQ1, IQ2 and IQ3
+
+struct EncodeIQ1_S : QuantIQ1_S {};
+struct EncodeIQ1_M : QuantIQ1_M {};
+struct EncodeIQ2_XXS : QuantIQ2_XXS {};
+struct EncodeIQ2_XS : QuantIQ2_XS {};
+struct EncodeIQ2_S : QuantIQ2_S {};
+struct EncodeIQ3_XXS : QuantIQ3_XXS {};
+struct EncodeIQ3_S : QuantIQ3_S {};

@@ -48,9 +48,7 @@ struct Scales8 {
         return d;
     }
     STATIC_INLINE int code(int m) { return m; }
-    STATIC_INLINE void store(const IkBlock& block, uint8_t* out) {
-        out[block.lane.part] = (uint8_t)block.code(0, block.lane.part);
-    }
+    STATIC_INLINE void store(const IkBlock& block, uint8_t* out) { out[block.lane.part] = (uint8_t)block.code(0, block.lane.part); }
 };
 
 // Odd multiples -31 .. 31: u16 signs, then 8 bytes of (|m| - 1) / 2.

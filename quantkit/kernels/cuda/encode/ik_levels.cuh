@@ -48,15 +48,13 @@ struct IQ4 {
 struct IQ5 {
     static const int LEVELS = 32, RAISE = 2, BUCKETS = 64;
     static constexpr double WIDTH = 4.5;
-    CONSTEXPR static int value(int i) {
-        return i < 16 ? level_in<kvalues_iq5nl<0>>(i) : level_in<kvalues_iq5nl<1>>(i - 16);
-    }
+    CONSTEXPR static int value(int i) { return i < 16 ? level_in<kvalues_iq5nl<0>>(i) : level_in<kvalues_iq5nl<1>>(i - 16); }
 };
 struct IQ6 {
     static const int LEVELS = 64, RAISE = 1, BUCKETS = 128;
     static constexpr double WIDTH = 2.5;
     CONSTEXPR static int value(int i) {
-        return i < 32 ? i < 16 ? level_in<kvalues_iq6nl<0>>(i) : level_in<kvalues_iq6nl<1>>(i - 16)
+        return i < 32   ? i < 16 ? level_in<kvalues_iq6nl<0>>(i) : level_in<kvalues_iq6nl<1>>(i - 16)
                : i < 48 ? level_in<kvalues_iq6nl<2>>(i - 32)
                         : level_in<kvalues_iq6nl<3>>(i - 48);
     }

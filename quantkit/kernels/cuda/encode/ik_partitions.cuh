@@ -34,9 +34,7 @@ INLINE float inverse_near(float v) {
 }
 
 // About what a partition is rated, infinite where it cannot be told.
-INLINE float rating(float qx, float q2) {
-    return q2 > 0 ? qx * inverse_near(q2) * qx : qx != 0 ? __int_as_float(0x7f800000) : 0;
-}
+INLINE float rating(float qx, float q2) { return q2 > 0 ? qx * inverse_near(q2) * qx : qx != 0 ? __int_as_float(0x7f800000) : 0; }
 
 // x and w: sorted, N values; sum_x and sum_w: sums of w x and of w before each value, and after the last.
 template <int N, int END_FIRST, int START_LAST> struct Partitions {

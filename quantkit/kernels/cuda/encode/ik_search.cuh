@@ -120,7 +120,8 @@ template <int N> struct LevelBlock : SuperBlock<N> {
 
 // Write levels of inverse * x; x and w become the terms of sum(w q x) and sum(w q q), q = factor * value.
 template <typename L, int N>
-INLINE void round_levels(const Lane& lane, const Buckets<L>& t, float inverse, float factor, int raised, bool alive, uint8_t* levels) {
+INLINE void round_levels(const Lane& lane, const Buckets<L>& t, float inverse, float factor, int raised, bool alive,
+                         uint8_t* levels) {
     for (int j = 0; j < N; j++) {
         const float x = lane.x[j];
         const Rounded r = round_any<L>(t, inverse * x, raised);

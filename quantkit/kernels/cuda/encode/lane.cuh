@@ -17,12 +17,22 @@
 
 #define STATIC_INLINE static __device__ __forceinline__
 
+// What types with a grid look up (core/neighbours.py): of each slot ~index if the point is on the grid, else where its list of
+// neighbours begins and how long it is, place << 8 | length, both in fours; lists of indices, and of words; the values of
+// each point.
+struct GridTables {
+    const int32_t* entries;
+    const uint16_t *lists, *words;
+    const float* points;
+};
+
 // In shared memory: its values and their importances, which it may overwrite; what its block's lanes share; the bytes of
 // the block, two bytes aligned. part: which of the block's it has.
 struct Lane {
     float *x, *w, *room;
     uint8_t* out;
     int part;
+    GridTables grid;
 };
 
 // Importances to weights: w = importance * sqrt(sigma + x^2).

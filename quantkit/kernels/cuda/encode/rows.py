@@ -19,9 +19,9 @@ _FILE = "encode/rows.cu"
 _LANES, _VALUES = 64, 32
 
 
-def has_row_scale(t: TensorType) -> bool:
+def has_scales_of_row(t: TensorType) -> bool:
     """Return whether this encodes the type."""
-    return t.row_header > 0
+    return t.row_header > 0 and weighs(t)
 
 
 def row_kernels(t: TensorType, weighted: bool) -> tuple[Kernel, Kernel]:
@@ -42,6 +42,6 @@ def row_launches(t: TensorType, x: int, rows: int, n: int, out: int, importance:
 
 def kernels() -> Iterator[Kernel]:
     """Yield every kernel of this file."""
-    for t in filter(has_row_scale, map(BY_NAME.__getitem__, encoders())):
+    for t in filter(has_scales_of_row, map(BY_NAME.__getitem__, encoders())):
         for weighted in (False, True) if weighs(t) else (False,):
             yield from row_kernels(t, weighted)

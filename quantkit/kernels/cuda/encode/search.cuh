@@ -157,8 +157,9 @@ template <int N> INLINE float positive_error(const float* x, const float* w, int
     return total;
 }
 
-// Fit x ~ scale * l with l in 0 .. top, for the scales or minima of a super-block; return the scale, leave the levels.
-template <int N> INLINE float fit_positive(const float* x, const float* w, float* levels, int top) {
+// Fit x ~ scale * l with l in 0 .. top, for the scales or minima of a super-block; return the scale, leave the levels,
+// float or uint8_t.
+template <int N, typename T> INLINE float fit_positive(const float* x, const float* w, T* levels, int top) {
     float largest = 0;
     for (int i = 0; i < N; i++) {
         largest = fmaxf(largest, x[i]);
@@ -178,7 +179,7 @@ template <int N> INLINE float fit_positive(const float* x, const float* w, float
     float sum_lx = 0, sum_l2 = 0;
     for (int i = 0; i < N; i++) {
         const int level = min(nearest_int(best * x[i]), top);
-        levels[i] = (float)(level & 255);
+        levels[i] = (T)(level & 255);
         sum_lx = sum_lx + w[i] * x[i] * (float)level;
         sum_l2 = sum_l2 + w[i] * (float)level * (float)level;
     }
@@ -194,7 +195,7 @@ template <int N> INLINE float fit_positive(const float* x, const float* w, float
             if (to == levels[i] || !(new_lx * new_lx * sum_l2 > sum_lx * sum_lx * new_l2)) continue;
             sum_lx = new_lx;
             sum_l2 = new_l2;
-            levels[i] = (float)(level & 255);
+            levels[i] = (T)(level & 255);
             moved = true;
         }
     }

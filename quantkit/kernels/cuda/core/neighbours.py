@@ -1,0 +1,91 @@
+"""What encoders of types with a grid look up on a device: lane.cuh's GridTables.
+
+The lists are the CPU's (quantkit.kernels.cpu.encode.neighbours, which says what a slot is), filled up to a multiple of
+four with copies of the first neighbour: a copy is never nearer than it.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from threading import Lock
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
+
+import numpy as np
+import numpy.typing as npt
+
+from quantkit.kernels.cpu.encode.neighbours import FILL, WORDS, levels, neighbour_lists
+from quantkit.kernels.cuda.core.device import Device
+from quantkit.types import TensorType
+
+#: Words that a kernel reads at once.
+_FOUR = 4
+#: The distances up to which points are neighbours, by type; the grid is the type's own, but for IQ1_M.
+_DISTANCES = {"IQ1_S": 3, "IQ1_M": 3, "IQ2_XXS": 2, "IQ2_XS": 2, "IQ2_S": 1, "IQ3_XXS": 2, "IQ3_S": 3}
+
+
+class GridTables(NamedTuple):
+    """Arrays or, on a device, their addresses; 0 for a type without a grid."""
+
+    #: int32 [slots]: ~index of a point of the grid; else place << 8 | length of its list, both in fours.
+    entries: Any = 0
+    #: uint16 [...]: lists of indices; and of words, where a group has 8 values.
+    lists: Any = 0
+    words: Any = 0
+    #: float32 [points, values]: the values of each point.
+    points: Any = 0
+
+
+@cache
+def _grid_tables(grid: str, distances: int) -> GridTables:
+    """Return the arrays for a grid of kernels/tables.py."""
+    entries, words, indices = neighbour_lists(grid, distances)
+    found = np.where(entries < 0, ~indices[np.where(entries < 0, ~entries, 0)].astype(np.int32), 0)
+    off = np.flatnonzero(entries >= 0)
+    places, lengths = entries[off] >> 5, entries[off] & 31
+    is_word = words != FILL
+    ends = np.concatenate([[0], np.cumsum(is_word)])
+    counts = ends[(places + lengths) * WORDS] - ends[places * WORDS]
+    fours = -(-counts // _FOUR)
+    starts = np.cumsum(fours) - fours
+    found[off] = starts << 8 | fours
+    firsts = words[places * WORDS]
+    made = firsts.repeat(_FOUR * fours)
+    row = np.arange(len(off)).repeat(counts)
+    made[_FOUR * starts[row] + np.arange(len(row)) - (np.cumsum(counts) - counts)[row]] = words[is_word]
+    on = levels(grid)
+    values = on - 1 if grid == "iq1s_grid" else 2 * on + 1
+    no_words = np.empty(0, np.uint16)
+    return GridTables(found, indices[made], made if on.shape[1] == 8 else no_words, values.astype(np.float32))
+
+
+def grid_tables(t: TensorType) -> GridTables:
+    """Return the arrays of a type with a grid."""
+    name = "iq1s" if t.name.startswith("IQ1") else t.name.lower().replace("_", "")
+    return _grid_tables(f"{name}_grid", _DISTANCES[t.name])
+
+
+_on_device: WeakKeyDictionary[Device, dict[str, GridTables]] = WeakKeyDictionary()
+_lock = Lock()
+
+
+def grid_on(device: Device, t: TensorType) -> GridTables:
+    """Return the addresses of a type's tables on a device, where they stay; zeros for a type without a grid."""
+    if t.name not in _DISTANCES:
+        return GridTables()
+    owner: Device = getattr(device, "owner", device)  # all lanes of a device read the same
+    with _lock:
+        held = _on_device.setdefault(owner, {})
+        if t.name not in held:
+            made = GridTables(*(_put(owner, array) for array in grid_tables(t)))
+            owner.synchronize()  # no lane's stream waits for this one
+            held[t.name] = made
+        return held[t.name]
+
+
+def _put(device: Device, array: npt.NDArray[Any]) -> int:
+    if not array.size:
+        return 0
+    address = device.allocate(array.nbytes)
+    device.upload(address, array)
+    return address
