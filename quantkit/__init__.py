@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from quantkit.model.engine import load
     from quantkit.quantize import QuantizeOptions, plan_quantize, quantize
     from quantkit.search import SearchOptions, search, search_front
+    from quantkit.sensitivity import SensitivityOptions, read_sensitivity, sensitivity
 
 __all__ = [
     "ConvertOptions",
@@ -36,6 +37,7 @@ __all__ = [
     "QuantizeOptions",
     "QuantkitError",
     "SearchOptions",
+    "SensitivityOptions",
     "__version__",
     "bench",
     "calibration",
@@ -56,8 +58,10 @@ __all__ = [
     "plan_quantize",
     "prune_cache",
     "quantize",
+    "read_sensitivity",
     "search",
     "search_front",
+    "sensitivity",
     "show_cache",
     "split_up_gate",
     "sweep_bench",
@@ -71,6 +75,7 @@ _HOME = {
     "QuantizeOptions": "quantize",
     "QuantkitError": "errors",
     "SearchOptions": "search",
+    "SensitivityOptions": "sensitivity",
     "bench": "bench",
     "calibration": "calibration",
     "compare": "compare",
@@ -90,8 +95,10 @@ _HOME = {
     "plan_quantize": "quantize",
     "prune_cache": "cache",
     "quantize": "quantize",
+    "read_sensitivity": "sensitivity",
     "search": "search",
     "search_front": "search",
+    "sensitivity": "sensitivity",
     "show_cache": "cache",
     "split_up_gate": "merge",
     "sweep_bench": "bench",
