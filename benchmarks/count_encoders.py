@@ -4,10 +4,10 @@
     benchmarks/count_encoders.py --types IQ2_XS --ghz 1.7 --multiprocessors 82
 
 Evidence without a GPU: NVRTC's PTX for sm_90 runs on the CPU (tests/ptx), on weights drawn from a normal distribution,
-with an importance of columns for types that use one (--plain: that require one), and every thread counts how often it runs each line. Lanes of a
-warp take turns where they part, so a line counts as often as the lane that runs it most; moves between registers do not
-count. A multiprocessor starts 4 instructions of warps per clock, and one that loads, stores or shuffles. The time is
-that of the busier of both; neither caches nor waiting are in it.
+with an importance of columns for types that use one (--plain: that require one), and every thread counts how often it
+runs each line. Lanes of a warp take turns where they part, so a line counts as often as the lane that runs it most;
+moves between registers do not count. A multiprocessor starts 4 instructions of warps per clock, and one that loads,
+stores or shuffles. The time is that of the busier of both; neither caches nor waiting are in it.
 """
 
 from __future__ import annotations
@@ -55,10 +55,10 @@ def counted(t: TensorType, launches: int, seed: int, plain: bool = False) -> tup
         ctypes.memset(lines, 0, ctypes.sizeof(lines))
         out, squares = memory.room((t.row_bytes(n),), np.uint8), memory.room((1,))
         encode_rows(device, t, memory.put(x.astype(np.float32)), 1, n, out, importance, squares)
-        found += np.frombuffer(lines, np.uint32).reshape(-1, 32, LINES).max(1).sum(0)
+        found += np.ctypeslib.as_array(lines).reshape(-1, 32, LINES).max(1).sum(0)
     memory.close()
     text = instructions(kernel, 90)
-    counts = {line: found[line] / (launches * n / 32) for line in np.flatnonzero(found) if line in text}
+    counts = {line: found[line] / (launches * n / 32) for line in np.flatnonzero(found).tolist() if line in text}
     all_of = sum(count for line, count in counts.items() if not text[line].startswith(("mov.", "cvta.")))
     return float(all_of), float(sum(count for line, count in counts.items() if text[line].startswith(LOADS)))
 
