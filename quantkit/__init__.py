@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from quantkit.calibration import calibration
     from quantkit.compare import compare
     from quantkit.convert import ConvertOptions, convert, plan_convert
+    from quantkit.cook import cook, plan_cook
     from quantkit.errors import QuantkitError
     from quantkit.evaluate import kld, logits, perplexity
     from quantkit.imatrix import ImatrixOptions, imatrix
@@ -27,18 +28,21 @@ if TYPE_CHECKING:
     from quantkit.merge import merge_up_gate, split_up_gate
     from quantkit.model.engine import load
     from quantkit.quantize import QuantizeOptions, plan_quantize, quantize
+    from quantkit.search import SearchOptions, search, search_front
 
 __all__ = [
     "ConvertOptions",
     "ImatrixOptions",
     "QuantizeOptions",
     "QuantkitError",
+    "SearchOptions",
     "__version__",
     "bench",
     "calibration",
     "compare",
     "convert",
     "convert_lora",
+    "cook",
     "imatrix",
     "inspect",
     "kld",
@@ -48,9 +52,12 @@ __all__ = [
     "perplexity",
     "plan_convert",
     "plan_convert_lora",
+    "plan_cook",
     "plan_quantize",
     "prune_cache",
     "quantize",
+    "search",
+    "search_front",
     "show_cache",
     "split_up_gate",
     "sweep_bench",
@@ -63,11 +70,13 @@ _HOME = {
     "ImatrixOptions": "imatrix",
     "QuantizeOptions": "quantize",
     "QuantkitError": "errors",
+    "SearchOptions": "search",
     "bench": "bench",
     "calibration": "calibration",
     "compare": "compare",
     "convert": "convert",
     "convert_lora": "lora",
+    "cook": "cook",
     "imatrix": "imatrix",
     "inspect": "inspect",
     "kld": "evaluate",
@@ -77,9 +86,12 @@ _HOME = {
     "perplexity": "evaluate",
     "plan_convert": "convert",
     "plan_convert_lora": "lora",
+    "plan_cook": "cook",
     "plan_quantize": "quantize",
     "prune_cache": "cache",
     "quantize": "quantize",
+    "search": "search",
+    "search_front": "search",
     "show_cache": "cache",
     "split_up_gate": "merge",
     "sweep_bench": "bench",

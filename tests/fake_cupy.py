@@ -1,20 +1,28 @@
 """The part of CuPy that quantkit uses, over the host shim: so that the code which talks to CuPy runs without a card.
 
 Names and signatures are CuPy 14's (looked up in the real package by test_cuda_device.py where it is installed). What a
-stream is given it does as late as it may, when somebody waits for it: copies from the host's memory, too.
+stream is given it does as late as it may, when somebody waits for it: copies from the host's memory, too. Threads may
+use it, each its own streams. ``Trouble`` lets cards fail.
 """
 
 from __future__ import annotations
 
 import ctypes
+import threading
 import time
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import host_device
 import numpy as np
+import pytest
 
+from quantkit.kernels.cuda.core import device as devices
+from quantkit.kernels.cuda.core.compile import preamble
 from quantkit.kernels.cuda.core.device import PADDING
 
 HOST_TO_DEVICE, DEVICE_TO_HOST, DEVICE_TO_DEVICE = 1, 2, 3
@@ -22,45 +30,88 @@ HOST_TO_DEVICE, DEVICE_TO_HOST, DEVICE_TO_DEVICE = 1, 2, 3
 Work = Callable[[], None]
 
 
+@dataclass
+class Trouble:
+    """What befalls cards, by number: how many things they still do before they fail; bytes that each has in all."""
+
+    left: dict[int, int] = field(default_factory=dict)
+    room: int | None = None
+    taken: dict[int, int] = field(default_factory=dict)
+
+    def strike(self, card: int) -> None:
+        """Raise, once and for ever, when a card has done all that it does."""
+        if card in self.left:
+            self.left[card] -= 1
+            if self.left[card] < 0:
+                raise CUDARuntimeError("cudaErrorIllegalAddress: an illegal memory access was encountered")
+
+
+#: Of the module made last.
+TROUBLE = Trouble()
+
+
+class _Here(threading.local):
+    """The current card and stream of a thread."""
+
+    card = 0
+    stream: Stream | None = None
+
+
+HERE = _Here()
+
+
 class Memory:
     """What alloc returns; given back when nobody holds it."""
 
     def __init__(self, shim: host_device.HostDevice, nbytes: int) -> None:
-        self._shim = shim
+        self._shim, self._nbytes, self._card, self._trouble = shim, nbytes, HERE.card, TROUBLE
+        TROUBLE.taken[self._card] = TROUBLE.taken.get(self._card, 0) + nbytes
         self.ptr = shim.allocate(nbytes - PADDING)
 
     def __del__(self) -> None:
-        for stream in Stream.all:
-            stream.flush()  # a pool of memory outlives what was still to be done with it
-        self._shim.free(self.ptr)
+        with host_device.ALONE:
+            for stream in Stream.all:
+                if stream.card == self._card:
+                    stream.flush(quietly=True)  # a pool of memory outlives what was still to be done with it
+            self._trouble.taken[self._card] -= self._nbytes
+            self._shim.free(self.ptr)
 
 
 class Stream:
-    current: Stream | None = None
     all: list[Stream] = []  # noqa: RUF012
 
     def __init__(self, non_blocking: bool = False) -> None:
         assert non_blocking
         Stream.all.append(self)
-        self.ptr = 6 + len(Stream.all)
+        self.ptr, self.card = 6 + len(Stream.all), HERE.card
         self.captured: list[Work] | None = None
         self.waiting: list[Work] = []
 
     def __enter__(self) -> Stream:
-        self.before, Stream.current = Stream.current, self
+        self.before, HERE.stream = HERE.stream, self
         return self
 
     def __exit__(self, *error: object) -> None:
-        Stream.current = self.before
+        HERE.stream = self.before
 
     def do(self, work: Work) -> None:
         """Do it some time, or record it."""
         (self.waiting if self.captured is None else self.captured).append(work)
 
-    def flush(self) -> None:
+    def flush(self, quietly: bool = False) -> None:
         """Do what waits."""
-        while self.waiting:
-            self.waiting.pop(0)()
+        with host_device.ALONE:
+            while self.waiting:
+                try:
+                    TROUBLE.strike(self.card)
+                except CUDARuntimeError:
+                    self.waiting.clear()
+                    if not quietly:
+                        raise
+                    return
+                self.waiting.pop(0)()
+            if not quietly and TROUBLE.left.get(self.card, 0) < 0:
+                raise CUDARuntimeError("cudaErrorIllegalAddress: an illegal memory access was encountered")
 
     def begin_capture(self, mode: int | None = None) -> None:
         assert self.captured is None
@@ -111,13 +162,15 @@ class Context:
     cublas_handle = 11
 
     def __init__(self, index: int) -> None:
-        self.compute_capability = "90"
+        self.compute_capability, self.index, self._before = "90", index, list[int]()
 
     def __enter__(self) -> Context:
+        self._before.append(HERE.card)
+        HERE.card = self.index
         return self
 
     def __exit__(self, *error: object) -> None:
-        pass
+        HERE.card = self._before.pop()
 
 
 class Event:
@@ -148,13 +201,24 @@ class OutOfMemoryError(MemoryError):
     pass
 
 
+def _move(to: int, source: int, nbytes: int) -> None:
+    ctypes.memmove(to, source, nbytes)
+
+
+def _fill(to: int, value: int, nbytes: int) -> None:
+    ctypes.memset(to, value, nbytes)
+
+
 def module(devices: int = 1, room: int = 1 << 30) -> Any:
     """Return a module that can stand for cupy; room: bytes that may be had at once."""
+    global TROUBLE
+    TROUBLE = Trouble()
     shim = host_device.HostDevice()
     runtime = types.SimpleNamespace(
         getDeviceCount=lambda: devices,
         getDeviceProperties=lambda index: {"multiProcessorCount": 4, "name": b"shim"},
         driverGetVersion=lambda: 12000,
+        memGetInfo=lambda: (TROUBLE.room or room, TROUBLE.room or room),
         memcpyHostToDevice=HOST_TO_DEVICE,
         memcpyDeviceToHost=DEVICE_TO_HOST,
         memcpyDeviceToDevice=DEVICE_TO_DEVICE,
@@ -162,20 +226,21 @@ def module(devices: int = 1, room: int = 1 << 30) -> Any:
     )
 
     def here(stream: int) -> Stream:
-        assert Stream.current is not None
-        assert stream == Stream.current.ptr
-        return Stream.current
+        assert HERE.stream is not None
+        assert stream == HERE.stream.ptr
+        assert HERE.card == HERE.stream.card
+        return HERE.stream
 
     def memcpy(to: int, source: int, nbytes: int, kind: int, stream: int) -> None:
         assert here(stream).captured is None
-        here(stream).do(lambda: ctypes.memmove(to, source, nbytes) and None)
+        here(stream).do(partial(_move, to, source, nbytes))
 
     def memset(to: int, value: int, nbytes: int, stream: int) -> None:
         assert here(stream).captured is None
-        here(stream).do(lambda: ctypes.memset(to, value, nbytes) and None)
+        here(stream).do(partial(_fill, to, value, nbytes))
 
     def alloc(nbytes: int) -> Memory:
-        if nbytes > room:
+        if nbytes > room or TROUBLE.room is not None and TROUBLE.taken.get(HERE.card, 0) + nbytes > TROUBLE.room:
             raise OutOfMemoryError(f"{nbytes} bytes")
         return Memory(shim, nbytes)
 
@@ -238,6 +303,27 @@ def module(devices: int = 1, room: int = 1 << 30) -> Any:
     return types.SimpleNamespace(cuda=cuda, libcuda=libcuda, __version__="14")
 
 
+@contextmanager
+def installed(monkeypatch: pytest.MonkeyPatch, count: int = 2) -> Iterator[Any]:
+    """Let it take CuPy's place, with so many cards; what NVRTC would compile is kept as its text."""
+    made = module(devices=count)
+    monkeypatch.setattr(devices, "_cupy", lambda: made)
+    monkeypatch.setattr(devices, "machine_code", lambda kernel, capability: preamble(kernel).encode())
+
+    class Arguments(devices._Arguments):
+        def __init__(self, block: bytes) -> None:
+            super().__init__(block)
+            ARGUMENT_BYTES[self.address] = len(block)
+
+    monkeypatch.setattr(devices, "_Arguments", Arguments)
+    known = devices.count_devices, devices.open_device
+    for function in known:
+        function.cache_clear()
+    yield made
+    for function in known:
+        function.cache_clear()
+
+
 def cublas() -> Any:
     """Return a module that can stand for cupy_backends.cuda.libs.cublas: gemmEx of bf16 matrices, by numpy."""
 
@@ -248,8 +334,8 @@ def cublas() -> Any:
         assert (handle, transa, transb, lda, ldb, ldc) == (Context.cublas_handle, 1, 0, k, k, m)
         assert (a_type, b_type, c_type, compute_type, algorithm) == (14, 14, 0, 68, -1)
         assert [ctypes.cast(p, ctypes.POINTER(ctypes.c_float))[0] for p in (alpha, beta)] == [1, 0]
-        assert Stream.current is not None
-        assert Stream.current.captured is None
+        assert HERE.stream is not None
+        assert HERE.stream.captured is None
 
         def matrix(address: int, rows: int) -> Any:
             bits = np.frombuffer(ctypes.string_at(address, 2 * rows * k), np.uint16).astype(np.uint32)
@@ -259,11 +345,11 @@ def cublas() -> Any:
             out = np.ascontiguousarray(matrix(b, n) @ matrix(a, m).T)  # columns of cuBLAS are our rows
             ctypes.memmove(c, out.ctypes.data, out.nbytes)
 
-        Stream.current.do(work)
+        HERE.stream.do(work)
 
     def set_stream(handle: int, stream: int) -> None:
-        assert Stream.current is not None
-        assert (handle, stream) == (Context.cublas_handle, Stream.current.ptr)
+        assert HERE.stream is not None
+        assert (handle, stream) == (Context.cublas_handle, HERE.stream.ptr)
 
     return types.SimpleNamespace(gemmEx=gemm, setStream=set_stream)
 

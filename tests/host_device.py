@@ -9,6 +9,7 @@ import re
 import shutil
 import subprocess
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Sequence
 from functools import cache
@@ -136,6 +137,10 @@ def _module(text: str, arch: int) -> ctypes.CDLL:
     return ctypes.CDLL(str(build(text, arch, _runtime_path())))
 
 
+#: Kernels run one after another, whoever launches them.
+ALONE = threading.RLock()
+
+
 class HostDevice:
     """Runs launches at once, one block after another. order: 0 threads forwards, 1 backwards; 2 by turns."""
 
@@ -178,17 +183,21 @@ class HostDevice:
         pass  # what runs is compiled when it does: most of these do not
 
     def run(self, launches: Sequence[Launch]) -> None:
-        for launch in launches:
-            kernel = launch.kernel
-            function = getattr(_module(preamble(kernel), 10 * self.capability), f"quantkit_{kernel.name}")
-            grid, block = (ctypes.c_uint * 3)(*launch.grid), (ctypes.c_uint * 3)(kernel.threads, 1, 1)
-            arguments = ctypes.create_string_buffer(launch.arguments, len(launch.arguments))
-            self._count += 1
-            self.launched.add((kernel, self.capability))
-            order = self._count % 2 if self.order == 2 else self.order
-            self._runtime.host_launch(
-                function, kernel.name.encode(), grid, block, ctypes.c_uint64(launch.shared), arguments, order
-            )
+        with ALONE:
+            for launch in launches:
+                self._launch(launch)
+
+    def _launch(self, launch: Launch) -> None:
+        kernel = launch.kernel
+        function = getattr(_module(preamble(kernel), 10 * self.capability), f"quantkit_{kernel.name}")
+        grid, block = (ctypes.c_uint * 3)(*launch.grid), (ctypes.c_uint * 3)(kernel.threads, 1, 1)
+        arguments = ctypes.create_string_buffer(launch.arguments, len(launch.arguments))
+        self._count += 1
+        self.launched.add((kernel, self.capability))
+        order = self._count % 2 if self.order == 2 else self.order
+        self._runtime.host_launch(
+            function, kernel.name.encode(), grid, block, ctypes.c_uint64(launch.shared), arguments, order
+        )
 
     def record(self, launches: Sequence[Launch]) -> Callable[[], None]:
         kept = list(launches)
@@ -196,6 +205,18 @@ class HostDevice:
         return lambda: self.run(kept)
 
     def synchronize(self) -> None:
+        pass
+
+    def lane(self) -> HostDevice:
+        return self
+
+    def start_upload(self, address: int, data: npt.NDArray[Any]) -> None:
+        self.upload(address, data)
+
+    def start_download(self, address: int, out: npt.NDArray[Any]) -> None:
+        self.download(address, out)
+
+    def wait(self) -> None:
         pass
 
     def bytes_free(self) -> int:

@@ -16,6 +16,7 @@ import pytest
 from click.testing import CliRunner
 from drawn_checkpoints import bf16, moe_arrays, moe_config, write_checkpoint, write_safetensors
 
+import checkpoints
 from quantkit.cli import cli
 from quantkit.convert import ConvertOptions, convert, plan_convert
 from quantkit.errors import FormatError, QuantkitError, RecipeError, ResourceError, TypeNotSupported
@@ -213,6 +214,34 @@ def test_configurations_that_do_not_fit(
         plan_convert(broken(tmp_path, moe_config(**more)), tmp_path / "x.gguf", None, PRE)
     assert message in e.value.message
     assert "config.json" in e.value.message or "tokenizer.json" in e.value.message
+
+
+@pytest.mark.parametrize(
+    ("name", "within", "more", "message"),
+    [
+        # A stored layer stands for all that predict: a number alone would make a million tensors.
+        (
+            *("exaone4.5", "text_config", {"mtp_share_layers": True, "num_nextn_predict_layers": 1 << 16}),
+            "num_nextn_predict_layers is 65536",
+        ),
+        ("chameleon", "", {"num_attention_heads": (1 << 24) + 1}, "16777217 heads"),
+        ("step3p5", "", {"partial_rotary_factors": [4294967296.0, 1.0, 1.0, 0.5, 0.5]}, "share of 4294967296.0"),
+        ("dbrx", "ffn_config", {"ffn_hidden_size": "x" * 5000}, "ffn_hidden_size is 'xxx"),
+    ],
+    ids=lambda x: x if isinstance(x, str) else "",
+)
+def test_numbers_alone_take_no_memory(
+    tmp_path: Path, name: str, within: str, more: dict[str, Any], message: str
+) -> None:
+    """Found by scripts/fuzz_checkpoint.py --all."""
+    drawn = checkpoints.write_checkpoint(name, tmp_path)
+    config = json.loads((drawn / "config.json").read_text())
+    (config[within] if within else config).update(more)
+    (drawn / "config.json").write_text(json.dumps(config))
+    with pytest.raises(FormatError) as e:
+        plan_convert(drawn, tmp_path / "x.gguf", None, PRE)
+    assert message in e.value.message
+    assert len(e.value.message) < 500
 
 
 def test_options_that_do_not_go_together(moe: Path, tmp_path: Path) -> None:

@@ -23,7 +23,6 @@ from quantkit.kernels import first_run
 from quantkit.kernels.cuda.core import compile as compiling
 from quantkit.kernels.cuda.core import device as devices
 from quantkit.kernels.cuda.core import early, uploads
-from quantkit.kernels.cuda.core.compile import preamble
 from quantkit.kernels.cuda.core.device import CUDADevice, Launch
 from quantkit.kernels.cuda.core.kernel import Kernel, Shape
 from quantkit.kernels.cuda.layer import elementwise, norms
@@ -34,21 +33,8 @@ pytestmark = pytest.mark.skipif(host_device.compiler() is None, reason="no C++ c
 
 @pytest.fixture
 def cupy(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    made = fake_cupy.module(devices=2)
-    monkeypatch.setattr(devices, "_cupy", lambda: made)
-    monkeypatch.setattr(devices, "machine_code", lambda kernel, capability: preamble(kernel).encode())
-
-    class Arguments(devices._Arguments):
-        def __init__(self, block: bytes) -> None:
-            super().__init__(block)
-            fake_cupy.ARGUMENT_BYTES[self.address] = len(block)
-
-    monkeypatch.setattr(devices, "_Arguments", Arguments)
-    devices.count_devices.cache_clear()
-    devices.open_device.cache_clear()
-    yield made
-    devices.count_devices.cache_clear()
-    devices.open_device.cache_clear()
+    with fake_cupy.installed(monkeypatch) as made:
+        yield made
 
 
 def launch(shape: Shape, **slots: int | float) -> Launch:

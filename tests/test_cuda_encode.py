@@ -38,6 +38,15 @@ def test_bytes_are_the_cpus(memory: Memory, t: TensorType) -> None:
         np.testing.assert_array_equal(on_device(memory, t, x, weights), on_cpu(t, x, weights, None))
 
 
+@pytest.mark.parametrize("t", [t for t in TYPES if t.row_header], ids=str)
+def test_rows_longer_than_threads_take_at_once(memory: Memory, t: TensorType) -> None:
+    """The scale of a row, and sums over it, are of all its parts."""
+    rng = np.random.default_rng(3)
+    x = (rng.standard_normal((2, 2304)) * np.exp(rng.standard_normal((2, 72)).repeat(32, axis=1))).astype(np.float32)
+    for weights in (NO_WEIGHTS, awkward_imatrix(2304, 4)):
+        np.testing.assert_array_equal(on_device(memory, t, x, weights), on_cpu(t, x, weights, None))
+
+
 @pytest.mark.parametrize("t", TYPES, ids=str)
 def test_golden_bytes(memory: Memory, t: TensorType, golden: dict[str, np.ndarray]) -> None:
     x, weights = golden["x"], golden["imatrix"]

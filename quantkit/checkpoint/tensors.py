@@ -29,6 +29,7 @@ from quantkit.checkpoint.expressions import (
 from quantkit.checkpoint.tensor_names import TensorNames, file_name
 from quantkit.errors import FormatError
 from quantkit.formats.gguf.rules import short
+from quantkit.helpers import shorten
 from quantkit.types import TensorType
 
 #: The type of the file.
@@ -151,7 +152,8 @@ class Changed:
         try:
             return (replace(tensor, x=self.by(tensor, context)),)
         except (ValueError, IndexError, ZeroDivisionError) as e:
-            raise context.fail(tensor, f"its shape {list(tensor.x.shape)} is not that of this model: {e}") from None
+            why = shorten(str(e), 200)
+            raise context.fail(tensor, f"its shape {list(tensor.x.shape)} is not that of this model: {why}") from None
 
 
 def plus_one(tensor: Tensor, context: Context) -> Expression:

@@ -16,6 +16,7 @@ from quantkit.version import __version__
 
 #: Command -> one line of help; the module of that name in this package holds the click command, ``command``.
 COMMANDS = {
+    "cook": "Cook a model: convert, calibrate, search types, quantize, check and report, in one resumable run.",
     "quantize": "Quantize a GGUF model: the bytes of llama-quantize, several times faster.",
     "convert": "Convert a Hugging Face checkpoint to GGUF, and quantize it in the same pass.",
     "convert-lora": "Convert a LoRA adapter of PEFT to GGUF.",
@@ -30,6 +31,7 @@ COMMANDS = {
     "logits": "Write the logits a model computes for given tokens.",
     "imatrix": "Collect, show, compare, merge and convert importance matrices.",
     "calibration": "Build a calibration text and a disjoint evaluation text from local files.",
+    "search": "Find the types that lose least at a size, from measured sensitivities.",
     "bench": "Measure prompt and generation speed, with and without fusion.",
     "sweep-bench": "Measure speed as the context fills.",
     "types": "List the tensor types and presets of llama.cpp and ik_llama.cpp.",

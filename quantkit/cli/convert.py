@@ -14,7 +14,16 @@ from quantkit.cli.feedback_report import check_feedback_plot
 from quantkit.cli.ignored import Ignored
 from quantkit.cli.options import cached, echo_notes, on_command_line, option, options, start_nodes
 from quantkit.cli.panics import panics_hidden
-from quantkit.cli.quantize import QuantizeCommand, is_count, is_type, parsed_layers, quantize_options, run_shown
+from quantkit.cli.quantize import (
+    QuantizeCommand,
+    cards_given,
+    echo_cards,
+    is_count,
+    is_type,
+    parsed_layers,
+    quantize_options,
+    run_shown,
+)
 from quantkit.cli.refused import refused_options
 from quantkit.cli.table import table
 from quantkit.pipeline.like import LIKE
@@ -151,7 +160,7 @@ def command(
     if threads and positional and threads != positional:
         raise click.UsageError(f"THREADS is {positional} and --threads {threads}: give one of them")
     check_feedback_plot(plot, given["feedback"])
-    kept = cached(cache, cache_size)
+    kept, cards = cached(cache, cache_size), cards_given(given, ray)
     if not dry_run:
         start_nodes(ray, threads or positional)  # before the imports, which take their time, too
     from quantkit.cli.summary import DryRunReport
@@ -174,12 +183,13 @@ def command(
         plan = plan_convert(located(folder, spool), output and located(output, spool), type_name, convert, quantize)
     echo_notes(plan.notes)
     if dry_run:
+        echo_cards(plan, cards)
         refused = refusal(plan, resume=resume, overwrite=overwrite)
         report = DryRunReport(plan, refused, foreseen(plan, cache, measure=measure_error))
         click.echo(json.dumps(report.as_dict(), indent=2) if as_json else report.text())
         return
     how: RunOptions = {"threads": threads or positional, "resume": resume, "overwrite": overwrite, "ray": ray, **kept}
-    run_shown(plan, max_ram, {**how, "measure_error": measure_error}, as_json=as_json, plot=plot)
+    run_shown(plan, max_ram, {**how, **cards, "measure_error": measure_error}, as_json=as_json, plot=plot)
 
 
 def _positionals(arguments: tuple[str, ...]) -> tuple[str, str | None, str | None, int | None]:

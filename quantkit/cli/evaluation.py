@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -16,7 +15,6 @@ from tqdm import tqdm
 from quantkit.cli.complete import MODEL_FILE
 from quantkit.cli.ignored import ignored_options
 from quantkit.cli.options import SIZE, GPULayers, claim, echo_notes, option, options, setting, to_json
-from quantkit.evaluate import Estimate
 from quantkit.evaluate.passes import EvaluationOptions, LoadOptions, Nodes
 from quantkit.formats.outputs import check_apart, read_text, written
 from quantkit.formats.tokenizer import read_token_ids
@@ -237,16 +235,6 @@ class Bar:
         """Remove the bar."""
         if self.bar is not None:
             self.bar.close()
-
-
-def estimate(e: Estimate) -> dict[str, Any]:
-    """Return an estimate for JSON."""
-    return {"value": finite(e.value), "error": finite(e.error)}
-
-
-def finite(x: float) -> float | str:
-    """Return a float, or its name if JSON cannot hold it."""
-    return x if math.isfinite(x) else str(x)
 
 
 def ids_file(tokens: str | None) -> str | None:

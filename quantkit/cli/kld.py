@@ -13,8 +13,6 @@ from quantkit.cli.evaluation import (
     RUN,
     Bar,
     claim_json,
-    estimate,
-    finite,
     json_option,
     model_option,
     report,
@@ -91,7 +89,7 @@ def command(
             model, base, n_ctx=n_ctx, n_batch=run["n_batch"], chunks=chunks, progress=progress, **run_options_of(run)
         )
     echo_notes(found.notes)
-    report(json_to, json_file, "\n" + _text(found), _as_dict(found))
+    report(json_to, json_file, "\n" + _text(found), found.as_dict())
     mean = found.sums.kld.mean.value
     if max_kld is not None and not mean <= max_kld:
         raise QualityGate(f"{model}: the mean KL divergence is {mean:.6f}, above --max-kld {max_kld:g}")
@@ -162,32 +160,3 @@ def _text(found: Kld) -> str:
     chunks = f"{found.n_chunks} of {found.chunks_in_base} chunks of {found.n_ctx} tokens"
     lines.append(f"\n{found.sums.n} tokens scored in {chunks}, {format_seconds(found.seconds)}\n{found.base_kind}")
     return "\n".join(lines)
-
-
-def _as_dict(found: Kld) -> dict[str, Any]:
-    sums = found.sums
-    return {
-        "model": str(found.model),
-        "base": str(found.base),
-        "base_model": found.base_model or None,
-        "n_ctx": found.n_ctx,
-        "n_chunks": found.n_chunks,
-        "n_seq": found.n_seq,
-        "n_scored": sums.n,
-        "bos": found.bos,
-        "seconds": found.seconds,
-        "notes": list(found.notes),
-        "ppl_q": estimate(sums.nll.ppl),
-        "ppl_base": estimate(sums.nll_base.ppl),
-        "correlation": finite(sums.correlation),
-        "ln_ppl_ratio": estimate(sums.ln_ratio),
-        "ppl_ratio": estimate(sums.ratio),
-        "ppl_difference": estimate(sums.difference),
-        "kld": estimate(sums.kld.mean),
-        "kld_bound": finite(found.bound),
-        "kld_percentiles": {label: finite(value) for label, value in sums.kld_distribution().rows},
-        "p_diff": estimate(sums.p_diff.mean),
-        "p_diff_percentiles": {label: finite(value) for label, value in sums.p_diff_distribution().rows},
-        "p_diff_rms": estimate(sums.rms_p_diff),
-        "same_top_p": estimate(sums.same_top_p),
-    }

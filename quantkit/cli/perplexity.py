@@ -14,8 +14,6 @@ from quantkit.cli.evaluation import (
     TEXT,
     Bar,
     claim_json,
-    estimate,
-    finite,
     given_text,
     ids_file,
     json_option,
@@ -27,6 +25,7 @@ from quantkit.cli.evaluation import (
 )
 from quantkit.cli.options import CHUNKS, GroupedCommand, echo_notes, on_command_line, option, ray_option, setting
 from quantkit.evaluate import Perplexity, PerplexityProgress, SaveLogits, perplexity
+from quantkit.evaluate.statistics import finite
 from quantkit.formats.logits import CLIPS, CODECS
 from quantkit.helpers import format_seconds, format_size, printable
 
@@ -202,8 +201,8 @@ def _final(found: Perplexity) -> str:
 def _as_dict(found: Perplexity) -> dict[str, Any]:
     return {
         "model": str(found.model),
-        "ppl": estimate(found.ppl),
-        "ln_ppl": estimate(found.log_ppl),
+        "ppl": found.ppl.as_dict(),
+        "ln_ppl": found.log_ppl.as_dict(),
         "n_ctx": found.n_ctx,
         "n_chunks": found.n_chunks,
         "ppl_stride": found.stride,

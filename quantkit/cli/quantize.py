@@ -61,6 +61,42 @@ class _Covariances(click.Path):
         return super().convert(value, param, ctx) if value else _NO_FILE
 
 
+class Devices(click.ParamType[tuple[int, ...]]):
+    """Numbers of cards."""
+
+    name = "devices"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, ...]:
+        numbers = [each.strip().upper().removeprefix("CUDA") for each in value.split(",")]
+        if not all(each.isdecimal() for each in numbers):
+            self.fail(f"{value!r} is no list of cards such as 0,1", param, ctx)
+        return tuple(dict.fromkeys(map(int, numbers)))
+
+
+def cards_given(given: dict[str, Any], ray: str | None) -> RunOptions:
+    """Take --backend and what belongs to it out of the options ``given``."""
+    backend, rest = given.pop("backend").lower(), {name: given.pop(name) for name in ("devices", "max_vram", "verify")}
+    if backend == "cpu" and any(rest.values()):
+        names = ", ".join(f"--{name.replace('_', '-')}" for name, value in rest.items() if value)
+        raise click.UsageError(f"{names}: of cards; give --backend cuda, or auto")
+    if backend != "cpu" and ray is not None:
+        raise click.UsageError("--ray encodes on the CPUs of all nodes: leave --backend away")
+    return {
+        "backend": backend,
+        "devices": rest["devices"] or (),
+        "max_vram": rest["max_vram"],
+        "verify": rest["verify"] or 0,
+    }
+
+
+def echo_cards(plan: Plan, cards: RunOptions) -> None:
+    """Say for a dry run which cards would do what."""
+    if cards["backend"] != "cpu":
+        from quantkit.pipeline.cards.choice import cards_for
+
+        echo_notes([cards_for(plan, cards["backend"], cards["devices"])[1]])
+
+
 _A_TYPE: dict[str, Any] = {"group": _TYPES, "metavar": "TYPE", "shell_complete": types}
 
 
@@ -240,6 +276,24 @@ _OPTIONS: dict[str, Callable[[Any], Any]] = {
     ),
     "threads": threads_option,
     "ray": ray_option,
+    "backend": setting(
+        "--backend",
+        group=_RUN,
+        type=click.Choice(["cpu", "cuda", "auto"], case_sensitive=False),
+        default="cpu",
+        help="Where to encode, with the same bytes: cuda and auto use all cards for types they encode.",
+    ),
+    "devices": option(
+        "--devices", group=_RUN, type=Devices(), metavar="N,N,..", help="Only these cards (0,1), as CUDA counts them."
+    ),
+    "max_vram": option("--max-vram", group=_RUN, type=SIZE, help="Memory to take of each card."),
+    "verify": option(
+        "--verify",
+        group=_RUN,
+        type=click.IntRange(1),
+        metavar="N",
+        help="Encode N random pieces of what cards encode on the CPU, too, and compare.",
+    ),
     "max_ram": setting("--max-ram", group=_RUN, type=SIZE, default="512MiB", help="Memory for all buffers."),
     "spool": spool_option,
     "max_buffer_size": option(
@@ -341,7 +395,7 @@ def command(
         if not given["calibrate"]:
             raise click.UsageError("--feedback needs a file of covariances, or --calibrate with a text")
     check_feedback_plot(plot, given["feedback"] or given["calibrate"])
-    kept = cached(cache, cache_size)
+    kept, cards = cached(cache, cache_size), cards_given(given, ray)
     if not dry_run:
         start_nodes(ray, threads or positional)  # before the imports, which take their time, too
     from quantkit.cli.summary import DryRunReport
@@ -363,6 +417,7 @@ def command(
             click.echo(json.dumps(DryRunReport(plan).as_dict(), indent=2) if as_json else "nothing to do")
             return
     if dry_run:
+        echo_cards(plan, cards)
         refused = refusal(plan, resume=resume, overwrite=overwrite)
         report = DryRunReport(plan, refused, foreseen(plan, cache, measure=measure_error))
         click.echo(json.dumps(report.as_dict(), indent=2) if as_json else report.text())
@@ -370,7 +425,7 @@ def command(
     if max_buffer_size is not None:
         max_ram = _buffer_ram(plan, threads or positional, max_buffer_size)
     how: RunOptions = {"threads": threads or positional, "resume": resume, "overwrite": overwrite, "ray": ray, **kept}
-    run_shown(plan, max_ram, {**how, "measure_error": measure_error}, as_json=as_json, plot=plot)
+    run_shown(plan, max_ram, {**how, **cards, "measure_error": measure_error}, as_json=as_json, plot=plot)
 
 
 def run_shown(plan: Plan, max_ram: int, how: RunOptions, *, as_json: bool, plot: Path | None = None) -> None:
@@ -415,7 +470,8 @@ def _positionals(arguments: tuple[str, ...]) -> tuple[str, str | None, str, int 
     if len(rest) > 1:
         raise click.UsageError(f"unexpected argument {rest[1]!r}: expected IN.gguf [OUT.gguf] TYPE [THREADS]")
     if rest and not is_count(rest[0]):
-        raise click.UsageError(f"THREADS must be a number, not {rest[0]!r}")
+        read = f"IN {source}, OUT {output}, TYPE {type_name}" if output else f"IN {source}, TYPE {type_name}"
+        raise click.UsageError(f"THREADS must be a number, not {rest[0]!r}, where {read} stand before it")
     return source, output, type_name, int(rest[0]) if rest and int(rest[0]) > 0 else None
 
 

@@ -13,7 +13,7 @@ import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple, Unpack
+from typing import Any, NamedTuple, Unpack
 
 import numpy as np
 
@@ -23,7 +23,7 @@ from quantkit.evaluate.on_nodes import There, without_nodes
 from quantkit.evaluate.passes import F32, I32, EvaluationOptions, Model, opened
 from quantkit.evaluate.scores import compare_with_compact, compare_with_llama
 from quantkit.evaluate.scoring import score_text
-from quantkit.evaluate.statistics import KldSums, Scores
+from quantkit.evaluate.statistics import KldSums, Scores, finite
 from quantkit.formats.logits import CompactLogits, LogitsFile, open_logits
 from quantkit.kernels.first_run import working_seconds
 
@@ -56,6 +56,35 @@ class Kld:
     @property
     def bound(self) -> float:
         return self.sums.bound / self.sums.n
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return it for JSON, as ``quantkit kld --json`` writes it."""
+        sums = self.sums
+        return {
+            "model": str(self.model),
+            "base": str(self.base),
+            "base_model": self.base_model or None,
+            "n_ctx": self.n_ctx,
+            "n_chunks": self.n_chunks,
+            "n_seq": self.n_seq,
+            "n_scored": sums.n,
+            "bos": self.bos,
+            "seconds": self.seconds,
+            "notes": list(self.notes),
+            "ppl_q": sums.nll.ppl.as_dict(),
+            "ppl_base": sums.nll_base.ppl.as_dict(),
+            "correlation": finite(sums.correlation),
+            "ln_ppl_ratio": sums.ln_ratio.as_dict(),
+            "ppl_ratio": sums.ratio.as_dict(),
+            "ppl_difference": sums.difference.as_dict(),
+            "kld": sums.kld.mean.as_dict(),
+            "kld_bound": finite(self.bound),
+            "kld_percentiles": {label: finite(value) for label, value in sums.kld_distribution().rows},
+            "p_diff": sums.p_diff.mean.as_dict(),
+            "p_diff_percentiles": {label: finite(value) for label, value in sums.p_diff_distribution().rows},
+            "p_diff_rms": sums.rms_p_diff.as_dict(),
+            "same_top_p": sums.same_top_p.as_dict(),
+        }
 
 
 def kld(

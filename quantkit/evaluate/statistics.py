@@ -34,11 +34,20 @@ _KLD_FRACTIONS = (0.999, 0.99, 0.95, 0.9, 0.5, 0.1, 0.05, 0.01, 0.001)
 _P_DIFF_FRACTIONS = (0.999, 0.99, 0.95, 0.9, 0.75, 0.5, 0.25, 0.1, 0.05, 0.01, 0.001)
 
 
+def finite(x: float) -> float | str:
+    """Return a float, or its name if JSON cannot hold it."""
+    return x if math.isfinite(x) else str(x)
+
+
 class Estimate(NamedTuple):
     """A value and its standard error."""
 
     value: float
     error: float
+
+    def as_dict(self) -> dict[str, float | str]:
+        """Return it for JSON."""
+        return {"value": finite(self.value), "error": finite(self.error)}
 
 
 class Scores(NamedTuple):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -58,7 +58,9 @@ class RunOptions(TypedDict, total=False):
     there is one. overwrite: replace an existing output, and throw an interrupted run away. measure_error: also decode
     what was encoded, and sum up the error. observer: is told of progress. ray: the address of a Ray cluster whose nodes
     do the work; threads are then those of each node. cache: a folder that keeps encoded tensors for other runs.
-    cache_size: its limit in bytes, from now on.
+    cache_size: its limit in bytes, from now on. backend: "cpu", "cuda", or "auto": encode on cards what these can, on
+    all or on those of ``devices``, by number; max_vram: bytes to take of each; verify: how many jobs of theirs the CPU
+    encodes, too.
     """
 
     threads: int | None
@@ -69,6 +71,10 @@ class RunOptions(TypedDict, total=False):
     ray: str | None
     cache: str | Path | None
     cache_size: int | None
+    backend: str
+    devices: Sequence[int]
+    max_vram: int | None
+    verify: int
 
 
 @dataclass(frozen=True)
@@ -161,20 +167,40 @@ def run_plan(
 
 
 def _executor(plan: Plan, options: RunOptions) -> Executor:
-    """Return what runs the jobs: threads, or the nodes of a cluster."""
+    """Return what runs the jobs: threads, cards beside them, or the nodes of a cluster."""
     address = options.get("ray")
     if address is None:
-        threads = Threads(options.get("threads") or available_cpus())
+        threads = _threads(plan, options)
         made: Executor = threads if plan.executor is None else plan.executor(threads)
         return made
     if plan.executor is not None:
         raise RecipeError("--calibrate goes through the model layer by layer, on one machine: leave --ray away")
+    if options.get("backend", "cpu") != "cpu":
+        raise RecipeError("--ray encodes on the CPUs of all nodes: leave --backend away")
     for path in (*plan.source.paths, *plan.reads, *(shard.path for shard in plan.shards)):
         if isinstance(path, URL):
             raise ResourceError(f"{path}: --ray works on files that all nodes see, not on URLs; leave one of them away")
     from quantkit.pipeline.ray_tasks import RayTasks
 
     return RayTasks(address, options.get("threads"))
+
+
+def _threads(plan: Plan, options: RunOptions) -> Threads:
+    """Return threads, and cards beside them where the backend has some; say which, and why."""
+    count, observer = options.get("threads") or available_cpus(), options.get("observer")
+    backend, devices = options.get("backend", "cpu"), options.get("devices", ())
+    if backend == "cpu" and not devices:
+        return Threads(count)
+    from quantkit.pipeline.cards.choice import cards_for
+    from quantkit.pipeline.cards.executor import Cards
+
+    say = None if observer is None else observer.said
+    names, note = cards_for(plan, backend, devices)
+    if say is not None:
+        say(note)
+    if not names:
+        return Threads(count)
+    return Cards(count, names, max_vram=options.get("max_vram"), verify=options.get("verify", 0), say=say)
 
 
 def foreseen(plan: Plan, folder: Path | None, *, measure: bool = False) -> CacheUse | None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 
 from quantkit.formats.remote.retry import given_up
 from quantkit.kernels.first_run import compile_together
@@ -28,32 +29,42 @@ class Threads:
         compile_together(kernel_calls(ledger.to_encode(), measure))
         jobs, lock = ledger.jobs(), threading.Lock()
         metrics = metrics_for(ledger.plan.tensors, ledger.max_ram, self.count)
-        threads = [
-            threading.Thread(target=self._work, args=(ledger, metrics, jobs, lock, measure), name=f"encode-{i}")
-            for i in range(self.count)
-        ]
-        for thread in threads:
-            thread.start()
-        try:
-            for thread in threads:
-                while thread.is_alive():
-                    thread.join(0.2)
-        except BaseException:
-            ledger.stop.set()
-            given_up.set()  # threads that wait for a store need not
-            raise
-        finally:
-            for thread in threads:
-                thread.join()
+        take = partial(_taken, jobs, lock)
+        run_together(ledger, [partial(work, ledger, take, metrics, measure, 2 * self.count)] * self.count)
 
-    def _work(self, ledger: Work, metrics: Metrics, jobs: Iterator[Job], lock: threading.Lock, measure: bool) -> None:
-        worker = Worker(ledger.plan.source, ledger.target, metrics, measure=measure, ahead=2 * self.count)
+
+def _taken(jobs: Iterator[Job], lock: threading.Lock) -> Job | None:
+    with lock:
+        return next(jobs, None)
+
+
+def work(ledger: Work, take: Callable[[], Job | None], metrics: Metrics, measure: bool, ahead: int) -> None:
+    """Run jobs until ``take`` has none left."""
+    worker = Worker(ledger.plan.source, ledger.target, metrics, measure=measure, ahead=ahead)
+    while not ledger.stop.is_set() and (job := take()) is not None:
+        ledger.done(job, worker.run(job, ledger.plan.tensors[job.tensor]))
+
+
+def run_together(ledger: Work, tasks: Sequence[Callable[[], None]]) -> None:
+    """Run each task on a thread of its own; on return all have ended, and failures are in the ledger."""
+
+    def run(task: Callable[[], None]) -> None:
         try:
-            while not ledger.stop.is_set():
-                with lock:
-                    job = next(jobs, None)
-                if job is None:
-                    return
-                ledger.done(job, worker.run(job, ledger.plan.tensors[job.tensor]))
+            task()
         except BaseException as e:  # raised by the main thread
             ledger.fail(e)
+
+    threads = [threading.Thread(target=run, args=(task,), name=f"encode-{i}") for i, task in enumerate(tasks)]
+    for thread in threads:
+        thread.start()
+    try:
+        for thread in threads:
+            while thread.is_alive():
+                thread.join(0.2)
+    except BaseException:
+        ledger.stop.set()
+        given_up.set()  # threads that wait for a store need not
+        raise
+    finally:
+        for thread in threads:
+            thread.join()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from functools import partial
 
 import numpy as np
@@ -15,8 +15,13 @@ from quantkit.pipeline.work import PlannedTensor
 from quantkit.types import TensorType
 
 
-def kernel_calls(tensors: Iterable[PlannedTensor], measure: bool) -> list[Job]:
-    """Return calls of all kernels that encoding ``tensors`` will run; ``measure``: and measuring the error."""
+def kernel_calls(
+    tensors: Iterable[PlannedTensor], measure: bool, elsewhere: Collection[str] = frozenset()
+) -> list[Job]:
+    """Return calls of all kernels that encoding ``tensors`` will run; ``measure``: and measuring the error.
+
+    elsewhere: names of those that are decoded and encoded elsewhere, and only checked and measured here.
+    """
     tensors = list(tensors)
     changed = [
         (part, t)
@@ -24,18 +29,19 @@ def kernel_calls(tensors: Iterable[PlannedTensor], measure: bool) -> list[Job]:
         for part in t.parts
         if part.source.type is not t.type and not repacks(part.source.type, t.type)
     ]
+    here = [(part, t) for part, t in changed if t.name not in elsewhere]
     pairs = dict.fromkeys((part.source.type, t.type) for t in tensors for part in t.parts)
     repacked = [pair for pair in pairs if repacks(*pair)]
-    sources = dict.fromkeys(decoded_as(p.source.type) for p, _ in changed)
+    sources = dict.fromkeys(decoded_as(p.source.type) for p, _ in (changed if measure else here))
     targets = dict.fromkeys(t.type for _, t in changed)
-    encoders = dict.fromkeys((t.type, t.encoder, t.encoder == "ik" and p.found is not None) for p, t in changed)
+    encoders = dict.fromkeys((t.type, t.encoder, t.encoder == "ik" and p.found is not None) for p, t in here)
     written = dict.fromkeys(t.type for t in tensors if base_of(t.type).scales)
     return [
         *(partial(_encode, *which) for which in encoders),
         *(partial(_decode, t) for t in (sources | targets if measure else sources) if t.name != "F32"),
         *(partial(_repack, *pair) for pair in repacked),
         *(partial(_validate, t) for t in written),
-        *([_first_nonfinite] if changed else []),
+        *([_first_nonfinite] if here else []),
         *([_measure] if changed and measure else []),
     ]
 

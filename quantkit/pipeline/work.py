@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -308,6 +308,11 @@ def least_ram(tensors: list[PlannedTensor], threads: int) -> int:
     return threads * (12 * longest + 8 * max(PIECE, longest))
 
 
+def worker_ram(tensors: list[PlannedTensor], values: int) -> int:
+    """Return the bytes that a worker needs for jobs of so many values."""
+    return 12 * values + 8 * max(PIECE, _longest(tensors))
+
+
 def job_values(tensors: list[PlannedTensor], threads: int, max_ram: int) -> int:
     """Return how many values a job may have for ``threads`` workers to stay within ``max_ram`` bytes.
 
@@ -333,6 +338,14 @@ def metrics_for(tensors: Sequence[PlannedTensor], max_ram: int, threads: int) ->
     return Metrics(max(max_ram // 2, max((each.metric_bytes for each in inputs), default=0)), threads)
 
 
+class Begun(NamedTuple):
+    """A job's rows as they were read; digests of their pieces, and the origin, for the cache."""
+
+    source: U8
+    digests: list[bytes]
+    origin: str
+
+
 class Worker:
     """Runs jobs one after another, with its own buffers."""
 
@@ -347,6 +360,14 @@ class Worker:
 
         Raises FormatError for values or blocks that are not finite and for short files, OSError from the disk.
         """
+        begun = self.begin(job, tensor)
+        if isinstance(begun, JobResult):
+            return begun
+        target, sums = self.made(job, tensor, begun.source)
+        return self.finish(job, tensor, begun, target, sums)
+
+    def begin(self, job: Job, tensor: PlannedTensor, room: U8 | None = None) -> JobResult | Begun:
+        """Read a job's rows, into ``room`` if given, or take what the cache has of it, which ends the job."""
         part = tensor.parts[job.part]
         origin = "" if job.cached is None else MADE
         if job.cached is not None and job.cached.known:
@@ -354,7 +375,7 @@ class Worker:
             if taken is not None:
                 return taken
         nbytes = job.rows * job.source_row
-        source = self._buffers.get("source", nbytes)
+        source = self._buffers.get("source", nbytes) if room is None else room
         # While this job computes, the kernel reads ahead for the next ones.
         self.source.read(part.source, source, job.source_offset, self.ahead * nbytes)
         digests: list[bytes] = []
@@ -364,28 +385,61 @@ class Worker:
                 taken, origin = self._take(job, tensor, job.cached)
                 if taken is not None:
                     return taken
-        copied = part.is_copied(tensor.type)
-        sums: list[ErrorSums] = []
-        if copied:
-            target = source
-        else:
-            target = self._buffers.get("target", job.target_bytes)
-            if repacks(part.source.type, tensor.type):
-                self._repack(job, tensor, part, source, target)
-            else:
-                sums = self._encode(job, tensor, part, source, target)
+        return Begun(source, digests, origin)
+
+    def made(self, job: Job, tensor: PlannedTensor, source: U8) -> tuple[U8, list[ErrorSums]]:
+        """Return the bytes that the CPU makes of source rows, and error sums where they are wanted."""
+        part = tensor.parts[job.part]
+        if part.is_copied(tensor.type):
+            return source, []
+        target = self._buffers.get("target", job.target_bytes)
+        if not repacks(part.source.type, tensor.type):
+            return target, self._encode(job, tensor, part, source, target)
+        self._repack(job, tensor, part, source, target)
+        return target, []
+
+    def finish(self, job: Job, tensor: PlannedTensor, begun: Begun, target: U8, sums: list[ErrorSums]) -> JobResult:
+        """Check and write what was made of a job's rows, wherever it was made."""
+        part = tensor.parts[job.part]
         self._check(job, tensor, part, target)
-        self._write(job, tensor, part, target, copied)
+        self._write(job, tensor, part, target, part.is_copied(tensor.type))
         crc = NO_CRC if tensor.is_copy else zlib.crc32(target.data)
         if job.cached is None:
             return JobResult(crc, tuple(sums))
-        records = records_of(digests, self._pieces(job, tensor, target), np.array(sums or [ErrorSums()])).tobytes()
+        pieces = self._pieces(job, tensor, target)
+        records = records_of(begun.digests, pieces, np.array(sums or [ErrorSums()])).tobytes()
         if job.cached.keep is not None:
             try:
                 write_range(job.cached.keep, target, job.cached.at, make=True)
             except OSError:  # a full disk, say: such a tensor is not kept
                 records = b""
-        return JobResult(crc, tuple(sums), records, origin)
+        return JobResult(crc, tuple(sums), records, begun.origin)
+
+    def decoded(self, job: Job, tensor: PlannedTensor, source: U8) -> Iterator[tuple[slice, F32]]:
+        """Yield source rows as float32, some at a time, in a buffer that the next ones take; and which they are."""
+        part = tensor.parts[job.part]
+        rows, step = source.reshape(job.rows, -1), piece_rows(part, tensor.type)
+        for row in range(0, job.rows, step):
+            which = slice(row, min(row + step, job.rows))
+            yield which, self._decoded(part, rows[which])
+
+    def measured(
+        self, job: Job, tensor: PlannedTensor, values: Iterable[tuple[slice, F32]], target: U8
+    ) -> list[ErrorSums]:
+        """Return the error sums of bytes that were made elsewhere, by pieces; none if they are not wanted.
+
+        values: as ``decoded`` gives them.
+        """
+        if not self.measure:
+            return []
+        rows, weights = target.reshape(job.rows, -1), self.weights_of(job, tensor.parts[job.part])
+        return [self._error(tensor, x, rows[which], weights) for which, x in values]
+
+    def remade(self, job: Job, tensor: PlannedTensor) -> U8:
+        """Return the bytes that the CPU makes of a job's rows, read anew."""
+        source = self._buffers.get("source", job.rows * job.source_row)
+        self.source.read(tensor.parts[job.part].source, source, job.source_offset)
+        return self.made(job, tensor, source)[0]
 
     def _pieces(self, job: Job, tensor: PlannedTensor, rows: U8) -> list[U8]:
         """Return a job's rows, of source or target, as they are encoded: some at a time."""
@@ -440,7 +494,7 @@ class Worker:
         from quantkit.kernels.cpu.encode.check import first_nonfinite_row
 
         rows_in, rows_out = source.reshape(job.rows, -1), target.reshape(job.rows, -1)
-        weights, sums = self._weights_of(job, part), []
+        weights, sums = self.weights_of(job, part), []
         step = piece_rows(part, tensor.type)
         for row in range(0, job.rows, step):
             stop = min(row + step, job.rows)
@@ -536,7 +590,7 @@ class Worker:
         self.source.read(part.source, tail, part.source.nbytes - TAIL)
         return tail.tobytes()
 
-    def _weights_of(self, job: Job, part: RowSlice) -> F32:
+    def weights_of(self, job: Job, part: RowSlice) -> F32:
         """Return the importance of the job's matrix, float32 [n], or an empty array."""
         row: F32
         if part.found is None:

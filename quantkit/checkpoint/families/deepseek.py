@@ -20,6 +20,9 @@ def is_tied(config: Config) -> bool:
     return bool(config.get("tie_word_embeddings", False))
 
 
+#: Layers in all that llama.cpp loads.
+_MOST_PREDICTING = 512
+
 #: An output matrix that is stored although it is tied.
 TIED_OUTPUT = Dropped(r"^(model\.)?lm_head\.weight$", is_tied)
 
@@ -70,7 +73,10 @@ LATENT_RULES = (TIED_OUTPUT, Experts(), LatentHeads())
 
 def predicting_layers(config: Config) -> int:
     """Return how many layers predict more tokens: they follow the others."""
-    return config.number("num_nextn_predict_layers") if config.get("num_nextn_predict_layers") is not None else 0
+    n = config.number("num_nextn_predict_layers") if config.get("num_nextn_predict_layers") is not None else 0
+    if n > _MOST_PREDICTING:  # one that is stored may stand for all
+        raise FormatError(f"{config.path}: num_nextn_predict_layers is {n}")
+    return n
 
 
 def all_layers(config: Config) -> int:

@@ -45,8 +45,9 @@ def _inner(config: Config, key: str) -> Json:
 
 def by_expert(tensor: Tensor, context: Context) -> Expression:
     """Put experts apart, which are one under the other (DBRX)."""
-    of = _inner(context.config, "ffn_config")
-    return Shaped(tensor.x, (of["moe_num_experts"], of["ffn_hidden_size"], context.config.number("d_model")))
+    config = context.config
+    of = config.with_values(_inner(config, "ffn_config"))
+    return Shaped(tensor.x, (of.number("moe_num_experts"), of.number("ffn_hidden_size"), config.number("d_model")))
 
 
 def turned_by_expert(tensor: Tensor, context: Context) -> Expression:

@@ -21,6 +21,10 @@ from quantkit.formats.gguf.rules import short
 # --- Chameleon -------------------------------------------------------------------------------------------------------
 
 
+#: More than any model has; each takes memory.
+_MOST_HEADS = 1 << 16
+
+
 @dataclass(frozen=True)
 class FirstHead:
     """A norm of heads is that of the first, its halves in turns, once for each of ``heads``."""
@@ -34,7 +38,10 @@ class FirstHead:
     def __call__(self, tensor: Tensor, context: Context) -> Expression:
         width = tensor.x.shape[1]
         pairs = [range(i, width, width // 2) for i in range(width // 2)]
-        first = (range(1),) * context.config.number(self.heads, "num_attention_heads")
+        heads = context.config.number(self.heads, "num_attention_heads")
+        if heads > _MOST_HEADS:
+            raise ValueError(f"it is of {heads} heads")
+        first = (range(1),) * heads
         return taken(taken(tensor.x, 1, *pairs), 0, *first)
 
 

@@ -111,6 +111,8 @@ def _rope_factors(rope: Json, config: Config) -> tuple[float, ...]:
     base = float(theta[0] if isinstance(theta, list) else theta)
     kinds = zip(config.get("layer_types") or [], config.get("partial_rotary_factors") or [], strict=False)
     part = next((float(f) for kind, f in kinds if kind == "full_attention"), 0.5)
+    if not 0 < part <= 1:
+        raise ValueError(f"a share of {part} of a head is turned")
     turned = int(width * part)
     factor = float(rope.get("factor", 8.0))
     low, high = float(rope.get("low_freq_factor", 1.0)), float(rope.get("high_freq_factor", 4.0))

@@ -8,6 +8,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from copy import copy
 from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any, Protocol
@@ -144,7 +145,8 @@ class CUDADevice:
         self._functions: dict[Kernel, int] = {}
         self._kernels: list[Any] = []
         self._shared: dict[Kernel, int] = {}  # what a kernel may ask for at its launch
-        self._uploads = Uploads(partial(self.host_array, dtype=np.uint8), self._send, self._event, self._record_event)
+        self._uploads = self._own_uploads()
+        self._done: Any = None
         #: Launches may begin before the one before them is done, and wait where they need it (device.cuh).
         self.early = False
 
@@ -165,6 +167,9 @@ class CUDADevice:
     def upload(self, address: int, data: npt.NDArray[Any]) -> None:
         with self.here():
             self._uploads.send(address, np.ascontiguousarray(data).reshape(-1).view(np.uint8))
+
+    def _own_uploads(self) -> Uploads:
+        return Uploads(partial(self.host_array, dtype=np.uint8), self._send, self._event, self._record_event)
 
     def _send(self, to: int, source: int, nbytes: int) -> None:
         runtime = self._cupy.cuda.runtime
@@ -190,6 +195,38 @@ class CUDADevice:
         with self.here():  # pages that the system may not move
             memory = self._cupy.cuda.alloc_pinned_memory(max(1, count) * np.dtype(dtype).itemsize)
         return np.frombuffer(memory, dtype, count)
+
+    # ------------------------------------------------------------ beside other work
+
+    def lane(self) -> CUDADevice:
+        """Return the same device for another thread: its memory and modules, on a stream of its own."""
+        other = copy(self)
+        other._device = self._cupy.cuda.Device(self.index)  # remembers what was current before, for one thread
+        with other._device:
+            other.stream = self._cupy.cuda.Stream(non_blocking=True)
+            other._done = self._cupy.cuda.Event(block=True, disable_timing=True)
+        other._uploads = other._own_uploads()
+        return other
+
+    def start_upload(self, address: int, data: npt.NDArray[Any]) -> None:
+        """Copy pinned memory to the device some time before ``wait`` returns."""
+        with self.here():
+            self._send(address, data.ctypes.data, data.nbytes)
+
+    def start_download(self, address: int, out: npt.NDArray[Any]) -> None:
+        """Fill pinned memory from the device some time before ``wait`` returns."""
+        runtime = self._cupy.cuda.runtime
+        with self.here():
+            runtime.memcpyAsync(out.ctypes.data, address, out.nbytes, runtime.memcpyDeviceToHost, self.stream.ptr)
+
+    def wait(self) -> None:
+        """Wait until everything is done; a CPU does other work meanwhile. Of a lane; ResourceError if it failed."""
+        try:
+            with self.here():
+                self._done.record(self.stream)
+                self._done.synchronize()
+        except self._cupy.cuda.runtime.CUDARuntimeError as e:
+            raise ResourceError(f"{self.name} failed: {e}") from None
 
     # ------------------------------------------------------------ kernels
 

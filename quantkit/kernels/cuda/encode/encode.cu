@@ -1,11 +1,11 @@
 // Rows of f32 to blocks of a type, for all types alike: what differs is in the family's file, as an encoder (lane.cuh).
-// Macros: ENCODER; WEIGHTED, if columns have an importance.
+// Macros: ENCODER; LANES, the threads of a block; WEIGHTED, if columns have an importance.
 //
 // A lane has a block, or a part of one. The lanes of a block of threads fetch their values together, line after line,
 // into shared memory, where each then reads its own; the bytes go back the same way.
 #include "encode/all.cuh"
 
-const int LANES = 128, VALUES = ENCODER::VALUES, PER_BLOCK = ENCODER::BLOCK / VALUES, BLOCKS = LANES / PER_BLOCK;
+const int VALUES = ENCODER::VALUES, PER_BLOCK = ENCODER::BLOCK / VALUES, BLOCKS = LANES / PER_BLOCK;
 const int STRIDE = VALUES + 1;  // values of a lane lie so that lanes read different banks
 #ifdef WEIGHTED
 const bool OWN_WEIGHTS = true;
@@ -24,7 +24,7 @@ struct encode_args {
     int64_t blocks, per_row;
 };
 
-KERNEL(encode, 128) {
+KERNEL(encode, LANES) {
     __shared__ float values[LANES * STRIDE], room[BLOCKS * ENCODER::ROOM + 1];
     __shared__ __align__(16) uint8_t bytes[BLOCKS * ENCODER::BYTES];
     const int64_t first = (int64_t)blockIdx.x * BLOCKS, left = a.blocks - first;

@@ -10,38 +10,33 @@ check, as for the CPU's encoders.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
-from functools import cache
 
 from quantkit.errors import TypeNotSupported
 from quantkit.kernels.cuda.core.device import Device, Launch
-from quantkit.kernels.cuda.core.kernel import SOURCES, Kernel, Shape
+from quantkit.kernels.cuda.core.kernel import Kernel, Shape
 from quantkit.kernels.cuda.core.neighbours import grid_on
+from quantkit.kernels.cuda.encode import encoders as encoders
+from quantkit.kernels.cuda.encode import weighs as weighs
+from quantkit.kernels.cuda.encode.max_rows import has_one_scale, max_rows_kernel, max_rows_launch
+from quantkit.kernels.cuda.encode.rows import row_kernels, row_launches
 from quantkit.kernels.formats import format_of
 from quantkit.types import BY_NAME, TensorType
 
 _FILE = "encode/encode.cu"
-#: Lanes of a block of threads.
+_REFUSED = "no CUDA device encodes rows of {} values as {}"
+#: Lanes of a block of threads; fewer where each needs more shared memory.
 _LANES = 128
-
-
-@cache
-def encoders() -> dict[str, str]:
-    """Return the types that can be encoded, each with the file its encoder is in."""
-    files = sorted((SOURCES / "encode").glob("*.cuh"))
-    found = [(name, f.name) for f in files for name in re.findall(r"^struct Encode(\w+)", f.read_text(), re.MULTILINE)]
-    return dict(found)
-
-
-def weighs(t: TensorType) -> bool:
-    """Return whether a type's bytes depend on the importance of columns."""
-    return t.imatrix != "ignored"
+_FEWER_LANES = {"IQ2_K": 64, "Q6_0": 64}
 
 
 def _by_row(t: TensorType) -> bool:
     """Return whether weights come of the mean square of a whole row, not of a block's."""
     return t.family == "legacy"
+
+
+def _kernel(name: str, t: TensorType) -> Kernel:
+    return Kernel(_FILE, name).bind(ENCODER=f"Encode{t.name}", LANES=_FEWER_LANES.get(t.name, _LANES))
 
 
 def encode(t: TensorType, rows: int, n: int, weighted: bool = False) -> Shape:
@@ -51,17 +46,17 @@ def encode(t: TensorType, rows: int, n: int, weighted: bool = False) -> Shape:
         TypeNotSupported: there is no encoder, or n is not a multiple of the type's block.
     """
     if t.name not in encoders() or n % t.block:
-        raise TypeNotSupported(f"no CUDA device encodes rows of {n} values as {t.name}")
-    kernel = Kernel(_FILE, "encode").bind(ENCODER=f"Encode{t.name}")
+        raise TypeNotSupported(_REFUSED.format(n, t.name))
+    kernel = _kernel("encode", t)
     if weighted:
         kernel = kernel.bind(WEIGHTED=1)
-    blocks_at_once = _LANES * format_of(t).span // t.block  # a lane has a sub-block
+    blocks_at_once = kernel.threads * format_of(t).span // t.block  # a lane has a sub-block
     return Shape(kernel, (max(1, -(-rows * (n // t.block) // blocks_at_once)), 1, 1))
 
 
 def mean_squares(t: TensorType, rows: int) -> Shape:
     """Return how to compute the mean square of rows that are to be encoded with an importance of columns."""
-    kernel = Kernel(_FILE, "mean_squares").bind(ENCODER=f"Encode{t.name}", WEIGHTED=1)
+    kernel = _kernel("mean_squares", t).bind(WEIGHTED=1)
     return Shape(kernel, (max(1, -(-rows // 32)), 1, 1))
 
 
@@ -73,6 +68,9 @@ def encode_rows(
     All are addresses: x f32 [rows, n], out uint8 [rows, row_bytes], importance f32 [n], or 0 for none; squares: room
     for 4 * rows bytes where there is an importance. It is ignored for a type that does not use one.
     """
+    if t.row_header:
+        device.run(_row_launches(t, x, rows, n, out, importance))
+        return
     weighted = bool(importance) and weighs(t)
     shape = encode(t, rows, n, weighted)
     launches = []
@@ -89,12 +87,24 @@ def encode_rows(
     device.run(launches)
 
 
+def _row_launches(t: TensorType, x: int, rows: int, n: int, out: int, importance: int) -> list[Launch]:
+    if t.name not in encoders() or n % t.block:
+        raise TypeNotSupported(_REFUSED.format(n, t.name))
+    if has_one_scale(t):
+        return [max_rows_launch(t, x, rows, n, out)]
+    return row_launches(t, x, rows, n, out, importance)
+
+
+def kernels_of(t: TensorType, weighted: bool = False) -> list[Kernel]:
+    """Return the kernels that encode a type; ``weighted``: with an importance of columns."""
+    if t.row_header:
+        return [max_rows_kernel(t)] if has_one_scale(t) else [*row_kernels(t, weighted)]
+    found = [encode(t, 1, t.block, weighted).kernel]
+    return [*found, mean_squares(t, 1).kernel] if weighted and _by_row(t) else found
+
+
 def kernels() -> Iterator[Kernel]:
     """Yield every kernel of this file."""
     for name in encoders():
-        t = BY_NAME[name]
-        yield encode(t, 1, t.block).kernel
-        if weighs(t):
-            yield encode(t, 1, t.block, weighted=True).kernel
-        if _by_row(t) and weighs(t):
-            yield mean_squares(t, 1).kernel
+        for weighted in (False, True) if weighs(BY_NAME[name]) else (False,):
+            yield from (kernel for kernel in kernels_of(BY_NAME[name], weighted) if kernel.file == _FILE)

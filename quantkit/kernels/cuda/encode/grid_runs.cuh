@@ -7,13 +7,13 @@
 //
 // Why: the distance of a neighbour is sum(root x^2) + s (a s - b), s the scale, a and b of the neighbour. So how much
 // farther another one is, is s times a linear function of s: over s it lies between what it is at both ends, and scales
-// of a group differ by less than half. What rounding does to a distance is far less than NEAR of it and of
+// of a group differ by less than half. What rounding does to a distance is far less than SLACK of it and of
 // sum(root x^2), which is asked at both ends.
 #pragma once
 #include "encode/grid_search.cuh"
 
 // Share of distances that rounding changes by far less.
-#define NEAR 0x1p-12f
+#define SLACK 0x1p-12f
 #define INFINITE __int_as_float(0x7f800000)
 
 INLINE int lane_of_warp() { return (int)threadIdx.x & 31; }
@@ -133,7 +133,7 @@ template <int N, int STEPS> struct RunSearch : GridShape<N, 8, 2, STEPS, 1> {
                 root[g] = __fsqrt_rn(w[8 * g + (me() >> 2)]);
                 float total = root[g] * x[g] * x[g];
                 for (int d = 4; d < 32; d <<= 1) total += __shfl_xor_sync(FULL, total, d);
-                margin[g] = total > 1e-30f ? NEAR * total : INFINITE;  // where products may underflow nothing is sure
+                margin[g] = total > 1e-30f ? SLACK * total : INFINITE;  // where products may underflow nothing is sure
             }
         }
         __device__ __forceinline__ float cost(int g, float scale) const {
@@ -171,7 +171,7 @@ template <int N, int STEPS> struct RunSearch : GridShape<N, 8, 2, STEPS, 1> {
             measure(grid, of, costs, nearest);
 #pragma unroll
             for (int n = 0; n < 2; n++) {
-                const bool sure = nearest[n].second - nearest[n].least > NEAR * nearest[n].least + values.margin_of(group);
+                const bool sure = nearest[n].second - nearest[n].least > SLACK * nearest[n].least + values.margin_of(group);
                 const int made = index_at(grid, of, nearest[n].place) << 1 | (int)sure;
                 if (me() == (n ? b : a)) state = made;
             }

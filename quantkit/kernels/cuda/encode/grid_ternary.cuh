@@ -109,27 +109,27 @@ struct Candidate {
 };
 
 // All pairs of boundaries i <= j, in order, i << 8 | j.
-template <int N> struct Pairs {
+template <int N> struct Bounds {
     static const int COUNT = (N + 1) * (N + 2) / 2;
     uint16_t at[COUNT];
 
-    __host__ __device__ constexpr Pairs() : at() {
+    __host__ __device__ constexpr Bounds() : at() {
         int count = 0;
         for (int i = 0; i <= N; i++)
             for (int j = i; j <= N; j++) at[count++] = (uint16_t)(i << 8 | j);
     }
 };
-template <int N> static __device__ const Pairs<N> all_pairs = Pairs<N>();
+template <int N> static __device__ const Bounds<N> all_bounds = Bounds<N>();
 
 // The candidate that wins the reference's scan: in order, each that is better than the best so far takes its place.
 template <class S> INLINE Candidate scan(const S& sums) {
     Candidate found;
     float best = -3.40282347e38f;
-    const int count = Pairs<S::N>::COUNT;
+    const int count = Bounds<S::N>::COUNT;
 #pragma unroll 1
     for (int first = 0; first < count; first += 32) {
         const bool there = first + lane_of_warp() < count;
-        const int pair = all_pairs<S::N>.at[min(first + lane_of_warp(), count - 1)];
+        const int pair = all_bounds<S::N>.at[min(first + lane_of_warp(), count - 1)];
         Rating of[S::CHOICES];
         sums.rate(pair >> 8, pair & 255, of);
         uint32_t later = there ? (1u << S::CHOICES) - 1 : 0;  // candidates of the lane that are still to come
@@ -162,8 +162,8 @@ template <class S> INLINE Candidate search_boundaries(const S& sums) {
     float most = -1, second = -1;  // of the lane's candidates
     int mine = 0;
 #pragma unroll 1
-    for (int at = lane_of_warp(); at < Pairs<S::N>::COUNT; at += 32) {
-        const int pair = all_pairs<S::N>.at[at];
+    for (int at = lane_of_warp(); at < Bounds<S::N>::COUNT; at += 32) {
+        const int pair = all_bounds<S::N>.at[at];
         Rating of[S::CHOICES];
         sums.rate(pair >> 8, pair & 255, of);
 #pragma unroll

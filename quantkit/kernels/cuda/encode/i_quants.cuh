@@ -55,8 +55,6 @@ INLINE float search_scale(const Lane& lane) {
     return d;
 }
 
-INLINE float inverse_or_zero(float d) { return d != 0 ? 1.0f / d : 0; }
-
 // Store the levels of the lane's values as 16 bytes of nibbles.
 INLINE void store_nibbles(const Lane& lane, float inverse, uint8_t* out) {
     for (int j = 0; j < 16; j++)

@@ -55,6 +55,8 @@ INLINE int round_away(float v) {
 
 INLINE float lesser(float a, float b) { return a < b ? a : b; }
 
+INLINE float inverse_or_zero(float d) { return d != 0 ? 1.0f / d : 0; }
+
 INLINE bool is_finite(float v) { return fabsf(v) < __int_as_float(0x7f800000); }
 
 // NaN, of values so large that a sum overflows, is x86's; such a block is refused afterwards.

@@ -1,8 +1,11 @@
-// Q4_0, Q4_1, Q5_0, Q5_1, Q8_0: 32 values a block; the twin of quantkit/kernels/cpu/encode/legacy.py, which has the layouts.
+// Q4_0, Q4_1, Q5_0, Q5_1, Q6_0, Q8_0: 32 values a block, and Q8_KV; the twin of quantkit/kernels/cpu/encode/legacy.py, which
+// has the layouts.
 //
-// Source: llama.cpp b11434 ggml-quants.c, quantize_row_q*_ref and quantize_row_q*_impl.
+// Source: llama.cpp b11434 ggml-quants.c, quantize_row_q*_ref and quantize_row_q*_impl; ik_llama.cpp 8337e4cd3,
+// quantize_row_q6_0_impl and iqk_quantize_row_q8_KV.
 #pragma once
-#include "encode/search.cuh"
+#include "encode/max_rows.cuh"
+#include "encode/search_refined.cuh"
 
 // Store the fifth bits of 32 levels, where a type has them, then their nibbles.
 template <bool FIFTH, typename F> INLINE void store_levels(uint8_t* out, F level) {
@@ -107,5 +110,61 @@ struct EncodeQ8_0 {
         store_half(out, d);
 #pragma unroll 4
         for (int i = 0; i < 32; i++) out[2 + i] = (uint8_t)round_away(x[i] * inverse);
+    }
+};
+
+struct EncodeQ6_0 {
+    static const int VALUES = 32, BLOCK = 32, BYTES = 26, ROOM = 33;
+    static const bool WEIGHS = true;
+
+    STATIC_INLINE void plain(const Lane& lane) {
+        for (int i = 0; i < 32; i++) lane.w[i] = lane.x[i] * lane.x[i];
+        finish(lane);
+    }
+
+    STATIC_INLINE void weighted(const Lane& lane, float mean) {
+        weigh(lane, 32, mean);
+        finish(lane);
+    }
+
+    STATIC_INLINE void finish(const Lane& lane) {
+        float* levels = lane.room;
+        uint8_t* out = lane.out;
+        store_half(out, fit_signed_refined<32>(lane.x, lane.w, levels, 32));
+        for (int j = 0; j < 16; j++) {
+            const int a = (int)levels[j] + 32, b = (int)levels[j + 16] + 32;
+            out[10 + j] = (uint8_t)((a & 15) | (b & 15) << 4);
+            // Byte j: of levels j and j + 16, then of j + 8 and j + 24.
+            const int high = a >> 4 | b >> 4 << 2;
+            out[2 + (j & 7)] = (uint8_t)(j < 8 ? high : out[2 + (j & 7)] | high << 4);
+        }
+    }
+};
+
+struct EncodeQ8_KV {
+    static const int BLOCK = 32, BYTES = 32, HEADER = 8;
+
+    STATIC_INLINE void row(const float* x, int64_t n, float most, uint8_t* out, uint32_t* part) {
+        const float d = most / 127.0f, inverse = most > 0 ? 1.0f / d : 0.0f;
+        uint32_t total = 0;
+        for (int64_t i = 4 * threadIdx.x; i < n; i += 4 * blockDim.x) {
+            const float4 four = *(const float4*)(x + i);
+            const float values[4] = {four.x, four.y, four.z, four.w};
+            uint32_t bytes = 0;
+#pragma unroll
+            for (int j = 0; j < 4; j++) {
+                // As cvtps2dq: INT_MIN for what is no int32. Where 1 / d is infinite that is all.
+                const float v = values[j] * inverse;
+                const int q = fabsf(v) < 2147483648.0f ? __float2int_rn(v) : -2147483647 - 1;
+                total += (uint32_t)q;
+                bytes |= (uint32_t)(max(min(q, 127), -128) & 255) << 8 * j;
+            }
+            *(uint32_t*)(out + 8 + i) = bytes;
+        }
+        total = block_sum(total, part);
+        if (threadIdx.x == 0) {
+            *(float*)out = d;
+            *(uint32_t*)(out + 4) = total;
+        }
     }
 };

@@ -1,0 +1,143 @@
+"""The steps of targets that are goals: sensitivity, base logits of candidates, the search of each recipe."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from quantkit.cook import estimate
+from quantkit.cook.config import TargetSettings
+from quantkit.cook.engine import Expected, Facts, Step, Tell
+from quantkit.cook.ladder import types_for
+from quantkit.cook.steps import Places, logits_step
+from quantkit.cook.target_steps import chosen_path, recipe_path
+from quantkit.formats.outputs import written
+from quantkit.search import Check, SearchOptions, SearchResult, search
+from quantkit.search.recipe import recipe_text
+from quantkit.types import type_by_name
+
+#: What a search calls a runtime.
+_RUNTIMES = {"llama.cpp": "mainline", "ik_llama.cpp": "ik"}
+
+
+def sensitivity_path(places: Places) -> Path:
+    """Return the file of what groups of tensors cost."""
+    return places.work("sensitivity.json")
+
+
+def types_of(places: Places) -> tuple[str, ...]:
+    """Return the types to measure: those that are named, or those that fit the goals."""
+    config = places.config
+    if config.sensitivity.types:
+        return tuple(type_by_name(name).name for name in config.sensitivity.types)
+    goals = [t.target.goal for t in config.goals if t.target.goal is not None]
+    return types_for(goals, config.runtime, places.model.weights)
+
+
+def candidates_step(places: Places) -> Step:
+    """Return the computation of the model's own logits on the text that recipes are chosen by."""
+    settings = places.config.sensitivity
+    return logits_step(
+        places,
+        "candidates",
+        "what the model itself predicts on the text to choose by",
+        places.sensitivity_text,
+        places.candidates,
+        settings.ctx,
+        settings.chunks,
+        "auto",
+    )
+
+
+def search_step(places: Places, settings: TargetSettings) -> Step:
+    """Return the search of a recipe that meets a goal."""
+    config, goal, called = places.config, settings.target.goal, settings.called
+    assert goal is not None
+    limits = config.search
+    out, chosen = recipe_path(places, called), chosen_path(places, called)
+    inputs = {"the sensitivity": sensitivity_path(places), "the model": places.source}
+    if limits.candidates > 1:
+        inputs["the base logits"] = places.candidates
+    if places.imatrix is not None:
+        inputs["the importance matrix"] = places.imatrix
+    if settings.target.feedback:
+        inputs["the covariances"] = places.covariance
+    given: dict[str, object] = {
+        "goal": [goal.kind, goal.value],
+        "runtime": config.runtime,
+        "merge_up_gate": config.merge_up_gate,
+        **{
+            n: getattr(limits, n) for n in ("types", "same", "allow", "at_least", "at_most", "candidates", "time_limit")
+        },
+    }
+
+    def run(tell: Tell) -> Facts:
+        options = SearchOptions(
+            target_size=int(goal.value) if goal.kind == "size" else None,
+            target_bpw=goal.value if goal.kind == "bpw" else None,
+            target_kld=goal.value if goal.kind == "kld" else None,
+            types=limits.types,
+            runtime=_RUNTIMES[config.runtime],
+            same=limits.same,
+            allow=limits.allow,
+            at_least=limits.at_least,
+            at_most=limits.at_most,
+            merge_up_gate=config.merge_up_gate,
+            imatrix=places.imatrix,
+            feedback=places.covariance if settings.target.feedback else None,
+            time_limit=limits.time_limit,
+        )
+        check = None
+        if limits.candidates > 1:
+            check = Check(
+                limits.candidates,
+                places.candidates,
+                threads=places.threads or None,
+                cache=places.cache,
+                folder=places.config.work,
+            )
+        found = search(sensitivity_path(places), places.source, options, check=check, progress=tell.note)
+        for note in found.notes:
+            tell.note(note)
+        return _write(places, settings, found)
+
+    def expected() -> Expected:
+        settings = config.sensitivity
+        tokens = places.measured_tokens(places.sensitivity_text, settings.ctx or places.model.ctx, settings.chunks)
+        measured = limits.candidates * estimate.forward_seconds(places.model.active, tokens, places.threads)
+        return Expected(None, measured if limits.candidates > 1 else 1.0)
+
+    return Step(
+        f"search {called}",
+        f"the types of {places.output(called).name}",
+        inputs,
+        given,
+        (out, chosen),
+        run,
+        expected,
+        whole=lambda: True,
+    )
+
+
+def _write(places: Places, settings: TargetSettings, found: SearchResult) -> Facts:
+    """Write the recipe, and what else is to be told of it."""
+    best, called = found.best, settings.called
+    measured = None if best.check is None else best.check.sums.kld.mean
+    facts: Facts = {
+        "type": best.type_name,
+        "rules": best.options.rules,
+        "nbytes": best.nbytes,
+        "bpw": best.bpw,
+        "predicted": best.kld,
+        "measured": None if measured is None else measured.as_dict(),
+        "candidates": len(found.allocations),
+    }
+    comments = [
+        f"quantkit cook, target {settings.target.text}: {best.nbytes} bytes, {best.bpw:.4f} bits per weight,",
+        f"predicted divergence {best.kld:.5f}; quantkit quantize -r {called}.recipe IN OUT {best.type_name}",
+    ]
+    with written(chosen_path(places, called)) as part:
+        part.write_text(json.dumps(facts, indent=2) + "\n")
+    with written(recipe_path(places, called)) as part:
+        part.write_text(recipe_text(best.rules, comments))
+    return facts

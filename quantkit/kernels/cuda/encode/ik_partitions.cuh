@@ -1,0 +1,165 @@
+// A search for scales by partitions: every way to give four values to 16 or 32 sorted ones; the twin of
+// quantkit/kernels/cpu/encode/ik_partitions.py, which says which partitions are passed over, and why the result is that of
+// trying all.
+//
+// Here a lane passes over what it need not try, whatever its neighbours do. Ratings that only bound are not divided
+// exactly, and the bound of two last runs is that of plain and raised values together: it is no less than either.
+//
+// Source: ik_llama.cpp 8337e4cd3 iqk_quantize.cpp, quantize_row_iq2_k_impl, quantize_row_iq2_ks_impl.
+#pragma once
+#include "encode/ik_search.cuh"
+
+// Terms of runs in sum(w q x), twice, and in sum(w q q), for plain and raised values.
+struct Terms {
+    float qx, qx_up, q2, q2_up;
+
+    __device__ __forceinline__ Terms operator+(const Terms& o) const {
+        return Terms{qx + o.qx, qx_up + o.qx_up, q2 + o.q2, q2_up + o.q2_up};
+    }
+    __device__ __forceinline__ void keep(Found& found) const {
+        keep_better(found, qx, q2, false);
+        keep_better(found, qx_up, q2_up, true);
+    }
+};
+
+// About 1 / v.
+INLINE float inverse_near(float v) {
+#ifdef QUANTKIT_HOST
+    return 1.0f / v;
+#else
+    float inverse;
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(inverse) : "f"(v));
+    return inverse;
+#endif
+}
+
+// About what a partition is rated, infinite where it cannot be told.
+INLINE float rating(float qx, float q2) { return q2 > 0 ? qx * inverse_near(q2) * qx : qx != 0 ? __int_as_float(0x7f800000) : 0; }
+
+// x and w: sorted, N values; sum_x and sum_w: sums of w x and of w before each value, and after the last.
+template <int N, int END_FIRST, int START_LAST> struct Partitions {
+    float *x, *w, *sum_x, *sum_w;
+
+    // By value, the weights along: adjacent pairs are swapped if out of order, so it is stable.
+    __device__ __forceinline__ void sort() const {
+        for (int turn = 0; turn < N; turn++) {
+            for (int i = turn % 2; i < N - 1; i += 2) {
+                const float x0 = x[i], x1 = x[i + 1], w0 = w[i], w1 = w[i + 1];
+                const bool swap = x0 > x1;
+                x[i] = swap ? x1 : x0;
+                x[i + 1] = swap ? x0 : x1;
+                w[i] = swap ? w1 : w0;
+                w[i + 1] = swap ? w0 : w1;
+            }
+        }
+    }
+
+    // Return sum(w x x).
+    __device__ __forceinline__ float sum_up(float& amax) const {
+        float wx = 0, all = 0, wx2 = 0;
+        amax = 0;
+        for (int i = 0; i < N; i++) {
+            sum_x[i] = wx;
+            sum_w[i] = all;
+            wx = wx + w[i] * x[i];
+            all = all + w[i];
+            wx2 = wx2 + w[i] * x[i] * x[i];
+            amax = fmaxf(amax, fabsf(x[i]));
+        }
+        sum_x[N] = wx;
+        sum_w[N] = all;
+        return wx2;
+    }
+
+    // Of values i .. j - 1, of which the level is the given one of those upwards, or downwards.
+    __device__ __forceinline__ Terms terms(int i, int j, int level, bool down) const {
+        const int of = down ? 3 - level : level;
+        const float wx = sum_x[j] - sum_x[i], all = sum_w[j] - sum_w[i];
+        const float a = of < 2 ? of ? -13.0f : -31.0f : of == 2 ? 1.0f : 17.0f, b = a + 5.0f;
+        return Terms{wx * a, wx * b, all * a * a, all * b * b};
+    }
+
+    // The scale fitted to the levels nearest to x / d. `best` becomes its rating where that is better, and a partition has
+    // these levels: runs have bounds.
+    __device__ __forceinline__ float fit(const Buckets<IQ2>& t, float d, int raised, float& best) const {
+        const float inverse = 1.0f / d;
+        float qx = 0, q2 = 0;
+        int lowest = 0, highest = 0;
+        for (int i = 0; i < N; i++) {
+            const Rounded r = round_any<IQ2>(t, inverse * x[i], raised);
+            qx = qx + w[i] * r.value * x[i];
+            q2 = q2 + w[i] * r.value * r.value;
+            lowest += r.level == 0;
+            highest += r.level == 3;
+        }
+        const int first = d > 0 ? lowest : highest, last = d > 0 ? highest : lowest;
+        if (!(q2 > 0)) return d;
+        const float ratio = qx / q2;
+        if (first < END_FIRST && last > 0 && last <= N - START_LAST && ratio * qx > best) best = ratio * qx;
+        return ratio;
+    }
+
+    // What a likely partition is rated: the best of a few, fitted by turns to levels and scale.
+    __device__ __forceinline__ float reached(const Buckets<IQ2>& t) const {
+        Found found = {};
+        const int n = N / 16;
+        for (int i1 = n; i1 < 5 * n; i1 += 2 * n)
+            for (int i2 = 4 * n; i2 < 9 * n; i2 += 2 * n)
+                for (int down = 0; down < 2; down++) {
+                    const Terms two = terms(0, i1, 0, down) + terms(i1, i2, 1, down);
+                    for (int i3 = 10 * n; i3 < 15 * n; i3 += 2 * n)
+                        (two + terms(i2, i3, 2, down) + terms(i3, N, 3, down)).keep(found);
+                }
+        float best = found.best;
+        for (int kind = 0; kind < 2; kind++) {
+            float scale = found.d;
+            for (int k = 0; k < 2; k++) scale = fit(t, scale, kind, best);
+        }
+        return best;
+    }
+
+    // Write the most that the last two runs, from each value on, add to a rating, upwards to x and downwards to w.
+    __device__ __forceinline__ void store_bounds() const {
+        for (int i = 0; i < N; i++)
+            for (int down = 0; down < 2; down++) {
+                float most = 0;
+                for (int j = max(i, START_LAST); j < N; j++) {
+                    const Terms last = terms(i, j, 2, down) + terms(j, N, 3, down);
+                    most = fmaxf(most, fmaxf(rating(last.qx, last.q2), rating(last.qx_up, last.q2_up)));
+                }
+                (down ? w : x)[i] = most;
+            }
+    }
+
+    // Whether two first runs, with any two last ones, may be rated above `least` of them: qx^2 / q2 of either kind.
+    static __device__ __forceinline__ bool may_exceed(const Terms& two, float least) {
+        return !(two.qx * two.qx < least * two.q2) || !(two.qx_up * two.qx_up < least * two.q2_up);
+    }
+
+    // The scale, 0 where all |x| < 1e-16. x, w and the sums are spent.
+    __device__ __forceinline__ Found search(const Buckets<IQ2>& t) const {
+        const float infinity = __int_as_float(0x7f800000);
+        sort();
+        float amax;
+        const float wx2 = sum_up(amax), all = sum_w[N], known = reached(t);
+        const bool dead = amax < 1e-16f;
+        store_bounds();
+        // What a bound may be off by is a part of sum(w x x). Where sums are too small or too large nothing is known.
+        const bool sound = known * all > 1e-25f && wx2 * all < 1e33f && all < 1e34f;
+        const float needed = dead ? infinity : sound ? known - 2e-5f * wx2 : -1.0f;
+        Found found = {};
+        for (int i1 = 0; i1 < END_FIRST; i1++) {
+            const Terms up = terms(0, i1, 0, false), down = terms(0, i1, 0, true);
+            for (int i2 = i1; i2 < N; i2++) {
+                const Terms two_up = up + terms(i1, i2, 1, false), two_down = down + terms(i1, i2, 1, true);
+                const bool try_up = may_exceed(two_up, needed - x[i2]), try_down = may_exceed(two_down, needed - w[i2]);
+                if (!try_up && !try_down) continue;
+                for (int i3 = max(i2, START_LAST); i3 < N; i3++) {
+                    if (try_up) (two_up + terms(i2, i3, 2, false) + terms(i3, N, 3, false)).keep(found);
+                    if (try_down) (two_down + terms(i2, i3, 2, true) + terms(i3, N, 3, true)).keep(found);
+                }
+            }
+        }
+        return dead ? Found{} : found;
+    }
+};

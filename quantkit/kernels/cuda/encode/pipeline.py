@@ -1,0 +1,216 @@
+"""Rows of a file on their way over a card: uploaded, decoded, encoded and downloaded on a stream of their own.
+
+A ``Slot`` has pinned memory for what goes there and what comes back, room on the card, and a stream. All that happens
+to its rows happens in order on that stream, so nothing of one slot waits for another: while one computes, others copy
+in both directions. Who has filled ``source`` and called ``start`` leaves both pinned arrays alone until ``wait``.
+
+    not_finite    x found n    found: int32, becomes 1 if a value is NaN or infinite
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from quantkit.helpers import round_up
+from quantkit.kernels.cuda.core.device import Device, Launch
+from quantkit.kernels.cuda.core.kernel import Kernel, Shape
+from quantkit.kernels.cuda.encode.encode import encode_rows, encoders, kernels_of, weighs
+from quantkit.kernels.cuda.unpack.dequantize import OUTPUTS, dequantize
+from quantkit.kernels.formats import FORMATS
+from quantkit.types import BY_NAME, TensorType
+
+U8 = npt.NDArray[np.uint8]
+F32 = npt.NDArray[np.float32]
+
+#: Rows that are encoded together may have so many importances.
+SEGMENTS = 64
+#: Elements of a block of threads (each.cuh), and where what encoders write may begin.
+_PART, _ALIGNED = 1024, 16
+#: Before the encoded rows: whether a value was not finite.
+_HEAD = 256
+
+_F32 = BY_NAME["F32"]
+
+
+class Lane(Device, Protocol):
+    """A device as one thread uses it: what it does, it does in order, beside what others do."""
+
+    def start_upload(self, address: int, data: npt.NDArray[Any]) -> None:
+        """Copy pinned memory to the device some time before ``wait`` returns."""
+
+    def start_download(self, address: int, out: npt.NDArray[Any]) -> None:
+        """Fill pinned memory from the device some time before ``wait`` returns."""
+
+    def wait(self) -> None:
+        """Wait until everything is done, without keeping a CPU busy; ResourceError if something failed."""
+
+
+class Form(NamedTuple):
+    """What rows are, and become: those of one form can go together. A source of F32 needs no decoding."""
+
+    source: TensorType
+    target: TensorType
+    n: int
+
+    def kernels(self, weighted: Iterable[bool]) -> list[Kernel]:
+        """Return the kernels that rows of this form need; weighted: with importance, without, or both."""
+        found = [not_finite(1).kernel, *(kernel for each in weighted for kernel in kernels_of(self.target, each))]
+        return found if self.source is _F32 else [*found, dequantize(self.source, self.n, 1).kernel]
+
+
+class Segment(NamedTuple):
+    """Rows that have one importance, float32 [n], or none: an empty array."""
+
+    rows: int
+    importance: F32
+
+
+class Room(NamedTuple):
+    """What a slot has room for: bytes of rows, of importances and of what comes back; values to decode; rows."""
+
+    source: int
+    importance: int
+    values: int
+    rows: int
+    out: int
+
+    @property
+    def host(self) -> int:
+        """Bytes of pinned memory."""
+        return self.source + self.importance + self.out
+
+    @property
+    def device(self) -> int:
+        """Bytes on the card."""
+        return self.host + 4 * self.values + 4 * self.rows
+
+    def __or__(self, other: Room) -> Room:
+        """Return room for either."""
+        return Room(*map(max, self, other))
+
+
+def room_for(form: Form, rows: int) -> Room:
+    """Return the room that rows of a form need."""
+    segments = min(SEGMENTS, rows)
+    return Room(
+        round_up(rows * form.source.row_bytes(form.n), 256),
+        4 * form.n * segments if weighs(form.target) else 0,
+        0 if form.source is _F32 else rows * form.n,
+        rows,
+        _HEAD + round_up(rows * form.target.row_bytes(form.n), _ALIGNED) + _ALIGNED * segments,
+    )
+
+
+def can_encode(t: TensorType) -> bool:
+    """Return whether cards encode type t."""
+    return t.name in encoders()
+
+
+def can_decode(t: TensorType) -> bool:
+    """Return whether cards decode rows of type t to the CPU's values."""
+    return t.name in FORMATS
+
+
+def not_finite(n: int) -> Shape:
+    """Return how to look for values that are not finite."""
+    return Shape(Kernel("encode/pipeline.cu", "not_finite"), (max(1, -(-n // _PART)), 1, 1))
+
+
+class Slot:
+    """Room for rows on their way over a card, and the stream they go by."""
+
+    def __init__(self, device: Lane, room: Room) -> None:
+        """Raise ResourceError where the card, or what CuPy raises where the host, has not enough memory."""
+        self.device, self.room = device, room
+        self._addresses: list[int] = []
+        self._segments: list[tuple[int, int]] = []
+        try:
+            self._source, self._importance, self._x, self._squares, self._out = (
+                self._allocated(nbytes)
+                for nbytes in (room.source, room.importance, 4 * room.values, 4 * room.rows, room.out)
+            )
+            #: Rows as they lie in the file, one behind the other.
+            self.source: U8 = device.host_array(room.source, np.uint8)
+            self._weights: F32 = device.host_array(room.importance // 4, np.float32)
+            self._made: U8 = device.host_array(room.out, np.uint8)
+        except BaseException:
+            self.close()
+            raise
+
+    def _allocated(self, nbytes: int) -> int:
+        if not nbytes:
+            return 0
+        self._addresses.append(self.device.allocate(nbytes))
+        return self._addresses[-1]
+
+    def start(self, form: Form, segments: Sequence[Segment]) -> None:
+        """Send rows on their way: those at the beginning of ``source``, SEGMENTS segments of them at most."""
+        d, n, rows = self.device, form.n, sum(segment.rows for segment in segments)
+        d.start_upload(self._source, self.source[: rows * form.source.row_bytes(n)])
+        importances = self._upload_importances(segments)
+        x = self._source if form.source is _F32 else self._decode(form, rows)
+        d.zero(self._out, 4)
+        look = not_finite(rows * n)
+        d.run([Launch(look.kernel, look.grid, look.kernel.block(x=x, found=self._out, n=rows * n))])
+        self._segments, at, row_bytes = [], _HEAD, form.target.row_bytes(n)
+        for segment, importance in zip(segments, importances, strict=True):
+            encode_rows(d, form.target, x, segment.rows, n, self._out + at, importance, self._squares)
+            self._segments.append((at, segment.rows * row_bytes))
+            x += 4 * n * segment.rows
+            at = round_up(at + segment.rows * row_bytes, _ALIGNED)
+        d.start_download(self._out, self._made[:at])
+
+    def _upload_importances(self, segments: Sequence[Segment]) -> list[int]:
+        """Return the address of each segment's importance, 0 where there is none."""
+        at, found = 0, []
+        for _, importance in segments:
+            self._weights[at : at + importance.size] = importance
+            found.append(self._importance + 4 * at if importance.size else 0)
+            at += importance.size
+        if at:
+            self.device.start_upload(self._importance, self._weights[:at])
+        return found
+
+    def _decode(self, form: Form, rows: int) -> int:
+        """Return the address of rows as float32."""
+        shape, row_bytes = dequantize(form.source, form.n, rows), form.source.row_bytes(form.n)
+        block = shape.kernel.block(
+            w=self._source, row_bytes=row_bytes, rows=rows, n=form.n, out=self._x, out_stride=4 * form.n,
+            to=OUTPUTS.index("f32"),
+        )  # fmt: skip
+        self.device.run([Launch(shape.kernel, shape.grid, block)])
+        return self._x
+
+    def wait(self) -> list[U8] | None:
+        """Return the bytes of each segment, until the next ``start``; None if a value is not finite."""
+        self.device.wait()
+        if self._made[:4].any():
+            return None
+        return [self._made[at : at + nbytes] for at, nbytes in self._segments]
+
+    def close(self) -> None:
+        """Give back what it has on the card, whatever became of that."""
+        with suppress(Exception):
+            self.device.wait()
+        for address in self._addresses:
+            with suppress(Exception):
+                self.device.free(address)
+        self._addresses.clear()
+
+
+def largest(forms: Sequence[Form], rows: Callable[[Form], int]) -> Room:
+    """Return room for so many rows of each form."""
+    room = Room(0, 0, 0, 0, 0)
+    for form in forms:
+        room = room | room_for(form, rows(form))
+    return room
+
+
+def kernels() -> Iterator[Kernel]:
+    """Yield every kernel of this file."""
+    yield not_finite(1).kernel

@@ -1,0 +1,103 @@
+// Rows of f32 to blocks of a type whose rows begin with a scale, which depends on all of the row; the scales of sub-blocks
+// are searched for, as multiples of it. Macros: ENCODER (ik_rows.cuh); WEIGHTED, if columns have an importance.
+//
+//     scales    a lane has 32 values, of whatever row, and searches for their scale: nearly all of the work
+//     rows      a block of threads has a row: from the scales follows the row's, from that levels and bytes
+//
+// Between the two, scales lie where the bytes of their super-block will be. Sums over a row, which fit its scale to the
+// levels, have one order: one thread adds, others wait, so blocks of threads are small, and many of them run at once.
+#include "encode/all.cuh"
+
+const int LANES = 64, STRIDE = 33, AT_ONCE = LANES / 8;
+#ifdef WEIGHTED
+const bool IMPORTANCE = true;
+#else
+const bool IMPORTANCE = false;
+#endif
+
+// rows of n values; out: their bytes, whole rows.
+struct scales_args {
+    const float *x, *importance;
+    uint8_t* out;
+    int64_t rows, n;
+};
+struct rows_args : scales_args {};
+
+// Where blocks of a row begin.
+INLINE uint8_t* blocks_of(const scales_args& a, int64_t row) {
+    return a.out + row * (ENCODER::HEADER + a.n / 256 * ENCODER::BYTES) + ENCODER::HEADER;
+}
+
+KERNEL(scales, 64) {
+    __shared__ float values[LANES * STRIDE], weights[LANES * STRIDE], own[LANES * ENCODER::OWN_ROOM + 1];
+    const int64_t per_row = a.n / 256, first = (int64_t)blockIdx.x * AT_ONCE, left = a.rows * per_row - first;
+    const int here = left < AT_ONCE ? (int)left : AT_ONCE;
+    for (int i = threadIdx.x; i < LANES * 32; i += LANES) {
+        values[i / 32 * STRIDE + i % 32] = i < here * 256 ? a.x[first * 256 + i] : 0.0f;
+#ifdef WEIGHTED
+        weights[i / 32 * STRIDE + i % 32] = a.importance[(first + i / 256) % per_row * 256 + i % 256];
+#endif
+    }
+    __syncthreads();
+    const typename ENCODER::Tables tables;
+    const int at = threadIdx.x, part = at % 8;
+    const Lane lane = {values + at * STRIDE, weights + at * STRIDE, own + at * ENCODER::OWN_ROOM, 0, part};
+    ENCODER::template weigh_values<IMPORTANCE>(lane);
+    __syncwarp();  // the search may spend values that others sum up
+    const float sum_w = ENCODER::FITTED ? sum_of<32>(lane.w) : 0;
+    const Found found = ENCODER::find(lane, tables);
+    const uint32_t raised = __ballot_sync(FULL, found.raised) >> (at & 24) & 255;
+    if (at / 8 < here) {
+        const int64_t block = first + at / 8;
+        const Kept kept(blocks_of(a, block / per_row), block % per_row * ENCODER::BYTES);
+        kept.store(part, found.d, raised, sum_w, ENCODER::FITTED);
+    }
+}
+
+KERNEL(rows, 64) {
+    __shared__ float values[LANES * STRIDE], weights[LANES * STRIDE], room[AT_ONCE * ENCODER::ROOM], some[2 * LANES];
+    __shared__ __align__(4) uint8_t bytes[AT_ONCE * ENCODER::BYTES];
+    const int64_t row = blockIdx.x;
+    const int at = threadIdx.x, count = (int)(a.n / 32);
+    const float* x = a.x + row * a.n;
+    uint8_t* out = blocks_of(a, row);
+    const RowScale of = row_scale<ENCODER>(out, count, some);
+    const typename ENCODER::Tables tables;
+    float total = 0;  // of the terms in x (thread 0) and in w (the first of another warp)
+    for (int first = 0; first < count; first += LANES) {
+        const int here = min(count - first, LANES);
+        for (int i = at; i < LANES * 32; i += LANES) {
+            values[i / 32 * STRIDE + i % 32] = i < here * 32 ? x[first * 32 + i] : 0.0f;
+#ifdef WEIGHTED
+            weights[i / 32 * STRIDE + i % 32] = i < here * 32 ? a.importance[first * 32 + i] : 0.0f;
+#endif
+        }
+        Found found = {};
+        if (at < here) {
+            const Kept kept(out, (int64_t)((first + at) / 8) * ENCODER::BYTES);
+            found.d = kept.scale(at % 8);
+            found.raised = (int)(kept.raised() >> at % 8 & 1);
+        }
+        __syncthreads();
+        const int block = at / 8;
+        const Lane lane = {values + at * STRIDE, weights + at * STRIDE, room + block * ENCODER::ROOM,
+                           bytes + block * ENCODER::BYTES, at % 8};
+        ENCODER::template weigh_values<IMPORTANCE>(lane);
+        __syncwarp();  // terms take the place of values that others sum up
+        ENCODER::store(lane, tables, found, of);
+        __syncthreads();
+        if (at % 32 == 0) {
+            const float* terms = at ? weights : values;
+            for (int i = 0; i < here; i++)
+#pragma unroll
+                for (int j = 0; j < ENCODER::TERMS; j++) total = total + terms[i * STRIDE + ENCODER::term_at(j)];
+        }
+        uint16_t* to = (uint16_t*)(out + first / 8 * ENCODER::BYTES);
+        for (int i = at; i < here / 8 * ENCODER::BYTES / 2; i += LANES) to[i] = of.d != 0 ? ((const uint16_t*)bytes)[i] : 0;
+        __syncthreads();
+    }
+    if (at % 32 == 0) some[at] = total;
+    __syncthreads();
+    const float sumqx = some[0], sumq2 = some[32], d = of.d != 0 && sumq2 > 0 ? sumqx / sumq2 : of.d;
+    if (at == 0) store_row_scale<ENCODER::HEADER>(out - ENCODER::HEADER, ENCODER::STRETCH * d);
+}

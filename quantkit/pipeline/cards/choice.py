@@ -1,0 +1,90 @@
+"""Which tensors cards encode, and why the CPU does the others."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+from quantkit.errors import RecipeError, ResourceError
+from quantkit.kernels.cuda.core import device as devices
+from quantkit.kernels.cuda.encode.encode import weighs
+from quantkit.kernels.cuda.encode.pipeline import Form, can_decode, can_encode
+from quantkit.kernels.formats import FORMATS, encoder_for
+from quantkit.kernels.interleave import repacks
+from quantkit.pipeline.plan import Plan
+from quantkit.pipeline.work import Job, PlannedTensor, RowSlice
+from quantkit.types import BY_NAME
+
+BACKENDS = ("cpu", "cuda", "auto")
+
+_F32 = BY_NAME["F32"]
+
+
+def why_not(tensor: PlannedTensor, part: RowSlice) -> str | None:
+    """Return why a card does not encode a part, "" if there is nothing to encode; None if it does."""
+    if part.is_copied(tensor.type) or repacks(part.source.type, tensor.type):
+        return ""
+    if part.inputs is not None:
+        return "error feedback"
+    whose = encoder_for(tensor.type, tensor.encoder or None)
+    known = FORMATS.get(tensor.type.name)
+    if known is not None and known.ik_encoder and whose != "mainline":
+        return f"no CUDA encoder for {tensor.type} by the search '{whose}'"
+    return None if can_encode(tensor.type) else f"no CUDA encoder for {tensor.type}"
+
+
+def form_of(tensor: PlannedTensor, part: RowSlice) -> Form | None:
+    """Return the form of a part's rows on a card; None if the CPU encodes them. What a card cannot decode, it does."""
+    if why_not(tensor, part) is not None:
+        return None
+    return Form(part.source.type if can_decode(part.source.type) else _F32, tensor.type, part.values)
+
+
+def is_weighted(tensor: PlannedTensor, part: RowSlice) -> bool:
+    """Tell whether a part's bytes depend on an importance."""
+    return part.found is not None and weighs(tensor.type)
+
+
+def segment_of(tensor: PlannedTensor, job: Job) -> object:
+    """Return what jobs of one form have in common if their rows have one importance."""
+    return (job.tensor, job.part, job.matrix) if is_weighted(tensor, tensor.parts[job.part]) else None
+
+
+def cards_for(plan: Plan, backend: str, wanted: Sequence[int] = ()) -> tuple[tuple[str, ...], str]:
+    """Return the cards that carry out a plan, CUDA0, ..., and a sentence that says so, and what the CPU does.
+
+    wanted: numbers of cards; without, all.
+
+    Raises:
+        ResourceError: a card is not there, or none if ``backend`` is "cuda".
+        RecipeError: no such backend, or cards are named for that of the CPU.
+    """
+    if backend not in BACKENDS:
+        raise RecipeError(f"--backend {backend}: there are {', '.join(BACKENDS)}")
+    if backend == "cpu":
+        if wanted:
+            raise RecipeError("--devices names CUDA cards: give --backend cuda, or auto, with it")
+        return (), ""
+    count = devices.count_devices()
+    missing = [f"CUDA{i}" for i in wanted if i >= count]
+    if not count and (backend == "cuda" or wanted):
+        raise ResourceError(f"--backend {backend}: no card can be used: {devices.why_none()}")
+    if missing:
+        raise ResourceError(f"--devices: there is no {', '.join(missing)}; {devices.why_none()}")
+    names = tuple(f"CUDA{i}" for i in dict.fromkeys(wanted or range(count)))
+    if not names:
+        return (), f"--backend {backend}: the CPU encodes everything: {devices.why_none()}"
+    reasons: Counter[str] = Counter()
+    for tensor in plan.tensors:
+        found = [why_not(tensor, part) for part in tensor.parts]
+        reasons[" on cards" if None in found else max(filter(None, found), default="")] += 1
+    on_cards, _ = reasons.pop(" on cards", 0), reasons.pop("", 0)
+    rest = ", ".join(f"{why} ({n})" for why, n in reasons.most_common())
+    if not on_cards:
+        return (), f"--backend {backend}: the CPU does everything: {rest or 'nothing is to be encoded'}"
+    text = f"--backend {backend}: {', '.join(names)} encode{'s' * (len(names) == 1)} {_tensors(on_cards)}"
+    return names, text + (f", the CPU {_tensors(reasons.total())}: {rest}" if rest else "")
+
+
+def _tensors(n: int) -> str:
+    return f"{n} tensor{'s' * (n != 1)}"

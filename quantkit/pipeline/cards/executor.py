@@ -1,0 +1,195 @@
+"""CUDA cards as an executor, beside the threads of this process: the same jobs, the same bytes.
+
+Jobs whose type has an encoder there go to the cards, in batches; the others to the threads, at the same time. A card
+has some ``Slot``s, each with a thread that reads rows into pinned memory, sends them through the slot's stream, checks
+what comes back and writes it; while it does so, the streams of the others copy and compute. Memory is what --max-ram
+leaves after the threads, and --max-vram.
+
+A card that fails, at whatever, hands its jobs on, to other cards or the threads, and is not used again. What a job
+reads and writes does not depend on who runs it, so journal, resume and cache know nothing of cards.
+"""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Callable, Sequence
+from functools import partial
+
+from quantkit.errors import ResourceError
+from quantkit.helpers import format_size
+from quantkit.kernels.cuda.core import device as devices
+from quantkit.kernels.cuda.encode.pipeline import Form, Slot, largest
+from quantkit.kernels.first_run import compile_together
+from quantkit.pipeline.cards.batch import Batches, Card, Checks
+from quantkit.pipeline.cards.choice import form_of, is_weighted, segment_of
+from quantkit.pipeline.cards.shares import Shares
+from quantkit.pipeline.ledger import Work
+from quantkit.pipeline.threads import Threads, run_together, work
+from quantkit.pipeline.warm import kernel_calls
+from quantkit.pipeline.work import Job, PlannedTensor, RowSlice, Worker, cut_jobs, job_values, metrics_for, worker_ram
+
+#: Slots of a card: one reads, one is copied or computed, one writes, and one more, as none takes as long as another.
+SLOTS = 4
+#: Values of a batch, if memory allows: enough that Python does not bound the fastest types.
+BATCH = 1 << 24
+#: Of the memory of a card that is free, without --max-vram.
+SHARE = 0.8
+
+
+class Cards(Threads):
+    """Cards by name, and ``threads`` threads for what they do not encode.
+
+    max_vram: bytes to take of each. verify: jobs to encode again on the CPU. say: is told what the user should know.
+    """
+
+    def __init__(
+        self,
+        threads: int,
+        names: Sequence[str],
+        *,
+        max_vram: int | None = None,
+        verify: int = 0,
+        say: Callable[[str], None] | None = None,
+    ) -> None:
+        super().__init__(threads + SLOTS * len(names))
+        self._threads, self._names, self._max_vram, self._verify = threads, tuple(names), max_vram, verify
+        self._say, self._lock = say, threading.Lock()
+        self._lost: set[str] = set()
+
+    def run(self, ledger: Work, *, measure: bool) -> None:
+        """Run all jobs of a ledger, or of a part of one; on return none is under way."""
+        on_cards = [(t, p, form) for t in ledger.to_encode() for p in t.parts if (form := form_of(t, p)) is not None]
+        values = job_values(list(ledger.plan.tensors), self.count, ledger.max_ram)
+        cards = self._opened(on_cards, values, ledger) if on_cards else []
+        if not cards:
+            Threads(self._threads).run(ledger, measure=measure)
+            return
+        everything = {t.name for t, p, form in on_cards if form.source is p.source.type}
+        everything -= {t.name for t in ledger.to_encode() for p in t.parts if form_of(t, p) is None}
+        compile_together(kernel_calls(ledger.to_encode(), measure, frozenset() if self._verify else everything))
+        _OneRun(self, ledger, measure, cards, self._checks(ledger, values)).carry_out(self._threads)
+
+    def say(self, text: str) -> None:
+        """Tell the user; from any thread."""
+        if self._say is not None:
+            with self._lock:
+                self._say(text)
+
+    def lose(self, card: Card, why: BaseException) -> None:
+        """Do not use a card again."""
+        with self._lock:
+            card.failed, known = True, card.name in self._lost
+            self._lost.add(card.name)
+        if not known:
+            reason = str(why).strip().splitlines()[0] if str(why).strip() else type(why).__name__
+            self.say(f"{card.name} is not used any more, others do its work: {reason}")
+
+    def _opened(self, parts: Sequence[tuple[PlannedTensor, RowSlice, Form]], values: int, ledger: Work) -> list[Card]:
+        """Return the cards that can be used, kernels loaded."""
+        forms = dict[Form, set[bool]]()
+        for tensor, part, form in parts:
+            forms.setdefault(form, set()).add(is_weighted(tensor, part))
+        kernels = [kernel for form, weighted in forms.items() for kernel in form.kernels(weighted)]
+        slots = SLOTS * len(self._names)
+        need = worker_ram(list(ledger.plan.tensors), values)
+        ram = (ledger.max_ram - self.count * need) // slots + 12 * values
+        found = []
+        for name in self._names:
+            card = Card(name, None)
+            if name in self._lost:
+                continue
+            try:
+                card.device = devices.open_device(name)
+                card.device.prepare(list(dict.fromkeys(kernels)))
+                self._fit(card, list(forms), values, ram)
+                found.append(card)
+            except Exception as e:  # whatever a driver, a compiler and CuPy raise
+                self.lose(card, e)
+        return found
+
+    def _fit(self, card: Card, forms: list[Form], values: int, ram: int) -> None:
+        """Choose how much goes together so that a slot has no more than ``ram`` bytes, and the card's have room."""
+        free = int(SHARE * card.device.bytes_free())
+        vram, batch = free if self._max_vram is None else min(free, self._max_vram), max(BATCH, values)
+        while True:
+
+            def rows(form: Form, batch: int = batch) -> int:
+                return max(1, batch // form.n)
+
+            card.rows, card.room = rows, largest(forms, rows)
+            if batch <= values or card.room.host <= ram and SLOTS * card.room.device <= vram:
+                break
+            batch = max(values, batch // 2)
+        card.slots = min(SLOTS, vram // card.room.device)
+        if not card.slots:
+            raise ResourceError(
+                f"{card.name} has no room: a job takes {format_size(card.room.device)} of its memory, "
+                f"and {format_size(vram)} may be taken"
+            )
+
+    def _checks(self, ledger: Work, values: int) -> Checks:
+        """Draw the jobs to be encoded again; the same ones for a plan, as far as nothing of it is done."""
+        if not self._verify:
+            return Checks()
+        names, count = {t.name for t in ledger.to_encode()}, 0
+        for at, tensor in enumerate(ledger.plan.tensors):
+            if tensor.name in names and any(form_of(tensor, p) is not None for p in tensor.parts):
+                jobs = cut_jobs(at, tensor, values)
+                count += sum(form_of(tensor, tensor.parts[job.part]) is not None for job in jobs)
+        seed = int(ledger.plan.fingerprint[:8], 16)
+        drawn = random.Random(seed).sample(range(count), min(self._verify, count))
+        self.say(f"--verify: the CPU encodes {len(drawn)} of {count} jobs of the cards, too, drawn with seed {seed}")
+        return Checks(frozenset(drawn))
+
+
+class _OneRun:
+    """The jobs of one ledger on cards and threads."""
+
+    def __init__(self, executor: Cards, ledger: Work, measure: bool, cards: list[Card], checks: Checks) -> None:
+        self.executor, self.ledger, self.measure, self.cards, self.checks = executor, ledger, measure, cards, checks
+        self.plan = ledger.plan
+        self._forms = {
+            (at, number): form_of(tensor, part)
+            for at, tensor in enumerate(self.plan.tensors)
+            for number, part in enumerate(tensor.parts)
+        }
+        self.shares = Shares(ledger, self._form, sum(card.slots for card in cards), checks.wanted)
+
+    def carry_out(self, threads: int) -> None:
+        """Return when all jobs are done, or the ledger has a failure."""
+        metrics = metrics_for(self.plan.tensors, self.ledger.max_ram, threads)
+        on_cpu = partial(work, self.ledger, self.shares.for_thread, metrics, self.measure, 2 * threads)
+        slots = [partial(self._serve, card) for card in self.cards for _ in range(card.slots)]
+        run_together(self.ledger, [*slots, *[on_cpu] * threads])
+        if self.checks.wanted and not self.ledger.stop.is_set():
+            self.executor.say(f"--verify: {self.checks.done} jobs have the CPU's bytes")
+
+    def _form(self, job: Job) -> Form | None:
+        """Return the form of a job's rows; None for the CPU, to which also goes what the cache has."""
+        return None if job.cached is not None and job.cached.known else self._forms[job.tensor, job.part]
+
+    def _segment(self, job: Job) -> object:
+        return segment_of(self.plan.tensors[job.tensor], job)
+
+    def _serve(self, card: Card) -> None:
+        """Carry out batches in a slot of a card, until there are none, or the card fails."""
+        try:
+            slot = Slot(card.device.lane(), card.room)
+        except Exception as e:  # fewer slots do, but none does not
+            card.slots -= 1
+            if not card.slots:
+                self.executor.lose(card, e)
+            self.shares.leave()
+            return
+        try:
+            metrics = metrics_for((), self.ledger.max_ram, 1)  # nothing is fed here
+            worker = Worker(
+                self.plan.source, self.ledger.target, metrics, measure=self.measure, ahead=self.executor.count
+            )
+            batches = Batches(self.ledger, self.shares, self.checks, card, slot, worker, self.executor.lose)
+            while not card.failed and (taken := self.shares.batch(card.rows, self._segment)) is not None:
+                batches.run(*taken)
+        finally:
+            self.shares.leave()
+            slot.close()

@@ -1,0 +1,90 @@
+"""How fast weights of each type are read on this machine, when a token is generated: products with one row."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from quantkit.errors import FormatError
+from quantkit.formats.outputs import read_whole
+from quantkit.helpers import available_cpus
+from quantkit.kernels.cpu.core.tape import Batch, Tape, address_of
+from quantkit.kernels.cpu.core.team import Team
+from quantkit.kernels.cpu.matmul import activations
+from quantkit.kernels.cpu.matmul.matmul import activation_format, mul_mat, products_of, row_bytes, scratch_bytes
+from quantkit.types import TensorType
+
+#: Values of a row, and the bytes that are read, more than caches hold.
+_WIDTH, _BYTES = 4096, 128 << 20
+#: Seconds for which a type is measured; the best product counts.
+_SECONDS = 0.5
+#: The largest table.
+_MOST = 1 << 20
+
+
+def measure_speeds(
+    types: Iterable[TensorType], *, threads: int | None = None, progress: Callable[[str], None] = lambda line: None
+) -> dict[str, float]:
+    """Return GB/s by name of type: the best of some products of a matrix, larger than caches, with one row."""
+    found, team = {}, Team(min(threads or available_cpus(), 62))
+    for t in types:
+        found[t.name] = _speed(team, t)
+        progress(f"{t.name}: {found[t.name]:.1f} GB/s")
+    return found
+
+
+def read_speeds(path: Path) -> Mapping[str, float]:
+    """Return a table of GB/s by name of type, as JSON. Raises FormatError."""
+    try:
+        table = json.loads(read_whole(path, _MOST))
+        found = {str(name): float(speed) for name, speed in table.items()}
+    except (ValueError, TypeError, AttributeError):
+        raise FormatError(f'{path}: not a table of GB/s by type, as {{"Q4_K": 18.5}}') from None
+    if slow := [name for name, speed in found.items() if not 0 < speed < float("inf")]:
+        raise FormatError(f"{path}: the speed of {slow[0]} must be above 0")
+    return found
+
+
+def _speed(team: Team, t: TensorType) -> float:
+    rows = _BYTES // t.row_bytes(_WIDTH) // 256 * 256
+    weights = np.full((rows, t.row_bytes(_WIDTH)), 0, np.uint8)  # written, so that every page is one of its own
+    tape, _keep = _product(team, t, weights)
+    tape.run()  # compiled
+    best, end = np.inf, time.perf_counter() + _SECONDS
+    while time.perf_counter() < end:
+        began = time.perf_counter()
+        tape.run()
+        best = min(best, time.perf_counter() - began)
+    return weights.nbytes / best / 1e9
+
+
+def _product(team: Team, t: TensorType, weights: npt.NDArray[np.uint8]) -> tuple[Tape, tuple[object, ...]]:
+    """Return the product of weights with a row of ones, and what it keeps in memory."""
+    x, kind = np.ones((1, _WIDTH), np.float32), activation_format(t)
+    batch, out = Batch(team, 1), np.empty((1, len(weights)), np.float32)
+    batch.set(np.zeros(1, np.int32))
+    stride, each = row_bytes(kind, _WIDTH), -(-scratch_bytes(t, _WIDTH) // 64) * 64
+    rows = x if kind == "f32" else _aligned(stride)
+    scratch = _aligned(each * team.threads)
+    product = mul_mat.block(
+        batch=batch.address, x=address_of(rows), x_stride=stride, w=address_of(weights), row_bytes=weights.shape[1],
+        products=products_of(t), n_in=_WIDTH, n_out=len(weights), out=address_of(out), out_stride=4 * len(weights),
+        rows_of=0, per=1, bias=0, scale=0, scratch=address_of(scratch), scratch_bytes=each,
+    )  # fmt: skip
+    entries = [(mul_mat, product)]
+    if kind != "f32":
+        made = activations.quantize(kind)
+        block = made.block(batch=batch.address, x=address_of(x), out=address_of(rows), n=_WIDTH, rows_of=0, per=1)
+        entries.insert(0, (made, block))
+    return Tape(team, batch, entries), (x, out, rows, scratch)
+
+
+def _aligned(n: int) -> npt.NDArray[np.uint8]:
+    space = np.zeros(n + 64, np.uint8)
+    start = -address_of(space) % 64
+    return space[start : start + n]
