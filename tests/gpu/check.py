@@ -162,12 +162,14 @@ def placements(run: Run) -> None:
 
 
 def encoding(run: Run) -> None:
-    """Encoders beside the golden bytes of llama.cpp."""
+    """Encoders beside the golden bytes of llama.cpp and of ik_llama.cpp."""
     from quantkit.kernels.cuda.core.device import open_device
 
     device: Any = open_device("CUDA0")
-    with np.load(ROOT / "tests/data/golden-mainline.npz") as kept:
-        golden = {name: kept[name] for name in kept.files}
+    golden: dict[str, Any] = {}
+    for tree in ("ik", "mainline"):  # of a type that both have, what is there is mainline's
+        with np.load(ROOT / f"tests/data/golden-{tree}.npz") as kept:
+            golden |= {name: kept[name] for name in kept.files}
 
     def of_type(name: str) -> None:
         for key, importance in ((name, None), (f"{name}+imatrix", golden["imatrix"])):

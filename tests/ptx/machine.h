@@ -79,12 +79,12 @@ uint32_t mad_lo_cc_u32(uint32_t, uint32_t, uint32_t), madc_lo_cc_u32(uint32_t, u
 uint32_t madc_hi_cc_u32(uint32_t, uint32_t, uint32_t), madc_hi_u32(uint32_t, uint32_t, uint32_t);
 }
 #define thread_at host_thread
-// Compiled with COUNTED: how often each thread of a block has run each line of the PTX.
+// Compiled with COUNTED, a number of threads: how often each thread of a launch has run each line of the PTX.
 #ifdef COUNTED
 extern "C" {
 unsigned lines_run[COUNTED][16384];
 }
-#define COUNT(line) lines_run[thread_at->thread.x][line]++;
+#define COUNT(line) lines_run[thread_at->block.x * thread_at->threads.x + thread_at->thread.x][line]++;
 #else
 #define COUNT(line)
 #endif
