@@ -155,10 +155,11 @@ def main() -> None:
             "searched": Finder(space),
             "error of weights": Finder(Space(by_error_of_weights(known, given, folder), source, options)),
         }
+        if given.feedback is not None:
+            finders["searched, feedback"] = Finder(Space(known, source, replace(options, feedback=given.feedback)))
         rows: list[Row] = []
-        print(
-            "| preset | bytes | preset | searched | ratio | error of weights | ratio |\n|---|---|---|---|---|---|---|"
-        )
+        print(f"| preset | bytes | its divergence | {' | ratio | '.join(finders)} | ratio |")
+        print(f"|---|---|---|{'---|---|' * len(finders)}")
         for name in given.presets.split(","):
             plan = runs.plan(name, QuantizeOptions(imatrix=given.imatrix))
             first = runs.row("preset", plan, predicted(space, plan) or math.nan)

@@ -28,7 +28,9 @@ if TYPE_CHECKING:
     from quantkit.merge import merge_up_gate, split_up_gate
     from quantkit.model.engine import load
     from quantkit.quantize import QuantizeOptions, plan_quantize, quantize
+    from quantkit.recipes import write_recipe
     from quantkit.search import SearchOptions, search, search_front
+    from quantkit.sensitivity import SensitivityOptions, read_sensitivity, sensitivity
 
 __all__ = [
     "ConvertOptions",
@@ -36,6 +38,7 @@ __all__ = [
     "QuantizeOptions",
     "QuantkitError",
     "SearchOptions",
+    "SensitivityOptions",
     "__version__",
     "bench",
     "calibration",
@@ -56,12 +59,15 @@ __all__ = [
     "plan_quantize",
     "prune_cache",
     "quantize",
+    "read_sensitivity",
     "search",
     "search_front",
+    "sensitivity",
     "show_cache",
     "split_up_gate",
     "sweep_bench",
     "verify_cache",
+    "write_recipe",
 ]
 
 #: The module of every name above.
@@ -71,6 +77,7 @@ _HOME = {
     "QuantizeOptions": "quantize",
     "QuantkitError": "errors",
     "SearchOptions": "search",
+    "SensitivityOptions": "sensitivity",
     "bench": "bench",
     "calibration": "calibration",
     "compare": "compare",
@@ -90,12 +97,15 @@ _HOME = {
     "plan_quantize": "quantize",
     "prune_cache": "cache",
     "quantize": "quantize",
+    "read_sensitivity": "sensitivity",
     "search": "search",
     "search_front": "search",
+    "sensitivity": "sensitivity",
     "show_cache": "cache",
     "split_up_gate": "merge",
     "sweep_bench": "bench",
     "verify_cache": "cache",
+    "write_recipe": "recipes",
 }
 
 

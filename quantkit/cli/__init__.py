@@ -31,6 +31,7 @@ COMMANDS = {
     "logits": "Write the logits a model computes for given tokens.",
     "imatrix": "Collect, show, compare, merge and convert importance matrices.",
     "calibration": "Build a calibration text and a disjoint evaluation text from local files.",
+    "sensitivity": "Measure what quantizing each group of tensors alone costs, for search.",
     "search": "Find the types that lose least at a size, from measured sensitivities.",
     "bench": "Measure prompt and generation speed, with and without fusion.",
     "sweep-bench": "Measure speed as the context fills.",

@@ -33,7 +33,7 @@ from quantkit.errors import ResourceError
 from quantkit.formats.outputs import check_apart, read_whole, written
 from quantkit.helpers import format_seconds, format_size, printable
 from quantkit.search import Allocation, Check, Front, SearchOptions, SearchResult, search, search_front
-from quantkit.search.find import known_of, model_of
+from quantkit.search.find import known_of, model_of, with_imatrix
 from quantkit.search.options import RUNTIMES
 from quantkit.search.recipe import recipe_text
 from quantkit.search.restrict import named_type
@@ -216,7 +216,8 @@ def command(
     say = _say(quiet=json_to == "-")
     if given["min_speed"] is not None:
         given["speeds"] = _speeds(speeds, known, given["types"], threads, say)
-    options = SearchOptions(**{name: value for name, value in given.items() if name in named})
+    asked = SearchOptions(**{name: value for name, value in given.items() if name in named})
+    options = with_imatrix(asked, known, sensitivity, source)
     result: dict[str, Any] = {}
     text: list[str] = []
     if targets:

@@ -119,7 +119,7 @@ def perplexity(
             raise RecipeError("a cluster runs models from files: name one")
         loaded = stack.enter_context(opened(model, n_ctx, own))
         ids = text_tokens(loaded, text, tokens)
-        windows = _strided(ids, n_ctx, stride, chunks) if stride else _chunked(ids, n_ctx, chunks)
+        windows = _strided(ids, n_ctx, stride, chunks) if stride else chunked(ids, n_ctx, chunks)
         first = n_ctx - stride - 1 if stride else n_ctx // 2
         sink: _Sink | None = None
         if save_logits is not None and part is not None:
@@ -135,7 +135,7 @@ def perplexity(
     return Perplexity(path, *scored, sums.ppl, sums.mean, running, took, saved, notes)
 
 
-def _chunked(ids: I32, n_ctx: int, chunks: int | None) -> I32:
+def chunked(ids: I32, n_ctx: int, chunks: int | None) -> I32:
     """Return the chunks of a text, int32 [n, n_ctx]."""
     if n_ctx < 4:
         raise RecipeError(f"a context of {n_ctx} tokens leaves nothing to score; at least 4 are needed")

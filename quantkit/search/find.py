@@ -68,8 +68,8 @@ def search(
     options.one_target()
     check_solver()
     known = known_of(sensitivity)
-    with open_model(model_of(known, source)) as opened:
-        space = Space(known, opened, with_imatrix(options, known))
+    with open_model(path := model_of(known, source)) as opened:
+        space = Space(known, opened, with_imatrix(options, known, *files_of(sensitivity), path))
         finder = Finder(space)
         found = list(finder.best(1 if check is None else check.count))
         if check is not None:
@@ -88,6 +88,11 @@ def known_of(given: Sensitivity | str | Path) -> Sensitivity:
     return known
 
 
+def files_of(given: Sensitivity | str | Path) -> tuple[Path, ...]:
+    """Return the file of what was measured, if it is one."""
+    return () if isinstance(given, Sensitivity) else (Path(given),)
+
+
 def model_of(known: Sensitivity, given: str | Path | None) -> Path:
     """Return the model that is quantized: the one given, else the one that was measured. Raises RecipeError."""
     if given is not None:
@@ -98,12 +103,16 @@ def model_of(known: Sensitivity, given: str | Path | None) -> Path:
     return Path(path)
 
 
-def with_imatrix(options: SearchOptions, known: Sensitivity) -> SearchOptions:
-    """Return options with the importance matrix that was measured with, where none is given and it is there."""
-    path = known.settings.get("imatrix")
-    if options.imatrix is not None or not isinstance(path, str) or not Path(path).is_file():
+def with_imatrix(options: SearchOptions, known: Sensitivity, *beside: Path) -> SearchOptions:
+    """Return options with the importance matrix that was measured with, where none is given.
+
+    It is looked for where it is said to be, in the folder of ``beside`` files and in that of the model.
+    """
+    name = known.settings.get("imatrix")
+    if options.imatrix is not None or not isinstance(name, str) or not name:
         return options
-    return replace(options, imatrix=Path(path))
+    found = (path for path in (Path(name), *(each.parent / name for each in beside)) if path.is_file())
+    return replace(options, imatrix=next(found, None))
 
 
 class Finder:
@@ -193,7 +202,7 @@ class Finder:
     @cached_property
     def header(self) -> int:
         """Bytes of a file beside its tensors, with no rule in it."""
-        plan = self.space.plan("COPY", ())
+        plan = self.space.bare()
         alignment = int(self.space.source.get("general.alignment", 32))
         return plan.nbytes - sum(round_up(t.nbytes, alignment) for t in plan.tensors)
 

@@ -179,7 +179,17 @@ class Space:
         """Return the tensors of a file in which ``groups`` are ``t`` and all else is as it was."""
         names = [re.escape(name) for group in groups for name in group.tensors]
         rules = () if t is None else (Rule(rf"^(?:{'|'.join(names)})$", t, "search"),)
-        return list(self.plan("COPY", rules).tensors)
+        return list(self.bare(rules).tensors)
+
+    def bare(self, rules: Sequence[Rule] = ()) -> Plan:
+        """Return a plan in which all is as it was but for ``rules``; feedback counts only if types need it."""
+        options, path = self.quantize_options("COPY", rules), Path("search.gguf")
+        try:
+            return plan_from(self.source, path, "COPY", replace(options, feedback=None))
+        except RecipeError:
+            if options.feedback is None:
+                raise
+            return plan_from(self.source, path, "COPY", options)
 
     def _by_group(self, t: TensorType, groups: Sequence[Group]) -> dict[str, list[PlannedTensor]]:
         """Return the tensors that groups become as ``t``; one made of two groups is of the first."""

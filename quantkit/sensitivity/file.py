@@ -29,7 +29,7 @@ class Group:
     name: str
     kind: str
     layer: int | None
-    tensors: Mapping[str, tuple[int, ...]]
+    tensors: Mapping[str, tuple[int, ...]] = field(hash=False)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,467 @@
+"""``sensitivity``: measure what quantizing each group of tensors alone costs, in each of some types.
+
+Layer by layer: the model itself runs a layer for a batch of windows; for each pair of a group and a type only what
+depends on the group runs anew, then the layers behind. So a model is in memory once, and with it the encoded tensors of
+one layer. What the model itself gives at the layer's beginning lies in files beside the output.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from quantkit.errors import RecipeError, ResourceError
+from quantkit.evaluate.likelihood import chunked
+from quantkit.evaluate.passes import bos_of, note_calibration, note_context, text_tokens
+from quantkit.evaluate.statistics import mean_and_error
+from quantkit.formats.imatrix import read_imatrix
+from quantkit.formats.outputs import Output, beside, check_apart, read_text, written
+from quantkit.formats.remote import URL
+from quantkit.helpers import available_cpus
+from quantkit.kernels.first_run import working_seconds
+from quantkit.kernels.levels import all_levels
+from quantkit.model.engine import Model, load
+from quantkit.model.ops import Value
+from quantkit.model.selection import without_selection
+from quantkit.pipeline.cache.store import open_store
+from quantkit.pipeline.feedback import Recorded
+from quantkit.pipeline.run import DEFAULT_MAX_RAM
+from quantkit.pipeline.work import ErrorSums
+from quantkit.sensitivity.encode import Encoded, Encoder, Encoding, Pair, groups_of, pairs_of, types_of
+from quantkit.sensitivity.file import Cost, Sensitivity, read_sensitivity
+from quantkit.sensitivity.journal import Journal, Key
+from quantkit.sensitivity.proxies import probes_of, rank_correlations, with_proxies
+from quantkit.sensitivity.scores import Base, Sums
+from quantkit.sensitivity.variants import Layer, Runner, Values, first_layer, layers_of, variant_of, with_leaves
+from quantkit.types import type_by_name
+from quantkit.version import __version__
+
+I32 = npt.NDArray[np.int32]
+
+#: What is measured unless types are named; those that need an importance matrix only with one.
+TYPES = ("IQ1_M", "IQ2_XXS", "IQ2_S", "Q2_K", "IQ3_XXS", "Q3_K", "IQ4_XS", "Q4_K", "Q5_K", "Q6_K", "Q8_0")
+#: Bytes of logits that are held of a batch, those of the base with their probabilities.
+_LOGITS = 256 << 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SensitivityOptions:
+    """What is measured, on how much text, and how.
+
+    types: by name; none for ``TYPES``. groups: ``class-layer`` or ``tensor``. feedback: a file of covariances; types
+    that can be are then encoded with error feedback, too. n_ctx: tokens of a chunk; chunks: how many, None for all.
+    n_batch: tokens that go through the layers together. proxies_only: measure one type of each group, guess the others.
+    """
+
+    types: tuple[str, ...] = ()
+    imatrix: Path | None = None
+    groups: str = "class-layer"
+    feedback: Path | None = None
+    n_ctx: int = 512
+    chunks: int | None = None
+    n_batch: int = 4096
+    kv_type: str = "f16"
+    proxies_only: bool = False
+    allow_requantize: bool = False
+    threads: int | None = None
+    max_ram: int | None = None
+    cache: Path | None = None
+    cache_size: int | None = None
+    resume: bool = False
+    overwrite: bool = False
+
+
+class SensitivityProgress(NamedTuple):
+    """How far a run is: ``done`` of ``total`` steps of about equal time, and what it does."""
+
+    done: float
+    total: float
+    text: str
+
+
+#: Is told of progress, and what the user should know.
+Progress = Callable[[SensitivityProgress], None]
+
+
+def sensitivity(
+    model: str | Path,
+    out: str | Path,
+    files: Sequence[str | Path] = (),
+    *,
+    tokens: npt.ArrayLike | None = None,
+    options: SensitivityOptions | None = None,
+    progress: Progress | None = None,
+) -> Sensitivity:
+    """Measure what quantizing each group of tensors alone costs on held-out text, and write it to ``out``.
+
+    Args:
+        model: a GGUF file of full precision; files: texts, or ``tokens``, int32 [n].
+        out: the file to write, as ``read_sensitivity`` reads it; ``settings["notes"]`` is what the user should know.
+
+    Raises:
+        RecipeError: options that make no sense, a type that can be measured of no group.
+        ResourceError: the output exists, another run writes it, or an interrupted run is not resumed.
+        QuantkitError: too little text; what quantize and load raise.
+    """
+    options, model, out = options or SensitivityOptions(), Path(model), Path(out)
+    if isinstance(model, URL) or str(model).startswith(("http://", "https://", "s3://")):
+        raise ResourceError(f"{model}: sensitivity runs the model, from a file on this machine: copy it first")
+    if (tokens is None) == (not files):
+        raise RecipeError("sensitivity is measured on a text: give texts (-f), or tokens")
+    check_apart([out, beside(out, ".journal")], [model, *files, options.imatrix, options.feedback])
+    with ExitStack() as stack:
+        stack.enter_context(Output(out, overwrite=options.overwrite or options.resume))
+        run = _Run(model, out, files, tokens, options, progress, stack)
+        there = run.finished()
+        return there if there is not None else run.run()
+
+
+class _Run:
+    """One run: what it measures, and its state."""
+
+    def __init__(
+        self,
+        model: Path,
+        out: Path,
+        files: Sequence[str | Path],
+        tokens: npt.ArrayLike | None,
+        options: SensitivityOptions,
+        progress: Progress | None,
+        stack: ExitStack,
+    ) -> None:
+        self.started = working_seconds()
+        self.model_path, self.out, self.files, self.options, self.progress = model, out, files, options, progress
+        self.threads = options.threads or available_cpus()
+        self.encoding = Encoding(options.imatrix, options.feedback, options.allow_requantize)
+        names = options.types or [n for n in TYPES if options.imatrix or type_by_name(n).imatrix != "required"]
+        self.types = types_of(names)
+        self.groups = groups_of(model, self.encoding, options.groups)
+        self.pairs, left_out = pairs_of(self.groups, self.types, self.encoding)
+        self.notes = [f"left out: {_listed(names)}: {why}" for why, names in left_out.items()]
+        self.model: Model = stack.enter_context(
+            load(
+                model,
+                threads=self.threads,
+                n_ctx=options.n_ctx,
+                kv_type=options.kv_type,
+                max_ram=options.max_ram,
+                rewrite=partial(without_selection, n_ctx=options.n_ctx),
+            )
+        )
+        ids = self._tokens(tokens)
+        self.windows = chunked(ids, options.n_ctx, options.chunks)
+        note_context(self.model, options.n_ctx, self.notes)
+        note_calibration(self.model, None, ids, self.notes)
+        self.bos = bos_of(self.model, self.notes)
+        self.first = options.n_ctx // 2
+        self.rows = options.n_ctx - 1 - self.first
+        fits = _LOGITS // (8 * self.rows * self.model.n_vocab)
+        self.at_once = max(1, min(len(self.windows), options.n_batch // options.n_ctx, fits))
+        self.identity = self._identity()
+        self.pool = stack.enter_context(ThreadPoolExecutor(self.threads))
+
+    def _tokens(self, tokens: npt.ArrayLike | None) -> I32:
+        if tokens is not None:
+            return text_tokens(self.model, None, tokens)
+        parts = [text_tokens(self.model, read_text(f).removesuffix(b"\n"), None) for f in self.files]
+        return np.concatenate(parts)
+
+    def _identity(self) -> str:
+        """Return a SHA-256 of all that decides what is measured of a pair."""
+        o = self.options
+        imatrix = None if o.imatrix is None else read_imatrix(o.imatrix).sha256
+        feedback = None if o.feedback is None else Recorded(o.feedback).identity
+        what = (__version__, self.model.source.fingerprint(), imatrix, feedback, o.groups, o.kv_type, self.bos)
+        shape = (self.windows.shape, self.at_once, self.first)
+        return hashlib.sha256(repr((what, shape)).encode() + self.windows.tobytes()).hexdigest()
+
+    def finished(self) -> Sensitivity | None:
+        """Return what the output holds already, if an earlier run came to its end. ResourceError for another file."""
+        if not self.out.exists() or self.options.overwrite:
+            return None
+        found = read_sensitivity(self.out)
+        asked = {t.name for t in self.types} <= set(found.settings.get("types", ()))
+        if found.settings.get("identity") == self.identity and asked:
+            return found
+        raise ResourceError(f"{self.out} exists, and is not what this run would make: --overwrite replaces it")
+
+    # ------------------------------------------------------------ the run
+
+    def run(self) -> Sensitivity:
+        """Measure all pairs and write the output."""
+        o = self.options
+        journal = Journal(self.out, self.identity, resume=o.resume, overwrite=o.overwrite)
+        folder = beside(self.out, ".activations")
+        shutil.rmtree(folder, ignore_errors=True)
+        try:
+            folder.mkdir()
+            found = self._measured(journal, folder)
+            with written(self.out) as part:
+                part.write_text(found.to_json())
+        except BaseException:
+            journal.close(remove=False)
+            raise
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+        journal.close(remove=True)
+        return found
+
+    def _measured(self, journal: Journal, folder: Path) -> Sensitivity:
+        o = self.options
+        layers = layers_of(self.model.whole)
+        at = {g.name: first_layer(layers, self.model.whole, g.tensors.keys()) for g in self.groups}
+        if unread := [name for name, layer in at.items() if layer is None]:
+            self.notes.append(f"left out: {_listed(unread)}: nothing reads it when the model runs")
+        pairs = [p for p in self.pairs if at[p.group.name] is not None]
+        if o.feedback is not None:
+            fed = [p._replace(feedback=True) for p in pairs if p.type.name in all_levels()]
+        store = None if o.cache is None else open_store(o.cache, size=o.cache_size)
+        every = [*pairs, *(fed if o.feedback is not None else ())]
+        encoder = Encoder(self.model_path, every, self.encoding, self.threads, o.max_ram or DEFAULT_MAX_RAM, store)
+        every = [p for p in every if not p.feedback or encoder.is_fed(p)]
+        self.notes += encoder.notes
+        probes = probes_of(pairs)
+        self._wanted = probes if o.proxies_only else set(every)
+        measured = _Measured(self, journal, folder, encoder, layers)
+        measured.begin({n: [p for p in every if at[p.group.name] == n] for n in range(len(layers))})
+        measured.run()
+        self.notes += encoder.close()
+        return self._result(journal, every, probes, measured)
+
+    def _result(self, journal: Journal, pairs: Sequence[Pair], probes: set[Pair], by: _Measured) -> Sensitivity:
+        o = self.options
+        sums = {p: ErrorSums(*journal.done[by.key(p, "errors")]) for p in pairs}
+        costs = with_proxies({p: self._cost(p, by.total(p)) for p in pairs}, sums, probes)
+        correlations = rank_correlations(costs, probes)
+        order = {g.name: i for i, g in enumerate(self.groups)}
+        types = {t: i for i, t in enumerate(self.types)}
+        ordered = sorted(costs, key=lambda p: (order[p.group.name], types[p.type], p.feedback))
+        have = {p.group.name for p in pairs}
+        source = self.model.source
+        text = {
+            "files": [Path(f).name for f in self.files],
+            "sha256": [hashlib.sha256(read_text(f)).hexdigest() for f in self.files],
+            **{"n_ctx": o.n_ctx, "chunks": len(self.windows), "scored": len(self.windows) * self.rows, "bos": self.bos},
+        }
+        base = NllOf(journal.done[by.base_key()]) if by.base_key() in journal.done else None
+        settings: dict[str, Any] = {
+            "version": __version__,
+            "types": [t.name for t in self.types],
+            "groups": o.groups,
+            "imatrix": None if o.imatrix is None else o.imatrix.name,
+            "feedback": None if o.feedback is None else o.feedback.name,
+            "kv_type": o.kv_type,
+            "proxies_only": o.proxies_only,
+            "probes": {p.group.name: p.type.name for p in sorted(probes, key=lambda p: order[p.group.name])},
+            "rank_correlation": correlations,
+            "nll": None if base is None else base.mean,
+            "seconds": round(working_seconds() - self.started, 1),
+            "notes": self.notes,
+            "identity": self.identity,
+        }
+        name = {"path": str(self.model_path), "name": source.get("general.name"), "fingerprint": source.fingerprint()}
+        name["architecture"] = self.model.arch
+        groups = tuple(g for g in self.groups if g.name in have)
+        return Sensitivity(name, text, settings, groups, tuple(costs[p] for p in ordered))
+
+    def _cost(self, pair: Pair, sums: Sums | None) -> Cost:
+        if sums is None:
+            return Cost(pair.group.name, pair.type, None, None, None, None, feedback=pair.feedback)
+        n = int(sums.n)
+        kld, change = mean_and_error(sums.kld, sums.kld2, n), mean_and_error(sums.change, sums.change2, n)
+        return Cost(pair.group.name, pair.type, *kld, *change, feedback=pair.feedback)
+
+    def wants(self, pair: Pair) -> bool:
+        """Tell whether a pair is measured, not only guessed."""
+        return pair in self._wanted
+
+    def tell(self, done: float, total: float, text: str) -> None:
+        if self.progress is not None:
+            self.progress(SensitivityProgress(done, total, text))
+
+
+class NllOf:
+    """The mean negative log-likelihood of the model itself, from sums."""
+
+    def __init__(self, sums: Sequence[float]) -> None:
+        self.mean = sums[1] / sums[0] if sums[0] else math.nan
+
+
+class _Kept:
+    """Values of the model itself that later layers read, of all windows, in files."""
+
+    def __init__(self, folder: Path, windows: int, n_ctx: int, rows: int) -> None:
+        self._folder, self._windows, self._n_ctx, self._rows = folder, windows, n_ctx, rows
+        self._files: dict[Value, npt.NDArray[Any]] = {}
+        self._made = 0
+
+    def _per(self, value: Value) -> int:
+        return (self._rows if value.outputs else self._n_ctx) * value.per
+
+    def write(self, value: Value, window: int, rows: npt.NDArray[Any]) -> None:
+        """Keep the rows of windows from ``window`` on."""
+        if value not in self._files:
+            shape = (self._windows * self._per(value), value.width)
+            path = self._folder / f"value-{self._made}"
+            self._made += 1
+            self._files[value] = np.memmap(path, rows.dtype, "w+", shape=shape)
+        at = window * self._per(value)
+        self._files[value][at : at + len(rows)] = rows
+
+    def read(self, value: Value, window: int, count: int) -> npt.NDArray[Any]:
+        """Return the rows of ``count`` windows."""
+        per = self._per(value)
+        return self._files[value][window * per : (window + count) * per]
+
+    def keep_only(self, values: frozenset[Value]) -> None:
+        """Remove all others."""
+        for value in [v for v in self._files if v not in values]:
+            Path(str(self._files.pop(value).filename)).unlink()  # type: ignore[attr-defined]
+
+
+class _Measured:
+    """The measurements of a run, layer by layer."""
+
+    def __init__(self, run: _Run, journal: Journal, folder: Path, encoder: Encoder, layers: Sequence[Layer]) -> None:
+        self.run_of, self.journal, self.folder, self.encoder, self.layers = run, journal, folder, encoder, layers
+        self.graph = run.model.whole
+        self.runner = Runner(run.model, run.options.n_ctx, run.at_once, run.first)
+        self.batches = range(0, len(run.windows), run.at_once)
+        self.kept = _Kept(folder, len(run.windows), run.options.n_ctx, run.rows)
+        self.done = self.total_work = 0.0
+        self.pairs: Mapping[int, list[Pair]] = {}
+
+    def key(self, pair: Pair, what: object) -> Key:
+        """Return what the journal calls a measurement of a pair."""
+        return (pair.group.name, pair.type.name, "fed" if pair.feedback else "", str(what))
+
+    def base_key(self) -> Key:
+        return ("", "", "", "base")
+
+    def total(self, pair: Pair) -> Sums | None:
+        """Return the sums of a pair over all batches; None if it is not measured."""
+        if not self.run_of.wants(pair):
+            return None
+        total = Sums()
+        for begin in self.batches:
+            total = total.plus(Sums(*self.journal.done[self.key(pair, begin)]))
+        return total
+
+    def begin(self, pairs: Mapping[int, list[Pair]]) -> None:
+        """Take the pairs of each layer, and foresee the work: layers that run."""
+        self.pairs = pairs
+        for number, of_layer in pairs.items():
+            self.total_work += len(of_layer) + self._effort(number) * len(self.batches) * len(self._measured(of_layer))
+
+    def _effort(self, number: int) -> float:
+        return 0.5 + len(self.layers) - 1 - number
+
+    def _measured(self, pairs: Sequence[Pair]) -> list[Pair]:
+        return [p for p in pairs if self.run_of.wants(p)]
+
+    def _is_done(self, pair: Pair, begin: int) -> bool:
+        return self.key(pair, begin) in self.journal.done
+
+    def _tell(self, more: float, text: str) -> None:
+        self.done += more
+        self.run_of.tell(self.done, self.total_work, text)
+
+    def run(self) -> None:
+        """Go through the layers."""
+        last = max((n for n, pairs in self.pairs.items() if self._is_open(pairs)), default=-1)
+        for number in range(len(self.layers)):
+            pairs = self.pairs[number]
+            if number > last:
+                effort = self._effort(number) * len(self.batches) * len(self._measured(pairs))
+                self._tell(len(pairs) + effort, "")
+                continue
+            _OfLayer(self, number, self._encoded(pairs)).run()
+
+    def _is_open(self, pairs: Sequence[Pair]) -> bool:
+        missing = any(self.key(p, "errors") not in self.journal.done for p in pairs)
+        return missing or any(not self._is_done(p, begin) for p in self._measured(pairs) for begin in self.batches)
+
+    def _encoded(self, pairs: Sequence[Pair]) -> dict[Pair, Encoded]:
+        """Encode what is to be measured of a layer."""
+        found = {}
+        for pair in pairs:
+            open_ = self.run_of.wants(pair) and any(not self._is_done(pair, begin) for begin in self.batches)
+            if open_ or self.key(pair, "errors") not in self.journal.done:
+                made = self.encoder.encode(pair, self.folder)
+                self.journal.add(self.key(pair, "errors"), list(made.sums))
+                if open_:
+                    found[pair] = made
+            self._tell(1, f"encode {pair}")
+        return found
+
+
+class _OfLayer:
+    """A layer: the model's own values there, and what becomes of them with other tensors."""
+
+    def __init__(self, of: _Measured, number: int, encoded: Mapping[Pair, Encoded]) -> None:
+        self.of, self.number, self.encoded = of, number, encoded
+        self.layer, self.runner, graph = of.layers[number], of.runner, of.graph
+        self.variants = {p.group.name: variant_of(graph, self.layer, p.group.tensors.keys()) for p in encoded}
+        wanted = [v for stage, _ in self.variants.values() for v in stage.graph.given]
+        self.own = with_leaves(self.layer.own.graph, wanted)
+        self.programs = self.runner.compile(self.own)
+        self.tail = self.layer.tail.graph if self.layer.tail is not None and encoded else None
+        self.behind = None if self.tail is None else self.runner.compile(self.tail)
+
+    def run(self) -> None:
+        """Measure all that is open of this layer."""
+        of, run = self.of, self.of.run_of
+        for begin in of.batches:
+            self._batch(begin, run.windows[begin : begin + run.at_once])
+        following = of.layers[self.number + 1 :]
+        of.kept.keep_only(frozenset(v for layer in following for v in layer.own.graph.given))
+
+    def _batch(self, begin: int, windows: I32) -> None:
+        of, run = self.of, self.of.run_of
+        tokens = windows.copy()
+        if run.bos is not None:
+            tokens[:, 0] = run.bos
+        batch = self.runner.batch(tokens)
+        tail = self.layer.tail.graph.given if self.layer.tail is not None else ()
+        made = {v for op in self.own.ops for v in op.outputs()}
+        wanted = dict.fromkeys([*self.own.given, *(v for v in tail if v not in made)])
+        given: Values = {v: of.kept.read(v, begin, len(windows)) for v in wanted}
+        own = {**given, **self.runner.run(self.programs, self.own, batch, given)}
+        for value in self.layer.own.graph.leaves:
+            of.kept.write(value, begin, own[value])
+        measured = of._measured(of.pairs[self.number])
+        left = [p for p in measured if not of._is_done(p, begin)]
+        of._tell(of._effort(self.number) * (len(measured) - len(left)), "")
+        if not left:
+            return
+        following = windows[:, run.first + 1 :].reshape(-1)
+        base = Base(self._logits(batch, own, {}), following, run.pool)
+        of.journal.done.setdefault(of.base_key(), [float(len(base.nll)), float(base.nll.sum())])
+        for pair in left:
+            stage, through = self.variants[pair.group.name]
+            programs = self.runner.compile(stage.graph, self.encoded[pair].data)
+            changed = self.runner.run(programs, stage.graph, batch, own)
+            logits = changed[of.graph.logits] if through else self._logits(batch, own, changed)
+            of.journal.add(of.key(pair, begin), list(base.compare(logits)))
+            of._tell(of._effort(self.number), f"measure {pair}")
+
+    def _logits(self, batch: Any, own: Values, changed: Values) -> npt.NDArray[np.float32]:
+        values = {**own, **changed}
+        if self.tail is None or self.behind is None:
+            return values[self.of.graph.logits]
+        return self.runner.run(self.behind, self.tail, batch, values)[self.of.graph.logits]
+
+
+def _listed(names: Sequence[str]) -> str:
+    return names[0] if len(names) == 1 else f"{names[0]} .. {names[-1]} ({len(names)} groups)"

@@ -1,0 +1,70 @@
+"""The divergence of a changed model from itself, of a batch at a time, with the base's logits in memory.
+
+Of logits p of the base and q of the changed model: KL = sum e^(p - P) (p - q) + Q - P, where P and Q are their
+log-sum-exps; differences of logits are taken before they are weighted, so that small divergences keep their digits.
+"""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from quantkit.evaluate.scores import TILE, nll_of, softmax
+
+F32 = npt.NDArray[np.float32]
+F64 = npt.NDArray[np.float64]
+I32 = npt.NDArray[np.int32]
+
+
+class Sums(NamedTuple):
+    """Sums over tokens: their number, KL divergence d and change x of the negative log-likelihood, d^2 and x^2."""
+
+    n: float = 0.0
+    kld: float = 0.0
+    kld2: float = 0.0
+    change: float = 0.0
+    change2: float = 0.0
+
+    def plus(self, other: Sums) -> Sums:
+        return Sums(*(a + b for a, b in zip(self, other, strict=True)))
+
+
+class Base:
+    """What the base predicts in a batch: logits f32 [rows, n_vocab], and the tokens that follow, int32 [rows]."""
+
+    def __init__(self, logits: F32, following: I32, pool: ThreadPoolExecutor) -> None:
+        self.logits, self.following, self._pool = logits.copy(), following, pool
+        self.weights = np.empty_like(self.logits)
+        rows, n_vocab = logits.shape
+        self.log_sum, self.nll = np.empty(rows, np.float64), np.empty(rows, np.float64)
+        step = max(1, TILE // n_vocab)
+        self._tiles = [slice(at, min(at + step, rows)) for at in range(0, rows, step)]
+        list(pool.map(self._prepare, self._tiles))
+
+    def _prepare(self, tile: slice) -> None:
+        parts = softmax(self.logits[tile])
+        np.divide(parts.exps, parts.total[:, None], out=self.weights[tile])
+        self.log_sum[tile] = parts.top + parts.log_total
+        self.nll[tile] = nll_of(self.logits[tile], parts, self.following[tile])
+
+    def compare(self, logits: F32) -> Sums:
+        """Return the sums of a changed model, whose logits are f32 [rows, n_vocab] and may be overwritten."""
+        found = [np.empty(len(self.nll), np.float64) for _ in range(2)]
+
+        def score(tile: slice) -> None:
+            q, weights = logits[tile], self.weights[tile]
+            parts = softmax(q)
+            change = nll_of(q, parts, self.following[tile])
+            shift = parts.top + parts.log_total
+            terms = np.subtract(self.logits[tile], q, out=parts.exps)
+            total = weights.sum(axis=1, dtype=np.float64)
+            mean = np.multiply(terms, weights, out=terms).sum(axis=1, dtype=np.float64) / total
+            found[0][tile] = np.maximum(mean + shift - self.log_sum[tile], 0)
+            found[1][tile] = change - self.nll[tile]
+
+        list(self._pool.map(score, self._tiles))
+        kld, change = found
+        return Sums(len(kld), *(float(x) for x in (kld.sum(), kld @ kld, change.sum(), change @ change)))

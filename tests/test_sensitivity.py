@@ -1,0 +1,177 @@
+"""What ``sensitivity`` measures is what ``quantize`` of a group alone and ``kld`` give, and it survives kills."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from quantkit.errors import QuantkitError, RecipeError, ResourceError, TypeNotSupported
+from quantkit.evaluate import SaveLogits, kld, perplexity
+from quantkit.formats.gguf import open_gguf
+from quantkit.pipeline.work import ErrorSums
+from quantkit.quantize import QuantizeOptions, quantize
+from quantkit.sensitivity import Cost, Group, Sensitivity, SensitivityOptions, read_sensitivity, sensitivity
+from quantkit.sensitivity.encode import Encoder, Encoding, Pair, groups_of
+from quantkit.sensitivity.proxies import rank_correlations, with_proxies
+from quantkit.types import type_by_name
+
+#: Of models: separate experts, merged ones, delta net beside attention, caches that layers share, tied embeddings.
+MODELS = ("qwen3moe-moe", "gemma4-moe", "qwen3next-moe", "gemma3n-dense", "qwen3-dense")
+N_CTX, CHUNKS = 16, 5
+
+
+def ids_of(path: Path) -> npt.NDArray[np.int32]:
+    with open_gguf(path) as source:
+        n_vocab = source.tensors["token_embd.weight"].shape[1]
+    return np.random.default_rng(3).integers(0, n_vocab, N_CTX * CHUNKS, np.int32)
+
+
+def options(**more: object) -> SensitivityOptions:
+    given = {"types": ("Q4_0",), "n_ctx": N_CTX, "n_batch": 3 * N_CTX, "threads": 2, **more}
+    return SensitivityOptions(**given)  # type: ignore[arg-type]
+
+
+def alone(model: Path, group: Group, name: str, base: Path, folder: Path) -> tuple[float, float]:
+    """Return what quantizing a group and measuring the file gives: divergence, and change of ln(perplexity)."""
+    made, rules = folder / "alone.gguf", tuple(f"^{t.replace('.', '[.]')}$={name}" for t in group.tensors)
+    quantize(model, made, "COPY", QuantizeOptions(tensor_type=rules), overwrite=True, threads=2)
+    sums = kld(made, base, threads=2).sums
+    return sums.kld.mean.value, sums.ln_ratio.value
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_costs_are_those_of_files(zoo: Callable[[str], Path], name: str, tmp_path: Path) -> None:
+    """Every class of tensors of the first, a middle and the last layer, and those outside of layers."""
+    model, base = zoo(name), tmp_path / "base"
+    ids = ids_of(model)
+    found = sensitivity(model, tmp_path / "s.json", tokens=ids, options=options())
+    assert read_sensitivity(tmp_path / "s.json") == found
+    whole = SaveLogits(base, "compact", top_k=1 << 20, residual=0)
+    perplexity(model, tokens=ids, n_ctx=N_CTX, threads=2, save_logits=whole)
+    costs = {c.group: c for c in found.costs}
+    assert costs.keys() == {g.name for g in found.groups}
+    last = max(g.layer for g in found.groups if g.layer is not None)
+    kinds: dict[str, Group] = {}
+    for group in found.groups:  # of each class one, of changing layers
+        if group.kind not in kinds or group.layer == (last if len(kinds) % 2 else 1):
+            kinds[group.kind] = group
+    for group in kinds.values():
+        divergence, change = alone(model, group, "Q4_0", base, tmp_path)
+        cost = costs[group.name]
+        assert cost.kld == pytest.approx(divergence, rel=1e-4, abs=2e-6), group.name
+        assert cost.ln_ppl == pytest.approx(change, rel=1e-4, abs=2e-6), group.name
+        assert cost.kld is not None
+        assert cost.kld > 0, group.name
+
+
+def test_bytes_are_those_of_quantize(zoo: Callable[[str], Path], tmp_path: Path) -> None:
+    model = zoo("qwen3moe-moe")
+    group = next(g for g in groups_of(model, Encoding(), "class-layer") if g.kind == "ffn_down_exps")
+    pair = Pair(group, type_by_name("Q5_1"))
+    found = Encoder(model, [pair], Encoding(), 2, 1 << 28, None).encode(pair, tmp_path)
+    rules = tuple(f"{name}=Q5_1" for name in group.tensors)
+    quantize(model, tmp_path / "q.gguf", "COPY", QuantizeOptions(tensor_type=rules), threads=2)
+    with open_gguf(tmp_path / "q.gguf") as written:
+        for name, (info, data) in found.data.items():
+            assert info.type.name == "Q5_1"
+            assert (written.data(name) == data).all()
+    assert 0 < found.sums.error < found.sums.square
+
+
+_SLOW = """
+import os, signal, sys
+from pathlib import Path
+import numpy as np
+from quantkit.sensitivity import SensitivityOptions, sensitivity
+count = 0
+def progress(now):
+    global count
+    count += now.text.startswith("measure")
+    if count == 20:
+        os.kill(os.getpid(), signal.SIGKILL)
+ids = np.load(sys.argv[2])
+options = SensitivityOptions(types=("Q4_0", "Q8_0"), n_ctx=16, n_batch=48, threads=2)
+sensitivity(sys.argv[1], sys.argv[3], tokens=ids, options=options, progress=progress)
+"""
+
+
+def test_resumes_after_a_kill(zoo: Callable[[str], Path], tmp_path: Path) -> None:
+    """The same costs to the last bit, and nothing measured twice; a finished output is not made again."""
+    model, out, both = zoo("qwen3-dense"), tmp_path / "s.json", ("Q4_0", "Q8_0")
+    ids = ids_of(model)
+    np.save(tmp_path / "ids.npy", ids)
+    command = [sys.executable, "-c", _SLOW, str(model), str(tmp_path / "ids.npy"), str(out)]
+    ended = subprocess.run(command, env={**os.environ}, check=False)
+    assert ended.returncode == -signal.SIGKILL
+    assert not out.exists()
+    with pytest.raises(ResourceError, match="--resume"):
+        sensitivity(model, out, tokens=ids, options=options(types=both))
+    with pytest.raises(ResourceError, match="another model, text or options"):
+        sensitivity(model, out, tokens=ids[::-1].copy(), options=options(types=both, resume=True))
+    steps: list[str] = []
+    resumed = sensitivity(
+        model, out, tokens=ids, options=options(types=both, resume=True), progress=lambda now: steps.append(now.text)
+    )
+    whole = sensitivity(model, tmp_path / "other.json", tokens=ids, options=options(types=both))
+    assert resumed.costs == whole.costs
+    assert sum(s.startswith("measure") for s in steps) == 2 * len(whole.costs) - 20
+    assert {p.name for p in tmp_path.iterdir()} == {"ids.npy", "other.json", "s.json"}
+    again = sensitivity(model, out, tokens=ids, options=options(types=both, resume=True), progress=_never)
+    assert again == resumed
+    with pytest.raises(ResourceError, match="exists"):
+        sensitivity(model, out, tokens=ids, options=options(types=both))
+
+
+def _never(now: object) -> None:
+    raise AssertionError(now)
+
+
+def test_proxies_only_measures_one_type_of_each_group(zoo: Callable[[str], Path], tmp_path: Path) -> None:
+    model = zoo("qwen3-dense")
+    three = options(types=("Q4_0", "Q5_0", "Q8_0"), proxies_only=True, groups="tensor")
+    found = sensitivity(model, tmp_path / "s.json", tokens=ids_of(model), options=three)
+    for group in found.groups:
+        costs = {c.type.name: c for c in found.costs if c.group == group.name}
+        assert [name for name, c in costs.items() if c.kld is not None] == ["Q5_0"]
+        guessed = [costs[name].proxies["weighted_error"] for name in ("Q4_0", "Q5_0", "Q8_0")]
+        assert guessed == sorted(guessed, reverse=True)
+        assert guessed[1] == pytest.approx(costs["Q5_0"].kld)
+
+
+def test_rank_correlation_of_proxies() -> None:
+    pairs = [Pair(Group(f"g{i}", "g", i, {}), type_by_name(t)) for i in range(3) for t in ("Q4_0", "Q5_0", "Q8_0")]
+    costs = {p: Cost(p.group.name, p.type, k * 1.0, 0, 0, 0) for k, p in enumerate(pairs, 1)}
+    sums = {p: ErrorSums(1, k, 1, k) for k, p in enumerate(pairs, 1)}
+    made = with_proxies(costs, sums, {pairs[1], pairs[4], pairs[7]})
+    assert rank_correlations(made, {pairs[1], pairs[4], pairs[7]}) == {"weighted_error": 1, "relative_error": 1}
+
+
+def test_what_cannot_be_measured(zoo: Callable[[str], Path], tmp_path: Path) -> None:
+    model, out = zoo("qwen3-dense"), tmp_path / "s.json"
+    ids = ids_of(model)
+
+    def refused(error: type[QuantkitError], match: str, **more: object) -> None:
+        with pytest.raises(error, match=match):
+            sensitivity(model, out, tokens=more.pop("tokens", ids), options=options(**more))  # type: ignore[arg-type]
+
+    refused(TypeNotSupported, "Q9_Z", types=("Q9_Z",))
+    refused(TypeNotSupported, "interleaves", types=("Q4_0_R8",))
+    refused(RecipeError, "imatrix|divide", types=("IQ2_XXS",))
+    refused(RecipeError, "groups by", groups="layer")
+    refused(QuantkitError, "not one chunk", tokens=ids[:7])
+    with pytest.raises(RecipeError, match="give texts"):
+        sensitivity(model, out, options=options())
+    assert not list(tmp_path.iterdir())
+
+
+def test_file_of_sensitivity() -> None:
+    empty = Sensitivity({}, {}, {}, (), ())
+    assert '"kind": "quantkit.sensitivity"' in empty.to_json()
