@@ -83,6 +83,8 @@ def cook(config: str | Path | Config, *, targets: Sequence[str] = (), observer: 
     settings = read_config(config, targets) if isinstance(config, (str, Path)) else config
     observer = observer or Silent()
     planned = plan_cook(settings)
+    for note in planned.notes:
+        observer.note(note)
     with _held(settings.work):
         state = State(settings.work)
         observer.planned(decide(planned.steps, state))
