@@ -146,6 +146,7 @@ text = [{text}]
 # ctx = {ctx}
 # chunks = 16
 # proxies_only = false          # true: estimates only, without a pass over text for each group and type
+# feedback = false              # true: also as +feedback encodes, where a goal has it: hours on large models
 
 [search]
 # types = ["Q3_K", "Q4_K"]      # by default all that were measured
