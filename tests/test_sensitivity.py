@@ -52,7 +52,9 @@ def test_costs_are_those_of_files(zoo: Callable[[str], Path], name: str, tmp_pat
     """Every class of tensors of the first, a middle and the last layer, and those outside of layers."""
     model, base = zoo(name), tmp_path / "base"
     ids = ids_of(model)
-    found = sensitivity(model, tmp_path / "s.json", tokens=ids, options=options(n_batch=512))
+    found = sensitivity(
+        model, tmp_path / "s.json", tokens=ids, options=options(n_batch=512)
+    )  # as kld: experts of few rows take another way
     assert read_sensitivity(tmp_path / "s.json") == found
     whole = SaveLogits(base, "compact", top_k=1 << 20, residual=0)
     before = perplexity(model, tokens=ids, n_ctx=N_CTX, threads=2, save_logits=whole).log_ppl.value
@@ -67,7 +69,7 @@ def test_costs_are_those_of_files(zoo: Callable[[str], Path], name: str, tmp_pat
         divergence, after = alone(model, group, "Q4_0", base, tmp_path)
         cost = costs[group.name]
         assert cost.kld == pytest.approx(divergence, rel=1e-4, abs=2e-6), group.name
-        assert cost.ln_ppl == pytest.approx(after - before, abs=2e-5), group.name  # experts of few rows
+        assert cost.ln_ppl == pytest.approx(after - before, abs=1e-12), group.name  # the logits, bit for bit
         assert cost.kld is not None
         assert cost.kld > 0, group.name
 
@@ -168,7 +170,7 @@ def test_what_cannot_be_measured(zoo: Callable[[str], Path], tmp_path: Path) -> 
     refused(RecipeError, "groups by", groups="layer")
     refused(QuantkitError, "not one chunk", tokens=ids[:7])
     with pytest.raises(RecipeError, match="give texts"):
-        sensitivity(model, out, options=options(n_batch=512))
+        sensitivity(model, out, options=options(n_batch=512))  # as kld: experts of few rows take another way
     assert not list(tmp_path.iterdir())
 
 
