@@ -1,17 +1,20 @@
-"""What a searched recipe gains: its divergence from the full-precision model, at the size of each preset.
+"""What a searched recipe gains: divergence from the full-precision model, at the size of each preset.
 
-    benchmarks/search_kld.py MODEL.gguf S.json IMATRIX.gguf TEXT [--skip N] [--presets Q2_K,..] [--plot FILE.svg]
+    benchmarks/search_kld.py MODEL.gguf S.json IMATRIX.gguf TEXT [--skip N] [--feedback COV.gguf] [--plot FILE]
 
-The recipe that `quantkit search` finds for the size of a preset's file, and that file, both with the importance matrix,
-are compared with the model on a text of which the first N chunks, those of S.json, are left out. The third is the
-allocation of least error of the weights, weighted by the importance matrix and the size of tensors, as
-llama.cpp PR #15550 has it, at the same size. Ratios are paired token by token, with intervals of 95 %; then how well
-predictions rank all of these files, by Spearman's correlation, and a plot.
+Made with the same importance matrix, and measured on a text of which the first N chunks (those of S.json, if it is the
+same text) are left out: each preset; what `quantkit search` finds for the bytes of its file; and, for the same bytes,
+the allocation of least squared error of the weights, weighted by the importance matrix and summed over all weights,
+which is the criterion of llama.cpp's PR #15550. The solver and the types are the same for both. Ratios are paired token
+by token, with intervals of 95 %. At last, how well the predictions rank and match all of these files, and
+some drawn at random.
 """
 
 from __future__ import annotations
 
 import argparse
+import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -21,48 +24,169 @@ from feedback_kld import Measured, ratio
 from processes import machine, work_folder
 
 import quantkit
-from quantkit.evaluate.likelihood import SaveLogits
+from quantkit.cli.plot import Points, Scatter, check_plot, draw
+from quantkit.compare import TensorComparison
+from quantkit.evaluate import SaveLogits
+from quantkit.formats.gguf import open_model
+from quantkit.pipeline.plan import Plan
+from quantkit.pipeline.recipe import Rule
 from quantkit.quantize import QuantizeOptions, plan_quantize, run_quantize
-from quantkit.search import Allocation, SearchOptions, search
-from quantkit.search.weights import weight_errors
-from quantkit.sensitivity.file import Sensitivity, read_sensitivity
+from quantkit.search import SearchOptions
+from quantkit.search.find import Finder
+from quantkit.search.space import Space
+from quantkit.search.sweep import predicted
+from quantkit.sensitivity.file import Cost, Sensitivity, read_sensitivity
+from quantkit.types import TensorType
 
-PRESETS = "Q2_K,Q3_K_M,Q4_K_M,Q5_K_M,IQ2_XXS,IQ3_XXS,IQ4_XS"
+PRESETS = "Q5_K_M,Q4_K_M,IQ4_XS,Q3_K_M,IQ3_XXS,Q2_K,IQ2_XXS"
 
 
 @dataclass(frozen=True)
 class Row:
-    """A file: what it is called, the divergence that was predicted, and what was measured."""
+    """A file: its kind, the divergence that was predicted, and what was measured."""
 
-    name: str
+    kind: str
     nbytes: int
     predicted: float
     measured: Measured
 
 
-def spearman(a: npt.ArrayLike, b: npt.ArrayLike) -> float:
-    """Return the correlation of the ranks."""
-    ranks = [np.argsort(np.argsort(np.asarray(each))) for each in (a, b)]
-    return float(np.corrcoef(*ranks)[0, 1])
-
-
 class Runs:
-    """Files made, measured and removed, in a folder that has the base logits."""
+    """Files made, measured and replaced, in a folder that has the base logits."""
 
     def __init__(self, given: argparse.Namespace, folder: Path) -> None:
         self.given, self.folder = given, folder
         with quantkit.load(given.model) as model:
-            tokens = np.asarray(model.tokenize(given.text.read_text(), add_special=False))
-        kept = tokens[given.skip * given.ctx :]
-        base = SaveLogits(folder / "base")
-        quantkit.perplexity(given.model, tokens=kept, n_ctx=given.ctx, chunks=given.chunks, save_logits=base)
+            tokens = np.asarray(model.tokenizer.encode(given.text.read_bytes()))
+        base, rest = SaveLogits(folder / "base"), tokens[given.skip * given.ctx :]
+        quantkit.perplexity(given.model, tokens=rest, n_ctx=given.ctx, chunks=given.chunks, save_logits=base)
 
-    def measured(self, type_name: str, options: QuantizeOptions) -> Measured:
-        path = self.folder / "out.gguf"
-        plan = plan_quantize(self.given.model, path, type_name, options)
-        run_quantize(plan, overwrite=True, threads=self.given.threads, cache=self.given.cache)
-        sums = quantkit.kld(path, self.folder / "base", threads=self.given.threads).sums
-        return Measured(np.concatenate(sums.klds), sums.same_top_p.value, sums.nll.ppl.value, 0.0)
+    def plan(self, type_name: str, options: QuantizeOptions) -> Plan:
+        return plan_quantize(self.given.model, self.folder / "out.gguf", type_name, options)
 
-    def searched(self, found: Allocation) -> Measured:
-        return self.measured(found.type_name, found.options)
+    def row(self, kind: str, plan: Plan, expected: float) -> Row:
+        run_quantize(plan, overwrite=True, threads=self.given.threads, cache=self.folder / "cache")
+        sums = quantkit.kld(self.folder / "out.gguf", self.folder / "base", threads=self.given.threads).sums
+        found = Measured(np.concatenate(sums.klds), sums.same_top_p.value, sums.nll.ppl.value, 0.0)
+        return Row(kind, plan.nbytes, expected, found)
+
+
+def by_error_of_weights(known: Sensitivity, given: argparse.Namespace, folder: Path) -> Sensitivity:
+    """Return costs that are weighted squared errors of weights, summed over each group."""
+    costs, owner = [], {name: group.name for group in known.groups for name in group.tensors}
+    types: dict[TensorType, list[str]] = {}
+    for cost in known.costs:
+        types.setdefault(cost.type, []).append(cost.group)
+    for t, groups in types.items():
+        sums = dict.fromkeys(groups, 0.0)
+        for compared in _compared(t, [n for n, g in owner.items() if g in sums], given, folder):
+            if compared.error is not None and compared.name in owner:
+                each = compared.error.sums
+                sums[owner[compared.name]] += each.weighted_error if compared.error.weighted else each.error
+        # Scaled to be small: the divergence of a group is less than a nat.
+        costs += [Cost(group, t, total * 1e-9, 0.0, None, None) for group, total in sums.items()]
+    return replace(known, costs=tuple(costs), settings={})
+
+
+def _compared(
+    t: TensorType, names: Sequence[str], given: argparse.Namespace, folder: Path
+) -> Iterator[TensorComparison]:
+    path, rules = folder / "out.gguf", tuple(Rule(f"^{name}$", t, "benchmark") for name in names)
+    options = QuantizeOptions(ready_rules=rules, imatrix=given.imatrix)
+    run_quantize(plan_quantize(given.model, path, "COPY", options), overwrite=True, cache=folder / "cache")
+    yield from quantkit.compare(given.model, path, metadata=False, imatrix=given.imatrix).tensors or ()
+
+
+def drawn(space: Space, count: int) -> Iterator[tuple[int, ...]]:
+    """Yield allocations drawn at random, each around some number of bits."""
+    rng = np.random.default_rng(1)
+    bits = [np.array([c.part.data for c in unit.choices], float) for unit in space.units]
+    for goal in np.linspace(0.05, 0.95, count):
+        picks = []
+        for row in bits:
+            place = (row - row.min()) / max(float(np.ptp(row)), 1.0)
+            weight = np.exp(-(((place - goal) / 0.15) ** 2))
+            picks.append(int(rng.choice(len(row), p=weight / weight.sum())))
+        yield tuple(picks)
+
+
+def spearman(a: npt.ArrayLike, b: npt.ArrayLike) -> float:
+    """Return the correlation of the ranks."""
+    first, second = (np.argsort(np.argsort(np.asarray(each))) for each in (a, b))
+    return float(np.corrcoef(first, second)[0, 1])
+
+
+def picture(rows: Sequence[Row]) -> Scatter:
+    """Return predicted against measured divergence; x is a negative logarithm, which leaves room for the legend."""
+    kinds = []
+    for kind in dict.fromkeys(row.kind for row in rows):
+        some = [row for row in rows if row.kind == kind]
+        x, y = ([-math.log10(row.predicted) for row in some], [float(row.measured.klds.mean()) for row in some])
+        kinds.append(Points(kind, x, y))
+    ends = [min(row.predicted for row in rows), max(row.predicted for row in rows)]
+    kinds.append(Points("equal", [-math.log10(end) for end in ends], ends, joined=True))
+    return Scatter("Predicted and measured divergence", "-log10 of the predicted divergence (nats)",
+                   "measured divergence (nats)", kinds)  # fmt: skip
+
+
+def main() -> None:
+    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p.add_argument("model", type=Path)
+    p.add_argument("sensitivity", type=Path)
+    p.add_argument("imatrix", type=Path)
+    p.add_argument("text", type=Path)
+    p.add_argument("--feedback", type=Path, metavar="COV.gguf", help="also make what is searched with error feedback")
+    p.add_argument("--skip", type=int, default=0, metavar="N", help="leave out the first N chunks of the text")
+    p.add_argument("--presets", default=PRESETS)
+    p.add_argument("--random", type=int, default=12, metavar="N", help="allocations drawn at random")
+    p.add_argument("--ctx", type=int, default=256)
+    p.add_argument("--chunks", type=int, metavar="N")
+    p.add_argument("--threads", type=int)
+    p.add_argument("--plot", type=Path, metavar="FILE")
+    given = p.parse_args()
+    kind = None if given.plot is None else check_plot(given.plot)
+    print(machine(), flush=True)
+    known = read_sensitivity(given.sensitivity)
+    options = SearchOptions(imatrix=given.imatrix)
+    with work_folder(None) as folder, open_model(given.model) as source:
+        runs = Runs(given, folder)
+        space = Space(known, source, options)
+        finders = {
+            "searched": Finder(space),
+            "error of weights": Finder(Space(by_error_of_weights(known, given, folder), source, options)),
+        }
+        if given.feedback is not None:
+            finders["searched, feedback"] = Finder(Space(known, source, replace(options, feedback=given.feedback)))
+        rows: list[Row] = []
+        print(f"| preset | bytes | its divergence | {' | ratio | '.join(finders)} | ratio |")
+        print(f"|---|---|---|{'---|---|' * len(finders)}")
+        for name in given.presets.split(","):
+            plan = runs.plan(name, QuantizeOptions(imatrix=given.imatrix))
+            first = runs.row("preset", plan, predicted(space, plan) or math.nan)
+            rows.append(first)
+            cells = [name, str(plan.nbytes), first.measured.text]
+            for label, finder in finders.items():
+                found = finder.of_size(plan.nbytes)
+                if found is None:
+                    cells += ["-", "-"]
+                    continue
+                plan_of = runs.plan(found.type_name, found.options)
+                known_well = label != "searched, feedback"  # costs are those without it
+                rows.append(runs.row(label, plan_of, predicted(space, plan_of) or math.nan if known_well else math.nan))
+                cells += [rows[-1].measured.text, ratio(rows[-1].measured, first.measured)]
+            print(f"| {' | '.join(cells)} |", flush=True)
+        for picks in drawn(space, given.random):
+            title = space.title(picks)
+            plan = runs.plan(title, space.quantize_options(title, space.rules(picks)))
+            rows.append(runs.row("random", plan, space.kld(picks)))
+    rows = [row for row in rows if math.isfinite(row.predicted)]
+    told = [row.predicted for row in rows], [float(row.measured.klds.mean(dtype=np.float64)) for row in rows]
+    off = np.log(told[1]) - np.log(told[0])
+    print(f"\n{len(rows)} files: rank correlation of predicted and measured {spearman(*told):.4f};")
+    print(f"measured / predicted {math.exp(off.mean()):.3f}, spread of that a factor of {math.exp(off.std()):.3f}")
+    if kind is not None:
+        given.plot.write_bytes(draw(picture(rows), kind))
+
+
+if __name__ == "__main__":
+    main()

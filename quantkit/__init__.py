@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from quantkit.merge import merge_up_gate, split_up_gate
     from quantkit.model.engine import load
     from quantkit.quantize import QuantizeOptions, plan_quantize, quantize
+    from quantkit.recipes import write_recipe
     from quantkit.search import SearchOptions, search, search_front
     from quantkit.sensitivity import SensitivityOptions, read_sensitivity, sensitivity
 
@@ -66,6 +67,7 @@ __all__ = [
     "split_up_gate",
     "sweep_bench",
     "verify_cache",
+    "write_recipe",
 ]
 
 #: The module of every name above.
@@ -103,6 +105,7 @@ _HOME = {
     "split_up_gate": "merge",
     "sweep_bench": "bench",
     "verify_cache": "cache",
+    "write_recipe": "recipes",
 }
 
 

@@ -1,12 +1,14 @@
 """Write tests/data/gpu-expected.npz: the CPU backend's results for the cases of scripts/gpu_check.
 
     scripts/make_gpu_expected.py [OUT.npz]
+    scripts/make_gpu_expected.py --encode [TYPE ..]    tests/data/gpu-encode.json instead: digests of the CPU's bytes
 
 A machine with a GPU may have neither numba nor a compiler, so expected results are computed here and committed.
 """
 
 from __future__ import annotations
 
+import json
 import sys
 import tempfile
 from pathlib import Path
@@ -17,10 +19,13 @@ sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "scripts")]
 
 import numpy as np  # noqa: E402
 
-from gpu import cases  # noqa: E402
+from gpu import cases, encoding  # noqa: E402
 from quantkit.formats.gguf import open_gguf  # noqa: E402
+from quantkit.kernels import quantize  # noqa: E402
+from quantkit.kernels.formats import FORMATS  # noqa: E402
 from quantkit.model.backends.cpu.backend import CPUBackend  # noqa: E402
 from quantkit.model.engine import load  # noqa: E402
+from quantkit.types import BY_NAME, TYPES  # noqa: E402
 
 #: Tokens per chunk of tiny-moe's text, and chunks.
 N_CTX, CHUNKS = 256, 12
@@ -44,7 +49,21 @@ def expected() -> dict[str, Any]:
     return arrays
 
 
+def encoded(names: list[str]) -> None:
+    """Enter digests of the random rows of types, all that are encoded without ``names``, into gpu-encode.json."""
+    path = encoding.EXPECTED
+    found = json.loads(path.read_text()) if path.exists() else {}
+    for name in names or [n for n, of in FORMATS.items() if of.encodes and of.type in TYPES and of.type.block > 1]:
+        for key, x, importance in encoding.parity_cases(BY_NAME[name]):
+            found[key] = encoding.digests(quantize(x, name, importance))
+        print(name, flush=True)
+    path.write_text(json.dumps(dict(sorted(found.items())), indent=0) + "\n")
+
+
 def main() -> None:
+    if sys.argv[1:2] == ["--encode"]:
+        encoded(sys.argv[2:])
+        return
     out = Path(sys.argv[1]) if len(sys.argv) > 1 else ROOT / "tests/data/gpu-expected.npz"
     arrays = expected()
     np.savez_compressed(out, **arrays)

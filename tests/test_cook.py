@@ -485,6 +485,20 @@ def test_what_is_in_the_way(here: Path) -> None:
     assert (here / "out/moe-Q4_K_M.gguf").exists()
 
 
+def test_files_in_parts(here: Path) -> None:
+    """Shards are known when they are planned; fewer of them do not leave the check of more behind."""
+    first = cook(small(["Q8_0"], quantize={"split_max_size": "4M"}))
+    assert [path.name for path in sorted((here / "out").glob("*.gguf"))] == [
+        f"moe-Q8_0-0000{i}-of-00003.gguf" for i in (1, 2, 3)
+    ]
+    assert first.dishes[0].nbytes > 9 << 20
+    assert cook(small(["Q8_0"], quantize={"split_max_size": "4M"})).ran == ()
+    again = cook(small(["Q8_0"], quantize={"split_max_size": "6M"}))
+    assert again.ran == ("quantize Q8_0", "check Q8_0")
+    assert again.dishes[0].path.name == "moe-Q8_0-00001-of-00002.gguf"
+    assert again.dishes[0].kld == first.dishes[0].kld
+
+
 def test_one_cook_at_a_time(here: Path) -> None:
     class Second(Silent):
         def started(self, number: int, count: int, decision: Decision) -> None:

@@ -28,6 +28,7 @@ OTHERS = {
     "OUT/gpu_check.md",
     "OUT.npz",
     "out.md",
+    "cook.toml",
 }
 #: Of llama.cpp's converter, and what checkpoints have.
 OTHERS |= {f"gguf-py/gguf/{name}.py" for name in ("constants", "metadata")} | {"README.md"}

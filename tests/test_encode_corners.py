@@ -91,6 +91,13 @@ def test_zeros_give_a_zero_scale_and_the_level_nearest_to_zero(name: str, header
     assert set(block[len(header) :]) == {0x88}
 
 
+def test_partitions_whose_sums_overflow_are_tried() -> None:
+    """The scale then is infinite, as the reference's, and the row refused: it does not become zeros."""
+    rng = np.random.default_rng(1)
+    x, weights = rng.standard_normal((1, 768)) * 1e18, np.exp(6 * rng.standard_normal(768))
+    assert not np.isfinite(encode(BY_NAME["IQ2_KS"], x.astype(f32), weights.astype(f32))[0, :2].view(np.float16))
+
+
 def test_buckets_find_the_level_of_every_value() -> None:
     boundaries = [(a + b) / 2 for a, b in zip(VALUES, VALUES[1:], strict=False)]
     boundary, below, above = (np.array(table) for table in bucket_tables(boundaries, 10))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -43,10 +44,10 @@ speed.SIZES = speed.Sizes(
 from pathlib import Path
 import time
 folder = Path(sys.argv[1])
-run = check.Run(folder / "out.md", folder, time.time() + 1e6, ())
+run = check.Run(folder / "out.md", folder, time.time() + 1e6, ("Q4_0", "NVFP4"))
 speed.GATED_TYPES = ("Q4_K",)
 for step in sys.argv[3:]:
-    speed.STEPS[step](run)
+    check.STEPS[step](run)
 sys.exit(run.failed)
 """
 
@@ -78,14 +79,19 @@ def test_without_a_card_it_says_so() -> None:
     assert "Traceback" not in done.stderr
 
 
+STEPS = ("--only", "products", "placements", "encoding", "parity", "pipeline")
+
+
 @needs_compiler
 def test_checks_pass_on_the_shim_and_are_recorded(tmp_path: Path) -> None:
     out = tmp_path / "results.md"
-    done = gpu_check("--shim", "--out", out, "--types", "Q8_0", "--only", "products", "placements", "encoding")
+    done = gpu_check("--shim", "--out", out, "--types", "Q8_0", *STEPS)
     assert done.returncode == 0, done.stdout + done.stderr
     text = out.read_text()
     assert "products beside the CPU backend: 1 done, worst NMSE" in text
     assert "placements: 7 mixtures" in text
+    assert "random rows: 1 cases of 64 x 2048 values have the CPU's bytes" in text
+    assert "--verify: 2 jobs have the CPU's bytes" in text
     assert text.rstrip().endswith("all checks passed")
 
 
@@ -217,6 +223,7 @@ def test_what_matters_most_comes_first(tmp_path: Path, monkeypatch: pytest.Monke
     def step(name: str) -> Callable[[check.Run], None]:
         return lambda run: run.each(name, parts[name], lambda part: done.append(f"{name}: {part}"))
 
+    steps = check.STEPS
     monkeypatch.setattr(check, "STEPS", {name: step(name) for name in parts})
     (tmp_path / "begun").touch()
     run = check.Run(tmp_path / "out.md", tmp_path, time.time() + 1e6, ())
@@ -226,7 +233,7 @@ def test_what_matters_most_comes_first(tmp_path: Path, monkeypatch: pytest.Monke
         "zoo: llama-dense", "model: all fused", "zoo: rare", "model: no fused MoE", "early: llama-dense"
     ]  # fmt: skip
     known = {name for name in check.FIRST if "," not in name} | {"attention"}
-    assert known <= set(check.STEPS) | set(check.CHECKS) | set(check.speed.STEPS) | {"card"}
+    assert known <= set(steps)
 
 
 def test_a_long_compilation_shows_that_it_goes_on(tmp_path: Path) -> None:
@@ -244,6 +251,27 @@ def test_a_long_compilation_shows_that_it_goes_on(tmp_path: Path) -> None:
         first_run._STATE.told = None
         run.file.close()
     assert run.begun_file.stat().st_mtime > 1e9
+
+
+@pytest.mark.parametrize("name", ["Q4_K", "IQ4_XS"])
+def test_digests_of_encoders_are_the_cpus(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(ROOT / "scripts")
+    from gpu import encoding
+    from quantkit.kernels import quantize
+    from quantkit.types import BY_NAME
+
+    kept = json.loads(encoding.EXPECTED.read_text())
+    for key, x, importance in encoding.parity_cases(BY_NAME[name]):
+        assert encoding.digests(quantize(x, name, importance)) == kept[key]
+
+
+def test_every_encoder_has_digests(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(ROOT / "scripts")
+    from gpu import encoding
+    from quantkit.kernels.cuda.encode.encode import encoders
+
+    kept = json.loads(encoding.EXPECTED.read_text())
+    assert set(encoders()) <= {key.partition("+")[0] for key in kept}
 
 
 def test_expected_values_are_the_cpu_backends(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ import pytest
 from click.testing import CliRunner
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from test_feedback_files import write_covariances
 
 import quantkit
 from models import llama_fields, llama_tensors, write_model
@@ -414,11 +415,30 @@ def test_costs_with_feedback_count_where_there_are_any(dense: Path) -> None:
     assert Predictor(fed, feedback=True).kld(known.costs[1].group, known.costs[1].type) is not None
 
 
+def test_a_file_made_with_feedback_has_its_size(dense: Path, tmp_path: Path) -> None:
+    """Its keys are in the header; types that it does not know are sized without it."""
+    cov = write_covariances(tmp_path / "cov.gguf", {"blk.0.attn_q.weight: blk.0.attn_k.weight": (5000,)})
+    known = drawn(dense, ("Q4_0", "Q8_0", "Q4_1"), few=6)
+    found = search(known, options=SearchOptions(target_size=2_400_000, feedback=cov)).best
+    quantkit.quantize(dense, tmp_path / "out.gguf", found.type_name, found.options, threads=2)
+    assert (tmp_path / "out.gguf").stat().st_size == found.nbytes <= 2_400_000
+
+
 def test_proxies_stand_for_what_was_not_measured(dense: Path) -> None:
     known = drawn(dense)
+    some = tuple(
+        c if c.type.name == "Q4_K" else replace(c, kld=None, proxies={"bad": 1.0, "good": c.kld or 0.0})
+        for c in known.costs
+    )
+    seen = Predictor(replace(known, costs=some, settings={"rank_correlation": {"good": 0.9, "bad": 0.1}}))
+    poor = [c for c in some if c.kld is None]
+    assert seen.types == tuple(BY_NAME[t] for t in TYPES)
+    assert all((seen.kld(c.group, c.type) or 0) < 0.5 for c in poor)
     only = replace(known, costs=tuple(replace(c, kld=None, proxies={"a": 0.0, "b": c.kld or 0.0}) for c in known.costs))
     first = search(known, options=SearchOptions(target_bpw=4)).best
-    assert search(only, options=SearchOptions(target_bpw=4, proxy="b")).best.types == first.types
+    guessed = search(only, options=SearchOptions(target_bpw=4, proxy="b")).best
+    klds = {(c.group, c.type): c.kld or 0.0 for c in known.costs}
+    assert math.fsum(klds[pair] for pair in guessed.types.items()) < 1.5 * first.kld  # a guess is not taken as exact
 
 
 # --- the front, and what is measured ---
@@ -519,6 +539,36 @@ def test_costs_of_another_model_are_refused(dense: Path, moe: Path, tmp_path: Pa
         search(replace(known, model={"path": str(tmp_path / "gone.gguf")}), None, four)
     with pytest.raises(QuantkitError, match="two groups"):
         search(replace(known, groups=(*known.groups, replace(known.groups[0], name="again"))), dense, four)
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ('"kld": 0', '"kld": NaN, "x": 0'),
+        ('"kld": 0', '"kld": NaN}, {"x": 0'),
+        ('"settings": {}', '"settings": []'),
+        ('"settings": {}', '"settings": {"together": 5}'),
+        ('"settings": {}', '"settings": {"together": [{"types": {"a": "Q4_K"}, "kld": "much"}]}'),
+        ('"model": {', '"model": 7, "was": {'),
+    ],
+)
+def test_a_hostile_file_is_refused_with_one_line(dense: Path, tmp_path: Path, old: str, new: str) -> None:
+    text = drawn(dense, few=2).to_json()
+    assert old in text
+    (tmp_path / "S.json").write_text(text.replace(old, new))
+    ran = CliRunner().invoke(cli, ["search", "-s", str(tmp_path / "S.json"), "-m", str(dense), "--target-bpw", "4"])
+    assert ran.exit_code == 1
+    assert ran.output.startswith("Error: ")
+    assert isinstance(ran.exception, SystemExit)
+
+
+def test_no_number_is_no_cost(dense: Path) -> None:
+    known = drawn(dense, few=2)
+    bad: Any
+    for bad in (math.nan, math.inf, "0.1"):
+        costs: Any = (replace(known.costs[0], kld=bad), *known.costs[1:])
+        with pytest.raises(QuantkitError, match="that is no number"):
+            search(replace(known, costs=costs), options=SearchOptions(target_bpw=15))
 
 
 def test_usage(dense: Path, tmp_path: Path) -> None:

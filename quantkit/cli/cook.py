@@ -281,7 +281,7 @@ def _plan_dict(planned: CookPlan) -> dict[str, Any]:
                 "what": d.step.what,
                 "stands": d.stands,
                 "why": d.why,
-                "outputs": [str(path) for path in d.step.outputs],
+                "outputs": [str(path) for path in d.step.known_outputs],
                 "bytes": d.step.expected().nbytes,
                 "seconds": _seconds(d, planned),
             }

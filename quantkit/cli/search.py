@@ -33,11 +33,11 @@ from quantkit.errors import ResourceError
 from quantkit.formats.outputs import check_apart, read_whole, written
 from quantkit.helpers import format_seconds, format_size, printable
 from quantkit.search import Allocation, Check, Front, SearchOptions, SearchResult, search, search_front
-from quantkit.search.find import model_of
+from quantkit.search.find import known_of, model_of, with_imatrix
 from quantkit.search.options import RUNTIMES
 from quantkit.search.recipe import recipe_text
 from quantkit.search.restrict import named_type
-from quantkit.sensitivity.file import Sensitivity, read_sensitivity
+from quantkit.sensitivity.file import Sensitivity
 
 _WHAT, _TARGET, _LIMITS, _CHECK, _FRONT, _OUT = (
     "What is quantized",
@@ -66,7 +66,12 @@ def _listed(ctx: click.Context, param: click.Parameter, value: str | None) -> tu
     type=MODEL_FILE,
     help="The model, of which the header is read.  [default: that which was measured]",
 )
-@option("--imatrix", group=_WHAT, type=IMATRIX_FILE, help="The importance matrix that the file will be made with.")
+@option(
+    "--imatrix",
+    group=_WHAT,
+    type=IMATRIX_FILE,
+    help="The importance matrix that the file will be made with.  [default: that which was measured with]",
+)
 @option(
     "--feedback",
     group=_WHAT,
@@ -200,7 +205,7 @@ def command(
     named = {f.name for f in fields(SearchOptions)}
     targets = [name for name in ("target_size", "target_bpw", "target_kld") if given[name] is not None]
     _check_usage(targets, check, base, output, front_to, plot)
-    known = read_sensitivity(sensitivity)
+    known = known_of(sensitivity)
     source = model_of(known, model)
     kind = None if plot is None else check_plot(plot)
     inputs = [sensitivity, source, base, speeds, given["imatrix"], given["feedback"]]
@@ -211,7 +216,8 @@ def command(
     say = _say(quiet=json_to == "-")
     if given["min_speed"] is not None:
         given["speeds"] = _speeds(speeds, known, given["types"], threads, say)
-    options = SearchOptions(**{name: value for name, value in given.items() if name in named})
+    asked = SearchOptions(**{name: value for name, value in given.items() if name in named})
+    options = with_imatrix(asked, known, sensitivity, source)
     result: dict[str, Any] = {}
     text: list[str] = []
     if targets:
@@ -224,7 +230,9 @@ def command(
         recipe = _recipe(found, sensitivity, source)
         _write(output, recipe)
         result |= _as_dict(found, output)
-        text.append(_text(found, recipe if output is None else ""))
+        text.append(
+            _text(found, recipe) if output is None else f"{_text(found)}\n{_command(found.best, source, output)}"
+        )
     if front_to is not None or plot is not None:
         swept = search_front(known, source, options, points=points, progress=say)
         echo_notes(swept.notes)
@@ -293,7 +301,7 @@ def _recipe(found: SearchResult, sensitivity: Path, source: Path) -> str:
         f"read for a token: {format_size(best.part.read)}",
         f"sensitivities: {sensitivity.name}, sha256 {sha256(read_whole(sensitivity)).hexdigest()}",
         f"searched by: quantkit {shlex.join(sys.argv[1:])}",
-        f"make the file: {_command(best, source)}",
+        f"make the file: {_command(best, source, 'RECIPE')}",
     ]
     return recipe_text(best.rules, map(printable, lines))
 
@@ -302,10 +310,10 @@ def _shortfall(best: Allocation) -> str:
     return f" (the time was up: {best.gap:.3g} above the bound)" if best.gap else ""
 
 
-def _command(best: Allocation, source: Path) -> str:
+def _command(best: Allocation, source: Path, recipe: str | Path) -> str:
     """Return the command that makes exactly the file whose size is promised."""
     o = best.options
-    words = ["quantkit", "quantize", str(source), "OUT.gguf", best.type_name, "-r", "RECIPE"]
+    words = ["quantkit", "quantize", str(source), "OUT.gguf", best.type_name, "-r", str(recipe)]
     words += ["--rules", o.rules] if o.rules else []
     words += ["--imatrix", str(o.imatrix)] if o.imatrix else []
     words += ["--feedback", str(o.feedback)] if o.feedback else []
@@ -315,7 +323,7 @@ def _command(best: Allocation, source: Path) -> str:
 # --- what is printed ---
 
 
-def _text(found: SearchResult, recipe: str) -> str:
+def _text(found: SearchResult, recipe: str = "") -> str:
     best = found.best
     lines = [
         f"{best.nbytes} bytes ({format_size(best.nbytes)}), {best.bpw:.4f} bits per weight, "

@@ -137,6 +137,7 @@ class QuantizeSettings:
     ffn_gate_inp_type: str | None = key(word, "type of the router", None)
     encoder: str | None = key(word, "whose search encodes what two trees have: mainline or ik", None)
     rules: str | None = key(choice("mainline", "ik"), "whose mixtures apply", None)
+    split_max_size: int | None = key(size, "begin a new file beyond this size", None)
 
     def options(self) -> dict[str, Any]:
         """Return what is set, by the names that ``QuantizeOptions`` has."""
@@ -144,7 +145,7 @@ class QuantizeSettings:
 
 
 #: Options of quantize that say nothing about types.
-_OF_GOALS = {"encoder"}
+_OF_GOALS = {"encoder", "split_max_size"}
 
 
 def _target(value: Any, folder: Path) -> Target:

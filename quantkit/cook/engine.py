@@ -43,23 +43,34 @@ class Expected:
 class Step:
     """One step: what decides its outputs, and how they are made.
 
-    ``name``: unique, "imatrix" or "quantize Q4_K_M". ``inputs``: files it reads, by what they are. ``options``: what
-    else decides its outputs. ``code``: the same, for what can be told only when the inputs are there. ``run``: makes
-    the outputs and returns what it found; a step that was killed is run again and is to go on, or to start over.
-    ``whole``: tells, after a kill, whether outputs that are there are whole; None: nobody can tell.
-    ``forget``: removes what the same step of other parts left half done.
+    ``name``: unique, "imatrix" or "quantize Q4_K_M". ``inputs``: files it reads, by what they are; a function where
+    the steps ``after`` which it comes find out the name. ``outputs``: likewise. ``options``: what else decides its
+    outputs. ``code``: the same, for what can be told only when the inputs are there. ``run``: makes the outputs and
+    returns what it found; a step that was killed is run again and is to go on, or to start over. ``whole``: tells,
+    after a kill, whether outputs that are there are whole; None: nobody can tell. ``forget``: removes what the same
+    step of other parts left half done.
     """
 
     name: str
     what: str
-    inputs: Mapping[str, Path]
+    inputs: Mapping[str, Path | Callable[[], Path]]
     options: Mapping[str, object]
-    outputs: tuple[Path, ...]
+    outputs: tuple[Path, ...] | Callable[[], tuple[Path, ...]]
     run: Callable[[Tell], Facts]
     expected: Callable[[], Expected] = Expected
     code: Callable[[], Mapping[str, object]] = dict
     whole: Callable[[], bool] | None = None
     forget: Callable[[], None] | None = None
+    after: tuple[str, ...] = ()
+
+    @property
+    def known_outputs(self) -> tuple[Path, ...]:
+        """The outputs whose names nothing has to find out."""
+        return () if callable(self.outputs) else self.outputs
+
+    def made(self) -> tuple[Path, ...]:
+        """Return the outputs; the inputs are there."""
+        return self.outputs() if callable(self.outputs) else self.outputs
 
 
 @dataclass(frozen=True)
@@ -139,7 +150,8 @@ class Cooked:
 def parts_of(step: Step, state: State) -> dict[str, str]:
     """Return the digests of all that decides a step's outputs. Raises ResourceError for an input that is not there."""
     parts = {}
-    for label, path in step.inputs.items():
+    for label, given in step.inputs.items():
+        path = given() if callable(given) else given
         try:
             parts[label] = state.digest(path)
         except OSError as e:
@@ -150,12 +162,15 @@ def parts_of(step: Step, state: State) -> dict[str, str]:
 def decide(steps: Sequence[Step], state: State) -> list[Decision]:
     """Return which steps stand, as far as that can be told before any has run."""
     made: dict[Path, str] = {}
+    runs: set[str] = set()
     decisions = []
     for step in steps:
-        waits = [made[path] for path in step.inputs.values() if path in made]
+        waits = [name for name in step.after if name in runs]
+        waits += [made[given] for given in step.inputs.values() if isinstance(given, Path) and given in made]
         decision = Decision(step, False, f"after {waits[0]}") if waits else decide_step(step, state)
         if not decision.stands:
-            made |= dict.fromkeys(step.outputs, step.name)
+            made |= dict.fromkeys(step.known_outputs, step.name)
+            runs.add(step.name)
         decisions.append(decision)
     return decisions
 
@@ -170,7 +185,7 @@ def decide_step(step: Step, state: State) -> Decision:
         return Decision(step, False, "not done yet", parts)
     if dict(record.parts) != parts:
         return Decision(step, False, _changed(record.parts, parts), parts)
-    for path in step.outputs:
+    for path in step.made():
         if not os.path.lexists(path):
             return Decision(step, False, f"{path.name} is gone", parts)
         if not state.is_as_made(path):
@@ -204,17 +219,18 @@ def carry_out(steps: Sequence[Step], state: State, observer: Observer) -> Cooked
 
 def _run(step: Step, parts: Mapping[str, str], state: State, observer: Observer) -> StepRecord:
     goes_on = state.goes_on(step.name, parts)
-    state.begin(step.name, parts, step.outputs)
+    outputs = step.made()
+    state.begin(step.name, parts, outputs)
     if not goes_on and step.forget is not None:
         step.forget()
     began, facts = working_seconds(), Facts()
-    done = goes_on and step.whole is not None and state.has_made(step.name, step.outputs) and step.whole()
+    done = goes_on and step.whole is not None and state.has_made(step.name, outputs) and step.whole()
     if not done:
-        for path in step.outputs:
+        for path in outputs:
             path.parent.mkdir(parents=True, exist_ok=True)
         facts = step.run(_Teller(observer))
-    missing = [path for path in step.outputs if not os.path.isfile(path)]
+    missing = [path for path in outputs if not os.path.isfile(path)]
     if missing:
         raise QuantkitError(f"{step.name} ended without {missing[0]}: run it again")
-    state.finish(step.name, parts, step.outputs, working_seconds() - began, facts)
+    state.finish(step.name, parts, outputs, working_seconds() - began, facts)
     return state.steps[step.name]

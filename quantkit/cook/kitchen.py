@@ -17,8 +17,16 @@ from quantkit.cook.engine import Cooked, Decision, Observer, Silent, Step, carry
 from quantkit.cook.source import read_source
 from quantkit.cook.state import STATE, State
 from quantkit.cook.steps import Places, base_step, convert_step, covariance_step, imatrix_step, texts_step
-from quantkit.cook.target_steps import check_path, check_step, quantize_options, quantize_step, without_files
+from quantkit.cook.target_steps import (
+    check_path,
+    check_step,
+    first_file,
+    quantize_options,
+    quantize_step,
+    without_files,
+)
 from quantkit.errors import FormatError, QualityGate, QuantkitError, RecipeError, ResourceError
+from quantkit.formats.gguf import open_model
 from quantkit.formats.outputs import check_apart
 from quantkit.helpers import format_size
 
@@ -178,9 +186,9 @@ def _check_targets(places: Places) -> list[str]:
 
 def _check_outputs(places: Places, steps: Sequence[Step]) -> None:
     """Refuse outputs that are inputs, or each other."""
-    made = [path for step in steps for path in step.outputs]
+    made = [path for step in steps for path in step.known_outputs]
     ours = set(made)
-    read = {path for step in steps for path in step.inputs.values() if path not in ours}
+    read = {path for step in steps for path in step.inputs.values() if isinstance(path, Path) and path not in ours}
     files = [path for path in (*read, places.config.model) if not path.is_dir()]
     check_apart([*made, places.config.work / STATE], files)
     for path in (places.config.output, places.config.work):
@@ -234,8 +242,9 @@ def _result(planned: CookPlan, done: Cooked) -> CookResult:
 
 
 def _dish(places: Places, settings: TargetSettings) -> Dish:
-    path = places.output(settings.called)
-    nbytes = path.stat().st_size
+    path = first_file(places, settings)
+    with open_model(path) as opened:
+        nbytes = sum(each.stat().st_size for each in opened.paths)
     if not places.config.check.run:
         return Dish(settings.target.text, path, nbytes)
     found: dict[str, Any] = json.loads(check_path(places, settings.called).read_bytes())

@@ -157,14 +157,15 @@ text = [{text}]
 # time_limit = 60               # seconds of the solver for each
 
 [quantize]
-# For all targets that are presets.
+# For all targets; goals take only the last two.
 # recipe = ["my.recipe"]
 # tensor_type = ["attn_v=Q8_0"]
 # ffn_gate_inp_type = "Q8_0"    # the router
 # output_tensor_type = "Q6_K"
 # token_embedding_type = "Q4_K"
-# encoder = "ik"                # whose search encodes what both trees have
 # rules = "ik"                  # whose mixtures apply to presets that both have
+# encoder = "ik"                # whose search encodes what both trees have
+# split_max_size = "48G"        # begin a new file beyond this size
 
 [report]
 # A page with charts that needs no network, and a card for model hubs.

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import glob
 import json
+from collections.abc import Callable
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +14,7 @@ from quantkit.cook import estimate
 from quantkit.cook.config import TargetSettings
 from quantkit.cook.engine import Expected, Facts, Step, Tell
 from quantkit.cook.steps import Places
-from quantkit.errors import FormatError, QuantkitError
+from quantkit.errors import FormatError, QuantkitError, ResourceError
 from quantkit.evaluate import kld
 from quantkit.formats.outputs import written
 from quantkit.pipeline.cache.keys import encoder_digest
@@ -70,7 +73,7 @@ def quantize_step(places: Places, settings: TargetSettings) -> Step:
     """Return the quantization of a target."""
     target, out = settings.target, places.output(settings.called)
     options = quantize_options(places, settings)
-    inputs = {"the model": places.source}
+    inputs: dict[str, Path | Callable[[], Path]] = {"the model": places.source}
     if options.imatrix is not None:
         inputs["the importance matrix"] = options.imatrix
     if options.feedback is not None:
@@ -124,6 +127,9 @@ def quantize_step(places: Places, settings: TargetSettings) -> Step:
             "encoded": 0 if used is None else used.tensors - used.taken,
         }
 
+    def made() -> tuple[Path, ...]:
+        return tuple(shard.path for shard in plan().shards)
+
     said = {name: value for name, value in asdict(options).items() if name not in _FILES}
     default = asdict(QuantizeOptions())
     given = {name: value for name, value in said.items() if value != default[name]}
@@ -132,11 +138,11 @@ def quantize_step(places: Places, settings: TargetSettings) -> Step:
         out.name,
         inputs,
         {"the type": target.preset, **given},
-        (out,),
+        (out,) if options.split_max_size is None else made,
         run,
         expected,
         code,
-        whole=lambda: not journal_path(out).exists(),
+        whole=lambda: not any(journal_path(path).exists() for path in made()[:1]),
     )
 
 
@@ -163,14 +169,26 @@ def without_files(options: QuantizeOptions, *, recipe: bool) -> QuantizeOptions:
     )
 
 
+def first_file(places: Places, settings: TargetSettings) -> Path:
+    """Return the file of a target, of several the first. Raises ResourceError if there is none."""
+    out = places.output(settings.called)
+    if quantize_options(places, settings).split_max_size is None:
+        return out
+    found = sorted(out.parent.glob(f"{glob.escape(out.stem)}-00001-of-?????.gguf"))
+    if not found:
+        raise ResourceError(f"{out}: there is no file of {settings.called}")
+    return max(found, key=lambda path: path.stat().st_mtime_ns)
+
+
 def check_step(places: Places, settings: TargetSettings) -> Step:
     """Return the check of a target: its divergence from the model."""
-    made, out = places.output(settings.called), check_path(places, settings.called)
+    out = check_path(places, settings.called)
+    made = partial(first_file, places, settings)
     model = places.model
 
     def run(tell: Tell) -> Facts:
         found = kld(
-            made,
+            made(),
             places.base,
             progress=lambda now: tell(now.chunk, now.n_chunks, f"divergence {now.sums.kld.mean.value:.5f}"),
             **places.evaluation(),
@@ -188,11 +206,12 @@ def check_step(places: Places, settings: TargetSettings) -> Step:
 
     return Step(
         f"check {settings.called}",
-        f"the divergence of {made.name}",
+        f"the divergence of {places.output(settings.called).name}",
         {"the file": made, "the base logits": places.base},
         {},
         (out,),
         run,
         expected,
         whole=lambda: True,
+        after=(f"quantize {settings.called}",),
     )

@@ -58,14 +58,17 @@ class Together:
 
 def measured_together(sensitivity: Sensitivity) -> list[Together]:
     """Return the allocations of a file that were measured as a whole. Raises FormatError for what cannot be read."""
-    found = []
-    for row in sensitivity.settings.get("together") or ():
-        try:
-            types = {str(group): type_by_name(t) for group, t in row["types"].items()}
-            found.append(Together(types, float(row["kld"]), float(row.get("kld_error") or 0.0)))
-        except (KeyError, TypeError, ValueError, AttributeError, TypeNotSupported) as e:
-            raise FormatError(f"settings.together of the sensitivities cannot be read: {e!r}") from None
-    return found
+    try:
+        return [
+            Together(
+                {str(group): type_by_name(t) for group, t in row["types"].items()},
+                float(row["kld"]),
+                float(row.get("kld_error") or 0.0),
+            )
+            for row in sensitivity.settings.get("together") or ()
+        ]
+    except (KeyError, TypeError, ValueError, AttributeError, TypeNotSupported) as e:
+        raise FormatError(f"settings.together of the sensitivities cannot be read: {e!r}") from None
 
 
 def fitted(together: Sequence[Together], kld: Callable[[str, TensorType], float | None]) -> Combination:

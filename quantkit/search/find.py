@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
 import numpy as np
 
-from quantkit.errors import RecipeError, ResourceError
+from quantkit.errors import FormatError, RecipeError, ResourceError
 from quantkit.formats.gguf import open_model
 from quantkit.formats.remote import located
 from quantkit.helpers import format_size, round_up
@@ -67,9 +67,9 @@ def search(
     options = options or SearchOptions()
     options.one_target()
     check_solver()
-    known = sensitivity if isinstance(sensitivity, Sensitivity) else read_sensitivity(Path(sensitivity))
-    with open_model(model_of(known, source)) as opened:
-        space = Space(known, opened, with_imatrix(options, known))
+    known = known_of(sensitivity)
+    with open_model(path := model_of(known, source)) as opened:
+        space = Space(known, opened, with_imatrix(options, known, *files_of(sensitivity), path))
         finder = Finder(space)
         found = list(finder.best(1 if check is None else check.count))
         if check is not None:
@@ -78,6 +78,19 @@ def search(
             found.sort(key=lambda each: math.inf if each.check is None else each.check.sums.kld.mean.value)
         notes = (*space.notes, *finder.notes, *space.loads(found[0].plan))
     return SearchResult(tuple(found), space, time.monotonic() - began, notes)
+
+
+def known_of(given: Sensitivity | str | Path) -> Sensitivity:
+    """Return what was measured, from its file if need be. Raises FormatError for facts that are none."""
+    known = given if isinstance(given, Sensitivity) else read_sensitivity(Path(given))
+    if not isinstance(known.model, Mapping) or not isinstance(known.settings, Mapping):
+        raise FormatError("model and settings of the sensitivities must be objects")
+    return known
+
+
+def files_of(given: Sensitivity | str | Path) -> tuple[Path, ...]:
+    """Return the file of what was measured, if it is one."""
+    return () if isinstance(given, Sensitivity) else (Path(given),)
 
 
 def model_of(known: Sensitivity, given: str | Path | None) -> Path:
@@ -90,12 +103,16 @@ def model_of(known: Sensitivity, given: str | Path | None) -> Path:
     return Path(path)
 
 
-def with_imatrix(options: SearchOptions, known: Sensitivity) -> SearchOptions:
-    """Return options with the importance matrix that was measured with, where none is given and it is there."""
-    path = known.settings.get("imatrix")
-    if options.imatrix is not None or not isinstance(path, str) or not Path(path).is_file():
+def with_imatrix(options: SearchOptions, known: Sensitivity, *beside: Path) -> SearchOptions:
+    """Return options with the importance matrix that was measured with, where none is given.
+
+    It is looked for where it is said to be, in the folder of ``beside`` files and in that of the model.
+    """
+    name = known.settings.get("imatrix")
+    if options.imatrix is not None or not isinstance(name, str) or not name:
         return options
-    return replace(options, imatrix=Path(path))
+    found = (path for path in (Path(name), *(each.parent / name for each in beside)) if path.is_file())
+    return replace(options, imatrix=next(found, None))
 
 
 class Finder:
@@ -185,7 +202,7 @@ class Finder:
     @cached_property
     def header(self) -> int:
         """Bytes of a file beside its tensors, with no rule in it."""
-        plan = self.space.plan("COPY", ())
+        plan = self.space.bare()
         alignment = int(self.space.source.get("general.alignment", 32))
         return plan.nbytes - sum(round_up(t.nbytes, alignment) for t in plan.tensors)
 

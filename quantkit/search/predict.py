@@ -9,13 +9,15 @@ is all noise becomes the product. Of a pair that was not measured, there is only
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
+from quantkit.errors import FormatError
 from quantkit.sensitivity.file import Cost, Sensitivity
 from quantkit.types import TensorType
 
@@ -25,28 +27,24 @@ T = TypeVar("T")
 _ROUNDS = 20
 #: The least divergence, in nats, and the least relative error of one.
 _LEAST, _EXACT = 1e-12, 1e-6
+#: The relative error of a proxy.
+_GUESSED = 0.5
 
 
 class Predictor:
     """Predicted divergence of groups in types, in nats per token. ``feedback``: of what is encoded with it, if known.
 
-    Without any measured divergence, ``proxy`` (the first, if None) counts as one.
+    What was not measured counts as its ``proxy`` says: that of the name, or the one that predicts best what was.
     """
 
     def __init__(self, sensitivity: Sensitivity, *, feedback: bool = False, proxy: str | None = None) -> None:
-        self.measured = any(cost.kld is not None for cost in sensitivity.costs)
         chosen: dict[tuple[str, TensorType], Cost] = {}
         for cost in sensitivity.costs:
             if cost.feedback <= feedback and (cost.feedback or (cost.group, cost.type) not in chosen):
                 chosen[cost.group, cost.type] = cost
-        values = {key: self._value(cost, proxy) for key, cost in chosen.items()}
+        names = _best_proxies(sensitivity) if proxy is None else [proxy]
+        values = {key: _value(cost, names) for key, cost in chosen.items()}
         self._values = {key: value for key, value in values.items() if value is not None}
-
-    def _value(self, cost: Cost, proxy: str | None) -> tuple[float, float] | None:
-        if self.measured:
-            return None if cost.kld is None else (cost.kld, cost.kld_error or 0.0)
-        found = cost.proxies.get(proxy) if proxy is not None else next(iter(cost.proxies.values()), None)
-        return None if found is None else (found, 0.0)
 
     @property
     def types(self) -> tuple[TensorType, ...]:
@@ -106,6 +104,26 @@ class Predictor:
         share = spread / (spread + noise)
         estimates = np.exp(share * y + (1 - share) * (a[group] + b[kind]))
         return dict(zip(self._values, estimates.tolist(), strict=True))
+
+
+def _best_proxies(sensitivity: Sensitivity) -> list[str]:
+    """Return the names of all proxies, first those that rank best what was measured, as far as the file says."""
+    told = sensitivity.settings.get("rank_correlation")
+    known = told if isinstance(told, Mapping) else {}
+    names = dict.fromkeys(name for cost in sensitivity.costs for name in cost.proxies)
+    return sorted(names, key=lambda name: -known[name] if isinstance(known.get(name), (int, float)) else 0.0)
+
+
+def _value(cost: Cost, proxies: Sequence[str]) -> tuple[float, float] | None:
+    """Return a divergence and its error, measured or guessed; None without. FormatError for what is no number."""
+    found, error = cost.kld, cost.kld_error or 0.0
+    if found is None:
+        found = next((cost.proxies[name] for name in proxies if name in cost.proxies), None)
+        error = _GUESSED * found if isinstance(found, (int, float)) else 0.0
+    for value in (found, error):
+        if value is not None and not (isinstance(value, (int, float)) and math.isfinite(value)):
+            raise FormatError(f"the sensitivities have a cost of {cost.group} as {cost.type} that is no number")
+    return None if found is None else (found, error)
 
 
 def _numbered(items: Iterable[T]) -> dict[T, int]:

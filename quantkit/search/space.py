@@ -88,6 +88,8 @@ class Space:
     units: tuple[Unit, ...] = field(init=False)
     fixed: Part = field(init=False)
     notes: list[str] = field(default_factory=list)
+    #: Groups by name that become one tensor, merged experts.
+    _pairs: list[tuple[str, str]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         options = self.options
@@ -100,10 +102,9 @@ class Space:
         self.types = self._types()
         self.tree = self._tree()
         wanted = {group.name: self._wanted(group) for group in self.groups}
-        planned = {t: self._planned(t, [g for g in self.groups if t in wanted[g.name]]) for t in self._used(wanted)}
+        planned = {t: self._by_group(t, [g for g in self.groups if t in wanted[g.name]]) for t in self._used(wanted)}
         self.fixed = self._fixed(self._planned(None, ()))
-        pairs = [owners for plan in planned.values() for t in plan if len(owners := self._owners(t)) == 2]
-        lists = tied(self.groups, self._same, [(a, b) for a, b in pairs])
+        lists = tied(self.groups, self._same, dict.fromkeys(self._pairs))
         self.units = tuple(self._unit(groups, wanted, planned) for groups in lists)
 
     # --- types ---
@@ -178,7 +179,28 @@ class Space:
         """Return the tensors of a file in which ``groups`` are ``t`` and all else is as it was."""
         names = [re.escape(name) for group in groups for name in group.tensors]
         rules = () if t is None else (Rule(rf"^(?:{'|'.join(names)})$", t, "search"),)
-        return list(self.plan("COPY", rules).tensors)
+        return list(self.bare(rules).tensors)
+
+    def bare(self, rules: Sequence[Rule] = ()) -> Plan:
+        """Return a plan in which all is as it was but for ``rules``; feedback counts only if types need it."""
+        options, path = self.quantize_options("COPY", rules), Path("search.gguf")
+        try:
+            return plan_from(self.source, path, "COPY", replace(options, feedback=None))
+        except RecipeError:
+            if options.feedback is None:
+                raise
+            return plan_from(self.source, path, "COPY", options)
+
+    def _by_group(self, t: TensorType, groups: Sequence[Group]) -> dict[str, list[PlannedTensor]]:
+        """Return the tensors that groups become as ``t``; one made of two groups is of the first."""
+        found: dict[str, list[PlannedTensor]] = {group.name: [] for group in self.groups}
+        for tensor in self._planned(t, groups):
+            owners = self._owners(tensor)
+            if owners:
+                found[owners[0]].append(tensor)
+            if len(owners) == 2:
+                self._pairs.append((owners[0], owners[1]))
+        return found
 
     def plan(self, type_name: str, rules: Sequence[Rule], output: Path | None = None) -> Plan:
         """Return the plan of a file by rules."""
@@ -263,16 +285,15 @@ class Space:
         self,
         groups: Sequence[Group],
         wanted: Mapping[str, Sequence[TensorType]],
-        planned: Mapping[TensorType, list[PlannedTensor]],
+        planned: Mapping[TensorType, Mapping[str, list[PlannedTensor]]],
     ) -> Unit:
         common = [t for t in wanted[groups[0].name] if all(t in wanted[g.name] for g in groups)]
         if not common:
             each = "; ".join(f"{g.name}: {', '.join(map(str, wanted[g.name]))}" for g in groups)
             raise RecipeError(f"these are to have one type, but have none in common: {each}")
-        mine = {group.name for group in groups}
         choices = []
         for t in common:
-            tensors = [p for p in planned[t] if mine.intersection(self._owners(p))]
+            tensors = [p for group in groups for p in planned[t][group.name]]
             types = {name: p.type for p in tensors for name in (half_names(p.name) or (p.name,))}
             types = {name: types[name] for group in groups for name in group.tensors if name in types} or types
             kept = all(p.type is part.source.type for p in tensors for part in p.parts)

@@ -16,10 +16,10 @@ from quantkit.pipeline.facts import half_names
 from quantkit.pipeline.plan import Plan
 from quantkit.pipeline.presets import PRESETS, Preset
 from quantkit.search.allocation import Allocation
-from quantkit.search.find import Finder, model_of, with_imatrix
+from quantkit.search.find import Finder, files_of, known_of, model_of, with_imatrix
 from quantkit.search.options import SearchOptions
 from quantkit.search.space import Space
-from quantkit.sensitivity.file import Sensitivity, read_sensitivity
+from quantkit.sensitivity.file import Sensitivity
 from quantkit.types import TensorType
 
 
@@ -65,9 +65,9 @@ def search_front(
     began = time.monotonic()
     if points < 2:
         raise RecipeError(f"--points {points}: a front has two ends")
-    known = sensitivity if isinstance(sensitivity, Sensitivity) else read_sensitivity(Path(sensitivity))
-    with open_model(model_of(known, source)) as opened:
-        space = Space(known, opened, with_imatrix(options or SearchOptions(), known))
+    known = known_of(sensitivity)
+    with open_model(path := model_of(known, source)) as opened:
+        space = Space(known, opened, with_imatrix(options or SearchOptions(), known, *files_of(sensitivity), path))
         finder = Finder(space)
         presets, notes = _presets(space)
         found = list(_sweep(finder, points, [p.nbytes for p in presets], progress))

@@ -1,6 +1,7 @@
 """Check the CUDA backend on this machine's card, then time it. Needs numpy and CuPy only, and no network.
 
     scripts/gpu_check                      everything; results also into $OUT/gpu_check.md or ./gpu_check.md
+    scripts/gpu_check encode               all about encoders: golden bytes, random rows, whole files, speed
     scripts/gpu_check --only products zoo  some steps
     scripts/gpu_check --shim               the checks without a card, by the shim of the tests (needs g++)
     scripts/gpu_check --record gpu_check.md    append such results to BENCHMARKS.md
@@ -29,16 +30,14 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "scripts")]
 
 import numpy as np  # noqa: E402
 
-from gpu import cases, speed  # noqa: E402
+from gpu import cases, encoding, speed  # noqa: E402
 from gpu.cases import TYPES, launched_early, nmse, on_card  # noqa: E402
 from gpu.run import NOT_RUN, PATIENCE, Run, verdict, watch  # noqa: E402
 from quantkit.formats.gguf import open_gguf  # noqa: E402
 from quantkit.kernels.cuda.core.device import count_devices, why_none  # noqa: E402
-from quantkit.kernels.cuda.encode.encode import encoders  # noqa: E402
 from quantkit.kernels.first_run import tell  # noqa: E402
 from quantkit.model.engine import load  # noqa: E402
 from quantkit.model.fusion import Fusion  # noqa: E402
-from quantkit.types import BY_NAME  # noqa: E402
 from zoo import NAMES, expected, write_zoo  # noqa: E402
 
 # ---------------------------------------------------------------- checks
@@ -161,23 +160,6 @@ def placements(run: Run) -> None:
     run.say(f"placements: {len(done)} mixtures of card and host right, weights sent for every batch among them")
 
 
-def encoding(run: Run) -> None:
-    """Encoders beside the golden bytes of llama.cpp."""
-    from quantkit.kernels.cuda.core.device import open_device
-
-    device: Any = open_device("CUDA0")
-    with np.load(ROOT / "tests/data/golden-mainline.npz") as kept:
-        golden = {name: kept[name] for name in kept.files}
-
-    def of_type(name: str) -> None:
-        for key, importance in ((name, None), (f"{name}+imatrix", golden["imatrix"])):
-            if key in golden:
-                found = cases.encoded(device, BY_NAME[name], golden["x"], importance)
-                run.check(f"encoding: {key}, bytes that differ", float((found != golden[key].ravel()).sum()), 0)
-
-    run.each("encoding", encoders(), of_type)
-
-
 CHECKS: dict[str, Callable[[Run], None]] = {
     "products": products,
     "zoo": zoo,
@@ -185,10 +167,15 @@ CHECKS: dict[str, Callable[[Run], None]] = {
     "tiny-moe": tiny_moe,
     "placements": placements,
     "early": early,
-    "encoding": encoding,
+    "encoding": encoding.goldens,
+    "parity": encoding.parity,
+    "pipeline": encoding.pipeline,
 }
 
-STEPS: dict[str, Callable[[Run], None]] = {"card": speed.card, **CHECKS, **speed.STEPS}
+STEPS: dict[str, Callable[[Run], None]] = {"card": speed.card, **CHECKS, **speed.STEPS, "encode": encoding.speed}
+
+#: What is asked for by a word: `scripts/gpu_check encode`.
+GROUPS = {"encode": ("card", "encoding", "parity", "pipeline", "encode")}
 
 #: What matters most, before all the rest: whether it is right, and how fast a model and its commonest types are.
 _COMMON = ("Q4_K", "Q8_0", "Q6_K", "IQ4_XS")
@@ -201,6 +188,10 @@ FIRST: dict[str, Sequence[str]] = {
     "mat-vec": _COMMON,
     "mat-mat": _COMMON,
     "attention, 32 heads over 4": ("f16",),
+    "encoding": _COMMON,
+    "parity": _COMMON,
+    "pipeline": ("Q4_K_M",),
+    "encode": _COMMON,
 }
 
 
@@ -228,7 +219,8 @@ def supervise(options: argparse.Namespace, out: Path) -> int:
     roomy = shared.is_dir() and shutil.disk_usage(shared).free > 24 << 30
     work = Path(tempfile.mkdtemp(prefix="gpu_check-", dir=shared if roomy else None))
     until = time.time() + 60 * options.minutes
-    steps = options.only or list(CHECKS if options.shim else STEPS)
+    steps = options.only or list(GROUPS[options.group] if options.group else STEPS)
+    steps = [name for name in steps if name in CHECKS or not options.shim]
     command = [sys.executable, __file__, "--out", str(out), "--work", str(work), "--until", str(until)]
     command += ["--types", *options.types, "--only", *steps, *(["--shim"] if options.shim else [])]
     try:
@@ -260,12 +252,15 @@ def use_shim() -> None:
 
     made: dict[str, Any] = {name: host_device.HostDevice(name=name) for name in ("CUDA0", "CUDA1")}
     device.open_device = made.__getitem__  # type: ignore[assignment]
+    device.count_devices = lambda: len(made)  # type: ignore[assignment]
+    encoding.FILE = encoding.File(0, encoding.make_moe.Model(1, 2, 1, 256, 256, 2, 1, 128, 256), 2)
     speed._CARD[:] = [speed.Card(made["CUDA0"], math.nan, 1.0)]  # nothing is measured, and products by cuBLAS are
     devices.cuda_devices = lambda: tuple(made)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("group", nargs="?", choices=GROUPS, help="some steps that belong together")
     parser.add_argument("--only", nargs="+", choices=STEPS, metavar="STEP", help=f"some of: {' '.join(STEPS)}")
     parser.add_argument("--minutes", type=float, default=8.0, help="when to stop beginning steps (default: 8)")
     parser.add_argument("--out", type=Path, help="where results go")

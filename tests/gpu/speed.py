@@ -24,7 +24,6 @@ from quantkit.kernels.cuda.attention import attention
 from quantkit.kernels.cuda.core import peak
 from quantkit.kernels.cuda.core.device import Launch, open_device
 from quantkit.kernels.cuda.core.kernel import Shape
-from quantkit.kernels.cuda.encode.encode import encoders, weighs
 from quantkit.kernels.cuda.layer import glu
 from quantkit.kernels.cuda.matmul import activations, mat_mat, mat_vec, moe
 from quantkit.kernels.cuda.unpack import dequantize
@@ -684,38 +683,10 @@ def _gains(run: Run, rates: dict[str, tuple[float, float]]) -> None:
             run.say(f"- {title}: {gain:+.1%} (ik_llama.cpp: {IKS[title]})")
 
 
-def encoding_speed(run: Run) -> None:
-    """Every encoder on as many weights as libgguf's CUDA extension names its times for."""
-    todo, rows, n = run.todo("encode", encoders()), SIZES.wide, SIZES.n_in
-    if not todo:
-        return
-    run.say(f"\nencoding {rows} x {n} weights: ms, Gweights/s (share of copy)\n")
-    run.say("| type | without importance | with |\n|---|---|---|")
-    rng = np.random.default_rng(1)
-    x = np.resize(rng.standard_normal(1 << 20).astype(np.float32), (rows, n))
-    importance = np.exp(rng.standard_normal(n)).astype(np.float32)
-
-    def of_type(name: str) -> None:
-        t, cells = BY_NAME[name], []
-        for of in (None, importance) if weighs(t) else (None,):
-            times: list[float] = []
-
-            def repeat(work: Callable[[], None], times: list[float] = times) -> None:
-                times.append(peak.timed(the_card().device, work, SIZES.of_products))
-
-            size = cases.encoded(the_card().device, t, x, of, repeat).size
-            share = (x.nbytes + size) / times[0] / 1e9 / the_card().copy_gb_s
-            cells.append(f"{1e3 * times[0]:.2f} ms, {x.size / times[0] / 1e9:.1f} ({share:.0%})")
-        run.say(f"| {name} | {' | '.join([*cells, ''][:2])} |")
-
-    run.each("encode", todo, of_type, needs=10)
-
-
 STEPS: dict[str, Callable[[Run], None]] = {
     "model": model_speed,
     "fused": fused_speed,
     "attention": attention_speed,
     "mat-vec": mat_vec_speed,
     "mat-mat": mat_mat_speed,
-    "encode": encoding_speed,
 }

@@ -29,8 +29,9 @@ from quantkit.pipeline.threads import Threads, run_together, work
 from quantkit.pipeline.warm import kernel_calls
 from quantkit.pipeline.work import Job, PlannedTensor, RowSlice, Worker, cut_jobs, job_values, metrics_for, worker_ram
 
-#: Slots of a card: one reads, one is copied or computed, one writes, and one more, as none takes as long as another.
-SLOTS = 4
+#: Slots of a card: at least one that reads, one on the card, one that writes; more where CPUs are, which reading,
+#: checking and writing keep busy.
+LEAST, MOST = 3, 8
 #: Values of a batch, if memory allows: enough that Python does not bound the fastest types.
 BATCH = 1 << 24
 #: Of the memory of a card that is free, without --max-vram.
@@ -52,7 +53,9 @@ class Cards(Threads):
         verify: int = 0,
         say: Callable[[str], None] | None = None,
     ) -> None:
-        super().__init__(threads + SLOTS * len(names))
+        #: Of each card.
+        self.slots = min(MOST, max(LEAST, threads // len(names)))
+        super().__init__(threads + self.slots * len(names))
         self._threads, self._names, self._max_vram, self._verify = threads, tuple(names), max_vram, verify
         self._say, self._lock = say, threading.Lock()
         self._lost: set[str] = set()
@@ -91,7 +94,7 @@ class Cards(Threads):
         for tensor, part, form in parts:
             forms.setdefault(form, set()).add(is_weighted(tensor, part))
         kernels = [kernel for form, weighted in forms.items() for kernel in form.kernels(weighted)]
-        slots = SLOTS * len(self._names)
+        slots = self.slots * len(self._names)
         need = worker_ram(list(ledger.plan.tensors), values)
         ram = (ledger.max_ram - self.count * need) // slots + 12 * values
         found = []
@@ -102,6 +105,8 @@ class Cards(Threads):
             try:
                 card.device = devices.open_device(name)
                 card.device.prepare(list(dict.fromkeys(kernels)))
+                for form in forms:
+                    form.put_tables(card.device)
                 self._fit(card, list(forms), values, ram)
                 found.append(card)
             except Exception as e:  # whatever a driver, a compiler and CuPy raise
@@ -118,10 +123,10 @@ class Cards(Threads):
                 return max(1, batch // form.n)
 
             card.rows, card.room = rows, largest(forms, rows)
-            if batch <= values or card.room.host <= ram and SLOTS * card.room.device <= vram:
+            if batch <= values or card.room.host <= ram and self.slots * card.room.device <= vram:
                 break
             batch = max(values, batch // 2)
-        card.slots = min(SLOTS, vram // card.room.device)
+        card.slots = min(self.slots, vram // card.room.device)
         if not card.slots:
             raise ResourceError(
                 f"{card.name} has no room: a job takes {format_size(card.room.device)} of its memory, "

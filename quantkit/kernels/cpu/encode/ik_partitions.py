@@ -181,10 +181,10 @@ def _reached(s):
 
 @inline
 def _may_exceed(s, two, i2, down, needed):
-    """Whether two first runs, with any two last ones, can be rated above what is needed in some lane."""
+    """Whether two first runs, with any two last ones, can be rated above what is needed in some lane; NaN can."""
     at = _BOUNDS + 256 * i2 + 128 * down
-    plain = _rating(two[0], two[2]) + load(f32x16, s, at) > needed
-    return any_lane(plain | (_rating(two[1], two[3]) + load(f32x16, s, at + 64) > needed))
+    plain = _rating(two[0], two[2]) + load(f32x16, s, at) <= needed
+    return any_lane(~(plain & (_rating(two[1], two[3]) + load(f32x16, s, at + 64) <= needed)))
 
 
 sort: Any = None

@@ -147,6 +147,8 @@ class CUDADevice:
         self._shared: dict[Kernel, int] = {}  # what a kernel may ask for at its launch
         self._uploads = self._own_uploads()
         self._done: Any = None
+        #: Whose lane this is.
+        self.owner = self
         #: Launches may begin before the one before them is done, and wait where they need it (device.cuh).
         self.early = False
 

@@ -73,10 +73,13 @@ def grid_on(device: Device, t: TensorType) -> GridTables:
     """Return the addresses of a type's tables on a device, where they stay; zeros for a type without a grid."""
     if t.name not in _DISTANCES:
         return GridTables()
+    owner: Device = getattr(device, "owner", device)  # all lanes of a device read the same
     with _lock:
-        held = _on_device.setdefault(device, {})
+        held = _on_device.setdefault(owner, {})
         if t.name not in held:
-            held[t.name] = GridTables(*(_put(device, array) for array in grid_tables(t)))
+            made = GridTables(*(_put(owner, array) for array in grid_tables(t)))
+            owner.synchronize()  # no lane's stream waits for this one
+            held[t.name] = made
         return held[t.name]
 
 

@@ -19,6 +19,7 @@ import numpy.typing as npt
 from quantkit.helpers import round_up
 from quantkit.kernels.cuda.core.device import Device, Launch
 from quantkit.kernels.cuda.core.kernel import Kernel, Shape
+from quantkit.kernels.cuda.core.neighbours import grid_on
 from quantkit.kernels.cuda.encode.encode import encode_rows, encoders, kernels_of, weighs
 from quantkit.kernels.cuda.unpack.dequantize import OUTPUTS, dequantize
 from quantkit.kernels.formats import FORMATS
@@ -61,6 +62,10 @@ class Form(NamedTuple):
         """Return the kernels that rows of this form need; weighted: with importance, without, or both."""
         found = [not_finite(1).kernel, *(kernel for each in weighted for kernel in kernels_of(self.target, each))]
         return found if self.source is _F32 else [*found, dequantize(self.source, self.n, 1).kernel]
+
+    def put_tables(self, device: Device) -> None:
+        """Have what the encoder looks up on the device, where all lanes find it."""
+        grid_on(device, self.target)
 
 
 class Segment(NamedTuple):

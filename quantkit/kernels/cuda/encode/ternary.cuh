@@ -7,7 +7,7 @@
 
 // A block of N values, 32 of a lane.
 template <int N> struct Trits {
-    static const int LANES = N / 32;
+    static const int LANES_EACH = N / 32;
 
     const Lane& lane;
     float d, inverse;  // inverse: 0 where 1 / d is no finite number
@@ -15,7 +15,7 @@ template <int N> struct Trits {
     __device__ __forceinline__ explicit Trits(const Lane& l) : lane(l) {
         d = 0;
         for (int i = 0; i < 32; i++) d = fmaxf(d, fabsf(l.x[i]));
-        for (int k = LANES / 2; k; k >>= 1) d = fmaxf(d, __shfl_xor_sync(FULL, d, k));
+        for (int k = LANES_EACH / 2; k; k >>= 1) d = fmaxf(d, __shfl_xor_sync(FULL, d, k));
         inverse = 1.0f / d;
         if (!is_finite(inverse)) inverse = 0;
     }

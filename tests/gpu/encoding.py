@@ -1,0 +1,313 @@
+"""What scripts/gpu_check does about encoders: whether a card's bytes are the CPU's, then how fast they come.
+
+    encoding    golden bytes of llama.cpp and ik_llama.cpp, every type
+    parity      random rows of every type, of many scales, by digests of the CPU's bytes (tests/data/gpu-encode.json)
+    pipeline    whole files of a MoE by `quantize --backend cuda` and by the CPU: the same bytes; seconds of both
+    encode      Gweights/s of every type, its share of the card's copy, and beside libgguf's figures of an RTX 3090
+
+Needs numpy and CuPy, ``pipeline`` numba as well. Random rows come of raw random bits and exact operations, so that they
+are the same wherever they are drawn.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import json
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import make_moe
+import numpy as np
+import numpy.typing as npt
+
+from gpu import cases
+from gpu.run import NOT_RUN
+from gpu.speed import SIZES, the_card
+from quantkit.formats.imatrix import write_imatrix
+from quantkit.helpers import available_cpus, format_size
+from quantkit.kernels.cuda.core import device as devices
+from quantkit.kernels.cuda.core import peak
+from quantkit.kernels.cuda.encode.encode import encoders, kernels_of, weighs
+from quantkit.types import BY_NAME, TensorType
+
+if TYPE_CHECKING:
+    from gpu.run import Run
+
+Floats = npt.NDArray[np.float32]
+
+DATA = Path(__file__).resolve().parents[1] / "data"
+EXPECTED = DATA / "gpu-encode.json"
+
+#: Random rows: how many, how long, and how many have a digest together.
+ROWS, N, TOGETHER = 64, 2048, 8
+
+#: What libgguf's CUDA extension takes for 11008 x 4096 weights on an RTX 3090, ms.
+LIBGGUF = {
+    "Q4_0": 0.35, "Q8_0": 0.35, "Q3_K": 0.66, "Q6_K": 1.0, "Q5_K": 1.25, "Q4_K": 1.53, "MXFP4": 0.72, "NVFP4": 0.40,
+    "IQ4_XS": 8.4, "IQ1_S": 14.8, "IQ1_M": 25.3, "IQ2_XXS": 31.5, "IQ2_XS": 88, "IQ3_XXS": 47, "IQ3_S": 33,
+}  # fmt: skip
+
+
+def ways(t: TensorType) -> list[bool]:
+    """Return how a type is encoded: without importance, with, or both."""
+    return [*([] if t.imatrix == "required" else [False]), *([True] if weighs(t) else [])]
+
+
+# ---------------------------------------------------------------- random rows
+
+
+def random_rows(t: TensorType) -> Floats:
+    """Draw rows of a type, float32 [ROWS, N]: bell-shaped, of many scales, with outliers and runs of zeros."""
+    bits = np.random.PCG64([11, t.id]).random_raw(ROWS * N).view(np.int16).reshape(ROWS, N, 4)
+    x = np.ldexp(bits.astype(np.int32).sum(-1).astype(np.float32), -17)
+    more = np.random.PCG64([12, t.id]).random_raw(ROWS * N).view(np.uint32).reshape(ROWS, N, 2)
+    x = np.ldexp(x, np.where(more[..., 0] % 97 == 0, 3, 0))
+    x = np.ldexp(x, more[:, :1, 1].astype(np.int32) % 24 - 16)
+    x.reshape(ROWS, N // 64, 64)[more[:, ::64, 0] % 31 == 0] = 0
+    x[1::16] = np.rint(x[1::16] * 4) / 4  # ties
+    return np.ascontiguousarray(x, np.float32)
+
+
+def random_importance(t: TensorType) -> Floats:
+    """Draw importances of columns, float32 [N]: squares, so that some are large and some nearly zero."""
+    raw = np.random.PCG64([13, t.id]).random_raw(N).view(np.int16).reshape(N, 4)[:, 0].astype(np.float32)
+    return raw * raw * np.float32(2**-24)
+
+
+def digests(rows: npt.NDArray[np.uint8]) -> str:
+    """Return a short digest of each TOGETHER rows, one behind the other."""
+    parts = np.ascontiguousarray(rows.reshape(ROWS // TOGETHER, -1))
+    return " ".join(hashlib.sha256(part.tobytes()).hexdigest()[:12] for part in parts)
+
+
+def parity_cases(t: TensorType) -> Iterator[tuple[str, Floats, Floats | None]]:
+    """Yield the cases of a type: a name, rows, an importance or None."""
+    x = random_rows(t)
+    for weighted in ways(t):
+        yield (f"{t.name}+imatrix", x, random_importance(t)) if weighted else (t.name, x, None)
+
+
+# ---------------------------------------------------------------- checks
+
+
+def _prepared(device: devices.Device, names: Sequence[str]) -> None:
+    """Compile the encoders of types, several at once."""
+    wanted = [
+        kernel for name in names for weighted in ways(BY_NAME[name]) for kernel in kernels_of(BY_NAME[name], weighted)
+    ]
+    device.prepare(list(dict.fromkeys(wanted)))
+
+
+def _each_type(run: Run, step: str, work: Callable[[str], None]) -> None:
+    """Do a part of a step for each type that is asked for and has an encoder, all compiled before."""
+    todo = run.todo(step, [name for name in encoders() if name in run.types])
+    if todo:
+        _prepared(the_card().device, todo)
+        run.each(step, todo, work)
+
+
+def goldens(run: Run) -> None:
+    """Encoders beside the golden bytes of llama.cpp and ik_llama.cpp."""
+    golden: dict[str, Any] = {}
+    for tree in ("mainline", "ik"):
+        with np.load(DATA / f"golden-{tree}.npz") as kept:
+            golden |= {name: kept[name] for name in kept.files}
+
+    def of_type(name: str) -> None:
+        for key, importance in ((name, None), (f"{name}+imatrix", golden["imatrix"])):
+            if key in golden:
+                found = cases.encoded(the_card().device, BY_NAME[name], golden["x"], importance)
+                run.check(f"encoding: {key}, bytes that differ", float((found != golden[key].ravel()).sum()), 0)
+
+    _each_type(run, "encoding", of_type)
+
+
+def parity(run: Run) -> None:
+    """Encoders on random rows, beside digests of the CPU's bytes."""
+    expected: dict[str, str] = json.loads(EXPECTED.read_text())
+    right = []
+
+    def of_type(name: str) -> None:
+        for key, x, importance in parity_cases(BY_NAME[name]):
+            found = digests(cases.encoded(the_card().device, BY_NAME[name], x, importance))
+            if key not in expected:
+                run.fail(f"parity: {key} has no digests: scripts/make_gpu_expected.py --encode {name}")
+                continue
+            wrong = [at for at, (a, b) in enumerate(zip(found.split(), expected[key].split(), strict=True)) if a != b]
+            where = f"parts of {TOGETHER} rows that differ, {wrong} of {ROWS // TOGETHER}"
+            if run.check(f"parity: {key}, {where}", len(wrong), 0):
+                right.append(key)
+
+    _each_type(run, "parity", of_type)
+    if right:
+        run.say(f"random rows: {len(right)} cases of {ROWS} x {N} values have the CPU's bytes")
+
+
+# ---------------------------------------------------------------- whole files
+
+
+@dataclass
+class File:
+    """The file that is quantized; tests of this script make it small."""
+
+    nbytes: int = 4 << 30
+    shapes: make_moe.Model = make_moe.Model(vocab=32768)
+    verify: int = 8
+
+
+FILE = File()
+
+#: Recipes by TYPE, and options of the run that they are tried with: the second has to hand much back to the CPU.
+RECIPES: dict[str, tuple[str, bool, dict[str, Any]]] = {
+    "Q4_K_M": ("Q4_K_M", True, {}),
+    "Q8_0": ("Q8_0", False, {}),
+    "IQ4_XS": ("IQ4_XS", True, {}),
+    "Q4_K_M, --max-vram 512M": ("Q4_K_M", True, {"max_vram": 512 << 20}),
+}
+
+
+def _source(folder: Path) -> tuple[Path, Path, int]:
+    """Return the model, its importance matrix, and how many weights it has; written once."""
+    path, imatrix = folder / "source.gguf", folder / "source-imatrix.gguf"
+    layers = FILE.shapes.layers_for(FILE.nbytes, BY_NAME["F16"])
+    model = make_moe.replace(FILE.shapes, layers=layers)
+    if not imatrix.exists():
+        make_moe.write_model(path, model, "f16", make_moe.tokenizer_fields(None), 1, available_cpus())
+        write_imatrix(imatrix, make_moe.random_imatrix(imatrix, model, 1))
+    return path, imatrix, sum(math.prod(shape) for shape in model.tensors().values())
+
+
+def pipeline(run: Run) -> None:
+    """Whole files: cards and CPU write the same bytes; seconds without those that compilers take."""
+    todo = run.todo("pipeline", [name for name in RECIPES if RECIPES[name][0].removesuffix("_M") in run.types])
+    if not todo:
+        return
+    if importlib.util.find_spec("numba") is None:
+        run.say(f"{NOT_RUN}, numba is not here: pipeline")
+        return
+    made: list[str] = []
+
+    def of_recipe(name: str) -> None:
+        source, imatrix, weights = _source(run.folder)
+        if not made:
+            run.say(
+                f"\na MoE of {weights / 1e9:.2f} G weights, F16, {format_size(source.stat().st_size)}; \
+{devices.count_devices()} cards, {available_cpus()} CPUs; reading and writing it takes {_copied(source):.1f} s\n"
+            )
+            run.say("| recipe | cards, s | Gweights/s | CPU, s | times as fast |\n|---|---|---|---|---|")
+        made.append(name)
+        type_name, weighted, more = RECIPES[name]
+        told = _Told(run)
+        cards, on_cards = _quantized(source, imatrix if weighted else None, type_name, told, backend="cuda", **more)
+        cpu, on_cpu = _quantized(source, imatrix if weighted else None, type_name, told)
+        wrong = _bytes_that_differ(on_cards, on_cpu)
+        run.check(f"pipeline: {name}, bytes that differ from the CPU's", wrong, 0)
+        run.check(f"pipeline: {name}, cards that were lost", sum("not used" in note for note in told.notes), 0)
+        run.say(f"| {name} | {cards:.2f} | {weights / cards / 1e9:.2f} | {cpu:.2f} | {cpu / cards:.1f} |")
+        for path in (on_cards, on_cpu):
+            path.unlink()
+
+    run.each("pipeline", todo, of_recipe, needs=60)
+
+
+class _Told:
+    """An observer: shows that something goes on, and keeps what is said."""
+
+    def __init__(self, run: Run) -> None:
+        self.run, self.notes = run, list[str]()
+        self._moved = time.monotonic()
+
+    def resumed(self, tensors: int, nbytes: int) -> None: ...
+
+    def wrote(self, nbytes: int) -> None:
+        if time.monotonic() - self._moved > 5:
+            self._moved = time.monotonic()
+            self.run.moves("...")
+
+    def finished(self, tensor: object) -> None: ...
+
+    def ran(self, stage: int, stages: int, tokens: int, total: int) -> None: ...
+
+    def said(self, text: str) -> None:
+        self.notes.append(text)
+        self.run.say(text)
+
+
+def _quantized(
+    source: Path, imatrix: Path | None, type_name: str, told: _Told, backend: str = "cpu", **more: Any
+) -> tuple[float, Path]:
+    """Return the seconds that a file takes, and the file."""
+    from quantkit.quantize import QuantizeOptions, quantize
+
+    out = source.with_name(f"{backend}.gguf")
+    if backend != "cpu":
+        more["verify"] = FILE.verify
+    options = QuantizeOptions(imatrix=imatrix)
+    result = quantize(
+        source, out, type_name, options, max_ram="2G", overwrite=True, observer=told, backend=backend, **more
+    )
+    return result.run.seconds, out
+
+
+def _copied(source: Path) -> float:
+    """Return the seconds that it takes to read a file and to write it."""
+    began, copy = time.perf_counter(), source.with_name("copy")
+    with source.open("rb") as read, copy.open("wb") as written:
+        while data := read.read(16 << 20):
+            written.write(data)
+    seconds = time.perf_counter() - began
+    copy.unlink()
+    return seconds
+
+
+def _bytes_that_differ(one: Path, other: Path) -> float:
+    """Return how many bytes of two files differ; inf if one is longer."""
+    if one.stat().st_size != other.stat().st_size:
+        return math.inf
+    a, b = (np.memmap(path, np.uint8, "r") for path in (one, other))
+    step = 64 << 20
+    return float(sum((a[at : at + step] != b[at : at + step]).sum() for at in range(0, a.size, step)))
+
+
+# ---------------------------------------------------------------- speed
+
+
+def speed(run: Run) -> None:
+    """Every encoder on as many weights as libgguf's CUDA extension names its times for."""
+    rows, n = SIZES.wide, SIZES.n_in
+    if not run.todo("encode", [name for name in encoders() if name in run.types]):
+        return
+    run.say(
+        f"\nencoding {rows} x {n} weights: ms, Gweights/s (share of copy); times as fast as libgguf on an RTX 3090\n"
+    )
+    run.say("| type | without importance | with | libgguf |\n|---|---|---|---|")
+    raw = np.random.PCG64(1).random_raw(1 << 20).view(np.int16).reshape(-1, 4)
+    x = np.resize(np.ldexp(raw.astype(np.int32).sum(1).astype(np.float32), -17), (rows, n))
+    importance = np.resize(random_importance(BY_NAME["Q4_K"]), n)
+
+    def of_type(name: str) -> None:
+        t, cells = BY_NAME[name], []
+        peer = ""
+        for weighted in (False, True):
+            if weighted not in ways(t):
+                cells.append("")
+                continue
+            of = importance if weighted else None
+            times: list[float] = []
+
+            def repeat(work: Callable[[], None], times: list[float] = times) -> None:
+                times.append(peak.timed(the_card().device, work, SIZES.of_products))
+
+            size = cases.encoded(the_card().device, t, x, of, repeat).size
+            share = (x.nbytes + size) / times[0] / 1e9 / the_card().copy_gb_s
+            cells.append(f"{1e3 * times[0]:.2f} ms, {x.size / times[0] / 1e9:.1f} ({share:.0%})")
+            if name in LIBGGUF:
+                peer = peer or f"{LIBGGUF[name] / 1e3 / times[0]:.1f}"
+        run.say(f"| {name} | {' | '.join(cells)} | {peer} |")
+
+    _each_type(run, "encode", of_type)
