@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import signal
 import subprocess
@@ -16,6 +17,9 @@ import pytest
 from quantkit.errors import QuantkitError, RecipeError, ResourceError, TypeNotSupported
 from quantkit.evaluate import SaveLogits, kld, perplexity
 from quantkit.formats.gguf import open_gguf
+from quantkit.imatrix import ImatrixOptions, imatrix
+from quantkit.imatrix.covariance import covariance
+from quantkit.pipeline.cache.store import open_store
 from quantkit.pipeline.work import ErrorSums
 from quantkit.quantize import QuantizeOptions, quantize
 from quantkit.search.combine import fitted, measured_together
@@ -81,18 +85,72 @@ def test_costs_are_those_of_files(zoo: Callable[[str], Path], name: str, tmp_pat
     assert together["ln_ppl"] == pytest.approx(after - before, abs=1e-12)
 
 
-def test_bytes_are_those_of_quantize(zoo: Callable[[str], Path], tmp_path: Path) -> None:
-    model = zoo("qwen3moe-moe")
-    group = next(g for g in groups_of(model, Encoding(), "class-layer") if g.kind == "ffn_down_exps")
-    pair = Pair(group, type_by_name("Q5_1"))
-    found = Encoder(model, [pair], Encoding(), 2, 1 << 28, None).encode(pair, tmp_path)
-    rules = tuple(f"{name}=Q5_1" for name in group.tensors)
-    quantize(model, tmp_path / "q.gguf", "COPY", QuantizeOptions(tensor_type=rules), threads=2)
-    with open_gguf(tmp_path / "q.gguf") as written:
-        for name, (info, data) in found.data.items():
-            assert info.type.name == "Q5_1"
-            assert (written.data(name) == data).all()
-    assert 0 < found.sums.error < found.sums.square
+@pytest.fixture(scope="module")
+def observed(zoo: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """An importance matrix and covariances of qwen3moe-moe: of experts there are too few tokens."""
+    model, folder = zoo("qwen3moe-moe"), tmp_path_factory.mktemp("observed")
+    ids, seen = np.tile(ids_of(model), 5), ImatrixOptions(n_ctx=N_CTX, n_batch=8 * N_CTX)
+    imatrix(model, (), folder / "imatrix.gguf", tokens=ids, options=seen, threads=2)
+    covariance(model, (), folder / "cov.gguf", tokens=ids, options=seen, threads=2)
+    return folder / "imatrix.gguf", folder / "cov.gguf"
+
+
+@pytest.mark.parametrize("kind", ["ffn_down_exps", "attn_q"])
+def test_bytes_are_those_of_quantize(
+    zoo: Callable[[str], Path], observed: tuple[Path, Path], kind: str, tmp_path: Path
+) -> None:
+    """With importance and error feedback, where there is any; the second time out of the cache."""
+    model, (imatrix, cov) = zoo("qwen3moe-moe"), observed
+    encoding = Encoding(imatrix, cov)
+    group = next(g for g in groups_of(model, encoding, "class-layer") if g.kind == kind)
+    rules, made, notes = tuple(f"{name}=Q4_0" for name in group.tensors), set[bytes](), list[list[str]]()
+    for pair in (Pair(group, type_by_name("Q4_0"), fed) for fed in (False, True)):
+        how = QuantizeOptions(imatrix=imatrix, feedback=cov if pair.feedback else None, tensor_type=rules)
+        quantize(model, tmp_path / "q.gguf", "COPY", how, threads=2, overwrite=True)
+        for _ in range(2):
+            store = open_store(tmp_path / "cache")
+            encoder = Encoder(model, [pair], encoding, 2, 1 << 28, store)
+            found = encoder.encode(pair, tmp_path)
+            notes.append(encoder.close())
+            with open_gguf(tmp_path / "q.gguf") as written:
+                for name, (info, data) in found.data.items():
+                    assert info.type.name == "Q4_0"
+                    assert (written.data(name) == data).all()
+            assert 0 < found.sums.error < found.sums.square
+        made.add(b"".join(data.tobytes() for _, data in found.data.values()))
+        assert not pair.feedback or encoder.is_fed(pair) == (kind == "attn_q")
+    assert len(made) == (2 if kind == "attn_q" else 1)
+    assert ["came from the cache" in " ".join(each) for each in notes] == [False, True] * 2
+
+
+def test_costs_with_feedback(zoo: Callable[[str], Path], observed: tuple[Path, Path], tmp_path: Path) -> None:
+    model, fed_too = zoo("qwen3moe-moe"), options(feedback=observed[1])
+    found = sensitivity(model, tmp_path / "s.json", tokens=ids_of(model), options=fed_too)
+    fed = {c.group: c for c in found.costs if c.feedback}
+    assert {g.name for g in found.groups if g.kind == "attn_q"} <= fed.keys()
+    plain = {c.group: c for c in found.costs if not c.feedback}
+    assert plain.keys() == {g.name for g in found.groups}
+    for name, cost in fed.items():
+        assert cost.kld
+        assert cost.kld != plain[name].kld
+        assert 0 < cost.proxies["covariance_loss"] < plain[name].proxies["covariance_loss"]
+    assert found.settings["together"][0]["types"].keys() == plain.keys()
+
+
+def test_command(tiny_moe: Path, tmp_path: Path) -> None:
+    """A text from stdin, weights that are streamed, and a cache."""
+    text = Path(__file__).with_name("data").joinpath("tiny-moe-evaluation.txt").read_bytes()
+    costs = []
+    for out, more in (("1.json", ("--max-ram", "4M")), ("2.json", ("--no-together",))):
+        command = ["sensitivity", "-m", str(tiny_moe), "-f", "-", "-c", "32", "--chunks", "1", "--types", "Q8_0"]
+        command += ["--proxies-only", "--cache", str(tmp_path / "cache"), *more, "-o", str(tmp_path / out)]
+        python = [sys.executable, "-m", "quantkit"]
+        ended = subprocess.run([*python, *command], input=text, check=True, capture_output=True)
+        found = read_sensitivity(tmp_path / out)
+        assert found.text["sha256"] == [hashlib.sha256(text).hexdigest()]
+        costs.append(found.costs)
+    assert costs[0] == costs[1]
+    assert "of 30 encoded tensors came from the cache" in ended.stderr.decode()
 
 
 _SLOW = """

@@ -168,9 +168,10 @@ class Encoder:
         return [note for (_, fed), plan in self._plans.items() if fed for note in plan.notes if "feedback" in note]
 
     def is_fed(self, pair: Pair) -> bool:
-        """Tell whether all of a pair is encoded with error feedback."""
+        """Tell whether error feedback changes a pair: of one of its matrices at least there are enough tokens."""
         plan, at = self._plans[pair.type, pair.feedback], self._at[pair.type, pair.feedback]
-        return all(part.inputs is not None for name in pair.group.tensors for part in plan.tensors[at[name]].parts)
+        found = [part.inputs for name in pair.group.tensors for part in plan.tensors[at[name]].parts]
+        return any(each.damping(matrix) is not None for each in found if each for matrix in range(each.matrices))
 
     def encode(self, pair: Pair, folder: Path) -> Encoded:
         """Return the encoded tensors of a pair, in files of ``folder`` that are mapped."""
@@ -212,7 +213,16 @@ class Encoder:
 
     def close(self) -> list[str]:
         """Note the run in the cache; return what there is to say about it."""
-        return [note for cache in self._caches.values() for note in cache.close().notes]
+        uses = [cache.close() for cache in self._caches.values()]
+        found = list(dict.fromkeys(note for use in uses for note in use.notes))
+        if taken := sum(use.taken for use in uses):
+            found.append(f"{taken} of {sum(use.tensors for use in uses)} encoded tensors came from the cache")
+        return found
+
+    def drop(self) -> None:
+        """Remove what a run that failed left unfinished in the cache."""
+        for cache in self._caches.values():
+            cache.drop()
 
 
 class _Rows:

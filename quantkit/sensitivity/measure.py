@@ -239,7 +239,11 @@ class _Run:
         self._wanted = probes if o.proxies_only else set(every)
         measured = _Measured(self, journal, folder, encoder, layers)
         measured.begin({n: [p for p in every if at[p.group.name] == n] for n in range(len(layers))})
-        measured.run()
+        try:
+            measured.run()
+        except BaseException:
+            encoder.drop()
+            raise
         self.notes += encoder.close()
         return self._result(journal, every, probes, measured)
 

@@ -40,7 +40,7 @@ def with_proxies(
         if kld is not None:
             slopes[probe.group.name] = {name: kld / error for name, error in errors.items() if error > 0}
     logs = [math.log(each[RELATIVE]) for each in slopes.values() if each.get(RELATIVE, 0) > 0]
-    common = math.exp(sum(logs) / len(logs)) if logs else 0.0
+    common = math.exp(math.fsum(logs) / len(logs)) if logs else 0.0  # the same in any order: probes are a set
     made = {}
     for pair, cost in costs.items():
         own = {**slopes.get(pair.group.name, {}), RELATIVE: common}
