@@ -14,6 +14,7 @@ from quantkit.cli.options import (
     DiffTrouble,
     GPULayers,
     GroupedCommand,
+    WholeNames,
     claim,
     echo_notes,
     option,
@@ -45,7 +46,11 @@ _type = setting(
 _json = option("--json", "as_json", group=_OUT, is_flag=True, help="Print everything as JSON.")
 
 
-@click.group("recipe")
+class RecipeGroup(WholeNames, click.Group):
+    """A group to whose options -xyz is always one name."""
+
+
+@click.group("recipe", cls=RecipeGroup)
 def command() -> None:
     """Recipes, rules that give tensors their types: check, show, convert and compare them.
 
