@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import Iterable, Sequence
 
+from quantkit.helpers import printable
 from quantkit.report.data import Report
 from quantkit.report.tables import Cell, files_table, support_table
 
@@ -82,7 +83,7 @@ def _yaml(text: str) -> str:
 
 def _plain(text: str) -> str:
     """Return text that Markdown shows as it is."""
-    return _SPECIAL.sub(r"\\\1", text)
+    return _SPECIAL.sub(r"\\\1", printable(text))
 
 
 def _table(report: Report) -> str:
@@ -106,4 +107,4 @@ def _fenced(commands: Sequence[str]) -> str:
     fence = "```"
     while any(fence in each for each in commands):
         fence += "`"
-    return "\n".join([f"{fence}sh", *commands, fence])
+    return "\n".join([f"{fence}sh", *map(printable, commands), fence])

@@ -137,7 +137,11 @@ def _scatter(name: str, description: str, title: str, unit: str, rows: list[Json
     bar = {"x": x, "y": {**y, "field": "low"}, "y2": {"field": "high"}}
     layers: list[Json] = [
         *more,
-        {"mark": {"type": "rule", "color": "var(--accent)", "strokeWidth": 2, "clip": True}, "encoding": bar},
+        {
+            "name": "bars",
+            "mark": {"type": "rule", "color": "var(--accent)", "strokeWidth": 2, "clip": True},
+            "encoding": bar,
+        },
         {
             "name": "points",
             "mark": {"type": "point", "filled": True, "size": 70, "color": "var(--accent)", "opacity": 1},
@@ -165,8 +169,9 @@ def _divergence(report: Report) -> Chart | None:
         rows.append({**row, "low": low, "high": value + WIDE * error})
     if not rows:
         return None
+    ends = [min(r["low"] for r in rows) / 1.5, max(r["high"] for r in rows) * 1.3]
     title = "mean KL divergence from the base, nats per token"
-    y: Json = {"field": "kld", "type": "quantitative", "title": title, "scale": {"type": "log", "nice": True}}
+    y: Json = {"field": "kld", "type": "quantitative", "title": title, "scale": {"type": "log", "domain": ends}}
     y["axis"] = {"format": "~g", "tickCount": 6}
     return _scatter("chart-divergence", f"Size of each file against its {title}", title, unit, rows, y, [])
 

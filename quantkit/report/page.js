@@ -11,7 +11,7 @@
     delete mark.encode.update.dx;
     delete mark.encode.update.dy;
     mark.transform = [{
-      type: "label", size: { signal: "[width + 90, height]" }, avoidMarks: ["points_marks"], offset: [5, 5, 5, 5, 12, 12],
+      type: "label", size: { signal: "[width, height]" }, avoidMarks: ["points_marks", "bars_marks"], offset: [5, 5, 5, 5, 12, 12],
       anchor: ["top-right", "right", "top", "bottom-right", "top-left", "bottom-left", "left", "bottom"], padding: null,
     }];
     return spec;
@@ -30,6 +30,7 @@
     svg.setAttribute("aria-labelledby", `${name}-caption`);
     // The table has the numbers; a reader of the screen need not walk through every mark.
     for (const child of svg.children) child.setAttribute("aria-hidden", "true");
+    place.removeAttribute("aria-roledescription");
     place.removeAttribute("aria-label");
     place.removeAttribute("role");
   };

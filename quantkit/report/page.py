@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from quantkit.errors import ResourceError
-from quantkit.helpers import format_count
+from quantkit.helpers import format_count, printable
 from quantkit.report.charts import WIDE, charts, series_of, short_names, size_unit, type_colours
 from quantkit.report.data import Report
 from quantkit.report.tables import (
@@ -67,12 +67,21 @@ def page_text(report: Report) -> str:
             policy=_policy(scripts),
             style=jinja2_safe((_HERE / "page.css").read_text(encoding="utf-8")),
             scripts=[jinja2_safe(script) for script in scripts],
-            data=jinja2_safe(in_script(specs)),
+            data=jinja2_safe(in_script(_shown(specs))),
             charts={chart.name for chart in made},
             heights={chart.name: chart.spec["height"] for chart in made},
             **_parts(report),
         )
     )
+
+
+def _shown(value: Any) -> Any:
+    """Return specifications with names on one line: Vega's parser takes some letters for ends of lines."""
+    if isinstance(value, dict):
+        return {key: _shown(each) for key, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_shown(each) for each in value]
+    return printable(value) if isinstance(value, str) else value
 
 
 def jinja2_safe(text: str) -> Any:

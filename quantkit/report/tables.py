@@ -169,7 +169,7 @@ def speeds_table(report: Report) -> Table:
         for f in report.files
         for s in f.speeds
     )
-    return Table("table-speed", "Speed", columns, tuple(rows))
+    return Table("table-speed", "Speed of every file", columns, tuple(rows))
 
 
 def support_table(report: Report) -> Table:
