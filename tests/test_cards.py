@@ -13,15 +13,18 @@ import host_device
 import numpy as np
 import pytest
 from click.testing import CliRunner
+from drawn_checkpoints import write_checkpoint
 
 from models import llama_fields
 from quantkit.cli import cli
+from quantkit.convert import ConvertOptions, convert
 from quantkit.errors import FormatError, QuantkitError, RecipeError, ResourceError
 from quantkit.formats.gguf import open_gguf, write_gguf
 from quantkit.formats.imatrix import Imatrix, ImatrixEntry, write_imatrix
 from quantkit.kernels import quantize as encode
 from quantkit.kernels.cuda.core import device as devices
 from quantkit.kernels.cuda.encode import pipeline as on_card
+from quantkit.kernels.formats import FORMATS
 from quantkit.pipeline import work
 from quantkit.pipeline.cards import choice
 from quantkit.pipeline.cards import executor as cards
@@ -320,6 +323,13 @@ def test_auto_says_what_it_chose(source: Path, tmp_path: Path, monkeypatch: pyte
         choice.cards_for(plan, "cpu", [0])
     with pytest.raises(ResourceError, match=r"--devices: there is no CUDA2; there are 2 CUDA devices"):
         choice.cards_for(plan, "auto", [0, 2])
+    tensor = next(t for t in plan.tensors if t.type.name == "Q4_K")
+    fed: Any = replace(tensor.parts[0], inputs=object())
+    assert choice.why_not(tensor, tensor.parts[0]) is None
+    assert choice.why_not(tensor, fed) == "error feedback"
+    assert choice.why_not(replace(tensor, encoder="ik"), tensor.parts[0]) == (
+        "no CUDA encoder for Q4_K by the search 'ik'" if FORMATS["Q4_K"].ik_encoder else None
+    )
     monkeypatch.setattr(choice, "can_encode", lambda t: False)
     assert choice.cards_for(plan, "auto") == (
         (),
@@ -354,6 +364,20 @@ def test_on_the_command_line(source: Path, tmp_path: Path) -> None:
     done = run("--backend", "cuda", "--ray", "local", "--overwrite")
     assert done.exit_code == 2
     assert "--ray encodes on the CPUs of all nodes" in done.output
+
+
+def test_convert_encodes_on_cards(tmp_path: Path) -> None:
+    """Rows of a checkpoint are made while they are read, into pinned memory."""
+    folder = write_checkpoint(tmp_path / "Small-Moe")
+    found = []
+    for backend in ("cpu", "cuda"):
+        told = Told()
+        out = tmp_path / f"{backend}.gguf"
+        options = QuantizeOptions(pure=True)
+        convert(folder, out, "Q4_0", ConvertOptions(pre="gpt-2"), options, backend=backend, observer=told)
+        found.append(out.read_bytes())
+    assert found[0] == found[1]
+    assert "CUDA0, CUDA1 encode" in told.notes[0]
 
 
 def test_tensors_of_the_source_are_kinds_of_the_test(source: Path) -> None:

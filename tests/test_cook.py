@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import sys
 import tomllib
 from collections.abc import Callable
 from contextlib import chdir
@@ -483,6 +484,30 @@ def test_what_is_in_the_way(here: Path) -> None:
         cook(small(check={"run": False}))
     assert mine.read_bytes() == b"mine"
     assert (here / "out/moe-Q4_K_M.gguf").exists()
+
+
+def test_a_goal_is_searched_and_met(here: Path) -> None:
+    """A size is kept to the byte, by a recipe that quantize takes; another goal searches anew and measures nothing."""
+    most = 5_200_000
+    config = small(["5.2M"], search={"candidates": 2, "same": ["up,gate"]}, merge_up_gate=True)
+    result = cook(config)
+    assert result.ran == (
+        *("texts", "imatrix", "base", "sensitivity", "candidates", "search 5.2M", "quantize 5.2M", "check 5.2M"),
+    )
+    assert 0.9 * most < result.dishes[0].nbytes <= most
+    found = json.loads((here / "out/work/recipes/5.2M.json").read_text())
+    assert found["nbytes"] == result.dishes[0].nbytes
+    assert found["candidates"] == 2
+    other = cook(small(["4.5bpw"], search={"candidates": 2, "same": ["up,gate"]}, merge_up_gate=True))
+    assert other.ran == ("search 4.5bpw", "quantize 4.5bpw", "check 4.5bpw")
+
+
+def test_a_search_needs_its_extra(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "scipy.optimize", None)
+    with pytest.raises(ResourceError, match=r"gguf-quantkit\[search\]"):
+        cook(small(["4bpw"]))
+    assert not list(here.iterdir())
+    assert cook(small(["Q8_0"], imatrix={"run": False}, check={"run": False})).ran == ("quantize Q8_0",)
 
 
 def test_files_in_parts(here: Path) -> None:

@@ -11,6 +11,7 @@ from awkward import encode as on_cpu
 from quantkit.errors import TypeNotSupported
 from quantkit.kernels.cuda.core.kernel import SOURCES
 from quantkit.kernels.cuda.encode.encode import encode, encode_rows, encoders
+from quantkit.kernels.formats import FORMATS
 from quantkit.types import BY_NAME, TensorType
 
 TYPES = [BY_NAME[name] for name in encoders()]
@@ -31,7 +32,7 @@ def on_device(memory: Memory, t: TensorType, x: np.ndarray, weights: np.ndarray)
 @pytest.mark.parametrize("t", TYPES, ids=str)
 def test_bytes_are_the_cpus(memory: Memory, t: TensorType) -> None:
     """Of rows of every awkward kind; lanes of the last block of threads idle."""
-    n = 3 * t.block if t.block > 32 else 96
+    n = (2 if FORMATS[t.name].grid else 3) * max(t.block, 32)
     for weights in (NO_WEIGHTS, awkward_imatrix(n, 5)):
         x = within_reach(t, awkward_rows(n, 5), weights)
         np.testing.assert_array_equal(on_device(memory, t, x, weights), on_cpu(t, x, weights, None))

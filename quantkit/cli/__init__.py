@@ -36,6 +36,7 @@ COMMANDS = {
     "bench": "Measure prompt and generation speed, with and without fusion.",
     "sweep-bench": "Measure speed as the context fills.",
     "report": "Write a page about quantized files, to look at and to show; and a model card.",
+    "recipe": "Check, show, convert and compare recipes: which tensor gets which type.",
     "types": "List the tensor types and presets of llama.cpp and ik_llama.cpp.",
 }
 

@@ -237,6 +237,8 @@ def _found(record: StepRecord) -> str:
         return f": divergence {facts['kld']['value']:.5f} ± {facts['kld']['error']:.5f}"
     if facts.get("ppl"):
         return f": perplexity {facts['ppl']['value']:.4f}, {facts['chunks']} chunks"
+    if "predicted" in facts:
+        return f": {format_size(facts['nbytes'])}, predicted divergence {facts['predicted']:.5f}"
     if "bpw" in facts:
         cached = f", {facts['from_cache']} tensors from the cache" if facts["from_cache"] else ""
         return f": {format_size(facts['nbytes'])}, {facts['bpw']:.2f} bits per weight{cached}"

@@ -71,6 +71,12 @@ _LISTED = 12
     help="Covariances: also measure types encoded with error feedback.",
 )
 @option("--proxies-only", group=_MEASURED, is_flag=True, help="Measure one type of each group, guess the others.")
+@option(
+    "--together/--no-together",
+    group=_MEASURED,
+    default=True,
+    help="Also measure all groups in each type at once, so that search knows how costs combine.",
+)
 @option("--allow-requantize", group=_MEASURED, is_flag=True, help="Take tensors that are quantized already.")
 @setting("-b", "--batch-size", "n_batch", group=RUN, type=click.IntRange(1), default=4096, help="Tokens at once.")
 @threads_option

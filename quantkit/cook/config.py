@@ -103,6 +103,7 @@ class SensitivitySettings:
     ctx: int | None = key(whole(4), "tokens of a chunk; by default 512, or the model's context", None)
     chunks: int | None = key(count_or_all, 'how many; "all"', 16)
     proxies_only: bool = key(flag, "true: estimate instead of measuring", False)
+    feedback: bool = key(flag, "true: also as +feedback encodes, where a goal has it", False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

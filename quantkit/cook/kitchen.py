@@ -14,6 +14,7 @@ from typing import Any
 
 from quantkit.cook.config import Config, TargetSettings, needs_text, read_config
 from quantkit.cook.engine import Cooked, Decision, Observer, Silent, Step, carry_out, decide
+from quantkit.cook.search_steps import candidates_step, search_step, sensitivity_step
 from quantkit.cook.source import read_source
 from quantkit.cook.state import STATE, State
 from quantkit.cook.steps import Places, base_step, convert_step, covariance_step, imatrix_step, texts_step
@@ -29,6 +30,7 @@ from quantkit.errors import FormatError, QualityGate, QuantkitError, RecipeError
 from quantkit.formats.gguf import open_model
 from quantkit.formats.outputs import check_apart
 from quantkit.helpers import format_size
+from quantkit.search.solve import check_solver
 
 
 @dataclass(frozen=True)
@@ -81,6 +83,8 @@ def cook(config: str | Path | Config, *, targets: Sequence[str] = (), observer: 
     settings = read_config(config, targets) if isinstance(config, (str, Path)) else config
     observer = observer or Silent()
     planned = plan_cook(settings)
+    for note in planned.notes:
+        observer.note(note)
     with _held(settings.work):
         state = State(settings.work)
         observer.planned(decide(planned.steps, state))
@@ -102,6 +106,8 @@ def plan_cook(config: Config) -> CookPlan:
     _check_outputs(places, steps)
     decisions = tuple(decide(steps, State(config.work)))
     notes += _room(config.output, decisions)
+    if config.report.run:
+        notes.append("this version makes no report yet: the figures are in work/checks")
     return CookPlan(config, places, steps, decisions, tuple(notes))
 
 
@@ -118,7 +124,13 @@ def _steps(places: Places) -> Iterator[Step]:
         yield covariance_step(places)
     if config.check.run:
         yield base_step(places)
+    if config.goals:
+        yield sensitivity_step(places)
+        if config.search.candidates > 1:
+            yield candidates_step(places)
     for target in config.targets:
+        if target.target.goal is not None:
+            yield search_step(places, target)
         yield quantize_step(places, target)
         if config.check.run:
             yield check_step(places, target)
@@ -135,6 +147,8 @@ def _has_texts(config: Config) -> bool:
 
 def _check_extras(config: Config) -> None:
     """Raise ResourceError if a step needs a package that is not installed."""
+    if config.goals:
+        check_solver()
 
 
 def _check_inputs(config: Config, places: Places) -> None:

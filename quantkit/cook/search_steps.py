@@ -12,10 +12,14 @@ from quantkit.cook.ladder import types_for
 from quantkit.cook.steps import Places, logits_step
 from quantkit.cook.target_steps import chosen_path, recipe_path
 from quantkit.formats.outputs import written
+from quantkit.pipeline.run import journal_path
 from quantkit.search import Check, SearchOptions, SearchResult, search
 from quantkit.search.recipe import recipe_text
+from quantkit.sensitivity import SensitivityOptions, sensitivity
 from quantkit.types import type_by_name
 
+#: Classes of tensors of a layer, about.
+_KINDS = 7
 #: What a search calls a runtime.
 _RUNTIMES = {"llama.cpp": "mainline", "ik_llama.cpp": "ik"}
 
@@ -32,6 +36,75 @@ def types_of(places: Places) -> tuple[str, ...]:
         return tuple(type_by_name(name).name for name in config.sensitivity.types)
     goals = [t.target.goal for t in config.goals if t.target.goal is not None]
     return types_for(goals, config.runtime, places.model.weights)
+
+
+def _is_fed(places: Places) -> bool:
+    """Tell whether costs are also measured with error feedback."""
+    return places.config.sensitivity.feedback and any(t.target.feedback for t in places.config.goals)
+
+
+def sensitivity_step(places: Places) -> Step:
+    """Return the measurement of what each group costs in each type."""
+    settings, model, out = places.config.sensitivity, places.model, sensitivity_path(places)
+    types, ctx, fed = types_of(places), settings.ctx or model.ctx, _is_fed(places)
+    inputs = {"the model": places.source, "the text": places.sensitivity_text}
+    if places.imatrix is not None:
+        inputs["the importance matrix"] = places.imatrix
+    if fed:
+        inputs["the covariances"] = places.covariance
+
+    def run(tell: Tell) -> Facts:
+        found = sensitivity(
+            places.source,
+            out,
+            [places.sensitivity_text],
+            options=SensitivityOptions(
+                types=types,
+                imatrix=places.imatrix,
+                groups=settings.groups,
+                feedback=places.covariance if fed else None,
+                n_ctx=ctx,
+                chunks=settings.chunks,
+                proxies_only=settings.proxies_only,
+                threads=places.threads or None,
+                max_ram=places.config.max_ram,
+                cache=places.cache,
+                cache_size=places.config.cache_size,
+                resume=True,
+                overwrite=True,
+            ),
+            progress=lambda now: tell(now.done, now.total, now.text),
+        )
+        for note in found.settings.get("notes", ()):
+            tell.note(note)
+        return {"groups": len(found.groups), "types": list(types), "measured": len(found.costs)}
+
+    def expected() -> Expected:
+        tokens = places.measured_tokens(places.sensitivity_text, ctx, settings.chunks)
+        once = estimate.forward_seconds(model.active, tokens, places.threads)
+        encoding = sum(
+            estimate.encoded_seconds(type_by_name(name), model.weights, places.threads, fed=each)
+            for name in types
+            for each in {False, fed}
+        )
+        # Each pair runs the layers behind the group, half of them in the mean; proxies need one type of each group.
+        groups = _KINDS * model.n_layers + 2
+        pairs = groups * (1 if settings.proxies_only else len(types) * (1 + fed))
+        return Expected(None, once * (1 + pairs / 2) + encoding)
+
+    return Step(
+        "sensitivity",
+        f"what each group of tensors costs in {len(types)} types",
+        inputs,
+        {
+            **{"types": list(types), "groups": settings.groups, "ctx": ctx, "chunks": settings.chunks},
+            **{"proxies_only": settings.proxies_only, "feedback": fed},
+        },
+        (out,),
+        run,
+        expected,
+        whole=lambda: not journal_path(out).exists(),
+    )
 
 
 def candidates_step(places: Places) -> Step:

@@ -14,10 +14,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from quantkit.errors import RecipeError, TypeNotSupported
-from quantkit.formats.gguf import TensorInfo, open_model
+from quantkit.formats.gguf import open_model
 from quantkit.formats.imatrix import read_imatrix
 from quantkit.formats.ranges import U8, write_range
 from quantkit.helpers import tensor_class
@@ -33,6 +32,7 @@ from quantkit.pipeline.warm import kernel_calls
 from quantkit.pipeline.work import JOB, ErrorSums, Job, JobResult, Worker, cut_jobs, metrics_for
 from quantkit.quantize import QuantizeOptions, plan_quantize
 from quantkit.sensitivity.file import Group
+from quantkit.sensitivity.variants import Held
 from quantkit.types import TensorType, type_by_name
 
 GROUPS = ("class-layer", "tensor")
@@ -54,7 +54,7 @@ class Pair(NamedTuple):
 class Encoded(NamedTuple):
     """The tensors of a pair as they are quantized, by name, and the sums of their errors."""
 
-    data: dict[str, tuple[TensorInfo, npt.NDArray[np.uint8]]]
+    data: Held
     sums: ErrorSums
 
 
@@ -180,7 +180,7 @@ class Encoder:
         if key not in self._warm:
             compile_together(kernel_calls(tensors, True))
             self._warm.add(key)
-        data: dict[str, tuple[TensorInfo, npt.NDArray[np.uint8]]] = {}
+        data: Held = {}
         for number, tensor in enumerate(tensors):
             target = _Rows(folder / f"{number}.rows", tensor.offset)
             jobs = list(cut_jobs(self._at[key][tensor.name], tensor, JOB))
@@ -194,8 +194,8 @@ class Encoder:
                 for piece in result.sums:
                     sums = sums + piece
             info = replace(tensor.source, name=tensor.name, type=tensor.type, nbytes=tensor.nbytes, offset=-1)
-            data[tensor.name] = info, np.fromfile(target.path, np.uint8)
-            target.path.unlink()
+            data[tensor.name] = info, np.memmap(target.path, np.uint8, "r")
+            target.path.unlink()  # mapped it stays, until nothing holds it
         return Encoded(data, sums)
 
     def _run(

@@ -8,7 +8,6 @@ one layer. What the model itself gives at the layer's beginning lies in files be
 from __future__ import annotations
 
 import hashlib
-import math
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -24,15 +23,14 @@ import numpy.typing as npt
 from quantkit.errors import RecipeError, ResourceError
 from quantkit.evaluate.likelihood import chunked
 from quantkit.evaluate.passes import bos_of, note_calibration, note_context, text_tokens
-from quantkit.evaluate.statistics import mean_and_error
 from quantkit.formats.imatrix import read_imatrix
 from quantkit.formats.outputs import Output, beside, check_apart, read_text, written
 from quantkit.formats.remote import URL
 from quantkit.helpers import available_cpus
 from quantkit.kernels.first_run import working_seconds
 from quantkit.kernels.levels import all_levels
+from quantkit.model.batch import Batch
 from quantkit.model.engine import Model, load
-from quantkit.model.ops import Value
 from quantkit.model.selection import without_selection
 from quantkit.pipeline.cache.store import open_store
 from quantkit.pipeline.feedback import Recorded
@@ -41,16 +39,20 @@ from quantkit.pipeline.work import ErrorSums
 from quantkit.sensitivity.encode import Encoded, Encoder, Encoding, Pair, groups_of, pairs_of, types_of
 from quantkit.sensitivity.file import Cost, Sensitivity, read_sensitivity
 from quantkit.sensitivity.journal import Journal, Key
+from quantkit.sensitivity.kept import Kept
 from quantkit.sensitivity.proxies import probes_of, rank_correlations, with_proxies
 from quantkit.sensitivity.scores import Base, Sums
+from quantkit.sensitivity.together import Together, groups_in, row_of
 from quantkit.sensitivity.variants import Layer, Runner, Values, first_layer, layers_of, variant_of, with_leaves
-from quantkit.types import type_by_name
+from quantkit.types import TensorType, type_by_name
 from quantkit.version import __version__
 
 I32 = npt.NDArray[np.int32]
 
 #: What is measured unless types are named; those that need an importance matrix only with one.
 TYPES = ("IQ1_M", "IQ2_XXS", "IQ2_S", "Q2_K", "IQ3_XXS", "Q3_K", "IQ4_XS", "Q4_K", "Q5_K", "Q6_K", "Q8_0")
+#: What the journal calls the likelihood of the model itself.
+BASE: Key = ("", "", "base")
 #: Bytes of logits that are held of a batch, those of the base with their probabilities.
 _LOGITS = 256 << 20
 
@@ -62,6 +64,7 @@ class SensitivityOptions:
     types: by name; none for ``TYPES``. groups: ``class-layer`` or ``tensor``. feedback: a file of covariances; types
     that can be are then encoded with error feedback, too. n_ctx: tokens of a chunk; chunks: how many, None for all.
     n_batch: tokens that go through the layers together. proxies_only: measure one type of each group, guess the others.
+    together: also measure the model with all groups in each type, which shows how costs combine.
     """
 
     types: tuple[str, ...] = ()
@@ -73,6 +76,7 @@ class SensitivityOptions:
     n_batch: int = 4096
     kv_type: str = "f16"
     proxies_only: bool = False
+    together: bool = True
     allow_requantize: bool = False
     threads: int | None = None
     max_ram: int | None = None
@@ -242,7 +246,7 @@ class _Run:
     def _result(self, journal: Journal, pairs: Sequence[Pair], probes: set[Pair], by: _Measured) -> Sensitivity:
         o = self.options
         sums = {p: ErrorSums(*journal.done[by.key(p, "errors")]) for p in pairs}
-        costs = with_proxies({p: self._cost(p, by.total(p)) for p in pairs}, sums, probes)
+        costs = with_proxies({p: self._cost(p, by) for p in pairs}, sums, probes)
         correlations = rank_correlations(costs, probes)
         order = {g.name: i for i, g in enumerate(self.groups)}
         types = {t: i for i, t in enumerate(self.types)}
@@ -254,7 +258,6 @@ class _Run:
             "sha256": [hashlib.sha256(read_text(f)).hexdigest() for f in self.files],
             **{"n_ctx": o.n_ctx, "chunks": len(self.windows), "scored": len(self.windows) * self.rows, "bos": self.bos},
         }
-        base = NllOf(journal.done[by.base_key()]) if by.base_key() in journal.done else None
         settings: dict[str, Any] = {
             "version": __version__,
             "types": [t.name for t in self.types],
@@ -265,7 +268,8 @@ class _Run:
             "proxies_only": o.proxies_only,
             "probes": {p.group.name: p.type.name for p in sorted(probes, key=lambda p: order[p.group.name])},
             "rank_correlation": correlations,
-            "nll": None if base is None else base.mean,
+            "nll": by.nll(),
+            "together": [row_of(t, groups, by.total(by.together_key(t))) for t, groups in by.all_in.items()],
             "seconds": round(working_seconds() - self.started, 1),
             "notes": self.notes,
             "identity": self.identity,
@@ -275,12 +279,9 @@ class _Run:
         groups = tuple(g for g in self.groups if g.name in have)
         return Sensitivity(name, text, settings, groups, tuple(costs[p] for p in ordered))
 
-    def _cost(self, pair: Pair, sums: Sums | None) -> Cost:
-        if sums is None:
-            return Cost(pair.group.name, pair.type, None, None, None, None, feedback=pair.feedback)
-        n = int(sums.n)
-        kld, change = mean_and_error(sums.kld, sums.kld2, n), mean_and_error(sums.change, sums.change2, n)
-        return Cost(pair.group.name, pair.type, *kld, *change, feedback=pair.feedback)
+    def _cost(self, pair: Pair, by: _Measured) -> Cost:
+        kld, error, change, its_error = by.total(by.key(pair)).means() if self.wants(pair) else (None,) * 4
+        return Cost(pair.group.name, pair.type, kld, error, change, its_error, feedback=pair.feedback)
 
     def wants(self, pair: Pair) -> bool:
         """Tell whether a pair is measured, not only guessed."""
@@ -291,45 +292,6 @@ class _Run:
             self.progress(SensitivityProgress(done, total, text))
 
 
-class NllOf:
-    """The mean negative log-likelihood of the model itself, from sums."""
-
-    def __init__(self, sums: Sequence[float]) -> None:
-        self.mean = sums[1] / sums[0] if sums[0] else math.nan
-
-
-class _Kept:
-    """Values of the model itself that later layers read, of all windows, in files."""
-
-    def __init__(self, folder: Path, windows: int, n_ctx: int, rows: int) -> None:
-        self._folder, self._windows, self._n_ctx, self._rows = folder, windows, n_ctx, rows
-        self._files: dict[Value, npt.NDArray[Any]] = {}
-        self._made = 0
-
-    def _per(self, value: Value) -> int:
-        return (self._rows if value.outputs else self._n_ctx) * value.per
-
-    def write(self, value: Value, window: int, rows: npt.NDArray[Any]) -> None:
-        """Keep the rows of windows from ``window`` on."""
-        if value not in self._files:
-            shape = (self._windows * self._per(value), value.width)
-            path = self._folder / f"value-{self._made}"
-            self._made += 1
-            self._files[value] = np.memmap(path, rows.dtype, "w+", shape=shape)
-        at = window * self._per(value)
-        self._files[value][at : at + len(rows)] = rows
-
-    def read(self, value: Value, window: int, count: int) -> npt.NDArray[Any]:
-        """Return the rows of ``count`` windows."""
-        per = self._per(value)
-        return self._files[value][window * per : (window + count) * per]
-
-    def keep_only(self, values: frozenset[Value]) -> None:
-        """Remove all others."""
-        for value in [v for v in self._files if v not in values]:
-            Path(str(self._files.pop(value).filename)).unlink()  # type: ignore[attr-defined]
-
-
 class _Measured:
     """The measurements of a run, layer by layer."""
 
@@ -338,29 +300,56 @@ class _Measured:
         self.graph = run.model.whole
         self.runner = Runner(run.model, run.options.n_ctx, run.at_once, run.first)
         self.batches = range(0, len(run.windows), run.at_once)
-        self.kept = _Kept(folder, len(run.windows), run.options.n_ctx, run.rows)
+        self.kept = self._kept("itself")
         self.done = self.total_work = 0.0
         self.pairs: Mapping[int, list[Pair]] = {}
+        #: The groups of each type that is measured as a whole, and those types of which that is open.
+        self.all_in: Mapping[TensorType, list[str]] = {}
+        self.together: list[Together] = []
 
-    def key(self, pair: Pair, what: object) -> Key:
-        """Return what the journal calls a measurement of a pair."""
-        return (pair.group.name, pair.type.name, "fed" if pair.feedback else "", str(what))
+    def _kept(self, name: str) -> Kept:
+        run = self.run_of
+        return Kept(self.folder / name, len(run.windows), run.options.n_ctx, run.rows)
 
-    def base_key(self) -> Key:
-        return ("", "", "", "base")
+    def key(self, pair: Pair, *what: str) -> Key:
+        """Return what the journal calls a measurement of a pair; with the first window of a batch, that of a batch."""
+        return (pair.group.name, pair.type.name, "fed" if pair.feedback else "", *what)
 
-    def total(self, pair: Pair) -> Sums | None:
-        """Return the sums of a pair over all batches; None if it is not measured."""
-        if not self.run_of.wants(pair):
-            return None
+    def together_key(self, t: TensorType) -> Key:
+        """Return what the journal calls the measurements of all groups in a type."""
+        return ("", t.name, "together")
+
+    def _has(self, key: Key) -> bool:
+        """Tell whether all batches of a measurement are done."""
+        return all((*key, str(begin)) in self.journal.done for begin in self.batches)
+
+    def total(self, key: Key) -> Sums:
+        """Return the sums of a measurement over all batches."""
         total = Sums()
         for begin in self.batches:
-            total = total.plus(Sums(*self.journal.done[self.key(pair, begin)]))
+            total = total.plus(Sums(*self.journal.done[(*key, str(begin))]))
         return total
+
+    def nll(self) -> float | None:
+        """Return the mean negative log-likelihood of the model itself; None if nothing was measured."""
+        if not self._has(BASE):
+            return None
+        n, total = np.sum([self.journal.done[(*BASE, str(begin))] for begin in self.batches], axis=0)
+        return float(total / n)
 
     def begin(self, pairs: Mapping[int, list[Pair]]) -> None:
         """Take the pairs of each layer, and foresee the work: layers that run."""
         self.pairs = pairs
+        per_type = len(self.layers) * len(self.batches)
+        if self.run_of.options.together:
+            found = groups_in(p for of_layer in pairs.values() for p in of_layer)
+            self.all_in = {t: found[t] for t in self.run_of.types if t in found}
+        for t, groups in self.all_in.items():
+            self.total_work += per_type
+            if self._has(self.together_key(t)):
+                self.done += per_type
+            else:
+                self.together.append(Together(t, groups, self._kept(t.name)))
         for number, of_layer in pairs.items():
             self.total_work += len(of_layer) + self._effort(number) * len(self.batches) * len(self._measured(of_layer))
 
@@ -371,7 +360,7 @@ class _Measured:
         return [p for p in pairs if self.run_of.wants(p)]
 
     def _is_done(self, pair: Pair, begin: int) -> bool:
-        return self.key(pair, begin) in self.journal.done
+        return self.key(pair, str(begin)) in self.journal.done
 
     def _tell(self, more: float, text: str) -> None:
         self.done += more
@@ -380,6 +369,7 @@ class _Measured:
     def run(self) -> None:
         """Go through the layers."""
         last = max((n for n, pairs in self.pairs.items() if self._is_open(pairs)), default=-1)
+        last = len(self.layers) - 1 if self.together else last
         for number in range(len(self.layers)):
             pairs = self.pairs[number]
             if number > last:
@@ -390,18 +380,21 @@ class _Measured:
 
     def _is_open(self, pairs: Sequence[Pair]) -> bool:
         missing = any(self.key(p, "errors") not in self.journal.done for p in pairs)
-        return missing or any(not self._is_done(p, begin) for p in self._measured(pairs) for begin in self.batches)
+        return missing or not all(self._has(self.key(p)) for p in self._measured(pairs))
 
     def _encoded(self, pairs: Sequence[Pair]) -> dict[Pair, Encoded]:
-        """Encode what is to be measured of a layer."""
+        """Encode what is to be measured of a layer; return what is measured alone."""
         found = {}
         for pair in pairs:
-            open_ = self.run_of.wants(pair) and any(not self._is_done(pair, begin) for begin in self.batches)
-            if open_ or self.key(pair, "errors") not in self.journal.done:
+            open_ = self.run_of.wants(pair) and not self._has(self.key(pair))
+            whole = [each for each in self.together if each.type is pair.type and not pair.feedback]
+            if open_ or whole or self.key(pair, "errors") not in self.journal.done:
                 made = self.encoder.encode(pair, self.folder)
                 self.journal.add(self.key(pair, "errors"), list(made.sums))
                 if open_:
                     found[pair] = made
+                for each in whole:
+                    each.take(made)
             self._tell(1, f"encode {pair}")
         return found
 
@@ -425,7 +418,9 @@ class _OfLayer:
         for begin in of.batches:
             self._batch(begin, run.windows[begin : begin + run.at_once])
         following = of.layers[self.number + 1 :]
-        of.kept.keep_only(frozenset(v for layer in following for v in layer.own.graph.given))
+        of.kept.keep_only(v for layer in following for v in layer.own.graph.given)
+        for whole in of.together:
+            whole.leave(of.graph, of.layers, self.number)
 
     def _batch(self, begin: int, windows: I32) -> None:
         of, run = self.of, self.of.run_of
@@ -443,20 +438,33 @@ class _OfLayer:
         measured = of._measured(of.pairs[self.number])
         left = [p for p in measured if not of._is_done(p, begin)]
         of._tell(of._effort(self.number) * (len(measured) - len(left)), "")
-        if not left:
-            return
-        following = windows[:, run.first + 1 :].reshape(-1)
-        base = Base(self._logits(batch, own, {}), following, run.pool)
-        of.journal.done.setdefault(of.base_key(), [float(len(base.nll)), float(base.nll.sum())])
+        base: Base | None = None
+        if left or of.together and self.layer.tail is None:
+            base = Base(self._logits(batch, own, {}), windows[:, run.first + 1 :].reshape(-1), run.pool)
+            of.journal.add((*BASE, str(begin)), [float(len(base.nll)), float(base.nll.sum())])
+        self._run_together(begin, len(windows), batch, base)
+        if base is not None:
+            self._run_alone(begin, left, batch, own, base)
+
+    def _run_together(self, begin: int, count: int, batch: Batch, base: Base | None) -> None:
+        of = self.of
+        for whole in of.together:
+            found = whole.run(self.runner, self.layer, batch, begin, count)
+            if base is not None and self.layer.tail is None:
+                of.journal.add((*of.together_key(whole.type), str(begin)), list(base.compare(found[of.graph.logits])))
+            of._tell(1, f"all in {whole.type}, layer {self.number + 1} of {len(of.layers)}")
+
+    def _run_alone(self, begin: int, left: Sequence[Pair], batch: Batch, own: Values, base: Base) -> None:
+        of = self.of
         for pair in left:
             stage, through = self.variants[pair.group.name]
             programs = self.runner.compile(stage.graph, self.encoded[pair].data)
             changed = self.runner.run(programs, stage.graph, batch, own)
             logits = changed[of.graph.logits] if through else self._logits(batch, own, changed)
-            of.journal.add(of.key(pair, begin), list(base.compare(logits)))
+            of.journal.add(of.key(pair, str(begin)), list(base.compare(logits)))
             of._tell(of._effort(self.number), f"measure {pair}")
 
-    def _logits(self, batch: Any, own: Values, changed: Values) -> npt.NDArray[np.float32]:
+    def _logits(self, batch: Batch, own: Values, changed: Values) -> npt.NDArray[np.float32]:
         values = {**own, **changed}
         if self.tail is None or self.behind is None:
             return values[self.of.graph.logits]

@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from quantkit.evaluate.scores import TILE, nll_of, softmax
+from quantkit.evaluate.statistics import mean_and_error
 
 F32 = npt.NDArray[np.float32]
 F64 = npt.NDArray[np.float64]
@@ -30,6 +31,11 @@ class Sums(NamedTuple):
 
     def plus(self, other: Sums) -> Sums:
         return Sums(*(a + b for a, b in zip(self, other, strict=True)))
+
+    def means(self) -> tuple[float, float, float, float]:
+        """Return the mean divergence and its standard error, and those of the change."""
+        n = int(self.n)
+        return *mean_and_error(self.kld, self.kld2, n), *mean_and_error(self.change, self.change2, n)
 
 
 class Base:

@@ -21,6 +21,8 @@ from quantkit.model.ops import Attention, Cache, CacheWrite, Graph, LightningInd
 from quantkit.model.stages import Stage, stages
 
 Values = dict[Value, npt.NDArray[Any]]
+#: Tensors in another type, by name: what they are, and their bytes.
+Held = dict[str, tuple[TensorInfo, npt.NDArray[np.uint8]]]
 
 
 class Changed:
@@ -28,7 +30,7 @@ class Changed:
 
     def __init__(self, source: GGUFFile) -> None:
         self.source = source
-        self.held: Mapping[str, tuple[TensorInfo, npt.NDArray[np.uint8]]] = {}
+        self.held: Held = {}
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.source, name)
@@ -78,12 +80,13 @@ def layers_of(graph: Graph) -> list[Layer]:
 def first_layer(layers: Sequence[Layer], graph: Graph, names: Set[str]) -> int | None:
     """Return the first layer with an operation that reads one of the tensors; None if nothing does."""
     for number, layer in enumerate(layers):
-        if _uses(graph.ops[layer.begin : layer.end], names):
+        if uses(graph.ops[layer.begin : layer.end], names):
             return number
     return None
 
 
-def _uses(ops: Iterable[Op], names: Set[str]) -> bool:
+def uses(ops: Iterable[Op], names: Set[str]) -> bool:
+    """Tell whether an operation reads one of the tensors."""
     return any(m.tensor.name in names for op in ops for m in op.matrices())
 
 
@@ -92,7 +95,7 @@ def variant_of(graph: Graph, layer: Layer, names: Set[str]) -> tuple[Stage, bool
 
     They are if the tensors are used there, too.
     """
-    through = layer.tail is not None and _uses(graph.ops[layer.end :], names)
+    through = layer.tail is not None and uses(graph.ops[layer.end :], names)
     first, after = graph.ops[: layer.begin], graph.ops[layer.end :]
     ops = (*graph.ops[layer.begin : layer.end], *(after if through else ()))
     left = () if through else after
@@ -108,7 +111,7 @@ def _apart(ops: Sequence[Op], names: Set[str]) -> tuple[list[Op], list[Op]]:
     values, caches = set[Value](), set[Cache]()
     for op in ops:
         reads = op.cache in caches if isinstance(op, Attention | LightningIndexer) else False
-        if reads or _uses([op], names) or not values.isdisjoint(op.inputs()):
+        if reads or uses([op], names) or not values.isdisjoint(op.inputs()):
             values.update(op.outputs())
             if isinstance(op, CacheWrite):
                 caches.add(op.cache)
@@ -141,9 +144,7 @@ class Runner:
         self.changed = Changed(model.source)
         model.source = self.changed  # type: ignore[assignment]
 
-    def compile(
-        self, graph: Graph, held: Mapping[str, tuple[TensorInfo, npt.NDArray[np.uint8]]] | None = None
-    ) -> Programs:
+    def compile(self, graph: Graph, held: Held | None = None) -> Programs:
         """Return a part, compiled, in which tensors are as they are ``held``."""
         self.changed.held = held or {}
         try:

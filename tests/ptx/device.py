@@ -111,14 +111,14 @@ def translator() -> str:
     return "".join(f.read_text() for f in files)
 
 
-def build(text: str, entry: str) -> Path:
-    """Return the library of one entry of a module of PTX."""
-    name = digest(text, entry, translator(), machine().name, host_device.version(), FLAGS)
+def build(text: str, entry: str, *more: str) -> Path:
+    """Return the library of one entry of a module of PTX; more: flags of the compiler."""
+    name = digest(text, entry, translator(), machine().name, host_device.version(), [*FLAGS, *more])
     library = CACHE.parent / "ptx" / f"{name}.so"
     if library.exists():
         return library
     libraries = [machine(), host_device._runtime_path()]
-    return host_device.make_library(library, translate(parsed(text), entry), [*FLAGS, f"-I{HERE}"], libraries)
+    return host_device.make_library(library, translate(parsed(text), entry), [*FLAGS, *more, f"-I{HERE}"], libraries)
 
 
 @cache
@@ -127,13 +127,16 @@ def load(library: Path) -> ctypes.CDLL:
 
 
 @cache
-def library_of(kernel: Kernel, capability: int) -> ctypes.CDLL:
+def library_of(kernel: Kernel, capability: int, *more: str) -> ctypes.CDLL:
     """Return a kernel's library."""
-    return load(build(ptx_of(kernel.file, kernel.defines, capability), f"quantkit_{kernel.name}"))
+    return load(build(ptx_of(kernel.file, kernel.defines, capability), f"quantkit_{kernel.name}", *more))
 
 
 class PTXDevice(HostDevice):
     """HostDevice, but a kernel is what NVRTC makes of it for a compute capability."""
+
+    #: More flags that kernels are compiled with.
+    more: tuple[str, ...] = ()
 
     def run(self, launches: Sequence[Launch]) -> None:
         for launch in launches:
@@ -143,7 +146,7 @@ class PTXDevice(HostDevice):
 
     def shared_of(self, launch: Launch) -> int:
         """Return the shared memory of a block: what the source declares, and behind it what the launch asks for."""
-        library = library_of(launch.kernel, self.capability)
+        library = library_of(launch.kernel, self.capability, *self.more)
         declared = ctypes.c_uint.in_dll(library, "shared_bytes").value
         assert declared <= 48 << 10, f"{launch.kernel} declares {declared} bytes of shared memory"
         return -(-declared // 16) * 16 + launch.shared if launch.shared else declared
@@ -151,7 +154,7 @@ class PTXDevice(HostDevice):
     def launch(self, launch: Launch, order: int) -> None:
         """Run one kernel, its threads forwards (order 0) or backwards."""
         kernel, shared = launch.kernel, self.shared_of(launch)
-        library = library_of(kernel, self.capability)
+        library = library_of(kernel, self.capability, *self.more)
         at_most = ctypes.c_uint.in_dll(library, "threads_at_most").value
         assert shared <= SHARED_KIB[self.capability] << 10, f"{kernel}: {shared} bytes of shared memory"
         assert kernel.threads <= at_most, f"{kernel}: {kernel.threads} threads of {at_most}"

@@ -20,7 +20,7 @@ def _all(forms: dict[str, str], signature: str) -> dict[str, tuple[str, ...]]:
 
 CONVERSIONS = """
     f32.f16 f64.f32 rmi.f32.f32 rn.f16.f32 rn.f32.f64 rn.f32.s16 rn.f32.s32 rn.f32.u16 rn.f64.s32 rn.f64.s64 rni.s32.f32
-    rni.s32.f64 rzi.f32.f32 rzi.s32.f32 s16.s8 s32.s8 s64.s32 sat.f32.f32 u16.u32 u32.u16 u32.u64 u64.u32
+    rni.s32.f64 rzi.f32.f32 rzi.s32.f32 s16.s8 s32.s8 s64.s32 sat.f32.f32 u16.u32 u32.u16 u32.u64 u64.u16 u64.u32
 """
 
 #: opcode -> types of the result and of the sources.
@@ -105,6 +105,7 @@ VOTES = {
     "vote.sync.any.pred": ("pred", "pred"),
     "vote.sync.ballot.b32": ("b32", "pred"),
     "match.any.sync.b32": ("b32", "b32"),
+    "redux.sync.min.u32": ("u32", "u32"),
 }
 
 #: opcode -> registers of d, a, b, c; of 32 bits each.

@@ -26,7 +26,7 @@ const uint64_t BASE = 1024, WINDOW = 232448;  // shared memory: at most 227 KiB
 const uint32_t FULL = 0xffffffffu;
 
 // Kinds of what a warp meets on: an instruction that must be the same one for all (.aligned) is told by its line.
-enum { SHFL = 1 << 24, VOTE_ALL, VOTE_ANY, BALLOT, MATCH, WARP_BARRIER, ALIGNED = 1 << 25 };
+enum { SHFL = 1 << 24, VOTE_ALL, VOTE_ANY, BALLOT, MATCH, REDUCE, WARP_BARRIER, ALIGNED = 1 << 25 };
 
 unsigned lane() { return host_thread->thread.x % 32; }
 
@@ -234,6 +234,12 @@ uint32_t match_any_sync_b32(uint32_t a, uint32_t mask) {
     uint32_t bits = 0;
     for (unsigned i = 0; i < 32; i++) bits |= (uint32_t)(given<uint32_t>(table, i) == a) << i;
     return bits;
+}
+uint32_t redux_sync_min_u32(uint32_t a, uint32_t mask) {
+    whole(mask);
+    const void* table = host_exchange(REDUCE, &a, sizeof a);
+    for (unsigned i = 0; i < 32; i++) a = given<uint32_t>(table, i) < a ? given<uint32_t>(table, i) : a;
+    return a;
 }
 
 // Lanes 8 i to 8 i + 7 give the addresses of the rows of matrix i: 8 values of 16 bits each. Register i of lane l gets

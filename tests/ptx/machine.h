@@ -36,6 +36,7 @@ uint32_t shfl_sync_bfly_b32(uint32_t a, uint32_t b, uint32_t c, uint32_t mask, b
 uint32_t shfl_sync_idx_b32(uint32_t a, uint32_t b, uint32_t c, uint32_t mask, bool& there);
 bool vote_sync_all_pred(bool a, uint32_t mask), vote_sync_any_pred(bool a, uint32_t mask);
 uint32_t vote_sync_ballot_b32(bool a, uint32_t mask), match_any_sync_b32(uint32_t a, uint32_t mask);
+uint32_t redux_sync_min_u32(uint32_t a, uint32_t mask);
 void ldmatrix_sync_aligned_m8n8_x2_shared_b16(uint32_t* d, uint64_t p, int line);
 void ldmatrix_sync_aligned_m8n8_x4_shared_b16(uint32_t* d, uint64_t p, int line);
 void ldmatrix_sync_aligned_m8n8_x4_trans_shared_b16(uint32_t* d, uint64_t p, int line);
@@ -78,6 +79,15 @@ uint32_t mad_lo_cc_u32(uint32_t, uint32_t, uint32_t), madc_lo_cc_u32(uint32_t, u
 uint32_t madc_hi_cc_u32(uint32_t, uint32_t, uint32_t), madc_hi_u32(uint32_t, uint32_t, uint32_t);
 }
 #define thread_at host_thread
+// Compiled with COUNTED, a number of threads: how often each thread of a launch has run each line of the PTX.
+#ifdef COUNTED
+extern "C" {
+unsigned lines_run[COUNTED][16384];
+}
+#define COUNT(line) lines_run[thread_at->block.x * thread_at->threads.x + thread_at->thread.x][line]++;
+#else
+#define COUNT(line)
+#endif
 
 // ---- bits
 
@@ -261,6 +271,7 @@ static inline float one_nan(float x) { return x == x ? x : as_f32(0x7fffffffu); 
 #define cvt_u16_u32(a) ((uint16_t)(a))
 #define cvt_u32_u16(a) U32(a)
 #define cvt_u32_u64(a) U32(a)
+#define cvt_u64_u16(a) ((uint64_t)(a))
 #define cvt_u64_u32(a) U64(a)
 #define cvt_f64_f32(a) ((double)(a))
 #define cvt_rn_f32_f64(a) one_nan((float)(a))

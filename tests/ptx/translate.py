@@ -202,7 +202,10 @@ class Translator:
         return " ".join(f"{c_type(self.kind(n))} {self.name(n)};" for n in names)
 
     def instruction(self, text: str) -> str:
-        """Return the C++ of an instruction."""
+        """Return the C++ of an instruction, which can be counted (machine.h)."""
+        return f"COUNT({self.line}) {self.operation(text)}"
+
+    def operation(self, text: str) -> str:
         opcode, _, rest = text.partition(" ")
         operands = split_operands(rest)
         if opcode in VALUES:

@@ -18,9 +18,14 @@
 
 INLINE int lane_of_warp() { return (int)threadIdx.x & 31; }
 
+// The least of values from 0 on: their bits are ordered as they are.
 INLINE float warp_min(float v) {
+#if __CUDA_ARCH__ >= 800 && !defined(QUANTKIT_HOST)
+    return __uint_as_float(__reduce_min_sync(FULL, __float_as_uint(v)));
+#else
     for (int d = 16; d; d >>= 1) v = fminf(v, __shfl_xor_sync(FULL, v, d));
     return v;
+#endif
 }
 
 // What a level costs of a value.
@@ -37,13 +42,9 @@ struct Nearest {
     __device__ __forceinline__ Nearest() : least(INFINITE), second(INFINITE), place(0) {}
 
     __device__ __forceinline__ void take(float distance, int at) {
-        if (distance < least) {
-            second = least;
-            least = distance;
-            place = at;
-        } else {
-            second = fminf(second, distance);
-        }
+        second = fminf(second, fmaxf(least, distance));
+        place = distance < least ? at : place;
+        least = fminf(least, distance);
     }
 
     // The first of the nearest of all lanes; second: the distance of the next one.
@@ -82,9 +83,8 @@ template <int COUNT> INLINE void measure(const GridTables& grid, int entry, cons
                 distance[n] = i ? distance[n] + more : more;
             }
         }
-        if (at == 0 || word != head)
 #pragma unroll
-            for (int n = 0; n < COUNT; n++) nearest[n].take(distance[n], at);
+        for (int n = 0; n < COUNT; n++) nearest[n].take(at && word == head ? INFINITE : distance[n], at);
     }
 #pragma unroll
     for (int n = 0; n < COUNT; n++) nearest[n].of_warp();

@@ -96,33 +96,42 @@ struct Halves {
 struct Candidate {
     int low, high, choice;  // choice -1: none
     Rating sum;
+
+    __device__ __forceinline__ Candidate() : low(0), high(0), choice(-1), sum{0, 0} {}
+    template <class S>
+    __device__ __forceinline__ Candidate(const S& sums, int i, int j, int k) : low(i), high(j), choice(k), sum{0, 0} {
+        Rating of[S::CHOICES];
+        sums.rate(i, j, of);
+#pragma unroll
+        for (int n = 0; n < S::CHOICES; n++)
+            if (n == k) sum = of[n];
+    }
 };
 
-// A pair of boundaries i <= j, of all in order; each lane has every 32nd.
+// All pairs of boundaries i <= j, in order, i << 8 | j.
 template <int N> struct Bounds {
     static const int COUNT = (N + 1) * (N + 2) / 2;
-    int low, high;
+    uint16_t at[COUNT];
 
-    __device__ __forceinline__ Bounds() : low(0), high(lane_of_warp()) { settle(); }
-    __device__ __forceinline__ void settle() {
-        while (high > N && low < N) high += low++ - N;  // past a row's end: on into the next one, which begins at low + 1
-    }
-    __device__ __forceinline__ void next() {
-        high += 32;
-        settle();
+    __host__ __device__ constexpr Bounds() : at() {
+        int count = 0;
+        for (int i = 0; i <= N; i++)
+            for (int j = i; j <= N; j++) at[count++] = (uint16_t)(i << 8 | j);
     }
 };
+template <int N> static __device__ const Bounds<N> all_bounds = Bounds<N>();
 
 // The candidate that wins the reference's scan: in order, each that is better than the best so far takes its place.
 template <class S> INLINE Candidate scan(const S& sums) {
-    Candidate found = {0, 0, -1, {0, 0}};
+    Candidate found;
     float best = -3.40282347e38f;
-    Bounds<S::N> pair;
+    const int count = Bounds<S::N>::COUNT;
 #pragma unroll 1
-    for (int first = 0; first < Bounds<S::N>::COUNT; first += 32) {
-        const bool there = first + lane_of_warp() < Bounds<S::N>::COUNT;
+    for (int first = 0; first < count; first += 32) {
+        const bool there = first + lane_of_warp() < count;
+        const int pair = all_bounds<S::N>.at[min(first + lane_of_warp(), count - 1)];
         Rating of[S::CHOICES];
-        if (there) sums.rate(pair.low, pair.high, of);
+        sums.rate(pair >> 8, pair & 255, of);
         uint32_t later = there ? (1u << S::CHOICES) - 1 : 0;  // candidates of the lane that are still to come
         for (;;) {
             uint32_t better = 0;
@@ -132,19 +141,13 @@ template <class S> INLINE Candidate scan(const S& sums) {
             const uint32_t lanes = __ballot_sync(FULL, better != 0);
             if (!lanes) break;
             const int from = __ffs((int)lanes) - 1;
-            found.choice = __ffs((int)__shfl_sync(FULL, better, from)) - 1;
-            found.low = __shfl_sync(FULL, pair.low, from);
-            found.high = __shfl_sync(FULL, pair.high, from);
-            Rating again[S::CHOICES];
-            sums.rate(found.low, found.high, again);
-#pragma unroll
-            for (int k = 0; k < S::CHOICES; k++)
-                if (k == found.choice) found.sum = again[k];
+            const int choice = __ffs((int)__shfl_sync(FULL, better, from)) - 1;
+            const int its = __shfl_sync(FULL, pair, from);
+            found = Candidate(sums, its >> 8, its & 255, choice);
             best = found.sum.qx / found.sum.q2 * found.sum.qx;
             if (lane_of_warp() < from) later = 0;
-            if (lane_of_warp() == from) later &= ~((2u << found.choice) - 1);
+            if (lane_of_warp() == from) later &= ~((2u << choice) - 1);
         }
-        pair.next();
     }
     return found;
 }
@@ -156,42 +159,32 @@ template <class S> INLINE Candidate scan(const S& sums) {
 // and the quotients here, are off by less than 2^-20. Before c the scan holds a candidate below (1 - 2^-18) R, so that c
 // takes its place, and after c no other does: c wins. If there are two such candidates, scan.
 template <class S> INLINE Candidate search_boundaries(const S& sums) {
-    const float none = -1.0f;
-    Candidate mine = {0, 0, -1, {0, 0}};
-    float most = none, second = none;
-    Bounds<S::N> pair;
+    float most = -1, second = -1;  // of the lane's candidates
+    int mine = 0;
 #pragma unroll 1
-    for (int at = lane_of_warp(); at < Bounds<S::N>::COUNT; at += 32, pair.next()) {
+    for (int at = lane_of_warp(); at < Bounds<S::N>::COUNT; at += 32) {
+        const int pair = all_bounds<S::N>.at[at];
         Rating of[S::CHOICES];
-        sums.rate(pair.low, pair.high, of);
+        sums.rate(pair >> 8, pair & 255, of);
 #pragma unroll
         for (int k = 0; k < S::CHOICES; k++) {
-            const float square = of[k].qx * of[k].qx, rating = of[k].q2 > 0 ? square * reciprocal_near(of[k].q2) : none;
-            if (rating > most) {
-                second = most;
-                most = rating;
-                mine = Candidate{pair.low, pair.high, k, of[k]};
-            } else {
-                second = fmaxf(second, rating);
-            }
+            const float rating = of[k].q2 > 0 ? of[k].qx * of[k].qx * reciprocal_near(of[k].q2) : -1.0f;
+            if (rating > most) mine = pair << 8 | k;
+            second = fmaxf(second, fminf(most, rating));
+            most = fmaxf(most, rating);
         }
     }
     const float all = warp_max(most), weight = sums.weight(), near = all * (1.0f - 0x1p-17f);
     const uint32_t lanes = __ballot_sync(FULL, most > near);
     const bool sure = all > 1e-15f && all < 1e15f && weight > 1e-15f && weight < 1e15f && !(lanes & (lanes - 1));
     if (!sure || __any_sync(FULL, second > near)) return scan(sums);
-    const int from = __ffs((int)lanes) - 1;
-    mine.low = __shfl_sync(FULL, mine.low, from);
-    mine.high = __shfl_sync(FULL, mine.high, from);
-    mine.choice = __shfl_sync(FULL, mine.choice, from);
-    mine.sum.qx = __shfl_sync(FULL, mine.sum.qx, from);
-    mine.sum.q2 = __shfl_sync(FULL, mine.sum.q2, from);
-    return mine;
+    mine = __shfl_sync(FULL, mine, __ffs((int)lanes) - 1);
+    return Candidate(sums, mine >> 16, mine >> 8 & 255, mine & 255);
 }
 
-INLINE float eighth(bool down) { return down ? -0.125f : 0.125f; }
-
 // ---------------------------------------------------------------- sub-blocks
+
+INLINE float eighth(bool down) { return down ? -0.125f : 0.125f; }
 
 // What was found for the lane's sub-block: its scale; which of its halves shift down, bit 1 the first; whether it is of
 // zeros.
@@ -233,7 +226,7 @@ template <class S> struct TernaryGrid {
 
     // Search the sub-blocks of a warp, one after the other; return what the lane's own search found.
     STATIC_INLINE Candidate search(const Lane& lane, bool dead) {
-        Candidate found = {0, 0, -1, {0, 0}};
+        Candidate found;
         const uint8_t* const from = order(lane);
         S* const all = sums(lane);
 #pragma unroll 1
