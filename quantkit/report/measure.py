@@ -118,8 +118,10 @@ def measured(
         files=tuple(files),
         base=kept.base if kept and base is None else None if base is None else _base(base),
         text=kept.text if kept else _text(options.text),
-        imatrix=old and old.imatrix if options.imatrix is None else _coverage(options.imatrix, found[0].path),
-        sensitivity=old and old.sensitivity if options.sensitivity is None else _costs(options.sensitivity),
+        imatrix=(old.imatrix if old else None)
+        if options.imatrix is None
+        else _coverage(options.imatrix, found[0].path),
+        sensitivity=(old.sensitivity if old else None) if options.sensitivity is None else _costs(options.sensitivity),
     )
     keep(report)
     for step in (_with_qualities, _with_errors, _with_speeds):
