@@ -12,11 +12,11 @@ import pytest
 import yaml
 from click.testing import CliRunner
 
-from quantkit import report
+from quantkit import ReportOptions, perplexity, quantize, report
 from quantkit.cli import cli
 from quantkit.errors import FormatError, RecipeError, ResourceError
-from quantkit.evaluate import Estimate
-from quantkit.report import Report, read_data
+from quantkit.evaluate import Estimate, SaveLogits
+from quantkit.report import Report, measure, read_data
 from quantkit.report import page as page_module
 from quantkit.report.card import card_text
 from quantkit.report.charts import charts, ink_on, short_names
@@ -36,6 +36,7 @@ from quantkit.report.data import (
     Text,
 )
 from quantkit.report.page import in_script, page_text
+from zoo import write_zoo
 
 HOSTILE = "</script><script>alert(1)</script><img src=x onerror=alert(2)>\u2028`|*[x](http://e.vil)\u202e{{ 7 * 7 }}"
 
@@ -198,3 +199,26 @@ def test_a_page_from_data_alone_and_none_from_nothing(tmp_path: Path) -> None:
     assert "chart-divergence" in out.read_text()
     with pytest.raises(ResourceError, match="--overwrite"):
         report([], out, data=data)
+
+
+def test_measured_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Files of the zoo against one of them; another run measures nothing, and says the same."""
+    base, logits = write_zoo("llama-dense", tmp_path / "base.gguf"), tmp_path / "base.logits"
+    tokens = np.random.default_rng(1).integers(0, 100, 16 * 24)
+    perplexity(base, tokens=tokens, n_ctx=16, save_logits=SaveLogits(logits, "compact"))
+    files = [tmp_path / "a-Q8_0.gguf", tmp_path / "a-Q4_0.gguf"]
+    for file in files:
+        quantize(base, file, file.stem[2:])
+    out = tmp_path / "page.html"
+    options = ReportOptions(logits=logits)
+    made = report(files, out, base=base, options=options)
+    assert all(f.quality is not None and f.quality.kld is not None for f in made.files)
+    first, second = (f.quality.kld.value for f in made.files)  # type: ignore[union-attr]
+    assert 0 < first < second
+    assert all(m.error is not None for f in made.files for m in f.matrices)
+    assert made.files[1].command.startswith("quantkit quantize base.gguf a-Q4_0.gguf Q4_0")
+    for name in ("kld", "perplexity", "compare"):
+        monkeypatch.delattr(measure, name)
+    again = report(files, out, base=base, options=options, overwrite=True)
+    assert again.files == made.files
+    assert report(files, out, overwrite=True).base == made.base

@@ -172,8 +172,15 @@ def _divergence(report: Report) -> Chart | None:
     ends = [min(r["low"] for r in rows) / 1.5, max(r["high"] for r in rows) * 1.3]
     title = "mean KL divergence from the base, nats per token"
     y: Json = {"field": "kld", "type": "quantitative", "title": title, "scale": {"type": "log", "domain": ends}}
-    y["axis"] = {"format": "~g", "tickCount": 6}
+    y["axis"] = {"format": "~g", "values": _ticks(*ends)}
     return _scatter("chart-divergence", f"Size of each file against its {title}", title, unit, rows, y, [])
+
+
+def _ticks(low: float, high: float) -> list[float]:
+    """Return the ticks of a logarithmic scale: of each decade 1, or 1, 2 and 5 where there are few."""
+    first, last = math.floor(math.log10(low)), math.ceil(math.log10(high))
+    steps = (1, 2, 5) if last - first <= 3 else (1,)
+    return [step * 10.0**power for power in range(first, last + 1) for step in steps]
 
 
 def _perplexity(report: Report) -> Chart | None:
@@ -235,6 +242,7 @@ def _tokens(report: Report) -> Chart | None:
             {"field": "kld", "title": "more than", "format": ".3g"},
         ],
     }
+    y["axis"] = {"format": "~g", "values": _ticks(min(r["kld"] for r in rows), max(r["kld"] for r in rows))}
     mark = {"type": "line", "strokeWidth": 2, "point": {"filled": True, "size": 26}}
     description = "For each file, the divergence that a share of the tokens exceeds"
     spec = _spec(description, 340, data={"values": rows}, mark=mark, encoding=encoding)

@@ -108,16 +108,20 @@ def measured(
     for each in found:
         _check_alike(found[0] if base is None else base, each)
     files = [_file(each, of.get(_fingerprint(each.path))) for each in found]
+    # Without a text, what an earlier run measured stands, and what it measured on.
+    kept = old if options.text is None and options.logits is None else None
     report = Report(
         title=options.title or f"{found[0].name or found[0].path.stem}: GGUF quantizations",
         made=datetime.now(UTC).strftime("%Y-%m-%d"),
         version=__version__,
         model=_facts(found[0] if base is None else base),
         files=tuple(files),
-        base=None if base is None else _base(base),
-        text=_text(options.text),
-        imatrix=None if options.imatrix is None else _coverage(options.imatrix, found[0].path),
-        sensitivity=None if options.sensitivity is None else _costs(options.sensitivity),
+        base=kept.base if kept and base is None else None if base is None else _base(base),
+        text=kept.text if kept else _text(options.text),
+        imatrix=(old.imatrix if old else None)
+        if options.imatrix is None
+        else _coverage(options.imatrix, found[0].path),
+        sensitivity=(old.sensitivity if old else None) if options.sensitivity is None else _costs(options.sensitivity),
     )
     keep(report)
     for step in (_with_qualities, _with_errors, _with_speeds):

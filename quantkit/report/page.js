@@ -12,7 +12,7 @@
     delete mark.encode.update.dy;
     mark.transform = [{
       type: "label", size: { signal: "[width, height]" }, avoidMarks: ["points_marks", "bars_marks"], offset: [5, 5, 5, 5, 12, 12],
-      anchor: ["top-right", "right", "top", "bottom-right", "top-left", "bottom-left", "left", "bottom"], padding: null,
+      anchor: ["top-right", "right", "top", "bottom-right", "top-left", "bottom-left", "left", "bottom"],
     }];
     return spec;
   };
