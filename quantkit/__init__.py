@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from quantkit.model.engine import load
     from quantkit.quantize import QuantizeOptions, plan_quantize, quantize
     from quantkit.recipes import write_recipe
+    from quantkit.report import ReportOptions, report
     from quantkit.search import SearchOptions, search, search_front
     from quantkit.sensitivity import SensitivityOptions, read_sensitivity, sensitivity
 
@@ -37,6 +38,7 @@ __all__ = [
     "ImatrixOptions",
     "QuantizeOptions",
     "QuantkitError",
+    "ReportOptions",
     "SearchOptions",
     "SensitivityOptions",
     "__version__",
@@ -59,6 +61,7 @@ __all__ = [
     "plan_quantize",
     "prune_cache",
     "quantize",
+    "report",
     "read_sensitivity",
     "search",
     "search_front",
@@ -76,6 +79,7 @@ _HOME = {
     "ImatrixOptions": "imatrix",
     "QuantizeOptions": "quantize",
     "QuantkitError": "errors",
+    "ReportOptions": "report",
     "SearchOptions": "search",
     "SensitivityOptions": "sensitivity",
     "bench": "bench",
@@ -97,6 +101,7 @@ _HOME = {
     "plan_quantize": "quantize",
     "prune_cache": "cache",
     "quantize": "quantize",
+    "report": "report",
     "read_sensitivity": "sensitivity",
     "search": "search",
     "search_front": "search",

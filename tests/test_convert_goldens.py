@@ -60,7 +60,7 @@ REFUSED = {
 UNLIKE = {"baichuan", "bamba", "hy-v4", "mamba2", "mellum"}
 #: llama.cpp differs by 1e-7 from itself, with another batch: 22 layers that keep no sum of what came before.
 NEAR = {"gemma3n-deep": 1e-6}
-SPLITS = {
+SPLITS: dict[str, dict[str, Any]] = {
     "bf16 by size": {"split_max_size": "2M"},
     "bf16 by tensors": {"split_max_tensors": 10},
     "bf16 by tensors-after-metadata": {"split_max_tensors": 10, "no_tensor_first_split": True},

@@ -6,7 +6,9 @@ import os
 import struct
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +16,7 @@ import pytest
 
 from quantkit.kernels import cache_folder as module
 from quantkit.kernels.cache_folder import cache_folder
+from quantkit.kernels.cpu.core.jit import config, kernel_folder, to_cache
 from quantkit.kernels.cpu.core.specialize import rebind
 
 posix = pytest.mark.skipif(os.name != "posix", reason="owners and modes")
@@ -180,3 +183,18 @@ def test_folders_of_sources_that_nobody_runs_are_removed(places: Path) -> None:
     os.utime(old, (1e9, 1e9))
     cache_folder("kernels", "new")
     assert sorted(f.name for f in recent.parent.iterdir()) == ["new", "recent"]
+
+
+def test_threads_that_make_kernels_share_the_folder() -> None:
+    """The setting is numba's, for all threads: one that is done does not take it from another."""
+
+    def make(seconds: float) -> tuple[str, str]:
+        first = config.CACHE_DIR
+        time.sleep(seconds)
+        return first, config.CACHE_DIR
+
+    before = config.CACHE_DIR
+    with ThreadPoolExecutor(3) as pool:
+        found = list(pool.map(lambda seconds: to_cache(make, seconds), (0.05, 0.02, 0.01)))
+    assert found == [(str(kernel_folder()),) * 2] * 3
+    assert before == config.CACHE_DIR

@@ -52,7 +52,7 @@ WITHIN: dict[str, dict[str, set[str]]] = {
         "recipes": {"quantize"},
         "sensitivity": {"calibration", "evaluate", "imatrix", "quantize", "sequential"},
         "search": {"calibration", "evaluate", "quantize", "recipes", "sensitivity"},
-        "report": {"calibration", "evaluate", "inspect", "recipes", "sensitivity"},
+        "report": {"bench", "calibration", "compare", "evaluate", "imatrix", "inspect", "recipes", "sensitivity"},
         "cook": {
             *("calibration", "convert", "evaluate", "imatrix", "inspect", "quantize", "recipes", "report", "search"),
             "sensitivity",

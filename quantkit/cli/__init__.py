@@ -35,6 +35,8 @@ COMMANDS = {
     "search": "Find the types that lose least at a size, from measured sensitivities.",
     "bench": "Measure prompt and generation speed, with and without fusion.",
     "sweep-bench": "Measure speed as the context fills.",
+    "recipe": "Check, show, convert and compare recipes: which tensor gets which type.",
+    "report": "Write a page about quantized files, to look at and to show; and a model card.",
     "types": "List the tensor types and presets of llama.cpp and ik_llama.cpp.",
 }
 

@@ -81,7 +81,7 @@ def _quoted(text: str) -> str:
 def _aligned(line: str) -> str:
     """Return a line whose comment, behind its value, begins where those of others do."""
     match = re.fullmatch(r"((?:# )?\w+ = .*?\S)\s{2,}(# .*)", line)
-    return line if match is None else f"{match[1]:<{_COLUMN}}{match[2]}"
+    return line if match is None else f"{match[1]:<{_COLUMN - 1}} {match[2]}"
 
 
 _TEXT = """\

@@ -28,6 +28,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "scripts")]
 
+import make_moe  # noqa: E402
 import numpy as np  # noqa: E402
 
 from gpu import cases, encoding, speed  # noqa: E402
@@ -253,7 +254,7 @@ def use_shim() -> None:
     made: dict[str, Any] = {name: host_device.HostDevice(name=name) for name in ("CUDA0", "CUDA1")}
     device.open_device = made.__getitem__  # type: ignore[assignment]
     device.count_devices = lambda: len(made)  # type: ignore[assignment]
-    encoding.FILE = encoding.File(0, encoding.make_moe.Model(1, 2, 1, 256, 256, 2, 1, 128, 256), 2)
+    encoding.FILE = encoding.File(0, make_moe.Model(1, 2, 1, 256, 256, 2, 1, 128, 256), 2)
     speed._CARD[:] = [speed.Card(made["CUDA0"], math.nan, 1.0)]  # nothing is measured, and products by cuBLAS are
     devices.cuda_devices = lambda: tuple(made)
 

@@ -17,7 +17,7 @@ import json
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -175,7 +175,7 @@ def _source(folder: Path) -> tuple[Path, Path, int]:
     """Return the model, its importance matrix, and how many weights it has; written once."""
     path, imatrix = folder / "source.gguf", folder / "source-imatrix.gguf"
     layers = FILE.shapes.layers_for(FILE.nbytes, BY_NAME["F16"])
-    model = make_moe.replace(FILE.shapes, layers=layers)
+    model = replace(FILE.shapes, layers=layers)
     if not imatrix.exists():
         make_moe.write_model(path, model, "f16", make_moe.tokenizer_fields(None), 1, available_cpus())
         write_imatrix(imatrix, make_moe.random_imatrix(imatrix, model, 1))

@@ -8,6 +8,7 @@ does not contract a*b+c by itself, so f32 arithmetic is what the source says.
 from __future__ import annotations
 
 import hashlib
+import threading
 from collections.abc import Callable
 from functools import cache, partial
 from pathlib import Path
@@ -27,6 +28,8 @@ T = TypeVar("T")
 F = TypeVar("F", bound=Callable[..., Any])
 
 _ROOT = Path(__file__).parent.parent.parent
+#: numba reads its setting twice while it makes a function, and would cache beside whoever runs it if it were none then.
+_SETTING = threading.RLock()
 
 
 @cache
@@ -52,12 +55,13 @@ def kernel_folder() -> Path:
 
 
 def to_cache(make: Callable[..., T], *arguments: Any, **options: Any) -> T:
-    """Call ``make`` so that what numba caches on disk goes to our folder."""
-    before, config.CACHE_DIR = config.CACHE_DIR, str(kernel_folder())
-    try:
-        return make(*arguments, **options)
-    finally:
-        config.CACHE_DIR = before
+    """Call ``make`` so that what numba caches on disk goes to our folder, one thread at a time."""
+    with _SETTING:
+        before, config.CACHE_DIR = config.CACHE_DIR, str(kernel_folder())
+        try:
+            return make(*arguments, **options)
+        finally:
+            config.CACHE_DIR = before
 
 
 def _njit(function: F, compiler: type[EntryCompiler], **options: Any) -> F:

@@ -1,0 +1,166 @@
+"""The page: HTML with its style, its numbers and Vega-Lite in one file, which no network request may leave."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from quantkit.errors import ResourceError
+from quantkit.helpers import format_count, printable
+from quantkit.report.charts import WIDE, charts, series_of, short_names, size_unit, type_colours
+from quantkit.report.data import Report
+from quantkit.report.tables import (
+    costs_table,
+    coverage_table,
+    files_table,
+    matrices_tables,
+    speeds_table,
+    support_table,
+    tokens_table,
+)
+
+_HERE = Path(__file__).parent
+#: Globals that page.js takes from the bundle.
+_SNIPPET = "window.vegaLite = vegaLite; window.vega = vega; window.vegaEmbed = vegaEmbed;"
+
+
+def needed() -> None:
+    """Raise ResourceError unless what a page is made of is installed."""
+    missing = [
+        name for name, module in (("Vega-Lite", "vl_convert"), ("jinja2", "jinja2")) if find_spec(module) is None
+    ]
+    if missing:
+        raise ResourceError(f"a report needs {' and '.join(missing)}: pip install 'gguf-quantkit[report]'")
+
+
+@cache
+def _library() -> str:
+    """Return Vega, Vega-Lite and vega-embed as one script."""
+    import vl_convert
+
+    return str(vl_convert.javascript_bundle(_SNIPPET)).replace("</script", "<\\/script").replace("<!--", "<\\!--")
+
+
+def page_text(report: Report) -> str:
+    """Return the page."""
+    import jinja2
+
+    scripts = [_library(), (_HERE / "page.js").read_text(encoding="utf-8")]
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(_HERE),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    made = charts(report)
+    specs = {chart.name: {"spec": chart.spec, "labels": chart.labels, "byFile": chart.by_file} for chart in made}
+    template = environment.get_template("page.html")
+    return str(
+        template.render(
+            report=report,
+            policy=_policy(scripts),
+            style=jinja2_safe((_HERE / "page.css").read_text(encoding="utf-8")),
+            scripts=[jinja2_safe(script) for script in scripts],
+            data=jinja2_safe(in_script(_shown(specs))),
+            charts={chart.name for chart in made},
+            heights={chart.name: chart.spec["height"] for chart in made},
+            **_parts(report),
+        )
+    )
+
+
+def _shown(value: Any) -> Any:
+    """Return specifications with names on one line: Vega's parser takes some letters for ends of lines."""
+    if isinstance(value, dict):
+        return {key: _shown(each) for key, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_shown(each) for each in value]
+    return printable(value) if isinstance(value, str) else value
+
+
+def jinja2_safe(text: str) -> Any:
+    """Return text that is not escaped: ours, or made safe."""
+    from markupsafe import Markup
+
+    return Markup(text)  # noqa: S704 - never from a file
+
+
+def in_script(value: Any) -> str:
+    """Return JSON that cannot end the script element it stands in, nor a line of it."""
+    text = json.dumps(value, ensure_ascii=True, allow_nan=False, separators=(",", ":"))
+    for letter in "<>&":
+        text = text.replace(letter, f"\\u{ord(letter):04x}")
+    return text
+
+
+def _policy(scripts: list[str]) -> str:
+    """Return a Content Security Policy: no request of any kind, and no script but these."""
+    hashes = (base64.b64encode(hashlib.sha256(s.encode()).digest()).decode() for s in scripts)
+    allowed = " ".join(f"'sha256-{digest}'" for digest in hashes)
+    return (
+        f"default-src 'none'; script-src {allowed}; style-src 'unsafe-inline'; img-src data:; base-uri 'none';"
+        " form-action 'none'"
+    )
+
+
+def _parts(report: Report) -> dict[str, Any]:
+    labels = short_names(report.files)
+    qualities = [f.quality for f in report.files if f.quality is not None]
+    series = [(label, *series_of(i)) for i, label in enumerate(labels)]
+    return {
+        "labels": labels,
+        "series": [s for s, f in zip(series, report.files, strict=True) if f.quality and f.quality.quantiles],
+        "types": type_colours(report),
+        "lead": _lead(report),
+        "facts": _facts(report),
+        "quality": qualities[0] if qualities else None,
+        "bound": max((q.bound for q in qualities), default=0.0),
+        "wide": WIDE,
+        "files_table": files_table(report),
+        "tokens_table": tokens_table(report),
+        "matrices_tables": matrices_tables(report),
+        "costs_table": costs_table(report),
+        "coverage_table": coverage_table(report),
+        "speeds_table": speeds_table(report),
+        "support_table": support_table(report),
+        "weighted": any(m.weighted for f in report.files for m in f.matrices),
+        "machines": sorted({s.machine for f in report.files for s in f.speeds}),
+    }
+
+
+def _lead(report: Report) -> str:
+    """Return what a stranger should know first."""
+    unit, factor = size_unit(report.files)
+    least, most = min(f.nbytes for f in report.files), max(f.nbytes for f in report.files)
+    n = len(report.files)
+    files = (
+        f"{n} files of {least / factor:.3g} to {most / factor:.3g} {unit}"
+        if n > 1
+        else f"One file of {most / factor:.3g} {unit}"
+    )
+    rises = [(f.nbytes, f) for f in report.files if f.quality is not None and f.quality.ppl_ratio is not None]
+    close = sorted((size, f.name) for size, f in rises if f.quality.ppl_ratio.value < 1.01)  # type: ignore[union-attr]
+    found = f"{files}, in order of what they keep of the base." if rises and n > 1 else f"{files}."
+    if close and n > 1:
+        found += f" The smallest within 1 % of the base's perplexity is {close[0][1]}."
+    return found
+
+
+def _facts(report: Report) -> list[tuple[str, str]]:
+    """Return the facts of the model, of the base and of the text."""
+    model = report.model
+    weights = format_count(model.values) + (f", {format_count(model.active)} active per token" if model.active else "")
+    facts = [("architecture", model.architecture), ("weights", weights)]
+    facts += [(k, v) for k, v in model.facts if k in ("layers", "experts", "experts used", "context length")]
+    if report.base is not None:
+        facts.append(("base", f"{report.base.name} ({', '.join(report.base.types)})"))
+    qualities = [f.quality for f in report.files if f.quality is not None]
+    if report.text is not None and qualities:
+        facts.append(("measured on", f"{report.text.name}, {qualities[0].n_scored:,} tokens scored"))
+    return facts

@@ -1,0 +1,224 @@
+"""The report: its numbers, what it takes from an earlier one, the page as text, the card."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+import yaml
+from click.testing import CliRunner
+
+from quantkit import ReportOptions, perplexity, quantize, report
+from quantkit.cli import cli
+from quantkit.errors import FormatError, RecipeError, ResourceError
+from quantkit.evaluate import Estimate, SaveLogits
+from quantkit.report import Report, measure, read_data
+from quantkit.report import page as page_module
+from quantkit.report.card import card_text
+from quantkit.report.charts import charts, ink_on, short_names
+from quantkit.report.data import (
+    Base,
+    Costs,
+    Coverage,
+    Covered,
+    Facts,
+    File,
+    GroupCost,
+    Matrix,
+    Quality,
+    Quantile,
+    Speed,
+    Support,
+    Text,
+)
+from quantkit.report.page import in_script, page_text
+from zoo import write_zoo
+
+HOSTILE = "</script><script>alert(1)</script><img src=x onerror=alert(2)>\u2028`|*[x](http://e.vil)\u202e{{ 7 * 7 }}"
+
+
+def example(hostile: str = "") -> Report:
+    """Return a report with every part, of drawn numbers; ``hostile`` stands in every name."""
+    rng = np.random.default_rng(1)
+    kinds = ("attn_q", "ffn_down" + hostile, "ffn_up")
+    files = []
+    for i, name in enumerate(("Q2_K", "Q3_K", "Q4_K", "Q6_K")):
+        kld = 0.1 / 4**i
+        matrices = [
+            Matrix(f"blk.{layer}.{kind}.weight", kind, layer, name, 65536, 20000 + 9000 * i, float(kld), True)
+            for layer in range(6)
+            for kind in kinds
+        ]
+        matrices.append(Matrix("token_embd.weight", "token_embd", None, "Q8_0", 1 << 20, 1 << 20, 0.005, False))
+        quality = Quality(
+            key="k",
+            n_scored=4000,
+            n_ctx=512,
+            chunks=16,
+            ppl=Estimate(30 * (1 + kld), 0.5),
+            ppl_base=Estimate(30, 0.5),
+            ppl_ratio=Estimate(1 + kld, kld / 10),
+            kld=Estimate(kld, kld / 20),
+            bound=1e-6,
+            same_top=Estimate(0.97 - kld, 0.004),
+            rms_p_diff=Estimate(kld, kld / 20),
+            quantiles=tuple(Quantile(s, kld * (0.2 / s) ** 0.7) for s in (0.9, 0.5, 0.1, 0.01)),
+        )
+        speeds = tuple(
+            Speed(t, Estimate(float(rng.uniform(80, 99)), 3.0), "a CPU, 2 threads") for t in ("pp512", "tg64")
+        )
+        file = File(
+            name=f"model{hostile}-{name}.gguf",
+            fingerprint=f"{i}",
+            shards=1,
+            nbytes=4_000_000 + 900_000 * i,
+            tensor_bytes=3_900_000 + 900_000 * i,
+            values=9_000_000,
+            preset=name,
+            by_type=((name, 18, 3_000_000), ("Q8_0", 1, 900_000)),
+            matrices=tuple(matrices),
+            support=(Support("llama.cpp", True, "loads"), Support("ik_llama.cpp", False, "does not load: " + hostile)),
+            provenance=(("quantize.imatrix.file", hostile or "im.gguf"),),
+            command=f"quantkit quantize model.gguf {hostile} {name}",
+            notes=(f"about 3 % of this text was calibrated on {hostile}",) if i == 0 else (),
+            quality=quality,
+            errors_key="e",
+            speeds=speeds,
+        )
+        files.append(file)
+    costs = [
+        GroupCost(
+            f"blk.{layer}.attn_q", "attn_q", layer, (f"blk.{layer}.attn_q.weight",), f.preset, 1e-3 / (i + 1), 1e-5
+        )
+        for layer in range(6)
+        for i, f in enumerate(files)
+    ]
+    covered = [
+        Covered(f"blk.{i}.{kind}.weight", kind, i, True, 8, int(i == 5), 0 if i == 5 else 90 * i, 99.0 * i)
+        for i in range(6)
+        for kind in kinds[1:]
+    ]
+    return Report(
+        title=f"A model{hostile}",
+        made="2026-01-01",
+        version="0",
+        model=Facts("A model" + hostile, "llama", 9_000_000, None, (("layers", "6"),), (("general.license", "mit"),)),
+        files=tuple(files),
+        base=Base("base.gguf", "b", 18_000_000, ("BF16",)),
+        text=Text("text.txt" + hostile, "0" * 64, 12345),
+        imatrix=Coverage("im.gguf" + hostile, ("text" + hostile,), ("1" * 64,), 0.99, 100, tuple(covered)),
+        sensitivity=Costs("s.json", "held-out", tuple(costs)),
+    )
+
+
+def test_data_survive_a_file(tmp_path: Path) -> None:
+    made = example(HOSTILE)
+    path = tmp_path / "data.json"
+    path.write_text(made.to_json())
+    assert read_data(path) == made
+
+
+@pytest.mark.parametrize(
+    ("place", "value"), [("files", 1), ("kind", "other"), ("format", 2), ("title", None), ("more", 1), ("model", [])]
+)
+def test_other_data_are_refused(tmp_path: Path, place: str, value: object) -> None:
+    data = json.loads(example().to_json())
+    data[place] = value
+    path = tmp_path / "data.json"
+    path.write_text(json.dumps(data))
+    with pytest.raises(FormatError, match=re.escape(str(path))):
+        read_data(path)
+
+
+def test_names_cannot_leave_their_place_in_the_page() -> None:
+    text = page_text(example(HOSTILE))
+    plain = page_text(example())
+    assert text.count("<script") == plain.count("<script")
+    assert text.count("</script") == plain.count("</script")
+    assert text.count("<img") == plain.count("<img")  # in the library
+    assert "{{ 7" in text  # a template would make 49 of it
+    assert "\u2028" not in in_script(HOSTILE)
+    assert not set("<>&") & set(in_script(HOSTILE))
+    assert json.loads(in_script(HOSTILE)) == HOSTILE
+
+
+def test_the_page_asks_for_nothing() -> None:
+    text = page_text(example())
+    policy = re.search(r'Content-Security-Policy" content="([^"]*)"', text)
+    assert policy is not None
+    assert policy[1].startswith("default-src &#39;none&#39;")
+    assert "unsafe-eval" not in policy[1]
+    assert not re.search(r"<(?:link|img|iframe|object|embed)\b|\ssrc=|@import|url\(", text.partition("<script")[0])
+
+
+def test_tables_have_all_that_charts_show() -> None:
+    made = example()
+    text = page_text(made)
+    assert {c.name for c in charts(made)} >= {"chart-divergence", "chart-tokens", "chart-errors", "chart-coverage"}
+    for f in made.files:
+        assert f"{f.quality.kld.value:.4f} ±" in text  # type: ignore[union-attr]
+
+
+def test_short_names_and_ink() -> None:
+    names = [dataclasses.replace(f, name=f"m-7B-{n}.gguf") for f, n in zip(example().files, "abcd", strict=True)]
+    assert short_names(names) == ["a", "b", "c", "d"]
+    assert (ink_on("#440154"), ink_on("#fde725")) == ("#ffffff", "#000000")
+
+
+@pytest.mark.parametrize("hostile", ["", HOSTILE])
+def test_the_front_matter_of_a_card_is_yaml(hostile: str) -> None:
+    text = card_text(example(hostile))
+    _, front, body = text.split("---\n", 2)
+    found = yaml.safe_load(front)
+    assert found["base_model_relation"] == "quantized"
+    assert found["license"] == "mit"
+    assert "gguf" in found["tags"]
+    rows = [line for line in body.splitlines() if line.startswith("| ")]
+    cells = {len(re.findall(r"(?<!\\)\|", row)) for row in rows[:6]}
+    assert len(cells) == 1
+    assert "<img" not in body.partition("```")[0].replace("\\<", "")
+
+
+def test_missing_libraries_are_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(page_module, "find_spec", lambda name: None)
+    with pytest.raises(ResourceError, match=r"pip install 'gguf-quantkit\[report\]'"):
+        page_module.needed()
+
+
+def test_a_page_from_data_alone_and_none_from_nothing(tmp_path: Path) -> None:
+    data, out = tmp_path / "kept.json", tmp_path / "page.html"
+    with pytest.raises(RecipeError, match="no files"):
+        report([], out)
+    data.write_text(example().to_json())
+    result = CliRunner().invoke(cli, ["report", str(out), "--data", str(data), "--card", str(tmp_path / "README.md")])
+    assert result.exit_code == 0, result.output
+    assert "chart-divergence" in out.read_text()
+    with pytest.raises(ResourceError, match="--overwrite"):
+        report([], out, data=data)
+
+
+def test_measured_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Files of the zoo against one of them; another run measures nothing, and says the same."""
+    base, logits = write_zoo("llama-dense", tmp_path / "base.gguf"), tmp_path / "base.logits"
+    tokens = np.random.default_rng(1).integers(0, 100, 16 * 24)
+    perplexity(base, tokens=tokens, n_ctx=16, save_logits=SaveLogits(logits, "compact"))
+    files = [tmp_path / "a-Q8_0.gguf", tmp_path / "a-Q4_0.gguf"]
+    for file in files:
+        quantize(base, file, file.stem[2:])
+    out = tmp_path / "page.html"
+    options = ReportOptions(logits=logits)
+    made = report(files, out, base=base, options=options)
+    assert all(f.quality is not None and f.quality.kld is not None for f in made.files)
+    first, second = (f.quality.kld.value for f in made.files)  # type: ignore[union-attr]
+    assert 0 < first < second
+    assert all(m.error is not None for f in made.files for m in f.matrices)
+    assert made.files[1].command.startswith("quantkit quantize base.gguf a-Q4_0.gguf Q4_0")
+    for name in ("kld", "perplexity", "compare"):
+        monkeypatch.delattr(measure, name)
+    again = report(files, out, base=base, options=options, overwrite=True)
+    assert again.files == made.files
+    assert report(files, out, overwrite=True).base == made.base

@@ -1,0 +1,154 @@
+"""The page of a report in Chromium: drawn without an error, accessible in both themes, narrow, printed, by keyboard."""
+
+from __future__ import annotations
+
+import base64
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from quantkit.report.charts import charts
+from quantkit.report.page import page_text
+from test_report import HOSTILE, example
+
+pytest.importorskip("selenium", reason="selenium is not installed: scripts/test installs it")
+import axe_core_python
+from selenium import webdriver
+from selenium.webdriver.chrome.service import Service
+from selenium.webdriver.common.action_chains import ActionChains
+from selenium.webdriver.common.keys import Keys
+from selenium.webdriver.support.ui import Select, WebDriverWait
+
+CHROMIUM, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")
+pytestmark = pytest.mark.skipif(
+    not (CHROMIUM and DRIVER), reason="no chromium and chromedriver: apt-get install chromium chromium-driver"
+)
+FLAGS = (
+    *("--headless=new", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-sync"),
+    *("--disable-background-networking", "--disable-component-update", "--disable-dev-shm-usage"),
+)
+AXE = Path(axe_core_python.__file__).with_name("axe.min.js")
+TAGS = ["wcag2a", "wcag2aa", "wcag21a", "wcag21aa", "best-practice"]
+WIDE, NARROW = 1200, 360
+
+
+@pytest.fixture(scope="module")
+def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("report") / "page.html"
+    path.write_text(page_text(example(HOSTILE)), encoding="utf-8")
+    return path
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    options = webdriver.ChromeOptions()
+    options.binary_location = str(CHROMIUM)
+    for flag in (*FLAGS, f"--user-data-dir={tmp_path_factory.mktemp('chromium')}"):
+        options.add_argument(flag)
+    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
+    driver = webdriver.Chrome(options=options, service=Service(str(DRIVER)))
+    yield driver
+    driver.quit()
+
+
+@pytest.fixture
+def opened(browser: Any, page: Path) -> Any:
+    """Return the browser with the page anew, in the light theme, wide; what it logs is an error of the test."""
+    show(browser, page)
+    yield browser
+    assert [entry for entry in browser.get_log("browser") if "favicon" not in entry["message"]] == []
+
+
+def show(browser: Any, page: Path, *, theme: str = "light", width: int = WIDE) -> None:
+    features = [{"name": "prefers-color-scheme", "value": theme}]
+    browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": features})
+    size = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": width == NARROW}
+    browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
+    browser.get(page.as_uri())
+    WebDriverWait(browser, 30).until(lambda b: b.execute_script("return document.documentElement.dataset.drawn"))
+    assert browser.execute_script("return document.documentElement.dataset.drawn") == "yes"
+
+
+def test_every_chart_is_drawn(opened: Any) -> None:
+    script = """return Object.fromEntries([...document.querySelectorAll(".chart")].map(
+        (c) => [c.id, c.querySelectorAll("svg .role-mark path, svg .role-mark line, svg .role-mark rect").length]))"""
+    drawn = opened.execute_script(script)
+    assert drawn.keys() == {chart.name for chart in charts(example())}
+    assert all(drawn.values()), drawn
+    labels = opened.execute_script(
+        """return [...document.querySelectorAll("#chart-divergence .role-mark text")]
+        .filter((t) => t.textContent && t.getAttribute("opacity") !== "0").map((t) => t.textContent)"""
+    )
+    assert len(labels) == len(example().files)
+
+
+def test_links_lead_somewhere_and_headings_are_in_order(opened: Any) -> None:
+    bad = """return [...document.querySelectorAll("a")].map((a) => a.getAttribute("href"))
+        .filter((to) => !to.startsWith("#") || !document.getElementById(to.slice(1)))"""
+    assert opened.execute_script(bad) == []
+    levels = opened.execute_script("return [...document.querySelectorAll('h1,h2,h3')].map((h) => +h.tagName[1])")
+    assert levels[0] == 1
+    assert all(b <= a + 1 for a, b in zip(levels, levels[1:], strict=False))
+
+
+@pytest.mark.parametrize("theme", ["light", "dark"])
+def test_axe_finds_nothing(opened: Any, page: Path, theme: str) -> None:
+    show(opened, page, theme=theme)
+    for details in opened.find_elements("css selector", "details"):
+        opened.execute_script("arguments[0].open = true", details)
+    opened.execute_script(AXE.read_text(encoding="utf-8"))
+    run = "const done = arguments[1]; axe.run(document, {runOnly: arguments[0]}).then(done)"
+    found = opened.execute_async_script(run, TAGS)
+    assert len(found["passes"]) > 20
+    bad = [(v["id"], [n["html"][:200] for n in v["nodes"][:3]]) for v in found["violations"]]
+    assert bad == []
+
+
+def test_a_change_of_theme_shows_at_once(opened: Any) -> None:
+    ink = "return getComputedStyle(document.querySelector('#chart-divergence .role-axis-title text')).fill"
+    before = opened.execute_script(ink)
+    features = [{"name": "prefers-color-scheme", "value": "dark"}]
+    opened.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": features})
+    assert opened.execute_script(ink) != before
+
+
+def test_nothing_is_wider_than_a_phone(opened: Any, page: Path) -> None:
+    show(opened, page, width=NARROW)
+    assert opened.execute_script("return document.documentElement.scrollWidth") <= NARROW
+
+
+def test_the_keyboard_reaches_everything(opened: Any) -> None:
+    script = """return [...document.querySelectorAll("a, button, select, summary, [tabindex='0']")]
+        .filter((e) => e.checkVisibility()).length"""
+    wanted, seen = opened.execute_script(script), set()
+    for _ in range(wanted):
+        ActionChains(opened).send_keys(Keys.TAB).perform()
+        seen.add(opened.switch_to.active_element.id)
+    assert len(seen) == wanted
+
+
+def test_headings_sort_by_number_and_say_so(opened: Any) -> None:
+    head = opened.find_elements("css selector", "#table-files thead th")[3]
+    column = "return [...document.querySelectorAll('#table-files tbody tr')].map((r) => +r.cells[3].dataset.value)"
+    button = head.find_element("css selector", "button")
+    button.send_keys(Keys.ENTER)
+    values = opened.execute_script(column)
+    assert (head.get_attribute("aria-sort"), values) == ("ascending", sorted(values))
+    button.send_keys(Keys.SPACE)
+    assert opened.execute_script(column) == sorted(values, reverse=True)
+    assert opened.switch_to.active_element == button
+
+
+def test_maps_show_the_chosen_file(opened: Any) -> None:
+    cells = "return [...document.querySelectorAll('#chart-types .cells_marks path')].map((c) => c.getAttribute('fill'))"
+    before = opened.execute_script(cells)
+    Select(opened.find_element("id", "choose-file")).select_by_index(2)
+    WebDriverWait(opened, 10).until(lambda b: b.execute_script(cells) != before)
+
+
+def test_it_prints(opened: Any) -> None:
+    made = opened.execute_cdp_cmd("Page.printToPDF", {"printBackground": False})
+    assert base64.b64decode(made["data"]).startswith(b"%PDF-")
