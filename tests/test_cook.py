@@ -29,6 +29,7 @@ from quantkit.errors import QualityGate, QuantkitError, RecipeError, ResourceErr
 from quantkit.evaluate import kld
 from quantkit.imatrix import ImatrixOptions, imatrix
 from quantkit.quantize import QuantizeOptions, quantize
+from quantkit.report import read_data
 
 DATA = Path(__file__).parent / "data"
 MODEL = DATA / "tiny-moe-bf16.gguf"
@@ -568,6 +569,23 @@ def test_no_text_says_what_needs_one(here: Path) -> None:
     without = {"imatrix": {"run": False}, "check": {"run": False}, "report": {"run": False}}
     planned = plan_cook(config_from({"model": str(MODEL), "targets": "Q4_K_M", **without}, "cook.toml", Path()))
     assert [step.name for step in planned.steps] == ["quantize Q4_K_M"]
+
+
+def test_the_report_comes_last_and_stands(here: Path) -> None:
+    config = small(["Q8_0", "Q4_0"], imatrix={"run": False}, report={"run": True})
+    found = cook(config)
+    assert found.ran[-1] == "report"
+    assert [path.name for path in found.reports] == ["report.html", "README.md"]
+    numbers = read_data(here / "out/work/report.json")
+    checked = [json.loads((here / f"out/work/checks/{name}.json").read_bytes()) for name in ("Q8_0", "Q4_0")]
+    assert [f.quality.kld.value for f in numbers.files if f.quality and f.quality.kld] == pytest.approx(
+        [each["kld"]["value"] for each in checked]
+    )
+    assert cook(config).ran == ()
+    assert cook(replace(config, targets=config.targets[:1])).ran == ("report",)
+    (here / "out/README.md").write_text("by hand")
+    with pytest.raises(ResourceError, match="changed since"):
+        cook(config)
 
 
 def test_a_corpus_of_folders(here: Path) -> None:

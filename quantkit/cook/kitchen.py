@@ -14,6 +14,7 @@ from typing import Any
 
 from quantkit.cook.config import Config, TargetSettings, needs_text, read_config
 from quantkit.cook.engine import Cooked, Decision, Observer, Silent, Step, carry_out, decide
+from quantkit.cook.report_step import card_path, page_path, report_step
 from quantkit.cook.search_steps import candidates_step, search_step, sensitivity_step
 from quantkit.cook.source import read_source
 from quantkit.cook.state import STATE, State
@@ -30,6 +31,7 @@ from quantkit.errors import FormatError, QualityGate, QuantkitError, RecipeError
 from quantkit.formats.gguf import open_model
 from quantkit.formats.outputs import check_apart
 from quantkit.helpers import format_size
+from quantkit.report.page import needed as check_page
 from quantkit.search.solve import check_solver
 
 
@@ -106,8 +108,6 @@ def plan_cook(config: Config) -> CookPlan:
     _check_outputs(places, steps)
     decisions = tuple(decide(steps, State(config.work)))
     notes += _room(config.output, decisions)
-    if config.report.run:
-        notes.append("this version makes no report yet: the figures are in work/checks")
     return CookPlan(config, places, steps, decisions, tuple(notes))
 
 
@@ -134,6 +134,8 @@ def _steps(places: Places) -> Iterator[Step]:
         yield quantize_step(places, target)
         if config.check.run:
             yield check_step(places, target)
+    if config.report.run:
+        yield report_step(places)
 
 
 def _has_texts(config: Config) -> bool:
@@ -149,6 +151,11 @@ def _check_extras(config: Config) -> None:
     """Raise ResourceError if a step needs a package that is not installed."""
     if config.goals:
         check_solver()
+    if config.report.run:
+        try:
+            check_page()
+        except ResourceError as e:
+            raise ResourceError(f"{e.message}; --no-report cooks without one") from None
 
 
 def _check_inputs(config: Config, places: Places) -> None:
@@ -252,7 +259,12 @@ def _result(planned: CookPlan, done: Cooked) -> CookResult:
         if settings.max_kld is not None and dish.kld is not None and not dish.kld <= settings.max_kld:
             raise QualityGate(f"{dish.path}: the mean KL divergence is {dish.kld:.6f}, above {settings.max_kld:g}")
     seconds = sum(done.steps[name].seconds for name in done.ran)
-    return CookResult(tuple(done.ran), tuple(dishes), (), seconds)
+    return CookResult(tuple(done.ran), tuple(dishes), _reports(places), seconds)
+
+
+def _reports(places: Places) -> tuple[Path, ...]:
+    settings = places.config.report
+    return (page_path(places), *([card_path(places)] if settings.card else ())) if settings.run else ()
 
 
 def _dish(places: Places, settings: TargetSettings) -> Dish:
