@@ -32,10 +32,10 @@ from quantkit.cli.table import table
 from quantkit.errors import ResourceError
 from quantkit.formats.outputs import check_apart, read_whole, written
 from quantkit.helpers import format_seconds, format_size, printable
+from quantkit.recipes.dialects import text_of
 from quantkit.search import Allocation, Check, Front, SearchOptions, SearchResult, search, search_front
 from quantkit.search.find import known_of, model_of, with_imatrix
 from quantkit.search.options import RUNTIMES
-from quantkit.search.recipe import recipe_text
 from quantkit.search.restrict import named_type
 from quantkit.sensitivity.file import Sensitivity
 
@@ -303,7 +303,7 @@ def _recipe(found: SearchResult, sensitivity: Path, source: Path) -> str:
         f"searched by: quantkit {shlex.join(sys.argv[1:])}",
         f"make the file: {_command(best, source, 'RECIPE')}",
     ]
-    return recipe_text(best.rules, map(printable, lines))
+    return text_of([(rule.pattern, rule.type) for rule in best.rules], [*map(printable, lines)], "ours")
 
 
 def _shortfall(best: Allocation) -> str:

@@ -13,8 +13,8 @@ from quantkit.cook.steps import Places, logits_step
 from quantkit.cook.target_steps import chosen_path, recipe_path
 from quantkit.formats.outputs import written
 from quantkit.pipeline.run import journal_path
+from quantkit.recipes.dialects import text_of
 from quantkit.search import Check, SearchOptions, SearchResult, search
-from quantkit.search.recipe import recipe_text
 from quantkit.sensitivity import SensitivityOptions, sensitivity
 from quantkit.types import type_by_name
 
@@ -212,5 +212,5 @@ def _write(places: Places, settings: TargetSettings, found: SearchResult) -> Fac
     with written(chosen_path(places, called)) as part:
         part.write_text(json.dumps(facts, indent=2) + "\n")
     with written(recipe_path(places, called)) as part:
-        part.write_text(recipe_text(best.rules, comments))
+        part.write_text(text_of([(rule.pattern, rule.type) for rule in best.rules], comments, "ours"))
     return facts

@@ -26,10 +26,10 @@ from quantkit.pipeline.runtimes import runtimes
 from quantkit.pipeline.source import Source
 from quantkit.pipeline.work import PlannedTensor
 from quantkit.quantize import QuantizeOptions, plan_from
+from quantkit.recipes import rules_for
 from quantkit.search.combine import fitted, measured_together
 from quantkit.search.options import SearchOptions
 from quantkit.search.predict import Predictor
-from quantkit.search.recipe import exact_rules
 from quantkit.search.restrict import Allowed, named_type, tied
 from quantkit.sensitivity.file import Group, Sensitivity
 from quantkit.types import TensorType
@@ -309,7 +309,8 @@ class Space:
         types: dict[str, TensorType] = dict(self.kept)
         for unit, pick in zip(self.units, picks, strict=True):
             types |= unit.choices[pick].types
-        return exact_rules(types)
+        others = [name for name in self.source.tensors if name not in types]
+        return tuple(Rule(pattern, t, "search") for pattern, t in rules_for(types, others=others))
 
     def total(self, picks: Sequence[int]) -> Part:
         """Return what all tensors come to."""
