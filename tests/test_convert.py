@@ -227,6 +227,7 @@ def test_configurations_that_do_not_fit(
         ("chameleon", "", {"num_attention_heads": (1 << 24) + 1}, "16777217 heads"),
         ("step3p5", "", {"partial_rotary_factors": [4294967296.0, 1.0, 1.0, 0.5, 0.5]}, "share of 4294967296.0"),
         ("dbrx", "ffn_config", {"ffn_hidden_size": "x" * 5000}, "ffn_hidden_size is 'xxx"),
+        ("mamba", "", {"intermediate_size": "x" * 5000}, "an inner size of 'xxx"),
     ],
     ids=lambda x: x if isinstance(x, str) else "",
 )

@@ -161,7 +161,7 @@ def set_mamba(keys: Keys, config: Config) -> None:
     if config.get("hidden_act") not in (None, "silu"):
         raise FormatError(f"{config.path}: hidden_act is {short(config.get('hidden_act'))}; only silu is run")
     if not isinstance(width, int) or inner % width:
-        raise FormatError(f"{config.path}: an inner size of {inner} makes no heads of {short(width)}")
+        raise FormatError(f"{config.path}: an inner size of {short(inner)} makes no heads of {short(width)}")
 
 
 HYBRID_KEYS: tuple[SetKeys, ...] = (*MOE_KEYS, set_mamba)

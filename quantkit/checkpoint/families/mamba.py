@@ -17,6 +17,7 @@ from quantkit.checkpoint.keys import Keys, layers_in_file
 from quantkit.checkpoint.row import Copied, SetKeys
 from quantkit.checkpoint.tensors import Changed, Context, Dropped, Experts, Renamed, Tensor, negative_exp, squeezed
 from quantkit.errors import FormatError
+from quantkit.formats.gguf.rules import short
 
 # --- Mamba -----------------------------------------------------------------------------------------------------------
 
@@ -54,7 +55,9 @@ def set_mamba_base(keys: Keys, config: Config, layers: int, file_type: int) -> N
     width = config.number("hidden_size", "d_model")
     inner = config.find("intermediate_size", "d_inner") or 2 * width
     if inner != 2 * width:
-        raise FormatError(f"{config.path}: an inner size of {inner}; llama.cpp runs twice the width of {width} only")
+        raise FormatError(
+            f"{config.path}: an inner size of {short(inner)}; llama.cpp runs twice the width of {width} only"
+        )
     _set_unused(keys, width)
     keys.u32(".block_count", layers)
     keys.u32(".ssm.conv_kernel", config.find("conv_kernel", "d_conv") or 4)
@@ -94,7 +97,9 @@ def set_mamba2_base(keys: Keys, config: Config, layers: int, file_type: int) -> 
     inner = config.find("mamba_d_ssm", "intermediate_size", "d_inner") or expand * width
     head = config.find("mamba_d_head", "head_dim") or 64
     if inner != expand * width or inner % head:
-        raise FormatError(f"{config.path}: an inner size of {inner} makes no heads of {head}, or is not the width's")
+        raise FormatError(
+            f"{config.path}: an inner size of {short(inner)} makes no heads of {short(head)}, or is not the width's"
+        )
     _set_unused(keys, width)
     keys.u32(".block_count", layers)
     keys.u32(".ssm.conv_kernel", config.find("conv_kernel", "d_conv") or 4)
