@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 from drawn_checkpoints import write_checkpoint
+from test_quantize import StopAfter
 
 from models import llama_fields
 from quantkit.cli import cli
@@ -50,23 +51,12 @@ RULES = QuantizeOptions(
 )
 
 
-class Told:
-    """An observer that keeps what is said."""
+class Told(StopAfter):
+    """An observer that keeps what is said, and interrupts the run when ``left`` tensors more are done."""
 
     def __init__(self) -> None:
+        super().__init__(-1)
         self.notes = list[str]()
-        self.left = -1
-
-    def resumed(self, tensors: int, nbytes: int) -> None:
-        self.reused = tensors
-
-    def wrote(self, nbytes: int) -> None:
-        pass
-
-    def finished(self, tensor: work.PlannedTensor) -> None:
-        self.left -= 1
-        if self.left == 0:
-            raise KeyboardInterrupt
 
     def said(self, text: str) -> None:
         self.notes.append(text)

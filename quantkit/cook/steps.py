@@ -225,6 +225,18 @@ def _calibration_inputs(places: Places) -> dict[str, Path]:
     }
 
 
+def _collecting(ctx: int, chunks: int | None, process_output: bool) -> ImatrixOptions:
+    """Return how sums are collected: a killed run goes on, another one is thrown away."""
+    return ImatrixOptions(
+        n_ctx=ctx,
+        n_batch=_batched(ctx),
+        chunks=chunks,
+        process_output=process_output,
+        resume=True,
+        overwrite=True,
+    )
+
+
 def imatrix_step(places: Places, out: Path) -> Step:
     """Return the collection of the importance matrix."""
     settings, model = places.config.imatrix, places.model
@@ -236,14 +248,7 @@ def imatrix_step(places: Places, out: Path) -> Step:
             places.calibration,
             out,
             chat=places.config.calibration.chat,
-            options=ImatrixOptions(
-                n_ctx=ctx,
-                n_batch=_batched(ctx),
-                chunks=settings.chunks,
-                process_output=settings.process_output,
-                resume=True,
-                overwrite=True,
-            ),
+            options=_collecting(ctx, settings.chunks, settings.process_output),
             watcher=_Chunks(tell),
             **places.evaluation(),
         )
@@ -278,14 +283,7 @@ def covariance_step(places: Places) -> Step:
             places.calibration,
             out,
             chat=places.config.calibration.chat,
-            options=ImatrixOptions(
-                n_ctx=ctx,
-                n_batch=_batched(ctx),
-                chunks=settings.chunks,
-                process_output=True,
-                resume=True,
-                overwrite=True,
-            ),
+            options=_collecting(ctx, settings.chunks, True),
             progress=progress,
             **places.evaluation(),
         )
