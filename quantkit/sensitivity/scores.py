@@ -45,7 +45,7 @@ class Base:
         self.logits, self.following, self._pool = logits.copy(), following, pool
         self.weights = np.empty_like(self.logits)
         rows, n_vocab = logits.shape
-        self.log_sum, self.nll = np.empty(rows, np.float64), np.empty(rows, np.float64)
+        self.log_sum, self.nll, self.total = (np.empty(rows, np.float64) for _ in range(3))
         step = max(1, TILE // n_vocab)
         self._tiles = [slice(at, min(at + step, rows)) for at in range(0, rows, step)]
         list(pool.map(self._prepare, self._tiles))
@@ -53,6 +53,7 @@ class Base:
     def _prepare(self, tile: slice) -> None:
         parts = softmax(self.logits[tile])
         np.divide(parts.exps, parts.total[:, None], out=self.weights[tile])
+        self.total[tile] = self.weights[tile].sum(axis=1, dtype=np.float64)  # 1, but for rounding
         self.log_sum[tile] = parts.top + parts.log_total
         self.nll[tile] = nll_of(self.logits[tile], parts, self.following[tile])
 
@@ -66,8 +67,7 @@ class Base:
             change = nll_of(q, parts, self.following[tile])
             shift = parts.top + parts.log_total
             terms = np.subtract(self.logits[tile], q, out=parts.exps)
-            total = weights.sum(axis=1, dtype=np.float64)
-            mean = np.multiply(terms, weights, out=terms).sum(axis=1, dtype=np.float64) / total
+            mean = np.multiply(terms, weights, out=terms).sum(axis=1, dtype=np.float64) / self.total[tile]
             found[0][tile] = np.maximum(mean + shift - self.log_sum[tile], 0)
             found[1][tile] = change - self.nll[tile]
 
