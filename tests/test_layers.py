@@ -60,7 +60,7 @@ WITHIN: dict[str, dict[str, set[str]]] = {
     },
     "quantkit.model": {
         **dict.fromkeys(("ops", "batch", "arch", "hparams", "copied", "interleaved", "merged"), set()),
-        **dict.fromkeys(("op_table", "fusion", "placement", "cost", "observers", "selection"), {"ops"}),
+        **dict.fromkeys(("op_table", "fusion", "placement", "cost", "observers", "scalable", "selection"), {"ops"}),
         "devices": {"placement"},
         "stages": {"observers", "ops"},
         "check": {"op_table", "ops"},
