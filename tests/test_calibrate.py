@@ -115,8 +115,6 @@ def test_bytes_do_not_depend_on_how_it_runs(
     first, other = tmp_path / "first.gguf", tmp_path / "other.gguf"
     quantize(small, first, "Q4_K_M", options(text, balance=True), threads=2)
     assert not list(tmp_path.glob("*.activations"))
-    quantize(small, other, "Q4_K_M", options(text, balance=True), threads=1, max_ram=16 << 20)
-    assert other.read_bytes() == first.read_bytes()
 
     run = Streams.run
     stages: list[int] = []
@@ -129,8 +127,8 @@ def test_bytes_do_not_depend_on_how_it_runs(
 
     monkeypatch.setattr(Streams, "run", killed)
     with pytest.raises(KeyboardInterrupt):
-        quantize(small, other, "Q4_K_M", options(text, balance=True), threads=2, overwrite=True)
-    again = quantize(small, other, "Q4_K_M", options(text, balance=True), threads=2, resume=True)
+        quantize(small, other, "Q4_K_M", options(text, balance=True), threads=1, max_ram=16 << 20)
+    again = quantize(small, other, "Q4_K_M", options(text, balance=True), threads=1, max_ram=16 << 20, resume=True)
     assert other.read_bytes() == first.read_bytes()
     assert stages == [*range(4), *range(3, max(stages) + 1)]  # it goes on with the stage
     assert again.run.resumed > 8
@@ -165,7 +163,7 @@ def test_it_is_closer_than_an_importance_matrix(text: Path, tmp_path: Path, pres
         MODEL,
         tmp_path / "made.gguf",
         preset,
-        options(MODEL.with_name("tiny-moe-calibration.txt"), calibrate_chunks=60, balance=preset == "IQ4_XS"),
+        options(MODEL.with_name("tiny-moe-calibration.txt"), calibrate_chunks=40, balance=preset == "IQ4_XS"),
     )
     full = logits(MODEL)
     plain, made = (np.square(logits(tmp_path / f"{n}.gguf") - full).mean() for n in ("plain", "made"))
