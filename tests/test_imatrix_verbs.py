@@ -329,7 +329,7 @@ def test_a_dat_tells_no_tokens(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_what_is_expected_of_every_architecture(name: str) -> None:
-    """All matrices but embeddings, output, convolutions and the small ones of Gemma 3n and RWKV; the peers record the same."""
+    """All matrices but embeddings, output, convolutions and small ones (Gemma 3n, RWKV); peers record the same."""
     head = (ZOO / "headers" / f"{name}.head").read_bytes()
     tensors = [Tensor(t, tuple(ne)) for t, ne, _ in tensor_infos(head)]
     wanted = {t.name for t in expected_tensors(tensors, name.rpartition("-")[0])}
