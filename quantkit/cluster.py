@@ -18,8 +18,8 @@ import sys
 import time
 import traceback
 from collections import deque
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -62,11 +62,22 @@ class Node:
     flying: int = 0
     #: Bytes, or what else counts, that it has done.
     done: int = 0
+    #: Whether this process runs there, and how many CPUs it uses itself.
+    here: bool = False
+    own: int = 0
 
-    def divide(self, cpus: int, width: int) -> None:
-        """Give ``cpus`` of its CPUs to workers, at most ``width`` to each, and no GPU."""
+    def divide(self, cpus: int, width: int, *, cards: bool = False) -> None:
+        """Give ``cpus`` of its CPUs to workers, at most ``width`` to each; where this process runs, it is one of them.
+
+        cards: let one worker have all, with the GPUs, where there are some.
+        """
+        if cards and self.gpus:
+            self.width = cpus
+            return
         self.workers = -(-cpus // width)
         self.width, self.gpus = cpus // self.workers, 0
+        if self.here:
+            self.workers, self.own = self.workers - 1, self.width
 
 
 class Work(Protocol):
@@ -99,6 +110,20 @@ class Work(Protocol):
         """Tell the user."""
 
 
+class Here(Protocol):
+    """What this process does of the work itself, as one of the workers of its node."""
+
+    @property
+    def busy(self) -> bool:
+        """Whether it does something, or waits for what nodes may bring back."""
+
+    def keep(self, batch: Any) -> None:
+        """Take a batch for which no other worker is left."""
+
+    def rest(self, seconds: float) -> None:
+        """Wait so long, or until it is busy no more."""
+
+
 class _Reply(NamedTuple):
     """What comes back: ``kind`` is done, refused, failed, disk or broken."""
 
@@ -121,6 +146,7 @@ class _Run:
 
     work: Work
     task: Callable[[Node, Any], Any]
+    here: Here | None
     nodes: dict[str, Node] = field(default_factory=dict)
     refused: dict[str, str] = field(default_factory=dict)
     flights: dict[Any, _Flight] = field(default_factory=dict)
@@ -226,42 +252,65 @@ class Cluster:
     def nodes(self) -> dict[str, Node]:
         """Return the living nodes that have CPUs, by id."""
         found = [n for n in self._ray.nodes() if n["Alive"] and int(n["Resources"].get("CPU", 0)) > 0]
-        hosts = [_name_of(n) for n in found]
+        hosts, own = [_name_of(n) for n in found], self._ray.get_runtime_context().get_node_id()
         return {
             n["NodeID"]: Node(
                 n["NodeID"],
                 host if hosts.count(host) == 1 else f"{host}/{n['NodeID'][:8]}",
                 int(n["Resources"]["CPU"]),
                 int(n["Resources"].get("GPU", 0)),
+                here=n["NodeID"] == own,
             )
             for n, host in zip(found, hosts, strict=True)
         }
 
-    def prepare(self, function: str, threads: int | None, width: int) -> None:
+    def prepare(self, function: str, threads: int | None, width: int, *, cards: bool = False) -> None:
         """Start the workers that ``Node.divide`` makes of each node, and call ``function``, MODULE:NAME, in them.
 
         It returns at once; batches that come meanwhile wait, each for the worker that it will run in.
         """
         send = self._task("", None)
         for node in self.nodes().values():
-            node.divide(min(node.cpus, threads or node.cpus), width)
+            node.divide(min(node.cpus, threads or node.cpus), width, cards=cards)
             for _ in range(node.workers):
                 send(node, function)
-        with suppress(ImportError):  # ray.shutdown does; now, while workers start, it costs nobody anything
-            importlib.import_module("ray.dag.compiled_dag_node")
 
-    def run(self, work: Work) -> dict[str, Node]:
+    @contextmanager
+    def taken(self, node: Node, cpus: int, wanted: Callable[[], bool]) -> Iterator[bool]:
+        """Let this process have CPUs of its node, which Ray gives to nobody meanwhile.
+
+        Waits for them; gives False if they are not ``wanted`` any more.
+        """
+        from ray.util import placement_group, placement_group_table, remove_placement_group
+
+        while wanted():
+            # The node is a wish: where it has no room, the group waits, or is made elsewhere.
+            group = placement_group([{"CPU": cpus}], strategy="STRICT_PACK", _soft_target_node_id=node.id)
+            try:
+                while not (ready := group.wait(_LOOK_SECONDS)) and wanted():
+                    pass
+                if ready and placement_group_table(group)["bundles_to_node_id"][0] == node.id:
+                    yield True
+                    return
+            finally:
+                remove_placement_group(group)
+            time.sleep(_WAIT_SECONDS)
+        yield False
+
+    def run(self, work: Work, here: Here | None = None) -> dict[str, Node]:
         """Do work on all nodes; return those that took part. On return no batch is under way.
+
+        here: what this process does itself, for which its node has ``own`` CPUs.
 
         Raises what a batch raised on a node, with the node's name, and ClusterError when no node is left.
         """
         shared = self._ray.put((work.begin, work.shared))
-        run = _Run(work, self._task(shared.hex(), shared))
+        run = _Run(work, self._task(shared.hex(), shared), here)
         try:
             while not work.stopped:
                 self._look(run)
                 self._give(run)
-                if not run.flights and not run.again and not self._is_left(run):
+                if not (run.flights or run.again or run.here and run.here.busy or self._is_left(run)):
                     break
                 self._take(run)
         finally:
@@ -304,6 +353,9 @@ class Cluster:
 
     def _give(self, run: _Run) -> None:
         """Fill up the nodes, every worker's first batch before the second."""
+        if run.here is not None and run.here.busy and not any(node.workers for node in self._usable(run)):
+            while run.again:
+                run.here.keep(run.again.popleft()[0])
         for depth in range(1, AHEAD + 1):
             for node in self._usable(run):
                 while node.flying < depth * node.workers:
@@ -328,8 +380,11 @@ class Cluster:
     def _take(self, run: _Run) -> None:
         """Wait for results, and take them."""
         if not run.flights:
-            self._is_left(run)
-            time.sleep(_WAIT_SECONDS)
+            if run.here is not None and run.here.busy:
+                run.here.rest(_WAIT_SECONDS)
+            else:
+                self._is_left(run)
+                time.sleep(_WAIT_SECONDS)
             return
         run.alone_since = None
         ready, _ = self._ray.wait(list(run.flights), timeout=_WAIT_SECONDS)
