@@ -10,21 +10,24 @@ the time, so those that join late are used. A batch may run twice, and must do t
 from __future__ import annotations
 
 import atexit
+import gc
 import hashlib
 import importlib
 import os
+import secrets
 import socket
 import sys
+import threading
 import time
 import traceback
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from types import ModuleType
-from typing import Any, NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 from quantkit import errors
 from quantkit.errors import ClusterError, QuantkitError, ResourceError
@@ -157,12 +160,17 @@ class _Run:
 
 
 def _ray() -> ModuleType:
+    collects = gc.isenabled()
+    gc.disable()  # saves a seventh of the time: modules are no garbage
     try:
         import ray
     except ImportError as e:
         raise ResourceError(
             f"--ray needs the package ray, which is not installed here ({e}): pip install 'gguf-quantkit[ray]'"
         ) from None
+    finally:
+        if collects:
+            gc.enable()
     return ray  # type: ignore[no-any-return]
 
 
@@ -211,17 +219,56 @@ def _name_of(node: Mapping[str, Any]) -> str:
     return str(given if given and given != node["NodeManagerAddress"] else node["NodeManagerHostname"])
 
 
+#: Held by who connects this process, or disconnects it.
+_TURN = threading.Lock()
+
+
+def connect_ahead(address: str, then: Callable[[Cluster], None]) -> None:
+    """Connect while this process does something else, and call ``then``; the next ``Cluster`` waits for it.
+
+    Raises ResourceError at once if nothing answers; what else fails, the next ``Cluster`` raises.
+    """
+    if address == "local":  # what it starts is to end with this process: Ray sees to it in the main thread only
+        then(Cluster(address))
+        return
+    _check(address)
+    _check_answers(address)
+
+    def connect() -> None:
+        try:
+            with suppress(Exception):
+                then(Cluster(address, _turn=nullcontext()))
+        finally:
+            _TURN.release()
+
+    _TURN.acquire()
+    threading.Thread(target=connect, name="connect").start()
+
+
+def _check(address: str) -> ModuleType:
+    """Return Ray. Raises ResourceError without it, and for an address that cannot be."""
+    ray = _ray()
+    if address.startswith("ray://"):
+        raise ResourceError(f"--ray {address}: run on a machine of the cluster, by its address HOST:PORT, or auto")
+    return ray
+
+
 class Cluster:
-    """A connection to a cluster, which lasts until the process ends.
+    """A connection to a cluster, which lasts until the process ends, or leaves.
 
     ``address`` is HOST:PORT, or "auto" for the cluster that this machine belongs to ($RAY_ADDRESS, if it is set), or
     "local" for one of this machine and process alone.
     """
 
-    def __init__(self, address: str = "auto") -> None:
-        self._ray = ray = _ray()
-        if address.startswith("ray://"):
-            raise ResourceError(f"--ray {address}: run on a machine of the cluster, by its address HOST:PORT, or auto")
+    #: Whether it was one of these that has connected this process.
+    _ours: ClassVar[bool] = False
+
+    def __init__(self, address: str = "auto", *, _turn: AbstractContextManager[Any] = _TURN) -> None:
+        self._ray = ray = _check(address)
+        with _turn:
+            self._connect(ray, address)
+
+    def _connect(self, ray: ModuleType, address: str) -> None:
         if not ray.is_initialized():
             own: dict[str, Any] = {}
             if address == "local":
@@ -243,11 +290,27 @@ class Cluster:
                     f"--ray {address}: {reason}; `ray start --head` starts a cluster, --ray local one of this "
                     "machine for this run alone"
                 ) from None
+            Cluster._ours = True
             # Ray's own hook, which runs after this one, would first sleep for half a second.
             atexit.register(ray.shutdown)
             # What Ray says of nodes and memory would go to standard output, which is that of --json.
             with suppress(AttributeError):
                 ray._private.worker.print_to_stdstream = _print_to_stderr
+
+    def leave(self) -> None:
+        """Disconnect this process, if one of these has connected it, while it does something else."""
+        if not Cluster._ours:
+            return
+        Cluster._ours = False
+
+        def disconnect() -> None:
+            try:
+                self._ray.shutdown()
+            finally:
+                _TURN.release()
+
+        _TURN.acquire()
+        threading.Thread(target=disconnect, name="disconnect").start()
 
     def nodes(self) -> dict[str, Node]:
         """Return the living nodes that have CPUs, by id."""
@@ -269,7 +332,7 @@ class Cluster:
 
         It returns at once; batches that come meanwhile wait, each for the worker that it will run in.
         """
-        send = self._task("", None)
+        send = self._task("", lambda: None)
         for node in self.nodes().values():
             node.divide(min(node.cpus, threads or node.cpus), width, cards=cards)
             for _ in range(node.workers):
@@ -304,8 +367,8 @@ class Cluster:
 
         Raises what a batch raised on a node, with the node's name, and ClusterError when no node is left.
         """
-        shared = self._ray.put((work.begin, work.shared))
-        run = _Run(work, self._task(shared.hex(), shared), here)
+        shared = cache(lambda: self._ray.put((work.begin, work.shared)))  # nobody needs it where there is no worker
+        run = _Run(work, self._task(secrets.token_hex(16), shared), here)
         try:
             while not work.stopped:
                 self._look(run)
@@ -317,7 +380,7 @@ class Cluster:
             self._end(run)
         return run.nodes
 
-    def _task(self, run: str, shared: Any) -> Callable[[Node, Any], Any]:
+    def _task(self, run: str, shared: Callable[[], Any]) -> Callable[[Node, Any], Any]:
         """Return a function that sends a batch of a run to a node; "" is the run of what comes before one."""
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy as On
 
@@ -330,7 +393,7 @@ class Cluster:
                 max_retries=RETRIES,
                 scheduling_strategy=On(node.id, soft=False),
             )
-            return placed.remote(_sources(), run, [shared], node.width, batch)
+            return placed.remote(_sources(), run, [shared()], node.width, batch)
 
         return send
 

@@ -657,6 +657,52 @@ def test_the_commands_take_it(nodes: Any, tmp_path: Path) -> None:
         assert result.exit_code == 0, result.output
 
 
+class Stub:
+    """Ray as far as connecting goes, which takes until it ``may``."""
+
+    __version__ = "0"
+
+    def __init__(self) -> None:
+        self.may, self.connected, self.threads = threading.Event(), False, list[str]()
+
+    def is_initialized(self) -> bool:
+        return self.connected
+
+    def init(self, **how: object) -> None:
+        assert self.may.wait(60)
+        self.connected = True
+        self.threads.append(threading.current_thread().name)
+
+    def shutdown(self) -> None:
+        assert self.may.wait(60)
+        self.connected = False
+        self.threads.append(threading.current_thread().name)
+
+
+def test_connecting_and_leaving_keep_nobody_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    """But for the next who needs the cluster."""
+    ray, done = Stub(), list[object]()
+    monkeypatch.setattr(Cluster, "_ours", False)
+    monkeypatch.setattr(cluster_module, "_ray", lambda: ray)
+    monkeypatch.setattr(cluster_module, "_check_answers", lambda address: True)
+    monkeypatch.setattr("atexit.register", lambda function: None)
+    cluster_module.connect_ahead("auto", done.append)
+    assert not ray.connected
+    ray.may.set()
+    Cluster()
+    assert ray.connected
+    assert len(done) == 1
+    ray.may.clear()
+    Cluster().leave()
+    assert ray.connected
+    ray.may.set()
+    Cluster().leave()
+    with cluster_module._TURN:
+        assert ray.threads == ["connect", "disconnect", "MainThread", "disconnect"]
+    cluster_module.connect_ahead("auto", lambda cluster: 1 / 0)
+    Cluster()  # whose own errors count
+
+
 def test_no_cluster_is_one_error(tmp_path: Path) -> None:
     pytest.importorskip("ray", reason=NO_RAY)
     with pytest.raises(QuantkitError, match="run on a machine of the cluster"):

@@ -144,6 +144,7 @@ class RayTasks:
             raise
         finally:
             work.join()
+            self._cluster.leave()
             self.nodes = tuple(NodeShare(n.name, self.cpus_of(n), n.done) for n in work.nodes if n.done)
 
     def cpus_of(self, node: Node) -> int:
