@@ -88,6 +88,8 @@ class Proxy:
 class _Handler(BaseHTTPRequestHandler):
     owner: Proxy
     protocol_version = "HTTP/1.1"
+    # A body must not wait until the client has acknowledged the headers: 40 ms.
+    disable_nagle_algorithm = True
 
     def log_message(self, *args: Any) -> None:
         """Say nothing."""
