@@ -32,9 +32,10 @@ Work = Callable[[], None]
 
 @dataclass
 class Trouble:
-    """What befalls cards, by number: how many things they still do before they fail; bytes that each has in all."""
+    """What befalls cards, by number: how many things they still do before they fail, or hang; bytes each has in all."""
 
     left: dict[int, int] = field(default_factory=dict)
+    hangs: dict[int, int] = field(default_factory=dict)
     room: int | None = None
     taken: dict[int, int] = field(default_factory=dict)
 
@@ -98,10 +99,18 @@ class Stream:
         """Do it some time, or record it."""
         (self.waiting if self.captured is None else self.captured).append(work)
 
+    def moves(self) -> bool:
+        """Tell whether the card does the next thing; who waits for one that hangs waits for ever."""
+        with host_device.ALONE:
+            if self.card in TROUBLE.hangs and self.waiting:
+                TROUBLE.hangs[self.card] -= 1
+            return TROUBLE.hangs.get(self.card, 0) >= 0
+
     def flush(self, quietly: bool = False) -> None:
         """Do what waits."""
         with host_device.ALONE:
             while self.waiting:
+                assert self.moves(), "this waits for ever"
                 try:
                     TROUBLE.strike(self.card)
                 except CUDARuntimeError:
@@ -174,8 +183,12 @@ class Context:
 
 
 class Event:
+    all: list[Event] = []  # noqa: RUF012
+
     def __init__(self, block: bool = False, disable_timing: bool = False) -> None:
+        Event.all.append(self)
         self.stream: Stream | None = None
+        self.ptr = len(Event.all)
 
     def record(self, stream: Stream) -> None:
         self.stream = stream
@@ -201,6 +214,19 @@ class OutOfMemoryError(MemoryError):
     pass
 
 
+def _query(event: int) -> int:
+    """cudaEventQuery: 0, or cudaErrorNotReady; what went wrong."""
+    stream = Event.all[event - 1].stream
+    assert stream is not None
+    if not stream.moves():
+        return 600
+    try:
+        stream.flush()
+    except CUDARuntimeError:
+        return 700
+    return 0
+
+
 def _move(to: int, source: int, nbytes: int) -> None:
     ctypes.memmove(to, source, nbytes)
 
@@ -223,6 +249,7 @@ def module(devices: int = 1, room: int = 1 << 30) -> Any:
         memcpyDeviceToHost=DEVICE_TO_HOST,
         memcpyDeviceToDevice=DEVICE_TO_DEVICE,
         CUDARuntimeError=CUDARuntimeError,
+        eventQuery=_query,
     )
 
     def here(stream: int) -> Stream:

@@ -71,13 +71,14 @@ WITHIN: dict[str, dict[str, set[str]]] = {
         "gemma4": _BLOCK | {"attention", "feed_forward"},
         "gemma3n": _BLOCK | {"gemma4"},
         **dict.fromkeys(("delta_net", "short_convolution"), _BLOCK | {"attention", "recurrent"}),
+        "rwkv": _BLOCK | {"recurrent"},
         "mamba": _BLOCK | {"attention", "feed_forward", "recurrent"},
         "kimi": _BLOCK | {"attention", "mla", "recurrent"},
         "lightning": _BLOCK | {"attention", "delta_net", "recurrent"},
         "residuals": _BLOCK,
         "graph": _BLOCK
         | {"attention", "check", "delta_net", "feed_forward", "gemma3n", "gemma4", "hyper", "kimi", "lightning"}
-        | {"mamba", "mla", "residuals", "short_convolution"},
+        | {"mamba", "mla", "residuals", "rwkv", "short_convolution"},
         "nextn": _BLOCK | {"check", "graph", "hparams"},
         # Backends know operations, not architectures.
         "backends": {"batch", "check", "fusion", "op_table", "ops"},

@@ -121,7 +121,7 @@ def goldens(run: Run) -> None:
 
     def of_type(name: str) -> None:
         for key, importance in ((name, None), (f"{name}+imatrix", golden["imatrix"])):
-            if key in golden:
+            if key in golden and BY_NAME[name].family != "trellis":  # a search of our own
                 found = cases.encoded(the_card().device, BY_NAME[name], golden["x"], importance)
                 run.check(f"encoding: {key}, bytes that differ", float((found != golden[key].ravel()).sum()), 0)
 
