@@ -113,13 +113,16 @@ class Changed:
         )
 
 
-#: As many as windows, of 32, do not hide from.
-SOME = TOKENS[:40]
+#: As many as windows, of 32, do not hide from; and where there are none.
+SOME, FEW = TOKENS[:40], TOKENS[:12]
 
 
 def tokens_for(graph: Graph) -> Ints:
-    """Return some tokens; all of them, if they see those after them."""
-    return TOKENS if any(isinstance(op, Attention) and op.mask == "whole" for op in graph.ops) else SOME
+    """Return few tokens; more where there are windows, all of them if they see those after them."""
+    masks = {(op.mask, op.window) for op in graph.ops if isinstance(op, Attention)}
+    if any(mask == "whole" for mask, _ in masks):
+        return TOKENS
+    return SOME if any(mask != "causal" and window < len(SOME) for mask, window in masks) else FEW
 
 
 def logits(reference: Reference, graph: Graph, tokens: Ints) -> Floats:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
@@ -117,9 +118,17 @@ def part_of(module: str) -> str:
     return "verbs" if verb else "quantkit"
 
 
+def statements(of: ast.AST) -> Iterator[ast.AST]:
+    """Yield all statements of a module, those within others too; no expressions, which are most of it."""
+    for kind in ("body", "orelse", "finalbody", "handlers", "cases"):
+        for each in getattr(of, kind, ()):
+            yield each
+            yield from statements(each)
+
+
 def imports(path: Path) -> set[str]:
     found = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in statements(ast.parse(path.read_text())):
         if isinstance(node, ast.ImportFrom) and node.module:
             found.update({node.module} | {f"{node.module}.{alias.name}" for alias in node.names})
         elif isinstance(node, ast.Import):
