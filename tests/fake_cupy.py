@@ -110,7 +110,8 @@ class Stream:
         """Do what waits."""
         with host_device.ALONE:
             while self.waiting:
-                assert self.moves(), "this waits for ever"
+                if not self.moves():
+                    raise WaitsForEver
                 try:
                     TROUBLE.strike(self.card)
                 except CUDARuntimeError:
@@ -206,6 +207,10 @@ class CUDARuntimeError(RuntimeError):
     pass
 
 
+class WaitsForEver(BaseException):
+    """Somebody asked a card that hangs to wait for it."""
+
+
 class CUDADriverError(RuntimeError):
     pass
 
@@ -218,10 +223,10 @@ def _query(event: int) -> int:
     """cudaEventQuery: 0, or cudaErrorNotReady; what went wrong."""
     stream = Event.all[event - 1].stream
     assert stream is not None
-    if not stream.moves():
-        return 600
     try:
         stream.flush()
+    except WaitsForEver:
+        return 600
     except CUDARuntimeError:
         return 700
     return 0

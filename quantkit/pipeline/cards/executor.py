@@ -199,4 +199,4 @@ class _OneRun:
                 batches.run(*taken)
         finally:
             self.shares.leave()
-            slot.close(card.hangs)
+            slot.close(card.limit(0), card.hangs)

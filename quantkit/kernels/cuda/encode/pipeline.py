@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from quantkit.helpers import round_up
-from quantkit.kernels.cuda.core.device import Device, Launch, abandon
+from quantkit.kernels.cuda.core.device import Device, DeviceHangs, Launch, abandon
 from quantkit.kernels.cuda.core.kernel import Kernel, Shape
 from quantkit.kernels.cuda.encode.encode import encode_rows, encoders, kernels_of, put_tables, weighs, working_bytes
 from quantkit.kernels.cuda.unpack.dequantize import OUTPUTS, dequantize
@@ -206,13 +206,21 @@ class Slot:
             return None
         return [self._made[at : at + nbytes] for at, nbytes in self._segments]
 
-    def close(self, hangs: bool = False) -> None:
-        """Give back what it has on the card, whatever became of that; if it ``hangs``, nothing: it may still write."""
+    def close(self, seconds: float = inf, hangs: bool = False) -> None:
+        """Give back what it has on the card, whatever became of that.
+
+        Nothing if the card hangs, as may show within so many seconds: it may still write there.
+        """
+        try:
+            if not hangs:
+                self.device.wait(seconds)
+        except DeviceHangs:
+            hangs = True
+        except Exception:  # it failed, and does nothing more
+            pass
         if hangs:
             abandon(self, self.device, getattr(self.device, "owner", None))
             return
-        with suppress(Exception):
-            self.device.wait()
         for address in self._addresses:
             with suppress(Exception):
                 self.device.free(address)
