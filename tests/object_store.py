@@ -27,7 +27,7 @@ from urllib.parse import parse_qs, urlsplit
 #: Names of faults: what happens to a request.
 FAULTS = ("reset", "lost", "cut", "short", "503", "429", "stall", "flip")
 #: Seconds that a stalled request takes: longer than clients wait in these tests.
-STALL = 2.5
+STALL = 1.6
 
 
 @dataclass
