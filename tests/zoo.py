@@ -109,6 +109,10 @@ def draw(name: str, ne: tuple[int, ...], seed: int) -> npt.NDArray[np.float32]:
     rng, shape = np.random.default_rng([seed, zlib.crc32(name.encode())]), ne[::-1]
     if name.endswith("ssm_a"):
         x = -rng.uniform(0.2, 1.2, shape)
+    elif "mix_lerp" in name or "mix_first" in name:
+        x = rng.uniform(0, 1, shape)
+    elif name.endswith("mix_decay.weight"):
+        x = rng.uniform(-5, 0, shape)
     elif name.startswith("rope_f"):
         x = rng.uniform(1, 4, shape)
     elif name.endswith("sinks.weight"):

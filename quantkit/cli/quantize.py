@@ -257,6 +257,13 @@ _OPTIONS: dict[str, Callable[[Any], Any]] = {
     "calibrate_chunks": option(
         "--calibrate-chunks", group=_IMATRIX, type=click.IntRange(1), metavar="N", help="Use only N chunks of it."
     ),
+    "balance": option(
+        "--balance",
+        group=_IMATRIX,
+        is_flag=True,
+        help="With --calibrate: first let norms and up projections take factors over from the weights behind them, so "
+        "that columns of inputs are of more alike size. The model stays the same; less is lost.",
+    ),
     "override_kv": option(
         "--override-kv",
         group=_META,

@@ -151,6 +151,17 @@ def _mix(b: CPULowering, op: ops.Mix) -> None:
     b.emit(mixing.mix, **slots.mix(b, op), **rows(op.out))
 
 
+@LOWER.of(ops.Lerp)
+def _lerp(b: CPULowering, op: ops.Lerp) -> None:
+    b.emit(mixing.lerp, **slots.lerp(b, op), **rows(op.out))
+
+
+@LOWER.of(ops.Bonus)
+def _bonus(b: CPULowering, op: ops.Bonus) -> None:
+    entry = b.emit(mixing.bonus, **slots.bonus(b, op), **rows(op.out))
+    b.may_overwrite(entry, op.out, op.x)
+
+
 @LOWER.of(ops.Take)
 def _take(b: CPULowering, op: ops.Take) -> None:
     b.emit(elementwise.take, **slots.take(b, op), **rows(op.out))
@@ -411,6 +422,16 @@ def _ssm_scan(b: CPULowering, op: ops.SsmScan) -> None:
 @LOWER.of(ops.ColumnScan)
 def _column_scan(b: CPULowering, op: ops.ColumnScan) -> None:
     b.emit(recurrent.column_scan, **slots.column_scan(b, op))
+
+
+@LOWER.of(ops.Previous)
+def _previous(b: CPULowering, op: ops.Previous) -> None:
+    b.emit(recurrent.convolve, **slots.previous(b, op))
+
+
+@LOWER.of(ops.Wkv)
+def _wkv(b: CPULowering, op: ops.Wkv) -> None:
+    b.emit(recurrent.wkv, **slots.wkv(b, op))
 
 
 LOWER |= observe.LOWER

@@ -147,6 +147,18 @@ def _mix(b: CUDALowering, op: ops.Mix) -> None:
     b.emit(partial(mixing.mix, op.out.width), op.out, **slots.mix(b, op))
 
 
+@LOWER.of(ops.Lerp)
+def _lerp(b: CUDALowering, op: ops.Lerp) -> None:
+    b.emit(partial(mixing.lerp, op.out.width), op.out, **slots.lerp(b, op))
+
+
+@LOWER.of(ops.Bonus)
+def _bonus(b: CUDALowering, op: ops.Bonus) -> None:
+    n = op.x.width // op.head
+    entry = b.emit(lambda rows: mixing.bonus(rows * n), op.out, **slots.bonus(b, op))
+    b.may_overwrite(entry, op.out, op.x)
+
+
 @LOWER.of(ops.Take)
 def _take(b: CUDALowering, op: ops.Take) -> None:
     b.emit(partial(elementwise.take, op.out.width), op.out, **slots.take(b, op))
@@ -319,6 +331,18 @@ def _ssm_scan(b: CUDALowering, op: ops.SsmScan) -> None:
 def _column_scan(b: CUDALowering, op: ops.ColumnScan) -> None:
     shape = recurrent.column_scan(op.x.width, op.b.width)
     b.emit(lambda rows: shape, op.out, **slots.column_scan(b, op))
+
+
+@LOWER.of(ops.Previous)
+def _previous(b: CUDALowering, op: ops.Previous) -> None:
+    shape = recurrent.convolve(2, op.x.width)
+    b.emit(lambda rows: shape, op.out, **slots.previous(b, op))
+
+
+@LOWER.of(ops.Wkv)
+def _wkv(b: CUDALowering, op: ops.Wkv) -> None:
+    shape = recurrent.wkv(op.n_head, op.r.width // op.n_head)
+    b.emit(lambda rows: shape, op.out, **slots.wkv(b, op))
 
 
 LOWER |= {**products.LOWER, **lower_fused.LOWER, **observe.LOWER}
