@@ -334,7 +334,7 @@ def test_what_is_expected_of_every_architecture(name: str) -> None:
     tensors = [Tensor(t, tuple(ne)) for t, ne, _ in tensor_infos(head)]
     wanted = {t.name for t in expected_tensors(tensors, name.rpartition("-")[0])}
     matrices = {t.name for t in tensors if len(t.shape) > 1 and re.match(r"(blk\..*|output_hc_fn\.)weight$", t.name)}
-    small = re.compile(r"ssm_conv1d|shortconv\.conv|_norm|indexer\.[qk]_proj|altup|laurel")  # never quantized
+    small = re.compile(r"ssm_conv1d|shortconv\.conv|_norm|indexer\.[qk]_proj|altup|laurel|tid2eid|compressor_ape")
     assert {n for n in matrices - wanted if not small.search(n)} == set()
     assert wanted <= matrices
     more = {t.name for t in expected_tensors(tensors, "", process_output=True)} - wanted
