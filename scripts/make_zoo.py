@@ -531,7 +531,7 @@ def deepseek4() -> tuple[dict[str, Any], Shapes]:
     fields |= {"attention.output_group_count": groups, "attention.output_lora_rank": rank, "attention.indexer.top_k": 5}
     fields |= {"attention.indexer.key_length": index_head}
     fields |= {"attention.compress_rope_freq_base": 4e4, "swiglu_clamp_exp": [0.5] * 4, "swiglu_clamp_shexp": [0.7] * 4}
-    fields |= {"hyper_connection.count": 4, "hyper_connection.epsilon": 1e-2}
+    fields |= {"hyper_connection.count": 4, "hyper_connection.epsilon": 0.2}
     fields |= {"hyper_connection.sinkhorn_iterations": 3}
 
     def attention(layer: int) -> Shapes:

@@ -17,7 +17,7 @@ KERNEL(rope_table, 128) {
     if (at >= a.rows * a.pairs) return;
     const int token = (int)(at / a.pairs), pair = (int)(at % a.pairs), pairs = (int)a.pairs;
     const float step = (float)a.step, freq_scale = (float)a.freq_scale, mscale = (float)a.mscale;
-    float running = (float)(a.batch->positions[token] / a.each * a.each);
+    float running = (float)(a.batch->positions[token] / (int)a.each * (int)a.each);
     for (int i = 0; i < pair; i++) running *= step;  // as in ggml, whose rounding errors are part of the model
     const float turns = a.constants[pair], factor = a.constants[pairs + pair], mix = a.constants[2 * pairs + pair];
     float theta = running * turns / factor;
