@@ -866,6 +866,87 @@ def kimi_linear() -> tuple[dict[str, Any], Shapes]:
     )
 
 
+def _rwkv(layer: int, channels: int = 0, n_head: int = N_HEAD, *, norms: bool = True) -> Shapes:
+    """Return what both versions of time mixing have; channels: columns of those that a layer mixes, too."""
+    shapes: Shapes = {f"time_mix_{name}.weight": (E, E) for name in ("receptance", "output")}
+    shapes |= {f"time_mix_{name}.weight": (E, n_head * HEAD) for name in ("key", "value")}
+    if norms:
+        shapes |= {"time_mix_ln.weight": (E,), "time_mix_ln.bias": (E,)}
+    if channels:
+        shapes |= {"channel_mix_lerp_k.weight": (E, 1, 1), "channel_mix_key.weight": (E, channels)}
+        shapes |= {"channel_mix_value.weight": (channels, E)}
+    return {f"blk.{layer}.{name}": shape for name, shape in shapes.items()}
+
+
+def _of_token(layer: int, low: int = 32, slow: int = 64) -> Shapes:
+    """Return what RWKV 6 mixes and decays by."""
+    shapes: Shapes = {"lerp_x": (E, 1, 1), "lerp_fused": (E, 1, 1, 5), "w1": (E, 5 * low), "w2": (low, E, 5)}
+    shapes |= {"decay": (E,), "decay_w1": (E, slow), "decay_w2": (slow, E), "gate": (E, E)}
+    return {f"blk.{layer}.time_mix_{name}.weight": shape for name, shape in shapes.items()}
+
+
+def _low_ranks(layer: int, rank: int = 32, *, gate: bool = True) -> Shapes:
+    """Return what RWKV 7 mixes, decays, learns and gates by."""
+    shapes: Shapes = {"lerp_fused": (E, 1, 1, 6 if gate else 5)} | {f"{c}0": (E,) for c in "wav"}
+    shapes |= {f"{c}1": (E, rank) for c in "wavg"[: 3 + gate]} | {f"{c}2": (rank, E) for c in "wavg"[: 3 + gate]}
+    shapes |= dict.fromkeys(("k_k", "k_a", "r_k"), (E,))
+    return {f"blk.{layer}.time_mix_{name}.weight": shape for name, shape in shapes.items()}
+
+
+_WKV: dict[str, Any] = {"wkv.head_size": HEAD, "attention.head_count": 0, "context_length": N_CTX}
+_RANKS = {f"attention.{name}_lora_rank": 32 for name in ("decay", "iclr", "value_residual_mix", "gate")}
+_EXTRA = {"time_mix_extra_dim": 32, "time_decay_extra_dim": 64}
+
+
+def _own_norms(n: int) -> Shapes:
+    shapes = ends(bias=True) | {"token_embd_norm.weight": (E,), "token_embd_norm.bias": (E,)}
+    return shapes | layers(n, lambda i: norms(i, "attn_norm", "attn_norm_2", bias=True))
+
+
+def rwkv6() -> tuple[dict[str, Any], Shapes]:
+    fields = usual(3, "layer_norm_epsilon", rescale_every_n_layers=2) | _WKV | _EXTRA
+    del fields["attention.head_count_kv"]
+
+    def more(layer: int) -> Shapes:
+        shapes: Shapes = {"time_mix_first": (HEAD, N_HEAD), "channel_mix_lerp_r": (E, 1, 1)}
+        shapes |= {"channel_mix_receptance": (E, E)}
+        return {f"blk.{layer}.{name}.weight": shape for name, shape in shapes.items()}
+
+    return fields, _own_norms(3) | layers(3, lambda i: _rwkv(i, FF), _of_token, more)
+
+
+def rwkv6qwen2() -> tuple[dict[str, Any], Shapes]:
+    fields = usual(2, token_shift_count=1) | _WKV | _EXTRA
+    biases = {"receptance": E, "key": N_KV * HEAD, "value": N_KV * HEAD}
+    return fields, ends() | layers(
+        2,
+        lambda i: norms(i, "attn_norm", "ffn_norm"),
+        lambda i: _rwkv(i, n_head=N_KV, norms=False),
+        lambda i: {f"blk.{i}.time_mix_{name}.bias": (n,) for name, n in biases.items()},
+        _of_token,
+        dense,
+    )
+
+
+def rwkv7() -> tuple[dict[str, Any], Shapes]:
+    fields = usual(3, "layer_norm_epsilon") | _WKV | _RANKS
+    del fields["attention.head_count_kv"]
+    return fields, _own_norms(3) | layers(3, lambda i: _rwkv(i, FF), _low_ranks)
+
+
+def arwkv7() -> tuple[dict[str, Any], Shapes]:
+    """Without gates and norms of heads."""
+    fields = usual(2, token_shift_count=1) | _WKV | _RANKS | {"attention.gate_lora_rank": 0}
+    del fields["attention.head_count_kv"]
+    return fields, ends() | layers(
+        2,
+        lambda i: norms(i, "attn_norm", "ffn_norm"),
+        lambda i: _rwkv(i, norms=False),
+        lambda i: _low_ranks(i, gate=False),
+        dense,
+    )
+
+
 def gemma3n(n: int = 6) -> tuple[dict[str, Any], Shapes]:
     """Sizes are those that llama.cpp has as constants; layers from the 21st on would share caches."""
     e, ff, head, streams, rank, width = 128, 256, 32, 4, 64, 256
@@ -1086,6 +1167,7 @@ MODELS: Mapping[str, Callable[[], tuple[dict[str, Any], Shapes]]] = {
     "arctic-moe": arctic,
     "baichuan-13b": lambda: baichuan(40),
     "baichuan-7b": lambda: baichuan(32),
+    "arwkv7-dense": arwkv7,
     "bailingmoe-moe": bailingmoe,
     "bailingmoe3-moe": bailing_v3,
     "bitnet-dense": bitnet,
@@ -1159,6 +1241,9 @@ MODELS: Mapping[str, Callable[[], tuple[dict[str, Any], Shapes]]] = {
     "qwen3vl-dense": qwen3vl,
     "refact-dense": lambda: small(*llama()),
     "rnd1-moe": diffusion,
+    "rwkv6-dense": rwkv6,
+    "rwkv6qwen2-dense": rwkv6qwen2,
+    "rwkv7-dense": rwkv7,
     "smallthinker-moe": smallthinker,
     "spark2_5-dense": spark,
     "starcoder-dense": starcoder,

@@ -27,7 +27,7 @@ from quantkit.kernels.cuda.core import device as devices
 from quantkit.kernels.cuda.encode import pipeline as on_card
 from quantkit.kernels.formats import FORMATS
 from quantkit.pipeline import work
-from quantkit.pipeline.cards import choice
+from quantkit.pipeline.cards import batch, choice
 from quantkit.pipeline.cards import executor as cards
 from quantkit.quantize import QuantizeOptions, QuantizeResult, plan_quantize, quantize
 from quantkit.types import BY_NAME
@@ -230,6 +230,36 @@ def test_one_of_two_cards_fails_or_both(
     assert same(result, wanted[False])
 
 
+@pytest.mark.parametrize("names", [[1], [0, 1]])
+def test_a_card_that_hangs_is_given_up(
+    source: Path,
+    wanted: dict[bool, QuantizeResult],
+    tmp_path: Path,
+    two_cards: fake_cupy.Trouble,
+    names: list[int],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Whoever waited for it, or gave its memory back, would wait for ever: nobody does."""
+    monkeypatch.setattr(batch, "PATIENCE", 0.3)
+    monkeypatch.setattr(batch, "SLOWEST", 1e9)
+    two_cards.hangs[1] = 40
+    result, notes = on_cards(source, tmp_path / "o.gguf", devices=names)
+    assert same(result, wanted[False])
+    (lost,) = notes[1:]
+    assert lost.startswith(
+        "CUDA1 is not used any more, others do its work: CUDA1 does not answer: its work is not done "
+    )
+
+
+def test_time_in_which_nobody_looked_is_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process that was stopped for an hour does not take a card to hang."""
+    monkeypatch.setattr(devices, "monotonic", iter(range(0, 3600 * 9, 3600)).__next__)
+    monkeypatch.setattr(devices, "sleep", lambda seconds: None)
+    looks = iter([False] * 5 + [True])
+    assert devices.wait_for(looks.__next__, 60, lambda: False) is None
+    assert devices.wait_for(lambda: False, 1, lambda: False) == 2
+
+
 @pytest.mark.parametrize(("room", "lost"), [(2_000, 2), (60_000, 0)])
 def test_a_card_without_memory(
     source: Path, tmp_path: Path, two_cards: fake_cupy.Trouble, room: int, lost: int, monkeypatch: pytest.MonkeyPatch
@@ -248,8 +278,8 @@ def test_wrong_bytes_are_found(source: Path, tmp_path: Path, monkeypatch: pytest
     """One bit in one row: nothing stands under the final name."""
     wait = on_card.Slot.wait
 
-    def wrong(slot: on_card.Slot) -> Any:
-        made = wait(slot)
+    def wrong(slot: on_card.Slot, *limits: Any) -> Any:
+        made = wait(slot, *limits)
         if made is not None:
             made[0][0] ^= 1
         return made
@@ -351,9 +381,9 @@ def test_on_the_command_line(source: Path, tmp_path: Path) -> None:
         done = run(*wrong)
         assert done.exit_code == 2
         assert why in done.output
-    done = run("--backend", "cuda", "--ray", "local", "--overwrite")
+    done = run("--backend", "cuda", "--ray", "local", "--overwrite", "--verify", "2")
     assert done.exit_code == 2
-    assert "--ray encodes on the CPUs of all nodes" in done.output
+    assert "--devices and --verify are for the cards of this machine" in " ".join(done.output.split())
 
 
 def test_convert_encodes_on_cards(tmp_path: Path) -> None:

@@ -115,6 +115,10 @@ def draw(name: str, ne: tuple[int, ...], seed: int) -> npt.NDArray[Any]:
         return rng.permuted(np.tile(np.arange(N_EXPERT, dtype=np.int32), (ne[1], 1)), axis=1)[:, : ne[0]].copy()
     if name.endswith("ssm_a"):
         x = -rng.uniform(0.2, 1.2, shape)
+    elif "mix_lerp" in name or "mix_first" in name:
+        x = rng.uniform(0, 1, shape)
+    elif name.endswith("mix_decay.weight"):
+        x = rng.uniform(-5, 0, shape)
     elif name.startswith("rope_f"):
         x = rng.uniform(1, 4, shape)
     elif name.endswith("sinks.weight"):

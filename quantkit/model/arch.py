@@ -187,6 +187,8 @@ class Arch:
     single_block: bool = False
     #: Layers of Mamba 2 may lack their norm (Falcon H1).
     scan_norm_optional: bool = False
+    #: In place of a feed-forward layer, one that mixes channels of a row and the one before it (RWKV).
+    mixes_channels: bool = False
     #: Layers mix what earlier ones have added up (residuals.py).
     mixtures: bool = False
     #: What is added to is what a norm gives, times residual_scale of the metadata (MiniMax Text 01).
@@ -395,6 +397,10 @@ _ROWS = (
     Arch(name="qwen", rope="neox", output_bias=False),
     Arch(name="refact", rope="none", alibi=8.0, output_bias=False),
     Arch(name="xverse", rope="normal", output_bias=False),
+    Arch(name="rwkv6", rope="none", attention="time_mix_6", norm="layer", mixes_channels=True),
+    Arch(name="rwkv6qwen2", rope="none", attention="time_mix_6"),
+    Arch(name="rwkv7", rope="none", attention="time_mix_7", norm="layer", mixes_channels=True),
+    Arch(name="arwkv7", rope="none", attention="time_mix_7"),
 )
 # fmt: on
 

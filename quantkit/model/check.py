@@ -154,6 +154,22 @@ def _stream_weights(op: ops.StreamWeights, experts: dict[Value, int]) -> None:
     _vector(op, op.base, op.x.width, "a bias")
 
 
+@CHECK.of(ops.Lerp)
+def _lerp(op: ops.Lerp, experts: dict[Value, int]) -> None:
+    right = op.x.width > 0 and op.to.width == op.x.width and op.out.width % op.x.width == 0
+    right = right and (op.weights is None or op.weights.width == op.out.width)
+    fit(right, op, None, f"{op.to.width} columns between {op.x.width} become {op.out.width}")
+    _vector(op, op.by, op.out.width, "a mixture")
+
+
+@CHECK.of(ops.Bonus)
+def _bonus(op: ops.Bonus, experts: dict[Value, int]) -> None:
+    widths = {v.width for v in (op.x, op.r, op.k, op.v, op.out)}
+    right = widths == {op.x.width} and op.head > 0 and op.x.width % op.head == 0
+    fit(right, op, None, f"heads of {op.head} columns, of {sorted(widths)}")
+    _vector(op, op.vector, op.x.width, "a bonus")
+
+
 @CHECK.of(ops.Glu)
 def _glu(op: ops.Glu, experts: dict[Value, int]) -> None:
     if op.up is None:
@@ -371,6 +387,25 @@ def _column_scan(op: ops.ColumnScan, experts: dict[Value, int]) -> None:
     fit(op.a.n_in == d_state and _count(op.a) == d_state * width, op, op.a, f"where {d_state} rows decay")
     _vector(op, op.d, width, "a scan")
     fit(op.state.width == d_state * width, op, None, f"a state of {op.state.width} for {d_state * width}")
+
+
+@CHECK.of(ops.Previous)
+def _previous(op: ops.Previous, experts: dict[Value, int]) -> None:
+    _same(op, experts)
+    fit(op.state.width == op.x.width, op, None, f"a state of {op.state.width} for {op.x.width}")
+
+
+@CHECK.of(ops.Wkv)
+def _wkv(op: ops.Wkv, experts: dict[Value, int]) -> None:
+    width, n_head = op.r.width, op.n_head
+    fit(n_head > 0 and width % n_head == 0, op, None, f"{n_head} heads of {width} columns")
+    head = width // n_head
+    full = [v for v in (op.g, op.out, op.removed, op.rate) if v is not None]
+    right = all(v.width == width for v in full) and (op.removed is None) == (op.rate is None)
+    right = right and op.k.width == op.v.width > 0 and width % op.k.width == 0 and op.k.width % head == 0
+    fit(right, op, None, f"{op.g.width} decays, {op.k.width} columns of keys and {op.v.width} of values for {width}")
+    fit(head <= MAX_DECAYS, op, None, f"more than {MAX_DECAYS} rows of a state decay each by itself")
+    fit(op.state.width == width * head, op, None, f"a state of {op.state.width} for {width * head}")
 
 
 # ---------------------------------------------------------------- observers

@@ -3,8 +3,8 @@
 ``build_graph`` walks the layers; a layer asks its tensors for what there is (biases, norms, experts, a shared expert)
 and the row of arch.py for what tensors cannot say. The blocks of a layer lie in attention.py, mla.py, compressed.py,
 delta_net.py, gemma4.py, hyper.py, kimi.py, lightning.py, mamba.py, short_convolution.py and feed_forward.py, layers
-that are other altogether in gemma3n.py and residuals.py; attention blocks are entered in ATTENTION. No backend is known
-here.
+that are other altogether in gemma3n.py, residuals.py and rwkv.py; attention blocks are entered in ATTENTION. No backend
+is known here.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from quantkit.model.mamba import mamba, mamba2, mamba2_beside, mamba2_hybrid, ma
 from quantkit.model.mla import mla, mla_gated, mla_plain, unscaled
 from quantkit.model.ops import Embed, Graph, Norm, Softcap, Value
 from quantkit.model.residuals import add_layer_of_mixtures, mixture
+from quantkit.model.rwkv import add_layer_of_mixing, time_mix_6, time_mix_7
 from quantkit.model.short_convolution import short_convolutions
 
 #: The blocks an attention layer can be.
@@ -52,6 +53,8 @@ ATTENTION: Mapping[str, Callable[[Builder, Value], Value]] = {
     "kimi_linear": kimi_linear,
     "lightning": lightning,
     "gemma4": gemma4,
+    "time_mix_6": time_mix_6,
+    "time_mix_7": time_mix_7,
 }
 
 
@@ -139,6 +142,8 @@ def add_layer(b: Builder, x: Value) -> Value:
         return _add_layer_of_streams(b, x)
     if b.arch.mixtures:
         return add_layer_of_mixtures(b, x, ATTENTION[b.arch.attention], feed_forward)
+    if b.arch.mixes_channels:
+        return add_layer_of_mixing(b, x)
     if b.arch.single_block:
         return _single_block(b, x)
     if b.arch.uneven and not (b.has("attn_norm.weight") and b.has("ffn_norm.weight")):

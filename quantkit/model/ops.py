@@ -299,6 +299,30 @@ class StreamWeights(Op):
     rounds: int
 
 
+class Lerp(_Map):
+    """Between x and another value, several times over: out group j = x + (to - x) * (by group j + weights group j).
+
+    Groups have the columns of x; by and weights have one for each of out's. Either may be missing.
+    """
+
+    to: Value
+    by: Matrix | None = None
+    weights: Value | None = None
+
+
+class Bonus(_Map):
+    """What a token adds of itself, by head: out = x + v times the sum over the head's columns of r k vector (RWKV).
+
+    r, k, v, x and vector have the same columns, ``head`` to a head.
+    """
+
+    r: Value
+    k: Value
+    v: Value
+    vector: Matrix
+    head: int
+
+
 class Norm(_Map):
     """Normalize every group of columns by itself (a head, or the row); kind ``rms``, ``layer`` or ``l2``, which is
     x / sqrt(sum of squares + eps).
@@ -654,6 +678,38 @@ class ColumnScan(Op):
     a: Matrix
     d: Matrix
     state: State
+
+
+class Previous(_Map):
+    """out = the row that the sequence's previous token has in x, zeros for the first; the state holds the last row."""
+
+    state: State
+
+
+class Wkv(Op):
+    """RWKV's recurrence, token by token, of every head: S = diag(w) S + k v^T; out = scale S^T r.
+
+    r, g, out: [n_head * head]; k, v: [n * head], head h reading those of h // (n_head / n). w = exp(-exp(g)); with a
+    bound w = exp(-bound sigmoid(g)). S is [head, head].
+
+    earlier: out comes of S as it was before the token (RWKV 6). complement: k (1 - w) is k (QRWKV).
+    removed, rate: [n_head * head]: S = diag(w) S + k v^T - (rate * removed) (S^T removed)^T, where S^T removed is of S
+    before it decays (RWKV 7).
+    """
+
+    out: Value
+    r: Value
+    g: Value
+    k: Value
+    v: Value
+    removed: Value | None = None
+    rate: Value | None = None
+    state: State
+    n_head: int
+    scale: float = 1.0
+    bound: float = 0.0
+    earlier: bool = False
+    complement: bool = False
 
 
 # ---------------------------------------------------------------- observers

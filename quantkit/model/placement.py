@@ -20,11 +20,11 @@ from quantkit.patterns import Pattern
 #: Operations that own memory of a layer, and the choice of its rows.
 _OF_LAYER = (
     *(ops.Attention, ops.BlockWrite, ops.CacheWrite, ops.LightningIndexer, ops.WindowAndBlocks),
-    *(ops.ColumnScan, ops.Compress, ops.Convolve, ops.DeltaNet, ops.SelectOutputs, ops.SsmScan),
+    *(ops.ColumnScan, ops.Compress, ops.Convolve, ops.DeltaNet, ops.Previous, ops.SelectOutputs, ops.SsmScan, ops.Wkv),
 )
 
 #: Operations whose weights are so small that they go with their input.
-_LIGHT = (ops.MultiplyBy, ops.RopeTable, ops.Route, ops.StreamWeights)
+_LIGHT = (ops.Bonus, ops.Lerp, ops.MultiplyBy, ops.RopeTable, ops.Route, ops.StreamWeights)
 
 
 #: More layers than any model has.

@@ -312,6 +312,24 @@ def _stream_weights(p: ReferenceProgram, op: ops.StreamWeights) -> None:
     p.values[op.across] = c.swapaxes(1, 2).reshape(-1, 16)
 
 
+@RUN.of(ops.Lerp)
+def _lerp(p: ReferenceProgram, op: ops.Lerp) -> None:
+    x, to = p.values[op.x], p.values[op.to]
+    by = f32(0) if op.by is None else p.weight(op.by).reshape(-1)
+    if op.weights is not None:
+        by = p.values[op.weights] + by
+    n = op.out.width // x.shape[1]
+    p.values[op.out] = np.tile(x, n) + np.tile(to - x, n) * by
+
+
+@RUN.of(ops.Bonus)
+def _bonus(p: ReferenceProgram, op: ops.Bonus) -> None:
+    x, r, k, v = (p.values[value] for value in (op.x, op.r, op.k, op.v))
+    product = (k * r * p.weight(op.vector).reshape(-1)).reshape(len(x), -1, op.head)
+    factor = product.sum(-1, keepdims=True, dtype=np.float64).astype(f32)
+    p.values[op.out] = x + (v.reshape(product.shape) * factor).reshape(x.shape)
+
+
 @RUN.of(ops.Glu)
 def _glu(p: ReferenceProgram, op: ops.Glu) -> None:
     g = p.values[op.gate]
@@ -731,6 +749,35 @@ def _column_scan(p: ReferenceProgram, op: ops.ColumnScan) -> None:
         s += b[t][:, None] * (x[t] * dt[t])
         out[t] = c[t] @ s + x[t] * d
     p.values[op.out] = gate(Activation("silu"), p.values[op.z], out)
+
+
+@RUN.of(ops.Previous)
+def _previous(p: ReferenceProgram, op: ops.Previous) -> None:
+    x, out = p.values[op.x], np.empty_like(p.values[op.x])
+    for t, (sequence, position) in enumerate(zip(p.batch.sequences, p.batch.positions, strict=True)):
+        state = p.state(op.state, int(sequence), int(position))
+        out[t], state[...] = state.copy(), x[t]
+    p.values[op.out] = out
+
+
+@RUN.of(ops.Wkv)
+def _wkv(p: ReferenceProgram, op: ops.Wkv) -> None:
+    n, n_head = len(p.batch.tokens), op.n_head
+    r, g, k, v = (p.values[x].reshape(n, -1, op.r.width // n_head) for x in (op.r, op.g, op.k, op.v))
+    k, v = (np.repeat(x, n_head // x.shape[1], axis=1) for x in (k, v))
+    r, w = r * f32(op.scale), np.exp(f32(-op.bound) * _sigmoid(g)) if op.bound else np.exp(-np.exp(g))
+    k, out = k - k * w if op.complement else k, np.empty_like(v)
+    removed, rate = (None if x is None else p.values[x].reshape(r.shape) for x in (op.removed, op.rate))
+    for t, (sequence, position) in enumerate(zip(p.batch.sequences, p.batch.positions, strict=True)):
+        s = p.state(op.state, int(sequence), int(position)).reshape(n_head, r.shape[2], r.shape[2])
+        before = s.copy()
+        s *= w[t][:, :, None]
+        s += k[t][:, :, None] * v[t][:, None, :]
+        if removed is not None and rate is not None:
+            lost = np.einsum("hkv,hk->hv", before, removed[t])
+            s -= (removed[t] * rate[t])[:, :, None] * lost[:, None, :]
+        out[t] = np.einsum("hkv,hk->hv", before if op.earlier else s, r[t])
+    p.values[op.out] = out.reshape(n, -1)
 
 
 @RUN.of(ops.Observe)

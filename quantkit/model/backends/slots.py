@@ -38,6 +38,20 @@ def mix(b: Lowering, op: ops.Mix) -> Slots:
     return buffers(b, op, "out", "x", "weights", "base") | sizes
 
 
+def lerp(b: Lowering, op: ops.Lerp) -> Slots:
+    """Return the slots of ``lerp``."""
+    return buffers(b, op, "out", "x", "to", "weights") | {"by": b.vector(op.by), "width": op.out.width, "n": op.x.width}
+
+
+def bonus(b: Lowering, op: ops.Bonus) -> Slots:
+    """Return the slots of ``bonus``."""
+    return buffers(b, op, "out", "x", "r", "k", "v") | {
+        "vector": b.vector(op.vector),
+        "width": op.x.width,
+        "head": op.head,
+    }
+
+
 def rope_table(b: Lowering, op: ops.RopeTable) -> Slots:
     """Return the slots of ``rope_table``."""
     constants = rope_constants(op.config, None if op.factors is None else b.vector_values(op.factors))
@@ -107,6 +121,24 @@ def column_scan(b: Lowering, op: ops.ColumnScan) -> Slots:
     rates = b.vector_values(op.a).reshape(op.x.width, op.b.width).T
     vectors: Slots = {"a": b.array(np.ascontiguousarray(rates)), "d": b.vector(op.d), "state": b.state(op.state)}
     return buffers(b, op, "x", "z", "dt", "b", "c", "out") | vectors | {"width": op.x.width, "d_state": op.b.width}
+
+
+def previous(b: Lowering, op: ops.Previous) -> Slots:
+    """Return the slots of ``convolve`` for rows of previous tokens: two taps, of which the later is 0."""
+    width = op.x.width
+    taps = b.once(("previous", width), lambda: b.array(np.tile(np.array([1, 0], np.float32), width)))
+    return buffers(b, op, "x", "out") | {
+        **{"weight": taps, "bias": 0, "taps": 2},
+        **{"width": width, "state": b.state(op.state)},
+    }
+
+
+def wkv(b: Lowering, op: ops.Wkv) -> Slots:
+    """Return the slots of ``wkv``."""
+    head = op.r.width // op.n_head
+    heads: Slots = {"n_head": op.n_head, "n_kv_head": op.k.width // head, "head": head, "state": b.state(op.state)}
+    how: Slots = {"earlier": int(op.earlier), "complement": int(op.complement), "scale": op.scale, "bound": op.bound}
+    return buffers(b, op, "r", "g", "k", "v", "removed", "rate", "out") | heads | how
 
 
 def by_vector(b: Lowering, op: ops.MultiplyBy) -> Slots:

@@ -18,6 +18,9 @@ from quantkit.pipeline.cards.shares import Shares
 from quantkit.pipeline.ledger import Work
 from quantkit.pipeline.work import F32, Begun, Job, JobResult, PlannedTensor, Worker, piece_rows
 
+#: Until a card is taken to hang: seconds, and weights that any card encodes in one, whatever the type.
+PATIENCE, SLOWEST = 60.0, 1e6
+
 
 @dataclass
 class Card:
@@ -29,6 +32,12 @@ class Card:
     room: Room = Room(0, 0, 0, 0, 0)
     slots: int = 0
     failed: bool = False
+    #: Whether what waits for it may wait for ever.
+    hangs: bool = False
+
+    def limit(self, weights: int) -> float:
+        """Return the seconds that so many weights may take, others of the same size before them."""
+        return PATIENCE + max(self.slots, 1) * weights / SLOWEST
 
 
 @dataclass
@@ -68,7 +77,9 @@ class Batches:
         ]
         try:
             self._slot.start(form, [Segment(sum(j.rows for j in of), self._weights(of[0])) for _, of in segments])
-            made = self._slot.wait()
+            made = self._slot.wait(
+                self._card.limit(form.n * sum(job.rows for job, _ in read)), lambda: self._card.failed
+            )
             if self._card.failed:  # what it says now is worth nothing
                 raise ResourceError(f"{self._card.name} failed")
         except Exception as e:  # whatever it is, the CPU does without

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from quantkit.errors import TypeNotSupported
+from quantkit.kernels.cuda.core.codebooks import codebook_on
 from quantkit.kernels.cuda.core.device import Device, Launch
 from quantkit.kernels.cuda.core.kernel import Kernel, Shape
 from quantkit.kernels.cuda.core.neighbours import grid_on
@@ -20,6 +21,7 @@ from quantkit.kernels.cuda.encode import encoders as encoders
 from quantkit.kernels.cuda.encode import weighs as weighs
 from quantkit.kernels.cuda.encode.max_rows import has_one_scale, max_rows_kernel, max_rows_launch
 from quantkit.kernels.cuda.encode.rows import row_kernels, row_launches
+from quantkit.kernels.cuda.encode.trellis import is_trellis, trellis_kernel, trellis_launch, trellis_room
 from quantkit.kernels.formats import format_of
 from quantkit.types import BY_NAME, TensorType
 
@@ -60,25 +62,32 @@ def mean_squares(t: TensorType, rows: int) -> Shape:
     return Shape(kernel, (max(1, -(-rows // 32)), 1, 1))
 
 
+def working_bytes(t: TensorType, rows: int, n: int, weighted: bool = True) -> int:
+    """Return the bytes that encoding rows of n values takes besides them, with an importance or without."""
+    if is_trellis(t):
+        return trellis_room(t, rows, n)
+    return 4 * rows if weighted and weighs(t) and _by_row(t) else 0
+
+
 def encode_rows(
-    device: Device, t: TensorType, x: int, rows: int, n: int, out: int, importance: int = 0, squares: int = 0
+    device: Device, t: TensorType, x: int, rows: int, n: int, out: int, importance: int = 0, work: int = 0
 ) -> None:
     """Launch what encodes rows of float32.
 
-    All are addresses: x f32 [rows, n], out uint8 [rows, row_bytes], importance f32 [n], or 0 for none; squares: room
-    for 4 * rows bytes where there is an importance. It is ignored for a type that does not use one.
+    All are addresses: x f32 [rows, n], out uint8 [rows, row_bytes], importance f32 [n], or 0 for none, which is ignored
+    for a type that does not use one; work: room for ``working_bytes``, 16-byte aligned.
     """
     if t.row_header:
-        device.run(_row_launches(t, x, rows, n, out, importance))
+        device.run(_row_launches(device, t, x, rows, n, out, importance, work))
         return
     weighted = bool(importance) and weighs(t)
     shape = encode(t, rows, n, weighted)
     launches = []
     if weighted and _by_row(t):
         before = mean_squares(t, rows)
-        launches.append(Launch(before.kernel, before.grid, before.kernel.block(x=x, squares=squares, rows=rows, n=n)))
+        launches.append(Launch(before.kernel, before.grid, before.kernel.block(x=x, squares=work, rows=rows, n=n)))
     per_row = n // t.block
-    by_row = squares if _by_row(t) else 0
+    by_row = work if _by_row(t) else 0
     block = shape.kernel.block(
         x=x, importance=importance, squares=by_row, out=out, blocks=rows * per_row, per_row=per_row,
         **grid_on(device, t)._asdict(),
@@ -87,16 +96,30 @@ def encode_rows(
     device.run(launches)
 
 
-def _row_launches(t: TensorType, x: int, rows: int, n: int, out: int, importance: int) -> list[Launch]:
+def _row_launches(
+    device: Device, t: TensorType, x: int, rows: int, n: int, out: int, importance: int, work: int
+) -> list[Launch]:
     if t.name not in encoders() or n % t.block:
         raise TypeNotSupported(_REFUSED.format(n, t.name))
+    if is_trellis(t):
+        return [trellis_launch(device, t, x, rows, n, out, importance, work)]
     if has_one_scale(t):
         return [max_rows_launch(t, x, rows, n, out)]
     return row_launches(t, x, rows, n, out, importance)
 
 
+def put_tables(device: Device, t: TensorType) -> None:
+    """Have what a type's encoder looks up on a device, where all lanes find it."""
+    if is_trellis(t):
+        codebook_on(device, t)
+    else:
+        grid_on(device, t)
+
+
 def kernels_of(t: TensorType, weighted: bool = False) -> list[Kernel]:
     """Return the kernels that encode a type; ``weighted``: with an importance of columns."""
+    if is_trellis(t):
+        return [trellis_kernel(t)]
     if t.row_header:
         return [max_rows_kernel(t)] if has_one_scale(t) else [*row_kernels(t, weighted)]
     found = [encode(t, 1, t.block, weighted).kernel]

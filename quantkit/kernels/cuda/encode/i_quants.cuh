@@ -99,7 +99,7 @@ struct EncodeIQ4_XS {
     }
 
     STATIC_INLINE void weighted(const Lane& lane, float) {
-        weigh(lane, 32, SuperBlock<8>(lane).squares() * 0.0078125f);
+        weigh(lane, 32, SuperBlock<8>(lane).shared_squares() * 0.0078125f);
         finish(lane);
     }
 

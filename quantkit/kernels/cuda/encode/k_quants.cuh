@@ -42,6 +42,23 @@ template <int N> struct SuperBlock {
         return total;
     }
 
+    // The same, by one lane for each super-block of the block of threads: all of its threads wait. Their rooms are ROOM.
+    __device__ __forceinline__ float shared_squares() const {
+        const int here = (int)threadIdx.x, mine = here / N;
+        if (here < (int)blockDim.x / N) {
+            const float* x = lane.x + (here * N - here) * (VALUES + 1);
+            float total = 0;
+#pragma unroll 1
+            for (int j = 0; j < N; j++) {
+#pragma unroll
+                for (int i = 0; i < VALUES; i++) total = total + x[j * (VALUES + 1) + i] * x[j * (VALUES + 1) + i];
+            }
+            (lane.room + (here - mine) * ROOM)[5 * N] = total;
+        }
+        __syncthreads();
+        return fits()[0];
+    }
+
     // Quantize scales and minima: weighted by a search of their own, else by the largest.
     template <bool WEIGHTED_BY_SUMS> __device__ __forceinline__ void quantize_scales(const Fit& fit, int top) const {
         found(0)[lane.part] = fit.scale;
@@ -98,7 +115,7 @@ template <int TOP> struct EncodeQ45 {
 
     STATIC_INLINE void weighted(const Lane& lane, float) {
         const SuperBlock<8> block(lane);
-        weigh(lane, 32, 2.0f * block.squares() / 256.0f);
+        weigh(lane, 32, 2.0f * block.shared_squares() / 256.0f);
         finish<true>(lane, fit_with_min<32, true, false>(lane.x, lane.w, TOP, -0.9f, 0.05f, 36));
     }
 
@@ -149,7 +166,7 @@ struct EncodeQ2_K {
 
     STATIC_INLINE void weighted(const Lane& lane, float) {
         const SuperBlock<16> block(lane);
-        weigh(lane, 16, block.squares() / 256.0f);
+        weigh(lane, 16, block.shared_squares() / 256.0f);
         finish<true>(lane, fit_with_min<16, true, false>(lane.x, lane.w, 3, -0.9f, 0.05f, 36));
     }
 
@@ -188,14 +205,14 @@ struct EncodeQ3_K {
 
     STATIC_INLINE void weighted(const Lane& lane, float) {
         const SuperBlock<16> block(lane);
-        weigh(lane, 16, 2.0f * block.squares() / 256.0f);
+        weigh(lane, 16, 2.0f * block.shared_squares() / 256.0f);
         float sum_w = 0;
         for (int i = 0; i < 16; i++) sum_w = sum_w + lane.w[i];
         const Fit fit = fit_signed<16>(lane.x, lane.w, 4);
         block.found(0)[lane.part] = fit.scale;
         block.weights()[lane.part] = sum_w;
         __syncwarp();
-        const Fit scales = fit_signed<16>(block.found(0), block.weights(), 32);
+        const Fit scales = fit_signed_together(block.found(0), block.weights(), 32, lane.part);
         // Where sums overflowed ggml's iscale is -0, so every level 0, its code 32, and d a sum of zeros, or of NaN.
         const bool infinite = !is_finite(block.largest_scale());
         float nothing = 0;

@@ -1,4 +1,4 @@
-// Rows by their own statistics, and groups of columns mixed: what Gemma 3n and DeepSeek 4 have around their layers.
+// Rows by their own statistics, and groups of columns mixed: what Gemma 3n and RWKV have around their layers.
 #include "core/functions.cuh"
 #include "core/each.cuh"
 
@@ -74,38 +74,43 @@ KERNEL(mix, 256) {
     });
 }
 
-// scale: [3], base: [24].
-struct stream_weights_args {
-    float *before, *after, *across;
-    const float *x, *scale, *base;
-    int64_t rows, rounds;
-    double eps;
+// x and to have n columns, out, by and weights width / n groups of them; by, weights: or none.
+struct lerp_args {
+    const float *x, *to, *by, *weights;
+    float* out;
+    int64_t width, n, rows;
 };
 
-// The sum of the values of four lanes that `near` and `far` tell apart.
-INLINE float four(float v, int near, int far) {
-    v += __shfl_xor_sync(FULL, v, near);
-    return v + __shfl_xor_sync(FULL, v, far);
+KERNEL(lerp, 256) {
+    const int64_t row = blockIdx.x;
+    if (row >= a.rows) return;
+    const uint32_t n = (uint32_t)a.n;
+    const float *x = a.x + row * a.n, *to = a.to + row * a.n, *weights = a.weights ? a.weights + row * a.width : nullptr;
+    float* out = a.out + row * a.width;
+    each_column(a.width, n % 4 == 0, [&](uint32_t c, auto one) {
+        using V = decltype(one);
+        V factor = {};
+        if (a.by) factor = get<V>(a.by + c);
+        if (weights) factor = a.by ? plus(factor, get<V>(weights + c)) : get<V>(weights + c);
+        const V from = get<V>(x + c % n);
+        put(out + c, plus(from, times(plus(get<V>(to + c % n), times(from, -1.0f)), factor)));
+    });
 }
 
-// Sixteen lanes take a row: each an element of its matrix of 4 by 4, the first eight a weight, too.
-KERNEL(stream_weights, 128) {
-    const int64_t row = (int64_t)blockIdx.x * 8 + (threadIdx.x >> 4);
-    const int lane = threadIdx.x & 15;
-    const bool here = row < a.rows;
-    const float* x = a.x + (here ? row : 0) * 24;
-    const float eps = (float)a.eps, weight = sigmoid(x[lane & 7] * a.scale[lane >> 2 & 1] + a.base[lane & 7]);
-    if (here && lane < 4) a.before[row * 4 + lane] = weight + eps;
-    if (here && lane >= 4 && lane < 8) a.after[row * 4 + lane - 4] = weight * 2.0f;
-    float c = x[8 + lane] * a.scale[2] + a.base[8 + lane];
-    float largest = fmaxf(c, __shfl_xor_sync(FULL, c, 1));
-    largest = fmaxf(largest, __shfl_xor_sync(FULL, largest, 2));
-    c = expf(c - largest);
-    c = c / four(c, 1, 2) + eps;
-    c = c / (four(c, 4, 8) + eps);
-    for (int64_t i = 1; i < a.rounds; i++) {
-        c = c / (four(c, 1, 2) + eps);
-        c = c / (four(c, 4, 8) + eps);
-    }
-    if (here) a.across[row * 16 + (lane & 3) * 4 + (lane >> 2)] = c;
+// x + v times the sum of r k vector over each head's columns, by a warp.
+struct bonus_args {
+    const float *x, *r, *k, *v, *vector;
+    float* out;
+    int64_t width, head, rows;
+};
+
+KERNEL(bonus, 256) {
+    const int64_t heads = a.width / a.head, unit = blockIdx.x * 8 + (threadIdx.x >> 5), lane = threadIdx.x & 31;
+    if (unit >= a.rows * heads) return;
+    const int64_t at = unit * a.head;
+    const float* vector = a.vector + unit % heads * a.head;
+    float sum = 0;
+    for (int64_t i = lane; i < a.head; i += 32) sum = fmaf(a.k[at + i] * a.r[at + i], vector[i], sum);
+    sum = warp_sum(sum);
+    for (int64_t i = lane; i < a.head; i += 32) a.out[at + i] = a.x[at + i] + a.v[at + i] * sum;
 }

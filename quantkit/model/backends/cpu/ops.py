@@ -13,7 +13,7 @@ import numpy as np
 from quantkit.helpers import round_up
 from quantkit.kernels.cpu.attention import attention, blocks, cache, lightning_indexer
 from quantkit.kernels.cpu.core.tape import TapeOp
-from quantkit.kernels.cpu.layer import compress, elementwise, glu, mixing, norms, recurrent, rope, route
+from quantkit.kernels.cpu.layer import compress, elementwise, glu, mixing, norms, recurrent, rope, route, streams
 from quantkit.kernels.cpu.matmul import matmul, moe
 from quantkit.kernels.parameters import MASKS
 from quantkit.model import ops
@@ -158,7 +158,18 @@ def _mix(b: CPULowering, op: ops.Mix) -> None:
 
 @LOWER.of(ops.StreamWeights)
 def _stream_weights(b: CPULowering, op: ops.StreamWeights) -> None:
-    b.emit(mixing.stream_weights, **slots.stream_weights(b, op), **rows(op.x))
+    b.emit(streams.stream_weights, **slots.stream_weights(b, op), **rows(op.x))
+
+
+@LOWER.of(ops.Lerp)
+def _lerp(b: CPULowering, op: ops.Lerp) -> None:
+    b.emit(mixing.lerp, **slots.lerp(b, op), **rows(op.out))
+
+
+@LOWER.of(ops.Bonus)
+def _bonus(b: CPULowering, op: ops.Bonus) -> None:
+    entry = b.emit(mixing.bonus, **slots.bonus(b, op), **rows(op.out))
+    b.may_overwrite(entry, op.out, op.x)
 
 
 @LOWER.of(ops.Take)
@@ -439,6 +450,16 @@ def _ssm_scan(b: CPULowering, op: ops.SsmScan) -> None:
 @LOWER.of(ops.ColumnScan)
 def _column_scan(b: CPULowering, op: ops.ColumnScan) -> None:
     b.emit(recurrent.column_scan, **slots.column_scan(b, op))
+
+
+@LOWER.of(ops.Previous)
+def _previous(b: CPULowering, op: ops.Previous) -> None:
+    b.emit(recurrent.convolve, **slots.previous(b, op))
+
+
+@LOWER.of(ops.Wkv)
+def _wkv(b: CPULowering, op: ops.Wkv) -> None:
+    b.emit(recurrent.wkv, **slots.wkv(b, op))
 
 
 LOWER |= observe.LOWER

@@ -7,7 +7,7 @@ from functools import partial
 
 from quantkit.kernels.cuda.attention import attention, blocks, cache, lightning_indexer
 from quantkit.kernels.cuda.core.kernel import Shape
-from quantkit.kernels.cuda.layer import compress, elementwise, glu, mixing, norms, recurrent, rope, route
+from quantkit.kernels.cuda.layer import compress, elementwise, glu, mixing, norms, recurrent, rope, route, streams
 from quantkit.kernels.cuda.matmul import activations
 from quantkit.kernels.cuda.unpack import dequantize
 from quantkit.kernels.parameters import MASKS
@@ -154,7 +154,19 @@ def _mix(b: CUDALowering, op: ops.Mix) -> None:
 
 @LOWER.of(ops.StreamWeights)
 def _stream_weights(b: CUDALowering, op: ops.StreamWeights) -> None:
-    b.emit(mixing.stream_weights, op.x, **slots.stream_weights(b, op))
+    b.emit(streams.stream_weights, op.x, **slots.stream_weights(b, op))
+
+
+@LOWER.of(ops.Lerp)
+def _lerp(b: CUDALowering, op: ops.Lerp) -> None:
+    b.emit(partial(mixing.lerp, op.out.width), op.out, **slots.lerp(b, op))
+
+
+@LOWER.of(ops.Bonus)
+def _bonus(b: CUDALowering, op: ops.Bonus) -> None:
+    n = op.x.width // op.head
+    entry = b.emit(lambda rows: mixing.bonus(rows * n), op.out, **slots.bonus(b, op))
+    b.may_overwrite(entry, op.out, op.x)
 
 
 @LOWER.of(ops.Take)
@@ -348,6 +360,18 @@ def _ssm_scan(b: CUDALowering, op: ops.SsmScan) -> None:
 def _column_scan(b: CUDALowering, op: ops.ColumnScan) -> None:
     shape = recurrent.column_scan(op.x.width, op.b.width)
     b.emit(lambda rows: shape, op.out, **slots.column_scan(b, op))
+
+
+@LOWER.of(ops.Previous)
+def _previous(b: CUDALowering, op: ops.Previous) -> None:
+    shape = recurrent.convolve(2, op.x.width)
+    b.emit(lambda rows: shape, op.out, **slots.previous(b, op))
+
+
+@LOWER.of(ops.Wkv)
+def _wkv(b: CUDALowering, op: ops.Wkv) -> None:
+    shape = recurrent.wkv(op.n_head, op.r.width // op.n_head)
+    b.emit(lambda rows: shape, op.out, **slots.wkv(b, op))
 
 
 LOWER |= {**products.LOWER, **lower_fused.LOWER, **observe.LOWER}
