@@ -56,6 +56,14 @@ LAYERS = {
     ),
     "deepseek-moe": (ATTENTION + SHARED, 23),
     "deepseek2-moe": (LATENT + SHARED, 31),
+    # Blocks: their rows, an indexer's and attention's, and those that it selects; streams that mix.
+    "deepseek4-moe": (
+        "mul_mats compress per_head block_write mul_mats compress per_head block_write indexer_scores indexer_select "
+        "window_and_blocks attention per_head mul_mat_heads_to mul_mat select_outputs select_outputs select_outputs "
+        "select_outputs repeat mix row_epilogue mul_mat stream_weights row_epilogue mul_mats_route up_gate_id_to "
+        "mul_mat_id up_gate_to mul_mat row_epilogue repeat mix row_epilogue mul_mat activate shift row_epilogue",
+        153,
+    ),
     "dots1-moe": (ATTENTION + SHARED, 23),
     "dots3note-moe": (
         "mul_mats row_epilogue mul_mats mul_mats per_head indexer_scores indexer_select mul_mat_heads attention "
