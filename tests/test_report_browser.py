@@ -153,6 +153,18 @@ def test_maps_show_the_chosen_file(opened: Any) -> None:
     WebDriverWait(opened, 10).until(lambda b: b.execute_script(cells) != before)
 
 
+def test_a_deep_model_is_drawn(opened: Any, tmp_path: Path) -> None:
+    """Also where charts have no width while they are made, as in a long page that is not laid out yet."""
+    page, text = tmp_path / "deep.html", page_text(example(layers=100))
+    page.write_text(text.replace("</head>", "<style>.chart { width: 0 }</style></head>", 1), encoding="utf-8")
+    show(opened, page)
+    page.write_text(text, encoding="utf-8")
+    show(opened, page, width=NARROW)
+    assert opened.execute_script("return document.documentElement.scrollWidth") <= NARROW
+    cells = "return document.querySelectorAll('#chart-types .cells_marks path').length"
+    assert opened.execute_script(cells) == 301
+
+
 def test_it_prints(opened: Any) -> None:
     made = opened.execute_cdp_cmd("Page.printToPDF", {"printBackground": False})
     assert base64.b64decode(made["data"]).startswith(b"%PDF-")
