@@ -904,7 +904,7 @@ def _own_norms(n: int) -> Shapes:
 
 
 def rwkv6() -> tuple[dict[str, Any], Shapes]:
-    fields = usual(3, "layer_norm_epsilon", rescale_every_n_layers=2) | _WKV | _EXTRA
+    fields = usual(2, "layer_norm_epsilon", rescale_every_n_layers=1) | _WKV | _EXTRA
     del fields["attention.head_count_kv"]
 
     def more(layer: int) -> Shapes:
@@ -912,7 +912,7 @@ def rwkv6() -> tuple[dict[str, Any], Shapes]:
         shapes |= {"channel_mix_receptance": (E, E)}
         return {f"blk.{layer}.{name}.weight": shape for name, shape in shapes.items()}
 
-    return fields, _own_norms(3) | layers(3, lambda i: _rwkv(i, FF), _of_token, more)
+    return fields, _own_norms(2) | layers(2, lambda i: _rwkv(i, FF), _of_token, more)
 
 
 def rwkv6qwen2() -> tuple[dict[str, Any], Shapes]:
@@ -929,9 +929,9 @@ def rwkv6qwen2() -> tuple[dict[str, Any], Shapes]:
 
 
 def rwkv7() -> tuple[dict[str, Any], Shapes]:
-    fields = usual(3, "layer_norm_epsilon") | _WKV | _RANKS
+    fields = usual(2, "layer_norm_epsilon") | _WKV | _RANKS
     del fields["attention.head_count_kv"]
-    return fields, _own_norms(3) | layers(3, lambda i: _rwkv(i, FF), _low_ranks)
+    return fields, _own_norms(2) | layers(2, lambda i: _rwkv(i, FF), _low_ranks)
 
 
 def arwkv7() -> tuple[dict[str, Any], Shapes]:

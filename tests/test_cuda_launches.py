@@ -260,7 +260,7 @@ LAYERS = {
     "rwkv6-dense": (
         "wkv bonus per_head mul_mat row_epilogue convolve select_outputs select_outputs select_outputs lerp quantize "
         "mul_mat per_head mul_mat lerp quantize mul_mat glu row_epilogue",
-        97,
+        67,
     ),
     "rwkv6qwen2-dense": (
         "convolve lerp mul_mat softcap mul_mat_heads lerp per_head mul_mat mul_mat mul_mat mul_mat mul_mat softcap "
@@ -270,7 +270,7 @@ LAYERS = {
     "rwkv7-dense": (
         "per_head lerp lerp wkv norm bonus mul_mat activate mul_mat per_head mul_mat row_epilogue convolve "
         "select_outputs select_outputs select_outputs lerp quantize mul_mat per_head mul_mat row_epilogue",
-        103,
+        70,
     ),
 }
 
