@@ -49,8 +49,8 @@ class Gains:
 RULES = (
     Gains(),
     Changed(r"\.attn\.attn_(query|key)\.weight$", turned),
-    Changed(r"\.head_gain\.head_g$", by_head),
-    Renamed(r"^(.*)(?<!\.weight)$", r"\1.weight"),
+    Changed(r"\.head_gain\.head_g(\.weight)?$", by_head),
+    Renamed(r"^(.*)(?<!\.weight)$", r"\1.weight", foreign=True),
 )
 #: What PyTorch takes where no epsilon is given.
 KEYS: tuple[SetKeys, ...] = (Always(".attention.layer_norm_rms_epsilon", float(np.finfo(np.float32).eps), "f32"),)
