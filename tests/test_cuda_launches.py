@@ -112,8 +112,8 @@ LAYERS = {
     ),
     # Norms after rope, a factor of every head; the model's input once more.
     "talkie-dense": (
-        "mul_mats rope norm multiply_by per_head attention attention_combine_to mul_mat row_epilogue up_gate_to mul_mat "
-        "select_outputs multiply_by row_epilogue mul_mat",
+        "mul_mats rope norm multiply_by per_head attention attention_combine_to mul_mat row_epilogue up_gate_to "
+        "mul_mat select_outputs multiply_by row_epilogue mul_mat",
         44,
     ),
     # Biases and scales of its tensors: products, scaled with their biases.
