@@ -555,6 +555,18 @@ def deepseek4() -> tuple[dict[str, Any], Shapes]:
     return fields, ends() | last | layers(4, _norms, attention, fed, streams_of_deepseek4)
 
 
+def talkie() -> tuple[dict[str, Any], Shapes]:
+    """Norms without weights, factors of heads and of what a layer gives; the model's input in every layer."""
+
+    def gains(layer: int) -> Shapes:
+        shapes: Shapes = {"attn_q_norm.weight": (1, N_HEAD), "layer_output_scale.weight": (1,)}
+        shapes |= {"attn_output.scale": (1,), "ffn_down.scale": (1,)}
+        return {f"blk.{layer}.{name}": ne for name, ne in shapes.items()}
+
+    fields = usual(3, logit_scale=0.7, rope__dimension_count=HEAD)
+    return fields, ends(norm=False) | layers(3, attention, dense, gains)
+
+
 def grovemoe() -> tuple[dict[str, Any], Shapes]:
     """Two experts share a smaller one."""
     fields = usual(3, expert_group_scale=0.3, experts_per_group=2, expert_chunk_feed_forward_length=WIDTH) | _EXPERTS
@@ -1247,6 +1259,7 @@ MODELS: Mapping[str, Callable[[], tuple[dict[str, Any], Shapes]]] = {
     "smallthinker-moe": smallthinker,
     "spark2_5-dense": spark,
     "starcoder-dense": starcoder,
+    "talkie-dense": talkie,
     "step35-moe": step35,
 }
 

@@ -110,6 +110,12 @@ LAYERS = {
         GATED.replace("mul_mats", "mul_mats activate").replace("combine per_head", "combine glu quantize") + SHARED,
         69,
     ),
+    # Norms after rope, a factor of every head; the model's input once more.
+    "talkie-dense": (
+        "mul_mats rope norm multiply_by per_head attention attention_combine_to mul_mat row_epilogue up_gate_to "
+        "mul_mat select_outputs multiply_by row_epilogue mul_mat",
+        44,
+    ),
     # Biases and scales of its tensors: products, scaled with their biases.
     "llama-dense": (ATTENTION + "mul_mats multiply_by per_head mul_mat multiply_by row_epilogue", 28),
     "llama-moe": (ATTENTION + EXPERTS, 24),

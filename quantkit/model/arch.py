@@ -88,11 +88,11 @@ class Arch:
     #: ``rms``, ``layer``, or ``by_eps``: the one whose epsilon the metadata has.
     norm: str = "rms"
     activation: str = "silu"
-    #: Norms of rows have no weights (OLMo).
+    #: Norms of rows have no weights (OLMo, Talkie).
     plain_norms: bool = False
     #: Embeddings of positions are added to those of tokens (StarCoder); where the file has some, they always are.
     position_embeddings: bool = False
-    #: Embeddings of tokens are normalized, without weights (Muse Glimmer).
+    #: Embeddings of tokens are normalized, without weights (Muse Glimmer, Talkie).
     embed_norm: bool = False
     #: q, k and v are clamped where ``attention.clamp_kqv`` says so (OLMo).
     clamp_qkv: bool = False
@@ -162,7 +162,7 @@ class Arch:
     moe: Moe = Moe()
     #: A factor of q by position: llama4 (of layers that do not rotate), or mistral3 (attention.temperature_scale).
     temperature: str = ""
-    #: q and k are normalized after rope, without weights (Llama 4 but its largest).
+    #: q and k are normalized after rope, without weights (Llama 4 but its largest, Talkie).
     plain_qk_norm: bool = False
     #: Several streams run beside the layers (hyper.py), ``alone`` or ``mixed`` with each other.
     hyper: str = ""
@@ -202,6 +202,10 @@ class Arch:
     altup: bool = False
     #: As many layers have caches of their own, others share them; 0: as the metadata say.
     own_caches: int = 0
+    #: Every head of queries is multiplied by a factor of its own, ``attn_q_norm``, after its norm (Talkie).
+    head_gains: bool = False
+    #: A layer adds the model's input once more, times ``layer_output_scale`` (Talkie).
+    embed_skip: bool = False
     #: In the first ``hash_layer_count`` layers a table says which experts a token has.
     hashed: bool = False
     #: Its prediction layer is one like the others (nextn.py).
@@ -390,6 +394,8 @@ _ROWS = (
     Arch(name="muse-glimmer", rope="normal", embed_norm=True, post_norm_eps=1e-8, rope_only_windowed=True,
          attention_gate="sigmoid", logit_scale="multiply", final_softcap=0.0, output_bias=False,
          window=Window(period=4)),
+    Arch(name="talkie", rope="neox", embed_norm=True, plain_norms=True, plain_qk_norm=True, head_gains=True,
+         embed_skip=True, logit_scale="multiply", tensor_scales=frozenset({"ffn"}), output_bias=False),
     Arch(name="openelm", rope="neox", output_bias=False),
     Arch(name="plamo", rope="neox", parallel=True, output_bias=False),
     Arch(name="plamo2", rope="neox", attention="plamo2", glu_in_up=True, output_bias=False),

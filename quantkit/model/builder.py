@@ -41,6 +41,8 @@ class Builder:
         self.states: list[State] = []
         #: What each layer is given beside its input (Gemma 4).
         self.per_layer: Sequence[Value] = ()
+        #: The input of the first layer.
+        self.embedded: Value | None = None
         #: Sums of layers that later ones mix (Kimi K3).
         self.checkpoints: list[Value] = []
         #: Values of the first layer, which later ones are drawn to (RWKV 7).

@@ -70,7 +70,7 @@ def build_graph(source: GGUFFile, n_ctx: int = 0) -> Graph:
         FormatError: a tensor or key that the model needs is missing.
     """
     b = Builder(source, n_ctx)
-    x = _embeddings(b)
+    b.embedded = x = _embeddings(b)
     b.per_layer = layer_inputs(b, x)
     x = streams(b, x) if b.arch.altup else x
     x = hyper.spread(b, x) if b.arch.hyper else x
@@ -231,7 +231,11 @@ def _add_layer_of_streams(b: Builder, streams: Value) -> Value:
 
 
 def _layer_out(b: Builder, fed: Value, middle: Value) -> Value:
-    """Return the sum, with what follows in Gemma 4: the layer's second input, a factor."""
+    """Return the sum, with what follows in Gemma 4: the layer's second input, a factor; in Talkie the model's input."""
+    if b.arch.embed_skip and b.embedded is not None:
+        skipped = b.selected(b.embedded) if fed.outputs else b.embedded
+        skipped = b.times(skipped, "layer_output_scale.weight", "embed_skip")
+        return b.sum(b.sum(fed, middle, "ffn_out"), skipped, "layer_out")
     scaled = b.has("layer_output_scale.weight")
     name = "layer_out_unscaled" if scaled else "layer_out"
     out = b.sum(fed, middle, "ffn_out" if b.per_layer else name)
