@@ -32,6 +32,7 @@ from quantkit.model.ops import (
     Glu,
     Graph,
     Lerp,
+    Lookup,
     Mix,
     MulMat,
     MulMatId,
@@ -329,7 +330,8 @@ def mutants(source: GGUFFile) -> Iterator[tuple[str, Graph]]:
         if mutant is not None:
             yield rewrite.__name__, mutant
     arch = source.get("general.architecture")
-    if source.get(f"{arch}.expert_count"):
+    hashed = any(isinstance(op, Lookup) for op in graph.ops)  # its tables say how many experts a token has
+    if source.get(f"{arch}.expert_count") and not hashed:
         more = Changed(source, expert_used_count=lambda n: n + 1)
         yield "one_expert_more", build_graph(more)  # type: ignore[arg-type]
     if not any(isinstance(op, Rope) for op in graph.ops):

@@ -68,6 +68,7 @@ WITHIN: dict[str, dict[str, set[str]]] = {
         "builder": {"arch", "hparams", "ops"},
         **dict.fromkeys(("attention", "feed_forward", "hyper", "indexer", "recurrent"), _BLOCK),
         "mla": _BLOCK | {"attention", "indexer"},
+        "compressed": _BLOCK | {"attention", "indexer", "recurrent"},
         "gemma4": _BLOCK | {"attention", "feed_forward"},
         "gemma3n": _BLOCK | {"gemma4"},
         **dict.fromkeys(("delta_net", "short_convolution"), _BLOCK | {"attention", "recurrent"}),
@@ -78,7 +79,7 @@ WITHIN: dict[str, dict[str, set[str]]] = {
         "residuals": _BLOCK,
         "graph": _BLOCK
         | {"attention", "check", "delta_net", "feed_forward", "gemma3n", "gemma4", "hyper", "kimi", "lightning"}
-        | {"mamba", "mla", "residuals", "rwkv", "short_convolution"},
+        | {"compressed", "mamba", "mla", "residuals", "rwkv", "short_convolution"},
         "nextn": _BLOCK | {"check", "graph", "hparams"},
         # Backends know operations, not architectures.
         "backends": {"batch", "check", "fusion", "op_table", "ops"},
@@ -88,9 +89,11 @@ WITHIN: dict[str, dict[str, set[str]]] = {
     "quantkit.model.backends": {
         "accumulators": set(),
         "arena": set(),
-        "reference": {"accumulators"},
+        "tables": set(),
+        "reference": {"accumulators", "tables"},
         "lowering": {"arena"},
-        **dict.fromkeys(("boundary", "slots"), {"arena", "lowering"}),
+        "boundary": {"arena", "lowering"},
+        "slots": {"arena", "lowering", "tables"},
         **dict.fromkeys(("cpu", "cuda"), {"accumulators", "arena", "boundary", "lowering", "slots"}),
         "registry": {"cpu", "cuda", "reference"},
     },

@@ -55,15 +55,22 @@ class Lane(Device, Protocol):
 
 
 class Form(NamedTuple):
-    """What rows are, and become: those of one form can go together. A source of F32 needs no decoding."""
+    """What rows are, and become: those of one form can go together. A source of F32 needs no decoding.
+
+    ik: whether by ik_llama.cpp's search, of a type of both trees.
+    """
 
     source: TensorType
     target: TensorType
     n: int
+    ik: bool = False
 
     def kernels(self, weighted: Iterable[bool]) -> list[Kernel]:
         """Return the kernels that rows of this form need; weighted: with importance, without, or both."""
-        found = [not_finite(1).kernel, *(kernel for each in weighted for kernel in kernels_of(self.target, each))]
+        found = [
+            not_finite(1).kernel,
+            *(kernel for each in weighted for kernel in kernels_of(self.target, each, self.ik)),
+        ]
         return found if self.source is _F32 else [*found, dequantize(self.source, self.n, 1).kernel]
 
     def put_tables(self, device: Device) -> None:
@@ -114,9 +121,9 @@ def room_for(form: Form, rows: int) -> Room:
     )
 
 
-def can_encode(t: TensorType) -> bool:
-    """Return whether cards encode type t."""
-    return t.name in encoders()
+def can_encode(t: TensorType, ik: bool = False) -> bool:
+    """Return whether cards encode type t; ``ik``: by ik_llama.cpp's search, where there are two."""
+    return t.name in encoders(ik)
 
 
 def can_decode(t: TensorType) -> bool:
@@ -167,7 +174,7 @@ class Slot:
         d.run([Launch(look.kernel, look.grid, look.kernel.block(x=x, found=self._out, n=rows * n))])
         self._segments, at, row_bytes = [], _HEAD, form.target.row_bytes(n)
         for segment, importance in zip(segments, importances, strict=True):
-            encode_rows(d, form.target, x, segment.rows, n, self._out + at, importance, self._work)
+            encode_rows(d, form.target, x, segment.rows, n, self._out + at, importance, self._work, ik=form.ik)
             self._segments.append((at, segment.rows * row_bytes))
             x += 4 * n * segment.rows
             at = round_up(at + segment.rows * row_bytes, _ALIGNED)

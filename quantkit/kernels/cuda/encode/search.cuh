@@ -39,10 +39,12 @@ INLINE float signed_inverse(int trial, int nmax, float largest) {
     return -((float)nmax + 0.1f * (float)signed_tenths(trial)) / largest;
 }
 
-// Add a value to the sums over w*x*l and w*l*l of a candidate. |inverse * x| is not much more than nmax.
-INLINE void add_signed(float x, float w, float wx, int nmax, float inverse, float& sum_lx, float& sum_l2) {
-    const float rounded = inverse * x + ROUNDING;
-    const float level = fminf(fmaxf(rounded, ROUNDING - (float)nmax), ROUNDING + (float)(nmax - 1)) - ROUNDING;
+// Add a value to the sums over w*x*l and w*l*l of a candidate. |inverse * x| is not much more than nmax; where it rounds to no
+// more, as up to nmax + 0.4, nothing is below -nmax.
+template <bool BELOW> INLINE void add_signed(float x, float w, float wx, int nmax, float inverse, float& sum_lx, float& sum_l2) {
+    float rounded = inverse * x + ROUNDING;
+    if (BELOW) rounded = fmaxf(rounded, ROUNDING - (float)nmax);
+    const float level = fminf(rounded, ROUNDING + (float)(nmax - 1)) - ROUNDING;
     sum_lx = sum_lx + wx * level;
     sum_l2 = sum_l2 + w * level * level;
 }
@@ -77,7 +79,10 @@ template <int N> INLINE Fit fit_signed(const float* x, const float* w, int nmax)
     for (int i = 0; i < N; i++) {
         const float v = x[i], weight = w[i], wx = weight * v;
 #pragma unroll
-        for (int k = 0; k < SIGNED_TRIALS; k++) add_signed(v, weight, wx, nmax, inverse[k], sum_lx[k], sum_l2[k]);
+        for (int k = 0; k < SIGNED_TRIALS; k++) {
+            if (signed_tenths(k) > 4) add_signed<true>(v, weight, wx, nmax, inverse[k], sum_lx[k], sum_l2[k]);
+            else add_signed<false>(v, weight, wx, nmax, inverse[k], sum_lx[k], sum_l2[k]);
+        }
     }
     BestSigned best;
     Fit fit = {};
@@ -100,7 +105,7 @@ INLINE Fit fit_signed_together(const float* x, const float* w, int nmax, int par
     for (int i = 0; i < 16; i++) {
         const float v = x[i], weight = w[i], wx = weight * v;
 #pragma unroll
-        for (int k = 0; k < 2; k++) add_signed(v, weight, wx, nmax, inverse[k], sum_lx[k], sum_l2[k]);
+        for (int k = 0; k < 2; k++) add_signed<true>(v, weight, wx, nmax, inverse[k], sum_lx[k], sum_l2[k]);
     }
     BestSigned best;
 #pragma unroll
@@ -267,13 +272,14 @@ template <int N> INLINE float positive_error(const float* x, const float* w, int
 
 // Fit x ~ scale * l with l in 0 .. top, for the scales or minima of a super-block; return the scale, leave the levels,
 // float or uint8_t.
-template <int N, typename T> INLINE float fit_positive(const float* x, const float* w, T* levels, int top) {
+template <int N, typename T>
+INLINE float fit_positive(const float* x, const float* w, T* levels, int top, float almost_0 = 1e-15f) {
     float largest = 0;
     for (int i = 0; i < N; i++) {
         largest = fmaxf(largest, x[i]);
         levels[i] = 0;
     }
-    if (largest < 1e-15f) return 0;
+    if (largest < almost_0) return 0;
     float best = (float)top / largest, least = positive_error<N>(x, w, top, best, true);
     for (int k = -4; k <= 4; k++) {
         if (k == 0) continue;
