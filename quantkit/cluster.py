@@ -41,7 +41,7 @@ RETRIES, ATTEMPTS = 2, 3
 PATIENCE = 60.0
 #: Threads of a worker process that encodes: few for the interpreter's lock, many for memory; see docs/cluster.md.
 WIDTH = 8
-_LOOK_SECONDS, _WAIT_SECONDS = 1.0, 0.5
+_LOOK_SECONDS, _WAIT_SECONDS, _TAKE_SECONDS = 1.0, 0.5, 1.0
 #: How long a cluster may take to accept a connection.
 _ANSWER_SECONDS = 10.0
 
@@ -350,7 +350,7 @@ class Cluster:
             # The node is a wish: where it has no room, the group waits, or is made elsewhere.
             group = placement_group([{"CPU": cpus}], strategy="STRICT_PACK", _soft_target_node_id=node.id)
             try:
-                while not (ready := group.wait(_LOOK_SECONDS)) and wanted():
+                while not (ready := group.wait(_TAKE_SECONDS)) and wanted():
                     pass
                 if ready and placement_group_table(group)["bundles_to_node_id"][0] == node.id:
                     yield True
