@@ -50,6 +50,10 @@ class Row:
     predicted: float
     measured: Measured
 
+    @property
+    def mean(self) -> float:
+        return float(self.measured.klds.mean(dtype=np.float64))
+
 
 class Runs:
     """Files made, measured and replaced, in a folder that has the base logits."""
@@ -117,16 +121,16 @@ def spearman(a: npt.ArrayLike, b: npt.ArrayLike) -> float:
 
 
 def picture(rows: Sequence[Row]) -> Scatter:
-    """Return predicted against measured divergence; x is a negative logarithm, which leaves room for the legend."""
+    """Return predicted against measured divergence, both on logarithmic axes, with the line where they are equal."""
     kinds = []
     for kind in dict.fromkeys(row.kind for row in rows):
         some = [row for row in rows if row.kind == kind]
-        x, y = ([-math.log10(row.predicted) for row in some], [float(row.measured.klds.mean()) for row in some])
-        kinds.append(Points(kind, x, y))
-    ends = [min(row.predicted for row in rows), max(row.predicted for row in rows)]
-    kinds.append(Points("equal", [-math.log10(end) for end in ends], ends, joined=True))
-    return Scatter("Predicted and measured divergence", "-log10 of the predicted divergence (nats)",
-                   "measured divergence (nats)", kinds)  # fmt: skip
+        kinds.append(Points(kind, [row.predicted for row in some], [row.mean for row in some]))
+    both = [value for row in rows for value in (row.predicted, row.mean)]
+    ends = [min(both), max(both)]
+    kinds.append(Points("equal", ends, ends, joined=True))
+    axes = "predicted divergence (nats)", "measured divergence (nats)"
+    return Scatter("Predicted and measured divergence", *axes, kinds, log_x=True)
 
 
 def main() -> None:
@@ -180,7 +184,7 @@ def main() -> None:
             plan = runs.plan(title, space.quantize_options(title, space.rules(picks)))
             rows.append(runs.row("random", plan, space.kld(picks)))
     rows = [row for row in rows if math.isfinite(row.predicted)]
-    told = [row.predicted for row in rows], [float(row.measured.klds.mean(dtype=np.float64)) for row in rows]
+    told = [row.predicted for row in rows], [row.mean for row in rows]
     off = np.log(told[1]) - np.log(told[0])
     print(f"\n{len(rows)} files: rank correlation of predicted and measured {spearman(*told):.4f};")
     print(f"measured / predicted {math.exp(off.mean()):.3f}, spread of that a factor of {math.exp(off.std()):.3f}")

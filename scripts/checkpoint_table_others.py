@@ -385,4 +385,15 @@ OTHERS = (
         " self_attn.time_maa_g!:1x1x64 self_attn.time_maa_w1!:64x160 self_attn.time_maa_w2!:5x32x64"
         " self_attn.time_decay!:1x1x64 self_attn.time_decay_w1!:64x64 self_attn.time_decay_w2!:64x64"
         " self_attn.gate:64x64"})),
+    written("arwkv7", "RwkvHybridForCausalLM", {
+        "model_type": "rwkv_hybrid", "head_size": 64, "wkv_version": 7, "wkv_has_gate": True,
+        "wkv_has_group_norm": False}, decoder({
+            "0-2": NORMS + DENSE + "".join(f" self_attn.time_mixer.x_{c}!:1x1x64" for c in "rwkvag")
+            + " self_attn.time_mixer.w0!:1x1x64"
+            " self_attn.time_mixer.w1!:64x64 self_attn.time_mixer.w2!:64x64 self_attn.time_mixer.a0!:1x1x64"
+            " self_attn.time_mixer.a1!:64x64 self_attn.time_mixer.a2!:64x64 self_attn.time_mixer.g1!:64x128"
+            " self_attn.time_mixer.g2!:128x64 self_attn.time_mixer.k_k!:1x1x64 self_attn.time_mixer.k_a!:1x1x64"
+            " self_attn.time_mixer.r_k!:1x64 self_attn.time_mixer.receptance:64x64 self_attn.time_mixer.key:64x64"
+            " self_attn.time_mixer.value:64x64 self_attn.time_mixer.output:64x64",
+            "1-2": " self_attn.time_mixer.v0!:1x1x64 self_attn.time_mixer.v1!:64x32 self_attn.time_mixer.v2!:32x64"})),
 )  # fmt: skip

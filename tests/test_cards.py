@@ -384,9 +384,9 @@ def test_on_the_command_line(source: Path, tmp_path: Path) -> None:
         done = run(*wrong)
         assert done.exit_code == 2
         assert why in done.output
-    done = run("--backend", "cuda", "--ray", "local", "--overwrite")
+    done = run("--backend", "cuda", "--ray", "local", "--overwrite", "--verify", "2")
     assert done.exit_code == 2
-    assert "--ray encodes on the CPUs of all nodes" in done.output
+    assert "--devices and --verify are for the cards of this machine" in " ".join(done.output.split())
 
 
 def test_convert_encodes_on_cards(tmp_path: Path) -> None:
