@@ -151,6 +151,7 @@ static inline uint64_t as_b64(double f) {
 #define mad_lo_s32(a, b, c) U32((a) * (b) + (c))
 #define LESS(type, a, b) ((type)(a) < (type)(b))
 #define min_s32(a, b) (LESS(int32_t, a, b) ? (a) : (b))
+#define min_f64(a, b) fmin(a, b)  // the number if one of them is a NaN
 #define min_u32(a, b) (LESS(uint32_t, a, b) ? (a) : (b))
 #define min_s64(a, b) (LESS(int64_t, a, b) ? (a) : (b))
 #define max_s32(a, b) (LESS(int32_t, b, a) ? (a) : (b))
@@ -201,6 +202,7 @@ static inline uint64_t as_b64(double f) {
 #define setp_lt_s64(a, b) (S64(a) < S64(b))
 #define setp_lt_u64(a, b) ((a) < (b))
 #define setp_lt_f32(a, b) ((a) < (b))
+#define setp_lt_f64(a, b) ((a) < (b))
 #define setp_le_s32(a, b) (S32(a) <= S32(b))
 #define setp_le_u32(a, b) ((a) <= (b))
 #define setp_le_s64(a, b) (S64(a) <= S64(b))
@@ -219,6 +221,7 @@ static inline uint64_t as_b64(double f) {
 #define setp_ge_s64(a, b) (S64(a) >= S64(b))
 #define setp_ge_u64(a, b) ((a) >= (b))
 #define setp_ge_f32(a, b) ((a) >= (b))
+#define setp_ge_f64(a, b) ((a) >= (b))
 #define setp_neu_f32(a, b) (!((a) == (b)))
 #define setp_neu_f64(a, b) (!((a) == (b)))
 #define setp_ltu_f32(a, b) (!((a) >= (b)))
@@ -228,6 +231,7 @@ static inline uint64_t as_b64(double f) {
 #define setp_leu_f64(a, b) (!((a) > (b)))
 #define setp_gtu_f64(a, b) (!((a) <= (b)))
 #define setp_geu_f32(a, b) (!((a) < (b)))
+#define setp_geu_f64(a, b) (!((a) < (b)))
 #define setp_num_f32(a, b) ((a) == (a) && (b) == (b))
 #define setp_nan_f32(a, b) ((a) != (a) || (b) != (b))
 #define selp_b16(a, b, p) ((p) ? (a) : (b))
@@ -267,6 +271,7 @@ static inline float one_nan(float x) { return x == x ? x : as_f32(0x7fffffffu); 
 
 #define cvt_s16_s8(a) ((uint16_t)(int16_t)(int8_t)(a))
 #define cvt_s32_s8(a) U32((int32_t)(int8_t)(a))
+#define cvt_s32_s16(a) U32((int32_t)(int16_t)(a))
 #define cvt_s64_s32(a) U64((int64_t)S32(a))
 #define cvt_u16_u32(a) ((uint16_t)(a))
 #define cvt_u16_u64(a) ((uint16_t)(a))
@@ -282,5 +287,7 @@ static inline float one_nan(float x) { return x == x ? x : as_f32(0x7fffffffu); 
 #define cvt_rn_f64_s32(a) ((double)S32(a))
 #define cvt_rn_f64_s64(a) ((double)S64(a))
 #define cvt_rmi_f32_f32(a) one_nan(floorf(a))
+// Saturating, NaN to 0.
+#define cvt_rzi_s32_f64(a) U32((a) != (a) ? 0 : (int32_t)fmin(fmax(trunc(a), -2147483648.0), 2147483647.0))
 #define cvt_rzi_f32_f32(a) one_nan(truncf(a))
 #define cvt_sat_f32_f32(a) ((a) > 0.0f ? ((a) < 1.0f ? (a) : 1.0f) : 0.0f)

@@ -6,7 +6,6 @@ from collections import Counter
 from collections.abc import Sequence
 
 from quantkit.errors import RecipeError, ResourceError
-from quantkit.kernels.cpu.encode.interleaved import CHANGED, GUARDED
 from quantkit.kernels.cuda.core import device as devices
 from quantkit.kernels.cuda.encode.encode import weighs
 from quantkit.kernels.cuda.encode.pipeline import Form, can_decode, can_encode
@@ -43,6 +42,8 @@ def _by_ik(tensor: PlannedTensor) -> bool:
 
 def _changes(t: TensorType, part: RowSlice) -> bool:
     """Tell whether ik_llama.cpp encodes a woven type otherwise than its base type (cpu/encode/interleaved.py)."""
+    from quantkit.kernels.cpu.encode.interleaved import CHANGED, GUARDED
+
     if t.name in CHANGED:
         return CHANGED[t.name][1] or part.found is None
     return t.name in WOVEN_ENCODERS or t.name in GUARDED and part.found is not None

@@ -219,7 +219,16 @@ INLINE Fit fit_with_min(const float* values, const float* weights, int top, floa
     if (high <= low) return Fit{0, 0, low, 0, sum_w};
     float inverse = (float)top / (high - low);
     Fit best = {1.0f / inverse, is_finite(inverse) ? inverse : 0.0f, low, low, sum_w};
-    float least = far_error<N, ABSOLUTE>(values, weights, inverse, low, top, best.scale, low);
+    float least = 0;
+    if (fabsf(inverse * (high - low)) < 4e6f) {
+#pragma unroll
+        for (int i = 0; i < N; i++) {
+            const float near = near_level<false>(inverse * (x[i] - low), top);
+            least = least + error_of<ABSOLUTE>(w[i], best.scale * near + low - x[i]);
+        }
+    } else {
+        least = far_error<N, ABSOLUTE>(values, weights, inverse, low, top, best.scale, low);
+    }
 #pragma unroll 1
     for (int k = 0; k <= steps; k++) {
         inverse = (start + delta * (float)k + (float)top) / (high - low);
