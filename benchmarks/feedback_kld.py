@@ -1,22 +1,30 @@
 """What error feedback gains: divergence from the full-precision model, of the same types and size, made in three ways.
 
-    benchmarks/feedback_kld.py MODEL.gguf CALIBRATION EVALUATION [--presets Q4_K_M,IQ4_XS,..] [--chunks N]
+    benchmarks/feedback_kld.py MODEL.gguf CALIBRATION EVALUATION [--presets Q4_K_M,F32:ffn_down=Q2_K,..] [--chunks N]
 
 Every preset is quantized with an importance matrix, with `--feedback` and the covariances of the same text, and with
 `--calibrate`; the mean KL divergence on a text that is in none of them is printed with its standard error. Ratios are
 to the importance matrix, token by token: their interval, of 95 %, is that of a ratio of two means over the same tokens.
+A preset may be followed by types of tensors, as --tensor-type has them, each after a colon.
+
+With --llama-cpp, a second table has what llama-perplexity --kl-divergence says of the full-precision file and the same
+files, on the same text.
 """
 
 from __future__ import annotations
 
 import argparse
 import math
+import re
+import sys
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
+from compare_perplexity import llama
 from processes import machine, work_folder
 
 import quantkit
@@ -51,53 +59,115 @@ def ratio(of: Measured, to: Measured) -> str:
     return f"{value:.3f} ± {1.96 * error:.3f}"
 
 
-def made(given: argparse.Namespace, folder: Path, preset: str, options: QuantizeOptions) -> Measured:
-    """Quantize and compare."""
-    began = time.perf_counter()
-    quantize(given.model, folder / "out.gguf", preset, options, overwrite=True, threads=given.threads)
-    seconds = time.perf_counter() - began
-    sums = quantkit.kld(folder / "out.gguf", folder / "base", threads=given.threads).sums
-    return Measured(np.concatenate(sums.klds), sums.same_top_p.value, sums.nll.ppl.value, seconds)
+class Comparison:
+    """Files made of a model in several ways, and compared with it, in a folder."""
+
+    def __init__(self, given: argparse.Namespace, folder: Path) -> None:
+        self.given, self.folder, self.out = given, folder, folder / "out.gguf"
+        self.text = ImatrixOptions(n_ctx=given.ctx, chunks=given.chunks, process_output=True)
+        base = SaveLogits(folder / "base")
+        text, how = given.evaluation.read_bytes(), {"n_ctx": given.ctx, "chunks": given.evaluation_chunks}
+        quantkit.perplexity(given.model, text, **how, save_logits=base, threads=given.threads)
+
+    def ways(self) -> dict[str, QuantizeOptions]:
+        """Record an importance matrix and covariances; return what uses them."""
+        given, folder = self.given, self.folder
+        imatrix(given.model, [given.calibration], folder / "im.gguf", options=replace(self.text, ppl=False))
+        covariance(given.model, [given.calibration], folder / "cov.gguf", options=self.text)
+        plain = QuantizeOptions(allow_requantize=True, imatrix=folder / "im.gguf", tensor_type=tuple(given.tensor_type))
+        calibrate = {"calibrate_ctx": given.ctx, "calibrate_chunks": given.chunks}
+        return {
+            "imatrix": plain,
+            "feedback": replace(plain, feedback=folder / "cov.gguf"),
+            "calibrate": replace(plain, calibrate=(given.calibration,), **calibrate),
+        }
+
+    def made(self, preset: str, options: QuantizeOptions) -> Measured:
+        """Quantize and compare."""
+        name, *types = preset.split(":")
+        options = replace(options, tensor_type=(*options.tensor_type, *types))
+        began = time.perf_counter()
+        quantize(self.given.model, self.out, name, options, overwrite=True, threads=self.given.threads)
+        return self.measured(self.out, time.perf_counter() - began)
+
+    def measured(self, path: Path, seconds: float = math.nan) -> Measured:
+        """Compare a file with the full-precision model."""
+        sums = quantkit.kld(path, self.folder / "base", threads=self.given.threads).sums
+        return Measured(np.concatenate(sums.klds), sums.same_top_p.value, sums.nll.ppl.value, seconds)
 
 
-def main() -> None:
-    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+class LlamaCpp:
+    """What llama-perplexity says of the same files, on the same text."""
+
+    def __init__(self, given: argparse.Namespace, folder: Path) -> None:
+        self.given, self.base = given, folder / "llama.cpp-base"
+        self._run(given.model)
+
+    def _run(self, model: Path, *options: str) -> str:
+        given = self.given
+        chunks = () if given.evaluation_chunks is None else ("--chunks", given.evaluation_chunks)
+        return llama(
+            given.llama_cpp, "llama-perplexity", "-m", model, "-f", given.evaluation, "-c", given.ctx, *chunks,
+            "--kl-divergence-base", self.base, *options,
+        )  # fmt: skip
+
+    def said(self, model: Path) -> list[str]:
+        """Return mean divergence, the share of equal top tokens and perplexity, as printed."""
+        text = self._run(model, "--kl-divergence")
+        patterns = [r"Mean\s+KLD:\s*(\S+ ± +\S+)", r"Same top p:\s*(\S+)", r"Mean PPL\(Q\)\s*:\s*(\S+)"]
+        found = [re.search(pattern, text) for pattern in patterns]
+        return [re.sub(r" +", " ", m[1]) if m else "?" for m in found]
+
+
+def arguments() -> argparse.ArgumentParser:
+    """Return the arguments of what compares files."""
+    p = argparse.ArgumentParser(description=sys.modules["__main__"].__doc__,
+                                formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
     p.add_argument("model", type=Path)
     p.add_argument("calibration", type=Path)
     p.add_argument("evaluation", type=Path)
     p.add_argument("--presets", default=PRESETS)
     p.add_argument("--ctx", type=int, default=256)
     p.add_argument("--chunks", type=int, metavar="N", help="of the text that is calibrated on")
-    p.add_argument("--tensor-type", action="append", default=[], metavar="RE=TYPE")
+    p.add_argument("--evaluation-chunks", type=int, metavar="N", help="of the other text")
     p.add_argument("--threads", type=int)
+    return p
+
+
+def row(preset: str, of: Mapping[str, Measured]) -> str:
+    """Return a row of the table."""
+    first, *others = of.values()
+    cells = [c for m in others for c in (m.text, ratio(m, first))]
+    top = " / ".join(f"{100 * m.same_top:.1f}" for m in of.values())
+    ppl = " / ".join(f"{m.ppl:.3f}" for m in of.values())
+    seconds = " / ".join(f"{m.seconds:.0f}" for m in of.values())
+    return f"| {preset} | {first.text} | {' | '.join(cells)} | {top} | {ppl} | {seconds} |"
+
+
+def main() -> None:
+    p = arguments()
+    p.add_argument("--tensor-type", action="append", default=[], metavar="RE=TYPE")
+    p.add_argument("--llama-cpp", type=Path, metavar="BIN", help="folder of llama.cpp's programs")
     given = p.parse_args()
     print(machine(), flush=True)
     with work_folder(None) as folder:
-        text = ImatrixOptions(n_ctx=given.ctx, chunks=given.chunks, process_output=True)
-        imatrix(given.model, [given.calibration], folder / "im.gguf", options=replace(text, ppl=False))
-        covariance(given.model, [given.calibration], folder / "cov.gguf", options=text)
-        base = SaveLogits(folder / "base")
-        quantkit.perplexity(given.model, given.evaluation.read_bytes(), n_ctx=given.ctx, save_logits=base)
-        plain = QuantizeOptions(imatrix=folder / "im.gguf", tensor_type=tuple(given.tensor_type))
-        ways = {
-            "feedback": replace(plain, feedback=folder / "cov.gguf"),
-            "calibrate": replace(
-                plain, calibrate=(given.calibration,), calibrate_ctx=given.ctx, calibrate_chunks=given.chunks
-            ),
-        }
+        compared = Comparison(given, folder)
+        theirs = LlamaCpp(given, folder) if given.llama_cpp else None
+        said = []
         print("| preset | imatrix | `--feedback` | ratio | `--calibrate` | ratio | same top token | PPL | seconds |")
-        print("|---|---|---|---|---|---|---|---|---|")
+        print("|---|---|---|---|---|---|---|---|---|", flush=True)
+        ways = compared.ways()
         for preset in given.presets.split(","):
-            first = made(given, folder, preset, plain)
-            others = {way: made(given, folder, preset, options) for way, options in ways.items()}
-            both = [first, *others.values()]
-            cells = [c for m in others.values() for c in (m.text, ratio(m, first))]
-            top = " / ".join(f"{100 * m.same_top:.1f}" for m in both)
-            ppl, took = (
-                " / ".join(f"{v:.{d}f}" for v in vs)
-                for vs, d in (([m.ppl for m in both], 3), ([m.seconds for m in both], 0))
-            )
-            print(f"| {preset} | {first.text} | {' | '.join(cells)} | {top} | {ppl} | {took} |", flush=True)
+            found = {}
+            for way, options in ways.items():
+                found[way] = compared.made(preset, options)
+                if theirs is not None:
+                    ours = f"{found[way].text} | {100 * found[way].same_top:.2f} | {found[way].ppl:.3f}"
+                    said.append(f"| {preset} | {way} | {ours} | {' | '.join(theirs.said(compared.out))} |")
+            print(row(preset, found), flush=True)
+        if said:
+            print("\n| preset | | KLD, quantkit | same top token | PPL | KLD, llama.cpp | same top token | PPL |")
+            print("|---|---|---|---|---|---|---|---|\n" + "\n".join(said))
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 from libllama import Libllama  # noqa: E402
 from quantkit.formats.gguf import Field, write_gguf  # noqa: E402
 from quantkit.types import BY_NAME  # noqa: E402
-from zoo import SEED, ZOO, write_zoo  # noqa: E402
+from zoo import SEED, TABLE, ZOO, write_zoo  # noqa: E402
 
 Shapes = dict[str, tuple[int, ...]]
 E, FF, HEAD, N_HEAD, N_KV, VOCAB, N_CTX = 256, 512, 64, 4, 2, 128, 512
@@ -513,6 +513,48 @@ def hy_v4() -> tuple[dict[str, Any], Shapes]:
     )
 
 
+def streams_of_deepseek4(layer: int, n_embd: int = E) -> Shapes:
+    """Four streams, and how they mix."""
+    shapes: Shapes = {"fn": (4 * n_embd, 24), "base": (24,), "scale": (3,)}
+    return {f"blk.{layer}.hc_{of}_{name}.weight": ne for of in ("attn", "ffn") for name, ne in shapes.items()}
+
+
+def deepseek4() -> tuple[dict[str, Any], Shapes]:
+    """Windows, and beyond them blocks: those that an indexer selects, none, all (there are none yet), selected ones.
+
+    llama.cpp dies if its keys are as long as attention's.
+    """
+    ratios, head, rank, groups, index_head = [4, 0, 128, 4], 64, 64, 2, 128
+    fields = usual(4) | _EXPERTS | _SHARED | _INDEXER | {"attention.head_count_kv": 1, "hash_layer_count": 2}
+    fields |= _yarn(32) | {"expert_gating_func": 4, "attention.key_length": head, "attention.value_length": head}
+    fields |= {"attention.q_lora_rank": 128, "attention.sliding_window": 24, "attention.compress_ratios": ratios}
+    fields |= {"attention.output_group_count": groups, "attention.output_lora_rank": rank, "attention.indexer.top_k": 5}
+    fields |= {"attention.indexer.key_length": index_head}
+    fields |= {"attention.compress_rope_freq_base": 4e4, "swiglu_clamp_exp": [0.5] * 4, "swiglu_clamp_shexp": [0.7] * 4}
+    fields |= {"hyper_connection.count": 4, "hyper_connection.epsilon": 0.2}
+    fields |= {"hyper_connection.sinkhorn_iterations": 3}
+
+    def attention(layer: int) -> Shapes:
+        shapes: Shapes = {"attn_sinks": (N_HEAD,), "attn_q_a": (E, 128), "attn_q_a_norm": (128,)}
+        shapes |= {"attn_q_b": (128, N_HEAD * head), "attn_kv": (E, head), "attn_kv_a_norm": (head,)}
+        shapes |= {"attn_output_a": (N_HEAD * head // groups, rank * groups), "attn_output_b": (rank * groups, E)}
+        kinds = ["attn", "indexer"] if ratios[layer] == 4 else ["attn"] if ratios[layer] else []
+        for kind, n in zip(kinds, (head, index_head), strict=False):
+            width = n * (2 if ratios[layer] == 4 else 1)
+            shapes |= {f"{kind}_compressor_{of}": (E, width) for of in ("kv", "gate")}
+            shapes |= {f"{kind}_compressor_ape": (width, ratios[layer]), f"{kind}_compressor_norm": (n,)}
+        if ratios[layer] == 4:
+            shapes |= {"indexer.proj": (E, 16), "indexer.attn_q_b": (128, 16 * index_head)}
+        return {f"blk.{layer}.{name}.weight": ne for name, ne in shapes.items()}
+
+    def fed(layer: int) -> Shapes:
+        table = one(layer, TABLE, 2, VOCAB) if layer < 2 else {}
+        return mixture(layer, shared=WIDTH, bias="" if table else _CHOICE) | table
+
+    last: Shapes = {"output_hc_fn.weight": (4 * E, 4), "output_hc_base.weight": (4,), "output_hc_scale.weight": (1,)}
+    return fields, ends() | last | layers(4, _norms, attention, fed, streams_of_deepseek4)
+
+
 def grovemoe() -> tuple[dict[str, Any], Shapes]:
     """Two experts share a smaller one."""
     fields = usual(3, expert_group_scale=0.3, experts_per_group=2, expert_chunk_feed_forward_length=WIDTH) | _EXPERTS
@@ -862,7 +904,7 @@ def _own_norms(n: int) -> Shapes:
 
 
 def rwkv6() -> tuple[dict[str, Any], Shapes]:
-    fields = usual(3, "layer_norm_epsilon", rescale_every_n_layers=2) | _WKV | _EXTRA
+    fields = usual(2, "layer_norm_epsilon", rescale_every_n_layers=1) | _WKV | _EXTRA
     del fields["attention.head_count_kv"]
 
     def more(layer: int) -> Shapes:
@@ -870,7 +912,7 @@ def rwkv6() -> tuple[dict[str, Any], Shapes]:
         shapes |= {"channel_mix_receptance": (E, E)}
         return {f"blk.{layer}.{name}.weight": shape for name, shape in shapes.items()}
 
-    return fields, _own_norms(3) | layers(3, lambda i: _rwkv(i, FF), _of_token, more)
+    return fields, _own_norms(2) | layers(2, lambda i: _rwkv(i, FF), _of_token, more)
 
 
 def rwkv6qwen2() -> tuple[dict[str, Any], Shapes]:
@@ -887,9 +929,9 @@ def rwkv6qwen2() -> tuple[dict[str, Any], Shapes]:
 
 
 def rwkv7() -> tuple[dict[str, Any], Shapes]:
-    fields = usual(3, "layer_norm_epsilon") | _WKV | _RANKS
+    fields = usual(2, "layer_norm_epsilon") | _WKV | _RANKS
     del fields["attention.head_count_kv"]
-    return fields, _own_norms(3) | layers(3, lambda i: _rwkv(i, FF), _low_ranks)
+    return fields, _own_norms(2) | layers(2, lambda i: _rwkv(i, FF), _low_ranks)
 
 
 def arwkv7() -> tuple[dict[str, Any], Shapes]:
@@ -1136,6 +1178,7 @@ MODELS: Mapping[str, Callable[[], tuple[dict[str, Any], Shapes]]] = {
     "command-r-dense": command_r,
     "dbrx-moe": dbrx,
     "deci-dense": deci,
+    "deepseek4-moe": deepseek4,
     "dots3note-moe": dots3note,
     "dream-dense": lambda: small(*qwen2vl()),
     "exaone-dense": exaone,
@@ -1215,7 +1258,8 @@ def write_header(name: str) -> None:
     listed = [Field.of("general.architecture", arch), Field.of("tokenizer.ggml.model", "no_vocab")]
     for key, value in fields.items():
         listed.append(Field.of(key[1:] if key.startswith(".") else f"{arch}.{key}", value))
-    tensors = [(key, shape, BY_NAME["F32"], bytes(4 * int(np.prod(shape)))) for key, shape in shapes.items()]
+    types = {key: BY_NAME["I32" if key.endswith(TABLE) else "F32"] for key in shapes}
+    tensors = [(key, shape, types[key], bytes(4 * int(np.prod(shape)))) for key, shape in shapes.items()]
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "model.gguf")
         write_gguf(path, listed, tensors)

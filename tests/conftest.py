@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import gc
 import importlib.util
 import itertools
 import os
@@ -171,6 +172,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     left_out = {i for i in items if i.name.startswith("test_every_kernel_is_understood")}
     config.hook.pytest_deselected(items=[i for i in items if i in left_out])
     items[:] = [i for i in items if i not in left_out]
+
+
+def pytest_collection_finish() -> None:
+    """Let the collector pass over what lives as long as the run: modules, and some ten thousand tests."""
+    gc.collect()
+    gc.freeze()
 
 
 #: Where the seconds that each file took in the last run of all tests are kept.

@@ -72,7 +72,7 @@ class Memory:
     def __del__(self) -> None:
         with host_device.ALONE:
             for stream in Stream.all:
-                if stream.card == self._card:
+                if stream.card == self._card and stream.trouble is self._trouble:
                     stream.flush(quietly=True)  # a pool of memory outlives what was still to be done with it
             self._trouble.taken[self._card] -= self._nbytes
             self._shim.free(self.ptr)
@@ -84,7 +84,7 @@ class Stream:
     def __init__(self, non_blocking: bool = False) -> None:
         assert non_blocking
         Stream.all.append(self)
-        self.ptr, self.card = 6 + len(Stream.all), HERE.card
+        self.ptr, self.card, self.trouble = 6 + len(Stream.all), HERE.card, TROUBLE
         self.captured: list[Work] | None = None
         self.waiting: list[Work] = []
 
@@ -102,24 +102,25 @@ class Stream:
     def moves(self) -> bool:
         """Tell whether the card does the next thing; who waits for one that hangs waits for ever."""
         with host_device.ALONE:
-            if self.card in TROUBLE.hangs and self.waiting:
-                TROUBLE.hangs[self.card] -= 1
-            return TROUBLE.hangs.get(self.card, 0) >= 0
+            if self.card in self.trouble.hangs and self.waiting:
+                self.trouble.hangs[self.card] -= 1
+            return self.trouble.hangs.get(self.card, 0) >= 0
 
     def flush(self, quietly: bool = False) -> None:
         """Do what waits."""
         with host_device.ALONE:
             while self.waiting:
-                assert self.moves(), "this waits for ever"
+                if not self.moves():
+                    raise WaitsForEver
                 try:
-                    TROUBLE.strike(self.card)
+                    self.trouble.strike(self.card)
                 except CUDARuntimeError:
                     self.waiting.clear()
                     if not quietly:
                         raise
                     return
                 self.waiting.pop(0)()
-            if not quietly and TROUBLE.left.get(self.card, 0) < 0:
+            if not quietly and self.trouble.left.get(self.card, 0) < 0:
                 raise CUDARuntimeError("cudaErrorIllegalAddress: an illegal memory access was encountered")
 
     def begin_capture(self, mode: int | None = None) -> None:
@@ -206,6 +207,10 @@ class CUDARuntimeError(RuntimeError):
     pass
 
 
+class WaitsForEver(BaseException):
+    """Somebody asked a card that hangs to wait for it."""
+
+
 class CUDADriverError(RuntimeError):
     pass
 
@@ -218,10 +223,10 @@ def _query(event: int) -> int:
     """cudaEventQuery: 0, or cudaErrorNotReady; what went wrong."""
     stream = Event.all[event - 1].stream
     assert stream is not None
-    if not stream.moves():
-        return 600
     try:
         stream.flush()
+    except WaitsForEver:
+        return 600
     except CUDARuntimeError:
         return 700
     return 0

@@ -17,29 +17,37 @@ from quantkit.kernels.formats import FORMATS
 from quantkit.types import BY_NAME, TensorType
 
 TYPES = [BY_NAME[name] for name in encoders()]
+#: All encoders: types, and whether by ik_llama.cpp's search where there are two.
+ENCODERS = [(t, False) for t in TYPES] + [(BY_NAME[name], True) for name in encoders(ik=True)]
 
 
-def on_device(memory: Memory, t: TensorType, x: np.ndarray, weights: np.ndarray) -> np.ndarray:
+def named(value: object) -> str:
+    """Return the name of a parameter of a test."""
+    return ("ik" if value else "own") if isinstance(value, bool) else str(value)
+
+
+def on_device(memory: Memory, t: TensorType, x: np.ndarray, weights: np.ndarray, ik: bool = False) -> np.ndarray:
     """Encode rows; what is before and after the bytes must stay as it was."""
     rows, n = x.shape
     size = rows * t.row_bytes(n)
     out, work = memory.room((size + 64,), np.uint8), memory.room((working_bytes(t, rows, n),), np.uint8)
     importance = memory.put(weights) if weights.size else 0
-    encode_rows(memory.device, t, memory.put(x), rows, n, out, importance, work)
+    encode_rows(memory.device, t, memory.put(x), rows, n, out, importance, work, ik=ik)
     found = memory.get(out, (size + 64,), np.uint8)
     assert (found[size:] == 255).all()
     return found[:size].reshape(rows, -1)
 
 
-@pytest.mark.parametrize("t", TYPES, ids=str)
-def test_bytes_are_the_cpus(memory: Memory, t: TensorType, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("t", "ik"), ENCODERS, ids=named)
+def test_bytes_are_the_cpus(memory: Memory, t: TensorType, ik: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of rows of every awkward kind; lanes of the last block of threads idle, or blocks take some rows each."""
     blocks, some = (1, 3) if t in SEARCHED else (2 if FORMATS[t.name].grid else 3, 1)
     n = blocks * max(t.block, 32)
     monkeypatch.setattr(trellis, "_WORK", 6 * trellis.trellis_room(t, 1, n) if t in SEARCHED else 0)
     for weights in (NO_WEIGHTS, awkward_imatrix(n, 5)):
         x = within_reach(t, awkward_rows(n, 5)[::some], weights)
-        np.testing.assert_array_equal(on_device(memory, t, x, weights), on_cpu(t, x, weights, None))
+        whose = "ik" if ik else None
+        np.testing.assert_array_equal(on_device(memory, t, x, weights, ik), on_cpu(t, x, weights, whose))
 
 
 @pytest.mark.parametrize("t", [t for t in TYPES if t.row_header], ids=str)
@@ -61,10 +69,10 @@ def test_golden_bytes(memory: Memory, t: TensorType, golden: dict[str, np.ndarra
 
 def test_every_encoder_is_in_the_file_of_its_type() -> None:
     """That of the CPU's encoder, and of the unpacker."""
-    for name, file in encoders().items():
+    for name, file in [*encoders().items(), *((f"{name}_ik", file) for name, file in encoders(ik=True).items())]:
         assert (SOURCES / "unpack" / file).exists()
         twin = SOURCES.parent / "cpu/encode" / file.replace(".cuh", ".py")
-        assert f"encode_{name.lower()}" in twin.read_text()
+        assert f"encode_{name.lower()} " in twin.read_text().replace("(", " ")
         assert f'#include "encode/{file}"' in (SOURCES / "encode/all.cuh").read_text()
 
 

@@ -56,6 +56,14 @@ LAYERS = {
     ),
     "deepseek-moe": (ATTENTION + SHARED, 23),
     "deepseek2-moe": (LATENT + SHARED, 31),
+    # Blocks: their rows, an indexer's and attention's, and those that it selects; streams that mix.
+    "deepseek4-moe": (
+        "mul_mats compress per_head block_write mul_mats compress per_head block_write indexer_scores indexer_select "
+        "window_and_blocks attention per_head mul_mat_heads_to mul_mat select_outputs select_outputs select_outputs "
+        "select_outputs repeat mix row_epilogue mul_mat stream_weights row_epilogue mul_mats_route up_gate_id_to "
+        "mul_mat_id up_gate_to mul_mat row_epilogue repeat mix row_epilogue mul_mat activate shift row_epilogue",
+        153,
+    ),
     "dots1-moe": (ATTENTION + SHARED, 23),
     "dots3note-moe": (
         "mul_mats row_epilogue mul_mats mul_mats per_head indexer_scores indexer_select mul_mat_heads attention "
@@ -252,7 +260,7 @@ LAYERS = {
     "rwkv6-dense": (
         "wkv bonus per_head mul_mat row_epilogue convolve select_outputs select_outputs select_outputs lerp quantize "
         "mul_mat per_head mul_mat lerp quantize mul_mat glu row_epilogue",
-        97,
+        67,
     ),
     "rwkv6qwen2-dense": (
         "convolve lerp mul_mat softcap mul_mat_heads lerp per_head mul_mat mul_mat mul_mat mul_mat mul_mat softcap "
@@ -262,7 +270,7 @@ LAYERS = {
     "rwkv7-dense": (
         "per_head lerp lerp wkv norm bonus mul_mat activate mul_mat per_head mul_mat row_epilogue convolve "
         "select_outputs select_outputs select_outputs lerp quantize mul_mat per_head mul_mat row_epilogue",
-        103,
+        70,
     ),
 }
 

@@ -32,6 +32,7 @@ from quantkit.model.ops import (
     Glu,
     Graph,
     Lerp,
+    Lookup,
     Mix,
     MulMat,
     MulMatId,
@@ -113,13 +114,16 @@ class Changed:
         )
 
 
-#: As many as windows, of 32, do not hide from.
-SOME = TOKENS[:40]
+#: As many as windows, of 32, do not hide from; and where there are none.
+SOME, FEW = TOKENS[:40], TOKENS[:12]
 
 
 def tokens_for(graph: Graph) -> Ints:
-    """Return some tokens; all of them, if they see those after them."""
-    return TOKENS if any(isinstance(op, Attention) and op.mask == "whole" for op in graph.ops) else SOME
+    """Return few tokens; more where there are windows, all of them if they see those after them."""
+    masks = {(op.mask, op.window) for op in graph.ops if isinstance(op, Attention)}
+    if any(mask == "whole" for mask, _ in masks):
+        return TOKENS
+    return SOME if any(mask != "causal" and window < len(SOME) for mask, window in masks) else FEW
 
 
 def logits(reference: Reference, graph: Graph, tokens: Ints) -> Floats:
@@ -326,7 +330,8 @@ def mutants(source: GGUFFile) -> Iterator[tuple[str, Graph]]:
         if mutant is not None:
             yield rewrite.__name__, mutant
     arch = source.get("general.architecture")
-    if source.get(f"{arch}.expert_count"):
+    hashed = any(isinstance(op, Lookup) for op in graph.ops)  # its tables say how many experts a token has
+    if source.get(f"{arch}.expert_count") and not hashed:
         more = Changed(source, expert_used_count=lambda n: n + 1)
         yield "one_expert_more", build_graph(more)  # type: ignore[arg-type]
     if not any(isinstance(op, Rope) for op in graph.ops):

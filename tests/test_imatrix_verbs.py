@@ -335,7 +335,7 @@ def test_what_is_expected_of_every_architecture(name: str) -> None:
     wanted = {t.name for t in expected_tensors(tensors, name.rpartition("-")[0])}
     matrices = {t.name for t in tensors if len(t.shape) > 1 and re.match(r"(blk\..*|output_hc_fn\.)weight$", t.name)}
     small = re.compile(  # never quantized
-        r"ssm_conv1d|shortconv\.conv|_norm|indexer\.[qk]_proj|altup|laurel|mix_(lerp|first|\w+_w\d|[wavg]\d)"
+        r"ssm_conv1d|shortconv\.conv|_norm|indexer\.[qk]_proj|altup|laurel|tid2eid|compressor_ape|mix_(lerp|first|\w+_w\d|[wavg]\d)"
     )
     assert {n for n in matrices - wanted if not small.search(n)} == set()
     assert wanted <= matrices

@@ -451,10 +451,8 @@ def test_the_front_falls_and_has_the_presets(dense: Path, tmp_path: Path) -> Non
 
 
 def test_the_best_few_are_measured_and_the_best_of_them_comes_first(tiny_moe: Path, tmp_path: Path) -> None:
-    quantkit.perplexity(
-        tiny_moe, tokens=np.arange(2, 66), n_ctx=32, save_logits=SaveLogits(tmp_path / "base"), threads=2
-    )
-    check = Check(2, tmp_path / "base", folder=tmp_path, threads=2)
+    quantkit.perplexity(tiny_moe, tokens=np.arange(2, 66), n_ctx=32, save_logits=SaveLogits(tmp_path / "base"))
+    check = Check(2, tmp_path / "base", folder=tmp_path)
     told: list[str] = []
     found = search(
         drawn(tiny_moe, ("Q4_0", "Q8_0")), options=SearchOptions(target_bpw=5), check=check, progress=told.append

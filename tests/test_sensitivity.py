@@ -42,7 +42,7 @@ def ids_of(path: Path) -> npt.NDArray[np.int32]:
 
 
 def options(**more: object) -> SensitivityOptions:
-    given = {"types": ("Q4_0",), "n_ctx": N_CTX, "n_batch": 3 * N_CTX, "threads": 2, **more}
+    given = {"types": ("Q4_0",), "n_ctx": N_CTX, "n_batch": 3 * N_CTX, **more}
     return SensitivityOptions(**given)  # type: ignore[arg-type]
 
 
@@ -51,8 +51,8 @@ def with_groups(model: Path, groups: Sequence[Group], name: str, base: Path, fol
     made = folder / "with.gguf"
     rules = tuple(f"^{t.replace('.', '[.]')}$={name}" for group in groups for t in group.tensors)
     quantize(model, made, "COPY", QuantizeOptions(tensor_type=rules), overwrite=True, threads=2)
-    found = perplexity(made, tokens=ids_of(model), n_ctx=N_CTX, threads=2)
-    return kld(made, base, threads=2).sums.kld.mean.value, found.log_ppl.value
+    found = perplexity(made, tokens=ids_of(model), n_ctx=N_CTX)
+    return kld(made, base).sums.kld.mean.value, found.log_ppl.value
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -64,7 +64,7 @@ def test_costs_are_those_of_files(zoo: Callable[[str], Path], name: str, tmp_pat
     found = sensitivity(model, tmp_path / "s.json", tokens=ids, options=options(n_batch=512))
     assert read_sensitivity(tmp_path / "s.json") == found
     whole = SaveLogits(base, "compact", top_k=1 << 20, residual=0)
-    before = perplexity(model, tokens=ids, n_ctx=N_CTX, threads=2, save_logits=whole).log_ppl.value
+    before = perplexity(model, tokens=ids, n_ctx=N_CTX, save_logits=whole).log_ppl.value
     costs = {c.group: c for c in found.costs}
     assert costs.keys() == {g.name for g in found.groups}
     last = max(g.layer for g in found.groups if g.layer is not None)
@@ -91,8 +91,8 @@ def observed(zoo: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactor
     """An importance matrix and covariances of qwen3moe-moe: of experts there are too few tokens."""
     model, folder = zoo("qwen3moe-moe"), tmp_path_factory.mktemp("observed")
     ids, seen = np.tile(ids_of(model), 5), ImatrixOptions(n_ctx=N_CTX, n_batch=8 * N_CTX)
-    imatrix(model, (), folder / "imatrix.gguf", tokens=ids, options=seen, threads=2)
-    covariance(model, (), folder / "cov.gguf", tokens=ids, options=seen, threads=2)
+    imatrix(model, (), folder / "imatrix.gguf", tokens=ids, options=seen)
+    covariance(model, (), folder / "cov.gguf", tokens=ids, options=seen)
     return folder / "imatrix.gguf", folder / "cov.gguf"
 
 
@@ -166,7 +166,7 @@ def progress(now):
     if count == 20:
         os.kill(os.getpid(), signal.SIGKILL)
 ids = np.load(sys.argv[2])
-options = SensitivityOptions(types=("Q4_0", "Q8_0"), n_ctx=16, n_batch=48, threads=2)
+options = SensitivityOptions(types=("Q4_0", "Q8_0"), n_ctx=16, n_batch=48, threads=1)
 sensitivity(sys.argv[1], sys.argv[3], tokens=ids, options=options, progress=progress)
 """
 
@@ -243,7 +243,7 @@ def test_a_class_in_all_layers(zoo: Callable[[str], Path], observed: tuple[Path,
     """And what an importance matrix tells of experts, which have one type whatever the groups."""
     model, base = zoo("qwen3moe-moe"), tmp_path / "base"
     whole = SaveLogits(base, "compact", top_k=1 << 20, residual=0)
-    perplexity(model, tokens=ids_of(model), n_ctx=N_CTX, threads=2, save_logits=whole)
+    perplexity(model, tokens=ids_of(model), n_ctx=N_CTX, save_logits=whole)
     how = options(groups="class", together=False, n_batch=512, imatrix=observed[0])
     found = sensitivity(model, tmp_path / "s.json", tokens=ids_of(model), options=how)
     assert "ffn_down_exps" in {g.name for g in found.groups}

@@ -154,8 +154,8 @@ class Arch:
     #: Attention logits are capped (Gemma 2), by this where the metadata do not say; so are the model's logits.
     attn_softcap: float = 0.0
     final_softcap: float | None = None
-    #: What ``swiglu_clamp_exp`` and ``_shexp`` limit beside up: the gate ``after`` its activation; or ``before`` it,
-    #: and of experts alone.
+    #: What ``swiglu_clamp_exp`` and ``_shexp`` limit beside up: the gate ``after`` its activation; or ``before`` it; of
+    #: experts alone unless ``before_all``, where the shared one without its key has theirs.
     swiglu_limits: str = ""
     #: ``.scale`` tensors beside weights that llama.cpp multiplies by: of ``ffn``, ``exps``, ``shexp``.
     tensor_scales: frozenset[str] = frozenset()
@@ -164,8 +164,8 @@ class Arch:
     temperature: str = ""
     #: q and k are normalized after rope, without weights (Llama 4 but its largest).
     plain_qk_norm: bool = False
-    #: Several streams run beside the layers (hyper.py).
-    hyper: bool = False
+    #: Several streams run beside the layers (hyper.py), ``alone`` or ``mixed`` with each other.
+    hyper: str = ""
     #: Every token sees all of its sequence (models of diffusion).
     causal: bool = True
     #: The bias of attn_output, which llama.cpp reads from any file, is added.
@@ -202,6 +202,8 @@ class Arch:
     altup: bool = False
     #: As many layers have caches of their own, others share them; 0: as the metadata say.
     own_caches: int = 0
+    #: In the first ``hash_layer_count`` layers a table says which experts a token has.
+    hashed: bool = False
     #: Its prediction layer is one like the others (nextn.py).
     nextn: bool = False
 
@@ -247,6 +249,8 @@ _ROWS = (
          moe=Moe(scaled=True)),
     Arch(name="glm-dsa", nextn=True, rope="normal", attention="mla", indexer="normal", yarn_log=False,
          output_bias=False, moe=Moe(scaled=True, default_gating="sigmoid")),
+    Arch(name="deepseek4", rope="normal", attention="compressed", hyper="mixed", hashed=True,
+         swiglu_limits="before_all", output_bias=False, moe=Moe(scaled=True)),
     Arch(name="mistral4", rope="normal", attention="mla", output_bias=False, moe=_DEEPSEEK),
     Arch(name="deepseek2-ocr", rope="neox", attention="unscaled", output_bias=False,
          moe=Moe(scaled=True, default_gating="softmax")),
@@ -358,7 +362,7 @@ _ROWS = (
          output_bias=False, tensor_scales=_ALL_SCALES, window=Window(period=1, freq_base=10000.0),
          moe=Moe(scaled=True)),
     Arch(name="hy_v4", rope="normal", attention="mla_gated", attention_gate="sigmoid", indexer="normal",
-         indexer_tail=True, hyper=True, swiglu_limits="before", output_bias=False, moe=Moe(scaled=True)),
+         indexer_tail=True, hyper="alone", swiglu_limits="before", output_bias=False, moe=Moe(scaled=True)),
     Arch(name="grovemoe", rope="neox", moe=Moe(gating="softmax", norm=True, chunks=True)),
     Arch(name="llada-moe", rope="neox", causal=False, output_bias=False, moe=_PLAIN),
     Arch(name="rnd1", rope="neox", causal=False, moe=_NORMED),

@@ -194,9 +194,9 @@ def gated(b: Builder, attended: Value, gate: Value | None) -> Value:
     return y
 
 
-def keep(b: Builder, k: Value, v: Value | None) -> Cache:
-    """Keep keys and values, and return their cache."""
-    cache = Cache(f"cache_{b.layer}", k.width, 0 if v is None else v.width)
+def keep(b: Builder, k: Value, v: Value | None, ratio: int = 0) -> Cache:
+    """Keep keys and values, and return their cache; ratio: it has room for blocks of so many positions, too."""
+    cache = Cache(f"cache_{b.layer}", k.width, 0 if v is None else v.width, ratio)
     b.caches.append(cache)
     b.add(CacheWrite(cache=cache, k=k, v=v))
     return cache

@@ -51,7 +51,7 @@ class Builder:
         self.used: set[str] = set()
         #: The positions that the last lightning indexer chose.
         self.selection: Value | None = None
-        self._tables: dict[tuple[RopeConfig, Matrix | None], Value] = {}
+        self._tables: dict[tuple[RopeConfig, Matrix | None, int, bool], Value] = {}
 
     # ------------------------------------------------ tensors
 
@@ -205,12 +205,22 @@ class Builder:
         self.add(SelectOutputs(out=y, x=x))
         return y
 
-    def rope(self, x: Value, config: RopeConfig, head: int, start: int = 0, factors: Matrix | None = None) -> Value:
-        """Rotate every head of x; tables of angles are made once for all layers."""
-        key = (config, factors)
+    def rope(
+        self,
+        x: Value,
+        config: RopeConfig,
+        head: int,
+        start: int = 0,
+        factors: Matrix | None = None,
+        *,
+        step: int = 1,
+        back: bool = False,
+    ) -> Value:
+        """Rotate every head of x; tables of angles are made once for all layers. step, back: as RopeTable has them."""
+        key = (config, factors, step, back)
         if key not in self._tables:
             self._tables[key] = Value(f"angles_{len(self._tables)}", config.n_rot)
-            self.add(RopeTable(out=self._tables[key], config=config, factors=factors))
-        y = self.value(f"{x.name.split('.')[-1]}_rope", x.width, x)
+            self.add(RopeTable(out=self._tables[key], config=config, factors=factors, step=step, back=back))
+        y = self.value(f"{x.name.split('.')[-1]}_{'unrope' if back else 'rope'}", x.width, x)
         self.add(Rope(out=y, x=x, table=self._tables[key], config=config, head=head, start=start))
         return y

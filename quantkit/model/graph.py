@@ -1,9 +1,10 @@
 """One forward pass, written once: a model's tensors and its architecture's row become a list of operations.
 
 ``build_graph`` walks the layers; a layer asks its tensors for what there is (biases, norms, experts, a shared expert)
-and the row of arch.py for what tensors cannot say. The blocks of a layer lie in attention.py, mla.py, delta_net.py,
-gemma4.py, hyper.py, kimi.py, lightning.py, mamba.py, short_convolution.py and feed_forward.py, layers that are other
-altogether in gemma3n.py, residuals.py and rwkv.py; attention blocks are entered in ATTENTION. No backend is known here.
+and the row of arch.py for what tensors cannot say. The blocks of a layer lie in attention.py, mla.py, compressed.py,
+delta_net.py, gemma4.py, hyper.py, kimi.py, lightning.py, mamba.py, short_convolution.py and feed_forward.py, layers
+that are other altogether in gemma3n.py, residuals.py and rwkv.py; attention blocks are entered in ATTENTION. No backend
+is known here.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from quantkit.model import hyper
 from quantkit.model.attention import gqa, gqa_or_one
 from quantkit.model.builder import Builder
 from quantkit.model.check import check_graph
+from quantkit.model.compressed import compressed
 from quantkit.model.delta_net import delta_nets
 from quantkit.model.feed_forward import dense_and_experts, feed_forward
 from quantkit.model.gemma3n import add_altup_layer, merged, streams
@@ -38,6 +40,7 @@ ATTENTION: Mapping[str, Callable[[Builder, Value], Value]] = {
     "mla": mla,
     "mla_plain": mla_plain,
     "mla_gated": mla_gated,
+    "compressed": compressed,
     "delta_nets": delta_nets,
     "mamba": mamba,
     "mamba_hybrid": mamba_hybrid,
@@ -220,7 +223,8 @@ def _add_layer_of_streams(b: Builder, streams: Value) -> Value:
     x, counts = hyper.gather(b, streams, "attn")
     attended = ATTENTION[b.arch.attention](b, b.norm(x, "attn_norm"))
     if b.layer == b.h.n_layer - 1:
-        attended, streams, counts = b.selected(attended), b.selected(streams), b.selected(counts)
+        attended, streams = b.selected(attended), b.selected(streams)
+        counts = tuple(b.selected(each) for each in counts)
     streams = hyper.scatter(b, attended, streams, counts, "attn_residual")
     x, counts = hyper.gather(b, streams, "ffn")
     return hyper.scatter(b, feed_forward(b, b.norm(x, "ffn_norm")), streams, counts, "layer_out")

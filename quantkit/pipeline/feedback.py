@@ -30,7 +30,7 @@ from quantkit.errors import FormatError, RecipeError
 from quantkit.formats.covariance import Covariances
 from quantkit.formats.gguf import Field, ValueType
 from quantkit.kernels.levels import Grouping, all_levels
-from quantkit.pipeline.importance import ALIASES
+from quantkit.pipeline.importance import ALIASES, matrices_of
 from quantkit.types import TensorType
 
 if TYPE_CHECKING:
@@ -230,7 +230,7 @@ class Recorded:
     def inputs(self, tensor: str, entry: str, shape: Sequence[int]) -> RecordedInputs:
         """Return the inputs of a tensor. Raises FormatError if its entry has another size."""
         n, matrices = self.covariances.shape(entry)
-        if (n, matrices) != (shape[0], math.prod(shape[2:])):
+        if (n, matrices) != (shape[0], matrices_of(tensor, shape, n * matrices)):
             raise FormatError(
                 f"{self.name}: entry {entry} has {matrices} matrices of {n} columns, tensor {tensor} needs "
                 f"{math.prod(shape[2:])} of {shape[0]}: it was recorded on another model"

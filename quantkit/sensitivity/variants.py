@@ -17,7 +17,18 @@ from quantkit.formats.gguf import GGUFFile, TensorInfo
 from quantkit.model.backends import Limits
 from quantkit.model.batch import Batch
 from quantkit.model.engine import Model, Programs
-from quantkit.model.ops import Attention, Cache, CacheWrite, Graph, LightningIndexer, Matrix, Op, RopeTable, Value
+from quantkit.model.ops import (
+    Attention,
+    BlockWrite,
+    Cache,
+    CacheWrite,
+    Graph,
+    LightningIndexer,
+    Matrix,
+    Op,
+    RopeTable,
+    Value,
+)
 from quantkit.model.stages import Stage, stages
 
 Values = dict[Value, npt.NDArray[Any]]
@@ -118,7 +129,7 @@ def _apart(ops: Sequence[Op], names: Set[str]) -> tuple[list[Op], list[Op]]:
         reads = op.cache in caches if isinstance(op, Attention | LightningIndexer) else False
         if reads or uses([op], names) or not values.isdisjoint(op.inputs()):
             values.update(op.outputs())
-            if isinstance(op, CacheWrite):
+            if isinstance(op, BlockWrite | CacheWrite):
                 caches.add(op.cache)
             dirty.append(op)
         else:

@@ -269,6 +269,7 @@ static inline float one_nan(float x) { return x == x ? x : as_f32(0x7fffffffu); 
 #define cvt_s32_s8(a) U32((int32_t)(int8_t)(a))
 #define cvt_s64_s32(a) U64((int64_t)S32(a))
 #define cvt_u16_u32(a) ((uint16_t)(a))
+#define cvt_u16_u64(a) ((uint16_t)(a))
 #define cvt_u32_u16(a) U32(a)
 #define cvt_u32_u64(a) U32(a)
 #define cvt_u64_u16(a) ((uint64_t)(a))

@@ -70,7 +70,7 @@ class Cards(Threads):
         if not cards:
             Threads(self._threads).run(ledger, measure=measure)
             return
-        everything = {t.name for t, p, form in on_cards if form.source is p.source.type}
+        everything = {t.name for t, p, form in on_cards if form.source is p.source.type and form.target is t.type}
         everything -= {t.name for t in ledger.to_encode() for p in t.parts if form_of(t, p) is None}
         compile_together(kernel_calls(ledger.to_encode(), measure, frozenset() if self._verify else everything))
         _OneRun(self, ledger, measure, cards, self._checks(ledger, values)).carry_out(self._threads)
@@ -199,4 +199,4 @@ class _OneRun:
                 batches.run(*taken)
         finally:
             self.shares.leave()
-            slot.close(card.hangs)
+            slot.close(card.limit(0), card.hangs)

@@ -22,7 +22,7 @@ from quantkit.types import TensorType
 class Points(NamedTuple):
     """What points a type has: so many of so many values, magnitudes or not, in each of its codebooks."""
 
-    count: int
+    number: int
     size: int
     magnitudes: bool = False
     books: int = 1
@@ -72,8 +72,8 @@ def codebook_arrays(name: str) -> Codebook:
     for i in range(ratios.size):
         ratios[i] = ratio
         ratio *= np.float32(_SCANNED)
-    centers = (_points(lines, size, bias, False) for lines in (of.cells, of.families))
-    return Codebook(_points(of.points, size, bias, size == 4), *centers, of.indices, grid, ratios)
+    cells, families = (_points(lines, size, bias, False) for lines in (of.cells, of.families))
+    return Codebook(_points(of.points, size, bias, size == 4), cells, families, of.indices, grid, ratios)
 
 
 _on_device: WeakKeyDictionary[Device, dict[str, Codebook]] = WeakKeyDictionary()

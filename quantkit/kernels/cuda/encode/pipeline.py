@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from quantkit.helpers import round_up
-from quantkit.kernels.cuda.core.device import Device, Launch, abandon
+from quantkit.kernels.cuda.core.device import Device, DeviceHangs, Launch, abandon
 from quantkit.kernels.cuda.core.kernel import Kernel, Shape
 from quantkit.kernels.cuda.encode.encode import encode_rows, encoders, kernels_of, put_tables, weighs, working_bytes
 from quantkit.kernels.cuda.unpack.dequantize import OUTPUTS, dequantize
@@ -55,15 +55,22 @@ class Lane(Device, Protocol):
 
 
 class Form(NamedTuple):
-    """What rows are, and become: those of one form can go together. A source of F32 needs no decoding."""
+    """What rows are, and become: those of one form can go together. A source of F32 needs no decoding.
+
+    ik: whether by ik_llama.cpp's search, of a type of both trees.
+    """
 
     source: TensorType
     target: TensorType
     n: int
+    ik: bool = False
 
     def kernels(self, weighted: Iterable[bool]) -> list[Kernel]:
         """Return the kernels that rows of this form need; weighted: with importance, without, or both."""
-        found = [not_finite(1).kernel, *(kernel for each in weighted for kernel in kernels_of(self.target, each))]
+        found = [
+            not_finite(1).kernel,
+            *(kernel for each in weighted for kernel in kernels_of(self.target, each, self.ik)),
+        ]
         return found if self.source is _F32 else [*found, dequantize(self.source, self.n, 1).kernel]
 
     def put_tables(self, device: Device) -> None:
@@ -114,9 +121,9 @@ def room_for(form: Form, rows: int) -> Room:
     )
 
 
-def can_encode(t: TensorType) -> bool:
-    """Return whether cards encode type t."""
-    return t.name in encoders()
+def can_encode(t: TensorType, ik: bool = False) -> bool:
+    """Return whether cards encode type t; ``ik``: by ik_llama.cpp's search, where there are two."""
+    return t.name in encoders(ik)
 
 
 def can_decode(t: TensorType) -> bool:
@@ -167,7 +174,7 @@ class Slot:
         d.run([Launch(look.kernel, look.grid, look.kernel.block(x=x, found=self._out, n=rows * n))])
         self._segments, at, row_bytes = [], _HEAD, form.target.row_bytes(n)
         for segment, importance in zip(segments, importances, strict=True):
-            encode_rows(d, form.target, x, segment.rows, n, self._out + at, importance, self._work)
+            encode_rows(d, form.target, x, segment.rows, n, self._out + at, importance, self._work, ik=form.ik)
             self._segments.append((at, segment.rows * row_bytes))
             x += 4 * n * segment.rows
             at = round_up(at + segment.rows * row_bytes, _ALIGNED)
@@ -206,13 +213,21 @@ class Slot:
             return None
         return [self._made[at : at + nbytes] for at, nbytes in self._segments]
 
-    def close(self, hangs: bool = False) -> None:
-        """Give back what it has on the card, whatever became of that; if it ``hangs``, nothing: it may still write."""
+    def close(self, seconds: float = inf, hangs: bool = False) -> None:
+        """Give back what it has on the card, whatever became of that.
+
+        Nothing if the card hangs, as may show within so many seconds: it may still write there.
+        """
+        try:
+            if not hangs:
+                self.device.wait(seconds)
+        except DeviceHangs:
+            hangs = True
+        except Exception:  # it failed, and does nothing more
+            pass
         if hangs:
             abandon(self, self.device, getattr(self.device, "owner", None))
             return
-        with suppress(Exception):
-            self.device.wait()
         for address in self._addresses:
             with suppress(Exception):
                 self.device.free(address)

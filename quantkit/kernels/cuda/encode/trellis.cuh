@@ -6,11 +6,13 @@
 // over a row are those of one lane.
 #pragma once
 #include "encode/trellis_search.cuh"
+#include "unpack/tables.cuh"
 
 // IQ4_NL's values, which scales of IQ1_KT and IQ2_KT are multiples of.
 INLINE float trellis_level(int i) {
-    const uint64_t low = 0xf6eaddcfbfad9881ull, high = 0x7159453526190d01ull;
-    return (float)(int8_t)((i < 8 ? low : high) >> 8 * (i & 7));
+    typedef kvalues_iq4nl T;
+    const uint32_t four = i < 8 ? i < 4 ? T::A : T::B : i < 12 ? T::C : T::D;
+    return (float)(int)((int32_t)(four << (24 - 8 * (i & 3))) >> 24);
 }
 
 // What a row's search keeps: of each 32 values KEPT words of survivors, the values, their weights, two curves of 16, and

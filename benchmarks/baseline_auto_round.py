@@ -1,0 +1,58 @@
+"""Quantize a checkpoint to GGUF with auto-round: run by the Python of an environment that has it.
+
+    python3 -m venv AR; AR/bin/pip install auto-round gguf
+    AR/bin/python benchmarks/baseline_auto_round.py CHECKPOINT CALIBRATION OUT.gguf --format gguf:q4_k_m [--pre gpt-2]
+
+It tunes on windows of the calibration text, as many tokens each as quantkit's chunks have. `--pre` is the name of the
+pre-tokenizer, which auto-round's converter only knows for published models; weights do not depend on it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import time
+from pathlib import Path
+
+import torch
+from auto_round import AutoRound  # type: ignore[import-not-found]
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+
+def main() -> None:
+    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p.add_argument("checkpoint", type=Path)
+    p.add_argument("calibration", type=Path)
+    p.add_argument("output", type=Path)
+    p.add_argument("--format", default="gguf:q4_k_m")
+    p.add_argument("--pre", help="the pre-tokenizer of the file")
+    p.add_argument("--ctx", type=int, default=256)
+    p.add_argument("--chunks", type=int, metavar="N")
+    p.add_argument("--iters", type=int, default=200, help="steps of tuning for each layer; 0: none")
+    given = p.parse_args()
+    if given.pre:
+        from auto_round.export.export_to_gguf.conversion.base import TextModel  # type: ignore[import-not-found]
+
+        TextModel.get_vocab_base_pre = lambda _self, _tokenizer: given.pre
+    folder = given.output.with_suffix(".auto-round")
+    folder.mkdir(parents=True, exist_ok=True)
+    tokenizer = AutoTokenizer.from_pretrained(given.checkpoint)
+    ids = tokenizer(given.calibration.read_text())["input_ids"]
+    windows = [ids[i : i + given.ctx] for i in range(0, len(ids) - given.ctx + 1, given.ctx)][: given.chunks]
+    inputs = torch.tensor(windows)
+    data = [{"input_ids": x, "attention_mask": torch.ones_like(x)} for x in inputs.split(1)]
+    model = AutoModelForCausalLM.from_pretrained(given.checkpoint, dtype=torch.float32)
+    began = time.perf_counter()
+    tuned = AutoRound(
+        model, tokenizer, scheme=given.format, dataset=data, seqlen=given.ctx, nsamples=len(windows),
+        iters=given.iters, device_map="cpu", seed=1,
+    )  # fmt: skip
+    tuned.quantize_and_save(str(folder), format=given.format)
+    made = max(folder.rglob("*.gguf"), key=lambda path: path.stat().st_mtime)
+    shutil.move(made, given.output)
+    print(f"{given.output}: {given.output.stat().st_size} bytes, {len(windows)} windows of {given.ctx} tokens, "
+          f"{time.perf_counter() - began:.0f} s")  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,201 @@
+"""What each part of error feedback is worth: it is left out, or another is put in its place, and all else stays.
+
+    benchmarks/feedback_ablations.py MODEL.gguf CALIBRATION EVALUATION [--presets Q4_K_M,Q2_K] [--text NAME=FILE ..]
+                                     [--rows RE]
+
+Rows of `--feedback` have covariances of the full-precision model, those of `--calibrate` go layer by layer; all have an
+importance matrix of the whole calibration text. Ratios are to the importance matrix alone, token by token, with their
+intervals of 95 %. --text is calibrated on instead, up to --chunks, too. What is left out is replaced where
+quantkit looks it up: a name that is there no more ends the run.
+"""
+
+from __future__ import annotations
+
+import importlib
+import re
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from feedback_kld import Comparison, Measured, arguments, ratio
+from processes import machine, work_folder
+
+from quantkit.imatrix.covariance import Weighting, covariance
+from quantkit.kernels.cpu.feedback.options import Rounding
+from quantkit.kernels.cpu.feedback.sweeps import feed, residuals
+from quantkit.quantize import QuantizeOptions
+from quantkit.sequential.streams import Seen, Streams
+
+Changes = Mapping[str, Any]
+
+OPTIONS, METRIC, ROUNDING = (f"quantkit.kernels.cpu.feedback.{m}" for m in ("options", "metric", "rounding"))
+#: Of the calibration text, where it is cut.
+TOKENS = (1_024, 10_240, 87_808)
+
+FEEDBACK, INPUTS, STREAMS = "quantkit.pipeline.feedback", "quantkit.sequential.inputs", "quantkit.sequential.streams"
+
+
+@dataclass(frozen=True)
+class Row:
+    """A row of the table: what is changed, how many chunks of which text, what tokens count in covariances."""
+
+    name: str
+    calibrate: bool = False
+    changes: Changes = field(default_factory=dict)
+    chunks: int | None = None
+    text: Path | None = None
+    weighting: Weighting = "both"
+
+
+@contextmanager
+def changed(changes: Changes) -> Iterator[None]:
+    """Set names of modules, "module:name" or "module:class.name", for a while."""
+    with ExitStack() as stack:
+        for place, value in changes.items():
+            module, _, name = place.partition(":")
+            owner: Any = importlib.import_module(module)
+            *path, name = name.split(".")
+            for step in path:
+                owner = getattr(owner, step)
+            stack.callback(setattr, owner, name, getattr(owner, name))
+            setattr(owner, name, value)
+        yield
+
+
+def rounding(**options: Any) -> Changes:
+    return {f"{OPTIONS}:Rounding": partial(Rounding, **options)}
+
+
+def damping(value: float) -> Changes:
+    return {f"{FEEDBACK}:DAMPING": value, f"{FEEDBACK}:FEW_DAMPING": value}
+
+
+def order(of: Callable[[Any], Any]) -> Changes:
+    """Visit columns in the order that a function of their variances gives."""
+
+    def visited(variances: Any, grouping: Any) -> Any:
+        if grouping is not None:
+            raise SystemExit("columns that are rounded together have an order of their own: take K types")
+        return of(variances)
+
+    return {f"{METRIC}:visited": visited}
+
+
+def without_feedback(columns: Any, x: Any, u: Any, *rest: Any) -> None:
+    """Round every value by itself, as ``feed`` does with a covariance that has no correlations."""
+    feed(columns, x, np.zeros_like(u), *rest)
+    v, e, c = rest[-3:]
+    residuals(columns, x, v, u, e, c)
+
+
+def no_correction(cross: Any, *_: Any) -> Any:
+    return np.zeros_like(cross)
+
+
+def unweighted(seen: Callable[[Streams, int], list[Seen]]) -> Callable[[Streams, int], list[Seen]]:
+    """Count every token of an expert alike."""
+    return lambda streams, stage: [replace(s, weights=None) for s in seen(streams, stage)]
+
+
+NO_SWEEPS: dict[str, int] = {"sweeps": 0, "most": 0}
+TARGET = {f"{INPUTS}:times_inverse": no_correction}
+PLAIN_EMBEDDINGS = {f"{FEEDBACK}:_is_read_by_row": lambda *_: False}
+PLAIN_ROUTERS = {f"{FEEDBACK}:Feedback.corrected": lambda *_: None}
+ALIKE = {f"{STREAMS}:Streams.seen": unweighted(Streams.seen)}
+NATURAL = order(lambda variances: np.arange(len(variances)))
+#: As GPTQ was published: inputs of the layers quantized so far, their outputs not corrected, tokens of an expert alike,
+#: columns as they come, damping 0.01, scales as they are at first.
+GPTQ = {**TARGET, **PLAIN_ROUTERS, **PLAIN_EMBEDDINGS, **ALIKE, **NATURAL, **damping(0.01), **rounding(**NO_SWEEPS)}
+
+
+def rows(texts: Mapping[str, Path]) -> Iterator[Row]:
+    """Yield the rows of the table."""
+    for tokens in TOKENS:
+        yield Row(f"feedback: {tokens} tokens", chunks=tokens)
+    yield Row("feedback")
+    for name, path in texts.items():
+        yield Row(f"feedback: text: {name}", text=path)
+    yield Row("feedback: levels by sweeps alone, scales kept", changes={
+        f"{ROUNDING}:feed": without_feedback, **rounding(fits=False)})  # fmt: skip
+    yield Row("feedback: fed once, no sweeps", changes=rounding(**NO_SWEEPS))
+    yield Row("feedback: fed and swept, scales kept", changes=rounding(fits=False))
+    yield Row("feedback: not fed, swept, scales fitted", changes={f"{ROUNDING}:feed": without_feedback})
+    yield Row("feedback: two rounds", changes=rounding(rounds=2))
+    yield Row("feedback: embeddings by the reference", changes=PLAIN_EMBEDDINGS)
+    yield Row("feedback: tokens of an expert alike", weighting="tokens")
+    yield Row("feedback: columns as they come", changes=NATURAL)
+    yield Row("feedback: columns of low variance first", changes=order(lambda v: np.argsort(v, kind="stable")))
+    for value in (1e-4, 1e-3, 0.1, 0.3, 1.0):
+        yield Row(f"feedback: damping {value:g}", changes=damping(value))
+    for tokens in TOKENS:
+        yield Row(f"calibrate: {tokens} tokens", True, chunks=tokens)
+    yield Row("calibrate", True)
+    for name, path in texts.items():
+        yield Row(f"calibrate: text: {name}", True, text=path)
+    yield Row("calibrate: GPTQ", True, GPTQ)
+    yield Row("calibrate: targets not corrected", True, {**TARGET, **PLAIN_ROUTERS})
+    yield Row("calibrate: fed once, no sweeps", True, rounding(**NO_SWEEPS))
+    yield Row("calibrate: residual stream left alone", True, {f"{INPUTS}:RESIDUAL": 0.0})
+    yield Row("calibrate: the whole residual", True, {f"{INPUTS}:RESIDUAL": 1.0})
+    yield Row("calibrate: routers left alone", True, PLAIN_ROUTERS)
+    yield Row("calibrate: tokens of an expert alike", True, ALIKE)
+    yield Row("calibrate: embeddings by the reference", True, PLAIN_EMBEDDINGS)
+    for value in (0.01, 0.3):
+        yield Row(f"calibrate: target's damping {value:g}", True, {f"{INPUTS}:TARGET_DAMPING": value})
+
+
+class Ablations:
+    """Rows made and measured."""
+
+    def __init__(self, compared: Comparison) -> None:
+        self.compared, self.given, self.folder = compared, compared.given, compared.folder
+        self._ways = compared.ways()
+
+    def _options(self, row: Row) -> QuantizeOptions:
+        text = row.text or self.given.calibration
+        chunks = self.given.chunks if row.chunks is None else row.chunks // self.given.ctx
+        if row.calibrate:
+            return replace(self._ways["calibrate"], calibrate=(text,), calibrate_chunks=chunks)
+        if (row.text, row.chunks, row.weighting) == (None, None, "both"):
+            return self._ways["feedback"]
+        path, how = self.folder / "other-cov.gguf", replace(self.compared.text, chunks=chunks, overwrite=True)
+        covariance(self.given.model, [text], path, options=how, weighting=row.weighting)
+        return replace(self._ways["feedback"], feedback=path)
+
+    def reference(self, preset: str) -> Measured:
+        return self.compared.made(preset, self._ways["imatrix"])
+
+    def measured(self, row: Row, presets: list[str]) -> list[Measured]:
+        options = self._options(row)
+        with changed(row.changes):
+            return [self.compared.made(preset, options) for preset in presets]
+
+
+def main() -> None:
+    p = arguments()
+    p.set_defaults(presets="Q4_K_M,Q2_K", tensor_type=[])
+    p.add_argument("--text", action="append", default=[], metavar="NAME=FILE", help="also calibrate on this")
+    p.add_argument("--rows", default="", metavar="RE", help="only rows whose name matches")
+    given = p.parse_args()
+    presets = given.presets.split(",")
+    texts = {name: Path(path) for name, path in (pair.split("=", 1) for pair in given.text)}
+    print(machine(), flush=True)
+    with work_folder(None) as folder:
+        ablations = Ablations(Comparison(given, folder))
+        first = [ablations.reference(preset) for preset in presets]
+        print(f"| | {' | ratio | '.join(presets)} | ratio |\n|---|{'---|' * (2 * len(presets))}")
+        print("| imatrix | " + " | | ".join(m.text for m in first) + " | |", flush=True)
+        for row in rows(texts):
+            if not re.search(given.rows, row.name):
+                continue
+            found = ablations.measured(row, presets)
+            cells = [c for m, base in zip(found, first, strict=True) for c in (m.text, ratio(m, base))]
+            print(f"| {row.name} | {' | '.join(cells)} |", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,123 @@
+"""Error feedback at the width and with the experts of a real model, of weights that are drawn, on correlated inputs.
+
+    benchmarks/feedback_experts.py TEXT [--layers 1] [--experts 128] [--ff 768] [--tokens N] [--types Q4_K,Q2_K]
+
+A model as `scripts/make_moe.py` writes it (2048 columns; the shapes of Qwen3-30B-A3B) gets embeddings with the spectrum
+that inputs of trained models have: eigenvalues fall as 1/i over three decades, columns differ, and some are massive.
+`quantkit imatrix --covariance` and `quantkit quantize --feedback` run as a user runs them, as processes; what each
+took, and the loss of every kind of tensor to that of the reference's encoder, in the metric of its covariance.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from bench_feedback import covariance
+from processes import Outcome, machine, make_moe, quantkit, run, work_folder
+
+from quantkit.evaluate import perplexity
+from quantkit.formats.covariance import Covariances
+from quantkit.formats.gguf import open_model
+
+F64 = npt.NDArray[np.float64]
+
+
+def correlate(path: Path) -> None:
+    """Give the embeddings rows with such a covariance, and the norms weights that differ."""
+    model = open_model(path)
+    rng = np.random.default_rng(1)
+    n, count = model.tensors["token_embd.weight"].shape
+    root = np.linalg.cholesky(covariance(n, n) + 1e-6 * np.eye(n))
+    rows = rng.standard_normal((count, n)) @ root.T
+    with open(path, "r+b") as file:
+        for name, tensor in model.tensors.items():
+            if name == "token_embd.weight":
+                data = (rows / rows.std()).astype(np.float16)
+            elif name.endswith(("attn_norm.weight", "ffn_norm.weight")):
+                data = np.exp(0.3 * rng.standard_normal(n)).astype(np.float32)
+            else:
+                continue
+            assert data.nbytes == tensor.nbytes
+            file.seek(tensor.offset)
+            file.write(data.tobytes())
+
+
+def spectrum(h: F64) -> str:
+    """Say how the eigenvalues of a covariance fall: the share of the first hundredth and the first tenth of them."""
+    found = np.sort(np.linalg.eigvalsh(h))[::-1]
+    shares = [found[: max(1, len(found) // part)].sum() / found.sum() for part in (100, 10)]
+    return " / ".join(f"{share:.0%}" for share in shares)
+
+
+def took(what: str, outcome: Outcome) -> None:
+    """Print what a process took."""
+    done = outcome.checked(what)
+    print(f"{what}: {done.seconds:.0f} s, {done.cpu_seconds:.0f} s of processors, peak memory "
+          f"{done.peak_rss / 2**20:.0f} MiB", flush=True)  # fmt: skip
+
+
+def rows(report: dict[str, Any], columns: dict[str, int]) -> Iterator[str]:
+    """Yield a row of the table for each tensor."""
+    for tensor in report["tensors"]:
+        fed = [m for m in tensor["matrices"] if m["damping"] is not None]
+        ratios = np.array([m["loss_after"] / m["loss_before"] for m in fed])
+        if not len(fed) or not np.isfinite(ratios).all():
+            yield f"| {tensor['name']} | {tensor['type']} | {len(fed)} of {len(tensor['matrices'])} | no figures |"
+            continue
+        tokens = np.percentile([m["tokens"] for m in tensor["matrices"]], [0, 50, 100])
+        better = sum(m["rows_better"] for m in fed) / sum(m["rows"] for m in fed)
+        spread = f"{ratios.min():.3f} to {ratios.max():.3f}"
+        yield (
+            f"| {tensor['name']} | {columns.get(tensor['name'], 0)} | {tensor['type']} | "
+            f"{len(fed)} of {len(tensor['matrices'])} | {' / '.join(f'{t:.0f}' for t in tokens)} | "
+            f"{np.exp(np.log(ratios).mean()):.3f} | {spread} | {better:.2%} |"
+        )
+
+
+def main() -> None:
+    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p.add_argument("text", type=Path)
+    p.add_argument("--layers", type=int, default=1)
+    p.add_argument("--experts", type=int, default=128)
+    p.add_argument("--ff", type=int, default=768)
+    p.add_argument("--tokens", type=int, default=98_304)
+    p.add_argument("--types", default="Q4_K,Q2_K")
+    p.add_argument("--max-ram", default="4G")
+    p.add_argument("--folder", type=Path, help="keep the files here")
+    given = p.parse_args()
+    print(machine(), flush=True)
+    with work_folder(given.folder) as folder:
+        model, sums, im = folder / "moe.gguf", folder / "cov.gguf", folder / "im.gguf"
+        make_moe(model, *(f"--{name}={getattr(given, name)}" for name in ("layers", "experts", "ff")))
+        correlate(model)
+        took("imatrix --covariance", run(quantkit(
+            "imatrix", "-m", model, "-f", given.text, "-o", im, "--covariance", sums, "--covariance-of", "router",
+            "-c", "512", "--chunks", str(given.tokens // 512), "--max-ram", given.max_ram, "--no-ppl", "--overwrite",
+        )))  # fmt: skip
+        known = Covariances(sums)
+        for entry in dict.fromkeys(known.entries.values()):
+            print(f"  {entry}: {known.shape(entry)[0]} columns, the largest 1 % / 10 % of the eigenvalues are "
+                  f"{spectrum(known.matrix(entry, 0))} of their sum", flush=True)  # fmt: skip
+        columns = {name: tensor.shape[0] for name, tensor in open_model(model).tensors.items()}
+        print(f"{sums.name}: {sums.stat().st_size / 2**20:.0f} MiB")
+        whole = perplexity(model, given.text.read_bytes(), n_ctx=512, chunks=4).ppl.value
+        for name in given.types.split(","):
+            out = folder / "out.gguf"
+            done = run(quantkit("quantize", "--imatrix", im, "--feedback", sums, "--pure", "--max-ram", given.max_ram,
+                                "--overwrite", "--json", model, out, name))  # fmt: skip
+            took(f"quantize --feedback, {name}", done)
+            print("| tensor | columns | type | fed | tokens, least / median / most | loss | of single matrices | rows "
+                  "better |\n|---|---|---|---|---|---|---|---|")  # fmt: skip
+            print("\n".join(rows(json.loads(done.stdout)["feedback"], columns)), flush=True)
+            found = perplexity(out, given.text.read_bytes(), n_ctx=512, chunks=4).ppl.value
+            print(f"perplexity of 4 chunks: {found:.1f}, of the source {whole:.1f}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
