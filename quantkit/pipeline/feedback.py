@@ -42,7 +42,7 @@ F32 = npt.NDArray[np.float32]
 #: columns a covariance is not of full rank, and feedback does harm.
 DAMPING, FEW_DAMPING, ENOUGH = 0.02, 0.1, 4
 #: The version of the method, in files: raised when other bytes come of it.
-METHOD = 1
+METHOD = 2
 EMBEDDING, ROUTER = "token_embd.weight", ".ffn_gate_inp.weight"
 #: Values of a row that are chosen together where all columns count alike.
 _ALIKE = 256
