@@ -14,9 +14,27 @@ import shutil
 import time
 from pathlib import Path
 
-import torch
-from auto_round import AutoRound  # type: ignore[import-not-found]
-from transformers import AutoModelForCausalLM, AutoTokenizer
+
+def tune(given: argparse.Namespace, folder: Path) -> int:
+    """Leave a GGUF file in a folder; return the number of windows."""
+    import torch
+    from auto_round import AutoRound  # type: ignore[import-not-found]
+    from auto_round.export.export_to_gguf.conversion.base import TextModel  # type: ignore[import-not-found]
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    if given.pre:
+        TextModel.get_vocab_base_pre = lambda _self, _tokenizer: given.pre
+    tokenizer = AutoTokenizer.from_pretrained(given.checkpoint)
+    ids = tokenizer(given.calibration.read_text())["input_ids"]
+    windows = [ids[i : i + given.ctx] for i in range(0, len(ids) - given.ctx + 1, given.ctx)][: given.chunks]
+    data = [{"input_ids": x, "attention_mask": torch.ones_like(x)} for x in torch.tensor(windows).split(1)]
+    model = AutoModelForCausalLM.from_pretrained(given.checkpoint, dtype=torch.float32)
+    tuned = AutoRound(
+        model, tokenizer, scheme=given.format, dataset=data, seqlen=given.ctx, nsamples=len(windows),
+        iters=given.iters, device_map="cpu", seed=1,
+    )  # fmt: skip
+    tuned.quantize_and_save(str(folder), format=given.format)
+    return len(windows)
 
 
 def main() -> None:
@@ -30,27 +48,14 @@ def main() -> None:
     p.add_argument("--chunks", type=int, metavar="N")
     p.add_argument("--iters", type=int, default=200, help="steps of tuning for each layer; 0: none")
     given = p.parse_args()
-    if given.pre:
-        from auto_round.export.export_to_gguf.conversion.base import TextModel  # type: ignore[import-not-found]
-
-        TextModel.get_vocab_base_pre = lambda _self, _tokenizer: given.pre
     folder = given.output.with_suffix(".auto-round")
     folder.mkdir(parents=True, exist_ok=True)
-    tokenizer = AutoTokenizer.from_pretrained(given.checkpoint)
-    ids = tokenizer(given.calibration.read_text())["input_ids"]
-    windows = [ids[i : i + given.ctx] for i in range(0, len(ids) - given.ctx + 1, given.ctx)][: given.chunks]
-    inputs = torch.tensor(windows)
-    data = [{"input_ids": x, "attention_mask": torch.ones_like(x)} for x in inputs.split(1)]
-    model = AutoModelForCausalLM.from_pretrained(given.checkpoint, dtype=torch.float32)
     began = time.perf_counter()
-    tuned = AutoRound(
-        model, tokenizer, scheme=given.format, dataset=data, seqlen=given.ctx, nsamples=len(windows),
-        iters=given.iters, device_map="cpu", seed=1,
-    )  # fmt: skip
-    tuned.quantize_and_save(str(folder), format=given.format)
+    windows = tune(given, folder)
     made = max(folder.rglob("*.gguf"), key=lambda path: path.stat().st_mtime)
     shutil.move(made, given.output)
-    print(f"{given.output}: {given.output.stat().st_size} bytes, {len(windows)} windows of {given.ctx} tokens, "
+    shutil.rmtree(folder)
+    print(f"{given.output}: {given.output.stat().st_size} bytes, {windows} windows of {given.ctx} tokens, "
           f"{time.perf_counter() - began:.0f} s")  # fmt: skip
 
 

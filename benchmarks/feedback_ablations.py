@@ -114,11 +114,7 @@ GPTQ = {**TARGET, **PLAIN_ROUTERS, **PLAIN_EMBEDDINGS, **ALIKE, **NATURAL, **dam
 
 def rows(texts: Mapping[str, Path]) -> Iterator[Row]:
     """Yield the rows of the table."""
-    for tokens in TOKENS:
-        yield Row(f"feedback: {tokens} tokens", chunks=tokens)
     yield Row("feedback")
-    for name, path in texts.items():
-        yield Row(f"feedback: text: {name}", text=path)
     yield Row("feedback: levels by sweeps alone, scales kept", changes={
         f"{ROUNDING}:feed": without_feedback, **rounding(fits=False)})  # fmt: skip
     yield Row("feedback: fed once, no sweeps", changes=rounding(**NO_SWEEPS))
@@ -131,21 +127,27 @@ def rows(texts: Mapping[str, Path]) -> Iterator[Row]:
     yield Row("feedback: columns of low variance first", changes=order(lambda v: np.argsort(v, kind="stable")))
     for value in (1e-4, 1e-3, 0.1, 0.3, 1.0):
         yield Row(f"feedback: damping {value:g}", changes=damping(value))
-    for tokens in TOKENS:
-        yield Row(f"calibrate: {tokens} tokens", True, chunks=tokens)
+    yield from calibrated_on("feedback", texts)
     yield Row("calibrate", True)
-    for name, path in texts.items():
-        yield Row(f"calibrate: text: {name}", True, text=path)
-    yield Row("calibrate: GPTQ", True, GPTQ)
     yield Row("calibrate: targets not corrected", True, {**TARGET, **PLAIN_ROUTERS})
-    yield Row("calibrate: fed once, no sweeps", True, rounding(**NO_SWEEPS))
+    yield Row("calibrate: GPTQ", True, GPTQ)
     yield Row("calibrate: residual stream left alone", True, {f"{INPUTS}:RESIDUAL": 0.0})
     yield Row("calibrate: the whole residual", True, {f"{INPUTS}:RESIDUAL": 1.0})
     yield Row("calibrate: routers left alone", True, PLAIN_ROUTERS)
+    yield Row("calibrate: fed once, no sweeps", True, rounding(**NO_SWEEPS))
     yield Row("calibrate: tokens of an expert alike", True, ALIKE)
     yield Row("calibrate: embeddings by the reference", True, PLAIN_EMBEDDINGS)
     for value in (0.01, 0.3):
         yield Row(f"calibrate: target's damping {value:g}", True, {f"{INPUTS}:TARGET_DAMPING": value})
+    yield from calibrated_on("calibrate", texts)
+
+
+def calibrated_on(way: str, texts: Mapping[str, Path]) -> Iterator[Row]:
+    """Yield rows of fewer and of more tokens, and of other texts."""
+    for tokens in TOKENS:
+        yield Row(f"{way}: {tokens} tokens", way == "calibrate", chunks=tokens)
+    for name, path in texts.items():
+        yield Row(f"{way}: text: {name}", way == "calibrate", text=path)
 
 
 class Ablations:
