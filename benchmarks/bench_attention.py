@@ -128,6 +128,7 @@ def layer(team: Team, shape: tuple[int, int, int, int, bool], kind: str, n_ctx: 
         alibi=0.0,
         selected=0,
         n_selected=0,
+        ratio=0,
         scratch=-(-scratch // 64) * 64,
     )
     tape = Tape(team, batch, [(attention, block)])

@@ -3,8 +3,9 @@ docs/cluster.md against both.
 
     benchmarks/bench_ray.py                     a model of 3 GB, to Q4_K_M, IQ4_XS and IQ3_S
 
-A cluster runs on this machine (local_cluster.py): first one node with all CPUs, then a node for every CPU. It is there
-before the clock starts, as a cluster is; workers are not: each command starts its own. Commands are processes, from
+A cluster runs on this machine (local_cluster.py): first one node with all CPUs, of which the driver is the only worker;
+then a node for every CPU, apart from the driver. It is there before the clock starts, as a cluster is; workers are not:
+each command starts its own. Commands are processes, from
 start to exit, in turns; the median counts. All run once before, so that the input is in the page cache and kernels are
 compiled. The outputs must be one file, byte for byte; both are flushed to the disk. CPU seconds, which other programs
 disturb less, are those of the command and, with Ray, of its workers and of Ray's own processes meanwhile.
@@ -69,14 +70,15 @@ def measured(
     }
 
 
-def predicted(nbytes: int, threads: float, start: Mapping[str, float]) -> float:
+def predicted(nbytes: int, threads: float, start: Mapping[str, float], *, batches: bool) -> float:
     """Return T = S + max(W / (n c e), the driver) + E of docs/cluster.md for cores that threads keep busy so long.
 
-    ``start``: S and E together, with Ray and on threads. Reading and writing are in what threads take.
+    ``start``: S and E together, with Ray and on threads. Reading and writing are in what threads take. The driver's own
+    node has no ``batches``.
     """
     work, jobs = max(0.0, threads - start["threads"]), nbytes / VALUE / JOB
-    share = BATCH / (BATCH + BETWEEN + FLUSH)
-    driver = jobs * DRIVER_JOB + work / BATCH * DRIVER_BATCH
+    share = BATCH / (BATCH + BETWEEN + FLUSH) if batches else 1.0
+    driver = jobs * DRIVER_JOB + work / BATCH * DRIVER_BATCH * batches
     return start["Ray"] + max(work / share, driver)
 
 
@@ -100,17 +102,18 @@ def main() -> None:
         print("| type | nodes | threads, s | Ray, s | / threads | CPU, s | Ray: CPU, s | predicted, s | off by |")
         print("|---|---|---|---|---|---|---|---|---|", flush=True)
         starts = []
-        for layout in [[cpus]] if options.one_node else [[cpus], [[cpu] for cpu in cpus]]:
-            with LocalCluster(folder, layout) as cluster:
+        for layout in [[]] if options.one_node else [[], [[cpu] for cpu in cpus]]:
+            with LocalCluster(folder, layout, head=[] if layout else cpus) as cluster:
                 ways = {"threads": ["--threads", str(len(cpus))], "Ray": ["--ray", cluster.address]}
                 start = {name: m.wall for name, m in measured(options, cluster, small, "Q4_0", ways).items()}
-                starts.append(f"{len(layout)} node{'s' * (len(layout) > 1)}: {start['Ray']:.2f} s")
+                nodes = len(layout) or 1
+                starts.append(f"{nodes} node{'s' * (nodes > 1)}: {start['Ray']:.2f} s")
                 for to in options.to:
                     found = measured(options, cluster, model, to, ways)
                     ours, theirs = found["Ray"], found["threads"]
-                    told = predicted(nbytes, theirs.wall, start)
+                    told = predicted(nbytes, theirs.wall, start, batches=bool(layout))
                     print(
-                        f"| {to} | {len(layout)} | {theirs.wall:.2f} | {ours.wall:.2f} | {ours.wall / theirs.wall:.2f} "
+                        f"| {to} | {nodes} | {theirs.wall:.2f} | {ours.wall:.2f} | {ours.wall / theirs.wall:.2f} "
                         f"| {theirs.cpu:.1f} | {ours.cpu:.1f} | {told:.2f} | {100 * (told / ours.wall - 1):+.0f} % |",
                         flush=True,
                     )

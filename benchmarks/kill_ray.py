@@ -2,10 +2,11 @@
 
     benchmarks/kill_ray.py --trials 50
 
-As kill_resume.py, on a cluster of two nodes of this machine (local_cluster.py). A trial kills a worker process, a node
-with all that is on it, which starts again a little later, or the driver; the first two must end by themselves with the
-right file. A driver that was killed is resumed, on the cluster or, as often, by threads. Only kills that hit a run
-count: one that comes when its program has ended, or no worker is left to kill, is tried again.
+As kill_resume.py, on a cluster of two nodes of this machine (local_cluster.py), and a head, whose share the driver does
+itself. A trial kills a worker process, a node with all that is on it, which starts again a little later, or the driver;
+the first two must end by themselves with the right file. A driver that was killed is resumed, on the cluster or, as
+often, by threads. Only kills that hit a run count: one that comes when its program has ended, or no worker is left to
+kill, is tried again.
 """
 
 from __future__ import annotations
@@ -83,7 +84,7 @@ def main() -> None:
     rng = random.Random(options.seed)
     cpus = sorted(os.sched_getaffinity(0))
     halves = [cpus[: max(1, len(cpus) // 2)], cpus[len(cpus) // 2 :]]
-    with work_folder(options.work) as folder, LocalCluster(folder, halves) as cluster:
+    with work_folder(options.work) as folder, LocalCluster(folder, halves, head=halves[0]) as cluster:
         model = make_moe(folder / "model.gguf", "--size", options.size, "--experts", "16")
         output = folder / "killed.gguf"
         threads = quantkit("quantize", "--json", model, output, options.to)
@@ -95,7 +96,8 @@ def main() -> None:
         tensors = len(json.loads(outcome.stdout)["tensors"])
         case = Case(command, output, expected, tensors, outcome.seconds)
         same = sha256(output) == expected
-        print(f"{machine()}\nreference: {outcome.seconds:.2f} s on {len(halves)} nodes, {tensors} tensors, ", end="")
+        print(f"{machine()}\nreference: {outcome.seconds:.2f} s on {len(halves)} nodes and the driver, ", end="")
+        print(f"{tensors} tensors, ", end="")
         print("the bytes of threads" if same else "OTHER BYTES than threads", flush=True)
         killed: list[Killed] = []
         missed = 0

@@ -1,4 +1,4 @@
-"""A Ray cluster on this machine: a head without CPUs, and nodes, each with CPUs and kernels of its own.
+"""A Ray cluster on this machine: a head, and nodes, each with CPUs and kernels of its own.
 
 Nodes can be killed and started again. What they print lies in ``folder``.
 """
@@ -20,10 +20,15 @@ from types import TracebackType
 
 
 class LocalCluster:
-    """A cluster with a node for each list of CPUs; a context, in which ``address`` is what --ray takes."""
+    """A cluster with a node for each list of CPUs; a context, in which ``address`` is what --ray takes.
 
-    def __init__(self, folder: Path, cpus: Sequence[Sequence[int]], port: int = 6411) -> None:
-        self.folder, self.cpus = folder, cpus
+    Drivers run on the head, which may have CPUs, too.
+    """
+
+    def __init__(
+        self, folder: Path, cpus: Sequence[Sequence[int]], *, head: Sequence[int] = (), port: int = 6411
+    ) -> None:
+        self.folder, self.cpus, self.head = folder, cpus, head
         self.address = f"127.0.0.1:{port}"
         # A token of this cluster alone, for its nodes and for the drivers that this process starts.
         os.environ |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
@@ -36,7 +41,7 @@ class LocalCluster:
         port = self.address.rpartition(":")[2]
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # nodes have process groups of their own
         try:
-            self._head = self._start("head", ["--head", "--port", port, "--include-dashboard=false"], [])
+            self._head = self._start("head", ["--head", "--port", port, "--include-dashboard=false"], self.head)
             self.wait(0)
             for number in range(len(self.cpus)):  # one by one: they would take each other's ports
                 self._nodes.append(self._start_node(number))
@@ -58,7 +63,7 @@ class LocalCluster:
         if name == "head":
             common.append(f"--temp-dir={self._temporary}")
         environment = {**os.environ, "RAY_USAGE_STATS_ENABLED": "0"}
-        if cpus:
+        if cpus and name != "head":
             # Kernels of its own, as a machine of its own has.
             environment["QUANTKIT_CACHE"] = str(self.folder / f"kernels-{name}")
         pinned = ["taskset", "-c", ",".join(map(str, cpus))] if cpus else []
@@ -77,7 +82,8 @@ class LocalCluster:
         return self._start(name, [f"--address={self.address}", f"--node-name={name}"], self.cpus[number])
 
     def wait(self, count: int) -> None:
-        """Wait until so many nodes with CPUs are there."""
+        """Wait until so many nodes with CPUs are there, beside the head."""
+        count += bool(self.head)
         script = (
             "import ray, time\n"
             f"ray.init(address='{self.address}', log_to_driver=False, logging_level='ERROR')\n"

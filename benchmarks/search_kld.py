@@ -1,13 +1,16 @@
 """What a searched recipe gains: divergence from the full-precision model, at the size of each preset.
 
-    benchmarks/search_kld.py MODEL.gguf S.json IMATRIX.gguf TEXT [--skip N] [--feedback COV.gguf] [--plot FILE]
+    benchmarks/search_kld.py MODEL.gguf S.json IMATRIX.gguf TEXT [--skip N] [--check N] [--feedback COV.gguf]
+        [--calibrate TEXT] [--plot FILE]
 
 Made with the same importance matrix, and measured on a text of which the first N chunks (those of S.json, if it is the
 same text) are left out: each preset; what `quantkit search` finds for the bytes of its file; and, for the same bytes,
 the allocation of least squared error of the weights, weighted by the importance matrix and summed over all weights,
-which is the criterion of llama.cpp's PR #15550. The solver and the types are the same for both. Ratios are paired token
-by token, with intervals of 95 %. At last, how well the predictions rank and match all of these files, and
-some drawn at random.
+which is the criterion of llama.cpp's PR #15550. The solver and the types are the same for both. With --check, the best
+few of a search are measured on the first N chunks of the text, and the best of these is taken. --feedback searches by
+the costs that S.json has with error feedback, and makes files with it; --calibrate makes the same allocation again,
+calibrated layer by layer. Ratios are paired token by token, with intervals of 95 %. At last, how well the predictions
+rank and match all of these files, and some drawn at random.
 """
 
 from __future__ import annotations
@@ -26,18 +29,19 @@ from processes import machine, work_folder
 import quantkit
 from quantkit.cli.plot import Points, Scatter, check_plot, draw
 from quantkit.compare import TensorComparison
-from quantkit.evaluate import SaveLogits
+from quantkit.evaluate import KldSums, SaveLogits
 from quantkit.formats.gguf import open_model
 from quantkit.pipeline.plan import Plan
 from quantkit.pipeline.recipe import Rule
 from quantkit.quantize import QuantizeOptions, plan_quantize, run_quantize
-from quantkit.search import SearchOptions
+from quantkit.search import Allocation, SearchOptions
 from quantkit.search.find import Finder
 from quantkit.search.space import Space
 from quantkit.search.sweep import predicted
 from quantkit.sensitivity.file import Cost, Sensitivity, read_sensitivity
 from quantkit.types import TensorType
 
+FED, CALIBRATED = "searched, feedback", "searched, calibrated"
 PRESETS = "Q5_K_M,Q4_K_M,IQ4_XS,Q3_K_M,IQ3_XXS,Q2_K,IQ2_XXS"
 
 
@@ -50,6 +54,10 @@ class Row:
     predicted: float
     measured: Measured
 
+    @property
+    def mean(self) -> float:
+        return float(self.measured.klds.mean(dtype=np.float64))
+
 
 class Runs:
     """Files made, measured and replaced, in a folder that has the base logits."""
@@ -58,15 +66,30 @@ class Runs:
         self.given, self.folder = given, folder
         with quantkit.load(given.model) as model:
             tokens = np.asarray(model.tokenizer.encode(given.text.read_bytes()))
-        base, rest = SaveLogits(folder / "base"), tokens[given.skip * given.ctx :]
+        first, rest = tokens[: given.skip * given.ctx], tokens[given.skip * given.ctx :]
+        base = SaveLogits(folder / "base")
         quantkit.perplexity(given.model, tokens=rest, n_ctx=given.ctx, chunks=given.chunks, save_logits=base)
+        if given.check > 1:
+            quantkit.perplexity(given.model, tokens=first, n_ctx=given.ctx, save_logits=SaveLogits(folder / "first"))
 
     def plan(self, type_name: str, options: QuantizeOptions) -> Plan:
         return plan_quantize(self.given.model, self.folder / "out.gguf", type_name, options)
 
-    def row(self, kind: str, plan: Plan, expected: float) -> Row:
+    def sums(self, plan: Plan, base: str = "base") -> KldSums:
+        """Make a file, and return its divergence on the text, or on the ``first`` chunks of it."""
         run_quantize(plan, overwrite=True, threads=self.given.threads, cache=self.folder / "cache")
-        sums = quantkit.kld(self.folder / "out.gguf", self.folder / "base", threads=self.given.threads).sums
+        return quantkit.kld(self.folder / "out.gguf", self.folder / base, threads=self.given.threads).sums
+
+    def best(self, finder: Finder, nbytes: int) -> Allocation | None:
+        """Return the best allocation of a size; of several that are checked that which measures best."""
+        if self.given.check < 2:
+            return finder.of_size(nbytes)
+        finder.options = replace(finder.options, target_size=nbytes)
+        found = list(finder.best(self.given.check))
+        return min(found, key=lambda each: self.sums(self.plan(each.type_name, each.options), "first").kld.mean.value)
+
+    def row(self, kind: str, plan: Plan, expected: float) -> Row:
+        sums = self.sums(plan)
         found = Measured(np.concatenate(sums.klds), sums.same_top_p.value, sums.nll.ppl.value, 0.0)
         return Row(kind, plan.nbytes, expected, found)
 
@@ -117,16 +140,16 @@ def spearman(a: npt.ArrayLike, b: npt.ArrayLike) -> float:
 
 
 def picture(rows: Sequence[Row]) -> Scatter:
-    """Return predicted against measured divergence; x is a negative logarithm, which leaves room for the legend."""
+    """Return predicted against measured divergence, both on logarithmic axes, with the line where they are equal."""
     kinds = []
     for kind in dict.fromkeys(row.kind for row in rows):
         some = [row for row in rows if row.kind == kind]
-        x, y = ([-math.log10(row.predicted) for row in some], [float(row.measured.klds.mean()) for row in some])
-        kinds.append(Points(kind, x, y))
-    ends = [min(row.predicted for row in rows), max(row.predicted for row in rows)]
-    kinds.append(Points("equal", [-math.log10(end) for end in ends], ends, joined=True))
-    return Scatter("Predicted and measured divergence", "-log10 of the predicted divergence (nats)",
-                   "measured divergence (nats)", kinds)  # fmt: skip
+        kinds.append(Points(kind, [row.predicted for row in some], [row.mean for row in some]))
+    both = [value for row in rows for value in (row.predicted, row.mean)]
+    ends = [min(both), max(both)]
+    kinds.append(Points("equal", ends, ends, joined=True))
+    axes = "predicted divergence (nats)", "measured divergence (nats)"
+    return Scatter("Predicted and measured divergence", *axes, kinds, log_x=True)
 
 
 def main() -> None:
@@ -136,6 +159,8 @@ def main() -> None:
     p.add_argument("imatrix", type=Path)
     p.add_argument("text", type=Path)
     p.add_argument("--feedback", type=Path, metavar="COV.gguf", help="also make what is searched with error feedback")
+    p.add_argument("--calibrate", type=Path, metavar="TEXT", help="and calibrated on this text, layer by layer")
+    p.add_argument("--check", type=int, default=1, metavar="N", help="measure the best N of a search, take the best")
     p.add_argument("--skip", type=int, default=0, metavar="N", help="leave out the first N chunks of the text")
     p.add_argument("--presets", default=PRESETS)
     p.add_argument("--random", type=int, default=12, metavar="N", help="allocations drawn at random")
@@ -147,40 +172,47 @@ def main() -> None:
     kind = None if given.plot is None else check_plot(given.plot)
     print(machine(), flush=True)
     known = read_sensitivity(given.sensitivity)
+    fed_costs = any(cost.feedback for cost in known.costs)
     options = SearchOptions(imatrix=given.imatrix)
     with work_folder(None) as folder, open_model(given.model) as source:
         runs = Runs(given, folder)
         space = Space(known, source, options)
-        finders = {
-            "searched": Finder(space),
-            "error of weights": Finder(Space(by_error_of_weights(known, given, folder), source, options)),
+        spaces = {
+            "searched": space,
+            "error of weights": Space(by_error_of_weights(known, given, folder), source, options),
         }
         if given.feedback is not None:
-            finders["searched, feedback"] = Finder(Space(known, source, replace(options, feedback=given.feedback)))
+            spaces[FED] = Space(known, source, replace(options, feedback=given.feedback))
+        columns = [*spaces, *([CALIBRATED] if given.feedback is not None and given.calibrate is not None else [])]
         rows: list[Row] = []
-        print(f"| preset | bytes | its divergence | {' | ratio | '.join(finders)} | ratio |")
-        print(f"|---|---|---|{'---|---|' * len(finders)}")
+        print(f"| preset | bytes | its divergence | {' | ratio | '.join(columns)} | ratio |")
+        print(f"|---|---|---|{'---|---|' * len(columns)}")
         for name in given.presets.split(","):
             plan = runs.plan(name, QuantizeOptions(imatrix=given.imatrix))
             first = runs.row("preset", plan, predicted(space, plan) or math.nan)
             rows.append(first)
             cells = [name, str(plan.nbytes), first.measured.text]
-            for label, finder in finders.items():
-                found = finder.of_size(plan.nbytes)
+            for label, of in spaces.items():
+                found = runs.best(Finder(of), plan.nbytes)
                 if found is None:
                     cells += ["-", "-"]
                     continue
                 plan_of = runs.plan(found.type_name, found.options)
-                known_well = label != "searched, feedback"  # costs are those without it
-                rows.append(runs.row(label, plan_of, predicted(space, plan_of) or math.nan if known_well else math.nan))
+                of_known = space if label != FED else of if fed_costs else None
+                expected = None if of_known is None else predicted(of_known, plan_of)
+                rows.append(runs.row(label, plan_of, expected or math.nan))
                 cells += [rows[-1].measured.text, ratio(rows[-1].measured, first.measured)]
+                if label == FED and given.calibrate is not None:
+                    again = replace(found.options, feedback=None, calibrate=(given.calibrate,), calibrate_ctx=given.ctx)
+                    rows.append(runs.row(CALIBRATED, runs.plan(found.type_name, again), math.nan))
+                    cells += [rows[-1].measured.text, ratio(rows[-1].measured, first.measured)]
             print(f"| {' | '.join(cells)} |", flush=True)
         for picks in drawn(space, given.random):
             title = space.title(picks)
             plan = runs.plan(title, space.quantize_options(title, space.rules(picks)))
             rows.append(runs.row("random", plan, space.kld(picks)))
     rows = [row for row in rows if math.isfinite(row.predicted)]
-    told = [row.predicted for row in rows], [float(row.measured.klds.mean(dtype=np.float64)) for row in rows]
+    told = [row.predicted for row in rows], [row.mean for row in rows]
     off = np.log(told[1]) - np.log(told[0])
     print(f"\n{len(rows)} files: rank correlation of predicted and measured {spearman(*told):.4f};")
     print(f"measured / predicted {math.exp(off.mean()):.3f}, spread of that a factor of {math.exp(off.std()):.3f}")

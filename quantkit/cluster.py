@@ -10,21 +10,24 @@ the time, so those that join late are used. A batch may run twice, and must do t
 from __future__ import annotations
 
 import atexit
+import gc
 import hashlib
 import importlib
 import os
+import secrets
 import socket
 import sys
+import threading
 import time
 import traceback
 from collections import deque
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from types import ModuleType
-from typing import Any, NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 from quantkit import errors
 from quantkit.errors import ClusterError, QuantkitError, ResourceError
@@ -38,7 +41,7 @@ RETRIES, ATTEMPTS = 2, 3
 PATIENCE = 60.0
 #: Threads of a worker process that encodes: few for the interpreter's lock, many for memory; see docs/cluster.md.
 WIDTH = 8
-_LOOK_SECONDS, _WAIT_SECONDS = 1.0, 0.5
+_LOOK_SECONDS, _WAIT_SECONDS, _TAKE_SECONDS = 1.0, 0.5, 1.0
 #: How long a cluster may take to accept a connection.
 _ANSWER_SECONDS = 10.0
 
@@ -62,11 +65,22 @@ class Node:
     flying: int = 0
     #: Bytes, or what else counts, that it has done.
     done: int = 0
+    #: Whether this process runs there, and how many CPUs it uses itself.
+    here: bool = False
+    own: int = 0
 
-    def divide(self, cpus: int, width: int) -> None:
-        """Give ``cpus`` of its CPUs to workers, at most ``width`` to each, and no GPU."""
+    def divide(self, cpus: int, width: int, *, cards: bool = False) -> None:
+        """Give ``cpus`` of its CPUs to workers, at most ``width`` to each; where this process runs, it is one of them.
+
+        cards: let one worker have all, with the GPUs, where there are some.
+        """
+        if cards and self.gpus:
+            self.width = cpus
+            return
         self.workers = -(-cpus // width)
         self.width, self.gpus = cpus // self.workers, 0
+        if self.here:
+            self.workers, self.own = self.workers - 1, self.width
 
 
 class Work(Protocol):
@@ -99,6 +113,20 @@ class Work(Protocol):
         """Tell the user."""
 
 
+class Here(Protocol):
+    """What this process does of the work itself, as one of the workers of its node."""
+
+    @property
+    def busy(self) -> bool:
+        """Whether it does something, or waits for what nodes may bring back."""
+
+    def keep(self, batch: Any) -> None:
+        """Take a batch for which no other worker is left."""
+
+    def rest(self, seconds: float) -> None:
+        """Wait so long, or until it is busy no more."""
+
+
 class _Reply(NamedTuple):
     """What comes back: ``kind`` is done, refused, failed, disk or broken."""
 
@@ -121,6 +149,7 @@ class _Run:
 
     work: Work
     task: Callable[[Node, Any], Any]
+    here: Here | None
     nodes: dict[str, Node] = field(default_factory=dict)
     refused: dict[str, str] = field(default_factory=dict)
     flights: dict[Any, _Flight] = field(default_factory=dict)
@@ -131,12 +160,17 @@ class _Run:
 
 
 def _ray() -> ModuleType:
+    collects = gc.isenabled()
+    gc.disable()  # saves a seventh of the time: modules are no garbage
     try:
         import ray
     except ImportError as e:
         raise ResourceError(
             f"--ray needs the package ray, which is not installed here ({e}): pip install 'gguf-quantkit[ray]'"
         ) from None
+    finally:
+        if collects:
+            gc.enable()
     return ray  # type: ignore[no-any-return]
 
 
@@ -185,17 +219,56 @@ def _name_of(node: Mapping[str, Any]) -> str:
     return str(given if given and given != node["NodeManagerAddress"] else node["NodeManagerHostname"])
 
 
+#: Held by who connects this process, or disconnects it.
+_TURN = threading.Lock()
+
+
+def connect_ahead(address: str, then: Callable[[Cluster], None]) -> None:
+    """Connect while this process does something else, and call ``then``; the next ``Cluster`` waits for it.
+
+    Raises ResourceError at once if nothing answers; what else fails, the next ``Cluster`` raises.
+    """
+    if address == "local":  # what it starts is to end with this process: Ray sees to it in the main thread only
+        then(Cluster(address))
+        return
+    _check(address)
+    _check_answers(address)
+
+    def connect() -> None:
+        try:
+            with suppress(Exception):
+                then(Cluster(address, _turn=nullcontext()))
+        finally:
+            _TURN.release()
+
+    _TURN.acquire()
+    threading.Thread(target=connect, name="connect").start()
+
+
+def _check(address: str) -> ModuleType:
+    """Return Ray. Raises ResourceError without it, and for an address that cannot be."""
+    ray = _ray()
+    if address.startswith("ray://"):
+        raise ResourceError(f"--ray {address}: run on a machine of the cluster, by its address HOST:PORT, or auto")
+    return ray
+
+
 class Cluster:
-    """A connection to a cluster, which lasts until the process ends.
+    """A connection to a cluster, which lasts until the process ends, or leaves.
 
     ``address`` is HOST:PORT, or "auto" for the cluster that this machine belongs to ($RAY_ADDRESS, if it is set), or
     "local" for one of this machine and process alone.
     """
 
-    def __init__(self, address: str = "auto") -> None:
-        self._ray = ray = _ray()
-        if address.startswith("ray://"):
-            raise ResourceError(f"--ray {address}: run on a machine of the cluster, by its address HOST:PORT, or auto")
+    #: Whether it was one of these that has connected this process.
+    _ours: ClassVar[bool] = False
+
+    def __init__(self, address: str = "auto", *, _turn: AbstractContextManager[Any] = _TURN) -> None:
+        self._ray = ray = _check(address)
+        with _turn:
+            self._connect(ray, address)
+
+    def _connect(self, ray: ModuleType, address: str) -> None:
         if not ray.is_initialized():
             own: dict[str, Any] = {}
             if address == "local":
@@ -217,58 +290,97 @@ class Cluster:
                     f"--ray {address}: {reason}; `ray start --head` starts a cluster, --ray local one of this "
                     "machine for this run alone"
                 ) from None
+            Cluster._ours = True
             # Ray's own hook, which runs after this one, would first sleep for half a second.
             atexit.register(ray.shutdown)
             # What Ray says of nodes and memory would go to standard output, which is that of --json.
             with suppress(AttributeError):
                 ray._private.worker.print_to_stdstream = _print_to_stderr
 
+    def leave(self) -> None:
+        """Disconnect this process, if one of these has connected it, while it does something else."""
+        if not Cluster._ours:
+            return
+        Cluster._ours = False
+
+        def disconnect() -> None:
+            try:
+                self._ray.shutdown()
+            finally:
+                _TURN.release()
+
+        _TURN.acquire()
+        threading.Thread(target=disconnect, name="disconnect").start()
+
     def nodes(self) -> dict[str, Node]:
         """Return the living nodes that have CPUs, by id."""
         found = [n for n in self._ray.nodes() if n["Alive"] and int(n["Resources"].get("CPU", 0)) > 0]
-        hosts = [_name_of(n) for n in found]
+        hosts, own = [_name_of(n) for n in found], self._ray.get_runtime_context().get_node_id()
         return {
             n["NodeID"]: Node(
                 n["NodeID"],
                 host if hosts.count(host) == 1 else f"{host}/{n['NodeID'][:8]}",
                 int(n["Resources"]["CPU"]),
                 int(n["Resources"].get("GPU", 0)),
+                here=n["NodeID"] == own,
             )
             for n, host in zip(found, hosts, strict=True)
         }
 
-    def prepare(self, function: str, threads: int | None, width: int) -> None:
+    def prepare(self, function: str, threads: int | None, width: int, *, cards: bool = False) -> None:
         """Start the workers that ``Node.divide`` makes of each node, and call ``function``, MODULE:NAME, in them.
 
         It returns at once; batches that come meanwhile wait, each for the worker that it will run in.
         """
-        send = self._task("", None)
+        send = self._task("", lambda: None)
         for node in self.nodes().values():
-            node.divide(min(node.cpus, threads or node.cpus), width)
+            node.divide(min(node.cpus, threads or node.cpus), width, cards=cards)
             for _ in range(node.workers):
                 send(node, function)
-        with suppress(ImportError):  # ray.shutdown does; now, while workers start, it costs nobody anything
-            importlib.import_module("ray.dag.compiled_dag_node")
 
-    def run(self, work: Work) -> dict[str, Node]:
+    @contextmanager
+    def taken(self, node: Node, cpus: int, wanted: Callable[[], bool]) -> Iterator[bool]:
+        """Let this process have CPUs of its node, which Ray gives to nobody meanwhile.
+
+        Waits for them; gives False if they are not ``wanted`` any more.
+        """
+        from ray.util import placement_group, placement_group_table, remove_placement_group
+
+        while wanted():
+            # The node is a wish: where it has no room, the group waits, or is made elsewhere.
+            group = placement_group([{"CPU": cpus}], strategy="STRICT_PACK", _soft_target_node_id=node.id)
+            try:
+                while not (ready := group.wait(_TAKE_SECONDS)) and wanted():
+                    pass
+                if ready and placement_group_table(group)["bundles_to_node_id"][0] == node.id:
+                    yield True
+                    return
+            finally:
+                remove_placement_group(group)
+            time.sleep(_WAIT_SECONDS)
+        yield False
+
+    def run(self, work: Work, here: Here | None = None) -> dict[str, Node]:
         """Do work on all nodes; return those that took part. On return no batch is under way.
+
+        here: what this process does itself, for which its node has ``own`` CPUs.
 
         Raises what a batch raised on a node, with the node's name, and ClusterError when no node is left.
         """
-        shared = self._ray.put((work.begin, work.shared))
-        run = _Run(work, self._task(shared.hex(), shared))
+        shared = cache(lambda: self._ray.put((work.begin, work.shared)))  # nobody needs it where there is no worker
+        run = _Run(work, self._task(secrets.token_hex(16), shared), here)
         try:
             while not work.stopped:
                 self._look(run)
                 self._give(run)
-                if not run.flights and not run.again and not self._is_left(run):
+                if not (run.flights or run.again or run.here and run.here.busy or self._is_left(run)):
                     break
                 self._take(run)
         finally:
             self._end(run)
         return run.nodes
 
-    def _task(self, run: str, shared: Any) -> Callable[[Node, Any], Any]:
+    def _task(self, run: str, shared: Callable[[], Any]) -> Callable[[Node, Any], Any]:
         """Return a function that sends a batch of a run to a node; "" is the run of what comes before one."""
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy as On
 
@@ -281,7 +393,7 @@ class Cluster:
                 max_retries=RETRIES,
                 scheduling_strategy=On(node.id, soft=False),
             )
-            return placed.remote(_sources(), run, [shared], node.width, batch)
+            return placed.remote(_sources(), run, [shared()], node.width, batch)
 
         return send
 
@@ -304,6 +416,9 @@ class Cluster:
 
     def _give(self, run: _Run) -> None:
         """Fill up the nodes, every worker's first batch before the second."""
+        if run.here is not None and run.here.busy and not any(node.workers for node in self._usable(run)):
+            while run.again:
+                run.here.keep(run.again.popleft()[0])
         for depth in range(1, AHEAD + 1):
             for node in self._usable(run):
                 while node.flying < depth * node.workers:
@@ -328,8 +443,11 @@ class Cluster:
     def _take(self, run: _Run) -> None:
         """Wait for results, and take them."""
         if not run.flights:
-            self._is_left(run)
-            time.sleep(_WAIT_SECONDS)
+            if run.here is not None and run.here.busy:
+                run.here.rest(_WAIT_SECONDS)
+            else:
+                self._is_left(run)
+                time.sleep(_WAIT_SECONDS)
             return
         run.alone_since = None
         ready, _ = self._ray.wait(list(run.flights), timeout=_WAIT_SECONDS)

@@ -95,6 +95,7 @@ class QuantizeOptions:
     calibrate: tuple[Path, ...] = ()
     calibrate_ctx: int = 512
     calibrate_chunks: int | None = None
+    balance: bool = False
     like: Path | None = None
     ready_rules: tuple[Rule, ...] = ()
     recipe: tuple[Path, ...] = ()
@@ -248,7 +249,7 @@ def check_options(type: str, options: QuantizeOptions) -> None:  # noqa: A002
     """Raise what is wrong with the options, before any file is opened."""
     exclusive = (
         *(("keep_split", "split_max_size"), ("merge_up_gate", "split_up_gate"), ("repack", "unrepack")),
-        *(("feedback", "calibrate"), ("prune_layers", "calibrate")),
+        *(("feedback", "calibrate"), ("prune_layers", "calibrate"), ("imatrix", "balance")),
     )
     for pair in exclusive:
         if all(getattr(options, name) not in (None, False, ()) for name in pair):
@@ -260,6 +261,8 @@ def check_options(type: str, options: QuantizeOptions) -> None:  # noqa: A002
         raise RecipeError("TYPE LIKE needs the file of --like")
     if options.like is not None and options.pure:
         raise RecipeError("--pure is about the mixture of a preset, and --like takes its place: give one of them")
+    if options.balance and not options.calibrate:
+        raise RecipeError("--balance needs the inputs of weights, and --calibrate has them: give a text")
     check_encoder(options.encoder)
     _check_repack(options)
 
@@ -285,10 +288,11 @@ def plan_from(
     _check_source(draft)
     if like is not None:
         like.check(str(draft.key("general.architecture")))
+    draft.feedback, draft.executor, draft.source = _feedback(source, options)
+    source = draft.source
     draft.taken = _taken(draft)
     _load_importance(draft)
     draft.like = None if like is None else like.pruned(draft.renamed)
-    draft.feedback, draft.executor = _feedback(source, options)
     request = _request(draft)
     tensors, choices = _choose(draft, request)
     _lint(draft, request, tensors, choices)
@@ -582,15 +586,18 @@ def _with_feedback(draft: _Draft, chosen: Sequence[Chosen]) -> list[Chosen]:
     return made
 
 
-def _feedback(source: Source, options: QuantizeOptions) -> tuple[Feedback | None, Callable[[Threads], Executor] | None]:
-    """Return what says which inputs tensors have, from a file of covariances or by running a text, and what runs it."""
+def _feedback(
+    source: Source, options: QuantizeOptions
+) -> tuple[Feedback | None, Callable[[Threads], Executor] | None, Source]:
+    """Return what says which inputs tensors have, by a file of covariances or by running a text; what runs it; and
+    the source as it is to be read."""
     if not options.calibrate:
-        return None if options.feedback is None else Feedback(Recorded(options.feedback)), None
+        return None if options.feedback is None else Feedback(Recorded(options.feedback)), None, source
     from quantkit.sequential import Calibration, Foreseen
 
-    text = Calibration(options.calibrate, options.calibrate_ctx, options.calibrate_chunks)
+    text = Calibration(options.calibrate, options.calibrate_ctx, options.calibrate_chunks, options.balance)
     known = Foreseen(source.paths[0], text)
-    return Feedback(known), known.executor
+    return Feedback(known), known.executor, known.source(source)
 
 
 _WHOSE = {

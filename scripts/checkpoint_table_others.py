@@ -124,6 +124,11 @@ OTHERS = (
         "model_type": "maple", "num_experts": 4, "nope_on_global_attention": True, "sliding_window": 8,
         "partial_rotary_factor": 0.5, "layer_types": ["sliding_attention", "sliding_attention", "full_attention"]},
         decoder({"0-2": NORMS + ATTENTION + HEAD_NORMS + EXPERTS})),
+    written("talkie", "TalkieForCausalLM", HEAD | {"model_type": "talkie", "num_key_value_heads": 4},
+        of("model.", "embed:640x64") | {"lm_head": [640, 64], "lm_head_gain.w_g": [1]} | of(
+            "model.blocks.{0-2}.", "attn.attn_query:64x64 attn.attn_key:64x64 attn.attn_value:64x64"
+            " attn.attn_resid:64x64 mlp.mlp_gate:128x64 mlp.mlp_linear:128x64 mlp.mlp_resid:64x128"
+            " attn.head_gain.head_g!:4 attn_gain.a_g!:1 mlp_gain.a_g!:1 embed_skip.a_g!:1")),
     written("sarvam-moe", "SarvamMoEForCausalLM", MIXTURE | HEAD | {
         "model_type": "sarvam_moe", "num_experts": 4, "num_shared_experts": 1, "first_k_dense_replace": 1,
         "moe_shared_expert_intermediate_size": 32, "routed_scaling_factor": 2.5, "norm_topk_prob": True,
@@ -385,4 +390,15 @@ OTHERS = (
         " self_attn.time_maa_g!:1x1x64 self_attn.time_maa_w1!:64x160 self_attn.time_maa_w2!:5x32x64"
         " self_attn.time_decay!:1x1x64 self_attn.time_decay_w1!:64x64 self_attn.time_decay_w2!:64x64"
         " self_attn.gate:64x64"})),
+    written("arwkv7", "RwkvHybridForCausalLM", {
+        "model_type": "rwkv_hybrid", "head_size": 64, "wkv_version": 7, "wkv_has_gate": True,
+        "wkv_has_group_norm": False}, decoder({
+            "0-2": NORMS + DENSE + "".join(f" self_attn.time_mixer.x_{c}!:1x1x64" for c in "rwkvag")
+            + " self_attn.time_mixer.w0!:1x1x64"
+            " self_attn.time_mixer.w1!:64x64 self_attn.time_mixer.w2!:64x64 self_attn.time_mixer.a0!:1x1x64"
+            " self_attn.time_mixer.a1!:64x64 self_attn.time_mixer.a2!:64x64 self_attn.time_mixer.g1!:64x128"
+            " self_attn.time_mixer.g2!:128x64 self_attn.time_mixer.k_k!:1x1x64 self_attn.time_mixer.k_a!:1x1x64"
+            " self_attn.time_mixer.r_k!:1x64 self_attn.time_mixer.receptance:64x64 self_attn.time_mixer.key:64x64"
+            " self_attn.time_mixer.value:64x64 self_attn.time_mixer.output:64x64",
+            "1-2": " self_attn.time_mixer.v0!:1x1x64 self_attn.time_mixer.v1!:64x32 self_attn.time_mixer.v2!:32x64"})),
 )  # fmt: skip

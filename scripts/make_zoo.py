@@ -24,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 from libllama import Libllama  # noqa: E402
 from quantkit.formats.gguf import Field, write_gguf  # noqa: E402
 from quantkit.types import BY_NAME  # noqa: E402
-from zoo import SEED, ZOO, write_zoo  # noqa: E402
+from zoo import SEED, TABLE, ZOO, write_zoo  # noqa: E402
 
 Shapes = dict[str, tuple[int, ...]]
 E, FF, HEAD, N_HEAD, N_KV, VOCAB, N_CTX = 256, 512, 64, 4, 2, 128, 512
@@ -513,6 +513,60 @@ def hy_v4() -> tuple[dict[str, Any], Shapes]:
     )
 
 
+def streams_of_deepseek4(layer: int, n_embd: int = E) -> Shapes:
+    """Four streams, and how they mix."""
+    shapes: Shapes = {"fn": (4 * n_embd, 24), "base": (24,), "scale": (3,)}
+    return {f"blk.{layer}.hc_{of}_{name}.weight": ne for of in ("attn", "ffn") for name, ne in shapes.items()}
+
+
+def deepseek4() -> tuple[dict[str, Any], Shapes]:
+    """Windows, and beyond them blocks: those that an indexer selects, none, all (there are none yet), selected ones.
+
+    llama.cpp dies if its keys are as long as attention's.
+    """
+    ratios, head, rank, groups, index_head = [4, 0, 128, 4], 64, 64, 2, 128
+    fields = usual(4) | _EXPERTS | _SHARED | _INDEXER | {"attention.head_count_kv": 1, "hash_layer_count": 2}
+    fields |= _yarn(32) | {"expert_gating_func": 4, "attention.key_length": head, "attention.value_length": head}
+    fields |= {"attention.q_lora_rank": 128, "attention.sliding_window": 24, "attention.compress_ratios": ratios}
+    fields |= {"attention.output_group_count": groups, "attention.output_lora_rank": rank, "attention.indexer.top_k": 5}
+    fields |= {"attention.indexer.key_length": index_head}
+    fields |= {"attention.compress_rope_freq_base": 4e4, "swiglu_clamp_exp": [0.5] * 4, "swiglu_clamp_shexp": [0.7] * 4}
+    fields |= {"hyper_connection.count": 4, "hyper_connection.epsilon": 0.2}
+    fields |= {"hyper_connection.sinkhorn_iterations": 3}
+
+    def attention(layer: int) -> Shapes:
+        shapes: Shapes = {"attn_sinks": (N_HEAD,), "attn_q_a": (E, 128), "attn_q_a_norm": (128,)}
+        shapes |= {"attn_q_b": (128, N_HEAD * head), "attn_kv": (E, head), "attn_kv_a_norm": (head,)}
+        shapes |= {"attn_output_a": (N_HEAD * head // groups, rank * groups), "attn_output_b": (rank * groups, E)}
+        kinds = ["attn", "indexer"] if ratios[layer] == 4 else ["attn"] if ratios[layer] else []
+        for kind, n in zip(kinds, (head, index_head), strict=False):
+            width = n * (2 if ratios[layer] == 4 else 1)
+            shapes |= {f"{kind}_compressor_{of}": (E, width) for of in ("kv", "gate")}
+            shapes |= {f"{kind}_compressor_ape": (width, ratios[layer]), f"{kind}_compressor_norm": (n,)}
+        if ratios[layer] == 4:
+            shapes |= {"indexer.proj": (E, 16), "indexer.attn_q_b": (128, 16 * index_head)}
+        return {f"blk.{layer}.{name}.weight": ne for name, ne in shapes.items()}
+
+    def fed(layer: int) -> Shapes:
+        table = one(layer, TABLE, 2, VOCAB) if layer < 2 else {}
+        return mixture(layer, shared=WIDTH, bias="" if table else _CHOICE) | table
+
+    last: Shapes = {"output_hc_fn.weight": (4 * E, 4), "output_hc_base.weight": (4,), "output_hc_scale.weight": (1,)}
+    return fields, ends() | last | layers(4, _norms, attention, fed, streams_of_deepseek4)
+
+
+def talkie() -> tuple[dict[str, Any], Shapes]:
+    """Norms without weights, factors of heads and of what a layer gives; the model's input in every layer."""
+
+    def gains(layer: int) -> Shapes:
+        shapes: Shapes = {"attn_q_norm.weight": (1, N_HEAD), "layer_output_scale.weight": (1,)}
+        shapes |= {"attn_output.scale": (1,), "ffn_down.scale": (1,)}
+        return {f"blk.{layer}.{name}": ne for name, ne in shapes.items()}
+
+    fields = usual(3, logit_scale=0.7, rope__dimension_count=HEAD)
+    return fields, ends(norm=False) | layers(3, attention, dense, gains)
+
+
 def grovemoe() -> tuple[dict[str, Any], Shapes]:
     """Two experts share a smaller one."""
     fields = usual(3, expert_group_scale=0.3, experts_per_group=2, expert_chunk_feed_forward_length=WIDTH) | _EXPERTS
@@ -824,6 +878,87 @@ def kimi_linear() -> tuple[dict[str, Any], Shapes]:
     )
 
 
+def _rwkv(layer: int, channels: int = 0, n_head: int = N_HEAD, *, norms: bool = True) -> Shapes:
+    """Return what both versions of time mixing have; channels: columns of those that a layer mixes, too."""
+    shapes: Shapes = {f"time_mix_{name}.weight": (E, E) for name in ("receptance", "output")}
+    shapes |= {f"time_mix_{name}.weight": (E, n_head * HEAD) for name in ("key", "value")}
+    if norms:
+        shapes |= {"time_mix_ln.weight": (E,), "time_mix_ln.bias": (E,)}
+    if channels:
+        shapes |= {"channel_mix_lerp_k.weight": (E, 1, 1), "channel_mix_key.weight": (E, channels)}
+        shapes |= {"channel_mix_value.weight": (channels, E)}
+    return {f"blk.{layer}.{name}": shape for name, shape in shapes.items()}
+
+
+def _of_token(layer: int, low: int = 32, slow: int = 64) -> Shapes:
+    """Return what RWKV 6 mixes and decays by."""
+    shapes: Shapes = {"lerp_x": (E, 1, 1), "lerp_fused": (E, 1, 1, 5), "w1": (E, 5 * low), "w2": (low, E, 5)}
+    shapes |= {"decay": (E,), "decay_w1": (E, slow), "decay_w2": (slow, E), "gate": (E, E)}
+    return {f"blk.{layer}.time_mix_{name}.weight": shape for name, shape in shapes.items()}
+
+
+def _low_ranks(layer: int, rank: int = 32, *, gate: bool = True) -> Shapes:
+    """Return what RWKV 7 mixes, decays, learns and gates by."""
+    shapes: Shapes = {"lerp_fused": (E, 1, 1, 6 if gate else 5)} | {f"{c}0": (E,) for c in "wav"}
+    shapes |= {f"{c}1": (E, rank) for c in "wavg"[: 3 + gate]} | {f"{c}2": (rank, E) for c in "wavg"[: 3 + gate]}
+    shapes |= dict.fromkeys(("k_k", "k_a", "r_k"), (E,))
+    return {f"blk.{layer}.time_mix_{name}.weight": shape for name, shape in shapes.items()}
+
+
+_WKV: dict[str, Any] = {"wkv.head_size": HEAD, "attention.head_count": 0, "context_length": N_CTX}
+_RANKS = {f"attention.{name}_lora_rank": 32 for name in ("decay", "iclr", "value_residual_mix", "gate")}
+_EXTRA = {"time_mix_extra_dim": 32, "time_decay_extra_dim": 64}
+
+
+def _own_norms(n: int) -> Shapes:
+    shapes = ends(bias=True) | {"token_embd_norm.weight": (E,), "token_embd_norm.bias": (E,)}
+    return shapes | layers(n, lambda i: norms(i, "attn_norm", "attn_norm_2", bias=True))
+
+
+def rwkv6() -> tuple[dict[str, Any], Shapes]:
+    fields = usual(2, "layer_norm_epsilon", rescale_every_n_layers=1) | _WKV | _EXTRA
+    del fields["attention.head_count_kv"]
+
+    def more(layer: int) -> Shapes:
+        shapes: Shapes = {"time_mix_first": (HEAD, N_HEAD), "channel_mix_lerp_r": (E, 1, 1)}
+        shapes |= {"channel_mix_receptance": (E, E)}
+        return {f"blk.{layer}.{name}.weight": shape for name, shape in shapes.items()}
+
+    return fields, _own_norms(2) | layers(2, lambda i: _rwkv(i, FF), _of_token, more)
+
+
+def rwkv6qwen2() -> tuple[dict[str, Any], Shapes]:
+    fields = usual(2, token_shift_count=1) | _WKV | _EXTRA
+    biases = {"receptance": E, "key": N_KV * HEAD, "value": N_KV * HEAD}
+    return fields, ends() | layers(
+        2,
+        lambda i: norms(i, "attn_norm", "ffn_norm"),
+        lambda i: _rwkv(i, n_head=N_KV, norms=False),
+        lambda i: {f"blk.{i}.time_mix_{name}.bias": (n,) for name, n in biases.items()},
+        _of_token,
+        dense,
+    )
+
+
+def rwkv7() -> tuple[dict[str, Any], Shapes]:
+    fields = usual(2, "layer_norm_epsilon") | _WKV | _RANKS
+    del fields["attention.head_count_kv"]
+    return fields, _own_norms(2) | layers(2, lambda i: _rwkv(i, FF), _low_ranks)
+
+
+def arwkv7() -> tuple[dict[str, Any], Shapes]:
+    """Without gates and norms of heads."""
+    fields = usual(2, token_shift_count=1) | _WKV | _RANKS | {"attention.gate_lora_rank": 0}
+    del fields["attention.head_count_kv"]
+    return fields, ends() | layers(
+        2,
+        lambda i: norms(i, "attn_norm", "ffn_norm"),
+        lambda i: _rwkv(i, norms=False),
+        lambda i: _low_ranks(i, gate=False),
+        dense,
+    )
+
+
 def gemma3n(n: int = 6) -> tuple[dict[str, Any], Shapes]:
     """Sizes are those that llama.cpp has as constants; layers from the 21st on would share caches."""
     e, ff, head, streams, rank, width = 128, 256, 32, 4, 64, 256
@@ -1044,6 +1179,7 @@ MODELS: Mapping[str, Callable[[], tuple[dict[str, Any], Shapes]]] = {
     "arctic-moe": arctic,
     "baichuan-13b": lambda: baichuan(40),
     "baichuan-7b": lambda: baichuan(32),
+    "arwkv7-dense": arwkv7,
     "bailingmoe-moe": bailingmoe,
     "bailingmoe3-moe": bailing_v3,
     "bitnet-dense": bitnet,
@@ -1054,6 +1190,7 @@ MODELS: Mapping[str, Callable[[], tuple[dict[str, Any], Shapes]]] = {
     "command-r-dense": command_r,
     "dbrx-moe": dbrx,
     "deci-dense": deci,
+    "deepseek4-moe": deepseek4,
     "dots3note-moe": dots3note,
     "dream-dense": lambda: small(*qwen2vl()),
     "exaone-dense": exaone,
@@ -1116,9 +1253,13 @@ MODELS: Mapping[str, Callable[[], tuple[dict[str, Any], Shapes]]] = {
     "qwen3vl-dense": qwen3vl,
     "refact-dense": lambda: small(*llama()),
     "rnd1-moe": diffusion,
+    "rwkv6-dense": rwkv6,
+    "rwkv6qwen2-dense": rwkv6qwen2,
+    "rwkv7-dense": rwkv7,
     "smallthinker-moe": smallthinker,
     "spark2_5-dense": spark,
     "starcoder-dense": starcoder,
+    "talkie-dense": talkie,
     "step35-moe": step35,
 }
 
@@ -1130,7 +1271,8 @@ def write_header(name: str) -> None:
     listed = [Field.of("general.architecture", arch), Field.of("tokenizer.ggml.model", "no_vocab")]
     for key, value in fields.items():
         listed.append(Field.of(key[1:] if key.startswith(".") else f"{arch}.{key}", value))
-    tensors = [(key, shape, BY_NAME["F32"], bytes(4 * int(np.prod(shape)))) for key, shape in shapes.items()]
+    types = {key: BY_NAME["I32" if key.endswith(TABLE) else "F32"] for key in shapes}
+    tensors = [(key, shape, types[key], bytes(4 * int(np.prod(shape)))) for key, shape in shapes.items()]
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "model.gguf")
         write_gguf(path, listed, tensors)

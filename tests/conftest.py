@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import gc
 import importlib.util
 import itertools
 import os
@@ -173,6 +174,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items[:] = [i for i in items if i not in left_out]
 
 
+def pytest_collection_finish() -> None:
+    """Let the collector pass over what lives as long as the run: modules, and some ten thousand tests."""
+    gc.collect()
+    gc.freeze()
+
+
 #: Where the seconds that each file took in the last run of all tests are kept.
 SECONDS = "quantkit/seconds"
 
@@ -180,9 +187,11 @@ SECONDS = "quantkit/seconds"
 #: Files that take long, the longest first, where no run of all has told yet. Those that compile the same kernels lie
 #: apart, so that what one worker compiles the other finds.
 LONG = (
-    *("cpu_names", "gpu_check", "cuda_compile", "cuda_backend", "matmul", "cuda_attention", "encode_ggml", "cuda_fuse"),
-    *("kernels", "engine_quantized", "encode", "quantize", "interleave", "elementwise", "imatrix_covariance", "moe"),
-    *("dequantize", "cuda_mat_mat", "runtimes", "merge_runtimes", "choose_ik", "engine_zoo", "cuda_cublas"),
+    *("cpu_names", "cuda_compile", "cuda_backend", "convert_goldens", "export_checkpoints", "matmul", "remote", "ray"),
+    *("gpu_check", "calibrate", "cuda_attention", "encode_ggml", "cuda_fuse", "kernels", "engine_zoo", "cuda_encode"),
+    *("engine_quantized", "encode", "quantize", "cache", "interleave", "elementwise", "imatrix_covariance", "moe"),
+    *("dequantize", "cuda_mat_mat", "sensitivity", "cook", "engine_ik", "imatrix_collect", "runtimes"),
+    *("merge_runtimes", "choose_ik", "cuda_cublas", "scripts", "choose", "report_browser"),
 )
 
 

@@ -19,7 +19,7 @@ from quantkit.model.backends.reference import Reference
 from quantkit.model.batch import Batch
 from quantkit.model.graph import build_graph
 from quantkit.types import BY_NAME
-from zoo import draw
+from zoo import TABLE, draw
 
 N_EMBD = 64
 Shapes = dict[str, tuple[int, ...]]
@@ -41,8 +41,10 @@ def write(
     values = {f"{arch}.{key}": value for key, value in (common | dict(fields)).items() if value is not None}
     general = [Field.of("general.architecture", arch), Field.of("tokenizer.ggml.model", "no_vocab")]
     arrays = {name: own[name] if own and name in own else draw(name, ne, seed) for name, ne in shapes.items()}
+    kinds = {name: ("I32", "<i4") if name.endswith(TABLE) else ("F32", "<f4") for name in shapes}
     tensors = [
-        (name, ne, BY_NAME["F32"], np.ascontiguousarray(arrays[name], "<f4").tobytes()) for name, ne in shapes.items()
+        (name, ne, BY_NAME[kinds[name][0]], np.ascontiguousarray(arrays[name], kinds[name][1]).tobytes())
+        for name, ne in shapes.items()
     ]
     write_gguf(path, [*general, *(Field.of(key, value) for key, value in values.items())], tensors)
     return path

@@ -32,9 +32,10 @@ Work = Callable[[], None]
 
 @dataclass
 class Trouble:
-    """What befalls cards, by number: how many things they still do before they fail; bytes that each has in all."""
+    """What befalls cards, by number: how many things they still do before they fail, or hang; bytes each has in all."""
 
     left: dict[int, int] = field(default_factory=dict)
+    hangs: dict[int, int] = field(default_factory=dict)
     room: int | None = None
     taken: dict[int, int] = field(default_factory=dict)
 
@@ -71,7 +72,7 @@ class Memory:
     def __del__(self) -> None:
         with host_device.ALONE:
             for stream in Stream.all:
-                if stream.card == self._card:
+                if stream.card == self._card and stream.trouble is self._trouble:
                     stream.flush(quietly=True)  # a pool of memory outlives what was still to be done with it
             self._trouble.taken[self._card] -= self._nbytes
             self._shim.free(self.ptr)
@@ -83,7 +84,7 @@ class Stream:
     def __init__(self, non_blocking: bool = False) -> None:
         assert non_blocking
         Stream.all.append(self)
-        self.ptr, self.card = 6 + len(Stream.all), HERE.card
+        self.ptr, self.card, self.trouble = 6 + len(Stream.all), HERE.card, TROUBLE
         self.captured: list[Work] | None = None
         self.waiting: list[Work] = []
 
@@ -98,19 +99,28 @@ class Stream:
         """Do it some time, or record it."""
         (self.waiting if self.captured is None else self.captured).append(work)
 
+    def moves(self) -> bool:
+        """Tell whether the card does the next thing; who waits for one that hangs waits for ever."""
+        with host_device.ALONE:
+            if self.card in self.trouble.hangs and self.waiting:
+                self.trouble.hangs[self.card] -= 1
+            return self.trouble.hangs.get(self.card, 0) >= 0
+
     def flush(self, quietly: bool = False) -> None:
         """Do what waits."""
         with host_device.ALONE:
             while self.waiting:
+                if not self.moves():
+                    raise WaitsForEver
                 try:
-                    TROUBLE.strike(self.card)
+                    self.trouble.strike(self.card)
                 except CUDARuntimeError:
                     self.waiting.clear()
                     if not quietly:
                         raise
                     return
                 self.waiting.pop(0)()
-            if not quietly and TROUBLE.left.get(self.card, 0) < 0:
+            if not quietly and self.trouble.left.get(self.card, 0) < 0:
                 raise CUDARuntimeError("cudaErrorIllegalAddress: an illegal memory access was encountered")
 
     def begin_capture(self, mode: int | None = None) -> None:
@@ -174,8 +184,12 @@ class Context:
 
 
 class Event:
+    all: list[Event] = []  # noqa: RUF012
+
     def __init__(self, block: bool = False, disable_timing: bool = False) -> None:
+        Event.all.append(self)
         self.stream: Stream | None = None
+        self.ptr = len(Event.all)
 
     def record(self, stream: Stream) -> None:
         self.stream = stream
@@ -193,12 +207,29 @@ class CUDARuntimeError(RuntimeError):
     pass
 
 
+class WaitsForEver(BaseException):
+    """Somebody asked a card that hangs to wait for it."""
+
+
 class CUDADriverError(RuntimeError):
     pass
 
 
 class OutOfMemoryError(MemoryError):
     pass
+
+
+def _query(event: int) -> int:
+    """cudaEventQuery: 0, or cudaErrorNotReady; what went wrong."""
+    stream = Event.all[event - 1].stream
+    assert stream is not None
+    try:
+        stream.flush()
+    except WaitsForEver:
+        return 600
+    except CUDARuntimeError:
+        return 700
+    return 0
 
 
 def _move(to: int, source: int, nbytes: int) -> None:
@@ -223,6 +254,7 @@ def module(devices: int = 1, room: int = 1 << 30) -> Any:
         memcpyDeviceToHost=DEVICE_TO_HOST,
         memcpyDeviceToDevice=DEVICE_TO_DEVICE,
         CUDARuntimeError=CUDARuntimeError,
+        eventQuery=_query,
     )
 
     def here(stream: int) -> Stream:

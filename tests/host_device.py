@@ -216,7 +216,7 @@ class HostDevice:
     def start_download(self, address: int, out: npt.NDArray[Any]) -> None:
         self.download(address, out)
 
-    def wait(self) -> None:
+    def wait(self, seconds: float = 0, given_up: Callable[[], bool] | None = None) -> None:
         pass
 
     def bytes_free(self) -> int:

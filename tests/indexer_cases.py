@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 @dataclass(frozen=True)
 class Case:
-    """An indexer; ``spread``: integers from -spread to spread are drawn."""
+    """An indexer, of blocks of ``ratio`` positions; ``spread``: integers from -spread to spread are drawn."""
 
     n_head: int = 8
     head: int = 64
@@ -19,6 +19,7 @@ class Case:
     spread: int = 2
     scale: float = 0.5
     kind: str = "f32"
+    ratio: int = 1
 
     def draw(self, n: int, seed: int) -> tuple[Any, Any, Any]:
         """Return q, weights and keys of n tokens, keys as a cache of any type keeps them exactly."""
@@ -29,6 +30,11 @@ class Case:
         keys[:, ::32] = 127  # the scale of every block of q8_0 is then 1
         q.reshape(n, self.n_head, self.head)[:, :, ::32] = 0
         return q.astype(np.float32), weights.astype(np.float32), keys.astype(np.float32)
+
+    def seen(self, keys: Any, sequence: int, position: int, n_ctx: int) -> Any:
+        """Return those of all sequences' keys that a token sees."""
+        first = sequence * (n_ctx // self.ratio)
+        return keys[first : first + (position + 1) // self.ratio]
 
     def select(self, q: Any, weights: Any, keys: Any) -> npt.NDArray[np.int32]:
         """Return a token's row; keys: those it sees."""
@@ -47,4 +53,5 @@ CASES = {
     "heads": Case(n_head=37, head=128, n_selected=64, scale=0.25),
     "odd": Case(n_head=5, head=24, n_selected=33),
     "all": Case(n_selected=500),
+    "blocks": Case(ratio=4),
 }

@@ -64,6 +64,7 @@ ROUTINGS = [
     Routing(1000, 37, "softmax_weight", norm=True),
     Routing(1024, 8, "sigmoid"),
     Routing(64, 8, norm=True, share=2),
+    Routing(40, 6, "sqrt_softplus", norm=True, scale=1.5),
 ]
 
 
@@ -74,13 +75,14 @@ def route_inputs(r: Routing, rows: int, with_bias: bool) -> tuple[Any, Any]:
     return logits, rng.standard_normal(r.n_expert).astype(np.float32) * 0.1 if with_bias else None
 
 
-def route_expected(r: Routing, logits: Any, bias: Any = None) -> tuple[Any, Any]:
-    """Return ids, and weights in double; experts are chosen by probabilities in float32."""
+def route_expected(r: Routing, logits: Any, bias: Any = None, chosen: Any = None) -> tuple[Any, Any]:
+    """Return ids, and weights in double; experts are chosen by probabilities in float32, or elsewhere."""
     x = logits.astype(np.float64)
     e = np.exp(x - x.max(axis=1, keepdims=True))
-    probs = {"softmax": e / e.sum(axis=1, keepdims=True), "sigmoid": 1 / (1 + np.exp(-x)), "softmax_weight": x}[
-        r.gating
-    ].astype(np.float32)
+    probs = {
+        **{"softmax": e / e.sum(axis=1, keepdims=True), "sigmoid": 1 / (1 + np.exp(-x)), "softmax_weight": x},
+        "sqrt_softplus": np.sqrt(np.logaddexp(0, x)),
+    }[r.gating].astype(np.float32)
     choice = probs if bias is None else probs + bias
     if r.n_group > 1:
         groups = choice.reshape(len(x), r.n_group, -1)
@@ -89,7 +91,7 @@ def route_expected(r: Routing, logits: Any, bias: Any = None) -> tuple[Any, Any]
         masked = np.full_like(groups, -np.inf)
         np.put_along_axis(masked, kept[:, :, None], np.take_along_axis(groups, kept[:, :, None], 1), 1)
         choice = masked.reshape(choice.shape)
-    ids = np.argsort(-choice, axis=1, kind="stable")[:, : r.n_used] // r.share
+    ids = np.argsort(-choice, axis=1, kind="stable")[:, : r.n_used] // r.share if chosen is None else chosen
     weights = np.take_along_axis(probs, ids, 1).astype(np.float64)
     if r.gating == "softmax_weight":
         weights = np.exp(weights - weights.max(axis=1, keepdims=True))
@@ -97,6 +99,16 @@ def route_expected(r: Routing, logits: Any, bias: Any = None) -> tuple[Any, Any]
     if r.norm:
         weights /= np.maximum(weights.sum(axis=1, keepdims=True), r.sum_floor)
     return ids.astype(np.int32), weights * (r.scale or 1)
+
+
+def check_chosen(routed: Any) -> None:
+    """Experts that are chosen elsewhere have their weights."""
+    r = Routing(24, 3, "sqrt_softplus", norm=True)
+    logits, chosen = route_inputs(r, 5, False)[0], np.array([[4, 23, 0], [1, 2, 3]] * 2 + [[9, 8, 7]], np.int32)
+    ids, weights = routed(r, logits, chosen=chosen)
+    want = route_expected(r, logits, chosen=chosen)
+    np.testing.assert_array_equal(ids, chosen)
+    np.testing.assert_allclose(weights, want[1], rtol=3e-6)
 
 
 def check_ties(routed: Any, gating: str) -> None:

@@ -82,7 +82,13 @@ _E2M1 = _small_floats(2, 1, 1, 8)
 def _nearest(x: Floats, values: Floats) -> npt.NDArray[np.uint8]:
     """Return the code of the nearest value; the sign is the bit above."""
     middle = (values[1:] + values[:-1]) / F32(2)
-    codes = np.searchsorted(middle, np.abs(x)).astype(np.uint8)
+    magnitude = np.abs(x)
+    if len(values) > 8:
+        codes = np.searchsorted(middle, magnitude).astype(np.uint8)
+    else:  # faster
+        codes = np.zeros(x.shape, np.uint8)
+        for value in middle:
+            codes += magnitude > value
     sign = np.uint8(128 if len(values) > 8 else 8)
     return codes | np.where(np.signbit(x), sign, np.uint8(0))
 

@@ -1,4 +1,4 @@
-"""Convolution, the gated delta rule and the scan: what they are in float64, batch by batch, for the CPU and CUDA."""
+"""Convolution, the gated delta rule, scans and RWKV: what they are in float64, batch by batch, for the CPU and CUDA."""
 
 from __future__ import annotations
 
@@ -166,7 +166,56 @@ class Columns:
         return s, (c.astype(np.float64) @ s + x * self.weights["d"]) * z / (1 + np.exp(-z))
 
 
-Case = Convolution | DeltaRule | Scan | Columns
+@dataclass
+class Wkv:
+    """RWKV of so many heads and heads of keys; version 6, ``7`` or ``q`` (QRWKV); its state is S of every head."""
+
+    heads: tuple[int, int]
+    head: int
+    version: str = "6"
+
+    def __post_init__(self) -> None:
+        n, n_kv = self.heads
+        self.weights: Arrays = {}
+        more = {"6": {"earlier": 1}, "7": {"bound": 0.606531}, "q": {"complement": 1, "scale": self.head**-0.5}}
+        how: dict[str, Any] = {"earlier": 0, "complement": 0, "scale": 1.0, "bound": 0.0, **more[self.version]}
+        self.how = {key: type(value)(how[key]) for key, value in (("earlier", True), ("complement", True))}
+        self.how |= {key: how[key] for key in ("scale", "bound")}
+        self.slots: dict[str, Any] = {"n_head": n, "n_kv_head": n_kv, "head": self.head} | how
+        self.n_out, keys = n * self.head, n_kv * self.head
+        self.widths = {"r": self.n_out, "g": self.n_out, "k": keys, "v": keys}
+        if self.version == "7":
+            self.widths |= {"removed": self.n_out, "rate": self.n_out}
+        else:
+            self.slots |= {"removed": 0, "rate": 0}
+        self.empty = np.zeros((n, self.head, self.head))
+
+    def draw(self, rng: np.random.Generator, n: int) -> Arrays:
+        """Draw what is removed of length 1 and rates up to 1, so that S stays of one size."""
+        values = {name: rng.normal(0, 1, (n, width)) for name, width in self.widths.items()}
+        if self.version == "7":
+            removed = values["removed"].reshape(n, -1, self.head)
+            values["removed"] = (removed / np.linalg.norm(removed, axis=-1, keepdims=True)).reshape(n, -1)
+            values["rate"] = rng.uniform(0, 1, values["rate"].shape)
+        return {name: x.astype(np.float32) for name, x in values.items()}
+
+    def step(self, state: Any, r: Any, g: Any, k: Any, v: Any, removed: Any = None, rate: Any = None) -> Any:
+        """Return S of all heads and out, after one token."""
+        n, n_kv = self.heads
+        r, g, k, v = (x.reshape(-1, self.head).astype(np.float64) for x in (r, g, k, v))
+        k, v = (np.repeat(x, n // n_kv, axis=0) for x in (k, v))
+        bound = self.slots["bound"]
+        w = np.exp(-bound / (1 + np.exp(-g))) if bound else np.exp(-np.exp(g))
+        k = k * (1 - w) if self.slots["complement"] else k
+        s = w[:, :, None] * state + k[:, :, None] * v[:, None, :]
+        if removed is not None:
+            removed, rate = (x.reshape(-1, self.head).astype(np.float64) for x in (removed, rate))
+            s -= (removed * rate)[:, :, None] * np.einsum("hkv,hk->hv", state, removed)[:, None, :]
+        seen = state if self.slots["earlier"] else s
+        return s, np.einsum("hkv,hk->hv", seen, r * self.slots["scale"]).reshape(-1)
+
+
+Case = Convolution | DeltaRule | Scan | Columns | Wkv
 
 
 class Layer(Protocol):

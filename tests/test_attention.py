@@ -73,6 +73,7 @@ class Model:
             alibi=case.alibi,
             selected=address_of(self.selected) if case.selected else 0,
             n_selected=case.selected,
+            ratio=0,
             scratch=-(-address_of(self.scratch) // 64) * 64,
         )
         self.tape = Tape(self.team, self.batch, [(cache_write, write), (attention, attend)])

@@ -25,9 +25,8 @@ from quantkit.formats.imatrix import Imatrix, ImatrixEntry, write_imatrix
 from quantkit.kernels import quantize as encode
 from quantkit.kernels.cuda.core import device as devices
 from quantkit.kernels.cuda.encode import pipeline as on_card
-from quantkit.kernels.formats import FORMATS
 from quantkit.pipeline import work
-from quantkit.pipeline.cards import choice
+from quantkit.pipeline.cards import batch, choice
 from quantkit.pipeline.cards import executor as cards
 from quantkit.quantize import QuantizeOptions, QuantizeResult, plan_quantize, quantize
 from quantkit.types import BY_NAME
@@ -35,7 +34,7 @@ from quantkit.types import BY_NAME
 pytestmark = pytest.mark.skipif(host_device.compiler() is None, reason="no C++ compiler: install g++")
 
 N, ROWS = 256, 40
-#: Of each tensor: how it lies in the source, and what becomes of it. Interleaved rows the CPU decodes, or encodes.
+#: Of each tensor: how it lies in the source, and what becomes of it. Interleaved rows the CPU decodes, or weaves.
 KINDS = {
     "blk.0.attn_q": ("BF16", "Q4_0"),
     "blk.0.attn_k": ("F32", "Q4_K"),
@@ -149,10 +148,8 @@ def test_the_cpus_file(
     assert same(result, wanted[weighted])
     cpu = quantize(source, tmp_path / "cpu.gguf", "Q8_0", options(imatrix, weighted), measure_error=True)
     assert result.run.sums == cpu.run.sums
-    assert notes[0] == (
-        "--backend cuda: CUDA0, CUDA1 encode 5 tensors, the CPU 1 tensor: no CUDA encoder for Q4_0_R8 (1)"
-    )
-    assert notes[1].startswith("--verify: the CPU encodes 6 of 65 jobs of the cards, too, drawn with seed ")
+    assert notes[0] == ("--backend cuda: CUDA0, CUDA1 encode 6 tensors (rows of 1 are interleaved by the CPU)")
+    assert notes[1].startswith("--verify: the CPU encodes 6 of 70 jobs of the cards, too, drawn with seed ")
     assert notes[2:] == ["--verify: 6 jobs have the CPU's bytes"]
 
 
@@ -172,7 +169,7 @@ def test_both_cards_encode(
     monkeypatch.setattr(on_card.Slot, "start", noted)
     assert same(on_cards(source, tmp_path / "o.gguf")[0], wanted[False])
     assert {name for name, _ in seen} == {"CUDA0", "CUDA1"}
-    assert sum(rows for _, rows in seen) == 7 * ROWS
+    assert sum(rows for _, rows in seen) == 8 * ROWS
     assert max(rows for _, rows in seen) == 12
 
 
@@ -230,6 +227,36 @@ def test_one_of_two_cards_fails_or_both(
     assert same(result, wanted[False])
 
 
+@pytest.mark.parametrize("names", [[1], [0, 1]])
+def test_a_card_that_hangs_is_given_up(
+    source: Path,
+    wanted: dict[bool, QuantizeResult],
+    tmp_path: Path,
+    two_cards: fake_cupy.Trouble,
+    names: list[int],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Whoever waited for it, or gave its memory back, would wait for ever: nobody does."""
+    monkeypatch.setattr(batch, "PATIENCE", 0.3)
+    monkeypatch.setattr(batch, "SLOWEST", 1e9)
+    two_cards.hangs[1] = 40
+    result, notes = on_cards(source, tmp_path / "o.gguf", devices=names)
+    assert same(result, wanted[False])
+    (lost,) = notes[1:]
+    assert lost.startswith(
+        "CUDA1 is not used any more, others do its work: CUDA1 does not answer: its work is not done "
+    )
+
+
+def test_time_in_which_nobody_looked_is_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process that was stopped for an hour does not take a card to hang."""
+    monkeypatch.setattr(devices, "monotonic", iter(range(0, 3600 * 9, 3600)).__next__)
+    monkeypatch.setattr(devices, "sleep", lambda seconds: None)
+    looks = iter([False] * 5 + [True])
+    assert devices.wait_for(looks.__next__, 60, lambda: False) is None
+    assert devices.wait_for(lambda: False, 1, lambda: False) == 2
+
+
 @pytest.mark.parametrize(("room", "lost"), [(2_000, 2), (60_000, 0)])
 def test_a_card_without_memory(
     source: Path, tmp_path: Path, two_cards: fake_cupy.Trouble, room: int, lost: int, monkeypatch: pytest.MonkeyPatch
@@ -248,8 +275,8 @@ def test_wrong_bytes_are_found(source: Path, tmp_path: Path, monkeypatch: pytest
     """One bit in one row: nothing stands under the final name."""
     wait = on_card.Slot.wait
 
-    def wrong(slot: on_card.Slot) -> Any:
-        made = wait(slot)
+    def wrong(slot: on_card.Slot, *limits: Any) -> Any:
+        made = wait(slot, *limits)
         if made is not None:
             made[0][0] ^= 1
         return made
@@ -317,10 +344,16 @@ def test_auto_says_what_it_chose(source: Path, tmp_path: Path, monkeypatch: pyte
     fed: Any = replace(tensor.parts[0], inputs=object())
     assert choice.why_not(tensor, tensor.parts[0]) is None
     assert choice.why_not(tensor, fed) == "error feedback"
-    assert choice.why_not(replace(tensor, encoder="ik"), tensor.parts[0]) == (
-        "no CUDA encoder for Q4_K by the search 'ik'" if FORMATS["Q4_K"].ik_encoder else None
-    )
-    monkeypatch.setattr(choice, "can_encode", lambda t: False)
+    assert choice.why_not(replace(tensor, encoder="ik"), tensor.parts[0]) is None
+    for name, encoder, said in (
+        ("Q4_0", "symmetric", "no CUDA encoder for Q4_0 by the search 'symmetric'"),
+        ("IQ2_XS", "ik", "no CUDA encoder for IQ2_XS by the search 'ik'"),
+        ("Q2_K_R4", "", "no CUDA encoder for Q2_K_R4 by the search 'ik'"),
+        ("Q2_K_R4", "mainline", None),
+        ("IQ1_S_R4", "", "no CUDA encoder for IQ1_S_R4"),
+    ):
+        assert choice.why_not(replace(tensor, type=BY_NAME[name], encoder=encoder), tensor.parts[0]) == said
+    monkeypatch.setattr(choice, "can_encode", lambda t, ik=False: False)
     assert choice.cards_for(plan, "auto") == (
         (),
         "--backend auto: the CPU does everything: no CUDA encoder for Q4_K (2), no CUDA encoder for IQ3_S (1), "
@@ -351,9 +384,9 @@ def test_on_the_command_line(source: Path, tmp_path: Path) -> None:
         done = run(*wrong)
         assert done.exit_code == 2
         assert why in done.output
-    done = run("--backend", "cuda", "--ray", "local", "--overwrite")
+    done = run("--backend", "cuda", "--ray", "local", "--overwrite", "--verify", "2")
     assert done.exit_code == 2
-    assert "--ray encodes on the CPUs of all nodes" in done.output
+    assert "--devices and --verify are for the cards of this machine" in " ".join(done.output.split())
 
 
 def test_convert_encodes_on_cards(tmp_path: Path) -> None:
@@ -377,4 +410,4 @@ def test_tensors_of_the_source_are_kinds_of_the_test(source: Path) -> None:
         forms = {t.name: choice.form_of(t, t.parts[0]) for t in plan.tensors}
         assert len(file.tensors) == len(forms)
     ways = {name: form and form.source.name for name, form in forms.items()}
-    assert [ways[f"{name}.weight"] for name in KINDS] == ["BF16", "F32", "Q8_0", "F32", None, None, "BF16"]
+    assert [ways[f"{name}.weight"] for name in KINDS] == ["BF16", "F32", "Q8_0", "F32", "F16", None, "BF16"]

@@ -167,6 +167,11 @@ def test_gemma_4_says_how_wide_heads_are_or_is_refused(tmp_path: Path) -> None:
         opened(what, tmp_path, without=("per_layer_config", "global_head_dim"))
 
 
+def test_a_qwen_with_another_rwkv_than_7_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(FormatError, match="wkv_version is 6; only 7 is known"):
+        opened(checkpoints.describe("arwkv7"), tmp_path, more={"wkv_version": 6})
+
+
 # --- tensors made one ------------------------------------------------------------------------------------------------
 
 

@@ -194,7 +194,7 @@ def test_every_preset_as_llama_quantize(index: int, llama_bin: Path, tmp_path: P
 def test_types_of_the_zoo_as_llama_quantize(name: str, llama_bin: Path, tmp_path: Path) -> None:
     with open_gguf(write_hollow_zoo(name, tmp_path / "m.gguf")) as model:
         metadata = {key: model.get(key) for key in model.fields}
-        tensors = [Tensor(t.name, t.shape) for t in model.tensors.values()]
+        tensors = [Tensor(t.name, t.shape, t.type) for t in model.tensors.values()]
     for preset in ("Q4_K_M", "Q3_K_L", "Q2_K", "Q5_K_S", "IQ4_XS", "MXFP4_MOE"):
         ours = choose(metadata, tensors, preset)
         assert assert_equal(llama_bin, tmp_path / "m.gguf", preset, ours) == len(tensors)

@@ -9,6 +9,7 @@ import struct
 import subprocess
 import tarfile
 from collections.abc import Sequence
+from functools import cache
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -141,7 +142,12 @@ def readable(name: str, ggml_name: str) -> str:
 
 def by_part(tensor: Tensor | Choice) -> tuple[str, int]:
     """The order of the snapshots: all layers' attn_q, then all layers' ffn_down."""
-    return re.sub(r"\d+", "", tensor.name), layer_of(tensor.name)
+    return part_of(tensor.name)
+
+
+@cache
+def part_of(name: str) -> tuple[str, int]:
+    return re.sub(r"\d+", "", name), layer_of(name)
 
 
 def shortened(types: Sequence[str]) -> str:

@@ -228,6 +228,7 @@ def test_configurations_that_do_not_fit(
         ("step3p5", "", {"partial_rotary_factors": [4294967296.0, 1.0, 1.0, 0.5, 0.5]}, "share of 4294967296.0"),
         ("dbrx", "ffn_config", {"ffn_hidden_size": "x" * 5000}, "ffn_hidden_size is 'xxx"),
         ("mamba", "", {"intermediate_size": "x" * 5000}, "an inner size of 'xxx"),
+        ("muse-glimmer", "text_config", {"head_dim": (1 << 24) - 1}, "head_dim is 16777215, of 64 rows"),
     ],
     ids=lambda x: x if isinstance(x, str) else "",
 )

@@ -112,9 +112,9 @@ def test_the_bytes_are_the_references(name: str, drawn: Path, in_f32: Callable[[
             if way != "f32":
                 convert(drawn, out, None, replace(options, outtype=way), overwrite=True)
             path = in_f32() if way == "f32" else out
-            with open_gguf(path) as file:
-                if found := differences(expected, digests(path), list(file.tensors)):
-                    wrong[way] = found
+            if hashlib.sha256(path.read_bytes()).hexdigest() != expected["sha256"]:
+                with open_gguf(path) as file:
+                    wrong[way] = differences(expected, digests(path), list(file.tensors))
         elif isinstance(expected, list):
             paths = convert(drawn, tmp_path / "split.gguf", None, replace(options, outtype="bf16", **SPLITS[way])).paths
             if [hashlib.sha256(path.read_bytes()).hexdigest() for path in paths] != expected:

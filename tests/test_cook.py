@@ -10,6 +10,7 @@ import tomllib
 from collections.abc import Callable
 from contextlib import chdir
 from dataclasses import fields, replace
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -571,8 +572,9 @@ def test_no_text_says_what_needs_one(here: Path) -> None:
     assert [step.name for step in planned.steps] == ["quantize Q4_K_M"]
 
 
-def test_the_report_comes_last_and_stands(here: Path) -> None:
+def test_the_report_comes_last_and_stands(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = small(["Q8_0", "Q4_0"], imatrix={"run": False}, report={"run": True})
+    monkeypatch.setattr(import_module("quantkit.report.measure"), "kld", None)  # checks have measured it
     found = cook(config)
     assert found.ran[-1] == "report"
     assert [path.name for path in found.reports] == ["report.html", "README.md"]
@@ -581,6 +583,7 @@ def test_the_report_comes_last_and_stands(here: Path) -> None:
     assert [f.quality.kld.value for f in numbers.files if f.quality and f.quality.kld] == pytest.approx(
         [each["kld"]["value"] for each in checked]
     )
+    assert all(f.quality.quantiles for f in numbers.files if f.quality)
     assert cook(config).ran == ()
     assert cook(replace(config, targets=config.targets[:1])).ran == ("report",)
     (here / "out/README.md").write_text("by hand")

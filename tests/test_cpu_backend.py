@@ -22,6 +22,7 @@ from quantkit.model.ops import (
     Activation,
     Add,
     Attention,
+    Bonus,
     Cache,
     CacheWrite,
     Clamp,
@@ -32,6 +33,7 @@ from quantkit.model.ops import (
     Embed,
     Glu,
     Join,
+    Lerp,
     Matrix,
     MulMat,
     MulMatHeads,
@@ -41,6 +43,7 @@ from quantkit.model.ops import (
     Norm,
     Observe,
     Op,
+    Previous,
     Repeat,
     Rope,
     RopeConfig,
@@ -57,6 +60,7 @@ from quantkit.model.ops import (
     UpGate,
     UpGateId,
     Value,
+    Wkv,
 )
 from quantkit.types import type_by_name
 
@@ -301,6 +305,29 @@ def _column_scan():
     )
 
 
+def _rwkv():
+    before, far, wide = Value("before", N_EMBD), Value("far", N_EMBD), Value("wide", 2 * N_EMBD)
+    parts = [Value(name, 32) for name in ("r", "g", "k", "v", "removed", "rate")]
+    normed, r, g, k, v, removed, rate = Value("normed", N_EMBD), *parts
+    found = Value("found", 32)
+    return embedded(
+        lambda m: Previous(out=before, x=X, state=State("before", N_EMBD)),
+        lambda m: Lerp(out=far, x=X, to=before, by=m("vector")),
+        lambda m: Join(out=wide, a=X, b=far, period_a=N_EMBD, period_b=N_EMBD),
+        lambda m: Lerp(out=Value("both", 2 * N_EMBD), x=X, to=before, by=m("vector2"), weights=wide),
+        lambda m: Norm(out=normed, x=far, weight=None, eps=1e-6, kind="l2", group=16),
+        *(
+            lambda m, at=at, part=part: Take(out=part, x=normed, start=8 * at, period=N_EMBD)
+            for at, part in enumerate(parts)
+        ),
+        lambda m: Wkv(
+            **{"out": found, "r": r, "g": g, "k": k, "v": v, "removed": removed, "rate": rate, "n_head": 2},
+            **{"state": State("wkv", 32 * 16), "bound": 0.6},
+        ),
+        lambda m: Bonus(out=out(32), x=found, r=r, k=k, v=v, vector=m("narrow"), head=16),
+    )
+
+
 def _outputs():
     selected, normed = Value("selected", N_EMBD, outputs=True), Value("normed", N_EMBD, outputs=True)
     logits = Value("logits", 200, outputs=True)
@@ -325,6 +352,7 @@ GRAPHS |= {
     "recurrent_by_row": _recurrent(by_row=True),
     "scan": _scan(),
     "column_scan": _column_scan(),
+    "rwkv": _rwkv(),
     "outputs": _outputs(),
     "softplus": simple(Activate, activation=Activation("softplus")),
 }
@@ -338,6 +366,7 @@ def source(tmp_path_factory):
     t.add("embd", N_EMBD, N_VOCAB)
     for name, width in (("vector", N_EMBD), ("narrow", 32), ("w.bias", 200), ("k.bias", 32), ("sinks", 8)):
         t.add(name, width, mean=0.5)
+    t.add("vector2", N_EMBD, 1, 1, 2, mean=0.5)
     t.add("w.scale", 1, mean=2.0)
     t.add("few", 3, mean=0.5)
     t.add("factors", 24, mean=5.0)

@@ -128,6 +128,7 @@ class Model:
             alibi=case.alibi,
             selected=memory.put(case.selection(positions)) if case.selected else 0,
             n_selected=case.selected,
+            ratio=0,
             **shared,
         )
         if chosen.combine is not None:

@@ -5,37 +5,49 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from device_memory import Memory
+from encoded import SEARCHED
 
 from awkward import NO_WEIGHTS, awkward_imatrix, awkward_rows, within_reach
 from awkward import encode as on_cpu
 from quantkit.errors import TypeNotSupported
 from quantkit.kernels.cuda.core.kernel import SOURCES
-from quantkit.kernels.cuda.encode.encode import encode, encode_rows, encoders
+from quantkit.kernels.cuda.encode import trellis
+from quantkit.kernels.cuda.encode.encode import encode, encode_rows, encoders, working_bytes
 from quantkit.kernels.formats import FORMATS
 from quantkit.types import BY_NAME, TensorType
 
 TYPES = [BY_NAME[name] for name in encoders()]
+#: All encoders: types, and whether by ik_llama.cpp's search where there are two.
+ENCODERS = [(t, False) for t in TYPES] + [(BY_NAME[name], True) for name in encoders(ik=True)]
 
 
-def on_device(memory: Memory, t: TensorType, x: np.ndarray, weights: np.ndarray) -> np.ndarray:
+def named(value: object) -> str:
+    """Return the name of a parameter of a test."""
+    return ("ik" if value else "own") if isinstance(value, bool) else str(value)
+
+
+def on_device(memory: Memory, t: TensorType, x: np.ndarray, weights: np.ndarray, ik: bool = False) -> np.ndarray:
     """Encode rows; what is before and after the bytes must stay as it was."""
     rows, n = x.shape
     size = rows * t.row_bytes(n)
-    out, squares = memory.room((size + 64,), np.uint8), memory.room((rows,))
+    out, work = memory.room((size + 64,), np.uint8), memory.room((working_bytes(t, rows, n),), np.uint8)
     importance = memory.put(weights) if weights.size else 0
-    encode_rows(memory.device, t, memory.put(x), rows, n, out, importance, squares)
+    encode_rows(memory.device, t, memory.put(x), rows, n, out, importance, work, ik=ik)
     found = memory.get(out, (size + 64,), np.uint8)
     assert (found[size:] == 255).all()
     return found[:size].reshape(rows, -1)
 
 
-@pytest.mark.parametrize("t", TYPES, ids=str)
-def test_bytes_are_the_cpus(memory: Memory, t: TensorType) -> None:
-    """Of rows of every awkward kind; lanes of the last block of threads idle."""
-    n = (2 if FORMATS[t.name].grid else 3) * max(t.block, 32)
+@pytest.mark.parametrize(("t", "ik"), ENCODERS, ids=named)
+def test_bytes_are_the_cpus(memory: Memory, t: TensorType, ik: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of rows of every awkward kind; lanes of the last block of threads idle, or blocks take some rows each."""
+    blocks, some = (1, 3) if t in SEARCHED else (2 if FORMATS[t.name].grid else 3, 1)
+    n = blocks * max(t.block, 32)
+    monkeypatch.setattr(trellis, "_WORK", 6 * trellis.trellis_room(t, 1, n) if t in SEARCHED else 0)
     for weights in (NO_WEIGHTS, awkward_imatrix(n, 5)):
-        x = within_reach(t, awkward_rows(n, 5), weights)
-        np.testing.assert_array_equal(on_device(memory, t, x, weights), on_cpu(t, x, weights, None))
+        x = within_reach(t, awkward_rows(n, 5)[::some], weights)
+        whose = "ik" if ik else None
+        np.testing.assert_array_equal(on_device(memory, t, x, weights, ik), on_cpu(t, x, weights, whose))
 
 
 @pytest.mark.parametrize("t", [t for t in TYPES if t.row_header], ids=str)
@@ -51,16 +63,16 @@ def test_rows_longer_than_threads_take_at_once(memory: Memory, t: TensorType) ->
 def test_golden_bytes(memory: Memory, t: TensorType, golden: dict[str, np.ndarray]) -> None:
     x, weights = golden["x"], golden["imatrix"]
     for name, w in ((t.name, NO_WEIGHTS), (f"{t.name}+imatrix", weights)):
-        if name in golden:
+        if name in golden and t not in SEARCHED:
             np.testing.assert_array_equal(on_device(memory, t, x, w).ravel(), golden[name].ravel())
 
 
 def test_every_encoder_is_in_the_file_of_its_type() -> None:
     """That of the CPU's encoder, and of the unpacker."""
-    for name, file in encoders().items():
+    for name, file in [*encoders().items(), *((f"{name}_ik", file) for name, file in encoders(ik=True).items())]:
         assert (SOURCES / "unpack" / file).exists()
         twin = SOURCES.parent / "cpu/encode" / file.replace(".cuh", ".py")
-        assert f"encode_{name.lower()}" in twin.read_text()
+        assert f"encode_{name.lower()} " in twin.read_text().replace("(", " ")
         assert f'#include "encode/{file}"' in (SOURCES / "encode/all.cuh").read_text()
 
 

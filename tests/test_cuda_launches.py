@@ -56,6 +56,14 @@ LAYERS = {
     ),
     "deepseek-moe": (ATTENTION + SHARED, 23),
     "deepseek2-moe": (LATENT + SHARED, 31),
+    # Blocks: their rows, an indexer's and attention's, and those that it selects; streams that mix.
+    "deepseek4-moe": (
+        "mul_mats compress per_head block_write mul_mats compress per_head block_write indexer_scores indexer_select "
+        "window_and_blocks attention per_head mul_mat_heads_to mul_mat select_outputs select_outputs select_outputs "
+        "select_outputs repeat mix row_epilogue mul_mat stream_weights row_epilogue mul_mats_route up_gate_id_to "
+        "mul_mat_id up_gate_to mul_mat row_epilogue repeat mix row_epilogue mul_mat activate shift row_epilogue",
+        153,
+    ),
     "dots1-moe": (ATTENTION + SHARED, 23),
     "dots3note-moe": (
         "mul_mats row_epilogue mul_mats mul_mats per_head indexer_scores indexer_select mul_mat_heads attention "
@@ -101,6 +109,12 @@ LAYERS = {
     "laguna-moe": (
         GATED.replace("mul_mats", "mul_mats activate").replace("combine per_head", "combine glu quantize") + SHARED,
         69,
+    ),
+    # Norms after rope, a factor of every head; the model's input once more.
+    "talkie-dense": (
+        "mul_mats rope norm multiply_by per_head attention attention_combine_to mul_mat row_epilogue up_gate_to "
+        "mul_mat select_outputs multiply_by row_epilogue mul_mat",
+        44,
     ),
     # Biases and scales of its tensors: products, scaled with their biases.
     "llama-dense": (ATTENTION + "mul_mats multiply_by per_head mul_mat multiply_by row_epilogue", 28),
@@ -244,6 +258,26 @@ LAYERS = {
     "plamo3-dense": (ATTENTION.replace("mul_mats", "mul_mat") + UP, 35),
     "qwen-dense": (ATTENTION.replace("mul_mats", "mul_mat") + UP_GATE, 22),
     "refact-dense": (ATTENTION.replace("per_head", "cache_write") + UP_GATE, 21),
+    # All rows that a token is mixed to are made in one launch, and in a second one what products read.
+    "arwkv7-dense": (
+        "per_head lerp lerp wkv bonus quantize mul_mat row_epilogue up_gate_to mul_mat row_epilogue",
+        50,
+    ),
+    "rwkv6-dense": (
+        "wkv bonus per_head mul_mat row_epilogue convolve select_outputs select_outputs select_outputs lerp quantize "
+        "mul_mat per_head mul_mat lerp quantize mul_mat glu row_epilogue",
+        67,
+    ),
+    "rwkv6qwen2-dense": (
+        "convolve lerp mul_mat softcap mul_mat_heads lerp per_head mul_mat mul_mat mul_mat mul_mat mul_mat softcap "
+        "mul_mat wkv per_head mul_mat row_epilogue up_gate_to mul_mat row_epilogue",
+        45,
+    ),
+    "rwkv7-dense": (
+        "per_head lerp lerp wkv norm bonus mul_mat activate mul_mat per_head mul_mat row_epilogue convolve "
+        "select_outputs select_outputs select_outputs lerp quantize mul_mat per_head mul_mat row_epilogue",
+        70,
+    ),
 }
 
 

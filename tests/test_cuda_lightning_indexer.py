@@ -22,7 +22,11 @@ def run(
     n = len(q)
     cache = keys if case.kind == "f32" else quantize(keys, BY_NAME[case.kind.upper()])
     shared = {"batch": memory.batch(np.zeros(n), positions, sequences, n_ctx=n_ctx), "rows": n}
-    shared |= {"n_selected": case.n_selected, "scores": memory.room((scratch_bytes(n_ctx, each),), np.uint8)}
+    shared |= {
+        "n_selected": case.n_selected,
+        "ratio": case.ratio,
+        "scores": memory.room((scratch_bytes(n_ctx, each),), np.uint8),
+    }
     out = memory.room((n, case.n_selected), np.int32)
     of: dict[str, Any] = {"q": memory.put(q), "weights": memory.put(weights), "k_cache": memory.put(cache)}
     of |= {"n_head": case.n_head, "scale": case.scale}
@@ -41,7 +45,7 @@ def check(memory: Memory, case: Case, positions: Any, n_ctx: int, each: int) -> 
     sequences = np.arange(len(q)) % 2
     got = run(memory, case, keys, q, weights, positions, sequences, n_ctx, each)
     rows = zip(q, weights, positions, sequences, strict=True)
-    want = [case.select(x, w, keys[s * n_ctx : s * n_ctx + p + 1]) for x, w, p, s in rows]
+    want = [case.select(x, w, case.seen(keys, s, p, n_ctx)) for x, w, p, s in rows]
     np.testing.assert_array_equal(got, np.array(want))
 
 

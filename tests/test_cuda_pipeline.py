@@ -28,6 +28,6 @@ def test_values_that_are_not_finite_are_found(memory: Memory, n: int) -> None:
 def test_room_is_for_the_largest_form() -> None:
     bf16, f32, q4 = (BY_NAME[name] for name in ("BF16", "F32", "Q4_0"))
     forms = [Form(bf16, q4, 512), Form(f32, q4, 256)]
-    assert room_for(forms[0], 10) == Room(10 * 1024, 4 * 512 * 10, 5120, 10, 256 + 10 * 288 + 16 * 10)
+    assert room_for(forms[0], 10) == Room(10 * 1024, 4 * 512 * 10, 5120, 256, 256 + 10 * 288 + 16 * 10)
     assert room_for(forms[1], 10).values == 0, "nothing is to be decoded"
     assert largest(forms, lambda form: 5120 // form.n) == room_for(forms[0], 10) | room_for(forms[1], 20)

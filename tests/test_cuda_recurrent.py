@@ -19,6 +19,7 @@ from recurrent_cases import (
     DeltaRule,
     Scan,
     Tokens,
+    Wkv,
     alone,
     check,
     nmse,
@@ -26,7 +27,17 @@ from recurrent_cases import (
 
 from quantkit.errors import TypeNotSupported
 from quantkit.kernels.cuda.core.kernel import Shape
-from quantkit.kernels.cuda.layer.recurrent import COLUMN_STATES, HEADS, TAPS, column_scan, convolve, delta_net, ssm_scan
+from quantkit.kernels.cuda.layer.recurrent import (
+    COLUMN_STATES,
+    HEADS,
+    TAPS,
+    column_scan,
+    convolve,
+    delta_net,
+    ssm_scan,
+    wkv,
+)
+from quantkit.model import ops
 from quantkit.model.ops import ColumnScan, Convolve, DeltaNet, Op, SsmScan, State, Value
 
 batches = pytest.mark.parametrize("batches", [alone(37, 1, 1, 6), MIXED], ids=["alone", "mixed"])
@@ -44,6 +55,8 @@ class Layer:
             self.shape = ssm_scan(case.groups[1], case.head, case.d_state)
         elif isinstance(case, Columns):
             self.shape = column_scan(case.width, case.d_state)
+        elif isinstance(case, Wkv):
+            self.shape = wkv(case.heads[0], case.head)
         else:
             self.shape = delta_net(case.heads[1], case.head_k, case.head_v, by_row=case.by_row)
         self.state = memory.room((N_SEQ, case.empty.size))
@@ -115,6 +128,14 @@ def test_column_scan(memory: Memory, case: Columns, batches: list[Tokens]) -> No
     check(Layer(memory, case), case, batches, 1e-12, of_state=1e-12)
 
 
+@batches
+@pytest.mark.parametrize(
+    "case", [Wkv((2, 1), 40, "q"), Wkv((1, 1), 64), Wkv((2, 2), 64, "7"), Wkv((2, 2), 22, "7")], ids=str
+)
+def test_wkv(memory: Memory, case: Wkv, batches: list[Tokens]) -> None:
+    check(Layer(memory, case), case, batches, 1e-12, of_state=1e-12)
+
+
 def operation(case: Case, given: dict[str, Any], out: Value) -> Op:
     """Return the operation of a case; given: its values and weights."""
     more: dict[str, Any] = given | {"out": out, "state": State("s", case.empty.size)}
@@ -124,6 +145,8 @@ def operation(case: Case, given: dict[str, Any], out: Value) -> Op:
         return ColumnScan(**more)
     if isinstance(case, Scan):
         return SsmScan(**more, n_head=case.groups[1], n_group=case.groups[0])
+    if isinstance(case, Wkv):
+        return ops.Wkv(**more, n_head=case.heads[0], **case.how)
     return DeltaNet(**more, n_k_head=case.heads[0], n_v_head=case.heads[1], scale=case.head_k**-0.5)
 
 
@@ -131,7 +154,7 @@ def operation(case: Case, given: dict[str, Any], out: Value) -> Op:
     "case",
     [
         *(DeltaRule((2, 4), 16, 8), DeltaRule((2, 4), 16, 8, by_row=True), Convolution(32, 4, biased=True)),
-        *(Scan((2, 4), 8, 16), Columns(40, 16)),
+        *(Scan((2, 4), 8, 16), Columns(40, 16), Wkv((4, 2), 16, "q"), Wkv((2, 2), 16, "7"), Wkv((2, 2), 16)),
     ],
     ids=str,
 )
@@ -157,9 +180,10 @@ def test_as_the_reference_does(memory: Memory, case: Case) -> None:
         (lambda n: delta_net(2, n, 8), HEADS[-1]),
         (lambda n: delta_net(2, n, 8, by_row=True), HEADS[-1]),
         (lambda n: ssm_scan(2, 8, n), HEADS[-1]),
+        (lambda n: wkv(2, n), HEADS[-1]),
         (lambda n: column_scan(8, n), COLUMN_STATES[-1]),
     ],
-    ids=["convolve", "delta_net", "delta_net_by_row", "ssm_scan", "column_scan"],
+    ids=["convolve", "delta_net", "delta_net_by_row", "ssm_scan", "wkv", "column_scan"],
 )
 def test_what_there_is_no_room_for(make: Callable[[int], Shape], most: int) -> None:
     """It is refused with what to do; whole models are so (test_a_state_that_cuda_has_no_room_for)."""

@@ -20,6 +20,7 @@ def test_angles(memory: Memory, name: str, with_factors: bool) -> None:
     config, pairs = ROPES[name], ROPES[name].n_rot // 2
     factors = np.linspace(1, 8, pairs).astype(f32) if with_factors else None
     positions = np.array([0, 1, 2, 77, 1000, 4095, 131071], np.int32)
+    each, back = (5, 1) if with_factors else (1, 0)
     out = memory.room((len(positions), pairs, 2))
     memory.run(
         rope.rope_table(len(positions), pairs),
@@ -27,11 +28,14 @@ def test_angles(memory: Memory, name: str, with_factors: bool) -> None:
         out=out,
         rows=len(positions),
         pairs=pairs,
+        each=each,
+        back=back,
         constants=memory.put(rope_constants(config, factors)),
         **rope_scalars(config),
     )
     got = memory.get(out, (len(positions), pairs, 2))
-    want = np.stack(rope_angles(config, positions, factors), -1)
+    cos, sin = rope_angles(config, positions // each * each, factors)
+    want = np.stack([cos, -sin if back else sin], -1)
     np.testing.assert_allclose(got[:6], want[:6], atol=2e-6)
     np.testing.assert_allclose(got[6], want[6], atol=2e-2)  # a step of its angle is 2^-6 itself
 

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 from device_memory import Memory
-from layer_cases import ROUTINGS, check_floor, check_nans, check_ties, route_expected, route_inputs
+from layer_cases import ROUTINGS, check_chosen, check_floor, check_nans, check_ties, route_expected, route_inputs
 from meaning import meaning
 
 from quantkit.kernels.cuda.layer.route import combine, repeat, route
@@ -16,7 +16,7 @@ from quantkit.kernels.parameters import MAX_EXPERTS
 from quantkit.model.ops import Combine, Repeat, Routing, Value
 
 
-def routed(memory: Memory, r: Routing, logits: Any, bias: Any = None) -> tuple[Any, Any]:
+def routed(memory: Memory, r: Routing, logits: Any, bias: Any = None, chosen: Any = None) -> tuple[Any, Any]:
     n = len(logits)
     ids, weights = memory.room((n + 1, r.n_used), np.int32), memory.room((n + 1, r.n_used))
     memory.run(
@@ -25,6 +25,7 @@ def routed(memory: Memory, r: Routing, logits: Any, bias: Any = None) -> tuple[A
         weights=weights,
         logits=memory.put(logits),
         bias=0 if bias is None else memory.put(bias),
+        chosen=0 if chosen is None else memory.put(chosen),
         rows=n,
         **r.slots(),
     )
@@ -42,6 +43,10 @@ def test_route(memory: Memory, r: Routing, with_bias: bool) -> None:
     want_ids, want_weights = route_expected(r, logits, bias)
     np.testing.assert_array_equal(ids, want_ids)
     np.testing.assert_allclose(weights, want_weights, rtol=2e-6)
+
+
+def test_experts_that_are_chosen_elsewhere(memory: Memory) -> None:
+    check_chosen(partial(routed, memory))
 
 
 @pytest.mark.parametrize("gating", ["softmax", "sigmoid", "softmax_weight"])

@@ -22,6 +22,7 @@ from quantkit.model.ops import (
     Activate,
     Activation,
     Attention,
+    Bonus,
     Clamp,
     ColumnScan,
     Convolve,
@@ -30,12 +31,15 @@ from quantkit.model.ops import (
     Exceed,
     Glu,
     Graph,
+    Lerp,
+    Lookup,
     Mix,
     MulMat,
     MulMatId,
     MultiplyBy,
     Norm,
     Op,
+    Previous,
     Rope,
     Scale,
     Shift,
@@ -43,6 +47,7 @@ from quantkit.model.ops import (
     Take,
     ToLength,
     Value,
+    Wkv,
 )
 from quantkit.model.placement import Placement
 from quantkit.quantize import QuantizeOptions, quantize
@@ -109,13 +114,16 @@ class Changed:
         )
 
 
-#: As many as windows, of 32, do not hide from.
-SOME = TOKENS[:40]
+#: As many as windows, of 32, do not hide from; and where there are none.
+SOME, FEW = TOKENS[:40], TOKENS[:12]
 
 
 def tokens_for(graph: Graph) -> Ints:
-    """Return some tokens; all of them, if they see those after them."""
-    return TOKENS if any(isinstance(op, Attention) and op.mask == "whole" for op in graph.ops) else SOME
+    """Return few tokens; more where there are windows, all of them if they see those after them."""
+    masks = {(op.mask, op.window) for op in graph.ops if isinstance(op, Attention)}
+    if any(mask == "whole" for mask, _ in masks):
+        return TOKENS
+    return SOME if any(mask != "causal" and window < len(SOME) for mask, window in masks) else FEW
 
 
 def logits(reference: Reference, graph: Graph, tokens: Ints) -> Floats:
@@ -151,7 +159,7 @@ def other_rope(op: Op) -> list[Op] | None:
 
 
 def gate_and_up_swapped(op: Op) -> list[Op] | None:
-    if not isinstance(op, Glu) or op.gate.width == 1:
+    if not isinstance(op, Glu) or op.gate.width == 1 or op.activation.kind == "linear":
         return None
     if op.up is not None:
         return [replace(op, gate=op.up, up=op.gate)] if op.up.width == op.gate.width else None
@@ -254,6 +262,22 @@ def other_layers_input(op: Op) -> list[Op] | None:
     return [replace(op, start=op.x.width - op.out.width - op.start)]
 
 
+def no_token_before(op: Op) -> list[Op] | None:
+    return same(op, op.x, op.out) if isinstance(op, Previous | Bonus) else None
+
+
+def all_of_it(op: Op) -> list[Op] | None:
+    return same(op, op.x, op.out) if isinstance(op, Lerp) and op.out.width == op.x.width else None
+
+
+def nothing_removed(op: Op) -> list[Op] | None:
+    return [replace(op, removed=None, rate=None)] if isinstance(op, Wkv) and op.removed is not None else None
+
+
+def other_decays(op: Op) -> list[Op] | None:
+    return [replace(op, earlier=not op.earlier, complement=False)] if isinstance(op, Wkv) else None
+
+
 def no_convolution(op: Op) -> list[Op] | None:
     return same(op, op.x, op.out) if isinstance(op, Convolve) else None
 
@@ -262,6 +286,8 @@ def other_reads(op: Op) -> list[Op] | None:
     """What is remembered, and what is asked for, change places."""
     if isinstance(op, DeltaNet):
         return [replace(op, q=op.k, k=op.q)]
+    if isinstance(op, Wkv):
+        return [replace(op, k=op.v, v=op.k)]
     return [replace(op, b=op.c, c=op.b)] if isinstance(op, SsmScan | ColumnScan) else None
 
 
@@ -288,6 +314,10 @@ REWRITES = (
     no_vector,
     positions_of_tokens,
     other_layers_input,
+    no_token_before,
+    all_of_it,
+    nothing_removed,
+    other_decays,
     no_convolution,
     other_reads,
 )
@@ -300,7 +330,8 @@ def mutants(source: GGUFFile) -> Iterator[tuple[str, Graph]]:
         if mutant is not None:
             yield rewrite.__name__, mutant
     arch = source.get("general.architecture")
-    if source.get(f"{arch}.expert_count"):
+    hashed = any(isinstance(op, Lookup) for op in graph.ops)  # its tables say how many experts a token has
+    if source.get(f"{arch}.expert_count") and not hashed:
         more = Changed(source, expert_used_count=lambda n: n + 1)
         yield "one_expert_more", build_graph(more)  # type: ignore[arg-type]
     if not any(isinstance(op, Rope) for op in graph.ops):

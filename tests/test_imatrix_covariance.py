@@ -129,7 +129,7 @@ def test_covariances_go_on_under_another_limit_but_not_with_another_text(
 
 def test_covariances_that_cannot_be_are_refused_before_the_imatrix(model: Path, tmp_path: Path) -> None:
     out, cov = tmp_path / "i.gguf", tmp_path / "cov.gguf"
-    arguments = ["-m", model, "--tokens", ",".join(map(str, TOKENS)), "-c", N_CTX, "-o", out, "-t", 2]
+    arguments = ["-m", model, "--tokens", ",".join(map(str, TOKENS)), "-c", N_CTX, "-o", out, "-t", 1]
     for more, words in (
         (["--covariance", cov, "--max-ram", "100"], "--max-ram leaves"),
         (["--covariance", out], "are one file"),
@@ -149,7 +149,7 @@ def test_the_command_resumes_covariances_after_a_complete_imatrix(
     tokens = TOKENS.copy()
     tokens[3 * N_CTX + 5] = 120
     ids = ",".join(map(str, tokens))
-    arguments = ["-m", bad, "--tokens", ids, "-c", N_CTX, "-t", 2, "-o", out, "--covariance", cov]
+    arguments = ["-m", bad, "--tokens", ids, "-c", N_CTX, "-t", 1, "-o", out, "--covariance", cov]
     assert quantkit(*arguments).exit_code == 0
     whole = [path.read_bytes() for path in (out, cov)]
     out.unlink()

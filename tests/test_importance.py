@@ -92,6 +92,17 @@ def test_experts_without_tokens_are_seen_in_a_dat_too(tmp_path: Path) -> None:
     assert importance.coverage([found.tensor], [found]).odd == (found,)
 
 
+def test_groups_of_rows() -> None:
+    """DeepSeek V4's output matrix multiplies groups of heads, which are its rows' and no dimension of their own."""
+    groups = Importance(matrix(attn_output_a=entry(3, 4)))
+    found = groups.lookup(blk("attn_output_a"), (4, 6))
+    assert found.n_mat == 3
+    assert found.weights is not None
+    assert found.weights.shape == (3, 4)
+    with pytest.raises(FormatError, match="has 12 values"):
+        groups.lookup(blk("attn_output_a"), (4, 7))
+
+
 def test_heads_of_mla_and_a_fourth_dimension() -> None:
     importance = Importance(matrix(attn_k_b=entry(1, 12)))
     for shape in ((4, 5, 3), (2, 5, 3, 2), (12, 5), (12,)):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
@@ -60,23 +61,25 @@ WITHIN: dict[str, dict[str, set[str]]] = {
     },
     "quantkit.model": {
         **dict.fromkeys(("ops", "batch", "arch", "hparams", "copied", "interleaved", "merged"), set()),
-        **dict.fromkeys(("op_table", "fusion", "placement", "cost", "observers", "selection"), {"ops"}),
+        **dict.fromkeys(("op_table", "fusion", "placement", "cost", "observers", "scalable", "selection"), {"ops"}),
         "devices": {"placement"},
         "stages": {"observers", "ops"},
         "check": {"op_table", "ops"},
         "builder": {"arch", "hparams", "ops"},
         **dict.fromkeys(("attention", "feed_forward", "hyper", "indexer", "recurrent"), _BLOCK),
         "mla": _BLOCK | {"attention", "indexer"},
+        "compressed": _BLOCK | {"attention", "indexer", "recurrent"},
         "gemma4": _BLOCK | {"attention", "feed_forward"},
         "gemma3n": _BLOCK | {"gemma4"},
         **dict.fromkeys(("delta_net", "short_convolution"), _BLOCK | {"attention", "recurrent"}),
+        "rwkv": _BLOCK | {"recurrent"},
         "mamba": _BLOCK | {"attention", "feed_forward", "recurrent"},
         "kimi": _BLOCK | {"attention", "mla", "recurrent"},
         "lightning": _BLOCK | {"attention", "delta_net", "recurrent"},
         "residuals": _BLOCK,
         "graph": _BLOCK
         | {"attention", "check", "delta_net", "feed_forward", "gemma3n", "gemma4", "hyper", "kimi", "lightning"}
-        | {"mamba", "mla", "residuals", "short_convolution"},
+        | {"compressed", "mamba", "mla", "residuals", "rwkv", "short_convolution"},
         "nextn": _BLOCK | {"check", "graph", "hparams"},
         # Backends know operations, not architectures.
         "backends": {"batch", "check", "fusion", "op_table", "ops"},
@@ -86,9 +89,11 @@ WITHIN: dict[str, dict[str, set[str]]] = {
     "quantkit.model.backends": {
         "accumulators": set(),
         "arena": set(),
-        "reference": {"accumulators"},
+        "tables": set(),
+        "reference": {"accumulators", "tables"},
         "lowering": {"arena"},
-        **dict.fromkeys(("boundary", "slots"), {"arena", "lowering"}),
+        "boundary": {"arena", "lowering"},
+        "slots": {"arena", "lowering", "tables"},
         **dict.fromkeys(("cpu", "cuda"), {"accumulators", "arena", "boundary", "lowering", "slots"}),
         "registry": {"cpu", "cuda", "reference"},
     },
@@ -116,9 +121,17 @@ def part_of(module: str) -> str:
     return "verbs" if verb else "quantkit"
 
 
+def statements(of: ast.AST) -> Iterator[ast.AST]:
+    """Yield all statements of a module, those within others too; no expressions, which are most of it."""
+    for kind in ("body", "orelse", "finalbody", "handlers", "cases"):
+        for each in getattr(of, kind, ()):
+            yield each
+            yield from statements(each)
+
+
 def imports(path: Path) -> set[str]:
     found = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in statements(ast.parse(path.read_text())):
         if isinstance(node, ast.ImportFrom) and node.module:
             found.update({node.module} | {f"{node.module}.{alias.name}" for alias in node.names})
         elif isinstance(node, ast.Import):

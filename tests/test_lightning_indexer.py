@@ -46,6 +46,7 @@ def run(
         n_head=case.n_head,
         head=case.head,
         n_selected=case.n_selected,
+        ratio=case.ratio,
         scale=case.scale,
         scratch=-(-address_of(scratch) // 64) * 64,
     )
@@ -57,7 +58,7 @@ def run(
 
 def expected(case: Case, keys: Any, q: Any, weights: Any, positions: Any, sequences: Any) -> Any:
     rows = zip(q, weights, positions, np.broadcast_to(sequences, len(q)), strict=True)
-    return np.array([case.select(x, w, keys[s * N_CTX : s * N_CTX + p + 1]) for x, w, p, s in rows])
+    return np.array([case.select(x, w, case.seen(keys, s, p, N_CTX)) for x, w, p, s in rows])
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -7,13 +7,13 @@ from typing import Any
 import numpy as np
 import pytest
 from device_memory import Memory
-from meaning import meaning
+from meaning import matrix, meaning
 from operations import run_operation
 
 from quantkit.kernels.cpu.core.tape import N_TOKENS
 from quantkit.kernels.cpu.layer import mixing as cpu
 from quantkit.kernels.cuda.layer import mixing as cuda
-from quantkit.model.ops import Exceed, Mix, ToLength, Value
+from quantkit.model.ops import Bonus, Exceed, Lerp, Mix, ToLength, Value
 
 ROWS = [1, 3]
 #: Columns of a group: one, less than a vector, odd, whole vectors.
@@ -64,6 +64,27 @@ def mix(rows: int, group: int, n: int, m: int) -> tuple[dict[str, Any], Any]:
     return given | {"group": group, "n": n, "offset": 0.75}, want
 
 
+def lerp(rows: int, group: int, n: int, of: str = "by weights") -> tuple[dict[str, Any], Any]:
+    """of: what says how far."""
+    given: dict[str, Any] = {"x": values(rows, group), "to": values(rows, group, seed=2), "n": group}
+    by, weights = values(n * group, seed=3), values(rows, n * group, seed=4)
+    x, to, w = Value("x", group), Value("to", group), Value("w", n * group)
+    m = matrix(by)
+    has = {"by": m if "by" in of else None, "weights": w if "weights" in of else None}
+    op = Lerp(out=Value("out", n * group), x=x, to=to, by=has["by"], weights=has["weights"])  # type: ignore[arg-type]
+    arrays = {x: given["x"], to: given["to"], w: weights}
+    given |= {"by": by if "by" in of else 0, "weights": weights if "weights" in of else 0}
+    return given, meaning(op, arrays, rows=rows, weights={m: by})
+
+
+def bonus(rows: int, head: int, n: int) -> tuple[dict[str, Any], Any]:
+    given = {name: values(rows, n * head, seed=i) for i, name in enumerate("xrkv")}
+    named, vector = {name: Value(name, n * head) for name in given}, values(n * head, seed=5)
+    op = Bonus(out=Value("out", n * head), vector=matrix(vector), head=head, **named)
+    want = meaning(op, {named[name]: x for name, x in given.items()}, rows=rows, weights={op.vector: vector})
+    return {**given, "vector": vector, "head": head}, want
+
+
 def close(got: Any, want: Any) -> None:
     np.testing.assert_allclose(got, want, rtol=2e-6, atol=4e-6)
 
@@ -94,6 +115,21 @@ def test_mix(group: int, n: int, m: int, threads: int) -> None:
     close(on_cpu(cpu.mix, m * group, 3, threads, slots), want)
 
 
+@threads
+@pytest.mark.parametrize("of", ["by", "weights", "by weights"])
+@pytest.mark.parametrize("group", GROUPS)
+def test_lerp(group: int, of: str, threads: int) -> None:
+    slots, want = lerp(3, group, 5, of)
+    close(on_cpu(cpu.lerp, 5 * group, 3, threads, slots), want)
+
+
+@threads
+@pytest.mark.parametrize("head", GROUPS)
+def test_bonus(head: int, threads: int) -> None:
+    slots, want = bonus(3, head, 3)
+    np.testing.assert_allclose(on_cpu(cpu.bonus, 3 * head, 3, threads, slots), want, rtol=2e-5, atol=2e-4 * head**0.5)
+
+
 @pytest.mark.parametrize("group", GROUPS)
 def test_on_the_device(memory: Memory, group: int) -> None:
     for rows in ROWS:
@@ -105,3 +141,9 @@ def test_on_the_device(memory: Memory, group: int) -> None:
         for n, m in ((4, 4), (1, 4), (3, 2)):
             slots, want = mix(rows, group, n, m)
             close(on_device(memory, cuda.mix(m * group, rows), m * group, rows, slots), want)
+        for of in ("by", "weights", "by weights"):
+            slots, want = lerp(rows, group, 5, of)
+            close(on_device(memory, cuda.lerp(5 * group, rows), 5 * group, rows, slots), want)
+        slots, want = bonus(rows, group, 3)
+        got = on_device(memory, cuda.bonus(3 * rows), 3 * group, rows, slots)
+        np.testing.assert_allclose(got, want, rtol=2e-5, atol=2e-4 * group**0.5)

@@ -98,7 +98,7 @@ def alone(source: Path, target: Path, *, trunk: bool) -> Path:
 @pytest.mark.parametrize("arch", FAMILIES)
 def test_every_weight_of_a_prediction_layer_gets_an_entry(arch: str, tmp_path: Path) -> None:
     path, tokens = predicting(tmp_path / "model.gguf", arch, own=True), drawn.ids(4 * N_CTX)
-    run: dict[str, Any] = {"tokens": tokens, "threads": 2, "kv_type": "f32"}
+    run: dict[str, Any] = {"tokens": tokens, "kv_type": "f32"}
     options = ImatrixOptions(n_ctx=N_CTX, n_batch=2 * N_CTX, overwrite=True)
     without = imatrix(path, (), tmp_path / "out.gguf", options=options, **run)
     assert without.coverage is not None
@@ -134,7 +134,7 @@ def test_batches_below_a_chunk_and_threads_change_nothing(tmp_path: Path) -> Non
 def test_a_resumed_run_and_one_without_a_bad_chunk_make_the_same_file(tmp_path: Path) -> None:
     path, tokens = predicting(tmp_path / "model.gguf", "glm4moe", own=False), drawn.ids(6 * N_CTX)
     bad = spoilt(path, tmp_path / "bad.gguf", "blk.2.nextn.hnorm.weight", 0, 1.0)  # the same, but another file
-    run: dict[str, Any] = {"threads": 2, "kv_type": "f32"}
+    run: dict[str, Any] = {"kv_type": "f32"}
     options = ImatrixOptions(n_ctx=N_CTX, n_batch=N_CTX, nextn=True, output_frequency=2)
     imatrix(path, (), tmp_path / "whole.gguf", tokens=tokens, options=options, **run)
     out = tmp_path / "out.gguf"
@@ -152,7 +152,7 @@ def test_a_chunk_that_only_the_prediction_layer_cannot_take_is_left_out(tmp_path
     tokens[3 * N_CTX + 5] = 120
     bad = spoilt(path, tmp_path / "bad.gguf", "blk.4.nextn.embed_tokens.weight", 120, np.nan)
     options = ImatrixOptions(n_ctx=N_CTX, n_batch=2 * N_CTX, nextn=True)
-    found = imatrix(bad, (), tmp_path / "o.gguf", tokens=tokens, options=options, threads=2)
+    found = imatrix(bad, (), tmp_path / "o.gguf", tokens=tokens, options=options)
     assert found.dropped == {3: "the input of blk.4.nextn.eh_proj.weight at position 5"}
     assert found.n_chunks == 5
 
@@ -194,7 +194,7 @@ def test_a_prediction_layer_in_a_file_of_its_own(tmp_path: Path, llama_bin: Path
         assert words in refused.output
 
 
-NUMBERS = ("-c", N_CTX, "-b", N_CTX, "-t", 2, "-ctk", "f32", "--process-output")
+NUMBERS = ("-c", N_CTX, "-b", N_CTX, "-t", 1, "-ctk", "f32", "--process-output")
 
 
 def quantkit(*arguments: object) -> Any:
@@ -247,10 +247,10 @@ def replaced(field: Field) -> Field:
 def test_a_model_without_one_gets_a_note(tmp_path: Path) -> None:
     model = test_delta_net.qwen(tmp_path / "m.gguf", "qwen35")
     options = ImatrixOptions(n_ctx=N_CTX, nextn=True)
-    found = imatrix(model, (), tmp_path / "o.gguf", tokens=drawn.ids(2 * N_CTX), options=options, threads=2)
+    found = imatrix(model, (), tmp_path / "o.gguf", tokens=drawn.ids(2 * N_CTX), options=options)
     assert any("has no prediction layer" in note for note in found.notes)
     with pytest.raises(QuantkitError, match="is no file with a prediction layer alone"):
-        imatrix(model, (), tmp_path / "p.gguf", tokens=drawn.ids(64), draft=model, options=options, threads=2)
+        imatrix(model, (), tmp_path / "p.gguf", tokens=drawn.ids(64), draft=model, options=options)
 
 
 def test_the_architectures_that_have_one_are_tried() -> None:

@@ -59,7 +59,7 @@ def test_zeros_and_tiny_rows_are_normal_numbers():
         assert (out[0] == 0).all()
 
 
-def table_of(config, positions, factors=None, threads=1):
+def table_of(config, positions, factors=None, threads=1, each=1, back=0):
     pairs = config.n_rot // 2
     return run_operation(
         rope_table,
@@ -67,6 +67,8 @@ def table_of(config, positions, factors=None, threads=1):
         threads=threads,
         batch={"tokens": np.zeros(len(positions)), "positions": positions},
         pairs=pairs,
+        each=each,
+        back=back,
         constants=rope_constants(config, factors),
         **rope_scalars(config),
     ).reshape(len(positions), pairs, 2)
@@ -83,6 +85,12 @@ def test_angles(name, with_factors, threads):
     cos, sin = rope_angles(config, positions, factors)
     np.testing.assert_allclose(table[..., 0], cos, atol=2e-6)
     np.testing.assert_allclose(table[..., 1], sin, atol=2e-6)
+
+
+def test_angles_of_blocks_and_back():
+    config, positions = ROPES["yarn"], np.array([0, 5, 7, 8, 4095], np.int32)
+    table = table_of(config, positions, each=4, back=1)
+    np.testing.assert_array_equal(table, table_of(config, positions // 4 * 4) * np.array([1, -1], f32))
 
 
 def test_yarn_by_its_formula():

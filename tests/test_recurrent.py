@@ -15,6 +15,7 @@ from recurrent_cases import (
     DeltaRule,
     Scan,
     Tokens,
+    Wkv,
     alone,
     check,
     nmse,
@@ -22,12 +23,12 @@ from recurrent_cases import (
 
 from quantkit.kernels.cpu.core.tape import Batch, Tape, address_of
 from quantkit.kernels.cpu.core.team import Team
-from quantkit.kernels.cpu.layer.recurrent import column_scan, convolve, delta_net, delta_net_by_row, ssm_scan
+from quantkit.kernels.cpu.layer.recurrent import column_scan, convolve, delta_net, delta_net_by_row, ssm_scan, wkv
 
 Array = npt.NDArray[np.float32]
 batches = pytest.mark.parametrize("batches", [alone(9, 1, 1, 49), MIXED], ids=["alone", "mixed"])
 N_MAX = 64
-OPERATIONS = {Convolution: convolve, DeltaRule: delta_net, Scan: ssm_scan, Columns: column_scan}
+OPERATIONS = {Convolution: convolve, DeltaRule: delta_net, Scan: ssm_scan, Columns: column_scan, Wkv: wkv}
 
 
 class Layer:
@@ -102,14 +103,22 @@ def test_column_scan(case: Columns, batches: list[Tokens]) -> None:
     check(Layer(case, 2), case, batches, 1e-12, of_state=1e-12)
 
 
-@pytest.mark.parametrize("case", [Scan((1, 2), 96, 32), Columns(200, 16)], ids=str)
-def test_how_batches_of_a_scan_are_cut_changes_no_bit(case: Scan | Columns) -> None:
+@batches
+@pytest.mark.parametrize(
+    "case", [Wkv((2, 2), 64), Wkv((4, 2), 80, "q"), Wkv((2, 2), 64, "7"), Wkv((3, 3), 23, "7")], ids=str
+)
+def test_wkv(case: Wkv, batches: list[Tokens]) -> None:
+    check(Layer(case, 2), case, batches, 1e-12, of_state=1e-12)
+
+
+@pytest.mark.parametrize("case", [Scan((1, 2), 96, 32), Columns(200, 16), Wkv((2, 2), 80, "7")], ids=str)
+def test_how_batches_of_a_scan_are_cut_changes_no_bit(case: Case) -> None:
     values = case.draw(np.random.default_rng(0), 40)
     outs = []
     for size in (40, 1, 7):
         layer, parts = Layer(case, 2), range(0, 40, size)
         cut = [(i, {name: x[i : i + size] for name, x in values.items()}) for i in parts]
-        outs.append(np.vstack([layer.run([(0, i + j) for j in range(len(x["dt"]))], x) for i, x in cut]))
+        outs.append(np.vstack([layer.run([(0, i + j) for j in range(len(next(iter(x.values()))))], x) for i, x in cut]))
     np.testing.assert_array_equal(outs[0], outs[1])
     np.testing.assert_array_equal(outs[0], outs[2])
 
@@ -118,6 +127,7 @@ def run_all(threads: int, size: int) -> Array:
     """Outputs of 40 tokens, in batches of ``size``."""
     cases: list[Case] = [DeltaRule((2, 4), 64, 128), Convolution(512, 4), Scan((2, 8), 64, 64), Columns(200, 16)]
     cases.append(DeltaRule((2, 2), 64, 128, by_row=True))
+    cases += [Wkv((4, 2), 64, "q"), Wkv((3, 3), 64, "7")]
     drawn = [case.draw(np.random.default_rng(i), 40) for i, case in enumerate(cases)]
     layers, outs = [Layer(case, threads) for case in cases], []
     for i in range(0, 40, size):

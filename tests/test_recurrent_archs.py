@@ -18,15 +18,17 @@ import test_mamba
 
 from libllama import nmse
 from quantkit.errors import FormatError, QuantkitError, TypeNotSupported
-from quantkit.formats.gguf import GGUFFile, TensorInfo, open_gguf
+from quantkit.formats.gguf import GGUFFile, TensorInfo, open_gguf, write_gguf
 from quantkit.model.engine import load
 from quantkit.model.graph import build_graph
 from quantkit.model.placement import ALL_LAYERS, Placement
 from zoo import NAMES, ZOO, expected, write_zoo
 
 ARCHS = ("bailingmoe3", "falcon-h1", "jamba", "kimi-k3", "kimi-linear", "lfm2", "lfm2moe", "mamba", "mamba2")
-ARCHS += ("minimax-01", "nemotron_h", "nemotron_h_moe", "plamo2")
+ARCHS += ("minimax-01", "nemotron_h", "nemotron_h_moe", "plamo2", "rwkv6", "rwkv6qwen2", "rwkv7", "arwkv7")
 MODELS = [name for name in NAMES if name.rpartition("-")[0] in ARCHS]
+#: Nothing is there yet to be mixed (Kimi K3), or for values to be drawn to (RWKV 7).
+UNREAD = {"blk.0.attn_res_score.weight", *(f"blk.0.time_mix_v{i}.weight" for i in range(3))}
 #: Metadata of which a layer's shapes follow, or its place in the model.
 KEYS = (
     *("ssm.inner_size", "ssm.state_size", "ssm.time_step_rank", "ssm.group_count", "kda.head_dim"),
@@ -34,6 +36,7 @@ KEYS = (
     *("attention.key_length_mla", "attention.value_length_mla", "rope.dimension_count", "feed_forward_length"),
     *("attn_res.block_size", "kda.gate_lower_bound", "residual_scale", "activation.situ_beta", "embedding_length"),
     *("attention.recurrent_layers", "full_attention_interval", "swiglu_clamp_exp", "block_count"),
+    *("wkv.head_size", "rescale_every_n_layers"),
 )
 
 
@@ -78,7 +81,7 @@ def test_metadata_that_say_something_else_are_refused_or_harmless(name: str) -> 
 def test_shapes_that_are_others_are_refused(name: str) -> None:
     with open_gguf(ZOO / "headers" / f"{name}.head", header_only=True) as source:
         for tensor in source.tensors.values():
-            if tensor.name == "blk.0.attn_res_score.weight":  # nothing is there to be mixed yet
+            if tensor.name in UNREAD:
                 continue
             first, *rest = tensor.shape
             shapes = [(first + 1, *rest), (*tensor.shape[:-1], tensor.shape[-1] * 2)]
@@ -93,6 +96,22 @@ def test_pieces_of_a_sequence_and_sequences_side_by_side_are_the_whole(name: str
         session = model.session(48)
         parts = [session.decode(part) for part in np.split(tokens[:40], (9, 10, 11, 27))]
         assert nmse(np.concatenate(parts), logits[:40]) <= 1e-8
+
+
+def test_old_files_have_the_vectors_of_rwkv_6_one_by_one(tmp_path: Path) -> None:
+    """That mix a row with the one before it."""
+    tokens, logits = expected("rwkv6-dense")
+    with open_gguf(write_zoo("rwkv6-dense", tmp_path / "new.gguf")) as model:
+        tensors = [(t.name, t.shape, t.type, model.data(t).tobytes()) for t in model.tensors.values()]
+        for name, shape, kind, data in [t for t in tensors if "lerp_fused" in t[0]]:
+            tensors.remove((name, shape, kind, data))
+            size = len(data) // 5
+            parts = [data[i * size : (i + 1) * size] for i in range(5)]
+            one = (shape[0], 1, 1)
+            tensors += [(name.replace("fused", c), one, kind, x) for c, x in zip("wkvrg", parts, strict=True)]
+        write_gguf(tmp_path / "old.gguf", list(model.fields.values()), tensors)
+    with load(tmp_path / "old.gguf", kv_type="f32", threads=2) as old:
+        assert nmse(old.forward(tokens[:8]), logits[:8]) <= 1e-8
 
 
 def test_a_state_that_cuda_has_no_room_for(tmp_path: Path, cuda_devices: tuple[str, ...]) -> None:

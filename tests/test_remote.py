@@ -74,6 +74,13 @@ def proxy(server: Proxy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Ite
     server.clear()
 
 
+@pytest.fixture
+def large_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For files of many megabytes, where it does not matter where they are cut: requests are what takes long."""
+    monkeypatch.setattr(s3, "PART", 1 << 20)
+    monkeypatch.setattr(reader, "BLOCK", 1 << 20)
+
+
 def call(proxy: Proxy | None, method: str, **kwargs: Any) -> Any:
     store = located("s3://models/x").store  # type: ignore[attr-defined]
     return patiently("the test", lambda: store._call(method, Bucket="models", **kwargs))
@@ -202,7 +209,7 @@ def test_failures_are_told_apart(failure: Exception, meaning: Meaning) -> None:
 
 
 def test_quantize_from_store_to_store(
-    proxy: Proxy, tiny_moe: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    proxy: Proxy, large_parts: None, tiny_moe: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With an importance matrix, errors measured and in shards; each object appears with the last request about it."""
     source, imatrix = put("in/moe.gguf", tiny_moe), put("in/imatrix.gguf", data / "tiny-moe-imatrix.gguf")
@@ -221,7 +228,9 @@ def test_quantize_from_store_to_store(
     assert KEY not in made.output
 
 
-def test_provenance_differs_only_in_the_fingerprint(proxy: Proxy, tiny_moe: Path, tmp_path: Path) -> None:
+def test_provenance_differs_only_in_the_fingerprint(
+    proxy: Proxy, large_parts: None, tiny_moe: Path, tmp_path: Path
+) -> None:
     source = put(tiny_moe.name, tiny_moe)
     quantize(tiny_moe, tmp_path / "q.gguf", "Q8_0")
     quantize(source, "s3://models/q.gguf", "Q8_0")
@@ -242,7 +251,7 @@ def test_a_plan_reads_only_headers(proxy: Proxy, tiny_moe: Path) -> None:
     assert proxy.served <= 2 << 20
 
 
-def test_convert_from_store_to_store(proxy: Proxy, tmp_path: Path) -> None:
+def test_convert_from_store_to_store(proxy: Proxy, large_parts: None, tmp_path: Path) -> None:
     folder = write_checkpoint("Mixtral-8x7B-chat-xl", tmp_path / "in")
     for file in folder.iterdir():
         put(f"hub/{folder.name}/{file.name}", file)
@@ -261,7 +270,9 @@ def test_convert_from_store_to_store(proxy: Proxy, tmp_path: Path) -> None:
     assert [k for k in keys() if k.endswith(".gguf") and k.startswith("hub/")]
 
 
-def test_merge_compare_and_importance(proxy: Proxy, tiny_moe: Path, data: Path, tmp_path: Path) -> None:
+def test_merge_compare_and_importance(
+    proxy: Proxy, large_parts: None, tiny_moe: Path, data: Path, tmp_path: Path
+) -> None:
     source, imatrix = put("moe.gguf", tiny_moe), put("imatrix.dat", data / "tiny-moe-imatrix.dat")
     assert run("merge-up-gate", tiny_moe, tmp_path / "m.gguf").exit_code == 0
     args = (source, "s3://models/m.gguf", "--imatrix", imatrix, "--imatrix-out", "s3://models/merged.dat")
@@ -279,7 +290,7 @@ def test_merge_compare_and_importance(proxy: Proxy, tiny_moe: Path, data: Path, 
     assert read_imatrix("s3://models/both.gguf").chunk_count == 2 * read_imatrix(imatrix).chunk_count
 
 
-def test_split_sources_and_keeping_the_split(proxy: Proxy, tiny_moe: Path, tmp_path: Path) -> None:
+def test_split_sources_and_keeping_the_split(proxy: Proxy, large_parts: None, tiny_moe: Path, tmp_path: Path) -> None:
     assert run("quantize", tiny_moe, tmp_path / "a.gguf", "COPY", "--split-max-size", "6M").exit_code == 0
     shards = sorted(tmp_path.glob("a-*.gguf"))
     for shard in shards:

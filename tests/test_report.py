@@ -41,7 +41,7 @@ from zoo import write_zoo
 HOSTILE = "</script><script>alert(1)</script><img src=x onerror=alert(2)>\u2028`|*[x](http://e.vil)\u202e{{ 7 * 7 }}"
 
 
-def example(hostile: str = "") -> Report:
+def example(hostile: str = "", layers: int = 6) -> Report:
     """Return a report with every part, of drawn numbers; ``hostile`` stands in every name."""
     rng = np.random.default_rng(1)
     kinds = ("attn_q", "ffn_down" + hostile, "ffn_up")
@@ -50,7 +50,7 @@ def example(hostile: str = "") -> Report:
         kld = 0.1 / 4**i
         matrices = [
             Matrix(f"blk.{layer}.{kind}.weight", kind, layer, name, 65536, 20000 + 9000 * i, float(kld), True)
-            for layer in range(6)
+            for layer in range(layers)
             for kind in kinds
         ]
         matrices.append(Matrix("token_embd.weight", "token_embd", None, "Q8_0", 1 << 20, 1 << 20, 0.005, False))

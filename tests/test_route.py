@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 import pytest
-from layer_cases import ROUTINGS, check_floor, check_nans, check_ties, route_expected, route_inputs
+from layer_cases import ROUTINGS, check_chosen, check_floor, check_nans, check_ties, route_expected, route_inputs
 from meaning import matrix, meaning
 
 from quantkit.kernels.cpu.core.tape import Batch, Tape, address_of
@@ -25,13 +25,15 @@ def run(operation, tokens: int, threads: int = 2, **slots: float) -> None:
     Tape(TEAMS[threads], batch, [(operation, operation.block(batch=batch.address, rows_of=0, **slots))]).run()
 
 
-def routed(r: Routing, logits: F32, bias: F32 | None = None, threads: int = 2) -> tuple[I32, F32]:
+def routed(
+    r: Routing, logits: F32, bias: F32 | None = None, threads: int = 2, chosen: I32 | None = None
+) -> tuple[I32, F32]:
     tokens = len(logits)
     ids = np.full((tokens + 1, r.n_used), -7, np.int32)
     weights = np.full((tokens + 1, r.n_used), -7, np.float32)
     run(
         route, tokens, threads, ids=address_of(ids), weights=address_of(weights), logits=address_of(logits),
-        bias=0 if bias is None else address_of(bias), **r.slots(),
+        bias=0 if bias is None else address_of(bias), chosen=0 if chosen is None else address_of(chosen), **r.slots(),
     )  # fmt: skip
     assert (ids[tokens] == -7).all()
     assert (weights[tokens] == -7).all()
@@ -55,6 +57,10 @@ def test_route(r: Routing, with_bias: bool) -> None:
         again = routed(r, logits, bias, threads)
         assert again[0].tobytes() == ids.tobytes()
         assert again[1].tobytes() == weights.tobytes()
+
+
+def test_experts_that_are_chosen_elsewhere() -> None:
+    check_chosen(routed)
 
 
 @pytest.mark.parametrize("gating", ["softmax", "sigmoid", "softmax_weight"])

@@ -451,10 +451,8 @@ def test_the_front_falls_and_has_the_presets(dense: Path, tmp_path: Path) -> Non
 
 
 def test_the_best_few_are_measured_and_the_best_of_them_comes_first(tiny_moe: Path, tmp_path: Path) -> None:
-    quantkit.perplexity(
-        tiny_moe, tokens=np.arange(2, 66), n_ctx=32, save_logits=SaveLogits(tmp_path / "base"), threads=2
-    )
-    check = Check(2, tmp_path / "base", folder=tmp_path, threads=2)
+    quantkit.perplexity(tiny_moe, tokens=np.arange(2, 66), n_ctx=32, save_logits=SaveLogits(tmp_path / "base"))
+    check = Check(2, tmp_path / "base", folder=tmp_path)
     told: list[str] = []
     found = search(
         drawn(tiny_moe, ("Q4_0", "Q8_0")), options=SearchOptions(target_bpw=5), check=check, progress=told.append
@@ -465,6 +463,28 @@ def test_the_best_few_are_measured_and_the_best_of_them_comes_first(tiny_moe: Pa
     assert found.allocations[0].types != found.allocations[1].types
     assert sorted(p.name for p in tmp_path.iterdir()) == ["base"]
     assert len(told) == 3
+
+
+def test_of_several_the_second_is_the_best_for_plain_sums(dense: Path) -> None:
+    """Where a rule discounts small costs, and only for a size: for a divergence the rule is what counts."""
+    known = six(dense)
+    klds = {(c.group, c.type.name): c.kld or 0.0 for c in known.costs}
+    rule = Combination(0.1)
+    rows = [
+        {"types": {g.name: t for g in known.groups},
+         "kld": rule.total(math.fsum(rule.part(klds[g.name, t]) for g in known.groups))}
+        for t in TYPES
+    ]  # fmt: skip
+    options = SearchOptions(target_bpw=11)
+    with open_model(dense) as source:
+        finder = Finder(Space(replace(known, settings={"together": rows}), source, options))
+        assert finder.space.combination.kink > 0
+        first, second = finder.best(2)
+        (plain,) = Finder(Space(known, source, options)).best(1)
+    assert first.kld <= second.kld
+    assert first.types != second.types
+    total = sum(klds[g, t.name] for g, t in second.types.items())
+    assert first.types == plain.types or total == pytest.approx(plain.kld)
 
 
 def test_speeds_are_measured_and_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -26,6 +26,7 @@ from quantkit.search.combine import fitted, measured_together
 from quantkit.search.predict import Predictor
 from quantkit.sensitivity import Cost, Group, Sensitivity, SensitivityOptions, read_sensitivity, sensitivity
 from quantkit.sensitivity.encode import Encoder, Encoding, Pair, groups_of
+from quantkit.sensitivity.experts import Routing, line_of
 from quantkit.sensitivity.proxies import rank_correlations, with_proxies
 from quantkit.types import type_by_name
 
@@ -41,7 +42,7 @@ def ids_of(path: Path) -> npt.NDArray[np.int32]:
 
 
 def options(**more: object) -> SensitivityOptions:
-    given = {"types": ("Q4_0",), "n_ctx": N_CTX, "n_batch": 3 * N_CTX, "threads": 2, **more}
+    given = {"types": ("Q4_0",), "n_ctx": N_CTX, "n_batch": 3 * N_CTX, **more}
     return SensitivityOptions(**given)  # type: ignore[arg-type]
 
 
@@ -50,8 +51,8 @@ def with_groups(model: Path, groups: Sequence[Group], name: str, base: Path, fol
     made = folder / "with.gguf"
     rules = tuple(f"^{t.replace('.', '[.]')}$={name}" for group in groups for t in group.tensors)
     quantize(model, made, "COPY", QuantizeOptions(tensor_type=rules), overwrite=True, threads=2)
-    found = perplexity(made, tokens=ids_of(model), n_ctx=N_CTX, threads=2)
-    return kld(made, base, threads=2).sums.kld.mean.value, found.log_ppl.value
+    found = perplexity(made, tokens=ids_of(model), n_ctx=N_CTX)
+    return kld(made, base).sums.kld.mean.value, found.log_ppl.value
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -63,7 +64,7 @@ def test_costs_are_those_of_files(zoo: Callable[[str], Path], name: str, tmp_pat
     found = sensitivity(model, tmp_path / "s.json", tokens=ids, options=options(n_batch=512))
     assert read_sensitivity(tmp_path / "s.json") == found
     whole = SaveLogits(base, "compact", top_k=1 << 20, residual=0)
-    before = perplexity(model, tokens=ids, n_ctx=N_CTX, threads=2, save_logits=whole).log_ppl.value
+    before = perplexity(model, tokens=ids, n_ctx=N_CTX, save_logits=whole).log_ppl.value
     costs = {c.group: c for c in found.costs}
     assert costs.keys() == {g.name for g in found.groups}
     last = max(g.layer for g in found.groups if g.layer is not None)
@@ -90,8 +91,8 @@ def observed(zoo: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactor
     """An importance matrix and covariances of qwen3moe-moe: of experts there are too few tokens."""
     model, folder = zoo("qwen3moe-moe"), tmp_path_factory.mktemp("observed")
     ids, seen = np.tile(ids_of(model), 5), ImatrixOptions(n_ctx=N_CTX, n_batch=8 * N_CTX)
-    imatrix(model, (), folder / "imatrix.gguf", tokens=ids, options=seen, threads=2)
-    covariance(model, (), folder / "cov.gguf", tokens=ids, options=seen, threads=2)
+    imatrix(model, (), folder / "imatrix.gguf", tokens=ids, options=seen)
+    covariance(model, (), folder / "cov.gguf", tokens=ids, options=seen)
     return folder / "imatrix.gguf", folder / "cov.gguf"
 
 
@@ -165,7 +166,7 @@ def progress(now):
     if count == 20:
         os.kill(os.getpid(), signal.SIGKILL)
 ids = np.load(sys.argv[2])
-options = SensitivityOptions(types=("Q4_0", "Q8_0"), n_ctx=16, n_batch=48, threads=2)
+options = SensitivityOptions(types=("Q4_0", "Q8_0"), n_ctx=16, n_batch=48, threads=1)
 sensitivity(sys.argv[1], sys.argv[3], tokens=ids, options=options, progress=progress)
 """
 
@@ -214,6 +215,59 @@ def test_proxies_only_measures_one_type_of_each_group(zoo: Callable[[str], Path]
         assert guessed == sorted(guessed, reverse=True)
         assert guessed[1] == pytest.approx(costs["Q5_0"].kld)
     assert fitted(measured_together(found), Predictor(found).filled).n == 3
+
+
+def test_full_runs_leave_the_others_to_the_ends_of_their_layers(zoo: Callable[[str], Path], tmp_path: Path) -> None:
+    model, both = zoo("gemma3n-dense"), ("Q4_0", "Q8_0")
+    ids = ids_of(model)
+    whole = sensitivity(model, tmp_path / "all.json", tokens=ids, options=options(types=both, together=False))
+    some = options(types=both, together=False, full_runs=1)
+    found = sensitivity(model, tmp_path / "some.json", tokens=ids, options=some)
+    of = {(c.group, c.type): c for c in whole.costs}
+    guessed = [c for c in found.costs if c.kld is None]
+    assert all(c.kld == of[c.group, c.type].kld for c in found.costs if c.kld is not None)
+    assert len(guessed) > len(found.groups) / 2
+    assert {c.type.name for c in guessed} == {"Q8_0"}
+    assert "output" not in {c.group for c in guessed}  # its layer ends with the model
+    # Of the two types of a group the probe is the same in both runs, and so are errors.
+    for cost in guessed:
+        assert cost.proxies["layer_error"] == pytest.approx(of[cost.group, cost.type].proxies["layer_error"], rel=1e-9)
+    assert 0 < whole.settings["rank_correlation"]["layer_error"] <= 1
+    assert Predictor(found).types == Predictor(whole).types
+    again = options(types=both, full_runs=2, resume=True)
+    with pytest.raises(ResourceError, match="not what this run would make"):
+        sensitivity(model, tmp_path / "some.json", tokens=ids, options=again)
+
+
+def test_a_class_in_all_layers(zoo: Callable[[str], Path], observed: tuple[Path, Path], tmp_path: Path) -> None:
+    """And what an importance matrix tells of experts, which have one type whatever the groups."""
+    model, base = zoo("qwen3moe-moe"), tmp_path / "base"
+    whole = SaveLogits(base, "compact", top_k=1 << 20, residual=0)
+    perplexity(model, tokens=ids_of(model), n_ctx=N_CTX, save_logits=whole)
+    how = options(groups="class", together=False, n_batch=512, imatrix=observed[0])
+    found = sensitivity(model, tmp_path / "s.json", tokens=ids_of(model), options=how)
+    assert "ffn_down_exps" in {g.name for g in found.groups}
+    group, cost = next((g, c) for g, c in zip(found.groups, found.costs, strict=True) if g.name == "attn_v")
+    assert len(group.tensors) > 1
+    assert group.layer is None
+    rules = tuple(f"^{name}$=Q4_0" for name in group.tensors)
+    quantize(model, tmp_path / "q.gguf", "COPY", QuantizeOptions(tensor_type=rules, imatrix=observed[0]), threads=2)
+    assert cost.kld == pytest.approx(kld(tmp_path / "q.gguf", base, threads=2).sums.kld.mean.value, rel=1e-4, abs=2e-6)
+    experts = found.settings["experts"]
+    assert experts.keys() == {g.name for g in found.groups if g.name.endswith("_exps")}
+    for row in experts.values():
+        assert all(sum(shares) == pytest.approx(1, abs=1e-3) for shares in row["shares"].values())
+        assert 0 <= row["rare_tokens"] <= 0.5
+        assert 0 <= row["rare_errors"]["Q4_0"] < 1
+
+
+def test_errors_of_rare_experts() -> None:
+    routing = Routing({"a": np.array([90.0, 10.0, 100.0, 0.0])})
+    sums = {"a": [ErrorSums(weighted_error=e) for e in (1.0, 5.0, 2.0, 9.0)]}
+    assert routing.errors(sums) == [50.0, 340.0]
+    row = routing.row()
+    assert (row["rare"], row["never"], row["rare_tokens"]) == (2, 1, 0.05)
+    assert "1" in line_of({"g": {**row, "rare_errors": {"Q4_0": 50 / 340}}})
 
 
 def test_rank_correlation_of_proxies() -> None:

@@ -29,6 +29,10 @@ NAMES = tuple(sorted(path.stem for path in (ZOO / "headers").glob("*.head")))
 SEED = 1
 
 _STRING, _ARRAY = 8, 9
+_F32, _I32 = 0, 26
+#: A tensor of whole numbers: different experts for every token.
+TABLE = "ffn_gate_tid2eid.weight"
+N_EXPERT = 8
 #: Bytes of GGUF's value types of fixed size.
 _SIZES = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}
 
@@ -78,8 +82,8 @@ def tensor_infos(head: bytes) -> Iterator[tuple[str, tuple[int, ...], int]]:
         (n_dims,) = struct.unpack_from("<I", head, at)
         ne = struct.unpack_from(f"<{n_dims}Q", head, at + 4)
         kind, offset = struct.unpack_from("<IQ", head, at + 4 + 8 * n_dims)
-        if kind != 0:
-            raise ValueError(f"{name} is not f32")
+        if kind != (_I32 if name.endswith(TABLE) else _F32):
+            raise ValueError(f"{name} is of type {kind}")
         at += 16 + 8 * n_dims
         yield name, ne, offset
 
@@ -104,11 +108,17 @@ def _skip(head: bytes, at: int, kind: int) -> int:
     return at
 
 
-def draw(name: str, ne: tuple[int, ...], seed: int) -> npt.NDArray[np.float32]:
-    """Return float32 weights of the shape ne reversed, drawn by what the tensor is."""
+def draw(name: str, ne: tuple[int, ...], seed: int) -> npt.NDArray[Any]:
+    """Return float32 weights (of a table int32) of the shape ne reversed, drawn by what the tensor is."""
     rng, shape = np.random.default_rng([seed, zlib.crc32(name.encode())]), ne[::-1]
+    if name.endswith(TABLE):
+        return rng.permuted(np.tile(np.arange(N_EXPERT, dtype=np.int32), (ne[1], 1)), axis=1)[:, : ne[0]].copy()
     if name.endswith("ssm_a"):
         x = -rng.uniform(0.2, 1.2, shape)
+    elif "mix_lerp" in name or "mix_first" in name:
+        x = rng.uniform(0, 1, shape)
+    elif name.endswith("mix_decay.weight"):
+        x = rng.uniform(-5, 0, shape)
     elif name.startswith("rope_f"):
         x = rng.uniform(1, 4, shape)
     elif name.endswith("sinks.weight"):

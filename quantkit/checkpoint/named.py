@@ -34,6 +34,7 @@ from quantkit.checkpoint.families import (
     qwen,
     seeing,
     step,
+    talkie,
 )
 from quantkit.checkpoint.families.llama import LLAMA_KEYS, ROPE_PERMUTED, rope_factors, set_rope_width
 from quantkit.checkpoint.families.others import exaone4_rope
@@ -339,6 +340,7 @@ NAMED: dict[str, Architecture] = {
         early=(others.set_activations,),
         extra=rope_factors,
     ),
+    "TalkieForCausalLM": Architecture("talkie", rules=talkie.RULES, keys=talkie.KEYS, early=(talkie.set_gain,)),
     "NemotronForCausalLM": Architecture(
         "nemotron", rules=(Changed(r"norm\.weight$", plus_one),), keys=(others.set_nemotron,), vocab="nemotron"
     ),

@@ -162,7 +162,7 @@ def command(
     check_feedback_plot(plot, given["feedback"])
     kept, cards = cached(cache, cache_size), cards_given(given, ray)
     if not dry_run:
-        start_nodes(ray, threads or positional)  # before the imports, which take their time, too
+        start_nodes(ray, threads or positional, cards["backend"])  # before the imports, which take their time, too
     from quantkit.cli.summary import DryRunReport
     from quantkit.convert import ConvertOptions, plan_convert
     from quantkit.formats.remote import located
@@ -183,7 +183,7 @@ def command(
         plan = plan_convert(located(folder, spool), output and located(output, spool), type_name, convert, quantize)
     echo_notes(plan.notes)
     if dry_run:
-        echo_cards(plan, cards)
+        echo_cards(plan, cards, ray)
         refused = refusal(plan, resume=resume, overwrite=overwrite)
         report = DryRunReport(plan, refused, foreseen(plan, cache, measure=measure_error))
         click.echo(json.dumps(report.as_dict(), indent=2) if as_json else report.text())

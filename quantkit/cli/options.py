@@ -274,12 +274,12 @@ ray_option = option(
 )
 
 
-def start_nodes(ray: str | None, threads: int | None) -> None:
+def start_nodes(ray: str | None, threads: int | None, backend: str = "cpu") -> None:
     """Let the nodes of --ray start what encodes, while this process plans what they will do."""
     if ray is not None:
         from quantkit.pipeline.ahead import start_workers
 
-        start_workers(ray, threads)
+        start_workers(ray, threads, cards=backend != "cpu")
 
 
 #: --spool, for commands that write through a plan.

@@ -83,13 +83,14 @@ class Points:
 
 @dataclass(frozen=True)
 class Scatter:
-    """Kinds of points; y is logarithmic; the note heads the legend."""
+    """Kinds of points; y is logarithmic, x if it is said to be (``log_x``); the note heads the legend."""
 
     title: str
     x_label: str
     y_label: str
     kinds: Sequence[Points]
     note: str = ""
+    log_x: bool = False
 
 
 @dataclass(frozen=True)
@@ -228,7 +229,6 @@ def _draw_map(axis: Any, panel: MapPanel) -> None:
 
 def _scatter(figure: Scatter) -> Any:
     from matplotlib.figure import Figure as Drawing
-    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
     drawing = Drawing(figsize=(_WIDTH, 0.85 * _WIDTH), layout="constrained")
     axis = drawing.subplots()
@@ -236,9 +236,10 @@ def _scatter(figure: Scatter) -> Any:
     axis.set_xlabel(figure.x_label)
     axis.set_ylabel(figure.y_label)
     axis.set_yscale("log")
-    axis.yaxis.set_major_locator(LogLocator(10, (1, 2, 5)))
-    axis.yaxis.set_major_formatter(FuncFormatter(lambda y, _: f"{y:g}"))
-    axis.yaxis.set_minor_formatter(NullFormatter())
+    _number_decades(axis.yaxis)
+    if figure.log_x:
+        axis.set_xscale("log")
+        _number_decades(axis.xaxis)
     labels: list[_Label] = []
     for i, points in enumerate(figure.kinds):
         if points.joined:
@@ -250,11 +251,21 @@ def _scatter(figure: Scatter) -> Any:
             labels += [(x, y, text, colour) for x, y, text in zip(points.x, points.y, points.labels, strict=False)]
     axis.margins(0.05)
     axis.set_axisbelow(True)
-    legend = axis.legend(loc="upper right", title=figure.note, alignment="left")
+    # Where both are logarithmic, points rise to the right.
+    legend = axis.legend(loc="upper left" if figure.log_x else "upper right", title=figure.note, alignment="left")
     drawing.draw_without_rendering()  # places the axes
     if labels:
         _label(axis, labels, legend.get_window_extent(), [p for p in figure.kinds if p.joined])
     return drawing
+
+
+def _number_decades(axis: Any) -> None:
+    """Write 1, 2 and 5 of each decade of a logarithmic axis as plain numbers."""
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+
+    axis.set_major_locator(LogLocator(10, (1, 2, 5)))
+    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    axis.set_minor_formatter(NullFormatter())
 
 
 #: Where a label's point is, its text and its colour.

@@ -79,8 +79,8 @@ def cards_given(given: dict[str, Any], ray: str | None) -> RunOptions:
     if backend == "cpu" and any(rest.values()):
         names = ", ".join(f"--{name.replace('_', '-')}" for name, value in rest.items() if value)
         raise click.UsageError(f"{names}: of cards; give --backend cuda, or auto")
-    if backend != "cpu" and ray is not None:
-        raise click.UsageError("--ray encodes on the CPUs of all nodes: leave --backend away")
+    if ray is not None and (rest["devices"] or rest["verify"]):
+        raise click.UsageError("--devices and --verify are for the cards of this machine: leave them away with --ray")
     return {
         "backend": backend,
         "devices": rest["devices"] or (),
@@ -89,9 +89,9 @@ def cards_given(given: dict[str, Any], ray: str | None) -> RunOptions:
     }
 
 
-def echo_cards(plan: Plan, cards: RunOptions) -> None:
-    """Say for a dry run which cards would do what."""
-    if cards["backend"] != "cpu":
+def echo_cards(plan: Plan, cards: RunOptions, ray: str | None) -> None:
+    """Say for a dry run which cards would do what; those of nodes are not asked."""
+    if cards["backend"] != "cpu" and ray is None:
         from quantkit.pipeline.cards.choice import cards_for
 
         echo_notes([cards_for(plan, cards["backend"], cards["devices"])[1]])
@@ -257,6 +257,13 @@ _OPTIONS: dict[str, Callable[[Any], Any]] = {
     "calibrate_chunks": option(
         "--calibrate-chunks", group=_IMATRIX, type=click.IntRange(1), metavar="N", help="Use only N chunks of it."
     ),
+    "balance": option(
+        "--balance",
+        group=_IMATRIX,
+        is_flag=True,
+        help="With --calibrate: first let norms and up projections take factors over from the weights behind them, so "
+        "that columns of inputs are of more alike size. The model stays the same; less is lost.",
+    ),
     "override_kv": option(
         "--override-kv",
         group=_META,
@@ -281,7 +288,8 @@ _OPTIONS: dict[str, Callable[[Any], Any]] = {
         group=_RUN,
         type=click.Choice(["cpu", "cuda", "auto"], case_sensitive=False),
         default="cpu",
-        help="Where to encode, with the same bytes: cuda and auto use all cards for types they encode.",
+        help="Where to encode, with the same bytes: cuda and auto use all cards for types they encode; with --ray "
+        "each node its own, and cuda leaves out nodes without.",
     ),
     "devices": option(
         "--devices", group=_RUN, type=Devices(), metavar="N,N,..", help="Only these cards (0,1), as CUDA counts them."
@@ -397,7 +405,7 @@ def command(
     check_feedback_plot(plot, given["feedback"] or given["calibrate"])
     kept, cards = cached(cache, cache_size), cards_given(given, ray)
     if not dry_run:
-        start_nodes(ray, threads or positional)  # before the imports, which take their time, too
+        start_nodes(ray, threads or positional, cards["backend"])  # before the imports, which take their time, too
     from quantkit.cli.summary import DryRunReport
     from quantkit.formats.remote import located
     from quantkit.pipeline.plan import without_existing
@@ -417,7 +425,7 @@ def command(
             click.echo(json.dumps(DryRunReport(plan).as_dict(), indent=2) if as_json else "nothing to do")
             return
     if dry_run:
-        echo_cards(plan, cards)
+        echo_cards(plan, cards, ray)
         refused = refusal(plan, resume=resume, overwrite=overwrite)
         report = DryRunReport(plan, refused, foreseen(plan, cache, measure=measure_error))
         click.echo(json.dumps(report.as_dict(), indent=2) if as_json else report.text())

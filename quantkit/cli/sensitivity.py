@@ -28,6 +28,7 @@ from quantkit.cli.table import table
 from quantkit.helpers import format_seconds, format_size, printable
 from quantkit.sensitivity import Cost, Sensitivity, SensitivityOptions, SensitivityProgress, sensitivity
 from quantkit.sensitivity.encode import GROUPS
+from quantkit.sensitivity.experts import line_of
 from quantkit.sensitivity.measure import TYPES
 
 _MEASURED = "What is measured"
@@ -55,7 +56,8 @@ _LISTED = 12
     group=_MEASURED,
     type=click.Choice(GROUPS),
     default=GROUPS[0],
-    help="Quantize the tensors of a class in a layer together, or each by itself.",
+    help="What is quantized together: the tensors of a class in a layer, those of a class in all layers, or each by "
+    "itself. All experts of a tensor have one type.",
 )
 @option(
     "--imatrix",
@@ -69,6 +71,14 @@ _LISTED = 12
     metavar="COV",
     type=click.Path(exists=True, dir_okay=False, path_type=Path),
     help="Covariances: also measure types encoded with error feedback.",
+)
+@option(
+    "--full-runs",
+    group=_MEASURED,
+    type=click.IntRange(1),
+    metavar="N",
+    help="Types of each group that run to the end of the model; the others, only to the end of their layer: what they "
+    "cost follows from the error there. Default: all.",
 )
 @option("--proxies-only", group=_MEASURED, is_flag=True, help="Measure one type of each group, guess the others.")
 @option(
@@ -122,6 +132,7 @@ def command(
     \b
     quantkit sensitivity -m model-bf16.gguf -f heldout.txt --imatrix imatrix.gguf -o S.json
     quantkit sensitivity -m model-bf16.gguf -f heldout.txt --types Q3_K,Q4_K,Q6_K --chunks 16 -o S.json
+    quantkit sensitivity -m model-bf16.gguf -f heldout.txt --imatrix imatrix.gguf --full-runs 2 -o S.json
     quantkit sensitivity -m model-bf16.gguf -f heldout.txt --types Q4_K,Q8_0 --proxies-only -o S.json
     """
     names = () if types is None else tuple(name.strip() for name in types.split(",") if name.strip())
@@ -185,6 +196,8 @@ def _lines(found: Sensitivity, output: Path) -> Iterator[str]:
             yield f"and {len(shown) - _LISTED} more groups, which cost less per bit"
     for name, value in found.settings["rank_correlation"].items():
         yield f"{name} ranks costs with a correlation of {value:.3f} (Spearman)"
+    if line := line_of(found.settings.get("experts", {})):
+        yield line
     pairs = sum(c.kld is not None for c in found.costs)
     of = f"{pairs} of {len(found.costs)} pairs" if pairs < len(found.costs) else f"{pairs} pairs"
     yield f"{of} of {len(found.groups)} groups measured, {format_seconds(found.settings['seconds'])}"

@@ -37,6 +37,7 @@ from quantkit.errors import FormatError, RecipeError
 from quantkit.formats.outputs import read_whole
 from quantkit.helpers import printable
 from quantkit.quantize import QuantizeOptions
+from quantkit.sensitivity.encode import GROUPS
 
 #: The largest file of settings that is read.
 _MOST = 1 << 20
@@ -99,9 +100,10 @@ class SensitivitySettings:
     """What each group of tensors costs in each type, which a search needs."""
 
     types: tuple[str, ...] = key(words, "types to measure; by default those that fit the targets", ())
-    groups: str = key(choice("class-layer", "tensor"), "what is quantized together", "class-layer")
+    groups: str = key(choice(*GROUPS), "what is quantized together", "class-layer")
     ctx: int | None = key(whole(4), "tokens of a chunk; by default 512, or the model's context", None)
     chunks: int | None = key(count_or_all, 'how many; "all"', 16)
+    full_runs: int | None = key(count_or_all, 'types of a group that run to the end of the model; "all"', None)
     proxies_only: bool = key(flag, "true: estimate instead of measuring", False)
     feedback: bool = key(flag, "true: also as +feedback encodes, where a goal has it", False)
 

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from quantkit.cook import estimate
-from quantkit.cook.engine import Expected, Facts, Step, Tell
+from quantkit.cook.engine import Facts, Step, Tell
 from quantkit.cook.search_steps import sensitivity_path
 from quantkit.cook.steps import Places
-from quantkit.cook.target_steps import first_file
+from quantkit.cook.target_steps import check_path, checked, first_file
 from quantkit.report import ReportOptions, report
 
 
@@ -25,7 +25,7 @@ def card_path(places: Places) -> Path:
 
 
 def report_step(places: Places) -> Step:
-    """Return the report on all targets: measured on the text to check on, if files are checked."""
+    """Return the report on all targets, with what their checks found, if there are any."""
     config, model = places.config, places.model
     page, numbers = page_path(places), places.work("report.json")
     card = card_path(places) if config.report.card else None
@@ -33,6 +33,7 @@ def report_step(places: Places) -> Step:
     inputs["the model"] = places.source
     if config.check.run:
         inputs |= {"the model's predictions": places.base, "the text": places.check_text}
+        inputs |= {f"the check of {s.called}": check_path(places, s.called) for s in config.targets}
     if places.imatrix is not None:
         inputs["the importance matrix"] = places.imatrix
     if config.goals:
@@ -52,6 +53,9 @@ def report_step(places: Places) -> Step:
             load=places.evaluation(),
         )
         files = [first_file(places, settings) for settings in config.targets]
+        if config.check.run:
+            found = [checked(places, settings.called) for settings in config.targets]
+            options = replace(options, known=dict(zip(files, found, strict=True)))
         report(
             files,
             page,
@@ -63,12 +67,6 @@ def report_step(places: Places) -> Step:
         )
         return {"files": len(files)}
 
-    def expected() -> Expected:
-        if not config.check.run:
-            return Expected()
-        tokens = places.measured_tokens(places.check_text, ctx, config.check.chunks)
-        return Expected(None, len(config.targets) * estimate.forward_seconds(model.active, tokens, places.threads))
-
     outputs = tuple(path for path in (page, card, numbers) if path is not None)
     return Step(
         "report",
@@ -77,6 +75,5 @@ def report_step(places: Places) -> Step:
         {"chunks": config.check.chunks, "ctx": ctx, "title": config.name},
         outputs,
         run,
-        expected,
         after=tuple(f"quantize {settings.called}" for settings in config.targets),
     )

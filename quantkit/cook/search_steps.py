@@ -65,6 +65,7 @@ def sensitivity_step(places: Places) -> Step:
                 feedback=places.covariance if fed else None,
                 n_ctx=ctx,
                 chunks=settings.chunks,
+                full_runs=settings.full_runs,
                 proxies_only=settings.proxies_only,
                 threads=places.threads or None,
                 max_ram=places.config.max_ram,
@@ -87,9 +88,9 @@ def sensitivity_step(places: Places) -> Step:
             for name in types
             for each in {False, fed}
         )
-        # Each pair runs the layers behind the group, half of them in the mean; proxies need one type of each group.
-        groups = _KINDS * model.n_layers + 2
-        pairs = groups * (1 if settings.proxies_only else len(types) * (1 + fed))
+        # Each pair that runs to the end runs the layers behind the group, half of them in the mean.
+        groups, full = _KINDS * model.n_layers + 2, settings.full_runs or len(types)
+        pairs = groups * (1 if settings.proxies_only else min(full, len(types)) * (1 + fed))
         return Expected(None, once * (1 + pairs / 2) + encoding)
 
     return Step(
@@ -99,6 +100,7 @@ def sensitivity_step(places: Places) -> Step:
         {
             **{"types": list(types), "groups": settings.groups, "ctx": ctx, "chunks": settings.chunks},
             **{"proxies_only": settings.proxies_only, "feedback": fed},
+            **({} if settings.full_runs is None else {"full_runs": settings.full_runs}),
         },
         (out,),
         run,

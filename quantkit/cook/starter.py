@@ -142,9 +142,10 @@ text = [{text}]
 [sensitivity]
 # What each group of tensors costs in each type; needed for goals. The longest step: time goes with chunks and types.
 # types = ["Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "Q8_0"]    # by default those that fit the goals
-# groups = "class-layer"        # or "tensor"
+# groups = "class-layer"        # or "class", "tensor"
 # ctx = {ctx}
 # chunks = 16
+# full_runs = "all"             # types of a group that run to the end; 2: faster, the others follow from their errors
 # proxies_only = false          # true: estimates only, without a pass over text for each group and type
 # feedback = false              # true: also as +feedback encodes, where a goal has it: hours on large models
 

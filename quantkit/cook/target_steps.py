@@ -21,6 +21,7 @@ from quantkit.pipeline.cache.keys import encoder_digest
 from quantkit.pipeline.plan import Plan
 from quantkit.pipeline.run import RunOptions, journal_path
 from quantkit.quantize import QuantizeOptions, plan_quantize, run_quantize
+from quantkit.report import SHARES, Quality, quality_from, quality_of
 
 #: Options of quantize that are files: their content counts, not their names.
 _FILES = {"imatrix", "feedback", "calibrate", "recipe"}
@@ -180,6 +181,15 @@ def first_file(places: Places, settings: TargetSettings) -> Path:
     return max(found, key=lambda path: path.stat().st_mtime_ns)
 
 
+def checked(places: Places, called: str) -> Quality:
+    """Return what a check found, for the report. Raises FormatError."""
+    path = check_path(places, called)
+    try:
+        return quality_from(json.loads(path.read_bytes())["quality"])
+    except (OSError, ValueError, KeyError, TypeError, FormatError) as e:
+        raise FormatError(f"{path}: not the result of a check ({e!r})") from None
+
+
 def check_step(places: Places, settings: TargetSettings) -> Step:
     """Return the check of a target: its divergence from the model."""
     out = check_path(places, settings.called)
@@ -196,7 +206,8 @@ def check_step(places: Places, settings: TargetSettings) -> Step:
         for note in found.notes:
             tell.note(note)
         with written(out) as part:
-            part.write_text(json.dumps(found.as_dict(), indent=2, allow_nan=False) + "\n")
+            told = {**found.as_dict(), "quality": asdict(quality_of(found))}
+            part.write_text(json.dumps(told, indent=2, allow_nan=False) + "\n")
         return {"kld": found.sums.kld.mean.as_dict(), "ppl_ratio": found.sums.ratio.as_dict()}
 
     def expected() -> Expected:
@@ -208,7 +219,7 @@ def check_step(places: Places, settings: TargetSettings) -> Step:
         f"check {settings.called}",
         f"the divergence of {places.output(settings.called).name}",
         {"the file": made, "the base logits": places.base},
-        {},
+        {"shares of the tokens": SHARES},
         (out,),
         run,
         expected,

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -18,6 +18,9 @@ from quantkit.cluster import Cluster, Node, Refused
 from quantkit.errors import FormatError, ResourceError
 from quantkit.evaluate.passes import I32, EvaluationOptions, LoadOptions, Nodes
 from quantkit.formats.gguf import open_model
+
+if TYPE_CHECKING:
+    from quantkit.model.placement import Placement
 
 #: Seconds that a batch of passes is to take.
 SECONDS = 2.0
@@ -48,20 +51,33 @@ class There:
 
     def options_here(self, threads: int) -> LoadOptions:
         """Return how this node loads the model. Raises Refused if it is not here, or cannot be run here."""
-        from quantkit.model.devices import check_devices, cuda_devices
-        from quantkit.model.placement import placement_of
+        from quantkit.model.devices import check_devices
 
         self.check()
-        wanted = self.nodes
-        devices = cuda_devices() if wanted.backend != "cpu" or wanted.gpu_layers else ()
-        backend = ("cuda" if devices else "cpu") if wanted.backend == "auto" else wanted.backend
-        layers = wanted.gpu_layers if devices or backend == "cuda" else None
-        placement = placement_of(backend, layers, wanted.rules, devices)
+        placement, _ = self._placed()
         try:
             check_devices(placement)
         except ResourceError as e:
             raise Refused(e.message) from None
         return {**self.options, "threads": threads, "placement": placement}
+
+    def choice_here(self) -> str:
+        """Return a sentence that says what runs the model on this node; "" if there was nothing to choose."""
+        return self._placed()[1]
+
+    def _placed(self) -> tuple[Placement, str]:
+        """Return where this node places the model, and what it chose for --backend."""
+        from quantkit.kernels.cuda.core.device import why_none
+        from quantkit.model.devices import cuda_devices
+        from quantkit.model.placement import placement_of
+
+        wanted = self.nodes
+        devices = cuda_devices() if wanted.uses_cards else ()
+        backend = ("cuda" if devices else "cpu") if wanted.backend == "auto" else wanted.backend
+        layers = wanted.gpu_layers if devices or backend == "cuda" else None
+        chosen = ", ".join(devices) or f"the CPU, as {why_none()}"
+        note = f"--backend {wanted.backend}: {chosen}" if wanted.uses_cards else ""
+        return placement_of(backend, layers, wanted.rules, devices), note
 
 
 def fingerprint_of(path: str | Path) -> str:
@@ -78,10 +94,11 @@ class Pass(NamedTuple):
 
 
 class Share(NamedTuple):
-    """What a batch of passes gave, and the seconds that it took."""
+    """What a batch of passes gave, the seconds that it took, and what the node runs the model on."""
 
     value: Any
     seconds: float
+    choice: str
 
 
 class _Passes:
@@ -112,7 +129,7 @@ class _Passes:
     def fit(self, node: Node) -> None:
         """Let one process have the whole node: the engine has threads of its own, and maps the model once."""
         node.width = min(node.cpus, self._where.threads or node.cpus)
-        node.gpus = node.gpus if self._where.backend != "cpu" or self._where.gpu_layers else 0
+        node.gpus = node.gpus if self._where.uses_cards else 0
         self._nodes.append(node)
 
     def batch(self, node: Node) -> tuple[int, list[Pass]] | None:
@@ -127,6 +144,8 @@ class _Passes:
 
     def done(self, node: Node, batch: tuple[int, list[Pass]], result: Share) -> None:
         first, passes = batch
+        if result.choice and node.id not in self._pace:
+            self._say(f"node {node.name}: {result.choice}")
         self._pace[node.id] = result.seconds / len(passes)
         node.done += sum(each.windows.size for each in passes)
         self._waiting[first] = len(passes), result.value
@@ -155,6 +174,7 @@ def run_on_nodes(
 
     Args:
         begin: called as begin(shared, threads) in every worker process; returns a function from passes to their value.
+        shared: for all worker processes; its ``model`` is a ``There``.
         take: called with begin, end and value for runs of windows, in order; what it raises ends the run.
         say: told what happens to nodes.
         seconds: that a batch of passes is to take.
@@ -170,11 +190,12 @@ class _Timed:
     begin: Callable[[Any, int], Callable[[list[Pass]], Any]]
 
     def __call__(self, shared: Any, threads: int) -> Callable[[tuple[int, list[Pass]]], Share]:
-        run = self.begin(shared, threads)
+        run, there = self.begin(shared, threads), shared.model
+        choice = there.choice_here()
 
         def timed(batch: tuple[int, list[Pass]]) -> Share:
             began = time.perf_counter()
-            return Share(run(batch[1]), time.perf_counter() - began)
+            return Share(run(batch[1]), time.perf_counter() - began, choice)
 
         return timed
 

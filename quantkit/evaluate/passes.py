@@ -92,6 +92,11 @@ class Nodes:
     rules: tuple[str, ...] = ()
     threads: int | None = None
 
+    @property
+    def uses_cards(self) -> bool:
+        """Whether a node may use cards."""
+        return self.backend != "cpu" or bool(self.gpu_layers)
+
 
 class LoadOptions(TypedDict, total=False):
     """The options of quantkit.load; ignored for a model that is already loaded."""

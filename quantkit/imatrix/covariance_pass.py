@@ -10,7 +10,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from quantkit.cluster import Cluster, Node, Refused
 from quantkit.errors import FormatError, QuantkitError
@@ -149,12 +149,14 @@ class _Passes:
         """Let one process have the whole node, as for other passes of the engine."""
         where = self.shared.model.nodes
         node.width = min(node.cpus, where.threads or node.cpus)
-        node.gpus = node.gpus if where.backend != "cpu" or where.gpu_layers else 0
+        node.gpus = node.gpus if where.uses_cards else 0
 
     def batch(self, node: Node) -> list[Unit] | None:
         return self._left.pop(0) if self._left else None
 
-    def done(self, node: Node, batch: list[Unit], result: Any) -> None:
+    def done(self, node: Node, batch: list[Unit], result: str) -> None:
+        if result and not node.done:
+            self._say(f"node {node.name}: {result}")
         node.done += len(batch)
         self._done(batch)
 
@@ -173,15 +175,15 @@ def run_on_nodes(
     cluster.run(_Passes(shared, passes(max(1, len(cluster.nodes()))), done, say))
 
 
-def begin(shared: Shared, threads: int) -> Callable[[list[Unit]], None]:
-    """Open the file in a worker process; return what runs a pass."""
-    recording, options = shared.recording, shared.model.options_here(threads)
+def begin(shared: Shared, threads: int) -> Callable[[list[Unit]], str]:
+    """Open the file in a worker process; return what runs a pass, and says what the model runs on."""
+    recording, options, choice = shared.recording, shared.model.options_here(threads), shared.model.choice_here()
     try:
         recording.target.share()
     except (OSError, FormatError) as e:
         raise Refused(f"{recording.target.part} cannot be written there: {e}") from None
 
-    def run(units: list[Unit]) -> None:
+    def run(units: list[Unit]) -> str:
         need, free = sum(shared.sizes[u.name] * (u.end - u.first) for u in units), available()
         if need > free:
             raise Refused(f"a pass takes {format_size(need)} and {format_size(free)} are free there: lower --max-ram")
@@ -189,6 +191,7 @@ def begin(shared: Shared, threads: int) -> Callable[[list[Unit]], None]:
             session = recording.session(model, len(shared.chunks))
             recording.run(model, session, shared.chunks, threads)
             recording.write(model, session.accumulators)
+        return choice
 
     return run
 

@@ -28,7 +28,7 @@ from quantkit.pipeline.importance import TINY, Importance
 #: With fewer tokens, E[x^2] is known to 14 % at best.
 HARDLY = 100
 #: Embeddings are looked up, not multiplied; the second is that of a prediction layer.
-_EMBEDDINGS = (*TOKEN_EMBD_NAMES, "nextn.embed_tokens.weight")
+_EMBEDDINGS = (*TOKEN_EMBD_NAMES, "nextn.embed_tokens.weight", "compressor_ape.weight")
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ MAX_EXPERTS = 4096
 #: Most rows of a delta net's state that decay each by itself.
 MAX_DECAYS = 256
 #: Kinds of gating by their numbers in a slot.
-GATINGS = ("softmax", "sigmoid", "softmax_weight")
+GATINGS = ("softmax", "sigmoid", "softmax_weight", "sqrt_softplus")
 #: Masks of attention by their numbers in a slot.
 MASKS = ("causal", "sliding", "chunked", "whole")
 
@@ -55,7 +55,8 @@ class RopeConfig:
 class Routing:
     """How a token chooses its experts.
 
-    gating: ``softmax``, ``sigmoid``, ``softmax_weight`` (softmax over the chosen experts only, as in gpt-oss).
+    gating: ``softmax``, ``sigmoid``, ``softmax_weight`` (softmax over the chosen experts only, as in gpt-oss),
+    ``sqrt_softplus`` (square root of softplus, DeepSeek 4).
     n_group, n_group_used: groups are chosen first (DeepSeek V3, Bailing). norm: divide the weights by their sum, at
     least sum_floor; then multiply by scale (unless 0 or 1). share: so many neighbours are one expert to those who
     compute: ids are divided by it, and weights are the probabilities at the divided ids (Grove MoE; as llama.cpp has

@@ -88,11 +88,11 @@ class Arch:
     #: ``rms``, ``layer``, or ``by_eps``: the one whose epsilon the metadata has.
     norm: str = "rms"
     activation: str = "silu"
-    #: Norms of rows have no weights (OLMo).
+    #: Norms of rows have no weights (OLMo, Talkie).
     plain_norms: bool = False
     #: Embeddings of positions are added to those of tokens (StarCoder); where the file has some, they always are.
     position_embeddings: bool = False
-    #: Embeddings of tokens are normalized, without weights (Muse Glimmer).
+    #: Embeddings of tokens are normalized, without weights (Muse Glimmer, Talkie).
     embed_norm: bool = False
     #: q, k and v are clamped where ``attention.clamp_kqv`` says so (OLMo).
     clamp_qkv: bool = False
@@ -154,18 +154,18 @@ class Arch:
     #: Attention logits are capped (Gemma 2), by this where the metadata do not say; so are the model's logits.
     attn_softcap: float = 0.0
     final_softcap: float | None = None
-    #: What ``swiglu_clamp_exp`` and ``_shexp`` limit beside up: the gate ``after`` its activation; or ``before`` it,
-    #: and of experts alone.
+    #: What ``swiglu_clamp_exp`` and ``_shexp`` limit beside up: the gate ``after`` its activation; or ``before`` it; of
+    #: experts alone unless ``before_all``, where the shared one without its key has theirs.
     swiglu_limits: str = ""
     #: ``.scale`` tensors beside weights that llama.cpp multiplies by: of ``ffn``, ``exps``, ``shexp``.
     tensor_scales: frozenset[str] = frozenset()
     moe: Moe = Moe()
     #: A factor of q by position: llama4 (of layers that do not rotate), or mistral3 (attention.temperature_scale).
     temperature: str = ""
-    #: q and k are normalized after rope, without weights (Llama 4 but its largest).
+    #: q and k are normalized after rope, without weights (Llama 4 but its largest, Talkie).
     plain_qk_norm: bool = False
-    #: Several streams run beside the layers (hyper.py).
-    hyper: bool = False
+    #: Several streams run beside the layers (hyper.py), ``alone`` or ``mixed`` with each other.
+    hyper: str = ""
     #: Every token sees all of its sequence (models of diffusion).
     causal: bool = True
     #: The bias of attn_output, which llama.cpp reads from any file, is added.
@@ -187,6 +187,8 @@ class Arch:
     single_block: bool = False
     #: Layers of Mamba 2 may lack their norm (Falcon H1).
     scan_norm_optional: bool = False
+    #: In place of a feed-forward layer, one that mixes channels of a row and the one before it (RWKV).
+    mixes_channels: bool = False
     #: Layers mix what earlier ones have added up (residuals.py).
     mixtures: bool = False
     #: What is added to is what a norm gives, times residual_scale of the metadata (MiniMax Text 01).
@@ -200,6 +202,12 @@ class Arch:
     altup: bool = False
     #: As many layers have caches of their own, others share them; 0: as the metadata say.
     own_caches: int = 0
+    #: Every head of queries is multiplied by a factor of its own, ``attn_q_norm``, after its norm (Talkie).
+    head_gains: bool = False
+    #: A layer adds the model's input once more, times ``layer_output_scale`` (Talkie).
+    embed_skip: bool = False
+    #: In the first ``hash_layer_count`` layers a table says which experts a token has.
+    hashed: bool = False
     #: Its prediction layer is one like the others (nextn.py).
     nextn: bool = False
 
@@ -245,6 +253,8 @@ _ROWS = (
          moe=Moe(scaled=True)),
     Arch(name="glm-dsa", nextn=True, rope="normal", attention="mla", indexer="normal", yarn_log=False,
          output_bias=False, moe=Moe(scaled=True, default_gating="sigmoid")),
+    Arch(name="deepseek4", rope="normal", attention="compressed", hyper="mixed", hashed=True,
+         swiglu_limits="before_all", output_bias=False, moe=Moe(scaled=True)),
     Arch(name="mistral4", rope="normal", attention="mla", output_bias=False, moe=_DEEPSEEK),
     Arch(name="deepseek2-ocr", rope="neox", attention="unscaled", output_bias=False,
          moe=Moe(scaled=True, default_gating="softmax")),
@@ -356,7 +366,7 @@ _ROWS = (
          output_bias=False, tensor_scales=_ALL_SCALES, window=Window(period=1, freq_base=10000.0),
          moe=Moe(scaled=True)),
     Arch(name="hy_v4", rope="normal", attention="mla_gated", attention_gate="sigmoid", indexer="normal",
-         indexer_tail=True, hyper=True, swiglu_limits="before", output_bias=False, moe=Moe(scaled=True)),
+         indexer_tail=True, hyper="alone", swiglu_limits="before", output_bias=False, moe=Moe(scaled=True)),
     Arch(name="grovemoe", rope="neox", moe=Moe(gating="softmax", norm=True, chunks=True)),
     Arch(name="llada-moe", rope="neox", causal=False, output_bias=False, moe=_PLAIN),
     Arch(name="rnd1", rope="neox", causal=False, moe=_NORMED),
@@ -384,6 +394,8 @@ _ROWS = (
     Arch(name="muse-glimmer", rope="normal", embed_norm=True, post_norm_eps=1e-8, rope_only_windowed=True,
          attention_gate="sigmoid", logit_scale="multiply", final_softcap=0.0, output_bias=False,
          window=Window(period=4)),
+    Arch(name="talkie", rope="neox", embed_norm=True, plain_norms=True, plain_qk_norm=True, head_gains=True,
+         embed_skip=True, logit_scale="multiply", tensor_scales=frozenset({"ffn"}), output_bias=False),
     Arch(name="openelm", rope="neox", output_bias=False),
     Arch(name="plamo", rope="neox", parallel=True, output_bias=False),
     Arch(name="plamo2", rope="neox", attention="plamo2", glu_in_up=True, output_bias=False),
@@ -391,6 +403,10 @@ _ROWS = (
     Arch(name="qwen", rope="neox", output_bias=False),
     Arch(name="refact", rope="none", alibi=8.0, output_bias=False),
     Arch(name="xverse", rope="normal", output_bias=False),
+    Arch(name="rwkv6", rope="none", attention="time_mix_6", norm="layer", mixes_channels=True),
+    Arch(name="rwkv6qwen2", rope="none", attention="time_mix_6"),
+    Arch(name="rwkv7", rope="none", attention="time_mix_7", norm="layer", mixes_channels=True),
+    Arch(name="arwkv7", rope="none", attention="time_mix_7"),
 )
 # fmt: on
 

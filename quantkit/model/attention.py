@@ -194,9 +194,9 @@ def gated(b: Builder, attended: Value, gate: Value | None) -> Value:
     return y
 
 
-def keep(b: Builder, k: Value, v: Value | None) -> Cache:
-    """Keep keys and values, and return their cache."""
-    cache = Cache(f"cache_{b.layer}", k.width, 0 if v is None else v.width)
+def keep(b: Builder, k: Value, v: Value | None, ratio: int = 0) -> Cache:
+    """Keep keys and values, and return their cache; ratio: it has room for blocks of so many positions, too."""
+    cache = Cache(f"cache_{b.layer}", k.width, 0 if v is None else v.width, ratio)
     b.caches.append(cache)
     b.add(CacheWrite(cache=cache, k=k, v=v))
     return cache
@@ -287,7 +287,7 @@ def _biased(b: Builder, x: Value, name: str) -> Value:
 
 def head_norm(b: Builder, x: Value, name: str, head: int) -> Value:
     """Normalize q or k: every head, unless the weight covers the whole row in one dimension."""
-    if not b.has(f"{name}.weight"):
+    if not b.has(f"{name}.weight") or b.arch.head_gains:
         return x
     shape = b.matrix(f"{name}.weight").tensor.shape
     group, eps = x.width if shape[0] == x.width and x.width != head else head, b.arch.head_norm_eps
@@ -298,6 +298,10 @@ def _after_rope(b: Builder, q: Value, k: Value, head: int) -> tuple[Value, Value
     """Llama 4's norms of rotated heads; factors of q that grow with the position."""
     if b.arch.plain_qk_norm and rotates(b) and b.h.n_expert != 128:
         q, k = b.plain_norm(q, head), b.plain_norm(k, head)
+    if b.arch.head_gains:
+        y = b.value("q_gained", q.width, q)
+        b.add(MultiplyBy(out=y, x=q, vector=b.matrix("attn_q_norm.weight"), each=head))
+        q = y
     if b.arch.temperature == "llama4" and not rotates(b) and has_windows(b):
         q = _by_position(b, q, 8192, 0.1, 1.0)
     if b.arch.temperature == "mistral3" and (alpha := b.h.float("attention.temperature_scale", 0.0)):

@@ -41,15 +41,19 @@ class Builder:
         self.states: list[State] = []
         #: What each layer is given beside its input (Gemma 4).
         self.per_layer: Sequence[Value] = ()
+        #: The input of the first layer.
+        self.embedded: Value | None = None
         #: Sums of layers that later ones mix (Kimi K3).
         self.checkpoints: list[Value] = []
+        #: Values of the first layer, which later ones are drawn to (RWKV 7).
+        self.first_values: Value | None = None
         self.layer = -1
         #: Layers below this have names "blk.N."; a prediction layer comes after those of the model.
         self.n_blocks = self.h.n_layer
         self.used: set[str] = set()
         #: The positions that the last lightning indexer chose.
         self.selection: Value | None = None
-        self._tables: dict[tuple[RopeConfig, Matrix | None], Value] = {}
+        self._tables: dict[tuple[RopeConfig, Matrix | None, int, bool], Value] = {}
 
     # ------------------------------------------------ tensors
 
@@ -147,9 +151,12 @@ class Builder:
         return y
 
     def mul_mat(
-        self, x: Value, name: str, *, scale: bool = True, bias: bool = True, of: str = "", out: str = ""
+        self, x: Value, name: str, *, scale: bool = True, bias: bool = True, of: str = "", out: str = "", plus: str = ""
     ) -> Value:
-        """Multiply by ``name.weight``, with the bias and the ``.scale`` of ``of`` if the file has them."""
+        """Multiply by ``name.weight``, with the bias and the ``.scale`` of ``of`` if the file has them.
+
+        plus: the vector of that name is the bias.
+        """
         weight = self.matrix(f"{name}.weight")
         if weight.n_in != x.width:
             raise FormatError(
@@ -157,7 +164,7 @@ class Builder:
                 f"{x.width}: the shapes of this model do not fit together"
             )
         y = self.value(out or name, weight.n_out, x)
-        added = self.maybe(f"{of or name}.bias")
+        added = self.matrix(plus) if plus else self.maybe(f"{of or name}.bias")
         scaled = self.maybe(f"{of or name}.scale") if scale else None
         self.add(MulMat(out=y, x=x, weight=weight, bias=added if bias else None, scale=scaled))
         return y
@@ -174,11 +181,11 @@ class Builder:
         self.add(Add(out=y, a=a, b=b))
         return y
 
-    def scaled(self, x: Value, factor: float) -> Value:
+    def scaled(self, x: Value, factor: float, out: str = "") -> Value:
         """Return factor * x."""
         if factor == 1:
             return x
-        y = self.value(f"{x.name.split('.')[-1]}_scaled", x.width, x, x.per)
+        y = self.value(out or f"{x.name.split('.')[-1]}_scaled", x.width, x, x.per)
         self.add(Scale(out=y, x=x, factor=factor))
         return y
 
@@ -200,12 +207,22 @@ class Builder:
         self.add(SelectOutputs(out=y, x=x))
         return y
 
-    def rope(self, x: Value, config: RopeConfig, head: int, start: int = 0, factors: Matrix | None = None) -> Value:
-        """Rotate every head of x; tables of angles are made once for all layers."""
-        key = (config, factors)
+    def rope(
+        self,
+        x: Value,
+        config: RopeConfig,
+        head: int,
+        start: int = 0,
+        factors: Matrix | None = None,
+        *,
+        step: int = 1,
+        back: bool = False,
+    ) -> Value:
+        """Rotate every head of x; tables of angles are made once for all layers. step, back: as RopeTable has them."""
+        key = (config, factors, step, back)
         if key not in self._tables:
             self._tables[key] = Value(f"angles_{len(self._tables)}", config.n_rot)
-            self.add(RopeTable(out=self._tables[key], config=config, factors=factors))
-        y = self.value(f"{x.name.split('.')[-1]}_rope", x.width, x)
+            self.add(RopeTable(out=self._tables[key], config=config, factors=factors, step=step, back=back))
+        y = self.value(f"{x.name.split('.')[-1]}_{'unrope' if back else 'rope'}", x.width, x)
         self.add(Rope(out=y, x=x, table=self._tables[key], config=config, head=head, start=start))
         return y

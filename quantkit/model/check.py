@@ -25,7 +25,7 @@ def check_graph(graph: Graph, multiplies: Callable[[TensorType], bool]) -> None:
     for op in graph.ops:
         for matrix in op.matrices():
             t = matrix.tensor.type
-            if not multiplies(t):
+            if not multiplies(t) and not isinstance(op, ops.Lookup):
                 raise TypeNotSupported(
                     f"{matrix.tensor.name} is {t.name}, for which there is no unpacker in this version; "
                     "`quantkit types` shows which exist"
@@ -98,6 +98,12 @@ def _embed(op: ops.Embed, experts: dict[Value, int]) -> None:
     fit(right, op, op.weight, f"where rows of {op.out.width} are needed")
 
 
+@CHECK.of(ops.Lookup)
+def _lookup(op: ops.Lookup, experts: dict[Value, int]) -> None:
+    right = op.weight.tensor.type.name == "I32" and len(op.weight.tensor.shape) == 2 and op.weight.n_in == op.out.width
+    fit(right and op.out.integer, op, op.weight, f"where rows of {op.out.width} whole numbers are needed")
+
+
 @CHECK.of(ops.Add)
 def _add(op: ops.Add, experts: dict[Value, int]) -> None:
     fit(op.a.width == op.b.width == op.out.width, op, None, f"{op.a.width} and {op.b.width} columns are added")
@@ -138,6 +144,30 @@ def _mix(op: ops.Mix, experts: dict[Value, int]) -> None:
     fit(right, op, None, f"{op.weights.width} weights for {op.n} groups of {op.x.width} columns")
     width = op.weights.width // op.n * (op.x.width // op.n)
     fit(op.out.width == op.base.width == width, op, None, f"{op.base.width} columns become {op.out.width}, not {width}")
+
+
+@CHECK.of(ops.StreamWeights)
+def _stream_weights(op: ops.StreamWeights, experts: dict[Value, int]) -> None:
+    right = op.x.width == 24 and op.before.width == op.after.width == 4 and op.across.width == 16
+    fit(right and op.rounds >= 1, op, None, f"{op.x.width} columns for {op.before.width} streams, not 24 for 4")
+    _vector(op, op.scale, 3, "scales")
+    _vector(op, op.base, op.x.width, "a bias")
+
+
+@CHECK.of(ops.Lerp)
+def _lerp(op: ops.Lerp, experts: dict[Value, int]) -> None:
+    right = op.x.width > 0 and op.to.width == op.x.width and op.out.width % op.x.width == 0
+    right = right and (op.weights is None or op.weights.width == op.out.width)
+    fit(right, op, None, f"{op.to.width} columns between {op.x.width} become {op.out.width}")
+    _vector(op, op.by, op.out.width, "a mixture")
+
+
+@CHECK.of(ops.Bonus)
+def _bonus(op: ops.Bonus, experts: dict[Value, int]) -> None:
+    widths = {v.width for v in (op.x, op.r, op.k, op.v, op.out)}
+    right = widths == {op.x.width} and op.head > 0 and op.x.width % op.head == 0
+    fit(right, op, None, f"heads of {op.head} columns, of {sorted(widths)}")
+    _vector(op, op.vector, op.x.width, "a bonus")
 
 
 @CHECK.of(ops.Glu)
@@ -213,6 +243,8 @@ def _route(op: ops.Route, experts: dict[Value, int]) -> None:
     fit(right, op, None, f"{r.n_group_used} of {r.n_group} groups of {r.n_expert} experts")
     enough = r.n_expert // r.n_group * r.n_group_used >= r.n_used
     fit(enough, op, None, "the groups used have too few experts")
+    right = op.chosen is None or (op.chosen.integer and op.chosen.width == r.n_used == op.ids.width and r.share == 1)
+    fit(right, op, None, f"{op.chosen} are chosen, not {r.n_used}")
     _vector(op, op.bias, r.n_expert, "a bias of the choice")
 
 
@@ -235,7 +267,7 @@ def _rows_side_by_side(op: Op, many: Value, one: Value, weights: Value | None) -
 @CHECK.of(ops.RopeTable)
 def _rope_table(op: ops.RopeTable, experts: dict[Value, int]) -> None:
     n = op.config.n_rot
-    fit(n > 0 and n % 2 == 0 and op.out.width == n, op, None, f"{n} columns rotate")
+    fit(n > 0 and n % 2 == 0 and op.out.width == n and op.step >= 1, op, None, f"{n} columns rotate")
     if op.factors is not None:
         fit(_count(op.factors) >= n // 2, op, op.factors, f"where {n // 2} divisors are needed")
 
@@ -251,6 +283,20 @@ def _rope(op: ops.Rope, experts: dict[Value, int]) -> None:
 def _cache_write(op: ops.CacheWrite, experts: dict[Value, int]) -> None:
     v = 0 if op.v is None else op.v.width
     fit((op.k.width, v) == (op.cache.k_width, op.cache.v_width), op, None, "keys and values do not fit their cache")
+
+
+@CHECK.of(ops.BlockWrite)
+def _block_write(op: ops.BlockWrite, experts: dict[Value, int]) -> None:
+    fit(op.k.width == op.cache.k_width and op.cache.ratio > 0, op, None, "keys do not fit their cache")
+
+
+@CHECK.of(ops.WindowAndBlocks)
+def _window_and_blocks(op: ops.WindowAndBlocks, experts: dict[Value, int]) -> None:
+    right = op.out.integer and 0 < op.window <= op.out.width and op.cache.ratio > 0 and op.cache.positions
+    fit(right, op, None, f"{op.out.width} cells with a window of {op.window}")
+    n = 0 if op.blocks is None else op.blocks.width
+    right = op.blocks is None or (op.blocks.integer and op.out.width - op.window == n)
+    fit(right, op, None, f"{n} blocks, and room for {op.out.width - op.window}")
 
 
 @CHECK.of(ops.Attention)
@@ -269,6 +315,8 @@ def _attention(op: ops.Attention, experts: dict[Value, int]) -> None:
         right = op.selected.integer and op.selected.width > 0 and op.selected.outputs == op.out.outputs
         fit(right, op, None, f"{op.selected.width} positions are selected")
         fit(not c.v_width and op.mask == "causal" and not op.alibi, op, None, "only latent rows are selected")
+        right = not c.ratio or 0 < op.window <= op.selected.width
+        fit(right, op, None, f"{op.selected.width} cells with a window of {op.window}")
 
 
 @CHECK.of(ops.LightningIndexer)
@@ -286,6 +334,17 @@ def _convolve(op: ops.Convolve, experts: dict[Value, int]) -> None:
     fit(1 < taps <= 16 and op.state.width == (taps - 1) * op.x.width, op, op.weight, f"with {taps} taps, not 2 to 16")
     _vector(op, op.bias, op.x.width, "a bias")
     _same(op, experts)
+
+
+@CHECK.of(ops.Compress)
+def _compress(op: ops.Compress, experts: dict[Value, int]) -> None:
+    halves = 2 if op.overlap else 1
+    right = op.kv.width == op.score.width == halves * op.out.width and op.ratio > 0
+    fit(right, op, None, f"{op.kv.width} and {op.score.width} columns become {op.out.width}")
+    right = op.ape.n_in == op.kv.width and _count(op.ape) == op.kv.width * op.ratio
+    fit(right, op, op.ape, f"where {op.ratio} rows of {op.kv.width} are needed")
+    size = (9 if op.overlap else 3) * op.out.width
+    fit(op.state.width == size, op, None, f"a state of {op.state.width} for {size}")
 
 
 @CHECK.of(ops.DeltaNet)
@@ -328,6 +387,25 @@ def _column_scan(op: ops.ColumnScan, experts: dict[Value, int]) -> None:
     fit(op.a.n_in == d_state and _count(op.a) == d_state * width, op, op.a, f"where {d_state} rows decay")
     _vector(op, op.d, width, "a scan")
     fit(op.state.width == d_state * width, op, None, f"a state of {op.state.width} for {d_state * width}")
+
+
+@CHECK.of(ops.Previous)
+def _previous(op: ops.Previous, experts: dict[Value, int]) -> None:
+    _same(op, experts)
+    fit(op.state.width == op.x.width, op, None, f"a state of {op.state.width} for {op.x.width}")
+
+
+@CHECK.of(ops.Wkv)
+def _wkv(op: ops.Wkv, experts: dict[Value, int]) -> None:
+    width, n_head = op.r.width, op.n_head
+    fit(n_head > 0 and width % n_head == 0, op, None, f"{n_head} heads of {width} columns")
+    head = width // n_head
+    full = [v for v in (op.g, op.out, op.removed, op.rate) if v is not None]
+    right = all(v.width == width for v in full) and (op.removed is None) == (op.rate is None)
+    right = right and op.k.width == op.v.width > 0 and width % op.k.width == 0 and op.k.width % head == 0
+    fit(right, op, None, f"{op.g.width} decays, {op.k.width} columns of keys and {op.v.width} of values for {width}")
+    fit(head <= MAX_DECAYS, op, None, f"more than {MAX_DECAYS} rows of a state decay each by itself")
+    fit(op.state.width == width * head, op, None, f"a state of {op.state.width} for {width * head}")
 
 
 # ---------------------------------------------------------------- observers

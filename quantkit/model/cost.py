@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from quantkit.model.ops import Attention, Embed, Graph, LightningIndexer, MulMatId, Op, UpGateId
+from quantkit.model.ops import Attention, Embed, Graph, LightningIndexer, Lookup, MulMatId, Op, UpGateId
 
 #: Bytes of a cached key or value.
 KV_BYTES = {"f32": 4.0, "f16": 2.0, "q8_0": 34 / 32}
@@ -30,18 +30,21 @@ def token_cost(graph: Graph, kv_type: str = "f16", depth: int = 0) -> Cost:
     weights = cache = mul_adds = 0.0
     for op in graph.ops:
         for matrix in op.matrices():
-            used, rows = _used(op), 1 if isinstance(op, Embed) else matrix.n_out
+            used, rows = _used(op), 1 if isinstance(op, Embed | Lookup) else matrix.n_out
             part = used * matrix.tensor.type.row_bytes(matrix.n_in) * rows
-            if len(matrix.tensor.shape) > 1 and not isinstance(op, Embed):
+            if len(matrix.tensor.shape) > 1 and not isinstance(op, Embed | Lookup):
                 mul_adds += used * matrix.n_in * rows
             weights += part
         if isinstance(op, Attention):
             seen = min(depth, op.window) if op.window else depth
             if op.selected is not None:
+                ratio = op.cache.ratio
+                seen += min(depth // ratio, op.selected.width - op.window) if ratio else 0
                 seen = min(seen, op.selected.width)
             cache += seen * (op.cache.k_width + op.cache.v_width) * KV_BYTES[kv_type]
-        if isinstance(op, LightningIndexer) and depth > op.out.width:
-            cache += depth * op.cache.k_width * KV_BYTES[kv_type]
+        scored = depth // (op.cache.ratio or 1) if isinstance(op, LightningIndexer) else 0
+        if isinstance(op, LightningIndexer) and scored > op.out.width:
+            cache += scored * op.cache.k_width * KV_BYTES[kv_type]
     return Cost(weights, cache, mul_adds, sum(2.0 * 4 * state.width for state in graph.states))
 
 

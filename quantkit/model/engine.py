@@ -57,6 +57,7 @@ def load(
     observer: Observer | None = None,
     rewrite: Callable[[Graph], Graph] | None = None,
     build: Callable[[GGUFFile, int], Graph] = build_graph,
+    wrap: Callable[[GGUFFile], Any] | None = None,
 ) -> Model:
     """Open a model to run it; its weights stay in the mapped file, except interleaved ones (interleaved.py).
 
@@ -78,6 +79,8 @@ def load(
         observer: is shown the inputs of Observe operations.
         rewrite: adds observing operations (observers.py) before any are fused; says nothing about fusion.
         build: makes the graph of an opened file; another one than the model's own is nextn.build_nextn.
+        wrap: returns what the engine reads instead of the opened file, with the same tensors: the bytes of some may
+            come from elsewhere (sensitivity/variants.py).
 
     Raises:
         FormatError: the file is broken, or lacks what its architecture needs.
@@ -92,7 +95,7 @@ def load(
     if not mmap and max_ram is not None:
         raise RecipeError("--no-mmap copies all weights to memory, --max-ram keeps some of them in the file: give one")
     options = Options(threads or available_cpus(), fusion, max_ram, max_vram, cublas, observer)
-    model = Model(path, options, n_ubatch, kv_type, merge_up_gate, mmap)
+    model = Model(path, options, n_ubatch, kv_type, merge_up_gate, mmap, wrap)
     graph = build(model.source, n_ctx or 0)
     model.prepare(graph if rewrite is None else rewrite(graph), placement or Placement())
     return model
@@ -108,13 +111,21 @@ class Model:
     segments: list[Segment]
 
     def __init__(
-        self, path: str | Path, options: Options, n_ubatch: int, kv_type: str, merge_up_gate: bool, mmap: bool
+        self,
+        path: str | Path,
+        options: Options,
+        n_ubatch: int,
+        kv_type: str,
+        merge_up_gate: bool,
+        mmap: bool,
+        wrap: Callable[[GGUFFile], Any] | None = None,
     ) -> None:
         self.path, self.threads, self.n_ubatch, self.kv_type = Path(path), options.threads, n_ubatch, kv_type
         self._options = options
         file = open_model(path)
         opened = plain_source(file if mmap else CopiedSource(file))  # type: ignore[arg-type]
-        self.source: GGUFFile = MergedSource(opened) if merge_up_gate else opened  # type: ignore[assignment]
+        plain: GGUFFile = MergedSource(opened) if merge_up_gate else opened  # type: ignore[assignment]
+        self.source = plain if wrap is None else wrap(plain)
         self.h = HParams(self.source)
         self.arch = self.h.arch
         self.n_embd, self.n_layer, self.n_ctx_train = self.h.n_embd, self.h.n_layer, self.h.n_ctx_train

@@ -13,12 +13,14 @@ from quantkit.model.ops import (
     Activation,
     Combine,
     Glu,
+    Lookup,
     Matrix,
     MulMatId,
     MultiplyBy,
     Repeat,
     Route,
     Routing,
+    SelectOutputs,
     Value,
     Xielu,
 )
@@ -26,7 +28,7 @@ from quantkit.model.ops import (
 #: Names of what makes shorter rows for experts: Nemotron 3, Kimi K3.
 _LATENT = ("ffn_latent", "ffn_routed")
 #: expert_gating_func of the metadata.
-GATING: Mapping[int, str] = {1: "softmax", 2: "sigmoid", 3: "softmax_weight"}
+GATING: Mapping[int, str] = {1: "softmax", 2: "sigmoid", 3: "softmax_weight", 4: "sqrt_softplus"}
 
 
 #: Of gpt-oss and its kin; no metadata hold it.
@@ -130,10 +132,12 @@ def _activation(b: Builder, part: str) -> Activation:
         return replace(plain, gate_limit=_OAI_LIMIT, up_limit=_OAI_LIMIT)
     if not limits or (limits == "before" and part != "exps"):
         return plain
-    limit = b.h.layer_float("swiglu_clamp_exp" if part == "exps" else "swiglu_clamp_shexp", b.layer, 0.0)
+    limit = b.h.layer_float("swiglu_clamp_exp", b.layer, 0.0) if part == "exps" or limits == "before_all" else 0.0
+    if part != "exps":
+        limit = b.h.layer_float("swiglu_clamp_shexp", b.layer, limit)
     if limit <= 1e-6:
         return plain
-    if limits == "before":
+    if limits != "after":
         return replace(plain, up_limit=limit, gate_limit=limit)
     return replace(plain, up_limit=limit, act_limit=limit)
 
@@ -145,7 +149,7 @@ def routing(b: Builder) -> Routing:
     if gating is None:
         raise FormatError(
             f"{b.source.paths[0]}: {h.arch}.expert_gating_func is {h.get('expert_gating_func', 'missing')}; it must be "
-            "1 (softmax), 2 (sigmoid) or 3 (softmax of the chosen)"
+            "1 (softmax), 2 (sigmoid), 3 (softmax of the chosen) or 4 (square root of softplus)"
         )
     return Routing(
         n_expert=h.n_expert,
@@ -194,7 +198,10 @@ def experts(
     logits = b.mul_mat(x, "ffn_gate_inp") if logits is None else logits
     ids = Value(f"{b.layer}.{part}", r.n_used, 1, x.outputs, True)
     weights = b.value(f"{part}_weights", r.n_used, x)
-    b.add(Route(ids=ids, weights=weights, logits=logits, bias=_choice_bias(b), routing=r))
+    chosen = _looked_up(b, x, r) if b.arch.hashed and b.layer < b.h.int("hash_layer_count", 0) else None
+    bias = None if chosen is not None else _choice_bias(b)
+    b.add(Route(ids=ids, weights=weights, logits=logits, bias=bias, chosen=chosen, routing=r))
+    b.maybe("exp_probs_b_vl.bias")  # of the tokens of an image
     if b.arch.moe.weight_before:
         weighted = b.value("weighted", x.width, x, r.n_used)
         b.add(Repeat(out=weighted, x=x, weights=weights))
@@ -212,6 +219,17 @@ def latent_experts(b: Builder, x: Value, name: str) -> Value:
     routed = experts(b, b.mul_mat(x, f"{name}_down", scale=False, bias=False), logits)
     routed = b.norm(routed, f"{name}_norm") if b.has(f"{name}_norm.weight") else routed
     return b.mul_mat(routed, f"{name}_up", scale=False, bias=False)
+
+
+def _looked_up(b: Builder, x: Value, r: Routing) -> Value:
+    """Return the experts of each token, by a table (DeepSeek 4)."""
+    out = Value(f"{b.layer}.looked_up", r.n_used, 1, False, True)
+    b.add(Lookup(out=out, weight=b.matrix("ffn_gate_tid2eid.weight"), n=r.n_expert))
+    if not x.outputs:
+        return out
+    chosen = replace(out, name=f"{out.name}_out", outputs=True)
+    b.add(SelectOutputs(out=chosen, x=out))
+    return chosen
 
 
 def _choice_bias(b: Builder) -> Matrix | None:

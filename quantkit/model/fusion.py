@@ -127,8 +127,9 @@ def _fuse_gates(
 def _kind(parts: Sequence[Op | None]) -> str | None:
     if all(isinstance(part, MulMatId) for part in parts):
         return "moe"
-    # Dense tensors that hold gate and up in one are one multiplication already.
-    return "up_gate" if len(parts) == 2 and all(isinstance(part, MulMat) for part in parts) else None
+    # Dense tensors that hold gate and up in one are one multiplication already; products of two inputs are no pair.
+    dense = [part for part in parts if isinstance(part, MulMat)]
+    return "up_gate" if len(dense) == len(parts) == 2 and dense[0].x is dense[1].x else None
 
 
 def _hindrance(glu: Glu, parts: Sequence[Op | None], readers: Mapping[Value, int], device_of: DeviceOf) -> str:

@@ -1,9 +1,10 @@
 """One forward pass, written once: a model's tensors and its architecture's row become a list of operations.
 
 ``build_graph`` walks the layers; a layer asks its tensors for what there is (biases, norms, experts, a shared expert)
-and the row of arch.py for what tensors cannot say. The blocks of a layer lie in attention.py, mla.py, delta_net.py,
-gemma4.py, hyper.py, kimi.py, lightning.py, mamba.py, short_convolution.py and feed_forward.py, layers that are other
-altogether in gemma3n.py and residuals.py; attention blocks are entered in ATTENTION. No backend is known here.
+and the row of arch.py for what tensors cannot say. The blocks of a layer lie in attention.py, mla.py, compressed.py,
+delta_net.py, gemma4.py, hyper.py, kimi.py, lightning.py, mamba.py, short_convolution.py and feed_forward.py, layers
+that are other altogether in gemma3n.py, residuals.py and rwkv.py; attention blocks are entered in ATTENTION. No backend
+is known here.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from quantkit.model import hyper
 from quantkit.model.attention import gqa, gqa_or_one
 from quantkit.model.builder import Builder
 from quantkit.model.check import check_graph
+from quantkit.model.compressed import compressed
 from quantkit.model.delta_net import delta_nets
 from quantkit.model.feed_forward import dense_and_experts, feed_forward
 from quantkit.model.gemma3n import add_altup_layer, merged, streams
@@ -27,6 +29,7 @@ from quantkit.model.mamba import mamba, mamba2, mamba2_beside, mamba2_hybrid, ma
 from quantkit.model.mla import mla, mla_gated, mla_plain, unscaled
 from quantkit.model.ops import Embed, Graph, Norm, Softcap, Value
 from quantkit.model.residuals import add_layer_of_mixtures, mixture
+from quantkit.model.rwkv import add_layer_of_mixing, time_mix_6, time_mix_7
 from quantkit.model.short_convolution import short_convolutions
 
 #: The blocks an attention layer can be.
@@ -37,6 +40,7 @@ ATTENTION: Mapping[str, Callable[[Builder, Value], Value]] = {
     "mla": mla,
     "mla_plain": mla_plain,
     "mla_gated": mla_gated,
+    "compressed": compressed,
     "delta_nets": delta_nets,
     "mamba": mamba,
     "mamba_hybrid": mamba_hybrid,
@@ -49,6 +53,8 @@ ATTENTION: Mapping[str, Callable[[Builder, Value], Value]] = {
     "kimi_linear": kimi_linear,
     "lightning": lightning,
     "gemma4": gemma4,
+    "time_mix_6": time_mix_6,
+    "time_mix_7": time_mix_7,
 }
 
 
@@ -64,7 +70,7 @@ def build_graph(source: GGUFFile, n_ctx: int = 0) -> Graph:
         FormatError: a tensor or key that the model needs is missing.
     """
     b = Builder(source, n_ctx)
-    x = _embeddings(b)
+    b.embedded = x = _embeddings(b)
     b.per_layer = layer_inputs(b, x)
     x = streams(b, x) if b.arch.altup else x
     x = hyper.spread(b, x) if b.arch.hyper else x
@@ -136,6 +142,8 @@ def add_layer(b: Builder, x: Value) -> Value:
         return _add_layer_of_streams(b, x)
     if b.arch.mixtures:
         return add_layer_of_mixtures(b, x, ATTENTION[b.arch.attention], feed_forward)
+    if b.arch.mixes_channels:
+        return add_layer_of_mixing(b, x)
     if b.arch.single_block:
         return _single_block(b, x)
     if b.arch.uneven and not (b.has("attn_norm.weight") and b.has("ffn_norm.weight")):
@@ -215,14 +223,19 @@ def _add_layer_of_streams(b: Builder, streams: Value) -> Value:
     x, counts = hyper.gather(b, streams, "attn")
     attended = ATTENTION[b.arch.attention](b, b.norm(x, "attn_norm"))
     if b.layer == b.h.n_layer - 1:
-        attended, streams, counts = b.selected(attended), b.selected(streams), b.selected(counts)
+        attended, streams = b.selected(attended), b.selected(streams)
+        counts = tuple(b.selected(each) for each in counts)
     streams = hyper.scatter(b, attended, streams, counts, "attn_residual")
     x, counts = hyper.gather(b, streams, "ffn")
     return hyper.scatter(b, feed_forward(b, b.norm(x, "ffn_norm")), streams, counts, "layer_out")
 
 
 def _layer_out(b: Builder, fed: Value, middle: Value) -> Value:
-    """Return the sum, with what follows in Gemma 4: the layer's second input, a factor."""
+    """Return the sum, with what follows in Gemma 4: the layer's second input, a factor; in Talkie the model's input."""
+    if b.arch.embed_skip and b.embedded is not None:
+        skipped = b.selected(b.embedded) if fed.outputs else b.embedded
+        skipped = b.times(skipped, "layer_output_scale.weight", "embed_skip")
+        return b.sum(b.sum(fed, middle, "ffn_out"), skipped, "layer_out")
     scaled = b.has("layer_output_scale.weight")
     name = "layer_out_unscaled" if scaled else "layer_out"
     out = b.sum(fed, middle, "ffn_out" if b.per_layer else name)

@@ -49,13 +49,8 @@ def select_keys(b: Builder, x: Value, row: Value, config: RopeConfig) -> Value |
                 "a layer before it has chosen, and there is none"
             )
         return b.selection
-    n_head, head, top_k = (_positive(b, key) for key in ("head_count", "key_length", "top_k"))
     config = replace(config, kind=b.arch.indexer)
-    if config.n_rot > head:
-        raise FormatError(
-            f"{b.source.paths[0]}: {config.n_rot} columns rotate ({b.h.arch}.rope.dimension_count) of indexer keys of "
-            f"{head} ({b.h.arch}.attention.indexer.key_length)"
-        )
+    n_head, head, top_k = indexer_sizes(b, config)
     q = b.mul_mat(row, "indexer.attn_q_b", scale=False, bias=False)
     k = b.mul_mat(x, "indexer.attn_k", scale=False, bias=False)
     weights = b.mul_mat(x, "indexer.proj", scale=False, bias=False)
@@ -70,6 +65,17 @@ def select_keys(b: Builder, x: Value, row: Value, config: RopeConfig) -> Value |
     b.add(LightningIndexer(out=out, q=q, weights=weights, cache=cache, n_head=n_head, head=head, scale=scale))
     b.selection = out
     return out
+
+
+def indexer_sizes(b: Builder, config: RopeConfig) -> tuple[int, int, int]:
+    """Return how many heads an indexer has, their columns, and how many keys it selects."""
+    n_head, head, top_k = (_positive(b, key) for key in ("head_count", "key_length", "top_k"))
+    if config.n_rot > head:
+        raise FormatError(
+            f"{b.source.paths[0]}: {config.n_rot} columns rotate ({b.h.arch}.rope.dimension_count) of indexer keys of "
+            f"{head} ({b.h.arch}.attention.indexer.key_length)"
+        )
+    return n_head, head, top_k
 
 
 def _has_indexer(b: Builder) -> bool:

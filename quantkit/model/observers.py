@@ -33,7 +33,7 @@ _GROUP = 8
 BY_ROW = (
     *(ops.Activate, ops.Add, ops.Clamp, ops.Combine, ops.Glu, ops.Join, ops.MulMat, ops.MulMatHeads, ops.MulMatId),
     *(ops.MultiplyBy, ops.Norm, ops.Repeat, ops.Route, ops.Scale, ops.Shift, ops.Softcap, ops.Take),
-    *(ops.Exceed, ops.Mix, ops.ToLength, ops.Xielu),
+    *(ops.Bonus, ops.Exceed, ops.Lerp, ops.Mix, ops.StreamWeights, ops.ToLength, ops.Xielu),
 )
 
 #: What llama.cpp multiplies by as by a norm's weight, and adds up (Kimi K3).

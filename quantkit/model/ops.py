@@ -11,7 +11,7 @@ side. A value is written by exactly one operation. What each computes is written
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import ClassVar, dataclass_transform
@@ -73,11 +73,29 @@ class Matrix:
 
 @dataclass(frozen=True, eq=False)
 class Cache:
-    """Keys and values of one layer, one row per position; without v_width values are the first columns of keys."""
+    """Keys and values of one layer, one row per position; without v_width values are the first columns of keys.
+
+    With a ratio, behind the rows of all sequences there is one more for every block of so many positions; without
+    ``positions`` there are only these.
+    """
 
     name: str
     k_width: int
     v_width: int
+    ratio: int = 0
+    positions: bool = True
+
+    def cells(self, n_seq: int, n_ctx: int) -> int:
+        """Return how many rows it has."""
+        return max(1, self.first_block(n_seq, n_ctx) + n_seq * self.blocks(n_ctx))
+
+    def first_block(self, n_seq: int, n_ctx: int) -> int:
+        """Return the number of the first row that belongs to a block."""
+        return n_seq * n_ctx if self.positions else 0
+
+    def blocks(self, n_ctx: int) -> int:
+        """Return how many blocks a sequence can have."""
+        return n_ctx // self.ratio if self.ratio else 0
 
 
 @dataclass(frozen=True, eq=False)
@@ -163,6 +181,14 @@ class Embed(Op):
     weight: Matrix
     scale: float = 1.0
     by_position: bool = False
+
+
+class Lookup(Op):
+    """out, integer: the rows of a table of whole numbers (I32) that the tokens name; all are below ``n``."""
+
+    out: Value
+    weight: Matrix
+    n: int
 
 
 class SelectOutputs(_Map):
@@ -251,6 +277,50 @@ class Mix(_Map):
     base: Value
     n: int
     offset: float = 0.0
+
+
+class StreamWeights(Op):
+    """How four streams count in a layer's input and after it, from x = [a (4), b (4), c (4 by 4)] (DeepSeek 4).
+
+    before = sigmoid(scale[0] a + base) + eps; after = 2 sigmoid(scale[1] b + base); across, transposed, of
+    scale[2] c + base the softmax of every row, plus eps, whose columns, then in ``rounds`` - 1 rounds rows and columns,
+    are divided by their sums plus eps. base is a vector as long as x.
+    """
+
+    WRITES: ClassVar[tuple[str, ...]] = ("before", "after", "across")
+
+    before: Value
+    after: Value
+    across: Value
+    x: Value
+    scale: Matrix
+    base: Matrix
+    eps: float
+    rounds: int
+
+
+class Lerp(_Map):
+    """Between x and another value, several times over: out group j = x + (to - x) * (by group j + weights group j).
+
+    Groups have the columns of x; by and weights have one for each of out's. Either may be missing.
+    """
+
+    to: Value
+    by: Matrix | None = None
+    weights: Value | None = None
+
+
+class Bonus(_Map):
+    """What a token adds of itself, by head: out = x + v times the sum over the head's columns of r k vector (RWKV).
+
+    r, k, v, x and vector have the same columns, ``head`` to a head.
+    """
+
+    r: Value
+    k: Value
+    v: Value
+    vector: Matrix
+    head: int
 
 
 class Norm(_Map):
@@ -358,7 +428,7 @@ class UpGate(_Gated):
 class Route(Op):
     """Choose experts: ids int32 [tokens, n_used] and their weights [tokens, n_used], from the router's logits.
 
-    bias, one value an expert, counts in the choice only.
+    bias, one value an expert, counts in the choice only. chosen: ids that are given; only weights are to be found.
     """
 
     WRITES: ClassVar[tuple[str, ...]] = ("ids", "weights")
@@ -367,6 +437,7 @@ class Route(Op):
     weights: Value
     logits: Value
     bias: Matrix | None = None
+    chosen: Value | None = None
     routing: Routing
 
 
@@ -407,11 +478,16 @@ class Combine(_Map):
 
 
 class RopeTable(Op):
-    """out[t] = cos, sin, cos, sin, ... of n_rot / 2 angles at the token's position, attn_factor included."""
+    """out[t] = cos, sin, cos, sin, ... of n_rot / 2 angles at the token's position, attn_factor included.
+
+    step: at the first position of its block of so many. back: of the angles that undo these.
+    """
 
     out: Value
     config: RopeConfig
     factors: Matrix | None = None
+    step: int = 1
+    back: bool = False
 
 
 class Rope(_Map):
@@ -431,12 +507,32 @@ class CacheWrite(_Sink):
     v: Value | None
 
 
+class BlockWrite(_Sink):
+    """Keep k of the tokens that end a block of the cache's ``ratio`` positions, in the row of that block."""
+
+    cache: Cache
+    k: Value
+
+
+class WindowAndBlocks(Op):
+    """out, int32: the cells of a cache that a token sees, counted from its sequence's first: the last ``window``
+    positions, then the blocks that end with it or before, all or those listed in ``blocks``; then -1.
+
+    There is room for out.width - window blocks.
+    """
+
+    out: Value
+    cache: Cache
+    window: int
+    blocks: Value | None = None
+
+
 class LightningIndexer(Op):
     """out, int32 [tokens, top_k]: the positions with the largest scores, ascending; then -1 if there are fewer.
 
     The score of a position of this token's sequence, its own and those before, with q and weights of its row:
     sum over heads of scale * weights[h] * max(q[h] . key, 0); n_head heads share keys of ``head`` columns. Of equal
-    scores the lower position comes first.
+    scores the lower position comes first. A cache of blocks: their numbers, of those that end with the token or before.
     """
 
     out: Value
@@ -458,7 +554,8 @@ class Attention(Op):
     products, softcap (0: none) follows; sinks, one value a head, join the softmax's denominator.
     mask: ``causal``; ``sliding``: the last ``window`` positions; ``chunked``: those of the same chunk of ``window``;
     ``whole``: the tokens after it in the batch, too, so that a sequence must come in one batch.
-    alibi: the largest bias (0: none). selected: the positions that a token sees, as LightningIndexer makes them.
+    alibi: the largest bias (0: none). selected: the positions that a token sees, as LightningIndexer makes them; where
+    the cache has blocks, the cells as WindowAndBlocks makes them, of the same window.
     """
 
     out: Value
@@ -489,6 +586,28 @@ class Convolve(_Map):
     weight: Matrix
     bias: Matrix | None = None
     state: State
+
+
+class Compress(Op):
+    """One row for every block of ``ratio`` positions: out = sum over its tokens i of w_i kv_i, column by column, w the
+    softmax of score_i + ape[i]; rows of tokens that do not end a block are 0.
+
+    overlap: kv, score and ape have two halves of out's width; a block is made of its tokens' second halves and of the
+    first halves of those of the block before. ape: [width of kv, ratio]. The state holds largest score, sum of weights
+    and sum of values of the second halves so far; of the first halves; and of those of the block before.
+    """
+
+    out: Value
+    kv: Value
+    score: Value
+    ape: Matrix
+    state: State
+    ratio: int
+
+    @property
+    def overlap(self) -> bool:
+        """Tell whether a block takes half of what it is made of from the one before."""
+        return self.kv.width > self.out.width
 
 
 class DeltaNet(Op):
@@ -561,6 +680,38 @@ class ColumnScan(Op):
     state: State
 
 
+class Previous(_Map):
+    """out = the row that the sequence's previous token has in x, zeros for the first; the state holds the last row."""
+
+    state: State
+
+
+class Wkv(Op):
+    """RWKV's recurrence, token by token, of every head: S = diag(w) S + k v^T; out = scale S^T r.
+
+    r, g, out: [n_head * head]; k, v: [n * head], head h reading those of h // (n_head / n). w = exp(-exp(g)); with a
+    bound w = exp(-bound sigmoid(g)). S is [head, head].
+
+    earlier: out comes of S as it was before the token (RWKV 6). complement: k (1 - w) is k (QRWKV).
+    removed, rate: [n_head * head]: S = diag(w) S + k v^T - (rate * removed) (S^T removed)^T, where S^T removed is of S
+    before it decays (RWKV 7).
+    """
+
+    out: Value
+    r: Value
+    g: Value
+    k: Value
+    v: Value
+    removed: Value | None = None
+    rate: Value | None = None
+    state: State
+    n_head: int
+    scale: float = 1.0
+    bound: float = 0.0
+    earlier: bool = False
+    complement: bool = False
+
+
 # ---------------------------------------------------------------- observers
 
 
@@ -630,3 +781,11 @@ class Graph:
     states: tuple[State, ...] = ()
     given: tuple[Value, ...] = ()
     leaves: tuple[Value, ...] = ()
+
+    def cache_writes(self) -> Mapping[Cache, Sequence[Op]]:
+        """Return what writes to each cache."""
+        found: dict[Cache, list[Op]] = {}
+        for op in self.ops:
+            if isinstance(op, CacheWrite | BlockWrite):
+                found.setdefault(op.cache, []).append(op)
+        return found

@@ -19,12 +19,12 @@ from quantkit.patterns import Pattern
 
 #: Operations that own memory of a layer, and the choice of its rows.
 _OF_LAYER = (
-    *(ops.Attention, ops.CacheWrite, ops.LightningIndexer),
-    *(ops.ColumnScan, ops.Convolve, ops.DeltaNet, ops.SelectOutputs, ops.SsmScan),
+    *(ops.Attention, ops.BlockWrite, ops.CacheWrite, ops.LightningIndexer, ops.WindowAndBlocks),
+    *(ops.ColumnScan, ops.Compress, ops.Convolve, ops.DeltaNet, ops.Previous, ops.SelectOutputs, ops.SsmScan, ops.Wkv),
 )
 
 #: Operations whose weights are so small that they go with their input.
-_LIGHT = (ops.MultiplyBy, ops.RopeTable, ops.Route)
+_LIGHT = (ops.Bonus, ops.Lerp, ops.MultiplyBy, ops.RopeTable, ops.Route, ops.StreamWeights)
 
 
 #: More layers than any model has.
@@ -136,15 +136,17 @@ def cut(graph: Graph, device: dict[int, str]) -> list[Segment]:
     """
     segments: list[Segment] = []
     made_in: dict[Value, Segment] = {}
-    writes = {op.cache: op for op in graph.ops if isinstance(op, ops.CacheWrite)}
-    kept = set[tuple[int, Cache]]()
+    writes = graph.cache_writes()
+    kept = set[tuple[int, type[Op], Cache | None]]()
 
     def put(op: Op) -> None:
         here = segments[-1]
-        if isinstance(op, ops.CacheWrite):
-            kept.add((len(segments), op.cache))
-        elif isinstance(op, ops.Attention | ops.LightningIndexer) and (len(segments), op.cache) not in kept:
-            put(replace(writes[op.cache], layer=op.layer))
+        if isinstance(op, ops.CacheWrite | ops.BlockWrite):
+            kept.add((len(segments), type(op), op.cache))
+        read = op.cache if isinstance(op, ops.Attention | ops.LightningIndexer) else None
+        for write in writes[read] if read is not None else ():
+            if (len(segments), type(write), read) not in kept:
+                put(replace(write, layer=op.layer))
         here.ops.append(op)
         for value in op.inputs():
             maker = None if value in graph.given else made_in[value]

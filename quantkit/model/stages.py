@@ -106,7 +106,7 @@ def stages(graph: Graph, at: Sequence[int], seen: Sequence[Collection[Value]] = 
     """
     bounds = list(zip([0, *at[:-1]], at, strict=True))
     source = {value: op for op in graph.ops if isinstance(op, ops.RopeTable) for value in op.outputs()}
-    writes = {op.cache: op for op in graph.ops if isinstance(op, ops.CacheWrite)}
+    writes = graph.cache_writes()
     parts = [_whole(graph.ops[begin:end], source, writes) for begin, end in bounds]
     made = [{v for op in part for v in op.outputs()} for part in parts]
     takes = [
@@ -125,20 +125,22 @@ def _distinct(values: object) -> list[Value]:
     return list(dict.fromkeys(values))  # type: ignore[call-overload]
 
 
-def _whole(part: Sequence[Op], source: dict[Value, ops.RopeTable], writes: dict[Cache, ops.CacheWrite]) -> list[Op]:
+def _whole(part: Sequence[Op], source: dict[Value, ops.RopeTable], writes: Mapping[Cache, Sequence[Op]]) -> list[Op]:
     """Return operations with those that earlier ones did once and that must be done in every stage."""
     listed: list[Op] = []
-    tables, kept = set[Value](), set[Cache]()
+    tables, kept = set[Value](), set[tuple[type[Op], Cache | None]]()
     for op in part:
         for value in op.inputs():
             if value in source and value not in tables:
                 tables.add(value)
                 listed += [source[value]] if source[value] not in part else []
-        if isinstance(op, ops.CacheWrite):
-            kept.add(op.cache)
-        elif isinstance(op, ops.Attention | ops.LightningIndexer) and op.cache not in kept:
-            kept.add(op.cache)
-            listed.append(replace(writes[op.cache], layer=op.layer))
+        if isinstance(op, ops.CacheWrite | ops.BlockWrite):
+            kept.add((type(op), op.cache))
+        read = op.cache if isinstance(op, ops.Attention | ops.LightningIndexer) else None
+        for write in writes[read] if read is not None else ():
+            if (type(write), read) not in kept:
+                kept.add((type(write), read))
+                listed.append(replace(write, layer=op.layer))
         listed.append(op)
     return listed
 

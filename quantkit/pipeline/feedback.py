@@ -26,11 +26,11 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from quantkit.errors import FormatError
+from quantkit.errors import FormatError, RecipeError
 from quantkit.formats.covariance import Covariances
 from quantkit.formats.gguf import Field, ValueType
 from quantkit.kernels.levels import Grouping, all_levels
-from quantkit.pipeline.importance import ALIASES
+from quantkit.pipeline.importance import ALIASES, matrices_of
 from quantkit.types import TensorType
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ F32 = npt.NDArray[np.float32]
 #: columns a covariance is not of full rank, and feedback does harm.
 DAMPING, FEW_DAMPING, ENOUGH = 0.02, 0.1, 4
 #: The version of the method, in files: raised when other bytes come of it.
-METHOD = 1
+METHOD = 2
 EMBEDDING, ROUTER = "token_embd.weight", ".ffn_gate_inp.weight"
 #: Values of a row that are chosen together where all columns count alike.
 _ALIKE = 256
@@ -185,13 +185,17 @@ def _digest(**what: object) -> str:
 class Known(Protocol):
     """What knows the inputs of tensors: a file of covariances, or a run that will record them.
 
-    name: for messages. identity: tells it from others. entries: for every weight the one whose name its inputs have.
+    name: for messages. notes: what the user should know. identity: tells it from others. entries: for every weight the
+    one whose name its inputs have.
     corrects: targets are corrected for what is wrong with the inputs, so that weights that are not quantized change,
     too; inputs then also say how much columns count, where there is no feedback.
     """
 
     @property
     def name(self) -> str: ...
+
+    @property
+    def notes(self) -> Sequence[str]: ...
 
     @property
     def entries(self) -> Mapping[str, str]: ...
@@ -205,6 +209,9 @@ class Known(Protocol):
     def inputs(self, tensor: str, entry: str, shape: Sequence[int]) -> Inputs:
         """Return the inputs of a tensor. Raises FormatError if its entry has another size."""
 
+    def widens(self, name: str) -> bool:
+        """Tell whether a tensor is read as F32, having had fewer bits, so that it should not be kept as it is."""
+
     def fields(self) -> dict[str, tuple[str | int | float, ValueType]]:
         """Return what a file that is made with it says of it, without ``quantkit.feedback.``."""
 
@@ -213,6 +220,7 @@ class Recorded:
     """A file of covariances."""
 
     corrects = False
+    notes = ()
 
     def __init__(self, path: str | Path) -> None:
         self.covariances = Covariances(path)
@@ -222,7 +230,7 @@ class Recorded:
     def inputs(self, tensor: str, entry: str, shape: Sequence[int]) -> RecordedInputs:
         """Return the inputs of a tensor. Raises FormatError if its entry has another size."""
         n, matrices = self.covariances.shape(entry)
-        if (n, matrices) != (shape[0], math.prod(shape[2:])):
+        if (n, matrices) != (shape[0], matrices_of(tensor, shape, n * matrices)):
             raise FormatError(
                 f"{self.name}: entry {entry} has {matrices} matrices of {n} columns, tensor {tensor} needs "
                 f"{math.prod(shape[2:])} of {shape[0]}: it was recorded on another model"
@@ -230,6 +238,10 @@ class Recorded:
         tokens = tuple(int(t) for t in self.covariances.tokens(entry))
         self._tokens = max(self._tokens, *tokens)
         return RecordedInputs(entry, n, tokens, self.covariances.is_weighted(entry), self.covariances)
+
+    def widens(self, name: str) -> bool:
+        """Tell whether a tensor is read as F32, having had fewer bits."""
+        return False
 
     def fields(self) -> dict[str, tuple[str | int | float, ValueType]]:
         """Return what a file that is made with it says of it."""
@@ -282,7 +294,12 @@ class Feedback:
         return self._found[-1]
 
     def corrected(self, tensor: str, name: str, shape: Sequence[int], target: TensorType) -> Inputs | None:
-        """Return the inputs of a tensor that is not encoded, if it is to be corrected: a router."""
+        """Return the inputs of a tensor that is not encoded, if it is to be corrected: a router.
+
+        Raises RecipeError for one that would take more bytes.
+        """
+        if self.known.widens(name):
+            raise RecipeError(f"{name} is kept as it is, but balanced it would be F32: give it a type, or no --balance")
         entry = entry_of(name, self.known.entries)
         if not self.known.corrects or entry is None or not name.endswith(ROUTER) or target.name != "F32":
             return None
@@ -307,6 +324,7 @@ class Feedback:
         for tensor, why in self.without.items():
             reasons.setdefault(why, []).append(tensor)
         lines += [f"without feedback: {_names(names)}: {why}" for why, names in reasons.items()]
+        lines += self.known.notes
         if self.without.get("output.weight") == _NO_COVARIANCE:
             lines.append("output.weight has a covariance if `imatrix --covariance` is given --process-output")
         return lines

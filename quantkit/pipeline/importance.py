@@ -68,6 +68,19 @@ def _aliases() -> Iterator[Alias]:
 ALIASES: tuple[Alias, ...] = tuple(_aliases())
 
 
+def matrices_of(name: str, shape: Sequence[int], size: int) -> int:
+    """Return how many matrices a tensor holds, one below the other, each with columns of its own to multiply.
+
+    That is its third dimension; but DeepSeek V4's attn_output_a has its groups in the second, and only what was
+    recorded of its inputs, ``size`` values, says how many. llama-quantize refuses to use these.
+    """
+    n_mat = math.prod(shape[2:])
+    if name.endswith("attn_output_a.weight") and len(shape) == 2 and size and size % shape[0] == 0:
+        groups = size // shape[0]
+        return groups if shape[1] % groups == 0 else n_mat
+    return n_mat
+
+
 @dataclass(frozen=True, eq=False)
 class Found:
     """The result of one lookup; ``weights`` are computed on demand, so that a plan takes no memory."""
@@ -153,6 +166,7 @@ class Importance:
         original = self.original_names.get(name, name)
         n_in, n_mat = shape[0], math.prod(shape[2:])
         if original in self.imatrix.entries:
+            n_mat = matrices_of(original, shape, self.imatrix.entries[original].sums.size)
             return self._exact(name, original, n_mat, n_in)
         notes: list[str] = []
         for alias, entry in self._candidates(original):

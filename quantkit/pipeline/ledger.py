@@ -17,7 +17,7 @@ from quantkit.helpers import crc32_combine
 from quantkit.pipeline.cache.use import RunCache
 from quantkit.pipeline.journal import Journal, JournalEntry
 from quantkit.pipeline.plan import Plan
-from quantkit.pipeline.target import Kept
+from quantkit.pipeline.target import Kept, Target
 from quantkit.pipeline.work import NO_CRC, ErrorSums, Job, JobResult, PlannedTensor, cut_jobs
 
 
@@ -77,9 +77,11 @@ class Work(Protocol):
     """What an executor is given: a ledger, or a part of one."""
 
     plan: Plan
-    target: Kept
     max_ram: int
     stop: threading.Event
+
+    @property
+    def target(self) -> Target: ...
 
     def to_encode(self) -> list[PlannedTensor]: ...
 

@@ -60,7 +60,7 @@ class RunOptions(TypedDict, total=False):
     do the work; threads are then those of each node. cache: a folder that keeps encoded tensors for other runs.
     cache_size: its limit in bytes, from now on. backend: "cpu", "cuda", or "auto": encode on cards what these can, on
     all or on those of ``devices``, by number; max_vram: bytes to take of each; verify: how many jobs of theirs the CPU
-    encodes, too.
+    encodes, too. On a cluster each node uses the cards that Ray gives it, and "cuda" leaves out nodes without.
     """
 
     threads: int | None
@@ -175,14 +175,15 @@ def _executor(plan: Plan, options: RunOptions) -> Executor:
         return made
     if plan.executor is not None:
         raise RecipeError("--calibrate goes through the model layer by layer, on one machine: leave --ray away")
-    if options.get("backend", "cpu") != "cpu":
-        raise RecipeError("--ray encodes on the CPUs of all nodes: leave --backend away")
+    if options.get("devices") or options.get("verify"):
+        raise RecipeError("--devices and --verify are for the cards of this machine: leave them away with --ray")
     for path in (*plan.source.paths, *plan.reads, *(shard.path for shard in plan.shards)):
         if isinstance(path, URL):
             raise ResourceError(f"{path}: --ray works on files that all nodes see, not on URLs; leave one of them away")
     from quantkit.pipeline.ray_tasks import RayTasks
 
-    return RayTasks(address, options.get("threads"))
+    backend = options.get("backend", "cpu")
+    return RayTasks(address, options.get("threads"), backend=backend, max_vram=options.get("max_vram"))
 
 
 def _threads(plan: Plan, options: RunOptions) -> Threads:

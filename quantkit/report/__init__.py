@@ -9,8 +9,8 @@ page      HTML; card: Markdown
 
 from __future__ import annotations
 
-from quantkit.report.data import Report, read_data
-from quantkit.report.measure import ReportOptions
+from quantkit.report.data import Quality, Report, quality_from, read_data
+from quantkit.report.measure import SHARES, ReportOptions, quality_of
 from quantkit.report.write import report
 
-__all__ = ["Report", "ReportOptions", "read_data", "report"]
+__all__ = ["SHARES", "Quality", "Report", "ReportOptions", "quality_from", "quality_of", "read_data", "report"]

@@ -298,11 +298,12 @@ def _map(
     y: Json = {"field": "kind", "type": "nominal", "title": None, "sort": kinds, "scale": {"domain": kinds}}
     y["axis"] = {"ticks": False, "domain": False, "labelLimit": 118}
     wide = f"width / {len(layers)} > 8 * length(datum.text) ? 1 : 0"
+    gap = f"width / {len(layers)} > 6 ? 1 : 0"  # narrow cells would be nothing but gaps
     position: Json = {"x": x, "y": y}
     layer = [
         {
             "name": "cells",
-            "mark": {"type": "rect", "stroke": "var(--paper)", "strokeWidth": 1},
+            "mark": {"type": "rect", "stroke": "var(--paper)", "strokeWidth": {"expr": gap}},
             "encoding": {**position, "color": color, "tooltip": tip},
         },
         {

@@ -223,6 +223,15 @@ def read_data(path: Path) -> Report:
         raise FormatError(f"{path}: not the data of a quantkit report ({e})") from None
 
 
+def quality_from(data: object) -> Quality:
+    """Return a quality that ``asdict`` made, from JSON. Raises FormatError."""
+    try:
+        made: Quality = _made(Quality, data, "quality")
+        return made
+    except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as e:
+        raise FormatError(f"not the quality of a file ({e})") from None
+
+
 def _made(kind: Any, value: Any, where: str) -> Any:
     """Return ``value``, from JSON, as the type ``kind``. Raises TypeError or ValueError, naming the place."""
     origin, arguments = get_origin(kind), get_args(kind)

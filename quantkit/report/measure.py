@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
@@ -21,7 +21,7 @@ from quantkit.bench import Setting, Test, bench, cpu_name
 from quantkit.calibration import calibrated_on, sketch_of
 from quantkit.compare import compare
 from quantkit.errors import FormatError, QuantkitError, RecipeError
-from quantkit.evaluate import Estimate, KldProgress, KldSums, PerplexityProgress, SaveLogits, kld, perplexity
+from quantkit.evaluate import Estimate, Kld, KldProgress, KldSums, PerplexityProgress, SaveLogits, kld, perplexity
 from quantkit.evaluate.passes import LoadOptions
 from quantkit.formats.gguf import open_gguf, open_model
 from quantkit.formats.imatrix import read_imatrix
@@ -68,13 +68,14 @@ class ReportOptions:
     """What a report measures, and on what.
 
     ``base``: the unquantized model; ``text``: held-out text; ``logits``: base logits, written if they are not there.
-    ``errors``: compare every matrix with the base. ``bench``: tokens of a prompt and of a generation to time, and how
-    often; () for none.
+    ``known``: what was measured already against ``logits``, by file. ``errors``: compare every matrix with the base.
+    ``bench``: tokens of a prompt and of a generation to time, and how often; () for none.
     """
 
     base: Path | None = None
     text: Path | None = None
     logits: Path | None = None
+    known: Mapping[Path, Quality] = field(default_factory=dict)
     n_ctx: int = 512
     chunks: int | None = None
     n_batch: int = 2048
@@ -326,12 +327,20 @@ def _with_divergence(
     def told(now: KldProgress) -> None:
         progress(f"{file.name}: divergence", now.chunk, now.n_chunks)
 
-    found = kld(path, logits, chunks=options.chunks, n_batch=options.n_batch, progress=told, **options.load)
+    quality = options.known.get(path)
+    if quality is None:
+        load = options.load
+        quality = quality_of(kld(path, logits, chunks=options.chunks, n_batch=options.n_batch, progress=told, **load))
+    return replace(file, quality=replace(quality, key=key), notes=_notes(path, options))
+
+
+def quality_of(found: Kld) -> Quality:
+    """Return what a report shows of a divergence; it has no key yet."""
     sums = found.sums
     estimates = (sums.nll.ppl, sums.nll_base.ppl, sums.ratio, sums.kld.mean)
     ppl, ppl_base, ratio, mean = map(_finite, estimates)
-    quality = Quality(
-        key,
+    return Quality(
+        "",
         sums.n,
         found.n_ctx,
         found.n_chunks,
@@ -344,7 +353,6 @@ def _with_divergence(
         _finite(sums.rms_p_diff),
         _quantiles(sums),
     )
-    return replace(file, quality=quality, notes=_notes(path, options))
 
 
 def _finite(e: Estimate) -> Estimate:

@@ -11,7 +11,9 @@
     delete mark.encode.update.dx;
     delete mark.encode.update.dy;
     mark.transform = [{
-      type: "label", size: { signal: "[width, height]" }, avoidMarks: ["points_marks", "bars_marks"], offset: [5, 5, 5, 5, 12, 12],
+      // Before a long page is laid out, its charts have no width yet.
+      type: "label", size: { signal: "[max(width, 1), max(height, 1)]" }, avoidMarks: ["points_marks", "bars_marks"],
+      offset: [5, 5, 5, 5, 12, 12],
       anchor: ["top-right", "right", "top", "bottom-right", "top-left", "bottom-left", "left", "bottom"],
     }];
     return spec;

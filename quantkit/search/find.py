@@ -121,18 +121,23 @@ class Finder:
     def __init__(self, space: Space) -> None:
         self.space, self.options = space, space.options
         self.notes: list[str] = []
-        self._errors = [np.array([c.error for c in unit.choices]) for unit in space.units]
+        self._errors: list[Weights] = [np.array([c.error for c in unit.choices]) for unit in space.units]
+        self._klds: list[Weights] = [np.array([c.kld for c in unit.choices]) for unit in space.units]
 
     def best(self, count: int) -> Iterator[Allocation]:
         """Yield the best allocations for the target, the very best first; fewer than ``count`` if there are no more.
 
-        Each differs from those before it in a twentieth of the units.
+        Each differs from those before it in a twentieth of the units. Every second is the best for plain sums of
+        divergences, where there is a rule of how they combine that says otherwise (combine.py): which of the two is
+        nearer to the truth differs from size to size, so that both are worth measuring.
         """
         free = sum(len(unit.choices) > 1 for unit in self.space.units)
         least = max(1, round(_DIFFER * free))
         apart: list[Apart] = []
+        plain = self.space.combination.kink > 0 and self.options.target_kld is None
+        costs = [self._errors, self._klds] if plain else [self._errors]
         while len(apart) < count:
-            found = self._for_target(apart)
+            found = self._for_target(apart, costs[len(apart) % len(costs)])
             if found is None:
                 if not apart:
                     raise self._impossible()
@@ -142,26 +147,28 @@ class Finder:
             apart.append(Apart(found.picks, least))
             yield found
 
-    def _for_target(self, apart: Sequence[Apart]) -> Allocation | None:
+    def _for_target(self, apart: Sequence[Apart], costs: Sequence[Weights]) -> Allocation | None:
         if self.options.target_kld is not None:
             return self._of_kld(self.options.target_kld, apart)
         if self.options.target_bpw is not None:
             values = sum(math.prod(t.shape) for t in self.space.source.tensors.values())
             most = math.floor(self.options.target_bpw * values / 8)
-            answer = self._solve(self._errors, [self._limit("data", most)], apart)
+            answer = self._solve(costs, [self._limit("data", most)], apart)
             return None if answer is None else self.allocation(answer)
         assert self.options.target_size is not None
-        return self.of_size(self.options.target_size, apart)
+        return self.of_size(self.options.target_size, apart, costs)
 
-    def of_size(self, target: int, apart: Sequence[Apart] = ()) -> Allocation | None:
-        """Return the best allocation whose file has at most ``target`` bytes.
+    def of_size(
+        self, target: int, apart: Sequence[Apart] = (), costs: Sequence[Weights] | None = None
+    ) -> Allocation | None:
+        """Return the best allocation whose file has at most ``target`` bytes; ``costs``: errors by default.
 
         The header names the rules, so how much it takes is known afterwards: where that is too much, the tensors get
         less.
         """
         room = target - self.header - self.space.fixed.padded
         for _ in range(_ROUNDS):
-            answer = self._solve(self._errors, [Limit(self._amounts("padded"), room)], apart)
+            answer = self._solve(costs or self._errors, [Limit(self._amounts("padded"), room)], apart)
             if answer is None:
                 return None
             found = self.allocation(answer)

@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from quantkit.errors import FormatError
-from quantkit.sensitivity.file import Cost, Sensitivity
+from quantkit.sensitivity.file import LAYER, Cost, Sensitivity
 from quantkit.types import TensorType
 
 F64 = npt.NDArray[np.float64]
@@ -27,8 +27,8 @@ T = TypeVar("T")
 _ROUNDS = 20
 #: The least divergence, in nats, and the least relative error of one.
 _LEAST, _EXACT = 1e-12, 1e-6
-#: The relative error of a proxy.
-_GUESSED = 0.5
+#: The relative error of a proxy, and of the one that has seen the activations.
+_GUESSED, _SEEN = 0.5, 0.25
 
 
 class Predictor:
@@ -107,19 +107,21 @@ class Predictor:
 
 
 def _best_proxies(sensitivity: Sensitivity) -> list[str]:
-    """Return the names of all proxies, first those that rank best what was measured, as far as the file says."""
+    """Return the names of all proxies, first the error at a layer's end, then by how they rank what was measured."""
     told = sensitivity.settings.get("rank_correlation")
     known = told if isinstance(told, Mapping) else {}
     names = dict.fromkeys(name for cost in sensitivity.costs for name in cost.proxies)
-    return sorted(names, key=lambda name: -known[name] if isinstance(known.get(name), (int, float)) else 0.0)
+    rank = {name: known[name] for name in names if isinstance(known.get(name), (int, float))}
+    return sorted(names, key=lambda name: (name != LAYER, -rank.get(name, 0.0)))
 
 
 def _value(cost: Cost, proxies: Sequence[str]) -> tuple[float, float] | None:
     """Return a divergence and its error, measured or guessed; None without. FormatError for what is no number."""
     found, error = cost.kld, cost.kld_error or 0.0
     if found is None:
-        found = next((cost.proxies[name] for name in proxies if name in cost.proxies), None)
-        error = _GUESSED * found if isinstance(found, (int, float)) else 0.0
+        name = next((name for name in proxies if name in cost.proxies), "")
+        found = cost.proxies.get(name)
+        error = (_SEEN if name == LAYER else _GUESSED) * found if isinstance(found, (int, float)) else 0.0
     for value in (found, error):
         if value is not None and not (isinstance(value, (int, float)) and math.isfinite(value)):
             raise FormatError(f"the sensitivities have a cost of {cost.group} as {cost.type} that is no number")

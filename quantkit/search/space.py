@@ -97,7 +97,9 @@ class Space:
         self.groups = self.sensitivity.groups
         _check_model(self.sensitivity, self.source)
         self.predictor = Predictor(self.sensitivity, feedback=options.feedback is not None, proxy=options.proxy)
-        self.combination = fitted(measured_together(self.sensitivity), self.predictor.filled)
+        # Files of one type are measured without error feedback, so the rule is fitted to costs without it.
+        plain = Predictor(self.sensitivity, proxy=options.proxy) if options.feedback is not None else self.predictor
+        self.combination = fitted(measured_together(self.sensitivity), plain.filled)
         self.allowed = Allowed(self.groups, options.allow, options.at_least, options.at_most)
         self.types = self._types()
         self.tree = self._tree()

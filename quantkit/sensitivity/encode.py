@@ -35,7 +35,7 @@ from quantkit.sensitivity.file import Group
 from quantkit.sensitivity.variants import Held
 from quantkit.types import TensorType, type_by_name
 
-GROUPS = ("class-layer", "tensor")
+GROUPS = ("class-layer", "class", "tensor")
 #: A type that takes rows of any usual length, by which a plan tells which tensors are encoded at all.
 _PROBE = "F16"
 
@@ -52,10 +52,11 @@ class Pair(NamedTuple):
 
 
 class Encoded(NamedTuple):
-    """The tensors of a pair as they are quantized, by name, and the sums of their errors."""
+    """The tensors of a pair as they are quantized, by name, and the sums of their errors; of each matrix, by tensor."""
 
     data: Held
     sums: ErrorSums
+    of_matrices: dict[str, list[ErrorSums]]
 
 
 @dataclass(frozen=True)
@@ -92,23 +93,33 @@ def types_of(names: Sequence[str]) -> tuple[TensorType, ...]:
 
 
 def groups_of(model: Path, encoding: Encoding, by: str) -> tuple[Group, ...]:
-    """Return the groups of a model: the tensors of a class in a layer (``class-layer``), or each by itself."""
+    """Return the groups of a model: the tensors of a class in a layer, those of a class in all layers, or each tensor.
+
+    ``by``: ``class-layer``, ``class`` or ``tensor``.
+    """
     if by not in GROUPS:
-        raise RecipeError(f"groups by {by}: there are {' and '.join(GROUPS)}")
+        raise RecipeError(f"groups by {by}: there are {', '.join(GROUPS)}")
     with open_model(model) as source:
         plan = replace(encoding, imatrix=None, allow_requantize=True).plan(model, source.tensors, _PROBE)
     found: dict[str, dict[str, tuple[int, ...]]] = {}
     for t in plan.tensors:
         if t.type.name == _PROBE and len(t.shape) > 1:
-            found.setdefault(t.name if by == "tensor" else t.name.rpartition(".")[0], {})[t.name] = t.shape
+            found.setdefault(_group_of(t.name, by), {})[t.name] = t.shape
     if not found:
         raise RecipeError(f"{model}: it has no tensors that can be quantized")
-    return tuple(_group(name, tensors) for name, tensors in found.items())
+    return tuple(_group(name, tensors, by) for name, tensors in found.items())
 
 
-def _group(name: str, tensors: dict[str, tuple[int, ...]]) -> Group:
+def _group_of(tensor: str, by: str) -> str:
+    """Return the name of a tensor's group."""
+    if by == "class":
+        return tensor_class(tensor)
+    return tensor if by == "tensor" else tensor.rpartition(".")[0]
+
+
+def _group(name: str, tensors: dict[str, tuple[int, ...]], by: str) -> Group:
     first = next(iter(tensors))
-    layer = re.match(r"blk\.(\d+)\.", first)
+    layer = re.match(r"blk\.(\d+)\.", first) if by != "class" else None
     return Group(name, tensor_class(first), int(layer[1]) if layer else None, tensors)
 
 
@@ -182,6 +193,7 @@ class Encoder:
             compile_together(kernel_calls(tensors, True))
             self._warm.add(key)
         data: Held = {}
+        of_matrices: dict[str, list[ErrorSums]] = {}
         for number, tensor in enumerate(tensors):
             target = _Rows(folder / f"{number}.rows", tensor.offset)
             jobs = list(cut_jobs(self._at[key][tensor.name], tensor, JOB))
@@ -191,13 +203,14 @@ class Encoder:
             results = self._run(plan, target, jobs, key)
             if cache is not None:
                 cache.keep(tensor, results, None)
-            for _, result in sorted(results, key=lambda each: each[0].target_offset):
+            of_each = of_matrices.setdefault(tensor.name, [ErrorSums()] * tensor.parts[0].matrices)
+            for job, result in sorted(results, key=lambda each: each[0].target_offset):
                 for piece in result.sums:
-                    sums = sums + piece
+                    sums, of_each[job.matrix] = sums + piece, of_each[job.matrix] + piece
             info = replace(tensor.source, name=tensor.name, type=tensor.type, nbytes=tensor.nbytes, offset=-1)
             data[tensor.name] = info, np.memmap(target.path, np.uint8, "r")
             target.path.unlink()  # mapped it stays, until nothing holds it
-        return Encoded(data, sums)
+        return Encoded(data, sums, of_matrices)
 
     def _run(
         self, plan: Plan, target: _Rows, jobs: Sequence[Job], key: tuple[TensorType, bool]

@@ -14,6 +14,8 @@ from quantkit.types import TensorType, type_by_name
 
 #: The first keys of every file; another version is refused.
 KIND, VERSION = "quantkit.sensitivity", 1
+#: The proxy that is the error at the end of a group's layer.
+LAYER = "layer_error"
 #: The largest file that is read: a model of a thousand groups and forty types has 10 MiB.
 _MOST = 256 << 20
 

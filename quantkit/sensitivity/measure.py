@@ -8,6 +8,7 @@ one layer. What the model itself gives at the layer's beginning lies in files be
 from __future__ import annotations
 
 import hashlib
+import math
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -37,13 +38,31 @@ from quantkit.pipeline.feedback import Recorded
 from quantkit.pipeline.run import DEFAULT_MAX_RAM
 from quantkit.pipeline.work import ErrorSums
 from quantkit.sensitivity.encode import Encoded, Encoder, Encoding, Pair, groups_of, pairs_of, types_of
+from quantkit.sensitivity.experts import routings
 from quantkit.sensitivity.file import Cost, Sensitivity, read_sensitivity
 from quantkit.sensitivity.journal import Journal, Key
 from quantkit.sensitivity.kept import Kept
-from quantkit.sensitivity.proxies import probes_of, rank_correlations, with_proxies
+from quantkit.sensitivity.proxies import (
+    error_between,
+    probes_of,
+    rank_correlations,
+    spread,
+    with_layer_errors,
+    with_proxies,
+)
 from quantkit.sensitivity.scores import Base, Sums
 from quantkit.sensitivity.together import Together, groups_in, row_of
-from quantkit.sensitivity.variants import Layer, Runner, Values, first_layer, layers_of, variant_of, with_leaves
+from quantkit.sensitivity.variants import (
+    Changed,
+    Layer,
+    Runner,
+    Values,
+    ends_within,
+    first_layer,
+    layers_of,
+    variant_of,
+    with_leaves,
+)
 from quantkit.types import TensorType, type_by_name
 from quantkit.version import __version__
 
@@ -63,7 +82,9 @@ class SensitivityOptions:
 
     types: by name; none for ``TYPES``. groups: ``class-layer`` or ``tensor``. feedback: a file of covariances; types
     that can be are then encoded with error feedback, too. n_ctx: tokens of a chunk; chunks: how many, None for all.
-    n_batch: tokens that go through the layers together. proxies_only: measure one type of each group, guess the others.
+    n_batch: tokens that go through the layers together. full_runs: types of each group that run to the end of the
+    model, None for all; what the others cost follows from the error that they leave at the end of their layer.
+    proxies_only: measure one type of each group, guess the others.
     together: also measure the model with all groups in each type, which shows how costs combine.
     """
 
@@ -75,6 +96,7 @@ class SensitivityOptions:
     chunks: int | None = None
     n_batch: int = 4096
     kv_type: str = "f16"
+    full_runs: int | None = None
     proxies_only: bool = False
     together: bool = True
     allow_requantize: bool = False
@@ -147,10 +169,16 @@ class _Run:
         self.started = working_seconds()
         self.model_path, self.out, self.files, self.options, self.progress = model, out, files, options, progress
         self.threads = options.threads or available_cpus()
+        if options.full_runs is not None and options.proxies_only:
+            raise RecipeError("--proxies-only runs one type of each group: give it or --full-runs")
+        if options.full_runs is not None and options.full_runs < 1:
+            raise RecipeError(f"--full-runs {options.full_runs} must be above 0")
         self.encoding = Encoding(options.imatrix, options.feedback, options.allow_requantize)
         names = options.types or [n for n in TYPES if options.imatrix or type_by_name(n).imatrix != "required"]
         self.types = types_of(names)
         self.groups = groups_of(model, self.encoding, options.groups)
+        imatrix = None if options.imatrix is None else read_imatrix(options.imatrix)
+        self.routings = routings(self.groups, imatrix)
         self.pairs, left_out = pairs_of(self.groups, self.types, self.encoding)
         self.notes = [f"left out: {_listed(names)}: {why}" for why, names in left_out.items()]
         self.model: Model = stack.enter_context(
@@ -161,6 +189,7 @@ class _Run:
                 kv_type=options.kv_type,
                 max_ram=options.max_ram,
                 rewrite=partial(without_selection, n_ctx=options.n_ctx),
+                wrap=Changed,
             )
         )
         ids = self._tokens(tokens)
@@ -196,6 +225,8 @@ class _Run:
             return None
         found = read_sensitivity(self.out)
         asked = {t.name for t in self.types} <= set(found.settings.get("types", ()))
+        has = _full_runs(found.settings.get("full_runs"), bool(found.settings.get("proxies_only")))
+        asked = asked and has >= _full_runs(self.options.full_runs, self.options.proxies_only)
         if found.settings.get("identity") == self.identity and asked:
             return found
         raise ResourceError(f"{self.out} exists, and is not what this run would make: --overwrite replaces it")
@@ -235,8 +266,9 @@ class _Run:
         encoder = Encoder(self.model_path, every, self.encoding, self.threads, o.max_ram or DEFAULT_MAX_RAM, store)
         every = [p for p in every if not p.feedback or encoder.is_fed(p)]
         self.notes += encoder.notes
-        probes = probes_of(pairs)
-        self._wanted = probes if o.proxies_only else set(every)
+        chosen = set(every) if o.full_runs is None else spread(every, o.full_runs)
+        probes = probes_of([p for p in every if p in chosen])
+        self._wanted = probes if o.proxies_only else chosen | self._without_end(every, at, layers)
         measured = _Measured(self, journal, folder, encoder, layers)
         measured.begin({n: [p for p in every if at[p.group.name] == n] for n in range(len(layers))})
         try:
@@ -247,10 +279,21 @@ class _Run:
         self.notes += encoder.close()
         return self._result(journal, every, probes, measured)
 
+    def _without_end(self, pairs: Sequence[Pair], at: Mapping[str, int | None], layers: Sequence[Layer]) -> set[Pair]:
+        """Return pairs whose error cannot be seen before the logits."""
+        graph, found = self.model.whole, set[Pair]()
+        for pair in pairs:
+            number = at[pair.group.name]
+            if number is not None and not ends_within(graph, layers[number], pair.group.tensors.keys()):
+                found.add(pair)
+        return found
+
     def _result(self, journal: Journal, pairs: Sequence[Pair], probes: set[Pair], by: _Measured) -> Sensitivity:
         o = self.options
         sums = {p: ErrorSums(*journal.done[by.key(p, "errors")]) for p in pairs}
-        costs = with_proxies({p: self._cost(p, by) for p in pairs}, sums, probes)
+        ends = {p: found for p in pairs if (found := by.error_at_end(p)) is not None}
+        known = {p: self._cost(p, by) for p in pairs}
+        costs = with_layer_errors(with_proxies(known, sums, probes), ends, probes if o.full_runs is None else None)
         correlations = rank_correlations(costs, probes)
         order = {g.name: i for i, g in enumerate(self.groups)}
         types = {t: i for i, t in enumerate(self.types)}
@@ -269,10 +312,12 @@ class _Run:
             "imatrix": None if o.imatrix is None else o.imatrix.name,
             "feedback": None if o.feedback is None else o.feedback.name,
             "kv_type": o.kv_type,
+            "full_runs": o.full_runs,
             "proxies_only": o.proxies_only,
             "probes": {p.group.name: p.type.name for p in sorted(probes, key=lambda p: order[p.group.name])},
             "rank_correlation": correlations,
             "nll": by.nll(),
+            "experts": {name: by.experts(name, pairs) for name in self.routings},
             "together": [row_of(t, groups, by.total(by.together_key(t))) for t, groups in by.all_in.items()],
             "seconds": round(working_seconds() - self.started, 1),
             "notes": self.notes,
@@ -288,8 +333,12 @@ class _Run:
         return Cost(pair.group.name, pair.type, kld, error, change, its_error, feedback=pair.feedback)
 
     def wants(self, pair: Pair) -> bool:
-        """Tell whether a pair is measured, not only guessed."""
+        """Tell whether a pair runs to the end of the model."""
         return pair in self._wanted
+
+    def runs(self, pair: Pair) -> bool:
+        """Tell whether a pair runs, to the end of its layer at least."""
+        return pair in self._wanted or not self.options.proxies_only
 
     def tell(self, done: float, total: float, text: str) -> None:
         if self.progress is not None:
@@ -334,6 +383,20 @@ class _Measured:
             total = total.plus(Sums(*self.journal.done[(*key, str(begin))]))
         return total
 
+    def error_at_end(self, pair: Pair) -> float | None:
+        """Return the mean squared error at the end of a pair's layer, relative to the values there; None if unknown."""
+        if not self._has(self.key(pair, "end")):
+            return None
+        n, total = np.sum([self.journal.done[self.key(pair, "end", str(begin))] for begin in self.batches], axis=0)
+        return float(total / n)
+
+    def experts(self, group: str, pairs: Sequence[Pair]) -> dict[str, Any]:
+        """Return how experts of a group are chosen, and the share of each type's error that rare ones have."""
+        row = self.run_of.routings[group].row()
+        own = [p for p in pairs if p.group.name == group and not p.feedback]
+        found = {p.type.name: self.journal.done.get(self.key(p, "experts"), [0.0, 0.0]) for p in own}
+        return {**row, "rare_errors": {name: rare / total for name, (rare, total) in found.items() if total > 0}}
+
     def nll(self) -> float | None:
         """Return the mean negative log-likelihood of the model itself; None if nothing was measured."""
         if not self._has(BASE):
@@ -355,16 +418,24 @@ class _Measured:
             else:
                 self.together.append(Together(t, groups, self._kept(t.name)))
         for number, of_layer in pairs.items():
-            self.total_work += len(of_layer) + self._effort(number) * len(self.batches) * len(self._measured(of_layer))
+            self.total_work += len(of_layer) + len(self.batches) * self.effort(number, self.running(of_layer))
 
-    def _effort(self, number: int) -> float:
-        return 0.5 + len(self.layers) - 1 - number
+    def effort(self, number: int, pairs: Sequence[Pair]) -> float:
+        """Return what measuring pairs of a layer takes: layers that run."""
+        through = sum(self.run_of.wants(p) for p in pairs)
+        return 0.5 * len(pairs) + through * (len(self.layers) - 1 - number)
 
-    def _measured(self, pairs: Sequence[Pair]) -> list[Pair]:
-        return [p for p in pairs if self.run_of.wants(p)]
+    def running(self, pairs: Sequence[Pair]) -> list[Pair]:
+        """Return the pairs that run."""
+        return [p for p in pairs if self.run_of.runs(p)]
 
-    def _is_done(self, pair: Pair, begin: int) -> bool:
-        return self.key(pair, str(begin)) in self.journal.done
+    def goal(self, pair: Pair) -> Key:
+        """Return what the journal calls all that is measured of a pair."""
+        return self.key(pair) if self.run_of.wants(pair) else self.key(pair, "end")
+
+    def is_done(self, pair: Pair, begin: int) -> bool:
+        """Tell whether a batch of a pair is measured."""
+        return (*self.goal(pair), str(begin)) in self.journal.done
 
     def _tell(self, more: float, text: str) -> None:
         self.done += more
@@ -377,24 +448,26 @@ class _Measured:
         for number in range(len(self.layers)):
             pairs = self.pairs[number]
             if number > last:
-                effort = self._effort(number) * len(self.batches) * len(self._measured(pairs))
-                self._tell(len(pairs) + effort, "")
+                self._tell(len(pairs) + len(self.batches) * self.effort(number, self.running(pairs)), "")
                 continue
             _OfLayer(self, number, self._encoded(pairs)).run()
 
     def _is_open(self, pairs: Sequence[Pair]) -> bool:
         missing = any(self.key(p, "errors") not in self.journal.done for p in pairs)
-        return missing or not all(self._has(self.key(p)) for p in self._measured(pairs))
+        return missing or not all(self._has(self.goal(p)) for p in self.running(pairs))
 
     def _encoded(self, pairs: Sequence[Pair]) -> dict[Pair, Encoded]:
         """Encode what is to be measured of a layer; return what is measured alone."""
         found = {}
         for pair in pairs:
-            open_ = self.run_of.wants(pair) and not self._has(self.key(pair))
+            open_ = self.run_of.runs(pair) and not self._has(self.goal(pair))
             whole = [each for each in self.together if each.type is pair.type and not pair.feedback]
             if open_ or whole or self.key(pair, "errors") not in self.journal.done:
                 made = self.encoder.encode(pair, self.folder)
                 self.journal.add(self.key(pair, "errors"), list(made.sums))
+                routing = self.run_of.routings.get(pair.group.name)
+                if routing is not None:
+                    self.journal.add(self.key(pair, "experts"), routing.errors(made.of_matrices))
                 if open_:
                     found[pair] = made
                 for each in whole:
@@ -439,16 +512,15 @@ class _OfLayer:
         own = {**given, **self.runner.run(self.programs, self.own, batch, given)}
         for value in self.layer.own.graph.leaves:
             of.kept.write(value, begin, own[value])
-        measured = of._measured(of.pairs[self.number])
-        left = [p for p in measured if not of._is_done(p, begin)]
-        of._tell(of._effort(self.number) * (len(measured) - len(left)), "")
+        running = of.running(of.pairs[self.number])
+        left = [p for p in running if not of.is_done(p, begin)]
+        of._tell(of.effort(self.number, [p for p in running if p not in left]), "")
         base: Base | None = None
-        if left or of.together and self.layer.tail is None:
+        if any(map(run.wants, left)) or of.together and self.layer.tail is None:
             base = Base(self._logits(batch, own, {}), windows[:, run.first + 1 :].reshape(-1), run.pool)
             of.journal.add((*BASE, str(begin)), [float(len(base.nll)), float(base.nll.sum())])
         self._run_together(begin, len(windows), batch, base)
-        if base is not None:
-            self._run_alone(begin, left, batch, own, base)
+        self._run_alone(begin, left, batch, own, base)
 
     def _run_together(self, begin: int, count: int, batch: Batch, base: Base | None) -> None:
         of = self.of
@@ -458,21 +530,31 @@ class _OfLayer:
                 of.journal.add((*of.together_key(whole.type), str(begin)), list(base.compare(found[of.graph.logits])))
             of._tell(1, f"all in {whole.type}, layer {self.number + 1} of {len(of.layers)}")
 
-    def _run_alone(self, begin: int, left: Sequence[Pair], batch: Batch, own: Values, base: Base) -> None:
+    def _run_alone(self, begin: int, left: Sequence[Pair], batch: Batch, own: Values, base: Base | None) -> None:
+        """Measure pairs: to the end of the layer, and those that are wanted against ``base``."""
         of = self.of
         for pair in left:
             stage, through = self.variants[pair.group.name]
             programs = self.runner.compile(stage.graph, self.encoded[pair].data)
             changed = self.runner.run(programs, stage.graph, batch, own)
-            logits = changed[of.graph.logits] if through else self._logits(batch, own, changed)
-            of.journal.add(of.key(pair, str(begin)), list(base.compare(logits)))
-            of._tell(of._effort(self.number), f"measure {pair}")
+            if stage.graph.leaves:
+                of.journal.add(of.key(pair, "end", str(begin)), error_between(changed, own, stage.graph.leaves))
+            if of.run_of.wants(pair):
+                assert base is not None
+                logits = changed[of.graph.logits] if through else self._logits(batch, own, changed)
+                of.journal.add(of.key(pair, str(begin)), list(base.compare(logits)))
+            of._tell(of.effort(self.number, [pair]), f"measure {pair}")
 
     def _logits(self, batch: Batch, own: Values, changed: Values) -> npt.NDArray[np.float32]:
         values = {**own, **changed}
         if self.tail is None or self.behind is None:
             return values[self.of.graph.logits]
         return self.runner.run(self.behind, self.tail, batch, values)[self.of.graph.logits]
+
+
+def _full_runs(given: int | None, proxies_only: bool) -> float:
+    """Return how many types of a group run to the end of the model."""
+    return 0.5 if proxies_only else math.inf if given is None else given
 
 
 def _listed(names: Sequence[str]) -> str:

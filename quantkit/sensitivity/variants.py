@@ -17,7 +17,18 @@ from quantkit.formats.gguf import GGUFFile, TensorInfo
 from quantkit.model.backends import Limits
 from quantkit.model.batch import Batch
 from quantkit.model.engine import Model, Programs
-from quantkit.model.ops import Attention, Cache, CacheWrite, Graph, LightningIndexer, Matrix, Op, RopeTable, Value
+from quantkit.model.ops import (
+    Attention,
+    BlockWrite,
+    Cache,
+    CacheWrite,
+    Graph,
+    LightningIndexer,
+    Matrix,
+    Op,
+    RopeTable,
+    Value,
+)
 from quantkit.model.stages import Stage, stages
 
 Values = dict[Value, npt.NDArray[Any]]
@@ -105,6 +116,11 @@ def variant_of(graph: Graph, layer: Layer, names: Set[str]) -> tuple[Stage, bool
     return found[1], through
 
 
+def ends_within(graph: Graph, layer: Layer, names: Set[str]) -> bool:
+    """Tell whether a changed tensor's error can be seen where its layer ends: there are layers behind it, unchanged."""
+    return layer.tail is not None and not uses(graph.ops[layer.end :], names)
+
+
 def _apart(ops: Sequence[Op], names: Set[str]) -> tuple[list[Op], list[Op]]:
     """Return operations that do not depend on tensors, and those that do."""
     clean, dirty = list[Op](), list[Op]()
@@ -113,7 +129,7 @@ def _apart(ops: Sequence[Op], names: Set[str]) -> tuple[list[Op], list[Op]]:
         reads = op.cache in caches if isinstance(op, Attention | LightningIndexer) else False
         if reads or uses([op], names) or not values.isdisjoint(op.inputs()):
             values.update(op.outputs())
-            if isinstance(op, CacheWrite):
+            if isinstance(op, BlockWrite | CacheWrite):
                 caches.add(op.cache)
             dirty.append(op)
         else:
@@ -136,13 +152,16 @@ def _retyped(op: Op, infos: Mapping[str, TensorInfo]) -> Op:
 
 
 class Runner:
-    """Runs parts of a model for batches of ``windows`` windows; ``first``: the first position that is scored."""
+    """Runs parts of a model for batches of ``windows`` windows; ``first``: the first position that is scored.
+
+    The model is loaded with ``wrap=Changed``.
+    """
 
     def __init__(self, model: Model, n_ctx: int, windows: int, first: int) -> None:
         self.model, self.n_ctx, self.first = model, n_ctx, first
         self._limits = Limits(n_ctx, windows, n_ctx * windows, model.kv_type)
-        self.changed = Changed(model.source)
-        model.source = self.changed  # type: ignore[assignment]
+        assert isinstance(model.source, Changed)
+        self.changed = model.source
 
     def compile(self, graph: Graph, held: Held | None = None) -> Programs:
         """Return a part, compiled, in which tensors are as they are ``held``."""

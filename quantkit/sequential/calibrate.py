@@ -9,6 +9,9 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
+import numpy as np
+import numpy.typing as npt
+
 from quantkit.errors import FormatError, ResourceError
 from quantkit.evaluate.passes import bos_of
 from quantkit.formats.gguf import ValueType
@@ -17,7 +20,9 @@ from quantkit.imatrix.collect import ImatrixOptions, chunks_of
 from quantkit.model.engine import load
 from quantkit.model.observers import every_token, inputs
 from quantkit.model.ops import Embed
+from quantkit.pipeline.source import Source
 from quantkit.pipeline.threads import Threads
+from quantkit.sequential.balance import Balanced, balanced
 from quantkit.sequential.executor import Sequential
 from quantkit.sequential.inputs import RESIDUAL, TARGET_DAMPING, StageInputs
 from quantkit.sequential.streams import Tokens
@@ -28,11 +33,15 @@ _BATCH = 2048
 
 @dataclass(frozen=True)
 class Calibration:
-    """Texts, and conversations (files of JSON Lines); chunks of ``n_ctx`` tokens of them, at most ``chunks``."""
+    """Texts, and conversations (files of JSON Lines); chunks of ``n_ctx`` tokens of them, at most ``chunks``.
+
+    balance: whether columns of inputs are balanced before (balance.py).
+    """
 
     files: tuple[Path, ...]
     n_ctx: int = 512
     chunks: int | None = None
+    balance: bool = False
 
     @property
     def texts(self) -> list[Path]:
@@ -73,12 +82,41 @@ class Foreseen:
                     self.entries.setdefault(name, item.names[0])
         self._sizes = {item.names[0]: (item.n, item.n_mat) for item in reversed(found)}
         self._inputs: dict[str, StageInputs] = {}
+        self._factors = balanced(model, windows, self.tokens.at_once) if calibration.balance else []
+        self._widened: set[str] = set()
+        if calibration.balance:
+            self.notes.append(self._said())
+
+    def _said(self) -> str:
+        if not self._factors:
+            return "--balance changes nothing: inputs have like columns, or are not read by F32, F16 or BF16 alone"
+        count = sum(len(each.gives) for each in self._factors)
+        return f"balanced: {len(self._factors)} tensors take factors from {count} behind them"
+
+    def source(self, source: Source) -> Source:
+        """Return a source as it is to be read: balanced, if that is asked for."""
+        if not self._factors:
+            return source
+        made = Balanced(source, self._factors)
+        self._widened = {name for name, t in source.tensors.items() if made.tensors[name].type is not t.type}
+        return made
+
+    def widens(self, name: str) -> bool:
+        """Tell whether a tensor is read as F32, having had fewer bits."""
+        return name in self._widened
+
+    @cached_property
+    def _gained(self) -> dict[str, npt.NDArray[np.float32]]:
+        """What inputs are multiplied by, by the matrices' names."""
+        return {name: each.by for each in self._factors for name in each.gives}
 
     @cached_property
     def identity(self) -> str:
         """A SHA-256 that tells this text from others."""
         digest = hashlib.sha256(repr((self.tokens.windows.shape, self.tokens.at_once)).encode())
         digest.update(self.tokens.windows.tobytes())
+        for each in self._factors:
+            digest.update(each.takes.encode() + each.by.tobytes())
         return digest.hexdigest()
 
     def inputs(self, tensor: str, entry: str, shape: Sequence[int]) -> StageInputs:
@@ -89,7 +127,7 @@ class Foreseen:
                 f"{self.model}: {entry} has {matrices} inputs of {n} columns, {tensor} {math.prod(shape[2:])} of "
                 f"{shape[0]}: such a tensor cannot be calibrated"
             )
-        return self._inputs.setdefault(entry, StageInputs(entry, n, matrices))
+        return self._inputs.setdefault(entry, StageInputs(entry, n, matrices, self._gained.get(entry)))
 
     def fields(self) -> dict[str, tuple[str | int | float, ValueType]]:
         """Return what a file that is made with it says of it."""
@@ -100,6 +138,7 @@ class Foreseen:
             "tokens": (self.tokens.count, ValueType.UINT64),
             "damping.target": (TARGET_DAMPING, ValueType.FLOAT32),
             "residual": (RESIDUAL, ValueType.FLOAT32),
+            "balanced": (len(self._factors), ValueType.UINT32),
         }
 
     def executor(self, threads: Threads) -> Sequential:

@@ -39,11 +39,15 @@ class _Ready:
 
 @dataclass(eq=False)
 class StageInputs:
-    """The input of some tensors. ``ready`` fills it in when its stage has run; before, it knows its size only."""
+    """The input of some tensors. ``ready`` fills it in when its stage has run; before, it knows its size only.
+
+    factors: what the quantized stream's columns have been multiplied by, float32 [matrices or 1, n]; None: by 1.
+    """
 
     entry: str
     n: int
     matrices: int
+    factors: F32 | None = None
     is_alike = False
     #: Tokens of each matrix, when the stage has run.
     tokens: tuple[int, ...] | None = None
@@ -118,6 +122,11 @@ class StageInputs:
 
     def _rows(self, matrix: int) -> Iterator[tuple[F32, F32, npt.NDArray[np.int64], F32]]:
         """Yield rows of a matrix in both streams, their tokens, and each one's share of its token, some at a time."""
+        by = None if self.factors is None else self.factors[matrix % len(self.factors)]
+        for x, plain, tokens, share in self._read(matrix):
+            yield x, plain if by is None else plain * by, tokens, share
+
+    def _read(self, matrix: int) -> Iterator[tuple[F32, F32, npt.NDArray[np.int64], F32]]:
         r = self._ready
         assert r is not None
         columns = slice(0, self.n) if r.seen.heads == 1 else slice(matrix * self.n, (matrix + 1) * self.n)

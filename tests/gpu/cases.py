@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from quantkit.formats.gguf import Field, GGUFFile, TensorInfo, open_gguf, write_gguf
-from quantkit.kernels.cuda.encode.encode import encode_rows
+from quantkit.kernels.cuda.encode.encode import encode_rows, working_bytes
 from quantkit.kernels.formats import FORMATS
 from quantkit.kernels.reference import decode_rows
 from quantkit.model.backends import Backend, Limits
@@ -167,7 +167,7 @@ def encoded(
     """Return the bytes of rows, encoded on a device; ``repeat`` is given what encodes them once more."""
     rows, n = x.shape
     out = np.empty(rows * t.row_bytes(n), np.uint8)
-    at = [device.allocate(size) for size in (x.nbytes, out.nbytes, 4 * n, 4 * rows)]
+    at = [device.allocate(size) for size in (x.nbytes, out.nbytes, 4 * n, working_bytes(t, rows, n) or 1)]
     try:
         device.upload(at[0], x)
         if importance is not None:

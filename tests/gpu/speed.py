@@ -549,6 +549,7 @@ def _attend(kind: str, h: Heads, rows: int, n_ctx: int) -> float:
             "out": b.room(4 * rows * h.n * h.v), "n_head": h.n, "n_head_kv": h.kv, "head_v": h.v,
             "scale": h.k**-0.5, "softcap": 0.0, "sinks": 0, "mask": 0, "window": 0, "alibi": 0.0,
             "splits": way.splits, "scratch": b.room(max(256, way.scratch)), "selected": 0, "n_selected": 0,
+            "ratio": 0,
         }  # fmt: skip
         lists = []
         for keys, values in caches:

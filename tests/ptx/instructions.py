@@ -20,7 +20,8 @@ def _all(forms: dict[str, str], signature: str) -> dict[str, tuple[str, ...]]:
 
 CONVERSIONS = """
     f32.f16 f64.f32 rmi.f32.f32 rn.f16.f32 rn.f32.f64 rn.f32.s16 rn.f32.s32 rn.f32.u16 rn.f64.s32 rn.f64.s64 rni.s32.f32
-    rni.s32.f64 rzi.f32.f32 rzi.s32.f32 s16.s8 s32.s8 s64.s32 sat.f32.f32 u16.u32 u32.u16 u32.u64 u64.u16 u64.u32
+    rni.s32.f64 rzi.f32.f32 rzi.s32.f32 rzi.s32.f64 s16.s8 s32.s8 s32.s16 s64.s32 sat.f32.f32 u16.u32 u16.u64 u32.u16
+    u32.u64 u64.u16 u64.u32
 """
 
 #: opcode -> types of the result and of the sources.
@@ -53,7 +54,7 @@ VALUES: dict[str, tuple[str, ...]] = {
             "mul": "lo.s32 lo.u32 lo.s64 hi.s32 hi.u32 rn.f32 rn.f64",
             "div": "s32 u32 s64 rn.f32 rn.f64",
             "rem": "s32 u32 s64",
-            "min": "s32 u32 s64 f32",
+            "min": "s32 u32 s64 f32 f64",
             "max": "s32 u32 s64 u64 f32",
             "and": "b16 b32 b64 pred",
             "or": "b16 b32 b64 pred",
@@ -77,15 +78,15 @@ VALUES: dict[str, tuple[str, ...]] = {
         {
             "setp.eq": "b16 s16 b32 b64 s32 s64 f32 f64",
             "setp.ne": "s16 s32 s64",
-            "setp.lt": "s32 u32 s64 u64 f32",
+            "setp.lt": "s32 u32 s64 u64 f32 f64",
             "setp.le": "s32 u32 s64 u64 f32 f64",
             "setp.gt": "s16 s32 u32 s64 u64 f32 f64",
-            "setp.ge": "s32 u32 s64 u64 f32",
+            "setp.ge": "s32 u32 s64 u64 f32 f64",
             "setp.neu": "f32 f64",
             "setp.ltu": "f32 f64",
             "setp.leu": "f32 f64",
             "setp.gtu": "f32 f64",
-            "setp.geu": "f32",
+            "setp.geu": "f32 f64",
             "setp.nan": "f32",
             "setp.num": "f32",
         },

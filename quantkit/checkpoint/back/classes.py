@@ -20,6 +20,7 @@ from quantkit.checkpoint.back.rwkv import RWKV
 from quantkit.checkpoint.back.said import Said
 from quantkit.checkpoint.back.seeing import SEEING
 from quantkit.checkpoint.back.spelling import Json, Spelling, has
+from quantkit.checkpoint.back.talkie import TALKIE
 from quantkit.checkpoint.row import Architecture
 from quantkit.checkpoint.tensor_names import KINDS, PATTERNS
 from quantkit.checkpoint.tensors import Named
@@ -358,6 +359,7 @@ SPELLINGS: dict[str, Spelling] = {
     **MIXTURES,
     **SEEING,
     **RWKV,
+    **TALKIE,
     **ENCODERS,
 }
 

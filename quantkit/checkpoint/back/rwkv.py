@@ -162,6 +162,7 @@ _RWKV_7 = Spelling(
 def _hybrid(said: Said, config: Json) -> None:
     """Say whether there are gates and norms of heads, and how many heads."""
     config |= {
+        "wkv_version": 7,
         "wkv_has_gate": said.some(".time_mix_g1.weight"),
         "wkv_has_group_norm": said.some(".time_mix_ln.weight"),
         "num_attention_heads": said.number(".embedding_length") // max(1, said.number(".wkv.head_size")),

@@ -9,6 +9,8 @@ from quantkit.checkpoint.config import Config
 from quantkit.checkpoint.expressions import Expression, Multiplied, Shaped, Transposed, size_of, stacked, taken
 from quantkit.checkpoint.keys import Keys
 from quantkit.checkpoint.tensors import Context, Renamed, Tensor, squeezed
+from quantkit.errors import FormatError
+from quantkit.formats.gguf.rules import short
 
 
 def _in_file(tensor: Tensor, context: Context) -> str:
@@ -180,7 +182,9 @@ def set_7_base(keys: Keys, config: Config, layers: int, file_type: int) -> None:
 
 
 def set_7_hybrid_base(keys: Keys, config: Config, layers: int, file_type: int) -> None:
-    """Set the keys of a Qwen 2 with RWKV 7."""
+    """Set the keys of a Qwen 2 with RWKV 7; FormatError for another version."""
+    if config["wkv_version"] != 7:
+        raise FormatError(f"{config.path}: wkv_version is {short(config['wkv_version'])}; only 7 is known")
     _set_sizes(keys, config, layers)
     keys.f32(".attention.layer_norm_rms_epsilon", config["rms_norm_eps"])
     keys.u32(".wkv.head_size", config["head_size"])

@@ -79,7 +79,10 @@ class ScaledQueries:
         stem, found, rest = tensor.name.partition(".self_attn.q_proj.")
         if not found or rest != "weight" or tensor.layer is None:
             return None
-        width, scale = context.config.number("head_dim"), float(context.config["qk_scale_factor"])
+        config, rows = context.config, tensor.x.shape[0]
+        width, scale = config.number("head_dim"), float(config["qk_scale_factor"])
+        if width < 1 or rows % width:
+            raise FormatError(f"{config.path}: head_dim is {short(width)}, of {rows} rows of {tensor.name}")
         norms = (("q", scale), ("k", 1.0))
         return (
             *(

@@ -18,7 +18,7 @@ from quantkit.formats.gguf import GGUFFile
 from quantkit.kernels.reference import decode_rows
 from quantkit.model.backends import Limits, Observer
 from quantkit.model.backends.arena import Buffer, Entry
-from quantkit.model.ops import Embed, Matrix, Norm, Op, State, Value
+from quantkit.model.ops import Embed, Lookup, Matrix, Norm, Op, State, Value
 
 T = TypeVar("T")
 
@@ -54,9 +54,9 @@ class Lowering(ABC):
         made: T = self._once[key]
         return made
 
-    def looks_up(self, op: Embed) -> None:
+    def looks_up(self, op: Embed | Lookup) -> None:
         """Bound the tokens, or the positions, of a batch by the rows that an operation looks up."""
-        if op.by_position:
+        if isinstance(op, Embed) and op.by_position:
             self.n_positions = min(self.n_positions, op.weight.n_out)
         else:
             self.n_vocab = min(self.n_vocab or op.weight.n_out, op.weight.n_out)

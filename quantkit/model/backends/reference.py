@@ -28,6 +28,7 @@ from quantkit.model.backends.accumulators import (
     similarity,
     sum_columns,
 )
+from quantkit.model.backends.tables import table_of
 from quantkit.model.batch import Batch, Floats, Ints
 from quantkit.model.op_table import OpTable
 from quantkit.model.ops import Activation, Cache, Matrix, Op, RopeConfig, State, Value
@@ -111,7 +112,7 @@ class ReferenceProgram:
 
     def cache(self, cache: Cache) -> tuple[Floats, Floats]:
         if cache not in self.caches:
-            cells = self.n_seq * self.n_ctx
+            cells = cache.cells(self.n_seq, self.n_ctx)
             self.caches[cache] = (np.zeros((cells, cache.k_width), f32), np.zeros((cells, cache.v_width), f32))
         return self.caches[cache]
 
@@ -134,6 +135,11 @@ class ReferenceProgram:
 def _embed(p: ReferenceProgram, op: ops.Embed) -> None:
     rows = p.weight(op.weight)[p.batch.positions if op.by_position else p.batch.tokens]
     p.values[op.out] = rows * f32(op.scale) if op.scale != 1 else rows
+
+
+@RUN.of(ops.Lookup)
+def _lookup(p: ReferenceProgram, op: ops.Lookup) -> None:
+    p.values[op.out] = table_of(p.backend.source, op)[p.batch.tokens]
 
 
 @RUN.of(ops.SelectOutputs)
@@ -293,6 +299,37 @@ def _mix(p: ReferenceProgram, op: ops.Mix) -> None:
     p.values[op.out] = base + mixed.reshape(base.shape)
 
 
+@RUN.of(ops.StreamWeights)
+def _stream_weights(p: ReferenceProgram, op: ops.StreamWeights) -> None:
+    scale, base, eps = p.weight(op.scale).reshape(-1), p.weight(op.base).reshape(-1), f32(op.eps)
+    x = p.values[op.x] * np.repeat(scale, (4, 4, 16)) + base
+    c = _softmax(x[:, 8:].reshape(-1, 4, 4)) + eps
+    c = c / (c.sum(1, keepdims=True) + eps)
+    for _ in range(op.rounds - 1):
+        c = c / (c.sum(2, keepdims=True) + eps)
+        c = c / (c.sum(1, keepdims=True) + eps)
+    p.values[op.before], p.values[op.after] = _sigmoid(x[:, :4]) + eps, _sigmoid(x[:, 4:8]) * f32(2)
+    p.values[op.across] = c.swapaxes(1, 2).reshape(-1, 16)
+
+
+@RUN.of(ops.Lerp)
+def _lerp(p: ReferenceProgram, op: ops.Lerp) -> None:
+    x, to = p.values[op.x], p.values[op.to]
+    by = f32(0) if op.by is None else p.weight(op.by).reshape(-1)
+    if op.weights is not None:
+        by = p.values[op.weights] + by
+    n = op.out.width // x.shape[1]
+    p.values[op.out] = np.tile(x, n) + np.tile(to - x, n) * by
+
+
+@RUN.of(ops.Bonus)
+def _bonus(p: ReferenceProgram, op: ops.Bonus) -> None:
+    x, r, k, v = (p.values[value] for value in (op.x, op.r, op.k, op.v))
+    product = (k * r * p.weight(op.vector).reshape(-1)).reshape(len(x), -1, op.head)
+    factor = product.sum(-1, keepdims=True, dtype=np.float64).astype(f32)
+    p.values[op.out] = x + (v.reshape(product.shape) * factor).reshape(x.shape)
+
+
 @RUN.of(ops.Glu)
 def _glu(p: ReferenceProgram, op: ops.Glu) -> None:
     g = p.values[op.gate]
@@ -376,10 +413,18 @@ def top(scores: Floats, n: int) -> Ints:
     return ids
 
 
+_PROBABILITIES: Mapping[str, Callable[[Floats], Floats]] = {
+    "softmax": _softmax,
+    "sigmoid": _sigmoid,
+    "softmax_weight": lambda x: x,
+    "sqrt_softplus": lambda x: np.sqrt(activate(Activation("softplus"), x)),
+}
+
+
 @RUN.of(ops.Route)
 def _route(p: ReferenceProgram, op: ops.Route) -> None:
     r, logits = op.routing, p.values[op.logits]
-    probs = logits if r.gating == "softmax_weight" else (_sigmoid if r.gating == "sigmoid" else _softmax)(logits)
+    probs = _PROBABILITIES[r.gating](logits)
     choice = probs if op.bias is None else probs + p.weight(op.bias).reshape(-1)
     if r.n_group > 1:
         groups = choice.reshape(len(choice), r.n_group, -1)
@@ -387,7 +432,7 @@ def _route(p: ReferenceProgram, op: ops.Route) -> None:
         kept = np.zeros(best.shape, bool)
         np.put_along_axis(kept, top(best, r.n_group_used), True, axis=1)
         choice = np.where(kept[:, :, None], groups, f32(-np.inf)).reshape(choice.shape)
-    ids = top(choice, r.n_used) // np.int32(r.share)
+    ids = p.values[op.chosen] if op.chosen is not None else top(choice, r.n_used) // np.int32(r.share)
     weights = np.take_along_axis(probs, ids, axis=1)
     if r.gating == "softmax_weight":
         weights = _softmax(weights)
@@ -492,7 +537,8 @@ def _yarn_range(c: RopeConfig) -> tuple[float, float]:
 @RUN.of(ops.RopeTable)
 def _rope_table(p: ReferenceProgram, op: ops.RopeTable) -> None:
     factors = None if op.factors is None else p.weight(op.factors).reshape(-1)
-    cos, sin = rope_angles(op.config, p.batch.positions, factors)
+    cos, sin = rope_angles(op.config, p.batch.positions // op.step * op.step, factors)
+    sin = -sin if op.back else sin
     p.values[op.out] = np.stack([cos, sin], -1).reshape(len(cos), -1)
 
 
@@ -518,15 +564,41 @@ def _cache_write(p: ReferenceProgram, op: ops.CacheWrite) -> None:
         v[p.cells()] = p.values[op.v]
 
 
+def ended(p: ReferenceProgram, ratio: int) -> Any:
+    """Return how many blocks end with each token or before."""
+    return (p.batch.positions.astype(np.int64) + 1) // ratio
+
+
+@RUN.of(ops.BlockWrite)
+def _block_write(p: ReferenceProgram, op: ops.BlockWrite) -> None:
+    cache, ratio = op.cache, op.cache.ratio
+    first = cache.first_block(p.n_seq, p.n_ctx) + p.batch.sequences.astype(np.int64) * cache.blocks(p.n_ctx)
+    ends = (p.batch.positions + 1) % ratio == 0
+    p.cache(cache)[0][(first + p.batch.positions // ratio)[ends]] = p.values[op.k][ends]
+
+
+@RUN.of(ops.WindowAndBlocks)
+def _window_and_blocks(p: ReferenceProgram, op: ops.WindowAndBlocks) -> None:
+    first, each = op.cache.first_block(p.n_seq, p.n_ctx), op.cache.blocks(p.n_ctx)
+    out = np.full((len(p.batch.tokens), op.out.width), -1, np.int32)
+    ends = ended(p, op.cache.ratio)
+    for t, (sequence, position) in enumerate(zip(p.batch.sequences, p.batch.positions, strict=True)):
+        near = np.arange(max(0, int(position) + 1 - op.window), int(position) + 1)
+        blocks = np.arange(ends[t]) if op.blocks is None else p.values[op.blocks][t]
+        far = first + int(sequence) * (each - p.n_ctx) + blocks[blocks >= 0]
+        out[t, : len(near) + len(far)] = np.concatenate([near, far])
+    p.values[op.out] = out
+
+
 @RUN.of(ops.LightningIndexer)
 def _lightning_indexer(p: ReferenceProgram, op: ops.LightningIndexer) -> None:
     keys, _ = p.cache(op.cache)
     q = p.values[op.q].reshape(-1, op.n_head, op.head)
     weights = p.values[op.weights] * f32(op.scale)
     out = np.full((len(q), op.out.width), -1, np.int32)
-    for t, (sequence, position) in enumerate(zip(p.batch.sequences, p.batch.positions, strict=True)):
-        n = int(position) + 1
-        cell = sequence * p.n_ctx
+    ends, each = ended(p, op.cache.ratio or 1), op.cache.blocks(p.n_ctx) if op.cache.ratio else p.n_ctx
+    for t, sequence in enumerate(p.batch.sequences):
+        n, cell = int(ends[t]), int(sequence) * each
         scores = np.fmax(q[t] @ keys[cell : cell + n].T, f32(0)).T @ weights[t]
         chosen = np.arange(n) if n <= op.out.width else np.sort(top(scores, op.out.width))
         out[t, : len(chosen)] = chosen
@@ -598,6 +670,33 @@ def _convolve(p: ReferenceProgram, op: ops.Convolve) -> None:
     p.values[op.out] = out if op.bias is None else out + p.weight(op.bias).reshape(-1)
 
 
+@RUN.of(ops.Compress)
+def _compress(p: ReferenceProgram, op: ops.Compress) -> None:
+    kv, score, ape = p.values[op.kv], p.values[op.score], p.weight(op.ape).reshape(op.ratio, -1)
+    out, width = np.zeros((len(kv), op.out.width), f32), op.out.width
+    for t, (sequence, position) in enumerate(zip(p.batch.sequences, p.batch.positions, strict=True)):
+        i = int(position) % op.ratio
+        # [halves, and the block before's first; largest, sum, values; width]
+        state = p.state(op.state, int(sequence), int(position)).reshape(-1, 3, width)
+        s, v = ((score[t] + ape[i]).reshape(-1, width)[::-1], kv[t].reshape(-1, width)[::-1])
+        for half, (s_half, v_half) in enumerate(zip(s, v, strict=True)):
+            new = np.stack([s_half, np.ones(width, f32), v_half])
+            state[half] = new if i == 0 else _both(state[half], new)
+        if i == op.ratio - 1:
+            whole = _both(state[2], state[0]) if op.overlap and position >= op.ratio else state[0]
+            out[t] = whole[2] / whole[1]
+            if op.overlap:
+                state[2] = state[1]
+    p.values[op.out] = out
+
+
+def _both(a: Floats, b: Floats) -> Floats:
+    """Return largest score, sum of weights and sum of values of two parts together."""
+    largest = np.maximum(a[0], b[0])
+    by_a, by_b = np.exp(a[0] - largest), np.exp(b[0] - largest)
+    return np.stack([largest, a[1] * by_a + b[1] * by_b, a[2] * by_a + b[2] * by_b])
+
+
 @RUN.of(ops.DeltaNet)
 def _delta_net(p: ReferenceProgram, op: ops.DeltaNet) -> None:
     n = len(p.batch.tokens)
@@ -650,6 +749,35 @@ def _column_scan(p: ReferenceProgram, op: ops.ColumnScan) -> None:
         s += b[t][:, None] * (x[t] * dt[t])
         out[t] = c[t] @ s + x[t] * d
     p.values[op.out] = gate(Activation("silu"), p.values[op.z], out)
+
+
+@RUN.of(ops.Previous)
+def _previous(p: ReferenceProgram, op: ops.Previous) -> None:
+    x, out = p.values[op.x], np.empty_like(p.values[op.x])
+    for t, (sequence, position) in enumerate(zip(p.batch.sequences, p.batch.positions, strict=True)):
+        state = p.state(op.state, int(sequence), int(position))
+        out[t], state[...] = state.copy(), x[t]
+    p.values[op.out] = out
+
+
+@RUN.of(ops.Wkv)
+def _wkv(p: ReferenceProgram, op: ops.Wkv) -> None:
+    n, n_head = len(p.batch.tokens), op.n_head
+    r, g, k, v = (p.values[x].reshape(n, -1, op.r.width // n_head) for x in (op.r, op.g, op.k, op.v))
+    k, v = (np.repeat(x, n_head // x.shape[1], axis=1) for x in (k, v))
+    r, w = r * f32(op.scale), np.exp(f32(-op.bound) * _sigmoid(g)) if op.bound else np.exp(-np.exp(g))
+    k, out = k - k * w if op.complement else k, np.empty_like(v)
+    removed, rate = (None if x is None else p.values[x].reshape(r.shape) for x in (op.removed, op.rate))
+    for t, (sequence, position) in enumerate(zip(p.batch.sequences, p.batch.positions, strict=True)):
+        s = p.state(op.state, int(sequence), int(position)).reshape(n_head, r.shape[2], r.shape[2])
+        before = s.copy()
+        s *= w[t][:, :, None]
+        s += k[t][:, :, None] * v[t][:, None, :]
+        if removed is not None and rate is not None:
+            lost = np.einsum("hkv,hk->hv", before, removed[t])
+            s -= (removed[t] * rate[t])[:, :, None] * lost[:, None, :]
+        out[t] = np.einsum("hkv,hk->hv", before if op.earlier else s, r[t])
+    p.values[op.out] = out.reshape(n, -1)
 
 
 @RUN.of(ops.Observe)

@@ -8,6 +8,7 @@ from quantkit.kernels.rope_constants import rope_constants, rope_scalars
 from quantkit.model import ops
 from quantkit.model.backends.arena import Slot
 from quantkit.model.backends.lowering import Lowering, expert_bytes_of, row_bytes_of
+from quantkit.model.backends.tables import table_of
 from quantkit.model.ops import Matrix, Op, Value
 
 Slots = dict[str, Slot]
@@ -37,11 +38,60 @@ def mix(b: Lowering, op: ops.Mix) -> Slots:
     return buffers(b, op, "out", "x", "weights", "base") | sizes
 
 
+def lerp(b: Lowering, op: ops.Lerp) -> Slots:
+    """Return the slots of ``lerp``."""
+    return buffers(b, op, "out", "x", "to", "weights") | {"by": b.vector(op.by), "width": op.out.width, "n": op.x.width}
+
+
+def bonus(b: Lowering, op: ops.Bonus) -> Slots:
+    """Return the slots of ``bonus``."""
+    return buffers(b, op, "out", "x", "r", "k", "v") | {
+        "vector": b.vector(op.vector),
+        "width": op.x.width,
+        "head": op.head,
+    }
+
+
 def rope_table(b: Lowering, op: ops.RopeTable) -> Slots:
     """Return the slots of ``rope_table``."""
     constants = rope_constants(op.config, None if op.factors is None else b.vector_values(op.factors))
     given: Slots = {"pairs": op.config.n_rot // 2, "constants": b.array(constants), **rope_scalars(op.config)}
+    given |= {"each": op.step, "back": int(op.back)}
     return buffers(b, op, "out") | given
+
+
+def stream_weights(b: Lowering, op: ops.StreamWeights) -> Slots:
+    """Return the slots of ``stream_weights``."""
+    given: Slots = {"scale": b.vector(op.scale), "base": b.vector(op.base), "rounds": op.rounds, "eps": op.eps}
+    return buffers(b, op, "before", "after", "across", "x") | given
+
+
+def lookup(b: Lowering, op: ops.Lookup) -> Slots:
+    """Return the slots of ``lookup``; FormatError for a table that names what there is not."""
+    b.looks_up(op)
+    return buffers(b, op, "out") | {"table": b.array(table_of(b.source, op)), "width": op.out.width}
+
+
+def block_write(b: Lowering, op: ops.BlockWrite) -> Slots:
+    """Return the slots of ``block_write``, except for the cache."""
+    return buffers(b, op, "k") | {"k_width": op.k.width, **blocks(b, op.cache)}
+
+
+def window_and_blocks(b: Lowering, op: ops.WindowAndBlocks) -> Slots:
+    """Return the slots of ``window_and_blocks``."""
+    sizes: Slots = {"n_out": op.out.width, "window": op.window, **blocks(b, op.cache)}
+    return buffers(b, op, "out", "blocks") | sizes
+
+
+def blocks(b: Lowering, cache: ops.Cache) -> Slots:
+    """Return how many positions a block has, and the cell of the first of all."""
+    return {"ratio": cache.ratio, "first": cache.first_block(b.limits.n_seq, b.limits.n_ctx)}
+
+
+def compress(b: Lowering, op: ops.Compress) -> Slots:
+    """Return the slots of ``compress``."""
+    given: Slots = {"ape": b.vector(op.ape), "state": b.state(op.state), "width": op.out.width, "ratio": op.ratio}
+    return buffers(b, op, "out", "kv", "score") | given | {"overlap": int(op.overlap)}
 
 
 def convolve(b: Lowering, op: ops.Convolve) -> Slots:
@@ -73,6 +123,24 @@ def column_scan(b: Lowering, op: ops.ColumnScan) -> Slots:
     return buffers(b, op, "x", "z", "dt", "b", "c", "out") | vectors | {"width": op.x.width, "d_state": op.b.width}
 
 
+def previous(b: Lowering, op: ops.Previous) -> Slots:
+    """Return the slots of ``convolve`` for rows of previous tokens: two taps, of which the later is 0."""
+    width = op.x.width
+    taps = b.once(("previous", width), lambda: b.array(np.tile(np.array([1, 0], np.float32), width)))
+    return buffers(b, op, "x", "out") | {
+        **{"weight": taps, "bias": 0, "taps": 2},
+        **{"width": width, "state": b.state(op.state)},
+    }
+
+
+def wkv(b: Lowering, op: ops.Wkv) -> Slots:
+    """Return the slots of ``wkv``."""
+    head = op.r.width // op.n_head
+    heads: Slots = {"n_head": op.n_head, "n_kv_head": op.k.width // head, "head": head, "state": b.state(op.state)}
+    how: Slots = {"earlier": int(op.earlier), "complement": int(op.complement), "scale": op.scale, "bound": op.bound}
+    return buffers(b, op, "r", "g", "k", "v", "removed", "rate", "out") | heads | how
+
+
 def by_vector(b: Lowering, op: ops.MultiplyBy) -> Slots:
     """Return the vector and its length."""
     vector = b.vector_values(op.vector)
@@ -84,7 +152,7 @@ def by_vector(b: Lowering, op: ops.MultiplyBy) -> Slots:
 
 
 def route(b: Lowering, op: ops.Route) -> Slots:
-    """Return the slots of ``route``."""
+    """Return the slots of ``route``, except for ``chosen``."""
     return buffers(b, op, "ids", "weights", "logits") | {"bias": b.vector(op.bias), **op.routing.slots()}
 
 

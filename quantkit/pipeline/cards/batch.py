@@ -17,6 +17,10 @@ from quantkit.pipeline.cards.choice import segment_of
 from quantkit.pipeline.cards.shares import Shares
 from quantkit.pipeline.ledger import Work
 from quantkit.pipeline.work import F32, Begun, Job, JobResult, PlannedTensor, Worker, piece_rows
+from quantkit.types import TensorType
+
+#: Until a card is taken to hang: seconds, and weights that any card encodes in one, whatever the type.
+PATIENCE, SLOWEST = 60.0, 1e6
 
 
 @dataclass
@@ -29,6 +33,12 @@ class Card:
     room: Room = Room(0, 0, 0, 0, 0)
     slots: int = 0
     failed: bool = False
+    #: Whether what waits for it may wait for ever.
+    hangs: bool = False
+
+    def limit(self, weights: int) -> float:
+        """Return the seconds that so many weights may take, others of the same size before them."""
+        return PATIENCE + max(self.slots, 1) * weights / SLOWEST
 
 
 @dataclass
@@ -56,6 +66,7 @@ class Batches:
         """lose: is told when the card fails, and why."""
         self._ledger, self._shares, self._checks = ledger, shares, checks
         self._card, self._slot, self._worker, self._lose = card, slot, worker, lose
+        self._together = np.empty(0, np.uint8)
 
     def run(self, form: Form, jobs: list[Job]) -> None:
         """Read, encode, check and write; what a card that fails leaves undone goes back."""
@@ -68,7 +79,9 @@ class Batches:
         ]
         try:
             self._slot.start(form, [Segment(sum(j.rows for j in of), self._weights(of[0])) for _, of in segments])
-            made = self._slot.wait()
+            made = self._slot.wait(
+                self._card.limit(form.n * sum(job.rows for job, _ in read)), lambda: self._card.failed
+            )
             if self._card.failed:  # what it says now is worth nothing
                 raise ResourceError(f"{self._card.name} failed")
         except Exception as e:  # whatever it is, the CPU does without
@@ -80,10 +93,12 @@ class Batches:
                 self._ledger.done(job, self._worker.run(job, self._tensor(job)))
                 self._shares.done(1)
             return
-        rows = (row for of, nbytes in zip(segments, made, strict=True) for row in _cut(nbytes, of[1]))
+        row_bytes = form.target.row_bytes(form.n)
+        rows = (row for of, nbytes in zip(segments, made, strict=True) for row in _cut(nbytes, of[1], row_bytes))
         at = 0
-        for (job, begun), target in zip(read, rows, strict=True):
+        for (job, begun), plain in zip(read, rows, strict=True):
             tensor = self._tensor(job)
+            target = plain if form.target is tensor.type else self._woven(job, tensor.type, plain)
             self._verify(job, tensor, target)
             sums = self._worker.measured(job, tensor, self._values(form, job, tensor, begun, at), target)
             self._ledger.done(job, self._worker.finish(job, tensor, begun, target, sums))
@@ -110,6 +125,16 @@ class Batches:
             found.append((job, begun))
             at += nbytes
         return found
+
+    def _woven(self, job: Job, t: TensorType, rows: U8) -> U8:
+        """Weave a job's rows together, in a buffer that the next job's take."""
+        from quantkit.kernels.cpu.interleave import interleave_rows
+
+        if self._together.size < job.target_bytes:
+            self._together = np.empty(job.target_bytes, np.uint8)
+        target = self._together[: job.target_bytes]
+        interleave_rows(t, rows.reshape(job.rows, -1), target.reshape(job.rows, -1))
+        return target
 
     def _as_it_is(self, form: Form, job: Job) -> bool:
         """Tell whether rows go to the card as they lie in the file."""
@@ -146,9 +171,9 @@ class Batches:
             self._checks.done += 1
 
 
-def _cut(rows: U8, jobs: Sequence[Job]) -> Iterator[U8]:
+def _cut(rows: U8, jobs: Sequence[Job], row_bytes: int) -> Iterator[U8]:
     """Yield the bytes of each job of a segment."""
     at = 0
     for job in jobs:
-        yield rows[at : at + job.target_bytes]
-        at += job.target_bytes
+        yield rows[at : at + job.rows * row_bytes]
+        at += job.rows * row_bytes

@@ -9,11 +9,11 @@ from quantkit.errors import RecipeError, ResourceError
 from quantkit.kernels.cuda.core import device as devices
 from quantkit.kernels.cuda.encode.encode import weighs
 from quantkit.kernels.cuda.encode.pipeline import Form, can_decode, can_encode
-from quantkit.kernels.formats import FORMATS, encoder_for
-from quantkit.kernels.interleave import repacks
+from quantkit.kernels.formats import FORMATS, SYMMETRIC, WOVEN_ENCODERS, encoder_for
+from quantkit.kernels.interleave import base_of, is_woven, repacks
 from quantkit.pipeline.plan import Plan
 from quantkit.pipeline.work import Job, PlannedTensor, RowSlice
-from quantkit.types import BY_NAME
+from quantkit.types import BY_NAME, TensorType
 
 BACKENDS = ("cpu", "cuda", "auto")
 
@@ -26,23 +26,43 @@ def why_not(tensor: PlannedTensor, part: RowSlice) -> str | None:
         return ""
     if part.inputs is not None:
         return "error feedback"
-    whose = encoder_for(tensor.type, tensor.encoder or None)
-    known = FORMATS.get(tensor.type.name)
-    if known is not None and known.ik_encoder and whose != "mainline":
+    whose, base = encoder_for(tensor.type, tensor.encoder or None), base_of(tensor.type)
+    if whose == SYMMETRIC or is_woven(tensor.type) and whose == "ik" and _changes(tensor.type, part):
         return f"no CUDA encoder for {tensor.type} by the search '{whose}'"
-    return None if can_encode(tensor.type) else f"no CUDA encoder for {tensor.type}"
+    if can_encode(base, _by_ik(tensor)):
+        return None
+    return f"no CUDA encoder for {tensor.type}" + (f" by the search '{whose}'" if can_encode(base) else "")
+
+
+def _by_ik(tensor: PlannedTensor) -> bool:
+    """Tell whether a tensor's values are searched for as ik_llama.cpp does, where there are two ways."""
+    known = FORMATS.get(base_of(tensor.type).name)
+    return known is not None and known.ik_encoder and encoder_for(tensor.type, tensor.encoder or None) == "ik"
+
+
+def _changes(t: TensorType, part: RowSlice) -> bool:
+    """Tell whether ik_llama.cpp encodes a woven type otherwise than its base type (cpu/encode/interleaved.py)."""
+    from quantkit.kernels.cpu.encode.interleaved import CHANGED, GUARDED
+
+    if t.name in CHANGED:
+        return CHANGED[t.name][1] or part.found is None
+    return t.name in WOVEN_ENCODERS or t.name in GUARDED and part.found is not None
 
 
 def form_of(tensor: PlannedTensor, part: RowSlice) -> Form | None:
-    """Return the form of a part's rows on a card; None if the CPU encodes them. What a card cannot decode, it does."""
+    """Return the form of a part's rows on a card; None if the CPU encodes them. What a card cannot decode, it does.
+
+    Of a woven type cards encode single rows; the CPU weaves them together.
+    """
     if why_not(tensor, part) is not None:
         return None
-    return Form(part.source.type if can_decode(part.source.type) else _F32, tensor.type, part.values)
+    source = part.source.type if can_decode(part.source.type) else _F32
+    return Form(source, base_of(tensor.type), part.values, _by_ik(tensor))
 
 
 def is_weighted(tensor: PlannedTensor, part: RowSlice) -> bool:
     """Tell whether a part's bytes depend on an importance."""
-    return part.found is not None and weighs(tensor.type)
+    return part.found is not None and weighs(base_of(tensor.type))
 
 
 def segment_of(tensor: PlannedTensor, job: Job) -> object:
@@ -75,14 +95,18 @@ def cards_for(plan: Plan, backend: str, wanted: Sequence[int] = ()) -> tuple[tup
     if not names:
         return (), f"--backend {backend}: the CPU encodes everything: {devices.why_none()}"
     reasons: Counter[str] = Counter()
+    woven = 0
     for tensor in plan.tensors:
         found = [why_not(tensor, part) for part in tensor.parts]
+        woven += None in found and is_woven(tensor.type)
         reasons[" on cards" if None in found else max(filter(None, found), default="")] += 1
     on_cards, _ = reasons.pop(" on cards", 0), reasons.pop("", 0)
     rest = ", ".join(f"{why} ({n})" for why, n in reasons.most_common())
     if not on_cards:
         return (), f"--backend {backend}: the CPU does everything: {rest or 'nothing is to be encoded'}"
     text = f"--backend {backend}: {', '.join(names)} encode{'s' * (len(names) == 1)} {_tensors(on_cards)}"
+    if woven:
+        text += f" (rows of {woven} are interleaved by the CPU)"
     return names, text + (f", the CPU {_tensors(reasons.total())}: {rest}" if rest else "")
 
 

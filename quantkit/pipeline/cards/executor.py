@@ -5,8 +5,9 @@ has some ``Slot``s, each with a thread that reads rows into pinned memory, sends
 what comes back and writes it; while it does so, the streams of the others copy and compute. Memory is what --max-ram
 leaves after the threads, and --max-vram.
 
-A card that fails, at whatever, hands its jobs on, to other cards or the threads, and is not used again. What a job
-reads and writes does not depend on who runs it, so journal, resume and cache know nothing of cards.
+A card that fails, at whatever, or is not done long after it should be, hands its jobs on, to other cards or the
+threads, and is not used again. What a job reads and writes does not depend on who runs it, so journal, resume and cache
+know nothing of cards.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from functools import partial
 from quantkit.errors import ResourceError
 from quantkit.helpers import format_size
 from quantkit.kernels.cuda.core import device as devices
+from quantkit.kernels.cuda.core.device import DeviceHangs
 from quantkit.kernels.cuda.encode.pipeline import Form, Slot, largest
 from quantkit.kernels.first_run import compile_together
 from quantkit.pipeline.cards.batch import Batches, Card, Checks
@@ -68,7 +70,7 @@ class Cards(Threads):
         if not cards:
             Threads(self._threads).run(ledger, measure=measure)
             return
-        everything = {t.name for t, p, form in on_cards if form.source is p.source.type}
+        everything = {t.name for t, p, form in on_cards if form.source is p.source.type and form.target is t.type}
         everything -= {t.name for t in ledger.to_encode() for p in t.parts if form_of(t, p) is None}
         compile_together(kernel_calls(ledger.to_encode(), measure, frozenset() if self._verify else everything))
         _OneRun(self, ledger, measure, cards, self._checks(ledger, values)).carry_out(self._threads)
@@ -82,7 +84,7 @@ class Cards(Threads):
     def lose(self, card: Card, why: BaseException) -> None:
         """Do not use a card again."""
         with self._lock:
-            card.failed, known = True, card.name in self._lost
+            card.failed, card.hangs, known = True, card.hangs or isinstance(why, DeviceHangs), card.name in self._lost
             self._lost.add(card.name)
         if not known:
             reason = str(why).strip().splitlines()[0] if str(why).strip() else type(why).__name__
@@ -197,4 +199,4 @@ class _OneRun:
                 batches.run(*taken)
         finally:
             self.shares.leave()
-            slot.close()
+            slot.close(card.limit(0), card.hangs)

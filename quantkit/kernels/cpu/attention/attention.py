@@ -25,6 +25,7 @@ take units from a counter, and no result depends on which thread takes which.
     selected    int32 [n_tokens, n_selected]: the positions that a token sees (lightning_indexer.py), or 0. Up to
                 position n_selected they are all before it, and read in place; later ones are copied, block by block,
                 side by side. The keys of a tile, one token then, are counted as they come in this row.
+    ratio       0; or the selected cells are those of a window and of blocks of so many positions (blocks.py)
     scratch     ``scratch_bytes(...)`` bytes, aligned to 64; any contents
 
 Everything is float32. Tiles of one sequence in a batch are independent: cache_write has already stored all its keys.
@@ -90,7 +91,7 @@ SPLIT_ROWS, SPLIT_BLOCKS, SPLITS = 512, 8, 16
 COUNTER = 8
 
 _Q, _OUT, _K_CACHE, _V_CACHE, _K_TYPE, _V_TYPE, _N_HEAD, _N_HEAD_KV, _HEAD_K, _HEAD_V = range(1, 11)
-_SCALE, _SOFTCAP, _SINKS, _MASK, _WINDOW, _ALIBI, _SELECTED, _N_SELECTED, _SCRATCH = range(11, 20)
+_SCALE, _SOFTCAP, _SINKS, _MASK, _WINDOW, _ALIBI, _SELECTED, _N_SELECTED, _RATIO, _SCRATCH = range(11, 21)
 
 
 # ---------------------------------------------------------------- tiles and what their rows see
@@ -146,7 +147,12 @@ def _tile_begin(sequences, end, tokens):
 @inline
 def _last_key(args, position):
     """Return the number of the last key that a token sees: its position, or how many are selected."""
-    return min(position, arg(args, _N_SELECTED) - 1) if arg(args, _SELECTED) != 0 else position
+    if arg(args, _SELECTED) == 0:
+        return position
+    ratio, n, window = arg(args, _RATIO), arg(args, _N_SELECTED), arg(args, _WINDOW)
+    if ratio == 0:
+        return min(position, n - 1)
+    return min(position + 1, window) + min((position + 1) // ratio, n - window) - 1
 
 
 @helper
@@ -338,7 +344,8 @@ def _key_rows(args, me, start, keys, row_bytes, to):
     """Return where the rows of keys ``start``, ... of a tile lie: in the cache; if selected, copied side by side."""
     token, n = field(me, TOKEN), arg(args, _N_SELECTED)
     cells = arg(args, _K_CACHE) + integer(batch_word(args, SEQUENCES), token) * batch_word(args, N_CTX) * row_bytes
-    if arg(args, _SELECTED) == 0 or integer(batch_word(args, POSITIONS), token) < n:
+    in_place = arg(args, _RATIO) == 0 and integer(batch_word(args, POSITIONS), token) < n
+    if arg(args, _SELECTED) == 0 or in_place:
         return cells + start * row_bytes
     ids = arg(args, _SELECTED) + 4 * (token * n + start)
     for i in range(keys):
@@ -431,7 +438,7 @@ def _heads_of_unit(args, rows, heads, work, nth):
 
 @operation(
     "batch q out k_cache v_cache k_type v_type n_head n_head_kv head_k head_v scale:f softcap:f sinks mask window"
-    " alibi:f selected n_selected scratch"
+    " alibi:f selected n_selected ratio scratch"
 )
 def attention(args, tid, nth):
     """Causal attention of every token over the cells of its sequence; slots: see the top of this file."""

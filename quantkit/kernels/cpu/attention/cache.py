@@ -66,7 +66,7 @@ def _write_q8_0(x, out):
 
 
 @helper
-def _write_part(x, n, kind, out):
+def write_part(x, n, kind, out):
     """Write up to 32 values; exactly 32 for Q8_0."""
     if kind == Q8_0:
         _write_q8_0(x, out)
@@ -97,7 +97,7 @@ def _write(args, x, cache, kind, width, tid, nth):
             types.int32, positions, 4 * token
         )
         n = min(32, width - 32 * part)
-        _write_part(x + 4 * (token * width + 32 * part), n, kind, cache + cell * row_bytes + bytes_of(kind, 32 * part))
+        write_part(x + 4 * (token * width + 32 * part), n, kind, cache + cell * row_bytes + bytes_of(kind, 32 * part))
 
 
 @operation("batch k v k_cache v_cache k_type v_type k_width v_width")

@@ -12,6 +12,7 @@ n_selected keys take them all, and nothing is computed for them.
     out         int32 [n_tokens, n_selected]: positions, ascending, then -1
     q, weights  [n_tokens, n_head * head], [n_tokens, n_head]
     k_cache     rows of ``head`` values of k_type (cache.py)
+    ratio       1; or keys are those of blocks of so many positions, n_ctx // ratio a sequence, and their numbers count
     scratch     ``scratch_bytes(...)`` bytes, aligned to 64; any contents
 """
 
@@ -44,7 +45,7 @@ BITS = (11, 11, 10)
 #: Word of the batch block that counts the units taken.
 COUNTER = 8
 
-_OUT, _Q, _WEIGHTS, _K_CACHE, _K_TYPE, _N_HEAD, _HEAD, _N_SELECTED, _SCALE, _SCRATCH = range(1, 11)
+_OUT, _Q, _WEIGHTS, _K_CACHE, _K_TYPE, _N_HEAD, _HEAD, _N_SELECTED, _RATIO, _SCALE, _SCRATCH = range(1, 12)
 
 # ---------------------------------------------------------------- scratch
 # Of each thread, k being the vectors of a head: scores of ROWS heads [ROWS][BLOCK], counts [1 << 11] int32, 16 rows to
@@ -89,10 +90,16 @@ def _integer(address, i):
 # ---------------------------------------------------------------- scores
 
 
+@inline
+def _n_keys(args, token):
+    """Return how many keys a token could see."""
+    return (_integer(batch_word(args, POSITIONS), token) + 1) // arg(args, _RATIO)
+
+
 @helper
 def _n_scored(args, token):
     """Return how many keys of a token are scored: none if it sees all."""
-    n = _integer(batch_word(args, POSITIONS), token) + 1
+    n = _n_keys(args, token)
     return n if n > arg(args, _N_SELECTED) else 0
 
 
@@ -132,7 +139,7 @@ def _score(args, me, k, token, chunk, out):
     q = arg(args, _Q) + 4 * n * arg(args, _N_HEAD) * token
     transpose_keys(q, 4 * n, F32, arg(args, _N_HEAD), n, me + _SIXTEEN, me + _q_at(k))
     row_bytes = bytes_of(kind, n)
-    cells = _integer(batch_word(args, SEQUENCES), token) * batch_word(args, N_CTX)
+    cells = _integer(batch_word(args, SEQUENCES), token) * (batch_word(args, N_CTX) // arg(args, _RATIO))
     for start in range(first, min(end, first + CHUNK * BLOCK), BLOCK):
         keys = min(BLOCK, end - start)
         source = arg(args, _K_CACHE) + (cells + start) * row_bytes
@@ -185,9 +192,9 @@ def _select(args, token, keys, counts):
     wanted, n = arg(args, _N_SELECTED), _n_scored(args, token)
     out, at = arg(args, _OUT) + 4 * wanted * token, 0
     if n == 0:
-        last = _integer(batch_word(args, POSITIONS), token)
+        end = _n_keys(args, token)
         for i in range(wanted):
-            store(out, 4 * i, types.int32(i if i <= last else -1))
+            store(out, 4 * i, types.int32(i if i < end else -1))
         return
     _sort_keys(keys, n)
     least, equal = _threshold(keys, n, wanted, counts)
@@ -202,7 +209,7 @@ def _select(args, token, keys, counts):
 # ---------------------------------------------------------------- the operation
 
 
-@operation("batch out q weights k_cache k_type n_head head n_selected scale:f scratch")
+@operation("batch out q weights k_cache k_type n_head head n_selected ratio scale:f scratch")
 def lightning_indexer(args, tid, nth):
     """Select the keys of every token; slots: see the top of this file."""
     k, n_tokens = (arg(args, _HEAD) + 15) // 16, batch_word(args, N_TOKENS)

@@ -204,6 +204,100 @@ def _descend(h: Any, n: Any, per_diagonal: Any, s: Any, a: Any, book: Any, level
 
 
 @inline
+def _gained(v: Any, old: Any, own: Any, g: Any, begin: Any, at: Any, span: Any, out: Any) -> Any:
+    """Set out to how much the loss has fallen since a sub-block's values were ``old`` and H e was g, from column ``at``
+    on; own is H e now."""
+    for part in range(0, LINE, 64):
+        total = splat(f32x16, F(0))
+        for k in range(span):
+            to = LINE * k + part
+            slope = load(f32x16, own, to) + load(f32x16, g, LINE * at + to)
+            total = muladd(load(f32x16, v, LINE * begin + to) - load(f32x16, old, to), slope, total)
+        store(out, part, total)
+
+
+@inline
+def _remember(s: Any, a: Any, row: Any, kept: Any) -> Any:
+    """Keep the scale and the minimum of a row's sub-block."""
+    up = a // s.per_d
+    kept[0, row] = s.scale[a, row]
+    if s.minimum != FIXED:
+        kept[1, row], kept[2, row] = s.m[a, row], s.dmin[up, row]
+    if s.kind == INTEGER:
+        kept[3, row] = F(s.place[a, row])
+
+
+@inline
+def _recall(s: Any, a: Any, row: Any, kept: Any, step: Any) -> Any:
+    """Set them again, with the factor ``step`` places away."""
+    up = a // s.per_d
+    scale = kept[0, row]
+    if s.minimum == INTEGER:
+        s.m[a, row] = kept[1, row]
+    elif s.minimum == HALF:
+        s.dmin[up, row] = kept[2, row]
+    if s.kind == INTEGER:
+        place = int(kept[3, row])
+        if step != 0:
+            place = min(max(place + step, 0), len(s.factors) - 1)
+            scale = s.d[up, row] * s.factors[place]
+        s.place[a, row] = place
+    else:
+        scale = _as_half(scale * (F(1) + F(step) / F(32)))
+        s.d[up, row] = scale
+    low = s.dmin[up, row] * s.m[a, row] if len(s.dmin) else F(0)
+    s.scale[a, row] = scale
+    s.low[a, row] = low - scale * s.raised[a, row]
+    s.inverse[a, row] = F(1) / scale if abs(scale) > F(1.1754944e-38) else F(0)
+
+
+@inline
+def _take(levels: Any, v: Any, begin: Any, row: Any, span: Any, best: Any, back: Any) -> Any:
+    """Keep the levels and values of a row's sub-block in ``best``, or set those that are there again."""
+    for k in range(span):
+        if back:
+            levels[begin + k, row], v[begin + k, row] = best[0, k, row], best[1, k, row]
+        else:
+            best[0, k, row], best[1, k, row] = levels[begin + k, row], v[begin + k, row]
+
+
+@inline
+def _look_beside(h: Any, n: Any, per_diagonal: Any, s: Any, a: Any, book: Any, levels: Any, v: Any, own: Any, old: Any,
+                 g: Any, at: Any, t: Any, c: Any, sums: Any, kept: Any, best: Any) -> Any:  # fmt: skip
+    """Begin sub-block a anew with both neighbours of the factor that was found, and take what loses most.
+
+    old, g from column ``at`` on: the values before it was visited, and H e then. kept, best: scratch.
+    """
+    span, begin = s.span, a * s.span
+    _gained(v, old, own, g, begin, at, span, kept[4])
+    for row in range(ROWS):
+        _remember(s, a, row, kept)
+        _take(levels, v, begin, row, span, best, False)
+        kept[5, row], kept[6, row] = kept[0, row], kept[3, row]
+    for step in (-1, 1):
+        for row in range(ROWS):
+            kept[7, row], kept[8, row] = kept[0, row], kept[3, row]
+            kept[0, row], kept[3, row] = kept[5, row], kept[6, row]
+            _recall(s, a, row, kept, step)
+            kept[0, row], kept[3, row] = kept[7, row], kept[8, row]
+        for k in range(0, LINE * span, 64):
+            store(v, LINE * begin + k, load(f32x16, old, k))
+            store(own, k, load(f32x16, g, LINE * at + k))
+        _descend(h, n, per_diagonal, s, a, book, levels, v, own)
+        _fit(h, n, s, a, levels, v, own, t, c, sums)
+        _descend(h, n, per_diagonal, s, a, book, levels, v, own)
+        _gained(v, old, own, g, begin, at, span, kept[9])
+        for row in range(ROWS):
+            if kept[9, row] > kept[4, row]:
+                kept[4, row] = kept[9, row]
+                _remember(s, a, row, kept)
+                _take(levels, v, begin, row, span, best, False)
+    for row in range(ROWS):
+        _recall(s, a, row, kept, 0)
+        _take(levels, v, begin, row, span, best, True)
+
+
+@inline
 def _settle(x: Any, v: Any, e: Any, first: Any, last: Any, before: Any, g: Any, gain: Any) -> Any:
     """Set e = x - v of columns; gain is what the loss loses by their change, g having been ``before``."""
     for k in range(first, last):
@@ -216,14 +310,14 @@ def _settle(x: Any, v: Any, e: Any, first: Any, last: Any, before: Any, g: Any, 
 
 @kernel
 def refine(x: F32, h: F32, per_diagonal: F32, book: F32, s: Scales, levels: F32, v: F32, e: F32, width: int,
-           passes: int, repeats: int, fits: bool) -> F64:  # fmt: skip
+           passes: int, repeats: int, fits: bool, beside: bool) -> F64:  # fmt: skip
     """Go over all columns once; return by how much the loss of each row falls, float64 [ROWS].
 
     Args:
         e: x - v, in the order of the columns; set.
         width: columns that are visited together, a multiple of the span; passes: how often.
         repeats: how often scales and levels of a sub-block are chosen in turn, each time.
-        fits: whether scales are fitted.
+        fits: whether scales are fitted; beside: whether their neighbours are tried, too.
     """
     n, span = len(x), s.span
     gain = np.zeros(ROWS, np.float64)
@@ -231,6 +325,7 @@ def refine(x: F32, h: F32, per_diagonal: F32, book: F32, s: Scales, levels: F32,
     own, t, c, old = (np.empty((span, ROWS), F), np.empty((span, ROWS), F), np.empty((span, ROWS), F),
                       np.empty((span, ROWS), F))  # fmt: skip
     sums = np.zeros((7, max(ROWS, span)), F)
+    kept, best = np.zeros((10, ROWS), F), np.empty((2, span, ROWS), F)
     for at in range(0, LINE * n, 64):
         store(e, at, load(f32x16, x, at) - load(f32x16, v, at))
     for first in range(0, n, width):
@@ -248,6 +343,9 @@ def refine(x: F32, h: F32, per_diagonal: F32, book: F32, s: Scales, levels: F32,
                     if fits:
                         _fit(h, n, s, a, levels, v, own, t, c, sums)
                     _descend(h, n, per_diagonal, s, a, book, levels, v, own)
+                if beside and s.kind != FIXED:
+                    _look_beside(h, n, per_diagonal, s, a, book, levels, v, own, old, g, begin - first, t, c, sums,
+                                 kept, best)  # fmt: skip
                 for at in range(0, LINE * span, 64):
                     store(old, at, load(f32x16, old, at) - load(f32x16, v, LINE * begin + at))
                 multiply_part(g, first, h, old, begin, n, begin, end, first, last)

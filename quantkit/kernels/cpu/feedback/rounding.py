@@ -94,7 +94,7 @@ class _Tile:
         """Return the losses of the reference's bytes, and of the best."""
         before = self._loss_of_reference()
         best = before.copy()
-        for _ in range(how.rounds):
+        for _ in range(how.rounds_of(self.by.n)):
             loss = self._feed()
             for _ in range(how.sweeps_of(self.by.n)):
                 loss -= self._refine(how)
@@ -122,7 +122,7 @@ class _Tile:
         width = max(how.width, self.of.span)
         return refine(
             self.x, self.by.h, self.by.per_diagonal, self.book, self.scales, self.levels, self.v, self.e, width,
-            how.passes, how.repeats, how.fits,
+            how.passes, how.repeats, how.fits, how.looks_beside(self.by.n),
         )  # fmt: skip
 
     def _keep(self, loss: F64, best: F64) -> None:

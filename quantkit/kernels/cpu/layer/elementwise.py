@@ -271,6 +271,19 @@ def select_outputs(args, tid, nth):
 
 # ---------------------------------------------------------------- embeddings
 
+_TABLE, _TABLE_WIDTH = 2, 3
+
+
+@operation("batch out table width")
+def lookup(args, tid, nth):
+    """Copy the rows of a table of whole numbers that tokens name; table: int32 [n_vocab, width]."""
+    width, tokens = arg(args, _TABLE_WIDTH), batch_word(args, TOKENS)
+    first, end = share(batch_word(args, N_TOKENS), width, tid, nth)
+    for row in range(first, end):
+        source = arg(args, _TABLE) + 4 * width * types.int64(load(types.int32, tokens, 4 * row))
+        copy(arg(args, _OUT) + 4 * row * width, source, width)
+
+
 #: dequantize.decode_rows of the weight's type; bound for each type.
 decode: Any = None
 

@@ -1,11 +1,15 @@
-"""Rows by their own statistics, and groups of columns mixed: what Gemma 3n has around its layers.
+"""Rows by their own statistics, and groups of columns mixed: what Gemma 3n and RWKV have around their layers.
 
     exceed       batch out x width rows_of per factor:f          max(x - mean - factor * deviation, 0) of each row
     to_length    batch out x like width rows_of per group        every group of columns made as long as like's row
     mix          batch out x weights base width group n offset:f rows_of per
                  out group j = base group j + sum over i of (weights[j n + i] + offset) * x group i
+    lerp         batch out x to by weights width n rows_of per
+                 out group j = x + (to - x) * (by group j + weights group j); n: columns of a group; by, weights: or 0
+    bonus        batch out x r k v vector width head rows_of per
+                 out = x + v times the sum over each head's columns of r k vector
 
-Sums of squares are those of norms.py. Values have one row a token (per 1); out of exceed and to_length may be x.
+Sums of squares are those of norms.py. Values have one row a token (per 1); out of exceed, to_length and bonus may be x.
 """
 
 from __future__ import annotations
@@ -16,7 +20,7 @@ from numba.core import types
 
 from quantkit.kernels.cpu.core.functions import load_part, store_part
 from quantkit.kernels.cpu.core.jit import inline
-from quantkit.kernels.cpu.core.simd import f32x16, load, splat, store, vmax
+from quantkit.kernels.cpu.core.simd import f32x16, hsum, load, muladd, splat, store, vmax
 from quantkit.kernels.cpu.core.tape import arg, batch_word, farg, operation
 from quantkit.kernels.cpu.layer.elementwise import share
 from quantkit.kernels.cpu.layer.norms import sum_of, sum_of_squares
@@ -94,3 +98,54 @@ def mix(args, tid, nth):
             count = min(16, group - i)
             total = _mixed(x, weights, n, 4 * group, offset, 4 * i, count)
             store_part(out, 4 * i, load_part(f32x16, base, 4 * i, count) + total, count)
+
+
+_TO, _BY, _R_WEIGHTS, _R_WIDTH, _R_N, _R_ROWS_OF = range(3, 9)
+
+
+@operation("batch out x to by weights width n rows_of per")
+def lerp(args, tid, nth):
+    """out group j = x + (to - x) * (by group j + weights group j); a unit of work is a group."""
+    n, width = arg(args, _R_N), arg(args, _R_WIDTH)
+    groups = width // n
+    first, end = share(batch_word(args, arg(args, _R_ROWS_OF)) * groups, n, tid, nth)
+    for unit in range(first, end):
+        row = 4 * n * (unit // groups)
+        x, to, out = arg(args, _X) + row, arg(args, _TO) + row, arg(args, _OUT) + 4 * n * unit
+        by, weights = arg(args, _BY), arg(args, _R_WEIGHTS)
+        by = by + 4 * n * (unit % groups) if by else by
+        weights = weights + 4 * n * unit if weights else weights
+        for i in range(0, n, 16):
+            count = min(16, n - i)
+            factor = splat(f32x16, 0.0)
+            if by:
+                factor = load_part(f32x16, by, 4 * i, count)
+            if weights:
+                factor = factor + load_part(f32x16, weights, 4 * i, count)
+            a = load_part(f32x16, x, 4 * i, count)
+            store_part(out, 4 * i, a + (load_part(f32x16, to, 4 * i, count) - a) * factor, count)
+
+
+_R, _K, _V, _VECTOR, _B_WIDTH, _B_HEAD, _B_ROWS_OF = range(3, 10)
+
+
+@operation("batch out x r k v vector width head rows_of per")
+def bonus(args, tid, nth):
+    """out = x + v times the sum of r k vector; a unit of work is a head."""
+    n = arg(args, _B_HEAD)
+    heads = arg(args, _B_WIDTH) // n
+    first, end = share(batch_word(args, arg(args, _B_ROWS_OF)) * heads, n, tid, nth)
+    for unit in range(first, end):
+        at = 4 * n * unit
+        r, k, v, vector = arg(args, _R) + at, arg(args, _K) + at, arg(args, _V) + at, arg(args, _VECTOR)
+        vector = vector + 4 * n * (unit % heads)
+        total = splat(f32x16, 0.0)
+        for i in range(0, n, 16):
+            count = min(16, n - i)
+            product = load_part(f32x16, k, 4 * i, count) * load_part(f32x16, r, 4 * i, count)
+            total = muladd(product, load_part(f32x16, vector, 4 * i, count), total)
+        factor, x, out = hsum(total), arg(args, _X) + at, arg(args, _OUT) + at
+        for i in range(0, n, 16):
+            count = min(16, n - i)
+            y = load_part(f32x16, x, 4 * i, count)
+            store_part(out, 4 * i, y + load_part(f32x16, v, 4 * i, count) * factor, count)

@@ -1,4 +1,4 @@
-"""Recurrent layers with a state of fixed size per sequence: causal convolution, the gated delta rule, selective scan.
+"""Recurrent layers with a state of fixed size per sequence: convolution, gated delta rule, selective scan, RWKV.
 
 A state is float32 [sequences, width]; a token at position 0 starts from zeros, whatever the state holds. Tokens are
 processed in batch order; sequences may be mixed. Columns are independent, so threads share columns and no result
@@ -14,6 +14,10 @@ depends on the number of threads.
                  dt, d, z: or 0, for steps of 1, nothing more, and no gate
     column_scan  for each column, with S [d_state], a [d_state] and dt = softplus(dt):
                  S = exp(a dt) S + b dt x;  out = (S^T c + d x) silu(z)
+    wkv          for each head, with S [head, head], w = exp(-exp(g)), or exp(-bound sigmoid(g)) with a bound:
+                 S = diag(w) S + k v^T;  out = scale S^T r
+                 removed, rate: or 0; S loses (rate * removed) (S^T removed)^T, too, where that is of the S before
+                 earlier: out is of the S before; complement: k is k (1 - w)
 
 The delta rule (Yang, Kautz & Hatamizadeh 2024, "Gated Delta Networks") runs on ROWS = 4 tokens of a sequence at a time
 where possible: S is read once for all four, and their effect on each other reduces to dot products. With e_i the
@@ -32,6 +36,9 @@ a head.
 The scan (Dao & Gu 2024, "Transformers are SSMs") takes one pass a token, over 64 columns that stay in the L1 cache from
 token to token. Taking tokens together would save the decay alone, one of three operations on each value of S; so how
 batches are cut changes no bit.
+
+So does the recurrence of RWKV (Peng et al. 2024, "Eagle and Finch"; 2025, "RWKV-7 Goose"): S of 64 columns stays in the
+L1 cache, one pass a token, two where something of the S before is needed.
 """
 
 from __future__ import annotations
@@ -617,3 +624,126 @@ def column_scan(args, tid, nth):
                     arg(args, _Z) + at + i, arg(args, _DT) + at + i, arg(args, _SKIP) + 4 * first + i,
                     arg(args, _COLUMN_OUT) + at + i, rows, min(16, n - i // 4),
                 )  # fmt: skip
+
+
+# ---------------------------------------------------------------- RWKV
+
+_R, _W, _W_K, _W_V, _REMOVED, _RATE, _W_OUT, _W_STATE, _W_N_HEAD, _W_N_KV, _W_HEAD = range(1, 12)
+_EARLIER, _COMPLEMENT, _W_SCALE, _BOUND = range(12, 16)
+
+#: Numbers of each row of S: its decay, what values are added by and what is lost by, and what reads it.
+_ROW_W, _ROW_K, _ROW_LOST, _ROW_R = (4 * MAX_DECAYS * i for i in range(4))
+
+
+@helper
+def _set_rows(args, at, of_kv, rows):
+    """Fill what a token's rows of S have, for the head whose columns begin at byte ``at``, keys at ``of_kv``."""
+    n, bound, scale = arg(args, _W_HEAD), farg(args, _BOUND), farg(args, _W_SCALE)
+    for i in range(0, n, 16):
+        count = min(16, n - i)
+        g = load_up_to(arg(args, _W) + at, 4 * i, count)
+        power = exp(g)
+        if bound != 0:
+            power = sigmoid(g) * bound
+        w = exp(-power)
+        k = load_up_to(arg(args, _W_K) + of_kv, 4 * i, count)
+        if arg(args, _COMPLEMENT):
+            k = k - k * w
+        lost = splat(f32x16, 0.0)
+        if arg(args, _REMOVED):
+            lost = load_up_to(arg(args, _REMOVED) + at, 4 * i, count) * load_up_to(arg(args, _RATE) + at, 4 * i, count)
+        store(rows, _ROW_W + 4 * i, w)
+        store(rows, _ROW_K + 4 * i, k)
+        store(rows, _ROW_LOST + 4 * i, -lost)
+        store(rows, _ROW_R + 4 * i, load_up_to(arg(args, _R) + at, 4 * i, count) * scale)
+
+
+@inline
+def _splat_at(buffer, byte):
+    return splat(f32x16, load(types.float32, buffer, byte))
+
+
+@helper
+def _wkv_step(s, stride, n, before, v, out, earlier, rows):
+    """Process one token on 64 columns of a head of n rows, ``stride`` bytes apart.
+
+    before: what S is multiplied by before it changes, or 0; earlier: that gives out.
+    """
+    a0 = a1 = a2 = a3 = splat(f32x16, 0.0)
+    if before:
+        for i in range(n):
+            at, x = s + stride * i, _splat_at(before, 4 * i)
+            a0, a1 = muladd(load(f32x16, at, 0), x, a0), muladd(load(f32x16, at, 64), x, a1)
+            a2, a3 = muladd(load(f32x16, at, 128), x, a2), muladd(load(f32x16, at, 192), x, a3)
+    v0, v1, v2, v3 = load(f32x16, v, 0), load(f32x16, v, 64), load(f32x16, v, 128), load(f32x16, v, 192)
+    o0 = o1 = o2 = o3 = splat(f32x16, 0.0)
+    for i in range(n):
+        at, w, k = s + stride * i, _splat_at(rows, _ROW_W + 4 * i), _splat_at(rows, _ROW_K + 4 * i)
+        lost, r = _splat_at(rows, _ROW_LOST + 4 * i), _splat_at(rows, _ROW_R + 4 * i)
+        s0 = muladd(a0, lost, muladd(v0, k, load(f32x16, at, 0) * w))
+        s1 = muladd(a1, lost, muladd(v1, k, load(f32x16, at, 64) * w))
+        s2 = muladd(a2, lost, muladd(v2, k, load(f32x16, at, 128) * w))
+        s3 = muladd(a3, lost, muladd(v3, k, load(f32x16, at, 192) * w))
+        store(at, 0, s0)
+        store(at, 64, s1)
+        store(at, 128, s2)
+        store(at, 192, s3)
+        o0, o1, o2, o3 = muladd(s0, r, o0), muladd(s1, r, o1), muladd(s2, r, o2), muladd(s3, r, o3)
+    if earlier:
+        o0, o1, o2, o3 = a0, a1, a2, a3
+    store(out, 0, o0)
+    store(out, 64, o1)
+    store(out, 128, o2)
+    store(out, 192, o3)
+
+
+@helper
+def _wkv_step_part(s, stride, n, before, v, out, earlier, rows, columns):
+    """As _wkv_step, for at most 16 columns."""
+    a, o, v0 = splat(f32x16, 0.0), splat(f32x16, 0.0), load_up_to(v, 0, columns)
+    if before:
+        for i in range(n):
+            a = muladd(load_up_to(s, stride * i, columns), _splat_at(before, 4 * i), a)
+    for i in range(n):
+        kept = load_up_to(s, stride * i, columns) * _splat_at(rows, _ROW_W + 4 * i)
+        x = muladd(a, _splat_at(rows, _ROW_LOST + 4 * i), muladd(v0, _splat_at(rows, _ROW_K + 4 * i), kept))
+        store_up_to(s, stride * i, x, columns)
+        o = muladd(x, _splat_at(rows, _ROW_R + 4 * i), o)
+    if earlier:
+        o = a
+    store_up_to(out, 0, o, columns)
+
+
+@helper
+def _wkv_token(args, t, head, first, columns, rows):
+    """Advance columns of a head, from ``first``, by token t."""
+    n_head, n_kv, n = arg(args, _W_N_HEAD), arg(args, _W_N_KV), arg(args, _W_HEAD)
+    sequence = types.int64(load(types.int32, batch_word(args, SEQUENCES), 4 * t))
+    s = arg(args, _W_STATE) + 4 * ((sequence * n_head + head) * n * n + first)
+    if load(types.int32, batch_word(args, POSITIONS), 4 * t) == 0:
+        _zero(s, 4 * n, n, columns)
+    at, of_kv = 4 * (t * n_head + head) * n, 4 * (t * n_kv + head // (n_head // n_kv)) * n
+    _set_rows(args, at, of_kv, rows)
+    v, out = arg(args, _W_V) + of_kv + 4 * first, arg(args, _W_OUT) + at + 4 * first
+    earlier, before = arg(args, _EARLIER), arg(args, _REMOVED)
+    before = rows + _ROW_R if earlier else before + at if before else before
+    if columns == PART:
+        _wkv_step(s, 4 * n, n, before, v, out, earlier, rows)
+        return
+    for i in range(0, 4 * columns, 64):
+        _wkv_step_part(s + i, 4 * n, n, before, v + i, out + i, earlier, rows, min(16, columns - i // 4))
+
+
+@operation("batch r g k v removed rate out state n_head n_kv_head head earlier complement scale:f bound:f")
+def wkv(args, tid, nth):
+    """Apply RWKV's recurrence to all tokens of the batch, heads of at most MAX_DECAYS columns.
+
+    state: [sequences][n_head][head][head]
+    """
+    n, n_tokens, rows = arg(args, _W_HEAD), batch_word(args, N_TOKENS), stack_bytes(4096)
+    parts = (n + PART - 1) // PART
+    units = arg(args, _W_N_HEAD) * parts
+    for unit in range(first_of(units, tid, nth), first_of(units, tid + 1, nth)):
+        head, first = unit // parts, unit % parts * PART
+        for t in range(n_tokens):
+            _wkv_token(args, t, head, first, min(PART, n - first), rows)

@@ -2,7 +2,8 @@
 
 The table holds cos and sin of every token's angles, defined in kernels/rope_constants.py.
 
-    rope_table   batch out pairs constants step:f freq_scale:f mscale:f       constants: f32 [3, pairs]
+    rope_table   batch out pairs constants each back step:f freq_scale:f mscale:f
+                 constants: f32 [3, pairs]; each: at the first of so many positions; back: 1 for what undoes it, else 0
     rope(kind)   batch out x table width head start n_rot rows_of per         kind normal: pairs (2i, 2i + 1);
                                                                               neox: (i, i + n_rot / 2). out may be x
 """
@@ -21,17 +22,18 @@ from quantkit.kernels.cpu.layer.elementwise import copy, share
 
 # ---------------------------------------------------------------- the table
 
-_OUT, _PAIRS, _CONSTANTS, _STEP, _FREQ_SCALE, _MSCALE = range(1, 7)
+_OUT, _PAIRS, _CONSTANTS, _EACH, _BACK, _STEP, _FREQ_SCALE, _MSCALE = range(1, 9)
 
 
-@operation("batch out pairs constants step:f freq_scale:f mscale:f")
+@operation("batch out pairs constants each back step:f freq_scale:f mscale:f")
 def rope_table(args, tid, nth):
     """Write cos, sin, cos, sin, ... of each token's angles, computed in double to round as glibc does."""
     pairs, constants = arg(args, _PAIRS), arg(args, _CONSTANTS)
     step, freq_scale, mscale = farg(args, _STEP), farg(args, _FREQ_SCALE), farg(args, _MSCALE)
-    tokens, positions = batch_word(args, N_TOKENS), batch_word(args, POSITIONS)
+    tokens, positions, each = batch_word(args, N_TOKENS), batch_word(args, POSITIONS), arg(args, _EACH)
+    sign = types.float32(-1) if arg(args, _BACK) else types.float32(1)
     for t in range(first_of(tokens, tid, nth), first_of(tokens, tid + 1, nth)):
-        running = types.float32(load(types.int32, positions, 4 * t))
+        running = types.float32(types.int64(load(types.int32, positions, 4 * t)) // each * each)
         out = arg(args, _OUT) + 8 * pairs * t
         for i in range(pairs):
             turns, factor = load(types.float32, constants, 4 * i), load(types.float32, constants, 4 * (pairs + i))
@@ -39,7 +41,7 @@ def rope_table(args, tid, nth):
             theta = running * turns / factor
             theta = freq_scale * theta * (types.float32(1.0) - mix) + theta * mix
             store(out, 8 * i, types.float32(math.cos(types.float64(theta))) * mscale)
-            store(out, 8 * i + 4, types.float32(math.sin(types.float64(theta))) * mscale)
+            store(out, 8 * i + 4, types.float32(math.sin(types.float64(theta))) * mscale * sign)
             running *= step
 
 

@@ -2,17 +2,19 @@
 
 From the router's logits of a token, as in llama.cpp (b11434 src/llama-graph.cpp build_moe_ffn)::
 
-    probs      softmax(logits), sigmoid(logits), or the logits themselves (softmax_weight)
+    probs      softmax(logits), sigmoid(logits), sqrt(softplus(logits)), or the logits themselves (softmax_weight)
     choice     probs + bias; with groups, minus infinity outside the n_group_used groups with the largest top-2 sums
     ids        the n_used largest of choice, descending; ties by lower number (ggml's sort leaves them open); / share
+               or those given as chosen
     weights    probs[ids]; softmax of them (softmax_weight); / max(sum, sum_floor) (norm); * scale (unless 0 or 1)
 
 Comparisons use integers that sort as the floats do, so that NaN sorts last and no expert comes twice.
 
 Operations:
 
-    route        batch ids weights logits bias n_expert n_used n_group n_group_used gating norm rows_of
-                 scale:f sum_floor:f share; Routing.slots() gives those from n_expert on; bias: f32 [n_expert] or 0
+    route        batch ids weights logits bias chosen n_expert n_used n_group n_group_used gating norm rows_of
+                 scale:f sum_floor:f share; Routing.slots() gives those from n_expert on; bias: f32 [n_expert] or 0;
+                 chosen: int32 as ids, or 0
     repeat       batch out x weights width n_used rows_of
     combine      batch out x weights width n_used rows_of; weights 0: the plain sum
 """
@@ -22,7 +24,7 @@ from __future__ import annotations
 import numpy as np
 from numba.core import types
 
-from quantkit.kernels.cpu.core.functions import exp, load_part, sigmoid, store_part
+from quantkit.kernels.cpu.core.functions import exp, load_part, sigmoid, softplus, store_part
 from quantkit.kernels.cpu.core.jit import inline
 from quantkit.kernels.cpu.core.simd import (
     cast,
@@ -38,6 +40,7 @@ from quantkit.kernels.cpu.core.simd import (
     stack_bytes,
     store,
     vmax,
+    vsqrt,
 )
 from quantkit.kernels.cpu.core.tape import arg, batch_word, farg, first_of, operation
 from quantkit.kernels.cpu.layer.elementwise import scale_row
@@ -131,7 +134,7 @@ def _probabilities(logits, probs, n, gating):
         return
     for i in range(0, n, 16):
         x = load_part(f32x16, logits, 4 * i, min(16, n - i))
-        store(probs, 4 * i, sigmoid(x) if gating == 1 else x)
+        store(probs, 4 * i, sigmoid(x) if gating == 1 else vsqrt(softplus(x)) if gating == 3 else x)
 
 
 @inline
@@ -149,12 +152,13 @@ def _normalize(weights, n, gating, norm, scale, floor):
         store(weights, 4 * j, w * scale if scale != 0 else w)
 
 
-_IDS, _WEIGHTS, _LOGITS, _BIAS, _N_EXPERT, _N_USED, _N_GROUP, _N_GROUP_USED = range(1, 9)
-_GATING, _NORM, _ROWS_OF, _SCALE, _SUM_FLOOR, _SHARE = range(9, 15)
+_IDS, _WEIGHTS, _LOGITS, _BIAS, _CHOSEN, _N_EXPERT, _N_USED, _N_GROUP, _N_GROUP_USED = range(1, 10)
+_GATING, _NORM, _ROWS_OF, _SCALE, _SUM_FLOOR, _SHARE = range(10, 16)
 
 
 @operation(
-    "batch ids weights logits bias n_expert n_used n_group n_group_used gating norm rows_of scale:f sum_floor:f share"
+    "batch ids weights logits bias chosen n_expert n_used n_group n_group_used gating norm rows_of scale:f sum_floor:f"
+    " share"
 )
 def route(args, tid, nth):
     """Choose experts, token by token."""
@@ -172,7 +176,10 @@ def route(args, tid, nth):
             _keep_groups(choice, n, n_group, arg(args, _N_GROUP_USED))
         _sort_keys(choice, n)
         for j in range(n_used):
-            e = _take_largest(choice, n) // arg(args, _SHARE)
+            if arg(args, _CHOSEN) != 0:
+                e = types.int64(load(types.int32, arg(args, _CHOSEN), 4 * (row * n_used + j)))
+            else:
+                e = _take_largest(choice, n) // arg(args, _SHARE)
             store(ids, 4 * j, types.int32(e))
             store(weights, 4 * j, load(types.float32, probs, 4 * e))
         _normalize(weights, n_used, gating, arg(args, _NORM), farg(args, _SCALE), farg(args, _SUM_FLOOR))

@@ -18,7 +18,8 @@
 
 // q: [rows][n_head][HEAD_K], out: [rows][n_head][HEAD_V]; v_cache 0: values are the first columns of the keys;
 // sinks: [n_head] or 0; mask CAUSAL, SLIDING, CHUNKED with window; scratch: if splits > 1, see attention.py;
-// selected: [rows][n_selected], if SELECTED.
+// selected: [rows][n_selected], if SELECTED; ratio: 0, or these are cells of a window and of blocks of so many positions
+// (blocks.cu).
 struct attention_args {
     const Batch* batch;
     int64_t rows;
@@ -33,7 +34,7 @@ struct attention_args {
     int64_t splits;
     float* scratch;
     const int32_t* selected;
-    int64_t n_selected;
+    int64_t n_selected, ratio;
 };
 
 #define FEW 0

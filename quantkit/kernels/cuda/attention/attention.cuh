@@ -36,7 +36,10 @@ INLINE int first_seen(const attention_args& a, int position) {
 // of its sequence.
 INLINE int last_seen(const attention_args& a, int token) {
     const int32_t *sequences = a.batch->sequences, *positions = a.batch->positions;
-    if (SELECTED) return min(positions[token], (int)a.n_selected - 1);
+    if (SELECTED) {
+        const int end = positions[token] + 1, n = (int)a.n_selected, window = (int)a.window;
+        return (a.ratio ? min(end, window) + min(end / (int)a.ratio, n - window) : min(end, n)) - 1;
+    }
     int last = token;
     if (a.mask == WHOLE)
         for (last = (int)a.rows - 1; sequences[last] != sequences[token];) last--;

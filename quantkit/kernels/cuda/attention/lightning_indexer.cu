@@ -6,6 +6,8 @@
 // score is found digit by digit (a radix selection over integers that sort as the floats do, NaN as the lowest), and a
 // last pass keeps the positions above it in order, and of those equal to it the lowest.
 //
+// ratio: 1; or keys are those of blocks of so many positions, n_ctx / ratio a sequence, and their numbers count.
+//
 // HEAD: columns of a key; CACHE: type of the cache.
 #include "attention/cache.cuh"
 
@@ -19,7 +21,7 @@
 // q: [rows][n_head][HEAD], weights: [rows][n_head]; scores: [tokens from `first` on][n_ctx].
 struct indexer_scores_args {
     const Batch* batch;
-    int64_t rows, first, n_head, n_selected;
+    int64_t rows, first, n_head, n_selected, ratio;
     const float *q, *weights;
     const uint8_t* k_cache;
     double scale;
@@ -52,9 +54,9 @@ INLINE void stage_q(const indexer_scores_args& a, int64_t token, int head, int f
 KERNEL(indexer_scores, 128) {
     __shared__ __align__(16) float keys[KEYS * STRIDE], q[HEADS * STRIDE], sums[8][KEYS];
     const int64_t token = a.first + blockIdx.y;
-    const int end = a.batch->positions[token] + 1, x = threadIdx.x & 15, y = threadIdx.x >> 4;
+    const int end = (a.batch->positions[token] + 1) / (int)a.ratio, x = threadIdx.x & 15, y = threadIdx.x >> 4;
     if (end <= a.n_selected) return;
-    const int64_t cells = a.batch->sequences[token] * a.batch->n_ctx;
+    const int64_t cells = a.batch->sequences[token] * (a.batch->n_ctx / a.ratio);
     float* scores = a.scores + (int64_t)blockIdx.y * a.batch->n_ctx;
     for (int start = KEYS * (int)blockIdx.x; start < end; start += KEYS * (int)gridDim.x) {
         float total[4] = {};
@@ -101,7 +103,7 @@ KERNEL(indexer_scores, 128) {
 // out: [rows][n_selected]: positions, ascending, then -1; scores as written by indexer_scores.
 struct indexer_select_args {
     const Batch* batch;
-    int64_t rows, first, n_selected;
+    int64_t rows, first, n_selected, ratio;
     const float* scores;
     int32_t* out;
 };
@@ -140,7 +142,7 @@ INLINE int sum_before(int v, int* part, int* total) {
 KERNEL(indexer_select, 512) {
     __shared__ int counts[1 << BITS], part[THREADS / 32], found[2];
     const int64_t token = a.first + blockIdx.x;
-    const int n = a.batch->positions[token] + 1;
+    const int n = (a.batch->positions[token] + 1) / (int)a.ratio;
     int32_t* out = a.out + token * a.n_selected;
     if (n <= a.n_selected) {
         for (int i = threadIdx.x; i < a.n_selected; i += THREADS) out[i] = i < n ? i : -1;

@@ -11,6 +11,8 @@ from contextlib import contextmanager, suppress
 from copy import copy
 from dataclasses import dataclass
 from functools import cache, partial
+from math import inf
+from time import monotonic, sleep
 from typing import Any, Protocol
 
 import numpy as np
@@ -29,6 +31,37 @@ PADDING = 256
 
 #: cuBLAS's numbers: types of matrices, sums in f32, its own choice of algorithm.
 _BF16, _F32, _COMPUTE_F32, _DEFAULT_ALGORITHM, _TRANSPOSED, _AS_IS = 14, 0, 68, -1, 1, 0
+
+
+#: What cudaEventQuery says of an event that has not been reached.
+_NOT_READY = 600
+#: Seconds between two looks at a device: at first, and at most.
+_SOON, _SELDOM = 1e-4, 5e-3
+
+
+class DeviceHangs(ResourceError):
+    """A device does not finish: nothing that waits for it, as freeing its memory does, may be called any more."""
+
+
+def wait_for(done: Callable[[], bool], seconds: float, given_up: Callable[[], bool]) -> float | None:
+    """Look now and then whether something is done; return None if it is, else how long it has been waited for.
+
+    Time in which this process did not run is no time: the device's work may not have been seen to end.
+    """
+    waited, last = 0.0, monotonic()
+    while not done():
+        if waited > seconds or given_up():
+            return waited
+        sleep(min(max(waited / 8, _SOON), _SELDOM))
+        now = monotonic()
+        waited, last = waited + min(now - last, 1.0), now
+    return None
+
+
+def abandon(*held: object) -> None:
+    """Never let go of what belongs to a device that hangs: giving it back would wait for the device, even at exit."""
+    for each in held:
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(each))
 
 
 @dataclass(frozen=True)
@@ -221,13 +254,23 @@ class CUDADevice:
         with self.here():
             runtime.memcpyAsync(out.ctypes.data, address, out.nbytes, runtime.memcpyDeviceToHost, self.stream.ptr)
 
-    def wait(self) -> None:
-        """Wait until everything is done; a CPU does other work meanwhile. Of a lane; ResourceError if it failed."""
+    def wait(self, seconds: float = inf, given_up: Callable[[], bool] = lambda: False) -> None:
+        """Wait until everything is done; a CPU does other work meanwhile. Of a lane.
+
+        Raises:
+            DeviceHangs: it is not done after so many seconds, or ``given_up``, and may never be.
+            ResourceError: it failed.
+        """
+        runtime = self._cupy.cuda.runtime
         try:
             with self.here():
                 self._done.record(self.stream)
-                self._done.synchronize()
-        except self._cupy.cuda.runtime.CUDARuntimeError as e:
+                # No call of the driver waits for a limited time.
+                waited = wait_for(lambda: runtime.eventQuery(self._done.ptr) != _NOT_READY, seconds, given_up)
+                if waited is not None:
+                    raise DeviceHangs(f"{self.name} does not answer: its work is not done after {waited:.0f} seconds")
+                self._done.synchronize()  # which raises what went wrong
+        except runtime.CUDARuntimeError as e:
             raise ResourceError(f"{self.name} failed: {e}") from None
 
     # ------------------------------------------------------------ kernels

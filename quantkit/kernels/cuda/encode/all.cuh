@@ -8,3 +8,4 @@
 #include "encode/k_quants.cuh"
 #include "encode/legacy.cuh"
 #include "encode/ternary.cuh"
+#include "encode/trellis.cuh"

@@ -29,18 +29,16 @@ KERNEL(encode, LANES) {
     __shared__ __align__(16) uint8_t bytes[BLOCKS * ENCODER::BYTES];
     const int64_t first = (int64_t)blockIdx.x * BLOCKS, left = a.blocks - first;
     const int here = left < BLOCKS ? (int)left : BLOCKS, block = threadIdx.x / PER_BLOCK;
-    for (int i = threadIdx.x; i < LANES * VALUES; i += LANES)
-        values[i / VALUES * STRIDE + i % VALUES] = i < here * ENCODER::BLOCK ? a.x[first * ENCODER::BLOCK + i] : 0.0f;
+    const float* x = a.x + first * ENCODER::BLOCK;
+    fetch_values<LANES, VALUES, STRIDE>(values, [&](int i) { return i < here * ENCODER::BLOCK ? x[i] : 0.0f; });
     Lane lane = {values + threadIdx.x * STRIDE, 0,
                  room + block * ENCODER::ROOM,  bytes + block * ENCODER::BYTES,
                  (int)threadIdx.x % PER_BLOCK,  {a.entries, a.lists, a.words, a.points}};
     __shared__ float weights[OWN_WEIGHTS ? LANES * STRIDE : 1];
     lane.w = weights + (OWN_WEIGHTS ? threadIdx.x * STRIDE : 0);
 #ifdef WEIGHTED
-    for (int i = threadIdx.x; i < LANES * VALUES; i += LANES) {
-        const int64_t of = (first + i / ENCODER::BLOCK) % a.per_row;
-        weights[i / VALUES * STRIDE + i % VALUES] = a.importance[of * ENCODER::BLOCK + i % ENCODER::BLOCK];
-    }
+    Column column(first % a.per_row * ENCODER::BLOCK + threadIdx.x, a.per_row * ENCODER::BLOCK);
+    fetch_values<LANES, VALUES, STRIDE>(weights, [&](int) { return a.importance[column.next(LANES)]; });
     const float mean = a.squares && block < here ? a.squares[(first + block) / a.per_row] : 0.0f;
     __syncthreads();
     ENCODER::weighted(lane, mean);

@@ -13,13 +13,16 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from quantkit.errors import TypeNotSupported
+from quantkit.kernels.cuda.core.codebooks import codebook_on
 from quantkit.kernels.cuda.core.device import Device, Launch
 from quantkit.kernels.cuda.core.kernel import Kernel, Shape
 from quantkit.kernels.cuda.core.neighbours import grid_on
 from quantkit.kernels.cuda.encode import encoders as encoders
+from quantkit.kernels.cuda.encode import struct_of
 from quantkit.kernels.cuda.encode import weighs as weighs
 from quantkit.kernels.cuda.encode.max_rows import has_one_scale, max_rows_kernel, max_rows_launch
 from quantkit.kernels.cuda.encode.rows import row_kernels, row_launches
+from quantkit.kernels.cuda.encode.trellis import is_trellis, trellis_kernel, trellis_launch, trellis_room
 from quantkit.kernels.formats import format_of
 from quantkit.types import BY_NAME, TensorType
 
@@ -28,6 +31,8 @@ _REFUSED = "no CUDA device encodes rows of {} values as {}"
 #: Lanes of a block of threads; fewer where each needs more shared memory.
 _LANES = 128
 _FEWER_LANES = {"IQ2_K": 64, "Q6_0": 64}
+#: Of searches that leave levels behind: beside values and weights, they are as many in sub-blocks of 32.
+_FEWER_LANES |= {f"{name}_IK": 64 for name in ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "IQ4_NL", "IQ4_XS")}
 
 
 def _by_row(t: TensorType) -> bool:
@@ -35,19 +40,20 @@ def _by_row(t: TensorType) -> bool:
     return t.family == "legacy"
 
 
-def _kernel(name: str, t: TensorType) -> Kernel:
-    return Kernel(_FILE, name).bind(ENCODER=f"Encode{t.name}", LANES=_FEWER_LANES.get(t.name, _LANES))
+def _kernel(name: str, t: TensorType, ik: bool = False) -> Kernel:
+    struct = struct_of(t, ik)
+    return Kernel(_FILE, name).bind(ENCODER=struct, LANES=_FEWER_LANES.get(struct.removeprefix("Encode"), _LANES))
 
 
-def encode(t: TensorType, rows: int, n: int, weighted: bool = False) -> Shape:
-    """Return how to encode rows of n values.
+def encode(t: TensorType, rows: int, n: int, weighted: bool = False, ik: bool = False) -> Shape:
+    """Return how to encode rows of n values; ``ik``: by ik_llama.cpp's search, of a type of both trees.
 
     Raises:
         TypeNotSupported: there is no encoder, or n is not a multiple of the type's block.
     """
-    if t.name not in encoders() or n % t.block:
+    if t.name not in encoders(ik) or n % t.block:
         raise TypeNotSupported(_REFUSED.format(n, t.name))
-    kernel = _kernel("encode", t)
+    kernel = _kernel("encode", t, ik)
     if weighted:
         kernel = kernel.bind(WEIGHTED=1)
     blocks_at_once = kernel.threads * format_of(t).span // t.block  # a lane has a sub-block
@@ -60,25 +66,41 @@ def mean_squares(t: TensorType, rows: int) -> Shape:
     return Shape(kernel, (max(1, -(-rows // 32)), 1, 1))
 
 
-def encode_rows(
-    device: Device, t: TensorType, x: int, rows: int, n: int, out: int, importance: int = 0, squares: int = 0
-) -> None:
-    """Launch what encodes rows of float32.
+def working_bytes(t: TensorType, rows: int, n: int, weighted: bool = True) -> int:
+    """Return the bytes that encoding rows of n values takes besides them, with an importance or without."""
+    if is_trellis(t):
+        return trellis_room(t, rows, n)
+    return 4 * rows if weighted and weighs(t) and _by_row(t) else 0
 
-    All are addresses: x f32 [rows, n], out uint8 [rows, row_bytes], importance f32 [n], or 0 for none; squares: room
-    for 4 * rows bytes where there is an importance. It is ignored for a type that does not use one.
+
+def encode_rows(
+    device: Device,
+    t: TensorType,
+    x: int,
+    rows: int,
+    n: int,
+    out: int,
+    importance: int = 0,
+    work: int = 0,
+    *,
+    ik: bool = False,
+) -> None:
+    """Launch what encodes rows of float32; ``ik``: by ik_llama.cpp's search, of a type of both trees.
+
+    All are addresses: x f32 [rows, n], out uint8 [rows, row_bytes], importance f32 [n], or 0 for none, which is ignored
+    for a type that does not use one; work: room for ``working_bytes``, 16-byte aligned.
     """
     if t.row_header:
-        device.run(_row_launches(t, x, rows, n, out, importance))
+        device.run(_row_launches(device, t, x, rows, n, out, importance, work))
         return
     weighted = bool(importance) and weighs(t)
-    shape = encode(t, rows, n, weighted)
+    shape = encode(t, rows, n, weighted, ik)
     launches = []
     if weighted and _by_row(t):
         before = mean_squares(t, rows)
-        launches.append(Launch(before.kernel, before.grid, before.kernel.block(x=x, squares=squares, rows=rows, n=n)))
+        launches.append(Launch(before.kernel, before.grid, before.kernel.block(x=x, squares=work, rows=rows, n=n)))
     per_row = n // t.block
-    by_row = squares if _by_row(t) else 0
+    by_row = work if _by_row(t) else 0
     block = shape.kernel.block(
         x=x, importance=importance, squares=by_row, out=out, blocks=rows * per_row, per_row=per_row,
         **grid_on(device, t)._asdict(),
@@ -87,24 +109,39 @@ def encode_rows(
     device.run(launches)
 
 
-def _row_launches(t: TensorType, x: int, rows: int, n: int, out: int, importance: int) -> list[Launch]:
+def _row_launches(
+    device: Device, t: TensorType, x: int, rows: int, n: int, out: int, importance: int, work: int
+) -> list[Launch]:
     if t.name not in encoders() or n % t.block:
         raise TypeNotSupported(_REFUSED.format(n, t.name))
+    if is_trellis(t):
+        return [trellis_launch(device, t, x, rows, n, out, importance, work)]
     if has_one_scale(t):
         return [max_rows_launch(t, x, rows, n, out)]
     return row_launches(t, x, rows, n, out, importance)
 
 
-def kernels_of(t: TensorType, weighted: bool = False) -> list[Kernel]:
-    """Return the kernels that encode a type; ``weighted``: with an importance of columns."""
+def put_tables(device: Device, t: TensorType) -> None:
+    """Have what a type's encoder looks up on a device, where all lanes find it."""
+    if is_trellis(t):
+        codebook_on(device, t)
+    else:
+        grid_on(device, t)
+
+
+def kernels_of(t: TensorType, weighted: bool = False, ik: bool = False) -> list[Kernel]:
+    """Return the kernels that encode a type; ``weighted``: with an importance of columns; ``ik``: by ik's search."""
+    if is_trellis(t):
+        return [trellis_kernel(t)]
     if t.row_header:
         return [max_rows_kernel(t)] if has_one_scale(t) else [*row_kernels(t, weighted)]
-    found = [encode(t, 1, t.block, weighted).kernel]
+    found = [encode(t, 1, t.block, weighted, ik).kernel]
     return [*found, mean_squares(t, 1).kernel] if weighted and _by_row(t) else found
 
 
 def kernels() -> Iterator[Kernel]:
     """Yield every kernel of this file."""
-    for name in encoders():
-        for weighted in (False, True) if weighs(BY_NAME[name]) else (False,):
-            yield from (kernel for kernel in kernels_of(BY_NAME[name], weighted) if kernel.file == _FILE)
+    for ik in (False, True):
+        for name in encoders(ik):
+            for weighted in (False, True) if weighs(BY_NAME[name]) else (False,):
+                yield from (kernel for kernel in kernels_of(BY_NAME[name], weighted, ik) if kernel.file == _FILE)

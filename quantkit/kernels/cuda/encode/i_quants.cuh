@@ -1,7 +1,8 @@
 // IQ4_NL and IQ4_XS: 4-bit, unevenly spaced levels. IQ2 and IQ3 are in grid_quants.cuh, IQ1 in grid_ternary.cuh. The twin
 // of quantkit/kernels/cpu/encode/i_quants.py, which has the layouts and the search.
 //
-// Source: llama.cpp b11434 ggml-quants.c, quantize_row_iq4_nl_impl and best_index_int8 with ntry = 7.
+// Source: llama.cpp b11434 ggml-quants.c, quantize_row_iq4_nl_impl and best_index_int8 with ntry = 7; ik_llama.cpp 8337e4cd3,
+// of the same name, for encoders _IK.
 #pragma once
 #include "encode/grid_quants.cuh"
 #include "encode/grid_ternary.cuh"
@@ -55,10 +56,75 @@ INLINE float search_scale(const Lane& lane) {
     return d;
 }
 
-// Store the levels of the lane's values as 16 bytes of nibbles.
-INLINE void store_nibbles(const Lane& lane, float inverse, uint8_t* out) {
+// What ik_llama.cpp's search has of the scale that is best so far.
+struct RefinedScale {
+    float best, inverse, sumqx, sumq2;
+
+    __device__ __forceinline__ void rate_another(const Lane& lane, float by) {
+        float qx, q2;
+        rate(lane, by, qx, q2);
+        if (!(q2 > 0 && qx * qx > best * q2)) return;
+        best = qx / q2 * qx;
+        inverse = by;
+        sumqx = qx;
+        sumq2 = q2;
+    }
+};
+
+// Which level's move to the next is due first as the error falls, or -1; by how much its value changes.
+INLINE int nearest_move(const Lane& lane, const float* levels, float d, float& step) {
+    float due = __int_as_float(0x7f800000);
+    int place = -1;
+    step = 0;
+#pragma unroll 4
+    for (int j = 0; j < 32; j++) {
+        const int level = (int)levels[j];
+        const float q = value_of(level), slope = d * lane.w[j] * (lane.x[j] - d * q);
+        const int to = slope > 0 ? level + 1 : level - 1;
+        if (to < 0 || to > 15) continue;
+        const float by = value_of(to) - q, when = fabsf(by) / fabsf(slope);
+        if (!(when < due)) continue;
+        due = when;
+        place = j;
+        step = by;
+    }
+    return place;
+}
+
+// The scale of 32 values by ik_llama.cpp's search: candidates about both ends of the values, then levels move one by one.
+INLINE float search_scale_refined(const Lane& lane, float* levels) {
+    const float top = largest_of<32>(lane.x);
+    if (fabsf(top) < 1e-15f) return 0;
+    RefinedScale of = {0, 1.0f / (top / 127.0f)};
+    rate(lane, of.inverse, of.sumqx, of.sumq2);
+    if (of.sumq2 > 0) of.best = of.sumqx / of.sumq2 * of.sumqx;
+#pragma unroll 1
+    for (int i = 0; i < 30; i++) of.rate_another(lane, (float)(i / 2 - 7 + (i % 2 ? 113 : -127)) / top);
+    for (int j = 0; j < 32; j++) levels[j] = (float)nearest_level(of.inverse * lane.x[j]);
+    float sumqx = of.sumqx, sumq2 = of.sumq2, d = sumq2 > 0 ? sumqx / sumq2 : 0, best = d * sumqx, step;
+#pragma unroll 1
+    for (int round = 0; round < 1024; round++) {
+        const int place = nearest_move(lane, levels, d, step);
+        if (place < 0) break;
+        const float w = lane.w[place], q = value_of((int)levels[place]);
+        const float new_qx = sumqx + w * lane.x[place] * step, new_q2 = sumq2 + w * (step * (q + q + step));
+        if (!(new_q2 > 0 && new_qx * new_qx > best * new_q2)) break;
+        sumqx = new_qx;
+        sumq2 = new_q2;
+        d = new_qx / new_q2;
+        best = d * new_qx;
+        levels[place] = levels[place] + (step > 0 ? 1.0f : -1.0f);
+    }
+    return d;
+}
+
+// Store the levels of the lane's values as 16 bytes of nibbles. IK: as ik_llama.cpp, which takes what is no int32 for level 0.
+template <bool IK> INLINE uint32_t nibble_of_value(float v) {
+    return !IK || fabsf(v) < 2147483648.0f ? (uint32_t)nearest_level(v) : 0;
+}
+template <bool IK> INLINE void store_nibbles(const Lane& lane, float inverse, uint8_t* out) {
     for (int j = 0; j < 16; j++)
-        out[j] = (uint8_t)(nearest_level(inverse * lane.x[j]) | nearest_level(inverse * lane.x[j + 16]) << 4);
+        out[j] = (uint8_t)(nibble_of_value<IK>(inverse * lane.x[j]) | nibble_of_value<IK>(inverse * lane.x[j + 16]) << 4);
 }
 
 // Weights without an importance: squares.
@@ -66,8 +132,8 @@ INLINE void weigh_by_squares(const Lane& lane) {
     for (int j = 0; j < 32; j++) lane.w[j] = lane.x[j] * lane.x[j];
 }
 
-struct EncodeIQ4_NL {
-    static const int VALUES = 32, BLOCK = 32, BYTES = 18, ROOM = 0;
+template <bool IK> struct EncodeNL {
+    static const int VALUES = 32, BLOCK = 32, BYTES = 18, ROOM = IK ? 33 : 0;
     static const bool WEIGHS = true;
 
     STATIC_INLINE void plain(const Lane& lane) {
@@ -83,14 +149,14 @@ struct EncodeIQ4_NL {
     }
 
     STATIC_INLINE void finish(const Lane& lane) {
-        const float d = search_scale(lane);
+        const float d = IK ? search_scale_refined(lane, lane.room) : search_scale(lane);
         store_half(lane.out, d);
-        store_nibbles(lane, inverse_or_zero(d), lane.out + 2);
+        store_nibbles<IK>(lane, inverse_or_zero(d), lane.out + 2);
     }
 };
 
-struct EncodeIQ4_XS {
-    static const int VALUES = 32, BLOCK = 256, BYTES = 136, ROOM = SuperBlock<8>::ROOM;
+template <bool IK> struct EncodeXS {
+    static const int VALUES = 32, BLOCK = 256, BYTES = 136, ROOM = IK ? SuperBlock<8>::WITH_LEVELS : SuperBlock<8>::ROOM;
     static const bool WEIGHS = true;
 
     STATIC_INLINE void plain(const Lane& lane) {
@@ -99,21 +165,21 @@ struct EncodeIQ4_XS {
     }
 
     STATIC_INLINE void weighted(const Lane& lane, float) {
-        weigh(lane, 32, SuperBlock<8>(lane).squares() * 0.0078125f);
+        weigh(lane, 32, SuperBlock<8>(lane).template shared_squares<ROOM>() * 0.0078125f);
         finish(lane);
     }
 
     STATIC_INLINE void finish(const Lane& lane) {
         const SuperBlock<8> block(lane);
         const int part = lane.part;
-        block.found(0)[part] = search_scale(lane);
+        block.found(0)[part] = IK ? search_scale_refined(lane, block.levels()) : search_scale(lane);
         __syncwarp();
         // The first scale of the largest size becomes -32.
         const float d = -block.largest_scale() / 32.0f;
         const int code = max(min(nearest_int(block.found(0)[part] * inverse_or_zero(d)), 31), -32);
         block.codes(0)[part] = (float)(code + 32);
         __syncwarp();
-        store_nibbles(lane, inverse_or_zero(d * (float)code), lane.out + 8 + 16 * part);
+        store_nibbles<IK>(lane, inverse_or_zero(d * (float)code), lane.out + 8 + 16 * part);
         if (part < 4) lane.out[4 + part] = (uint8_t)((block.code(0, 2 * part) & 15) | (block.code(0, 2 * part + 1) & 15) << 4);
         if (part < 2) {
             uint32_t high = 0;
@@ -123,6 +189,11 @@ struct EncodeIQ4_XS {
         if (part == 0) store_half(lane.out, d);
     }
 };
+
+struct EncodeIQ4_NL : EncodeNL<false> {};
+struct EncodeIQ4_NL_IK : EncodeNL<true> {};
+struct EncodeIQ4_XS : EncodeXS<false> {};
+struct EncodeIQ4_XS_IK : EncodeXS<true> {};
 
 // ---------------------------------------------------------------- IQ1, IQ2 and IQ3
 

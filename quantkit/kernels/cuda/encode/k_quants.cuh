@@ -4,13 +4,14 @@
 // A lane fits scale and minimum of a sub-block. Then two lanes quantize these, one the scales and one the minima of the
 // super-block, and each lane its values by them; levels take the place of the values.
 //
-// Source: llama.cpp b11434 ggml-quants.c, quantize_row_q{2,3,4,5,6}_K_ref and _impl.
+// Source: llama.cpp b11434 ggml-quants.c, quantize_row_q{2,3,4,5,6}_K_ref and _impl; ik_llama.cpp 8337e4cd3, of the same
+// names, for encoders _IK: their searches leave levels, which are in the room behind what lanes share.
 #pragma once
-#include "encode/search.cuh"
+#include "encode/search_refined.cuh"
 
 // What the lanes of a super-block share, N sub-blocks of 256 / N values.
 template <int N> struct SuperBlock {
-    static const int VALUES = 256 / N, ROOM = 5 * N + 2;
+    static const int VALUES = 256 / N, ROOM = 5 * N + 2, WITH_LEVELS = ROOM + N * (VALUES + 1);
 
     const Lane& lane;
     __device__ __forceinline__ explicit SuperBlock(const Lane& l) : lane(l) {}
@@ -20,6 +21,8 @@ template <int N> struct SuperBlock {
     __device__ __forceinline__ float* codes(int k) const { return lane.room + (2 + k) * N; }
     __device__ __forceinline__ float* weights() const { return lane.room + 4 * N; }
     __device__ __forceinline__ float* fits() const { return lane.room + 5 * N; }
+    // The lane's levels, if there is room for them.
+    __device__ __forceinline__ float* levels() const { return lane.room + ROOM + lane.part * (VALUES + 1); }
 
     __device__ __forceinline__ int code(int k, int j) const { return (int)codes(k)[j]; }
     // Value, or level, i of the super-block.
@@ -42,8 +45,27 @@ template <int N> struct SuperBlock {
         return total;
     }
 
+    // The same, by one lane for each super-block of the block of threads: all of its threads wait. Their rooms are as large as
+    // one's.
+    template <int ROOM_OF_ONE = ROOM> __device__ __forceinline__ float shared_squares() const {
+        const int here = (int)threadIdx.x, mine = here / N;
+        if (here < (int)blockDim.x / N) {
+            const float* x = lane.x + (here * N - here) * (VALUES + 1);
+            float total = 0;
+#pragma unroll 1
+            for (int j = 0; j < N; j++) {
+#pragma unroll
+                for (int i = 0; i < VALUES; i++) total = total + x[j * (VALUES + 1) + i] * x[j * (VALUES + 1) + i];
+            }
+            (lane.room + (here - mine) * ROOM_OF_ONE)[5 * N] = total;
+        }
+        __syncthreads();
+        return fits()[0];
+    }
+
     // Quantize scales and minima: weighted by a search of their own, else by the largest.
-    template <bool WEIGHTED_BY_SUMS> __device__ __forceinline__ void quantize_scales(const Fit& fit, int top) const {
+    template <bool WEIGHTED_BY_SUMS>
+    __device__ __forceinline__ void quantize_scales(const Fit& fit, int top, float almost_0 = 1e-15f) const {
         found(0)[lane.part] = fit.scale;
         found(1)[lane.part] = -fit.low;
         weights()[lane.part] = fit.sum_w;
@@ -52,7 +74,7 @@ template <int N> struct SuperBlock {
             const float* v = found(lane.part);
             float* to = codes(lane.part);
             if (WEIGHTED_BY_SUMS) {
-                fits()[lane.part] = fit_positive<N>(v, weights(), to, top);
+                fits()[lane.part] = fit_positive<N>(v, weights(), to, top, almost_0);
             } else {
                 float largest = 0;
                 for (int j = 0; j < N; j++) largest = fmaxf(v[j], largest);
@@ -67,11 +89,14 @@ template <int N> struct SuperBlock {
         __syncwarp();
     }
 
-    // Quantize the lane's values by scale d and minimum; where d came out as 0, as the search did.
-    template <bool GUARDED> __device__ __forceinline__ void quantize_values(const Fit& fit, float d, float low, int top) const {
+    // Quantize the lane's values by scale d and minimum; where d came out as 0, as the search did, whose levels may be kept.
+    template <bool GUARDED, bool KEPT = false>
+    __device__ __forceinline__ void quantize_values(const Fit& fit, float d, float low, int top) const {
         for (int i = 0; i < VALUES; i++) {
             const float v = lane.x[i];
-            const int q = d == 0 ? level_of<GUARDED>(fit.inverse * (v - fit.base), top) : level_of<false>((v + low) / d, top);
+            int q;
+            if (d != 0) q = level_of<false>((v + low) / d, top);
+            else q = KEPT ? (int)levels()[i] : level_of<GUARDED>(fit.inverse * (v - fit.base), top);
             lane.x[i] = (float)q;
         }
         __syncwarp();
@@ -98,13 +123,13 @@ template <int TOP> struct EncodeQ45 {
 
     STATIC_INLINE void weighted(const Lane& lane, float) {
         const SuperBlock<8> block(lane);
-        weigh(lane, 32, 2.0f * block.squares() / 256.0f);
+        weigh(lane, 32, 2.0f * block.shared_squares() / 256.0f);
         finish<true>(lane, fit_with_min<32, true, false>(lane.x, lane.w, TOP, -0.9f, 0.05f, 36));
     }
 
-    template <bool GUARDED> STATIC_INLINE void finish(const Lane& lane, const Fit& fit) {
+    template <bool GUARDED, bool KEPT = false> STATIC_INLINE void finish(const Lane& lane, const Fit& fit) {
         const SuperBlock<8> block(lane);
-        block.quantize_scales<GUARDED>(fit, 63);
+        block.quantize_scales<GUARDED>(fit, 63, KEPT ? 1e-16f : 1e-15f);
         const int part = lane.part, q = part & 3;
         // Bytes 0..3: scales 0..3, 4..7: minima 0..3, each with 2 high bits of scale or minimum 4..7; 8..11: their rest.
         int scales[2], mins[2];
@@ -117,7 +142,7 @@ template <int TOP> struct EncodeQ45 {
         const int c = ((scales[1] & 15) | (mins[1] & 15) << 4) & 255;
         const int scale = part < 4 ? a & 63 : (c & 15) | a >> 6 << 4, low = part < 4 ? b & 63 : c >> 4 | b >> 6 << 4;
         const float d = as_half(block.fits()[0]) * (float)scale, dmin = as_half(block.fits()[1]) * (float)low;
-        block.quantize_values<GUARDED>(fit, d, dmin, TOP);
+        block.quantize_values<GUARDED, KEPT>(fit, d, dmin, TOP);
         uint8_t* out = lane.out;
         if (part < 2) store_half(out + 2 * part, block.fits()[part]);
         if (part < 4) out[4 + part] = (uint8_t)a, out[8 + part] = (uint8_t)b, out[12 + part] = (uint8_t)c;
@@ -137,6 +162,20 @@ template <int TOP> struct EncodeQ45 {
 struct EncodeQ4_K : EncodeQ45<15> {};
 struct EncodeQ5_K : EncodeQ45<31> {};
 
+template <int TOP> struct RefinedQ45 : EncodeQ45<TOP> {
+    static const int ROOM = SuperBlock<8>::WITH_LEVELS;
+
+    STATIC_INLINE void weighted(const Lane& lane, float) {
+        const SuperBlock<8> block(lane);
+        weigh(lane, 32, 2.0f * block.template shared_squares<ROOM>() / 256.0f);
+        const Fit fit = fit_with_min_refined<32>(lane.x, lane.w, block.levels(), TOP);
+        EncodeQ45<TOP>::template finish<true, true>(lane, fit);
+    }
+};
+
+struct EncodeQ4_K_IK : RefinedQ45<15> {};
+struct EncodeQ5_K_IK : RefinedQ45<31> {};
+
 // 16 sub-blocks of 16.
 struct EncodeQ2_K {
     static const int VALUES = 16, BLOCK = 256, BYTES = 84, ROOM = SuperBlock<16>::ROOM;
@@ -149,17 +188,26 @@ struct EncodeQ2_K {
 
     STATIC_INLINE void weighted(const Lane& lane, float) {
         const SuperBlock<16> block(lane);
-        weigh(lane, 16, block.squares() / 256.0f);
+        weigh(lane, 16, block.shared_squares() / 256.0f);
         finish<true>(lane, fit_with_min<16, true, false>(lane.x, lane.w, 3, -0.9f, 0.05f, 36));
     }
 
     template <bool GUARDED> STATIC_INLINE void finish(const Lane& lane, const Fit& fit) {
         const SuperBlock<16> block(lane);
         block.quantize_scales<GUARDED>(fit, 15);
-        const int part = lane.part, byte = (block.code(0, part) | block.code(1, part) << 4) & 255;
+        const int byte = codes_of(block);
         const float d = as_half(block.fits()[0]) * (float)(byte & 15), dmin = as_half(block.fits()[1]) * (float)(byte >> 4);
         block.quantize_values<GUARDED>(fit, d, dmin, 3);
-        uint8_t* out = lane.out;
+        write(block, byte);
+    }
+
+    STATIC_INLINE int codes_of(const SuperBlock<16>& block) {
+        return (block.code(0, block.lane.part) | block.code(1, block.lane.part) << 4) & 255;
+    }
+
+    STATIC_INLINE void write(const SuperBlock<16>& block, int byte) {
+        const int part = block.lane.part;
+        uint8_t* out = block.lane.out;
         out[part] = (uint8_t)byte;
         for (int i = part; i < 64; i += 16) {
             const int at = i / 32 * 128 + i % 32;
@@ -168,6 +216,22 @@ struct EncodeQ2_K {
         }
         if (part < 2) store_half(out + 80 + 2 * part, block.fits()[part]);
     }
+};
+
+// Values are quantized by the scale as it was fitted, not as a half; by 0 to level 0.
+struct EncodeQ2_K_IK : EncodeQ2_K {
+    STATIC_INLINE void weighted(const Lane& lane, float) {
+        const SuperBlock<16> block(lane);
+        weigh(lane, 16, 0.75f * block.shared_squares<ROOM>() / 256.0f);
+        block.quantize_scales<true>(fit_with_min_refined<16>(lane.x, lane.w, block.levels(), 3), 15, 1e-16f);
+        const float d = block.fits()[0] * (float)block.code(0, lane.part), low = block.fits()[1] * (float)block.code(1, lane.part);
+        const float inverse = inverse_or_zero(d);
+        for (int i = 0; i < 16; i++) lane.x[i] = (float)level_of<false>((lane.x[i] + low) * inverse, 3);
+        __syncwarp();
+        write(block, codes_of(block));
+    }
+
+    static const int ROOM = SuperBlock<16>::WITH_LEVELS;
 };
 
 // 16 sub-blocks of 16, without minimums.
@@ -183,30 +247,30 @@ struct EncodeQ3_K {
         const float largest = block.largest_scale(), iscale = -32.0f / (largest != 0 ? largest : 1.0f);
         const int code = min(max((int)(int8_t)nearest_int(iscale * fit.scale), -32), 31) + 32;
         block.codes(0)[lane.part] = (float)(largest != 0 ? code : 0);
-        finish<false>(lane, fit, largest != 0 ? 1.0f / iscale : 0.0f);
+        finish(lane, fit, largest != 0 ? 1.0f / iscale : 0.0f, lane.w);
     }
 
     STATIC_INLINE void weighted(const Lane& lane, float) {
         const SuperBlock<16> block(lane);
-        weigh(lane, 16, 2.0f * block.squares() / 256.0f);
+        weigh(lane, 16, 2.0f * block.shared_squares() / 256.0f);
         float sum_w = 0;
         for (int i = 0; i < 16; i++) sum_w = sum_w + lane.w[i];
         const Fit fit = fit_signed<16>(lane.x, lane.w, 4);
         block.found(0)[lane.part] = fit.scale;
         block.weights()[lane.part] = sum_w;
         __syncwarp();
-        const Fit scales = fit_signed<16>(block.found(0), block.weights(), 32);
+        const Fit scales = fit_signed_together(block.found(0), block.weights(), 32, lane.part);
         // Where sums overflowed ggml's iscale is -0, so every level 0, its code 32, and d a sum of zeros, or of NaN.
         const bool infinite = !is_finite(block.largest_scale());
         float nothing = 0;
         for (int j = 0; j < 16; j++) nothing = nothing + 0.0f * block.weights()[j];
         const int code = infinite ? 32 : min(max(nearest_int(scales.inverse * fit.scale), -32), 31) + 32;
         block.codes(0)[lane.part] = (float)(scales.inverse != 0 || infinite ? code : 0);
-        finish<true>(lane, fit, infinite ? nothing : scales.scale);
+        finish(lane, fit, infinite ? nothing : scales.scale, 0);
     }
 
-    // half: the scale of the scales, before it is rounded.
-    template <bool SEARCHED> STATIC_INLINE void finish(const Lane& lane, const Fit& fit, float half) {
+    // half: the scale of the scales, before it is rounded; levels: those of the search, or 0.
+    STATIC_INLINE void finish(const Lane& lane, const Fit& fit, float half, const float* levels) {
         const SuperBlock<16> block(lane);
         __syncwarp();
         const int part = lane.part;
@@ -215,7 +279,7 @@ struct EncodeQ3_K {
             const float v = lane.x[i];
             int level = -4;  // of a sub-block of zeros
             if (d != 0) level = min(max(nearest_int(v / d), -4), 3);
-            else if (fit.inverse != 0) level = SEARCHED ? min(max(nearest_int(v * fit.inverse), -4), 3) : (int)lane.w[i];
+            else if (fit.inverse != 0) level = levels ? (int)levels[i] : min(max(nearest_int(v * fit.inverse), -4), 3);
             lane.x[i] = (float)(level + 4);
         }
         __syncwarp();
@@ -240,6 +304,34 @@ struct EncodeQ3_K {
     }
 };
 
+// A scale with levels that moved, as ik_llama.cpp's search finds it; whether the sub-block counts as zero is as an inverse.
+template <int NMAX> INLINE Fit refined_signed(const Lane& lane) {
+    const float* x = lane.x;
+    const Fit fit = {fit_signed_refined<16>(x, lane.w, SuperBlock<16>(lane).levels(), NMAX)};
+    return Fit{fit.scale, fabsf(largest_of<16>(x)) < 1e-15f ? 0.0f : 1.0f};
+}
+
+struct EncodeQ3_K_IK : EncodeQ3_K {
+    static const int ROOM = SuperBlock<16>::WITH_LEVELS;
+
+    STATIC_INLINE void weighted(const Lane& lane, float) {
+        const SuperBlock<16> block(lane);
+        weigh(lane, 16, 2.0f * block.shared_squares<ROOM>() / 256.0f);
+        float sum_w = 0;
+        for (int i = 0; i < 16; i++) sum_w = sum_w + lane.w[i];
+        const Fit fit = refined_signed<4>(lane);
+        block.found(0)[lane.part] = fit.scale;
+        block.weights()[lane.part] = sum_w;
+        __syncwarp();
+        if (lane.part == 0) {
+            block.fits()[0] = fit_signed_refined<16>(block.found(0), block.weights(), block.codes(0), 32);
+            for (int i = 0; i < 16; i++) block.codes(0)[i] = block.codes(0)[i] + 32.0f;
+        }
+        __syncwarp();
+        finish(lane, fit, block.fits()[0], block.levels());
+    }
+};
+
 // 16 sub-blocks of 16, without minimums. Weights are the importances as they are.
 struct EncodeQ6_K {
     static const int VALUES = 16, BLOCK = 256, BYTES = 210, ROOM = SuperBlock<16>::ROOM;
@@ -247,12 +339,13 @@ struct EncodeQ6_K {
 
     STATIC_INLINE void plain(const Lane& lane) {
         for (int i = 0; i < 16; i++) lane.w[i] = lane.x[i] * lane.x[i];
-        finish(lane, fit_signed<16>(lane.x, lane.w, 32));
+        finish(lane, fit_signed<16>(lane.x, lane.w, 32), 0);
     }
 
-    STATIC_INLINE void weighted(const Lane& lane, float) { finish(lane, fit_signed<16>(lane.x, lane.w, 32)); }
+    STATIC_INLINE void weighted(const Lane& lane, float) { finish(lane, fit_signed<16>(lane.x, lane.w, 32), 0); }
 
-    STATIC_INLINE void finish(const Lane& lane, const Fit& fit) {
+    // levels: those of the search, or 0.
+    STATIC_INLINE void finish(const Lane& lane, const Fit& fit, const float* levels) {
         const SuperBlock<16> block(lane);
         const int part = lane.part;
         block.found(0)[part] = fit.scale;
@@ -266,7 +359,7 @@ struct EncodeQ6_K {
             const float v = lane.x[i];
             int level = -32;  // of a sub-block of zeros
             if (d != 0) level = min(max(nearest_int(v / d), -32), 31);
-            else if (inverse != 0) level = min(max(nearest_int(v * inverse), -32), 31);
+            else if (inverse != 0) level = levels ? (int)levels[i] : min(max(nearest_int(v * inverse), -32), 31);
             lane.x[i] = (float)(level + 32);
         }
         __syncwarp();
@@ -281,4 +374,15 @@ struct EncodeQ6_K {
         out[192 + part] = (uint8_t)code;
         if (part == 0) store_half(out + 208, half);
     }
+};
+
+struct EncodeQ6_K_IK : EncodeQ6_K {
+    static const int ROOM = SuperBlock<16>::WITH_LEVELS;
+
+    STATIC_INLINE void plain(const Lane& lane) {
+        for (int i = 0; i < 16; i++) lane.w[i] = lane.x[i] * lane.x[i];
+        weighted(lane, 0);
+    }
+
+    STATIC_INLINE void weighted(const Lane& lane, float) { finish(lane, refined_signed<32>(lane), SuperBlock<16>(lane).levels()); }
 };

@@ -35,6 +35,29 @@ struct Lane {
     GridTables grid;
 };
 
+// Fetch values of the COUNT lanes of a block of threads, VALUES each, line after line; each lane's lie STRIDE behind
+// those of the one before. from: the value i of the lanes together, asked for in order.
+template <int COUNT, int VALUES, int STRIDE, class F> INLINE void fetch_values(float* to, F from) {
+    static_assert(COUNT % VALUES == 0, "a thread always has the same place in a lane");
+    const int here = (int)threadIdx.x;
+    to += here / VALUES * STRIDE + here % VALUES;
+#pragma unroll 8
+    for (int j = 0; j < VALUES; j++) to[j * (COUNT / VALUES) * STRIDE] = from(here + j * COUNT);
+}
+
+// A column that goes on by some values at a time, and begins again at the end of a row; without a division each time.
+struct Column {
+    uint32_t at, n;
+
+    __device__ __forceinline__ Column(int64_t begin, int64_t row) : at((uint32_t)begin % (uint32_t)row), n((uint32_t)row) {}
+    __device__ __forceinline__ uint32_t next(uint32_t step) {
+        const uint32_t found = at;
+        at += step;
+        while (at >= n) at -= n;
+        return found;
+    }
+};
+
 // Importances to weights: w = importance * sqrt(sigma + x^2).
 INLINE void weigh(const Lane& lane, int n, float sigma) {
     for (int i = 0; i < n; i++) lane.w[i] = lane.w[i] * __fsqrt_rn(sigma + lane.x[i] * lane.x[i]);

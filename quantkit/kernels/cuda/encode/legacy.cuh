@@ -97,6 +97,36 @@ struct EncodeQ4_1 : Affine<15> {};
 struct EncodeQ5_0 : Symmetric<16> {};
 struct EncodeQ5_1 : Affine<31> {};
 
+// ik_llama.cpp's, which differ with an importance: levels that move, and are kept.
+template <int HALF> struct RefinedSymmetric : Symmetric<HALF> {
+    static const int ROOM = 33;
+
+    STATIC_INLINE void weighted(const Lane& lane, float mean) {
+        weigh(lane, 32, mean);
+        const float* levels = lane.room;
+        store_half(lane.out, fit_signed_refined<32>(lane.x, lane.w, lane.room, HALF));
+        store_levels<HALF == 16>(lane.out + 2, [&](int i) { return (int)levels[i] + HALF; });
+    }
+};
+
+template <int TOP> struct RefinedAffine : Affine<TOP> {
+    static const int ROOM = 33;
+
+    STATIC_INLINE void weighted(const Lane& lane, float mean) {
+        weigh(lane, 32, mean);
+        const float* levels = lane.room;
+        const Fit fit = fit_with_min_refined<32>(lane.x, lane.w, lane.room, TOP);
+        store_half(lane.out, fit.scale);
+        store_half(lane.out + 2, fit.low);
+        store_levels<TOP == 31>(lane.out + 4, [&](int i) { return (int)levels[i]; });
+    }
+};
+
+struct EncodeQ4_0_IK : RefinedSymmetric<8> {};
+struct EncodeQ4_1_IK : RefinedAffine<15> {};
+struct EncodeQ5_0_IK : RefinedSymmetric<16> {};
+struct EncodeQ5_1_IK : RefinedAffine<31> {};
+
 struct EncodeQ8_0 {
     static const int VALUES = 32, BLOCK = 32, BYTES = 34, ROOM = 0;
     static const bool WEIGHS = false;

@@ -11,16 +11,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
+from math import inf
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from quantkit.helpers import round_up
-from quantkit.kernels.cuda.core.device import Device, Launch
+from quantkit.kernels.cuda.core.device import Device, DeviceHangs, Launch, abandon
 from quantkit.kernels.cuda.core.kernel import Kernel, Shape
-from quantkit.kernels.cuda.core.neighbours import grid_on
-from quantkit.kernels.cuda.encode.encode import encode_rows, encoders, kernels_of, weighs
+from quantkit.kernels.cuda.encode.encode import encode_rows, encoders, kernels_of, put_tables, weighs, working_bytes
 from quantkit.kernels.cuda.unpack.dequantize import OUTPUTS, dequantize
 from quantkit.kernels.formats import FORMATS
 from quantkit.types import BY_NAME, TensorType
@@ -47,25 +47,35 @@ class Lane(Device, Protocol):
     def start_download(self, address: int, out: npt.NDArray[Any]) -> None:
         """Fill pinned memory from the device some time before ``wait`` returns."""
 
-    def wait(self) -> None:
-        """Wait until everything is done, without keeping a CPU busy; ResourceError if something failed."""
+    def wait(self, seconds: float = inf, given_up: Callable[[], bool] = lambda: False) -> None:
+        """Wait until everything is done, without keeping a CPU busy; ResourceError if something failed.
+
+        DeviceHangs after so many seconds, or if it is given up.
+        """
 
 
 class Form(NamedTuple):
-    """What rows are, and become: those of one form can go together. A source of F32 needs no decoding."""
+    """What rows are, and become: those of one form can go together. A source of F32 needs no decoding.
+
+    ik: whether by ik_llama.cpp's search, of a type of both trees.
+    """
 
     source: TensorType
     target: TensorType
     n: int
+    ik: bool = False
 
     def kernels(self, weighted: Iterable[bool]) -> list[Kernel]:
         """Return the kernels that rows of this form need; weighted: with importance, without, or both."""
-        found = [not_finite(1).kernel, *(kernel for each in weighted for kernel in kernels_of(self.target, each))]
+        found = [
+            not_finite(1).kernel,
+            *(kernel for each in weighted for kernel in kernels_of(self.target, each, self.ik)),
+        ]
         return found if self.source is _F32 else [*found, dequantize(self.source, self.n, 1).kernel]
 
     def put_tables(self, device: Device) -> None:
         """Have what the encoder looks up on the device, where all lanes find it."""
-        grid_on(device, self.target)
+        put_tables(device, self.target)
 
 
 class Segment(NamedTuple):
@@ -76,12 +86,12 @@ class Segment(NamedTuple):
 
 
 class Room(NamedTuple):
-    """What a slot has room for: bytes of rows, of importances and of what comes back; values to decode; rows."""
+    """What a slot has room for: bytes of rows, of importances, of what encoders need, of what comes back; values."""
 
     source: int
     importance: int
     values: int
-    rows: int
+    work: int
     out: int
 
     @property
@@ -92,7 +102,7 @@ class Room(NamedTuple):
     @property
     def device(self) -> int:
         """Bytes on the card."""
-        return self.host + 4 * self.values + 4 * self.rows
+        return self.host + 4 * self.values + self.work
 
     def __or__(self, other: Room) -> Room:
         """Return room for either."""
@@ -106,14 +116,14 @@ def room_for(form: Form, rows: int) -> Room:
         round_up(rows * form.source.row_bytes(form.n), 256),
         4 * form.n * segments if weighs(form.target) else 0,
         0 if form.source is _F32 else rows * form.n,
-        rows,
+        round_up(working_bytes(form.target, rows, form.n), 256),
         _HEAD + round_up(rows * form.target.row_bytes(form.n), _ALIGNED) + _ALIGNED * segments,
     )
 
 
-def can_encode(t: TensorType) -> bool:
-    """Return whether cards encode type t."""
-    return t.name in encoders()
+def can_encode(t: TensorType, ik: bool = False) -> bool:
+    """Return whether cards encode type t; ``ik``: by ik_llama.cpp's search, where there are two."""
+    return t.name in encoders(ik)
 
 
 def can_decode(t: TensorType) -> bool:
@@ -135,9 +145,9 @@ class Slot:
         self._addresses: list[int] = []
         self._segments: list[tuple[int, int]] = []
         try:
-            self._source, self._importance, self._x, self._squares, self._out = (
+            self._source, self._importance, self._x, self._work, self._out = (
                 self._allocated(nbytes)
-                for nbytes in (room.source, room.importance, 4 * room.values, 4 * room.rows, room.out)
+                for nbytes in (room.source, room.importance, 4 * room.values, room.work, room.out)
             )
             #: Rows as they lie in the file, one behind the other.
             self.source: U8 = device.host_array(room.source, np.uint8)
@@ -164,7 +174,7 @@ class Slot:
         d.run([Launch(look.kernel, look.grid, look.kernel.block(x=x, found=self._out, n=rows * n))])
         self._segments, at, row_bytes = [], _HEAD, form.target.row_bytes(n)
         for segment, importance in zip(segments, importances, strict=True):
-            encode_rows(d, form.target, x, segment.rows, n, self._out + at, importance, self._squares)
+            encode_rows(d, form.target, x, segment.rows, n, self._out + at, importance, self._work, ik=form.ik)
             self._segments.append((at, segment.rows * row_bytes))
             x += 4 * n * segment.rows
             at = round_up(at + segment.rows * row_bytes, _ALIGNED)
@@ -191,17 +201,33 @@ class Slot:
         self.device.run([Launch(shape.kernel, shape.grid, block)])
         return self._x
 
-    def wait(self) -> list[U8] | None:
-        """Return the bytes of each segment, until the next ``start``; None if a value is not finite."""
-        self.device.wait()
+    def wait(self, seconds: float = inf, given_up: Callable[[], bool] = lambda: False) -> list[U8] | None:
+        """Return the bytes of each segment, until the next ``start``; None if a value is not finite.
+
+        Raises:
+            DeviceHangs: they are not there after so many seconds, or ``given_up``.
+            ResourceError: the card failed.
+        """
+        self.device.wait(seconds, given_up)
         if self._made[:4].any():
             return None
         return [self._made[at : at + nbytes] for at, nbytes in self._segments]
 
-    def close(self) -> None:
-        """Give back what it has on the card, whatever became of that."""
-        with suppress(Exception):
-            self.device.wait()
+    def close(self, seconds: float = inf, hangs: bool = False) -> None:
+        """Give back what it has on the card, whatever became of that.
+
+        Nothing if the card hangs, as may show within so many seconds: it may still write there.
+        """
+        try:
+            if not hangs:
+                self.device.wait(seconds)
+        except DeviceHangs:
+            hangs = True
+        except Exception:  # it failed, and does nothing more
+            pass
+        if hangs:
+            abandon(self, self.device, getattr(self.device, "owner", None))
+            return
         for address in self._addresses:
             with suppress(Exception):
                 self.device.free(address)

@@ -32,12 +32,12 @@ KERNEL(scales, 64) {
     __shared__ float values[LANES * STRIDE], weights[LANES * STRIDE], own[LANES * ENCODER::OWN_ROOM + 1];
     const int64_t per_row = a.n / 256, first = (int64_t)blockIdx.x * AT_ONCE, left = a.rows * per_row - first;
     const int here = left < AT_ONCE ? (int)left : AT_ONCE;
-    for (int i = threadIdx.x; i < LANES * 32; i += LANES) {
-        values[i / 32 * STRIDE + i % 32] = i < here * 256 ? a.x[first * 256 + i] : 0.0f;
+    const float* x = a.x + first * 256;
+    fetch_values<LANES, 32, STRIDE>(values, [&](int i) { return i < here * 256 ? x[i] : 0.0f; });
 #ifdef WEIGHTED
-        weights[i / 32 * STRIDE + i % 32] = a.importance[(first + i / 256) % per_row * 256 + i % 256];
+    Column column(first % per_row * 256 + threadIdx.x, a.n);
+    fetch_values<LANES, 32, STRIDE>(weights, [&](int) { return a.importance[column.next(LANES)]; });
 #endif
-    }
     __syncthreads();
     const typename ENCODER::Tables tables;
     const int at = threadIdx.x, part = at % 8;
@@ -66,12 +66,12 @@ KERNEL(rows, 64) {
     float total = 0;  // of the terms in x (thread 0) and in w (the first of another warp)
     for (int first = 0; first < count; first += LANES) {
         const int here = min(count - first, LANES);
-        for (int i = at; i < LANES * 32; i += LANES) {
-            values[i / 32 * STRIDE + i % 32] = i < here * 32 ? x[first * 32 + i] : 0.0f;
+        const float* part = x + first * 32;
+        fetch_values<LANES, 32, STRIDE>(values, [&](int i) { return i < here * 32 ? part[i] : 0.0f; });
 #ifdef WEIGHTED
-            weights[i / 32 * STRIDE + i % 32] = i < here * 32 ? a.importance[first * 32 + i] : 0.0f;
+        const float* columns = a.importance + first * 32;
+        fetch_values<LANES, 32, STRIDE>(weights, [&](int i) { return i < here * 32 ? columns[i] : 0.0f; });
 #endif
-        }
         Found found = {};
         if (at < here) {
             const Kept kept(out, (int64_t)((first + at) / 8) * ENCODER::BYTES);

@@ -29,26 +29,92 @@ template <int N> INLINE float largest_of(const float* x) {
     return largest;
 }
 
-// Fit x ~ scale * l with l in -nmax .. nmax - 1, maximizing (sum w*x*l)^2 / sum w*l*l; 0 for values that count as zero.
+// Adding this rounds to an integer, even at a tie, which is in the low bits then; |v| < 2^22.
+const float ROUNDING = 12582912.0f;
+
+// The candidates for a scale of fit_signed, in the order of their trials: 1 / scale is -(nmax + tenths / 10) / largest.
+const int SIGNED_TRIALS = 19;
+INLINE int signed_tenths(int trial) { return trial == 0 ? 0 : trial < 10 ? trial - 10 : trial - 9; }
+INLINE float signed_inverse(int trial, int nmax, float largest) {
+    return -((float)nmax + 0.1f * (float)signed_tenths(trial)) / largest;
+}
+
+// Add a value to the sums over w*x*l and w*l*l of a candidate. |inverse * x| is not much more than nmax; where it rounds to no
+// more, as up to nmax + 0.4, nothing is below -nmax.
+template <bool BELOW> INLINE void add_signed(float x, float w, float wx, int nmax, float inverse, float& sum_lx, float& sum_l2) {
+    float rounded = inverse * x + ROUNDING;
+    if (BELOW) rounded = fmaxf(rounded, ROUNDING - (float)nmax);
+    const float level = fminf(rounded, ROUNDING + (float)(nmax - 1)) - ROUNDING;
+    sum_lx = sum_lx + wx * level;
+    sum_l2 = sum_l2 + w * level * level;
+}
+
+// The best so far of candidates, and its place among them.
+struct BestSigned {
+    float scale, found;
+    int trial;
+
+    __device__ __forceinline__ BestSigned() : scale(0), found(0), trial(0) {}
+    __device__ __forceinline__ void take(int which, float sum_lx, float sum_l2) {
+        if (which == 0 ? sum_l2 != 0 : sum_l2 > 0 && sum_lx * sum_lx > found * sum_l2) {
+            scale = sum_lx / sum_l2;
+            trial = which;
+        }
+        if (which == 0 || trial == which) found = scale * sum_lx;
+    }
+};
+
+// Fit x ~ scale * l with l in -nmax .. nmax - 1, maximizing (sum w*x*l)^2 / sum w*l*l; 0 for values that count as zero. All
+// candidates go over the values together: each value is read once.
 template <int N> INLINE Fit fit_signed(const float* x, const float* w, int nmax) {
     const float largest = largest_of<N>(x);
     if (fabsf(largest) < 1e-15f) return Fit{};
-    float sum_lx, sum_l2;
-    Fit best = {0, (float)-nmax / largest};
-    signed_sums<N>(x, w, nmax, best.inverse, sum_lx, sum_l2);
-    if (sum_l2 != 0) best.scale = sum_lx / sum_l2;
-    float found = best.scale * sum_lx;
-    for (int k = -9; k <= 9; k++) {
-        if (k == 0) continue;
-        const float inverse = -((float)nmax + 0.1f * (float)k) / largest;
-        signed_sums<N>(x, w, nmax, inverse, sum_lx, sum_l2);
-        if (sum_l2 > 0 && sum_lx * sum_lx > found * sum_l2) {
-            best.scale = sum_lx / sum_l2;
-            best.inverse = inverse;
-            found = best.scale * sum_lx;
+    float inverse[SIGNED_TRIALS], sum_lx[SIGNED_TRIALS], sum_l2[SIGNED_TRIALS];
+#pragma unroll
+    for (int k = 0; k < SIGNED_TRIALS; k++) {
+        inverse[k] = signed_inverse(k, nmax, largest);
+        sum_lx[k] = sum_l2[k] = 0;
+    }
+#pragma unroll 1
+    for (int i = 0; i < N; i++) {
+        const float v = x[i], weight = w[i], wx = weight * v;
+#pragma unroll
+        for (int k = 0; k < SIGNED_TRIALS; k++) {
+            if (signed_tenths(k) > 4) add_signed<true>(v, weight, wx, nmax, inverse[k], sum_lx[k], sum_l2[k]);
+            else add_signed<false>(v, weight, wx, nmax, inverse[k], sum_lx[k], sum_l2[k]);
         }
     }
-    return best;
+    BestSigned best;
+    Fit fit = {};
+#pragma unroll
+    for (int k = 0; k < SIGNED_TRIALS; k++) {
+        best.take(k, sum_lx[k], sum_l2[k]);
+        if (best.trial == k) fit.inverse = inverse[k];
+    }
+    fit.scale = best.scale;
+    return fit;
+}
+
+// The same for 16 values that the lanes of a super-block of 16 share: a lane has a candidate, some have two.
+INLINE Fit fit_signed_together(const float* x, const float* w, int nmax, int part) {
+    const float largest = largest_of<16>(x);
+    float sum_lx[2] = {0, 0}, sum_l2[2] = {0, 0}, inverse[2];
+#pragma unroll
+    for (int k = 0; k < 2; k++) inverse[k] = signed_inverse(min(16 * k + part, SIGNED_TRIALS - 1), nmax, largest);
+#pragma unroll 4
+    for (int i = 0; i < 16; i++) {
+        const float v = x[i], weight = w[i], wx = weight * v;
+#pragma unroll
+        for (int k = 0; k < 2; k++) add_signed<true>(v, weight, wx, nmax, inverse[k], sum_lx[k], sum_l2[k]);
+    }
+    BestSigned best;
+#pragma unroll
+    for (int k = 0; k < SIGNED_TRIALS; k++) {
+        const float lx = __shfl_sync(FULL, sum_lx[k / 16], k % 16, 16), l2 = __shfl_sync(FULL, sum_l2[k / 16], k % 16, 16);
+        best.take(k, lx, l2);
+    }
+    if (fabsf(largest) < 1e-15f) return Fit{};
+    return Fit{best.scale, signed_inverse(best.trial, nmax, largest)};
 }
 
 // Fit x ~ scale * l with l in -nmax .. nmax - 1 and weights x*x: levels by the largest value, then each in turn to its
@@ -93,48 +159,104 @@ template <bool GUARDED> INLINE int level_of(float v, int top) {
 // The weighted error of a level.
 template <bool ABSOLUTE> INLINE float error_of(float w, float off) { return w * (ABSOLUTE ? fabsf(off) : off * off); }
 
+// What a candidate of fit_with_min adds up.
+struct LevelSums {
+    float l, l2, xl;
+
+    __device__ __forceinline__ void add(float x, float w, float level) {
+        const float wl = w * level;
+        l = l + wl;
+        l2 = l2 + wl * level;
+        xl = xl + wl * x;
+    }
+};
+
+// A level as level_of gives it, where v is no more than 2^22 or guarded.
+template <bool GUARDED> INLINE float near_level(float v, int top) {
+    if (GUARDED) return fminf(fmaxf(v, 0.0f), (float)top) + ROUNDING - ROUNDING;
+    return fminf(fmaxf(v + ROUNDING, ROUNDING), ROUNDING + (float)top) - ROUNDING;
+}
+
+// A candidate whose levels wrap around: one value after the other.
+template <int N> INLINE LevelSums far_sums(const float* x, const float* w, float inverse, float low, int top) {
+    LevelSums sums = {0, 0, 0};
+#pragma unroll 1
+    for (int i = 0; i < N; i++) sums.add(x[i], w[i], (float)level_of<false>(inverse * (x[i] - low), top));
+    return sums;
+}
+template <int N, bool ABSOLUTE>
+INLINE float far_error(const float* x, const float* w, float inverse, float low, int top, float scale, float new_low) {
+    float error = 0;
+#pragma unroll 1
+    for (int i = 0; i < N; i++) {
+        const float level = (float)level_of<false>(inverse * (x[i] - low), top);
+        error = error + error_of<ABSOLUTE>(w[i], scale * level + new_low - x[i]);
+    }
+    return error;
+}
+
 // Fit x ~ scale * l + low with l in 0 .. top and low <= 0, minimizing the weighted squares (or sizes) of the error. Tries
-// `steps` + 1 inverse scales; low is the best one so far, so the trials depend on each other.
+// `steps` + 1 inverse scales; low is the best one so far, so the trials depend on each other. Values, weights and the levels
+// of a trial are in registers.
 template <int N, bool GUARDED, bool ABSOLUTE>
-INLINE Fit fit_with_min(const float* x, const float* w, int top, float start, float delta, int steps) {
+INLINE Fit fit_with_min(const float* values, const float* weights, int top, float start, float delta, int steps) {
+    float x[N], w[N], level[N];
+#pragma unroll
+    for (int i = 0; i < N; i++) {
+        x[i] = values[i];
+        w[i] = weights[i];
+    }
     float low = x[0], high = x[0], sum_w = w[0], sum_x = sum_w * x[0];
+#pragma unroll
     for (int i = 1; i < N; i++) {
         low = x[i] < low ? x[i] : low;
         high = x[i] > high ? x[i] : high;
         sum_w = sum_w + w[i];
         sum_x = sum_x + w[i] * x[i];
     }
+    const float smallest = low;
     if (low > 0) low = 0;
     if (high <= low) return Fit{0, 0, low, 0, sum_w};
     float inverse = (float)top / (high - low);
     Fit best = {1.0f / inverse, is_finite(inverse) ? inverse : 0.0f, low, low, sum_w};
     float least = 0;
-    for (int i = 0; i < N; i++) {
-        const float level = (float)level_of<false>(inverse * (x[i] - low), top);
-        least = least + error_of<ABSOLUTE>(w[i], best.scale * level + low - x[i]);
+    if (fabsf(inverse * (high - low)) < 4e6f) {
+#pragma unroll
+        for (int i = 0; i < N; i++) {
+            const float near = near_level<false>(inverse * (x[i] - low), top);
+            least = least + error_of<ABSOLUTE>(w[i], best.scale * near + low - x[i]);
+        }
+    } else {
+        least = far_error<N, ABSOLUTE>(values, weights, inverse, low, top, best.scale, low);
     }
+#pragma unroll 1
     for (int k = 0; k <= steps; k++) {
         inverse = (start + delta * (float)k + (float)top) / (high - low);
-        float sum_l = 0, sum_l2 = 0, sum_xl = 0;
-#pragma unroll 8
-        for (int i = 0; i < N; i++) {
-            const float level = (float)level_of<GUARDED>(inverse * (x[i] - low), top), wl = w[i] * level;
-            sum_l = sum_l + wl;
-            sum_l2 = sum_l2 + wl * level;
-            sum_xl = sum_xl + wl * x[i];
+        // The least and the largest value have the levels that are furthest out.
+        const bool near = GUARDED || (fabsf(inverse * (high - low)) < 4e6f && fabsf(inverse * (smallest - low)) < 4e6f);
+        LevelSums sums = {0, 0, 0};
+        if (near) {
+#pragma unroll
+            for (int i = 0; i < N; i++) {
+                level[i] = near_level<GUARDED>(inverse * (x[i] - low), top);
+                sums.add(x[i], w[i], level[i]);
+            }
+        } else {
+            sums = far_sums<N>(values, weights, inverse, low, top);
         }
-        const float det = sum_w * sum_l2 - sum_l * sum_l;
+        const float det = sum_w * sums.l2 - sums.l * sums.l;
         if (!(det > 0)) continue;
-        float scale = (sum_w * sum_xl - sum_x * sum_l) / det, new_low = (sum_l2 * sum_x - sum_l * sum_xl) / det;
+        float scale = (sum_w * sums.xl - sum_x * sums.l) / det, new_low = (sums.l2 * sum_x - sums.l * sums.xl) / det;
         if (new_low > 0) {
-            scale = sum_xl / sum_l2;
+            scale = sums.xl / sums.l2;
             new_low = 0;
         }
         float error = 0;
-#pragma unroll 8
-        for (int i = 0; i < N; i++) {
-            const float level = (float)level_of<GUARDED>(inverse * (x[i] - low), top);
-            error = error + error_of<ABSOLUTE>(w[i], scale * level + new_low - x[i]);
+        if (near) {
+#pragma unroll
+            for (int i = 0; i < N; i++) error = error + error_of<ABSOLUTE>(w[i], scale * level[i] + new_low - x[i]);
+        } else {
+            error = far_error<N, ABSOLUTE>(values, weights, inverse, low, top, scale, new_low);
         }
         if (error < least) {
             least = error;
@@ -159,13 +281,14 @@ template <int N> INLINE float positive_error(const float* x, const float* w, int
 
 // Fit x ~ scale * l with l in 0 .. top, for the scales or minima of a super-block; return the scale, leave the levels,
 // float or uint8_t.
-template <int N, typename T> INLINE float fit_positive(const float* x, const float* w, T* levels, int top) {
+template <int N, typename T>
+INLINE float fit_positive(const float* x, const float* w, T* levels, int top, float almost_0 = 1e-15f) {
     float largest = 0;
     for (int i = 0; i < N; i++) {
         largest = fmaxf(largest, x[i]);
         levels[i] = 0;
     }
-    if (largest < 1e-15f) return 0;
+    if (largest < almost_0) return 0;
     float best = (float)top / largest, least = positive_error<N>(x, w, top, best, true);
     for (int k = -4; k <= 4; k++) {
         if (k == 0) continue;

@@ -184,3 +184,16 @@ KERNEL(select_outputs, 256) {
     float* out = a.out + row * a.width;
     each_column(a.width, a.width % 4 == 0, [&](uint32_t c, auto one) { put(out + c, get<decltype(one)>(x + c)); });
 }
+
+// The rows of a table of whole numbers, [n_vocab][width], that tokens name.
+struct lookup_args {
+    const Batch* batch;
+    const int32_t* table;
+    int32_t* out;
+    int64_t width, rows;
+};
+
+KERNEL(lookup, 256) {
+    const int64_t at = (int64_t)blockIdx.x * 256 + threadIdx.x;
+    if (at < a.rows * a.width) a.out[at] = a.table[a.batch->tokens[at / a.width] * a.width + at % a.width];
+}

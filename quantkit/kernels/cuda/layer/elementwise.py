@@ -1,6 +1,7 @@
 """Kernels on single elements, or rows: elementwise.cu.
 
     select_outputs    batch x out width rows            rows: of the outputs; width: all columns of a token
+    lookup            batch table out width rows        table: int32 [n_vocab, width]
     add               a b out width rows
     scale shift clamp softcap    x out width rows by
     xielu             x out width rows alpha_n alpha_p beta eps
@@ -57,8 +58,13 @@ join = _over(over_rows, "join")
 select_outputs = _over(over_rows, "select_outputs")
 
 
+def lookup(width: int, rows: int) -> Shape:
+    """Return how to launch ``lookup``."""
+    return Shape(Kernel(FILE, "lookup"), (max(1, -(-rows * width // 256)), 1, 1))
+
+
 def kernels() -> Iterator[Kernel]:
     """Yield every kernel of this file."""
     of_elements = (add, scale, shift, clamp, softcap, xielu)
-    for shape in (*of_elements, scale_by_position, multiply_by, plus_vector, take, join, select_outputs):
+    for shape in (*of_elements, scale_by_position, multiply_by, plus_vector, take, join, select_outputs, lookup):
         yield shape(1, 1).kernel

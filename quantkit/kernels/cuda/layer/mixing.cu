@@ -1,4 +1,4 @@
-// Rows by their own statistics, and groups of columns mixed: what Gemma 3n has around its layers.
+// Rows by their own statistics, and groups of columns mixed: what Gemma 3n and RWKV have around their layers.
 #include "core/functions.cuh"
 #include "core/each.cuh"
 
@@ -72,4 +72,45 @@ KERNEL(mix, 256) {
         for (int64_t i = 1; i < a.n; i++) total = plus(total, times(get<V>(x + i * a.group + c % group), w[i] + offset));
         put(a.out + row * a.width + c, plus(get<V>(a.base + row * a.width + c), total));
     });
+}
+
+// x and to have n columns, out, by and weights width / n groups of them; by, weights: or none.
+struct lerp_args {
+    const float *x, *to, *by, *weights;
+    float* out;
+    int64_t width, n, rows;
+};
+
+KERNEL(lerp, 256) {
+    const int64_t row = blockIdx.x;
+    if (row >= a.rows) return;
+    const uint32_t n = (uint32_t)a.n;
+    const float *x = a.x + row * a.n, *to = a.to + row * a.n, *weights = a.weights ? a.weights + row * a.width : nullptr;
+    float* out = a.out + row * a.width;
+    each_column(a.width, n % 4 == 0, [&](uint32_t c, auto one) {
+        using V = decltype(one);
+        V factor = {};
+        if (a.by) factor = get<V>(a.by + c);
+        if (weights) factor = a.by ? plus(factor, get<V>(weights + c)) : get<V>(weights + c);
+        const V from = get<V>(x + c % n);
+        put(out + c, plus(from, times(plus(get<V>(to + c % n), times(from, -1.0f)), factor)));
+    });
+}
+
+// x + v times the sum of r k vector over each head's columns, by a warp.
+struct bonus_args {
+    const float *x, *r, *k, *v, *vector;
+    float* out;
+    int64_t width, head, rows;
+};
+
+KERNEL(bonus, 256) {
+    const int64_t heads = a.width / a.head, unit = blockIdx.x * 8 + (threadIdx.x >> 5), lane = threadIdx.x & 31;
+    if (unit >= a.rows * heads) return;
+    const int64_t at = unit * a.head;
+    const float* vector = a.vector + unit % heads * a.head;
+    float sum = 0;
+    for (int64_t i = lane; i < a.head; i += 32) sum = fmaf(a.k[at + i] * a.r[at + i], vector[i], sum);
+    sum = warp_sum(sum);
+    for (int64_t i = lane; i < a.head; i += 32) a.out[at + i] = a.x[at + i] + a.v[at + i] * sum;
 }

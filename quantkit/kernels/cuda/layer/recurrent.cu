@@ -1,4 +1,4 @@
-// Recurrent layers with a state of fixed size per sequence: causal convolution, the gated delta rule, selective scans.
+// Recurrent layers with a state of fixed size per sequence: convolution, the gated delta rule, selective scans, RWKV.
 // A state is float32 [sequences, width]; a token at position 0 starts from zeros, whatever the state holds. Tokens are
 // processed in batch order; sequences may be mixed. Columns are independent.
 #include "core/functions.cuh"
@@ -361,3 +361,90 @@ KERNEL(column_scan, 128) {
     if (here && sequence >= 0) store_state(s, states + sequence * size, lane_row, d_state, width);
 }
 #endif
+
+// ---- RWKV: S = diag(w) S + k v^T - (rate * removed) (S^T removed)^T;  out = scale S^T r;  w = exp(-exp(g)), or with a
+// ---- bound exp(-bound sigmoid(g))
+
+// state: [sequences][n_head][head][head]; head <= HEAD. Head h reads k and v of head h / (n_head / n_kv_head). removed,
+// rate: or none; S^T removed is of S before it decays. earlier: out is of the S before. complement: k is k (1 - w).
+// Blocks are (head, 32 of its columns).
+#define WKV_CHUNK (1024 / HEAD)
+struct wkv_args {
+    const Batch* batch;
+    const float *r, *g, *k, *v, *removed, *rate;
+    float *out, *state;
+    int64_t n_head, n_kv_head, head, earlier, complement, rows;
+    double scale, bound;
+};
+
+KERNEL(wkv, 128) {
+    __shared__ float4 r[WKV_CHUNK][HEAD / 4], w[WKV_CHUNK][HEAD / 4], k[WKV_CHUNK][HEAD / 4];
+    __shared__ float4 removed[WKV_CHUNK][HEAD / 4], lost[WKV_CHUNK][HEAD / 4];
+    __shared__ float v[WKV_CHUNK][COLUMNS];
+    __shared__ int sequences[WKV_CHUNK], positions[WKV_CHUNK];
+    const int head = blockIdx.x, n_rows = (int)a.head;
+    const int kv_head = (int)(head / (a.n_head / a.n_kv_head));
+    const int first = COLUMNS * blockIdx.y, column = threadIdx.x >> 2, lane_row = 4 * (threadIdx.x & 3);
+    const bool here = first + column < n_rows;
+    const float scale = (float)a.scale, bound = (float)a.bound;
+    const int64_t size = (int64_t)n_rows * n_rows;
+    float* const states = a.state + head * size + first + column;
+    float4 s[QUADS];
+    int sequence = -1;
+    for (int begin = 0; begin < a.rows; begin += WKV_CHUNK) {
+        const int n = (int)min((int64_t)WKV_CHUNK, a.rows - begin);
+        __syncthreads();  // the previous chunk may still be read
+        for (int i = threadIdx.x; i < n * HEAD; i += 128) {
+            const int t = i / HEAD, row = i % HEAD;
+            const bool there = row < n_rows;
+            const int64_t at = ((begin + t) * a.n_head + head) * n_rows + row;
+            const int64_t of_kv = ((begin + t) * a.n_kv_head + kv_head) * n_rows + row;
+            const float g = there ? a.g[at] : 0.0f, key = there ? a.k[of_kv] : 0.0f;
+            const float kept = expf(-(bound != 0 ? bound * sigmoid(g) : expf(g)));
+            const float gone = there && a.removed ? a.removed[at] : 0.0f;
+            ((float*)r[t])[row] = there ? a.r[at] * scale : 0.0f;
+            ((float*)w[t])[row] = kept;
+            ((float*)k[t])[row] = a.complement ? key - key * kept : key;
+            ((float*)removed[t])[row] = gone;
+            ((float*)lost[t])[row] = there && a.removed ? -gone * a.rate[at] : 0.0f;
+        }
+        const float* const values = a.v + (begin * a.n_kv_head + kv_head) * n_rows + first;
+        load_rows<COLUMNS>((float*)v, values, a.n_kv_head * n_rows, n, n_rows - first);
+        for (int t = threadIdx.x; t < n; t += 128) {
+            sequences[t] = a.batch->sequences[begin + t];
+            positions[t] = a.batch->positions[begin + t];
+        }
+        __syncthreads();
+        for (int t = 0; t < n; t++) {
+            if (sequences[t] != sequence || positions[t] == 0) {
+                if (here && sequence >= 0 && sequences[t] != sequence)
+                    store_state(s, states + sequence * a.n_head * size, lane_row, n_rows, n_rows);
+                sequence = sequences[t];
+                const float* from = states + sequence * a.n_head * size;
+                load_state(s, from, lane_row, n_rows, n_rows, !here || positions[t] == 0);
+            }
+            const int lane = lane_row / 4;
+            const float value = v[t][column];
+            float part0 = 0, part1 = 0, before = 0;
+            if (a.removed || a.earlier) {
+                const float4* by = (a.earlier ? r[t] : removed[t]) + lane;
+#pragma unroll
+                for (int i = 0; i < QUADS; i++) (i % 2 ? part1 : part0) = dot4(s[i], by[4 * i], i % 2 ? part1 : part0);
+                before = quad_sum(part0 + part1);
+                part0 = part1 = 0;
+            }
+#pragma unroll
+            for (int i = 0; i < QUADS; i++) {
+                const float4 x = k[t][lane + 4 * i], y = lost[t][lane + 4 * i], e = w[t][lane + 4 * i];
+                s[i].x = fmaf(y.x, before, fmaf(x.x, value, s[i].x * e.x));
+                s[i].y = fmaf(y.y, before, fmaf(x.y, value, s[i].y * e.y));
+                s[i].z = fmaf(y.z, before, fmaf(x.z, value, s[i].z * e.z));
+                s[i].w = fmaf(y.w, before, fmaf(x.w, value, s[i].w * e.w));
+                (i % 2 ? part1 : part0) = dot4(s[i], r[t][lane + 4 * i], i % 2 ? part1 : part0);
+            }
+            const float o = a.earlier ? before : quad_sum(part0 + part1);
+            if (here && lane_row == 0) a.out[((begin + t) * a.n_head + head) * n_rows + first + column] = o;
+        }
+    }
+    if (here && sequence >= 0) store_state(s, states + sequence * a.n_head * size, lane_row, n_rows, n_rows);
+}

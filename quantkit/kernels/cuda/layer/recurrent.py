@@ -1,4 +1,5 @@
-"""Layers that remember a sequence, on the device: recurrent.cu. Convolution, the gated delta rule, selective scans.
+"""Layers that remember a sequence, on the device: recurrent.cu. Convolution, the gated delta rule, selective scans,
+RWKV.
 
     convolve     batch x out weight bias state taps width rows
                  weight: f32 [width, taps], taps <= TAPS; bias: f32 [width], or 0
@@ -11,6 +12,8 @@
                  state: f32 [sequences, n_head, d_state, head]
     column_scan  batch x z dt b c a d out state width d_state rows
                  a: f32 [d_state, width]; state: f32 [sequences, d_state, width]
+    wkv          batch r g k v removed rate out state n_head n_kv_head head earlier complement scale bound rows
+                 removed, rate: or 0; state: f32 [sequences, n_head, head, head]
 
 rows: tokens. A token at position 0 finds zeros in the state; otherwise what is there counts, so it begins as zeros.
 """
@@ -58,6 +61,12 @@ def column_scan(width: int, d_state: int) -> Shape:
     return Shape(_of_heads("column_scan", d_state), (-(-width // _COLUMNS), 1, 1))
 
 
+def wkv(n_head: int, head: int) -> Shape:
+    """Return how RWKV advances all heads; TypeNotSupported for larger ones than there is room for."""
+    _check("RWKV with heads of", head, "columns", HEADS[-1])
+    return Shape(_of_heads("wkv", head), (n_head, -(-head // _COLUMNS), 1))
+
+
 def _check(what: str, n: int, unit: str, most: int) -> None:
     if not 0 < n <= most:
         raise TypeNotSupported(
@@ -78,7 +87,7 @@ def kernels() -> Iterator[Kernel]:
     """Yield every kernel of this file."""
     yield convolve(1, 1).kernel
     for head in HEADS:
-        yield from (_of_heads(name, head) for name in ("delta_net", "ssm_scan"))
+        yield from (_of_heads(name, head) for name in ("delta_net", "ssm_scan", "wkv"))
         yield _of_heads("delta_net", head, by_row=True)
     for head in COLUMN_STATES:
         yield _of_heads("column_scan", head)

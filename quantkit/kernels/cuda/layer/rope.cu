@@ -1,11 +1,12 @@
 // Rotary positions: rotate pairs of columns by an angle that grows with the position (kernels/rope_constants.py).
 #include "core/device.cuh"
 
-// constants [3, pairs]: 1 if a pair rotates, its factor, its YaRN mix. out [tokens][pairs]: cos, sin.
+// constants [3, pairs]: 1 if a pair rotates, its factor, its YaRN mix. out [tokens][pairs]: cos, sin, at the first of every
+// `each` positions; back: 1 for the angles that undo these, else 0.
 struct rope_table_args {
     const Batch* batch;
     float* out;
-    int64_t rows, pairs;
+    int64_t rows, pairs, each, back;
     const float* constants;
     double step, freq_scale, mscale;
 };
@@ -16,13 +17,13 @@ KERNEL(rope_table, 128) {
     if (at >= a.rows * a.pairs) return;
     const int token = (int)(at / a.pairs), pair = (int)(at % a.pairs), pairs = (int)a.pairs;
     const float step = (float)a.step, freq_scale = (float)a.freq_scale, mscale = (float)a.mscale;
-    float running = (float)a.batch->positions[token];
+    float running = (float)(a.batch->positions[token] / (int)a.each * (int)a.each);
     for (int i = 0; i < pair; i++) running *= step;  // as in ggml, whose rounding errors are part of the model
     const float turns = a.constants[pair], factor = a.constants[pairs + pair], mix = a.constants[2 * pairs + pair];
     float theta = running * turns / factor;
     theta = freq_scale * theta * (1.0f - mix) + theta * mix;
     a.out[2 * at] = (float)cos((double)theta) * mscale;
-    a.out[2 * at + 1] = (float)sin((double)theta) * mscale;
+    a.out[2 * at + 1] = (float)sin((double)theta) * (a.back ? -mscale : mscale);
 }
 
 // width: values per token. Columns start ... start + n_rot of each head rotate, others are copied; out may alias x.

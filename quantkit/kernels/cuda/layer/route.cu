@@ -6,6 +6,7 @@ struct route_args {
     int32_t* ids;
     float* weights;
     const float *logits, *bias;
+    const int32_t* chosen;
     int64_t rows, n_expert, n_used, n_group, n_group_used, gating, norm, share;
     double scale, sum_floor;
 };
@@ -15,7 +16,7 @@ KERNEL(route, THREADS) {
     const int warp = threadIdx.x >> 5;
     const int64_t row = (int64_t)blockIdx.x * (THREADS / 32) + warp;
     if (row >= a.rows) return;
-    route_token(a, row, (float*)shared + warp * (2 * a.n_expert + max(a.n_used, a.n_group)));
+    route_token(a, row, (float*)shared + warp * (2 * a.n_expert + max(a.n_used, a.n_group)), a.chosen);
 }
 
 // ---- rows before and after the experts; rows: number of tokens

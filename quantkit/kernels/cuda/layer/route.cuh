@@ -1,6 +1,6 @@
 // Routing of a token by a warp, for route.cu and router products (mat_vec_same_input.cu).
 //
-//     probs      softmax(logits), sigmoid(logits), or the logits themselves (softmax_weight)
+//     probs      softmax(logits), sigmoid(logits), sqrt(softplus(logits)), or the logits themselves (softmax_weight)
 //     choice     probs + bias; with groups, minus infinity outside the n_group_used groups with the largest top-2 sums
 //     ids        the n_used largest of choice, descending; ties by lower number; / share
 //     weights    probs[ids]; softmax of them (softmax_weight); / max(sum, sum_floor) (norm); * scale (unless 0)
@@ -12,6 +12,7 @@
 #define SOFTMAX 0
 #define SIGMOID 1
 #define SOFTMAX_WEIGHT 2
+#define SQRT_SOFTPLUS 3
 
 #define LOWEST __uint_as_float(0xff800000u)  // minus infinity
 
@@ -89,8 +90,8 @@ INLINE void keep_groups(uint32_t* keys, const float* probs, const float* bias, i
 
 // Routes row `row` of logits, by a warp. shared: room for probs [n_expert], keys [n_expert], and chosen weights
 // [n_used] or scores [n_group]. A has ids, weights, logits, bias, n_expert, n_used, n_group, n_group_used, gating,
-// norm, share, scale, sum_floor.
-template <typename A> INLINE void route_token(const A& a, int64_t row, float* shared) {
+// norm, share, scale, sum_floor. given: ids of all rows that are chosen elsewhere, or none.
+template <typename A> INLINE void route_token(const A& a, int64_t row, float* shared, const int32_t* given = nullptr) {
     const int lane = threadIdx.x & 31;
     const int n = (int)a.n_expert, n_used = (int)a.n_used, n_group = (int)a.n_group;
     float* probs = shared;
@@ -98,7 +99,7 @@ template <typename A> INLINE void route_token(const A& a, int64_t row, float* sh
     float* chosen = probs + 2 * n;
     for (int i = lane; i < n; i += 32) {
         const float x = a.logits[row * n + i];
-        probs[i] = a.gating == SIGMOID ? sigmoid(x) : x;
+        probs[i] = a.gating == SIGMOID ? sigmoid(x) : a.gating == SQRT_SOFTPLUS ? sqrtf(activation(ACT_SOFTPLUS, x, 0.0f)) : x;
     }
     if (a.gating == SOFTMAX) softmax(probs, n, lane);
     for (int i = lane; i < n; i += 32) keys[i] = sort_key(a.bias ? probs[i] + a.bias[i] : probs[i]);
@@ -106,7 +107,7 @@ template <typename A> INLINE void route_token(const A& a, int64_t row, float* sh
     if (n_group > 1) keep_groups(keys, probs, a.bias, n, n_group, (int)a.n_group_used, (uint32_t*)chosen, lane);
     uint64_t mine = best_of_lane(keys, n, lane);
     for (int j = 0; j < n_used; j++) {
-        const int e = take_largest(keys, n, lane, mine) / (int)a.share;
+        const int e = given ? given[row * n_used + j] : take_largest(keys, n, lane, mine) / (int)a.share;
         if (lane == j % 32) {  // the lane that reads it below
             a.ids[row * n_used + j] = e;
             chosen[j] = probs[e];

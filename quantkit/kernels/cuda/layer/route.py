@@ -1,7 +1,8 @@
 """Routing on the device: route.cu. Which experts, how much each counts; rows before and after the experts.
 
-    route      ids weights logits bias rows n_expert n_used n_group n_group_used gating norm share scale sum_floor
-               bias: f32 [n_expert] or 0; ``Routing.slots`` gives the slots from n_expert on
+    route      ids weights logits bias chosen rows n_expert n_used n_group n_group_used gating norm share scale
+               sum_floor
+               bias: f32 [n_expert] or 0; chosen: i32 as ids, or 0; ``Routing.slots`` gives the slots from n_expert on
     repeat     x weights out width n_used rows
     combine    x weights out width n_used rows; weights 0: the plain sum
 

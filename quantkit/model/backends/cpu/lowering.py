@@ -58,9 +58,10 @@ class CPULowering(Lowering):
     def cache(self, of: Cache) -> tuple[int, int, int]:
         """Return the addresses of a layer's keys and values (0: no values) and the type's ggml id.
 
-        Keys: uint8 [n_seq * n_ctx, bytes of k_width values], values the same; cell = sequence * n_ctx + position.
+        Keys: uint8 [n_seq * n_ctx, bytes of k_width values], values the same; cell = sequence * n_ctx + position. Rows
+        of blocks follow, sequence by sequence.
         """
-        kind, cells = BY_NAME[self.limits.kv_type.upper()], self.limits.n_seq * self.limits.n_ctx
+        kind, cells = BY_NAME[self.limits.kv_type.upper()], of.cells(self.limits.n_seq, self.limits.n_ctx)
 
         def make() -> tuple[int, int]:
             keys, values = (np.zeros((cells, kind.row_bytes(w)), np.uint8) for w in (of.k_width, of.v_width))

@@ -11,9 +11,9 @@ from dataclasses import replace
 import numpy as np
 
 from quantkit.helpers import round_up
-from quantkit.kernels.cpu.attention import attention, cache, lightning_indexer
+from quantkit.kernels.cpu.attention import attention, blocks, cache, lightning_indexer
 from quantkit.kernels.cpu.core.tape import TapeOp
-from quantkit.kernels.cpu.layer import elementwise, glu, mixing, norms, recurrent, rope, route
+from quantkit.kernels.cpu.layer import compress, elementwise, glu, mixing, norms, recurrent, rope, route, streams
 from quantkit.kernels.cpu.matmul import matmul, moe
 from quantkit.kernels.parameters import MASKS
 from quantkit.model import ops
@@ -46,6 +46,11 @@ def _embed(b: CPULowering, op: ops.Embed) -> None:
         scratch_bytes=each,
         rows_by=elementwise.ROWS_BY["position" if op.by_position else "token"],
     )
+
+
+@LOWER.of(ops.Lookup)
+def _lookup(b: CPULowering, op: ops.Lookup) -> None:
+    b.emit(elementwise.lookup, **slots.lookup(b, op))
 
 
 @LOWER.of(ops.SelectOutputs)
@@ -149,6 +154,22 @@ def _to_length(b: CPULowering, op: ops.ToLength) -> None:
 @LOWER.of(ops.Mix)
 def _mix(b: CPULowering, op: ops.Mix) -> None:
     b.emit(mixing.mix, **slots.mix(b, op), **rows(op.out))
+
+
+@LOWER.of(ops.StreamWeights)
+def _stream_weights(b: CPULowering, op: ops.StreamWeights) -> None:
+    b.emit(streams.stream_weights, **slots.stream_weights(b, op), **rows(op.x))
+
+
+@LOWER.of(ops.Lerp)
+def _lerp(b: CPULowering, op: ops.Lerp) -> None:
+    b.emit(mixing.lerp, **slots.lerp(b, op), **rows(op.out))
+
+
+@LOWER.of(ops.Bonus)
+def _bonus(b: CPULowering, op: ops.Bonus) -> None:
+    entry = b.emit(mixing.bonus, **slots.bonus(b, op), **rows(op.out))
+    b.may_overwrite(entry, op.out, op.x)
 
 
 @LOWER.of(ops.Take)
@@ -306,7 +327,7 @@ def _up_gate_id(b: CPULowering, op: ops.UpGateId) -> None:
 
 @LOWER.of(ops.Route)
 def _route(b: CPULowering, op: ops.Route) -> None:
-    b.emit(route.route, rows_of=int(op.logits.outputs), **slots.route(b, op))
+    b.emit(route.route, rows_of=int(op.logits.outputs), **slots.route(b, op), **slots.buffers(b, op, "chosen"))
 
 
 @LOWER.of(ops.Repeat)
@@ -352,11 +373,23 @@ def _cache_write(b: CPULowering, op: ops.CacheWrite) -> None:
     )
 
 
+@LOWER.of(ops.BlockWrite)
+def _block_write(b: CPULowering, op: ops.BlockWrite) -> None:
+    keys, _, kind = b.cache(op.cache)
+    b.emit(blocks.block_write, k_cache=keys, k_type=kind, **slots.block_write(b, op))
+
+
+@LOWER.of(ops.WindowAndBlocks)
+def _window_and_blocks(b: CPULowering, op: ops.WindowAndBlocks) -> None:
+    b.emit(blocks.window_and_blocks, **slots.window_and_blocks(b, op))
+
+
 @LOWER.of(ops.LightningIndexer)
 def _lightning_indexer(b: CPULowering, op: ops.LightningIndexer) -> None:
     keys, _, kind = b.cache(op.cache)
     scratch = lightning_indexer.scratch_bytes(op.n_head, op.head, b.limits.n_ctx, b.threads)
     sizes = {"n_head": op.n_head, "head": op.head, "n_selected": op.out.width, "scale": op.scale}
+    sizes |= {"ratio": op.cache.ratio or 1}
     b.emit(
         lightning_indexer.lightning_indexer,
         k_cache=keys,
@@ -384,6 +417,7 @@ def _attention(b: CPULowering, op: ops.Attention) -> None:
         mask=MASKS.index(op.mask),
         selected=0 if op.selected is None else b.buffer(op.selected),
         n_selected=0 if op.selected is None else op.selected.width,
+        ratio=0 if op.selected is None else op.cache.ratio,
         scratch=b.scratch(attention.scratch_bytes(op.head_k, op.head_v, b.threads, op.selected is not None)),
         **numbers,
         **floats,
@@ -396,6 +430,11 @@ def _attention(b: CPULowering, op: ops.Attention) -> None:
 @LOWER.of(ops.Convolve)
 def _convolve(b: CPULowering, op: ops.Convolve) -> None:
     b.emit(recurrent.convolve, **slots.convolve(b, op))
+
+
+@LOWER.of(ops.Compress)
+def _compress(b: CPULowering, op: ops.Compress) -> None:
+    b.emit(compress.compress, **slots.compress(b, op))
 
 
 @LOWER.of(ops.DeltaNet)
@@ -411,6 +450,16 @@ def _ssm_scan(b: CPULowering, op: ops.SsmScan) -> None:
 @LOWER.of(ops.ColumnScan)
 def _column_scan(b: CPULowering, op: ops.ColumnScan) -> None:
     b.emit(recurrent.column_scan, **slots.column_scan(b, op))
+
+
+@LOWER.of(ops.Previous)
+def _previous(b: CPULowering, op: ops.Previous) -> None:
+    b.emit(recurrent.convolve, **slots.previous(b, op))
+
+
+@LOWER.of(ops.Wkv)
+def _wkv(b: CPULowering, op: ops.Wkv) -> None:
+    b.emit(recurrent.wkv, **slots.wkv(b, op))
 
 
 LOWER |= observe.LOWER

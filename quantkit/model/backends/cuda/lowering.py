@@ -128,10 +128,11 @@ class CUDALowering(Lowering):
     def cache(self, of: Cache) -> tuple[int, int, str]:
         """Return the addresses of a layer's keys and values (0: no values), and their type.
 
-        Keys: [n_seq * n_ctx, bytes of k_width values], values the same; cell = sequence * n_ctx + position.
+        Keys: [n_seq * n_ctx, bytes of k_width values], values the same; cell = sequence * n_ctx + position. Rows of
+        blocks follow, sequence by sequence.
         """
         kind = BY_NAME[self.limits.kv_type.upper()]
-        cells = self.limits.n_seq * self.limits.n_ctx
+        cells = of.cells(self.limits.n_seq, self.limits.n_ctx)
 
         def make() -> tuple[int, int]:
             keys, values = (self.room(cells * kind.row_bytes(n)) if n else 0 for n in (of.k_width, of.v_width))

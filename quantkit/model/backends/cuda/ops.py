@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
-from quantkit.kernels.cuda.attention import attention, cache, lightning_indexer
+from quantkit.kernels.cuda.attention import attention, blocks, cache, lightning_indexer
 from quantkit.kernels.cuda.core.kernel import Shape
-from quantkit.kernels.cuda.layer import elementwise, glu, mixing, norms, recurrent, rope, route
+from quantkit.kernels.cuda.layer import compress, elementwise, glu, mixing, norms, recurrent, rope, route, streams
 from quantkit.kernels.cuda.matmul import activations
 from quantkit.kernels.cuda.unpack import dequantize
 from quantkit.kernels.parameters import MASKS
@@ -35,6 +35,11 @@ def _embed(b: CUDALowering, op: ops.Embed) -> None:
     slots["by_position"] = int(op.by_position)
     out = b.buffer(op.out)
     b.emit(lambda rows: dequantize.embed(t, width, rows), op.out, out=out, n=width, out_stride=4 * width, **slots)
+
+
+@LOWER.of(ops.Lookup)
+def _lookup(b: CUDALowering, op: ops.Lookup) -> None:
+    b.emit(partial(elementwise.lookup, op.out.width), op.out, **slots.lookup(b, op))
 
 
 @LOWER.of(ops.SelectOutputs)
@@ -147,6 +152,23 @@ def _mix(b: CUDALowering, op: ops.Mix) -> None:
     b.emit(partial(mixing.mix, op.out.width), op.out, **slots.mix(b, op))
 
 
+@LOWER.of(ops.StreamWeights)
+def _stream_weights(b: CUDALowering, op: ops.StreamWeights) -> None:
+    b.emit(streams.stream_weights, op.x, **slots.stream_weights(b, op))
+
+
+@LOWER.of(ops.Lerp)
+def _lerp(b: CUDALowering, op: ops.Lerp) -> None:
+    b.emit(partial(mixing.lerp, op.out.width), op.out, **slots.lerp(b, op))
+
+
+@LOWER.of(ops.Bonus)
+def _bonus(b: CUDALowering, op: ops.Bonus) -> None:
+    n = op.x.width // op.head
+    entry = b.emit(lambda rows: mixing.bonus(rows * n), op.out, **slots.bonus(b, op))
+    b.may_overwrite(entry, op.out, op.x)
+
+
 @LOWER.of(ops.Take)
 def _take(b: CUDALowering, op: ops.Take) -> None:
     b.emit(partial(elementwise.take, op.out.width), op.out, **slots.take(b, op))
@@ -212,6 +234,17 @@ def _cache_write(b: CUDALowering, op: ops.CacheWrite) -> None:
     )
 
 
+@LOWER.of(ops.BlockWrite)
+def _block_write(b: CUDALowering, op: ops.BlockWrite) -> None:
+    keys, _, kind = b.cache(op.cache)
+    b.emit(partial(blocks.block_write, kind, op.k.width), op.k, k_cache=keys, **slots.block_write(b, op))
+
+
+@LOWER.of(ops.WindowAndBlocks)
+def _window_and_blocks(b: CUDALowering, op: ops.WindowAndBlocks) -> None:
+    b.emit(partial(blocks.window_and_blocks, op.out.width), op.out, **slots.window_and_blocks(b, op))
+
+
 @LOWER.of(ops.LightningIndexer)
 def _lightning_indexer(b: CUDALowering, op: ops.LightningIndexer) -> None:
     """Two launches for some tokens at a time: as many as scratch holds the scores of."""
@@ -220,6 +253,7 @@ def _lightning_indexer(b: CUDALowering, op: ops.LightningIndexer) -> None:
     each = lightning_indexer.tokens_at_once(n_ctx, n_ubatch)
     scores = b.scratch(lightning_indexer.scratch_bytes(n_ctx, each))
     common: dict[str, Slot | Rows] = {"scores": scores, "rows": Rows(), "n_selected": op.out.width}
+    common |= {"ratio": op.cache.ratio or 1}
     for first in range(0, n_ubatch, each):
         b.emit(
             partial(lightning_indexer.indexer_scores, kind, op.head, n_ctx, first, each),
@@ -267,6 +301,7 @@ def _attention(b: CUDALowering, op: ops.Attention, form: str = "", q_width: int 
         alibi=op.alibi,
         selected=0 if op.selected is None else b.buffer(op.selected),
         n_selected=selected,
+        ratio=op.cache.ratio if selected else 0,
         **common,
     )
     entry.by_rows = lambda rows: {"splits": way(rows).splits}
@@ -301,6 +336,12 @@ def _convolve(b: CUDALowering, op: ops.Convolve) -> None:
     b.emit(lambda rows: shape, op.out, **slots.convolve(b, op))
 
 
+@LOWER.of(ops.Compress)
+def _compress(b: CUDALowering, op: ops.Compress) -> None:
+    shape = compress.compress(op.out.width)
+    b.emit(lambda rows: shape, op.out, **slots.compress(b, op))
+
+
 @LOWER.of(ops.DeltaNet)
 def _delta_net(b: CUDALowering, op: ops.DeltaNet) -> None:
     head_k, head_v = op.k.width // op.n_k_head, op.v.width // op.n_v_head
@@ -319,6 +360,18 @@ def _ssm_scan(b: CUDALowering, op: ops.SsmScan) -> None:
 def _column_scan(b: CUDALowering, op: ops.ColumnScan) -> None:
     shape = recurrent.column_scan(op.x.width, op.b.width)
     b.emit(lambda rows: shape, op.out, **slots.column_scan(b, op))
+
+
+@LOWER.of(ops.Previous)
+def _previous(b: CUDALowering, op: ops.Previous) -> None:
+    shape = recurrent.convolve(2, op.x.width)
+    b.emit(lambda rows: shape, op.out, **slots.previous(b, op))
+
+
+@LOWER.of(ops.Wkv)
+def _wkv(b: CUDALowering, op: ops.Wkv) -> None:
+    shape = recurrent.wkv(op.n_head, op.r.width // op.n_head)
+    b.emit(lambda rows: shape, op.out, **slots.wkv(b, op))
 
 
 LOWER |= {**products.LOWER, **lower_fused.LOWER, **observe.LOWER}

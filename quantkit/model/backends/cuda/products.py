@@ -321,8 +321,8 @@ def _launch_up_gate_id(
 @LOWER.of(ops.Route)
 def _launch_route(b: CUDALowering, op: ops.Route, first: int = 1) -> None:
     """Choose the experts of ``first`` tokens or more."""
-    routing = op.routing
-    b.emit(lambda rows: route.route(routing, rows) if rows >= first else None, op.logits, **common_slots.route(b, op))
+    routing, given = op.routing, common_slots.route(b, op) | common_slots.buffers(b, op, "chosen")
+    b.emit(lambda rows: route.route(routing, rows) if rows >= first else None, op.logits, **given)
 
 
 @LOWER.of(SharedExpert)

@@ -68,6 +68,8 @@ def fuse_routes(ops: Sequence[Op], decisions: Decisions) -> list[Op]:
             reason = "no product makes the router's logits"
         elif def_use.made_at[op.logits] in new:
             reason = "the router's product chooses among other experts already"
+        elif op.chosen is not None:
+            reason = "the experts are chosen elsewhere"
         elif op.logits.width > MAX_ROUTED:
             reason = f"{op.logits.width} experts, more than {MAX_ROUTED}"
         if decisions.decide("route", op.layer, reason):

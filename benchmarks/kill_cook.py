@@ -1,0 +1,152 @@
+"""Kill a cook at random moments, run it again, and compare: every file must be the same.
+
+    benchmarks/kill_cook.py MODEL CALIBRATION EVALUATION --trials 10
+
+MODEL (a checkpoint or a GGUF file) is cooked once undisturbed, which is the reference; then TRIALS times into the empty
+folder, killed with SIGKILL after a random part of the reference's time, up to three times in a row, and run to its end
+by the same command. Compared are all files but the state of the cook (times, sizes) and seconds that JSON files tell.
+A trial also fails if a run fails, or leaves behind what belongs to a killed one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import random
+import shutil
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from kill_resume import MAX_KILLS, kill_after
+from processes import machine, quantkit, run, sha256, work_folder
+
+TARGETS = "Q4_K_M,IQ4_XS+feedback,Q3_K_M+calibrate,3.5bpw"
+#: Of files that a killed step leaves, and the next run removes.
+UNFINISHED = (".part", ".journal", ".state", ".lock", ".activations")
+CONFIG = """\
+model = {model}
+name = "killed"
+output = "out"
+targets = {targets}
+
+[calibration]
+text = [{calibration}]
+evaluation = {evaluation}
+
+[imatrix]
+ctx = 256
+chunks = 40
+
+[check]
+ctx = 256
+chunks = 16
+
+[sensitivity]
+ctx = 256
+chunks = 4
+types = ["Q2_K", "Q3_K", "Q4_K", "Q6_K"]
+
+[search]
+candidates = 2
+"""
+
+
+@dataclass(frozen=True)
+class Reference:
+    """The undisturbed cook: its command, its folder, and a digest of every file by name."""
+
+    command: Sequence[str | Path]
+    folder: Path
+    files: dict[str, str]
+    seconds: float
+
+
+def files_of(folder: Path) -> dict[str, str]:
+    """Return a digest of every file of a cook but its state."""
+    found = (path for path in sorted(folder.rglob("*")) if path.is_file() and path.name != "cook.json")
+    return {str(path.relative_to(folder)): digest(path) for path in found}
+
+
+def digest(path: Path) -> str:
+    """Return the SHA-256 of a file; of JSON without the seconds that were measured."""
+    if path.suffix != ".json":
+        return sha256(path)
+    return hashlib.sha256(json.dumps(timeless(json.loads(path.read_bytes()))).encode()).hexdigest()
+
+
+def timeless(data: Any) -> Any:
+    """Return data of JSON without seconds."""
+    if isinstance(data, dict):
+        return {key: timeless(value) for key, value in data.items() if key != "seconds"}
+    return [timeless(value) for value in data] if isinstance(data, list) else data
+
+
+def config_of(given: argparse.Namespace) -> str:
+    """Return the configuration of the cook."""
+    names = {name: json.dumps(str(getattr(given, name).resolve())) for name in ("model", "calibration", "evaluation")}
+    return CONFIG.format(**names, targets=json.dumps(given.targets.split(",")))
+
+
+def reference(given: argparse.Namespace, folder: Path) -> Reference:
+    """Cook undisturbed, after a cook that compiles the kernels."""
+    config, out = folder / "cook.toml", folder / "out"
+    config.write_text(config_of(given))
+    command = quantkit("cook", config)
+    for what in ("the first cook", "the reference"):
+        shutil.rmtree(out, ignore_errors=True)
+        outcome = run(command).checked(what)
+    return Reference(command, out, files_of(out), outcome.seconds)
+
+
+def trial(of: Reference, rng: random.Random) -> tuple[list[float], str]:
+    """Kill a cook, go on, compare; return the seconds of each run before its kill, and what is wrong."""
+    shutil.rmtree(of.folder)
+    delays: list[float] = []
+    for _ in range(rng.randint(1, MAX_KILLS)):
+        delay = rng.uniform(0, of.seconds)
+        outcome = run(of.command, watch=kill_after(delay))
+        if outcome.returncode == 0:
+            break
+        if outcome.returncode != -9:
+            return delays, f"ended with {outcome.returncode} before its kill: {outcome.stderr.strip()[-500:]}"
+        delays.append(delay)
+    outcome = run(of.command)
+    if outcome.returncode != 0:
+        return delays, f"the last run ended with {outcome.returncode}: {outcome.stderr.strip()[-500:]}"
+    found = files_of(of.folder)
+    if left := [name for name in found if Path(name).suffix in UNFINISHED]:
+        return delays, f"left behind: {', '.join(left)}"
+    names = sorted(found.keys() | of.files.keys())
+    other = [name for name in names if found.get(name) != of.files.get(name)]
+    return delays, f"other files: {', '.join(other)}" if other else ""
+
+
+def main() -> None:
+    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p.add_argument("model", type=Path)
+    p.add_argument("calibration", type=Path)
+    p.add_argument("evaluation", type=Path)
+    p.add_argument("--targets", default=TARGETS)
+    p.add_argument("--trials", type=int, default=10)
+    p.add_argument("--seed", type=int, default=1)
+    p.add_argument("--work", type=Path, metavar="FOLDER", help="folder of the files (default: a temporary one)")
+    given = p.parse_args()
+    rng, wrong, kills = random.Random(given.seed), 0, 0
+    with work_folder(given.work) as folder:
+        of = reference(given, folder)
+        print(f"{machine()}\nreference: {of.seconds:.1f} s, {len(of.files)} files", flush=True)
+        for number in range(1, given.trials + 1):
+            delays, why = trial(of, rng)
+            wrong, kills = wrong + bool(why), kills + len(delays)
+            after = ", ".join(f"{delay:.1f} s" for delay in delays) or "nothing: it had ended"
+            print(f"{number:4d}  killed after {after}; {f'WRONG: {why}' if why else 'same files'}", flush=True)
+    print(f"{given.trials} trials, {kills} kills: {given.trials - wrong} with identical files, {wrong} wrong")
+    sys.exit(1 if wrong or not kills else 0)
+
+
+if __name__ == "__main__":
+    main()

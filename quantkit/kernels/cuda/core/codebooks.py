@@ -1,0 +1,98 @@
+"""What encoders of trellis types look up on a device: trellis_search.cuh's Codebook.
+
+Points and centers are the CPU's (quantkit.kernels.cpu.encode.trellis_codebook), in the same order, but each lies by
+itself: its levels, signed, then their squares / 64, rounded, less 128.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from threading import Lock
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
+
+import numpy as np
+import numpy.typing as npt
+
+from quantkit.kernels.cpu.encode import trellis_codebook
+from quantkit.kernels.cuda.core.device import Device
+from quantkit.types import TensorType
+
+
+class Points(NamedTuple):
+    """What points a type has: so many of so many values, magnitudes or not, in each of its codebooks."""
+
+    number: int
+    size: int
+    magnitudes: bool = False
+    books: int = 1
+
+
+CODEBOOKS = {
+    "IQ1_KT": Points(8192, 8),
+    "IQ2_KT": Points(65536, 8),
+    "IQ3_KT": Points(65536, 8, magnitudes=True),
+    "IQ4_KT": Points(32768, 4, books=2),
+}
+#: Scales at which errors are known, over a guess; scales for which all points are ranked, 16 for each slot at most.
+_STEP, _SCANNED, _SCANS = 1.065, 1.0123, {"IQ1_KT": 48, "IQ2_KT": 48, "IQ3_KT": 64, "IQ4_KT": 64}
+
+
+class Codebook(NamedTuple):
+    """Arrays or, on a device, their addresses."""
+
+    points: Any
+    cells: Any
+    families: Any
+    indices: Any
+    grid: Any
+    ratios: Any
+
+
+def _points(lines: npt.NDArray[np.uint8], size: int, bias: int, wide: bool) -> npt.NDArray[np.int8]:
+    """Return levels and squares of each point of the CPU's lines of 16, int8 [points, 2 size]."""
+    kind: Any = np.int16 if wide else np.uint8
+    each = 4 // kind().itemsize
+    words = size // each if wide else 2 * size // each
+    values = lines.view(kind).reshape(-1, words, 16, each).swapaxes(1, 2).reshape(-1, words * each).astype(np.int64)
+    levels = values if wide else values[:, :size] - bias
+    return np.concatenate([levels, (levels**2 + 32) // 64 - 128], 1).astype(np.int8)
+
+
+@cache
+def codebook_arrays(name: str) -> Codebook:
+    """Return the arrays of a type."""
+    count, size, magnitudes, books = CODEBOOKS[name]
+    of, bias = trellis_codebook.codebook(count, size, magnitudes, books), 0 if magnitudes else 126
+    grid = np.array([_STEP ** (k - 7.5) for k in range(16)], np.float32)
+    ratios = np.empty(_SCANS[name], np.float32)
+    ratio = np.float32(128)
+    for _ in range(ratios.size // 2):
+        ratio *= np.float32(1 / _SCANNED)
+    for i in range(ratios.size):
+        ratios[i] = ratio
+        ratio *= np.float32(_SCANNED)
+    cells, families = (_points(lines, size, bias, False) for lines in (of.cells, of.families))
+    return Codebook(_points(of.points, size, bias, size == 4), cells, families, of.indices, grid, ratios)
+
+
+_on_device: WeakKeyDictionary[Device, dict[str, Codebook]] = WeakKeyDictionary()
+_lock = Lock()
+
+
+def codebook_on(device: Device, t: TensorType) -> Codebook:
+    """Return the addresses of a trellis type's codebook on a device, where it stays."""
+    owner: Device = getattr(device, "owner", device)  # all lanes of a device read the same
+    with _lock:
+        held = _on_device.setdefault(owner, {})
+        if t.name not in held:
+            made = Codebook(*(_put(owner, array) for array in codebook_arrays(t.name)))
+            owner.synchronize()  # no lane's stream waits for this one
+            held[t.name] = made
+        return held[t.name]
+
+
+def _put(device: Device, array: npt.NDArray[Any]) -> int:
+    address = device.allocate(array.nbytes)
+    device.upload(address, array)
+    return address

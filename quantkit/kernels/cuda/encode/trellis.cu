@@ -1,0 +1,218 @@
+// Rows of f32 to blocks of a trellis type: a block of threads has a row, and working memory for it, and then another. Macros:
+// ENCODER (trellis.cuh); WORDS_KEPT, those that are kept of 32 values, as trellis.py counts them.
+#include "encode/trellis.cuh"
+
+const int THREADS = 512, WARPS = THREADS / 32, AT_ONCE = 32;
+static_assert(ENCODER::KEPT == WORDS_KEPT, "trellis.py counts other words");
+
+// rows of n values; work: room bytes for each block of threads.
+struct trellis_args {
+    const float *x, *importance;
+    uint8_t *out, *work;
+    const uint8_t *points, *cells, *families;
+    const int32_t* indices;
+    const float *grid, *ratios;
+    int64_t rows, n, room;
+};
+
+// What the threads of a block share.
+struct Shared {
+    float costs[AT_ONCE][64], scales[64], cost[64], tops[WARPS];
+    double sums[2];
+    int q[WARPS][64];
+    int step, tries;
+};
+
+// The largest of all threads.
+INLINE float block_max(float v, float* tops) {
+    v = warp_max(v);
+    __syncthreads();
+    if (threadIdx.x % 32 == 0) tops[threadIdx.x / 32] = v;
+    __syncthreads();
+    for (int i = 0; i < WARPS; i++) v = fmaxf(v, tops[i]);
+    return v;
+}
+
+INLINE float largest_of_all(const float* v, int64_t n, float* tops) {
+    float most = 0;
+    for (int64_t i = threadIdx.x; i < n; i += THREADS) most = fmaxf(most, fabsf(v[i]));
+    return block_max(most, tops);
+}
+
+// The least power of two above a value, 2^-126 .. 2^126; 1 for 0.
+INLINE double unit_of(float top) {
+    const int exponent = min((__float_as_int(top) >> 23) - 126, 126);
+    return top == 0 ? 1.0 : (double)__int_as_float((exponent + 127) << 23);
+}
+
+// How many scales of a row are tried, and the sum of energies: the more the fewer values make most of the error.
+INLINE void sum_energies(const TrellisRow<ENCODER>& row, Shared& s) {
+    double total = 0, squares = 0;
+    for (int b = 0; b < row.count; b++) {
+        const double energy = row.energy(b);
+        total = total + energy;
+        squares = squares + energy * energy;
+    }
+    const double share = total > 0 ? squares / (total * total) : 0.0;
+    s.sums[0] = total;
+    s.tries = min(max((int)(500.0 * share * (share + 0.08)), ENCODER::TRIES), 64);
+    s.step = s.tries > 1 ? 1 : max(row.count / 32, 1);
+}
+
+// Write 64 scales that the row may have, and what they cost.
+INLINE void rate_row_scales(const TrellisRow<ENCODER>& row, const Codebook& codebook, float top, Shared& s) {
+    const float narrow = ((float)lane_of_16() * 0.028f + 1.0f) * (top * 0.8f / ENCODER::LARGEST);
+    const float d = me() < 16 ? narrow : narrow * 1.448f;
+    float total = 0;
+    for (int first = 0; first < row.count; first += AT_ONCE) {
+        const int here = min(row.count - first, AT_ONCE);
+        __syncthreads();
+        for (int i = (int)threadIdx.x / 32; i < here; i += WARPS) {
+            const int b = first + i;
+            const float guess = row.guess(b), counted = row.counted(b);
+            const bool counts = guess > 0 && counted > 0;
+#pragma unroll 1
+            for (int side = 0; side < 2; side++) {
+                const float sign = side ? 1.0f : -1.0f;
+                float cost = 0;
+                if (counts && (ENCODER::SIGNS == 2 || side))
+                    cost = ENCODER::Levels::cost(d, sign, guess, row.curves(b), codebook.grid) * counted;
+                s.costs[i][32 * side + me()] = cost;
+            }
+        }
+        __syncthreads();
+        if (threadIdx.x < 64)
+            for (int i = 0; i < here; i++) total = total + s.costs[i][threadIdx.x];
+    }
+    if (threadIdx.x < 64) {
+        s.scales[threadIdx.x] = d * (threadIdx.x < 32 ? -1.0f : 1.0f);
+        s.cost[threadIdx.x] = total;
+    }
+    __syncthreads();
+}
+
+// The last of the scales that cost the least.
+INLINE int cheapest_of(const float* cost) {
+    int found = 0;
+    for (int i = 1; i < 64; i++) found = cost[i] <= cost[found] ? i : found;
+    return found;
+}
+
+// Sums over a row, one after the other: by the first warp of w q x, by the second of w q q; q in units of the row's scale.
+INLINE void sum_choices(const TrellisRow<ENCODER>& row, int at, Shared& s) {
+    const int warp = (int)threadIdx.x / 32, count = row.count * ENCODER::GROUPS;
+    if (warp < 2) {
+        double total = 0;
+        for (int first = 0; first < count; first += 32) {
+            double term = 0;
+            if (first + me() < count) {
+                const double level = *row.levels(at, (first + me()) / ENCODER::GROUPS);
+                term = warp ? level * level * (double)row.q(0)[first + me()] : fabs(level) * (double)row.p(0)[first + me()];
+            }
+            for (int i = 0; i < 32; i++) total = total + __shfl_sync(FULL, term, i);
+        }
+        if (me() == 0) s.sums[warp] = total;
+    }
+    __syncthreads();
+}
+
+// Write the blocks of a row.
+INLINE void write_row(const TrellisRow<ENCODER>& row, const Codebook& codebook, const float* x, int at, uint8_t* out, Shared& s) {
+    const int warp = (int)threadIdx.x / 32;
+    for (int block = warp; block < row.count / 8; block += WARPS) {
+        const float* levels = row.levels(at, 8 * block);
+        for (int i = me(); i < 8 * ENCODER::GROUPS; i += 32) {
+            const float level = levels[i / ENCODER::GROUPS];
+            s.q[warp][i] = index_of(codebook, level, row.places(at, 8 * block)[i]);
+        }
+        __syncwarp();
+        ENCODER::put(out + (int64_t)block * ENCODER::BYTES, {levels, x + 256 * block, s.q[warp], row.combinations(at, 8 * block)});
+        __syncwarp();
+    }
+}
+
+// Choose the scale of a row and levels and points for it; return the scale, 0 if there is none, and which choice it is.
+INLINE double fit_row(const TrellisRow<ENCODER>& row, const Codebook& codebook, Shared& s, int& chosen) {
+    const int warp = (int)threadIdx.x / 32, tries = s.tries, fits = tries > 1 ? 3 : ENCODER::FITS;
+    double best = -1, scale = 0, before = -1;
+    int at = 0, attempt = 0, fit = 0;
+    float d = 0;
+    bool last = false;
+    while (true) {
+        if (fit == 0) {
+            const int cheapest = cheapest_of(s.cost);
+            last = attempt == tries || (s.cost[cheapest] >= 0 && attempt > 0);
+            if (last && !(best >= 0)) break;  // sums that are not numbers: a row of zeros
+            d = last ? (float)scale : s.scales[cheapest];
+            before = -1;
+            __syncthreads();
+            if (threadIdx.x == 0) s.cost[cheapest] = 0;
+        }
+#pragma unroll 1
+        for (int b = warp; b < row.count; b += WARPS) ENCODER::choose(row, codebook, b, d, attempt + fit == 0, last, at);
+        __syncthreads();
+        sum_choices(row, at, s);
+        const double qx = (d > 0 ? 0.5 : -0.5) * s.sums[0], q2 = s.sums[1], gain = q2 > 0 ? qx * qx / q2 : 0.0;
+        __syncthreads();
+        if (gain > best) {
+            best = gain;
+            scale = q2 > 0 ? qx / q2 : 0.0;
+            at = 1 - at;
+        }
+        if (last) break;
+        fit++;
+        if (gain <= before || q2 <= 0 || fit == fits) attempt++, fit = 0;
+        else d = (float)(qx / q2), before = gain;
+    }
+    chosen = 1 - at;
+    return scale;
+}
+
+KERNEL(trellis, 512) {
+    __shared__ Shared s;
+    const int warp = (int)threadIdx.x / 32;
+    const TrellisRow<ENCODER> row(a.work + blockIdx.x * a.room, a.n);
+    const Codebook codebook = {a.points, a.cells, a.families, a.indices, a.grid, a.ratios};
+    const int64_t row_bytes = 4 + a.n / 256 * ENCODER::BYTES;
+    const float heaviest = a.importance ? largest_of_all(a.importance, a.n, s.tops) : 0.0f;
+    const double top_weight = heaviest > 0 ? heaviest : 1.0;
+    for (int64_t which = blockIdx.x; which < a.rows; which += gridDim.x) {
+        const float* x = a.x + which * a.n;
+        uint8_t* out = a.out + which * row_bytes;
+        for (int64_t i = threadIdx.x; i < row_bytes / 4; i += THREADS) ((uint32_t*)out)[i] = 0;
+        const double unit = unit_of(largest_of_all(x, a.n, s.tops));
+        const float inverse = (float)(1 / unit);
+        float top = 0;
+        for (int b = warp; b < row.count; b += WARPS) {
+            const float raw = x[32 * b + me()], scaled = raw * inverse, v = ENCODER::SIGNS == 1 ? fabsf(scaled) : scaled;
+            row.x(b)[me()] = v;
+            const bool alive = warp_max(fabsf(raw)) >= 1e-16f;
+            const float guess = alive ? guess_scale(v) : 0.0f;
+            if (me() == 0) row.guess(b) = guess;
+            top = fmaxf(top, guess);
+        }
+        top = block_max(top, s.tops);  // and waits for all
+        if (top == 0) continue;
+        for (int b = 8 * warp; b < row.count; b += 8 * WARPS) {
+            weigh_256(row.x(b), row.w(b), a.importance ? a.importance + 32 * b : 0, unit, top_weight);
+            __syncwarp();
+            for (int i = b; i < b + 8; i++) {
+                const float v = row.x(i)[me()], energy = sum_of_32(v * v * row.w(i)[me()]);
+                if (me() == 0) row.energy(i) = energy;
+            }
+        }
+        __syncthreads();
+        if (threadIdx.x == 0) sum_energies(row, s);
+        __syncthreads();
+        const double total = s.sums[0], mean = total * 32 / (double)a.n;
+#pragma unroll 1
+        for (int b = warp; b < row.count; b += WARPS) ENCODER::survey(row, codebook, b, total, mean, s.step);
+        __syncthreads();
+        rate_row_scales(row, codebook, top, s);
+        int at;
+        const double scale = fit_row(row, codebook, s, at);
+        if (threadIdx.x == 0) *(float*)out = (float)(scale * ENCODER::STRETCH * unit);
+        if (scale != 0) write_row(row, codebook, x, at, out + 4, s);
+        __syncthreads();
+    }
+}

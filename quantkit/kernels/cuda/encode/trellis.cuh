@@ -1,0 +1,377 @@
+// IQ1_KT, IQ2_KT, IQ3_KT, IQ4_KT: the nearest of many pseudo-random points to 8 or 4 values; the twin of
+// quantkit/kernels/cpu/encode/trellis.py, which says what a row's search is: it has the same steps, and the same bytes.
+//
+// A block of threads has a row (trellis.cu), a warp of it 32 values at a time; what goes on until the row's scale is chosen
+// lies in working memory on the device. Lanes stand for those of the CPU's vectors of 16, so sums have their order; sums
+// over a row are those of one lane.
+#pragma once
+#include "encode/trellis_search.cuh"
+#include "unpack/tables.cuh"
+
+// IQ4_NL's values, which scales of IQ1_KT and IQ2_KT are multiples of.
+INLINE float trellis_level(int i) {
+    typedef kvalues_iq4nl T;
+    const uint32_t four = i < 8 ? i < 4 ? T::A : T::B : i < 12 ? T::C : T::D;
+    return (float)(int)((int32_t)(four << (24 - 8 * (i & 3))) >> 24);
+}
+
+// What a row's search keeps: of each 32 values KEPT words of survivors, the values, their weights, two curves of 16, and
+// numbers. Addresses are computed where they are needed: registers are few.
+template <class T> struct TrellisRow {
+    float* kept;
+    int count;
+
+    __device__ __forceinline__ TrellisRow(uint8_t* work, int64_t n) : kept((float*)work), count((int)(n / 32)) {}
+
+    __device__ __forceinline__ float* part(int words) const { return kept + (int64_t)count * (T::KEPT + words); }
+    __device__ __forceinline__ float* x(int b) const { return part(0) + 32 * b; }
+    __device__ __forceinline__ float* w(int b) const { return part(32) + 32 * b; }
+    __device__ __forceinline__ float* curves(int b) const { return part(64) + 32 * b; }
+    __device__ __forceinline__ float& guess(int b) const { return part(96)[b]; }
+    __device__ __forceinline__ float& energy(int b) const { return part(97)[b]; }
+    __device__ __forceinline__ float& counted(int b) const { return part(98)[b]; }
+    // Of two choices: the level of the scale, sign and codebook as an index, the places of points.
+    __device__ __forceinline__ float* levels(int at, int b) const { return part(99 + at) + b; }
+    __device__ __forceinline__ int* combinations(int at, int b) const { return (int*)part(101 + at) + b; }
+    __device__ __forceinline__ int* places(int at, int b) const { return (int*)part(103 + at * T::GROUPS) + T::GROUPS * b; }
+    __device__ __forceinline__ float* p(int b) const { return part(103 + 2 * T::GROUPS) + T::GROUPS * b; }
+    __device__ __forceinline__ float* q(int b) const { return part(103 + 3 * T::GROUPS) + T::GROUPS * b; }
+    __device__ __forceinline__ int* filled(int b) const { return (int*)part(103 + 4 * T::GROUPS) + T::SIDES * b; }
+
+    __device__ __forceinline__ float* kept_of(int b, int side_and_book) const {
+        return kept + (int64_t)b * T::KEPT + side_and_book * (T::KEPT / T::SIDES);
+    }
+};
+
+// ---------------------------------------------------------------- values and weights
+
+// Below this, values or weights are almost 0; and what weights become.
+const double ALMOST_0 = 1e-14, LEAST_WEIGHT = 1e-4;
+
+INLINE float at_most_1e30(double v) { return (float)(v < 1e30 ? v : 1e30); }
+
+// Of lanes l and l + 16, then over 16 lanes as a tree.
+INLINE float sum_of_32(float v) { return sum_of_16(v + __shfl_xor_sync(FULL, v, 16)); }
+
+// About the scale that fits 32 values best, one a lane: by the fourth root of their mean fourth power; 0 for zeros.
+INLINE float guess_scale(float x) {
+    const float top = warp_max(fabsf(x));
+    if (top == 0) return 0;
+    float v = x * (1.0f / top);
+    v = v * v;
+    return top * (__fsqrt_rn(__fsqrt_rn(sum_of_32(v * v) * (1.0f / 32))) * 0.0232f);
+}
+
+// The weight of each of 32 values, one a lane; x in units of `unit`, weights in units of `top`.
+INLINE float weight_by_importance(float x, float importance, float sigma2, double unit, double top) {
+    const float weight = importance * (float)(1 / top) * __fsqrt_rn(sigma2 + x * x);
+    const double wx = sum_of_32(weight * fabsf(x)), w2 = sum_of_32(weight * weight), x2 = sum_of_32(x * x);
+    const double both = top * unit;
+    const bool dead = x2 * unit * unit < ALMOST_0 || w2 * both * both < ALMOST_0 || wx * both * unit < ALMOST_0;
+    return dead ? at_most_1e30(LEAST_WEIGHT / both) : weight;
+}
+
+// The weights of 256 values, by a warp. importance: of these columns, or 0.
+INLINE void weigh_256(const float* x, float* w, const float* importance, double unit, double top) {
+    float squares = 0;
+    for (int i = lane_of_16(); i < 256; i += 16) squares = squares + x[i] * x[i];
+    const float square = sum_of_16(squares);
+    const bool dead = (double)square * unit * unit < 256 * ALMOST_0;
+    for (int i = me(); i < 256; i += 32) {
+        const float v = x[i];
+        float weight;
+        if (dead) weight = at_most_1e30(LEAST_WEIGHT / (unit * (importance ? top : unit)));
+        else if (importance) weight = weight_by_importance(v, importance[i], square * (2.0f / 256), unit, top);
+        else weight = square * (0.5f / 256) + v * v;
+        w[i] = weight;
+    }
+}
+
+// ---------------------------------------------------------------- errors over the scale
+
+// The error on a curve at a scale, given over the guess: no gain far beyond its ends.
+INLINE float gain_at(const float* curve, float ratio) {
+    const int bits = __float_as_int(ratio);
+    const float m = __int_as_float((bits & 0x7fffff) | 0x3f800000);
+    const float log2 = (float)((bits >> 23) - 127) + ((2.0f - m * (float)(1.0 / 3)) * m - (float)(5.0 / 3));
+    const float t = log2 * (float)(1 / 0.0908534) + 7.5f, at = greater(lesser(t, 14.99f), 0.0f);
+    const int k = (int)at;
+    const float inside = curve[k] + (at - (float)k) * (curve[k + 1] - curve[k]);
+    const float beyond = lesser(t, 0.0f) * 0.05f - greater(t - 15.0f, 0.0f) * 0.2f;
+    return lesser(inside, 0.0f) * greater(beyond + 1.0f, 0.0f);
+}
+
+// Scales are one of 16 levels times the row's: the codebook's, or 0 .. 15.
+template <bool CODEBOOK> struct SixteenLevels {
+    STATIC_INLINE float level(int i) { return CODEBOOK ? trellis_level(i) : (float)i; }
+    STATIC_INLINE float near(float) { return level(lane_of_16()); }
+
+    // The error of 32 values for the row's scale sign * d, each half of the warp with a d.
+    STATIC_INLINE float cost(float d, float sign, float guess, const float* curves, const float*) {
+        const float inverse = 1.0f / guess, least_d = __shfl_sync(FULL, d, 0, 16), most_d = __shfl_sync(FULL, d, 15, 16);
+        float least = 0;
+#pragma unroll 1
+        for (int i = 0; i < 16; i++) {
+            const float by = level(i) * inverse;
+            if (!(fabsf(by) * least_d < 1.65f && fabsf(by) * most_d > 0.3f)) continue;
+            least = lesser(gain_at(curves + ((by < 0) == (sign > 0) ? 16 : 0), d * fabsf(by)), least);
+        }
+        return least;
+    }
+};
+
+// Scales are -64 .. 63 times the row's.
+struct WideLevels {
+    // The 16 levels that are nearest to v; none if it is NaN, as of zeros for a scale of 0.
+    STATIC_INLINE float near(float v) { return (float)lane_of_16() + (lesser(55.0f, greater(-56.0f, round_even(v))) - 8.0f); }
+
+    STATIC_INLINE float cost(float d, float sign, float guess, const float* curves, const float* grid) {
+        const float inverse = 1.0f / guess;
+        float least = 0;
+#pragma unroll 1
+        for (int i = 0; i < 32; i++) {
+            const int side = i / 16;
+            const float most = (side == 0) == (sign > 0) ? 63.0f : 64.0f;
+            const float level = lesser(round_even(guess * grid[i % 16] / d), most);
+            least = lesser(gain_at(curves + 16 * side, level * d * inverse), least);
+        }
+        return least;
+    }
+};
+
+// ---------------------------------------------------------------- types
+
+// COUNT points of SIZE values a codebook, BOOKS of them; signs that scales have; bytes of a block of 256 values.
+template <class TYPE, int COUNT, int SIZE_, int SIGNS_, int BOOKS_, int SEARCHES, int BYTES_> struct Trellis {
+    static const int POINTS = COUNT, SIZE = SIZE_, SIGNS = SIGNS_, BOOKS = BOOKS_, BYTES = BYTES_;
+    static const int SIDES = SIGNS * BOOKS, GROUPS = 32 / SIZE, DEEPER = SEARCHES, SLOTS = SEARCHES + 1;
+    static const int WIDTH = SURVIVORS * SLOTS, KEPT = 3 * WIDTH * GROUPS * SIDES;
+
+    template <class Depth>
+    STATIC_INLINE void search(const Codebook& codebook, int book, float sign, float scale, const float* x, const float* w,
+                              float* kept, int slot) {
+        search_points<SIZE, POINTS, WIDTH, Depth>(codebook, book, sign, sign / scale, x, w, kept, SURVIVORS * slot);
+    }
+    STATIC_INLINE float errors(float* kept, int slots, float d) { return errors_of<GROUPS, WIDTH>(kept, slots, d); }
+
+    // Keep the points near 32 values for scales around `center`, either sign, either codebook.
+    template <class Depth>
+    STATIC_INLINE void search_around(const TrellisRow<TYPE>& row, const Codebook& codebook, int b, float center, int searches) {
+        float ratio = 1;
+        for (int k = 1; k < searches; k++) ratio = ratio * 0.8944272f;
+#pragma unroll 1
+        for (int c = 0; c < SIDES; c++) {
+            float at = center * ratio;
+#pragma unroll 1
+            for (int k = 0; k < searches; k++) {
+                search<Depth>(codebook, c % BOOKS, c < BOOKS ? 1.0f : -1.0f, at, row.x(b), row.w(b), row.kept_of(b, c),
+                              Depth::spread * k);
+                at = at * 1.25f;
+            }
+        }
+    }
+
+    STATIC_INLINE void scan_around(const TrellisRow<TYPE>& row, const Codebook& codebook, int b, float center) {
+#pragma unroll 1
+        for (int c = 0; c < SIDES; c++) {
+            const float sign = c < BOOKS ? 1.0f : -1.0f;
+#pragma unroll 1
+            for (int k = 0; k < SLOTS - 1; k++)
+                scan_points<SIZE, POINTS, WIDTH>(codebook, c % BOOKS, sign, sign / center, row.x(b), row.w(b), row.kept_of(b, c),
+                                                 SURVIVORS * k, codebook.ratios + 16 * k);
+        }
+    }
+
+    // Search for the b-th 32 values of a row; write how many slots are filled, and curves of errors. total: of the energies;
+    // step: one in so many counts where it weighs little.
+    STATIC_INLINE void survey(const TrellisRow<TYPE>& row, const Codebook& codebook, int b, double total, double mean, int step) {
+        const float center = row.guess(b);
+        const double energy = center > 0 ? row.energy(b) : 0.0, much = TYPE::VERY_MUCH * mean;
+        const double deep = total * (1.0 / 16);
+        int slots = SLOTS - 1;
+        if (energy > (2.0 / 5) * total) {
+            scan_around(row, codebook, b, center);
+        } else if (energy > (much < deep ? much : deep)) {
+            search_around<typename TYPE::Deep>(row, codebook, b, center, SLOTS - 1);
+        } else {
+            const int searches = energy > TYPE::MUCH * mean ? TYPE::SOME : TYPE::FEW;
+            slots = searches * TYPE::Around::spread;
+            search_around<typename TYPE::Around>(row, codebook, b, center > 0 ? center : 1.0f, searches);
+        }
+        const float counted = energy > TYPE::MUCH * mean ? 1.0f : b % step == 0 ? (float)step : 0.0f;
+        if (me() < SIDES) row.filled(b)[me()] = slots;
+        if (me() == 0) row.counted(b) = counted;
+        if (counted == 0 && !TYPE::EVERY_CURVE) return;
+        const float of_grid = codebook.grid[lane_of_16()] * center;
+#pragma unroll 1
+        for (int side = 0; side < SIGNS; side++) {
+            float least = 0, lowest = NOTHING_FOUND;
+            int better = 0, where = 0;
+#pragma unroll 1
+            for (int book = 0; book < BOOKS; book++) {
+                const float found = errors(row.kept_of(b, side * BOOKS + book), slots, of_grid), best = least_of_16(found);
+                least = book ? lesser(found, least) : found;
+                if (best < lowest) {
+                    lowest = best;
+                    better = side * BOOKS + book;
+                    where = first_with(best, found);
+                }
+            }
+            if constexpr (TYPE::AGAIN) {
+                if (slots == TYPE::Around::spread && center > 0) {
+                    if (lowest == NOTHING_FOUND) better = side * BOOKS;
+                    float* kept = row.kept_of(b, better);
+                    search<typename TYPE::Around>(codebook, better % BOOKS, side ? -1.0f : 1.0f, center * codebook.grid[where],
+                                                  row.x(b), row.w(b), kept, slots);
+                    if (me() == 0) row.filled(b)[better] += slots;
+                    least = lesser(errors(kept, 2 * slots, of_grid), least);
+                }
+            }
+            if (me() < 16) row.curves(b)[16 * side + me()] = least;
+        }
+    }
+
+    // The level of the scale of 32 values with the least error, and its sign and codebook as an index.
+    STATIC_INLINE float best_level(const TrellisRow<TYPE>& row, const Codebook& codebook, int b, float d, int& combination) {
+        float lowest = NOTHING_FOUND, level = 0;
+        combination = 0;
+#pragma unroll 1
+        for (int c = 0; c < SIDES; c++) {
+            const float sign = c < BOOKS ? 1.0f : -1.0f, curve = row.curves(b)[(c < BOOKS ? 0 : 16) + lane_of_16()];
+            const float near = row.guess(b) * codebook.grid[first_with(least_of_16(curve), curve)];
+            const float of = TYPE::Levels::near(sign * near / d), scale = of * (d * sign);
+            float found = errors(row.kept_of(b, c), row.filled(b)[c], greater(scale, 0.0f));
+            found = scale < 0 ? NOTHING_FOUND : found;
+            const float best = least_of_16(found);
+            if (best < lowest) {
+                lowest = best;
+                level = __shfl_sync(FULL, of, first_with(best, found), 16);
+                combination = c;
+            }
+        }
+        return level;
+    }
+
+    // Choose level and points of 32 values for a row's scale d. first: of the row: search again where the scale is far from
+    // the guess; last: search for the scale chosen. at: which of two choices it is written to.
+    STATIC_INLINE void choose(const TrellisRow<TYPE>& row, const Codebook& codebook, int b, float d, bool first, bool last,
+                              int at) {
+        int combination;
+        float level = best_level(row, codebook, b, d, combination), scale = fabsf(level * d);
+        const float guess = row.guess(b);
+        if (first && (scale > 1.65f * guess || scale < 0.6f * guess) && scale > 0) {
+            __syncwarp();
+            if (me() < SIDES) row.filled(b)[me()] = 1;
+            search_around<typename TYPE::Deep>(row, codebook, b, scale, 1);
+            level = best_level(row, codebook, b, d, combination);
+            scale = fabsf(level * d);
+        }
+        float* kept = row.kept_of(b, combination);
+        int slots = row.filled(b)[combination];
+        if constexpr (TYPE::POLISHED) {
+            if (last && scale > 0 && slots < SLOTS) {
+                search<typename TYPE::Deep>(codebook, combination % BOOKS, combination >= BOOKS ? -1.0f : 1.0f, scale, row.x(b),
+                                            row.w(b), kept, slots);
+                slots++;
+            }
+        }
+        pick_points<GROUPS, WIDTH>(kept, slots, scale, row.p(b), row.q(b), row.places(at, b));
+        if (me() == 0) {
+            *row.levels(at, b) = level;
+            *row.combinations(at, b) = combination;
+        }
+    }
+};
+
+// The index of a point.
+INLINE int index_of(const Codebook& codebook, float level, int place) { return level != 0 ? codebook.indices[place] : 0; }
+
+INLINE uint32_t code_of(float level) {
+    int found = 0;
+    for (int i = 1; i < 16; i++) found = trellis_level(i) == level ? i : found;
+    return (uint32_t)found;
+}
+
+// Nibble b % 8 / 4 of byte b % 4 of four, of eight numbers.
+template <class F> INLINE void put_nibbles(uint8_t* out, F number) {
+    if (me() < 4) out[me()] = (uint8_t)(number(me()) | number(me() + 4) << 4);
+}
+
+// q: the 8 * GROUPS indices of a block, levels and books of its 8 scales; x: its values.
+struct TrellisBlock {
+    const float *levels, *x;
+    const int *q, *combinations;
+};
+
+struct EncodeIQ1_KT : Trellis<EncodeIQ1_KT, 8192, 8, 2, 1, 3, 56> {
+    typedef SixteenLevels<true> Levels;
+    typedef SearchDepth<0, 3, true, true, 1> Around;
+    typedef SearchDepth<0, 4, false, false, 1> Deep;
+    static const bool AGAIN = false, POLISHED = false, EVERY_CURVE = false;
+    static const int FEW = 1, SOME = 3, FITS = 1, TRIES = 1;
+    static constexpr double MUCH = 2, VERY_MUCH = 8, STRETCH = 1.07;
+    static constexpr float LARGEST = 127;
+
+    STATIC_INLINE void put(uint8_t* out, const TrellisBlock& of) {
+        if (me() < 8) {
+            uint32_t code = code_of(of.levels[me()]);
+            for (int j = 0; j < 4; j++) code |= (uint32_t)of.q[4 * me() + j] >> 12 << (4 + j);
+            out[me()] = (uint8_t)code;
+        }
+        out[8 + me()] = (uint8_t)of.q[me()];
+        if (me() < 16) out[40 + me()] = (uint8_t)((of.q[me()] >> 8 & 15) | (of.q[16 + me()] >> 8 & 15) << 4);
+    }
+};
+
+struct EncodeIQ2_KT : Trellis<EncodeIQ2_KT, 65536, 8, 2, 1, 3, 68> {
+    typedef SixteenLevels<true> Levels;
+    typedef SearchDepth<2, 3, true, true, 1> Around;
+    typedef SearchDepth<3, 4, false, false, 1> Deep;
+    static const bool AGAIN = false, POLISHED = false, EVERY_CURVE = false;
+    static const int FEW = 1, SOME = 2, FITS = 1, TRIES = 1;
+    static constexpr double MUCH = 3, VERY_MUCH = 8, STRETCH = 1;
+    static constexpr float LARGEST = 127;
+
+    STATIC_INLINE void put(uint8_t* out, const TrellisBlock& of) {
+        put_nibbles(out, [&](int b) { return code_of(of.levels[b]); });
+        *(uint16_t*)(out + 4 + 2 * me()) = (uint16_t)of.q[me()];
+    }
+};
+
+struct EncodeIQ3_KT : Trellis<EncodeIQ3_KT, 65536, 8, 1, 1, 4, 100> {
+    typedef SixteenLevels<false> Levels;
+    typedef SearchDepth<2, 3, false, false, 2> Around;
+    typedef SearchDepth<3, 4, false, false, 1> Deep;
+    static const bool AGAIN = false, POLISHED = true, EVERY_CURVE = false;
+    static const int FEW = 2, SOME = 2, FITS = 2, TRIES = 2;
+    static constexpr double MUCH = 2, VERY_MUCH = 2, STRETCH = 1;
+    static constexpr float LARGEST = 15;
+
+    STATIC_INLINE void put(uint8_t* out, const TrellisBlock& of) {
+        put_nibbles(out, [&](int b) { return (uint32_t)(int)of.levels[b]; });
+        *(uint16_t*)(out + 4 + 2 * me()) = (uint16_t)of.q[me()];
+        uint32_t signs = 0;
+        for (int b = 0; b < 8; b++) signs |= (of.x[32 * b + me()] < 0 ? 1u : 0u) << b;
+        out[68 + me()] = (uint8_t)signs;
+    }
+};
+
+struct EncodeIQ4_KT : Trellis<EncodeIQ4_KT, 32768, 4, 2, 2, 4, 128> {
+    typedef WideLevels Levels;
+    typedef SearchDepth<2, 2, true, false, 2> Around;
+    typedef SearchDepth<2, 3, true, false, 1> Deep;
+    static const bool AGAIN = true, POLISHED = true, EVERY_CURVE = true;
+    static const int FEW = 1, SOME = 2, FITS = 2, TRIES = 1;
+    static constexpr double MUCH = 2, VERY_MUCH = 4, STRETCH = 1;
+    static constexpr float LARGEST = 64;
+
+    STATIC_INLINE void put(uint8_t* out, const TrellisBlock& of) {
+        if (me() < 8) {
+            uint32_t word = (uint32_t)((int)of.levels[me()] + 64) << 1 | (uint32_t)(of.combinations[me()] % BOOKS);
+            for (int j = 0; j < 8; j++) word |= (uint32_t)of.q[8 * me() + j] >> 12 << (8 + 3 * j);
+            *(uint32_t*)(out + 4 * me()) = word;
+        }
+        for (int i = me(); i < 64; i += 32) out[32 + i] = (uint8_t)of.q[i];
+        out[96 + me()] = (uint8_t)((of.q[me()] >> 8 & 15) | (of.q[32 + me()] >> 8 & 15) << 4);
+    }
+};

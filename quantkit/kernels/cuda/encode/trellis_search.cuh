@@ -1,0 +1,393 @@
+// The points of a trellis codebook nearest to 8 (or 4) values; the twin of quantkit/kernels/cpu/encode/trellis_search.py,
+// which says what a search does.
+//
+// A half of a warp searches for one group of values: lane l of it has point l of every line of 16, as a lane of the CPU's
+// vectors. Integers have no order of summation, so bytes are as they suit dp4a: levels are signed, squares less 128.
+#pragma once
+#include "encode/lane.cuh"
+
+// The codebook of a type (core/codebooks.py): points, centers of cells and of families; the index of each point; what a
+// curve's scales are over its guess; those for which all points are ranked.
+struct Codebook {
+    const uint8_t *points, *cells, *families;
+    const int32_t* indices;
+    const float *grid, *ratios;
+};
+
+// Survivors of a search for one scale; a score that none has; the bits of a ranked score that number a line.
+const int SURVIVORS = 16, MOST = 0x7fffffff, NUMBER = 12;
+const float NOTHING_FOUND = 3e38f;
+
+INLINE int me() { return (int)threadIdx.x & 31; }
+INLINE int lane_of_16() { return (int)threadIdx.x & 15; }
+INLINE int half_of_warp() { return (int)threadIdx.x >> 4 & 1; }
+
+INLINE float greater(float a, float b) { return a > b ? a : b; }
+
+// The sum over 16 lanes, as a tree: lanes 0 .. 7 plus lanes 8 .. 15, and so on.
+INLINE float sum_of_16(float v) {
+    for (int d = 8; d; d >>= 1) v = v + __shfl_xor_sync(FULL, v, d);
+    return v;
+}
+
+INLINE float least_of_16(float v) {
+    for (int d = 8; d; d >>= 1) v = lesser(v, __shfl_xor_sync(FULL, v, d));
+    return v;
+}
+
+// The first of 16 lanes that has the least value, which all know.
+INLINE int first_with(float least, float v) {
+    return min(__ffs((int)(__ballot_sync(FULL, v == least) >> (threadIdx.x & 16))) - 1, 15) & 15;
+}
+
+// The sum of SIZE values as a tree.
+template <int SIZE> INLINE float tree_sum(const float* v) {
+    float s[SIZE / 2];
+#pragma unroll
+    for (int i = 0; i < SIZE / 2; i++) s[i] = v[i] + v[i + SIZE / 2];
+    return SIZE == 8 ? (s[0] + s[2 % (SIZE / 2)]) + (s[1] + s[3 % (SIZE / 2)]) : s[0] + s[1];
+}
+
+template <int SIZE> INLINE void load_values(const float* from, float* to) {
+#pragma unroll
+    for (int i = 0; i < SIZE; i += 4) {
+        const float4 v = *(const float4*)(from + i);
+        to[i] = v.x, to[i + 1] = v.y, to[i + 2] = v.z, to[i + 3] = v.w;
+    }
+}
+
+// A point: four levels a word, then four squares / 64, rounded, less 128.
+template <int SIZE> struct PointWords {
+    int levels[SIZE / 4], squares[SIZE / 4];
+
+    __device__ __forceinline__ PointWords(const uint8_t* table, int number) {
+        if (SIZE == 8) {
+            const uint4 v = ((const uint4*)table)[number];
+            levels[0] = (int)v.x, levels[SIZE / 4 - 1] = (int)v.y, squares[0] = (int)v.z, squares[SIZE / 4 - 1] = (int)v.w;
+        } else {
+            const uint2 v = ((const uint2*)table)[number];
+            levels[0] = (int)v.x, squares[0] = (int)v.y;
+        }
+    }
+    __device__ __forceinline__ int level(int i) const { return (int)(int8_t)((uint32_t)levels[i / 4] >> 8 * (i % 4)); }
+};
+
+// Values y with weights, in 8 bits: rounded weights u, and -2 u y in units of 64.
+template <int SIZE> struct CoarseQuery {
+    int a[SIZE / 4], u[SIZE / 4], constant;
+
+    __device__ __forceinline__ CoarseQuery(const float* y, const float* w) {
+        float most = w[0], most_ay = w[0] * fabsf(y[0]);
+#pragma unroll
+        for (int i = 1; i < SIZE; i++) {
+            most = greater(most, w[i]);
+            most_ay = greater(most_ay, w[i] * fabsf(y[i]));
+        }
+        const float top = greater(most * (1.0f / 64), most_ay * (1.0f / 32 / 64));
+        const float factor = top > 1e-33f ? 1.0f / top : 0;
+        uint32_t sums = 0;
+#pragma unroll
+        for (int k = 0; k < SIZE / 4; k++) {
+            uint32_t as = 0, us = 0;
+#pragma unroll
+            for (int i = 0; i < 4; i++) {
+                const int weight = nearest_int(w[4 * k + i] * factor);
+                const float v = greater(lesser((float)weight * y[4 * k + i] * (-1.0f / 32), 64.0f), -64.0f);
+                as |= ((uint32_t)nearest_int(v) & 255) << 8 * i;
+                us |= ((uint32_t)weight & 255) << 8 * i;
+            }
+            a[k] = (int)as, u[k] = (int)us;
+            sums += 126 * (uint32_t)__dp4a(a[k], 0x01010101, 0) + 128 * (uint32_t)__dp4a(u[k], 0x01010101, 0);
+        }
+        constant = (int)sums;
+    }
+    // The error of a point.
+    __device__ __forceinline__ int score(const PointWords<SIZE>& v) const {
+        int sum = constant;
+#pragma unroll
+        for (int k = 0; k < SIZE / 4; k++) sum = __dp4a(v.squares[k], u[k], __dp4a(v.levels[k], a[k], sum));
+        return sum;
+    }
+};
+
+// Values y with weights: weights u of up to 15 bits, -2 u y in units of 128.
+template <int SIZE> struct FineQuery {
+    int a[SIZE], u[SIZE];
+
+    __device__ __forceinline__ FineQuery(const float* y, const float* w) {
+        float sums[SIZE], most = w[0], most_ay = 0;
+#pragma unroll
+        for (int i = 0; i < SIZE; i++) {
+            const float ay = w[i] * fabsf(y[i]);
+            sums[i] = w[i] * 15876.0f + ay * 320.0f;
+            most = greater(most, w[i]);
+            most_ay = i ? greater(most_ay, ay) : ay;
+        }
+        float top = greater(tree_sum<SIZE>(sums) * (float)(1 / 2.0e9), most * (float)(1.0 / 32000));
+        top = greater(top, most_ay * (float)(1.0 / 64 / 32000));
+        const float factor = top > 1e-33f ? 1.0f / top : 0;
+#pragma unroll
+        for (int i = 0; i < SIZE; i++) {
+            const float weight = round_even(w[i] * factor);
+            a[i] = (int)(int16_t)nearest_int(weight * y[i] * (-1.0f / 64));
+            u[i] = (int)(int16_t)nearest_int(weight);
+        }
+    }
+    // -2 u y v / 128 and u v v, summed.
+    __device__ __forceinline__ void sums(const PointWords<SIZE>& point, uint32_t& p, uint32_t& q) const {
+        p = q = 0;
+#pragma unroll
+        for (int i = 0; i < SIZE; i++) {
+            const uint32_t v = (uint32_t)point.level(i);
+            p += v * (uint32_t)a[i];
+            q += v * (v * (uint32_t)u[i]);
+        }
+    }
+    // The error of a point, in fewer bits.
+    __device__ __forceinline__ int score(const PointWords<SIZE>& point) const {
+        uint32_t sum = 0;
+#pragma unroll
+        for (int i = 0; i < SIZE; i++) {
+            const uint32_t v = (uint32_t)point.level(i);
+            sum += v * (v * (uint32_t)u[i] + ((uint32_t)a[i] << 7));
+        }
+        return (int)sum >> NUMBER;
+    }
+};
+
+// The best DEPTH lines of a lane, by what its point of each scores.
+template <int DEPTH> struct Best {
+    int of[DEPTH];
+
+    __device__ __forceinline__ Best() {
+#pragma unroll
+        for (int i = 0; i < DEPTH; i++) of[i] = MOST;
+    }
+    __device__ __forceinline__ void take(int found) {
+#pragma unroll
+        for (int i = 0; i < DEPTH; i++) {
+            const int less = min(of[i], found);
+            found = max(of[i], found);
+            of[i] = less;
+        }
+    }
+    // The number of a point: a line of what it is the center of.
+    __device__ __forceinline__ int place(int i) const {
+        int found = of[0];
+#pragma unroll
+        for (int k = 1; k < DEPTH; k++) found = i == k ? of[k] : found;
+        return (found & ((1 << NUMBER) - 1)) << 4 | lane_of_16();
+    }
+};
+
+INLINE int ranked(int score, int line) { return (int)((uint32_t)score << NUMBER) | line; }
+
+// Rank the points of `count` lines from `first` on.
+template <int SIZE, int DEPTH, class Query>
+INLINE void rank_all(const uint8_t* table, int first, int count, const Query& query, Best<DEPTH>& best) {
+#pragma unroll 2
+    for (int line = first; line < first + count; line++)
+        best.take(ranked(query.score(PointWords<SIZE>(table, 16 * line + lane_of_16())), line));
+}
+
+// Call `rate` with each of the lines that the lanes of this half found, one after the other.
+template <int DEPTH, class F> INLINE void each_line(const Best<DEPTH>& lines, F rate) {
+#pragma unroll 1
+    for (int k = 0; k < DEPTH; k++) {
+        const int mine = lines.place(k);
+#pragma unroll 4
+        for (int i = 0; i < 16; i++) rate(__shfl_sync(FULL, mine, i, 16));
+    }
+}
+
+template <int SIZE, int FROM, int DEPTH, class Query>
+INLINE void rank(const uint8_t* table, const Best<FROM>& lines, const Query& query, Best<DEPTH>& best) {
+    each_line(lines, [&](int line) { best.take(ranked(query.score(PointWords<SIZE>(table, 16 * line + lane_of_16())), line)); });
+}
+
+// Rank points for two scales, 1/8 above and below: the best of each lane, for either.
+template <int SIZE, int FROM>
+INLINE void rank_around(const uint8_t* table, const Best<FROM>& lines, const FineQuery<SIZE>& query, Best<1>& above,
+                        Best<1>& below) {
+    each_line(lines, [&](int line) {
+        uint32_t p, q;
+        query.sums(PointWords<SIZE>(table, 16 * line + lane_of_16()), p, q);
+        const uint32_t found = (p << 7) + q, more = p << 4;
+        above.take(ranked((int)(found + more) >> NUMBER, line));
+        below.take(ranked((int)(found - more) >> NUMBER, line));
+    });
+}
+
+// Of each group of values the points that are kept: 2 P, Q and their numbers, WIDTH of each.
+template <int WIDTH> struct Survivors {
+    static const int WORDS = 3 * WIDTH;
+    float* of;
+
+    __device__ __forceinline__ Survivors(float* kept, int group) : of(kept + WORDS * group) {}
+    __device__ __forceinline__ const float* p() const { return of; }
+    __device__ __forceinline__ const float* q() const { return of + WIDTH; }
+    __device__ __forceinline__ const int* places() const { return (const int*)of + 2 * WIDTH; }
+
+    // Compute 2 P, of x or -x, and Q of a point, and keep them.
+    template <int SIZE>
+    __device__ __forceinline__ void keep(int at, const uint8_t* table, int place, const float* x, const float* w,
+                                         float sign) const {
+        const PointWords<SIZE> point(table, place);
+        float p = 0, q = 0;
+#pragma unroll
+        for (int j = 0; j < SIZE; j++) {
+            const float v = (float)point.level(j), wv = v * w[j];
+            p = p + wv * x[j];
+            q = q + wv * v;
+        }
+        of[at] = p * (sign + sign);
+        of[WIDTH + at] = q;
+        ((int*)of)[2 * WIDTH + at] = place;
+    }
+};
+
+// How deep a search goes: families (0: all cells are ranked) and cells of a lane that stay; whether centers, and points, are
+// ranked in 8 bits; for how many scales points are.
+template <int FAMILIES, int CELLS, bool COARSE_TREE, bool COARSE, int SPREAD> struct SearchDepth {
+    static const int families = FAMILIES, cells = CELLS, spread = SPREAD;
+    static const bool coarse_tree = COARSE_TREE, coarse = COARSE;
+};
+
+template <int SIZE, bool COARSE> struct QueryOf {
+    typedef FineQuery<SIZE> Type;
+};
+template <int SIZE> struct QueryOf<SIZE, true> {
+    typedef CoarseQuery<SIZE> Type;
+};
+
+// The best cells of each lane: of all, or of the best families.
+template <int SIZE, int POINTS, class Depth, class Query>
+INLINE void rank_cells(const Codebook& codebook, int book, const Query& query, Best<Depth::cells>& cells) {
+    if constexpr (Depth::families > 0) {
+        Best<Depth::families> families;
+        rank_all<SIZE>(codebook.families, book * (POINTS / 4096), POINTS / 4096, query, families);
+        rank<SIZE>(codebook.cells, families, query, cells);
+    } else {
+        rank_all<SIZE>(codebook.cells, book * (POINTS / 256), POINTS / 256, query, cells);
+    }
+}
+
+// Keep the survivors of 32 values, with weights w, for scales around 1 / |inverse|, from `at` on; sign: of the scales.
+template <int SIZE, int POINTS, int WIDTH, class Depth>
+INLINE void search_points(const Codebook& codebook, int book, float sign, float inverse, const float* x, const float* w,
+                          float* kept, int at) {
+    typedef typename QueryOf<SIZE, Depth::coarse>::Type Query;
+    typedef typename QueryOf<SIZE, Depth::coarse_tree>::Type TreeQuery;
+#pragma unroll 1
+    for (int group = half_of_warp(); group < 32 / SIZE; group += 2) {
+        float v[SIZE], weight[SIZE], y[SIZE];
+        load_values<SIZE>(x + SIZE * group, v);
+        load_values<SIZE>(w + SIZE * group, weight);
+#pragma unroll
+        for (int i = 0; i < SIZE; i++) y[i] = greater(lesser(v[i] * inverse, 140.0f), -140.0f);
+        const Query query(y, weight);
+        Best<Depth::cells> cells;
+        if constexpr (Depth::coarse == Depth::coarse_tree) rank_cells<SIZE, POINTS, Depth>(codebook, book, query, cells);
+        else rank_cells<SIZE, POINTS, Depth>(codebook, book, TreeQuery(y, weight), cells);
+        const Survivors<WIDTH> survivors(kept, group);
+        Best<1> found;
+        if constexpr (Depth::spread == 2) {
+            Best<1> below;
+            rank_around<SIZE>(codebook.points, cells, query, found, below);
+            survivors.template keep<SIZE>(at + SURVIVORS + lane_of_16(), codebook.points, below.place(0), v, weight, sign);
+        } else {
+            rank<SIZE>(codebook.points, cells, query, found);
+        }
+        survivors.template keep<SIZE>(at + lane_of_16(), codebook.points, found.place(0), v, weight, sign);
+    }
+    __syncwarp();
+}
+
+// Keep, as search_points does, the nearest of all points for each of 16 scales 1 / (|inverse| * ratio).
+template <int SIZE, int POINTS, int WIDTH>
+INLINE void scan_points(const Codebook& codebook, int book, float sign, float inverse, const float* x, const float* w, float* kept,
+                        int at, const float* ratios) {
+#pragma unroll 1
+    for (int group = half_of_warp(); group < 32 / SIZE; group += 2) {
+        float v[SIZE], weight[SIZE], y[SIZE];
+        load_values<SIZE>(x + SIZE * group, v);
+        load_values<SIZE>(w + SIZE * group, weight);
+#pragma unroll
+        for (int i = 0; i < SIZE; i++) y[i] = v[i] * inverse;
+        const FineQuery<SIZE> query(y, weight);
+        int place = 0;
+#pragma unroll 1
+        for (int four = 0; four < 16; four += 4) {
+            float least[4];
+            int line_of[4];
+#pragma unroll
+            for (int i = 0; i < 4; i++) least[i] = NOTHING_FOUND, line_of[i] = 0;
+#pragma unroll 1
+            for (int line = book * (POINTS / 16); line < (book + 1) * (POINTS / 16); line++) {
+                uint32_t p, q;
+                query.sums(PointWords<SIZE>(codebook.points, 16 * line + lane_of_16()), p, q);
+#pragma unroll
+                for (int i = 0; i < 4; i++) {
+                    const float error = (float)(int)q + (float)(int)p * ratios[four + i];
+                    line_of[i] = error < least[i] ? line : line_of[i];
+                    least[i] = lesser(error, least[i]);
+                }
+            }
+#pragma unroll
+            for (int i = 0; i < 4; i++) {
+                const int lane = first_with(least_of_16(least[i]), least[i]);
+                const int found = __shfl_sync(FULL, line_of[i], lane, 16) << 4 | lane;
+                if (lane_of_16() == four + i) place = found;
+            }
+        }
+        Survivors<WIDTH>(kept, group).template keep<SIZE>(at + lane_of_16(), codebook.points, place, v, weight, sign);
+    }
+    __syncwarp();
+}
+
+// The errors of 32 values for a scale d >= 0 of each lane of 16, each with the best survivors of so many searches for it.
+template <int GROUPS, int WIDTH> INLINE float errors_of(float* kept, int slots, float d) {
+    float total = 0;
+#pragma unroll 2
+    for (int group = 0; group < GROUPS; group++) {
+        const Survivors<WIDTH> of(kept, group);
+        float least = NOTHING_FOUND;
+#pragma unroll 2
+        for (int i = 4 * half_of_warp(); i < SURVIVORS * slots; i += 8) {
+            const float4 p = *(const float4*)(of.p() + i), q = *(const float4*)(of.q() + i);
+            least = lesser(d * q.x - p.x, least);
+            least = lesser(d * q.y - p.y, least);
+            least = lesser(d * q.z - p.z, least);
+            least = lesser(d * q.w - p.w, least);
+        }
+        least = lesser(least, __shfl_xor_sync(FULL, least, 16));
+        total = total + least;
+    }
+    return total * d;
+}
+
+// The best survivors of all groups for a scale d >= 0: of a group's lanes the first writes 2 P, Q and the place.
+template <int GROUPS, int WIDTH> INLINE void pick_points(float* kept, int slots, float d, float* p, float* q, int* places) {
+    const int EACH = 32 / GROUPS, group = me() / EACH;
+    const Survivors<WIDTH> of(kept, group);
+    float best = NOTHING_FOUND;
+    int at = 0;
+    for (int i = me() % EACH; i < SURVIVORS * slots; i += EACH) {
+        const float found = of.q()[i] * d - of.p()[i];
+        at = found < best ? i : at;
+        best = lesser(found, best);
+    }
+#pragma unroll
+    for (int step = EACH / 2; step; step /= 2) {
+        const float other = __shfl_xor_sync(FULL, best, step);
+        const int there = __shfl_xor_sync(FULL, at, step);
+        const bool better = other < best || (other == best && there < at);
+        best = better ? other : best;
+        at = better ? there : at;
+    }
+    if (me() % EACH == 0) {
+        p[group] = of.p()[at];
+        q[group] = of.q()[at];
+        places[group] = of.places()[at];
+    }
+}
