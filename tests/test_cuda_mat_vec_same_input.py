@@ -62,7 +62,7 @@ def test_a_router_chooses(memory: Memory, name: str, rows: int, groups: int) -> 
     shape = mat_vec_same_input.mul_mats_route([t, t], n_in, n_outs, routing, rows)
     for _ in range(2):
         memory.run(shape, **common, **both, **chosen, ids=found[0], weights=found[1], counter=counter)
-        memory.run(route.route(routing, rows), **chosen, rows=rows, ids=want[0], weights=want[1])
+        memory.run(route.route(routing, rows), **chosen, chosen=0, rows=rows, ids=want[0], weights=want[1])
         for ours, theirs in zip(found, want, strict=True):
             assert np.array_equal(memory.get(ours, (rows, 6), np.uint32), memory.get(theirs, (rows, 6), np.uint32))
         assert memory.get(counter, (1,), np.int32)[0] == 0

@@ -219,7 +219,7 @@ def test_batches_and_sequences_do_not_matter(absorbed: bool, tmp_path: Path) -> 
         (FormatError, "wanted", {}, {"blk.0.attn_k_b.weight": (K - ROT, RANK, HEADS - 1)}),
         (TypeNotSupported, "attn_q_a.bias", {}, {"blk.0.attn_q_a.bias": (Q_RANK,)}),
         (TypeNotSupported, "attn_kv_b", {}, {"blk.0.attn_kv_b.weight": (RANK, HEADS * (K - ROT + V))}),
-        (QuantkitError, "expert_gating_func", {"expert_gating_func": 4}, {}),
+        (QuantkitError, "expert_gating_func", {"expert_gating_func": 5}, {}),
     ],
 )
 def test_what_does_not_fit_is_refused(
