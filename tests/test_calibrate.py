@@ -163,7 +163,7 @@ def test_it_is_closer_than_an_importance_matrix(text: Path, tmp_path: Path, pres
         MODEL,
         tmp_path / "made.gguf",
         preset,
-        options(MODEL.with_name("tiny-moe-calibration.txt"), calibrate_chunks=60, balance=preset == "IQ4_XS"),
+        options(MODEL.with_name("tiny-moe-calibration.txt"), calibrate_chunks=60),
     )
     full = logits(MODEL)
     plain, made = (np.square(logits(tmp_path / f"{n}.gguf") - full).mean() for n in ("plain", "made"))
