@@ -262,7 +262,7 @@ _OPTIONS: dict[str, Callable[[Any], Any]] = {
         group=_IMATRIX,
         is_flag=True,
         help="With --calibrate: first let norms and up projections take factors over from the weights behind them, so "
-        "that columns of inputs are of more alike size. The model stays the same; often less is lost: compare with kld.",
+        "that columns of inputs are of more alike size. The model stays the same; often less is lost (see kld).",
     ),
     "override_kv": option(
         "--override-kv",
