@@ -25,6 +25,7 @@ Sources: llama.cpp b11434 src/models/rwkv6-base.cpp, rwkv7-base.cpp, rwkv6.cpp, 
 from __future__ import annotations
 
 from math import prod
+from typing import Any
 
 from quantkit.errors import FormatError
 from quantkit.model.builder import Builder
@@ -89,21 +90,9 @@ def time_mix_6(b: Builder, x: Value) -> Value:
     low = b.softcapped(_plain(b, mixed["w"], "time_mix_decay_w1"), 1.0)
     decays = _shifted(b, low, "time_mix_decay_w2", "time_mix_decay.weight")
     first = b.maybe("time_mix_first.weight")
-    out = b.value("wkv", r.width, x)
-    b.add(
-        Wkv(
-            out=out,
-            r=r,
-            g=decays,
-            k=k,
-            v=v,
-            state=new_state(b, "wkv", r.width * head),
-            n_head=n_head,
-            scale=1.0 if first else head**-0.5,
-            earlier=first is not None,
-            complement=first is None,
-        )
-    )
+    # QRWKV, which adds nothing of the token itself, reads S after it instead of before.
+    how: dict[str, Any] = {"earlier": True} if first else {"complement": True, "scale": head**-0.5}
+    out = _wkv(b, x, r, decays, k, v, n_head, **how)
     if first is not None:
         out = _bonus(b, out, r, k, v, first, head)
         out = b.norm(out, "time_mix_ln", group=head, kind="layer", eps=_EPS)
@@ -145,21 +134,7 @@ def time_mix_7(b: Builder, x: Value) -> Value:
     v = _with_first(b, v, mixed["v"])
     removed = b.plain_norm(b.times(k, "time_mix_k_k.weight", "k_removed"), head, kind="l2", eps=_LENGTH_EPS)
     k = _lerp(b, k, gated(b, k, rate, "linear"), "k_by_rate", b.matrix("time_mix_k_a.weight"))
-    out = b.value("wkv", r.width, x)
-    b.add(
-        Wkv(
-            out=out,
-            r=r,
-            g=decays,
-            k=k,
-            v=v,
-            removed=removed,
-            rate=rate,
-            state=new_state(b, "wkv", r.width * head),
-            n_head=n_head,
-            bound=_BOUND,
-        )
-    )
+    out = _wkv(b, x, r, decays, k, v, n_head, removed=removed, rate=rate, bound=_BOUND)
     if b.has("time_mix_ln.weight") and b.has("time_mix_ln.bias"):
         out = b.norm(out, "time_mix_ln", group=head, kind="layer", eps=_EPS)
     out = _bonus(b, out, r, k, v, b.matrix("time_mix_r_k.weight"), head)
@@ -194,6 +169,13 @@ def _heads(b: Builder) -> tuple[int, int]:
     if head < 1 or b.h.n_embd % head:
         raise FormatError(f"{b.source.paths[0]}: {b.h.arch}.wkv.head_size is {head}, of {b.h.n_embd} columns")
     return b.h.n_embd // head, head
+
+
+def _wkv(b: Builder, x: Value, r: Value, g: Value, k: Value, v: Value, n_head: int, **how: Any) -> Value:
+    """Return what the heads read of their states; how: fields of ``Wkv``."""
+    y, state = b.value("wkv", r.width, x), new_state(b, "wkv", r.width * (r.width // n_head))
+    b.add(Wkv(out=y, r=r, g=g, k=k, v=v, state=state, n_head=n_head, **how))
+    return y
 
 
 def _previous(b: Builder, x: Value, name: str) -> Value:
