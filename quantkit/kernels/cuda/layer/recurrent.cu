@@ -127,6 +127,14 @@ INLINE void store_state(const float4 (&s)[QUADS], float* to, int lane_row, int h
     }
 }
 
+// Takes the state of the sequence ``next``, zeros at its first token, and puts away that of another one before it.
+INLINE void take_state(float4 (&s)[QUADS], float* states, int64_t of_sequence, int& sequence, int next, int position, bool here,
+                       int lane_row, int head_k, int head_v) {
+    if (here && sequence >= 0 && next != sequence) store_state(s, states + sequence * of_sequence, lane_row, head_k, head_v);
+    sequence = next;
+    load_state(s, states + sequence * of_sequence, lane_row, head_k, head_v, !here || position == 0);
+}
+
 // Columns of a chunk's rows, zeros beyond n; row t of the chunk begins at from + t * stride.
 template <int WIDTH> INLINE void load_rows(float* to, const float* from, int64_t stride, int tokens, int n) {
     for (int i = threadIdx.x; i < tokens * WIDTH; i += 128) {
@@ -185,13 +193,8 @@ KERNEL(delta_net, 128) {
         }
         __syncthreads();
         for (int t = 0; t < n; t++) {
-            if (sequences[t] != sequence || positions[t] == 0) {
-                if (here && sequence >= 0 && sequences[t] != sequence)
-                    store_state(s, states + sequence * a.n_v_head * size, lane_row, head_k, head_v);
-                sequence = sequences[t];
-                const float* from = states + sequence * a.n_v_head * size;
-                load_state(s, from, lane_row, head_k, head_v, !here || positions[t] == 0);
-            }
+            if (sequences[t] != sequence || positions[t] == 0)
+                take_state(s, states, a.n_v_head * size, sequence, sequences[t], positions[t], here, lane_row, head_k, head_v);
             const float4 *kt = k[t] + lane_row / 4, *qt = q[t] + lane_row / 4;
             float part0 = 0, part1 = 0;
 #pragma unroll
@@ -264,13 +267,8 @@ KERNEL(ssm_scan, 128) {
         }
         __syncthreads();
         for (int t = 0; t < n; t++) {
-            if (sequences[t] != sequence || positions[t] == 0) {
-                if (here && sequence >= 0 && sequences[t] != sequence)
-                    store_state(s, states + sequence * a.n_head * size, lane_row, d_state, width);
-                sequence = sequences[t];
-                const float* from = states + sequence * a.n_head * size;
-                load_state(s, from, lane_row, d_state, width, !here || positions[t] == 0);
-            }
+            if (sequences[t] != sequence || positions[t] == 0)
+                take_state(s, states, a.n_head * size, sequence, sequences[t], positions[t], here, lane_row, d_state, width);
             const float4 *bt = b[t] + lane_row / 4, *ct = c[t] + lane_row / 4;
             const float value = x[t][column], d = value * step[t];
             float part0 = 0, part1 = 0;
@@ -333,12 +331,8 @@ KERNEL(column_scan, 128) {
         }
         __syncthreads();
         for (int t = 0; t < n; t++) {
-            if (sequences[t] != sequence || positions[t] == 0) {
-                if (here && sequence >= 0 && sequences[t] != sequence)
-                    store_state(s, states + sequence * size, lane_row, d_state, width);
-                sequence = sequences[t];
-                load_state(s, states + sequence * size, lane_row, d_state, width, !here || positions[t] == 0);
-            }
+            if (sequences[t] != sequence || positions[t] == 0)
+                take_state(s, states, size, sequence, sequences[t], positions[t], here, lane_row, d_state, width);
             const float4 *bt = b[t] + lane_row / 4, *ct = c[t] + lane_row / 4;
             const float value = x[t][column], step = activation(ACT_SOFTPLUS, dt[t][column], 0.0f), d = value * step;
             float part0 = 0, part1 = 0;
@@ -416,13 +410,8 @@ KERNEL(wkv, 128) {
         }
         __syncthreads();
         for (int t = 0; t < n; t++) {
-            if (sequences[t] != sequence || positions[t] == 0) {
-                if (here && sequence >= 0 && sequences[t] != sequence)
-                    store_state(s, states + sequence * a.n_head * size, lane_row, n_rows, n_rows);
-                sequence = sequences[t];
-                const float* from = states + sequence * a.n_head * size;
-                load_state(s, from, lane_row, n_rows, n_rows, !here || positions[t] == 0);
-            }
+            if (sequences[t] != sequence || positions[t] == 0)
+                take_state(s, states, a.n_head * size, sequence, sequences[t], positions[t], here, lane_row, n_rows, n_rows);
             const int lane = lane_row / 4;
             const float value = v[t][column];
             float part0 = 0, part1 = 0, before = 0;
