@@ -24,7 +24,8 @@ from pathlib import Path
 
 from processes import Outcome, machine, make_moe, quantkit, run, sha256, work_folder
 
-from quantkit.helpers import available_cpus, format_size
+from quantkit.cpus import available_cpus
+from quantkit.units import format_size
 
 FIRST, KEEPING = "first recipe", "first recipe, empty cache"
 SECOND, CACHED, KNOWN = "second recipe", "second recipe, cache of the first", "the same again"

@@ -22,7 +22,8 @@ from pathlib import Path
 
 from processes import SCRIPTS, Outcome, llama_bin, machine, quantkit, run, sha256, work_folder
 
-from quantkit.helpers import available_cpus, format_size, parse_size
+from quantkit.cpus import available_cpus
+from quantkit.units import format_size, parse_size
 
 #: Bytes that a process may use beyond --max-ram, and how many times as fast it is asked to be.
 ALLOWANCE, ASKED = 300 * 1000**2, 8

@@ -33,9 +33,10 @@ import numpy as np
 import numpy.typing as npt
 from processes import Outcome, llama_bin, machine, make_moe, package_folder, quantkit, run, work_folder
 
+from quantkit.cpus import available_cpus
 from quantkit.formats.gguf import GGUFFile, open_gguf
-from quantkit.helpers import available_cpus, format_size
 from quantkit.types import BY_NAME, TYPES, TensorType
+from quantkit.units import format_size
 
 #: encode(x [rows, n], weights [n] or empty, out [rows, row_bytes], first row, end row)
 Encode = Callable[[npt.NDArray[np.float32], npt.NDArray[np.float32], npt.NDArray[np.uint8], int, int], None]

@@ -28,7 +28,7 @@ from pathlib import Path
 from local_cluster import LocalCluster
 from processes import machine, make_moe, quantkit, run, sha256, work_folder
 
-from quantkit.helpers import format_size
+from quantkit.units import format_size
 
 #: docs/cluster.md: seconds of a batch, what the driver and Ray take for one, what flushing leaves, and for a job.
 BATCH, BETWEEN, FLUSH, DRIVER_BATCH, DRIVER_JOB = 3.0, 0.004, 0.015, 0.0014, 20e-6

@@ -14,7 +14,8 @@ from pathlib import Path
 
 from processes import machine, make_moe, quantkit, run, work_folder
 
-from quantkit.helpers import available_cpus, format_size, parse_size
+from quantkit.cpus import available_cpus
+from quantkit.units import format_size, parse_size
 
 #: Bytes that a process may use beyond --max-ram.
 ALLOWANCE = 300 * 1000**2

@@ -20,8 +20,8 @@ from typing import Any
 
 import numpy as np
 
+from quantkit.cpus import available_cpus
 from quantkit.errors import RecipeError
-from quantkit.helpers import available_cpus
 from quantkit.kernels.first_run import working_seconds
 from quantkit.model.cost import Cost, token_cost
 from quantkit.model.engine import Model, Session, load

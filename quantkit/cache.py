@@ -14,10 +14,11 @@ from pathlib import Path
 
 import numpy as np
 
+from quantkit.cpus import available_cpus
 from quantkit.formats.cache_entry import DamagedEntry, Entry, are_intact
 from quantkit.formats.ranges import Buffers
-from quantkit.helpers import available_cpus, parse_size
 from quantkit.pipeline.cache.store import Kept, Store, open_store
+from quantkit.units import parse_size
 
 
 @dataclass(frozen=True, slots=True)

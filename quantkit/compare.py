@@ -24,13 +24,14 @@ from typing import NamedTuple, TypeVar
 import numpy as np
 import numpy.typing as npt
 
+from quantkit.cpus import available_cpus
 from quantkit.errors import RecipeError, ResourceError
 from quantkit.formats.gguf import Field, GGUFFile, TensorInfo, open_gguf
 from quantkit.formats.imatrix import read_imatrix
 from quantkit.formats.ranges import Buffers, read_range
-from quantkit.helpers import available_cpus, tensor_class
 from quantkit.kernels.formats import has_decoder
 from quantkit.kernels.interleave import is_woven, weaves_together
+from quantkit.names import tensor_class
 from quantkit.patterns import Pattern
 from quantkit.pipeline.importance import Found, Importance
 from quantkit.pipeline.work import ErrorSums

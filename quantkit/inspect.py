@@ -17,7 +17,7 @@ from typing import Any
 from quantkit.errors import RecipeError
 from quantkit.formats.gguf import Field, GGUFFile, TensorInfo, ValueType, open_gguf
 from quantkit.formats.remote import located
-from quantkit.helpers import tensor_class
+from quantkit.names import tensor_class
 from quantkit.patterns import Pattern
 from quantkit.pipeline.presets import FTYPE_UNKNOWN, PRESETS, is_target, preset_by_name
 from quantkit.pipeline.runtimes import Runtime, runtimes

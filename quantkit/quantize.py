@@ -15,13 +15,13 @@ from pathlib import Path
 from typing import Any, Unpack
 
 from quantkit.calibration.heldout import held_out_used
+from quantkit.cpus import available_cpus
 from quantkit.errors import FormatError, RecipeError, TypeNotSupported
 from quantkit.formats.experts import MERGED
 from quantkit.formats.gguf import Field, open_model
 from quantkit.formats.imatrix import Imatrix, read_imatrix
 from quantkit.formats.outputs import end_of_links
 from quantkit.formats.remote import located
-from quantkit.helpers import available_cpus, parse_size
 from quantkit.kernels.formats import SYMMETRIC, check_encoder, encoder_for, has_encoder
 from quantkit.pipeline.choose import (
     CLASS_OPTIONS,
@@ -71,6 +71,7 @@ from quantkit.pipeline.source import Source
 from quantkit.pipeline.threads import Threads
 from quantkit.pipeline.work import fed, whole
 from quantkit.types import TensorType, type_by_name
+from quantkit.units import parse_size
 from quantkit.version import __version__
 
 

@@ -26,11 +26,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from quantkit.cpus import available_cpus
 from quantkit.errors import QuantkitError
 from quantkit.formats.gguf import Field, ValueType, layout_gguf, open_gguf
 from quantkit.formats.imatrix import Imatrix, ImatrixEntry, write_imatrix
-from quantkit.helpers import available_cpus, format_count, format_size, parse_size
 from quantkit.types import BY_NAME, TensorType
+from quantkit.units import format_count, format_size, parse_size
 
 #: Weights that a thread generates at once: 8 MiB of float32, which fits a cache.
 CHUNK = 1 << 21

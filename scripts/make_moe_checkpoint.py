@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from quantkit.formats.gguf import open_gguf
-from quantkit.helpers import format_size, parse_size
+from quantkit.units import format_size, parse_size
 
 TOKENIZER = Path(__file__).resolve().parents[1] / "tests/data/tiny-moe-bf16.gguf"
 POOL = 1 << 25

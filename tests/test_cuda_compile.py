@@ -17,9 +17,9 @@ from ptx.chosen import SIZES, TENSOR_CORES, TYPES
 from ptx.device import keep, nvrtc
 
 from quantkit.errors import ResourceError
-from quantkit.helpers import round_up
 from quantkit.kernels.cuda.core.compile import compile_module, compile_options, machine_code, preamble, target_of
 from quantkit.kernels.cuda.core.kernel import SOURCES, Kernel
+from quantkit.units import round_up
 
 #: Every family of kernels; a .cu file without one here is found out below.
 FAMILIES = sorted(

@@ -12,7 +12,7 @@ import pytest
 ROOT = Path(__file__).parent.parent / "quantkit"
 
 #: What each part may import, besides itself.
-FLOOR = {"version", "types", "errors", "helpers", "patterns"}
+FLOOR = {"version", "types", "errors", "units", "names", "cpus", "patterns"}
 #: Modules of their own kind, neither floor nor verbs.
 APART = {"cluster"}
 ALLOWED = {
@@ -20,7 +20,7 @@ ALLOWED = {
     "version": set(),
     "types": {"errors"},
     "errors": set(),
-    "helpers": set(),
+    **dict.fromkeys(("units", "names", "cpus"), set()),
     "patterns": {"errors"},
     "cluster": {"version", "errors"},
     "formats": FLOOR,

@@ -25,9 +25,9 @@ from quantkit.cli import cli
 from quantkit.errors import QuantkitError, RecipeError, ResourceError, TypeNotSupported
 from quantkit.evaluate import SaveLogits
 from quantkit.formats.gguf import open_model
-from quantkit.helpers import tensor_class
 from quantkit.model.cost import token_cost
 from quantkit.model.graph import build_graph
+from quantkit.names import tensor_class
 from quantkit.pipeline.facts import layer_of
 from quantkit.pipeline.recipe import parse_recipe
 from quantkit.quantize import QuantizeOptions, plan_quantize

@@ -44,8 +44,8 @@ from quantkit.formats.gguf.rules import MAX_DIMS, short
 from quantkit.formats.ranges import U8, both_ends
 from quantkit.formats.remote import located
 from quantkit.formats.safetensors import StoredTensor, read_checkpoint
-from quantkit.helpers import round_up
 from quantkit.types import TensorType
+from quantkit.units import round_up
 
 P = ParamSpec("P")
 

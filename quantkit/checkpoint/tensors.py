@@ -29,7 +29,7 @@ from quantkit.checkpoint.expressions import (
 from quantkit.checkpoint.tensor_names import TensorNames, file_name
 from quantkit.errors import FormatError
 from quantkit.formats.gguf.rules import short
-from quantkit.helpers import shorten
+from quantkit.names import shorten
 from quantkit.types import TensorType
 
 #: The type of the file.

@@ -11,7 +11,7 @@ import click
 
 from quantkit.cli.options import WholeNames
 from quantkit.errors import QuantkitError
-from quantkit.helpers import printable
+from quantkit.names import printable
 from quantkit.version import __version__
 
 #: Command -> one line of help; the module of that name in this package holds the click command, ``command``.

@@ -18,7 +18,8 @@ from quantkit.cli.evaluation import KV_NAMES, KV_TYPES, MODEL, one_kv_type, plac
 from quantkit.cli.ignored import ignored_options
 from quantkit.cli.options import NUMBERS, GroupedCommand, on_command_line, option, setting
 from quantkit.cli.table import columns
-from quantkit.helpers import format_count, format_size, printable, shorten
+from quantkit.names import printable, shorten
+from quantkit.units import format_count, format_size
 
 _TESTS, _SETTINGS, _OUT = "Tests", "How the model runs (several values, as 0,1: every combination)", "Output"
 FORMATS = ("md", "csv", "json", "jsonl")

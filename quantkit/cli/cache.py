@@ -11,7 +11,8 @@ import click
 
 from quantkit.cli.options import CACHE_VARIABLE, SIZE, GroupedCommand, WholeNames, option, threads_option, to_json
 from quantkit.cli.table import table
-from quantkit.helpers import format_seconds, format_size, printable
+from quantkit.names import printable
+from quantkit.units import format_seconds, format_size
 
 _WHAT, _OUT = "What to remove", "Output"
 _AGE = re.compile(r"(\d+(?:\.\d+)?)\s*([smhdw]?)")

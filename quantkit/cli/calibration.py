@@ -10,7 +10,8 @@ import click
 from quantkit.calibration import Corpus, calibration
 from quantkit.calibration.corpus import MANIFEST
 from quantkit.cli.options import SHARE, SIZE, GroupedCommand, echo_notes, option, setting, to_json
-from quantkit.helpers import format_size, printable
+from quantkit.names import printable
+from quantkit.units import format_size
 
 _TEXT, _OUT = "The text", "Output"
 

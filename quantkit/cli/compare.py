@@ -35,7 +35,8 @@ from quantkit.compare import (
 )
 from quantkit.errors import QuantkitError
 from quantkit.formats.gguf import Field, TensorInfo
-from quantkit.helpers import format_size, printable, shorten
+from quantkit.names import printable, shorten
+from quantkit.units import format_size
 
 _WHAT, _OUT = "What to compare", "Output"
 #: Widest value, and widest name.

@@ -16,7 +16,8 @@ from quantkit.cli.evaluation import TEXT_FILE
 from quantkit.cli.options import SIZE, GroupedCommand, claim, echo_notes, on_command_line, option, options, setting
 from quantkit.cli.table import folded, table
 from quantkit.formats.outputs import written
-from quantkit.helpers import format_seconds, format_size, printable
+from quantkit.names import printable
+from quantkit.units import format_seconds, format_size
 
 if TYPE_CHECKING:
     from quantkit.cook import Config, CookPlan, CookResult, Decision, Step, StepRecord

@@ -11,7 +11,7 @@ import click
 from quantkit.cli.complete import MODEL_FILE
 from quantkit.cli.options import SIZE, GroupedCommand, echo_notes, option, options, plan_options, setting
 from quantkit.cli.table import table
-from quantkit.helpers import available_cpus
+from quantkit.cpus import available_cpus
 
 _WRITTEN, _RUN, _OUT = "The checkpoint", "The run", "Output"
 

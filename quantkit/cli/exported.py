@@ -12,9 +12,10 @@ import click
 from quantkit.cli.summary import RunReport, dry_run_line
 from quantkit.cli.table import folded, table
 from quantkit.export import ExportPlan
-from quantkit.helpers import format_count, format_seconds, format_size, printable
+from quantkit.names import printable
 from quantkit.pipeline.run import RunResult
 from quantkit.pipeline.work import PlannedTensor
+from quantkit.units import format_count, format_seconds, format_size
 
 #: Files that are named one by one.
 _FEW = 4

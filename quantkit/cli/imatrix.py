@@ -14,8 +14,9 @@ from quantkit.cli.imatrix_diff import diff
 from quantkit.cli.imatrix_show import experts_of, show
 from quantkit.cli.options import GroupedCommand, claim, echo_notes, on_command_line, option, options
 from quantkit.formats.imatrix import Format, Imatrix, format_of, read_imatrix, write_imatrix
-from quantkit.helpers import format_count, format_size, printable
 from quantkit.imatrix import FILLS, apply_fill, convert, filled_experts, merge, with_names, without_fill
+from quantkit.names import printable
+from quantkit.units import format_count, format_size
 
 _FILES, _OUT = "Files", "Output"
 

@@ -21,7 +21,6 @@ from quantkit.evaluate import Estimate
 from quantkit.formats.imatrix import format_of, read_imatrix, write_imatrix
 from quantkit.formats.outputs import check_apart, written
 from quantkit.formats.tokenizer import read_token_ids
-from quantkit.helpers import format_seconds, format_size, printable
 from quantkit.imatrix import (
     FILLS,
     Collected,
@@ -36,6 +35,8 @@ from quantkit.imatrix import (
 from quantkit.imatrix.checkpoint import state_of
 from quantkit.imatrix.coverage import HARDLY
 from quantkit.kernels.first_run import working_seconds
+from quantkit.names import printable
+from quantkit.units import format_seconds, format_size
 
 if TYPE_CHECKING:
     from quantkit.evaluate.passes import EvaluationOptions

@@ -16,8 +16,8 @@ from quantkit.cli.options import DiffTrouble, GroupedCommand, json_value, option
 from quantkit.cli.table import listed, table
 from quantkit.errors import QuantkitError
 from quantkit.formats.imatrix import read_imatrix
-from quantkit.helpers import printable, shorten
 from quantkit.imatrix import Difference, TensorDifference, difference
+from quantkit.names import printable, shorten
 
 _WHAT, _OUT = "What is compared", "Output"
 #: Rows of the table without --per-tensor; widest name.

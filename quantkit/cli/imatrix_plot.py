@@ -8,9 +8,9 @@ import numpy as np
 
 from quantkit.cli.plot import Figure, Line, LinePanel, MapPanel
 from quantkit.formats.imatrix import Imatrix
-from quantkit.helpers import tensor_class
 from quantkit.imatrix import Coverage, Statistics, TensorCoverage, TensorStatistics
 from quantkit.imatrix.rows import DOWN
+from quantkit.names import tensor_class
 from quantkit.pipeline.facts import layer_of
 
 

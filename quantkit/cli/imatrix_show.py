@@ -19,7 +19,6 @@ from quantkit.cli.table import listed, table
 from quantkit.formats.gguf import open_model
 from quantkit.formats.imatrix import Imatrix, read_imatrix
 from quantkit.formats.outputs import written
-from quantkit.helpers import printable, shorten
 from quantkit.imatrix import (
     Coverage,
     CoverageGroup,
@@ -33,6 +32,7 @@ from quantkit.imatrix import (
 )
 from quantkit.imatrix.coverage import HARDLY
 from quantkit.imatrix.fill import FILL_KEY
+from quantkit.names import printable, shorten
 
 _WHAT, _OUT = "What to show", "Output"
 _FILE = click.Path(path_type=Path)

@@ -13,8 +13,9 @@ from quantkit.cli.complete import MODEL
 from quantkit.cli.options import GroupedCommand, json_value, one_line, option, setting, to_json
 from quantkit.cli.table import folded, table
 from quantkit.formats.gguf import Field
-from quantkit.helpers import format_count, format_size, printable, shorten
 from quantkit.inspect import Fact, Group, Inspection, first_items, inspect
+from quantkit.names import printable, shorten
+from quantkit.units import format_count, format_size
 
 _WHAT, _OUT = "What to show", "Output"
 #: With --metadata short: characters shown of a string, items of an array.

@@ -24,7 +24,7 @@ from quantkit.cli.table import columns
 from quantkit.errors import QualityGate
 from quantkit.evaluate import Estimate, Kld, KldProgress, KldSums, kld
 from quantkit.evaluate.statistics import ENOUGH
-from quantkit.helpers import format_seconds
+from quantkit.units import format_seconds
 
 _BASE = "The base logits"
 #: llama-perplexity's headings; a narrow terminal shows one statistic less.

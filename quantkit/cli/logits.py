@@ -24,7 +24,8 @@ from quantkit.cli.options import GroupedCommand, echo_notes, option
 from quantkit.evaluate import logits
 from quantkit.evaluate.passes import opened
 from quantkit.formats.outputs import check_free
-from quantkit.helpers import format_size, printable
+from quantkit.names import printable
+from quantkit.units import format_size
 
 
 @click.command("logits", cls=GroupedCommand)

@@ -14,10 +14,11 @@ from quantkit.cli.options import SIZE, claim, echo_notes, option, options, plan_
 from quantkit.cli.summary import RunReport, cache_dict, cache_lines, dry_run_line, nodes_line
 from quantkit.formats.imatrix import Imatrix, write_imatrix
 from quantkit.formats.outputs import check_apart
-from quantkit.helpers import format_seconds, format_size, printable
 from quantkit.merge import MergePlan, run_merge
+from quantkit.names import printable
 from quantkit.pipeline.regroup import layer_names
 from quantkit.pipeline.run import RunResult, foreseen, refusal
+from quantkit.units import format_seconds, format_size
 
 _FILES, _RUN, _OUT = "Files", "The run", "Output"
 

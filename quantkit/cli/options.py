@@ -14,7 +14,8 @@ import click
 from click.core import ParameterSource
 
 from quantkit.cli.table import folded
-from quantkit.helpers import parse_size, printable
+from quantkit.names import printable
+from quantkit.units import parse_size
 
 F = TypeVar("F", bound=Callable[..., Any])
 

@@ -27,7 +27,8 @@ from quantkit.cli.options import CHUNKS, GroupedCommand, echo_notes, on_command_
 from quantkit.evaluate import Perplexity, PerplexityProgress, SaveLogits, perplexity
 from quantkit.evaluate.statistics import finite
 from quantkit.formats.logits import CLIPS, CODECS
-from quantkit.helpers import format_seconds, format_size, printable
+from quantkit.names import printable
+from quantkit.units import format_seconds, format_size
 
 _BASE = "Base logits for quantkit kld"
 

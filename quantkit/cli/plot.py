@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from quantkit.cli.plot_labels import place_labels
 from quantkit.errors import RecipeError, ResourceError
-from quantkit.helpers import printable, shorten
+from quantkit.names import printable, shorten
 
 #: Metadata to leave out of each format, so that equal data give equal bytes.
 FORMATS: dict[str, dict[str, None]] = {"svg": {"Date": None}, "png": {}, "pdf": {"CreationDate": None}}

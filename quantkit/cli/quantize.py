@@ -31,11 +31,12 @@ from quantkit.cli.options import (
     start_nodes,
     threads_option,
 )
+from quantkit.cpus import available_cpus
 from quantkit.errors import TypeNotSupported
-from quantkit.helpers import available_cpus, format_size
 from quantkit.kernels.formats import ENCODERS
 from quantkit.pipeline.like import LIKE
 from quantkit.pipeline.presets import RULES
+from quantkit.units import format_size
 
 if TYPE_CHECKING:
     from quantkit.pipeline.plan import Plan

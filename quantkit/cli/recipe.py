@@ -24,9 +24,10 @@ from quantkit.cli.options import (
 from quantkit.cli.table import folded, listed, table
 from quantkit.errors import QuantkitError, RecipeError
 from quantkit.formats.outputs import written
-from quantkit.helpers import format_count, format_size, printable, shorten
+from quantkit.names import printable, shorten
 from quantkit.recipes import DIALECTS, RecipeDiff, Shown, Sum, convert, diff, lint, show
 from quantkit.types import TensorType, type_by_name
+from quantkit.units import format_count, format_size
 
 _WHAT, _WHERE, _OUT = "The recipe", "Devices", "Output"
 _FILE = click.Path(exists=True, dir_okay=False, path_type=Path)

@@ -13,7 +13,7 @@ from tqdm import tqdm
 from quantkit.cli.complete import IMATRIX_HERE, MODEL_FILE
 from quantkit.cli.evaluation import TEXT_FILE, load_options, run_options
 from quantkit.cli.options import CHUNKS, GroupedCommand, option, setting
-from quantkit.helpers import printable
+from quantkit.names import printable
 from quantkit.report import ReportOptions, report
 
 _ON, _MORE, _OUT = "What is measured", "What else is shown", "Output"

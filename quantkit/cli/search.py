@@ -31,13 +31,14 @@ from quantkit.cli.plot import Points, Scatter, check_plot, draw
 from quantkit.cli.table import table
 from quantkit.errors import ResourceError
 from quantkit.formats.outputs import check_apart, read_whole, written
-from quantkit.helpers import format_seconds, format_size, printable
+from quantkit.names import printable
 from quantkit.recipes.dialects import text_of
 from quantkit.search import Allocation, Check, Front, SearchOptions, SearchResult, search, search_front
 from quantkit.search.find import known_of, model_of, with_imatrix
 from quantkit.search.options import RUNTIMES
 from quantkit.search.restrict import named_type
 from quantkit.sensitivity.file import Sensitivity
+from quantkit.units import format_seconds, format_size
 
 _WHAT, _TARGET, _LIMITS, _CHECK, _FRONT, _OUT = (
     "What is quantized",

@@ -25,11 +25,12 @@ from quantkit.cli.options import (
     threads_option,
 )
 from quantkit.cli.table import table
-from quantkit.helpers import format_seconds, format_size, printable
+from quantkit.names import printable
 from quantkit.sensitivity import Cost, Sensitivity, SensitivityOptions, SensitivityProgress, sensitivity
 from quantkit.sensitivity.encode import GROUPS
 from quantkit.sensitivity.experts import line_of
 from quantkit.sensitivity.measure import TYPES
+from quantkit.units import format_seconds, format_size
 
 _MEASURED = "What is measured"
 #: Groups that are listed.

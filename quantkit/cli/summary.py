@@ -19,7 +19,7 @@ from quantkit.cli.options import echo_notes
 from quantkit.cli.table import folded, table
 from quantkit.errors import QuantkitError
 from quantkit.formats.outputs import part_path
-from quantkit.helpers import format_count, format_seconds, format_size, printable, tensor_class
+from quantkit.names import printable, tensor_class
 from quantkit.pipeline.cache.use import CacheUse
 from quantkit.pipeline.feedback_report import feedback_report
 from quantkit.pipeline.plan import Plan
@@ -27,6 +27,7 @@ from quantkit.pipeline.run import RunResult
 from quantkit.pipeline.runtimes import Runtime, runtimes
 from quantkit.pipeline.work import ErrorSums, PlannedTensor
 from quantkit.quantize import QuantizeResult
+from quantkit.units import format_count, format_seconds, format_size
 
 
 def _source_type(tensor: PlannedTensor) -> str:

@@ -35,7 +35,7 @@ from quantkit.cook.tables import (
 from quantkit.cook.targets import Target, parse_target
 from quantkit.errors import FormatError, RecipeError
 from quantkit.formats.outputs import read_whole
-from quantkit.helpers import printable
+from quantkit.names import printable
 from quantkit.quantize import QuantizeOptions
 from quantkit.sensitivity.encode import GROUPS
 

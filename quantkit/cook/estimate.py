@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from quantkit.helpers import available_cpus
+from quantkit.cpus import available_cpus
 from quantkit.pipeline.quality import QUALITY, SPEEDS
 from quantkit.pipeline.work import PlannedTensor
 from quantkit.types import TensorType

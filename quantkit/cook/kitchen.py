@@ -30,9 +30,9 @@ from quantkit.cook.target_steps import (
 from quantkit.errors import FormatError, QualityGate, QuantkitError, RecipeError, ResourceError
 from quantkit.formats.gguf import open_model
 from quantkit.formats.outputs import check_apart
-from quantkit.helpers import format_size
 from quantkit.report.page import needed as check_page
 from quantkit.search.solve import check_solver
+from quantkit.units import format_size
 
 
 @dataclass(frozen=True)

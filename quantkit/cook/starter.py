@@ -11,7 +11,8 @@ from quantkit.convert import ConvertOptions
 from quantkit.cook.config import model_name
 from quantkit.cook.source import Model, read_source
 from quantkit.errors import QuantkitError, ResourceError
-from quantkit.helpers import format_count, format_size, printable
+from quantkit.names import printable
+from quantkit.units import format_count, format_size
 
 #: Names of texts that people leave beside a model.
 _CALIBRATION = ("calibration.txt", "calibration_data.txt", "calibration_datav3.txt", "calib.txt", "imatrix.txt")

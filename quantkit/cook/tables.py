@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from quantkit.errors import RecipeError
-from quantkit.helpers import parse_size, printable, shorten
+from quantkit.names import printable, shorten
+from quantkit.units import parse_size
 
 T = TypeVar("T")
 

@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 
 from quantkit.errors import RecipeError, TypeNotSupported
-from quantkit.helpers import parse_size
 from quantkit.pipeline.presets import PRESETS, preset_by_name
+from quantkit.units import parse_size
 
 _FORMS = "write a preset (Q4_K_M), a size (12.3G), bits per weight (4.2bpw) or a divergence (kld=0.01)"
 #: What may follow a +.

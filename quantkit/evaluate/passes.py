@@ -19,9 +19,9 @@ import numpy.typing as npt
 
 from quantkit.calibration.heldout import calibrated_on
 from quantkit.calibration.overlap import SKETCH_KEYS
+from quantkit.cpus import available_cpus
 from quantkit.errors import FormatError, QuantkitError
 from quantkit.evaluate.scores import TILE
-from quantkit.helpers import available_cpus
 
 if TYPE_CHECKING:
     from quantkit.formats.gguf import GGUFFile

@@ -22,7 +22,7 @@ from quantkit.errors import FormatError, ResourceError
 from quantkit.formats.gguf import parse_split_path, split_path
 from quantkit.formats.ranges import sync
 from quantkit.formats.remote import URL, located
-from quantkit.helpers import format_size
+from quantkit.units import format_size
 
 #: The most that is read of a text, and of any pipe; a split model has at most 65535 shards.
 MAX_TEXT, _MOST_SHARDS = 1 << 30, (1 << 16) - 1

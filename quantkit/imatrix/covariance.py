@@ -27,7 +27,6 @@ from quantkit.evaluate.on_nodes import There, without_nodes
 from quantkit.evaluate.passes import EvaluationOptions, LoadOptions, bos_of
 from quantkit.formats.gguf import open_model
 from quantkit.formats.outputs import Output, check_apart, check_free, end_of_links, part_path
-from quantkit.helpers import format_size
 from quantkit.imatrix.checkpoint import Checkpoint, Progress, clear, state_of
 from quantkit.imatrix.collect import ImatrixOptions, chunks_of, fingerprint_of
 from quantkit.imatrix.covariance_file import Target, layout
@@ -44,6 +43,7 @@ from quantkit.model.observers import (
     with_latent,
 )
 from quantkit.model.ops import Graph
+from quantkit.units import format_size
 
 #: What a token counts for an expert: 1, its router weight squared, or both are recorded.
 Weighting = Literal["tokens", "router", "both"]

@@ -16,12 +16,12 @@ from quantkit.cluster import Cluster, Node, Refused
 from quantkit.errors import FormatError, QuantkitError
 from quantkit.evaluate.on_nodes import There
 from quantkit.evaluate.passes import I32, bos_of, run_windows
-from quantkit.helpers import format_size
 from quantkit.imatrix.covariance_file import Target
 from quantkit.model.backends.accumulators import Accumulator
 from quantkit.model.engine import Model, Session, load
 from quantkit.model.observers import Wanted, covariances, fewest_rows, up_to_layer
 from quantkit.model.ops import Covariance, Graph
+from quantkit.units import format_size
 
 
 class Unit(NamedTuple):

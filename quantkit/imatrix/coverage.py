@@ -19,9 +19,9 @@ import numpy.typing as npt
 
 from quantkit.errors import FormatError, QualityGate
 from quantkit.formats.imatrix import Imatrix, ImatrixEntry
-from quantkit.helpers import tensor_class
 from quantkit.imatrix.fill import without_fill
 from quantkit.imatrix.rows import EXPERTS, expert_counts, raw, split_experts
+from quantkit.names import tensor_class
 from quantkit.pipeline.facts import TOKEN_EMBD_NAMES, TensorLike, layer_of, n_dims, why_never
 from quantkit.pipeline.importance import TINY, Importance
 

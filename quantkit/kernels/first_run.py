@@ -15,7 +15,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
-from quantkit.helpers import available_cpus
+from quantkit.cpus import available_cpus
 
 Job = Callable[[], object]
 

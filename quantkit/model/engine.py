@@ -16,9 +16,9 @@ from typing import Any, Self
 import numpy as np
 import numpy.typing as npt
 
+from quantkit.cpus import available_cpus
 from quantkit.errors import FormatError, RecipeError
 from quantkit.formats.gguf import GGUFFile, open_model
-from quantkit.helpers import available_cpus, format_size
 from quantkit.model.backends import Backend, Limits, Observer, Options, Program
 from quantkit.model.backends.accumulators import Accumulator, NotFinite
 from quantkit.model.backends.registry import backend_of
@@ -35,6 +35,7 @@ from quantkit.model.merged import MergedSource
 from quantkit.model.ops import Attention, Embed, Graph, LightningIndexer, Value
 from quantkit.model.placement import Placement, Segment, cut, devices_of
 from quantkit.model.selection import without_selection
+from quantkit.units import format_size
 
 #: Is called with the index of a block's first output and its logits [k, n_vocab], valid during the call.
 Each = Callable[[int, Floats], None]

@@ -15,9 +15,9 @@ import numpy as np
 import numpy.typing as npt
 
 from quantkit.formats.gguf import GGUFFile, TensorInfo
-from quantkit.helpers import format_size
 from quantkit.kernels.formats import has_decoder
 from quantkit.kernels.interleave import base_of, is_woven, weaves_together
+from quantkit.units import format_size
 
 
 class PlainSource:

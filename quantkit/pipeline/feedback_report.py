@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from quantkit.helpers import tensor_class
+from quantkit.names import tensor_class
 from quantkit.pipeline.facts import layer_of
 from quantkit.pipeline.feedback import damping_of
 from quantkit.pipeline.plan import Plan

@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, Protocol
 
-from quantkit.helpers import crc32_combine
 from quantkit.pipeline.cache.use import RunCache
+from quantkit.pipeline.crc32 import crc32_combine
 from quantkit.pipeline.journal import Journal, JournalEntry
 from quantkit.pipeline.plan import Plan
 from quantkit.pipeline.target import Kept, Target

@@ -15,12 +15,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol, TypedDict, Unpack
 
+from quantkit.cpus import available_cpus
 from quantkit.errors import ClusterError, QuantkitError, RecipeError, ResourceError, TypeNotSupported
 from quantkit.formats.outputs import Output, beside, check_apart, check_free
 from quantkit.formats.ranges import Buffers
 from quantkit.formats.remote import URL, check_unchanged
 from quantkit.formats.remote.retry import given_up
-from quantkit.helpers import available_cpus
 from quantkit.kernels.first_run import working_seconds
 from quantkit.pipeline.cache.store import Store, open_store
 from quantkit.pipeline.cache.use import CacheUse, RunCache

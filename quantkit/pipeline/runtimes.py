@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from quantkit.helpers import printable, shorten
+from quantkit.names import printable, shorten
 from quantkit.pipeline.experts import runtimes as load_merged
 from quantkit.pipeline.facts import EXTRA_OUTPUT
 from quantkit.types import TensorType

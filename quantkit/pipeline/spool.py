@@ -27,10 +27,10 @@ from quantkit.formats.ranges import U8, copy_range, punch, write_range
 from quantkit.formats.remote import URL
 from quantkit.formats.remote import s3 as store
 from quantkit.formats.remote.s3 import S3, Uploaded
-from quantkit.helpers import format_size
 from quantkit.pipeline.journal import Journal
 from quantkit.pipeline.plan import Plan
 from quantkit.pipeline.target import Files, Place
+from quantkit.units import format_size
 
 #: Uploads at the same time, and finished parts that may wait for one before jobs wait for them.
 UPLOADERS, WAITING = 4, 4

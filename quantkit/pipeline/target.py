@@ -16,7 +16,7 @@ import numpy as np
 from quantkit.errors import ResourceError
 from quantkit.formats.outputs import part_path
 from quantkit.formats.ranges import U8, copy_open, copy_range, crc32_range, reserve, sync, write_open, write_range
-from quantkit.helpers import format_size
+from quantkit.units import format_size
 
 
 class Target(Protocol):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from quantkit.helpers import tensor_class
+from quantkit.names import tensor_class
 from quantkit.recipes.contents import Contents, contents, is_gguf, read_model
 from quantkit.recipes.dialects import Recipe, read_rules
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from quantkit.errors import RecipeError
-from quantkit.helpers import tensor_class
 from quantkit.model.placement import Placement, parse_rules
+from quantkit.names import tensor_class
 from quantkit.pipeline.facts import TOKEN_EMBD_NAMES, layer_of
 from quantkit.pipeline.runtimes import Runtime, runtimes
 from quantkit.recipes.contents import (

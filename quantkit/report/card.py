@@ -6,7 +6,7 @@ import json
 import re
 from collections.abc import Iterable, Sequence
 
-from quantkit.helpers import printable
+from quantkit.names import printable
 from quantkit.report.data import Report
 from quantkit.report.tables import Cell, files_table, support_table
 

@@ -6,8 +6,8 @@ import shlex
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from quantkit.helpers import printable, shorten
 from quantkit.inspect import Inspection
+from quantkit.names import printable, shorten
 
 #: Hashes of passages: thousands of numbers for programs.
 _NOT_SHOWN = "shingles"

@@ -27,9 +27,9 @@ from quantkit.formats.gguf import open_gguf, open_model
 from quantkit.formats.imatrix import read_imatrix
 from quantkit.formats.logits import open_logits
 from quantkit.formats.outputs import read_text
-from quantkit.helpers import printable, shorten, tensor_class
 from quantkit.imatrix import coverage
 from quantkit.inspect import Inspection, inspect
+from quantkit.names import printable, shorten, tensor_class
 from quantkit.pipeline.facts import layer_of, n_dims
 from quantkit.report.data import (
     Base,

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from quantkit.errors import ResourceError
-from quantkit.helpers import format_count, printable
+from quantkit.names import printable
 from quantkit.report.charts import WIDE, charts, series_of, short_names, size_unit, type_colours
 from quantkit.report.data import Report
 from quantkit.report.tables import (
@@ -23,6 +23,7 @@ from quantkit.report.tables import (
     support_table,
     tokens_table,
 )
+from quantkit.units import format_count
 
 _HERE = Path(__file__).parent
 #: Globals that page.js takes from the bundle.

@@ -14,13 +14,13 @@ import numpy as np
 from quantkit.errors import FormatError, RecipeError, ResourceError
 from quantkit.formats.gguf import open_model
 from quantkit.formats.remote import located
-from quantkit.helpers import format_size, round_up
 from quantkit.search.allocation import Allocation
 from quantkit.search.check import Check, measured
 from quantkit.search.options import SearchOptions
 from quantkit.search.solve import Answer, Apart, Limit, Weights, check_solver, solve
 from quantkit.search.space import Space
 from quantkit.sensitivity.file import Sensitivity, read_sensitivity
+from quantkit.units import format_size, round_up
 
 #: How often the header, which names the rules, may turn out longer than was allowed for.
 _ROUNDS = 16

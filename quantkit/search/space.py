@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 from quantkit.errors import RecipeError
-from quantkit.helpers import round_up
 from quantkit.kernels.formats import has_encoder
 from quantkit.pipeline.facts import half_names, layer_of
 from quantkit.pipeline.plan import Plan
@@ -33,6 +32,7 @@ from quantkit.search.predict import Predictor
 from quantkit.search.restrict import Allowed, named_type, tied
 from quantkit.sensitivity.file import Group, Sensitivity
 from quantkit.types import TensorType
+from quantkit.units import round_up
 
 #: Tensors of which a token reads one row.
 _ROWS = ("token_embd.weight", "per_layer_token_embd.weight", "position_embd.weight", "token_types.weight")

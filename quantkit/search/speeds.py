@@ -10,9 +10,9 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
+from quantkit.cpus import available_cpus
 from quantkit.errors import FormatError
 from quantkit.formats.outputs import read_whole
-from quantkit.helpers import available_cpus
 from quantkit.kernels.cpu.core.tape import Batch, Tape, address_of
 from quantkit.kernels.cpu.core.team import Team
 from quantkit.kernels.cpu.matmul import activations

@@ -19,10 +19,10 @@ from quantkit.errors import RecipeError, TypeNotSupported
 from quantkit.formats.gguf import open_model
 from quantkit.formats.imatrix import read_imatrix
 from quantkit.formats.ranges import U8, write_range
-from quantkit.helpers import tensor_class
 from quantkit.kernels.first_run import compile_together
 from quantkit.kernels.formats import has_encoder
 from quantkit.kernels.interleave import is_woven
+from quantkit.names import tensor_class
 from quantkit.pipeline.cache.store import Store
 from quantkit.pipeline.cache.use import RunCache
 from quantkit.pipeline.importance import Importance, must_have_importance

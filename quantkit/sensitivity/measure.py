@@ -21,13 +21,13 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from quantkit.cpus import available_cpus
 from quantkit.errors import RecipeError, ResourceError
 from quantkit.evaluate.likelihood import chunked
 from quantkit.evaluate.passes import bos_of, note_calibration, note_context, text_tokens
 from quantkit.formats.imatrix import read_imatrix
 from quantkit.formats.outputs import Output, beside, check_apart, read_text, written
 from quantkit.formats.remote import URL
-from quantkit.helpers import available_cpus
 from quantkit.kernels.first_run import working_seconds
 from quantkit.kernels.levels import all_levels
 from quantkit.model.batch import Batch

@@ -29,12 +29,13 @@ from gpu import cases
 from gpu import speed as measured
 from gpu.run import NOT_RUN
 from gpu.speed import the_card
+from quantkit.cpus import available_cpus
 from quantkit.formats.imatrix import write_imatrix
-from quantkit.helpers import available_cpus, format_size
 from quantkit.kernels.cuda.core import device as devices
 from quantkit.kernels.cuda.core import peak
 from quantkit.kernels.cuda.encode.encode import encoders, kernels_of, weighs
 from quantkit.types import BY_NAME, TensorType
+from quantkit.units import format_size
 
 if TYPE_CHECKING:
     from gpu.run import Run

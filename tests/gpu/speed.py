@@ -19,7 +19,6 @@ from make_moe import Model as Shapes
 from gpu import cases
 from quantkit.errors import ResourceError
 from quantkit.formats.gguf import Field, TensorInfo, write_gguf
-from quantkit.helpers import format_size
 from quantkit.kernels.cuda.attention import attention
 from quantkit.kernels.cuda.core import peak
 from quantkit.kernels.cuda.core.device import Launch, open_device
@@ -35,6 +34,7 @@ from quantkit.model.engine import Session, load
 from quantkit.model.fusion import Fusion
 from quantkit.model.ops import Matrix
 from quantkit.types import BY_NAME, TensorType
+from quantkit.units import format_size
 
 if TYPE_CHECKING:
     from gpu.run import Run

@@ -27,8 +27,8 @@ from quantkit.formats.gguf.rules import (
 )
 from quantkit.formats.remote import URL
 from quantkit.formats.remote.reader import Growing
-from quantkit.helpers import round_up
 from quantkit.types import TensorType, type_by_id
+from quantkit.units import round_up
 
 #: Fewest bytes of a field and a tensor info: bounds for the two counts in the header.
 _MIN_FIELD, _MIN_TENSOR = 8 + 1 + 4 + 1, 8 + 1 + 4 + 8 + 4 + 8

@@ -19,8 +19,8 @@ from quantkit.formats.gguf.rules import (
     checked_bytes,
     short,
 )
-from quantkit.helpers import round_up
 from quantkit.types import TensorType, type_by_id
+from quantkit.units import round_up
 
 
 @dataclass(frozen=True, slots=True)

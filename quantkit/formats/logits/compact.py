@@ -50,7 +50,7 @@ import numpy.typing as npt
 from quantkit.errors import FormatError, ResourceError
 from quantkit.formats.logits.chunks import Chunks, check_header, read_tokens
 from quantkit.formats.ranges import read_range
-from quantkit.helpers import printable
+from quantkit.names import printable
 
 F32 = npt.NDArray[np.float32]
 I64 = npt.NDArray[np.int64]

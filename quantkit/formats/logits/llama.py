@@ -27,7 +27,7 @@ import numpy.typing as npt
 from quantkit.errors import FormatError, ResourceError
 from quantkit.formats.logits.chunks import Chunks, check_header, read_tokens, scored_rows
 from quantkit.formats.ranges import read_range, write_open, write_range
-from quantkit.helpers import format_size
+from quantkit.units import format_size
 
 F32 = npt.NDArray[np.float32]
 F64 = npt.NDArray[np.float64]

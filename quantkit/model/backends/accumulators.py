@@ -17,9 +17,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from quantkit.helpers import round_up
 from quantkit.model.batch import Batch, Floats, Ints
 from quantkit.model.ops import Covariance, Op, Similarity, SumColumns
+from quantkit.units import round_up
 
 Accumulator = dict[str, npt.NDArray[Any]]
 

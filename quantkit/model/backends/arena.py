@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from quantkit.helpers import round_up
 from quantkit.model.ops import Matrix, Op
+from quantkit.units import round_up
 
 ALIGNMENT = 128
 

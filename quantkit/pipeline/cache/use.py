@@ -29,7 +29,6 @@ from quantkit.formats.cache_entry import (
     digest,
     source_digest,
 )
-from quantkit.helpers import format_size
 from quantkit.kernels.tensor_scale import TAIL, TENSOR_SCALED
 from quantkit.pipeline.cache.keys import how_digest, identity, importance_digest, is_encoded, pieces_of
 from quantkit.pipeline.cache.memo import Memo
@@ -38,6 +37,7 @@ from quantkit.pipeline.plan import Plan
 from quantkit.pipeline.source import Source
 from quantkit.pipeline.work import MENDED, TAKEN, Cached, Job, JobResult, PlannedTensor, RowSlice
 from quantkit.types import TensorType
+from quantkit.units import format_size
 from quantkit.version import __version__
 
 #: The most characters of a name that an entry is labelled with: any of them fit into its header.

@@ -18,7 +18,6 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 from quantkit.errors import ResourceError
-from quantkit.helpers import format_size
 from quantkit.kernels.cuda.core import device as devices
 from quantkit.kernels.cuda.core.device import DeviceHangs
 from quantkit.kernels.cuda.encode.pipeline import Form, Slot, largest
@@ -30,6 +29,7 @@ from quantkit.pipeline.ledger import Work
 from quantkit.pipeline.threads import Threads, run_together, work
 from quantkit.pipeline.warm import kernel_calls
 from quantkit.pipeline.work import Job, PlannedTensor, RowSlice, Worker, cut_jobs, job_values, metrics_for, worker_ram
+from quantkit.units import format_size
 
 #: Slots of a card: at least one that reads, one on the card, one that writes; more where CPUs are, which reading,
 #: checking and writing keep busy.

@@ -17,13 +17,13 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from quantkit.helpers import round_up
 from quantkit.kernels.cuda.core.device import Device, DeviceHangs, Launch, abandon
 from quantkit.kernels.cuda.core.kernel import Kernel, Shape
 from quantkit.kernels.cuda.encode.encode import encode_rows, encoders, kernels_of, put_tables, weighs, working_bytes
 from quantkit.kernels.cuda.unpack.dequantize import OUTPUTS, dequantize
 from quantkit.kernels.formats import FORMATS
 from quantkit.types import BY_NAME, TensorType
+from quantkit.units import round_up
 
 U8 = npt.NDArray[np.uint8]
 F32 = npt.NDArray[np.float32]

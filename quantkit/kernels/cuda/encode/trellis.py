@@ -11,11 +11,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from quantkit.helpers import round_up
 from quantkit.kernels.cuda.core.codebooks import CODEBOOKS, codebook_on
 from quantkit.kernels.cuda.core.device import Device, Launch
 from quantkit.kernels.cuda.core.kernel import Kernel
 from quantkit.types import BY_NAME, TensorType
+from quantkit.units import round_up
 
 #: Searches of 32 values at most: a slot of survivors each, and one more.
 _SEARCHES = {"IQ1_KT": 3, "IQ2_KT": 3, "IQ3_KT": 4, "IQ4_KT": 4}

@@ -10,7 +10,6 @@ from dataclasses import replace
 
 import numpy as np
 
-from quantkit.helpers import round_up
 from quantkit.kernels.cpu.attention import attention, blocks, cache, lightning_indexer
 from quantkit.kernels.cpu.core.tape import TapeOp
 from quantkit.kernels.cpu.layer import compress, elementwise, glu, mixing, norms, recurrent, rope, route, streams
@@ -24,6 +23,7 @@ from quantkit.model.backends.cpu.lowering import CPULowering, rows
 from quantkit.model.backends.lowering import LINE, expert_bytes_of, row_bytes_of
 from quantkit.model.op_table import OpTable
 from quantkit.model.ops import Matrix, Op, Value
+from quantkit.units import round_up
 
 LOWER = OpTable("the cpu backend")
 

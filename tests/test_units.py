@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quantkit.helpers import crc32_combine, format_count, format_seconds, format_size, parse_size
+from quantkit.pipeline.crc32 import crc32_combine
+from quantkit.units import format_count, format_seconds, format_size, parse_size
 
 
 @pytest.mark.parametrize(

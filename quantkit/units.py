@@ -1,0 +1,52 @@
+"""Sizes, counts and durations as people write and read them; multiples."""
+
+from __future__ import annotations
+
+import re
+
+_UNITS = {"": 1, "K": 1000, "M": 1000**2, "G": 1000**3, "T": 1000**4}
+_UNITS |= {"KI": 1 << 10, "MI": 1 << 20, "GI": 1 << 30, "TI": 1 << 40}
+
+
+def parse_size(text: str) -> int:
+    """Return the bytes of "48G", "512MiB" or "1000": plain letters are decimal, as in llama-gguf-split.
+
+    Raises ValueError on anything else.
+    """
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?I?)B?\s*", text, re.IGNORECASE)
+    if match is None or match[2].upper() not in _UNITS:
+        raise ValueError(f"{text!r} is not a size; write 48G, 512MiB or a number of bytes")
+    return int(float(match[1]) * _UNITS[match[2].upper()])
+
+
+def round_up(n: int, multiple: int) -> int:
+    """Return the next multiple, or n if it is one."""
+    return -(-n // multiple) * multiple
+
+
+def format_size(n: float) -> str:
+    """Return a number of bytes for people: 17.35 MiB."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(n) < 1024:
+            return f"{n:.0f} {unit}" if unit == "B" else f"{n:.2f} {unit}"
+        n /= 1024
+    return f"{n:.2f} TiB"
+
+
+def format_count(n: float) -> str:
+    """Return a number of weights for people: 9.19 M."""
+    for unit in ("", " K", " M", " B"):
+        if abs(n) < 1000:
+            return f"{n:.0f}{unit}" if unit == "" else f"{n:.2f}{unit}"
+        n /= 1000
+    return f"{n:.2f} T"
+
+
+def format_seconds(seconds: float) -> str:
+    """Return a duration for people: 3.2 s, 4 min 05 s, 2 h 03 min."""
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    if minutes < 60:
+        return f"{minutes} min {rest:02d} s"
+    return f"{minutes // 60} h {minutes % 60:02d} min"
