@@ -239,13 +239,23 @@ def pytest_testnodedown(node: Any, error: object) -> None:
         session.shouldstop = session.shouldstop or f"worker {node.gateway.id} was killed: {error}"
 
 
+#: What a run says last of tests that were skipped, by a word of the reason.
+MISSING = {
+    "C++ compiler": "KERNELS FOR THE GPU WERE NOT TESTED",
+    "NVRTC": "KERNELS FOR THE GPU WERE NOT TESTED",
+    "no Ray": "CLUSTERS WERE NOT TESTED",
+    "no chromium": "PAGES OF REPORTS WERE NOT OPENED",
+    "no axe-core": "PAGES OF REPORTS WERE NOT CHECKED FOR ACCESSIBILITY",
+}
+
+
 def pytest_report_header() -> str:
     return "CUDA kernels: on the host shim, as PTX" + (", on a card" if CARDS else "; no driver for a card is here")
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> Iterator[None]:
-    """Say loudly, last, when kernels for the GPU were not run or not compiled, or clusters not tested."""
+    """Say loudly, last, what was not tested for want of a program or a library."""
     keep_seconds(terminalreporter)
     yield
     if terminalreporter.config.getoption("--ptx-counts"):
@@ -254,10 +264,9 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> Iterat
         terminalreporter.write_line(report())
     reasons = {report.longrepr[2] for report in terminalreporter.stats.get("skipped", []) if report.longrepr}
     for reason in sorted(r.removeprefix("Skipped: ") for r in reasons):
-        if "C++ compiler" in reason or "NVRTC" in reason:
-            terminalreporter.write_line(f"KERNELS FOR THE GPU WERE NOT TESTED: {reason}", red=True, bold=True)
-        if reason.startswith("no Ray"):
-            terminalreporter.write_line(f"CLUSTERS WERE NOT TESTED: {reason}", red=True, bold=True)
+        for word, what in MISSING.items():
+            if word in reason:
+                terminalreporter.write_line(f"{what}: {reason}", red=True, bold=True)
 
 
 def skip_unless_there(device: str) -> None:

@@ -38,6 +38,7 @@ from quantkit.evaluate import SaveLogits, kld, perplexity
 from quantkit.evaluate.on_nodes import There
 from quantkit.evaluate.passes import Nodes
 from quantkit.formats.gguf import open_model
+from quantkit.formats.imatrix import read_imatrix
 from quantkit.formats.ranges import Buffers
 from quantkit.imatrix import ImatrixOptions, Watcher, imatrix
 from quantkit.imatrix.covariance import CovarianceProgress, covariance
@@ -645,6 +646,32 @@ def test_a_node_uses_the_cards_that_ray_gives_it(nodes: Any, tmp_path: Path, mon
             assert f"node {names[0]}: --backend auto: the CPU, as Ray has no GPU there" in watch.texts
     with pytest.raises(RecipeError, match="--devices and --verify are for the cards of this machine"):
         quantize(source, out, "Q4_0", options, overwrite=True, ray="auto", backend="cuda", verify=3)
+
+
+@pytest.mark.skipif(host_device.compiler() is None, reason="no C++ compiler: install g++")
+def test_a_model_runs_on_the_cards_that_ray_gives_a_node(
+    nodes: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Beside a node without one; "cuda" leaves that out. The figures are the CPU's but for rounding."""
+    scoring, collect = (sys.modules[f"quantkit.{name}"] for name in ("evaluate.scoring", "imatrix.collect"))
+    monkeypatch.setattr(scoring, "begin_scoring", partial(with_cards, "quantkit.evaluate.scoring:begin_scoring"))
+    monkeypatch.setattr(collect, "begin_recording", partial(with_cards, "quantkit.imatrix.on_nodes:begin_recording"))
+    model, tokens = write_zoo("qwen3moe-moe", tmp_path / "m.gguf"), np.random.default_rng(1).integers(0, 97, 16 * 5)
+    options, names = ImatrixOptions(n_ctx=16, n_batch=16), [n.name for n in Cluster().nodes().values() if n.gpus]
+    alone = perplexity(model, tokens=tokens, n_ctx=16, n_batch=16)
+    imatrix(model, (), tmp_path / "cpu", tokens=tokens, options=options)
+    sums = read_imatrix(tmp_path / "cpu").entries
+    for backend in ("auto", "cuda"):
+        there, chosen = Nodes(backend=backend), f"node {names[0]}: --backend {backend}: CUDA0"
+        scored = perplexity(model, tokens=tokens, n_ctx=16, n_batch=16, nodes=there)
+        assert chosen in scored.notes
+        assert scored.log_ppl != alone.log_ppl, "the CPU's to the last bit: no card was used"
+        np.testing.assert_allclose(scored.log_ppl, alone.log_ppl, rtol=1e-5)
+        recorded = imatrix(model, (), tmp_path / backend, tokens=tokens, options=options, nodes=there)
+        assert chosen in recorded.notes
+        for name, entry in read_imatrix(tmp_path / backend).entries.items():
+            np.testing.assert_allclose(entry.sums, sums[name].sums, rtol=1e-3, atol=1e-6)
+            assert np.array_equal(entry.counts, sums[name].counts)
 
 
 def test_a_node_chooses_what_it_works_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
