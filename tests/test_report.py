@@ -16,6 +16,7 @@ from quantkit import ReportOptions, perplexity, quantize, report
 from quantkit.cli import cli
 from quantkit.errors import FormatError, RecipeError, ResourceError
 from quantkit.evaluate import Estimate, SaveLogits
+from quantkit.quantize import QuantizeOptions
 from quantkit.report import Report, measure, read_data
 from quantkit.report import page as page_module
 from quantkit.report.card import card_text
@@ -222,3 +223,34 @@ def test_measured_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     again = report(files, out, base=base, options=options, overwrite=True)
     assert again.files == made.files
     assert report(files, out, overwrite=True).base == made.base
+
+
+def test_shards_are_one_model(tmp_path: Path) -> None:
+    """A pattern of names finds all of them; what is measured, and said of them, is that of the whole file."""
+    base, logits = write_zoo("llama-dense", tmp_path / "base.gguf"), tmp_path / "base.logits"
+    tokens = np.random.default_rng(1).integers(0, 100, 16 * 24)
+    perplexity(base, tokens=tokens, n_ctx=16, save_logits=SaveLogits(logits, "compact"))
+    whole = tmp_path / "whole.gguf"
+    quantize(base, whole, "Q8_0")
+    quantize(base, tmp_path / "parts.gguf", "Q8_0", QuantizeOptions(split_max_size=whole.stat().st_size // 3))
+    shards = sorted(tmp_path.glob("parts-*.gguf"))
+    assert len(shards) > 2
+    made = report(
+        [whole, *shards[1:], shards[0]], tmp_path / "page.html", base=base, options=ReportOptions(logits=logits)
+    )
+    one, parts = made.files
+    assert (parts.name, parts.shards, parts.nbytes) == (
+        shards[0].name,
+        len(shards),
+        sum(s.stat().st_size for s in shards),
+    )
+    assert (parts.matrices, parts.by_type, parts.values) == (one.matrices, one.by_type, one.values)
+    assert parts.quality is not None
+    assert parts.quality == one.quality
+    again = parts.command.split()[2:]
+    assert again[-2:] == ["parts.gguf", "Q8_0"]
+    for shard in shards:
+        shard.unlink()
+    result = CliRunner().invoke(cli, ["quantize", *again[:-3], str(base), str(tmp_path / again[-2]), again[-1]])
+    assert result.exit_code == 0, result.output
+    assert sorted(tmp_path.glob("parts-*.gguf")) == shards

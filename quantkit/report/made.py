@@ -6,6 +6,7 @@ import shlex
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from quantkit.formats.gguf import parse_split_path
 from quantkit.inspect import Inspection
 from quantkit.names import printable, shorten
 
@@ -37,11 +38,17 @@ def command(found: Inspection) -> str:
     source = known.get("quantkit.quantize.source.name", "model-BF16.gguf")
     if recipe is not None:
         first, *lines = recipe.split("\n")
-        words = ["quantkit", "quantize", *_inputs(known), *_options(lines), source, found.path.name]
+        words = ["quantkit", "quantize", *_inputs(known), *_options(lines), source, _output(found)]
         return _joined([*words, *(first.split(" ", 1) if first.startswith("--like ") else [first])])
     if "quantize.imatrix.file" in known and "," not in found.file_type_name and " " not in found.file_type_name:
-        return _joined(["llama-quantize", *_inputs(known), source, found.path.name, found.file_type_name])
+        return _joined(["llama-quantize", *_inputs(known), source, _output(found), found.file_type_name])
     return ""
+
+
+def _output(found: Inspection) -> str:
+    """Return the name that a command is given: of shards, whose numbers it adds, that without them."""
+    split = parse_split_path(found.path.name) if len(found.shards) > 1 else None
+    return found.path.name if split is None else f"{split[0]}.gguf"
 
 
 def _inputs(known: Mapping[str, str]) -> Iterable[str]:

@@ -100,7 +100,8 @@ def measured(
         QuantkitError: a file cannot be read, belongs to another model, or options contradict each other.
     """
     _check(options)
-    found = [inspect(path) for path in paths]
+    found = _each_once(paths)
+    paths = [each.path for each in found]
     names = [each.path.name for each in found]
     if twice := next((n for n in names if names.count(n) > 1), None):
         raise RecipeError(f"two files are called {twice}: a report names files without their folders; rename one")
@@ -131,6 +132,15 @@ def measured(
             report = replace(report, files=tuple(files))
             keep(report)
     return report
+
+
+def _each_once(paths: Iterable[Path]) -> list[Inspection]:
+    """Return what is in files, shards of one model as that model: a pattern of names finds all of them."""
+    found: dict[Path, Inspection] = {}
+    for each in map(inspect, paths):
+        first = each.shards[0].path
+        found.setdefault(first, replace(each, path=first))
+    return list(found.values())
 
 
 def _check(options: ReportOptions) -> None:
