@@ -34,7 +34,7 @@ from quantkit.kernels.interleave import is_woven, weaves_together
 from quantkit.names import tensor_class
 from quantkit.patterns import Pattern
 from quantkit.pipeline.importance import Found, Importance
-from quantkit.pipeline.work import ErrorSums
+from quantkit.pipeline.jobs import ErrorSums
 
 F32 = npt.NDArray[np.float32]
 U8 = npt.NDArray[np.uint8]

@@ -24,9 +24,9 @@ from quantkit.formats.outputs import end_of_links
 from quantkit.formats.remote import located
 from quantkit.kernels.formats import encoder_for
 from quantkit.pipeline.plan import Chosen, Plan, plan_output
+from quantkit.pipeline.planned import whole
 from quantkit.pipeline.recipe import Rule
 from quantkit.pipeline.run import DEFAULT_MAX_RAM, RunOptions
-from quantkit.pipeline.work import whole
 from quantkit.quantize import QuantizeOptions, QuantizeResult, check_options, plan_from, run_quantize, size_of, title_of
 from quantkit.version import __version__
 

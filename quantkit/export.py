@@ -25,9 +25,9 @@ from quantkit.formats.gguf import Layout, TensorInfo, open_model
 from quantkit.formats.outputs import Output, check_apart, check_free, end_of_links, part_path, written
 from quantkit.formats.safetensors import layout_safetensors
 from quantkit.pipeline.plan import Plan, PlannedShard
+from quantkit.pipeline.planned import PlannedTensor, whole
 from quantkit.pipeline.run import DEFAULT_MAX_RAM, RunOptions, RunResult, journal_path, run_plan
 from quantkit.pipeline.run import refusal as plan_refusal
-from quantkit.pipeline.work import PlannedTensor, whole
 from quantkit.quantize import size_of
 from quantkit.units import format_size
 from quantkit.version import __version__

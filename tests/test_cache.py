@@ -41,8 +41,9 @@ from quantkit.formats.ranges import write_range
 from quantkit.kernels import quantize as encode
 from quantkit.kernels.formats import has_decoder, has_encoder
 from quantkit.merge import plan_merge_up_gate, run_merge
+from quantkit.pipeline import jobs as jobs_module
+from quantkit.pipeline import planned, work
 from quantkit.pipeline import run as run_module
-from quantkit.pipeline import work
 from quantkit.pipeline.cache import keys
 from quantkit.pipeline.cache.memo import Memo
 from quantkit.pipeline.cache.store import Store, open_store
@@ -65,8 +66,8 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let tensors have many pieces, and jobs several."""
-    monkeypatch.setattr(work, "PIECE", 4096)
-    monkeypatch.setattr(work, "JOB", 3 * 4096)
+    monkeypatch.setattr(jobs_module, "PIECE", 4096)
+    monkeypatch.setattr(jobs_module, "JOB", 3 * 4096)
 
 
 def plain(source: Path, out: Path, type_name: str, **more: Any) -> bytes:
@@ -416,6 +417,7 @@ def test_changed_sources_of_an_encoder_are_another_one(tmp_path: Path, monkeypat
         ("kernels/cpu/encode/search.py", (True, True)),
         ("kernels/cpu/core/simd.py", (True, True)),
         ("kernels/tables.npz", (True, True)),
+        ("pipeline/jobs.py", (True, True)),
         ("pipeline/work.py", (True, True)),
         ("types.py", (True, True)),
         ("kernels/cpu/matmul/panel.py", (False, False)),
@@ -698,7 +700,7 @@ def test_outputs_that_cannot_be_read_again(llama: Path, tmp_path: Path, monkeypa
             raise OSError(errno.ENOSPC, "No space left on device")
         write(*args)  # type: ignore[arg-type]
 
-    def interrupt(self: work.Worker, job: work.Job, tensor: work.PlannedTensor) -> work.JobResult:
+    def interrupt(self: work.Worker, job: jobs_module.Job, tensor: planned.PlannedTensor) -> jobs_module.JobResult:
         run(self, job, tensor)
         raise KeyboardInterrupt
 
@@ -961,7 +963,7 @@ def test_resume_with_and_without(llama: Path, tmp_path: Path, monkeypatch: pytes
 
         def wrote(self, nbytes: int) -> None: ...
 
-        def finished(self, tensor: work.PlannedTensor) -> None:
+        def finished(self, tensor: planned.PlannedTensor) -> None:
             self.left -= 1
             if not self.left:
                 raise KeyboardInterrupt
@@ -1001,13 +1003,13 @@ def test_the_journal_has_the_crc_of_what_was_taken(
 @pytest.mark.usefixtures("pieces")
 def test_jobs_are_whole_pieces_and_can_be_sent(llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An executor on other machines needs nothing but the job."""
-    cache, sent = tmp_path / "cache", list[work.Job]()
+    cache, sent = tmp_path / "cache", list[jobs_module.Job]()
     cached(llama, tmp_path / "o.gguf", "Q4_0", cache)
     run = work.Worker.run
 
-    def send(self: work.Worker, job: work.Job, tensor: work.PlannedTensor) -> work.JobResult:
+    def send(self: work.Worker, job: jobs_module.Job, tensor: planned.PlannedTensor) -> jobs_module.JobResult:
         sent.append(job)
-        result: work.JobResult = pickle.loads(pickle.dumps(run(self, pickle.loads(pickle.dumps(job)), tensor)))
+        result: jobs_module.JobResult = pickle.loads(pickle.dumps(run(self, pickle.loads(pickle.dumps(job)), tensor)))
         return result
 
     monkeypatch.setattr(work.Worker, "run", send)
@@ -1018,7 +1020,7 @@ def test_jobs_are_whole_pieces_and_can_be_sent(llama: Path, tmp_path: Path, monk
 
 
 def test_too_little_memory_is_said(llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(work, "JOB", 1024)
+    monkeypatch.setattr(jobs_module, "JOB", 1024)
     result = cached(llama, tmp_path / "o.gguf", "Q4_0", tmp_path / "cache")
     assert used(result)[1] < ENCODES
     assert any("--max-ram" in note for note in use_of(result).notes)

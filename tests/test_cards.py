@@ -25,7 +25,7 @@ from quantkit.formats.imatrix import Imatrix, ImatrixEntry, write_imatrix
 from quantkit.kernels import quantize as encode
 from quantkit.kernels.cuda.core import device as devices
 from quantkit.kernels.cuda.encode import pipeline as on_card
-from quantkit.pipeline import work
+from quantkit.pipeline import jobs as jobs_module
 from quantkit.pipeline.cards import batch, choice
 from quantkit.pipeline.cards import executor as cards
 from quantkit.quantize import QuantizeOptions, QuantizeResult, plan_quantize, quantize
@@ -119,8 +119,8 @@ def options(imatrix: Path, weighted: bool) -> QuantizeOptions:
 @pytest.fixture(autouse=True)
 def two_cards(monkeypatch: pytest.MonkeyPatch) -> Iterator[fake_cupy.Trouble]:
     """Two cards; jobs of few rows, so that there are several batches, and slots serve more than once."""
-    monkeypatch.setattr(work, "JOB", 4 * N)
-    monkeypatch.setattr(work, "PIECE", 2 * N)
+    monkeypatch.setattr(jobs_module, "JOB", 4 * N)
+    monkeypatch.setattr(jobs_module, "PIECE", 2 * N)
     monkeypatch.setattr(cards, "BATCH", 12 * N)
     with fake_cupy.installed(monkeypatch):
         yield fake_cupy.TROUBLE
@@ -185,10 +185,10 @@ def test_memory_bounds_batches(source: Path, tmp_path: Path, monkeypatch: pytest
     monkeypatch.setattr(on_card.Slot, "__init__", noted)
     monkeypatch.setattr(cards, "BATCH", 1 << 20)
     plan = plan_quantize(source, tmp_path / "o.gguf", "Q8_0", RULES)
-    for ram in (work.least_ram(list(plan.tensors), 2 + 2 * cards.LEAST), 900_000):
+    for ram in (jobs_module.least_ram(list(plan.tensors), 2 + 2 * cards.LEAST), 900_000):
         rooms.clear()
         on_cards(source, tmp_path / "o.gguf", max_ram=ram)
-        threads = 2 * work.worker_ram(list(plan.tensors), 4 * N)
+        threads = 2 * jobs_module.worker_ram(list(plan.tensors), 4 * N)
         assert ram / 2 <= threads + 2 * cards.LEAST * max(room.host for room in rooms) <= ram
     rooms.clear()
     on_cards(source, tmp_path / "o.gguf", max_vram=200_000)

@@ -24,7 +24,7 @@ from quantkit.export import ExportOptions, export, plan_export
 from quantkit.formats.gguf import Field, open_gguf
 from quantkit.formats.safetensors import read_checkpoint
 from quantkit.kernels import dequantize
-from quantkit.pipeline.work import PlannedTensor
+from quantkit.pipeline.planned import PlannedTensor
 from quantkit.quantize import QuantizeOptions, quantize, size_of
 
 PRE = ConvertOptions(pre="gpt-2")

@@ -20,7 +20,8 @@ from quantkit.errors import QuantkitError
 from quantkit.formats.gguf import Field, ValueType, open_gguf, write_gguf
 from quantkit.imatrix import ImatrixOptions
 from quantkit.imatrix.covariance import covariance
-from quantkit.pipeline import feedback, work
+from quantkit.pipeline import feedback
+from quantkit.pipeline import jobs as jobs_module
 from quantkit.pipeline.cache import keys
 from quantkit.pipeline.feedback_report import FeedbackReport, feedback_report
 from quantkit.pipeline.journal import Journal
@@ -116,7 +117,7 @@ def test_the_same_figures_whoever_does_the_work(
     """Any number of threads, jobs of any size, the cache, and a run that goes on with another's work."""
     out, cache = tmp_path / "o.gguf", tmp_path / "cache"
     whole = made(moe, out, cov, threads=1)
-    monkeypatch.setattr(work, "JOB", 1 << 14)
+    monkeypatch.setattr(jobs_module, "JOB", 1 << 14)
     assert made(moe, out, cov, threads=3) == whole
     monkeypatch.undo()
     assert made(moe, out, cov, threads=2, cache=cache) == whole

@@ -37,7 +37,7 @@ from quantkit.kernels.interleave import (
     weaves_together,
     woven_of,
 )
-from quantkit.pipeline import work
+from quantkit.pipeline import jobs
 from quantkit.quantize import QuantizeOptions, plan_quantize, quantize
 from quantkit.types import BY_NAME, TYPES, TensorType
 
@@ -397,8 +397,8 @@ def test_the_bytes_do_not_depend_on_threads_or_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, threads: int, piece: int, job: int
 ) -> None:
     """Jobs and their pieces are whole groups; so are those of copies, of what is repacked, and of merged experts."""
-    monkeypatch.setattr(work, "PIECE", piece)
-    monkeypatch.setattr(work, "JOB", job)
+    monkeypatch.setattr(jobs, "PIECE", piece)
+    monkeypatch.setattr(jobs, "JOB", job)
     x = np.random.default_rng(5).standard_normal((3, 64, 256)).astype(np.float32)
     fields, t = [Field.of("general.architecture", "qwen3moe")], BY_NAME[name]
     halves = [(f"blk.0.ffn_{half}_exps.weight", (256, 64, 3), BY_NAME["F32"], (sign * x).tobytes())

@@ -23,9 +23,9 @@ from quantkit.formats.gguf import Field, open_gguf, write_gguf
 from quantkit.formats.imatrix import read_imatrix, write_imatrix
 from quantkit.formats.outputs import Output, part_path
 from quantkit.kernels.formats import has_encoder
+from quantkit.pipeline import jobs, planned
 from quantkit.pipeline import run as run_module
 from quantkit.pipeline import target as target_module
-from quantkit.pipeline import work
 from quantkit.pipeline.choose import ModelFacts, Request, choose_types, iteration_order
 from quantkit.pipeline.presets import PRESETS, Preset, preset_by_name
 from quantkit.quantize import QuantizeOptions, plan_quantize, quantize
@@ -47,8 +47,8 @@ def test_the_bytes_do_not_depend_on_threads_or_memory(
 ) -> None:
     whole = tmp_path / "whole.gguf"
     quantize(llama, whole, "Q4_K_M", threads=1)
-    monkeypatch.setattr(work, "PIECE", piece)
-    monkeypatch.setattr(work, "JOB", job)
+    monkeypatch.setattr(jobs, "PIECE", piece)
+    monkeypatch.setattr(jobs, "JOB", job)
     cut = tmp_path / "cut.gguf"
     quantize(llama, cut, "Q4_K_M", threads=threads)
     assert sha256(whole) == sha256(cut)
@@ -332,7 +332,7 @@ class StopAfter:
     def wrote(self, nbytes: int) -> None:
         pass
 
-    def finished(self, tensor: work.PlannedTensor) -> None:
+    def finished(self, tensor: planned.PlannedTensor) -> None:
         self.left -= 1
         if self.left == 0:
             raise KeyboardInterrupt

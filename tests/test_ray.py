@@ -44,7 +44,8 @@ from quantkit.imatrix import ImatrixOptions, Watcher, imatrix
 from quantkit.imatrix.covariance import CovarianceProgress, covariance
 from quantkit.imatrix.on_nodes import add
 from quantkit.merge import merge_up_gate, plan_merge_up_gate
-from quantkit.pipeline import ray_tasks, work
+from quantkit.pipeline import jobs as jobs_module
+from quantkit.pipeline import ray_tasks
 from quantkit.pipeline.journal import Journal
 from quantkit.pipeline.ray_cards import choose_cards
 from quantkit.pipeline.source import Source
@@ -81,7 +82,7 @@ def nodes() -> Iterator[Any]:
 @pytest.fixture
 def small_jobs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Many jobs and batches even of a small model."""
-    monkeypatch.setattr(work, "JOB", 1 << 15)
+    monkeypatch.setattr(jobs_module, "JOB", 1 << 15)
     monkeypatch.setattr(ray_tasks, "SECONDS", 0.05)
 
 
@@ -91,14 +92,14 @@ def both_work(monkeypatch: pytest.MonkeyPatch) -> None:
     took, gave = threading.Event(), threading.Event()
     take, give = ray_tasks._Jobs._taken, ray_tasks._Jobs.batch
 
-    def taken(jobs: ray_tasks._Jobs) -> work.Job | None:
+    def taken(jobs: ray_tasks._Jobs) -> jobs_module.Job | None:
         if took.is_set():
             gave.wait(60)
         job = take(jobs)
         took.set()
         return job
 
-    def batch(jobs: ray_tasks._Jobs, node: Node) -> list[work.Job] | None:
+    def batch(jobs: ray_tasks._Jobs, node: Node) -> list[jobs_module.Job] | None:
         took.wait(60)
         found = give(jobs, node)
         gave.set()
@@ -430,7 +431,7 @@ def test_a_late_worker_does_not_write_into_what_took_its_place(tmp_path: Path) -
         run, part = ray_tasks.begin(shared, 1), shared.parts[0]
         part.unlink()  # --overwrite
         part.write_bytes(b"\xff" * 100)
-        jobs = list(work.cut_jobs(0, shared.tensors[0], work.JOB))
+        jobs = list(jobs_module.cut_jobs(0, shared.tensors[0], jobs_module.JOB))
         assert len(run(jobs).found) == len(jobs)
         assert part.read_bytes() == b"\xff" * 100
 
@@ -621,7 +622,7 @@ def test_a_node_uses_the_cards_that_ray_gives_it(nodes: Any, tmp_path: Path, mon
     # The driver's thread begins when the other node has a batch; where it does nothing, nobody waits.
     give, gave = ray_tasks._Jobs.batch, threading.Event()
 
-    def batch(jobs: ray_tasks._Jobs, node: Node) -> list[work.Job] | None:
+    def batch(jobs: ray_tasks._Jobs, node: Node) -> list[jobs_module.Job] | None:
         found = give(jobs, node)
         gave.set()
         return found
@@ -704,7 +705,7 @@ def wait_for(condition: Callable[[], bool]) -> None:
 
 def test_nodes_may_go_and_come(nodes: Any, tmp_path: Path, small_jobs: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """One is killed in the middle, another joins: the same bytes, and each is named."""
-    monkeypatch.setattr(work, "JOB", 1 << 14)
+    monkeypatch.setattr(jobs_module, "JOB", 1 << 14)
     monkeypatch.setattr(cluster_module, "_LOOK_SECONDS", 0.0)
     whole, out = tmp_path / "whole.gguf", tmp_path / "o.gguf"
     quantize(MODEL, whole, "Q4_K_M", WITH_IMATRIX)

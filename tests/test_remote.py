@@ -31,7 +31,7 @@ from quantkit.formats.imatrix import read_imatrix
 from quantkit.formats.remote import URL, located, reader, retry, s3, stores
 from quantkit.formats.remote import url as url_module
 from quantkit.formats.remote.retry import Answer, Meaning, Patience, judge, patiently
-from quantkit.pipeline import spool, work
+from quantkit.pipeline import jobs, spool
 from quantkit.quantize import QuantizeOptions, quantize
 
 SECRET, KEY = "hunter2-secret-key", "AKIAHUNTER2"
@@ -619,7 +619,7 @@ def test_the_spool_holds_what_is_under_way(proxy: Proxy, tmp_path: Path, monkeyp
     shapes = {f"blk.{i}.ffn_up.weight": ((512, 2048), "F16") for i in range(6)}
     source = write_model(tmp_path / "wide.gguf", shapes)
     monkeypatch.setattr(s3, "PART", 1 << 18)
-    monkeypatch.setattr(work, "JOB", 1 << 18)
+    monkeypatch.setattr(jobs, "JOB", 1 << 18)
     most = [0]
 
     def look(request: Request) -> None:

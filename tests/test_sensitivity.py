@@ -20,7 +20,7 @@ from quantkit.formats.gguf import open_gguf
 from quantkit.imatrix import ImatrixOptions, imatrix
 from quantkit.imatrix.covariance import covariance
 from quantkit.pipeline.cache.store import open_store
-from quantkit.pipeline.work import ErrorSums
+from quantkit.pipeline.jobs import ErrorSums
 from quantkit.quantize import QuantizeOptions, quantize
 from quantkit.search.combine import fitted, measured_together
 from quantkit.search.predict import Predictor

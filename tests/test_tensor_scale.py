@@ -12,7 +12,7 @@ from models import llama_fields, tensor_bytes
 from quantkit.errors import FormatError, TypeNotSupported
 from quantkit.formats.gguf import write_gguf
 from quantkit.kernels import dequantize
-from quantkit.pipeline import work
+from quantkit.pipeline import jobs as jobs_module
 from quantkit.quantize import QuantizeOptions, plan_quantize, quantize
 from quantkit.types import BY_NAME
 
@@ -51,7 +51,7 @@ def test_the_values_are_those_of_ik(ik_bin: Path) -> None:
 
 @pytest.mark.parametrize("shape", [(N, ROWS), (N, ROWS // 3, 3)])
 def test_unrepack_keeps_every_value(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shape: tuple[int, ...]) -> None:
-    monkeypatch.setattr(work, "JOB", 5 * N)  # several jobs, each with the same tail
+    monkeypatch.setattr(jobs_module, "JOB", 5 * N)  # several jobs, each with the same tail
     quantize(model(tmp_path / "a.gguf", drawn(), shape), tmp_path / "b.gguf", "COPY", UNREPACK)
     kind, data = tensor_bytes(tmp_path / "b.gguf")["blk.0.ffn_up.weight"]
     assert kind == "IQ2_BN"

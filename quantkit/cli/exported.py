@@ -13,8 +13,8 @@ from quantkit.cli.summary import RunReport, dry_run_line
 from quantkit.cli.table import folded, table
 from quantkit.export import ExportPlan
 from quantkit.names import printable
+from quantkit.pipeline.planned import PlannedTensor
 from quantkit.pipeline.run import RunResult
-from quantkit.pipeline.work import PlannedTensor
 from quantkit.units import format_count, format_seconds, format_size
 
 #: Files that are named one by one.

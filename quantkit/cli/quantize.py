@@ -455,7 +455,7 @@ def run_shown(plan: Plan, max_ram: int, how: RunOptions, *, as_json: bool, plot:
 
 def _buffer_ram(plan: Plan, threads: int | None, mib: int) -> int:
     """Return --max-ram for --max-buffer-size, which llama-quantize exceeds if it must: for a row per thread."""
-    from quantkit.pipeline.work import least_ram
+    from quantkit.pipeline.jobs import least_ram
 
     n = threads or available_cpus()
     least = least_ram(list(plan.tensors), n)

@@ -22,10 +22,11 @@ from quantkit.formats.outputs import part_path
 from quantkit.names import printable, tensor_class
 from quantkit.pipeline.cache.use import CacheUse
 from quantkit.pipeline.feedback_report import feedback_report
+from quantkit.pipeline.jobs import ErrorSums
 from quantkit.pipeline.plan import Plan
+from quantkit.pipeline.planned import PlannedTensor
 from quantkit.pipeline.run import RunResult
 from quantkit.pipeline.runtimes import Runtime, runtimes
-from quantkit.pipeline.work import ErrorSums, PlannedTensor
 from quantkit.quantize import QuantizeResult
 from quantkit.units import format_count, format_seconds, format_size
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from quantkit.cpus import available_cpus
+from quantkit.pipeline.planned import PlannedTensor
 from quantkit.pipeline.quality import QUALITY, SPEEDS
-from quantkit.pipeline.work import PlannedTensor
 from quantkit.types import TensorType
 
 #: Multiply-adds a second and core in a pass over a text, and seconds to load a model.

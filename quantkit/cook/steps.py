@@ -19,8 +19,8 @@ from quantkit.formats.outputs import part_path, read_text
 from quantkit.imatrix import ImatrixOptions, Watcher, imatrix
 from quantkit.imatrix.checkpoint import state_of
 from quantkit.imatrix.covariance import CovarianceProgress, covariance
+from quantkit.pipeline.planned import PlannedTensor
 from quantkit.pipeline.run import RunOptions
-from quantkit.pipeline.work import PlannedTensor
 
 #: Base logits of the whole vocabulary up to this size, then only the most probable tokens.
 _WHOLE_LOGITS = 1 << 30

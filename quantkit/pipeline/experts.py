@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from quantkit.formats.experts import GATE, MERGED, UP, UP_FIRST, geometry, is_deep, why_not_merged
 from quantkit.formats.gguf import TensorInfo
-from quantkit.pipeline.work import RowSlice
+from quantkit.pipeline.planned import RowSlice
 from quantkit.types import TensorType
 
 #: Architectures whose loader accepts merged experts.

@@ -9,8 +9,9 @@ from typing import Any
 from quantkit.names import tensor_class
 from quantkit.pipeline.facts import layer_of
 from quantkit.pipeline.feedback import damping_of
+from quantkit.pipeline.jobs import MatrixLoss
 from quantkit.pipeline.plan import Plan
-from quantkit.pipeline.work import MatrixLoss, PlannedTensor, RowSlice
+from quantkit.pipeline.planned import PlannedTensor, RowSlice
 
 _FEW = "fewer tokens than columns"
 

@@ -15,10 +15,11 @@ from typing import Any, Protocol
 
 from quantkit.pipeline.cache.use import RunCache
 from quantkit.pipeline.crc32 import crc32_combine
+from quantkit.pipeline.jobs import NO_CRC, ErrorSums, Job, JobResult, cut_jobs
 from quantkit.pipeline.journal import Journal, JournalEntry
 from quantkit.pipeline.plan import Plan
+from quantkit.pipeline.planned import PlannedTensor
 from quantkit.pipeline.target import Kept, Target
-from quantkit.pipeline.work import NO_CRC, ErrorSums, Job, JobResult, PlannedTensor, cut_jobs
 
 
 class Progress(Protocol):

@@ -28,8 +28,8 @@ from quantkit.kernels.formats import has_decoder, has_encoder
 from quantkit.kernels.interleave import repacks
 from quantkit.kernels.tensor_scale import TENSOR_SCALED, check_rows, decoded_as
 from quantkit.pipeline.facts import n_dims
+from quantkit.pipeline.planned import PlannedTensor, RowSlice
 from quantkit.pipeline.source import Source
-from quantkit.pipeline.work import PlannedTensor, RowSlice
 from quantkit.types import TensorType
 
 

@@ -9,9 +9,10 @@ from quantkit.cluster import Refused
 from quantkit.errors import ResourceError
 from quantkit.pipeline.cards.choice import cards_for
 from quantkit.pipeline.cards.executor import Cards
+from quantkit.pipeline.jobs import Job, JobResult
 from quantkit.pipeline.plan import Plan
+from quantkit.pipeline.planned import PlannedTensor
 from quantkit.pipeline.target import Target
-from quantkit.pipeline.work import Job, JobResult, PlannedTensor
 
 
 def workers_of(threads: int, cards: int) -> int:

@@ -27,13 +27,15 @@ from typing import TYPE_CHECKING, NamedTuple
 from quantkit.cluster import WIDTH, Cluster, Node, Refused
 from quantkit.errors import ClusterError, FormatError, QuantkitError, ResourceError
 from quantkit.pipeline.feedback import Metrics
+from quantkit.pipeline.jobs import Job, JobResult
 from quantkit.pipeline.journal import has_mark
 from quantkit.pipeline.ledger import Ledger, NodeShare
+from quantkit.pipeline.planned import PlannedTensor
 from quantkit.pipeline.source import Source
 from quantkit.pipeline.target import Files, OpenFiles
 from quantkit.pipeline.threads import run_together
 from quantkit.pipeline.warm import first_calls, kernel_calls
-from quantkit.pipeline.work import Job, JobResult, PlannedTensor, Worker, metrics_for
+from quantkit.pipeline.work import Worker, metrics_for
 
 if TYPE_CHECKING:
     from quantkit.pipeline.ray_cards import CardBatches

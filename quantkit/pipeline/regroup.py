@@ -18,8 +18,8 @@ from quantkit.formats.gguf import Field, TensorInfo, ValueType
 from quantkit.pipeline.experts import Joined, Layer, runtimes
 from quantkit.pipeline.metadata import Metadata, prune_names
 from quantkit.pipeline.plan import Chosen
+from quantkit.pipeline.planned import whole
 from quantkit.pipeline.source import Source
-from quantkit.pipeline.work import whole
 
 ORDER_KEY, SHARDS_KEY = "quantkit.merge.tensors", "quantkit.merge.shards"
 

@@ -13,9 +13,9 @@ from quantkit.kernels import dequantize, quantize
 from quantkit.kernels.formats import has_decoder, has_encoder
 from quantkit.kernels.interleave import base_of, repacks
 from quantkit.pipeline.plan import Chosen
+from quantkit.pipeline.planned import RowSlice
 from quantkit.pipeline.quality import QUALITY
 from quantkit.pipeline.source import Source
-from quantkit.pipeline.work import RowSlice
 from quantkit.types import TensorType
 
 #: Tensors of each pair of types that are measured, and rows of each, a multiple of what any type interleaves.

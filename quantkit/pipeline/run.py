@@ -24,13 +24,14 @@ from quantkit.formats.remote.retry import given_up
 from quantkit.kernels.first_run import working_seconds
 from quantkit.pipeline.cache.store import Store, open_store
 from quantkit.pipeline.cache.use import CacheUse, RunCache
+from quantkit.pipeline.jobs import JOB, NO_CRC, ErrorSums, MatrixLoss, cut_jobs, job_values
 from quantkit.pipeline.journal import Journal
 from quantkit.pipeline.ledger import Ledger, NodeShare, Progress
 from quantkit.pipeline.plan import Plan, check_kernels
+from quantkit.pipeline.planned import PlannedTensor
 from quantkit.pipeline.spool import place_of
 from quantkit.pipeline.target import Place
 from quantkit.pipeline.threads import Threads
-from quantkit.pipeline.work import JOB, NO_CRC, ErrorSums, MatrixLoss, PlannedTensor, cut_jobs, job_values
 
 #: Bytes that all buffers together may take, unless told otherwise.
 DEFAULT_MAX_RAM = 512 << 20

@@ -9,9 +9,10 @@ from functools import partial
 from quantkit.formats.remote.retry import given_up
 from quantkit.kernels.first_run import compile_together
 from quantkit.pipeline.feedback import Metrics
+from quantkit.pipeline.jobs import Job
 from quantkit.pipeline.ledger import NodeShare, Work
 from quantkit.pipeline.warm import kernel_calls
-from quantkit.pipeline.work import Job, Worker, metrics_for
+from quantkit.pipeline.work import Worker, metrics_for
 
 
 class Threads:

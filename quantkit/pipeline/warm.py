@@ -11,7 +11,7 @@ import numpy.typing as npt
 from quantkit.kernels.first_run import Job
 from quantkit.kernels.interleave import base_of, is_woven, repacks
 from quantkit.kernels.tensor_scale import decoded_as
-from quantkit.pipeline.work import PlannedTensor
+from quantkit.pipeline.planned import PlannedTensor
 from quantkit.types import TensorType
 
 

@@ -19,11 +19,11 @@ from quantkit.errors import RecipeError
 from quantkit.kernels.formats import has_encoder
 from quantkit.pipeline.facts import half_names, layer_of
 from quantkit.pipeline.plan import Plan
+from quantkit.pipeline.planned import PlannedTensor
 from quantkit.pipeline.presets import is_target, preset_by_name
 from quantkit.pipeline.recipe import Rule
 from quantkit.pipeline.runtimes import runtimes
 from quantkit.pipeline.source import Source
-from quantkit.pipeline.work import PlannedTensor
 from quantkit.quantize import QuantizeOptions, plan_from
 from quantkit.recipes import rules_for
 from quantkit.search.combine import fitted, measured_together

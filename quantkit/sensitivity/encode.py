@@ -26,10 +26,11 @@ from quantkit.names import tensor_class
 from quantkit.pipeline.cache.store import Store
 from quantkit.pipeline.cache.use import RunCache
 from quantkit.pipeline.importance import Importance, must_have_importance
+from quantkit.pipeline.jobs import JOB, ErrorSums, Job, JobResult, cut_jobs
 from quantkit.pipeline.plan import Plan
 from quantkit.pipeline.presets import is_target
 from quantkit.pipeline.warm import kernel_calls
-from quantkit.pipeline.work import JOB, ErrorSums, Job, JobResult, Worker, cut_jobs, metrics_for
+from quantkit.pipeline.work import Worker, metrics_for
 from quantkit.quantize import QuantizeOptions, plan_quantize
 from quantkit.sensitivity.file import Group
 from quantkit.sensitivity.variants import Held

@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from quantkit.formats.imatrix import Imatrix
 from quantkit.pipeline.importance import Importance
-from quantkit.pipeline.work import ErrorSums
+from quantkit.pipeline.jobs import ErrorSums
 from quantkit.sensitivity.file import Group
 
 #: An expert is rare that is chosen less often than this share of the mean.

@@ -35,8 +35,8 @@ from quantkit.model.engine import Model, load
 from quantkit.model.selection import without_selection
 from quantkit.pipeline.cache.store import open_store
 from quantkit.pipeline.feedback import Recorded
+from quantkit.pipeline.jobs import ErrorSums
 from quantkit.pipeline.run import DEFAULT_MAX_RAM
-from quantkit.pipeline.work import ErrorSums
 from quantkit.sensitivity.encode import Encoded, Encoder, Encoding, Pair, groups_of, pairs_of, types_of
 from quantkit.sensitivity.experts import routings
 from quantkit.sensitivity.file import Cost, Sensitivity, read_sensitivity

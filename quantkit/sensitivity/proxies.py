@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from quantkit.model.ops import Value
-from quantkit.pipeline.work import ErrorSums
+from quantkit.pipeline.jobs import ErrorSums
 from quantkit.sensitivity.encode import Pair
 from quantkit.sensitivity.file import LAYER, Cost
 from quantkit.sensitivity.variants import Values

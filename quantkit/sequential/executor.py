@@ -12,10 +12,11 @@ from pathlib import Path
 from quantkit.errors import QuantkitError
 from quantkit.formats.gguf import split_path
 from quantkit.formats.outputs import beside
+from quantkit.pipeline.jobs import Job
 from quantkit.pipeline.ledger import Ledger, NodeShare
 from quantkit.pipeline.plan import Plan
+from quantkit.pipeline.planned import PlannedTensor
 from quantkit.pipeline.threads import Threads
-from quantkit.pipeline.work import Job, PlannedTensor
 from quantkit.sequential.inputs import StageInputs
 from quantkit.sequential.spill import Spill
 from quantkit.sequential.streams import Streams, Tokens

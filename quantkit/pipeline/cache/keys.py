@@ -21,8 +21,9 @@ from quantkit.formats.remote import URL
 from quantkit.kernels.formats import FORMATS, encoder_for
 from quantkit.kernels.interleave import base_of, repacks
 from quantkit.kernels.tensor_scale import decoded_as
+from quantkit.pipeline.jobs import piece_rows
+from quantkit.pipeline.planned import PlannedTensor, RowSlice
 from quantkit.pipeline.source import Source
-from quantkit.pipeline.work import PlannedTensor, RowSlice, piece_rows
 from quantkit.types import TensorType
 
 _PACKAGE = Path(__file__).parent.parent.parent
@@ -78,7 +79,7 @@ def encoder_digest(source: TensorType, target: TensorType, fed: bool = False) ->
     roots += [f"cpu.unpack.{each.family}" for each in (have, want) if each is not None]
     roots += [f"cpu.encode.{want.family}"] if want is not None else []
     roots += ["cpu.feedback.rounding"] * fed
-    paths = {_PACKAGE / "pipeline/work.py", *(_PACKAGE / "kernels").glob("*.npz")}
+    paths = {_PACKAGE / "pipeline/jobs.py", _PACKAGE / "pipeline/work.py", *(_PACKAGE / "kernels").glob("*.npz")}
     paths |= {path for root in roots for path in _reached(f"quantkit.kernels.{root}")}
     return _digest([version("numba"), version("llvmlite"), *_files_digests(paths)])
 

@@ -33,9 +33,10 @@ from quantkit.kernels.tensor_scale import TAIL, TENSOR_SCALED
 from quantkit.pipeline.cache.keys import how_digest, identity, importance_digest, is_encoded, pieces_of
 from quantkit.pipeline.cache.memo import Memo
 from quantkit.pipeline.cache.store import Store
+from quantkit.pipeline.jobs import MENDED, TAKEN, Cached, Job, JobResult
 from quantkit.pipeline.plan import Plan
+from quantkit.pipeline.planned import PlannedTensor, RowSlice
 from quantkit.pipeline.source import Source
-from quantkit.pipeline.work import MENDED, TAKEN, Cached, Job, JobResult, PlannedTensor, RowSlice
 from quantkit.types import TensorType
 from quantkit.units import format_size
 from quantkit.version import __version__

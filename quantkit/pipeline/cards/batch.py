@@ -15,8 +15,10 @@ from quantkit.formats.ranges import U8
 from quantkit.kernels.cuda.encode.pipeline import Form, Room, Segment, Slot
 from quantkit.pipeline.cards.choice import segment_of
 from quantkit.pipeline.cards.shares import Shares
+from quantkit.pipeline.jobs import Job, JobResult, piece_rows
 from quantkit.pipeline.ledger import Work
-from quantkit.pipeline.work import F32, Begun, Job, JobResult, PlannedTensor, Worker, piece_rows
+from quantkit.pipeline.planned import PlannedTensor
+from quantkit.pipeline.work import F32, Begun, Worker
 from quantkit.types import TensorType
 
 #: Until a card is taken to hang: seconds, and weights that any card encodes in one, whatever the type.

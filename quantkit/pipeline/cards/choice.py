@@ -11,8 +11,9 @@ from quantkit.kernels.cuda.encode.encode import weighs
 from quantkit.kernels.cuda.encode.pipeline import Form, can_decode, can_encode
 from quantkit.kernels.formats import FORMATS, SYMMETRIC, WOVEN_ENCODERS, encoder_for
 from quantkit.kernels.interleave import base_of, is_woven, repacks
+from quantkit.pipeline.jobs import Job
 from quantkit.pipeline.plan import Plan
-from quantkit.pipeline.work import Job, PlannedTensor, RowSlice
+from quantkit.pipeline.planned import PlannedTensor, RowSlice
 from quantkit.types import BY_NAME, TensorType
 
 BACKENDS = ("cpu", "cuda", "auto")

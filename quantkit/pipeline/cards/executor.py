@@ -25,10 +25,12 @@ from quantkit.kernels.first_run import compile_together
 from quantkit.pipeline.cards.batch import Batches, Card, Checks
 from quantkit.pipeline.cards.choice import form_of, is_weighted, segment_of
 from quantkit.pipeline.cards.shares import Shares
+from quantkit.pipeline.jobs import Job, cut_jobs, job_values, worker_ram
 from quantkit.pipeline.ledger import Work
+from quantkit.pipeline.planned import PlannedTensor, RowSlice
 from quantkit.pipeline.threads import Threads, run_together, work
 from quantkit.pipeline.warm import kernel_calls
-from quantkit.pipeline.work import Job, PlannedTensor, RowSlice, Worker, cut_jobs, job_values, metrics_for, worker_ram
+from quantkit.pipeline.work import Worker, metrics_for
 from quantkit.units import format_size
 
 #: Slots of a card: at least one that reads, one on the card, one that writes; more where CPUs are, which reading,

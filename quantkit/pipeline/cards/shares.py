@@ -7,8 +7,8 @@ from collections import deque
 from collections.abc import Callable, Collection, Sequence
 
 from quantkit.kernels.cuda.encode.pipeline import SEGMENTS, Form
+from quantkit.pipeline.jobs import Job
 from quantkit.pipeline.ledger import Work
-from quantkit.pipeline.work import Job
 
 #: Jobs that may wait for cards while threads look for theirs, and the other way round.
 WINDOW = 1 << 14

@@ -1,0 +1,208 @@
+"""Jobs: some rows of one tensor, how they are cut, and what they come to. Any executor runs the same ones.
+
+A job reads only its own bytes of the source and writes only its own bytes of the output, so jobs may run in any order
+and on any number of threads, on the same file.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import NamedTuple
+
+from quantkit.errors import ResourceError
+from quantkit.kernels.interleave import is_woven
+from quantkit.pipeline.planned import PlannedTensor, RowSlice, group_of
+from quantkit.types import TensorType
+
+#: Values decoded and encoded at a time: 512 KiB of float32, half of a typical L2 cache.
+PIECE = 1 << 17
+#: Rows that are encoded together with feedback.
+TILE = 64
+#: Values per job, if memory allows.
+JOB = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Cached:
+    """What the tensor cache is to do for a job: its rows are to be kept, and ``entry``, if given, may have them."""
+
+    entry: Path | None = None
+    #: Where the rows lie in any entry of the part, and the records of their pieces in this one.
+    at: int = 0
+    records: bytes = b""
+    #: Whether the entry is known to be made of this source; if not, the records tell.
+    known: bool = False
+    #: An entry in the making, which the rows are to be written to: where the output cannot be read again.
+    keep: Path | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """Rows ``row`` .. ``row + rows`` of one matrix of a part; in a copy a row may be any run of bytes.
+
+    ``source_offset`` counts from the beginning of the source tensor, ``target_offset`` from that of the output file.
+    """
+
+    tensor: int
+    part: int
+    matrix: int
+    row: int
+    rows: int
+    source_offset: int
+    source_row: int
+    target_offset: int
+    target_row: int
+    #: None where nothing is kept.
+    cached: Cached | None = None
+
+    @property
+    def target_bytes(self) -> int:
+        return self.rows * self.target_row
+
+
+class ErrorSums(NamedTuple):
+    """Sums in f64 over values x and their decoded encodings y: x^2, (x-y)^2, w x^2, w (x-y)^2.
+
+    Of rows encoded with feedback also the losses of the reference's bytes and of those written, and their number.
+    """
+
+    square: float = 0.0
+    error: float = 0.0
+    weighted_square: float = 0.0
+    weighted_error: float = 0.0
+    loss_before: float = 0.0
+    loss_after: float = 0.0
+    rows_fed: float = 0.0
+
+    def __add__(self, other: tuple[float, ...]) -> ErrorSums:  # type: ignore[override]
+        return ErrorSums(*(a + b for a, b in zip(self, other, strict=True)))
+
+
+class MatrixLoss(NamedTuple):
+    """The losses of a matrix encoded with feedback: of the reference's bytes and of those written, and rows improved.
+
+    ``part`` and ``matrix`` are its place in a ``PlannedTensor``; losses are 0 of one with too few tokens.
+    """
+
+    part: int
+    matrix: int
+    tokens: int
+    before: float
+    after: float
+    rows: float
+
+
+#: Instead of the CRC-32 of a copied tensor, whose bytes are compared with the source.
+NO_CRC = -1
+
+#: Where the rows of a job with ``cached`` came from: the cache, or an encoder, perhaps because an entry was damaged.
+TAKEN, MADE, MENDED = "taken", "made", "mended"
+
+
+class JobResult(NamedTuple):
+    """The CRC-32 of a job's bytes (or NO_CRC); records of what is to be kept.
+
+    ``sums``: of each of its pieces in order, if they are measured or encoded with feedback. Pieces do not depend on how
+    jobs are cut, so sums over them do not either.
+    """
+
+    crc: int
+    sums: tuple[ErrorSums, ...] = ()
+    records: bytes = b""
+    #: TAKEN, MADE or MENDED; "" of jobs without ``cached``.
+    origin: str = ""
+
+
+def cut_jobs(at: int, tensor: PlannedTensor, values: int) -> Iterator[Job]:
+    """Yield the jobs of the tensor at position ``at``: about ``values`` values each, within one matrix."""
+    for number, part in enumerate(tensor.parts):
+        source_row = part.source.type.row_bytes(part.values)
+        if not part.is_copied(tensor.type):
+            yield from _cut(at, number, tensor, part, source_row, tensor.type.row_bytes(part.values), values)
+        elif part.is_whole and not _has_plain_rows(part):
+            unit = math.gcd(part.source.nbytes, 1 << 16)
+            n = part.source.nbytes // unit
+            yield from _cut(at, number, tensor, replace(part, matrices=1, rows=n), unit, unit, values)
+        else:
+            yield from _cut(at, number, tensor, part, source_row, source_row, values)
+
+
+def _has_plain_rows(part: RowSlice) -> bool:
+    """Tell whether a tensor is nothing but its rows, one behind the other, or groups of them; I2_S has a tail."""
+    t = part.source.type
+    return (
+        (t.interleave == 1 or is_woven(t))
+        and t.tensor_bytes(part.source.shape) == part.source.nbytes
+        and t.name != "I2_S"
+    )
+
+
+def _cut(
+    at: int, number: int, tensor: PlannedTensor, part: RowSlice, source_row: int, target_row: int, values: int
+) -> Iterator[Job]:
+    copied = part.is_copied(tensor.type)
+    step = max(1, values * 4 // source_row if copied else values // part.values)
+    if source_row == part.source.type.row_bytes(part.values):  # rows, not any bytes
+        step = whole_groups(step, group_of(part, tensor.type))
+    if not copied:
+        piece = piece_rows(part, tensor.type)  # fed together whatever the memory: fewer would take as long
+        step = whole_groups(step, min(step, piece) if part.inputs is None else piece)
+    for matrix in range(part.matrices):
+        for row in range(0, part.rows, step):
+            source = matrix * part.source_rows + part.source_row + row
+            target = matrix * part.target_rows + part.target_row + row
+            yield Job(
+                at,
+                number,
+                matrix,
+                row,
+                min(step, part.rows - row),
+                source * source_row,
+                source_row,
+                tensor.offset + target * target_row,
+                target_row,
+            )
+
+
+def whole_groups(rows: int, group: int) -> int:
+    return max(group, rows // group * group)
+
+
+def piece_rows(part: RowSlice, target: TensorType) -> int:
+    """Return how many rows are encoded at a time."""
+    tile = 1 if part.inputs is None else TILE
+    return whole_groups(max(1, PIECE // part.values), max(group_of(part, target), tile))
+
+
+def _longest(tensors: list[PlannedTensor]) -> int:
+    """Return the most values that a worker must hold at once: a row, or a group of rows."""
+    return max((t.shape[0] * group_of(p, t.type) for t in tensors if not t.is_copy for p in t.parts), default=1)
+
+
+def least_ram(tensors: list[PlannedTensor], threads: int) -> int:
+    """Return the bytes that ``threads`` workers need at least, for a row, or a group of rows, each."""
+    longest = _longest(tensors)
+    # Source and target bytes of a value (at most 8 + 4), and a piece in float32, twice if the error is measured.
+    return threads * (12 * longest + 8 * max(PIECE, longest))
+
+
+def worker_ram(tensors: list[PlannedTensor], values: int) -> int:
+    """Return the bytes that a worker needs for jobs of so many values."""
+    return 12 * values + 8 * max(PIECE, _longest(tensors))
+
+
+def job_values(tensors: list[PlannedTensor], threads: int, max_ram: int) -> int:
+    """Return how many values a job may have for ``threads`` workers to stay within ``max_ram`` bytes.
+
+    Raises ResourceError if not even a row each fits.
+    """
+    longest, need = _longest(tensors), least_ram(tensors, threads)
+    if max_ram < need:
+        raise ResourceError(
+            f"--max-ram {max_ram} is too small for {threads} threads with rows of {longest} values: "
+            f"{need} bytes are needed; raise --max-ram or use fewer threads"
+        )
+    return min(JOB, (max_ram // threads - 2 * 4 * max(PIECE, longest)) // 12)

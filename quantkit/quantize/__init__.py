@@ -1,0 +1,23 @@
+"""Quantize a GGUF model: ``quantkit quantize``, a drop-in for llama-quantize.
+
+plan_quantize    every type, offset and byte count, nothing written
+quantize         the plan carried out
+"""
+
+from __future__ import annotations
+
+from quantkit.quantize.options import QuantizeOptions, check_options, size_of, title_of
+from quantkit.quantize.plan import plan_from, plan_quantize
+from quantkit.quantize.run import QuantizeResult, quantize, run_quantize
+
+__all__ = [
+    "QuantizeOptions",
+    "QuantizeResult",
+    "check_options",
+    "plan_from",
+    "plan_quantize",
+    "quantize",
+    "run_quantize",
+    "size_of",
+    "title_of",
+]

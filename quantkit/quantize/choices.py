@@ -1,0 +1,96 @@
+"""The type of every tensor, by options, rules and the preset."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from quantkit.errors import RecipeError
+from quantkit.formats.experts import MERGED
+from quantkit.pipeline.choose import (
+    CLASS_OPTIONS,
+    OWN_OPTIONS,
+    TORN,
+    Choice,
+    ModelFacts,
+    Request,
+    choose_types,
+    lint_request,
+)
+from quantkit.pipeline.plan import Chosen
+from quantkit.pipeline.recipe import Rule, parse_custom_q, parse_tensor_type, read_recipe, read_tensor_type_file
+from quantkit.pipeline.repack import Repack
+from quantkit.quantize.draft import Draft
+from quantkit.quantize.options import QuantizeOptions, type_of_option
+from quantkit.quantize.taken import in_order, taken_up
+from quantkit.types import TensorType
+
+
+def request_of(draft: Draft) -> Request:
+    options = draft.options
+    types = {
+        name: type_of_option(name, value)
+        for name in (*OWN_OPTIONS, *CLASS_OPTIONS)
+        if (value := getattr(options, name)) is not None and (name != "extra_output_tensor" or draft.adds_output)
+    }
+    return Request(
+        draft.preset,
+        tree=options.rules,
+        rules=tuple(_rules(options)),
+        pure=options.pure,
+        leave_output_tensor=options.leave_output_tensor,
+        allow_requantize=options.allow_requantize,
+        has_imatrix=bool(options.calibrate) or draft.importance is not None and draft.importance.n_entries > 0,
+        fallback=options.fallback,
+        repack=Repack(options.repack, options.repack_pattern) if options.repack or options.unrepack else None,
+        like=draft.like,
+        **types,
+    )
+
+
+def _rules(options: QuantizeOptions) -> list[Rule]:
+    """Collect the rules of all sources: given ones first, then recipes, --tensor-type, its files, --custom-q."""
+    rules = list(options.ready_rules)
+    for path in options.recipe:
+        rules += read_recipe(path)
+    for number, text in enumerate(options.tensor_type, 1):
+        rules += parse_tensor_type(text, number)
+    for path in options.tensor_type_file:
+        rules += read_tensor_type_file(path)
+    for number, text in enumerate(options.custom_q, 1):
+        rules += parse_custom_q(text, number)
+    return rules
+
+
+def choose(draft: Draft, request: Request) -> tuple[list[Chosen], list[Choice]]:
+    """Choose the types; layers whose halves differ and keep their types cannot be merged, and are left alone."""
+    left: dict[str, str] = {}
+    while True:
+        tensors = in_order(draft)
+        mixed = {t.name: types for t in tensors if len(types := _types(t)) > 1}
+        facts = ModelFacts.from_metadata(draft.key, tensors, ik=request.ik)
+        choices = choose_types(facts, tensors, request, mixed)
+        undecided = {t.parts[0].source.name for t, c in zip(tensors, choices, strict=True) if c.undecided}
+        if not undecided:
+            return tensors, choices
+        for layer in draft.taken.changed:
+            if undecided.intersection(layer.tensors):
+                gate, up = (part.source.type for part in layer.made[0].parts)
+                left[layer.prefix] = (
+                    f"gate is {gate}, up is {up}, and {draft.preset} keeps both; a rule for {MERGED} can change that"
+                )
+        draft.taken = taken_up(draft, left)
+
+
+def _types(tensor: Chosen) -> tuple[TensorType, ...]:
+    """Return the types of what a tensor is made of, each once."""
+    return tuple(dict.fromkeys(part.source.type for part in tensor.parts))
+
+
+def lint(draft: Draft, request: Request, tensors: Sequence[Chosen], choices: Sequence[Choice]) -> None:
+    """Note what was regrouped and what looks wrong; refuse to merge what the user gives two types."""
+    verb = "merge" if draft.options.merge_up_gate else "split"
+    draft.notes += draft.taken.report(verb)
+    for lint in lint_request(request, tensors, choices):
+        if draft.options.merge_up_gate and lint.code in TORN:
+            raise RecipeError(f"--merge-up-gate: {lint.message}, or omit --merge-up-gate")
+        draft.notes.append(str(lint))
