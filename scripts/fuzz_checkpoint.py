@@ -18,7 +18,6 @@ import copy
 import json
 import random
 import resource
-import signal
 import struct
 import sys
 import tempfile
@@ -32,7 +31,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "scripts")]
 
-from fuzz_gguf import EDGES, SAMPLE, cap_memory, mutate, on_alarm  # noqa: E402
+from fuzz_gguf import EDGES, SAMPLE, cap_memory, limited, mutate  # noqa: E402
 
 #: Values that break readers of JSON, beside numbers.
 VALUES: list[Any] = [
@@ -210,13 +209,13 @@ def run_one(seed: Seed, data: bytes, limit: float, watch: bool) -> tuple[str, st
     """Run one case; return its outcome and the reason of a failure."""
     path = seed.folder / seed.file
     path.write_bytes(data)
-    signal.signal(signal.SIGALRM, on_alarm)
-    signal.setitimer(signal.ITIMER_REAL, limit)
     try:
+        with limited(limit):
+            if watch:
+                tracemalloc.start()
+            outcome = exercise(seed.folder)
         if not watch:
-            return exercise(seed.folder), ""
-        tracemalloc.start()
-        outcome = exercise(seed.folder)
+            return outcome, ""
         peak, allowed = tracemalloc.get_traced_memory()[1], SLACK + FACTOR * len(data)
         return (outcome, "") if peak <= allowed else ("failed", f"allocated {peak} bytes for {len(data)} of file")
     except BaseException as e:  # panics of tokenizers are not Exceptions
@@ -224,7 +223,6 @@ def run_one(seed: Seed, data: bytes, limit: float, watch: bool) -> tuple[str, st
             raise
         return "failed", f"{type(e).__name__}: {e}"
     finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
         tracemalloc.stop()
         path.write_bytes(seed.data)
 
@@ -234,7 +232,7 @@ def main() -> None:
     parser.add_argument("--mutations", type=int, default=1_000_000, metavar="N", help="how many (default: 1000000)")
     parser.add_argument("--all", action="store_true", help="also config.json of every architecture (1 GB of files)")
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--limit", type=float, default=5.0, metavar="SECONDS", help="time limit of one case")
+    parser.add_argument("--limit", type=float, default=5.0, metavar="SECONDS", help="CPU time of one case")
     parser.add_argument("--memory", type=int, default=192, metavar="MIB", help="address space beyond that at the start")
     parser.add_argument("--keep", type=Path, default=Path("fuzz-failures"), help="folder for failing files")
     options = parser.parse_args()

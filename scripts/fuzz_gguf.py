@@ -21,6 +21,8 @@ import tempfile
 import time
 import tracemalloc
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 
@@ -117,25 +119,38 @@ def mutate(data: bytes, rng: random.Random) -> bytes:
 
 
 def on_alarm(signum: int, frame: FrameType | None) -> None:
-    raise Hang(f"stopped by signal {signum}")
+    raise Hang(f"stopped by {signal.Signals(signum).name}")
+
+
+@contextmanager
+def limited(seconds: float) -> Iterator[None]:
+    """Raise Hang after so many seconds of CPU time, or where something waits, after 20 times as many."""
+    timers = ((signal.ITIMER_PROF, signal.SIGPROF, seconds), (signal.ITIMER_REAL, signal.SIGALRM, 20 * seconds))
+    for timer, number, limit in timers:
+        signal.signal(number, on_alarm)
+        signal.setitimer(timer, limit)
+    try:
+        yield
+    finally:
+        for timer, _, _ in timers:
+            signal.setitimer(timer, 0)
 
 
 def run_one(path: Path, data: bytes, limit: float, watch: bool) -> tuple[str, str]:
     """Run one case; return its outcome and the reason of a failure."""
     path.write_bytes(data)
-    signal.signal(signal.SIGALRM, on_alarm)
-    signal.setitimer(signal.ITIMER_REAL, limit)
     try:
+        with limited(limit):
+            if watch:
+                tracemalloc.start()
+            outcome = exercise(path)
         if not watch:
-            return exercise(path), ""
-        tracemalloc.start()
-        outcome = exercise(path)
+            return outcome, ""
         peak, allowed = tracemalloc.get_traced_memory()[1], SLACK + FACTOR * len(data)
         return (outcome, "") if peak <= allowed else ("failed", f"allocated {peak} bytes for {len(data)} of file")
     except Exception as e:
         return "failed", f"{type(e).__name__}: {e}"
     finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
         tracemalloc.stop()
 
 
@@ -201,7 +216,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--mutations", type=int, metavar="N", help="run N seeded mutations instead of atheris")
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--limit", type=float, default=5.0, metavar="SECONDS", help="time limit of one case")
+    parser.add_argument("--limit", type=float, default=5.0, metavar="SECONDS", help="CPU time of one case")
     parser.add_argument("--memory", type=int, default=64, metavar="MIB", help="address space beyond that at the start")
     parser.add_argument("--keep", type=Path, default=Path("fuzz-failures"), help="folder for failing files")
     options, rest = parser.parse_known_args()
