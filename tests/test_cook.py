@@ -658,8 +658,13 @@ def test_init_writes_a_file_that_runs(here: Path) -> None:
     assert "wrote other.toml" in run("init", "other.toml")
     assert "ends with .toml" in run("init", str(MODEL), code=2)
     assert "--threads is no option of init" in run("init", "x.toml", "-t", "2", code=2)
-    text = (here / "cook.toml").read_text()
-    (here / "cook.toml").write_text(text.replace('"path/to/texts"', json.dumps(str(DATA / "tiny-moe-calibration.txt"))))
+    assert "--output is no option of init" in run("init", "x.toml", "-o", "x", code=2)
+    assert '"path/to/texts"' in (here / "cook.toml").read_text()
+    texts, more = (str(DATA / f"tiny-moe-{kind}.txt") for kind in ("calibration", "evaluation"))
+    run("init", "-m", str(MODEL), "-f", texts, "-f", more, "--overwrite")
+    assert f'text = ["{texts}", "{more}"]' in (here / "cook.toml").read_text()
+    run("init", "-m", str(MODEL), "-f", texts, "--evaluation", more, "--overwrite")
+    assert f'text = ["{texts}"]\nevaluation = "{more}"' in (here / "cook.toml").read_text()
     said = run("cook.toml", "Q8_0", "--dry-run")
     assert "quantize Q8_0" in said
 

@@ -31,6 +31,8 @@ _OFTEN = 15.0
 _SURE = 0.02
 #: Where `init` writes.
 _CONFIG = Path("cook.toml")
+#: What `init` takes, too.
+_INIT = ("model", "pre", "text", "evaluation", "overwrite")
 
 _cook_options = options(
     option(
@@ -83,14 +85,14 @@ def command(arguments: tuple[str, ...], dry_run: bool, as_json: bool, **given: A
     say what most need; `quantkit cook init` writes a commented file with everything there is.
 
     \b
-    quantkit cook init -m Qwen3-30B-A3B/          # writes cook.toml
+    quantkit cook init -m Qwen3-30B-A3B/ -f wiki.txt   # writes cook.toml
     quantkit cook cook.toml --dry-run
     quantkit cook cook.toml
     quantkit cook model-bf16.gguf Q4_K_M IQ4_XS 3.5bpw -f wiki.txt -f ~/src/project
     """
     if arguments[0] == "init":
-        if said := [name for name in given if name not in ("model", "pre", "overwrite") and on_command_line(name)]:
-            raise click.UsageError(f"--{said[0].replace('_', '-')} is no option of init: write it into the file")
+        if said := [name for name in given if name not in _INIT and on_command_line(name)]:
+            raise click.UsageError(f"{_spelled(said[0])} is no option of init: write it into the file")
         _init(arguments[1:], **given)
         return
     from quantkit.cook import cook, plan_cook
@@ -114,7 +116,21 @@ def command(arguments: tuple[str, ...], dry_run: bool, as_json: bool, **given: A
     click.echo(json.dumps(_result_dict(result), indent=2) if as_json else _result_text(result))
 
 
-def _init(arguments: Sequence[str], *, model: Path | None, pre: str | None, overwrite: bool, **others: Any) -> None:
+def _spelled(name: str) -> str:
+    """Return an option as it is written, by the name of its value."""
+    return next(max(p.opts, key=len) for p in click.get_current_context().command.params if p.name == name)
+
+
+def _init(
+    arguments: Sequence[str],
+    *,
+    model: Path | None,
+    pre: str | None,
+    text: Sequence[Path],
+    evaluation: Path | None,
+    overwrite: bool,
+    **others: Any,
+) -> None:
     """Write a file of settings."""
     from quantkit.cook import starter
 
@@ -123,10 +139,10 @@ def _init(arguments: Sequence[str], *, model: Path | None, pre: str | None, over
     path = Path(arguments[0]) if arguments else _CONFIG
     if path.suffix != ".toml":
         raise click.UsageError(f"{path}: the file's name ends with .toml; the model is given with -m")
-    text, notes = starter(model, path.parent, pre)
+    settings, notes = starter(model, path.parent, pre, texts=text, evaluation=evaluation)
     path = claim(path, model, overwrite=overwrite)
     with written(path) as part:
-        part.write_text(text)
+        part.write_text(settings)
     echo_notes(notes)
     click.echo(f"wrote {printable(path)}: look it over, then quantkit cook {printable(path)} --dry-run")
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+from collections.abc import Sequence
 from pathlib import Path
 
 from quantkit.convert import ConvertOptions
@@ -23,10 +24,18 @@ _COLUMN = 36
 _TARGETS = ("Q4_K_M", "IQ4_XS", "3.5bpw")
 
 
-def starter(model: Path | None, folder: Path, pre: str | None = None) -> tuple[str, tuple[str, ...]]:
+def starter(
+    model: Path | None,
+    folder: Path,
+    pre: str | None = None,
+    *,
+    texts: Sequence[Path] = (),
+    evaluation: Path | None = None,
+) -> tuple[str, tuple[str, ...]]:
     """Return the text of a file in ``folder``, with defaults for a model, and notes.
 
     Without a model, its keys are to be filled in; one that cannot be opened yet is noted. ``pre``: its pre-tokenizer.
+    Without ``texts`` to calibrate on, those beside the model count, by their usual names.
     """
     known, notes = None, tuple[str, ...]()
     try:
@@ -36,10 +45,10 @@ def starter(model: Path | None, folder: Path, pre: str | None = None) -> tuple[s
     except QuantkitError as e:
         notes = (e.message,)
     beside = [] if model is None else [model if model.is_dir() else model.parent]
-    calibration, evaluation = (_found(beside, names) for names in (_CALIBRATION, _EVALUATION))
+    if not texts and (found := _found(beside, _CALIBRATION)) is not None:
+        texts, evaluation = [found], evaluation or _found(beside, _EVALUATION)
     name = "model" if model is None else model_name(model)
     shown = "path/to/model-bf16.gguf" if model is None else _path(model, folder)
-    text = _path(calibration, folder) if calibration is not None else "path/to/texts"
     filled = {
         "about": "" if known is None else f"# {_about(known)}\n",
         "model": _quoted(shown),
@@ -47,10 +56,10 @@ def starter(model: Path | None, folder: Path, pre: str | None = None) -> tuple[s
         "output": _quoted(f"{name}-cooked"),
         "work": _quoted(f"{name}-cooked/work"),
         "targets": ", ".join(map(_quoted, _TARGETS)),
-        "text": _quoted(text),
-        "evaluation": f"evaluation = {_quoted(_path(evaluation, folder))}"
-        if evaluation is not None and calibration is not None
-        else '# evaluation = "heldout.txt"',
+        "text": ", ".join(_quoted(_path(text, folder)) for text in texts) or '"path/to/texts"',
+        "evaluation": '# evaluation = "heldout.txt"'
+        if evaluation is None
+        else f"evaluation = {_quoted(_path(evaluation, folder))}",
         "pre": f"pre = {_quoted(pre)}" if pre else '# pre = "gpt-2"',
         "ctx": 512 if known is None else known.ctx,
     }
