@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,7 +16,7 @@ from quantkit.cli.panics import panics_hidden
 from quantkit.cli.quantize import (
     QuantizeCommand,
     cards_given,
-    echo_cards,
+    dry_run_shown,
     is_count,
     is_type,
     parsed_layers,
@@ -163,10 +162,8 @@ def command(
     kept, cards = cached(cache, cache_size), cards_given(given, ray)
     if not dry_run:
         start_nodes(ray, threads or positional, cards["backend"])  # before the imports, which take their time, too
-    from quantkit.cli.summary import DryRunReport
     from quantkit.convert import ConvertOptions, plan_convert
     from quantkit.formats.remote import located
-    from quantkit.pipeline.run import foreseen, refusal
     from quantkit.quantize import QuantizeOptions
 
     names, own = ({f.name for f in fields(of)} for of in (QuantizeOptions, ConvertOptions))
@@ -182,14 +179,12 @@ def command(
     with panics_hidden():  # the tokenizer is read then
         plan = plan_convert(located(folder, spool), output and located(output, spool), type_name, convert, quantize)
     echo_notes(plan.notes)
+    run: RunOptions = {"threads": threads or positional, "resume": resume, "overwrite": overwrite, "ray": ray}
+    how: RunOptions = {**run, **kept, **cards, "measure_error": measure_error}
     if dry_run:
-        echo_cards(plan, cards, ray)
-        refused = refusal(plan, resume=resume, overwrite=overwrite)
-        report = DryRunReport(plan, refused, foreseen(plan, cache, measure=measure_error))
-        click.echo(json.dumps(report.as_dict(), indent=2) if as_json else report.text())
+        dry_run_shown(plan, how, as_json=as_json)
         return
-    how: RunOptions = {"threads": threads or positional, "resume": resume, "overwrite": overwrite, "ray": ray, **kept}
-    run_shown(plan, max_ram, {**how, **cards, "measure_error": measure_error}, as_json=as_json, plot=plot)
+    run_shown(plan, max_ram, how, as_json=as_json, plot=plot)
 
 
 def _positionals(arguments: tuple[str, ...]) -> tuple[str, str | None, str | None, int | None]:

@@ -90,12 +90,17 @@ def cards_given(given: dict[str, Any], ray: str | None) -> RunOptions:
     }
 
 
-def echo_cards(plan: Plan, cards: RunOptions, ray: str | None) -> None:
-    """Say for a dry run which cards would do what; those of nodes are not asked."""
-    if cards["backend"] != "cpu" and ray is None:
-        from quantkit.pipeline.cards.choice import cards_for
+def dry_run_shown(plan: Plan, how: RunOptions, *, as_json: bool) -> None:
+    """Print what a run would do, and whether it would be refused; which cards would do what, but for those of nodes."""
+    from quantkit.cli.summary import DryRunReport
+    from quantkit.pipeline.cards.choice import cards_for
+    from quantkit.pipeline.run import foreseen, refusal
 
-        echo_notes([cards_for(plan, cards["backend"], cards["devices"])[1]])
+    if how["backend"] != "cpu" and how["ray"] is None:
+        echo_notes([cards_for(plan, how["backend"], how["devices"])[1]])
+    refused = refusal(plan, resume=how["resume"], overwrite=how["overwrite"])
+    report = DryRunReport(plan, refused, foreseen(plan, how.get("cache"), measure=how["measure_error"]))
+    click.echo(json.dumps(report.as_dict(), indent=2) if as_json else report.text())
 
 
 _A_TYPE: dict[str, Any] = {"group": _TYPES, "metavar": "TYPE", "shell_complete": types}
@@ -410,7 +415,6 @@ def command(
     from quantkit.cli.summary import DryRunReport
     from quantkit.formats.remote import located
     from quantkit.pipeline.plan import without_existing
-    from quantkit.pipeline.run import foreseen, refusal
     from quantkit.quantize import QuantizeOptions, plan_quantize
 
     names = {f.name for f in fields(QuantizeOptions)}
@@ -425,16 +429,14 @@ def command(
         if not plan.shards:
             click.echo(json.dumps(DryRunReport(plan).as_dict(), indent=2) if as_json else "nothing to do")
             return
+    run: RunOptions = {"threads": threads or positional, "resume": resume, "overwrite": overwrite, "ray": ray}
+    how: RunOptions = {**run, **kept, **cards, "measure_error": measure_error}
     if dry_run:
-        echo_cards(plan, cards, ray)
-        refused = refusal(plan, resume=resume, overwrite=overwrite)
-        report = DryRunReport(plan, refused, foreseen(plan, cache, measure=measure_error))
-        click.echo(json.dumps(report.as_dict(), indent=2) if as_json else report.text())
+        dry_run_shown(plan, how, as_json=as_json)
         return
     if max_buffer_size is not None:
         max_ram = _buffer_ram(plan, threads or positional, max_buffer_size)
-    how: RunOptions = {"threads": threads or positional, "resume": resume, "overwrite": overwrite, "ray": ray, **kept}
-    run_shown(plan, max_ram, {**how, **cards, "measure_error": measure_error}, as_json=as_json, plot=plot)
+    run_shown(plan, max_ram, how, as_json=as_json, plot=plot)
 
 
 def run_shown(plan: Plan, max_ram: int, how: RunOptions, *, as_json: bool, plot: Path | None = None) -> None:

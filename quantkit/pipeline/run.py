@@ -205,10 +205,11 @@ def _threads(plan: Plan, options: RunOptions) -> Threads:
     return Cards(count, names, max_vram=options.get("max_vram"), verify=options.get("verify", 0), say=say)
 
 
-def foreseen(plan: Plan, folder: Path | None, *, measure: bool = False) -> CacheUse | None:
-    """Return what the cache in ``folder``, if one is given, would do for a run; for a dry run."""
-    if folder is None:
+def foreseen(plan: Plan, cache: str | Path | None, *, measure: bool = False) -> CacheUse | None:
+    """Return what the tensor cache in a folder, if one is given, would do for a run; for a dry run."""
+    if cache is None:
         return None
+    folder = Path(cache)
     there = folder.exists() and any(folder.iterdir())
     store = open_store(folder, make=False) if there else Store(folder, 0)
     return RunCache(store, plan, measure=measure, dry=True).foreseen()
