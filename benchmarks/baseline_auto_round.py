@@ -10,20 +10,41 @@ pre-tokenizer, which auto-round's converter only knows for published models; wei
 from __future__ import annotations
 
 import argparse
+import re
 import shutil
+import sys
 import time
+from importlib.util import find_spec
 from pathlib import Path
+
+
+def name_what_is_new() -> None:
+    """Name in gguf what auto-round's converter knows besides: it is ahead of gguf on PyPI, by other architectures."""
+    import gguf
+
+    spec = find_spec("auto_round")
+    folder = Path(str(spec.origin)).parent / "export" / "export_to_gguf" / "conversion" if spec else Path()
+    text = "".join(path.read_text() for path in sorted(folder.glob("*.py")))
+    for place, (kind, name) in enumerate(
+        sorted(set(re.findall(r"gguf\.(MODEL_ARCH|MODEL_TENSOR)\.([A-Z0-9_]+)", text)))
+    ):
+        if not hasattr(getattr(gguf, kind), name):
+            setattr(getattr(gguf, kind), name, 1_000_000 + place)
 
 
 def tune(given: argparse.Namespace, folder: Path) -> int:
     """Leave a GGUF file in a folder; return the number of windows."""
+    name_what_is_new()
     import torch
     from auto_round import AutoRound  # type: ignore[import-not-found]
-    from auto_round.export.export_to_gguf.conversion.base import TextModel  # type: ignore[import-not-found]
+    from auto_round.export.export_to_gguf.llama_cpp_conversion import (  # type: ignore[import-not-found]
+        get_conversion,
+    )
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     if given.pre:
-        TextModel.get_vocab_base_pre = lambda _self, _tokenizer: given.pre
+        get_conversion()  # its copy of llama.cpp's converter, which it imports by this name
+        sys.modules["conversion.base"].TextModel.get_vocab_base_pre = lambda _self, _tokenizer: given.pre
     tokenizer = AutoTokenizer.from_pretrained(given.checkpoint)
     ids = tokenizer(given.calibration.read_text())["input_ids"]
     windows = [ids[i : i + given.ctx] for i in range(0, len(ids) - given.ctx + 1, given.ctx)][: given.chunks]
