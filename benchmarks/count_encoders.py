@@ -7,14 +7,16 @@ Evidence without a GPU, beside benchmarks/count_instructions.py: kernels run as 
 how often each thread runs each line. Encoders branch by values, so no disassembly could tell. Lanes of a warp take
 turns where they part, so a line counts as often as the lane that runs it most. PTX is not machine code: moves between
 registers, which disappear, do not count, but divisions become several instructions. A multiprocessor starts four
-instructions of warps per clock, and one that loads, stores or shuffles; the bound is the rate that the busier of both
-allows, without caches, and without waiting for anything.
+instructions of warps per clock, and one that loads, stores or shuffles; one that converts or rounds a float, or
+approximates a reciprocal or a root, in two clocks. The bound is the rate that the busiest of these allows, without
+caches, and without waiting for anything.
 """
 
 from __future__ import annotations
 
 import argparse
 import ctypes
+import re
 import sys
 from collections import Counter
 from pathlib import Path
@@ -37,16 +39,18 @@ THREADS, LINES, CAPABILITY = 4096, 16384, 90
 WEIGHTS = 11008 * 4096
 #: What goes through the pipe of loads, stores and shuffles.
 LOADS = ("ld.", "st.", "shfl.", "redux.", "atom.")
+#: What goes through the pipe of conversions and approximations: at most one of 16 lanes per clock.
+CONVERTS = re.compile(r"cvt\.[^ ]*\bf(16|32|64)\b|div\.rn\.f|rcp\.|sqrt\.|ex2\.")
 
 
 class Counting(PTXDevice):
-    """Adds up what warps execute: all instructions by kernel, and those that load, store or shuffle."""
+    """Adds up what warps execute: all instructions by kernel, and those that load, store or shuffle, or convert."""
 
     more = (f"-DCOUNTED={THREADS}",)
 
     def __init__(self) -> None:
         super().__init__(CAPABILITY)
-        self.executed, self.loads = Counter[str](), 0.0
+        self.executed, self.loads, self.conversions = Counter[str](), 0.0, 0.0
 
     def launch(self, launch: Launch, order: int) -> None:
         library = library_of(launch.kernel, CAPABILITY, *self.more)
@@ -61,10 +65,12 @@ class Counting(PTXDevice):
                 self.executed[launch.kernel.name] += int(found[line])
             if text[line].startswith(LOADS):
                 self.loads += int(found[line])
+            if CONVERTS.match(text[line]):
+                self.conversions += int(found[line])
 
 
-def count(t: TensorType, rows: int, n: int, weighted: bool) -> tuple[dict[str, float], float]:
-    """Return how many instructions of a warp 32 weights take in each kernel, and how many load, store or shuffle."""
+def count(t: TensorType, rows: int, n: int, weighted: bool) -> tuple[dict[str, float], float, float]:
+    """Return how many instructions of a warp 32 weights take in each kernel, and how many of them load or convert."""
     rng, memory = np.random.default_rng(0), Memory(device := Counting())
     x = rng.standard_normal((rows, n)).astype(np.float32)
     importance = memory.put(np.exp(rng.standard_normal(n)).astype(np.float32)) if weighted else 0
@@ -72,7 +78,8 @@ def count(t: TensorType, rows: int, n: int, weighted: bool) -> tuple[dict[str, f
     encode_rows(device, t, memory.put(x), rows, n, out, importance, memory.room((working_bytes(t, rows, n),), np.uint8))
     memory.close()
     parts = x.size / 32
-    return {name: executed / parts for name, executed in device.executed.items()}, device.loads / parts
+    executed = {name: executed / parts for name, executed in device.executed.items()}
+    return executed, device.loads / parts, device.conversions / parts
 
 
 def main() -> None:
@@ -84,15 +91,18 @@ def main() -> None:
     p.add_argument("--clock", type=float, default=1.98, metavar="GHZ", help="under load (default: 1.98)")
     options = p.parse_args()
     rows, n = options.shape
-    print("| type | instructions per weight | of each kernel | loads | Gweights/s at most | ms for 11008 x 4096 |")
-    print("|---|---|---|---|---|---|")
+    print(
+        "| type | instructions per weight | of each kernel | loads | conversions | Gweights/s | ms for 11008 x 4096 |"
+    )
+    print("|---|---|---|---|---|---|---|")
     for name in options.types:
         t = BY_NAME[name]
-        found, loads = count(t, rows, n, (options.importance or t.imatrix == "required") and weighs(t))
+        found, loads, conversions = count(t, rows, n, (options.importance or t.imatrix == "required") and weighs(t))
         total = sum(found.values())
-        rate = 32 * options.multiprocessors * options.clock / max(total / 4, loads)
+        rate = 32 * options.multiprocessors * options.clock / max(total / 4, loads, 2 * conversions)
         parts = ", ".join(f"{kernel} {each:.0f}" for kernel, each in found.items()) if len(found) > 1 else ""
-        print(f"| {name} | {total:.0f} | {parts} | {loads:.0f} | {rate:.0f} | {WEIGHTS / rate / 1e6:.2f} |", flush=True)
+        counts = f"{total:.0f} | {parts} | {loads:.0f} | {conversions:.0f}"
+        print(f"| {name} | {counts} | {rate:.0f} | {WEIGHTS / rate / 1e6:.2f} |", flush=True)
 
 
 if __name__ == "__main__":

@@ -19,9 +19,9 @@ def _all(forms: dict[str, str], signature: str) -> dict[str, tuple[str, ...]]:
 
 
 CONVERSIONS = """
-    f32.f16 f64.f32 rmi.f32.f32 rn.f16.f32 rn.f32.f64 rn.f32.s16 rn.f32.s32 rn.f32.u16 rn.f64.s32 rn.f64.s64 rni.s32.f32
-    rni.s32.f64 rzi.f32.f32 rzi.s32.f32 rzi.s32.f64 s16.s8 s32.s8 s32.s16 s64.s32 sat.f32.f32 u16.u32 u16.u64 u32.u16
-    u32.u64 u64.u16 u64.u32
+    f32.f16 f64.f32 rmi.f32.f32 rn.f16.f32 rn.f32.f64 rn.f32.s16 rn.f32.s32 rn.f32.u16 rn.f64.s32 rn.f64.s64
+    rni.f32.f32 rni.s32.f32 rni.s32.f64 rzi.f32.f32 rzi.s32.f32 rzi.s32.f64 s16.s8 s32.s8 s32.s16 s64.s32
+    sat.f32.f32 u16.u32 u16.u64 u32.u16 u32.u64 u64.u16 u64.u32
 """
 
 #: opcode -> types of the result and of the sources.

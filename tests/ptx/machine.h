@@ -287,6 +287,7 @@ static inline float one_nan(float x) { return x == x ? x : as_f32(0x7fffffffu); 
 #define cvt_rn_f64_s32(a) ((double)S32(a))
 #define cvt_rn_f64_s64(a) ((double)S64(a))
 #define cvt_rmi_f32_f32(a) one_nan(floorf(a))
+#define cvt_rni_f32_f32(a) one_nan(rintf(a))
 // Saturating, NaN to 0.
 #define cvt_rzi_s32_f64(a) U32((a) != (a) ? 0 : (int32_t)fmin(fmax(trunc(a), -2147483648.0), 2147483647.0))
 #define cvt_rzi_f32_f32(a) one_nan(truncf(a))

@@ -30,15 +30,23 @@ KERNEL(encode, LANES) {
     const int64_t first = (int64_t)blockIdx.x * BLOCKS, left = a.blocks - first;
     const int here = left < BLOCKS ? (int)left : BLOCKS, block = threadIdx.x / PER_BLOCK;
     const float* x = a.x + first * ENCODER::BLOCK;
-    fetch_values<LANES, VALUES, STRIDE>(values, [&](int i) { return i < here * ENCODER::BLOCK ? x[i] : 0.0f; });
+    if (here == BLOCKS && lies_in_quads(x))
+        fetch_quads<LANES, VALUES, STRIDE>(values, [&](int i) { return *(const float4*)(x + i); });
+    else fetch_values<LANES, VALUES, STRIDE>(values, [&](int i) { return i < here * ENCODER::BLOCK ? x[i] : 0.0f; });
     Lane lane = {values + threadIdx.x * STRIDE, 0,
                  room + block * ENCODER::ROOM,  bytes + block * ENCODER::BYTES,
                  (int)threadIdx.x % PER_BLOCK,  {a.entries, a.lists, a.words, a.points}};
     __shared__ float weights[OWN_WEIGHTS ? LANES * STRIDE : 1];
     lane.w = weights + (OWN_WEIGHTS ? threadIdx.x * STRIDE : 0);
 #ifdef WEIGHTED
-    Column column(first % a.per_row * ENCODER::BLOCK + threadIdx.x, a.per_row * ENCODER::BLOCK);
-    fetch_values<LANES, VALUES, STRIDE>(weights, [&](int) { return a.importance[column.next(LANES)]; });
+    const int64_t row = a.per_row * ENCODER::BLOCK, begin = first % a.per_row * ENCODER::BLOCK;
+    if (lies_in_quads(a.importance)) {
+        Column column(begin + 4 * threadIdx.x, row);
+        fetch_quads<LANES, VALUES, STRIDE>(weights, [&](int) { return *(const float4*)(a.importance + column.next(4 * LANES)); });
+    } else {
+        Column column(begin + threadIdx.x, row);
+        fetch_values<LANES, VALUES, STRIDE>(weights, [&](int) { return a.importance[column.next(LANES)]; });
+    }
     const float mean = a.squares && block < here ? a.squares[(first + block) / a.per_row] : 0.0f;
     __syncthreads();
     ENCODER::weighted(lane, mean);

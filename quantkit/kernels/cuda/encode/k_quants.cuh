@@ -9,6 +9,17 @@
 #pragma once
 #include "encode/search_refined.cuh"
 
+// The lowest bytes of four words.
+INLINE uint32_t bytes_of(uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
+    return __byte_perm(__byte_perm(a, b, 0x0040), __byte_perm(c, d, 0x0040), 0x5410);
+}
+
+// Four bytes to what is aligned to two.
+INLINE void store4_by2(uint8_t* out, uint32_t v) {
+    *(uint16_t*)out = (uint16_t)v;
+    *(uint16_t*)(out + 2) = (uint16_t)(v >> 16);
+}
+
 // What the lanes of a super-block share, N sub-blocks of 256 / N values.
 template <int N> struct SuperBlock {
     static const int VALUES = 256 / N, ROOM = 5 * N + 2, WITH_LEVELS = ROOM + N * (VALUES + 1);
@@ -29,7 +40,11 @@ template <int N> struct SuperBlock {
     __device__ __forceinline__ float& value(int i) const {
         return (lane.x - lane.part * (VALUES + 1))[i / VALUES * (VALUES + 1) + i % VALUES];
     }
-    __device__ __forceinline__ uint32_t level(int i) const { return (uint32_t)(int)value(i); }
+    // Levels 4 * i .. 4 * i + 3, a byte each, once they have taken the place of the values.
+    __device__ __forceinline__ uint32_t levels_of(int i) const {
+        const uint32_t at = (uint32_t)i, words = VALUES / 4;
+        return __float_as_uint((lane.x - lane.part * (VALUES + 1))[at / words * (VALUES + 1) + at % words]);
+    }
 
     // The first scale of the largest size.
     __device__ __forceinline__ float largest_scale() const {
@@ -66,40 +81,47 @@ template <int N> struct SuperBlock {
     // Quantize scales and minima: weighted by a search of their own, else by the largest.
     template <bool WEIGHTED_BY_SUMS>
     __device__ __forceinline__ void quantize_scales(const Fit& fit, int top, float almost_0 = 1e-15f) const {
-        found(0)[lane.part] = fit.scale;
-        found(1)[lane.part] = -fit.low;
-        weights()[lane.part] = fit.sum_w;
-        __syncwarp();
-        if (lane.part < 2) {
-            const float* v = found(lane.part);
-            float* to = codes(lane.part);
-            if (WEIGHTED_BY_SUMS) {
-                fits()[lane.part] = fit_positive<N>(v, weights(), to, top, almost_0);
-            } else {
-                float largest = 0;
-                for (int j = 0; j < N; j++) largest = fmaxf(v[j], largest);
-                const float inverse = largest > 0 ? (float)top / largest : 0.0f;
-                for (int j = 0; j < N; j++) {
-                    const int c = nearest_int(inverse * v[j]) & 255;
-                    to[j] = (float)(top == 63 ? min(c, top) : c);
-                }
-                fits()[lane.part] = largest / (float)top;
+        if (WEIGHTED_BY_SUMS) {
+            found(0)[lane.part] = fit.scale;
+            found(1)[lane.part] = -fit.low;
+            weights()[lane.part] = fit.sum_w;
+            __syncwarp();
+            if (lane.part < 2) fits()[lane.part] = fit_positive<N>(found(lane.part), weights(), codes(lane.part), top, almost_0);
+        } else {
+#pragma unroll
+            for (int k = 0; k < 2; k++) {
+                const float v = k ? -fit.low : fit.scale;
+                float largest = v;
+                for (int d = 1; d < N; d *= 2) largest = fmaxf(largest, __shfl_xor_sync(FULL, largest, d, N));
+                largest = largest > 0 ? largest : 0.0f;
+                const int c = nearest_int((largest > 0 ? (float)top / largest : 0.0f) * v) & 255;
+                codes(k)[lane.part] = (float)(top == 63 ? min(c, top) : c);
+                if (lane.part == k) fits()[k] = largest / (float)top;
             }
         }
         __syncwarp();
     }
 
-    // Quantize the lane's values by scale d and minimum; where d came out as 0, as the search did, whose levels may be kept.
-    template <bool GUARDED, bool KEPT = false>
-    __device__ __forceinline__ void quantize_values(const Fit& fit, float d, float low, int top) const {
-        for (int i = 0; i < VALUES; i++) {
-            const float v = lane.x[i];
-            int q;
-            if (d != 0) q = level_of<false>((v + low) / d, top);
-            else q = KEPT ? (int)levels()[i] : level_of<GUARDED>(fit.inverse * (v - fit.base), top);
-            lane.x[i] = (float)q;
-        }
+    // Put levels, which are not negative, in the place of the lane's values.
+    template <class F> __device__ __forceinline__ void put_levels(F level) const {
+#pragma unroll
+        for (int i = 0; i < VALUES; i += 4)
+            lane.x[i / 4] = __uint_as_float(bytes_of(level(i), level(i + 1), level(i + 2), level(i + 3)));
         __syncwarp();
+    }
+
+    // The same of (x + low) / d, rounded to -BELOW .. ABOVE, plus BELOW. Where d is 0, or levels wrap around: of another.
+    template <int BELOW, int ABOVE, class F>
+    __device__ __forceinline__ void put_levels(float d, float low, float size, F other) const {
+        if (d != 0 && size + fabsf(low) < 4e6f * fabsf(d)) {
+            const float zero = ROUNDING + (float)BELOW;  // an even number, as ROUNDING is: ties go to the same side
+            put_levels([&](int i) {
+                const float v = (BELOW ? lane.x[i] : lane.x[i] + low) / d;
+                return __float_as_uint(fminf(fmaxf(v + zero, ROUNDING), ROUNDING + (float)(BELOW + ABOVE)));
+            });
+        } else {
+            put_levels([&](int i) { return (uint32_t)(other(i) + BELOW); });
+        }
     }
 };
 
@@ -109,22 +131,24 @@ INLINE float as_half(float v) { return half_to_float(v == v ? float_to_half(v) :
 // Q4_K (TOP 15) and Q5_K (31): 8 sub-blocks of 32.
 template <int TOP> struct EncodeQ45 {
     static const int VALUES = 32, BLOCK = 256, BYTES = TOP == 15 ? 144 : 176, ROOM = SuperBlock<8>::ROOM;
-    static const bool WEIGHS = true;
+    static const bool WEIGHS = false;
 
     STATIC_INLINE void plain(const Lane& lane) {
-        // The weights, the root of the mean square plus the size, lie where importances would.
+        const float* x = lane.x;
         float mean = 0;
-        for (int i = 0; i < 32; i++) mean = mean + lane.x[i] * lane.x[i];
+#pragma unroll
+        for (int i = 0; i < 32; i++) mean = mean + x[i] * x[i];
         mean = __fsqrt_rn(mean / 32.0f);
-        for (int i = 0; i < 32; i++) lane.w[i] = mean + fabsf(lane.x[i]);
-        finish<false>(lane,
-                      fit_with_min<32, false, false>(lane.x, lane.w, TOP, TOP == 15 ? -1.0f : -0.5f, 0.1f, TOP == 15 ? 20 : 15));
+        const auto weight = [&](int i) { return mean + fabsf(x[i]); };
+        const float start = TOP == 15 ? -1.0f : -0.5f;
+        finish<false>(lane, fit_with_min<32, false, false>(x, weight, TOP, start, 0.1f, TOP == 15 ? 20 : 15));
     }
 
     STATIC_INLINE void weighted(const Lane& lane, float) {
         const SuperBlock<8> block(lane);
         weigh(lane, 32, 2.0f * block.shared_squares() / 256.0f);
-        finish<true>(lane, fit_with_min<32, true, false>(lane.x, lane.w, TOP, -0.9f, 0.05f, 36));
+        const auto weight = [&](int i) { return lane.w[i]; };
+        finish<true>(lane, fit_with_min<32, true, false>(lane.x, weight, TOP, -0.9f, 0.05f, 36));
     }
 
     template <bool GUARDED, bool KEPT = false> STATIC_INLINE void finish(const Lane& lane, const Fit& fit) {
@@ -142,19 +166,24 @@ template <int TOP> struct EncodeQ45 {
         const int c = ((scales[1] & 15) | (mins[1] & 15) << 4) & 255;
         const int scale = part < 4 ? a & 63 : (c & 15) | a >> 6 << 4, low = part < 4 ? b & 63 : c >> 4 | b >> 6 << 4;
         const float d = as_half(block.fits()[0]) * (float)scale, dmin = as_half(block.fits()[1]) * (float)low;
-        block.quantize_values<GUARDED, KEPT>(fit, d, dmin, TOP);
+        block.put_levels<0, TOP>(d, dmin, fit.size, [&](int i) {
+            if (d != 0) return level_of<false>((lane.x[i] + dmin) / d, TOP);
+            return KEPT ? (int)block.levels()[i] : level_of<GUARDED>(fit.inverse * (lane.x[i] - fit.base), TOP);
+        });
         uint8_t* out = lane.out;
         if (part < 2) store_half(out + 2 * part, block.fits()[part]);
         if (part < 4) out[4 + part] = (uint8_t)a, out[8 + part] = (uint8_t)b, out[12 + part] = (uint8_t)c;
         uint8_t* low_bits = out + (TOP == 31 ? 48 : 16);
-        for (int i = part; i < 128; i += 8) {
-            const int at = i / 32 * 64 + i % 32;
-            low_bits[i] = (uint8_t)((block.level(at) & 15) | (block.level(at + 32) & 15) << 4);
+#pragma unroll
+        for (int j = 0; j < 4; j++) {
+            const uint32_t even = block.levels_of(16 * j + part), odd = block.levels_of(16 * j + 8 + part);
+            *(uint32_t*)(low_bits + 32 * j + 4 * part) = (even & 0x0f0f0f0fu) | (odd & 0x0f0f0f0fu) << 4;
         }
-        for (int i = part; TOP == 31 && i < 32; i += 8) {
+        if (TOP == 31) {
             uint32_t high = 0;
-            for (int j = 0; j < 8; j++) high |= block.level(32 * j + i) >> 4 << j;
-            out[16 + i] = (uint8_t)high;
+#pragma unroll
+            for (int j = 0; j < 8; j++) high |= (block.levels_of(8 * j + part) >> 4 & 0x01010101u) << j;
+            *(uint32_t*)(out + 16 + 4 * part) = high;
         }
     }
 };
@@ -179,17 +208,18 @@ struct EncodeQ5_K_IK : RefinedQ45<31> {};
 // 16 sub-blocks of 16.
 struct EncodeQ2_K {
     static const int VALUES = 16, BLOCK = 256, BYTES = 84, ROOM = SuperBlock<16>::ROOM;
-    static const bool WEIGHS = true;
+    static const bool WEIGHS = false;
 
     STATIC_INLINE void plain(const Lane& lane) {
-        for (int i = 0; i < 16; i++) lane.w[i] = fabsf(lane.x[i]);
-        finish<false>(lane, fit_with_min<16, false, true>(lane.x, lane.w, 3, -0.5f, 0.1f, 15));
+        const auto weight = [&](int i) { return fabsf(lane.x[i]); };
+        finish<false>(lane, fit_with_min<16, false, true>(lane.x, weight, 3, -0.5f, 0.1f, 15));
     }
 
     STATIC_INLINE void weighted(const Lane& lane, float) {
         const SuperBlock<16> block(lane);
         weigh(lane, 16, block.shared_squares() / 256.0f);
-        finish<true>(lane, fit_with_min<16, true, false>(lane.x, lane.w, 3, -0.9f, 0.05f, 36));
+        const auto weight = [&](int i) { return lane.w[i]; };
+        finish<true>(lane, fit_with_min<16, true, false>(lane.x, weight, 3, -0.9f, 0.05f, 36));
     }
 
     template <bool GUARDED> STATIC_INLINE void finish(const Lane& lane, const Fit& fit) {
@@ -197,7 +227,10 @@ struct EncodeQ2_K {
         block.quantize_scales<GUARDED>(fit, 15);
         const int byte = codes_of(block);
         const float d = as_half(block.fits()[0]) * (float)(byte & 15), dmin = as_half(block.fits()[1]) * (float)(byte >> 4);
-        block.quantize_values<GUARDED>(fit, d, dmin, 3);
+        block.put_levels<0, 3>(d, dmin, fit.size, [&](int i) {
+            if (d != 0) return level_of<false>((lane.x[i] + dmin) / d, 3);
+            return level_of<GUARDED>(fit.inverse * (lane.x[i] - fit.base), 3);
+        });
         write(block, byte);
     }
 
@@ -209,11 +242,10 @@ struct EncodeQ2_K {
         const int part = block.lane.part;
         uint8_t* out = block.lane.out;
         out[part] = (uint8_t)byte;
-        for (int i = part; i < 64; i += 16) {
-            const int at = i / 32 * 128 + i % 32;
-            out[16 + i] =
-                (uint8_t)(block.level(at) | block.level(at + 32) << 2 | block.level(at + 64) << 4 | block.level(at + 96) << 6);
-        }
+        // Of each 128 values, byte l of 32: levels l, l + 32, l + 64, l + 96.
+        const int at = part / 8 * 32 + part % 8;
+        const uint32_t low = block.levels_of(at) | block.levels_of(at + 8) << 2;
+        *(uint32_t*)(out + 16 + 4 * part) = low | block.levels_of(at + 16) << 4 | block.levels_of(at + 24) << 6;
         if (part < 2) store_half(out + 80 + 2 * part, block.fits()[part]);
     }
 };
@@ -226,8 +258,7 @@ struct EncodeQ2_K_IK : EncodeQ2_K {
         block.quantize_scales<true>(fit_with_min_refined<16>(lane.x, lane.w, block.levels(), 3), 15, 1e-16f);
         const float d = block.fits()[0] * (float)block.code(0, lane.part), low = block.fits()[1] * (float)block.code(1, lane.part);
         const float inverse = inverse_or_zero(d);
-        for (int i = 0; i < 16; i++) lane.x[i] = (float)level_of<false>((lane.x[i] + low) * inverse, 3);
-        __syncwarp();
+        block.put_levels([&](int i) { return (uint32_t)level_of<false>((lane.x[i] + low) * inverse, 3); });
         write(block, codes_of(block));
     }
 
@@ -275,24 +306,23 @@ struct EncodeQ3_K {
         __syncwarp();
         const int part = lane.part;
         const float d = as_half(half) * (float)(block.code(0, part) - 32);
-        for (int i = 0; i < 16; i++) {
+        block.put_levels<4, 3>(d, 0, fit.size, [&](int i) {
             const float v = lane.x[i];
-            int level = -4;  // of a sub-block of zeros
-            if (d != 0) level = min(max(nearest_int(v / d), -4), 3);
-            else if (fit.inverse != 0) level = levels ? (int)levels[i] : min(max(nearest_int(v * fit.inverse), -4), 3);
-            lane.x[i] = (float)(level + 4);
-        }
-        __syncwarp();
+            if (d != 0) return min(max(nearest_int(v / d), -4), 3);
+            if (fit.inverse == 0) return -4;  // a sub-block of zeros
+            return levels ? (int)levels[i] : min(max(nearest_int(v * fit.inverse), -4), 3);
+        });
         uint8_t* out = lane.out;
-        for (int i = part; i < 64; i += 16) {
-            uint32_t q = 0;
-            for (int k = 0; k < 4; k++) q |= (block.level(i / 32 * 128 + 32 * k + i % 32) & 3) << 2 * k;
-            out[32 + i] = (uint8_t)q;
-        }
-        for (int i = part; i < 32; i += 16) {
+        const int at = part / 8 * 32 + part % 8;
+        uint32_t low = 0;
+#pragma unroll
+        for (int k = 0; k < 4; k++) low |= (block.levels_of(at + 8 * k) & 0x03030303u) << 2 * k;
+        store4_by2(out + 32 + 4 * part, low);
+        if (part < 8) {
             uint32_t high = 0;
-            for (int k = 0; k < 8; k++) high |= block.level(32 * k + i) >> 2 << k;
-            out[i] = (uint8_t)high;
+#pragma unroll
+            for (int k = 0; k < 8; k++) high |= (block.levels_of(8 * k + part) >> 2 & 0x01010101u) << k;
+            store4_by2(out + 4 * part, high);
         }
         if (part < 8) out[96 + part] = (uint8_t)((block.code(0, part) & 15) | (block.code(0, part + 8) & 15) << 4);
         if (part < 4) {
@@ -308,7 +338,8 @@ struct EncodeQ3_K {
 template <int NMAX> INLINE Fit refined_signed(const Lane& lane) {
     const float* x = lane.x;
     const Fit fit = {fit_signed_refined<16>(x, lane.w, SuperBlock<16>(lane).levels(), NMAX)};
-    return Fit{fit.scale, fabsf(largest_of<16>(x)) < 1e-15f ? 0.0f : 1.0f};
+    const float size = fabsf(largest_of<16>(x));
+    return Fit{fit.scale, size < 1e-15f ? 0.0f : 1.0f, 0, 0, 0, size};
 }
 
 struct EncodeQ3_K_IK : EncodeQ3_K {
@@ -355,22 +386,20 @@ struct EncodeQ6_K {
         const float iscale = -128.0f / (dead ? 1.0f : largest), half = dead ? 0.0f : 1.0f / iscale;
         const int code = dead ? 0 : (int8_t)min(nearest_int(iscale * fit.scale), 127);
         const float d = as_half(half) * (float)code, inverse = dead ? 0.0f : fit.inverse;
-        for (int i = 0; i < 16; i++) {
+        block.put_levels<32, 31>(d, 0, fit.size, [&](int i) {
             const float v = lane.x[i];
-            int level = -32;  // of a sub-block of zeros
-            if (d != 0) level = min(max(nearest_int(v / d), -32), 31);
-            else if (inverse != 0) level = levels ? (int)levels[i] : min(max(nearest_int(v * inverse), -32), 31);
-            lane.x[i] = (float)(level + 32);
-        }
-        __syncwarp();
+            if (d != 0) return min(max(nearest_int(v / d), -32), 31);
+            if (inverse == 0) return -32;  // a sub-block of zeros
+            return levels ? (int)levels[i] : min(max(nearest_int(v * inverse), -32), 31);
+        });
         uint8_t* out = lane.out;
-        for (int i = part; i < 64; i += 16) {  // of each 128 values, byte l of 32 and of the next 32
-            const int chunk = i / 32, l = i % 32, at = 128 * chunk + l;
-            const uint32_t a = block.level(at), b = block.level(at + 32), c = block.level(at + 64), e = block.level(at + 96);
-            out[64 * chunk + l] = (uint8_t)((a & 15) | (c & 15) << 4);
-            out[64 * chunk + 32 + l] = (uint8_t)((b & 15) | (e & 15) << 4);
-            out[128 + i] = (uint8_t)(a >> 4 | b >> 4 << 2 | c >> 4 << 4 | e >> 4 << 6);
-        }
+        // Of each 128 values, byte l of 32: levels l and l + 64, then l + 32 and l + 96; then the high bits of all.
+        const int at = part / 8 * 32 + part % 8, chunk = part / 8, l = part % 8 * 4;
+        const uint32_t a = block.levels_of(at), b = block.levels_of(at + 8), c = block.levels_of(at + 16),
+                       e = block.levels_of(at + 24), low = 0x0f0f0f0fu, high = 0x03030303u;
+        store4_by2(out + 64 * chunk + l, (a & low) | (c & low) << 4);
+        store4_by2(out + 64 * chunk + 32 + l, (b & low) | (e & low) << 4);
+        store4_by2(out + 128 + 4 * part, (a >> 4 & high) | (b >> 4 & high) << 2 | (c >> 4 & high) << 4 | (e >> 4 & high) << 6);
         out[192 + part] = (uint8_t)code;
         if (part == 0) store_half(out + 208, half);
     }

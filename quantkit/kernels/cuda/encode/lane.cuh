@@ -45,6 +45,24 @@ template <int COUNT, int VALUES, int STRIDE, class F> INLINE void fetch_values(f
     for (int j = 0; j < VALUES; j++) to[j * (COUNT / VALUES) * STRIDE] = from(here + j * COUNT);
 }
 
+// The same of values that lie at 16 byte boundaries, four at a time: from(i) for i = 0, 4, 8, ...
+template <int COUNT, int VALUES, int STRIDE, class F> INLINE void fetch_quads(float* to, F from) {
+    static_assert(4 * COUNT % VALUES == 0 && VALUES % 4 == 0, "a thread always has the same place in a lane");
+    const int here = 4 * (int)threadIdx.x;
+    to += here / VALUES * STRIDE + here % VALUES;
+#pragma unroll 8
+    for (int j = 0; j < VALUES / 4; j++) {
+        const float4 four = from(here + 4 * j * COUNT);
+        float* lane = to + 4 * j * COUNT / VALUES * STRIDE;
+        lane[0] = four.x;
+        lane[1] = four.y;
+        lane[2] = four.z;
+        lane[3] = four.w;
+    }
+}
+
+INLINE bool lies_in_quads(const float* x) { return ((uint64_t)x & 15) == 0; }
+
 // A column that goes on by some values at a time, and begins again at the end of a row; without a division each time.
 struct Column {
     uint32_t at, n;

@@ -8,6 +8,7 @@
 struct Fit {
     float scale, inverse, low, base;  // x ~ scale * level + low; levels come of inverse * (x - base)
     float sum_w;                      // fit_with_min's
+    float size;                       // no |x| is larger
 };
 
 // Sums over w*x*l and w*l*l for the levels -nmax .. nmax - 1 of one inverse scale.
@@ -24,6 +25,7 @@ template <int N> INLINE void signed_sums(const float* x, const float* w, int nma
 // The value whose magnitude is the largest, the first of equal ones; 0 if all are.
 template <int N> INLINE float largest_of(const float* x) {
     float largest = 0;
+#pragma unroll
     for (int i = 0; i < N; i++)
         if (fabsf(x[i]) > fabsf(largest)) largest = x[i];
     return largest;
@@ -68,7 +70,7 @@ struct BestSigned {
 // candidates go over the values together: each value is read once.
 template <int N> INLINE Fit fit_signed(const float* x, const float* w, int nmax) {
     const float largest = largest_of<N>(x);
-    if (fabsf(largest) < 1e-15f) return Fit{};
+    if (fabsf(largest) < 1e-15f) return Fit{0, 0, 0, 0, 0, fabsf(largest)};
     float inverse[SIGNED_TRIALS], sum_lx[SIGNED_TRIALS], sum_l2[SIGNED_TRIALS];
 #pragma unroll
     for (int k = 0; k < SIGNED_TRIALS; k++) {
@@ -92,6 +94,7 @@ template <int N> INLINE Fit fit_signed(const float* x, const float* w, int nmax)
         if (best.trial == k) fit.inverse = inverse[k];
     }
     fit.scale = best.scale;
+    fit.size = fabsf(largest);
     return fit;
 }
 
@@ -117,36 +120,65 @@ INLINE Fit fit_signed_together(const float* x, const float* w, int nmax, int par
     return Fit{best.scale, signed_inverse(best.trial, nmax, largest)};
 }
 
+// A value in fit_by_descent: its level, and what it adds to both sums. While its optimum for the others is between from and
+// to, that surely rounds to the level, or is clamped to it: which takes no division to know.
+struct Descending {
+    float level, lx, l2, from, to;
+
+    __device__ __forceinline__ void set(float x, float at, int nmax) {
+        const float w = x * x;
+        level = at;
+        lx = w * x * at;
+        l2 = w * at * at;
+        from = at > (float)-nmax ? at - 0.4999f : -4e6f;
+        to = at < (float)(nmax - 1) ? at + 0.4999f : 4e6f;
+    }
+    // Whether it may move. Products of so small a rest_lx are not precise.
+    __device__ __forceinline__ bool unsure(float x, float sum_lx, float sum_l2) const {
+        const float rest_lx = sum_lx - lx, optimum = x * (sum_l2 - l2);
+        return rest_lx > 0 && (rest_lx < 1e-35f || optimum < from * rest_lx || optimum > to * rest_lx);
+    }
+    // Move to the optimum for the others, if there is a better one; return whether it did.
+    __device__ __forceinline__ bool move(float x, int nmax, float& sum_lx, float& sum_l2) {
+        const float w = x * x, rest_lx = sum_lx - lx, rest_l2 = sum_l2 - l2;
+        const float at = (float)max(min(nearest_int(x * rest_l2 / rest_lx), nmax - 1), -nmax);
+        const float new_lx = rest_lx + w * x * at, new_l2 = rest_l2 + w * at * at;
+        const bool better = new_l2 > 0 && new_lx * new_lx * sum_l2 > sum_lx * sum_lx * new_l2;
+        if (!(rest_lx > 0) || at == level || !better) return false;
+        sum_lx = new_lx;
+        sum_l2 = new_l2;
+        set(x, at, nmax);
+        return true;
+    }
+};
+
 // Fit x ~ scale * l with l in -nmax .. nmax - 1 and weights x*x: levels by the largest value, then each in turn to its
-// optimum for the others, where that raises sum_lx^2 / sum_l2. Leaves the levels.
-template <int N> INLINE Fit fit_by_descent(const float* x, float* levels, int nmax) {
-    const float largest = largest_of<N>(x);
-    if (fabsf(largest) < 1e-15f) return Fit{};
-    const float inverse = (float)-nmax / largest;
-    float sum_lx = 0, sum_l2 = 0;
+// optimum for the others, where that raises sum_lx^2 / sum_l2. Leaves the levels. All lanes of a warp come here together,
+// and look at a value more closely if one of them has to.
+template <int N> INLINE Fit fit_by_descent(const float* values, float* levels, int nmax) {
+    const float largest = largest_of<N>(values);
+    const bool dead = fabsf(largest) < 1e-15f;
+    const float inverse = dead ? 0.0f : (float)-nmax / largest;
+    float x[N], sum_lx = 0, sum_l2 = 0;
+    Descending at[N];
+#pragma unroll
     for (int i = 0; i < N; i++) {
-        const float level = round_even(lesser(fmaxf(inverse * x[i], (float)-nmax), (float)(nmax - 1))), w = x[i] * x[i];
-        levels[i] = level;
-        sum_lx = sum_lx + w * x[i] * level;
-        sum_l2 = sum_l2 + w * level * level;
+        x[i] = dead ? 0.0f : values[i];
+        at[i].set(x[i], round_even(lesser(fmaxf(inverse * x[i], (float)-nmax), (float)(nmax - 1))), nmax);
+        sum_lx = sum_lx + at[i].lx;
+        sum_l2 = sum_l2 + at[i].l2;
     }
     bool moved = true;
-    for (int round = 0; round < 5 && moved; round++) {
+#pragma unroll 1
+    for (int round = 0; round < 5 && __any_sync(FULL, moved); round++) {
         moved = false;
-        for (int i = 0; i < N; i++) {
-            const float w = x[i] * x[i], wx = w * x[i], level = levels[i];
-            const float rest_lx = sum_lx - wx * level, rest_l2 = sum_l2 - w * level * level;
-            if (!(rest_lx > 0)) continue;
-            const float to = (float)max(min(nearest_int(x[i] * rest_l2 / rest_lx), nmax - 1), -nmax);
-            const float new_lx = rest_lx + wx * to, new_l2 = rest_l2 + w * to * to;
-            if (to == level || !(new_l2 > 0) || !(new_lx * new_lx * sum_l2 > sum_lx * sum_lx * new_l2)) continue;
-            sum_lx = new_lx;
-            sum_l2 = new_l2;
-            levels[i] = to;
-            moved = true;
-        }
+#pragma unroll
+        for (int i = 0; i < N; i++)
+            if (__any_sync(FULL, at[i].unsure(x[i], sum_lx, sum_l2))) moved |= at[i].move(x[i], nmax, sum_lx, sum_l2);
     }
-    return Fit{sum_l2 > 0 ? sum_lx / sum_l2 : 0.0f, inverse};
+#pragma unroll
+    for (int i = 0; i < N; i++) levels[i] = at[i].level;
+    return Fit{sum_l2 > 0 ? sum_lx / sum_l2 : 0.0f, inverse, 0, 0, 0, fabsf(largest)};
 }
 
 // A level 0 .. top of any v at all: guarded, as make_qkx3_quants does, v is clamped before it is rounded; else, as
@@ -171,100 +203,146 @@ struct LevelSums {
     }
 };
 
+// How far the values of a candidate reach: to levels that there are, beyond the largest, or anywhere. Lanes of a warp go
+// the way of the one that reaches furthest.
+enum Reach { WITHIN, ABOVE, ANYWHERE };
+
 // A level as level_of gives it, where v is no more than 2^22 or guarded.
-template <bool GUARDED> INLINE float near_level(float v, int top) {
-    if (GUARDED) return fminf(fmaxf(v, 0.0f), (float)top) + ROUNDING - ROUNDING;
-    return fminf(fmaxf(v + ROUNDING, ROUNDING), ROUNDING + (float)top) - ROUNDING;
+template <Reach REACH, bool GUARDED> INLINE float near_level(float v, int top) {
+    if (REACH == WITHIN) return rintf(v);
+    if (REACH == ABOVE) return fminf(rintf(v), (float)top);
+    if (GUARDED) return rintf(fminf(fmaxf(v, 0.0f), (float)top));
+    return fminf(fmaxf(rintf(v), 0.0f), (float)top);
 }
 
-// A candidate whose levels wrap around: one value after the other.
-template <int N> INLINE LevelSums far_sums(const float* x, const float* w, float inverse, float low, int top) {
+// The levels of a candidate, and its sums.
+template <Reach REACH, bool GUARDED, int N>
+INLINE LevelSums near_sums(const float (&x)[N], const float (&w)[N], float (&level)[N], float inverse, float low, int top) {
     LevelSums sums = {0, 0, 0};
-#pragma unroll 1
-    for (int i = 0; i < N; i++) sums.add(x[i], w[i], (float)level_of<false>(inverse * (x[i] - low), top));
+#pragma unroll
+    for (int i = 0; i < N; i++) {
+        level[i] = near_level<REACH, GUARDED>(inverse * (x[i] - low), top);
+        sums.add(x[i], w[i], level[i]);
+    }
     return sums;
 }
-template <int N, bool ABSOLUTE>
-INLINE float far_error(const float* x, const float* w, float inverse, float low, int top, float scale, float new_low) {
+
+// A candidate whose levels wrap around: one value after the other. weight: of a value.
+template <int N, class W> INLINE LevelSums far_sums(const float* x, W weight, float inverse, float low, int top) {
+    LevelSums sums = {0, 0, 0};
+#pragma unroll 1
+    for (int i = 0; i < N; i++) sums.add(x[i], weight(i), (float)level_of<false>(inverse * (x[i] - low), top));
+    return sums;
+}
+template <int N, bool ABSOLUTE, class W>
+INLINE float far_error(const float* x, W weight, float inverse, float low, int top, float scale, float new_low) {
     float error = 0;
 #pragma unroll 1
     for (int i = 0; i < N; i++) {
         const float level = (float)level_of<false>(inverse * (x[i] - low), top);
-        error = error + error_of<ABSOLUTE>(w[i], scale * level + new_low - x[i]);
+        error = error + error_of<ABSOLUTE>(weight(i), scale * level + new_low - x[i]);
     }
     return error;
 }
 
-// Fit x ~ scale * l + low with l in 0 .. top and low <= 0, minimizing the weighted squares (or sizes) of the error. Tries
-// `steps` + 1 inverse scales; low is the best one so far, so the trials depend on each other. Values, weights and the levels
-// of a trial are in registers.
-template <int N, bool GUARDED, bool ABSOLUTE>
-INLINE Fit fit_with_min(const float* values, const float* weights, int top, float start, float delta, int steps) {
+// The first zero of values that are not negative, for its sign; else another.
+template <int N> INLINE float first_zero(const float* x, float other) {
+#pragma unroll 1
+    for (int i = 0; i < N; i++)
+        if (x[i] == 0) return x[i];
+    return other;
+}
+
+// Whether the squares of an error, as they would be added up, are more than least. All of f32: sums of 32 values, none of
+// whose weights is negative, are off by 33 roundings of 2^-24 at most, what follows by six more, each of terms that are no
+// more than three times `terms` together; errors themselves by four of a level's value, 5e-4 of a sum that is not less than
+// 1e-6 of `terms`. Beyond these limits underflow might count.
+INLINE bool surely_worse(const LevelSums& sums, float sum_w, float sum_x, float sum_x2, float scale, float low, float least) {
+    const float terms = sum_x2 + scale * scale * sums.l2 + low * low * sum_w;
+    const float error = terms + 2.0f * (scale * (low * sums.l - sums.xl) - low * sum_x);
+    return error - 9e-6f * terms > 1.001f * least && least > 1e-26f && fabsf(scale) < 1e6f && fabsf(low) < 1e6f;
+}
+
+// Fit x ~ scale * l + low with l in 0 .. top, an odd number, and low <= 0, minimizing the weighted squares (or sizes) of the
+// error. Tries `steps` + 1 inverse scales; low is the best one so far, so the trials depend on each other. Values, weights
+// and the levels of a trial are in registers. All lanes of a warp come here together. weight: of a value, by its place.
+template <int N, bool GUARDED, bool ABSOLUTE, class W>
+INLINE Fit fit_with_min(const float* values, W weight, int top, float start, float delta, int steps) {
+    const bool SKIPS = !GUARDED && !ABSOLUTE;  // candidates that are surely worse: with importances few are
     float x[N], w[N], level[N];
 #pragma unroll
     for (int i = 0; i < N; i++) {
         x[i] = values[i];
-        w[i] = weights[i];
+        w[i] = weight(i);
     }
-    float low = x[0], high = x[0], sum_w = w[0], sum_x = sum_w * x[0];
+    float low = x[0], high = x[0], sum_w = w[0], sum_x = sum_w * x[0], sum_x2 = sum_x * x[0];
 #pragma unroll
     for (int i = 1; i < N; i++) {
-        low = x[i] < low ? x[i] : low;
-        high = x[i] > high ? x[i] : high;
+        const float wx = w[i] * x[i];
+        low = fminf(x[i], low);
+        high = fmaxf(x[i], high);
         sum_w = sum_w + w[i];
-        sum_x = sum_x + w[i] * x[i];
+        sum_x = sum_x + wx;
+        if (SKIPS) sum_x2 = sum_x2 + wx * x[i];
     }
-    const float smallest = low;
+    const float smallest = low, size = fmaxf(high, -smallest);
     if (low > 0) low = 0;
-    if (high <= low) return Fit{0, 0, low, 0, sum_w};
-    float inverse = (float)top / (high - low);
-    Fit best = {1.0f / inverse, is_finite(inverse) ? inverse : 0.0f, low, low, sum_w};
-    float least = 0;
+    if (low == 0) low = first_zero<N>(values, low);
+    const bool flat = high <= low;
+    if (flat) high = 1;  // for candidates that do no harm: all of their levels are 0, so none is taken
+    float inverse = (float)top / (high - low), scale = 1.0f / inverse, base = low;
+    float best = is_finite(inverse) ? inverse : 0.0f, least = 0;
     if (fabsf(inverse * (high - low)) < 4e6f) {
 #pragma unroll
         for (int i = 0; i < N; i++) {
-            const float near = near_level<false>(inverse * (x[i] - low), top);
-            least = least + error_of<ABSOLUTE>(w[i], best.scale * near + low - x[i]);
+            const float near = rintf(inverse * (x[i] - low));
+            least = least + error_of<ABSOLUTE>(w[i], scale * near + low - x[i]);
         }
     } else {
-        least = far_error<N, ABSOLUTE>(values, weights, inverse, low, top, best.scale, low);
+        least = far_error<N, ABSOLUTE>(values, weight, inverse, low, top, scale, low);
     }
 #pragma unroll 1
-    for (int k = 0; k <= steps; k++) {
-        inverse = (start + delta * (float)k + (float)top) / (high - low);
+    for (float k = 0; k <= (float)steps; k += 1.0f) {
+        inverse = (start + delta * k + (float)top) / (high - low);
         // The least and the largest value have the levels that are furthest out.
-        const bool near = GUARDED || (fabsf(inverse * (high - low)) < 4e6f && fabsf(inverse * (smallest - low)) < 4e6f);
-        LevelSums sums = {0, 0, 0};
-        if (near) {
-#pragma unroll
-            for (int i = 0; i < N; i++) {
-                level[i] = near_level<GUARDED>(inverse * (x[i] - low), top);
-                sums.add(x[i], w[i], level[i]);
-            }
+        const float first = inverse * (smallest - low), last = inverse * (high - low);
+        bool near = true;
+        LevelSums sums;
+        if (__any_sync(FULL, !(inverse > 0 && first >= -0.5f && last < (float)top + 0.5f))) {
+            const bool below = __any_sync(FULL, !(inverse > 0 && first >= -0.5f));
+            near = GUARDED || (fabsf(first) < 4e6f && fabsf(last) < 4e6f);
+            if (!near) sums = far_sums<N>(values, weight, inverse, low, top);
+            else if (below) sums = near_sums<ANYWHERE, GUARDED>(x, w, level, inverse, low, top);
+            else sums = near_sums<ABOVE, GUARDED>(x, w, level, inverse, low, top);
         } else {
-            sums = far_sums<N>(values, weights, inverse, low, top);
+            sums = near_sums<WITHIN, GUARDED>(x, w, level, inverse, low, top);
         }
         const float det = sum_w * sums.l2 - sums.l * sums.l;
-        if (!(det > 0)) continue;
-        float scale = (sum_w * sums.xl - sum_x * sums.l) / det, new_low = (sums.l2 * sum_x - sums.l * sums.xl) / det;
+        float new_scale = (sum_w * sums.xl - sum_x * sums.l) / det, new_low = (sums.l2 * sum_x - sums.l * sums.xl) / det;
         if (new_low > 0) {
-            scale = sums.xl / sums.l2;
+            new_scale = sums.xl / sums.l2;
             new_low = 0;
+        }
+        if (SKIPS && k > (float)(steps - 5)) {
+            const bool worse = surely_worse(sums, sum_w, sum_x, sum_x2, new_scale, new_low, least);
+            if (__all_sync(FULL, worse || !(det > 0))) continue;
         }
         float error = 0;
         if (near) {
 #pragma unroll
-            for (int i = 0; i < N; i++) error = error + error_of<ABSOLUTE>(w[i], scale * level[i] + new_low - x[i]);
+            for (int i = 0; i < N; i++) error = error + error_of<ABSOLUTE>(w[i], new_scale * level[i] + new_low - x[i]);
         } else {
-            error = far_error<N, ABSOLUTE>(values, weights, inverse, low, top, scale, new_low);
+            error = far_error<N, ABSOLUTE>(values, weight, inverse, low, top, new_scale, new_low);
         }
-        if (error < least) {
+        if (det > 0 && error < least) {
             least = error;
-            best = Fit{scale, inverse, new_low, low, sum_w};
+            scale = new_scale;
+            best = inverse;
+            base = low;
             low = new_low;
         }
     }
-    return best;
+    return flat ? Fit{0, 0, base, 0, sum_w, size} : Fit{scale, best, low, base, sum_w, size};
 }
 
 // The sum over w * (x - l / inverse)^2; the first trial keeps l in a byte, later ones clamp it to top.

@@ -144,6 +144,7 @@ template <int N> INLINE Fit fit_with_min_refined(const float* x, const float* w,
         sums.x = sums.x + wx;
         sums.x2 = sums.x2 + wx * (double)x[i];
     }
+    const float size = fmaxf(high, -low);
     if (low > 0) low = 0;
     const bool flat = high - low < 1e-10f;
     float inverse = (float)top / (flat ? 1.0f : high - low), best_inverse = inverse, best_low = low;
@@ -172,5 +173,5 @@ template <int N> INLINE Fit fit_with_min_refined(const float* x, const float* w,
     }
     for (int i = 0; i < N; i++) levels[i] = flat ? 0.0f : (float)level_of<false>(best_inverse * (x[i] - best_low), top);
     if (!flat) move_levels<N>(x, w, levels, top, sums, scale, low);
-    return Fit{flat ? 0.0f : scale, 0, low, 0, sum_w};
+    return Fit{flat ? 0.0f : scale, 0, low, 0, sum_w, size};
 }
