@@ -54,8 +54,8 @@ def encoded(names: list[str]) -> None:
     path = encoding.EXPECTED
     found = json.loads(path.read_text()) if path.exists() else {}
     for name in names or [n for n, of in FORMATS.items() if of.encodes and of.type in TYPES and of.type.block > 1]:
-        for key, x, importance in encoding.parity_cases(BY_NAME[name]):
-            found[key] = encoding.digests(quantize(x, name, importance))
+        for case in encoding.parity_cases(BY_NAME[name]):
+            found[case.key] = encoding.digests(quantize(case.x, name, case.importance, case.encoder))
         print(name, flush=True)
     path.write_text(json.dumps(dict(sorted(found.items())), indent=0) + "\n")
 

@@ -261,8 +261,16 @@ def test_digests_of_encoders_are_the_cpus(name: str, monkeypatch: pytest.MonkeyP
     from quantkit.types import BY_NAME
 
     kept = json.loads(encoding.EXPECTED.read_text())
-    for key, x, importance in encoding.parity_cases(BY_NAME[name]):
-        assert encoding.digests(quantize(x, name, importance)) == kept[key]
+    for case in encoding.parity_cases(BY_NAME[name]):
+        assert encoding.digests(quantize(case.x, name, case.importance, case.encoder)) == kept[case.key]
+
+
+@needs_compiler
+def test_parity_compares_both_searches_of_a_type(tmp_path: Path) -> None:
+    out = tmp_path / "results.md"
+    done = gpu_check("--shim", "--out", out, "--types", "Q3_K", "--only", "parity")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "random rows: 4 cases of 64 x 2048 values have the CPU's bytes" in out.read_text()
 
 
 def test_every_encoder_has_digests(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -270,8 +278,9 @@ def test_every_encoder_has_digests(monkeypatch: pytest.MonkeyPatch) -> None:
     from gpu import encoding
     from quantkit.kernels.cuda.encode.encode import encoders
 
-    kept = json.loads(encoding.EXPECTED.read_text())
-    assert set(encoders()) <= {key.partition("+")[0] for key in kept}
+    kept = {key.partition("+")[0] for key in json.loads(encoding.EXPECTED.read_text())}
+    assert set(encoders()) <= kept
+    assert {f"{name} by ik" for name in encoders(ik=True)} <= kept
 
 
 def test_expected_values_are_the_cpu_backends(tmp_path: Path) -> None:

@@ -162,9 +162,18 @@ def run_products(backend: Backend, source: GGUFFile, name: str) -> Iterator[tupl
 
 
 def encoded(
-    device: Any, t: TensorType, x: Floats, importance: Floats | None = None, repeat: Callable[[Any], None] | None = None
+    device: Any,
+    t: TensorType,
+    x: Floats,
+    importance: Floats | None = None,
+    repeat: Callable[[Any], None] | None = None,
+    *,
+    ik: bool = False,
 ) -> npt.NDArray[np.uint8]:
-    """Return the bytes of rows, encoded on a device; ``repeat`` is given what encodes them once more."""
+    """Return the bytes of rows, encoded on a device; ``repeat`` is given what encodes them once more.
+
+    ``ik``: by ik_llama.cpp's search, of a type of both trees.
+    """
     rows, n = x.shape
     out = np.empty(rows * t.row_bytes(n), np.uint8)
     at = [device.allocate(size) for size in (x.nbytes, out.nbytes, 4 * n, working_bytes(t, rows, n) or 1)]
@@ -174,7 +183,7 @@ def encoded(
             device.upload(at[2], importance)
 
         def work() -> None:
-            encode_rows(device, t, at[0], rows, n, at[1], at[2] if importance is not None else 0, at[3])
+            encode_rows(device, t, at[0], rows, n, at[1], at[2] if importance is not None else 0, at[3], ik=ik)
 
         work()
         if repeat is not None:

@@ -1,7 +1,8 @@
 """What scripts/gpu_check does about encoders: whether a card's bytes are the CPU's, then how fast they come.
 
     encoding    golden bytes of llama.cpp and ik_llama.cpp, every type
-    parity      random rows of every type, of many scales, by digests of the CPU's bytes (tests/data/gpu-encode.json)
+    parity      random rows of every type, of many scales, by digests of the CPU's bytes (tests/data/gpu-encode.json);
+                of types of both trees by ik_llama.cpp's search, too
     pipeline    whole files of a MoE by `quantize --backend cuda` and by the CPU: the same bytes; seconds of both
     encode      Gweights/s of every type, its share of the card's copy, and beside libgguf's figures of an RTX 3090
 
@@ -48,11 +49,27 @@ EXPECTED = DATA / "gpu-encode.json"
 #: Random rows: how many, how long, and how many have a digest together.
 ROWS, N, TOGETHER = 64, 2048, 8
 
-#: What libgguf's CUDA extension takes for 11008 x 4096 weights on an RTX 3090, ms.
+#: What libgguf's CUDA extension takes for 11008 x 4096 weights on an RTX 3090, ms; without importance, except of types
+#: that require one (docs/benchmarks.md and bench/cuda_quant_bench.py of hlky/libgguf 08a43366).
 LIBGGUF = {
     "Q4_0": 0.35, "Q8_0": 0.35, "Q3_K": 0.66, "Q6_K": 1.0, "Q5_K": 1.25, "Q4_K": 1.53, "MXFP4": 0.72, "NVFP4": 0.40,
     "IQ4_XS": 8.4, "IQ1_S": 14.8, "IQ1_M": 25.3, "IQ2_XXS": 31.5, "IQ2_XS": 88, "IQ3_XXS": 47, "IQ3_S": 33,
 }  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Case:
+    """What is encoded, and by whose search; ``importance``: of columns, or None."""
+
+    key: str
+    x: Floats
+    importance: Floats | None
+    ik: bool
+
+    @property
+    def encoder(self) -> str | None:
+        """``encoder`` of quantize()."""
+        return "ik" if self.ik else None
 
 
 def ways(t: TensorType) -> list[bool]:
@@ -87,29 +104,35 @@ def digests(rows: npt.NDArray[np.uint8]) -> str:
     return " ".join(hashlib.sha256(part.tobytes()).hexdigest()[:12] for part in parts)
 
 
-def parity_cases(t: TensorType) -> Iterator[tuple[str, Floats, Floats | None]]:
-    """Yield the cases of a type: a name, rows, an importance or None."""
+def parity_cases(t: TensorType) -> Iterator[Case]:
+    """Yield the cases of a type."""
     x = random_rows(t)
-    for weighted in ways(t):
-        yield (f"{t.name}+imatrix", x, random_importance(t)) if weighted else (t.name, x, None)
+    for ik in (False, True) if t.name in encoders(ik=True) else (False,):
+        for weighted in ways(t):
+            key = f"{t.name}{' by ik' * ik}{'+imatrix' * weighted}"
+            yield Case(key, x, random_importance(t) if weighted else None, ik)
 
 
 # ---------------------------------------------------------------- checks
 
 
-def _prepared(device: devices.Device, names: Sequence[str]) -> None:
-    """Compile the encoders of types, several at once."""
+def _prepared(device: devices.Device, names: Sequence[str], ik: bool) -> None:
+    """Compile the encoders of types, several at once; ``ik``: those of ik_llama.cpp's searches, too."""
     wanted = [
-        kernel for name in names for weighted in ways(BY_NAME[name]) for kernel in kernels_of(BY_NAME[name], weighted)
+        kernel
+        for name in names
+        for by_ik in ((False, True) if ik and name in encoders(ik=True) else (False,))
+        for weighted in ways(BY_NAME[name])
+        for kernel in kernels_of(BY_NAME[name], weighted, by_ik)
     ]
     device.prepare(list(dict.fromkeys(wanted)))
 
 
-def _each_type(run: Run, step: str, work: Callable[[str], None]) -> None:
+def _each_type(run: Run, step: str, work: Callable[[str], None], ik: bool = False) -> None:
     """Do a part of a step for each type that is asked for and has an encoder, all compiled before."""
     todo = run.todo(step, [name for name in encoders() if name in run.types])
     if todo:
-        _prepared(the_card().device, todo)
+        _prepared(the_card().device, todo, ik)
         run.each(step, todo, work)
 
 
@@ -135,8 +158,9 @@ def parity(run: Run) -> None:
     right = []
 
     def of_type(name: str) -> None:
-        for key, x, importance in parity_cases(BY_NAME[name]):
-            found = digests(cases.encoded(the_card().device, BY_NAME[name], x, importance))
+        for case in parity_cases(BY_NAME[name]):
+            key = case.key
+            found = digests(cases.encoded(the_card().device, BY_NAME[name], case.x, case.importance, ik=case.ik))
             if key not in expected:
                 run.fail(f"parity: {key} has no digests: scripts/make_gpu_expected.py --encode {name}")
                 continue
@@ -145,7 +169,7 @@ def parity(run: Run) -> None:
             if run.check(f"parity: {key}, {where}", len(wrong), 0):
                 right.append(key)
 
-    _each_type(run, "parity", of_type)
+    _each_type(run, "parity", of_type, ik=True)
     if right:
         run.say(f"random rows: {len(right)} cases of {ROWS} x {N} values have the CPU's bytes")
 
