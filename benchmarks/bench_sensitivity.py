@@ -1,22 +1,85 @@
 """Time ``quantkit sensitivity`` beside one ``quantize`` and ``kld`` per pair of a group and a type, in turns.
 
     python benchmarks/bench_sensitivity.py MODEL TEXT [--imatrix FILE] [--types A,B] [-c N] [--chunks N] [--pairs N]
+        [--full-runs N] [--rounds N] [--threads N]
 
 A few pairs are done the long way: a file with that group alone in that type, then its divergence from base logits that
-are there already. Prints seconds a pair, their ratio, how far the two divergences are apart at most, and how well
-proxies rank what was measured.
+are there already. In each round a share of them comes before the run over all pairs, and as many behind it, so that
+what else the machine does meets both. Prints seconds a pair, their ratio in each round and in all, how far the two
+divergences are apart at most where a pair ran in full, how far guesses are off, and how well proxies rank what was
+measured.
 """
 
 from __future__ import annotations
 
 import argparse
+import math
 import tempfile
 import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+
+from processes import machine
 
 from quantkit.evaluate import SaveLogits, kld, perplexity
 from quantkit.quantize import QuantizeOptions, quantize
+from quantkit.search.predict import Predictor
 from quantkit.sensitivity import Cost, Sensitivity, SensitivityOptions, sensitivity
+
+
+@dataclass
+class Alone:
+    """Pairs that were done the long way: seconds of both steps, and of measuring, and the divergences."""
+
+    both: float = 0.0
+    measuring: float = 0.0
+    divergences: list[tuple[Cost, float]] = field(default_factory=list)
+
+    @property
+    def n(self) -> int:
+        return len(self.divergences)
+
+
+class Bench:
+    """A model, its base logits, and a folder of files."""
+
+    def __init__(self, given: argparse.Namespace, folder: Path) -> None:
+        self.given, self.folder = given, folder
+        self.options = SensitivityOptions(
+            types=tuple(given.types.split(",")),
+            imatrix=given.imatrix,
+            n_ctx=given.n_ctx,
+            chunks=given.chunks,
+            full_runs=given.full_runs,
+            threads=given.threads,
+            overwrite=True,
+        )
+        text = given.text.read_bytes().removesuffix(b"\n")
+        saved = SaveLogits(folder / "base", "compact", top_k=1 << 20, residual=0)
+        how = {"n_ctx": given.n_ctx, "chunks": given.chunks, "threads": given.threads}
+        perplexity(given.model, text, **how, save_logits=saved)
+
+    def together(self) -> tuple[Sensitivity, float]:
+        """Return what a run over all pairs measures, and its seconds a pair."""
+        began = time.perf_counter()
+        found = sensitivity(self.given.model, self.folder / "S.json", [self.given.text], options=self.options)
+        return found, (time.perf_counter() - began) / len(found.costs)
+
+    def alone(self, found: Sensitivity, costs: Sequence[Cost], into: Alone) -> None:
+        """Quantize each group alone, and measure the file."""
+        for cost in costs:
+            group = next(g for g in found.groups if g.name == cost.group)
+            rules = tuple(f"^{name.replace('.', '[.]')}$={cost.type}" for name in group.tensors)
+            out, how = self.folder / "q.gguf", QuantizeOptions(imatrix=self.given.imatrix, tensor_type=rules)
+            began = time.perf_counter()
+            quantize(self.given.model, out, "COPY", how, overwrite=True, threads=self.given.threads)
+            quantized = time.perf_counter()
+            divergence = kld(out, self.folder / "base", threads=self.given.threads).sums.kld.mean.value
+            ended = time.perf_counter()
+            into.both += ended - began
+            into.measuring += ended - quantized
+            into.divergences.append((cost, divergence))
 
 
 def main() -> None:
@@ -27,55 +90,54 @@ def main() -> None:
     parser.add_argument("--types", default="Q2_K,Q4_K,Q6_K")
     parser.add_argument("-c", dest="n_ctx", type=int, default=256)
     parser.add_argument("--chunks", type=int, default=32)
-    parser.add_argument("--pairs", type=int, default=8, help="pairs that are done the long way")
+    parser.add_argument("--pairs", type=int, default=8, help="pairs that are done the long way in a round")
+    parser.add_argument("--full-runs", type=int, metavar="N", help="types of a group that run to the end of the model")
+    parser.add_argument("--rounds", type=int, default=1, metavar="N")
+    parser.add_argument("--threads", type=int)
     given = parser.parse_args()
-    options = SensitivityOptions(
-        types=tuple(given.types.split(",")), imatrix=given.imatrix, n_ctx=given.n_ctx, chunks=given.chunks
-    )
+    print(machine(), flush=True)
     with tempfile.TemporaryDirectory() as folder:
-        out, base = Path(folder) / "S.json", Path(folder) / "base"
-        sensitivity(given.model, out, [given.text], options=options)  # kernels are compiled, files are read
-        out.unlink()
-        began = time.perf_counter()
-        found = sensitivity(given.model, out, [given.text], options=options)
-        ours = (time.perf_counter() - began) / len(found.costs)
-        text = given.text.read_bytes().removesuffix(b"\n")
-        saved = SaveLogits(base, "compact", top_k=1 << 20, residual=0)
-        perplexity(given.model, text, n_ctx=given.n_ctx, chunks=given.chunks, save_logits=saved)
-        step = max(1, len(found.costs) // given.pairs)
-        costs = found.costs[step // 2 :: step]
-        _alone(given, found, costs[0], base, Path(folder))
-        both, alone, apart = 0.0, 0.0, 0.0
-        for cost in costs:
-            whole, measuring, divergence = _alone(given, found, cost, base, Path(folder))
-            both, alone, apart = both + whole, alone + measuring, max(apart, abs(divergence - (cost.kld or 0.0)))
-    n = len(costs)
-    print(f"sensitivity: {len(found.costs)} pairs, {ours:.3f} s a pair, {ours * len(found.costs):.1f} s in all")
-    print(f"kld alone: {alone / n:.3f} s a pair, {alone / n / ours:.2f} times as long ({n} pairs)")
-    print(f"quantize and kld: {both / n:.3f} s a pair, {both / n / ours:.2f} times as long")
-    print(f"divergences differ by {apart:.2e} at most")
+        bench = Bench(given, Path(folder))
+        bench.options = replace(bench.options, chunks=min(given.chunks, 4096 // given.n_ctx), together=False)
+        found, _ = bench.together()  # kernels are compiled, files are read
+        bench.options = replace(bench.options, chunks=given.chunks, together=True)
+        step = max(1, len(found.costs) // (given.pairs * given.rounds))
+        costs = found.costs[step // 2 :: step][: given.pairs * given.rounds]
+        bench.alone(found, costs[:1], Alone())
+        every, ours = Alone(), []
+        for number in range(given.rounds):
+            before, now = every.measuring, costs[number :: given.rounds]
+            bench.alone(found, now[: len(now) // 2], every)
+            found, seconds = bench.together()
+            ours.append(seconds)
+            bench.alone(found, now[len(now) // 2 :], every)
+            long = (every.measuring - before) / len(now)
+            print(f"round {number + 1}: {seconds:.3f} and {long:.3f} s a pair, {long / seconds:.2f}x", flush=True)
+    _report(found, sum(ours) / len(ours), every)
+
+
+def _report(found: Sensitivity, ours: float, alone: Alone) -> None:
+    full = {(c.group, c.type): c.kld for c in found.costs if c.kld is not None}
+    print(
+        f"sensitivity: {len(found.costs)} pairs, {len(full)} in full, {ours:.3f} s a pair, "
+        f"{ours * len(found.costs):.1f} s in all"
+    )
+    for what, seconds in (("kld alone", alone.measuring), ("quantize and kld", alone.both)):
+        print(f"{what}: {seconds / alone.n:.3f} s a pair, {seconds / alone.n / ours:.2f} times as long")
+    apart = [
+        abs(divergence - full[c.group, c.type]) for c, divergence in alone.divergences if (c.group, c.type) in full
+    ]
+    print(f"divergences of {len(apart)} pairs in full differ by {max(apart, default=math.nan):.2e} at most")
+    guesses, off = Predictor(found), []
+    for cost, divergence in alone.divergences:
+        guess = guesses.kld(cost.group, cost.type)
+        if (cost.group, cost.type) not in full and guess and divergence > 0:
+            off.append(math.log(guess / divergence))
+    if off:
+        root = math.sqrt(math.fsum(x * x for x in off) / len(off))
+        print(f"{len(off)} guesses are off by a factor of {math.exp(root):.2f}, in the root mean square of logarithms")
     for name, value in found.settings["rank_correlation"].items():
         print(f"{name}: rank correlation {value:.3f}")
-
-
-def _alone(
-    given: argparse.Namespace, found: Sensitivity, cost: Cost, base: Path, folder: Path
-) -> tuple[float, float, float]:
-    """Return the seconds of quantizing a group alone and measuring the file, of measuring it, and its divergence."""
-    group = next(g for g in found.groups if g.name == cost.group)
-    rules = tuple(f"^{name.replace('.', '[.]')}$={cost.type}" for name in group.tensors)
-    began = time.perf_counter()
-    quantize(
-        given.model,
-        folder / "q.gguf",
-        "COPY",
-        QuantizeOptions(imatrix=given.imatrix, tensor_type=rules),
-        overwrite=True,
-    )
-    quantized = time.perf_counter()
-    divergence = kld(folder / "q.gguf", base).sums.kld.mean.value
-    ended = time.perf_counter()
-    return ended - began, ended - quantized, divergence
 
 
 if __name__ == "__main__":

@@ -4,8 +4,8 @@
 
 MODEL (a checkpoint or a GGUF file) is cooked once undisturbed, which is the reference; then TRIALS times into the empty
 folder, killed with SIGKILL after a random part of the reference's time, up to three times in a row, and run to its end
-by the same command. Compared are all files but the state of the cook (times, sizes) and seconds that JSON files tell.
-A trial also fails if a run fails, or leaves behind what belongs to a killed one.
+by the same command. Compared are all files but the state of the cook and of its cache of tensors (times, sizes), and
+seconds that JSON files tell. A trial also fails if a run fails, or leaves behind what belongs to a killed one.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ model = {model}
 name = "killed"
 output = "out"
 targets = {targets}
+threads = {threads}
 
 [calibration]
 text = [{calibration}]
@@ -39,16 +40,16 @@ evaluation = {evaluation}
 
 [imatrix]
 ctx = 256
-chunks = 40
+chunks = 8
 
 [check]
 ctx = 256
-chunks = 16
+chunks = 4
 
 [sensitivity]
 ctx = 256
-chunks = 4
-types = ["Q2_K", "Q3_K", "Q4_K", "Q6_K"]
+chunks = 2
+types = ["Q2_K", "Q4_K", "Q6_K"]
 
 [search]
 candidates = 2
@@ -66,9 +67,14 @@ class Reference:
 
 
 def files_of(folder: Path) -> dict[str, str]:
-    """Return a digest of every file of a cook but its state."""
-    found = (path for path in sorted(folder.rglob("*")) if path.is_file() and path.name != "cook.json")
-    return {str(path.relative_to(folder)): digest(path) for path in found}
+    """Return a digest of every file of a cook but its state; of its cache of tensors, of the entries."""
+    found = {str(path.relative_to(folder)): path for path in sorted(folder.rglob("*")) if path.is_file()}
+    cache = "work/tensors/"
+    return {
+        name: digest(path)
+        for name, path in found.items()
+        if path.name != "cook.json" and (not name.startswith(cache) or name.startswith(f"{cache}entries/"))
+    }
 
 
 def digest(path: Path) -> str:
@@ -88,7 +94,7 @@ def timeless(data: Any) -> Any:
 def config_of(given: argparse.Namespace) -> str:
     """Return the configuration of the cook."""
     names = {name: json.dumps(str(getattr(given, name).resolve())) for name in ("model", "calibration", "evaluation")}
-    return CONFIG.format(**names, targets=json.dumps(given.targets.split(",")))
+    return CONFIG.format(**names, targets=json.dumps(given.targets.split(",")), threads=given.threads)
 
 
 def reference(given: argparse.Namespace, folder: Path) -> Reference:
@@ -131,6 +137,7 @@ def main() -> None:
     p.add_argument("calibration", type=Path)
     p.add_argument("evaluation", type=Path)
     p.add_argument("--targets", default=TARGETS)
+    p.add_argument("--threads", type=int, default=0, help="of the cook (default: 0, all CPUs)")
     p.add_argument("--trials", type=int, default=10)
     p.add_argument("--seed", type=int, default=1)
     p.add_argument("--work", type=Path, metavar="FOLDER", help="folder of the files (default: a temporary one)")

@@ -1,22 +1,25 @@
 """What a searched recipe gains: divergence from the full-precision model, at the size of each preset.
 
     benchmarks/search_kld.py MODEL.gguf S.json IMATRIX.gguf TEXT [--skip N] [--check N] [--feedback COV.gguf]
-        [--calibrate TEXT] [--plot FILE]
+        [--calibrate TEXT] [--runtimes mainline,ik] [--no-weights] [--plot FILE]
 
 Made with the same importance matrix, and measured on a text of which the first N chunks (those of S.json, if it is the
 same text) are left out: each preset; what `quantkit search` finds for the bytes of its file; and, for the same bytes,
 the allocation of least squared error of the weights, weighted by the importance matrix and summed over all weights,
-which is the criterion of llama.cpp's PR #15550. The solver and the types are the same for both. With --check, the best
-few of a search are measured on the first N chunks of the text, and the best of these is taken. --feedback searches by
-the costs that S.json has with error feedback, and makes files with it; --calibrate makes the same allocation again,
-calibrated layer by layer. Ratios are paired token by token, with intervals of 95 %. At last, how well the predictions
-rank and match all of these files, and some drawn at random.
+which is the criterion of llama.cpp's PR #15550 (--no-weights leaves it out). The solver and the types are the same for
+both. With --check, the best few of a search are measured on the first N chunks of the text, and the best of these is
+taken. --feedback searches by the costs that S.json has with error feedback, and makes files with it; --calibrate makes
+its allocation again (without --feedback, the first one), calibrated layer by layer. --runtimes searches once for each:
+"mainline" chooses among the types that llama.cpp has, "ik" among those of ik_llama.cpp, which are more. Ratios are
+paired token by token, with intervals of 95 %. At last, how well the predictions rank and match all of these files, and
+some drawn at random.
 """
 
 from __future__ import annotations
 
 import argparse
 import math
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -41,7 +44,7 @@ from quantkit.search.sweep import predicted
 from quantkit.sensitivity.file import Cost, Sensitivity, read_sensitivity
 from quantkit.types import TensorType
 
-FED, CALIBRATED = "searched, feedback", "searched, calibrated"
+FED, CALIBRATED, WEIGHTS = "feedback", "calibrated", "error of weights"
 PRESETS = "Q5_K_M,Q4_K_M,IQ4_XS,Q3_K_M,IQ3_XXS,Q2_K,IQ2_XXS"
 
 
@@ -152,6 +155,22 @@ def picture(rows: Sequence[Row]) -> Scatter:
     return Scatter("Predicted and measured divergence", *axes, kinds, log_x=True)
 
 
+def columns_of(label: str, given: argparse.Namespace) -> list[str]:
+    """Return the columns of a search: its files, and those that are calibrated, if these are wanted of it."""
+    best = label.endswith(FED) if given.feedback is not None else label != WEIGHTS
+    return (
+        [label, f"{label.removesuffix(f', {FED}')}, {CALIBRATED}"] if best and given.calibrate is not None else [label]
+    )
+
+
+def options_of(column: str, found: Allocation, given: argparse.Namespace) -> QuantizeOptions:
+    """Return how the file of a column is made."""
+    if not column.endswith(CALIBRATED):
+        return found.options
+    how = {"calibrate_ctx": given.ctx, "calibrate_chunks": given.calibrate_chunks}
+    return replace(found.options, feedback=None, calibrate=(given.calibrate,), **how)
+
+
 def main() -> None:
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("model", type=Path)
@@ -160,6 +179,9 @@ def main() -> None:
     p.add_argument("text", type=Path)
     p.add_argument("--feedback", type=Path, metavar="COV.gguf", help="also make what is searched with error feedback")
     p.add_argument("--calibrate", type=Path, metavar="TEXT", help="and calibrated on this text, layer by layer")
+    p.add_argument("--calibrate-chunks", type=int, metavar="N", help="only the first N chunks of it")
+    p.add_argument("--runtimes", default="", help="whose types a search may choose: mainline, ik; by default any")
+    p.add_argument("--no-weights", action="store_true", help="leave out the least error of the weights")
     p.add_argument("--check", type=int, default=1, metavar="N", help="measure the best N of a search, take the best")
     p.add_argument("--skip", type=int, default=0, metavar="N", help="leave out the first N chunks of the text")
     p.add_argument("--presets", default=PRESETS)
@@ -173,17 +195,19 @@ def main() -> None:
     print(machine(), flush=True)
     known = read_sensitivity(given.sensitivity)
     fed_costs = any(cost.feedback for cost in known.costs)
-    options = SearchOptions(imatrix=given.imatrix)
     with work_folder(None) as folder, open_model(given.model) as source:
         runs = Runs(given, folder)
-        space = Space(known, source, options)
-        spaces = {
-            "searched": space,
-            "error of weights": Space(by_error_of_weights(known, given, folder), source, options),
-        }
-        if given.feedback is not None:
-            spaces[FED] = Space(known, source, replace(options, feedback=given.feedback))
-        columns = [*spaces, *([CALIBRATED] if given.feedback is not None and given.calibrate is not None else [])]
+        spaces: dict[str, Space] = {}
+        for runtime in given.runtimes.split(","):
+            options = SearchOptions(imatrix=given.imatrix, runtime=runtime or None)
+            label = f"searched, {runtime}" if runtime else "searched"
+            spaces[label] = Space(known, source, options)
+            if given.feedback is not None:
+                spaces[f"{label}, {FED}"] = Space(known, source, replace(options, feedback=given.feedback))
+        space = next(iter(spaces.values()))
+        if not given.no_weights:
+            spaces[WEIGHTS] = Space(by_error_of_weights(known, given, folder), source, space.options)
+        columns = [column for label in spaces for column in columns_of(label, given)]
         rows: list[Row] = []
         print(f"| preset | bytes | its divergence | {' | ratio | '.join(columns)} | ratio |")
         print(f"|---|---|---|{'---|---|' * len(columns)}")
@@ -195,17 +219,15 @@ def main() -> None:
             for label, of in spaces.items():
                 found = runs.best(Finder(of), plan.nbytes)
                 if found is None:
-                    cells += ["-", "-"]
+                    cells += ["-", "-"] * len(columns_of(label, given))
                     continue
-                plan_of = runs.plan(found.type_name, found.options)
-                of_known = space if label != FED else of if fed_costs else None
-                expected = None if of_known is None else predicted(of_known, plan_of)
-                rows.append(runs.row(label, plan_of, expected or math.nan))
-                cells += [rows[-1].measured.text, ratio(rows[-1].measured, first.measured)]
-                if label == FED and given.calibrate is not None:
-                    again = replace(found.options, feedback=None, calibrate=(given.calibrate,), calibrate_ctx=given.ctx)
-                    rows.append(runs.row(CALIBRATED, runs.plan(found.type_name, again), math.nan))
+                for column in columns_of(label, given):
+                    plan_of = runs.plan(found.type_name, options_of(column, found, given))
+                    plain = column == label and not label.endswith(FED)
+                    expected = predicted(of, plan_of) if plain or column == label and fed_costs else None
+                    rows.append(runs.row(column, plan_of, expected or math.nan))
                     cells += [rows[-1].measured.text, ratio(rows[-1].measured, first.measured)]
+                    print(f"{name}, {column}: {cells[-2]}, {cells[-1]}", file=sys.stderr, flush=True)
             print(f"| {' | '.join(cells)} |", flush=True)
         for picks in drawn(space, given.random):
             title = space.title(picks)

@@ -369,6 +369,7 @@ def cooked(tmp_path_factory: pytest.TempPathFactory) -> Path:
     assert [dish.path.name for dish in result.dishes] == ["moe-Q4_K_M.gguf", "moe-IQ4_XS.gguf"]
     assert all(dish.kld is not None and 0 < dish.kld < 1 for dish in result.dishes)
     assert len(result.ran) == 7
+    assert not list(folder.rglob("*.lock"))
     return folder
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import os
 import signal
 import subprocess
@@ -27,6 +28,8 @@ from quantkit.search.predict import Predictor
 from quantkit.sensitivity import Cost, Group, Sensitivity, SensitivityOptions, read_sensitivity, sensitivity
 from quantkit.sensitivity.encode import Encoder, Encoding, Pair, groups_of
 from quantkit.sensitivity.experts import Routing, line_of
+from quantkit.sensitivity.layer_errors import with_layer_errors
+from quantkit.sensitivity.measure import full_runs_of
 from quantkit.sensitivity.proxies import rank_correlations, with_proxies
 from quantkit.types import type_by_name
 
@@ -229,14 +232,53 @@ def test_full_runs_leave_the_others_to_the_ends_of_their_layers(zoo: Callable[[s
     assert len(guessed) > len(found.groups) / 2
     assert {c.type.name for c in guessed} == {"Q8_0"}
     assert "output" not in {c.group for c in guessed}  # its layer ends with the model
-    # Of the two types of a group the probe is the same in both runs, and so are errors.
     for cost in guessed:
-        assert cost.proxies["layer_error"] == pytest.approx(of[cost.group, cost.type].proxies["layer_error"], rel=1e-9)
+        coarser = of[cost.group, type_by_name("Q4_0")].kld
+        assert coarser is not None
+        assert 0 < cost.proxies["layer_error"] < coarser
     assert 0 < whole.settings["rank_correlation"]["layer_error"] <= 1
     assert Predictor(found).types == Predictor(whole).types
     again = options(types=both, full_runs=2, resume=True)
     with pytest.raises(ResourceError, match="not what this run would make"):
         sensitivity(model, tmp_path / "some.json", tokens=ids, options=again)
+
+
+def test_guesses_follow_the_rule_of_all_groups() -> None:
+    """Costs that go with errors as a * (e + kink * sqrt(e)): two types of a group tell the others, one nearly does."""
+    names, kink, rng = ("IQ1_M", "Q2_K", "Q4_K", "Q8_0"), 0.03, np.random.default_rng(1)
+    costs, errors, truth = dict[Pair, Cost](), dict[Pair, float](), dict[Pair, float]()
+    for number in range(12):
+        group, factor = Group(f"g{number}", "g", number, {}), math.exp(rng.normal())
+        for i, name in enumerate(names):
+            pair = Pair(group, type_by_name(name))
+            e = errors[pair] = 0.2 * 0.08**i * math.exp(rng.normal() / 4)
+            truth[pair] = factor * (e + kink * math.sqrt(e))
+            is_measured = i == 1 or i == 2 and number > 0
+            costs[pair] = Cost(
+                group.name, pair.type, *((truth[pair], 0.01 * truth[pair], 0, 0) if is_measured else [None] * 4)
+            )
+    made = with_layer_errors(costs, errors)
+    for pair, cost in made.items():
+        told = [p for p in costs if p.group is pair.group and p is not pair and costs[p].kld is not None]
+        if not told:
+            assert "layer_error" not in cost.proxies
+            continue
+        near = 0.05 if len(told) == 2 else 0.3  # a group of one type has the kink that suits all
+        assert cost.proxies["layer_error"] == pytest.approx(truth[pair], rel=near)
+    alone = {p: c for p, c in costs.items() if p.type.name != "Q4_K"}  # one of each group: in proportion to errors
+    ratios = [
+        c.proxies["layer_error"] / errors[p]
+        for p, c in with_layer_errors(alone, {p: errors[p] for p in alone}).items()
+        if p.group.name == "g3" and c.proxies
+    ]
+    assert ratios == pytest.approx([ratios[0]] * len(ratios), rel=0.02)
+
+
+@pytest.mark.parametrize(
+    ("given", "types", "runs"), [(None, 4, None), (None, 5, 2), (3, 4, 3), (-1, 9, None), (9, 5, 9)]
+)
+def test_how_many_types_run_in_full(given: int | None, types: int, runs: int | None) -> None:
+    assert full_runs_of(given, types) == runs
 
 
 def test_a_class_in_all_layers(zoo: Callable[[str], Path], observed: tuple[Path, Path], tmp_path: Path) -> None:
@@ -290,6 +332,7 @@ def test_what_cannot_be_measured(zoo: Callable[[str], Path], tmp_path: Path) -> 
     refused(TypeNotSupported, "interleaves", types=("Q4_0_R8",))
     refused(RecipeError, "imatrix|divide", types=("IQ2_XXS",))
     refused(RecipeError, "groups by", groups="layer")
+    refused(RecipeError, "above 0, or -1", full_runs=0)
     refused(QuantkitError, "not one chunk", tokens=ids[:7])
     with pytest.raises(RecipeError, match="give texts"):
         sensitivity(model, out, options=options())

@@ -29,7 +29,7 @@ from quantkit.names import printable
 from quantkit.sensitivity import Cost, Sensitivity, SensitivityOptions, SensitivityProgress, sensitivity
 from quantkit.sensitivity.encode import GROUPS
 from quantkit.sensitivity.experts import line_of
-from quantkit.sensitivity.measure import TYPES
+from quantkit.sensitivity.measure import FEW, FULL_RUNS, TYPES
 from quantkit.units import format_seconds, format_size
 
 _MEASURED = "What is measured"
@@ -76,10 +76,10 @@ _LISTED = 12
 @option(
     "--full-runs",
     group=_MEASURED,
-    type=click.IntRange(1),
+    type=click.IntRange(-1),
     metavar="N",
-    help="Types of each group that run to the end of the model; the others, only to the end of their layer: what they "
-    "cost follows from the error there. Default: all.",
+    help="Types of each group that run to the end of the model, -1 for all; the others only to the end of their layer: "
+    f"what they cost follows from the error there. Default: all of up to {FEW} types, {FULL_RUNS} of more.",
 )
 @option("--proxies-only", group=_MEASURED, is_flag=True, help="Measure one type of each group, guess the others.")
 @option(
@@ -128,12 +128,13 @@ def command(
 
     A cost is the KL divergence from the model itself, and the change of ln(perplexity), on a held-out text: what
     `quantkit quantize` of that group alone and `quantkit kld` give, in a fraction of the time, for only the layers
-    behind a change run again. `quantkit search` finds the types that lose least at a size.
+    behind a change run again. Of more than a few types, most only run to the end of the layer, and what they cost is
+    guessed from the error there (--full-runs). `quantkit search` finds the types that lose least at a size.
 
     \b
     quantkit sensitivity -m model-bf16.gguf -f heldout.txt --imatrix imatrix.gguf -o S.json
     quantkit sensitivity -m model-bf16.gguf -f heldout.txt --types Q3_K,Q4_K,Q6_K --chunks 16 -o S.json
-    quantkit sensitivity -m model-bf16.gguf -f heldout.txt --imatrix imatrix.gguf --full-runs 2 -o S.json
+    quantkit sensitivity -m model-bf16.gguf -f heldout.txt --imatrix imatrix.gguf --full-runs -1 -o S.json
     quantkit sensitivity -m model-bf16.gguf -f heldout.txt --types Q4_K,Q8_0 --proxies-only -o S.json
     """
     names = () if types is None else tuple(name.strip() for name in types.split(",") if name.strip())

@@ -20,6 +20,7 @@ from quantkit.cook.tables import (
     choice,
     count_or_all,
     flag,
+    full_runs,
     key,
     name_of_files,
     path,
@@ -103,7 +104,7 @@ class SensitivitySettings:
     groups: str = key(choice(*GROUPS), "what is quantized together", "class-layer")
     ctx: int | None = key(whole(4), "tokens of a chunk; by default 512, or the model's context", None)
     chunks: int | None = key(count_or_all, 'how many; "all"', 16)
-    full_runs: int | None = key(count_or_all, 'types of a group that run to the end of the model; "all"', None)
+    full_runs: int | None = key(full_runs, 'types of a group that run to the end of the model; "auto", "all"', None)
     proxies_only: bool = key(flag, "true: estimate instead of measuring", False)
     feedback: bool = key(flag, "true: also as +feedback encodes, where a goal has it", False)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import shutil
@@ -29,7 +28,7 @@ from quantkit.cook.target_steps import (
 )
 from quantkit.errors import FormatError, QualityGate, QuantkitError, RecipeError, ResourceError
 from quantkit.formats.gguf import open_model
-from quantkit.formats.outputs import check_apart
+from quantkit.formats.outputs import check_apart, drop_lock, take_lock
 from quantkit.report.page import needed as check_page
 from quantkit.search.solve import check_solver
 from quantkit.units import format_size
@@ -231,21 +230,18 @@ def _room(folder: Path, decisions: Sequence[Decision]) -> list[str]:
 @contextmanager
 def _held(work: Path) -> Iterator[None]:
     """Hold the work folder; ResourceError while another cook does."""
+    path = work / f"{STATE}.lock"
     try:
         work.mkdir(parents=True, exist_ok=True)
-        lock = os.open(work / f"{STATE}.lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
+        lock = take_lock(path)
+    except BlockingIOError:
+        raise ResourceError(f"{work}: another cook is at work there; wait for it or stop it") from None
     except OSError as e:
         raise ResourceError(f"{work}: cannot be written: {e.strerror or e}") from None
     try:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise ResourceError(f"{work}: another cook is at work there; wait for it or stop it") from None
-        except OSError:
-            pass  # a file system without locks
         yield
     finally:
-        os.close(lock)
+        drop_lock(path, lock)
 
 
 # ---------------------------------------------------------------- the result

@@ -16,6 +16,7 @@ from quantkit.pipeline.run import journal_path
 from quantkit.recipes.dialects import text_of
 from quantkit.search import Check, SearchOptions, SearchResult, search
 from quantkit.sensitivity import SensitivityOptions, sensitivity
+from quantkit.sensitivity.measure import full_runs_of
 from quantkit.types import type_by_name
 
 #: Classes of tensors of a layer, about.
@@ -89,7 +90,8 @@ def sensitivity_step(places: Places) -> Step:
             for each in {False, fed}
         )
         # Each pair that runs to the end runs the layers behind the group, half of them in the mean.
-        groups, full = _KINDS * model.n_layers + 2, settings.full_runs or len(types)
+        full = full_runs_of(settings.full_runs, len(types)) or len(types)
+        groups = _KINDS * model.n_layers + 2
         pairs = groups * (1 if settings.proxies_only else min(full, len(types)) * (1 + fed))
         return Expected(None, once * (1 + pairs / 2) + encoding)
 

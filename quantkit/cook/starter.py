@@ -155,7 +155,8 @@ text = [{text}]
 # groups = "class-layer"        # or "class", "tensor"
 # ctx = {ctx}
 # chunks = 16
-# full_runs = "all"             # types of a group that run to the end; 2: faster, the others follow from their errors
+# full_runs = "auto"            # types of a group that run to the end; the others follow from their errors.
+#                               # "auto": 2 of more than 4 types; a number, or "all", which takes longest
 # proxies_only = false          # true: estimates only, without a pass over text for each group and type
 # feedback = false              # true: also as +feedback encodes, where a goal has it: hours on large models
 

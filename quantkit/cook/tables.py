@@ -130,6 +130,13 @@ def count_or_all(value: Any, _: Path) -> int | None:
     return value
 
 
+def full_runs(value: Any, folder: Path) -> int | None:
+    """Read a number of types that run in full: "auto" is None, "all" -1."""
+    if value == "auto":
+        return None
+    return -1 if value == "all" else whole(1)(value, folder)
+
+
 def share(value: Any, _: Path) -> float:
     """Read a share: 0.05 or "5%"."""
     found = -1.0

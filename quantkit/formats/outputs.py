@@ -205,24 +205,40 @@ class Output:
         path = lock_path(self.path)
         if isinstance(self.path, URL):
             path.parent.mkdir(parents=True, exist_ok=True)
-        while True:
-            lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                os.close(lock)
-                raise ResourceError(f"{self.path}: another run is writing it; wait for it or stop it") from None
-            except OSError:  # a file system without locks
-                return lock
-            with suppress(FileNotFoundError):
-                if os.path.samestat(os.fstat(lock), os.stat(path)):
-                    return lock
-            os.close(lock)  # its run has ended since, and removed it
+        try:
+            return take_lock(path)
+        except BlockingIOError:
+            raise ResourceError(f"{self.path}: another run is writing it; wait for it or stop it") from None
 
     def __exit__(self, kind: type[BaseException] | None, e: BaseException | None, tb: TracebackType | None) -> None:
-        if os.fstat(self._lock).st_size == 0:  # else somebody's own file has the name
-            lock_path(self.path).unlink(missing_ok=True)
-        os.close(self._lock)
+        drop_lock(lock_path(self.path), self._lock)
+
+
+def take_lock(path: Path) -> int:
+    """Return the descriptor of a file that is made, and locked until ``drop_lock``, or until the process ends.
+
+    Raises BlockingIOError while another process holds it, OSError if it cannot be made.
+    """
+    while True:
+        lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(lock)
+            raise
+        except OSError:  # a file system without locks
+            return lock
+        with suppress(FileNotFoundError):
+            if os.path.samestat(os.fstat(lock), os.stat(path)):
+                return lock
+        os.close(lock)  # its run has ended since, and removed it
+
+
+def drop_lock(path: Path, lock: int) -> None:
+    """Remove a file that is locked, and end the lock."""
+    if os.fstat(lock).st_size == 0:  # else somebody's own file has the name
+        path.unlink(missing_ok=True)
+    os.close(lock)
 
 
 @contextmanager

@@ -4,7 +4,8 @@ encode     groups of a model, and their rows in every type, as quantize writes t
 variants   a model with one group changed: only what depends on it runs
 scores     divergence and change of likelihood, with the base's logits in memory
 experts    how often experts are chosen, and what of the error falls on rare ones
-proxies    costs guessed from errors, of weights or where layers end, and how well that predicts
+proxies    costs guessed from errors of weights, and how well that predicts
+layer_errors  costs guessed from errors where layers end
 measure    a run, layer by layer; journal: what it has measured so far
 file       the file that search, reports and cooks read
 """

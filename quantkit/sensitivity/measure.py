@@ -42,14 +42,8 @@ from quantkit.sensitivity.experts import routings
 from quantkit.sensitivity.file import Cost, Sensitivity, read_sensitivity
 from quantkit.sensitivity.journal import Journal, Key
 from quantkit.sensitivity.kept import Kept
-from quantkit.sensitivity.proxies import (
-    error_between,
-    probes_of,
-    rank_correlations,
-    spread,
-    with_layer_errors,
-    with_proxies,
-)
+from quantkit.sensitivity.layer_errors import error_between, with_layer_errors
+from quantkit.sensitivity.proxies import probes_of, rank_correlations, spread, with_proxies
 from quantkit.sensitivity.scores import Base, Sums
 from quantkit.sensitivity.together import Together, groups_in, row_of
 from quantkit.sensitivity.variants import (
@@ -70,6 +64,8 @@ I32 = npt.NDArray[np.int32]
 
 #: What is measured unless types are named; those that need an importance matrix only with one.
 TYPES = ("IQ1_M", "IQ2_XXS", "IQ2_S", "Q2_K", "IQ3_XXS", "Q3_K", "IQ4_XS", "Q4_K", "Q5_K", "Q6_K", "Q8_0")
+#: Types of each group that run to the end of the model unless a number is given, and how few types all do.
+FULL_RUNS, FEW = 2, 4
 #: What the journal calls the likelihood of the model itself.
 BASE: Key = ("", "", "base")
 #: Bytes of logits that are held of a batch, those of the base with their probabilities.
@@ -83,7 +79,8 @@ class SensitivityOptions:
     types: by name; none for ``TYPES``. groups: ``class-layer`` or ``tensor``. feedback: a file of covariances; types
     that can be are then encoded with error feedback, too. n_ctx: tokens of a chunk; chunks: how many, None for all.
     n_batch: tokens that go through the layers together. full_runs: types of each group that run to the end of the
-    model, None for all; what the others cost follows from the error that they leave at the end of their layer.
+    model, -1 for all, None for two if there are more than four types; what the others cost follows from the error that
+    they leave at the end of their layer, and their ``Cost.kld`` is None.
     proxies_only: measure one type of each group, guess the others.
     together: also measure the model with all groups in each type, which shows how costs combine.
     """
@@ -171,11 +168,11 @@ class _Run:
         self.threads = options.threads or available_cpus()
         if options.full_runs is not None and options.proxies_only:
             raise RecipeError("--proxies-only runs one type of each group: give it or --full-runs")
-        if options.full_runs is not None and options.full_runs < 1:
-            raise RecipeError(f"--full-runs {options.full_runs} must be above 0")
         self.encoding = Encoding(options.imatrix, options.feedback, options.allow_requantize)
         names = options.types or [n for n in TYPES if options.imatrix or type_by_name(n).imatrix != "required"]
         self.types = types_of(names)
+        #: Types of each group that run to the end of the model, None for all.
+        self.full_runs = full_runs_of(options.full_runs, len(self.types), proxies_only=options.proxies_only)
         self.groups = groups_of(model, self.encoding, options.groups)
         imatrix = None if options.imatrix is None else read_imatrix(options.imatrix)
         self.routings = routings(self.groups, imatrix)
@@ -226,7 +223,7 @@ class _Run:
         found = read_sensitivity(self.out)
         asked = {t.name for t in self.types} <= set(found.settings.get("types", ()))
         has = _full_runs(found.settings.get("full_runs"), bool(found.settings.get("proxies_only")))
-        asked = asked and has >= _full_runs(self.options.full_runs, self.options.proxies_only)
+        asked = asked and has >= _full_runs(self.full_runs, self.options.proxies_only)
         if found.settings.get("identity") == self.identity and asked:
             return found
         raise ResourceError(f"{self.out} exists, and is not what this run would make: --overwrite replaces it")
@@ -266,8 +263,13 @@ class _Run:
         encoder = Encoder(self.model_path, every, self.encoding, self.threads, o.max_ram or DEFAULT_MAX_RAM, store)
         every = [p for p in every if not p.feedback or encoder.is_fed(p)]
         self.notes += encoder.notes
-        chosen = set(every) if o.full_runs is None else spread(every, o.full_runs)
+        chosen = set(every) if self.full_runs is None else spread(every, self.full_runs)
         probes = probes_of([p for p in every if p in chosen])
+        if self.full_runs is not None and len(chosen) < len(every):
+            self.notes.append(
+                f"{self.full_runs} types of each group run to the end of the model, others to the end of their layer: "
+                "--full-runs -1 for all"
+            )
         self._wanted = probes if o.proxies_only else chosen | self._without_end(every, at, layers)
         measured = _Measured(self, journal, folder, encoder, layers)
         measured.begin({n: [p for p in every if at[p.group.name] == n] for n in range(len(layers))})
@@ -293,7 +295,7 @@ class _Run:
         sums = {p: ErrorSums(*journal.done[by.key(p, "errors")]) for p in pairs}
         ends = {p: found for p in pairs if (found := by.error_at_end(p)) is not None}
         known = {p: self._cost(p, by) for p in pairs}
-        costs = with_layer_errors(with_proxies(known, sums, probes), ends, probes if o.full_runs is None else None)
+        costs = with_layer_errors(with_proxies(known, sums, probes), ends)
         correlations = rank_correlations(costs, probes)
         order = {g.name: i for i, g in enumerate(self.groups)}
         types = {t: i for i, t in enumerate(self.types)}
@@ -312,7 +314,7 @@ class _Run:
             "imatrix": None if o.imatrix is None else o.imatrix.name,
             "feedback": None if o.feedback is None else o.feedback.name,
             "kv_type": o.kv_type,
-            "full_runs": o.full_runs,
+            "full_runs": self.full_runs,
             "proxies_only": o.proxies_only,
             "probes": {p.group.name: p.type.name for p in sorted(probes, key=lambda p: order[p.group.name])},
             "rank_correlation": correlations,
@@ -550,6 +552,18 @@ class _OfLayer:
         if self.tail is None or self.behind is None:
             return values[self.of.graph.logits]
         return self.runner.run(self.behind, self.tail, batch, values)[self.of.graph.logits]
+
+
+def full_runs_of(given: int | None, types: int, *, proxies_only: bool = False) -> int | None:
+    """Return how many of ``types`` types of a group run to the end of the model, None for all.
+
+    ``given``: as options have it. Raises RecipeError for a number that cannot be.
+    """
+    if given is not None and given != -1 and given < 1:
+        raise RecipeError(f"--full-runs {given} must be above 0, or -1 for all")
+    if proxies_only or given == -1:
+        return None
+    return given if given is not None or types <= FEW else FULL_RUNS
 
 
 def _full_runs(given: int | None, proxies_only: bool) -> float:

@@ -2,10 +2,6 @@
 
 The divergence of a small change is about quadratic in it. So for a group it goes with the squared error of its weights,
 each weighted by the importance of its column, by a slope that one type of the group, the *probe*, shows.
-
-Nearer is the error of what leaves the group's layer, relative to each token's values there, for the norm that follows
-divides by these: it has seen the activations, and costs no layer behind. Where several types of a group are measured,
-their line through logarithms of error and divergence tells the others: routers that flip bend it (search/combine.py).
 """
 
 from __future__ import annotations
@@ -17,15 +13,11 @@ from dataclasses import replace
 import numpy as np
 import numpy.typing as npt
 
-from quantkit.model.ops import Value
 from quantkit.pipeline.jobs import ErrorSums
 from quantkit.sensitivity.encode import Pair
-from quantkit.sensitivity.file import LAYER, Cost
-from quantkit.sensitivity.variants import Values
+from quantkit.sensitivity.file import Cost
 
 WEIGHTED, RELATIVE, COVARIANCE = "weighted_error", "relative_error", "covariance_loss"
-#: How much, in squared logarithms of errors, the line of a group is held to be of slope 1.
-_HELD = 0.1
 
 
 def probes_of(pairs: Sequence[Pair]) -> set[Pair]:
@@ -48,51 +40,6 @@ def spread(pairs: Sequence[Pair], count: int) -> set[Pair]:
         n = min(count, len(each))
         chosen.update(each[((2 * i + 1) * len(each) - 1) // (2 * n)] for i in range(n))
     return chosen
-
-
-def error_between(changed: Values, own: Values, leaves: Sequence[Value]) -> list[float]:
-    """Return the number of rows, and the sum over these of squared errors, each relative to the row's square."""
-    rows, total = 0, 0.0
-    for value in leaves:
-        if value.integer:
-            continue
-        a, b = own[value], changed[value]
-        rows = max(rows, len(a))
-        square = np.einsum("ij,ij->i", a, a, dtype=np.float64)
-        error = np.subtract(b, a)
-        total += float((np.einsum("ij,ij->i", error, error, dtype=np.float64) / np.maximum(square, 1e-30)).sum())
-    return [float(max(rows, 1)), total]
-
-
-def with_layer_errors(
-    costs: Mapping[Pair, Cost], errors: Mapping[Pair, float], of: Sequence[Pair] | set[Pair] | None
-) -> dict[Pair, Cost]:
-    """Return costs with what the ``errors`` at the ends of layers predict, by the pairs ``of``.
-
-    Without, by all that were measured; of these each by the others of its group.
-    """
-    known: dict[tuple[str, bool], dict[Pair, tuple[float, float]]] = {}
-    for pair, error in errors.items():
-        kld = costs[pair].kld
-        if kld is not None and kld > 0 and error > 0 and (of is None or pair in of):
-            known.setdefault((pair.group.name, pair.feedback), {})[pair] = math.log(error), math.log(kld)
-    made = dict(costs)
-    for pair, error in errors.items():
-        name = pair.group.name
-        found = known.get((name, pair.feedback)) or known.get((name, not pair.feedback), {})
-        points = [point for other, point in found.items() if of is not None or other is not pair]
-        if points:
-            guess = math.exp(_on_line(points, math.log(error))) if error > 0 else 0.0
-            made[pair] = replace(costs[pair], proxies={**costs[pair].proxies, LAYER: guess})
-    return made
-
-
-def _on_line(points: Sequence[tuple[float, float]], x: float) -> float:
-    """Return the value at x of the line through points, whose slope is 1 as long as few tell otherwise."""
-    middle_x, middle_y = (math.fsum(each) / len(points) for each in zip(*points, strict=True))
-    both = math.fsum((a - middle_x) * (b - middle_y) for a, b in points)
-    slope = (both + _HELD) / (math.fsum((a - middle_x) ** 2 for a, _ in points) + _HELD)
-    return middle_y + slope * (x - middle_x)
 
 
 def with_proxies(
