@@ -3,9 +3,9 @@
     benchmarks/kill_cook.py MODEL CALIBRATION EVALUATION --trials 10
 
 MODEL (a checkpoint or a GGUF file) is cooked once undisturbed, which is the reference; then TRIALS times into the empty
-folder, killed with SIGKILL after a random part of the reference's time, up to three times in a row, and run to its end
-by the same command. Compared are all files but the state of the cook and of its cache of tensors (times, sizes), and
-seconds that JSON files tell. A trial also fails if a run fails, or leaves behind what belongs to a killed one.
+folder, killed with SIGKILL after a random part of the reference's time, up to --kills times in a row, and run to its
+end by the same command. Compared are all files but the state of the cook and of its cache of tensors (times, sizes),
+and seconds that JSON files tell. A trial also fails if a run fails, or leaves behind what belongs to a killed one.
 """
 
 from __future__ import annotations
@@ -98,22 +98,23 @@ def config_of(given: argparse.Namespace) -> str:
 
 
 def reference(given: argparse.Namespace, folder: Path) -> Reference:
-    """Cook undisturbed, after a cook that compiles the kernels."""
+    """Cook undisturbed, after a cook that compiles the kernels unless they are."""
     config, out = folder / "cook.toml", folder / "out"
     config.write_text(config_of(given))
     command = quantkit("cook", config)
-    for what in ("the first cook", "the reference"):
+    for what in ("the reference",) if given.compiled else ("the first cook", "the reference"):
         shutil.rmtree(out, ignore_errors=True)
         outcome = run(command).checked(what)
     return Reference(command, out, files_of(out), outcome.seconds)
 
 
-def trial(of: Reference, rng: random.Random) -> tuple[list[float], str]:
+def trial(of: Reference, rng: random.Random, most: int) -> tuple[list[float], str]:
     """Kill a cook, go on, compare; return the seconds of each run before its kill, and what is wrong."""
     shutil.rmtree(of.folder)
     delays: list[float] = []
-    for _ in range(rng.randint(1, MAX_KILLS)):
-        delay = rng.uniform(0, of.seconds)
+    times = rng.randint(1, most)
+    for _ in range(times):
+        delay = rng.uniform(0, of.seconds * min(1, 2 / times))
         outcome = run(of.command, watch=kill_after(delay))
         if outcome.returncode == 0:
             break
@@ -139,6 +140,8 @@ def main() -> None:
     p.add_argument("--targets", default=TARGETS)
     p.add_argument("--threads", type=int, default=0, help="of the cook (default: 0, all CPUs)")
     p.add_argument("--trials", type=int, default=10)
+    p.add_argument("--kills", type=int, default=MAX_KILLS, help="the most in a trial")
+    p.add_argument("--compiled", action="store_true", help="kernels are compiled: cook the reference at once")
     p.add_argument("--seed", type=int, default=1)
     p.add_argument("--work", type=Path, metavar="FOLDER", help="folder of the files (default: a temporary one)")
     given = p.parse_args()
@@ -147,7 +150,7 @@ def main() -> None:
         of = reference(given, folder)
         print(f"{machine()}\nreference: {of.seconds:.1f} s, {len(of.files)} files", flush=True)
         for number in range(1, given.trials + 1):
-            delays, why = trial(of, rng)
+            delays, why = trial(of, rng, given.kills)
             wrong, kills = wrong + bool(why), kills + len(delays)
             after = ", ".join(f"{delay:.1f} s" for delay in delays) or "nothing: it had ended"
             print(f"{number:4d}  killed after {after}; {f'WRONG: {why}' if why else 'same files'}", flush=True)

@@ -265,6 +265,8 @@ def test_guesses_follow_the_rule_of_all_groups() -> None:
             continue
         near = 0.05 if len(told) == 2 else 0.3  # a group of one type has the kink that suits all
         assert cost.proxies["layer_error"] == pytest.approx(truth[pair], rel=near)
+        flips = kink * math.sqrt(errors[pair])
+        assert cost.flips == pytest.approx(flips / (errors[pair] + flips), rel=0.3)
     alone = {p: c for p, c in costs.items() if p.type.name != "Q4_K"}  # one of each group: in proportion to errors
     ratios = [
         c.proxies["layer_error"] / errors[p]

@@ -6,7 +6,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 
 import numpy as np
@@ -26,6 +26,12 @@ from quantkit.units import format_size, round_up
 _ROUNDS = 16
 #: Share of the units in which allocations that are checked must differ.
 _DIFFER = 0.05
+#: Tangents of the sum of what routers flip; three are nearly always enough.
+_TANGENTS = 6
+
+
+#: Finds the best allocation by some costs, apart from others.
+_Way = Callable[[Sequence[Apart]], Allocation | None]
 
 
 @dataclass(frozen=True)
@@ -123,21 +129,25 @@ class Finder:
         self.notes: list[str] = []
         self._errors: list[Weights] = [np.array([c.error for c in unit.choices]) for unit in space.units]
         self._klds: list[Weights] = [np.array([c.kld for c in unit.choices]) for unit in space.units]
+        self._smooth: list[Weights] = [np.array([c.kld - c.flips for c in unit.choices]) for unit in space.units]
+        self._flips: list[Weights] = [np.array([c.squares for c in unit.choices]) for unit in space.units]
 
     def best(self, count: int) -> Iterator[Allocation]:
         """Yield the best allocations for the target, the very best first; fewer than ``count`` if there are no more.
 
-        Each differs from those before it in a twentieth of the units. Every second is the best for plain sums of
-        divergences, where there is a rule of how they combine that says otherwise (combine.py): which of the two is
-        nearer to the truth differs from size to size, so that both are worth measuring.
+        Each differs from those before it in a twentieth of the units. They are in turns the best by the rule of how
+        divergences combine (combine.py), if there is one, for plain sums, and where what routers flip adds up as
+        squares: which is nearest to the truth differs from size to size, so that all are worth measuring.
         """
         free = sum(len(unit.choices) > 1 for unit in self.space.units)
         least = max(1, round(_DIFFER * free))
         apart: list[Apart] = []
-        plain = self.space.combination.kink > 0 and self.options.target_kld is None
-        costs = [self._errors, self._klds] if plain else [self._errors]
+        ways: list[_Way] = [partial(self._for_target, costs=self._errors)]
+        if self.options.target_kld is None:
+            ways += [partial(self._for_target, costs=self._klds)] if self.space.combination.kink > 0 else []
+            ways += [self._of_parts] if any(map(np.any, self._flips)) else []
         while len(apart) < count:
-            found = self._for_target(apart, costs[len(apart) % len(costs)])
+            found = ways[len(apart) % len(ways)](apart)
             if found is None:
                 if not apart:
                     raise self._impossible()
@@ -146,6 +156,25 @@ class Finder:
                 self._note(found)
             apart.append(Apart(found.picks, least))
             yield found
+
+    def _of_parts(self, apart: Sequence[Apart]) -> Allocation | None:
+        """Return the best allocation for the target where flips of groups add up as squares, and the rest as it is.
+
+        The root of that sum is no sum over groups, but nowhere above its tangents. So what is best by the tangent at
+        an allocation is no worse than that allocation, and its own tangent is next.
+        """
+        found = self._for_target(apart, self._klds)
+        for _ in range(_TANGENTS if found is not None else 0):
+            assert found is not None
+            root = math.sqrt(math.fsum(each[pick] for each, pick in zip(self._flips, found.picks, strict=True)))
+            if not root:
+                break
+            costs = [a + b / (2 * root) for a, b in zip(self._smooth, self._flips, strict=True)]
+            better = self._for_target(apart, costs)
+            if better is None or better.picks == found.picks:
+                break
+            found = better
+        return found
 
     def _for_target(self, apart: Sequence[Apart], costs: Sequence[Weights]) -> Allocation | None:
         if self.options.target_kld is not None:

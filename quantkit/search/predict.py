@@ -45,6 +45,7 @@ class Predictor:
         names = _best_proxies(sensitivity) if proxy is None else [proxy]
         values = {key: _value(cost, names) for key, cost in chosen.items()}
         self._values = {key: value for key, value in values.items() if value is not None}
+        self._flips = {key: _share(cost) for key, cost in chosen.items()}
 
     @property
     def types(self) -> tuple[TensorType, ...]:
@@ -54,6 +55,10 @@ class Predictor:
     def kld(self, group: str, t: TensorType) -> float | None:
         """Return the estimate for a group and a type that were measured together; None for others."""
         return self._estimates.get((group, t))
+
+    def flips(self, group: str, t: TensorType) -> float:
+        """Return which share of a divergence goes with the size of the error, not its square; 0 if nothing tells."""
+        return self._flips.get((group, t), 0.0)
 
     def filled(self, group: str, t: TensorType) -> float | None:
         """Return the estimate also for a pair of which only group and type are known, each with others."""
@@ -126,6 +131,14 @@ def _value(cost: Cost, proxies: Sequence[str]) -> tuple[float, float] | None:
         if value is not None and not (isinstance(value, (int, float)) and math.isfinite(value)):
             raise FormatError(f"the sensitivities have a cost of {cost.group} as {cost.type} that is no number")
     return None if found is None else (found, error)
+
+
+def _share(cost: Cost) -> float:
+    """Return ``flips`` of a cost, 0 for None. FormatError for what is no share."""
+    found = 0.0 if cost.flips is None else cost.flips
+    if not (isinstance(found, (int, float)) and 0 <= found <= 1):
+        raise FormatError(f"the sensitivities have flips of {cost.group} as {cost.type} that are no share")
+    return float(found)
 
 
 def _numbered(items: Iterable[T]) -> dict[T, int]:

@@ -56,7 +56,8 @@ class Part:
 @dataclass(frozen=True)
 class Choice:
     """A type for a unit: its divergence, its ``error``, which adds up (``Combination``), what it comes to, and the type
-    of each tensor, by name.
+    of each tensor, by name. ``flips``: the part of the divergence that goes with the size of the error, and
+    ``squares``: the sum of the squares of this part, of each group of the unit.
     """
 
     type: TensorType
@@ -64,6 +65,8 @@ class Choice:
     error: float
     part: Part
     types: Mapping[str, TensorType]
+    flips: float = 0.0
+    squares: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -301,7 +304,10 @@ class Space:
             kept = all(p.type is part.source.type for p in tensors for part in p.parts)
             klds = [0.0 if kept else self._kld(group, t) or 0.0 for group in groups]
             error = math.fsum(map(self.combination.part, klds))
-            choices.append(Choice(t, math.fsum(klds), error, sum(map(self.part, tensors), Part()), types))
+            flips = [k * self.predictor.flips(g.name, t) for k, g in zip(klds, groups, strict=True)]
+            squares = math.fsum(each**2 for each in flips)
+            part = sum(map(self.part, tensors), Part())
+            choices.append(Choice(t, math.fsum(klds), error, part, types, math.fsum(flips), squares))
         return Unit(tuple(groups), tuple(sorted(choices, key=lambda c: (c.part.data, c.error))))
 
     # --- allocations ---

@@ -40,7 +40,8 @@ class Cost:
 
     ``kld``: mean KL divergence per token, in nats. ``ln_ppl``: change of the mean negative log-likelihood, in nats, so
     that exp(ln_ppl) is the ratio of the perplexities. None where only ``proxies`` were computed. ``proxies``: cheap
-    predictors of ``kld``, by name, in nats. ``feedback``: encoded with error feedback.
+    predictors of ``kld``, by name, in nats. ``feedback``: encoded with error feedback. ``flips``: about which share of
+    ``kld`` goes with the size of the error, not its square (layer_errors.py); None where nothing tells.
     """
 
     group: str
@@ -51,6 +52,7 @@ class Cost:
     ln_ppl_error: float | None
     proxies: Mapping[str, float] = field(default_factory=dict)
     feedback: bool = False
+    flips: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -57,7 +57,8 @@ def error_between(changed: Values, own: Values, leaves: Sequence[Value]) -> list
 def with_layer_errors(costs: Mapping[Pair, Cost], errors: Mapping[Pair, float]) -> dict[Pair, Cost]:
     """Return costs with what the ``errors`` at the ends of layers predict, by the others of a group that were measured.
 
-    Where none was as a pair is encoded, with error feedback or without, by those encoded in the other way.
+    Where none was as a pair is encoded, with error feedback or without, by those encoded in the other way. And with the
+    share of the divergence that the kink makes, by the rule of all that were measured.
     """
     known: dict[tuple[str, bool], dict[Pair, _Point]] = {}
     for pair, error in errors.items():
@@ -74,6 +75,9 @@ def with_layer_errors(costs: Mapping[Pair, Cost], errors: Mapping[Pair, float]) 
         if points:
             guess = _guess(points, error, held) if error > 0 else 0.0
             made[pair] = replace(costs[pair], proxies={**costs[pair].proxies, LAYER: guess})
+        if found and error > 0:
+            flips = _KINKS[_rule(list(found.values()), held)[0]] * math.sqrt(error)
+            made[pair] = replace(made[pair], flips=float(flips / (error + flips)))
     return made
 
 
@@ -87,9 +91,15 @@ def _common_kink(groups: Sequence[Sequence[_Point]]) -> int:
 
 def _guess(points: Sequence[_Point], error: float, held: F64) -> float:
     """Return the divergence that belongs to an error by the rule that is nearest to the points."""
+    kink, factor = _rule(points, held)
+    return math.exp(factor + _shape(error)[kink])
+
+
+def _rule(points: Sequence[_Point], held: F64) -> tuple[int, float]:
+    """Return which kink is nearest to the points, and the logarithm of the factor that goes with it."""
     factors, misfit = _misfit(points)
-    best = (misfit + held).argmin()
-    return math.exp(factors[best] + _shape(error)[best])
+    best = int((misfit + held).argmin())
+    return best, float(factors[best])
 
 
 def _misfit(points: Sequence[_Point]) -> tuple[F64, F64]:
