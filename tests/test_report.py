@@ -37,6 +37,9 @@ from quantkit.report.data import (
     Text,
 )
 from quantkit.report.page import in_script, page_text
+from quantkit.report.tables import costs_table
+from quantkit.sensitivity import Cost, Group, Sensitivity
+from quantkit.types import type_by_name
 from zoo import write_zoo
 
 HOSTILE = "</script><script>alert(1)</script><img src=x onerror=alert(2)>\u2028`|*[x](http://e.vil)\u202e{{ 7 * 7 }}"
@@ -254,3 +257,20 @@ def test_shards_are_one_model(tmp_path: Path) -> None:
     result = CliRunner().invoke(cli, ["quantize", *again[:-3], str(base), str(tmp_path / again[-2]), again[-1]])
     assert result.exit_code == 0, result.output
     assert sorted(tmp_path.glob("parts-*.gguf")) == shards
+
+
+def test_what_was_guessed_is_told_from_what_was_measured(tmp_path: Path) -> None:
+    groups = tuple(Group(f"blk.{i}.attn_q", "attn_q", i, {f"blk.{i}.attn_q.weight": (256, 256)}) for i in range(3))
+    q2_k = type_by_name("Q2_K")
+    costs = (
+        Cost("blk.0.attn_q", q2_k, 1e-3, 1e-5, 0.0, 0.0, {"layer_error": 2e-3}),
+        Cost("blk.1.attn_q", q2_k, None, None, None, None, {"layer_error": 4e-3}),
+        Cost("blk.2.attn_q", q2_k, None, None, None, None, {"weighted_error": 5e-3}),
+    )
+    path = tmp_path / "s.json"
+    path.write_text(Sensitivity({}, {}, {}, groups, costs).to_json())
+    made = dataclasses.replace(example(), sensitivity=measure._costs(path))
+    table = costs_table(made)
+    assert [row[2].text for row in table.rows] == ["1", "≈ 4"]
+    assert "guessed" in table.caption
+    assert "guessed" not in costs_table(example()).caption

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
@@ -173,9 +174,9 @@ class _Bar:
 def _lines(found: Sensitivity, output: Path) -> Iterator[str]:
     """Yield what a run found: the costliest groups, how well proxies predict, where it is."""
     plain = [c for c in found.costs if c.kld is not None and not c.feedback]
-    by_type = {c.type for c in plain}
-    common = next((t for t in sorted(by_type, key=lambda t: t.bpw) if t.bpw > 4), None)
-    common = common or max(by_type, key=lambda t: t.bpw, default=None)
+    counts = Counter(c.type for c in plain)
+    most = sorted((t for t, n in counts.items() if n == max(counts.values())), key=lambda t: t.bpw)
+    common = next((t for t in most if t.bpw > 4), most[-1] if most else None)
     shown = [c for c in plain if found.settings["proxies_only"] or c.type is common]
     sizes = {g.name: sum(_values(shape) for shape in g.tensors.values()) for g in found.groups}
     shown.sort(key=lambda c: -_per_bit(c, sizes))

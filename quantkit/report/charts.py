@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from quantkit.report.data import File, Matrix, Report
+from quantkit.report.data import File, GroupCost, Matrix, Report
 from quantkit.types import type_by_name
 
 Json = dict[str, Any]
@@ -373,28 +373,23 @@ def _errors(report: Report) -> Chart | None:
     return _map("chart-errors", description, cells, kinds, tip, color=colour, by_file=True)
 
 
-def costs_of(report: Report, f: File) -> dict[str, float]:
-    """Return what each group costs in the type that a file has for it: group -> nats, where that was measured."""
+def costs_of(report: Report, f: File) -> dict[str, GroupCost]:
+    """Return what each group costs in the type that a file has for it, by its name, where that is known."""
     if report.sensitivity is None:
         return {}
     types = {m.name: m.type for m in f.matrices}
-    return {
-        c.group: c.kld for c in report.sensitivity.costs if c.tensors and {types.get(n) for n in c.tensors} == {c.type}
-    }
+    return {c.group: c for c in report.sensitivity.costs if c.tensors and {types.get(n) for n in c.tensors} == {c.type}}
 
 
 def _costs(report: Report) -> Chart | None:
     if report.sensitivity is None:
         return None
-    groups = {c.group: c for c in report.sensitivity.costs}
     cells: list[Json] = []
     for i, f in enumerate(report.files):
-        types = {m.name: m.type for m in f.matrices}
-        for name, kld in costs_of(report, f).items():
-            group = groups[name]
-            layer = OUTSIDE if group.layer is None else str(group.layer)
-            cell: Json = {"file": i, "kind": group.kind, "layer": layer, "name": name, "type": types[group.tensors[0]]}
-            cells.append({**cell, "value": kld})
+        for name, cost in costs_of(report, f).items():
+            layer = OUTSIDE if cost.layer is None else str(cost.layer)
+            cell: Json = {"file": i, "kind": cost.kind, "layer": layer, "name": name, "type": cost.type}
+            cells.append({**cell, "value": cost.kld})
     floor = max((c["value"] for c in cells), default=1.0) / 1000
     _ramped(cells, lambda v: math.log(max(v, floor) or 1e-300), lambda v: f"{1000 * v:.2g}")
     for cell in cells:

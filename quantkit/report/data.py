@@ -171,7 +171,7 @@ class Coverage:
 
 @dataclass(frozen=True)
 class GroupCost:
-    """What quantizing a group alone to a type costs, measured; nats."""
+    """What quantizing a group alone to a type costs, in nats: measured, or guessed, where there is no ``error``."""
 
     group: str
     kind: str

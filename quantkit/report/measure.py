@@ -49,6 +49,7 @@ from quantkit.report.data import (
 )
 from quantkit.report.made import command, provenance
 from quantkit.sensitivity import read_sensitivity
+from quantkit.sensitivity.file import LAYER
 from quantkit.version import __version__
 
 #: Shares of the tokens that diverge by more than what is reported for them.
@@ -247,10 +248,11 @@ def _costs(path: Path) -> Costs:
     costs = []
     for cost in found.costs:
         group = groups[cost.group]
-        if cost.kld is not None and not cost.feedback:
+        kld = cost.kld if cost.kld is not None else cost.proxies.get(LAYER)
+        if kld is not None and not cost.feedback:
             names = tuple(map(printable, group.tensors))
             shown = printable(group.name), printable(group.kind), group.layer, names
-            costs.append(GroupCost(*shown, cost.type.name, float(cost.kld), cost.kld_error))
+            costs.append(GroupCost(*shown, cost.type.name, float(kld), cost.kld_error))
     text = ", ".join(printable(f) for f in found.text.get("files", ()))
     return Costs(printable(path.name), shorten(text, 200), tuple(costs))
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from quantkit.evaluate import Estimate
 from quantkit.report.charts import OUTSIDE, WIDE, costs_of, short_names, size_unit
-from quantkit.report.data import File, Report
+from quantkit.report.data import File, GroupCost, Report
 
 
 @dataclass(frozen=True)
@@ -132,12 +132,18 @@ def costs_table(report: Report) -> Table:
     columns = (Column("group", False), Column("layer"), *(Column(label) for label in labels))
     found = [costs_of(report, f) for f in report.files]
     groups = {c.group: c.layer for c in report.sensitivity.costs} if report.sensitivity is not None else {}
-    rows = (
-        (Cell(g), _layer(layer), *(number(None if g not in f else 1000 * f[g], ".3g") for f in found))
-        for g, layer in groups.items()
-    )
+    rows = ((Cell(g), _layer(layer), *(_cost(f.get(g)) for f in found)) for g, layer in groups.items())
     caption = "Divergence that each group alone causes in the type it has, in thousandths of a nat"
+    if any(each.error is None for f in found for each in f.values()):
+        caption += "; ≈: guessed from the error where its layer ends"
     return Table("table-costs", caption, columns, tuple(rows))
+
+
+def _cost(cost: GroupCost | None) -> Cell:
+    if cost is None:
+        return number(None)
+    shown = number(1000 * cost.kld, ".3g")
+    return shown if cost.error is not None else replace(shown, text=f"≈ {shown.text}")
 
 
 def _layer(layer: int | None) -> Cell:
