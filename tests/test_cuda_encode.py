@@ -50,14 +50,18 @@ def test_bytes_are_the_cpus(memory: Memory, t: TensorType, ik: bool, monkeypatch
         np.testing.assert_array_equal(on_device(memory, t, x, weights, ik), on_cpu(t, x, weights, whose))
 
 
-@pytest.mark.parametrize("t", [t for t in TYPES if t.family in ("k_quant", "legacy") and not t.row_header], ids=str)
-def test_warps_of_usual_values(memory: Memory, t: TensorType) -> None:
+USUAL = [(t, ik) for t, ik in ENCODERS if ik or (t.family in ("k_quant", "legacy") and not t.row_header)]
+
+
+@pytest.mark.parametrize(("t", "ik"), USUAL, ids=named)
+def test_warps_of_usual_values(memory: Memory, t: TensorType, ik: bool) -> None:
     """Where no lane of a warp has awkward values, shorter ways are taken, and candidates skipped."""
     rng = np.random.default_rng(8)
     x = (rng.standard_normal((4, 2048)) * [[0.02], [1.0], [1e-3], [40.0]]).astype(np.float32)
     x[3] = np.rint(x[3])
-    for weights in (NO_WEIGHTS, np.exp(rng.standard_normal(2048)).astype(np.float32)):
-        np.testing.assert_array_equal(on_device(memory, t, x, weights), on_cpu(t, x, weights, None))
+    importance = np.exp(rng.standard_normal(2048)).astype(np.float32)
+    for weights in (importance,) if t.imatrix == "required" else (NO_WEIGHTS, importance):
+        np.testing.assert_array_equal(on_device(memory, t, x, weights, ik), on_cpu(t, x, weights, "ik" if ik else None))
 
 
 @pytest.mark.parametrize("t", [t for t in TYPES if t.row_header], ids=str)

@@ -65,17 +65,22 @@ template <class T, class S, int TYPE_BYTES> struct GridQuant {
         return found;
     }
 
-    STATIC_INLINE void plain(const Lane& lane) {
+    STATIC_INLINE void weigh_by_squares(const Lane& lane) {
         const float quarter = SIZE == 8 ? 0.25f * sigma(lane) : 0.0f;
         for (int i = 0; i < VALUES; i++) {
             const float square = lane.x[i] * lane.x[i];
             lane.w[i] = SIZE == 8 ? quarter + square : square;
         }
+    }
+    STATIC_INLINE void weigh_by_importance(const Lane& lane) { weigh(lane, VALUES, sigma(lane)); }
+
+    STATIC_INLINE void plain(const Lane& lane) {
+        weigh_by_squares(lane);
         finish(lane);
     }
 
     STATIC_INLINE void weighted(const Lane& lane, float) {
-        weigh(lane, VALUES, sigma(lane));
+        weigh_by_importance(lane);
         finish(lane);
     }
 

@@ -215,9 +215,11 @@ template <int N, int STEPS> struct RunSearch : GridShape<N, 8, 2, STEPS, 1> {
 
     // Try all candidates for the sub-blocks of a warp; leave the points of the one that won, the first one if none did,
     // and return which are beside the grid. largest: what the first candidate makes the largest value; 0: it is dead.
-    STATIC_INLINE int best_points(const Lane& lane, float largest, float& scale) {
+    // best: the rating of the one that won.
+    STATIC_INLINE int best_points(const Lane& lane, float largest, float& scale, float& best) {
         float* const sums = ratings(lane);
         int off = 0;
+        best = 0;
 #pragma unroll 1
         for (int block = 0; block < BLOCKS; block++) {
 #pragma unroll 1
@@ -239,6 +241,7 @@ template <int N, int STEPS> struct RunSearch : GridShape<N, 8, 2, STEPS, 1> {
             __syncwarp();
             if (me() / PER_BLOCK == block) {
                 const int won = largest == 0 ? -1 : best_of(sums + 2 * lane.part * TRIALS, scale);
+                if (won >= 0) best = scale * sums[2 * (lane.part * TRIALS + won)];
                 for (int k = 0; k < GROUPS; k++) {
                     const int point = won < 0 ? 0 : found_by(lane, lane.part * TRIALS + won)[k];
                     found(lane)[k] = (uint16_t)(point & (OFF - 1));
@@ -250,18 +253,15 @@ template <int N, int STEPS> struct RunSearch : GridShape<N, 8, 2, STEPS, 1> {
         return off;
     }
 
-    // As GridSearch's; groups are rounded again by the warp.
-    template <Again AGAIN> STATIC_INLINE float search(const Lane& lane, float largest, float scale) {
-        static_assert(AGAIN != ALL_IF_ONE_IS_OFF, "the first point, where no candidate is better than 0, is on the grid");
-        const int off = best_points(lane, largest, scale);
-        const int again = largest != 0 && scale > 0 ? AGAIN == ALWAYS ? ALL : off : 0;
+    // Round groups by a scale, each lane's of the mask ``mine`` by all lanes. keep(k, index): the lane's group k.
+    template <class F> STATIC_INLINE void round_by(const Lane& lane, int mine, float scale, F keep) {
         uint32_t slots[FOUND] = {};
 #pragma unroll
         for (int k = 0; k < GROUPS; k++)
-            if (again) slots[k / 2] |= (uint32_t)slot_of<8, 2>(lane.x + 8 * k, 1.0f / scale) << 16 * (k & 1);
+            if (mine) slots[k / 2] |= (uint32_t)slot_of<8, 2>(lane.x + 8 * k, 1.0f / scale) << 16 * (k & 1);
 #pragma unroll 1
         for (int owner = 0; owner < 32; owner++) {
-            const int wanted = __shfl_sync(FULL, again, owner), away = (owner - me()) * STRIDE;
+            const int wanted = __shfl_sync(FULL, mine, owner), away = (owner - me()) * STRIDE;
             if (!wanted) continue;
             const float by = __shfl_sync(FULL, scale, owner);
 #pragma unroll
@@ -274,9 +274,18 @@ template <int N, int STEPS> struct RunSearch : GridShape<N, 8, 2, STEPS, 1> {
                     const float q = (float)(2 * (me() & 3) + 1);
                     index = nearest_of_warp(lane.grid, entry, cost_of(by * q, lane.x[value], __fsqrt_rn(lane.w[value])));
                 }
-                if (me() == owner) found(lane)[k] = (uint16_t)index;
+                if (me() == owner) keep(k, index);
             }
         }
+    }
+
+    // As GridSearch's; groups are rounded again by the warp.
+    template <Again AGAIN> STATIC_INLINE float search(const Lane& lane, float largest, float scale) {
+        static_assert(AGAIN != ALL_IF_ONE_IS_OFF, "the first point, where no candidate is better than 0, is on the grid");
+        float best;
+        const int off = best_points(lane, largest, scale, best);
+        const int again = largest != 0 && scale > 0 ? AGAIN == ALWAYS ? ALL : off : 0;
+        round_by(lane, again, scale, [&](int k, int index) { found(lane)[k] = (uint16_t)index; });
         if (!again) return scale;
         const Rating sum = rate(lane.grid, lane.x, lane.w, found(lane));
         return sum.q2 > 0 ? sum.qx / sum.q2 : scale;

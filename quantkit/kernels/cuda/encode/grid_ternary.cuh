@@ -46,6 +46,8 @@ struct Whole {
     static const int N = 32, CHOICES = 2;
     SumsBelow<32> sums;
 
+    STATIC_INLINE float none() { return -3.40282347e38f; }  // the rating that a candidate must exceed
+
     template <typename F> __device__ __forceinline__ void add_up(F value) { sums.add_up(value); }
     __device__ __forceinline__ float weight() const { return sums.w[32]; }
 
@@ -65,6 +67,8 @@ struct Whole {
 struct Halves {
     static const int N = 16, CHOICES = 4;
     SumsBelow<16> sums[2];
+
+    STATIC_INLINE float none() { return -3.40282347e38f; }
 
     template <typename F> __device__ __forceinline__ void add_up(F value) {
         for (int half = 0; half < 2; half++) sums[half].add_up([&](int j, float& x, float& w) { return value(j, x, w) == half; });
@@ -124,7 +128,7 @@ template <int N> static __device__ const Bounds<N> all_bounds = Bounds<N>();
 // The candidate that wins the reference's scan: in order, each that is better than the best so far takes its place.
 template <class S> INLINE Candidate scan(const S& sums) {
     Candidate found;
-    float best = -3.40282347e38f;
+    float best = S::none();
     const int count = Bounds<S::N>::COUNT;
 #pragma unroll 1
     for (int first = 0; first < count; first += 32) {
@@ -311,8 +315,9 @@ template <class S> struct TernaryGrid {
         for (int i = 0; i < N; i++) lane.w[i] = lane.x[i] * lane.x[i];
     }
 
-    // Search the lane's sub-block; its points are left in found(lane). Sub-blocks of values below tiny are of zeros.
-    STATIC_INLINE Shifted fit(const Lane& lane, float tiny) {
+    // Search the lane's sub-block; its points are left in found(lane). Sub-blocks of values below tiny are of zeros. off:
+    // whether a group is beside the grid.
+    STATIC_INLINE Shifted fit(const Lane& lane, float tiny, bool& off) {
         float largest = 0;
         for (int i = 0; i < N; i++) largest = fmaxf(largest, fabsf(lane.x[i]));
         sort(lane);
@@ -325,7 +330,14 @@ template <class S> struct TernaryGrid {
         const uint64_t slots = slots_of(lane, best.low, best.high, negative);
         __syncwarp();
         for (int k = 0; k < GROUPS; k++) found(lane)[k] = 0;
-        const bool off = find_points(lane, sub, slots);
+        off = find_points(lane, sub, slots);
+        return sub;
+    }
+
+    // The same; where a group is beside the grid, the scale is fitted again.
+    STATIC_INLINE Shifted fit(const Lane& lane, float tiny) {
+        bool off;
+        Shifted sub = fit(lane, tiny, off);
         Rating sum = {0, 0};
         each_term(lane, sub.shifts, 1.0f, [&](int, float qx, float q2) {
             sum.qx = sum.qx + qx;
@@ -384,13 +396,14 @@ struct QuantIQ1_M {
         finish(lane);
     }
 
+    STATIC_INLINE void finish(const Lane& lane) { write<Parts>(lane, Parts::fit(lane, 1e-7f), 1.1125f); }
+
     // The scale of a super-block is fitted to the codes of its parts: the terms, in the place of values and weights, are
     // added up in order.
-    STATIC_INLINE void finish(const Lane& lane) {
-        const Shifted sub = Parts::fit(lane, 1e-7f);
+    template <class P> STATIC_INLINE void write(const Lane& lane, const Shifted& sub, float stretch) {
         const float top = largest_in_block<16>(sub.scale), inverse = 1.0f / (top / 15.0f);
         const uint32_t code = ternary_code(sub.scale, inverse);
-        Parts::each_term(lane, sub.shifts, (float)(int)(2 * code + 1), [&](int i, float qx, float q2) {
+        P::each_term(lane, sub.shifts, (float)(int)(2 * code + 1), [&](int i, float qx, float q2) {
             lane.x[i] = qx;
             lane.w[i] = q2;
         });
@@ -404,12 +417,11 @@ struct QuantIQ1_M {
         }
         const bool alive = top > 0;
         const float d = sum.q2 > 0 ? sum.qx / sum.q2 : top / 15.0f;
-        store(lane, sub.shifts, alive, code, d * 1.1125f);
+        store(lane, P::found(lane), sub.shifts, alive, code, d * stretch);
     }
 
-    STATIC_INLINE void store(const Lane& lane, int shifts, bool alive, uint32_t code, float d) {
+    STATIC_INLINE void store(const Lane& lane, const uint16_t* found, int shifts, bool alive, uint32_t code, float d) {
         const int part = lane.part;
-        const uint16_t* found = Parts::found(lane);
         uint32_t high = (uint32_t)(found[0] >> 8 | found[1] >> 8 << 4);
         if (alive) high |= (uint32_t)((shifts & 2) << 2 | (shifts & 1) << 7);
         *(uint16_t*)(lane.out + 2 * part) = (uint16_t)((found[0] & 255) | (found[1] & 255) << 8);
