@@ -3,8 +3,9 @@
     benchmarks/feedback_kld.py MODEL.gguf CALIBRATION EVALUATION [--presets Q4_K_M,F32:ffn_down=Q2_K,..] [--chunks N]
 
 Every preset is quantized with an importance matrix, with `--feedback` and the covariances of the same text, and with
-`--calibrate`; the mean KL divergence on a text that is in none of them is printed with its standard error. Ratios are
-to the importance matrix, token by token: their interval, of 95 %, is that of a ratio of two means over the same tokens.
+`--calibrate`, with --balance also with `--calibrate --balance` and no importance matrix; the mean KL divergence on a
+text that is in none of them is printed with its standard error. Ratios are to the importance matrix, token by token:
+their interval, of 95 %, is that of a ratio of two means over the same tokens.
 A preset may be followed by types of tensors, as --tensor-type has them, each after a colon.
 
 With --llama-cpp, a second table has what llama-perplexity --kl-divergence says of the full-precision file and the same
@@ -75,11 +76,14 @@ class Comparison:
         imatrix(given.model, [given.calibration], folder / "im.gguf", options=replace(self.text, ppl=False))
         covariance(given.model, [given.calibration], folder / "cov.gguf", options=self.text)
         plain = QuantizeOptions(allow_requantize=True, imatrix=folder / "im.gguf", tensor_type=tuple(given.tensor_type))
-        calibrate = {"calibrate_ctx": given.ctx, "calibrate_chunks": given.chunks}
+        chunks = {"calibrate_ctx": given.ctx, "calibrate_chunks": given.chunks}
+        calibrate = replace(plain, calibrate=(given.calibration,), **chunks)
+        balance = {"balance": replace(calibrate, imatrix=None, balance=True)}
         return {
             "imatrix": plain,
             "feedback": replace(plain, feedback=folder / "cov.gguf"),
-            "calibrate": replace(plain, calibrate=(given.calibration,), **calibrate),
+            "calibrate": calibrate,
+            **(balance if getattr(given, "balance", False) else {}),
         }
 
     def made(self, preset: str, options: QuantizeOptions) -> Measured:
@@ -147,6 +151,7 @@ def row(preset: str, of: Mapping[str, Measured]) -> str:
 def main() -> None:
     p = arguments()
     p.add_argument("--tensor-type", action="append", default=[], metavar="RE=TYPE")
+    p.add_argument("--balance", action="store_true", help="also --calibrate --balance")
     p.add_argument("--llama-cpp", type=Path, metavar="BIN", help="folder of llama.cpp's programs")
     given = p.parse_args()
     print(machine(), flush=True)
@@ -154,9 +159,10 @@ def main() -> None:
         compared = Comparison(given, folder)
         theirs = LlamaCpp(given, folder) if given.llama_cpp else None
         said = []
-        print("| preset | imatrix | `--feedback` | ratio | `--calibrate` | ratio | same top token | PPL | seconds |")
-        print("|---|---|---|---|---|---|---|---|---|", flush=True)
         ways = compared.ways()
+        others = "".join(f" `--{way}` | ratio |" for way in ways if way != "imatrix")
+        print(f"| preset | imatrix |{others} same top token | PPL | seconds |")
+        print("|---|---|" + "---|---|" * (len(ways) - 1) + "---|---|---|", flush=True)
         for preset in given.presets.split(","):
             found = {}
             for way, options in ways.items():
