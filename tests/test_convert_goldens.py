@@ -7,7 +7,7 @@ import json
 import math
 import shutil
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -102,7 +102,13 @@ BLOCKS = "kimi-k2-ct-mxfp4"
 FLOATS = [name for name in EXPECTED if name != BLOCKS]
 
 
-@pytest.mark.parametrize(("name", "drawn"), [(name, name) for name in FLOATS], indirect=["drawn"], ids=FLOATS)
+def of_each(names: Collection[str]) -> pytest.MarkDecorator:
+    """Give a test every checkpoint: of the module's scope, so that pytest runs what shares one together."""
+    pairs = [(name, name) for name in names]
+    return pytest.mark.parametrize(("name", "drawn"), pairs, indirect=["drawn"], ids=list(names), scope="module")
+
+
+@of_each(FLOATS)
 def test_the_bytes_are_the_references(name: str, drawn: Path, in_f32: Callable[[], Path], tmp_path: Path) -> None:
     assert checkpoints.digest(drawn) == EXPECTED[name]["checkpoint"], "another checkpoint than the reference converted"
     what, out = checkpoints.describe(name), tmp_path / "out.gguf"
@@ -146,7 +152,7 @@ def only_exponentials(text: str) -> bool:
     return all(part.endswith(".ssm_a differs") for part in text.split("; "))
 
 
-@pytest.mark.parametrize(("name", "drawn"), [(name, name) for name in LOGITS], indirect=["drawn"], ids=list(LOGITS))
+@of_each(LOGITS)
 def test_the_logits_are_those_of_transformers(name: str, drawn: Path, in_f32: Callable[[], Path]) -> None:
     path = in_f32()
     with open_gguf(path) as file:
@@ -159,7 +165,7 @@ def test_the_logits_are_those_of_transformers(name: str, drawn: Path, in_f32: Ca
 
 
 @pytest.mark.peer
-@pytest.mark.parametrize(("name", "drawn"), [(name, name) for name in LOGITS], indirect=["drawn"], ids=list(LOGITS))
+@of_each(LOGITS)
 def test_the_logits_are_those_of_llama_cpp(name: str, drawn: Path, in_f32: Callable[[], Path], llama_bin: Path) -> None:
     path = in_f32()
     with open_gguf(path) as file:
