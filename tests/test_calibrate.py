@@ -133,15 +133,13 @@ def test_bytes_do_not_depend_on_how_it_runs(
     assert stages == [*range(4), *range(3, max(stages) + 1)]  # it goes on with the stage
     assert again.run.resumed > 8
     stages.clear()
+    shards, split = tmp_path / "split.gguf", options(text, balance=True, split_max_size="2M")
     with pytest.raises(KeyboardInterrupt):
-        quantize(small, other, "Q4_K_M", options(text, balance=True), threads=2, overwrite=True)
+        quantize(small, shards, "Q4_K_M", split, threads=2)
     monkeypatch.undo()
     # Activations of a run that goes on, but not what it encoded: all is done again.
-    quantize(small, other, "Q4_K_M", options(text, balance=True), threads=2, overwrite=True)
-    assert other.read_bytes() == first.read_bytes()
+    quantize(small, shards, "Q4_K_M", split, threads=2, overwrite=True)
     assert not list(tmp_path.glob("*.activations"))
-
-    quantize(small, tmp_path / "split.gguf", "Q4_K_M", options(text, balance=True, split_max_size="2M"), threads=2)
     with open_gguf(first) as one, open_gguf(next(tmp_path.glob("split-00001-of-*"))) as cut:
         assert all((one.data(name) == cut.data(name)).all() for name in one.tensors)
 
