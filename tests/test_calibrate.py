@@ -154,18 +154,17 @@ def test_a_damaged_spill_is_made_anew(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("preset", ["Q2_K", "IQ4_XS"])
 def test_it_is_closer_than_an_importance_matrix(text: Path, tmp_path: Path, preset: str) -> None:
-    """On tokens it was not calibrated on; without an importance matrix, which the calibration takes the place of."""
-    imatrix = MODEL.with_name("tiny-moe-imatrix.gguf")
-    quantize(MODEL, tmp_path / "plain.gguf", preset, QuantizeOptions(imatrix=imatrix))
-    quantize(
-        MODEL,
-        tmp_path / "made.gguf",
-        preset,
-        options(MODEL.with_name("tiny-moe-calibration.txt"), calibrate_chunks=60),
-    )
+    """On tokens it was not calibrated on; without an importance matrix, which the calibration takes the place of.
+
+    Of the first and the last layer: the errors of the one reach the other through layers that have none.
+    """
+    kept: dict[str, Any] = {"tensor_type": (r"blk\.[12]\.=bf16",)}
+    imatrix, calibration = (MODEL.with_name(f"tiny-moe-{name}") for name in ("imatrix.gguf", "calibration.txt"))
+    quantize(MODEL, tmp_path / "plain.gguf", preset, QuantizeOptions(imatrix=imatrix, **kept))
+    quantize(MODEL, tmp_path / "made.gguf", preset, options(calibration, calibrate_chunks=60, **kept))
     full = logits(MODEL)
     plain, made = (np.square(logits(tmp_path / f"{n}.gguf") - full).mean() for n in ("plain", "made"))
-    assert made < 0.7 * plain
+    assert made < 0.5 * plain
 
 
 def test_what_cannot_be_calibrated_is_said(text: Path, tmp_path: Path) -> None:
