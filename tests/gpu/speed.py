@@ -163,7 +163,7 @@ class Bench:
 
     def weights(self, t: TensorType, nbytes: int) -> int:
         """Return a matrix of reasonable blocks."""
-        return self.room(nbytes, cases.blocks(t, max(1, (1 << 20) // t.block_bytes), 1))
+        return self.room(nbytes, cases.blocks(t, max(1, min(nbytes, 1 << 20) // t.block_bytes), 1))
 
     def activations(self, t: TensorType, n_in: int, rows: int) -> tuple[int, int]:
         """Return rows of activations in the format of a type, and their stride."""
