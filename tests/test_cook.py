@@ -592,6 +592,12 @@ def test_the_report_comes_last_and_stands(here: Path, monkeypatch: pytest.Monkey
         cook(config)
 
 
+def test_a_calibrated_target_takes_the_chunks_of_the_importance_matrix(here: Path) -> None:
+    planned = plan_cook(small(["Q2_K+calibrate"]))
+    step = next(step for step in planned.steps if step.name == "quantize Q2_K-calibrate")
+    assert (step.options["calibrate_ctx"], step.options["calibrate_chunks"]) == (64, 2)
+
+
 def test_a_corpus_of_folders(here: Path) -> None:
     (here / "src").mkdir()
     text = (DATA / "tiny-moe-calibration.txt").read_text()

@@ -16,6 +16,7 @@ from quantkit import ReportOptions, perplexity, quantize, report
 from quantkit.cli import cli
 from quantkit.errors import FormatError, RecipeError, ResourceError
 from quantkit.evaluate import Estimate, SaveLogits
+from quantkit.inspect import inspect
 from quantkit.quantize import QuantizeOptions
 from quantkit.report import Report, measure, read_data
 from quantkit.report import page as page_module
@@ -36,6 +37,7 @@ from quantkit.report.data import (
     Support,
     Text,
 )
+from quantkit.report.made import command, provenance
 from quantkit.report.page import in_script, page_text
 from quantkit.report.tables import costs_table
 from quantkit.sensitivity import Cost, Group, Sensitivity
@@ -274,3 +276,16 @@ def test_what_was_guessed_is_told_from_what_was_measured(tmp_path: Path) -> None
     assert [row[2].text for row in table.rows] == ["1", "≈ 4"]
     assert "guessed" in table.caption
     assert "guessed" not in costs_table(example()).caption
+
+
+def test_the_command_of_what_was_calibrated(tmp_path: Path) -> None:
+    """No covariances were given; texts are named without their folders."""
+    recipe = "Q4_K_M\n--calibrate /home/me/a.txt,b.jsonl\n--calibrate-chunks 3\n^x$ = Q8_0"
+    facts = (("quantkit.quantize.recipe", recipe), ("quantkit.feedback.method", 2))
+    found = inspect(write_zoo("llama-dense", tmp_path / "q.gguf"))
+    made = dataclasses.replace(found, provenance=facts)
+    options = "--calibrate a.txt --calibrate b.jsonl --calibrate-chunks 3 --tensor-type '^x$=Q8_0'"
+    assert command(made) == f"quantkit quantize {options} model-BF16.gguf q.gguf Q4_K_M"
+    assert "/home" not in str(provenance(made))
+    fed = dataclasses.replace(made, provenance=(*facts, ("quantkit.feedback.covariance.name", "cov.gguf")))
+    assert "--feedback cov.gguf" in command(fed)

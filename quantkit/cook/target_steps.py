@@ -65,7 +65,8 @@ def quantize_options(places: Places, settings: TargetSettings) -> QuantizeOption
     if target.feedback:
         more["feedback"] = places.covariance
     if target.calibrate:
-        more |= {"calibrate": (*places.calibration, *config.calibration.chat), "calibrate_ctx": places.model.ctx}
+        more["calibrate"] = (*places.calibration, *config.calibration.chat)
+        more["calibrate_ctx"] = config.imatrix.ctx or places.model.ctx
         more["calibrate_chunks"] = config.imatrix.chunks
     return config.options(settings, **more)
 

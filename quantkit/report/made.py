@@ -13,6 +13,8 @@ from quantkit.names import printable, shorten
 #: Hashes of passages: thousands of numbers for programs.
 _NOT_SHOWN = "shingles"
 _WIDTH = 200
+#: Options in recipes that name a file, or several.
+_FILES = {"--calibrate", "--like"}
 
 
 def provenance(found: Inspection) -> tuple[tuple[str, str], ...]:
@@ -23,7 +25,7 @@ def provenance(found: Inspection) -> tuple[tuple[str, str], ...]:
 
 def _shown(key: str, value: Any) -> str:
     if key == "quantkit.quantize.recipe":
-        return "\n".join(printable(line) for line in str(value).split("\n"))
+        return "\n".join(printable(_without_folder(line)) for line in str(value).split("\n"))
     if isinstance(value, (list, tuple)):
         return shorten(", ".join(printable(each) for each in value), _WIDTH)
     text = printable(value)
@@ -37,12 +39,18 @@ def command(found: Inspection) -> str:
     recipe = known.get("quantkit.quantize.recipe")
     source = known.get("quantkit.quantize.source.name", "model-BF16.gguf")
     if recipe is not None:
-        first, *lines = recipe.split("\n")
+        first, *lines = map(_without_folder, recipe.split("\n"))
         words = ["quantkit", "quantize", *_inputs(known), *_options(lines), source, _output(found)]
         return _joined([*words, *(first.split(" ", 1) if first.startswith("--like ") else [first])])
     if "quantize.imatrix.file" in known and "," not in found.file_type_name and " " not in found.file_type_name:
         return _joined(["llama-quantize", *_inputs(known), source, _output(found), found.file_type_name])
     return ""
+
+
+def _without_folder(line: str) -> str:
+    """Return a line of a recipe with the names of files alone, where it has paths."""
+    option, _, paths = line.partition(" ")
+    return f"{option} {','.join(path.rpartition('/')[2] for path in paths.split(','))}" if option in _FILES else line
 
 
 def _output(found: Inspection) -> str:
@@ -54,14 +62,17 @@ def _output(found: Inspection) -> str:
 def _inputs(known: Mapping[str, str]) -> Iterable[str]:
     if "quantize.imatrix.file" in known:
         yield from ("--imatrix", known["quantize.imatrix.file"].rpartition("/")[2])
-    if any(key.startswith("quantkit.feedback.") for key in known):
-        yield from ("--feedback", known.get("quantkit.feedback.file", "covariance.gguf").rpartition("/")[2])
+    if "quantkit.feedback.covariance.name" in known:
+        yield from ("--feedback", known["quantkit.feedback.covariance.name"].rpartition("/")[2])
 
 
 def _options(lines: Iterable[str]) -> Iterable[str]:
     """Yield the options that the lines of a recipe stand for: options, then rules."""
     for line in lines:
-        if line.startswith("--"):
+        if line.startswith("--calibrate "):
+            for name in line.partition(" ")[2].split(","):
+                yield from ("--calibrate", name)
+        elif line.startswith("--"):
             yield from line.split(" ", 1)
         elif line:
             pattern, _, name = line.rpartition(" = ")
