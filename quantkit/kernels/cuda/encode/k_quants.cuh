@@ -1,8 +1,9 @@
 // Q2_K, Q3_K, Q4_K, Q5_K, Q6_K: 256 values a super-block; the twin of quantkit/kernels/cpu/encode/k_quants.py, which has the
 // layouts.
 //
-// A lane fits scale and minimum of a sub-block. Then two lanes quantize these, one the scales and one the minima of the
-// super-block, and each lane its values by them; levels take the place of the values.
+// A lane fits scale and minimum of a sub-block. Then all lanes rate candidates for the scales and the minima of the
+// super-block, two lanes quantize these by the best, and each lane its values by them; levels, a byte each, take the place of
+// the values.
 //
 // Source: llama.cpp b11434 ggml-quants.c, quantize_row_q{2,3,4,5,6}_K_ref and _impl; ik_llama.cpp 8337e4cd3, of the same
 // names, for encoders _IK: their searches leave levels, which are in the room behind what lanes share.
@@ -78,6 +79,40 @@ template <int N> struct SuperBlock {
         return fits()[0];
     }
 
+    // The most of what the lanes have, and 0.
+    __device__ __forceinline__ float largest_of_all(float v) const {
+        for (int d = 1; d < N; d *= 2) v = fmaxf(v, __shfl_xor_sync(FULL, v, d, N));
+        return v > 0 ? v : 0.0f;
+    }
+
+    // 1 / scale of scales (k = 0) or minima that fit_positive finds best: the candidates for both are shared by all lanes.
+    __device__ __forceinline__ float best_inverse(const float* largest, int k, int top) const {
+        const int EACH = (2 * POSITIVE_TRIALS + N - 1) / N;
+        float errors[EACH];
+#pragma unroll
+        for (int j = 0; j < EACH; j++) {
+            const int at = min(j * N + lane.part, 2 * POSITIVE_TRIALS - 1), of = at / POSITIVE_TRIALS, trial = at % POSITIVE_TRIALS;
+            const float inverse = positive_inverse(trial, top, of ? largest[1] : largest[0]);
+            errors[j] = positive_error<N>(found(of), weights(), top, inverse, trial == 0);
+        }
+        float least = 0;
+        int best = 0;
+#pragma unroll
+        for (int trial = 0; trial < POSITIVE_TRIALS; trial++) {
+            const int at = k * POSITIVE_TRIALS + trial;
+            float error = 0;
+#pragma unroll
+            for (int j = 0; j < EACH; j++) {
+                const float its = __shfl_sync(FULL, errors[j], at % N, N);
+                error = at / N == j ? its : error;
+            }
+            if (trial && !(error < least)) continue;
+            least = error;
+            best = trial;
+        }
+        return positive_inverse(best, top, k ? largest[1] : largest[0]);
+    }
+
     // Quantize scales and minima: weighted by a search of their own, else by the largest.
     template <bool WEIGHTED_BY_SUMS>
     __device__ __forceinline__ void quantize_scales(const Fit& fit, int top, float almost_0 = 1e-15f) const {
@@ -86,14 +121,18 @@ template <int N> struct SuperBlock {
             found(1)[lane.part] = -fit.low;
             weights()[lane.part] = fit.sum_w;
             __syncwarp();
-            if (lane.part < 2) fits()[lane.part] = fit_positive<N>(found(lane.part), weights(), codes(lane.part), top, almost_0);
+            const float largest[2] = {largest_of_all(fit.scale), largest_of_all(-fit.low)};
+            const int k = lane.part & 1;
+            const float inverse = best_inverse(largest, k, top);
+            if (lane.part < 2) {
+                const bool dead = (k ? largest[1] : largest[0]) < almost_0;
+                for (int j = 0; dead && j < N; j++) codes(k)[j] = 0;
+                fits()[k] = dead ? 0.0f : fit_positive_by<N>(inverse, found(k), weights(), codes(k), top);
+            }
         } else {
 #pragma unroll
             for (int k = 0; k < 2; k++) {
-                const float v = k ? -fit.low : fit.scale;
-                float largest = v;
-                for (int d = 1; d < N; d *= 2) largest = fmaxf(largest, __shfl_xor_sync(FULL, largest, d, N));
-                largest = largest > 0 ? largest : 0.0f;
+                const float v = k ? -fit.low : fit.scale, largest = largest_of_all(v);
                 const int c = nearest_int((largest > 0 ? (float)top / largest : 0.0f) * v) & 255;
                 codes(k)[lane.part] = (float)(top == 63 ? min(c, top) : c);
                 if (lane.part == k) fits()[k] = largest / (float)top;

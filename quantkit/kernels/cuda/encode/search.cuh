@@ -357,26 +357,16 @@ template <int N> INLINE float positive_error(const float* x, const float* w, int
     return total;
 }
 
-// Fit x ~ scale * l with l in 0 .. top, for the scales or minima of a super-block; return the scale, leave the levels,
+// The candidates for 1 / scale of fit_positive, in the order of their trials.
+const int POSITIVE_TRIALS = 9;
+INLINE float positive_inverse(int trial, int top, float largest) {
+    const int tenths = trial < 5 ? trial - 5 : trial - 4;
+    return (trial == 0 ? (float)top : 0.1f * (float)tenths + (float)top) / largest;
+}
+
+// Fit x ~ scale * l with l in 0 .. top, given 1 / scale of the candidate that won; return the scale, leave the levels,
 // float or uint8_t.
-template <int N, typename T>
-INLINE float fit_positive(const float* x, const float* w, T* levels, int top, float almost_0 = 1e-15f) {
-    float largest = 0;
-    for (int i = 0; i < N; i++) {
-        largest = fmaxf(largest, x[i]);
-        levels[i] = 0;
-    }
-    if (largest < almost_0) return 0;
-    float best = (float)top / largest, least = positive_error<N>(x, w, top, best, true);
-    for (int k = -4; k <= 4; k++) {
-        if (k == 0) continue;
-        const float inverse = (0.1f * (float)k + (float)top) / largest;
-        const float error = positive_error<N>(x, w, top, inverse, false);
-        if (error < least) {
-            least = error;
-            best = inverse;
-        }
-    }
+template <int N, typename T> INLINE float fit_positive_by(float best, const float* x, const float* w, T* levels, int top) {
     float sum_lx = 0, sum_l2 = 0;
     for (int i = 0; i < N; i++) {
         const int level = min(nearest_int(best * x[i]), top);
@@ -401,4 +391,25 @@ INLINE float fit_positive(const float* x, const float* w, T* levels, int top, fl
         }
     }
     return sum_l2 > 0 ? sum_lx / sum_l2 : 0;
+}
+
+// The same of all candidates, for the scales or minima of a super-block.
+template <int N, typename T>
+INLINE float fit_positive(const float* x, const float* w, T* levels, int top, float almost_0 = 1e-15f) {
+    float largest = 0;
+    for (int i = 0; i < N; i++) {
+        largest = fmaxf(largest, x[i]);
+        levels[i] = 0;
+    }
+    if (largest < almost_0) return 0;
+    float best = positive_inverse(0, top, largest), least = positive_error<N>(x, w, top, best, true);
+    for (int trial = 1; trial < POSITIVE_TRIALS; trial++) {
+        const float inverse = positive_inverse(trial, top, largest);
+        const float error = positive_error<N>(x, w, top, inverse, false);
+        if (error < least) {
+            least = error;
+            best = inverse;
+        }
+    }
+    return fit_positive_by<N>(best, x, w, levels, top);
 }
