@@ -14,7 +14,9 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 import pytest
+from click.testing import CliRunner
 
+from quantkit.cli import cli
 from quantkit.errors import QuantkitError, RecipeError, ResourceError, TypeNotSupported
 from quantkit.evaluate import SaveLogits, kld, perplexity
 from quantkit.formats.gguf import open_gguf
@@ -142,19 +144,18 @@ def test_costs_with_feedback(zoo: Callable[[str], Path], observed: tuple[Path, P
 
 
 def test_command(tiny_moe: Path, tmp_path: Path) -> None:
-    """A text from stdin, weights that are streamed, and a cache."""
+    """A text from stdin, a process's own and a caller's, weights that are streamed, and a cache."""
     text = Path(__file__).with_name("data").joinpath("tiny-moe-evaluation.txt").read_bytes()
-    costs = []
-    for out, more in (("1.json", ("--max-ram", "4M")), ("2.json", ("--no-together",))):
-        command = ["sensitivity", "-m", str(tiny_moe), "-f", "-", "-c", "32", "--chunks", "1", "--types", "Q8_0"]
-        command += ["--proxies-only", "--cache", str(tmp_path / "cache"), *more, "-o", str(tmp_path / out)]
-        python = [sys.executable, "-m", "quantkit"]
-        ended = subprocess.run([*python, *command], input=text, check=True, capture_output=True)
-        found = read_sensitivity(tmp_path / out)
-        assert found.text["sha256"] == [hashlib.sha256(text).hexdigest()]
-        costs.append(found.costs)
-    assert costs[0] == costs[1]
-    assert "of 30 encoded tensors came from the cache" in ended.stderr.decode()
+    command = ["sensitivity", "-m", str(tiny_moe), "-f", "-", "-c", "32", "--chunks", "1", "--types", "Q8_0"]
+    command += ["--proxies-only", "--cache", str(tmp_path / "cache"), "-o"]
+    python = [sys.executable, "-m", "quantkit"]
+    subprocess.run([*python, *command, tmp_path / "1.json", "--max-ram", "4M"], input=text, check=True)
+    ended = CliRunner().invoke(cli, [*command, str(tmp_path / "2.json"), "--no-together"], input=text)
+    assert ended.exit_code == 0, ended.output
+    assert "of 30 encoded tensors came from the cache" in ended.stderr
+    found = [read_sensitivity(tmp_path / name) for name in ("1.json", "2.json")]
+    assert [each.text["sha256"] for each in found] == 2 * [[hashlib.sha256(text).hexdigest()]]
+    assert found[0].costs == found[1].costs
 
 
 _SLOW = """
