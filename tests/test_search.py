@@ -465,6 +465,19 @@ def test_the_best_few_are_measured_and_the_best_of_them_comes_first(tiny_moe: Pa
     assert len(told) == 3
 
 
+def test_what_is_quantized_already(dense: Path, tmp_path: Path) -> None:
+    """Only if that is allowed; the plan then is one that quantize takes."""
+    path = tmp_path / "q8_0.gguf"
+    quantkit.quantize(dense, path, "Q8_0", threads=1)
+    known, target = drawn(path, few=6), SearchOptions(target_bpw=8)
+    with pytest.raises(TypeNotSupported, match="--allow-requantize"):
+        search(known, options=target)
+    best = search(known, options=replace(target, allow_requantize=True)).best
+    assert best.bpw <= 8
+    assert {t.name for t in best.types.values()} <= set(TYPES)
+    assert best.options.allow_requantize
+
+
 def test_what_routers_flip_adds_up_as_squares(dense: Path) -> None:
     """What is found is the best of all allocations, or nearly; the second candidate, unless it is the first, too."""
     known = drawn(dense, few=6, seed=4)

@@ -81,6 +81,7 @@ def _listed(ctx: click.Context, param: click.Parameter, value: str | None) -> tu
     help="It will be made with --feedback: costs that were measured so count.",
 )
 @option("--merge-up-gate", group=_WHAT, is_flag=True, help="It will be made with --merge-up-gate.")
+@option("--allow-requantize", group=_WHAT, is_flag=True, help="Take tensors that are quantized already.")
 @option("--target-size", group=_TARGET, type=SIZE, help="The most bytes of the whole file: 12.3G, 11.5GiB.")
 @option("--target-bpw", group=_TARGET, type=_POSITIVE, help="The most bits per weight of the tensors.")
 @option("--target-kld", group=_TARGET, type=_POSITIVE, help="The most predicted divergence, in the fewest bytes.")
@@ -318,7 +319,8 @@ def _command(best: Allocation, source: Path, recipe: str | Path) -> str:
     words += ["--rules", o.rules] if o.rules else []
     words += ["--imatrix", str(o.imatrix)] if o.imatrix else []
     words += ["--feedback", str(o.feedback)] if o.feedback else []
-    return shlex.join([*words, "--merge-up-gate"] if o.merge_up_gate else words)
+    words += ["--merge-up-gate"] if o.merge_up_gate else []
+    return shlex.join([*words, "--allow-requantize"] if o.allow_requantize else words)
 
 
 # --- what is printed ---

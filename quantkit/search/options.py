@@ -29,7 +29,7 @@ class SearchOptions:
 
     ``imatrix`` and ``feedback`` are what the file will be quantized with; their names are part of its size. With
     ``feedback``, costs measured with it count where there are any. ``proxy``: which one stands for a divergence where
-    none was measured.
+    none was measured. ``allow_requantize``: take tensors that are quantized already.
 
     ``time_limit`` (seconds) and ``gap`` (share of the divergence) end the solver before the optimum is proven.
     """
@@ -52,6 +52,7 @@ class SearchOptions:
     imatrix: Path | None = None
     feedback: Path | None = None
     proxy: str | None = None
+    allow_requantize: bool = False
 
     time_limit: float = 60.0
     gap: float = 0.0

@@ -222,6 +222,7 @@ class Space:
             imatrix=given.imatrix,
             feedback=given.feedback,
             merge_up_gate=given.merge_up_gate,
+            allow_requantize=given.allow_requantize,
         )
 
     def _owners(self, tensor: PlannedTensor) -> list[str]:
@@ -251,8 +252,8 @@ class Space:
 
     @cached_property
     def _encoded(self) -> frozenset[str]:
-        plan = self.plan("Q8_0", ())
-        return frozenset(t.name for t in plan.tensors if t.encoder)
+        plans = (self.plan(name, ()) for name in ("Q8_0", "Q4_0"))  # what is in one of them already is copied by it
+        return frozenset(t.name for plan in plans for t in plan.tensors if t.encoder)
 
     def part(self, tensor: PlannedTensor) -> Part:
         share = self._share(tensor)
