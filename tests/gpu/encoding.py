@@ -50,7 +50,7 @@ EXPECTED = DATA / "gpu-encode.json"
 ROWS, N, TOGETHER = 64, 2048, 8
 
 #: What libgguf's CUDA extension takes for 11008 x 4096 weights on an RTX 3090, ms; without importance, except of types
-#: that require one (docs/benchmarks.md and bench/cuda_quant_bench.py of hlky/libgguf 08a43366).
+#: that require one (hlky/libgguf 08a43366: its page of benchmarks, and `make_imatrix` of the script for them).
 LIBGGUF = {
     "Q4_0": 0.35, "Q8_0": 0.35, "Q3_K": 0.66, "Q6_K": 1.0, "Q5_K": 1.25, "Q4_K": 1.53, "MXFP4": 0.72, "NVFP4": 0.40,
     "IQ4_XS": 8.4, "IQ1_S": 14.8, "IQ1_M": 25.3, "IQ2_XXS": 31.5, "IQ2_XS": 88, "IQ3_XXS": 47, "IQ3_S": 33,
