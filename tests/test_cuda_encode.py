@@ -41,16 +41,18 @@ def on_device(memory: Memory, t: TensorType, x: np.ndarray, weights: np.ndarray,
 
 @pytest.mark.parametrize(("t", "ik"), ENCODERS, ids=named)
 def test_bytes_are_the_cpus(memory: Memory, t: TensorType, ik: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of rows of every awkward kind; lanes of the last block of threads idle, or blocks take three rows each.
+    """Of rows of every awkward kind; lanes of the last block of threads idle, or blocks take some rows each.
 
-    Searches take seconds: every third row of these, and where the shim's bytes are known, as PTX, every ninth.
+    Searches take seconds: every third row of these. As PTX, where the shim's bytes are known, three rows for each way.
     """
-    some = 1 if t not in SEARCHED else 9 if type(memory.device) is PTXDevice else 3
-    blocks = 1 if t in SEARCHED else 2 if FORMATS[t.name].grid else 3
+    searched, as_ptx = t in SEARCHED, type(memory.device) is PTXDevice
+    blocks = 1 if searched else 2 if FORMATS[t.name].grid else 3
     n = blocks * max(t.block, 32)
-    monkeypatch.setattr(trellis, "_WORK", 18 // some * trellis.trellis_room(t, 1, n) if t in SEARCHED else 0)
-    for weights in (NO_WEIGHTS, awkward_imatrix(n, 5)):
-        x = within_reach(t, awkward_rows(n, 5)[::some], weights)
+    at_once = 2 if as_ptx else 6
+    monkeypatch.setattr(trellis, "_WORK", at_once * trellis.trellis_room(t, 1, n) if searched else 0)
+    for i, weights in enumerate((NO_WEIGHTS, awkward_imatrix(n, 5))):
+        some = slice(None) if not searched else slice(9 * i, None, 18) if as_ptx else slice(None, None, 3)
+        x = within_reach(t, awkward_rows(n, 5)[some], weights)
         whose = "ik" if ik else None
         np.testing.assert_array_equal(on_device(memory, t, x, weights, ik), on_cpu(t, x, weights, whose))
 
