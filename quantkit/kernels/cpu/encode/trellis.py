@@ -7,12 +7,13 @@ possible, so it is not repeated here. This one:
 
 1. guesses the scale of 32 values from their fourth powers;
 2. finds the points near them for scales around the guess, either sign, either codebook: the more searches, and the
-   deeper, the more of a row's error these values make; where they make most of it, all points are ranked; and from the
-   points the error of 32 values as a curve over the scale, in long rows for some of them; IQ4_KT searches the better
-   codebook of either sign once more, where the curve is lowest;
-3. chooses the scale d of the row for which the levels of scales cost the least on all curves: the cheapest, or, where
+   deeper, the larger sum(w x x) is; and from the points the error of 32 values as a curve over the scale, in long rows
+   for some of them; IQ4_KT searches the better codebook of a sign once more, where the curve is lowest;
+3. searches more deeply for the values that make much of the row's error, by these curves, and ranks all points for
+   groups of them that do: where one value or one weight exceeds all others, a tree misses the best;
+4. chooses the scale d of the row for which the levels of scales cost the least on all curves: the cheapest, or, where
    few values make the error and curves say little, the best of many;
-4. chooses levels and points among those found, fits d to them, and again while the error falls; IQ3_KT and IQ4_KT
+5. chooses levels and points among those found, fits d to them, and again while the error falls; IQ3_KT and IQ4_KT
    search once more for the scales chosen.
 
 Source: ik_llama.cpp 8337e4cd3 iqk_quantize.cpp, QuantizerIQKT::set_weights and quantize_row_iq*_kt_impl.
@@ -140,8 +141,13 @@ def wide_levels(v):
 STEP, LOG2_STEP = 1.065, 0.0908534
 grid = make_constant(f32x16, [STEP ** (k - 7.5) for k in range(16)], "trellis_grid")
 
-#: Bytes of the curves of 32 values: for positive and for negative scales; each 16 errors, and room.
-CURVES = 256
+#: Bytes of the curves of 32 values: for positive and for negative scales; each 16 errors, room, at LEAST_OF the least
+#: with each codebook, at SCALE_OF its scale.
+CURVES, LEAST_OF, SCALE_OF = 256, 96, 104
+
+#: By how much of the least error the error of another sign and codebook may exceed it, to be looked at again: of rows
+#: for which one scale is tried, and of others.
+PATIENCE, MORE_PATIENCE = 0.25, 1e30
 
 
 @inline
@@ -298,8 +304,11 @@ def put_iq4_kt(block, b, level, book, x, q):
 
 # ---------------------------------------------------------------- rows
 
-#: Shares of a row's sum(w x x) from which 32 values are searched for more deeply, and all points are ranked for them.
-DEEP, HEAVY = 1 / 16, 2 / 5
+#: Ranges of scales, over the guess, for which all points are ranked, as many as are kept apart: where they end.
+ENDS = {3: (0.62, 0.85, 1.17, 1.6), 4: (0.62, 0.79, 1.0, 1.27, 1.6)}
+#: The share of a row's sum(w x x) from which 32 values are searched for more deeply; rows of so many values are short.
+#: By how much of the least error that of a sign and codebook may exceed it, for all points to be ranked for it.
+DEEP, SHORT, SCANNED = 1 / 16, 512, 1.0
 
 #: Bindings: points.search; how many slots of survivors one search fills, and there are; the bytes of those of 32 values
 #: for one sign and codebook.
@@ -324,38 +333,10 @@ def search_around(x, w, center, searches, lines, s, kept):
                 at *= F(1.25)
 
 
-#: Binding: points.scan.
-scan: Any = None
-
-
-@inline
-def scan_around(x, w, center, lines, s, kept, ratios):
-    """Keep the points nearest to 32 values for many scales around ``center``, either sign, either codebook."""
-    for side in range(signs):
-        for book in range(books):
-            to = kept + part * (side * books + book)
-            sign = F(1) if side == 0 else F(-1)
-            for k in range(slots - 1):
-                to_slot = to + 4 * points.SURVIVORS * k
-                scan(book, sign, sign / center, x, w, lines, s, to_slot, points.SURVIVORS * slots, ratios + 64 * k)
-
-
-@inline
-def _scanned_scales(ratios):
-    """Write guesses over the scales for which all points are ranked, times 128."""
-    ratio = F(128)
-    for _ in range(ratios.size // 2):
-        ratio *= F(1 / 1.0123)
-    for i in range(ratios.size):
-        ratios[i] = ratio
-        ratio *= F(1.0123)
-
-
-#: Bindings: ``search_around``, and deeper; ``scan_around``; searches of 32 values that weigh little, and that weigh
+#: Bindings: ``search_around``, and deeper; searches of 32 values that weigh little, and that weigh
 #: ``much`` times the mean; from ``very_much`` times the mean on, they are searched for more deeply.
 searched_around: Any = None
 deeply_searched: Any = None
-scanned: Any = None
 few = some = 1
 much, very_much = 2.0, 4.0
 #: Bindings: whether levels depend on the curve; whether the better codebook of either sign, where values were searched
@@ -363,7 +344,36 @@ much, very_much = 2.0, 4.0
 every_curve = again = False
 
 
-def survey(x, w, n, guesses, energies, lines, s, kept, curves, filled, ratios, step, counted):
+@inline
+def _curve_of(side, center, at, filled, first, curve):
+    """Return the errors of 32 values for 16 scales, the codebook and scale with the least; write each one's."""
+    least, lowest, better, scale = splat(f32x16, F(0)), F(3e38), 0, center
+    for book in range(books):
+        of = at + part * (side * books + book)
+        count = filled[first + side * books + book]
+        found = points.errors(of, groups, points.SURVIVORS * slots, count, grid() * center)
+        least = found if book == 0 else vmin(found, least)
+        store(curve, LEAST_OF + 4 * book, hmin(found))
+        if hmin(found) < lowest:
+            lowest, better, scale = hmin(found), book, center * extract(grid(), best_lane(found))
+    return least, better, scale
+
+
+@inline
+def _hopeful(energy, curves, patience):
+    """Return up to which error, less the energy, a sign and codebook of 32 values is looked at again."""
+    least = F(3e38)
+    for c in range(signs * books):
+        least = min(least, load(types.float32, curves, CURVES // 2 * (c // books) + LEAST_OF + 4 * (c % books)))
+    return least + max(energy + least, F(0)) * patience
+
+
+#: Bindings: ``_curve_of``, ``_hopeful``.
+curve_of: Any = None
+hopeful: Any = None
+
+
+def survey(x, w, n, guesses, energies, patience, lines, s, kept, curves, filled, step, counted):
     """Search for all values of a row; write how many slots are filled, and curves of errors.
 
     ``counted``: how many times one counts where the row's scale is chosen: one in ``step`` if it weighs little.
@@ -375,57 +385,143 @@ def survey(x, w, n, guesses, energies, lines, s, kept, curves, filled, ratios, s
     for b in range(n // 32):
         at, xb, wb, center = kept + part * signs * books * b, x + 128 * b, w + 128 * b, guesses[b]
         energy = np.float64(energies[b]) if center > F(0) else 0.0
-        count = slots - 1
-        if energy > HEAVY * total:
-            scanned(xb, wb, center, lines, s, at, ratios)
-        elif energy > min(DEEP * total, very_much * mean):
+        count, first = slots - 1, signs * books * b
+        if energy > min(DEEP * total, very_much * mean):
             deeply_searched(xb, wb, center, slots - 1, lines, s, at)
         else:
             searches = some if energy > much * mean else few
             count = searches * spread
             searched_around(xb, wb, center if center > F(0) else F(1), searches, lines, s, at)
         for c in range(signs * books):
-            filled[signs * books * b + c] = count
+            filled[first + c] = count
         # Few values that weigh much can make the error of a long row: all of them count.
         counted[b] = F(1) if energy > much * mean else F(step) if b % step == 0 else F(0)
         if counted[b] == F(0) and not every_curve:
             continue
+        of_block = curves + CURVES * b
         for side in range(signs):
-            least, lowest, better = splat(f32x16, F(0)), F(3e38), 0
-            for book in range(books):
-                of = at + part * (side * books + book)
-                found = points.errors(of, groups, points.SURVIVORS * slots, count, grid() * center)
-                least = found if book == 0 else vmin(found, least)
-                if hmin(found) < lowest:
-                    lowest, better, scale = hmin(found), book, center * extract(grid(), best_lane(found))
-            if again and count == spread and center > F(0):
+            least, _, scale = curve_of(side, center, at, filled, first, of_block + CURVES // 2 * side)
+            store(of_block, CURVES // 2 * side, least)
+            store(of_block, CURVES // 2 * side + SCALE_OF, scale)
+        if again and count == spread and center > F(0):
+            limit = hopeful(energies[b], of_block, patience)
+            for side in range(signs):
+                curve = of_block + CURVES // 2 * side
+                better = 1 if load(types.float32, curve, LEAST_OF + 4) < load(types.float32, curve, LEAST_OF) else 0
+                if load(types.float32, curve, LEAST_OF + 4 * better) > limit:
+                    continue
                 of, sign = at + part * (side * books + better), F(1) if side == 0 else F(-1)
                 search(
-                    better, sign, sign / scale, xb, wb, lines, s, of + 4 * points.SURVIVORS * spread,
-                    points.SURVIVORS * slots,
+                    better, sign, sign / load(types.float32, curve, SCALE_OF), xb, wb, lines, s,
+                    of + 4 * points.SURVIVORS * spread, points.SURVIVORS * slots,
                 )  # fmt: skip
-                filled[signs * books * b + side * books + better] += spread
+                filled[first + side * books + better] += spread
                 found = points.errors(of, groups, points.SURVIVORS * slots, 2 * spread, grid() * center)
-                least = vmin(found, least)
-            store(curves, CURVES * b + CURVES // 2 * side, least)
+                store(curve, 0, vmin(found, load(f32x16, curve, 0)))
+                store(curve, LEAST_OF + 4 * better, hmin(found))
+
+
+#: Bindings: points.scan; values of a group.
+scan: Any = None
+size = 0
+floats: Any = f32x8
 
 
 @inline
-def _best_level(guess, d, filled, first, kept, curves):
+def _error_left(b, energies, curves):
+    """Return about the error of 32 values with the scale that suits them."""
+    gain = hmin(load(f32x16, curves, CURVES * b))
+    if signs == 2:
+        gain = min(gain, hmin(load(f32x16, curves, CURVES * b + CURVES // 2)))
+    return np.float64(max(energies[b] + gain, F(0)))
+
+
+@inline
+def _errors_of_groups(x, w, side, book, scale, at, filled, errors):
+    """Write the errors of the groups of 32 values for a scale."""
+    of = at + part * (side * books + book)
+    for group in range(groups):
+        v = load(floats, x, 4 * size * group)
+        p, q, _ = points.pick(
+            of + 12 * points.SURVIVORS * slots * group, points.SURVIVORS * slots, filled[side * books + book], scale
+        )
+        errors[group] = hsum(v * v * load(floats, w, 4 * size * group)) + (scale * q - p) * scale
+
+
+#: Bindings: the functions above.
+error_left: Any = None
+errors_of_groups: Any = None
+#: Bindings: the shares of a row's error from which 32 values are searched for more deeply, and from which all points
+#: are ranked for a group of them; in short rows a ``short_part`` of both.
+much_error = heavy = 0.05
+short_part = 1.0
+
+
+def reinforce(x, w, n, guesses, energies, lines, s, kept, curves, filled, counted, errors):
+    """Search more deeply for values that make much of a row's error, and rank all points for groups of them."""
+    total, width = 0.0, points.SURVIVORS * slots
+    for b in range(n // 32):
+        if counted[b] > F(0) and guesses[b] > F(0):
+            total += np.float64(counted[b]) * error_left(b, energies, curves)
+    part_of = short_part * total if n <= SHORT else total
+    least_error, least_heavy = much_error * part_of, heavy * part_of
+    for b in range(n // 32):
+        if not (counted[b] > F(0) and guesses[b] > F(0) and error_left(b, energies, curves) > least_error):
+            continue
+        at, xb, wb, center = kept + part * signs * books * b, x + 128 * b, w + 128 * b, guesses[b]
+        first, lowest = signs * books * b, F(3e38)
+        for side in range(signs):
+            curve = curves + CURVES * b + CURVES // 2 * side
+            least, better, scale = curve_of(side, center, at, filled, first, curve)
+            if hmin(least) < lowest:
+                lowest = hmin(least)
+                errors_of_groups(xb, wb, side, better, scale, at, filled[first:], errors)
+        limit = hopeful(energies[b], curves + CURVES * b, F(SCANNED))
+        if filled[first : first + signs * books].min() < slots - 1:
+            deeply_searched(xb, wb, center, slots - 1, lines, s, at)
+        for c in range(signs * books):
+            filled[first + c] = slots - 1
+            inverse = (F(-1) if c >= books else F(1)) / center
+            if (
+                load(types.float32, curves, CURVES * b + CURVES // 2 * (c // books) + LEAST_OF + 4 * (c % books))
+                > limit
+            ):
+                continue
+            for group in range(groups):
+                if np.float64(errors[group]) > least_heavy:
+                    to, of = at + part * c + 12 * width * group, 4 * size * group
+                    scan(c % books, inverse, xb + of, wb + of, errors[group], lines, s, to, width, slots - 1)
+        for side in range(signs):
+            curve = curves + CURVES * b + CURVES // 2 * side
+            least, _, _ = curve_of(side, center, at, filled, first, curve)
+            store(curve, 0, least)
+
+
+#: Binding: whether more levels than the nearest ones are tried of values that were searched for deeply.
+widely = False
+
+
+@inline
+def _best_level(guess, energy, patience, d, filled, first, kept, curves):
     """Return the level of the scale of 32 values with the least error, and its sign and codebook as an index."""
     lowest, level, combination = F(3e38), F(0), 0
+    limit = hopeful(energy, curves, patience) if every_curve else F(0)
+    around = 1 if widely and filled[first : first + signs * books].min() == slots - 1 else 0
     for side in range(signs):
         sign = F(1) if side == 0 else F(-1)
         near = guess * extract(grid(), best_lane(load(f32x16, curves, CURVES // 2 * side)))
-        levels = levels_near(sign * near / d)
-        scales = levels * (d * sign)
         for book in range(books):
+            if every_curve and load(types.float32, curves, CURVES // 2 * side + LEAST_OF + 4 * book) > limit:
+                continue
             of = kept + part * (side * books + book)
             count = filled[first + side * books + book]
-            found = points.errors(of, groups, points.SURVIVORS * slots, count, vmax(scales, F(0)))
-            found = select(scales < F(0), F(3e38), found)
-            if hmin(found) < lowest:
-                lowest, level, combination = hmin(found), extract(levels, best_lane(found)), side * books + book
+            for k in range(-around, around + 1):
+                levels = levels_near(sign * near / d + F(16 * k))
+                scales = levels * (d * sign)
+                found = points.errors(of, groups, points.SURVIVORS * slots, count, vmax(scales, F(0)))
+                found = select(scales < F(0), F(3e38), found)
+                if hmin(found) < lowest:
+                    lowest, level, combination = hmin(found), extract(levels, best_lane(found)), side * books + book
     return level, combination
 
 
@@ -434,7 +530,9 @@ best_level: Any = None
 polished = False
 
 
-def choose(x, w, n, d, first, last, guesses, curves, lines, s, kept, filled, levels, combinations, places):
+def choose(
+    x, w, n, d, first, last, guesses, energies, patience, curves, lines, s, kept, filled, levels, combinations, places
+):
     """Choose levels and points for a row's scale d; return sum(w q x) and sum(w q q), q in units of d.
 
     ``first``: of the row: search again where the scale is far from the guess; ``last``: search for the scale chosen.
@@ -444,13 +542,16 @@ def choose(x, w, n, d, first, last, guesses, curves, lines, s, kept, filled, lev
     for b in range(n // 32):
         at, xb, wb = kept + part * signs * books * b, x + 128 * b, w + 128 * b
         begin = signs * books * b
-        level, combination = best_level(guesses[b], d, filled, begin, at, curves + CURVES * b)
+        level, combination = best_level(guesses[b], energies[b], patience, d, filled, begin, at, curves + CURVES * b)
         scale = abs(level * d)
         if first and (scale > F(1.65) * guesses[b] or scale < F(0.6) * guesses[b]) and scale > F(0):
-            for c in range(begin, begin + signs * books):
-                filled[c] = 1
+            for c in range(signs * books):
+                filled[begin + c] = 1
+                store(curves, CURVES * b + CURVES // 2 * (c // books) + LEAST_OF + 4 * (c % books), F(0))
             deeply_searched(xb, wb, scale, 1, lines, s, at)
-            level, combination = best_level(guesses[b], d, filled, begin, at, curves + CURVES * b)
+            level, combination = best_level(
+                guesses[b], energies[b], patience, d, filled, begin, at, curves + CURVES * b
+            )
             scale = abs(level * d)
         levels[b], combinations[b] = level, combination
         of, count = at + part * combination, filled[begin + combination]
@@ -478,6 +579,7 @@ def write(x, n, levels, combinations, places, indices, out):
 
 #: Bindings of ``encode``: the functions above; bytes of a block; lines of families, or of cells, to rank.
 row_surveyed: Any = None
+row_reinforced: Any = None
 row_scales: Any = None
 levels_chosen: Any = None
 put: Any = None
@@ -532,10 +634,8 @@ def encode(x, weights, out, row0, row1, lines_of_points, lines_of_cells, lines_o
     curves, filled = np.zeros(count * (CURVES // 4) + 16, np.float32), np.empty(count * signs * books, np.int64)
     kept = np.empty(count * part * signs * books + 64, np.uint8)
     levels, combinations = np.empty((2, count), np.float32), np.empty((2, count), np.int64)
-    scales, costs = np.empty(64, np.float32), np.empty(64, np.float32)
+    scales, costs, errors = np.empty(64, np.float32), np.empty(64, np.float32), np.empty(8, np.float32)
     places, scratch = np.empty((2, count, 8), np.int32), np.zeros(points.SCRATCH + 128, np.uint8)
-    ratios = np.empty(16 * (slots - 1), np.float32)
-    _scanned_scales(ratios)
     for i in range(books * lines_ranked):
         store(address(scratch), points.LINES + 4 * i, I32(i))
     store(address(scratch), points.ONE, 1)
@@ -555,10 +655,9 @@ def encode(x, weights, out, row0, row1, lines_of_points, lines_of_cells, lines_o
         for b in range(count):
             energies[b] = _energy(px + 128 * b, pw + 128 * b)
         tries = _attempts(energies)
-        step = 1 if tries > 1 else max(count // 32, 1)
-        row_surveyed(
-            px, pw, n, guesses, energies, lines, s, found, address(curves), filled, address(ratios), step, counted
-        )
+        step, patience = 1 if tries > 1 else max(count // 32, 1), F(MORE_PATIENCE if tries > 1 else PATIENCE)
+        row_surveyed(px, pw, n, guesses, energies, patience, lines, s, found, address(curves), filled, step, counted)
+        row_reinforced(px, pw, n, guesses, energies, lines, s, found, address(curves), filled, counted, errors)
         row_scales(guesses, address(curves), count, counted, address(scales), address(costs))
         best, scale, at = -1.0, 0.0, 0
         for attempt in range(tries):
@@ -568,8 +667,8 @@ def encode(x, weights, out, row0, row1, lines_of_points, lines_of_cells, lines_o
             d, before, costs[cheapest] = scales[cheapest], -1.0, F(0)
             for k in range(3 if tries > 1 else least_fits):
                 qx, q2 = levels_chosen(
-                    px, pw, n, d, attempt + k == 0, False, guesses, address(curves), lines, s, found, filled,
-                    levels[at], combinations[at], places[at],
+                    px, pw, n, d, attempt + k == 0, False, guesses, energies, patience, address(curves), lines,
+                    s, found, filled, levels[at], combinations[at], places[at],
                 )  # fmt: skip
                 gain = qx * qx / q2 if q2 > 0 else 0.0
                 if gain > best:
@@ -579,8 +678,8 @@ def encode(x, weights, out, row0, row1, lines_of_points, lines_of_cells, lines_o
                 d, before = F(qx / q2), gain
         if best >= 0.0:
             qx, q2 = levels_chosen(
-                px, pw, n, F(scale), False, True, guesses, address(curves), lines, s, found, filled,
-                levels[at], combinations[at], places[at],
+                px, pw, n, F(scale), False, True, guesses, energies, patience, address(curves), lines,
+                s, found, filled, levels[at], combinations[at], places[at],
             )  # fmt: skip
             if q2 > 0 and qx * qx / q2 > best:
                 scale, at = qx / q2, 1 - at
@@ -655,12 +754,13 @@ def _search(
     )  # fmt: skip
 
 
-def _scan(name: str, count: int, size: int, bias: int) -> Any:
+def _scan(name: str, count: int, size: int, bias: int, ends: tuple[float, ...]) -> Any:
     """Return ``points.scan`` for codebooks of ``count`` points."""
-    ranks, lines = _ranks(name, size, bias, False), count // 16
-    four = specialize(points.scan4, name, helper, all_lines=lines, **_bound(ranks, "query_of", "fine_sums"))
+    ranks = _ranks(name, size, bias, False)
+    kinds = _bound(ranks, "query_of", "fine_sums")
+    ranked = specialize(points.rank_all, name, helper, all_lines=count // 16, ends=ends, **kinds)
     return specialize(
-        points.scan, name, helper, all_lines=lines, scan_four=four, query_prepared=ranks["query_prepared"],
+        points.scan, name, helper, all_lines=count // 16, all_ranked=ranked, query_prepared=ranks["query_prepared"],
         **_rated(name, size, bias, 1),
     )  # fmt: skip
 
@@ -670,6 +770,7 @@ def _encoder(
     largest: int, depths: tuple[int, int], deep: tuple[int, int], searches: tuple[int, int, int],
     coarse: bool = False, again: bool = False, much: float = 2.0, very_much: float = 4.0, spread: int = 1,
     polished: bool = False, signs: int = 2, books: int = 1, stretch: float = 1.0,
+    more_deeply: dict[str, float],
 ) -> Encoder:  # fmt: skip
     """Return the encoder of a type: codebooks of ``count`` points; the functions and numbers that differ.
 
@@ -682,11 +783,20 @@ def _encoder(
     search, deep_search = (_search(suffix, count, size, bias, d, c) for d, c in ((depths, coarse), (deep, False)))
     around = _search(suffix, count, size, bias, depths, coarse, spread)
     deeply_searched = specialize(search_around, f"{suffix}_deeply", search=deep_search, **sides)
+    curves, every_curve = specialize(_curve_of, suffix, **shared), again or levels is wide_levels
+    likely = specialize(_hopeful, suffix, signs=signs, books=books)
     surveyed = specialize(
-        survey, suffix, helper, deeply_searched=deeply_searched, **shared, few=searches[0], some=searches[1],
+        survey, suffix, helper, deeply_searched=deeply_searched, curve_of=curves, **shared,
+        few=searches[0], some=searches[1],
         searched_around=specialize(search_around, suffix, search=around, spread=spread, **sides), spread=spread,
-        scanned=specialize(scan_around, suffix, scan=_scan(suffix, count, size, bias), **sides),
-        much=much, very_much=very_much, every_curve=again or levels is wide_levels, again=again, search=around,
+        much=much, very_much=very_much, every_curve=every_curve, hopeful=likely, again=again, search=around,
+    )  # fmt: skip
+    reinforced = specialize(
+        reinforce, suffix, helper, scan=_scan(suffix, count, size, bias, ENDS[slots - 1]), size=size,
+        error_left=specialize(_error_left, suffix, signs=signs), deeply_searched=deeply_searched, curve_of=curves,
+        **more_deeply, hopeful=likely, errors_of_groups=specialize(
+            _errors_of_groups, suffix, size=size, floats=f32x8 if size == 8 else f32x4, **shared
+        ), **shared,
     )  # fmt: skip
     cost = specialize(
         cost_of_wide if levels is wide_levels else cost_of_levels, suffix, helper, levels_near=levels, signs=signs
@@ -694,11 +804,15 @@ def _encoder(
     chosen = specialize(
         choose, suffix, helper, deeply_searched=deeply_searched, polished=polished,
         search=search if coarse else deep_search, **shared,
-        best_level=specialize(_best_level, suffix, levels_near=levels, **shared),
+        best_level=specialize(
+            _best_level, suffix, levels_near=levels, every_curve=every_curve, hopeful=likely,
+            widely=levels is wide_levels, **shared,
+        ),
     )  # fmt: skip
     encode_rows: Callable[..., None] = specialize(
         encode, suffix, kernel, **sides, magnitudes=signs == 1, stretch=stretch,
-        least_fits=1 if coarse else 2, least_tries=2 if signs == 1 else 1, row_surveyed=surveyed, levels_chosen=chosen,
+        least_fits=1 if coarse else 2, least_tries=2 if signs == 1 else 1, row_surveyed=surveyed,
+        row_reinforced=reinforced, levels_chosen=chosen,
         row_scales=specialize(rate_row_scales, suffix, helper, cost_of=cost, largest=F(largest), signs=signs),
         write=specialize(write, suffix, put=put, block_bytes=BY_NAME[name].block_bytes, books=books, groups=32 // size),
         lines_ranked=count // 4096 if depths[0] else count // 256,
@@ -714,19 +828,24 @@ def _encoder(
     return encode_type
 
 
+#: What ``reinforce`` is bound to: the fewer bits, the less one value can make the error of a row.
+LARGE_ERRORS = {"much_error": 0.05, "heavy": 0.05, "short_part": 1.0}
+SMALL_ERRORS = {"much_error": 0.03, "heavy": 0.015, "short_part": 1 / 3}
+
 encode_iq1_kt = _encoder(
     "IQ1_KT", 8192, 8, put_iq1_kt, codebook_levels, largest=127, depths=(0, 3), deep=(0, 4), searches=(1, 3, 3),
     coarse=True, very_much=8.0, stretch=1.07,
+    more_deeply=LARGE_ERRORS,
 )  # fmt: skip
 encode_iq2_kt = _encoder(
     "IQ2_KT", 65536, 8, put_iq2_kt, codebook_levels, largest=127, depths=(2, 3), deep=(3, 4), searches=(1, 2, 3),
-    coarse=True, much=3.0, very_much=8.0,
+    coarse=True, much=3.0, very_much=8.0, more_deeply=LARGE_ERRORS,
 )  # fmt: skip
 encode_iq3_kt = _encoder(
-    "IQ3_KT", 65536, 8, put_iq3_kt, small_levels, largest=15, depths=(2, 3), deep=(3, 4), searches=(2, 2, 4),
-    spread=2, polished=True, signs=1, very_much=2.0,
+    "IQ3_KT", 65536, 8, put_iq3_kt, small_levels, largest=15, depths=(2, 4), deep=(3, 4), searches=(2, 2, 4),
+    spread=2, polished=True, signs=1, very_much=2.0, more_deeply=SMALL_ERRORS,
 )  # fmt: skip
 encode_iq4_kt = _encoder(
     "IQ4_KT", 32768, 4, put_iq4_kt, wide_levels, largest=64, depths=(2, 2), deep=(2, 3), searches=(1, 2, 4),
-    spread=2, polished=True, books=2, again=True,
+    spread=2, polished=True, books=2, again=True, more_deeply=SMALL_ERRORS,
 )  # fmt: skip

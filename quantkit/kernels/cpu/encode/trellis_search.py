@@ -9,8 +9,8 @@ Q = sum(w v v). A search for one d (*center*):
    centers in 8): the best of each lane remains, or the best for two scales around d;
 3. computes P and Q of these in f32. Any scale, the best of them for it: three operations a point.
 
-A scan ranks all points, for 16 scales: where the weights of 8 values differ a lot, as beside outliers, a tree loses the
-best point.
+A scan ranks all points, each by its error with the scale of a range that suits it best, for three or four ranges: where
+the weights of 8 values differ a lot, as beside outliers, a tree loses the best point.
 
 Rounding disturbs the order of points by some percent of the error; few points are that near to the best one, and the
 best one is among those that remain. Integers and the fixed order of f32 operations give the same points on every CPU.
@@ -30,7 +30,6 @@ from quantkit.kernels.cpu.core.simd import (
     convert,
     dot2,
     dot4,
-    extract,
     f32x4,
     f32x8,
     f32x16,
@@ -97,6 +96,15 @@ def prepare_coarse(y, weights, s):
     a = vmax(vmin(convert(f32x8, u) * y * F(-1 / 32), largest), -largest)
     store(s, QUERY, convert(i8x8, nearest_int(a)))
     store(s, QUERY + 8, convert(i8x8, u))
+
+
+@inline
+def fine_factor(y, weights):
+    """Return what the weights of a fine query are over weights."""
+    ay = weights * vabs(y)
+    top = max(hsum(weights * F(15876) + ay * F(320)) * F(1 / 2.0e9), hmax(weights) * F(1 / 32000))
+    top = max(top, hmax(ay) * F(1 / 64 / 32000))
+    return F(1) / top if top > F(1e-33) else F(0)
 
 
 #: Binding of ``prepare_both``.
@@ -338,53 +346,61 @@ def search(book, sign, inverse, x, w, lines, s, kept, width):
         points_rated(x + at, w + at, s + PART * group, sign, kept + 12 * width * group, width)
 
 
-#: Bindings of ``scan``: all lines of a codebook.
+#: Bindings of ``rank_all``: all lines of a codebook; where ranges of scales end, over the scale given: three or four.
 all_lines = 0
+ends: tuple[float, ...] = (0.62, 0.79, 1.0, 1.27, 1.6)
 
-
-def scan4(lines, first, ratios, s, to):
-    """List the nearest point for each of 4 scales, of ``ratios`` to that of the query: f32 at an address."""
-    query = query_of(s)
-    a = b = c = d = splat(f32x16, F(3e38))
-    at_a = at_b = at_c = at_d = splat(i32x16, 0)
-    ra, rb = load(types.float32, ratios, 0), load(types.float32, ratios, 4)
-    rc, rd = load(types.float32, ratios, 8), load(types.float32, ratios, 12)
-    for number in range(first, first + all_lines):
-        p, q = fine_sums(lines, number, query)
-        pf, qf, place = convert(f32x16, p), convert(f32x16, q), splat(i32x16, number)
-        t = qf + pf * ra
-        at_a, a = select(t < a, place, at_a), vmin(t, a)
-        t = qf + pf * rb
-        at_b, b = select(t < b, place, at_b), vmin(t, b)
-        t = qf + pf * rc
-        at_c, c = select(t < c, place, at_c), vmin(t, c)
-        t = qf + pf * rd
-        at_d, d = select(t < d, place, at_d), vmin(t, d)
-    _nearest(a, at_a, s, to)
-    _nearest(b, at_b, s, to + 4)
-    _nearest(c, at_c, s, to + 8)
-    _nearest(d, at_d, s, to + 12)
+#: What the error that is known counts as, and the largest.
+KNOWN, WORST = 1 << 15, (1 << 31 - NUMBER) - 1
 
 
 @inline
-def _nearest(found, at, s, to):
-    lane = best_lane(found)
-    store(s, to, I32((extract(at, lane) << 4) | lane))
+def _within(p, q, suits, least, most, energy, factor, number):
+    """Return the errors of a line of 16 points with the scale of a range that suits each best, ranked."""
+    ratio = vmax(vmin(suits, F(most)), F(least))
+    error = (energy + (p + q * ratio) * ratio) * factor
+    return (nearest_int(vmin(vmax(error, F(0)), F(WORST))) << NUMBER) | number
 
 
-#: Binding of ``scan``.
-scan_four: Any = None
+def rank_all(lines, first, energy, known, s, to):
+    """Rank all points for each range of scales, by their error with the best of these; list the best of each lane."""
+    query = query_of(s)
+    a = b = c = d = splat(i32x16, MOST)
+    factor = F(KNOWN) / known
+    for number in range(first, first + all_lines):
+        p, q = fine_sums(lines, number, query)
+        pf, qf = convert(f32x16, p) * F(128), convert(f32x16, q)
+        suits = pf * F(-0.5) / (qf + F(1))
+        a = vmin(_within(pf, qf, suits, ends[0], ends[1], energy, factor, number), a)
+        b = vmin(_within(pf, qf, suits, ends[1], ends[2], energy, factor, number), b)
+        c = vmin(_within(pf, qf, suits, ends[2], ends[3], energy, factor, number), c)
+        if len(ends) > 4:
+            d = vmin(_within(pf, qf, suits, ends[-2], ends[-1], energy, factor, number), d)
+    _list(a, s, to)
+    _list(b, s, to + 64)
+    _list(c, s, to + 128)
+    if len(ends) > 4:
+        _list(d, s, to + 192)
 
 
-def scan(book, sign, inverse, x, w, lines, s, kept, width, ratios):
-    """Keep, as ``search`` does, the nearest of all points for each of 16 scales of 1 / (|inverse| * ratio)."""
-    for group in range(32 // size):
-        at, t = 4 * size * group, s + PART * group
-        query_prepared(load(floats, x, at) * inverse, load(floats, w, at), t)
-        for i in range(0, 64, 16):
-            scan_four(lines[0], book * all_lines, ratios + i, t, POINTS + i)
-        points_gathered(lines[0], t)
-        points_rated(x + at, w + at, t, sign, kept + 12 * width * group, width)
+#: Bindings of ``scan``.
+all_ranked: Any = None
+
+
+def scan(book, inverse, x, w, error, lines, s, kept, width, count):
+    """Keep, as ``search`` does for one group, the best of all points, of each lane, for ``count`` ranges of scales.
+
+    ``error``: about that of the group.
+    """
+    y, weights, sign = load(floats, x, 0) * inverse, load(floats, w, 0), F(-1) if inverse < F(0) else F(1)
+    query_prepared(y, weights, s)
+    factor = fine_factor(y, weights)
+    known = F(error) * inverse * inverse * factor
+    all_ranked(lines[0], book * all_lines, hsum(y * y * weights) * factor, known, s, FAMILIES)
+    for k in range(count):
+        store(s, POINTS, load(i32x16, s, FAMILIES + 64 * k))
+        points_gathered(lines[0], s)
+        points_rated(x, w, s, sign, kept + 4 * SURVIVORS * k, width)
 
 
 @inline

@@ -34,8 +34,8 @@ CODEBOOKS = {
     "IQ3_KT": Points(65536, 8, magnitudes=True),
     "IQ4_KT": Points(32768, 4, books=2),
 }
-#: Scales at which errors are known, over a guess; scales for which all points are ranked, 16 for each slot at most.
-_STEP, _SCANNED, _SCANS = 1.065, 1.0123, {"IQ1_KT": 48, "IQ2_KT": 48, "IQ3_KT": 64, "IQ4_KT": 64}
+#: Scales at which errors are known, over a guess: each over the one before.
+_STEP = 1.065
 
 
 class Codebook(NamedTuple):
@@ -46,7 +46,6 @@ class Codebook(NamedTuple):
     families: Any
     indices: Any
     grid: Any
-    ratios: Any
 
 
 def _points(lines: npt.NDArray[np.uint8], size: int, bias: int, wide: bool) -> npt.NDArray[np.int8]:
@@ -65,15 +64,8 @@ def codebook_arrays(name: str) -> Codebook:
     count, size, magnitudes, books = CODEBOOKS[name]
     of, bias = trellis_codebook.codebook(count, size, magnitudes, books), 0 if magnitudes else 126
     grid = np.array([_STEP ** (k - 7.5) for k in range(16)], np.float32)
-    ratios = np.empty(_SCANS[name], np.float32)
-    ratio = np.float32(128)
-    for _ in range(ratios.size // 2):
-        ratio *= np.float32(1 / _SCANNED)
-    for i in range(ratios.size):
-        ratios[i] = ratio
-        ratio *= np.float32(_SCANNED)
     cells, families = (_points(lines, size, bias, False) for lines in (of.cells, of.families))
-    return Codebook(_points(of.points, size, bias, size == 4), cells, families, of.indices, grid, ratios)
+    return Codebook(_points(of.points, size, bias, size == 4), cells, families, of.indices, grid)
 
 
 _on_device: WeakKeyDictionary[Device, dict[str, Codebook]] = WeakKeyDictionary()

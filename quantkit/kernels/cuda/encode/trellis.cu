@@ -11,7 +11,7 @@ struct trellis_args {
     uint8_t *out, *work;
     const uint8_t *points, *cells, *families;
     const int32_t* indices;
-    const float *grid, *ratios;
+    const float* grid;
     int64_t rows, n, room;
 };
 
@@ -57,6 +57,28 @@ INLINE void sum_energies(const TrellisRow<ENCODER>& row, Shared& s) {
     s.sums[0] = total;
     s.tries = min(max((int)(500.0 * share * (share + 0.08)), ENCODER::TRIES), 64);
     s.step = s.tries > 1 ? 1 : max(row.count / 32, 1);
+}
+
+// By how much of the least error that of another sign and codebook may exceed it, to be looked at again.
+INLINE float patience_of(const Shared& s) { return s.tries > 1 ? 1e30f : 0.25f; }
+
+// Search more deeply for what makes much of the row's error.
+INLINE void reinforce_row(const TrellisRow<ENCODER>& row, const Codebook& codebook, Shared& s) {
+    const int warp = (int)threadIdx.x / 32;
+    for (int b = warp; b < row.count; b += WARPS)
+        if (ENCODER::counts(row, b)) ENCODER::find_gain(row, b);
+    __syncthreads();
+    if (threadIdx.x == 0) {
+        double total = 0;
+        for (int b = 0; b < row.count; b++)
+            if (ENCODER::counts(row, b)) total = total + (double)row.counted(b) * ENCODER::error_left(row, b);
+        s.sums[1] = total;
+    }
+    __syncthreads();
+    const double total = s.sums[1];
+#pragma unroll 1
+    for (int b = warp; b < row.count; b += WARPS) ENCODER::reinforce(row, codebook, b, total);
+    __syncthreads();
 }
 
 // Write 64 scales that the row may have, and what they cost.
@@ -149,7 +171,8 @@ INLINE double fit_row(const TrellisRow<ENCODER>& row, const Codebook& codebook, 
             if (threadIdx.x == 0) s.cost[cheapest] = 0;
         }
 #pragma unroll 1
-        for (int b = warp; b < row.count; b += WARPS) ENCODER::choose(row, codebook, b, d, attempt + fit == 0, last, at);
+        for (int b = warp; b < row.count; b += WARPS)
+            ENCODER::choose(row, codebook, b, d, patience_of(s), attempt + fit == 0, last, at);
         __syncthreads();
         sum_choices(row, at, s);
         const double qx = (d > 0 ? 0.5 : -0.5) * s.sums[0], q2 = s.sums[1], gain = q2 > 0 ? qx * qx / q2 : 0.0;
@@ -172,7 +195,7 @@ KERNEL(trellis, 512) {
     __shared__ Shared s;
     const int warp = (int)threadIdx.x / 32;
     const TrellisRow<ENCODER> row(a.work + blockIdx.x * a.room, a.n);
-    const Codebook codebook = {a.points, a.cells, a.families, a.indices, a.grid, a.ratios};
+    const Codebook codebook = {a.points, a.cells, a.families, a.indices, a.grid};
     const int64_t row_bytes = 4 + a.n / 256 * ENCODER::BYTES;
     const float heaviest = a.importance ? largest_of_all(a.importance, a.n, s.tops) : 0.0f;
     const double top_weight = heaviest > 0 ? heaviest : 1.0;
@@ -206,8 +229,9 @@ KERNEL(trellis, 512) {
         __syncthreads();
         const double total = s.sums[0], mean = total * 32 / (double)a.n;
 #pragma unroll 1
-        for (int b = warp; b < row.count; b += WARPS) ENCODER::survey(row, codebook, b, total, mean, s.step);
+        for (int b = warp; b < row.count; b += WARPS) ENCODER::survey(row, codebook, b, total, mean, s.step, patience_of(s));
         __syncthreads();
+        reinforce_row(row, codebook, s);
         rate_row_scales(row, codebook, top, s);
         int at;
         const double scale = fit_row(row, codebook, s, at);

@@ -37,6 +37,9 @@ template <class T> struct TrellisRow {
     __device__ __forceinline__ float* p(int b) const { return part(103 + 2 * T::GROUPS) + T::GROUPS * b; }
     __device__ __forceinline__ float* q(int b) const { return part(103 + 3 * T::GROUPS) + T::GROUPS * b; }
     __device__ __forceinline__ int* filled(int b) const { return (int*)part(103 + 4 * T::GROUPS) + T::SIDES * b; }
+    // The least error of each sign and codebook; the least of both curves.
+    __device__ __forceinline__ float* least(int b) const { return part(103 + 4 * T::GROUPS + T::SIDES) + T::SIDES * b; }
+    __device__ __forceinline__ float& gain(int b) const { return part(103 + 4 * T::GROUPS + 2 * T::SIDES)[b]; }
 
     __device__ __forceinline__ float* kept_of(int b, int side_and_book) const {
         return kept + (int64_t)b * T::KEPT + side_and_book * (T::KEPT / T::SIDES);
@@ -171,27 +174,41 @@ template <class TYPE, int COUNT, int SIZE_, int SIGNS_, int BOOKS_, int SEARCHES
         }
     }
 
-    STATIC_INLINE void scan_around(const TrellisRow<TYPE>& row, const Codebook& codebook, int b, float center) {
+    // Up to which error, less the energy, a sign and codebook of 32 values is looked at again.
+    STATIC_INLINE float hopeful(const TrellisRow<TYPE>& row, int b, float patience) {
+        float least = NOTHING_FOUND;
+        for (int c = 0; c < SIDES; c++) least = lesser(least, row.least(b)[c]);
+        return least + greater(row.energy(b) + least, 0.0f) * patience;
+    }
+
+    // The errors of 32 values for 16 scales; the codebook with the least, and the lane. Writes the least of each.
+    STATIC_INLINE float curve_of(const TrellisRow<TYPE>& row, int b, int side, float of_grid, int& better, int& where) {
+        float least = 0, lowest = NOTHING_FOUND;
+        better = where = 0;
 #pragma unroll 1
-        for (int c = 0; c < SIDES; c++) {
-            const float sign = c < BOOKS ? 1.0f : -1.0f;
-#pragma unroll 1
-            for (int k = 0; k < SLOTS - 1; k++)
-                scan_points<SIZE, POINTS, WIDTH>(codebook, c % BOOKS, sign, sign / center, row.x(b), row.w(b), row.kept_of(b, c),
-                                                 SURVIVORS * k, codebook.ratios + 16 * k);
+        for (int book = 0; book < BOOKS; book++) {
+            const int c = side * BOOKS + book;
+            const float found = errors(row.kept_of(b, c), row.filled(b)[c], of_grid), best = least_of_16(found);
+            least = book ? lesser(found, least) : found;
+            if (me() == 0) row.least(b)[c] = best;
+            if (best < lowest) {
+                lowest = best;
+                better = book;
+                where = first_with(best, found);
+            }
         }
+        return least;
     }
 
     // Search for the b-th 32 values of a row; write how many slots are filled, and curves of errors. total: of the energies;
     // step: one in so many counts where it weighs little.
-    STATIC_INLINE void survey(const TrellisRow<TYPE>& row, const Codebook& codebook, int b, double total, double mean, int step) {
+    STATIC_INLINE void survey(const TrellisRow<TYPE>& row, const Codebook& codebook, int b, double total, double mean, int step,
+                              float patience) {
         const float center = row.guess(b);
         const double energy = center > 0 ? row.energy(b) : 0.0, much = TYPE::VERY_MUCH * mean;
         const double deep = total * (1.0 / 16);
         int slots = SLOTS - 1;
-        if (energy > (2.0 / 5) * total) {
-            scan_around(row, codebook, b, center);
-        } else if (energy > (much < deep ? much : deep)) {
+        if (energy > (much < deep ? much : deep)) {
             search_around<typename TYPE::Deep>(row, codebook, b, center, SLOTS - 1);
         } else {
             const int searches = energy > TYPE::MUCH * mean ? TYPE::SOME : TYPE::FEW;
@@ -202,51 +219,124 @@ template <class TYPE, int COUNT, int SIZE_, int SIGNS_, int BOOKS_, int SEARCHES
         if (me() < SIDES) row.filled(b)[me()] = slots;
         if (me() == 0) row.counted(b) = counted;
         if (counted == 0 && !TYPE::EVERY_CURVE) return;
+        __syncwarp();
         const float of_grid = codebook.grid[lane_of_16()] * center;
-#pragma unroll 1
+        float scale_of[SIGNS];
+#pragma unroll
         for (int side = 0; side < SIGNS; side++) {
-            float least = 0, lowest = NOTHING_FOUND;
-            int better = 0, where = 0;
-#pragma unroll 1
-            for (int book = 0; book < BOOKS; book++) {
-                const float found = errors(row.kept_of(b, side * BOOKS + book), slots, of_grid), best = least_of_16(found);
-                least = book ? lesser(found, least) : found;
-                if (best < lowest) {
-                    lowest = best;
-                    better = side * BOOKS + book;
-                    where = first_with(best, found);
-                }
-            }
-            if constexpr (TYPE::AGAIN) {
-                if (slots == TYPE::Around::spread && center > 0) {
-                    if (lowest == NOTHING_FOUND) better = side * BOOKS;
-                    float* kept = row.kept_of(b, better);
-                    search<typename TYPE::Around>(codebook, better % BOOKS, side ? -1.0f : 1.0f, center * codebook.grid[where],
-                                                  row.x(b), row.w(b), kept, slots);
-                    if (me() == 0) row.filled(b)[better] += slots;
-                    least = lesser(errors(kept, 2 * slots, of_grid), least);
-                }
-            }
+            int better, where;
+            const float least = curve_of(row, b, side, of_grid, better, where);
+            scale_of[side] = center * codebook.grid[where];
             if (me() < 16) row.curves(b)[16 * side + me()] = least;
+        }
+        __syncwarp();
+        if constexpr (TYPE::AGAIN) {
+            if (slots != TYPE::Around::spread || !(center > 0)) return;
+            const float limit = hopeful(row, b, patience);
+#pragma unroll
+            for (int side = 0; side < SIGNS; side++) {
+                const float* least = row.least(b) + side * BOOKS;
+                const int better = least[BOOKS - 1] < least[0] ? BOOKS - 1 : 0, c = side * BOOKS + better;
+                if (least[better] > limit) continue;
+                float* kept = row.kept_of(b, c);
+                search<typename TYPE::Around>(codebook, better, side ? -1.0f : 1.0f, scale_of[side], row.x(b), row.w(b), kept,
+                                              slots);
+                const float found = errors(kept, 2 * slots, of_grid), lowest = least_of_16(found);
+                if (me() == 0) {
+                    row.filled(b)[c] += slots;
+                    row.least(b)[c] = lowest;
+                }
+                if (me() < 16) row.curves(b)[16 * side + me()] = lesser(found, row.curves(b)[16 * side + me()]);
+            }
         }
     }
 
+    // Write the least of the curves of 32 values.
+    STATIC_INLINE void find_gain(const TrellisRow<TYPE>& row, int b) {
+        float gain = least_of_16(row.curves(b)[lane_of_16()]);
+        if (SIGNS == 2) gain = lesser(gain, least_of_16(row.curves(b)[16 + lane_of_16()]));
+        if (me() == 0) row.gain(b) = gain;
+    }
+    STATIC_INLINE bool counts(const TrellisRow<TYPE>& row, int b) { return row.counted(b) > 0 && row.guess(b) > 0; }
+    STATIC_INLINE double error_left(const TrellisRow<TYPE>& row, int b) {
+        return (double)greater(row.energy(b) + row.gain(b), 0.0f);
+    }
+
+    // Search more deeply for 32 values that make much of a row's error, and rank all points for groups of them.
+    STATIC_INLINE void reinforce(const TrellisRow<TYPE>& row, const Codebook& codebook, int b, double total) {
+        const double part = row.count <= 512 / 32 ? TYPE::SHORT_PART * total : total, heavy = TYPE::HEAVY * part;
+        if (!(counts(row, b) && error_left(row, b) > TYPE::MUCH_ERROR * part)) return;
+        const float center = row.guess(b), of_grid = codebook.grid[lane_of_16()] * center;
+        float lowest = NOTHING_FOUND, error = 0;
+#pragma unroll 1
+        for (int side = 0; side < SIGNS; side++) {
+            int better, where;
+            const float least = least_of_16(curve_of(row, b, side, of_grid, better, where));
+            if (!(least < lowest)) continue;
+            lowest = least;
+            const float scale = center * codebook.grid[where];
+            const int c = side * BOOKS + better;
+            pick_points<GROUPS, WIDTH>(row.kept_of(b, c), row.filled(b)[c], scale, row.p(b), row.q(b), row.places(0, b));
+            __syncwarp();
+            if (me() < GROUPS) {
+                float v[SIZE], weight[SIZE];
+                load_values<SIZE>(row.x(b) + SIZE * me(), v);
+                load_values<SIZE>(row.w(b) + SIZE * me(), weight);
+#pragma unroll
+                for (int i = 0; i < SIZE; i++) v[i] = v[i] * v[i] * weight[i];
+                error = tree_sum<SIZE>(v) + (scale * row.q(b)[me()] - row.p(b)[me()]) * scale;
+            }
+            __syncwarp();
+        }
+        __syncwarp();
+        const float limit = hopeful(row, b, 1.0f);
+        int filled = SLOTS;
+        for (int c = 0; c < SIDES; c++) filled = min(filled, row.filled(b)[c]);
+        __syncwarp();
+        if (filled < SLOTS - 1) search_around<typename TYPE::Deep>(row, codebook, b, center, SLOTS - 1);
+        if (me() < SIDES) row.filled(b)[me()] = SLOTS - 1;
+#pragma unroll 1
+        for (int c = 0; c < SIDES; c++) {
+            if (row.least(b)[c] > limit) continue;
+            const float sign = c < BOOKS ? 1.0f : -1.0f;
+            scan_points<SIZE, POINTS, WIDTH, DEEPER>(codebook, c % BOOKS, sign, sign / center, row.x(b), row.w(b),
+                                                     row.kept_of(b, c), error, heavy);
+        }
+#pragma unroll 1
+        for (int side = 0; side < SIGNS; side++) {
+            int better, where;
+            const float least = curve_of(row, b, side, of_grid, better, where);
+            if (me() < 16) row.curves(b)[16 * side + me()] = least;
+        }
+        __syncwarp();
+    }
+
     // The level of the scale of 32 values with the least error, and its sign and codebook as an index.
-    STATIC_INLINE float best_level(const TrellisRow<TYPE>& row, const Codebook& codebook, int b, float d, int& combination) {
+    STATIC_INLINE float best_level(const TrellisRow<TYPE>& row, const Codebook& codebook, int b, float d, float patience,
+                                   int& combination) {
+        const float limit = TYPE::EVERY_CURVE ? hopeful(row, b, patience) : 0.0f;
         float lowest = NOTHING_FOUND, level = 0;
+        int least_filled = SLOTS;
+        for (int c = 0; c < SIDES; c++) least_filled = min(least_filled, row.filled(b)[c]);
+        const int around = TYPE::WIDELY && least_filled == SLOTS - 1 ? 1 : 0;
         combination = 0;
 #pragma unroll 1
         for (int c = 0; c < SIDES; c++) {
+            if (TYPE::EVERY_CURVE && row.least(b)[c] > limit) continue;
             const float sign = c < BOOKS ? 1.0f : -1.0f, curve = row.curves(b)[(c < BOOKS ? 0 : 16) + lane_of_16()];
             const float near = row.guess(b) * codebook.grid[first_with(least_of_16(curve), curve)];
-            const float of = TYPE::Levels::near(sign * near / d), scale = of * (d * sign);
-            float found = errors(row.kept_of(b, c), row.filled(b)[c], greater(scale, 0.0f));
-            found = scale < 0 ? NOTHING_FOUND : found;
-            const float best = least_of_16(found);
-            if (best < lowest) {
-                lowest = best;
-                level = __shfl_sync(FULL, of, first_with(best, found), 16);
-                combination = c;
+            const int count = row.filled(b)[c];
+#pragma unroll 1
+            for (int k = -around; k <= around; k++) {
+                const float of = TYPE::Levels::near(sign * near / d + (float)(16 * k)), scale = of * (d * sign);
+                float found = errors(row.kept_of(b, c), count, greater(scale, 0.0f));
+                found = scale < 0 ? NOTHING_FOUND : found;
+                const float best = least_of_16(found);
+                if (best < lowest) {
+                    lowest = best;
+                    level = __shfl_sync(FULL, of, first_with(best, found), 16);
+                    combination = c;
+                }
             }
         }
         return level;
@@ -254,16 +344,19 @@ template <class TYPE, int COUNT, int SIZE_, int SIGNS_, int BOOKS_, int SEARCHES
 
     // Choose level and points of 32 values for a row's scale d. first: of the row: search again where the scale is far from
     // the guess; last: search for the scale chosen. at: which of two choices it is written to.
-    STATIC_INLINE void choose(const TrellisRow<TYPE>& row, const Codebook& codebook, int b, float d, bool first, bool last,
-                              int at) {
+    STATIC_INLINE void choose(const TrellisRow<TYPE>& row, const Codebook& codebook, int b, float d, float patience, bool first,
+                              bool last, int at) {
         int combination;
-        float level = best_level(row, codebook, b, d, combination), scale = fabsf(level * d);
+        float level = best_level(row, codebook, b, d, patience, combination), scale = fabsf(level * d);
         const float guess = row.guess(b);
         if (first && (scale > 1.65f * guess || scale < 0.6f * guess) && scale > 0) {
             __syncwarp();
-            if (me() < SIDES) row.filled(b)[me()] = 1;
+            if (me() < SIDES) {
+                row.filled(b)[me()] = 1;
+                row.least(b)[me()] = 0;
+            }
             search_around<typename TYPE::Deep>(row, codebook, b, scale, 1);
-            level = best_level(row, codebook, b, d, combination);
+            level = best_level(row, codebook, b, d, patience, combination);
             scale = fabsf(level * d);
         }
         float* kept = row.kept_of(b, combination);
@@ -307,9 +400,10 @@ struct EncodeIQ1_KT : Trellis<EncodeIQ1_KT, 8192, 8, 2, 1, 3, 56> {
     typedef SixteenLevels<true> Levels;
     typedef SearchDepth<0, 3, true, true, 1> Around;
     typedef SearchDepth<0, 4, false, false, 1> Deep;
-    static const bool AGAIN = false, POLISHED = false, EVERY_CURVE = false;
+    static const bool AGAIN = false, POLISHED = false, EVERY_CURVE = false, WIDELY = false;
     static const int FEW = 1, SOME = 3, FITS = 1, TRIES = 1;
     static constexpr double MUCH = 2, VERY_MUCH = 8, STRETCH = 1.07;
+    static constexpr double MUCH_ERROR = 0.05, HEAVY = 0.05, SHORT_PART = 1;
     static constexpr float LARGEST = 127;
 
     STATIC_INLINE void put(uint8_t* out, const TrellisBlock& of) {
@@ -327,9 +421,10 @@ struct EncodeIQ2_KT : Trellis<EncodeIQ2_KT, 65536, 8, 2, 1, 3, 68> {
     typedef SixteenLevels<true> Levels;
     typedef SearchDepth<2, 3, true, true, 1> Around;
     typedef SearchDepth<3, 4, false, false, 1> Deep;
-    static const bool AGAIN = false, POLISHED = false, EVERY_CURVE = false;
+    static const bool AGAIN = false, POLISHED = false, EVERY_CURVE = false, WIDELY = false;
     static const int FEW = 1, SOME = 2, FITS = 1, TRIES = 1;
     static constexpr double MUCH = 3, VERY_MUCH = 8, STRETCH = 1;
+    static constexpr double MUCH_ERROR = 0.05, HEAVY = 0.05, SHORT_PART = 1;
     static constexpr float LARGEST = 127;
 
     STATIC_INLINE void put(uint8_t* out, const TrellisBlock& of) {
@@ -340,11 +435,12 @@ struct EncodeIQ2_KT : Trellis<EncodeIQ2_KT, 65536, 8, 2, 1, 3, 68> {
 
 struct EncodeIQ3_KT : Trellis<EncodeIQ3_KT, 65536, 8, 1, 1, 4, 100> {
     typedef SixteenLevels<false> Levels;
-    typedef SearchDepth<2, 3, false, false, 2> Around;
+    typedef SearchDepth<2, 4, false, false, 2> Around;
     typedef SearchDepth<3, 4, false, false, 1> Deep;
-    static const bool AGAIN = false, POLISHED = true, EVERY_CURVE = false;
+    static const bool AGAIN = false, POLISHED = true, EVERY_CURVE = false, WIDELY = false;
     static const int FEW = 2, SOME = 2, FITS = 2, TRIES = 2;
     static constexpr double MUCH = 2, VERY_MUCH = 2, STRETCH = 1;
+    static constexpr double MUCH_ERROR = 0.03, HEAVY = 0.015, SHORT_PART = 1.0 / 3;
     static constexpr float LARGEST = 15;
 
     STATIC_INLINE void put(uint8_t* out, const TrellisBlock& of) {
@@ -360,9 +456,10 @@ struct EncodeIQ4_KT : Trellis<EncodeIQ4_KT, 32768, 4, 2, 2, 4, 128> {
     typedef WideLevels Levels;
     typedef SearchDepth<2, 2, true, false, 2> Around;
     typedef SearchDepth<2, 3, true, false, 1> Deep;
-    static const bool AGAIN = true, POLISHED = true, EVERY_CURVE = true;
+    static const bool AGAIN = true, POLISHED = true, EVERY_CURVE = true, WIDELY = true;
     static const int FEW = 1, SOME = 2, FITS = 2, TRIES = 1;
     static constexpr double MUCH = 2, VERY_MUCH = 4, STRETCH = 1;
+    static constexpr double MUCH_ERROR = 0.03, HEAVY = 0.015, SHORT_PART = 1.0 / 3;
     static constexpr float LARGEST = 64;
 
     STATIC_INLINE void put(uint8_t* out, const TrellisBlock& of) {

@@ -1,7 +1,7 @@
 """Encodes rows of float32 as trellis types, IQ1_KT to IQ4_KT: trellis.cu.
 
     trellis    x importance out work rows n room      importance f32 [n] (0: none)
-               points cells families indices grid ratios    of the type's codebook (core/codebooks.py)
+               points cells families indices grid    of the type's codebook (core/codebooks.py)
 
 x: f32 [rows, n], out: the rows' bytes, both 16-byte aligned; work: ``room`` bytes for each of the launch's blocks of
 threads, 16-byte aligned, which take a row at a time. Rows must be finite.
@@ -46,7 +46,7 @@ def _kept(t: TensorType) -> int:
 
 def _row_room(t: TensorType, n: int) -> int:
     """Return the working memory of a row in bytes, as trellis.cuh's TrellisRow takes it."""
-    words = _kept(t) + 64 + 32 + 3 + _sides(t) + 4 + 4 * _groups(t)
+    words = _kept(t) + 64 + 32 + 3 + 2 * _sides(t) + 1 + 4 + 4 * _groups(t)
     return round_up(4 * words * (n // 32), 256)
 
 

@@ -7,11 +7,11 @@
 #include "encode/lane.cuh"
 
 // The codebook of a type (core/codebooks.py): points, centers of cells and of families; the index of each point; what a
-// curve's scales are over its guess; those for which all points are ranked.
+// curve's scales are over its guess.
 struct Codebook {
     const uint8_t *points, *cells, *families;
     const int32_t* indices;
-    const float *grid, *ratios;
+    const float* grid;
 };
 
 // Survivors of a search for one scale; a score that none has; the bits of a ranked score that number a line.
@@ -113,6 +113,7 @@ template <int SIZE> struct CoarseQuery {
 // Values y with weights: weights u of up to 15 bits, -2 u y in units of 128.
 template <int SIZE> struct FineQuery {
     int a[SIZE], u[SIZE];
+    float factor;
 
     __device__ __forceinline__ FineQuery(const float* y, const float* w) {
         float sums[SIZE], most = w[0], most_ay = 0;
@@ -125,7 +126,7 @@ template <int SIZE> struct FineQuery {
         }
         float top = greater(tree_sum<SIZE>(sums) * (float)(1 / 2.0e9), most * (float)(1.0 / 32000));
         top = greater(top, most_ay * (float)(1.0 / 64 / 32000));
-        const float factor = top > 1e-33f ? 1.0f / top : 0;
+        factor = top > 1e-33f ? 1.0f / top : 0;
 #pragma unroll
         for (int i = 0; i < SIZE; i++) {
             const float weight = round_even(w[i] * factor);
@@ -303,44 +304,52 @@ INLINE void search_points(const Codebook& codebook, int book, float sign, float 
     __syncwarp();
 }
 
-// Keep, as search_points does, the nearest of all points for each of 16 scales 1 / (|inverse| * ratio).
-template <int SIZE, int POINTS, int WIDTH>
+// Where ranges of scales end, over a guess, of three or four for which all points are ranked.
+template <int RANGES> INLINE float end_of_range(int i) {
+    if (RANGES == 3) return i < 2 ? i ? 0.85f : 0.62f : i == 2 ? 1.17f : 1.6f;
+    return i < 2 ? i ? 0.79f : 0.62f : i == 2 ? 1.0f : i == 3 ? 1.27f : 1.6f;
+}
+
+// What the error that is known counts as, and the largest.
+const float KNOWN = 32768, WORST = (1 << (31 - NUMBER)) - 1;
+
+// Keep, as search_points does, of all points the best of each lane for RANGES ranges of scales around 1 / |inverse|: of the
+// groups whose error, one a lane of the first ones, exceeds `least`.
+template <int SIZE, int POINTS, int WIDTH, int RANGES>
 INLINE void scan_points(const Codebook& codebook, int book, float sign, float inverse, const float* x, const float* w, float* kept,
-                        int at, const float* ratios) {
+                        float error, double least) {
 #pragma unroll 1
     for (int group = half_of_warp(); group < 32 / SIZE; group += 2) {
-        float v[SIZE], weight[SIZE], y[SIZE];
+        const float of_group = __shfl_sync(FULL, error, group);
+        if (!((double)of_group > least)) continue;
+        float v[SIZE], weight[SIZE], y[SIZE], squares[SIZE];
         load_values<SIZE>(x + SIZE * group, v);
         load_values<SIZE>(w + SIZE * group, weight);
 #pragma unroll
-        for (int i = 0; i < SIZE; i++) y[i] = v[i] * inverse;
+        for (int i = 0; i < SIZE; i++) {
+            y[i] = v[i] * inverse;
+            squares[i] = y[i] * y[i] * weight[i];
+        }
         const FineQuery<SIZE> query(y, weight);
-        int place = 0;
+        const float energy = tree_sum<SIZE>(squares) * query.factor;
+        const float factor = KNOWN / (of_group * inverse * inverse * query.factor);
+        Best<1> best[RANGES];
 #pragma unroll 1
-        for (int four = 0; four < 16; four += 4) {
-            float least[4];
-            int line_of[4];
+        for (int line = book * (POINTS / 16); line < (book + 1) * (POINTS / 16); line++) {
+            uint32_t p, q;
+            query.sums(PointWords<SIZE>(codebook.points, 16 * line + lane_of_16()), p, q);
+            const float pf = (float)(int)p * 128.0f, qf = (float)(int)q, suits = pf * -0.5f / (qf + 1.0f);
 #pragma unroll
-            for (int i = 0; i < 4; i++) least[i] = NOTHING_FOUND, line_of[i] = 0;
-#pragma unroll 1
-            for (int line = book * (POINTS / 16); line < (book + 1) * (POINTS / 16); line++) {
-                uint32_t p, q;
-                query.sums(PointWords<SIZE>(codebook.points, 16 * line + lane_of_16()), p, q);
-#pragma unroll
-                for (int i = 0; i < 4; i++) {
-                    const float error = (float)(int)q + (float)(int)p * ratios[four + i];
-                    line_of[i] = error < least[i] ? line : line_of[i];
-                    least[i] = lesser(error, least[i]);
-                }
-            }
-#pragma unroll
-            for (int i = 0; i < 4; i++) {
-                const int lane = first_with(least_of_16(least[i]), least[i]);
-                const int found = __shfl_sync(FULL, line_of[i], lane, 16) << 4 | lane;
-                if (lane_of_16() == four + i) place = found;
+            for (int i = 0; i < RANGES; i++) {
+                const float ratio = greater(lesser(suits, end_of_range<RANGES>(i + 1)), end_of_range<RANGES>(i));
+                const float found = (energy + (pf + qf * ratio) * ratio) * factor;
+                best[i].take(ranked(nearest_int(lesser(greater(found, 0.0f), WORST)), line));
             }
         }
-        Survivors<WIDTH>(kept, group).template keep<SIZE>(at + lane_of_16(), codebook.points, place, v, weight, sign);
+        const Survivors<WIDTH> survivors(kept, group);
+#pragma unroll
+        for (int i = 0; i < RANGES; i++)
+            survivors.template keep<SIZE>(SURVIVORS * i + lane_of_16(), codebook.points, best[i].place(0), v, weight, sign);
     }
     __syncwarp();
 }
