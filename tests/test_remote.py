@@ -14,6 +14,7 @@ import subprocess
 import sys
 import textwrap
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -337,17 +338,22 @@ def test_the_cache_serves_objects(proxy: Proxy, model: Path, expected: bytes, tm
 
 
 def now_and_then(fault: str, every: int = 4) -> Callable[[Request], str | None]:
-    """Return a fault that every fourth request of each kind meets, first ones included."""
-    counts: dict[str, int] = {}
+    """Return a fault that every fourth request of each kind meets, first ones included, none more than three times."""
+    counts, met = Counter[str](), Counter[tuple[object, ...]]()
 
     def choose(request: Request) -> str | None:
         kind = "part" if request.is_part else request.method
-        counts[kind] = counts.get(kind, 0) + 1
+        counts[kind] += 1
         if fault in ("short", "cut") and request.method != "GET":
             return None
         if fault == "flip" and not request.is_part:
             return None
-        return fault if counts[kind] % every == 1 else None
+        said = request.headers.get("Range") or request.headers.get("range")
+        which = request.method, request.path, said, *request.query.get("partNumber", ())
+        if counts[kind] % every != 1 or met[which] == 3:
+            return None
+        met[which] += 1
+        return fault
 
     return choose
 
