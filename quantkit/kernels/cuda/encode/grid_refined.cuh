@@ -160,15 +160,10 @@ struct RefinedHalves : Halves {
     }
 };
 
-struct RefinedIQ1_M {
+struct RefinedIQ1_M : Weighing<TernaryGrid<RefinedHalves>, RefinedIQ1_M> {
     typedef TernaryGrid<RefinedHalves> Parts;
     static const int VALUES = 16, BLOCK = 256, BYTES = 56, ROOM = Parts::ROOM;
     static const bool WEIGHS = true;
-
-    STATIC_INLINE void plain(const Lane& lane) {
-        Parts::weigh_by_squares(lane);
-        finish(lane);
-    }
 
     // By the mean square of 32 values, which two lanes have.
     STATIC_INLINE void weighted(const Lane& lane, float) {

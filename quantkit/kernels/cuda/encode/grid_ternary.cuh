@@ -354,19 +354,22 @@ INLINE uint32_t ternary_code(float scale, float inverse) {
     return (uint32_t)max(0, min(7, nearest_int(0.5f * (inverse * scale - 1.0f))));
 }
 
-struct QuantIQ1_S {
-    typedef TernaryGrid<Whole> Parts;
-    static const int VALUES = 32, BLOCK = 256, BYTES = 50, ROOM = Parts::ROOM;
-    static const bool WEIGHS = true;
-
+// How the values of a part are weighed before ``Encoder::finish`` searches for them.
+template <typename Parts, typename Encoder> struct Weighing {
     STATIC_INLINE void plain(const Lane& lane) {
         Parts::weigh_by_squares(lane);
-        finish(lane);
+        Encoder::finish(lane);
     }
     STATIC_INLINE void weighted(const Lane& lane, float) {
         Parts::weigh_by_importance(lane);
-        finish(lane);
+        Encoder::finish(lane);
     }
+};
+
+struct QuantIQ1_S : Weighing<TernaryGrid<Whole>, QuantIQ1_S> {
+    typedef TernaryGrid<Whole> Parts;
+    static const int VALUES = 32, BLOCK = 256, BYTES = 50, ROOM = Parts::ROOM;
+    static const bool WEIGHS = true;
 
     STATIC_INLINE void finish(const Lane& lane) {
         const Shifted sub = Parts::fit(lane, 1e-12f);
@@ -382,19 +385,10 @@ struct QuantIQ1_S {
     }
 };
 
-struct QuantIQ1_M {
+struct QuantIQ1_M : Weighing<TernaryGrid<Halves>, QuantIQ1_M> {
     typedef TernaryGrid<Halves> Parts;
     static const int VALUES = 16, BLOCK = 256, BYTES = 56, ROOM = Parts::ROOM;
     static const bool WEIGHS = true;
-
-    STATIC_INLINE void plain(const Lane& lane) {
-        Parts::weigh_by_squares(lane);
-        finish(lane);
-    }
-    STATIC_INLINE void weighted(const Lane& lane, float) {
-        Parts::weigh_by_importance(lane);
-        finish(lane);
-    }
 
     STATIC_INLINE void finish(const Lane& lane) { write<Parts>(lane, Parts::fit(lane, 1e-7f), 1.1125f); }
 
