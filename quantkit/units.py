@@ -26,20 +26,21 @@ def round_up(n: int, multiple: int) -> int:
 
 def format_size(n: float) -> str:
     """Return a number of bytes for people: 17.35 MiB."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if abs(n) < 1024:
-            return f"{n:.0f} {unit}" if unit == "B" else f"{n:.2f} {unit}"
-        n /= 1024
-    return f"{n:.2f} TiB"
+    return _scaled(n, 1024, (" B", " KiB", " MiB", " GiB", " TiB"))
 
 
 def format_count(n: float) -> str:
     """Return a number of weights for people: 9.19 M."""
-    for unit in ("", " K", " M", " B"):
-        if abs(n) < 1000:
-            return f"{n:.0f}{unit}" if unit == "" else f"{n:.2f}{unit}"
-        n /= 1000
-    return f"{n:.2f} T"
+    return _scaled(n, 1000, ("", " K", " M", " B", " T"))
+
+
+def _scaled(n: float, step: int, units: tuple[str, ...]) -> str:
+    """Return a number in the unit, each ``step`` of the one before, in which it has no more digits than needed."""
+    for unit in units[:-1]:
+        if abs(n) < step:
+            return f"{n:.{0 if unit == units[0] else 2}f}{unit}"
+        n /= step
+    return f"{n:.2f}{units[-1]}"
 
 
 def format_seconds(seconds: float) -> str:

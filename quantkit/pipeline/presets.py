@@ -159,6 +159,13 @@ def is_target(t: TensorType) -> bool:
     return t.in_files and t.family not in ("integer", "activation") and t.name != "F64"
 
 
+def check_target(t: TensorType) -> TensorType:
+    """Return a type that weights may have. Raises TypeNotSupported for others."""
+    if not is_target(t):
+        raise TypeNotSupported(f"{t.name} is not a type for weights; `quantkit types` lists those that are")
+    return t
+
+
 def preset_by_name(text: str, tree: str | None = None) -> Preset:
     """Return the preset for TYPE: a preset's name, alias or number, or any tensor type's name, in any case.
 
@@ -189,8 +196,7 @@ def _plain_type(key: str, text: str) -> Preset:
     t = BY_NAME.get(TYPE_ALIASES.get(key, key))
     if t is None:
         raise TypeNotSupported(f"there is no preset and no tensor type {text!r}{_did_you_mean(key)}")
-    if not is_target(t):
-        raise TypeNotSupported(f"{t.name} is not a type for weights; `quantkit types` lists those that are")
+    check_target(t)
     ftype = _FTYPE_OF_TYPE.get(t.name, FTYPE_UNKNOWN)
     if t.name in _BY_PRESET_NAME:  # an alias of a type, Q1_0_G128, whose name is a preset
         ftype = _BY_PRESET_NAME[t.name].ftype

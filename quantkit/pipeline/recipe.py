@@ -32,7 +32,7 @@ from quantkit.formats.experts import GATE, MERGED
 from quantkit.formats.outputs import read_whole
 from quantkit.patterns import Pattern
 from quantkit.pipeline.facts import half_names
-from quantkit.pipeline.presets import is_target
+from quantkit.pipeline.presets import check_target
 from quantkit.types import TensorType, type_by_name
 
 #: An equal sign that a regex may contain: that of (?=...) or (?<=...).
@@ -94,12 +94,9 @@ def _rule_type(name: str, origin: str) -> TensorType:
     if not name.strip():
         raise RecipeError(f"{origin}: there is no type after the =")
     try:
-        t = type_by_name(name)
+        return check_target(type_by_name(name))
     except TypeNotSupported as e:
         raise RecipeError(f"{origin}: {e.message}") from None
-    if not is_target(t):
-        raise RecipeError(f"{origin}: {t.name} is not a type for weights; `quantkit types` lists those that are")
-    return t
 
 
 def _ends_with_type(item: str) -> bool:

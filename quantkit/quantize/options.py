@@ -10,7 +10,7 @@ from quantkit.formats.outputs import end_of_links
 from quantkit.formats.remote import located
 from quantkit.kernels.formats import check_encoder
 from quantkit.pipeline.like import LIKE, read_like
-from quantkit.pipeline.presets import PRESET_ALIASES, RULES, Preset, is_target, preset_by_name
+from quantkit.pipeline.presets import PRESET_ALIASES, RULES, Preset, check_target, preset_by_name
 from quantkit.pipeline.recipe import Rule
 from quantkit.types import TensorType, type_by_name
 from quantkit.units import parse_size
@@ -134,14 +134,11 @@ def preset_of(type: str, options: QuantizeOptions) -> Preset:  # noqa: A002
 
 
 def type_of_option(option: str, value: str) -> TensorType:
-    name = f"--{option.replace('_', '-')}"
+    """Return the type that an option names. Raises TypeNotSupported, which names the option."""
     try:
-        found = type_by_name(value)
+        return check_target(type_by_name(value))
     except TypeNotSupported as e:
-        raise TypeNotSupported(f"{name}: {e.message}") from None
-    if not is_target(found):
-        raise TypeNotSupported(f"{name}: {found} is not a type for weights; `quantkit types` lists those that are")
-    return found
+        raise TypeNotSupported(f"--{option.replace('_', '-')}: {e.message}") from None
 
 
 def title_of(type_text: str, options: QuantizeOptions) -> str:
