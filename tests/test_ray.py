@@ -659,7 +659,9 @@ def test_a_model_runs_on_the_cards_that_ray_gives_a_node(
     monkeypatch.setattr(collect, "begin_recording", partial(with_cards, "quantkit.imatrix.on_nodes:begin_recording"))
     model, tokens = write_zoo("qwen3moe-moe", tmp_path / "m.gguf"), np.random.default_rng(1).integers(0, 97, 16 * 5)
     options, names = ImatrixOptions(n_ctx=16, n_batch=16), [n.name for n in Cluster().nodes().values() if n.gpus]
-    alone = perplexity(model, tokens=tokens, n_ctx=16, n_batch=16)
+    base = SaveLogits(tmp_path / "base")
+    alone = perplexity(model, tokens=tokens, n_ctx=16, n_batch=16, save_logits=base)
+    on_cpu = kld(model, tmp_path / "base", n_batch=16)
     imatrix(model, (), tmp_path / "cpu", tokens=tokens, options=options)
     sums = read_imatrix(tmp_path / "cpu").entries
     for backend in ("auto", "cuda"):
@@ -668,6 +670,10 @@ def test_a_model_runs_on_the_cards_that_ray_gives_a_node(
         assert chosen in scored.notes
         assert scored.log_ppl != alone.log_ppl, "the CPU's to the last bit: no card was used"
         np.testing.assert_allclose(scored.log_ppl, alone.log_ppl, rtol=1e-5)
+        apart = kld(model, tmp_path / "base", nodes=there, n_batch=16)
+        assert chosen in apart.notes
+        assert apart.sums.kld.mean.value == pytest.approx(on_cpu.sums.kld.mean.value, abs=1e-6)
+        assert apart.sums.kld != on_cpu.sums.kld
         recorded = imatrix(model, (), tmp_path / backend, tokens=tokens, options=options, nodes=there)
         assert chosen in recorded.notes
         for name, entry in read_imatrix(tmp_path / backend).entries.items():
