@@ -25,7 +25,7 @@ from quantkit.units import round_up
 FAMILIES = sorted(
     ".".join(path.relative_to(SOURCES).with_suffix("").parts)
     for path in SOURCES.rglob("*.py")
-    if path.stem != "__init__" and path.parent.name != "core"
+    if path.stem != "__init__" and path.parent.name != "core" and "\ndef kernels() " in path.read_text()
 )
 
 #: The last one compiles all modules; for the others each macro that chooses code has each of its values once. sm_75 has
