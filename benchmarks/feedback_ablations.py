@@ -120,7 +120,7 @@ def rows(texts: Mapping[str, Path]) -> Iterator[Row]:
     yield Row("feedback: fed once, no sweeps", changes=rounding(**NO_SWEEPS))
     yield Row("feedback: fed and swept, scales kept", changes=rounding(fits=False))
     yield Row("feedback: not fed, swept, scales fitted", changes={f"{ROUNDING}:feed": without_feedback})
-    yield Row("feedback: two rounds", changes=rounding(rounds=2))
+    yield Row("feedback: a round more", changes=rounding(rounds=2))
     yield Row("feedback: embeddings by the reference", changes=PLAIN_EMBEDDINGS)
     yield Row("feedback: tokens of an expert alike", weighting="tokens")
     yield Row("feedback: columns as they come", changes=NATURAL)
