@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -16,6 +17,11 @@ from quantkit.kernels.levels import Grouping
 from quantkit.pipeline.feedback import damping_of
 from quantkit.sequential.spill import Spill
 from quantkit.sequential.streams import Seen
+
+if TYPE_CHECKING:
+    from quantkit.kernels.cuda.feedback.carrier import Carrier
+    from quantkit.kernels.cuda.feedback.making import Sums
+    from quantkit.kernels.cuda.feedback.metric import DeviceMetric
 
 F32 = npt.NDArray[np.float32]
 F64 = npt.NDArray[np.float64]
@@ -81,20 +87,36 @@ class StageInputs:
 
     def made(self, matrix: int, threads: int, grouping: Grouping | None = None) -> Metric:
         """Return the metric of a matrix, with the correction of targets."""
-        damping, sums = self.damping(matrix), self._sums(matrix, threads)
+        damping, sums = self.damping(matrix), Products(self.n, self._columns, threads)
         assert damping is not None
+        self._add_up(sums, matrix)
+        if not np.isfinite(sums.square).all() or not np.isfinite(sums.cross).all():
+            raise self._not_finite()
         try:
             correction = times_inverse(sums.cross, sums.square, TARGET_DAMPING, threads)
             found = metric(sums.square, damping, threads, grouping)
         except np.linalg.LinAlgError as e:
-            raise FormatError(
-                f"the inputs of {self.entry}, matrix {matrix}, have no covariance that can be used ({e}): calibrate on "
-                "another text"
-            ) from None
+            raise self._no_covariance(matrix, e) from None
         offset = correction[self.n :].astype(np.float32) if len(correction) > self.n else None
         importance = (np.diagonal(sums.square) / max(1, self._count(matrix))).astype(np.float32)
         packed = pack_columns(correction[: self.n])
         return replace(found, correction=packed, offset=offset, importance=importance)
+
+    def made_on(self, carrier: Carrier, matrix: int, grouping: Grouping | None = None) -> DeviceMetric:
+        """Return the same on a card: its sums, too, are made there, of rows that the host reads."""
+        from quantkit.kernels.cuda.feedback.making import Sums
+
+        damping = self.damping(matrix)
+        assert damping is not None
+        with carrier.rooms() as rooms:
+            sums = Sums(carrier, rooms, self.n, self._columns)
+            self._add_up(sums, matrix)
+            if not sums.is_finite:
+                raise self._not_finite()
+            try:
+                return sums.metric(self._count(matrix), damping, TARGET_DAMPING, grouping)
+            except np.linalg.LinAlgError as e:
+                raise self._no_covariance(matrix, e) from None
 
     def importance(self, matrix: int) -> F32 | None:
         """Return the mean square of each column, float32 [n], as an importance matrix has it; None without tokens."""
@@ -110,15 +132,25 @@ class StageInputs:
     def digest(self) -> str | None:
         return None
 
-    def _sums(self, matrix: int, threads: int) -> Products:
+    @property
+    def _columns(self) -> int:
+        """The columns of what goes wrong: in the inputs, and in the residual stream if a product is added to it."""
         assert self._ready is not None
-        sums = Products(self.n, self.n + _width(self._ready.seen), threads)
+        return self.n + _width(self._ready.seen)
+
+    def _add_up(self, sums: Products | Sums, matrix: int) -> None:
         for x, plain, tokens, share in self._rows(matrix):
             sums.add(x, np.concatenate([plain - x, self._rest(tokens) * share], axis=1))
         sums.finish()
-        if not np.isfinite(sums.square).all() or not np.isfinite(sums.cross).all():
-            raise FormatError(f"the inputs of {self.entry} are not finite: leave out what text makes them so")
-        return sums
+
+    def _not_finite(self) -> FormatError:
+        return FormatError(f"the inputs of {self.entry} are not finite: leave out what text makes them so")
+
+    def _no_covariance(self, matrix: int, e: np.linalg.LinAlgError) -> FormatError:
+        return FormatError(
+            f"the inputs of {self.entry}, matrix {matrix}, have no covariance that can be used ({e}): calibrate on "
+            "another text"
+        )
 
     def _rows(self, matrix: int) -> Iterator[tuple[F32, F32, npt.NDArray[np.int64], F32]]:
         """Yield rows of a matrix in both streams, their tokens, and each one's share of its token, some at a time."""
