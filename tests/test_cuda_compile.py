@@ -43,7 +43,14 @@ TOGETHER = (
 #: Bytes of registers that a family's kernels may put aside. mat_mat: 128 registers, so that two blocks run at once;
 #: a few values that do not change are put aside over its loop, and none within the inner ones. attention: q of long
 #: heads lies in registers, too; next to nothing is put aside in the loop over keys. mat_vec: a word, for 8 columns.
-PUT_ASIDE = {"matmul.mat_mat": 128, "attention.attention": 256, "matmul.mat_vec": 4}
+#: feedback: what changes once for some columns, so that three blocks run at once.
+PUT_ASIDE = {
+    "matmul.mat_mat": 128,
+    "attention.attention": 256,
+    "matmul.mat_vec": 4,
+    "feedback.sweeps": 28,
+    "feedback.refine": 72,
+}
 
 #: Kernels with an array of words for sines of large angles (CUDA's own).
 REDUCES_ANGLES = {"rope_table"}

@@ -1,19 +1,70 @@
 """Rows improved with error feedback on a device: the CPU's bytes and losses, given the same metric.
 
 ``round_rows`` takes what encoders made, on the device, and leaves its bytes there.
+
+    to_lanes       x out rows n
+    read_scales    bytes ... by    a tile's scales, from bytes
+    keep           loss best better rows share
+    write          bytes better ... added
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from functools import partial
+
+from quantkit.errors import TypeNotSupported
 from quantkit.kernels.cpu.feedback.options import Rounding
-from quantkit.kernels.cuda.core.device import Device
+from quantkit.kernels.cpu.feedback.refine import FIXED, HALF, INTEGER
+from quantkit.kernels.cpu.feedback.rounding import MARGIN
+from quantkit.kernels.cuda.core.device import Device, Launch
+from quantkit.kernels.cuda.core.kernel import Kernel, Shape
+from quantkit.kernels.cuda.feedback.fields import Tables, tables, tables_on
 from quantkit.kernels.cuda.feedback.metric import DeviceMetric
+from quantkit.kernels.cuda.feedback.refine import refine, scratch_lines
+from quantkit.kernels.cuda.feedback.sweeps import feed, is_even, residuals
+from quantkit.kernels.cuda.feedback.tiles import ROWS, tiles
+from quantkit.kernels.cuda.unpack.dequantize import OUTPUTS, dequantize
+from quantkit.kernels.levels import Bits, Levels, all_levels, levels_of
 from quantkit.types import TensorType
+from quantkit.units import round_up
+
+_FILE = "feedback/rounding.cu"
+#: Parts of a tile's bytes, or scales, that blocks of threads take.
+_PARTS = 16
+_ALIGNED = 256
 
 
-def working_bytes(t: TensorType, rows: int, n: int) -> int:
-    """Return the bytes that ``round_rows`` needs for so many rows of n values of type ``t``."""
-    raise NotImplementedError
+def can_round(t: TensorType) -> bool:
+    """Tell whether rows of a type are rounded here."""
+    return (of := all_levels().get(t.name)) is not None and of.grid is None
+
+
+def working_bytes(t: TensorType, rows: int, n: int, how: Rounding | None = None) -> int:
+    """Return the bytes that ``round_rows`` needs for rows of n values of type ``t``; how: by default ``Rounding()``."""
+    return sum(_room(_levels_of(t), rows, n, how or Rounding()).values())
+
+
+def _levels_of(t: TensorType) -> Levels:
+    if not can_round(t):
+        raise TypeNotSupported(f"levels of {t} cannot be chosen by a CUDA device in this version")
+    return levels_of(t)
+
+
+def _room(of: Levels, rows: int, n: int, how: Rounding) -> dict[str, int]:
+    """Return the bytes of each array of rows, in the order in which they lie in working memory."""
+    line = 4 * ROWS * tiles(rows)
+    subs = n // of.span
+    lines = dict.fromkeys(("x", "levels", "v", "e"), n)
+    lines |= dict.fromkeys(("scale", "low", "inverse", "m", "raised", "place"), subs)
+    lines |= dict.fromkeys(("d", "dmin"), subs // _per_d(of, subs))
+    lines |= {"loss": 2, "better": 1, "scratch": scratch_lines(of, how)}
+    return {name: round_up(line * count, _ALIGNED) for name, count in lines.items()}
+
+
+def _per_d(of: Levels, subs: int) -> int:
+    """Return the sub-blocks of a super-block."""
+    return of.type.block // of.span if of.d and not of.d.startswith("row:") else subs
 
 
 def round_rows(
@@ -36,5 +87,132 @@ def round_rows(
     may be x; made uint8 [rows, row bytes], the reference's bytes, improved in place; start: bytes to begin with, made
     for the target, which may be ``made``; before and after f64 [rows], the losses of the reference's bytes and of the
     best; work: room for ``working_bytes``, 256-byte aligned.
+
+    Raises:
+        TypeNotSupported: this type's rows are rounded by a CPU only.
     """
-    raise NotImplementedError
+    device.run(_launches(tables_on(device, t), _levels_of(t), rows, target, made, start, by, how, before, after, work))
+
+
+def _launches(
+    on: Tables, of: Levels, rows: int, target: int, made: int, start: int, by: DeviceMetric, how: Rounding,
+    before: int, after: int, work: int,
+) -> list[Launch]:  # fmt: skip
+    n, at = by.n, dict[str, int]()
+    for name, nbytes in _room(of, rows, n, how).items():
+        at[name], work = work, work + nbytes
+    run = partial(_launch, rows=rows)
+    tile = _tile_arguments(on, of, rows, by, at)
+    even = is_even(of.codebook)
+    more = {"passes": how.passes, "repeats": how.repeats, "fits": int(how.fits), "beside": int(how.looks_beside(n))}
+    share = 1 - MARGIN
+    each = [run(feed(rows, even), **tile)]
+    each += [run(refine(rows, of, how), **tile, **more)] * how.sweeps_of(n)
+    each += [
+        run(Shape(Kernel(_FILE, "keep"), (-(-rows // 128), 1, 1)), loss=at["loss"], best=after, better=at["better"],
+            share=share),
+        run(_shape("write", rows), **_write_arguments(on, of, n, made, at)),
+    ]  # fmt: skip
+    return [
+        run(_to_lanes(rows, n), x=target, out=at["x"], n=n),
+        *_reference(of, rows, n, made, at),
+        run(residuals(rows, even), **tile, before=before, best=after),
+        run(_shape("read_scales", rows), **_read_arguments(on, of, n, start, at)),
+        *each * how.rounds_of(n),
+    ]
+
+
+def _launch(shape: Shape, **values: int | float) -> Launch:
+    return Launch(shape.kernel, shape.grid, shape.kernel.block(**values), shape.shared)
+
+
+def _shape(name: str, rows: int) -> Shape:
+    return Shape(Kernel(_FILE, name), (tiles(rows), _PARTS, 1))
+
+
+def _to_lanes(rows: int, n: int) -> Shape:
+    return Shape(Kernel(_FILE, "to_lanes"), (tiles(rows), n // 32, 1))
+
+
+def _reference(of: Levels, rows: int, n: int, made: int, at: dict[str, int]) -> list[Launch]:
+    """Return what sets v to the values of the reference's bytes; they take the way over ``levels``."""
+    decode, row_bytes = dequantize(of.type, n, rows), of.type.row_bytes(n)
+    return [
+        _launch(decode, w=made, row_bytes=row_bytes, rows=rows, n=n, out=at["levels"], out_stride=4 * n,
+                to=OUTPUTS.index("f32")),
+        _launch(_to_lanes(rows, n), x=at["levels"], out=at["v"], rows=rows, n=n),
+    ]  # fmt: skip
+
+
+def _tile_arguments(on: Tables, of: Levels, rows: int, by: DeviceMetric, at: dict[str, int]) -> dict[str, int]:
+    """Return the arguments of all kernels over tiles (sweeps.cuh)."""
+    subs = by.n // of.span
+    per_d = _per_d(of, subs)
+    own = per_d == 1 and of.has_half_scales
+    kind = INTEGER if of.scale is not None else HALF if own and of.d else FIXED
+    minimum = INTEGER if of.minimum is not None else HALF if own and of.dmin else FIXED
+    most = 0 if of.minimum is None else (1 << of.minimum.shape[1]) - 1
+    arrays = (
+        "x",
+        "levels",
+        "v",
+        "e",
+        "scale",
+        "low",
+        "inverse",
+        "m",
+        "raised",
+        "d",
+        "dmin",
+        "scratch",
+        "place",
+        "loss",
+    )
+    return {
+        "columns": by.columns, "u": by.u, "pivots": by.pivots, "h": by.h, "per_diagonal": by.per_diagonal,
+        "book": on.book, "factors": on.factors, **{name: at[name] for name in arrays}, "n": by.n,
+        "span": of.span, "per_d": per_d, "kind": kind, "minimum": minimum, "most": most,
+        "factor_count": len(tables(of.type).factors),
+    }  # fmt: skip
+
+
+def _layout(of: Levels, n: int) -> dict[str, int]:
+    """Return what reading and writing bytes takes alike."""
+    t, subs = of.type, n // of.span
+    return {
+        "row_bytes": t.row_bytes(n), "block_bytes": t.block_bytes, "header": t.row_header, "subs": subs,
+        "super": _per_d(of, subs), "block": t.block // of.span, "d_bits": _width(of.d), "dmin_bits": _width(of.dmin),
+        "added": int(of.added),
+    }  # fmt: skip
+
+
+def _width(kind: str) -> int:
+    return 0 if not kind else 32 if "f32" in kind else 16
+
+
+def _read_arguments(on: Tables, of: Levels, n: int, start: int, at: dict[str, int]) -> dict[str, int | float]:
+    def bits(fields: Bits | None) -> int:
+        return 0 if fields is None else fields.shape[1]
+
+    arrays = ("scale", "low", "inverse", "m", "raised", "d", "dmin", "place")
+    return {
+        **_layout(of, n), "bytes": start, "factor_fields": on.factor_fields, "minimum_fields": on.minimum_fields,
+        "shift_fields": on.shift_fields, "d_field": on.d_field, "dmin_field": on.dmin_field, "places": on.places,
+        "factors": on.factors, **{name: at[name] for name in arrays}, "factor_bits": bits(of.scale),
+        "minimum_bits": bits(of.minimum), "shift_bits": bits(of.shift),
+        "by_row": int(of.d.startswith("row:")), "by": of.by,
+    }  # fmt: skip
+
+
+def _write_arguments(on: Tables, of: Levels, n: int, made: int, at: dict[str, int]) -> dict[str, int]:
+    arrays = ("better", "levels", "m", "raised", "d", "dmin", "place")
+    return {
+        **_layout(of, n), "bytes": made, "sources": on.sources, "level_codes": on.level_codes,
+        "factor_codes": on.factor_codes, **{name: at[name] for name in arrays}, "n": n, "values": of.type.block,
+    }  # fmt: skip
+
+
+def kernels() -> Iterator[Kernel]:
+    """Yield every kernel of this file."""
+    for name in ("to_lanes", "read_scales", "keep", "write"):
+        yield Kernel(_FILE, name)

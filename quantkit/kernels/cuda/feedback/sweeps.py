@@ -1,0 +1,62 @@
+"""Sweeps over tiles in the order in which columns are visited: sweeps.cu.
+
+    feed         chooses all levels with error feedback; sets levels, v, e and loss
+    residuals    before best    sets e, and the loss of v, f64 [rows], in both
+
+Besides, both take the arguments of all tiles (sweeps.cuh).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import numpy.typing as npt
+
+from quantkit.kernels.cuda.core.kernel import Kernel, Shape
+from quantkit.kernels.cuda.feedback.tiles import tiles
+from quantkit.kernels.levels import all_levels
+
+F32 = npt.NDArray[np.float32]
+_FILE = "feedback/sweeps.cu"
+#: Levels of a book whose distances differ.
+_MOST = 64
+
+
+def is_even(levels: F32) -> bool:
+    """Tell whether levels are equally far from each other."""
+    return len(set(np.diff(np.unique(levels)).tolist())) == 1
+
+
+def book_of(levels: F32) -> F32:
+    """Return levels as sweeps.cuh reads them (Book), as 32-bit words."""
+    ascending = np.unique(levels).astype(np.float32)
+    out = np.zeros(8 + 2 * _MOST, np.float32)
+    if is_even(levels):
+        apart = ascending[1] - ascending[0]
+        out[:4] = ascending[0], apart, np.float32(1) / apart, len(ascending) - 1
+        return out
+    out[0] = ascending[0]
+    out[4:5].view(np.int32)[:] = 1 << (len(ascending) - 1).bit_length() >> 1
+    ends, values = out[8 : 8 + _MOST], out[8 + _MOST :]
+    ends[:] = np.inf
+    ends[: len(ascending) - 1] = (ascending[1:] + ascending[:-1]) / 2
+    values[: len(ascending)] = ascending
+    return out
+
+
+def feed(rows: int, even: bool) -> Shape:
+    """Return how to choose the levels of rows."""
+    return Shape(Kernel(_FILE, "feed").bind(EVEN=int(even)), (tiles(rows), 1, 1))
+
+
+def residuals(rows: int, even: bool) -> Shape:
+    """Return how to compute the loss of rows."""
+    return Shape(Kernel(_FILE, "residuals").bind(EVEN=int(even)), (tiles(rows), 1, 1))
+
+
+def kernels() -> Iterator[Kernel]:
+    """Yield every kernel of this file."""
+    for even in sorted({is_even(of.codebook) for of in all_levels().values() if of.grid is None}):
+        yield feed(1, even).kernel
+        yield residuals(1, even).kernel

@@ -1,0 +1,84 @@
+"""Error feedback on the device: the CPU's bytes and losses, given the same metric."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from device_memory import Memory
+from test_feedback import covariance, drawn
+
+from awkward import encode
+from quantkit.kernels.cpu.feedback.metric import Metric
+from quantkit.kernels.cpu.feedback.metric import metric as metric_of
+from quantkit.kernels.cpu.feedback.options import Rounding
+from quantkit.kernels.cpu.feedback.rounding import Rounded
+from quantkit.kernels.cpu.feedback.rounding import round_rows as on_cpu
+from quantkit.kernels.cuda.feedback.metric import upload
+from quantkit.kernels.cuda.feedback.rounding import can_round, round_rows, working_bytes
+from quantkit.kernels.levels import all_levels
+from quantkit.types import TensorType
+
+F32 = npt.NDArray[np.float32]
+TYPES = [of.type for of in all_levels().values() if can_round(of.type)]
+#: One round and one sweep, as wide rows have; all that narrow ones have, but fewer sweeps.
+WIDE, NARROW = Rounding(most=1, again=0, beside=False), Rounding(most=2)
+
+
+@cache
+def metric(n: int) -> Metric:
+    """Return the metric of rows of n values."""
+    return metric_of(covariance(4, n), 0.02)
+
+
+def reference(t: TensorType, x: F32, out: npt.NDArray[np.uint8]) -> None:
+    """Fill in the reference's bytes of rows."""
+    weights = np.ones(x.shape[1] if t.imatrix == "required" else 0, np.float32)
+    out[:] = encode(t, x, weights)
+
+
+def on_device(memory: Memory, t: TensorType, x: F32, how: Rounding, target: F32 | None, by: Metric) -> Rounded:
+    """Round rows; what is before and after their bytes, and losses, must stay as it was."""
+    rows, n = x.shape
+    made = np.full(rows * t.row_bytes(n) + 64, 255, np.uint8)
+    reference(t, x, made[:-64].reshape(rows, -1))
+    at = begin = memory.put(made)
+    if target is not None:
+        start = np.zeros((rows, t.row_bytes(n)), np.uint8)
+        reference(t, target, start)
+        begin = memory.put(start)
+    losses = [memory.room((rows + 1,), np.float64) for _ in range(2)]
+    to = memory.put(x if target is None else target)
+    held = upload(memory.device, by)
+    work = memory.room((working_bytes(t, rows, n, how),), np.uint8)
+    round_rows(memory.device, t, memory.put(x), rows, to, at, begin, held, how, *losses, work)
+    found = memory.get(at, made.shape, np.uint8)
+    held.close()
+    assert (found[-64:] == 255).all()
+    before, after = (memory.get(loss, (rows + 1,), np.float64) for loss in losses)
+    assert np.isnan([before[-1], after[-1]]).all()
+    return Rounded(found[:-64].reshape(rows, -1), before[:-1], after[:-1])
+
+
+def check(memory: Memory, t: TensorType, x: F32, how: Rounding, target: F32 | None = None) -> Rounded:
+    """Compare both; return what was found."""
+    by = metric(x.shape[1])
+    found = on_device(memory, t, x, how, target, by)
+    wanted = on_cpu(t, x, lambda rows, out: reference(t, rows, out), by, how, target)
+    np.testing.assert_array_equal(found.before, wanted.before)
+    np.testing.assert_array_equal(found.after, wanted.after)
+    np.testing.assert_array_equal(found.rows, wanted.rows)
+    return found
+
+
+@pytest.mark.parametrize("t", TYPES, ids=str)
+def test_bytes_and_losses_are_the_cpus(memory: Memory, t: TensorType) -> None:
+    """Rows of two tiles, with all that narrow ones have; then three with a target, as wide ones are done."""
+    n = t.block if t.block > 64 else 3 * max(t.block, 32)
+    x = drawn(5, 33, n)
+    x[1], x[2, :32], x[3] = 0, 0, 40 * x[3]
+    found = check(memory, t, x, NARROW)
+    assert (found.after < found.before).mean() > 0.5
+    check(memory, t, x[4:7], WIDE, drawn(6, 3, n) / 8 + x[4:7])
