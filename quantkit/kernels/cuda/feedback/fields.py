@@ -1,4 +1,4 @@
-"""A type's integers on a device: where their bits lie, as fields.cuh and rounding.cu read it."""
+"""A type's integers on a device: where their bits lie, as fields.cuh and rows.cu read it."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ _LEVEL, _FACTOR, _MINIMUM, _SHIFT, _D, _DMIN = range(1, 7)
 class Tables(NamedTuple):
     """Arrays or, on a device, their addresses; an empty array, or 0, for what a type has not.
 
-    Fields are int32 [fields, bits]; places: of the factor of each s in ``factors``, ascending; sources, codes: as
-    write_args of rounding.cu says. book: of its levels (sweeps.cuh); empty where levels come from a grid.
+    Fields are int32 [fields, bits], those of levels, too; places: of the factor of each s in ``factors``, ascending; sources, codes: as
+    write_args of rows.cu says. book: of its levels (sweeps.cuh); empty where levels come from a grid.
     """
 
     factor_fields: Any
@@ -38,6 +38,7 @@ class Tables(NamedTuple):
     level_codes: Any
     factor_codes: Any
     book: Any
+    level_fields: Any
 
 
 def _field(kind: str) -> Ints:
@@ -82,6 +83,7 @@ def tables(t: TensorType) -> Tables:
     return Tables(
         _flat(of.scale), _flat(of.minimum), _flat(of.shift), _field(of.d), _field(of.dmin), places.astype(np.int32),
         factors.astype(np.float32), _sources(of).view(np.int32), level_codes, codes.astype(np.int32), book,
+        _flat(of.levels),
     )  # fmt: skip
 
 

@@ -1,16 +1,10 @@
 """Rows improved with error feedback on a device: the CPU's bytes and losses, given the same metric.
 
 ``round_rows`` takes what encoders made, on the device, and leaves its bytes there.
-
-    to_lanes       x out rows n
-    read_scales    bytes ... by    a tile's scales, from bytes
-    keep           loss best better rows share
-    write          bytes better ... added
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from functools import partial
 
 from quantkit.errors import TypeNotSupported
@@ -18,20 +12,17 @@ from quantkit.kernels.cpu.feedback.options import Rounding
 from quantkit.kernels.cpu.feedback.refine import FIXED, HALF, INTEGER
 from quantkit.kernels.cpu.feedback.rounding import MARGIN
 from quantkit.kernels.cuda.core.device import Device, Launch
-from quantkit.kernels.cuda.core.kernel import Kernel, Shape
 from quantkit.kernels.cuda.feedback.fields import Tables, tables, tables_on
 from quantkit.kernels.cuda.feedback.metric import DeviceMetric
 from quantkit.kernels.cuda.feedback.refine import refine, scratch_lines
+from quantkit.kernels.cuda.feedback.rows import keep, launch, read_scales, sub_blocks_of_d, to_lanes, write
 from quantkit.kernels.cuda.feedback.sweeps import feed, is_even, residuals
 from quantkit.kernels.cuda.feedback.tiles import ROWS, tiles
 from quantkit.kernels.cuda.unpack.dequantize import OUTPUTS, dequantize
-from quantkit.kernels.levels import Bits, Levels, all_levels, levels_of
+from quantkit.kernels.levels import Levels, all_levels, levels_of
 from quantkit.types import TensorType
 from quantkit.units import round_up
 
-_FILE = "feedback/rounding.cu"
-#: Parts of a tile's bytes, or scales, that blocks of threads take.
-_PARTS = 16
 _ALIGNED = 256
 
 
@@ -57,14 +48,9 @@ def _room(of: Levels, rows: int, n: int, how: Rounding) -> dict[str, int]:
     subs = n // of.span
     lines = dict.fromkeys(("x", "levels", "v", "e"), n)
     lines |= dict.fromkeys(("scale", "low", "inverse", "m", "raised", "place"), subs)
-    lines |= dict.fromkeys(("d", "dmin"), subs // _per_d(of, subs))
+    lines |= dict.fromkeys(("d", "dmin"), subs // sub_blocks_of_d(of, n))
     lines |= {"loss": 2, "better": 1, "scratch": scratch_lines(of, how)}
     return {name: round_up(line * count, _ALIGNED) for name, count in lines.items()}
-
-
-def _per_d(of: Levels, subs: int) -> int:
-    """Return the sub-blocks of a super-block."""
-    return of.type.block // of.span if of.d and not of.d.startswith("row:") else subs
 
 
 def round_rows(
@@ -101,53 +87,35 @@ def _launches(
     n, at = by.n, dict[str, int]()
     for name, nbytes in _room(of, rows, n, how).items():
         at[name], work = work, work + nbytes
-    run = partial(_launch, rows=rows)
+    run = partial(launch, rows=rows)
     tile = _tile_arguments(on, of, rows, by, at)
     even = is_even(of.codebook)
     more = {"passes": how.passes, "repeats": how.repeats, "fits": int(how.fits), "beside": int(how.looks_beside(n))}
-    share = 1 - MARGIN
     each = [run(feed(rows, even), **tile)]
     each += [run(refine(rows, of, how), **tile, **more)] * how.sweeps_of(n)
-    each += [
-        run(Shape(Kernel(_FILE, "keep"), (-(-rows // 128), 1, 1)), loss=at["loss"], best=after, better=at["better"],
-            share=share),
-        run(_shape("write", rows), **_write_arguments(on, of, n, made, at)),
-    ]  # fmt: skip
+    each += [keep(rows, after, at, 1 - MARGIN), write(on, of, rows, n, made, at)]
     return [
-        run(_to_lanes(rows, n), x=target, out=at["x"], n=n),
+        to_lanes(rows, n, target, at["x"]),
         *_reference(of, rows, n, made, at),
         run(residuals(rows, even), **tile, before=before, best=after),
-        run(_shape("read_scales", rows), **_read_arguments(on, of, n, start, at)),
+        read_scales(on, of, rows, n, start, at),
         *each * how.rounds_of(n),
     ]
-
-
-def _launch(shape: Shape, **values: int | float) -> Launch:
-    return Launch(shape.kernel, shape.grid, shape.kernel.block(**values), shape.shared)
-
-
-def _shape(name: str, rows: int) -> Shape:
-    return Shape(Kernel(_FILE, name), (tiles(rows), _PARTS, 1))
-
-
-def _to_lanes(rows: int, n: int) -> Shape:
-    return Shape(Kernel(_FILE, "to_lanes"), (tiles(rows), n // 32, 1))
 
 
 def _reference(of: Levels, rows: int, n: int, made: int, at: dict[str, int]) -> list[Launch]:
     """Return what sets v to the values of the reference's bytes; they take the way over ``levels``."""
     decode, row_bytes = dequantize(of.type, n, rows), of.type.row_bytes(n)
     return [
-        _launch(decode, w=made, row_bytes=row_bytes, rows=rows, n=n, out=at["levels"], out_stride=4 * n,
-                to=OUTPUTS.index("f32")),
-        _launch(_to_lanes(rows, n), x=at["levels"], out=at["v"], rows=rows, n=n),
+        launch(decode, w=made, row_bytes=row_bytes, rows=rows, n=n, out=at["levels"], out_stride=4 * n,
+               to=OUTPUTS.index("f32")),
+        to_lanes(rows, n, at["levels"], at["v"]),
     ]  # fmt: skip
 
 
 def _tile_arguments(on: Tables, of: Levels, rows: int, by: DeviceMetric, at: dict[str, int]) -> dict[str, int]:
     """Return the arguments of all kernels over tiles (sweeps.cuh)."""
-    subs = by.n // of.span
-    per_d = _per_d(of, subs)
+    per_d = sub_blocks_of_d(of, by.n)
     own = per_d == 1 and of.has_half_scales
     kind = INTEGER if of.scale is not None else HALF if own and of.d else FIXED
     minimum = INTEGER if of.minimum is not None else HALF if own and of.dmin else FIXED
@@ -174,45 +142,3 @@ def _tile_arguments(on: Tables, of: Levels, rows: int, by: DeviceMetric, at: dic
         "span": of.span, "per_d": per_d, "kind": kind, "minimum": minimum, "most": most,
         "factor_count": len(tables(of.type).factors),
     }  # fmt: skip
-
-
-def _layout(of: Levels, n: int) -> dict[str, int]:
-    """Return what reading and writing bytes takes alike."""
-    t, subs = of.type, n // of.span
-    return {
-        "row_bytes": t.row_bytes(n), "block_bytes": t.block_bytes, "header": t.row_header, "subs": subs,
-        "super": _per_d(of, subs), "block": t.block // of.span, "d_bits": _width(of.d), "dmin_bits": _width(of.dmin),
-        "added": int(of.added),
-    }  # fmt: skip
-
-
-def _width(kind: str) -> int:
-    return 0 if not kind else 32 if "f32" in kind else 16
-
-
-def _read_arguments(on: Tables, of: Levels, n: int, start: int, at: dict[str, int]) -> dict[str, int | float]:
-    def bits(fields: Bits | None) -> int:
-        return 0 if fields is None else fields.shape[1]
-
-    arrays = ("scale", "low", "inverse", "m", "raised", "d", "dmin", "place")
-    return {
-        **_layout(of, n), "bytes": start, "factor_fields": on.factor_fields, "minimum_fields": on.minimum_fields,
-        "shift_fields": on.shift_fields, "d_field": on.d_field, "dmin_field": on.dmin_field, "places": on.places,
-        "factors": on.factors, **{name: at[name] for name in arrays}, "factor_bits": bits(of.scale),
-        "minimum_bits": bits(of.minimum), "shift_bits": bits(of.shift),
-        "by_row": int(of.d.startswith("row:")), "by": of.by,
-    }  # fmt: skip
-
-
-def _write_arguments(on: Tables, of: Levels, n: int, made: int, at: dict[str, int]) -> dict[str, int]:
-    arrays = ("better", "levels", "m", "raised", "d", "dmin", "place")
-    return {
-        **_layout(of, n), "bytes": made, "sources": on.sources, "level_codes": on.level_codes,
-        "factor_codes": on.factor_codes, **{name: at[name] for name in arrays}, "n": n, "values": of.type.block,
-    }  # fmt: skip
-
-
-def kernels() -> Iterator[Kernel]:
-    """Yield every kernel of this file."""
-    for name in ("to_lanes", "read_scales", "keep", "write"):
-        yield Kernel(_FILE, name)

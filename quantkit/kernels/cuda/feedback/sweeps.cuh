@@ -17,9 +17,6 @@ struct tile_args {
     int64_t rows, n, span, per_d, kind, minimum, most, factor_count;
 };
 
-// Where this block's tile begins in an array of `count` lines a tile.
-template <typename T> INLINE T* of_tile(T* all, int64_t count) { return all + (int64_t)blockIdx.x * count * ROWS; }
-
 // Levels, ascending: the first, their distance and 1 over it where that is one, how many; otherwise where each but the
 // first begins, then all; `half`: half of them, rounded up to a power of two.
 const int MOST_LEVELS = 64;
@@ -28,7 +25,7 @@ struct Book {
     int half, unused[3];
     float ends[MOST_LEVELS], levels[MOST_LEVELS];
 };
-static_assert(sizeof(Book) == 4 * (8 + 2 * MOST_LEVELS), "rounding.py packs it");
+static_assert(sizeof(Book) == 4 * (8 + 2 * MOST_LEVELS), "sweeps.py packs it");
 
 // Copies a book to shared memory; it is there after a barrier.
 INLINE void read_book(Book& to, const float* from) {

@@ -6,10 +6,17 @@
 #pragma once
 #include "core/async_copy.cuh"
 
-const int ROWS = 32, STRIP = 4, WARPS = 4, OWN = 16, WIDE = WARPS * OWN, CHUNK = 32, TILE_THREADS = 32 * WARPS;
+// A file whose blocks of threads have more warps defines how many before including this one.
+#ifndef WARPS_OF_TILE
+#define WARPS_OF_TILE 4
+#endif
+const int ROWS = 32, STRIP = 4, WARPS = WARPS_OF_TILE, OWN = 16, WIDE = WARPS * OWN, CHUNK = 32, TILE_THREADS = 32 * WARPS;
 
 INLINE int lane_here() { return (int)threadIdx.x % 32; }
 INLINE int warp_here() { return (int)threadIdx.x / 32; }
+
+// Where this block's tile begins in an array of `count` lines a tile.
+template <typename T> INLINE T* of_tile(T* all, int64_t count) { return all + (int64_t)blockIdx.x * count * ROWS; }
 
 // Operands of so many terms of a product, in shared memory.
 struct Chunk {

@@ -90,8 +90,8 @@ KERNEL(keep, 128) {
     if (better) a.best[row] = a.loss[row];
 }
 
-// sources: of each bit of a row's header, then of a block's (fields.cuh). level_codes: by level & 255; factor_codes: by
-// place. The rest is as above. Bits that are of nothing stay as they are.
+// sources: of each bit of a row's header, then of a block's (fields.cuh). level_codes: by level & 255; 0 where levels are
+// the integers of groups, bit by bit. factor_codes: by place. The rest is as above. Bits that are of nothing stay as they are.
 struct write_args {
     uint8_t* bytes;
     const int32_t *better, *sources, *level_codes, *factor_codes, *place;
@@ -104,6 +104,7 @@ INLINE uint32_t stored(const write_args& a, const Source& of, int64_t block) {
     const int64_t sub = (blockIdx.x * a.subs + block * a.block + of.item) * ROWS + lane_here();
     if (of.kind == LEVEL) {
         const int64_t at = (blockIdx.x * a.n + block * a.values + of.item) * ROWS + lane_here();
+        if (!a.level_codes) return __float_as_uint(a.levels[at]);
         return (uint32_t)a.level_codes[(int)a.levels[at] & 255];
     }
     if (of.kind == FACTOR) return (uint32_t)a.factor_codes[a.place[sub]];
