@@ -6,6 +6,7 @@ import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import fake_cupy
@@ -25,6 +26,7 @@ from quantkit.formats.imatrix import Imatrix, ImatrixEntry, write_imatrix
 from quantkit.kernels import quantize as encode
 from quantkit.kernels.cuda.core import device as devices
 from quantkit.kernels.cuda.encode import pipeline as on_card
+from quantkit.kernels.formats import ENCODERS, SYMMETRIC, has_encoder
 from quantkit.pipeline import jobs as jobs_module
 from quantkit.pipeline.cards import batch, choice
 from quantkit.pipeline.cards import executor as cards
@@ -345,15 +347,12 @@ def test_auto_says_what_it_chose(source: Path, tmp_path: Path, monkeypatch: pyte
     assert choice.why_not(tensor, tensor.parts[0]) is None
     assert choice.why_not(tensor, fed) == "error feedback"
     assert choice.why_not(replace(tensor, encoder="ik"), tensor.parts[0]) is None
-    for name, encoder, said in (
-        ("Q4_0", "symmetric", "no CUDA encoder for Q4_0 by the search 'symmetric'"),
-        ("IQ2_XS", "ik", None),
-        ("Q2_K_R4", "", "no CUDA encoder for Q2_K_R4 by the search 'ik'"),
-        ("Q2_K_R4", "mainline", None),
-        ("IQ1_S_R4", "", "no CUDA encoder for IQ1_S_R4"),
-    ):
-        assert choice.why_not(replace(tensor, type=BY_NAME[name], encoder=encoder), tensor.parts[0]) == said
-    monkeypatch.setattr(choice, "can_encode", lambda t, ik=False: False)
+    for name, encoder, search, woven in (("Q4_0", "symmetric", "symmetric", False), ("Q2_K_R4", "", "ik", True),
+                                         ("Q2_K_R4", "mainline", "", False), ("IQ1_M_R4", "", "", True)):  # fmt: skip
+        form = choice.form_of(replace(tensor, type=BY_NAME[name], encoder=encoder), tensor.parts[0])
+        assert form is not None
+        assert (form.search, form.woven) == (search, woven)
+    monkeypatch.setattr(choice, "can_encode", lambda t, search="": False)
     assert choice.cards_for(plan, "auto") == (
         (),
         "--backend auto: the CPU does everything: no CUDA encoder for Q4_K (2), no CUDA encoder for IQ3_S (1), "
@@ -364,6 +363,23 @@ def test_auto_says_what_it_chose(source: Path, tmp_path: Path, monkeypatch: pyte
     assert choice.cards_for(plan, "auto")[1].endswith("the CPU encodes everything: CuPy finds no CUDA device")
     with pytest.raises(QuantkitError, match="--backend cuda: no card can be used: CuPy finds no CUDA device"):
         choice.cards_for(plan, "cuda")
+
+
+#: What only the CPU encodes: floats, of which a card would do nothing but carry them, and levels of activations.
+NOT_ON_CARDS = {"F32", "F16", "BF16", "BF16_R16", "Q8_K_R8", "Q8_K_R16"}
+
+
+def test_cards_encode_all_else(source: Path, tmp_path: Path) -> None:
+    """Every type, by every search, with an importance and without. The list above only shrinks."""
+    plan = plan_quantize(source, tmp_path / "o.gguf", "Q8_0", RULES)
+    tensor = next(t for t in plan.tensors if t.type.name == "Q4_K")
+    odd: Any = SimpleNamespace(is_copied=lambda t: False, inputs=None, source=tensor.parts[0].source)
+    refused = set()
+    for t in filter(has_encoder, BY_NAME.values()):
+        for search in (*ENCODERS, SYMMETRIC):
+            if choice.why_not(replace(tensor, type=t, encoder=search), odd):
+                refused.add(t.name)
+    assert refused == NOT_ON_CARDS
 
 
 def test_on_the_command_line(source: Path, tmp_path: Path) -> None:

@@ -11,36 +11,36 @@ from ptx.device import PTXDevice
 from awkward import NO_WEIGHTS, awkward_imatrix, awkward_rows, within_reach
 from awkward import encode as on_cpu
 from quantkit.errors import TypeNotSupported
+from quantkit.kernels.cpu.interleave import interleave_rows
 from quantkit.kernels.cuda.core.kernel import SOURCES
-from quantkit.kernels.cuda.encode import trellis
+from quantkit.kernels.cuda.encode import SEARCHES, struct_of, trellis
 from quantkit.kernels.cuda.encode.encode import encode, encode_rows, encoders, working_bytes
+from quantkit.kernels.cuda.encode.woven import is_changed
 from quantkit.kernels.formats import FORMATS
+from quantkit.kernels.interleave import BASES, base_of
 from quantkit.types import BY_NAME, TensorType
 
 TYPES = [BY_NAME[name] for name in encoders()]
-#: All encoders: types, and whether by ik_llama.cpp's search where there are two.
-ENCODERS = [(t, False) for t in TYPES] + [(BY_NAME[name], True) for name in encoders(ik=True)]
+#: All encoders: types, and by whose search.
+ENCODERS = [(BY_NAME[name], search) for search in SEARCHES for name in encoders(search)]
 
 
-def named(value: object) -> str:
-    """Return the name of a parameter of a test."""
-    return ("ik" if value else "own") if isinstance(value, bool) else str(value)
-
-
-def on_device(memory: Memory, t: TensorType, x: np.ndarray, weights: np.ndarray, ik: bool = False) -> np.ndarray:
+def on_device(
+    memory: Memory, t: TensorType, x: np.ndarray, weights: np.ndarray, search: str = "", woven: bool = False
+) -> np.ndarray:
     """Encode rows; what is before and after the bytes must stay as it was."""
     rows, n = x.shape
     size = rows * t.row_bytes(n)
     out, work = memory.room((size + 64,), np.uint8), memory.room((working_bytes(t, rows, n),), np.uint8)
     importance = memory.put(weights) if weights.size else 0
-    encode_rows(memory.device, t, memory.put(x), rows, n, out, importance, work, ik=ik)
+    encode_rows(memory.device, t, memory.put(x), rows, n, out, importance, work, search=search, woven=woven)
     found = memory.get(out, (size + 64,), np.uint8)
     assert (found[size:] == 255).all()
     return found[:size].reshape(rows, -1)
 
 
-@pytest.mark.parametrize(("t", "ik"), ENCODERS, ids=named)
-def test_bytes_are_the_cpus(memory: Memory, t: TensorType, ik: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("t", "search"), ENCODERS, ids=str)
+def test_bytes_are_the_cpus(memory: Memory, t: TensorType, search: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of rows of every awkward kind; lanes of the last block of threads idle, or blocks take some rows each.
 
     Searches take seconds: every third row of these. As PTX, where the shim's bytes are known, three rows for each way.
@@ -53,22 +53,21 @@ def test_bytes_are_the_cpus(memory: Memory, t: TensorType, ik: bool, monkeypatch
     for i, weights in enumerate((NO_WEIGHTS, awkward_imatrix(n, 5))):
         some = slice(None) if not searched else slice(9 * i, None, 18) if as_ptx else slice(None, None, 3)
         x = within_reach(t, awkward_rows(n, 5)[some], weights)
-        whose = "ik" if ik else None
-        np.testing.assert_array_equal(on_device(memory, t, x, weights, ik), on_cpu(t, x, weights, whose))
+        np.testing.assert_array_equal(on_device(memory, t, x, weights, search), on_cpu(t, x, weights, search or None))
 
 
-USUAL = [(t, ik) for t, ik in ENCODERS if ik or (t.family in ("k_quant", "legacy") and not t.row_header)]
+USUAL = [(t, search) for t, search in ENCODERS if search or (t.family in ("k_quant", "legacy") and not t.row_header)]
 
 
-@pytest.mark.parametrize(("t", "ik"), USUAL, ids=named)
-def test_warps_of_usual_values(memory: Memory, t: TensorType, ik: bool) -> None:
+@pytest.mark.parametrize(("t", "search"), USUAL, ids=str)
+def test_warps_of_usual_values(memory: Memory, t: TensorType, search: str) -> None:
     """Where no lane of a warp has awkward values, shorter ways are taken, and candidates skipped."""
     rng = np.random.default_rng(8)
     x = (rng.standard_normal((4, 2048)) * [[0.02], [1.0], [1e-3], [40.0]]).astype(np.float32)
     x[3] = np.rint(x[3])
     importance = np.exp(rng.standard_normal(2048)).astype(np.float32)
     for weights in (importance,) if t.imatrix == "required" else (NO_WEIGHTS, importance):
-        np.testing.assert_array_equal(on_device(memory, t, x, weights, ik), on_cpu(t, x, weights, "ik" if ik else None))
+        np.testing.assert_array_equal(on_device(memory, t, x, weights, search), on_cpu(t, x, weights, search or None))
 
 
 @pytest.mark.parametrize("t", [t for t in TYPES if t.row_header], ids=str)
@@ -81,7 +80,7 @@ def test_rows_longer_than_threads_take_at_once(memory: Memory, t: TensorType) ->
         np.testing.assert_array_equal(on_device(memory, t, rows, weights), on_cpu(t, rows, weights, None))
 
 
-@pytest.mark.parametrize("t", TYPES, ids=str)
+@pytest.mark.parametrize("t", [t for t in TYPES if t.in_files], ids=str)
 def test_golden_bytes(memory: Memory, t: TensorType, golden: dict[str, np.ndarray]) -> None:
     x, weights = golden["x"], golden["imatrix"]
     for name, w in ((t.name, NO_WEIGHTS), (f"{t.name}+imatrix", weights)):
@@ -89,12 +88,42 @@ def test_golden_bytes(memory: Memory, t: TensorType, golden: dict[str, np.ndarra
             np.testing.assert_array_equal(on_device(memory, t, x, w).ravel(), golden[name].ravel())
 
 
+def woven_rows(t: TensorType, weights: np.ndarray) -> np.ndarray:
+    """Return rows of 512 values that ik_llama.cpp changes: ternary, halves of zeros, products near 0."""
+    rng, rows = np.random.default_rng(6), 48
+    x = (rng.standard_normal((rows, 512)) * np.exp(rng.standard_normal((rows, 1)))).astype(np.float32)
+    x[::3] = rng.integers(-1, 2, x[::3].shape) * x[::3, :1]
+    x[::6] *= np.where(rng.random(x[::6].shape) < 0.1, np.float32(1.1), 1)
+    x[1::3] *= (rng.random((16, 32)) < 0.6).repeat(16, axis=1)
+    x[2::6, 128:] *= np.where(rng.random((8, 12)) < 0.5, np.float32(1e-10), 1).repeat(32, axis=1)
+    return within_reach(t, x, weights)
+
+
+@pytest.mark.parametrize("t", [t for t in map(BY_NAME.__getitem__, BASES) if is_changed(base_of(t))], ids=str)
+def test_interleaved_rows_are_iks(memory: Memory, t: TensorType) -> None:
+    """As those of the CPU, which are ik_llama.cpp's, and others than those of the base type."""
+    base = base_of(t)
+    search = "ik" if base.name in encoders("ik") else ""
+    changed = 0
+    for weights in (NO_WEIGHTS, awkward_imatrix(512, 5)):
+        if not weights.size and base.imatrix == "required":
+            continue
+        x = woven_rows(base, weights)
+        found, wanted = np.empty((len(x), t.row_bytes(512)), np.uint8), on_cpu(t, x, weights, "ik")
+        interleave_rows(t, on_device(memory, base, x, weights, search, True), found)
+        np.testing.assert_array_equal(found, wanted)
+        interleave_rows(t, on_cpu(base, x, weights, "ik"), found)
+        changed += int((found != wanted).sum())
+    assert changed
+
+
 def test_every_encoder_is_in_the_file_of_its_type() -> None:
     """That of the CPU's encoder, and of the unpacker."""
-    for name, file in [*encoders().items(), *((f"{name}_ik", file) for name, file in encoders(ik=True).items())]:
+    for t, search in ENCODERS:
+        file = encoders(search)[t.name]
         assert (SOURCES / "unpack" / file).exists()
         twin = SOURCES.parent / "cpu/encode" / file.replace(".cuh", ".py")
-        assert f"encode_{name.lower()} " in twin.read_text().replace("(", " ")
+        assert f"{struct_of(t, search).replace('Encode', 'encode_').lower()} " in twin.read_text().replace("(", " ")
         assert f'#include "encode/{file}"' in (SOURCES / "encode/all.cuh").read_text()
 
 

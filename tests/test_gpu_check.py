@@ -276,11 +276,12 @@ def test_parity_compares_both_searches_of_a_type(tmp_path: Path) -> None:
 def test_every_encoder_has_digests(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(ROOT / "scripts")
     from gpu import encoding
-    from quantkit.kernels.cuda.encode.encode import encoders
+    from quantkit.kernels.cuda.encode.encode import SEARCHES, encoders
+    from quantkit.types import BY_NAME
 
-    kept = {key.partition("+")[0] for key in json.loads(encoding.EXPECTED.read_text())}
-    assert set(encoders()) <= kept
-    assert {f"{name} by ik" for name in encoders(ik=True)} <= kept
+    kept = json.loads(encoding.EXPECTED.read_text())
+    names = {name for search in SEARCHES for name in encoders(search)}
+    assert {case.key for name in names for case in encoding.parity_cases(BY_NAME[name])} <= set(kept)
 
 
 def test_expected_values_are_the_cpu_backends(tmp_path: Path) -> None:

@@ -168,11 +168,12 @@ def encoded(
     importance: Floats | None = None,
     repeat: Callable[[Any], None] | None = None,
     *,
-    ik: bool = False,
+    search: str = "",
+    woven: bool = False,
 ) -> npt.NDArray[np.uint8]:
     """Return the bytes of rows, encoded on a device; ``repeat`` is given what encodes them once more.
 
-    ``ik``: by ik_llama.cpp's search, of a type of both trees.
+    ``search`` and ``woven`` are those of ``encode_rows``.
     """
     rows, n = x.shape
     out = np.empty(rows * t.row_bytes(n), np.uint8)
@@ -183,7 +184,8 @@ def encoded(
             device.upload(at[2], importance)
 
         def work() -> None:
-            encode_rows(device, t, at[0], rows, n, at[1], at[2] if importance is not None else 0, at[3], ik=ik)
+            weights = at[2] if importance is not None else 0
+            encode_rows(device, t, at[0], rows, n, at[1], weights, at[3], search=search, woven=woven)
 
         work()
         if repeat is not None:

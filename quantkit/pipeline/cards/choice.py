@@ -9,12 +9,13 @@ from quantkit.errors import RecipeError, ResourceError
 from quantkit.kernels.cuda.core import device as devices
 from quantkit.kernels.cuda.encode.encode import weighs
 from quantkit.kernels.cuda.encode.pipeline import Form, can_decode, can_encode
+from quantkit.kernels.cuda.encode.woven import is_changed
 from quantkit.kernels.formats import FORMATS, SYMMETRIC, WOVEN_ENCODERS, encoder_for
 from quantkit.kernels.interleave import base_of, is_woven, repacks
 from quantkit.pipeline.jobs import Job
 from quantkit.pipeline.plan import Plan
 from quantkit.pipeline.planned import PlannedTensor, RowSlice
-from quantkit.types import BY_NAME, TensorType
+from quantkit.types import BY_NAME
 
 BACKENDS = ("cpu", "cuda", "auto")
 
@@ -27,27 +28,20 @@ def why_not(tensor: PlannedTensor, part: RowSlice) -> str | None:
         return ""
     if part.inputs is not None:
         return "error feedback"
-    whose, base = encoder_for(tensor.type, tensor.encoder or None), base_of(tensor.type)
-    if whose == SYMMETRIC or is_woven(tensor.type) and whose == "ik" and _changes(tensor.type, part):
-        return f"no CUDA encoder for {tensor.type} by the search '{whose}'"
-    if can_encode(base, _by_ik(tensor)):
+    base, search = base_of(tensor.type), _search(tensor)
+    if tensor.type.name not in WOVEN_ENCODERS and can_encode(base, search):
         return None
-    return f"no CUDA encoder for {tensor.type}" + (f" by the search '{whose}'" if can_encode(base) else "")
+    return f"no CUDA encoder for {tensor.type}" + (f" by the search '{search}'" if search and can_encode(base) else "")
 
 
-def _by_ik(tensor: PlannedTensor) -> bool:
-    """Tell whether a tensor's values are searched for as ik_llama.cpp does, where there are two ways."""
-    known = FORMATS.get(base_of(tensor.type).name)
-    return known is not None and known.ik_encoder and encoder_for(tensor.type, tensor.encoder or None) == "ik"
+def _whose(tensor: PlannedTensor) -> str:
+    return encoder_for(tensor.type, tensor.encoder or None)
 
 
-def _changes(t: TensorType, part: RowSlice) -> bool:
-    """Tell whether ik_llama.cpp encodes a woven type otherwise than its base type (cpu/encode/interleaved.py)."""
-    from quantkit.kernels.cpu.encode.interleaved import CHANGED, GUARDED
-
-    if t.name in CHANGED:
-        return CHANGED[t.name][1] or part.found is None
-    return t.name in WOVEN_ENCODERS or t.name in GUARDED and part.found is not None
+def _search(tensor: PlannedTensor) -> str:
+    """Return whose search a tensor's values are found by, of a type for which there are several; else ""."""
+    whose, known = _whose(tensor), FORMATS.get(base_of(tensor.type).name)
+    return whose if whose == SYMMETRIC or whose == "ik" and known is not None and known.ik_encoder else ""
 
 
 def form_of(tensor: PlannedTensor, part: RowSlice) -> Form | None:
@@ -58,7 +52,9 @@ def form_of(tensor: PlannedTensor, part: RowSlice) -> Form | None:
     if why_not(tensor, part) is not None:
         return None
     source = part.source.type if can_decode(part.source.type) else _F32
-    return Form(source, base_of(tensor.type), part.values, _by_ik(tensor))
+    base = base_of(tensor.type)
+    woven = is_woven(tensor.type) and _whose(tensor) == "ik" and is_changed(base)
+    return Form(source, base, part.values, _search(tensor), woven)
 
 
 def is_weighted(tensor: PlannedTensor, part: RowSlice) -> bool:

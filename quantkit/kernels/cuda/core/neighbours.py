@@ -20,8 +20,18 @@ from quantkit.types import TensorType
 
 #: Words that a kernel reads at once.
 _FOUR = 4
-#: The distances up to which points are neighbours, by type; the grid is the type's own, but for IQ1_M.
-_DISTANCES = {"IQ1_S": 3, "IQ1_M": 3, "IQ2_XXS": 2, "IQ2_XS": 2, "IQ2_S": 1, "IQ3_XXS": 2, "IQ3_S": 3}
+#: The distances up to which points are neighbours, by type; the grid is the type's own, but for IQ1's.
+_DISTANCES = {
+    "IQ1_S": 3,
+    "IQ1_M": 3,
+    "IQ1_S_ROW": 3,
+    "IQ1_M_ROW": 3,
+    "IQ2_XXS": 2,
+    "IQ2_XS": 2,
+    "IQ2_S": 1,
+    "IQ3_XXS": 2,
+    "IQ3_S": 3,
+}
 
 
 class GridTables(NamedTuple):

@@ -1,6 +1,7 @@
 """Encoders in CUDA C++: ``struct Encode<TYPE>`` in the file of the type's family.
 
-Where ik_llama.cpp encodes a type of both trees by a search of its own, that is ``struct Encode<TYPE>_IK``.
+Where there is another search for a type, one of ``SEARCHES``, that is ``struct Encode<TYPE>_<SEARCH>``: ik_llama.cpp's
+for a type of both trees, the symmetric one of Q4_0.
 """
 
 from __future__ import annotations
@@ -9,9 +10,11 @@ import re
 from functools import cache
 
 from quantkit.kernels.cuda.core.kernel import SOURCES
+from quantkit.kernels.formats import SYMMETRIC
 from quantkit.types import TensorType
 
-_IK = "_IK"
+#: Whose search: that of the type's own tree, or another.
+SEARCHES = ("", "ik", SYMMETRIC)
 
 
 @cache
@@ -22,14 +25,20 @@ def _structs() -> dict[str, str]:
 
 
 @cache
-def encoders(ik: bool = False) -> dict[str, str]:
-    """Return the types that can be encoded, each with the file its encoder is in; ``ik``: by a search of ik's own."""
-    return {name.removesuffix(_IK): file for name, file in _structs().items() if name.endswith(_IK) == ik}
+def encoders(search: str = "") -> dict[str, str]:
+    """Return the types that can be encoded by a search, each with the file its encoder is in."""
+    of_another = tuple(_suffix(other) for other in SEARCHES if other and other != search)
+    found = {name: file for name, file in _structs().items() if name.endswith(_suffix(search))}
+    return {name.removesuffix(_suffix(search)): f for name, f in found.items() if not name.endswith(of_another)}
 
 
-def struct_of(t: TensorType, ik: bool = False) -> str:
+def struct_of(t: TensorType, search: str = "") -> str:
     """Return the name of a type's encoder."""
-    return f"Encode{t.name}{_IK * ik}"
+    return f"Encode{t.name}{_suffix(search)}"
+
+
+def _suffix(search: str) -> str:
+    return f"_{search.upper()}" if search else ""
 
 
 def weighs(t: TensorType) -> bool:

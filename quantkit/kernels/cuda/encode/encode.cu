@@ -1,5 +1,6 @@
 // Rows of f32 to blocks of a type, for all types alike: what differs is in the family's file, as an encoder (lane.cuh).
-// Macros: ENCODER; LANES, the threads of a block; WEIGHTED, if columns have an importance.
+// Macros: ENCODER; LANES, the threads of a block; WEIGHTED, if columns have an importance; WOVEN, of how many values that is
+// looked at again, as ik does in rows that it interleaves.
 //
 // A lane has a block, or a part of one. The lanes of a block of threads fetch their values together, line after line,
 // into shared memory, where each then reads its own; the bytes go back the same way.
@@ -23,6 +24,25 @@ struct encode_args {
     uint8_t* out;
     int64_t blocks, per_row;
 };
+
+#ifdef WOVEN
+// Set importances to 1e-9 where they, the values or their products are almost 0 in so many of the lane's values: the twin of
+// guard in quantkit/kernels/cpu/encode/interleaved.py.
+INLINE void guard(const Lane& lane) {
+    const float tiny = 1e-9f, limit = (float)WOVEN * (tiny * tiny);
+    for (int at = 0; at < VALUES; at += WOVEN) {
+        float squares = 0, values = 0, products = 0;
+        for (int i = at; i < at + WOVEN; i++) {
+            const float x = lane.x[i], w = lane.w[i];
+            squares = squares + w * w;
+            values = values + x * x;
+            products = products + w * fabsf(x);
+        }
+        if (squares > limit && values > limit && products > limit) continue;
+        for (int i = at; i < at + WOVEN; i++) lane.w[i] = tiny;
+    }
+}
+#endif
 
 KERNEL(encode, LANES) {
     __shared__ float values[LANES * STRIDE], room[BLOCKS * ENCODER::ROOM + 1];
@@ -49,6 +69,10 @@ KERNEL(encode, LANES) {
     }
     const float mean = a.squares && block < here ? a.squares[(first + block) / a.per_row] : 0.0f;
     __syncthreads();
+#ifdef WOVEN
+    guard(lane);
+    __syncwarp();
+#endif
     ENCODER::weighted(lane, mean);
 #else
     __syncthreads();

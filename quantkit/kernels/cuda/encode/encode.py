@@ -17,12 +17,15 @@ from quantkit.kernels.cuda.core.codebooks import codebook_on
 from quantkit.kernels.cuda.core.device import Device, Launch
 from quantkit.kernels.cuda.core.kernel import Kernel, Shape
 from quantkit.kernels.cuda.core.neighbours import grid_on
+from quantkit.kernels.cuda.encode import SEARCHES as SEARCHES
 from quantkit.kernels.cuda.encode import encoders as encoders
 from quantkit.kernels.cuda.encode import struct_of
 from quantkit.kernels.cuda.encode import weighs as weighs
+from quantkit.kernels.cuda.encode.grid_rows import grid_row_kernels, grid_row_launches, grid_row_room, is_grid_row
 from quantkit.kernels.cuda.encode.max_rows import has_one_scale, max_rows_kernel, max_rows_launch
 from quantkit.kernels.cuda.encode.rows import row_kernels, row_launches
 from quantkit.kernels.cuda.encode.trellis import is_trellis, trellis_kernel, trellis_launch, trellis_room
+from quantkit.kernels.cuda.encode.woven import GUARDED, changing_kernels, changing_launches, is_guarded
 from quantkit.kernels.formats import format_of
 from quantkit.types import BY_NAME, TensorType
 
@@ -40,22 +43,24 @@ def _by_row(t: TensorType) -> bool:
     return t.family == "legacy"
 
 
-def _kernel(name: str, t: TensorType, ik: bool = False) -> Kernel:
-    struct = struct_of(t, ik)
+def _kernel(name: str, t: TensorType, search: str = "") -> Kernel:
+    struct = struct_of(t, search)
     return Kernel(_FILE, name).bind(ENCODER=struct, LANES=_FEWER_LANES.get(struct.removeprefix("Encode"), _LANES))
 
 
-def encode(t: TensorType, rows: int, n: int, weighted: bool = False, ik: bool = False) -> Shape:
-    """Return how to encode rows of n values; ``ik``: by ik_llama.cpp's search, of a type of both trees.
+def encode(t: TensorType, rows: int, n: int, weighted: bool = False, search: str = "", woven: bool = False) -> Shape:
+    """Return how to encode rows of n values; ``search`` and ``woven`` are those of ``encode_rows``.
 
     Raises:
         TypeNotSupported: there is no encoder, or n is not a multiple of the type's block.
     """
-    if t.name not in encoders(ik) or n % t.block:
+    if t.name not in encoders(search) or n % t.block:
         raise TypeNotSupported(_REFUSED.format(n, t.name))
-    kernel = _kernel("encode", t, ik)
+    kernel = _kernel("encode", t, search)
     if weighted:
         kernel = kernel.bind(WEIGHTED=1)
+    if woven and is_guarded(t, weighted):
+        kernel = kernel.bind(WOVEN=GUARDED[t.name])
     blocks_at_once = kernel.threads * format_of(t).span // t.block  # a lane has a sub-block
     return Shape(kernel, (max(1, -(-rows * (n // t.block) // blocks_at_once)), 1, 1))
 
@@ -70,6 +75,8 @@ def working_bytes(t: TensorType, rows: int, n: int, weighted: bool = True) -> in
     """Return the bytes that encoding rows of n values takes besides them, with an importance or without."""
     if is_trellis(t):
         return trellis_room(t, rows, n)
+    if is_grid_row(t):
+        return grid_row_room(t, rows, n)
     return 4 * rows if weighted and weighs(t) and _by_row(t) else 0
 
 
@@ -83,18 +90,40 @@ def encode_rows(
     importance: int = 0,
     work: int = 0,
     *,
-    ik: bool = False,
+    search: str = "",
+    woven: bool = False,
 ) -> None:
-    """Launch what encodes rows of float32; ``ik``: by ik_llama.cpp's search, of a type of both trees.
+    """Launch what encodes rows of float32.
+
+    ``search``: another than that of the type's own tree, one of ``SEARCHES``. ``woven``: as ik_llama.cpp encodes rows
+    that it interleaves, whole groups of them.
 
     All are addresses: x f32 [rows, n], out uint8 [rows, row_bytes], importance f32 [n], or 0 for none, which is ignored
     for a type that does not use one; work: room for ``working_bytes``, 16-byte aligned.
     """
-    if t.row_header:
-        device.run(_row_launches(device, t, x, rows, n, out, importance, work))
-        return
     weighted = bool(importance) and weighs(t)
-    shape = encode(t, rows, n, weighted, ik)
+    make = (
+        _row_launches(device, t, x, rows, n, out, importance, work)
+        if t.row_header
+        else _block_launches(device, t, x, rows, n, out, importance, work, search, woven)
+    )
+    device.run([*make, *(changing_launches(t, x, rows, n, out, weighted) if woven else [])])
+
+
+def _block_launches(
+    device: Device,
+    t: TensorType,
+    x: int,
+    rows: int,
+    n: int,
+    out: int,
+    importance: int,
+    work: int,
+    search: str,
+    woven: bool,
+) -> list[Launch]:
+    weighted = bool(importance) and weighs(t)
+    shape = encode(t, rows, n, weighted, search, woven)
     launches = []
     if weighted and _by_row(t):
         before = mean_squares(t, rows)
@@ -105,8 +134,7 @@ def encode_rows(
         x=x, importance=importance, squares=by_row, out=out, blocks=rows * per_row, per_row=per_row,
         **grid_on(device, t)._asdict(),
     )  # fmt: skip
-    launches.append(Launch(shape.kernel, shape.grid, block))
-    device.run(launches)
+    return [*launches, Launch(shape.kernel, shape.grid, block)]
 
 
 def _row_launches(
@@ -118,6 +146,8 @@ def _row_launches(
         return [trellis_launch(device, t, x, rows, n, out, importance, work)]
     if has_one_scale(t):
         return [max_rows_launch(t, x, rows, n, out)]
+    if is_grid_row(t):
+        return grid_row_launches(device, t, x, rows, n, out, importance, work)
     return row_launches(t, x, rows, n, out, importance)
 
 
@@ -129,19 +159,24 @@ def put_tables(device: Device, t: TensorType) -> None:
         grid_on(device, t)
 
 
-def kernels_of(t: TensorType, weighted: bool = False, ik: bool = False) -> list[Kernel]:
-    """Return the kernels that encode a type; ``weighted``: with an importance of columns; ``ik``: by ik's search."""
+def kernels_of(t: TensorType, weighted: bool = False, search: str = "", woven: bool = False) -> list[Kernel]:
+    """Return the kernels that encode a type; ``weighted``: with an importance; the rest is as in ``encode_rows``."""
+    changing = changing_kernels(t, weighted) if woven else []
     if is_trellis(t):
         return [trellis_kernel(t)]
+    if is_grid_row(t):
+        return [*grid_row_kernels(t, weighted), *changing]
     if t.row_header:
         return [max_rows_kernel(t)] if has_one_scale(t) else [*row_kernels(t, weighted)]
-    found = [encode(t, 1, t.block, weighted, ik).kernel]
+    found = [encode(t, 1, t.block, weighted, search, woven).kernel, *changing]
     return [*found, mean_squares(t, 1).kernel] if weighted and _by_row(t) else found
 
 
 def kernels() -> Iterator[Kernel]:
     """Yield every kernel of this file."""
-    for ik in (False, True):
-        for name in encoders(ik):
-            for weighted in (False, True) if weighs(BY_NAME[name]) else (False,):
-                yield from (kernel for kernel in kernels_of(BY_NAME[name], weighted, ik) if kernel.file == _FILE)
+    for search in SEARCHES:
+        for name in encoders(search):
+            t = BY_NAME[name]
+            for weighted in (False, True) if weighs(t) else (False,):
+                for woven in (False, True) if is_guarded(t, weighted) else (False,):
+                    yield from (k for k in kernels_of(t, weighted, search, woven) if k.file == _FILE)

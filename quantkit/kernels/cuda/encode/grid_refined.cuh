@@ -208,15 +208,21 @@ struct RefinedIQ1_M : Weighing<TernaryGrid<RefinedHalves>, RefinedIQ1_M> {
         }
     }
 
+    // Search the lane's sub-block; those of smaller values than ``tiny`` are of zeros.
+    STATIC_INLINE Shifted fit(const Lane& lane, float tiny) {
+        bool off;
+        Shifted sub = Parts::fit(lane, tiny, off);
+        if (sub.dead) sub.scale = 0;
+        else if (off) choose_shifts(lane, sub);
+        return sub;
+    }
+
     STATIC_INLINE void finish(const Lane& lane) {
         float weights[16];  // what d is fitted by
 #pragma unroll
         for (int i = 0; i < 16; i++) weights[i] = lane.w[i];
         use_squares_if_nothing_weighs(lane);
-        bool off;
-        Shifted sub = Parts::fit(lane, 1e-7f, off);
-        if (sub.dead) sub.scale = 0;
-        else if (off) choose_shifts(lane, sub);
+        const Shifted sub = fit(lane, 1e-7f);
         __syncwarp();
 #pragma unroll
         for (int i = 0; i < 16; i++) lane.w[i] = weights[i];

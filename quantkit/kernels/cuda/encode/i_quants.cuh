@@ -4,7 +4,7 @@
 // Source: llama.cpp b11434 ggml-quants.c, quantize_row_iq4_nl_impl and best_index_int8 with ntry = 7; ik_llama.cpp 8337e4cd3,
 // of the same name, for encoders _IK.
 #pragma once
-#include "encode/grid_refined.cuh"
+#include "encode/grid_rows.cuh"
 #include "encode/k_quants.cuh"
 #include "unpack/tables.cuh"
 
@@ -199,6 +199,8 @@ struct EncodeIQ4_XS_IK : EncodeXS<true> {};
 struct EncodeIQ1_S : QuantIQ1_S {};
 struct EncodeIQ1_M : QuantIQ1_M {};
 struct EncodeIQ1_M_IK : RefinedIQ1_M {};
+struct EncodeIQ1_S_ROW : GridRowIQ1_S {};
+struct EncodeIQ1_M_ROW : GridRowIQ1_M {};
 struct EncodeIQ2_XXS : QuantIQ2_XXS {};
 struct EncodeIQ2_XS : QuantIQ2_XS {};
 struct EncodeIQ2_XS_IK : RefinedIQ2_XS {};

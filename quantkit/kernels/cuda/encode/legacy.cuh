@@ -37,10 +37,11 @@ template <int HALF> struct Symmetric {
     static const int VALUES = 32, BLOCK = 32, BYTES = HALF == 8 ? 18 : 22, ROOM = 0;
     static const bool WEIGHS = false;
 
-    STATIC_INLINE void plain(const Lane& lane) {
+    STATIC_INLINE void plain(const Lane& lane) { scale_by(lane, largest_of<32>(lane.x) / (float)-HALF); }
+
+    STATIC_INLINE void scale_by(const Lane& lane, float d) {
         const float* x = lane.x;
         uint8_t* out = lane.out;
-        const float d = largest_of<32>(x) / (float)-HALF;
         float middle = (float)HALF + 0.5f;
         const float inverse = invert(d, middle);
         store_half(out, d);
@@ -120,6 +121,16 @@ template <int TOP> struct RefinedAffine : Affine<TOP> {
         store_half(lane.out + 2, fit.low);
         store_levels<TOP == 31>(lane.out + 4, [&](int i) { return (int)levels[i]; });
     }
+};
+
+// ik_llama.cpp's --symmetric-q40: levels -7 .. 7, whatever the importance.
+struct EncodeQ4_0_SYMMETRIC : Symmetric<8> {
+    STATIC_INLINE void plain(const Lane& lane) {
+        float size = 0;
+        for (int i = 0; i < 32; i++) size = fmaxf(size, fabsf(lane.x[i]));
+        scale_by(lane, size / 7.0f);
+    }
+    STATIC_INLINE void weighted(const Lane& lane, float) { plain(lane); }
 };
 
 struct EncodeQ4_0_IK : RefinedSymmetric<8> {};

@@ -57,19 +57,20 @@ class Lane(Device, Protocol):
 class Form(NamedTuple):
     """What rows are, and become: those of one form can go together. A source of F32 needs no decoding.
 
-    ik: whether by ik_llama.cpp's search, of a type of both trees.
+    search, woven: by whose search, and whether as rows that are interleaved, as of ``encode_rows``.
     """
 
     source: TensorType
     target: TensorType
     n: int
-    ik: bool = False
+    search: str = ""
+    woven: bool = False
 
     def kernels(self, weighted: Iterable[bool]) -> list[Kernel]:
         """Return the kernels that rows of this form need; weighted: with importance, without, or both."""
         found = [
             not_finite(1).kernel,
-            *(kernel for each in weighted for kernel in kernels_of(self.target, each, self.ik)),
+            *(kernel for each in weighted for kernel in kernels_of(self.target, each, self.search, self.woven)),
         ]
         return found if self.source is _F32 else [*found, dequantize(self.source, self.n, 1).kernel]
 
@@ -121,9 +122,9 @@ def room_for(form: Form, rows: int) -> Room:
     )
 
 
-def can_encode(t: TensorType, ik: bool = False) -> bool:
-    """Return whether cards encode type t; ``ik``: by ik_llama.cpp's search, where there are two."""
-    return t.name in encoders(ik)
+def can_encode(t: TensorType, search: str = "") -> bool:
+    """Return whether cards encode type t; ``search``: by another than that of its own tree."""
+    return t.name in encoders(search)
 
 
 def can_decode(t: TensorType) -> bool:
@@ -174,7 +175,10 @@ class Slot:
         d.run([Launch(look.kernel, look.grid, look.kernel.block(x=x, found=self._out, n=rows * n))])
         self._segments, at, row_bytes = [], _HEAD, form.target.row_bytes(n)
         for segment, importance in zip(segments, importances, strict=True):
-            encode_rows(d, form.target, x, segment.rows, n, self._out + at, importance, self._work, ik=form.ik)
+            encode_rows(
+                d, form.target, x, segment.rows, n, self._out + at, importance, self._work,
+                search=form.search, woven=form.woven,
+            )  # fmt: skip
             self._segments.append((at, segment.rows * row_bytes))
             x += 4 * n * segment.rows
             at = round_up(at + segment.rows * row_bytes, _ALIGNED)

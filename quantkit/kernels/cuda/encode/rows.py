@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from quantkit.kernels.cuda.core.device import Launch
 from quantkit.kernels.cuda.core.kernel import Kernel
 from quantkit.kernels.cuda.encode import encoders, weighs
+from quantkit.kernels.cuda.encode.grid_rows import is_grid_row
 from quantkit.kernels.cuda.encode.trellis import is_trellis
 from quantkit.types import BY_NAME, TensorType
 
@@ -22,7 +23,7 @@ _LANES, _VALUES = 64, 32
 
 def has_scales_of_row(t: TensorType) -> bool:
     """Return whether this encodes the type."""
-    return t.row_header > 0 and weighs(t) and not is_trellis(t)
+    return t.row_header > 0 and weighs(t) and not is_trellis(t) and not is_grid_row(t)
 
 
 def row_kernels(t: TensorType, weighted: bool) -> tuple[Kernel, Kernel]:

@@ -1,0 +1,51 @@
+"""What ik_llama.cpp changes in rows that it interleaves, by the type of single rows: woven.cu, and importances.
+
+    write_ternary    x out rows n    rows of Q2_K that are almost ternary become that, without importance
+    repeat_shifts    x out rows n    halves of zeros in groups of 4 rows of IQ1_M_ROW shift as those before
+
+x: f32 [rows, n]; out: the rows' bytes. The CPU's encoders say more: quantkit.kernels.cpu.encode.interleaved.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from quantkit.kernels.cuda.core.device import Launch
+from quantkit.kernels.cuda.core.kernel import Kernel
+from quantkit.types import TensorType
+
+#: Types of single rows that are changed when they are encoded: the kernel, rows of a block of threads, whether with
+#: importance, too.
+_CHANGED = {"Q2_K": ("write_ternary", 32, False), "IQ1_M_ROW": ("repeat_shifts", 4, True)}
+#: Those of which importances are looked at again: in sub-blocks of how many values.
+GUARDED = {"IQ2_XXS": 32, "IQ2_XS": 16, "IQ2_S": 16, "IQ3_XXS": 32, "IQ3_S": 16, "Q6_0": 32}
+
+
+def is_changed(t: TensorType) -> bool:
+    """Return whether ik may encode rows otherwise if it interleaves them."""
+    return t.name in _CHANGED or t.name in GUARDED
+
+
+def is_guarded(t: TensorType, weighted: bool) -> bool:
+    """Return whether importances of rows are looked at again if ik interleaves them."""
+    return weighted and t.name in GUARDED
+
+
+def changing_kernels(t: TensorType, weighted: bool) -> list[Kernel]:
+    """Return the kernel that changes rows, if any does."""
+    name, _, always = _CHANGED.get(t.name, ("", 1, False))
+    return [Kernel("encode/woven.cu", name)] if name and (always or not weighted) else []
+
+
+def changing_launches(t: TensorType, x: int, rows: int, n: int, out: int, weighted: bool) -> list[Launch]:
+    """Return what changes encoded rows; x and out are addresses."""
+    return [
+        Launch(kernel, (max(1, -(-rows // _CHANGED[t.name][1])), 1, 1), kernel.block(x=x, out=out, rows=rows, n=n))
+        for kernel in changing_kernels(t, weighted)
+    ]
+
+
+def kernels() -> Iterator[Kernel]:
+    """Yield every kernel of this file."""
+    for name, _, _ in _CHANGED.values():
+        yield Kernel("encode/woven.cu", name)
