@@ -16,7 +16,10 @@ from quantkit.kernels.cuda.core.kernel import Kernel
 from quantkit.kernels.formats import FORMATS
 
 #: Macros that are sizes, and types of weights.
-SIZES = {"BLOCKS_AT_ONCE", "COLUMNS", "HEAD", "HEAD_K", "HEAD_V", "KEYS", "LANES", "ROWS", "THREADS", "TOKENS", "UNITS"}
+SIZES = {
+    *("BLOCKS_AT_ONCE", "COLUMNS", "HEAD", "HEAD_K", "HEAD_V", "KEYS", "LANES", "ROWS", "SPAN", "THREADS", "TOKENS"),
+    "UNITS",
+}
 TYPES = {"TYPE", "OTHER"}
 TENSOR_CORES = "matmul/mat_mat.cu"
 

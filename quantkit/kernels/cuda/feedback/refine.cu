@@ -11,15 +11,13 @@ struct refine_args : tile_args {
     int64_t passes, repeats, fits, beside;
 };
 
-// Columns of a sub-block that a warp multiplies at once.
-const int FEW = SPAN / WARPS < OWN ? SPAN / WARPS : OWN;
 // Whether the window's part of the covariance, and all that is kept of a sub-block, lie in shared memory.
 const bool SMALL = WIDTH <= WIDE && SPAN <= 32;
 // Lines of a sub-block that change, and of a tile's scratch: g before, the best levels and values and, unless they are in
 // shared memory, g and what changes (refine.py).
 const int CHANGING = 4 * SPAN, LINES = WIDTH + 2 * SPAN + (SMALL ? 0 : WIDTH + CHANGING);
 const int MOST_FACTORS = 256;
-static_assert(WIDTH % SPAN == 0 && SPAN % OWN == 0 && SPAN / WARPS % STRIP == 0, "sub-blocks of whole strips a warp");
+static_assert(WIDTH % SPAN == 0 && SPAN % OWN == 0, "columns are of whole sub-blocks, and these of what a warp multiplies");
 
 // Lines of sub-blocks: g when one is visited, and its own; what its values were; t, the levels, or what values change by;
 // c = H t; the best levels and values.
@@ -85,11 +83,10 @@ struct Window {
         float *const level = levels + (int64_t)ROWS * (first + at), *const value = v + (int64_t)ROWS * (first + at);
         each([&](int, int i) { of.t[i] = level[i] + raised; });
         __syncthreads();
-        for (int j = FEW * warp; j < SPAN; j += FEW * WARPS) {
-            float sum[FEW] = {};
-            add_products(sum, strips(at, at + j), apart, of.t + lane, SPAN);
-#pragma unroll
-            for (int i = 0; i < FEW; i++) of.c[ROWS * (j + i) + lane] = sum[i];
+        for (int j = OWN * warp; j < SPAN; j += WIDE) {
+            Patch sum = {};
+            sum.add_products(strips(at, at + j), apart, of.t, SPAN);
+            sum.store(of.c + ROWS * j);
         }
         __syncthreads();
         const bool two = a.minimum != FIXED;
@@ -159,12 +156,11 @@ struct Window {
 
     // OWN columns of g gain the products of `count` columns.
     __device__ __forceinline__ void add(float* g, const float* by, const float* change, int count) const {
-        float sum[OWN];
-#pragma unroll
-        for (int i = 0; i < OWN; i++) sum[i] = g[ROWS * i + lane];
-        add_products(sum, by, apart, change + lane, count);
-#pragma unroll
-        for (int i = 0; i < OWN; i++) g[ROWS * i + lane] = sum[i];
+        Patch sum;
+        sum.load(g);
+        sum.add_products(by, apart, change, count);
+        sum.store(g);
+        __syncwarp();  // its lanes read each other's
     }
 
     // By how much the loss has fallen since that sub-block's values were `old`.
@@ -264,7 +260,7 @@ struct Window {
 
 KERNEL(refine, 128) {
     __shared__ __align__(16) Chunk chunks[2];  // between products, what changes in a window
-    __shared__ __align__(16) float near[SMALL ? WIDE * WIDE : STRIP];
+    __shared__ __align__(16) float near[SMALL ? WIDE / STRIP * NEAR_APART : STRIP];
     __shared__ Book book;
     __shared__ Sums sums;
     __shared__ Told told;
@@ -274,7 +270,7 @@ KERNEL(refine, 128) {
     const int n = (int)a.n, lane = lane_here(), warp = warp_here();
     const float* x = of_tile(a.x, n);
     float *v = of_tile(a.v, n), *e = of_tile(a.e, n), *before = of_tile(a.scratch, LINES), *best = before + WIDTH * ROWS;
-    float *const g = SMALL ? chunks[0].a[0][0] : best + 2 * SPAN * ROWS, *const changing = g + WIDTH * ROWS;
+    float *const g = SMALL ? chunks[0].a[0] : best + 2 * SPAN * ROWS, *const changing = g + WIDTH * ROWS;
     const Lines lines = {g, changing, changing + SPAN * ROWS, changing + 2 * SPAN * ROWS, changing + 3 * SPAN * ROWS, best};
     read_book(book, a.book);
     for (int i = threadIdx.x; i < a.factor_count; i += TILE_THREADS) factors[i] = a.factors[i];
@@ -285,7 +281,7 @@ KERNEL(refine, 128) {
         const float* h = a.h + (int64_t)first * n;
         if (SMALL)
             for (int i = threadIdx.x; i < here / STRIP * here; i += TILE_THREADS)
-                copy_async<16>(near + (i / here * WIDE + i % here) * STRIP,
+                copy_async<16>(near + i / here * NEAR_APART + i % here * STRIP,
                                h + ((int64_t)(i / here) * n + first + i % here) * STRIP);
         for (int j = 0; j < here; j += WIDE) {
             float sum[OWN] = {};
@@ -304,7 +300,7 @@ KERNEL(refine, 128) {
                                lines,
                                told,
                                SMALL ? near : h + (int64_t)first * STRIP,
-                               SMALL ? WIDE * STRIP : (int64_t)n * STRIP,
+                               SMALL ? NEAR_APART : (int64_t)n * STRIP,
                                first,
                                here,
                                lane,

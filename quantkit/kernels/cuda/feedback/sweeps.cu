@@ -17,12 +17,12 @@ struct residuals_args : tile_args {
 
 KERNEL(feed, 128) {
     __shared__ __align__(16) Chunk chunks[2];
-    __shared__ __align__(16) float near[WIDE / STRIP][WIDE][STRIP];  // the matrix's part of these columns
+    __shared__ __align__(16) float near[WIDE / STRIP][NEAR_APART];  // the matrix's part of these columns
     __shared__ Book book;
     __shared__ double loss[ROWS];
     __shared__ int order[WIDE];
     // Between products, of these columns, [WIDE][ROWS] each.
-    float *const own_e = chunks[0].a[0][0], *const own_x = own_e + WIDE * ROWS, *const own_inverse = own_x + WIDE * ROWS;
+    float *const own_e = chunks[0].a[0], *const own_x = own_e + WIDE * ROWS, *const own_inverse = own_x + WIDE * ROWS;
     static_assert(sizeof(chunks) >= 3 * WIDE * ROWS * sizeof(float), "there is room");
     const int n = (int)a.n, lane = lane_here(), warp = warp_here(), shift = __ffs((int)a.span) - 1;
     const int subs = n >> shift;
@@ -35,7 +35,8 @@ KERNEL(feed, 128) {
         const int here = min(WIDE, n - begin), first = begin + OWN * warp;
         const bool any = first < n;
         for (int i = threadIdx.x; i < here / STRIP * here; i += TILE_THREADS)
-            copy_async<16>(near[i / here][i % here], a.u + ((int64_t)(begin / STRIP + i / here) * n + begin + i % here) * STRIP);
+            copy_async<16>(near[i / here] + STRIP * (i % here),
+                           a.u + ((int64_t)(begin / STRIP + i / here) * n + begin + i % here) * STRIP);
         if (threadIdx.x < WIDE) order[threadIdx.x] = (int)threadIdx.x < here ? a.columns[begin + threadIdx.x] : 0;
         __syncthreads();
         const int* at = order + OWN * warp;
@@ -56,7 +57,7 @@ KERNEL(feed, 128) {
         for (int part = 0; part < here; part += OWN) {
             if (part == OWN * warp) {
                 double total = loss[lane];
-                const float* factors = near[part / STRIP][part];
+                const float* factors = near[part / STRIP] + STRIP * part;
 #pragma unroll
                 for (int i = 0; i < OWN; i++) {
                     const int own = ROWS * (part + i) + lane;
@@ -69,7 +70,7 @@ KERNEL(feed, 128) {
                     total = total + (double)a.pivots[first + i] * ((double)c * (double)c);
 #pragma unroll
                     for (int j = i / STRIP * STRIP; j < OWN; j += STRIP) {
-                        const float4 by = four_of(factors, WIDE * STRIP, i, j);
+                        const float4 by = four_of(factors, NEAR_APART, i, j);
 #pragma unroll
                         for (int l = j; l < j + STRIP; l++)
                             if (l > i) sum[l] = __fmaf_rn(error, one_of(by, l - j), sum[l]);
@@ -79,7 +80,7 @@ KERNEL(feed, 128) {
             }
             __syncthreads();
             if (part < OWN * warp && any)
-                add_products(sum, near[OWN / STRIP * warp][part], WIDE * STRIP, own_e + ROWS * part + lane, OWN);
+                add_products(sum, near[OWN / STRIP * warp] + STRIP * part, NEAR_APART, own_e + ROWS * part + lane, OWN);
         }
     }
     if (warp == 0) of_tile(a.loss, 1)[lane] = loss[lane];

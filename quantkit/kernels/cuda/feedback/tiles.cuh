@@ -18,9 +18,12 @@ INLINE int warp_here() { return (int)threadIdx.x / 32; }
 // Where this block's tile begins in an array of `count` lines a tile.
 template <typename T> INLINE T* of_tile(T* all, int64_t count) { return all + (int64_t)blockIdx.x * count * ROWS; }
 
+// Strips lie so that lanes which read four of them read different banks.
+const int CHUNK_APART = (CHUNK + 1) * STRIP, NEAR_APART = (WIDE + 1) * STRIP;
+
 // Operands of so many terms of a product, in shared memory.
 struct Chunk {
-    float a[WIDE / STRIP][CHUNK][STRIP], e[CHUNK][ROWS];
+    float a[WIDE / STRIP][CHUNK_APART], e[CHUNK][ROWS];
 };
 
 // sum[j] += sum of a[k][j] e[k] over the first `count` k. a: strips, `apart` floats from one to the next; e: of the lane.
@@ -39,9 +42,49 @@ template <int COLUMNS> INLINE void add_products(float (&sum)[COLUMNS], const flo
     }
 }
 
+// OWN columns of a tile as a warp multiplies them: a lane has four rows of a strip, so that it reads half as much for as
+// many products.
+struct Patch {
+    float4 of[STRIP];
+
+    static __device__ __forceinline__ int row() { return 4 * (lane_here() % 8); }
+    static __device__ __forceinline__ int strip() { return lane_here() / 8; }
+
+    // From and to lines of the warp's columns.
+    __device__ __forceinline__ void load(const float* lines) {
+#pragma unroll
+        for (int j = 0; j < STRIP; j++) of[j] = *(const float4*)(lines + ROWS * (STRIP * strip() + j) + row());
+    }
+    __device__ __forceinline__ void store(float* lines) const {
+#pragma unroll
+        for (int j = 0; j < STRIP; j++) *(float4*)(lines + ROWS * (STRIP * strip() + j) + row()) = of[j];
+    }
+
+    static __device__ __forceinline__ void add(float4& sum, const float4& x, float by) {
+        sum.x = __fmaf_rn(x.x, by, sum.x);
+        sum.y = __fmaf_rn(x.y, by, sum.y);
+        sum.z = __fmaf_rn(x.z, by, sum.z);
+        sum.w = __fmaf_rn(x.w, by, sum.w);
+    }
+
+    // As add_products: a is the first strip of the warp's, e the tile's.
+    __device__ __forceinline__ void add_products(const float* a, int64_t apart, const float* e, int count) {
+        a += strip() * apart;
+        e += row();
+#pragma unroll 4
+        for (int k = 0; k < count; k++) {
+            const float4 x = *(const float4*)(e + ROWS * k), by = *(const float4*)(a + STRIP * k);
+            add(of[0], x, by.x);
+            add(of[1], x, by.y);
+            add(of[2], x, by.z);
+            add(of[3], x, by.w);
+        }
+    }
+};
+
 INLINE void fetch_chunk(Chunk* to, const float* a, int64_t n, const float* e, int k, int columns) {
     for (int i = threadIdx.x; i < columns / STRIP * CHUNK; i += TILE_THREADS)
-        copy_async<16>(to->a[i / CHUNK][i % CHUNK], a + (i / CHUNK * n + k + i % CHUNK) * STRIP);
+        copy_async<16>(to->a[i / CHUNK] + STRIP * (i % CHUNK), a + (i / CHUNK * n + k + i % CHUNK) * STRIP);
     for (int i = threadIdx.x; i < CHUNK * ROWS / 4; i += TILE_THREADS)
         copy_async<16>(to->e[0] + 4 * i, e + (int64_t)k * ROWS + 4 * i);
 }
@@ -49,8 +92,16 @@ INLINE void fetch_chunk(Chunk* to, const float* a, int64_t n, const float* e, in
 // sum[j] += sum of a[k][j] e[k] over the k before `count`, a multiple of CHUNK, for the warp's columns of `columns`, of
 // which a[0] is the first strip. e: the tile's. Begins and ends with all threads in step.
 INLINE void multiply(float (&sum)[OWN], const float* a, int64_t n, const float* e, int count, int columns, Chunk (&chunks)[2]) {
-    const int warp = warp_here();
+    static_assert(sizeof(chunks) >= WIDE * ROWS * sizeof(float), "there is room for all sums");
+    const int warp = warp_here(), lane = lane_here();
+    float* const lines = chunks[0].a[0] + ROWS * OWN * warp;
+    Patch patch;
     __syncthreads();  // what is in e, and in chunks, is no longer needed otherwise
+#pragma unroll
+    for (int i = 0; i < OWN; i++) lines[ROWS * i + lane] = sum[i];
+    __syncwarp();
+    patch.load(lines);
+    __syncthreads();
     if (count) fetch_chunk(chunks, a, n, e, 0, columns);
     end_group();
     for (int k = 0, at = 0; k < count; k += CHUNK, at ^= 1) {
@@ -58,10 +109,14 @@ INLINE void multiply(float (&sum)[OWN], const float* a, int64_t n, const float* 
         end_group();
         wait_groups<1>();
         __syncthreads();
-        if (OWN * warp < columns)
-            add_products(sum, chunks[at].a[OWN / STRIP * warp][0], STRIP * CHUNK, chunks[at].e[0] + lane_here(), CHUNK);
+        if (OWN * warp < columns) patch.add_products(chunks[at].a[OWN / STRIP * warp], CHUNK_APART, chunks[at].e[0], CHUNK);
         __syncthreads();
     }
+    patch.store(lines);
+    __syncwarp();
+#pragma unroll
+    for (int i = 0; i < OWN; i++) sum[i] = lines[ROWS * i + lane];
+    __syncthreads();
 }
 
 // Lets warps come one after another, as often as it takes for `columns`, each with OWN of them: f(first column).

@@ -1,0 +1,64 @@
+"""Count the instructions that error feedback executes on a card, and the rates that a card allows.
+
+    benchmarks/count_feedback.py                            # some types, rows of 2048 values, an H200
+    benchmarks/count_feedback.py --types Q4_K --n 1024 --show
+
+Evidence without a GPU, by the means and to the bounds of benchmarks/count_encoders.py: rows of one tile are rounded by
+what NVRTC makes of the kernels, as PTX on the CPU. Counts are per column of the tile, a warp of 32 rows each.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections import Counter
+
+import numpy as np
+from count_encoders import Counting
+from device_memory import Memory
+
+from awkward import encode
+from quantkit.kernels.cpu.feedback.metric import metric
+from quantkit.kernels.cpu.feedback.options import Rounding
+from quantkit.kernels.cuda.feedback.metric import upload
+from quantkit.kernels.cuda.feedback.rounding import round_rows, working_bytes
+from quantkit.types import BY_NAME, TensorType
+
+#: Rows that are counted: a tile.
+ROWS = 32
+
+
+def count(t: TensorType, n: int) -> tuple[Counter[str], float, float]:
+    """Return how many instructions of warps a tile takes in each kernel, and how many of them load or convert."""
+    rng, memory = np.random.default_rng(0), Memory(device := Counting())
+    inputs = rng.standard_normal((2 * n, n)) * np.exp(0.5 * rng.standard_normal(n))
+    by = upload(device, metric(inputs.T @ inputs, 0.02))
+    x = rng.standard_normal((ROWS, n)).astype(np.float32)
+    made = encode(t, x, np.ones(n if t.imatrix == "required" else 0, np.float32))
+    at, to = memory.put(made), memory.put(x)
+    before, after = (memory.room((ROWS,), np.float64) for _ in range(2))
+    work = memory.room((working_bytes(t, ROWS, n),), np.uint8)
+    round_rows(device, t, to, ROWS, to, at, at, by, Rounding(), before, after, work)
+    by.close()
+    memory.close()
+    return device.executed, device.loads, device.conversions
+
+
+def main() -> None:
+    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p.add_argument("--types", nargs="+", default=["Q4_K", "Q2_K", "IQ4_XS", "Q6_K"], metavar="TYPE")
+    p.add_argument("--n", type=int, default=2048)
+    p.add_argument("--multiprocessors", type=int, default=132)
+    p.add_argument("--clock", type=float, default=1.98, metavar="GHZ", help="under load (default: 1.98)")
+    options = p.parse_args()
+    print("| type | instructions a column | of each kernel | loads | Gweights/s |\n|---|---|---|---|---|")
+    for name in options.types:
+        executed, loads, conversions = count(BY_NAME[name], options.n)
+        n = options.n
+        total = sum(executed.values())
+        rate = ROWS * n * options.multiprocessors * options.clock / max(total / 4, loads, 2 * conversions)
+        parts = ", ".join(f"{kernel} {each / n:.0f}" for kernel, each in executed.items())
+        print(f"| {name} | {total / n:.0f} | {parts} | {loads / n:.0f} | {rate:.2f} |", flush=True)
+
+
+if __name__ == "__main__":
+    main()
