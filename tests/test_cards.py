@@ -30,6 +30,7 @@ from quantkit.kernels.formats import ENCODERS, SYMMETRIC, has_encoder
 from quantkit.pipeline import jobs as jobs_module
 from quantkit.pipeline.cards import batch, choice
 from quantkit.pipeline.cards import executor as cards
+from quantkit.pipeline.feedback import Alike
 from quantkit.quantize import QuantizeOptions, QuantizeResult, plan_quantize, quantize
 from quantkit.types import BY_NAME
 
@@ -343,13 +344,17 @@ def test_auto_says_what_it_chose(source: Path, tmp_path: Path, monkeypatch: pyte
     with pytest.raises(ResourceError, match=r"--devices: there is no CUDA2; there are 2 CUDA devices"):
         choice.cards_for(plan, "auto", [0, 2])
     tensor = next(t for t in plan.tensors if t.type.name == "Q4_K")
-    fed: Any = replace(tensor.parts[0], inputs=object())
+    fed: Any = replace(tensor.parts[0], inputs=Alike(256, 1))
     assert choice.why_not(tensor, tensor.parts[0]) is None
-    assert choice.why_not(tensor, fed) == "error feedback"
+    assert choice.why_not(tensor, fed) is None
+    other = replace(tensor, type=BY_NAME["TQ2_0"])
+    monkeypatch.setattr(choice, "can_round", lambda t: False)
+    assert choice.why_not(other, fed) == "no error feedback for TQ2_0 on cards"
+    assert choice.why_not(replace(tensor, type=BY_NAME["F16"]), fed) == "no CUDA encoder for F16"
     assert choice.why_not(replace(tensor, encoder="ik"), tensor.parts[0]) is None
     for name, encoder, search, woven in (("Q4_0", "symmetric", "symmetric", False), ("Q2_K_R4", "", "ik", True),
                                          ("Q2_K_R4", "mainline", "", False), ("IQ1_M_R4", "", "", True)):  # fmt: skip
-        form = choice.form_of(replace(tensor, type=BY_NAME[name], encoder=encoder), tensor.parts[0])
+        form = choice.form_of(replace(tensor, type=BY_NAME[name], encoder=encoder), tensor.parts[0], 0)
         assert form is not None
         assert (form.search, form.woven) == (search, woven)
     monkeypatch.setattr(choice, "can_encode", lambda t, search="": False)
@@ -423,7 +428,7 @@ def test_tensors_of_the_source_are_kinds_of_the_test(source: Path) -> None:
     """Every way to a card is taken: as it is, decoded there, decoded here; and by the CPU."""
     with open_gguf(source) as file:
         plan = plan_quantize(source, source.with_name("o.gguf"), "Q8_0", RULES)
-        forms = {t.name: choice.form_of(t, t.parts[0]) for t in plan.tensors}
+        forms = {t.name: choice.form_of(t, t.parts[0], 0) for t in plan.tensors}
         assert len(file.tensors) == len(forms)
     ways = {name: form and form.source.name for name, form in forms.items()}
     assert [ways[f"{name}.weight"] for name in KINDS] == ["BF16", "F32", "Q8_0", "F32", "F16", None, "BF16"]

@@ -17,11 +17,11 @@ import json
 import math
 import threading
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -35,8 +35,13 @@ from quantkit.types import TensorType
 
 if TYPE_CHECKING:
     from quantkit.kernels.cpu.feedback.metric import Metric
+    from quantkit.kernels.cuda.feedback.carrier import Carrier
+    from quantkit.kernels.cuda.feedback.metric import DeviceMetric
 
 F32 = npt.NDArray[np.float32]
+F64 = npt.NDArray[np.float64]
+#: A metric, wherever it is.
+M = TypeVar("M")
 
 #: What is added to the diagonal, in means of it: less from ``ENOUGH`` tokens a column on. With fewer tokens than
 #: columns a covariance is not of full rank, and feedback does harm.
@@ -79,6 +84,10 @@ class Inputs(Protocol):
         """True if all columns count alike, because none of them is multiplied."""
 
     @property
+    def corrects(self) -> bool:
+        """Whether targets are corrected, and it is known how much columns count."""
+
+    @property
     def metric_bytes(self) -> int:
         """The bytes that a metric takes while it is made; a quarter stays."""
 
@@ -89,6 +98,12 @@ class Inputs(Protocol):
         """Return the metric of a matrix for types that group columns so.
 
         Raises FormatError if its covariance is not positive definite.
+        """
+
+    def made_on(self, carrier: Carrier, matrix: int, grouping: Grouping | None = None) -> DeviceMetric:
+        """Return the same on a card, made there.
+
+        Raises FormatError as ``made`` does, ResourceError if the card has no room, or fails.
         """
 
     def importance(self, matrix: int) -> F32 | None:
@@ -108,7 +123,7 @@ class Alike:
     n: int
     matrices: int
     entry = ""
-    is_alike = True
+    is_alike, corrects = True, False
 
     @property
     def tokens(self) -> tuple[int, ...]:
@@ -126,6 +141,11 @@ class Alike:
 
         return metric(np.eye(self.n), 0.0, 1, grouping)
 
+    def made_on(self, carrier: Carrier, matrix: int, grouping: Grouping | None = None) -> DeviceMetric:
+        from quantkit.kernels.cuda.feedback.making import metric
+
+        return metric(carrier, np.eye(self.n), 0.0, grouping)
+
     def importance(self, matrix: int) -> F32 | None:
         return None
 
@@ -142,7 +162,7 @@ class RecordedInputs:
     tokens: tuple[int, ...]
     weighted: bool
     covariances: Covariances = field(repr=False)
-    is_alike = False
+    is_alike = corrects = False
 
     @property
     def matrices(self) -> int:
@@ -158,10 +178,18 @@ class RecordedInputs:
     def made(self, matrix: int, threads: int, grouping: Grouping | None = None) -> Metric:
         from quantkit.kernels.cpu.feedback.metric import metric
 
+        return self._made(matrix, lambda covariance, damping: metric(covariance, damping, threads, grouping))
+
+    def made_on(self, carrier: Carrier, matrix: int, grouping: Grouping | None = None) -> DeviceMetric:
+        from quantkit.kernels.cuda.feedback.making import metric
+
+        return self._made(matrix, lambda covariance, damping: metric(carrier, covariance, damping, grouping))
+
+    def _made(self, matrix: int, make: Callable[[F64, float], M]) -> M:
         damping = self.damping(matrix)
         assert damping is not None
         try:
-            return metric(self.covariances.matrix(self.entry, matrix), damping, threads, grouping)
+            return make(self.covariances.matrix(self.entry, matrix), damping)
         except np.linalg.LinAlgError as e:
             raise FormatError(
                 f"{self.covariances.path}: matrix {matrix} of {self.entry} is no covariance ({e}): record it again"
@@ -379,24 +407,27 @@ def _names(names: Sequence[str]) -> str:
 _Key = tuple[str, int, Grouping | None]
 
 
-class Metrics:
-    """Metrics made on demand, each once, as many at a time as ``limit`` bytes allow, but one in any case."""
+class Shared(Generic[M]):
+    """Metrics made on demand, each once, as many at a time as ``limit`` bytes allow, but one in any case.
 
-    def __init__(self, limit: int, threads: int) -> None:
-        self.limit, self.threads = limit, threads
-        self._ready: OrderedDict[_Key, tuple[Metric, int]] = OrderedDict()
+    drop: is given those that go.
+    """
+
+    def __init__(self, limit: int, drop: Callable[[M], None] = lambda metric: None) -> None:
+        self.limit, self._drop = limit, drop
+        self._ready: OrderedDict[_Key, tuple[M, int]] = OrderedDict()
         self._users: dict[_Key, int] = {}
         self._making: dict[_Key, int] = {}
         self._changed = threading.Condition()
 
     @contextmanager
-    def held(self, inputs: Inputs, matrix: int, grouping: Grouping | None = None) -> Iterator[Metric]:
+    def shared(self, inputs: Inputs, matrix: int, grouping: Grouping | None, make: Callable[[], M]) -> Iterator[M]:
         """Yield the metric of a matrix, made now unless somebody has made it."""
         key = (inputs.entry, matrix, grouping)
         metric = self._wait(key, inputs.metric_bytes)
         if metric is None:
             try:
-                metric = inputs.made(matrix, self.threads if inputs.matrices == 1 else 1, grouping)
+                metric = make()
             finally:
                 with self._changed:
                     del self._making[key]
@@ -417,7 +448,7 @@ class Metrics:
         if not self._users[key]:
             del self._users[key]
 
-    def _wait(self, key: _Key, need: int) -> Metric | None:
+    def _wait(self, key: _Key, need: int) -> M | None:
         """Return a metric, or None once there is room to make it; it has a user from now on."""
         with self._changed:
             while True:
@@ -435,8 +466,27 @@ class Metrics:
         for old in [key for key in self._ready if key not in self._users]:
             if self._taken() + need <= self.limit:
                 break
-            del self._ready[old]
+            self._drop(self._ready.pop(old)[0])
         return not self._making and not self._ready or self._taken() + need <= self.limit
 
     def _taken(self) -> int:
         return sum(nbytes for _, nbytes in self._ready.values()) + sum(self._making.values())
+
+    def close(self) -> None:
+        """Drop all; nobody uses one any more."""
+        with self._changed:
+            while self._ready:
+                self._drop(self._ready.popitem()[1][0])
+
+
+class Metrics(Shared["Metric"]):
+    """Those of the CPU, made by ``threads`` threads."""
+
+    def __init__(self, limit: int, threads: int) -> None:
+        super().__init__(limit)
+        self.threads = threads
+
+    def held(self, inputs: Inputs, matrix: int, grouping: Grouping | None = None) -> AbstractContextManager[Metric]:
+        """Hold the metric of a matrix."""
+        threads = self.threads if inputs.matrices == 1 else 1
+        return self.shared(inputs, matrix, grouping, lambda: inputs.made(matrix, threads, grouping))

@@ -19,7 +19,8 @@ class Threads:
     """``count`` threads, each a worker."""
 
     def __init__(self, count: int) -> None:
-        self.count = count
+        #: Workers that share memory, and those of them that compute here.
+        self.count = self.cpus = count
         self.nodes: tuple[NodeShare, ...] = ()
 
     def run(self, ledger: Work, *, measure: bool) -> None:

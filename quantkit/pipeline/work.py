@@ -9,7 +9,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -20,13 +20,17 @@ from quantkit.formats.ranges import U8, Buffers, write_range
 from quantkit.kernels.interleave import base_of, is_woven, repacks
 from quantkit.kernels.levels import all_levels
 from quantkit.kernels.tensor_scale import TAIL, TENSOR_SCALED, decoded_as, with_row_scales
-from quantkit.pipeline.feedback import Metrics
+from quantkit.pipeline.feedback import Inputs, Metrics
 from quantkit.pipeline.jobs import MADE, MENDED, NO_CRC, TAKEN, Cached, ErrorSums, Job, JobResult, piece_rows
 from quantkit.pipeline.planned import PlannedTensor, RowSlice
 from quantkit.pipeline.source import Source
 from quantkit.pipeline.target import Target
 
+if TYPE_CHECKING:
+    from quantkit.kernels.cpu.feedback.options import Rounding
+
 F32 = npt.NDArray[np.float32]
+F64 = npt.NDArray[np.float64]
 
 
 def _made_of(cached: Cached, digests: list[bytes]) -> bool:
@@ -38,6 +42,20 @@ def metrics_for(tensors: Sequence[PlannedTensor], max_ram: int, threads: int) ->
     """Return what keeps the metrics of tensors for all workers of a process, in half of ``max_ram`` if one fits."""
     inputs = [part.inputs for tensor in tensors for part in tensor.parts if part.inputs is not None]
     return Metrics(max(max_ram // 2, max((each.metric_bytes for each in inputs), default=0)), threads)
+
+
+def rounding_of(inputs: Inputs) -> Rounding:
+    """Return what is done for rows of a tensor with such inputs."""
+    from quantkit.kernels.cpu.feedback.options import Rounding
+
+    # Where columns count alike, no error has another column to go to, and more rounds find next to nothing.
+    return Rounding(again=0, beside=False) if inputs.is_alike else Rounding()
+
+
+def _losses(before: F64, after: F64) -> ErrorSums:
+    """Return the sums of rows' losses, of some that were encoded together: order counts."""
+    fed = float(np.count_nonzero(after < before))
+    return ErrorSums(loss_before=before.sum(), loss_after=after.sum(), rows_fed=fed)
 
 
 class Begun(NamedTuple):
@@ -126,22 +144,44 @@ class Worker:
             yield which, self._decoded(part, rows[which])
 
     def measured(
-        self, job: Job, tensor: PlannedTensor, values: Iterable[tuple[slice, F32]], target: U8
+        self,
+        job: Job,
+        tensor: PlannedTensor,
+        values: Iterable[tuple[slice, F32]],
+        target: U8,
+        losses: tuple[F64, F64] | None = None,
     ) -> list[ErrorSums]:
-        """Return the error sums of bytes that were made elsewhere, by pieces; none if they are not wanted.
+        """Return the sums of bytes that were made elsewhere, by pieces; none if they are not wanted.
 
-        values: as ``decoded`` gives them.
+        values: as ``decoded`` gives them. losses: before and after, of rows encoded with feedback.
         """
+        part = tensor.parts[job.part]
+        sums = list[ErrorSums]()
+        if part.inputs is not None:
+            step = piece_rows(part, tensor.type)
+            sums = [ErrorSums() for _ in range(0, job.rows, step)]
+            if losses is not None:
+                step *= len(losses[0]) // job.rows
+                parts = (slice(at, at + step) for at in range(0, len(losses[0]), step))
+                sums = [_losses(losses[0][which], losses[1][which]) for which in parts]
         if not self.measure:
-            return []
-        rows, weights = target.reshape(job.rows, -1), self.weights_of(job, tensor.parts[job.part])
-        return [self._error(tensor, x, rows[which], weights) for which, x in values]
+            return sums
+        rows, weights = target.reshape(job.rows, -1), self.weights_of(job, part)
+        errors = [self._error(tensor, x, rows[which], weights) for which, x in values]
+        return [a + b for a, b in zip(sums, errors, strict=True)] if sums else errors
 
     def remade(self, job: Job, tensor: PlannedTensor) -> U8:
         """Return the bytes that the CPU makes of a job's rows, read anew."""
         source = self._buffers.get("source", job.rows * job.source_row)
         self.source.read(tensor.parts[job.part].source, source, job.source_offset)
         return self.made(job, tensor, source)[0]
+
+    def importance_of(self, job: Job, part: RowSlice, of_metric: F32 | None = None) -> F32:
+        """Return what the job's encoder is given: that of the importance matrix, or what inputs, or a metric, say."""
+        if part.inputs is None or part.found is not None:
+            return self.weights_of(job, part)
+        own = part.inputs.importance(job.matrix) if of_metric is None else of_metric
+        return self.weights_of(job, part) if own is None else own
 
     def _pieces(self, job: Job, tensor: PlannedTensor, rows: U8) -> list[U8]:
         """Return a job's rows, of source or target, as they are encoded: some at a time."""
@@ -196,7 +236,7 @@ class Worker:
         from quantkit.kernels.cpu.encode.check import first_nonfinite_row
 
         rows_in, rows_out = source.reshape(job.rows, -1), target.reshape(job.rows, -1)
-        weights, sums = self.weights_of(job, part), []
+        weights, sums = self.weights_of(job, part), list[ErrorSums]()
         step = piece_rows(part, tensor.type)
         for row in range(0, job.rows, step):
             stop = min(row + step, job.rows)
@@ -204,34 +244,28 @@ class Worker:
             bad = first_nonfinite_row(x, 0, stop - row)
             if bad >= 0:
                 raise self._non_finite(part, job, row + bad, x[bad])
-            found = self._encode_rows(
-                job, tensor, part, x, weights, rows_out[row:stop], part.source_row + job.row + row
-            )
+            found = self._encode_rows(job, tensor, part, x, rows_out[row:stop], part.source_row + job.row + row)
             if self.measure:
                 found += self._error(tensor, x, rows_out[row:stop], weights)
             if self.measure or part.inputs is not None:
                 sums.append(found)
         return sums
 
-    def _encode_rows(
-        self, job: Job, tensor: PlannedTensor, part: RowSlice, x: F32, weights: F32, out: U8, row: int
-    ) -> ErrorSums:
+    def _encode_rows(self, job: Job, tensor: PlannedTensor, part: RowSlice, x: F32, out: U8, row: int) -> ErrorSums:
         """Fill ``out`` with the encoded rows x, the first being ``row`` of their matrix; return the losses."""
         from quantkit.kernels.cpu.encode import encoder
 
         encode = encoder(tensor.type, tensor.encoder or None)
         fits = tensor.type.name in all_levels() or not tensor.type.is_quantized
         if part.inputs is None or not fits or part.inputs.damping(job.matrix) is None:
-            own = None if part.inputs is None or part.found is not None else part.inputs.importance(job.matrix)
-            encode(x, weights if own is None else own, out, 0, len(x))
+            encode(x, self.importance_of(job, part), out, 0, len(x))
             return ErrorSums()
         from quantkit.kernels.cpu.feedback.metric import target_of
-        from quantkit.kernels.cpu.feedback.options import Rounding
         from quantkit.kernels.cpu.feedback.rounding import round_rows
 
         described = all_levels().get(tensor.type.name)
         with self.metrics.held(part.inputs, job.matrix, described.grouping if described else None) as metric:
-            counts = weights if part.found is not None or metric.importance is None else metric.importance
+            counts = self.importance_of(job, part, metric.importance)
 
             def reference(rows: F32, into: U8) -> None:
                 encode(rows.reshape(x.shape), counts, into.reshape(out.shape), 0, len(x))
@@ -241,12 +275,9 @@ class Worker:
             if not tensor.type.is_quantized:
                 reference(rows if target is None else target, out)
                 return ErrorSums()
-            # Where columns count alike, no error has another column to go to, and more rounds find next to nothing.
-            how = Rounding(again=0, beside=False) if part.inputs.is_alike else Rounding()
-            made = round_rows(tensor.type, rows, reference, metric, how, target)
+            made = round_rows(tensor.type, rows, reference, metric, rounding_of(part.inputs), target)
         out[...] = made.rows.reshape(out.shape)
-        fed = float(np.count_nonzero(made.after < made.before))
-        return ErrorSums(loss_before=made.before.sum(), loss_after=made.after.sum(), rows_fed=fed)
+        return _losses(made.before, made.after)
 
     def _repack(self, job: Job, tensor: PlannedTensor, part: RowSlice, source: U8, target: U8) -> None:
         """Interleave rows, or take them apart, or both: not a value is touched."""

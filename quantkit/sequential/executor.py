@@ -52,7 +52,10 @@ class Sequential:
             return
         sources = {p.source.name for t in calibrated for p in t.parts}
         try:
-            with Streams(self.model, sources, self.tokens, spill, self.count) as streams, _growing(ledger) as output:
+            with (
+                Streams(self.model, sources, self.tokens, spill, self.threads.cpus) as streams,
+                _growing(ledger) as output,
+            ):
                 streams.open(output, {t.name for t in calibrated})
                 self._run_stages(ledger, streams, spill, calibrated, measure)
         except QuantkitError:

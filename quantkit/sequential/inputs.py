@@ -54,7 +54,7 @@ class StageInputs:
     n: int
     matrices: int
     factors: F32 | None = None
-    is_alike = False
+    is_alike, corrects = False, True
     #: Tokens of each matrix, when the stage has run.
     tokens: tuple[int, ...] | None = None
     _ready: _Ready | None = field(default=None, repr=False)

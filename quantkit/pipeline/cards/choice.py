@@ -8,13 +8,17 @@ from collections.abc import Sequence
 from quantkit.errors import RecipeError, ResourceError
 from quantkit.kernels.cuda.core import device as devices
 from quantkit.kernels.cuda.encode.encode import weighs
-from quantkit.kernels.cuda.encode.pipeline import Form, can_decode, can_encode
+from quantkit.kernels.cuda.encode.pipeline import AnyForm, Form, can_decode, can_encode
 from quantkit.kernels.cuda.encode.woven import is_changed
+from quantkit.kernels.cuda.feedback.pipeline import FedForm
+from quantkit.kernels.cuda.feedback.rounding import can_round
 from quantkit.kernels.formats import FORMATS, SYMMETRIC, WOVEN_ENCODERS, encoder_for
 from quantkit.kernels.interleave import base_of, is_woven, repacks
+from quantkit.kernels.levels import all_levels
 from quantkit.pipeline.jobs import Job
 from quantkit.pipeline.plan import Plan
 from quantkit.pipeline.planned import PlannedTensor, RowSlice
+from quantkit.pipeline.work import rounding_of
 from quantkit.types import BY_NAME
 
 BACKENDS = ("cpu", "cuda", "auto")
@@ -26,8 +30,10 @@ def why_not(tensor: PlannedTensor, part: RowSlice) -> str | None:
     """Return why a card does not encode a part, "" if there is nothing to encode; None if it does."""
     if part.is_copied(tensor.type) or repacks(part.source.type, tensor.type):
         return ""
-    if part.inputs is not None:
-        return "error feedback"
+    if part.inputs is not None and not tensor.type.is_quantized:
+        return None if tensor.type is _F32 and part.inputs.corrects else f"no CUDA encoder for {tensor.type}"
+    if part.inputs is not None and tensor.type.name in all_levels() and not can_round(tensor.type):
+        return f"no error feedback for {tensor.type} on cards"
     base, search = base_of(tensor.type), _search(tensor)
     if tensor.type.name not in WOVEN_ENCODERS and can_encode(base, search):
         return None
@@ -44,27 +50,49 @@ def _search(tensor: PlannedTensor) -> str:
     return whose if whose == SYMMETRIC or whose == "ik" and known is not None and known.ik_encoder else ""
 
 
-def form_of(tensor: PlannedTensor, part: RowSlice) -> Form | None:
-    """Return the form of a part's rows on a card; None if the CPU encodes them. What a card cannot decode, it does.
+def forms_of(tensor: PlannedTensor, part: RowSlice) -> tuple[AnyForm, ...]:
+    """Return the forms that a part's rows may have on a card; none if the CPU encodes them.
 
-    Of a woven type cards encode single rows; the CPU weaves them together.
+    What a card cannot decode, the CPU does. Of a woven type cards encode single rows, which it weaves together.
     """
     if why_not(tensor, part) is not None:
-        return None
+        return ()
     source = part.source.type if can_decode(part.source.type) else _F32
     base = base_of(tensor.type)
     woven = is_woven(tensor.type) and _whose(tensor) == "ik" and is_changed(base)
-    return Form(source, base, part.values, _search(tensor), woven)
+    plain = Form(source, base, part.values, _search(tensor), woven)
+    if part.inputs is None or not _is_fed(tensor):
+        return (plain,)
+    fed = FedForm(plain, part.inputs.n, part.inputs.corrects, rounding_of(part.inputs))
+    return (fed, plain) if tensor.type.is_quantized else (fed,)
 
 
-def is_weighted(tensor: PlannedTensor, part: RowSlice) -> bool:
-    """Tell whether a part's bytes depend on an importance."""
-    return part.found is not None and weighs(base_of(tensor.type))
+def _is_fed(tensor: PlannedTensor) -> bool:
+    """Tell whether matrices of a tensor that has inputs are encoded with feedback, or corrected, if they are enough."""
+    return tensor.type.name in all_levels() or not tensor.type.is_quantized
 
 
-def segment_of(tensor: PlannedTensor, job: Job) -> object:
-    """Return what jobs of one form have in common if their rows have one importance."""
-    return (job.tensor, job.part, job.matrix) if is_weighted(tensor, tensor.parts[job.part]) else None
+def form_of(tensor: PlannedTensor, part: RowSlice, matrix: int) -> AnyForm | None:
+    """Return the form of a matrix's rows: one with too few tokens has a plain one; None if the CPU encodes them."""
+    forms = forms_of(tensor, part)
+    if len(forms) and part.inputs is not None and _is_fed(tensor) and part.inputs.damping(matrix) is None:
+        forms = forms[1:]
+    return forms[0] if forms else None
+
+
+def weightings(tensor: PlannedTensor, part: RowSlice) -> set[bool]:
+    """Tell whether a part's bytes depend on an importance, each matrix's own: of some, or of none."""
+    if not weighs(base_of(tensor.type)):
+        return {False}
+    if part.found is not None:
+        return {True}
+    return {True, False} if part.inputs is not None and part.inputs.corrects else {False}
+
+
+def segment_of(tensor: PlannedTensor, job: Job, form: AnyForm) -> object:
+    """Return what jobs of one form have in common if their rows have one importance, and one metric."""
+    alone = isinstance(form, FedForm) or True in weightings(tensor, tensor.parts[job.part])
+    return (job.tensor, job.part, job.matrix) if alone else None
 
 
 def cards_for(plan: Plan, backend: str, wanted: Sequence[int] = ()) -> tuple[tuple[str, ...], str]:
@@ -102,6 +130,8 @@ def cards_for(plan: Plan, backend: str, wanted: Sequence[int] = ()) -> tuple[tup
     if not on_cards:
         return (), f"--backend {backend}: the CPU does everything: {rest or 'nothing is to be encoded'}"
     text = f"--backend {backend}: {', '.join(names)} encode{'s' * (len(names) == 1)} {_tensors(on_cards)}"
+    if plan.executor is not None:
+        text += ", the text runs through the model on the CPU: bytes are the same on every backend"
     if woven:
         text += f" (rows of {woven} are interleaved by the CPU)"
     return names, text + (f", the CPU {_tensors(reasons.total())}: {rest}" if rest else "")

@@ -19,11 +19,12 @@ from functools import partial
 
 from quantkit.errors import ResourceError
 from quantkit.kernels.cuda.core import device as devices
-from quantkit.kernels.cuda.core.device import DeviceHangs
-from quantkit.kernels.cuda.encode.pipeline import Form, Slot, largest
+from quantkit.kernels.cuda.core.device import DeviceHangs, abandon
+from quantkit.kernels.cuda.encode.pipeline import AnyForm, largest
+from quantkit.kernels.cuda.feedback.pipeline import FedForm, FedSlot
 from quantkit.kernels.first_run import compile_together
 from quantkit.pipeline.cards.batch import Batches, Card, Checks
-from quantkit.pipeline.cards.choice import form_of, is_weighted, segment_of
+from quantkit.pipeline.cards.choice import form_of, forms_of, segment_of, weightings
 from quantkit.pipeline.cards.shares import Shares
 from quantkit.pipeline.jobs import Job, cut_jobs, job_values, worker_ram
 from quantkit.pipeline.ledger import Work
@@ -38,8 +39,10 @@ from quantkit.units import format_size
 LEAST, MOST = 3, 8
 #: Values of a batch, if memory allows: enough that Python does not bound the fastest types.
 BATCH = 1 << 24
-#: Of the memory of a card that is free, without --max-vram.
-SHARE = 0.8
+#: With feedback, which takes longer, and more memory: several slots fill a card together.
+FED_BATCH = 1 << 22
+#: Of the memory of a card that is free, without --max-vram; of that, what metrics may have.
+SHARE, METRICS = 0.8, 0.5
 
 
 class Cards(Threads):
@@ -60,20 +63,23 @@ class Cards(Threads):
         #: Of each card.
         self.slots = min(MOST, max(LEAST, threads // len(names)))
         super().__init__(threads + self.slots * len(names))
+        self.cpus = threads
         self._threads, self._names, self._max_vram, self._verify = threads, tuple(names), max_vram, verify
         self._say, self._lock = say, threading.Lock()
         self._lost: set[str] = set()
+        #: Tensors whose metrics have no room on cards, as the user knows.
+        self.too_large: set[str] = set()
 
     def run(self, ledger: Work, *, measure: bool) -> None:
         """Run all jobs of a ledger, or of a part of one; on return none is under way."""
-        on_cards = [(t, p, form) for t in ledger.to_encode() for p in t.parts if (form := form_of(t, p)) is not None]
+        on_cards = [(t, p, forms) for t in ledger.to_encode() for p in t.parts if (forms := forms_of(t, p))]
         values = job_values(list(ledger.plan.tensors), self.count, ledger.max_ram)
         cards = self._opened(on_cards, values, ledger) if on_cards else []
         if not cards:
             Threads(self._threads).run(ledger, measure=measure)
             return
-        everything = {t.name for t, p, form in on_cards if form.source is p.source.type and form.target is t.type}
-        everything -= {t.name for t in ledger.to_encode() for p in t.parts if form_of(t, p) is None}
+        everything = {t.name for t, p, (form, *_) in on_cards if form.source is p.source.type and form.target is t.type}
+        everything -= {t.name for t in ledger.to_encode() for p in t.parts if not forms_of(t, p)}
         compile_together(kernel_calls(ledger.to_encode(), measure, frozenset() if self._verify else everything))
         _OneRun(self, ledger, measure, cards, self._checks(ledger, values)).carry_out(self._threads)
 
@@ -92,11 +98,14 @@ class Cards(Threads):
             reason = str(why).strip().splitlines()[0] if str(why).strip() else type(why).__name__
             self.say(f"{card.name} is not used any more, others do its work: {reason}")
 
-    def _opened(self, parts: Sequence[tuple[PlannedTensor, RowSlice, Form]], values: int, ledger: Work) -> list[Card]:
+    def _opened(
+        self, parts: Sequence[tuple[PlannedTensor, RowSlice, tuple[AnyForm, ...]]], values: int, ledger: Work
+    ) -> list[Card]:
         """Return the cards that can be used, kernels loaded."""
-        forms = dict[Form, set[bool]]()
-        for tensor, part, form in parts:
-            forms.setdefault(form, set()).add(is_weighted(tensor, part))
+        forms = dict[AnyForm, set[bool]]()
+        for tensor, part, some in parts:
+            for form in some:
+                forms.setdefault(form, set()).update(weightings(tensor, part))
         kernels = [kernel for form, weighted in forms.items() for kernel in form.kernels(weighted)]
         slots = self.slots * len(self._names)
         need = worker_ram(list(ledger.plan.tensors), values)
@@ -117,14 +126,18 @@ class Cards(Threads):
                 self.lose(card, e)
         return found
 
-    def _fit(self, card: Card, forms: list[Form], values: int, ram: int) -> None:
+    def _fit(self, card: Card, forms: list[AnyForm], values: int, ram: int) -> None:
         """Choose how much goes together so that a slot has no more than ``ram`` bytes, and the card's have room."""
         free = int(SHARE * card.device.bytes_free())
         vram, batch = free if self._max_vram is None else min(free, self._max_vram), max(BATCH, values)
+        if any(isinstance(form, FedForm) for form in forms):
+            card.metrics.limit = int(METRICS * vram)
+            vram -= card.metrics.limit
         while True:
 
-            def rows(form: Form, batch: int = batch) -> int:
-                return max(1, batch // form.n)
+            def rows(form: AnyForm, batch: int = batch) -> int:
+                most = min(batch, max(FED_BATCH, values)) if isinstance(form, FedForm) else batch
+                return max(1, most // form.n)
 
             card.rows, card.room = rows, largest(forms, rows)
             if batch <= values or card.room.host <= ram and self.slots * card.room.device <= vram:
@@ -143,9 +156,9 @@ class Cards(Threads):
             return Checks()
         names, count = {t.name for t in ledger.to_encode()}, 0
         for at, tensor in enumerate(ledger.plan.tensors):
-            if tensor.name in names and any(form_of(tensor, p) is not None for p in tensor.parts):
+            if tensor.name in names and any(forms_of(tensor, p) for p in tensor.parts):
                 jobs = cut_jobs(at, tensor, values)
-                count += sum(form_of(tensor, tensor.parts[job.part]) is not None for job in jobs)
+                count += sum(form_of(tensor, tensor.parts[job.part], job.matrix) is not None for job in jobs)
         seed = int(ledger.plan.fingerprint[:8], 16)
         drawn = random.Random(seed).sample(range(count), min(self._verify, count))
         self.say(f"--verify: the CPU encodes {len(drawn)} of {count} jobs of the cards, too, drawn with seed {seed}")
@@ -158,33 +171,59 @@ class _OneRun:
     def __init__(self, executor: Cards, ledger: Work, measure: bool, cards: list[Card], checks: Checks) -> None:
         self.executor, self.ledger, self.measure, self.cards, self.checks = executor, ledger, measure, cards, checks
         self.plan = ledger.plan
-        self._forms = {
-            (at, number): form_of(tensor, part)
-            for at, tensor in enumerate(self.plan.tensors)
-            for number, part in enumerate(tensor.parts)
-        }
+        self._forms = dict[tuple[int, int, int], AnyForm | None]()
+        self._metrics = metrics_for(self.plan.tensors, ledger.max_ram, executor.cpus)
+        self._largest = min(card.metrics.limit for card in cards)
+        self._say_what_is_too_large()
         self.shares = Shares(ledger, self._form, sum(card.slots for card in cards), checks.wanted)
 
     def carry_out(self, threads: int) -> None:
         """Return when all jobs are done, or the ledger has a failure."""
-        metrics = metrics_for(self.plan.tensors, self.ledger.max_ram, threads)
-        on_cpu = partial(work, self.ledger, self.shares.for_thread, metrics, self.measure, 2 * threads)
+        on_cpu = partial(work, self.ledger, self.shares.for_thread, self._metrics, self.measure, 2 * threads)
         slots = [partial(self._serve, card) for card in self.cards for _ in range(card.slots)]
-        run_together(self.ledger, [*slots, *[on_cpu] * threads])
+        try:
+            run_together(self.ledger, [*slots, *[on_cpu] * threads])
+        finally:
+            for card in self.cards:
+                card.metrics.close()
+                if card.hangs:
+                    abandon(card.metrics)
         if self.checks.wanted and not self.ledger.stop.is_set():
             self.executor.say(f"--verify: {self.checks.done} jobs have the CPU's bytes")
 
-    def _form(self, job: Job) -> Form | None:
+    def _form(self, job: Job) -> AnyForm | None:
         """Return the form of a job's rows; None for the CPU, to which also goes what the cache has."""
-        return None if job.cached is not None and job.cached.known else self._forms[job.tensor, job.part]
+        if job.cached is not None and job.cached.known:
+            return None
+        key = job.tensor, job.part, job.matrix
+        if key not in self._forms:
+            tensor = self.plan.tensors[job.tensor]
+            form = form_of(tensor, tensor.parts[job.part], job.matrix)
+            self._forms[key] = None if self._is_too_large(tensor.parts[job.part], form) else form
+        return self._forms[key]
 
-    def _segment(self, job: Job) -> object:
-        return segment_of(self.plan.tensors[job.tensor], job)
+    def _is_too_large(self, part: RowSlice, form: AnyForm | None) -> bool:
+        return isinstance(form, FedForm) and part.inputs is not None and part.inputs.metric_bytes > self._largest
+
+    def _say_what_is_too_large(self) -> None:
+        large = {
+            t.name
+            for t in self.ledger.to_encode()
+            for part in t.parts
+            if any(self._is_too_large(part, form) for form in forms_of(t, part))
+        }
+        if new := sorted(large - self.executor.too_large):
+            self.executor.too_large |= large
+            names = new[0] if len(new) == 1 else f"{new[0]} .. ({len(new)} tensors)"
+            self.executor.say(f"the CPU encodes {names}: what a covariance takes has no room on the cards")
+
+    def _segment(self, job: Job, form: AnyForm) -> object:
+        return segment_of(self.plan.tensors[job.tensor], job, form)
 
     def _serve(self, card: Card) -> None:
         """Carry out batches in a slot of a card, until there are none, or the card fails."""
         try:
-            slot = Slot(card.device.lane(), card.room)
+            slot = FedSlot(card.device.lane(), card.room)
         except Exception as e:  # fewer slots do, but none does not
             card.slots -= 1
             if not card.slots:
@@ -192,9 +231,8 @@ class _OneRun:
             self.shares.leave()
             return
         try:
-            metrics = metrics_for((), self.ledger.max_ram, 1)  # nothing is fed here
             worker = Worker(
-                self.plan.source, self.ledger.target, metrics, measure=self.measure, ahead=self.executor.count
+                self.plan.source, self.ledger.target, self._metrics, measure=self.measure, ahead=self.executor.count
             )
             batches = Batches(self.ledger, self.shares, self.checks, card, slot, worker, self.executor.lose)
             while not card.failed and (taken := self.shares.batch(card.rows, self._segment)) is not None:

@@ -6,7 +6,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
 
-from quantkit.kernels.cuda.encode.pipeline import SEGMENTS, Form
+from quantkit.kernels.cuda.encode.pipeline import AnyForm
 from quantkit.pipeline.jobs import Job
 from quantkit.pipeline.ledger import Work
 
@@ -18,12 +18,12 @@ class Shares:
     """The jobs of a ledger, given out in order: those of cards in batches, the others, and all if no card is left."""
 
     def __init__(
-        self, ledger: Work, form: Callable[[Job], Form | None], slots: int, drawn: Collection[int] = ()
+        self, ledger: Work, form: Callable[[Job], AnyForm | None], slots: int, drawn: Collection[int] = ()
     ) -> None:
         self._ledger, self._form, self._slots, self._drawn = ledger, form, slots, drawn
         self._jobs = ledger.jobs()
         self._changed = threading.Condition()
-        self._for_cpu, self._for_cards = deque[Job](), deque[tuple[Job, Form]]()
+        self._for_cpu, self._for_cards = deque[Job](), deque[tuple[Job, AnyForm]]()
         self._exhausted = False
         #: Jobs that cards have taken, of which they may bring some back.
         self._held = 0
@@ -68,7 +68,9 @@ class Shares:
                     return None
                 self._changed.wait(0.2)
 
-    def batch(self, rows: Callable[[Form], int], segment: Callable[[Job], object]) -> tuple[Form, list[Job]] | None:
+    def batch(
+        self, rows: Callable[[AnyForm], int], segment: Callable[[Job, AnyForm], object]
+    ) -> tuple[AnyForm, list[Job]] | None:
         """Return jobs of one form for a slot, up to so many rows; None if none will come."""
         with self._changed:
             while not self._for_cards:
@@ -78,14 +80,14 @@ class Shares:
                     return None
                 self._changed.wait(0.2)
             job, form = self._for_cards.popleft()
-            jobs, left, segments = [job], rows(form) - job.rows, [segment(job)]
+            jobs, left, segments = [job], rows(form) - job.rows, [segment(job, form)]
             while self._for_cards or self._come():
                 if not self._for_cards:
                     continue
                 job, other = self._for_cards[0]
-                if segment(job) != segments[-1]:
-                    segments.append(segment(job))
-                if other != form or job.rows > left or len(segments) > SEGMENTS:
+                if segment(job, other) != segments[-1]:
+                    segments.append(segment(job, other))
+                if other != form or job.rows > left or len(segments) > form.segments:
                     break
                 self._for_cards.popleft()
                 jobs.append(job)
@@ -99,7 +101,7 @@ class Shares:
             self._held -= jobs
             self._changed.notify_all()
 
-    def bring_back(self, form: Form, jobs: Sequence[Job]) -> None:
+    def bring_back(self, form: AnyForm, jobs: Sequence[Job]) -> None:
         """Take jobs back from a card that failed."""
         with self._changed:
             self._for_cards.extendleft((job, form) for job in reversed(jobs))

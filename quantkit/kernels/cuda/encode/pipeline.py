@@ -31,9 +31,9 @@ F32 = npt.NDArray[np.float32]
 #: Rows that are encoded together may have so many importances.
 SEGMENTS = 64
 #: Elements of a block of threads (each.cuh), and where what encoders write may begin.
-_PART, _ALIGNED = 1024, 16
+_PART, ALIGNED = 1024, 16
 #: Before the encoded rows: whether a value was not finite.
-_HEAD = 256
+HEAD = 256
 
 _F32 = BY_NAME["F32"]
 
@@ -78,6 +78,37 @@ class Form(NamedTuple):
         """Have what the encoder looks up on the device, where all lanes find it."""
         put_tables(device, self.target)
 
+    @property
+    def segments(self) -> int:
+        """How many importances rows that go together may have."""
+        return SEGMENTS
+
+    def room(self, rows: int) -> Room:
+        """Return the room that so many rows need."""
+        return room_for(self, rows)
+
+
+class AnyForm(Protocol):
+    """What a batch is made of: rows of this form, or of one that does more on its way."""
+
+    @property
+    def source(self) -> TensorType: ...
+
+    @property
+    def target(self) -> TensorType: ...
+
+    @property
+    def n(self) -> int: ...
+
+    @property
+    def segments(self) -> int: ...
+
+    def kernels(self, weighted: Iterable[bool]) -> list[Kernel]: ...
+
+    def put_tables(self, device: Device) -> None: ...
+
+    def room(self, rows: int) -> Room: ...
+
 
 class Segment(NamedTuple):
     """Rows that have one importance, float32 [n], or none: an empty array."""
@@ -118,7 +149,7 @@ def room_for(form: Form, rows: int) -> Room:
         4 * form.n * segments if weighs(form.target) else 0,
         0 if form.source is _F32 else rows * form.n,
         round_up(working_bytes(form.target, rows, form.n), 256),
-        _HEAD + round_up(rows * form.target.row_bytes(form.n), _ALIGNED) + _ALIGNED * segments,
+        HEAD + round_up(rows * form.target.row_bytes(form.n), ALIGNED) + ALIGNED * segments,
     )
 
 
@@ -144,7 +175,8 @@ class Slot:
         """Raise ResourceError where the card, or what CuPy raises where the host, has not enough memory."""
         self.device, self.room = device, room
         self._addresses: list[int] = []
-        self._segments: list[tuple[int, int]] = []
+        #: What comes back: where it lies in ``_made``, and its bytes.
+        self._parts: list[tuple[int, int]] = []
         try:
             self._source, self._importance, self._x, self._work, self._out = (
                 self._allocated(nbytes)
@@ -166,23 +198,29 @@ class Slot:
 
     def start(self, form: Form, segments: Sequence[Segment]) -> None:
         """Send rows on their way: those at the beginning of ``source``, SEGMENTS segments of them at most."""
-        d, n, rows = self.device, form.n, sum(segment.rows for segment in segments)
-        d.start_upload(self._source, self.source[: rows * form.source.row_bytes(n)])
+        d, n = self.device, form.n
         importances = self._upload_importances(segments)
-        x = self._source if form.source is _F32 else self._decode(form, rows)
-        d.zero(self._out, 4)
-        look = not_finite(rows * n)
-        d.run([Launch(look.kernel, look.grid, look.kernel.block(x=x, found=self._out, n=rows * n))])
-        self._segments, at, row_bytes = [], _HEAD, form.target.row_bytes(n)
+        x = self._bring(form, sum(segment.rows for segment in segments))
+        self._parts, at, row_bytes = [], HEAD, form.target.row_bytes(n)
         for segment, importance in zip(segments, importances, strict=True):
             encode_rows(
                 d, form.target, x, segment.rows, n, self._out + at, importance, self._work,
                 search=form.search, woven=form.woven,
             )  # fmt: skip
-            self._segments.append((at, segment.rows * row_bytes))
+            self._parts.append((at, segment.rows * row_bytes))
             x += 4 * n * segment.rows
-            at = round_up(at + segment.rows * row_bytes, _ALIGNED)
+            at = round_up(at + segment.rows * row_bytes, ALIGNED)
         d.start_download(self._out, self._made[:at])
+
+    def _bring(self, form: Form, rows: int) -> int:
+        """Return the address of rows as float32, once they are there; ``_out`` says whether all values are finite."""
+        d, n = self.device, form.n
+        d.start_upload(self._source, self.source[: rows * form.source.row_bytes(n)])
+        x = self._source if form.source is _F32 else self._decode(form, rows)
+        d.zero(self._out, 4)
+        look = not_finite(rows * n)
+        d.run([Launch(look.kernel, look.grid, look.kernel.block(x=x, found=self._out, n=rows * n))])
+        return x
 
     def _upload_importances(self, segments: Sequence[Segment]) -> list[int]:
         """Return the address of each segment's importance, 0 where there is none."""
@@ -206,7 +244,7 @@ class Slot:
         return self._x
 
     def wait(self, seconds: float = inf, given_up: Callable[[], bool] = lambda: False) -> list[U8] | None:
-        """Return the bytes of each segment, until the next ``start``; None if a value is not finite.
+        """Return what comes back, until the next ``start``: bytes of each segment; None if a value is not finite.
 
         Raises:
             DeviceHangs: they are not there after so many seconds, or ``given_up``.
@@ -215,7 +253,7 @@ class Slot:
         self.device.wait(seconds, given_up)
         if self._made[:4].any():
             return None
-        return [self._made[at : at + nbytes] for at, nbytes in self._segments]
+        return [self._made[at : at + nbytes] for at, nbytes in self._parts]
 
     def close(self, seconds: float = inf, hangs: bool = False) -> None:
         """Give back what it has on the card, whatever became of that.
@@ -238,11 +276,11 @@ class Slot:
         self._addresses.clear()
 
 
-def largest(forms: Sequence[Form], rows: Callable[[Form], int]) -> Room:
+def largest(forms: Sequence[AnyForm], rows: Callable[[AnyForm], int]) -> Room:
     """Return room for so many rows of each form."""
     room = Room(0, 0, 0, 0, 0)
     for form in forms:
-        room = room | room_for(form, rows(form))
+        room = room | form.room(rows(form))
     return room
 
 

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import numpy.typing as npt
 
 from quantkit.kernels.cpu.feedback.frames import visited
-from quantkit.kernels.cpu.feedback.metric import Metric
 from quantkit.kernels.cuda.core.device import Launch
 from quantkit.kernels.cuda.feedback import factor, packing, products
 from quantkit.kernels.cuda.feedback.carrier import Carrier, Rooms
@@ -33,16 +30,6 @@ def metric(carrier: Carrier, covariance: F64, damping: float, grouping: Grouping
         made = _metric(carrier, rooms, rooms.put(covariance), np.diagonal(covariance), damping, grouping)
         carrier.wait()
         made.owned = rooms.keep(made.owned)
-        return made
-
-
-def put(carrier: Carrier, metric: Metric) -> DeviceMetric:
-    """Return a copy of a metric without groups of columns."""
-    with carrier.rooms() as rooms:
-        arrays: list[npt.NDArray[Any]] = [metric.columns, metric.u, metric.pivots, metric.h, metric.per_diagonal]
-        columns, u, pivots, h, per_diagonal = (rooms.put(array) for array in arrays)
-        made = DeviceMetric(carrier.device, metric.n, columns, u, pivots, h, per_diagonal)
-        made.owned = rooms.keep(rooms.owned)
         return made
 
 
