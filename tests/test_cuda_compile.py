@@ -43,12 +43,14 @@ TOGETHER = (
 #: Bytes of registers that a family's kernels may put aside. mat_mat: 128 registers, so that two blocks run at once;
 #: a few values that do not change are put aside over its loop, and none within the inner ones. attention: q of long
 #: heads lies in registers, too; next to nothing is put aside in the loop over keys. mat_vec: a word, for 8 columns.
-#: feedback: what changes once for some columns, so that three blocks run at once.
+#: feedback: what changes once for some columns, so that three blocks run at once; groups: some of the losses of 64
+#: lines of roots, which are read once, so that two do.
 PUT_ASIDE = {
     "matmul.mat_mat": 128,
     "attention.attention": 256,
     "matmul.mat_vec": 4,
     "feedback.sweeps": 28,
+    "feedback.groups": 112,
     "feedback.refine": 72,
 }
 

@@ -18,19 +18,20 @@ from quantkit.kernels.cpu.feedback.rounding import Rounded
 from quantkit.kernels.cpu.feedback.rounding import round_rows as on_cpu
 from quantkit.kernels.cuda.feedback.metric import upload
 from quantkit.kernels.cuda.feedback.rounding import can_round, round_rows, working_bytes
-from quantkit.kernels.levels import all_levels
-from quantkit.types import BY_NAME, TensorType
+from quantkit.kernels.levels import Grouping, all_levels, levels_of
+from quantkit.types import TensorType
 
 F32 = npt.NDArray[np.float32]
-TYPES = [of.type for of in all_levels().values() if can_round(of.type)]
+TYPES = [of.type for of in all_levels().values() if of.grid is None]
+GROUPED = [of.type for of in all_levels().values() if of.grid is not None]
 #: One round and one sweep, as wide rows have; all that narrow ones have, but fewer sweeps.
 WIDE, NARROW = Rounding(most=1, again=0, beside=False), Rounding(most=2)
 
 
 @cache
-def metric(n: int) -> Metric:
-    """Return the metric of rows of n values."""
-    return metric_of(covariance(4, n), 0.02)
+def metric(n: int, grouping: Grouping | None) -> Metric:
+    """Return the metric of rows of n values, for types that group columns so."""
+    return metric_of(covariance(4, n), 0.02, grouping=grouping)
 
 
 def reference(t: TensorType, x: F32, out: npt.NDArray[np.uint8]) -> None:
@@ -64,7 +65,7 @@ def on_device(memory: Memory, t: TensorType, x: F32, how: Rounding, target: F32 
 
 def check(memory: Memory, t: TensorType, x: F32, how: Rounding, target: F32 | None = None) -> Rounded:
     """Compare both; return what was found."""
-    by = metric(x.shape[1])
+    by = metric(x.shape[1], levels_of(t).grouping)
     found = on_device(memory, t, x, how, target, by)
     wanted = on_cpu(t, x, lambda rows, out: reference(t, rows, out), by, how, target)
     np.testing.assert_array_equal(found.before, wanted.before)
@@ -84,12 +85,16 @@ def test_bytes_and_losses_are_the_cpus(memory: Memory, t: TensorType) -> None:
     check(memory, t, x[4:7], WIDE, drawn(6, 3, n) / 8 + x[4:7])
 
 
-#: Another number of everything than usual: none of it changes the code, but the columns of a window.
-OTHERS = (Rounding(sweeps=2, most=1, passes=2, repeats=2), Rounding(fits=False, beside=False, again=2, most=1))
+@pytest.mark.parametrize("t", GROUPED, ids=str)
+def test_groups_of_columns_choose_as_on_the_cpu(memory: Memory, t: TensorType) -> None:
+    """Rows of one tile, which start from a target's bytes; for two rounds and tiles the one of the fewest points."""
+    rows, how = (33, Rounding(rounds=2, sweeps=2)) if t.name == "IQ2_KL" else (3, Rounding())
+    x = drawn(5, rows, 256)
+    x[1], x[2, :32] = 0, 0
+    found = check(memory, t, x, how, drawn(6, rows, 256) / 8 + x)
+    assert (found.after < found.before).mean() > 0.5
 
 
-@pytest.mark.parametrize("t", [BY_NAME["Q4_K"], BY_NAME["IQ3_KS"]], ids=str)
-def test_rows_of_many_windows(memory: Memory, t: TensorType) -> None:
-    """Several super-blocks a row, as often as options say."""
-    for how in OTHERS:
-        check(memory, t, drawn(7, 2, 768), how)
+def test_a_grid_that_takes_more_shared_memory_than_there_is() -> None:
+    assert [t.name for t in GROUPED if not can_round(t, 75)] == ["IQ2_S"]
+    assert all(can_round(t, 86) for t in GROUPED)

@@ -18,7 +18,8 @@ from quantkit.kernels.formats import FORMATS
 #: Macros that are sizes, and types of weights.
 SIZES = {
     *("BLOCKS_AT_ONCE", "COLUMNS", "HEAD", "HEAD_K", "HEAD_V", "KEYS", "LANES", "ROWS", "SPAN", "THREADS", "TOKENS"),
-    "UNITS",
+    *("UNITS", "CLASSES", "FIRST_OF_POINTS", "HEIGHT_BITS", "KEPT", "PATTERNS", "POINT_BITS", "ROOT_LINES"),
+    *("SHARED_BYTES", "SIZE", "UNIT"),
 }
 TYPES = {"TYPE", "OTHER"}
 TENSOR_CORES = "matmul/mat_mat.cu"

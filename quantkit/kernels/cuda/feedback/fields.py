@@ -23,8 +23,8 @@ _LEVEL, _FACTOR, _MINIMUM, _SHIFT, _D, _DMIN = range(1, 7)
 class Tables(NamedTuple):
     """Arrays or, on a device, their addresses; an empty array, or 0, for what a type has not.
 
-    Fields are int32 [fields, bits], those of levels, too; places: of the factor of each s in ``factors``, ascending;
-    sources, codes: as write_args of rows.cu says. book: of its levels (sweeps.cuh), empty where they come of a grid.
+    Fields are int32 [fields, bits]; places: of the factor of each s in ``factors``, ascending; sources, codes: as
+    write_args of rows.cu says. book: of its levels (sweeps.cuh); empty where levels come from a grid.
     """
 
     factor_fields: Any

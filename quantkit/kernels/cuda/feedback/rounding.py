@@ -13,6 +13,7 @@ from quantkit.kernels.cpu.feedback.refine import FIXED, HALF, INTEGER
 from quantkit.kernels.cpu.feedback.rounding import MARGIN
 from quantkit.kernels.cuda.core.device import Device, Launch
 from quantkit.kernels.cuda.feedback.fields import Tables, tables, tables_on
+from quantkit.kernels.cuda.feedback.groups import fits, group_launches, group_lines
 from quantkit.kernels.cuda.feedback.metric import DeviceMetric
 from quantkit.kernels.cuda.feedback.refine import refine, scratch_lines
 from quantkit.kernels.cuda.feedback.rows import keep, launch, read_scales, sub_blocks_of_d, to_lanes, write
@@ -26,9 +27,9 @@ from quantkit.units import round_up
 _ALIGNED = 256
 
 
-def can_round(t: TensorType) -> bool:
-    """Tell whether rows of a type are rounded here."""
-    return (of := all_levels().get(t.name)) is not None and of.grid is None
+def can_round(t: TensorType, capability: int = 90) -> bool:
+    """Tell whether rows of a type are rounded by devices of a compute capability."""
+    return (of := all_levels().get(t.name)) is not None and (of.grid is None or fits(t, capability))
 
 
 def working_bytes(t: TensorType, rows: int, n: int, how: Rounding | None = None) -> int:
@@ -44,13 +45,17 @@ def _levels_of(t: TensorType) -> Levels:
 
 def _room(of: Levels, rows: int, n: int, how: Rounding) -> dict[str, int]:
     """Return the bytes of each array of rows, in the order in which they lie in working memory."""
-    line = 4 * ROWS * tiles(rows)
+    line, lines = 4 * ROWS * tiles(rows), group_lines(of, n) if of.grid else _lines(of, n, how)
+    return {name: round_up(line * count, _ALIGNED) for name, count in lines.items()}
+
+
+def _lines(of: Levels, n: int, how: Rounding) -> dict[str, int]:
+    """Return how many lines of a tile each array has."""
     subs = n // of.span
     lines = dict.fromkeys(("x", "levels", "v", "e"), n)
     lines |= dict.fromkeys(("scale", "low", "inverse", "m", "raised", "place"), subs)
     lines |= dict.fromkeys(("d", "dmin"), subs // sub_blocks_of_d(of, n))
-    lines |= {"loss": 2, "better": 1, "scratch": scratch_lines(of, how)}
-    return {name: round_up(line * count, _ALIGNED) for name, count in lines.items()}
+    return lines | {"loss": 2, "better": 1, "scratch": scratch_lines(of, how)}
 
 
 def round_rows(
@@ -77,16 +82,18 @@ def round_rows(
     Raises:
         TypeNotSupported: this type's rows are rounded by a CPU only.
     """
-    device.run(_launches(tables_on(device, t), _levels_of(t), rows, target, made, start, by, how, before, after, work))
+    of, at = _levels_of(t), dict[str, int]()
+    for name, nbytes in _room(of, rows, by.n, how).items():
+        at[name], work = work, work + nbytes
+    launches = group_launches if of.grid else _launches
+    device.run(launches(device, of, rows, target, made, start, by, how, before, after, at))
 
 
 def _launches(
-    on: Tables, of: Levels, rows: int, target: int, made: int, start: int, by: DeviceMetric, how: Rounding,
-    before: int, after: int, work: int,
+    device: Device, of: Levels, rows: int, target: int, made: int, start: int, by: DeviceMetric, how: Rounding,
+    before: int, after: int, at: dict[str, int],
 ) -> list[Launch]:  # fmt: skip
-    n, at = by.n, dict[str, int]()
-    for name, nbytes in _room(of, rows, n, how).items():
-        at[name], work = work, work + nbytes
+    n, on = by.n, tables_on(device, of.type)
     run = partial(launch, rows=rows)
     tile = _tile_arguments(on, of, rows, by, at)
     even = is_even(of.codebook)
