@@ -19,7 +19,7 @@ from quantkit.kernels.cpu.feedback.rounding import round_rows as on_cpu
 from quantkit.kernels.cuda.feedback.metric import upload
 from quantkit.kernels.cuda.feedback.rounding import can_round, round_rows, working_bytes
 from quantkit.kernels.levels import Grouping, all_levels, levels_of
-from quantkit.types import TensorType
+from quantkit.types import BY_NAME, TensorType
 
 F32 = npt.NDArray[np.float32]
 TYPES = [of.type for of in all_levels().values() if of.grid is None]
@@ -83,6 +83,17 @@ def test_bytes_and_losses_are_the_cpus(memory: Memory, t: TensorType) -> None:
     found = check(memory, t, x, NARROW)
     assert (found.after < found.before).mean() > 0.5
     check(memory, t, x[4:7], WIDE, drawn(6, 3, n) / 8 + x[4:7])
+
+
+#: Another number of everything than usual: none of it changes the code, but the columns of a window.
+OTHERS = (Rounding(sweeps=2, most=1, passes=2, repeats=2), Rounding(fits=False, beside=False, again=2, most=1))
+
+
+@pytest.mark.parametrize("t", [BY_NAME["Q4_K"], BY_NAME["IQ3_KS"]], ids=str)
+def test_rows_of_many_windows(memory: Memory, t: TensorType) -> None:
+    """Several super-blocks a row, as often as options say."""
+    for how in OTHERS:
+        check(memory, t, drawn(7, 2, 768), how)
 
 
 @pytest.mark.parametrize("t", GROUPED, ids=str)

@@ -1,7 +1,7 @@
 """Check the CUDA backend on this machine's card, then time it. Needs numpy and CuPy only, and no network.
 
     scripts/gpu_check                      everything; results also into $OUT/gpu_check.md or ./gpu_check.md
-    scripts/gpu_check encode               all about encoders: golden bytes, random rows, whole files, speed
+    scripts/gpu_check encode               encoders, error feedback: golden bytes, random rows, whole files, speed
     scripts/gpu_check --only products zoo  some steps
     scripts/gpu_check --shim               the checks without a card, by the shim of the tests (needs g++)
     scripts/gpu_check --record gpu_check.md    append such results to BENCHMARKS.md
@@ -31,7 +31,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "scripts")]
 import make_moe  # noqa: E402
 import numpy as np  # noqa: E402
 
-from gpu import cases, encoding, speed  # noqa: E402
+from gpu import cases, encoding, rounding, speed  # noqa: E402
 from gpu.cases import TYPES, launched_early, nmse, on_card  # noqa: E402
 from gpu.run import NOT_RUN, PATIENCE, Run, verdict, watch  # noqa: E402
 from quantkit.formats.gguf import open_gguf  # noqa: E402
@@ -170,13 +170,14 @@ CHECKS: dict[str, Callable[[Run], None]] = {
     "early": early,
     "encoding": encoding.goldens,
     "parity": encoding.parity,
+    "rounding": rounding.rounding,
     "pipeline": encoding.pipeline,
 }
 
 STEPS: dict[str, Callable[[Run], None]] = {"card": speed.card, **CHECKS, **speed.STEPS, "encode": encoding.speed}
 
 #: What is asked for by a word: `scripts/gpu_check encode`.
-GROUPS = {"encode": ("card", "encoding", "parity", "pipeline", "encode")}
+GROUPS = {"encode": ("card", "encoding", "parity", "rounding", "pipeline", "encode")}
 
 #: What matters most, before all the rest: whether it is right, and how fast a model and its commonest types are.
 _COMMON = ("Q4_K", "Q8_0", "Q6_K", "IQ4_XS")
@@ -191,6 +192,7 @@ FIRST: dict[str, Sequence[str]] = {
     "attention, 32 heads over 4": ("f16",),
     "encoding": _COMMON,
     "parity": _COMMON,
+    "rounding": _COMMON,
     "pipeline": ("Q4_K_M",),
     "encode": _COMMON,
 }
@@ -254,6 +256,7 @@ def use_shim() -> None:
     made: dict[str, Any] = {name: host_device.HostDevice(name=name) for name in ("CUDA0", "CUDA1")}
     device.open_device = made.__getitem__  # type: ignore[assignment]
     device.count_devices = lambda: len(made)  # type: ignore[assignment]
+    rounding.SIZES = rounding.Sizes(3, 64, repetitions=0)
     encoding.FILE = encoding.File(0, make_moe.Model(1, 2, 1, 256, 256, 2, 1, 128, 256), 2)
     speed._CARD[:] = [speed.Card(made["CUDA0"], math.nan, 1.0)]  # nothing is measured, and products by cuBLAS are
     devices.cuda_devices = lambda: tuple(made)

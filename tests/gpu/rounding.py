@@ -1,0 +1,126 @@
+"""What scripts/gpu_check does about error feedback: whether a card's bytes and losses are the CPU's, then its speed.
+
+    rounding    rows of every type, by the same metric: bytes and losses, and Gweights/s of rounding alone
+
+Needs numba beside numpy and CuPy, as the CPU rounds the same rows.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from dataclasses import dataclass
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from gpu import cases
+from gpu.run import NOT_RUN
+from gpu.speed import the_card
+from quantkit.kernels.cuda.core import peak
+from quantkit.types import BY_NAME
+
+if TYPE_CHECKING:
+    from gpu.run import Run
+    from quantkit.kernels.cpu.feedback.rounding import Rounded
+    from quantkit.kernels.levels import Grouping
+
+Floats = npt.NDArray[np.float32]
+
+
+@dataclass
+class Sizes:
+    """Rows and columns that are compared, and those that are timed, as often as is said; tests make them small."""
+
+    rows: int = 200
+    n: int = 512
+    timed_rows: int = 8192
+    timed_n: int = 2048
+    repetitions: int = 3
+
+
+SIZES = Sizes()
+
+
+@cache
+def _metric(n: int, grouping: Grouping | None) -> Any:
+    from quantkit.kernels.cpu.feedback.metric import metric
+
+    rng = np.random.default_rng(n)
+    inputs = rng.standard_normal((2 * n, n)) * np.exp(0.5 * rng.standard_normal(n))
+    return metric(inputs.T @ inputs, 0.02, grouping=grouping)
+
+
+def _rounded(name: str, x: Floats, made: npt.NDArray[np.uint8], repetitions: int = 0) -> tuple[Rounded, float]:
+    """Return what a card makes of the reference's bytes of rows, and the seconds it takes, if they are measured."""
+    from quantkit.kernels.cpu.feedback.options import Rounding
+    from quantkit.kernels.cpu.feedback.rounding import Rounded
+    from quantkit.kernels.cuda.feedback.metric import upload
+    from quantkit.kernels.cuda.feedback.rounding import round_rows, working_bytes
+    from quantkit.kernels.levels import levels_of
+
+    device, t, (rows, n) = the_card().device, BY_NAME[name], x.shape
+    by = upload(device, _metric(n, levels_of(t).grouping))
+    sizes = (x.nbytes, made.nbytes, 8 * rows, 8 * rows, working_bytes(t, rows, n))
+    at = [device.allocate(size) for size in sizes]
+    out = Rounded(made.copy(), np.empty(rows), np.empty(rows))
+    try:
+        device.upload(at[0], x)
+
+        def work() -> None:
+            round_rows(device, t, at[0], rows, at[0], at[1], at[1], by, Rounding(), at[2], at[3], at[4])
+
+        device.upload(at[1], made)
+        work()
+        for address, array in zip(at[1:4], (out.rows, out.before, out.after), strict=True):
+            device.download(address, array)
+        seconds = peak.timed(device, work, repetitions, 1) if repetitions else 0.0
+    finally:
+        by.close()
+        for address in at:
+            device.free(address)
+    return out, seconds
+
+
+def rounding(run: Run) -> None:
+    """Error feedback on the card, beside the CPU's bytes and losses; then how fast it is."""
+    if importlib.util.find_spec("numba") is None:
+        run.say(f"{NOT_RUN}, numba is not here: rounding")
+        return
+    from quantkit.kernels.cpu.feedback.options import Rounding
+    from quantkit.kernels.cpu.feedback.rounding import round_rows
+    from quantkit.kernels.cuda.feedback.rounding import can_round
+    from quantkit.kernels.levels import all_levels, levels_of
+
+    names = [name for name in all_levels() if name in run.types and can_round(BY_NAME[name])]
+    right: list[str] = []
+
+    def drawn(name: str, rows: int, n: int) -> tuple[Floats, npt.NDArray[np.uint8]]:
+        t = BY_NAME[name]
+        x = np.random.default_rng(t.id).standard_normal((rows, max(n, t.block))).astype(np.float32)
+        importance = np.ones(x.shape[1], np.float32) if t.imatrix == "required" else None
+        return x, cases.encoded(the_card().device, t, x, importance).reshape(rows, -1)
+
+    def of_type(name: str) -> None:
+        x, made = drawn(name, SIZES.rows, SIZES.n)
+        found, _ = _rounded(name, x, made)
+
+        def encode(some: Floats, out: npt.NDArray[np.uint8]) -> None:
+            out[:] = made
+
+        by = _metric(x.shape[1], levels_of(BY_NAME[name]).grouping)
+        wanted = round_rows(BY_NAME[name], x, encode, by, Rounding())
+        wrong = int((found.rows != wanted.rows).sum())
+        off = int((found.before != wanted.before).sum() + (found.after != wanted.after).sum())
+        same = run.check(f"rounding: {name}, bytes that differ from the CPU's", wrong, 0)
+        if run.check(f"rounding: {name}, losses that differ from the CPU's", off, 0) and same:
+            right.append(name)
+        if SIZES.repetitions:
+            x, made = drawn(name, SIZES.timed_rows, SIZES.timed_n)
+            seconds = _rounded(name, x, made, SIZES.repetitions)[1]
+            run.say(f"rounding {len(x)} x {x.shape[1]} as {name}: {x.size / seconds / 1e9:.2f} Gweights/s")
+
+    run.each("rounding", run.todo("rounding", names), of_type)
+    if right:
+        run.say(f"error feedback: {SIZES.rows} rows of {len(right)} types have the CPU's bytes and losses")
