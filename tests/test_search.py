@@ -38,6 +38,7 @@ from quantkit.search.predict import Predictor
 from quantkit.search.solve import Apart, Limit, solve
 from quantkit.search.space import Space
 from quantkit.search.speeds import measure_speeds, read_speeds
+from quantkit.search.sweep import predicted
 from quantkit.sensitivity.file import Cost, Group, Sensitivity
 from quantkit.types import BY_NAME
 from zoo import write_hollow_zoo
@@ -479,10 +480,11 @@ def test_what_is_quantized_already(dense: Path, tmp_path: Path) -> None:
 
 
 def test_what_routers_flip_adds_up_as_squares(dense: Path) -> None:
-    """What is found is the best of all allocations, or nearly; the second candidate, unless it is the first, too."""
-    known = drawn(dense, few=6, seed=4)
-    rng = np.random.default_rng(4)
-    known = replace(known, costs=tuple(replace(c, flips=float(rng.uniform(0.2, 0.9))) for c in known.costs))
+    """What is found for a size, and for a divergence, is the best of all allocations, or nearly; the rule says how bad
+    it is, a plan of the same types, too."""
+    known = drawn(dense, few=6, seed=5)
+    shares = {group.name: 0.05 + 0.9 * (i % 2) for i, group in enumerate(known.groups)}
+    known = replace(known, costs=tuple(replace(c, flips=shares[c.group]) for c in known.costs))
 
     def total(space: Space, picks: Sequence[int]) -> float:
         choices = [unit.choices[pick] for unit, pick in zip(space.units, picks, strict=True)]
@@ -492,18 +494,23 @@ def test_what_routers_flip_adds_up_as_squares(dense: Path) -> None:
         space = Space(known, source, SearchOptions())
         sizes = [[c.part.padded for c in unit.choices] for unit in space.units]
         most = space.fixed.padded + sum((row[0] + row[-1]) // 2 for row in sizes)
-        every = [p for p in itertools.product(*map(range, map(len, sizes))) if space.total(p).padded <= most]
+        every = list(itertools.product(*map(range, map(len, sizes))))
         limit = most + Finder(space).header
         finder = Finder(Space(known, source, SearchOptions(target_size=limit)))
-        (plain,) = finder.best(1)
-        parts = finder._of_parts([])
-        _, second = finder.best(2)
-    assert parts is not None
-    assert second.picks == parts.picks or parts.picks == plain.picks
-    least = min(total(space, picks) for picks in every)
-    assert total(space, parts.picks) <= total(space, plain.picks)
-    assert total(space, parts.picks) <= 1.02 * least
-    assert parts.nbytes <= limit
+        first, second = finder.best(2)
+        plain = finder.of_size(limit, costs=finder._klds)
+        by_kld = Finder(Space(known, source, SearchOptions(target_kld=first.kld)))
+        (smallest,) = by_kld.best(1)
+        assert predicted(space, first.plan) == pytest.approx(first.kld)
+    assert plain is not None
+    assert second.picks == plain.picks or first.picks == plain.picks
+    assert first.kld == pytest.approx(total(space, first.picks))
+    assert first.kld <= 1.02 * min(total(space, p) for p in every if space.total(p).padded <= most)
+    assert first.kld < 0.97 * total(space, plain.picks)
+    assert first.nbytes <= limit
+    least = min(space.total(p).padded for p in every if total(space, p) <= first.kld)
+    assert smallest.kld <= first.kld
+    assert smallest.part.padded <= 1.02 * least
 
 
 def test_of_several_the_second_is_the_best_for_plain_sums(dense: Path) -> None:

@@ -1,12 +1,16 @@
 """How divergences of groups quantized alone become that of all together.
 
-Small independent errors add up in the variance of the logits, and the divergence k is near that variance s: it adds up.
+Small independent errors add up in the variance of the logits, and the divergence k is near that variance: it adds up.
 Where a small error can make a large difference (a router that chooses another expert, an argmax) there is a second part
-that goes with the size of the error, not its square: k = s + kink * sqrt(s). It does not add up: many groups that each
-change the routes of some tokens change those of the same tokens. So what is summed up is s, and the divergence of an
-allocation is scale * (s + kink * sqrt(s)) of the sum.
+that goes with the size of the error, not its square, and does not add up: many groups that each change the routes of
+some tokens change those of the same tokens. Of this part the squares add up. Which share of a group's divergence it is,
+``Cost.flips``, the errors of its types at the end of its layer tell; nothing else is fitted:
 
-Kink and scale come from allocations that were measured as a whole, if the file of sensitivities has any, as
+    k = sum of (1 - flips) * k_group + sqrt(sum of (flips * k_group)^2)
+
+Where the file of sensitivities tells no share (``--proxies-only``), one kink of all groups stands for it: of a group
+alone k = s + kink * sqrt(s), what is summed up is s, and the divergence of an allocation is scale * (s + kink *
+sqrt(s)) of the sum. Kink and scale come from allocations that were measured as a whole, if there are any, as
 ``settings["together"]``: a list of {"types": {group: type}, "kld": nats, "kld_error": nats}. Without, divergences add
 up as they are.
 """
@@ -28,7 +32,7 @@ _FEWEST = 3
 
 @dataclass(frozen=True)
 class Combination:
-    """The rule, and how many measured allocations it was fitted to; 0: none, so that divergences add up."""
+    """The rule of one kink, and how many measured allocations it was fitted to; 0: none, so that divergences add up."""
 
     kink: float = 0.0
     scale: float = 1.0

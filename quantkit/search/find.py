@@ -6,7 +6,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 
 import numpy as np
@@ -27,11 +27,7 @@ _ROUNDS = 16
 #: Share of the units in which allocations that are checked must differ.
 _DIFFER = 0.05
 #: Tangents of the sum of what routers flip; three are nearly always enough.
-_TANGENTS = 6
-
-
-#: Finds the best allocation by some costs, apart from others.
-_Way = Callable[[Sequence[Apart]], Allocation | None]
+_TANGENTS = 8
 
 
 @dataclass(frozen=True)
@@ -130,24 +126,25 @@ class Finder:
         self._errors: list[Weights] = [np.array([c.error for c in unit.choices]) for unit in space.units]
         self._klds: list[Weights] = [np.array([c.kld for c in unit.choices]) for unit in space.units]
         self._smooth: list[Weights] = [np.array([c.kld - c.flips for c in unit.choices]) for unit in space.units]
-        self._flips: list[Weights] = [np.array([c.squares for c in unit.choices]) for unit in space.units]
+        self._squares: list[Weights] = [np.array([c.squares for c in unit.choices]) for unit in space.units]
 
     def best(self, count: int) -> Iterator[Allocation]:
         """Yield the best allocations for the target, the very best first; fewer than ``count`` if there are no more.
 
         Each differs from those before it in a twentieth of the units. They are in turns the best by the rule of how
-        divergences combine (combine.py), if there is one, for plain sums, and where what routers flip adds up as
-        squares: which is nearest to the truth differs from size to size, so that all are worth measuring.
+        divergences combine (combine.py), by the other rule there, and for plain sums: which is nearest to the truth
+        differs from size to size, so that all are worth measuring.
         """
         free = sum(len(unit.choices) > 1 for unit in self.space.units)
         least = max(1, round(_DIFFER * free))
         apart: list[Apart] = []
-        ways: list[_Way] = [partial(self._for_target, costs=self._errors)]
+        ways: list[Sequence[Weights] | None] = [None]
         if self.options.target_kld is None:
-            ways += [partial(self._for_target, costs=self._klds)] if self.space.combination.kink > 0 else []
-            ways += [self._of_parts] if any(map(np.any, self._flips)) else []
+            bent, squares = self.space.combination.kink > 0, self.space.by_squares
+            ways += [self._errors] if bent and squares else []
+            ways += [self._klds] if bent or squares else []
         while len(apart) < count:
-            found = ways[len(apart) % len(ways)](apart)
+            found = self._for_target(apart, ways[len(apart) % len(ways)])
             if found is None:
                 if not apart:
                     raise self._impossible()
@@ -157,32 +154,13 @@ class Finder:
             apart.append(Apart(found.picks, least))
             yield found
 
-    def _of_parts(self, apart: Sequence[Apart]) -> Allocation | None:
-        """Return the best allocation for the target where flips of groups add up as squares, and the rest as it is.
-
-        The root of that sum is no sum over groups, but nowhere above its tangents. So what is best by the tangent at
-        an allocation is no worse than that allocation, and its own tangent is next.
-        """
-        found = self._for_target(apart, self._klds)
-        for _ in range(_TANGENTS if found is not None else 0):
-            assert found is not None
-            root = math.sqrt(math.fsum(each[pick] for each, pick in zip(self._flips, found.picks, strict=True)))
-            if not root:
-                break
-            costs = [a + b / (2 * root) for a, b in zip(self._smooth, self._flips, strict=True)]
-            better = self._for_target(apart, costs)
-            if better is None or better.picks == found.picks:
-                break
-            found = better
-        return found
-
-    def _for_target(self, apart: Sequence[Apart], costs: Sequence[Weights]) -> Allocation | None:
+    def _for_target(self, apart: Sequence[Apart], costs: Sequence[Weights] | None = None) -> Allocation | None:
         if self.options.target_kld is not None:
             return self._of_kld(self.options.target_kld, apart)
         if self.options.target_bpw is not None:
             values = sum(math.prod(t.shape) for t in self.space.source.tensors.values())
             most = math.floor(self.options.target_bpw * values / 8)
-            answer = self._solve(costs, [self._limit("data", most)], apart)
+            answer = self._least([self._limit("data", most)], apart, costs)
             return None if answer is None else self.allocation(answer)
         assert self.options.target_size is not None
         return self.of_size(self.options.target_size, apart, costs)
@@ -190,14 +168,14 @@ class Finder:
     def of_size(
         self, target: int, apart: Sequence[Apart] = (), costs: Sequence[Weights] | None = None
     ) -> Allocation | None:
-        """Return the best allocation whose file has at most ``target`` bytes; ``costs``: errors by default.
+        """Return the best allocation whose file has at most ``target`` bytes: by ``costs``, or by the rule.
 
         The header names the rules, so how much it takes is known afterwards: where that is too much, the tensors get
         less.
         """
         room = target - self.header - self.space.fixed.padded
         for _ in range(_ROUNDS):
-            answer = self._solve(costs or self._errors, [Limit(self._amounts("padded"), room)], apart)
+            answer = self._least([Limit(self._amounts("padded"), room)], apart, costs)
             if answer is None:
                 return None
             found = self.allocation(answer)
@@ -208,16 +186,31 @@ class Finder:
 
     def _of_kld(self, target: float, apart: Sequence[Apart]) -> Allocation | None:
         """Return the smallest allocation that is predicted to be no worse than ``target``, and of these the best."""
-        answer = self._solve(
-            self._amounts("padded"), [Limit(self._errors, self.space.combination.summed(target))], apart
-        )
+        answer = self._within(target, apart)
         if answer is None:
             return None
-        padded = self.space.total(answer.picks).padded
-        better = self._solve(self._errors, [self._limit("padded", padded)], apart)
-        return self.allocation(
-            better if better is not None and better.cost <= self.space.combination.summed(target) else answer
-        )
+        better = self._least([self._limit("padded", self.space.total(answer.picks).padded)], apart)
+        return self.allocation(better if better is not None and self.space.kld(better.picks) <= target else answer)
+
+    def _within(self, target: float, apart: Sequence[Apart]) -> Answer | None:
+        """Return the smallest answer that is predicted to be no worse than ``target``.
+
+        Where flips add up as squares, what is allowed by a tangent is allowed: from the least divergence on, the
+        tangent at each answer allows that answer and smaller ones.
+        """
+        sizes, space = self._amounts("padded"), self.space
+        if not space.by_squares:
+            return self._solve(sizes, [Limit(self._errors, space.combination.summed(target))], apart)
+        found = self._least([], apart)
+        if found is None or space.kld(found.picks) > target:
+            return None
+        for _ in range(_TANGENTS):
+            most = target - self._root(found.picks) / 2
+            smaller = self._solve(sizes, [Limit(self._costs_at(found.picks), most)], apart)
+            if smaller is None or space.total(smaller.picks).padded >= space.total(found.picks).padded:
+                break
+            found = smaller
+        return found
 
     def smallest(self) -> Allocation:
         """Return the smallest allocation. Raises RecipeError if the constraints on speed allow none."""
@@ -228,11 +221,12 @@ class Finder:
 
     def least_kld(self) -> Allocation:
         """Return the allocation of least divergence, whatever its size; of equals the smallest."""
-        answer = self._solve(self._errors, [])
+        answer = self._least([])
         if answer is None:
             raise self._too_slow()
-        most = answer.cost * (1 + 1e-9)
-        smaller = self._solve(self._amounts("padded"), [Limit(self._errors, most)])
+        costs = self._costs_at(answer.picks)
+        most = _sum(costs, answer.picks) * (1 + 1e-9)
+        smaller = self._solve(self._amounts("padded"), [Limit(costs, most)])
         return self.allocation(smaller or answer)
 
     @cached_property
@@ -252,6 +246,40 @@ class Finder:
             raise ResourceError("the rules of this allocation give other types than were counted")
         kld, options = space.kld(picks), space.quantize_options(title, rules)
         return Allocation(types, kld, space.total(picks), rules, title, options, plan, answer.gap, picks)
+
+    # --- what is least ---
+
+    def _least(
+        self, limits: Sequence[Limit], apart: Sequence[Apart] = (), costs: Sequence[Weights] | None = None
+    ) -> Answer | None:
+        """Return the answer of least ``costs``, by default of least predicted divergence.
+
+        Where flips add up as squares, the root of that sum is no sum over groups, but nowhere above its tangents. So
+        what is best by the tangent at an answer is no worse than that answer, and its own tangent is next.
+        """
+        if costs is not None or not self.space.by_squares:
+            return self._solve(costs or self._errors, limits, apart)
+        found = self._solve(self._klds, limits, apart)
+        for _ in range(_TANGENTS if found is not None else 0):
+            assert found is not None
+            better = self._solve(self._costs_at(found.picks), limits, apart)
+            if better is None or self.space.kld(better.picks) >= self.space.kld(found.picks):
+                break
+            found = better
+        return found
+
+    def _root(self, picks: Sequence[int]) -> float:
+        """Return what flips come to."""
+        return math.sqrt(_sum(self._squares, picks))
+
+    def _costs_at(self, picks: Sequence[int]) -> list[Weights]:
+        """Return costs that add up, and rank answers near ``picks`` as the rule does: the tangent there, if need be."""
+        if not self.space.by_squares:
+            return self._errors
+        root = self._root(picks)
+        if not root:
+            return self._klds
+        return [smooth + squares / (2 * root) for smooth, squares in zip(self._smooth, self._squares, strict=True)]
 
     # --- limits ---
 
@@ -280,17 +308,15 @@ class Finder:
     def _note(self, found: Allocation) -> None:
         """Note what limits an allocation beside its target."""
         if found.gap:
-            error = math.fsum(u.choices[pick].error for u, pick in zip(self.space.units, found.picks, strict=True))
-            share = found.gap / error if error else 0.0
+            whole = found.kld if self.space.by_squares else _sum(self._errors, found.picks)
+            share = found.gap / whole if whole else 0.0
             self.notes.append(
                 f"the time was up after {self.options.time_limit:g} s: the optimum may have "
                 f"{100 * share:.2g} % less divergence (--time-limit)"
             )
         sized = self.options.target_size is not None or self.options.target_bpw is not None
-        if sized and all(
-            unit.choices[pick].error == min(c.error for c in unit.choices)
-            for unit, pick in zip(self.space.units, found.picks, strict=True)
-        ):
+        costs = self._costs_at(found.picks) if sized else []
+        if sized and all(each[pick] == each.min() for each, pick in zip(costs, found.picks, strict=True)):
             self.notes.append(
                 f"no larger allocation is better: {format_size(found.nbytes)} is the most these types are good for"
             )
@@ -324,3 +350,8 @@ class Finder:
         given = "--max-read" if self.options.max_read is not None else "--min-speed"
         both = self.options.max_read is not None and self.options.min_speed is not None
         return RecipeError(f"{'--max-read and --min-speed' if both else given}: {text}")
+
+
+def _sum(costs: Sequence[Weights], picks: Sequence[int]) -> float:
+    """Return what an answer costs."""
+    return math.fsum(each[pick] for each, pick in zip(costs, picks, strict=True))

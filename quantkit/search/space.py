@@ -103,6 +103,7 @@ class Space:
         # Files of one type are measured without error feedback, so the rule is fitted to costs without it.
         plain = Predictor(self.sensitivity, proxy=options.proxy) if options.feedback is not None else self.predictor
         self.combination = fitted(measured_together(self.sensitivity), plain.filled)
+        self.by_squares = any(cost.flips for cost in self.sensitivity.costs)
         self.allowed = Allowed(self.groups, options.allow, options.at_least, options.at_most)
         self.types = self._types()
         self.tree = self._tree()
@@ -327,9 +328,16 @@ class Space:
 
     def kld(self, picks: Sequence[int]) -> float:
         """Return the predicted divergence."""
-        return self.combination.total(
-            math.fsum(u.choices[pick].error for u, pick in zip(self.units, picks, strict=True))
-        )
+        choices = [u.choices[pick] for u, pick in zip(self.units, picks, strict=True)]
+        if self.by_squares:
+            return math.fsum(c.kld - c.flips for c in choices) + math.sqrt(math.fsum(c.squares for c in choices))
+        return self.combination.total(math.fsum(c.error for c in choices))
+
+    def together(self, parts: Sequence[tuple[float, float]]) -> float:
+        """Return what groups come to, each with its divergence alone and what flips make of that."""
+        if self.by_squares:
+            return math.fsum(kld - flips for kld, flips in parts) + math.hypot(*(flips for _, flips in parts))
+        return self.combination.total(math.fsum(self.combination.part(kld) for kld, _ in parts))
 
     def title(self, picks: Sequence[int]) -> str:
         """Return the type of most values, which TYPE is then."""

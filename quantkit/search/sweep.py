@@ -123,18 +123,18 @@ def _is_shown(preset: Preset, tree: str) -> bool:
 def predicted(space: Space, plan: Plan) -> float | None:
     """Return the predicted divergence of any plan; None if nothing is known of a type in it."""
     types = {name: t.type for t in plan.tensors for name in (t.name, *(half_names(t.name) or ()))}
-    parts: list[float] = []
+    parts: list[tuple[float, float]] = []
     for group in space.groups:
-        kld = _of_group(space, group.name, {n: types[n] for n in group.tensors if n in types})
-        if kld is None:
+        found = _of_group(space, group.name, {n: types[n] for n in group.tensors if n in types})
+        if found is None:
             return None
-        parts.append(space.combination.part(kld))
-    return space.combination.total(math.fsum(parts))
+        parts.append(found)
+    return space.together(parts)
 
 
-def _of_group(space: Space, name: str, types: dict[str, TensorType]) -> float | None:
-    """Return what a group comes to, its types weighted by values where it has several."""
-    total = weighted = 0.0
+def _of_group(space: Space, name: str, types: dict[str, TensorType]) -> tuple[float, float] | None:
+    """Return what a group comes to, and what flips make of it, its types weighted by values where it has several."""
+    total = weighted = flips = 0.0
     for tensor, t in types.items():
         source = space.source.tensors[tensor]
         values = math.prod(source.shape)
@@ -142,4 +142,5 @@ def _of_group(space: Space, name: str, types: dict[str, TensorType]) -> float | 
         if kld is None:
             return None
         total, weighted = total + values, weighted + values * kld
-    return weighted / total if total else 0.0
+        flips += values * kld * space.predictor.flips(name, t)
+    return (weighted / total, flips / total) if total else (0.0, 0.0)
