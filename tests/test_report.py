@@ -39,7 +39,7 @@ from quantkit.report.data import (
 )
 from quantkit.report.made import command, provenance
 from quantkit.report.page import in_script, page_text
-from quantkit.report.tables import costs_table
+from quantkit.report.tables import costs_table, files_table
 from quantkit.sensitivity import Cost, Group, Sensitivity
 from quantkit.types import type_by_name
 from zoo import write_zoo
@@ -165,8 +165,12 @@ def test_tables_have_all_that_charts_show() -> None:
     made = example()
     text = page_text(made)
     assert {c.name for c in charts(made)} >= {"chart-divergence", "chart-tokens", "chart-errors", "chart-coverage"}
-    for f in made.files:
-        assert f"{f.quality.kld.value:.4f} ±" in text  # type: ignore[union-attr]
+    for f, row in zip(made.files, files_table(made).rows, strict=True):
+        (cell,) = (c.text for c in row if c.value == f.quality.kld.value)  # type: ignore[union-attr]
+        value, _, wide = cell.partition(" ± ")
+        assert float(value) == pytest.approx(f.quality.kld.value, abs=float(wide) / 20)  # type: ignore[union-attr]
+        assert len(value.partition(".")[2]) == len(wide.partition(".")[2])
+        assert cell in text
 
 
 def test_short_names_and_ink() -> None:

@@ -145,9 +145,9 @@ def _lead(report: Report) -> str:
         if n > 1
         else f"One file of {most / factor:.3g} {unit}"
     )
-    rises = [(f.nbytes, f) for f in report.files if f.quality is not None and f.quality.ppl_ratio is not None]
-    close = sorted((size, f.name) for size, f in rises if f.quality.ppl_ratio.value < 1.01)  # type: ignore[union-attr]
-    found = f"{files}, in order of what they keep of the base." if rises and n > 1 else f"{files}."
+    rises = [(f.nbytes, f.name, f.quality.ppl_ratio) for f in report.files if f.quality is not None]
+    close = sorted((size, name) for size, name, ratio in rises if ratio is not None and ratio.value < 1.01)
+    found = f"{files}."
     if close and n > 1:
         found += f" The smallest within 1 % of the base's perplexity is {close[0][1]}."
     return found

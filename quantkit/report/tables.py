@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
@@ -41,11 +42,15 @@ def number(value: float | None, form: str = ".4g") -> Cell:
     return Cell("", -1e308) if value is None else Cell(format(value, form), value)
 
 
-def _pair(e: Estimate | None, factor: float = 1.0, form: str = ".4g") -> Cell:
-    """Return a cell of an estimate with half the width of its 95 % interval."""
+def _pair(e: Estimate | None, factor: float = 1.0, form: str = "") -> Cell:
+    """Return a cell of an estimate with half the width of its 95 % interval, as exact as two digits of that."""
     if e is None:
         return Cell("", -1e308)
-    return Cell(f"{factor * e.value:{form}} ± {factor * WIDE * e.error:.2g}", factor * e.value)
+    value, wide = factor * e.value, factor * WIDE * e.error
+    if form or not wide:
+        return Cell(f"{value:{form or '.4g'}} ± {wide:.2g}", value)
+    decimals = max(0, 1 - math.floor(math.log10(wide)))
+    return Cell(f"{value:.{decimals}f} ± {wide:.{decimals}f}", value)
 
 
 def files_table(report: Report) -> Table:
@@ -62,14 +67,18 @@ def files_table(report: Report) -> Table:
     columns += [Column(f"{test}, tokens/s") for test in tests]
     rows = []
     for f in report.files:
-        row = [Cell(f.name), number(f.nbytes / factor, ".4g"), number(f.bpw, ".2f")]
+        row = [
+            Cell(f.name),
+            number(f.nbytes / factor, ".3f" if f.nbytes < 100 * factor else ".1f"),
+            number(f.bpw, ".2f"),
+        ]
         q = f.quality
         if against:
             rise = None if q is None or q.ppl_ratio is None else Estimate(q.ppl_ratio.value - 1, q.ppl_ratio.error)
-            row += [_pair(None if q is None else q.kld, form=".4f"), _pair(rise, 100, ".2f")]
-            row.append(_pair(None if q is None else q.same_top, 100, ".2f"))
+            row += [_pair(None if q is None else q.kld), _pair(rise, 100)]
+            row.append(_pair(None if q is None else q.same_top, 100))
         if qualities:
-            row.append(_pair(None if q is None else q.ppl))
+            row.append(_pair(None if q is None else q.ppl, form=".4g"))
         row += [_speed(f, test) for test in tests]
         rows.append(tuple(row))
     return Table("table-files", "All files", tuple(columns), tuple(rows))

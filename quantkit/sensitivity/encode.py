@@ -176,8 +176,13 @@ class Encoder:
 
     @property
     def notes(self) -> list[str]:
-        """What the plans have to say about error feedback."""
-        return [note for (_, fed), plan in self._plans.items() if fed for note in plan.notes if "feedback" in note]
+        """What the plans have to say about error feedback, each once, with the types it is said of."""
+        found: dict[str, list[str]] = {}
+        for (t, fed), plan in self._plans.items():
+            for note in plan.notes:
+                if fed and "feedback" in note:
+                    found.setdefault(note, []).append(t.name)
+        return [f"{', '.join(types)}: {note}" for note, types in found.items()]
 
     def is_fed(self, pair: Pair) -> bool:
         """Tell whether error feedback changes a pair: of one of its matrices at least there are enough tokens."""
