@@ -195,8 +195,9 @@ def command(
 ) -> None:
     """Find the types that lose least at a size: which bits go where, from measured sensitivities.
 
-    Every group of tensors gets the type for which the sum of their measured divergences is least, proven by an integer
-    program. The size is that of the whole file, never more than the target. The recipe gives exactly it.
+    Every group of tensors gets a type, so that the divergence predicted from those that were measured is least: what
+    routers flip adds up as squares, the rest as it is. Integer programs find it. The size is that of the whole file,
+    never more than the target. The recipe gives exactly it.
 
     \b
     quantkit sensitivity -m model-bf16.gguf -f text.txt --imatrix im.gguf -o S.json
