@@ -49,9 +49,9 @@ PUT_ASIDE = {
     "matmul.mat_mat": 128,
     "attention.attention": 256,
     "matmul.mat_vec": 4,
-    "feedback.sweeps": 28,
+    "feedback.sweeps": 40,
     "feedback.groups": 112,
-    "feedback.refine": 72,
+    "feedback.refine": 48,
 }
 
 #: Kernels with an array of words for sines of large angles (CUDA's own).

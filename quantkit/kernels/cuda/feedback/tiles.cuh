@@ -82,12 +82,27 @@ struct Patch {
     }
 };
 
-INLINE void fetch_chunk(Chunk* to, const float* a, int64_t n, const float* e, int k, int columns) {
-    for (int i = threadIdx.x; i < columns / STRIP * CHUNK; i += TILE_THREADS)
-        copy_async<16>(to->a[i / CHUNK] + STRIP * (i % CHUNK), a + (i / CHUNK * n + k + i % CHUNK) * STRIP);
-    for (int i = threadIdx.x; i < CHUNK * ROWS / 4; i += TILE_THREADS)
-        copy_async<16>(to->e[0] + 4 * i, e + (int64_t)k * ROWS + 4 * i);
-}
+// Where a thread's parts of the next chunk come from: strips, WARPS apart, and lines of the tile.
+struct Operands {
+    const float *a, *e;
+    int64_t apart;
+
+    __device__ __forceinline__ Operands(const float* first_strip, int64_t n, const float* e_)
+        : a(first_strip + (warp_here() * n + lane_here()) * STRIP), e(e_ + 4 * threadIdx.x), apart(WARPS * n * STRIP) {}
+
+    // Begins to copy a chunk, of so many columns, and goes on to the next.
+    __device__ __forceinline__ void fetch(Chunk& to, int columns) {
+        static_assert(CHUNK == 32 && CHUNK * ROWS % (4 * TILE_THREADS) == 0, "a lane copies a row of a strip");
+#pragma unroll
+        for (int i = 0; i < OWN / STRIP; i++)
+            if (STRIP * (WARPS * i + warp_here()) < columns)
+                copy_async<16>(to.a[WARPS * i + warp_here()] + STRIP * lane_here(), a + i * apart);
+#pragma unroll
+        for (int i = 0; i < CHUNK * ROWS; i += 4 * TILE_THREADS) copy_async<16>(to.e[0] + i + 4 * threadIdx.x, e + i);
+        a += CHUNK * STRIP;
+        e += CHUNK * ROWS;
+    }
+};
 
 // sum[j] += sum of a[k][j] e[k] over the k before `count`, a multiple of CHUNK, for the warp's columns of `columns`, of
 // which a[0] is the first strip. e: the tile's. Begins and ends with all threads in step.
@@ -102,10 +117,11 @@ INLINE void multiply(float (&sum)[OWN], const float* a, int64_t n, const float* 
     __syncwarp();
     patch.load(lines);
     __syncthreads();
-    if (count) fetch_chunk(chunks, a, n, e, 0, columns);
+    Operands operands(a, n, e);
+    if (count) operands.fetch(chunks[0], columns);
     end_group();
     for (int k = 0, at = 0; k < count; k += CHUNK, at ^= 1) {
-        if (k + CHUNK < count) fetch_chunk(chunks + (at ^ 1), a, n, e, k + CHUNK, columns);
+        if (k + CHUNK < count) operands.fetch(chunks[at ^ 1], columns);
         end_group();
         wait_groups<1>();
         __syncthreads();
