@@ -5,6 +5,13 @@
 #pragma once
 #include "encode/lane.cuh"
 
+#ifdef QUANTKIT_HOST
+INLINE void keep(float&) {}
+#else
+// Keep a sum in a register: else the compiler adds it up again in every turn of a loop.
+INLINE void keep(float& v) { asm volatile("" : "+f"(v)); }
+#endif
+
 struct Fit {
     float scale, inverse, low, base;  // x ~ scale * level + low; levels come of inverse * (x - base)
     float sum_w;                      // fit_with_min's
@@ -203,14 +210,15 @@ struct LevelSums {
     }
 };
 
-// How far the values of a candidate reach: to levels that there are, beyond the largest, or anywhere. Lanes of a warp go
-// the way of the one that reaches furthest.
-enum Reach { WITHIN, ABOVE, ANYWHERE };
+// How far the values of a candidate reach: to levels that there are, beyond the largest, below 0, or anywhere. Lanes of a
+// warp go one way.
+enum Reach { WITHIN, ABOVE, BELOW, ANYWHERE };
 
 // A level as level_of gives it, where v is no more than 2^22 or guarded.
 template <Reach REACH, bool GUARDED> INLINE float near_level(float v, int top) {
     if (REACH == WITHIN) return rintf(v);
     if (REACH == ABOVE) return fminf(rintf(v), (float)top);
+    if (REACH == BELOW) return fmaxf(rintf(v), 0.0f);
     if (GUARDED) return rintf(fminf(fmaxf(v, 0.0f), (float)top));
     return fminf(fmaxf(rintf(v), 0.0f), (float)top);
 }
@@ -285,6 +293,7 @@ INLINE Fit fit_with_min(const float* values, W weight, int top, float start, flo
         sum_x = sum_x + wx;
         if (SKIPS) sum_x2 = sum_x2 + wx * x[i];
     }
+    keep(sum_w);
     const float smallest = low, size = fmaxf(high, -smallest);
     if (low > 0) low = 0;
     if (low == 0) low = first_zero<N>(values, low);
@@ -310,10 +319,12 @@ INLINE Fit fit_with_min(const float* values, W weight, int top, float start, flo
         LevelSums sums;
         if (__any_sync(FULL, !(inverse > 0 && first >= -0.5f && last < (float)top + 0.5f))) {
             const bool below = __any_sync(FULL, !(inverse > 0 && first >= -0.5f));
+            const bool above = __any_sync(FULL, !(inverse > 0 && last < (float)top + 0.5f));
             near = GUARDED || (fabsf(first) < 4e6f && fabsf(last) < 4e6f);
             if (!near) sums = far_sums<N>(values, weight, inverse, low, top);
-            else if (below) sums = near_sums<ANYWHERE, GUARDED>(x, w, level, inverse, low, top);
-            else sums = near_sums<ABOVE, GUARDED>(x, w, level, inverse, low, top);
+            else if (!below) sums = near_sums<ABOVE, GUARDED>(x, w, level, inverse, low, top);
+            else if (!above) sums = near_sums<BELOW, GUARDED>(x, w, level, inverse, low, top);
+            else sums = near_sums<ANYWHERE, GUARDED>(x, w, level, inverse, low, top);
         } else {
             sums = near_sums<WITHIN, GUARDED>(x, w, level, inverse, low, top);
         }
