@@ -21,6 +21,7 @@ from quantkit.kernels.cpu.feedback.metric import metric
 from quantkit.kernels.cpu.feedback.options import Rounding
 from quantkit.kernels.cuda.feedback.metric import upload
 from quantkit.kernels.cuda.feedback.rounding import round_rows, working_bytes
+from quantkit.kernels.levels import levels_of
 from quantkit.types import BY_NAME, TensorType
 
 #: Rows that are counted: a tile.
@@ -31,7 +32,7 @@ def count(t: TensorType, n: int) -> tuple[Counter[str], float, float]:
     """Return how many instructions of warps a tile takes in each kernel, and how many of them load or convert."""
     rng, memory = np.random.default_rng(0), Memory(device := Counting())
     inputs = rng.standard_normal((2 * n, n)) * np.exp(0.5 * rng.standard_normal(n))
-    by = upload(device, metric(inputs.T @ inputs, 0.02))
+    by = upload(device, metric(inputs.T @ inputs, 0.02, grouping=levels_of(t).grouping))
     x = rng.standard_normal((ROWS, n)).astype(np.float32)
     made = encode(t, x, np.ones(n if t.imatrix == "required" else 0, np.float32))
     at, to = memory.put(made), memory.put(x)

@@ -35,7 +35,7 @@ KINDS = {
     "blk.0.attn_q": ("BF16", "Q4_K"),
     "blk.0.attn_k": ("F32", "IQ4_XS"),
     "blk.0.attn_v": ("Q8_0", "TQ1_0"),
-    "blk.0.attn_output": ("Q5_0_R4", "Q4_0"),
+    "blk.0.attn_output": ("Q5_0_R4", "IQ3_S"),
     "blk.0.ffn_down": ("F16", "Q4_0_R8"),
     "blk.0.ffn_up_exps": ("BF16", "Q4_0"),
 }
@@ -222,8 +222,8 @@ def test_what_cards_do_not_do_is_said(source: Path, cov: Path, tmp_path: Path, m
     plan = plan_quantize(source, tmp_path / "o.gguf", "Q4_0", rules(cov))
     monkeypatch.setattr(choice, "can_round", lambda t: t.name != "Q4_0")
     assert choice.cards_for(plan, "auto")[1] == (
-        "--backend auto: CUDA0, CUDA1 encode 4 tensors (rows of 1 are interleaved by the CPU), the CPU 3 tensors: "
-        "no error feedback for Q4_0 on cards (3)"
+        "--backend auto: CUDA0, CUDA1 encode 5 tensors (rows of 1 are interleaved by the CPU), the CPU 2 tensors: "
+        "no error feedback for Q4_0 on cards (2)"
     )
 
 
