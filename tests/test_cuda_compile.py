@@ -50,7 +50,7 @@ PUT_ASIDE = {
     "attention.attention": 256,
     "matmul.mat_vec": 4,
     "feedback.sweeps": 40,
-    "feedback.groups": 112,
+    "feedback.groups": 80,
     "feedback.refine": 48,
 }
 
