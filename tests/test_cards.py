@@ -370,8 +370,8 @@ def test_auto_says_what_it_chose(source: Path, tmp_path: Path, monkeypatch: pyte
         choice.cards_for(plan, "cuda")
 
 
-#: What only the CPU encodes: floats, of which a card would do nothing but carry them, and levels of activations.
-NOT_ON_CARDS = {"F32", "F16", "BF16", "BF16_R16", "Q8_K_R8", "Q8_K_R16"}
+#: What only the CPU encodes: floats, of which a card would do nothing but carry them.
+NOT_ON_CARDS = {"F32", "F16", "BF16", "BF16_R16"}
 
 
 def test_cards_encode_all_else(source: Path, tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from quantkit.kernels.cuda.core.kernel import SOURCES
 from quantkit.kernels.cuda.encode import SEARCHES, struct_of, trellis
 from quantkit.kernels.cuda.encode.encode import encode, encode_rows, encoders, working_bytes
 from quantkit.kernels.cuda.encode.woven import is_changed
-from quantkit.kernels.formats import FORMATS
+from quantkit.kernels.formats import FORMATS, WOVEN_ENCODERS
 from quantkit.kernels.interleave import BASES, base_of
 from quantkit.types import BY_NAME, TensorType
 
@@ -115,6 +115,15 @@ def test_interleaved_rows_are_iks(memory: Memory, t: TensorType) -> None:
         interleave_rows(t, on_cpu(base, x, weights, "ik"), found)
         changed += int((found != wanted).sum())
     assert changed
+
+
+@pytest.mark.parametrize("t", [BY_NAME[name] for name in WOVEN_ENCODERS], ids=str)
+def test_groups_of_rows_as_activations(memory: Memory, t: TensorType) -> None:
+    """Where values are so small that 127 divided by the largest overflows, too."""
+    x = awkward_rows(512, 5)[:32]
+    np.testing.assert_array_equal(on_device(memory, t, x, NO_WEIGHTS), on_cpu(t, x, NO_WEIGHTS))
+    with pytest.raises(TypeNotSupported, match=f"no CUDA device encodes rows of 512 values as {t.name}"):
+        on_device(memory, t, x[:1], NO_WEIGHTS)
 
 
 def test_every_encoder_is_in_the_file_of_its_type() -> None:

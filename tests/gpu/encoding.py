@@ -36,7 +36,8 @@ from quantkit.kernels.cuda.core import device as devices
 from quantkit.kernels.cuda.core import peak
 from quantkit.kernels.cuda.encode.encode import SEARCHES, encoders, kernels_of, weighs
 from quantkit.kernels.cuda.encode.woven import is_changed
-from quantkit.kernels.interleave import woven_of
+from quantkit.kernels.formats import WOVEN_ENCODERS
+from quantkit.kernels.interleave import base_of, woven_of
 from quantkit.types import BY_NAME, TensorType
 from quantkit.units import format_size
 
@@ -83,6 +84,8 @@ def ways(t: TensorType) -> list[bool]:
 def searches(t: TensorType) -> Iterator[tuple[str, TensorType | None]]:
     """Yield by which searches a type is encoded; with the interleaved type, where ik encodes its rows otherwise."""
     yield from ((search, None) for search in SEARCHES if t.name in encoders(search))
+    if t.name in WOVEN_ENCODERS:
+        yield "", None
     if is_changed(t):
         yield ("ik" if t.name in encoders("ik") else "", woven_of(t))
 
@@ -140,7 +143,8 @@ def _prepared(device: devices.Device, names: Sequence[str], every: bool) -> None
 
 def _each_type(run: Run, step: str, work: Callable[[str], None], every: bool = False) -> None:
     """Do a part of a step for each type that is asked for and has an encoder, all compiled before."""
-    todo = run.todo(step, [name for name in encoders() if name in run.types])
+    names = (*encoders(), *WOVEN_ENCODERS)
+    todo = run.todo(step, [name for name in names if base_of(BY_NAME[name]).name in run.types])
     if todo:
         _prepared(the_card().device, todo, every)
         run.each(step, todo, work)

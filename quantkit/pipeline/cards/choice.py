@@ -19,7 +19,7 @@ from quantkit.pipeline.jobs import Job
 from quantkit.pipeline.plan import Plan
 from quantkit.pipeline.planned import PlannedTensor, RowSlice
 from quantkit.pipeline.work import rounding_of
-from quantkit.types import BY_NAME
+from quantkit.types import BY_NAME, TensorType
 
 BACKENDS = ("cpu", "cuda", "auto")
 
@@ -34,10 +34,15 @@ def why_not(tensor: PlannedTensor, part: RowSlice) -> str | None:
         return None if tensor.type is _F32 and part.inputs.corrects else f"no CUDA encoder for {tensor.type}"
     if part.inputs is not None and tensor.type.name in all_levels() and not can_round(tensor.type):
         return f"no error feedback for {tensor.type} on cards"
-    base, search = base_of(tensor.type), _search(tensor)
-    if tensor.type.name not in WOVEN_ENCODERS and can_encode(base, search):
+    base, search = _made(tensor), _search(tensor)
+    if can_encode(base, search):
         return None
     return f"no CUDA encoder for {tensor.type}" + (f" by the search '{search}'" if search and can_encode(base) else "")
+
+
+def _made(tensor: PlannedTensor) -> TensorType:
+    """Return the type of what cards make: single rows, unless an encoder makes whole groups of them."""
+    return tensor.type if tensor.type.name in WOVEN_ENCODERS else base_of(tensor.type)
 
 
 def _whose(tensor: PlannedTensor) -> str:
@@ -58,7 +63,7 @@ def forms_of(tensor: PlannedTensor, part: RowSlice) -> tuple[AnyForm, ...]:
     if why_not(tensor, part) is not None:
         return ()
     source = part.source.type if can_decode(part.source.type) else _F32
-    base = base_of(tensor.type)
+    base = _made(tensor)
     woven = is_woven(tensor.type) and _whose(tensor) == "ik" and is_changed(base)
     plain = Form(source, base, part.values, _search(tensor), woven)
     if part.inputs is None or not _is_fed(tensor):
@@ -123,7 +128,7 @@ def cards_for(plan: Plan, backend: str, wanted: Sequence[int] = ()) -> tuple[tup
     woven = 0
     for tensor in plan.tensors:
         found = [why_not(tensor, part) for part in tensor.parts]
-        woven += None in found and is_woven(tensor.type)
+        woven += None in found and _made(tensor) is not tensor.type
         reasons[" on cards" if None in found else max(filter(None, found), default="")] += 1
     on_cards, _ = reasons.pop(" on cards", 0), reasons.pop("", 0)
     rest = ", ".join(f"{why} ({n})" for why, n in reasons.most_common())

@@ -23,6 +23,7 @@ from quantkit.kernels.cuda.encode import struct_of
 from quantkit.kernels.cuda.encode import weighs as weighs
 from quantkit.kernels.cuda.encode.grid_rows import grid_row_kernels, grid_row_launches, grid_row_room, is_grid_row
 from quantkit.kernels.cuda.encode.max_rows import has_one_scale, max_rows_kernel, max_rows_launch
+from quantkit.kernels.cuda.encode.q8_k import is_q8_k, q8_k_kernel, q8_k_launch
 from quantkit.kernels.cuda.encode.rows import row_kernels, row_launches
 from quantkit.kernels.cuda.encode.trellis import is_trellis, trellis_kernel, trellis_launch, trellis_room
 from quantkit.kernels.cuda.encode.woven import GUARDED, changing_kernels, changing_launches, is_guarded
@@ -102,6 +103,11 @@ def encode_rows(
     for a type that does not use one; work: room for ``working_bytes``, 16-byte aligned.
     """
     weighted = bool(importance) and weighs(t)
+    if is_q8_k(t):
+        if n % t.block or rows % t.interleave:
+            raise TypeNotSupported(_REFUSED.format(n, t.name))
+        device.run([q8_k_launch(t, x, rows, n, out)])
+        return
     make = (
         _row_launches(device, t, x, rows, n, out, importance, work)
         if t.row_header
@@ -161,6 +167,8 @@ def put_tables(device: Device, t: TensorType) -> None:
 
 def kernels_of(t: TensorType, weighted: bool = False, search: str = "", woven: bool = False) -> list[Kernel]:
     """Return the kernels that encode a type; ``weighted``: with an importance; the rest is as in ``encode_rows``."""
+    if is_q8_k(t):
+        return [q8_k_kernel(t)]
     changing = changing_kernels(t, weighted) if woven else []
     if is_trellis(t):
         return [trellis_kernel(t)]

@@ -20,6 +20,7 @@ import numpy.typing as npt
 from quantkit.kernels.cuda.core.device import Device, DeviceHangs, Launch, abandon
 from quantkit.kernels.cuda.core.kernel import Kernel, Shape
 from quantkit.kernels.cuda.encode.encode import encode_rows, encoders, kernels_of, put_tables, weighs, working_bytes
+from quantkit.kernels.cuda.encode.q8_k import is_q8_k
 from quantkit.kernels.cuda.unpack.dequantize import OUTPUTS, dequantize
 from quantkit.kernels.formats import FORMATS
 from quantkit.types import BY_NAME, TensorType
@@ -155,7 +156,7 @@ def room_for(form: Form, rows: int) -> Room:
 
 def can_encode(t: TensorType, search: str = "") -> bool:
     """Return whether cards encode type t; ``search``: by another than that of its own tree."""
-    return t.name in encoders(search)
+    return t.name in encoders(search) or is_q8_k(t)
 
 
 def can_decode(t: TensorType) -> bool:
