@@ -249,13 +249,13 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
                 axis, size = cut[kind]
                 x = x[:size] if axis == 2 else x[:, :size]
             if "exps" in kind:
-                x = x[:4, :64] if "down" not in kind else x[:4, :, :64]
+                x = x[:4, :32] if "down" not in kind else x[:4, :, :32]
             if kind == "ffn_gate_inp.weight":
                 x = x[:4]
             shape = x.shape[:-1][::-1]
             tensors.append((name, shape, info.type, np.ascontiguousarray(x).tobytes()))
         changed = {"block_count": 1, "attention.head_count": 2, "attention.head_count_kv": 1, "expert_count": 4,
-                   "expert_feed_forward_length": 64, "feed_forward_length": 64}  # fmt: skip
+                   "expert_feed_forward_length": 32, "feed_forward_length": 32}  # fmt: skip
         fields = [
             Field.of(key, changed[key.removeprefix("qwen3moe.")], field.type)
             if key.removeprefix("qwen3moe.") in changed
@@ -271,17 +271,15 @@ def test_layer_by_layer(small: Path, tmp_path: Path) -> None:
     text = tmp_path / "bottles.txt"
     text.write_bytes(TEXT)
     options = QuantizeOptions(
-        calibrate=(text,), calibrate_ctx=128, calibrate_chunks=12, token_embedding_type="BF16",
+        calibrate=(text,), calibrate_ctx=128, calibrate_chunks=5, token_embedding_type="BF16",
         output_tensor_type="BF16",
         tensor_type=("attn_k=IQ4_NL", "attn_output=Q4_0", "gate_exps=Q4_0", "down_exps=Q5_1", "blk=BF16"),
     )  # fmt: skip
-    found = [
-        on_cards(small, tmp_path / f"{b}.gguf", options, backend=b, verify=4 * (b == "cuda")) for b in ("cpu", "cuda")
-    ]
+    found = [on_cards(small, tmp_path / f"{b}.gguf", options, backend=b, verify=b == "cuda") for b in ("cpu", "cuda")]
     assert same(found[1][0], found[0][0])
     notes = found[1][1]
     assert notes[0] == (
         "--backend cuda: CUDA0, CUDA1 encode 5 tensors, the text runs through the model on the CPU: bytes are the same "
         "on every backend"
     )
-    assert notes.count("--verify: 4 jobs have the CPU's bytes") == 4
+    assert notes.count("--verify: 1 jobs have the CPU's bytes") == 5

@@ -44,7 +44,7 @@ class CardBatches:
         #: What the user is to know, since it was last asked for.
         self.said = list[str]()
         self._plan, self._target, self._max_ram = plan, target, max_ram
-        self._cards = Cards(threads, names, max_vram=max_vram, say=self.said.append)
+        self._cards = Cards(threads, names, max_vram=max_vram, say=self.said.append, keeps=True)
 
     def run(self, batch: Sequence[Job], *, measure: bool) -> list[JobResult]:
         """Run jobs, and return their results. Raises what any of them raised."""

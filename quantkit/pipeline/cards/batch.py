@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
 from itertools import groupby
 from typing import Any
 
@@ -75,6 +75,26 @@ class Checks:
     lock: threading.Lock = field(default_factory=threading.Lock)
 
 
+class Reading:
+    """What of the host's memory covariances take on their way to cards: ``limit`` bytes, but one in any case."""
+
+    def __init__(self, limit: int) -> None:
+        self._limit, self._taken, self._changed = limit, 0, threading.Condition()
+
+    @contextmanager
+    def taking(self, nbytes: int) -> Iterator[None]:
+        """Wait until there is room for so many bytes."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self._taken or self._taken + nbytes <= self._limit)
+            self._taken += nbytes
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._taken -= nbytes
+                self._changed.notify_all()
+
+
 #: A job's bytes, and the losses of rows encoded with feedback before and after.
 _Made = tuple[U8, tuple[F64, F64] | None]
 
@@ -90,11 +110,13 @@ class Batches:
         card: Card,
         slot: FedSlot,
         worker: Worker,
+        reading: Reading,
         lose: Callable[[Card, BaseException], None],
     ) -> None:
         """lose: is told when the card fails, and why."""
         self._ledger, self._shares, self._checks = ledger, shares, checks
         self._card, self._slot, self._worker, self._lose = card, slot, worker, lose
+        self._reading = reading
         self._together = np.empty(0, np.uint8)
         self._carrier: Carrier | None = None
 
@@ -148,6 +170,11 @@ class Batches:
         part = tensor.parts[first.part]
         assert part.inputs is not None
         inputs, carrier = part.inputs, self._carrier
+
+        def make() -> DeviceMetric:
+            with self._reading.taking(inputs.metric_bytes // 2):
+                return inputs.made_on(carrier, first.matrix, grouping)
+
         described = all_levels().get(tensor.type.name)
         grouping = described.grouping if described is not None else None
         self._slot.bring(form, sum(job.rows for job in jobs))
@@ -155,7 +182,6 @@ class Batches:
             return None
         per_row = form.n // form.columns
         rows = [Rows(job.rows * per_row, (part.source_row + job.row) * per_row) for job in jobs]
-        make = partial(inputs.made_on, carrier, first.matrix, grouping)
         with self._card.metrics.shared(inputs, first.matrix, grouping, make) as metric:
             counts = self._worker.importance_of(first, part, metric.importance)
             self._slot.feed(form, rows, metric, counts if weighs(form.target) else counts[:0])

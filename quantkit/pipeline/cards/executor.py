@@ -21,11 +21,14 @@ from quantkit.errors import ResourceError
 from quantkit.kernels.cuda.core import device as devices
 from quantkit.kernels.cuda.core.device import DeviceHangs, abandon
 from quantkit.kernels.cuda.encode.pipeline import AnyForm, largest
+from quantkit.kernels.cuda.feedback.carrier import PIECE
+from quantkit.kernels.cuda.feedback.metric import DeviceMetric
 from quantkit.kernels.cuda.feedback.pipeline import FedForm, FedSlot
 from quantkit.kernels.first_run import compile_together
-from quantkit.pipeline.cards.batch import Batches, Card, Checks
+from quantkit.pipeline.cards.batch import Batches, Card, Checks, Reading
 from quantkit.pipeline.cards.choice import form_of, forms_of, segment_of, weightings
 from quantkit.pipeline.cards.shares import Shares
+from quantkit.pipeline.feedback import Shared
 from quantkit.pipeline.jobs import Job, cut_jobs, job_values, worker_ram
 from quantkit.pipeline.ledger import Work
 from quantkit.pipeline.planned import PlannedTensor, RowSlice
@@ -49,6 +52,7 @@ class Cards(Threads):
     """Cards by name, and ``threads`` threads for what they do not encode.
 
     max_vram: bytes to take of each. verify: jobs to encode again on the CPU. say: is told what the user should know.
+    keeps: whether metrics stay there from one run to the next, which has more of the same work.
     """
 
     def __init__(
@@ -59,6 +63,7 @@ class Cards(Threads):
         max_vram: int | None = None,
         verify: int = 0,
         say: Callable[[str], None] | None = None,
+        keeps: bool = False,
     ) -> None:
         #: Of each card.
         self.slots = min(MOST, max(LEAST, threads // len(names)))
@@ -67,6 +72,9 @@ class Cards(Threads):
         self._threads, self._names, self._max_vram, self._verify = threads, tuple(names), max_vram, verify
         self._say, self._lock = say, threading.Lock()
         self._lost: set[str] = set()
+        #: Bytes of cards' memory that were free at first: later, some is kept for whoever asks again.
+        self._free: dict[str, int] = {}
+        self._kept: dict[str, Shared[DeviceMetric]] | None = {} if keeps else None
         #: Tensors whose metrics have no room on cards, as the user knows.
         self.too_large: set[str] = set()
 
@@ -98,6 +106,14 @@ class Cards(Threads):
             reason = str(why).strip().splitlines()[0] if str(why).strip() else type(why).__name__
             self.say(f"{card.name} is not used any more, others do its work: {reason}")
 
+    def end(self, cards: Sequence[Card]) -> None:
+        """Give back what cards of a run have, of which nothing is under way."""
+        for card in cards:
+            if card.hangs:
+                abandon(card.metrics)
+            elif card.failed or self._kept is None:
+                card.metrics.close()
+
     def _opened(
         self, parts: Sequence[tuple[PlannedTensor, RowSlice, tuple[AnyForm, ...]]], values: int, ledger: Work
     ) -> list[Card]:
@@ -115,6 +131,8 @@ class Cards(Threads):
             card = Card(name, None)
             if name in self._lost:
                 continue
+            if self._kept is not None:
+                card.metrics = self._kept.setdefault(name, card.metrics)
             try:
                 card.device = devices.open_device(name)
                 card.device.prepare(list(dict.fromkeys(kernels)))
@@ -128,11 +146,11 @@ class Cards(Threads):
 
     def _fit(self, card: Card, forms: list[AnyForm], values: int, ram: int) -> None:
         """Choose how much goes together so that a slot has no more than ``ram`` bytes, and the card's have room."""
-        free = int(SHARE * card.device.bytes_free())
+        free = self._free.setdefault(card.name, int(SHARE * card.device.bytes_free()))
         vram, batch = free if self._max_vram is None else min(free, self._max_vram), max(BATCH, values)
         if any(isinstance(form, FedForm) for form in forms):
             card.metrics.limit = int(METRICS * vram)
-            vram -= card.metrics.limit
+            vram, ram = vram - card.metrics.limit, ram - PIECE
         while True:
 
             def rows(form: AnyForm, batch: int = batch) -> int:
@@ -173,6 +191,7 @@ class _OneRun:
         self.plan = ledger.plan
         self._forms = dict[tuple[int, int, int], AnyForm | None]()
         self._metrics = metrics_for(self.plan.tensors, ledger.max_ram, executor.cpus)
+        self._reading = Reading(ledger.max_ram // 2)
         self._largest = min(card.metrics.limit for card in cards)
         self._say_what_is_too_large()
         self.shares = Shares(ledger, self._form, sum(card.slots for card in cards), checks.wanted)
@@ -184,10 +203,7 @@ class _OneRun:
         try:
             run_together(self.ledger, [*slots, *[on_cpu] * threads])
         finally:
-            for card in self.cards:
-                card.metrics.close()
-                if card.hangs:
-                    abandon(card.metrics)
+            self.executor.end(self.cards)
         if self.checks.wanted and not self.ledger.stop.is_set():
             self.executor.say(f"--verify: {self.checks.done} jobs have the CPU's bytes")
 
@@ -234,7 +250,9 @@ class _OneRun:
             worker = Worker(
                 self.plan.source, self.ledger.target, self._metrics, measure=self.measure, ahead=self.executor.count
             )
-            batches = Batches(self.ledger, self.shares, self.checks, card, slot, worker, self.executor.lose)
+            batches = Batches(
+                self.ledger, self.shares, self.checks, card, slot, worker, self._reading, self.executor.lose
+            )
             while not card.failed and (taken := self.shares.batch(card.rows, self._segment)) is not None:
                 batches.run(*taken)
         finally:
