@@ -17,6 +17,7 @@ from test_feedback_files import EXPERTS, TOKENS, write_covariances
 from models import llama_fields
 from quantkit.errors import FormatError
 from quantkit.formats.gguf import Field, open_gguf, write_gguf
+from quantkit.formats.imatrix import Imatrix, ImatrixEntry, write_imatrix
 from quantkit.kernels import quantize as encode
 from quantkit.kernels.cuda.feedback import making
 from quantkit.pipeline import jobs as jobs_module
@@ -29,13 +30,14 @@ from quantkit.types import BY_NAME
 pytestmark = pytest.mark.skipif(host_device.compiler() is None, reason="no C++ compiler: install g++")
 
 N, ROWS = 256, 40
+IMATRIX = "importance.gguf"
 #: Of each tensor: how it lies in the source, and what becomes of it.
 KINDS = {
     "token_embd": ("F16", "Q4_0"),
     "blk.0.attn_q": ("BF16", "Q4_K"),
     "blk.0.attn_k": ("F32", "IQ4_XS"),
     "blk.0.attn_v": ("Q8_0", "TQ1_0"),
-    "blk.0.attn_output": ("Q5_0_R4", "IQ3_S"),
+    "blk.0.attn_output": ("Q5_0_R4", "IQ2_S"),
     "blk.0.ffn_down": ("F16", "Q4_0_R8"),
     "blk.0.ffn_up_exps": ("BF16", "Q4_0"),
 }
@@ -64,18 +66,29 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def cov(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Write covariances, and an importance matrix beside them; each expert has its own."""
     entries: dict[str, tuple[float, ...]] = {
         "blk.0.attn_q.weight: blk.0.attn_k.weight blk.0.attn_v.weight": (5000,),
         "blk.0.attn_output.weight:": (5000,),
         "blk.0.ffn_down.weight:": (5000,),
         "blk.0.ffn_up_exps.weight:": TOKENS,
     }
-    return write_covariances(tmp_path_factory.mktemp("cov") / "cov.gguf", entries)
+    path = write_covariances(tmp_path_factory.mktemp("cov") / "cov.gguf", entries)
+    rng, counts = np.random.default_rng(3), {"blk.0.attn_output.weight": 1, "blk.0.ffn_up_exps.weight": EXPERTS}
+    importance = {
+        name: ImatrixEntry(np.exp(rng.normal(0, 1, (n, N))).astype(np.float32), np.full(n, 4, np.int64), None, None)
+        for name, n in counts.items()
+    }
+    write_imatrix(path.with_name(IMATRIX), Imatrix(path, importance, ["text"], 1, 512))
+    return path
 
 
 def rules(cov: Path, **more: Any) -> QuantizeOptions:
     types = tuple(f"{name.replace('.', '[.]')}={to}" for name, (_, to) in KINDS.items() if name != "token_embd")
-    return QuantizeOptions(tensor_type=types, token_embedding_type="Q4_0", allow_requantize=True, feedback=cov, **more)
+    return QuantizeOptions(
+        tensor_type=types, token_embedding_type="Q4_0", allow_requantize=True, feedback=cov,
+        imatrix=cov.with_name(IMATRIX), **more
+    )  # fmt: skip
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -133,6 +146,7 @@ def test_a_covariance_that_is_none_is_an_error(source: Path, cov: Path, tmp_path
     """And values that are not finite: what the CPU says, and nothing else."""
     broken = tmp_path / "broken.gguf"
     broken.write_bytes(cov.read_bytes())
+    (tmp_path / IMATRIX).write_bytes(cov.with_name(IMATRIX).read_bytes())
     with open_gguf(cov) as file:
         at = file.tensors["blk.0.attn_q.weight.cov"].offset
     with open(broken, "r+b") as f:

@@ -294,8 +294,8 @@ _OPTIONS: dict[str, Callable[[Any], Any]] = {
         group=_RUN,
         type=click.Choice(["cpu", "cuda", "auto"], case_sensitive=False),
         default="cpu",
-        help="Where to encode, with the same bytes: cuda and auto use all cards for types they encode; with --ray "
-        "each node its own, and cuda leaves out nodes without.",
+        help="Where to encode, with the same bytes: cuda and auto use all cards for types they encode, also with "
+        "--feedback and --calibrate; with --ray each node its own, and cuda leaves out nodes without.",
     ),
     "devices": option(
         "--devices", group=_RUN, type=Devices(), metavar="N,N,..", help="Only these cards (0,1), as CUDA counts them."

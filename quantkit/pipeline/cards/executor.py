@@ -24,6 +24,7 @@ from quantkit.kernels.cuda.encode.pipeline import AnyForm, largest
 from quantkit.kernels.cuda.feedback.carrier import PIECE
 from quantkit.kernels.cuda.feedback.metric import DeviceMetric
 from quantkit.kernels.cuda.feedback.pipeline import FedForm, FedSlot
+from quantkit.kernels.cuda.feedback.rounding import can_round
 from quantkit.kernels.first_run import compile_together
 from quantkit.pipeline.cards.batch import Batches, Card, Checks, Reading
 from quantkit.pipeline.cards.choice import form_of, forms_of, segment_of, weightings
@@ -75,8 +76,8 @@ class Cards(Threads):
         #: Bytes of cards' memory that were free at first: later, some is kept for whoever asks again.
         self._free: dict[str, int] = {}
         self._kept: dict[str, Shared[DeviceMetric]] | None = {} if keeps else None
-        #: Tensors whose metrics have no room on cards, as the user knows.
-        self.too_large: set[str] = set()
+        #: Tensors that cards leave to the CPU after all, as the user knows.
+        self.left: set[str] = set()
 
     def run(self, ledger: Work, *, measure: bool) -> None:
         """Run all jobs of a ledger, or of a part of one; on return none is under way."""
@@ -193,7 +194,8 @@ class _OneRun:
         self._metrics = metrics_for(self.plan.tensors, ledger.max_ram, executor.cpus)
         self._reading = Reading(ledger.max_ram // 2)
         self._largest = min(card.metrics.limit for card in cards)
-        self._say_what_is_too_large()
+        self._capability = min(card.device.capability for card in cards)
+        self._say_why_not()
         self.shares = Shares(ledger, self._form, sum(card.slots for card in cards), checks.wanted)
 
     def carry_out(self, threads: int) -> None:
@@ -215,23 +217,31 @@ class _OneRun:
         if key not in self._forms:
             tensor = self.plan.tensors[job.tensor]
             form = form_of(tensor, tensor.parts[job.part], job.matrix)
-            self._forms[key] = None if self._is_too_large(tensor.parts[job.part], form) else form
+            self._forms[key] = None if form is None or self._why_not(tensor.parts[job.part], form) else form
         return self._forms[key]
 
-    def _is_too_large(self, part: RowSlice, form: AnyForm | None) -> bool:
-        return isinstance(form, FedForm) and part.inputs is not None and part.inputs.metric_bytes > self._largest
+    def _why_not(self, part: RowSlice, form: AnyForm) -> str | None:
+        """Return why the cards of this run do not encode rows of a form; None if they do."""
+        if not isinstance(form, FedForm) or part.inputs is None:
+            return None
+        if part.inputs.metric_bytes > self._largest:
+            return "what a covariance takes has no room on the cards"
+        if form.target.is_quantized and not can_round(form.target, self._capability):
+            return f"error feedback for {form.target} takes more shared memory than the cards have"
+        return None
 
-    def _say_what_is_too_large(self) -> None:
-        large = {
-            t.name
-            for t in self.ledger.to_encode()
-            for part in t.parts
-            if any(self._is_too_large(part, form) for form in forms_of(t, part))
-        }
-        if new := sorted(large - self.executor.too_large):
-            self.executor.too_large |= large
-            names = new[0] if len(new) == 1 else f"{new[0]} .. ({len(new)} tensors)"
-            self.executor.say(f"the CPU encodes {names}: what a covariance takes has no room on the cards")
+    def _say_why_not(self) -> None:
+        """Tell the user what cards leave to the CPU after all, once in all runs."""
+        found: dict[str, set[str]] = {}
+        for tensor in self.ledger.to_encode():
+            for part in tensor.parts:
+                for why in {why for form in forms_of(tensor, part) if (why := self._why_not(part, form))}:
+                    found.setdefault(why, set()).add(tensor.name)
+        for why, all_names in found.items():
+            if new := sorted(all_names - self.executor.left):
+                self.executor.left |= all_names
+                names = new[0] if len(new) == 1 else f"{new[0]} .. ({len(new)} tensors)"
+                self.executor.say(f"the CPU encodes {names}: {why}")
 
     def _segment(self, job: Job, form: AnyForm) -> object:
         return segment_of(self.plan.tensors[job.tensor], job, form)

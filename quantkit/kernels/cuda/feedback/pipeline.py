@@ -21,7 +21,6 @@ from quantkit.kernels.cuda.core.kernel import Kernel
 from quantkit.kernels.cuda.encode import encode
 from quantkit.kernels.cuda.encode.pipeline import ALIGNED, HEAD, Form, Room, Slot, not_finite
 from quantkit.kernels.cuda.feedback import factor, packing, products, rounding
-from quantkit.kernels.cuda.feedback.fields import tables_on
 from quantkit.kernels.cuda.feedback.metric import DeviceMetric
 from quantkit.kernels.cuda.unpack.dequantize import dequantize
 from quantkit.kernels.levels import levels_of
@@ -68,7 +67,7 @@ class FedForm(NamedTuple):
         """Return the kernels that rows of this form need, and their metrics; weighted: as for a plain form."""
         found = [*factor.kernels(), *packing.kernels(), *(products.kernels() if self.corrected else ())]
         if self.target.is_quantized:
-            return [*found, *self.plain.kernels(weighted), *_rounding_kernels(self.target, self.columns, self.how)]
+            return [*found, *self.plain.kernels(weighted), *_ask(self)]
         found.append(not_finite(1).kernel)
         return found if self.source is _F32 else [*found, dequantize(self.source, self.n, 1).kernel]
 
@@ -76,7 +75,7 @@ class FedForm(NamedTuple):
         """Have what encoder and rounding look up on the device, where all lanes find it."""
         if self.target.is_quantized:
             self.plain.put_tables(device)
-            tables_on(device, self.target)
+            _ask(self, device)
 
     def room(self, rows: int) -> Room:
         """Return the room that so many rows need."""
@@ -95,12 +94,12 @@ class FedForm(NamedTuple):
 
 
 class _Asked:
-    """A device without memory that notes which kernels are launched."""
+    """In place of a device: notes which kernels are launched. What they look up goes to the device, if there is one."""
 
     name, capability, multiprocessors = "", 90, 1
 
-    def __init__(self) -> None:
-        self.kernels: dict[Kernel, None] = {}
+    def __init__(self, device: Device | None = None) -> None:
+        self.owner, self.kernels = device or self, dict[Kernel, None]()
 
     def allocate(self, nbytes: int) -> int:
         return 0
@@ -114,12 +113,11 @@ class _Asked:
     upload = zero = synchronize = _nothing
 
 
-def _rounding_kernels(t: TensorType, n: int, how: Rounding) -> list[Kernel]:
-    """Return the kernels that rounding rows of n values of a type launches."""
-    asked: Any = _Asked()
-    grouping = levels_of(t).grouping
-    by = DeviceMetric(asked, n, 0, 0, 0, 0, 0, grouping=grouping)
-    rounding.round_rows(asked, t, 0, 1, 0, 0, 0, by, how, 0, 0, 0)
+def _ask(form: FedForm, device: Device | None = None) -> list[Kernel]:
+    """Return the kernels that rounding rows of a form launches, once what they look up is there."""
+    asked: Any = _Asked(device)
+    by = DeviceMetric(asked, form.columns, 0, 0, 0, 0, 0, grouping=levels_of(form.target).grouping)
+    rounding.round_rows(asked, form.target, 0, 1, 0, 0, 0, by, form.how, 0, 0, 0)
     return list(asked.kernels)
 
 
