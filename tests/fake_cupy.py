@@ -32,12 +32,16 @@ Work = Callable[[], None]
 
 @dataclass
 class Trouble:
-    """What befalls cards, by number: how many things they still do before they fail, or hang; bytes each has in all."""
+    """What befalls cards, by number: how many things they still do before they fail, or hang; bytes each has in all.
+
+    given_back: how often memory of one that hangs was.
+    """
 
     left: dict[int, int] = field(default_factory=dict)
     hangs: dict[int, int] = field(default_factory=dict)
     room: int | None = None
     taken: dict[int, int] = field(default_factory=dict)
+    given_back: int = 0
 
     def strike(self, card: int) -> None:
         """Raise, once and for ever, when a card has done all that it does."""
@@ -71,9 +75,13 @@ class Memory:
 
     def __del__(self) -> None:
         with host_device.ALONE:
-            for stream in Stream.all:
-                if stream.card == self._card and stream.trouble is self._trouble:
-                    stream.flush(quietly=True)  # a pool of memory outlives what was still to be done with it
+            try:
+                for stream in Stream.all:
+                    if stream.card == self._card and stream.trouble is self._trouble:
+                        stream.flush(quietly=True)  # a pool of memory outlives what was still to be done with it
+            except WaitsForEver:  # a pool takes it back all the same, but who asks for memory next may wait
+                self._trouble.given_back += 1
+                return
             self._trouble.taken[self._card] -= self._nbytes
             self._shim.free(self.ptr)
 

@@ -245,6 +245,7 @@ def test_a_card_that_hangs_is_given_up(
     two_cards.hangs[1] = 40
     result, notes = on_cards(source, tmp_path / "o.gguf", devices=names)
     assert same(result, wanted[False])
+    assert not two_cards.given_back
     (lost,) = notes[1:]
     assert lost.startswith(
         "CUDA1 is not used any more, others do its work: CUDA1 does not answer: its work is not done "
