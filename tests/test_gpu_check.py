@@ -79,7 +79,7 @@ def test_without_a_card_it_says_so() -> None:
     assert "Traceback" not in done.stderr
 
 
-STEPS = ("--only", "products", "placements", "encoding", "parity", "rounding", "pipeline")
+STEPS = ("--only", "products", "placements", "encoding", "parity", "rounding", "metrics", "pipeline")
 
 
 @needs_compiler
@@ -92,6 +92,7 @@ def test_checks_pass_on_the_shim_and_are_recorded(tmp_path: Path) -> None:
     assert "placements: 7 mixtures" in text
     assert "random rows: 1 cases of 64 x 2048 values have the CPU's bytes" in text
     assert "error feedback: 3 rows of 1 types have the CPU's bytes and losses" in text
+    assert "a metric of 96 columns: " in text
     assert "--verify: 2 jobs have the CPU's bytes" in text
     assert text.rstrip().endswith("all checks passed")
 

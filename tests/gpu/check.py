@@ -171,13 +171,14 @@ CHECKS: dict[str, Callable[[Run], None]] = {
     "encoding": encoding.goldens,
     "parity": encoding.parity,
     "rounding": rounding.rounding,
+    "metrics": rounding.metrics,
     "pipeline": encoding.pipeline,
 }
 
 STEPS: dict[str, Callable[[Run], None]] = {"card": speed.card, **CHECKS, **speed.STEPS, "encode": encoding.speed}
 
 #: What is asked for by a word: `scripts/gpu_check encode`.
-GROUPS = {"encode": ("card", "encoding", "parity", "rounding", "pipeline", "encode")}
+GROUPS = {"encode": ("card", "encoding", "parity", "rounding", "metrics", "pipeline", "encode")}
 
 #: What matters most, before all the rest: whether it is right, and how fast a model and its commonest types are.
 _COMMON = ("Q4_K", "Q8_0", "Q6_K", "IQ4_XS")
@@ -256,7 +257,7 @@ def use_shim() -> None:
     made: dict[str, Any] = {name: host_device.HostDevice(name=name) for name in ("CUDA0", "CUDA1")}
     device.open_device = made.__getitem__  # type: ignore[assignment]
     device.count_devices = lambda: len(made)  # type: ignore[assignment]
-    rounding.SIZES = rounding.Sizes(3, 64, repetitions=0)
+    rounding.SIZES = rounding.Sizes(3, 64, 8192, 96, repetitions=0)
     encoding.FILE = encoding.File(0, make_moe.Model(1, 2, 1, 256, 256, 2, 1, 128, 256), 2)
     speed._CARD[:] = [speed.Card(made["CUDA0"], math.nan, 1.0)]  # nothing is measured, and products by cuBLAS are
     devices.cuda_devices = lambda: tuple(made)

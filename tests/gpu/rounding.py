@@ -1,6 +1,7 @@
 """What scripts/gpu_check does about error feedback: whether a card's bytes and losses are the CPU's, then its speed.
 
     rounding    rows of every type, by the same metric: bytes and losses, and Gweights/s of rounding alone
+    metrics     covariances, factored and packed there: every bit of the CPU's, and seconds of both
 
 Needs numba beside numpy and CuPy, as the CPU rounds the same rows.
 """
@@ -8,6 +9,7 @@ Needs numba beside numpy and CuPy, as the CPU rounds the same rows.
 from __future__ import annotations
 
 import importlib.util
+import time
 from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any
@@ -18,6 +20,7 @@ import numpy.typing as npt
 from gpu import cases
 from gpu.run import NOT_RUN
 from gpu.speed import the_card
+from quantkit.cpus import available_cpus
 from quantkit.kernels.cuda.core import peak
 from quantkit.types import BY_NAME
 
@@ -125,3 +128,35 @@ def rounding(run: Run) -> None:
     run.each("rounding", run.todo("rounding", names), of_type)
     if right:
         run.say(f"error feedback: {SIZES.rows} rows of {len(right)} types have the CPU's bytes and losses")
+
+
+def metrics(run: Run) -> None:
+    """Metrics made on the card, beside the CPU's: numbers that differ; then how long both take."""
+    if importlib.util.find_spec("numba") is None:
+        run.say(f"{NOT_RUN}, numba is not here: metrics")
+        return
+    from quantkit.kernels.cpu.feedback.metric import metric
+    from quantkit.kernels.cuda.feedback import making
+    from quantkit.kernels.cuda.feedback.carrier import Carrier
+
+    def of_size(name: str) -> None:
+        n = getattr(SIZES, name)
+        x = np.random.default_rng(n).standard_normal((n + 64, n)) * np.exp(0.5 * np.arange(n) % 3)
+        h, device = x.T @ x, the_card().device
+        carrier = Carrier(device.lane())
+        metric(h, 0.02)  # what is compiled at first use
+        began = time.perf_counter()
+        wanted = metric(h, 0.02, available_cpus())
+        on_cpu, began = time.perf_counter() - began, time.perf_counter()
+        made = making.metric(carrier, h, 0.02)
+        seconds, wrong = time.perf_counter() - began, 0
+        for field in ("columns", "u", "pivots", "h", "per_diagonal"):
+            array = getattr(wanted, field)
+            found = np.empty_like(array)
+            device.download(getattr(made, field), found)
+            wrong += int((found != array).sum())
+        made.close()
+        run.check(f"metrics: {n} columns, numbers that differ from the CPU's", wrong, 0)
+        run.say(f"a metric of {n} columns: {1e3 * seconds:.1f} ms, {available_cpus()} CPUs {1e3 * on_cpu:.1f} ms")
+
+    run.each("metrics", run.todo("metrics", ["n", "timed_n"]), of_size)
