@@ -41,6 +41,7 @@ from quantkit.kernels.cpu.core.simd import (
     hmax,
     hmin,
     hsum,
+    i8x8,
     i16x8,
     i32x16,
     load,
@@ -307,8 +308,7 @@ def put_iq4_kt(block, b, level, book, x, q):
 #: Ranges of scales, over the guess, for which all points are ranked, as many as are kept apart: where they end.
 ENDS = {3: (0.62, 0.85, 1.17, 1.6), 4: (0.62, 0.79, 1.0, 1.27, 1.6)}
 #: The share of a row's sum(w x x) from which 32 values are searched for more deeply; rows of so many values are short.
-#: By how much of the least error that of a sign and codebook may exceed it, for all points to be ranked for it.
-DEEP, SHORT, SCANNED = 1 / 16, 512, 1.0
+DEEP, SHORT = 1 / 16, 512
 
 #: Bindings: points.search; how many slots of survivors one search fills, and there are; the bytes of those of 32 values
 #: for one sign and codebook.
@@ -339,6 +339,8 @@ searched_around: Any = None
 deeply_searched: Any = None
 few = some = 1
 much, very_much = 2.0, 4.0
+#: Binding: whether in rows for which several scales are tried all values are searched for as those that weigh much.
+eager = False
 #: Bindings: whether levels depend on the curve; whether the better codebook of either sign, where values were searched
 #: for once, is searched again, around the scale at which its error is least.
 every_curve = again = False
@@ -389,7 +391,7 @@ def survey(x, w, n, guesses, energies, patience, lines, s, kept, curves, filled,
         if energy > min(DEEP * total, very_much * mean):
             deeply_searched(xb, wb, center, slots - 1, lines, s, at)
         else:
-            searches = some if energy > much * mean else few
+            searches = some if energy > much * mean or (eager and patience > F(1)) else few
             count = searches * spread
             searched_around(xb, wb, center if center > F(0) else F(1), searches, lines, s, at)
         for c in range(signs * books):
@@ -403,7 +405,7 @@ def survey(x, w, n, guesses, energies, patience, lines, s, kept, curves, filled,
             least, _, scale = curve_of(side, center, at, filled, first, of_block + CURVES // 2 * side)
             store(of_block, CURVES // 2 * side, least)
             store(of_block, CURVES // 2 * side + SCALE_OF, scale)
-        if again and count == spread and center > F(0):
+        if again and count < slots - 1 and center > F(0):
             limit = hopeful(energies[b], of_block, patience)
             for side in range(signs):
                 curve = of_block + CURVES // 2 * side
@@ -413,10 +415,10 @@ def survey(x, w, n, guesses, energies, patience, lines, s, kept, curves, filled,
                 of, sign = at + part * (side * books + better), F(1) if side == 0 else F(-1)
                 search(
                     better, sign, sign / load(types.float32, curve, SCALE_OF), xb, wb, lines, s,
-                    of + 4 * points.SURVIVORS * spread, points.SURVIVORS * slots,
+                    of + 4 * points.SURVIVORS * count, points.SURVIVORS * slots,
                 )  # fmt: skip
-                filled[first + side * books + better] += spread
-                found = points.errors(of, groups, points.SURVIVORS * slots, 2 * spread, grid() * center)
+                filled[first + side * books + better] = count + 2
+                found = points.errors(of, groups, points.SURVIVORS * slots, count + 2, grid() * center)
                 store(curve, 0, vmin(found, load(f32x16, curve, 0)))
                 store(curve, LEAST_OF + 4 * better, hmin(found))
 
@@ -452,9 +454,10 @@ def _errors_of_groups(x, w, side, book, scale, at, filled, errors):
 error_left: Any = None
 errors_of_groups: Any = None
 #: Bindings: the shares of a row's error from which 32 values are searched for more deeply, and from which all points
-#: are ranked for a group of them; in short rows a ``short_part`` of both.
+#: are ranked for a group of them; in short rows a ``short_part`` of both; by how much of the least error that of a sign
+#: and codebook may exceed it, for all points to be ranked for it.
 much_error = heavy = 0.05
-short_part = 1.0
+short_part = scanned = 1.0
 
 
 def reinforce(x, w, n, guesses, energies, lines, s, kept, curves, filled, counted, errors):
@@ -476,7 +479,7 @@ def reinforce(x, w, n, guesses, energies, lines, s, kept, curves, filled, counte
             if hmin(least) < lowest:
                 lowest = hmin(least)
                 errors_of_groups(xb, wb, side, better, scale, at, filled[first:], errors)
-        limit = hopeful(energies[b], curves + CURVES * b, F(SCANNED))
+        limit = hopeful(energies[b], curves + CURVES * b, F(scanned))
         if filled[first : first + signs * books].min() < slots - 1:
             deeply_searched(xb, wb, center, slots - 1, lines, s, at)
         for c in range(signs * books):
@@ -698,17 +701,19 @@ def encode(x, weights, out, row0, row1, lines_of_points, lines_of_cells, lines_o
 @cache
 def _ranks(name: str, size: int, bias: int, coarse: bool) -> dict[str, Any]:
     """Return the bindings of points.rank and points.search that depend on how a query is stored; coarse: in 8 bits."""
-    floats = f32x8 if size == 8 else f32x4
+    floats, largest = f32x8 if size == 8 else f32x4, F(64 if bias else 126)
     if coarse:
-        prepared = specialize(points.prepare_coarse, name, largest=F(64 if bias else 126))
+        prepared = specialize(points.prepare_coarse, name, largest=largest)
         return {"query_of": points.coarse_query, "score": points.coarse_score, "query_prepared": prepared}
     sums = specialize(points.fine_sums8 if size == 8 else points.fine_sums4, name, bias=bias)
     prepared = specialize(
         points.prepare_fine, name, size=size, floats=floats, shorts_of=i16x8 if size == 8 else points.i16x4,
         paired=points.even_odd if size == 8 else points.in_order,
     )  # fmt: skip
-    if size == 4:
-        prepared = specialize(points.prepare_both, name, prepare_4=prepared, largest=F(64))
+    prepared = specialize(
+        points.prepare_both, name, fine_prepared=prepared, largest=largest, size=size, floats=floats,
+        bytes_of=i8x8 if size == 8 else points.i8x4,
+    )  # fmt: skip
     return {
         "query_of": points.fine_query8 if size == 8 else points.fine_query4, "query_prepared": prepared,
         "score": specialize(points.fine_score, name, fine_sums=sums), "fine_sums": sums,
@@ -733,24 +738,35 @@ def _rated(name: str, size: int, bias: int, spread: int) -> dict[str, Any]:
     return {"size": size, "floats": floats, "points_gathered": gathered, "points_rated": rated}
 
 
+#: Of how many lanes the best family, or cell, stays, the second best, and so on; () if all cells are ranked.
+Shape = tuple[int, ...]
+
+
 def _search(
-    name: str, count: int, size: int, bias: int, depths: tuple[int, int], coarse: bool = False, spread: int = 1
-) -> Any:
-    """Return ``points.search`` for codebooks of ``count`` points; ``depths``: families, cells of a lane that stay."""
-    ranks, families = _ranks(name, size, bias, coarse), count // 4096 if depths[0] else 0
+    name: str, count: int, size: int, bias: int, shapes: tuple[Shape, Shape], spread: int = 1, *,
+    coarse: bool = False, coarse_tree: bool = True,
+) -> Any:  # fmt: skip
+    """Return ``points.search`` for codebooks of ``count`` points; ``shapes``: of families, of cells that stay.
+
+    ``coarse``: points are ranked in 8 bits; ``coarse_tree``: centers are.
+    """
+    ranks, (of_families, of_cells) = _ranks(name, size, bias, coarse), shapes
     kinds = _bound(ranks, "query_of", "score")
     tree = kinds if size == 8 else {"query_of": points.coarse_query4, "score": points.coarse_score4}
+    if size == 8 and coarse_tree and not coarse:
+        query = specialize(points.coarse_query, name, query_at=points.COARSE)
+        tree = {"query_of": query, "score": points.coarse_score}
     steps = {
-        f"rank_{step}": specialize(points.rank, f"{name}_{step}_{depth}", helper, depth=depth, **of)
-        for step, depth, of in (("families", max(depths[0], 1), tree), ("cells", depths[1], tree), ("points", 1, kinds))
+        f"rank_{step}": specialize(points.rank, f"{name}_{step}", helper, shape=(*shape, 0, 0, 0, 0)[:4], **of)
+        for step, shape, of in (("families", of_families, tree), ("cells", of_cells, tree), ("points", (16,), kinds))
     }
     if spread == 2:
         kinds = _bound(ranks, "query_of", "fine_sums")
         steps["rank_points"] = specialize(points.rank_around, name, helper, **kinds)
     return specialize(
-        points.search, name, helper, lines_of_families=families, lines_of_cells=count // 256,
-        family_depth=depths[0], cell_depth=depths[1], query_prepared=ranks["query_prepared"], **steps,
-        **_rated(name, size, bias, spread),
+        points.search, name, helper, lines_of_families=count // 4096 if of_families else 0,
+        lines_of_cells=count // 256, families_kept=sum(of_families), cells_kept=sum(of_cells),
+        query_prepared=ranks["query_prepared"], **steps, **_rated(name, size, bias, spread),
     )  # fmt: skip
 
 
@@ -767,9 +783,10 @@ def _scan(name: str, count: int, size: int, bias: int, ends: tuple[float, ...]) 
 
 def _encoder(
     name: str, count: int, size: int, put: Any, levels: Any, *,
-    largest: int, depths: tuple[int, int], deep: tuple[int, int], searches: tuple[int, int, int],
-    coarse: bool = False, again: bool = False, much: float = 2.0, very_much: float = 4.0, spread: int = 1,
-    polished: bool = False, signs: int = 2, books: int = 1, stretch: float = 1.0,
+    largest: int, around: tuple[Shape, Shape], deep: tuple[Shape, Shape], searches: tuple[int, int, int],
+    coarse: bool = False, again: tuple[Shape, Shape] | None = None, much: float = 2.0, very_much: float = 4.0,
+    spread: int = 1, eager: bool = False,
+    last: tuple[Shape, Shape] | None = None, signs: int = 2, books: int = 1, stretch: float = 1.0,
     more_deeply: dict[str, float],
 ) -> Encoder:  # fmt: skip
     """Return the encoder of a type: codebooks of ``count`` points; the functions and numbers that differ.
@@ -780,16 +797,18 @@ def _encoder(
     shared = {"signs": signs, "books": books, "groups": 32 // size, "slots": slots}
     shared["part"] = 12 * points.SURVIVORS * slots * (32 // size)
     sides = _bound(shared, "signs", "books", "slots", "part")
-    search, deep_search = (_search(suffix, count, size, bias, d, c) for d, c in ((depths, coarse), (deep, False)))
-    around = _search(suffix, count, size, bias, depths, coarse, spread)
+    deep_search = _search(suffix, count, size, bias, deep, coarse_tree=False)
+    first_search = _search(suffix, count, size, bias, around, spread, coarse=coarse)
+    last_search = _search(suffix, count, size, bias, last, coarse_tree=False) if last else deep_search
     deeply_searched = specialize(search_around, f"{suffix}_deeply", search=deep_search, **sides)
-    curves, every_curve = specialize(_curve_of, suffix, **shared), again or levels is wide_levels
+    curves, every_curve = specialize(_curve_of, suffix, **shared), levels is wide_levels
     likely = specialize(_hopeful, suffix, signs=signs, books=books)
     surveyed = specialize(
         survey, suffix, helper, deeply_searched=deeply_searched, curve_of=curves, **shared,
-        few=searches[0], some=searches[1],
-        searched_around=specialize(search_around, suffix, search=around, spread=spread, **sides), spread=spread,
-        much=much, very_much=very_much, every_curve=every_curve, hopeful=likely, again=again, search=around,
+        few=searches[0], some=searches[1], eager=eager,
+        searched_around=specialize(search_around, suffix, search=first_search, spread=spread, **sides), spread=spread,
+        much=much, very_much=very_much, every_curve=every_curve, hopeful=likely, again=again is not None,
+        search=_search(suffix, count, size, bias, again, 2) if again else first_search,
     )  # fmt: skip
     reinforced = specialize(
         reinforce, suffix, helper, scan=_scan(suffix, count, size, bias, ENDS[slots - 1]), size=size,
@@ -802,8 +821,8 @@ def _encoder(
         cost_of_wide if levels is wide_levels else cost_of_levels, suffix, helper, levels_near=levels, signs=signs
     )
     chosen = specialize(
-        choose, suffix, helper, deeply_searched=deeply_searched, polished=polished,
-        search=search if coarse else deep_search, **shared,
+        choose, suffix, helper, deeply_searched=deeply_searched, polished=last is not None,
+        search=last_search, **shared,
         best_level=specialize(
             _best_level, suffix, levels_near=levels, every_curve=every_curve, hopeful=likely,
             widely=levels is wide_levels, **shared,
@@ -815,7 +834,7 @@ def _encoder(
         row_reinforced=reinforced, levels_chosen=chosen,
         row_scales=specialize(rate_row_scales, suffix, helper, cost_of=cost, largest=F(largest), signs=signs),
         write=specialize(write, suffix, put=put, block_bytes=BY_NAME[name].block_bytes, books=books, groups=32 // size),
-        lines_ranked=count // 4096 if depths[0] else count // 256,
+        lines_ranked=count // 4096 if around[0] else count // 256,
     )  # fmt: skip
 
     def encode_type(
@@ -829,23 +848,25 @@ def _encoder(
 
 
 #: What ``reinforce`` is bound to: the fewer bits, the less one value can make the error of a row.
-LARGE_ERRORS = {"much_error": 0.05, "heavy": 0.05, "short_part": 1.0}
-SMALL_ERRORS = {"much_error": 0.03, "heavy": 0.015, "short_part": 1 / 3}
+LARGE_ERRORS = {"much_error": 0.05, "heavy": 0.05, "short_part": 1.0, "scanned": 0.3}
+SMALL_ERRORS = {"much_error": 0.03, "heavy": 0.015, "short_part": 1 / 3, "scanned": 1.0}
 
 encode_iq1_kt = _encoder(
-    "IQ1_KT", 8192, 8, put_iq1_kt, codebook_levels, largest=127, depths=(0, 3), deep=(0, 4), searches=(1, 3, 3),
-    coarse=True, very_much=8.0, stretch=1.07,
-    more_deeply=LARGE_ERRORS,
+    "IQ1_KT", 8192, 8, put_iq1_kt, codebook_levels, largest=127, around=((), (16, 16, 4)), deep=((), (16, 16, 16, 16)),
+    searches=(1, 3, 3), coarse=True, very_much=8.0, stretch=1.07, more_deeply=LARGE_ERRORS,
 )  # fmt: skip
 encode_iq2_kt = _encoder(
-    "IQ2_KT", 65536, 8, put_iq2_kt, codebook_levels, largest=127, depths=(2, 3), deep=(3, 4), searches=(1, 2, 3),
-    coarse=True, much=3.0, very_much=8.0, more_deeply=LARGE_ERRORS,
+    "IQ2_KT", 65536, 8, put_iq2_kt, codebook_levels, largest=127, around=((16, 4), (16, 16, 8)),
+    deep=((16, 16, 8), (16, 16, 16, 16)), searches=(1, 2, 3), eager=True, coarse=True, much=1.6, very_much=6.0,
+    more_deeply=LARGE_ERRORS | {"heavy": 0.1},
 )  # fmt: skip
 encode_iq3_kt = _encoder(
-    "IQ3_KT", 65536, 8, put_iq3_kt, small_levels, largest=15, depths=(2, 4), deep=(3, 4), searches=(2, 2, 4),
-    spread=2, polished=True, signs=1, very_much=2.0, more_deeply=SMALL_ERRORS,
+    "IQ3_KT", 65536, 8, put_iq3_kt, small_levels, largest=15, around=((16, 16), (16, 16, 16, 16)),
+    deep=((16, 16, 8), (16, 16, 16, 16)), last=((16, 16), (16, 16, 16, 16)), searches=(2, 2, 4), spread=2, signs=1,
+    very_much=1.6, more_deeply=SMALL_ERRORS,
 )  # fmt: skip
 encode_iq4_kt = _encoder(
-    "IQ4_KT", 32768, 4, put_iq4_kt, wide_levels, largest=64, depths=(2, 2), deep=(2, 3), searches=(1, 2, 4),
-    spread=2, polished=True, books=2, again=True, more_deeply=SMALL_ERRORS,
+    "IQ4_KT", 32768, 4, put_iq4_kt, wide_levels, largest=64, around=((16, 4), (16, 8, 4)), again=((16, 4), (16, 8, 4)),
+    deep=((16, 16), (16, 16, 16)), last=((16, 8), (16, 16)), searches=(1, 2, 4), books=2, spread=2, much=1.4,
+    more_deeply=SMALL_ERRORS,
 )  # fmt: skip

@@ -3,10 +3,11 @@
 The error of point v for values x, weights w and a scale d is, less a constant, d^2 Q - 2 d P, where P = sum(w x v) and
 Q = sum(w v v). A search for one d (*center*):
 
-1. ranks the centers of all families by that error in integers, of 8 bits (weights of 7) or 16; the best few of each
-   lane stay;
-2. ranks the centers of the cells of these families likewise, and the points of these cells (of 4 values: in 16 bits,
-   centers in 8): the best of each lane remains, or the best for two scales around d;
+1. ranks the centers of all families by that error in integers, of 8 bits (weights of 7) or 16: the best of each of 16
+   lanes stays, and of the second best, the third ... of lanes the better one of two, or the best of four: about those
+   that are best of all, for a few operations;
+2. ranks the centers of the cells of these families likewise, and the points of these cells (IQ3_KT, IQ4_KT: in 16
+   bits, centers in 8): the best of each lane remains, or the best for two scales around d;
 3. computes P and Q of these in f32. Any scale, the best of them for it: three operations a point.
 
 A scan ranks all points, each by its error with the scale of a range that suits it best, for three or four ranges: where
@@ -30,7 +31,6 @@ from quantkit.kernels.cpu.core.simd import (
     convert,
     dot2,
     dot4,
-    f32x4,
     f32x8,
     f32x16,
     hmax,
@@ -69,6 +69,8 @@ QUERY, FAMILIES, CELLS, POINTS, WORDS, PART = 0, 64, 320, 576, 704, 960
 COARSE, LINES, ONE, SCRATCH = 32, 8 * PART, 8 * PART + 256, 8 * PART + 320
 
 lanes16 = make_constant(i32x16, range(16), "trellis_lanes")
+swap_8 = make_shuffle([*range(8, 16), *range(8)], "trellis_swap_8")
+swap_4 = make_shuffle([4, 5, 6, 7, 0, 1, 2, 3, 12, 13, 14, 15, 8, 9, 10, 11], "trellis_swap_4")
 i8x4, i16x4 = VecType(types.int8, 4), VecType(types.int16, 4)
 even_odd = make_shuffle([0, 2, 1, 3, 4, 6, 5, 7], "trellis_even_odd")
 in_order = make_shuffle([0, 1, 2, 3], "trellis_in_order")
@@ -107,20 +109,21 @@ def fine_factor(y, weights):
     return F(1) / top if top > F(1e-33) else F(0)
 
 
-#: Binding of ``prepare_both``.
-prepare_4: Any = None
+#: Bindings of ``prepare_both``: what stores the fine query; bytes of integers.
+fine_prepared: Any = None
+bytes_of: Any = i8x8
 
 
 @inline
 def prepare_both(y, weights, s):
-    """Store the coarse query of 4 values, and the fine one."""
-    prepare_4(y, weights, s)
+    """Store the coarse query of 8 or 4 values, and the fine one."""
+    fine_prepared(y, weights, s)
     top = max(hmax(weights) * F(1 / 64), hmax(weights * vabs(y)) * (F(1 / 32) / largest))
     factor = F(1) / top if top > F(1e-33) else F(0)
     u = nearest_int(weights * factor)
-    a = vmax(vmin(convert(f32x4, u) * y * F(-1 / 32), largest), -largest)
-    store(s, COARSE, convert(i8x4, nearest_int(a)))
-    store(s, COARSE + 4, convert(i8x4, u))
+    a = vmax(vmin(convert(floats, u) * y * F(-1 / 32), largest), -largest)
+    store(s, COARSE, convert(bytes_of, nearest_int(a)))
+    store(s, COARSE + size, convert(bytes_of, u))
 
 
 @inline
@@ -137,10 +140,15 @@ def coarse_score4(lines, number, query):
     return dot4(dot4(splat(i32x16, 0), load(u8x64, lines, at), a), load(u8x64, lines, at + 64), b)
 
 
+#: Binding of ``coarse_query``: where it lies.
+query_at = QUERY
+
+
 @inline
 def coarse_query(s):
     """Return the words of a coarse query."""
-    a, b, c, d = _word(s, QUERY), _word(s, QUERY + 4), _word(s, QUERY + 8), _word(s, QUERY + 12)
+    at = s + query_at
+    a, b, c, d = _word(at, 0), _word(at, 4), _word(at, 8), _word(at, 12)
     return cast(i8x64, a), cast(i8x64, b), cast(i8x64, c), cast(i8x64, d)
 
 
@@ -219,31 +227,31 @@ def fine_score(lines, number, query):
 query_of: Any = None
 score: Any = None
 
-#: Bindings of ``rank``: how many of each lane remain.
-depth = 0
+#: Binding of ``rank``: of how many lanes the best point remains, the second best, and so on: 16, 8, 4 or 0.
+shape = (16, 0, 0, 0)
 
 
 def rank(lines, source, count, s, to):
-    """Rank the points of the lines listed at ``source``; list the best few of each lane at ``to``."""
+    """Rank the points of the lines listed at ``source``; list those that remain at ``to``."""
     query = query_of(s)
     a = b = c = d = splat(i32x16, MOST)
     for i in range(source, source + 4 * count, 4):
         number = load(types.int32, i, 0)
         found = (score(lines, number, query) << NUMBER) | number
         a, found = vmin(a, found), vmax(a, found)
-        if depth > 1:
+        if shape[1] > 0:
             b, found = vmin(b, found), vmax(b, found)
-        if depth > 2:
+        if shape[2] > 0:
             c, found = vmin(c, found), vmax(c, found)
-        if depth > 3:
+        if shape[3] > 0:
             d = vmin(d, found)
     _list(a, s, to)
-    if depth > 1:
-        _list(b, s, to + 64)
-    if depth > 2:
-        _list(c, s, to + 128)
-    if depth > 3:
-        _list(d, s, to + 192)
+    if shape[1] > 0:
+        _list_best(b, shape[1], s, to + 64)
+    if shape[2] > 0:
+        _list_best(c, shape[2], s, to + 64 + 4 * shape[1])
+    if shape[3] > 0:
+        _list_best(d, shape[3], s, to + 64 + 4 * (shape[1] + shape[2]))
 
 
 def rank_around(lines, source, count, s, to):
@@ -263,6 +271,19 @@ def rank_around(lines, source, count, s, to):
 @inline
 def _list(found, s, to):
     store(s, to, ((found & I32((1 << NUMBER) - 1)) << 4) | lanes16())
+
+
+@inline
+def _list_best(found, count, s, to):
+    """List the points found: of 16, or the better of lanes l and l + 8, or of these the better of l and l + 4."""
+    places = ((found & I32((1 << NUMBER) - 1)) << 4) | lanes16()
+    if count < 16:
+        there = swap_8(found)
+        places = select(there < found, swap_8(places), places)
+        found = vmin(there, found)
+    if count < 8:
+        places = select(swap_4(found) < found, swap_4(places), places)
+    store(s, to, places)
 
 
 @inline
@@ -305,8 +326,8 @@ def rate_points(x, w, s, sign, kept, width):
         store(kept, 8 * width + half, load(i32x16, s, POINTS + half))
 
 
-#: Bindings of ``search``: lines of families of a codebook, none if all cells are ranked; how many of each lane stay.
-lines_of_families = lines_of_cells = family_depth = cell_depth = 0
+#: Bindings of ``search``: lines of families of a codebook, none if all cells are ranked; how many of these stay.
+lines_of_families = lines_of_cells = families_kept = cells_kept = 0
 query_prepared: Any = None
 rank_families: Any = None
 rank_cells: Any = None
@@ -333,12 +354,12 @@ def search(book, sign, inverse, x, w, lines, s, kept, width):
         for t in range(s, end, PART):
             rank_families(lines[2], first, lines_of_families, t, FAMILIES)
         for t in range(s, end, PART):
-            rank_cells(lines[1], t + FAMILIES, 16 * family_depth * one, t, CELLS)
+            rank_cells(lines[1], t + FAMILIES, families_kept * one, t, CELLS)
     else:
         for t in range(s, end, PART):
             rank_cells(lines[1], first, lines_of_cells * one, t, CELLS)
     for t in range(s, end, PART):
-        rank_points(lines[0], t + CELLS, 16 * cell_depth * one, t, POINTS)
+        rank_points(lines[0], t + CELLS, cells_kept * one, t, POINTS)
     for t in range(s, end, PART):
         points_gathered(lines[0], t)
     for group in range(32 // size * one):

@@ -153,7 +153,7 @@ template <class TYPE, int COUNT, int SIZE_, int SIGNS_, int BOOKS_, int SEARCHES
     template <class Depth>
     STATIC_INLINE void search(const Codebook& codebook, int book, float sign, float scale, const float* x, const float* w,
                               float* kept, int slot) {
-        search_points<SIZE, POINTS, WIDTH, Depth>(codebook, book, sign, sign / scale, x, w, kept, SURVIVORS * slot);
+        search_points<SIZE, POINTS, SIGNS == 1, WIDTH, Depth>(codebook, book, sign, sign / scale, x, w, kept, SURVIVORS * slot);
     }
     STATIC_INLINE float errors(float* kept, int slots, float d) { return errors_of<GROUPS, WIDTH>(kept, slots, d); }
 
@@ -211,7 +211,8 @@ template <class TYPE, int COUNT, int SIZE_, int SIGNS_, int BOOKS_, int SEARCHES
         if (energy > (much < deep ? much : deep)) {
             search_around<typename TYPE::Deep>(row, codebook, b, center, SLOTS - 1);
         } else {
-            const int searches = energy > TYPE::MUCH * mean ? TYPE::SOME : TYPE::FEW;
+            const bool more = energy > TYPE::MUCH * mean || (TYPE::EAGER && patience > 1.0f);
+            const int searches = more ? TYPE::SOME : TYPE::FEW;
             slots = searches * TYPE::Around::spread;
             search_around<typename TYPE::Around>(row, codebook, b, center > 0 ? center : 1.0f, searches);
         }
@@ -231,7 +232,7 @@ template <class TYPE, int COUNT, int SIZE_, int SIGNS_, int BOOKS_, int SEARCHES
         }
         __syncwarp();
         if constexpr (TYPE::AGAIN) {
-            if (slots != TYPE::Around::spread || !(center > 0)) return;
+            if (slots >= SLOTS - 1 || !(center > 0)) return;
             const float limit = hopeful(row, b, patience);
 #pragma unroll
             for (int side = 0; side < SIGNS; side++) {
@@ -239,11 +240,11 @@ template <class TYPE, int COUNT, int SIZE_, int SIGNS_, int BOOKS_, int SEARCHES
                 const int better = least[BOOKS - 1] < least[0] ? BOOKS - 1 : 0, c = side * BOOKS + better;
                 if (least[better] > limit) continue;
                 float* kept = row.kept_of(b, c);
-                search<typename TYPE::Around>(codebook, better, side ? -1.0f : 1.0f, scale_of[side], row.x(b), row.w(b), kept,
-                                              slots);
-                const float found = errors(kept, 2 * slots, of_grid), lowest = least_of_16(found);
+                search<typename TYPE::Again>(codebook, better, side ? -1.0f : 1.0f, scale_of[side], row.x(b), row.w(b), kept,
+                                             slots);
+                const float found = errors(kept, slots + 2, of_grid), lowest = least_of_16(found);
                 if (me() == 0) {
-                    row.filled(b)[c] += slots;
+                    row.filled(b)[c] = slots + 2;
                     row.least(b)[c] = lowest;
                 }
                 if (me() < 16) row.curves(b)[16 * side + me()] = lesser(found, row.curves(b)[16 * side + me()]);
@@ -289,7 +290,7 @@ template <class TYPE, int COUNT, int SIZE_, int SIGNS_, int BOOKS_, int SEARCHES
             __syncwarp();
         }
         __syncwarp();
-        const float limit = hopeful(row, b, 1.0f);
+        const float limit = hopeful(row, b, TYPE::SCANNED);
         int filled = SLOTS;
         for (int c = 0; c < SIDES; c++) filled = min(filled, row.filled(b)[c]);
         __syncwarp();
@@ -363,7 +364,7 @@ template <class TYPE, int COUNT, int SIZE_, int SIGNS_, int BOOKS_, int SEARCHES
         int slots = row.filled(b)[combination];
         if constexpr (TYPE::POLISHED) {
             if (last && scale > 0 && slots < SLOTS) {
-                search<typename TYPE::Deep>(codebook, combination % BOOKS, combination >= BOOKS ? -1.0f : 1.0f, scale, row.x(b),
+                search<typename TYPE::Last>(codebook, combination % BOOKS, combination >= BOOKS ? -1.0f : 1.0f, scale, row.x(b),
                                             row.w(b), kept, slots);
                 slots++;
             }
@@ -398,13 +399,13 @@ struct TrellisBlock {
 
 struct EncodeIQ1_KT : Trellis<EncodeIQ1_KT, 8192, 8, 2, 1, 3, 56> {
     typedef SixteenLevels<true> Levels;
-    typedef SearchDepth<0, 3, true, true, 1> Around;
-    typedef SearchDepth<0, 4, false, false, 1> Deep;
-    static const bool AGAIN = false, POLISHED = false, EVERY_CURVE = false, WIDELY = false;
+    typedef SearchDepth<void, Shape<16, 16, 4>, true, true, 1> Around;
+    typedef SearchDepth<void, Shape<16, 16, 16, 16>, false, false, 1> Deep;
+    static const bool AGAIN = false, POLISHED = false, EVERY_CURVE = false, WIDELY = false, EAGER = false;
     static const int FEW = 1, SOME = 3, FITS = 1, TRIES = 1;
     static constexpr double MUCH = 2, VERY_MUCH = 8, STRETCH = 1.07;
     static constexpr double MUCH_ERROR = 0.05, HEAVY = 0.05, SHORT_PART = 1;
-    static constexpr float LARGEST = 127;
+    static constexpr float LARGEST = 127, SCANNED = 0.3f;
 
     STATIC_INLINE void put(uint8_t* out, const TrellisBlock& of) {
         if (me() < 8) {
@@ -419,13 +420,13 @@ struct EncodeIQ1_KT : Trellis<EncodeIQ1_KT, 8192, 8, 2, 1, 3, 56> {
 
 struct EncodeIQ2_KT : Trellis<EncodeIQ2_KT, 65536, 8, 2, 1, 3, 68> {
     typedef SixteenLevels<true> Levels;
-    typedef SearchDepth<2, 3, true, true, 1> Around;
-    typedef SearchDepth<3, 4, false, false, 1> Deep;
-    static const bool AGAIN = false, POLISHED = false, EVERY_CURVE = false, WIDELY = false;
+    typedef SearchDepth<Shape<16, 4>, Shape<16, 16, 8>, true, true, 1> Around;
+    typedef SearchDepth<Shape<16, 16, 8>, Shape<16, 16, 16, 16>, false, false, 1> Deep;
+    static const bool AGAIN = false, POLISHED = false, EVERY_CURVE = false, WIDELY = false, EAGER = true;
     static const int FEW = 1, SOME = 2, FITS = 1, TRIES = 1;
-    static constexpr double MUCH = 3, VERY_MUCH = 8, STRETCH = 1;
-    static constexpr double MUCH_ERROR = 0.05, HEAVY = 0.05, SHORT_PART = 1;
-    static constexpr float LARGEST = 127;
+    static constexpr double MUCH = 1.6, VERY_MUCH = 6, STRETCH = 1;
+    static constexpr double MUCH_ERROR = 0.05, HEAVY = 0.1, SHORT_PART = 1;
+    static constexpr float LARGEST = 127, SCANNED = 0.3f;
 
     STATIC_INLINE void put(uint8_t* out, const TrellisBlock& of) {
         put_nibbles(out, [&](int b) { return code_of(of.levels[b]); });
@@ -435,13 +436,14 @@ struct EncodeIQ2_KT : Trellis<EncodeIQ2_KT, 65536, 8, 2, 1, 3, 68> {
 
 struct EncodeIQ3_KT : Trellis<EncodeIQ3_KT, 65536, 8, 1, 1, 4, 100> {
     typedef SixteenLevels<false> Levels;
-    typedef SearchDepth<2, 4, false, false, 2> Around;
-    typedef SearchDepth<3, 4, false, false, 1> Deep;
-    static const bool AGAIN = false, POLISHED = true, EVERY_CURVE = false, WIDELY = false;
+    typedef SearchDepth<Shape<16, 16>, Shape<16, 16, 16, 16>, true, false, 2> Around;
+    typedef SearchDepth<Shape<16, 16, 8>, Shape<16, 16, 16, 16>, false, false, 1> Deep;
+    typedef SearchDepth<Shape<16, 16>, Shape<16, 16, 16, 16>, false, false, 1> Last;
+    static const bool AGAIN = false, POLISHED = true, EVERY_CURVE = false, WIDELY = false, EAGER = false;
     static const int FEW = 2, SOME = 2, FITS = 2, TRIES = 2;
-    static constexpr double MUCH = 2, VERY_MUCH = 2, STRETCH = 1;
+    static constexpr double MUCH = 2, VERY_MUCH = 1.6, STRETCH = 1;
     static constexpr double MUCH_ERROR = 0.03, HEAVY = 0.015, SHORT_PART = 1.0 / 3;
-    static constexpr float LARGEST = 15;
+    static constexpr float LARGEST = 15, SCANNED = 1;
 
     STATIC_INLINE void put(uint8_t* out, const TrellisBlock& of) {
         put_nibbles(out, [&](int b) { return (uint32_t)(int)of.levels[b]; });
@@ -454,13 +456,14 @@ struct EncodeIQ3_KT : Trellis<EncodeIQ3_KT, 65536, 8, 1, 1, 4, 100> {
 
 struct EncodeIQ4_KT : Trellis<EncodeIQ4_KT, 32768, 4, 2, 2, 4, 128> {
     typedef WideLevels Levels;
-    typedef SearchDepth<2, 2, true, false, 2> Around;
-    typedef SearchDepth<2, 3, true, false, 1> Deep;
-    static const bool AGAIN = true, POLISHED = true, EVERY_CURVE = true, WIDELY = true;
+    typedef SearchDepth<Shape<16, 4>, Shape<16, 8, 4>, true, false, 2> Around, Again;
+    typedef SearchDepth<Shape<16, 16>, Shape<16, 16, 16>, true, false, 1> Deep;
+    typedef SearchDepth<Shape<16, 8>, Shape<16, 16>, true, false, 1> Last;
+    static const bool AGAIN = true, POLISHED = true, EVERY_CURVE = true, WIDELY = true, EAGER = false;
     static const int FEW = 1, SOME = 2, FITS = 2, TRIES = 1;
-    static constexpr double MUCH = 2, VERY_MUCH = 4, STRETCH = 1;
+    static constexpr double MUCH = 1.4, VERY_MUCH = 4, STRETCH = 1;
     static constexpr double MUCH_ERROR = 0.03, HEAVY = 0.015, SHORT_PART = 1.0 / 3;
-    static constexpr float LARGEST = 64;
+    static constexpr float LARGEST = 64, SCANNED = 1;
 
     STATIC_INLINE void put(uint8_t* out, const TrellisBlock& of) {
         if (me() < 8) {

@@ -72,8 +72,8 @@ template <int SIZE> struct PointWords {
     __device__ __forceinline__ int level(int i) const { return (int)(int8_t)((uint32_t)levels[i / 4] >> 8 * (i % 4)); }
 };
 
-// Values y with weights, in 8 bits: rounded weights u, and -2 u y in units of 64.
-template <int SIZE> struct CoarseQuery {
+// Values y with weights, in 8 bits: rounded weights u, and -2 u y in units of 64, up to 126 for magnitudes, else 64.
+template <int SIZE, bool MAGNITUDES> struct CoarseQuery {
     int a[SIZE / 4], u[SIZE / 4], constant;
 
     __device__ __forceinline__ CoarseQuery(const float* y, const float* w) {
@@ -83,7 +83,8 @@ template <int SIZE> struct CoarseQuery {
             most = greater(most, w[i]);
             most_ay = greater(most_ay, w[i] * fabsf(y[i]));
         }
-        const float top = greater(most * (1.0f / 64), most_ay * (1.0f / 32 / 64));
+        const float largest = MAGNITUDES ? 126.0f : 64.0f;
+        const float top = greater(most * (1.0f / 64), most_ay * (1.0f / 32 / largest));
         const float factor = top > 1e-33f ? 1.0f / top : 0;
         uint32_t sums = 0;
 #pragma unroll
@@ -92,12 +93,12 @@ template <int SIZE> struct CoarseQuery {
 #pragma unroll
             for (int i = 0; i < 4; i++) {
                 const int weight = nearest_int(w[4 * k + i] * factor);
-                const float v = greater(lesser((float)weight * y[4 * k + i] * (-1.0f / 32), 64.0f), -64.0f);
+                const float v = greater(lesser((float)weight * y[4 * k + i] * (-1.0f / 32), largest), -largest);
                 as |= ((uint32_t)nearest_int(v) & 255) << 8 * i;
                 us |= ((uint32_t)weight & 255) << 8 * i;
             }
             a[k] = (int)as, u[k] = (int)us;
-            sums += 126 * (uint32_t)__dp4a(a[k], 0x01010101, 0) + 128 * (uint32_t)__dp4a(u[k], 0x01010101, 0);
+            sums += (MAGNITUDES ? 0 : 126) * (uint32_t)__dp4a(a[k], 0x01010101, 0) + 128 * (uint32_t)__dp4a(u[k], 0x01010101, 0);
         }
         constant = (int)sums;
     }
@@ -156,6 +157,12 @@ template <int SIZE> struct FineQuery {
     }
 };
 
+// Of how many lanes the best point remains, the second best, and so on: 16, 8, 4 or 0.
+template <int A, int B = 0, int C = 0, int D = 0> struct Shape {
+    static const int DEPTH = B == 0 ? 1 : C == 0 ? 2 : D == 0 ? 3 : 4, KEPT = A + B + C + D;
+    STATIC_INLINE int lanes(int i) { return i == 0 ? A : i == 1 ? B : i == 2 ? C : D; }
+};
+
 // The best DEPTH lines of a lane, by what its point of each scores.
 template <int DEPTH> struct Best {
     int of[DEPTH];
@@ -172,12 +179,18 @@ template <int DEPTH> struct Best {
             of[i] = less;
         }
     }
-    // The number of a point: a line of what it is the center of.
-    __device__ __forceinline__ int place(int i) const {
+    // The number of a point, of the first `lanes` of 16 the best one of 16 / lanes: a line of what it is the center of.
+    __device__ __forceinline__ int place(int i, int lanes = 16) const {
         int found = of[0];
 #pragma unroll
         for (int k = 1; k < DEPTH; k++) found = i == k ? of[k] : found;
-        return (found & ((1 << NUMBER) - 1)) << 4 | lane_of_16();
+        int at = (found & ((1 << NUMBER) - 1)) << 4 | lane_of_16();
+        for (int step = 8; step >= lanes; step /= 2) {
+            const int there = __shfl_xor_sync(FULL, found, step), other = __shfl_xor_sync(FULL, at, step);
+            at = there < found ? other : at;
+            found = min(there, found);
+        }
+        return at;
     }
 };
 
@@ -191,26 +204,27 @@ INLINE void rank_all(const uint8_t* table, int first, int count, const Query& qu
         best.take(ranked(query.score(PointWords<SIZE>(table, 16 * line + lane_of_16())), line));
 }
 
-// Call `rate` with each of the lines that the lanes of this half found, one after the other.
-template <int DEPTH, class F> INLINE void each_line(const Best<DEPTH>& lines, F rate) {
+// Call `rate` with each of the lines that remain of those that this half found, one after the other.
+template <class KEPT, class F> INLINE void each_line(const Best<KEPT::DEPTH>& lines, F rate) {
 #pragma unroll 1
-    for (int k = 0; k < DEPTH; k++) {
-        const int mine = lines.place(k);
+    for (int k = 0; k < KEPT::DEPTH; k++) {
+        const int lanes = KEPT::lanes(k), mine = lines.place(k, lanes);
 #pragma unroll 4
-        for (int i = 0; i < 16; i++) rate(__shfl_sync(FULL, mine, i, 16));
+        for (int i = 0; i < lanes; i++) rate(__shfl_sync(FULL, mine, i, 16));
     }
 }
 
-template <int SIZE, int FROM, int DEPTH, class Query>
-INLINE void rank(const uint8_t* table, const Best<FROM>& lines, const Query& query, Best<DEPTH>& best) {
-    each_line(lines, [&](int line) { best.take(ranked(query.score(PointWords<SIZE>(table, 16 * line + lane_of_16())), line)); });
+template <int SIZE, class KEPT, int DEPTH, class Query>
+INLINE void rank(const uint8_t* table, const Best<KEPT::DEPTH>& lines, const Query& query, Best<DEPTH>& best) {
+    each_line<KEPT>(lines,
+                    [&](int line) { best.take(ranked(query.score(PointWords<SIZE>(table, 16 * line + lane_of_16())), line)); });
 }
 
 // Rank points for two scales, 1/8 above and below: the best of each lane, for either.
-template <int SIZE, int FROM>
-INLINE void rank_around(const uint8_t* table, const Best<FROM>& lines, const FineQuery<SIZE>& query, Best<1>& above,
+template <int SIZE, class KEPT>
+INLINE void rank_around(const uint8_t* table, const Best<KEPT::DEPTH>& lines, const FineQuery<SIZE>& query, Best<1>& above,
                         Best<1>& below) {
-    each_line(lines, [&](int line) {
+    each_line<KEPT>(lines, [&](int line) {
         uint32_t p, q;
         query.sums(PointWords<SIZE>(table, 16 * line + lane_of_16()), p, q);
         const uint32_t found = (p << 7) + q, more = p << 4;
@@ -247,38 +261,44 @@ template <int WIDTH> struct Survivors {
     }
 };
 
-// How deep a search goes: families (0: all cells are ranked) and cells of a lane that stay; whether centers, and points, are
-// ranked in 8 bits; for how many scales points are.
-template <int FAMILIES, int CELLS, bool COARSE_TREE, bool COARSE, int SPREAD> struct SearchDepth {
-    static const int families = FAMILIES, cells = CELLS, spread = SPREAD;
+// How deep a search goes: the Shape of families (void: all cells are ranked) and of cells that stay; whether centers, and
+// points, are ranked in 8 bits; for how many scales points are.
+template <class FAMILIES, class CELLS, bool COARSE_TREE, bool COARSE, int SPREAD> struct SearchDepth {
+    typedef FAMILIES Families;
+    typedef CELLS Cells;
+    static const int spread = SPREAD;
     static const bool coarse_tree = COARSE_TREE, coarse = COARSE;
 };
 
-template <int SIZE, bool COARSE> struct QueryOf {
+template <int SIZE, bool MAGNITUDES, bool COARSE> struct QueryOf {
     typedef FineQuery<SIZE> Type;
 };
-template <int SIZE> struct QueryOf<SIZE, true> {
-    typedef CoarseQuery<SIZE> Type;
+template <int SIZE, bool MAGNITUDES> struct QueryOf<SIZE, MAGNITUDES, true> {
+    typedef CoarseQuery<SIZE, MAGNITUDES> Type;
 };
 
-// The best cells of each lane: of all, or of the best families.
-template <int SIZE, int POINTS, class Depth, class Query>
-INLINE void rank_cells(const Codebook& codebook, int book, const Query& query, Best<Depth::cells>& cells) {
-    if constexpr (Depth::families > 0) {
-        Best<Depth::families> families;
+// The best cells: of all, or of the best families.
+template <int SIZE, int POINTS, class FAMILIES, int DEPTH, class Query> struct Tree {
+    STATIC_INLINE void rank_cells(const Codebook& codebook, int book, const Query& query, Best<DEPTH>& cells) {
+        Best<FAMILIES::DEPTH> families;
         rank_all<SIZE>(codebook.families, book * (POINTS / 4096), POINTS / 4096, query, families);
-        rank<SIZE>(codebook.cells, families, query, cells);
-    } else {
+        rank<SIZE, FAMILIES>(codebook.cells, families, query, cells);
+    }
+};
+template <int SIZE, int POINTS, int DEPTH, class Query> struct Tree<SIZE, POINTS, void, DEPTH, Query> {
+    STATIC_INLINE void rank_cells(const Codebook& codebook, int book, const Query& query, Best<DEPTH>& cells) {
         rank_all<SIZE>(codebook.cells, book * (POINTS / 256), POINTS / 256, query, cells);
     }
-}
+};
 
 // Keep the survivors of 32 values, with weights w, for scales around 1 / |inverse|, from `at` on; sign: of the scales.
-template <int SIZE, int POINTS, int WIDTH, class Depth>
+template <int SIZE, int POINTS, bool MAGNITUDES, int WIDTH, class Depth>
 INLINE void search_points(const Codebook& codebook, int book, float sign, float inverse, const float* x, const float* w,
                           float* kept, int at) {
-    typedef typename QueryOf<SIZE, Depth::coarse>::Type Query;
-    typedef typename QueryOf<SIZE, Depth::coarse_tree>::Type TreeQuery;
+    typedef typename QueryOf<SIZE, MAGNITUDES, Depth::coarse>::Type Query;
+    typedef typename QueryOf<SIZE, MAGNITUDES, Depth::coarse_tree>::Type TreeQuery;
+    typedef typename Depth::Cells Cells;
+    typedef Tree<SIZE, POINTS, typename Depth::Families, Cells::DEPTH, TreeQuery> Centers;
 #pragma unroll 1
     for (int group = half_of_warp(); group < 32 / SIZE; group += 2) {
         float v[SIZE], weight[SIZE], y[SIZE];
@@ -287,17 +307,17 @@ INLINE void search_points(const Codebook& codebook, int book, float sign, float 
 #pragma unroll
         for (int i = 0; i < SIZE; i++) y[i] = greater(lesser(v[i] * inverse, 140.0f), -140.0f);
         const Query query(y, weight);
-        Best<Depth::cells> cells;
-        if constexpr (Depth::coarse == Depth::coarse_tree) rank_cells<SIZE, POINTS, Depth>(codebook, book, query, cells);
-        else rank_cells<SIZE, POINTS, Depth>(codebook, book, TreeQuery(y, weight), cells);
+        Best<Cells::DEPTH> cells;
+        if constexpr (Depth::coarse == Depth::coarse_tree) Centers::rank_cells(codebook, book, query, cells);
+        else Centers::rank_cells(codebook, book, TreeQuery(y, weight), cells);
         const Survivors<WIDTH> survivors(kept, group);
         Best<1> found;
         if constexpr (Depth::spread == 2) {
             Best<1> below;
-            rank_around<SIZE>(codebook.points, cells, query, found, below);
+            rank_around<SIZE, Cells>(codebook.points, cells, query, found, below);
             survivors.template keep<SIZE>(at + SURVIVORS + lane_of_16(), codebook.points, below.place(0), v, weight, sign);
         } else {
-            rank<SIZE>(codebook.points, cells, query, found);
+            rank<SIZE, Cells>(codebook.points, cells, query, found);
         }
         survivors.template keep<SIZE>(at + lane_of_16(), codebook.points, found.place(0), v, weight, sign);
     }
