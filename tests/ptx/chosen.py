@@ -19,7 +19,7 @@ from quantkit.kernels.formats import FORMATS
 SIZES = {
     *("BLOCKS_AT_ONCE", "COLUMNS", "HEAD", "HEAD_K", "HEAD_V", "KEYS", "LANES", "ROWS", "SPAN", "THREADS", "TOKENS"),
     *("UNITS", "CLASSES", "FIRST_OF_POINTS", "HEIGHT_BITS", "KEPT", "PATTERNS", "POINT_BITS", "ROOT_LINES"),
-    *("SHARED_BYTES", "SIZE", "UNIT"),
+    *("HELD", "SHARED_BYTES", "SIZE", "UNIT"),
 }
 TYPES = {"TYPE", "OTHER"}
 TENSOR_CORES = "matmul/mat_mat.cu"

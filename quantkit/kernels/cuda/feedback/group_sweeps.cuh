@@ -28,10 +28,11 @@ struct group_args {
 };
 
 // Shared memory, for groups; products have the same. table: T^T times roots; room: of searches. square: the matrix's part
-// of a block's columns, as strips. before: what columns were, then what they have changed by. rest: what the columns
-// before, or all others, ask for. frame, fetched: of this group and the next.
+// of a block's columns, as strips, if there is room. before: what columns were, then what they have changed by. rest: what the
+// columns before, or all others, ask for. frame, fetched: of this group and the next.
 struct Shared {
-    float table[TABLE_LINES * LINE], square[STRIPS][BLOCK][STRIP], before[BLOCK][ROWS], rest[BLOCK][ROWS], z[WIDTH][ROWS];
+    float table[TABLE_LINES * LINE], square[KEEPS_SQUARE ? STRIPS : 1][KEEPS_SQUARE ? BLOCK : 1][STRIP], before[BLOCK][ROWS],
+        rest[BLOCK][ROWS], z[WIDTH][ROWS];
     float frame[2][2][WIDTH][WIDTH], fetched[2][FETCHED][ROWS];
     int code[PARTS][ROWS], room[HALVES][ROW_ROOM + 1];
 };
@@ -262,10 +263,16 @@ template <bool FEEDS> struct Sweep {
         return found;
     }
 
+    // A strip of the block's columns, from the first of them on.
+    __device__ __forceinline__ const float* strip_of_matrix(int strip) const {
+        return (FEEDS ? a.u : a.h) + STRIP * ((int64_t)(begin / STRIP + strip) * n + begin);
+    }
+
     // Let the block's columns, those behind if it feeds, take over what a group has changed.
     __device__ __forceinline__ void take_over(int k) const {
         for (int strip = warp; strip < STRIPS; strip += WARPS) {
             if (FEEDS && begin + STRIP * (strip + 1) <= k + WIDTH) continue;
+            const float* square = KEEPS_SQUARE ? s.square[strip][0] : strip_of_matrix(strip);
             float rest[STRIP];
 #pragma unroll
             for (int j = 0; j < STRIP; j++) rest[j] = s.rest[STRIP * strip + j][lane];
@@ -273,7 +280,7 @@ template <bool FEEDS> struct Sweep {
             for (int i = 0; i < WIDTH; i++) {
                 const int at = place(k + i);
                 const float change = s.before[at][lane];
-                const float4 by = *(const float4*)s.square[strip][at];
+                const float4 by = *(const float4*)(square + STRIP * at);
                 rest[0] = __fmaf_rn(change, by.x, rest[0]);
                 rest[1] = __fmaf_rn(change, by.y, rest[1]);
                 rest[2] = __fmaf_rn(change, by.z, rest[2]);
@@ -305,11 +312,9 @@ template <bool FEEDS> struct Sweep {
     }
 
     __device__ __forceinline__ void fetch_block(const float* before) const {
-        const float* matrix = FEEDS ? a.u : a.h;
-        for (int i = (int)threadIdx.x; i < STRIPS * BLOCK; i += TILE_THREADS) {
-            const int64_t from = (int64_t)(begin / STRIP + i / BLOCK) * n + begin + i % BLOCK;
-            *(float4*)s.square[i / BLOCK][i % BLOCK] = *(const float4*)(matrix + STRIP * from);
-        }
+        if (KEEPS_SQUARE)
+            for (int i = (int)threadIdx.x; i < STRIPS * BLOCK; i += TILE_THREADS)
+                *(float4*)s.square[i / BLOCK][i % BLOCK] = ((const float4*)strip_of_matrix(i / BLOCK))[i % BLOCK];
         for (int i = warp; i < BLOCK; i += WARPS)
             s.before[i][lane] = before[ROWS * (FEEDS ? a.columns[begin + i] : begin + i) + lane];
     }

@@ -1,5 +1,5 @@
 // Sweeps over the groups of columns of tiles whose levels come from a grid: a block of threads has a tile.
-// Macros: those of search.cuh; SHARED_BYTES, of a block of threads.
+// Macros: those of search.cuh; HELD, KEEPS_SQUARE and SHARED_BYTES, as groups.py chooses them.
 //
 //     feed_groups       chooses all levels with error feedback
 //     descend_groups    chooses each group again, while the others stay, and keeps g = H (x - v)

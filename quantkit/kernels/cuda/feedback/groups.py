@@ -15,12 +15,10 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 
-from quantkit.errors import TypeNotSupported
 from quantkit.kernels.cpu.feedback.books import book_of
 from quantkit.kernels.cpu.feedback.options import Rounding
 from quantkit.kernels.cuda.core.device import Device, Launch
 from quantkit.kernels.cuda.core.kernel import Kernel, Shape
-from quantkit.kernels.cuda.core.limits import shared_of_block
 from quantkit.kernels.cuda.feedback import group_rows
 from quantkit.kernels.cuda.feedback.books import book_macros, book_on
 from quantkit.kernels.cuda.feedback.fields import tables_on
@@ -32,35 +30,39 @@ from quantkit.kernels.levels import Grouping, Levels, all_levels
 from quantkit.types import TensorType
 
 _FILE = "feedback/groups.cu"
-#: What search.cuh and group_sweeps.cuh count: lanes of a line, entries of a list, nodes whose losses are remembered,
-#: warps of a block of threads, columns that are visited together, lines of a table where roots are all there is; bytes
-#: of operands of products (tiles.cuh).
-_LANES, _MOST, _HELD, _WARPS, _BLOCK, _TABLE_LINES, _CHUNKS = 16, 64, 8, 8, 64, 32, 41984
+#: What search.cuh and group_sweeps.cuh count: lanes of a line, entries of a list, warps of a block of threads, columns
+#: that are visited together, lines of a table where roots are all there is; bytes of operands of products (tiles.cuh).
+_LANES, _MOST, _WARPS, _BLOCK, _TABLE_LINES, _CHUNKS = 16, 64, 8, 64, 32, 41984
+#: Shared memory that every device has for a block.
+_LEAST = 64 << 10
 
 
 # ---------------------------------------------------------------- kernels
 
 
 @cache
-def _shared_bytes(t: TensorType) -> int:
+def _sizes(t: TensorType) -> dict[str, int]:
+    """Return the macros of a sweep that are chosen so that its shared memory is what every device has."""
+    usual, less = ({"HELD": held, "KEEPS_SQUARE": square} for held, square in ((8, 1), (4, 0)))
+    chosen = next(each for each in (usual, less) if _shared_bytes(t, **each) <= _LEAST)
+    return chosen | {"SHARED_BYTES": _shared_bytes(t, **chosen)}
+
+
+def _shared_bytes(t: TensorType, HELD: int, KEEPS_SQUARE: int) -> int:  # noqa: N803
     """Return the shared memory of a sweep: group_sweeps.cuh's Shared, or two chunks."""
     book = book_of(t.name)
     grid, tree = book.grid, book.tree
     lines = grid.parts * tree.root_lines if tree.heights else min(tree.root_lines, _TABLE_LINES)
-    room = 0 if tree.heights == 0 else 2 * _MOST + (_HELD * _LANES if tree.heights > 1 else 0)
-    words = lines * _LANES * grid.size + _BLOCK**2 + (2 * _BLOCK + grid.columns) * ROWS + 4 * grid.columns**2
+    room = 0 if tree.heights == 0 else 2 * _MOST + (HELD * _LANES if tree.heights > 1 else 0)
+    words = lines * _LANES * grid.size + (_BLOCK**2 if KEEPS_SQUARE else 4)
+    words += (2 * _BLOCK + grid.columns) * ROWS + 4 * grid.columns**2
     words += (2 * (4 + grid.parts) + grid.parts) * ROWS + 2 * _WARPS * (room + 1)
     return max(_CHUNKS, 4 * words)
 
 
-def fits(t: TensorType, capability: int) -> bool:
-    """Tell whether devices of a compute capability have the shared memory that a type's grid takes."""
-    return _shared_bytes(t) <= shared_of_block(capability)
-
-
 def _sweep(name: str, t: TensorType, rows: int) -> Shape:
-    shared = _shared_bytes(t)
-    return Shape(Kernel(_FILE, name).bind(**book_macros(t), SHARED_BYTES=shared), (tiles(rows), 1, 1), shared)
+    kernel = Kernel(_FILE, name).bind(**book_macros(t), **_sizes(t))
+    return Shape(kernel, (tiles(rows), 1, 1), _sizes(t)["SHARED_BYTES"])
 
 
 # ---------------------------------------------------------------- the order of columns
@@ -105,14 +107,8 @@ def group_launches(
 ) -> list[Launch]:  # fmt: skip
     """Return what improves rows, as rounding.py's ``round_rows`` says.
 
-    at: the addresses of arrays of ``group_lines``.
-
-    Raises:
-        TypeNotSupported: the device has too little shared memory for the type's grid.
-        ValueError: the metric is not for the type's groups.
+    at: the addresses of arrays of ``group_lines``. ValueError if the metric is not for the type's groups.
     """
-    if not fits(of.type, device.capability):
-        raise TypeNotSupported(f"{device.name} has too little shared memory to choose levels of {of.type}")
     if by.grouping is None or by.grouping != of.grouping:
         raise ValueError(f"the metric is not for groups of columns as {of.type} has them")
     on, fields, n, h = book_on(device, of.type), tables_on(device, of.type), by.n, by.h

@@ -1,12 +1,11 @@
 // The point of a grid nearest to a target, in the metric of a group's covariance: the twin of search.py, which says how.
 // Half a warp searches for a row, a lane a root, or a child: the sixteen of a line. Both halves take the same way, so that
-// a warp's lanes can wait for each other. Macros: those of books.py.
+// a warp's lanes can wait for each other. Macros: those of books.py; HELD, of how many nodes the losses of children are
+// remembered: those of others are computed again.
 #pragma once
 #include "core/device.cuh"
 
 const int LANES = 16, MOST = 64, LINES = ROOT_LINES / CLASSES, WIDTH = SIZE * PARTS;
-// Nodes whose children's losses are remembered; those of others are computed again.
-const int HELD = 8;
 // Floats of a line of roots; of a line of points bytes.
 const int LINE = LANES * SIZE;
 
