@@ -17,7 +17,7 @@ from quantkit.kernels.cpu.feedback.options import Rounding
 from quantkit.kernels.cpu.feedback.rounding import Rounded
 from quantkit.kernels.cpu.feedback.rounding import round_rows as on_cpu
 from quantkit.kernels.cuda.feedback.metric import upload
-from quantkit.kernels.cuda.feedback.rounding import round_rows, working_bytes
+from quantkit.kernels.cuda.feedback.rounding import can_round, round_rows, working_bytes
 from quantkit.kernels.levels import Grouping, all_levels, levels_of
 from quantkit.types import BY_NAME, TensorType
 
@@ -104,3 +104,8 @@ def test_groups_of_columns_choose_as_on_the_cpu(memory: Memory, t: TensorType) -
     x[1], x[2, :32] = 0, 0
     found = check(memory, t, x, how, drawn(6, rows, 256) / 8 + x)
     assert (found.after < found.before).mean() > 0.5
+
+
+def test_every_generation_has_room_for_every_grid() -> None:
+    assert all(can_round(t, capability) for t in GROUPED for capability in (75, 80, 86, 90, 120))
+    assert not can_round(GROUPED[0], 0)

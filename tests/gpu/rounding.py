@@ -96,7 +96,8 @@ def rounding(run: Run) -> None:
     from quantkit.kernels.cuda.feedback.rounding import can_round
     from quantkit.kernels.levels import all_levels, levels_of
 
-    names = [name for name in all_levels() if name in run.types and can_round(BY_NAME[name])]
+    capability = the_card().device.capability
+    names = [name for name in all_levels() if name in run.types and can_round(BY_NAME[name], capability)]
     right: list[str] = []
 
     def drawn(name: str, rows: int, n: int) -> tuple[Floats, npt.NDArray[np.uint8]]:

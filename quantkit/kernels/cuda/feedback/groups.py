@@ -19,6 +19,7 @@ from quantkit.kernels.cpu.feedback.books import book_of
 from quantkit.kernels.cpu.feedback.options import Rounding
 from quantkit.kernels.cuda.core.device import Device, Launch
 from quantkit.kernels.cuda.core.kernel import Kernel, Shape
+from quantkit.kernels.cuda.core.limits import shared_of_block
 from quantkit.kernels.cuda.feedback import group_rows
 from quantkit.kernels.cuda.feedback.books import book_macros, book_on
 from quantkit.kernels.cuda.feedback.fields import tables_on
@@ -33,7 +34,7 @@ _FILE = "feedback/groups.cu"
 #: What search.cuh and group_sweeps.cuh count: lanes of a line, entries of a list, warps of a block of threads, columns
 #: that are visited together, lines of a table where roots are all there is; bytes of operands of products (tiles.cuh).
 _LANES, _MOST, _WARPS, _BLOCK, _TABLE_LINES, _CHUNKS = 16, 64, 8, 64, 32, 41984
-#: Shared memory that every device has for a block.
+#: Shared memory that a block may have on every device that is known.
 _LEAST = 64 << 10
 
 
@@ -58,6 +59,11 @@ def _shared_bytes(t: TensorType, HELD: int, KEEPS_SQUARE: int) -> int:  # noqa: 
     words += (2 * _BLOCK + grid.columns) * ROWS + 4 * grid.columns**2
     words += (2 * (4 + grid.parts) + grid.parts) * ROWS + 2 * _WARPS * (room + 1)
     return max(_CHUNKS, 4 * words)
+
+
+def has_room(t: TensorType, capability: int) -> bool:
+    """Tell whether devices of a compute capability have the shared memory that a type's grid takes."""
+    return _sizes(t)["SHARED_BYTES"] <= shared_of_block(capability)
 
 
 def _sweep(name: str, t: TensorType, rows: int) -> Shape:

@@ -13,7 +13,7 @@ from quantkit.kernels.cpu.feedback.refine import FIXED, HALF, INTEGER
 from quantkit.kernels.cpu.feedback.rounding import MARGIN
 from quantkit.kernels.cuda.core.device import Device, Launch
 from quantkit.kernels.cuda.feedback.fields import Tables, tables, tables_on
-from quantkit.kernels.cuda.feedback.groups import group_launches, group_lines
+from quantkit.kernels.cuda.feedback.groups import group_launches, group_lines, has_room
 from quantkit.kernels.cuda.feedback.metric import DeviceMetric
 from quantkit.kernels.cuda.feedback.refine import refine, scratch_lines
 from quantkit.kernels.cuda.feedback.rows import keep, launch, read_scales, sub_blocks_of_d, to_lanes, write
@@ -27,9 +27,9 @@ from quantkit.units import round_up
 _ALIGNED = 256
 
 
-def can_round(t: TensorType) -> bool:
-    """Tell whether rows of a type are rounded here."""
-    return t.name in all_levels()
+def can_round(t: TensorType, capability: int = 90) -> bool:
+    """Tell whether rows of a type are rounded by devices of a compute capability."""
+    return (of := all_levels().get(t.name)) is not None and (of.grid is None or has_room(t, capability))
 
 
 def working_bytes(t: TensorType, rows: int, n: int, how: Rounding | None = None) -> int:
