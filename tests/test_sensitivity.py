@@ -154,6 +154,7 @@ def test_command(tiny_moe: Path, tmp_path: Path) -> None:
     assert ended.exit_code == 0, ended.output
     assert "of 30 encoded tensors came from the cache" in ended.stderr
     found = [read_sensitivity(tmp_path / name) for name in ("1.json", "2.json")]
+    assert not any("cache" in note for each in found for note in each.settings["notes"])
     assert [each.text["sha256"] for each in found] == 2 * [[hashlib.sha256(text).hexdigest()]]
     assert found[0].costs == found[1].costs
 

@@ -13,7 +13,7 @@ import shutil
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -178,6 +178,8 @@ class _Run:
         self.routings = routings(self.groups, imatrix)
         self.pairs, left_out = pairs_of(self.groups, self.types, self.encoding)
         self.notes = [f"left out: {_listed(names)}: {why}" for why, names in left_out.items()]
+        #: What is no fact of the file, which is the same however often its run was killed.
+        self.of_run: list[str] = []
         self.model: Model = stack.enter_context(
             load(
                 model,
@@ -247,7 +249,7 @@ class _Run:
         finally:
             shutil.rmtree(folder, ignore_errors=True)
         journal.close(remove=True)
-        return found
+        return replace(found, settings={**found.settings, "notes": [*self.notes, *self.of_run]})
 
     def _measured(self, journal: Journal, folder: Path) -> Sensitivity:
         o = self.options
@@ -278,7 +280,7 @@ class _Run:
         except BaseException:
             encoder.drop()
             raise
-        self.notes += encoder.close()
+        self.of_run = encoder.close()
         return self._result(journal, every, probes, measured)
 
     def _without_end(self, pairs: Sequence[Pair], at: Mapping[str, int | None], layers: Sequence[Layer]) -> set[Pair]:
