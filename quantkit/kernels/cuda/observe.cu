@@ -6,6 +6,7 @@
 //
 // bad: int64, 1 + the lowest non-finite row found, or 0; the sums are then invalid.
 #include "core/device.cuh"
+#include "core/outer.cuh"
 
 #define WARPS 8
 
@@ -199,18 +200,7 @@ KERNEL(covariance, 256) {
                 right[r][c] = m;
             }
             __syncthreads();
-            for (int r = 0; r < STEP; r++) {
-                double row[4], column[4];
-#pragma unroll
-                for (int i = 0; i < 4; i++) {
-                    row[i] = left[r][ty + 16 * i];
-                    column[i] = right[r][tx + 16 * i];
-                }
-#pragma unroll
-                for (int i = 0; i < 4; i++)
-#pragma unroll
-                    for (int j = 0; j < 4; j++) sums[i][j] = fma(row[i], column[j], sums[i][j]);
-            }
+            add_outer(sums, left, right, STEP, tx, ty);
             __syncthreads();
         }
     }

@@ -7,15 +7,14 @@ itself: its levels, signed, then their squares / 64, rounded, less 128.
 from __future__ import annotations
 
 from functools import cache
-from threading import Lock
 from typing import Any, NamedTuple
-from weakref import WeakKeyDictionary
 
 import numpy as np
 import numpy.typing as npt
 
 from quantkit.kernels.cpu.encode import trellis_codebook
 from quantkit.kernels.cuda.core.device import Device
+from quantkit.kernels.cuda.core.lookups import put_once
 from quantkit.types import TensorType
 
 
@@ -68,23 +67,6 @@ def codebook_arrays(name: str) -> Codebook:
     return Codebook(_points(of.points, size, bias, size == 4), cells, families, of.indices, grid)
 
 
-_on_device: WeakKeyDictionary[Device, dict[str, Codebook]] = WeakKeyDictionary()
-_lock = Lock()
-
-
 def codebook_on(device: Device, t: TensorType) -> Codebook:
     """Return the addresses of a trellis type's codebook on a device, where it stays."""
-    owner: Device = getattr(device, "owner", device)  # all lanes of a device read the same
-    with _lock:
-        held = _on_device.setdefault(owner, {})
-        if t.name not in held:
-            made = Codebook(*(_put(owner, array) for array in codebook_arrays(t.name)))
-            owner.synchronize()  # no lane's stream waits for this one
-            held[t.name] = made
-        return held[t.name]
-
-
-def _put(device: Device, array: npt.NDArray[Any]) -> int:
-    address = device.allocate(array.nbytes)
-    device.upload(address, array)
-    return address
+    return Codebook(*put_once(device, codebook_arrays, t.name))

@@ -7,15 +7,13 @@ four with copies of the first neighbour: a copy is never nearer than it.
 from __future__ import annotations
 
 from functools import cache
-from threading import Lock
 from typing import Any, NamedTuple
-from weakref import WeakKeyDictionary
 
 import numpy as np
-import numpy.typing as npt
 
 from quantkit.kernels.cpu.encode.neighbours import FILL, WORDS, levels, neighbour_lists
 from quantkit.kernels.cuda.core.device import Device
+from quantkit.kernels.cuda.core.lookups import put_once
 from quantkit.types import TensorType
 
 #: Words that a kernel reads at once.
@@ -75,27 +73,8 @@ def grid_tables(t: TensorType) -> GridTables:
     return _grid_tables(f"{name}_grid", _DISTANCES[t.name])
 
 
-_on_device: WeakKeyDictionary[Device, dict[str, GridTables]] = WeakKeyDictionary()
-_lock = Lock()
-
-
 def grid_on(device: Device, t: TensorType) -> GridTables:
     """Return the addresses of a type's tables on a device, where they stay; zeros for a type without a grid."""
     if t.name not in _DISTANCES:
         return GridTables()
-    owner: Device = getattr(device, "owner", device)  # all lanes of a device read the same
-    with _lock:
-        held = _on_device.setdefault(owner, {})
-        if t.name not in held:
-            made = GridTables(*(_put(owner, array) for array in grid_tables(t)))
-            owner.synchronize()  # no lane's stream waits for this one
-            held[t.name] = made
-        return held[t.name]
-
-
-def _put(device: Device, array: npt.NDArray[Any]) -> int:
-    if not array.size:
-        return 0
-    address = device.allocate(array.nbytes)
-    device.upload(address, array)
-    return address
+    return GridTables(*put_once(device, grid_tables, t))

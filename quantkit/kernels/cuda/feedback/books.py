@@ -6,15 +6,13 @@ A lane of sixteen has a root, or a child: so the values of one lie together. Sig
 from __future__ import annotations
 
 from functools import cache
-from threading import Lock
 from typing import Any, NamedTuple
-from weakref import WeakKeyDictionary
 
 import numpy as np
-import numpy.typing as npt
 
 from quantkit.kernels.cpu.feedback.books import LANES, book_of
 from quantkit.kernels.cuda.core.device import Device
+from quantkit.kernels.cuda.core.lookups import put_once
 from quantkit.types import TensorType
 
 
@@ -72,23 +70,6 @@ def first_byte_of_points(t: TensorType) -> int:
     return tree.points - tree.lines
 
 
-_on_device: WeakKeyDictionary[Device, dict[str, BookTables]] = WeakKeyDictionary()
-_lock = Lock()
-
-
 def book_on(device: Device, t: TensorType) -> BookTables:
     """Return the addresses of a type's tables on a device, where they stay."""
-    owner: Device = getattr(device, "owner", device)  # all lanes of a device read the same
-    with _lock:
-        held = _on_device.setdefault(owner, {})
-        if t.name not in held:
-            made = BookTables(*(_put(owner, array) for array in book_arrays(t.name)))
-            owner.synchronize()  # no lane's stream waits for this one
-            held[t.name] = made
-        return held[t.name]
-
-
-def _put(device: Device, array: npt.NDArray[Any]) -> int:
-    address = device.allocate(array.nbytes)
-    device.upload(address, array)
-    return address
+    return BookTables(*put_once(device, book_arrays, t.name))

@@ -5,6 +5,7 @@
 // Matrices are [n][n], rows one behind the other. BLOCK rows are factored, or solved, at a time by one launch each, and
 // what is left is brought up to date by another.
 #include "core/device.cuh"
+#include "core/outer.cuh"
 
 #define BLOCK 64
 #define GROUPS 8    // of threads, each with every eighth row of a block
@@ -109,13 +110,7 @@ KERNEL(subtract, 256) {
     const int64_t top = a.row + TILE * (int64_t)blockIdx.y, side = a.column + TILE * (int64_t)blockIdx.x;
     if (a.upper && side + TILE <= top) return;
     double sums[4][4];
-#pragma unroll
-    for (int i = 0; i < 4; i++)
-#pragma unroll
-        for (int j = 0; j < 4; j++) {
-            const int64_t row = top + ty + 16 * i, column = side + tx + 16 * j;
-            sums[i][j] = row < a.end_row && column < a.end_column ? a.c[row * a.width + column] : 0.0;
-        }
+    get_sums(sums, a.c, a.width, top + ty, side + tx, a.end_row, a.end_column);
     for (int64_t at = a.begin; at < a.begin + a.count; at += STEP) {
         const int here = at + STEP <= a.begin + a.count ? STEP : (int)(a.begin + a.count - at);
         for (int i = threadIdx.x; i < STEP * TILE; i += 256) {
@@ -126,25 +121,8 @@ KERNEL(subtract, 256) {
             left[m][j] = m < here && top + j < a.end_row ? -a.q[(at + m) * a.q_row + (top + j) * a.q_column] : 0.0;
         }
         __syncthreads();
-        for (int k = 0; k < here; k++) {
-            double row[4], column[4];
-#pragma unroll
-            for (int i = 0; i < 4; i++) {
-                row[i] = left[k][ty + 16 * i];
-                column[i] = right[k][tx + 16 * i];
-            }
-#pragma unroll
-            for (int i = 0; i < 4; i++)
-#pragma unroll
-                for (int j = 0; j < 4; j++) sums[i][j] = fma(column[j], row[i], sums[i][j]);
-        }
+        add_outer(sums, left, right, here, tx, ty);
         __syncthreads();
     }
-#pragma unroll
-    for (int i = 0; i < 4; i++)
-#pragma unroll
-        for (int j = 0; j < 4; j++) {
-            const int64_t row = top + ty + 16 * i, column = side + tx + 16 * j;
-            if (row < a.end_row && column < a.end_column) a.c[row * a.width + column] = sums[i][j];
-        }
+    put_sums(sums, a.c, a.width, top + ty, side + tx, a.end_row, a.end_column);
 }

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from functools import cache
-from threading import Lock
 from typing import Any, NamedTuple
-from weakref import WeakKeyDictionary
 
 import numpy as np
 import numpy.typing as npt
 
 from quantkit.kernels.cuda.core.device import Device
+from quantkit.kernels.cuda.core.lookups import put_once
 from quantkit.kernels.cuda.feedback.sweeps import book_of
 from quantkit.kernels.levels import Bits, Levels, float_bits, levels_of
 from quantkit.types import TensorType
@@ -87,25 +86,6 @@ def tables(t: TensorType) -> Tables:
     )  # fmt: skip
 
 
-_on_device: WeakKeyDictionary[Device, dict[str, Tables]] = WeakKeyDictionary()
-_lock = Lock()
-
-
 def tables_on(device: Device, t: TensorType) -> Tables:
     """Return the addresses of a type's tables on a device, where they stay."""
-    owner: Device = getattr(device, "owner", device)  # all lanes of a device read the same
-    with _lock:
-        held = _on_device.setdefault(owner, {})
-        if t.name not in held:
-            made = Tables(*(_put(owner, array) for array in tables(t)))
-            owner.synchronize()  # no lane's stream waits for this one
-            held[t.name] = made
-        return held[t.name]
-
-
-def _put(device: Device, array: npt.NDArray[Any]) -> int:
-    if not array.size:
-        return 0
-    address = device.allocate(array.nbytes)
-    device.upload(address, array)
-    return address
+    return Tables(*put_once(device, tables, t))

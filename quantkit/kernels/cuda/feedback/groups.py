@@ -10,16 +10,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import cache, partial
-from threading import Lock
-from weakref import WeakKeyDictionary
 
 import numpy as np
+import numpy.typing as npt
 
 from quantkit.kernels.cpu.feedback.books import book_of
 from quantkit.kernels.cpu.feedback.options import Rounding
 from quantkit.kernels.cuda.core.device import Device, Launch
 from quantkit.kernels.cuda.core.kernel import Kernel, Shape
 from quantkit.kernels.cuda.core.limits import shared_of_block
+from quantkit.kernels.cuda.core.lookups import put_once
 from quantkit.kernels.cuda.feedback import group_rows
 from quantkit.kernels.cuda.feedback.books import book_macros, book_on
 from quantkit.kernels.cuda.feedback.fields import tables_on
@@ -29,6 +29,8 @@ from quantkit.kernels.cuda.feedback.rows import keep, launch, read_scales, sub_b
 from quantkit.kernels.cuda.feedback.tiles import ROWS, tiles
 from quantkit.kernels.levels import Grouping, Levels, all_levels
 from quantkit.types import TensorType
+
+Ints = npt.NDArray[np.int32]
 
 _FILE = "feedback/groups.cu"
 #: What search.cuh and group_sweeps.cuh count: lanes of a line, entries of a list, warps of a block of threads, columns
@@ -73,25 +75,13 @@ def _sweep(name: str, t: TensorType, rows: int) -> Shape:
 
 # ---------------------------------------------------------------- the order of columns
 
-_orders: WeakKeyDictionary[Device, dict[tuple[Grouping, int], tuple[int, int]]] = WeakKeyDictionary()
-_lock = Lock()
 
-
-def _order_on(device: Device, grouping: Grouping, n: int) -> tuple[int, int]:
-    """Return where a device has the columns, group after group, and the group of each column: int32 [n]."""
-    owner: Device = getattr(device, "owner", device)  # all lanes of a device read the same
-    with _lock:
-        held = _orders.setdefault(owner, {})
-        if (grouping, n) not in held:
-            order = grouping.order(n).astype(np.int32)
-            group_of = np.empty(n, np.int32)
-            group_of[order] = np.arange(n, dtype=np.int32) // grouping.size
-            made = owner.allocate(order.nbytes), owner.allocate(group_of.nbytes)
-            owner.upload(made[0], order)
-            owner.upload(made[1], group_of)
-            owner.synchronize()  # no lane's stream waits for this one
-            held[grouping, n] = made
-        return held[grouping, n]
+def _order(grouping: Grouping, n: int) -> tuple[Ints, Ints]:
+    """Return the columns, group after group, and the group of each column: int32 [n]."""
+    order = grouping.order(n).astype(np.int32)
+    group_of = np.empty(n, np.int32)
+    group_of[order] = np.arange(n, dtype=np.int32) // grouping.size
+    return order, group_of
 
 
 # ---------------------------------------------------------------- a launch after the other
@@ -118,7 +108,8 @@ def group_launches(
     if by.grouping is None or by.grouping != of.grouping:
         raise ValueError(f"the metric is not for groups of columns as {of.type} has them")
     on, fields, n, h = book_on(device, of.type), tables_on(device, of.type), by.n, by.h
-    columns = _order_on(device, by.grouping, n)
+    order, group_of = put_once(device, _order, by.grouping, n)
+    columns = order, group_of
     set_scales = partial(group_rows.set_scales, fields, of, rows, n, at)
     losses = group_rows.losses(on, of, rows, n, columns[0], h, at)
     descend = [_sweep_launch(device, "descend_groups", of, rows, by, columns, at)] * how.sweeps

@@ -1,5 +1,6 @@
 // Products of matrices, in the order of kernels/cpu/feedback/products.py: covariances of two streams, and corrections.
 #include "core/device.cuh"
+#include "core/outer.cuh"
 
 #define RUN 256  // rows whose products are added in float
 #define TILE 64
@@ -20,13 +21,7 @@ KERNEL(products, 256) {
     const int64_t top = TILE * (int64_t)blockIdx.y, side = TILE * (int64_t)blockIdx.x;
     if (a.upper && side + TILE <= top) return;
     double sums[4][4];
-#pragma unroll
-    for (int i = 0; i < 4; i++)
-#pragma unroll
-        for (int j = 0; j < 4; j++) {
-            const int64_t row = top + ty + 16 * i, column = side + tx + 16 * j;
-            sums[i][j] = row < a.n && column < a.m ? a.c[row * a.m + column] : 0.0;
-        }
+    get_sums(sums, a.c, a.m, top + ty, side + tx, a.n, a.m);
     for (int64_t run = 0; run < a.rows; run += RUN) {
         const int64_t end = run + RUN < a.rows ? run + RUN : a.rows;
         float part[4][4] = {};
@@ -38,18 +33,7 @@ KERNEL(products, 256) {
                 right[k][c] = k < here && side + c < a.m ? a.z[(at + k) * a.m + side + c] : 0.0f;
             }
             __syncthreads();
-            for (int k = 0; k < here; k++) {
-                float row[4], column[4];
-#pragma unroll
-                for (int i = 0; i < 4; i++) {
-                    row[i] = left[k][ty + 16 * i];
-                    column[i] = right[k][tx + 16 * i];
-                }
-#pragma unroll
-                for (int i = 0; i < 4; i++)
-#pragma unroll
-                    for (int j = 0; j < 4; j++) part[i][j] = __fmaf_rn(row[i], column[j], part[i][j]);
-            }
+            add_outer(part, left, right, here, tx, ty);
             __syncthreads();
         }
 #pragma unroll
@@ -57,13 +41,7 @@ KERNEL(products, 256) {
 #pragma unroll
             for (int j = 0; j < 4; j++) sums[i][j] += (double)part[i][j];
     }
-#pragma unroll
-    for (int i = 0; i < 4; i++)
-#pragma unroll
-        for (int j = 0; j < 4; j++) {
-            const int64_t row = top + ty + 16 * i, column = side + tx + 16 * j;
-            if (row < a.n && column < a.m) a.c[row * a.m + column] = sums[i][j];
-        }
+    put_sums(sums, a.c, a.m, top + ty, side + tx, a.n, a.m);
 }
 
 // What is above the diagonal of c, [n][n], goes below it, too; tile by tile. Blocks are (columns, rows) of tiles of 32.
