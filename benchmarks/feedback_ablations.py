@@ -3,9 +3,9 @@
     benchmarks/feedback_ablations.py MODEL.gguf CALIBRATION EVALUATION [--presets Q4_K_M,Q2_K] [--text NAME=FILE ..]
                                      [--rows RE]
 
-Rows of `--feedback` have covariances of the full-precision model, those of `--calibrate` go layer by layer; all have an
-importance matrix of the whole calibration text. Ratios are to the importance matrix alone, token by token, with their
-intervals of 95 %. --text is calibrated on instead, up to --chunks, too. What is left out is replaced where
+Rows of `--feedback` have covariances of the full-precision model and an importance matrix of the whole calibration text,
+those of `--calibrate` go layer by layer. Ratios are to the importance matrix alone, token by token, with their intervals
+of 95 %. --text is calibrated on instead, up to --chunks, too. What is left out is replaced where
 quantkit looks it up: a name that is there no more ends the run.
 """
 
@@ -36,7 +36,8 @@ OPTIONS, METRIC, ROUNDING = (f"quantkit.kernels.cpu.feedback.{m}" for m in ("opt
 #: Of the calibration text, where it is cut.
 TOKENS = (1_024, 10_240, 87_808)
 
-FEEDBACK, INPUTS, STREAMS = "quantkit.pipeline.feedback", "quantkit.sequential.inputs", "quantkit.sequential.streams"
+FEEDBACK = "quantkit.pipeline.feedback"
+CALIBRATE, INPUTS, STREAMS = (f"quantkit.sequential.{m}" for m in ("calibrate", "inputs", "streams"))
 
 
 @dataclass(frozen=True)
@@ -129,6 +130,8 @@ def rows(texts: Mapping[str, Path]) -> Iterator[Row]:
         yield Row(f"feedback: damping {value:g}", changes=damping(value))
     yield from calibrated_on("feedback", texts)
     yield Row("calibrate", True)
+    yield Row("calibrate: not balanced", True, {f"{CALIBRATE}:balanced": lambda *_: []})
+    yield Row("calibrate: inputs not rounded", True, {f"{INPUTS}:rounded_inputs": lambda x: x})
     yield Row("calibrate: targets not corrected", True, {**TARGET, **PLAIN_ROUTERS})
     yield Row("calibrate: GPTQ", True, GPTQ)
     yield Row("calibrate: residual stream left alone", True, {f"{INPUTS}:RESIDUAL": 0.0})
@@ -137,7 +140,7 @@ def rows(texts: Mapping[str, Path]) -> Iterator[Row]:
     yield Row("calibrate: fed once, no sweeps", True, rounding(**NO_SWEEPS))
     yield Row("calibrate: tokens of an expert alike", True, ALIKE)
     yield Row("calibrate: embeddings by the reference", True, PLAIN_EMBEDDINGS)
-    for value in (0.01, 0.3):
+    for value in (0.05, 0.3):
         yield Row(f"calibrate: target's damping {value:g}", True, {f"{INPUTS}:TARGET_DAMPING": value})
     yield from calibrated_on("calibrate", texts)
 

@@ -3,8 +3,8 @@
     benchmarks/feedback_kld.py MODEL.gguf CALIBRATION EVALUATION [--presets Q4_K_M,F32:ffn_down=Q2_K,..] [--chunks N]
 
 Every preset is quantized with an importance matrix, with `--feedback` and the covariances of the same text, and with
-`--calibrate`, with --balance also with `--calibrate --balance` and no importance matrix; the mean KL divergence on a
-text that is in none of them is printed with its standard error. Ratios are to the importance matrix, token by token:
+`--calibrate` alone, with --no-balance also with `--calibrate --no-balance`; the mean KL divergence on a text that is in
+none of them is printed with its standard error. Ratios are to the importance matrix, token by token:
 their interval, of 95 %, is that of a ratio of two means over the same tokens.
 A preset may be followed by types of tensors, as --tensor-type has them, each after a colon.
 
@@ -77,13 +77,13 @@ class Comparison:
         covariance(given.model, [given.calibration], folder / "cov.gguf", options=self.text)
         plain = QuantizeOptions(allow_requantize=True, imatrix=folder / "im.gguf", tensor_type=tuple(given.tensor_type))
         chunks = {"calibrate_ctx": given.ctx, "calibrate_chunks": given.chunks}
-        calibrate = replace(plain, calibrate=(given.calibration,), **chunks)
-        balance = {"balance": replace(calibrate, imatrix=None, balance=True)}
+        calibrate = replace(plain, imatrix=None, calibrate=(given.calibration,), **chunks)
+        others = {"calibrate --no-balance": replace(calibrate, balance=False)}
         return {
             "imatrix": plain,
             "feedback": replace(plain, feedback=folder / "cov.gguf"),
             "calibrate": calibrate,
-            **(balance if getattr(given, "balance", False) else {}),
+            **(others if getattr(given, "no_balance", False) else {}),
         }
 
     def made(self, preset: str, options: QuantizeOptions) -> Measured:
@@ -151,7 +151,7 @@ def row(preset: str, of: Mapping[str, Measured]) -> str:
 def main() -> None:
     p = arguments()
     p.add_argument("--tensor-type", action="append", default=[], metavar="RE=TYPE")
-    p.add_argument("--balance", action="store_true", help="also --calibrate --balance")
+    p.add_argument("--no-balance", action="store_true", help="also --calibrate --no-balance")
     p.add_argument("--llama-cpp", type=Path, metavar="BIN", help="folder of llama.cpp's programs")
     given = p.parse_args()
     print(machine(), flush=True)

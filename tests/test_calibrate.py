@@ -10,15 +10,19 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
+from cpu_products import Rows
 
 from quantkit.errors import QuantkitError, RecipeError
 from quantkit.formats.gguf import open_gguf
 from quantkit.model.engine import load
 from quantkit.model.observers import every_token, inputs
 from quantkit.model.ops import Embed, Graph, Observe, Value
+from quantkit.pipeline.plan import Plan
 from quantkit.quantize import QuantizeOptions, plan_quantize, quantize
+from quantkit.sequential.inputs import rounded_inputs
 from quantkit.sequential.spill import Spill
 from quantkit.sequential.streams import Streams, Tokens
+from quantkit.types import BY_NAME
 from zoo import NAMES
 
 F32 = npt.NDArray[np.float32]
@@ -167,17 +171,49 @@ def test_it_is_closer_than_an_importance_matrix(text: Path, tmp_path: Path, pres
     assert made < 0.5 * plain
 
 
+def test_what_is_balanced(tmp_path: Path) -> None:
+    """All by itself, without what is kept as it is; an importance matrix counts what columns are multiplied by."""
+
+    def plan(**more: Any) -> Plan:
+        return plan_quantize(MODEL, tmp_path / "o.gguf", "Q4_K_M", options(text, calibrate_chunks=20, **more))
+
+    def widened(plan: Plan) -> set[str]:
+        return {t.name for t in plan.tensors if t.source.type.name == "F32" and t.type.is_quantized}
+
+    imatrix, text = (MODEL.with_name(f"tiny-moe-{name}") for name in ("imatrix.gguf", "calibration.txt"))
+    all_of_it, none = plan(imatrix=imatrix), plan(imatrix=imatrix, balance=False)
+    assert len(widened(all_of_it)) == 25  # not the embeddings, nor outputs of attention
+    assert not widened(none)
+    assert [t.nbytes for t in all_of_it.tensors] == [t.nbytes for t in none.tensors]
+    said = "balanced: blk.0.attn_norm.weight .. output_norm.weight (13 tensors) took factors over from 29 tensors"
+    assert any(note.startswith(said) for note in all_of_it.notes)
+    kept = plan(tensor_type=(r"blk\.[12]\.=bf16",), leave_output_tensor=True)
+    assert widened(kept) == {name for name in widened(all_of_it) if name.startswith(("blk.0.", "blk.3."))}
+    name = "blk.2.ffn_down_exps.weight"
+    found, before = (next(t.found for t in p.tensors if t.name == name) for p in (all_of_it, none))
+    assert found is not None
+    assert before is not None
+    spreads = [np.ptp(np.log(each.weights[3])) for each in (found, before) if each.weights is not None]
+    assert spreads[0] < 0.7 * spreads[1]
+
+
+def test_inputs_are_rounded_as_products_round_them() -> None:
+    for n, name in ((512, "Q4_K"), (96, "Q8_0")):
+        x = np.random.default_rng(n).standard_normal((3, n)).astype(np.float32)
+        x[1, : n // 2] = 0
+        rounded, by_products = rounded_inputs(x), Rows(BY_NAME[name], x).values()[0]
+        assert np.allclose(rounded, by_products, rtol=1e-3)  # of a scale that may be a half float
+        assert np.abs(rounded - by_products).max() < 0.1 * np.abs(x - by_products).max()
+
+
 def test_what_cannot_be_calibrated_is_said(text: Path, tmp_path: Path) -> None:
     with pytest.raises(RecipeError, match="--feedback and --calibrate exclude each other"):
         plan_quantize(MODEL, tmp_path / "o.gguf", "Q4_K", options(text, feedback=text))
     with pytest.raises(RecipeError, match="leave --ray away"):
         quantize(MODEL, tmp_path / "o.gguf", "Q4_K", options(text), ray="auto")
-    with pytest.raises(RecipeError, match="--imatrix and --balance exclude each other"):
-        plan_quantize(MODEL, tmp_path / "o.gguf", "Q4_K", options(text, imatrix=text, balance=True))
-    with pytest.raises(RecipeError, match="--balance needs the inputs"):
-        plan_quantize(MODEL, tmp_path / "o.gguf", "Q4_K", QuantizeOptions(balance=True))
-    with pytest.raises(RecipeError, match="output.weight is kept as it is, but balanced it would be F32"):
-        plan_quantize(MODEL, tmp_path / "o.gguf", "Q4_K", options(text, leave_output_tensor=True, balance=True))
+    for balance, said in ((True, "--balance"), (False, "--no-balance")):
+        with pytest.raises(RecipeError, match=f"^{said} says how to calibrate"):
+            plan_quantize(MODEL, tmp_path / "o.gguf", "Q4_K", QuantizeOptions(balance=balance))
     with pytest.raises(QuantkitError, match="nothing to calibrate on|not one chunk|no chunk"):
         plan_quantize(MODEL, tmp_path / "o.gguf", "Q4_K", QuantizeOptions(calibrate=(text,), calibrate_ctx=100000))
     assert not list(tmp_path.iterdir())

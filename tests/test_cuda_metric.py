@@ -159,12 +159,13 @@ def test_a_metric_of_two_streams_is_the_cpus(memory: Memory, residual: int, monk
     z = rng.standard_normal((tokens, n + residual)).astype(np.float32) + 0.1 * x[:, :1]
     seen = StageInputs("blk.0.ffn_down.weight", n, 1)
     seen.tokens, share = (tokens,), np.ones((tokens, 1), np.float32)
+    counts = rng.uniform(0.5, 2, (tokens, 1)).astype(np.float32)
     rows = [(x[:700], x[:700] + z[:700, :n]), (x[700:], x[700:] + z[700:, :n])]
     at = np.split(np.arange(tokens), [700])
     monkeypatch.setattr(seen, "_ready", types.SimpleNamespace(seen=None))
     monkeypatch.setattr(stage_inputs, "_width", lambda seen: residual)
     monkeypatch.setattr(seen, "_rows", lambda matrix: ((x, y, a, share[a]) for (x, y), a in zip(rows, at, strict=True)))
-    monkeypatch.setattr(seen, "_rest", lambda tokens: z[tokens, n:])
+    monkeypatch.setattr(seen, "_rest", lambda tokens: (z[tokens, n:], counts[tokens]))
     carrier = Carrier(memory.device.lane())
     same(memory, seen.made_on(carrier, 0), seen.made(0, 1))
     x[3, 3] = np.inf

@@ -264,11 +264,11 @@ _OPTIONS: dict[str, Callable[[Any], Any]] = {
         "--calibrate-chunks", group=_IMATRIX, type=click.IntRange(1), metavar="N", help="Use only N chunks of it."
     ),
     "balance": option(
-        "--balance",
+        "--balance/--no-balance",
         group=_IMATRIX,
-        is_flag=True,
-        help="With --calibrate: first let norms and up projections take factors over from the weights behind them, so "
-        "that columns of inputs are of more alike size. The model stays the same; often less is lost (see kld).",
+        default=None,
+        help="With --calibrate, unless it is --no-balance: first let norms and up projections take factors over from "
+        "the weights behind them, so that columns of inputs are of more alike size. The model stays the same.",
     ),
     "override_kv": option(
         "--override-kv",

@@ -17,7 +17,7 @@ import json
 import math
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -26,11 +26,12 @@ from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from quantkit.errors import FormatError, RecipeError
+from quantkit.errors import FormatError
 from quantkit.formats.covariance import Covariances
 from quantkit.formats.gguf import Field, ValueType
 from quantkit.kernels.levels import Grouping, all_levels
 from quantkit.pipeline.importance import ALIASES, matrices_of
+from quantkit.pipeline.source import Source
 from quantkit.types import TensorType
 
 if TYPE_CHECKING:
@@ -47,7 +48,7 @@ M = TypeVar("M")
 #: columns a covariance is not of full rank, and feedback does harm.
 DAMPING, FEW_DAMPING, ENOUGH = 0.02, 0.1, 4
 #: The version of the method, in files: raised when other bytes come of it.
-METHOD = 2
+METHOD = 3
 EMBEDDING, ROUTER = "token_embd.weight", ".ffn_gate_inp.weight"
 #: Values of a row that are chosen together where all columns count alike.
 _ALIKE = 256
@@ -237,8 +238,14 @@ class Known(Protocol):
     def inputs(self, tensor: str, entry: str, shape: Sequence[int]) -> Inputs:
         """Return the inputs of a tensor. Raises FormatError if its entry has another size."""
 
+    def source(self, source: Source, but: Collection[str] = ()) -> Source:
+        """Return a source as it is to be read: its columns balanced, perhaps, ``but`` not those of some tensors."""
+
     def widens(self, name: str) -> bool:
         """Tell whether a tensor is read as F32, having had fewer bits, so that it should not be kept as it is."""
+
+    def factors(self, name: str) -> F32 | None:
+        """Return what the inputs of a tensor are multiplied by, float32 [matrices or 1, n]; None: by 1."""
 
     def fields(self) -> dict[str, tuple[str | int | float, ValueType]]:
         """Return what a file that is made with it says of it, without ``quantkit.feedback.``."""
@@ -267,9 +274,17 @@ class Recorded:
         self._tokens = max(self._tokens, *tokens)
         return RecordedInputs(entry, n, tokens, self.covariances.is_weighted(entry), self.covariances)
 
+    def source(self, source: Source, but: Collection[str] = ()) -> Source:
+        """Return the source."""
+        return source
+
     def widens(self, name: str) -> bool:
         """Tell whether a tensor is read as F32, having had fewer bits."""
         return False
+
+    def factors(self, name: str) -> F32 | None:
+        """Return what the inputs of a tensor are multiplied by."""
+        return None
 
     def fields(self) -> dict[str, tuple[str | int | float, ValueType]]:
         """Return what a file that is made with it says of it."""
@@ -322,12 +337,7 @@ class Feedback:
         return self._found[-1]
 
     def corrected(self, tensor: str, name: str, shape: Sequence[int], target: TensorType) -> Inputs | None:
-        """Return the inputs of a tensor that is not encoded, if it is to be corrected: a router.
-
-        Raises RecipeError for one that would take more bytes.
-        """
-        if self.known.widens(name):
-            raise RecipeError(f"{name} is kept as it is, but balanced it would be F32: give it a type, or no --balance")
+        """Return the inputs of a tensor that is not encoded, if it is to be corrected: a router."""
         entry = entry_of(name, self.known.entries)
         if not self.known.corrects or entry is None or not name.endswith(ROUTER) or target.name != "F32":
             return None

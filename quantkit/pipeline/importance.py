@@ -98,13 +98,16 @@ class Found:
     ones: int = 0
     zeros: int = 0
     imatrix: Imatrix | None = field(default=None, repr=False)
+    #: What the columns of the inputs are multiplied by since the imatrix was made, float32 [n_mat or 1, n_in].
+    factors: F32Array | None = field(default=None, repr=False)
 
     @property
     def weights(self) -> F32Array | None:
         """A new, contiguous float32 [n_mat, n_in]; None without an entry."""
         if self.entry is None or self.imatrix is None:
             return None
-        return self.imatrix.values(self.entry).reshape(self.n_mat, self.n_in)
+        values = self.imatrix.values(self.entry).reshape(self.n_mat, self.n_in)
+        return values if self.factors is None else values * np.square(self.factors)
 
 
 class Importance:

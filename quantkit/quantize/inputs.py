@@ -56,6 +56,8 @@ def with_importance(
         made = not choice.copied and not choice.repacked
         if draft.importance is not None and choice.type.is_quantized and made:
             found = draft.importance.lookup(tensor.name, tensor.shape)
+            if draft.feedback is not None:
+                found = replace(found, factors=draft.feedback.known.factors(original.get(tensor.name, tensor.name)))
             finds.append(found)
         shown = draft.feedback is not None and draft.feedback.shows(original.get(tensor.name, tensor.name))
         if made and has_encoder(choice.type) and not shown:  # a run refuses types without an encoder as such
@@ -85,9 +87,21 @@ def feedback_of(
         return None if options.feedback is None else Feedback(Recorded(options.feedback)), None, source
     from quantkit.sequential import Calibration, Foreseen
 
-    text = Calibration(options.calibrate, options.calibrate_ctx, options.calibrate_chunks, options.balance)
+    text = Calibration(options.calibrate, options.calibrate_ctx, options.calibrate_chunks, options.balance is not False)
     known = Foreseen(source.paths[0], text)
     return Feedback(known), known.executor, known.source(source)
+
+
+def spares_plain(draft: Draft, source: Source, tensors: Sequence[Chosen], choices: Sequence[Choice]) -> bool:
+    """Balance no tensor that keeps its bytes or becomes plain floats; return whether one was to be balanced."""
+    if draft.feedback is None:
+        return False
+    known = draft.feedback.known
+    plain = [t for t, c in zip(tensors, choices, strict=True) if not c.type.is_quantized]
+    names = {part.source.name for t in plain for part in t.parts if known.widens(part.source.name)}
+    if names:
+        draft.source = known.source(source, names)
+    return bool(names)
 
 
 def with_feedback(draft: Draft, chosen: Sequence[Chosen]) -> list[Chosen]:

@@ -23,7 +23,8 @@ class QuantizeOptions:
     Types are names from `quantkit types`, in any case. ``rules`` is whose mixture and other rules apply, and whose
     order of tensors and keys, "mainline" or "ik"; None for the tree of TYPE. ``encoder`` is whose search encodes what
     two have: see ``formats.encoder_for``. ``ready_rules`` are a user's rules, before all other sources of them.
-    ``like`` is a file whose types tensors get instead of those of TYPE, which is then "LIKE".
+    ``like`` is a file whose types tensors get instead of those of TYPE, which is then "LIKE". ``balance`` is part of
+    ``calibrate`` unless it is False.
     """
 
     rules: str | None = None
@@ -37,7 +38,7 @@ class QuantizeOptions:
     calibrate: tuple[Path, ...] = ()
     calibrate_ctx: int = 512
     calibrate_chunks: int | None = None
-    balance: bool = False
+    balance: bool | None = None
     like: Path | None = None
     ready_rules: tuple[Rule, ...] = ()
     recipe: tuple[Path, ...] = ()
@@ -79,7 +80,8 @@ def check_options(type: str, options: QuantizeOptions) -> None:  # noqa: A002
     """Raise what is wrong with the options, before any file is opened."""
     exclusive = (
         *(("keep_split", "split_max_size"), ("merge_up_gate", "split_up_gate"), ("repack", "unrepack")),
-        *(("feedback", "calibrate"), ("prune_layers", "calibrate"), ("imatrix", "balance")),
+        ("feedback", "calibrate"),
+        ("prune_layers", "calibrate"),
     )
     for pair in exclusive:
         if all(getattr(options, name) not in (None, False, ()) for name in pair):
@@ -91,8 +93,11 @@ def check_options(type: str, options: QuantizeOptions) -> None:  # noqa: A002
         raise RecipeError("TYPE LIKE needs the file of --like")
     if options.like is not None and options.pure:
         raise RecipeError("--pure is about the mixture of a preset, and --like takes its place: give one of them")
-    if options.balance and not options.calibrate:
-        raise RecipeError("--balance needs the inputs of weights, and --calibrate has them: give a text")
+    if options.balance is not None and not options.calibrate:
+        said = "--balance" if options.balance else "--no-balance"
+        raise RecipeError(
+            f"{said} says how to calibrate, and there is nothing to calibrate on: give --calibrate a text"
+        )
     check_encoder(options.encoder)
     _check_repack(options)
 

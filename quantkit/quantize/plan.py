@@ -17,7 +17,14 @@ from quantkit.pipeline.requantize import requantize_notes
 from quantkit.pipeline.source import Source
 from quantkit.quantize.choices import choose, lint, request_of
 from quantkit.quantize.draft import Draft, check_source
-from quantkit.quantize.inputs import feedback_of, load_importance, other_encoder, with_feedback, with_importance
+from quantkit.quantize.inputs import (
+    feedback_of,
+    load_importance,
+    other_encoder,
+    spares_plain,
+    with_feedback,
+    with_importance,
+)
 from quantkit.quantize.metadata import metadata_of
 from quantkit.quantize.options import QuantizeOptions, check_options, output_path, preset_of, size_of
 from quantkit.quantize.taken import shards_of, taken_up
@@ -59,12 +66,14 @@ def plan_from(
     if like is not None:
         like.check(str(draft.key("general.architecture")))
     draft.feedback, draft.executor, draft.source = feedback_of(source, options)
-    source = draft.source
     draft.taken = taken_up(draft)
     load_importance(draft)
     draft.like = None if like is None else like.pruned(draft.renamed)
     request = request_of(draft)
     tensors, choices = choose(draft, request)
+    while spares_plain(draft, source, tensors, choices):
+        draft.taken = taken_up(draft)
+        tensors, choices = choose(draft, request)
     lint(draft, request, tensors, choices)
     if draft.like is not None:
         draft.notes += draft.like.notes([tensor.name for tensor in tensors])
@@ -74,7 +83,7 @@ def plan_from(
     files = (*options.recipe, *options.tensor_type_file, *given, *reads)
     seen = draft.feedback.known.identity if draft.feedback else ""
     plan = plan_output(
-        source,
+        draft.source,
         output,
         metadata_of(draft, request).fields(),
         chosen,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -67,8 +67,8 @@ class Foreseen:
         options = ImatrixOptions(n_ctx=calibration.n_ctx, chunks=calibration.chunks)
         with load(model, n_ctx=calibration.n_ctx, rewrite=every_token) as loaded:
             text = chunks_of(loaded, calibration.texts, calibration.conversations, None, None, options)
-            self.notes = list(text.notes)
-            windows, bos = text.windows.copy(), bos_of(loaded, self.notes)
+            self._notes = list(text.notes)
+            windows, bos = text.windows.copy(), bos_of(loaded, self._notes)
             embeddings = {op.weight.tensor.name for op in loaded.whole.ops if isinstance(op, Embed)}
             found = inputs(loaded.whole, process_output=True)
         if bos is not None:
@@ -83,18 +83,25 @@ class Foreseen:
         self._sizes = {item.names[0]: (item.n, item.n_mat) for item in reversed(found)}
         self._inputs: dict[str, StageInputs] = {}
         self._factors = balanced(model, windows, self.tokens.at_once) if calibration.balance else []
+        self._balance = calibration.balance
         self._widened: set[str] = set()
-        if calibration.balance:
-            self.notes.append(self._said())
+
+    @property
+    def notes(self) -> list[str]:
+        """What the user should know."""
+        return [*self._notes, *([self._said()] if self._balance else [])]
 
     def _said(self) -> str:
         if not self._factors:
-            return "--balance changes nothing: inputs have like columns, or are not read by F32, F16 or BF16 alone"
-        count = sum(len(each.gives) for each in self._factors)
-        return f"balanced: {len(self._factors)} tensors take factors from {count} behind them"
+            return "nothing is balanced: inputs have like columns, or are not of F32, F16 or BF16 tensors alone"
+        names, count = [each.takes for each in self._factors], sum(len(each.gives) for each in self._factors)
+        which = names[0] if len(names) == 1 else f"{names[0]} .. {names[-1]} ({len(names)} tensors)"
+        return f"balanced: {which} took factors over from {count} tensors behind them"
 
-    def source(self, source: Source) -> Source:
-        """Return a source as it is to be read: balanced, if that is asked for."""
+    def source(self, source: Source, but: Collection[str] = ()) -> Source:
+        """Return a source as it is to be read: balanced if that is asked for, ``but`` nothing that concerns these."""
+        self._factors = [each for each in self._factors if not {each.takes, *each.gives}.intersection(but)]
+        self._widened = set()
         if not self._factors:
             return source
         made = Balanced(source, self._factors)
@@ -105,10 +112,9 @@ class Foreseen:
         """Tell whether a tensor is read as F32, having had fewer bits."""
         return name in self._widened
 
-    @cached_property
-    def _gained(self) -> dict[str, npt.NDArray[np.float32]]:
-        """What inputs are multiplied by, by the matrices' names."""
-        return {name: each.by for each in self._factors for name in each.gives}
+    def factors(self, name: str) -> npt.NDArray[np.float32] | None:
+        """Return what the inputs of a tensor are multiplied by, float32 [matrices or 1, n]; None: by 1."""
+        return next((each.by for each in self._factors if name in each.gives), None)
 
     @cached_property
     def identity(self) -> str:
@@ -127,7 +133,7 @@ class Foreseen:
                 f"{self.model}: {entry} has {matrices} inputs of {n} columns, {tensor} {math.prod(shape[2:])} of "
                 f"{shape[0]}: such a tensor cannot be calibrated"
             )
-        return self._inputs.setdefault(entry, StageInputs(entry, n, matrices, self._gained.get(entry)))
+        return self._inputs.setdefault(entry, StageInputs(entry, n, matrices, self.factors(entry)))
 
     def fields(self) -> dict[str, tuple[str | int | float, ValueType]]:
         """Return what a file that is made with it says of it."""

@@ -14,7 +14,7 @@ from quantkit.kernels.cpu.feedback.metric import Metric, metric
 from quantkit.kernels.cpu.feedback.products import Products, times_inverse
 from quantkit.kernels.cpu.feedback.tiles import pack_columns
 from quantkit.kernels.levels import Grouping
-from quantkit.pipeline.feedback import damping_of
+from quantkit.pipeline.feedback import ROUTER, damping_of
 from quantkit.sequential.spill import Spill
 from quantkit.sequential.streams import Seen
 
@@ -30,7 +30,7 @@ F64 = npt.NDArray[np.float64]
 _TOKENS = 4096
 #: What is added to the diagonal, in means of it, where targets are corrected; the share of what is wrong with the
 #: residual stream that a product added to it is to make up for.
-TARGET_DAMPING, RESIDUAL = 0.05, 0.5
+TARGET_DAMPING, RESIDUAL = 0.01, 0.5
 
 
 @dataclass(frozen=True)
@@ -140,7 +140,9 @@ class StageInputs:
 
     def _add_up(self, sums: Products | Sums, matrix: int) -> None:
         for x, plain, tokens, share in self._rows(matrix):
-            sums.add(x, np.concatenate([plain - x, self._rest(tokens) * share], axis=1))
+            seen = x if self.entry.endswith(ROUTER) else rounded_inputs(x)
+            rest, counts = self._rest(tokens)
+            sums.add(seen * counts, np.concatenate([plain - seen, rest * share], axis=1) * counts)
         sums.finish()
 
     def _not_finite(self) -> FormatError:
@@ -183,15 +185,31 @@ class StageInputs:
                 share = (np.square(weights[some]) / squares.sum(axis=1))[:, None]
             yield rows[0], rows[1], some // used, share
 
-    def _rest(self, tokens: npt.NDArray[np.int64]) -> F32:
-        """Return what products of some tokens are to make up for, float32 [tokens, rows of the matrix], perhaps 0."""
+    def _rest(self, tokens: npt.NDArray[np.int64]) -> tuple[F32, F32]:
+        """Return what products of some tokens are to make up for, float32 [tokens, rows of the matrix], perhaps 0; and
+        how much their errors count, float32 [tokens, 1].
+
+        A norm divides what they are added to by its size, and the error by as much.
+        """
         r = self._ready
         assert r is not None
-        total = np.zeros((len(tokens), _width(r.seen)), np.float32)
+        total, squares = np.zeros((len(tokens), _width(r.seen)), np.float32), np.zeros((len(tokens), 1))
         for place, plain, factor in r.seen.added_to:
-            wrong = r.spill.all(plain, r.tokens)[tokens] - r.spill.all(place, r.tokens)[tokens]
-            total += wrong * np.float32(RESIDUAL / factor)
-        return total
+            right = r.spill.all(plain, r.tokens)[tokens]
+            total += (right - r.spill.all(place, r.tokens)[tokens]) * np.float32(RESIDUAL / factor)
+            squares += np.square(right, dtype=np.float64).mean(axis=1, keepdims=True)
+        counts = 1 / np.sqrt(np.where(squares > 0, squares, 1))
+        return total, counts.astype(np.float32)
+
+
+def rounded_inputs(x: F32) -> F32:
+    """Return rows as runtimes on CPUs multiply them: of 8 bits, with one scale for 256 columns, or 32."""
+    of = 256 if x.shape[1] % 256 == 0 else 32
+    blocks = x.reshape(len(x), -1, of)
+    scale = np.abs(blocks).max(axis=2, keepdims=True) / np.float32(127)
+    with np.errstate(invalid="ignore"):  # what is not finite is refused with the sums
+        rounded: F32 = np.rint(blocks / np.where(scale > 0, scale, np.float32(1))) * scale
+    return rounded.reshape(x.shape)
 
 
 def _width(seen: Seen) -> int:
