@@ -3,10 +3,10 @@
     benchmarks/feedback_ablations.py MODEL.gguf CALIBRATION EVALUATION [--presets Q4_K_M,Q2_K] [--text NAME=FILE ..]
                                      [--rows RE]
 
-Rows of `--feedback` have covariances of the full-precision model and an importance matrix of the whole calibration text,
-those of `--calibrate` go layer by layer. Ratios are to the importance matrix alone, token by token, with their intervals
-of 95 %. --text is calibrated on instead, up to --chunks, too. What is left out is replaced where
-quantkit looks it up: a name that is there no more ends the run.
+Rows of `--feedback` have covariances of the full-precision model and an importance matrix of the whole calibration
+text, those of `--calibrate` go layer by layer. Ratios are to the importance matrix alone, token by token, with their
+intervals of 95 %. --text is calibrated on instead, up to --chunks, too. What is left out is replaced where quantkit
+looks it up: a name that is there no more ends the run.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
     benchmarks/kill_resume.py --trials 100
     benchmarks/kill_resume.py --trials 50 --convert     the conversion of a checkpoint, quantized in the same pass
     benchmarks/kill_resume.py --trials 50 --export      the export of a model as a checkpoint of several files
-    benchmarks/kill_resume.py --trials 50 --model M.gguf --calibrate TEXT       layer by layer; with --balance, too
+    benchmarks/kill_resume.py --trials 50 --model M.gguf --calibrate TEXT       layer by layer; with --no-balance, too
 
 A model of 1.1 GB is generated and quantized once undisturbed (the reference), then TRIALS times: the run is killed with
 SIGKILL after a random part of the reference's time, sometimes killed again while resuming, and then resumed to its end.
@@ -172,7 +172,7 @@ def reference(model: Path, output: Path, options: argparse.Namespace) -> Case:
     extra = ["--threads", str(options.threads)] if options.threads else []
     verb = ("convert", "--pre", "qwen2") if options.convert else ("quantize",)
     extra += ["--calibrate", str(options.calibrate), "--calibrate-chunks", "40"] if options.calibrate else []
-    extra += ["--balance"] if options.balance else []
+    extra += ["--no-balance"] if options.no_balance else []
     command = quantkit(*verb, "--json", *extra, model, output, options.to)
     if options.export:
         command = quantkit("export", "--json", "--max-shard-size", "100M", *extra, model, output)
@@ -192,7 +192,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--convert", action="store_true", help="convert a checkpoint, instead of quantizing a GGUF file")
     p.add_argument("--export", action="store_true", help="export a GGUF file as a checkpoint")
     p.add_argument("--calibrate", type=Path, metavar="TEXT", help="with error feedback, calibrated on 40 chunks of it")
-    p.add_argument("--balance", action="store_true", help="with --calibrate: columns are balanced first")
+    p.add_argument("--no-balance", action="store_true", help="with --calibrate: columns are not balanced first")
     p.add_argument("--model", type=Path, metavar="GGUF", help="use this model instead of generating one")
     p.add_argument("--to", default="Q4_K_M", metavar="TYPE", help="default: Q4_K_M")
     p.add_argument("--again", type=float, default=0.3, metavar="P", help="probability of killing a resume (0.3)")
