@@ -102,7 +102,7 @@ def feedback_figure(report: FeedbackReport, name: str) -> Figure:
     """Return the panels for which there are data."""
     outside = [f"{t.kind} {_ratio([t]):.2f}" for t in report.tensors if t.layer < 0 and _ratio([t]) is not None]
     title = "Loss with feedback, of the reference's" + (f" ({', '.join(outside)})" if outside else "")
-    tokens = f"Tokens for each column (fewer than {ENOUGH}: damped more; fewer than 1: no feedback)"
+    tokens = f"Tokens for each column (fewer than {ENOUGH}: few; fewer than 1: no feedback)"
     return Figure(
         f"Error feedback in {name}",
         [

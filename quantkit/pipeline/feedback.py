@@ -95,6 +95,9 @@ class Inputs(Protocol):
     def damping(self, matrix: int) -> float | None:
         """Return the damping of a matrix; None if its tokens are too few for feedback."""
 
+    def damping_by(self, tokens: int) -> float | None:
+        """Return the same for a matrix of so many tokens."""
+
     def made(self, matrix: int, threads: int, grouping: Grouping | None = None) -> Metric:
         """Return the metric of a matrix for types that group columns so.
 
@@ -137,6 +140,9 @@ class Alike:
     def damping(self, matrix: int) -> float | None:
         return 0.0
 
+    def damping_by(self, tokens: int) -> float | None:
+        return 0.0
+
     def made(self, matrix: int, threads: int, grouping: Grouping | None = None) -> Metric:
         from quantkit.kernels.cpu.feedback.metric import metric
 
@@ -174,7 +180,10 @@ class RecordedInputs:
         return 32 * self.n**2
 
     def damping(self, matrix: int) -> float | None:
-        return damping_of(self.tokens[matrix], self.n)
+        return self.damping_by(self.tokens[matrix])
+
+    def damping_by(self, tokens: int) -> float | None:
+        return damping_of(tokens, self.n)
 
     def made(self, matrix: int, threads: int, grouping: Grouping | None = None) -> Metric:
         from quantkit.kernels.cpu.feedback.metric import metric
@@ -373,9 +382,9 @@ class Feedback:
 
         values: dict[str, tuple[str | int | float, ValueType]] = {
             "method": (METHOD, ValueType.UINT32),
-            **self.known.fields(),
             "damping": (DAMPING, ValueType.FLOAT32),
             "damping.few_tokens": (FEW_DAMPING, ValueType.FLOAT32),
+            **self.known.fields(),
             **{f"rounding.{name}": (int(value), ValueType.UINT32) for name, value in asdict(Rounding()).items()},
             "matrices": (sum(i.matrices for i in self._found) - _too_few(self._found), ValueType.UINT32),
             "tensors.without": (len(self.without), ValueType.UINT32),
@@ -393,11 +402,11 @@ def _is_read_by_row(name: str, target: TensorType) -> bool:
 def few_tokens(found: Sequence[Inputs]) -> list[str]:
     """Return how many matrices saw few tokens, or too few, as far as that is known."""
     pairs = [(inputs, e) for inputs in found if inputs.tokens is not None for e in range(inputs.matrices)]
-    few, none = sum(i.damping(e) == FEW_DAMPING for i, e in pairs), _too_few(found)
+    few, none = sum(i.n <= (i.tokens or ())[e] < ENOUGH * i.n for i, e in pairs), _too_few(found)
     lines = [f"{none} of {len(pairs)} matrices saw fewer tokens than they have columns: encoded without feedback; "
              "calibrate on more text"] * bool(none)  # fmt: skip
-    lines += [f"{few} of {len(pairs)} matrices saw fewer than {ENOUGH} tokens a column: damped more; calibrate on "
-              "more text"] * bool(few)  # fmt: skip
+    lines += [f"{few} of {len(pairs)} matrices saw fewer than {ENOUGH} tokens a column: calibrate on more "
+              "text"] * bool(few)  # fmt: skip
     return lines
 
 

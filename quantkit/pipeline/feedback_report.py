@@ -8,7 +8,6 @@ from typing import Any
 
 from quantkit.names import tensor_class
 from quantkit.pipeline.facts import layer_of
-from quantkit.pipeline.feedback import damping_of
 from quantkit.pipeline.jobs import MatrixLoss
 from quantkit.pipeline.plan import Plan
 from quantkit.pipeline.planned import PlannedTensor, RowSlice
@@ -128,5 +127,5 @@ def _matrices(number: int, part: RowSlice, found: Mapping[tuple[int, int], Matri
     rows = part.rows * part.values // n
     for matrix in range(part.inputs.matrices):
         loss = found.get((number, matrix), MatrixLoss(number, matrix, known[matrix] if known else 0, 0, 0, 0))
-        damping = 0.0 if part.inputs.is_alike else damping_of(loss.tokens, n)
+        damping = part.inputs.damping_by(loss.tokens)
         yield FedMatrix(number, matrix, loss.tokens, n, damping, rows, int(loss.rows), loss.before, loss.after)

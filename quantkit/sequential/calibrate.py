@@ -24,7 +24,7 @@ from quantkit.pipeline.source import Source
 from quantkit.pipeline.threads import Threads
 from quantkit.sequential.balance import Balanced, balanced
 from quantkit.sequential.executor import Sequential
-from quantkit.sequential.inputs import RESIDUAL, TARGET_DAMPING, StageInputs
+from quantkit.sequential.inputs import DAMPING, RESIDUAL, TARGET_DAMPING, StageInputs
 from quantkit.sequential.streams import Tokens
 
 #: Tokens that go through a stage at once.
@@ -142,6 +142,8 @@ class Foreseen:
             "calibrate.fingerprint": (self.identity, ValueType.STRING),
             "calibrate.chunk": (self.tokens.windows.shape[1], ValueType.UINT32),
             "tokens": (self.tokens.count, ValueType.UINT64),
+            "damping": (DAMPING, ValueType.FLOAT32),
+            "damping.few_tokens": (DAMPING, ValueType.FLOAT32),
             "damping.target": (TARGET_DAMPING, ValueType.FLOAT32),
             "residual": (RESIDUAL, ValueType.FLOAT32),
             "balanced": (len(self._factors), ValueType.UINT32),

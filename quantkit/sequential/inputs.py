@@ -30,7 +30,9 @@ F64 = npt.NDArray[np.float64]
 _TOKENS = 4096
 #: What is added to the diagonal, in means of it, where targets are corrected; the share of what is wrong with the
 #: residual stream that a product added to it is to make up for.
-TARGET_DAMPING, RESIDUAL = 0.01, 0.5
+TARGET_DAMPING, RESIDUAL = 0.05, 0.5
+#: What is added to the diagonal of a metric, in means of it: balanced columns, more alike, need more of it than others.
+DAMPING = 0.1
 
 
 @dataclass(frozen=True)
@@ -83,7 +85,11 @@ class StageInputs:
 
     def damping(self, matrix: int) -> float | None:
         """Return the damping of a matrix; None if its tokens are too few for feedback."""
-        return damping_of(self._count(matrix), self.n)
+        return self.damping_by(self._count(matrix))
+
+    def damping_by(self, tokens: int) -> float | None:
+        """Return the damping of a matrix that saw so many tokens; None if they are too few for feedback."""
+        return None if damping_of(tokens, self.n) is None else DAMPING
 
     def made(self, matrix: int, threads: int, grouping: Grouping | None = None) -> Metric:
         """Return the metric of a matrix, with the correction of targets."""
