@@ -71,11 +71,12 @@ def rows_of(seed: int, count: int) -> np.ndarray:
     return np.random.default_rng(seed).normal(0, 0.05, (count, N)).astype(np.float32)
 
 
-def write_source(path: Path, spoiled: str = "") -> Path:
-    """Write the model; a value of the tensor ``spoiled`` is infinite."""
+def write_source(path: Path, spoiled: str = "", kinds: dict[str, tuple[str, str]] = KINDS) -> Path:
+    """Write a model of tensors of some kinds; a value of the tensor ``spoiled`` is infinite."""
     tensors: list[Any] = [("output_norm.weight", (N,), BY_NAME["F32"], np.ones(N, np.float32).tobytes())]
-    for seed, (name, (source, _)) in enumerate(KINDS.items()):
-        shape: tuple[int, ...] = (N, ROWS, EXPERTS) if "exps" in name else (N, ROWS)
+    for seed, (name, (source, _)) in enumerate(kinds.items()):
+        rows = 128 if name == "token_embd" else ROWS
+        shape: tuple[int, ...] = (N, ROWS, EXPERTS) if "exps" in name else (N, rows)
         x = rows_of(seed, int(np.prod(shape[1:])))
         if name == spoiled:
             x[ROWS - 1, 7] = np.inf

@@ -11,25 +11,21 @@ import host_device
 import numpy as np
 import pytest
 from test_calibrate import MODEL, TEXT
-from test_cards import Told
+from test_cards import N, Told, write_source
 from test_feedback_files import EXPERTS, TOKENS, write_covariances
 
-from models import llama_fields
 from quantkit.errors import FormatError
 from quantkit.formats.gguf import Field, open_gguf, write_gguf
 from quantkit.formats.imatrix import Imatrix, ImatrixEntry, write_imatrix
-from quantkit.kernels import quantize as encode
 from quantkit.kernels.cuda.feedback import making
 from quantkit.pipeline import jobs as jobs_module
 from quantkit.pipeline.cards import batch, choice
 from quantkit.pipeline.cards import executor as cards
 from quantkit.pipeline.feedback_report import FeedbackReport, feedback_report
 from quantkit.quantize import QuantizeOptions, QuantizeResult, plan_quantize, quantize
-from quantkit.types import BY_NAME
 
 pytestmark = pytest.mark.skipif(host_device.compiler() is None, reason="no C++ compiler: install g++")
 
-N, ROWS = 256, 40
 IMATRIX = "importance.gguf"
 #: Of each tensor: how it lies in the source, and what becomes of it.
 KINDS = {
@@ -43,25 +39,9 @@ KINDS = {
 }
 
 
-def write_source(path: Path, spoiled: str = "") -> Path:
-    """Write the model; a value of the tensor ``spoiled`` is infinite."""
-    tensors: list[Any] = [("output_norm.weight", (N,), BY_NAME["F32"], np.ones(N, np.float32).tobytes())]
-    for seed, (name, (source, _)) in enumerate(KINDS.items()):
-        shape: tuple[int, ...] = (N, ROWS, EXPERTS) if "exps" in name else (N, 128 if name == "token_embd" else ROWS)
-        x = np.random.default_rng(seed).normal(0, 0.05, (int(np.prod(shape[1:])), N)).astype(np.float32)
-        if name == spoiled:
-            x[ROWS - 1, 7] = np.inf
-        t = BY_NAME[source]
-        bits = x.view(np.uint32) >> np.uint32(16)
-        data = x if source == "F32" else bits.astype(np.uint16) if source == "BF16" else encode(x, t)
-        tensors.append((f"{name}.weight", shape, t, np.ascontiguousarray(data).tobytes()))
-    write_gguf(path, llama_fields(layers=1), tensors)
-    return path
-
-
 @pytest.fixture(scope="module")
 def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_source(tmp_path_factory.mktemp("cards") / "source.gguf")
+    return write_source(tmp_path_factory.mktemp("cards") / "source.gguf", kinds=KINDS)
 
 
 @pytest.fixture(scope="module")
@@ -154,7 +134,7 @@ def test_a_covariance_that_is_none_is_an_error(source: Path, cov: Path, tmp_path
         f.write(np.float32(1e-30).tobytes())
         f.seek(at + 4 * 7)
         f.write(np.float32(1e9).tobytes())
-    spoiled = write_source(tmp_path / "spoiled.gguf", "blk.0.attn_k")
+    spoiled = write_source(tmp_path / "spoiled.gguf", "blk.0.attn_k", KINDS)
     for options, model, why in ((rules(broken), source, "is no covariance"), (rules(cov), spoiled, "column 7 is inf")):
         said = []
         for backend in ("cpu", "cuda"):
