@@ -174,8 +174,8 @@ def test_it_is_closer_than_an_importance_matrix(text: Path, tmp_path: Path, pres
 def test_what_is_balanced(tmp_path: Path) -> None:
     """All by itself, without what is kept as it is; an importance matrix counts what columns are multiplied by."""
 
-    def plan(**more: Any) -> Plan:
-        return plan_quantize(MODEL, tmp_path / "o.gguf", "Q4_K_M", options(text, calibrate_chunks=20, **more))
+    def plan(preset: str = "Q4_K_M", **more: Any) -> Plan:
+        return plan_quantize(MODEL, tmp_path / "o.gguf", preset, options(text, calibrate_chunks=20, **more))
 
     def widened(plan: Plan) -> set[str]:
         return {t.name for t in plan.tensors if t.source.type.name == "F32" and t.type.is_quantized}
@@ -189,6 +189,10 @@ def test_what_is_balanced(tmp_path: Path) -> None:
     assert any(note.startswith(said) for note in all_of_it.notes)
     kept = plan(tensor_type=(r"blk\.[12]\.=bf16",), leave_output_tensor=True)
     assert widened(kept) == {name for name in widened(all_of_it) if name.startswith(("blk.0.", "blk.3."))}
+    grids, asked = plan("IQ2_XXS"), plan("IQ2_XXS", balance=True)
+    assert widened(asked) == widened(all_of_it)
+    assert {t.type.name for t in grids.tensors if t.name in widened(grids)}.isdisjoint({"IQ2_XXS", "IQ2_S", "IQ3_XXS"})
+    assert "output.weight" in widened(grids)
     name = "blk.2.ffn_down_exps.weight"
     found, before = (next(t.found for t in p.tensors if t.name == name) for p in (all_of_it, none))
     assert found is not None
