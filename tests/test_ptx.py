@@ -239,6 +239,10 @@ def dot2(a: int, b: int, c: int) -> int:
     return (c + sum(s(a >> 16 * i, 16) * s(b >> 8 * i, 8) for i in range(2))) & M32
 
 
+def dot2_unsigned(a: int, b: int, c: int) -> int:
+    return (c + sum((a >> 16 * i & 65535) * (b >> 8 * i & 255) for i in range(2))) & M32
+
+
 #: Instructions of 32-bit registers a, b, c (%r1 to %r3, of which d is %r4) and what they make of them; None: anything.
 MEANINGS: dict[str, Callable[[int, int, int], int | None]] = {
     "prmt.b32 %r4, %r1, %r2, %r3;": prmt,
@@ -246,6 +250,8 @@ MEANINGS: dict[str, Callable[[int, int, int], int | None]] = {
     "dp4a.u32.s32 %r4, %r1, %r2, %r3;": dot4_unsigned,
     "dp2a.lo.s32.s32 %r4, %r1, %r2, %r3;": dot2,
     "dp2a.hi.s32.s32 %r4, %r1, %r2, %r3;": lambda a, b, c: dot2(a, b >> 16, c),
+    "dp2a.lo.u32.u32 %r4, %r1, %r2, %r3;": dot2_unsigned,
+    "dp2a.hi.u32.u32 %r4, %r1, %r2, %r3;": lambda a, b, c: dot2_unsigned(a, b >> 16, c),
     "shf.l.wrap.b32 %r4, %r1, %r2, %r3;": lambda a, b, c: ((b << 32 | a) << (c & 31) >> 32) & M32,
     "shf.r.wrap.b32 %r4, %r1, %r2, %r3;": lambda a, b, c: (b << 32 | a) >> (c & 31) & M32,
     "shf.r.clamp.b32 %r4, %r1, %r2, %r3;": lambda a, b, c: (b << 32 | a) >> min(c, 32) & M32,

@@ -65,7 +65,7 @@ VALUES: dict[str, tuple[str, ...]] = {
     ),
     **_all({"fma": "rn.f32 rm.f32 rn.f64", "mad": "lo.s32 lo.cc.u32", "prmt": "b32"}, "T T T T"),
     **_all({"madc": "hi.u32 hi.cc.u32 lo.cc.u32", "dp4a.s32": "s32", "dp4a.u32": "s32"}, "T T T T"),
-    **_all({"dp2a.lo.s32": "s32", "dp2a.hi.s32": "s32"}, "T T T T"),
+    **_all({"dp2a.lo.s32": "s32", "dp2a.hi.s32": "s32", "dp2a.lo.u32": "u32", "dp2a.hi.u32": "u32"}, "T T T T"),
     **_all({"shf": "l.wrap.b32 r.wrap.b32 r.clamp.b32"}, "T T T u32"),
     **_all({"shl": "b16 b32 b64", "shr": "s16 u16 s32 u32 s64 u64"}, "T T u32"),
     **_all({"bfi": "b32 b64"}, "T T T u32 u32"),

@@ -526,6 +526,12 @@ uint32_t dp2a_lo_s32_s32(uint32_t a, uint32_t b, uint32_t c) {
     return d;
 }
 uint32_t dp2a_hi_s32_s32(uint32_t a, uint32_t b, uint32_t c) { return dp2a_lo_s32_s32(a, b >> 16, c); }
+uint32_t dp2a_lo_u32_u32(uint32_t a, uint32_t b, uint32_t c) {
+    uint32_t d = c;
+    for (int i = 0; i < 2; i++) d += (a >> 16 * i & 65535) * (b >> 8 * i & 255);
+    return d;
+}
+uint32_t dp2a_hi_u32_u32(uint32_t a, uint32_t b, uint32_t c) { return dp2a_lo_u32_u32(a, b >> 16, c); }
 uint32_t brev_b32(uint32_t a) {
     uint32_t d = 0;
     for (int i = 0; i < 32; i++) d |= (a >> i & 1) << (31 - i);

@@ -64,7 +64,8 @@ uint32_t cvt_rni_s32_f32(float), cvt_rzi_s32_f32(float), cvt_rni_s32_f64(double)
 float ex2_approx_ftz_f32(float), rcp_approx_ftz_f32(float), max_f32(float, float), min_f32(float, float);
 uint32_t prmt_b32(uint32_t a, uint32_t b, uint32_t c), dp4a_s32_s32(uint32_t a, uint32_t b, uint32_t c);
 uint32_t dp4a_u32_s32(uint32_t a, uint32_t b, uint32_t c), dp2a_lo_s32_s32(uint32_t a, uint32_t b, uint32_t c);
-uint32_t dp2a_hi_s32_s32(uint32_t a, uint32_t b, uint32_t c);
+uint32_t dp2a_hi_s32_s32(uint32_t a, uint32_t b, uint32_t c), dp2a_lo_u32_u32(uint32_t a, uint32_t b, uint32_t c);
+uint32_t dp2a_hi_u32_u32(uint32_t a, uint32_t b, uint32_t c);
 uint32_t brev_b32(uint32_t), bfi_b32(uint32_t a, uint32_t b, uint32_t c, uint32_t d), popc_b32(uint32_t);
 uint64_t bfi_b64(uint64_t a, uint64_t b, uint32_t c, uint32_t d);
 uint32_t clz_b64(uint64_t), bfind_shiftamt_u32(uint32_t);

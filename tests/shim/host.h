@@ -183,6 +183,11 @@ static inline int host_dp2a(int a, int b, int c) {
 }
 static inline int __dp2a_lo(int a, int b, int c) { return host_dp2a(a, b, c); }
 static inline int __dp2a_hi(int a, int b, int c) { return host_dp2a(a, (int)((uint32_t)b >> 16), c); }
+static inline unsigned host_dp2a_unsigned(unsigned a, unsigned b, unsigned c) {
+    return c + (a & 0xffff) * (b & 255) + (a >> 16) * (b >> 8 & 255);
+}
+static inline unsigned __dp2a_lo(unsigned a, unsigned b, unsigned c) { return host_dp2a_unsigned(a, b, c); }
+static inline unsigned __dp2a_hi(unsigned a, unsigned b, unsigned c) { return host_dp2a_unsigned(a, b >> 16, c); }
 static inline float __uint_as_float(uint32_t u) {
     float f;
     memcpy(&f, &u, 4);

@@ -1,7 +1,8 @@
 """What encoders of trellis types look up on a device: trellis_search.cuh's Codebook.
 
 Points and centers are the CPU's (quantkit.kernels.cpu.encode.trellis_codebook), in the same order, but each lies by
-itself: its levels, signed, then their squares / 64, rounded, less 128.
+itself: its levels, signed, then their squares / 64, rounded, less 128. Points that are never ranked in 8 bits have
+magnitudes instead of squares, or nothing where levels are magnitudes: what a search reads of them comes from afar.
 """
 
 from __future__ import annotations
@@ -47,13 +48,16 @@ class Codebook(NamedTuple):
     grid: Any
 
 
-def _points(lines: npt.NDArray[np.uint8], size: int, bias: int, wide: bool) -> npt.NDArray[np.int8]:
-    """Return levels and squares of each point of the CPU's lines of 16, int8 [points, 2 size]."""
+def _levels(lines: npt.NDArray[np.uint8], size: int, bias: int, wide: bool) -> npt.NDArray[np.int64]:
+    """Return the levels of each point of the CPU's lines of 16, int64 [points, size]."""
     kind: Any = np.int16 if wide else np.uint8
     each = 4 // kind().itemsize
     words = size // each if wide else 2 * size // each
     values = lines.view(kind).reshape(-1, words, 16, each).swapaxes(1, 2).reshape(-1, words * each).astype(np.int64)
-    levels = values if wide else values[:, :size] - bias
+    return values if wide else values[:, :size] - bias
+
+
+def _with_squares(levels: npt.NDArray[np.int64]) -> npt.NDArray[np.int8]:
     return np.concatenate([levels, (levels**2 + 32) // 64 - 128], 1).astype(np.int8)
 
 
@@ -63,8 +67,15 @@ def codebook_arrays(name: str) -> Codebook:
     count, size, magnitudes, books = CODEBOOKS[name]
     of, bias = trellis_codebook.codebook(count, size, magnitudes, books), 0 if magnitudes else 126
     grid = np.array([_STEP ** (k - 7.5) for k in range(16)], np.float32)
-    cells, families = (_points(lines, size, bias, False) for lines in (of.cells, of.families))
-    return Codebook(_points(of.points, size, bias, size == 4), cells, families, of.indices, grid)
+    cells, families = (_with_squares(_levels(lines, size, bias, False)) for lines in (of.cells, of.families))
+    levels = _levels(of.points, size, bias, size == 4)
+    if magnitudes:
+        points = levels.astype(np.int8)
+    elif size == 4:
+        points = np.concatenate([levels, abs(levels)], 1).astype(np.int8)
+    else:
+        points = _with_squares(levels)
+    return Codebook(points, cells, families, of.indices, grid)
 
 
 def codebook_on(device: Device, t: TensorType) -> Codebook:

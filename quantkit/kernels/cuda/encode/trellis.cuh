@@ -300,8 +300,8 @@ template <class TYPE, int COUNT, int SIZE_, int SIGNS_, int BOOKS_, int SEARCHES
         for (int c = 0; c < SIDES; c++) {
             if (row.least(b)[c] > limit) continue;
             const float sign = c < BOOKS ? 1.0f : -1.0f;
-            scan_points<SIZE, POINTS, WIDTH, DEEPER>(codebook, c % BOOKS, sign, sign / center, row.x(b), row.w(b),
-                                                     row.kept_of(b, c), error, heavy);
+            scan_points<SIZE, POINTS, SIGNS == 1, WIDTH, DEEPER>(codebook, c % BOOKS, sign, sign / center, row.x(b), row.w(b),
+                                                                 row.kept_of(b, c), error, heavy);
         }
 #pragma unroll 1
         for (int side = 0; side < SIGNS; side++) {

@@ -56,21 +56,46 @@ template <int SIZE> INLINE void load_values(const float* from, float* to) {
     }
 }
 
-// A point: four levels a word, then four squares / 64, rounded, less 128.
-template <int SIZE> struct PointWords {
-    int levels[SIZE / 4], squares[SIZE / 4];
+// A point: four levels a word, then four squares / 64, rounded, less 128. Points that are never ranked in 8 bits (BARE)
+// have magnitudes instead, or nothing where levels are magnitudes.
+template <int SIZE, bool BARE = false> struct PointWords {
+    static const int BYTES = SIZE == 8 && !BARE ? 16 : 8;
+    int levels[SIZE / 4], more[SIZE / 4];
 
-    __device__ __forceinline__ PointWords(const uint8_t* table, int number) {
-        if (SIZE == 8) {
-            const uint4 v = ((const uint4*)table)[number];
-            levels[0] = (int)v.x, levels[SIZE / 4 - 1] = (int)v.y, squares[0] = (int)v.z, squares[SIZE / 4 - 1] = (int)v.w;
+    __device__ __forceinline__ explicit PointWords(const uint8_t* at) {
+        if (BYTES == 16) {
+            const uint4 v = *(const uint4*)at;
+            levels[0] = (int)v.x, levels[SIZE / 4 - 1] = (int)v.y, more[0] = (int)v.z, more[SIZE / 4 - 1] = (int)v.w;
         } else {
-            const uint2 v = ((const uint2*)table)[number];
-            levels[0] = (int)v.x, squares[0] = (int)v.y;
+            const uint2 v = *(const uint2*)at;
+            levels[0] = (int)v.x, more[SIZE / 4 - 1] = (int)v.y;
+            if (SIZE == 8) levels[SIZE / 4 - 1] = (int)v.y;
         }
     }
+    // That of this lane in a line of a table, given where the first line's is.
+    STATIC_INLINE const uint8_t* first(const uint8_t* table) { return table + lane_of_16() * BYTES; }
+    __device__ __forceinline__ PointWords(const uint8_t* first, int line)
+        : PointWords(first + (uint64_t)(uint32_t)line * (uint32_t)(16 * BYTES)) {}
+
     __device__ __forceinline__ int level(int i) const { return (int)(int8_t)((uint32_t)levels[i / 4] >> 8 * (i % 4)); }
+    __device__ __forceinline__ uint32_t magnitudes(int k) const { return (uint32_t)(SIZE == 8 ? levels : more)[k]; }
 };
+
+// The squares of bytes 0 and 1 of a word, or of bytes 2 and 3, of 16 bits each.
+INLINE uint32_t two_squares(uint32_t word, bool last) {
+    const uint32_t both = __byte_perm(word, 0, last ? 0x4342 : 0x4140);
+    const uint64_t squared = (uint64_t)both * both;  // the first one's, in bits 17 to 31 a product, the second one's
+    uint32_t low, high;
+#ifdef QUANTKIT_HOST
+    low = (uint32_t)squared, high = (uint32_t)(squared >> 32);
+#else
+    asm("mov.b64 {%0, %1}, %2;" : "=r"(low), "=r"(high) : "l"(squared));
+#endif
+    return __byte_perm(low, high, 0x5410);
+}
+
+// A line, ranked by the upper bits of a score.
+INLINE int ranked_line(uint32_t score, int line) { return (int)(score & ~((1u << NUMBER) - 1)) | line; }
 
 // Values y with weights, in 8 bits: rounded weights u, and -2 u y in units of 64, up to 126 for magnitudes, else 64.
 template <int SIZE, bool MAGNITUDES> struct CoarseQuery {
@@ -102,21 +127,24 @@ template <int SIZE, bool MAGNITUDES> struct CoarseQuery {
         }
         constant = (int)sums;
     }
-    // The error of a point.
-    __device__ __forceinline__ int score(const PointWords<SIZE>& v) const {
+    // The error of a point of a line.
+    __device__ __forceinline__ int ranked(const PointWords<SIZE>& v, int line) const {
         int sum = constant;
 #pragma unroll
-        for (int k = 0; k < SIZE / 4; k++) sum = __dp4a(v.squares[k], u[k], __dp4a(v.levels[k], a[k], sum));
-        return sum;
+        for (int k = 0; k < SIZE / 4; k++) sum = __dp4a(v.more[k], u[k], __dp4a(v.levels[k], a[k], sum));
+        return ranked_line((uint32_t)sum << NUMBER, line);
     }
 };
 
+// Whether a type's points are never ranked in 8 bits: those of IQ3_KT and IQ4_KT.
+template <int SIZE, bool MAGNITUDES> constexpr bool bare() { return SIZE == 4 || MAGNITUDES; }
+
 // Values y with weights: weights u of up to 15 bits, -2 u y in units of 128.
-template <int SIZE> struct FineQuery {
+template <int SIZE> struct FineNumbers {
     int a[SIZE], u[SIZE];
     float factor;
 
-    __device__ __forceinline__ FineQuery(const float* y, const float* w) {
+    __device__ __forceinline__ FineNumbers(const float* y, const float* w) {
         float sums[SIZE], most = w[0], most_ay = 0;
 #pragma unroll
         for (int i = 0; i < SIZE; i++) {
@@ -135,25 +163,67 @@ template <int SIZE> struct FineQuery {
             u[i] = (int)(int16_t)nearest_int(weight);
         }
     }
+};
+
+// A query of these, for points of which magnitudes are known: pairs of -2 u y / 128; bytes of u, signed high ones, low ones.
+template <int SIZE, bool MAGNITUDES_KNOWN> struct FineQuery {
+    int a[SIZE / 2], high[SIZE / 4];
+    uint32_t low[SIZE / 4];
+    float factor;
+
+    __device__ __forceinline__ FineQuery(const float* y, const float* w) {
+        const FineNumbers<SIZE> of(y, w);
+        factor = of.factor;
+#pragma unroll
+        for (int i = 0; i < SIZE / 2; i++) a[i] = (int)__byte_perm((uint32_t)of.a[2 * i], (uint32_t)of.a[2 * i + 1], 0x5410);
+#pragma unroll
+        for (int k = 0; k < SIZE / 4; k++) {
+            const uint32_t first = __byte_perm((uint32_t)of.u[4 * k], (uint32_t)of.u[4 * k + 1], 0x5140);
+            const uint32_t last = __byte_perm((uint32_t)of.u[4 * k + 2], (uint32_t)of.u[4 * k + 3], 0x5140);
+            low[k] = __byte_perm(first, last, 0x5410), high[k] = (int)__byte_perm(first, last, 0x7632);
+        }
+    }
     // -2 u y v / 128 and u v v, summed.
+    template <bool BARE> __device__ __forceinline__ void sums(const PointWords<SIZE, BARE>& point, uint32_t& p, uint32_t& q) const {
+        int of_levels = 0, upper = 0;
+        uint32_t lower = 0;
+#pragma unroll
+        for (int k = 0; k < SIZE / 4; k++) {
+            const uint32_t v = point.magnitudes(k), first = two_squares(v, false), last = two_squares(v, true);
+            of_levels = __dp2a_hi(a[2 * k + 1], point.levels[k], __dp2a_lo(a[2 * k], point.levels[k], of_levels));
+            lower = __dp2a_hi(last, low[k], __dp2a_lo(first, low[k], lower));
+            upper = __dp2a_hi((int)last, high[k], __dp2a_lo((int)first, high[k], upper));
+        }
+        p = (uint32_t)of_levels, q = lower + ((uint32_t)upper << 8);
+    }
+    // The error of a point of a line, in fewer bits.
+    template <bool BARE> __device__ __forceinline__ int ranked(const PointWords<SIZE, BARE>& point, int line) const {
+        uint32_t p, q;
+        sums(point, p, q);
+        return ranked_line((p << 7) + q, line);
+    }
+};
+
+// The same for other points.
+template <int SIZE> struct FineQuery<SIZE, false> : FineNumbers<SIZE> {
+    __device__ __forceinline__ FineQuery(const float* y, const float* w) : FineNumbers<SIZE>(y, w) {}
     __device__ __forceinline__ void sums(const PointWords<SIZE>& point, uint32_t& p, uint32_t& q) const {
         p = q = 0;
 #pragma unroll
         for (int i = 0; i < SIZE; i++) {
             const uint32_t v = (uint32_t)point.level(i);
-            p += v * (uint32_t)a[i];
-            q += v * (v * (uint32_t)u[i]);
+            p += v * (uint32_t)this->a[i];
+            q += v * (v * (uint32_t)this->u[i]);
         }
     }
-    // The error of a point, in fewer bits.
-    __device__ __forceinline__ int score(const PointWords<SIZE>& point) const {
+    __device__ __forceinline__ int ranked(const PointWords<SIZE>& point, int line) const {
         uint32_t sum = 0;
 #pragma unroll
         for (int i = 0; i < SIZE; i++) {
             const uint32_t v = (uint32_t)point.level(i);
-            sum += v * (v * (uint32_t)u[i] + ((uint32_t)a[i] << 7));
+            sum += v * (v * (uint32_t)this->u[i] + ((uint32_t)this->a[i] << 7));
         }
-        return (int)sum >> NUMBER;
+        return ranked_line(sum, line);
     }
 };
 
@@ -194,14 +264,12 @@ template <int DEPTH> struct Best {
     }
 };
 
-INLINE int ranked(int score, int line) { return (int)((uint32_t)score << NUMBER) | line; }
-
 // Rank the points of `count` lines from `first` on.
 template <int SIZE, int DEPTH, class Query>
 INLINE void rank_all(const uint8_t* table, int first, int count, const Query& query, Best<DEPTH>& best) {
+    const uint8_t* of_lane = PointWords<SIZE>::first(table);
 #pragma unroll 2
-    for (int line = first; line < first + count; line++)
-        best.take(ranked(query.score(PointWords<SIZE>(table, 16 * line + lane_of_16())), line));
+    for (int line = first; line < first + count; line++) best.take(query.ranked(PointWords<SIZE>(of_lane, line), line));
 }
 
 // Call `rate` with each of the lines that remain of those that this half found, one after the other.
@@ -214,22 +282,21 @@ template <class KEPT, class F> INLINE void each_line(const Best<KEPT::DEPTH>& li
     }
 }
 
-template <int SIZE, class KEPT, int DEPTH, class Query>
+template <class Point, class KEPT, int DEPTH, class Query>
 INLINE void rank(const uint8_t* table, const Best<KEPT::DEPTH>& lines, const Query& query, Best<DEPTH>& best) {
-    each_line<KEPT>(lines,
-                    [&](int line) { best.take(ranked(query.score(PointWords<SIZE>(table, 16 * line + lane_of_16())), line)); });
+    const uint8_t* of_lane = Point::first(table);
+    each_line<KEPT>(lines, [&](int line) { best.take(query.ranked(Point(of_lane, line), line)); });
 }
 
 // Rank points for two scales, 1/8 above and below: the best of each lane, for either.
-template <int SIZE, class KEPT>
-INLINE void rank_around(const uint8_t* table, const Best<KEPT::DEPTH>& lines, const FineQuery<SIZE>& query, Best<1>& above,
-                        Best<1>& below) {
+template <class Point, class KEPT, class Query>
+INLINE void rank_around(const uint8_t* table, const Best<KEPT::DEPTH>& lines, const Query& query, Best<1>& above, Best<1>& below) {
+    const uint8_t* of_lane = Point::first(table);
     each_line<KEPT>(lines, [&](int line) {
         uint32_t p, q;
-        query.sums(PointWords<SIZE>(table, 16 * line + lane_of_16()), p, q);
-        const uint32_t found = (p << 7) + q, more = p << 4;
-        above.take(ranked((int)(found + more) >> NUMBER, line));
-        below.take(ranked((int)(found - more) >> NUMBER, line));
+        query.sums(Point(of_lane, line), p, q);
+        above.take(ranked_line(p * 144 + q, line));
+        below.take(ranked_line(p * 112 + q, line));
     });
 }
 
@@ -244,10 +311,10 @@ template <int WIDTH> struct Survivors {
     __device__ __forceinline__ const int* places() const { return (const int*)of + 2 * WIDTH; }
 
     // Compute 2 P, of x or -x, and Q of a point, and keep them.
-    template <int SIZE>
-    __device__ __forceinline__ void keep(int at, const uint8_t* table, int place, const float* x, const float* w,
+    template <class Point, int SIZE>
+    __device__ __forceinline__ void keep(int at, const uint8_t* table, int place, const float (&x)[SIZE], const float (&w)[SIZE],
                                          float sign) const {
-        const PointWords<SIZE> point(table, place);
+        const Point point(table + (uint64_t)(uint32_t)place * (uint32_t)Point::BYTES);
         float p = 0, q = 0;
 #pragma unroll
         for (int j = 0; j < SIZE; j++) {
@@ -271,7 +338,7 @@ template <class FAMILIES, class CELLS, bool COARSE_TREE, bool COARSE, int SPREAD
 };
 
 template <int SIZE, bool MAGNITUDES, bool COARSE> struct QueryOf {
-    typedef FineQuery<SIZE> Type;
+    typedef FineQuery<SIZE, bare<SIZE, MAGNITUDES>()> Type;
 };
 template <int SIZE, bool MAGNITUDES> struct QueryOf<SIZE, MAGNITUDES, true> {
     typedef CoarseQuery<SIZE, MAGNITUDES> Type;
@@ -282,7 +349,7 @@ template <int SIZE, int POINTS, class FAMILIES, int DEPTH, class Query> struct T
     STATIC_INLINE void rank_cells(const Codebook& codebook, int book, const Query& query, Best<DEPTH>& cells) {
         Best<FAMILIES::DEPTH> families;
         rank_all<SIZE>(codebook.families, book * (POINTS / 4096), POINTS / 4096, query, families);
-        rank<SIZE, FAMILIES>(codebook.cells, families, query, cells);
+        rank<PointWords<SIZE>, FAMILIES>(codebook.cells, families, query, cells);
     }
 };
 template <int SIZE, int POINTS, int DEPTH, class Query> struct Tree<SIZE, POINTS, void, DEPTH, Query> {
@@ -299,6 +366,7 @@ INLINE void search_points(const Codebook& codebook, int book, float sign, float 
     typedef typename QueryOf<SIZE, MAGNITUDES, Depth::coarse_tree>::Type TreeQuery;
     typedef typename Depth::Cells Cells;
     typedef Tree<SIZE, POINTS, typename Depth::Families, Cells::DEPTH, TreeQuery> Centers;
+    typedef PointWords<SIZE, bare<SIZE, MAGNITUDES>()> Point;
 #pragma unroll 1
     for (int group = half_of_warp(); group < 32 / SIZE; group += 2) {
         float v[SIZE], weight[SIZE], y[SIZE];
@@ -314,12 +382,12 @@ INLINE void search_points(const Codebook& codebook, int book, float sign, float 
         Best<1> found;
         if constexpr (Depth::spread == 2) {
             Best<1> below;
-            rank_around<SIZE, Cells>(codebook.points, cells, query, found, below);
-            survivors.template keep<SIZE>(at + SURVIVORS + lane_of_16(), codebook.points, below.place(0), v, weight, sign);
+            rank_around<Point, Cells>(codebook.points, cells, query, found, below);
+            survivors.template keep<Point>(at + SURVIVORS + lane_of_16(), codebook.points, below.place(0), v, weight, sign);
         } else {
-            rank<SIZE, Cells>(codebook.points, cells, query, found);
+            rank<Point, Cells>(codebook.points, cells, query, found);
         }
-        survivors.template keep<SIZE>(at + lane_of_16(), codebook.points, found.place(0), v, weight, sign);
+        survivors.template keep<Point>(at + lane_of_16(), codebook.points, found.place(0), v, weight, sign);
     }
     __syncwarp();
 }
@@ -335,9 +403,11 @@ const float KNOWN = 32768, WORST = (1 << (31 - NUMBER)) - 1;
 
 // Keep, as search_points does, of all points the best of each lane for RANGES ranges of scales around 1 / |inverse|: of the
 // groups whose error, one a lane of the first ones, exceeds `least`.
-template <int SIZE, int POINTS, int WIDTH, int RANGES>
+template <int SIZE, int POINTS, bool MAGNITUDES, int WIDTH, int RANGES>
 INLINE void scan_points(const Codebook& codebook, int book, float sign, float inverse, const float* x, const float* w, float* kept,
                         float error, double least) {
+    typedef PointWords<SIZE, bare<SIZE, MAGNITUDES>()> Point;
+    const uint8_t* of_lane = Point::first(codebook.points);
 #pragma unroll 1
     for (int group = half_of_warp(); group < 32 / SIZE; group += 2) {
         const float of_group = __shfl_sync(FULL, error, group);
@@ -350,26 +420,26 @@ INLINE void scan_points(const Codebook& codebook, int book, float sign, float in
             y[i] = v[i] * inverse;
             squares[i] = y[i] * y[i] * weight[i];
         }
-        const FineQuery<SIZE> query(y, weight);
+        const FineQuery<SIZE, bare<SIZE, MAGNITUDES>()> query(y, weight);
         const float energy = tree_sum<SIZE>(squares) * query.factor;
         const float factor = KNOWN / (of_group * inverse * inverse * query.factor);
         Best<1> best[RANGES];
 #pragma unroll 1
         for (int line = book * (POINTS / 16); line < (book + 1) * (POINTS / 16); line++) {
             uint32_t p, q;
-            query.sums(PointWords<SIZE>(codebook.points, 16 * line + lane_of_16()), p, q);
+            query.sums(Point(of_lane, line), p, q);
             const float pf = (float)(int)p * 128.0f, qf = (float)(int)q, suits = pf * -0.5f / (qf + 1.0f);
 #pragma unroll
             for (int i = 0; i < RANGES; i++) {
                 const float ratio = greater(lesser(suits, end_of_range<RANGES>(i + 1)), end_of_range<RANGES>(i));
                 const float found = (energy + (pf + qf * ratio) * ratio) * factor;
-                best[i].take(ranked(nearest_int(lesser(greater(found, 0.0f), WORST)), line));
+                best[i].take(ranked_line((uint32_t)nearest_int(lesser(greater(found, 0.0f), WORST)) << NUMBER, line));
             }
         }
         const Survivors<WIDTH> survivors(kept, group);
 #pragma unroll
         for (int i = 0; i < RANGES; i++)
-            survivors.template keep<SIZE>(SURVIVORS * i + lane_of_16(), codebook.points, best[i].place(0), v, weight, sign);
+            survivors.template keep<Point>(SURVIVORS * i + lane_of_16(), codebook.points, best[i].place(0), v, weight, sign);
     }
     __syncwarp();
 }
@@ -379,17 +449,20 @@ template <int GROUPS, int WIDTH> INLINE float errors_of(float* kept, int slots, 
     float total = 0;
 #pragma unroll 2
     for (int group = 0; group < GROUPS; group++) {
-        const Survivors<WIDTH> of(kept, group);
+        const float *at = Survivors<WIDTH>(kept, group).p() + 4 * half_of_warp(), *end = at + SURVIVORS * slots;
         float least = NOTHING_FOUND;
-#pragma unroll 2
-        for (int i = 4 * half_of_warp(); i < SURVIVORS * slots; i += 8) {
-            const float4 p = *(const float4*)(of.p() + i), q = *(const float4*)(of.q() + i);
-            least = lesser(d * q.x - p.x, least);
-            least = lesser(d * q.y - p.y, least);
-            least = lesser(d * q.z - p.z, least);
-            least = lesser(d * q.w - p.w, least);
+#pragma unroll 1
+        for (; at < end; at += SURVIVORS) {
+#pragma unroll
+            for (int i = 0; i < SURVIVORS; i += 8) {
+                const float4 p = *(const float4*)(at + i), q = *(const float4*)(at + WIDTH + i);
+                least = fminf(d * q.x - p.x, least);
+                least = fminf(d * q.y - p.y, least);
+                least = fminf(d * q.z - p.z, least);
+                least = fminf(d * q.w - p.w, least);
+            }
         }
-        least = lesser(least, __shfl_xor_sync(FULL, least, 16));
+        least = fminf(least, __shfl_xor_sync(FULL, least, 16));
         total = total + least;
     }
     return total * d;
