@@ -73,7 +73,13 @@ template <int SIZE, bool BARE = false> struct PointWords {
         }
     }
     // That of this lane in a line of a table, given where the first line's is.
-    STATIC_INLINE const uint8_t* first(const uint8_t* table) { return table + lane_of_16() * BYTES; }
+    STATIC_INLINE const uint8_t* first(const uint8_t* table) {
+        const uint8_t* at = table + lane_of_16() * BYTES;
+#ifndef QUANTKIT_HOST
+        asm("" : "+l"(at));  // or NVVM adds the lane's part to each line's
+#endif
+        return at;
+    }
     __device__ __forceinline__ PointWords(const uint8_t* first, int line)
         : PointWords(first + (uint64_t)(uint32_t)line * (uint32_t)(16 * BYTES)) {}
 
@@ -97,34 +103,42 @@ INLINE uint32_t two_squares(uint32_t word, bool last) {
 // A line, ranked by the upper bits of a score.
 INLINE int ranked_line(uint32_t score, int line) { return (int)(score & ~((1u << NUMBER) - 1)) | line; }
 
+// Of SIZE values y with weights w, which each lane of a half knows one of: lane l that of l % SIZE.
+template <int SIZE> struct OneOf {
+    float y, w, most, most_ay;  // the largest weight, the largest w |y|
+
+    __device__ __forceinline__ OneOf(float y, float w) : y(y), w(w), most(w), most_ay(w * fabsf(y)) {
+        for (int d = SIZE / 2; d; d >>= 1) {
+            most = fmaxf(most, __shfl_xor_sync(FULL, most, d));
+            most_ay = fmaxf(most_ay, __shfl_xor_sync(FULL, most_ay, d));
+        }
+    }
+};
+
+// Integers of these lanes, in their order: four of 8 bits a word, or two of 16.
+template <int SIZE, int EACH> INLINE void gather(int of_lane, int* words) {
+    const int bits = 32 / EACH, at = (int)threadIdx.x & (EACH - 1);
+    int word = (int)(((uint32_t)of_lane & ((1u << bits) - 1)) << bits * at);
+    for (int d = 1; d < EACH; d *= 2) word |= __shfl_xor_sync(FULL, word, d);
+#pragma unroll
+    for (int k = 0; k < SIZE / EACH; k++) words[k] = SIZE == EACH ? word : __shfl_sync(FULL, word, EACH * k, 16);
+}
+
 // Values y with weights, in 8 bits: rounded weights u, and -2 u y in units of 64, up to 126 for magnitudes, else 64.
 template <int SIZE, bool MAGNITUDES> struct CoarseQuery {
     int a[SIZE / 4], u[SIZE / 4], constant;
 
-    __device__ __forceinline__ CoarseQuery(const float* y, const float* w) {
-        float most = w[0], most_ay = w[0] * fabsf(y[0]);
-#pragma unroll
-        for (int i = 1; i < SIZE; i++) {
-            most = greater(most, w[i]);
-            most_ay = greater(most_ay, w[i] * fabsf(y[i]));
-        }
+    __device__ __forceinline__ explicit CoarseQuery(const OneOf<SIZE>& v) {
         const float largest = MAGNITUDES ? 126.0f : 64.0f;
-        const float top = greater(most * (1.0f / 64), most_ay * (1.0f / 32 / largest));
+        const float top = greater(v.most * (1.0f / 64), v.most_ay * (1.0f / 32 / largest));
         const float factor = top > 1e-33f ? 1.0f / top : 0;
+        const int weight = nearest_int(v.w * factor);
+        gather<SIZE, 4>(nearest_int(greater(lesser((float)weight * v.y * (-1.0f / 32), largest), -largest)), a);
+        gather<SIZE, 4>(weight, u);
         uint32_t sums = 0;
 #pragma unroll
-        for (int k = 0; k < SIZE / 4; k++) {
-            uint32_t as = 0, us = 0;
-#pragma unroll
-            for (int i = 0; i < 4; i++) {
-                const int weight = nearest_int(w[4 * k + i] * factor);
-                const float v = greater(lesser((float)weight * y[4 * k + i] * (-1.0f / 32), largest), -largest);
-                as |= ((uint32_t)nearest_int(v) & 255) << 8 * i;
-                us |= ((uint32_t)weight & 255) << 8 * i;
-            }
-            a[k] = (int)as, u[k] = (int)us;
+        for (int k = 0; k < SIZE / 4; k++)
             sums += (MAGNITUDES ? 0 : 126) * (uint32_t)__dp4a(a[k], 0x01010101, 0) + 128 * (uint32_t)__dp4a(u[k], 0x01010101, 0);
-        }
         constant = (int)sums;
     }
     // The error of a point of a line.
@@ -139,29 +153,20 @@ template <int SIZE, bool MAGNITUDES> struct CoarseQuery {
 // Whether a type's points are never ranked in 8 bits: those of IQ3_KT and IQ4_KT.
 template <int SIZE, bool MAGNITUDES> constexpr bool bare() { return SIZE == 4 || MAGNITUDES; }
 
-// Values y with weights: weights u of up to 15 bits, -2 u y in units of 128.
+// A value with its weight: the weight u in up to 15 bits, -2 u y in units of 128.
 template <int SIZE> struct FineNumbers {
-    int a[SIZE], u[SIZE];
+    int a, u;
     float factor;
 
-    __device__ __forceinline__ FineNumbers(const float* y, const float* w) {
-        float sums[SIZE], most = w[0], most_ay = 0;
-#pragma unroll
-        for (int i = 0; i < SIZE; i++) {
-            const float ay = w[i] * fabsf(y[i]);
-            sums[i] = w[i] * 15876.0f + ay * 320.0f;
-            most = greater(most, w[i]);
-            most_ay = i ? greater(most_ay, ay) : ay;
-        }
-        float top = greater(tree_sum<SIZE>(sums) * (float)(1 / 2.0e9), most * (float)(1.0 / 32000));
-        top = greater(top, most_ay * (float)(1.0 / 64 / 32000));
+    __device__ __forceinline__ explicit FineNumbers(const OneOf<SIZE>& v) {
+        float sum = v.w * 15876.0f + v.w * fabsf(v.y) * 320.0f;
+        for (int d = SIZE / 2; d; d >>= 1) sum = sum + __shfl_xor_sync(FULL, sum, d);
+        const float top =
+            greater(greater(sum * (float)(1 / 2.0e9), v.most * (float)(1.0 / 32000)), v.most_ay * (float)(1.0 / 64 / 32000));
         factor = top > 1e-33f ? 1.0f / top : 0;
-#pragma unroll
-        for (int i = 0; i < SIZE; i++) {
-            const float weight = round_even(w[i] * factor);
-            a[i] = (int)(int16_t)nearest_int(weight * y[i] * (-1.0f / 64));
-            u[i] = (int)(int16_t)nearest_int(weight);
-        }
+        const float weight = round_even(v.w * factor);
+        a = (int)(int16_t)nearest_int(weight * v.y * (-1.0f / 64));
+        u = (int)(int16_t)nearest_int(weight);
     }
 };
 
@@ -171,16 +176,16 @@ template <int SIZE, bool MAGNITUDES_KNOWN> struct FineQuery {
     uint32_t low[SIZE / 4];
     float factor;
 
-    __device__ __forceinline__ FineQuery(const float* y, const float* w) {
-        const FineNumbers<SIZE> of(y, w);
+    __device__ __forceinline__ explicit FineQuery(const OneOf<SIZE>& v) {
+        const FineNumbers<SIZE> of(v);
         factor = of.factor;
-#pragma unroll
-        for (int i = 0; i < SIZE / 2; i++) a[i] = (int)__byte_perm((uint32_t)of.a[2 * i], (uint32_t)of.a[2 * i + 1], 0x5410);
+        int u[SIZE / 2];
+        gather<SIZE, 2>(of.a, a);
+        gather<SIZE, 2>(of.u, u);
 #pragma unroll
         for (int k = 0; k < SIZE / 4; k++) {
-            const uint32_t first = __byte_perm((uint32_t)of.u[4 * k], (uint32_t)of.u[4 * k + 1], 0x5140);
-            const uint32_t last = __byte_perm((uint32_t)of.u[4 * k + 2], (uint32_t)of.u[4 * k + 3], 0x5140);
-            low[k] = __byte_perm(first, last, 0x5410), high[k] = (int)__byte_perm(first, last, 0x7632);
+            low[k] = __byte_perm((uint32_t)u[2 * k], (uint32_t)u[2 * k + 1], 0x6420);
+            high[k] = (int)__byte_perm((uint32_t)u[2 * k], (uint32_t)u[2 * k + 1], 0x7531);
         }
     }
     // -2 u y v / 128 and u v v, summed.
@@ -205,15 +210,26 @@ template <int SIZE, bool MAGNITUDES_KNOWN> struct FineQuery {
 };
 
 // The same for other points.
-template <int SIZE> struct FineQuery<SIZE, false> : FineNumbers<SIZE> {
-    __device__ __forceinline__ FineQuery(const float* y, const float* w) : FineNumbers<SIZE>(y, w) {}
+template <int SIZE> struct FineQuery<SIZE, false> {
+    int a[SIZE], u[SIZE];
+    float factor;
+
+    __device__ __forceinline__ explicit FineQuery(const OneOf<SIZE>& v) {
+        const FineNumbers<SIZE> of(v);
+        factor = of.factor;
+#pragma unroll
+        for (int i = 0; i < SIZE; i++) {
+            a[i] = __shfl_sync(FULL, of.a, i, 16);
+            u[i] = __shfl_sync(FULL, of.u, i, 16);
+        }
+    }
     __device__ __forceinline__ void sums(const PointWords<SIZE>& point, uint32_t& p, uint32_t& q) const {
         p = q = 0;
 #pragma unroll
         for (int i = 0; i < SIZE; i++) {
             const uint32_t v = (uint32_t)point.level(i);
-            p += v * (uint32_t)this->a[i];
-            q += v * (v * (uint32_t)this->u[i]);
+            p += v * (uint32_t)a[i];
+            q += v * (v * (uint32_t)u[i]);
         }
     }
     __device__ __forceinline__ int ranked(const PointWords<SIZE>& point, int line) const {
@@ -221,7 +237,7 @@ template <int SIZE> struct FineQuery<SIZE, false> : FineNumbers<SIZE> {
 #pragma unroll
         for (int i = 0; i < SIZE; i++) {
             const uint32_t v = (uint32_t)point.level(i);
-            sum += v * (v * (uint32_t)this->u[i] + ((uint32_t)this->a[i] << 7));
+            sum += v * (v * (uint32_t)u[i] + ((uint32_t)a[i] << 7));
         }
         return ranked_line(sum, line);
     }
@@ -369,16 +385,16 @@ INLINE void search_points(const Codebook& codebook, int book, float sign, float 
     typedef PointWords<SIZE, bare<SIZE, MAGNITUDES>()> Point;
 #pragma unroll 1
     for (int group = half_of_warp(); group < 32 / SIZE; group += 2) {
-        float v[SIZE], weight[SIZE], y[SIZE];
-        load_values<SIZE>(x + SIZE * group, v);
-        load_values<SIZE>(w + SIZE * group, weight);
-#pragma unroll
-        for (int i = 0; i < SIZE; i++) y[i] = greater(lesser(v[i] * inverse, 140.0f), -140.0f);
-        const Query query(y, weight);
+        const int mine = SIZE * group + ((int)threadIdx.x & (SIZE - 1));
+        const OneOf<SIZE> one(greater(lesser(x[mine] * inverse, 140.0f), -140.0f), w[mine]);
+        const Query query(one);
         Best<Cells::DEPTH> cells;
         if constexpr (Depth::coarse == Depth::coarse_tree) Centers::rank_cells(codebook, book, query, cells);
-        else Centers::rank_cells(codebook, book, TreeQuery(y, weight), cells);
+        else Centers::rank_cells(codebook, book, TreeQuery(one), cells);
         const Survivors<WIDTH> survivors(kept, group);
+        float v[SIZE], weight[SIZE];
+        load_values<SIZE>(x + SIZE * group, v);
+        load_values<SIZE>(w + SIZE * group, weight);
         Best<1> found;
         if constexpr (Depth::spread == 2) {
             Best<1> below;
@@ -411,16 +427,14 @@ INLINE void scan_points(const Codebook& codebook, int book, float sign, float in
 #pragma unroll 1
     for (int group = half_of_warp(); group < 32 / SIZE; group += 2) {
         const float of_group = __shfl_sync(FULL, error, group);
-        if (!((double)of_group > least)) continue;
-        float v[SIZE], weight[SIZE], y[SIZE], squares[SIZE];
+        const int mine = SIZE * group + ((int)threadIdx.x & (SIZE - 1));
+        const FineQuery<SIZE, bare<SIZE, MAGNITUDES>()> query(OneOf<SIZE>(x[mine] * inverse, w[mine]));
+        if (!((double)of_group > least)) continue;  // by now halves of a warp do without each other
+        float v[SIZE], weight[SIZE], squares[SIZE];
         load_values<SIZE>(x + SIZE * group, v);
         load_values<SIZE>(w + SIZE * group, weight);
 #pragma unroll
-        for (int i = 0; i < SIZE; i++) {
-            y[i] = v[i] * inverse;
-            squares[i] = y[i] * y[i] * weight[i];
-        }
-        const FineQuery<SIZE, bare<SIZE, MAGNITUDES>()> query(y, weight);
+        for (int i = 0; i < SIZE; i++) squares[i] = v[i] * inverse * (v[i] * inverse) * weight[i];
         const float energy = tree_sum<SIZE>(squares) * query.factor;
         const float factor = KNOWN / (of_group * inverse * inverse * query.factor);
         Best<1> best[RANGES];
