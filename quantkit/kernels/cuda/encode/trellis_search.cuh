@@ -75,9 +75,6 @@ template <int SIZE, bool BARE = false> struct PointWords {
     // That of this lane in a line of a table, given where the first line's is.
     STATIC_INLINE const uint8_t* first(const uint8_t* table) {
         const uint8_t* at = table + lane_of_16() * BYTES;
-#ifndef QUANTKIT_HOST
-        asm("" : "+l"(at));  // or NVVM adds the lane's part to each line's
-#endif
         return at;
     }
     __device__ __forceinline__ PointWords(const uint8_t* first, int line)
@@ -112,6 +109,11 @@ template <int SIZE> struct OneOf {
             most = fmaxf(most, __shfl_xor_sync(FULL, most, d));
             most_ay = fmaxf(most_ay, __shfl_xor_sync(FULL, most_ay, d));
         }
+    }
+    // The sum of what these lanes have, as tree_sum's.
+    __device__ __forceinline__ float sum(float v) const {
+        for (int d = SIZE / 2; d; d >>= 1) v = v + __shfl_xor_sync(FULL, v, d);
+        return v;
     }
 };
 
@@ -159,8 +161,7 @@ template <int SIZE> struct FineNumbers {
     float factor;
 
     __device__ __forceinline__ explicit FineNumbers(const OneOf<SIZE>& v) {
-        float sum = v.w * 15876.0f + v.w * fabsf(v.y) * 320.0f;
-        for (int d = SIZE / 2; d; d >>= 1) sum = sum + __shfl_xor_sync(FULL, sum, d);
+        const float sum = v.sum(v.w * 15876.0f + v.w * fabsf(v.y) * 320.0f);
         const float top =
             greater(greater(sum * (float)(1 / 2.0e9), v.most * (float)(1.0 / 32000)), v.most_ay * (float)(1.0 / 64 / 32000));
         factor = top > 1e-33f ? 1.0f / top : 0;
@@ -267,9 +268,7 @@ template <int DEPTH> struct Best {
     }
     // The number of a point, of the first `lanes` of 16 the best one of 16 / lanes: a line of what it is the center of.
     __device__ __forceinline__ int place(int i, int lanes = 16) const {
-        int found = of[0];
-#pragma unroll
-        for (int k = 1; k < DEPTH; k++) found = i == k ? of[k] : found;
+        int found = of[i];
         int at = (found & ((1 << NUMBER) - 1)) << 4 | lane_of_16();
         for (int step = 8; step >= lanes; step /= 2) {
             const int there = __shfl_xor_sync(FULL, found, step), other = __shfl_xor_sync(FULL, at, step);
@@ -288,13 +287,30 @@ INLINE void rank_all(const uint8_t* table, int first, int count, const Query& qu
     for (int line = first; line < first + count; line++) best.take(query.ranked(PointWords<SIZE>(of_lane, line), line));
 }
 
+// Where a half of a warp lists up to 64 lines.
+INLINE int* list_of_half() {
+    __shared__ __align__(16) int lists[32 * 64];
+    return lists + threadIdx.x / 16 * 64;
+}
+
 // Call `rate` with each of the lines that remain of those that this half found, one after the other.
 template <class KEPT, class F> INLINE void each_line(const Best<KEPT::DEPTH>& lines, F rate) {
-#pragma unroll 1
+    int *list = list_of_half(), count = 0;
+    __syncwarp();
+#pragma unroll
     for (int k = 0; k < KEPT::DEPTH; k++) {
-        const int lanes = KEPT::lanes(k), mine = lines.place(k, lanes);
-#pragma unroll 4
-        for (int i = 0; i < lanes; i++) rate(__shfl_sync(FULL, mine, i, 16));
+        const int place = lines.place(k, KEPT::lanes(k));
+        if (lane_of_16() < KEPT::lanes(k)) list[count + lane_of_16()] = place;
+        count += KEPT::lanes(k);
+    }
+    __syncwarp();
+#pragma unroll 1
+    for (int i = 0; i < KEPT::KEPT; i += 4) {
+        const int4 four = *(const int4*)(list + i);
+        rate(four.x);
+        rate(four.y);
+        rate(four.z);
+        rate(four.w);
     }
 }
 
@@ -428,14 +444,10 @@ INLINE void scan_points(const Codebook& codebook, int book, float sign, float in
     for (int group = half_of_warp(); group < 32 / SIZE; group += 2) {
         const float of_group = __shfl_sync(FULL, error, group);
         const int mine = SIZE * group + ((int)threadIdx.x & (SIZE - 1));
-        const FineQuery<SIZE, bare<SIZE, MAGNITUDES>()> query(OneOf<SIZE>(x[mine] * inverse, w[mine]));
+        const OneOf<SIZE> one(x[mine] * inverse, w[mine]);
+        const FineQuery<SIZE, bare<SIZE, MAGNITUDES>()> query(one);
+        const float energy = one.sum(one.y * one.y * one.w) * query.factor;
         if (!((double)of_group > least)) continue;  // by now halves of a warp do without each other
-        float v[SIZE], weight[SIZE], squares[SIZE];
-        load_values<SIZE>(x + SIZE * group, v);
-        load_values<SIZE>(w + SIZE * group, weight);
-#pragma unroll
-        for (int i = 0; i < SIZE; i++) squares[i] = v[i] * inverse * (v[i] * inverse) * weight[i];
-        const float energy = tree_sum<SIZE>(squares) * query.factor;
         const float factor = KNOWN / (of_group * inverse * inverse * query.factor);
         Best<1> best[RANGES];
 #pragma unroll 1
@@ -450,6 +462,9 @@ INLINE void scan_points(const Codebook& codebook, int book, float sign, float in
                 best[i].take(ranked_line((uint32_t)nearest_int(lesser(greater(found, 0.0f), WORST)) << NUMBER, line));
             }
         }
+        float v[SIZE], weight[SIZE];
+        load_values<SIZE>(x + SIZE * group, v);
+        load_values<SIZE>(w + SIZE * group, weight);
         const Survivors<WIDTH> survivors(kept, group);
 #pragma unroll
         for (int i = 0; i < RANGES; i++)
@@ -463,18 +478,15 @@ template <int GROUPS, int WIDTH> INLINE float errors_of(float* kept, int slots, 
     float total = 0;
 #pragma unroll 2
     for (int group = 0; group < GROUPS; group++) {
-        const float *at = Survivors<WIDTH>(kept, group).p() + 4 * half_of_warp(), *end = at + SURVIVORS * slots;
+        const Survivors<WIDTH> of(kept, group);
         float least = NOTHING_FOUND;
-#pragma unroll 1
-        for (; at < end; at += SURVIVORS) {
-#pragma unroll
-            for (int i = 0; i < SURVIVORS; i += 8) {
-                const float4 p = *(const float4*)(at + i), q = *(const float4*)(at + WIDTH + i);
-                least = fminf(d * q.x - p.x, least);
-                least = fminf(d * q.y - p.y, least);
-                least = fminf(d * q.z - p.z, least);
-                least = fminf(d * q.w - p.w, least);
-            }
+#pragma unroll 2
+        for (int i = 4 * half_of_warp(); i < SURVIVORS * slots; i += 8) {
+            const float4 p = *(const float4*)(of.p() + i), q = *(const float4*)(of.q() + i);
+            least = fminf(d * q.x - p.x, least);
+            least = fminf(d * q.y - p.y, least);
+            least = fminf(d * q.z - p.z, least);
+            least = fminf(d * q.w - p.w, least);
         }
         least = fminf(least, __shfl_xor_sync(FULL, least, 16));
         total = total + least;
