@@ -73,10 +73,7 @@ template <int SIZE, bool BARE = false> struct PointWords {
         }
     }
     // That of this lane in a line of a table, given where the first line's is.
-    STATIC_INLINE const uint8_t* first(const uint8_t* table) {
-        const uint8_t* at = table + lane_of_16() * BYTES;
-        return at;
-    }
+    STATIC_INLINE const uint8_t* first(const uint8_t* table) { return table + lane_of_16() * BYTES; }
     __device__ __forceinline__ PointWords(const uint8_t* first, int line)
         : PointWords(first + (uint64_t)(uint32_t)line * (uint32_t)(16 * BYTES)) {}
 
