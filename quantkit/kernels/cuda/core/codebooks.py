@@ -54,7 +54,8 @@ def _levels(lines: npt.NDArray[np.uint8], size: int, bias: int, wide: bool) -> n
     each = 4 // kind().itemsize
     words = size // each if wide else 2 * size // each
     values = lines.view(kind).reshape(-1, words, 16, each).swapaxes(1, 2).reshape(-1, words * each).astype(np.int64)
-    return values if wide else values[:, :size] - bias
+    levels: npt.NDArray[np.int64] = values if wide else values[:, :size] - bias
+    return levels
 
 
 def _with_squares(levels: npt.NDArray[np.int64]) -> npt.NDArray[np.int8]:
