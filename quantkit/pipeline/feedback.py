@@ -49,6 +49,8 @@ M = TypeVar("M")
 DAMPING, FEW_DAMPING, ENOUGH = 0.02, 0.1, 4
 #: The version of the method, in files: raised when other bytes come of it.
 METHOD = 3
+#: How often narrow matrices are rounded once more at most, where calibrated (work.py).
+AGAIN = 3
 EMBEDDING, ROUTER = "token_embd.weight", ".ffn_gate_inp.weight"
 #: Values of a row that are chosen together where all columns count alike.
 _ALIKE = 256
@@ -380,12 +382,13 @@ class Feedback:
         """Return what a file says of its making, as far as a plan knows it."""
         from quantkit.kernels.cpu.feedback.options import Rounding
 
+        how = Rounding(again=AGAIN) if self.known.corrects else Rounding()
         values: dict[str, tuple[str | int | float, ValueType]] = {
             "method": (METHOD, ValueType.UINT32),
             "damping": (DAMPING, ValueType.FLOAT32),
             "damping.few_tokens": (FEW_DAMPING, ValueType.FLOAT32),
             **self.known.fields(),
-            **{f"rounding.{name}": (int(value), ValueType.UINT32) for name, value in asdict(Rounding()).items()},
+            **{f"rounding.{name}": (int(value), ValueType.UINT32) for name, value in asdict(how).items()},
             "matrices": (sum(i.matrices for i in self._found) - _too_few(self._found), ValueType.UINT32),
             "tensors.without": (len(self.without), ValueType.UINT32),
         }
