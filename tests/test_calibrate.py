@@ -160,15 +160,16 @@ def test_a_damaged_spill_is_made_anew(tmp_path: Path) -> None:
 def test_it_is_closer_than_an_importance_matrix(text: Path, tmp_path: Path, preset: str) -> None:
     """On tokens it was not calibrated on; without an importance matrix, which the calibration takes the place of.
 
-    Of the first and the last layer: the errors of the one reach the other through layers that have none.
+    Of the first and the last layer: the errors of the one reach the other through layers that have none. By the median:
+    a few tokens that are sent to other experts, by however little, make most of the mean.
     """
     kept: dict[str, Any] = {"tensor_type": (r"blk\.[12]\.=bf16",)}
     imatrix, calibration = (MODEL.with_name(f"tiny-moe-{name}") for name in ("imatrix.gguf", "calibration.txt"))
     quantize(MODEL, tmp_path / "plain.gguf", preset, QuantizeOptions(imatrix=imatrix, **kept))
     quantize(MODEL, tmp_path / "made.gguf", preset, options(calibration, calibrate_chunks=60, **kept))
     full = logits(MODEL)
-    plain, made = (np.square(logits(tmp_path / f"{n}.gguf") - full).mean() for n in ("plain", "made"))
-    assert made < 0.5 * plain
+    plain, made = (np.median(np.square(logits(tmp_path / f"{n}.gguf") - full)) for n in ("plain", "made"))
+    assert made < (0.4 if preset == "Q2_K" else 0.6) * plain
 
 
 def test_what_is_balanced(tmp_path: Path) -> None:
