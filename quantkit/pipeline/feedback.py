@@ -36,6 +36,7 @@ from quantkit.types import TensorType
 
 if TYPE_CHECKING:
     from quantkit.kernels.cpu.feedback.metric import Metric
+    from quantkit.kernels.cpu.feedback.options import Rounding
     from quantkit.kernels.cuda.feedback.carrier import Carrier
     from quantkit.kernels.cuda.feedback.metric import DeviceMetric
 
@@ -49,8 +50,8 @@ M = TypeVar("M")
 DAMPING, FEW_DAMPING, ENOUGH = 0.02, 0.1, 4
 #: The version of the method, in files: raised when other bytes come of it.
 METHOD = 3
-#: How often narrow matrices are rounded once more at most, where calibrated (work.py).
-AGAIN = 3
+#: Columns of which a calibrated matrix is rounded once more; with fewer, the more often, up to ``_AGAIN`` times.
+_FEW, _AGAIN = 1024, 3
 EMBEDDING, ROUTER = "token_embd.weight", ".ffn_gate_inp.weight"
 #: Values of a row that are chosen together where all columns count alike.
 _ALIKE = 256
@@ -213,6 +214,16 @@ class RecordedInputs:
     def digest(self) -> str | None:
         dampings = [self.damping(matrix) for matrix in range(self.matrices)]
         return _digest(covariance=self.covariances.digest(self.entry), n=self.n, damping=dampings)
+
+
+def rounding_of(inputs: Inputs) -> Rounding:
+    """Return what is done for rows of a tensor with such inputs."""
+    from quantkit.kernels.cpu.feedback.options import Rounding
+
+    # Where columns count alike, no error has another column to go to, and more rounds find next to nothing.
+    if inputs.is_alike:
+        return Rounding(again=0, beside=False)
+    return Rounding(again=max(1, min(_AGAIN, _FEW // inputs.n))) if inputs.corrects else Rounding()
 
 
 def _digest(**what: object) -> str:
@@ -382,7 +393,7 @@ class Feedback:
         """Return what a file says of its making, as far as a plan knows it."""
         from quantkit.kernels.cpu.feedback.options import Rounding
 
-        how = Rounding(again=AGAIN) if self.known.corrects else Rounding()
+        how = Rounding(again=_AGAIN) if self.known.corrects else Rounding()
         values: dict[str, tuple[str | int | float, ValueType]] = {
             "method": (METHOD, ValueType.UINT32),
             "damping": (DAMPING, ValueType.FLOAT32),

@@ -20,14 +20,14 @@ from quantkit.formats.ranges import U8, Buffers, write_range
 from quantkit.kernels.interleave import base_of, is_woven, repacks
 from quantkit.kernels.levels import all_levels
 from quantkit.kernels.tensor_scale import TAIL, TENSOR_SCALED, decoded_as, with_row_scales
-from quantkit.pipeline.feedback import AGAIN, Inputs, Metrics
+from quantkit.pipeline.feedback import Metrics, rounding_of
 from quantkit.pipeline.jobs import MADE, MENDED, NO_CRC, TAKEN, Cached, ErrorSums, Job, JobResult, piece_rows
 from quantkit.pipeline.planned import PlannedTensor, RowSlice
 from quantkit.pipeline.source import Source
 from quantkit.pipeline.target import Target
 
 if TYPE_CHECKING:
-    from quantkit.kernels.cpu.feedback.options import Rounding
+    pass
 
 F32 = npt.NDArray[np.float32]
 F64 = npt.NDArray[np.float64]
@@ -42,20 +42,6 @@ def metrics_for(tensors: Sequence[PlannedTensor], max_ram: int, threads: int) ->
     """Return what keeps the metrics of tensors for all workers of a process, in half of ``max_ram`` if one fits."""
     inputs = [part.inputs for tensor in tensors for part in tensor.parts if part.inputs is not None]
     return Metrics(max(max_ram // 2, max((each.metric_bytes for each in inputs), default=0)), threads)
-
-
-#: Columns of which a calibrated matrix is rounded once more; with fewer, the more often, up to ``AGAIN``.
-_FEW = 1024
-
-
-def rounding_of(inputs: Inputs) -> Rounding:
-    """Return what is done for rows of a tensor with such inputs."""
-    from quantkit.kernels.cpu.feedback.options import Rounding
-
-    # Where columns count alike, no error has another column to go to, and more rounds find next to nothing.
-    if inputs.is_alike:
-        return Rounding(again=0, beside=False)
-    return Rounding(again=max(1, min(AGAIN, _FEW // inputs.n))) if inputs.corrects else Rounding()
 
 
 def _losses(before: F64, after: F64) -> ErrorSums:

@@ -15,10 +15,10 @@ from quantkit.kernels.cuda.feedback.rounding import can_round
 from quantkit.kernels.formats import FORMATS, SYMMETRIC, WOVEN_ENCODERS, encoder_for
 from quantkit.kernels.interleave import base_of, is_woven, repacks
 from quantkit.kernels.levels import all_levels
+from quantkit.pipeline.feedback import rounding_of
 from quantkit.pipeline.jobs import Job
 from quantkit.pipeline.plan import Plan
 from quantkit.pipeline.planned import PlannedTensor, RowSlice
-from quantkit.pipeline.work import rounding_of
 from quantkit.types import BY_NAME, TensorType
 
 BACKENDS = ("cpu", "cuda", "auto")
