@@ -56,6 +56,17 @@ def test_bytes_are_the_cpus(memory: Memory, t: TensorType, search: str, monkeypa
         np.testing.assert_array_equal(on_device(memory, t, x, weights, search), on_cpu(t, x, weights, search or None))
 
 
+@pytest.mark.parametrize("device", ["host"], indirect=True)
+@pytest.mark.parametrize(("t", "search"), ENCODERS, ids=str)
+def test_values_that_are_not_finite_are_no_addresses(memory: Memory, t: TensorType, search: str) -> None:
+    """Rows are refused when they have been encoded: nothing may be read or written elsewhere for them."""
+    n = max(t.block, 64)
+    x = np.random.default_rng(9).standard_normal((4, n)).astype(np.float32)
+    x[0, ::7], x[1, 5], x[1, n // 2], x[2], x[3, ::2] = np.nan, np.nan, -np.inf, np.nan, np.inf
+    for weights in (awkward_imatrix(n, 5),) if t.imatrix == "required" else (NO_WEIGHTS, awkward_imatrix(n, 5)):
+        assert len(on_device(memory, t, x, weights, search)) == 4
+
+
 USUAL = [(t, search) for t, search in ENCODERS if search or (t.family in ("k_quant", "legacy") and not t.row_header)]
 
 

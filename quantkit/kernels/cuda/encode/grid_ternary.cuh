@@ -319,7 +319,10 @@ template <class S> struct TernaryGrid {
     // whether a group is beside the grid.
     STATIC_INLINE Shifted fit(const Lane& lane, float tiny, bool& off) {
         float largest = 0;
-        for (int i = 0; i < N; i++) largest = fmaxf(largest, fabsf(lane.x[i]));
+        for (int i = 0; i < N; i++) {
+            if (lane.x[i] != lane.x[i]) lane.x[i] = 0;  // NaN has no place among sorted values; its row is refused afterwards
+            largest = fmaxf(largest, fabsf(lane.x[i]));
+        }
         sort(lane);
         __syncwarp();
         const Candidate best = search(lane, largest < tiny);
