@@ -10,6 +10,7 @@ from awkward import NO_WEIGHTS, encode
 from conftest import DATA
 from quantkit.kernels import dequantize, quantize
 from quantkit.kernels.cpu.encode.trellis_codebook import codebook
+from quantkit.kernels.cpu.encode.trellis_lists import LEVELS, RANGE_OF
 from quantkit.kernels.grids import trellis_levels
 from quantkit.types import BY_NAME, TensorType
 
@@ -118,6 +119,25 @@ def test_importances_may_be_zero_or_of_any_size(t: TensorType) -> None:
         y = dequantize(quantize(x, t, importance.astype(f32)), t, 512)
         assert np.isfinite(y).all()
         assert ((x - y) ** 2).sum() < 20 * energy
+
+
+def test_lines_listed_for_a_query_hold_its_nearest_points() -> None:
+    """Of 12 and 32 lines, of normal values of the codebook's own spread, weighted as values are."""
+    book, rng = codebook(32768, 4, False, 2), np.random.default_rng(5)
+    lines = book.points.view(np.int16).reshape(2, 2048, 2, 16, 2).swapaxes(2, 3).reshape(2, 2048, 16, 4).astype(f32)
+    y = (37 * rng.standard_normal((300, 4))).clip(-140, 140).astype(f32)
+    weights = (37**2 / 2 + y * y) * rng.uniform(0.5, 1.5, y.shape).astype(f32)
+    side, of = 2 * LEVELS, np.array(RANGE_OF)[np.minimum(abs(y) // 8, 15).astype(int)]
+    buckets = np.where(y < 0, LEVELS - 1 - of, LEVELS + of) @ side ** np.arange(3, -1, -1)
+    found = np.zeros((2, 33))
+    for which in range(2):
+        for query, weight, bucket in zip(y, weights, buckets, strict=True):
+            errors_of_lines = ((lines[which] - query) ** 2 @ weight).min(1)
+            listed = book.lists.reshape(2, side**4, -1)[which, bucket].astype(int) - 2048 * which
+            assert len(set(listed)) == 32
+            found[which] += [errors_of_lines.min(), *np.minimum.accumulate(errors_of_lines[listed])]
+    assert (found[:, 12] < 1.02 * found[:, 0]).all()
+    assert (found[:, 32] < 1.005 * found[:, 0]).all()
 
 
 @pytest.mark.parametrize(("count", "size"), [(8192, 8), (4096, 4)])

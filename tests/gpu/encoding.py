@@ -145,6 +145,9 @@ def _each_type(run: Run, step: str, work: Callable[[str], None], every: bool = F
     """Do a part of a step for each type that is asked for and has an encoder, all compiled before."""
     names = (*encoders(), *WOVEN_ENCODERS)
     todo = run.todo(step, [name for name in names if base_of(BY_NAME[name]).name in run.types])
+    if "IQ4_KT" in todo and importlib.util.find_spec("numba") is None:  # which its lists of points are made with
+        run.say(f"{NOT_RUN}, numba is not here: IQ4_KT")
+        todo.remove("IQ4_KT")
     if todo:
         _prepared(the_card().device, todo, every)
         run.each(step, todo, work)

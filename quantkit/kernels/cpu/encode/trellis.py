@@ -61,6 +61,7 @@ from quantkit.kernels.cpu.encode import trellis_search as points
 from quantkit.kernels.cpu.encode.groups import address
 from quantkit.kernels.cpu.encode.i_quants import VALUES
 from quantkit.kernels.cpu.encode.trellis_codebook import codebook
+from quantkit.kernels.cpu.encode.trellis_lists import BUCKETS, LISTED
 from quantkit.kernels.cpu.encode.trellis_search import best_lane
 from quantkit.types import BY_NAME
 
@@ -417,8 +418,8 @@ def survey(x, w, n, guesses, energies, patience, lines, s, kept, curves, filled,
                     better, sign, sign / load(types.float32, curve, SCALE_OF), xb, wb, lines, s,
                     of + 4 * points.SURVIVORS * count, points.SURVIVORS * slots,
                 )  # fmt: skip
-                filled[first + side * books + better] = count + 2
-                found = points.errors(of, groups, points.SURVIVORS * slots, count + 2, grid() * center)
+                filled[first + side * books + better] = count + spread
+                found = points.errors(of, groups, points.SURVIVORS * slots, count + spread, grid() * center)
                 store(curve, 0, vmin(found, load(f32x16, curve, 0)))
                 store(curve, LEAST_OF + 4 * better, hmin(found))
 
@@ -627,7 +628,7 @@ def _attempts(energies):
     return min(max(np.int64(ATTEMPTS * share * (share + 0.08)), least_tries), 64)
 
 
-def encode(x, weights, out, row0, row1, lines_of_points, lines_of_cells, lines_of_families, indices):
+def encode(x, weights, out, row0, row1, lines_of_points, lines_of_cells, lines_of_families, indices, lists):
     """Encode rows row0..row1 of x [rows, n], n a multiple of 256; weights [n] or empty."""
     n = x.shape[1]
     count = n // 32
@@ -652,13 +653,13 @@ def encode(x, weights, out, row0, row1, lines_of_points, lines_of_cells, lines_o
         if _top(guesses) == F(0):
             continue
         # Addresses are taken here: numba frees an array after its last use.
-        lines = address(lines_of_points), address(lines_of_cells), address(lines_of_families)
+        lines = address(lines_of_points), address(lines_of_cells), address(lines_of_families), address(lists)
         s, px, pw, found = address(scratch), address(xs), address(ws), address(kept)
         _weigh(px, pw, address(weights) if weights.size else 0, n, unit, top)
         for b in range(count):
             energies[b] = _energy(px + 128 * b, pw + 128 * b)
         tries = _attempts(energies)
-        step, patience = 1 if tries > 1 else max(count // 32, 1), F(MORE_PATIENCE if tries > 1 else PATIENCE)
+        step, patience = 1 if tries > 1 else max(count // 16, 1), F(MORE_PATIENCE if tries > 1 else PATIENCE)
         row_surveyed(px, pw, n, guesses, energies, patience, lines, s, found, address(curves), filled, step, counted)
         row_reinforced(px, pw, n, guesses, energies, lines, s, found, address(curves), filled, counted, errors)
         row_scales(guesses, address(curves), count, counted, address(scales), address(costs))
@@ -740,6 +741,8 @@ def _rated(name: str, size: int, bias: int, spread: int) -> dict[str, Any]:
 
 #: Of how many lanes the best family, or cell, stays, the second best, and so on; () if all cells are ranked.
 Shape = tuple[int, ...]
+#: Shapes of families and of cells; or how many lines are ranked, of those listed.
+Depth = tuple[Shape, Shape] | int
 
 
 def _search(
@@ -770,6 +773,26 @@ def _search(
     )  # fmt: skip
 
 
+def _search_listed(name: str, count: int, lines: int, spread: int, *, around: bool) -> Any:
+    """Return ``points.search_listed`` for codebooks of ``count`` points; around: for two scales."""
+    sums = specialize(points.fine_sums4, name)
+    prepared = specialize(
+        points.prepare_fine, name, size=4, floats=f32x4, shorts_of=points.i16x4, paired=points.in_order
+    )
+    kinds = {"query_of": points.fine_query4, "numbers": types.uint16, "number_bytes": 2}
+    if around:
+        ranked = specialize(points.rank_around, name, helper, fine_sums=sums, lanes_kept=8 * spread, **kinds)
+    else:
+        ranked = specialize(
+            points.rank, name, helper, score=specialize(points.fine_score, name, fine_sums=sums), **kinds
+        )
+    rated = _rated(name, 4, 0, spread)
+    return specialize(
+        points.search_listed, f"{name}_{lines}", helper, lines_listed=lines, lists_bytes=2 * LISTED * BUCKETS,
+        query_prepared=prepared, rank_points=ranked, **_bound(rated, "floats", "points_gathered", "points_rated"),
+    )  # fmt: skip
+
+
 def _scan(name: str, count: int, size: int, bias: int, ends: tuple[float, ...]) -> Any:
     """Return ``points.scan`` for codebooks of ``count`` points."""
     ranks = _ranks(name, size, bias, False)
@@ -783,10 +806,10 @@ def _scan(name: str, count: int, size: int, bias: int, ends: tuple[float, ...]) 
 
 def _encoder(
     name: str, count: int, size: int, put: Any, levels: Any, *,
-    largest: int, around: tuple[Shape, Shape], deep: tuple[Shape, Shape], searches: tuple[int, int, int],
-    coarse: bool = False, again: tuple[Shape, Shape] | None = None, much: float = 2.0, very_much: float = 4.0,
+    largest: int, around: Depth, deep: tuple[Shape, Shape], searches: tuple[int, int, int],
+    coarse: bool = False, again: int = 0, much: float = 2.0, very_much: float = 4.0,
     spread: int = 1, eager: bool = False,
-    last: tuple[Shape, Shape] | None = None, signs: int = 2, books: int = 1, stretch: float = 1.0,
+    last: Depth | None = None, signs: int = 2, books: int = 1, stretch: float = 1.0,
     more_deeply: dict[str, float],
 ) -> Encoder:  # fmt: skip
     """Return the encoder of a type: codebooks of ``count`` points; the functions and numbers that differ.
@@ -798,8 +821,15 @@ def _encoder(
     shared["part"] = 12 * points.SURVIVORS * slots * (32 // size)
     sides = _bound(shared, "signs", "books", "slots", "part")
     deep_search = _search(suffix, count, size, bias, deep, coarse_tree=False)
-    first_search = _search(suffix, count, size, bias, around, spread, coarse=coarse)
-    last_search = _search(suffix, count, size, bias, last, coarse_tree=False) if last else deep_search
+    if isinstance(around, int):
+        first_search = _search_listed(suffix, count, around, spread, around=True)
+    else:
+        first_search = _search(suffix, count, size, bias, around, spread, coarse=coarse)
+    last_search = deep_search
+    if isinstance(last, int):
+        last_search = _search_listed(suffix, count, last, 1, around=False)
+    elif last:
+        last_search = _search(suffix, count, size, bias, last, coarse_tree=False)
     deeply_searched = specialize(search_around, f"{suffix}_deeply", search=deep_search, **sides)
     curves, every_curve = specialize(_curve_of, suffix, **shared), levels is wide_levels
     likely = specialize(_hopeful, suffix, signs=signs, books=books)
@@ -807,8 +837,8 @@ def _encoder(
         survey, suffix, helper, deeply_searched=deeply_searched, curve_of=curves, **shared,
         few=searches[0], some=searches[1], eager=eager,
         searched_around=specialize(search_around, suffix, search=first_search, spread=spread, **sides), spread=spread,
-        much=much, very_much=very_much, every_curve=every_curve, hopeful=likely, again=again is not None,
-        search=_search(suffix, count, size, bias, again, 2) if again else first_search,
+        much=much, very_much=very_much, every_curve=every_curve, hopeful=likely, again=again > 0,
+        search=_search_listed(suffix, count, again, spread, around=True) if again else first_search,
     )  # fmt: skip
     reinforced = specialize(
         reinforce, suffix, helper, scan=_scan(suffix, count, size, bias, ENDS[slots - 1]), size=size,
@@ -830,11 +860,11 @@ def _encoder(
     )  # fmt: skip
     encode_rows: Callable[..., None] = specialize(
         encode, suffix, kernel, **sides, magnitudes=signs == 1, stretch=stretch,
-        least_fits=1 if coarse else 2, least_tries=2 if signs == 1 else 1, row_surveyed=surveyed,
+        least_fits=1 if coarse or again else 2, least_tries=2 if signs == 1 else 1, row_surveyed=surveyed,
         row_reinforced=reinforced, levels_chosen=chosen,
         row_scales=specialize(rate_row_scales, suffix, helper, cost_of=cost, largest=F(largest), signs=signs),
         write=specialize(write, suffix, put=put, block_bytes=BY_NAME[name].block_bytes, books=books, groups=32 // size),
-        lines_ranked=count // 4096 if around[0] else count // 256,
+        lines_ranked=count // 4096 if deep[0] else count // 256,
     )  # fmt: skip
 
     def encode_type(
@@ -842,7 +872,7 @@ def _encoder(
     ) -> None:
         """Encode rows row0..row1 of x [rows, n], n a multiple of 256; weights [n] or empty."""
         book = codebook(count, size, signs == 1, books)
-        encode_rows(x, weights, out, row0, row1, book.points, book.cells, book.families, book.indices)
+        encode_rows(x, weights, out, row0, row1, book.points, book.cells, book.families, book.indices, book.lists)
 
     return encode_type
 
@@ -866,7 +896,7 @@ encode_iq3_kt = _encoder(
     very_much=1.6, more_deeply=SMALL_ERRORS,
 )  # fmt: skip
 encode_iq4_kt = _encoder(
-    "IQ4_KT", 32768, 4, put_iq4_kt, wide_levels, largest=64, around=((16, 4), (16, 8, 4)), again=((16, 4), (16, 8, 4)),
-    deep=((16, 16), (16, 16, 16)), last=((16, 8), (16, 16)), searches=(1, 2, 4), books=2, spread=2, much=1.4,
+    "IQ4_KT", 32768, 4, put_iq4_kt, wide_levels, largest=64, around=12, again=12,
+    deep=((16, 16), (16, 16, 16)), last=32, searches=(1, 2, 4), eager=True, books=2, much=1.4,
     more_deeply=SMALL_ERRORS,
 )  # fmt: skip

@@ -22,12 +22,16 @@ from quantkit.kernels.grids import trellis_levels
 
 @dataclass(frozen=True, slots=True)
 class Codebook:
-    """Lines of points, of cells' centers and of families' centers, u8; and the index of each point, i32 [points]."""
+    """Lines of points, of cells' centers and of families' centers, u8; and the index of each point, i32 [points].
+
+    Of points of 4 values also the lines near queries of a bucket, u16 [books, buckets, lines] (trellis_lists.py).
+    """
 
     points: npt.NDArray[np.uint8]
     cells: npt.NDArray[np.uint8]
     families: npt.NDArray[np.uint8]
     indices: npt.NDArray[np.int32]
+    lists: npt.NDArray[np.uint16]
 
 
 #: A parity check of distance 4: families that differ in fewer than 4 of the first splits have different syndromes.
@@ -73,6 +77,12 @@ def _centers(points: npt.NDArray[np.int64], count: int) -> npt.NDArray[np.int64]
     return centers
 
 
+def _lists(points: npt.NDArray[np.int64], first: int) -> npt.NDArray[np.uint16]:
+    from quantkit.kernels.cpu.encode.trellis_lists import lines_near  # needs numba, which a card's machine may lack
+
+    return lines_near(points, first)
+
+
 @cache
 def codebook(count: int, size: int, magnitudes: bool = False, books: int = 1) -> Codebook:
     """Return ``books`` codebooks of ``count`` consecutive indices each, one after the other."""
@@ -83,5 +93,6 @@ def codebook(count: int, size: int, magnitudes: bool = False, books: int = 1) ->
         order = _sorted_by_cell(levels)
         by_cell = levels[order]
         centers = (_lines(_centers(by_cell, points), bias, False) for points in (16, 256))
-        parts.append((_lines(by_cell, bias, size == 4), *centers, order.astype(np.int32)))
+        lists = _lists(by_cell, book * count // 16) if size == 4 else np.empty(0, np.uint16)
+        parts.append((_lines(by_cell, bias, size == 4), *centers, order.astype(np.int32), lists))
     return Codebook(*(np.concatenate(arrays) for arrays in zip(*parts, strict=True)))

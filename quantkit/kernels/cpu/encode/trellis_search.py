@@ -10,6 +10,9 @@ Q = sum(w v v). A search for one d (*center*):
    bits, centers in 8): the best of each lane remains, or the best for two scales around d;
 3. computes P and Q of these in f32. Any scale, the best of them for it: three operations a point.
 
+Where a point has 4 values, lines of points are listed for every bucket of queries (trellis_lists.py): most searches
+look the list up instead of 1 and 2, and rank its first lines.
+
 A scan ranks all points, each by its error with the scale of a range that suits it best, for three or four ranges: where
 the weights of 8 values differ a lot, as beside outliers, a tree loses the best point.
 
@@ -42,6 +45,7 @@ from quantkit.kernels.cpu.core.simd import (
     i16x32,
     i32x16,
     load,
+    lookup16_f32,
     make_constant,
     make_shuffle,
     nearest_int,
@@ -56,6 +60,7 @@ from quantkit.kernels.cpu.core.simd import (
     vmax,
     vmin,
 )
+from quantkit.kernels.cpu.encode.trellis_lists import LEVELS, LISTED, RANGE_OF
 
 F, I32 = np.float32, np.int32
 
@@ -66,7 +71,7 @@ SURVIVORS, MOST, NUMBER, FARTHEST = 16, 0x7FFFFFFF, 12, F(140)
 #: After the parts of 8 groups: the list of lines that are ranked first; a 1 of 64 bits. Numbers of turns are times it,
 #: read from memory, so that LLVM keeps loops, which it would unroll to several times the cache of instructions.
 QUERY, FAMILIES, CELLS, POINTS, WORDS, PART = 0, 64, 320, 576, 704, 960
-COARSE, LINES, ONE, SCRATCH = 32, 8 * PART, 8 * PART + 256, 8 * PART + 320
+COARSE, LINES, ONE, LISTS, SCRATCH = 32, 8 * PART, 8 * PART + 256, 8 * PART + 320, 8 * PART + 448
 
 lanes16 = make_constant(i32x16, range(16), "trellis_lanes")
 swap_8 = make_shuffle([*range(8, 16), *range(8)], "trellis_swap_8")
@@ -229,14 +234,17 @@ score: Any = None
 
 #: Binding of ``rank``: of how many lanes the best point remains, the second best, and so on: 16, 8, 4 or 0.
 shape = (16, 0, 0, 0)
+#: Bindings of ``rank`` and ``rank_around``: how numbers of lines are stored, and their bytes.
+numbers: Any = types.int32
+number_bytes = 4
 
 
 def rank(lines, source, count, s, to):
     """Rank the points of the lines listed at ``source``; list those that remain at ``to``."""
     query = query_of(s)
     a = b = c = d = splat(i32x16, MOST)
-    for i in range(source, source + 4 * count, 4):
-        number = load(types.int32, i, 0)
+    for i in range(source, source + number_bytes * count, number_bytes):
+        number = types.int32(load(numbers, i, 0))
         found = (score(lines, number, query) << NUMBER) | number
         a, found = vmin(a, found), vmax(a, found)
         if shape[1] > 0:
@@ -254,18 +262,22 @@ def rank(lines, source, count, s, to):
         _list_best(d, shape[3], s, to + 64 + 4 * (shape[1] + shape[2]))
 
 
+#: Binding: of how many lanes the best points remain: 16; 8, of each two the better one.
+lanes_kept = 16
+
+
 def rank_around(lines, source, count, s, to):
-    """Rank points as ``rank`` does, for two scales 1/8 above and below: list the best of each lane, for either."""
+    """Rank points as ``rank`` does, for two scales 1/8 above and below: list the best of lanes, for either."""
     query = query_of(s)
     a = b = splat(i32x16, MOST)
-    for i in range(source, source + 4 * count, 4):
-        number = load(types.int32, i, 0)
+    for i in range(source, source + number_bytes * count, number_bytes):
+        number = types.int32(load(numbers, i, 0))
         p, q = fine_sums(lines, number, query)
         found, more = (p << 7) + q, p << 4
         a = vmin(a, (((found + more) >> NUMBER) << NUMBER) | number)
         b = vmin(b, (((found - more) >> NUMBER) << NUMBER) | number)
-    _list(a, s, to)
-    _list(b, s, to + 64)
+    _list_best(a, lanes_kept, s, to)
+    _list_best(b, lanes_kept, s, to + 4 * lanes_kept)
 
 
 @inline
@@ -365,6 +377,44 @@ def search(book, sign, inverse, x, w, lines, s, kept, width):
     for group in range(32 // size * one):
         at = 4 * size * group
         points_rated(x + at, w + at, s + PART * group, sign, kept + 12 * width * group, width)
+
+
+ranges16 = make_constant(f32x16, RANGE_OF, "trellis_ranges")
+list_places = make_constant(i32x16, [2 * LISTED * (2 * LEVELS) ** (3 - i % 4) for i in range(16)], "trellis_places")
+next_lane = make_shuffle([i ^ 1 for i in range(16)], "trellis_next_lane")
+next_but_one = make_shuffle([i ^ 2 for i in range(16)], "trellis_next_but_one")
+
+#: Bindings of ``search_listed``: how many lines are ranked of those listed; bytes of the lists of a codebook.
+lines_listed = lists_bytes = 0
+
+
+@inline
+def find_lists(x, inverse, s):
+    """Write where the lists of the buckets of 32 values lie, for each 4."""
+    for i in range(0, 128, 64):
+        y = load(f32x16, x, i) * inverse
+        of = convert(i32x16, lookup16_f32(ranges16(), convert(i32x16, vmin(vabs(y) * F(1 / 8), F(15)))))
+        at = select(y < F(0), I32(LEVELS - 1) - of, of + I32(LEVELS)) * list_places()
+        at = at + next_lane(at)
+        store(s, LISTS + i, at + next_but_one(at))
+
+
+def search_listed(book, sign, inverse, x, w, lines, s, kept, width):
+    """Keep the survivors of each group of 4 of 32 values, as ``search`` does, of the lines listed for its bucket."""
+    one = load(types.int64, s, ONE)
+    end = s + PART * 8 * one
+    find_lists(x, inverse, s)
+    for group in range(8):
+        y = vmax(vmin(load(floats, x, 16 * group) * inverse, FARTHEST), -FARTHEST)
+        query_prepared(y, load(floats, w, 16 * group), s + PART * group)
+    first = lines[3] + lists_bytes * book
+    for group in range(8 * one):
+        t = s + PART * group
+        rank_points(lines[0], first + load(types.int32, s, LISTS + 16 * group), lines_listed * one, t, POINTS)
+    for t in range(s, end, PART):
+        points_gathered(lines[0], t)
+    for group in range(8 * one):
+        points_rated(x + 16 * group, w + 16 * group, s + PART * group, sign, kept + 12 * width * group, width)
 
 
 #: Bindings of ``rank_all``: all lines of a codebook; where ranges of scales end, over the scale given: three or four.

@@ -3,6 +3,7 @@
 Points and centers are the CPU's (quantkit.kernels.cpu.encode.trellis_codebook), in the same order, but each lies by
 itself: its levels, signed, then their squares / 64, rounded, less 128. Points that are never ranked in 8 bits have
 magnitudes instead of squares, or nothing where levels are magnitudes: what a search reads of them comes from afar.
+Lists of lines near queries are the CPU's.
 """
 
 from __future__ import annotations
@@ -46,6 +47,7 @@ class Codebook(NamedTuple):
     families: Any
     indices: Any
     grid: Any
+    lists: Any
 
 
 def _levels(lines: npt.NDArray[np.uint8], size: int, bias: int, wide: bool) -> npt.NDArray[np.int64]:
@@ -76,7 +78,7 @@ def codebook_arrays(name: str) -> Codebook:
         points = np.concatenate([levels, abs(levels)], 1).astype(np.int8)
     else:
         points = _with_squares(levels)
-    return Codebook(points, cells, families, of.indices, grid)
+    return Codebook(points, cells, families, of.indices, grid, of.lists)
 
 
 def codebook_on(device: Device, t: TensorType) -> Codebook:

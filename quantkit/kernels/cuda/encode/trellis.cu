@@ -12,6 +12,7 @@ struct trellis_args {
     const uint8_t *points, *cells, *families;
     const int32_t* indices;
     const float* grid;
+    const uint16_t* lists;
     int64_t rows, n, room;
 };
 
@@ -56,7 +57,7 @@ INLINE void sum_energies(const TrellisRow<ENCODER>& row, Shared& s) {
     const double share = total > 0 ? squares / (total * total) : 0.0;
     s.sums[0] = total;
     s.tries = min(max((int)(500.0 * share * (share + 0.08)), ENCODER::TRIES), 64);
-    s.step = s.tries > 1 ? 1 : max(row.count / 32, 1);
+    s.step = s.tries > 1 ? 1 : max(row.count / 16, 1);
 }
 
 // By how much of the least error that of another sign and codebook may exceed it, to be looked at again.
@@ -195,7 +196,7 @@ KERNEL(trellis, 512) {
     __shared__ Shared s;
     const int warp = (int)threadIdx.x / 32;
     const TrellisRow<ENCODER> row(a.work + blockIdx.x * a.room, a.n);
-    const Codebook codebook = {a.points, a.cells, a.families, a.indices, a.grid};
+    const Codebook codebook = {a.points, a.cells, a.families, a.indices, a.grid, a.lists};
     const int64_t row_bytes = 4 + a.n / 256 * ENCODER::BYTES;
     const float heaviest = a.importance ? largest_of_all(a.importance, a.n, s.tops) : 0.0f;
     const double top_weight = heaviest > 0 ? heaviest : 1.0;

@@ -153,7 +153,9 @@ template <class TYPE, int COUNT, int SIZE_, int SIGNS_, int BOOKS_, int SEARCHES
     template <class Depth>
     STATIC_INLINE void search(const Codebook& codebook, int book, float sign, float scale, const float* x, const float* w,
                               float* kept, int slot) {
-        search_points<SIZE, POINTS, SIGNS == 1, WIDTH, Depth>(codebook, book, sign, sign / scale, x, w, kept, SURVIVORS * slot);
+        if constexpr (Depth::listed) search_listed<WIDTH, Depth>(codebook, book, sign, sign / scale, x, w, kept, SURVIVORS * slot);
+        else
+            search_points<SIZE, POINTS, SIGNS == 1, WIDTH, Depth>(codebook, book, sign, sign / scale, x, w, kept, SURVIVORS * slot);
     }
     STATIC_INLINE float errors(float* kept, int slots, float d) { return errors_of<GROUPS, WIDTH>(kept, slots, d); }
 
@@ -242,9 +244,10 @@ template <class TYPE, int COUNT, int SIZE_, int SIGNS_, int BOOKS_, int SEARCHES
                 float* kept = row.kept_of(b, c);
                 search<typename TYPE::Again>(codebook, better, side ? -1.0f : 1.0f, scale_of[side], row.x(b), row.w(b), kept,
                                              slots);
-                const float found = errors(kept, slots + 2, of_grid), lowest = least_of_16(found);
+                const int filled = slots + TYPE::Again::spread;
+                const float found = errors(kept, filled, of_grid), lowest = least_of_16(found);
                 if (me() == 0) {
-                    row.filled(b)[c] = slots + 2;
+                    row.filled(b)[c] = filled;
                     row.least(b)[c] = lowest;
                 }
                 if (me() < 16) row.curves(b)[16 * side + me()] = lesser(found, row.curves(b)[16 * side + me()]);
@@ -456,11 +459,11 @@ struct EncodeIQ3_KT : Trellis<EncodeIQ3_KT, 65536, 8, 1, 1, 4, 100> {
 
 struct EncodeIQ4_KT : Trellis<EncodeIQ4_KT, 32768, 4, 2, 2, 4, 128> {
     typedef WideLevels Levels;
-    typedef SearchDepth<Shape<16, 4>, Shape<16, 8, 4>, true, false, 2> Around, Again;
+    typedef ListedDepth<12, true> Around, Again;
     typedef SearchDepth<Shape<16, 16>, Shape<16, 16, 16>, true, false, 1> Deep;
-    typedef SearchDepth<Shape<16, 8>, Shape<16, 16>, true, false, 1> Last;
-    static const bool AGAIN = true, POLISHED = true, EVERY_CURVE = true, WIDELY = true, EAGER = false;
-    static const int FEW = 1, SOME = 2, FITS = 2, TRIES = 1;
+    typedef ListedDepth<32, false> Last;
+    static const bool AGAIN = true, POLISHED = true, EVERY_CURVE = true, WIDELY = true, EAGER = true;
+    static const int FEW = 1, SOME = 2, FITS = 1, TRIES = 1;
     static constexpr double MUCH = 1.4, VERY_MUCH = 4, STRETCH = 1;
     static constexpr double MUCH_ERROR = 0.03, HEAVY = 0.015, SHORT_PART = 1.0 / 3;
     static constexpr float LARGEST = 64, SCANNED = 1;

@@ -7,12 +7,16 @@
 #include "encode/lane.cuh"
 
 // The codebook of a type (core/codebooks.py): points, centers of cells and of families; the index of each point; what a
-// curve's scales are over its guess.
+// curve's scales are over its guess; of points of 4 values the lines near queries of each bucket (trellis_lists.py).
 struct Codebook {
     const uint8_t *points, *cells, *families;
     const int32_t* indices;
     const float* grid;
+    const uint16_t* lists;
 };
+
+// Buckets of queries of 4 values, by codebook; lines listed for each.
+const int RANGES = 14, BUCKETS = RANGES * RANGES * RANGES * RANGES, LISTED = 32;
 
 // Survivors of a search for one scale; a score that none has; the bits of a ranked score that number a line.
 const int SURVIVORS = 16, MOST = 0x7fffffff, NUMBER = 12;
@@ -317,6 +321,29 @@ INLINE void rank(const uint8_t* table, const Best<KEPT::DEPTH>& lines, const Que
     each_line<KEPT>(lines, [&](int line) { best.take(query.ranked(Point(of_lane, line), line)); });
 }
 
+// Of the lines that are listed for a bucket, call `rate` with the first COUNT, one after the other.
+template <int COUNT, class F> INLINE void each_listed(const uint16_t* list, F rate) {
+    static_assert(COUNT % 4 == 0 && COUNT <= LISTED, "lines are read by four");
+#pragma unroll 1
+    for (int i = 0; i < COUNT; i += 4) {
+        const uint2 four = *(const uint2*)(list + i);
+        rate((int)(four.x & 0xffff));
+        rate((int)(four.x >> 16));
+        rate((int)(four.y & 0xffff));
+        rate((int)(four.y >> 16));
+    }
+}
+
+// The list of the bucket of 4 values, each lane of a half has one of: lane l that of l % 4.
+INLINE const uint16_t* list_of(const Codebook& codebook, int book, float y) {
+    const int eighth = (int)lesser(fabsf(y) * (1.0f / 8), 15.0f);
+    const int of = eighth < 8 ? eighth >> 1 : eighth < 11 ? 4 : eighth < 14 ? 5 : 6;
+    int at = y < 0 ? RANGES / 2 - 1 - of : RANGES / 2 + of;
+    at = at * RANGES + __shfl_xor_sync(FULL, at, 1);
+    at = at * (RANGES * RANGES) + __shfl_xor_sync(FULL, at, 2);
+    return codebook.lists + LISTED * (BUCKETS * book + __shfl_sync(FULL, at, 0, 16));
+}
+
 // Rank points for two scales, 1/8 above and below: the best of each lane, for either.
 template <class Point, class KEPT, class Query>
 INLINE void rank_around(const uint8_t* table, const Best<KEPT::DEPTH>& lines, const Query& query, Best<1>& above, Best<1>& below) {
@@ -362,8 +389,14 @@ template <int WIDTH> struct Survivors {
 template <class FAMILIES, class CELLS, bool COARSE_TREE, bool COARSE, int SPREAD> struct SearchDepth {
     typedef FAMILIES Families;
     typedef CELLS Cells;
-    static const int spread = SPREAD;
+    static const int spread = SPREAD, listed = 0;
     static const bool coarse_tree = COARSE_TREE, coarse = COARSE;
+};
+
+// That of points of 4 values, of so many lines that are listed; for one scale or two, of which half the survivors are each.
+template <int COUNT, bool AROUND> struct ListedDepth {
+    static const int spread = 1, listed = COUNT;
+    static const bool around = AROUND;
 };
 
 template <int SIZE, bool MAGNITUDES, bool COARSE> struct QueryOf {
@@ -417,6 +450,42 @@ INLINE void search_points(const Codebook& codebook, int book, float sign, float 
             rank<Point, Cells>(codebook.points, cells, query, found);
         }
         survivors.template keep<Point>(at + lane_of_16(), codebook.points, found.place(0), v, weight, sign);
+    }
+    __syncwarp();
+}
+
+// The same for 8 groups of 4 values, of the lines listed for their buckets.
+template <int WIDTH, class Depth>
+INLINE void search_listed(const Codebook& codebook, int book, float sign, float inverse, const float* x, const float* w,
+                          float* kept, int at) {
+    typedef PointWords<4> Point;
+    const uint8_t* of_lane = Point::first(codebook.points);
+#pragma unroll 1
+    for (int group = half_of_warp(); group < 8; group += 2) {
+        const int mine = 4 * group + ((int)threadIdx.x & 3);
+        const OneOf<4> one(greater(lesser(x[mine] * inverse, 140.0f), -140.0f), w[mine]);
+        const FineQuery<4, true> query(one);
+        const uint16_t* list = list_of(codebook, book, one.y);
+        int place;
+        if constexpr (Depth::around) {
+            Best<1> above, below;
+            each_listed<Depth::listed>(list, [&](int line) {
+                uint32_t p, q;
+                query.sums(Point(of_lane, line), p, q);
+                above.take(ranked_line(p * 144 + q, line));
+                below.take(ranked_line(p * 112 + q, line));
+            });
+            const int first = above.place(0, 8), other = __shfl_xor_sync(FULL, below.place(0, 8), 8);
+            place = lane_of_16() < 8 ? first : other;
+        } else {
+            Best<1> found;
+            each_listed<Depth::listed>(list, [&](int line) { found.take(query.ranked(Point(of_lane, line), line)); });
+            place = found.place(0);
+        }
+        float v[4], weight[4];
+        load_values<4>(x + 4 * group, v);
+        load_values<4>(w + 4 * group, weight);
+        Survivors<WIDTH>(kept, group).template keep<Point>(at + lane_of_16(), codebook.points, place, v, weight, sign);
     }
     __syncwarp();
 }
