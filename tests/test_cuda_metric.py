@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import types
 from functools import partial
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -150,24 +151,50 @@ def test_a_metric_is_the_cpus(memory: Memory, grouping: Grouping | None) -> None
     assert said[0] == said[1]
 
 
-@pytest.mark.parametrize("residual", [0, 64])
+def watched(device: Any, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Return the bytes that a device gives away from now on: those it has not got back, and the most at any time."""
+    sizes, found, allocate, free = dict[int, int](), [0, 0], device.allocate, device.free
+
+    def give(nbytes: int) -> int:
+        sizes[address := allocate(nbytes)] = nbytes
+        found[:] = found[0] + nbytes, max(found[1], found[0] + nbytes)
+        return int(address)
+
+    def take(address: int) -> None:
+        free(address)
+        found[0] -= sizes.pop(address)
+
+    monkeypatch.setattr(device, "allocate", give)
+    monkeypatch.setattr(device, "free", take)
+    return found
+
+
+@pytest.mark.parametrize("residual", [0, 384])
 def test_a_metric_of_two_streams_is_the_cpus(memory: Memory, residual: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sums over rows that come in parts, targets' corrections, what a residual stream lacks."""
-    rng, n, tokens = np.random.default_rng(6), 128, 900
+    """Sums over rows that come in parts, targets' corrections, what a residual stream lacks; in no more room than told.
+
+    Of as few columns, rows on their way would take more than all else.
+    """
+    monkeypatch.setattr(making, "_ROWS", products.ROWS_AT_ONCE)
+    rng, n, tokens = np.random.default_rng(6), 128, 600
     mixed = rng.standard_normal((n, n)) * np.exp(rng.standard_normal(n))
     x = (rng.standard_normal((tokens, n)) @ mixed).astype(np.float32)
     z = rng.standard_normal((tokens, n + residual)).astype(np.float32) + 0.1 * x[:, :1]
     seen = StageInputs("blk.0.ffn_down.weight", n, 1)
     seen.tokens, share = (tokens,), np.ones((tokens, 1), np.float32)
     counts = rng.uniform(0.5, 2, (tokens, 1)).astype(np.float32)
-    rows = [(x[:700], x[:700] + z[:700, :n]), (x[700:], x[700:] + z[700:, :n])]
-    at = np.split(np.arange(tokens), [700])
+    rows = [(x[:400], x[:400] + z[:400, :n]), (x[400:], x[400:] + z[400:, :n])]
+    at = np.split(np.arange(tokens), [400])
     monkeypatch.setattr(seen, "_ready", types.SimpleNamespace(seen=None))
     monkeypatch.setattr(stage_inputs, "_width", lambda seen: residual)
     monkeypatch.setattr(seen, "_rows", lambda matrix: ((x, y, a, share[a]) for (x, y), a in zip(rows, at, strict=True)))
     monkeypatch.setattr(seen, "_rest", lambda tokens: (z[tokens, n:], counts[tokens]))
-    carrier = Carrier(memory.device.lane())
-    same(memory, seen.made_on(carrier, 0), seen.made(0, 1))
+    carrier, given = Carrier(memory.device.lane()), watched(memory.device, monkeypatch)
+    made = seen.made_on(carrier, 0)
+    assert given[0] <= seen.metric_bytes // 4
+    assert given[1] <= seen.metric_bytes
+    same(memory, made, seen.made(0, 1))
+    assert given[0] == 0
     x[3, 3] = np.inf
     for make in (partial(seen.made_on, carrier), partial(seen.made, threads=1)):
         with pytest.raises(FormatError, match=r"the inputs of blk.0.ffn_down.weight are not finite"):

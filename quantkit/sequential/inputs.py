@@ -80,8 +80,12 @@ class StageInputs:
 
     @property
     def metric_bytes(self) -> int:
-        """The bytes that a metric takes while it is made, with the sums; a quarter stays."""
-        return 64 * self.n**2
+        """The bytes that a metric takes while it is made, with the sums; a quarter stays.
+
+        What a residual stream lacks may have several times as many columns as the inputs of an expert.
+        """
+        columns = self.n if self._ready is None else self._columns
+        return 48 * self.n**2 + 16 * self.n * columns
 
     def damping(self, matrix: int) -> float | None:
         """Return the damping of a matrix; None if its tokens are too few for feedback."""
