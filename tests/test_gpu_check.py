@@ -98,6 +98,18 @@ def test_checks_pass_on_the_shim_and_are_recorded(tmp_path: Path) -> None:
 
 
 @needs_compiler
+def test_whole_files_with_error_feedback(tmp_path: Path) -> None:
+    out = tmp_path / "results.md"
+    done = gpu_check("--shim", "--out", out, "--types", "Q4_K", "--only", "feedback")
+    assert done.returncode == 0, done.stdout + done.stderr
+    text = out.read_text()
+    assert text.count("error feedback: a MoE of 0.2 M weights, F16, with covariances; 2 cards") == 1
+    assert "--backend cuda: CUDA0, CUDA1 encode 9 tensors\n" in text
+    assert "feedback: Q4_K_M: cards " in text
+    assert text.rstrip().endswith("all checks passed")
+
+
+@needs_compiler
 def test_a_wrong_result_fails(tmp_path: Path) -> None:
     """The lowest bit of one level in 32 is found."""
     code = SMALL.partition("speed._CARD")[0] + (

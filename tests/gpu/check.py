@@ -31,7 +31,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "scripts")]
 import make_moe  # noqa: E402
 import numpy as np  # noqa: E402
 
-from gpu import cases, encoding, rounding, speed  # noqa: E402
+from gpu import cases, encoding, feedback, rounding, speed  # noqa: E402
 from gpu.cases import TYPES, launched_early, nmse, on_card  # noqa: E402
 from gpu.run import NOT_RUN, PATIENCE, Run, verdict, watch  # noqa: E402
 from quantkit.formats.gguf import open_gguf  # noqa: E402
@@ -173,12 +173,13 @@ CHECKS: dict[str, Callable[[Run], None]] = {
     "rounding": rounding.rounding,
     "metrics": rounding.metrics,
     "pipeline": encoding.pipeline,
+    "feedback": feedback.feedback,
 }
 
 STEPS: dict[str, Callable[[Run], None]] = {"card": speed.card, **CHECKS, **speed.STEPS, "encode": encoding.speed}
 
 #: What is asked for by a word: `scripts/gpu_check encode`.
-GROUPS = {"encode": ("card", "encoding", "parity", "rounding", "metrics", "pipeline", "encode")}
+GROUPS = {"encode": ("card", "encoding", "parity", "rounding", "metrics", "pipeline", "feedback", "encode")}
 
 #: What matters most, before all the rest: whether it is right, and how fast a model and its commonest types are.
 _COMMON = ("Q4_K", "Q8_0", "Q6_K", "IQ4_XS")
@@ -195,6 +196,7 @@ FIRST: dict[str, Sequence[str]] = {
     "parity": _COMMON,
     "rounding": _COMMON,
     "pipeline": ("Q4_K_M",),
+    "feedback": ("Q4_K_M",),
     "encode": _COMMON,
 }
 
@@ -259,6 +261,7 @@ def use_shim() -> None:
     device.count_devices = lambda: len(made)  # type: ignore[assignment]
     rounding.SIZES = rounding.Sizes(3, 64, 8192, 96, repetitions=0)
     encoding.FILE = encoding.File(0, make_moe.Model(1, 2, 1, 256, 256, 2, 1, 128, 256), 2)
+    feedback.FILE = feedback.File(make_moe.Model(1, 3, 1, 256, 32, 1, 1, 128, 16))
     speed._CARD[:] = [speed.Card(made["CUDA0"], math.nan, 1.0)]  # nothing is measured, and products by cuBLAS are
     devices.cuda_devices = lambda: tuple(made)
 

@@ -43,6 +43,7 @@ from quantkit.units import format_size
 
 if TYPE_CHECKING:
     from gpu.run import Run
+    from quantkit.quantize import QuantizeOptions, QuantizeResult
 
 Floats = npt.NDArray[np.float32]
 
@@ -238,27 +239,19 @@ def pipeline(run: Run) -> None:
     if importlib.util.find_spec("numba") is None:
         run.say(f"{NOT_RUN}, numba is not here: pipeline")
         return
-    made: list[str] = []
+    from quantkit.quantize import QuantizeOptions
 
     def of_recipe(name: str) -> None:
         source, imatrix, weights = _source(run.folder)
-        if not made:
+        if is_first(run, "pipeline"):
+            size, seconds = format_size(source.stat().st_size), _copied(source)
             run.say(
-                f"\na MoE of {weights / 1e9:.2f} G weights, F16, {format_size(source.stat().st_size)}; \
-{devices.count_devices()} cards, {available_cpus()} CPUs; reading and writing it takes {_copied(source):.1f} s\n"
+                f"\npipeline: a MoE of {weights / 1e9:.2f} G weights, F16, {machine()}; to read and write its {size} "
+                f"takes {seconds:.1f} s"
             )
-            run.say("| recipe | cards, s | Gweights/s | CPU, s | times as fast |\n|---|---|---|---|---|")
-        made.append(name)
         type_name, weighted, more = RECIPES[name]
-        told = _Told(run)
-        cards, on_cards = _quantized(source, imatrix if weighted else None, type_name, told, backend="cuda", **more)
-        cpu, on_cpu = _quantized(source, imatrix if weighted else None, type_name, told)
-        wrong = _bytes_that_differ(on_cards, on_cpu)
-        run.check(f"pipeline: {name}, bytes that differ from the CPU's", wrong, 0)
-        run.check(f"pipeline: {name}, cards that were lost", sum("not used" in note for note in told.notes), 0)
-        run.say(f"| {name} | {cards:.2f} | {weights / cards / 1e9:.2f} | {cpu:.2f} | {cpu / cards:.1f} |")
-        for path in (on_cards, on_cpu):
-            path.unlink()
+        options = QuantizeOptions(imatrix=imatrix if weighted else None)
+        both_ways(run, f"pipeline: {name}", source, type_name, options, weights, **more)
 
     run.each("pipeline", todo, of_recipe, needs=60)
 
@@ -286,20 +279,43 @@ class _Told:
         self.run.say(text)
 
 
+def is_first(run: Run, step: str) -> bool:
+    """Tell whether the part of a step that has been begun is its first one, of all processes."""
+    return sum(key.startswith(f"{step}: ") for key in run.begun) == 1
+
+
+def machine() -> str:
+    """Return what quantizes files."""
+    return f"{devices.count_devices()} cards, {available_cpus()} CPUs"
+
+
+def both_ways(
+    run: Run, what: str, source: Path, type_name: str, options: QuantizeOptions, weights: int, **more: Any
+) -> tuple[QuantizeResult, QuantizeResult]:
+    """Quantize a file on cards, which ``more`` is for, and on the CPU; note bytes that differ, and cards that fail."""
+    told = _Told(run)
+    by_cards = _quantized(source, type_name, options, told, backend="cuda", verify=FILE.verify, **more)
+    by_cpu = _quantized(source, type_name, options, told, backend="cpu")
+    (on_cards,), (on_cpu,) = by_cards.paths, by_cpu.paths
+    run.check(f"{what}, bytes that differ from the CPU's", _bytes_that_differ(on_cards, on_cpu), 0)
+    run.check(f"{what}, cards that were lost", sum("not used" in note for note in told.notes), 0)
+    for path in (on_cards, on_cpu):
+        path.unlink()
+    cards, cpu = by_cards.run.seconds, by_cpu.run.seconds
+    speed = f"{weights / cards / 1e9:.3g} Gweights/s"
+    run.say(f"{what}: cards {cards:.2f} s, {speed}; CPU {cpu:.2f} s, {cpu / cards:.2f} times as long")
+    return by_cards, by_cpu
+
+
 def _quantized(
-    source: Path, imatrix: Path | None, type_name: str, told: _Told, backend: str = "cpu", **more: Any
-) -> tuple[float, Path]:
-    """Return the seconds that a file takes, and the file."""
-    from quantkit.quantize import QuantizeOptions, quantize
+    source: Path, type_name: str, options: QuantizeOptions, told: _Told, *, backend: str, **more: Any
+) -> QuantizeResult:
+    from quantkit.quantize import quantize
 
     out = source.with_name(f"{backend}.gguf")
-    if backend != "cpu":
-        more["verify"] = FILE.verify
-    options = QuantizeOptions(imatrix=imatrix)
-    result = quantize(
+    return quantize(
         source, out, type_name, options, max_ram="2G", overwrite=True, observer=told, backend=backend, **more
     )
-    return result.run.seconds, out
 
 
 def _copied(source: Path) -> float:

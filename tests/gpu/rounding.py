@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import importlib.util
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any
@@ -22,6 +23,7 @@ from gpu.run import NOT_RUN
 from gpu.speed import the_card
 from quantkit.cpus import available_cpus
 from quantkit.kernels.cuda.core import peak
+from quantkit.kernels.cuda.core.kernel import Kernel
 from quantkit.types import BY_NAME
 
 if TYPE_CHECKING:
@@ -86,6 +88,20 @@ def _rounded(name: str, x: Floats, made: npt.NDArray[np.uint8], repetitions: int
     return out, seconds
 
 
+def _prepare(names: Sequence[str]) -> None:
+    """Compile what rounds rows of types, several kernels at once."""
+    from quantkit.kernels.cpu.feedback.options import Rounding
+    from quantkit.kernels.cuda.encode.pipeline import Form
+    from quantkit.kernels.cuda.feedback.pipeline import FedForm
+
+    found = dict[Kernel, None]()
+    for t in map(BY_NAME.__getitem__, names):
+        n = max(SIZES.n, t.block)
+        form = FedForm(Form(BY_NAME["F32"], t, n), n, False, Rounding())
+        found |= dict.fromkeys(form.kernels([t.imatrix == "required"]))
+    the_card().device.prepare(list(found))
+
+
 def rounding(run: Run) -> None:
     """Error feedback on the card, beside the CPU's bytes and losses; then how fast it is."""
     if importlib.util.find_spec("numba") is None:
@@ -125,7 +141,9 @@ def rounding(run: Run) -> None:
             seconds = _rounded(name, x, made, SIZES.repetitions)[1]
             run.say(f"rounding {len(x)} x {x.shape[1]} as {name}: {x.size / seconds / 1e9:.2f} Gweights/s")
 
-    run.each("rounding", run.todo("rounding", names), of_type)
+    todo = run.todo("rounding", names)
+    _prepare(todo)
+    run.each("rounding", todo, of_type)
     if right:
         run.say(f"error feedback: {SIZES.rows} rows of {len(right)} types have the CPU's bytes and losses")
 
