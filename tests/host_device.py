@@ -23,6 +23,7 @@ from quantkit.kernels.cuda.core.compile import preamble
 from quantkit.kernels.cuda.core.device import PADDING, Launch
 from quantkit.kernels.cuda.core.generated import headers
 from quantkit.kernels.cuda.core.kernel import SOURCES, Kernel
+from quantkit.kernels.cuda.core.limits import shared_of_block
 
 SHIM = Path(__file__).parent / "shim"
 CACHE = Path(os.environ.get("QUANTKIT_CACHE", Path.home() / ".cache/quantkit")) / "cuda-host"
@@ -64,7 +65,6 @@ def compiler() -> str | None:
     )
 
 
-@cache
 @cache
 def version() -> str:
     """Return what the C++ compiler says of itself."""
@@ -142,9 +142,9 @@ ALONE = threading.RLock()
 
 
 class HostDevice:
-    """Runs launches at once, one block after another. order: 0 threads forwards, 1 backwards; 2 by turns."""
+    """Runs launches at once, one block after another. order: one of those of runtime.cpp; without, all by turns."""
 
-    def __init__(self, capability: int = 90, order: int = 2, name: str = "CUDA0") -> None:
+    def __init__(self, capability: int = 90, order: int | None = None, name: str = "CUDA0") -> None:
         self.capability, self.order, self.name, self.multiprocessors = capability, order, name, 4
         self._runtime, self._sizes, self._count = _runtime(), dict[int, int](), 0
         self.launched = set[tuple[Kernel, int]]()  # kernels, each with a capability
@@ -190,11 +190,14 @@ class HostDevice:
     def _launch(self, launch: Launch) -> None:
         kernel = launch.kernel
         function = getattr(_module(preamble(kernel), 10 * self.capability), f"quantkit_{kernel.name}")
+        assert launch.shared <= shared_of_block(self.capability), (
+            f"{kernel.name}: {launch.shared} bytes of shared memory"
+        )
         grid, block = (ctypes.c_uint * 3)(*launch.grid), (ctypes.c_uint * 3)(kernel.threads, 1, 1)
         arguments = ctypes.create_string_buffer(launch.arguments, len(launch.arguments))
         self._count += 1
         self.launched.add((kernel, self.capability))
-        order = self._count % 2 if self.order == 2 else self.order
+        order = self._count if self.order is None else self.order
         self._runtime.host_launch(
             function, kernel.name.encode(), grid, block, ctypes.c_uint64(launch.shared), arguments, order
         )

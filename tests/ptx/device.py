@@ -142,7 +142,7 @@ class PTXDevice(HostDevice):
         for launch in launches:
             self._count += 1
             self.launched.add((launch.kernel, self.capability))
-            self.launch(launch, self._count % 2 if self.order == 2 else self.order)
+            self.launch(launch, self._count if self.order is None else self.order)
 
     def shared_of(self, launch: Launch) -> int:
         """Return the shared memory of a block: what the source declares, and behind it what the launch asks for."""
@@ -152,7 +152,7 @@ class PTXDevice(HostDevice):
         return -(-declared // 16) * 16 + launch.shared if launch.shared else declared
 
     def launch(self, launch: Launch, order: int) -> None:
-        """Run one kernel, its threads forwards (order 0) or backwards."""
+        """Run one kernel, its threads in an order of the shim's."""
         kernel, shared = launch.kernel, self.shared_of(launch)
         library = library_of(kernel, self.capability, *self.more)
         at_most = ctypes.c_uint.in_dll(library, "threads_at_most").value

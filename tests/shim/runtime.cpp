@@ -1,11 +1,14 @@
 // Runs kernels compiled by host.h: the threads of a block are fibers on one thread of the system, block after block.
-// order: 0 fibers from the first to the last, 1 from the last to the first: a result that depends on it lacks a barrier.
-// A fiber that waits hands over to the next one that can run. ASan is not told of their stacks: it would need them only
-// for fake ones, which are off, and a collective would cost twice as much.
+// A result that depends on the order, of which there are ORDERS, lacks a barrier: fibers go from the first to the last, or
+// from the last to the first; a fiber that waits hands over to the next one that can run, or to one of another warp only
+// when its own has none; blocks come from the first on, or from the last. Shared memory begins with what shows when it is
+// used: NaN, or the largest numbers. ASan is not told of fibers' stacks: it would need them only for fake ones, which are
+// off, and a collective would cost twice as much.
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <link.h>
 #include <sys/mman.h>
 #include <vector>
 
@@ -51,6 +54,8 @@ namespace {
 const size_t STACK = 256 << 10;
 const int MOST = 1024;  // threads of a block
 enum State { READY, AT_BARRIER, IN_WARP, DONE };
+// Bits of an order.
+enum { BACKWARDS = 1, WARP_BY_WARP = 2, LAST_BLOCK_FIRST = 4, ORDERS = 8 };
 
 struct Copy {
     void* to;
@@ -87,14 +92,48 @@ size_t dynamic_capacity;
 void* unready;  // memory that the launch before writes, and its bytes
 uint64_t unready_nbytes;
 
-// The next that can run, as a pass over all threads after another would find it; -1 if there is none.
-UNWATCHED int next_ready() {
-    int i = current;
-    for (int step = 0; step < count; step++) {
-        i = order ? (i ? i : count) - 1 : i + 1 < count ? i + 1 : 0;
-        if (fibers[i].state == READY) return i;
+// The next of `n` threads from `first` on that can run, as a pass over them after another would find it; -1 if there is none.
+UNWATCHED int next_of(int first, int n) {
+    int i = current - first;
+    for (int step = 0; step < n; step++) {
+        i = order & BACKWARDS ? (i ? i : n) - 1 : i + 1 < n ? i + 1 : 0;
+        if (fibers[first + i].state == READY) return first + i;
     }
     return -1;
+}
+
+UNWATCHED int next_ready() {
+    const int own = order & WARP_BY_WARP ? next_of(current / 32 * 32, 32) : -1;
+    return own < 0 ? next_of(0, count) : own;
+}
+
+// Memory that a kernel's library begins with zeros: what it declares as shared.
+struct Zeros {
+    const void* function;
+    uint8_t* begin;
+    size_t nbytes;
+};
+
+int find_zeros(dl_phdr_info* library, size_t, void* to) {
+    Zeros& found = *(Zeros*)to;
+    bool here = false;
+    for (int i = 0; i < library->dlpi_phnum; i++) {
+        const auto& part = library->dlpi_phdr[i];
+        if (part.p_type != PT_LOAD) continue;
+        here |= (uintptr_t)found.function - library->dlpi_addr - part.p_vaddr < part.p_memsz;
+        if (!(part.p_flags & PF_W) || part.p_memsz == part.p_filesz) continue;
+        found.begin = (uint8_t*)(library->dlpi_addr + part.p_vaddr + part.p_filesz);
+        found.nbytes = part.p_memsz - part.p_filesz;
+    }
+    if (!here) found.begin = nullptr, found.nbytes = 0;
+    return here;
+}
+
+// What a block finds in shared memory is no one's. Neither this nor what lies between variables is watched.
+UNWATCHED void spoil(volatile uint8_t* p, size_t nbytes, uint8_t with) {
+    for (; nbytes && (uintptr_t)p % 8; nbytes--) *p++ = with;
+    for (; nbytes >= 8; nbytes -= 8, p += 8) *(volatile uint64_t*)p = with * 0x0101010101010101ull;
+    for (; nbytes; nbytes--) *p++ = with;
 }
 
 UNWATCHED void hand_over() {
@@ -163,7 +202,7 @@ void run_block(Dim3 block, Dim3 threads, Dim3 blocks) {
 #endif
     live = n;
     at_barrier = 0;
-    current = order ? n - 1 : 0;
+    current = order & BACKWARDS ? n - 1 : 0;
     host_thread = &fibers[current].where;
     host_switch(&launch_sp, fibers[current].sp);
 }
@@ -247,9 +286,9 @@ void host_check_waited() {
     if (!fibers[current].waited) host_fail("a thread ends that has not waited for the launch before");
 }
 
-// function: a KERNEL's address; args: its arguments.
+// function: a KERNEL's address; args: its arguments; which: of the orders.
 void host_launch(void* function, const char* name, const unsigned* grid, const unsigned* block, uint64_t shared, const void* args,
-                 int direction) {
+                 int which) {
     const unsigned n = block[0] * block[1] * block[2];
     kernel = (void (*)(const void*))function;
     kernel_name = name;
@@ -258,7 +297,7 @@ void host_launch(void* function, const char* name, const unsigned* grid, const u
     if (!n || n % 32 || n > MOST) host_fail("a block is 32 to 1024 threads, whole warps");
     if (shared > 227u << 10) host_fail("more than 227 KiB of shared memory");
     if (grid[1] > 65535 || grid[2] > 65535) host_fail("a grid has at most 65535 blocks in y and z");
-    order = direction;
+    order = which % ORDERS;
     for (unsigned i = 0; i < n; i++) {
         if (fibers[i].stack) continue;
         void* p = mmap(nullptr, STACK, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
@@ -273,13 +312,21 @@ void host_launch(void* function, const char* name, const unsigned* grid, const u
     __asan_unpoison_memory_region(dynamic_shared, dynamic_capacity);
     __asan_poison_memory_region(dynamic_shared + shared, dynamic_capacity - shared);
 #endif
+    static Zeros own;
+    if (own.function != function) {
+        own = {function, nullptr, 0};
+        dl_iterate_phdr(find_zeros, &own);
+    }
     const Dim3 threads = {block[0], block[1], block[2]}, blocks = {grid[0], grid[1], grid[2]};
-    for (unsigned z = 0; z < grid[2]; z++)
-        for (unsigned y = 0; y < grid[1]; y++)
-            for (unsigned x = 0; x < grid[0]; x++) {
-                memset(dynamic_shared, 0xcd, shared);  // whatever a block leaves is no one's
-                run_block({x, y, z}, threads, blocks);
-            }
+    const uint64_t all = (uint64_t)grid[0] * grid[1] * grid[2];
+    const uint8_t with = order & WARP_BY_WARP ? 0x7f : 0xff;
+    for (uint64_t i = 0; i < all; i++) {
+        const uint64_t at = order & LAST_BLOCK_FIRST ? all - 1 - i : i;
+        spoil(dynamic_shared, shared, with);
+        spoil(own.begin, own.nbytes, with);
+        run_block({(unsigned)(at % grid[0]), (unsigned)(at / grid[0] % grid[1]), (unsigned)(at / grid[0] / grid[1])}, threads,
+                  blocks);
+    }
     host_thread = nullptr;
 }
 
