@@ -39,7 +39,7 @@ _TOKENS = (5.0, 2.0, 0.5)
 class File:
     """The file that is quantized; tests of this script make it small."""
 
-    shapes: make_moe.Model = make_moe.Model(1, 8, 2, 1024, 768, 16, 4, 64, 4096)
+    shapes: make_moe.Model = make_moe.Model(1, 8, 2, 2048, 768, 16, 4, 128, 4096)
 
 
 FILE = File()
