@@ -38,7 +38,7 @@ TO_CENTER = 0.25
 #: An error, beside that of the best point, that counts: so many mean weights.
 SLACK = 10.0
 #: How fast lines suit a query less that have no point as near to it.
-SHARPNESS = 2.0
+SHARPNESS = 5.0
 
 
 def _samples() -> npt.NDArray[np.float32]:
@@ -48,7 +48,7 @@ def _samples() -> npt.NDArray[np.float32]:
     first, last = np.concatenate([-ranges[::-1, ::-1], ranges])[:, :, None, None].swapaxes(0, 1)
     k = np.arange(SAMPLES)
     y = first + (last - first) * (np.array([[1], [19], [27], [45]]) * k % SAMPLES + 0.5) / SAMPLES
-    importance = np.array([10, 13, 16, 20, 26])[(k + np.array([[0], [1], [3], [2]]) * (k // 5)) % 5]
+    importance = np.array([6, 10, 16, 26, 42])[(k + np.array([[0], [1], [3], [2]]) * (k // 5)) % 5]
     w, y = (HALF_SQUARE + y * y) * importance, y * np.array([8 / 9, 1, 8 / 7, 1])[k % 4]
     return np.stack([w, -2 * w * y, w * y * y], 2).astype(F)
 
