@@ -28,6 +28,7 @@ from quantkit.imatrix.covariance import Weighting, covariance
 from quantkit.kernels.cpu.feedback.options import Rounding
 from quantkit.kernels.cpu.feedback.sweeps import feed, residuals
 from quantkit.quantize import QuantizeOptions
+from quantkit.sequential.inputs import StageInputs
 from quantkit.sequential.streams import Seen, Streams
 
 Changes = Mapping[str, Any]
@@ -72,7 +73,7 @@ def rounding(**options: Any) -> Changes:
 
 
 def damping(value: float) -> Changes:
-    return {f"{FEEDBACK}:DAMPING": value, f"{FEEDBACK}:FEW_DAMPING": value}
+    return {f"{FEEDBACK}:DAMPING": value, f"{FEEDBACK}:FEW_DAMPING": value, f"{INPUTS}:DAMPING": value}
 
 
 def order(of: Callable[[Any], Any]) -> Changes:
@@ -102,15 +103,32 @@ def unweighted(seen: Callable[[Streams, int], list[Seen]]) -> Callable[[Streams,
     return lambda streams, stage: [replace(s, weights=None) for s in seen(streams, stage)]
 
 
+def regardless_of_norms(rest: Callable[..., Any]) -> Callable[..., Any]:
+    """Count errors alike, whatever the norm divides the stream by to which they are added."""
+
+    def counted(self: StageInputs, tokens: Any) -> tuple[Any, Any]:
+        total, counts = rest(self, tokens)
+        return total, np.ones_like(counts)
+
+    return counted
+
+
 NO_SWEEPS: dict[str, int] = {"sweeps": 0, "most": 0}
+NOT_BALANCED: Changes = {f"{CALIBRATE}:balanced": lambda *_: []}
+NOT_ROUNDED = {f"{INPUTS}:rounded_inputs": lambda x: x}
+NORMS = {f"{INPUTS}:StageInputs._rest": regardless_of_norms(StageInputs._rest)}
+ONE_ROUND = {"quantkit.pipeline.work:rounding_of": lambda _: Rounding(again=0, beside=False, sweeps=0, most=0)}
 TARGET = {f"{INPUTS}:times_inverse": no_correction}
 PLAIN_EMBEDDINGS = {f"{FEEDBACK}:_is_read_by_row": lambda *_: False}
 PLAIN_ROUTERS = {f"{FEEDBACK}:Feedback.corrected": lambda *_: None}
 ALIKE = {f"{STREAMS}:Streams.seen": unweighted(Streams.seen)}
 NATURAL = order(lambda variances: np.arange(len(variances)))
-#: As GPTQ was published: inputs of the layers quantized so far, their outputs not corrected, tokens of an expert alike,
-#: columns as they come, damping 0.01, scales as they are at first.
-GPTQ = {**TARGET, **PLAIN_ROUTERS, **PLAIN_EMBEDDINGS, **ALIKE, **NATURAL, **damping(0.01), **rounding(**NO_SWEEPS)}
+#: As GPTQ was published: inputs of the layers quantized so far, as they are and not balanced, their outputs not
+#: corrected, all tokens alike, columns as they come, damping 0.01, one round, scales as they are at first.
+GPTQ = {
+    **TARGET, **PLAIN_ROUTERS, **PLAIN_EMBEDDINGS, **NOT_BALANCED, **NOT_ROUNDED, **ALIKE, **NORMS, **NATURAL,
+    **damping(0.01), **ONE_ROUND,
+}  # fmt: skip
 
 
 def rows(texts: Mapping[str, Path]) -> Iterator[Row]:
@@ -130,8 +148,10 @@ def rows(texts: Mapping[str, Path]) -> Iterator[Row]:
         yield Row(f"feedback: damping {value:g}", changes=damping(value))
     yield from calibrated_on("feedback", texts)
     yield Row("calibrate", True)
-    yield Row("calibrate: not balanced", True, {f"{CALIBRATE}:balanced": lambda *_: []})
-    yield Row("calibrate: inputs not rounded", True, {f"{INPUTS}:rounded_inputs": lambda x: x})
+    yield Row("calibrate: not balanced", True, NOT_BALANCED)
+    yield Row("calibrate: inputs not rounded", True, NOT_ROUNDED)
+    yield Row("calibrate: tokens regardless of norms", True, NORMS)
+    yield Row("calibrate: narrow matrices rounded twice", True, {f"{FEEDBACK}:_AGAIN": 1})
     yield Row("calibrate: targets not corrected", True, {**TARGET, **PLAIN_ROUTERS})
     yield Row("calibrate: GPTQ", True, GPTQ)
     yield Row("calibrate: residual stream left alone", True, {f"{INPUTS}:RESIDUAL": 0.0})
@@ -140,7 +160,9 @@ def rows(texts: Mapping[str, Path]) -> Iterator[Row]:
     yield Row("calibrate: fed once, no sweeps", True, rounding(**NO_SWEEPS))
     yield Row("calibrate: tokens of an expert alike", True, ALIKE)
     yield Row("calibrate: embeddings by the reference", True, PLAIN_EMBEDDINGS)
-    for value in (0.05, 0.3):
+    for value in (0.02, 0.3):
+        yield Row(f"calibrate: damping {value:g}", True, damping(value))
+    for value in (0.01, 0.3):
         yield Row(f"calibrate: target's damping {value:g}", True, {f"{INPUTS}:TARGET_DAMPING": value})
     yield from calibrated_on("calibrate", texts)
 
