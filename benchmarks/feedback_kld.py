@@ -116,7 +116,9 @@ class LlamaCpp:
         )  # fmt: skip
 
     def said(self, model: Path) -> list[str]:
-        """Return mean divergence, the share of equal top tokens and perplexity, as printed."""
+        """Return mean divergence, the share of equal top tokens and perplexity, as printed; "-" if it does not load."""
+        if not quantkit.inspect(model).runtimes[0].loads:
+            return ["-"] * 3
         text = self._run(model, "--kl-divergence")
         patterns = [r"Mean\s+KLD:\s*(\S+ ± +\S+)", r"Same top p:\s*(\S+)", r"Mean PPL\(Q\)\s*:\s*(\S+)"]
         found = [re.search(pattern, text) for pattern in patterns]
