@@ -110,9 +110,10 @@ class LlamaCpp:
     def _run(self, model: Path, *options: str) -> str:
         given = self.given
         chunks = () if given.evaluation_chunks is None else ("--chunks", given.evaluation_chunks)
+        threads = () if given.threads is None else ("-t", given.threads)
         return llama(
-            given.llama_cpp, "llama-perplexity", "-m", model, "-f", given.evaluation, "-c", given.ctx, *chunks,
-            "--kl-divergence-base", self.base, *options,
+            given.llama_cpp, "llama-perplexity", "-m", model, "-f", given.evaluation, "-c", given.ctx,
+            *chunks, *threads, "--kl-divergence-base", self.base, *options,
         )  # fmt: skip
 
     def said(self, model: Path) -> list[str]:
