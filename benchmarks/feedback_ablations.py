@@ -127,7 +127,7 @@ NATURAL = order(lambda variances: np.arange(len(variances)))
 #: corrected, all tokens alike, columns as they come, damping 0.01, one round, scales as they are at first.
 GPTQ = {
     **TARGET, **PLAIN_ROUTERS, **PLAIN_EMBEDDINGS, **NOT_BALANCED, **NOT_ROUNDED, **ALIKE, **NORMS, **NATURAL,
-    **damping(0.01), **ONE_ROUND,
+    **damping(0.01), f"{INPUTS}:METRIC_DAMPING": 0.0, **ONE_ROUND,
 }  # fmt: skip
 
 
@@ -149,6 +149,8 @@ def rows(texts: Mapping[str, Path]) -> Iterator[Row]:
     yield from calibrated_on("feedback", texts)
     yield Row("calibrate", True)
     yield Row("calibrate: not balanced", True, NOT_BALANCED)
+    yield Row("calibrate: balanced by half of the differences", True, {"quantkit.sequential.balance:SHARE": 0.5})
+    yield Row("calibrate: damped as balanced alone", True, {f"{INPUTS}:DAMPING": 0.0, f"{INPUTS}:METRIC_DAMPING": 0.1})
     yield Row("calibrate: inputs not rounded", True, NOT_ROUNDED)
     yield Row("calibrate: tokens regardless of norms", True, NORMS)
     yield Row("calibrate: narrow matrices rounded twice", True, {f"{FEEDBACK}:_AGAIN": 1})

@@ -266,10 +266,9 @@ _OPTIONS: dict[str, Callable[[Any], Any]] = {
     "balance": option(
         "--balance/--no-balance",
         group=_IMATRIX,
-        default=None,
-        help="With --calibrate, by default but for types with a grid (IQ1 to IQ3): first let norms and up projections "
-        "take factors over from the weights behind them, so that columns of inputs are of more alike size. The model "
-        "stays the same.",
+        default=True,
+        help="With --calibrate, first let norms and up projections take factors over from the weights behind them, so "
+        "that columns of inputs are of more alike size (the default). The model stays the same.",
     ),
     "override_kv": option(
         "--override-kv",

@@ -9,7 +9,6 @@ from quantkit.calibration.heldout import held_out_used
 from quantkit.errors import RecipeError
 from quantkit.formats.imatrix import read_imatrix
 from quantkit.kernels.formats import SYMMETRIC, encoder_for, has_encoder
-from quantkit.kernels.levels import all_levels
 from quantkit.pipeline.choose import Choice, Request
 from quantkit.pipeline.feedback import Feedback, Recorded
 from quantkit.pipeline.importance import Found, Importance, check_importance
@@ -88,14 +87,13 @@ def feedback_of(
         return None if options.feedback is None else Feedback(Recorded(options.feedback)), None, source
     from quantkit.sequential import Calibration, Foreseen
 
-    text = Calibration(options.calibrate, options.calibrate_ctx, options.calibrate_chunks, options.balance is not False)
+    text = Calibration(options.calibrate, options.calibrate_ctx, options.calibrate_chunks, options.balance)
     known = Foreseen(source.paths[0], text)
     return Feedback(known), known.executor, known.source(source)
 
 
 def spares_some(draft: Draft, source: Source, tensors: Sequence[Chosen], choices: Sequence[Choice]) -> bool:
-    """Balance no tensor that keeps its bytes or becomes plain floats, nor, unless it is asked for, one whose levels
-    come in groups: there it does harm (docs/error-feedback.md). Return whether one was to be balanced."""
+    """Balance no tensor that keeps its bytes or becomes plain floats. Return whether one was to be balanced."""
     if draft.feedback is None:
         return False
     known, names = draft.feedback.known, set[str]()
@@ -103,8 +101,6 @@ def spares_some(draft: Draft, source: Source, tensors: Sequence[Chosen], choices
         own = {part.source.name for part in tensor.parts}
         if not choice.type.is_quantized:
             names.update(name for name in own if known.widens(name))
-        elif draft.options.balance is None and _has_grid(choice.type):
-            names.update(name for name in own if known.factors(name) is not None)
     if names:
         draft.source = known.source(source, names)
     return bool(names)
@@ -126,11 +122,6 @@ def with_feedback(draft: Draft, chosen: Sequence[Chosen]) -> list[Chosen]:
         made.append(replace(c, parts=tuple(part if inputs is None else fed(part, inputs) for part in c.parts)))
     draft.notes += draft.feedback.notes()
     return made
-
-
-def _has_grid(t: TensorType) -> bool:
-    levels = all_levels().get(t.name)
-    return levels is not None and levels.grid is not None
 
 
 _WHOSE = {

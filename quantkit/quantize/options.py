@@ -24,7 +24,7 @@ class QuantizeOptions:
     order of tensors and keys, "mainline" or "ik"; None for the tree of TYPE. ``encoder`` is whose search encodes what
     two have: see ``formats.encoder_for``. ``ready_rules`` are a user's rules, before all other sources of them.
     ``like`` is a file whose types tensors get instead of those of TYPE, which is then "LIKE". ``balance`` is part of
-    ``calibrate`` unless it is False.
+    ``calibrate``.
     """
 
     rules: str | None = None
@@ -38,7 +38,7 @@ class QuantizeOptions:
     calibrate: tuple[Path, ...] = ()
     calibrate_ctx: int = 512
     calibrate_chunks: int | None = None
-    balance: bool | None = None
+    balance: bool = True
     like: Path | None = None
     ready_rules: tuple[Rule, ...] = ()
     recipe: tuple[Path, ...] = ()
@@ -93,10 +93,9 @@ def check_options(type: str, options: QuantizeOptions) -> None:  # noqa: A002
         raise RecipeError("TYPE LIKE needs the file of --like")
     if options.like is not None and options.pure:
         raise RecipeError("--pure is about the mixture of a preset, and --like takes its place: give one of them")
-    if options.balance is not None and not options.calibrate:
-        said = "--balance" if options.balance else "--no-balance"
+    if not options.balance and not options.calibrate:
         raise RecipeError(
-            f"{said} says how to calibrate, and there is nothing to calibrate on: give --calibrate a text"
+            "--no-balance says how to calibrate, and there is nothing to calibrate on: give --calibrate a text"
         )
     check_encoder(options.encoder)
     _check_repack(options)

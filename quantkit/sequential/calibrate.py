@@ -24,7 +24,7 @@ from quantkit.pipeline.source import Source
 from quantkit.pipeline.threads import Threads
 from quantkit.sequential.balance import Balanced, balanced
 from quantkit.sequential.executor import Sequential
-from quantkit.sequential.inputs import DAMPING, RESIDUAL, TARGET_DAMPING, StageInputs
+from quantkit.sequential.inputs import DAMPING, METRIC_DAMPING, RESIDUAL, TARGET_DAMPING, StageInputs
 from quantkit.sequential.streams import Tokens
 
 #: Tokens that go through a stage at once.
@@ -144,6 +144,7 @@ class Foreseen:
             "tokens": (self.tokens.count, ValueType.UINT64),
             "damping": (DAMPING, ValueType.FLOAT32),
             "damping.few_tokens": (DAMPING, ValueType.FLOAT32),
+            "damping.metric": (METRIC_DAMPING, ValueType.FLOAT32),
             "damping.target": (TARGET_DAMPING, ValueType.FLOAT32),
             "residual": (RESIDUAL, ValueType.FLOAT32),
             "balanced": (len(self._factors), ValueType.UINT32),

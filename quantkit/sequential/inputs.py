@@ -31,8 +31,9 @@ _TOKENS = 4096
 #: What is added to the diagonal, in means of it, where targets are corrected; the share of what is wrong with the
 #: residual stream that a product added to it is to make up for.
 TARGET_DAMPING, RESIDUAL = 0.05, 0.5
-#: What is added to the diagonal of a metric, in means of it: balanced columns, more alike, need more of it than others.
-DAMPING = 0.1
+#: What is added to the diagonal of sums, in means of it, for texts of other kinds: of columns as the model has them;
+#: and to that of a metric, of columns as they are rounded, which may be balanced.
+DAMPING, METRIC_DAMPING = 0.1, 0.02
 
 
 @dataclass(frozen=True)
@@ -97,14 +98,14 @@ class StageInputs:
 
     def made(self, matrix: int, threads: int, grouping: Grouping | None = None) -> Metric:
         """Return the metric of a matrix, with the correction of targets."""
-        damping, sums = self.damping(matrix), Products(self.n, self._columns, threads)
-        assert damping is not None
+        sums = Products(self.n, self._columns, threads)
         self._add_up(sums, matrix)
         if not np.isfinite(sums.square).all() or not np.isfinite(sums.cross).all():
             raise self._not_finite()
         try:
+            np.fill_diagonal(sums.square, self._damped(np.diagonal(sums.square), matrix))
             correction = times_inverse(sums.cross, sums.square, TARGET_DAMPING, threads)
-            found = metric(sums.square, damping, threads, grouping)
+            found = metric(sums.square, METRIC_DAMPING, threads, grouping)
         except np.linalg.LinAlgError as e:
             raise self._no_covariance(matrix, e) from None
         offset = correction[self.n :].astype(np.float32) if len(correction) > self.n else None
@@ -116,15 +117,14 @@ class StageInputs:
         """Return the same on a card: its sums, too, are made there, of rows that the host reads."""
         from quantkit.kernels.cuda.feedback.making import Sums
 
-        damping = self.damping(matrix)
-        assert damping is not None
         with carrier.rooms() as rooms:
             sums = Sums(carrier, rooms, self.n, self._columns)
             self._add_up(sums, matrix)
             if not sums.is_finite:
                 raise self._not_finite()
             try:
-                return sums.metric(self._count(matrix), damping, TARGET_DAMPING, grouping)
+                diagonal = self._damped(sums.diagonal(), matrix)
+                return sums.metric(diagonal, self._count(matrix), METRIC_DAMPING, TARGET_DAMPING, grouping)
             except np.linalg.LinAlgError as e:
                 raise self._no_covariance(matrix, e) from None
 
@@ -155,6 +155,17 @@ class StageInputs:
             sums.add(seen * counts, np.concatenate([plain - seen, rest * share], axis=1) * counts)
         sums.finish()
 
+    def _damped(self, diagonal: F64, matrix: int) -> F64:
+        """Return a diagonal of sums with as much added to every column as the model has it."""
+        squares = np.ones(self.n) if self.factors is None else np.square(self._factors_of(matrix), dtype=np.float64)
+        damped: F64 = diagonal + DAMPING * (diagonal / squares).mean() * squares
+        return damped
+
+    def _factors_of(self, matrix: int) -> F32:
+        assert self.factors is not None
+        factors: F32 = self.factors[matrix % len(self.factors)]
+        return factors
+
     def _not_finite(self) -> FormatError:
         return FormatError(f"the inputs of {self.entry} are not finite: leave out what text makes them so")
 
@@ -166,7 +177,7 @@ class StageInputs:
 
     def _rows(self, matrix: int) -> Iterator[tuple[F32, F32, npt.NDArray[np.int64], F32]]:
         """Yield rows of a matrix in both streams, their tokens, and each one's share of its token, some at a time."""
-        by = None if self.factors is None else self.factors[matrix % len(self.factors)]
+        by = None if self.factors is None else self._factors_of(matrix)
         for x, plain, tokens, share in self._read(matrix):
             yield x, plain if by is None else plain * by, tokens, share
 

@@ -133,16 +133,24 @@ class Sums:
         self._carrier.run([products.not_finite_sum(sums, found, size) for sums, size in sizes])
         return not self._carrier.get(found, (1,), np.int32)[0]
 
-    def metric(self, count: int, damping: float, of_target: float, grouping: Grouping | None) -> DeviceMetric:
-        """Return the metric of ``count`` tokens, with the correction of targets, damped by ``of_target``.
+    def diagonal(self) -> F64:
+        """Return the diagonal of ``square``, float64 [n]."""
+        at = self._rooms.make(8 * self.n)
+        self._carrier.run([packing.diagonal(self._square, at, self.n)])
+        found: F64 = self._carrier.get(at, (self.n,), np.float64)
+        self._rooms.free(at)
+        return found
+
+    def metric(
+        self, diagonal: F64, count: int, damping: float, of_target: float, grouping: Grouping | None
+    ) -> DeviceMetric:
+        """Return the metric of ``count`` tokens, with another diagonal, and the correction of targets, damped by
+        ``of_target``.
 
         Raises numpy.linalg.LinAlgError if a matrix is not positive definite.
         """
         n, m, carrier, rooms = self.n, self.m, self._carrier, self._rooms
-        at = rooms.make(8 * n)
-        carrier.run([packing.diagonal(self._square, at, n)])
-        diagonal: F64 = carrier.get(at, (n,), np.float64)
-        carrier.fill(at, diagonal + of_target * diagonal.mean())
+        at = rooms.put(diagonal + of_target * diagonal.mean())
         r, by = _factor(carrier, rooms, self._square, at, np.arange(n, dtype=np.int32), [], keeps=True)
         carrier.run(list(factor.solved(self._cross, r, by + 8 * n, m, n)), n * n * m)
         rooms.free(at, r, by)
