@@ -49,7 +49,7 @@ M = TypeVar("M")
 #: columns a covariance is not of full rank, and feedback does harm.
 DAMPING, FEW_DAMPING, ENOUGH = 0.02, 0.1, 4
 #: The version of the method, in files: raised when other bytes come of it.
-METHOD = 3
+METHOD = 4
 #: Columns of which a calibrated matrix is rounded once more; with fewer, the more often, up to ``_AGAIN`` times.
 _FEW, _AGAIN = 1024, 3
 EMBEDDING, ROUTER = "token_embd.weight", ".ffn_gate_inp.weight"
