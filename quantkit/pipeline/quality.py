@@ -71,7 +71,7 @@ QUALITY: dict[str, Quality] = {
     "IQ5_KS": Quality(4.253, "medium"),
     "IQ2_KT": Quality(27.18, "slow"),
     "IQ3_KT": Quality(14.68, "slow"),
-    "IQ4_KT": Quality(7.93, "slow"),
+    "IQ4_KT": Quality(7.934, "slow"),
     "IQ3_KS": Quality(17.56, "medium"),
     "IQ2_KL": Quality(23.48, "medium"),
     "IQ1_KT": Quality(35.88, "slow"),

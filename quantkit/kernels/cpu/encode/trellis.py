@@ -897,6 +897,6 @@ encode_iq3_kt = _encoder(
 )  # fmt: skip
 encode_iq4_kt = _encoder(
     "IQ4_KT", 32768, 4, put_iq4_kt, wide_levels, largest=64, around=12, again=12,
-    deep=((16, 16), (16, 16, 16)), last=32, searches=(1, 2, 4), eager=True, books=2, much=1.4, very_much=6.0,
+    deep=((16, 16), (16, 16, 16)), last=24, searches=(1, 2, 4), eager=True, books=2, much=1.4, very_much=9.0,
     more_deeply=SMALL_ERRORS,
 )  # fmt: skip

@@ -461,10 +461,10 @@ struct EncodeIQ4_KT : Trellis<EncodeIQ4_KT, 32768, 4, 2, 2, 4, 128> {
     typedef WideLevels Levels;
     typedef ListedDepth<12, true> Around, Again;
     typedef SearchDepth<Shape<16, 16>, Shape<16, 16, 16>, true, false, 1> Deep;
-    typedef ListedDepth<32, false> Last;
+    typedef ListedDepth<24, false> Last;
     static const bool AGAIN = true, POLISHED = true, EVERY_CURVE = true, WIDELY = true, EAGER = true;
     static const int FEW = 1, SOME = 2, FITS = 1, TRIES = 1;
-    static constexpr double MUCH = 1.4, VERY_MUCH = 6, STRETCH = 1;
+    static constexpr double MUCH = 1.4, VERY_MUCH = 9, STRETCH = 1;
     static constexpr double MUCH_ERROR = 0.03, HEAVY = 0.015, SHORT_PART = 1.0 / 3;
     static constexpr float LARGEST = 64, SCANNED = 1;
 
