@@ -46,16 +46,17 @@ CONVERTS = re.compile(r"cvt\.[^ ]*\bf(16|32|64)\b|div\.rn\.f|rcp\.|sqrt\.|ex2\."
 class Counting(PTXDevice):
     """Adds up what warps execute: all instructions by kernel, and those that load, store or shuffle, or convert."""
 
-    more = (f"-DCOUNTED={THREADS}",)
+    more = ("-DCOUNTED",)
 
     def __init__(self) -> None:
         super().__init__(CAPABILITY)
+        self._lines = np.zeros((THREADS, LINES), np.uint32)
         self.executed, self.loads, self.conversions = Counter[str](), 0.0, 0.0
 
     def launch(self, launch: Launch, order: int) -> None:
         library = library_of(launch.kernel, CAPABILITY, *self.more)
-        lines = np.ctypeslib.as_array((ctypes.c_uint * (THREADS * LINES)).in_dll(library, "lines_run"))
-        used = lines.reshape(THREADS, LINES)[: launch.grid[0] * launch.kernel.threads]
+        ctypes.c_void_p.in_dll(library, "lines_run").value = self._lines.ctypes.data
+        used = self._lines[: launch.grid[0] * launch.kernel.threads]
         used[:] = 0
         super().launch(launch, order)
         found = used.reshape(-1, 32, LINES).max(1).sum(0, dtype=np.int64)

@@ -80,10 +80,11 @@ uint32_t mad_lo_cc_u32(uint32_t, uint32_t, uint32_t), madc_lo_cc_u32(uint32_t, u
 uint32_t madc_hi_cc_u32(uint32_t, uint32_t, uint32_t), madc_hi_u32(uint32_t, uint32_t, uint32_t);
 }
 #define thread_at host_thread
-// Compiled with COUNTED, a number of threads: how often each thread of a launch has run each line of the PTX.
+// Compiled with COUNTED: how often each thread of a launch has run each line of the PTX; who launches it says where that
+// is counted. It does not begin as 0, for what does is taken for shared memory.
 #ifdef COUNTED
 extern "C" {
-unsigned lines_run[COUNTED][16384];
+unsigned (*lines_run)[16384] = (unsigned (*)[16384])~0ull;
 }
 #define COUNT(line) lines_run[thread_at->block.x * thread_at->threads.x + thread_at->thread.x][line]++;
 #else
