@@ -84,7 +84,7 @@ uint32_t madc_hi_cc_u32(uint32_t, uint32_t, uint32_t), madc_hi_u32(uint32_t, uin
 // is counted. It does not begin as 0, for what does is taken for shared memory.
 #ifdef COUNTED
 extern "C" {
-unsigned (*lines_run)[16384] = (unsigned (*)[16384])~0ull;
+unsigned (*lines_run)[16384] = (unsigned (*)[16384]) ~0ull;
 }
 #define COUNT(line) lines_run[thread_at->block.x * thread_at->threads.x + thread_at->thread.x][line]++;
 #else
