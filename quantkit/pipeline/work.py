@@ -9,7 +9,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -25,9 +25,6 @@ from quantkit.pipeline.jobs import MADE, MENDED, NO_CRC, TAKEN, Cached, ErrorSum
 from quantkit.pipeline.planned import PlannedTensor, RowSlice
 from quantkit.pipeline.source import Source
 from quantkit.pipeline.target import Target
-
-if TYPE_CHECKING:
-    pass
 
 F32 = npt.NDArray[np.float32]
 F64 = npt.NDArray[np.float64]

@@ -92,15 +92,13 @@ def feedback_of(
     return Feedback(known), known.executor, known.source(source)
 
 
-def spares_some(draft: Draft, source: Source, tensors: Sequence[Chosen], choices: Sequence[Choice]) -> bool:
+def spares_plain(draft: Draft, source: Source, tensors: Sequence[Chosen], choices: Sequence[Choice]) -> bool:
     """Balance no tensor that keeps its bytes or becomes plain floats. Return whether one was to be balanced."""
     if draft.feedback is None:
         return False
-    known, names = draft.feedback.known, set[str]()
-    for tensor, choice in zip(tensors, choices, strict=True):
-        own = {part.source.name for part in tensor.parts}
-        if not choice.type.is_quantized:
-            names.update(name for name in own if known.widens(name))
+    known = draft.feedback.known
+    plain = [t for t, c in zip(tensors, choices, strict=True) if not c.type.is_quantized]
+    names = {part.source.name for t in plain for part in t.parts if known.widens(part.source.name)}
     if names:
         draft.source = known.source(source, names)
     return bool(names)

@@ -21,7 +21,7 @@ from quantkit.quantize.inputs import (
     feedback_of,
     load_importance,
     other_encoder,
-    spares_some,
+    spares_plain,
     with_feedback,
     with_importance,
 )
@@ -71,7 +71,7 @@ def plan_from(
     draft.like = None if like is None else like.pruned(draft.renamed)
     request = request_of(draft)
     tensors, choices = choose(draft, request)
-    while spares_some(draft, source, tensors, choices):
+    while spares_plain(draft, source, tensors, choices):
         draft.taken = taken_up(draft)
         tensors, choices = choose(draft, request)
     lint(draft, request, tensors, choices)

@@ -157,14 +157,13 @@ class StageInputs:
 
     def _damped(self, diagonal: F64, matrix: int) -> F64:
         """Return a diagonal of sums with as much added to every column as the model has it."""
-        squares = np.ones(self.n) if self.factors is None else np.square(self._factors_of(matrix), dtype=np.float64)
+        by = self._factors_of(matrix)
+        squares = np.ones(self.n) if by is None else np.square(by, dtype=np.float64)
         damped: F64 = diagonal + DAMPING * (diagonal / squares).mean() * squares
         return damped
 
-    def _factors_of(self, matrix: int) -> F32:
-        assert self.factors is not None
-        factors: F32 = self.factors[matrix % len(self.factors)]
-        return factors
+    def _factors_of(self, matrix: int) -> F32 | None:
+        return None if self.factors is None else self.factors[matrix % len(self.factors)]
 
     def _not_finite(self) -> FormatError:
         return FormatError(f"the inputs of {self.entry} are not finite: leave out what text makes them so")
@@ -177,7 +176,7 @@ class StageInputs:
 
     def _rows(self, matrix: int) -> Iterator[tuple[F32, F32, npt.NDArray[np.int64], F32]]:
         """Yield rows of a matrix in both streams, their tokens, and each one's share of its token, some at a time."""
-        by = None if self.factors is None else self._factors_of(matrix)
+        by = self._factors_of(matrix)
         for x, plain, tokens, share in self._read(matrix):
             yield x, plain if by is None else plain * by, tokens, share
 
