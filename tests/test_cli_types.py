@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import json
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -8,6 +10,7 @@ from click.testing import CliRunner
 
 from quantkit.cli import cli
 from quantkit.kernels.formats import has_decoder, has_encoder
+from quantkit.kernels.interleave import base_of
 from quantkit.pipeline.presets import PRESETS
 from quantkit.pipeline.quality import QUALITY
 from quantkit.types import BY_NAME, TYPES
@@ -61,6 +64,19 @@ def test_encoders_and_decoders_are_those_there_are() -> None:
     for row in run_json()["types"]:
         t = BY_NAME[row["name"]]
         assert (row["encoder"], row["decoder"]) == (has_encoder(t), has_decoder(t) or t.name == "I2_S")
+        assert (row["weighted_error"] is None, row["encoding"] is None) == (not row["encoder"],) * 2
+
+
+def test_the_plot_shows_every_type_or_its_base(tmp_path: Path) -> None:
+    run("--plot", str(tmp_path / "p.svg"))
+    text = (tmp_path / "p.svg").read_text()
+    shown = {name for label in re.findall(r"<!-- ([A-Z0-9_, ]+) -->", text) for name in label.split(", ")}
+    for t in TYPES:
+        if has_encoder(t) and t.is_quantized:
+            ratio = QUALITY[t.name].error / QUALITY[base_of(t).name].error if base_of(t).name in QUALITY else 0
+            assert t.name in shown or (base_of(t).name in shown and 0.98 < ratio < 1.02)
+    assert {"Q6_K_R4", "Q8_K_R8", "Q4_0_4X4", "IQ1_S_R4"} <= shown
+    assert not {"Q4_K_R4", "IQ2_K_R4", "BF16_R16"} & shown
 
 
 def test_presets() -> None:

@@ -15,9 +15,12 @@ def test_every_type_is_measured() -> None:
     assert {q.speed for q in QUALITY.values()} <= SPEEDS.keys()
 
 
-def test_interleaved_types_of_their_own_are_measured() -> None:
-    assert not is_measured(BY_NAME["Q4_K_R4"])
-    assert is_measured(BY_NAME["IQ1_S_R4"])
+def test_interleaved_types_have_figures_of_their_own() -> None:
+    """They are encoded by ik_llama.cpp's search, Q8_K_R8 with one scale for 256 values, BF16_R16 by cutting off."""
+    assert is_measured(BY_NAME["Q4_K_R4"])
+    assert QUALITY["Q6_K_R4"].error < 0.98 * QUALITY["Q6_K"].error
+    assert QUALITY["Q8_K_R8"].error > 1.5 * QUALITY["Q8_0"].error
+    assert QUALITY["BF16_R16"].error > 1.9 * QUALITY["BF16"].error
 
 
 @pytest.mark.parametrize("t", MEASURED, ids=str)

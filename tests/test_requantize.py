@@ -12,7 +12,8 @@ from encoded import DECODED
 from models import llama_fields, tensor_bytes
 from quantkit.formats.gguf import write_gguf
 from quantkit.kernels import dequantize, quantize
-from quantkit.pipeline.quality import is_measured
+from quantkit.kernels.interleave import base_of
+from quantkit.pipeline.quality import QUALITY, is_measured
 from quantkit.quantize import QuantizeOptions, plan_quantize
 from quantkit.quantize import quantize as quantize_file
 from quantkit.types import BY_NAME, TYPES, TensorType
@@ -31,7 +32,7 @@ def model(path: Path, t: TensorType) -> tuple[Path, np.ndarray]:
 @pytest.mark.parametrize("t", [t for t in TYPES if is_measured(t) and t.is_quantized], ids=str)
 def test_any_type_is_a_source(t: TensorType, tmp_path: Path) -> None:
     source, x = model(tmp_path / "m.gguf", t)
-    again = "Q5_0" if t.name == "Q4_0" else "Q4_0"
+    again = "Q5_0" if base_of(t).name == "Q4_0" else "Q4_0"
     result = quantize_file(source, tmp_path / "o.gguf", again, QuantizeOptions(allow_requantize=True))
     data = np.frombuffer(tensor_bytes(tmp_path / "o.gguf")["blk.0.ffn_up.weight"][1], np.uint8).reshape(96, -1)
     assert np.array_equal(data, quantize(x, again))
@@ -41,11 +42,13 @@ def test_any_type_is_a_source(t: TensorType, tmp_path: Path) -> None:
     assert re.search(rf"typically [\d.]+ %; {again} of the original weights loses [\d.]+ %$", note)
 
 
-def test_interleaved_types_lose_what_their_base_types_lose(tmp_path: Path) -> None:
-    source, _ = model(tmp_path / "m.gguf", BY_NAME["Q8_0_R8"])
-    plan = plan_quantize(source, tmp_path / "o.gguf", "Q4_0_R8", QuantizeOptions(allow_requantize=True))
-    (note,) = plan.notes
-    assert re.search(r"to what Q8_0_R8 has lost before, typically [\d.]+ %; Q4_0_R8 of the original weights", note)
+@pytest.mark.parametrize(("target", "encoder"), [("Q6_K_R4", None), ("Q6_K_R4", "mainline"), ("Q6_K", "ik")])
+def test_what_the_original_would_lose_is_by_the_same_search(tmp_path: Path, target: str, encoder: str | None) -> None:
+    source, _ = model(tmp_path / "m.gguf", BY_NAME["Q8_K_R8"])
+    options = QuantizeOptions(allow_requantize=True, encoder=encoder)
+    (note,) = plan_quantize(source, tmp_path / "o.gguf", target, options).notes
+    best = QUALITY["Q6_K" if encoder == "mainline" else "Q6_K_R4"].error
+    assert note.endswith(f"{QUALITY['Q8_K_R8'].error:.3g} %; {target} of the original weights loses {best:.3g} %")
 
 
 def test_what_loses_nothing_twice_is_not_mentioned(tmp_path: Path) -> None:

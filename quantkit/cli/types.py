@@ -15,6 +15,7 @@ from quantkit.cli.plot import Points, Scatter, check_plot, draw
 from quantkit.cli.table import table
 from quantkit.formats.outputs import written
 from quantkit.kernels.formats import has_decoder, has_encoder
+from quantkit.kernels.interleave import base_of
 from quantkit.kernels.tensor_scale import decoded_as
 from quantkit.pipeline.presets import PRESET_ALIASES, PRESETS, Preset
 from quantkit.pipeline.quality import QUALITY
@@ -31,6 +32,7 @@ weave     rows interleaved with each other
 runtimes  mainline is llama.cpp, ik is ik_llama.cpp
 error     of the weights, weighted by importance, in percent, on a fixed sample:
           what encoding with an importance matrix costs; less is better
+          (interleaved types: by ik_llama.cpp's search, as they are encoded)
 speed     of encoding: fast, medium (below 200 Mweights/s of a core), slow
           (below 20)
 imatrix   what the encoder does with an importance matrix
@@ -129,22 +131,33 @@ def _type_dict(t: TensorType) -> dict[str, Any]:
 
 def _figure(types: list[TensorType]) -> Scatter:
     """Return error against bits per weight, by tree, and the types that no smaller one betters."""
-    shown = [t for t in types if t.name in QUALITY and t.is_quantized]
-    found = [(bits_with_header(t), QUALITY[t.name].error, t) for t in shown]
+    at: dict[tuple[float, float], list[TensorType]] = {}
+    for t in types:
+        if t.name in QUALITY and t.is_quantized and not _is_at_its_base(t):
+            at.setdefault((bits_with_header(t), QUALITY[t.name].error), []).append(t)
     best, least = [], math.inf
-    for bits, error, _ in sorted(found, key=lambda f: f[:2]):
+    for b, error in sorted(at):
         if error < least:
-            best.append((bits, error))
+            best.append((b, error))
             least = error
     kinds = [Points("no smaller type is better", [b for b, _ in best], [e for _, e in best], joined=True)]
     for name, trees in (("both trees", "both"), ("llama.cpp", "mainline"), ("ik_llama.cpp", "ik")):
-        some = [(b, e, t.name) for b, e, t in found if t.trees == trees]
+        some = [(b, e, ", ".join(map(str, group))) for (b, e), group in at.items() if group[0].trees == trees]
         if some:
             x, y, labels = zip(*some, strict=True)
             kinds.append(Points(name, x, y, labels))
     what = "error of the weights, weighted by importance, %"
     note = "the further down and left, the better"
-    return Scatter("Size and error of tensor types, on a fixed sample", "bits per weight", what, kinds, note)
+    bits = "bits per weight (interleaved types that are not shown lie where those of single rows do)"
+    return Scatter("Size and error of tensor types, on a fixed sample", bits, what, kinds, note)
+
+
+def _is_at_its_base(t: TensorType) -> bool:
+    """Whether an interleaved type is as large as that of single rows, and its error the same but for 2 %."""
+    base = base_of(t)
+    if base is t or base.name not in QUALITY or bits_with_header(base) != bits_with_header(t):
+        return False
+    return abs(QUALITY[t.name].error / QUALITY[base.name].error - 1) < 0.02
 
 
 def bits_with_header(t: TensorType) -> float:

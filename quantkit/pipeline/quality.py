@@ -10,7 +10,6 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from quantkit.kernels.interleave import base_of, is_woven
 from quantkit.types import TensorType
 
 F32 = npt.NDArray[np.float32]
@@ -50,6 +49,9 @@ QUALITY: dict[str, Quality] = {
     "IQ4_XS": Quality(9.138, "fast"),
     "IQ1_M": Quality(44.53, "medium"),
     "BF16": Quality(0.1646, "fast"),
+    "Q4_0_4X4": Quality(12.17, "fast"),
+    "Q4_0_4X8": Quality(12.17, "fast"),
+    "Q4_0_8X8": Quality(12.17, "fast"),
     "TQ1_0": Quality(87.15, "fast"),
     "TQ2_0": Quality(87.15, "fast"),
     "MXFP4": Quality(13.2, "fast"),
@@ -75,17 +77,45 @@ QUALITY: dict[str, Quality] = {
     "IQ3_KS": Quality(17.56, "medium"),
     "IQ2_KL": Quality(23.48, "medium"),
     "IQ1_KT": Quality(35.88, "slow"),
+    "Q4_0_R8": Quality(11.23, "fast"),
+    "Q5_0_R4": Quality(5.618, "fast"),
+    "Q8_0_R8": Quality(0.7658, "fast"),
+    "Q2_K_R4": Quality(28.47, "medium"),
+    "Q3_K_R4": Quality(17.56, "fast"),
+    "Q4_K_R4": Quality(8.432, "medium"),
+    "Q5_K_R4": Quality(4.359, "medium"),
+    "Q6_K_R4": Quality(2.172, "fast"),
+    "IQ2_XXS_R4": Quality(36.32, "medium"),
+    "IQ2_XS_R4": Quality(30.3, "medium"),
+    "IQ3_XXS_R4": Quality(18.27, "slow"),
     "IQ1_S_R4": Quality(51.77, "medium"),
+    "IQ4_NL_R4": Quality(8.908, "fast"),
+    "IQ3_S_R4": Quality(15.14, "medium"),
+    "IQ2_S_R4": Quality(28.75, "medium"),
+    "IQ4_XS_R8": Quality(9.027, "fast"),
     "IQ1_M_R4": Quality(42.91, "medium"),
+    "BF16_R16": Quality(0.3317, "fast"),
+    "Q6_0_R4": Quality(2.773, "fast"),
+    "IQ2_BN_R4": Quality(95.12, "fast"),
+    "IQ2_K_R4": Quality(30.27, "medium"),
+    "IQ3_K_R4": Quality(14.1, "medium"),
+    "IQ4_K_R4": Quality(6.788, "medium"),
+    "IQ5_K_R4": Quality(3.581, "medium"),
+    "IQ4_KS_R4": Quality(8.47, "medium"),
+    "IQ5_KS_R4": Quality(4.253, "medium"),
+    "MXFP4_R8": Quality(13.2, "fast"),
+    "Q8_K_R16": Quality(1.226, "fast"),
+    "Q8_KV_R8": Quality(1.808, "fast"),
+    "Q8_K_R8": Quality(1.226, "fast"),
 }
 # fmt: on
 
 
 def is_measured(t: TensorType) -> bool:
-    """Whether a type has figures: one that can be encoded, but interleaved only if no other has its rows."""
+    """Whether a type has figures: one that can be encoded. Interleaved ones are by ik_llama.cpp's search."""
     from quantkit.kernels.formats import has_encoder
 
-    return has_encoder(t) and (not is_woven(t) or not base_of(t).in_files)
+    return has_encoder(t)
 
 
 def sample() -> tuple[F32, F32]:
@@ -102,10 +132,13 @@ def sample() -> tuple[F32, F32]:
     return x.astype(np.float32), importance.astype(np.float32)
 
 
-def weighted_error(t: TensorType) -> float:
-    """Return the relative RMS error of encoding the sample as type ``t``, weighted by importance, in percent."""
+def weighted_error(t: TensorType, encoder: str | None = None) -> float:
+    """Return the relative RMS error of encoding the sample as type ``t``, weighted by importance, in percent.
+
+    encoder: as in ``kernels.quantize``.
+    """
     from quantkit.kernels import dequantize, quantize
 
     x, importance = sample()
-    error = (dequantize(quantize(x, t, importance), t, x.shape[1]) - x).astype(np.float64)
+    error = (dequantize(quantize(x, t, importance, encoder), t, x.shape[1]) - x).astype(np.float64)
     return 100 * float(np.sqrt((importance * error**2).sum() / (importance * x.astype(np.float64) ** 2).sum()))

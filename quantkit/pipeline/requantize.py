@@ -10,11 +10,11 @@ import numpy.typing as npt
 
 from quantkit.errors import QuantkitError
 from quantkit.kernels import dequantize, quantize
-from quantkit.kernels.formats import has_decoder, has_encoder
-from quantkit.kernels.interleave import base_of, repacks
+from quantkit.kernels.formats import encoder_for, has_decoder, has_encoder
+from quantkit.kernels.interleave import repacks
 from quantkit.pipeline.plan import Chosen
 from quantkit.pipeline.planned import RowSlice
-from quantkit.pipeline.quality import QUALITY
+from quantkit.pipeline.quality import QUALITY, weighted_error
 from quantkit.pipeline.source import Source
 from quantkit.types import TensorType
 
@@ -51,11 +51,17 @@ def _note(file: Source, source: TensorType, t: TensorType, parts: Sequence[tuple
     found = f"an error of {100 * np.sqrt(error / square):.3g} % (measured)" if square else "an error"
     tensors = "1 tensor" if len(parts) == 1 else f"{len(parts)} tensors"
     note = f"re-quantizing {tensors} from {source} to {t} adds {found} to what {source} has lost before"
-    # Interleaved rows have the same values as plain ones.
-    before, fresh = (QUALITY.get(x.name, QUALITY.get(base_of(x).name)) for x in (source, t))
+    before, fresh = QUALITY.get(source.name), _typical(t, parts[0][1])
     if before and fresh:
-        note += f", typically {before.error:.3g} %; {t} of the original weights loses {fresh.error:.3g} %"
+        note += f", typically {before.error:.3g} %; {t} of the original weights loses {fresh:.3g} %"
     return note
+
+
+def _typical(t: TensorType, search: str) -> float | None:
+    """Return what a type loses on the sample of ``quality.py`` by a search, in percent."""
+    if search and search != encoder_for(t):
+        return weighted_error(t, search)
+    return QUALITY[t.name].error if t.name in QUALITY else None
 
 
 def _measure(file: Source, part: RowSlice, t: TensorType, encoder: str) -> Iterator[_Sums]:
