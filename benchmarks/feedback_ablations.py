@@ -51,6 +51,7 @@ class Row:
     chunks: int | None = None
     text: Path | None = None
     weighting: Weighting = "both"
+    options: Changes = field(default_factory=dict)
 
 
 @contextmanager
@@ -148,6 +149,7 @@ def rows(texts: Mapping[str, Path]) -> Iterator[Row]:
         yield Row(f"feedback: damping {value:g}", changes=damping(value))
     yield from calibrated_on("feedback", texts)
     yield Row("calibrate", True)
+    yield Row("calibrate: norms refit", True, options={"refit_norms": True})
     yield Row("calibrate: not balanced", True, NOT_BALANCED)
     yield Row("calibrate: balanced by half of the differences", True, {"quantkit.sequential.balance:SHARE": 0.5})
     yield Row("calibrate: damped as balanced alone", True, {f"{INPUTS}:DAMPING": 0.0, f"{INPUTS}:METRIC_DAMPING": 0.1})
@@ -188,7 +190,7 @@ class Ablations:
         text = row.text or self.given.calibration
         chunks = self.given.chunks if row.chunks is None else row.chunks // self.given.ctx
         if row.calibrate:
-            return replace(self._ways["calibrate"], calibrate=(text,), calibrate_chunks=chunks)
+            return replace(self._ways["calibrate"], calibrate=(text,), calibrate_chunks=chunks, **row.options)
         if (row.text, row.chunks, row.weighting) == (None, None, "both"):
             return self._ways["feedback"]
         path, how = self.folder / "other-cov.gguf", replace(self.compared.text, chunks=chunks, overwrite=True)

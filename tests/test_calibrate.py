@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +16,16 @@ from cpu_products import Rows
 from quantkit.errors import QuantkitError, RecipeError
 from quantkit.formats.gguf import open_gguf
 from quantkit.model.engine import load
-from quantkit.model.observers import every_token, inputs
-from quantkit.model.ops import Embed, Graph, Observe, Value
+from quantkit.model.observers import every_token, inputs, norms
+from quantkit.model.ops import Embed, Graph, Norm, Observe, Value
+from quantkit.model.selection import without_selection
+from quantkit.pipeline.feedback_report import feedback_report
 from quantkit.pipeline.plan import Plan
 from quantkit.quantize import QuantizeOptions, plan_quantize, quantize
 from quantkit.sequential.inputs import rounded_inputs
-from quantkit.sequential.spill import Spill
-from quantkit.sequential.streams import Streams, Tokens
+from quantkit.sequential.norms import NormInputs
+from quantkit.sequential.spill import Place, Spill
+from quantkit.sequential.streams import Seen, Streams, Tokens
 from quantkit.types import BY_NAME
 from zoo import NAMES
 
@@ -42,7 +46,8 @@ def observed(path: Path, tokens: Tokens) -> dict[str, F32]:
 
     def rewrite(graph: Graph) -> Graph:
         graph = every_token(graph)
-        first = {item.names[0]: item.x for item in reversed(inputs(graph, process_output=True))}  # loops have several
+        every = (*norms(graph), *inputs(graph, process_output=True))
+        first = {item.names[0]: item.x for item in reversed(every)}  # loops have several
         after: dict[Value, list[Observe]] = {}
         for of, x in first.items():
             after.setdefault(x, []).append(Observe(x=x, of=of))
@@ -60,11 +65,12 @@ def observed(path: Path, tokens: Tokens) -> dict[str, F32]:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_stages_give_what_the_whole_gives(zoo: Callable[[str], Path], name: str, tmp_path: Path) -> None:
-    """Both streams through the same file: each input is the same in both, and that of a run that is not cut."""
+    """Both streams through the same file: what matrices and norms take is the same in both, and as in an uncut run."""
     path = zoo(name)
     with load(path, threads=1, n_ctx=12, rewrite=every_token) as model:
         embeddings = {op.weight.tensor.name for op in model.whole.ops if isinstance(op, Embed)}
-        known = inputs(model.whole, process_output=True)
+        run = without_selection(model.whole, 12)
+        known = [*norms(run), *inputs(model.whole, process_output=True)]
         tokens = drawn(model.n_vocab)
     weights = {name for i in known for name in i.names} - embeddings
     whole, spill = observed(path, tokens), Spill(tmp_path / "spill", "")
@@ -103,7 +109,7 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def options(text: Path, **more: Any) -> QuantizeOptions:
+def calibrated(text: Path, **more: Any) -> QuantizeOptions:
     return QuantizeOptions(calibrate=(text,), calibrate_ctx=128, **more)
 
 
@@ -115,9 +121,17 @@ def logits(path: Path) -> F32:
 def test_bytes_do_not_depend_on_how_it_runs(
     text: Path, small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Threads, memory, shards, a run that was killed in the middle of a stage or of its jobs: the same tensors."""
+    """Threads, memory, shards, a run that was killed in the middle of a stage or of its jobs: the same tensors, norms
+    refit among them, which lack less than before."""
     first, other = tmp_path / "first.gguf", tmp_path / "other.gguf"
-    quantize(small, first, "Q4_K_M", options(text), threads=2)
+    options = partial(calibrated, text, refit_norms=True)
+    result = quantize(small, first, "Q4_K_M", options(), threads=2)
+    report = feedback_report(result.plan, result.run.losses)
+    refit = [t for t in report.tensors if t.refit] if report is not None else []
+    assert len(refit) == 4
+    assert all(t.type == "F32" and 0.5 < t.after / t.before < 1 for t in refit)
+    changed = [t.name for t in result.plan.tensors if t.reason.endswith(("; refit", "; corrected"))]
+    assert len(changed) == 6  # two routers
     assert not list(tmp_path.glob("*.activations"))
 
     run = Streams.run
@@ -131,13 +145,13 @@ def test_bytes_do_not_depend_on_how_it_runs(
 
     monkeypatch.setattr(Streams, "run", killed)
     with pytest.raises(KeyboardInterrupt):
-        quantize(small, other, "Q4_K_M", options(text), threads=1, max_ram=16 << 20)
-    again = quantize(small, other, "Q4_K_M", options(text), threads=1, max_ram=16 << 20, resume=True)
+        quantize(small, other, "Q4_K_M", options(), threads=1, max_ram=16 << 20)
+    again = quantize(small, other, "Q4_K_M", options(), threads=1, max_ram=16 << 20, resume=True)
     assert other.read_bytes() == first.read_bytes()
     assert stages == [*range(4), *range(3, max(stages) + 1)]  # it goes on with the stage
-    assert again.run.resumed > 8
+    assert again.run.resumed > 6  # tensors of the stages before
     stages.clear()
-    shards, split = tmp_path / "split.gguf", options(text, split_max_size="2M")
+    shards, split = tmp_path / "split.gguf", options(split_max_size="2M")
     with pytest.raises(KeyboardInterrupt):
         quantize(small, shards, "Q4_K_M", split, threads=2)
     monkeypatch.undo()
@@ -166,7 +180,7 @@ def test_it_is_closer_than_an_importance_matrix(text: Path, tmp_path: Path, pres
     kept: dict[str, Any] = {"tensor_type": (r"blk\.[12]\.=bf16",)}
     imatrix, calibration = (MODEL.with_name(f"tiny-moe-{name}") for name in ("imatrix.gguf", "calibration.txt"))
     quantize(MODEL, tmp_path / "plain.gguf", preset, QuantizeOptions(imatrix=imatrix, **kept))
-    quantize(MODEL, tmp_path / "made.gguf", preset, options(calibration, calibrate_chunks=60, **kept))
+    quantize(MODEL, tmp_path / "made.gguf", preset, calibrated(calibration, calibrate_chunks=60, **kept))
     full = logits(MODEL)
     plain, made = (np.median(np.square(logits(tmp_path / f"{n}.gguf") - full)) for n in ("plain", "made"))
     assert made < (0.4 if preset == "Q2_K" else 0.6) * plain
@@ -176,7 +190,7 @@ def test_what_is_balanced(tmp_path: Path) -> None:
     """All by itself, without what is kept as it is; an importance matrix counts what columns are multiplied by."""
 
     def plan(preset: str = "Q4_K_M", **more: Any) -> Plan:
-        return plan_quantize(MODEL, tmp_path / "o.gguf", preset, options(text, calibrate_chunks=20, **more))
+        return plan_quantize(MODEL, tmp_path / "o.gguf", preset, calibrated(text, calibrate_chunks=20, **more))
 
     def widened(plan: Plan) -> set[str]:
         return {t.name for t in plan.tensors if t.source.type.name == "F32" and t.type.is_quantized}
@@ -207,11 +221,41 @@ def test_inputs_are_rounded_as_products_round_them() -> None:
         assert np.abs(rounded - by_products).max() < 0.1 * np.abs(x - by_products).max()
 
 
+@pytest.mark.parametrize(("kind", "group", "n"), [("rms", 12, 12), ("layer", 12, 12), ("rms", 4, 12), ("rms", 4, 4)])
+def test_norms_are_refit_by_least_squares(tmp_path: Path, kind: str, group: int, n: int) -> None:
+    """Column by column, of rows as the norm gives them: of groups of columns, that share weights or do not."""
+    rng = np.random.default_rng(3)
+    plain = rng.standard_normal((50, 12)).astype(np.float32)
+    made = plain * np.linspace(0.5, 2, 12, dtype=np.float32) + rng.normal(0, 0.2, plain.shape).astype(np.float32)
+    spill, places = Spill(tmp_path / "s", ""), [Place(name, 12, 1, False) for name in ("made", "plain")]
+    spill.begin()
+    for place, rows in zip(places, (made, plain), strict=True):
+        spill.write(place, 0, rows)
+    x = Value("x", 12)
+    norm = NormInputs("norm", n, Norm(out=x, x=x, weight=None, eps=1e-5, kind=kind, group=group))
+    norm.ready(Seen("norm", *places, None, None, 1, 1), spill, len(plain))
+    found = norm.found()
+
+    def normalized(rows: F32) -> npt.NDArray[np.float64]:
+        groups = rows.astype(np.float64).reshape(-1, group)
+        groups -= groups.mean(axis=1, keepdims=True) * (kind == "layer")
+        return (groups / np.sqrt((groups**2).mean(axis=1, keepdims=True) + 1e-5)).reshape(-1, n)
+
+    right, wrong = normalized(plain), normalized(made)
+    best = [np.linalg.lstsq(wrong[:, [i]], right[:, i], rcond=None)[0][0] for i in range(n)]
+    assert np.allclose(found.factors, best, rtol=1e-6)
+    assert np.allclose(found.before, np.square(right - wrong).sum(axis=0))
+    assert np.allclose(found.after, np.square(right - wrong * found.factors).sum(axis=0))
+    assert (found.after < found.before).all()
+
+
 def test_what_cannot_be_calibrated_is_said(text: Path, tmp_path: Path) -> None:
     with pytest.raises(RecipeError, match="--feedback and --calibrate exclude each other"):
-        plan_quantize(MODEL, tmp_path / "o.gguf", "Q4_K", options(text, feedback=text))
+        plan_quantize(MODEL, tmp_path / "o.gguf", "Q4_K", calibrated(text, feedback=text))
     with pytest.raises(RecipeError, match="leave --ray away"):
-        quantize(MODEL, tmp_path / "o.gguf", "Q4_K", options(text), ray="auto")
+        quantize(MODEL, tmp_path / "o.gguf", "Q4_K", calibrated(text), ray="auto")
+    with pytest.raises(RecipeError, match="^--refit-norms needs to know"):
+        plan_quantize(MODEL, tmp_path / "o.gguf", "Q4_K", QuantizeOptions(refit_norms=True))
     with pytest.raises(RecipeError, match="^--no-balance says how to calibrate"):
         plan_quantize(MODEL, tmp_path / "o.gguf", "Q4_K", QuantizeOptions(balance=False))
     with pytest.raises(QuantkitError, match="nothing to calibrate on|not one chunk|no chunk"):

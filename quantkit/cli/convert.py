@@ -34,7 +34,7 @@ _SOURCE = "The checkpoint"
 _FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
 #: Options of quantize that are about GGUF files, which alone can be run.
 _NOT_HERE = {"keep_split", "repack", "unrepack", "repack_pattern", "max_buffer_size", "partial_requant"}
-_NOT_HERE |= {"calibrate", "calibrate_ctx", "calibrate_chunks", "balance"}
+_NOT_HERE |= {"calibrate", "calibrate_ctx", "calibrate_chunks", "balance", "refit_norms"}
 
 
 def _list_all(ctx: click.Context, param: click.Parameter, value: bool) -> None:

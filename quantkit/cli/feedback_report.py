@@ -32,6 +32,8 @@ def feedback_lines(report: FeedbackReport | None) -> list[str]:
         lines.append(f"{none} of {len(matrices)} matrices without feedback: fewer tokens than columns")
     if any(t.alike for t in report.tensors):
         lines.append("embeddings: all columns count alike, for want of a covariance; a row is what a block holds")
+    if any(t.refit for t in report.tensors):
+        lines.append("F32: weights of norms, refit; loss: squares of what is wrong with what they give")
     if report.without:
         count = f"{len(report.without)} tensor{'s' if len(report.without) > 1 else ''}"
         lines.append(f"{count} without feedback: {', '.join(dict.fromkeys(why for *_, why in report.without))}")
@@ -119,7 +121,7 @@ def _lines(report: FeedbackReport, *, relative: bool) -> list[Line]:
     for t in report.tensors:
         rows = sum(m.rows for m in t.matrices if m.damping is not None)
         value = _ratio([t]) if relative else t.after / rows if rows else None
-        if t.layer >= 0 and value is not None:
+        if t.layer >= 0 and value is not None and (relative or not t.refit):
             points.setdefault(t.kind, {})[t.layer] = value
     return [Line(kind, sorted(at), [at[layer] for layer in sorted(at)]) for kind, at in sorted(points.items())]
 
@@ -129,7 +131,7 @@ def _token_lines(report: FeedbackReport) -> list[Line]:
     alone: dict[int, float] = {}
     experts: dict[int, list[float]] = {}
     for t in report.tensors:
-        if t.layer >= 0:
+        if t.layer >= 0 and not t.refit:
             found = [m.tokens / m.columns for m in t.matrices]
             if len(found) > 1:
                 experts[t.layer] = found

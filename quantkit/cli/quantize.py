@@ -270,6 +270,13 @@ _OPTIONS: dict[str, Callable[[Any], Any]] = {
         help="With --calibrate, first let norms and up projections take factors over from the weights behind them, so "
         "that columns of inputs are of more alike size (the default). The model stays the same.",
     ),
+    "refit_norms": option(
+        "--refit-norms",
+        group=_IMATRIX,
+        is_flag=True,
+        help="With --calibrate, also refit the weights of norms that no matrix follows (of queries and keys, or behind "
+        "attention and feed-forward parts) to what they take of the quantized model. Gains little.",
+    ),
     "override_kv": option(
         "--override-kv",
         group=_META,

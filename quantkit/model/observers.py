@@ -17,6 +17,7 @@ a token and layer.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
@@ -182,6 +183,19 @@ def inputs(graph: Graph, *, process_output: bool = False) -> list[Input]:
         names = (*(known.names if known else ()), op.weight.tensor.name)
         found[x, ids] = Input(x, ids, tuple(dict.fromkeys(names)), n_mat, known.at if known else op, heads)
     return list(found.values())
+
+
+def norms(graph: Graph) -> list[Input]:
+    """Return what norms take that have a weight of their own and whose results no matrix multiplies, in order.
+
+    They are those of queries and keys, and those that follow attention or a feed-forward part.
+    """
+    multiplied = {op.x for op in graph.ops if isinstance(op, ops.MulMat | ops.MulMatHeads | ops.MulMatId)}
+    multiplied |= {op.x for op in graph.ops if isinstance(op, ops.SelectOutputs | ops.Repeat) and op.out in multiplied}
+    uses = Counter(m.tensor.name for op in graph.ops for m in op.matrices())
+    found = [(op, op.weight.tensor.name) for op in graph.ops if isinstance(op, ops.Norm) and op.weight is not None]
+    alone = [(op, name) for op, name in found if uses[name] == 1 and op.out not in multiplied]
+    return [Input(op.x, None, (name,), 1, op) for op, name in alone]
 
 
 def observe(graph: Graph, *, process_output: bool = False, all_experts: bool = False, latent: bool = True) -> Graph:

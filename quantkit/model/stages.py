@@ -15,7 +15,7 @@ from collections.abc import Collection, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 
 from quantkit.model import ops
-from quantkit.model.observers import BY_ROW, Input, inputs, mapped
+from quantkit.model.observers import BY_ROW, Input, inputs, mapped, norms
 from quantkit.model.ops import Cache, Graph, Op, Value
 
 
@@ -39,11 +39,12 @@ class Stage:
 def cuts(graph: Graph, weights: Set[str]) -> list[Cut]:
     """Return the fewest cuts so that no operation before one multiplies by ``weights`` of its inputs, or of later ones.
 
+    Weights may be of matrices, and of norms.
     Of a weight that is used several times, only the first input counts.
     """
     waiting: list[Input] = []
     known = set[str]()
-    for item in inputs(graph, process_output=True):
+    for item in (*norms(graph), *inputs(graph, process_output=True)):
         if not known.issuperset(weights & set(item.names)):
             waiting.append(item)
         known.update(item.names)
@@ -83,6 +84,8 @@ def added_to(graph: Graph, cut: Cut) -> list[list[tuple[Value, float]]]:
 
 
 def _added_to(item: Input, readers: Mapping[Value, list[Op]], made: Set[Value]) -> list[tuple[Value, float]]:
+    if isinstance(item.at, ops.Norm):
+        return []
     value, factor = next(iter(item.at.outputs())), 1.0
     found: list[tuple[Value, float]] = []
     while len(readers.get(value, ())) == 1:

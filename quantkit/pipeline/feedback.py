@@ -21,7 +21,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Generic, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -121,6 +121,34 @@ class Inputs(Protocol):
 
     def digest(self) -> str | None:
         """Return the SHA-256 of all that decides what a row becomes, but the row and the code; None if unknown."""
+
+
+class Refitted(NamedTuple):
+    """What a norm's weight is multiplied by, float32 [n]; before and after, the sums of squares of what each column of
+    its results lacks, as the weight is 1, float64 [n]."""
+
+    factors: F32
+    before: F64
+    after: F64
+
+
+class Refit(Protocol):
+    """What a norm takes: its weight may be refit to it, once its tokens are known."""
+
+    @property
+    def entry(self) -> str: ...
+
+    @property
+    def n(self) -> int: ...
+
+    @property
+    def tokens(self) -> tuple[int] | None: ...
+
+    def found(self) -> Refitted:
+        """Return the factors of a weight that lacks least, and how much it lacks.
+
+        Raises FormatError if what the norm takes is not finite.
+        """
 
 
 @dataclass(frozen=True, eq=False)
@@ -260,6 +288,9 @@ class Known(Protocol):
     def inputs(self, tensor: str, entry: str, shape: Sequence[int]) -> Inputs:
         """Return the inputs of a tensor. Raises FormatError if its entry has another size."""
 
+    def refit(self, name: str) -> Refit | None:
+        """Return what refits a tensor of the source, if it is a norm's weight and is to be."""
+
     def source(self, source: Source, but: Collection[str] = ()) -> Source:
         """Return a source as it is to be read: its columns balanced, perhaps, ``but`` not those of some tensors."""
 
@@ -295,6 +326,10 @@ class Recorded:
         tokens = tuple(int(t) for t in self.covariances.tokens(entry))
         self._tokens = max(self._tokens, *tokens)
         return RecordedInputs(entry, n, tokens, self.covariances.is_weighted(entry), self.covariances)
+
+    def refit(self, name: str) -> Refit | None:
+        """Return what refits a tensor: nothing does."""
+        return None
 
     def source(self, source: Source, but: Collection[str] = ()) -> Source:
         """Return the source."""
@@ -337,6 +372,7 @@ class Feedback:
         self.without: dict[str, str] = {}
         self._found: list[Inputs] = []
         self._corrected: list[str] = []
+        self._refit: list[str] = []
 
     def lookup(self, tensor: str, name: str, shape: Sequence[int], target: TensorType) -> Inputs | None:
         """Return the inputs of a tensor that becomes ``target``; ``name`` is that of the source.
@@ -366,6 +402,12 @@ class Feedback:
         self._corrected.append(tensor)
         return self.known.inputs(tensor, entry, shape)
 
+    def refit(self, tensor: str, name: str, target: TensorType) -> Refit | None:
+        """Return what refits a tensor, if it is a norm's weight in F32 and is to be; ``name`` is that of the source."""
+        found = self.known.refit(name) if target.name == "F32" else None
+        self._refit += [tensor] * (found is not None)
+        return found
+
     def shows(self, name: str) -> bool:
         """Tell whether the importance of a tensor's columns will be known; ``name`` is that of the source."""
         return self.known.corrects and entry_of(name, self.known.entries) is not None
@@ -380,6 +422,8 @@ class Feedback:
         lines = [f"error feedback for {what}, by {self.known.name}", *few_tokens(self._found)]
         if self._corrected:
             lines.append(f"corrected for their inputs: {_names(self._corrected)}")
+        if self._refit:
+            lines.append(f"refit to what they take: {_names(self._refit)}")
         reasons: dict[str, list[str]] = {}
         for tensor, why in self.without.items():
             reasons.setdefault(why, []).append(tensor)

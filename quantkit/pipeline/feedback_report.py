@@ -20,7 +20,8 @@ class FedMatrix:
     """A matrix of a tensor: an expert, a head, or all of it.
 
     ``damping`` is None where too few tokens were seen. Losses are those of the reference's bytes and of those written,
-    in the metric of the damped covariance; ``rows`` of it, and how many are better than the reference's.
+    in the metric of the damped covariance; of a norm's weight, refit, squares of what is wrong with what it gives.
+    ``rows`` of it, and how many are better than the reference's.
     """
 
     part: int
@@ -38,7 +39,8 @@ class FedMatrix:
 class FedTensor:
     """A tensor that is encoded with feedback; ``layer`` is -1 outside of layers.
 
-    ``alike``: its columns count alike, as those of embeddings, which have no covariance.
+    ``alike``: its columns count alike, as those of embeddings, which have no covariance. ``refit``: it is the weight of
+    a norm, which is not encoded but refit.
     """
 
     name: str
@@ -46,6 +48,7 @@ class FedTensor:
     layer: int
     type: str
     alike: bool
+    refit: bool
     matrices: tuple[FedMatrix, ...]
 
     @property
@@ -74,6 +77,7 @@ class FeedbackReport:
                     "layer": None if t.layer < 0 else t.layer,
                     "type": t.type,
                     "columns_alike": t.alike,
+                    "refit": t.refit,
                     "loss_before": t.before,
                     "loss_after": t.after,
                     "matrices": [_matrix_dict(m) for m in t.matrices],
@@ -101,13 +105,21 @@ def _matrix_dict(m: FedMatrix) -> dict[str, Any]:
 def feedback_report(plan: Plan, losses: Mapping[str, Sequence[MatrixLoss]]) -> FeedbackReport | None:
     """Return what feedback did in a run that gave ``losses``; None of a plan without feedback."""
     names = {name for name, _ in plan.without_feedback}
-    fed = [tensor for tensor in plan.tensors if tensor.type.is_quantized and tensor.name not in names]
-    found = [tensor for tensor in fed if any(part.inputs is not None for part in tensor.parts)]
+    found = [tensor for tensor in plan.tensors if tensor.name not in names and _is_fed(tensor)]
     if not found and not plan.without_feedback:
         return None
     types = {tensor.name: tensor.type.name for tensor in plan.tensors}
     without = tuple((name, types.get(name, ""), why) for name, why in plan.without_feedback)
     return FeedbackReport(tuple(_tensor(tensor, losses.get(tensor.name, ())) for tensor in found), without)
+
+
+def _is_fed(tensor: PlannedTensor) -> bool:
+    fed = tensor.type.is_quantized and any(part.inputs is not None for part in tensor.parts)
+    return fed or _is_refit(tensor)
+
+
+def _is_refit(tensor: PlannedTensor) -> bool:
+    return any(part.refit is not None for part in tensor.parts)
 
 
 def _tensor(tensor: PlannedTensor, losses: Sequence[MatrixLoss]) -> FedTensor:
@@ -117,10 +129,14 @@ def _tensor(tensor: PlannedTensor, losses: Sequence[MatrixLoss]) -> FedTensor:
         matrices += _matrices(number, part, found)
     alike = any(part.inputs is not None and part.inputs.is_alike for part in tensor.parts)
     kind = tensor_class(tensor.name)
-    return FedTensor(tensor.name, kind, layer_of(tensor.name), tensor.type.name, alike, tuple(matrices))
+    layer, refit = layer_of(tensor.name), _is_refit(tensor)
+    return FedTensor(tensor.name, kind, layer, tensor.type.name, alike, refit, tuple(matrices))
 
 
 def _matrices(number: int, part: RowSlice, found: Mapping[tuple[int, int], MatrixLoss]) -> Iterable[FedMatrix]:
+    if part.refit is not None:
+        loss = found.get((number, 0), MatrixLoss(number, 0, 0, 0, 0, 0))
+        yield FedMatrix(number, 0, loss.tokens, part.refit.n, 0.0, 1, int(loss.rows), loss.before, loss.after)
     if part.inputs is None:
         return
     n, known = part.inputs.n, part.inputs.tokens

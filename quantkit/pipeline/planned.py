@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass, replace
 
 from quantkit.formats.gguf import TensorInfo
-from quantkit.pipeline.feedback import Inputs
+from quantkit.pipeline.feedback import Inputs, Refit
 from quantkit.pipeline.importance import Found
 from quantkit.types import TensorType
 
@@ -32,10 +32,12 @@ class RowSlice:
     target_row: int = 0
     #: The covariance of what it multiplies, if it is encoded with feedback.
     inputs: Inputs | None = None
+    #: What refits it, if it is a norm's weight that is.
+    refit: Refit | None = None
 
     def is_copied(self, target: TensorType) -> bool:
         """True if its bytes become those of a tensor of type ``target``."""
-        return self.source.type is target and self.inputs is None
+        return self.source.type is target and self.inputs is None and self.refit is None
 
     @property
     def is_whole(self) -> bool:

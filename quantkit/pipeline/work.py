@@ -236,7 +236,7 @@ class Worker:
             found = self._encode_rows(job, tensor, part, x, rows_out[row:stop], part.source_row + job.row + row)
             if self.measure:
                 found += self._error(tensor, x, rows_out[row:stop], weights)
-            if self.measure or part.inputs is not None:
+            if self.measure or part.inputs is not None or part.refit is not None:
                 sums.append(found)
         return sums
 
@@ -245,6 +245,11 @@ class Worker:
         from quantkit.kernels.cpu.encode import encoder
 
         encode = encoder(tensor.type, tensor.encoder or None)
+        if part.refit is not None:
+            found = part.refit.found()
+            encode(x * found.factors, self.weights_of(job, part), out, 0, len(x))
+            before, after = (np.square(x, dtype=np.float64) * squares for squares in (found.before, found.after))
+            return _losses(before.sum(axis=1), after.sum(axis=1))
         fits = tensor.type.name in all_levels() or not tensor.type.is_quantized
         if part.inputs is None or not fits or part.inputs.damping(job.matrix) is None:
             encode(x, self.importance_of(job, part), out, 0, len(x))

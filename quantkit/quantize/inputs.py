@@ -87,7 +87,9 @@ def feedback_of(
         return None if options.feedback is None else Feedback(Recorded(options.feedback)), None, source
     from quantkit.sequential import Calibration, Foreseen
 
-    text = Calibration(options.calibrate, options.calibrate_ctx, options.calibrate_chunks, options.balance)
+    text = Calibration(
+        options.calibrate, options.calibrate_ctx, options.calibrate_chunks, options.balance, options.refit_norms
+    )
     known = Foreseen(source.paths[0], text)
     return Feedback(known), known.executor, known.source(source)
 
@@ -111,13 +113,17 @@ def with_feedback(draft: Draft, chosen: Sequence[Chosen]) -> list[Chosen]:
     original = draft.original_names()
     made = []
     for c in chosen:
-        inputs = None
+        inputs = refit = None
+        changed = ""
         name = original.get(c.name, c.name)
         if c.encoder:
             inputs = draft.feedback.lookup(c.name, name, c.shape, c.type)
         elif c.is_whole and c.parts[0].source.type is c.type:
             inputs = draft.feedback.corrected(c.name, name, c.shape, c.type)
-        made.append(replace(c, parts=tuple(part if inputs is None else fed(part, inputs) for part in c.parts)))
+            refit = draft.feedback.refit(c.name, name, c.type)
+            changed = "; refit" if refit is not None else "; corrected" if inputs is not None else ""
+        parts = (part if inputs is None else fed(part, inputs) for part in c.parts)
+        made.append(replace(c, reason=c.reason + changed, parts=tuple(replace(part, refit=refit) for part in parts)))
     draft.notes += draft.feedback.notes()
     return made
 

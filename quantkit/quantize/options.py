@@ -23,8 +23,8 @@ class QuantizeOptions:
     Types are names from `quantkit types`, in any case. ``rules`` is whose mixture and other rules apply, and whose
     order of tensors and keys, "mainline" or "ik"; None for the tree of TYPE. ``encoder`` is whose search encodes what
     two have: see ``formats.encoder_for``. ``ready_rules`` are a user's rules, before all other sources of them.
-    ``like`` is a file whose types tensors get instead of those of TYPE, which is then "LIKE". ``balance`` is part of
-    ``calibrate``.
+    ``like`` is a file whose types tensors get instead of those of TYPE, which is then "LIKE". ``balance`` and
+    ``refit_norms`` are part of ``calibrate``.
     """
 
     rules: str | None = None
@@ -39,6 +39,7 @@ class QuantizeOptions:
     calibrate_ctx: int = 512
     calibrate_chunks: int | None = None
     balance: bool = True
+    refit_norms: bool = False
     like: Path | None = None
     ready_rules: tuple[Rule, ...] = ()
     recipe: tuple[Path, ...] = ()
@@ -97,6 +98,8 @@ def check_options(type: str, options: QuantizeOptions) -> None:  # noqa: A002
         raise RecipeError(
             "--no-balance says how to calibrate, and there is nothing to calibrate on: give --calibrate a text"
         )
+    if options.refit_norms and not options.calibrate:
+        raise RecipeError("--refit-norms needs to know what norms take: give --calibrate a text")
     check_encoder(options.encoder)
     _check_repack(options)
 

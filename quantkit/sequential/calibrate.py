@@ -18,13 +18,16 @@ from quantkit.formats.gguf import ValueType
 from quantkit.formats.remote import URL
 from quantkit.imatrix.collect import ImatrixOptions, chunks_of
 from quantkit.model.engine import load
-from quantkit.model.observers import every_token, inputs
+from quantkit.model.observers import every_token, inputs, norms
 from quantkit.model.ops import Embed
+from quantkit.model.selection import without_selection
+from quantkit.pipeline.feedback import Refit
 from quantkit.pipeline.source import Source
 from quantkit.pipeline.threads import Threads
 from quantkit.sequential.balance import Balanced, balanced
 from quantkit.sequential.executor import Sequential
 from quantkit.sequential.inputs import DAMPING, METRIC_DAMPING, RESIDUAL, TARGET_DAMPING, StageInputs
+from quantkit.sequential.norms import norm_inputs
 from quantkit.sequential.streams import Tokens
 
 #: Tokens that go through a stage at once.
@@ -35,13 +38,15 @@ _BATCH = 2048
 class Calibration:
     """Texts, and conversations (files of JSON Lines); chunks of ``n_ctx`` tokens of them, at most ``chunks``.
 
-    balance: whether columns of inputs are balanced before (balance.py).
+    balance: whether columns of inputs are balanced before (balance.py). refit_norms: whether weights of
+    norms are refit (norms.py).
     """
 
     files: tuple[Path, ...]
     n_ctx: int = 512
     chunks: int | None = None
     balance: bool = False
+    refit_norms: bool = False
 
     @property
     def texts(self) -> list[Path]:
@@ -71,6 +76,8 @@ class Foreseen:
             windows, bos = text.windows.copy(), bos_of(loaded, self._notes)
             embeddings = {op.weight.tensor.name for op in loaded.whole.ops if isinstance(op, Embed)}
             found = inputs(loaded.whole, process_output=True)
+            run = without_selection(loaded.whole, calibration.n_ctx)
+            refit = norms(run) if calibration.refit_norms else []
         if bos is not None:
             windows[:, 0] = bos
         self.tokens = Tokens(windows, max(1, _BATCH // calibration.n_ctx))
@@ -82,6 +89,8 @@ class Foreseen:
                     self.entries.setdefault(name, item.names[0])
         self._sizes = {item.names[0]: (item.n, item.n_mat) for item in reversed(found)}
         self._inputs: dict[str, StageInputs] = {}
+        self._refits_none = calibration.refit_norms and not refit
+        self._norms = {made.entry: made for made in map(norm_inputs, refit)}
         self._factors = balanced(model, windows, self.tokens.at_once) if calibration.balance else []
         self._balance = calibration.balance
         self._widened: set[str] = set()
@@ -89,7 +98,8 @@ class Foreseen:
     @property
     def notes(self) -> list[str]:
         """What the user should know."""
-        return [*self._notes, *([self._said()] if self._balance else [])]
+        notes = [*self._notes, *([self._said()] if self._balance else [])]
+        return [*notes, "--refit-norms: there is a matrix behind every norm"] if self._refits_none else notes
 
     def _said(self) -> str:
         if not self._factors:
@@ -97,6 +107,10 @@ class Foreseen:
         names, count = [each.takes for each in self._factors], sum(len(each.gives) for each in self._factors)
         which = names[0] if len(names) == 1 else f"{names[0]} .. {names[-1]} ({len(names)} tensors)"
         return f"balanced: {which} took factors over from {count} tensors behind them"
+
+    def refit(self, name: str) -> Refit | None:
+        """Return what refits a tensor of the source, if it is a norm's weight and is to be."""
+        return self._norms.get(name)
 
     def source(self, source: Source, but: Collection[str] = ()) -> Source:
         """Return a source as it is to be read: balanced if that is asked for, ``but`` nothing that concerns these."""
@@ -123,6 +137,7 @@ class Foreseen:
         digest.update(self.tokens.windows.tobytes())
         for each in self._factors:
             digest.update(each.takes.encode() + each.by.tobytes())
+        digest.update("".join(f"refit {name}" for name in self._norms).encode())
         return digest.hexdigest()
 
     def inputs(self, tensor: str, entry: str, shape: Sequence[int]) -> StageInputs:
@@ -148,8 +163,9 @@ class Foreseen:
             "damping.target": (TARGET_DAMPING, ValueType.FLOAT32),
             "residual": (RESIDUAL, ValueType.FLOAT32),
             "balanced": (len(self._factors), ValueType.UINT32),
+            "refit_norms": (len(self._norms), ValueType.UINT32),
         }
 
     def executor(self, threads: Threads) -> Sequential:
         """Return what runs the jobs of a plan."""
-        return Sequential(threads, self.model, self.tokens, self._inputs)
+        return Sequential(threads, self.model, self.tokens, {**self._inputs, **self._norms})

@@ -18,6 +18,7 @@ from quantkit.pipeline.plan import Plan
 from quantkit.pipeline.planned import PlannedTensor
 from quantkit.pipeline.threads import Threads
 from quantkit.sequential.inputs import StageInputs
+from quantkit.sequential.norms import NormInputs
 from quantkit.sequential.spill import Spill
 from quantkit.sequential.streams import Streams, Tokens
 
@@ -29,7 +30,7 @@ class Sequential:
     threads: Threads
     model: Path
     tokens: Tokens
-    inputs: Mapping[str, StageInputs]
+    inputs: Mapping[str, StageInputs | NormInputs]
 
     @property
     def count(self) -> int:
@@ -114,7 +115,8 @@ def _tell(ledger: Ledger, stage: int, stages: int, total: int, tokens: int) -> N
 
 
 def _entries(tensor: PlannedTensor) -> set[str]:
-    return {part.inputs.entry for part in tensor.parts if isinstance(part.inputs, StageInputs)}
+    found = (each for part in tensor.parts for each in (part.inputs, part.refit))
+    return {each.entry for each in found if isinstance(each, StageInputs | NormInputs)}
 
 
 def _order(plan: Plan, job: Job) -> tuple[str, int, int, int]:

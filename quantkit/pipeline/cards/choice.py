@@ -27,8 +27,8 @@ _F32 = BY_NAME["F32"]
 
 
 def why_not(tensor: PlannedTensor, part: RowSlice) -> str | None:
-    """Return why a card does not encode a part, "" if there is nothing to encode; None if it does."""
-    if part.is_copied(tensor.type) or repacks(part.source.type, tensor.type):
+    """Return why a card does not encode a part, "" if there is nothing to encode on one; None if it does."""
+    if part.is_copied(tensor.type) or part.refit is not None or repacks(part.source.type, tensor.type):
         return ""
     if part.inputs is not None and not tensor.type.is_quantized:
         return None if tensor.type is _F32 and part.inputs.corrects else f"no CUDA encoder for {tensor.type}"
