@@ -13,6 +13,7 @@ import numpy.typing as npt
 import pytest
 from cpu_products import Rows
 
+from quantkit.cli.summary import DryRunReport
 from quantkit.errors import QuantkitError, RecipeError
 from quantkit.formats.gguf import open_gguf
 from quantkit.model.engine import load
@@ -198,6 +199,8 @@ def test_what_is_balanced(tmp_path: Path) -> None:
     imatrix, text = (MODEL.with_name(f"tiny-moe-{name}") for name in ("imatrix.gguf", "calibration.txt"))
     all_of_it, none = plan(imatrix=imatrix), plan(imatrix=imatrix, balance=False)
     assert len(widened(all_of_it)) == 25  # not the embeddings, nor outputs of attention
+    assert {t["source_type"] for t in DryRunReport(all_of_it).as_dict()["tensors"]} == {"BF16", "F32"}
+    assert "17.54 MiB (16.02 bits per weight) -> 5.64 MiB" in DryRunReport(all_of_it).text()
     assert not widened(none)
     assert [t.nbytes for t in all_of_it.tensors] == [t.nbytes for t in none.tensors]
     said = "balanced: blk.0.attn_norm.weight .. output_norm.weight (13 tensors) took factors over from 29 tensors"

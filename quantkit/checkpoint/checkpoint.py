@@ -125,6 +125,10 @@ class Checkpoint:
         x = self.made[tensor.name].x
         return (x.tensor.path, x.tensor.offset) if isinstance(x, Stored) and x.tensor.nbytes == tensor.nbytes else None
 
+    def stored(self, tensor: TensorInfo) -> TensorInfo:
+        """Return the tensor: it is read as it is."""
+        return tensor
+
     def where(self, tensor: TensorInfo) -> str:
         """Return the file that a tensor, or the first part of it, is in."""
         part = next(self.made[tensor.name].x.parts(), None)

@@ -31,14 +31,14 @@ from quantkit.quantize import QuantizeResult
 from quantkit.units import format_count, format_seconds, format_size
 
 
-def _source_type(tensor: PlannedTensor) -> str:
+def _source_type(plan: Plan, tensor: PlannedTensor) -> str:
     """Return the type of a tensor's source, or the types of its parts: F16, F16+BF16."""
-    return "+".join(dict.fromkeys(str(part.source.type) for part in tensor.parts))
+    return "+".join(dict.fromkeys(str(plan.source.stored(part.source).type) for part in tensor.parts))
 
 
-def _row(tensor: PlannedTensor) -> tuple[str, str, str, str, str]:
+def _row(plan: Plan, tensor: PlannedTensor) -> tuple[str, str, str, str, str]:
     """Return name, shape, type, size and reason."""
-    change = str(tensor.type) if tensor.is_copy else f"{_source_type(tensor)} -> {tensor.type}"
+    change = str(tensor.type) if tensor.is_copy else f"{_source_type(plan, tensor)} -> {tensor.type}"
     shape = " x ".join(map(str, tensor.shape))
     return printable(tensor.name), shape, change, format_size(tensor.nbytes), tensor.reason
 
@@ -88,7 +88,8 @@ def _groups(plan: Plan, sums: dict[str, ErrorSums]) -> list[_Group]:
 
 
 def _totals(plan: Plan) -> str:
-    source = sum(t.source_bytes for t in plan.tensors)
+    parts = [p for t in plan.tensors for p in t.parts]
+    source = sum(plan.source.stored(p.source).nbytes * p.rows // p.source_rows for p in parts)
     target = sum(t.nbytes for t in plan.tensors)
     types = Counter(str(t.type) for t in plan.tensors)
     mix = ", ".join(f"{n} {name}" for name, n in types.most_common())
@@ -150,7 +151,7 @@ class DryRunReport:
 
     def text(self) -> str:
         files = [f"{printable(str(shard.path))}: {shard.layout.nbytes} bytes" for shard in self.plan.shards]
-        tensors = map(_row, self.plan.tensors)
+        tensors = (_row(self.plan, t) for t in self.plan.tensors)
         plan = table(["tensor", "shape", "type", "size", "why"], list(tensors), left=(0, 2, 4), spare=(1,))
         lines = [plan, "", _totals(self.plan), *_runtime_lines(self.plan), *files, *cache_lines(self.cache, dry=True)]
         return "\n".join([*lines, dry_run_line(self.refused)])
@@ -171,7 +172,7 @@ class DryRunReport:
                     "name": t.name,
                     "shape": list(t.shape),
                     "sources": list(dict.fromkeys(part.source.name for part in t.parts)),
-                    "source_type": _source_type(t),
+                    "source_type": _source_type(self.plan, t),
                     "type": str(t.type),
                     "bytes": t.nbytes,
                     "offset": t.offset,
@@ -240,7 +241,7 @@ class RunReport:
         if self._bar is not None:
             self._bar.set_postfix_str(printable(tensor.name), refresh=False)
         elif not self.quiet:
-            name, _, change, size, reason = _row(tensor)
+            name, _, change, size, reason = _row(self.plan, tensor)
             done = f"[{self._count:4d}/{len(self.plan.tensors)}]"
             click.echo(f"{done} {name:<30} {change:<14} {size:>10}  {reason}", err=True)
 

@@ -100,11 +100,6 @@ class PlannedTensor:
         return math.prod(self.shape)
 
     @property
-    def source_bytes(self) -> int:
-        """Bytes of the source that become this tensor."""
-        return sum(p.source.nbytes * p.rows // p.source_rows for p in self.parts)
-
-    @property
     def is_copy(self) -> bool:
         """True if the bytes are copied."""
         return all(part.is_copied(self.type) for part in self.parts)

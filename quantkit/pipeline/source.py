@@ -30,6 +30,9 @@ class Source(Protocol):
     @property
     def tensors(self) -> dict[str, TensorInfo]: ...
 
+    def stored(self, tensor: TensorInfo) -> TensorInfo:
+        """Return a tensor as it is stored, which may be in fewer bits than it is read."""
+
     def get(self, key: str, default: Any = None) -> Any:
         """Return the value of a metadata key, or ``default``."""
 

@@ -158,6 +158,10 @@ class Balanced:
             return tensor
         return replace(tensor, type=BY_NAME["F32"], nbytes=BY_NAME["F32"].tensor_bytes(tensor.shape))
 
+    def stored(self, tensor: TensorInfo) -> TensorInfo:
+        """Return the tensor of the source."""
+        return self.source.stored(self.source.tensors[tensor.name])
+
     def get(self, key: str, default: Any = None) -> Any:
         return self.source.get(key, default)
 

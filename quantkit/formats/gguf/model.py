@@ -116,6 +116,10 @@ class GGUFFile:
         """Return the file and the offset of a tensor's bytes."""
         return self.paths[tensor.shard], tensor.offset
 
+    def stored(self, tensor: TensorInfo) -> TensorInfo:
+        """Return the tensor: it is read as it is."""
+        return tensor
+
     def where(self, tensor: TensorInfo) -> str:
         """Return the file of a tensor, for messages."""
         return str(self.paths[tensor.shard])
