@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 import sys
+import threading
 import time
 import types
 import warnings
@@ -171,6 +172,31 @@ def test_shared_memory_that_a_source_declares_counts(cupy: Any, monkeypatch: pyt
     assert list(fake_cupy.MAY_ASK.values()) == [47 << 10]
     with pytest.raises(ResourceError, match="scale needs 231424 bytes of shared memory, and CUDA0 has less"):
         device.run([replace(doubled, shared=226 << 10)])
+
+
+def test_lanes_that_load_at_once_load_once(cupy: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each kernel may ask for the most that one of them does, whoever is the last to say so."""
+    device = CUDADevice(0)
+    a = device.allocate(256)
+    doubled = launch(elementwise.scale(64, 1), x=a, out=a, width=64, rows=1, by=2.0)
+    monkeypatch.setattr(fake_cupy, "MAY_ASK", {})
+    ask, most = cupy.cuda.driver.funcSetAttribute, list(range(60 << 10, 200 << 10, 20 << 10))
+
+    def slowly(f: int, attribute: int, value: int) -> None:
+        time.sleep(0.02 * (len(most) - most.index(value)))  # the largest would be the first
+        ask(f, attribute, value)
+
+    monkeypatch.setattr(cupy.cuda.driver, "funcSetAttribute", slowly)
+    lanes = [device.lane() for _ in most]
+    threads = [
+        threading.Thread(target=lane._allow_shared, args=(replace(doubled, shared=shared),))
+        for lane, shared in zip(lanes, most, strict=True)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert list(fake_cupy.MAY_ASK.values()) == [most[-1]]
 
 
 def test_modules_are_compiled_in_processes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import ctypes
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from copy import copy
@@ -178,6 +179,7 @@ class CUDADevice:
         self._functions: dict[Kernel, int] = {}
         self._kernels: list[Any] = []
         self._shared: dict[Kernel, int] = {}  # what a kernel may ask for at its launch
+        self._loading = threading.RLock()  # lanes, each used by a thread, load for all of them
         self._uploads = self._own_uploads()
         self._done: Any = None
         #: Whose lane this is.
@@ -284,24 +286,27 @@ class CUDADevice:
 
     def _module(self, kernel: Kernel) -> Any:
         key = kernel.file, kernel.defines
-        if key not in self._modules:
-            with self.here():
-                module = self._cupy.cuda.function.Module()
-                module.load(machine_code(kernel, self.capability))
-            self._modules[key] = module
-        return self._modules[key]
+        with self._loading:
+            if key not in self._modules:
+                with self.here():
+                    module = self._cupy.cuda.function.Module()
+                    module.load(machine_code(kernel, self.capability))
+                self._modules[key] = module
+            return self._modules[key]
 
     def _function(self, kernel: Kernel) -> int:
         """Return a kernel's handle."""
-        if kernel not in self._functions:
-            driver = self._cupy.cuda.driver
+        driver = self._cupy.cuda.driver
+        with self._loading:
+            if kernel in self._functions:
+                return self._functions[kernel]
             with self.here():
                 function = self._module(kernel).get_function(f"quantkit_{kernel.name}")
                 declared = driver.funcGetAttribute(driver.CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES, function.ptr)
             self._kernels.append(function)
             self._shared[kernel] = (48 << 10) - declared
             self._functions[kernel] = int(function.ptr)
-        return self._functions[kernel]
+            return self._functions[kernel]
 
     def _allow_shared(self, launch: Launch) -> None:
         """Ask for more than 48 KiB of shared memory, with what the source declares, as the driver requires.
@@ -309,18 +314,20 @@ class CUDADevice:
         How a multiprocessor's memory is divided into shared memory and cache is left to the driver: it sees to it that
         shared memory does not keep blocks out, and that launches with other preferences need not wait.
         """
-        function = self._function(launch.kernel)
-        if launch.shared <= self._shared[launch.kernel]:
-            return
         driver = self._cupy.cuda.driver
-        try:
-            with self.here():
-                driver.funcSetAttribute(function, driver.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, launch.shared)
-        except driver.CUDADriverError as e:
-            raise ResourceError(
-                f"{launch.kernel.name} needs {launch.shared} bytes of shared memory, and {self.name} has less: {e}"
-            ) from None
-        self._shared[launch.kernel] = launch.shared
+        wanted = driver.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+        with self._loading:
+            function = self._function(launch.kernel)
+            if launch.shared <= self._shared[launch.kernel]:
+                return
+            try:
+                with self.here():
+                    driver.funcSetAttribute(function, wanted, launch.shared)
+            except driver.CUDADriverError as e:
+                raise ResourceError(
+                    f"{launch.kernel.name} needs {launch.shared} bytes of shared memory, and {self.name} has less: {e}"
+                ) from None
+            self._shared[launch.kernel] = launch.shared
 
     def run(self, launches: Sequence[Launch]) -> None:
         driver, stream, early = self._cupy.cuda.driver, self.stream.ptr, self.early and self.capability >= 90
