@@ -44,7 +44,7 @@ speed.SIZES = speed.Sizes(
 from pathlib import Path
 import time
 folder = Path(sys.argv[1])
-run = check.Run(folder / "out.md", folder, time.time() + 1e6, ("Q4_0", "NVFP4"))
+run = check.Run(folder / "out.md", folder, time.time() + 1e6, ("Q4_0", "NVFP4", "IQ4_KS"))
 speed.GATED_TYPES = ("Q4_K",)
 for step in sys.argv[3:]:
     check.STEPS[step](run)
@@ -194,7 +194,7 @@ def test_what_was_left_out_is_no_success() -> None:
 
 @needs_compiler
 def test_measurements_run(tmp_path: Path) -> None:
-    done = python(SMALL, tmp_path, 1.0, "mat-vec", "mat-mat", "fused", "attention", "model", "encode")
+    done = python(SMALL, tmp_path, 1.0, "mat-vec", "mat-mat", "fused", "attention", "model", "encode", "cores")
     assert done.returncode == 0, done.stderr[-3000:]
     assert done.stdout.count("\n") >= 20
     assert "nan" not in done.stdout
@@ -248,6 +248,62 @@ def test_what_matters_most_comes_first(tmp_path: Path, monkeypatch: pytest.Monke
     ]  # fmt: skip
     known = {name for name in check.FIRST if "," not in name} | {"attention"}
     assert known <= set(steps)
+
+
+#: What NVIDIA's program prints, by tool and step; it also runs what it is given.
+SANITIZER = """#!/bin/sh
+echo "$@" >> {log}
+case "$*" in
+  *memcheck*products*--first) echo "========= ERROR SUMMARY: 0 errors" ;;
+  *memcheck*products*) echo "========= Invalid __global__ read of size 4 bytes"
+    echo "=========     at quantkit_mul_mat+0x80"; echo "========= ERROR SUMMARY: 3 errors"; exit 0 ;;
+  *racecheck*products*) echo "========= RACECHECK SUMMARY: 1 hazard displayed (0 errors, 1 warning)" ;;
+  *racecheck*zoo*--first) echo "========= RACECHECK SUMMARY: 2 hazards displayed (2 errors, 0 warnings)" ;;
+  *racecheck*zoo*) echo "FAILED zoo: llama-dense"
+    echo "========= RACECHECK SUMMARY: 0 hazards displayed (0 errors, 0 warnings)"; exit 1 ;;
+  *) echo "========= Error: Device not supported. Please refer to the documentation"; exit 255 ;;
+esac
+"""
+
+
+def test_what_a_sanitizer_finds_is_a_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also what the checks it watches find; a card that it cannot watch has not passed."""
+    monkeypatch.syspath_prepend(ROOT / "scripts")
+    from gpu import run as gpu_run
+    from gpu import sanitizer
+
+    program, log = tmp_path / "compute-sanitizer", tmp_path / "log"
+    run = gpu_run.Run(tmp_path / "out.md", tmp_path, time.time() + 1e6, ("Q4_K",))
+    monkeypatch.setenv("PATH", "/bin:/usr/bin")
+    monkeypatch.setattr(sanitizer, "PLACES", ())
+    sanitizer.sanitizer(run)
+    program.write_text(SANITIZER.format(log=log))
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/bin:/usr/bin")
+    sanitizer.sanitizer(run)
+    run.file.close()
+    lines = [line for line in (tmp_path / "out.md").read_text().splitlines() if not line.startswith("=")]
+    hazards, ended = "========= RACECHECK SUMMARY:", "the process ended with"
+    refused = "it ended with 255: ========= Error: Device not supported. Please refer to the documentation"
+    assert [line.removesuffix(", 0 s") for line in lines] == [
+        "NOT RUN: sanitizer: compute-sanitizer is not here: pip install nvidia-cuda-sanitizer-api",
+        "sanitizer: memcheck products: nothing found",
+        "sanitizer: racecheck products: nothing found",
+        f"NOT RUN: sanitizer: memcheck zoo: {refused}",
+        f"FAILED sanitizer: racecheck zoo: {hazards} 2 hazards displayed (2 errors, 0 warnings); {ended} 0",
+        f"NOT RUN: sanitizer: memcheck encoding: {refused}",
+        f"NOT RUN: sanitizer: racecheck encoding: {refused}",
+        f"FAILED sanitizer: memcheck products, all: ========= ERROR SUMMARY: 3 errors; {ended} 0",
+        "sanitizer: racecheck products, all: nothing found",
+        f"NOT RUN: sanitizer: memcheck zoo, all: {refused}",
+        f"FAILED sanitizer: racecheck zoo, all: {hazards} 0 hazards displayed (0 errors, 0 warnings); {ended} 1",
+        "FAILED zoo: llama-dense",
+        f"NOT RUN: sanitizer: memcheck encoding, all: {refused}",
+        f"NOT RUN: sanitizer: racecheck encoding, all: {refused}",
+    ]
+    asked = log.read_text().splitlines()
+    assert len(asked) == 12
+    assert all("--sanitized" in line and "--types Q4_K" in line for line in asked)
 
 
 def test_a_long_compilation_shows_that_it_goes_on(tmp_path: Path) -> None:

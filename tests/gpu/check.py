@@ -2,6 +2,7 @@
 
     scripts/gpu_check                      everything; results also into $OUT/gpu_check.md or ./gpu_check.md
     scripts/gpu_check encode               encoders, error feedback: golden bytes, random rows, whole files, speed
+    scripts/gpu_check sanitize             products, zoo models and encoders under compute-sanitizer, if it is here
     scripts/gpu_check --only products zoo  some steps
     scripts/gpu_check --shim               the checks without a card, by the shim of the tests (needs g++)
     scripts/gpu_check --record gpu_check.md    append such results to BENCHMARKS.md
@@ -31,7 +32,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "scripts")]
 import make_moe  # noqa: E402
 import numpy as np  # noqa: E402
 
-from gpu import cases, encoding, feedback, rounding, speed  # noqa: E402
+from gpu import cases, encoding, feedback, rounding, sanitizer, speed  # noqa: E402
 from gpu.cases import TYPES, launched_early, nmse, on_card  # noqa: E402
 from gpu.run import NOT_RUN, PATIENCE, Run, verdict, watch  # noqa: E402
 from quantkit.formats.gguf import open_gguf  # noqa: E402
@@ -176,10 +177,16 @@ CHECKS: dict[str, Callable[[Run], None]] = {
     "feedback": feedback.feedback,
 }
 
-STEPS: dict[str, Callable[[Run], None]] = {"card": speed.card, **CHECKS, **speed.STEPS, "encode": encoding.speed}
+STEPS: dict[str, Callable[[Run], None]] = {
+    "card": speed.card, **CHECKS, **speed.STEPS, "encode": encoding.speed, "cores": encoding.cores,
+    "sanitizer": sanitizer.sanitizer,
+}  # fmt: skip
 
 #: What is asked for by a word: `scripts/gpu_check encode`.
-GROUPS = {"encode": ("card", "encoding", "parity", "rounding", "metrics", "pipeline", "feedback", "encode")}
+GROUPS = {
+    "encode": ("card", "encoding", "parity", "rounding", "metrics", "pipeline", "feedback", "encode", "cores"),
+    "sanitize": ("card", "sanitizer"),
+}
 
 #: What matters most, before all the rest: whether it is right, and how fast a model and its commonest types are.
 _COMMON = ("Q4_K", "Q8_0", "Q6_K", "IQ4_XS")
@@ -204,10 +211,13 @@ FIRST: dict[str, Sequence[str]] = {
 # ---------------------------------------------------------------- all of it
 
 
-def carry_out(run: Run, names: Sequence[str]) -> None:
-    """Do steps, all of whose parts are begun once, FIRST's before; one that breaks between its parts is a failure."""
+def carry_out(run: Run, names: Sequence[str], *, few: bool = False) -> None:
+    """Do steps, all of whose parts are begun once, FIRST's before; one that breaks between its parts is a failure.
+
+    few: only FIRST's.
+    """
     first = [name for of in FIRST for name in names if of.partition(",")[0] == name]
-    for i, name in enumerate([*first, *names]):
+    for i, name in enumerate(first if few else [*first, *names]):
         run.only = FIRST if i < len(first) else {}
         began = time.monotonic()
         try:
@@ -266,6 +276,13 @@ def use_shim() -> None:
     devices.cuda_devices = lambda: tuple(made)
 
 
+def without_pool() -> None:
+    """Let every array have memory of its own, so that what lies behind it is watched."""
+    import cupy
+
+    cupy.cuda.set_allocator(None)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("group", nargs="?", choices=GROUPS, help="some steps that belong together")
@@ -278,6 +295,9 @@ def main() -> None:
     # Of the processes that do the work (run.py).
     parser.add_argument("--work", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--until", type=float, help=argparse.SUPPRESS)
+    # Of those under compute-sanitizer (sanitizer.py).
+    parser.add_argument("--first", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--sanitized", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.record:
         record(options.record)
@@ -290,8 +310,11 @@ def main() -> None:
     if options.work is None:
         sys.exit(supervise(options, out))
     run = Run(out, options.work, options.until, options.types)
+    if options.sanitized:
+        without_pool()
     tell(run.moves)  # a line a module: a process that compiles for minutes does not hang
-    carry_out(run, options.only)
+    carry_out(run, options.only, few=options.first)
+    sys.exit(1 if options.sanitized and run.failed else 0)
 
 
 if __name__ == "__main__":

@@ -5,9 +5,10 @@
                 of types of both trees by ik_llama.cpp's search, too
     pipeline    whole files of a MoE by `quantize --backend cuda` and by the CPU: the same bytes; seconds of both
     encode      Gweights/s of every type, its share of the card's copy, and beside libgguf's figures of an RTX 3090
+    cores       the same of types of ik_llama.cpp, beside a core of this machine
 
-Needs numpy and CuPy, ``pipeline`` numba as well. Random rows come of raw random bits and exact operations, so that they
-are the same wherever they are drawn.
+Needs numpy and CuPy, ``pipeline`` and ``cores`` numba as well. Random rows come of raw random bits and exact
+operations, so that they are the same wherever they are drawn.
 """
 
 from __future__ import annotations
@@ -56,8 +57,10 @@ ROWS, N, TOGETHER = 64, 2048, 8
 #: What libgguf's CUDA extension takes for 11008 x 4096 weights on an RTX 3090, ms; without importance, except of types
 #: that require one (hlky/libgguf 08a43366: its page of benchmarks, and `make_imatrix` of the script for them).
 LIBGGUF = {
-    "Q4_0": 0.35, "Q8_0": 0.35, "Q3_K": 0.66, "Q6_K": 1.0, "Q5_K": 1.25, "Q4_K": 1.53, "MXFP4": 0.72, "NVFP4": 0.40,
-    "IQ4_XS": 8.4, "IQ1_S": 14.8, "IQ1_M": 25.3, "IQ2_XXS": 31.5, "IQ2_XS": 88, "IQ3_XXS": 47, "IQ3_S": 33,
+    "Q4_0": 0.35, "Q4_1": 0.38, "Q5_0": 0.53, "Q5_1": 0.47, "Q8_0": 0.35, "MXFP4": 0.72, "NVFP4": 0.40, "TQ1_0": 0.31,
+    "TQ2_0": 0.34, "Q1_0": 0.99, "Q2_K": 1.20, "Q3_K": 0.66, "Q4_K": 1.53, "Q5_K": 1.25, "Q6_K": 1.01, "IQ4_NL": 7.3,
+    "IQ4_XS": 8.4, "IQ1_S": 14.8, "IQ1_M": 25.3, "IQ2_XXS": 31.5, "IQ2_XS": 88, "IQ2_S": 22.1, "IQ3_XXS": 47,
+    "IQ3_S": 33,
 }  # fmt: skip
 
 
@@ -346,13 +349,11 @@ def speed(run: Run) -> None:
     rows, n = measured.SIZES.wide, measured.SIZES.n_in
     if not run.todo("encode", [name for name in encoders() if name in run.types]):
         return
+    x, importance = _values(rows, n)
     run.say(
         f"\nencoding {rows} x {n} weights: ms, Gweights/s (share of copy); times as fast as libgguf on an RTX 3090\n"
     )
     run.say("| type | without importance | with | libgguf |\n|---|---|---|---|")
-    raw = np.random.PCG64(1).random_raw(1 << 20).view(np.int16).reshape(-1, 4)
-    x = np.resize(np.ldexp(raw.astype(np.int32).sum(1).astype(np.float32), -17), (rows, n))
-    importance = np.resize(random_importance(BY_NAME["Q4_K"]), n)
 
     def of_type(name: str) -> None:
         t, cells = BY_NAME[name], []
@@ -361,17 +362,72 @@ def speed(run: Run) -> None:
             if weighted not in ways(t):
                 cells.append("")
                 continue
-            of = importance if weighted else None
-            times: list[float] = []
-
-            def repeat(work: Callable[[], None], times: list[float] = times) -> None:
-                times.append(peak.timed(the_card().device, work, measured.SIZES.of_products))
-
-            size = cases.encoded(the_card().device, t, x, of, repeat).size
-            share = (x.nbytes + size) / times[0] / 1e9 / the_card().copy_gb_s
-            cells.append(f"{1e3 * times[0]:.2f} ms, {x.size / times[0] / 1e9:.1f} ({share:.0%})")
+            seconds, size = _timed(t, x, importance if weighted else None)
+            share = (x.nbytes + size) / seconds / 1e9 / the_card().copy_gb_s
+            cells.append(f"{1e3 * seconds:.2f} ms, {x.size / seconds / 1e9:.1f} ({share:.0%})")
             if name in LIBGGUF:
-                peer = peer or f"{LIBGGUF[name] / 1e3 / times[0]:.1f}"
+                peer = peer or f"{LIBGGUF[name] / 1e3 / seconds:.1f}"
         run.say(f"| {name} | {' | '.join(cells)} | {peer} |")
 
     _each_type(run, "encode", of_type)
+
+
+def _values(rows: int, n: int) -> tuple[Floats, Floats]:
+    """Return weights, float32 [rows, n], and importances of their columns."""
+    raw = np.random.PCG64(1).random_raw(1 << 20).view(np.int16).reshape(-1, 4)
+    x = np.resize(np.ldexp(raw.astype(np.int32).sum(1).astype(np.float32), -17), (rows, n))
+    return x, np.resize(random_importance(BY_NAME["Q4_K"]), n)
+
+
+def _timed(t: TensorType, x: Floats, importance: Floats | None) -> tuple[float, int]:
+    """Return the seconds that a card takes to encode rows, and their bytes."""
+    times: list[float] = []
+
+    def repeat(work: Callable[[], None]) -> None:
+        times.append(peak.timed(the_card().device, work, measured.SIZES.of_products))
+
+    size = cases.encoded(the_card().device, t, x, importance, repeat).size
+    return times[0], size
+
+
+def cores(run: Run) -> None:
+    """Types of ik_llama.cpp's own, beside one core of this machine: ours is faster than ik_llama.cpp's on each."""
+    names = [name for name in encoders() if BY_NAME[name].trees == "ik" and name in run.types]
+    if not run.todo("cores", names):
+        return
+    if importlib.util.find_spec("numba") is None:
+        run.say(f"{NOT_RUN}, numba is not here: cores")
+        return
+    x, importance = _values(measured.SIZES.wide, measured.SIZES.n_in)
+    run.say("\nencoding by a card and by one core, Mweights/s\n")
+    run.say("| type | importance | card | core | times |\n|---|---|---|---|---|")
+
+    def of_type(name: str) -> None:
+        t = BY_NAME[name]
+        weighted = False not in ways(t)
+        of = importance if weighted else None
+        card, core = x.size / _timed(t, x, of)[0] / 1e6, _of_core(t, x, of)
+        run.say(f"| {name} | {'yes' if weighted else 'no'} | {card:.0f} | {core:.2f} | {card / core:.0f} |")
+
+    run.each("cores", names, of_type, needs=30)
+
+
+def _of_core(t: TensorType, x: Floats, importance: Floats | None) -> float:
+    """Return how many millions of weights a second one thread encodes, the best of three times a fifth of a second."""
+    from quantkit.kernels.cpu.encode import encoder
+
+    encode = encoder(t)
+    weights = np.zeros(0, np.float32) if importance is None else importance
+    best, rows = 0.0, 1
+    encode(x, weights, np.empty((1, t.row_bytes(x.shape[1])), np.uint8), 0, 1)  # which compiles it
+    for _ in range(3):
+        while True:
+            out = np.empty((rows, t.row_bytes(x.shape[1])), np.uint8)
+            began = time.perf_counter()
+            encode(x, weights, out, 0, rows)
+            seconds = time.perf_counter() - began
+            if seconds > 0.2 or rows == len(x):
+                break
+            rows = min(len(x), 2 * rows)
+        best = max(best, rows * x.shape[1] / seconds / 1e6)
+    return best
