@@ -140,12 +140,16 @@ def test_lines_listed_for_a_query_hold_its_nearest_points() -> None:
     assert (found[:, 32] < 1.005 * found[:, 0]).all()
 
 
-@pytest.mark.parametrize(("count", "size"), [(8192, 8), (4096, 4)])
-def test_a_codebook_holds_every_point_once(count: int, size: int) -> None:
-    book = codebook(count, size, False, 2)
-    levels = np.concatenate([trellis_levels(first, count, size) for first in (0, count)])
-    kind, bias = (np.uint8, 126) if size == 8 else (np.int16, 0)
-    lines = book.points.view(kind).reshape(2 * count // 16, -1, 16, size // 2)[:, :2].swapaxes(1, 2).reshape(-1, size)
-    assert np.array_equal(np.sort(book.indices.reshape(2, -1), axis=1), np.tile(np.arange(count), (2, 1)))
-    at = book.indices + np.repeat([0, count], count)
-    assert np.array_equal(lines.astype(int) - bias, levels[at])
+@pytest.mark.parametrize(
+    ("count", "size", "magnitudes", "books"),
+    [(8192, 8, False, 1), (65536, 8, False, 1), (65536, 8, True, 1), (32768, 4, False, 2)],
+)
+def test_a_codebook_holds_every_point_once(count: int, size: int, magnitudes: bool, books: int) -> None:
+    book = codebook(count, size, magnitudes, books)
+    levels = trellis_levels(0, books * count, size)
+    levels, bias = (abs(levels), 0) if magnitudes else (levels, 126 if size == 8 else 0)
+    kind = np.uint8 if size == 8 else np.int16
+    lines = book.points.view(kind).reshape(books * count // 16, -1, 16, size // 2)[:, :2].swapaxes(1, 2)
+    assert np.array_equal(np.sort(book.indices.reshape(books, -1), axis=1), np.tile(np.arange(count), (books, 1)))
+    at = book.indices + np.repeat(np.arange(books) * count, count)
+    assert np.array_equal(lines.reshape(-1, size).astype(int) - bias, levels[at])

@@ -882,12 +882,12 @@ LARGE_ERRORS = {"much_error": 0.05, "heavy": 0.05, "short_part": 1.0, "scanned":
 SMALL_ERRORS = {"much_error": 0.03, "heavy": 0.015, "short_part": 1 / 3, "scanned": 1.0}
 
 encode_iq1_kt = _encoder(
-    "IQ1_KT", 8192, 8, put_iq1_kt, codebook_levels, largest=127, around=((), (16, 16, 4)), deep=((), (16, 16, 16, 16)),
-    searches=(1, 3, 3), coarse=True, very_much=8.0, stretch=1.07, more_deeply=LARGE_ERRORS,
+    "IQ1_KT", 8192, 8, put_iq1_kt, codebook_levels, largest=127, around=((16, 4), (16, 8)), deep=((), (16, 16, 16)),
+    searches=(1, 2, 3), eager=True, coarse=True, very_much=8.0, stretch=1.07, more_deeply=LARGE_ERRORS,
 )  # fmt: skip
 encode_iq2_kt = _encoder(
-    "IQ2_KT", 65536, 8, put_iq2_kt, codebook_levels, largest=127, around=((16, 4), (16, 16, 8)),
-    deep=((16, 16, 8), (16, 16, 16, 16)), searches=(1, 2, 3), eager=True, coarse=True, much=1.6, very_much=6.0,
+    "IQ2_KT", 65536, 8, put_iq2_kt, codebook_levels, largest=127, around=((16, 4), (16, 8)),
+    deep=((16, 16), (16, 16, 16)), searches=(1, 2, 3), eager=True, coarse=True, much=1.6, very_much=6.0,
     more_deeply=LARGE_ERRORS | {"heavy": 0.1},
 )  # fmt: skip
 encode_iq3_kt = _encoder(

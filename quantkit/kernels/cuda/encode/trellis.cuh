@@ -402,10 +402,10 @@ struct TrellisBlock {
 
 struct EncodeIQ1_KT : Trellis<EncodeIQ1_KT, 8192, 8, 2, 1, 3, 56> {
     typedef SixteenLevels<true> Levels;
-    typedef SearchDepth<void, Shape<16, 16, 4>, true, true, 1> Around;
-    typedef SearchDepth<void, Shape<16, 16, 16, 16>, false, false, 1> Deep;
-    static const bool AGAIN = false, POLISHED = false, EVERY_CURVE = false, WIDELY = false, EAGER = false;
-    static const int FEW = 1, SOME = 3, FITS = 1, TRIES = 1;
+    typedef SearchDepth<Shape<16, 4>, Shape<16, 8>, true, true, 1> Around;
+    typedef SearchDepth<void, Shape<16, 16, 16>, false, false, 1> Deep;
+    static const bool AGAIN = false, POLISHED = false, EVERY_CURVE = false, WIDELY = false, EAGER = true;
+    static const int FEW = 1, SOME = 2, FITS = 1, TRIES = 1;
     static constexpr double MUCH = 2, VERY_MUCH = 8, STRETCH = 1.07;
     static constexpr double MUCH_ERROR = 0.05, HEAVY = 0.05, SHORT_PART = 1;
     static constexpr float LARGEST = 127, SCANNED = 0.3f;
@@ -423,8 +423,8 @@ struct EncodeIQ1_KT : Trellis<EncodeIQ1_KT, 8192, 8, 2, 1, 3, 56> {
 
 struct EncodeIQ2_KT : Trellis<EncodeIQ2_KT, 65536, 8, 2, 1, 3, 68> {
     typedef SixteenLevels<true> Levels;
-    typedef SearchDepth<Shape<16, 4>, Shape<16, 16, 8>, true, true, 1> Around;
-    typedef SearchDepth<Shape<16, 16, 8>, Shape<16, 16, 16, 16>, false, false, 1> Deep;
+    typedef SearchDepth<Shape<16, 4>, Shape<16, 8>, true, true, 1> Around;
+    typedef SearchDepth<Shape<16, 16>, Shape<16, 16, 16>, false, false, 1> Deep;
     static const bool AGAIN = false, POLISHED = false, EVERY_CURVE = false, WIDELY = false, EAGER = true;
     static const int FEW = 1, SOME = 2, FITS = 1, TRIES = 1;
     static constexpr double MUCH = 1.6, VERY_MUCH = 6, STRETCH = 1;

@@ -1,0 +1,180 @@
+"""Sort the points of trellis codebooks into cells of 16 and families of 16 cells: quantkit/kernels/trellis_cells.npz.
+
+A search ranks centers of cells, so it looks through the fewer cells the nearer their points are to them. Cells are
+clusters of equal size: split along each dimension in turn, then points of two cells are exchanged as long as their
+squared distances from centers fall. Distances are in units that grow as a search's weights do (``_warped``). Of points,
+cells and families the best of each of 16 lanes remain, so neighbours get different lanes.
+
+    scripts/make_trellis_cells.py            # minutes; the same on every machine
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numba as nb
+import numpy as np
+import numpy.typing as npt
+
+from quantkit.kernels.grids import trellis_levels
+
+Floats = npt.NDArray[np.float64]
+Numbers = npt.NDArray[np.int64]
+
+PATH = Path(__file__).parent.parent / "quantkit" / "kernels" / "trellis_cells.npz"
+#: Of IQ1_KT and IQ2_KT: points of a codebook, values of a point.
+CODEBOOKS = ((8192, 8), (65536, 8))
+#: Clusters near an item that it may move to; passes over all items at most; clusters whose items share its lanes.
+NEAR, PASSES, NEIGHBOURS = 10, 40, 32
+
+
+def _warped(levels: Numbers) -> Floats:
+    """Return coordinates in which squared distances are weighted as ``3 m + v^2``, m the mean square of levels.
+
+    That is between the weights of searches with importances and without.
+    """
+    m = 3 * (levels**2).mean()
+    v = levels.astype(np.float64)
+    warped: Floats = (v * np.sqrt(m + v * v) + m * np.arcsinh(v / np.sqrt(m))) / (2 * np.sqrt(m))
+    return warped
+
+
+def _split(at: Floats, size: int) -> Numbers:
+    """Return the numbers of items in groups of ``size``: halves along each dimension in turn, again and again."""
+    groups, splits = np.arange(len(at))[None], 0
+    while groups.shape[1] > size:
+        along = at[groups][:, :, splits % at.shape[1]]
+        groups = np.take_along_axis(groups, along.argsort(1, kind="stable"), 1).reshape(2 * len(groups), -1)
+        splits += 1
+    return groups
+
+
+@nb.njit
+def _nearest(at: Floats, centers: Floats, found: Numbers) -> None:
+    """Write the numbers of the centers nearest to each item, nearest first."""
+    distances, count = np.empty(len(centers)), found.shape[1]
+    for i in range(len(at)):
+        for c in range(len(centers)):
+            distances[c] = 0
+        for k in range(at.shape[1]):
+            for c in range(len(centers)):
+                distances[c] += (at[i, k] - centers[c, k]) ** 2
+        best = np.full(count, np.inf)
+        for c in range(len(centers)):
+            if distances[c] < best[count - 1]:
+                place = count - 1
+                while place > 0 and best[place - 1] > distances[c]:
+                    best[place], found[i, place] = best[place - 1], found[i, place - 1]
+                    place -= 1
+                best[place], found[i, place] = distances[c], c
+
+
+@nb.njit
+def _exchange(at: Floats, groups: Numbers, group_of: Numbers, place_of: Numbers, sums: Floats, near: Numbers) -> int:
+    """Exchange each item with that of a near group that lowers squared distances from centers the most."""
+    moved = 0
+    for i in range(len(at)):
+        mine, best, there, place = group_of[i], 1e-9, -1, -1
+        for other in near[i]:
+            if other == mine:
+                continue
+            for p in range(groups.shape[1]):
+                gain = 0.0
+                for k in range(at.shape[1]):
+                    step = at[groups[other, p], k] - at[i, k]
+                    gain += step * (sums[mine, k] - sums[other, k] + step)
+                if gain > best:
+                    best, there, place = gain, other, p
+        if there >= 0:
+            j, of = groups[there, place], place_of[i]
+            for k in range(at.shape[1]):
+                step = at[j, k] - at[i, k]
+                sums[mine, k] += step
+                sums[there, k] -= step
+            groups[mine, of], groups[there, place] = j, i
+            group_of[i], group_of[j], place_of[i], place_of[j] = there, mine, place, of
+            moved += 1
+    return moved
+
+
+def clustered(at: Floats, size: int) -> Numbers:
+    """Return the numbers of items in clusters of ``size``."""
+    groups = _split(at, size)
+    group_of, place_of = np.empty(len(at), np.int64), np.empty(len(at), np.int64)
+    group_of[groups], place_of[groups] = np.arange(len(groups))[:, None], np.arange(size)
+    near = np.empty((len(at), NEAR), np.int64)
+    for _ in range(PASSES):
+        sums = at[groups].sum(1)
+        _nearest(at, sums / size, near)
+        if not _exchange(at, groups, group_of, place_of, sums, near):
+            break
+    return groups
+
+
+@nb.njit
+def _exchange_lanes(at: Floats, groups: Numbers, near: Numbers, scale: float) -> int:
+    """Exchange lanes of the items of each group, while the closeness of those of a lane in near groups falls."""
+    lanes, moved = groups.shape[1], 0
+    close = np.empty((lanes, lanes))
+    for g in range(len(groups)):
+        close[:] = 0
+        for other in near[g]:
+            if other == g:
+                continue
+            for a in range(lanes):
+                for b in range(lanes):
+                    distance = 0.0
+                    for k in range(at.shape[1]):
+                        distance += (at[groups[g, a], k] - at[groups[other, b], k]) ** 2
+                    close[a, b] += np.exp(-distance / scale)
+        item = np.arange(lanes)
+        better = True
+        while better:
+            better = False
+            for a in range(lanes):
+                for b in range(a):
+                    i, j = item[a], item[b]
+                    if close[i, b] + close[j, a] < close[i, a] + close[j, b] - 1e-9:
+                        item[a], item[b] = j, i
+                        better = True
+                        moved += 1
+        groups[g] = groups[g][item]
+    return moved
+
+
+def in_lanes(at: Floats, groups: Numbers) -> Numbers:
+    """Return the groups, each in such an order that an item's neighbours in other groups are at other places."""
+    groups, inside = groups.copy(), at[groups]
+    centers = inside.mean(1)
+    scale = 2 * ((inside - centers[:, None]) ** 2).sum(2).mean()
+    near = np.empty((len(groups), min(NEIGHBOURS, len(groups))), np.int64)
+    _nearest(centers, centers, near)
+    for _ in range(PASSES):
+        if not _exchange_lanes(at, groups, near, scale):
+            break
+    return groups
+
+
+def sorted_points(levels: Numbers) -> Numbers:
+    """Return the numbers of points [points, size], cell by cell, family by family."""
+    at = _warped(levels)
+    cells = in_lanes(at, clustered(at, 16))
+    centers = at[cells].mean(1)
+    families = in_lanes(centers, clustered(centers, 16))
+    of_families = centers[families].mean(1)
+    lines = np.random.default_rng(0).permutation(len(families)).reshape(-1, 16)
+    lines = in_lanes(of_families, lines)
+    order: Numbers = cells[families[lines].reshape(-1)].reshape(-1)
+    return order
+
+
+def main() -> None:
+    orders: dict[str, Any] = {}
+    for count, size in CODEBOOKS:
+        orders[f"{count}x{size}"] = sorted_points(trellis_levels(0, count, size)).astype(np.uint16)
+    np.savez_compressed(PATH, **orders)
+
+
+if __name__ == "__main__":
+    main()
