@@ -10,7 +10,7 @@
 // each type in a file: mat_vec_same_input.cu.)
 #include "core/async_copy.cuh"
 #include "matmul/lanes.cuh"
-#include "unpack/dot_forms.cuh"
+#include "unpack/ik_dot_forms.cuh"
 
 typedef Form<TYPE, (COLUMNS > 2)> FORM;
 static_assert(FORM::PARTS == TYPE::PARTS, "parts of a lane");

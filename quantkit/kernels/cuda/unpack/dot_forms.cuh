@@ -71,6 +71,7 @@ template <int N> INLINE int sum_of(const int* x) {
 template <typename T> struct Copies {
     static const int N = T::GRID > 0 && 8 * T::GRID <= COPIED_WORDS ? COPIED_WORDS / T::GRID : 1;
     static const int WORDS = N * T::GRID;
+    STATIC_INLINE uint32_t word(int i) { return Grid<T>::table()[i / N]; }
 };
 
 // Fill them, aligned to 16 bytes, with all threads of a block; a barrier must follow before reads.
@@ -78,12 +79,12 @@ template <typename T> INLINE void load_copies(uint32_t* shared) {
     if constexpr (Copies<T>::N > 1) {
 #pragma unroll 4
         for (int i = threadIdx.x; i < Copies<T>::WORDS / 4; i += blockDim.x) {
-            const uint32_t v = Grid<T>::table()[i / (Copies<T>::N / 4)];
+            const uint32_t v = Copies<T>::word(4 * i);
             ((uint4*)shared)[i] = make_uint4(v, v, v, v);
         }
     } else {
 #pragma unroll 4
-        for (int i = threadIdx.x; i < Copies<T>::WORDS; i += blockDim.x) shared[i] = Grid<T>::table()[i];
+        for (int i = threadIdx.x; i < Copies<T>::WORDS; i += blockDim.x) shared[i] = Copies<T>::word(i);
     }
 }
 
@@ -108,6 +109,27 @@ template <typename T> INLINE uint32_t entry(const Lookup& grid, uint32_t index) 
 #else
     uint32_t v;
     asm("ld.shared.u32 %0, [%1];" : "=r"(v) : "r"(at));
+    return v;
+#endif
+}
+
+// A byte, and two bytes, of shared memory.
+INLINE uint32_t shared_byte(SharedAddress at) {
+#ifdef QUANTKIT_HOST
+    return *at;
+#else
+    uint32_t v;
+    asm("ld.shared.u8 %0, [%1];" : "=r"(v) : "r"(at));
+    return v;
+#endif
+}
+
+INLINE uint32_t shared_half(SharedAddress at) {
+#ifdef QUANTKIT_HOST
+    return *(const uint16_t*)at;
+#else
+    uint32_t v;
+    asm("ld.shared.u16 %0, [%1];" : "=r"(v) : "r"(at));
     return v;
 #endif
 }

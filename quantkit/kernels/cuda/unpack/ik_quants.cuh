@@ -27,11 +27,12 @@ INLINE void raise(Levels& l, uint32_t shifts, uint32_t by) {
     for (int i = 0; i < 8; i++) l.q[i] = raised(l.q[i], i < 4 ? first : last);
 }
 
-// A codebook of up to 8 levels, raised before it is looked up in: for the first, or the last, 16 values.
-template <typename Codebook> struct Raised8 {
+// A codebook of up to 8 levels that may be raised before it is looked up in: for the first, or the last, 16 values.
+template <typename Codebook, uint32_t BY> struct Raised8 {
     uint32_t a, b;
-    __device__ __forceinline__ explicit Raised8(uint32_t by)
-        : a((uint32_t)raised((int)Codebook::A, by)), b((uint32_t)raised((int)Codebook::B, by)) {}
+    __device__ __forceinline__ explicit Raised8(uint32_t is_raised)
+        : a(is_raised ? (uint32_t)raised((int)Codebook::A, BY) : Codebook::A),
+          b(is_raised ? (uint32_t)raised((int)Codebook::B, BY) : Codebook::B) {}
 };
 
 // 32 levels of 2-bit indices, the lowest bits of bytes; codebooks: of the first, and of the last, 16 values.
@@ -95,12 +96,12 @@ struct IQ2_K : traits::IQ2_K {
         s[1] = (p[4 + part] >> 4) - 8;
     }
     STATIC_INLINE void unpack(const uint8_t* p, int part, Levels& l) {
-        typedef Raised8<kvalues_iq2nl> Codebook;
+        typedef Raised8<kvalues_iq2nl, 5> Codebook;
         const uint32_t shifts = shifts_of(p, part);
         uint32_t x[8];
         load_words_by4(p + 12 + 32 * (part >> 2), x);
         for (int i = 0; i < 8; i++) x[i] >>= 2 * (part & 3);
-        look_up_2_bits(x, Codebook((shifts & 1) * 5), Codebook((shifts >> 1 & 1) * 5), l);
+        look_up_2_bits(x, Codebook(shifts & 1), Codebook(shifts & 2), l);
         scale_halves<IQ2_K>(p, part, l);
     }
 };
@@ -112,9 +113,9 @@ struct IQ3_K : traits::IQ3_K {
         s[1] = (2 * (both >> 4) + 1) * (1 - (signs & 2));
     }
     STATIC_INLINE void unpack(const uint8_t* p, int part, Levels& l) {
-        typedef Raised8<kvalues_iq3nl> Codebook;
+        typedef Raised8<kvalues_iq3nl, 4> Codebook;
         const uint32_t shifts = shifts_of(p, part);
-        look_up_3_bits(p + 14, part, Codebook((shifts & 1) * 4), Codebook((shifts >> 1 & 1) * 4), l);
+        look_up_3_bits(p + 14, part, Codebook(shifts & 1), Codebook(shifts & 2), l);
         scale_halves<IQ3_K>(p, part, l);
     }
 };
@@ -175,7 +176,7 @@ struct IQ6_K : traits::IQ6_K {
 struct IQ2_KS : traits::IQ2_KS {
     STATIC_INLINE void unpack(const uint8_t* p, int part, Levels& l) {
         const uint32_t extra = (uint32_t)load2(p) >> part, s = (p[2 + (part >> 1)] >> 4 * (part & 1) & 15) | (extra >> 4 & 16);
-        const Raised8<kvalues_iq2nl> codebook((extra & 1) * 5);
+        const Raised8<kvalues_iq2nl, 5> codebook(extra & 1);
         uint32_t x[8];
         load_words_from_bit(p + 6 + 32 * (part >> 2), 2 * (part & 3), x);
         look_up_2_bits(x, codebook, codebook, l);
@@ -186,7 +187,7 @@ struct IQ2_KS : traits::IQ2_KS {
 struct IQ3_KS : traits::IQ3_KS {
     STATIC_INLINE void unpack(const uint8_t* p, int part, Levels& l) {
         const uint32_t extra = (uint32_t)load2(p) >> part, s = (p[2 + (part & 3)] >> (part & 4) & 15) | (extra << 4 & 16);
-        const Raised8<kvalues_iq3nl> codebook((extra >> 8 & 1) * 4);
+        const Raised8<kvalues_iq3nl, 4> codebook(extra & 256);
         look_up_3_bits(p + 6, part, codebook, codebook, l);
         set_scales(l, (float)((int)s - 16));
     }
@@ -219,14 +220,20 @@ struct IQ5_KS : traits::IQ5_KS {
 
 // s is the lowest bits of 8 u16, x their others, of which x ^ x >> 1 holds four indices.
 struct IQ4_KSS : traits::IQ4_KSS {
-    STATIC_INLINE void unpack(const uint8_t* p, int part, Levels& l) {
-        uint32_t x[4], s = 0;
-        load_words_by4(p + 16 * part, x);
+    // Take the scale out of words, so that they are indices.
+    STATIC_INLINE uint32_t take_scale(uint32_t (&x)[4]) {
+        uint32_t s = 0;
         for (int i = 0; i < 4; i++) {
             s |= ((x[i] & 1) | (x[i] >> 15 & 2)) << 2 * i;
             x[i] &= 0xfffefffeu;
             x[i] ^= x[i] >> 1;
         }
+        return s;
+    }
+    STATIC_INLINE void unpack(const uint8_t* p, int part, Levels& l) {
+        uint32_t x[4];
+        load_words_by4(p + 16 * part, x);
+        const uint32_t s = take_scale(x);
         look_up_4_bits(x, l);
         scale_and_raise(s, 4, l);
     }
