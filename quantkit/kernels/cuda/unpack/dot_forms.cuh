@@ -26,7 +26,7 @@
 
 // A lane's activations: values in the form's order, and anything else it prepares.
 struct Activations {
-    int q[16], more[8];
+    int q[16], more[8], fourfold[32];
     float d;
     float2 sums;
 };

@@ -4,6 +4,8 @@
 //              a bank of its own, so that lanes never conflict. Whether levels are raised is one more bit of the index
 //     offset   other raised levels are not: sum of (q + by) x = sum of q x + by * (sum of x)
 //     order    x takes the order in which levels are looked up, where what changes places has one scale
+//     bytes    a level of a trellis type is a sum of four bytes, less 126: these are multiplied by four copies of a value
+//              of x, so that levels need neither be added up nor packed
 #pragma once
 #include "unpack/dot_forms.cuh"
 
@@ -301,5 +303,54 @@ template <> struct Form<IQ4_KSS, false> : ByTurns<IQ4_KSS> {
         load_words_by4(p.plus(16 * part), x);
         const uint32_t s = IQ4_KSS::take_scale(x);
         set(x, s, w);
+    }
+};
+
+// ---------------------------------------------------------------- trellis types
+
+// Few columns: N values of each seed, as they are generated.
+template <int N> struct Generated : InOrder<1> {
+    struct Weights {
+        uint32_t seed[32 / N], more = 4096;  // to be added to all seeds
+        float d;
+    };
+    STATIC_INLINE void prepare(Activations& x) {
+        x.more[0] = -126 * sum_of<8>(x.q);
+#pragma unroll
+        for (int i = 0; i < 32; i++) x.fourfold[i] = (int)pick_bytes((uint32_t)x.q[i / 4], 0, 0x1111 * (uint32_t)(i % 4));
+    }
+    STATIC_INLINE float product(const Weights& w, const Activations& x) {
+        int sum = x.more[0];
+#pragma unroll
+        for (int j = 0; j < 32 / N; j++) {
+            uint32_t v = w.seed[j] * 0xcbac1fedu + w.more * 0xcbac1fedu;  // one instruction
+#pragma unroll
+            for (int i = 0; i < N; i++, v *= 0xcbac1fedu) sum = __dp4a((int)(v & 0x3f3f3f3fu), x.fourfold[N * j + i], sum);
+        }
+        return w.d * (float)sum;
+    }
+};
+
+template <> struct Form<IQ1_KT, false> : Generated<8> {
+    STATIC_INLINE void unpack(const Place& p, int part, Weights& w, const Lookup&) {
+        IQ1_KT::seeds(p.plus(0), part, w.seed);
+        w.d = scale_of(*p.plus(part) & 15);
+    }
+};
+
+template <> struct Form<IQ2_KT, false> : Generated<8> {
+    STATIC_INLINE void unpack(const Place& p, int part, Weights& w, const Lookup&) {
+#pragma unroll
+        for (int j = 0; j < 4; j++) w.seed[j] = load2(p.plus(4 + 8 * part + 2 * j));
+        w.d = scale_of(nibble_of(p.plus(0), part));
+    }
+};
+
+template <> struct Form<IQ4_KT, false> : Generated<4> {
+    STATIC_INLINE void unpack(const Place& p, int part, Weights& w, const Lookup&) {
+        const uint32_t head = load4(p.plus(4 * part));
+        IQ4_KT::seeds(p.plus(0), part, head, w.seed);
+        w.more = 4096 + (head & 1) * 32768;
+        w.d = (float)((int)(head >> 1 & 127) - 64);
     }
 };

@@ -40,12 +40,15 @@ INLINE float scale_of(uint32_t nibble) {
 INLINE uint32_t nibble_of(const uint8_t* p, int part) { return p[part & 3] >> (part & 4) & 15; }
 
 struct IQ1_KT : traits::IQ1_KT {
-    STATIC_INLINE void unpack(const uint8_t* p, int part, Levels& l) {
+    STATIC_INLINE void seeds(const uint8_t* p, int part, uint32_t (&q)[4]) {
         const uint32_t sh = p[part], low = load4(p + 8 + 4 * part), high = load4(p + 40 + 4 * (part & 3)) >> (part & 4);
-        for (int j = 0; j < 4; j++) {
-            set_eight_of((low >> 8 * j & 255) | (high >> 8 * j & 15) << 8 | (sh >> (4 + j) & 1) << 12, l.q + 2 * j);
-        }
-        set_scales(l, scale_of(sh & 15));
+        for (int j = 0; j < 4; j++) q[j] = (low >> 8 * j & 255) | (high >> 8 * j & 15) << 8 | (sh >> (4 + j) & 1) << 12;
+    }
+    STATIC_INLINE void unpack(const uint8_t* p, int part, Levels& l) {
+        uint32_t q[4];
+        seeds(p, part, q);
+        for (int j = 0; j < 4; j++) set_eight_of(q[j], l.q + 2 * j);
+        set_scales(l, scale_of(p[part] & 15));
     }
 };
 
@@ -70,11 +73,22 @@ struct IQ3_KT : traits::IQ3_KT {
 };
 
 struct IQ4_KT : traits::IQ4_KT {
+    // Without their bit 15, which all have in common: bit 0 of w.
+    STATIC_INLINE void seeds(const uint8_t* p, int part, uint32_t w, uint32_t (&q)[8]) {
+        for (int i = 0; i < 2; i++) {
+            const uint32_t low = load4(p + 32 + 8 * part + 4 * i), high = load4(p + 96 + 8 * (part & 3) + 4 * i) >> (part & 4);
+            for (int j = 0; j < 4; j++) {
+                const uint32_t both = pick_bytes(low, high & 0x0f0f0f0fu, j < 2 ? 0x5140 : 0x7362), k = 4 * i + j;
+                q[k] = (j & 1 ? both >> 16 : both & 0xffff) | ((k < 2 ? w << (4 - 3 * k) : w >> (3 * k - 4)) & 0x7000);
+            }
+        }
+    }
     STATIC_INLINE void unpack(const uint8_t* p, int part, Levels& l) {
         const uint32_t w = load4(p + 4 * part);
+        uint32_t q[8];
+        seeds(p, part, w, q);
         for (int j = 0; j < 8; j++) {
-            const uint32_t high = p[96 + 8 * (part & 3) + j] >> (part & 4) & 15;
-            uint32_t x = (p[32 + 8 * part + j] | high << 8 | (w >> (8 + 3 * j) & 7) << 12 | (w & 1) << 15) + 4096;
+            uint32_t x = q[j] + (4096 + (w & 1) * 32768);
             l.q[j] = next_four(x);
         }
         set_scales(l, (float)((int)(w >> 1 & 127) - 64));
