@@ -3,9 +3,10 @@
     benchmarks/preset_perplexity.py --chunks 60 --llama BIN --plot docs/presets.svg
     benchmarks/preset_perplexity.py --table BENCHMARKS.md --plot docs/presets.svg
 
-Each preset follows the rules of its tree. Beside it: llama.cpp's own perplexity of the same file, with --no-repack, for
-types that it has. The plot shows bits per weight of the whole file against the rise of perplexity over BF16; with
---table it is drawn from a table that was printed before, and nothing is measured.
+Each preset follows the rules of its tree; --rules ik: presets of both by ik_llama.cpp's. Beside it: llama.cpp's own
+perplexity of the same file, with --no-repack, for types that it has. The plot shows bits per weight of the whole file
+against the rise of perplexity over BF16; with --table it is drawn from a table that was printed before, and nothing is
+measured.
 """
 
 from __future__ import annotations
@@ -36,17 +37,22 @@ LEAST = 0.03
 
 @dataclass(frozen=True)
 class Measured:
-    """A row of the table: bits per weight of the file, our perplexity, its rise over BF16 in percent, llama.cpp's."""
+    """A row of the table: bits per weight of the file, our perplexity, its rise over BF16 in percent, llama.cpp's.
+
+    rules: "by ik" if they are not those of the preset's tree.
+    """
 
     preset: Preset
     bits: float
     ours: float
     rise: float
     theirs: float
+    rules: str = ""
 
     def __str__(self) -> str:
         peer = "" if math.isnan(self.theirs) else f"{self.theirs:.4f} | {self.ours / self.theirs - 1:+.3%}"
-        head = f"| {self.preset.name} | {self.preset.trees} | {self.bits:.3f} | {self.ours:.4f} | {self.rise:+.2f}"
+        tree = self.rules or self.preset.trees
+        head = f"| {self.preset.name} | {tree} | {self.bits:.3f} | {self.ours:.4f} | {self.rise:+.2f}"
         return f"{head} | {peer or ' | '} |"
 
 
@@ -67,18 +73,21 @@ def measure(given: argparse.Namespace) -> Iterator[Measured]:
     print(f"BF16: {base:.4f}, llama.cpp {llamas:.4f}; {given.text.name}, -c {given.ctx} --chunks {given.chunks}\n")
     print("| preset | tree | bits per weight | perplexity | rise, % | llama.cpp | ours / its |")
     print("|---|---|---:|---:|---:|---:|---:|")
-    options = quantkit.QuantizeOptions(imatrix=DATA / "tiny-moe-imatrix.gguf", no_provenance=True)
+    imatrix = DATA / "tiny-moe-imatrix.gguf"
+    options = quantkit.QuantizeOptions(imatrix=imatrix, no_provenance=True, rules=given.rules)
     for preset in PRESETS:
         if preset.base is None or not preset.base.is_quantized or not has_encoder(preset.base):
             continue
         if given.presets and preset.name not in given.presets:
+            continue
+        if given.rules and preset.trees != "both":
             continue
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / "model.gguf"
             quantkit.quantize(BF16, path, preset.name, options)
             bits = inspect(path).total.bpw
             ours, theirs = evaluate(path, given)
-        row = Measured(preset, bits, ours, 100 * (ours / base - 1), theirs)
+        row = Measured(preset, bits, ours, 100 * (ours / base - 1), theirs, "by ik" if given.rules else "")
         print(row, flush=True)
         yield row
 
@@ -92,9 +101,14 @@ def read_table(path: Path) -> Iterator[Measured]:
         yield Measured(preset_by_name(name), bits, ours, rise, math.nan)
 
 
+def _same_place(one: Measured, other: Measured) -> bool:
+    return abs(one.bits - other.bits) < 0.002 and abs(one.rise - other.rise) < 0.025
+
+
 def figure(found: list[Measured]) -> Scatter:
-    """Return size against the rise of perplexity; interleaved presets, which equal their base, are left out."""
-    shown = [m for m in found if m.preset.base is not None and m.preset.base.interleave == 1]
+    """Return size against the rise of perplexity; interleaved presets only where they are not those of single rows."""
+    plain = [m for m in found if m.preset.base is not None and m.preset.base.interleave == 1]
+    shown = plain + [m for m in found if m not in plain and not any(_same_place(m, other) for other in plain)]
     place = {m: (m.bits, max(m.rise, LEAST)) for m in shown}
     best: list[tuple[float, float]] = []
     for bits, rise in sorted(place.values()):
@@ -120,6 +134,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2, help="of llama.cpp")
     parser.add_argument("--llama", type=Path, help="folder of llama.cpp's programs")
     parser.add_argument("--presets", nargs="*", help="only these")
+    parser.add_argument("--rules", choices=["ik"], help="presets of both trees by ik_llama.cpp's rules")
     parser.add_argument("--table", type=Path, help="do not measure, read the table in this file")
     parser.add_argument("--plot", type=Path, help="draw size against perplexity: .svg, .png, .pdf")
     given = parser.parse_args()
