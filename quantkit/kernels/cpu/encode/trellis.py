@@ -311,10 +311,10 @@ ENDS = {3: (0.62, 0.85, 1.17, 1.6), 4: (0.62, 0.79, 1.0, 1.27, 1.6)}
 #: The share of a row's sum(w x x) from which 32 values are searched for more deeply; rows of so many values are short.
 DEEP, SHORT = 1 / 16, 512
 
-#: Bindings: points.search; how many slots of survivors one search fills, and there are; the bytes of those of 32 values
-#: for one sign and codebook.
+#: Bindings: points.search; how many slots of survivors one search fills, and there are; the codebooks that it looks
+#: through; the bytes of survivors of 32 values for one sign and codebook.
 search: Any = None
-spread = slots = 1
+spread = slots = at_once = 1
 part = 0
 
 
@@ -325,7 +325,7 @@ def search_around(x, w, center, searches, lines, s, kept):
     for _ in range(searches - 1):
         ratio *= F(0.8944272)
     for side in range(signs):
-        for book in range(books):
+        for book in range(0, books, at_once):
             to, at = kept + part * (side * books + book), center * ratio
             sign = F(1) if side == 0 else F(-1)
             for k in range(searches):
@@ -773,7 +773,9 @@ def _search(
     )  # fmt: skip
 
 
-def _search_listed(name: str, count: int, lines: int, spread: int, *, around: bool) -> Any:
+def _search_listed(
+    name: str, count: int, lines: int, spread: int, *, around: bool, books_at_once: int = 1, apart: int = 0
+) -> Any:
     """Return ``points.search_listed`` for codebooks of ``count`` points; around: for two scales."""
     sums = specialize(points.fine_sums4, name)
     prepared = specialize(
@@ -788,8 +790,8 @@ def _search_listed(name: str, count: int, lines: int, spread: int, *, around: bo
         )
     rated = _rated(name, 4, 0, spread)
     return specialize(
-        points.search_listed, f"{name}_{lines}", helper, lines_listed=lines, lists_bytes=2 * LISTED * BUCKETS,
-        query_prepared=prepared, rank_points=ranked, **_bound(rated, "floats", "points_gathered", "points_rated"),
+        points.search_listed, f"{name}_{lines}_{books_at_once}", helper, lines_listed=lines,
+        lists_bytes=2 * LISTED * BUCKETS, books_at_once=books_at_once, apart=apart, query_prepared=prepared, rank_points=ranked, **_bound(rated, "floats", "points_gathered", "points_rated"),
     )  # fmt: skip
 
 
@@ -821,8 +823,10 @@ def _encoder(
     shared["part"] = 12 * points.SURVIVORS * slots * (32 // size)
     sides = _bound(shared, "signs", "books", "slots", "part")
     deep_search = _search(suffix, count, size, bias, deep, coarse_tree=False)
+    at_once = books if isinstance(around, int) else 1
     if isinstance(around, int):
-        first_search = _search_listed(suffix, count, around, spread, around=True)
+        both = {"books_at_once": books, "apart": shared["part"]}
+        first_search = _search_listed(suffix, count, around, spread, around=True, **both)
     else:
         first_search = _search(suffix, count, size, bias, around, spread, coarse=coarse)
     last_search = deep_search
@@ -836,7 +840,7 @@ def _encoder(
     surveyed = specialize(
         survey, suffix, helper, deeply_searched=deeply_searched, curve_of=curves, **shared,
         few=searches[0], some=searches[1], eager=eager,
-        searched_around=specialize(search_around, suffix, search=first_search, spread=spread, **sides), spread=spread,
+        searched_around=specialize(search_around, suffix, search=first_search, at_once=at_once, spread=spread, **sides), spread=spread,
         much=much, very_much=very_much, every_curve=every_curve, hopeful=likely, again=again > 0,
         search=_search_listed(suffix, count, again, spread, around=True) if again else first_search,
     )  # fmt: skip

@@ -384,37 +384,47 @@ list_places = make_constant(i32x16, [2 * LISTED * (2 * LEVELS) ** (3 - i % 4) fo
 next_lane = make_shuffle([i ^ 1 for i in range(16)], "trellis_next_lane")
 next_but_one = make_shuffle([i ^ 2 for i in range(16)], "trellis_next_but_one")
 
-#: Bindings of ``search_listed``: how many lines are ranked of those listed; bytes of the lists of a codebook.
-lines_listed = lists_bytes = 0
+#: Bindings of ``search_listed``: how many lines are ranked of those listed; bytes of the lists of a codebook; how many
+#: codebooks are searched, and how far apart their survivors are kept.
+lines_listed = lists_bytes = books_at_once = apart = 0
 
 
 @inline
-def find_lists(x, inverse, s):
-    """Write where the lists of the buckets of 32 values lie, for each 4."""
+def find_lists(x, inverse, lists, s):
+    """Write where the lists of the buckets of 32 values lie, for each 4; fetch them, which are far from the caches."""
     for i in range(0, 128, 64):
         y = load(f32x16, x, i) * inverse
         of = convert(i32x16, lookup16_f32(ranges16(), convert(i32x16, vmin(vabs(y) * F(1 / 8), F(15)))))
         at = select(y < F(0), I32(LEVELS - 1) - of, of + I32(LEVELS)) * list_places()
         at = at + next_lane(at)
         store(s, LISTS + i, at + next_but_one(at))
+    for group in range(8):
+        at = lists + load(types.int32, s, LISTS + 16 * group)
+        for k in range(books_at_once):
+            store(s, LISTS + 16 * group + 4 + 4 * k, load(types.int32, at, lists_bytes * k))
 
 
 def search_listed(book, sign, inverse, x, w, lines, s, kept, width):
-    """Keep the survivors of each group of 4 of 32 values, as ``search`` does, of the lines listed for its bucket."""
+    """Keep the survivors of each group of 4 of 32 values, as ``search`` does, of the lines listed for its bucket.
+
+    Of ``books_at_once`` codebooks from ``book`` on.
+    """
     one = load(types.int64, s, ONE)
     end = s + PART * 8 * one
-    find_lists(x, inverse, s)
+    first = lines[3] + lists_bytes * book
+    find_lists(x, inverse, first, s)
     for group in range(8):
         y = vmax(vmin(load(floats, x, 16 * group) * inverse, FARTHEST), -FARTHEST)
         query_prepared(y, load(floats, w, 16 * group), s + PART * group)
-    first = lines[3] + lists_bytes * book
-    for group in range(8 * one):
-        t = s + PART * group
-        rank_points(lines[0], first + load(types.int32, s, LISTS + 16 * group), lines_listed * one, t, POINTS)
-    for t in range(s, end, PART):
-        points_gathered(lines[0], t)
-    for group in range(8 * one):
-        points_rated(x + 16 * group, w + 16 * group, s + PART * group, sign, kept + 12 * width * group, width)
+    for k in range(books_at_once * one):
+        for group in range(8 * one):
+            at = first + lists_bytes * k + load(types.int32, s, LISTS + 16 * group)
+            rank_points(lines[0], at, lines_listed * one, s + PART * group, POINTS)
+        for t in range(s, end, PART):
+            points_gathered(lines[0], t)
+        for group in range(8 * one):
+            to = kept + apart * k + 12 * width * group
+            points_rated(x + 16 * group, w + 16 * group, s + PART * group, sign, to, width)
 
 
 #: Bindings of ``rank_all``: all lines of a codebook; where ranges of scales end, over the scale given: three or four.
