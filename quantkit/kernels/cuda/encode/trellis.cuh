@@ -153,7 +153,8 @@ template <class TYPE, int COUNT, int SIZE_, int SIGNS_, int BOOKS_, int SEARCHES
     template <class Depth>
     STATIC_INLINE void search(const Codebook& codebook, int book, float sign, float scale, const float* x, const float* w,
                               float* kept, int slot) {
-        if constexpr (Depth::listed) search_listed<WIDTH, Depth>(codebook, book, sign, sign / scale, x, w, kept, SURVIVORS * slot);
+        if constexpr (Depth::listed)
+            search_listed<WIDTH, Depth>(codebook, book, sign, sign / scale, x, w, kept, SURVIVORS * slot, KEPT / SIDES);
         else
             search_points<SIZE, POINTS, SIGNS == 1, WIDTH, Depth>(codebook, book, sign, sign / scale, x, w, kept, SURVIVORS * slot);
     }
@@ -165,7 +166,7 @@ template <class TYPE, int COUNT, int SIZE_, int SIGNS_, int BOOKS_, int SEARCHES
         float ratio = 1;
         for (int k = 1; k < searches; k++) ratio = ratio * 0.8944272f;
 #pragma unroll 1
-        for (int c = 0; c < SIDES; c++) {
+        for (int c = 0; c < SIDES; c += Depth::books) {
             float at = center * ratio;
 #pragma unroll 1
             for (int k = 0; k < searches; k++) {
@@ -459,7 +460,8 @@ struct EncodeIQ3_KT : Trellis<EncodeIQ3_KT, 65536, 8, 1, 1, 4, 100> {
 
 struct EncodeIQ4_KT : Trellis<EncodeIQ4_KT, 32768, 4, 2, 2, 4, 128> {
     typedef WideLevels Levels;
-    typedef ListedDepth<12, true> Around, Again;
+    typedef ListedDepth<12, true, 2> Around;
+    typedef ListedDepth<12, true> Again;
     typedef SearchDepth<Shape<16, 16>, Shape<16, 16, 16>, true, false, 1> Deep;
     typedef ListedDepth<24, false> Last;
     static const bool AGAIN = true, POLISHED = true, EVERY_CURVE = true, WIDELY = true, EAGER = true;

@@ -389,13 +389,14 @@ template <int WIDTH> struct Survivors {
 template <class FAMILIES, class CELLS, bool COARSE_TREE, bool COARSE, int SPREAD> struct SearchDepth {
     typedef FAMILIES Families;
     typedef CELLS Cells;
-    static const int spread = SPREAD, listed = 0;
+    static const int spread = SPREAD, listed = 0, books = 1;
     static const bool coarse_tree = COARSE_TREE, coarse = COARSE;
 };
 
-// That of points of 4 values, of so many lines that are listed; for one scale or two, of which half the survivors are each.
-template <int COUNT, bool AROUND> struct ListedDepth {
-    static const int spread = 1, listed = COUNT;
+// That of points of 4 values, of so many lines that are listed; for one scale or two, of which half the survivors are each;
+// of one codebook or both.
+template <int COUNT, bool AROUND, int BOOKS = 1> struct ListedDepth {
+    static const int spread = 1, listed = COUNT, books = BOOKS;
     static const bool around = AROUND;
 };
 
@@ -454,10 +455,11 @@ INLINE void search_points(const Codebook& codebook, int book, float sign, float 
     __syncwarp();
 }
 
-// The same for 8 groups of 4 values, of the lines listed for their buckets.
+// The same for 8 groups of 4 values, of the lines listed for their buckets, in Depth::books codebooks from `book` on, whose
+// survivors are `apart` words apart.
 template <int WIDTH, class Depth>
 INLINE void search_listed(const Codebook& codebook, int book, float sign, float inverse, const float* x, const float* w,
-                          float* kept, int at) {
+                          float* kept, int at, int apart) {
     typedef PointWords<4> Point;
     const uint8_t* of_lane = Point::first(codebook.points);
 #pragma unroll 1
@@ -466,26 +468,31 @@ INLINE void search_listed(const Codebook& codebook, int book, float sign, float 
         const OneOf<4> one(greater(lesser(x[mine] * inverse, 140.0f), -140.0f), w[mine]);
         const FineQuery<4, true> query(one);
         const uint16_t* list = list_of(codebook, book, one.y);
-        int place;
-        if constexpr (Depth::around) {
-            Best<1> above, below;
-            each_listed<Depth::listed>(list, [&](int line) {
-                uint32_t p, q;
-                query.sums(Point(of_lane, line), p, q);
-                above.take(ranked_line(p * 144 + q, line));
-                below.take(ranked_line(p * 112 + q, line));
-            });
-            const int first = above.place(0, 8), other = __shfl_xor_sync(FULL, below.place(0, 8), 8);
-            place = lane_of_16() < 8 ? first : other;
-        } else {
-            Best<1> found;
-            each_listed<Depth::listed>(list, [&](int line) { found.take(query.ranked(Point(of_lane, line), line)); });
-            place = found.place(0);
-        }
         float v[4], weight[4];
         load_values<4>(x + 4 * group, v);
         load_values<4>(w + 4 * group, weight);
-        Survivors<WIDTH>(kept, group).template keep<Point>(at + lane_of_16(), codebook.points, place, v, weight, sign);
+#pragma unroll 1
+        for (int k = 0; k < Depth::books; k++) {
+            int place;
+            if constexpr (Depth::around) {
+                Best<1> above, below;
+                each_listed<Depth::listed>(list, [&](int line) {
+                    uint32_t p, q;
+                    query.sums(Point(of_lane, line), p, q);
+                    above.take(ranked_line(p * 144 + q, line));
+                    below.take(ranked_line(p * 112 + q, line));
+                });
+                const int first = above.place(0, 8), other = __shfl_xor_sync(FULL, below.place(0, 8), 8);
+                place = lane_of_16() < 8 ? first : other;
+            } else {
+                Best<1> found;
+                each_listed<Depth::listed>(list, [&](int line) { found.take(query.ranked(Point(of_lane, line), line)); });
+                place = found.place(0);
+            }
+            const Survivors<WIDTH> survivors(kept + k * apart, group);
+            survivors.template keep<Point>(at + lane_of_16(), codebook.points, place, v, weight, sign);
+            list += LISTED * BUCKETS;
+        }
     }
     __syncwarp();
 }
