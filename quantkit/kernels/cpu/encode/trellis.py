@@ -791,7 +791,8 @@ def _search_listed(
     rated = _rated(name, 4, 0, spread)
     return specialize(
         points.search_listed, f"{name}_{lines}_{books_at_once}", helper, lines_listed=lines,
-        lists_bytes=2 * LISTED * BUCKETS, books_at_once=books_at_once, apart=apart, query_prepared=prepared, rank_points=ranked, **_bound(rated, "floats", "points_gathered", "points_rated"),
+        lists_bytes=2 * LISTED * BUCKETS, books_at_once=books_at_once, apart=apart, query_prepared=prepared,
+        rank_points=ranked, **_bound(rated, "floats", "points_gathered", "points_rated"),
     )  # fmt: skip
 
 
@@ -823,7 +824,6 @@ def _encoder(
     shared["part"] = 12 * points.SURVIVORS * slots * (32 // size)
     sides = _bound(shared, "signs", "books", "slots", "part")
     deep_search = _search(suffix, count, size, bias, deep, coarse_tree=False)
-    at_once = books if isinstance(around, int) else 1
     if isinstance(around, int):
         both = {"books_at_once": books, "apart": shared["part"]}
         first_search = _search_listed(suffix, count, around, spread, around=True, **both)
@@ -839,8 +839,11 @@ def _encoder(
     likely = specialize(_hopeful, suffix, signs=signs, books=books)
     surveyed = specialize(
         survey, suffix, helper, deeply_searched=deeply_searched, curve_of=curves, **shared,
-        few=searches[0], some=searches[1], eager=eager,
-        searched_around=specialize(search_around, suffix, search=first_search, at_once=at_once, spread=spread, **sides), spread=spread,
+        few=searches[0], some=searches[1], eager=eager, spread=spread,
+        searched_around=specialize(
+            search_around, suffix, search=first_search, at_once=books if isinstance(around, int) else 1,
+            spread=spread, **sides,
+        ),
         much=much, very_much=very_much, every_curve=every_curve, hopeful=likely, again=again > 0,
         search=_search_listed(suffix, count, again, spread, around=True) if again else first_search,
     )  # fmt: skip
