@@ -99,7 +99,15 @@ INLINE uint32_t two_squares(uint32_t word, bool last) {
 }
 
 // A line, ranked by the upper bits of a score.
-INLINE int ranked_line(uint32_t score, int line) { return (int)(score & ~((1u << NUMBER) - 1)) | line; }
+INLINE int ranked_line(uint32_t score, int line) {
+#ifdef QUANTKIT_HOST
+    return (int)(score & ~((1u << NUMBER) - 1)) | line;
+#else
+    int ranked;  // a compiler takes two instructions of PTX for what is one
+    asm("bfi.b32 %0, %1, %2, 0, %3;" : "=r"(ranked) : "r"(line), "r"(score), "n"(NUMBER));
+    return ranked;
+#endif
+}
 
 // Of SIZE values y with weights w, which each lane of a half knows one of: lane l that of l % SIZE.
 template <int SIZE> struct OneOf {
