@@ -71,7 +71,7 @@ QUALITY: dict[str, Quality] = {
     "IQ4_KSS": Quality(10.06, "medium"),
     "Q8_KV": Quality(1.808, "fast"),
     "IQ5_KS": Quality(4.253, "medium"),
-    "IQ2_KT": Quality(27, "slow"),
+    "IQ2_KT": Quality(27.09, "slow"),
     "IQ3_KT": Quality(14.68, "slow"),
     "IQ4_KT": Quality(7.934, "slow"),
     "IQ3_KS": Quality(17.56, "medium"),

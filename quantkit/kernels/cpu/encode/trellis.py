@@ -893,7 +893,7 @@ encode_iq1_kt = _encoder(
     searches=(1, 2, 3), eager=True, coarse=True, very_much=8.0, stretch=1.07, more_deeply=LARGE_ERRORS,
 )  # fmt: skip
 encode_iq2_kt = _encoder(
-    "IQ2_KT", 65536, 8, put_iq2_kt, codebook_levels, largest=127, around=((16, 4), (16, 8)),
+    "IQ2_KT", 65536, 8, put_iq2_kt, codebook_levels, largest=127, around=((16, 4), (16, 4)),
     deep=((16, 16), (16, 16, 16)), searches=(1, 2, 3), eager=True, coarse=True, much=1.6, very_much=6.0,
     more_deeply=LARGE_ERRORS | {"heavy": 0.1},
 )  # fmt: skip

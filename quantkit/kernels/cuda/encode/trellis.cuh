@@ -424,7 +424,7 @@ struct EncodeIQ1_KT : Trellis<EncodeIQ1_KT, 8192, 8, 2, 1, 3, 56> {
 
 struct EncodeIQ2_KT : Trellis<EncodeIQ2_KT, 65536, 8, 2, 1, 3, 68> {
     typedef SixteenLevels<true> Levels;
-    typedef SearchDepth<Shape<16, 4>, Shape<16, 8>, true, true, 1> Around;
+    typedef SearchDepth<Shape<16, 4>, Shape<16, 4>, true, true, 1> Around;
     typedef SearchDepth<Shape<16, 16>, Shape<16, 16, 16>, false, false, 1> Deep;
     static const bool AGAIN = false, POLISHED = false, EVERY_CURVE = false, WIDELY = false, EAGER = true;
     static const int FEW = 1, SOME = 2, FITS = 1, TRIES = 1;
