@@ -58,6 +58,7 @@ from quantkit.kernels.cpu.core.simd import (
 )
 from quantkit.kernels.cpu.encode import Encoder
 from quantkit.kernels.cpu.encode import trellis_search as points
+from quantkit.kernels.cpu.encode.batch import aligned_scratch
 from quantkit.kernels.cpu.encode.groups import address
 from quantkit.kernels.cpu.encode.i_quants import VALUES
 from quantkit.kernels.cpu.encode.trellis_codebook import codebook
@@ -632,14 +633,16 @@ def encode(x, weights, out, row0, row1, lines_of_points, lines_of_cells, lines_o
     """Encode rows row0..row1 of x [rows, n], n a multiple of 256; weights [n] or empty."""
     n = x.shape[1]
     count = n // 32
-    xs, ws = np.empty(n, np.float32), np.empty(n, np.float32)
+    xs, ws = aligned_scratch(4 * n)[:n], aligned_scratch(4 * n)[:n]
     guesses, energies = np.empty(count, np.float32), np.empty(count, np.float32)
     counted = np.empty(count, np.float32)
-    curves, filled = np.zeros(count * (CURVES // 4) + 16, np.float32), np.empty(count * signs * books, np.int64)
-    kept = np.empty(count * part * signs * books + 64, np.uint8)
+    curves, filled = aligned_scratch(count * CURVES + 64), np.empty(count * signs * books, np.int64)
+    kept, scratch = aligned_scratch(count * part * signs * books), aligned_scratch(points.SCRATCH + 64)
+    curves[:] = 0
+    scratch[:] = 0
     levels, combinations = np.empty((2, count), np.float32), np.empty((2, count), np.int64)
     scales, costs, errors = np.empty(64, np.float32), np.empty(64, np.float32), np.empty(8, np.float32)
-    places, scratch = np.empty((2, count, 8), np.int32), np.zeros(points.SCRATCH + 128, np.uint8)
+    places = np.empty((2, count, 8), np.int32)
     for i in range(books * lines_ranked):
         store(address(scratch), points.LINES + 4 * i, I32(i))
     store(address(scratch), points.ONE, 1)

@@ -95,6 +95,15 @@ def _clustered(count: int, size: int) -> npt.NDArray[np.int64]:
     return order
 
 
+def _aligned(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    """Return a copy that begins with a cache line, as lines of points should."""
+    room = np.empty(array.nbytes + 64, np.uint8)
+    begin = -room.ctypes.data % 64
+    copy: npt.NDArray[Any] = room[begin : begin + array.nbytes].view(array.dtype).reshape(array.shape)
+    copy[...] = array
+    return copy
+
+
 @cache
 def codebook(count: int, size: int, magnitudes: bool = False, books: int = 1) -> Codebook:
     """Return ``books`` codebooks of ``count`` consecutive indices each, one after the other."""
@@ -107,4 +116,4 @@ def codebook(count: int, size: int, magnitudes: bool = False, books: int = 1) ->
         centers = (_lines(_centers(by_cell, points), bias, False) for points in (16, 256))
         lists = _lists(by_cell, book * count // 16) if size == 4 else np.empty(0, np.uint16)
         parts.append((_lines(by_cell, bias, size == 4), *centers, order.astype(np.int32), lists))
-    return Codebook(*(np.concatenate(arrays) for arrays in zip(*parts, strict=True)))
+    return Codebook(*(_aligned(np.concatenate(arrays)) for arrays in zip(*parts, strict=True)))

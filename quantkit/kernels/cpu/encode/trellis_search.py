@@ -49,6 +49,7 @@ from quantkit.kernels.cpu.core.simd import (
     make_constant,
     make_shuffle,
     nearest_int,
+    prefetch,
     round_even,
     select,
     splat,
@@ -391,7 +392,7 @@ lines_listed = lists_bytes = books_at_once = apart = 0
 
 @inline
 def find_lists(x, inverse, lists, s):
-    """Write where the lists of the buckets of 32 values lie, for each 4; fetch them, which are far from the caches."""
+    """Write where the lists of the buckets of 32 values lie, for each 4; fetch them, far from the caches."""
     for i in range(0, 128, 64):
         y = load(f32x16, x, i) * inverse
         of = convert(i32x16, lookup16_f32(ranges16(), convert(i32x16, vmin(vabs(y) * F(1 / 8), F(15)))))
@@ -401,7 +402,7 @@ def find_lists(x, inverse, lists, s):
     for group in range(8):
         at = lists + load(types.int32, s, LISTS + 16 * group)
         for k in range(books_at_once):
-            store(s, LISTS + 16 * group + 4 + 4 * k, load(types.int32, at, lists_bytes * k))
+            prefetch(at, lists_bytes * k)
 
 
 def search_listed(book, sign, inverse, x, w, lines, s, kept, width):
