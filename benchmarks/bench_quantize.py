@@ -57,6 +57,9 @@ class Output:
 
 # --- libraries ---
 
+#: Calls take whole groups of so many rows: what any type interleaves.
+GROUP = 16
+
 
 @dataclass
 class Library:
@@ -198,7 +201,7 @@ def pinned(threads: int) -> Iterator[ThreadPoolExecutor | None]:
 
 def timed(c: Contestant, bench: Bench, weights: Any, out: Any, pool: ThreadPoolExecutor | None, threads: int) -> float:
     """Encode the contestant's rows once; return the seconds."""
-    edges = [c.rows * i // threads for i in range(threads + 1)]
+    edges = [c.rows // GROUP * i // threads * GROUP for i in range(threads + 1)]
     began = time.perf_counter()
     if pool is None:
         c.encode(bench.x, weights, out, 0, c.rows)
@@ -218,7 +221,7 @@ def fit_rows(c: Contestant, bench: Bench, weights: Any, out: Any) -> None:
         if seconds >= bench.seconds / 2:
             break
         factor = min(16.0, bench.seconds / max(seconds, 1e-6))
-        c.rows = min(bench.total_rows, max(c.rows + 1, int(c.rows * factor)))
+        c.rows = min(bench.total_rows, max(c.rows + GROUP, int(c.rows * factor) // GROUP * GROUP))
 
 
 def differing_rows(t: TensorType, bench: Bench, weights: Any, a: Encode, b: Encode, rows: int = 64) -> int:

@@ -28,6 +28,7 @@ from quantkit.kernels.cpu.core.jit import inline, kernel
 from quantkit.kernels.cpu.core.simd import any_lane, f32_to_f16, f32x16, load, splat, vabs
 from quantkit.kernels.cpu.encode import Encoder, encoder
 from quantkit.kernels.cpu.encode.grid_rows import NOTHING
+from quantkit.kernels.cpu.encode.q8_k import encode_woven_q8_k
 from quantkit.kernels.cpu.interleave import interleave_rows
 from quantkit.kernels.formats import has_encoder
 from quantkit.kernels.interleave import base_of
@@ -49,9 +50,13 @@ def woven_encoder(t: TensorType, by: str) -> Encoder:
     if not has_encoder(t):
         raise TypeNotSupported(f"there is no encoder for {t.name} in this version; `quantkit types` shows which exist")
     if t.name.startswith("Q8_K_R"):
-        return partial(_weave_q8_k, t)
+        return partial(_encode_q8_k, t.interleave)
     encode = encoder(base_of(t), by)
     return partial(_encode_and_weave, t, _as_ik(t, encode) if by == "ik" else encode)
+
+
+def _encode_q8_k(rows: int, x: Any, weights: Any, out: Any, row0: int, row1: int) -> None:
+    encode_woven_q8_k(x, out, row0, row1, rows, np.uint32(0x80808080 if rows == 16 else 0))
 
 
 def _encode_and_weave(t: TensorType, encode: Encoder, x: Any, weights: Any, out: Any, row0: int, row1: int) -> None:
@@ -219,25 +224,3 @@ def _encode_and_change(
     encode(x, weights, out, row0, row1)
     if always or not weights.size:
         change(x[row0:row1], out[row0:row1])
-
-
-# ---------------------------------------------------------------- Q8_K
-
-
-def _weave_q8_k(t: TensorType, x: Any, weights: Any, out: Any, row0: int, row1: int) -> None:
-    """Encode super-blocks as Q8_K: the largest magnitude becomes 127; dwords of the rows alternate.
-
-    Where 127 divided by it overflows, levels are -128, as cvtps2dq has it, and the scale is 0.
-    """
-    r, (rows, n) = t.interleave, (row1 - row0, x.shape[1])
-    blocks = x[row0:row1].reshape(rows // r, r, n // 256, 256).swapaxes(1, 2)
-    top = np.abs(blocks).max(axis=-1, keepdims=True)
-    with np.errstate(divide="ignore", over="ignore", invalid="ignore"):
-        inverse = np.where(top > 0, F(127) / top, F(0))
-        scales = (top / F(127)).astype(np.float16)
-        rounded = np.rint(inverse * blocks)
-        levels = np.where(np.isfinite(rounded), rounded, F(-128)).astype(np.int8)
-    woven = out[row0:row1].reshape(rows // r, n // 256, 258 * r)
-    woven[..., : 2 * r] = scales.view(np.uint8).reshape(rows // r, n // 256, 2 * r)
-    dwords = levels.view(np.uint8).reshape(rows // r, n // 256, r, 64, 4).swapaxes(2, 3)
-    woven[..., 2 * r :] = dwords.reshape(rows // r, n // 256, 256 * r) ^ (0x80 if r == 16 else 0)

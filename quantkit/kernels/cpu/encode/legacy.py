@@ -41,7 +41,6 @@ from quantkit.kernels.cpu.core.simd import (
     mask_bits,
     nearest_int,
     round_away,
-    round_even,
     row_extremes,
     select,
     splat,
@@ -55,7 +54,7 @@ from quantkit.kernels.cpu.core.simd import (
     vmin,
     vsqrt,
 )
-from quantkit.kernels.cpu.encode.search import LANES, STEP, fit_signed, fit_with_min, search_levels
+from quantkit.kernels.cpu.encode.search import LANES, STEP, fit_signed, fit_with_min, round_as_cvtps2dq, search_levels
 from quantkit.kernels.cpu.encode.search_refined import fit_signed_refined, fit_with_min_refined
 
 F, I32, U64 = np.float32, np.int32, np.uint64
@@ -463,12 +462,6 @@ def encode_q8_0(x: Rows, weights: Rows, out: npt.NDArray[np.uint8], row0: int, r
             store(out, o + 18, convert(i8x16, round_away(load(f32x16, x, at + 64) * inverse)))
 
 
-@inline
-def _rounded(v):
-    """Round to nearest even as cvtps2dq does: INT_MIN for what is no int32."""
-    return select(vabs(v) < F(2.0**31), convert(i32x16, round_even(v)), I32(-(2**31)))
-
-
 @kernel
 def encode_q8_kv(x: Rows, weights: Rows, out: npt.NDArray[np.uint8], row0: int, row1: int) -> None:
     """Encode rows row0..row1 of x; the importance matrix is ignored.
@@ -485,7 +478,7 @@ def encode_q8_kv(x: Rows, weights: Rows, out: npt.NDArray[np.uint8], row0: int, 
         # A row of zeros has levels of 0; where 1 / d is infinite, levels are -128.
         inverse = F(1) / d if hmax(most) > F(0) else F(0)
         for i in range(0, x.shape[1], 16):
-            q = _rounded(load(f32x16, x, source + 4 * i) * inverse)
+            q = round_as_cvtps2dq(load(f32x16, x, source + 4 * i) * inverse)
             total = total + q
             store(out, target + 8 + i, convert(i8x16, vmax(vmin(q, I32(127)), I32(-128))))
         store(out, target, d)

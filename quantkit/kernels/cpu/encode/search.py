@@ -30,6 +30,7 @@ from quantkit.kernels.cpu.core.simd import (
     cast,
     convert,
     f32x16,
+    i32x16,
     load,
     lookup16_f32,
     make_constant,
@@ -64,6 +65,12 @@ _signed_3_bits = make_constant(
 
 
 # ---------------------------------------------------------------- x ~ scale * l + min
+
+
+@inline
+def round_as_cvtps2dq(v):
+    """Round to nearest even as cvtps2dq does: INT_MIN for what is no int32."""
+    return choose(vabs(v) < F(2.0**31), convert(i32x16, round_even(v)), np.int32(-(2**31)))
 
 
 @inline

@@ -1,5 +1,5 @@
 // Rows of f32 to Q8_K_R8 and Q8_K_R16: super-blocks as activations are, the largest magnitude at 127, of ROWS rows together;
-// the twin of _weave_q8_k in quantkit/kernels/cpu/encode/interleaved.py. Macro: ROWS.
+// the twin of quantkit/kernels/cpu/encode/q8_k.py. Macro: ROWS.
 #include "core/device.cuh"
 
 // rows of n values, 16-byte aligned; out: their bytes, as aligned.
