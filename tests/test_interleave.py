@@ -453,6 +453,19 @@ def test_q8_k_r8_comes_apart_as_q8_0(tmp_path: Path) -> None:
     np.testing.assert_array_equal(values, dequantize(np.frombuffer(before, np.uint8).reshape(16, -1), "Q8_K_R8", 256))
 
 
+def test_layouts_of_arm_come_apart_and_go_together_as_iks(tmp_path: Path) -> None:
+    source = write_model(tmp_path / "a.gguf", {"blk.0.attn_q.weight": ((256, 16), "F32")})
+    quantize(source, tmp_path / "plain.gguf", "Q4_0", QuantizeOptions(pure=True, encoder="ik"))
+    for name in ("Q4_0_4X4", "Q4_0_4X8", "Q4_0_8X8"):
+        rule = QuantizeOptions(allow_requantize=True)
+        quantize(tmp_path / "plain.gguf", tmp_path / f"{name}.gguf", name, rule)
+        quantize(tmp_path / f"{name}.gguf", tmp_path / f"{name}-apart.gguf", "COPY", UNREPACK)
+        quantize(tmp_path / f"{name}-apart.gguf", tmp_path / f"{name}-again.gguf", "COPY", QuantizeOptions(repack=True))
+        kinds = [tensor_bytes(tmp_path / f"{name}{end}.gguf") for end in ("", "-apart", "-again")]
+        assert [of["blk.0.attn_q.weight"][0] for of in kinds] == [name, "Q4_0", "Q4_0_R8"]
+        assert kinds[1] == tensor_bytes(tmp_path / "plain.gguf")
+
+
 def test_formats_of_their_own_come_apart_where_another_type_has_their_values(tmp_path: Path) -> None:
     shapes = {"blk.0.attn_q.weight": (256, 4), "blk.0.attn_k.weight": (96, 4), "blk.0.attn_v.weight": (256, 4)}
     source = write_model(tmp_path / "a.gguf", {name: (shape, "F32") for name, shape in shapes.items()})

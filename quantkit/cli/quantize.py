@@ -390,11 +390,11 @@ def command(
     llama-quantize would skip; a note says so. A rule for ffn_gate_up_exps takes precedence.
 
     --repack gives tensors the interleaved type of their own (Q4_K: Q4_K_R4), as in ik_llama.cpp; --unrepack is the
-    exact way back. Neither needs TYPE. Embeddings stay, and rows that do not make whole groups. Exceptions: Q8_K_R8 and
-    Q8_K_R16 become Q8_0, IQ1_S_R4 becomes IQ1_S, all with the same values, but there is no way back; IQ1_M_R4 stays,
-    as no other type has its values, and so does F16: BF16_R16, which ik may make of it, would lose bits. (In ik,
-    BF16_R16 runs on CPUs with AVX512-BF16 only.) I2_S, of Microsoft's BitNet, becomes IQ2_BN by --unrepack,
-    with the same values.
+    exact way back. Neither needs TYPE. Embeddings stay, and rows that do not make whole groups. Exceptions: Q8_K_R8
+    and Q8_K_R16 become Q8_0, IQ1_S_R4 becomes IQ1_S, all with the same values, but there is no way back; Q4_0_4X4,
+    Q4_0_4X8 and Q4_0_8X8 become Q4_0, which --repack makes Q4_0_R8; IQ1_M_R4 stays, as no other type has its
+    values, and so does F16: BF16_R16, which ik may make of it, would lose bits. (In ik, BF16_R16 runs on CPUs with
+    AVX512-BF16 only.) I2_S, of Microsoft's BitNet, becomes IQ2_BN by --unrepack, with the same values.
 
     --like FILE takes the types and the file type of an existing file, whoever made it, tensor by tensor: to make it
     again with --feedback, or from another checkpoint. Options and rules for types still come first. Experts may be
