@@ -335,8 +335,10 @@ def search_around(x, w, center, searches, lines, s, kept):
                 at *= F(1.25)
 
 
-#: Bindings: ``search_around``, and deeper; searches of 32 values that weigh little, and that weigh
-#: ``much`` times the mean; from ``very_much`` times the mean on, they are searched for more deeply.
+#: Bindings: what fetches lists of lines for the values that are searched for next; ``search_around``, and deeper;
+#: searches of 32 values that weigh little, and that weigh ``much`` times the mean; from ``very_much`` times the mean on,
+#: they are searched for more deeply.
+lists_fetched: Any = None
 searched_around: Any = None
 deeply_searched: Any = None
 few = some = 1
@@ -390,6 +392,9 @@ def survey(x, w, n, guesses, energies, patience, lines, s, kept, curves, filled,
         at, xb, wb, center = kept + part * signs * books * b, x + 128 * b, w + 128 * b, guesses[b]
         energy = np.float64(energies[b]) if center > F(0) else 0.0
         count, first = slots - 1, signs * books * b
+        following = min(b + 1, n // 32 - 1)
+        if guesses[following] > F(0):
+            lists_fetched(x + 128 * following, F(1) / guesses[following], lines[3], s)
         if energy > min(DEEP * total, very_much * mean):
             deeply_searched(xb, wb, center, slots - 1, lines, s, at)
         else:
@@ -827,9 +832,11 @@ def _encoder(
     shared["part"] = 12 * points.SURVIVORS * slots * (32 // size)
     sides = _bound(shared, "signs", "books", "slots", "part")
     deep_search = _search(suffix, count, size, bias, deep, coarse_tree=False)
+    lists_fetched = points.fetch_nothing
     if isinstance(around, int):
         both = {"books_at_once": books, "apart": shared["part"]}
         first_search = _search_listed(suffix, count, around, spread, around=True, **both)
+        lists_fetched = specialize(points.fetch_lists, suffix, lists_bytes=2 * LISTED * BUCKETS, books_at_once=books)
     else:
         first_search = _search(suffix, count, size, bias, around, spread, coarse=coarse)
     last_search = deep_search
@@ -842,7 +849,7 @@ def _encoder(
     likely = specialize(_hopeful, suffix, signs=signs, books=books)
     surveyed = specialize(
         survey, suffix, helper, deeply_searched=deeply_searched, curve_of=curves, **shared,
-        few=searches[0], some=searches[1], eager=eager, spread=spread,
+        few=searches[0], some=searches[1], eager=eager, spread=spread, lists_fetched=lists_fetched,
         searched_around=specialize(
             search_around, suffix, search=first_search, at_once=books if isinstance(around, int) else 1,
             spread=spread, **sides,

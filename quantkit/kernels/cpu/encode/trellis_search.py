@@ -385,24 +385,36 @@ list_places = make_constant(i32x16, [2 * LISTED * (2 * LEVELS) ** (3 - i % 4) fo
 next_lane = make_shuffle([i ^ 1 for i in range(16)], "trellis_next_lane")
 next_but_one = make_shuffle([i ^ 2 for i in range(16)], "trellis_next_but_one")
 
-#: Bindings of ``search_listed``: how many lines are ranked of those listed; bytes of the lists of a codebook; how many
-#: codebooks are searched, and how far apart their survivors are kept.
+#: Bindings of ``search_listed`` and ``fetch_lists``: how many lines are ranked of those listed; bytes of the lists of a
+#: codebook; how many codebooks are searched, and how far apart their survivors are kept.
 lines_listed = lists_bytes = books_at_once = apart = 0
 
 
 @inline
-def find_lists(x, inverse, lists, s):
-    """Write where the lists of the buckets of 32 values lie, for each 4; fetch them, far from the caches."""
+def find_lists(x, inverse, s):
+    """Write where the lists of the buckets of 32 values lie, for each 4."""
     for i in range(0, 128, 64):
         y = load(f32x16, x, i) * inverse
         of = convert(i32x16, lookup16_f32(ranges16(), convert(i32x16, vmin(vabs(y) * F(1 / 8), F(15)))))
         at = select(y < F(0), I32(LEVELS - 1) - of, of + I32(LEVELS)) * list_places()
         at = at + next_lane(at)
         store(s, LISTS + i, at + next_but_one(at))
+
+
+@inline
+def fetch_lists(x, inverse, lists, s):
+    """Prefetch the lists of 32 values, which are far from the caches, for a scale of either sign."""
+    find_lists(x, inverse, s)
     for group in range(8):
-        at = lists + load(types.int32, s, LISTS + 16 * group)
-        for k in range(books_at_once):
-            prefetch(at, lists_bytes * k)
+        place = load(types.int32, s, LISTS + 16 * group)
+        for first in range(0, books_at_once * lists_bytes, lists_bytes):
+            prefetch(lists, first + place)
+            prefetch(lists, first + lists_bytes - 2 * LISTED - place)
+
+
+@inline
+def fetch_nothing(x, inverse, lists, s):
+    """Stand for ``fetch_lists`` where points have none."""
 
 
 def search_listed(book, sign, inverse, x, w, lines, s, kept, width):
@@ -413,7 +425,7 @@ def search_listed(book, sign, inverse, x, w, lines, s, kept, width):
     one = load(types.int64, s, ONE)
     end = s + PART * 8 * one
     first = lines[3] + lists_bytes * book
-    find_lists(x, inverse, first, s)
+    find_lists(x, inverse, s)
     for group in range(8):
         y = vmax(vmin(load(floats, x, 16 * group) * inverse, FARTHEST), -FARTHEST)
         query_prepared(y, load(floats, w, 16 * group), s + PART * group)
