@@ -336,8 +336,8 @@ def search_around(x, w, center, searches, lines, s, kept):
 
 
 #: Bindings: what fetches lists of lines for the values that are searched for next; ``search_around``, and deeper;
-#: searches of 32 values that weigh little, and that weigh ``much`` times the mean; from ``very_much`` times the mean on,
-#: they are searched for more deeply.
+#: searches of 32 values that weigh little, and that weigh ``much`` times the mean; from ``very_much`` times it on, they
+#: are searched for more deeply.
 lists_fetched: Any = None
 searched_around: Any = None
 deeply_searched: Any = None
