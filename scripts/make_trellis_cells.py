@@ -10,21 +10,20 @@ cells and families the best of each of 16 lanes remain, so neighbours get differ
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import numba as nb
 import numpy as np
 import numpy.typing as npt
 
+from quantkit.kernels.cpu.encode.trellis_codebook import CELLS, cells_key
 from quantkit.kernels.grids import trellis_levels
 
 Floats = npt.NDArray[np.float64]
 Numbers = npt.NDArray[np.int64]
 
-PATH = Path(__file__).parent.parent / "quantkit" / "kernels" / "trellis_cells.npz"
-#: Of IQ1_KT and IQ2_KT: points of a codebook, values of a point.
-CODEBOOKS = ((8192, 8), (65536, 8))
+#: Of IQ1_KT, IQ2_KT and IQ3_KT: points of a codebook, values of a point, whether these are magnitudes.
+CODEBOOKS = ((8192, 8, False), (65536, 8, False), (65536, 8, True))
 #: Clusters near an item that it may move to; passes over all items at most; clusters whose items share its lanes.
 NEAR, PASSES, NEIGHBOURS = 10, 40, 32
 
@@ -171,9 +170,11 @@ def sorted_points(levels: Numbers) -> Numbers:
 
 def main() -> None:
     orders: dict[str, Any] = {}
-    for count, size in CODEBOOKS:
-        orders[f"{count}x{size}"] = sorted_points(trellis_levels(0, count, size)).astype(np.uint16)
-    np.savez_compressed(PATH, **orders)
+    for count, size, magnitudes in CODEBOOKS:
+        levels = trellis_levels(0, count, size)
+        order = sorted_points(abs(levels) if magnitudes else levels)
+        orders[cells_key(count, size, magnitudes)] = order.astype(np.uint16)
+    np.savez_compressed(CELLS, **orders)
 
 
 if __name__ == "__main__":

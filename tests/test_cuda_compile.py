@@ -44,8 +44,9 @@ TOGETHER = (
 #: a few values that do not change are put aside over its loop, and none within the inner ones. attention: q of long
 #: heads lies in registers, too; next to nothing is put aside in the loop over keys. mat_vec: a word, for 8 columns.
 #: feedback: what changes once for some columns, so that three blocks run at once; groups: some of the losses of 64
-#: lines of roots, which are read once, so that two do.
+#: lines of roots, which are read once, so that two do. trellis: two words, before sm_90, but of IQ3_KT.
 PUT_ASIDE = {
+    "encode.trellis": 8,
     "matmul.mat_mat": 128,
     "attention.attention": 256,
     "matmul.mat_vec": 4,

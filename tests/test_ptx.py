@@ -256,6 +256,7 @@ MEANINGS: dict[str, Callable[[int, int, int], int | None]] = {
     "shf.r.wrap.b32 %r4, %r1, %r2, %r3;": lambda a, b, c: (b << 32 | a) >> (c & 31) & M32,
     "shf.r.clamp.b32 %r4, %r1, %r2, %r3;": lambda a, b, c: (b << 32 | a) >> min(c, 32) & M32,
     "bfi.b32 %r4, %r1, %r2, %r3, 7;": lambda a, b, c: bfi(a, b, c, 7, 32),
+    "lop3.b32 %r4, %r1, %r2, %r3, 202;": lambda a, b, c: (a & b | ~a & c) & M32,
     "and.b32 %r4, %r3, 63; shl.b32 %r4, %r1, %r4;": lambda a, b, c: a << (c & 63) & M32,
     "and.b32 %r4, %r3, 63; shr.u32 %r4, %r1, %r4;": lambda a, b, c: a >> (c & 63),
     "and.b32 %r4, %r3, 63; shr.s32 %r4, %r1, %r4;": lambda a, b, c: s(a) >> (c & 63) & M32,
@@ -266,6 +267,9 @@ MEANINGS: dict[str, Callable[[int, int, int], int | None]] = {
     "mul.hi.s32 %r4, %r1, %r2;": lambda a, b, c: s(a) * s(b) >> 32 & M32,
     "mul.hi.u32 %r4, %r1, %r2;": lambda a, b, c: a * b >> 32,
     "mad.lo.s32 %r4, %r1, %r2, %r3;": lambda a, b, c: (a * b + c) & M32,
+    "mov.b64 %rd1, {%r3, %r1}; mad.wide.u32 %rd1, %r1, %r2, %rd1; mov.b64 {%r5, %r4}, %rd1;": lambda a, b, c: (
+        (a * b + (a << 32 | c)) >> 32 & M32
+    ),
     "mul.wide.s32 %rd1, %r1, %r2; shr.s64 %rd1, %rd1, 7; cvt.u32.u64 %r4, %rd1;": lambda a, b, c: (
         s(a) * s(b) >> 7 & M32
     ),

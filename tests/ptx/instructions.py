@@ -69,10 +69,12 @@ VALUES: dict[str, tuple[str, ...]] = {
     **_all({"shf": "l.wrap.b32 r.wrap.b32 r.clamp.b32"}, "T T T u32"),
     **_all({"shl": "b16 b32 b64", "shr": "s16 u16 s32 u32 s64 u64"}, "T T u32"),
     **_all({"bfi": "b32 b64"}, "T T T u32 u32"),
+    "lop3.b32": ("b32", "b32", "b32", "b32", "u32"),
     **_all({"popc": "b32", "clz": "b64", "bfind.shiftamt": "u32"}, "u32 T"),
     **_all({"mul.wide": "u16"}, "u32 T T"),
     **_all({"mul.wide": "s32"}, "s64 T T"),
     **_all({"mul.wide": "u32"}, "u64 T T"),
+    "mad.wide.u32": ("u64", "u32", "u32", "u64"),
     **_all({"selp": "b16 u16 b32 u32 s32 b64 u64 f32 f64"}, "T T T pred"),
     **_all(
         {

@@ -565,6 +565,12 @@ uint32_t bfi_b32(uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
     for (unsigned i = 0; i < length && position + i <= 31; i++) f = (f & ~(1u << (position + i))) | (a >> i & 1) << (position + i);
     return f;
 }
+// Of bits a, b, c that of the table which they number.
+uint32_t lop3_b32(uint32_t a, uint32_t b, uint32_t c, uint32_t table) {
+    uint32_t found = 0;
+    for (unsigned i = 0; i < 32; i++) found |= (table >> ((a >> i & 1) << 2 | (b >> i & 1) << 1 | (c >> i & 1)) & 1) << i;
+    return found;
+}
 // [b, a] as one number of 64 bits: the upper half of it shifted left, the lower half of it shifted right.
 static uint64_t joined(uint32_t a, uint32_t b) { return (uint64_t)b << 32 | a; }
 uint32_t shf_l_wrap_b32(uint32_t a, uint32_t b, uint32_t c) { return (uint32_t)(joined(a, b) << (c & 31) >> 32); }

@@ -67,6 +67,7 @@ uint32_t dp4a_u32_s32(uint32_t a, uint32_t b, uint32_t c), dp2a_lo_s32_s32(uint3
 uint32_t dp2a_hi_s32_s32(uint32_t a, uint32_t b, uint32_t c), dp2a_lo_u32_u32(uint32_t a, uint32_t b, uint32_t c);
 uint32_t dp2a_hi_u32_u32(uint32_t a, uint32_t b, uint32_t c);
 uint32_t brev_b32(uint32_t), bfi_b32(uint32_t a, uint32_t b, uint32_t c, uint32_t d), popc_b32(uint32_t);
+uint32_t lop3_b32(uint32_t a, uint32_t b, uint32_t c, uint32_t table);
 uint64_t bfi_b64(uint64_t a, uint64_t b, uint32_t c, uint32_t d);
 uint32_t clz_b64(uint64_t), bfind_shiftamt_u32(uint32_t);
 uint32_t shf_l_wrap_b32(uint32_t a, uint32_t b, uint32_t c), shf_r_wrap_b32(uint32_t a, uint32_t b, uint32_t c);
@@ -150,6 +151,7 @@ static inline uint64_t as_b64(double f) {
 #define mul_wide_u16(a, b) (U32(a) * (b))
 #define mul_wide_s32(a, b) U64((int64_t)S32(a) * S32(b))
 #define mul_wide_u32(a, b) (U64(a) * (b))
+#define mad_wide_u32(a, b, c) (U64(a) * (b) + (c))
 #define mad_lo_s32(a, b, c) U32((a) * (b) + (c))
 #define LESS(type, a, b) ((type)(a) < (type)(b))
 #define min_s32(a, b) (LESS(int32_t, a, b) ? (a) : (b))

@@ -507,8 +507,18 @@ def reinforce(x, w, n, guesses, energies, lines, s, kept, curves, filled, counte
             store(curve, 0, least)
 
 
-#: Binding: whether more levels than the nearest ones are tried of values that were searched for deeply.
-widely = False
+#: Bindings: whether more levels than the nearest ones are tried of values that were searched for deeply; of 16 levels,
+#: whether only 8 are tried, around the guess.
+widely = by_guess = False
+
+
+@inline
+def _far_from(guess, d, levels):
+    """Return which of the levels 0 .. 15 are not among the 8 around a guess, for a row's scale."""
+    first = np.rint(guess / d - F(2.5))
+    first = first if first > F(0) else F(0)
+    first = first if first < F(8) else F(8)
+    return vabs(levels - (first + F(3.5))) > F(4)
 
 
 @inline
@@ -530,6 +540,8 @@ def _best_level(guess, energy, patience, d, filled, first, kept, curves):
                 scales = levels * (d * sign)
                 found = points.errors(of, groups, points.SURVIVORS * slots, count, vmax(scales, F(0)))
                 found = select(scales < F(0), F(3e38), found)
+                if by_guess:
+                    found = select(_far_from(guess, d, levels), F(3e38), found)
                 if hmin(found) < lowest:
                     lowest, level, combination = hmin(found), extract(levels, best_lane(found)), side * books + book
     return level, combination
@@ -708,16 +720,22 @@ def encode(x, weights, out, row0, row1, lines_of_points, lines_of_cells, lines_o
 
 
 @cache
-def _ranks(name: str, size: int, bias: int, coarse: bool) -> dict[str, Any]:
-    """Return the bindings of points.rank and points.search that depend on how a query is stored; coarse: in 8 bits."""
+def _ranks(name: str, size: int, bias: int, coarse: bool, short: bool = False) -> dict[str, Any]:
+    """Return the bindings of points.rank and points.search that depend on how a query is stored.
+
+    ``coarse``: in 8 bits; ``short``: weights in 8 bits, all else in 16.
+    """
     floats, largest = f32x8 if size == 8 else f32x4, F(64 if bias else 126)
     if coarse:
         prepared = specialize(points.prepare_coarse, name, largest=largest)
         return {"query_of": points.coarse_query, "score": points.coarse_score, "query_prepared": prepared}
     sums = specialize(points.fine_sums8 if size == 8 else points.fine_sums4, name, bias=bias)
+    units = points.SHORT if short else {}
+    of_p = {"fine_unit": units.get("fine_unit", 7)}
     prepared = specialize(
         points.prepare_fine, name, size=size, floats=floats, shorts_of=i16x8 if size == 8 else points.i16x4,
         paired=points.even_odd if size == 8 else points.in_order,
+        weights_factor=specialize(points.fine_factor, name, **units), **units,
     )  # fmt: skip
     prepared = specialize(
         points.prepare_both, name, fine_prepared=prepared, largest=largest, size=size, floats=floats,
@@ -725,7 +743,7 @@ def _ranks(name: str, size: int, bias: int, coarse: bool) -> dict[str, Any]:
     )  # fmt: skip
     return {
         "query_of": points.fine_query8 if size == 8 else points.fine_query4, "query_prepared": prepared,
-        "score": specialize(points.fine_score, name, fine_sums=sums), "fine_sums": sums,
+        "score": specialize(points.fine_score, name, fine_sums=sums, **of_p), "fine_sums": sums, **of_p,
     }  # fmt: skip
 
 
@@ -755,13 +773,13 @@ Depth = tuple[Shape, Shape] | int
 
 def _search(
     name: str, count: int, size: int, bias: int, shapes: tuple[Shape, Shape], spread: int = 1, *,
-    coarse: bool = False, coarse_tree: bool = True,
+    coarse: bool = False, coarse_tree: bool = True, short: bool = False,
 ) -> Any:  # fmt: skip
     """Return ``points.search`` for codebooks of ``count`` points; ``shapes``: of families, of cells that stay.
 
-    ``coarse``: points are ranked in 8 bits; ``coarse_tree``: centers are.
+    ``coarse``: points are ranked in 8 bits; ``coarse_tree``: centers are; ``short``: points, by weights of 8 bits.
     """
-    ranks, (of_families, of_cells) = _ranks(name, size, bias, coarse), shapes
+    ranks, (of_families, of_cells) = _ranks(name, size, bias, coarse, short), shapes
     kinds = _bound(ranks, "query_of", "score")
     tree = kinds if size == 8 else {"query_of": points.coarse_query4, "score": points.coarse_score4}
     if size == 8 and coarse_tree and not coarse:
@@ -772,7 +790,7 @@ def _search(
         for step, shape, of in (("families", of_families, tree), ("cells", of_cells, tree), ("points", (16,), kinds))
     }
     if spread == 2:
-        kinds = _bound(ranks, "query_of", "fine_sums")
+        kinds = _bound(ranks, "query_of", "fine_sums", "fine_unit")
         steps["rank_points"] = specialize(points.rank_around, name, helper, **kinds)
     return specialize(
         points.search, name, helper, lines_of_families=count // 4096 if of_families else 0,
@@ -838,12 +856,12 @@ def _encoder(
         first_search = _search_listed(suffix, count, around, spread, around=True, **both)
         lists_fetched = specialize(points.fetch_lists, suffix, lists_bytes=2 * LISTED * BUCKETS, books_at_once=books)
     else:
-        first_search = _search(suffix, count, size, bias, around, spread, coarse=coarse)
+        first_search = _search(suffix, count, size, bias, around, spread, coarse=coarse, short=signs == 1)
     last_search = deep_search
     if isinstance(last, int):
         last_search = _search_listed(suffix, count, last, 1, around=False)
     elif last:
-        last_search = _search(suffix, count, size, bias, last, coarse_tree=False)
+        last_search = _search(suffix, count, size, bias, last, short=signs == 1)
     deeply_searched = specialize(search_around, f"{suffix}_deeply", search=deep_search, **sides)
     curves, every_curve = specialize(_curve_of, suffix, **shared), levels is wide_levels
     likely = specialize(_hopeful, suffix, signs=signs, books=books)
@@ -872,7 +890,7 @@ def _encoder(
         search=last_search, **shared,
         best_level=specialize(
             _best_level, suffix, levels_near=levels, every_curve=every_curve, hopeful=likely,
-            widely=levels is wide_levels, **shared,
+            widely=levels is wide_levels, by_guess=levels is small_levels, **shared,
         ),
     )  # fmt: skip
     encode_rows: Callable[..., None] = specialize(
@@ -908,9 +926,9 @@ encode_iq2_kt = _encoder(
     more_deeply=LARGE_ERRORS | {"heavy": 0.1},
 )  # fmt: skip
 encode_iq3_kt = _encoder(
-    "IQ3_KT", 65536, 8, put_iq3_kt, small_levels, largest=15, around=((16, 16), (16, 16, 16, 16)),
-    deep=((16, 16, 8), (16, 16, 16, 16)), last=((16, 16), (16, 16, 16, 16)), searches=(2, 2, 4), spread=2, signs=1,
-    very_much=1.6, more_deeply=SMALL_ERRORS,
+    "IQ3_KT", 65536, 8, put_iq3_kt, small_levels, largest=15, around=((16, 8), (16, 16, 8)),
+    deep=((16, 16), (16, 16, 16)), last=((16, 16), (16, 16)), searches=(2, 2, 4), spread=2, signs=1, very_much=1.6,
+    more_deeply=SMALL_ERRORS,
 )  # fmt: skip
 encode_iq4_kt = _encoder(
     "IQ4_KT", 32768, 4, put_iq4_kt, wide_levels, largest=64, around=12, again=12,

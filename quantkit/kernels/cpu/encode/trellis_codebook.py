@@ -1,8 +1,8 @@
 """The points that trellis types encode to, in a tree of cells, as the search of trellis_search.py reads them.
 
 A point is the 8 (IQ4_KT: 4) levels of an index. 16 points near each other are a cell; 16 consecutive cells, a family.
-IQ1_KT's and IQ2_KT's cells are clusters (scripts/make_trellis_cells.py); other points are split in halves along the
-dimension in which they vary most, until cells are left. Groups of 16 points, of 16 cells' centers and of 16 families'
+Cells of points of 8 are clusters (scripts/make_trellis_cells.py); other points are split in halves along the dimension
+in which they vary most, until cells are left. Groups of 16 points, of 16 cells' centers and of 16 families'
 centers are stored as lines of 64 bytes, a word per point: four levels plus 126 (IQ3_KT: magnitudes), then four squares
 / 64 rounded, as bytes; IQ4_KT's points, two levels of 16 bits.
 
@@ -36,7 +36,7 @@ class Codebook:
     lists: npt.NDArray[np.uint16]
 
 
-#: The numbers of points, cell by cell, u16 [points], by how many points of how many values a codebook has.
+#: The numbers of points, cell by cell, u16 [points], by ``cells_key``.
 CELLS = Path(__file__).parent.parent.parent / "trellis_cells.npz"
 
 #: A parity check of distance 4: families that differ in fewer than 4 of the first splits have different syndromes.
@@ -88,10 +88,15 @@ def _lists(points: npt.NDArray[np.int64], first: int) -> npt.NDArray[np.uint16]:
     return lines_near(points, first)
 
 
-def _clustered(count: int, size: int) -> npt.NDArray[np.int64]:
+def cells_key(count: int, size: int, magnitudes: bool) -> str:
+    """Return the key of a codebook's cells."""
+    return f"{count}x{size}{'-magnitudes' if magnitudes else ''}"
+
+
+def _clustered(count: int, size: int, magnitudes: bool) -> npt.NDArray[np.int64]:
     """Return the numbers of points, cell by cell."""
     with np.load(CELLS) as npz:
-        order: npt.NDArray[np.int64] = npz[f"{count}x{size}"].astype(np.int64)
+        order: npt.NDArray[np.int64] = npz[cells_key(count, size, magnitudes)].astype(np.int64)
     return order
 
 
@@ -111,7 +116,7 @@ def codebook(count: int, size: int, magnitudes: bool = False, books: int = 1) ->
     for book in range(books):
         levels = trellis_levels(book * count, count, size)
         levels, bias = (abs(levels), 0) if magnitudes else (levels, 126)
-        order = _sorted_by_cell(levels) if magnitudes or size == 4 else _clustered(count, size)
+        order = _sorted_by_cell(levels) if size == 4 else _clustered(count, size, magnitudes)
         by_cell = levels[order]
         centers = (_lines(_centers(by_cell, points), bias, False) for points in (16, 256))
         lists = _lists(by_cell, book * count // 16) if size == 4 else np.empty(0, np.uint16)

@@ -7,7 +7,7 @@ Q = sum(w v v). A search for one d (*center*):
    lanes stays, and of the second best, the third ... of lanes the better one of two, or the best of four: about those
    that are best of all, for a few operations;
 2. ranks the centers of the cells of these families likewise, and the points of these cells (IQ3_KT, IQ4_KT: in 16
-   bits, centers in 8): the best of each lane remains, or the best for two scales around d;
+   bits, centers in 8; IQ3_KT: weights in 8): the best of each lane remains, or the best for two scales around d;
 3. computes P and Q of these in f32. Any scale, the best of them for it: three operations a point.
 
 Where a point has 4 values, lines of points are listed for every bucket of queries (trellis_lists.py): most searches
@@ -106,14 +106,23 @@ def prepare_coarse(y, weights, s):
     store(s, QUERY + 8, convert(i8x8, u))
 
 
+#: Bindings of fine queries: what weights u are multiples of, and at most; the unit of -2 u y, as a power of two. With
+#: SHORT ones, products of magnitudes and u / 64 have 16 bits: of no use here, but on a card.
+weight_step, most_weight, fine_unit = 1, 32000, 7
+SHORT = {"weight_step": 64, "most_weight": 16000, "fine_unit": 6}
+
+
 @inline
 def fine_factor(y, weights):
     """Return what the weights of a fine query are over weights."""
     ay = weights * vabs(y)
-    top = max(hsum(weights * F(15876) + ay * F(320)) * F(1 / 2.0e9), hmax(weights) * F(1 / 32000))
-    top = max(top, hmax(ay) * F(1 / 64 / 32000))
+    top = max(hsum(weights * F(15876) + ay * F(320)) * F(1 / 2.0e9), hmax(weights) * F(1 / most_weight))
+    top = max(top, hmax(ay) * F(2 / (1 << fine_unit) / 32000))
     return F(1) / top if top > F(1e-33) else F(0)
 
+
+#: Binding of ``prepare_fine``.
+weights_factor: Any = fine_factor
 
 #: Bindings of ``prepare_both``: what stores the fine query; bytes of integers.
 fine_prepared: Any = None
@@ -168,13 +177,9 @@ def coarse_score(lines, number, query):
 
 @inline
 def prepare_fine(y, weights, s):
-    """Store the query of 8 or 4 values y with weights: weights u of up to 15 bits, -2 u y in units of 128."""
-    ay = weights * vabs(y)
-    top = max(hsum(weights * F(15876) + ay * F(320)) * F(1 / 2.0e9), hmax(weights) * F(1 / 32000))
-    top = max(top, hmax(ay) * F(1 / 64 / 32000))
-    factor = F(1) / top if top > F(1e-33) else F(0)
-    u = round_even(weights * factor)
-    store(s, QUERY, convert(shorts_of, nearest_int(paired(u * y * F(-1 / 64)))))
+    """Store the query of 8 or 4 values y with weights: weights u of up to 15 bits, -2 u y in its unit."""
+    u = round_even(weights * (weights_factor(y, weights) * F(1 / weight_step))) * F(weight_step)
+    store(s, QUERY, convert(shorts_of, nearest_int(paired(u * y * F(-2 / (1 << fine_unit))))))
     store(s, QUERY + 2 * size, convert(shorts_of, nearest_int(paired(u))))
 
 
@@ -226,7 +231,7 @@ fine_sums: Any = None
 def fine_score(lines, number, query):
     """Return the errors of a line of 16 points, in fewer bits."""
     p, q = fine_sums(lines, number, query)
-    return ((p << 7) + q) >> NUMBER
+    return ((p << fine_unit) + q) >> NUMBER
 
 
 #: Bindings of ``rank``.
@@ -274,7 +279,7 @@ def rank_around(lines, source, count, s, to):
     for i in range(source, source + number_bytes * count, number_bytes):
         number = types.int32(load(numbers, i, 0))
         p, q = fine_sums(lines, number, query)
-        found, more = (p << 7) + q, p << 4
+        found, more = (p << fine_unit) + q, p << (fine_unit - 3)
         a = vmin(a, (((found + more) >> NUMBER) << NUMBER) | number)
         b = vmin(b, (((found - more) >> NUMBER) << NUMBER) | number)
     _list_best(a, lanes_kept, s, to)

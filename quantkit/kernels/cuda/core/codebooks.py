@@ -3,7 +3,7 @@
 Points and centers are the CPU's (quantkit.kernels.cpu.encode.trellis_codebook), in the same order, but each lies by
 itself: its levels, signed, then their squares / 64, rounded, less 128. Points that are never ranked in 8 bits have
 magnitudes instead of squares, or nothing where levels are magnitudes: what a search reads of them comes from afar.
-Lists of lines near queries are the CPU's.
+Behind centers of magnitudes are their squares. Lists of lines near queries are the CPU's.
 """
 
 from __future__ import annotations
@@ -64,13 +64,19 @@ def _with_squares(levels: npt.NDArray[np.int64]) -> npt.NDArray[np.int8]:
     return np.concatenate([levels, (levels**2 + 32) // 64 - 128], 1).astype(np.int8)
 
 
+def _centers(levels: npt.NDArray[np.int64], magnitudes: bool) -> npt.NDArray[np.int8]:
+    """Return centers as points are, for magnitudes with all squares, of 16 bits, behind all of them."""
+    short = _with_squares(levels)
+    return np.concatenate([short, (levels**2).astype(np.int16).view(np.int8)]) if magnitudes else short
+
+
 @cache
 def codebook_arrays(name: str) -> Codebook:
     """Return the arrays of a type."""
     count, size, magnitudes, books = CODEBOOKS[name]
     of, bias = trellis_codebook.codebook(count, size, magnitudes, books), 0 if magnitudes else 126
     grid = np.array([_STEP ** (k - 7.5) for k in range(16)], np.float32)
-    cells, families = (_with_squares(_levels(lines, size, bias, False)) for lines in (of.cells, of.families))
+    cells, families = (_centers(_levels(lines, size, bias, False), magnitudes) for lines in (of.cells, of.families))
     levels = _levels(of.points, size, bias, size == 4)
     if magnitudes:
         points = levels.astype(np.int8)

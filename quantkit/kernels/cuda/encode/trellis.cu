@@ -116,8 +116,16 @@ INLINE void rate_row_scales(const TrellisRow<ENCODER>& row, const Codebook& code
 
 // The last of the scales that cost the least.
 INLINE int cheapest_of(const float* cost) {
-    int found = 0;
-    for (int i = 1; i < 64; i++) found = cost[i] <= cost[found] ? i : found;
+    float least = cost[me()];
+    int found = me();
+    if (cost[found + 32] <= least) least = cost[found += 32];
+    for (int d = 16; d; d /= 2) {
+        const float other = __shfl_xor_sync(FULL, least, d);
+        const int there = __shfl_xor_sync(FULL, found, d);
+        const bool better = other < least || (other == least && there > found);
+        least = better ? other : least;
+        found = better ? there : found;
+    }
     return found;
 }
 

@@ -97,17 +97,23 @@ INLINE float gain_at(const float* curve, float ratio) {
     const int bits = __float_as_int(ratio);
     const float m = __int_as_float((bits & 0x7fffff) | 0x3f800000);
     const float log2 = (float)((bits >> 23) - 127) + ((2.0f - m * (float)(1.0 / 3)) * m - (float)(5.0 / 3));
-    const float t = log2 * (float)(1 / 0.0908534) + 7.5f, at = greater(lesser(t, 14.99f), 0.0f);
+    const float t = log2 * (float)(1 / 0.0908534) + 7.5f, at = fmaxf(fminf(t, 14.99f), 0.0f);
     const int k = (int)at;
     const float inside = curve[k] + (at - (float)k) * (curve[k + 1] - curve[k]);
-    const float beyond = lesser(t, 0.0f) * 0.05f - greater(t - 15.0f, 0.0f) * 0.2f;
-    return lesser(inside, 0.0f) * greater(beyond + 1.0f, 0.0f);
+    const float beyond = fminf(t, 0.0f) * 0.05f - fmaxf(t - 15.0f, 0.0f) * 0.2f;
+    return fminf(inside, 0.0f) * fmaxf(beyond + 1.0f, 0.0f);
 }
 
-// Scales are one of 16 levels times the row's: the codebook's, or 0 .. 15.
+// Scales are one of 16 levels times the row's: the codebook's, or 0 .. 15, of which those 8 around the guess are tried.
 template <bool CODEBOOK> struct SixteenLevels {
+    static const int TRIED = CODEBOOK ? 16 : 8;
     STATIC_INLINE float level(int i) { return CODEBOOK ? trellis_level(i) : (float)i; }
-    STATIC_INLINE float near(float) { return level(lane_of_16()); }
+    // The level of this lane; v: of the least error, guess: both over the row's scale.
+    STATIC_INLINE float near(float, float guess) {
+        if (CODEBOOK) return level(lane_of_16());
+        const float first = lesser(greater(round_even(guess - 2.5f), 0.0f), 8.0f);
+        return (float)(me() % 8) + first;
+    }
 
     // The error of 32 values for the row's scale sign * d, each half of the warp with a d.
     STATIC_INLINE float cost(float d, float sign, float guess, const float* curves, const float*) {
@@ -117,7 +123,7 @@ template <bool CODEBOOK> struct SixteenLevels {
         for (int i = 0; i < 16; i++) {
             const float by = level(i) * inverse;
             if (!(fabsf(by) * least_d < 1.65f && fabsf(by) * most_d > 0.3f)) continue;
-            least = lesser(gain_at(curves + ((by < 0) == (sign > 0) ? 16 : 0), d * fabsf(by)), least);
+            least = fminf(gain_at(curves + ((by < 0) == (sign > 0) ? 16 : 0), d * fabsf(by)), least);
         }
         return least;
     }
@@ -125,8 +131,11 @@ template <bool CODEBOOK> struct SixteenLevels {
 
 // Scales are -64 .. 63 times the row's.
 struct WideLevels {
+    static const int TRIED = 16;
     // The 16 levels that are nearest to v; none if it is NaN, as of zeros for a scale of 0.
-    STATIC_INLINE float near(float v) { return (float)lane_of_16() + (lesser(55.0f, greater(-56.0f, round_even(v))) - 8.0f); }
+    STATIC_INLINE float near(float v, float) {
+        return (float)lane_of_16() + (lesser(55.0f, greater(-56.0f, round_even(v))) - 8.0f);
+    }
 
     STATIC_INLINE float cost(float d, float sign, float guess, const float* curves, const float* grid) {
         const float inverse = 1.0f / guess;
@@ -158,7 +167,9 @@ template <class TYPE, int COUNT, int SIZE_, int SIGNS_, int BOOKS_, int SEARCHES
         else
             search_points<SIZE, POINTS, SIGNS == 1, WIDTH, Depth>(codebook, book, sign, sign / scale, x, w, kept, SURVIVORS * slot);
     }
-    STATIC_INLINE float errors(float* kept, int slots, float d) { return errors_of<GROUPS, WIDTH>(kept, slots, d); }
+    template <int ACROSS = 16> STATIC_INLINE float errors(float* kept, int slots, float d) {
+        return errors_of<GROUPS, WIDTH, ACROSS, (ROOMY && ACROSS == 16 ? 2 : TYPE::Levels::TRIED / 8)>(kept, slots, d);
+    }
 
     // Keep the points near 32 values for scales around `center`, either sign, either codebook.
     template <class Depth>
@@ -333,10 +344,11 @@ template <class TYPE, int COUNT, int SIZE_, int SIGNS_, int BOOKS_, int SEARCHES
             const int count = row.filled(b)[c];
 #pragma unroll 1
             for (int k = -around; k <= around; k++) {
-                const float of = TYPE::Levels::near(sign * near / d + (float)(16 * k)), scale = of * (d * sign);
-                float found = errors(row.kept_of(b, c), count, greater(scale, 0.0f));
+                const float of = TYPE::Levels::near(sign * near / d + (float)(16 * k), row.guess(b) / d);
+                const float scale = of * (d * sign);
+                float found = errors<TYPE::Levels::TRIED>(row.kept_of(b, c), count, greater(scale, 0.0f));
                 found = scale < 0 ? NOTHING_FOUND : found;
-                const float best = least_of_16(found);
+                const float best = least_of<TYPE::Levels::TRIED>(found);
                 if (best < lowest) {
                     lowest = best;
                     level = __shfl_sync(FULL, of, first_with(best, found), 16);
@@ -440,9 +452,9 @@ struct EncodeIQ2_KT : Trellis<EncodeIQ2_KT, 65536, 8, 2, 1, 3, 68> {
 
 struct EncodeIQ3_KT : Trellis<EncodeIQ3_KT, 65536, 8, 1, 1, 4, 100> {
     typedef SixteenLevels<false> Levels;
-    typedef SearchDepth<Shape<16, 16>, Shape<16, 16, 16, 16>, true, false, 2> Around;
-    typedef SearchDepth<Shape<16, 16, 8>, Shape<16, 16, 16, 16>, false, false, 1> Deep;
-    typedef SearchDepth<Shape<16, 16>, Shape<16, 16, 16, 16>, false, false, 1> Last;
+    typedef SearchDepth<Shape<16, 8>, Shape<16, 16, 8>, true, false, 2, true> Around;
+    typedef SearchDepth<Shape<16, 16>, Shape<16, 16, 16>, false, false, 1> Deep;
+    typedef SearchDepth<Shape<16, 16>, Shape<16, 16>, true, false, 1, true> Last;
     static const bool AGAIN = false, POLISHED = true, EVERY_CURVE = false, WIDELY = false, EAGER = false;
     static const int FEW = 2, SOME = 2, FITS = 2, TRIES = 2;
     static constexpr double MUCH = 2, VERY_MUCH = 1.6, STRETCH = 1;

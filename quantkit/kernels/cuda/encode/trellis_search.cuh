@@ -34,10 +34,11 @@ INLINE float sum_of_16(float v) {
     return v;
 }
 
-INLINE float least_of_16(float v) {
-    for (int d = 8; d; d >>= 1) v = lesser(v, __shfl_xor_sync(FULL, v, d));
+template <int ACROSS> INLINE float least_of(float v) {
+    for (int d = ACROSS / 2; d; d >>= 1) v = fminf(v, __shfl_xor_sync(FULL, v, d));
     return v;
 }
+INLINE float least_of_16(float v) { return least_of<16>(v); }
 
 // The first of 16 lanes that has the least value, which all know.
 INLINE int first_with(float least, float v) {
@@ -60,54 +61,109 @@ template <int SIZE> INLINE void load_values(const float* from, float* to) {
     }
 }
 
+// Whether registers suffice for the shorter of two ways; otherwise some are spilled.
+#if defined(QUANTKIT_HOST) || __CUDA_ARCH__ >= 900
+const bool ROOMY = true;
+#else
+const bool ROOMY = false;
+#endif
+
+// What the compiler's PTX takes two or three instructions for.
+INLINE uint32_t masked_or(uint32_t v, uint32_t mask, uint32_t bits) {
+#ifdef QUANTKIT_HOST
+    return (v & mask) | bits;
+#else
+    uint32_t found;
+    asm("lop3.b32 %0, %1, %2, %3, 234;" : "=r"(found) : "r"(v), "r"(mask), "r"(bits));
+    return found;
+#endif
+}
+
+INLINE int times_plus(int v, int times, int more) {
+#ifdef QUANTKIT_HOST
+    return (int)((uint32_t)v * (uint32_t)times + (uint32_t)more);
+#else
+    int found;
+    asm("mad.lo.s32 %0, %1, %2, %3;" : "=r"(found) : "r"(v), "r"(times), "r"(more));
+    return found;
+#endif
+}
+
+INLINE uint64_t wide_times_plus(uint32_t v, uint32_t times, uint64_t more) {
+#ifdef QUANTKIT_HOST
+    return (uint64_t)v * times + more;
+#else
+    uint64_t found;
+    asm("mad.wide.u32 %0, %1, %2, %3;" : "=l"(found) : "r"(v), "r"(times), "l"(more));
+    return found;
+#endif
+}
+
+INLINE void halves_of(uint64_t v, uint32_t& low, uint32_t& high) {
+#ifdef QUANTKIT_HOST
+    low = (uint32_t)v, high = (uint32_t)(v >> 32);
+#else
+    asm("mov.b64 {%0, %1}, %2;" : "=r"(low), "=r"(high) : "l"(v));
+#endif
+}
+
+// A line of so many bytes.
+template <int BYTES> INLINE const uint8_t* line_at(const uint8_t* first, uint32_t line) {
+    if constexpr (ROOMY) return (const uint8_t*)wide_times_plus(line, BYTES, (uint64_t)first);
+    return first + (uint64_t)line * (uint32_t)BYTES;
+}
+
+// The squares of bytes 0 and 1 of a word, or of bytes 2 and 3, of 16 bits each.
+INLINE uint32_t two_squares(uint32_t word, bool last) {
+    const uint32_t both = __byte_perm(word, 0, last ? 0x4342 : 0x4140);
+    uint32_t low, high;
+    halves_of((uint64_t)both * both, low, high);  // the first one's, in bits 17 to 31 a product, the second one's
+    return __byte_perm(low, high, 0x5410);
+}
+
 // A point: four levels a word, then four squares / 64, rounded, less 128. Points that are never ranked in 8 bits (BARE)
 // have magnitudes instead, or nothing where levels are magnitudes.
 template <int SIZE, bool BARE = false> struct PointWords {
-    static const int BYTES = SIZE == 8 && !BARE ? 16 : 8;
+    static const int BYTES = SIZE == 8 && !BARE ? 16 : 8, LINE = 16 * BYTES;
     int levels[SIZE / 4], more[SIZE / 4];
 
     __device__ __forceinline__ explicit PointWords(const uint8_t* at) {
         if (BYTES == 16) {
-            const uint4 v = *(const uint4*)at;
+            const uint4 v = __ldg((const uint4*)at);
             levels[0] = (int)v.x, levels[SIZE / 4 - 1] = (int)v.y, more[0] = (int)v.z, more[SIZE / 4 - 1] = (int)v.w;
         } else {
-            const uint2 v = *(const uint2*)at;
+            const uint2 v = __ldg((const uint2*)at);
             levels[0] = (int)v.x, more[SIZE / 4 - 1] = (int)v.y;
             if (SIZE == 8) levels[SIZE / 4 - 1] = (int)v.y;
         }
     }
     // That of this lane in a line of a table, given where the first line's is.
     STATIC_INLINE const uint8_t* first(const uint8_t* table) { return table + lane_of_16() * BYTES; }
-    __device__ __forceinline__ PointWords(const uint8_t* first, int line)
-        : PointWords(first + (uint64_t)(uint32_t)line * (uint32_t)(16 * BYTES)) {}
-
+    __device__ __forceinline__ PointWords(const uint8_t* first, int line) : PointWords(line_at<LINE>(first, (uint32_t)line)) {}
     __device__ __forceinline__ int level(int i) const { return (int)(int8_t)((uint32_t)levels[i / 4] >> 8 * (i % 4)); }
     __device__ __forceinline__ uint32_t magnitudes(int k) const { return (uint32_t)(SIZE == 8 ? levels : more)[k]; }
+    __device__ __forceinline__ uint32_t squares(int k, bool last) const { return two_squares(magnitudes(k), last); }
 };
 
-// The squares of bytes 0 and 1 of a word, or of bytes 2 and 3, of 16 bits each.
-INLINE uint32_t two_squares(uint32_t word, bool last) {
-    const uint32_t both = __byte_perm(word, 0, last ? 0x4342 : 0x4140);
-    const uint64_t squared = (uint64_t)both * both;  // the first one's, in bits 17 to 31 a product, the second one's
-    uint32_t low, high;
-#ifdef QUANTKIT_HOST
-    low = (uint32_t)squared, high = (uint32_t)(squared >> 32);
-#else
-    asm("mov.b64 {%0, %1}, %2;" : "=r"(low), "=r"(high) : "l"(squared));
-#endif
-    return __byte_perm(low, high, 0x5410);
-}
+// A center of magnitudes: levels, and after LINES lines of these its squares, of 16 bits each.
+template <int LINES> struct Center {
+    static const int LINE = 256;
+    int levels[2];
+    uint32_t of[4];
+
+    STATIC_INLINE const uint8_t* first(const uint8_t* table) { return table + lane_of_16() * 16; }
+    __device__ __forceinline__ Center(const uint8_t* first, int line) : Center(line_at<LINE>(first, (uint32_t)line)) {}
+    __device__ __forceinline__ explicit Center(const uint8_t* at) {
+        const uint2 v = __ldg((const uint2*)at);
+        const uint4 squares = __ldg((const uint4*)(at + LINE * LINES));
+        levels[0] = (int)v.x, levels[1] = (int)v.y;
+        of[0] = squares.x, of[1] = squares.y, of[2] = squares.z, of[3] = squares.w;
+    }
+    __device__ __forceinline__ uint32_t squares(int k, bool last) const { return of[2 * k + last]; }
+};
 
 // A line, ranked by the upper bits of a score.
-INLINE int ranked_line(uint32_t score, int line) {
-#ifdef QUANTKIT_HOST
-    return (int)(score & ~((1u << NUMBER) - 1)) | line;
-#else
-    int ranked;  // a compiler takes two instructions of PTX for what is one
-    asm("bfi.b32 %0, %1, %2, 0, %3;" : "=r"(ranked) : "r"(line), "r"(score), "n"(NUMBER));
-    return ranked;
-#endif
-}
+INLINE int ranked_line(uint32_t score, int line) { return (int)masked_or(score, ~((1u << NUMBER) - 1), (uint32_t)line); }
 
 // Of SIZE values y with weights w, which each lane of a half knows one of: lane l that of l % SIZE.
 template <int SIZE> struct OneOf {
@@ -157,25 +213,26 @@ template <int SIZE, bool MAGNITUDES> struct CoarseQuery {
         int sum = constant;
 #pragma unroll
         for (int k = 0; k < SIZE / 4; k++) sum = __dp4a(v.more[k], u[k], __dp4a(v.levels[k], a[k], sum));
-        return ranked_line((uint32_t)sum << NUMBER, line);
+        return times_plus(sum, 1 << NUMBER, line);
     }
 };
 
 // Whether a type's points are never ranked in 8 bits: those of IQ3_KT and IQ4_KT.
 template <int SIZE, bool MAGNITUDES> constexpr bool bare() { return SIZE == 4 || MAGNITUDES; }
 
-// A value with its weight: the weight u in up to 15 bits, -2 u y in units of 128.
-template <int SIZE> struct FineNumbers {
-    int a, u;
+// A value with its weight: the weight u in up to 15 bits, -2 u y in units of 128; or u in 8 bits times 64, in units of 64.
+template <int SIZE, bool SHORT = false> struct FineNumbers {
+    static const int STEP = SHORT ? 64 : 1, UNIT = SHORT ? 64 : 128;
+    int a, u;  // u over STEP
     float factor;
 
     __device__ __forceinline__ explicit FineNumbers(const OneOf<SIZE>& v) {
         const float sum = v.sum(v.w * 15876.0f + v.w * fabsf(v.y) * 320.0f);
-        const float top =
-            greater(greater(sum * (float)(1 / 2.0e9), v.most * (float)(1.0 / 32000)), v.most_ay * (float)(1.0 / 64 / 32000));
+        const float top = greater(greater(sum * (float)(1 / 2.0e9), v.most * (float)((SHORT ? 2.0 : 1.0) / 32000)),
+                                  v.most_ay * (float)(2.0 / UNIT / 32000));
         factor = top > 1e-33f ? 1.0f / top : 0;
-        const float weight = round_even(v.w * factor);
-        a = (int)(int16_t)nearest_int(weight * v.y * (-1.0f / 64));
+        const float weight = round_even(v.w * (factor * (1.0f / STEP)));
+        a = (int)(int16_t)nearest_int(weight * STEP * v.y * (-2.0f / UNIT));
         u = (int)(int16_t)nearest_int(weight);
     }
 };
@@ -199,23 +256,64 @@ template <int SIZE, bool MAGNITUDES_KNOWN> struct FineQuery {
         }
     }
     // -2 u y v / 128 and u v v, summed.
-    template <bool BARE> __device__ __forceinline__ void sums(const PointWords<SIZE, BARE>& point, uint32_t& p, uint32_t& q) const {
+    template <class Point> __device__ __forceinline__ void sums(const Point& point, uint32_t& p, uint32_t& q) const {
         int of_levels = 0, upper = 0;
         uint32_t lower = 0;
 #pragma unroll
         for (int k = 0; k < SIZE / 4; k++) {
-            const uint32_t v = point.magnitudes(k), first = two_squares(v, false), last = two_squares(v, true);
+            const uint32_t first = point.squares(k, false), last = point.squares(k, true);
             of_levels = __dp2a_hi(a[2 * k + 1], point.levels[k], __dp2a_lo(a[2 * k], point.levels[k], of_levels));
             lower = __dp2a_hi(last, low[k], __dp2a_lo(first, low[k], lower));
             upper = __dp2a_hi((int)last, high[k], __dp2a_lo((int)first, high[k], upper));
         }
-        p = (uint32_t)of_levels, q = lower + ((uint32_t)upper << 8);
+        p = (uint32_t)of_levels, q = (uint32_t)times_plus(upper, 256, (int)lower);
     }
     // The error of a point of a line, in fewer bits.
-    template <bool BARE> __device__ __forceinline__ int ranked(const PointWords<SIZE, BARE>& point, int line) const {
+    template <class Point> __device__ __forceinline__ int ranked(const Point& point, int line) const {
         uint32_t p, q;
         sums(point, p, q);
-        return ranked_line((p << 7) + q, line);
+        return ranked_line((uint32_t)times_plus((int)p, 128, (int)q), line);
+    }
+    // The errors for scales 1/8 above and below.
+    template <class Point>
+    __device__ __forceinline__ void ranked_around(const Point& point, int line, int& above, int& below) const {
+        uint32_t p, q;
+        sums(point, p, q);
+        above = ranked_line(p * 144 + q, line);
+        below = ranked_line(p * 112 + q, line);
+    }
+};
+
+// A query of weights u in 8 bits, for magnitudes: pairs of -2 u y / 64, bytes of u.
+struct ShortQuery {
+    int a[4];
+    uint32_t u[2];
+
+    __device__ __forceinline__ explicit ShortQuery(const OneOf<8>& v) {
+        const FineNumbers<8, true> of(v);
+        gather<8, 2>(of.a, a);
+        gather<8, 4>(of.u, (int*)u);
+    }
+    template <class Point> __device__ __forceinline__ int p(const Point& point) const {
+        int sum = __dp2a_hi(a[1], point.levels[0], __dp2a_lo(a[0], point.levels[0], 0));
+        return __dp2a_hi(a[3], point.levels[1], __dp2a_lo(a[2], point.levels[1], sum));
+    }
+    // u v v, summed, and `sum`.
+    template <class Point> __device__ __forceinline__ uint32_t with_q(const Point& point, uint32_t sum) const {
+#pragma unroll
+        for (int k = 0; k < 2; k++) {
+            sum = __dp2a_hi(point.squares(k, true), u[k], __dp2a_lo(point.squares(k, false), u[k], sum));
+        }
+        return sum;
+    }
+    template <class Point> __device__ __forceinline__ int ranked(const Point& point, int line) const {
+        return ranked_line(with_q(point, (uint32_t)p(point)) << 6, line);
+    }
+    template <class Point>
+    __device__ __forceinline__ void ranked_around(const Point& point, int line, int& above, int& below) const {
+        const int of_levels = p(point), q = (int)(with_q(point, 0) << 6);
+        above = ranked_line((uint32_t)times_plus(of_levels, 72, q), line);
+        below = ranked_line((uint32_t)times_plus(of_levels, 56, q), line);
     }
 };
 
@@ -275,6 +373,21 @@ template <int DEPTH> struct Best {
             of[i] = less;
         }
     }
+    // Four at once: sorted, then the lowest of both lists.
+    __device__ __forceinline__ void take(int a, int b, int c, int d) {
+        if constexpr (DEPTH == 4) {
+            order(a, b), order(c, d), order(a, c), order(b, d), order(b, c);
+            of[0] = min(of[0], d), of[1] = min(of[1], c), of[2] = min(of[2], b), of[3] = min(of[3], a);
+            order(of[0], of[2]), order(of[1], of[3]), order(of[0], of[1]), order(of[2], of[3]);
+        } else {
+            take(a), take(b), take(c), take(d);
+        }
+    }
+    STATIC_INLINE void order(int& a, int& b) {
+        const int less = min(a, b);
+        b = max(a, b);
+        a = less;
+    }
     // The number of a point, of the first `lanes` of 16 the best one of 16 / lanes: a line of what it is the center of.
     __device__ __forceinline__ int place(int i, int lanes = 16) const {
         int found = of[i];
@@ -289,11 +402,17 @@ template <int DEPTH> struct Best {
 };
 
 // Rank the points of `count` lines from `first` on.
-template <int SIZE, int DEPTH, class Query>
+template <class Point, int DEPTH, class Query>
 INLINE void rank_all(const uint8_t* table, int first, int count, const Query& query, Best<DEPTH>& best) {
-    const uint8_t* of_lane = PointWords<SIZE>::first(table);
+    if constexpr (ROOMY) {
+        const uint8_t* of_line = line_at<Point::LINE>(Point::first(table), (uint32_t)first);
+#pragma unroll 4
+        for (int line = first; line < first + count; line++, of_line += Point::LINE) best.take(query.ranked(Point(of_line), line));
+    } else {
+        const uint8_t* of_lane = Point::first(table);
 #pragma unroll 2
-    for (int line = first; line < first + count; line++) best.take(query.ranked(PointWords<SIZE>(of_lane, line), line));
+        for (int line = first; line < first + count; line++) best.take(query.ranked(Point(of_lane, line), line));
+    }
 }
 
 // Where a half of a warp lists up to 64 lines.
@@ -302,8 +421,8 @@ INLINE int* list_of_half() {
     return lists + threadIdx.x / 16 * 64;
 }
 
-// Call `rate` with each of the lines that remain of those that this half found, one after the other.
-template <class KEPT, class F> INLINE void each_line(const Best<KEPT::DEPTH>& lines, F rate) {
+// Call `rate` with the lines that remain of those that this half found, four at a time.
+template <class KEPT, class F> INLINE void each_four(const Best<KEPT::DEPTH>& lines, F rate) {
     int *list = list_of_half(), count = 0;
     __syncwarp();
 #pragma unroll
@@ -313,20 +432,23 @@ template <class KEPT, class F> INLINE void each_line(const Best<KEPT::DEPTH>& li
         count += KEPT::lanes(k);
     }
     __syncwarp();
+    if constexpr (ROOMY) {
 #pragma unroll 1
-    for (int i = 0; i < KEPT::KEPT; i += 4) {
-        const int4 four = *(const int4*)(list + i);
-        rate(four.x);
-        rate(four.y);
-        rate(four.z);
-        rate(four.w);
+        for (const int4 *at = (const int4*)list, *end = at + KEPT::KEPT / 4; at < end; at++) rate(*at);
+    } else {
+#pragma unroll 1
+        for (int i = 0; i < KEPT::KEPT; i += 4) rate(*(const int4*)(list + i));
     }
 }
 
 template <class Point, class KEPT, int DEPTH, class Query>
 INLINE void rank(const uint8_t* table, const Best<KEPT::DEPTH>& lines, const Query& query, Best<DEPTH>& best) {
     const uint8_t* of_lane = Point::first(table);
-    each_line<KEPT>(lines, [&](int line) { best.take(query.ranked(Point(of_lane, line), line)); });
+    each_four<KEPT>(lines, [&](int4 four) {
+        const int a = query.ranked(Point(of_lane, four.x), four.x), b = query.ranked(Point(of_lane, four.y), four.y);
+        const int c = query.ranked(Point(of_lane, four.z), four.z), d = query.ranked(Point(of_lane, four.w), four.w);
+        best.take(a, b, c, d);
+    });
 }
 
 // Of the lines that are listed for a bucket, call `rate` with the first COUNT, one after the other.
@@ -356,11 +478,15 @@ INLINE const uint16_t* list_of(const Codebook& codebook, int book, float y) {
 template <class Point, class KEPT, class Query>
 INLINE void rank_around(const uint8_t* table, const Best<KEPT::DEPTH>& lines, const Query& query, Best<1>& above, Best<1>& below) {
     const uint8_t* of_lane = Point::first(table);
-    each_line<KEPT>(lines, [&](int line) {
-        uint32_t p, q;
-        query.sums(Point(of_lane, line), p, q);
-        above.take(ranked_line(p * 144 + q, line));
-        below.take(ranked_line(p * 112 + q, line));
+    each_four<KEPT>(lines, [&](int4 four) {
+        const int of[4] = {four.x, four.y, four.z, four.w};
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            int more, less;
+            query.ranked_around(Point(of_lane, of[i]), of[i], more, less);
+            above.take(more);
+            below.take(less);
+        }
     });
 }
 
@@ -393,12 +519,12 @@ template <int WIDTH> struct Survivors {
 };
 
 // How deep a search goes: the Shape of families (void: all cells are ranked) and of cells that stay; whether centers, and
-// points, are ranked in 8 bits; for how many scales points are.
-template <class FAMILIES, class CELLS, bool COARSE_TREE, bool COARSE, int SPREAD> struct SearchDepth {
+// points, are ranked in 8 bits; for how many scales points are; whether weights have 8 bits for points, too.
+template <class FAMILIES, class CELLS, bool COARSE_TREE, bool COARSE, int SPREAD, bool SHORT = false> struct SearchDepth {
     typedef FAMILIES Families;
     typedef CELLS Cells;
     static const int spread = SPREAD, listed = 0, books = 1;
-    static const bool coarse_tree = COARSE_TREE, coarse = COARSE;
+    static const bool coarse_tree = COARSE_TREE, coarse = COARSE, few_bits = SHORT;
 };
 
 // That of points of 4 values, of so many lines that are listed; for one scale or two, of which half the survivors are each;
@@ -408,24 +534,37 @@ template <int COUNT, bool AROUND, int BOOKS = 1> struct ListedDepth {
     static const bool around = AROUND;
 };
 
-template <int SIZE, bool MAGNITUDES, bool COARSE> struct QueryOf {
+template <int SIZE, bool MAGNITUDES, bool COARSE, bool SHORT = false> struct QueryOf {
     typedef FineQuery<SIZE, bare<SIZE, MAGNITUDES>()> Type;
 };
 template <int SIZE, bool MAGNITUDES> struct QueryOf<SIZE, MAGNITUDES, true> {
     typedef CoarseQuery<SIZE, MAGNITUDES> Type;
+};
+template <> struct QueryOf<8, true, false, true> {
+    typedef ShortQuery Type;
+};
+
+// How a query sees centers, of which there are so many lines.
+template <int SIZE, int LINES, class Query> struct CenterOf {
+    typedef PointWords<SIZE> Type;
+};
+template <int LINES> struct CenterOf<8, LINES, FineQuery<8, true>> {
+    typedef Center<LINES> Type;
 };
 
 // The best cells: of all, or of the best families.
 template <int SIZE, int POINTS, class FAMILIES, int DEPTH, class Query> struct Tree {
     STATIC_INLINE void rank_cells(const Codebook& codebook, int book, const Query& query, Best<DEPTH>& cells) {
         Best<FAMILIES::DEPTH> families;
-        rank_all<SIZE>(codebook.families, book * (POINTS / 4096), POINTS / 4096, query, families);
-        rank<PointWords<SIZE>, FAMILIES>(codebook.cells, families, query, cells);
+        typedef typename CenterOf<SIZE, POINTS / 4096, Query>::Type Family;
+        typedef typename CenterOf<SIZE, POINTS / 256, Query>::Type Cell;
+        rank_all<Family>(codebook.families, book * (POINTS / 4096), POINTS / 4096, query, families);
+        rank<Cell, FAMILIES>(codebook.cells, families, query, cells);
     }
 };
 template <int SIZE, int POINTS, int DEPTH, class Query> struct Tree<SIZE, POINTS, void, DEPTH, Query> {
     STATIC_INLINE void rank_cells(const Codebook& codebook, int book, const Query& query, Best<DEPTH>& cells) {
-        rank_all<SIZE>(codebook.cells, book * (POINTS / 256), POINTS / 256, query, cells);
+        rank_all<PointWords<SIZE>>(codebook.cells, book * (POINTS / 256), POINTS / 256, query, cells);
     }
 };
 
@@ -433,7 +572,7 @@ template <int SIZE, int POINTS, int DEPTH, class Query> struct Tree<SIZE, POINTS
 template <int SIZE, int POINTS, bool MAGNITUDES, int WIDTH, class Depth>
 INLINE void search_points(const Codebook& codebook, int book, float sign, float inverse, const float* x, const float* w,
                           float* kept, int at) {
-    typedef typename QueryOf<SIZE, MAGNITUDES, Depth::coarse>::Type Query;
+    typedef typename QueryOf<SIZE, MAGNITUDES, Depth::coarse, Depth::few_bits>::Type Query;
     typedef typename QueryOf<SIZE, MAGNITUDES, Depth::coarse_tree>::Type TreeQuery;
     typedef typename Depth::Cells Cells;
     typedef Tree<SIZE, POINTS, typename Depth::Families, Cells::DEPTH, TreeQuery> Centers;
@@ -441,7 +580,7 @@ INLINE void search_points(const Codebook& codebook, int book, float sign, float 
 #pragma unroll 1
     for (int group = half_of_warp(); group < 32 / SIZE; group += 2) {
         const int mine = SIZE * group + ((int)threadIdx.x & (SIZE - 1));
-        const OneOf<SIZE> one(greater(lesser(x[mine] * inverse, 140.0f), -140.0f), w[mine]);
+        const OneOf<SIZE> one(fmaxf(fminf(x[mine] * inverse, 140.0f), -140.0f), w[mine]);
         const Query query(one);
         Best<Cells::DEPTH> cells;
         if constexpr (Depth::coarse == Depth::coarse_tree) Centers::rank_cells(codebook, book, query, cells);
@@ -485,10 +624,10 @@ INLINE void search_listed(const Codebook& codebook, int book, float sign, float 
             if constexpr (Depth::around) {
                 Best<1> above, below;
                 each_listed<Depth::listed>(list, [&](int line) {
-                    uint32_t p, q;
-                    query.sums(Point(of_lane, line), p, q);
-                    above.take(ranked_line(p * 144 + q, line));
-                    below.take(ranked_line(p * 112 + q, line));
+                    int more, less;
+                    query.ranked_around(Point(of_lane, line), line, more, less);
+                    above.take(more);
+                    below.take(less);
                 });
                 const int first = above.place(0, 8), other = __shfl_xor_sync(FULL, below.place(0, 8), 8);
                 place = lane_of_16() < 8 ? first : other;
@@ -554,22 +693,25 @@ INLINE void scan_points(const Codebook& codebook, int book, float sign, float in
     __syncwarp();
 }
 
-// The errors of 32 values for a scale d >= 0 of each lane of 16, each with the best survivors of so many searches for it.
-template <int GROUPS, int WIDTH> INLINE float errors_of(float* kept, int slots, float d) {
+// The errors of 32 values for a scale d >= 0 of each of so many lanes, each with the best survivors of so many searches for
+// it; lanes that have the same scale share survivors. AT_ONCE: groups for which registers suffice.
+template <int GROUPS, int WIDTH, int ACROSS, int AT_ONCE> INLINE float errors_of(float* kept, int slots, float d) {
+    const int EACH = 4 * 32 / ACROSS, begin = 4 * (ACROSS == 16 ? half_of_warp() : me() / ACROSS);
+    const int TURNS = ROOMY && ACROSS == 8 ? 4 : 2;
     float total = 0;
-#pragma unroll 2
+#pragma unroll AT_ONCE
     for (int group = 0; group < GROUPS; group++) {
         const Survivors<WIDTH> of(kept, group);
         float least = NOTHING_FOUND;
-#pragma unroll 2
-        for (int i = 4 * half_of_warp(); i < SURVIVORS * slots; i += 8) {
+#pragma unroll TURNS
+        for (int i = begin; i < SURVIVORS * slots; i += EACH) {
             const float4 p = *(const float4*)(of.p() + i), q = *(const float4*)(of.q() + i);
             least = fminf(d * q.x - p.x, least);
             least = fminf(d * q.y - p.y, least);
             least = fminf(d * q.z - p.z, least);
             least = fminf(d * q.w - p.w, least);
         }
-        least = fminf(least, __shfl_xor_sync(FULL, least, 16));
+        for (int step = 16; step >= ACROSS; step /= 2) least = fminf(least, __shfl_xor_sync(FULL, least, step));
         total = total + least;
     }
     return total * d;
