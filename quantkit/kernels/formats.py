@@ -151,7 +151,7 @@ FORMATS: dict[str, Format] = {
         _format("IQ4_KS", "ik_quants", True, "q8_k", together="K"),
         _format("IQ5_KS", "ik_quants", True, "q8_k", together="K"),
         _format("IQ4_KSS", "ik_quants", True, "q8_k", together="K"),
-        _format("IQ2_KL", "ik_quants", True, "q8_k", together="K"),
+        _format("IQ2_KL", "ik_quants", True, "q8_k", parts=2, together="K"),
         _format("IQ1_KT", "trellis", True, "q8_2"),
         _format("IQ2_KT", "trellis", True, "q8_2", stretch=1.05),
         _format("IQ3_KT", "trellis", True, "q8_2", stretch=1.01),

@@ -43,16 +43,18 @@ def _lanes_of_warp(parts: int) -> int:
 
 def _rows(t: TensorType, lanes: int, n_out: int, columns: int, matrices: int) -> int:
     """Return how many rows of each of one or two matrices a team computes at once, all with the same activations."""
-    # As many as fit the registers; the fewer the bits, the more it matters that rows share what is done for x.
-    bits = 8 * t.block_bytes / t.block
+    # As many as fit the registers; the fewer the bits, the more it matters that rows share what is done for x, which
+    # takes four times the registers for trellis types.
+    bits, parts, trellis = 8 * t.block_bytes / t.block, format_of(t).parts, format_of(t).family == "trellis"
     if format_of(t).is_float:
         rows = 2
-    elif columns == matrices == 1 and bits < 1.75 and n_out * lanes >= 32 * _MANY * 6:
-        rows = 6
-    elif format_of(t).parts > 1 and columns > 1:
+    elif columns == matrices == 1 and lanes >= 32 and (bits < 1.75 or bits <= 2.25 and parts == 1 and not trellis):
+        most = 6 if bits >= 1.75 else 7 if parts > 1 else 8 if bits > 1.5 else 12
+        rows = next((n for n in (12, 8, 7, 6) if n <= most and n_out * lanes >= 32 * _MANY * n), 4)
+    elif parts > 1 and columns > 1:
         rows = 3 if matrices == 1 else 4 if columns <= 4 or bits < 2 else 2
     else:
-        rows = 3 if columns > 4 else 4 if columns > 2 or bits < 4 else 2
+        rows = 3 if columns > 4 or trellis and bits == 4 else 4 if columns > 2 or bits <= 4 else 2
     rows //= matrices
     while rows > 1 and n_out * lanes < 32 * _FEW * rows:
         rows //= 2

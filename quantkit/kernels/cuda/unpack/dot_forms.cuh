@@ -91,6 +91,7 @@ template <typename T> INLINE void load_copies(uint32_t* shared) {
 // Tables of levels: the lane's copy of a grid; and the magnitudes of IQ2.
 struct Lookup {
     SharedAddress mine;
+    const uint8_t* first;  // of one copy: an address that costs nothing
     uint32_t magnitudes;
 
     // The compiler would keep a constant or a uniform value in a uniform register, and copy it whenever an instruction
@@ -98,6 +99,7 @@ struct Lookup {
     // includes lane / 32, which is 0.
     __device__ __forceinline__ Lookup(uint32_t* copies, int lane, int number)
         : mine(shared_address((uint8_t*)copies) + (uint32_t)(number > 1 ? lane % number * 4 : lane / 32)),
+          first((const uint8_t*)copies),
           magnitudes(IQ2_MAGNITUDES | (uint32_t)lane << 24) {}
 };
 
@@ -109,27 +111,6 @@ template <typename T> INLINE uint32_t entry(const Lookup& grid, uint32_t index) 
 #else
     uint32_t v;
     asm("ld.shared.u32 %0, [%1];" : "=r"(v) : "r"(at));
-    return v;
-#endif
-}
-
-// A byte, and two bytes, of shared memory.
-INLINE uint32_t shared_byte(SharedAddress at) {
-#ifdef QUANTKIT_HOST
-    return *at;
-#else
-    uint32_t v;
-    asm("ld.shared.u8 %0, [%1];" : "=r"(v) : "r"(at));
-    return v;
-#endif
-}
-
-INLINE uint32_t shared_half(SharedAddress at) {
-#ifdef QUANTKIT_HOST
-    return *(const uint16_t*)at;
-#else
-    uint32_t v;
-    asm("ld.shared.u16 %0, [%1];" : "=r"(v) : "r"(at));
     return v;
 #endif
 }
@@ -156,6 +137,15 @@ struct Place {
             out[i] = __funnelshift_r(low, high, 8 * first);  // modulo 32
             low = high;
         }
+    }
+
+    // The words that N words from byte `bytes` on lie in, any number; returns the bit that these begin at, modulo 32.
+    template <int N> __device__ __forceinline__ uint32_t words_around(int bytes, uint32_t (&out)[N + 1]) const {
+        const uint32_t first = at + (uint32_t)bytes;
+        const uint32_t* words = (const uint32_t*)(base + (first & ~3u));
+#pragma unroll
+        for (int i = 0; i <= N; i++) out[i] = words[i];
+        return 8 * first;
     }
 };
 
@@ -356,6 +346,62 @@ template <bool SEVERAL> struct Form<TQ1_0, SEVERAL> : InOrder<2> {
             for (int n = 0; n < 4; n += 2) too_much = __dp4a(w.q[i + n], x.q[i + n + 1], too_much);
         if (!SEVERAL) sum -= 3 * too_much;
         return w.d * (float)sum;
+    }
+};
+
+// With b a fraction of 256, D[n] = floor(3^(n + 1) b / 256) is digit n plus three times D[n - 1]. So the sum of digits
+// times x is that of all D times x, less three times that of D times the x of the next digit: nothing is masked.
+//
+// A lane has six bytes, a word and two more, and two digits of the extra byte. Digit n is value 4 - n of a byte's five.
+template <> struct Form<IQ1_BN, false> : InOrder<1> {
+    struct Weights {
+        uint32_t q[8];
+    };
+    // x of a value of each of the first four bytes; of the last two bytes, one value of both, then another.
+    template <int V> STATIC_INLINE int of_four(const int* q) { return four_of<V, 5 + V, 10 + V, 16 + V>(q); }
+    template <int V, int U> STATIC_INLINE int of_two(const int* q) { return four_of<21 + V, 26 + V, 21 + U, 26 + U>(q); }
+    template <int A, int B, int C, int D> STATIC_INLINE int four_of(const int* q) {
+        const uint32_t low = pick_bytes((uint32_t)q[A / 4], (uint32_t)q[B / 4], A % 4 | (4 + B % 4) << 4);
+        const uint32_t high = pick_bytes((uint32_t)q[C / 4], (uint32_t)q[D / 4], C % 4 | (4 + D % 4) << 4);
+        return (int)pick_bytes(low, high, 0x5410);
+    }
+    STATIC_INLINE void prepare(Activations& x) {
+        const int* q = x.q;
+        const int next[8] = {of_four<3>(q),
+                             of_four<2>(q),
+                             of_four<1>(q),
+                             of_four<0>(q),
+                             0,
+                             of_two<3, 2>(q),
+                             of_two<1, 0>(q),
+                             (int)((uint32_t)q[3] >> 24 << 16)};
+        const int own[8] = {of_four<4>(q), next[0],         next[1],         next[2],
+                            next[3],       of_two<4, 3>(q), of_two<2, 1>(q), four_of<21, 26, 31, 15>(q)};
+        x.more[0] = -sum_of<8>(q);
+#pragma unroll
+        for (int i = 0; i < 8; i++) x.q[i] = own[i], x.q[8 + i] = next[i];
+    }
+    STATIC_INLINE void unpack(const Place& p, int part, Weights& w, const Lookup&) {
+        uint32_t words[3];
+        const uint32_t bit = p.words_around<2>(6 * part, words);
+        const uint32_t four = __funnelshift_r(words[0], words[1], bit), two = __funnelshift_r(words[1], words[2], bit);
+        const uint32_t even = four & 0x00ff00ffu, odd = pick_bytes(four, 0, 0x4341), last = pick_bytes(two, 0, 0x4140);
+        const uint32_t extra = *p.plus(12) * (part ? 3 : 27) & 255;
+        const uint32_t powers[5] = {3, 9, 27, 81, 243};
+#pragma unroll
+        for (int n = 0; n < 5; n++) w.q[n] = pick_bytes(even * powers[n], odd * powers[n], 0x7351);
+        w.q[5] = pick_bytes(last * 3, last * 9, 0x7531);
+        w.q[6] = pick_bytes(last * 27, last * 81, 0x7531);
+        w.q[7] = pick_bytes(last * 243, extra * (9u << 16 | 3), 0x7531);
+    }
+    STATIC_INLINE float product(const Weights& w, const Activations& x) {
+        int sum = x.more[0], too_much = 0;
+#pragma unroll
+        for (int i = 0; i < 8; i++) {
+            sum = add_unsigned(w.q[i], x.q[i], sum);
+            if (i != 4) too_much = add_unsigned(w.q[i], x.q[8 + i], too_much);
+        }
+        return (float)(sum - 3 * too_much);
     }
 };
 
@@ -596,20 +642,11 @@ template <typename T, int SCALES> struct ShiftedLevels : InOrder<2> {
 template <> struct Form<IQ1_S, true> : ShiftedLevels<IQ1_S, 2> {};
 template <> struct Form<IQ1_M, true> : ShiftedLevels<IQ1_M, 4> {};
 
-// Single rows of IQ1_S_R4 and IQ1_M_R4 have activations of 32 values.
-template <typename T> struct ShiftedRow : LevelsInOrder<T> {
-    STATIC_INLINE void unpack(const Place& p, int, Levels& l, const Lookup& grid) {
-        T::unpack_by(p.plus(0), l, [&](uint32_t index) { return entry<T>(grid, index); });
-    }
-};
-template <bool SEVERAL> struct Form<IQ1_S_ROW, SEVERAL> : ShiftedRow<IQ1_S_ROW> {};
-template <bool SEVERAL> struct Form<IQ1_M_ROW, SEVERAL> : ShiftedRow<IQ1_M_ROW> {};
-
 // Few columns: g + 1, even and odd ones in the nibbles of a byte. Sums are 16 times that, starting at -14 times the sum
 // of x, or -18 times with a minus.
-INLINE void prepare_evens(Activations& x) {
+template <int N> INLINE void prepare_evens(Activations& x) {
 #pragma unroll
-    for (int i = 0; i < 16; i += 2) permute(x.q[i], x.q[i + 1], 0x6420, 0x7531);
+    for (int i = 0; i < N; i += 2) permute(x.q[i], x.q[i + 1], 0x6420, 0x7531);
     x.d *= 0.0625f;
 }
 
@@ -640,7 +677,7 @@ template <> struct Form<IQ1_S, false> : InOrder<2> {
             x.more[2 * i] = -14 * sum;
             x.more[2 * i + 1] = -18 * sum;
         }
-        prepare_evens(x);
+        prepare_evens<16>(x);
     }
     STATIC_INLINE void unpack(const Place& p, int part, Weights& w, const Lookup& grid) {
         w.d = each_eight(IQ1_S(), p, part, grid, w.s, [&](int i, uint32_t entry, uint32_t minus) {
@@ -657,24 +694,33 @@ template <> struct Form<IQ1_S, false> : InOrder<2> {
     }
 };
 
-// A minus for each 8 values: twice their sum is subtracted 7 or 9 times.
+// A minus for each 8 values: twice their sum is subtracted 7 or 9 times. For each N times 16 values, two such sums.
+template <int N> INLINE void set_sums_of_8(Activations& x) {
+#pragma unroll
+    for (int i = 0; i < N; i++) {
+        const int a = sum_of<2>(x.q + 4 * i), b = sum_of<2>(x.q + 4 * i + 2);
+        x.more[i] = (int)pick_bytes((uint32_t)a * 2, (uint32_t)b * 2, 0x5410);
+    }
+}
+
+// Bytes of -7, or of -9 where the top bit of a byte is set: signs select them.
+INLINE int times_of_top_bits(uint32_t a, uint32_t b, uint32_t signs) {
+    return (int)(pick_bytes(a, b, signs) & 0x0e0e0e0eu ^ 0xf9f9f9f9u);
+}
+
 template <> struct Form<IQ1_M, false> : InOrder<2> {
     struct Weights : Scaled64<4> {
         int times[2];  // -7 or -9, one byte per 8 values
     };
     STATIC_INLINE void prepare(Activations& x) {
-#pragma unroll
-        for (int i = 0; i < 4; i++) {
-            const int a = sum_of<2>(x.q + 4 * i), b = sum_of<2>(x.q + 4 * i + 2);
-            x.more[i] = (int)pick_bytes((uint32_t)a * 2, (uint32_t)b * 2, 0x5410);
-        }
-        prepare_evens(x);
+        set_sums_of_8<4>(x);
+        prepare_evens<16>(x);
     }
     STATIC_INLINE void unpack(const Place& p, int part, Weights& w, const Lookup& grid) {
         w.d = each_eight(IQ1_M(), p, part, grid, w.s, [&](int i, uint32_t entry, uint32_t) { set_halves(w.q + 2 * i, entry); });
         const uint32_t both = load4(p.plus(32 + 4 * part)), left = both << 4;
-        w.times[0] = (int)(pick_bytes(both, left, 0x9d8c) & 0x0e0e0e0eu ^ 0xf9f9f9f9u);  // by top bits of nibbles
-        w.times[1] = (int)(pick_bytes(both, left, 0xbfae) & 0x0e0e0e0eu ^ 0xf9f9f9f9u);
+        w.times[0] = times_of_top_bits(both, left, 0x9d8c);
+        w.times[1] = times_of_top_bits(both, left, 0xbfae);
     }
     STATIC_INLINE float product(const Weights& w, const Activations& x) {
         int sum = 0;
@@ -684,5 +730,69 @@ template <> struct Form<IQ1_M, false> : InOrder<2> {
             sum += w.s[i] * add_halves<2>(w.q + 4 * i, x.q + 4 * i, start);
         }
         return w.d * (float)sum;
+    }
+};
+
+// Single rows of IQ1_S_R4 and IQ1_M_R4 have activations of 32 values.
+template <typename T> struct ShiftedRow : LevelsInOrder<T> {
+    STATIC_INLINE void unpack(const Place& p, int, Levels& l, const Lookup& grid) {
+        T::unpack_by(p.plus(0), l, [&](uint32_t index) { return entry<T>(grid, index); });
+    }
+};
+template <> struct Form<IQ1_S_ROW, true> : ShiftedRow<IQ1_S_ROW> {};
+template <> struct Form<IQ1_M_ROW, true> : ShiftedRow<IQ1_M_ROW> {};
+
+template <> struct Form<IQ1_S_ROW, false> : InOrder<1> {
+    struct Weights {
+        int q[8];
+        uint32_t minus;
+        float d;
+    };
+    STATIC_INLINE void prepare(Activations& x) {
+        const int sum = sum_of<8>(x.q);
+        x.more[0] = -14 * sum, x.more[1] = -18 * sum;
+        prepare_evens<8>(x);
+    }
+    STATIC_INLINE void unpack(const Place& p, int, Weights& w, const Lookup& grid) {
+        uint32_t words[2];
+        const uint32_t bit = p.words_around<1>(0, words);
+        const uint32_t x = __funnelshift_r(words[0], words[1], bit), h = words[1] >> (bit & 16);
+#pragma unroll
+        for (int j = 0; j < 4; j++) {
+            const uint32_t high = (j < 3 ? h << (8 - 3 * j) : h >> 1) & 0x700;
+            set_halves(w.q + 2 * j, entry<IQ1_S_ROW>(grid, picked(x, j) | high));
+        }
+        w.minus = h & 0x8000;
+        w.d = (float)(int)(h >> 11 & 14 | 1);
+    }
+    STATIC_INLINE float product(const Weights& w, const Activations& x) {
+        return w.d * (float)add_halves<4>(w.q, x.q, w.minus ? x.more[1] : x.more[0]);
+    }
+};
+
+template <> struct Form<IQ1_M_ROW, false> : InOrder<1> {
+    struct Weights {
+        int q[8], s[2], times;
+    };
+    STATIC_INLINE void prepare(Activations& x) {
+        set_sums_of_8<2>(x);
+        prepare_evens<8>(x);
+    }
+    STATIC_INLINE void unpack(const Place& p, int, Weights& w, const Lookup& grid) {
+        uint32_t words[3];
+        const uint32_t bit = p.words_around<2>(0, words);
+        const uint32_t x = __funnelshift_r(words[0], words[1], bit), h = __funnelshift_r(words[1], words[2], bit);
+#pragma unroll
+        for (int j = 0; j < 4; j++) {
+            const uint32_t high = (j < 2 ? h << (8 - 4 * j) : h >> (4 * j - 8)) & 0x700;
+            set_halves(w.q + 2 * j, entry<IQ1_M_ROW>(grid, picked(x, j) | high));
+        }
+        w.times = times_of_top_bits(h, h << 4, 0x9d8c);
+        w.s[0] = (int)(h >> 16 & 15), w.s[1] = (int)(h >> 20 & 15);
+    }
+    STATIC_INLINE float product(const Weights& w, const Activations& x) {
+        const int first = add_halves<2>(w.q, x.q, __dp2a_lo(x.more[0], w.times, 0));
+        const int second = add_halves<2>(w.q + 4, x.q + 4, __dp2a_hi(x.more[1], w.times, 0));
+        return (float)(w.s[0] * first + w.s[1] * second);
     }
 };

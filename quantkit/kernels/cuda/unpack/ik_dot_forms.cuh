@@ -7,6 +7,7 @@
 //     bytes    a level of a trellis type is a sum of four bytes, less 126: these are multiplied by four copies of a value
 //              of x, so that levels need neither be added up nor packed
 #pragma once
+#include "core/mma.cuh"
 #include "unpack/dot_forms.cuh"
 
 template <typename Codebook> INLINE uint32_t word_of(int i) {
@@ -47,16 +48,16 @@ template <> struct Copies<IQ5_KS> : Table5 {};
 template <> struct Copies<IQ6_K> : Table6 {};
 template <> struct Copies<IQ2_KL> : TableOfPairs {};
 
-// The levels of four indices, bytes of x; those of two indices, bytes j and j + 1, of pairs.
+// The levels of four indices, bytes of x; those of two indices, bytes j and j + 1 of x, doubled, of pairs.
 INLINE int four_levels(const Lookup& table, uint32_t x) {
     uint32_t v[4];
 #pragma unroll
-    for (int j = 0; j < 4; j++) v[j] = shared_byte(table.mine + picked(x, j));
+    for (int j = 0; j < 4; j++) v[j] = table.first[picked(x, j)];
     return (int)pick_bytes(pick_bytes(v[0], v[1], 0x0040), pick_bytes(v[2], v[3], 0x0040), 0x5410);
 }
 
 INLINE int two_pairs(const Lookup& table, uint32_t x, int j) {
-    return (int)pick_bytes(shared_half(table.mine + 2 * picked(x, j)), shared_half(table.mine + 2 * picked(x, j + 1)), 0x5410);
+    return (int)pick_bytes(load2(table.first + picked(x, j)), load2(table.first + picked(x, j + 1)), 0x5410);
 }
 
 // ---------------------------------------------------------------- a scale for 16 values
@@ -246,22 +247,30 @@ template <bool SEVERAL> struct Form<IQ5_KS, SEVERAL> : InOrder<1> {
     STATIC_INLINE float product(const Weights& w, const Activations& x) { return w.d * (float)add_dots<8>(w.q, x.q, 0); }
 };
 
-template <bool SEVERAL> struct Form<IQ2_KL, SEVERAL> : InOrder<1> {
-    typedef ScaledPart Weights;
+// 64 values: the low, and the high, nibbles of 16 bytes.
+template <bool SEVERAL> struct Form<IQ2_KL, SEVERAL> : InOrder<2> {
+    struct Weights {
+        int q[16], s[2];
+    };
     STATIC_INLINE void unpack(const Place& p, int part, Weights& w, const Lookup& table) {
-        uint32_t x[4], h[4];
-        load_words_from_bit(p.plus(6 + 16 * (part >> 1)), 4 * (part & 1), x);
-        load_words_from_bit(p.plus(70), part - 4, h);
+        uint32_t x[5], h[5];
+        const uint32_t from = p.words_around<4>(6 + 16 * part, x), fifth = p.words_around<4>(70, h) + 2 * (uint32_t)part;
+        const uint32_t scales = load2(p.plus(0)) >> 4 * part, low = load2(p.plus(2 + 2 * (part & 1))) >> 2 * (part & 2);
 #pragma unroll
-        for (int i = 0; i < 4; i++) {
-            const uint32_t index = (x[i] & 0x0f0f0f0fu) | (h[i] & 0x10101010u);
-            w.q[2 * i] = two_pairs(table, index, 0);
-            w.q[2 * i + 1] = two_pairs(table, index, 2);
+        for (int half = 0; half < 2; half++) {
+#pragma unroll
+            for (int i = 0; i < 4; i++) {
+                const uint32_t four = __funnelshift_r(x[i], x[i + 1], from), bits = __funnelshift_r(h[i], h[i + 1], fifth);
+                const uint32_t index = ((half ? four >> 3 : four << 1) & 0x1e1e1e1eu) | (bits << (5 - half) & 0x20202020u);
+                w.q[8 * half + 2 * i] = two_pairs(table, index, 0);
+                w.q[8 * half + 2 * i + 1] = two_pairs(table, index, 2);
+            }
+            w.s[half] = (int)((low >> 8 * half & 15) | (scales >> 2 * half & 3) << 4) - 32;
         }
-        const uint32_t low = *p.plus(2 + (part & 3)) >> (part & 4) & 15, high = (uint32_t)load2(p.plus(0)) >> 2 * part & 3;
-        w.d = (float)((int)(low | high << 4) - 32);
     }
-    STATIC_INLINE float product(const Weights& w, const Activations& x) { return w.d * (float)add_dots<8>(w.q, x.q, 0); }
+    STATIC_INLINE float product(const Weights& w, const Activations& x) {
+        return (float)(w.s[0] * add_dots<8>(w.q, x.q, 0) + w.s[1] * add_dots<8>(w.q + 8, x.q + 8, 0));
+    }
 };
 
 // Few columns of IQ4_KS and IQ4_KSS: words of four levels of the first 16 and four of the last, by turns.
@@ -321,9 +330,10 @@ template <int N> struct Generated : InOrder<1> {
     }
     STATIC_INLINE float product(const Weights& w, const Activations& x) {
         int sum = x.more[0];
+        const uint32_t more = fixed(w.more * 0xcbac1fedu);
 #pragma unroll
         for (int j = 0; j < 32 / N; j++) {
-            uint32_t v = w.seed[j] * 0xcbac1fedu + w.more * 0xcbac1fedu;  // one instruction
+            uint32_t v = w.seed[j] * 0xcbac1fedu + more;
 #pragma unroll
             for (int i = 0; i < N; i++, v *= 0xcbac1fedu) sum = __dp4a((int)(v & 0x3f3f3f3fu), x.fourfold[N * j + i], sum);
         }
