@@ -19,7 +19,7 @@ ALL = str(Path(__file__).parent / "kernels/dot_forms_all.cu")
 NAMES = ["Q3_K", "IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S"]
 NAMES += ["TQ1_0", "TQ2_0", "Q2_0", "Q1_0", "Q5_0", "IQ1_S_ROW", "IQ1_M_ROW"]
 NAMES += ["IQ4_K", "IQ5_K", "IQ6_K", "IQ4_KS", "IQ5_KS", "IQ4_KSS", "IQ2_KL", "IQ2_K", "IQ3_K", "IQ2_KS", "IQ3_KS"]
-NAMES += ["IQ1_KT", "IQ2_KT", "IQ4_KT", "IQ1_BN"]
+NAMES += ["IQ1_KT", "IQ2_KT", "IQ4_KT", "IQ1_BN", "IQ3_KT"]
 
 
 @pytest.mark.parametrize("several", [0, 1])

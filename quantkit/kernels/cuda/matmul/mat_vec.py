@@ -48,9 +48,9 @@ def _rows(t: TensorType, lanes: int, n_out: int, columns: int, matrices: int) ->
     bits, parts, trellis = 8 * t.block_bytes / t.block, format_of(t).parts, format_of(t).family == "trellis"
     if format_of(t).is_float:
         rows = 2
-    elif columns == matrices == 1 and lanes >= 32 and (bits < 1.75 or bits <= 2.25 and parts == 1 and not trellis):
-        most = 6 if bits >= 1.75 else 7 if parts > 1 else 8 if bits > 1.5 else 12
-        rows = next((n for n in (12, 8, 7, 6) if n <= most and n_out * lanes >= 32 * _MANY * n), 4)
+    elif columns == matrices == 1 and lanes >= 32 and (bits < 1.75 or bits <= 2.25 and parts == 1):
+        most = 5 if trellis else 6 if bits >= 1.75 else 7 if parts > 1 else 8 if bits > 1.5 else 12
+        rows = next((n for n in (12, 8, 7, 6, 5) if n <= most and n_out * lanes >= 32 * _MANY * n), 4)
     elif parts > 1 and columns > 1:
         rows = 3 if matrices == 1 else 4 if columns <= 4 or bits < 2 else 2
     else:

@@ -33,6 +33,12 @@ struct Table6 {
     }
 };
 
+// Scales of trellis types.
+struct Table4 {
+    static const int N = 1, WORDS = 4;
+    STATIC_INLINE uint32_t word(int i) { return word_of<kvalues_iq4nl>(i); }
+};
+
 // Two levels of IQ2_KL for each index.
 struct TableOfPairs {
     static const int N = 1, WORDS = 16;
@@ -47,6 +53,8 @@ template <> struct Copies<IQ5_K> : Table5 {};
 template <> struct Copies<IQ5_KS> : Table5 {};
 template <> struct Copies<IQ6_K> : Table6 {};
 template <> struct Copies<IQ2_KL> : TableOfPairs {};
+template <> struct Copies<IQ1_KT> : Table4 {};
+template <> struct Copies<IQ2_KT> : Table4 {};
 
 // The levels of four indices, bytes of x; those of two indices, bytes j and j + 1 of x, doubled, of pairs.
 INLINE int four_levels(const Lookup& table, uint32_t x) {
@@ -342,17 +350,18 @@ template <int N> struct Generated : InOrder<1> {
 };
 
 template <> struct Form<IQ1_KT, false> : Generated<8> {
-    STATIC_INLINE void unpack(const Place& p, int part, Weights& w, const Lookup&) {
+    STATIC_INLINE void unpack(const Place& p, int part, Weights& w, const Lookup& table) {
         IQ1_KT::seeds(p.plus(0), part, w.seed);
-        w.d = scale_of(*p.plus(part) & 15);
+        w.d = (float)(int8_t)table.first[*p.plus(part) & 15];
     }
 };
 
 template <> struct Form<IQ2_KT, false> : Generated<8> {
-    STATIC_INLINE void unpack(const Place& p, int part, Weights& w, const Lookup&) {
+    STATIC_INLINE void unpack(const Place& p, int part, Weights& w, const Lookup& table) {
+        const uint8_t *block = p.plus(0), *seeds = block + 4 + 8 * part;
 #pragma unroll
-        for (int j = 0; j < 4; j++) w.seed[j] = load2(p.plus(4 + 8 * part + 2 * j));
-        w.d = scale_of(nibble_of(p.plus(0), part));
+        for (int j = 0; j < 4; j++) w.seed[j] = load2(seeds + 2 * j);
+        w.d = (float)(int8_t)table.first[nibble_of(block, part)];
     }
 };
 
@@ -362,5 +371,37 @@ template <> struct Form<IQ4_KT, false> : Generated<4> {
         IQ4_KT::seeds(p.plus(0), part, head, w.seed);
         w.more = 4096 + (head & 1) * 32768;
         w.d = (float)((int)(head >> 1 & 127) - 64);
+    }
+};
+
+// Signs of these levels are not theirs but stored ones, so that levels must be added up: -l is ~l + 1, and the mask of
+// levels to be negated supplies that one, as bytes of -1.
+template <> struct Form<IQ3_KT, false> : InOrder<1> {
+    struct Weights {
+        int q[8], negated[8];
+        float d;
+    };
+    STATIC_INLINE void unpack(const Place& p, int part, Weights& w, const Lookup&) {
+        const uint8_t *block = p.plus(0), *seeds = block + 4 + 8 * part;
+        const uint32_t to_top = 128u >> part, more = fixed(4096 * 0xcbac1fedu);
+#pragma unroll
+        for (int j = 0; j < 4; j++) {
+            uint32_t v = load2(seeds + 2 * j) * 0xcbac1fedu + more;
+#pragma unroll
+            for (int i = 2 * j; i < 2 * j + 2; i++) {
+                uint32_t level[4];
+#pragma unroll
+                for (int k = 0; k < 4; k++, v *= 0xcbac1fedu) level[k] = (uint32_t)__dp4a((int)(v & 0x3f3f3f3fu), (int)ONES, -126);
+                const uint32_t q =
+                    pick_bytes(pick_bytes(level[0], level[1], 0x0040), pick_bytes(level[2], level[3], 0x0040), 0x5410);
+                const uint32_t mask = sign_masks(load4(block + 68 + 4 * i) * to_top ^ q);
+                w.q[i] = (int)(q ^ mask);
+                w.negated[i] = (int)mask;
+            }
+        }
+        w.d = (float)(int)nibble_of(block, part);
+    }
+    STATIC_INLINE float product(const Weights& w, const Activations& x) {
+        return w.d * (float)(add_dots<8>(w.q, x.q, 0) - add_dots<8>(w.negated, x.q, 0));
     }
 };

@@ -42,7 +42,11 @@ INLINE uint32_t nibble_of(const uint8_t* p, int part) { return p[part & 3] >> (p
 struct IQ1_KT : traits::IQ1_KT {
     STATIC_INLINE void seeds(const uint8_t* p, int part, uint32_t (&q)[4]) {
         const uint32_t sh = p[part], low = load4(p + 8 + 4 * part), high = load4(p + 40 + 4 * (part & 3)) >> (part & 4);
-        for (int j = 0; j < 4; j++) q[j] = (low >> 8 * j & 255) | (high >> 8 * j & 15) << 8 | (sh >> (4 + j) & 1) << 12;
+        for (int j = 0; j < 4; j += 2) {  // two seeds: halves, whose top bits are bits 4 + j and 5 + j of sh
+            const uint32_t top = sh * (j ? 1u << 6 | 1u << 21 : 1u << 8 | 1u << 23) & 0x10001000u;
+            const uint32_t both = pick_bytes(low, high & 0x0f0f0f0fu, j ? 0x7362 : 0x5140) | top;
+            q[j] = both & 0xffff, q[j + 1] = both >> 16;
+        }
     }
     STATIC_INLINE void unpack(const uint8_t* p, int part, Levels& l) {
         uint32_t q[4];
