@@ -44,7 +44,7 @@ def _lanes_of_warp(parts: int) -> int:
 def _rows(t: TensorType, lanes: int, n_out: int, columns: int, matrices: int) -> int:
     """Return how many rows of each of one or two matrices a team computes at once, all with the same activations."""
     # As many as fit the registers; the fewer the bits, the more it matters that rows share what is done for x, which
-    # takes four times the registers for trellis types.
+    # takes four times the registers for trellis types, but IQ3_KT.
     bits, parts, trellis = 8 * t.block_bytes / t.block, format_of(t).parts, format_of(t).family == "trellis"
     if format_of(t).is_float:
         rows = 2
@@ -54,7 +54,9 @@ def _rows(t: TensorType, lanes: int, n_out: int, columns: int, matrices: int) ->
     elif parts > 1 and columns > 1:
         rows = 3 if matrices == 1 else 4 if columns <= 4 or bits < 2 else 2
     else:
-        rows = 3 if columns > 4 or trellis and bits == 4 else 4 if columns > 2 or bits <= 4 else 2
+        rows = 3 if columns > 4 else 4 if columns > 2 or bits <= 4 else 2
+        if trellis and columns <= 2 and t.name != "IQ3_KT":
+            rows = 2 if columns == 2 else 3 if bits == 4 else rows
     rows //= matrices
     while rows > 1 and n_out * lanes < 32 * _FEW * rows:
         rows //= 2
