@@ -107,6 +107,7 @@ INLINE float gain_at(const float* curve, float ratio) {
 // Scales are one of 16 levels times the row's: the codebook's, or 0 .. 15, of which those 8 around the guess are tried.
 template <bool CODEBOOK> struct SixteenLevels {
     static const int TRIED = CODEBOOK ? 16 : 8;
+    static const bool SIGNED = CODEBOOK;
     STATIC_INLINE float level(int i) { return CODEBOOK ? trellis_level(i) : (float)i; }
     // The level of this lane; v: of the least error, guess: both over the row's scale.
     STATIC_INLINE float near(float, float guess) {
@@ -132,6 +133,7 @@ template <bool CODEBOOK> struct SixteenLevels {
 // Scales are -64 .. 63 times the row's.
 struct WideLevels {
     static const int TRIED = 16;
+    static const bool SIGNED = false;
     // The 16 levels that are nearest to v; none if it is NaN, as of zeros for a scale of 0.
     STATIC_INLINE float near(float v, float) {
         return (float)lane_of_16() + (lesser(55.0f, greater(-56.0f, round_even(v))) - 8.0f);
@@ -168,7 +170,8 @@ template <class TYPE, int COUNT, int SIZE_, int SIGNS_, int BOOKS_, int SEARCHES
             search_points<SIZE, POINTS, SIGNS == 1, WIDTH, Depth>(codebook, book, sign, sign / scale, x, w, kept, SURVIVORS * slot);
     }
     template <int ACROSS = 16> STATIC_INLINE float errors(float* kept, int slots, float d) {
-        return errors_of<GROUPS, WIDTH, ACROSS, (ROOMY && ACROSS == 16 ? 2 : TYPE::Levels::TRIED / 8)>(kept, slots, d);
+        const int AT_ONCE = TYPE::Levels::SIGNED ? 1 : ROOMY && ACROSS == 16 ? 2 : TYPE::Levels::TRIED / 8;
+        return errors_of<GROUPS, WIDTH, ACROSS, AT_ONCE, !TYPE::Levels::SIGNED>(kept, slots, d);
     }
 
     // Keep the points near 32 values for scales around `center`, either sign, either codebook.
@@ -327,9 +330,24 @@ template <class TYPE, int COUNT, int SIZE_, int SIGNS_, int BOOKS_, int SEARCHES
         __syncwarp();
     }
 
+    // The level of the scale of 32 values with the least error, and its sign as an index,
+    // where a level has one sign, so that a lane's scale is of one side, and all lanes have a level at once.
+    STATIC_INLINE float best_of_signed(const TrellisRow<TYPE>& row, int b, float d, int& combination) {
+        const float level = TYPE::Levels::level(lane_of_16()), scale = level * d;
+        const int side = scale < 0 ? 1 : 0;
+        const float found = errors(row.kept_of(b, side), row.filled(b)[0], fmaxf(fabsf(scale), 0.0f));
+        const float best = least_of_16(found);
+        const uint32_t least = __ballot_sync(FULL, found == best), first = __ballot_sync(FULL, found == best && side == 0);
+        const bool any = best < NOTHING_FOUND;
+        combination = any && (first & 0xffff) == 0 ? 1 : 0;
+        const int lane = __ffs((int)((combination ? least : first) & 0xffff)) - 1;
+        return any ? __shfl_sync(FULL, level, lane & 15, 16) : 0.0f;
+    }
+
     // The level of the scale of 32 values with the least error, and its sign and codebook as an index.
     STATIC_INLINE float best_level(const TrellisRow<TYPE>& row, const Codebook& codebook, int b, float d, float patience,
                                    int& combination) {
+        if constexpr (TYPE::Levels::SIGNED) return best_of_signed(row, b, d, combination);
         const float limit = TYPE::EVERY_CURVE ? hopeful(row, b, patience) : 0.0f;
         float lowest = NOTHING_FOUND, level = 0;
         int least_filled = SLOTS;
@@ -364,17 +382,27 @@ template <class TYPE, int COUNT, int SIZE_, int SIGNS_, int BOOKS_, int SEARCHES
     STATIC_INLINE void choose(const TrellisRow<TYPE>& row, const Codebook& codebook, int b, float d, float patience, bool first,
                               bool last, int at) {
         int combination;
-        float level = best_level(row, codebook, b, d, patience, combination), scale = fabsf(level * d);
-        const float guess = row.guess(b);
-        if (first && (scale > 1.65f * guess || scale < 0.6f * guess) && scale > 0) {
+        float level, scale;
+        const auto far_from_guess = [&] {
+            level = best_level(row, codebook, b, d, patience, combination);
+            scale = fabsf(level * d);
+            const float guess = row.guess(b);
+            return (scale > 1.65f * guess || scale < 0.6f * guess) && scale > 0;
+        };
+        const auto search_again = [&] {
             __syncwarp();
             if (me() < SIDES) {
                 row.filled(b)[me()] = 1;
                 row.least(b)[me()] = 0;
             }
             search_around<typename TYPE::Deep>(row, codebook, b, scale, 1);
-            level = best_level(row, codebook, b, d, patience, combination);
-            scale = fabsf(level * d);
+        };
+        if constexpr (TYPE::Levels::SIGNED) {
+#pragma unroll 1
+            for (bool again = first; far_from_guess() && again; again = false) search_again();  // inline once: for registers
+        } else if (far_from_guess() && first) {
+            search_again();
+            far_from_guess();
         }
         float* kept = row.kept_of(b, combination);
         int slots = row.filled(b)[combination];

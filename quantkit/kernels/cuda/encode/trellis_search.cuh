@@ -279,8 +279,8 @@ template <int SIZE, bool MAGNITUDES_KNOWN> struct FineQuery {
     __device__ __forceinline__ void ranked_around(const Point& point, int line, int& above, int& below) const {
         uint32_t p, q;
         sums(point, p, q);
-        above = ranked_line(p * 144 + q, line);
-        below = ranked_line(p * 112 + q, line);
+        above = ranked_line((uint32_t)times_plus((int)p, 144, (int)q), line);
+        below = ranked_line((uint32_t)times_plus((int)p, 112, (int)q), line);
     }
 };
 
@@ -694,22 +694,29 @@ INLINE void scan_points(const Codebook& codebook, int book, float sign, float in
 }
 
 // The errors of 32 values for a scale d >= 0 of each of so many lanes, each with the best survivors of so many searches for
-// it; lanes that have the same scale share survivors. AT_ONCE: groups for which registers suffice.
-template <int GROUPS, int WIDTH, int ACROSS, int AT_ONCE> INLINE float errors_of(float* kept, int slots, float d) {
+// it; lanes that have the same scale share survivors. AT_ONCE: groups for which registers suffice;
+// WALKS: whether they suffice for an address that moves.
+template <int GROUPS, int WIDTH, int ACROSS, int AT_ONCE, bool WALKS> INLINE float errors_of(float* kept, int slots, float d) {
     const int EACH = 4 * 32 / ACROSS, begin = 4 * (ACROSS == 16 ? half_of_warp() : me() / ACROSS);
-    const int TURNS = ROOMY && ACROSS == 8 ? 4 : 2;
+    const int SEARCHES = ROOMY && ACROSS == 8 ? 4 : 1;
+    static_assert(SURVIVORS % EACH == 0, "lanes share the survivors of a search");
     float total = 0;
 #pragma unroll AT_ONCE
     for (int group = 0; group < GROUPS; group++) {
-        const Survivors<WIDTH> of(kept, group);
+        const float* at = Survivors<WIDTH>(kept, group).p() + begin;
         float least = NOTHING_FOUND;
-#pragma unroll TURNS
-        for (int i = begin; i < SURVIVORS * slots; i += EACH) {
-            const float4 p = *(const float4*)(of.p() + i), q = *(const float4*)(of.q() + i);
-            least = fminf(d * q.x - p.x, least);
-            least = fminf(d * q.y - p.y, least);
-            least = fminf(d * q.z - p.z, least);
-            least = fminf(d * q.w - p.w, least);
+#pragma unroll SEARCHES
+        for (int first = 0; first < SURVIVORS * slots; first += SURVIVORS) {
+            const float* from = WALKS ? at : at + first;
+            if (WALKS) at += SURVIVORS;
+#pragma unroll
+            for (int i = 0; i < SURVIVORS; i += EACH) {
+                const float4 p = *(const float4*)(from + i), q = *(const float4*)(from + WIDTH + i);
+                least = fminf(d * q.x - p.x, least);
+                least = fminf(d * q.y - p.y, least);
+                least = fminf(d * q.z - p.z, least);
+                least = fminf(d * q.w - p.w, least);
+            }
         }
         for (int step = 16; step >= ACROSS; step /= 2) least = fminf(least, __shfl_xor_sync(FULL, least, step));
         total = total + least;
