@@ -330,8 +330,7 @@ template <class TYPE, int COUNT, int SIZE_, int SIGNS_, int BOOKS_, int SEARCHES
         __syncwarp();
     }
 
-    // The level of the scale of 32 values with the least error, and its sign as an index,
-    // where a level has one sign, so that a lane's scale is of one side, and all lanes have a level at once.
+    // best_level's where levels have signs: a lane's scale is of one side only, so one pass is enough for both.
     STATIC_INLINE float best_of_signed(const TrellisRow<TYPE>& row, int b, float d, int& combination) {
         const float level = TYPE::Levels::level(lane_of_16()), scale = level * d;
         const int side = scale < 0 ? 1 : 0;
