@@ -24,6 +24,7 @@ from quantkit.errors import FormatError, RecipeError, ResourceError, TypeNotSupp
 from quantkit.formats.gguf import Field, open_gguf, write_gguf
 from quantkit.kernels import dequantize
 from quantkit.kernels import quantize as encode
+from quantkit.kernels.cpu.encode import encoder
 from quantkit.kernels.cpu.encode.check import validate_rows
 from quantkit.kernels.cpu.interleave import deinterleave_rows, interleave_rows
 from quantkit.kernels.formats import encoder_for, has_decoder, has_encoder
@@ -141,6 +142,16 @@ def test_pairs_of_bf16_are_enough() -> None:
     t, rows = BY_NAME["BF16_R16"], np.arange(32 * 68, dtype=np.uint8).reshape(32, 68)
     np.testing.assert_array_equal(apart(t, woven(t, rows)), rows)
     np.testing.assert_array_equal(woven(t, rows)[:16].reshape(17, 16, 4), rows[:16].reshape(16, 17, 4).swapaxes(0, 1))
+
+
+@pytest.mark.parametrize("n", [32, 66, 96])
+def test_floats_are_cut_off_to_bf16(n: int) -> None:
+    """Whatever they are, a NaN with any bits too; also some rows of a matrix."""
+    t, bits = BY_NAME["BF16_R16"], np.random.default_rng(n).integers(0, 1 << 32, (48, n), dtype=np.uint32)
+    out = np.zeros((48, t.row_bytes(n)), np.uint8)
+    encoder(t, "ik")(bits.view(np.float32), np.zeros(0, np.float32), out, 16, 48)
+    assert not out[:16].any()
+    np.testing.assert_array_equal(out[16:], woven(t, (bits[16:] >> 16).astype(np.uint16).view(np.uint8)))
 
 
 def test_what_cannot_be_woven_is_refused() -> None:

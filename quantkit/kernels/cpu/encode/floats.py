@@ -21,9 +21,11 @@ from quantkit.kernels.cpu.core.simd import (
     select,
     store,
     store_f16,
+    transpose16_apart,
     u16x16,
     u32x16,
 )
+from quantkit.kernels.cpu.encode.batch import aligned_scratch
 
 U = np.uint32
 Rows = npt.NDArray[np.float32]
@@ -70,3 +72,21 @@ def encode_bf16(x: Rows, weights: Rows, out: npt.NDArray[np.uint8], row0: int, r
         if (bits & U(0x7FFFFFFF)) > U(0x7F800000):
             rounded = (bits >> U(16)) | U(64)
         store(out, 2 * (start + i), np.uint16(rounded))
+
+
+@kernel
+def cut_bf16_r16(x: Rows, out: npt.NDArray[np.uint8], row0: int, row1: int) -> None:
+    """Write the upper halves of rows row0..row1 of x, whole groups of 16 of n values, a multiple of 32, as BF16_R16.
+
+    A group has for each two columns those of every row, one after the other (ik_llama.cpp 8337e4cd3
+    repack_f32_bf16_r16).
+    """
+    n = x.shape[1]
+    tile = aligned_scratch(16 * 64)
+    for group in range(row0, row1, 16):
+        for column in range(0, n, 32):
+            for row in range(16):
+                at = 4 * (n * (group + row) + column)
+                store(tile, 64 * row, convert(u16x16, load(u32x16, x, at) >> U(16)))
+                store(tile, 64 * row + 32, convert(u16x16, load(u32x16, x, at + 64) >> U(16)))
+            transpose16_apart(tile, 0, 64, out, 2 * n * group + 32 * column, 64)

@@ -27,12 +27,13 @@ from quantkit.errors import TypeNotSupported
 from quantkit.kernels.cpu.core.jit import inline, kernel
 from quantkit.kernels.cpu.core.simd import any_lane, f32_to_f16, f32x16, load, splat, vabs
 from quantkit.kernels.cpu.encode import Encoder, encoder
+from quantkit.kernels.cpu.encode.floats import cut_bf16_r16
 from quantkit.kernels.cpu.encode.grid_rows import NOTHING
 from quantkit.kernels.cpu.encode.q8_k import encode_woven_q8_k
 from quantkit.kernels.cpu.interleave import interleave_rows
 from quantkit.kernels.formats import has_encoder
 from quantkit.kernels.interleave import base_of
-from quantkit.types import TensorType
+from quantkit.types import BY_NAME, TensorType
 
 F = np.float32
 TINY = F(1e-9)
@@ -51,6 +52,8 @@ def woven_encoder(t: TensorType, by: str) -> Encoder:
         raise TypeNotSupported(f"there is no encoder for {t.name} in this version; `quantkit types` shows which exist")
     if t.name.startswith("Q8_K_R"):
         return partial(_encode_q8_k, t.interleave)
+    if t.name == "BF16_R16" and by == "ik":
+        return _cut_off
     encode = encoder(base_of(t), by)
     return partial(_encode_and_weave, t, _as_ik(t, encode) if by == "ik" else encode)
 
@@ -67,16 +70,18 @@ def _encode_and_weave(t: TensorType, encode: Encoder, x: Any, weights: Any, out:
 
 def _as_ik(t: TensorType, encode: Encoder) -> Encoder:
     """Return the encoder of a base type, changed by what ik does differently when it weaves rows."""
-    if t.name == "BF16_R16":
-        return _cut_off
     if t.name in CHANGED:
         return partial(_encode_and_change, encode, *CHANGED[t.name])
     return partial(_encode_guarded, encode, GUARDED[t.name]) if t.name in GUARDED else encode
 
 
 def _cut_off(x: Any, weights: Any, out: Any, row0: int, row1: int) -> None:
-    """Keep the upper half of each float."""
-    out[row0:row1] = (x[row0:row1].view(np.uint32) >> 16).astype(np.uint16).view(np.uint8)
+    """Keep the upper half of each float, of BF16_R16."""
+    if x.shape[1] % 32 == 0:
+        cut_bf16_r16(x, out, row0, row1)
+        return
+    plain = (x[row0:row1].view(np.uint32) >> 16).astype(np.uint16).view(np.uint8)
+    interleave_rows(BY_NAME["BF16_R16"], plain, out[row0:row1])
 
 
 # ---------------------------------------------------------------- importance
