@@ -92,7 +92,7 @@ def through_ctypes(name: str, what: str, path: Path, trees: tuple[str, ...]) -> 
     chunk.argtypes = [ctypes.c_int, *[ctypes.c_void_p] * 2, *[ctypes.c_int64] * 3, ctypes.c_void_p]
 
     def encoder(t: TensorType) -> Encode | None:
-        if t.trees not in trees:
+        if t.trees not in trees or library.ggml_blck_size(t.id) == 0:  # of a type that is newer than the library
             return None
 
         def encode(x: Any, weights: Any, out: Any, row0: int, row1: int) -> None:
