@@ -58,6 +58,8 @@ class Format:
     signed: bool = True
     #: What products multiply the scale of a row by; the decoder does not.
     stretch: float = 1.0
+    #: CUDA, one or two rows: each value of x takes a register, its byte four times over (ik_dot_forms.cuh).
+    fourfold: bool = False
     #: CUDA, many rows: bytes of a level times its scale, 0 if not folded; AS_F16 if it is a half (folded.cuh).
     planes: int = 0
     #: CUDA: words of the grid of levels.
@@ -152,10 +154,10 @@ FORMATS: dict[str, Format] = {
         _format("IQ5_KS", "ik_quants", True, "q8_k", together="K"),
         _format("IQ4_KSS", "ik_quants", True, "q8_k", together="K"),
         _format("IQ2_KL", "ik_quants", True, "q8_k", parts=2, together="K"),
-        _format("IQ1_KT", "trellis", True, "q8_2"),
-        _format("IQ2_KT", "trellis", True, "q8_2", stretch=1.05),
+        _format("IQ1_KT", "trellis", True, "q8_2", fourfold=True),
+        _format("IQ2_KT", "trellis", True, "q8_2", stretch=1.05, fourfold=True),
         _format("IQ3_KT", "trellis", True, "q8_2", stretch=1.01),
-        _format("IQ4_KT", "trellis", True, "q8_2"),
+        _format("IQ4_KT", "trellis", True, "q8_2", fourfold=True),
     )
 }
 

@@ -69,12 +69,9 @@ class NormInputs:
         """Return rows as the norm gives them by a weight of 1, float64 [rows, n]."""
         groups = spill.read(place, token, count).astype(np.float64).reshape(-1, self.norm.group)
         with np.errstate(invalid="ignore", over="ignore"):
-            if self.norm.kind == "layer":
+            if self.norm.kind == "layer":  # else "rms": those of "l2" have no weight
                 groups -= groups.mean(axis=1, keepdims=True)
-            if self.norm.kind == "l2":
-                groups /= np.sqrt(np.square(groups).sum(axis=1, keepdims=True) + self.norm.eps)
-            else:
-                groups /= np.sqrt(np.square(groups).mean(axis=1, keepdims=True) + self.norm.eps)
+            groups /= np.sqrt(np.square(groups).mean(axis=1, keepdims=True) + self.norm.eps)
         return groups.reshape(-1, self.n)
 
 

@@ -43,19 +43,18 @@ def _lanes_of_warp(parts: int) -> int:
 
 def _rows(t: TensorType, lanes: int, n_out: int, columns: int, matrices: int) -> int:
     """Return how many rows of each of one or two matrices a team computes at once, all with the same activations."""
-    # As many as fit the registers; the fewer the bits, the more it matters that rows share what is done for x, which
-    # takes four times the registers for trellis types, but IQ3_KT.
-    bits, parts, trellis = 8 * t.block_bytes / t.block, format_of(t).parts, format_of(t).family == "trellis"
+    # As many as fit the registers; the fewer the bits, the more it matters that rows share what is done for x.
+    bits, parts, fourfold = 8 * t.block_bytes / t.block, format_of(t).parts, format_of(t).fourfold
     if format_of(t).is_float:
         rows = 2
     elif columns == matrices == 1 and lanes >= 32 and (bits < 1.75 or bits <= 2.25 and parts == 1):
-        most = 5 if trellis else 6 if bits >= 1.75 else 7 if parts > 1 else 8 if bits > 1.5 else 12
+        most = 5 if fourfold else 6 if bits >= 1.75 else 7 if parts > 1 else 8 if bits > 1.5 else 12
         rows = next((n for n in (12, 8, 7, 6, 5) if n <= most and n_out * lanes >= 32 * _MANY * n), 4)
     elif parts > 1 and columns > 1:
         rows = 3 if matrices == 1 else 4 if columns <= 4 or bits < 2 else 2
     else:
         rows = 3 if columns > 4 else 4 if columns > 2 or bits <= 4 else 2
-        if trellis and columns <= 2 and t.name != "IQ3_KT":
+        if fourfold and columns <= 2:
             rows = 2 if columns == 2 else 3 if bits == 4 else rows
     rows //= matrices
     while rows > 1 and n_out * lanes < 32 * _FEW * rows:
