@@ -7,7 +7,7 @@
 Encoders: a matrix of normal weights with lognormal column scales, in memory. Each encoder takes enough rows for a call
 of about --seconds; all take turns, --rounds times, and the median counts. One thread is pinned to one CPU; several
 threads take slabs of rows, for quantkit and the peers alike. quantkit's bytes are compared with ggml's before anything
-is timed. The last row is numpy's copy of the matrix, the bound set by memory.
+is timed. The last rows are what memory allows: reading the matrix while 0, 1, 2 or 4 bytes a weight are written.
 
 Whole file: both programs as processes, from start to exit, in turns; the median counts. Both run once before, so that
 the input is in the page cache and quantkit's kernels are compiled. quantkit also flushes its output to disk (fsync).
@@ -26,6 +26,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -251,18 +252,38 @@ def contest(
     return contestants
 
 
-def copy_rate(bench: Bench, threads: int) -> float:
-    """Return the weights per second of a plain copy of the matrix."""
-    target = bench.x.copy()
+def memory_rates(bench: Bench, threads: int) -> dict[str, float]:
+    """Return the weights per second that memory allows: of reading the matrix, also while 1, 2 or 4 bytes are written.
+
+    Values are only joined by OR: an encoder of so many bytes a weight does more. 4 is numpy's copy.
+    """
+    from quantkit.kernels.cpu.core.peak import read_stream, read_while_writing
+
+    row_bytes, target = 4 * bench.x.shape[1], bench.x.copy()
+
+    def read(x: Any, weights: Any, out: Any, row0: int, row1: int) -> None:
+        read_stream(x.ctypes.data + row_bytes * row0, row_bytes * (row1 - row0), out[row0].ctypes.data)
+
+    def write(of_four: int, x: Any, weights: Any, out: Any, row0: int, row1: int) -> None:
+        size = row_bytes * (row1 - row0)
+        read_while_writing(x[row0].ctypes.data, size, out[row0].ctypes.data, of_four)
 
     def copy(x: Any, weights: Any, out: Any, row0: int, row1: int) -> None:
         np.copyto(target[row0:row1], x[row0:row1])
 
-    c = Contestant("copy", copy, bench.total_rows)
+    works = {
+        "reading the float32 matrix": read,
+        "reading it, writing 1 byte a weight": partial(write, 1),
+        "reading it, writing 2 bytes a weight": partial(write, 2),
+        "copy of the float32 matrix": copy,
+    }
+    contestants = [Contestant(name, work, bench.total_rows) for name, work in works.items()]
+    out = np.zeros((bench.total_rows, row_bytes // 2), np.uint8)
     with pinned(threads) as pool:
         for _ in range(bench.rounds + 1):
-            c.rates.append(bench.x.size / timed(c, bench, None, None, pool, threads))
-    return statistics.median(c.rates[1:])
+            for c in contestants:
+                c.rates.append(bench.x.size / timed(c, bench, None, out, pool, threads))
+    return {c.name: statistics.median(c.rates[1:]) for c in contestants}
 
 
 # --- the table of types ---
@@ -304,7 +325,8 @@ def bench_types(options: argparse.Namespace, write: Output) -> None:
             except (ImportError, AttributeError) as e:
                 problems.append(f"{label}: our encoder cannot be loaded: {e}")
     for threads in options.threads:
-        write(f"| copy of the float32 matrix | - | {threads} | {copy_rate(bench, threads) / 1e6:.1f} | | | | | | |")
+        for what, rate in memory_rates(bench, threads).items():
+            write(f"| {what} | - | {threads} | {rate / 1e6:.1f} | | | | | | |")
     if problems:
         sys.exit("\n".join(problems))
 

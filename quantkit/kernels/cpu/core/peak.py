@@ -38,6 +38,21 @@ def read_stream(data: int, size: int, out: int) -> None:
 
 
 @kernel
+def read_while_writing(data: int, size: int, out: int, of_four: int) -> None:
+    """Read ``size`` bytes, a multiple of 256, in order, and write 1 or 2 for every 4 of them."""
+    for at in range(0, size, 256):
+        for line in range(4):
+            prefetch(data, at + 4096 + 64 * line)
+        a = load(u32x16, data, at) | load(u32x16, data, at + 64)
+        b = load(u32x16, data, at + 128) | load(u32x16, data, at + 192)
+        if of_four == 1:
+            store(out, at // 4, a | b)
+        else:
+            store(out, at // 2, a)
+            store(out, at // 2 + 64, b)
+
+
+@kernel
 def dot_peak(rounds: int, out: int) -> None:
     """Run ``rounds`` times 12 independent chains of 64-byte products: 768 multiply-adds a round."""
     x = load(u8x64, out, 0)

@@ -40,6 +40,7 @@ from quantkit.kernels.cpu.core.simd import (
     load,
     mask_bits,
     nearest_int,
+    prefetch_l2,
     round_away,
     row_extremes,
     select,
@@ -471,6 +472,7 @@ def encode_q8_kv(x: Rows, weights: Rows, out: npt.NDArray[np.uint8], row0: int, 
     """
     for row in range(row0, row1):
         source, target = 4 * x.shape[1] * row, out.shape[1] * row
+        ahead = source + 4 * x.shape[1]
         most, total = splat(f32x16, F(0)), splat(i32x16, I32(0))
         for i in range(0, x.shape[1], 16):
             most = vmax(most, vabs(load(f32x16, x, source + 4 * i)))
@@ -478,6 +480,7 @@ def encode_q8_kv(x: Rows, weights: Rows, out: npt.NDArray[np.uint8], row0: int, 
         # A row of zeros has levels of 0; where 1 / d is infinite, levels are -128.
         inverse = F(1) / d if hmax(most) > F(0) else F(0)
         for i in range(0, x.shape[1], 16):
+            prefetch_l2(x, ahead + 4 * i)  # memory rests while levels are computed from the cache
             q = round_as_cvtps2dq(load(f32x16, x, source + 4 * i) * inverse)
             total = total + q
             store(out, target + 8 + i, convert(i8x16, vmax(vmin(q, I32(127)), I32(-128))))

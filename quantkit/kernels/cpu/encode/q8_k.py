@@ -18,6 +18,7 @@ from quantkit.kernels.cpu.core.simd import (
     hmax,
     i8x16,
     load,
+    prefetch_l2,
     splat,
     store,
     store_f16,
@@ -50,6 +51,7 @@ def encode_woven_q8_k(
             to = out.shape[1] * group + 258 * rows * block
             for row in range(rows):
                 source = 4 * (n * (group + row) + 256 * block)
+                ahead = source + 1024 if block + 1 < n // 256 else source + 4 * n * rows - 4 * 256 * block
                 most = vabs(load(f32x16, x, source))
                 for i in range(1, 16):
                     most = vmax(most, vabs(load(f32x16, x, source + 64 * i)))
@@ -57,6 +59,7 @@ def encode_woven_q8_k(
                 tops[row] = top
                 inverse = F(127) / top if top > F(0) else F(0)
                 for i in range(16):
+                    prefetch_l2(x, ahead + 64 * i)  # 8 or 16 rows are more streams than the hardware prefetches
                     q = round_as_cvtps2dq(load(f32x16, x, source + 64 * i) * inverse)
                     store(levels, 256 * row + 16 * i, convert(i8x16, vmax(vmin(q, I32(127)), I32(-128))))
             store_f16(halves, 0, load(f32x16, tops, 0) / F(127))
