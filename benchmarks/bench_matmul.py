@@ -34,7 +34,14 @@ from quantkit.kernels.cpu.core.tape import Batch, Tape, address_of
 from quantkit.kernels.cpu.core.team import Team
 from quantkit.kernels.cpu.interleave import interleave_rows
 from quantkit.kernels.cpu.matmul import activations
-from quantkit.kernels.cpu.matmul.matmul import activation_format, mul_mat, products_of, row_bytes, scratch_bytes
+from quantkit.kernels.cpu.matmul.matmul import (
+    activation_format,
+    cached_rows,
+    mul_mat,
+    products_of,
+    row_bytes,
+    scratch_bytes,
+)
 from quantkit.kernels.formats import FORMATS
 from quantkit.kernels.interleave import woven_of
 from quantkit.types import BY_NAME, TensorType
@@ -158,6 +165,7 @@ class Ours:
             batch=batch.address, x=address_of(rows), x_stride=stride, w=address_of(w), row_bytes=w.shape[1],
             products=products_of(t), n_in=n_in, n_out=len(w), out=address_of(self.out), out_stride=4 * len(w),
             rows_of=0, per=1, bias=0, scale=0, scratch=address_of(scratch), scratch_bytes=each,
+            at_once=cached_rows(stride),
         )  # fmt: skip
         entries = [(mul_mat, product)]
         if kind != "f32":

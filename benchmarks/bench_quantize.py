@@ -271,7 +271,7 @@ def memory_rates(bench: Bench, threads: int) -> dict[str, float]:
     def copy(x: Any, weights: Any, out: Any, row0: int, row1: int) -> None:
         np.copyto(target[row0:row1], x[row0:row1])
 
-    works = {
+    works: dict[str, Encode] = {
         "reading the float32 matrix": read,
         "reading it, writing 1 byte a weight": partial(write, 1),
         "reading it, writing 2 bytes a weight": partial(write, 2),

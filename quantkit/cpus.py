@@ -1,4 +1,4 @@
-"""How many CPUs there are for this process."""
+"""How many CPUs there are for this process, and what they cache."""
 
 from __future__ import annotations
 
@@ -8,3 +8,12 @@ import os
 def available_cpus() -> int:
     """Return how many CPUs this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def l2_bytes() -> int:
+    """Return the size of a CPU's L2 cache; 1 MiB where the system does not tell."""
+    try:
+        size = os.sysconf("SC_LEVEL2_CACHE_SIZE")
+    except (ValueError, OSError):  # glibc's alone
+        size = 0
+    return size if size > 0 else 1 << 20

@@ -16,13 +16,21 @@ from matmul_cases import awkward_rows, decode, draw_weights, products
 from quantkit.kernels.cpu.core.tape import Batch, Tape, address_of
 from quantkit.kernels.cpu.layer.glu import limits
 from quantkit.kernels.cpu.matmul.activations import SCALES, SUMS, TOTALS
-from quantkit.kernels.cpu.matmul.matmul import mul_mat, products_of, scratch_bytes, up_gate, up_gate_scratch_bytes
+from quantkit.kernels.cpu.matmul.matmul import (
+    cached_rows,
+    mul_mat,
+    products_of,
+    scratch_bytes,
+    up_gate,
+    up_gate_scratch_bytes,
+)
+from quantkit.kernels.cpu.matmul.products import BLOCK
 from quantkit.kernels.formats import FORMATS
 from quantkit.model.ops import Activation
 from quantkit.types import BY_NAME
 
 TYPES = list(FORMATS)
-MOST = 70
+MOST = 2 * BLOCK + 3
 
 
 def before_a_forbidden_page(data):
@@ -49,7 +57,7 @@ def expected(t, data, rows):
     return products(data, t, values, excess), np.abs(values) @ np.abs(decode(data, t).T)
 
 
-def multiply(t, data, n_out, rows, threads=1, bias=None, scale=None, pad=3):
+def multiply(t, data, n_out, rows, threads=1, bias=None, scale=None, pad=3, at_once=BLOCK):
     """Return mul_mat's result; the output's rows are ``pad`` values longer than the result, and stay as they were."""
     team, (count, n_in) = TEAMS[threads], rows.x.shape
     batch = Batch(team, MOST)
@@ -62,6 +70,7 @@ def multiply(t, data, n_out, rows, threads=1, bias=None, scale=None, pad=3):
         row_bytes=data.strides[0], products=products_of(t), n_in=n_in, n_out=n_out, out=address_of(out),
         out_stride=out.strides[0], rows_of=0, per=1, bias=0 if bias is None else address_of(bias),
         scale=0 if scale is None else address_of(scale), scratch=address_of(scratch), scratch_bytes=each,
+        at_once=at_once,
     )  # fmt: skip
     Tape(team, batch, [(mul_mat, block)]).run()
     assert (out[:, n_out:] == -7).all()
@@ -99,6 +108,23 @@ def test_any_number_of_threads_gives_the_same_bits(name, count):
         rows = Rows(t, x, threads)
         assert np.array_equal(rows.bytes, Rows(t, x).bytes)
         assert np.array_equal(multiply(t, data, 101, rows, threads), one)
+
+
+@pytest.mark.parametrize("name", ["Q4_K", "Q8_0", "F16"])
+def test_what_the_cache_holds_changes_no_bit(name):
+    """Panels are unpacked again for the next rows: two blocks and three rows, in one, two and three parts."""
+    t = BY_NAME[name]
+    data, rows = weights(t, 70, 512), Rows(t, np.random.default_rng(7).standard_normal((MOST, 512)).astype(np.float32))
+    together = multiply(t, data, 70, rows, at_once=3 * BLOCK)
+    for at_once in (BLOCK, 2 * BLOCK):
+        assert np.array_equal(multiply(t, data, 70, rows, threads=2, at_once=at_once), together)
+
+
+def test_rows_in_the_cache(monkeypatch):
+    """Whole blocks, at least one, as long as the cache holds half of it."""
+    monkeypatch.setattr("quantkit.kernels.cpu.matmul.matmul.l2_bytes", lambda: BLOCK << 12)
+    assert [cached_rows(n) // BLOCK for n in (1 << 10, 1 << 12, 1 << 13)] == [4, 1, 1]
+    assert cached_rows((1 << 13) + 1) > 1 << 30
 
 
 @pytest.mark.parametrize("name", ["Q4_K", "Q6_K", "IQ4_XS", "Q8_0", "Q5_1"])
@@ -164,7 +190,7 @@ def test_up_gate(kind, count, up_name, gate_name):
     op = up_gate(a)
     block = op.block(
         batch=batch.address, **slots, n_in=n_in, n_out=n_out, out=address_of(out), out_stride=out.strides[0],
-        rows_of=0, per=1, scratch=address_of(scratch), scratch_bytes=each, **limits(a),
+        rows_of=0, per=1, scratch=address_of(scratch), scratch_bytes=each, at_once=BLOCK, **limits(a),
     )  # fmt: skip
     Tape(team, batch, [(op, block)]).run()
     g, u = np.minimum(plain["gate"], 40), np.clip(plain["up"], -30, 30)

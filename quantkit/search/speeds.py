@@ -16,7 +16,14 @@ from quantkit.formats.outputs import read_whole
 from quantkit.kernels.cpu.core.tape import Batch, Tape, address_of
 from quantkit.kernels.cpu.core.team import Team
 from quantkit.kernels.cpu.matmul import activations
-from quantkit.kernels.cpu.matmul.matmul import activation_format, mul_mat, products_of, row_bytes, scratch_bytes
+from quantkit.kernels.cpu.matmul.matmul import (
+    activation_format,
+    cached_rows,
+    mul_mat,
+    products_of,
+    row_bytes,
+    scratch_bytes,
+)
 from quantkit.types import TensorType
 
 #: Values of a row, and the bytes that are read, more than caches hold.
@@ -75,6 +82,7 @@ def _product(team: Team, t: TensorType, weights: npt.NDArray[np.uint8]) -> tuple
         batch=batch.address, x=address_of(rows), x_stride=stride, w=address_of(weights), row_bytes=weights.shape[1],
         products=products_of(t), n_in=_WIDTH, n_out=len(weights), out=address_of(out), out_stride=4 * len(weights),
         rows_of=0, per=1, bias=0, scale=0, scratch=address_of(scratch), scratch_bytes=each,
+        at_once=cached_rows(stride),
     )  # fmt: skip
     entries = [(mul_mat, product)]
     if kind != "f32":

@@ -1,20 +1,22 @@
 """Matrix products: weights in their file format times activations in the format of their type.
 
     mul_mat       batch x x_stride w row_bytes products n_in n_out out out_stride rows_of per bias scale
-                  scratch scratch_bytes
+                  scratch scratch_bytes at_once
                       out[row, o] = scale * sum over i of w[o, i] * x[row, i] + bias[o]
     up_gate(a)    batch up up_row_bytes up_products up_x up_x_stride up_bias up_scale, the same with gate,
-                  n_in n_out out out_stride rows_of per scratch scratch_bytes, and ``**limits(a)`` (glu.py)
+                  n_in n_out out out_stride rows_of per scratch scratch_bytes at_once, and ``**limits(a)`` (glu.py)
                       out[row, o] = activation(gate x)[row, o] * (up x)[row, o], both with their scale and bias
 
 x: rows converted to ``activation_format(t)`` by ``quantize(format)``, at least ``row_bytes(format, n_in)`` apart,
 64-aligned (format f32: the value itself). products: products_of(t). All strides are in bytes. bias: address of f32
 [n_out], or 0; scale: of one f32, or 0. scratch: threads * scratch_bytes, 64-aligned, shared by all operations of a
-tape; scratch_bytes(t, n_in), or up_gate_scratch_bytes(up, gate, n_in). Several matrices with the same x are
-independent entries of a tape; so are the matrices of heads, with x and out starting within a row.
+tape; scratch_bytes(t, n_in), or up_gate_scratch_bytes(up, gate, n_in). at_once: cached_rows(bytes of a row of x).
+Several matrices with the same x are independent entries of a tape; so are the matrices of heads, with x and out
+starting within a row.
 
 Threads share the rows of weights: whole rows for few rows of x, panels of 32 for many. The products of a panel with up
-to 60 rows of x are computed in L1 and written scaled, biased and gated.
+to 60 rows of x are computed in L1 and written scaled, biased and gated. All panels are multiplied by as many rows of x
+as the L2 cache holds, then unpacked again for the next: unpacking takes less time than rows from further away.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 from numba.core import types
 
+from quantkit.cpus import l2_bytes
 from quantkit.kernels.cpu.core.functions import load_part, store_part
 from quantkit.kernels.cpu.core.jit import inline
 from quantkit.kernels.cpu.core.simd import f32x16, load, stack_bytes
@@ -45,8 +48,19 @@ from quantkit.types import TensorType
 if TYPE_CHECKING:
     from quantkit.kernels.parameters import Activation
 
-__all__ = ["activation_format", "mul_mat", "products_of", "quantize", "row_bytes", "scratch_bytes", "up_gate"]
+__all__ = [
+    "activation_format",
+    "cached_rows",
+    "mul_mat",
+    "products_of",
+    "quantize",
+    "row_bytes",
+    "scratch_bytes",
+    "up_gate",
+]
 
+#: More rows than there are.
+ANY_NUMBER = 1 << 40
 #: Padding between two panels, which must not map to the same cache sets.
 _PANEL_GAP = 128
 
@@ -54,6 +68,15 @@ _PANEL_GAP = 128
 def scratch_bytes(t: TensorType, n_in: int) -> int:
     """Return the bytes of scratch each thread needs for weights of type ``t`` with rows of ``n_in``."""
     return panels(t).bytes(n_in) + _PANEL_GAP
+
+
+def cached_rows(row_bytes: int) -> int:
+    """Return how many rows of x, of so many bytes each, stay in the L2 cache: whole blocks.
+
+    Where it does not hold even half a block it does not matter, and panels are unpacked once for all rows.
+    """
+    block = BLOCK * row_bytes
+    return BLOCK * max(1, round(l2_bytes() / block)) if block <= 2 * l2_bytes() else ANY_NUMBER
 
 
 @inline
@@ -85,11 +108,12 @@ def finished(products: int, scale: Any, bias: int, o: int, n: int) -> Any:
 
 
 _X, _X_STRIDE, _W, _ROW_BYTES, _PRODUCTS, _N_IN, _N_OUT, _OUT, _OUT_STRIDE, _ROWS_OF, _PER, _BIAS = range(1, 13)
-_SCALE, _SCRATCH, _SCRATCH_BYTES = range(13, 16)
+_SCALE, _SCRATCH, _SCRATCH_BYTES, _AT_ONCE = range(13, 17)
 
 
 @operation(
-    "batch x x_stride w row_bytes products n_in n_out out out_stride rows_of per bias scale scratch scratch_bytes"
+    "batch x x_stride w row_bytes products n_in n_out out out_stride rows_of per bias scale scratch scratch_bytes "
+    "at_once"
 )
 def mul_mat(args: int, tid: int, nth: int) -> None:
     """out = scale * (w x) + bias"""
@@ -101,19 +125,19 @@ def mul_mat(args: int, tid: int, nth: int) -> None:
     fill_unit(block, row_bytes, arg(args, _N_IN), x_stride, 0, products, panel)
     first, last = share_rows(arg(args, _N_OUT), count, tid, nth)
     step = rows_at_once(count)
-    for o in range(first, last, step):
-        rows = min(step, last - o)
-        for begin in range(0, count, BLOCK):
-            n = min(BLOCK, count - begin)
-            w = arg(args, _W) + o * row_bytes
-            call_unit(
-                function, block, w, rows, x + begin * x_stride, n, count, begin, w + rows * row_bytes, rows * row_bytes
-            )
-            for i in range(n):
-                out = arg(args, _OUT) + (begin + i) * arg(args, _OUT_STRIDE) + 4 * o
-                for r in range(0, rows, 16):
-                    m = min(16, rows - r)
-                    store_part(out, 4 * r, finished(products + 4 * (ROWS * i + r), scale, bias, o + r, m), m)
+    for start in range(0, count, arg(args, _AT_ONCE)):
+        stop = min(count, start + arg(args, _AT_ONCE))
+        for o in range(first, last, step):
+            rows, w = min(step, last - o), arg(args, _W) + o * row_bytes
+            ahead, ahead_bytes = w + rows * row_bytes, rows * row_bytes
+            for begin in range(start, stop, BLOCK):
+                n, xs = min(BLOCK, stop - begin), x + begin * x_stride
+                call_unit(function, block, w, rows, xs, n, count, begin - start, ahead, ahead_bytes)
+                for i in range(n):
+                    out = arg(args, _OUT) + (begin + i) * arg(args, _OUT_STRIDE) + 4 * o
+                    for r in range(0, rows, 16):
+                        m = min(16, rows - r)
+                        store_part(out, 4 * r, finished(products + 4 * (ROWS * i + r), scale, bias, o + r, m), m)
 
 
 #: Rebound for each kind of activation.
@@ -122,13 +146,15 @@ gate_up: Any = None
 _UP = 1
 _GATE = 8
 _W_AT, _BYTES_AT, _PRODUCTS_AT, _X_AT, _STRIDE_AT, _BIAS_AT, _SCALE_AT = range(7)
-_G_IN, _G_OUT, _G_TO, _G_TO_STRIDE, _G_ROWS_OF, _G_PER, _G_SCRATCH, _G_SCRATCH_BYTES = range(15, 23)
-_ALPHA, _GATE_LIMIT, _ACT_LIMIT, _UP_LIMIT = range(23, 27)
+_G_IN, _G_OUT, _G_TO, _G_TO_STRIDE, _G_ROWS_OF, _G_PER, _G_SCRATCH, _G_SCRATCH_BYTES, _G_AT_ONCE = range(15, 24)
+_ALPHA, _GATE_LIMIT, _ACT_LIMIT, _UP_LIMIT = range(24, 28)
 
 
 @inline
-def multiply_one_of_two(args: int, side: int, block: int, o: int, rows: int, begin: int, n: int, count: int) -> None:
-    """Compute the products of up, or gate, with a block of rows of x."""
+def multiply_one_of_two(
+    args: int, side: int, block: int, o: int, rows: int, start: int, begin: int, n: int, count: int
+) -> None:
+    """Compute the products of up, or gate, with a block of rows of x; ``start``: the first that are in the cache."""
     row_bytes = arg(args, side + _BYTES_AT)
     w = arg(args, side + _W_AT) + o * row_bytes
     x = arg(args, side + _X_AT) + begin * arg(args, side + _STRIDE_AT)
@@ -137,12 +163,12 @@ def multiply_one_of_two(args: int, side: int, block: int, o: int, rows: int, beg
     next_o = o + rows if side == _UP else o
     ahead = arg(args, other + _W_AT) + next_o * arg(args, other + _BYTES_AT)
     ahead_bytes = rows * arg(args, other + _BYTES_AT)
-    call_unit(arg(args, side + _PRODUCTS_AT), block, w, rows, x, n, count, begin, ahead, ahead_bytes)
+    call_unit(arg(args, side + _PRODUCTS_AT), block, w, rows, x, n, count, begin - start, ahead, ahead_bytes)
 
 
 @operation(
     "batch up up_row_bytes up_products up_x up_x_stride up_bias up_scale gate gate_row_bytes gate_products gate_x "
-    "gate_x_stride gate_bias gate_scale n_in n_out out out_stride rows_of per scratch scratch_bytes "
+    "gate_x_stride gate_bias gate_scale n_in n_out out out_stride rows_of per scratch scratch_bytes at_once "
     "alpha:f gate_limit:f act_limit:f up_limit:f"
 )
 def gate_dense(args: int, tid: int, nth: int) -> None:
@@ -160,19 +186,21 @@ def gate_dense(args: int, tid: int, nth: int) -> None:
     fill_unit(gate_block, arg(args, _GATE + _BYTES_AT), n_in, arg(args, _GATE + _STRIDE_AT), 0, gates, second)
     first, last = share_rows(arg(args, _G_OUT), count, tid, nth)
     step = rows_at_once(count)
-    for o in range(first, last, step):
-        rows = min(step, last - o)
-        for begin in range(0, count, BLOCK):
-            n = min(BLOCK, count - begin)
-            multiply_one_of_two(args, _GATE, gate_block, o, rows, begin, n, count)
-            multiply_one_of_two(args, _UP, up_block, o, rows, begin, n, count)
-            for i in range(n):
-                out = arg(args, _G_TO) + (begin + i) * arg(args, _G_TO_STRIDE) + 4 * o
-                for r in range(0, rows, 16):
-                    m, k = min(16, rows - r), 4 * (ROWS * i + r)
-                    g = finished(gates + k, gate_scale, gate_bias, o + r, m)
-                    u = finished(ups + k, up_scale, up_bias, o + r, m)
-                    store_part(out, 4 * r, gate_up(g, u, alpha, gate_limit, act_limit, up_limit), m)
+    for start in range(0, count, arg(args, _G_AT_ONCE)):
+        stop = min(count, start + arg(args, _G_AT_ONCE))
+        for o in range(first, last, step):
+            rows = min(step, last - o)
+            for begin in range(start, stop, BLOCK):
+                n = min(BLOCK, stop - begin)
+                multiply_one_of_two(args, _GATE, gate_block, o, rows, start, begin, n, count)
+                multiply_one_of_two(args, _UP, up_block, o, rows, start, begin, n, count)
+                for i in range(n):
+                    out = arg(args, _G_TO) + (begin + i) * arg(args, _G_TO_STRIDE) + 4 * o
+                    for r in range(0, rows, 16):
+                        m, k = min(16, rows - r), 4 * (ROWS * i + r)
+                        g = finished(gates + k, gate_scale, gate_bias, o + r, m)
+                        u = finished(ups + k, up_scale, up_bias, o + r, m)
+                        store_part(out, 4 * r, gate_up(g, u, alpha, gate_limit, act_limit, up_limit), m)
 
 
 def up_gate(activation: Activation) -> TapeOp:

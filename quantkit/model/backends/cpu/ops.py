@@ -212,6 +212,7 @@ def _multiply(
         scale=b.vector(scale),
         scratch=b.scratch(each * b.threads),
         scratch_bytes=each,
+        at_once=matmul.cached_rows(stride),
         **rows(x),
     )
     entry.independent, entry.weights = independent, (weight,)
@@ -260,6 +261,7 @@ def _up_gate(b: CPULowering, op: ops.UpGate) -> None:
         out_stride=4 * op.out.width,
         scratch=b.scratch(each * b.threads),
         scratch_bytes=each,
+        at_once=matmul.cached_rows(stride),
         **rows(op.x),
         **slots,
         **glu.limits(op.activation),
@@ -290,6 +292,7 @@ def _mul_mat_heads(b: CPULowering, op: ops.MulMatHeads) -> None:
             scale=0,
             scratch=b.scratch(each * b.threads),
             scratch_bytes=each,
+            at_once=matmul.cached_rows(stride),
             **rows(op.x),
         )
         entry.independent = head + 1 < heads
