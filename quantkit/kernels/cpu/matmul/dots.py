@@ -212,7 +212,7 @@ def row_dots(t: TensorType) -> tuple[Any, Any]:
     made = unpacker(t)
     operands = operand_functions(made.format)
     sums = specialize(group_sums, name, **operands)
-    unit = {"unpack": made.function, "group_sums": sums, **operands}
+    unit = {"unpack": made.product_function, "group_sums": sums, **operands}
     size = made.format.unit_bytes
     tail = specialize(copy_tail, name, unit_bytes=size)
     row = {**made.product_row, "unit_lines": -(-size // 64), "copy_row_tail": tail}

@@ -296,7 +296,7 @@ def panels(t: TensorType) -> Panels:
         unpack_panel,
         name,
         helper,
-        unpack=made.function,
+        unpack=made.product_function,
         operand=operand_functions(of)["operand"],
         copy_row_tail=specialize(copy_tail, name, unit_bytes=of.unit_bytes),
         turn_scales=inline(scales),
