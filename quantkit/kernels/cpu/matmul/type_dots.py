@@ -55,7 +55,6 @@ from quantkit.kernels.cpu.matmul.activations import (
     APART_4,
     BY_PIECES,
     BY_QUARTERS,
-    IN_ORDER,
     SCALES,
     SUMS,
     TOTALS,
@@ -82,7 +81,7 @@ from quantkit.kernels.cpu.matmul.stored_order import (
     three_bits,
     twice16,
 )
-from quantkit.kernels.cpu.unpack import bitnet, fp4, i_quants, ik_quants, k_quants, ternary
+from quantkit.kernels.cpu.unpack import fp4, i_quants, ik_quants, k_quants, ternary
 from quantkit.kernels.cpu.unpack.lanes import (
     block_scales,
     each_twice,
@@ -425,34 +424,15 @@ def dot_tq1_0(at: int, act: int, acc: Any) -> Any:
 
 
 @inline
-def add_word_products(act: int, acc: Any, x: Any) -> Any:
-    """Add sums of words of levels 0..2, each 4 of 4 scales, minus those of the activations.
-
-    The row's scale is applied last (dots.py).
-    """
-    return muladd(convert(f32x16, x), by_fours(load(f32x16, act, SCALES)), acc - load(f32x16, act, SUMS))
-
-
-@inline
-def dot_iq1_bn(at: int, act: int, acc: Any) -> Any:
-    """4 blocks of IQ1_BN."""
-    l0, l1, l2, l3, _, _ = bitnet.unpack_iq1_bn(at, 0)
-    x = dot4(splat(i32x16, 0), cast(u8x64, l0 + 1), load(i8x64, act, IN_ORDER))
-    y = dot4(splat(i32x16, 0), cast(u8x64, l1 + 1), load(i8x64, act, IN_ORDER + 64))
-    x = dot4(x, cast(u8x64, l2 + 1), load(i8x64, act, IN_ORDER + 128))
-    y = dot4(y, cast(u8x64, l3 + 1), load(i8x64, act, IN_ORDER + 192))
-    return add_word_products(act, acc, x + y)
-
-
-@inline
 def dot_iq2_bn(at: int, act: int, acc: Any) -> Any:
-    """4 blocks of IQ2_BN."""
+    """4 blocks of IQ2_BN; the row's scale is applied last (dots.py)."""
     q = load(u8x64, at, 0)
     x = dot4(splat(i32x16, 0), q & 3, load(i8x64, act, BY_QUARTERS))
     y = dot4(splat(i32x16, 0), (q >> 2) & 3, load(i8x64, act, BY_QUARTERS + 64))
     x = dot4(x, (q >> 4) & 3, load(i8x64, act, BY_QUARTERS + 128))
     y = dot4(y, q >> 6, load(i8x64, act, BY_QUARTERS + 192))
-    return add_word_products(act, acc, x + y)
+    # Each word of 16 bytes has a scale of its own; levels are 1 too high.
+    return muladd(convert(f32x16, x + y), by_fours(load(f32x16, act, SCALES)), acc - load(f32x16, act, SUMS))
 
 
 _TWO_SUMS = {"q2_k": dot_q2_k, "q3_k": dot_q3_k, "q6_k": dot_q6_k, **IK_PAIRS}
@@ -464,7 +444,6 @@ _ONE_SUM = {
     "tq1_0": dot_tq1_0,
     "tq2_0": dot_tq2_0,
     "q6_0": dot_q6_0,
-    "iq1_bn": dot_iq1_bn,
     "iq2_bn": dot_iq2_bn,
     **GRIDS,
     **TRELLIS,

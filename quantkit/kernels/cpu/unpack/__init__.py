@@ -26,7 +26,6 @@ from numba.core import types
 
 from quantkit.kernels.cpu.core.jit import inline, specialize
 from quantkit.kernels.cpu.core.simd import f16_to_f32, load
-from quantkit.kernels.cpu.unpack.lanes import by_words
 from quantkit.kernels.formats import Format, cpu_function, format_of
 from quantkit.types import TensorType
 
@@ -70,17 +69,6 @@ def as_it_is(x: Any, of_row: Any) -> Any:
     return x
 
 
-#: Rebound for each type that products take by words.
-unpack_in_order: Any = None
-
-
-def unpack_by_words(data: int, offset: int) -> Any:
-    """Unpack levels to the order of activations in q8_k64; all values have one scale."""
-    l0, l1, l2, l3, scales, mins = unpack_in_order(data, offset)
-    g0, g1, g2, g3 = by_words(l0, l1, l2, l3)
-    return g0, g1, g2, g3, scales, mins
-
-
 ROW_SCALES = {"f32": f32_row_scale, "f16": f16_row_scale, "": no_row_scale}
 
 
@@ -101,15 +89,6 @@ class Unpacker:
             "row_scale": ROW_SCALES[t.row_scale],
             "scaled": times_row_scale if t.row_scale else as_it_is,
         }
-
-    @property
-    def product_function(self) -> Callable[..., Any]:
-        """``function`` for skeletons of products, which take the levels in the order of the activations."""
-        if self.format.activations != "q8_k64":
-            return self.function
-        name = self.format.type.name.lower()
-        made: Callable[..., Any] = specialize(unpack_by_words, name, unpack_in_order=self.function)
-        return made
 
     @property
     def product_row(self) -> dict[str, Any]:
