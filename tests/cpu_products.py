@@ -22,6 +22,12 @@ def aligned(n: int) -> Any:
     return space[start : start + n]
 
 
+def in_order(values: Any) -> Any:
+    """Return values by words (unpack/lanes.py: by_words), [rows, units * 256], in their order."""
+    words = values.reshape(len(values), -1, 4, 4, 4, 4)  # unit, word g, 16 bytes i, vector v, byte
+    return words.transpose(0, 1, 4, 3, 2, 5).reshape(len(values), -1)
+
+
 class Rows:
     """Rows of x, ``per`` of a token, in the format of a type."""
 
@@ -49,8 +55,11 @@ class Rows:
         """Return what the rows stand for and its excess (matmul_cases.products), float64."""
         if not self.kind.startswith("q8"):
             return self.bytes.view(np.float32).reshape(self.x.shape).astype(np.float64), np.zeros((len(self.x), 0))
-        levels = self.part(0, 256, np.int8).astype(np.float64)
-        values = (levels * np.repeat(self.part(SCALES, 16, np.float32), 16, axis=1))[:, : self.x.shape[1]]
+        levels, scales = self.part(0, 256, np.int8).astype(np.float64), self.part(SCALES, 16, np.float32)
+        values = levels * np.repeat(scales, 16, axis=1)
+        if self.kind == "q8_k64":
+            values = in_order(values)
+        values = values[:, : self.x.shape[1]]
         if self.kind != "q8_1":
             return values, np.zeros((len(self.x), 0))
         sums = values.reshape(len(values), -1, 32).sum(2)

@@ -12,6 +12,7 @@ from matmul_cases import draw_weights, f32, f64, products, products_by_expert
 from quantkit.kernels.cuda.core.kernel import Shape
 from quantkit.kernels.cuda.layer.glu import limits
 from quantkit.kernels.cuda.matmul import moe
+from quantkit.kernels.cuda.matmul.activations import OF_ROWS
 from quantkit.kernels.formats import activation_format
 from quantkit.kernels.parameters import Activation
 from quantkit.model.backends.reference import gate as gated
@@ -21,6 +22,8 @@ from quantkit.types import TensorType
 def quantize(x: Any, kind: str) -> tuple[Any, Any, Any]:
     """Return levels [rows, n_pad], d [rows, n_pad / 32] and sums [rows, n_pad / 16] as the contract has them."""
     x = np.pad(x, ((0, 0), (0, -x.shape[1] % 256)))
+    if kind in OF_ROWS:
+        return quantize_rows(x, kind)
     blocks = x.reshape(len(x), -1, 256 if kind == "q8_k" else 32)
     amax = np.abs(blocks).max(-1)
     if kind == "q8_k":
@@ -40,6 +43,29 @@ def quantize(x: Any, kind: str) -> tuple[Any, Any, Any]:
     return levels, d, sums
 
 
+def quantize_rows(x: Any, kind: str) -> tuple[Any, Any, Any]:
+    """The same for a format with scales of a row; the levels of q8_k64 are by words."""
+    words = x.reshape(len(x), -1, 4, 4)
+    amax = np.abs(words).max((1, 3))
+    if kind == "q8_kv":
+        amax = np.broadcast_to(amax.max(1, keepdims=True), amax.shape)
+    d = amax / f32(127)
+    levels = np.rint(words * np.divide(f32(1), d, where=d > 0, out=np.zeros_like(d))[:, None, :, None]).astype(np.int8)
+    if kind == "q8_k64":
+        levels = by_words(levels.reshape(x.shape))
+    return levels.reshape(x.shape), np.tile(d, x.shape[1] // 128), np.zeros((len(x), x.shape[1] // 16), f32)
+
+
+def by_words(values: Any) -> Any:
+    """Return values, [rows, units * 256], in the order of q8_k64: the words g of each 16 bytes of 128 side by side."""
+    return values.reshape(len(values), -1, 8, 4, 4).swapaxes(2, 3).reshape(values.shape)
+
+
+def in_order(values: Any) -> Any:
+    """Return values by words in their order."""
+    return values.reshape(len(values), -1, 4, 8, 4).swapaxes(2, 3).reshape(values.shape)
+
+
 def rows_of(x: Any, t: TensorType) -> tuple[Any, Any, Any]:
     """Return rows for the device (uint8), what weights multiply, and its excess (matmul_cases.products)."""
     kind = activation_format(t)
@@ -54,6 +80,8 @@ def rows_of(x: Any, t: TensorType) -> tuple[Any, Any, Any]:
     levels, d, sums = quantize(x, kind)
     n = x.shape[1]
     values = levels.astype(f64) * d.astype(f64).repeat(32, 1)
+    if kind == "q8_k64":
+        values = in_order(values)
     excess = values.reshape(len(x), -1, 32).sum(-1) - sums.astype(f64).reshape(len(x), -1, 2).sum(-1)
     rows = np.concatenate([a.view(np.uint8) for a in (levels, d, sums)], 1)
     return rows, values[:, :n], excess[:, : n // 32]

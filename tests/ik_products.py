@@ -1,8 +1,8 @@
-"""Products by ik_llama.cpp itself: libggml.so of the wheel ik-llama-cpp-python, through ctypes.
+"""Products by ik_llama.cpp itself: its libggml.so, through ctypes.
 
-The wheel is built for AVX2. Its products are ``iqk_mul_mat`` of ggml/src/iqk/iqk_mul_mat.cpp: activations go to the
-format ``activations_of(t)`` (``vec_dot_type``); for some 32 rows of activations and more, weights of most types are
-first rounded again, to 8 bits with one scale for 256 or 32 values (``repacked``, is_dequant_better).
+The wheel ik-llama-cpp-python is built for AVX2. Products are ``iqk_mul_mat`` of ggml/src/iqk/iqk_mul_mat.cpp:
+activations go to the format ``activations_of(t)`` (``vec_dot_type``); for some 32 rows of activations and more, weights
+of most types are first rounded again, to 8 bits with one scale for 256 or 32 values (``repacked``, is_dequant_better).
 """
 
 from __future__ import annotations
@@ -64,10 +64,10 @@ LAYOUTS = {
 
 
 class IkGgml:
-    """libggml.so of the wheel, whose programs are in the folder ``ik_bin``."""
+    """libggml.so in the folder ``lib``."""
 
-    def __init__(self, ik_bin: Path) -> None:
-        self.c = ctypes.CDLL(str(ik_bin.parent / "lib/libggml.so"))
+    def __init__(self, lib: Path) -> None:
+        self.c = ctypes.CDLL(str(lib / "libggml.so"))
         self.c.ggml_init.argtypes, self.c.ggml_init.restype = [InitParams], c_void_p
         assert self.c.ggml_init(InitParams(1 << 20, None, False))  # makes the table that halves are widened by
         self.c.ggml_internal_get_type_traits.restype = Traits
@@ -76,6 +76,11 @@ class IkGgml:
         product.argtypes = [*[c_long] * 3, *[c_int, c_void_p, c_long] * 2, c_void_p, c_long, c_int, c_int]
         product.restype = c_bool
         self.c.iqk_dequant_type.argtypes, self.c.iqk_dequant_type.restype = [c_int, c_int], c_int
+
+    @property
+    def has_vnni(self) -> bool:
+        """Whether it is built for AVX-512 with VNNI."""
+        return bool(self.c.ggml_cpu_has_avx512_vnni())
 
     def activations_of(self, t: TensorType) -> TensorType:
         """Return the format of activations that weights of type ``t`` multiply."""
@@ -112,5 +117,5 @@ class IkGgml:
         w, n = np.ascontiguousarray(w), x.shape[1]
         a, b = (t.id, w.ctypes.data, w.shape[1]), (of.id, y.ctypes.data, y.shape[1])
         done = self.c.iqk_mul_mat(len(w), len(x), n, *a, *b, out.ctypes.data, len(w), 0, 1)
-        assert done, f"the wheel's iqk_mul_mat refuses {t} with {of}"
+        assert done, f"iqk_mul_mat refuses {t} with {of}"
         return out

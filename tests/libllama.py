@@ -14,7 +14,8 @@ none meets what another left behind. A model that the library refuses, or dies o
 it printed.
 
 The structs of llama.cpp are those of include/llama.h at b11434. Those of ik_llama.cpp come with the wheel
-ik-llama-cpp-python, whose library is older than any header at hand. Both are checked against the library's defaults.
+ik-llama-cpp-python, whose library is older than any header at hand; a library that is not the wheel's is one of
+8337e4cd3, whose structs have more fields. All are checked against the library's defaults.
 """
 
 from __future__ import annotations
@@ -275,17 +276,41 @@ class Mainline:
         return vocab
 
 
+#: Fields of ik_llama.cpp 8337e4cd3 that the wheel is too old for, by the field before them.
+NEWER_MODEL_FIELDS: dict[str, list[tuple[str, Any]]] = {
+    "type_v": [("idx_type_k", c_int)],
+    "n_v_last": [("extra_output_type", c_int)],
+    "tensor_split": [("fit_margin_array", c_void_p)],
+    "flash_attn": [("defer_experts", c_bool), ("swa_compress", c_bool)],
+}
+NEWER_CONTEXT_FIELDS: dict[str, list[tuple[str, Any]]] = {
+    "type_v": [("idx_type_k", c_int)],
+    "type_reduce": [("type_graph_attn", c_int)],
+    "graph_reuse": [("dsa", c_bool), ("fused_idx_topk", c_bool), ("swa_compress", c_bool), ("dsa_top_k", c_int)],
+    "only_active_experts": [("prefetch_experts", c_bool), ("prefetch_experts_threads", c_int)],
+}
+
+
+def with_fields(old: Any, more: dict[str, list[tuple[str, Any]]]) -> type[Structure]:
+    """Return a struct with more fields, each list behind a field of the old one."""
+    fields = [(name, kind) for field in old._fields_ for name, kind in (field, *more.get(field[0], ()))]
+    return type(old.__name__, (Structure,), {"_fields_": fields})
+
+
 class Ik:
-    """ik_llama.cpp, with the structs that came with its wheel."""
+    """ik_llama.cpp, with the structs that came with its wheel, or those of 8337e4cd3."""
 
     best_kv = "f16"
     own_defaults: dict[str, Any] = {"flash_attn": True, "mla_attn": 3, "fused_moe_up_gate": True, "graph_reuse": True}
-    own_model_defaults: dict[str, Any] = {"n_gpu_layers": 0, "n_ubatch": 512, "use_mmap": True, "flash_attn": True}
+    own_model_defaults: dict[str, Any] = {"n_ubatch": 512, "use_mmap": True, "flash_attn": True}
 
     def __init__(self, lib: Path) -> None:
         os.environ["IK_LLAMA_CPP_LIB_PATH"] = str(lib / "libllama.so")
         bindings = importlib.import_module("ik_llama_cpp._ctypes_api")
         self.ModelParams, self.ContextParams = bindings.llama_model_params, bindings.llama_context_params
+        if not Path(bindings.__file__).is_relative_to(lib.parent):
+            self.ModelParams = with_fields(self.ModelParams, NEWER_MODEL_FIELDS)
+            self.ContextParams = with_fields(self.ContextParams, NEWER_CONTEXT_FIELDS)
         self.Batch, self.c = bindings.llama_batch, ctypes.CDLL(str(lib / "libllama.so"))
 
     def settings(self, flash_attn: bool) -> dict[str, Any]:

@@ -6,16 +6,20 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 from cpu_products import Rows
+from cuda_products import by_words
 from device_memory import Memory
 from matmul_cases import awkward_rows
 
-from quantkit.kernels.cpu.matmul.activations import SCALES, SUMS
+from quantkit.kernels.cpu.matmul.activations import IN_ORDER, SCALES, SUMS
 from quantkit.kernels.cuda.matmul import activations
 from quantkit.kernels.formats import activation_format
 from quantkit.types import BY_NAME
 
 #: A type that wants activations in each format.
-OF_FORMAT = {"q8_0": "Q4_0", "q8_1": "Q4_1", "q8_2": "Q6_0", "q8_k": "Q4_K", "f16": "F16", "bf16": "BF16"}
+OF_FORMAT = {
+    **{"q8_0": "Q4_0", "q8_1": "Q4_1", "q8_2": "Q6_0", "q8_k": "Q4_K", "q8_kv": "Q8_KV", "q8_k64": "IQ2_BN"},
+    **{"f16": "F16", "bf16": "BF16"},
+}
 ROWS = 11
 
 
@@ -27,10 +31,14 @@ def wanted(kind: str, x: npt.NDArray[np.float32]) -> npt.NDArray[np.uint8]:
     if not kind.startswith("q8"):
         return rows.bytes.reshape(len(x), -1)
     d, sums = rows.part(SCALES, 16, np.float32), rows.part(SUMS, 16, np.float32)
-    if kind in ("q8_0", "q8_2"):
+    if kind not in ("q8_1", "q8_k"):
         sums = np.zeros_like(sums)
     np.testing.assert_array_equal(d[:, ::2], d[:, 1::2])
-    parts = (rows.part(0, 256, np.uint8), d[:, ::2], sums)
+    levels, d = rows.part(0, 256, np.uint8), d[:, ::2]
+    if kind == "q8_k64":  # the CPU has the four scales once in 256 values, each for 64
+        levels = by_words(rows.part(IN_ORDER, 256, np.uint8))
+        d = np.tile(d[:, :8:2], d.shape[1] // 4)
+    parts = (levels, d, sums)
     return np.concatenate([np.ascontiguousarray(p).view(np.uint8) for p in parts], axis=1)
 
 

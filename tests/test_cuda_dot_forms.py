@@ -7,11 +7,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 from blocks import row_scales
+from cuda_products import by_words
 from device_memory import Memory
 from matmul_cases import decode, draw_weights
 
 from quantkit.kernels.cuda.core.kernel import Kernel, Shape
-from quantkit.kernels.formats import format_of
+from quantkit.kernels.formats import activation_format, format_of
 from quantkit.types import BY_NAME
 
 ALL = str(Path(__file__).parent / "kernels/dot_forms_all.cu")
@@ -19,7 +20,7 @@ ALL = str(Path(__file__).parent / "kernels/dot_forms_all.cu")
 NAMES = ["Q3_K", "IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S"]
 NAMES += ["TQ1_0", "TQ2_0", "Q2_0", "Q1_0", "Q5_0", "IQ1_S_ROW", "IQ1_M_ROW"]
 NAMES += ["IQ4_K", "IQ5_K", "IQ6_K", "IQ4_KS", "IQ5_KS", "IQ4_KSS", "IQ2_KL", "IQ2_K", "IQ3_K", "IQ2_KS", "IQ3_KS"]
-NAMES += ["IQ1_KT", "IQ2_KT", "IQ4_KT", "IQ1_BN", "IQ3_KT"]
+NAMES += ["IQ1_KT", "IQ2_KT", "IQ4_KT", "IQ1_BN", "IQ3_KT", "IQ2_BN"]
 
 
 @pytest.mark.parametrize("several", [0, 1])
@@ -31,6 +32,8 @@ def test_a_form_is_exact(memory: Memory, name: str, several: int) -> None:
         w = draw_weights(t, (n,), np.random.default_rng(seed))
         want = (decode(w, t).reshape(-1) / row_scales(t, w[None])[0, 0] * x).reshape(2, 256).sum(1)
         w = w[t.row_header :]
+        if activation_format(t) == "q8_k64":
+            x = by_words(x[None])[0]
         for shift in range(0, 16, format_of(t).align):
             out = memory.room((32,))
             slots = {"w": memory.put(w), "levels": memory.put(x), "out": out, "bytes": w.size, "shift": shift}

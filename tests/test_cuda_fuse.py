@@ -90,6 +90,7 @@ def test_other_forms_fused_and_not_agree(variant: str, tmp_path: Path, cuda_devi
 #: Experts of one format of activations; the others, and halves, of dense models.
 QUANTIZED = [("qwen3moe-moe", "Q8_0"), ("llama4-moe", "Q8_0"), ("deepseek2-moe", "Q8_0"), ("qwen3next-moe", "Q4_0")]
 QUANTIZED += [("qwen2-dense", "Q5_1"), ("qwen2-dense", "Q4_K_S"), ("gemma2-dense", "BF16"), ("stablelm-dense", "F16")]
+QUANTIZED += [("qwen3moe-moe", "Q8_KV"), ("qwen2-dense", "Q8_KV")]  # scales of whole rows
 
 
 @pytest.mark.parametrize(("name", "preset"), QUANTIZED)

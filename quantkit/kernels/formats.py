@@ -48,7 +48,7 @@ class Format:
     #: Whether there is an encoder; every type here has a decoder.
     encodes: bool
     #: The format of its activations (cpu/matmul/activations.py), as in llama.cpp, or in ik_llama.cpp if only that has
-    #: it; but Q8_KV and IQ*_BN not, whose activations there have one or four scales for the whole row.
+    #: it.
     activations: str
     #: Values that share a scale, and a minimum: 16, 32 or more; 1 for floats.
     span: int = 32
@@ -118,7 +118,7 @@ FORMATS: dict[str, Format] = {
         _format("Q5_1", "legacy", True, "q8_1", **_MINS, **_IK),
         _format("Q8_0", "legacy", True, "q8_0"),
         _format("Q6_0", "legacy", True, "q8_2"),
-        _format("Q8_KV", "legacy", True, "q8_0"),
+        _format("Q8_KV", "legacy", True, "q8_kv"),
         _format("Q2_K", "k_quants", True, "q8_k", **_MINS, **_IK, span=16, planes=1, together="K"),
         _format("Q3_K", "k_quants", True, "q8_k", **_IK, span=16, planes=1, together="K"),
         _format("Q4_K", "k_quants", True, "q8_k", **_MINS, **_IK, together="K"),
@@ -141,8 +141,8 @@ FORMATS: dict[str, Format] = {
         _format("Q1_0", "binary", True, "q8_0"),
         _format("MXFP4", "fp4", True, "q8_0"),
         _format("NVFP4", "fp4", True, "q8_0", span=16, planes=AS_F16),
-        _format("IQ1_BN", "bitnet", True, "q8_0"),
-        _format("IQ2_BN", "bitnet", True, "q8_0"),
+        _format("IQ1_BN", "bitnet", True, "q8_k64", parts=2),
+        _format("IQ2_BN", "bitnet", True, "q8_k64", parts=2),
         _format("IQ2_K", "ik_quants", True, "q8_k", span=16, planes=2, together="K"),
         _format("IQ3_K", "ik_quants", True, "q8_k", span=16, planes=2, together="K"),
         _format("IQ4_K", "ik_quants", True, "q8_k", span=16, planes=2, together="K"),

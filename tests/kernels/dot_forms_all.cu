@@ -22,6 +22,7 @@ template <typename T, bool SEVERAL> INLINE void multiply_blocks(const dot_forms_
     typename FORM::Weights w;
     FORM::load((const uint8_t*)a.levels + FORM::first(lane), lane % of_block, x);
     x.d = 1;
+    x.of_words = make_float4(1, 1, 1, 1);
     FORM::prepare(x);
     FORM::unpack(place, lane % of_block, w, grid);
     a.out[lane] = x.d * FORM::product(w, x);
@@ -33,7 +34,7 @@ template <typename T, bool SEVERAL> INLINE void multiply_blocks(const dot_forms_
     DO(8, TQ1_0) DO(9, TQ2_0) DO(10, Q2_0) DO(11, Q1_0) DO(12, Q5_0) \
     DO(13, IQ1_S_ROW) DO(14, IQ1_M_ROW) DO(15, IQ4_K) DO(16, IQ5_K) DO(17, IQ6_K) DO(18, IQ4_KS) DO(19, IQ5_KS) \
     DO(20, IQ4_KSS) DO(21, IQ2_KL) DO(22, IQ2_K) DO(23, IQ3_K) DO(24, IQ2_KS) DO(25, IQ3_KS) \
-    DO(26, IQ1_KT) DO(27, IQ2_KT) DO(28, IQ4_KT) DO(29, IQ1_BN) DO(30, IQ3_KT)
+    DO(26, IQ1_KT) DO(27, IQ2_KT) DO(28, IQ4_KT) DO(29, IQ1_BN) DO(30, IQ3_KT) DO(31, IQ2_BN)
 // clang-format on
 
 KERNEL(dot_forms_all, 32) {

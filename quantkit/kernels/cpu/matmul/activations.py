@@ -7,6 +7,8 @@ ggml-cpu.c type_traits_cpu), ik_llama.cpp with those that only it has (8337e4cd3
     q8_1   the same, with s = f16(amax / 127 * sum of q)                                 Q4_1 Q5_1
     q8_2   per 32 values: d = bf16(amax / 127), q = round(x / d)                         Q6_0, trellis types
     q8_k   per 256 values: d = 1 / iscale, q = round(iscale * x), iscale = -127 / max    K-quants, i-quants, TQ, IQ*_K*
+    q8_kv  per row: d = amax / 127, q = round(x / d)                                     Q8_KV
+    q8_k64 the same, four a row: for places i of which i % 16 / 4 is 0, 1, 2, 3          those of BitNet (bitnet.py)
     f16    rounded to half precision, kept as f32                                        F16
     bf16   rounded to bfloat16, kept as f32                                              BF16
     f32    as they are: products read the value itself                                   F32
@@ -26,7 +28,12 @@ a layout: *units* of 256 values, 1344 bytes each, zero-padded at the end of a ro
          832  int8  apart_2[256]    the levels again: blocks 0 2, 1 3, 4 6, 5 7 of 32; q8_k only
          832  int8  by_eights[256]  the levels again: of each 128, every 8th, from 0, 1 ... 7 on; q8_2 only
         1088  int8  apart_4[256]    the levels again: blocks 0 4, 1 5, 2 6, 3 7 of 32; q8_k only
-        1088  int8  by_quarters[256]  the levels again: the first 16 of each 64, the second 16 ...; q8_0 only
+         832  int8  in_order[256]   the levels again, in order; q8_k64 only
+        1088  int8  by_quarters[256]  the levels again: the first 16 of each 64, the second 16 ...; q8_k64 only
+
+q8_k64 has the levels *by words*: the 64 of a unit that the first scale is of, then those of the second, third and
+fourth, each in the order of ``by_words``; so, as in the others, groups of 16 and 32 share a scale. Panels bring weights
+to that order, too (panel.py); other products take the levels in order, and sum words (dots.py).
 
 The offsets compensate for adding 128 to signed levels: vpdpbusd takes one unsigned operand. A row is its units and 64
 more bytes, so that rows of power-of-two length do not all map to the same cache sets.
@@ -40,6 +47,7 @@ from typing import Any
 import numpy as np
 from numba.core import types
 
+from quantkit.kernels.cpu.core.functions import load_part
 from quantkit.kernels.cpu.core.jit import inline, specialize
 from quantkit.kernels.cpu.core.simd import (
     cast,
@@ -74,12 +82,12 @@ from quantkit.kernels.cpu.core.simd import (
     vmin,
 )
 from quantkit.kernels.cpu.core.tape import N_OUTPUTS, N_TOKENS, TapeOp, arg, batch_word, first_of, operation
-from quantkit.kernels.cpu.unpack.lanes import high_halves, load_pieces, low_halves
+from quantkit.kernels.cpu.unpack.lanes import by_words, high_halves, load_pieces, low_halves
 
 #: Bytes of a unit of 256 values, and the offsets of its parts.
 UNIT_BYTES = 1344
 SCALES, SUMS, OFFSETS, OFFSETS32, SUMS32, TOTALS, TOTALS32 = 256, 320, 384, 448, 480, 512, 544
-BY_PIECES, APART_2, APART_4, BY_EIGHTS, BY_QUARTERS = 576, 832, 1088, 832, 1088
+BY_PIECES, APART_2, APART_4, BY_EIGHTS, IN_ORDER, BY_QUARTERS = 576, 832, 1088, 832, 832, 1088
 #: Bytes after the units of a row.
 ROW_GAP = 64
 
@@ -140,6 +148,7 @@ eighths_4567 = make_shuffle2([8 * (i % 16) + i // 16 + 4 for i in range(64)], "a
 even_lanes = make_shuffle(range(0, 16, 2), "activations.even_lanes")
 odd_lanes = make_shuffle(range(1, 16, 2), "activations.odd_lanes")
 swap_neighbours = make_shuffle([i ^ 1 for i in range(16)], "activations.swap_neighbours")
+swap_pairs = make_shuffle([i ^ 2 for i in range(16)], "activations.swap_pairs")
 on_even_lanes = make_shuffle2([i if i % 2 == 0 else 16 for i in range(16)], "activations.on_even_lanes")
 
 
@@ -204,10 +213,16 @@ def store_by_eights(out: int) -> None:
 
 
 @inline
-def store_by_quarters(out: int) -> None:
-    """Write the levels of a unit again, as quarters of each 64."""
+def store_by_words(out: int) -> None:
+    """Write the levels of a unit, which are in order behind it, by words, and as quarters of each 64."""
+    at = out + IN_ORDER
     for quarter in range(4):
-        store(out, BY_QUARTERS + 64 * quarter, load_pieces(i8x64, i8x16, out, 16 * quarter, 64))
+        store(out, BY_QUARTERS + 64 * quarter, load_pieces(i8x64, i8x16, at, 16 * quarter, 64))
+    l0, l1, l2, l3 = by_words(load(i8x64, at, 0), load(i8x64, at, 64), load(i8x64, at, 128), load(i8x64, at, 192))
+    store(out, 0, l0)
+    store(out, 64, l1)
+    store(out, 128, l2)
+    store(out, 192, l3)
 
 
 @inline
@@ -245,7 +260,6 @@ def quantize_unit_by_32(x: int, out: int, with_sums: bool) -> None:
         store(out, SUMS32, even_lanes(s))
     else:
         store_scaled_sums(out, sums)
-        store_by_quarters(out)
 
 
 @inline
@@ -273,7 +287,7 @@ def first_largest(x: int) -> Any:
 
 
 @inline
-def quantize_unit_q8_k(x: int, out: int) -> None:
+def quantize_unit_q8_k(x: int, out: int, of_row: Any) -> None:
     """256 values to q8_k (llama.cpp ggml-quants.c quantize_row_q8_K_ref)."""
     largest = first_largest(x)
     iscale = np.float32(0)
@@ -291,19 +305,19 @@ def quantize_unit_q8_k(x: int, out: int) -> None:
 
 
 @inline
-def quantize_unit_q8_0(x: int, out: int) -> None:
+def quantize_unit_q8_0(x: int, out: int, of_row: Any) -> None:
     """256 values to q8_0."""
     quantize_unit_by_32(x, out, False)
 
 
 @inline
-def quantize_unit_q8_1(x: int, out: int) -> None:
+def quantize_unit_q8_1(x: int, out: int, of_row: Any) -> None:
     """256 values to q8_1."""
     quantize_unit_by_32(x, out, True)
 
 
 @inline
-def quantize_unit_q8_2(x: int, out: int) -> None:
+def quantize_unit_q8_2(x: int, out: int, of_row: Any) -> None:
     """256 values to q8_2 (ik_llama.cpp iqk_quantize.cpp quantize_row_q8_2_x4)."""
     amax = block_maxima(x)
     d = cast(f32x16, round_bf16(cast(u32x16, amax / np.float32(127))))
@@ -314,14 +328,81 @@ def quantize_unit_q8_2(x: int, out: int) -> None:
     store_by_eights(out)
 
 
+# ---------------------------------------------------------------- formats with scales of a row
+
+
+@inline
+def no_scales(x: int, n: int) -> Any:
+    """The scales of a unit follow from its values alone."""
+    return None
+
+
+@inline
+def row_maxima(x: int, n: int) -> Any:
+    """Return the largest magnitudes of a row at places i of each i % 16."""
+    most = splat(f32x16, 0)
+    for i in range(0, n - 15, 16):
+        most = vmax(most, vabs(load(f32x16, x, 4 * i)))
+    return vmax(most, vabs(load_part(f32x16, x, n // 16 * 64, n % 16)))
+
+
+@inline
+def scales_of_row(amax: Any) -> Any:
+    """Return d, and the factor of the values, of largest magnitudes."""
+    d = amax / np.float32(127)
+    return d, select(amax > np.float32(2.0**-118), np.float32(1) / d, 0)  # as in q8_2
+
+
+@inline
+def scales_q8_kv(x: int, n: int) -> Any:
+    """One for all values."""
+    return scales_of_row(splat(f32x16, hmax(row_maxima(x, n))))
+
+
+@inline
+def scales_q8_k64(x: int, n: int) -> Any:
+    """One for all first words of 16 bytes of levels, for all second, third and fourth ones."""
+    amax = row_maxima(x, n)
+    amax = vmax(amax, swap_neighbours(amax))
+    return scales_of_row(vmax(amax, swap_pairs(amax)))
+
+
+@inline
+def store_row_levels(x: int, out: int, factors: Any) -> None:
+    """Write the levels of 256 values in order; factors: of each 16 values."""
+    for i in range(16):
+        store(out, 16 * i, rounded_levels(x, 64 * i, factors))
+
+
+@inline
+def quantize_unit_q8_kv(x: int, out: int, of_row: Any) -> None:
+    """256 values to q8_kv (ik_llama.cpp iqk_quantize.cpp iqk_quantize_row_q8_KV)."""
+    d, factors = of_row
+    store_row_levels(x, out, factors)
+    store(out, SCALES, d)
+    store_scaled_sums(out, store_offsets(out))
+
+
+@inline
+def quantize_unit_q8_k64(x: int, out: int, of_row: Any) -> None:
+    """256 values to q8_k64 (ik_llama.cpp iqk_quantize.cpp quantize_row_q8_K64_ref)."""
+    d, factors = of_row
+    store_row_levels(x, out + IN_ORDER, factors)
+    store_by_words(out)
+    store(out, SCALES, d)
+    store_scaled_sums(out, store_offsets(out))
+
+
 # ---------------------------------------------------------------- rows
 
-#: The unit quantizer, rebound for each format.
+#: The scales of a row and the unit quantizer, rebound for each format.
+find_scales: Any = None
 quantize_unit: Any = None
 
 
 def quantize_row(x: int, out: int, n: int, first: int, last: int) -> None:
-    """Quantize units first..last of a row of ``n`` values, zero-padded."""
+    """Quantize units first..last of a row of ``n`` values, zero-padded; threads that share it all find its scales."""
+    of_row = find_scales(x, n)
     for unit in range(first, last):
         source = x + 1024 * unit
         if 256 * unit + 256 > n:
@@ -330,7 +411,7 @@ def quantize_row(x: int, out: int, n: int, first: int, last: int) -> None:
                 inside = 256 * unit + i < n
                 store(padded, 4 * i, load(types.float32, source, 4 * i) if inside else types.float32(0))
             source = padded
-        quantize_unit(source, out + UNIT_BYTES * unit)
+        quantize_unit(source, out + UNIT_BYTES * unit, of_row)
 
 
 @inline
@@ -366,7 +447,11 @@ QUANTIZERS = {
     "q8_1": quantize_unit_q8_1,
     "q8_2": quantize_unit_q8_2,
     "q8_k": quantize_unit_q8_k,
+    "q8_kv": quantize_unit_q8_kv,
+    "q8_k64": quantize_unit_q8_k64,
 }
+#: Formats whose scales follow from all values of a row.
+ROW_SCALES = {"q8_kv": scales_q8_kv, "q8_k64": scales_q8_k64}
 
 
 # ---------------------------------------------------------------- operations
@@ -417,7 +502,8 @@ def quantize(kind: str) -> TapeOp:
     x is f32 [rows * per, n]; out has as many rows of ``row_bytes(kind, n)``. Raises ValueError for other formats.
     """
     if kind in QUANTIZERS:
-        return quantize_rows.bind(kind, quantize_units=specialize(quantize_row, kind, quantize_unit=QUANTIZERS[kind]))
+        bound = {"quantize_unit": QUANTIZERS[kind], "find_scales": ROW_SCALES.get(kind, no_scales)}
+        return quantize_rows.bind(kind, quantize_units=specialize(quantize_row, kind, **bound))
     if kind in ROUNDERS:
         return round_rows.bind(kind, round_row=ROUNDERS[kind])
     raise ValueError(f"activations are quantized to {', '.join([*QUANTIZERS, *ROUNDERS])}; not to {kind}")

@@ -39,7 +39,7 @@ from quantkit.kernels.cpu.core.simd import (
     u8x64,
 )
 from quantkit.kernels.cpu.matmul import float_dots
-from quantkit.kernels.cpu.matmul.activations import OFFSETS, SCALES, SUMS, UNIT_BYTES, by_fours, sum_fours
+from quantkit.kernels.cpu.matmul.activations import IN_ORDER, OFFSETS, SCALES, SUMS, UNIT_BYTES, by_fours, sum_fours
 from quantkit.kernels.cpu.matmul.type_dots import direct_dot, direct_row
 from quantkit.kernels.cpu.unpack import unpacker
 from quantkit.kernels.formats import Format
@@ -115,6 +115,14 @@ def group_sums(u0: Any, u1: Any, u2: Any, u3: Any, act: int) -> Any:
     a, b = dot4(zero, u0, load(i8x64, act, 0)), dot4(zero, u1, load(i8x64, act, 64))
     c, d = dot4(zero, u2, load(i8x64, act, 128)), dot4(zero, u3, load(i8x64, act, 192))
     return correct(sum_fours(a, b, c, d), act)
+
+
+def word_sums(u0: Any, u1: Any, u2: Any, u3: Any, act: int) -> Any:
+    """The same for activations in q8_k64: each sum in the place of its scale in the order of sum_fours."""
+    zero = splat(i32x16, 0)
+    a, b = dot4(zero, u0, load(i8x64, act, IN_ORDER)), dot4(zero, u1, load(i8x64, act, IN_ORDER + 64))
+    a, b = dot4(a, u2, load(i8x64, act, IN_ORDER + 128)), dot4(b, u3, load(i8x64, act, IN_ORDER + 192))
+    return correct(a + b, act)
 
 
 def dot_unit_unpacked(at: int, act: int, acc: Any) -> Any:
@@ -211,7 +219,7 @@ def row_dots(t: TensorType) -> tuple[Any, Any]:
         )
     made = unpacker(t)
     operands = operand_functions(made.format)
-    sums = specialize(group_sums, name, **operands)
+    sums = specialize(word_sums if made.format.activations == "q8_k64" else group_sums, name, **operands)
     unit = {"unpack": made.function, "group_sums": sums, **operands}
     size = made.format.unit_bytes
     tail = specialize(copy_tail, name, unit_bytes=size)

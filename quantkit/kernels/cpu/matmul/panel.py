@@ -40,7 +40,8 @@ from quantkit.kernels.cpu.matmul.matmul_tiles import (
     store_tile,
     turn,
 )
-from quantkit.kernels.cpu.unpack import unpacker
+from quantkit.kernels.cpu.unpack import Unpacker, unpacker
+from quantkit.kernels.cpu.unpack.lanes import by_words
 from quantkit.kernels.formats import format_of
 from quantkit.types import TensorType
 
@@ -81,6 +82,24 @@ def turn_scales_16_mins(rows: int, panel: int) -> None:
     """16 scales and 16 minimums a row."""
     turn(rows, 128, panel, 128, 16)
     turn(rows + 64, 128, panel + 2048, 128, 16)
+
+
+#: Rebound for each type.
+unpack_in_order: Any = None
+
+
+def unpack_by_words(data: int, offset: int) -> Any:
+    """Unpack levels to the order of activations in q8_k64; all values have one scale."""
+    l0, l1, l2, l3, scales, mins = unpack_in_order(data, offset)
+    g0, g1, g2, g3 = by_words(l0, l1, l2, l3)
+    return g0, g1, g2, g3, scales, mins
+
+
+def panel_unpacker(made: Unpacker) -> Any:
+    """Return what unpacks levels to the order of the activations."""
+    if made.format.activations != "q8_k64":
+        return made.function
+    return specialize(unpack_by_words, made.format.type.name.lower(), unpack_in_order=made.function)
 
 
 def unpack_panel(w: int, row_bytes: int, rows: int, n: int, panel: int) -> None:
@@ -296,7 +315,7 @@ def panels(t: TensorType) -> Panels:
         unpack_panel,
         name,
         helper,
-        unpack=made.function,
+        unpack=panel_unpacker(made),
         operand=operand_functions(of)["operand"],
         copy_row_tail=specialize(copy_tail, name, unit_bytes=of.unit_bytes),
         turn_scales=inline(scales),

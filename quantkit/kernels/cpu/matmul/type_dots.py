@@ -60,7 +60,7 @@ from quantkit.kernels.cpu.matmul.activations import (
     TOTALS,
     TOTALS32,
     UNIT_BYTES,
-    sum_fours,
+    by_fours,
 )
 from quantkit.kernels.cpu.matmul.grid_dots import GRIDS
 from quantkit.kernels.cpu.matmul.ik_dots import IK_GROUPS, IK_PAIRS
@@ -426,15 +426,13 @@ def dot_tq1_0(at: int, act: int, acc: Any) -> Any:
 @inline
 def dot_iq2_bn(at: int, act: int, acc: Any) -> Any:
     """4 blocks of IQ2_BN; the row's scale is applied last (dots.py)."""
-    q, zero = load(u8x64, at, 0), splat(i32x16, 0)
-    sums = sum_fours(
-        dot4(zero, q & 3, load(i8x64, act, BY_QUARTERS)),
-        dot4(zero, (q >> 2) & 3, load(i8x64, act, BY_QUARTERS + 64)),
-        dot4(zero, (q >> 4) & 3, load(i8x64, act, BY_QUARTERS + 128)),
-        dot4(zero, q >> 6, load(i8x64, act, BY_QUARTERS + 192)),
-    )
-    # Sums of quarters come in the order of the values; levels are 1 too high.
-    return muladd(convert(f32x16, sums), load(f32x16, act, SCALES), acc - load(f32x16, act, SUMS))
+    q = load(u8x64, at, 0)
+    x = dot4(splat(i32x16, 0), q & 3, load(i8x64, act, BY_QUARTERS))
+    y = dot4(splat(i32x16, 0), (q >> 2) & 3, load(i8x64, act, BY_QUARTERS + 64))
+    x = dot4(x, (q >> 4) & 3, load(i8x64, act, BY_QUARTERS + 128))
+    y = dot4(y, q >> 6, load(i8x64, act, BY_QUARTERS + 192))
+    # Each word of 16 bytes has a scale of its own; levels are 1 too high.
+    return muladd(convert(f32x16, x + y), by_fours(load(f32x16, act, SCALES)), acc - load(f32x16, act, SUMS))
 
 
 _TWO_SUMS = {"q2_k": dot_q2_k, "q3_k": dot_q3_k, "q6_k": dot_q6_k, **IK_PAIRS}

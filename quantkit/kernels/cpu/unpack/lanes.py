@@ -211,6 +211,13 @@ high_quarters = make_shuffle2(_runs(32, 96, 48, 112, length=16), "unpack.high_qu
 #: Eighths of two vectors of 64, interleaved.
 low_eighths = make_shuffle2(_runs(0, 64, 8, 72, 16, 80, 24, 88, length=8), "unpack.low_eighths")
 high_eighths = make_shuffle2(_runs(32, 96, 40, 104, 48, 112, 56, 120, length=8), "unpack.high_eighths")
+#: Within each 16 bytes, words of two vectors of 64 bytes, interleaved: x0 y0 x1 y1, and x2 y2 x3 y3; and their pairs of
+#: words: x01 y01, and x23 y23.
+_AT_16 = range(0, 64, 16)
+low_words = make_shuffle2(_runs(*(i + k for i in _AT_16 for k in (0, 64, 4, 68)), length=4), "unpack.low_words")
+high_words = make_shuffle2(_runs(*(i + k for i in _AT_16 for k in (8, 72, 12, 76)), length=4), "unpack.high_words")
+low_pairs = make_shuffle2(_runs(*(i + k for i in _AT_16 for k in (0, 64)), length=8), "unpack.low_pairs")
+high_pairs = make_shuffle2(_runs(*(i + k for i in _AT_16 for k in (8, 72)), length=8), "unpack.high_pairs")
 #: A vector of 32 twice.
 twice32 = make_shuffle([*range(32), *range(32)], "unpack.twice32")
 #: 16 lanes: each of 8 lanes twice, each of 4 lanes 4 times, each of 2 lanes 8 times.
@@ -248,6 +255,17 @@ def crumbs(data: int, offset: int) -> Any:
     q = load(u8x64, data, offset)
     q0, q1, q2, q3 = q & 3, (q >> 2) & 3, (q >> 4) & 3, q >> 6
     return low_halves(q0, q1), low_halves(q2, q3), high_halves(q0, q1), high_halves(q2, q3)
+
+
+@inline
+def by_words(l0: Any, l1: Any, l2: Any, l3: Any) -> Any:
+    """Return the first words of all 16 bytes of four vectors, then the second, the third and the fourth.
+
+    Word g of bytes 16 i ... of vector v is word 4 i + v of vector g.
+    """
+    a, b = low_words(l0, l1), low_words(l2, l3)
+    c, d = high_words(l0, l1), high_words(l2, l3)
+    return low_pairs(a, b), high_pairs(a, b), low_pairs(c, d), high_pairs(c, d)
 
 
 @inline

@@ -115,7 +115,7 @@ struct attention_combine_to_args : attention_combine_args {
 
 KERNEL(attention_combine_to, 256) {
     combine(a);
-    if (a.format > Q8_K) {
+    if (a.format >= ROUND_F16) {
         const int64_t i = blockIdx.x * a.head_v + 128 * (int64_t)blockIdx.y + threadIdx.x;
         __syncthreads();
         if (threadIdx.x >= min(a.head_v, (int64_t)128)) return;

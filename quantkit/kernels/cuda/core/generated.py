@@ -55,7 +55,7 @@ def _traits(of: Format) -> str:
         "PLANES": of.planes, "GRID": of.grid, "PARTS": of.parts,
     }  # fmt: skip
     numbers = ", ".join(f"{name} = {value}" for name, value in sizes.items())
-    flags = f"MINS = {int(of.mins)}, HALVES = {int(of.span == 16)}"
+    flags = f"MINS = {int(of.mins)}, HALVES = {int(of.span == 16)}, BY_WORDS = {int(of.activations == 'q8_k64')}"
     fields = f"static const int {numbers}; static const bool {flags}; static constexpr float STRETCH = {of.stretch}f;"
     return f"namespace traits {{ struct {t.name} {{ {fields} }}; }}"
 

@@ -162,7 +162,7 @@ INLINE void quantize_piece(const per_head_args& a, int p, const float* x, int n,
     const int q_width = (int)a.q_width[p], units = (q_width + 255) / 256;
     const int64_t row = token * (a.width[p] / q_width) + (uint32_t)first / (uint32_t)q_width;
     const int at = (uint32_t)first % (uint32_t)q_width;
-    if (a.format[p] <= Q8_K) {
+    if (a.format[p] < ROUND_F16) {
         uint8_t* out = a.quantized[p] + row * Q8_UNIT * units;
         for (int u = threadIdx.x % TEAM / 32; 256 * u < n; u += TEAM / 32) {
             float v[8];

@@ -107,13 +107,25 @@ template <int FORM> INLINE void quantize_row(const Columns& y, uint8_t* out, int
         if (Columns::first(u) / 256 < units) quantize_unit<FORM>(y.v[u], out, Columns::first(u) / 256, units);
 }
 
+template <int FORM> INLINE void quantize_row_by(const Columns& y, uint8_t* out, int64_t units, double* part) {
+    float amax[2] = {0, 0};
+#pragma unroll
+    for (int u = 0; u < UNITS; u++)
+#pragma unroll
+        for (int i = 0; i < 8; i++) amax[i / 4] = fmaxf(amax[i / 4], fabsf(y.v[u][i]));
+    const RowScales scales = scales_of_row<FORM>(amax, (float2*)part);
+#pragma unroll
+    for (int u = 0; u < UNITS; u++)
+        if (Columns::first(u) / 256 < units) quantize_unit_by<FORM>(scales, y.v[u], out, Columns::first(u) / 256, units);
+}
+
 template <int FORM> INLINE void round_row(Columns& y, float* out, int64_t width) {
     y.each([&](float& v, int u, int i) { v = rounded<FORM>(v); });
     y.store(out, width);
 }
 
 KERNEL(row_epilogue, THREADS) {
-    __shared__ double part[32];
+    __shared__ double part[64];
     const int64_t row = blockIdx.x, width = a.width, units = (width + 255) / 256;
     const int64_t from = a.selected ? a.batch->outputs[row] : row;
     Columns y;
@@ -153,6 +165,8 @@ KERNEL(row_epilogue, THREADS) {
         case Q8_1: quantize_row<Q8_1>(y, quantized, units); break;
         case Q8_2: quantize_row<Q8_2>(y, quantized, units); break;
         case Q8_K: quantize_row<Q8_K>(y, quantized, units); break;
+        case Q8_KV: quantize_row_by<Q8_KV>(y, quantized, units, part); break;
+        case Q8_K64: quantize_row_by<Q8_K64>(y, quantized, units, part); break;
         case ROUND_F16: round_row<ROUND_F16>(y, (float*)a.quantized + row * width, width); break;
         case ROUND_BF16: round_row<ROUND_BF16>(y, (float*)a.quantized + row * width, width); break;
     }

@@ -9,8 +9,31 @@ struct quantize_args {
     uint8_t* out;
 };
 
+#if OF_ROW(FORMAT)
+
+// A format with scales of a row: a block a row.
+struct quantize_rows_args : quantize_args {};
+
+KERNEL(quantize_rows, 256) {
+    __shared__ float2 shared[64];
+    const int64_t row = blockIdx.x, units = (a.n + 255) / 256;
+    const float* x = (const float*)(a.x + row * a.x_stride);
+    float v[8], amax[2] = {0, 0};
+    for (int64_t first = 8 * threadIdx.x; first < a.n; first += 2048) {
+        load_eight(x, first, a.n, v);
+        for (int i = 0; i < 8; i++) amax[i / 4] = fmaxf(amax[i / 4], fabsf(v[i]));
+    }
+    const RowScales scales = scales_of_row<FORMAT>(amax, shared);
+    for (int64_t unit = threadIdx.x >> 5; unit < units; unit += 8) {
+        load_eight(x, 256 * unit + 8 * (threadIdx.x & 31), a.n, v);
+        quantize_unit_by<FORMAT>(scales, v, a.out + row * Q8_UNIT * units, unit, units);
+    }
+}
+
+#else
+
 KERNEL(quantize, 128) {
-    if (FORMAT <= Q8_K) {
+    if (FORMAT < ROUND_F16) {
         const int64_t index = (int64_t)blockIdx.x * 4 + (threadIdx.x >> 5), units = (a.n + 255) / 256;
         if (index >= a.rows * units) return;
         const int64_t row = index / units, unit = index % units;
@@ -24,3 +47,5 @@ KERNEL(quantize, 128) {
         for (int64_t i = first + threadIdx.x; i < first + 512 && i < a.n; i += 128) out[i] = rounded<FORMAT>(x[i]);
     }
 }
+
+#endif

@@ -5,6 +5,8 @@
 //     q8_1  the same, with s = f16(amax / 127 * sum of q)
 //     q8_2  per 32 values: d = bf16(amax / 127), q = round(x / d)
 //     q8_k  per 256 values: d = 1 / iscale, q = round(iscale * x), iscale = -127 / max
+//     q8_kv   per row: d = amax / 127, q = round(x / d)
+//     q8_k64  the same, four a row: for places i of which i % 16 / 4 is 0, 1, 2, 3
 //     f16   rounded to half precision, kept as f32
 //     bf16  rounded to bfloat16, kept as f32
 //
@@ -13,7 +15,10 @@
 //
 //     int8 levels[n_pad] | float d[n_pad / 32] | float sums[n_pad / 16]       Q8_UNIT bytes per 256 values
 //
-// sums are the factors of minimums, one per 16 values: d * sum of q in q8_k; s and 0 alternating in q8_1; 0 in q8_0 and q8_2.
+// sums are the factors of minimums, one per 16 values: d * sum of q in q8_k; s and 0 alternating in q8_1; 0 in others.
+//
+// q8_k64 has the levels by words: of each 128 the 32 that the first scale is of, then those of the second, third and
+// fourth, so that here, too, 32 levels share a scale. Products bring weights to that order (TYPE::BY_WORDS).
 #pragma once
 #include "core/device.cuh"
 #include "matmul/units.cuh"
@@ -22,8 +27,12 @@
 #define Q8_1 1
 #define Q8_2 2
 #define Q8_K 3
-#define ROUND_F16 4
-#define ROUND_BF16 5
+#define Q8_KV 4
+#define Q8_K64 5
+#define ROUND_F16 6
+#define ROUND_BF16 7
+// Formats with scales of a row are made by a block that has the row.
+#define OF_ROW(FORM) ((FORM) == Q8_KV || (FORM) == Q8_K64)
 
 #define ONES 0x01010101
 
@@ -79,6 +88,36 @@ INLINE Scale scale_of_256(const float (&v)[8]) {
     return {fabsf(iscale) < __uint_as_float(0x7f800000u) ? iscale : 0, d, d};
 }
 
+// For a row, by a block of up to 1024 threads: the scales of this thread's first four values and of its second four.
+// amax: of all its first ones, and second ones, the first at multiples of 8. shared: 64 values.
+struct RowScales {
+    Scale of[2];
+};
+
+INLINE Scale scale_of_row(float amax) {
+    const float d = amax / 127.0f;
+    return {amax > 3.0092655381050560e-36f ? 1.0f / d : 0.0f, d, d};  // 2^-118, as in q8_2
+}
+
+template <int FORM> INLINE RowScales scales_of_row(float (&amax)[2], float2* shared) {
+    const int lane = threadIdx.x & 31, warps = blockDim.x >> 5;
+    for (int i = 0; i < 2; i++)
+        for (int d = 16; d > 1; d >>= 1) amax[i] = fmaxf(amax[i], __shfl_xor_sync(FULL, amax[i], d));
+    __syncthreads();  // shared may still be read
+    if (lane < 2) shared[threadIdx.x / 32 * 2 + lane] = make_float2(amax[0], amax[1]);
+    __syncthreads();
+    float2 most = make_float2(0, 0);
+    for (int w = 0; w < warps; w++) {
+        const float2 v = shared[2 * w + (lane & 1)];
+        most = make_float2(fmaxf(most.x, v.x), fmaxf(most.y, v.y));
+    }
+    if (FORM == Q8_KV) {
+        most.x = fmaxf(most.x, most.y);
+        most.x = most.y = fmaxf(most.x, __shfl_xor_sync(FULL, most.x, 1));
+    }
+    return {{scale_of_row(most.x), scale_of_row(most.y)}};
+}
+
 INLINE uint32_t four_levels(const float* v, float factor) {
     uint32_t four = 0;
     for (int i = 0; i < 4; i++) four |= ((uint32_t)min(__float2int_rn(v[i] * factor), 127) & 255) << 8 * i;
@@ -106,7 +145,23 @@ template <int FORM> INLINE void quantize_unit(const float (&v)[8], uint8_t* out,
     if (lane % 2 == 0) sums[lane / 2] = of_minimum;
 }
 
-// The same in an int8 format known at run time.
+// The same for the scales of a row.
+template <int FORM>
+INLINE void quantize_unit_by(const RowScales& scales, const float (&v)[8], uint8_t* out, int64_t unit, int64_t units) {
+    const int lane = threadIdx.x & 31;
+    uint32_t* levels = (uint32_t*)(out + 256 * unit);
+    float* d = (float*)(out + 256 * units) + 8 * unit;
+    for (int i = 0; i < 2; i++) {
+        const int word = 2 * lane + i, by_words = word / 32 * 32 + word % 4 * 8 + word % 32 / 4;
+        levels[FORM == Q8_K64 ? by_words : word] = four_levels(v + 4 * i, scales.of[i].factor);
+        // Lanes 0 and 1 have all four scales.
+        if (lane < 4) d[lane / 2 * 4 + lane % 2 * 2 + i] = scales.of[i].stored;
+    }
+    float* sums = (float*)(out + 288 * units) + 16 * unit;
+    if (lane < 16) sums[lane] = 0;
+}
+
+// The same in an int8 format of units known at run time.
 INLINE void quantize_unit_in(int64_t format, const float (&v)[8], uint8_t* out, int64_t unit, int64_t units) {
     switch (format) {
         case Q8_0: quantize_unit<Q8_0>(v, out, unit, units); break;

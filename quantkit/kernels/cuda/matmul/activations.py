@@ -8,7 +8,9 @@ from quantkit.kernels.cuda.core.generated import Q8_UNIT
 from quantkit.kernels.cuda.core.kernel import Kernel, Shape
 
 #: Formats of activations besides f32; kernels/formats.py says which one a type of weights needs.
-KINDS = ("q8_0", "q8_1", "q8_2", "q8_k", "f16", "bf16")
+KINDS = ("q8_0", "q8_1", "q8_2", "q8_k", "q8_kv", "q8_k64", "f16", "bf16")
+#: Those with scales of a row, which launches that have only parts of it cannot make.
+OF_ROWS = ("q8_kv", "q8_k64")
 
 
 def row_bytes(kind: str, n: int) -> int:
@@ -26,6 +28,9 @@ def quantize(kind: str, n: int, rows: int) -> Shape:
     """
     if kind not in KINDS:
         raise ValueError(f"the formats of activations are {', '.join(KINDS)}; not {kind}")
+    if kind in OF_ROWS:
+        kernel = Kernel("matmul/activations.cu", "quantize_rows").bind(FORMAT=KINDS.index(kind))
+        return Shape(kernel, (max(1, rows), 1, 1))
     blocks = -(-rows * -(-n // 256) // 4) if kind.startswith("q8") else rows * -(-n // 512)
     return Shape(Kernel("matmul/activations.cu", "quantize").bind(FORMAT=KINDS.index(kind)), (max(1, blocks), 1, 1))
 

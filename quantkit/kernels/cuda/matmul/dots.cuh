@@ -21,26 +21,28 @@ const int WORDS = (SEGMENT + 30) / 16;                           // 16-byte word
 // Offsets of a lane's values in a row: int8 levels[n_pad] | float d[n_pad / 32] | float sums[n_pad / 16].
 struct ActivationRow {
     const uint8_t* levels;
-    int d, sums;  // relative to the levels
+    int d, sums;  // relative to the levels; by words, every d is that of the row's start
+    static const int D_BYTES = TYPE::BY_WORDS ? 0 : VALUES / 8;
 
     // part: in units of VALUES.
     INLINE_METHOD ActivationRow(const uint8_t* x, int n_pad, int part)
         : levels(x + FORM::first(part)),
-          d(n_pad + VALUES / 8 * part - FORM::first(part)),
+          d(n_pad + D_BYTES * part - FORM::first(part)),
           sums(n_pad + n_pad / 8 + VALUES / 4 * part - FORM::first(part)) {}
 
     INLINE_METHOD Activations load(int by, int part_of_block) const {
         const uint8_t* p = levels + by;
         Activations v;
         FORM::load(p, part_of_block, v);
-        v.d = *(const float*)(p + d);
+        if (TYPE::BY_WORDS) v.of_words = *(const float4*)(p + d);
+        v.d = TYPE::BY_WORDS ? 1.0f : *(const float*)(p + d);
         if (TYPE::MINS) v.sums = *(const float2*)(p + sums);
         return v;
     }
 
     INLINE_METHOD void advance(int parts) {
         levels += VALUES * parts;
-        d -= VALUES / 8 * 7 * parts;
+        d -= (VALUES - D_BYTES) * parts;
         sums -= VALUES / 4 * 3 * parts;
     }
 };

@@ -179,6 +179,12 @@ INLINE void store_levels(uint8_t* to, const int q[8]) {
     ((int4*)to)[1] = make_int4(q[4], q[5], q[6], q[7]);
 }
 
+// The words of part `part` of 128 values in the order of q8_k64.
+INLINE void store_by_words(uint8_t* to, int part, const int q[8]) {
+#pragma unroll
+    for (int g = 0; g < 4; g++) *(int2*)(to + 32 * g + 8 * part) = make_int2(q[g], q[g + 4]);
+}
+
 // Unpack 128 values of every row from `first` on; those beyond n_in have no effect. A thread has one part of 32, or two
 // adjacent ones, of a row.
 INLINE void unpack_chunk(uint8_t* shared, int first, int n_in, int unit_at) {
@@ -202,10 +208,12 @@ INLINE void unpack_chunk(uint8_t* shared, int first, int n_in, int unit_at) {
             store_levels(shared + LEVELS_AT + row * ROW_STRIDE + 64 * part + 32, low);
             continue;
         }
-        store_levels(shared + LEVELS_AT + row * STRIDE + 32 * part, l.q);
+        if (TYPE::BY_WORDS) store_by_words(shared + LEVELS_AT + row * STRIDE, part, l.q);
+        else store_levels(shared + LEVELS_AT + row * STRIDE + 32 * part, l.q);
         if (PLANES == 2) store_levels(shared + LOW_AT + row * STRIDE + 32 * part, low);
         if (PLANES && part == begin) ((float*)(shared + SCALES_AT))[slot] = l.d[0];
-        if (STEPS == 4) ((float*)(shared + SCALES_AT))[part * ROWS + slot] = l.d[0];
+        // By words, a step has values of all parts, whose scale is the row's.
+        if (STEPS == 4) ((float*)(shared + SCALES_AT))[part * ROWS + slot] = TYPE::BY_WORDS ? 1.0f : l.d[0];
 #pragma unroll
         for (int half = 0; half < MIN_STEPS / 4; half++)
             ((float*)(shared + MINS_AT))[(MIN_STEPS / 4 * part + half) * ROWS + slot] = l.m[half];

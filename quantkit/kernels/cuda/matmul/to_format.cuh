@@ -9,7 +9,7 @@
 // power of two. counters: 0, one per 256 columns. Called by all threads of the block.
 INLINE void bring_to_format(int64_t format, const uint8_t* row, int64_t width, int64_t at, uint8_t* quantized, int* counters) {
     const int of_block = WARPS / SLICES * ROWS * TEAMS;
-    if (format > Q8_K) {
+    if (format >= ROUND_F16) {
         const int64_t i = at + threadIdx.x;
         __syncthreads();
         if (threadIdx.x >= of_block || i >= width) return;
@@ -27,4 +27,6 @@ INLINE void bring_to_format(int64_t format, const uint8_t* row, int64_t width, i
 INLINE int64_t first_of_block() { return (int64_t)blockIdx.x * (WARPS / SLICES * ROWS * TEAMS); }
 
 // For a row in a format.
-INLINE int64_t format_bytes(int64_t format, int64_t width) { return format > Q8_K ? 4 * width : Q8_UNIT * ((width + 255) / 256); }
+INLINE int64_t format_bytes(int64_t format, int64_t width) {
+    return format >= ROUND_F16 ? 4 * width : Q8_UNIT * ((width + 255) / 256);
+}

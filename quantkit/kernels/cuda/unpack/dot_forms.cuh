@@ -29,6 +29,7 @@ struct Activations {
     int q[16], more[8], fourfold[32];
     float d;
     float2 sums;
+    float4 of_words;  // by words, the scales of the row; d is 1
 };
 
 // PARTS * 32 values in order.
@@ -349,59 +350,113 @@ template <bool SEVERAL> struct Form<TQ1_0, SEVERAL> : InOrder<2> {
     }
 };
 
-// With b a fraction of 256, D[n] = floor(3^(n + 1) b / 256) is digit n plus three times D[n - 1]. So the sum of digits
-// times x is that of all D times x, less three times that of D times the x of the next digit: nothing is masked.
-//
-// A lane has six bytes, a word and two more, and two digits of the extra byte. Digit n is value 4 - n of a byte's five.
-template <> struct Form<IQ1_BN, false> : InOrder<1> {
-    struct Weights {
-        uint32_t q[8];
-    };
-    // x of a value of each of the first four bytes; of the last two bytes, one value of both, then another.
-    template <int V> STATIC_INLINE int of_four(const int* q) { return four_of<V, 5 + V, 10 + V, 16 + V>(q); }
-    template <int V, int U> STATIC_INLINE int of_two(const int* q) { return four_of<21 + V, 26 + V, 21 + U, 26 + U>(q); }
-    template <int A, int B, int C, int D> STATIC_INLINE int four_of(const int* q) {
-        const uint32_t low = pick_bytes((uint32_t)q[A / 4], (uint32_t)q[B / 4], A % 4 | (4 + B % 4) << 4);
-        const uint32_t high = pick_bytes((uint32_t)q[C / 4], (uint32_t)q[D / 4], C % 4 | (4 + D % 4) << 4);
-        return (int)pick_bytes(low, high, 0x5410);
+// ---------------------------------------------------------------- by words: a block of 64, four scales of x
+
+struct ByWords {
+    static const int PARTS = 2;
+    STATIC_INLINE int first(int part) { return part / 2 * 128 + part % 2 * 16; }
+    STATIC_INLINE void load(const uint8_t* x, int, Activations& v) {
+#pragma unroll
+        for (int g = 0; g < 4; g++) {
+            const int4 four = *(const int4*)(x + 32 * g);
+            v.q[4 * g] = four.x, v.q[4 * g + 1] = four.y, v.q[4 * g + 2] = four.z, v.q[4 * g + 3] = four.w;
+        }
     }
     STATIC_INLINE void prepare(Activations& x) {
-        const int* q = x.q;
-        const int next[8] = {of_four<3>(q),
-                             of_four<2>(q),
-                             of_four<1>(q),
-                             of_four<0>(q),
-                             0,
-                             of_two<3, 2>(q),
-                             of_two<1, 0>(q),
-                             (int)((uint32_t)q[3] >> 24 << 16)};
-        const int own[8] = {of_four<4>(q), next[0],         next[1],         next[2],
-                            next[3],       of_two<4, 3>(q), of_two<2, 1>(q), four_of<21, 26, 31, 15>(q)};
-        x.more[0] = -sum_of<8>(q);
 #pragma unroll
-        for (int i = 0; i < 8; i++) x.q[i] = own[i], x.q[8 + i] = next[i];
+        for (int g = 0; g < 4; g++) x.more[g] = -sum_of<4>(x.q + 4 * g);
     }
-    STATIC_INLINE void unpack(const Place& p, int part, Weights& w, const Lookup&) {
-        uint32_t words[3];
-        const uint32_t bit = p.words_around<2>(6 * part, words);
-        const uint32_t four = __funnelshift_r(words[0], words[1], bit), two = __funnelshift_r(words[1], words[2], bit);
-        const uint32_t even = four & 0x00ff00ffu, odd = pick_bytes(four, 0, 0x4341), last = pick_bytes(two, 0, 0x4140);
-        const uint32_t extra = *p.plus(12) * (part ? 3 : 27) & 255;
-        const uint32_t powers[5] = {3, 9, 27, 81, 243};
+    STATIC_INLINE float scaled(const int (&sums)[4], const float4& by) {
+        return fmaf(by.w, (float)sums[3], fmaf(by.z, (float)sums[2], fmaf(by.y, (float)sums[1], by.x * (float)sums[0])));
+    }
+};
+
+// Levels as they are unpacked. With several columns preparing those costs more.
+template <typename T> struct LevelsByWords : ByWords {
+    struct Weights {
+        int q[16];
+    };
+    STATIC_INLINE void prepare(Activations&) {}
+    STATIC_INLINE void unpack(const Place& p, int, Weights& w, const Lookup&) {
 #pragma unroll
-        for (int n = 0; n < 5; n++) w.q[n] = pick_bytes(even * powers[n], odd * powers[n], 0x7351);
-        w.q[5] = pick_bytes(last * 3, last * 9, 0x7531);
-        w.q[6] = pick_bytes(last * 27, last * 81, 0x7531);
-        w.q[7] = pick_bytes(last * 243, extra * (9u << 16 | 3), 0x7531);
+        for (int part = 0; part < 2; part++) {
+            Levels l;
+            T::unpack(p.plus(0), part, l);
+#pragma unroll
+            for (int i = 0; i < 8; i++) w.q[4 * (i % 4) + 2 * part + i / 4] = l.q[i];
+        }
     }
     STATIC_INLINE float product(const Weights& w, const Activations& x) {
-        int sum = x.more[0], too_much = 0;
+        int sums[4];
 #pragma unroll
-        for (int i = 0; i < 8; i++) {
-            sum = add_unsigned(w.q[i], x.q[i], sum);
-            if (i != 4) too_much = add_unsigned(w.q[i], x.q[8 + i], too_much);
+        for (int g = 0; g < 4; g++) sums[g] = add_dots<4>(w.q + 4 * g, x.q + 4 * g, 0);
+        return scaled(sums, x.of_words);
+    }
+};
+
+template <> struct Form<IQ1_BN, true> : LevelsByWords<IQ1_BN> {};
+template <> struct Form<IQ2_BN, true> : LevelsByWords<IQ2_BN> {};
+
+// A word has the values of one scale, 16 apart.
+template <> struct Form<IQ2_BN, false> : ByWords {
+    struct Weights {
+        uint32_t q[4];
+    };
+    STATIC_INLINE void prepare(Activations& x) {
+        ByWords::prepare(x);
+        const float4 by = x.of_words;
+        x.of_words = make_float4(0.015625f * by.x, 0.015625f * by.y, 0.015625f * by.z, 0.015625f * by.w);
+    }
+    STATIC_INLINE void unpack(const Place& p, int, Weights& w, const Lookup&) { load_words_by4<4>(p.plus(0), w.q); }
+    STATIC_INLINE float product(const Weights& w, const Activations& x) {
+        int sums[4];
+#pragma unroll
+        for (int g = 0; g < 4; g++) sums[g] = add_fields<1>(w.q + g, x.q + 4 * g, x.more[g]);
+        return scaled(sums, x.of_words);
+    }
+};
+
+// With b a fraction of 256, D[n] = floor(3^(n + 1) b / 256) is digit n plus three times D[n - 1]. Digit n is value 4 - n
+// of a byte's five; of 16 values, the last is digit 4 - i of the extra byte, i the number of the 16.
+//
+// A word has one value of each 16, and so of one scale.
+template <> struct Form<IQ1_BN, false> : ByWords {
+    struct Weights {
+        int q[16];
+    };
+    STATIC_INLINE void prepare(Activations& x) {
+        ByWords::prepare(x);
+#pragma unroll
+        for (int g = 0; g < 4; g++) transpose(x.q[4 * g], x.q[4 * g + 1], x.q[4 * g + 2], x.q[4 * g + 3]);
+    }
+    // Bytes of the first and the third 16, and of the second and the fourth, become five words.
+    STATIC_INLINE void five(uint32_t even, uint32_t odd, int* q) {
+        even &= 0x00ff00ffu, odd &= 0x00ff00ffu;
+        const uint32_t powers[5] = {3, 9, 27, 81, 243};
+        uint32_t before = 0;
+#pragma unroll
+        for (int n = 0; n < 5; n++) {
+            const uint32_t d = pick_bytes(even * powers[n], odd * powers[n], 0x7351);
+            q[4 - n] = (int)(d - 3 * before);
+            before = d;
         }
-        return (float)(sum - 3 * too_much);
+    }
+    STATIC_INLINE void unpack(const Place& p, int, Weights& w, const Lookup&) {
+        uint32_t around[4], x[3];
+        const uint32_t bit = p.words_around<3>(0, around), extra = *p.plus(12);
+#pragma unroll
+        for (int i = 0; i < 3; i++) x[i] = __funnelshift_r(around[i], around[i + 1], bit);
+        five(pick_bytes(x[0], x[1], 0x0600), pick_bytes(x[0], x[2], 0x0503), w.q);
+        five(pick_bytes(x[0], x[1], 0x0701), pick_bytes(x[1], x[2], 0x0600), w.q + 5);
+        five(pick_bytes(x[0], x[2], 0x0402), pick_bytes(x[1], x[2], 0x0701), w.q + 10);
+        const uint32_t high = extra * (27u << 16 | 243), middle = extra * (9u << 16 | 81), low = extra * (3u << 16 | 27);
+        w.q[15] = (int)(pick_bytes(high, middle, 0x7351) - 3 * pick_bytes(middle, low, 0x7351));
+    }
+    STATIC_INLINE float product(const Weights& w, const Activations& x) {
+        int sums[4];
+#pragma unroll
+        for (int g = 0; g < 4; g++) sums[g] = add_dots<4>(w.q + 4 * g, x.q + 4 * g, x.more[g]);
+        return scaled(sums, x.of_words);
     }
 };
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
+from quantkit.kernels.cuda.matmul.activations import OF_ROWS
 from quantkit.model.backends.cuda.fuse.def_use import DefUse, extended, replaced
 from quantkit.model.check import CHECK
 from quantkit.model.fusion import Decisions
@@ -55,6 +56,8 @@ def fuse_formats(ops: Sequence[Op], leaves: Collection[Value], decisions: Decisi
         width = op.outputs()[0].width
         more = {"q_width": q_width} if kind is AttentionTo else {}
         reason = "" if more or q_width == width else f"products take {q_width} of its {width} columns"
+        if form in OF_ROWS:
+            reason = f"{form} has scales of whole rows"
         if form and decisions.decide("format", op.layer, reason):
             new[i] = extended(op, kind, format=form, **more)
     return replaced(ops, new, ())

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from math import lcm
 
 from quantkit.kernels.cuda.layer import per_head
+from quantkit.kernels.cuda.matmul.activations import OF_ROWS
 from quantkit.model.backends.cuda.fuse.column_trace import PER_COLUMN, ColumnChain, Columns, trace_columns
 from quantkit.model.backends.cuda.fuse.def_use import DefUse, extended
 from quantkit.model.check import CHECK, fit
@@ -130,7 +131,8 @@ def _candidate(def_use: DefUse, target: Target, kv_type: str, decisions: Decisio
     found = trace_columns(def_use, target.value)
     if target.cache is None and (not found[0].of or _is_norm_of_rows(found[0])):
         return None
-    if target.format and (len(found) > 1 or piece_width(target, found[0], kv_type) is None):
+    parts = len(found) > 1 or target.format in OF_ROWS
+    if target.format and (parts or piece_width(target, found[0], kv_type) is None):
         target = replace(target, plain=True, format="")
     made = _Candidate(target, found, -1, _deadline(def_use, target))
     for chain in list(found):
