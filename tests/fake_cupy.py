@@ -339,8 +339,9 @@ def module(devices: int = 1, room: int = 1 << 30) -> Any:
         Event=Event,
         get_elapsed_time=lambda a, b: 1e3 * (b.at - a.at),
     )
-    libcuda = types.SimpleNamespace(cuLaunchKernelEx=launch_kernel_ex)
-    return types.SimpleNamespace(cuda=cuda, libcuda=libcuda, __version__="14")
+    libcuda, pool = types.SimpleNamespace(cuLaunchKernelEx=launch_kernel_ex), types.SimpleNamespace()
+    pool.free_all_blocks = lambda: None  # memory is given back at once
+    return types.SimpleNamespace(cuda=cuda, libcuda=libcuda, get_default_memory_pool=lambda: pool, __version__="14")
 
 
 @contextmanager

@@ -153,7 +153,7 @@ def test_what_breaks_a_recording_is_named(cupy: Any, monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(cupy.cuda.driver, "launchKernel", broken)
     monkeypatch.setattr(fake_cupy.Stream, "end_capture", end)
-    with pytest.raises(fake_cupy.CUDADriverError, match="OUT_OF_MEMORY"):
+    with pytest.raises(ResourceError, match="CUDA0 failed: CUDA_ERROR_OUT_OF_MEMORY"):
         device.record([doubled])
     assert device.stream.captured is None
     device.run([doubled])
@@ -226,6 +226,36 @@ def test_a_device_that_is_full_says_so(cupy: Any) -> None:
         CUDADevice(0).allocate(1 << 32)
 
 
+def test_what_a_card_that_broke_says_is_no_traceback(cupy: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever is asked of it next raises what went wrong before."""
+    device, array = CUDADevice(0), np.zeros(4, np.float32)
+    a = device.allocate(array.nbytes)
+
+    def broken(*arguments: Any) -> None:
+        raise fake_cupy.CUDARuntimeError("cudaErrorIllegalAddress")
+
+    for name in ("memcpyAsync", "memsetAsync"):
+        monkeypatch.setattr(cupy.cuda.runtime, name, broken)
+    monkeypatch.setattr(cupy.cuda, "alloc_pinned_memory", broken)
+    for ask in (
+        lambda: device.download(a, array),
+        lambda: device.zero(a, 4),
+        lambda: device.upload(a, array),
+        lambda: device.host_array(4, np.uint8),
+        lambda: device.lane().start_upload(a, array),
+    ):
+        with pytest.raises(ResourceError, match="CUDA0 failed: cudaErrorIllegalAddress"):
+            ask()
+
+
+def test_memory_that_cupy_keeps_is_free(cupy: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model that is closed leaves its memory to CuPy's pool, which gives it to others when the driver has no more."""
+    kept = [600]
+    monkeypatch.setattr(cupy.cuda.runtime, "memGetInfo", lambda: (1000 - sum(kept), 1000))
+    monkeypatch.setattr(cupy.get_default_memory_pool(), "free_all_blocks", kept.clear)
+    assert CUDADevice(0).bytes_free() == 1000
+
+
 def test_devices_that_are_not_there(cupy: Any) -> None:
     assert devices.count_devices() == 2
     with pytest.raises(ResourceError, match="no device CUDA2: there are 2 CUDA devices"):
@@ -277,4 +307,5 @@ def test_cupy_has_what_is_asked_of_it() -> None:
     assert hasattr(cupy.cuda.graph.Graph, "launch")
     for name in ("alloc", "alloc_pinned_memory", "Event", "get_elapsed_time"):
         assert hasattr(cupy.cuda, name)
+    assert hasattr(cupy.get_default_memory_pool(), "free_all_blocks")
     assert issubclass(cupy.cuda.memory.OutOfMemoryError, Exception)

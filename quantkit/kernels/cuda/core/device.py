@@ -264,16 +264,13 @@ class CUDADevice:
             ResourceError: it failed.
         """
         runtime = self._cupy.cuda.runtime
-        try:
-            with self.here():
-                self._done.record(self.stream)
-                # No call of the driver waits for a limited time.
-                waited = wait_for(lambda: runtime.eventQuery(self._done.ptr) != _NOT_READY, seconds, given_up)
-                if waited is not None:
-                    raise DeviceHangs(f"{self.name} does not answer: its work is not done after {waited:.0f} seconds")
-                self._done.synchronize()  # which raises what went wrong
-        except runtime.CUDARuntimeError as e:
-            raise ResourceError(f"{self.name} failed: {e}") from None
+        with self.here():
+            self._done.record(self.stream)
+            # No call of the driver waits for a limited time.
+            waited = wait_for(lambda: runtime.eventQuery(self._done.ptr) != _NOT_READY, seconds, given_up)
+            if waited is not None:
+                raise DeviceHangs(f"{self.name} does not answer: its work is not done after {waited:.0f} seconds")
+            self._done.synchronize()  # which raises what went wrong
 
     # ------------------------------------------------------------ kernels
 
@@ -320,13 +317,12 @@ class CUDADevice:
             function = self._function(launch.kernel)
             if launch.shared <= self._shared[launch.kernel]:
                 return
-            try:
-                with self.here():
+            with self.here():
+                try:
                     driver.funcSetAttribute(function, wanted, launch.shared)
-            except driver.CUDADriverError as e:
-                raise ResourceError(
-                    f"{launch.kernel.name} needs {launch.shared} bytes of shared memory, and {self.name} has less: {e}"
-                ) from None
+                except driver.CUDADriverError as e:
+                    needs = f"{launch.kernel.name} needs {launch.shared} bytes of shared memory"
+                    raise ResourceError(f"{needs}, and {self.name} has less: {e}") from None
             self._shared[launch.kernel] = launch.shared
 
     def run(self, launches: Sequence[Launch]) -> None:
@@ -360,10 +356,8 @@ class CUDADevice:
         return replay
 
     def synchronize(self) -> None:
-        try:
+        with self.here():
             self.stream.synchronize()
-        except self._cupy.cuda.runtime.CUDARuntimeError as e:
-            raise ResourceError(f"{self.name} failed: {e}") from None
 
     def gemm_bf16(self, rows: int, n_out: int, n_in: int, x: int, w: int, out: int) -> None:
         try:
@@ -390,8 +384,9 @@ class CUDADevice:
         return self._cupy
 
     def bytes_free(self) -> int:
-        """Return the bytes of memory that are free."""
+        """Return the bytes of memory that are free, those that CuPy's pool keeps for whoever asks next among them."""
         with self.here():
+            self._cupy.get_default_memory_pool().free_all_blocks()
             return int(self._cupy.cuda.runtime.memGetInfo()[0])
 
     def copy(self, to: int, source: int, nbytes: int) -> None:
@@ -413,9 +408,12 @@ class CUDADevice:
 
     @contextmanager
     def here(self) -> Iterator[None]:
-        """Make this device and its stream CuPy's current ones."""
-        with self._device, self.stream:
-            yield
+        """Make this device and its stream CuPy's current ones; ResourceError for whatever CUDA says there."""
+        try:
+            with self._device, self.stream:
+                yield
+        except (self._cupy.cuda.runtime.CUDARuntimeError, self._cupy.cuda.driver.CUDADriverError) as e:
+            raise ResourceError(f"{self.name} failed: {e}") from e
 
 
 class _Arguments:
