@@ -256,6 +256,24 @@ def test_memory_that_cupy_keeps_is_free(cupy: Any, monkeypatch: pytest.MonkeyPat
     assert CUDADevice(0).bytes_free() == 1000
 
 
+@pytest.mark.parametrize("nbytes", [1, 512, 513, 36 << 20, (4 << 20) + 1])
+def test_what_pinned_memory_takes_is_what_cupy_asks_for(nbytes: int) -> None:
+    try:
+        with warnings.catch_warnings(action="ignore"):
+            from cupy.cuda import PinnedMemoryPool
+    except ImportError:
+        pytest.skip("no CuPy: pip install cupy-cuda12x")
+    asked: list[int] = []
+
+    def driver(size: int) -> None:
+        asked.append(size)
+        raise MemoryError
+
+    with pytest.raises(MemoryError):
+        PinnedMemoryPool(driver).malloc(nbytes)
+    assert asked == [devices.pinned_bytes(nbytes)]
+
+
 def test_devices_that_are_not_there(cupy: Any) -> None:
     assert devices.count_devices() == 2
     with pytest.raises(ResourceError, match="no device CUDA2: there are 2 CUDA devices"):

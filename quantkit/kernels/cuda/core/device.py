@@ -40,6 +40,11 @@ _NOT_READY = 600
 _SOON, _SELDOM = 1e-4, 5e-3
 
 
+def pinned_bytes(nbytes: int) -> int:
+    """Return the bytes of the host's memory that ``host_array`` takes: CuPy's pool rounds up to a power of two."""
+    return max(512, 1 << (nbytes - 1).bit_length()) if nbytes > 0 else 512
+
+
 class DeviceHangs(ResourceError):
     """A device does not finish: nothing that waits for it, as freeing its memory does, may be called any more."""
 
