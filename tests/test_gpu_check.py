@@ -144,8 +144,17 @@ def part(name):
     if name == "hang": time.sleep(600)
     if name == "lose": raise RuntimeError("an illegal address")
     run.check(name, 2.0 if name == "wrong" else 0.5, 1)
-run.each("step", ["good", "crash", "wrong", "hang", "lose", "last"], part)
-run.each("later", ["good"], part)
+def prepare():
+    run.say("prepares")
+    if run.todo("unready", ["second"]): os.kill(os.getpid(), signal.SIGSEGV)
+def unready():
+    run.each("unready", ["good"], part)
+    prepare()
+    run.each("unready", ["second"], part)
+run.do("step", lambda: run.each("step", ["good", "crash", "wrong", "hang", "lose", "last"], part))
+run.do("unready", unready)
+run.do("worse", lambda: 1 / 0)
+run.do("later", lambda: run.each("later", ["good"], part))
 """
 
 
@@ -159,15 +168,21 @@ def test_what_breaks_or_hangs_costs_itself_only(tmp_path: Path) -> None:
     command = [sys.executable, "-c", CHILD, *map(str, (ROOT / "tests", out, work, until))]
     gpu_run.watch(command, out, work, until, patience=3)
     text = out.read_text()
-    assert [line for line in text.splitlines() if line.endswith(" begins")] == [
-        f"{name} begins" for name in ("good", "crash", "wrong", "hang", "lose", "last", "good")
-    ]
+    assert [line.partition(" begins")[0] for line in text.splitlines() if " begins" in line or line == "prepares"] == [
+        "good", "crash", "wrong", "hang", "lose", "last", "good", "prepares", "prepares", "good"
+    ]  # fmt: skip
     assert [line for line in text.splitlines() if line.startswith("FAILED")] == [
         "FAILED step: crash: the process was ended by signal 11",
         "FAILED wrong: 2, bound 1",
         "FAILED step: hang: the process had not moved for 3 s",
         "FAILED step: lose broke: RuntimeError: an illegal address",
+        "FAILED unready: good: the process was ended by signal 11",  # the last part that had begun
+        "FAILED before unready: the process was ended by signal 11",
+        "FAILED worse broke: ZeroDivisionError: division by zero",
     ]
+    assert [line for line in text.splitlines() if line.startswith("NOT RUN")] == [
+        "NOT RUN: what is left of unready", "NOT RUN: what is left of worse"
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize("code", [1, 7])

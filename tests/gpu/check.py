@@ -21,8 +21,8 @@ import shutil
 import sys
 import tempfile
 import time
-import traceback
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -212,7 +212,7 @@ FIRST: dict[str, Sequence[str]] = {
 
 
 def carry_out(run: Run, names: Sequence[str], *, few: bool = False) -> None:
-    """Do steps, all of whose parts are begun once, FIRST's before; one that breaks between its parts is a failure.
+    """Do steps, all of whose parts are begun once, FIRST's before.
 
     few: only FIRST's.
     """
@@ -220,11 +220,7 @@ def carry_out(run: Run, names: Sequence[str], *, few: bool = False) -> None:
     for i, name in enumerate(first if few else [*first, *names]):
         run.only = FIRST if i < len(first) else {}
         began = time.monotonic()
-        try:
-            STEPS[name](run)
-        except Exception as e:
-            run.fail(f"{name} broke: {type(e).__name__}: {e}")
-            run.say(traceback.format_exc(limit=8))
+        run.do(name, partial(STEPS[name], run))
         print(f"[{name}: {time.monotonic() - began:.1f} s]", flush=True)
 
 
