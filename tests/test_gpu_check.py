@@ -338,6 +338,24 @@ def test_a_long_compilation_shows_that_it_goes_on(tmp_path: Path) -> None:
     assert run.begun_file.stat().st_mtime > 1e9
 
 
+def test_a_file_that_is_written_shows_that_it_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model of 18 GB takes minutes on a slow disk; one that stands still shows nothing."""
+    from gpu.run import Run
+
+    run, path, shown = Run(tmp_path / "out.md", tmp_path, time.time() + 60, ()), tmp_path / "model", list[str]()
+    monkeypatch.setattr(run, "moves", shown.append)
+    with run.growing(path, 0.01), path.open("wb") as file:
+        file.truncate(1 << 20)  # which takes no room yet
+        for _ in range(2):
+            time.sleep(0.2)
+            file.write(bytes(1 << 16))
+            file.flush()
+            os.fsync(file.fileno())
+        time.sleep(0.2)
+    run.file.close()
+    assert shown == ["model: 64.00 KiB", "model: 128.00 KiB"]
+
+
 @pytest.mark.parametrize("name", ["Q4_K", "IQ4_XS"])
 def test_digests_of_encoders_are_the_cpus(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(ROOT / "scripts")

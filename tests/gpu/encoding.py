@@ -223,13 +223,14 @@ RECIPES: dict[str, tuple[str, bool, dict[str, Any]]] = {
 }
 
 
-def _source(folder: Path) -> tuple[Path, Path, int]:
+def _source(run: Run) -> tuple[Path, Path, int]:
     """Return the model, its importance matrix, and how many weights it has; written once."""
-    path, imatrix = folder / "source.gguf", folder / "source-imatrix.gguf"
+    path, imatrix = run.folder / "source.gguf", run.folder / "source-imatrix.gguf"
     layers = FILE.shapes.layers_for(FILE.nbytes, BY_NAME["F16"])
     model = replace(FILE.shapes, layers=layers)
     if not imatrix.exists():
-        make_moe.write_model(path, model, "f16", make_moe.tokenizer_fields(None), 1, available_cpus())
+        with run.growing(path.with_name(f"{path.name}.part")):
+            make_moe.write_model(path, model, "f16", make_moe.tokenizer_fields(None), 1, available_cpus())
         write_imatrix(imatrix, make_moe.random_imatrix(imatrix, model, 1))
     return path, imatrix, sum(math.prod(shape) for shape in model.tensors().values())
 
@@ -245,7 +246,7 @@ def pipeline(run: Run) -> None:
     from quantkit.quantize import QuantizeOptions
 
     def of_recipe(name: str) -> None:
-        source, imatrix, weights = _source(run.folder)
+        source, imatrix, weights = _source(run)
         if is_first(run, "pipeline"):
             size, seconds = format_size(source.stat().st_size), _copied(source)
             run.say(

@@ -8,13 +8,17 @@ moved for long, says at which part, and starts the next one, which goes on with 
 from __future__ import annotations
 
 import subprocess
+import threading
 import time
 import traceback
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+
+from quantkit.units import format_size
 
 EXPECTED = Path(__file__).resolve().parents[1] / "data/gpu-expected.npz"
 
@@ -77,6 +81,26 @@ class Run:
         """Show that something goes on, on the screen only."""
         print(line, flush=True)
         self.begun_file.touch()
+
+    @contextmanager
+    def growing(self, path: Path, every: float = 5.0) -> Iterator[None]:
+        """Show that a file grows on the disk, as long as it does."""
+        done = threading.Event()
+
+        def look() -> None:
+            blocks = 0
+            while not done.wait(every):
+                if path.exists() and path.stat().st_blocks > blocks:
+                    blocks = path.stat().st_blocks
+                    self.moves(f"{path.name}: {format_size(512 * blocks)}")
+
+        thread = threading.Thread(target=look, daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            done.set()
+            thread.join()
 
     def do(self, step: str, work: Callable[[], None]) -> None:
         """Do a step, unless a process was lost in what it does before its parts; what breaks there is a failure."""
