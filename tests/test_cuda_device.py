@@ -116,6 +116,13 @@ def test_products_by_cublas(cupy: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     device.download(at[2], found)
     np.testing.assert_array_equal(found, x @ w.T)
 
+    def broken(*arguments: Any) -> None:
+        raise fake_cupy.CUBLASError("CUBLAS_STATUS_ARCH_MISMATCH")
+
+    libs.cublas.gemmEx = broken
+    with pytest.raises(ResourceError, match="cuBLAS, which fails on shim: CUBLAS_STATUS_ARCH_MISMATCH"):
+        device.gemm_bf16(5, 7, 16, *at)
+
 
 def test_launches_may_be_early(cupy: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     # include/cuda.h of CUDA 13: CUlaunchConfig, CUlaunchAttribute
@@ -248,6 +255,35 @@ def test_what_a_card_that_broke_says_is_no_traceback(cupy: Any, monkeypatch: pyt
             ask()
 
 
+def test_a_card_that_nobody_asked_for_is_left_alone(cupy: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What makes a card the current one makes a context there: half a gigabyte, refused on a card that is another's."""
+    used, use = set[int](), cupy.cuda.runtime.setDevice
+
+    def noted(card: int) -> None:
+        used.add(card)
+        use(card)
+
+    monkeypatch.setattr(cupy.cuda.runtime, "setDevice", noted)
+    device, x = CUDADevice(1), np.arange(64, dtype=np.float32)
+    a = device.allocate(x.nbytes)
+    device.upload(a, x)
+    device.synchronize()
+
+    def elsewhere() -> None:
+        lane = device.lane()
+        lane.run([launch(elementwise.scale(64, 1), x=a, out=a, width=64, rows=1, by=2.0)])
+        lane.wait()
+
+    thread = threading.Thread(target=elsewhere)
+    thread.start()
+    thread.join()
+    device.record([launch(elementwise.scale(64, 1), x=a, out=a, width=64, rows=1, by=2.0)])()
+    found = np.empty_like(x)
+    device.download(a, found)
+    assert np.array_equal(found, 8 * x)
+    assert used == {1}
+
+
 def test_memory_that_cupy_keeps_is_free(cupy: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """A model that is closed leaves its memory to CuPy's pool, which gives it to others when the driver has no more."""
     kept = [600]
@@ -318,6 +354,7 @@ def test_cupy_has_what_is_asked_of_it() -> None:
     assert {"getSupportedArchs", "getPTX", "getCUBIN"} <= set(dir(cupy.cuda.nvrtc))
     assert cupy.cuda.runtime.eventQuery(0) not in (0, 600), "a number that says what is wrong"
     runtime = {"memcpyAsync", "memsetAsync", "getDeviceCount", "getDeviceProperties", "driverGetVersion"}
+    runtime |= {"getDevice", "setDevice", "memGetInfo"}
     constants = {"memcpyHostToDevice", "memcpyDeviceToHost", "memcpyDeviceToDevice", "CUDARuntimeError"}
     assert runtime | constants <= set(dir(cupy.cuda.runtime))
     assert {"begin_capture", "end_capture", "synchronize", "ptr"} <= set(dir(cupy.cuda.Stream)) | {"ptr"}

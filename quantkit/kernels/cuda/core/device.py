@@ -177,8 +177,8 @@ class CUDADevice:
         properties = cupy.cuda.runtime.getDeviceProperties(index)
         self.multiprocessors = int(properties["multiProcessorCount"])
         self.card = properties["name"].decode()
-        with self._device:
-            self.stream = cupy.cuda.Stream(non_blocking=True)
+        self._use()
+        self.stream = cupy.cuda.Stream(non_blocking=True)
         self._memory: dict[int, Any] = {}
         self._modules: dict[tuple[str, tuple[tuple[str, str], ...]], Any] = {}
         self._functions: dict[Kernel, int] = {}
@@ -243,10 +243,9 @@ class CUDADevice:
     def lane(self) -> CUDADevice:
         """Return the same device for another thread: its memory and modules, on a stream of its own."""
         other = copy(self)
-        other._device = self._cupy.cuda.Device(self.index)  # remembers what was current before, for one thread
-        with other._device:
-            other.stream = self._cupy.cuda.Stream(non_blocking=True)
-            other._done = self._cupy.cuda.Event(block=True, disable_timing=True)
+        other._use()
+        other.stream = self._cupy.cuda.Stream(non_blocking=True)
+        other._done = self._cupy.cuda.Event(block=True, disable_timing=True)
         other._uploads = other._own_uploads()
         return other
 
@@ -376,10 +375,13 @@ class CUDADevice:
             except Exception as e:  # found, but does not work: whatever CuPy and the loader raise
                 raise ResourceError(f"--cublas needs cuBLAS, which does not work here: {e}") from None
             cublas.setStream(handle, self.stream.ptr)
-            cublas.gemmEx(
-                handle, _TRANSPOSED, _AS_IS, n_out, rows, n_in, one.ctypes.data, w, _BF16, n_in, x, _BF16, n_in,
-                zero.ctypes.data, out, _F32, n_out, _COMPUTE_F32, _DEFAULT_ALGORITHM,
-            )  # fmt: skip
+            try:
+                cublas.gemmEx(
+                    handle, _TRANSPOSED, _AS_IS, n_out, rows, n_in, one.ctypes.data, w, _BF16, n_in, x, _BF16, n_in,
+                    zero.ctypes.data, out, _F32, n_out, _COMPUTE_F32, _DEFAULT_ALGORITHM,
+                )  # fmt: skip
+            except cublas.CUBLASError as e:
+                raise ResourceError(f"--cublas needs cuBLAS, which fails on {self.card}: {e}") from None
 
     # ------------------------------------------------------------ for measurements (peak.py, scripts/gpu_check)
 
@@ -411,11 +413,18 @@ class CUDADevice:
             ended.synchronize()
             return float(cuda.get_elapsed_time(began, ended)) / 1e3
 
+    def _use(self) -> None:
+        """Make this device the thread's. It stays so: to go back, CUDA would begin to use a card nobody asked for."""
+        runtime = self._cupy.cuda.runtime
+        if runtime.getDevice() != self.index:
+            runtime.setDevice(self.index)
+
     @contextmanager
     def here(self) -> Iterator[None]:
         """Make this device and its stream CuPy's current ones; ResourceError for whatever CUDA says there."""
         try:
-            with self._device, self.stream:
+            self._use()
+            with self.stream:
                 yield
         except (self._cupy.cuda.runtime.CUDARuntimeError, self._cupy.cuda.driver.CUDADriverError) as e:
             raise ResourceError(f"{self.name} failed: {e}") from e
