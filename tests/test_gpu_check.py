@@ -90,6 +90,7 @@ def test_checks_pass_on_the_shim_and_are_recorded(tmp_path: Path) -> None:
     text = out.read_text()
     assert "products beside the CPU backend: 1 done, worst NMSE" in text
     assert "placements: 7 mixtures" in text
+    assert "golden bytes: 2 cases are llama.cpp's and ik_llama.cpp's" in text
     assert "random rows: 1 cases of 64 x 2048 values have the CPU's bytes" in text
     assert "error feedback: 3 rows of 1 types have the CPU's bytes and losses" in text
     assert "a metric of 96 columns: " in text
@@ -262,7 +263,7 @@ def test_what_matters_most_comes_first(tmp_path: Path, monkeypatch: pytest.Monke
         "zoo: llama-dense", "model: all fused", "zoo: rare", "model: no fused MoE", "early: llama-dense"
     ]  # fmt: skip
     known = {name for name in check.FIRST if "," not in name} | {"attention"}
-    assert known <= set(steps)
+    assert known <= set(steps) == set(check._ALL)
 
 
 #: What NVIDIA's program prints, by tool and step; it also runs what it is given.

@@ -159,7 +159,8 @@ def placements(run: Run) -> None:
             done.append(what)
 
     run.each("placements", [*cases.PLACEMENTS, "--max-vram"], placed)
-    run.say(f"placements: {len(done)} mixtures of card and host right, weights sent for every batch among them")
+    if done:
+        run.say(f"placements: {len(done)} mixtures of card and host are right")
 
 
 CHECKS: dict[str, Callable[[Run], None]] = {
@@ -177,10 +178,17 @@ CHECKS: dict[str, Callable[[Run], None]] = {
     "feedback": feedback.feedback,
 }
 
-STEPS: dict[str, Callable[[Run], None]] = {
+_ALL: dict[str, Callable[[Run], None]] = {
     "card": speed.card, **CHECKS, **speed.STEPS, "encode": encoding.speed, "cores": encoding.cores,
     "sanitizer": sanitizer.sanitizer,
 }  # fmt: skip
+
+#: In this order: whether every type is right, and how fast, then the model, then what takes long or is a switch.
+_ORDER = (
+    "card", "products", "encoding", "parity", "mat-vec", "encode", "model", "zoo", "fused", "pipeline", "quantized",
+    "tiny-moe", "placements", "rounding", "metrics", "feedback", "mat-mat", "attention", "cores", "early", "sanitizer",
+)  # fmt: skip
+STEPS = {name: _ALL[name] for name in _ORDER}
 
 #: What is asked for by a word: `scripts/gpu_check encode`.
 GROUPS = {

@@ -33,6 +33,9 @@ _BEFORE, _WITHOUT = "before ", "without "
 
 FAILED, NOT_RUN = "FAILED", "NOT RUN"
 
+#: Parts that are named where many were not run.
+NAMED = 6
+
 
 class Run:
     """What a process of the work knows: where results go, what has been begun, when time is up.
@@ -147,7 +150,8 @@ class Run:
             except Exception as e:  # whatever it is, the rest is to be measured
                 self._broke(key, e)
         if late:
-            self.say(f"{NOT_RUN}, no time left: {step}: {', '.join(late)}")
+            more = f" and {len(late) - NAMED} more" if len(late) > NAMED else ""
+            self.say(f"{NOT_RUN}, no time left: {step}: {', '.join(late[:NAMED])}{more}")
 
 
 def card_answers() -> bool:
