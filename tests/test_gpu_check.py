@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -206,6 +207,22 @@ def test_what_was_left_out_is_no_success() -> None:
     assert gpu_run.verdict("zoo: 35 done\n") == "all checks passed"
     assert gpu_run.verdict("NOT RUN, no time left: zoo: llama\n") == "what was run passed, NOT everything was run"
     assert gpu_run.verdict("FAILED a\nNOT RUN: b\nFAILED c\n") == "2 FAILED"
+
+
+def test_an_old_numba_is_said_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a card's image has may be older than the CPU's kernels need: they would break, type by type."""
+    from gpu import run as gpu_run
+
+    needs = re.search(r"numba>=([\d.]+)", (ROOT / "pyproject.toml").read_text())
+    assert needs is not None
+    assert tuple(map(int, needs[1].split("."))) == gpu_run.NUMBA
+    run = gpu_run.Run(tmp_path / "out.md", tmp_path, time.time() + 60, ())
+    assert not run.lacks_numba("rounding")
+    monkeypatch.setattr(gpu_run.importlib.metadata, "version", lambda name: "0.61.2")
+    assert run.lacks_numba("rounding")
+    assert run.lacks_numba("rounding")
+    run.file.close()
+    assert (tmp_path / "out.md").read_text() == "NOT RUN, numba 0.61.2 is older than 0.68: rounding\n"
 
 
 @needs_compiler

@@ -14,7 +14,6 @@ operations, so that they are the same wherever they are drawn.
 from __future__ import annotations
 
 import hashlib
-import importlib.util
 import json
 import math
 import time
@@ -29,7 +28,6 @@ import numpy.typing as npt
 
 from gpu import cases
 from gpu import speed as measured
-from gpu.run import NOT_RUN
 from gpu.speed import the_card
 from quantkit.cpus import available_cpus
 from quantkit.formats.imatrix import write_imatrix
@@ -149,8 +147,7 @@ def _each_type(run: Run, step: str, work: Callable[[str], None], every: bool = F
     """Do a part of a step for each type that is asked for and has an encoder, all compiled before."""
     names = (*encoders(), *WOVEN_ENCODERS)
     todo = run.todo(step, [name for name in names if base_of(BY_NAME[name]).name in run.types])
-    if "IQ4_KT" in todo and importlib.util.find_spec("numba") is None:  # which its lists of points are made with
-        run.say(f"{NOT_RUN}, numba is not here: IQ4_KT")
+    if "IQ4_KT" in todo and run.lacks_numba(f"{step}: IQ4_KT"):  # its lists of points are made with it
         todo.remove("IQ4_KT")
     if todo:
         _prepared(the_card().device, todo, every)
@@ -244,8 +241,7 @@ def pipeline(run: Run) -> None:
     todo = run.todo("pipeline", [name for name in RECIPES if RECIPES[name][0].removesuffix("_M") in run.types])
     if not todo:
         return
-    if importlib.util.find_spec("numba") is None:
-        run.say(f"{NOT_RUN}, numba is not here: pipeline")
+    if run.lacks_numba("pipeline"):
         return
     from quantkit.quantize import QuantizeOptions
 
@@ -400,8 +396,7 @@ def cores(run: Run) -> None:
     names = [name for name in encoders() if BY_NAME[name].trees == "ik" and name in run.types]
     if not run.todo("cores", names):
         return
-    if importlib.util.find_spec("numba") is None:
-        run.say(f"{NOT_RUN}, numba is not here: cores")
+    if run.lacks_numba("cores"):
         return
     x, importance = _values(measured.SIZES.wide, measured.SIZES.n_in)
     run.say("\nencoding by a card and by one core, Mweights/s\n")

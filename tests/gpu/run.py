@@ -7,6 +7,8 @@ moved for long, says at which part, and starts the next one, which goes on with 
 
 from __future__ import annotations
 
+import importlib.metadata
+import importlib.util
 import subprocess
 import threading
 import time
@@ -32,6 +34,9 @@ PATIENCE = 120.0
 _BEFORE, _WITHOUT = "before ", "without "
 
 FAILED, NOT_RUN = "FAILED", "NOT RUN"
+
+#: What the CPU's kernels need; images of cards have all sorts.
+NUMBA = (0, 68)
 
 #: Parts that are named where many were not run.
 NAMED = 6
@@ -128,6 +133,14 @@ class Run:
             self.say("the card no longer answers: a new process goes on")
             raise SystemExit(LOST) from None
 
+    def lacks_numba(self, what: str) -> bool:
+        """Tell whether the CPU's kernels cannot be run here, and say, once, what is not run without them."""
+        why = why_no_numba()
+        if why is not None and f"{what}: {why}" not in self.begun:
+            self.begun.add(f"{what}: {why}")
+            self.say(f"{NOT_RUN}, {why}: {what}")
+        return why is not None
+
     def todo(self, step: str, names: Iterable[str]) -> list[str]:
         """Return the parts of a step that are to be done now and have not been begun."""
         chosen = [name for name in names if name in self.only.get(step, [name])]
@@ -152,6 +165,16 @@ class Run:
         if late:
             more = f" and {len(late) - NAMED} more" if len(late) > NAMED else ""
             self.say(f"{NOT_RUN}, no time left: {step}: {', '.join(late[:NAMED])}{more}")
+
+
+def why_no_numba() -> str | None:
+    """Return why the CPU's kernels cannot be run here; None if they can."""
+    if importlib.util.find_spec("numba") is None:
+        return "numba is not here"
+    found = importlib.metadata.version("numba")
+    if tuple(map(int, found.split(".")[:2])) < NUMBA:
+        return f"numba {found} is older than {'.'.join(map(str, NUMBA))}"
+    return None
 
 
 def card_answers() -> bool:
