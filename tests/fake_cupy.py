@@ -97,6 +97,7 @@ class Stream:
         self.waiting: list[Work] = []
 
     def __enter__(self) -> Stream:
+        assert HERE.card == self.card
         self.before, HERE.stream = HERE.stream, self
         return self
 
@@ -180,15 +181,7 @@ class Context:
     cublas_handle = 11
 
     def __init__(self, index: int) -> None:
-        self.compute_capability, self.index, self._before = "90", index, list[int]()
-
-    def __enter__(self) -> Context:
-        self._before.append(HERE.card)
-        HERE.card = self.index
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        HERE.card = self._before.pop()
+        self.compute_capability = "90"
 
 
 class Event:
@@ -223,6 +216,10 @@ class CUDADriverError(RuntimeError):
     pass
 
 
+class CUBLASError(RuntimeError):
+    pass
+
+
 class OutOfMemoryError(MemoryError):
     pass
 
@@ -240,6 +237,10 @@ def _query(event: int) -> int:
     return 0
 
 
+def _set_device(card: int) -> None:
+    HERE.card = card
+
+
 def _move(to: int, source: int, nbytes: int) -> None:
     ctypes.memmove(to, source, nbytes)
 
@@ -251,10 +252,12 @@ def _fill(to: int, value: int, nbytes: int) -> None:
 def module(devices: int = 1, room: int = 1 << 30) -> Any:
     """Return a module that can stand for cupy; room: bytes that may be had at once."""
     global TROUBLE
-    TROUBLE = Trouble()
+    TROUBLE, HERE.card = Trouble(), 0
     shim = host_device.HostDevice()
     runtime = types.SimpleNamespace(
         getDeviceCount=lambda: devices,
+        getDevice=lambda: HERE.card,
+        setDevice=_set_device,
         getDeviceProperties=lambda index: {"multiProcessorCount": 4, "name": b"shim"},
         driverGetVersion=lambda: 12000,
         memGetInfo=lambda: (TROUBLE.room or room, TROUBLE.room or room),
@@ -339,8 +342,9 @@ def module(devices: int = 1, room: int = 1 << 30) -> Any:
         Event=Event,
         get_elapsed_time=lambda a, b: 1e3 * (b.at - a.at),
     )
-    libcuda = types.SimpleNamespace(cuLaunchKernelEx=launch_kernel_ex)
-    return types.SimpleNamespace(cuda=cuda, libcuda=libcuda, __version__="14")
+    libcuda, pool = types.SimpleNamespace(cuLaunchKernelEx=launch_kernel_ex), types.SimpleNamespace()
+    pool.free_all_blocks = lambda: None  # memory is given back at once
+    return types.SimpleNamespace(cuda=cuda, libcuda=libcuda, get_default_memory_pool=lambda: pool, __version__="14")
 
 
 @contextmanager
@@ -391,7 +395,7 @@ def cublas() -> Any:
         assert HERE.stream is not None
         assert (handle, stream) == (Context.cublas_handle, HERE.stream.ptr)
 
-    return types.SimpleNamespace(gemmEx=gemm, setStream=set_stream)
+    return types.SimpleNamespace(gemmEx=gemm, setStream=set_stream, CUBLASError=CUBLASError)
 
 
 #: Bytes of the arguments of launches, by the address of the array that points to them.

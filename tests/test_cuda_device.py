@@ -116,6 +116,13 @@ def test_products_by_cublas(cupy: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     device.download(at[2], found)
     np.testing.assert_array_equal(found, x @ w.T)
 
+    def broken(*arguments: Any) -> None:
+        raise fake_cupy.CUBLASError("CUBLAS_STATUS_ARCH_MISMATCH")
+
+    libs.cublas.gemmEx = broken
+    with pytest.raises(ResourceError, match="cuBLAS, which fails on shim: CUBLAS_STATUS_ARCH_MISMATCH"):
+        device.gemm_bf16(5, 7, 16, *at)
+
 
 def test_launches_may_be_early(cupy: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     # include/cuda.h of CUDA 13: CUlaunchConfig, CUlaunchAttribute
@@ -153,7 +160,7 @@ def test_what_breaks_a_recording_is_named(cupy: Any, monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(cupy.cuda.driver, "launchKernel", broken)
     monkeypatch.setattr(fake_cupy.Stream, "end_capture", end)
-    with pytest.raises(fake_cupy.CUDADriverError, match="OUT_OF_MEMORY"):
+    with pytest.raises(ResourceError, match="CUDA0 failed: CUDA_ERROR_OUT_OF_MEMORY"):
         device.record([doubled])
     assert device.stream.captured is None
     device.run([doubled])
@@ -226,6 +233,83 @@ def test_a_device_that_is_full_says_so(cupy: Any) -> None:
         CUDADevice(0).allocate(1 << 32)
 
 
+def test_what_a_card_that_broke_says_is_no_traceback(cupy: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever is asked of it next raises what went wrong before."""
+    device, array = CUDADevice(0), np.zeros(4, np.float32)
+    a = device.allocate(array.nbytes)
+
+    def broken(*arguments: Any) -> None:
+        raise fake_cupy.CUDARuntimeError("cudaErrorIllegalAddress")
+
+    for name in ("memcpyAsync", "memsetAsync"):
+        monkeypatch.setattr(cupy.cuda.runtime, name, broken)
+    monkeypatch.setattr(cupy.cuda, "alloc_pinned_memory", broken)
+    for ask in (
+        lambda: device.download(a, array),
+        lambda: device.zero(a, 4),
+        lambda: device.upload(a, array),
+        lambda: device.host_array(4, np.uint8),
+        lambda: device.lane().start_upload(a, array),
+    ):
+        with pytest.raises(ResourceError, match="CUDA0 failed: cudaErrorIllegalAddress"):
+            ask()
+
+
+def test_a_card_that_nobody_asked_for_is_left_alone(cupy: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What makes a card the current one makes a context there: half a gigabyte, refused on a card that is another's."""
+    used, use = set[int](), cupy.cuda.runtime.setDevice
+
+    def noted(card: int) -> None:
+        used.add(card)
+        use(card)
+
+    monkeypatch.setattr(cupy.cuda.runtime, "setDevice", noted)
+    device, x = CUDADevice(1), np.arange(64, dtype=np.float32)
+    a = device.allocate(x.nbytes)
+    device.upload(a, x)
+    device.synchronize()
+
+    def elsewhere() -> None:
+        lane = device.lane()
+        lane.run([launch(elementwise.scale(64, 1), x=a, out=a, width=64, rows=1, by=2.0)])
+        lane.wait()
+
+    thread = threading.Thread(target=elsewhere)
+    thread.start()
+    thread.join()
+    device.record([launch(elementwise.scale(64, 1), x=a, out=a, width=64, rows=1, by=2.0)])()
+    found = np.empty_like(x)
+    device.download(a, found)
+    assert np.array_equal(found, 8 * x)
+    assert used == {1}
+
+
+def test_memory_that_cupy_keeps_is_free(cupy: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model that is closed leaves its memory to CuPy's pool, which gives it to others when the driver has no more."""
+    kept = [600]
+    monkeypatch.setattr(cupy.cuda.runtime, "memGetInfo", lambda: (1000 - sum(kept), 1000))
+    monkeypatch.setattr(cupy.get_default_memory_pool(), "free_all_blocks", kept.clear)
+    assert CUDADevice(0).bytes_free() == 1000
+
+
+@pytest.mark.parametrize("nbytes", [1, 512, 513, 36 << 20, (4 << 20) + 1])
+def test_what_pinned_memory_takes_is_what_cupy_asks_for(nbytes: int) -> None:
+    try:
+        with warnings.catch_warnings(action="ignore"):
+            from cupy.cuda import PinnedMemoryPool
+    except ImportError:
+        pytest.skip("no CuPy: pip install cupy-cuda12x")
+    asked: list[int] = []
+
+    def driver(size: int) -> None:
+        asked.append(size)
+        raise MemoryError
+
+    with pytest.raises(MemoryError):
+        PinnedMemoryPool(driver).malloc(nbytes)
+    assert asked == [devices.pinned_bytes(nbytes)]
+
+
 def test_devices_that_are_not_there(cupy: Any) -> None:
     assert devices.count_devices() == 2
     with pytest.raises(ResourceError, match="no device CUDA2: there are 2 CUDA devices"):
@@ -270,6 +354,7 @@ def test_cupy_has_what_is_asked_of_it() -> None:
     assert {"getSupportedArchs", "getPTX", "getCUBIN"} <= set(dir(cupy.cuda.nvrtc))
     assert cupy.cuda.runtime.eventQuery(0) not in (0, 600), "a number that says what is wrong"
     runtime = {"memcpyAsync", "memsetAsync", "getDeviceCount", "getDeviceProperties", "driverGetVersion"}
+    runtime |= {"getDevice", "setDevice", "memGetInfo"}
     constants = {"memcpyHostToDevice", "memcpyDeviceToHost", "memcpyDeviceToDevice", "CUDARuntimeError"}
     assert runtime | constants <= set(dir(cupy.cuda.runtime))
     assert {"begin_capture", "end_capture", "synchronize", "ptr"} <= set(dir(cupy.cuda.Stream)) | {"ptr"}
@@ -277,4 +362,5 @@ def test_cupy_has_what_is_asked_of_it() -> None:
     assert hasattr(cupy.cuda.graph.Graph, "launch")
     for name in ("alloc", "alloc_pinned_memory", "Event", "get_elapsed_time"):
         assert hasattr(cupy.cuda, name)
+    assert hasattr(cupy.get_default_memory_pool(), "free_all_blocks")
     assert issubclass(cupy.cuda.memory.OutOfMemoryError, Exception)

@@ -398,11 +398,11 @@ def test_every_switch_shows_in_the_launches(zoo: Zoo, monkeypatch: pytest.Monkey
 
 
 class NotedDevice(NullDevice):
-    """Notes what it is asked for: bytes of uploads, downloads, launches at once, kernels prepared."""
+    """Notes what it is asked for: bytes of uploads, downloads, launches at once, kernels prepared, pinned values."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.uploads, self.downloads, self.runs = list[int](), 0, list[int]()
+        self.uploads, self.downloads, self.runs, self.pinned = list[int](), 0, list[int](), list[int]()
         self.prepared = set[Kernel]()
 
     def upload(self, address: int, data: Any) -> None:
@@ -411,6 +411,10 @@ class NotedDevice(NullDevice):
     def download(self, address: int, out: Any) -> None:
         self.downloads += 1
         super().download(address, out)
+
+    def host_array(self, count: int, dtype: Any) -> Any:
+        self.pinned.append(count)
+        return super().host_array(count, dtype)
 
     def prepare(self, kernels: Sequence[Kernel]) -> None:
         self.prepared |= set(kernels)
@@ -455,6 +459,16 @@ def test_nothing_is_compiled_for_a_token(zoo: Zoo, monkeypatch: pytest.MonkeyPat
             session.clear()
             session.decode(np.ones(n, np.int32))
     assert {launch.kernel for launch in device.launches} <= device.prepared
+
+
+def test_logits_take_pinned_memory_when_they_are_read(zoo: Zoo, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not for every row of a prompt, of which the last alone is wanted."""
+    device = NotedDevice()
+    with load_on(monkeypatch, device, zoo("qwen3moe-moe"), n_ubatch=64) as model:
+        session, n = model.session(4096), model.n_vocab
+        for rows in (1, 8, 8, 4):
+            session.decode(np.ones(64, np.int32), outputs=np.arange(64) >= 64 - rows)
+    assert device.pinned == [n, 8 * n]
 
 
 def test_experts_are_read_back_once_a_layer(zoo: Zoo, monkeypatch: pytest.MonkeyPatch) -> None:

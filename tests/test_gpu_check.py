@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -90,6 +91,7 @@ def test_checks_pass_on_the_shim_and_are_recorded(tmp_path: Path) -> None:
     text = out.read_text()
     assert "products beside the CPU backend: 1 done, worst NMSE" in text
     assert "placements: 7 mixtures" in text
+    assert "golden bytes: 2 cases are llama.cpp's and ik_llama.cpp's" in text
     assert "random rows: 1 cases of 64 x 2048 values have the CPU's bytes" in text
     assert "error feedback: 3 rows of 1 types have the CPU's bytes and losses" in text
     assert "a metric of 96 columns: " in text
@@ -144,8 +146,17 @@ def part(name):
     if name == "hang": time.sleep(600)
     if name == "lose": raise RuntimeError("an illegal address")
     run.check(name, 2.0 if name == "wrong" else 0.5, 1)
-run.each("step", ["good", "crash", "wrong", "hang", "lose", "last"], part)
-run.each("later", ["good"], part)
+def prepare():
+    run.say("prepares")
+    if run.todo("unready", ["second"]): os.kill(os.getpid(), signal.SIGSEGV)
+def unready():
+    run.each("unready", ["good"], part)
+    prepare()
+    run.each("unready", ["second"], part)
+run.do("step", lambda: run.each("step", ["good", "crash", "wrong", "hang", "lose", "last"], part))
+run.do("unready", unready)
+run.do("worse", lambda: 1 / 0)
+run.do("later", lambda: run.each("later", ["good"], part))
 """
 
 
@@ -159,15 +170,21 @@ def test_what_breaks_or_hangs_costs_itself_only(tmp_path: Path) -> None:
     command = [sys.executable, "-c", CHILD, *map(str, (ROOT / "tests", out, work, until))]
     gpu_run.watch(command, out, work, until, patience=3)
     text = out.read_text()
-    assert [line for line in text.splitlines() if line.endswith(" begins")] == [
-        f"{name} begins" for name in ("good", "crash", "wrong", "hang", "lose", "last", "good")
-    ]
+    assert [line.partition(" begins")[0] for line in text.splitlines() if " begins" in line or line == "prepares"] == [
+        "good", "crash", "wrong", "hang", "lose", "last", "good", "prepares", "prepares", "good"
+    ]  # fmt: skip
     assert [line for line in text.splitlines() if line.startswith("FAILED")] == [
         "FAILED step: crash: the process was ended by signal 11",
         "FAILED wrong: 2, bound 1",
         "FAILED step: hang: the process had not moved for 3 s",
         "FAILED step: lose broke: RuntimeError: an illegal address",
+        "FAILED unready: good: the process was ended by signal 11",  # the last part that had begun
+        "FAILED before unready: the process was ended by signal 11",
+        "FAILED worse broke: ZeroDivisionError: division by zero",
     ]
+    assert [line for line in text.splitlines() if line.startswith("NOT RUN")] == [
+        "NOT RUN: what is left of unready", "NOT RUN: what is left of worse"
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize("code", [1, 7])
@@ -190,6 +207,22 @@ def test_what_was_left_out_is_no_success() -> None:
     assert gpu_run.verdict("zoo: 35 done\n") == "all checks passed"
     assert gpu_run.verdict("NOT RUN, no time left: zoo: llama\n") == "what was run passed, NOT everything was run"
     assert gpu_run.verdict("FAILED a\nNOT RUN: b\nFAILED c\n") == "2 FAILED"
+
+
+def test_an_old_numba_is_said_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a card's image has may be older than the CPU's kernels need: they would break, type by type."""
+    from gpu import run as gpu_run
+
+    needs = re.search(r"numba>=([\d.]+)", (ROOT / "pyproject.toml").read_text())
+    assert needs is not None
+    assert tuple(map(int, needs[1].split("."))) == gpu_run.NUMBA
+    run = gpu_run.Run(tmp_path / "out.md", tmp_path, time.time() + 60, ())
+    assert not run.lacks_numba("rounding")
+    monkeypatch.setattr(gpu_run.importlib.metadata, "version", lambda name: "0.61.2")
+    assert run.lacks_numba("rounding")
+    assert run.lacks_numba("rounding")
+    run.file.close()
+    assert (tmp_path / "out.md").read_text() == "NOT RUN, numba 0.61.2 is older than 0.68: rounding\n"
 
 
 @needs_compiler
@@ -247,7 +280,7 @@ def test_what_matters_most_comes_first(tmp_path: Path, monkeypatch: pytest.Monke
         "zoo: llama-dense", "model: all fused", "zoo: rare", "model: no fused MoE", "early: llama-dense"
     ]  # fmt: skip
     known = {name for name in check.FIRST if "," not in name} | {"attention"}
-    assert known <= set(steps)
+    assert known <= set(steps) == set(check._ALL)
 
 
 #: What NVIDIA's program prints, by tool and step; it also runs what it is given.
@@ -321,6 +354,24 @@ def test_a_long_compilation_shows_that_it_goes_on(tmp_path: Path) -> None:
         first_run._STATE.told = None
         run.file.close()
     assert run.begun_file.stat().st_mtime > 1e9
+
+
+def test_a_file_that_is_written_shows_that_it_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model of 18 GB takes minutes on a slow disk; one that stands still shows nothing."""
+    from gpu.run import Run
+
+    run, path, shown = Run(tmp_path / "out.md", tmp_path, time.time() + 60, ()), tmp_path / "model", list[str]()
+    monkeypatch.setattr(run, "moves", shown.append)
+    with run.growing(path, 0.01), path.open("wb") as file:
+        file.truncate(1 << 20)  # which takes no room yet
+        for _ in range(2):
+            time.sleep(0.2)
+            file.write(bytes(1 << 16))
+            file.flush()
+            os.fsync(file.fileno())
+        time.sleep(0.2)
+    run.file.close()
+    assert shown == ["model: 64.00 KiB", "model: 128.00 KiB"]
 
 
 @pytest.mark.parametrize("name", ["Q4_K", "IQ4_XS"])

@@ -21,8 +21,8 @@ import shutil
 import sys
 import tempfile
 import time
-import traceback
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -159,7 +159,8 @@ def placements(run: Run) -> None:
             done.append(what)
 
     run.each("placements", [*cases.PLACEMENTS, "--max-vram"], placed)
-    run.say(f"placements: {len(done)} mixtures of card and host right, weights sent for every batch among them")
+    if done:
+        run.say(f"placements: {len(done)} mixtures of card and host are right")
 
 
 CHECKS: dict[str, Callable[[Run], None]] = {
@@ -177,10 +178,17 @@ CHECKS: dict[str, Callable[[Run], None]] = {
     "feedback": feedback.feedback,
 }
 
-STEPS: dict[str, Callable[[Run], None]] = {
+_ALL: dict[str, Callable[[Run], None]] = {
     "card": speed.card, **CHECKS, **speed.STEPS, "encode": encoding.speed, "cores": encoding.cores,
     "sanitizer": sanitizer.sanitizer,
 }  # fmt: skip
+
+#: In this order: whether every type is right, and how fast, then the model, then what takes long or is a switch.
+_ORDER = (
+    "card", "products", "encoding", "parity", "mat-vec", "encode", "model", "zoo", "fused", "pipeline", "quantized",
+    "tiny-moe", "placements", "rounding", "metrics", "feedback", "mat-mat", "attention", "cores", "early", "sanitizer",
+)  # fmt: skip
+STEPS = {name: _ALL[name] for name in _ORDER}
 
 #: What is asked for by a word: `scripts/gpu_check encode`.
 GROUPS = {
@@ -212,7 +220,7 @@ FIRST: dict[str, Sequence[str]] = {
 
 
 def carry_out(run: Run, names: Sequence[str], *, few: bool = False) -> None:
-    """Do steps, all of whose parts are begun once, FIRST's before; one that breaks between its parts is a failure.
+    """Do steps, all of whose parts are begun once, FIRST's before.
 
     few: only FIRST's.
     """
@@ -220,11 +228,7 @@ def carry_out(run: Run, names: Sequence[str], *, few: bool = False) -> None:
     for i, name in enumerate(first if few else [*first, *names]):
         run.only = FIRST if i < len(first) else {}
         began = time.monotonic()
-        try:
-            STEPS[name](run)
-        except Exception as e:
-            run.fail(f"{name} broke: {type(e).__name__}: {e}")
-            run.say(traceback.format_exc(limit=8))
+        run.do(name, partial(STEPS[name], run))
         print(f"[{name}: {time.monotonic() - began:.1f} s]", flush=True)
 
 

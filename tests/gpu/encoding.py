@@ -14,7 +14,6 @@ operations, so that they are the same wherever they are drawn.
 from __future__ import annotations
 
 import hashlib
-import importlib.util
 import json
 import math
 import time
@@ -29,7 +28,6 @@ import numpy.typing as npt
 
 from gpu import cases
 from gpu import speed as measured
-from gpu.run import NOT_RUN
 from gpu.speed import the_card
 from quantkit.cpus import available_cpus
 from quantkit.formats.imatrix import write_imatrix
@@ -149,8 +147,7 @@ def _each_type(run: Run, step: str, work: Callable[[str], None], every: bool = F
     """Do a part of a step for each type that is asked for and has an encoder, all compiled before."""
     names = (*encoders(), *WOVEN_ENCODERS)
     todo = run.todo(step, [name for name in names if base_of(BY_NAME[name]).name in run.types])
-    if "IQ4_KT" in todo and importlib.util.find_spec("numba") is None:  # which its lists of points are made with
-        run.say(f"{NOT_RUN}, numba is not here: IQ4_KT")
+    if "IQ4_KT" in todo and run.lacks_numba(f"{step}: IQ4_KT"):  # its lists of points are made with it
         todo.remove("IQ4_KT")
     if todo:
         _prepared(the_card().device, todo, every)
@@ -163,15 +160,19 @@ def goldens(run: Run) -> None:
     for tree in ("mainline", "ik"):
         with np.load(DATA / f"golden-{tree}.npz") as kept:
             golden |= {name: kept[name] for name in kept.files}
+    right: list[str] = []
 
     def of_type(name: str) -> None:
         for key, importance in ((name, None), (f"{name}+imatrix", golden["imatrix"])):
             t = BY_NAME[name]
             if key in golden and t.family != "trellis" and t.in_files:  # not a search of our own, nor four rows at once
                 found = cases.encoded(the_card().device, t, golden["x"], importance)
-                run.check(f"encoding: {key}, bytes that differ", float((found != golden[key].ravel()).sum()), 0)
+                if run.check(f"encoding: {key}, bytes that differ", float((found != golden[key].ravel()).sum()), 0):
+                    right.append(key)
 
     _each_type(run, "encoding", of_type)
+    if right:
+        run.say(f"golden bytes: {len(right)} cases are llama.cpp's and ik_llama.cpp's")
 
 
 def parity(run: Run) -> None:
@@ -223,13 +224,14 @@ RECIPES: dict[str, tuple[str, bool, dict[str, Any]]] = {
 }
 
 
-def _source(folder: Path) -> tuple[Path, Path, int]:
+def _source(run: Run) -> tuple[Path, Path, int]:
     """Return the model, its importance matrix, and how many weights it has; written once."""
-    path, imatrix = folder / "source.gguf", folder / "source-imatrix.gguf"
+    path, imatrix = run.folder / "source.gguf", run.folder / "source-imatrix.gguf"
     layers = FILE.shapes.layers_for(FILE.nbytes, BY_NAME["F16"])
     model = replace(FILE.shapes, layers=layers)
     if not imatrix.exists():
-        make_moe.write_model(path, model, "f16", make_moe.tokenizer_fields(None), 1, available_cpus())
+        with run.growing(path.with_name(f"{path.name}.part")):
+            make_moe.write_model(path, model, "f16", make_moe.tokenizer_fields(None), 1, available_cpus())
         write_imatrix(imatrix, make_moe.random_imatrix(imatrix, model, 1))
     return path, imatrix, sum(math.prod(shape) for shape in model.tensors().values())
 
@@ -239,13 +241,12 @@ def pipeline(run: Run) -> None:
     todo = run.todo("pipeline", [name for name in RECIPES if RECIPES[name][0].removesuffix("_M") in run.types])
     if not todo:
         return
-    if importlib.util.find_spec("numba") is None:
-        run.say(f"{NOT_RUN}, numba is not here: pipeline")
+    if run.lacks_numba("pipeline"):
         return
     from quantkit.quantize import QuantizeOptions
 
     def of_recipe(name: str) -> None:
-        source, imatrix, weights = _source(run.folder)
+        source, imatrix, weights = _source(run)
         if is_first(run, "pipeline"):
             size, seconds = format_size(source.stat().st_size), _copied(source)
             run.say(
@@ -395,8 +396,7 @@ def cores(run: Run) -> None:
     names = [name for name in encoders() if BY_NAME[name].trees == "ik" and name in run.types]
     if not run.todo("cores", names):
         return
-    if importlib.util.find_spec("numba") is None:
-        run.say(f"{NOT_RUN}, numba is not here: cores")
+    if run.lacks_numba("cores"):
         return
     x, importance = _values(measured.SIZES.wide, measured.SIZES.n_in)
     run.say("\nencoding by a card and by one core, Mweights/s\n")

@@ -8,7 +8,6 @@ Needs numba beside numpy and CuPy. Of the experts some saw enough tokens, some f
 
 from __future__ import annotations
 
-import importlib.util
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -19,7 +18,6 @@ import make_moe
 import numpy as np
 
 from gpu.encoding import both_ways, is_first, machine
-from gpu.run import NOT_RUN
 from quantkit.cpus import available_cpus
 from quantkit.formats.gguf import Field, ValueType, write_gguf
 from quantkit.formats.imatrix import write_imatrix
@@ -86,8 +84,7 @@ def feedback(run: Run) -> None:
     todo = run.todo("feedback", [name for name in RECIPES if name.removesuffix("_M") in run.types])
     if not todo:
         return
-    if importlib.util.find_spec("numba") is None:
-        run.say(f"{NOT_RUN}, numba is not here: feedback")
+    if run.lacks_numba("feedback"):
         return
     from quantkit.pipeline.feedback_report import feedback_report
     from quantkit.quantize import QuantizeOptions

@@ -8,7 +8,6 @@ Needs numba beside numpy and CuPy, as the CPU rounds the same rows.
 
 from __future__ import annotations
 
-import importlib.util
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,7 +18,6 @@ import numpy as np
 import numpy.typing as npt
 
 from gpu import cases
-from gpu.run import NOT_RUN
 from gpu.speed import the_card
 from quantkit.cpus import available_cpus
 from quantkit.kernels.cuda.core import peak
@@ -104,8 +102,7 @@ def _prepare(names: Sequence[str]) -> None:
 
 def rounding(run: Run) -> None:
     """Error feedback on the card, beside the CPU's bytes and losses; then how fast it is."""
-    if importlib.util.find_spec("numba") is None:
-        run.say(f"{NOT_RUN}, numba is not here: rounding")
+    if run.lacks_numba("rounding"):
         return
     from quantkit.kernels.cpu.feedback.options import Rounding
     from quantkit.kernels.cpu.feedback.rounding import round_rows
@@ -150,8 +147,7 @@ def rounding(run: Run) -> None:
 
 def metrics(run: Run) -> None:
     """Metrics made on the card, beside the CPU's: numbers that differ; then how long both take."""
-    if importlib.util.find_spec("numba") is None:
-        run.say(f"{NOT_RUN}, numba is not here: metrics")
+    if run.lacks_numba("metrics"):
         return
     from quantkit.kernels.cpu.feedback.metric import metric
     from quantkit.kernels.cuda.feedback import making

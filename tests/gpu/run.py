@@ -7,14 +7,20 @@ moved for long, says at which part, and starts the next one, which goes on with 
 
 from __future__ import annotations
 
+import importlib.metadata
+import importlib.util
 import subprocess
+import threading
 import time
 import traceback
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+
+from quantkit.units import format_size
 
 EXPECTED = Path(__file__).resolve().parents[1] / "data/gpu-expected.npz"
 
@@ -24,7 +30,16 @@ LOST = 3
 #: Seconds without a new part or line after which a process hangs.
 PATIENCE = 120.0
 
+#: What is noted when a step begins, and when a process was lost before a part of it began.
+_BEFORE, _WITHOUT = "before ", "without "
+
 FAILED, NOT_RUN = "FAILED", "NOT RUN"
+
+#: What the CPU's kernels need; images of cards have all sorts.
+NUMBA = (0, 68)
+
+#: Parts that are named where many were not run.
+NAMED = 6
 
 
 class Run:
@@ -37,11 +52,15 @@ class Run:
         self.file = out.open("a", encoding="utf-8")
         self.folder, self.until, self.types = work, until, types
         self.begun_file = work / "begun"
-        self.begun = set(self.begun_file.read_text().splitlines()) if self.begun_file.exists() else set()
-        self.failed = 0
+        before = self.begun_file.read_text().splitlines() if self.begun_file.exists() else []
+        self.begun, self.failed = set(before), 0
         #: The parts of each step that are done now, where not all of them are (check.FIRST).
         self.only: Mapping[str, Sequence[str]] = {}
         self.expected: Any = np.load(EXPECTED) if EXPECTED.exists() else {}
+        if before and before[-1].startswith(_BEFORE):
+            step = before[-1].removeprefix(_BEFORE)
+            self._note(f"{_WITHOUT}{step}")
+            self.say(f"{NOT_RUN}: what is left of {step}")
 
     @property
     def left(self) -> float:
@@ -71,6 +90,57 @@ class Run:
         print(line, flush=True)
         self.begun_file.touch()
 
+    @contextmanager
+    def growing(self, path: Path, every: float = 5.0) -> Iterator[None]:
+        """Show that a file grows on the disk, as long as it does."""
+        done = threading.Event()
+
+        def look() -> None:
+            blocks = 0
+            while not done.wait(every):
+                if path.exists() and path.stat().st_blocks > blocks:
+                    blocks = path.stat().st_blocks
+                    self.moves(f"{path.name}: {format_size(512 * blocks)}")
+
+        thread = threading.Thread(target=look, daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            done.set()
+            thread.join()
+
+    def do(self, step: str, work: Callable[[], None]) -> None:
+        """Do a step, unless a process was lost in what it does before its parts; what breaks there is a failure."""
+        if f"{_WITHOUT}{step}" in self.begun:
+            return
+        self._note(f"{_BEFORE}{step}")
+        try:
+            work()
+        except Exception as e:
+            self._broke(step, e)
+
+    def _note(self, line: str) -> None:
+        self.begun.add(line)
+        with self.begun_file.open("a") as file:
+            file.write(line + "\n")
+
+    def _broke(self, what: str, why: Exception) -> None:
+        """Say so; another process goes on if there is no card any more."""
+        self.fail(f"{what} broke: {type(why).__name__}: {why}")
+        self.say("".join(traceback.format_exception(why, limit=8)).rstrip())
+        if not card_answers():
+            self.say("the card no longer answers: a new process goes on")
+            raise SystemExit(LOST) from None
+
+    def lacks_numba(self, what: str) -> bool:
+        """Tell whether the CPU's kernels cannot be run here, and say, once, what is not run without them."""
+        why = why_no_numba()
+        if why is not None and f"{what}: {why}" not in self.begun:
+            self.begun.add(f"{what}: {why}")
+            self.say(f"{NOT_RUN}, {why}: {what}")
+        return why is not None
+
     def todo(self, step: str, names: Iterable[str]) -> list[str]:
         """Return the parts of a step that are to be done now and have not been begun."""
         chosen = [name for name in names if name in self.only.get(step, [name])]
@@ -87,19 +157,24 @@ class Run:
             if self.left < needs:
                 late.append(name)
                 continue
-            self.begun.add(key)
-            with self.begun_file.open("a") as file:
-                file.write(key + "\n")
+            self._note(key)
             try:
                 work(name)
             except Exception as e:  # whatever it is, the rest is to be measured
-                self.fail(f"{key} broke: {type(e).__name__}: {e}")
-                self.say(traceback.format_exc(limit=8))
-                if not card_answers():
-                    self.say("the card no longer answers: a new process goes on")
-                    raise SystemExit(LOST) from None
+                self._broke(key, e)
         if late:
-            self.say(f"{NOT_RUN}, no time left: {step}: {', '.join(late)}")
+            more = f" and {len(late) - NAMED} more" if len(late) > NAMED else ""
+            self.say(f"{NOT_RUN}, no time left: {step}: {', '.join(late[:NAMED])}{more}")
+
+
+def why_no_numba() -> str | None:
+    """Return why the CPU's kernels cannot be run here; None if they can."""
+    if importlib.util.find_spec("numba") is None:
+        return "numba is not here"
+    found = importlib.metadata.version("numba")
+    if tuple(map(int, found.split(".")[:2])) < NUMBA:
+        return f"numba {found} is older than {'.'.join(map(str, NUMBA))}"
+    return None
 
 
 def card_answers() -> bool:
@@ -131,7 +206,7 @@ def watch(command: Sequence[str], out: Path, work: Path, until: float, patience:
         key = begun.read_text().splitlines()[-1] if begun.read_text() != before else ""
         if ended != f"ended with {LOST}":
             say(f"{FAILED} {key or 'before any new part'}: the process {ended}")
-        if not key or time.time() > until:
+        if not key or key.startswith(_WITHOUT) or time.time() > until:
             say(f"{NOT_RUN}: what comes after it")
             return
 

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -163,7 +163,7 @@ class Bench:
 
     def weights(self, t: TensorType, nbytes: int) -> int:
         """Return a matrix of reasonable blocks."""
-        return self.room(nbytes, cases.blocks(t, max(1, min(nbytes, 1 << 20) // t.block_bytes), 1))
+        return self.room(nbytes, _blocks(t, max(1, min(nbytes, 1 << 20) // t.block_bytes)))
 
     def activations(self, t: TensorType, n_in: int, rows: int) -> tuple[int, int]:
         """Return rows of activations in the format of a type, and their stride."""
@@ -197,6 +197,12 @@ class Bench:
         self.device.synchronize()
         for address in self._held:
             self.device.free(address)
+
+
+@lru_cache(4)
+def _blocks(t: TensorType, count: int) -> np.ndarray[Any, Any]:
+    """Draw blocks of a type, once for all its matrices."""
+    return cases.blocks(t, count, 1)
 
 
 def launch(shape: Shape, **slots: int | float) -> Launch:
@@ -624,7 +630,9 @@ def _written(run: Run, router: str) -> Path:
     if not path.exists():
         for other in run.folder.glob("moe-*"):
             other.unlink()
-        write_moe(path.with_suffix(".part"), "Q4_K", router).rename(path)
+        part = path.with_suffix(".part")
+        with run.growing(part):
+            write_moe(part, "Q4_K", router).rename(path)
     return path
 
 

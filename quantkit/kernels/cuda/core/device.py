@@ -40,6 +40,11 @@ _NOT_READY = 600
 _SOON, _SELDOM = 1e-4, 5e-3
 
 
+def pinned_bytes(nbytes: int) -> int:
+    """Return the bytes of the host's memory that ``host_array`` takes: CuPy's pool rounds up to a power of two."""
+    return max(512, 1 << (nbytes - 1).bit_length()) if nbytes > 0 else 512
+
+
 class DeviceHangs(ResourceError):
     """A device does not finish: nothing that waits for it, as freeing its memory does, may be called any more."""
 
@@ -172,8 +177,8 @@ class CUDADevice:
         properties = cupy.cuda.runtime.getDeviceProperties(index)
         self.multiprocessors = int(properties["multiProcessorCount"])
         self.card = properties["name"].decode()
-        with self._device:
-            self.stream = cupy.cuda.Stream(non_blocking=True)
+        self._use()
+        self.stream = cupy.cuda.Stream(non_blocking=True)
         self._memory: dict[int, Any] = {}
         self._modules: dict[tuple[str, tuple[tuple[str, str], ...]], Any] = {}
         self._functions: dict[Kernel, int] = {}
@@ -238,10 +243,9 @@ class CUDADevice:
     def lane(self) -> CUDADevice:
         """Return the same device for another thread: its memory and modules, on a stream of its own."""
         other = copy(self)
-        other._device = self._cupy.cuda.Device(self.index)  # remembers what was current before, for one thread
-        with other._device:
-            other.stream = self._cupy.cuda.Stream(non_blocking=True)
-            other._done = self._cupy.cuda.Event(block=True, disable_timing=True)
+        other._use()
+        other.stream = self._cupy.cuda.Stream(non_blocking=True)
+        other._done = self._cupy.cuda.Event(block=True, disable_timing=True)
         other._uploads = other._own_uploads()
         return other
 
@@ -264,16 +268,13 @@ class CUDADevice:
             ResourceError: it failed.
         """
         runtime = self._cupy.cuda.runtime
-        try:
-            with self.here():
-                self._done.record(self.stream)
-                # No call of the driver waits for a limited time.
-                waited = wait_for(lambda: runtime.eventQuery(self._done.ptr) != _NOT_READY, seconds, given_up)
-                if waited is not None:
-                    raise DeviceHangs(f"{self.name} does not answer: its work is not done after {waited:.0f} seconds")
-                self._done.synchronize()  # which raises what went wrong
-        except runtime.CUDARuntimeError as e:
-            raise ResourceError(f"{self.name} failed: {e}") from None
+        with self.here():
+            self._done.record(self.stream)
+            # No call of the driver waits for a limited time.
+            waited = wait_for(lambda: runtime.eventQuery(self._done.ptr) != _NOT_READY, seconds, given_up)
+            if waited is not None:
+                raise DeviceHangs(f"{self.name} does not answer: its work is not done after {waited:.0f} seconds")
+            self._done.synchronize()  # which raises what went wrong
 
     # ------------------------------------------------------------ kernels
 
@@ -320,13 +321,12 @@ class CUDADevice:
             function = self._function(launch.kernel)
             if launch.shared <= self._shared[launch.kernel]:
                 return
-            try:
-                with self.here():
+            with self.here():
+                try:
                     driver.funcSetAttribute(function, wanted, launch.shared)
-            except driver.CUDADriverError as e:
-                raise ResourceError(
-                    f"{launch.kernel.name} needs {launch.shared} bytes of shared memory, and {self.name} has less: {e}"
-                ) from None
+                except driver.CUDADriverError as e:
+                    needs = f"{launch.kernel.name} needs {launch.shared} bytes of shared memory"
+                    raise ResourceError(f"{needs}, and {self.name} has less: {e}") from None
             self._shared[launch.kernel] = launch.shared
 
     def run(self, launches: Sequence[Launch]) -> None:
@@ -360,10 +360,8 @@ class CUDADevice:
         return replay
 
     def synchronize(self) -> None:
-        try:
+        with self.here():
             self.stream.synchronize()
-        except self._cupy.cuda.runtime.CUDARuntimeError as e:
-            raise ResourceError(f"{self.name} failed: {e}") from None
 
     def gemm_bf16(self, rows: int, n_out: int, n_in: int, x: int, w: int, out: int) -> None:
         try:
@@ -377,10 +375,13 @@ class CUDADevice:
             except Exception as e:  # found, but does not work: whatever CuPy and the loader raise
                 raise ResourceError(f"--cublas needs cuBLAS, which does not work here: {e}") from None
             cublas.setStream(handle, self.stream.ptr)
-            cublas.gemmEx(
-                handle, _TRANSPOSED, _AS_IS, n_out, rows, n_in, one.ctypes.data, w, _BF16, n_in, x, _BF16, n_in,
-                zero.ctypes.data, out, _F32, n_out, _COMPUTE_F32, _DEFAULT_ALGORITHM,
-            )  # fmt: skip
+            try:
+                cublas.gemmEx(
+                    handle, _TRANSPOSED, _AS_IS, n_out, rows, n_in, one.ctypes.data, w, _BF16, n_in, x, _BF16, n_in,
+                    zero.ctypes.data, out, _F32, n_out, _COMPUTE_F32, _DEFAULT_ALGORITHM,
+                )  # fmt: skip
+            except cublas.CUBLASError as e:
+                raise ResourceError(f"--cublas needs cuBLAS, which fails on {self.card}: {e}") from None
 
     # ------------------------------------------------------------ for measurements (peak.py, scripts/gpu_check)
 
@@ -390,8 +391,9 @@ class CUDADevice:
         return self._cupy
 
     def bytes_free(self) -> int:
-        """Return the bytes of memory that are free."""
+        """Return the bytes of memory that are free, those that CuPy's pool keeps for whoever asks next among them."""
         with self.here():
+            self._cupy.get_default_memory_pool().free_all_blocks()
             return int(self._cupy.cuda.runtime.memGetInfo()[0])
 
     def copy(self, to: int, source: int, nbytes: int) -> None:
@@ -411,11 +413,21 @@ class CUDADevice:
             ended.synchronize()
             return float(cuda.get_elapsed_time(began, ended)) / 1e3
 
+    def _use(self) -> None:
+        """Make this device the thread's. It stays so: to go back, CUDA would begin to use a card nobody asked for."""
+        runtime = self._cupy.cuda.runtime
+        if runtime.getDevice() != self.index:
+            runtime.setDevice(self.index)
+
     @contextmanager
     def here(self) -> Iterator[None]:
-        """Make this device and its stream CuPy's current ones."""
-        with self._device, self.stream:
-            yield
+        """Make this device and its stream CuPy's current ones; ResourceError for whatever CUDA says there."""
+        try:
+            self._use()
+            with self.stream:
+                yield
+        except (self._cupy.cuda.runtime.CUDARuntimeError, self._cupy.cuda.driver.CUDADriverError) as e:
+            raise ResourceError(f"{self.name} failed: {e}") from e
 
 
 class _Arguments:

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from quantkit.kernels.cuda.core.device import Device, DeviceHangs, Launch, abandon
+from quantkit.kernels.cuda.core.device import Device, DeviceHangs, Launch, abandon, pinned_bytes
 from quantkit.kernels.cuda.core.kernel import Kernel, Shape
 from quantkit.kernels.cuda.encode.encode import encode_rows, encoders, kernels_of, put_tables, weighs, working_bytes
 from quantkit.kernels.cuda.encode.q8_k import is_q8_k
@@ -130,12 +130,12 @@ class Room(NamedTuple):
     @property
     def host(self) -> int:
         """Bytes of pinned memory."""
-        return self.source + self.importance + self.out
+        return sum(map(pinned_bytes, (self.source, self.importance, self.out)))
 
     @property
     def device(self) -> int:
         """Bytes on the card."""
-        return self.host + 4 * self.values + self.work
+        return self.source + self.importance + self.out + 4 * self.values + self.work
 
     def __or__(self, other: Room) -> Room:
         """Return room for either."""

@@ -253,10 +253,10 @@ class CUDAProgram(Boundary):
         if self._batch is None:
             raise ValueError(f"{value}: nothing has been run yet")
         rows = self._batch.rows(value.outputs) * value.per
-        if value not in self._host:
-            most = buffer.nbytes // 4
-            self._host[value] = self.device.host_array(most, np.int32 if value.integer else np.float32)
-        out = self._host[value][: rows * value.width]
+        size = rows * value.width
+        if value not in self._host or self._host[value].size < size:  # logits of a prompt are gigabytes, rarely read
+            self._host[value] = self.device.host_array(size, np.int32 if value.integer else np.float32)
+        out = self._host[value][:size]
         if out.size:
             self.device.download(self._start + buffer.offset, out)
         return out.reshape(rows, value.width)
