@@ -72,9 +72,13 @@ USUAL = [(t, search) for t, search in ENCODERS if search or (t.family in ("k_qua
 
 @pytest.mark.parametrize(("t", "search"), USUAL, ids=str)
 def test_warps_of_usual_values(memory: Memory, t: TensorType, search: str) -> None:
-    """Where no lane of a warp has awkward values, shorter ways are taken, and candidates skipped."""
+    """Where no lane of a warp has awkward values, shorter ways are taken, and candidates skipped.
+
+    A few values among zeros are fitted so well that errors of candidates differ by their rounding only.
+    """
     rng = np.random.default_rng(8)
     x = (rng.standard_normal((4, 2048)) * [[0.02], [1.0], [1e-3], [40.0]]).astype(np.float32)
+    x[0, 1024:] *= rng.random(1024) < 0.3
     x[3] = np.rint(x[3])
     importance = np.exp(rng.standard_normal(2048)).astype(np.float32)
     for weights in (importance,) if t.imatrix == "required" else (NO_WEIGHTS, importance):

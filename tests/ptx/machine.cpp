@@ -542,6 +542,7 @@ uint32_t popc_b32(uint32_t a) {
     for (; a; a >>= 1) d += a & 1;
     return d;
 }
+uint32_t clz_b32(uint32_t a) { return a ? (uint32_t)__builtin_clz(a) : 32; }
 uint32_t clz_b64(uint64_t a) {
     uint32_t d = 0;
     for (; d < 64 && !(a >> 63); d++) a <<= 1;

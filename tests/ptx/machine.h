@@ -69,7 +69,7 @@ uint32_t dp2a_hi_u32_u32(uint32_t a, uint32_t b, uint32_t c);
 uint32_t brev_b32(uint32_t), bfi_b32(uint32_t a, uint32_t b, uint32_t c, uint32_t d), popc_b32(uint32_t);
 uint32_t lop3_b32(uint32_t a, uint32_t b, uint32_t c, uint32_t table);
 uint64_t bfi_b64(uint64_t a, uint64_t b, uint32_t c, uint32_t d);
-uint32_t clz_b64(uint64_t), bfind_shiftamt_u32(uint32_t);
+uint32_t clz_b32(uint32_t), clz_b64(uint64_t), bfind_shiftamt_u32(uint32_t);
 uint32_t shf_l_wrap_b32(uint32_t a, uint32_t b, uint32_t c), shf_r_wrap_b32(uint32_t a, uint32_t b, uint32_t c);
 uint32_t shf_r_clamp_b32(uint32_t a, uint32_t b, uint32_t c);
 uint32_t div_s32(uint32_t, uint32_t), div_u32(uint32_t, uint32_t), rem_s32(uint32_t, uint32_t), rem_u32(uint32_t, uint32_t);
@@ -258,6 +258,7 @@ static inline float one_nan(float x) { return x == x ? x : as_f32(0x7fffffffu); 
 #define rcp_rn_f32(a) one_nan(1.0f / (a))
 #define sqrt_rn_f32(a) one_nan(sqrtf(a))
 #define fma_rn_f32(a, b, c) one_nan(fmaf(a, b, c))
+#define fma_rn_sat_f32(a, b, c) cvt_sat_f32_f32(fmaf(a, b, c))
 #define add_rn_f64(a, b) ((a) + (b))
 #define sub_rn_f64(a, b) ((a) - (b))
 #define mul_rn_f64(a, b) ((a) * (b))

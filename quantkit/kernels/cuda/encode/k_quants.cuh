@@ -9,6 +9,7 @@
 // names, for encoders _IK: their searches leave levels, which are in the room behind what lanes share.
 #pragma once
 #include "encode/search_refined.cuh"
+#include "encode/search_sizes.cuh"
 
 // The lowest bytes of four words.
 INLINE uint32_t bytes_of(uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
@@ -180,14 +181,14 @@ template <int TOP> struct EncodeQ45 {
         mean = __fsqrt_rn(mean / 32.0f);
         const auto weight = [&](int i) { return mean + fabsf(x[i]); };
         const float start = TOP == 15 ? -1.0f : -0.5f;
-        finish<false>(lane, fit_with_min<32, false, false>(x, weight, TOP, start, 0.1f, TOP == 15 ? 20 : 15));
+        finish<false>(lane, fit_with_min<32, false>(x, weight, TOP, start, 0.1f, TOP == 15 ? 20 : 15));
     }
 
     STATIC_INLINE void weighted(const Lane& lane, float) {
         const SuperBlock<8> block(lane);
         weigh(lane, 32, 2.0f * block.shared_squares() / 256.0f);
         const auto weight = [&](int i) { return lane.w[i]; };
-        finish<true>(lane, fit_with_min<32, true, false>(lane.x, weight, TOP, -0.9f, 0.05f, 36));
+        finish<true>(lane, fit_with_min<32, true>(lane.x, weight, TOP, -0.9f, 0.05f, 36));
     }
 
     template <bool GUARDED, bool KEPT = false> STATIC_INLINE void finish(const Lane& lane, const Fit& fit) {
@@ -250,25 +251,42 @@ struct EncodeQ2_K {
     static const bool WEIGHS = false;
 
     STATIC_INLINE void plain(const Lane& lane) {
-        const auto weight = [&](int i) { return fabsf(lane.x[i]); };
-        finish<false>(lane, fit_with_min<16, false, true>(lane.x, weight, 3, -0.5f, 0.1f, 15));
+        const ValuesBySize values(lane.x);
+        const Spread& of = values.of;
+        Unsettled open;
+        BestLine best = fit_by_sizes(values, open);
+        const Fit fit = {of.flat ? 0.0f : best.scale, 0, of.flat ? of.low : best.low, 0, of.sum_w, of.size};
+        finish<false>(lane, fit, [&](float& inverse, float& base) {
+            if (of.flat) return;
+            if (open.again != 0) values.settle(best, open, (float)ValuesBySize::CANDIDATES);
+            inverse = values.inverse_of(best);
+            if (!is_finite(inverse)) inverse = 0;
+            base = best.base;
+        });
     }
 
     STATIC_INLINE void weighted(const Lane& lane, float) {
         const SuperBlock<16> block(lane);
         weigh(lane, 16, block.shared_squares() / 256.0f);
         const auto weight = [&](int i) { return lane.w[i]; };
-        finish<true>(lane, fit_with_min<16, true, false>(lane.x, weight, 3, -0.9f, 0.05f, 36));
+        const Fit fit = fit_with_min<16, true>(lane.x, weight, 3, -0.9f, 0.05f, 36);
+        finish<true>(lane, fit, [&](float& inverse, float& base) {
+            inverse = fit.inverse;
+            base = fit.base;
+        });
     }
 
-    template <bool GUARDED> STATIC_INLINE void finish(const Lane& lane, const Fit& fit) {
+    // What levels come of, where the lane's scale is 0 at last: asked for then.
+    template <bool GUARDED, class F> STATIC_INLINE void finish(const Lane& lane, const Fit& fit, F level_origin) {
         const SuperBlock<16> block(lane);
         block.quantize_scales<GUARDED>(fit, 15);
         const int byte = codes_of(block);
         const float d = as_half(block.fits()[0]) * (float)(byte & 15), dmin = as_half(block.fits()[1]) * (float)(byte >> 4);
+        float inverse = 0, base = 0;
+        if (d == 0) level_origin(inverse, base);
         block.put_levels<0, 3>(d, dmin, fit.size, [&](int i) {
             if (d != 0) return level_of<false>((lane.x[i] + dmin) / d, 3);
-            return level_of<GUARDED>(fit.inverse * (lane.x[i] - fit.base), 3);
+            return level_of<GUARDED>(inverse * (lane.x[i] - base), 3);
         });
         write(block, byte);
     }

@@ -86,7 +86,7 @@ template <int TOP> struct Affine {
         weigh(lane, 32, mean);
         const float* x = lane.x;
         uint8_t* out = lane.out;
-        const Fit fit = fit_with_min<32, true, false>(x, [&](int i) { return lane.w[i]; }, TOP, -0.9f, 0.05f, 36);
+        const Fit fit = fit_with_min<32, true>(x, [&](int i) { return lane.w[i]; }, TOP, -0.9f, 0.05f, 36);
         store_half(out, fit.scale);
         store_half(out + 2, fit.low);
         store_levels<TOP == 31>(out + 4, [&](int i) { return level_of<true>(fit.inverse * (x[i] - fit.base), TOP); });

@@ -195,9 +195,6 @@ template <bool GUARDED> INLINE int level_of(float v, int top) {
     return min(max(nearest_int(v), 0), top);
 }
 
-// The weighted error of a level.
-template <bool ABSOLUTE> INLINE float error_of(float w, float off) { return w * (ABSOLUTE ? fabsf(off) : off * off); }
-
 // What a candidate of fit_with_min adds up.
 struct LevelSums {
     float l, l2, xl;
@@ -207,6 +204,21 @@ struct LevelSums {
         l = l + wl;
         l2 = l2 + wl * level;
         xl = xl + wl * x;
+    }
+};
+
+// The best line for the levels of a candidate, if det > 0.
+struct Line {
+    float det, scale, low;
+
+    __device__ __forceinline__ Line(const LevelSums& sums, float sum_w, float sum_x) {
+        det = sum_w * sums.l2 - sums.l * sums.l;
+        scale = (sum_w * sums.xl - sum_x * sums.l) / det;
+        low = (sums.l2 * sum_x - sums.l * sums.xl) / det;
+        if (low > 0) {
+            scale = sums.xl / sums.l2;
+            low = 0;
+        }
     }
 };
 
@@ -235,7 +247,7 @@ INLINE LevelSums near_sums(const float (&x)[N], const float (&w)[N], float (&lev
     return sums;
 }
 
-// A candidate whose levels wrap around: one value after the other. weight: of a value.
+// A candidate whose levels may wrap around: one value after the other. weight: of a value.
 template <int N, class W> INLINE LevelSums far_sums(const float* x, W weight, float inverse, float low, int top) {
     LevelSums sums = {0, 0, 0};
 #pragma unroll 1
@@ -248,7 +260,8 @@ INLINE float far_error(const float* x, W weight, float inverse, float low, int t
 #pragma unroll 1
     for (int i = 0; i < N; i++) {
         const float level = (float)level_of<false>(inverse * (x[i] - low), top);
-        error = error + error_of<ABSOLUTE>(weight(i), scale * level + new_low - x[i]);
+        const float off = scale * level + new_low - x[i];
+        error = error + weight(i) * (ABSOLUTE ? fabsf(off) : off * off);
     }
     return error;
 }
@@ -271,50 +284,66 @@ INLINE bool surely_worse(const LevelSums& sums, float sum_w, float sum_x, float 
     return error - 9e-6f * terms > 1.001f * least && least > 1e-26f && fabsf(scale) < 1e6f && fabsf(low) < 1e6f;
 }
 
-// Fit x ~ scale * l + low with l in 0 .. top, an odd number, and low <= 0, minimizing the weighted squares (or sizes) of the
-// error. Tries `steps` + 1 inverse scales; low is the best one so far, so the trials depend on each other. Values, weights
-// and the levels of a trial are in registers. All lanes of a warp come here together. weight: of a value, by its place.
-template <int N, bool GUARDED, bool ABSOLUTE, class W>
+// What all candidates of a lane have in common. flat: they do no harm, as all of their levels are 0, so none is taken.
+struct Spread {
+    float low, high, smallest, size, sum_w, sum_x;
+    bool flat;
+
+    Spread() = default;
+    template <int N> __device__ __forceinline__ Spread(const float* values, const float (&x)[N], const float (&w)[N]) {
+        low = x[0], high = x[0], sum_w = w[0], sum_x = w[0] * x[0];
+#pragma unroll
+        for (int i = 1; i < N; i++) {
+            low = fminf(x[i], low);
+            high = fmaxf(x[i], high);
+            sum_w = sum_w + w[i];
+            sum_x = sum_x + w[i] * x[i];
+        }
+        keep(sum_w);
+        smallest = low;
+        size = fmaxf(high, -smallest);
+        if (low > 0) low = 0;
+        if (low == 0) low = first_zero<N>(values, low);
+        flat = high <= low;
+        if (flat) high = 1;
+    }
+};
+
+// Fit x ~ scale * l + low with l in 0 .. top, an odd number, and low <= 0, minimizing the weighted squares of the error. Tries
+// `steps` + 1 inverse scales; low is the best one so far, so the trials depend on each other. Values, weights and the levels
+// of a trial are in registers. All lanes of a warp come here together. weight: of a value, by its place.
+template <int N, bool GUARDED, class W>
 INLINE Fit fit_with_min(const float* values, W weight, int top, float start, float delta, int steps) {
-    const bool SKIPS = !GUARDED && !ABSOLUTE;  // candidates that are surely worse: with importances few are
+    const bool SKIPS = !GUARDED;  // candidates that are surely worse: with importances few are
     float x[N], w[N], level[N];
 #pragma unroll
     for (int i = 0; i < N; i++) {
         x[i] = values[i];
         w[i] = weight(i);
     }
-    float low = x[0], high = x[0], sum_w = w[0], sum_x = sum_w * x[0], sum_x2 = sum_x * x[0];
+    const Spread of(values, x, w);
+    const float high = of.high;
+    float low = of.low, sum_x2 = 0;
+    if (SKIPS) {
 #pragma unroll
-    for (int i = 1; i < N; i++) {
-        const float wx = w[i] * x[i];
-        low = fminf(x[i], low);
-        high = fmaxf(x[i], high);
-        sum_w = sum_w + w[i];
-        sum_x = sum_x + wx;
-        if (SKIPS) sum_x2 = sum_x2 + wx * x[i];
+        for (int i = 0; i < N; i++) sum_x2 = sum_x2 + w[i] * x[i] * x[i];
     }
-    keep(sum_w);
-    const float smallest = low, size = fmaxf(high, -smallest);
-    if (low > 0) low = 0;
-    if (low == 0) low = first_zero<N>(values, low);
-    const bool flat = high <= low;
-    if (flat) high = 1;  // for candidates that do no harm: all of their levels are 0, so none is taken
-    float inverse = (float)top / (high - low), scale = 1.0f / inverse, base = low;
-    float best = is_finite(inverse) ? inverse : 0.0f, least = 0;
+    float inverse = (float)top / (high - low), scale = 1.0f / inverse, base = low, least = 0;
+    float best = is_finite(inverse) ? inverse : 0.0f;
     if (fabsf(inverse * (high - low)) < 4e6f) {
 #pragma unroll
         for (int i = 0; i < N; i++) {
-            const float near = rintf(inverse * (x[i] - low));
-            least = least + error_of<ABSOLUTE>(w[i], scale * near + low - x[i]);
+            const float off = scale * rintf(inverse * (x[i] - low)) + low - x[i];
+            least = least + w[i] * (off * off);
         }
     } else {
-        least = far_error<N, ABSOLUTE>(values, weight, inverse, low, top, scale, low);
+        least = far_error<N, false>(values, weight, inverse, low, top, scale, low);
     }
 #pragma unroll 1
     for (float k = 0; k <= (float)steps; k += 1.0f) {
         inverse = (start + delta * k + (float)top) / (high - low);
         // The least and the largest value have the levels that are furthest out.
-        const float first = inverse * (smallest - low), last = inverse * (high - low);
+        const float first = inverse * (of.smallest - low), last = inverse * (high - low);
         bool near = true;
         LevelSums sums;
         if (__any_sync(FULL, !(inverse > 0 && first >= -0.5f && last < (float)top + 0.5f))) {
@@ -328,32 +357,30 @@ INLINE Fit fit_with_min(const float* values, W weight, int top, float start, flo
         } else {
             sums = near_sums<WITHIN, GUARDED>(x, w, level, inverse, low, top);
         }
-        const float det = sum_w * sums.l2 - sums.l * sums.l;
-        float new_scale = (sum_w * sums.xl - sum_x * sums.l) / det, new_low = (sums.l2 * sum_x - sums.l * sums.xl) / det;
-        if (new_low > 0) {
-            new_scale = sums.xl / sums.l2;
-            new_low = 0;
-        }
+        const Line line(sums, of.sum_w, of.sum_x);
         if (SKIPS && k > (float)(steps - 5)) {
-            const bool worse = surely_worse(sums, sum_w, sum_x, sum_x2, new_scale, new_low, least);
-            if (__all_sync(FULL, worse || !(det > 0))) continue;
+            const bool worse = surely_worse(sums, of.sum_w, of.sum_x, sum_x2, line.scale, line.low, least);
+            if (__all_sync(FULL, worse || !(line.det > 0))) continue;
         }
         float error = 0;
         if (near) {
 #pragma unroll
-            for (int i = 0; i < N; i++) error = error + error_of<ABSOLUTE>(w[i], new_scale * level[i] + new_low - x[i]);
+            for (int i = 0; i < N; i++) {
+                const float off = line.scale * level[i] + line.low - x[i];
+                error = error + w[i] * (off * off);
+            }
         } else {
-            error = far_error<N, ABSOLUTE>(values, weight, inverse, low, top, new_scale, new_low);
+            error = far_error<N, false>(values, weight, inverse, low, top, line.scale, line.low);
         }
-        if (det > 0 && error < least) {
+        if (line.det > 0 && error < least) {
             least = error;
-            scale = new_scale;
+            scale = line.scale;
             best = inverse;
             base = low;
-            low = new_low;
+            low = line.low;
         }
     }
-    return flat ? Fit{0, 0, base, 0, sum_w, size} : Fit{scale, best, low, base, sum_w, size};
+    return of.flat ? Fit{0, 0, base, 0, of.sum_w, of.size} : Fit{scale, best, low, base, of.sum_w, of.size};
 }
 
 // The sum over w * (x - l / inverse)^2; the first trial keeps l in a byte, later ones clamp it to top.
