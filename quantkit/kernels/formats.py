@@ -66,6 +66,8 @@ class Format:
     grid: int = 0
     #: CUDA, few rows: parts of 32 values per lane and step (dot_forms.cuh).
     parts: int = 1
+    #: CUDA, one row: how many rows of weights fit the registers beside it, if fewer than its bits allow (mat_vec.py).
+    fitting: int = 0
     #: Whether both trees encode it, but ik_llama.cpp by a search of its own.
     ik_encoder: bool = False
     #: CUDA: two types with the same name here can share a launch: the same activations, little shared memory.
@@ -141,7 +143,7 @@ FORMATS: dict[str, Format] = {
         _format("Q1_0", "binary", True, "q8_0"),
         _format("MXFP4", "fp4", True, "q8_0"),
         _format("NVFP4", "fp4", True, "q8_0", span=16, planes=AS_F16),
-        _format("IQ1_BN", "bitnet", True, "q8_k64", parts=2),
+        _format("IQ1_BN", "bitnet", True, "q8_k64", parts=2, fitting=4),
         _format("IQ2_BN", "bitnet", True, "q8_k64", parts=2),
         _format("IQ2_K", "ik_quants", True, "q8_k", span=16, planes=2, together="K"),
         _format("IQ3_K", "ik_quants", True, "q8_k", span=16, planes=2, together="K"),

@@ -49,6 +49,7 @@ def _rows(t: TensorType, lanes: int, n_out: int, columns: int, matrices: int) ->
         rows = 2
     elif columns == matrices == 1 and lanes >= 32 and (bits < 1.75 or bits <= 2.25 and parts == 1):
         most = 5 if fourfold else 6 if bits >= 1.75 else 7 if parts > 1 else 8 if bits > 1.5 else 12
+        most = format_of(t).fitting or most
         rows = next((n for n in (12, 8, 7, 6, 5) if n <= most and n_out * lanes >= 32 * _MANY * n), 4)
     elif parts > 1 and columns > 1:
         rows = 3 if matrices == 1 else 4 if columns <= 4 or bits < 2 else 2
