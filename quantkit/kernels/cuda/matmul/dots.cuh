@@ -8,6 +8,9 @@
 //
 // The sum of a row depends on LANES only, not on how many rows or columns are computed together. (Included once for
 // each type in a file: mat_vec_same_input.cu.)
+#ifdef TILES
+#include "matmul/tile_dots.cuh"
+#else
 #include "core/async_copy.cuh"
 #include "matmul/lanes.cuh"
 #include "unpack/ik_dot_forms.cuh"
@@ -169,3 +172,4 @@ INLINE void multiply(const Team<R>& team, const uint8_t* const (&w)[M], int row_
 #pragma unroll
                 for (int c = 0; c < C; c++) sums[m][r][c] *= of_row[m][r];
 }
+#endif
