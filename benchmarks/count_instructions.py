@@ -11,6 +11,7 @@ install nvidia-cuda-nvdisasm); the instructions of its main loop are counted by 
     ALU     2: logic, shifts, integer additions and comparisons, byte permutations
     IMAD    2: integer multiplications and byte products (IDP)
     FMA     4: these and f32 arithmetic
+    tensor  0.5: byte products of 16 x 8 x 32, as of sm_80; sm_90 may start more, sm_86 and sm_89 start half as many
     XU      0.5: conversions outside the ALU, population counts
     LSU     1 wavefront of 128 bytes, of loads from shared or global memory or copies between them
 
@@ -25,6 +26,7 @@ pipe mattered: an upper bound, without cache latency and the start and end of ro
 from __future__ import annotations
 
 import argparse
+import math
 import re
 import shutil
 import subprocess
@@ -50,9 +52,10 @@ PIPES = {
     "IMAD": "IMAD IDP",
     "FMA": "IMAD IDP FADD FFMA FMUL HADD2 HFMA2 HMUL2",
     "XU": "BREV F2F F2I FLO FRND I2F MUFU POPC",
+    "tensor": "IMMA",
 }
 #: Warp instructions that a multiprocessor starts per clock, by pipe.
-RATES = {"issue": 4.0, "ALU": 2.0, "IMAD": 2.0, "FMA": 4.0, "XU": 0.5, "LSU": 1.0}
+RATES = {"issue": 4.0, "ALU": 2.0, "IMAD": 2.0, "FMA": 4.0, "XU": 0.5, "tensor": 0.5, "LSU": 1.0}
 
 
 @dataclass(frozen=True)
@@ -63,6 +66,8 @@ class Card:
 
     def share(self, part_bytes: float, clocks: float) -> float:
         """Return the share of a copy's bandwidth if a warp's 32 parts of ``part_bytes`` take ``clocks``."""
+        if not clocks:
+            return math.inf
         return 32 * part_bytes / clocks * self.multiprocessors * self.gigahertz / (1000 * self.copy)
 
 
@@ -125,7 +130,7 @@ def loops(text: str, kernel: str) -> Iterator[list[str]]:
 def main_loop(text: str, kernel: Kernel) -> list[str]:
     """Return the longest loop with byte products, or with float products if there is none."""
     found = list(loops(text, kernel.name))
-    products = [loop for loop in found if any(line.startswith("IDP") for line in loop)]
+    products = [loop for loop in found if any(line.startswith(("IDP", "IMMA")) for line in loop)]
     wanted = products or [loop for loop in found if any(line.startswith("FFMA") for line in loop)]
     return max(wanted, key=lambda loop: len(loop))
 
@@ -173,7 +178,7 @@ def main() -> None:
     if options.nvdisasm is None:
         sys.exit("nvdisasm is not in PATH: pip install nvidia-cuda-nvdisasm, then --nvdisasm PROGRAM")
     card = Card(options.multiprocessors, options.clock, options.copy)
-    pipes = ("issue", "ALU", "IMAD", "LSU")
+    pipes = ("issue", "ALU", "IMAD", "tensor", "LSU")
     print(f"| type | bytes | rows | registers | {' | '.join(pipes)} | busiest | bound |\n|{'---|' * (6 + len(pipes))}")
     for name in options.types:
         t = BY_NAME[name]

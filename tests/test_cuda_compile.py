@@ -81,7 +81,9 @@ def some_of(found: Modules, capability: int) -> Modules:
     """Return modules in which each kernel is, with and without each macro that chooses code, and each of its values."""
     chosen, seen = Modules(), set[tuple[str, ...]]()
     for kernel, names in found:
-        by_type = capability < 80 and kernel.file == TENSOR_CORES  # of each type other instructions
+        by_type = capability < 80 and (
+            kernel.file == TENSOR_CORES or "TILES" in dict(kernel.defines)
+        )  # of each type other instructions
         passed_over = PASSED_OVER[capability] - (TYPES if by_type else set())
         macros = [define for define in kernel.defines if define[0] not in passed_over]
         of_it = {(kernel.file, *define) for define in macros}

@@ -24,6 +24,7 @@ def as_large(monkeypatch: pytest.MonkeyPatch) -> None:
     """Small matrices are computed as large ones are: several rows at once, by a warp."""
     monkeypatch.setattr(mat_vec, "_FEW", 0)
     monkeypatch.setattr(mat_vec, "_MANY", 0)
+    monkeypatch.setattr(mat_vec, "_FEWEST", 0)
 
 
 #: One type of each way to unpack, with row lengths that leave lanes idle, use fewer lanes, or more warps.
@@ -61,6 +62,9 @@ LARGE = [
     ("IQ1_S", 2560, 13, 1),
     ("Q1_0", 1536, 35, 1),
     ("F32", 100, 13, 3),
+    ("IQ1_KT", 1536, 67, 1),
+    ("IQ2_KT", 2304, 37, 1),
+    ("IQ3_KT", 1024, 37, 1),
 ]
 
 
@@ -81,7 +85,7 @@ def test_mul_mat_of_several_rows_by_several_warps(memory: Memory, monkeypatch: p
 
 
 @pytest.mark.usefixtures("as_large")
-@pytest.mark.parametrize(("name", "n_in", "n_out", "rows"), [SMALL[0], LARGE[1], SMALL[5]])
+@pytest.mark.parametrize(("name", "n_in", "n_out", "rows"), [SMALL[0], LARGE[1], SMALL[5], LARGE[-1]])
 def test_turing_copies_through_registers(memory: Memory, name: str, n_in: int, n_out: int, rows: int) -> None:
     on(memory, 75)
     check_one(memory, name, n_in, n_out, rows)
@@ -93,7 +97,7 @@ def check_one(memory: Memory, name: str, n_in: int, n_out: int, rows: int) -> No
 
 
 @pytest.mark.usefixtures("as_large")
-@pytest.mark.parametrize("name", ["Q4_0", "Q6_K", "F16"])
+@pytest.mark.parametrize("name", ["Q4_0", "Q6_K", "F16", "IQ1_KT", "IQ2_KT", "IQ3_KT"])
 def test_a_row_does_not_depend_on_its_companions(memory: Memory, name: str) -> None:
     t, rng, n_in, n_out = BY_NAME[name], np.random.default_rng(4), 2048, 11
     w, x = draw_weights(t, (n_out, n_in), rng), rng.standard_normal((8, n_in)).astype(f32)
@@ -111,7 +115,8 @@ def test_a_row_does_not_depend_on_its_companions(memory: Memory, name: str) -> N
 
 
 @pytest.mark.skipif(compiler() is None, reason="no C++ compiler: install g++")
-@pytest.mark.parametrize("name", ["Q8_0", "IQ1_S", "F16"])
+@pytest.mark.usefixtures("as_large")
+@pytest.mark.parametrize("name", ["Q8_0", "IQ1_S", "F16", "IQ2_KT"])
 def test_an_early_launch_asks_for_weights_only_before_it_waits(name: str) -> None:
     """x, what the launch before writes, is forbidden memory until then (and not for the test's own copy)."""
     device = HostDevice()
@@ -147,7 +152,9 @@ def test_mul_mat_heads_agrees_with_numpy(memory: Memory, name: str, n_in: int, n
 
 
 @pytest.mark.usefixtures("as_large")
-@pytest.mark.parametrize(("name", "n_in", "n_out"), [("Q4_0", 768, 41), ("IQ4_KS", 512, 18), ("BF16", 64, 10)])
+@pytest.mark.parametrize(
+    ("name", "n_in", "n_out"), [("Q4_0", 768, 41), ("IQ4_KS", 512, 18), ("BF16", 64, 10), ("IQ3_KT", 768, 37)]
+)
 @pytest.mark.parametrize("x_per", [1, 2])
 def test_mul_mat_id_agrees_with_numpy(memory: Memory, name: str, n_in: int, n_out: int, x_per: int) -> None:
     t, ids = BY_NAME[name], np.array([[4, 0], [2, 1], [0, 3]], np.int32)
@@ -169,7 +176,7 @@ def test_up_gate_agrees_with_numpy(memory: Memory, activation: Activation) -> No
 @pytest.mark.usefixtures("as_large")
 @pytest.mark.parametrize(
     ("name", "n_in", "n_out", "rows"),
-    [("Q4_K", 1536, 9, 8), ("Q2_K", 2048, 5, 1), ("F16", 1024, 7, 1), ("F32", 70, 5, 4)],
+    [("Q4_K", 1536, 9, 8), ("Q2_K", 2048, 5, 1), ("F16", 1024, 7, 1), ("F32", 70, 5, 4), ("IQ1_KT", 1536, 37, 1)],
 )
 def test_up_gate_of_types_and_shapes(memory: Memory, name: str, n_in: int, n_out: int, rows: int) -> None:
     t, a = BY_NAME[name], Activation("silu")

@@ -62,6 +62,8 @@ class Format:
     fourfold: bool = False
     #: CUDA, many rows: bytes of a level times its scale, 0 if not folded; AS_F16 if it is a half (folded.cuh).
     planes: int = 0
+    #: CUDA, one row: tensor cores multiply tiles of 16 rows of weights (tile_forms.cuh).
+    tiles: bool = False
     #: CUDA: words of the grid of levels.
     grid: int = 0
     #: CUDA, few rows: parts of 32 values per lane and step (dot_forms.cuh).
@@ -156,9 +158,9 @@ FORMATS: dict[str, Format] = {
         _format("IQ5_KS", "ik_quants", True, "q8_k", together="K"),
         _format("IQ4_KSS", "ik_quants", True, "q8_k", together="K"),
         _format("IQ2_KL", "ik_quants", True, "q8_k", parts=2, together="K"),
-        _format("IQ1_KT", "trellis", True, "q8_2", fourfold=True),
-        _format("IQ2_KT", "trellis", True, "q8_2", stretch=1.05, fourfold=True),
-        _format("IQ3_KT", "trellis", True, "q8_2", stretch=1.01),
+        _format("IQ1_KT", "trellis", True, "q8_2", fourfold=True, tiles=True),
+        _format("IQ2_KT", "trellis", True, "q8_2", stretch=1.05, fourfold=True, tiles=True),
+        _format("IQ3_KT", "trellis", True, "q8_2", stretch=1.01, tiles=True),
         _format("IQ4_KT", "trellis", True, "q8_2", fourfold=True),
     )
 }

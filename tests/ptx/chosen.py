@@ -33,11 +33,11 @@ def kinds(launched: set[tuple[Kernel, int]]) -> Kinds:
 
 
 def _choices(kernel: Kernel) -> tuple[object, ...]:
+    macros = dict(kernel.defines)
     chosen = tuple(define for define in kernel.defines if define[0] not in SIZES | TYPES)
     if kernel.file == TENSOR_CORES:  # the shared memory that a tile and a type take is a size, too
-        macros = dict(kernel.defines)
         return macros["TOKENS"], macros.get("ACTIVATION"), _way(macros["TYPE"])
-    return chosen
+    return (*chosen, macros["TYPE"]) if "TILES" in macros else chosen
 
 
 def _way(name: str) -> tuple[object, ...]:

@@ -27,6 +27,18 @@ INLINE void copy16(SharedAddress to, const uint8_t* from) {
 #endif
 }
 
+// The same under a condition: a predicate, as behind a branch the assembler puts loads that nothing needs before a copy.
+INLINE void copy16_if(bool wanted, SharedAddress to, const uint8_t* from) {
+#if !defined(QUANTKIT_HOST) && __CUDA_ARCH__ >= 800
+    asm volatile("{ .reg .pred %%wanted; setp.ne.s32 %%wanted, %0, 0; @%%wanted cp.async.cg.shared.global [%1], [%2], 16; }" ::"r"(
+                     (int)wanted),
+                 "r"(to), "l"(from)
+                 : "memory");
+#else
+    if (wanted) copy16(to, from);
+#endif
+}
+
 // BYTES bytes (4, 8 or 16; both addresses aligned to that), through generic addresses.
 template <int BYTES> INLINE void copy_async(void* to, const void* from) {
 #if defined(QUANTKIT_HOST)

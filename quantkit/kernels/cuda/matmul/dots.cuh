@@ -8,6 +8,9 @@
 //
 // The sum of a row depends on LANES only, not on how many rows or columns are computed together. (Included once for
 // each type in a file: mat_vec_same_input.cu.)
+#ifdef TILES
+#include "matmul/tile_dots.cuh"
+#else
 #include "core/async_copy.cuh"
 #include "matmul/lanes.cuh"
 #include "unpack/ik_dot_forms.cuh"
@@ -72,12 +75,12 @@ template <int SEGMENTS> struct Copier {
         }
     }
 
-    // Fetch the words `by` bytes further. At most 30 bytes beyond a row are read.
-    INLINE_METHOD void copy(SharedAddress to, int by) const {
+    // Fetch the words `by` bytes further, if there are more steps. At most 30 bytes beyond a row are read.
+    INLINE_METHOD void copy(SharedAddress to, int by, bool more) const {
 #pragma unroll
         for (int i = 0; i < ROUNDS; i++) {
             const uint8_t* p = from[i] + by;
-            if (by < limit[i]) copy16(to + 512 * i, STEADY ? p : boundary(p));
+            copy16_if(more && by < limit[i], to + 512 * i, STEADY ? p : boundary(p));
         }
     }
 
@@ -106,7 +109,7 @@ INLINE void multiply(const Team<R>& team, const uint8_t* const (&w)[M], int row_
     });
 #pragma unroll
     for (int s = 0; s < STAGES; s++) {
-        if (s < steps) copier.copy(to + s * STAGE, s * stride);
+        copier.copy(to + s * STAGE, s * stride, s < steps);
         end_group();
     }
     if (Copies<TYPE>::WORDS) {
@@ -157,7 +160,7 @@ INLINE void multiply(const Team<R>& team, const uint8_t* const (&w)[M], int row_
             }
         }
         __syncwarp();
-        if (s + STAGES < steps) copier.copy(to + stage, (s + STAGES) * stride);
+        copier.copy(to + stage, (s + STAGES) * stride, s + STAGES < steps);
         end_group();
         part += LANES;
         row.advance(LANES);
@@ -171,3 +174,4 @@ INLINE void multiply(const Team<R>& team, const uint8_t* const (&w)[M], int row_
 #pragma unroll
                 for (int c = 0; c < C; c++) sums[m][r][c] *= of_row[m][r];
 }
+#endif

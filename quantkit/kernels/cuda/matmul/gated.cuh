@@ -44,7 +44,7 @@ INLINE Side gate_of(const up_gate_id_args& a, int64_t expert) {
 
 // Sum the shares of up's and gate's products and write activation(gate) * up.
 template <int R, int C>
-INLINE void finish_gated(const Team<R>& team, const float (&sums)[2][R][C], const Side& up, const Side& gate, uint8_t* out,
+INLINE void finish_gated(const Team<R>& team, float (&sums)[2][R][C], const Side& up, const Side& gate, uint8_t* out,
                          int64_t out_stride, const Limits& limits) {
     finish(team, sums, [&](int row, int column, const float* v) {
         const float y = gated(gate.of(v[1], row), up.of(v[0], row), limits.gate, limits.act, limits.up, limits.alpha);

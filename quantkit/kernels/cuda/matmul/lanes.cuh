@@ -2,15 +2,22 @@
 //
 // LANES (8, 16, 32, 64 or 128) lanes form a team that computes R rows. Below 32 several teams share a warp; above, the
 // team's warps take slices of the rows, and their sums are added in order. Macros: LANES.
+//
+// With TILES (tile_dots.cuh) a warp has ROWS * TEAMS rows of 8 lanes each, where a thread is two lanes of half as many rows,
+// and warps of a team are slices of 8 lanes: sums have the same order.
 #pragma once
 #include "core/device.cuh"
 
 #define INLINE_METHOD __device__ __forceinline__
 
-const int WARPS = 4;                        // per block
+const int WARPS = 4;  // per block
+#ifdef TILES
+const int GROUP = 8;
+#else
 const int GROUP = LANES < 32 ? LANES : 32;  // lanes of a warp per row
-const int TEAMS = 32 / GROUP;               // per warp
-const int SLICES = LANES / GROUP;           // warps per team
+#endif
+const int TEAMS = 32 / GROUP;      // per warp
+const int SLICES = LANES / GROUP;  // warps per team
 
 template <int R> struct Team {
     int first, last;    // first row of this warp; last row of the matrix
@@ -57,6 +64,41 @@ template <int N, int D> INLINE float sum_and_spread(const float (&v)[N], int lan
 
 INLINE constexpr int power_of_two(int n) { return n <= 1 ? 1 : 2 * power_of_two((n + 1) / 2); }
 
+#ifdef TILES
+
+// As below: sums[m][2 i], sums[m][2 i + 1] are the shares that a thread's two lanes have of row 8 i + lane / 4.
+template <int M, int R, int C, typename F> INLINE void finish(const Team<R>& team, float (&sums)[M][R][C], F store) {
+    __shared__ float shares[SLICES > 1 ? WARPS / 2 : 1][M][R][32];
+    const int t = team.lane % 4;
+#pragma unroll
+    for (int half = SLICES / 2; half; half /= 2) {  // those of later slices go to earlier ones
+        const int at = team.warp / SLICES * (SLICES / 2) + team.slice % half;
+        if (team.slice / half == 1)
+#pragma unroll
+            for (int i = 0; i < M * R; i++) shares[at][i / R][i % R][team.lane] = sums[i / R][i % R][0];
+        __syncthreads();
+        if (team.slice < half)
+#pragma unroll
+            for (int i = 0; i < M * R; i++) sums[i / R][i % R][0] += shares[at][i / R][i % R][team.lane];
+        __syncthreads();
+    }
+    if (team.slice) return;
+#pragma unroll
+    for (int i = 0; i < R / 2; i++) {
+        float v[M];
+#pragma unroll
+        for (int m = 0; m < M; m++) {
+            v[m] = sums[m][2 * i][0] + sums[m][2 * i + 1][0];
+            v[m] += __shfl_xor_sync(FULL, v[m], 2);
+            v[m] += __shfl_xor_sync(FULL, v[m], 1);
+        }
+        const int row = team.first + 8 * i + team.lane / 4;
+        if (t == i % 4 && row <= team.last) store(row, 0, v);
+    }
+}
+
+#else
+
 // Sum the shares of all lanes and call store(row, c, sums of the matrices) for each row and column, in one lane.
 template <int M, int R, int C, typename F> INLINE void finish(const Team<R>& team, const float (&sums)[M][R][C], F store) {
     const int ALL = power_of_two(R * C), N = ALL < GROUP ? ALL : GROUP;
@@ -88,3 +130,4 @@ template <int M, int R, int C, typename F> INLINE void finish(const Team<R>& tea
         if (lane % (GROUP / N) == 0 && number < R * C && row <= team.last) store(row, number % C, v);
     }
 }
+#endif

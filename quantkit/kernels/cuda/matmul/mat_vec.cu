@@ -2,8 +2,12 @@
 //
 // Macros: TYPE of the weights, FLOATS if it is F32, F16 or BF16; COLUMNS: rows of x; LANES that share a row of weights,
 // ROWS they compute at once. With ACTIVATION, a number, the file has the fused products of up and gate instead; with
-// TO, those of one row whose result is converted to a format.
+// TO, those of one row whose result is converted to a format. With TILES tensor cores multiply (tile_dots.cuh).
+#ifdef TILES
+#define BLOCKS_AT_ONCE (ROWS > 8 || LANES < 32 ? 3 : 4)
+#else
 #define BLOCKS_AT_ONCE (COLUMNS == 1 ? 5 : COLUMNS == 2 ? 4 : __CUDA_ARCH__ < 800 ? 2 : 3)
+#endif
 #include "matmul/products.cuh"
 #ifdef FLOATS
 #include "matmul/float_dots.cuh"

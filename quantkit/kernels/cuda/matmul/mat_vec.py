@@ -18,8 +18,8 @@ from quantkit.types import BY_NAME, TensorType
 #: Most rows of x.
 MAX_ROWS = 8
 _WARPS = 4
-#: Warps that keep a large device busy, and those below which they get less to do each.
-_MANY, _FEW = 2112, 1056
+#: Warps that keep a large device busy, and those below which they get less to do each; with tiles no tile at all.
+_MANY, _FEW, _FEWEST = 2112, 1056, 990
 
 
 def _lanes(t: TensorType, n_in: int, n_out: int) -> int:
@@ -30,7 +30,8 @@ def _lanes(t: TensorType, n_in: int, n_out: int) -> int:
         parts = n_in // (32 * format_of(t).parts)
         lanes, steps = _lanes_of_warp(parts), parts / 32
     # Few rows, but long ones: warps share them.
-    while 32 <= lanes < 128 and n_out * lanes < 64 * _MANY and steps >= lanes // 16:
+    few = 128 * _FEWEST if format_of(t).tiles else 64 * _MANY
+    while 32 <= lanes < 128 and n_out * lanes < few and steps >= lanes // 16:
         lanes *= 2
     return lanes
 
@@ -63,6 +64,16 @@ def _rows(t: TensorType, lanes: int, n_out: int, columns: int, matrices: int) ->
     return rows
 
 
+def _tiles(t: TensorType, lanes: int, n_out: int, columns: int, matrices: int) -> int:
+    """Return how many tiles of 16 rows of each matrix a team computes at once by tensor cores; 0: none."""
+    if not (format_of(t).tiles and columns == 1 and lanes <= 32):
+        return 0
+    # As in _rows: the fewer the bits, the more it matters. With 8 lanes four tiles do not fit the registers.
+    most = 4 if 8 * t.block_bytes < 2 * t.block and lanes > 8 and matrices == 1 else 2 // matrices
+    enough = {4: _FEW, 2: _FEW, 1: _FEWEST}
+    return next((n for n in enough if n <= most and n_out * lanes >= 128 * n * enough[n]), 0)
+
+
 def _shape(
     name: str, t: TensorType, n_in: int, n_out: int, columns: int, matrices: int, each: int, kind: str = ""
 ) -> Shape:
@@ -70,12 +81,15 @@ def _shape(
     if not 1 <= columns <= MAX_ROWS:
         raise ValueError(f"mat_vec takes 1 to {MAX_ROWS} rows, not {columns}")
     lanes = _lanes(t, n_in, n_out * each)
-    rows = _rows(t, lanes, n_out * each, columns, 2 if kind else 1)
+    tiles = _tiles(t, lanes, n_out * each, columns, 2 if kind else 1)
+    rows = 4 * tiles or _rows(t, lanes, n_out * each, columns, 2 if kind else 1)
     kernel = Kernel("matmul/mat_vec.cu", name).bind(
         TYPE=format_of(t).type.name, COLUMNS=columns, LANES=lanes, ROWS=rows
     )
     if name.endswith("_to"):
         kernel = kernel.bind(TO=1, ROWS=1 << rows.bit_length() - 1)
+    if tiles:
+        kernel = kernel.bind(TILES=1)
     if format_of(t).is_float:
         kernel = kernel.bind(FLOATS=1)
     if kind:
@@ -145,6 +159,11 @@ def kernels() -> Iterator[Kernel]:
         yield up_gate(BY_NAME[name], silu, 4096, 16384).kernel
         yield mul_mat(BY_NAME[name], 4096, 16384, 2).kernel
         yield mul_mat(BY_NAME[name], 4096, 16384, 4).kernel
+    for t in (of.type for of in FORMATS.values() if of.tiles):
+        for n_in in (768, 1536, 4096):
+            yield mul_mat(t, n_in, 1 << 17).kernel
+            yield up_gate_id(t, silu, n_in, 1 << 17, 1, 1).kernel
+        yield up_gate_id_to(t, silu, 4096, 16384, 1, 1).kernel
     for t in (BY_NAME["Q4_K"], BY_NAME["F16"]):
         for n_in, n_out in ((768, 16384), (1536, 16384), (2048, 768), (4096, 256)):
             yield mul_mat(t, n_in, n_out).kernel

@@ -59,7 +59,7 @@ def slots(matrices: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 def kernels() -> Iterator[Kernel]:
     """Yield kernels of every kind of type, for some sizes."""
-    kinds = [(name, name) for name in ("F32", "BF16", "Q8_0", "Q4_K", "IQ3_S")]
+    kinds = [(name, name) for name in ("F32", "BF16", "Q8_0", "Q4_K", "IQ3_S", "IQ1_KT", "IQ3_KT")]
     kinds += [("Q4_K", "Q6_K"), ("IQ4_XS", "Q5_K"), ("Q2_K", "Q3_K"), ("Q6_K", "Q5_K")]
     for first, other in kinds:
         types = BY_NAME[first], BY_NAME[first], BY_NAME[other]

@@ -50,7 +50,7 @@ def _shape(name: str, like: Kernel, t: TensorType, dense: TensorType, n_used: in
 
 def kernels() -> Iterator[Kernel]:
     """Yield kernels of every kind of type, for some sizes."""
-    pairs = [(name, name) for name in ("F32", "BF16", "Q8_0", "Q4_K", "IQ3_S")]
+    pairs = [(name, name) for name in ("F32", "BF16", "Q8_0", "Q4_K", "IQ3_S", "IQ1_KT", "IQ3_KT")]
     for one, other in (*pairs, ("Q4_K", "Q6_K"), ("IQ4_XS", "Q5_K")):
         t, dense = BY_NAME[one], BY_NAME[other]
         for n_in, n_out, dense_n_out in ((2048, 768, 768), (4096, 16384, 4096)):

@@ -8,7 +8,7 @@ using ::multiply;
 #else
 #include "core/async_copy.cuh"
 #include "matmul/lanes.cuh"
-#include "unpack/ik_dot_forms.cuh"
+#include "unpack/tile_forms.cuh"
 namespace first {
 #include "matmul/dots.cuh"
 }

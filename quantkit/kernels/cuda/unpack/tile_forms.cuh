@@ -1,0 +1,260 @@
+// How a warp multiplies 16 rows of a trellis type by one row of x: TileForm<TYPE>, 256 values of each row at a time, by
+// tensor cores. These add up the bytes that a level is the sum of, which on other units costs as much as to generate it.
+//
+// Lane l has, with g = l / 4 and t = l % 4, sub-blocks t and t + 4 of rows g and g + 8. A register of a (mma.cuh) is a
+// generated word, a level's four bytes; so its place in a row of a is the lane's t, and the four lanes of a row bring four
+// sub-blocks, which b keeps apart: column c is that of sub-block c / 2 + 4 (c % 2), and all zero but where lane c / 2 has
+// its words. So of the sums of sub-block t (t + 4) a lane gets those of its two rows in c[0] and c[2] (c[1] and c[3]), and
+// b is the same for both, and for all rows. Sums of integers are exact, in any order.
+//
+//     template <> struct TileForm<T> {
+//         struct X { ... };                          // what a lane has of 256 values of x
+//         static const int STEP = ...;               // bytes of a row between places of neighbouring lanes
+//         static const int ROOM = ..., TABLE = ...;  // words of shared memory: of a warp, of a block
+//         STATIC_INLINE uint32_t word(int i);        // a word of the table
+//         STATIC_INLINE void load(const uint8_t* x, bool there, X& v);  // x: what chunk_of says
+//         STATIC_INLINE void prepare(const Room& room, int lane, X& v);
+//         // For rows `apart` bytes apart, sums[row][half] of sub-blocks t, t + 4: without x.d
+//         template <int APART> STATIC_INLINE void products(const TileRows& rows, int t, const X& v, const Lookup& table, float
+//         (&sums)[2][2]);
+//     };
+#pragma once
+#include "unpack/ik_dot_forms.cuh"
+
+template <typename T> struct TileForm;
+
+// The lane's first row: the block plus t bytes, plus STEP t, and the block.
+struct TileRows {
+    SharedAddress bytes, words, block;
+};
+
+// Loads, by 32-bit addresses, to which offsets may be added for nothing; they stay between barriers.
+#ifdef QUANTKIT_HOST
+#define LOAD_SHARED(name, type, kind) \
+    INLINE uint32_t name(SharedAddress at) { return *(const type*)at; }
+#else
+#define LOAD_SHARED(name, type, kind)                                     \
+    INLINE uint32_t name(SharedAddress at) {                              \
+        uint32_t v;                                                       \
+        asm volatile("ld.shared." kind " %0, [%1];" : "=r"(v) : "r"(at)); \
+        return v;                                                         \
+    }
+#endif
+LOAD_SHARED(shared_byte, uint8_t, "u8")
+LOAD_SHARED(shared_half, uint16_t, "u16")
+LOAD_SHARED(shared_word, uint32_t, "u32")
+
+// Which sub-block a column of b is of, and which lane of four has it; and where eight values of a column are that a lane
+// loads, of that one the first.
+INLINE int sub_block_of(int column) { return column / 2 + 4 * (column % 2); }
+INLINE bool has_column(int lane) { return lane % 4 == lane / 8; }
+INLINE int chunk_of(int lane) { return 32 * sub_block_of(lane / 4) + 8 * (lane % 4 ^ lane / 8); }
+
+// The sums of all columns, times FACTOR, as c has them.
+template <int FACTOR> INLINE void sum_columns(uint2 eight, int (&sums)[4]) {
+    const uint32_t factor = (uint32_t)(FACTOR & 255) * ONES, a[4] = {factor, factor, factor, factor}, b[2] = {eight.x, eight.y};
+    const int zeros[4] = {0, 0, 0, 0};
+    mma_s8(sums, a, b, zeros);
+}
+
+// A warp's shared memory: nine columns of b, the last one zero; they are 4 words apart, so that those of a quarter of a warp
+// have banks of their own. A lane writes 8 words of its column, and reads it, or zeros.
+struct Room {
+    static const int COLUMN = 36, WORDS = 9 * COLUMN;
+    Place write, read;
+
+    __device__ __forceinline__ Room(const uint8_t* base, uint32_t at, int lane)
+        : write{base, fixed(at + 4 * (uint32_t)(COLUMN * (lane / 4) + 8 * (lane % 4 ^ lane / 8)))},
+          read{base, fixed(at + 4 * (uint32_t)(COLUMN * (has_column(lane) ? lane / 4 : 8)))} {}
+};
+
+// Entry i of a table of pairs of words.
+INLINE uint2 two_words(const Lookup& table, uint32_t i) {
+    const SharedAddress at = table.mine + 8 * i;
+#ifdef QUANTKIT_HOST
+    return *(const uint2*)at;
+#else
+    uint2 v;
+    asm("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(v.x), "=r"(v.y) : "r"(at));
+    return v;
+#endif
+}
+
+// ---------------------------------------------------------------- levels as they are generated
+
+// b: four copies of a value of x, as its products with the bytes of a word are added up.
+template <typename T> struct GeneratedTile {
+    struct X {
+        uint2 eight;
+        uint32_t b[32];
+        int sums[4];
+    };
+    static const int ROOM = Room::WORDS;
+
+    STATIC_INLINE void load(const uint8_t* x, bool there, X& v) { v.eight = there ? *(const uint2*)x : make_uint2(0, 0); }
+    STATIC_INLINE void prepare(const Room& room, int, X& v) {
+        uint32_t copies[8];
+#pragma unroll
+        for (int i = 0; i < 8; i++) copies[i] = pick_bytes(i < 4 ? v.eight.x : v.eight.y, 0, 0x1111 * (uint32_t)(i % 4));
+        uint4* to = (uint4*)room.write.plus(0);
+        to[0] = make_uint4(copies[0], copies[1], copies[2], copies[3]);
+        to[1] = make_uint4(copies[4], copies[5], copies[6], copies[7]);
+        sum_columns<-126>(v.eight, v.sums);
+        __syncwarp();
+        const uint4* from = (const uint4*)room.read.plus(0);
+#pragma unroll
+        for (int i = 0; i < 8; i++) {
+            const uint4 four = from[i];
+            v.b[4 * i] = four.x, v.b[4 * i + 1] = four.y, v.b[4 * i + 2] = four.z, v.b[4 * i + 3] = four.w;
+        }
+    }
+    template <int APART>
+    STATIC_INLINE void products(const TileRows& rows, int, const X& v, const Lookup& table, float (&sums)[2][2]) {
+        const uint32_t more = fixed(4096 * 0xcbac1fedu);
+        typename TileForm<T>::Seeds seeds[2][2];
+        int factors[2][2], c[2][4];
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+            for (int i = 0; i < 4; i++) c[half][i] = v.sums[i];
+#pragma unroll
+            for (int r = 0; r < 2; r++) TileForm<T>::template start<APART>(rows, r, half, table, seeds[half][r], factors[half][r]);
+        }
+#pragma unroll
+        for (int j = 0; j < 4; j++) {
+            uint32_t state[2][2];
+#pragma unroll
+            for (int i = 0; i < 4; i++)
+                state[i / 2][i % 2] =
+                    TileForm<T>::template seed<APART>(rows, i % 2, i / 2, seeds[i / 2][i % 2], j) * 0xcbac1fedu + more;
+#pragma unroll
+            for (int i = 0; i < 8; i += 2)
+#pragma unroll
+                for (int half = 0; half < 2; half++) {
+                    uint32_t a[4];
+#pragma unroll
+                    for (int k = 0; k < 4; k++) {
+                        uint32_t& x = state[half][k % 2];
+                        a[k] = x & 0x3f3f3f3fu;
+                        x *= 0xcbac1fedu;
+                    }
+                    mma_s8(c[half], a, v.b + 8 * j + i, c[half]);
+                }
+        }
+#pragma unroll
+        for (int i = 0; i < 4; i++) sums[i / 2][i % 2] = (float)(c[i % 2][2 * (i / 2) + i % 2] * factors[i % 2][i / 2]);
+    }
+};
+
+template <> struct TileForm<IQ1_KT> : GeneratedTile<IQ1_KT> {
+    struct Seeds {
+        uint32_t low, high;
+    };
+    // For each value of sh: its top bits, as bits 4 of four bytes; its factor.
+    static const int STEP = 4, TABLE = 512;
+    STATIC_INLINE uint32_t word(int i) {
+        const uint32_t sh = (uint32_t)i >> 1, top = sh & 0xf0;
+        return i & 1 ? (uint32_t)(int)scale_of(sh & 15) : (top | top << 7 | top << 14 | top << 21) & 0x10101010u;
+    }
+    template <int APART>
+    STATIC_INLINE void start(const TileRows& rows, int r, int half, const Lookup& table, Seeds& seeds, int& factor) {
+        const uint2 of_sh = two_words(table, shared_byte(rows.bytes + (APART * r + 4 * half)));
+        seeds.low = shared_word(rows.words + (APART * r + 8 + 16 * half));
+        seeds.high = (shared_word(rows.words + (APART * r + 40)) >> 4 * half & 0x0f0f0f0fu) | of_sh.x;
+        factor = (int)of_sh.y;
+    }
+    template <int APART> STATIC_INLINE uint32_t seed(const TileRows&, int, int, const Seeds& seeds, int j) {
+        return pick_bytes(seeds.low, seeds.high, 0xcc40 + 0x1111 * (uint32_t)j);  // c: a sign, zero
+    }
+};
+
+template <> struct TileForm<IQ2_KT> : GeneratedTile<IQ2_KT> {
+    struct Seeds {};
+    static const int STEP = 8, TABLE = Table4::WORDS;
+    STATIC_INLINE uint32_t word(int i) { return Table4::word(i); }
+    template <int APART> STATIC_INLINE void start(const TileRows& rows, int r, int half, const Lookup& table, Seeds&, int& factor) {
+        factor = (int8_t)table.first[shared_byte(rows.bytes + APART * r) >> 4 * half & 15];
+    }
+    template <int APART> STATIC_INLINE uint32_t seed(const TileRows& rows, int r, int half, const Seeds&, int j) {
+        return shared_half(rows.words + (APART * r + 4 + 32 * half + 2 * j));
+    }
+};
+
+// ---------------------------------------------------------------- levels with signs
+
+// Tensor cores add up four bytes (b: ones), four levels are packed, and multiplied as they are stored. A sum of bytes plus
+// 2 has its top bit set where its level, 126 less, is not negative. Levels that are negated are ~l + 1; as -1 is the mask
+// of those that are not, the sum of all x less those of the latter is that of the ones.
+template <> struct TileForm<IQ3_KT> {
+    struct X {
+        uint2 eight;
+        uint32_t b[8], ones[2];
+        int sums[4];
+    };
+    static const int STEP = 8, ROOM = 0, TABLE = 0;
+    STATIC_INLINE uint32_t word(int) { return 0; }
+
+    STATIC_INLINE void load(const uint8_t* x, bool there, X& v) {
+        v.eight = there ? *(const uint2*)x : make_uint2(0, 0);
+        uint4 low = make_uint4(0, 0, 0, 0), high = low;
+        if (there && has_column((int)threadIdx.x & 31)) low = ((const uint4*)x)[0], high = ((const uint4*)x)[1];
+        v.b[0] = low.x, v.b[1] = low.y, v.b[2] = low.z, v.b[3] = low.w;
+        v.b[4] = high.x, v.b[5] = high.y, v.b[6] = high.z, v.b[7] = high.w;
+    }
+    STATIC_INLINE void prepare(const Room&, int lane, X& v) {
+        sum_columns<1>(v.eight, v.sums);
+#pragma unroll
+        for (int i = 0; i < 2; i++) v.ones[i] = has_column(lane) && lane / 4 % 2 == i ? ONES : 0;
+    }
+    template <int APART> STATIC_INLINE void products(const TileRows& rows, int t, const X& v, const Lookup&, float (&sums)[2][2]) {
+        const uint32_t more = fixed(4096 * 0xcbac1fedu), byte = fixed(256u), two_bytes = fixed(65536u);
+        const int twos[4] = {2, 2, 2, 2};
+        int c[2][4];
+#pragma unroll
+        for (int i = 0; i < 8; i++) c[i / 4][i % 4] = v.sums[i % 4];
+#pragma unroll
+        for (int j = 0; j < 4; j++) {
+            uint32_t state[2][2], levels[2][4], kept[2][4];  // words 2 j and 2 j + 1 of both rows, as a has them
+#pragma unroll
+            for (int i = 0; i < 4; i++)
+                state[i / 2][i % 2] = shared_half(rows.words + (APART * (i % 2) + 4 + 32 * (i / 2) + 2 * j)) * 0xcbac1fedu + more;
+#pragma unroll
+            for (int i = 0; i < 4; i += 2) {
+                int d[2][2][4];
+#pragma unroll
+                for (int two = 0; two < 2; two++)
+#pragma unroll
+                    for (int half = 0; half < 2; half++) {
+                        uint32_t a[4];
+#pragma unroll
+                        for (int k = 0; k < 4; k++) {
+                            uint32_t& x = state[half][k % 2];
+                            a[k] = x & 0x3f3f3f3fu;
+                            x *= 0xcbac1fedu;
+                        }
+                        mma_s8(d[half][two], a, v.ones, twos);
+                    }
+#pragma unroll
+                for (int r = 0; r < 2; r++) {
+                    const uint32_t stored = shared_word(rows.block + (APART * r + 68 + 8 * j + 2 * i));
+#pragma unroll
+                    for (int half = 0; half < 2; half++) {
+                        const int (&of)[2][4] = d[half];
+                        const uint32_t low = (uint32_t)of[0][2 * r] + (uint32_t)of[0][2 * r + 1] * byte;
+                        const uint32_t q = ((uint32_t)of[1][2 * r] + (uint32_t)of[1][2 * r + 1] * byte) * two_bytes + low;
+                        kept[half][i + r] = sign_masks(stored * (128u >> t >> 4 * half) ^ q);
+                        levels[half][i + r] = q ^ kept[half][i + r] ^ 0x7f7f7f7fu;
+                    }
+                }
+            }
+#pragma unroll
+            for (int half = 0; half < 2; half++) mma_s8(c[half], levels[half], v.b + 2 * j, c[half]);
+#pragma unroll
+            for (int half = 0; half < 2; half++) mma_s8(c[half], kept[half], v.b + 2 * j, c[half]);
+        }
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            const int factor = shared_byte(rows.bytes + APART * (i / 2)) >> 4 * (i % 2) & 15;
+            sums[i / 2][i % 2] = (float)(c[i % 2][2 * (i / 2) + i % 2] * factor);
+        }
+    }
+};
