@@ -87,9 +87,13 @@ def test_warps_of_usual_values(memory: Memory, t: TensorType, search: str) -> No
 
 @pytest.mark.parametrize("t", [t for t in TYPES if t.row_header], ids=str)
 def test_rows_longer_than_threads_take_at_once(memory: Memory, t: TensorType) -> None:
-    """The scale of a row, and sums over it, are of all its parts. Where these are searched, one row for each way."""
+    """The scale of a row, and sums over it, are of all its parts. Where these are searched, one row for each way.
+
+    Trellis types try several scales of the second row, as few parts make most of its error, but one of the first.
+    """
     rng = np.random.default_rng(3)
-    x = (rng.standard_normal((2, 2304)) * np.exp(rng.standard_normal((2, 72)).repeat(32, axis=1))).astype(np.float32)
+    x = rng.standard_normal((2, 2304)).astype(np.float32)
+    x[1] *= np.exp(rng.standard_normal(72)).repeat(32)
     for i, weights in enumerate((NO_WEIGHTS, awkward_imatrix(2304, 4))):
         rows = x[i : i + 1] if t in SEARCHED else x
         np.testing.assert_array_equal(on_device(memory, t, rows, weights), on_cpu(t, rows, weights, None))

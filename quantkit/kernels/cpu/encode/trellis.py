@@ -607,7 +607,7 @@ levels_chosen: Any = None
 put: Any = None
 block_bytes = lines_ranked = 0
 magnitudes = False
-least_fits = least_tries = 1
+least_fits = 1
 #: By how much a row's scale exceeds that of least squares, with which values come out too small on average.
 stretch = 1.0
 
@@ -643,7 +643,7 @@ def _attempts(energies):
         total += np.float64(energies[b])
         squares += np.float64(energies[b]) * np.float64(energies[b])
     share = squares / (total * total) if total > 0 else 0.0
-    return min(max(np.int64(ATTEMPTS * share * (share + 0.08)), least_tries), 64)
+    return min(max(np.int64(ATTEMPTS * share * (share + 0.08)), 1), 64)
 
 
 def encode(x, weights, out, row0, row1, lines_of_points, lines_of_cells, lines_of_families, indices, lists):
@@ -895,7 +895,7 @@ def _encoder(
     )  # fmt: skip
     encode_rows: Callable[..., None] = specialize(
         encode, suffix, kernel, **sides, magnitudes=signs == 1, stretch=stretch,
-        least_fits=1 if coarse or again else 2, least_tries=2 if signs == 1 else 1, row_surveyed=surveyed,
+        least_fits=1 if coarse or again else 2, row_surveyed=surveyed,
         row_reinforced=reinforced, levels_chosen=chosen,
         row_scales=specialize(rate_row_scales, suffix, helper, cost_of=cost, largest=F(largest), signs=signs),
         write=specialize(write, suffix, put=put, block_bytes=BY_NAME[name].block_bytes, books=books, groups=32 // size),

@@ -56,7 +56,7 @@ INLINE void sum_energies(const TrellisRow<ENCODER>& row, Shared& s) {
     }
     const double share = total > 0 ? squares / (total * total) : 0.0;
     s.sums[0] = total;
-    s.tries = min(max((int)(500.0 * share * (share + 0.08)), ENCODER::TRIES), 64);
+    s.tries = min(max((int)(500.0 * share * (share + 0.08)), 1), 64);
     s.step = s.tries > 1 ? 1 : max(row.count / 16, 1);
 }
 

@@ -445,7 +445,7 @@ struct EncodeIQ1_KT : Trellis<EncodeIQ1_KT, 8192, 8, 2, 1, 3, 56> {
     typedef SearchDepth<Shape<16, 4>, Shape<16, 8>, true, true, 1> Around;
     typedef SearchDepth<void, Shape<16, 16, 16>, false, false, 1> Deep;
     static const bool AGAIN = false, POLISHED = false, EVERY_CURVE = false, WIDELY = false, EAGER = true;
-    static const int FEW = 1, SOME = 2, FITS = 1, TRIES = 1;
+    static const int FEW = 1, SOME = 2, FITS = 1;
     static constexpr double MUCH = 2, VERY_MUCH = 8, STRETCH = 1.07;
     static constexpr double MUCH_ERROR = 0.05, HEAVY = 0.05, SHORT_PART = 1;
     static constexpr float LARGEST = 127, SCANNED = 0.3f;
@@ -466,7 +466,7 @@ struct EncodeIQ2_KT : Trellis<EncodeIQ2_KT, 65536, 8, 2, 1, 3, 68> {
     typedef SearchDepth<Shape<16, 4>, Shape<16, 4>, true, true, 1> Around;
     typedef SearchDepth<Shape<16, 16>, Shape<16, 16, 16>, false, false, 1> Deep;
     static const bool AGAIN = false, POLISHED = false, EVERY_CURVE = false, WIDELY = false, EAGER = true;
-    static const int FEW = 1, SOME = 2, FITS = 1, TRIES = 1;
+    static const int FEW = 1, SOME = 2, FITS = 1;
     static constexpr double MUCH = 1.6, VERY_MUCH = 6, STRETCH = 1;
     static constexpr double MUCH_ERROR = 0.05, HEAVY = 0.1, SHORT_PART = 1;
     static constexpr float LARGEST = 127, SCANNED = 0.3f;
@@ -483,7 +483,7 @@ struct EncodeIQ3_KT : Trellis<EncodeIQ3_KT, 65536, 8, 1, 1, 4, 100> {
     typedef SearchDepth<Shape<16, 16>, Shape<16, 16, 16>, false, false, 1> Deep;
     typedef SearchDepth<Shape<16, 16>, Shape<16, 16>, true, false, 1, true> Last;
     static const bool AGAIN = false, POLISHED = true, EVERY_CURVE = false, WIDELY = false, EAGER = false;
-    static const int FEW = 2, SOME = 2, FITS = 2, TRIES = 2;
+    static const int FEW = 2, SOME = 2, FITS = 2;
     static constexpr double MUCH = 2, VERY_MUCH = 1.6, STRETCH = 1;
     static constexpr double MUCH_ERROR = 0.03, HEAVY = 0.015, SHORT_PART = 1.0 / 3;
     static constexpr float LARGEST = 15, SCANNED = 1;
@@ -504,7 +504,7 @@ struct EncodeIQ4_KT : Trellis<EncodeIQ4_KT, 32768, 4, 2, 2, 4, 128> {
     typedef SearchDepth<Shape<16, 16>, Shape<16, 16, 16>, true, false, 1> Deep;
     typedef ListedDepth<24, false> Last;
     static const bool AGAIN = true, POLISHED = true, EVERY_CURVE = true, WIDELY = true, EAGER = true;
-    static const int FEW = 1, SOME = 2, FITS = 1, TRIES = 1;
+    static const int FEW = 1, SOME = 2, FITS = 1;
     static constexpr double MUCH = 1.4, VERY_MUCH = 9, STRETCH = 1;
     static constexpr double MUCH_ERROR = 0.03, HEAVY = 0.015, SHORT_PART = 1.0 / 3;
     static constexpr float LARGEST = 64, SCANNED = 1;
