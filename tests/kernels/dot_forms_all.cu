@@ -39,7 +39,7 @@ template <typename T, bool SEVERAL> INLINE void multiply_blocks(const dot_forms_
 
 KERNEL(dot_forms_all, 32) {
     __shared__ __align__(16) uint8_t room[1024];
-    __shared__ __align__(16) uint32_t copies[4096];
+    __shared__ __align__(256) uint32_t copies[4096];
     switch (2 * a.type + a.several) {
 #define MULTIPLY(i, T)                                             \
     case 2 * i: multiply_blocks<T, false>(a, room, copies); break; \

@@ -75,12 +75,12 @@ template <int SEGMENTS> struct Copier {
         }
     }
 
-    // Fetch the words `by` bytes further, if there are more steps. At most 30 bytes beyond a row are read.
-    INLINE_METHOD void copy(SharedAddress to, int by, bool more) const {
+    // Fetch the words `by` bytes further. At most 30 bytes beyond a row are read.
+    INLINE_METHOD void copy(SharedAddress to, int by) const {
 #pragma unroll
         for (int i = 0; i < ROUNDS; i++) {
             const uint8_t* p = from[i] + by;
-            copy16_if(more && by < limit[i], to + 512 * i, STEADY ? p : boundary(p));
+            copy16_if(by < limit[i], to + 512 * i, STEADY ? p : boundary(p));
         }
     }
 
@@ -95,7 +95,7 @@ INLINE void multiply(const Team<R>& team, const uint8_t* const (&w)[M], int row_
     const bool EARLY = C <= 2;  // activations fit in registers while weights load
     // Unpackers may read some bytes before and after a block.
     __shared__ __align__(16) uint8_t stages[16 + WARPS * STAGES * STAGE + 16];
-    __shared__ __align__(16) uint32_t copies[Copies<TYPE>::WORDS > 0 ? Copies<TYPE>::WORDS : 1];
+    __shared__ __align__(256) uint32_t copies[Copies<TYPE>::WORDS > 0 ? Copies<TYPE>::WORDS : 1];
     const int lane = team.lane % GROUP, parts = n_in / VALUES, n_pad = (n_in + 255) / 256 * 256;
     const int steps = (parts + LANES - 1) / LANES, PARTS = TYPE::BLOCK / VALUES;
     const int mine = 16 + team.warp * (STAGES * STAGE);
@@ -109,7 +109,7 @@ INLINE void multiply(const Team<R>& team, const uint8_t* const (&w)[M], int row_
     });
 #pragma unroll
     for (int s = 0; s < STAGES; s++) {
-        copier.copy(to + s * STAGE, s * stride, s < steps);
+        copier.copy(to + s * STAGE, s * stride);
         end_group();
     }
     if (Copies<TYPE>::WORDS) {
@@ -160,7 +160,7 @@ INLINE void multiply(const Team<R>& team, const uint8_t* const (&w)[M], int row_
             }
         }
         __syncwarp();
-        copier.copy(to + stage, (s + STAGES) * stride, s + STAGES < steps);
+        copier.copy(to + stage, (s + STAGES) * stride);
         end_group();
         part += LANES;
         row.advance(LANES);

@@ -56,6 +56,17 @@ template <> struct Copies<IQ2_KL> : TableOfPairs {};
 template <> struct Copies<IQ1_KT> : Table4 {};
 template <> struct Copies<IQ2_KT> : Table4 {};
 
+// Two bytes of a table that begins at a multiple of 256 bytes, by byte j of x: the permutation that takes it makes the address.
+INLINE uint32_t pair_at(const Lookup& table, uint32_t x, int j) {
+#ifdef QUANTKIT_HOST
+    return load2(table.first + picked(x, j));
+#else
+    uint16_t v;
+    asm("ld.shared.u16 %0, [%1];" : "=h"(v) : "r"(pick_bytes(x, table.mine, 0x7650 + (uint32_t)j)));
+    return v;
+#endif
+}
+
 // The levels of four indices, bytes of x; those of two indices, bytes j and j + 1 of x, doubled, of pairs.
 INLINE int four_levels(const Lookup& table, uint32_t x) {
     uint32_t v[4];
@@ -65,7 +76,7 @@ INLINE int four_levels(const Lookup& table, uint32_t x) {
 }
 
 INLINE int two_pairs(const Lookup& table, uint32_t x, int j) {
-    return (int)pick_bytes(load2(table.first + picked(x, j)), load2(table.first + picked(x, j + 1)), 0x5410);
+    return (int)pick_bytes(pair_at(table, x, j), pair_at(table, x, j + 1), 0x5410);
 }
 
 // ---------------------------------------------------------------- a scale for 16 values
