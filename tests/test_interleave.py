@@ -154,6 +154,19 @@ def test_floats_are_cut_off_to_bf16(n: int) -> None:
     np.testing.assert_array_equal(out[16:], woven(t, (bits[16:] >> 16).astype(np.uint16).view(np.uint8)))
 
 
+@pytest.mark.parametrize("n", [32, 96, 256, 288, 544])
+def test_rows_of_q8_kv_are_woven_as_they_are_encoded(n: int) -> None:
+    """Also rows of zeros, and of values so small that their scale is 0; also some rows of a matrix."""
+    t, x = BY_NAME["Q8_KV_R8"], np.random.default_rng(n).standard_normal((32, n)).astype(np.float32)
+    x[9], x[10], x[11] = 0, 1e-45, x[11] * 1e-42
+    out, rows = np.zeros((32, t.row_bytes(n)), np.uint8), np.zeros((32, base_of(t).row_bytes(n)), np.uint8)
+    for kind, to in ((t, out), (base_of(t), rows)):
+        encoder(kind, "ik")(x, np.zeros(0, np.float32), to, 8, 24)
+    assert not out[:8].any()
+    assert not out[24:].any()
+    np.testing.assert_array_equal(out[8:24], woven(t, rows[8:24]))
+
+
 def test_what_cannot_be_woven_is_refused() -> None:
     t = BY_NAME["Q8_K_R8"]
     with pytest.raises(TypeNotSupported, match="Q8_0 has not all that Q8_K_R8 holds"):

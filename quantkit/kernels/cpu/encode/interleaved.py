@@ -29,7 +29,7 @@ from quantkit.kernels.cpu.core.simd import any_lane, f32_to_f16, f32x16, load, s
 from quantkit.kernels.cpu.encode import Encoder, encoder
 from quantkit.kernels.cpu.encode.floats import cut_bf16_r16
 from quantkit.kernels.cpu.encode.grid_rows import NOTHING
-from quantkit.kernels.cpu.encode.q8_k import encode_woven_q8_k
+from quantkit.kernels.cpu.encode.q8_k import encode_woven_q8_k, encode_woven_q8_kv
 from quantkit.kernels.cpu.interleave import interleave_rows
 from quantkit.kernels.formats import has_encoder
 from quantkit.kernels.interleave import base_of
@@ -52,6 +52,8 @@ def woven_encoder(t: TensorType, by: str) -> Encoder:
         raise TypeNotSupported(f"there is no encoder for {t.name} in this version; `quantkit types` shows which exist")
     if t.name.startswith("Q8_K_R"):
         return partial(_encode_q8_k, t.interleave)
+    if t.name == "Q8_KV_R8":
+        return _encode_q8_kv
     if t.name == "BF16_R16" and by == "ik":
         return _cut_off
     encode = encoder(base_of(t), by)
@@ -60,6 +62,10 @@ def woven_encoder(t: TensorType, by: str) -> Encoder:
 
 def _encode_q8_k(rows: int, x: Any, weights: Any, out: Any, row0: int, row1: int) -> None:
     encode_woven_q8_k(x, out, row0, row1, rows, np.uint32(0x80808080 if rows == 16 else 0))
+
+
+def _encode_q8_kv(x: Any, weights: Any, out: Any, row0: int, row1: int) -> None:
+    encode_woven_q8_kv(x, out, row0, row1)
 
 
 def _encode_and_weave(t: TensorType, encode: Encoder, x: Any, weights: Any, out: Any, row0: int, row1: int) -> None:
