@@ -38,8 +38,8 @@ _BOUNDS, _LAST = 4096 + 66 * 64, 4096 + 66 * 64 + 32 * 256
 _BYTES = _LAST + 32 * 512
 
 #: What bounds may be off by, for they are rounded: a part of sum(w x x). Below and above these, squares of sums may
-#: have lost bits or overflowed.
-_SLACK, _LEAST, _MOST = F(1e-5), F(1e-25), F(1e33)
+#: have lost bits or overflowed; and if the largest |x| is more than this times sum(w x x), products with small weights.
+_SLACK, _LEAST, _MOST, _FURTHEST = F(1e-5), F(1e-25), F(1e33), F(1e14)
 
 #: Values of a sub-block, the end of first runs, the least start of last ones.
 span = end_first = start_last = 0
@@ -181,10 +181,15 @@ def _reached(s):
 
 @inline
 def _may_exceed(s, two, i2, down, needed):
-    """Whether two first runs, with any two last ones, can be rated above what is needed in some lane; NaN can."""
+    """Whether two first runs, with any two last ones, can be rated above what is needed in some lane; NaN can.
+
+    No quotient is taken: qx * qx <= left * q2. Where these lose bits below what floats hold, q2 is so small that its
+    runs' whole rating, at most some 1e4 q2 amax^2, is less than the slack (``_needed``).
+    """
     at = _BOUNDS + 256 * i2 + 128 * down
-    plain = _rating(two[0], two[2]) + load(f32x16, s, at) <= needed
-    return any_lane(~(plain & (_rating(two[1], two[3]) + load(f32x16, s, at + 64) <= needed)))
+    left, left_raised = needed - load(f32x16, s, at), needed - load(f32x16, s, at + 64)
+    plain = (two[0] * two[0] <= left * two[2]) & (left >= F(0))
+    return any_lane(~(plain & (two[1] * two[1] <= left_raised * two[3]) & (left_raised >= F(0))))
 
 
 sort: Any = None
@@ -195,11 +200,11 @@ reached: Any = None
 needed_by: Any = None
 
 
-def _needed(s, sumx2, dead):
+def _needed(s, sumx2, amax):
     """Return what a bound must exceed: nothing where x is almost 0, anything where sums are too small or large."""
     known, sumw = reached(s), load(f32x16, s, _SUMW + 64 * span)
-    sound = (known * sumw > _LEAST) & (sumx2 * sumw < _MOST)
-    return select(dead, splat(f32x16, F(np.inf)), select(sound, known - _SLACK * sumx2, F(-1)))
+    sound = (known * sumw > _LEAST) & (sumx2 * sumw < _MOST) & (amax < _FURTHEST * sumx2)
+    return select(amax < F(1e-16), splat(f32x16, F(np.inf)), select(sound, known - _SLACK * sumx2, F(-1)))
 
 
 def _search(xt, wt, scales, raised_by):
@@ -213,7 +218,7 @@ def _search(xt, wt, scales, raised_by):
     store_last(s)
     store_bounds(s)
     dead = amax < F(1e-16)
-    needed = needed_by(s, sumx2, dead)
+    needed = needed_by(s, sumx2, amax)
     best = d = raised = splat(f32x16, F(0))
     for i1 in range(end_first):
         first_up, first_down = _terms(s, 0, i1, 0, 0), _terms(s, 0, i1, 0, 1)
