@@ -161,9 +161,10 @@ class Bench:
             self.device.upload(address, data)
         return address
 
-    def weights(self, t: TensorType, nbytes: int) -> int:
-        """Return a matrix of reasonable blocks."""
-        return self.room(nbytes, _blocks(t, max(1, min(nbytes, 1 << 20) // t.block_bytes)))
+    def weights(self, t: TensorType, n_in: int, n_out: int) -> int:
+        """Return a matrix of reasonable blocks, with reasonable scales of rows."""
+        row_bytes = t.row_bytes(n_in)
+        return self.room(n_out * row_bytes, _rows(t, n_in, max(1, min(n_out, (1 << 20) // row_bytes))))
 
     def activations(self, t: TensorType, n_in: int, rows: int) -> tuple[int, int]:
         """Return rows of activations in the format of a type, and their stride."""
@@ -200,9 +201,9 @@ class Bench:
 
 
 @lru_cache(4)
-def _blocks(t: TensorType, count: int) -> np.ndarray[Any, Any]:
-    """Draw blocks of a type, once for all its matrices."""
-    return cases.blocks(t, count, 1)
+def _rows(t: TensorType, n_in: int, count: int) -> np.ndarray[Any, Any]:
+    """Draw rows of a type, once for all its matrices."""
+    return np.frombuffer(cases.tensor(t, (n_in, count), 1), np.uint8)
 
 
 def launch(shape: Shape, **slots: int | float) -> Launch:
@@ -240,7 +241,7 @@ def mat_vec_speed(run: Run) -> None:
         n_out = SIZES.matrix_bytes // row_bytes
         cells = []
         with Bench() as b:
-            matrices = [b.weights(t, n_out * row_bytes) for _ in range(SIZES.in_turn)]
+            matrices = [b.weights(t, n_in, n_out) for _ in range(SIZES.in_turn)]
             for rows in few:
                 x, stride = b.activations(t, n_in, rows)
                 out = b.room(4 * rows * n_out)
@@ -306,7 +307,7 @@ def _dense(run: Run, t: TensorType, rows: int, n_in: int, n_out: int) -> tuple[f
     """Return the rate of the product, and of unpacking to bf16 and cuBLAS instead, which it is held to, too."""
     with Bench() as b:
         x, stride = b.activations(t, n_in, rows)
-        w, out = b.weights(t, n_out * t.row_bytes(n_in)), b.room(4 * rows * n_out)
+        w, out = b.weights(t, n_in, n_out), b.room(4 * rows * n_out)
         one = launch(
             mat_mat.mul_mat(t, n_in, n_out, rows, b.device.capability), rows=rows, x=x, x_stride=stride, w=w,
             row_bytes=t.row_bytes(n_in), n_in=n_in, n_out=n_out, out=out, out_stride=4 * n_out, **NO_BIAS,
@@ -349,7 +350,8 @@ def _expert_slots(b: Bench, t: TensorType, rows: int) -> dict[str, int]:
     n_in, n_out, n_expert, n_used = SIZES.expert_in, SIZES.expert_out, SIZES.experts, SIZES.used
     each = n_out * t.row_bytes(n_in)
     x, stride = b.activations(t, n_in, rows)
-    plan, up, gate = b.room(moe.plan_bytes(n_expert, n_used, rows)), *(b.weights(t, n_expert * each) for _ in range(2))
+    plan = b.room(moe.plan_bytes(n_expert, n_used, rows))
+    up, gate = (b.weights(t, n_in, n_expert * n_out) for _ in range(2))
     slots = {
         "rows": rows, "x": x, "x_stride": stride, "x_per": n_used, "ids": b.room(4 * rows * n_used, _chosen(rows)),
         "plan": plan, "n_expert": n_expert, "n_used": n_used, "row_bytes": t.row_bytes(n_in), "n_in": n_in,
@@ -449,7 +451,7 @@ def _dense_gates(b: Bench, t: TensorType, rows: int, fused: bool) -> list[list[L
 def _dense_gate(b: Bench, t: TensorType, rows: int, fused: bool) -> list[Launch]:
     n_in, n_out = SIZES.n_in, SIZES.wide
     x, stride = b.activations(t, n_in, rows)
-    up, gate = (b.weights(t, n_out * t.row_bytes(n_in)) for _ in range(2))
+    up, gate = (b.weights(t, n_in, n_out) for _ in range(2))
     outs = [b.room(4 * rows * n_out) for _ in range(3)]
     common = {
         "rows": rows, "x": x, "x_stride": stride, "row_bytes": t.row_bytes(n_in), "n_in": n_in, "n_out": n_out,
