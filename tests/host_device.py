@@ -141,6 +141,15 @@ def _module(text: str, arch: int) -> ctypes.CDLL:
 ALONE = threading.RLock()
 
 
+def check_launch(launch: Launch, capability: int) -> None:
+    """Refuse a launch that a card would refuse."""
+    name, (x, y, z) = launch.kernel.name, launch.grid
+    assert launch.shared <= shared_of_block(capability), f"{name}: {launch.shared} bytes of shared memory"
+    assert 0 < x < 1 << 31, f"{name}: a grid of {launch.grid} blocks"
+    assert min(y, z) > 0, f"{name}: a grid of {launch.grid} blocks"
+    assert max(y, z) < 1 << 16, f"{name}: a grid of {launch.grid} blocks"
+
+
 class HostDevice:
     """Runs launches at once, one block after another. order: one of those of runtime.cpp; without, all by turns."""
 
@@ -190,9 +199,7 @@ class HostDevice:
     def _launch(self, launch: Launch) -> None:
         kernel = launch.kernel
         function = getattr(_module(preamble(kernel), 10 * self.capability), f"quantkit_{kernel.name}")
-        assert launch.shared <= shared_of_block(self.capability), (
-            f"{kernel.name}: {launch.shared} bytes of shared memory"
-        )
+        check_launch(launch, self.capability)
         grid, block = (ctypes.c_uint * 3)(*launch.grid), (ctypes.c_uint * 3)(kernel.threads, 1, 1)
         arguments = ctypes.create_string_buffer(launch.arguments, len(launch.arguments))
         self._count += 1

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
+from host_device import check_launch
 
 from quantkit.kernels.cuda.core.device import Launch
 from quantkit.kernels.cuda.core.kernel import Kernel
@@ -50,6 +51,8 @@ class NullDevice:
         pass
 
     def run(self, launches: Sequence[Launch]) -> None:
+        for launch in launches:
+            check_launch(launch, self.capability)
         self.launches += launches
 
     def record(self, launches: Sequence[Launch]) -> Callable[[], None]:

@@ -45,13 +45,11 @@ TOGETHER = (
 #: heads lies in registers, too; next to nothing is put aside in the loop over keys. mat_vec: a word, for 8 columns.
 #: feedback: what changes once for some columns, so that three blocks run at once; groups: some of the losses of 64
 #: lines of roots, which are read once, so that two do. trellis: two words, before sm_90, but of IQ3_KT.
-#: mat_vec_shared_expert: two words, of Q4_K beside Q6_K on sm_90.
 PUT_ASIDE = {
     "encode.trellis": 8,
     "matmul.mat_mat": 128,
     "attention.attention": 256,
     "matmul.mat_vec": 4,
-    "matmul.mat_vec_shared_expert": 8,
     "feedback.sweeps": 40,
     "feedback.groups": 80,
     "feedback.refine": 48,

@@ -38,9 +38,9 @@ check.use_shim()
 from quantkit.kernels.cuda.core.device import open_device
 speed._CARD[:] = [speed.Card(open_device("CUDA0"), 1.0, float(sys.argv[2]))]
 speed.SIZES = speed.Sizes(
-    matrix_bytes=1 << 15, in_turn=2, in_graph=2, few=(1, 4), n_in=512, dense=256, wide=288, tokens=12, experts=4,
+    matrix_bytes=1 << 18, in_turn=2, in_graph=2, few=(1, 4), n_in=512, dense=256, wide=288, tokens=12, experts=4,
     used=2, expert_in=256, expert_out=256, heads=4, vocab=96, gates=(1, 12), depths=(100,), latent_heads=2, layers=1,
-    single=1, repetitions=1, of_products=1, of_model=1, types=("Q8_0", "F16"), caches=("f16",),
+    single=1, repetitions=1, of_products=1, of_model=1, types=("Q8_0", "F16", "IQ1_KT"), caches=("f16",),
 )
 from pathlib import Path
 import time
@@ -232,6 +232,17 @@ def test_measurements_run(tmp_path: Path) -> None:
     assert done.stdout.count("\n") >= 20
     assert "nan" not in done.stdout
     assert "no cuBLAS" not in done.stdout
+
+
+def test_one_token_is_timed_on_tensor_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where types have them: matrices of 4096 rows are just large enough."""
+    monkeypatch.syspath_prepend(ROOT / "scripts")
+    from gpu import speed
+    from quantkit.kernels.formats import FORMATS
+
+    for of in FORMATS.values():
+        tiles = ["TILES" in dict(shape.kernel.defines) for shape in speed.vec_shapes(of.type)]
+        assert tiles == [of.tiles, *[False] * len(speed.SIZES.few[1:]), of.tiles, of.tiles], of.type.name
 
 
 @needs_compiler

@@ -161,9 +161,10 @@ class Bench:
             self.device.upload(address, data)
         return address
 
-    def weights(self, t: TensorType, nbytes: int) -> int:
-        """Return a matrix of reasonable blocks."""
-        return self.room(nbytes, _blocks(t, max(1, min(nbytes, 1 << 20) // t.block_bytes)))
+    def weights(self, t: TensorType, n_in: int, n_out: int) -> int:
+        """Return a matrix of reasonable blocks, with reasonable scales of rows."""
+        row_bytes = t.row_bytes(n_in)
+        return self.room(n_out * row_bytes, _rows(t, n_in, max(1, min(n_out, (1 << 20) // row_bytes))))
 
     def activations(self, t: TensorType, n_in: int, rows: int) -> tuple[int, int]:
         """Return rows of activations in the format of a type, and their stride."""
@@ -200,9 +201,9 @@ class Bench:
 
 
 @lru_cache(4)
-def _blocks(t: TensorType, count: int) -> np.ndarray[Any, Any]:
-    """Draw blocks of a type, once for all its matrices."""
-    return cases.blocks(t, count, 1)
+def _rows(t: TensorType, n_in: int, count: int) -> np.ndarray[Any, Any]:
+    """Draw rows of a type, once for all its matrices."""
+    return np.frombuffer(cases.tensor(t, (n_in, count), 1), np.uint8)
 
 
 def launch(shape: Shape, **slots: int | float) -> Launch:
@@ -222,39 +223,60 @@ NO_BIAS = {
 # ---------------------------------------------------------------- products
 
 
+def vec_shapes(t: TensorType) -> list[Shape]:
+    """Return how to multiply large matrices, by tokens, and small ones, alone and as up and gate."""
+    n_in, n_out = SIZES.n_in, SIZES.matrix_bytes // t.row_bytes(SIZES.n_in)
+    large = [mat_vec.mul_mat(t, n_in, n_out, rows) for rows in SIZES.few]
+    return [*large, mat_vec.mul_mat(t, n_in, SIZES.dense), mat_vec.up_gate(t, SILU, n_in, SIZES.dense)]
+
+
 def mat_vec_speed(run: Run) -> None:
-    """Every type: one token (and a few) times matrices of 64 MB, as a share of copying."""
-    c = the_card()
-    n_in, few, todo = SIZES.n_in, SIZES.few, run.todo("mat-vec", SIZES.types)
+    """Every type: one token (and a few) times matrices of 64 MB, one times small ones, as a share of copying.
+
+    Other tokens and sizes have other kernels: those of one type are held to each other.
+    """
+    c, s = the_card(), SIZES
+    n_in, few, todo = s.n_in, s.few, run.todo("mat-vec", s.types)
     if not todo:
         return
-    sizes = [(t, SIZES.matrix_bytes // t.row_bytes(n_in)) for t in map(BY_NAME.__getitem__, todo)]
-    c.device.prepare([mat_vec.mul_mat(t, n_in, n_out, rows).kernel for t, n_out in sizes for rows in few])
-    size = format_size(SIZES.matrix_bytes)
-    run.say(f"\nmat-vec: GB/s of weights read (share of copy), {n_in} columns, {size}, by tokens\n")
-    run.say(f"| type | {' | '.join(map(str, few))} |\n|---|{'---|' * len(few)}")
+
+    c.device.prepare([shape.kernel for t in map(BY_NAME.__getitem__, todo) for shape in vec_shapes(t)])
+    title = f"mat-vec: GB/s of weights read (share of copy), {n_in} columns"
+    run.say(f"\n{title}, {format_size(s.matrix_bytes)}, by tokens; one token, {s.dense} rows\n")
+    run.say(f"| type | {' | '.join(map(str, few))} | {s.dense} rows | up+gate |\n|---|{'---|' * (len(few) + 2)}")
 
     def of_type(name: str) -> None:
         t = BY_NAME[name]
         row_bytes = t.row_bytes(n_in)
-        n_out = SIZES.matrix_bytes // row_bytes
-        cells = []
+        n_out, cells, found = s.matrix_bytes // row_bytes, list[str](), list[np.ndarray[Any, Any]]()
+        fitting = n_out // s.dense
         with Bench() as b:
-            matrices = [b.weights(t, n_out * row_bytes) for _ in range(SIZES.in_turn)]
-            for rows in few:
-                x, stride = b.activations(t, n_in, rows)
-                out = b.room(4 * rows * n_out)
+            large = [{"w": b.weights(t, n_in, n_out)} for _ in range(s.in_turn)]
+            small = [{"w": of["w"] + i * s.dense * row_bytes} for of in large for i in range(fitting)]
+            pairs = [{"up": up["w"], "gate": of["w"]} for up, of in zip(small[::2], small[1::2], strict=True)]
+            x, stride = b.activations(t, n_in, max(few))
+            out = b.room(4 * max(few) * n_out)
+            sizes = [*((rows, n_out, large) for rows in few), (1, s.dense, small), (1, s.dense, pairs)]
+            for shape, (rows, count, matrices) in zip(vec_shapes(t), sizes, strict=True):
                 lists = [
                     [
                         launch(
-                            mat_vec.mul_mat(t, n_in, n_out, rows), rows=rows, x=x, x_stride=stride, w=w,
-                            row_bytes=row_bytes, n_in=n_in, n_out=n_out, out=out, out_stride=4 * n_out, **NO_BIAS,
+                            shape, **of, rows=rows, x=x, x_stride=stride, row_bytes=row_bytes, n_in=n_in, n_out=count,
+                            out=out, out_stride=4 * count, **LIMITS, **NO_BIAS,
                         )
                     ]
-                    for w in matrices
+                    for of in matrices
                 ]  # fmt: skip
-                gb_s = n_out * row_bytes / b.seconds(*lists) / 1e9
+                gb_s = len(matrices[0]) * count * row_bytes / b.seconds(*lists) / 1e9
                 cells.append(f"{gb_s:.0f} ({gb_s / c.copy_gb_s:.0%})")
+                found.append(np.empty(count, np.float32))
+                b.device.download(out, found[-1])
+        # All large matrices are the same, and the last small ones are the end of one.
+        up, gate = (found[0][i * s.dense :][: s.dense].astype(np.float64) for i in (max(fitting - 2, 0), fitting - 1))
+        with np.errstate(over="ignore"):
+            wanted = [*found[:1] * len(few), gate, up * gate / (1 + np.exp(-gate))]
+        for what, one, other in zip((*few, "few rows", "up+gate"), found, wanted, strict=True):
+            run.check(f"mat-vec: {name}, {what}, beside one token", cases.nmse(one, other), cases.BOUND)
         run.say(f"| {name} | {' | '.join(cells)} |")
 
     run.each("mat-vec", SIZES.types, of_type, needs=20)
@@ -306,7 +328,7 @@ def _dense(run: Run, t: TensorType, rows: int, n_in: int, n_out: int) -> tuple[f
     """Return the rate of the product, and of unpacking to bf16 and cuBLAS instead, which it is held to, too."""
     with Bench() as b:
         x, stride = b.activations(t, n_in, rows)
-        w, out = b.weights(t, n_out * t.row_bytes(n_in)), b.room(4 * rows * n_out)
+        w, out = b.weights(t, n_in, n_out), b.room(4 * rows * n_out)
         one = launch(
             mat_mat.mul_mat(t, n_in, n_out, rows, b.device.capability), rows=rows, x=x, x_stride=stride, w=w,
             row_bytes=t.row_bytes(n_in), n_in=n_in, n_out=n_out, out=out, out_stride=4 * n_out, **NO_BIAS,
@@ -349,7 +371,8 @@ def _expert_slots(b: Bench, t: TensorType, rows: int) -> dict[str, int]:
     n_in, n_out, n_expert, n_used = SIZES.expert_in, SIZES.expert_out, SIZES.experts, SIZES.used
     each = n_out * t.row_bytes(n_in)
     x, stride = b.activations(t, n_in, rows)
-    plan, up, gate = b.room(moe.plan_bytes(n_expert, n_used, rows)), *(b.weights(t, n_expert * each) for _ in range(2))
+    plan = b.room(moe.plan_bytes(n_expert, n_used, rows))
+    up, gate = (b.weights(t, n_in, n_expert * n_out) for _ in range(2))
     slots = {
         "rows": rows, "x": x, "x_stride": stride, "x_per": n_used, "ids": b.room(4 * rows * n_used, _chosen(rows)),
         "plan": plan, "n_expert": n_expert, "n_used": n_used, "row_bytes": t.row_bytes(n_in), "n_in": n_in,
@@ -449,7 +472,7 @@ def _dense_gates(b: Bench, t: TensorType, rows: int, fused: bool) -> list[list[L
 def _dense_gate(b: Bench, t: TensorType, rows: int, fused: bool) -> list[Launch]:
     n_in, n_out = SIZES.n_in, SIZES.wide
     x, stride = b.activations(t, n_in, rows)
-    up, gate = (b.weights(t, n_out * t.row_bytes(n_in)) for _ in range(2))
+    up, gate = (b.weights(t, n_in, n_out) for _ in range(2))
     outs = [b.room(4 * rows * n_out) for _ in range(3)]
     common = {
         "rows": rows, "x": x, "x_stride": stride, "row_bytes": t.row_bytes(n_in), "n_in": n_in, "n_out": n_out,

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import host_device
-from host_device import CACHE, HostDevice, digest
+from host_device import CACHE, HostDevice, check_launch, digest
 
 from ptx.parse import Module, parse
 from ptx.translate import translate
@@ -154,6 +154,7 @@ class PTXDevice(HostDevice):
     def launch(self, launch: Launch, order: int) -> None:
         """Run one kernel, its threads in an order of the shim's."""
         kernel, shared = launch.kernel, self.shared_of(launch)
+        check_launch(launch, self.capability)
         library = library_of(kernel, self.capability, *self.more)
         at_most = ctypes.c_uint.in_dll(library, "threads_at_most").value
         assert shared <= SHARED_KIB[self.capability] << 10, f"{kernel}: {shared} bytes of shared memory"

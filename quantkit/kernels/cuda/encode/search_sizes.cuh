@@ -1,7 +1,9 @@
-// The fit of Q2_K without an importance: as fit_with_min's, but errors count by their sizes, as values do.
+// The fit of Q2_K without an importance: as fit_with_min's, but errors count by their sizes, |error|, and weights are |x|.
 //
 // What a candidate's errors add up to only decides whether it is better than the best one so far. So it is computed about
 // right, by two fused instructions a value, and as ggml rounds it where that is too close to tell.
+//
+// Source: llama.cpp b11434 ggml-quants.c, make_qkx2_quants with use_mad, as quantize_row_q2_K_ref calls it.
 #pragma once
 #include "encode/search.cuh"
 
@@ -132,9 +134,9 @@ struct ValuesBySize {
     }
 };
 
-// By how much sums of errors may differ from ggml's. Only 3 * scale is another product, as it is not rounded: by 3 |scale|
-// roundings of 2^-24, each times the sum of weights, which makes two more of what they are fitted to, |x| and an error, and
-// two of the error. Either sum is off by 16 of itself.
+// By how much sums of errors may differ from ggml's, by roundings of 2^-24. An error differs by one of 3 * scale, the only
+// product that is not exact, which ggml rounds; by two of scale * level + low, at most |x| and the error; and by two of the
+// error. Each of both sums adds 16 of itself.
 struct Slack {
     float by_scale, by_size;
 
@@ -157,8 +159,8 @@ INLINE BestLine fit_by_sizes(const ValuesBySize& v, Unsettled& open) {
     bool usual = __all_sync(FULL, of.flat || (of.size > 1e-15f && of.size < 1e15f && whole > 1e-5f * of.size));
     if (usual) {
         const Slack slack(of);
-        // Most of the range is 1/8 .. 1/4 of a unit. While it is near that, nothing over- or underflows that counts. Of flat
-        // values all is NaN, and nothing better.
+        // The first range times the unit is 1/8 .. 1/4. While ranges are near that, nothing over- or underflows that counts.
+        // Of flat values all is NaN, and nothing better.
         float unit = of.flat ? 0.0f : __int_as_float(0x7d800000 - (__float_as_int(whole) & 0x7f800000));
         keep(unit);
         const float least_range = of.flat ? -1.0f : 1e-5f * (of.size * unit);

@@ -60,18 +60,19 @@ KERNEL(up_gate_shared_expert, 128) {
     const int64_t n_out = dense ? a.dense_n_out : a.n_out, p = blockIdx.y - (int64_t)1, units = (a.n_out + 255) / 256;
     if (nothing_here(n_out)) return;
     const int64_t expert = dense ? 0 : a.ids[p];
+    const Team<ROWS> team(n_out);
+    const uint8_t* const matrices[2] = {dense ? a.dense_up : up_of(a, expert).w, dense ? a.dense_gate : gate_of(a, expert).w};
+    const uint8_t* x = dense ? a.dense_x : a.x + p / a.x_per * a.x_stride;
+    float sums[2][ROWS][COLUMNS];
+    multiply_either(dense, team, matrices, dense ? a.dense_row_bytes : a.row_bytes, x, 0, a.n_in, sums);
+    // Only now, as the products leave no registers for what scales and biases need.
     Side up = {a.dense_up, a.dense_up_bias, at_or(a.dense_up_scale, 0, 1)};
     Side gate = {a.dense_gate, a.dense_gate_bias, at_or(a.dense_gate_scale, 0, 1)};
     if (!dense) {
         up = up_of(a, expert);
         gate = gate_of(a, expert);
     }
-    const Team<ROWS> team(n_out);
-    const uint8_t* const matrices[2] = {up.w, gate.w};
-    const uint8_t* x = dense ? a.dense_x : a.x + p / a.x_per * a.x_stride;
     uint8_t* out = dense ? a.dense_out : a.out + 4 * p * a.n_out;
-    float sums[2][ROWS][COLUMNS];
-    multiply_either(dense, team, matrices, dense ? a.dense_row_bytes : a.row_bytes, x, 0, a.n_in, sums);
     finish_gated(team, sums, up, gate, out, 0, limits_of(a));
     const int64_t format = dense ? a.dense_format : a.format;
     if (format < 0) return;

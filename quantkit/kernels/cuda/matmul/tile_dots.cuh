@@ -1,5 +1,6 @@
 // As dots.cuh, one row of x, with tiles of 16 rows of weights that a warp multiplies by tensor cores (tile_forms.cuh):
-// ROWS / 4 of them, in blocks of 256 values, each a slice of the row. Segments are copied by all threads of a team.
+// ROWS / 4 of them, a block of 256 values at a time; the next warp of the team has the next block. Segments are copied by
+// all threads of a team.
 //
 // Sums have the order that they have with as many LANES in dots.cuh.
 #include "core/async_copy.cuh"
@@ -52,6 +53,7 @@ INLINE void multiply(const Team<R>& team, const uint8_t* const (&w)[M], int row_
     const int OF_MATRIX = R * TEAMS, ROW = 16 * WORDS;
     typedef TileCopier<M * OF_MATRIX> Segments;
     const int STAGE = Segments::BYTES, OF_ALL = WARPS / SLICES * STAGE;
+    // Of 48 KB some are for rooms, a table, and sums that warps share.
     const int STAGES = __CUDA_ARCH__ < 800 || 3 * OF_ALL > 36000 ? 2 : 4 * OF_ALL > 36000 ? 3 : 4;
     const int ROOMS = STAGES * OF_ALL, TABLE = ROOMS + 4 * FORM::ROOM * WARPS;
     __shared__ __align__(16) uint8_t shared[TABLE + 4 * FORM::TABLE];
@@ -94,8 +96,8 @@ INLINE void multiply(const Team<R>& team, const uint8_t* const (&w)[M], int row_
         typename FORM::X v;
         const bool there = (int)by < end;
         FORM::load(x, there, v);
-        const float d_of[2] = {there ? d[0] : 0,
-                               there ? d[4] : 0};  // of a block that is not there, what is in the stage counts nothing
+        // Of a block that is not there, what is in the stage counts nothing.
+        const float d_of[2] = {there ? d[0] : 0, there ? d[4] : 0};
         wait_groups<STAGES - 2>();
         __syncthreads();
         copier.copy(to + last, by + (STAGES - 1) * SPAN);

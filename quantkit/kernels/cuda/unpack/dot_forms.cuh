@@ -29,7 +29,7 @@ struct Activations {
     int q[16], more[8], fourfold[32];
     float d;
     float2 sums;
-    float4 of_words;  // by words, the scales of the row; d is 1
+    float4 of_words;  // the four scales of a row of q8_k64; d is 1
 };
 
 // PARTS * 32 values in order.
@@ -350,8 +350,9 @@ template <bool SEVERAL> struct Form<TQ1_0, SEVERAL> : InOrder<2> {
     }
 };
 
-// ---------------------------------------------------------------- by words: a block of 64, four scales of x
+// ---------------------------------------------------------------- by words: a block of 64, the four scales of q8_k64
 
+// 16 values of each scale (activations.cuh).
 struct ByWords {
     static const int PARTS = 2;
     STATIC_INLINE int first(int part) { return part / 2 * 128 + part % 2 * 16; }
@@ -371,7 +372,7 @@ struct ByWords {
     }
 };
 
-// Levels as they are unpacked. With several columns preparing those costs more.
+// Levels as they are unpacked, in the order of x: to prepare several columns costs more.
 template <typename T> struct LevelsByWords : ByWords {
     struct Weights {
         int q[16];
@@ -397,7 +398,7 @@ template <typename T> struct LevelsByWords : ByWords {
 template <> struct Form<IQ1_BN, true> : LevelsByWords<IQ1_BN> {};
 template <> struct Form<IQ2_BN, true> : LevelsByWords<IQ2_BN> {};
 
-// A word has the values of one scale, 16 apart.
+// A word has the 16 values of one scale.
 template <> struct Form<IQ2_BN, false> : ByWords {
     struct Weights {
         uint32_t q[4];

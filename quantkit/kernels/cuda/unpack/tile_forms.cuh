@@ -14,9 +14,9 @@
 //         STATIC_INLINE uint32_t word(int i);        // a word of the table
 //         STATIC_INLINE void load(const uint8_t* x, bool there, X& v);  // x: what chunk_of says
 //         STATIC_INLINE void prepare(const Room& room, int lane, X& v);
-//         // For rows `apart` bytes apart, sums[row][half] of sub-blocks t, t + 4: without x.d
-//         template <int APART> STATIC_INLINE void products(const TileRows& rows, int t, const X& v, const Lookup& table, float
-//         (&sums)[2][2]);
+//         // sums[row][half], of sub-blocks t and t + 4, without x.d; the two rows are APART bytes apart
+//         template <int APART>
+//         STATIC_INLINE void products(const TileRows& rows, int t, const X& v, const Lookup& table, float (&sums)[2][2]);
 //     };
 #pragma once
 #include "unpack/ik_dot_forms.cuh"
@@ -44,8 +44,8 @@ LOAD_SHARED(shared_byte, uint8_t, "u8")
 LOAD_SHARED(shared_half, uint16_t, "u16")
 LOAD_SHARED(shared_word, uint32_t, "u32")
 
-// Which sub-block a column of b is of, and which lane of four has it; and where eight values of a column are that a lane
-// loads, of that one the first.
+// The sub-block of a column of b; whether the lane is the one of its four that has the column's words; and where the eight
+// values of a column begin that a lane loads: of the one that has the words the first eight, so that the others follow.
 INLINE int sub_block_of(int column) { return column / 2 + 4 * (column % 2); }
 INLINE bool has_column(int lane) { return lane % 4 == lane / 8; }
 INLINE int chunk_of(int lane) { return 32 * sub_block_of(lane / 4) + 8 * (lane % 4 ^ lane / 8); }
@@ -57,8 +57,8 @@ template <int FACTOR> INLINE void sum_columns(uint2 eight, int (&sums)[4]) {
     mma_s8(sums, a, b, zeros);
 }
 
-// A warp's shared memory: nine columns of b, the last one zero; they are 4 words apart, so that those of a quarter of a warp
-// have banks of their own. A lane writes 8 words of its column, and reads it, or zeros.
+// A warp's shared memory: nine columns of b, the last one zero, with 4 words between them, so that what a quarter of a warp
+// writes has banks of its own. A lane writes 8 words of its column, and reads it, or zeros.
 struct Room {
     static const int COLUMN = 36, WORDS = 9 * COLUMN;
     Place write, read;
@@ -163,7 +163,7 @@ template <> struct TileForm<IQ1_KT> : GeneratedTile<IQ1_KT> {
         factor = (int)of_sh.y;
     }
     template <int APART> STATIC_INLINE uint32_t seed(const TileRows&, int, int, const Seeds& seeds, int j) {
-        return pick_bytes(seeds.low, seeds.high, 0xcc40 + 0x1111 * (uint32_t)j);  // c: a sign, zero
+        return pick_bytes(seeds.low, seeds.high, 0xcc40 + 0x1111 * (uint32_t)j);  // 12 and more: a sign, so 0
     }
 };
 
@@ -181,9 +181,9 @@ template <> struct TileForm<IQ2_KT> : GeneratedTile<IQ2_KT> {
 
 // ---------------------------------------------------------------- levels with signs
 
-// Tensor cores add up four bytes (b: ones), four levels are packed, and multiplied as they are stored. A sum of bytes plus
-// 2 has its top bit set where its level, 126 less, is not negative. Levels that are negated are ~l + 1; as -1 is the mask
-// of those that are not, the sum of all x less those of the latter is that of the ones.
+// Tensor cores add up the four bytes of a level (b: ones); then four levels are packed into a word and multiplied. A sum of
+// bytes plus 2 has its top bit set where its level, 126 less, is not negative. A negated level is ~l + 1: those ones are
+// worth the sum of all x, less the x of levels that are kept, whose mask is -1.
 template <> struct TileForm<IQ3_KT> {
     struct X {
         uint2 eight;
