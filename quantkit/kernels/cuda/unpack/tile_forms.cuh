@@ -80,6 +80,15 @@ INLINE uint2 two_words(const Lookup& table, uint32_t i) {
 #endif
 }
 
+// The next two words that the generators of two rows give, as a of a product has them: by turns.
+INLINE void next_words(uint32_t (&state)[2], uint32_t (&a)[4]) {
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+        a[i] = state[i % 2] & 0x3f3f3f3fu;
+        state[i % 2] *= 0xcbac1fedu;
+    }
+}
+
 // ---------------------------------------------------------------- levels as they are generated
 
 // b: four copies of a value of x, as its products with the bytes of a word are added up.
@@ -131,12 +140,7 @@ template <typename T> struct GeneratedTile {
 #pragma unroll
                 for (int half = 0; half < 2; half++) {
                     uint32_t a[4];
-#pragma unroll
-                    for (int k = 0; k < 4; k++) {
-                        uint32_t& x = state[half][k % 2];
-                        a[k] = x & 0x3f3f3f3fu;
-                        x *= 0xcbac1fedu;
-                    }
+                    next_words(state[half], a);
                     mma_s8(c[half], a, v.b + 8 * j + i, c[half]);
                 }
         }
@@ -225,12 +229,7 @@ template <> struct TileForm<IQ3_KT> {
 #pragma unroll
                     for (int half = 0; half < 2; half++) {
                         uint32_t a[4];
-#pragma unroll
-                        for (int k = 0; k < 4; k++) {
-                            uint32_t& x = state[half][k % 2];
-                            a[k] = x & 0x3f3f3f3fu;
-                            x *= 0xcbac1fedu;
-                        }
+                        next_words(state[half], a);
                         mma_s8(d[half][two], a, v.ones, twos);
                     }
 #pragma unroll
