@@ -40,7 +40,7 @@ speed._CARD[:] = [speed.Card(open_device("CUDA0"), 1.0, float(sys.argv[2]))]
 speed.SIZES = speed.Sizes(
     matrix_bytes=1 << 18, in_turn=2, in_graph=2, few=(1, 4), n_in=512, dense=256, wide=288, tokens=12, experts=4,
     used=2, expert_in=256, expert_out=256, heads=4, vocab=96, gates=(1, 12), depths=(100,), latent_heads=2, layers=1,
-    single=1, repetitions=1, of_products=1, of_model=1, types=("Q8_0", "F16", "IQ1_KT"), caches=("f16",),
+    single=1, repetitions=1, of_products=1, of_model=1, types=("Q8_0", "F16", "IQ2_KT"), caches=("f16",),
 )
 from pathlib import Path
 import time

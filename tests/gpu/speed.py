@@ -353,8 +353,8 @@ def _by_cublas(b: Bench, t: TensorType, w: int, rows: int, n_in: int, n_out: int
 
     def unpacking(kind: TensorType, source: int, target: int, count: int) -> Launch:
         return launch(
-            dequantize.dequantize(kind, n_in, count), w=source, out=target, row_bytes=kind.row_bytes(n_in),
-            rows=count, n=n_in, out_stride=2 * n_in, to=to,
+            dequantize.dequantize(kind, n_in, count, for_product=True), w=source, out=target,
+            row_bytes=kind.row_bytes(n_in), rows=count, n=n_in, out_stride=2 * n_in, to=to,
         )  # fmt: skip
 
     b.device.run([unpacking(BY_NAME["F32"], plain, x, rows)])
