@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 from encoded import SEARCHED
@@ -9,6 +11,11 @@ from encoded import SEARCHED
 from awkward import NO_WEIGHTS, encode
 from conftest import DATA
 from quantkit.kernels import dequantize, quantize
+from quantkit.kernels.cpu.core.jit import helper, kernel, specialize
+from quantkit.kernels.cpu.core.simd import i32x16, load, splat, store
+from quantkit.kernels.cpu.encode import trellis
+from quantkit.kernels.cpu.encode import trellis_search as search
+from quantkit.kernels.cpu.encode.groups import address
 from quantkit.kernels.cpu.encode.trellis_codebook import codebook
 from quantkit.kernels.cpu.encode.trellis_lists import LEVELS, RANGE_OF
 from quantkit.kernels.grids import trellis_levels
@@ -153,3 +160,79 @@ def test_a_codebook_holds_every_point_once(count: int, size: int, magnitudes: bo
     assert np.array_equal(np.sort(book.indices.reshape(books, -1), axis=1), np.tile(np.arange(count), (books, 1)))
     at = book.indices + np.repeat(np.arange(books) * count, count)
     assert np.array_equal(lines.reshape(-1, size).astype(int) - bias, levels[at])
+
+
+#: Bindings: of a scan, what ranks a line, how many lines a codebook has, where ranges end; a scan, two ways.
+line_ranked: Any = None
+all_lines = 0
+ends: tuple[float, ...] = ()
+pruned: Any = None
+plain: Any = None
+
+
+def rank_every_line(lines: Any, first: int, energy: float, known: float, s: int, near: int) -> None:
+    """Rank as trellis_search.rank_all does, all points."""
+    for i in range(0, 64 * len(ends) - 64, 64):
+        store(s, search.BEST + i, splat(i32x16, search.MOST))
+    for number in range(first, first + all_lines):
+        line_ranked(lines[0], number, energy, f32(search.KNOWN) / known, s)
+    for i in range(0, 64 * len(ends) - 64, 64):
+        best = load(i32x16, s, search.BEST + i) & np.int32((1 << search.NUMBER) - 1)
+        store(s, search.BEST + i, (best << 4) | search.lanes16())
+
+
+def scan_groups(x, w, book, inverse, error, points, extents, kept, scratch):  # type: ignore[no-untyped-def]
+    """Scan for each group, pruned into kept[0] and plainly into kept[1]."""
+    lines = address(points), 0, 0, 0, address(extents)
+    for i in range(len(x)):
+        of, weights, width = address(x) + 4 * x.shape[1] * i, address(w) + 4 * x.shape[1] * i, kept.shape[3]
+        for which in range(2):
+            s, to = (address(scratch) + 63) // 64 * 64, address(kept) + 4 * 3 * width * (len(x) * which + i)
+            if which == 0:
+                pruned(book[i], inverse[i], of, weights, error[i], lines, s, to, width, len(ends) - 1)
+            else:
+                plain(book[i], inverse[i], of, weights, error[i], lines, s, to, width, len(ends) - 1)
+
+
+def hostile_groups(rng: np.random.Generator, size: int, magnitudes: bool) -> tuple[np.ndarray, np.ndarray]:
+    """Return values about as large as levels, and weights: normal, sparse, of one huge value, of any size, none."""
+    x = 37 * rng.standard_normal((1200, size))
+    x[200:400] *= rng.random((200, size)) < 0.3
+    x[np.arange(400, 600), rng.integers(size, size=200)] = rng.choice([-100, 100], 200)
+    x[600:700] = rng.choice([-40, 40], (100, size))
+    w = 37**2 / 2 + x * x
+    w[700:1000] = 10.0 ** rng.uniform(-30, 30, (300, size))
+    w[1000:1100] *= rng.random((100, size)) < 0.4
+    w[1100:1150, -1] *= -0.3
+    w[1150:1170] *= rng.random((20, 1)) * 1e-38
+    return abs(x) if magnitudes else x, w
+
+
+@pytest.mark.parametrize(
+    ("name", "count", "size", "magnitudes", "books", "ranges"),
+    [("iq1_kt", 8192, 8, False, 1, 3), ("iq2_kt", 65536, 8, False, 1, 3)]
+    + [("iq3_kt", 65536, 8, True, 1, 4), ("iq4_kt", 32768, 4, False, 2, 4)],
+)
+def test_a_scan_that_skips_points_finds_the_same(
+    name: str, count: int, size: int, magnitudes: bool, books: int, ranges: int
+) -> None:
+    """As one that ranks all, for all scales, and whatever the error known: far too small, too large, none."""
+    scan = trellis._scan(name, count, size, 0 if magnitudes or size == 4 else 126, trellis.ENDS[ranges])
+    of = {key: scan.py_func.__globals__["all_ranked"].py_func.__globals__[key] for key in ("all_lines", "ends")}
+    line = scan.py_func.__globals__["all_ranked"].py_func.__globals__["line_ranked"]
+    every = specialize(rank_every_line, name, helper, line_ranked=line, **of)
+    plainly = specialize(scan, "plainly", helper, all_ranked=every)
+    both = specialize(scan_groups, name, kernel, pruned=scan, plain=plainly, ends=of["ends"])
+
+    rng, tree = np.random.default_rng(size), codebook(count, size, magnitudes, books)
+    values, weights = hostile_groups(rng, size, magnitudes)
+    x, w, width = values.astype(f32), weights.astype(f32), search.SURVIVORS * (ranges + 1)
+    inverse = rng.choice([-1.0, 1.0] if not magnitudes else [1.0], len(x)).astype(f32)
+    error = ((w * x * x).sum(1) * 10.0 ** rng.uniform(-4, 0, len(x))).astype(f32)
+    error[::50], error[1::50], error[2::50] = 0, error[1::50] * f32(1e-9), f32(np.inf)
+    kept, scratch = np.zeros((2, len(x), 3, width), f32), np.zeros(search.SCRATCH // 4 + 32, f32)
+    kept.view(np.int32)[:, :, 2] = rng.integers(books * count, size=(len(x), width))
+    both(x, w, rng.integers(books, size=len(x)), inverse, error, tree.points, tree.extents, kept, scratch)
+    found = kept.view(np.int32)[..., : search.SURVIVORS * ranges]
+    assert np.array_equal(found[0], found[1])
+    assert len(np.unique(found[0, :, 2])) > 1000

@@ -61,7 +61,7 @@ from quantkit.kernels.cpu.encode import trellis_search as points
 from quantkit.kernels.cpu.encode.batch import aligned_scratch
 from quantkit.kernels.cpu.encode.groups import address
 from quantkit.kernels.cpu.encode.i_quants import VALUES
-from quantkit.kernels.cpu.encode.trellis_codebook import codebook
+from quantkit.kernels.cpu.encode.trellis_codebook import SCALES, codebook
 from quantkit.kernels.cpu.encode.trellis_lists import BUCKETS, LISTED
 from quantkit.kernels.cpu.encode.trellis_search import best_lane
 from quantkit.types import BY_NAME
@@ -308,7 +308,7 @@ def put_iq4_kt(block, b, level, book, x, q):
 # ---------------------------------------------------------------- rows
 
 #: Ranges of scales, over the guess, for which all points are ranked, as many as are kept apart: where they end.
-ENDS = {3: (0.62, 0.85, 1.17, 1.6), 4: (0.62, 0.79, 1.0, 1.27, 1.6)}
+ENDS = {3: (SCALES[0], 0.85, 1.17, SCALES[1]), 4: (SCALES[0], 0.79, 1.0, 1.27, SCALES[1])}
 #: The share of a row's sum(w x x) from which 32 values are searched for more deeply; rows of so many values are short.
 DEEP, SHORT = 1 / 16, 512
 
@@ -646,7 +646,7 @@ def _attempts(energies):
     return min(max(np.int64(ATTEMPTS * share * (share + 0.08)), 1), 64)
 
 
-def encode(x, weights, out, row0, row1, lines_of_points, lines_of_cells, lines_of_families, indices, lists):
+def encode(x, weights, out, row0, row1, lines_of_points, lines_of_cells, lines_of_families, extents, indices, lists):
     """Encode rows row0..row1 of x [rows, n], n a multiple of 256; weights [n] or empty."""
     n = x.shape[1]
     count = n // 32
@@ -673,7 +673,10 @@ def encode(x, weights, out, row0, row1, lines_of_points, lines_of_cells, lines_o
         if _top(guesses) == F(0):
             continue
         # Addresses are taken here: numba frees an array after its last use.
-        lines = address(lines_of_points), address(lines_of_cells), address(lines_of_families), address(lists)
+        lines = (
+            address(lines_of_points), address(lines_of_cells), address(lines_of_families), address(lists),
+            address(extents),
+        )  # fmt: skip
         s, px, pw, found = address(scratch), address(xs), address(ws), address(kept)
         _weigh(px, pw, address(weights) if weights.size else 0, n, unit, top)
         for b in range(count):
@@ -826,7 +829,15 @@ def _scan(name: str, count: int, size: int, bias: int, ends: tuple[float, ...]) 
     """Return ``points.scan`` for codebooks of ``count`` points."""
     ranks = _ranks(name, size, bias, False)
     kinds = _bound(ranks, "query_of", "fine_sums")
-    ranked = specialize(points.rank_all, name, helper, all_lines=count // 16, ends=ends, **kinds)
+    of_size = {"size": size, "floats": f32x8 if size == 8 else f32x4}
+    of_size |= {"shorts_of": i16x8 if size == 8 else points.i16x4}
+    of_size |= {"paired": points.even_odd if size == 8 else points.in_order}
+    ranked = specialize(
+        points.rank_all, name, helper, all_lines=count // 16, ends=ends, **kinds,
+        line_ranked=specialize(points.rank_line, name, helper, ends=ends, **kinds),
+        bounds_prepared=specialize(points.prepare_bounds, name, **of_size),
+        bounds_of=specialize(points.bounds_of_cells, name, size=size),
+    )  # fmt: skip
     return specialize(
         points.scan, name, helper, all_lines=count // 16, all_ranked=ranked, query_prepared=ranks["query_prepared"],
         **_rated(name, size, bias, 1),
@@ -907,7 +918,8 @@ def _encoder(
     ) -> None:
         """Encode rows row0..row1 of x [rows, n], n a multiple of 256; weights [n] or empty."""
         book = codebook(count, size, signs == 1, books)
-        encode_rows(x, weights, out, row0, row1, book.points, book.cells, book.families, book.indices, book.lists)
+        tree = book.points, book.cells, book.families, book.extents
+        encode_rows(x, weights, out, row0, row1, *tree, book.indices, book.lists)
 
     return encode_type
 

@@ -6,7 +6,7 @@ in which they vary most, until cells are left. Groups of 16 points, of 16 cells'
 centers are stored as lines of 64 bytes, a word per point: four levels plus 126 (IQ3_KT: magnitudes), then four squares
 / 64 rounded, as bytes; IQ4_KT's points, two levels of 16 bits.
 
-All of it is read or integer arithmetic: the same cells everywhere.
+All of it is read or exact arithmetic: the same cells everywhere. How far cells reach is for scans, which skip some.
 """
 
 from __future__ import annotations
@@ -26,15 +26,22 @@ from quantkit.kernels.grids import trellis_levels
 class Codebook:
     """Lines of points, of cells' centers and of families' centers, u8; and the index of each point, i32 [points].
 
+    And how far the cells reach with any of SCALES, f32 [cells / 16, values, 2, 16]: for each value the least and the
+    largest level of 16 cells, times a scale.
+
     Of points of 4 values also the lines near queries of a bucket, u16 [books, buckets, lines] (trellis_lists.py).
     """
 
     points: npt.NDArray[np.uint8]
     cells: npt.NDArray[np.uint8]
     families: npt.NDArray[np.uint8]
+    extents: npt.NDArray[np.float32]
     indices: npt.NDArray[np.int32]
     lists: npt.NDArray[np.uint16]
 
+
+#: The least and the largest scale for which all points are ranked, over the scale guessed.
+SCALES = 0.62, 1.6
 
 #: The numbers of points, cell by cell, u16 [points], by ``cells_key``.
 CELLS = Path(__file__).parent.parent.parent / "trellis_cells.npz"
@@ -82,6 +89,15 @@ def _centers(points: npt.NDArray[np.int64], count: int) -> npt.NDArray[np.int64]
     return centers
 
 
+def _extents(points: npt.NDArray[np.int64]) -> npt.NDArray[np.float32]:
+    """Return how far cells of 16 points reach, times SCALES as f32: exact, then rounded outwards."""
+    cells = points.reshape(len(points) // 256, 16, 16, -1)
+    scaled = np.multiply.outer(np.array(SCALES, np.float32).astype(np.float64), cells)
+    low = np.nextafter(scaled.min((0, 3)).astype(np.float32), np.float32(-np.inf))
+    high = np.nextafter(scaled.max((0, 3)).astype(np.float32), np.float32(np.inf))
+    return np.ascontiguousarray(np.stack([low, high]).transpose(1, 3, 0, 2))
+
+
 def _lists(points: npt.NDArray[np.int64], first: int) -> npt.NDArray[np.uint16]:
     from quantkit.kernels.cpu.encode.trellis_lists import lines_near  # needs numba, which a card's machine may lack
 
@@ -120,5 +136,5 @@ def codebook(count: int, size: int, magnitudes: bool = False, books: int = 1) ->
         by_cell = levels[order]
         centers = (_lines(_centers(by_cell, points), bias, False) for points in (16, 256))
         lists = _lists(by_cell, book * count // 16) if size == 4 else np.empty(0, np.uint16)
-        parts.append((_lines(by_cell, bias, size == 4), *centers, order.astype(np.int32), lists))
+        parts.append((_lines(by_cell, bias, size == 4), *centers, _extents(by_cell), order.astype(np.int32), lists))
     return Codebook(*(_aligned(np.concatenate(arrays)) for arrays in zip(*parts, strict=True)))

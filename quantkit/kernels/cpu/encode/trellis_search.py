@@ -14,7 +14,9 @@ Where a point has 4 values, lines of points are listed for every bucket of queri
 look the list up instead of 1 and 2, and rank its first lines.
 
 A scan ranks all points, each by its error with the scale of a range that suits it best, for three or four ranges: where
-the weights of 8 values differ a lot, as beside outliers, a tree loses the best point.
+the weights of 8 values differ a lot, as beside outliers, a tree loses the best point. It skips points that cannot be
+the best of their lanes: by how far their cells reach, 16 cells at once, then by the error with the scale that suits
+them best of all. The bounds allow for all rounding: what a scan finds is the same as if it skipped none.
 
 Rounding disturbs the order of points by some percent of the error; few points are that near to the best one, and the
 best one is among those that remain. Integers and the fixed order of f32 operations give the same points on every CPU.
@@ -30,6 +32,7 @@ from numba import types
 from quantkit.kernels.cpu.core.jit import inline
 from quantkit.kernels.cpu.core.simd import (
     VecType,
+    any_lane,
     cast,
     convert,
     dot2,
@@ -48,12 +51,14 @@ from quantkit.kernels.cpu.core.simd import (
     lookup16_f32,
     make_constant,
     make_shuffle,
+    mask_bits,
     nearest_int,
     prefetch,
     round_even,
     select,
     splat,
     store,
+    trailing_zeros,
     u8x64,
     u16x32,
     u32x16,
@@ -445,12 +450,19 @@ def search_listed(book, sign, inverse, x, w, lines, s, kept, width):
             points_rated(x + 16 * group, w + 16 * group, s + PART * group, sign, to, width)
 
 
-#: Bindings of ``rank_all``: all lines of a codebook; where ranges of scales end, over the scale given: three or four.
+#: Bindings of ``rank_all``: all lines of a codebook; where ranges of scales end, over the scale given: three or four,
+#: together from least to most of trellis_codebook.SCALES.
 all_lines = 0
 ends: tuple[float, ...] = (0.62, 0.79, 1.0, 1.27, 1.6)
 
 #: What the error that is known counts as, and the largest.
 KNOWN, WORST = 1 << 15, (1 << 31 - NUMBER) - 1
+
+#: The share of each term that bounds of errors allow for: f32 loses up to 2^-24 in each of less than 32 operations.
+ROUNDED = 2.0**-18
+#: Offsets into a group's part of the scratch, in a scan: the best points for up to four ranges, and the worst score of
+#: these, of each lane; at which level times scale each value adds least to the error, and its u.
+BEST, WORST_OF, NEAREST, WEIGHTS = FAMILIES, CELLS, WORDS, WORDS + 32
 
 
 @inline
@@ -461,25 +473,93 @@ def _within(p, q, suits, least, most, energy, factor, number):
     return (nearest_int(vmin(vmax(error, F(0)), F(WORST))) << NUMBER) | number
 
 
-def rank_all(lines, first, energy, known, s, to):
-    """Rank all points for each range of scales, by their error with the best of these; list the best of each lane."""
-    query = query_of(s)
-    a = b = c = d = splat(i32x16, MOST)
-    factor = F(KNOWN) / known
-    for number in range(first, first + all_lines):
-        p, q = fine_sums(lines, number, query)
-        pf, qf = convert(f32x16, p) * F(128), convert(f32x16, q)
-        suits = pf * F(-0.5) / (qf + F(1))
-        a = vmin(_within(pf, qf, suits, ends[0], ends[1], energy, factor, number), a)
-        b = vmin(_within(pf, qf, suits, ends[1], ends[2], energy, factor, number), b)
-        c = vmin(_within(pf, qf, suits, ends[2], ends[3], energy, factor, number), c)
-        if len(ends) > 4:
-            d = vmin(_within(pf, qf, suits, ends[-2], ends[-1], energy, factor, number), d)
-    _list(a, s, to)
-    _list(b, s, to + 64)
-    _list(c, s, to + 128)
-    if len(ends) > 4:
-        _list(d, s, to + 192)
+def rank_line(lines, number, energy, factor, s):
+    """Rank the points of a line for each range of scales, with those that are the best of their lanes."""
+    p, q = fine_sums(lines, number, query_of(s))
+    pf, qf = convert(f32x16, p) * F(128), convert(f32x16, q)
+    suits, worst = pf * F(-0.5) / (qf + F(1)), splat(i32x16, 0)
+    for i in range(len(ends) - 1):
+        found = _within(pf, qf, suits, ends[i], ends[i + 1], energy, factor, number)
+        best = vmin(found, load(i32x16, s, BEST + 64 * i))
+        store(s, BEST + 64 * i, best)
+        worst = vmax(best, worst)
+    store(s, WORST_OF, worst)
+
+
+@inline
+def prepare_bounds(s):
+    """Write at which level times scale each value adds least to the error, and its u; return how much is then saved.
+
+    Of the integers of the fine query, as the error of a point is. Nothing is bounded where an importance is negative.
+    """
+    a = convert(floats, paired(load(shorts_of, s, QUERY)))
+    u = convert(floats, paired(load(shorts_of, s, QUERY + 2 * size)))
+    nearest = a * F(-64) / vmax(u, F(1))
+    store(s, NEAREST, nearest)
+    store(s, WEIGHTS, u)
+    return hsum(u * nearest * nearest) if hmin(u) >= F(0) else F(3e38)
+
+
+@inline
+def bounds_of_cells(extents, cells, s):
+    """Return how much the points of each of 16 cells add to the error, above the least, at any scale: at least."""
+    total = splat(f32x16, F(0))
+    for j in range(size):
+        at, nearest = 128 * (size * cells + j), load(types.float32, s, NEAREST + 4 * j)
+        low, high = load(f32x16, extents, at), load(f32x16, extents, at + 64)
+        away = vmax(vmax(low - nearest, nearest - high), F(0))
+        total = total + away * away * load(types.float32, s, WEIGHTS + 4 * j)
+    return total
+
+
+@inline
+def _limits(energy, saved, unit, sane, s):
+    """Return p p / q of points of each lane, p < 0, and the bound of a cell up to which a point may yet be the best.
+
+    With P = 128 p and Q = q the error of a point is at least energy - P P / (4 Q), energy if P >= 0; and at least
+    energy - ``saved`` + the bound of its cell. One that rounds to more than the worst score of its lane is of no use,
+    nor is WORST, as the first line is ranked before all others: of equal scores the lower line stays.
+    """
+    worst = vmin(convert(f32x16, load(i32x16, s, WORST_OF) >> NUMBER) + F(1), F(WORST)) * unit
+    limit = vmax(energy * F(1 - ROUNDED) - worst, F(0)) * F((4 - 4 * ROUNDED) / (128 * 128))
+    reach = max(hmax(worst) - energy * F(1 - ROUNDED) + saved * F(1 + ROUNDED), F(0)) * F(1 + 2 * ROUNDED)
+    return (limit, reach) if sane else (splat(f32x16, F(0)), F(3e38))
+
+
+#: Bindings of ``rank_all``: the functions above; of every how manyth of the survivors at hand the line goes first.
+line_ranked: Any = None
+bounds_prepared: Any = None
+bounds_of: Any = None
+every = 4
+
+
+def rank_all(lines, first, energy, known, s, near):
+    """List, for each range of scales, the best of all points of each lane, by their error with the best of these.
+
+    The lines of survivors listed at ``near`` go first; then points that cannot be better are skipped, cells at once.
+    """
+    for i in range(0, 64 * len(ends) - 64, 64):
+        store(s, BEST + i, splat(i32x16, MOST))
+    factor, unit = F(KNOWN) / known, known * F(1 / KNOWN)
+    sane = F(1e-10) < known < F(1e12) and F(0) <= energy < F(1e12)
+    line_ranked(lines[0], first, energy, factor, s)
+    for i in range(0, 64 * len(ends) - 64, 4 * every):
+        number = min(max(load(types.int32, near, i) >> 4, first), first + all_lines - 1)
+        line_ranked(lines[0], number, energy, factor, s)
+    saved, query = bounds_prepared(s), query_of(s)
+    limit, reach = _limits(energy, saved, unit, sane, s)
+    for cells in range(first // 16, (first + all_lines) // 16):
+        left = mask_bits(bounds_of(lines[4], cells, s) <= reach)
+        while left != 0:
+            number = 16 * cells + trailing_zeros(left)
+            left &= left - np.uint64(1)
+            p, q = fine_sums(lines[0], number, query)
+            pf = convert(f32x16, p)
+            if any_lane(pf * vmin(pf, F(0)) >= convert(f32x16, q) * limit):
+                line_ranked(lines[0], number, energy, factor, s)
+                limit, reach = _limits(energy, saved, unit, sane, s)
+    for i in range(0, 64 * len(ends) - 64, 64):
+        _list(load(i32x16, s, BEST + i), s, BEST + i)
 
 
 #: Bindings of ``scan``.
@@ -489,15 +569,15 @@ all_ranked: Any = None
 def scan(book, inverse, x, w, error, lines, s, kept, width, count):
     """Keep, as ``search`` does for one group, the best of all points, of each lane, for ``count`` ranges of scales.
 
-    ``error``: about that of the group.
+    ``error``: about that of the group. So many slots are filled: the nearer their points, the less is left to rank.
     """
     y, weights, sign = load(floats, x, 0) * inverse, load(floats, w, 0), F(-1) if inverse < F(0) else F(1)
     query_prepared(y, weights, s)
     factor = fine_factor(y, weights)
     known = F(error) * inverse * inverse * factor
-    all_ranked(lines[0], book * all_lines, hsum(y * y * weights) * factor, known, s, FAMILIES)
+    all_ranked(lines, book * all_lines, hsum(y * y * weights) * factor, known, s, kept + 8 * width)
     for k in range(count):
-        store(s, POINTS, load(i32x16, s, FAMILIES + 64 * k))
+        store(s, POINTS, load(i32x16, s, BEST + 64 * k))
         points_gathered(lines[0], s)
         points_rated(x, w, s, sign, kept + 4 * SURVIVORS * k, width)
 
