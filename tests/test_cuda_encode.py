@@ -99,6 +99,17 @@ def test_rows_longer_than_threads_take_at_once(memory: Memory, t: TensorType) ->
         np.testing.assert_array_equal(on_device(memory, t, rows, weights), on_cpu(t, rows, weights, None))
 
 
+@pytest.mark.parametrize("t", SEARCHED, ids=str)
+def test_rows_are_searched_for_as_their_values_require(memory: Memory, t: TensorType) -> None:
+    """Short and even; of unequal weights; uneven, where several scales are tried, all points ranked for some groups."""
+    rng = np.random.default_rng(5)
+    unequal = np.exp(2 * rng.standard_normal(768)).astype(np.float32)
+    outliers = np.where(rng.random((1, 256)) < 0.03, 8, 1)
+    for n, factor, weights in ((512, 1, NO_WEIGHTS), (768, 1, unequal), (256, outliers, NO_WEIGHTS)):
+        x = (rng.standard_normal((1, n)) * factor).astype(np.float32)
+        np.testing.assert_array_equal(on_device(memory, t, x, weights), on_cpu(t, x, weights, None))
+
+
 @pytest.mark.parametrize("t", [t for t in TYPES if t.in_files], ids=str)
 def test_golden_bytes(memory: Memory, t: TensorType, golden: dict[str, np.ndarray]) -> None:
     x, weights = golden["x"], golden["imatrix"]

@@ -7,12 +7,13 @@ possible, so it is not repeated here. This one:
 
 1. guesses the scale of 32 values from their fourth powers;
 2. finds the points near them for scales around the guess, either sign, either codebook: the more searches, and the
-   deeper, the larger sum(w x x) is; and from the points the error of 32 values as a curve over the scale, in long rows
-   for some of them; IQ4_KT searches the better codebook of a sign once more, where the curve is lowest;
-3. searches more deeply for the values that make much of the row's error, by these curves, and ranks all points for
-   groups of them that do: where one value or one weight exceeds all others, a tree misses the best;
-4. chooses the scale d of the row for which the levels of scales cost the least on all curves: the cheapest, or, where
-   few values make the error and curves say little, the best of many;
+   deeper, the larger sum(w x x) is, and where few weights are most of their sum; and from the points the error of 32
+   values as a curve over the scale, in long rows for some of them; IQ4_KT searches the better codebook of a sign once
+   more, where the curve is lowest;
+3. in uneven rows, where few values make the error, searches more deeply for those, by these curves, and ranks all
+   points for groups of them that do: where one value or one weight exceeds all others, a tree misses the best;
+4. chooses the scale d of the row for which the levels of scales cost the least on all curves; where few values make
+   the error and curves say little, tries several that cost the least with the points that were found;
 5. chooses levels and points among those found, fits d to them, and again while the error falls; IQ3_KT and IQ4_KT
    search once more for the scales chosen.
 
@@ -148,9 +149,12 @@ grid = make_constant(f32x16, [STEP ** (k - 7.5) for k in range(16)], "trellis_gr
 #: with each codebook, at SCALE_OF its scale.
 CURVES, LEAST_OF, SCALE_OF = 256, 96, 104
 
-#: By how much of the least error the error of another sign and codebook may exceed it, to be looked at again: of rows
-#: for which one scale is tried, and of others.
+#: By how much of the least error the error of another sign and codebook may exceed it, to be looked at again: of most
+#: rows, and of those for which there is more patience.
 PATIENCE, MORE_PATIENCE = 0.25, 1e30
+
+#: How many times the least that it may be the sum of squares of unequal weights is.
+UNEQUAL = 3.5
 
 
 @inline
@@ -170,6 +174,14 @@ def _energy(x, w):
     """Return sum(w x x) of 32 values."""
     a, b = load(f32x16, x, 0), load(f32x16, x, 64)
     return hsum(a * a * load(f32x16, w, 0) + b * b * load(f32x16, w, 64))
+
+
+@inline
+def _unequal(w):
+    """Return whether few of 32 weights are most of their sum."""
+    a, b = load(f32x16, w, 0), load(f32x16, w, 64)
+    total = np.float64(hsum(a + b))
+    return np.float64(hsum(a * a + b * b)) * 32 > UNEQUAL * (total * total)
 
 
 @inline
@@ -199,46 +211,85 @@ levels_near: Any = None
 signs = books = groups = 1
 
 
-def cost_of_levels(d, sign, guesses, curves, count, counted):
-    """Return the errors of a row for its scales sign * d, d in 16 lanes: scales are one of 16 levels times that."""
-    total = splat(f32x16, F(0))
+def least_of_levels(d, sign, side, guess, curve):
+    """Return the least errors of 32 values, by the curve of a side, for a row's scales sign * d, and their own scales.
+
+    d: in 16 lanes; scales are one of 16 levels times that.
+    """
+    least, scales, inverse = splat(f32x16, F(0)), splat(f32x16, F(0)), F(1) / guess
     least_d, most_d = hmin(d), hmax(d)
-    for b in range(count):
-        if guesses[b] > F(0) and counted[b] > F(0):
-            least, inverse = splat(f32x16, F(0)), F(1) / guesses[b]
-            for i in range(16):
-                level = extract(levels_near(F(0)), i) * inverse
-                curve = curves + CURVES * b + (CURVES // 2 if (level < F(0)) == (sign > F(0)) else 0)
-                if abs(level) * least_d < F(1.65) and abs(level) * most_d > F(0.3):
-                    least = vmin(_gain(curve, d * abs(level)), least)
-            total = total + least * counted[b]
+    for i in range(16):
+        level = extract(levels_near(F(0)), i)
+        ratio = abs(level) * inverse
+        mine = ((level < F(0)) == (sign > F(0))) == (side == 1)
+        if mine and ratio * least_d < F(1.65) and ratio * most_d > F(0.3):
+            gain = _gain(curve, d * ratio)
+            scales = select(gain < least, d * abs(level), scales)
+            least = vmin(gain, least)
+    return least, scales
+
+
+def least_of_wide(d, sign, side, guess, curve):
+    """Return what ``least_of_levels`` does, where scales are -64 .. 63 times that of the row."""
+    least, scales, inverse = splat(f32x16, F(0)), splat(f32x16, F(0)), F(1) / guess
+    most = F(63) if (side == 0) == (sign > F(0)) else F(64)
+    for i in range(16):
+        scale = vmin(round_even(splat(f32x16, guess * extract(grid(), i)) / d), most) * d
+        gain = _gain(curve, scale * inverse)
+        scales = select(gain < least, scale, scales)
+        least = vmin(gain, least)
+    return least, scales
+
+
+#: Bindings: ``least_of_levels`` or ``least_of_wide``; ``_hopeful``; the bytes of survivors of 32 values for one sign
+#: and codebook; slots of survivors.
+least_of: Any = None
+hopeful: Any = None
+part, slots = 0, 1
+
+
+@inline
+def _least_found(side, scales, limit, curves, at, filled):
+    """Return the errors of 32 values for 16 scales of a sign, with the points found at ``at``."""
+    least = splat(f32x16, F(0))
+    for book in range(books):
+        if load(types.float32, curves, CURVES // 2 * side + LEAST_OF + 4 * book) <= limit:
+            of, count = at + part * (side * books + book), filled[side * books + book]
+            least = vmin(points.errors(of, groups, points.SURVIVORS * slots, count, scales), least)
+    return least
+
+
+#: Binding: ``_least_found``.
+least_found: Any = None
+
+
+def cost_of(d, sign, guesses, energies, curves, counted, exact, kept, filled):
+    """Return the errors of a row for its scales sign * d, d in 16 lanes; exact: with the points that were found."""
+    total, combinations = splat(f32x16, F(0)), signs * books
+    for b in range(guesses.size):
+        if not (guesses[b] > F(0) and counted[b] > F(0)):
+            continue
+        least, of = splat(f32x16, F(0)), curves + CURVES * b
+        limit = hopeful(energies[b], of, F(PATIENCE))
+        for side in range(signs):
+            found, scales = least_of(d, sign, side, guesses[b], of + CURVES // 2 * side)
+            if exact:
+                at = kept + part * combinations * b
+                found = least_found(side, scales, limit, of, at, filled[combinations * b :])
+            least = vmin(found, least)
+        total = total + least * counted[b]
     return total
 
 
-def cost_of_wide(d, sign, guesses, curves, count, counted):
-    """Return the errors of a row for its scales sign * d, d in 16 lanes: scales are -64 .. 63 times that."""
-    total = splat(f32x16, F(0))
-    for b in range(count):
-        if guesses[b] > F(0) and counted[b] > F(0):
-            least, inverse = splat(f32x16, F(0)), F(1) / guesses[b]
-            for side in range(2):
-                most = F(63) if (side == 0) == (sign > F(0)) else F(64)
-                for i in range(16):
-                    level = vmin(round_even(splat(f32x16, guesses[b] * extract(grid(), i)) / d), most)
-                    least = vmin(_gain(curves + CURVES * b + 128 * side, level * d * inverse), least)
-            total = total + least * counted[b]
-    return total
-
-
-#: Binding: ``cost_of_levels`` or ``cost_of_wide``; the largest level.
-cost_of: Any = None
+#: Bindings: ``cost_of``; the largest level.
+cost_of_row: Any = None
 largest = F(0)
 
 
-def rate_row_scales(guesses, curves, count, counted, scales, costs):
+def rate_row_scales(guesses, energies, curves, counted, exact, kept, filled, scales, costs):
     """Write 64 scales that the row may have, and what they cost."""
     top = F(0)
-    for b in range(count):
+    for b in range(guesses.size):
         top = max(top, guesses[b])
     d = (up_to_15() * F(0.028) + F(1)) * (top * F(0.8) / largest)
     for i in range(0, 64, 16):
@@ -246,7 +297,7 @@ def rate_row_scales(guesses, curves, count, counted, scales, costs):
         wider = d * F(1.448) if i % 32 else d
         cost = splat(f32x16, F(0))
         if signs == 2 or sign > F(0):
-            cost = cost_of(wider, sign, guesses, curves, count, counted)
+            cost = cost_of_row(wider, sign, guesses, energies, curves, counted, exact, kept, filled)
         store(scales, 4 * i, wider * sign)
         store(costs, 4 * i, cost)
 
@@ -309,14 +360,12 @@ def put_iq4_kt(block, b, level, book, x, q):
 
 #: Ranges of scales, over the guess, for which all points are ranked, as many as are kept apart: where they end.
 ENDS = {3: (SCALES[0], 0.85, 1.17, SCALES[1]), 4: (SCALES[0], 0.79, 1.0, 1.27, SCALES[1])}
-#: The share of a row's sum(w x x) from which 32 values are searched for more deeply; rows of so many values are short.
-DEEP, SHORT = 1 / 16, 512
+#: The share of an uneven row's sum(w x x) from which 32 values are searched for more deeply.
+DEEP = 1 / 16
 
-#: Bindings: points.search; how many slots of survivors one search fills, and there are; the codebooks that it looks
-#: through; the bytes of survivors of 32 values for one sign and codebook.
+#: Bindings: points.search; how many slots of survivors one search fills; the codebooks that it looks through.
 search: Any = None
-spread = slots = at_once = 1
-part = 0
+spread = at_once = 1
 
 
 @inline
@@ -335,16 +384,17 @@ def search_around(x, w, center, searches, lines, s, kept):
                 at *= F(1.25)
 
 
-#: Bindings: what fetches lists of lines for the values that are searched for next; ``search_around``, and deeper;
-#: searches of 32 values that weigh little, and that weigh ``much`` times the mean; from ``very_much`` times it on, they
-#: are searched for more deeply.
+#: Bindings: what fetches lists of lines for the values that are searched for next; ``search_around``, and deeper.
+#: Searches of 32 values that weigh little, and that weigh ``much`` times the mean; from ``very_much`` times it on, with
+#: patience from ``much_enough`` times, they are searched for more deeply; ``fine``: as often, those of unequal weights.
 lists_fetched: Any = None
 searched_around: Any = None
 deeply_searched: Any = None
-few = some = 1
-much, very_much = 2.0, 4.0
-#: Binding: whether in rows for which several scales are tried all values are searched for as those that weigh much.
-eager = False
+few = some = fine = 1
+much, very_much, much_enough = 2.0, 4.0, 4.0
+#: Bindings: whether, with patience, all values are searched for as those that weigh much; whether, without, it matters
+#: that weights are unequal.
+eager = careful = False
 #: Bindings: whether levels depend on the curve; whether the better codebook of either sign, where values were searched
 #: for once, is searched again, around the scale at which its error is least.
 every_curve = again = False
@@ -374,12 +424,11 @@ def _hopeful(energy, curves, patience):
     return least + max(energy + least, F(0)) * patience
 
 
-#: Bindings: ``_curve_of``, ``_hopeful``.
+#: Binding: ``_curve_of``.
 curve_of: Any = None
-hopeful: Any = None
 
 
-def survey(x, w, n, guesses, energies, patience, lines, s, kept, curves, filled, step, counted):
+def survey(x, w, n, guesses, energies, uneven, patience, lines, s, kept, curves, filled, step, counted):
     """Search for all values of a row; write how many slots are filled, and curves of errors.
 
     ``counted``: how many times one counts where the row's scale is chosen: one in ``step`` if it weighs little.
@@ -387,20 +436,23 @@ def survey(x, w, n, guesses, energies, patience, lines, s, kept, curves, filled,
     total = 0.0
     for b in range(n // 32):
         total += np.float64(energies[b])
-    mean = total * 32 / n
+    mean, patient = total * 32 / n, patience > F(1)
+    least_deep = min(very_much, much_enough if patient else very_much) * mean
+    least_deep = min(DEEP * total if uneven else least_deep, least_deep)
     for b in range(n // 32):
         at, xb, wb, center = kept + part * signs * books * b, x + 128 * b, w + 128 * b, guesses[b]
         energy = np.float64(energies[b]) if center > F(0) else 0.0
-        count, first = slots - 1, signs * books * b
+        around, first = center if center > F(0) else F(1), signs * books * b
         following = min(b + 1, n // 32 - 1)
         if guesses[following] > F(0):
             lists_fetched(x + 128 * following, F(1) / guesses[following], lines[3], s)
-        if energy > min(DEEP * total, very_much * mean):
-            deeply_searched(xb, wb, center, slots - 1, lines, s, at)
+        if energy > least_deep or ((careful or patient) and _unequal(wb)):
+            count = slots - 1 if energy > least_deep else fine
+            deeply_searched(xb, wb, around, count, lines, s, at)
         else:
-            searches = some if energy > much * mean or (eager and patience > F(1)) else few
+            searches = some if energy > much * mean or (eager and patient) else few
             count = searches * spread
-            searched_around(xb, wb, center if center > F(0) else F(1), searches, lines, s, at)
+            searched_around(xb, wb, around, searches, lines, s, at)
         for c in range(signs * books):
             filled[first + c] = count
         # Few values that weigh much can make the error of a long row: all of them count.
@@ -461,8 +513,8 @@ def _errors_of_groups(x, w, side, book, scale, at, filled, errors):
 error_left: Any = None
 errors_of_groups: Any = None
 #: Bindings: the shares of a row's error from which 32 values are searched for more deeply, and from which all points
-#: are ranked for a group of them; in short rows a ``short_part`` of both; by how much of the least error that of a sign
-#: and codebook may exceed it, for all points to be ranked for it.
+#: are ranked for a group of them; in rows of 256 values a ``short_part`` of both; by how much of the least error that
+#: of a sign and codebook may exceed it, for all points to be ranked for it.
 much_error = heavy = 0.05
 short_part = scanned = 1.0
 
@@ -473,7 +525,7 @@ def reinforce(x, w, n, guesses, energies, lines, s, kept, curves, filled, counte
     for b in range(n // 32):
         if counted[b] > F(0) and guesses[b] > F(0):
             total += np.float64(counted[b]) * error_left(b, energies, curves)
-    part_of = short_part * total if n <= SHORT else total
+    part_of = short_part * total if n == 256 else total
     least_error, least_heavy = much_error * part_of, heavy * part_of
     for b in range(n // 32):
         if not (counted[b] > F(0) and guesses[b] > F(0) and error_left(b, energies, curves) > least_error):
@@ -631,19 +683,21 @@ def _prepare(x, row, xs, guesses, unit, magnitudes):
         guesses[b] = guess_scale(address(xs) + 128 * b) if _top(x[row, 32 * b : 32 * b + 32]) >= F(1e-16) else F(0)
 
 
-#: Scales tried for a row of which one block of 32 values makes all of the error, if that were not limited to 64.
-ATTEMPTS = 500.0
+#: Bindings: how many scales are tried for uneven rows; the share that makes a row uneven.
+attempts, even = 1, 0.1
+#: Of a row's share: how many times that of equal parts makes it uneven; from where on several scales are tried for
+#: uneven rows, and from where on there is more patience with all.
+UNEVEN, FEW_MATTER, PATIENT = 1.5, 0.035, 0.04
 
 
 @inline
-def _attempts(energies):
-    """Return how many scales of a row are tried: the more the fewer values make most of the error."""
+def _share(energies):
+    """Return the share of a row's sum(w x x) that 32 values have, on average over that sum."""
     total = squares = 0.0
     for b in range(energies.size):
         total += np.float64(energies[b])
         squares += np.float64(energies[b]) * np.float64(energies[b])
-    share = squares / (total * total) if total > 0 else 0.0
-    return min(max(np.int64(ATTEMPTS * share * (share + 0.08)), 1), 64)
+    return squares / (total * total) if total > 0 else 0.0
 
 
 def encode(x, weights, out, row0, row1, lines_of_points, lines_of_cells, lines_of_families, extents, indices, lists):
@@ -681,18 +735,26 @@ def encode(x, weights, out, row0, row1, lines_of_points, lines_of_cells, lines_o
         _weigh(px, pw, address(weights) if weights.size else 0, n, unit, top)
         for b in range(count):
             energies[b] = _energy(px + 128 * b, pw + 128 * b)
-        tries = _attempts(energies)
-        step, patience = 1 if tries > 1 else max(count // 16, 1), F(MORE_PATIENCE if tries > 1 else PATIENCE)
-        row_surveyed(px, pw, n, guesses, energies, patience, lines, s, found, address(curves), filled, step, counted)
-        row_reinforced(px, pw, n, guesses, energies, lines, s, found, address(curves), filled, counted, errors)
-        row_scales(guesses, address(curves), count, counted, address(scales), address(costs))
+        share = _share(energies)
+        uneven = share > even or share * count > UNEVEN
+        tries = attempts if uneven and share > FEW_MATTER else 1
+        step = 1 if tries > 1 else max(count // 16, 1)
+        patience = F(MORE_PATIENCE if tries > 1 or share > PATIENT else PATIENCE)
+        row_surveyed(
+            px, pw, n, guesses, energies, uneven, patience, lines, s, found, address(curves), filled, step, counted
+        )
+        if uneven:
+            row_reinforced(px, pw, n, guesses, energies, lines, s, found, address(curves), filled, counted, errors)
+        row_scales(
+            guesses, energies, address(curves), counted, tries > 1, found, filled, address(scales), address(costs)
+        )
         best, scale, at = -1.0, 0.0, 0
         for attempt in range(tries):
             cheapest = costs.size - 1 - costs[::-1].argmin()
             if costs[cheapest] >= F(0) and attempt > 0:
                 break
             d, before, costs[cheapest] = scales[cheapest], -1.0, F(0)
-            for k in range(3 if tries > 1 else least_fits):
+            for k in range(2 if tries > 1 else least_fits):
                 qx, q2 = levels_chosen(
                     px, pw, n, d, attempt + k == 0, False, guesses, energies, patience, address(curves), lines,
                     s, found, filled, levels[at], combinations[at], places[at],
@@ -847,14 +909,16 @@ def _scan(name: str, count: int, size: int, bias: int, ends: tuple[float, ...]) 
 def _encoder(
     name: str, count: int, size: int, put: Any, levels: Any, *,
     largest: int, around: Depth, deep: tuple[Shape, Shape], searches: tuple[int, int, int],
-    coarse: bool = False, again: int = 0, much: float = 2.0, very_much: float = 4.0,
+    fine: int, careful: bool = True,
+    coarse: bool = False, again: int = 0, much: float = 2.0, very_much: float = 4.0, much_enough: float = np.inf,
     spread: int = 1, eager: bool = False,
     last: Depth | None = None, signs: int = 2, books: int = 1, stretch: float = 1.0,
-    more_deeply: dict[str, float],
+    attempts: int = 4, even: float = 0.1, more_deeply: dict[str, float],
 ) -> Encoder:  # fmt: skip
     """Return the encoder of a type: codebooks of ``count`` points; the functions and numbers that differ.
 
-    ``searches``: of 32 values that weigh little, that weigh much, and deeper ones.
+    ``searches``: of 32 values that weigh little, that weigh much, and deeper ones; ``fine``: deeper ones for unequal
+    weights.
     """
     suffix, bias, slots = name.lower(), 126 if signs == 2 else 0, searches[2] + 1
     shared = {"signs": signs, "books": books, "groups": 32 // size, "slots": slots}
@@ -878,7 +942,8 @@ def _encoder(
     likely = specialize(_hopeful, suffix, signs=signs, books=books)
     surveyed = specialize(
         survey, suffix, helper, deeply_searched=deeply_searched, curve_of=curves, **shared,
-        few=searches[0], some=searches[1], eager=eager, spread=spread, lists_fetched=lists_fetched,
+        few=searches[0], some=searches[1], eager=eager, careful=careful, spread=spread, lists_fetched=lists_fetched,
+        fine=fine, much_enough=much_enough,
         searched_around=specialize(
             search_around, suffix, search=first_search, at_once=books if isinstance(around, int) else 1,
             spread=spread, **sides,
@@ -894,8 +959,10 @@ def _encoder(
         ), **shared,
     )  # fmt: skip
     cost = specialize(
-        cost_of_wide if levels is wide_levels else cost_of_levels, suffix, helper, levels_near=levels, signs=signs
-    )
+        cost_of, suffix, helper, hopeful=likely, least_found=specialize(_least_found, suffix, **shared),
+        least_of=specialize(least_of_wide if levels is wide_levels else least_of_levels, suffix, levels_near=levels),
+        **_bound(shared, "signs", "books", "part"),
+    )  # fmt: skip
     chosen = specialize(
         choose, suffix, helper, deeply_searched=deeply_searched, polished=last is not None,
         search=last_search, **shared,
@@ -908,9 +975,9 @@ def _encoder(
         encode, suffix, kernel, **sides, magnitudes=signs == 1, stretch=stretch,
         least_fits=1 if coarse or again else 2, row_surveyed=surveyed,
         row_reinforced=reinforced, levels_chosen=chosen,
-        row_scales=specialize(rate_row_scales, suffix, helper, cost_of=cost, largest=F(largest), signs=signs),
+        row_scales=specialize(rate_row_scales, suffix, helper, cost_of_row=cost, largest=F(largest), signs=signs),
         write=specialize(write, suffix, put=put, block_bytes=BY_NAME[name].block_bytes, books=books, groups=32 // size),
-        lines_ranked=count // 4096 if deep[0] else count // 256,
+        lines_ranked=count // 4096 if deep[0] else count // 256, attempts=attempts, even=even,
     )  # fmt: skip
 
     def encode_type(
@@ -926,24 +993,24 @@ def _encoder(
 
 #: What ``reinforce`` is bound to: the fewer bits, the less one value can make the error of a row.
 LARGE_ERRORS = {"much_error": 0.05, "heavy": 0.05, "short_part": 1.0, "scanned": 0.3}
-SMALL_ERRORS = {"much_error": 0.03, "heavy": 0.015, "short_part": 1 / 3, "scanned": 1.0}
+SMALL_ERRORS = {"much_error": 0.03, "heavy": 0.02, "short_part": 1 / 3, "scanned": 1.0}
 
 encode_iq1_kt = _encoder(
     "IQ1_KT", 8192, 8, put_iq1_kt, codebook_levels, largest=127, around=((16, 4), (16, 8)), deep=((), (16, 16, 16)),
-    searches=(1, 2, 3), eager=True, coarse=True, very_much=8.0, stretch=1.07, more_deeply=LARGE_ERRORS,
+    searches=(1, 2, 3), fine=2, eager=True, coarse=True, very_much=8.0, stretch=1.07, more_deeply=LARGE_ERRORS,
 )  # fmt: skip
 encode_iq2_kt = _encoder(
     "IQ2_KT", 65536, 8, put_iq2_kt, codebook_levels, largest=127, around=((16, 4), (16, 4)),
-    deep=((16, 16), (16, 16, 16)), searches=(1, 2, 3), eager=True, coarse=True, much=1.6, very_much=6.0,
+    deep=((16, 16), (16, 16, 16)), searches=(1, 2, 3), fine=2, eager=True, coarse=True, much=1.6, very_much=6.0,
     more_deeply=LARGE_ERRORS | {"heavy": 0.1},
 )  # fmt: skip
 encode_iq3_kt = _encoder(
     "IQ3_KT", 65536, 8, put_iq3_kt, small_levels, largest=15, around=((16, 8), (16, 16, 8)),
-    deep=((16, 16), (16, 16, 16)), last=((16, 16), (16, 16)), searches=(2, 2, 4), spread=2, signs=1, very_much=1.6,
-    more_deeply=SMALL_ERRORS,
+    deep=((16, 16), (16, 16, 16)), last=((16, 16), (16, 16)), searches=(2, 2, 4), fine=4, spread=2, signs=1,
+    very_much=1.6, much_enough=1.0, attempts=8, even=0.075, more_deeply=SMALL_ERRORS,
 )  # fmt: skip
 encode_iq4_kt = _encoder(
     "IQ4_KT", 32768, 4, put_iq4_kt, wide_levels, largest=64, around=12, again=12,
-    deep=((16, 16), (16, 16, 16)), last=24, searches=(1, 2, 4), eager=True, books=2, much=1.4, very_much=9.0,
-    more_deeply=SMALL_ERRORS,
+    deep=((16, 16), (16, 16, 16)), last=24, searches=(1, 2, 4), fine=4, eager=True, books=2, much=1.4, very_much=9.0,
+    careful=False, attempts=8, more_deeply=SMALL_ERRORS,
 )  # fmt: skip

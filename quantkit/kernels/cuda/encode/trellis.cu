@@ -21,7 +21,7 @@ struct Shared {
     float costs[AT_ONCE][64], scales[64], cost[64], tops[WARPS];
     double sums[2];
     int q[WARPS][64];
-    int step, tries;
+    Effort effort;
 };
 
 // The largest of all threads.
@@ -46,22 +46,16 @@ INLINE double unit_of(float top) {
     return top == 0 ? 1.0 : (double)__int_as_float((exponent + 127) << 23);
 }
 
-// How many scales of a row are tried, and the sum of energies: the more the fewer values make most of the error.
-INLINE void sum_energies(const TrellisRow<ENCODER>& row, Shared& s) {
+// Decide how a row is searched for.
+INLINE void weigh_row(const TrellisRow<ENCODER>& row, Shared& s) {
     double total = 0, squares = 0;
     for (int b = 0; b < row.count; b++) {
         const double energy = row.energy(b);
         total = total + energy;
         squares = squares + energy * energy;
     }
-    const double share = total > 0 ? squares / (total * total) : 0.0;
-    s.sums[0] = total;
-    s.tries = min(max((int)(500.0 * share * (share + 0.08)), 1), 64);
-    s.step = s.tries > 1 ? 1 : max(row.count / 16, 1);
+    ENCODER::weigh_row(row.count, total, squares, s.effort);
 }
-
-// By how much of the least error that of another sign and codebook may exceed it, to be looked at again.
-INLINE float patience_of(const Shared& s) { return s.tries > 1 ? 1e30f : 0.25f; }
 
 // Search more deeply for what makes much of the row's error.
 INLINE void reinforce_row(const TrellisRow<ENCODER>& row, const Codebook& codebook, Shared& s) {
@@ -92,14 +86,12 @@ INLINE void rate_row_scales(const TrellisRow<ENCODER>& row, const Codebook& code
         __syncthreads();
         for (int i = (int)threadIdx.x / 32; i < here; i += WARPS) {
             const int b = first + i;
-            const float guess = row.guess(b), counted = row.counted(b);
-            const bool counts = guess > 0 && counted > 0;
 #pragma unroll 1
             for (int side = 0; side < 2; side++) {
                 const float sign = side ? 1.0f : -1.0f;
                 float cost = 0;
-                if (counts && (ENCODER::SIGNS == 2 || side))
-                    cost = ENCODER::Levels::cost(d, sign, guess, row.curves(b), codebook.grid) * counted;
+                if (ENCODER::counts(row, b) && (ENCODER::SIGNS == 2 || side))
+                    cost = ENCODER::cost(row, codebook, b, d, sign, s.effort.tries > 1) * row.counted(b);
                 s.costs[i][32 * side + me()] = cost;
             }
         }
@@ -164,7 +156,7 @@ INLINE void write_row(const TrellisRow<ENCODER>& row, const Codebook& codebook, 
 
 // Choose the scale of a row and levels and points for it; return the scale, 0 if there is none, and which choice it is.
 INLINE double fit_row(const TrellisRow<ENCODER>& row, const Codebook& codebook, Shared& s, int& chosen) {
-    const int warp = (int)threadIdx.x / 32, tries = s.tries, fits = tries > 1 ? 3 : ENCODER::FITS;
+    const int warp = (int)threadIdx.x / 32, tries = s.effort.tries, fits = tries > 1 ? 2 : ENCODER::FITS;
     double best = -1, scale = 0, before = -1;
     int at = 0, attempt = 0, fit = 0;
     float d = 0;
@@ -181,7 +173,7 @@ INLINE double fit_row(const TrellisRow<ENCODER>& row, const Codebook& codebook, 
         }
 #pragma unroll 1
         for (int b = warp; b < row.count; b += WARPS)
-            ENCODER::choose(row, codebook, b, d, patience_of(s), attempt + fit == 0, last, at);
+            ENCODER::choose(row, codebook, b, d, s.effort.patience, attempt + fit == 0, last, at);
         __syncthreads();
         sum_choices(row, at, s);
         const double qx = (d > 0 ? 0.5 : -0.5) * s.sums[0], q2 = s.sums[1], gain = q2 > 0 ? qx * qx / q2 : 0.0;
@@ -234,13 +226,12 @@ KERNEL(trellis, 512) {
             }
         }
         __syncthreads();
-        if (threadIdx.x == 0) sum_energies(row, s);
+        if (threadIdx.x == 0) weigh_row(row, s);
         __syncthreads();
-        const double total = s.sums[0], mean = total * 32 / (double)a.n;
 #pragma unroll 1
-        for (int b = warp; b < row.count; b += WARPS) ENCODER::survey(row, codebook, b, total, mean, s.step, patience_of(s));
+        for (int b = warp; b < row.count; b += WARPS) ENCODER::survey(row, codebook, b, s.effort);
         __syncthreads();
-        reinforce_row(row, codebook, s);
+        if (s.effort.uneven) reinforce_row(row, codebook, s);
         rate_row_scales(row, codebook, top, s);
         int at;
         const double scale = fit_row(row, codebook, s, at);

@@ -46,6 +46,17 @@ template <class T> struct TrellisRow {
     }
 };
 
+// How a row is searched for. mean: of the energies; deep: from which on 32 values are searched for more deeply; step: one in
+// so many counts that weighs little; tries: scales of the row that are tried; uneven: whether few values are most of it.
+struct Effort {
+    double mean, deep;
+    float patience;
+    int step, tries;
+    bool uneven;
+
+    __device__ __forceinline__ bool patient() const { return patience > 1.0f; }
+};
+
 // ---------------------------------------------------------------- values and weights
 
 // Below this, values or weights are almost 0; and what weights become.
@@ -116,15 +127,19 @@ template <bool CODEBOOK> struct SixteenLevels {
         return (float)(me() % 8) + first;
     }
 
-    // The error of 32 values for the row's scale sign * d, each half of the warp with a d.
-    STATIC_INLINE float cost(float d, float sign, float guess, const float* curves, const float*) {
+    // The least error of 32 values, by the curve of a side, for the row's scale sign * d, each half of the warp with a d; and
+    // the scale of the values.
+    STATIC_INLINE float least(float d, float sign, int side, float guess, const float* curve, const float*, float& scale) {
         const float inverse = 1.0f / guess, least_d = __shfl_sync(FULL, d, 0, 16), most_d = __shfl_sync(FULL, d, 15, 16);
         float least = 0;
+        scale = 0;
 #pragma unroll 1
         for (int i = 0; i < 16; i++) {
-            const float by = level(i) * inverse;
-            if (!(fabsf(by) * least_d < 1.65f && fabsf(by) * most_d > 0.3f)) continue;
-            least = fminf(gain_at(curves + ((by < 0) == (sign > 0) ? 16 : 0), d * fabsf(by)), least);
+            const float of = level(i), by = fabsf(of) * inverse;
+            if (((of < 0) == (sign > 0)) != (side == 1) || !(by * least_d < 1.65f && by * most_d > 0.3f)) continue;
+            const float gain = gain_at(curve, d * by);
+            scale = gain < least ? d * fabsf(of) : scale;
+            least = fminf(gain, least);
         }
         return least;
     }
@@ -139,15 +154,15 @@ struct WideLevels {
         return (float)lane_of_16() + (lesser(55.0f, greater(-56.0f, round_even(v))) - 8.0f);
     }
 
-    STATIC_INLINE float cost(float d, float sign, float guess, const float* curves, const float* grid) {
-        const float inverse = 1.0f / guess;
+    STATIC_INLINE float least(float d, float sign, int side, float guess, const float* curve, const float* grid, float& scale) {
+        const float inverse = 1.0f / guess, most = (side == 0) == (sign > 0) ? 63.0f : 64.0f;
         float least = 0;
+        scale = 0;
 #pragma unroll 1
-        for (int i = 0; i < 32; i++) {
-            const int side = i / 16;
-            const float most = (side == 0) == (sign > 0) ? 63.0f : 64.0f;
-            const float level = lesser(round_even(guess * grid[i % 16] / d), most);
-            least = lesser(gain_at(curves + 16 * side, level * d * inverse), least);
+        for (int i = 0; i < 16; i++) {
+            const float of = lesser(round_even(guess * grid[i] / d), most) * d, gain = gain_at(curve, of * inverse);
+            scale = gain < least ? of : scale;
+            least = lesser(gain, least);
         }
         return least;
     }
@@ -217,23 +232,41 @@ template <class TYPE, int COUNT, int SIZE_, int SIGNS_, int BOOKS_, int SEARCHES
         return least;
     }
 
-    // Search for the b-th 32 values of a row; write how many slots are filled, and curves of errors. total: of the energies;
-    // step: one in so many counts where it weighs little.
-    STATIC_INLINE void survey(const TrellisRow<TYPE>& row, const Codebook& codebook, int b, double total, double mean, int step,
-                              float patience) {
-        const float center = row.guess(b);
-        const double energy = center > 0 ? row.energy(b) : 0.0, much = TYPE::VERY_MUCH * mean;
-        const double deep = total * (1.0 / 16);
+    // Whether few of 32 weights are most of their sum.
+    STATIC_INLINE bool unequal(const float* w) {
+        const float weight = w[me()];
+        const double total = sum_of_32(weight), squares = sum_of_32(weight * weight);
+        return squares * 32 > 3.5 * (total * total);
+    }
+
+    // Decide how a row is searched for. total, squares: of the energies and of their squares.
+    STATIC_INLINE void weigh_row(int count, double total, double squares, Effort& effort) {
+        const double share = total > 0 ? squares / (total * total) : 0.0, mean = total * 32 / (double)(32 * count);
+        effort.mean = mean;
+        effort.uneven = share > TYPE::EVEN || share * count > 1.5;
+        effort.tries = effort.uneven && share > 0.035 ? TYPE::ATTEMPTS : 1;
+        effort.step = effort.tries > 1 ? 1 : max(count / 16, 1);
+        effort.patience = effort.tries > 1 || share > 0.04 ? 1e30f : 0.25f;
+        const double much = TYPE::MUCH_ENOUGH < TYPE::VERY_MUCH && effort.patient() ? TYPE::MUCH_ENOUGH : TYPE::VERY_MUCH;
+        effort.deep = much * mean;
+        if (effort.uneven && total * (1.0 / 16) < effort.deep) effort.deep = total * (1.0 / 16);
+    }
+
+    // Search for the b-th 32 values of a row; write how many slots are filled, and curves of errors.
+    STATIC_INLINE void survey(const TrellisRow<TYPE>& row, const Codebook& codebook, int b, const Effort& effort) {
+        const float center = row.guess(b), around = center > 0 ? center : 1.0f;
+        const double energy = center > 0 ? row.energy(b) : 0.0;
         int slots = SLOTS - 1;
-        if (energy > (much < deep ? much : deep)) {
-            search_around<typename TYPE::Deep>(row, codebook, b, center, SLOTS - 1);
+        if (energy > effort.deep || (unequal(row.w(b)) && (TYPE::CAREFUL || effort.patient()))) {
+            if (!(energy > effort.deep)) slots = TYPE::FINE;
+            search_around<typename TYPE::Deep>(row, codebook, b, around, slots);
         } else {
-            const bool more = energy > TYPE::MUCH * mean || (TYPE::EAGER && patience > 1.0f);
+            const bool more = energy > TYPE::MUCH * effort.mean || (TYPE::EAGER && effort.patient());
             const int searches = more ? TYPE::SOME : TYPE::FEW;
             slots = searches * TYPE::Around::spread;
-            search_around<typename TYPE::Around>(row, codebook, b, center > 0 ? center : 1.0f, searches);
+            search_around<typename TYPE::Around>(row, codebook, b, around, searches);
         }
-        const float counted = energy > TYPE::MUCH * mean ? 1.0f : b % step == 0 ? (float)step : 0.0f;
+        const float counted = energy > TYPE::MUCH * effort.mean ? 1.0f : b % effort.step == 0 ? (float)effort.step : 0.0f;
         if (me() < SIDES) row.filled(b)[me()] = slots;
         if (me() == 0) row.counted(b) = counted;
         if (counted == 0 && !TYPE::EVERY_CURVE) return;
@@ -250,7 +283,7 @@ template <class TYPE, int COUNT, int SIZE_, int SIGNS_, int BOOKS_, int SEARCHES
         __syncwarp();
         if constexpr (TYPE::AGAIN) {
             if (slots >= SLOTS - 1 || !(center > 0)) return;
-            const float limit = hopeful(row, b, patience);
+            const float limit = hopeful(row, b, effort.patience);
 #pragma unroll
             for (int side = 0; side < SIGNS; side++) {
                 const float* least = row.least(b) + side * BOOKS;
@@ -270,6 +303,26 @@ template <class TYPE, int COUNT, int SIZE_, int SIGNS_, int BOOKS_, int SEARCHES
         }
     }
 
+    // The error of the b-th 32 values for the row's scale sign * d, each half of the warp with a d; exact: with the points
+    // that were found.
+    STATIC_INLINE float cost(const TrellisRow<TYPE>& row, const Codebook& codebook, int b, float d, float sign, bool exact) {
+        const float limit = exact && SIDES > 1 ? hopeful(row, b, 0.25f) : 0.0f;
+        float least = 0;
+#pragma unroll 1
+        for (int side = 0; side < SIGNS; side++) {
+            float scale, found = TYPE::Levels::least(d, sign, side, row.guess(b), row.curves(b) + 16 * side, codebook.grid, scale);
+            if (exact) {
+                found = 0;
+#pragma unroll 1
+                for (int c = side * BOOKS; c < (side + 1) * BOOKS; c++)
+                    if (SIDES == 1 || row.least(b)[c] <= limit)
+                        found = lesser(errors<32>(row.kept_of(b, c), row.filled(b)[c], scale), found);
+            }
+            least = lesser(found, least);
+        }
+        return least;
+    }
+
     // Write the least of the curves of 32 values.
     STATIC_INLINE void find_gain(const TrellisRow<TYPE>& row, int b) {
         float gain = least_of_16(row.curves(b)[lane_of_16()]);
@@ -283,7 +336,7 @@ template <class TYPE, int COUNT, int SIZE_, int SIGNS_, int BOOKS_, int SEARCHES
 
     // Search more deeply for 32 values that make much of a row's error, and rank all points for groups of them.
     STATIC_INLINE void reinforce(const TrellisRow<TYPE>& row, const Codebook& codebook, int b, double total) {
-        const double part = row.count <= 512 / 32 ? TYPE::SHORT_PART * total : total, heavy = TYPE::HEAVY * part;
+        const double part = row.count == 8 ? TYPE::SHORT_PART * total : total, heavy = TYPE::HEAVY * part;
         if (!(counts(row, b) && error_left(row, b) > TYPE::MUCH_ERROR * part)) return;
         const float center = row.guess(b), of_grid = codebook.grid[lane_of_16()] * center;
         float lowest = NOTHING_FOUND, error = 0;
@@ -445,8 +498,9 @@ struct EncodeIQ1_KT : Trellis<EncodeIQ1_KT, 8192, 8, 2, 1, 3, 56> {
     typedef SearchDepth<Shape<16, 4>, Shape<16, 8>, true, true, 1> Around;
     typedef SearchDepth<void, Shape<16, 16, 16>, false, false, 1> Deep;
     static const bool AGAIN = false, POLISHED = false, EVERY_CURVE = false, WIDELY = false, EAGER = true;
-    static const int FEW = 1, SOME = 2, FITS = 1;
-    static constexpr double MUCH = 2, VERY_MUCH = 8, STRETCH = 1.07;
+    static const bool CAREFUL = true;
+    static const int FEW = 1, SOME = 2, FINE = 2, FITS = 1, ATTEMPTS = 4;
+    static constexpr double MUCH = 2, VERY_MUCH = 8, MUCH_ENOUGH = 8, STRETCH = 1.07, EVEN = 0.1;
     static constexpr double MUCH_ERROR = 0.05, HEAVY = 0.05, SHORT_PART = 1;
     static constexpr float LARGEST = 127, SCANNED = 0.3f;
 
@@ -466,8 +520,9 @@ struct EncodeIQ2_KT : Trellis<EncodeIQ2_KT, 65536, 8, 2, 1, 3, 68> {
     typedef SearchDepth<Shape<16, 4>, Shape<16, 4>, true, true, 1> Around;
     typedef SearchDepth<Shape<16, 16>, Shape<16, 16, 16>, false, false, 1> Deep;
     static const bool AGAIN = false, POLISHED = false, EVERY_CURVE = false, WIDELY = false, EAGER = true;
-    static const int FEW = 1, SOME = 2, FITS = 1;
-    static constexpr double MUCH = 1.6, VERY_MUCH = 6, STRETCH = 1;
+    static const bool CAREFUL = true;
+    static const int FEW = 1, SOME = 2, FINE = 2, FITS = 1, ATTEMPTS = 4;
+    static constexpr double MUCH = 1.6, VERY_MUCH = 6, MUCH_ENOUGH = 6, STRETCH = 1, EVEN = 0.1;
     static constexpr double MUCH_ERROR = 0.05, HEAVY = 0.1, SHORT_PART = 1;
     static constexpr float LARGEST = 127, SCANNED = 0.3f;
 
@@ -483,9 +538,10 @@ struct EncodeIQ3_KT : Trellis<EncodeIQ3_KT, 65536, 8, 1, 1, 4, 100> {
     typedef SearchDepth<Shape<16, 16>, Shape<16, 16, 16>, false, false, 1> Deep;
     typedef SearchDepth<Shape<16, 16>, Shape<16, 16>, true, false, 1, true> Last;
     static const bool AGAIN = false, POLISHED = true, EVERY_CURVE = false, WIDELY = false, EAGER = false;
-    static const int FEW = 2, SOME = 2, FITS = 2;
-    static constexpr double MUCH = 2, VERY_MUCH = 1.6, STRETCH = 1;
-    static constexpr double MUCH_ERROR = 0.03, HEAVY = 0.015, SHORT_PART = 1.0 / 3;
+    static const bool CAREFUL = true;
+    static const int FEW = 2, SOME = 2, FINE = 4, FITS = 2, ATTEMPTS = 8;
+    static constexpr double MUCH = 2, VERY_MUCH = 1.6, MUCH_ENOUGH = 1, STRETCH = 1, EVEN = 0.075;
+    static constexpr double MUCH_ERROR = 0.03, HEAVY = 0.02, SHORT_PART = 1.0 / 3;
     static constexpr float LARGEST = 15, SCANNED = 1;
 
     STATIC_INLINE void put(uint8_t* out, const TrellisBlock& of) {
@@ -504,9 +560,10 @@ struct EncodeIQ4_KT : Trellis<EncodeIQ4_KT, 32768, 4, 2, 2, 4, 128> {
     typedef SearchDepth<Shape<16, 16>, Shape<16, 16, 16>, true, false, 1> Deep;
     typedef ListedDepth<24, false> Last;
     static const bool AGAIN = true, POLISHED = true, EVERY_CURVE = true, WIDELY = true, EAGER = true;
-    static const int FEW = 1, SOME = 2, FITS = 1;
-    static constexpr double MUCH = 1.4, VERY_MUCH = 9, STRETCH = 1;
-    static constexpr double MUCH_ERROR = 0.03, HEAVY = 0.015, SHORT_PART = 1.0 / 3;
+    static const bool CAREFUL = false;
+    static const int FEW = 1, SOME = 2, FINE = 4, FITS = 1, ATTEMPTS = 8;
+    static constexpr double MUCH = 1.4, VERY_MUCH = 9, MUCH_ENOUGH = 9, STRETCH = 1, EVEN = 0.1;
+    static constexpr double MUCH_ERROR = 0.03, HEAVY = 0.02, SHORT_PART = 1.0 / 3;
     static constexpr float LARGEST = 64, SCANNED = 1;
 
     STATIC_INLINE void put(uint8_t* out, const TrellisBlock& of) {
