@@ -153,9 +153,6 @@ CURVES, LEAST_OF, SCALE_OF = 256, 96, 104
 #: rows, and of those for which there is more patience.
 PATIENCE, MORE_PATIENCE = 0.25, 1e30
 
-#: How many times the least that it may be the sum of squares of unequal weights is.
-UNEQUAL = 3.5
-
 
 @inline
 def guess_scale(x):
@@ -174,14 +171,6 @@ def _energy(x, w):
     """Return sum(w x x) of 32 values."""
     a, b = load(f32x16, x, 0), load(f32x16, x, 64)
     return hsum(a * a * load(f32x16, w, 0) + b * b * load(f32x16, w, 64))
-
-
-@inline
-def _unequal(w):
-    """Return whether few of 32 weights are most of their sum."""
-    a, b = load(f32x16, w, 0), load(f32x16, w, 64)
-    total = np.float64(hsum(a + b))
-    return np.float64(hsum(a * a + b * b)) * 32 > UNEQUAL * (total * total)
 
 
 @inline
@@ -424,11 +413,23 @@ def _hopeful(energy, curves, patience):
     return least + max(energy + least, F(0)) * patience
 
 
+#: How many times the least that it may be the sum of squares of unequal weights is.
+UNEQUAL = 4.0
+
+
+@inline
+def _unequal(w):
+    """Return whether few of 32 weights are most of their sum."""
+    a, b = load(f32x16, w, 0), load(f32x16, w, 64)
+    total = np.float64(hsum(a + b))
+    return np.float64(hsum(a * a + b * b)) * 32 > UNEQUAL * (total * total)
+
+
 #: Binding: ``_curve_of``.
 curve_of: Any = None
 
 
-def survey(x, w, n, guesses, energies, uneven, patience, lines, s, kept, curves, filled, step, counted):
+def survey(x, w, n, guesses, energies, weighed, uneven, patience, lines, s, kept, curves, filled, step, counted):
     """Search for all values of a row; write how many slots are filled, and curves of errors.
 
     ``counted``: how many times one counts where the row's scale is chosen: one in ``step`` if it weighs little.
@@ -446,7 +447,7 @@ def survey(x, w, n, guesses, energies, uneven, patience, lines, s, kept, curves,
         following = min(b + 1, n // 32 - 1)
         if guesses[following] > F(0):
             lists_fetched(x + 128 * following, F(1) / guesses[following], lines[3], s)
-        if energy > least_deep or ((careful or patient) and _unequal(wb)):
+        if energy > least_deep or (weighed and (careful or patient) and _unequal(wb)):
             count = slots - 1 if energy > least_deep else fine
             deeply_searched(xb, wb, around, count, lines, s, at)
         else:
@@ -741,8 +742,9 @@ def encode(x, weights, out, row0, row1, lines_of_points, lines_of_cells, lines_o
         step = 1 if tries > 1 else max(count // 16, 1)
         patience = F(MORE_PATIENCE if tries > 1 or share > PATIENT else PATIENCE)
         row_surveyed(
-            px, pw, n, guesses, energies, uneven, patience, lines, s, found, address(curves), filled, step, counted
-        )
+            px, pw, n, guesses, energies, weights.size > 0, uneven, patience, lines, s, found, address(curves), filled,
+            step, counted,
+        )  # fmt: skip
         if uneven:
             row_reinforced(px, pw, n, guesses, energies, lines, s, found, address(curves), filled, counted, errors)
         row_scales(

@@ -47,14 +47,14 @@ INLINE double unit_of(float top) {
 }
 
 // Decide how a row is searched for.
-INLINE void weigh_row(const TrellisRow<ENCODER>& row, Shared& s) {
+INLINE void weigh_row(const TrellisRow<ENCODER>& row, bool weighed, Shared& s) {
     double total = 0, squares = 0;
     for (int b = 0; b < row.count; b++) {
         const double energy = row.energy(b);
         total = total + energy;
         squares = squares + energy * energy;
     }
-    ENCODER::weigh_row(row.count, total, squares, s.effort);
+    ENCODER::weigh_row(row.count, total, squares, weighed, s.effort);
 }
 
 // Search more deeply for what makes much of the row's error.
@@ -226,7 +226,7 @@ KERNEL(trellis, 512) {
             }
         }
         __syncthreads();
-        if (threadIdx.x == 0) weigh_row(row, s);
+        if (threadIdx.x == 0) weigh_row(row, a.importance != 0, s);
         __syncthreads();
 #pragma unroll 1
         for (int b = warp; b < row.count; b += WARPS) ENCODER::survey(row, codebook, b, s.effort);

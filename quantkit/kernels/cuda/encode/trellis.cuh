@@ -47,12 +47,13 @@ template <class T> struct TrellisRow {
 };
 
 // How a row is searched for. mean: of the energies; deep: from which on 32 values are searched for more deeply; step: one in
-// so many counts that weighs little; tries: scales of the row that are tried; uneven: whether few values are most of it.
+// so many counts that weighs little; tries: scales of the row that are tried; uneven: whether few values are most of it;
+// careful: whether it matters that weights are unequal.
 struct Effort {
     double mean, deep;
     float patience;
     int step, tries;
-    bool uneven;
+    bool uneven, careful;
 
     __device__ __forceinline__ bool patient() const { return patience > 1.0f; }
 };
@@ -236,17 +237,18 @@ template <class TYPE, int COUNT, int SIZE_, int SIGNS_, int BOOKS_, int SEARCHES
     STATIC_INLINE bool unequal(const float* w) {
         const float weight = w[me()];
         const double total = sum_of_32(weight), squares = sum_of_32(weight * weight);
-        return squares * 32 > 3.5 * (total * total);
+        return squares * 32 > 4.0 * (total * total);
     }
 
-    // Decide how a row is searched for. total, squares: of the energies and of their squares.
-    STATIC_INLINE void weigh_row(int count, double total, double squares, Effort& effort) {
+    // Decide how a row is searched for. total, squares: of the energies and of their squares; weighed: by an importance.
+    STATIC_INLINE void weigh_row(int count, double total, double squares, bool weighed, Effort& effort) {
         const double share = total > 0 ? squares / (total * total) : 0.0, mean = total * 32 / (double)(32 * count);
         effort.mean = mean;
         effort.uneven = share > TYPE::EVEN || share * count > 1.5;
         effort.tries = effort.uneven && share > 0.035 ? TYPE::ATTEMPTS : 1;
         effort.step = effort.tries > 1 ? 1 : max(count / 16, 1);
         effort.patience = effort.tries > 1 || share > 0.04 ? 1e30f : 0.25f;
+        effort.careful = weighed && (TYPE::CAREFUL || effort.patient());
         const double much = TYPE::MUCH_ENOUGH < TYPE::VERY_MUCH && effort.patient() ? TYPE::MUCH_ENOUGH : TYPE::VERY_MUCH;
         effort.deep = much * mean;
         if (effort.uneven && total * (1.0 / 16) < effort.deep) effort.deep = total * (1.0 / 16);
@@ -257,7 +259,7 @@ template <class TYPE, int COUNT, int SIZE_, int SIGNS_, int BOOKS_, int SEARCHES
         const float center = row.guess(b), around = center > 0 ? center : 1.0f;
         const double energy = center > 0 ? row.energy(b) : 0.0;
         int slots = SLOTS - 1;
-        if (energy > effort.deep || (unequal(row.w(b)) && (TYPE::CAREFUL || effort.patient()))) {
+        if (energy > effort.deep || (unequal(row.w(b)) && effort.careful)) {
             if (!(energy > effort.deep)) slots = TYPE::FINE;
             search_around<typename TYPE::Deep>(row, codebook, b, around, slots);
         } else {
