@@ -432,6 +432,7 @@ curve_of: Any = None
 def survey(x, w, n, guesses, energies, weighed, uneven, patience, lines, s, kept, curves, filled, step, counted):
     """Search for all values of a row; write how many slots are filled, and curves of errors.
 
+    ``weighed``: whether there are importances; ``uneven``: whether few values make most of the row's sum(w x x);
     ``counted``: how many times one counts where the row's scale is chosen: one in ``step`` if it weighs little.
     """
     total = 0.0
