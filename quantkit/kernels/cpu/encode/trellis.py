@@ -259,7 +259,7 @@ def cost_of(d, sign, guesses, energies, curves, counted, exact, kept, filled):
         if not (guesses[b] > F(0) and counted[b] > F(0)):
             continue
         least, of = splat(f32x16, F(0)), curves + CURVES * b
-        limit = hopeful(energies[b], of, F(PATIENCE))
+        limit = hopeful(energies[b], of, F(PATIENCE)) if exact else F(0)
         for side in range(signs):
             found, scales = least_of(d, sign, side, guesses[b], of + CURVES // 2 * side)
             if exact:
@@ -429,18 +429,16 @@ def _unequal(w):
 curve_of: Any = None
 
 
-def survey(x, w, n, guesses, energies, weighed, uneven, patience, lines, s, kept, curves, filled, step, counted):
+def survey(x, w, n, guesses, energies, total, weighed, uneven, patience, lines, s, kept, curves, filled, step, counted):
     """Search for all values of a row; write how many slots are filled, and curves of errors.
 
     ``weighed``: whether there are importances; ``uneven``: whether few values make most of the row's sum(w x x);
     ``counted``: how many times one counts where the row's scale is chosen: one in ``step`` if it weighs little.
     """
-    total = 0.0
-    for b in range(n // 32):
-        total += np.float64(energies[b])
     mean, patient = total * 32 / n, patience > F(1)
-    least_deep = min(very_much, much_enough if patient else very_much) * mean
-    least_deep = min(DEEP * total if uneven else least_deep, least_deep)
+    least_deep = (much_enough if patient else very_much) * mean
+    if uneven:
+        least_deep = min(DEEP * total, least_deep)
     for b in range(n // 32):
         at, xb, wb, center = kept + part * signs * books * b, x + 128 * b, w + 128 * b, guesses[b]
         energy = np.float64(energies[b]) if center > F(0) else 0.0
@@ -694,12 +692,12 @@ UNEVEN, FEW_MATTER, PATIENT = 1.5, 0.035, 0.04
 
 @inline
 def _share(energies):
-    """Return the share of a row's sum(w x x) that 32 values have, on average over that sum."""
+    """Return a row's sum(w x x), and the share of it that 32 values have, on average over that sum."""
     total = squares = 0.0
     for b in range(energies.size):
         total += np.float64(energies[b])
         squares += np.float64(energies[b]) * np.float64(energies[b])
-    return squares / (total * total) if total > 0 else 0.0
+    return total, squares / (total * total) if total > 0 else 0.0
 
 
 def encode(x, weights, out, row0, row1, lines_of_points, lines_of_cells, lines_of_families, extents, indices, lists):
@@ -737,14 +735,14 @@ def encode(x, weights, out, row0, row1, lines_of_points, lines_of_cells, lines_o
         _weigh(px, pw, address(weights) if weights.size else 0, n, unit, top)
         for b in range(count):
             energies[b] = _energy(px + 128 * b, pw + 128 * b)
-        share = _share(energies)
+        total, share = _share(energies)
         uneven = share > even or share * count > UNEVEN
         tries = attempts if uneven and share > FEW_MATTER else 1
         step = 1 if tries > 1 else max(count // 16, 1)
         patience = F(MORE_PATIENCE if tries > 1 or share > PATIENT else PATIENCE)
         row_surveyed(
-            px, pw, n, guesses, energies, weights.size > 0, uneven, patience, lines, s, found, address(curves), filled,
-            step, counted,
+            px, pw, n, guesses, energies, total, weights.size > 0, uneven, patience, lines, s, found, address(curves),
+            filled, step, counted,
         )  # fmt: skip
         if uneven:
             row_reinforced(px, pw, n, guesses, energies, lines, s, found, address(curves), filled, counted, errors)
@@ -913,7 +911,7 @@ def _encoder(
     name: str, count: int, size: int, put: Any, levels: Any, *,
     largest: int, around: Depth, deep: tuple[Shape, Shape], searches: tuple[int, int, int],
     fine: int, careful: bool = True,
-    coarse: bool = False, again: int = 0, much: float = 2.0, very_much: float = 4.0, much_enough: float = np.inf,
+    coarse: bool = False, again: int = 0, much: float = 2.0, very_much: float = 4.0, much_enough: float | None = None,
     spread: int = 1, eager: bool = False,
     last: Depth | None = None, signs: int = 2, books: int = 1, stretch: float = 1.0,
     attempts: int = 4, even: float = 0.1, more_deeply: dict[str, float],
@@ -946,7 +944,7 @@ def _encoder(
     surveyed = specialize(
         survey, suffix, helper, deeply_searched=deeply_searched, curve_of=curves, **shared,
         few=searches[0], some=searches[1], eager=eager, careful=careful, spread=spread, lists_fetched=lists_fetched,
-        fine=fine, much_enough=much_enough,
+        fine=fine, much_enough=very_much if much_enough is None else much_enough,
         searched_around=specialize(
             search_around, suffix, search=first_search, at_once=books if isinstance(around, int) else 1,
             spread=spread, **sides,

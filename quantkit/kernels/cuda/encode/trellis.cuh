@@ -249,8 +249,7 @@ template <class TYPE, int COUNT, int SIZE_, int SIGNS_, int BOOKS_, int SEARCHES
         effort.step = effort.tries > 1 ? 1 : max(count / 16, 1);
         effort.patience = effort.tries > 1 || share > 0.04 ? 1e30f : 0.25f;
         effort.careful = weighed && (TYPE::CAREFUL || effort.patient());
-        const double much = TYPE::MUCH_ENOUGH < TYPE::VERY_MUCH && effort.patient() ? TYPE::MUCH_ENOUGH : TYPE::VERY_MUCH;
-        effort.deep = much * mean;
+        effort.deep = (effort.patient() ? TYPE::MUCH_ENOUGH : TYPE::VERY_MUCH) * mean;
         if (effort.uneven && total * (1.0 / 16) < effort.deep) effort.deep = total * (1.0 / 16);
     }
 
