@@ -70,8 +70,7 @@ def _tiles(t: TensorType, lanes: int, n_out: int, columns: int, matrices: int) -
         return 0
     # As in _rows: the fewer the bits, the more it matters. With 8 lanes four tiles do not fit the registers.
     most = 4 if 8 * t.block_bytes < 2 * t.block and lanes > 8 and matrices == 1 else 2 // matrices
-    enough = {4: _FEW, 2: _FEW, 1: _FEWEST}
-    return next((n for n in enough if n <= most and n_out * lanes >= 128 * n * enough[n]), 0)
+    return next((n for n in (4, 2, 1) if n <= most and n_out * lanes >= 128 * n * _FEWEST), 0)
 
 
 def _shape(
