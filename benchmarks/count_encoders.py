@@ -33,8 +33,8 @@ from quantkit.kernels.cuda.core.device import Launch  # noqa: E402
 from quantkit.kernels.cuda.encode.encode import encode_rows, encoders, weighs, working_bytes  # noqa: E402
 from quantkit.types import BY_NAME, TensorType  # noqa: E402
 
-#: Threads of a launch, and lines of a module, that are counted (tests/ptx/machine.h).
-THREADS, LINES, CAPABILITY = 4096, 16384, 90
+#: Lines of a module that are counted (tests/ptx/machine.h).
+LINES, CAPABILITY = 16384, 90
 #: The matrix that libgguf gives times for.
 WEIGHTS = 11008 * 4096
 #: What goes through the pipe of loads, stores and shuffles.
@@ -50,13 +50,16 @@ class Counting(PTXDevice):
 
     def __init__(self) -> None:
         super().__init__(CAPABILITY)
-        self._lines = np.zeros((THREADS, LINES), np.uint32)
+        self._lines = np.empty((0, LINES), np.uint32)  # of each thread
         self.executed, self.loads, self.conversions = Counter[str](), 0.0, 0.0
 
     def launch(self, launch: Launch, order: int) -> None:
         library = library_of(launch.kernel, CAPABILITY, *self.more)
+        threads = launch.grid[0] * launch.kernel.threads
+        if threads > len(self._lines):
+            self._lines = np.empty((threads, LINES), np.uint32)
         ctypes.c_void_p.in_dll(library, "lines_run").value = self._lines.ctypes.data
-        used = self._lines[: launch.grid[0] * launch.kernel.threads]
+        used = self._lines[:threads]
         used[:] = 0
         super().launch(launch, order)
         found = used.reshape(-1, 32, LINES).max(1).sum(0, dtype=np.int64)

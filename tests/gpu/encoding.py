@@ -115,7 +115,7 @@ def random_importance(t: TensorType) -> Floats:
 
 def digests(rows: npt.NDArray[np.uint8]) -> str:
     """Return a short digest of each TOGETHER rows, one behind the other."""
-    parts = np.ascontiguousarray(rows.reshape(ROWS // TOGETHER, -1))
+    parts = np.ascontiguousarray(rows.reshape(len(rows) // TOGETHER, -1))
     return " ".join(hashlib.sha256(part.tobytes()).hexdigest()[:12] for part in parts)
 
 
