@@ -113,9 +113,9 @@ def random_importance(t: TensorType) -> Floats:
     return raw * raw * np.float32(2**-24)
 
 
-def digests(rows: npt.NDArray[np.uint8]) -> str:
-    """Return a short digest of each TOGETHER rows, one behind the other."""
-    parts = np.ascontiguousarray(rows.reshape(len(rows) // TOGETHER, -1))
+def digests(data: npt.NDArray[np.uint8], rows: int = ROWS) -> str:
+    """Return a short digest of the bytes of each TOGETHER rows, one behind the other."""
+    parts = np.ascontiguousarray(data.reshape(rows // TOGETHER, -1))
     return " ".join(hashlib.sha256(part.tobytes()).hexdigest()[:12] for part in parts)
 
 
