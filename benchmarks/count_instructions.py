@@ -2,6 +2,7 @@
 
     benchmarks/count_instructions.py                        # every type, one column, an H200
     benchmarks/count_instructions.py --types Q4_K IQ1_S --columns 8 --kernel up_gate --show
+    benchmarks/count_instructions.py --layer                # the bound of every matrix of a layer of Qwen3-30B-A3B
 
 Evidence without a GPU: mat_vec is compiled (NVRTC) and disassembled (nvdisasm from a CUDA toolkit, or pip
 install nvidia-cuda-nvdisasm); the instructions of its main loop are counted by pipe and divided by the parts of
@@ -40,7 +41,7 @@ import numpy as np
 
 from quantkit.kernels.cuda.core.compile import compile_module
 from quantkit.kernels.cuda.core.kernel import Kernel
-from quantkit.kernels.cuda.matmul import mat_vec
+from quantkit.kernels.cuda.matmul import mat_vec, mat_vec_same_input
 from quantkit.kernels.formats import UNPACKED, format_of
 from quantkit.kernels.parameters import Activation
 from quantkit.types import BY_NAME, TensorType
@@ -91,6 +92,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--columns", type=int, default=1, help="rows of activations (default: 1)")
     p.add_argument("--kernel", choices=("mul_mat", "up_gate"), default="mul_mat")
     p.add_argument("--shape", type=int, nargs=2, default=(4096, 1 << 18), metavar=("IN", "OUT"), help="matrix shape")
+    p.add_argument("--layer", action="store_true", help="a token's matrices of a layer of Qwen3-30B-A3B, all of a type")
     p.add_argument("--capability", type=int, default=90, help="compute capability (default: 90)")
     p.add_argument("--multiprocessors", type=int, default=132)
     p.add_argument("--clock", type=float, default=1.98, metavar="GHZ", help="under load (default: 1.98)")
@@ -105,6 +107,17 @@ def operation_of(kernel: str, t: TensorType, n_in: int, n_out: int, columns: int
     if kernel == "up_gate":
         return mat_vec.up_gate(t, Activation("silu"), n_in, n_out, columns).kernel
     return mat_vec.mul_mat(t, n_in, n_out, columns).kernel
+
+
+def of_layer(t: TensorType) -> dict[str, tuple[Kernel, int]]:
+    """Return the products of a token in a layer of Qwen3-30B-A3B, and how many weights each has."""
+    silu, used = Activation("silu"), 8
+    return {
+        "up and gate": (mat_vec.up_gate_id(t, silu, 2048, 768, 1, used).kernel, 2 * used * 768 * 2048),
+        "down": (mat_vec.mul_mat_id(t, 768, 2048, 1, used).kernel, used * 2048 * 768),
+        "q, k, v": (mat_vec_same_input.mul_mats((t, t, t), 2048, (4096, 512, 512)).kernel, 5120 * 2048),
+        "attention's output": (mat_vec.mul_mat(t, 4096, 2048).kernel, 2048 * 4096),
+    }
 
 
 def disassembled(code: bytes, nvdisasm: str) -> str:
@@ -173,11 +186,33 @@ def count(kernel: Kernel, t: TensorType, capability: int, nvdisasm: str) -> Coun
     return Counts(int(found[1]) if found else 0, rows, by_pipe, opcodes)
 
 
+def print_layers(names: list[str], card: Card, options: argparse.Namespace) -> None:
+    """Print the bound of each product of a layer, and of all, as they take turns; none is above a copy's."""
+    heads = list(of_layer(BY_NAME["Q4_K"]))
+    print(f"| type | {' | '.join(heads)} | all |\n|{'---|' * (2 + len(heads))}")
+    for t in map(BY_NAME.__getitem__, names):
+        shares, took, weights = [], 0.0, 0
+        for kernel, n in of_layer(t).values():
+            clocks = max(count(kernel, t, options.capability, options.nvdisasm).clocks.values())
+            shares.append(card.share(t.block_bytes * 32 / t.block, clocks))
+            took, weights = took + n / min(shares[-1], 1), weights + n
+        bound = 100 * weights / took
+        cells = (
+            t.name,
+            *(f"{100 * share:.0f} %" for share in shares),
+            f"{bound:.0f} %{' <' * (bound < options.least)}",
+        )
+        print(f"| {' | '.join(cells)} |", flush=True)
+
+
 def main() -> None:
     options = parser().parse_args()
     if options.nvdisasm is None:
         sys.exit("nvdisasm is not in PATH: pip install nvidia-cuda-nvdisasm, then --nvdisasm PROGRAM")
     card = Card(options.multiprocessors, options.clock, options.copy)
+    if options.layer:
+        print_layers(options.types, card, options)
+        return
     pipes = ("issue", "ALU", "IMAD", "tensor", "LSU")
     print(f"| type | bytes | rows | registers | {' | '.join(pipes)} | busiest | bound |\n|{'---|' * (6 + len(pipes))}")
     for name in options.types:

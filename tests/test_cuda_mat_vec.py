@@ -24,7 +24,8 @@ def as_large(monkeypatch: pytest.MonkeyPatch) -> None:
     """Small matrices are computed as large ones are: several rows at once, by a warp."""
     monkeypatch.setattr(mat_vec, "_FEW", 0)
     monkeypatch.setattr(mat_vec, "_MANY", 0)
-    monkeypatch.setattr(mat_vec, "_FEWEST", 0)
+    monkeypatch.setattr(mat_vec, "_TWO_EACH", 0)
+    monkeypatch.setattr(mat_vec, "_ONE_EACH", 0)
 
 
 #: One type of each way to unpack, with row lengths that leave lanes idle, use fewer lanes, or more warps.

@@ -18,8 +18,9 @@ from quantkit.types import BY_NAME, TensorType
 #: Most rows of x.
 MAX_ROWS = 8
 _WARPS = 4
-#: Warps that keep a large device busy, and those below which they get less to do each; with tiles no tile at all.
-_MANY, _FEW, _FEWEST = 2112, 1056, 990
+#: Warps that keep a large device busy, and those below which they get less to do each; with tiles, whose instructions
+#: hardly wait for each other, two and one a scheduler.
+_MANY, _FEW, _TWO_EACH, _ONE_EACH = 2112, 1056, 990, 495
 
 
 def _lanes(t: TensorType, n_in: int, n_out: int) -> int:
@@ -30,7 +31,7 @@ def _lanes(t: TensorType, n_in: int, n_out: int) -> int:
         parts = n_in // (32 * format_of(t).parts)
         lanes, steps = _lanes_of_warp(parts), parts / 32
     # Few rows, but long ones: warps share them.
-    few = 128 * _FEWEST if format_of(t).tiles else 64 * _MANY
+    few = 128 * _ONE_EACH if format_of(t).tiles else 64 * _MANY
     while 32 <= lanes < 128 and n_out * lanes < few and steps >= lanes // 16:
         lanes *= 2
     return lanes
@@ -70,7 +71,8 @@ def _tiles(t: TensorType, lanes: int, n_out: int, columns: int, matrices: int) -
         return 0
     # As in _rows: the fewer the bits, the more it matters. With 8 lanes four tiles do not fit the registers.
     most = 4 if 8 * t.block_bytes < 2 * t.block and lanes > 8 and matrices == 1 else 2 // matrices
-    return next((n for n in (4, 2, 1) if n <= most and n_out * lanes >= 128 * n * _FEWEST), 0)
+    enough = {4: 4 * _TWO_EACH, 2: 2 * _TWO_EACH, 1: _ONE_EACH}
+    return next((n for n in enough if n <= most and n_out * lanes >= 128 * enough[n]), 0)
 
 
 def _shape(
