@@ -403,18 +403,6 @@ def test_a_file_that_is_written_shows_that_it_goes_on(tmp_path: Path, monkeypatc
     assert shown == ["model: 64.00 KiB", "model: 128.00 KiB"]
 
 
-@pytest.mark.parametrize("name", ["Q4_K", "IQ4_XS"])
-def test_digests_of_encoders_are_the_cpus(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(ROOT / "scripts")
-    from gpu import encoding
-    from quantkit.kernels import quantize
-    from quantkit.types import BY_NAME
-
-    kept = json.loads(encoding.EXPECTED.read_text())
-    for case in encoding.parity_cases(BY_NAME[name]):
-        assert encoding.digests(quantize(case.x, name, case.importance, case.encoder)) == kept[case.key]
-
-
 @needs_compiler
 def test_parity_compares_both_searches_of_a_type(tmp_path: Path) -> None:
     out = tmp_path / "results.md"
