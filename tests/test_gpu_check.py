@@ -43,7 +43,6 @@ speed.SIZES = speed.Sizes(
     used=2, expert_in=256, expert_out=256, heads=4, vocab=96, gates=(1, 12), depths=(100,), latent_heads=2, layers=1,
     single=1, repetitions=1, of_products=1, of_model=1, types=("Q8_0", "F16", "IQ2_KT"), caches=("f16",),
 )
-from dataclasses import replace
 from pathlib import Path
 import time
 folder = Path(sys.argv[1])
@@ -53,6 +52,17 @@ for step in sys.argv[3:]:
     check.STEPS[step](run)
 sys.exit(run.failed)
 """
+
+
+#: What begins a process that does steps of a Run on the shim.
+ON_SHIM = (
+    SMALL.partition("speed._CARD")[0]
+    + """
+from pathlib import Path
+import time
+run = check.Run(Path(sys.argv[1]) / "out.md", Path(sys.argv[1]), time.time() + 600, ["Q8_0"])
+"""
+)
 
 
 def python(code: str, *arguments: object) -> subprocess.CompletedProcess[str]:
@@ -103,14 +113,7 @@ def test_checks_pass_on_the_shim_and_are_recorded(tmp_path: Path) -> None:
 
 @needs_compiler
 def test_models_of_the_zoo_in_parts_or_at_once(tmp_path: Path) -> None:
-    code = SMALL.partition("speed._CARD")[0] + (
-        "from pathlib import Path\n"
-        "import time\n"
-        "run = check.Run(Path(sys.argv[1]) / 'out.md', Path(sys.argv[1]), time.time() + 600, [])\n"
-        "run.only = {'zoo': ('llada-dense', 'qwen2-dense')}\n"
-        "check.STEPS['zoo'](run)\n"
-        "sys.exit(run.failed)\n"
-    )
+    code = ON_SHIM + "run.only = {'zoo': ('llada-dense', 'qwen2-dense')}\ncheck.zoo(run)\nsys.exit(run.failed)"
     done = python(code, tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "zoo models in F32 beside llama.cpp, fused and unfused: 2 done, worst NMSE" in done.stdout
@@ -131,16 +134,13 @@ def test_whole_files_with_error_feedback(tmp_path: Path) -> None:
 @needs_compiler
 def test_a_wrong_result_fails(tmp_path: Path) -> None:
     """The lowest bit of one level in 32 is found."""
-    code = SMALL.partition("speed._CARD")[0] + (
+    code = ON_SHIM + (
         "cases.blocks_right = cases.blocks\n"
         "def off(t, count, seed, largest=64):\n"
         "    data = cases.blocks_right(t, count, seed, largest).copy()\n"
         "    data[:, -1] ^= 1\n"
         "    return data\n"
         "cases.blocks = off\n"
-        "from pathlib import Path\n"
-        "import time\n"
-        "run = check.Run(Path(sys.argv[1]) / 'out.md', Path(sys.argv[1]), time.time() + 600, ['Q8_0'])\n"
         "check.carry_out(run, ['products'])\n"
         "print(run.failed)\n"
     )
@@ -152,7 +152,6 @@ def test_a_wrong_result_fails(tmp_path: Path) -> None:
 
 CHILD = """
 import os, signal, sys, time
-from dataclasses import replace
 from pathlib import Path
 sys.path.insert(0, sys.argv[1])
 from gpu import run as gpu_run
