@@ -74,13 +74,27 @@ class TwinDevice(PTXDevice):
 
     def _differ(self, kernel: Kernel, shim: npt.NDArray[np.uint8], ptx: npt.NDArray[np.uint8]) -> None:
         n = len(shim) // 4 * 4
-        words = [a[:n].view(np.uint32) for a in (shim, ptx)]
-        other = words[0] != words[1]
+        shim, ptx = shim[:n], ptx[:n]
+        words = [a.view(np.uint32) for a in (shim, ptx)]
+        other = (words[0] != words[1]) & _differ_beside_nan(shim, ptx).reshape(-1, 2).any(1)
+        if not other.any():
+            return
         a, b = (w[other].view(np.float32).astype(np.float64) for w in words)
         with np.errstate(all="ignore"):
-            nan = np.isnan(a) & np.isnan(b)
             largest = np.abs(words[0].view(np.float32)[np.isfinite(words[0].view(np.float32))]).max(initial=0.0)
-            relative = np.where(nan, 0.0, np.abs(a - b)).max(initial=0.0) / (float(largest) or 1.0)
-        exact = is_exact(kernel, self.capability)
-        if not nan.all():
-            self.differences.append(Difference(kernel, int(other.sum() - nan.sum()), float(relative), exact))
+            relative = np.nan_to_num(np.abs(a - b), nan=np.inf).max() / (float(largest) or 1.0)
+        self.differences.append(Difference(kernel, int(other.sum()), float(relative), is_exact(kernel, self.capability)))
+
+
+def _differ_beside_nan(a: npt.NDArray[np.uint8], b: npt.NDArray[np.uint8]) -> npt.NDArray[np.bool_]:
+    """Tell of each 16 bits whether they differ, but for those of floats that are NaN in both, of whatever bits.
+
+    Scales may lie between the bytes of blocks, so floats begin at any 16 bits.
+    """
+    halves = [x.view(np.uint16) for x in (a, b)]
+    nan = np.ones(len(halves[0]) + 1, bool)
+    nan[0] = nan[-1] = False
+    for x in halves:
+        floats = (x[:-1].astype(np.uint32) | x[1:].astype(np.uint32) << 16).view(np.float32)
+        nan[1:-1] &= np.isnan(floats)
+    return (halves[0] != halves[1]) & ~nan[:-1] & ~nan[1:]
