@@ -83,7 +83,9 @@ class TwinDevice(PTXDevice):
         with np.errstate(all="ignore"):
             largest = np.abs(words[0].view(np.float32)[np.isfinite(words[0].view(np.float32))]).max(initial=0.0)
             relative = np.nan_to_num(np.abs(a - b), nan=np.inf).max() / (float(largest) or 1.0)
-        self.differences.append(Difference(kernel, int(other.sum()), float(relative), is_exact(kernel, self.capability)))
+        self.differences.append(
+            Difference(kernel, int(other.sum()), float(relative), is_exact(kernel, self.capability))
+        )
 
 
 def _differ_beside_nan(a: npt.NDArray[np.uint8], b: npt.NDArray[np.uint8]) -> npt.NDArray[np.bool_]:
