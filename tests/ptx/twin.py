@@ -19,8 +19,9 @@ from ptx.device import PTXDevice, module_of
 from quantkit.kernels.cuda.core.device import Launch
 from quantkit.kernels.cuda.core.kernel import Kernel
 
-#: What tells a kernel that does not give the same bits, and how far it may be from them.
-OPEN, NEAR = re.compile(r"(ex2|rcp)\.approx|mma\.sync\S+\.f32$|__cudart_sin_cos_coeffs"), 2e-6
+#: What tells a kernel that does not give the same bits, and how far it may be from them; where limits cut values, but not
+#: the errors of the sums that they are.
+OPEN, NEAR, NEAR_LIMITED = re.compile(r"(ex2|rcp)\.approx|mma\.sync\S+\.f32$|__cudart_sin_cos_coeffs"), 2e-6, 4e-5
 
 
 def is_exact(kernel: Kernel, capability: int) -> bool:
@@ -48,7 +49,8 @@ class TwinDevice(PTXDevice):
 
     def check(self) -> None:
         """Fail if a launch was not what it had to be."""
-        wrong = [d for d in self.differences if d.exact or d.relative > NEAR]
+        near = {"up_gate": NEAR_LIMITED, "up_gate_id": NEAR_LIMITED}
+        wrong = [d for d in self.differences if d.exact or d.relative > near.get(d.kernel.name, NEAR)]
         assert not wrong, wrong
 
     def launch(self, launch: Launch, order: int) -> None:
