@@ -91,14 +91,18 @@ class TwinDevice(PTXDevice):
 
 
 def _differ_beside_nan(a: npt.NDArray[np.uint8], b: npt.NDArray[np.uint8]) -> npt.NDArray[np.bool_]:
-    """Tell of each 16 bits whether they differ, but for those of floats that are NaN in both, of whatever bits.
+    """Tell of each 16 bits whether they differ, but for those of floats or doubles that are NaN in both, of whatever bits.
 
     Scales may lie between the bytes of blocks, so floats begin at any 16 bits.
     """
     halves = [x.view(np.uint16) for x in (a, b)]
     nan = np.ones(len(halves[0]) + 1, bool)
     nan[0] = nan[-1] = False
+    doubles = np.ones(len(a) // 8, bool)
     for x in halves:
         floats = (x[:-1].astype(np.uint32) | x[1:].astype(np.uint32) << 16).view(np.float32)
         nan[1:-1] &= np.isnan(floats)
-    return (halves[0] != halves[1]) & ~nan[:-1] & ~nan[1:]
+        doubles &= np.isnan(x[: 4 * len(doubles)].view(np.float64))
+    differ = (halves[0] != halves[1]) & ~nan[:-1] & ~nan[1:]
+    differ[: 4 * len(doubles)].reshape(-1, 4)[doubles] = False
+    return differ
