@@ -19,8 +19,8 @@ from ptx.device import PTXDevice, module_of
 from quantkit.kernels.cuda.core.device import Launch
 from quantkit.kernels.cuda.core.kernel import Kernel
 
-#: What tells a kernel that does not give the same bits, and how far it may be from them; where limits cut values, but not
-#: the errors of the sums that they are.
+#: What tells a kernel that does not give the same bits, and how far it may be from them; where limits cut values, but
+#: not the errors of the sums that they are.
 OPEN, NEAR, NEAR_LIMITED = re.compile(r"(ex2|rcp)\.approx|mma\.sync\S+\.f32$|__cudart_sin_cos_coeffs"), 2e-6, 4e-5
 
 
@@ -91,9 +91,9 @@ class TwinDevice(PTXDevice):
 
 
 def _differ_beside_nan(a: npt.NDArray[np.uint8], b: npt.NDArray[np.uint8]) -> npt.NDArray[np.bool_]:
-    """Tell of each 16 bits whether they differ, but for those of floats or doubles that are NaN in both, of whatever bits.
+    """Tell of each 16 bits whether they differ, but for those of floats or doubles that are NaN in both.
 
-    Scales may lie between the bytes of blocks, so floats begin at any 16 bits.
+    NaN has many bits. Scales may lie between the bytes of blocks, so floats begin at any 16 bits.
     """
     halves = [x.view(np.uint16) for x in (a, b)]
     nan = np.ones(len(halves[0]) + 1, bool)
