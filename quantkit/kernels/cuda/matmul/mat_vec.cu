@@ -4,7 +4,7 @@
 // ROWS they compute at once. With ACTIVATION, a number, the file has the fused products of up and gate instead; with
 // TO, those of one row whose result is converted to a format. With TILES tensor cores multiply (tile_dots.cuh).
 #ifdef TILES
-#define BLOCKS_AT_ONCE (ROWS > 8 || LANES < 32 || __CUDA_ARCH__ != 900 ? 3 : 4)
+#include "matmul/tile_blocks.cuh"
 #else
 #define BLOCKS_AT_ONCE (COLUMNS == 1 ? 5 : COLUMNS == 2 ? 4 : __CUDA_ARCH__ < 800 ? 2 : 3)
 #endif

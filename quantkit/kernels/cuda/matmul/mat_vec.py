@@ -71,8 +71,8 @@ def _tiles(t: TensorType, lanes: int, n_out: int, columns: int, matrices: int) -
         return 0
     # As in _rows: the fewer the bits, the more it matters. With 8 lanes four tiles do not fit the registers.
     most = 4 if 8 * t.block_bytes < 2 * t.block and lanes > 8 and matrices == 1 else 2 // matrices
-    enough = {4: 4 * _TWO_EACH, 2: 2 * _TWO_EACH, 1: _ONE_EACH}
-    return next((n for n in enough if n <= most and n_out * lanes >= 128 * enough[n]), 0)
+    enough = {4: _TWO_EACH, 2: _TWO_EACH, 1: _ONE_EACH}
+    return next((n for n in enough if n <= most and n_out * lanes >= 128 * n * enough[n]), 0)
 
 
 def _shape(

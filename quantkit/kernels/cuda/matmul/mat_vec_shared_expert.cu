@@ -1,7 +1,7 @@
 // Products of one token with its experts' matrices and with a dense one, a shared expert's, in one launch.
 // Macros as in mat_vec.cu, COLUMNS 1; OTHER: the type of the dense matrix, if it differs.
 #ifdef TILES
-#define BLOCKS_AT_ONCE (ROWS > 8 || LANES < 32 || __CUDA_ARCH__ != 900 ? 3 : 4)
+#include "matmul/tile_blocks.cuh"
 #else
 #define BLOCKS_AT_ONCE 5
 #endif
