@@ -26,7 +26,7 @@ from quantkit.kernels.cpu.unpack.dequantize import dequantize_rows
 from quantkit.kernels.formats import has_decoder, has_encoder
 from quantkit.types import TYPES, TensorType
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
+sys.path[:0] = [str(Path(__file__).resolve().parents[1] / name) for name in ("tests", "tests/lib")]
 
 from blocks import random_rows  # noqa: E402
 

@@ -169,7 +169,7 @@ def bench_width(args: argparse.Namespace, n: int) -> None:
     variances = np.percentile(np.diagonal(h), [0, 50, 99, 100])
     print(f"\n{n} columns, {rows} rows; variances: {', '.join(f'{v:.2g}' for v in variances)}", flush=True)
     blas = products_of_blas(h, x[:64])
-    metric, how = bench_decomposition(h, args.threads), Rounding(sweeps=args.sweeps, most=args.sweeps)
+    metric, how = bench_decomposition(h, args.threads), Rounding(sweeps=args.sweeps, max_sweeps=args.sweeps)
     weights = np.diagonal(h).astype(np.float32)
     del h
     for name in args.types.split(","):

@@ -54,7 +54,7 @@ def seconds_of(session: Session, chunk: npt.NDArray[np.int32], outputs: slice) -
     wanted[outputs] = True
     session.clear()
     start = CLOCK[0]()
-    session.decode(chunk, outputs=wanted, each=lambda *_: None)
+    session.decode(chunk, outputs=wanted, consume=lambda *_: None)
     return CLOCK[0]() - start
 
 

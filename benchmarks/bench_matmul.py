@@ -43,10 +43,10 @@ from quantkit.kernels.cpu.matmul.matmul import (
     scratch_bytes,
 )
 from quantkit.kernels.formats import FORMATS
-from quantkit.kernels.interleave import woven_of
+from quantkit.kernels.interleave import interleaved_of
 from quantkit.types import BY_NAME, TensorType
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
+sys.path[:0] = [str(Path(__file__).resolve().parents[1] / name) for name in ("tests", "tests/lib")]
 
 from blocks import random_rows  # noqa: E402
 
@@ -108,13 +108,13 @@ class Ggml:
     def graphs(self, t: TensorType, w: U8, x: F32) -> dict[str, Graph]:
         """Return the ways to compute a product, by the name of the weights' form."""
         made = {"": Graph(self, t, w, x)}
-        woven = woven_of(t)
+        interleaved = interleaved_of(t)
         if self.peer == "llama" and t.name in REPACKED:
             made["repacked"] = Graph(self, t, w, x, self.repacked())
-        elif self.peer == "ik" and woven is not None and woven.trees == "ik":
-            rows = np.empty((len(w), woven.row_bytes(x.shape[1])), np.uint8)
-            interleave_rows(woven, w, rows)
-            made[woven.name] = Graph(self, woven, rows, x)
+        elif self.peer == "ik" and interleaved is not None and interleaved.trees == "ik":
+            rows = np.empty((len(w), interleaved.row_bytes(x.shape[1])), np.uint8)
+            interleave_rows(interleaved, w, rows)
+            made[interleaved.name] = Graph(self, interleaved, rows, x)
         return made
 
 

@@ -16,11 +16,12 @@ import numpy as np
 from count_encoders import Counting
 from device_memory import Memory
 
-from awkward import encode
+from edge_rows import encode
 from quantkit.kernels.cpu.feedback.metric import metric
 from quantkit.kernels.cpu.feedback.options import Rounding
 from quantkit.kernels.cuda.feedback.metric import upload
 from quantkit.kernels.cuda.feedback.rounding import round_rows, working_bytes
+from quantkit.kernels.cuda.feedback.rows import RowAddresses
 from quantkit.kernels.levels import levels_of
 from quantkit.types import BY_NAME, TensorType
 
@@ -38,7 +39,7 @@ def count(t: TensorType, n: int) -> tuple[Counter[str], float, float]:
     at, to = memory.put(made), memory.put(x)
     before, after = (memory.room((ROWS,), np.float64) for _ in range(2))
     work = memory.room((working_bytes(t, ROWS, n),), np.uint8)
-    round_rows(device, t, to, ROWS, to, at, at, by, Rounding(), before, after, work)
+    round_rows(device, t, RowAddresses(ROWS, to, at, at, before, after), by, Rounding(), work)
     by.close()
     memory.close()
     return device.executed, device.loads, device.conversions

@@ -42,7 +42,7 @@ import numpy as np
 from quantkit.kernels.cuda.core.compile import compile_module
 from quantkit.kernels.cuda.core.kernel import Kernel
 from quantkit.kernels.cuda.matmul import mat_vec, mat_vec_same_input
-from quantkit.kernels.formats import UNPACKED, format_of
+from quantkit.kernels.formats import BLOCK_TYPES, format_of
 from quantkit.kernels.parameters import Activation
 from quantkit.types import BY_NAME, TensorType
 
@@ -88,7 +88,7 @@ class Counts:
 
 def parser() -> argparse.ArgumentParser:
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    p.add_argument("--types", nargs="+", default=[t.name for t in UNPACKED], metavar="TYPE")
+    p.add_argument("--types", nargs="+", default=[t.name for t in BLOCK_TYPES], metavar="TYPE")
     p.add_argument("--columns", type=int, default=1, help="rows of activations (default: 1)")
     p.add_argument("--kernel", choices=("mul_mat", "up_gate"), default="mul_mat")
     p.add_argument("--shape", type=int, nargs=2, default=(4096, 1 << 18), metavar=("IN", "OUT"), help="matrix shape")
@@ -176,7 +176,7 @@ def count(kernel: Kernel, t: TensorType, capability: int, nvdisasm: str) -> Coun
     opcodes = Counter(line.split()[0].split(".")[0] for line in loop)
     macros = dict(kernel.defines)
     rows = int(macros["ROWS"]) * (2 if "ACTIVATION" in macros else 1)
-    rows *= format_of(t).parts
+    rows *= format_of(t).blocks_per_lane
     found = re.search(rf"quantkit_{kernel.name}'.*?Used (\d+) registers", log, re.S)
     wanted, words = lookups(t)
 

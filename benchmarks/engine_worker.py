@@ -25,7 +25,7 @@ import numpy as np
 import numpy.typing as npt
 from processes import llama_bin, package_folder
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
+sys.path[:0] = [str(Path(__file__).resolve().parents[1] / name) for name in ("tests", "tests/lib")]
 
 from libllama import Ik, Mainline, batch_of, decode_batch, open_context, open_model  # noqa: E402
 

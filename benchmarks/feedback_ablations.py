@@ -26,10 +26,10 @@ from processes import machine, work_folder
 
 from quantkit.imatrix.covariance import Weighting, covariance
 from quantkit.kernels.cpu.feedback.options import Rounding
-from quantkit.kernels.cpu.feedback.sweeps import feed, residuals
+from quantkit.kernels.cpu.feedback.sweeps import error_feedback, residuals
 from quantkit.quantize import QuantizeOptions
 from quantkit.sequential.inputs import StageInputs
-from quantkit.sequential.streams import Seen, Streams
+from quantkit.sequential.streams import SpilledInput, Streams
 
 Changes = Mapping[str, Any]
 
@@ -74,7 +74,7 @@ def rounding(**options: Any) -> Changes:
 
 
 def damping(value: float) -> Changes:
-    return {f"{FEEDBACK}:DAMPING": value, f"{FEEDBACK}:FEW_DAMPING": value, f"{INPUTS}:DAMPING": value}
+    return {f"{FEEDBACK}:DAMPING": value, f"{FEEDBACK}:FEW_TOKENS_DAMPING": value, f"{INPUTS}:DAMPING": value}
 
 
 def order(of: Callable[[Any], Any]) -> Changes:
@@ -90,7 +90,7 @@ def order(of: Callable[[Any], Any]) -> Changes:
 
 def without_feedback(columns: Any, x: Any, u: Any, *rest: Any) -> None:
     """Round every value by itself, as ``feed`` does with a covariance that has no correlations."""
-    feed(columns, x, np.zeros_like(u), *rest)
+    error_feedback(columns, x, np.zeros_like(u), *rest)
     v, e, c = rest[-3:]
     residuals(columns, x, v, u, e, c)
 
@@ -99,7 +99,7 @@ def no_correction(cross: Any, *_: Any) -> Any:
     return np.zeros_like(cross)
 
 
-def unweighted(seen: Callable[[Streams, int], list[Seen]]) -> Callable[[Streams, int], list[Seen]]:
+def unweighted(seen: Callable[[Streams, int], list[SpilledInput]]) -> Callable[[Streams, int], list[SpilledInput]]:
     """Count every token of an expert alike."""
     return lambda streams, stage: [replace(s, weights=None) for s in seen(streams, stage)]
 
@@ -115,14 +115,18 @@ def regardless_of_norms(rest: Callable[..., Any]) -> Callable[..., Any]:
 
 
 NO_SWEEPS: dict[str, int] = {"sweeps": 0, "most": 0}
-NOT_BALANCED: Changes = {f"{CALIBRATE}:balanced": lambda *_: []}
+NOT_BALANCED: Changes = {f"{CALIBRATE}:balance_factors": lambda *_: []}
 NOT_ROUNDED = {f"{INPUTS}:rounded_inputs": lambda x: x}
-NORMS = {f"{INPUTS}:StageInputs._rest": regardless_of_norms(StageInputs._rest)}
-ONE_ROUND = {"quantkit.pipeline.work:rounding_of": lambda _: Rounding(again=0, beside=False, sweeps=0, most=0)}
+NORMS = {f"{INPUTS}:StageInputs._targets": regardless_of_norms(StageInputs._targets)}
+ONE_ROUND = {
+    "quantkit.pipeline.worker:rounding_of": lambda _: Rounding(
+        extra_rounds=0, neighbour_scales=False, sweeps=0, max_sweeps=0
+    )
+}
 TARGET = {f"{INPUTS}:times_inverse": no_correction}
 PLAIN_EMBEDDINGS = {f"{FEEDBACK}:_is_read_by_row": lambda *_: False}
-PLAIN_ROUTERS = {f"{FEEDBACK}:Feedback.corrected": lambda *_: None}
-ALIKE = {f"{STREAMS}:Streams.seen": unweighted(Streams.seen)}
+PLAIN_ROUTERS = {f"{FEEDBACK}:Feedback.lookup_corrected": lambda *_: None}
+ALIKE = {f"{STREAMS}:Streams.inputs": unweighted(Streams.inputs)}
 NATURAL = order(lambda variances: np.arange(len(variances)))
 #: As GPTQ was published: inputs of the layers quantized so far, as they are and not balanced, their outputs not
 #: corrected, all tokens alike, columns as they come, damping 0.01, one round, scales as they are at first.

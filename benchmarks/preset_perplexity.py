@@ -23,7 +23,7 @@ from compare_perplexity import llama_perplexity
 from processes import machine
 
 import quantkit
-from quantkit.cli.plot import Points, Scatter, check_plot, draw
+from quantkit.cli._plot import Points, Scatter, check_plot, draw
 from quantkit.inspect import inspect
 from quantkit.kernels.formats import has_encoder
 from quantkit.pipeline.presets import PRESETS, Preset, preset_by_name
@@ -115,7 +115,7 @@ def figure(found: list[Measured]) -> Scatter:
         if not best or rise < best[-1][1]:
             best.append((bits, rise))
     x, y = zip(*best, strict=True)
-    kinds = [Points("no smaller one is better", x, y, joined=True)]
+    kinds = [Points("no smaller one is better", x, y, is_line=True)]
     for name, trees in (("both trees", "both"), ("llama.cpp", "mainline"), ("ik_llama.cpp", "ik")):
         some = [m for m in shown if m.preset.trees == trees]
         if some:

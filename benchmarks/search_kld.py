@@ -30,7 +30,7 @@ from feedback_kld import Measured, ratio
 from processes import machine, work_folder
 
 import quantkit
-from quantkit.cli.plot import Points, Scatter, check_plot, draw
+from quantkit.cli._plot import Points, Scatter, check_plot, draw
 from quantkit.compare import TensorComparison
 from quantkit.evaluate import KldSums, SaveLogits
 from quantkit.formats.gguf import open_model
@@ -40,7 +40,7 @@ from quantkit.quantize import QuantizeOptions, plan_quantize, run_quantize
 from quantkit.search import Allocation, SearchOptions
 from quantkit.search.find import Finder
 from quantkit.search.space import Space
-from quantkit.search.sweep import predicted
+from quantkit.search.sweep import predict_plan
 from quantkit.sensitivity.file import Cost, Sensitivity, read_sensitivity
 from quantkit.types import TensorType
 
@@ -86,7 +86,7 @@ class Runs:
     def best(self, finder: Finder, nbytes: int) -> Allocation | None:
         """Return the best allocation of a size; of several that are checked that which measures best."""
         if self.given.check < 2:
-            return finder.of_size(nbytes)
+            return finder.best_for_size(nbytes)
         finder.options = replace(finder.options, target_size=nbytes)
         found = list(finder.best(self.given.check))
         return min(found, key=lambda each: self.sums(self.plan(each.type_name, each.options), "first").kld.mean.value)
@@ -126,7 +126,7 @@ def _compared(
 def drawn(space: Space, count: int) -> Iterator[tuple[int, ...]]:
     """Yield allocations drawn at random, each around some number of bits."""
     rng = np.random.default_rng(1)
-    bits = [np.array([c.part.data for c in unit.choices], float) for unit in space.units]
+    bits = [np.array([c.footprint.data for c in unit.choices], float) for unit in space.choice_groups]
     for goal in np.linspace(0.05, 0.95, count):
         picks = []
         for row in bits:
@@ -150,7 +150,7 @@ def picture(rows: Sequence[Row]) -> Scatter:
         kinds.append(Points(kind, [row.predicted for row in some], [row.mean for row in some]))
     both = [value for row in rows for value in (row.predicted, row.mean)]
     ends = [min(both), max(both)]
-    kinds.append(Points("equal", ends, ends, joined=True))
+    kinds.append(Points("equal", ends, ends, is_line=True))
     axes = "predicted divergence (nats)", "measured divergence (nats)"
     return Scatter("Predicted and measured divergence", *axes, kinds, log_x=True)
 
@@ -213,7 +213,7 @@ def main() -> None:
         print(f"|---|---|---|{'---|---|' * len(columns)}")
         for name in given.presets.split(","):
             plan = runs.plan(name, QuantizeOptions(imatrix=given.imatrix))
-            first = runs.row("preset", plan, predicted(space, plan) or math.nan)
+            first = runs.row("preset", plan, predict_plan(space, plan) or math.nan)
             rows.append(first)
             cells = [name, str(plan.nbytes), first.measured.text]
             for label, of in spaces.items():
@@ -225,13 +225,13 @@ def main() -> None:
                     plan_of = runs.plan(found.type_name, options_of(column, found, given))
                     plain = column == label and not label.endswith(FED)
                     known_by = space if label == WEIGHTS else of  # whose own costs are no divergences
-                    expected = predicted(known_by, plan_of) if plain or column == label and fed_costs else None
+                    expected = predict_plan(known_by, plan_of) if plain or column == label and fed_costs else None
                     rows.append(runs.row(column, plan_of, expected or math.nan))
                     cells += [rows[-1].measured.text, ratio(rows[-1].measured, first.measured)]
                     print(f"{name}, {column}: {cells[-2]}, {cells[-1]}", file=sys.stderr, flush=True)
             print(f"| {' | '.join(cells)} |", flush=True)
         for picks in drawn(space, given.random):
-            title = space.title(picks)
+            title = space.main_type(picks)
             plan = runs.plan(title, space.quantize_options(title, space.rules(picks)))
             rows.append(runs.row("random", plan, space.kld(picks)))
     rows = [row for row in rows if math.isfinite(row.predicted)]

@@ -75,9 +75,9 @@ __all__ = [
 
 #: The module of every name above.
 _HOME = {
-    "ConvertOptions": "convert",
+    "ConvertOptions": "options.convert",
     "ImatrixOptions": "imatrix",
-    "QuantizeOptions": "quantize",
+    "QuantizeOptions": "options.quantize",
     "QuantkitError": "errors",
     "ReportOptions": "report",
     "SearchOptions": "search",
@@ -120,9 +120,9 @@ class _Package(ModuleType):
     def __getattr__(self, name: str) -> Any:
         if name not in _HOME:
             raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
-        found = getattr(importlib.import_module(f"quantkit.{_HOME[name]}"), name)
-        setattr(self, name, found)
-        return found
+        member = getattr(importlib.import_module(f"quantkit.{_HOME[name]}"), name)
+        setattr(self, name, member)
+        return member
 
     def __setattr__(self, name: str, value: Any) -> None:
         # An import of the module quantkit.quantize would put it where the function quantkit.quantize belongs.

@@ -1,4 +1,4 @@
-"""How fast a model runs: ``quantkit bench`` (llama-bench's tests) and ``quantkit sweep-bench`` (ik_llama.cpp's).
+"""Inference speed: ``quantkit bench`` (llama-bench's tests) and ``quantkit sweep-bench`` (ik_llama.cpp's).
 
 A test is a prompt of n tokens (pp), n tokens one by one (tg), or both (pg), at some depth of the context. Each is
 repeated after an untimed warm-up. Beside tokens per second, a result has the bandwidth of reading weights and cache and
@@ -20,6 +20,7 @@ from typing import Any
 
 import numpy as np
 
+from quantkit.arguments import checked
 from quantkit.cpus import available_cpus
 from quantkit.errors import RecipeError
 from quantkit.kernels.first_run import working_seconds
@@ -49,7 +50,7 @@ class Test:
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """How the model runs in a test."""
+    """Engine settings of a test."""
 
     n_batch: int = 2048
     n_ubatch: int = 512
@@ -73,8 +74,8 @@ SWITCHES = ("fused_up_gate", "fused_moe", "fused_qkv", "fused_launches", "merge_
 
 @dataclass(frozen=True)
 class Machine:
-    """What computes, and its measured peaks: a CPU's reading with these threads and 8-bit integers, a card's copying
-    (bytes read and written) and bf16 GEMM; 0 where several devices share the work.
+    """The devices of a test and their measured peaks: a CPU's read bandwidth and 8-bit integer rate with these threads,
+    a GPU's copy bandwidth (bytes read and written) and bf16 GEMM rate; 0 where several devices share the work.
     """
 
     backends: str
@@ -126,7 +127,7 @@ class Result:
         return self.avg_ts * 2 * self.cost.mul_adds / 1e9 / self.machine.peak_gops if self.machine.peak_gops else 0.0
 
     def row(self) -> dict[str, Any]:
-        """Return the fields of llama-bench that apply here, and ours."""
+        """Return llama-bench's fields that apply here, and quantkit's own."""
         s = self.setting
         return {
             "build_commit": __version__,
@@ -184,6 +185,7 @@ class SweepRow:
         return {**asdict(self), "speed_pp": self.speed_pp, "speed_tg": self.speed_tg}
 
 
+@checked
 def bench(
     model: str | Path,
     tests: Sequence[Test],
@@ -207,7 +209,7 @@ def bench(
         QuantkitError: as ``quantkit.load``.
     """
     if not tests:
-        raise RecipeError("there is nothing to measure: give -p, -n or -pg")
+        raise RecipeError("there is nothing to measure: give -p, -n or -pg", "QK-E214")
     n_ctx = max(test.n_depth + test.n_tokens for test in tests)
     for setting in settings:
         with _load(model, setting) as opened:
@@ -223,9 +225,12 @@ def bench(
 
 def combinations(**values: Sequence[Any]) -> list[Setting]:
     """Return a setting for every combination of values, the last varying fastest."""
-    return [Setting(**dict(zip(values, each, strict=True))) for each in itertools.product(*values.values())]
+    return [
+        Setting(**dict(zip(values, combination, strict=True))) for combination in itertools.product(*values.values())
+    ]
 
 
+@checked
 def sweep_bench(
     model: str | Path,
     n_ctx: int,
@@ -246,7 +251,9 @@ def sweep_bench(
     step = setting.n_ubatch
     single = step // 4 if n_gen is None else n_gen
     if n_ctx < step + single:
-        raise RecipeError(f"a context of {n_ctx} tokens has no room for {step} and {single}: give a larger -c")
+        raise RecipeError(
+            f"a context of {n_ctx} tokens has no room for {step} and {single}: give a larger -c", "QK-E203"
+        )
     with _load(model, setting) as opened:
         session = opened.session(n_ctx)
         tokens = _tokens(opened, n_ctx)
@@ -337,10 +344,10 @@ def _to_depth(session: Session, tokens: Any, depth: int, s: Setting) -> None:
 
 
 def _prompt(session: Session, tokens: Any, s: Setting) -> None:
-    wanted = np.zeros(len(tokens), bool)
-    wanted[-1] = True
+    outputs = np.zeros(len(tokens), bool)
+    outputs[-1] = True
     for start in range(0, len(tokens), s.n_batch):
-        session.decode(tokens[start : start + s.n_batch], outputs=wanted[start : start + s.n_batch])
+        session.decode(tokens[start : start + s.n_batch], outputs=outputs[start : start + s.n_batch])
 
 
 def _generate(session: Session, tokens: Any) -> None:
@@ -364,7 +371,7 @@ def machine_of(model: Model, threads: int) -> Machine:
 
 @cache
 def machine(devices: tuple[str, ...], threads: int) -> Machine:
-    """Measure the peaks of one device, a card or the CPU with these threads; several devices are only named."""
+    """Measure the peaks of one device, a GPU or the CPU with these threads; several devices are only named."""
     if devices == ("CPU",):
         from quantkit.kernels.cpu.core.peak import int8_gops, read_gb_s
 

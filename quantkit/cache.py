@@ -1,6 +1,6 @@
 """Look after a tensor cache: ``quantkit cache show``, ``prune`` and ``verify``.
 
-What fills it, and takes from it, is ``--cache DIR`` of the commands that encode.
+The commands that encode use it with ``--cache DIR``.
 """
 
 from __future__ import annotations
@@ -9,15 +9,18 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
+from quantkit.arguments import checked
 from quantkit.cpus import available_cpus
 from quantkit.formats.cache_entry import DamagedEntry, Entry, are_intact
 from quantkit.formats.ranges import Buffers
-from quantkit.pipeline.cache.store import Kept, Store, open_store
+from quantkit.formats.remote import located
+from quantkit.pipeline.cache.store import Store, StoredEntry, open_store
 from quantkit.units import parse_size
 
 
@@ -33,13 +36,13 @@ class CacheGroup:
 
 @dataclass(frozen=True, slots=True)
 class CacheReport:
-    """What is in a cache, and what it was good for. Times are seconds since 1970, or None without entries."""
+    """Contents of a cache and its use so far. Times are seconds since 1970; None without entries."""
 
     folder: Path
     limit: int
     entries: int
     nbytes: int
-    #: Bytes of what is being written, or was when a run was killed.
+    #: Bytes of unfinished files, of running or killed runs.
     unfinished: int
     groups: tuple[CacheGroup, ...]
     #: Entries that cannot be read; ``verify`` removes what is damaged.
@@ -47,16 +50,21 @@ class CacheReport:
     #: When the least and the most recently used entries were.
     oldest: float | None
     newest: float | None
-    #: Runs that are on record, tensors they encoded or took, those and the bytes that they took.
+    #: Recorded runs, the tensors that they needed, and tensors and bytes that came from the cache.
     runs: int
     tensors: int
-    taken: int
-    taken_bytes: int
+    hits: int
+    hit_bytes: int
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the fields for JSON."""
+        names = {"hits": "taken", "hit_bytes": "taken_bytes"}
+        return {names.get(name, name): value for name, value in asdict(self).items()} | {"folder": str(self.folder)}
 
 
 @dataclass(frozen=True, slots=True)
 class Pruned:
-    """What ``prune_cache`` removed, and what is left."""
+    """The entries that ``prune_cache`` removed, and those that remain."""
 
     removed: int
     removed_bytes: int
@@ -68,46 +76,54 @@ class Pruned:
 
 @dataclass(frozen=True, slots=True)
 class Verified:
-    """What ``verify_cache`` read, and the entries that it found damaged, with the reason. ``kept``: not removable."""
+    """Result of ``verify_cache``: ``damaged`` has paths and reasons; ``n_not_removable`` of them remain on the disk."""
 
     entries: int
     nbytes: int
     damaged: tuple[tuple[str, str], ...]
-    kept: int
+    n_not_removable: int
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the fields for JSON."""
+        return {"kept" if name == "n_not_removable" else name: value for name, value in asdict(self).items()}
 
 
+@checked
 def show_cache(folder: str | Path) -> CacheReport:
-    """Return what is in the cache in ``folder``; only headers are read. Raises ResourceError if it is none."""
-    store = open_store(Path(folder), make=False)
+    """Return a report about the cache in ``folder``; only headers are read.
+
+    Raises ResourceError if it is not a cache.
+    """
+    store = open_store(located(folder), make=False)
     entries = list(store.entries())
     groups: dict[tuple[str, str], list[int]] = {}
     unreadable = 0
-    for kept in entries:
+    for stored in entries:
         try:
-            with Entry(kept.path) as entry:
-                made = entry.header.made
-            groups.setdefault((made.get("model", ""), made.get("type", "")), []).append(kept.nbytes)
+            with Entry(stored.path) as entry:
+                labels = entry.header.origin
+            groups.setdefault((labels.get("model", ""), labels.get("type", "")), []).append(stored.nbytes)
         except (OSError, DamagedEntry):
             unreadable += 1
-    found = [CacheGroup(model, t, len(sizes), sum(sizes)) for (model, t), sizes in groups.items()]
+    cache_groups = [CacheGroup(model, t, len(sizes), sum(sizes)) for (model, t), sizes in groups.items()]
     runs = store.runs()
     return CacheReport(
         folder=store.folder,
         limit=store.limit,
         entries=len(entries),
-        nbytes=sum(kept.nbytes for kept in entries),
-        unfinished=sum(_size(path) for path in store.temporary()),
-        groups=tuple(sorted(found, key=lambda g: (-g.nbytes, g.model, g.type))),
+        nbytes=sum(entry.nbytes for entry in entries),
+        unfinished=sum(status.st_size for status in store.temporary().values()),
+        groups=tuple(sorted(cache_groups, key=lambda g: (-g.nbytes, g.model, g.type))),
         unreadable=unreadable,
-        oldest=min((kept.used for kept in entries), default=None),
-        newest=max((kept.used for kept in entries), default=None),
+        oldest=min((entry.used for entry in entries), default=None),
+        newest=max((entry.used for entry in entries), default=None),
         runs=len(runs),
         **{name: sum(_count(run, key) for run in runs) for name, key in _COUNTS.items()},
     )
 
 
 #: Sums of ``CacheReport`` over runs, by what a run notes.
-_COUNTS = {"tensors": "tensors", "taken": "taken", "taken_bytes": "bytes"}
+_COUNTS = {"tensors": "tensors", "hits": "taken", "hit_bytes": "bytes"}
 
 
 def _count(run: dict[str, object], key: str) -> int:
@@ -115,59 +131,55 @@ def _count(run: dict[str, object], key: str) -> int:
     return value if type(value) is int else 0
 
 
-def _size(path: Path) -> int:
-    with suppress(OSError):
-        return path.stat().st_size
-    return 0
-
-
+@checked
 def prune_cache(folder: str | Path, *, to: int | str | None = None, older_than: float | None = None) -> Pruned:
     """Remove what killed runs left behind for a day, and entries, the least recently used first.
 
     Args:
         folder: the cache.
         to: until it has no more bytes than these (or "10G"); its limit without either argument.
-        older_than: those that nobody has used for so many seconds.
+        older_than: entries unused for so many seconds.
 
     Raises ResourceError if it is no cache.
     """
-    store = open_store(Path(folder), make=False)
-    most = parse_size(to) if isinstance(to, str) else to
-    if most is None:
-        most = store.limit if older_than is None else store.nbytes()
-    gone = store.evict(most, before=0 if older_than is None else time.time() - older_than)
+    store = open_store(located(folder), make=False)
+    limit = parse_size(to) if isinstance(to, str) else to
+    if limit is None:
+        limit = store.limit if older_than is None else store.nbytes()
+    evicted = store.evict(limit, before=0 if older_than is None else time.time() - older_than)
     unfinished = store.clear_temporary()
     store.forget_sources()
-    left = list(store.entries())
-    nbytes = sum(kept.nbytes for kept in left)
-    return Pruned(len(gone), sum(kept.nbytes for kept in gone), len(left), nbytes, unfinished)
+    remaining = list(store.entries())
+    nbytes = sum(entry.nbytes for entry in remaining)
+    return Pruned(len(evicted), sum(entry.nbytes for entry in evicted), len(remaining), nbytes, unfinished)
 
 
+@checked
 def verify_cache(folder: str | Path, *, threads: int | None = None) -> Verified:
-    """Read all entries of a cache, and remove those that are damaged. Raises ResourceError if it is no cache."""
-    store = open_store(Path(folder), make=False)
+    """Read all entries of a cache and remove damaged ones. Raises ResourceError if ``folder`` is not a cache."""
+    store = open_store(located(folder), make=False)
     entries = list(store.entries())
     with ThreadPoolExecutor(threads or available_cpus()) as pool:
-        wrong = list(pool.map(why_damaged, (kept.path for kept in entries)))
-    damaged = [(kept, why) for kept, why in zip(entries, wrong, strict=True) if why]
+        reasons = list(pool.map(find_damage, (entry.path for entry in entries)))
+    damaged = [(entry, reason) for entry, reason in zip(entries, reasons, strict=True) if reason]
     store.clear_temporary()
     return Verified(
         len(entries),
-        sum(kept.nbytes for kept in entries),
-        tuple((str(kept.path), why) for kept, why in damaged),
-        sum(_removed(store, damaged)),
+        sum(entry.nbytes for entry in entries),
+        tuple((str(entry.path), reason) for entry, reason in damaged),
+        sum(_remove_damaged(store, damaged)),
     )
 
 
-def _removed(store: Store, damaged: list[tuple[Kept, str]]) -> Iterator[bool]:
+def _remove_damaged(store: Store, damaged: list[tuple[StoredEntry, str]]) -> Iterator[bool]:
     """Remove entries; yield whether each is still there."""
-    for kept, _ in damaged:
+    for entry, _ in damaged:
         with suppress(OSError):
-            kept.path.unlink()
-        yield kept.path.exists()
+            store.remove(entry.path)
+        yield entry.path.exists()
 
 
-def why_damaged(path: Path) -> str:
+def find_damage(path: Path) -> str:
     """Read a whole entry; return what is wrong with it, or an empty string."""
     buffers = Buffers()
     try:
@@ -179,7 +191,7 @@ def why_damaged(path: Path) -> str:
                 for row in range(0, pieces.rows, pieces.piece):
                     rows = min(pieces.piece, pieces.rows - row)
                     data = buffers.get("rows", rows * pieces.row_bytes)
-                    entry.read(data, pieces.at(matrix, row))
+                    entry.read(data, pieces.row_offset(matrix, row))
                     if not are_intact(records[pieces.span(matrix, row, rows)], [data]):
                         return f"row {row}{f' of matrix {matrix}' if pieces.matrices > 1 else ''} is damaged"
             if not np.isfinite(records["sums"]).all():

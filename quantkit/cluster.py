@@ -1,16 +1,15 @@
 """A Ray cluster: its nodes, and work in batches that they pull.
 
-Ray runs and retries; what is here decides which node gets how much. A node has at most ``AHEAD`` batches for each
-worker, one that runs and one that waits, so the fast get more and little lies in queues. Nodes are looked at anew all
-the time, so those that join late are used. A batch may run twice, and must do the same both times.
+Ray runs and retries; this module decides how much each node gets. A node has at most ``BATCHES_PER_WORKER`` batches for
+each worker, one that runs and one that waits, so fast nodes get more and queues stay short. The list of nodes is
+refreshed all the time, so nodes that join late are used. A batch may run twice and must give the same result.
 
-``ray`` is imported here only, and only when a cluster is asked for.
+Only this module imports ``ray``, and only for --ray.
 """
 
 from __future__ import annotations
 
 import atexit
-import gc
 import hashlib
 import importlib
 import os
@@ -31,63 +30,67 @@ from typing import Any, ClassVar, NamedTuple, Protocol
 
 from quantkit import errors
 from quantkit.errors import ClusterError, QuantkitError, ResourceError
+from quantkit.mapping import guard_mappings
+from quantkit.process import no_collection
 from quantkit.version import __version__
 
 #: Batches of a worker: one runs, one waits.
-AHEAD = 2
-#: How often the kernel's killing of a worker is borne for one batch, on one node (by Ray) and on several.
+BATCHES_PER_WORKER = 2
+#: Attempts per batch after a worker was killed: on one node (by Ray), and over several nodes.
 RETRIES, ATTEMPTS = 2, 3
 #: Seconds to wait for a node when none is left.
 PATIENCE = 60.0
 #: Threads of a worker process that encodes: few for the interpreter's lock, many for memory; see docs/cluster.md.
 WIDTH = 8
-_LOOK_SECONDS, _WAIT_SECONDS, _TAKE_SECONDS = 1.0, 0.5, 1.0
-#: How long a cluster may take to accept a connection.
+_LOOK_SECONDS = 1.0
+_WAIT_SECONDS = 0.5
+_TAKE_SECONDS = 1.0
+#: Seconds in which a cluster must accept a connection.
 _ANSWER_SECONDS = 10.0
 
 
-class Refused(Exception):
+class NodeRefusal(Exception):
     """Raised on a node that cannot take part, and says why."""
 
 
 @dataclass(eq=False)
 class Node:
-    """A node; ``cpus`` and ``gpus`` are those that Ray may give away."""
+    """A node; ``cpus`` and ``gpus`` are the resources that Ray may assign."""
 
     id: str
     name: str
     cpus: int
     gpus: int
-    #: CPUs of a worker, and how many workers there are.
+    #: CPUs of a worker, and the number of workers.
     width: int = 1
     workers: int = 1
-    #: Batches it has.
-    flying: int = 0
-    #: Bytes, or what else counts, that it has done.
-    done: int = 0
-    #: Whether this process runs there, and how many CPUs it uses itself.
-    here: bool = False
-    own: int = 0
+    #: Batches in flight.
+    in_flight: int = 0
+    #: Bytes, or other units, of finished work.
+    progress: int = 0
+    #: Whether this process runs on it, and the CPUs that it uses itself.
+    is_local: bool = False
+    own_cpus: int = 0
 
-    def divide(self, cpus: int, width: int, *, cards: bool = False) -> None:
+    def divide(self, cpus: int, width: int, *, gpus: bool = False) -> None:
         """Give ``cpus`` of its CPUs to workers, at most ``width`` to each; where this process runs, it is one of them.
 
-        cards: let one worker have all, with the GPUs, where there are some.
+        gpus: let one worker have all, with the GPUs, where there are some.
         """
-        if cards and self.gpus:
+        if gpus and self.gpus:
             self.width = cpus
             return
         self.workers = -(-cpus // width)
         self.width, self.gpus = cpus // self.workers, 0
-        if self.here:
-            self.workers, self.own = self.workers - 1, self.width
+        if self.is_local:
+            self.workers, self.own_cpus = self.workers - 1, self.width
 
 
 class Work(Protocol):
-    """What a cluster is to do: ``begin`` and ``shared`` go to every worker process, batches one by one.
+    """Work for a cluster: ``begin`` and ``shared`` go to every worker process, batches one by one.
 
-    ``begin(shared, threads)`` returns a function from a batch to its result. It raises ``Refused`` where a node cannot
-    take part, and QuantkitError for what no node can do.
+    ``begin(shared, threads)`` returns a function from a batch to its result. It raises ``NodeRefusal`` where a node
+    cannot take part, and QuantkitError for what no node can do.
     """
 
     @property
@@ -97,8 +100,8 @@ class Work(Protocol):
     def shared(self) -> Any: ...
 
     @property
-    def stopped(self) -> bool:
-        """Whether the work is to end early."""
+    def is_stopping(self) -> bool:
+        """Whether the work ends early."""
 
     def fit(self, node: Node) -> None:
         """Set the workers of a new node, and their width."""
@@ -106,29 +109,29 @@ class Work(Protocol):
     def batch(self, node: Node) -> Any | None:
         """Return a batch for a node; None if all are given out."""
 
-    def done(self, node: Node, batch: Any, result: Any) -> None:
+    def finish(self, node: Node, batch: Any, result: Any) -> None:
         """Take the result of a batch."""
 
     def say(self, text: str) -> None:
-        """Tell the user."""
+        """Show a message to the user."""
 
 
-class Here(Protocol):
-    """What this process does of the work itself, as one of the workers of its node."""
+class LocalWorker(Protocol):
+    """The share of the work that this process does itself, as one of the workers of its node."""
 
     @property
     def busy(self) -> bool:
-        """Whether it does something, or waits for what nodes may bring back."""
+        """Whether it works, or waits for batches that nodes may return."""
 
-    def keep(self, batch: Any) -> None:
+    def take_back(self, batch: Any) -> None:
         """Take a batch for which no other worker is left."""
 
-    def rest(self, seconds: float) -> None:
-        """Wait so long, or until it is busy no more."""
+    def wait(self, seconds: float) -> None:
+        """Wait for ``seconds``, or until it is no longer busy."""
 
 
 class _Reply(NamedTuple):
-    """What comes back: ``kind`` is done, refused, failed, disk or broken."""
+    """The reply of a worker: ``kind`` is done, refused, failed, disk or broken."""
 
     kind: str
     value: Any
@@ -149,33 +152,30 @@ class _Run:
 
     work: Work
     task: Callable[[Node, Any], Any]
-    here: Here | None
+    local: LocalWorker | None
     nodes: dict[str, Node] = field(default_factory=dict)
     refused: dict[str, str] = field(default_factory=dict)
     flights: dict[Any, _Flight] = field(default_factory=dict)
-    #: Batches that came back undone, and how often they were tried.
-    again: deque[tuple[Any, int]] = field(default_factory=deque)
-    looked: float = 0.0
-    alone_since: float | None = None
+    #: Batches to retry, and their attempts so far.
+    retries: deque[tuple[Any, int]] = field(default_factory=deque)
+    refreshed_at: float = 0.0
+    no_nodes_since: float | None = None
 
 
 def _ray() -> ModuleType:
-    collects = gc.isenabled()
-    gc.disable()  # saves a seventh of the time: modules are no garbage
     try:
-        import ray
+        with no_collection():
+            import ray
     except ImportError as e:
         raise ResourceError(
-            f"--ray needs the package ray, which is not installed here ({e}): pip install 'gguf-quantkit[ray]'"
+            f"--ray needs the package ray, which is not installed here ({e}): pip install 'gguf-quantkit[ray]'",
+            "QK-E410",
         ) from None
-    finally:
-        if collects:
-            gc.enable()
     return ray  # type: ignore[no-any-return]
 
 
 def _check_answers(address: str) -> bool:
-    """Tell whether an address is known and something listens there; Ray itself would try for minutes.
+    """Return True if something listens at an address, False if that cannot be known; Ray itself would try for minutes.
 
     Raises ResourceError if nothing does.
     """
@@ -187,14 +187,15 @@ def _check_answers(address: str) -> bool:
             where = importlib.import_module("ray._private.utils").read_ray_address() or ""
     host, colon, port = where.rpartition(":")
     if not colon or not port.isdecimal():
-        return False  # Ray knows better
+        return False  # Ray resolves it
     try:
         socket.create_connection((host.strip("[]"), int(port)), _ANSWER_SECONDS).close()
     except (OSError, OverflowError) as e:
-        named = "" if address == where else f" (that is {where})"
+        suffix = "" if address == where else f" (that is {where})"
         raise ResourceError(
-            f"--ray {address}{named}: no cluster answers there ({getattr(e, 'strerror', None) or e}); "
-            f"`ray start --head` starts one, --ray local one of this machine for this run alone"
+            f"--ray {address}{suffix}: no cluster answers there ({getattr(e, 'strerror', None) or e}); "
+            f"`ray start --head` starts one, --ray local one of this machine for this run alone",
+            "QK-E450",
         ) from None
     return True
 
@@ -214,22 +215,30 @@ def _sources() -> str:
 
 
 def _name_of(node: Mapping[str, Any]) -> str:
-    """Return what a user calls a node: the name that it was started by (`ray start --node-name`), or its host's."""
-    given = node.get("NodeName")
-    return str(given if given and given != node["NodeManagerAddress"] else node["NodeManagerHostname"])
+    """Return a node's name: `ray start --node-name`, or that of its host."""
+    name = node.get("NodeName")
+    return str(name if name and name != node["NodeManagerAddress"] else node["NodeManagerHostname"])
 
 
-#: Held by who connects this process, or disconnects it.
+#: Held while this process connects or disconnects.
 _TURN = threading.Lock()
 
 
-def connect_ahead(address: str, then: Callable[[Cluster], None]) -> None:
-    """Connect while this process does something else, and call ``then``; the next ``Cluster`` waits for it.
+def prestart_workers(address: str, threads: int | None, *, gpus: bool = False) -> None:
+    """Start the workers of ``pipeline.ray_tasks.RayExecutor`` and load what any job needs; return at once.
 
-    Raises ResourceError at once if nothing answers; what else fails, the next ``Cluster`` raises.
+    gpus: nodes that have GPUs may use them. Raises ResourceError if no cluster answers.
+    """
+    connect_async(address, lambda c: c.prepare("quantkit.pipeline.ray_tasks:load", threads, WIDTH, gpus=gpus))
+
+
+def connect_async(address: str, callback: Callable[[Cluster], None]) -> None:
+    """Connect while this process does something else, and call ``callback``; the next ``Cluster`` waits for it.
+
+    Raises ResourceError at once if nothing answers; the next ``Cluster`` raises other failures.
     """
     if address == "local":  # what it starts is to end with this process: Ray sees to it in the main thread only
-        then(Cluster(address))
+        callback(Cluster(address))
         return
     _check(address)
     _check_answers(address)
@@ -237,7 +246,7 @@ def connect_ahead(address: str, then: Callable[[Cluster], None]) -> None:
     def connect() -> None:
         try:
             with suppress(Exception):
-                then(Cluster(address, _turn=nullcontext()))
+                callback(Cluster(address, _turn=nullcontext()))
         finally:
             _TURN.release()
 
@@ -249,7 +258,9 @@ def _check(address: str) -> ModuleType:
     """Return Ray. Raises ResourceError without it, and for an address that cannot be."""
     ray = _ray()
     if address.startswith("ray://"):
-        raise ResourceError(f"--ray {address}: run on a machine of the cluster, by its address HOST:PORT, or auto")
+        raise ResourceError(
+            f"--ray {address}: run on a machine of the cluster, by its address HOST:PORT, or auto", "QK-E203"
+        )
     return ray
 
 
@@ -260,8 +271,8 @@ class Cluster:
     "local" for one of this machine and process alone.
     """
 
-    #: Whether it was one of these that has connected this process.
-    _ours: ClassVar[bool] = False
+    #: Whether a ``Cluster`` has connected this process.
+    _connected_here: ClassVar[bool] = False
 
     def __init__(self, address: str = "auto", *, _turn: AbstractContextManager[Any] = _TURN) -> None:
         self._ray = ray = _check(address)
@@ -270,27 +281,32 @@ class Cluster:
 
     def _connect(self, ray: ModuleType, address: str) -> None:
         if not ray.is_initialized():
-            own: dict[str, Any] = {}
+            options: dict[str, Any] = {}
             if address == "local":
                 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-                own["include_dashboard"] = False
+                options["include_dashboard"] = False
             answers = _check_answers(address)
             try:
-                ray.init(address=address, log_to_driver=False, logging_level="ERROR", **own)
+                ray.init(address=address, log_to_driver=False, logging_level="ERROR", **options)
             except (ConnectionError, RuntimeError, ValueError, OSError) as e:
-                reasons = [str(each).strip() or type(each).__name__ for each in (e, e.__cause__) if each is not None]
-                reason = ": ".join(each.splitlines()[0].partition(". ")[0].rstrip(".") for each in reasons)
+                reasons = [
+                    str(error).strip() or type(error).__name__ for error in (e, e.__cause__) if error is not None
+                ]
+                reason = ": ".join(text.splitlines()[0].partition(". ")[0].rstrip(".") for text in reasons)
                 if answers:
                     raise ResourceError(
                         f"--ray {address}: {reason}; something answers there, but does not let us in: it is another "
                         f"version than Ray {ray.__version__}, wants a token (RAY_AUTH_MODE=token and the cluster's "
-                        "~/.ray/auth_token), or is no Ray"
+                        "~/.ray/auth_token), or is no Ray",
+                        "QK-E450",
                     ) from None
                 raise ResourceError(
                     f"--ray {address}: {reason}; `ray start --head` starts a cluster, --ray local one of this "
-                    "machine for this run alone"
+                    "machine for this run alone",
+                    "QK-E450",
                 ) from None
-            Cluster._ours = True
+            Cluster._connected_here = True
+            guard_mappings()  # Ray has installed its own handlers of signals
             # Ray's own hook, which runs after this one, would first sleep for half a second.
             atexit.register(ray.shutdown)
             # What Ray says of nodes and memory would go to standard output, which is that of --json.
@@ -299,9 +315,9 @@ class Cluster:
 
     def leave(self) -> None:
         """Disconnect this process, if one of these has connected it, while it does something else."""
-        if not Cluster._ours:
+        if not Cluster._connected_here:
             return
-        Cluster._ours = False
+        Cluster._connected_here = False
 
         def disconnect() -> None:
             try:
@@ -314,43 +330,43 @@ class Cluster:
 
     def nodes(self) -> dict[str, Node]:
         """Return the living nodes that have CPUs, by id."""
-        found = [n for n in self._ray.nodes() if n["Alive"] and int(n["Resources"].get("CPU", 0)) > 0]
-        hosts, own = [_name_of(n) for n in found], self._ray.get_runtime_context().get_node_id()
+        alive = [n for n in self._ray.nodes() if n["Alive"] and int(n["Resources"].get("CPU", 0)) > 0]
+        hosts, own_id = [_name_of(n) for n in alive], self._ray.get_runtime_context().get_node_id()
         return {
             n["NodeID"]: Node(
                 n["NodeID"],
                 host if hosts.count(host) == 1 else f"{host}/{n['NodeID'][:8]}",
                 int(n["Resources"]["CPU"]),
                 int(n["Resources"].get("GPU", 0)),
-                here=n["NodeID"] == own,
+                is_local=n["NodeID"] == own_id,
             )
-            for n, host in zip(found, hosts, strict=True)
+            for n, host in zip(alive, hosts, strict=True)
         }
 
-    def prepare(self, function: str, threads: int | None, width: int, *, cards: bool = False) -> None:
+    def prepare(self, function: str, threads: int | None, width: int, *, gpus: bool = False) -> None:
         """Start the workers that ``Node.divide`` makes of each node, and call ``function``, MODULE:NAME, in them.
 
-        It returns at once; batches that come meanwhile wait, each for the worker that it will run in.
+        It returns at once; batches sent before a worker is ready wait for it.
         """
         send = self._task("", lambda: None)
         for node in self.nodes().values():
-            node.divide(min(node.cpus, threads or node.cpus), width, cards=cards)
+            node.divide(min(node.cpus, threads or node.cpus), width, gpus=gpus)
             for _ in range(node.workers):
                 send(node, function)
 
     @contextmanager
-    def taken(self, node: Node, cpus: int, wanted: Callable[[], bool]) -> Iterator[bool]:
-        """Let this process have CPUs of its node, which Ray gives to nobody meanwhile.
+    def reserve_cpus(self, node: Node, cpus: int, is_needed: Callable[[], bool]) -> Iterator[bool]:
+        """Reserve CPUs of its node for this process.
 
-        Waits for them; gives False if they are not ``wanted`` any more.
+        Waits for them; yields False once ``is_needed`` returns False.
         """
         from ray.util import placement_group, placement_group_table, remove_placement_group
 
-        while wanted():
-            # The node is a wish: where it has no room, the group waits, or is made elsewhere.
+        while is_needed():
+            # The node is a preference: without free CPUs there, the group waits or is placed elsewhere.
             group = placement_group([{"CPU": cpus}], strategy="STRICT_PACK", _soft_target_node_id=node.id)
             try:
-                while not (ready := group.wait(_TAKE_SECONDS)) and wanted():
+                while not (ready := group.wait(_TAKE_SECONDS)) and is_needed():
                     pass
                 if ready and placement_group_table(group)["bundles_to_node_id"][0] == node.id:
                     yield True
@@ -360,22 +376,22 @@ class Cluster:
             time.sleep(_WAIT_SECONDS)
         yield False
 
-    def run(self, work: Work, here: Here | None = None) -> dict[str, Node]:
-        """Do work on all nodes; return those that took part. On return no batch is under way.
+    def run(self, work: Work, local: LocalWorker | None = None) -> dict[str, Node]:
+        """Run work on all nodes and return those that took part. On return no batch is in flight.
 
-        here: what this process does itself, for which its node has ``own`` CPUs.
+        local: the share of this process, for which its node has ``own_cpus``.
 
         Raises what a batch raised on a node, with the node's name, and ClusterError when no node is left.
         """
-        shared = cache(lambda: self._ray.put((work.begin, work.shared)))  # nobody needs it where there is no worker
-        run = _Run(work, self._task(secrets.token_hex(16), shared), here)
+        shared = cache(lambda: self._ray.put((work.begin, work.shared)))  # not needed without workers
+        run = _Run(work, self._task(secrets.token_hex(16), shared), local)
         try:
-            while not work.stopped:
-                self._look(run)
-                self._give(run)
-                if not (run.flights or run.again or run.here and run.here.busy or self._is_left(run)):
+            while not work.is_stopping:
+                self._refresh_nodes(run)
+                self._send_batches(run)
+                if not (run.flights or run.retries or run.local and run.local.busy or self._is_left(run)):
                     break
-                self._take(run)
+                self._take_results(run)
         finally:
             self._end(run)
         return run.nodes
@@ -397,63 +413,66 @@ class Cluster:
 
         return send
 
-    def _look(self, run: _Run) -> None:
-        """Learn which nodes there are."""
+    def _refresh_nodes(self, run: _Run) -> None:
+        """Update the list of nodes."""
         now = time.monotonic()
-        if now - run.looked < _LOOK_SECONDS:
+        if now - run.refreshed_at < _LOOK_SECONDS:
             return
-        run.looked, there = now, self.nodes()
-        for gone in run.nodes.keys() - there.keys() - run.refused.keys():
-            if run.nodes[gone].cpus:
-                run.work.say(f"node {run.nodes[gone].name} is gone; others do what it had")
-                run.nodes[gone].cpus = 0
-        for new in there.keys() - run.nodes.keys():
-            run.work.fit(there[new])
-            run.nodes[new] = there[new]
+        run.refreshed_at, alive = now, self.nodes()
+        for node_id in run.nodes.keys() - alive.keys() - run.refused.keys():
+            if run.nodes[node_id].cpus:
+                run.work.say(f"node {run.nodes[node_id].name} is gone; others do what it had")
+                run.nodes[node_id].cpus = 0
+        for new_id in alive.keys() - run.nodes.keys():
+            run.work.fit(alive[new_id])
+            run.nodes[new_id] = alive[new_id]
 
     def _usable(self, run: _Run) -> list[Node]:
         return [node for node in run.nodes.values() if node.cpus and node.id not in run.refused]
 
-    def _give(self, run: _Run) -> None:
+    def _send_batches(self, run: _Run) -> None:
         """Fill up the nodes, every worker's first batch before the second."""
-        if run.here is not None and run.here.busy and not any(node.workers for node in self._usable(run)):
-            while run.again:
-                run.here.keep(run.again.popleft()[0])
-        for depth in range(1, AHEAD + 1):
+        if run.local is not None and run.local.busy and not any(node.workers for node in self._usable(run)):
+            while run.retries:
+                run.local.take_back(run.retries.popleft()[0])
+        for depth in range(1, BATCHES_PER_WORKER + 1):
             for node in self._usable(run):
-                while node.flying < depth * node.workers:
-                    batch, attempt = run.again.popleft() if run.again else (run.work.batch(node), 0)
+                while node.in_flight < depth * node.workers:
+                    batch, attempt = run.retries.popleft() if run.retries else (run.work.batch(node), 0)
                     if batch is None:
                         return
                     run.flights[run.task(node, batch)] = _Flight(node, batch, attempt + 1)
-                    node.flying += 1
+                    node.in_flight += 1
 
     def _is_left(self, run: _Run) -> bool:
-        """Tell whether there is work, though no node has any: wait for nodes then. Raises ClusterError in the end."""
+        """Return whether work remains although no node is usable; the caller waits.
+
+        Raises ClusterError after ``PATIENCE``.
+        """
         if self._usable(run):
             return False
         if run.refused and not any(node.id not in run.refused for node in run.nodes.values()):
             raise ClusterError(f"no node can be used: {'; '.join(run.refused.values())}")
         now = time.monotonic()
-        run.alone_since = run.alone_since or now
-        if now - run.alone_since > PATIENCE:
+        run.no_nodes_since = run.no_nodes_since or now
+        if now - run.no_nodes_since > PATIENCE:
             raise ClusterError(f"no node of the cluster has been there for {PATIENCE:.0f} s")
         return True
 
-    def _take(self, run: _Run) -> None:
+    def _take_results(self, run: _Run) -> None:
         """Wait for results, and take them."""
         if not run.flights:
-            if run.here is not None and run.here.busy:
-                run.here.rest(_WAIT_SECONDS)
+            if run.local is not None and run.local.busy:
+                run.local.wait(_WAIT_SECONDS)
             else:
                 self._is_left(run)
                 time.sleep(_WAIT_SECONDS)
             return
-        run.alone_since = None
+        run.no_nodes_since = None
         ready, _ = self._ray.wait(list(run.flights), timeout=_WAIT_SECONDS)
         for ref in ready:
             flight = run.flights.pop(ref)
-            flight.node.flying -= 1
+            flight.node.in_flight -= 1
             self._reply(run, flight, self._reply_of(ref))
 
     def _reply_of(self, ref: Any) -> _Reply:
@@ -461,7 +480,7 @@ class Cluster:
 
         try:
             return _Reply(*self._ray.get(ref))
-        except exceptions.RayTaskError as e:  # before our code ran: it is not there, or cannot be read
+        except exceptions.RayTaskError as e:  # before our code ran: it is missing, or cannot be imported
             return _Reply("refused", f"it cannot run quantkit {_sources()}: {e.cause or e}".splitlines()[0])
         except exceptions.RayError as e:
             return _Reply("lost", str(e).strip().splitlines()[0])
@@ -469,11 +488,11 @@ class Cluster:
     def _reply(self, run: _Run, flight: _Flight, reply: _Reply) -> None:
         node, value = flight.node, reply.value
         if reply.kind == "done":
-            run.work.done(node, flight.batch, value)
+            run.work.finish(node, flight.batch, value)
             return
         if reply.kind == "failed":
-            kind, message = value
-            raise getattr(errors, kind, QuantkitError)(f"{message} (on node {node.name})")
+            kind, message, code = value
+            raise getattr(errors, kind, QuantkitError)(f"{message} (on node {node.name})", code)
         if reply.kind == "broken":
             raise RuntimeError(f"on node {node.name}:\n{value}")
         attempt = flight.attempt
@@ -483,15 +502,15 @@ class Cluster:
                 run.refused[node.id] = f"node {node.name}: {value}"
                 run.work.say(f"warning: node {node.name} is not used: {value}")
         else:
-            run.looked = 0.0
-            self._look(run)
+            run.refreshed_at = 0.0
+            self._refresh_nodes(run)
             attempt -= not node.cpus  # any number of nodes may die
-        run.again.append((flight.batch, attempt))
+        run.retries.append((flight.batch, attempt))
         if attempt >= ATTEMPTS:
             raise ClusterError(f"node {node.name}: {value}; it was tried {attempt} times")
 
     def _end(self, run: _Run) -> None:
-        """Stop what is under way, and wait until it has ended."""
+        """Cancel the batches in flight and wait for their end."""
         for ref in run.flights:
             self._ray.cancel(ref, force=True)
         with suppress(KeyboardInterrupt):
@@ -500,12 +519,12 @@ class Cluster:
 
 # ---------------------------------------------------------------- on the nodes
 
-#: The run that this worker process has begun, and its function.
-_BEGUN: dict[tuple[str, int], Callable[[Any], Any]] = {}
+#: The open run of this worker process, and its function.
+_RUNNING: dict[tuple[str, int], Callable[[Any], Any]] = {}
 
 
 def _work(sources: str, run: str, shared: list[Any], threads: int, batch: Any) -> tuple[str, Any]:
-    """Do a batch in a worker process, which keeps what it has begun; nothing is raised, Ray would try again."""
+    """Run a batch in a worker process, which keeps its open run; raises nothing, as Ray would retry."""
     try:
         if sources != _sources():
             return "refused", f"it has quantkit {_sources()}, not {sources}"
@@ -513,15 +532,15 @@ def _work(sources: str, run: str, shared: list[Any], threads: int, batch: Any) -
             module, _, name = batch.partition(":")
             getattr(importlib.import_module(module), name)()
             return "done", None
-        if (run, threads) not in _BEGUN:
-            _BEGUN.clear()
-            begin, given = _ray().get(shared[0])
-            _BEGUN[run, threads] = begin(given, threads)
-        return "done", _BEGUN[run, threads](batch)
-    except Refused as e:
+        if (run, threads) not in _RUNNING:
+            _RUNNING.clear()
+            begin, payload = _ray().get(shared[0])
+            _RUNNING[run, threads] = begin(payload, threads)
+        return "done", _RUNNING[run, threads](batch)
+    except NodeRefusal as e:
         return "refused", str(e)
     except QuantkitError as e:
-        return "failed", (type(e).__name__, e.message)
+        return "failed", (type(e).__name__, e.message, e.code)
     except OSError as e:
         return "disk", f"{e.filename or 'the disk'}: {e.strerror or e}"
     except Exception:

@@ -24,16 +24,19 @@ from typing import NamedTuple, TypeVar
 import numpy as np
 import numpy.typing as npt
 
+from quantkit.arguments import checked
 from quantkit.cpus import available_cpus
 from quantkit.errors import RecipeError, ResourceError
+from quantkit.formats.files import check_unchanged
 from quantkit.formats.gguf import Field, GGUFFile, TensorInfo, open_gguf
+from quantkit.formats.gguf.rules import n_dims
 from quantkit.formats.imatrix import read_imatrix
 from quantkit.formats.ranges import Buffers, read_range
 from quantkit.kernels.formats import has_decoder
-from quantkit.kernels.interleave import is_woven, weaves_together
+from quantkit.kernels.interleave import can_interleave, is_interleaved
 from quantkit.names import tensor_class
 from quantkit.patterns import Pattern
-from quantkit.pipeline.importance import Found, Importance
+from quantkit.pipeline.importance import Importance, RowImportance
 from quantkit.pipeline.jobs import ErrorSums
 
 F32 = npt.NDArray[np.float32]
@@ -62,12 +65,14 @@ class MetadataDifference:
     @property
     def kind(self) -> str:
         """From A to B the key is "added", "removed" or "changed"."""
-        return "added" if self.a is None else "removed" if self.b is None else "changed"
+        if self.a is None:
+            return "added"
+        return "removed" if self.b is None else "changed"
 
 
 @dataclass(frozen=True, slots=True)
 class ErrorOfB:
-    """How far the decoded values of B are from those of A."""
+    """The error of the decoded values of B against those of A."""
 
     sums: ErrorSums
     largest: float
@@ -86,11 +91,11 @@ class ErrorOfB:
 
 @dataclass(frozen=True, slots=True)
 class TensorComparison:
-    """A tensor that both models have. ``same`` is true when shape, type and every byte agree."""
+    """A tensor that both models have. ``identical``: shape, type and every byte agree."""
 
     a: TensorInfo
     b: TensorInfo
-    same: bool
+    identical: bool
     error: ErrorOfB | None = None
     #: Why the error is missing although the bytes differ.
     note: str = ""
@@ -102,7 +107,7 @@ class TensorComparison:
     @property
     def difference(self) -> str:
         """The first difference: "shape", "type" or "bytes"; "" if there is none."""
-        if self.same:
+        if self.identical:
             return ""
         if _shape(self.a) != _shape(self.b):
             return "shape"
@@ -120,7 +125,7 @@ class ClassComparison:
     name: str
     types: str
     tensors: int
-    same: int
+    identical: int
     a_bytes: int
     b_bytes: int
     #: Over the tensors that differ and can be decoded; None if there are none.
@@ -135,7 +140,7 @@ class Comparison:
     b: tuple[Path, ...]
     #: None if metadata, or tensors, are not compared.
     metadata: tuple[MetadataDifference, ...] | None
-    metadata_same: int
+    metadata_equal: int
     metadata_ignored: int
     tensors: tuple[TensorComparison, ...] | None
     only_a: tuple[TensorInfo, ...]
@@ -146,10 +151,11 @@ class Comparison:
 
     @property
     def identical(self) -> bool:
-        """Whether everything compared is equal."""
-        return not (self.metadata or self.only_a or self.only_b or any(not t.same for t in self.tensors or ()))
+        """True if everything compared is equal."""
+        return not (self.metadata or self.only_a or self.only_b or any(not t.identical for t in self.tensors or ()))
 
 
+@checked
 def compare(
     a: str | Path,
     b: str | Path,
@@ -180,7 +186,7 @@ def compare(
         RecipeError: a regular expression is invalid or matches no tensor, or nothing is left to compare.
     """
     if not metadata and tensors is False:
-        raise RecipeError("nothing to compare: neither metadata nor tensors")
+        raise RecipeError("nothing to compare: neither metadata nor tensors", "QK-E214")
     ignored = [Pattern(text, "--ignore-metadata") for text in ignore_metadata]
     names = Pattern(tensors, "--tensors") if isinstance(tensors, str) else None
     with open_gguf(a) as file_a, open_gguf(b) as file_b:
@@ -193,12 +199,13 @@ def compare(
             run = _Run(file_a.paths, file_b.paths, threads or available_cpus(), progress)
             compared = tuple(run.all(pairs.both, importance, error))
             notes = tuple(f"{n.tensor}: {note}" for n in importance.values() for note in n.notes)
+        check_unchanged((*file_a.paths, *file_b.paths))
         return Comparison(
             a=file_a.paths,
             b=file_b.paths,
             metadata=keys.differences if keys else None,
-            metadata_same=keys.same if keys else 0,
-            metadata_ignored=keys.ignored if keys else 0,
+            metadata_equal=keys.n_equal if keys else 0,
+            metadata_ignored=keys.n_ignored if keys else 0,
             tensors=compared,
             only_a=pairs.only_a if pairs else (),
             only_b=pairs.only_b if pairs else (),
@@ -216,11 +223,8 @@ def _ratio(error: float, square: float) -> float:
 
 
 def _shape(tensor: TensorInfo) -> tuple[int, ...]:
-    """Return the shape without trailing ones."""
-    shape = tensor.shape
-    while len(shape) > 1 and shape[-1] == 1:
-        shape = shape[:-1]
-    return shape
+    """Return the shape without trailing ones; that of a scalar is (1,)."""
+    return (*tensor.shape, 1)[: n_dims(tensor.shape)]
 
 
 # --- metadata and names ---
@@ -230,39 +234,41 @@ class _Keys:
     """The metadata of both files, compared."""
 
     def __init__(self, a: GGUFFile, b: GGUFFile, ignore: Sequence[Pattern]) -> None:
-        found, self.same, self.ignored = [], 0, 0
+        differences = []
+        self.n_equal = 0
+        self.n_ignored = 0
         for key in {**a.fields, **b.fields}:
-            have, other = a.fields.get(key), b.fields.get(key)
+            a_field, b_field = a.fields.get(key), b.fields.get(key)
             if key in PACKING:
                 continue
             if any(regex.search(key) for regex in ignore):
-                self.ignored += 1
-            elif have is None or other is None or have.type != other.type or have.raw != other.raw:
-                found.append(MetadataDifference(key, have, other))
+                self.n_ignored += 1
+            elif a_field is None or b_field is None or a_field.type != b_field.type or a_field.raw != b_field.raw:
+                differences.append(MetadataDifference(key, a_field, b_field))
             else:
-                self.same += 1
-        self.differences = tuple(found)
+                self.n_equal += 1
+        self.differences = tuple(differences)
 
 
 class _Pairs:
     """The tensors of both models, paired by name."""
 
     def __init__(self, a: GGUFFile, b: GGUFFile, names: Pattern | None) -> None:
-        chosen = {n: None for n in {**a.tensors, **b.tensors} if names is None or names.search(n)}
-        if names is not None and not chosen:
-            raise RecipeError(f"{names.text!r} is found in the name of no tensor of either file")
-        self.both = tuple((a.tensors[n], b.tensors[n]) for n in chosen if n in a.tensors and n in b.tensors)
-        self.only_a = tuple(a.tensors[n] for n in chosen if n not in b.tensors)
-        self.only_b = tuple(b.tensors[n] for n in chosen if n not in a.tensors)
+        selected = {n: None for n in {**a.tensors, **b.tensors} if names is None or names.search(n)}
+        if names is not None and not selected:
+            raise RecipeError(f"{names.text!r} is found in the name of no tensor of either file", "QK-E206")
+        self.both = tuple((a.tensors[n], b.tensors[n]) for n in selected if n in a.tensors and n in b.tensors)
+        self.only_a = tuple(a.tensors[n] for n in selected if n not in b.tensors)
+        self.only_b = tuple(b.tensors[n] for n in selected if n not in a.tensors)
 
 
-def _importance(path: str | Path, a: GGUFFile, pairs: _Pairs) -> dict[str, Found]:
-    """Look up the importance of the tensors that may be decoded: those with two or more dimensions."""
+def _importance(path: str | Path, a: GGUFFile, pairs: _Pairs) -> dict[str, RowImportance]:
+    """Look up the importance of the tensors that may be decoded: those of two or more dimensions."""
     importance = Importance(read_imatrix(path))
-    wanted = [x for x, y in pairs.both if _shape(x) == _shape(y) and len(_shape(x)) > 1]
-    finds = {x.name: importance.lookup(x.name, x.shape) for x in wanted}
-    importance.coverage(a.tensors, finds.values()).check()
-    return {name: found for name, found in finds.items() if found.entry is not None}
+    tensors = [x for x, y in pairs.both if _shape(x) == _shape(y) and len(_shape(x)) > 1]
+    lookups = {x.name: importance.lookup(x.name, x.shape) for x in tensors}
+    importance.coverage(a.tensors, lookups.values()).check()
+    return {name: lookup for name, lookup in lookups.items() if lookup.entry is not None}
 
 
 # --- jobs ---
@@ -288,27 +294,32 @@ class _Run:
     """Compares pairs of tensors on a pool of threads."""
 
     def __init__(self, a: Sequence[Path], b: Sequence[Path], threads: int, progress: Progress | None) -> None:
-        self.a, self.b, self.threads, self.progress = a, b, threads, progress
+        self.a = a
+        self.b = b
+        self.threads = threads
+        self.progress = progress
         self.buffers = _Buffers()
-        self.done = self.todo = 0
+        self.bytes_done = self.bytes_total = 0
 
     def all(
-        self, pairs: Sequence[tuple[TensorInfo, TensorInfo]], importance: dict[str, Found], error: bool
+        self, pairs: Sequence[tuple[TensorInfo, TensorInfo]], importance: dict[str, RowImportance], error: bool
     ) -> Iterator[TensorComparison]:
         """Yield comparisons in order: bytes if shape and type agree, then the error if they differ."""
         with ThreadPoolExecutor(self.threads) as self.pool:
             # Every byte is read once; what is decoded as well is added later.
-            self.todo = sum(x.nbytes for x, y in pairs if _alike(x, y) or (error and _undecodable(x, y) is None))
+            self.bytes_total = sum(
+                x.nbytes for x, y in pairs if _is_comparable(x, y) or (error and _undecodable(x, y) is None)
+            )
             for x, y in pairs:
-                result = TensorComparison(x, y, _alike(x, y) and self._same_bytes(x, y))
-                if result.same or not error:
+                result = TensorComparison(x, y, _is_comparable(x, y) and self._same_bytes(x, y))
+                if result.identical or not error:
                     yield result
                     continue
-                why = _undecodable(x, y)
-                if why is not None:
-                    yield replace(result, note=why)
+                reason = _undecodable(x, y)
+                if reason is not None:
+                    yield replace(result, note=reason)
                     continue
-                self.todo += x.nbytes if _alike(x, y) else 0
+                self.bytes_total += x.nbytes if _is_comparable(x, y) else 0
                 yield replace(result, error=self._error(x, y, importance.get(x.name)))
 
     def _in_order(self, work: Callable[[J], R], jobs: Iterable[J]) -> Iterator[R]:
@@ -326,53 +337,53 @@ class _Run:
                 future.cancel()
 
     def _step(self, nbytes: int) -> None:
-        self.done += nbytes
+        self.bytes_done += nbytes
         if self.progress is not None:
-            self.progress(self.done, self.todo)
+            self.progress(self.bytes_done, self.bytes_total)
 
     def _same_bytes(self, x: TensorInfo, y: TensorInfo) -> bool:
-        def same(at: int) -> bool:
-            n = min(_CHUNK, x.nbytes - at)
+        def is_equal(offset: int) -> bool:
+            n = min(_CHUNK, x.nbytes - offset)
             left, right = self.buffers.get("a", n), self.buffers.get("b", n)
-            _read(self.a[x.shard], left, x.offset + at)
-            _read(self.b[y.shard], right, y.offset + at)
+            _read(self.a[x.shard], left, x.offset + offset)
+            _read(self.b[y.shard], right, y.offset + offset)
             return np.array_equal(left, right)
 
         read = 0
-        for equal in self._in_order(same, range(0, x.nbytes, _CHUNK)):
+        for equal in self._in_order(is_equal, range(0, x.nbytes, _CHUNK)):
             n = min(_CHUNK, x.nbytes - read)
             read += n
             self._step(n)
             if not equal:
-                self.todo -= x.nbytes - read
+                self.bytes_total -= x.nbytes - read
                 return False
         return True
 
-    def _error(self, x: TensorInfo, y: TensorInfo, found: Found | None) -> ErrorOfB:
-        weights = found.weights if found is not None else None
+    def _error(self, x: TensorInfo, y: TensorInfo, importance: RowImportance | None) -> ErrorOfB:
+        weights = importance.weights if importance is not None else None
         sums, largest = ErrorSums(), 0.0
 
         def measure(part: _Part) -> tuple[ErrorSums, float]:
-            left = self._decoded("a", self.a[x.shard], x, part.a_offset, part)
-            right = self._decoded("b", self.b[y.shard], y, part.b_offset, part)
+            left = self._decode("a", self.a[x.shard], x, part.a_offset, part)
+            right = self._decode("b", self.b[y.shard], y, part.b_offset, part)
             return _measure(left, right, _weights(weights, part))
 
         parts = _parts(x, y, 1 if weights is None else len(weights))
         sizes: deque[int] = deque()
 
-        def counted() -> Iterator[_Part]:
+        def with_sizes() -> Iterator[_Part]:
             for part in parts:
                 sizes.append(part.a_bytes)
                 yield part
 
-        for more, top in self._in_order(measure, counted()):
-            sums += more
+        for part_sums, part_largest in self._in_order(measure, with_sizes()):
+            sums += part_sums
             # NaN sticks.
-            largest = top if top > largest or math.isnan(top) else largest
+            largest = part_largest if part_largest > largest or math.isnan(part_largest) else largest
             self._step(sizes.popleft())
         return ErrorOfB(sums, largest, weights is not None)
 
-    def _decoded(self, side: str, path: Path, tensor: TensorInfo, offset: int, part: _Part) -> F32:
+    def _decode(self, side: str, path: Path, tensor: TensorInfo, offset: int, part: _Part) -> F32:
         """Read and decode part of a tensor, float32 [rows, columns]."""
         from quantkit.kernels.cpu.unpack.dequantize import dequantize_rows
 
@@ -384,31 +395,33 @@ class _Run:
         return values
 
 
-def _read(path: Path, into: U8, offset: int) -> None:
+def _read(path: Path, out: U8, offset: int) -> None:
     try:
-        read_range(path, into, offset)
+        read_range(path, out, offset)
     except OSError as e:
-        raise ResourceError(f"{path}: cannot be read at byte {offset}: {e.strerror or e}") from None
+        raise ResourceError(f"{path}: cannot be read at byte {offset}: {e.strerror or e}", "QK-E405") from None
 
 
-def _alike(x: TensorInfo, y: TensorInfo) -> bool:
+def _is_comparable(x: TensorInfo, y: TensorInfo) -> bool:
     return x.type is y.type and _shape(x) == _shape(y)
 
 
 def _undecodable(x: TensorInfo, y: TensorInfo) -> str | None:
-    """Return why the error of a pair cannot be measured, None if it can."""
+    """Return the reason why the error of a pair cannot be measured, or None."""
 
     if _shape(x) != _shape(y):
         return "the shapes differ"
+    if 0 in x.shape:
+        return "no values"
     for t in (x.type, y.type):
-        if not has_decoder(t) or (is_woven(t) and not weaves_together(t, *x.shape)):
+        if not has_decoder(t) or (is_interleaved(t) and not can_interleave(t, *x.shape)):
             return f"no decoder for {t}"
     return None
 
 
 def _parts(x: TensorInfo, y: TensorInfo, matrices: int) -> Iterator[_Part]:
     """Cut a pair into parts of about _PIECE values; longer rows are cut as well if their types allow it."""
-    n = x.shape[0]
+    n = _shape(x)[0]
     rows = math.prod(x.shape[1:]) // matrices
     a_row, b_row = x.type.row_bytes(n), y.type.row_bytes(n)
     # _PIECE is a multiple of every block; a row with a header stays whole, and so do rows that are interleaved.
@@ -470,7 +483,7 @@ def _class(name: str, types: str, tensors: Sequence[TensorComparison]) -> ClassC
         name,
         types,
         len(tensors),
-        sum(t.same for t in tensors),
+        sum(t.identical for t in tensors),
         sum(t.a.nbytes for t in tensors),
         sum(t.b.nbytes for t in tensors),
         total,

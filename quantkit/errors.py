@@ -6,6 +6,7 @@
     ├── FormatError          1   a file is not what it claims to be
     ├── TypeNotSupported     1   no such type, or no encoder or decoder for it
     ├── RecipeError          2   a rule, preset or option that cannot be followed
+    │   └── ArgumentError    2   an argument of a function that it does not know, or of another type; also a TypeError
     ├── ResourceError        1   disk, memory, an optional package or a device is missing
     │   └── ClusterError     1   no node of a cluster can go on; what is done is kept
     └── QualityGate          3   the result exists but misses a required quality
@@ -16,40 +17,149 @@ the library itself does not need click.
 
 from __future__ import annotations
 
+from typing import NamedTuple, Self
+
+
+class ErrorCode(NamedTuple):
+    """Cause and remedy of the errors with one code."""
+
+    cause: str
+    remedy: str
+
+
+# fmt: off
+#: All codes. They are stable: a code that is no longer used stays reserved. docs/errors.md is their page.
+CODES = {
+    # A file is not what it should be.
+    "QK-E100": ErrorCode("A file is damaged or not of the expected kind.", "Download or produce the file again."),
+    "QK-E101": ErrorCode("A file is not GGUF, or a checkpoint directory was expected.", "Check the path."),
+    "QK-E102": ErrorCode("The header of a GGUF file is damaged or exceeds a limit.", "Download the file again."),
+    "QK-E103": ErrorCode("A file is shorter than its header says.", "Complete the download."),
+    "QK-E104": ErrorCode("A shard is missing, or shards are not of one model.", "Put all shards into one directory."),
+    "QK-E105": ErrorCode("Tensors that the architecture needs are missing.", "Complete the model, or give --allow-incomplete."),
+    "QK-E106": ErrorCode("A tensor has another shape or type than the metadata says.", "Correct config.json or the metadata."),
+    "QK-E107": ErrorCode("A tensor has a name that its architecture does not know, or a name occurs twice.", "Remove or rename the tensor."),
+    "QK-E108": ErrorCode("A value is infinite or NaN.", "Repeat the conversion or download of the source."),
+    "QK-E109": ErrorCode("A source changed while it was read, or since an interrupted run.", "Run again when nothing writes to it."),
+    "QK-E110": ErrorCode("A safetensors or PyTorch file is damaged.", "Download the file again."),
+    "QK-E111": ErrorCode("A JSON, YAML or TOML file cannot be parsed, or its top level is of another kind.", "Correct the file."),
+    "QK-E112": ErrorCode("A key of config.json is missing or has a value of another kind.", "Correct config.json."),
+    "QK-E113": ErrorCode("Scales of a quantized checkpoint are missing or do not fit their weights.", "Complete the checkpoint."),
+    "QK-E114": ErrorCode("Tokenizer files are damaged or contradict each other.", "Take the tokenizer of the original model."),
+    "QK-E115": ErrorCode("A pre-tokenizer is not recognized, or gives other ids than the checkpoint's tokenizer.", "Give --pre NAME."),
+    "QK-E116": ErrorCode("A chat template or a tokenizer exceeds its time, memory or depth, or fails.", "Correct the template or tokenizer."),
+    "QK-E117": ErrorCode("A LoRA adapter is damaged or of a kind that is not converted.", "Merge the adapter with PEFT first."),
+    "QK-E118": ErrorCode("An importance matrix or covariance file is damaged or holds invalid values.", "Compute it again."),
+    "QK-E119": ErrorCode("An importance matrix or covariance file is of another model.", "Compute it with this model."),
+    "QK-E120": ErrorCode("A path is not a regular file, or is larger than such a file may be.", "Check the path."),
+    "QK-E121": ErrorCode("A text file is not UTF-8, or holds no text.", "Convert the file to UTF-8."),
+    "QK-E122": ErrorCode("A file that quantkit wrote (journal, state, sensitivities, report) is damaged.", "Produce it again."),
+    "QK-E123": ErrorCode("A value of GGUF metadata is missing or of another kind.", "Correct it with --override-kv."),
+    # An option, a rule or an argument cannot be followed.
+    "QK-E200": ErrorCode("An option or a rule cannot be followed.", "See the message."),
+    "QK-E201": ErrorCode("Options exclude each other.", "Omit one of them."),
+    "QK-E202": ErrorCode("An option needs another one.", "Give both."),
+    "QK-E203": ErrorCode("A value is out of range, or not one of the choices.", "Choose one that the message names."),
+    "QK-E204": ErrorCode("A recipe or a rule is malformed.", "Write REGEX=TYPE."),
+    "QK-E205": ErrorCode("A regular expression is invalid, too large or too slow.", "Simplify it."),
+    "QK-E206": ErrorCode("A pattern, class or group matches nothing.", "Compare with the names in `quantkit inspect`."),
+    "QK-E207": ErrorCode("Files that belong together are of different models.", "Give files of one model."),
+    "QK-E208": ErrorCode("cook.toml or another settings file has an unknown key, or a value of another kind.", "See `quantkit cook init`."),
+    "QK-E209": ErrorCode("A source is quantized already.", "Use the unquantized model, or give --allow-requantize."),
+    "QK-E210": ErrorCode("A Python argument is unknown or of another type.", "See the function's docstring."),
+    "QK-E211": ErrorCode("Experts cannot be merged or split as asked.", "Omit the option, or correct the rules."),
+    "QK-E212": ErrorCode("A type needs an importance matrix.", "Give --imatrix FILE."),
+    "QK-E213": ErrorCode("A target (size, bits per weight, divergence, speed) cannot be reached.", "Relax the target or allow more types."),
+    "QK-E214": ErrorCode("There is nothing to do.", "See the message."),
+    # This version cannot do it.
+    "QK-E300": ErrorCode("This version does not support it.", "See the message."),
+    "QK-E301": ErrorCode("A tensor type or preset does not exist.", "See `quantkit types`."),
+    "QK-E302": ErrorCode("A type has no encoder or decoder here.", "See `quantkit types`."),
+    "QK-E303": ErrorCode("Rows do not divide into blocks of a type.", "Choose a type with smaller blocks."),
+    "QK-E304": ErrorCode("A model class or architecture is not supported.", "See `quantkit convert --list` and `quantkit export --list`."),
+    "QK-E305": ErrorCode("A setting or tensor of the model cannot be represented in the output.", "See the message."),
+    "QK-E306": ErrorCode("The engine does not run this file.", "See the message."),
+    # Disk, memory, packages, devices.
+    "QK-E400": ErrorCode("A resource is missing.", "See the message."),
+    "QK-E401": ErrorCode("A file or directory does not exist.", "Check the path."),
+    "QK-E402": ErrorCode("An output exists.", "Give --overwrite, or another name."),
+    "QK-E403": ErrorCode("An output is also an input, or two outputs are one file.", "Name another output."),
+    "QK-E404": ErrorCode("Another process writes the output.", "Wait for it, or name another output."),
+    "QK-E405": ErrorCode("A file cannot be read or written.", "Check permissions and the disk."),
+    "QK-E406": ErrorCode("There is not enough disk space.", "Make room, or write elsewhere."),
+    "QK-E407": ErrorCode("There is not enough memory.", "Raise --max-ram, or choose a smaller context."),
+    "QK-E408": ErrorCode("An earlier run was interrupted.", "Give --resume, or --overwrite to start anew."),
+    "QK-E409": ErrorCode("The state of an interrupted run is of other work.", "Give --overwrite to start anew."),
+    "QK-E410": ErrorCode("An optional package is missing.", "Install the extra that the message names."),
+    "QK-E411": ErrorCode("There is no usable GPU.", "Give --backend cpu, or check the driver."),
+    "QK-E412": ErrorCode("An object store or URL cannot be used.", "Check the address and credentials."),
+    "QK-E413": ErrorCode("A child process ended without a result.", "See the message."),
+    "QK-E450": ErrorCode("No node of a cluster can go on.", "Check the nodes; what is done is kept."),
+    # The result misses a quality.
+    "QK-E500": ErrorCode("The result exists but misses a required quality.", "See the message."),
+}
+# fmt: on
+
 
 class QuantkitError(Exception):
-    """Base of all errors shown without a traceback. ``exit_code`` is that of the command."""
+    """Base of all errors shown without a traceback.
+
+    ``exit_code`` is that of the command. ``code`` is one of ``CODES`` and tells errors apart whatever their words; the
+    default is that of the class.
+    """
 
     exit_code = 1
+    default_code = "QK-E400"
 
-    def __init__(self, message: str) -> None:
+    def __init__(self, message: str, code: str = "") -> None:
         super().__init__(message)
         self.message = message
+        self.code = code or self.default_code
+
+    def extended(self, text: str) -> Self:
+        """Return the same error with more words at the end."""
+        return type(self)(self.message + text, self.code)
 
 
 class FormatError(QuantkitError):
     """A file is broken, hostile or not of the expected kind."""
 
+    default_code = "QK-E100"
+
 
 class TypeNotSupported(QuantkitError):
     """A tensor type that does not exist here, or cannot be encoded or decoded."""
+
+    default_code = "QK-E300"
 
 
 class RecipeError(QuantkitError):
     """A rule, preset or combination of options that cannot be followed."""
 
     exit_code = 2
+    default_code = "QK-E200"
+
+
+class ArgumentError(RecipeError, TypeError):
+    """An argument that a function or its options do not know, or whose type is not one that they take."""
+
+    default_code = "QK-E210"
 
 
 class ResourceError(QuantkitError):
     """Disk space, memory, an optional package or a device is missing."""
 
+    default_code = "QK-E400"
+
 
 class ClusterError(ResourceError):
     """The nodes of a cluster are gone, or none can be used; a run that ends so keeps what is done."""
+
+    default_code = "QK-E450"
 
 
 class QualityGate(QuantkitError):
     """The work is done, but its result misses a required quality."""
 
     exit_code = 3
+    default_code = "QK-E500"

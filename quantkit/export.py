@@ -17,15 +17,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Unpack
 
-from quantkit.checkpoint.back import Exported, open_export
-from quantkit.checkpoint.back.classes import of_architecture
+from quantkit.arguments import Options, checked
+from quantkit.checkpoint.export.classes import of_architecture
+from quantkit.checkpoint.export.source import ExportSource, open_export
 from quantkit.checkpoint.tensor_names import KINDS
 from quantkit.errors import RecipeError, ResourceError
 from quantkit.formats.gguf import Layout, TensorInfo, open_model
-from quantkit.formats.outputs import Output, check_apart, check_free, end_of_links, part_path, written
+from quantkit.formats.outputs import Output, atomic_write, check_apart, check_free, part_path, resolve_links
+from quantkit.formats.remote import located
 from quantkit.formats.safetensors import layout_safetensors
 from quantkit.pipeline.plan import Plan, PlannedShard
-from quantkit.pipeline.planned import PlannedTensor, whole
+from quantkit.pipeline.row_slices import PlannedTensor, whole_tensor
 from quantkit.pipeline.run import DEFAULT_MAX_RAM, RunOptions, RunResult, journal_path, run_plan
 from quantkit.pipeline.run import refusal as plan_refusal
 from quantkit.quantize import size_of
@@ -38,7 +40,7 @@ INDEX = "model.safetensors.index.json"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ExportOptions:
+class ExportOptions(Options):
     """Everything about an export but input and directory; names as on the command line.
 
     ``outtype``: f32, f16, bf16 or auto. ``architecture``: the class of transformers, where an architecture has several.
@@ -52,12 +54,12 @@ class ExportOptions:
 
 @dataclass(frozen=True)
 class ExportPlan:
-    """What will lie in ``folder``: the shards of ``plan``, and ``files``, which are small."""
+    """The files to write into ``folder``: the shards of ``plan``, and ``files``, which are small."""
 
     folder: Path
     plan: Plan
     files: dict[str, bytes]
-    opened: Exported
+    opened: ExportSource
 
     @property
     def architecture(self) -> str:
@@ -70,6 +72,7 @@ class ExportPlan:
         return (*(shard.path for shard in self.plan.shards), *(self.folder / name for name in self.files))
 
 
+@checked
 def export(
     source: str | Path,
     folder: str | Path,
@@ -78,7 +81,7 @@ def export(
     max_ram: int | str = DEFAULT_MAX_RAM,
     **run: Unpack[RunOptions],
 ) -> RunResult:
-    """Write the checkpoint of a GGUF file into ``folder``, which is made if it is not there.
+    """Write the checkpoint of a GGUF file into ``folder``, which is created if it does not exist.
 
     Args:
         source: a GGUF file, or any of its shards.
@@ -88,33 +91,34 @@ def export(
         run: threads, resume, overwrite, observer: see ``RunOptions``.
 
     Raises:
-        QuantkitError: see quantkit.errors; nothing stands under a final name then.
+        QuantkitError: see quantkit.errors; then no output has its final name.
     """
     return run_export(plan_export(source, folder, options), max_ram=max_ram, **run)
 
 
+@checked
 def plan_export(source: str | Path, folder: str | Path, options: ExportOptions | None = None) -> ExportPlan:
     """Decide everything about an export and write nothing; arguments and errors as for ``export``."""
     options = options or ExportOptions()
-    most = size_of(options.max_shard_size)
-    if most < 1:
-        raise RecipeError("--max-shard-size 0: a file holds at least one tensor; leave it away for 5GB")
-    path = Path(folder)
+    max_bytes = size_of(options.max_shard_size)
+    if max_bytes < 1:
+        raise RecipeError("--max-shard-size 0: a file holds at least one tensor; omit it for 5GB", "QK-E203")
+    path = located(folder)
     with open_model(source) as model:
         opened = open_export(
             model, outtype=options.outtype, architecture=options.architecture, tokenizer=options.tokenizer
         )
-        groups = _shards(opened, most)
+        groups = _shards(opened, max_bytes)
         names = [_shard_name(no, len(groups)) for no in range(len(groups))]
         shards, tensors = [], []
         digest = hashlib.sha256(f"{__version__} export {opened.fingerprint()}".encode())
         for no, group in enumerate(groups):
             header, offsets, nbytes = layout_safetensors(
-                [(t.name, t.type.name, opened.made[t.name].shape) for t in group]
+                [(t.name, t.type.name, opened.expressions[t.name].shape) for t in group]
             )
             shards.append(PlannedShard(path / names[no], Layout(header, tuple(offsets), nbytes)))
             digest.update(header)
-            tensors += [_planned(opened, t, no, offset) for t, offset in zip(group, offsets, strict=True)]
+            tensors += [_plan_tensor(opened, t, no, offset) for t, offset in zip(group, offsets, strict=True)]
         files = dict(opened.files)
         if len(groups) > 1:
             files[INDEX] = _index(groups, names)
@@ -128,11 +132,11 @@ def exported_classes() -> dict[str, list[str]]:
     return {arch: of_architecture(arch) for arch in sorted(KINDS) if of_architecture(arch)}
 
 
-def _shards(opened: Exported, most: int) -> list[list[TensorInfo]]:
+def _shards(opened: ExportSource, max_bytes: int) -> list[list[TensorInfo]]:
     groups: list[list[TensorInfo]] = [[]]
     size = 0
     for t in opened.tensors.values():
-        if groups[-1] and size + t.nbytes > most:
+        if groups[-1] and size + t.nbytes > max_bytes:
             groups.append([])
             size = 0
         groups[-1].append(t)
@@ -144,11 +148,11 @@ def _shard_name(no: int, count: int) -> str:
     return "model.safetensors" if count == 1 else f"model-{no + 1:05d}-of-{count:05d}.safetensors"
 
 
-def _planned(opened: Exported, t: TensorInfo, shard: int, offset: int) -> PlannedTensor:
+def _plan_tensor(opened: ExportSource, t: TensorInfo, shard: int, offset: int) -> PlannedTensor:
     parts = opened.origins[t.name]
-    names, types = (list(dict.fromkeys(each)) for each in ([p.name for p in parts], [p.dtype for p in parts]))
+    names, types = (list(dict.fromkeys(values)) for values in ([p.name for p in parts], [p.dtype for p in parts]))
     reason = f"from {' + '.join(names)} ({' + '.join(types)})" if parts else "from metadata"
-    return PlannedTensor(t.name, t.shape, t.type, reason, None, (whole(t),), shard, offset, t.nbytes)
+    return PlannedTensor(t.name, t.shape, t.type, reason, None, (whole_tensor(t),), shard, offset, t.nbytes)
 
 
 def _index(groups: Sequence[Sequence[TensorInfo]], names: Sequence[str]) -> bytes:
@@ -158,21 +162,26 @@ def _index(groups: Sequence[Sequence[TensorInfo]], names: Sequence[str]) -> byte
     return (json.dumps(index, indent=2) + "\n").encode()
 
 
-def run_export(planned: ExportPlan, *, max_ram: int | str = DEFAULT_MAX_RAM, **run: Unpack[RunOptions]) -> RunResult:
+@checked
+def run_export(
+    export_plan: ExportPlan, *, max_ram: int | str = DEFAULT_MAX_RAM, **run: Unpack[RunOptions]
+) -> RunResult:
     """Carry out a plan of ``plan_export``; arguments and errors as for ``export``.
 
     When all weights are on the disk they get their names, then the other files appear, config.json last: a directory
     without it is no checkpoint.
     """
-    folders = [path for path in _folders(planned) if _make_folder(path)]
+    folders = [path for path in _folders(export_plan) if _make_folder(path)]
     try:
-        check_free_folder(planned, resume=run.get("resume", False), overwrite=run.get("overwrite", False))
-        _check_room(planned)
+        check_free_folder(export_plan, resume=run.get("resume", False), overwrite=run.get("overwrite", False))
+        _check_room(export_plan)
         with ExitStack() as stack:
             replaces = run.get("overwrite", False) or run.get("resume", False)
-            for name in planned.files:
-                stack.enter_context(Output(planned.folder / name, overwrite=replaces))
-            return run_plan(planned.plan, max_ram=size_of(max_ram), publishing=lambda: _beside(planned), **run)
+            for name in export_plan.files:
+                stack.enter_context(Output(export_plan.folder / name, overwrite=replaces))
+            return run_plan(
+                export_plan.plan, max_ram=size_of(max_ram), publishing=lambda: _write_files(export_plan), **run
+            )
     finally:
         for path in reversed(folders):
             with suppress(OSError):  # not empty: it holds the result
@@ -180,82 +189,91 @@ def run_export(planned: ExportPlan, *, max_ram: int | str = DEFAULT_MAX_RAM, **r
 
 
 @contextmanager
-def _beside(planned: ExportPlan) -> Iterator[None]:
-    """Write the small files when the weights have their names; no time is there a config.json of other weights."""
+def _write_files(export_plan: ExportPlan) -> Iterator[None]:
+    """Write the small files after the weights have their names; a config.json of other weights never exists beside
+    them.
+    """
     for name in ("config.json", INDEX):
-        (planned.folder / name).unlink(missing_ok=True)
+        (export_plan.folder / name).unlink(missing_ok=True)
     yield
-    for name in sorted(planned.files, key=lambda name: name == "config.json"):
-        with written(end_of_links(planned.folder / name)) as part:
-            part.write_bytes(planned.files[name])
+    for name in sorted(export_plan.files, key=lambda name: name == "config.json"):
+        with atomic_write(resolve_links(export_plan.folder / name)) as part:
+            part.write_bytes(export_plan.files[name])
 
 
-def _check_room(planned: ExportPlan) -> None:
+def _check_room(export_plan: ExportPlan) -> None:
     """Refuse a disk on which the weights have room, and what comes last has not, unless a run has reserved its own."""
-    if any(part_path(shard.path).exists() for shard in planned.plan.shards):
+    if any(part_path(shard.path).exists() for shard in export_plan.plan.shards):
         return
-    need = planned.plan.nbytes + sum(map(len, planned.files.values()))
-    if need > (free := shutil.disk_usage(planned.folder).free):
-        raise ResourceError(f"{planned.folder}: {format_size(need)} are needed and {format_size(free)} are free")
+    need = export_plan.plan.nbytes + sum(map(len, export_plan.files.values()))
+    if need > (free := shutil.disk_usage(export_plan.folder).free):
+        raise ResourceError(
+            f"{export_plan.folder}: {format_size(need)} are needed and {format_size(free)} are free", "QK-E406"
+        )
 
 
-def _folders(planned: ExportPlan) -> list[Path]:
+def _folders(export_plan: ExportPlan) -> list[Path]:
     """Return the directories in which files will lie, the outermost first."""
-    inner = {(planned.folder / name).parent for name in planned.files} - {planned.folder}
-    return [planned.folder, *sorted(inner)]
+    inner = {(export_plan.folder / name).parent for name in export_plan.files} - {export_plan.folder}
+    return [export_plan.folder, *sorted(inner)]
 
 
 def _make_folder(folder: Path) -> bool:
-    """Make the directory; return whether it was not there."""
+    """Create the directory; return whether it was missing."""
     try:
         folder.mkdir()
     except FileExistsError:
         if not folder.is_dir():
-            raise ResourceError(f"{folder} is no directory; name one") from None
+            raise ResourceError(f"{folder} is no directory; name one", "QK-E405") from None
         return False
     except FileNotFoundError:
-        raise ResourceError(f"{folder.parent}: no such directory; make it first") from None
+        raise ResourceError(f"{folder.parent}: no such directory; make it first", "QK-E401") from None
     except OSError as e:
-        raise ResourceError(f"{folder} cannot be made: {e.strerror or e}") from None
+        raise ResourceError(f"{folder} cannot be made: {e.strerror or e}", "QK-E405") from None
     return True
 
 
-def check_free_folder(planned: ExportPlan, *, resume: bool, overwrite: bool) -> None:
+def check_free_folder(export_plan: ExportPlan, *, resume: bool, overwrite: bool) -> None:
     """Refuse a directory in which files would be destroyed, or others would be taken for parts of the checkpoint."""
-    _check_writable(planned.folder)
-    check_apart(planned.paths, planned.plan.source.paths)
-    started = os.path.exists(journal_path(planned.plan.shards[0].path))
-    for name in planned.files:
-        if os.path.isdir((planned.folder / name).parent):  # else it will be made
-            check_free(planned.folder / name, overwrite=overwrite or resume and started)
-    known = {path.name for path in planned.paths}
-    names = os.listdir(planned.folder)
-    other = sorted(n for n in names if n.startswith("model") and n.endswith(".safetensors") and n not in known)
-    if other:
+    _check_writable(export_plan.folder)
+    check_apart(export_plan.paths, export_plan.plan.source.paths)
+    has_journal = os.path.exists(journal_path(export_plan.plan.shards[0].path))
+    for name in export_plan.files:
+        if os.path.isdir((export_plan.folder / name).parent):  # else it will be made
+            check_free(export_plan.folder / name, overwrite=overwrite or resume and has_journal)
+    own_names = {path.name for path in export_plan.paths}
+    names = os.listdir(export_plan.folder)
+    foreign_shards = sorted(
+        n for n in names if n.startswith("model") and n.endswith(".safetensors") and n not in own_names
+    )
+    if foreign_shards:
         raise ResourceError(
-            f"{planned.folder}: {other[0]} is not part of this checkpoint, and would be taken for it; remove it, or "
-            "name another directory"
+            f"{export_plan.folder}: {foreign_shards[0]} is not part of this checkpoint, but would be "
+            "loaded with it; remove it, or name another directory",
+            "QK-E402",
         )
-    if INDEX in names and INDEX not in known and not overwrite:
-        raise ResourceError(f"{planned.folder / INDEX} exists; give another directory, or --overwrite to replace it")
+    if INDEX in names and INDEX not in own_names and not overwrite:
+        raise ResourceError(
+            f"{export_plan.folder / INDEX} exists; give another directory, or --overwrite to replace it", "QK-E402"
+        )
 
 
 def _check_writable(folder: Path) -> None:
     if not os.access(folder, os.W_OK | os.X_OK):
-        raise ResourceError(f"{folder}: nothing can be written there; name another directory")
+        raise ResourceError(f"{folder}: nothing can be written there; name another directory", "QK-E405")
 
 
-def refusal(planned: ExportPlan, *, resume: bool = False, overwrite: bool = False) -> str | None:
-    """Return why a run would refuse, for a dry run; None if it would not."""
-    if not planned.folder.exists():
-        here = planned.folder.parent
-        if not here.is_dir():
-            return f"{here}: no such directory; make it first"
+def refusal(export_plan: ExportPlan, *, resume: bool = False, overwrite: bool = False) -> str | None:
+    """Return the error that a run would raise, for a dry run; None if it would start."""
+    if not export_plan.folder.exists():
+        parent = export_plan.folder.parent
+        if not parent.is_dir():
+            return f"{parent}: no such directory; make it first"
     try:
-        _check_writable(planned.folder if planned.folder.exists() else planned.folder.parent)
-        if not planned.folder.exists():
+        _check_writable(export_plan.folder if export_plan.folder.exists() else export_plan.folder.parent)
+        if not export_plan.folder.exists():
             return None
-        check_free_folder(planned, resume=resume, overwrite=overwrite)
+        check_free_folder(export_plan, resume=resume, overwrite=overwrite)
     except ResourceError as e:
         return e.message
-    return plan_refusal(planned.plan, resume=resume, overwrite=overwrite)
+    return plan_refusal(export_plan.plan, resume=resume, overwrite=overwrite)

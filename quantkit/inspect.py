@@ -1,4 +1,4 @@
-"""What a GGUF file contains: ``quantkit inspect``. Reads headers only, never tensor data.
+"""Contents of a GGUF file: ``quantkit inspect``. Reads headers only, never tensor data.
 
 Every group has the same totals; n values in b bytes have 8 b / n bits per weight.
 """
@@ -14,6 +14,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from quantkit.arguments import checked
 from quantkit.errors import RecipeError
 from quantkit.formats.gguf import Field, GGUFFile, TensorInfo, ValueType, open_gguf
 from quantkit.formats.remote import located
@@ -22,6 +23,7 @@ from quantkit.patterns import Pattern
 from quantkit.pipeline.presets import FTYPE_UNKNOWN, PRESETS, is_target, preset_by_name
 from quantkit.pipeline.runtimes import Runtime, runtimes
 from quantkit.types import TYPES
+from quantkit.units import round_up
 
 #: Facts about a model, in order: label, and key without the architecture.
 MODEL_FACTS: tuple[tuple[str, str], ...] = (
@@ -136,6 +138,7 @@ class Inspection:
         return _group("total", self.tensors)
 
 
+@checked
 def inspect(path: str | Path, *, tensors: str | None = None, header_only: bool = False) -> Inspection:
     """Read the contents of a GGUF file, without its tensor data.
 
@@ -150,7 +153,7 @@ def inspect(path: str | Path, *, tensors: str | None = None, header_only: bool =
     """
     with open_gguf(path, header_only=header_only) as file:
         everything = tuple(file.tensors.values())
-        chosen = everything if tensors is None else _matching(tensors, everything, located(path))
+        selected = everything if tensors is None else _matching(tensors, everything, located(path))
         architecture, ftype = _text(file, "general.architecture"), file.get("general.file_type")
         file_type = ftype if isinstance(ftype, int) and not isinstance(ftype, bool) else None
         merged, unmerged = _up_gate_layers(everything)
@@ -167,15 +170,25 @@ def inspect(path: str | Path, *, tensors: str | None = None, header_only: bool =
             facts=tuple(_facts(file, architecture)),
             provenance=tuple((f.key, f.value) for f in file.fields.values() if _is_provenance(f)),
             fields=tuple(file.fields.values()),
-            tensors=chosen,
+            tensors=selected,
             n_tensors=len(everything),
             active_values=_active_values(file, architecture, everything),
             merged_layers=merged,
             unmerged_layers=unmerged,
-            by_type=_grouped(chosen, lambda t: t.type.name),
-            by_class=_grouped(chosen, lambda t: tensor_class(t.name)),
-            runtimes=runtimes(architecture, ((t.name, t.type) for t in chosen)),
+            by_type=_grouped(selected, lambda t: t.type.name),
+            by_class=_grouped(selected, lambda t: tensor_class(t.name)),
+            runtimes=runtimes(file.fields, ((t.name, t.type, t.shape) for t in everything), displaced=_displaced(file)),
         )
+
+
+def _displaced(file: GGUFFile) -> str:
+    """Return the name of the first tensor whose data does not follow that of the tensor before, "" if all do."""
+    ends: dict[int, int] = {}
+    for tensor in file.tensors.values():
+        if tensor.offset != ends.get(tensor.shard, tensor.offset):
+            return tensor.name
+        ends[tensor.shard] = tensor.offset + round_up(tensor.nbytes, file.alignment)
+    return ""
 
 
 def file_type_name(ftype: int) -> str:
@@ -204,25 +217,25 @@ def first_items(item: Field, count: int) -> list[Any]:
     if item.item_type is not ValueType.STRING:
         values: list[Any] = item.array[:count].tolist()
         return values
-    strings, at = [], 12
+    strings, offset = [], 12
     for _ in range(min(count, item.count)):
-        start = at + 8
-        at = start + struct.unpack_from("<Q", item.raw, at)[0]
-        strings.append(str(item.raw[start:at], "utf-8", "surrogateescape"))
+        start = offset + 8
+        offset = start + struct.unpack_from("<Q", item.raw, offset)[0]
+        strings.append(str(item.raw[start:offset], "utf-8", "surrogateescape"))
     return strings
 
 
 def _text(file: GGUFFile, key: str) -> str:
-    found = file.fields.get(key)
-    return str(found.value) if found is not None and found.type is ValueType.STRING else ""
+    item = file.fields.get(key)
+    return str(item.value) if item is not None and item.type is ValueType.STRING else ""
 
 
 def _matching(pattern: str, tensors: Sequence[TensorInfo], path: Path) -> tuple[TensorInfo, ...]:
     regex = Pattern(pattern, "--tensors")
-    found = tuple(t for t in tensors if regex.search(t.name))
-    if not found:
-        raise RecipeError(f"{path}: {pattern!r} is found in the name of none of the {len(tensors)} tensors")
-    return found
+    matches = tuple(t for t in tensors if regex.search(t.name))
+    if not matches:
+        raise RecipeError(f"{path}: {pattern!r} is found in the name of none of the {len(tensors)} tensors", "QK-E206")
+    return matches
 
 
 def _shards(file: GGUFFile) -> tuple[ShardFacts, ...]:

@@ -9,9 +9,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Unpack
 
-from quantkit.checkpoint.lora.opened import open_adapter
-from quantkit.convert import ConvertOptions, plan_opened
+from quantkit.arguments import checked
+from quantkit.checkpoint.lora.convert import open_adapter
+from quantkit.convert import plan_opened
 from quantkit.errors import RecipeError
+from quantkit.formats.remote import located
+from quantkit.options.convert import ConvertOptions
 from quantkit.pipeline.plan import Plan
 from quantkit.pipeline.run import DEFAULT_MAX_RAM, RunOptions
 from quantkit.quantize import QuantizeResult, run_quantize
@@ -20,6 +23,7 @@ from quantkit.quantize import QuantizeResult, run_quantize
 OUTTYPES = ("f32", "f16", "bf16", "q8_0", "auto")
 
 
+@checked
 def convert_lora(
     adapter: str | Path,
     output: str | Path | None = None,
@@ -48,11 +52,12 @@ def convert_lora(
 
     Raises:
         FormatError: an adapter that is broken, not of this base, or more than factors: the message says what.
-        QuantkitError: see quantkit.errors; nothing stands under the final name then.
+        QuantkitError: see quantkit.errors; then no output has its final name.
     """
     return run_quantize(plan_convert_lora(adapter, output, base=base, outtype=outtype), max_ram=max_ram, **run)
 
 
+@checked
 def plan_convert_lora(
     adapter: str | Path,
     output: str | Path | None = None,
@@ -62,6 +67,6 @@ def plan_convert_lora(
 ) -> Plan:
     """Decide everything about the conversion of an adapter and write nothing; arguments as for ``convert_lora``."""
     if outtype not in OUTTYPES:
-        raise RecipeError(f"--outtype {outtype}: there are {', '.join(OUTTYPES)}")
-    opened = open_adapter(Path(adapter), base=None if base is None else Path(base), outtype=outtype)
+        raise RecipeError(f"--outtype {outtype}: there are {', '.join(OUTTYPES)}", "QK-E203")
+    opened = open_adapter(located(adapter), base=None if base is None else located(base), outtype=outtype)
     return plan_opened(opened, output, ConvertOptions())

@@ -8,13 +8,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Unpack
+from typing import Unpack
 
+from quantkit.arguments import checked
 from quantkit.errors import RecipeError
 from quantkit.formats.experts import GATE, MERGED, UP
 from quantkit.formats.gguf import open_model
 from quantkit.formats.imatrix import Imatrix, ImatrixEntry, read_imatrix
-from quantkit.formats.outputs import end_of_links
+from quantkit.formats.outputs import resolve_links
 from quantkit.imatrix.fill import with_entries
 from quantkit.pipeline.experts import Layer, merge_layer, split_layer
 from quantkit.pipeline.importance import check_importance
@@ -38,6 +39,7 @@ class MergePlan:
     loads_merged: Mapping[str, bool]
 
 
+@checked
 def merge_up_gate(
     source: str | Path,
     output: str | Path,
@@ -45,28 +47,38 @@ def merge_up_gate(
     reencode: str | None = None,
     keep_split: bool = False,
     split_max_size: int | None = None,
-    **run: Any,
+    max_ram: int = DEFAULT_MAX_RAM,
+    **run: Unpack[RunOptions],
 ) -> MergePlan:
     """Merge up and gate experts of ``source`` into ``output``: ``plan_merge_up_gate``, then ``run_merge``."""
     plan = plan_merge_up_gate(source, output, reencode=reencode, keep_split=keep_split, split_max_size=split_max_size)
-    run_merge(plan, **run)
+    run_merge(plan, max_ram=max_ram, **run)
     return plan
 
 
+@checked
 def split_up_gate(
-    source: str | Path, output: str | Path, *, keep_split: bool = False, split_max_size: int | None = None, **run: Any
+    source: str | Path,
+    output: str | Path,
+    *,
+    keep_split: bool = False,
+    split_max_size: int | None = None,
+    max_ram: int = DEFAULT_MAX_RAM,
+    **run: Unpack[RunOptions],
 ) -> MergePlan:
     """Take merged experts of ``source`` apart into ``output``: ``plan_split_up_gate``, then ``run_merge``."""
     plan = plan_split_up_gate(source, output, keep_split=keep_split, split_max_size=split_max_size)
-    run_merge(plan, **run)
+    run_merge(plan, max_ram=max_ram, **run)
     return plan
 
 
+@checked
 def run_merge(merge: MergePlan, *, max_ram: int = DEFAULT_MAX_RAM, **run: Unpack[RunOptions]) -> RunResult:
     """Carry out a plan: streamed, journaled, renamed at the end; arguments and errors as for ``run_plan``."""
     return run_plan(merge.plan, max_ram=max_ram, **run)
 
 
+@checked
 def plan_merge_up_gate(
     source: str | Path,
     output: str | Path,
@@ -86,9 +98,12 @@ def plan_merge_up_gate(
     Raises RecipeError when no layer can be merged, with the reasons; FormatError for a broken file.
     """
     t = None if reencode is None else type_by_name(reencode)
-    return _plan(source, output, lambda p, has: merge_layer(p, has, t), "merge", keep_split, split_max_size)
+    return _plan(
+        source, output, lambda prefix, tensors: merge_layer(prefix, tensors, t), "merge", keep_split, split_max_size
+    )
 
 
+@checked
 def plan_split_up_gate(
     source: str | Path, output: str | Path, *, keep_split: bool = False, split_max_size: int | None = None
 ) -> MergePlan:
@@ -104,28 +119,28 @@ def _plan(
     source: str | Path, output: str | Path, decide: Decide, verb: str, keep_split: bool, split_max_size: int | None
 ) -> MergePlan:
     if keep_split and split_max_size is not None:
-        raise RecipeError("--keep-split and --split-max-size exclude each other: give only one of them")
+        raise RecipeError("--keep-split and --split-max-size exclude each other: give only one of them", "QK-E201")
     with open_model(source) as opened:
-        found = regroup(opened, decide, verb, keep_split=keep_split)
-        shards = found.shards if split_max_size is None else None
+        regrouped = regroup(opened, decide, verb, keep_split=keep_split)
+        shards = regrouped.shards if split_max_size is None else None
         if shards is None:
-            found.metadata.remove(*_SPLIT_KEYS)
-        for tensor in found.tensors:
+            regrouped.metadata.remove(*_SPLIT_KEYS)
+        for tensor in regrouped.tensors:
             if any(part.source.type is not tensor.type for part in tensor.parts):
                 check_importance(None, tensor.name, tensor.type)
-        check_kernels(found.tensors)
+        check_kernels(regrouped.tensors)
         plan = plan_output(
             opened,
-            end_of_links(output),
-            found.metadata.fields(),
-            found.tensors,
+            resolve_links(output),
+            regrouped.metadata.fields(),
+            regrouped.tensors,
             title=f"{verb}-up-gate",
-            notes=found.refusals(),
+            notes=regrouped.refusals(),
             shard_of=shards,
             split_max_size=split_max_size,
             identity=f"{__version__} {verb} {opened.fingerprint()}",
         )
-        return MergePlan(plan, found.changed, found.refused, found.loads_merged)
+        return MergePlan(plan, regrouped.changed, regrouped.refused, regrouped.loads_merged)
 
 
 # ---------------------------------------------------------------- importance matrices

@@ -1,6 +1,9 @@
-"""Names that come from files: the class of a tensor, and any text on one line of a screen."""
+"""Tensor classes, and text from files on one line of a terminal."""
 
 from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
 
 
 def tensor_class(name: str) -> str:
@@ -17,6 +20,38 @@ def printable(text: object) -> str:
     return "".join(c if c.isprintable() else c.encode("unicode_escape", "surrogatepass").decode() for c in text)
 
 
+def span(names: Sequence[str], noun: str = "tensors") -> str:
+    """Return names as one part of a sentence: blk.0.attn_q.weight .. blk.9.attn_q.weight (10 tensors)."""
+    return names[0] if len(names) == 1 else f"{names[0]} .. {names[-1]} ({len(names)} {noun})"
+
+
+def grouped(notes: Iterable[tuple[str, str]], noun: str = "tensors") -> list[str]:
+    """Return a line for all notes, each about a name, that differ in nothing but numbers; these become ranges."""
+    groups: dict[str, list[tuple[str, str]]] = {}
+    for name, note in notes:
+        groups.setdefault(_NUMBER.sub("#", note), []).append((name, note))
+    return [
+        f"{span(list(dict.fromkeys(name for name, _ in group)), noun)}: {_with_ranges([note for _, note in group])}"
+        for group in groups.values()
+    ]
+
+
+#: Not one that int() would be long at.
+_NUMBER = re.compile(r"(?<!\d)\d{1,9}(?!\d)")
+
+
+def _with_ranges(notes: Sequence[str]) -> str:
+    """Return the text of notes that differ in numbers alone: 3..17 of 128 experts."""
+    ranges = [(min(column, key=int), max(column, key=int)) for column in zip(*map(_NUMBER.findall, notes), strict=True)]
+    texts = iter(low if low == high else f"{low}..{high}" for low, high in ranges)
+    return _NUMBER.sub(lambda _: next(texts), notes[0])
+
+
 def shorten(text: str, width: int) -> str:
     """Return ``text`` cut to ``width`` characters, ending in "…" if anything is missing."""
     return text if len(text) <= width else text[: width - 1] + "…"
+
+
+def file_name(path: str) -> str:
+    """Return the name of a file without its directories, Windows ones included: they reveal whose machine it was."""
+    return path.replace("\\", "/").rpartition("/")[2]

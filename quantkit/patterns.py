@@ -1,55 +1,134 @@
 """Regular expressions that users write: rules of recipes, ``-ot``, ``--tensors`` and their like.
 
 They run in the ``regex`` package: it knows all that std::regex of llama-quantize knows (RE2, whose time is linear, has
-neither lookahead nor back references), and unlike Python's re it can be stopped. A pattern that backtracks for
-``TIME_LIMIT`` seconds, over all the names it is tried on, is an error that names it.
+neither lookahead nor back references), and unlike Python's re it can be stopped. What patterns that backtrack take,
+over all the names they are tried on, is limited for all patterns together; the error names the one that was running.
+Counted repeats are written out when a pattern is compiled: where they may multiply, a child tries that first.
 """
 
 from __future__ import annotations
 
+import math
 import re
 import time
 import warnings
 from typing import Any
 
-from quantkit.errors import RecipeError
+from quantkit.errors import FormatError, RecipeError
+from quantkit.foreign.child import Child, Limits
+from quantkit.names import printable, shorten
+from quantkit.process import no_collection
 
-#: Seconds of CPU time. A real pattern takes microseconds a name.
+#: Seconds of CPU time for all that is slow. A real pattern takes microseconds a name, and a millisecond to compile.
 TIME_LIMIT = 2.0
+#: The longest pattern.
+MAX_CHARACTERS = 1 << 16
+
+#: Seconds of a search, and of compiling, that do not count.
+_SEARCH, _COMPILE = 2e-4, 2e-2
+#: Share of the elapsed time that is credited back, so that a long-lived process regains its limit.
+_RECOVERY = 0.01
+#: Length times counts up to which a pattern is compiled without a trial in a child.
+_CHILD_CHARACTERS = 1 << 20
 
 #: Classes of std::regex that ``regex`` does not know, or takes for something else.
 _CLASSES = {"w": "word", "d": "digit", "s": "space"}
 _CLASS = re.compile(r"\[:([wds]):\]", re.IGNORECASE)
 #: Recursion, which neither std::regex nor re has, and which fills the memory within the time limit.
 _RECURSION = re.compile(r"\(\?(?:R|&|P>|[+-]?\d)")
+_COUNT = re.compile(r"\{(\d*)(?:,(\d*))?\}")
+
+
+class _Clock:
+    """The CPU time that patterns of this process took beyond what is usual."""
+
+    def __init__(self) -> None:
+        self._spent, self._charged_at = 0.0, time.monotonic()
+
+    @property
+    def seconds_left(self) -> float:
+        """Seconds until ``TIME_LIMIT``."""
+        return TIME_LIMIT - self._spent
+
+    def charge(self, seconds: float) -> None:
+        """Count what a search or a compilation took too much, if anything."""
+        if seconds > 0:
+            now = time.monotonic()
+            self._spent = max(0.0, self._spent - _RECOVERY * (now - self._charged_at)) + seconds
+            self._charged_at = now
+
+    def reset(self) -> None:
+        """Begin anew."""
+        self._spent = 0.0
+
+
+_CLOCK = _Clock()
 
 
 class Pattern:
-    """A compiled regular expression; ``origin`` says where it stands, for messages. RecipeError for a broken one."""
+    """A compiled regular expression; ``origin`` is its place, for messages. Raises RecipeError if it is invalid."""
 
     def __init__(self, text: str, origin: str, *, ignore_case: bool = False) -> None:
         import regex
 
-        self.text, self.origin, self._spent = text, origin, 0.0
+        self.text, self.origin = text, origin
+        if len(text) > MAX_CHARACTERS:
+            raise RecipeError(
+                f"{origin}: a regular expression of {len(text)} characters; at most {MAX_CHARACTERS} are read",
+                "QK-E205",
+            )
+        began = time.thread_time()
         try:
             if _RECURSION.search(text):
                 raise regex.error("recursion is not supported")
-            with warnings.catch_warnings():
+            translated, flags = (
+                _CLASS.sub(lambda m: f"[:{_CLASSES[m[1].lower()]}:]", text),
+                regex.IGNORECASE * ignore_case,
+            )
+            if len(text) * _copies(text) > _CHILD_CHARACTERS:
+                self._try(translated, flags)
+            with warnings.catch_warnings(), no_collection():  # else garbage collection counts as the pattern's time
                 warnings.simplefilter("ignore", FutureWarning)
-                known = _CLASS.sub(lambda m: f"[:{_CLASSES[m[1].lower()]}:]", text)
-                self._regex = regex.compile(known, regex.IGNORECASE if ignore_case else 0)
+                self._regex = regex.compile(translated, flags)
         except (regex.error, RecursionError, OverflowError) as e:
-            raise RecipeError(f"{origin}: {text!r} is not a regular expression: {e}") from None
+            raise RecipeError(f"{origin}: {self._quoted} is not a regular expression: {e}", "QK-E205") from None
+        _CLOCK.charge(time.thread_time() - began - _COMPILE)
+        if _CLOCK.seconds_left <= 0:
+            raise self._too_slow("when it is compiled")
+
+    @property
+    def _quoted(self) -> str:
+        return shorten(repr(self.text), 200)
+
+    def _try(self, text: str, flags: int) -> None:
+        """Compile it in a child, where it may not grow without end."""
+        limits = Limits(seconds=math.ceil(TIME_LIMIT), memory=1 << 28)
+        with Child("quantkit.foreign.grammars:Grammars", self._quoted, limits=limits) as child:
+            try:
+                child.call("regex", text, flags)
+            except FormatError as e:
+                raise RecipeError(f"{self.origin}: {printable(e.message)}; write smaller repeats", "QK-E205") from None
 
     def search(self, name: str) -> Any:
-        """Return the first match within ``name``, or None. Raises RecipeError when the time is up."""
+        """Return the first match within ``name``, or None. Raises RecipeError when the time of all is up."""
         began = time.thread_time()
         try:
-            return self._regex.search(name, timeout=max(TIME_LIMIT - self._spent, 1e-3))
+            return self._regex.search(name, timeout=max(_CLOCK.seconds_left, 1e-3))
         except TimeoutError:
-            raise RecipeError(
-                f"{self.origin}: {self.text!r} takes too long: more than {TIME_LIMIT:g} s, the last on {name!r}; "
-                "rewrite nested repeats such as (.+)+"
-            ) from None
+            pass
         finally:
-            self._spent += time.thread_time() - began
+            _CLOCK.charge(time.thread_time() - began - _SEARCH)
+        raise self._too_slow(f"the last on {shorten(repr(name), 200)}")
+
+    def _too_slow(self, occasion: str) -> RecipeError:
+        _CLOCK.reset()  # for callers that continue without the pattern
+        return RecipeError(
+            f"{self.origin}: {self._quoted} takes too long: more than {TIME_LIMIT:g} s with the patterns before it, "
+            f"{occasion}; rewrite nested repeats such as (.+)+",
+            "QK-E205",
+        )
+
+
+def _copies(text: str) -> float:
+    """Return an upper bound of the copies of a part of a pattern: the product of all its counted repeats."""
+    return math.prod(max(1.0, float(count[:9] or 1)) for pair in _COUNT.findall(text) for count in pair)

@@ -4,7 +4,7 @@ Two runtimes read GGUF files: llama.cpp (*mainline*, b11434) and ik_llama.cpp (*
 ``TYPES`` describes one of their types; enums, help texts, size estimates and tests all follow from it.
 
 A tensor of type t with n values per row takes ``t.row_header + n / t.block * t.block_bytes`` bytes per row.
-An *interleaved* type weaves the bytes of 4, 8 or 16 rows together, their headers first, so only whole groups
+An *interleaved* type interleaves the bytes of 4, 8 or 16 rows, their headers first, so only whole groups
 of rows can be addressed.
 """
 
@@ -23,8 +23,9 @@ class TensorType:
 
     ``imatrix`` is what the encoder does with an importance matrix: "ignored", "used" (when there is one) or
     "required" (ggml aborts without). ``needs_imatrix`` names the trees ("mainline+ik") whose llama-quantize
-    refuses the type without one. ``scales`` lists a block's float fields as kind@offset, those of a row's header as
-    row:kind@offset; they must be finite.
+    refuses the type without one. ``trees`` are those that have the type: "both", "mainline", "ik", or "none" for one of
+    your own, whose id is of ``OWN_IDS``. ``scales`` lists a block's float fields as kind@offset, those of a row's header
+    as row:kind@offset; they must be finite.
     """
 
     id: int
@@ -36,7 +37,7 @@ class TensorType:
     block_bytes: int
     #: Bytes at the head of each row (ik: a scale for the whole row).
     row_header: int
-    #: Rows whose bytes are woven together.
+    #: Rows whose bytes are interleaved.
     interleave: int
     family: str
     trees: str
@@ -49,7 +50,7 @@ class TensorType:
 
     def __reduce__(self) -> tuple[object, tuple[str]]:
         """Pickle by name: in another process, too, a type is one object, and code compares with ``is``."""
-        return _named, (self.name,)
+        return _by_name, (self.name,)
 
     @property
     def bpw(self) -> float:
@@ -70,28 +71,36 @@ class TensorType:
     def fields(self) -> tuple[tuple[bool, str, int], ...]:
         """The fields of ``scales``: whether it is the row's, its kind, its byte in the row's header or the block."""
         split = [field.partition("@") for field in self.scales.split()]
-        return tuple((kind.startswith("row:"), kind.removeprefix("row:"), int(at)) for kind, _, at in split)
+        return tuple((kind.startswith("row:"), kind.removeprefix("row:"), int(offset)) for kind, _, offset in split)
 
     @property
     def row_scale(self) -> str:
         """The kind, f32 or f16, of the scale at the head of each row that multiplies all of it; "" if there is none."""
         return next((kind for of_row, kind, _ in self.fields if of_row), "")
 
+    def is_in(self, tree: str) -> bool:
+        """Return whether a tree, "mainline" or "ik", has the type."""
+        return self.trees in (tree, "both")
+
     def row_bytes(self, n: int) -> int:
         """Return the bytes of one row of ``n`` values; ``n`` must be a multiple of the block."""
         if n % self.block:
-            raise TypeNotSupported(f"{self.name} packs {self.block} values a block; rows of {n} do not divide")
+            raise TypeNotSupported(
+                f"{self.name} packs {self.block} values a block; rows of {n} do not divide", "QK-E303"
+            )
         return self.row_header + n // self.block * self.block_bytes
 
     def tensor_bytes(self, shape: Sequence[int]) -> int:
-        """Return the bytes of a tensor of ggml shape ``shape`` (ne order, innermost first)."""
-        rows = math.prod(shape[1:])
+        """Return the bytes of a tensor of ggml shape ``shape`` (ne order, innermost first); of a scalar it is ()."""
+        row, rows = self.row_bytes(shape[0] if shape else 1), math.prod(shape[1:])
         if self.interleave > 1 and (shape[1] if len(shape) > 1 else 1) % self.interleave:
             raise TypeNotSupported(
-                f"{self.name} weaves {self.interleave} rows together; shape {list(shape)} does not divide"
+                f"{self.name} interleaves {self.interleave} rows; shape {list(shape)} does not divide", "QK-E303"
             )
+        if 0 in shape:
+            return 0
         # I2_S alone ends a tensor with one scale in 32 bytes: kernels/tensor_scale.py.
-        return rows * self.row_bytes(shape[0]) + (32 if self.name == "I2_S" else 0)
+        return rows * row + (32 if self.name == "I2_S" else 0)
 
 
 T = TensorType
@@ -99,7 +108,7 @@ T = TensorType
 #: Every type of both trees, by id.
 # fmt: off
 TYPES: tuple[TensorType, ...] = (
-    # id  name           ggml name      block bytes header weave family       trees        imatrix     refused without, finite fields
+    # id  name           ggml name      block bytes header interleave family       trees        imatrix     refused without, finite fields
     T(0,   "F32",        "f32",        1,   4,   0,  1,  "float",       "both",     "ignored",  "", "f32@0"),
     T(1,   "F16",        "f16",        1,   2,   0,  1,  "float",       "both",     "ignored",  "", "f16@0"),
     T(2,   "Q4_0",       "q4_0",       32,  18,  0,  1,  "legacy",      "both",     "used",     "", "f16@0"),
@@ -199,12 +208,15 @@ TYPES: tuple[TensorType, ...] = (
 )
 
 #: Single rows of types that are interleaved by definition. No file holds them, and no user names them: kernels work on
-#: them, and kernels/interleave.py weaves four together. Their ids are in no tree.
+#: them, and kernels/interleave.py interleaves four. Their ids are in no tree.
 ROWS: tuple[TensorType, ...] = (
     T(1219,"IQ1_S_ROW", "",           32,  6,   2,  1,  "i_quant",     "ik",       "used",     "ik", "row:f16@0"),
     T(1229,"IQ1_M_ROW", "",           32,  7,   2,  1,  "i_quant",     "ik",       "used",     "ik", "row:f16@0"),
 )
 # fmt: on
+
+#: Ids that neither tree gives to a type: for those of a researcher, whose ``trees`` are "none".
+OWN_IDS = range(10_000, 11_000)
 
 #: Ids that once had a meaning; readers must refuse them.
 REMOVED_IDS = {4: "Q4_2", 5: "Q4_3", 37: "IQ4_NL_4_8", 38: "IQ4_NL_8_8", 142: "IQ2_TN", 143: "IQ1_TN"}
@@ -217,32 +229,39 @@ BY_ID: dict[int, TensorType] = {t.id: t for t in TYPES}
 BY_NAME: dict[str, TensorType] = {t.name: t for t in (*TYPES, *ROWS)}
 
 
-def _named(name: str) -> TensorType:
+def _by_name(name: str) -> TensorType:
     return BY_NAME[name]
+
+
+def has_type(name: str) -> bool:
+    """Return whether ``type_by_name`` finds a name."""
+    key = name.strip().upper()
+    t = BY_NAME.get(ALIASES.get(key, key))
+    return t is not None and t not in ROWS
 
 
 def type_by_name(name: str) -> TensorType:
     """Return the type called ``name``, in any case; raise TypeNotSupported with the nearest names."""
     key = name.strip().upper()
-    found = BY_NAME.get(ALIASES.get(key, key))
-    if found is None or found in ROWS:
+    if not has_type(name):
         import difflib
 
-        near = difflib.get_close_matches(key, [t.name for t in TYPES], 3)
-        hint = f"; did you mean {' or '.join(near)}?" if near else "; `quantkit types` lists them all"
-        raise TypeNotSupported(f"there is no tensor type {name!r}{hint}")
-    return found
+        close = difflib.get_close_matches(key, [t.name for t in TYPES], 3)
+        hint = f"; did you mean {' or '.join(close)}?" if close else "; `quantkit types` lists them all"
+        raise TypeNotSupported(f"there is no tensor type {name[:100]!r}{hint}", "QK-E301")
+    return BY_NAME[ALIASES.get(key, key)]
 
 
 def type_by_id(type_id: int) -> TensorType:
     """Return the type of GGUF id ``type_id``; raise TypeNotSupported for removed, unknown and Q8_K."""
-    found = BY_ID.get(type_id)
-    if found is not None and found.in_files:
-        return found
-    if found is not None:
+    t = BY_ID.get(type_id)
+    if t is not None and t.in_files:
+        return t
+    if t is not None:
         raise TypeNotSupported(
-            "type id 15 (Q8_K) has two sizes, 292 bytes in llama.cpp and 296 in ik_llama.cpp; no file may hold it"
+            "type id 15 (Q8_K) has two sizes, 292 bytes in llama.cpp and 296 in ik_llama.cpp; no file may hold it",
+            "QK-E301",
         )
     if type_id in REMOVED_IDS:
-        raise TypeNotSupported(f"type id {type_id} ({REMOVED_IDS[type_id]}) was removed from both trees")
-    raise TypeNotSupported(f"type id {type_id} is unknown to llama.cpp b11434 and ik_llama.cpp 8337e4cd3")
+        raise TypeNotSupported(f"type id {type_id} ({REMOVED_IDS[type_id]}) was removed from both trees", "QK-E301")
+    raise TypeNotSupported(f"type id {type_id} is unknown to llama.cpp b11434 and ik_llama.cpp 8337e4cd3", "QK-E301")

@@ -1,11 +1,17 @@
-"""Sizes, counts and durations as people write and read them; multiples."""
+"""Sizes, counts, durations and errors as people write and read them; multiples."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 
 _UNITS = {"": 1, "K": 1000, "M": 1000**2, "G": 1000**3, "T": 1000**4}
 _UNITS |= {"KI": 1 << 10, "MI": 1 << 20, "GI": 1 << 30, "TI": 1 << 40}
+
+#: What ± stands for behind any estimate, and +/- in llama-perplexity's lines. A speed's, as llama-bench's, has a name
+#: of its own.
+PLUS_MINUS = "± is one standard error"
+_BINARY = (("GiB", 30), ("MiB", 20), ("KiB", 10), ("B", 0))
 
 
 def parse_size(text: str) -> int:
@@ -29,9 +35,19 @@ def format_size(n: float) -> str:
     return _scaled(n, 1024, (" B", " KiB", " MiB", " GiB", " TiB"))
 
 
+def size_unit(n: float) -> tuple[str, int]:
+    """Return the unit for a number of bytes and smaller ones, for a column or an axis, and its bytes."""
+    return next((name, 1 << shift) for name, shift in _BINARY if n >= 1 << shift or not shift)
+
+
 def format_count(n: float) -> str:
     """Return a number of weights for people: 9.19 M."""
     return _scaled(n, 1000, ("", " K", " M", " B", " T"))
+
+
+def format_shape(shape: Iterable[int]) -> str:
+    """Return the dimensions of a tensor for people: 256 x 64; "scalar" if there is none."""
+    return " x ".join(map(str, shape)) or "scalar"
 
 
 def _scaled(n: float, step: int, units: tuple[str, ...]) -> str:
@@ -47,7 +63,7 @@ def format_seconds(seconds: float) -> str:
     """Return a duration for people: 3.2 s, 4 min 05 s, 2 h 03 min."""
     if seconds < 60:
         return f"{seconds:.1f} s"
-    minutes, rest = divmod(round(seconds), 60)
+    minutes, remainder = divmod(round(seconds), 60)
     if minutes < 60:
-        return f"{minutes} min {rest:02d} s"
+        return f"{minutes} min {remainder:02d} s"
     return f"{minutes // 60} h {minutes % 60:02d} min"

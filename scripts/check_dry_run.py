@@ -11,15 +11,16 @@ from __future__ import annotations
 import struct
 import sys
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-sys.path.insert(0, str(ROOT / "tests"))
+sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "tests/lib"), str(ROOT / "tests/checkpoint")]
 
 from test_convert_goldens import options_of  # noqa: E402
 
 import checkpoints  # noqa: E402
-from quantkit.cli.summary import DryRunReport  # noqa: E402
+from quantkit.cli._run_report import DryRunReport  # noqa: E402
 from quantkit.convert import ConvertOptions, convert, plan_convert  # noqa: E402
 from quantkit.errors import QuantkitError  # noqa: E402
 
@@ -50,12 +51,11 @@ def check(name: str, folder: Path) -> list[str]:
     """Return what is wrong with a checkpoint."""
     what = checkpoints.describe(name)
     drawn = checkpoints.write_checkpoint(name, folder)
-    options = ConvertOptions(
-        **{key: getattr(options_of(what), key) for key in ("pre", "no_nextn", "fuse_gate_up_exps", "fuse_qkv")}
-    )
+    names = ("pre", "no_nextn", "fuse_gate_up_exps", "fuse_qkv", "allow_incomplete")
+    options = ConvertOptions(**{name: getattr(options_of(what), name) for name in names})
     wrong, sizes = [], {}
     for way in WAYS:
-        given = options if way else ConvertOptions(outtype="f16", pre=options.pre, no_nextn=options.no_nextn)
+        given = options if way else replace(options, outtype="f16", fuse_gate_up_exps=False, fuse_qkv=False)
         try:
             sizes[way] = planned(drawn, folder / "a.gguf", way, given)
             paths = convert(drawn, folder / "a.gguf", way, given, overwrite=True).paths
@@ -70,7 +70,7 @@ def check(name: str, folder: Path) -> list[str]:
             path.unlink()
     empty(drawn)
     for way, size in sizes.items():
-        given = options if way else ConvertOptions(outtype="f16", pre=options.pre, no_nextn=options.no_nextn)
+        given = options if way else replace(options, outtype="f16", fuse_gate_up_exps=False, fuse_qkv=False)
         try:
             other = planned(drawn, folder / "a.gguf", way, given)
         except QuantkitError as e:

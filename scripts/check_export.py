@@ -3,11 +3,11 @@
     PYTHON scripts/check_export.py write --out DIR [NAME ...]
     TRANSFORMERS scripts/check_export.py compare --out DIR [NAME ...]
 
-``write``, run with quantkit's PYTHON, draws every checkpoint (tests/checkpoints.py), converts it to float32 and exports
-that: DIR/drawn/NAME and DIR/exported/NAME, with the ids that quantkit's own tokenizer gives of ``TEXTS``. ``compare``,
-run with 4.57.6 and with 5.18.0 of transformers, takes the checkpoints that each can run: it loads both, and prints the
-NMSE of the logits of a prompt, weights that differ, and whether the tokenizer gives the same ids. It ends with 1 if a
-model computes something else.
+``write``, run with quantkit's PYTHON, draws every checkpoint (tests/lib/checkpoints.py), converts it to float32 and
+exports that: DIR/drawn/NAME and DIR/exported/NAME, with the ids that quantkit's own tokenizer gives of ``TEXTS``.
+``compare``, run with 4.57.6 and with 5.18.0 of transformers, takes the checkpoints that each can run: it loads both,
+and prints the NMSE of the logits of a prompt, weights that differ, and whether the tokenizer gives the same ids. It
+ends with 1 if a model computes something else.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[1]
-sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "tests/lib")]
 
 import checkpoints  # noqa: E402
-from quantkit.checkpoint.vocab.pre_hashes import TEXT  # noqa: E402
+from quantkit.checkpoint.vocab.pre_tokenizers import TEXT  # noqa: E402
 
 #: Models are the same below this.
 BOUND = 1e-10
@@ -92,7 +92,7 @@ def write(names: list[str], out: Path) -> list[str]:
     for name in names:
         drawn = checkpoints.write_checkpoint(name, out / "drawn")
         model, exported = out / f"{name}.gguf", out / "exported" / name
-        options = ConvertOptions(pre=checkpoints.describe(name).vocab.get("pre"), outtype="f32")
+        options = ConvertOptions(**checkpoints.describe(name).convert_keywords(), outtype="f32")
         shutil.rmtree(exported, ignore_errors=True)
         exported.parent.mkdir(exist_ok=True)
         try:

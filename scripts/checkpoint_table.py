@@ -40,7 +40,7 @@ class Row:
     files: Json = field(default_factory=dict)
     options: tuple[str, ...] = ()
     outtypes: tuple[str, ...] = ("f32", "f16", "bf16", "q8_0", "auto")
-    #: The scheme of tests/quantized_checkpoints.py, where there is none that is not quantized.
+    #: The scheme of tests/lib/quantized_checkpoints.py, where there is none that is not quantized.
     quantized: Json | None = None
 
 
@@ -509,7 +509,7 @@ class Quantized:
     base: str
     #: ``quantization_config`` of config.json.
     config: Json
-    #: See tests/quantized_checkpoints.py.
+    #: See tests/lib/quantized_checkpoints.py.
     scheme: Json
     #: convert_hf_to_gguf.py cannot read it: what to expect is what it makes of the float32 weights that are meant.
     formula: bool = False

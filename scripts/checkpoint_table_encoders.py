@@ -1,4 +1,4 @@
-"""More of the table of checkpoints: encoders, which make embeddings (quantkit/checkpoint/families/bert.py)."""
+"""More of the table of checkpoints: encoders, which make embeddings (quantkit/checkpoint/models/bert.py)."""
 
 from __future__ import annotations
 

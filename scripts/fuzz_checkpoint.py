@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import copy
+import importlib
 import json
 import random
 import resource
@@ -24,14 +25,19 @@ import tempfile
 import time
 import tracemalloc
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "scripts")]
+sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "tests/lib"), str(ROOT / "scripts")]
 
-from fuzz_gguf import EDGES, SAMPLE, cap_memory, limited, mutate  # noqa: E402
+from fuzz_gguf import EDGES, SAMPLE, Hang, cap_memory, limited, mutate  # noqa: E402
+
+import quantkit.checkpoint.vocab.tokenizer as library  # noqa: E402
+from quantkit.errors import FormatError  # noqa: E402
+from quantkit.foreign.child import Limits  # noqa: E402
 
 #: Values that break readers of JSON, beside numbers.
 VALUES: list[Any] = [
@@ -146,7 +152,7 @@ def read(opened: Any, tensor: Any) -> None:
 
 def seeds(folder: Path) -> list[Seed]:
     """Write small checkpoints, and return their files."""
-    from drawn_checkpoints import moe_arrays, moe_config, write_checkpoint
+    from tiny_checkpoints import moe_arrays, moe_config, write_checkpoint
 
     small = {
         name: x[..., :32] if "embed" in name or "lm_head" in name else x for name, x in moe_arrays(1, 1, 2).items()
@@ -205,6 +211,37 @@ def _field(data: bytes) -> bytes:
     return b"\x0a" + bytes([len(data)]) + data
 
 
+class Inside:
+    """A ``foreign.child.Child`` without a process, which takes longer to start than a case."""
+
+    def __init__(
+        self,
+        service: str,
+        what: str,
+        *arguments: Any,
+        limits: Limits | None = None,
+        data: Callable[[], bytes] | None = None,
+    ) -> None:
+        self.service, self.what, self.arguments, self.limits, self.data = service, what, arguments, limits, data
+        self.made: Any = None
+
+    def start(self) -> None:
+        """Do nothing: the service is made by the first call."""
+
+    def call(self, method: str, *arguments: Any) -> Any:
+        """Return what a method answers; whatever it raises is a refusal."""
+        try:
+            if self.made is None:
+                module, _, name = self.service.partition(":")
+                data = [] if self.data is None else [self.data()]
+                self.made = getattr(importlib.import_module(module), name)(*data, *self.arguments)
+            return getattr(self.made, method)(*arguments)
+        except (KeyboardInterrupt, MemoryError, Hang):
+            raise
+        except BaseException as e:  # panics of tokenizers are not Exceptions
+            raise FormatError(f"{self.what}: {e}") from None
+
+
 def run_one(seed: Seed, data: bytes, limit: float, watch: bool) -> tuple[str, str]:
     """Run one case; return its outcome and the reason of a failure."""
     path = seed.folder / seed.file
@@ -236,6 +273,7 @@ def main() -> None:
     parser.add_argument("--memory", type=int, default=192, metavar="MIB", help="address space beyond that at the start")
     parser.add_argument("--keep", type=Path, default=Path("fuzz-failures"), help="folder for failing files")
     options = parser.parse_args()
+    library.Child = Inside  # type: ignore[assignment,attr-defined]
     rng, totals, slowest = random.Random(options.seed), Counter[str](), 0.0
     shared = Path("/dev/shm")
     with tempfile.TemporaryDirectory(dir=shared if shared.is_dir() else None) as folder:

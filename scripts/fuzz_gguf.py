@@ -27,7 +27,7 @@ from pathlib import Path
 from types import FrameType
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "tests/lib")]
 
 #: Numbers that break readers: the edges of the integer types, and sizes whose products wrap.
 EDGES = [0, 1, 2, 4, 5, 7, 8, 9, 31, 32, 33, 64, 255, 256, 65535, 65536]

@@ -3,7 +3,7 @@
     for python in PYTHON_WITH_4_57_6 PYTHON_WITH_5_18_0; do $python scripts/make_checkpoints.py [NAME ...]; done
 
 For each row of the table transformers builds the model and saves it; what is kept is config.json, names and shapes of
-the tensors (tests/data/checkpoints/NAME.json). tests/checkpoints.py draws the checkpoint from that with numpy alone.
+the tensors (tests/data/checkpoints/NAME.json). tests/lib/checkpoints.py draws the checkpoint from that with numpy.
 Rows of the other major version of transformers are left out; scripts/make_convert_goldens.py makes what to expect.
 """
 
@@ -30,7 +30,7 @@ DATA = Path(__file__).parents[1] / "tests" / "data" / "checkpoints"
 
 
 def describe(row: Row) -> Json:
-    """Return what tests/checkpoints.py needs of a row."""
+    """Return the description of a row, which tests/lib/checkpoints.py reads."""
     if row.version:
         config, tensors = saved(row)
     else:
@@ -71,7 +71,7 @@ def saved(row: Row) -> tuple[Json, dict[str, list[int]]]:
 
 
 def compact(tensors: dict[str, list[int]]) -> dict[str, list[int]]:
-    """Return patterns for tests/checkpoints.py's expand(): numbers of names that make up a whole grid, as ranges."""
+    """Return patterns for tests/lib/checkpoints.py's expand(): numbers in names that fill a grid, as ranges."""
     groups: dict[tuple[Any, ...], set[tuple[int, ...]]] = defaultdict(set)
     for name, shape in tensors.items():
         parts = re.split(r"(?<=\.)(\d+)(?=\.)", name)
@@ -106,7 +106,7 @@ def ranged(numbers: list[int]) -> str:
 
 
 def describe_quantized(row: Quantized) -> Json:
-    """Return what tests/checkpoints.py needs of a quantized checkpoint."""
+    """Return the description of a quantized checkpoint."""
     base: Json = json.loads((DATA / f"{row.base}.json").read_text())
     base["config"]["quantization_config"] = row.config
     base["quantized"] = row.scheme
@@ -116,7 +116,7 @@ def describe_quantized(row: Quantized) -> Json:
 
 
 def describe_variant(row: Variant) -> Json:
-    """Return what tests/checkpoints.py needs of a variant."""
+    """Return the description of a variant."""
     what: Json = json.loads((DATA / f"{row.base}.json").read_text())
     for key in ("config", "vocab"):
         what[key] = what[key] | getattr(row, key)

@@ -1,12 +1,16 @@
 """What is to be expected of `quantkit convert`: the reference's bytes and transformers' logits of every checkpoint.
 
     PYTHON scripts/make_convert_goldens.py reference --llama DIR --checkpoints DIR --out DIR [NAME ...]
+    PYTHON scripts/make_convert_goldens.py vocabularies --llama DIR --checkpoints DIR --out DIR [NAME ...]
     PYTHON scripts/make_convert_goldens.py logits --checkpoints DIR [NAME ...]
 
 ``reference`` draws the checkpoints, runs convert_hf_to_gguf.py of llama.cpp b11434 on each (in forks of one process:
 torch is imported once) and enters hashes in tests/data/convert-sha256.json. PYTHON has transformers 4.57.6, the version
 whose defaults llama.cpp relies on. ``logits`` enters transformers' own float32 logits in tests/data/convert-logits.npz;
-run it with 4.57.6 and with 5.18.0: each takes the checkpoints that it can run.
+run it with 4.57.6 and with 5.18.0: each takes the checkpoints that it can run. ``vocabularies`` enters the hashes of
+--vocab-only for the real ones of tests/lib/real_files.py in tests/data/real-vocabularies.json, and prints the seconds.
+The reference runs the program that comes with qwen.tiktoken: --remote-code has it in a folder qwen,
+tokenization_qwen.py, with qwen/tokenizer_config.json (Qwen/Qwen-7B of Hugging Face; the package tiktoken is needed).
 
 Vocabularies are too small for llama.cpp to know them by their hash: what it would have named them is in the description
 (``pre``; ours is told by --pre).
@@ -24,6 +28,7 @@ import os
 import shutil
 import sys
 import tempfile
+import time
 import traceback
 from collections.abc import Iterator
 from pathlib import Path
@@ -33,12 +38,14 @@ from unittest import mock
 import numpy as np
 
 ROOT = Path(__file__).parents[1]
-sys.path.insert(0, str(ROOT / "tests"))
+sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "tests/lib")]
 
 import checkpoints  # noqa: E402
+import real_files  # noqa: E402
 from gguf_digests import digests  # noqa: E402
 
 SHA256 = ROOT / "tests" / "data" / "convert-sha256.json"
+VOCABULARIES = ROOT / "tests" / "data" / "real-vocabularies.json"
 #: Names of ways to split, and the options.
 SPLITS = {
     "size": ("--split-max-size", "2M"),
@@ -51,24 +58,25 @@ Json = dict[str, Any]
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("reference", "logits"))
+    parser.add_argument("what", choices=("reference", "vocabularies", "logits"))
     parser.add_argument("names", nargs="*", metavar="NAME", help="default: all")
     parser.add_argument("--checkpoints", type=Path, required=True, help="directory where checkpoints are drawn")
     parser.add_argument("--llama", type=Path, help="llama.cpp's tree")
     parser.add_argument("--out", type=Path, help="directory of the reference's files, NAME-OUTTYPE.gguf")
+    parser.add_argument("--remote-code", type=Path, help="directory of NAME/, what goes beside a vocabulary")
     args = parser.parse_intermixed_args()
     if os.environ.get("PYTHONHASHSEED") != "0":  # the order of named chat templates depends on it
         os.execve(sys.executable, [sys.executable, *sys.argv], {**os.environ, "PYTHONHASHSEED": "0"})
-    names = args.names or list(checkpoints.NAMES)
-    failed = make_reference(names, args) if args.what == "reference" else make_logits(names, args)
-    sys.exit(bool(failed))
+    make = {"reference": make_reference, "vocabularies": make_vocabularies, "logits": make_logits}[args.what]
+    known = real_files.VOCABULARIES if args.what == "vocabularies" else checkpoints.NAMES
+    sys.exit(bool(make(args.names or list(known), args)))
 
 
 # --- the reference's files -------------------------------------------------------------------------------------------
 
 
-def make_reference(names: list[str], args: argparse.Namespace) -> list[str]:
-    """Convert checkpoints; return those that the reference cannot."""
+def load_reference(args: argparse.Namespace) -> Any:
+    """Return the module convert_hf_to_gguf."""
     sys.path[:0] = [str(args.llama), str(args.llama / "gguf-py")]
     import convert_hf_to_gguf
     import torch
@@ -78,15 +86,43 @@ def make_reference(names: list[str], args: argparse.Namespace) -> list[str]:
         sys.exit(f"transformers is {transformers.__version__}; the reference's is 4.57.6")
     torch.set_num_threads(1)
     args.out.mkdir(parents=True, exist_ok=True)
-    failed = []
+    return convert_hf_to_gguf
+
+
+def make_reference(names: list[str], args: argparse.Namespace) -> list[str]:
+    """Convert checkpoints; return those that the reference cannot."""
+    program, failed = load_reference(args), []
     for name in names:
-        row = reference_of(convert_hf_to_gguf, checkpoints.describe(name), args)
+        row = reference_of(program, checkpoints.describe(name), args)
         if row is None:
             failed.append(name)
             print("FAILED", name, (args.out / f"{name}.log").read_text()[-300:].replace("\n", " | "), flush=True)
             continue
         enter(SHA256, {name: row})
         print(name, {key: value["sha256"][:8] for key, value in row.items() if isinstance(value, dict)}, flush=True)
+    return failed
+
+
+def make_vocabularies(names: list[str], args: argparse.Namespace) -> list[str]:
+    """Convert real vocabularies; return those that the reference cannot."""
+    program, failed = load_reference(args), []
+    for name in names:
+        shutil.rmtree(args.checkpoints / name, ignore_errors=True)
+        source = real_files.write_vocabulary(name, args.checkpoints)
+        if args.remote_code and (args.remote_code / name).is_dir():
+            shutil.copytree(args.remote_code / name, source, dirs_exist_ok=True)
+        out, log = (args.out / f"{source.name}.{kind}" for kind in ("gguf", "log"))
+        out.unlink(missing_ok=True)
+        began = time.perf_counter()
+        arguments = [str(source), "--outfile", str(out), "--vocab-only"]
+        forked(program, arguments, out, log, None)
+        seconds = time.perf_counter() - began
+        if not out.exists():
+            failed.append(name)
+            print("FAILED", name, log.read_text()[-300:].replace("\n", " | "), flush=True)
+            continue
+        enter(VOCABULARIES, {name: {"sha256": hashlib.sha256(out.read_bytes()).hexdigest()}})
+        print(f"{name}: {seconds:.1f} s", flush=True)
     return failed
 
 
@@ -121,23 +157,29 @@ def run_reference(
     for old in out.parent.glob(f"{out.stem}*.gguf"):
         if old == out or old.stem.startswith(f"{out.stem}-0"):
             old.unlink()
+    # torch 2.13 cannot shift meta tensors as that scheme does, nor tell a value of one.
+    eager = (what.quantized or {}).get("method") == "bitnet" or "JAISLMHeadModel" in what.config["architectures"]
+    more += ("--no-lazy",) if eager else ()
+    options = ["--outfile", str(out), "--outtype", outtype, *what.options, *more]
+    forked(program, [str(source), *options], out, out.parent / f"{what.name}.log", what.vocab)
+
+
+def forked(program: Any, arguments: list[str], out: Path, log: Path, vocab: Json | None) -> None:
+    """Run the converter in a fork, with a vocabulary whose names it is told, or None for one that it recognizes."""
     if pid := os.fork():
         os.waitpid(pid, 0)
         return
     code = 1
     try:
-        with (out.parent / f"{what.name}.log").open("w") as log:
-            os.dup2(log.fileno(), 1)
-            os.dup2(log.fileno(), 2)
-        name_vocabulary(what.vocab)
+        with log.open("w") as file:
+            os.dup2(file.fileno(), 1)
+            os.dup2(file.fileno(), 2)
+        if vocab is not None:
+            name_vocabulary(vocab)
         mend_baichuan()
         logging.getLogger("hf-to-gguf").setLevel(logging.INFO)
         logging.getLogger().handlers.clear()
-        # torch 2.13 cannot shift meta tensors as that scheme does, nor tell a value of one.
-        eager = (what.quantized or {}).get("method") == "bitnet" or "JAISLMHeadModel" in what.config["architectures"]
-        more += ("--no-lazy",) if eager else ()
-        options = ["--outfile", str(out), "--outtype", outtype, *what.options, *more]
-        sys.argv = ["convert_hf_to_gguf.py", str(source), *options]
+        sys.argv = ["convert_hf_to_gguf.py", *arguments]
         program.main()
         code = 0
     except BaseException:
@@ -201,14 +243,15 @@ class Ranks:
 
         lines = (path / vocab["file"]).read_bytes().splitlines()
         self.mergeable_ranks = {base64.b64decode(a): int(b) for a, b in (line.split() for line in lines)}
-        added = json.loads((path / "tokenizer_config.json").read_text())["added_tokens_decoder"]
+        config = path / "tokenizer_config.json"
+        settings = json.loads(config.read_text()) if config.exists() else {}
         first = len(self.mergeable_ranks)
         names = {i: f"<|reserved_token_{i}|>" for i in range(first, first + vocab.get("reserved", 0))}
-        names |= {int(i): token["content"] for i, token in added.items()}
+        names |= dict(enumerate(vocab.get("names", ()), first))
+        names |= {int(i): token["content"] for i, token in settings.get("added_tokens_decoder", {}).items()}
         self.special_tokens = {text: i for i, text in sorted(names.items())}
         self.vocab_size = first + len(self.special_tokens)
-        ends = json.loads((path / "tokenizer_config.json").read_text()).get("eos_token")
-        self.eos_id = self.special_tokens.get(ends)
+        self.eos_id = self.special_tokens.get(settings.get("eos_token", ""))
         self.model = self
         self.get_vocab = lambda: self.special_tokens
         self._mergeable_ranks = self.mergeable_ranks

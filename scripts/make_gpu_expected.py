@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "scripts")]
+sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "tests/lib"), str(ROOT / "scripts")]
 
 import numpy as np  # noqa: E402
 import numpy.typing as npt  # noqa: E402
@@ -53,10 +53,10 @@ def expected() -> dict[str, Any]:
 
 def of_cpu(case: encoding.Case, t: TensorType) -> npt.NDArray[np.uint8]:
     """Return the bytes of a case's rows, of an interleaved type taken apart."""
-    if case.woven is None:
+    if case.interleaved is None:
         return quantize(case.x, t, case.importance, case.encoder)
     plain = np.empty((len(case.x), t.row_bytes(case.x.shape[1])), np.uint8)
-    deinterleave_rows(case.woven, quantize(case.x, case.woven, case.importance, "ik"), plain)
+    deinterleave_rows(case.interleaved, quantize(case.x, case.interleaved, case.importance, "ik"), plain)
     return plain
 
 

@@ -2,7 +2,7 @@
 
     PYTHON scripts/make_lora_goldens.py --llama DIR --work DIR [NAME ...]
 
-draws the adapters of tests/adapters.py, runs convert_lora_to_gguf.py of llama.cpp b11434 on each (in forks of one
+draws the adapters of tests/lib/adapters.py, runs convert_lora_to_gguf.py of llama.cpp b11434 on each (in forks of one
 process) and enters hashes in tests/data/lora-sha256.json. PYTHON has transformers 4.57.6, as for
 make_convert_goldens.py. Of adapters whose scale is not one for all (rsLoRA, patterns) the reference has another scale
 than PEFT: their hashes only say so.
@@ -26,7 +26,7 @@ from typing import Any
 import numpy as np
 
 ROOT = Path(__file__).parents[1]
-sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "scripts")]
+sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "tests/lib"), str(ROOT / "scripts")]
 
 import adapters  # noqa: E402
 import checkpoints  # noqa: E402

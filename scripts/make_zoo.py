@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+sys.path[:0] = [str(Path(__file__).parents[1] / "tests"), str(Path(__file__).parents[1] / "tests/lib")]
 
 from libllama import Libllama  # noqa: E402
 from quantkit.formats.gguf import Field, write_gguf  # noqa: E402
@@ -1022,7 +1022,7 @@ def mpt() -> tuple[dict[str, Any], Shapes]:
         2,
         _norms,
         lambda i: fused(i, N_KV, bias=()),
-        lambda i: dense(i, gate=False),
+        lambda i: dense(i, gate=False) | one(i, "ffn.act.scales", FF),
     )
 
 

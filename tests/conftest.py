@@ -74,10 +74,20 @@ def ik_bin() -> Path:
     return root / "bin"
 
 
+def ik_libraries() -> Path | None:
+    """Return the folder of ik_llama.cpp's libggml.so and libllama.so: QUANTKIT_IK_LIB, built from 8337e4cd3, or the
+    wheel's."""
+    root = package_dir("ik_llama_cpp")
+    places = [os.environ.get("QUANTKIT_IK_LIB"), root and root / "lib"]
+    return next((Path(p) for p in places if p and (Path(p) / "libllama.so").exists()), None)
+
+
 @pytest.fixture(scope="session")
 def ik_lib(ik_bin: Path) -> Path:
-    """The folder of its libggml.so and libllama.so: the wheel's, or QUANTKIT_IK_LIB, built from 8337e4cd3."""
-    return Path(os.environ.get("QUANTKIT_IK_LIB") or ik_bin.parent / "lib")
+    """The folder of its libggml.so and libllama.so."""
+    found = ik_libraries()
+    assert found is not None
+    return found
 
 
 @pytest.fixture(scope="session")
@@ -193,10 +203,11 @@ SECONDS = "quantkit/seconds"
 #: Files that take long, the longest first, where no run of all has told yet. Those that compile the same kernels lie
 #: apart, so that what one worker compiles the other finds.
 LONG = (
-    *("cpu_names", "cuda_compile", "cuda_backend", "cuda_encode", "convert_goldens", "export_checkpoints", "matmul"),
-    *("remote", "ray", "gpu_check", "calibrate", "cuda_attention", "encode_ggml", "cuda_fuse", "kernels", "engine_zoo"),
-    *("engine_quantized", "encode", "quantize", "cache", "interleave", "elementwise", "imatrix_covariance", "moe"),
-    *("dequantize", "cuda_mat_mat", "sensitivity", "cook", "engine_ik", "imatrix_collect", "runtimes"),
+    *("cpu_names", "cuda_compile", "cuda_backend", "cuda_encode", "convert_goldens", "runtimes", "export_checkpoints"),
+    *("matmul", "remote", "ray", "gpu_check", "calibrate", "cuda_attention", "encode_ggml", "cuda_fuse", "kernels"),
+    *("engine_zoo", "engine_quantized", "encode", "quantize", "cache", "interleave", "elementwise"),
+    *("imatrix_covariance", "moe"),
+    *("dequantize", "cuda_mat_mat", "sensitivity", "cook", "engine_ik", "imatrix_collect"),
     *("merge_runtimes", "choose_ik", "cuda_cublas", "scripts", "choose", "report_browser"),
 )
 
@@ -362,5 +373,5 @@ def cuda_devices(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
         from ptx.device import PTXDevice as kind
     made = {name: kind(name=name) for name in ("CUDA0", "CUDA1")}
     monkeypatch.setattr("quantkit.kernels.cuda.core.device.open_device", made.__getitem__)
-    monkeypatch.setattr("quantkit.model.devices.cuda_devices", lambda: tuple(made))
+    monkeypatch.setattr("quantkit.model.placement.cuda_devices", lambda: tuple(made))
     return tuple(made)

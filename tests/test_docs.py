@@ -29,6 +29,7 @@ OTHERS = {
     "OUT.npz",
     "out.md",
     "cook.toml",
+    "pipe.toml",
 }
 #: Of llama.cpp's converter, and what checkpoints have.
 OTHERS |= {f"gguf-py/gguf/{name}.py" for name in ("constants", "metadata")} | {"README.md"}

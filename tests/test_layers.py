@@ -12,7 +12,10 @@ import pytest
 ROOT = Path(__file__).parent.parent / "quantkit"
 
 #: What each part may import, besides itself.
-FLOOR = {"version", "types", "errors", "units", "names", "cpus", "patterns"}
+FLOOR = {
+    *("version", "types", "errors", "arguments", "extras", "units", "names", "cpus", "foreign", "patterns"),
+    *("mapping", "process", "records"),
+}
 #: Modules of their own kind, neither floor nor verbs.
 APART = {"cluster"}
 ALLOWED = {
@@ -20,18 +23,23 @@ ALLOWED = {
     "version": set(),
     "types": {"errors"},
     "errors": set(),
-    **dict.fromkeys(("units", "names", "cpus"), set()),
-    "patterns": {"errors"},
-    "cluster": {"version", "errors"},
+    **dict.fromkeys(("units", "names", "cpus", "mapping", "process"), set()),
+    "extras": {"errors"},
+    "arguments": {"errors", "types"},
+    "foreign": {"errors", "names", "units"},
+    "records": {"types"},
+    "patterns": {"errors", "foreign", "names", "process"},
+    "cluster": {"version", "errors", "mapping", "process"},
     "formats": FLOOR,
     "kernels": FLOOR,
     "checkpoint": FLOOR | {"formats", "kernels"},
-    "pipeline": FLOOR | {"cluster", "formats", "kernels"},
+    "loaders": FLOOR | {"formats"},
+    "pipeline": FLOOR | {"cluster", "formats", "kernels", "loaders"},
     "model": FLOOR | {"formats", "kernels"},
     "verbs": FLOOR | {"cluster", "formats", "kernels", "checkpoint", "pipeline", "model"},
-    "cli": FLOOR | {"formats", "kernels", "checkpoint", "pipeline", "model", "verbs"},
+    "cli": FLOOR | {"cluster", "formats", "kernels", "checkpoint", "pipeline", "model", "verbs"},
 }
-PACKAGES = ("formats", "kernels", "checkpoint", "pipeline", "model", "cli")
+PACKAGES = ("formats", "kernels", "loaders", "checkpoint", "pipeline", "model", "cli")
 
 _BLOCK = {"builder", "ops"}
 
@@ -42,33 +50,34 @@ WITHIN: dict[str, dict[str, set[str]]] = {
         "calibration": set(),
         "compare": set(),
         "inspect": set(),
-        "quantize": {"calibration", "sequential"},
+        "quantize": {"calibration", "options", "sequential"},
         "evaluate": {"calibration"},
         "imatrix": {"calibration", "evaluate"},
         "sequential": {"evaluate", "imatrix"},
         "merge": {"imatrix"},
-        "convert": {"quantize"},
+        "options": set(),
+        "convert": {"unsupported_settings", "options", "quantize"},
+        "unsupported_settings": set(),
         "export": {"quantize"},
-        "lora": {"convert", "quantize"},
+        "lora": {"convert", "options", "quantize"},
         "recipes": {"quantize"},
         "sensitivity": {"calibration", "evaluate", "imatrix", "quantize", "sequential"},
         "search": {"calibration", "evaluate", "quantize", "recipes", "sensitivity"},
         "report": {"bench", "calibration", "compare", "evaluate", "imatrix", "inspect", "recipes", "sensitivity"},
         "cook": {
             *("calibration", "convert", "evaluate", "imatrix", "inspect", "quantize", "recipes", "report", "search"),
-            "sensitivity",
+            *("options", "sensitivity"),
         },
     },
     "quantkit.model": {
-        **dict.fromkeys(("ops", "batch", "arch", "hparams", "copied", "interleaved", "merged"), set()),
-        **dict.fromkeys(("op_table", "fusion", "placement", "cost", "observers", "scalable", "selection"), {"ops"}),
-        "devices": {"placement"},
+        **dict.fromkeys(("ops", "batch", "arch", "hparams", "sources"), set()),
+        **dict.fromkeys(("fusion", "placement", "cost", "observers", "scale_sites", "selection"), {"ops"}),
         "stages": {"observers", "ops"},
-        "check": {"op_table", "ops"},
+        "check": {"batch", "ops"},
         "builder": {"arch", "hparams", "ops"},
-        **dict.fromkeys(("attention", "feed_forward", "hyper", "indexer", "recurrent"), _BLOCK),
+        **dict.fromkeys(("attention", "feed_forward", "hyper_connections", "indexer", "recurrent"), _BLOCK),
         "mla": _BLOCK | {"attention", "indexer"},
-        "compressed": _BLOCK | {"attention", "indexer", "recurrent"},
+        "deepseek4": _BLOCK | {"attention", "indexer", "recurrent"},
         "gemma4": _BLOCK | {"attention", "feed_forward"},
         "gemma3n": _BLOCK | {"gemma4"},
         **dict.fromkeys(("delta_net", "short_convolution"), _BLOCK | {"attention", "recurrent"}),
@@ -76,24 +85,23 @@ WITHIN: dict[str, dict[str, set[str]]] = {
         "mamba": _BLOCK | {"attention", "feed_forward", "recurrent"},
         "kimi": _BLOCK | {"attention", "mla", "recurrent"},
         "lightning": _BLOCK | {"attention", "delta_net", "recurrent"},
-        "residuals": _BLOCK,
+        "residual_attention": _BLOCK,
         "graph": _BLOCK
-        | {"attention", "check", "delta_net", "feed_forward", "gemma3n", "gemma4", "hyper", "kimi", "lightning"}
-        | {"compressed", "mamba", "mla", "residuals", "rwkv", "short_convolution"},
+        | {"arch", "attention", "check", "deepseek4", "delta_net", "feed_forward", "gemma3n", "gemma4", "hparams"}
+        | {"hyper_connections", "kimi", "lightning", "mamba", "mla", "residual_attention", "rwkv", "short_convolution"},
         "nextn": _BLOCK | {"check", "graph", "hparams"},
         # Backends know operations, not architectures.
-        "backends": {"batch", "check", "fusion", "op_table", "ops"},
-        "engine": {"backends", "batch", "check", "cost", "devices", "fusion", "graph", "hparams", "merged", "ops"}
-        | {"copied", "interleaved", "placement", "selection"},
+        "backends": {"batch", "check", "fusion", "ops"},
+        "engine": {"backends", "batch", "check", "cost", "fusion", "graph", "hparams", "ops", "placement"}
+        | {"selection", "sources"},
     },
     "quantkit.model.backends": {
         "accumulators": set(),
         "arena": set(),
-        "tables": set(),
-        "reference": {"accumulators", "tables"},
+        "reference": {"accumulators"},
         "lowering": {"arena"},
         "boundary": {"arena", "lowering"},
-        "slots": {"arena", "lowering", "tables"},
+        "slots": {"arena", "lowering"},
         **dict.fromkeys(("cpu", "cuda"), {"accumulators", "arena", "boundary", "lowering", "slots"}),
         "registry": {"cpu", "cuda", "reference"},
     },

@@ -6,6 +6,7 @@ import importlib.util
 import os
 import subprocess
 import sys
+from enum import Enum
 from pathlib import Path
 from types import ModuleType
 
@@ -268,3 +269,43 @@ def test_profile_of_the_engine_names_what_runs(tiny_moe: Path) -> None:
     assert sum(row[0].startswith("| UpGateId: gate_by_expert") for row in rows) == 1
     assert all(float(row[2]) > 0 for row in rows)
     assert [row[0] for row in rows if "mul_mat" in row[0] and row[4] == " |"] == []
+
+
+def test_kinds_of_tensors_are_those_of_the_constants(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Layers are stars, and kinds of one name are told apart."""
+    script = load("make_tensor_kinds", monkeypatch)
+    kind = Enum("kind", ["TOKEN_EMBD", "FFN_NORM", "FFN_PRE_NORM", "ENC"])
+    names = {
+        kind.TOKEN_EMBD: "token_embd",
+        kind.FFN_NORM: "blk.{bid}.ffn_norm",
+        kind.FFN_PRE_NORM: "blk.{bid}.ffn_norm",
+        kind.ENC: "enc.blk.{bid}.attn_q",
+    }
+    constants = {
+        "MODEL_ARCH_NAMES": {1: "arctic", 2: "gemma2"},
+        "MODEL_TENSORS": {1: [kind.TOKEN_EMBD, kind.FFN_NORM], 2: [kind.FFN_NORM, kind.FFN_PRE_NORM, kind.ENC]},
+        "TENSOR_NAMES": names,
+    }
+    assert script.kinds_of(constants, "arctic") == "token_embd *ffn_norm:residual"
+    assert script.kinds_of(constants, "gemma2") == "*ffn_norm *ffn_norm:pre enc.*attn_q"
+
+
+def test_defaults_of_classes_are_those_of_their_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A class's own defaults come before those of what it is made of."""
+    script = load("make_class_defaults", monkeypatch)
+
+    class Base:
+        def __init__(self, width: int = 1, heads: int = 2) -> None: ...
+
+    class Own(Base):
+        def __init__(self, width: int = 3, depth: int | None = None, *, vocab_size: int) -> None: ...
+
+    assert script.parameters(Own) == {"width": 3, "heads": 2, "depth": None}
+    monkeypatch.setattr(script, "class_of", lambda kind: Own)
+    assert script.defaults("own", ["width", "rope_scaling"], []) == {"width": 3, "rope_scaling": None}
+    assert script.defaults("own", None, ["heads", "theta"]) == {"heads": 2}
+
+
+def test_the_page_of_errors_is_up_to_date(monkeypatch: pytest.MonkeyPatch) -> None:
+    script = load("make_error_page", monkeypatch)
+    assert script.PAGE.read_text(encoding="utf-8") == script.error_page(), "run scripts/make_error_page.py"

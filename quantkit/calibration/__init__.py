@@ -1,15 +1,16 @@
-"""Calibration text: built from local files, with a held-out part, and recognized when it turns up in evaluation.
+"""Calibration text: built from local files with a held-out part, and recognized when it turns up in evaluation.
 
-calibration   builds calibration.txt, evaluation.txt and manifest.json
-sketch        what an importance matrix records of the text it was computed on
-overlap       how much of an evaluation text was calibrated on
-heldout.py    warnings about that, and about calibrating on held-out text
+corpus      builds calibration.txt, evaluation.txt and manifest.json
+documents   reads texts, code and JSON Lines
+passages    splits documents into passages and drops repetitions
+overlap     sketches of texts, and the overlap of two
+heldout     warnings about evaluating on calibration text, and about calibrating on held-out text
 """
 
 from __future__ import annotations
 
 from quantkit.calibration.corpus import Corpus, Part, calibration, sketch_file
-from quantkit.calibration.heldout import HeldOut, calibrated_on, held_out_beside, held_out_of, held_out_used
+from quantkit.calibration.heldout import HeldOut, calibration_warning, find_held_out, held_out_warning, read_held_out
 from quantkit.calibration.overlap import Overlap, Sketch, merge_sketches, overlap, sketch, sketch_of
 
 __all__ = [
@@ -18,11 +19,11 @@ __all__ = [
     "Overlap",
     "Part",
     "Sketch",
-    "calibrated_on",
+    "calibration_warning",
     "calibration",
-    "held_out_beside",
-    "held_out_of",
-    "held_out_used",
+    "find_held_out",
+    "read_held_out",
+    "held_out_warning",
     "merge_sketches",
     "overlap",
     "sketch",

@@ -1,12 +1,12 @@
-"""``quantkit calibration``: a corpus to calibrate on, and one to evaluate on that shares nothing with it.
+"""``quantkit calibration``: build a calibration text and an evaluation text that share no passage.
 
-Documents are cut into passages; a run of passages of one document is a *section*. Sections are shuffled by the seed.
-The first of them, whole and in reading order, are held out for evaluation until --heldout of the size is reached. The
-passages of the others, shuffled by the seed, make the calibration text until the size is full. Repetitions are dropped,
-and so are passages that share too much with the held-out part.
+Documents are split into passages; consecutive passages of one document form a *section*. The seed shuffles sections.
+The first ones, whole and in reading order, are held out for evaluation until --heldout of the size is reached. Passages
+of the others, shuffled by the seed, fill the calibration text. Repetitions are dropped, and so are passages that share
+too much with the held-out part.
 
-The order is that of BLAKE2b(seed, text): it depends on the content, not on file names, their order or
-Python's random numbers. The same texts and the same seed give the same bytes everywhere.
+The order is that of BLAKE2b(seed, text): it depends on the content alone, not on file names, their order or Python's
+random numbers. The same texts and seed give the same bytes everywhere.
 """
 
 from __future__ import annotations
@@ -20,16 +20,20 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from quantkit.arguments import checked
 from quantkit.calibration.documents import Inputs, read_inputs
 from quantkit.calibration.overlap import Sketch, sketch
-from quantkit.calibration.passages import Seen, cut, passage_hash
+from quantkit.calibration.passages import Deduplicator, passage_hash, split_passages
 from quantkit.errors import FormatError, RecipeError, ResourceError
-from quantkit.formats.outputs import Output, check_apart, check_free, read_whole, written
+from quantkit.formats.outputs import Output, atomic_write, check_apart, check_free, read_whole
+from quantkit.formats.remote import located
 
-CALIBRATION, EVALUATION, MANIFEST = "calibration.txt", "evaluation.txt", "manifest.json"
+CALIBRATION = "calibration.txt"
+EVALUATION = "evaluation.txt"
+MANIFEST = "manifest.json"
 #: Separates passages.
 GAP = "\n\n"
-#: A section is at most this share of the held-out part, so that no document can fill it alone.
+#: A section is at most one in this many of the held-out part, so that no document fills it alone.
 _SECTIONS = 4
 
 
@@ -65,13 +69,13 @@ class Part:
 
 @dataclass(frozen=True)
 class Corpus:
-    """Both texts, and how they were made."""
+    """Both texts, and the options and inputs that they were built from."""
 
     calibration: Part
     evaluation: Part
     options: dict[str, Any]
     inputs: Inputs = field(repr=False)
-    seen: Seen = field(repr=False)
+    dedup: Deduplicator = field(repr=False)
     notes: tuple[str, ...] = ()
 
     def manifest(self) -> dict[str, Any]:
@@ -82,17 +86,18 @@ class Corpus:
             "calibration": self.calibration.as_dict(),
             "evaluation": self.evaluation.as_dict(),
             "dropped": {
-                "exact_duplicates": self.seen.exact_dropped,
-                "near_duplicates": self.seen.near_dropped,
-                "shared_with_evaluation": self.seen.leak_dropped,
+                "exact_duplicates": self.dedup.exact_dropped,
+                "near_duplicates": self.dedup.near_dropped,
+                "shared_with_evaluation": self.dedup.leak_dropped,
             },
             "inputs": [
-                {"path": str(i.path), "documents": len(i.documents), "bytes": i.nbytes, "skipped": i.skipped}
+                {"path": str(i.path), "documents": len(i.documents), "bytes": i.nbytes, "skipped": i.n_skipped}
                 for i in self.inputs.files
             ],
         }
 
 
+@checked
 def calibration(
     inputs: Sequence[str | os.PathLike[str]],
     output: str | os.PathLike[str] | None = None,
@@ -104,48 +109,54 @@ def calibration(
     include: Sequence[str] = (),
     overwrite: bool = False,
 ) -> Corpus:
-    """Build a corpus from local texts.
+    """Build a calibration text and an evaluation text from local files.
 
     Args:
-        inputs: files and folders.
-        output: a folder for calibration.txt, evaluation.txt and manifest.json; None writes nothing.
-        size: bytes of both texts together, at most.
-        heldout: the share kept for evaluation, 0 to 0.5.
-        seed: draws the order.
-        passage: bytes of a passage, at most.
-        include: name patterns for files in folders.
+        inputs: files and directories.
+        output: a directory for calibration.txt, evaluation.txt and manifest.json; None writes nothing.
+        size: largest size of both texts together, in bytes.
+        heldout: share held out for evaluation, 0 to 0.5.
+        seed: of the shuffles.
+        passage: largest size of a passage, in bytes.
+        include: name patterns for files in directories.
         overwrite: replace files of an earlier run.
 
-    Raises RecipeError for options that make no sense, FormatError for unusable inputs, ResourceError for an output
-    that exists. All inputs are held in memory.
+    Raises:
+        RecipeError: values out of range.
+        FormatError: inputs that cannot be read, or without text.
+        ResourceError: an output exists.
+
+    All inputs are held in memory.
     """
     _check(size, heldout, passage)
-    folder = None if output is None else Path(output)
+    folder = None if output is None else located(output)
     outputs = [] if folder is None else [folder / name for name in (MANIFEST, CALIBRATION, EVALUATION)]
     if folder is not None and folder.exists():
         for output in outputs:
             check_free(output, overwrite=overwrite)
-    found = read_inputs([Path(path) for path in inputs], include=include)
-    check_apart(outputs, [file.path for file in found.files])
-    seen, key = Seen(), _order(seed)
-    # The share is that of the text there is, even if it is less than --size.
-    evaluation_size = int(min(size, sum(file.nbytes for file in found.files)) * heldout)
-    sections = _sections(found, passage, max(passage, evaluation_size // _SECTIONS))
+    corpus_files = read_inputs([located(path) for path in inputs], include=include)
+    check_apart(outputs, [file.path for file in corpus_files.files])
+    dedup, key = Deduplicator(), _order(seed)
+    # The share refers to the text at hand, even if that is less than --size.
+    evaluation_size = int(min(size, sum(file.nbytes for file in corpus_files.files)) * heldout)
+    sections = _sections(corpus_files, passage, max(passage, evaluation_size // _SECTIONS))
     if not sections:
-        raise FormatError(f"no text in {', '.join(map(str, inputs)) or 'nothing'}: name files or folders with text")
+        raise FormatError(
+            f"no text in {', '.join(map(str, inputs)) or 'nothing'}: name files or folders with text", "QK-E121"
+        )
     sections.sort(key=lambda section: key(GAP.join(section)))
-    evaluation, rest = _hold_out(sections, evaluation_size, seen)
-    pool = sorted(rest, key=key)
+    evaluation, remainder = _hold_out(sections, evaluation_size, dedup)
+    pool = sorted(remainder, key=key)
     corpus = Corpus(
-        Part(CALIBRATION, tuple(_fill(pool, size - evaluation_size, seen))),
+        Part(CALIBRATION, tuple(_fill(pool, size - evaluation_size, dedup))),
         Part(EVALUATION, tuple(evaluation)),
         {"seed": seed, "size": size, "heldout": heldout, "passage": passage},
-        found,
-        seen,
+        corpus_files,
+        dedup,
     )
     corpus = replace(corpus, notes=tuple(_notes(corpus)))
     if not corpus.calibration.passages:
-        raise FormatError(f"nothing is left to calibrate on: no passage fits {size} bytes; raise --size")
+        raise FormatError(f"nothing is left to calibrate on: no passage fits {size} bytes; raise --size", "QK-E214")
     if folder is not None:
         _write(folder, corpus, overwrite)
     return corpus
@@ -153,28 +164,28 @@ def calibration(
 
 def _check(size: int, heldout: float, passage: int) -> None:
     if not 0 <= heldout <= 0.5:
-        raise RecipeError(f"the held-out part must be 0 to 50 % of the size, not {100 * heldout:g} %")
+        raise RecipeError(f"the held-out part must be 0 to 50 % of the size, not {100 * heldout:g} %", "QK-E203")
     if passage < 64:
-        raise RecipeError(f"passages of {passage} bytes are too short to tell repetitions: at least 64")
+        raise RecipeError(f"passages of {passage} bytes are too short to tell repetitions: at least 64", "QK-E203")
     if size < passage:
-        raise RecipeError(f"a size of {size} bytes holds no passage of {passage} bytes")
+        raise RecipeError(f"a size of {size} bytes holds no passage of {passage} bytes", "QK-E203")
 
 
 def _order(seed: int) -> Callable[[str], bytes]:
-    """Return the key that puts texts in the seed's order."""
+    """Return the sort key of the seed's order."""
     salt = hashlib.blake2b(str(seed).encode(), digest_size=32).digest()
     return lambda text: hashlib.blake2b(text.encode(), key=salt, digest_size=16).digest()
 
 
-def _sections(inputs: Inputs, passage: int, most: int) -> list[list[str]]:
-    """Cut all documents into runs of passages of at most ``most`` bytes."""
+def _sections(inputs: Inputs, passage: int, max_bytes: int) -> list[list[str]]:
+    """Split all documents into sections of at most ``max_bytes`` bytes."""
     sections = []
     for document in (text for file in inputs.files for text in file.documents):
         section: list[str] = []
         nbytes = 0
-        for piece in cut(document, passage):
+        for piece in split_passages(document, passage):
             length = _length(piece)
-            if section and nbytes + length > most:
+            if section and nbytes + length > max_bytes:
                 sections.append(section)
                 section, nbytes = [], 0
             section.append(piece)
@@ -184,32 +195,32 @@ def _sections(inputs: Inputs, passage: int, most: int) -> list[list[str]]:
     return sections
 
 
-def _hold_out(sections: list[list[str]], nbytes: int, seen: Seen) -> tuple[list[str], list[str]]:
-    """Take passages in section order until ``nbytes`` are full; return them and the rest."""
+def _hold_out(sections: list[list[str]], nbytes: int, dedup: Deduplicator) -> tuple[list[str], list[str]]:
+    """Take passages in section order up to ``nbytes`` bytes; return them and the remaining ones."""
     pieces = [piece for section in sections for piece in section]
-    taken: list[str] = []
+    passages: list[str] = []
     for i, piece in enumerate(pieces):
         nbytes -= _length(piece)
         if nbytes < 0:
-            return taken, pieces[i:]
-        if seen.take(piece, held_out=True):
-            taken.append(piece)
+            return passages, pieces[i:]
+        if dedup.take(piece, held_out=True):
+            passages.append(piece)
         else:
             nbytes += _length(piece)
-    return taken, []
+    return passages, []
 
 
 def _length(piece: str) -> int:
     return len(piece.encode()) + len(GAP)
 
 
-def _fill(pool: Iterable[str], nbytes: int, seen: Seen) -> Iterator[str]:
-    """Yield passages that are new until ``nbytes`` are full."""
+def _fill(pool: Iterable[str], nbytes: int, dedup: Deduplicator) -> Iterator[str]:
+    """Yield new passages up to ``nbytes`` bytes."""
     left = nbytes
     for piece in pool:
         if _length(piece) > left:
             return
-        if seen.take(piece):
+        if dedup.take(piece):
             left -= _length(piece)
             yield piece
 
@@ -219,8 +230,9 @@ def _notes(corpus: Corpus) -> Iterator[str]:
     for file in inputs.files:
         if file.zeros:
             yield f"{file.path}: {file.zeros} bytes 0 are dropped"
-        if file.skipped:
-            yield f"{file.path}: {file.skipped} records have no text and are left out, first line {file.first_skipped}"
+        if file.n_skipped:
+            first = f"first line {file.first_skipped}"
+            yield f"{file.path}: {file.n_skipped} records have no text and are left out, {first}"
     if inputs.not_text:
         yield f"{inputs.not_text} files in folders are no UTF-8 text"
     total = corpus.calibration.nbytes + corpus.evaluation.nbytes
@@ -237,11 +249,11 @@ def _write(folder: Path, corpus: Corpus, overwrite: bool) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as e:
-        raise ResourceError(f"{folder}: cannot be made: {e.strerror or e}; name another folder") from None
+        raise ResourceError(f"{folder}: cannot be made: {e.strerror or e}; name another folder", "QK-E405") from None
     with ExitStack() as stack:
         for name, text in texts.items():
             path = stack.enter_context(Output(folder / name, overwrite=overwrite)).path
-            stack.enter_context(written(path)).write_bytes(text.encode())
+            stack.enter_context(atomic_write(path)).write_bytes(text.encode())
         (folder / MANIFEST).unlink(missing_ok=True)
 
 

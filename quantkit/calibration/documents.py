@@ -25,9 +25,9 @@ from quantkit.errors import FormatError
 from quantkit.formats.outputs import read_whole
 
 JSON_LINES = (".jsonl", ".ndjson")
-_TURNS = ("messages", "conversations", "conversation")
-_WHOLE = ("text", "content")
-_PARTS = (
+_TURN_KEYS = ("messages", "conversations", "conversation")
+_TEXT_KEYS = ("text", "content")
+_PART_KEYS = (
     "system", "instruction", "question", "prompt", "input", "context", "output", "completion", "response", "answer",
 )  # fmt: skip
 
@@ -45,7 +45,7 @@ class Input:
     zeros: int = 0
     documents: list[str] = field(default_factory=list, repr=False)
     #: JSON Lines records without a text, and the line of the first.
-    skipped: int = 0
+    n_skipped: int = 0
     first_skipped: int = 0
 
     @property
@@ -69,19 +69,19 @@ def read_inputs(paths: Sequence[Path], *, include: Sequence[str] = ()) -> Inputs
 
     Raises FormatError for a path that is missing, a named file that is not UTF-8 text, or invalid JSON Lines.
     """
-    found = Inputs([])
+    inputs = Inputs([])
     for path in paths:
         if not path.is_dir():
-            found.files.append(_input(path, read_whole(path)))
+            inputs.files.append(_input(path, read_whole(path)))
             continue
         for file in _walk(path):
             if include and not any(fnmatch(file.name, pattern) for pattern in include):
-                found.left_out += 1
-            elif _why_no_text(raw := read_whole(file)):
-                found.not_text += 1
+                inputs.left_out += 1
+            elif _text_problem(raw := read_whole(file)):
+                inputs.not_text += 1
             else:
-                found.files.append(_input(file, raw))
-    return found
+                inputs.files.append(_input(file, raw))
+    return inputs
 
 
 def _walk(folder: Path) -> Iterator[Path]:
@@ -95,7 +95,7 @@ def _walk(folder: Path) -> Iterator[Path]:
             yield path
 
 
-def _why_no_text(raw: bytes) -> str | None:
+def _text_problem(raw: bytes) -> str | None:
     if raw.count(0) * _ZERO_SHARE > len(raw):
         return f"{raw.count(0)} of {len(raw)} bytes are 0"
     try:
@@ -106,32 +106,32 @@ def _why_no_text(raw: bytes) -> str | None:
 
 
 def _input(path: Path, raw: bytes) -> Input:
-    why = _why_no_text(raw)
-    if why is not None:
-        raise FormatError(f"{path}: not a text file ({why}): convert it, or leave it out")
-    found = Input(path, raw.count(0))
+    problem = _text_problem(raw)
+    if problem is not None:
+        raise FormatError(f"{path}: not a text file ({problem}): convert it, or leave it out", "QK-E121")
+    result = Input(path, raw.count(0))
     text = raw.replace(b"\0", b"").decode("utf-8-sig").replace("\r\n", "\n").replace("\r", "\n")
     if path.suffix.lower() not in JSON_LINES:
-        found.documents += [text] if text.strip() else []
-        return found
+        result.documents += [text] if text.strip() else []
+        return result
     for number, line in enumerate(text.split("\n"), 1):
         if not line.strip():
             continue
         try:
             record = json.loads(line)
         except ValueError as e:
-            raise FormatError(f"{path}: line {number} is not JSON: {e}") from None
+            raise FormatError(f"{path}: line {number} is not JSON: {e}", "QK-E111") from None
         document = record_text(record)
         if document is not None:
             # A lone surrogate, which JSON allows and UTF-8 does not, becomes "?".
-            found.documents.append(document.encode(errors="replace").decode())
+            result.documents.append(document.encode(errors="replace").decode())
         else:
-            found.skipped += 1
-            found.first_skipped = found.first_skipped or number
-    if found.skipped and not found.documents:
-        wanted = ", ".join((*_TURNS, *_WHOLE, *_PARTS))
-        raise FormatError(f"{path}: no record has a text; of each one of these keys is asked: {wanted}")
-    return found
+            result.n_skipped += 1
+            result.first_skipped = result.first_skipped or number
+    if result.n_skipped and not result.documents:
+        keys = ", ".join((*_TURN_KEYS, *_TEXT_KEYS, *_PART_KEYS))
+        raise FormatError(f"{path}: no record has a text; of each one of these keys is asked: {keys}", "QK-E121")
+    return result
 
 
 def record_text(record: Any) -> str | None:
@@ -140,13 +140,13 @@ def record_text(record: Any) -> str | None:
         return record if record.strip() else None
     if not isinstance(record, dict):
         return None
-    for key in _TURNS:
+    for key in _TURN_KEYS:
         if isinstance(record.get(key), list):
-            return _joined(_turn(turn) for turn in record[key])
-    for key in _WHOLE:
+            return _join(_turn(turn) for turn in record[key])
+    for key in _TEXT_KEYS:
         if isinstance(record.get(key), str):
-            return _joined([record[key]])
-    return _joined(record[key] for key in _PARTS if isinstance(record.get(key), str))
+            return _join([record[key]])
+    return _join(record[key] for key in _PART_KEYS if isinstance(record.get(key), str))
 
 
 def _turn(turn: Any) -> str:
@@ -161,5 +161,5 @@ def _turn(turn: Any) -> str:
     return content if isinstance(content, str) else ""
 
 
-def _joined(parts: Any) -> str | None:
+def _join(parts: Any) -> str | None:
     return "\n\n".join(part for part in parts if part.strip()) or None

@@ -1,11 +1,11 @@
 """The held-out part of a corpus, and warnings about evaluating on calibration text or calibrating on held-out text.
 
-``quantkit calibration`` writes manifest.json beside its two texts. An importance matrix computed on either keeps
-a sketch of the held-out part, quantkit.calibration.heldout.*, and the names of its files, so that every later step can
-tell whether that part was calibrated on after all: by name, in a copy, or through a merge.
+``quantkit calibration`` writes manifest.json beside its two texts. An importance matrix computed on either stores a
+sketch of the held-out part, quantkit.calibration.heldout.*, and the names of its files, so that later steps detect
+whether that part was calibrated on: by name, in a copy, or through a merge.
 
-    calibrated_on      this evaluation text was calibrated on       quantkit perplexity, quantkit kld
-    held_out_used      the held-out part was calibrated on          quantkit imatrix, imatrix merge, quantize
+    calibration_warning   this evaluation text was calibrated on     quantkit perplexity, quantkit kld
+    held_out_warning      the held-out part was calibrated on        quantkit imatrix, imatrix merge, quantize
 
 Both take the metadata of an importance matrix, or of a model quantized with one, which keeps these keys.
 """
@@ -23,6 +23,7 @@ from quantkit.calibration.corpus import MANIFEST
 from quantkit.calibration.overlap import CALIBRATION, Sketch, merge_sketches, overlap, read_sketch, sketch, sketch_keys
 from quantkit.errors import FormatError
 from quantkit.formats.gguf import Field, ValueType
+from quantkit.formats.outputs import read_whole
 
 _PREFIX = f"{CALIBRATION}heldout."
 FILES_KEY = f"{_PREFIX}files"
@@ -33,7 +34,7 @@ WARNING = "warning: "
 
 @dataclass(frozen=True, eq=False)
 class HeldOut:
-    """Held-out texts: names, in the order of ``sketch.sha256``, and a sketch of their content."""
+    """Held-out texts: file names in the order of ``sketch.sha256``, and a sketch of their content."""
 
     files: tuple[str, ...]
     sketch: Sketch
@@ -44,59 +45,59 @@ class HeldOut:
         return {**self.sketch.fields(_PREFIX), FILES_KEY: names}
 
 
-def held_out_beside(path: Path, raw: bytes) -> HeldOut | None:
-    """Return what was held out of the corpus that a text, file ``path`` with bytes ``raw``, belongs to.
+def find_held_out(path: Path, raw: bytes) -> HeldOut | None:
+    """Return the held-out part of the corpus of a text: file ``path`` with bytes ``raw``.
 
-    None unless the manifest beside the text lists its hash. The held-out text itself need not exist any more: the
-    manifest has its hash.
+    None unless the manifest beside the text lists its hash. The held-out text itself need not exist: the manifest has
+    its hash.
     """
     manifest = _manifest(path.parent / MANIFEST)
     parts = [manifest.get(part) for part in ("calibration", "evaluation")]
     if not all(isinstance(p, dict) and isinstance(p.get("sha256"), str) for p in parts):
         return None
-    chosen, held_out = parts
-    assert chosen is not None
+    calibration, held_out = parts
+    assert calibration is not None
     assert held_out is not None
     digest = hashlib.sha256(raw).hexdigest()
-    if digest not in (chosen["sha256"], held_out["sha256"]) or not held_out.get("bytes"):
+    if digest not in (calibration["sha256"], held_out["sha256"]) or not held_out.get("bytes"):
         return None
     # Only the name: the file must be in this folder.
     file = path.parent / Path(str(held_out.get("file"))).name
     text = raw if digest == held_out["sha256"] else _bytes(file)
-    made = None if text is None else sketch(text)
-    if made is None or made.sha256 != (held_out["sha256"],):
-        made = replace(sketch(b""), sha256=(held_out["sha256"],))
-    return HeldOut((str(file),), made)
+    content = None if text is None else sketch(text)
+    if content is None or content.sha256 != (held_out["sha256"],):
+        content = replace(sketch(b""), sha256=(held_out["sha256"],))
+    return HeldOut((str(file),), content)
 
 
 def _manifest(path: Path) -> dict[str, Any]:
     raw = _bytes(path)
     try:
-        found = json.loads(raw) if raw is not None else None
-    except ValueError:
+        manifest = json.loads(raw) if raw is not None else None
+    except (ValueError, RecursionError):
         return {}  # some other manifest.json
-    return found if isinstance(found, dict) and found.get("made_by") == "quantkit calibration" else {}
+    return manifest if isinstance(manifest, dict) and manifest.get("made_by") == "quantkit calibration" else {}
 
 
 def _bytes(path: Path) -> bytes | None:
     try:
-        return path.read_bytes() if path.is_file() else None
-    except OSError:
+        return read_whole(path) if path.is_file() else None
+    except FormatError:
         return None
 
 
-def held_out_of(path: Path, metadata: Mapping[str, Field]) -> HeldOut | None:
-    """Return what the metadata of ``path`` record as held out, None without a record. Raises FormatError."""
-    found, files = read_sketch(path, metadata, _PREFIX), metadata.get(FILES_KEY)
-    if found is None or files is None:
+def read_held_out(path: Path, metadata: Mapping[str, Field]) -> HeldOut | None:
+    """Return the held-out texts that metadata of ``path`` record, None without a record. Raises FormatError."""
+    content, files = read_sketch(path, metadata, _PREFIX), metadata.get(FILES_KEY)
+    if content is None or files is None:
         return None
-    if files.item_type is not ValueType.STRING or len(files.value) != len(found.sha256):
-        raise FormatError(f"{path}: the keys {_PREFIX}* are not as quantkit writes them")
-    return HeldOut(tuple(files.value), found)
+    if files.item_type is not ValueType.STRING or len(files.value) != len(content.sha256):
+        raise FormatError(f"{path}: the keys {_PREFIX}* are not as quantkit writes them", "QK-E118")
+    return HeldOut(tuple(files.value), content)
 
 
 def merge_held_out(parts: Sequence[HeldOut]) -> HeldOut | None:
-    """Return what several corpora held out together, None if nothing."""
+    """Return the held-out texts of several corpora, None for none."""
     if not parts:
         return None
     names = {digest: file for part in parts for digest, file in zip(part.sketch.sha256, part.files, strict=True)}
@@ -107,27 +108,29 @@ def merge_held_out(parts: Sequence[HeldOut]) -> HeldOut | None:
 # ---------------------------------------------------------------- warnings
 
 
-def calibrated_on(path: Path, metadata: Mapping[str, Field], text: str | bytes) -> str | None:
-    """Return the warning that a model's metadata show ``text`` as calibrated on, or None."""
-    known = read_sketch(path, metadata)
-    found = overlap(text, known).warning if known is not None else None
-    return None if found is None else WARNING + found
+def calibration_warning(path: Path, metadata: Mapping[str, Field], text: str | bytes) -> str | None:
+    """Return a warning if a model's metadata show that ``text`` was calibrated on, or None."""
+    calibration = read_sketch(path, metadata)
+    warning = overlap(text, calibration).warning if calibration is not None else None
+    return None if warning is None else WARNING + warning
 
 
-def held_out_used(path: Path, metadata: Mapping[str, Field]) -> str | None:
-    """Return the warning that held-out text was calibrated on, naming it, or None."""
-    held_out, known = held_out_of(path, metadata), read_sketch(path, metadata)
-    if held_out is None or known is None:
+def held_out_warning(path: Path, metadata: Mapping[str, Field]) -> str | None:
+    """Return a warning, with file names, if held-out text was calibrated on, or None."""
+    held_out, calibration = read_held_out(path, metadata), read_sketch(path, metadata)
+    if held_out is None or calibration is None:
         return None
-    found = overlap(held_out.sketch, known)
-    if found.warning is None:
+    shared = overlap(held_out.sketch, calibration)
+    if shared.warning is None:
         return None
-    named = [
-        file for digest, file in zip(held_out.sketch.sha256, held_out.files, strict=True) if digest in known.sha256
+    names = [
+        file
+        for digest, file in zip(held_out.sketch.sha256, held_out.files, strict=True)
+        if digest in calibration.sha256
     ]
-    what = "" if named else f"about {100 * found.share:.0f} % of "
+    portion = "" if names else f"about {100 * shared.share:.0f} % of "
     return (
-        f"{WARNING}{path} was computed on {what}{', '.join(named or held_out.files)}, held out by quantkit calibration:"
-        " results on that text will look better than they are; calibrate on the corpus's other part, or evaluate on"
-        " another text"
+        f"{WARNING}{path} was computed on {portion}{', '.join(names or held_out.files)}, held out by quantkit"
+        " calibration: results on that text will look better than they are; calibrate on the corpus's other part, or"
+        " evaluate on another text"
     )

@@ -1,14 +1,14 @@
-"""Was this text calibrated on? A sketch of the calibration text answers that later, without the text.
+"""Sketches of calibration texts, from which a later overlap check needs no text.
 
-A *shingle* is eight words in a row (case and punctuation do not count; a Chinese, Japanese or Korean character is a
-word). A text's sketch keeps those hashes of its shingles that are below 2^64 / scale, about one in ``scale``: a
-shingle is in every sketch or in none, so for two sketches
+A *shingle* is eight words in a row, ignoring case and punctuation; a Chinese, Japanese or Korean character is a word.
+A sketch has the hashes of a text's shingles below 2^64 / scale, about one in ``scale``: a shingle is in every sketch or
+in none, so for two sketches
 
-    overlap(evaluation, calibration) = | kept in both | / | kept of the evaluation |
+    overlap(evaluation, calibration) = | hashes in both | / | hashes of the evaluation |
 
-estimates the share of the evaluation's shingles that the calibration text has (FracMinHash). A sketch of a megabyte is
-10 000 hashes, 80 KB: small enough for the metadata of an importance matrix, quantkit.calibration.*, where quantize and
-perplexity find it. It detects shared passages, not shared sentences.
+estimates the share of the evaluation's shingles that the calibration text has (FracMinHash). The sketch of a megabyte
+is 10 000 hashes, 80 KB: small enough for the metadata of an importance matrix, quantkit.calibration.*, where quantize
+and perplexity find it. It detects shared passages, not shared sentences.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ U64Array = npt.NDArray[np.uint64]
 
 #: Words of a shingle.
 WORDS = 8
-#: One shingle in this many is kept.
+#: A sketch has one shingle in this many.
 SCALE = 16
-#: Longest sketch; longer ones are thinned out by a larger scale.
+#: Most hashes of a sketch; larger ones are thinned by a larger scale.
 MAX_HASHES = 1 << 16
 #: Below this share, or with fewer common hashes than this, an overlap is chance or common phrases.
 NOTABLE, NOTABLE_HASHES = 0.02, 4
@@ -107,40 +107,40 @@ def shingles(text: str) -> U64Array:
     words = [_word_hash(word, cache) for word in _WORD.findall(text.casefold())]
     if not words:
         return np.empty(0, np.uint64)
-    found = np.array(words, np.uint64)
-    n = max(1, found.size - WORDS + 1)
+    hashes = np.array(words, np.uint64)
+    n = max(1, hashes.size - WORDS + 1)
     total = np.zeros(n, np.uint64)
-    for i in range(min(WORDS, found.size)):
-        total = total * np.uint64(_BASE) + found[i : i + n]
+    for i in range(min(WORDS, hashes.size)):
+        total = total * np.uint64(_BASE) + hashes[i : i + n]
     for shift, factor in _MIX:
         total = (total ^ (total >> np.uint64(shift))) * np.uint64(factor)
     return total ^ (total >> np.uint64(31))
 
 
 def _word_hash(word: str, cache: dict[str, int]) -> int:
-    found = cache.get(word)
-    if found is None:
+    value = cache.get(word)
+    if value is None:
         raw = hashlib.blake2b(word.encode(errors="surrogatepass"), digest_size=8).digest()
-        found = cache[word] = int.from_bytes(raw, "little")
-    return found
+        value = cache[word] = int.from_bytes(raw, "little")
+    return value
 
 
 def sketch(text: str | bytes) -> Sketch:
     """Return the sketch of one text; bytes are read as UTF-8."""
     raw = _bytes(text)
     digest = hashlib.sha256(raw).hexdigest()
-    return _thinned(SCALE, np.unique(shingles(raw.decode(errors="replace"))), (digest,))
+    return _thin(SCALE, np.unique(shingles(raw.decode(errors="replace"))), (digest,))
 
 
 def _bytes(text: str | bytes) -> bytes:
     return text if isinstance(text, bytes) else text.encode(errors="surrogateescape")
 
 
-def _evaluated(text: str | bytes) -> Sketch:
+def _sketch_evaluation(text: str | bytes) -> Sketch:
     """Return the sketch of a text with the digests of both possible files: evaluations drop a final newline."""
     raw = _bytes(text)
-    bare = raw.removesuffix(b"\n")
-    digests = (hashlib.sha256(x).hexdigest() for x in (raw, bare, bare + b"\n"))
+    stripped = raw.removesuffix(b"\n")
+    digests = (hashlib.sha256(x).hexdigest() for x in (raw, stripped, stripped + b"\n"))
     return replace(sketch(raw), sha256=tuple(dict.fromkeys(digests)))
 
 
@@ -148,47 +148,47 @@ def merge_sketches(sketches: Sequence[Sketch]) -> Sketch:
     """Return the common sketch of several texts."""
     scale = max((s.scale for s in sketches), default=SCALE)
     hashes = np.unique(np.concatenate([np.empty(0, np.uint64), *(s.hashes for s in sketches)]))
-    return _thinned(scale, hashes, tuple(dict.fromkeys(digest for s in sketches for digest in s.sha256)))
+    return _thin(scale, hashes, tuple(dict.fromkeys(digest for s in sketches for digest in s.sha256)))
 
 
-def _thinned(scale: int, hashes: U64Array, sha256: tuple[str, ...]) -> Sketch:
-    kept = _below(hashes, scale)
-    while kept.size > MAX_HASHES:
+def _thin(scale: int, hashes: U64Array, sha256: tuple[str, ...]) -> Sketch:
+    sample = _select_below(hashes, scale)
+    while sample.size > MAX_HASHES:
         scale *= 2
-        kept = _below(kept, scale)
-    return Sketch(scale, kept, sha256)
+        sample = _select_below(sample, scale)
+    return Sketch(scale, sample, sha256)
 
 
-def _below(hashes: U64Array, scale: int) -> U64Array:
+def _select_below(hashes: U64Array, scale: int) -> U64Array:
     return hashes[hashes <= np.uint64((1 << 64) // scale - 1)]
 
 
 def overlap(evaluation: str | bytes | Sketch, calibration: str | bytes | Sketch | Iterable[Sketch]) -> Overlap:
     """Estimate how much of ``evaluation`` is in ``calibration``: texts, or sketches of them (sketch_of, manifests)."""
-    one = evaluation if isinstance(evaluation, Sketch) else _evaluated(evaluation)
+    one = evaluation if isinstance(evaluation, Sketch) else _sketch_evaluation(evaluation)
     if isinstance(calibration, (str, bytes, Sketch)):
         two = calibration if isinstance(calibration, Sketch) else sketch(calibration)
     else:
         two = merge_sketches(tuple(calibration))
     scale = max(one.scale, two.scale)
-    kept = _below(one.hashes, scale)
-    both = np.intersect1d(kept, _below(two.hashes, scale), assume_unique=True).size
-    share = both / kept.size if kept.size else 0.0
-    return Overlap(share, bool(set(one.sha256) & set(two.sha256)), kept.size, both)
+    sample = _select_below(one.hashes, scale)
+    common = np.intersect1d(sample, _select_below(two.hashes, scale), assume_unique=True).size
+    share = common / sample.size if sample.size else 0.0
+    return Overlap(share, bool(set(one.sha256) & set(two.sha256)), sample.size, common)
 
 
 def sketch_of(imatrix: Imatrix) -> Sketch | None:
-    """Return the sketch of the texts an importance matrix was computed on, None if it has none.
+    """Return the sketch of an importance matrix's texts, None if it has none.
 
-    Raises FormatError where the keys are not what Sketch.fields writes.
+    Raises FormatError for malformed keys.
     """
     return read_sketch(imatrix.path, imatrix.extra)
 
 
 def read_sketch(path: Path, metadata: Mapping[str, Field], prefix: str = CALIBRATION) -> Sketch | None:
-    """Return a sketch from the metadata of ``path``, an importance matrix or a model made with one, or None.
+    """Return the sketch in metadata of ``path``, an importance matrix or a model made with one, or None.
 
-    Raises FormatError where the keys are not what Sketch.fields writes.
+    Raises FormatError for malformed keys.
     """
     fields = [metadata.get(key) for key in sketch_keys(prefix)]
     if not all(fields):
@@ -200,5 +200,5 @@ def read_sketch(path: Path, metadata: Mapping[str, Field], prefix: str = CALIBRA
         or sha256.item_type is not ValueType.STRING
         or scale.value < 1
     ):
-        raise FormatError(f"{path}: the keys {prefix}* are not as quantkit writes them")
+        raise FormatError(f"{path}: the keys {prefix}* are not as quantkit writes them", "QK-E118")
     return Sketch(int(scale.value), np.unique(hashes.array.astype(np.uint64)), tuple(sha256.value))

@@ -1,16 +1,16 @@
-"""Cutting documents into passages, and dropping those that say nothing new.
+"""Splitting documents into passages, and dropping repetitions.
 
-A passage ends at a blank line, else at the end of a line, else between words, and is at most ``size`` bytes long (the
-last resort, between characters, is for text without spaces). It is dropped when
+A passage ends at a blank line, else at the end of a line, else between words, and is at most ``size`` bytes long (text
+without spaces is split between characters). It is dropped if
 
     its text, ignoring white space and case, was seen before                        (exact duplicate)
-    at least NEAR of its shingles were in passages kept before                      (near duplicate)
+    at least NEAR_DUPLICATE of its shingles are in earlier passages                 (near duplicate)
     more than LEAK of its shingles are in the held-out part, or all passages        (would be calibrated on)
     together would share more than LEAK_ALL of the held-out part's
 
-Shingles are those of quantkit.calibration.overlap. Sharing is measured against everything kept so far, not passage by
-passage: a mosaic of known sentences is as dull as a copy. LEAK_ALL lets phrases pass that every file has (licenses,
-imports), once each, and is far below the overlap that is warned about.
+Shingles are those of quantkit.calibration.overlap. A passage is compared with all earlier ones together: a mosaic of
+known sentences adds as little as a copy. LEAK_ALL lets phrases pass that every file has (licenses, imports), once each,
+and is far below the overlap that causes a warning.
 """
 
 from __future__ import annotations
@@ -21,36 +21,36 @@ from dataclasses import dataclass, field
 
 from quantkit.calibration.overlap import shingles
 
-NEAR = 0.8
+NEAR_DUPLICATE = 0.8
 LEAK = 0.1
 LEAK_ALL = 0.005
 
 
-def cut(document: str, size: int) -> Iterator[str]:
+def split_passages(document: str, size: int) -> Iterator[str]:
     """Yield the passages of ``document``, stripped of outer blank lines, each at most ``size`` bytes of UTF-8."""
-    rest = document
-    while rest:
-        end = _end(rest, size)
-        passage = rest[:end].strip("\n").rstrip()
-        rest = rest[end:]
+    remainder = document
+    while remainder:
+        end = _end(remainder, size)
+        passage = remainder[:end].strip("\n").rstrip()
+        remainder = remainder[end:]
         if passage.strip():
             yield passage
 
 
 def _end(text: str, size: int) -> int:
-    """Return where the next passage ends, in characters; always more than 0."""
+    """Return the end of the next passage, in characters; always more than 0."""
     limit = min(len(text), size)
     # Count bytes only where they can differ from characters.
     if not text[:limit].isascii():
         limit = max(1, len(text[:limit].encode()[:size].decode(errors="ignore")))
     if limit == len(text):
         return limit
-    # Not so early that passages become tiny.
+    # Passages must not become tiny.
     least = limit // 2
     for mark in ("\n\n", "\n", " "):
-        at = text.rfind(mark, least, limit)
-        if at >= 0:
-            return at + len(mark)
+        position = text.rfind(mark, least, limit)
+        if position >= 0:
+            return position + len(mark)
     return limit
 
 
@@ -60,11 +60,11 @@ def passage_hash(passage: str) -> str:
 
 
 @dataclass
-class Seen:
-    """The shingles kept so far, and counts of what was dropped, by reason."""
+class Deduplicator:
+    """Shingles of the passages so far, and counts of dropped ones, by reason."""
 
     exact: set[str] = field(default_factory=set, repr=False)
-    kept: set[int] = field(default_factory=set, repr=False)
+    seen_shingles: set[int] = field(default_factory=set, repr=False)
     held_out: set[int] = field(default_factory=set, repr=False)
     #: Shingles of the held-out part that the calibration text still has.
     leaked: set[int] = field(default_factory=set, repr=False)
@@ -73,22 +73,22 @@ class Seen:
     leak_dropped: int = 0
 
     def take(self, passage: str, *, held_out: bool = False) -> bool:
-        """Return whether to keep ``passage``; if so, remember it."""
+        """Return whether to use ``passage``; if so, record it."""
         digest = passage_hash(passage)
         if digest in self.exact:
             self.exact_dropped += 1
             return False
-        mine = set(shingles(passage).tolist())
-        leak = set() if held_out else mine & self.held_out
-        if len(leak) > LEAK * len(mine) or len(leak | self.leaked) > LEAK_ALL * len(self.held_out):
+        hashes = set(shingles(passage).tolist())
+        leak = set() if held_out else hashes & self.held_out
+        if len(leak) > LEAK * len(hashes) or len(leak | self.leaked) > LEAK_ALL * len(self.held_out):
             self.leak_dropped += 1
             return False
-        if mine and len(mine & self.kept) >= NEAR * len(mine):
+        if hashes and len(hashes & self.seen_shingles) >= NEAR_DUPLICATE * len(hashes):
             self.near_dropped += 1
             return False
         self.exact.add(digest)
         self.leaked |= leak
-        self.kept |= mine
+        self.seen_shingles |= hashes
         if held_out:
-            self.held_out |= mine
+            self.held_out |= hashes
         return True

@@ -5,9 +5,11 @@ of the pipeline like a GGUF file, with the metadata and the tensors, in their or
 would write. No weight is read before it is asked for; then rows are made from just the bytes they need.
 
 * ``config``: config.json with the defaults of transformers' classes (``class_defaults``).
-* ``architectures``: a row for each class; ``families``: what rows cannot say; ``tensors``: the rules rows are made of;
-  ``tensor_names``: the map of names; ``expressions``: what tensors are made of; ``fused``: tensors made one on request.
+* ``models``: one module a model family, with the rows (``row``) of its classes; ``registry`` finds them.
+* ``tensors``, ``rules``: the rules rows are made of, with their inverses; ``tensor_names``: the map of names;
+  ``expressions``: what tensors are made of; ``fusions``: tensors made one on request.
 * ``keys``, ``general``, ``vocab``: metadata. ``policy``: types. ``quantized``: weights that are quantized already.
+* ``export``: a GGUF file as a checkpoint, by the same rows.
 """
 
 from __future__ import annotations

@@ -10,7 +10,6 @@ from functools import wraps
 from pathlib import Path
 from typing import Any, ParamSpec
 
-from quantkit.checkpoint.architectures import find_architecture
 from quantkit.checkpoint.config import Config, read_config
 from quantkit.checkpoint.expressions import (
     TYPE_BF16,
@@ -19,31 +18,33 @@ from quantkit.checkpoint.expressions import (
     Expression,
     Shaped,
     Stored,
+    as_floats,
     cast,
-    floats,
     size_of,
     value_bytes,
     values_in,
 )
-from quantkit.checkpoint.fused import fused
+from quantkit.checkpoint.fusions import fuse_tensors
 from quantkit.checkpoint.general import General, ParameterCount, read_general
 from quantkit.checkpoint.keys import Keys
-from quantkit.checkpoint.lora.merged import Given, identity, merged, notes_of, read_adapters
-from quantkit.checkpoint.nextn import ONLY, WITH, WITHOUT, check_nextn, is_taken, predicts
+from quantkit.checkpoint.lora.merge import AdapterSpec, identity, merge_adapters, notes_of, read_adapters
+from quantkit.checkpoint.nextn import ONLY, WITH, WITHOUT, check_nextn, is_nextn_tensor, is_selected
 from quantkit.checkpoint.policy import OutType, find_outtype, type_of, type_of_float8
-from quantkit.checkpoint.quantized import Decoded, decoded, weights_only
-from quantkit.checkpoint.quantized.beside import with_scales
+from quantkit.checkpoint.quantized import DecodedTensors, decode_tensors, weights_only
+from quantkit.checkpoint.quantized.scale_tensors import add_scale_tensors
+from quantkit.checkpoint.registry import find_architecture
 from quantkit.checkpoint.row import Architecture
 from quantkit.checkpoint.tensor_names import TensorNames
 from quantkit.checkpoint.tensors import Context, Tensor, named_tensors, text_name, text_tensors
-from quantkit.checkpoint.vocab import WRITERS
+from quantkit.checkpoint.vocab.check import check_ids
 from quantkit.checkpoint.vocab.tokenizer import Vocabulary
 from quantkit.errors import FormatError
 from quantkit.formats.gguf import Field, TensorInfo
-from quantkit.formats.gguf.rules import MAX_DIMS, short
+from quantkit.formats.gguf.rules import GGML_DIMS, short
 from quantkit.formats.ranges import U8, both_ends
 from quantkit.formats.remote import located
 from quantkit.formats.safetensors import StoredTensor, read_checkpoint
+from quantkit.process import no_collection
 from quantkit.types import TensorType
 from quantkit.units import round_up
 
@@ -55,24 +56,51 @@ _FLOAT8 = ("F8_E4M3", "F8_E5M2")
 _SAMPLE = 4096
 #: Files beside the weights that decide metadata.
 _OTHER_FILES = (
-    *("config.json", "generation_config.json", "README.md", "tokenizer.json", "tokenizer_config.json"),
-    *("tokenizer.model", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja", "chat_template.json"),
-    *("merges.txt", "vocab.json", "vocab.txt", "model.safetensors.index.json", "hf_quant_config.json", "modules.json"),
-    *("spiece.model", "sentencepiece.bpe.model", "tiktoken.model", "hy.tiktoken", "qwen.tiktoken", "tokenizer.jsonl"),
-    *("rwkv_vocab_v20230424.txt", "tekken.json"),
+    "config.json",
+    "generation_config.json",
+    "README.md",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "tokenizer.model",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.jinja",
+    "chat_template.json",
+    "merges.txt",
+    "vocab.json",
+    "vocab.txt",
+    "model.safetensors.index.json",
+    "hf_quant_config.json",
+    "modules.json",
+    "spiece.model",
+    "sentencepiece.bpe.model",
+    "tiktoken.model",
+    "hy.tiktoken",
+    "qwen.tiktoken",
+    "tokenizer.jsonl",
+    "rwkv_vocab_v20230424.txt",
+    "tekken.json",
 )
+
+#: Classes of expressions that have another name in fingerprints, which stay the same when a class is renamed.
+_FINGERPRINT_NAMES = {
+    "Centered": "AroundZero",
+    "Concatenated": "Joined",
+    "EncodedTensor": "Encoded",
+    "ExpertTable": "Table",
+}
 
 
 @dataclass(frozen=True)
-class Made:
+class ConvertedTensor:
     """A tensor of the source: its place in the list, what it is made of, where that lies."""
 
     info: TensorInfo
-    x: Expression
+    expr: Expression
     #: Its name in the checkpoint.
-    origin: str
+    source_name: str
     #: The type that a file of the chosen type gives it.
-    wanted: TensorType
+    target_type: TensorType
 
 
 class Checkpoint:
@@ -80,8 +108,8 @@ class Checkpoint:
 
     ``kind`` is "vocab" or "mtp" if it is opened for that part of the model only.
 
-    ``tensors`` have the type in which ``read`` gives them; ``made`` says what each is made of, and what type it is to
-    have.
+    ``tensors`` have the type in which ``read`` gives them; ``converted`` has the expression of each, and the type that
+    it is to have.
     """
 
     def __init__(
@@ -89,15 +117,15 @@ class Checkpoint:
         folder: Path,
         files: tuple[Path, ...],
         fields: dict[str, Field],
-        made: list[Made],
+        converted: list[ConvertedTensor],
         outtype: OutType,
         identity: str = "",
     ) -> None:
         self.paths: tuple[Path, ...] = (folder,)
         self.files = files
         self.fields = fields
-        self.made: dict[str, Made] = {each.info.name: each for each in made}
-        self.tensors: dict[str, TensorInfo] = {each.info.name: each.info for each in made}
+        self.converted: dict[str, ConvertedTensor] = {item.info.name: item for item in converted}
+        self.tensors: dict[str, TensorInfo] = {item.info.name: item.info for item in converted}
         self.outtype = outtype
         #: What decides its bytes and cannot be told from metadata and stored tensors.
         self.identity = identity
@@ -105,6 +133,8 @@ class Checkpoint:
         self.kind = ""
         #: What is worth saying about it.
         self.notes: tuple[str, ...] = ()
+        #: What its files say and a GGUF file cannot.
+        self.omissions: tuple[str, ...] = ()
 
     @property
     def inputs(self) -> tuple[Path, ...]:
@@ -113,16 +143,16 @@ class Checkpoint:
 
     def get(self, key: str, default: Any = None) -> Any:
         """Return the value of a metadata key, or ``default`` if there is none."""
-        found = self.fields.get(key)
-        return default if found is None else found.value
+        field = self.fields.get(key)
+        return default if field is None else field.value
 
-    def read(self, tensor: TensorInfo, into: U8, at: int, ahead: int = 0) -> None:
-        """Fill ``into`` from byte ``at`` of a tensor on; both must be whole values. See ``pipeline.source``."""
-        self.made[tensor.name].x.read(values_in(tensor.type, at), into, ahead)
+    def read(self, tensor: TensorInfo, out: U8, offset: int, readahead: int = 0) -> None:
+        """Fill ``out`` from byte ``offset`` of a tensor on; both must be whole values. See ``pipeline.source``."""
+        self.converted[tensor.name].expr.read(values_in(tensor.type, offset), out, readahead)
 
     def place(self, tensor: TensorInfo) -> tuple[Path, int] | None:
         """Return where a tensor lies as it is, or None if it has to be made."""
-        x = self.made[tensor.name].x
+        x = self.converted[tensor.name].expr
         return (x.tensor.path, x.tensor.offset) if isinstance(x, Stored) and x.tensor.nbytes == tensor.nbytes else None
 
     def stored(self, tensor: TensorInfo) -> TensorInfo:
@@ -131,7 +161,7 @@ class Checkpoint:
 
     def where(self, tensor: TensorInfo) -> str:
         """Return the file that a tensor, or the first part of it, is in."""
-        part = next(self.made[tensor.name].x.parts(), None)
+        part = next(self.converted[tensor.name].expr.parts(), None)
         return str(self.paths[0] if part is None else part.path)
 
     def fingerprint(self) -> str:
@@ -140,10 +170,12 @@ class Checkpoint:
         for item in self.fields.values():
             digest.update(item.encode())
         parts: dict[tuple[Path, int], StoredTensor] = {}
-        for each in self.made.values():
-            t = each.info
-            digest.update(f"{t.name} {t.shape} {t.type.id} {each.wanted.id} {type(each.x).__name__}".encode())
-            for part in each.x.parts():
+        for tensor in self.converted.values():
+            t = tensor.info
+            expression = type(tensor.expr).__name__
+            expression = _FINGERPRINT_NAMES.get(expression, expression)
+            digest.update(f"{t.name} {t.shape} {t.type.id} {tensor.target_type.id} {expression}".encode())
+            for part in tensor.expr.parts():
                 parts.setdefault((part.path, part.offset), part)
         files: dict[Path, list[StoredTensor]] = {}
         for part in parts.values():
@@ -157,24 +189,24 @@ class Checkpoint:
 
 
 #: What functions of rows raise where a value of config.json is of another type than they take it for.
-_MISTAKEN = (TypeError, ValueError, KeyError, IndexError, AttributeError, ArithmeticError)
+VALUE_ERRORS = (TypeError, ValueError, KeyError, IndexError, AttributeError, ArithmeticError)
 
 
-def refusing(function: Callable[P, Checkpoint]) -> Callable[P, Checkpoint]:
+def blame_config(function: Callable[P, Checkpoint]) -> Callable[P, Checkpoint]:
     """Return ``function`` with such mistakes as FormatErrors."""
 
     @wraps(function)
-    def refusing(*args: P.args, **kwargs: P.kwargs) -> Checkpoint:
+    def wrapper(*args: P.args, **kwargs: P.kwargs) -> Checkpoint:
         try:
             return function(*args, **kwargs)
-        except _MISTAKEN as e:
+        except VALUE_ERRORS as e:
             path = located(str(args[0] if args else kwargs["folder"])) / "config.json"
-            raise FormatError(f"{path}: a value is not what its architecture needs: {short(str(e))}") from e
+            raise FormatError(f"{path}: a value is not what its architecture needs: {short(str(e))}", "QK-E112") from e
 
-    return refusing
+    return wrapper
 
 
-@refusing
+@blame_config
 def open_checkpoint(
     folder: str | os.PathLike[str],
     *,
@@ -188,7 +220,9 @@ def open_checkpoint(
     fp8_as_q8: bool = False,
     vocab_only: bool = False,
     lossless: bool = False,
-    adapters: Sequence[Given] = (),
+    adapters: Sequence[AdapterSpec] = (),
+    allow_other_ids: bool = False,
+    allow_incomplete: bool = False,
 ) -> Checkpoint:
     """Open the checkpoint in a directory.
 
@@ -205,6 +239,8 @@ def open_checkpoint(
         vocab_only: metadata and vocabulary, no tensors.
         lossless: keep quantized weights as blocks wherever that changes no value.
         adapters: directories of LoRA adapters to merge into the weights, and by what their scales are multiplied.
+        allow_other_ids: ``pre`` may make the file tokenize a text otherwise than the checkpoint does.
+        allow_incomplete: shards may be missing.
 
     Raises:
         FormatError: a file is broken, missing or of another model; the message names file and tensor.
@@ -214,80 +250,93 @@ def open_checkpoint(
     config = read_config(path)
     row = find_architecture(config)
     check_nextn(nextn, row, config)
-    indexed = [] if vocab_only and not any(path.glob("model*.safetensors*")) else read_checkpoint(path)
-    found = {name for tensors in indexed for name in tensors}
-    row.prepare(config)
-    row.look(config, {name for name in found if is_taken(text_name(name) or "", nextn, config)})
+    without = vocab_only and not any(path.glob("model*.safetensors*"))
+    indexed = [] if without else read_checkpoint(path, allow_incomplete=allow_incomplete or vocab_only)
+    names = {name for tensors in indexed for name in tensors}
+    row.patch_config(config)
+    row.inspect_tensors(config, {name for name in names if is_selected(text_name(name) or "", nextn, config)})
     layers = config.layers if nextn == WITHOUT else row.layers(config)
     context = Context(config, TensorNames(row.arch, layers))
     stored = stored_tensors(indexed, row, context, nextn)
-    if nextn == ONLY and not vocab_only and not any(predicts(name, config) for name in stored):
-        raise FormatError(f"{path}: it has no layers that predict more tokens: leave --mtp away")
-    chosen = find_outtype(outtype, stored.values())
-    meant = Decoded({}) if vocab_only else decoded(stored, config, lossless=lossless)
-    tuned = read_adapters(adapters)
-    if tuned:
-        meant = merged(meant, tuned, row, context)
-    meant = row.arrange(meant, config)
-    made: list[Made] = []
+    if nextn == ONLY and not vocab_only and not any(is_nextn_tensor(name, config) for name in stored):
+        raise FormatError(f"{path}: it has no layers that predict more tokens: omit --mtp", "QK-E206")
+    output_type = find_outtype(outtype, stored.values())
+    weights = DecodedTensors({}) if vocab_only else decode_tensors(stored, config, lossless=lossless)
+    lora_adapters = read_adapters(adapters)
+    if lora_adapters:
+        weights = merge_adapters(weights, lora_adapters, row, context)
+    weights = row.reorder(weights, config)
+    converted: list[ConvertedTensor] = []
     if not vocab_only:
-        named = named_tensors(meant.tensors, row.rules, context, row.extra(config), meant.first)
-        named = with_scales(fused(named, fuse, meant.tensors, context))
-        made = all_made(named, context.names, chosen, exact, fp8_as_q8)
-        chosen = _as_stored(chosen, made)
+        named_parts = named_tensors(weights.tensors, row.rules, context, row.synthetic(config), weights.first)
+        named_parts = add_scale_tensors(fuse_tensors(named_parts, fuse, weights.tensors, context))
+        converted = converted_tensors(named_parts, context.names, output_type, exact, fp8_as_q8)
+        output_type = _as_stored(output_type, converted)
     keys = Keys(row.arch, config.path)
-    for write in () if vocab_only else row.early:
+    for write in () if vocab_only else row.head_keys:
         write(keys, config)
-    count = ParameterCount.of((each.info.name, each.x.shape) for each in made)
+    count = ParameterCount.from_shapes((item.info.name, item.expr.shape) for item in converted)
     general = read_general(path, count, model_name=model_name, metadata=metadata)
     keys.text("general.type", "model")
     general.write(keys)
-    row.base(keys, config, layers, chosen.file_type)
+    row.base(keys, config, layers, output_type.file_type)
     for write in row.keys:
         write(keys, config)
     if nextn == WITHOUT:
         keys.remove(".nextn_predict_layers")
     keys.u32("general.quantization_version", 2)
-    _set_precision(keys, config, made)
-    WRITERS[row.vocab](Vocabulary(path, config, keys, pre))
-    files = [each for tensors in indexed for each in {t.path for t in tensors.values()}]
+    _set_precision(keys, config, converted)
+    vocabulary = Vocabulary(path, config, keys, pre)
+    with no_collection():
+        row.vocab(vocabulary)
+    files = [file for tensors in indexed for file in {t.path for t in tensors.values()}]
     files += [path / name for name in _OTHER_FILES if (path / name).is_file()] + ([metadata] if metadata else [])
-    files += [each for adapter in tuned for each in adapter.files]
-    opened = Checkpoint(path, tuple(files), keys.fields, made, chosen, identity(tuned))
-    opened.general = general
-    opened.kind = "vocab" if vocab_only else "mtp" if nextn == ONLY else ""
-    if meant.could and not lossless:
-        opened.notes = (
-            f"{meant.could} weights are symmetric integers with scales of groups: --lossless keeps them as Q4_0 or "
-            "Q8_0, with every value as it is",
+    files += [file for adapter in lora_adapters for file in adapter.files]
+    checkpoint = Checkpoint(path, tuple(files), keys.fields, converted, output_type, identity(lora_adapters))
+    checkpoint.general = general
+    if vocab_only:
+        checkpoint.kind = "vocab"
+    elif nextn == ONLY:
+        checkpoint.kind = "mtp"
+    checkpoint.omissions = tuple(keys.omissions)
+    if weights.lossless_count and not lossless:
+        checkpoint.notes = (
+            f"{weights.lossless_count} weights are symmetric integers with scales of groups: --lossless keeps them as "
+            "Q4_0 or Q8_0, with every value as it is",
         )
-    opened.notes += tuple(notes_of(tuned, config))
-    return opened
+    checkpoint.notes += tuple(notes_of(lora_adapters, config))
+    with no_collection():
+        checkpoint.notes += check_ids(vocabulary, checkpoint, allow_other_ids)
+    return checkpoint
 
 
 #: Types of blocks in which tensors are kept -> llama.cpp's number of such files, their name.
-_KEPT = {"NVFP4": (39, "NVFP4"), "MXFP4": (38, "MXFP4_MOE"), "Q4_0": (2, "Q4_0"), "Q8_0": (7, "Q8_0")}
+_BLOCK_FILE_TYPES = {"NVFP4": (39, "NVFP4"), "MXFP4": (38, "MXFP4_MOE"), "Q4_0": (2, "Q4_0"), "Q8_0": (7, "Q8_0")}
 
 
-def _as_stored(outtype: OutType, made: list[Made]) -> OutType:
-    """Return what a file is called in which some tensors are kept as the blocks they are."""
-    types = {each.info.type.name for each in made}
-    kept = next((what for name, what in _KEPT.items() if name in types), None)
-    return outtype if kept is None or outtype.type not in _FLOATS else replace(outtype, file_type=kept[0], name=kept[1])
+def _as_stored(outtype: OutType, converted: list[ConvertedTensor]) -> OutType:
+    """Return the type of a file that keeps some tensors as stored blocks."""
+    types = {item.info.type.name for item in converted}
+    block_type = next((file_type for name, file_type in _BLOCK_FILE_TYPES.items() if name in types), None)
+    return (
+        outtype
+        if block_type is None or outtype.type not in _FLOATS
+        else replace(outtype, file_type=block_type[0], name=block_type[1])
+    )
 
 
-def _set_precision(keys: Keys, config: Config, made: list[Made]) -> None:
-    """Say of which tensors inputs are not to be rounded to 4 bits, too."""
+def _set_precision(keys: Keys, config: Config, converted: list[ConvertedTensor]) -> None:
+    """Set which tensors' inputs are not to be rounded to 4 bits."""
     modules = weights_only(config)
     if not any(modules.values()):
         return
     names = []
-    for each in (each for each in made if each.info.type.name == "NVFP4"):
-        module = each.origin.removesuffix(".weight")
+    for tensor in (tensor for tensor in converted if tensor.info.type.name == "NVFP4"):
+        module = tensor.source_name.removesuffix(".weight")
         while module and module not in modules:
             module = module.rpartition(".")[0]
         if modules[module]:
-            names.append(each.info.name)
+            names.append(tensor.info.name)
     keys.array("general.tensor_extra.name", sorted(names))
     keys.array("general.tensor_extra.prec_a4", [False] * len(names))
 
@@ -299,43 +348,49 @@ def stored_tensors(
     stored: dict[str, Expression] = {}
     for tensors in indexed:
         for name, tensor in tensors.items():
-            for found, x in text_tensors(row.stored, name, Stored(tensor), context):
-                if not is_taken(found, nextn, context.config):
+            for text, x in text_tensors(row.stored, name, Stored(tensor), context):
+                if not is_selected(text, nextn, context.config):
                     continue
-                if found in stored:
-                    raise FormatError(f"{tensor.path}: tensor {short(name)}: two tensors are called {short(found)}")
-                stored[found] = x
+                if text in stored:
+                    raise FormatError(
+                        f"{tensor.path}: tensor {short(name)}: two tensors are called {short(text)}", "QK-E107"
+                    )
+                stored[text] = x
     return stored
 
 
-def all_made(
-    named: Iterable[tuple[str, Tensor]], names: TensorNames, outtype: OutType, exact: bool, q8: bool
-) -> list[Made]:
+def converted_tensors(
+    tensors: Iterable[tuple[str, Tensor]], names: TensorNames, outtype: OutType, exact: bool, q8: bool
+) -> list[ConvertedTensor]:
     """Return the tensors of the file in order; ``q8``: those of float8 are to be Q8_0."""
-    made: list[Made] = []
-    at = 0  # where it would lie in a file of its own: offsets only give the order
-    for name, tensor in named:
-        made.append(_made(name, tensor, names, outtype, exact, at, q8))
-        at += round_up(made[-1].info.nbytes, 32)
-    return made
+    converted: list[ConvertedTensor] = []
+    offset = 0  # where it would lie in a file of its own: offsets only give the order
+    for name, tensor in tensors:
+        converted.append(_convert(name, tensor, names, outtype, exact, offset, q8))
+        offset += round_up(converted[-1].info.nbytes, 32)
+    return converted
 
 
-def _made(name: str, tensor: Tensor, names: TensorNames, outtype: OutType, exact: bool, at: int, q8: bool) -> Made:
+def _convert(
+    name: str, tensor: Tensor, names: TensorNames, outtype: OutType, exact: bool, offset: int, q8: bool
+) -> ConvertedTensor:
     x = tensor.x
     if not x.shape:
         x = Shaped(x, (1,))
-    wanted = type_of(name, x, tensor.layer, names, outtype.type, tensor.typed)
-    if q8 and tensor.typed is None and x.type.block == 1 and any(part.dtype in _FLOAT8 for part in x.parts()):
-        wanted = type_of_float8(name, x)
-    if x.type.name in ("Q4_0", "Q8_0") and type_of(name, floats(x), tensor.layer, names, TYPE_F16) is TYPE_F32:
-        x, wanted = floats(x), TYPE_F32  # a router, say
-    given = x.type
-    if given.block == 1:
-        given = wanted if (not exact and wanted in _FLOATS) or wanted is TYPE_F32 else x.type
-        x = cast(x, given)
-    if len(x.shape) > MAX_DIMS or 0 in x.shape:
+    target_type = type_of(name, x, tensor.layer, names, outtype.type, tensor.file_type)
+    if q8 and tensor.file_type is None and x.type.block == 1 and any(part.dtype in _FLOAT8 for part in x.parts()):
+        target_type = type_of_float8(name, x)
+    if x.type.name in ("Q4_0", "Q8_0") and type_of(name, as_floats(x), tensor.layer, names, TYPE_F16) is TYPE_F32:
+        x, target_type = as_floats(x), TYPE_F32  # a router, say
+    stored_type = x.type
+    if stored_type.block == 1:
+        stored_type = target_type if (not exact and target_type in _FLOATS) or target_type is TYPE_F32 else x.type
+        x = cast(x, stored_type)
+    if len(x.shape) > GGML_DIMS or 0 in x.shape:
         part = next(x.parts(), None)
         where = part.path if part is not None else tensor.name
-        raise FormatError(f"{where}: tensor {short(tensor.name)} has the shape {list(x.shape)}; no file holds that")
-    nbytes = value_bytes(given, size_of(x))
-    return Made(TensorInfo(name, x.shape[::-1], given, nbytes, at, 0), x, tensor.name, wanted)
+        raise FormatError(
+            f"{where}: tensor {short(tensor.name)} has the shape {list(x.shape)}; no file holds that", "QK-E305"
+        )
+    nbytes = value_bytes(stored_type, size_of(x))
+    return ConvertedTensor(TensorInfo(name, x.shape[::-1], stored_type, nbytes, offset, 0), x, tensor.name, target_type)

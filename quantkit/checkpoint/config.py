@@ -21,8 +21,8 @@ from quantkit.formats.outputs import read_whole
 
 Json = dict[str, Any]
 
-#: The most bytes of a JSON file that are read; tokenizers have up to some 30 MB.
-MAX_JSON = 1 << 28
+#: The most bytes of a file of a tokenizer that are read, and of other JSON: objects take thirty times as much memory.
+MAX_JSON, _MAX_SMALL = 1 << 28, 1 << 26
 #: Architectures that stay what they are, although their text_config names another (get_model_architecture).
 _OUTER = {
     "StepVLForConditionalGeneration",
@@ -33,26 +33,26 @@ _OUTER = {
 }
 
 
-def read_json(path: Path) -> Json:
-    """Return the object in a JSON file. Raises FormatError."""
+def read_json(path: Path, max_bytes: int = _MAX_SMALL) -> Json:
+    """Return the object in a JSON file of at most so many bytes. Raises FormatError."""
     try:
-        found = json.loads(read_whole(path, MAX_JSON).decode("utf-8-sig"))
+        value = json.loads(read_whole(path, max_bytes).decode("utf-8-sig"))
     except (ValueError, RecursionError) as e:
-        raise FormatError(f"{path}: not JSON: {e}") from None
-    if not isinstance(found, dict):
-        raise FormatError(f"{path}: not a JSON object but {short(found)}")
-    return found
+        raise FormatError(f"{path}: not JSON: {e}", "QK-E111") from None
+    if not isinstance(value, dict):
+        raise FormatError(f"{path}: not a JSON object but {short(value)}", "QK-E111")
+    return value
 
 
 def large_json(path: Path) -> Json:
     """Return the object in a JSON file that is read several times: one object, which nobody may change."""
-    found = path.stat()
-    return _kept(path, found.st_mtime_ns, found.st_size)
+    stat = path.stat()
+    return _read_cached(path, stat.st_mtime_ns, stat.st_size)
 
 
 @lru_cache(maxsize=1)
-def _kept(path: Path, changed: int, size: int) -> Json:
-    return read_json(path)
+def _read_cached(path: Path, changed: int, size: int) -> Json:
+    return read_json(path, MAX_JSON)
 
 
 def optional_json(path: Path) -> Json | None:
@@ -69,7 +69,7 @@ class Config:
         self.outer = values
         text = values.get("text_config")
         if "text_config" in values and not isinstance(text, dict):
-            raise FormatError(f"{path}: text_config is {short(text)}, not an object")
+            raise FormatError(f"{path}: text_config is {short(text)}, not an object", "QK-E112")
         self.architecture = _architecture(path, values)
         self.values: Json = {**values, **(text or {})}
         self.rope = self._rope()
@@ -79,7 +79,7 @@ class Config:
 
     def __getitem__(self, key: str) -> Any:
         if key not in self.values:
-            raise FormatError(f"{self.path}: it has no {key}")
+            raise FormatError(f"{self.path}: it has no {key}", "QK-E112")
         return self.values[key]
 
     def with_values(self, values: Json) -> Config:
@@ -106,9 +106,11 @@ class Config:
         """Return the value of the first key that is there: a whole number, which the model cannot do without."""
         value = self.find(*keys)
         if value is None:
-            raise FormatError(f"{self.path}: it has no {' or '.join(keys)}")
+            raise FormatError(f"{self.path}: it has no {' or '.join(keys)}", "QK-E112")
         if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < 1 << 31:
-            raise FormatError(f"{self.path}: {next(k for k in keys if k in self)} is {short(value)}, not a count")
+            raise FormatError(
+                f"{self.path}: {next(k for k in keys if k in self)} is {short(value)}, not a count", "QK-E112"
+            )
         return value
 
     @property
@@ -116,7 +118,7 @@ class Config:
         """The number of layers that the configuration speaks of."""
         n = self.number("n_layers", "num_hidden_layers", "n_layer", "num_layers")
         if n > 1 << 16:
-            raise FormatError(f"{self.path}: {n} layers")
+            raise FormatError(f"{self.path}: {n} layers", "QK-E112")
         return n
 
     @property
@@ -124,40 +126,40 @@ class Config:
         """The width of a head: head_dim, or what there is for each head."""
         heads = self.number("num_attention_heads") if self.get("head_dim") is None else 1
         if not heads:
-            raise FormatError(f"{self.path}: num_attention_heads is 0")
+            raise FormatError(f"{self.path}: num_attention_heads is 0", "QK-E112")
         width = self.number("hidden_size") // heads if self.get("head_dim") is None else self.number("head_dim")
         if width > 1 << 16:
-            raise FormatError(f"{self.path}: heads of {width} values")
+            raise FormatError(f"{self.path}: heads of {width} values", "QK-E112")
         return width
 
     @property
     def full_rope(self) -> Json:
         """The parameters of rope of layers that attend to everything."""
-        found = self.rope.get("full_attention", self.rope)
-        return found if isinstance(found, dict) else {}
+        rope = self.rope.get("full_attention", self.rope)
+        return rope if isinstance(rope, dict) else {}
 
-    def rotary_part(self, default: float | None, key: str = "partial_rotary_factor", of: Json | None = None) -> float:
-        """Return the part of a head that rope turns: as ``of`` says, the parameters of rope; ``default`` without it."""
-        part = (self.rope if of is None else of).get(key, default)
+    def rotary_part(self, default: float | None, key: str = "partial_rotary_factor", rope: Json | None = None) -> float:
+        """Return the part of a head that rope turns: by ``rope``, its parameters; ``default`` without a value."""
+        part = (self.rope if rope is None else rope).get(key, default)
         part = default if part is None and default is not None else part
         if not isinstance(part, (int, float)) or not math.isfinite(part) or not 0 <= part <= 1:
-            raise FormatError(f"{self.path}: {key} is {short(part)}, not a part of a head")
+            raise FormatError(f"{self.path}: {key} is {short(part)}, not a part of a head", "QK-E112")
         return part
 
     def _rope(self) -> Json:
         """Return the parameters of rope; others of the configuration are mirrored into it (TextModel.__init__)."""
         key = "rope_parameters" if "rope_parameters" in self else "rope_scaling"
-        given = self.get(key) or {}
-        if not isinstance(given, dict):
-            raise FormatError(f"{self.path}: {key} is {short(given)}, not an object")
-        rope = dict(given)
+        rope_values = self.get(key) or {}
+        if not isinstance(rope_values, dict):
+            raise FormatError(f"{self.path}: {key} is {short(rope_values)}, not an object", "QK-E112")
+        rope = dict(rope_values)
         if "full_attention" in rope or "sliding_attention" in rope:
             return rope
         theta = self.find(
             "global_rope_theta", "rope_global_theta", "rope_theta_global", "rope_theta", "rotary_emb_base"
         )
         local = self.find(
-            *("local_rope_theta", "rope_local_theta", "rope_theta_local", "swa_rope_theta", "rope_local_base_freq")
+            "local_rope_theta", "rope_local_theta", "rope_theta_local", "swa_rope_theta", "rope_local_base_freq"
         )
         if local is not None:
             rope["sliding_attention"] = {"rope_theta": local}
@@ -173,17 +175,17 @@ class Config:
 def _architecture(path: Path, values: Mapping[str, Any]) -> str:
     """Return the class of the text model."""
     names: list[Iterable[object]] = []
-    for of in (values, values.get("text_config") or {}):
-        found = of.get("architectures") or []
-        if not isinstance(found, list) or not all(isinstance(name, str) for name in found):
-            raise FormatError(f"{path}: architectures is {short(found)}, not a list of names")
-        names.append(found)
-    outer, inner = (next(iter(found), None) for found in names)
+    for config in (values, values.get("text_config") or {}):
+        listed_names = config.get("architectures") or []
+        if not isinstance(listed_names, list) or not all(isinstance(name, str) for name in listed_names):
+            raise FormatError(f"{path}: architectures is {short(listed_names)}, not a list of names", "QK-E112")
+        names.append(listed_names)
+    outer, inner = (next(iter(listed_names), None) for listed_names in names)
     arch = outer if outer in _OUTER or inner is None else inner
     if arch is None and isinstance(ssm := values.get("ssm_cfg"), dict):
         arch = f"{ssm.get('layer', 'Mamba')}ForCausalLM"
     if arch is None:
-        raise FormatError(f"{path}: it names no architectures, so this is no model that can be converted")
+        raise FormatError(f"{path}: it names no architectures, so this is no model that can be converted", "QK-E112")
     return str(arch)
 
 
@@ -191,12 +193,18 @@ def read_config(folder: Path) -> Config:
     """Return the configuration of a checkpoint. Raises FormatError."""
     path = folder / "config.json"
     if not path.is_file():
-        what = "it has no config.json, so this is no checkpoint" if folder.is_dir() else "no such directory"
-        raise FormatError(f"{folder}: {what}")
-    return Config(path, text_outside(with_defaults(read_json(path))))
+        problem = "it has no config.json, so this is no checkpoint" if folder.is_dir() else "no such directory"
+        raise FormatError(f"{folder}: {problem}", "QK-E101")
+    return Config(path, unify_text_config(with_defaults(read_json(path))))
 
 
-def text_outside(values: Json) -> Json:
+def raw_config(folder: Path) -> Config:
+    """Return the configuration of a checkpoint without what its class fills in. Raises FormatError."""
+    path = folder / "config.json"
+    return Config(path, unify_text_config(read_json(path)))
+
+
+def unify_text_config(values: Json) -> Json:
     """Return a configuration with that of the text model as its text_config, whatever it is called."""
     for key, inner in (("llm_config", None), ("lm_config", None), ("thinker_config", "text_config")):
         if isinstance(values.get(key), dict):

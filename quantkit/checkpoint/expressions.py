@@ -34,7 +34,7 @@ PIECE = 1 << 17
 
 TYPE_F32, TYPE_F16, TYPE_BF16 = (type_by_name(name) for name in ("F32", "F16", "BF16"))
 #: Dtypes of safetensors whose bytes are those of a GGUF type.
-_SAME = {"F32": TYPE_F32, "F16": TYPE_F16, "BF16": TYPE_BF16}
+_SAME_BYTES = {"F32": TYPE_F32, "F16": TYPE_F16, "BF16": TYPE_BF16}
 #: Those that become float32, by numpy's dtype.
 _NUMBERS = {"F64": "<f8", "I64": "<i8", "I32": "<i4", "I16": "<i2", "I8": "i1", "U8": "u1", "BOOL": "u1"}
 
@@ -50,8 +50,8 @@ class Expression(Protocol):
     def type(self) -> TensorType:
         """The type of the values as ``read`` gives them."""
 
-    def read(self, start: int, into: U8, ahead: int = 0) -> None:
-        """Fill ``into`` with values from ``start`` on; ``ahead`` bytes of them will be wanted next."""
+    def read(self, start: int, out: U8, readahead: int = 0) -> None:
+        """Fill ``out`` with values from ``start`` on; ``readahead`` bytes of them will be wanted next."""
 
     def parts(self) -> Iterator[StoredTensor]:
         """Yield the stored tensors it is made of."""
@@ -79,14 +79,14 @@ def values_in(t: TensorType, nbytes: int) -> int:
 
 def read_values(x: Expression, start: int, n: int) -> U8:
     """Return ``n`` values from ``start`` on as bytes."""
-    into = np.empty(value_bytes(x.type, n), np.uint8)
-    x.read(start, into)
-    return into
+    out = np.empty(value_bytes(x.type, n), np.uint8)
+    x.read(start, out)
+    return out
 
 
 def read_f32(x: Expression, start: int, n: int) -> F32:
     """Return ``n`` values from ``start`` on as float32."""
-    x = floats(x)
+    x = as_floats(x)
     return as_f32(x.type, read_values(x, start, n))
 
 
@@ -101,20 +101,20 @@ def as_f32(t: TensorType, data: U8) -> F32:
     return wide.view(np.float32)
 
 
-def from_f32(t: TensorType, values: F32, into: U8) -> None:
+def from_f32(t: TensorType, values: F32, out: U8) -> None:
     """Write float32 values as F32, F16 or BF16, to nearest even; NaN stays NaN, as in gguf-py's quants.py."""
     if t is TYPE_F32:
-        into.view(np.float32)[...] = values
+        out.view(np.float32)[...] = values
     elif t is TYPE_F16:
         with np.errstate(over="ignore"):
-            into.view(np.float16)[...] = values
+            out.view(np.float16)[...] = values
     else:
         bits = np.ascontiguousarray(values).view(np.uint32)
         nan = (bits & 0x7FFFFFFF) > 0x7F800000
         rounded = (bits + (0x7FFF + ((bits >> 16) & 1))) >> 16
         if nan.any():
             rounded = np.where(nan, (bits >> 16) | 64, rounded)
-        into.view(np.uint16)[...] = rounded
+        out.view(np.uint16)[...] = rounded
 
 
 @dataclass(frozen=True)
@@ -129,18 +129,18 @@ class Stored:
 
     @property
     def type(self) -> TensorType:
-        return _SAME.get(self.tensor.dtype, TYPE_F32)
+        return _SAME_BYTES.get(self.tensor.dtype, TYPE_F32)
 
-    def read(self, start: int, into: U8, ahead: int = 0) -> None:
+    def read(self, start: int, out: U8, readahead: int = 0) -> None:
         t = self.tensor
-        if t.dtype in _SAME:
+        if t.dtype in _SAME_BYTES:
             within = (t.offset, t.offset + t.nbytes)
-            read_range(t.path, into, t.offset + value_bytes(self.type, start), ahead, within)
+            read_range(t.path, out, t.offset + value_bytes(self.type, start), readahead, within)
             return
-        values = into.view(np.float32)
-        for at in range(0, values.size, PIECE):
-            piece = values[at : at + PIECE]
-            piece[...] = self.raw(start + at, piece.size)
+        values = out.view(np.float32)
+        for position in range(0, values.size, PIECE):
+            piece = values[position : position + PIECE]
+            piece[...] = self.raw(start + position, piece.size)
 
     def raw(self, start: int, n: int) -> npt.NDArray[Any]:
         """Return ``n`` values as they are stored: floats, integers; float8 decoded to float32."""
@@ -148,11 +148,11 @@ class Stored:
         table = float8_values(t.dtype)
         dtype = np.dtype("u1" if table is not None else _NUMBERS.get(t.dtype, "V"))
         if dtype.kind == "V":
-            raise FormatError(f"{t.path}: tensor {t.name} is {t.dtype}, which is not read")
+            raise FormatError(f"{t.path}: tensor {t.name} is {t.dtype}, which is not read", "QK-E110")
         data = np.empty(n * dtype.itemsize, np.uint8)
         read_range(t.path, data, t.offset + start * dtype.itemsize, within=(t.offset, t.offset + t.nbytes))
-        found = data.view(dtype)
-        return found if table is None else table[found]
+        values = data.view(dtype)
+        return values if table is None else table[values]
 
     def parts(self) -> Iterator[StoredTensor]:
         yield self.tensor
@@ -167,8 +167,8 @@ def float8_values(dtype: str) -> F32 | None:
         return None
     bits, bias = (3, 7) if dtype == "F8_E4M3" else (2, 15)
     exponent, mantissa = (code >> bits) & ((1 << (7 - bits)) - 1), code & ((1 << bits) - 1)
-    one = np.where(exponent > 0, 1 << bits, 0)
-    value = np.ldexp((one + mantissa).astype(np.float64), np.maximum(exponent, 1) - bias - bits)
+    implicit_bit = np.where(exponent > 0, 1 << bits, 0)
+    value = np.ldexp((implicit_bit + mantissa).astype(np.float64), np.maximum(exponent, 1) - bias - bits)
     if dtype == "F8_E4M3":
         value[(code & 0x7F) == 0x7F] = np.nan
     else:
@@ -192,10 +192,10 @@ class Constant:
     def type(self) -> TensorType:
         return TYPE_F32
 
-    def read(self, start: int, into: U8, ahead: int = 0) -> None:
-        n = into.size // 4
+    def read(self, start: int, out: U8, readahead: int = 0) -> None:
+        n = out.size // 4
         with np.errstate(over="ignore"):
-            into.view(np.float32)[...] = np.array(self.values[start : start + n], np.float32)
+            out.view(np.float32)[...] = np.array(self.values[start : start + n], np.float32)
 
     def parts(self) -> Iterator[StoredTensor]:
         yield from ()
@@ -208,8 +208,8 @@ class Zeros:
     shape: tuple[int, ...]
     type: TensorType = TYPE_F32
 
-    def read(self, start: int, into: U8, ahead: int = 0) -> None:
-        into[...] = 0
+    def read(self, start: int, out: U8, readahead: int = 0) -> None:
+        out[...] = 0
 
     def parts(self) -> Iterator[StoredTensor]:
         yield from ()
@@ -230,15 +230,15 @@ class Shaped:
     def type(self) -> TensorType:
         return self.x.type
 
-    def read(self, start: int, into: U8, ahead: int = 0) -> None:
-        self.x.read(start, into, ahead)
+    def read(self, start: int, out: U8, readahead: int = 0) -> None:
+        self.x.read(start, out, readahead)
 
     def parts(self) -> Iterator[StoredTensor]:
         return self.x.parts()
 
 
 @dataclass(frozen=True)
-class Joined:
+class Concatenated:
     """Tensors one behind the other along a dimension: concatenated, or of a new outermost dimension, stacked."""
 
     xs: tuple[Expression, ...]
@@ -252,7 +252,7 @@ class Joined:
 
     @cached_property
     def _sizes(self) -> list[int]:
-        """How many values each gives before the next one's turn."""
+        """The values that each gives before the next one's turn."""
         outer = math.prod(self.shape[: self.axis])
         return [size_of(x) // outer for x in self.xs]
 
@@ -260,59 +260,61 @@ class Joined:
     def _ends(self) -> I64:
         return np.cumsum(self._sizes)
 
-    def read(self, start: int, into: U8, ahead: int = 0) -> None:
-        mine, at = self.type, 0
-        while at < into.size:
+    def read(self, start: int, out: U8, readahead: int = 0) -> None:
+        own_type, position = self.type, 0
+        while position < out.size:
             turn, place = divmod(start, int(self._ends[-1]))
             i = int(np.searchsorted(self._ends, place, "right"))
-            x, end, size = self.xs[i], int(self._ends[i]), self._sizes[i]
-            n = min(end - place, values_in(mine, into.size - at))
-            piece = into[at : at + value_bytes(mine, n)]
+            x = self.xs[i]
+            end = int(self._ends[i])
+            size = self._sizes[i]
+            n = min(end - place, values_in(own_type, out.size - position))
+            piece = out[position : position + value_bytes(own_type, n)]
             x_start = turn * size + place - (end - size)
-            if x.type is mine:
-                x.read(x_start, piece, ahead)
+            if x.type is own_type:
+                x.read(x_start, piece, readahead)
             else:
-                from_f32(mine, read_f32(x, x_start, n), piece)
-            start, at = start + n, at + piece.size
+                from_f32(own_type, read_f32(x, x_start, n), piece)
+            start, position = start + n, position + piece.size
 
     def parts(self) -> Iterator[StoredTensor]:
         for x in self.xs:
             yield from x.parts()
 
 
-def stacked(xs: Sequence[Expression]) -> Joined:
+def stack(xs: Sequence[Expression]) -> Concatenated:
     """Return tensors of one shape as one with a new outermost dimension."""
-    return Joined(_alike(xs), (len(xs), *xs[0].shape))
+    return Concatenated(_with_one_type(xs), (len(xs), *xs[0].shape))
 
 
-def joined(xs: Sequence[Expression], axis: int = 0) -> Joined:
+def concatenate(xs: Sequence[Expression], axis: int = 0) -> Concatenated:
     """Return tensors one behind the other along ``axis``, counted from the outermost dimension."""
     first = xs[0].shape
-    same = len({getattr(x, "scale", None) for x in xs}) == 1  # NVFP4 has one for a whole tensor
-    xs = _alike(xs) if same else tuple(map(floats, xs))
-    return Joined(xs, (*first[:axis], sum(x.shape[axis] for x in xs), *first[axis + 1 :]), axis)
+    one_scale = len({getattr(x, "scale", None) for x in xs}) == 1  # NVFP4 has one for a whole tensor
+    xs = _with_one_type(xs) if one_scale else tuple(map(as_floats, xs))
+    return Concatenated(xs, (*first[:axis], sum(x.shape[axis] for x in xs), *first[axis + 1 :]), axis)
 
 
-def _alike(xs: Sequence[Expression]) -> tuple[Expression, ...]:
+def _with_one_type(xs: Sequence[Expression]) -> tuple[Expression, ...]:
     """Return blocks as floats, unless all have the same."""
-    return tuple(xs) if len({x.type for x in xs}) == 1 else tuple(map(floats, xs))
+    return tuple(xs) if len({x.type for x in xs}) == 1 else tuple(map(as_floats, xs))
 
 
-def floats(x: Expression) -> Expression:
+def as_floats(x: Expression) -> Expression:
     """Return ``x`` with blocks (``quantized.blocks``) replaced by the floats that they stand for."""
     if x.type.block == 1 or not is_dataclass(x):
         return x
-    own = getattr(x, "floats", None)
-    if own is not None:
-        found: Expression = own
-        return found
+    floats = getattr(x, "floats", None)
+    if floats is not None:
+        result: Expression = floats
+        return result
     inner: dict[str, Any] = {}
-    for each in fields(x):
-        value = getattr(x, each.name)
+    for item in fields(x):
+        value = getattr(x, item.name)
         if hasattr(value, "parts"):
-            inner[each.name] = floats(value)
-        elif each.name == "xs":
-            inner[each.name] = tuple(map(floats, value))
+            inner[item.name] = as_floats(value)
+        elif item.name == "xs":
+            inner[item.name] = tuple(map(as_floats, value))
     return replace(x, **inner)
 
 
@@ -320,7 +322,7 @@ def floats(x: Expression) -> Expression:
 class Gathered:
     """Slices along one dimension, chosen by index: parts, permutations, every other row.
 
-    ``axis`` counts from the outermost; ``index`` holds which slices, in the order they are taken (see ``taken``).
+    ``axis`` counts from the outermost; ``index`` holds which slices, in the order they are taken (see ``take``).
     """
 
     x: Expression
@@ -339,80 +341,84 @@ class Gathered:
     def type(self) -> TensorType:
         return self.x.type
 
-    def read(self, start: int, into: U8, ahead: int = 0) -> None:
+    def read(self, start: int, out: U8, readahead: int = 0) -> None:
         """Read whole slices where a run of values is aligned to them, else single values."""
         inner = math.prod(self.x.shape[self.axis + 1 :])
         n, had = len(self._index), self.x.shape[self.axis]
-        count = values_in(self.type, into.size)
+        count = values_in(self.type, out.size)
         if start % inner or count % inner:
-            self._read_cut(start, count, inner, into)
+            self._read_cut(start, count, inner, out)
             return
-        width, at, slice_no = value_bytes(self.type, inner), 0, start // inner
-        while at < into.size:
+        width = value_bytes(self.type, inner)
+        position = 0
+        slice_no = start // inner
+        while position < out.size:
             outer, first = divmod(slice_no, n)
-            here = min(n - first, (into.size - at) // width)
-            wanted = self._index[first : first + here]
-            self._slices(outer * had, wanted, inner, into[at : at + here * width].reshape(here, width))
-            slice_no, at = slice_no + here, at + here * width
+            count_now = min(n - first, (out.size - position) // width)
+            slices = self._index[first : first + count_now]
+            self._slices(
+                outer * had, slices, inner, out[position : position + count_now * width].reshape(count_now, width)
+            )
+            slice_no, position = slice_no + count_now, position + count_now * width
 
-    def _read_cut(self, start: int, count: int, inner: int, into: U8) -> None:
+    def _read_cut(self, start: int, count: int, inner: int, out: U8) -> None:
         first, last = start // inner * inner, -(-(start + count) // inner) * inner
-        whole = np.empty(value_bytes(self.type, last - first), np.uint8)
-        self.read(first, whole)
+        aligned = np.empty(value_bytes(self.type, last - first), np.uint8)
+        self.read(first, aligned)
         begin = value_bytes(self.type, start - first)
-        into[...] = whole[begin : begin + into.size]
+        out[...] = aligned[begin : begin + out.size]
 
-    def _slices(self, base: int, wanted: I64, inner: int, rows: U8) -> None:
+    def _slices(self, base: int, slices: I64, inner: int, rows: U8) -> None:
         """Read slices ``base + wanted``; neighbours at once, and near ones with what lies between."""
-        low, high = int(wanted.min()), int(wanted.max()) + 1
-        if high - low == len(wanted) and (np.diff(wanted) == 1).all():
+        low, high = int(slices.min()), int(slices.max()) + 1
+        if high - low == len(slices) and (np.diff(slices) == 1).all():
             self.x.read((base + low) * inner, rows.reshape(-1))
             return
-        if high - low <= 4 * len(wanted) or rows.shape[1] < 4096:
+        if high - low <= 4 * len(slices) or rows.shape[1] < 4096:
             span = np.empty((high - low, rows.shape[1]), np.uint8)
             self.x.read((base + low) * inner, span.reshape(-1))
-            np.take(span, wanted - low, axis=0, out=rows)
+            np.take(span, slices - low, axis=0, out=rows)
             return
-        for row, at in zip(rows, wanted.tolist(), strict=True):
-            self.x.read((base + at) * inner, row)
+        for row, number in zip(rows, slices.tolist(), strict=True):
+            self.x.read((base + number) * inner, row)
 
     def parts(self) -> Iterator[StoredTensor]:
         return self.x.parts()
 
 
-def taken(x: Expression, axis: int, *index: range) -> Expression:
+def take(x: Expression, axis: int, *index: range) -> Expression:
     """Return slices of ``x`` along ``axis`` (negative from the innermost)."""
     axis %= len(x.shape)
     if x.type.block > 1 and axis == len(x.shape) - 1:
-        return _taken_blocks(x, index)
+        return _take_blocks(x, index)
     return Gathered(x, axis, index)
 
 
-def _taken_blocks(x: Expression, index: tuple[range, ...]) -> Expression:
+def _take_blocks(x: Expression, index: tuple[range, ...]) -> Expression:
     """Return columns of a tensor of blocks: runs of whole blocks as such, others as floats."""
     axis, unit = len(x.shape) - 1, math.gcd(x.shape[-1], *(end for r in index for end in (r.start, r.stop)))
     if unit % x.type.block or any(r.step != 1 for r in index):
-        return Gathered(floats(x), axis, index)
+        return Gathered(as_floats(x), axis, index)
     runs = Shaped(x, (*x.shape[:-1], x.shape[-1] // unit, unit))
-    found = Gathered(runs, axis, tuple(range(r.start // unit, r.stop // unit) for r in index))
-    return Shaped(found, (*found.shape[:-2], found.shape[-2] * unit))
+    gathered = Gathered(runs, axis, tuple(range(r.start // unit, r.stop // unit) for r in index))
+    return Shaped(gathered, (*gathered.shape[:-2], gathered.shape[-2] * unit))
 
 
-def chunk(x: Expression, axis: int, number: int, of: int) -> Expression:
+def chunk(x: Expression, axis: int, number: int, parts: int) -> Expression:
     """Return one of several equal parts along ``axis``."""
-    n = x.shape[axis] // of
-    return taken(x, axis, range(number * n, (number + 1) * n))
+    n = x.shape[axis] // parts
+    return take(x, axis, range(number * n, (number + 1) * n))
 
 
-def head_permuted(x: Expression, heads: int) -> Expression:
+def permute_heads(x: Expression, heads: int) -> Expression:
     """Undo the permutation of rotary rows in transformers' Llama (LlamaModel.permute), outermost."""
     rows = x.shape[0] // heads
     pairs = [range(h * rows + i, (h + 1) * rows, rows // 2) for h in range(heads) for i in range(rows // 2)]
     return Gathered(x, 0, tuple(pairs))
 
 
-def head_restored(x: Expression, heads: int) -> Expression:
-    """Permute rotary rows as transformers' Llama has them: undoes ``head_permuted``."""
+def restore_heads(x: Expression, heads: int) -> Expression:
+    """Permute rotary rows as transformers' Llama has them: undoes ``permute_heads``."""
     rows = x.shape[0] // heads
     return Gathered(x, 0, tuple(range(h * rows + j, (h + 1) * rows, 2) for h in range(heads) for j in (0, 1)))
 
@@ -433,26 +439,26 @@ class Transposed:
 
     @cached_property
     def _plain(self) -> Expression:
-        return floats(self.x)
+        return as_floats(self.x)
 
-    def read(self, start: int, into: U8, ahead: int = 0) -> None:
+    def read(self, start: int, out: U8, readahead: int = 0) -> None:
         item = self.type.block_bytes
         rows, columns = self.x.shape[-2:]
-        values = into.view(f"V{item}")
-        at = 0
-        while at < values.size:
-            matrix, rest = divmod(start, rows * columns)
-            first, skip = divmod(rest, rows)
-            here = min(rows * columns - rest, values.size - at)
-            last = -(-(skip + here) // rows) + first
+        values = out.view(f"V{item}")
+        position = 0
+        while position < values.size:
+            matrix, offset = divmod(start, rows * columns)
+            first, skip = divmod(offset, rows)
+            count = min(rows * columns - offset, values.size - position)
+            last = -(-(skip + count) // rows) + first
             block = np.empty((last - first, rows), values.dtype)
             step = max(1, PIECE // columns)
             for row in range(0, rows, step):
                 n = min(step, rows - row)
                 piece = read_values(self._plain, (matrix * rows + row) * columns, n * columns).view(values.dtype)
                 block[:, row : row + n] = piece.reshape(n, columns)[:, first:last].T
-            values[at : at + here] = block.reshape(-1)[skip : skip + here]
-            start, at = start + here, at + here
+            values[position : position + count] = block.reshape(-1)[skip : skip + count]
+            start, position = start + count, position + count
 
     def parts(self) -> Iterator[StoredTensor]:
         return self.x.parts()
@@ -475,26 +481,26 @@ def _exp(x: F32) -> F32:
         return np.exp(x)
 
 
-def _undone(x: F32, near: npt.NDArray[np.float64], function: Callable[[F32], F32]) -> F32:
-    """Return what ``function`` made ``x`` of, ``near`` to that: of several values the one of the fewest bits."""
-    found = near.astype(np.float32)
-    made, bits = found, found.view(np.uint32)
+def _invert(x: F32, estimate: npt.NDArray[np.float64], function: Callable[[F32], F32]) -> F32:
+    """Return the argument near ``estimate`` that ``function`` maps to ``x``; of several the one of the fewest bits."""
+    result = estimate.astype(np.float32)
+    shortest, bits = result, result.view(np.uint32)
     for dropped in range(1, 23):
         short = ((bits + (1 << dropped - 1)) >> dropped << dropped).view(np.float32)
-        made = np.where(function(short) == x, short, made)
-    return made
+        shortest = np.where(function(short) == x, short, shortest)
+    return shortest
 
 
 def _log_of_negative(x: F32) -> F32:
-    """Return what ``_negative_exp`` made ``x`` of."""
+    """Return the argument that ``_negative_exp`` maps to ``x``."""
     with np.errstate(divide="ignore", invalid="ignore"):
-        return _undone(x, np.log(-x.astype(np.float64)), _negative_exp)
+        return _invert(x, np.log(-x.astype(np.float64)), _negative_exp)
 
 
 def _log(x: F32) -> F32:
-    """Return what ``_exp`` made ``x`` of."""
+    """Return the argument that ``_exp`` maps to ``x``."""
     with np.errstate(divide="ignore", invalid="ignore"):
-        return _undone(x, np.log(x.astype(np.float64)), _exp)
+        return _invert(x, np.log(x.astype(np.float64)), _exp)
 
 
 def _negative(x: F32) -> F32:
@@ -528,14 +534,14 @@ class ByValue(ABC):
         return TYPE_F16 if self.x.type is TYPE_F16 else TYPE_F32
 
     @abstractmethod
-    def computed(self, x: F32) -> F32:
-        """Return what becomes of values."""
+    def compute(self, x: F32) -> F32:
+        """Return the function's values at ``x``."""
 
-    def read(self, start: int, into: U8, ahead: int = 0) -> None:
+    def read(self, start: int, out: U8, readahead: int = 0) -> None:
         size = self.type.block_bytes
-        for at in range(0, into.size // size, PIECE):
-            piece = into[at * size : (at + PIECE) * size]
-            from_f32(self.type, self.computed(read_f32(self.x, start + at, piece.size // size)), piece)
+        for position in range(0, out.size // size, PIECE):
+            piece = out[position * size : (position + PIECE) * size]
+            from_f32(self.type, self.compute(read_f32(self.x, start + position, piece.size // size)), piece)
 
     def parts(self) -> Iterator[StoredTensor]:
         return self.x.parts()
@@ -547,7 +553,7 @@ class Mapped(ByValue):
 
     function: str
 
-    def computed(self, x: F32) -> F32:
+    def compute(self, x: F32) -> F32:
         return FUNCTIONS[self.function](x)
 
 
@@ -557,7 +563,7 @@ class Multiplied(ByValue):
 
     factor: float
 
-    def computed(self, x: F32) -> F32:
+    def compute(self, x: F32) -> F32:
         return x * np.float32(self.factor)
 
 
@@ -567,7 +573,7 @@ class Added(ByValue):
 
     value: float
 
-    def computed(self, x: F32) -> F32:
+    def compute(self, x: F32) -> F32:
         return x + np.float32(self.value)
 
 
@@ -577,9 +583,9 @@ class Unadded(ByValue):
 
     value: float
 
-    def computed(self, x: F32) -> F32:
-        near = x.astype(np.float64) - np.float32(self.value)
-        return _undone(x, near, lambda values: values + np.float32(self.value))
+    def compute(self, x: F32) -> F32:
+        estimate = x.astype(np.float64) - np.float32(self.value)
+        return _invert(x, estimate, lambda values: values + np.float32(self.value))
 
 
 @dataclass(frozen=True)
@@ -597,11 +603,13 @@ class Product:
     def type(self) -> TensorType:
         return TYPE_F32
 
-    def read(self, start: int, into: U8, ahead: int = 0) -> None:
-        values = into.view(np.float32)
-        for at in range(0, values.size, PIECE):
-            n = min(PIECE, values.size - at)
-            values[at : at + n] = read_f32(self.x, start + at, n) * read_f32(self.y, start + at, n)
+    def read(self, start: int, out: U8, readahead: int = 0) -> None:
+        values = out.view(np.float32)
+        for position in range(0, values.size, PIECE):
+            n = min(PIECE, values.size - position)
+            values[position : position + n] = read_f32(self.x, start + position, n) * read_f32(
+                self.y, start + position, n
+            )
 
     def parts(self) -> Iterator[StoredTensor]:
         yield from self.x.parts()
@@ -619,11 +627,11 @@ class Cast:
     def shape(self) -> tuple[int, ...]:
         return self.x.shape
 
-    def read(self, start: int, into: U8, ahead: int = 0) -> None:
+    def read(self, start: int, out: U8, readahead: int = 0) -> None:
         size = self.type.block_bytes
-        for at in range(0, into.size // size, PIECE):
-            piece = into[at * size : (at + PIECE) * size]
-            from_f32(self.type, read_f32(self.x, start + at, piece.size // size), piece)
+        for position in range(0, out.size // size, PIECE):
+            piece = out[position * size : (position + PIECE) * size]
+            from_f32(self.type, read_f32(self.x, start + position, piece.size // size), piece)
 
     def parts(self) -> Iterator[StoredTensor]:
         return self.x.parts()

@@ -15,14 +15,16 @@ from typing import Any
 
 from quantkit.checkpoint.config import optional_json, read_json
 from quantkit.checkpoint.keys import Keys
-from quantkit.errors import FormatError, ResourceError
+from quantkit.errors import FormatError
+from quantkit.extras import MODEL_CARD, missing_packages
+from quantkit.foreign.child import GRAMMAR, Child
 from quantkit.formats.gguf.rules import short
 from quantkit.formats.outputs import read_text
 
 Json = dict[str, Any]
 
 #: general.sampling.* in order: key, names in generation_config.json, how it is written.
-_SAMPLING = (
+SAMPLING = (
     ("sequence", ("sequence",), "text"),
     ("top_k", ("top_k",), "i32"),
     ("top_p", ("top_p",), "f32"),
@@ -38,9 +40,26 @@ _SAMPLING = (
 )
 #: general.* in order, up to the models it is based on.
 _KEYS = (
-    *("name", "author", "version", "organization", "finetune", "basename", "description", "quantized_by"),
-    *("size_label", "license", "license.name", "license.link", "url", "doi", "uuid", "repo_url"),
-    *("source.url", "source.doi", "source.uuid", "source.repo_url"),
+    "name",
+    "author",
+    "version",
+    "organization",
+    "finetune",
+    "basename",
+    "description",
+    "quantized_by",
+    "size_label",
+    "license",
+    "license.name",
+    "license.link",
+    "url",
+    "doi",
+    "uuid",
+    "repo_url",
+    "source.url",
+    "source.doi",
+    "source.uuid",
+    "source.repo_url",
 )
 #: Keys of a model card, in the order in which they are asked, and what they say.
 _CARD = (
@@ -48,19 +67,21 @@ _CARD = (
     ("size_label", "size_label"),
     *((name, f"source.{name}") for name in ("url", "doi", "uuid", "repo_url")),
     *((f"model_{name}", name) for name in ("name", "author", "version", "organization", "description", "finetune")),
-    *(("model_basename", "basename"), ("model_size_label", "size_label")),
+    ("model_basename", "basename"),
+    ("model_size_label", "size_label"),
     *((f"model_{name}", f"source.{name}") for name in ("url", "doi", "uuid", "repo_url")),
-    *(("model_creator", "author"), ("model_type", "basename")),
+    ("model_creator", "author"),
+    ("model_type", "basename"),
 )
 _LICENSE = (("license", "license"), ("license_name", "license.name"), ("license_link", "license.link"))
 #: Keys of an entry about another model or a dataset, in order.
-_RELATED = ("name", "author", "version", "organization", "description", "url", "doi", "uuid", "repo_url")
+RELATED = ("name", "author", "version", "organization", "description", "url", "doi", "uuid", "repo_url")
 _PARTS_OF_NAME = ("basename", "finetune", "version", "size_label")
 
 
 @dataclass(frozen=True)
 class ParameterCount:
-    """How many weights a model has: all, those outside of experts, those of one expert; and how many experts."""
+    """The number of weights of a model: all, outside of experts, of one expert; and of experts."""
 
     total: int
     shared: int
@@ -68,7 +89,7 @@ class ParameterCount:
     experts: int
 
     @classmethod
-    def of(cls, shapes: Iterable[tuple[str, tuple[int, ...]]]) -> ParameterCount:
+    def from_shapes(cls, shapes: Iterable[tuple[str, tuple[int, ...]]]) -> ParameterCount:
         """Count over the tensors of a GGUF file, their shapes outermost first."""
         total = shared = expert = experts = n = 0
         for name, shape in shapes:
@@ -76,13 +97,15 @@ class ParameterCount:
             total += size
             if "_exps." in name and len(shape) >= 3:
                 count = shape[-2 if ".bias" in name else -3]
-                expert, experts, n = expert + size // count, experts + count, n + 1
+                expert = expert + size // count
+                experts = experts + count
+                n = n + 1
             else:
                 shared += size
         return cls(total, shared, expert, experts // n if n else 0)
 
     @classmethod
-    def of_adapter(cls, total: int) -> ParameterCount:
+    def from_adapter(cls, total: int) -> ParameterCount:
         """Count the weights that an adapter changes: negative, for it need not change all that a model has."""
         return cls(-total, 0, 0, 0)
 
@@ -90,11 +113,11 @@ class ParameterCount:
     def label(self) -> str:
         """general.size_label: 8x7B, 1.1B."""
         if self.experts:
-            return f"{self.experts}x{_rounded(self.shared + self.expert)}"
-        return _rounded(self.total)
+            return f"{self.experts}x{_format_count(self.shared + self.expert)}"
+        return _format_count(self.total)
 
 
-def _rounded(n: int) -> str:
+def _format_count(n: int) -> str:
     units = ((1e12, 1e-12, "T"), (1e9, 1e-9, "B"), (1e6, 1e-6, "M"), (-1.0, 1e-3, "K"))
     _, factor, letter = next(unit for unit in units if n > unit[0])
     scaled = n * factor
@@ -104,7 +127,7 @@ def _rounded(n: int) -> str:
 
 @dataclass
 class General:
-    """What is known about a model: ``values`` by the key behind ``general.``"""
+    """A model's name, authors, license and more: ``values`` by the key behind ``general.``"""
 
     values: Json
     sampling: Json
@@ -112,23 +135,41 @@ class General:
     datasets: list[Json] | None = None
     tags: list[Any] | None = None
     languages: list[Any] | None = None
+    #: The checkpoint, --metadata, and what that sets.
+    folder: Path = Path()
+    metadata: Path | None = None
+    overridden: frozenset[str] = frozenset()
+    #: Why generation_config.json is not read, "" if it is.
+    unread: str = ""
 
     def write(self, keys: Keys) -> None:
         """Set the keys, in the converter's order."""
-        for name, _, kind in _SAMPLING:
+        if self.unread:
+            keys.omissions.append(f"{self.unread}: the file does not say how to sample")
+        for name, _, kind in SAMPLING:
             if self.sampling.get(name) is not None:
-                getattr(keys, kind)(f"general.sampling.{name}", self.sampling[name])
+                with keys.blaming(self._source(f"general.sampling.{name}", "generation_config.json")):
+                    getattr(keys, kind)(f"general.sampling.{name}", self.sampling[name])
+        with keys.blaming(self.folder / "README.md"):
+            self._write_card(keys)
+
+    def _source(self, key: str, file: str) -> Path:
+        """Return the file that a key's value is from: ``file``, unless --metadata sets it."""
+        return self.metadata if self.metadata is not None and key in self.overridden else self.folder / file
+
+    def _write_card(self, keys: Keys) -> None:
         for name in _KEYS:
             value = self.values.get(name)
             if name == "license" and isinstance(value, list):
                 value = ",".join(map(str, value))
             if value is not None:
-                keys.text(f"general.{name}", value)
+                with keys.blaming(self._source(f"general.{name}", "README.md")):
+                    keys.text(f"general.{name}", value)
         for kind, entries in (("base_model", self.base_models), ("dataset", self.datasets)):
             if entries is not None:
                 keys.u32(f"general.{kind}.count", len(entries))
                 for i, entry in enumerate(entries):
-                    for name in _RELATED:
+                    for name in RELATED:
                         if name in entry:
                             keys.text(f"general.{kind}.{i}.{name}", entry[name])
         for name, items in (("tags", self.tags), ("languages", self.languages)):
@@ -145,16 +186,16 @@ class General:
         base = v.get("basename") if v.get("basename") is not None else v.get("name")
         name = "ggml-model" if base is None else str(base).strip().replace(" ", "-").replace("/", "-")
         size = f"-{v['size_label']}" if v.get("size_label") is not None and kind in ("", "lora") else ""
-        more = [f"-{str(v[k]).strip().replace(' ', '-')}" for k in ("finetune", "version") if v.get(k) is not None]
+        tags = [f"-{str(v[k]).strip().replace(' ', '-')}" for k in ("finetune", "version") if v.get(k) is not None]
         end = "-vocab" if encoding is None else f"-{encoding.upper()}"
         end += "-LoRA" if kind == "lora" else ""
-        return f"{'mtp-' if kind == 'mtp' else ''}{name}{size}{''.join(more)}{end}.gguf"
+        return f"{'mtp-' if kind == 'mtp' else ''}{name}{size}{''.join(tags)}{end}.gguf"
 
 
 def read_general(
     folder: Path, count: ParameterCount, *, model_name: str | None = None, metadata: Path | None = None
 ) -> General:
-    """Return what is known about the model in ``folder``.
+    """Return name, authors, license and sampling of the model in ``folder``.
 
     Args:
         folder: the checkpoint.
@@ -162,17 +203,18 @@ def read_general(
         model_name: --model-name, before everything.
         metadata: --metadata, a JSON file with keys of GGUF.
     """
-    general = General({}, {})
+    overrides = {} if metadata is None else read_json(metadata)
+    general = General({}, {}, folder=folder, metadata=metadata, overridden=frozenset(overrides))
     card = read_card(folder / "README.md")
     _from_card(general, card, count.total)
     path = (optional_json(folder / "config.json") or {}).get("_name_or_path")
     if isinstance(path, str) and path.count("/") <= 1:
         _from_name(general, path, count.total)
     _from_name(general, folder.resolve().name if folder.name in ("", ".", "..") else folder.name, count.total)
-    generation = _generation_config(folder / "generation_config.json")
-    for name, names, _ in _SAMPLING:
+    generation, general.unread = _generation_config(folder / "generation_config.json")
+    for name, names, _ in SAMPLING:
         general.sampling[name] = next((generation[n] for n in names if n in generation), None)
-    _override(general, {} if metadata is None else read_json(metadata))
+    _override(general, overrides)
     if model_name is not None:
         general.values["name"] = model_name
     if general.values.get("name") is None:
@@ -182,24 +224,25 @@ def read_general(
     return general
 
 
-def _generation_config(path: Path) -> Json:
+def _generation_config(path: Path) -> tuple[Json, str]:
+    """Return the object in generation_config.json, or an empty one and the error of a broken file."""
     try:
-        return optional_json(path) or {}
-    except FormatError:  # not every model has a valid one
-        return {}
+        return optional_json(path) or {}, ""
+    except FormatError as e:
+        return {}, e.message
 
 
-def _override(general: General, given: Json) -> None:
-    for name, _, _ in _SAMPLING:
-        general.sampling[name] = given.get(f"general.sampling.{name}", general.sampling[name])
+def _override(general: General, overrides: Json) -> None:
+    for name, _, _ in SAMPLING:
+        general.sampling[name] = overrides.get(f"general.sampling.{name}", general.sampling[name])
     for name in _KEYS:
-        if name != "license" and f"general.{name}" in given:
-            general.values[name] = given[f"general.{name}"]
+        if name != "license" and f"general.{name}" in overrides:
+            general.values[name] = overrides[f"general.{name}"]
     for name in ("base_models", "datasets", "tags", "languages"):
-        if f"general.{name}" in given:
-            value = given[f"general.{name}"]
+        if f"general.{name}" in overrides:
+            value = overrides[f"general.{name}"]
             if not isinstance(value, list):
-                raise FormatError(f"--metadata: general.{name} is {short(value)}, not a list")
+                raise FormatError(f"--metadata: general.{name} is {short(value)}, not a list", "QK-E203")
             setattr(general, name, value)
 
 
@@ -213,18 +256,11 @@ def read_card(path: Path) -> Json:
     end = lines.index("---", 1) if "---" in lines[1:] else len(lines)
     # "no" is Norwegian, not false, and YAML has no tabs.
     text = ("\n".join(lines[1:end]) + "\n").replace("- no\n", '- "no"\n').replace("\t", "  ")
-    try:
-        import yaml
-    except ImportError:
-        raise ResourceError(
-            f"{path}: to read it the package pyyaml is needed: pip install 'gguf-quantkit[convert]', or remove its "
-            "front matter"
-        ) from None
-    try:
-        found = yaml.safe_load(text)
-    except (yaml.YAMLError, ValueError, RecursionError) as e:
-        raise FormatError(f"{path}: its front matter is not YAML: {short(str(e))}") from None
-    return found if isinstance(found, dict) else {}
+    if MODEL_CARD.missing():
+        raise missing_packages(MODEL_CARD, hint=f"or remove the front matter of {path}")
+    with Child("quantkit.foreign.grammars:Grammars", f"{path}: its front matter", limits=GRAMMAR) as child:
+        front_matter = child.call("yaml", text)
+    return front_matter if isinstance(front_matter, dict) else {}
 
 
 def _from_card(general: General, card: Json, total: int) -> None:
@@ -237,23 +273,28 @@ def _from_card(general: General, card: Json, total: int) -> None:
         ("datasets", ("datasets", "dataset", "dataset_sources")),
     ):
         if present := [key for key in keys if key in card]:
-            found = card[present[0]]
-            items = found if isinstance(found, list) else [found] if isinstance(found, str) else []
-            setattr(general, attribute, [_related(item, total) for item in items])
+            value = card[present[0]]
+            items = [value] if isinstance(value, str) else value
+            items = items if isinstance(items, list) else []
+            setattr(general, attribute, [parse_related(item, total) for item in items])
     for key, name in _LICENSE:
         if key in card and values.get(name) is None:
             values[name] = card[key]
     for key, attribute in (
-        *(("tags", "tags"), ("pipeline_tag", "tags"), ("languages", "languages"), ("language", "languages")),
+        ("tags", "tags"),
+        ("pipeline_tag", "tags"),
+        ("languages", "languages"),
+        ("language", "languages"),
     ):
-        found = card.get(key)
-        if found is not None:
-            more = found if isinstance(found, list) else [found] if isinstance(found, str) else []
-            setattr(general, attribute, [*(getattr(general, attribute) or []), *more])
+        value = card.get(key)
+        if value is not None:
+            items = [value] if isinstance(value, str) else value
+            items_before = getattr(general, attribute) or []
+            setattr(general, attribute, [*items_before, *items] if isinstance(items, list) else items_before)
 
 
-def _related(item: object, total: int) -> Json:
-    """Return what the name or the address of another model, or of a dataset, says about it."""
+def parse_related(item: object, total: int) -> Json:
+    """Return the facts about another model, or a dataset, that its name or address holds."""
     if isinstance(item, dict):
         return {str(key): value for key, value in item.items()}
     if not isinstance(item, str):
@@ -268,9 +309,9 @@ def _related(item: object, total: int) -> Json:
     if model_id is None:
         return entry
     name = split_name(model_id, total)
-    entry["name"] = title(name["full"] or "")
+    entry["name"] = title_case(name["full"] or "")
     if name["organization"] is not None:
-        entry["organization"] = title(name["organization"])
+        entry["organization"] = title_case(name["organization"])
     if name["version"] is not None:
         entry["version"] = name["version"]
     if name["organization"] is not None and not is_address:
@@ -280,22 +321,22 @@ def _related(item: object, total: int) -> Json:
 
 def _from_name(general: General, model_id: str, total: int) -> None:
     name, values = split_name(model_id, total), general.values
-    for key, of in (("name", "full"), ("organization", "organization")):
-        found = name[of]
-        if values.get(key) is None and found is not None:
-            values[key] = title(found)
+    for key, part_name in (("name", "full"), ("organization", "organization")):
+        part = name[part_name]
+        if values.get(key) is None and part is not None:
+            values[key] = title_case(part)
     for key in _PARTS_OF_NAME:
         if values.get(key) is None and name[key] is not None:
             values[key] = name[key]
 
 
-def title(text: str) -> str:
+def title_case(text: str) -> str:
     """Return a name in words that begin with capitals, but for versions and what has capitals."""
 
-    def cased(word: str) -> str:
+    def capitalize(word: str) -> str:
         return word.title() if word.islower() and not re.match(r"^(v\d+(?:\.\d+)*|\d.*)$", word) else word
 
-    return " ".join(map(cased, text.strip().replace("-", " ").split()))
+    return " ".join(map(capitalize, text.strip().replace("-", " ").split()))
 
 
 _VERSION = re.compile(r"(v|iter)?\d+([.]\d+)*", re.IGNORECASE)
@@ -310,9 +351,9 @@ def split_name(model_id: str, total: int) -> Mapping[str, str | None]:
     ``total`` is the number of weights, 0 if it is not known: a size that is far from it is a length of context. Less
     than 0: of an adapter, which changes so many, of a model that may be of any larger size.
     """
-    nothing = dict.fromkeys(("full", "organization", *_PARTS_OF_NAME))
+    empty = dict.fromkeys(("full", "organization", *_PARTS_OF_NAME))
     if " " in model_id:  # a name for people
-        return {**nothing, "full": model_id}
+        return {**empty, "full": model_id}
     organization, slash, full = model_id.partition("/")
     if not slash:
         organization, full = "", model_id
@@ -328,20 +369,20 @@ def split_name(model_id: str, total: int) -> Mapping[str, str | None]:
                 kind.discard("size_label")
     _find_basename(parts, kinds)
 
-    def those(name: str) -> list[str]:
+    def of_kind(name: str) -> list[str]:
         return [part for part, kind in zip(parts, kinds, strict=True) if name in kind]
 
     versions = [part for part, kind in zip(parts, kinds, strict=True) if "version" in kind and "basename" not in kind]
-    found = {
-        "basename": "-".join(those("basename")) or None,
-        "finetune": "-".join(those("finetune")) or None,
+    parts_of_kind = {
+        "basename": "-".join(of_kind("basename")) or None,
+        "finetune": "-".join(of_kind("finetune")) or None,
         "version": "-".join(versions) or None,
-        "size_label": "-".join(dict.fromkeys(those("size_label"))) or None,
+        "size_label": "-".join(dict.fromkeys(of_kind("size_label"))) or None,
     }
-    if not any(found[key] for key in ("finetune", "version", "size_label")):  # too little to tell
-        found["basename"] = None
+    if not any(parts_of_kind[key] for key in ("finetune", "version", "size_label")):  # too little to tell
+        parts_of_kind["basename"] = None
     owner = organization if slash and not organization.startswith(".") else None
-    return {"full": full, "organization": owner, **found}
+    return {"full": full, "organization": owner, **parts_of_kind}
 
 
 def _kind_of(part: str, place: int, total: int) -> tuple[str, set[str]]:
@@ -386,10 +427,12 @@ def _find_basename(parts: list[str], kinds: list[set[str]]) -> None:
         kind.remove("basename")
 
 
-def templated(name: str, encoding: str) -> str:
+def fill_template(name: str, encoding: str) -> str:
     """Return a file name with {ftype}, {outtype} (or in capitals) replaced by the name of its encoding."""
     low, high = encoding.lower(), encoding.upper()
     try:
         return name.format(low, outtype=low, ftype=low, OUTTYPE=high, FTYPE=high)
     except (LookupError, ValueError):
-        raise FormatError(f"{name}: in braces only ftype, outtype, FTYPE and OUTTYPE have a meaning") from None
+        raise FormatError(
+            f"{name}: in braces only ftype, outtype, FTYPE and OUTTYPE have a meaning", "QK-E203"
+        ) from None

@@ -6,8 +6,10 @@ set_gguf_parameters): a key that is set again keeps its place, empty strings and
 
 from __future__ import annotations
 
+import math
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -26,14 +28,25 @@ class Keys:
     def __init__(self, arch: str, where: Path) -> None:
         self.arch, self.where = arch, where
         self.fields: dict[str, Field] = {}
+        #: What was to become keys and cannot.
+        self.omissions: list[str] = []
         self.text("general.architecture", arch)
+
+    @contextmanager
+    def blaming(self, path: Path) -> Iterator[None]:
+        """Blame a file for values that no key can hold: the one that they are from."""
+        self.where, before = path, self.where
+        try:
+            yield
+        finally:
+            self.where = before
 
     def _set(self, key: str, value: Any, kind: ValueType, item: ValueType | None = None) -> None:
         name = f"{self.arch}{key}" if key.startswith(".") else key
         try:
             self.fields[name] = Field.of(name, value, kind, item)
         except (RecipeError, struct.error) as e:
-            raise FormatError(f"{self.where}: {e}") from None
+            raise FormatError(f"{self.where}: {e}", "QK-E112") from None
 
     def u32(self, key: str, value: Any) -> None:
         """Set a count; a bool counts as 0 or 1."""
@@ -43,6 +56,9 @@ class Keys:
         self._set(key, int(value) if isinstance(value, bool) else value, ValueType.INT32)
 
     def f32(self, key: str, value: Any) -> None:
+        """Set a number, which NaN is not."""
+        if isinstance(value, float) and math.isnan(value):
+            raise FormatError(f"{self.where}: key {key}: NaN is no value", "QK-E112")
         self._set(key, float(value) if isinstance(value, bool) else value, ValueType.FLOAT32)
 
     def flag(self, key: str, value: Any) -> None:
@@ -52,7 +68,9 @@ class Keys:
         """Set a string, unless it is empty."""
         if value:
             if not isinstance(value, str):
-                raise FormatError(f"{self.where}: key {key}: {short(value)} is not a text; correct the model card")
+                raise FormatError(
+                    f"{self.where}: key {key}: {short(value)} is not a text; correct the model card", "QK-E112"
+                )
             self._set(key, value, ValueType.STRING)
 
     def array(self, key: str, values: Sequence[Any]) -> None:
@@ -62,8 +80,8 @@ class Keys:
         first = values[0]
         kinds = ((bool, ValueType.BOOL), (str, ValueType.STRING), (int, ValueType.INT32), (float, ValueType.FLOAT32))
         item = next((kind for python, kind in kinds if isinstance(first, python)), None)
-        if item is None or any(type(value) is not type(first) for value in values):
-            raise FormatError(f"{self.where}: key {key}: {short(list(values))} is no list of one type")
+        if item is None or set(map(type, values)) != {type(first)}:
+            raise FormatError(f"{self.where}: key {key}: {short(list(values))} is no list of one type", "QK-E112")
         self._set(key, list(values), ValueType.ARRAY, item)
 
     def counts(self, key: str, values: Sequence[int]) -> None:
@@ -95,7 +113,7 @@ def layers_in_file(keys: Keys) -> int:
 def set_base_keys(keys: Keys, config: Config, layers: int, file_type: int) -> None:
     """Set what every text model has, ``layers`` of them; ``file_type`` is a number of llama.cpp's."""
     keys.u32(".block_count", layers)
-    named = (
+    copied_keys = (
         (
             ".context_length",
             keys.u32,
@@ -110,7 +128,7 @@ def set_base_keys(keys: Keys, config: Config, layers: int, file_type: int) -> No
         (".attention.head_count", keys.count, "num_attention_heads n_head n_heads"),
         (".attention.head_count_kv", keys.count, "num_key_value_heads n_kv_heads"),
     )
-    for key, write, names in named:
+    for key, write, names in copied_keys:
         if (value := config.find(*names.split())) is not None:
             write(key, value)
     if config.get("is_causal") is False:
@@ -141,7 +159,7 @@ def set_rope_scaling(keys: Keys, config: Config) -> None:
         keys.text(".rope.scaling.type", "yarn")
         keys.f32(".rope.scaling.factor", factor)
         if "original_max_position_embeddings" not in rope:
-            raise FormatError(f"{config.path}: YaRN without original_max_position_embeddings")
+            raise FormatError(f"{config.path}: YaRN without original_max_position_embeddings", "QK-E112")
         keys.u32(".rope.scaling.original_context_length", rope["original_max_position_embeddings"])
         for key, value in (
             ("ext_factor", rope.get("extrapolation_factor")),
@@ -158,7 +176,7 @@ def set_rope_scaling(keys: Keys, config: Config) -> None:
 def _set_rope(keys: Keys, config: Config) -> None:
     if (sections := config.rope.get("mrope_section")) is not None:
         if not isinstance(sections, list):
-            raise FormatError(f"{config.path}: mrope_section is {short(sections)}, not a list")
+            raise FormatError(f"{config.path}: mrope_section is {short(sections)}, not a list", "QK-E112")
         keys.array(".rope.dimension_sections", [*sections, 0, 0, 0, 0][:4])
     if (theta := config.full_rope.get("rope_theta")) is not None:
         keys.f32(".rope.freq_base", theta)
@@ -177,10 +195,16 @@ def _set_experts(keys: Keys, config: Config) -> None:
         if (value := config.find(*names.split())) is not None:
             keys.u32(key, value)
     name = config.find(
-        *("score_function", "scoring_func", "score_func"),
-        *("moe_router_activation", "moe_router_activation_func", "expert_selection_fn"),
+        "score_function",
+        "scoring_func",
+        "score_func",
+        "moe_router_activation",
+        "moe_router_activation_func",
+        "expert_selection_fn",
     )
     if name is not None:
         if name not in GATING:
-            raise FormatError(f"{config.path}: experts are chosen by {short(name)}; known are {', '.join(GATING)}")
+            raise FormatError(
+                f"{config.path}: experts are chosen by {short(name)}; known are {', '.join(GATING)}", "QK-E305"
+            )
         keys.u32(".expert_gating_func", GATING[name])

@@ -6,39 +6,96 @@ The options --no-nextn and --mtp of convert_hf_to_gguf.py (b11434), for the arch
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
+from dataclasses import replace
 
 from quantkit.checkpoint.config import Config
-from quantkit.checkpoint.row import Architecture
-from quantkit.errors import RecipeError
+from quantkit.checkpoint.keys import Keys
+from quantkit.checkpoint.row import Architecture, Copied
+from quantkit.checkpoint.tensors import InverseContext, Rule, Tensor
+from quantkit.errors import FormatError, RecipeError
 
-WITH, WITHOUT, ONLY = "with", "without", "only"
+WITH = "with"
+WITHOUT = "without"
+ONLY = "only"
 #: What a file of the layers that predict has of the rest of the model.
 _SHARED = {
-    *("model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"),
-    *("embed_tokens.weight", "norm.weight", "model.word_embeddings.weight"),
-    *("backbone.embeddings.weight", "backbone.norm_f.weight"),
+    "model.embed_tokens.weight",
+    "model.norm.weight",
+    "lm_head.weight",
+    "embed_tokens.weight",
+    "norm.weight",
+    "model.word_embeddings.weight",
+    "backbone.embeddings.weight",
+    "backbone.norm_f.weight",
 }
-_LAYER, _APART = re.compile(r"model\.layers\.(\d{1,9})\."), re.compile(r"(?:model\.)?mtp\.")
+_LAYER, _MTP = re.compile(r"model\.layers\.(\d{1,9})\."), re.compile(r"(?:model\.)?mtp\.")
+#: Layers in all that llama.cpp loads.
+_MAX_NEXTN = 512
+NEXTN_KEY = Copied(".nextn_predict_layers", "num_nextn_predict_layers")
+#: What is stored beside the layers that predict -> its name in each of them (Qwen3-Next and EXAONE).
+MTP_NAMES = {
+    "fc": "eh_proj",
+    "pre_fc_norm_embedding": "enorm",
+    "pre_fc_norm_hidden": "hnorm",
+    "norm": "shared_head.norm",
+}
 _OPTION = {WITHOUT: "--no-nextn", ONLY: "--mtp"}
 
 
-def check_nextn(wanted: str, row: Architecture, config: Config) -> None:
+def check_nextn(choice: str, row: Architecture, config: Config) -> None:
     """Raise RecipeError for a choice that means nothing for this architecture."""
-    if wanted != WITH and not row.nextn:
+    if choice != WITH and not row.nextn:
         raise RecipeError(
             f"{config.path}: {config.architecture} has no layers that predict more tokens, or none that are "
-            f"converted: leave {_OPTION[wanted]} away"
+            f"converted: omit {_OPTION[choice]}",
+            "QK-E206",
         )
 
 
-def predicts(name: str, config: Config) -> bool:
-    """Tell whether a stored tensor, by its name in the text model, is of a layer that predicts more tokens."""
+def is_nextn_tensor(name: str, config: Config) -> bool:
+    """Return whether a stored tensor, by its name in the text model, is of a layer that predicts more tokens."""
     layer = _LAYER.match(name)
-    return _APART.match(name) is not None or (layer is not None and int(layer[1]) >= config.layers)
+    return _MTP.match(name) is not None or (layer is not None and int(layer[1]) >= config.layers)
 
 
-def is_taken(name: str, wanted: str, config: Config) -> bool:
-    """Tell whether a stored tensor belongs to what is wanted."""
-    if wanted == WITH:
+def is_selected(name: str, choice: str, config: Config) -> bool:
+    """Return whether a stored tensor belongs to the choice."""
+    if choice == WITH:
         return True
-    return not predicts(name, config) if wanted == WITHOUT else predicts(name, config) or name in _SHARED
+    return not is_nextn_tensor(name, config) if choice == WITHOUT else is_nextn_tensor(name, config) or name in _SHARED
+
+
+def nextn_layers(config: Config) -> int:
+    """Return how many layers predict more tokens: they follow the others."""
+    n = config.number("num_nextn_predict_layers") if config.get("num_nextn_predict_layers") is not None else 0
+    if n > _MAX_NEXTN:  # one that is stored may stand for all
+        raise FormatError(f"{config.path}: num_nextn_predict_layers is {n}", "QK-E112")
+    return n
+
+
+def layers_with_nextn(config: Config) -> int:
+    """Return the number of layers with those that predict more tokens."""
+    return config.layers + nextn_layers(config)
+
+
+def set_nextn_layers(keys: Keys, config: Config) -> None:
+    """Set how many layers predict more tokens, if any do (GLM 4.7 Flash)."""
+    if nextn_layers(config):
+        keys.u32(".nextn_predict_layers", nextn_layers(config))
+
+
+class MtpRule(Rule):
+    """A rule for layers that are stored under mtp. and follow the others in a file; the inverse is one for all."""
+
+    def invert(self, tensor: Tensor, context: InverseContext) -> Iterable[Tensor] | None:
+        match = re.fullmatch(r"model\.layers\.(\d+)\.(.+)", tensor.name)
+        number = -1 if match is None else int(match[1]) - context.config.layers
+        if match is None or number < 0:
+            return None
+        stems = {stem: name for name, stem in MTP_NAMES.items()}
+        stem, _, suffix = match[2].rpartition(".")
+        if stem in stems and number > 0:
+            return ()  # of all such layers the same
+        name = f"mtp.{stems[stem]}.{suffix}" if stem in stems else f"mtp.layers.{number}.{match[2]}"
+        return (replace(tensor, name=name),)

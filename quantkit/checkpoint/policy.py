@@ -29,24 +29,38 @@ TYPE_Q8_0 = type_by_name("Q8_0")
 OUTTYPE_NAMES = (*OUTTYPES, "auto")
 #: Kinds that are always F32.
 _F32_KINDS = (
-    *("*ffn_gate_inp", "*ffn_gate_inp_shexp", "position_embd", "token_types", "*ssm_conv1d", "*shortconv.conv"),
-    *("*time_mix_first", "*time_mix_w1", "*time_mix_w2", "*time_mix_decay_w1", "*time_mix_decay_w2"),
-    *("*time_mix_lerp_fused", "*altup_correct_coef", "*altup_predict_coef", "*ssm_conv1d_q", "*ssm_conv1d_k"),
-    *("*ssm_conv1d_v", "*indexer.proj"),
+    "*ffn_gate_inp",
+    "*ffn_gate_inp_shexp",
+    "position_embd",
+    "token_types",
+    "*ssm_conv1d",
+    "*shortconv.conv",
+    "*time_mix_first",
+    "*time_mix_w1",
+    "*time_mix_w2",
+    "*time_mix_decay_w1",
+    "*time_mix_decay_w2",
+    "*time_mix_lerp_fused",
+    "*altup_correct_coef",
+    "*altup_predict_coef",
+    "*ssm_conv1d_q",
+    "*ssm_conv1d_k",
+    "*ssm_conv1d_v",
+    "*indexer.proj",
 )
 #: Kinds that are F16 in ternary files.
 _F16_KINDS = ("token_embd", "per_layer_token_embd", "output", "*altup_router", "*laurel_l", "*laurel_r")
 
 
 def find_outtype(name: str, stored: Iterable[Expression]) -> OutType:
-    """Return what --outtype says; of ``auto`` the type of the first stored matrix that is BF16 or F16, else F16."""
+    """Return the type of --outtype; for ``auto`` that of the first stored matrix that is BF16 or F16, else F16."""
     if name in OUTTYPES:
         return OUTTYPES[name]
     if name != "auto":
-        raise RecipeError(f"--outtype {name}: there are {', '.join(OUTTYPE_NAMES)}")
+        raise RecipeError(f"--outtype {name}: there are {', '.join(OUTTYPE_NAMES)}", "QK-E203")
     types = (x.type for x in stored if len(x.shape) >= 2)
-    found = next((t for t in types if t in (TYPE_BF16, TYPE_F16)), TYPE_F16)
-    return OUTTYPES[found.name.lower()]
+    first = next((t for t in types if t in (TYPE_BF16, TYPE_F16)), TYPE_F16)
+    return OUTTYPES[first.name.lower()]
 
 
 def type_of_float8(name: str, x: Expression) -> TensorType:
@@ -61,30 +75,30 @@ def type_of(
     x: Expression,
     layer: int | None,
     names: TensorNames,
-    wanted: TensorType,
-    typed: TensorType | str | None = None,
+    target: TensorType,
+    file_type: TensorType | str | None = None,
 ) -> TensorType:
-    """Return the type of a tensor in a file of type ``wanted``.
+    """Return the type of a tensor in a file of type ``target``.
 
     Args:
         name: its name in the file.
         x: what it is made of; one whose type has blocks is already encoded and stays so.
         layer: the layer of the tensor it was made of.
         names: of the architecture.
-        wanted: the type of the file.
-        typed: what its architecture says of it (``Tensor.typed``).
+        target: the type of the file.
+        file_type: the type that its architecture gives it (``Tensor.file_type``).
     """
     if x.type.block > 1:
         return x.type
     if len(x.shape) <= 1 or name.endswith("_norm.weight"):
         return TYPE_F32
-    if typed is not None:
-        given = typed if isinstance(typed, TensorType) else wanted
-        return given if x.shape[-1] % given.block == 0 else TYPE_F16
+    if file_type is not None:
+        chosen_type = file_type if isinstance(file_type, TensorType) else target
+        return chosen_type if x.shape[-1] % chosen_type.block == 0 else TYPE_F16
     if name[-7:] not in (".weight", ".lora_a", ".lora_b"):
         return TYPE_F32
     if any(names.is_kind(name, kind, layer) for kind in _F32_KINDS):
         return TYPE_F32
-    if wanted.name in ("TQ1_0", "TQ2_0") and any(names.is_kind(name, kind, layer) for kind in _F16_KINDS):
+    if target.name in ("TQ1_0", "TQ2_0") and any(names.is_kind(name, kind, layer) for kind in _F16_KINDS):
         return TYPE_F16
-    return wanted if x.shape[-1] % wanted.block == 0 else TYPE_F16
+    return target if x.shape[-1] % target.block == 0 else TYPE_F16

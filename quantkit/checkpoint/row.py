@@ -1,4 +1,4 @@
-"""What a row of the table of architectures says (architectures.py): how checkpoints of a class become a GGUF file."""
+"""The rows of models (``models``): how checkpoints of a class become a GGUF file, and how that becomes one again."""
 
 from __future__ import annotations
 
@@ -6,34 +6,41 @@ from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from quantkit.checkpoint.config import Config
+from quantkit.checkpoint.config import Config, Json
+from quantkit.checkpoint.export.gguf_metadata import ModelMetadata
 from quantkit.checkpoint.keys import Keys, set_base_keys
-from quantkit.checkpoint.quantized.found import Decoded
+from quantkit.checkpoint.quantized.scheme import DecodedTensors
 from quantkit.checkpoint.tensors import Rule, Tensor
+from quantkit.checkpoint.vocab.bpe import write_bpe
+from quantkit.checkpoint.vocab.tokenizer import Vocabulary
 from quantkit.errors import FormatError
 
 #: Sets keys of one architecture.
 SetKeys = Callable[[Keys, Config], None]
+#: Sets values of config.json by a file's metadata.
+SetConfig = Callable[[ModelMetadata, Json], None]
+#: What names of tensors in layers begin with.
+LAYER = "model.layers.*."
 
 
 @dataclass(frozen=True)
 class Copied:
     """A key that is a value of config.json: of the first of ``names`` that is there and not null.
 
-    ``kind`` is the method of ``Keys`` that writes it. ``needed``: an error without it; ``unless_zero``: only if it is
+    ``kind`` is the method of ``Keys`` that writes it. ``required``: an error without it; ``unless_zero``: only if it is
     something else.
     """
 
     key: str
     names: str
     kind: str = "u32"
-    needed: bool = False
+    required: bool = False
     unless_zero: bool = False
 
     def __call__(self, keys: Keys, config: Config) -> None:
         value: Any = config.find(*self.names.split())
-        if value is None and self.needed:
-            raise FormatError(f"{config.path}: it has no {self.names.replace(' ', ' or ')}")
+        if value is None and self.required:
+            raise FormatError(f"{config.path}: it has no {self.names.replace(' ', ' or ')}", "QK-E112")
         if value is not None and (value or not self.unless_zero):
             getattr(keys, self.kind)(self.key, value)
 
@@ -52,7 +59,7 @@ class Always:
 
 @dataclass(frozen=True)
 class Architecture:
-    """How checkpoints of some classes become a GGUF file."""
+    """The conversion of a class's checkpoints to GGUF."""
 
     arch: str
     #: Applied to names of stored tensors when files are indexed: they may only rename and drop.
@@ -62,21 +69,71 @@ class Architecture:
     #: The keys that most have, and those that follow them; ``base`` is the whole order of those that differ.
     base: Callable[[Keys, Config, int, int], None] = set_base_keys
     keys: tuple[SetKeys, ...] = ()
-    #: A row of ``vocab.WRITERS``.
-    vocab: str = "bpe"
+    #: Sets the keys of the vocabulary.
+    vocab: Callable[[Vocabulary], None] = write_bpe
     #: The number of layers in the file.
     layers: Callable[[Config], int] = field(default=lambda config: config.layers)
     #: Changes to the configuration before anything else.
-    prepare: Callable[[Config], None] = field(default=lambda config: None)
+    patch_config: Callable[[Config], None] = field(default=lambda config: None)
     #: The same by the names of the stored tensors: what config.json does not say.
-    look: Callable[[Config, Collection[str]], None] = field(default=lambda config, names: None)
+    inspect_tensors: Callable[[Config, Collection[str]], None] = field(default=lambda config, names: None)
     #: Another row for some configurations of the class.
-    instead: Callable[[Config], Architecture | None] = field(default=lambda config: None)
+    dispatch: Callable[[Config], Architecture | None] = field(default=lambda config: None)
     #: Tensors that are not stored; they come first.
-    extra: Callable[[Config], Iterable[Tensor]] = field(default=lambda config: ())
+    synthetic: Callable[[Config], Iterable[Tensor]] = field(default=lambda config: ())
     #: Puts tensors in another order before the rules.
-    arrange: Callable[[Decoded, Config], Decoded] = field(default=lambda meant, config: meant)
+    reorder: Callable[[DecodedTensors, Config], DecodedTensors] = field(default=lambda weights, config: weights)
     #: It may have layers that predict more tokens behind the others, which --no-nextn and --mtp are about (nextn.py).
     nextn: bool = False
     #: Keys that are set before general.type.
-    early: tuple[SetKeys, ...] = ()
+    head_keys: tuple[SetKeys, ...] = ()
+
+
+@dataclass(frozen=True)
+class HfClass:
+    """Tensor names and config.json keys of a class of transformers, for export.
+
+    The name map (``tensor_names``) knows many names of one kind of tensor: ``names`` has those of this class that are
+    not the usual ones. Facts of transformers 4.57.6 (models/*/modeling_*.py, configuration_*.py); of classes of remote
+    code, what llama.cpp b11434 (src/models/*.cpp) computes of their files.
+    """
+
+    model_type: str
+    names: str = ""
+    #: Names of kinds that the name map cannot tell.
+    kinds: dict[str, str] = field(default_factory=dict)
+    #: Values of config.json where the file has no key.
+    defaults: Json = field(default_factory=dict)
+    #: Key of the file -> its name in config.json, where it is none of the usual ones.
+    keys: dict[str, str] = field(default_factory=dict)
+    #: Keys of config.json that the class does not take as null.
+    not_null: tuple[str, ...] = ()
+    #: Set values of config.json that are more than copies of keys.
+    config_setters: tuple[SetConfig, ...] = ()
+    #: Experts, or projections, are one tensor where others have several.
+    fused: bool = False
+    #: The last changes to names: regular expression, replacement.
+    renames: tuple[tuple[str, str], ...] = ()
+    #: The same to names that depend on the configuration, such as the kind of a layer.
+    rename_last: Callable[[Config, str], str] = field(default=lambda config, name: name)
+    #: Tensors of the checkpoint that are metadata in files.
+    synthetic: Callable[[ModelMetadata], Iterable[Tensor]] = field(default=lambda meta: ())
+    #: A note on every export as this class.
+    note: str = ""
+    #: The key of config.json that holds the text model's configuration, and the keys beside it.
+    text_key: str = ""
+    outer: Json = field(default_factory=dict)
+    #: Whether a file of the architecture is of this class. Classes with a condition are asked before those without.
+    matches: Callable[[ModelMetadata], bool] | None = None
+    #: Architectures of this class's files other than that of its row.
+    archs: tuple[str, ...] = ()
+
+
+def prefixed(prefix: str, names: str) -> str:
+    """Return names with a prefix each."""
+    return " ".join(f"{prefix}{name}" for name in names.split())
+
+
+def has_key(key: str) -> Callable[[ModelMetadata], bool]:
+    """Return a condition (``HfClass.matches``): the file has a key that is not zero."""
+    return lambda meta: bool(meta.get(f".{key}"))

@@ -1,4 +1,4 @@
-"""What tensors are called: in a GGUF file of each architecture, and in checkpoints.
+"""Names of tensors: in a GGUF file of each architecture, and in checkpoints.
 
 Facts of llama.cpp b11434 (tensor_mapping of gguf-py), for its text models. A kind of tensor is named as in the
 file; ``*`` stands for the layer, in a kind for ``blk.LAYER.``; what follows a colon tells apart kinds that have one
@@ -7,10 +7,12 @@ name in files.
 
 from __future__ import annotations
 
+import json
 import re
+from pathlib import Path
 
-from quantkit.checkpoint.tensor_kinds import KINDS as KINDS
-
+#: Architecture -> the kinds of its tensors, in a text: tensor_kinds.json, which scripts/make_tensor_kinds.py makes.
+KINDS: dict[str, str] = json.loads((Path(__file__).parent / "tensor_kinds.json").read_bytes())
 #: Kind -> what it is called in checkpoints, without .weight and .bias. Of two kinds of an architecture with one name,
 #: the later has it.
 PATTERNS: dict[str, str] = {
@@ -522,10 +524,10 @@ class TensorNames:
                 )
 
     def find(self, name: str) -> str | None:
-        """Return what the tensor ``name`` of a checkpoint is called in a file, None if it is not known."""
+        """Return the name in a file of the tensor ``name`` of a checkpoint, None if it is not known."""
         for suffix in ("", ".weight", ".bias"):
-            if name.endswith(suffix) and (found := self._find(name.removesuffix(suffix))) is not None:
-                return found + suffix
+            if name.endswith(suffix) and (kind := self._find(name.removesuffix(suffix))) is not None:
+                return kind + suffix
         return None
 
     def _find(self, stem: str) -> str | None:
@@ -539,7 +541,7 @@ class TensorNames:
         return None
 
     def is_kind(self, name: str, kind: str, layer: int | None, suffix: str = ".weight") -> bool:
-        """Tell whether the file's tensor ``name`` is of a kind that the architecture has, in this layer (or none)."""
+        """Return whether the file's tensor ``name`` is of a kind that the architecture has, in this layer (or none)."""
         if kind not in self.kinds or ("*" in kind) != (layer is not None):
             return False
         return name == file_name(kind, layer) + suffix

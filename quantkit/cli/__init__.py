@@ -9,9 +9,10 @@ from typing import Any
 
 import click
 
-from quantkit.cli.options import WholeNames
+from quantkit.cli._options import UserError, WholeNames
 from quantkit.errors import QuantkitError
 from quantkit.names import printable
+from quantkit.process import interruptible
 from quantkit.version import __version__
 
 #: Command -> one line of help; the module of that name in this package holds the click command, ``command``.
@@ -19,12 +20,12 @@ COMMANDS = {
     "cook": "Cook a model: convert, calibrate, search types, quantize, check and report, in one resumable run.",
     "quantize": "Quantize a GGUF model: the bytes of llama-quantize, several times faster.",
     "convert": "Convert a Hugging Face checkpoint to GGUF, and quantize it in the same pass.",
-    "convert-lora": "Convert a LoRA adapter of PEFT to GGUF.",
+    "convert-lora": "Convert a PEFT LoRA adapter to GGUF.",
     "export": "Export a GGUF file as a checkpoint that transformers loads.",
     "merge-up-gate": "Merge the up and gate experts of a MoE model into one tensor, byte for byte.",
     "split-up-gate": "Split merged up and gate experts; undoes merge-up-gate exactly.",
     "cache": "Show, prune and verify a cache of encoded tensors (--cache).",
-    "inspect": "Show what is in a GGUF file: tensors, types, sizes, metadata, shards.",
+    "inspect": "Show the contents of a GGUF file: tensors, types, sizes, metadata, shards.",
     "compare": "Compare two GGUF files: metadata, types, bytes, and error after decoding.",
     "perplexity": "Measure perplexity on a text; save logits as a base for kld.",
     "kld": "Measure the KL divergence of a model from saved logits.",
@@ -32,21 +33,13 @@ COMMANDS = {
     "imatrix": "Collect, show, compare, merge and convert importance matrices.",
     "calibration": "Build a calibration text and a disjoint evaluation text from local files.",
     "sensitivity": "Measure what quantizing each group of tensors alone costs, for search.",
-    "search": "Find the types that lose least at a size, from measured sensitivities.",
+    "search": "Find the types with the least divergence at a size, from measured sensitivities.",
     "bench": "Measure prompt and generation speed, with and without fusion.",
     "sweep-bench": "Measure speed as the context fills.",
     "recipe": "Check, show, convert and compare recipes: which tensor gets which type.",
-    "report": "Write a page about quantized files, to look at and to show; and a model card.",
+    "report": "Write an HTML report on quantized files, and a model card.",
     "types": "List the tensor types and presets of llama.cpp and ik_llama.cpp.",
 }
-
-
-class _Shown(click.ClickException):
-    """An error of the library as click shows it: one line, with the error's exit code."""
-
-    def __init__(self, error: QuantkitError) -> None:
-        super().__init__(printable(error.message))
-        self.exit_code = error.exit_code  # type: ignore[misc]
 
 
 class LazyGroup(WholeNames, click.Group):
@@ -56,7 +49,7 @@ class LazyGroup(WholeNames, click.Group):
         try:
             return super().invoke(ctx)
         except QuantkitError as e:
-            raise _Shown(e) from e
+            raise UserError(e) from e
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(COMMANDS)
@@ -88,12 +81,15 @@ def main() -> None:
     By itself click prints "Aborted!" on Ctrl-C and exits with 1; shells expect 130.
     """
     try:
-        sys.exit(cli.main(prog_name="quantkit", standalone_mode=False))
+        with interruptible():
+            code = cli.main(prog_name="quantkit", standalone_mode=False)
+        sys.exit(code)
     except click.ClickException as e:
-        e.message = printable(e.message)  # type: ignore[misc]  # names stand in click's own messages, too
+        if not isinstance(e, click.exceptions.NoArgsIsHelpError):  # whose message is the help
+            e.message = _explain(e.message)  # type: ignore[misc]  # names stand in click's own messages, too
         e.show()
         sys.exit(e.exit_code)
-    except click.Abort:
+    except (click.Abort, KeyboardInterrupt):
         click.echo("interrupted", err=True)
         sys.exit(130)
     except BrokenPipeError:
@@ -101,8 +97,18 @@ def main() -> None:
         sys.exit(1)
     except OSError as e:  # a device that fails, a full disk behind stdout
         _drop_output()
-        click.echo(f"Error: {printable(f'{e.filename}: ' if e.filename else '')}{e.strerror or e}", err=True)
+        about = f"{e.filename}: " if e.filename else ""
+        click.echo(f"Error: {_explain(f'{about}{e.strerror or e}')}", err=True)
         sys.exit(1)
+
+
+def _explain(message: str) -> str:
+    """Return a message on one line; it says so if the working directory no longer exists."""
+    try:
+        os.getcwd()
+    except OSError:
+        message += " (the working directory was removed: go to another)"
+    return printable(message)
 
 
 def _drop_output() -> None:

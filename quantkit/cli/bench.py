@@ -13,58 +13,69 @@ from typing import Any
 import click
 
 from quantkit.bench import SWITCHES, Result, Setting, Test, bench, combinations
-from quantkit.cli.complete import MODEL_FILE
-from quantkit.cli.evaluation import KV_NAMES, KV_TYPES, MODEL, one_kv_type, placement_given, placement_options
-from quantkit.cli.ignored import ignored_options
-from quantkit.cli.options import NUMBERS, GroupedCommand, on_command_line, option, setting
-from quantkit.cli.table import columns
+from quantkit.cli._compat_options import ignored_options
+from quantkit.cli._evaluation import KV_NAMES, KV_TYPES, MODEL, parse_kv_type, placement_from, placement_options
+from quantkit.cli._options import NUMBERS, GroupedCommand, on_command_line, option, setting
+from quantkit.cli._paths import MODEL_FILE
+from quantkit.cli._table import columns
 from quantkit.names import printable, shorten
 from quantkit.units import format_count, format_size
 
-_TESTS, _SETTINGS, _OUT = "Tests", "How the model runs (several values, as 0,1: every combination)", "Output"
+_TESTS = "Tests"
+_SETTINGS = "Model settings (with several values, as 0,1, every combination runs)"
+_OUT = "Output"
 FORMATS = ("md", "csv", "json", "jsonl")
 
 
-def flags(*names: str, help: str, default: str) -> Any:  # noqa: A002
+def switch(*names: str, help: str, default: str) -> Any:  # noqa: A002
     """Declare a switch whose value is 0, 1 or 0,1."""
     return setting(*names, group=_SETTINGS, type=NUMBERS, default=default, metavar="0,1", help=help)
 
 
 @click.command("bench", cls=GroupedCommand)
 @option(
-    "-m", "--model", "models", group=MODEL, type=MODEL_FILE, required=True, multiple=True, help="A model; repeatable."
+    "-m",
+    "--model",
+    "models",
+    group=MODEL,
+    type=MODEL_FILE,
+    required=True,
+    multiple=True,
+    help="Model file; repeatable.",
 )
-@setting("-p", "--n-prompt", group=_TESTS, type=NUMBERS, default="512", help="Prompts of N tokens.")
-@setting("-n", "--n-gen", group=_TESTS, type=NUMBERS, default="128", help="N tokens, one by one.")
-@option("-pg", "both", group=_TESTS, multiple=True, metavar="PP,TG", help="A prompt of PP, then TG tokens one by one.")
-@setting("-d", "--n-depth", group=_TESTS, type=NUMBERS, default="0", help="Tokens before each test.")
-@setting("-r", "--repetitions", group=_TESTS, type=click.IntRange(1), default=5, help="Runs of each test.")
-@option("--no-warmup", group=_TESTS, is_flag=True, help="No untimed first run.")
-@option("-t", "--threads", group=_SETTINGS, type=NUMBERS, default="0", help="Threads; 0, the default, for all CPUs.")
-@setting("-b", "--batch-size", group=_SETTINGS, type=NUMBERS, default="2048", help="Tokens per pass.")
-@setting("-ub", "--ubatch-size", group=_SETTINGS, type=NUMBERS, default="512", help="Tokens at once.")
+@setting("-p", "--n-prompt", group=_TESTS, type=NUMBERS, default="512", help="Prompt lengths.")
+@setting("-n", "--n-gen", group=_TESTS, type=NUMBERS, default="128", help="Numbers of tokens to generate.")
+@option(
+    "-pg", "both", group=_TESTS, multiple=True, metavar="PP,TG", help="Process a prompt of PP tokens, then generate TG."
+)
+@setting("-d", "--n-depth", group=_TESTS, type=NUMBERS, default="0", help="Tokens in the context before each test.")
+@setting("-r", "--repetitions", group=_TESTS, type=click.IntRange(1), default=5, help="Repetitions of each test.")
+@option("--no-warmup", group=_TESTS, is_flag=True, help="Skip the warm-up run.")
+@option("-t", "--threads", group=_SETTINGS, type=NUMBERS, default="0", help="Threads; 0 (default): all CPUs.")
+@setting("-b", "--batch-size", group=_SETTINGS, type=NUMBERS, default="2048", help="Logical batch size.")
+@setting("-ub", "--ubatch-size", group=_SETTINGS, type=NUMBERS, default="512", help="Physical batch size.")
 @setting(
     *KV_NAMES,
     group=_SETTINGS,
     multiple=True,
     default=["f16"],
-    callback=one_kv_type,
+    callback=parse_kv_type,
     help=f"Type of both K and V cache: {', '.join(KV_TYPES)}.",
 )
-@flags("-fug", "--fused-up-gate", default="1", help="Fuse up and gate of dense layers and shared experts.")
-@flags("-fmoe", "--fused-moe", default="1", help="Fuse up and gate of experts.")
-@flags("-fqkv", "--fused-qkv", default="1", help="Fuse q, k and v.")
-@flags("-flaunch", "--fused-launches", default="1", help="On GPUs, fuse neighbouring operations into one launch.")
-@flags("-muge", "--merge-up-gate-experts", default="0", help="Merge up and gate experts while loading.")
-@flags("-mmp", "--mmap", default="1", help="Use weights in the mapped file; 0 copies them to memory.")
+@switch("-fug", "--fused-up-gate", default="1", help="Fuse up and gate of dense layers and shared experts.")
+@switch("-fmoe", "--fused-moe", default="1", help="Fuse up and gate of experts.")
+@switch("-fqkv", "--fused-qkv", default="1", help="Fuse q, k and v.")
+@switch("-flaunch", "--fused-launches", default="1", help="On GPUs, fuse neighbouring operations into one launch.")
+@switch("-muge", "--merge-up-gate-experts", default="0", help="Merge up and gate experts while loading.")
+@switch("-mmp", "--mmap", default="1", help="Memory-map weights; 0: copy them to memory.")
 @placement_options
 @ignored_options
-@setting("-o", "--output", "form", group=_OUT, type=click.Choice(FORMATS), default="md", help="Format.")
-@option("--progress", group=_OUT, is_flag=True, help="Print on stderr what is running.")
+@setting("-o", "--output", "form", group=_OUT, type=click.Choice(FORMATS), default="md", help="Output format.")
+@option("--progress", group=_OUT, is_flag=True, help="Report progress on stderr.")
 def command(models: Sequence[Path], repetitions: int, no_warmup: bool, form: str, progress: bool, **run: Any) -> None:
-    """Measure how fast a model runs, as llama-bench does.
+    """Measure prompt processing and generation speed, as llama-bench does.
 
-    ppN is a prompt of N tokens, tgN generates N tokens one by one. GB/s counts the weights and caches that generation
+    ppN processes a prompt of N tokens, tgN generates N tokens. GB/s counts the weights and caches that generation
     reads; `read` is its share of the measured bandwidth (on a GPU: of a copy), `peak` the share of the measured
     arithmetic peak (8-bit integers on a CPU, a bf16 GEMM on a GPU).
 
@@ -81,7 +92,7 @@ def command(models: Sequence[Path], repetitions: int, no_warmup: bool, form: str
         kv_type=_kv_types(run["kv_type"]),
         threads=run["threads"],
         **{name: [bool(x) for x in run[name]] for name in SWITCHES},
-        placement=[placement_given(run)],
+        placement=[placement_from(run)],
         max_vram=[run["max_vram"]],
         cublas=[run["cublas"]],
     )
@@ -95,15 +106,15 @@ def command(models: Sequence[Path], repetitions: int, no_warmup: bool, form: str
         for model in models
         for result in bench(model, tests, settings, repetitions=repetitions, warmup=not no_warmup, progress=say)
     )
-    PRINT[form](results)
+    PRINTERS[form](results)
 
 
 def _kv_types(text: str) -> list[str]:
-    found = [t.strip() for t in text.split(",")]
-    for t in found:
+    types = [t.strip() for t in text.split(",")]
+    for t in types:
         if t not in KV_TYPES:
             raise click.BadParameter(f"{t!r} is none of {', '.join(KV_TYPES)}", param_hint="-ctk")
-    return found
+    return types
 
 
 def _tests(n_prompt: Sequence[int], n_gen: Sequence[int], both: Sequence[str], depths: Sequence[int]) -> list[Test]:
@@ -124,7 +135,7 @@ def _tests(n_prompt: Sequence[int], n_gen: Sequence[int], both: Sequence[str], d
 #: Columns of a terminal for the whole table, and a model's longest name in a narrower one.
 _WIDE, _NAME = 110, 20
 
-#: Columns that stand in the table if the command line sets their option: header, option, value.
+#: Columns that the table has if the command line sets their option: header, option, value.
 _OPTIONAL: tuple[tuple[str, str, Callable[[Setting], object]], ...] = (
     ("n_batch", "batch_size", lambda s: s.n_batch),
     ("n_ubatch", "ubatch_size", lambda s: s.n_ubatch),
@@ -141,8 +152,8 @@ _OPTIONAL: tuple[tuple[str, str, Callable[[Setting], object]], ...] = (
 def _print_md(results: Iterable[Result]) -> None:
     """Print a table row by row, as results come; a narrow terminal gets shorter names, no size and no params."""
     narrow = (columns() or _WIDE) < _WIDE
-    given = [column for column in _OPTIONAL if on_command_line(column[1])]
-    names = ["model", "size", "params", "backend", "threads", *(name for name, _, _ in given), "test", "t/s"]
+    shown_columns = [column for column in _OPTIONAL if on_command_line(column[1])]
+    names = ["model", "size", "params", "backend", "threads", *(name for name, _, _ in shown_columns), "test", "t/s"]
     names += ["GB/s", "read", "peak"]
     machine = None
     for r in results:
@@ -156,7 +167,7 @@ def _print_md(results: Iterable[Result]) -> None:
             format_count(r.model_n_params),
             machine.backends,
             str(machine.threads),
-            *(str(value(r.setting)) for _, _, value in given),
+            *(str(value(r.setting)) for _, _, value in shown_columns),
             str(r.test),
             f"{r.avg_ts:.2f} ± {r.stddev_ts:.2f}",
             f"{r.gb_s:.1f}" if r.gb_s else "",
@@ -165,9 +176,10 @@ def _print_md(results: Iterable[Result]) -> None:
         ]
         click.echo(_md_row(cells, narrow))
     if machine is not None and machine.peak:
-        of = f"with {machine.threads} threads" if machine.backends == "CPU" else f"of {machine.backends}"
+        basis = f"with {machine.threads} threads" if machine.backends == "CPU" else f"of {machine.backends}"
         click.echo(
-            f"\nmeasured here: {machine.read_gb_s:.1f} GB/s read, {machine.peak_gops:.0f} GOPS of {machine.peak} {of}"
+            f"\nmeasured here: {machine.read_gb_s:.1f} GB/s read, "
+            f"{machine.peak_gops:.0f} GOPS of {machine.peak} {basis}"
         )
 
 
@@ -202,4 +214,4 @@ def _print_jsonl(results: Iterable[Result]) -> None:
         click.echo(json.dumps(_with_samples(r)))
 
 
-PRINT = {"md": _print_md, "csv": _print_csv, "json": _print_json, "jsonl": _print_jsonl}
+PRINTERS = {"md": _print_md, "csv": _print_csv, "json": _print_json, "jsonl": _print_jsonl}

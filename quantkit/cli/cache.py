@@ -9,12 +9,13 @@ from pathlib import Path
 
 import click
 
-from quantkit.cli.options import CACHE_VARIABLE, SIZE, GroupedCommand, WholeNames, option, threads_option, to_json
-from quantkit.cli.table import table
+from quantkit.cli._options import CACHE_VARIABLE, SIZE, GroupedCommand, WholeNames, option, threads_option, to_json
+from quantkit.cli._paths import Place
+from quantkit.cli._table import table
 from quantkit.names import printable
 from quantkit.units import format_seconds, format_size
 
-_WHAT, _OUT = "What to remove", "Output"
+_REMOVAL, _OUT = "Selection", "Output"
 _AGE = re.compile(r"(\d+(?:\.\d+)?)\s*([smhdw]?)")
 _SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400, "": 86400, "w": 7 * 86400}
 
@@ -27,24 +28,24 @@ class Age(click.ParamType):  # type: ignore[type-arg, unused-ignore]  # generic 
     def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> float:
         if isinstance(value, float):
             return value
-        found = _AGE.fullmatch(str(value).strip().lower())
-        if found is None:
+        match = _AGE.fullmatch(str(value).strip().lower())
+        if match is None:
             self.fail(f"{value!r} is not a time span; write 30d, 12h or 90m", param, ctx)
-        return float(found[1]) * _SECONDS[found[2]]
+        return float(match[1]) * _SECONDS[match[2]]
 
 
 class CacheGroup(WholeNames, click.Group):
-    """A group that takes no option apart."""
+    """A group to whose options -xyz is always one name."""
 
 
 @click.group("cache", cls=CacheGroup)
 def command() -> None:
-    """Look after a cache of encoded tensors: the folder of --cache.
+    """Show, prune and verify a cache of encoded tensors: the directory of --cache.
 
-    quantize, convert and merge-up-gate put every tensor they encode there, and take it from there when the same rows
-    are to be encoded in the same way again: with the same type, encoder, importance and shape, by the same code.
+    quantize, convert and merge-up-gate store every tensor they encode there, and reuse it when the same rows are
+    encoded again with the same type, encoder, importance and shape, by the same code.
 
-    DIR may be left away where QUANTKIT_TENSOR_CACHE names it.
+    DIR may be omitted if QUANTKIT_TENSOR_CACHE names it.
 
     \b
     quantkit quantize --cache ~/tensors --cache-size 50G model-bf16.gguf first.gguf Q4_K_M
@@ -54,80 +55,83 @@ def command() -> None:
 
 
 folder_argument = click.argument(
-    "folder", metavar="DIR", type=click.Path(exists=True, file_okay=False, path_type=Path), envvar=CACHE_VARIABLE
+    "folder", metavar="DIR", type=Place(exists=True, file_okay=False), envvar=CACHE_VARIABLE
 )
 _json = option("--json", "as_json", group=_OUT, is_flag=True, help="Print the result as JSON.")
 
 
-@command.command("show", cls=GroupedCommand, short_help="Show what is in a cache, and what it was good for.")
+@command.command("show", cls=GroupedCommand, short_help="Show contents and hits of a cache.")
 @folder_argument
 @_json
 def show(folder: Path, as_json: bool) -> None:
-    """Show what is in a cache, by model and type, and what runs took from it."""
+    """Show the contents of a cache by model and type, and how much runs reused."""
     from quantkit.cache import show_cache
 
-    found = show_cache(folder)
+    contents = show_cache(folder)
     if as_json:
-        click.echo(to_json(asdict(found) | {"folder": str(found.folder)}))
+        click.echo(to_json(contents.as_dict()))
         return
-    rows = [(printable(g.model), printable(g.type), g.entries, format_size(g.nbytes)) for g in found.groups]
+    rows = [(printable(g.model), printable(g.type), g.entries, format_size(g.nbytes)) for g in contents.groups]
     lines = [table(["model", "type", "tensors", "size"], rows, left=2), ""] if rows else []
-    share = f" ({100 * found.nbytes / found.limit:.0f} %)" if found.limit else ""
-    lines.append(f"{found.entries} tensors, {format_size(found.nbytes)} of {format_size(found.limit)}{share}")
-    if found.oldest is not None and found.newest is not None:
-        ages = [format_seconds(max(0.0, time.time() - at)) for at in (found.oldest, found.newest)]
+    share = f" ({100 * contents.nbytes / contents.limit:.0f} %)" if contents.limit else ""
+    lines.append(f"{contents.entries} tensors, {format_size(contents.nbytes)} of {format_size(contents.limit)}{share}")
+    if contents.oldest is not None and contents.newest is not None:
+        ages = [format_seconds(max(0.0, time.time() - last_use)) for last_use in (contents.oldest, contents.newest)]
         lines.append(f"least recently used: {ages[0]} ago; most recently: {ages[1]} ago")
-    if found.runs:
-        of = f"{found.taken} of {found.tensors} tensors ({found.taken / max(1, found.tensors):.0%})"
-        lines.append(f"{found.runs} runs took {of} from it, {format_size(found.taken_bytes)}")
-    if found.unfinished:
-        lines.append(f"unfinished, of runs that write or were killed: {format_size(found.unfinished)}")
-    if found.unreadable:
-        lines.append(f"{found.unreadable} entries cannot be read: `quantkit cache verify` says why")
+    if contents.runs:
+        reused = f"{contents.hits} of {contents.tensors} tensors ({contents.hits / max(1, contents.tensors):.0%})"
+        lines.append(f"{contents.runs} runs took {reused} from it, {format_size(contents.hit_bytes)}")
+    if contents.unfinished:
+        lines.append(f"unfinished, of runs that write or were killed: {format_size(contents.unfinished)}")
+    if contents.unreadable:
+        lines.append(f"{contents.unreadable} entries cannot be read: `quantkit cache verify` says why")
     click.echo("\n".join(lines))
 
 
-@command.command("prune", cls=GroupedCommand, short_help="Make a cache smaller.")
+@command.command("prune", cls=GroupedCommand, short_help="Remove tensors from a cache.")
 @folder_argument
-@option("--to", group=_WHAT, type=SIZE, help="The least recently used tensors, until this size is left (10G).")
-@option("--older-than", group=_WHAT, type=Age(), help="Tensors that nobody has used for so long (30d, 12h).")
+@option("--to", group=_REMOVAL, type=SIZE, help="Remove the least recently used tensors until this size is left (10G).")
+@option("--older-than", group=_REMOVAL, type=Age(), help="Remove tensors that were not used for this long (30d, 12h).")
 @_json
 def prune(folder: Path, to: int | None, older_than: float | None, as_json: bool) -> None:
     """Remove tensors from a cache: by default those beyond its size limit, least recently used first.
 
-    Also removes what killed runs left behind a day ago or earlier. Runs that use the cache meanwhile are not disturbed:
-    they encode what they no longer find.
+    Also removes files that killed runs left a day ago or earlier. Concurrent runs are not disturbed: they encode what
+    they no longer find.
     """
     from quantkit.cache import prune_cache
 
-    done = prune_cache(folder, to=to, older_than=older_than)
+    result = prune_cache(folder, to=to, older_than=older_than)
     if as_json:
-        click.echo(to_json(asdict(done)))
+        click.echo(to_json(asdict(result)))
         return
     click.echo(
-        f"removed {done.removed} tensors, {format_size(done.removed_bytes)}, and {done.unfinished} unfinished ones; "
-        f"{done.entries} tensors, {format_size(done.nbytes)}, are left"
+        f"removed {result.removed} tensors, {format_size(result.removed_bytes)}, "
+        f"and {result.unfinished} unfinished ones; "
+        f"{result.entries} tensors, {format_size(result.nbytes)}, are left"
     )
 
 
-@command.command("verify", cls=GroupedCommand, short_help="Read all of a cache, and remove what is damaged.")
+@command.command("verify", cls=GroupedCommand, short_help="Check all tensors of a cache and remove damaged ones.")
 @folder_argument
 @threads_option
 @_json
 @click.pass_context
 def verify(ctx: click.Context, folder: Path, threads: int | None, as_json: bool) -> None:
-    """Read all tensors of a cache, and remove those that are damaged; exits with 1 if there were any.
+    """Check all tensors of a cache and remove damaged ones; exits with 1 if there are any.
 
-    No run takes a damaged tensor: it checks what it reads, and encodes again.
+    Runs never use a damaged tensor: they check what they read, and encode it again.
     """
     from quantkit.cache import verify_cache
 
-    done = verify_cache(folder, threads=threads)
+    result = verify_cache(folder, threads=threads)
     if as_json:
-        click.echo(to_json(asdict(done)))
+        click.echo(to_json(result.as_dict()))
     else:
-        for path, why in done.damaged:
-            click.echo(f"{printable(path)}: {why}", err=True)
-        could = f", {done.kept} of which cannot be removed" if done.kept else ""
-        click.echo(f"{done.entries} tensors, {format_size(done.nbytes)}: {len(done.damaged)} damaged ones{could}")
-    ctx.exit(1 if done.damaged else 0)
+        for path, damage in result.damaged:
+            click.echo(f"{printable(path)}: {damage}", err=True)
+        unremoved = f", {result.n_not_removable} of which cannot be removed" if result.n_not_removable else ""
+        click.echo(
+            f"{result.entries} tensors, {format_size(result.nbytes)}: {len(result.damaged)} damaged ones{unremoved}"
+        )
+    ctx.exit(1 if result.damaged else 0)

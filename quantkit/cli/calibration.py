@@ -9,28 +9,29 @@ import click
 
 from quantkit.calibration import Corpus, calibration
 from quantkit.calibration.corpus import MANIFEST
-from quantkit.cli.options import SHARE, SIZE, GroupedCommand, echo_notes, option, setting, to_json
+from quantkit.cli._options import SHARE, SIZE, GroupedCommand, echo_notes, option, setting, to_json
+from quantkit.cli._paths import Place
 from quantkit.names import printable
 from quantkit.units import format_size
 
-_TEXT, _OUT = "The text", "Output"
+_TEXT, _OUT = "Text", "Output"
 
 
 @click.command("calibration", cls=GroupedCommand)
-@click.argument("inputs", metavar="INPUT...", nargs=-1, required=True, type=click.Path(path_type=Path))
-@setting("--size", group=_TEXT, type=SIZE, default="1M", help="Bytes of both texts together.")
-@setting("--heldout", group=_TEXT, type=SHARE, default="5%", metavar="SHARE", help="Share held out.")
+@click.argument("inputs", metavar="INPUT...", nargs=-1, required=True, type=Place())
+@setting("--size", group=_TEXT, type=SIZE, default="1M", help="Size of both texts together.")
+@setting("--heldout", group=_TEXT, type=SHARE, default="5%", metavar="SHARE", help="Share to hold out for evaluation.")
 @setting("--seed", group=_TEXT, type=int, default=0, help="Seed of the selection and its order.")
-@setting("--passage", group=_TEXT, type=SIZE, default="2000", help="Most bytes of a passage.")
-@option("--include", group=_TEXT, multiple=True, metavar="GLOB", help="Only these files of folders; may be repeated.")
+@setting("--passage", group=_TEXT, type=SIZE, default="2000", help="Largest passage.")
+@option("--include", group=_TEXT, multiple=True, metavar="GLOB", help="Only these files of directories; repeatable.")
 @option(
     "-o",
     "--output",
     group=_OUT,
     metavar="DIR",
     required=True,
-    type=click.Path(file_okay=False, path_type=Path),
-    help="Folder for calibration.txt, evaluation.txt, manifest.json.",
+    type=Place(file_okay=False),
+    help="Directory for calibration.txt, evaluation.txt, manifest.json.",
 )
 @option("--overwrite", group=_OUT, is_flag=True, help="Replace the files of an earlier run.")
 @option("--json", "as_json", group=_OUT, is_flag=True, help="Print the manifest.")
@@ -47,9 +48,9 @@ def command(
 ) -> None:
     """Build a calibration text and an evaluation text that share no passage.
 
-    INPUT are files and folders: text, code, Markdown, JSON Lines (.jsonl, .ndjson) of chats or texts. They are cut
-    into passages, exact and near repetitions are dropped, and the seed selects passages. The same texts and seed give
-    the same bytes.
+    INPUT: files and directories of text, code, Markdown or JSON Lines (.jsonl, .ndjson) with chats or texts. They are
+    split into passages, exact and near duplicates are dropped, and the seed selects passages. The same texts and seed
+    give the same bytes.
 
     \b
     quantkit calibration -o corpus wiki.txt chats.jsonl ~/src/project
@@ -68,10 +69,10 @@ def _lines(corpus: Corpus, output: Path) -> Iterator[str]:
     files = corpus.inputs.files
     documents = sum(len(file.documents) for file in files)
     yield f"read: {len(files)} files, {documents} documents, {format_size(sum(file.nbytes for file in files))}"
-    seen = corpus.seen
+    dedup = corpus.dedup
     yield (
-        f"dropped: {seen.exact_dropped} repeated passages, {seen.near_dropped} nearly repeated,"
-        f" {seen.leak_dropped} too close to the held-out part"
+        f"dropped: {dedup.exact_dropped} repeated passages, {dedup.near_dropped} nearly repeated,"
+        f" {dedup.leak_dropped} too close to the held-out part"
     )
     for part in (corpus.calibration, corpus.evaluation):
         path = printable(str(output / part.file))

@@ -12,9 +12,8 @@ from typing import Any
 import click
 from tqdm import tqdm
 
-from quantkit.cli.complete import IMATRIX, MODEL
-from quantkit.cli.options import (
-    DiffTrouble,
+from quantkit.cli._options import (
+    DiffError,
     GroupedCommand,
     echo_notes,
     json_value,
@@ -23,7 +22,8 @@ from quantkit.cli.options import (
     threads_option,
     to_json,
 )
-from quantkit.cli.table import folded, listed, table
+from quantkit.cli._paths import IMATRIX, MODEL
+from quantkit.cli._table import fold, format_list, table
 from quantkit.compare import (
     ClassComparison,
     Comparison,
@@ -36,22 +36,24 @@ from quantkit.compare import (
 from quantkit.errors import QuantkitError
 from quantkit.formats.gguf import Field, TensorInfo
 from quantkit.names import printable, shorten
-from quantkit.units import format_size
+from quantkit.units import format_shape, format_size
 
-_WHAT, _OUT = "What to compare", "Output"
+_SCOPE, _OUT = "Comparison", "Output"
 #: Widest value, and widest name.
 _WIDTH, _NAME = 40, 64
+#: Longest array that is shown; of longer ones only the number of items.
+_MAX_ITEMS = 8
 
 
 @click.command("compare", cls=GroupedCommand)
 @click.argument("a", metavar="A", type=MODEL)
 @click.argument("b", metavar="B", type=MODEL)
-@option("--metadata-only", group=_WHAT, is_flag=True, help="Skip the tensors.")
-@option("--tensors-only", group=_WHAT, is_flag=True, help="Skip the metadata.")
-@option("--ignore-metadata", group=_WHAT, multiple=True, metavar="REGEX", help="Metadata keys to ignore; repeatable.")
-@option("--tensors", group=_WHAT, metavar="REGEX", help="Only tensors whose names match REGEX.")
-@option("--no-error", group=_WHAT, is_flag=True, help="Compare bytes only, without decoding.")
-@option("--imatrix", group=_WHAT, type=IMATRIX, help="Also report the error weighted by this importance matrix.")
+@option("--metadata-only", group=_SCOPE, is_flag=True, help="Skip the tensors.")
+@option("--tensors-only", group=_SCOPE, is_flag=True, help="Skip the metadata.")
+@option("--ignore-metadata", group=_SCOPE, multiple=True, metavar="REGEX", help="Metadata keys to ignore; repeatable.")
+@option("--tensors", group=_SCOPE, metavar="REGEX", help="Only tensors whose names match REGEX.")
+@option("--no-error", group=_SCOPE, is_flag=True, help="Compare bytes only, without decoding.")
+@option("--imatrix", group=_SCOPE, type=IMATRIX, help="Also report the error weighted by this importance matrix.")
 @threads_option
 @option("--per-tensor", group=_OUT, is_flag=True, help="List every tensor, not only classes.")
 @option("--json", "as_json", group=_OUT, is_flag=True, help="Print everything as JSON.")
@@ -73,13 +75,13 @@ def command(
     Split models are compared as a whole; shards, tensor order, padding and GGUF version are ignored. The relative error
     is sqrt(sum (A - B)^2 / sum A^2) over the tensors that differ, "max error" the largest |A - B|.
 
-    Exit code as with diff: 0 nothing differs, 1 something does, 2 wrong usage or a file that cannot be read.
+    Exit code as with diff: 0 nothing differs, 1 something does, 2 wrong usage or an unreadable file.
     """
     if metadata_only and (tensors_only or tensors is not None):
         raise click.UsageError("--metadata-only excludes --tensors-only and --tensors")
     try:
         with closing(_Bar(quiet=as_json)) as bar:
-            found = compare(
+            comparison = compare(
                 a,
                 b,
                 metadata=not tensors_only,
@@ -91,24 +93,26 @@ def command(
                 progress=bar.progress,
             )
     except QuantkitError as e:
-        raise DiffTrouble(e.message) from e
-    echo_notes(found.notes)
-    click.echo(to_json(_as_dict(found)) if as_json else _text(found, per_tensor=per_tensor))
-    sys.exit(0 if found.identical else 1)
+        raise DiffError(e) from e
+    echo_notes(comparison.notes)
+    click.echo(to_json(_as_dict(comparison)) if as_json else _text(comparison, per_tensor=per_tensor))
+    sys.exit(0 if comparison.identical else 1)
 
 
 class _Bar:
     """A progress bar, if stderr is a terminal."""
 
     def __init__(self, *, quiet: bool) -> None:
-        shown = not quiet and sys.stderr.isatty()
-        self.bar: tqdm[Any] | None = tqdm(unit="B", unit_scale=True, unit_divisor=1024, leave=False) if shown else None
-        self.progress: Progress | None = self._update if shown else None
+        is_visible = not quiet and sys.stderr.isatty()
+        self.bar: tqdm[Any] | None = (
+            tqdm(unit="iB", unit_scale=True, unit_divisor=1024, leave=False) if is_visible else None
+        )
+        self.progress: Progress | None = self._update if is_visible else None
 
-    def _update(self, done: int, todo: int) -> None:
+    def _update(self, n_done: int, total: int) -> None:
         if self.bar is not None:
-            self.bar.total = todo
-            self.bar.update(done - self.bar.n)
+            self.bar.total = total
+            self.bar.update(n_done - self.bar.n)
 
     def close(self) -> None:
         if self.bar is not None:
@@ -118,35 +122,40 @@ class _Bar:
 # --- text ---
 
 
-def _text(found: Comparison, *, per_tensor: bool) -> str:
-    parts = [f"A  {_paths(found.a)}\nB  {_paths(found.b)}"]
-    if found.metadata is not None:
-        parts.append("\n".join(_metadata_lines(found)))
-    if found.tensors is not None:
-        parts.append("\n".join(_tensor_lines(found, found.tensors, full=per_tensor)))
-        if per_tensor and found.tensors:
-            parts.append(_tensor_table(found.tensors))
-        if found.total is not None:
-            parts.append(_class_table(found.classes, found.total))
-    what = "the metadata" if found.tensors is None else "the tensors" if found.metadata is None else "the models"
-    verb = "is" if found.tensors is None else "are"
-    parts.append(f"{what} {verb} identical" if found.identical else f"{what} {'differs' if verb == 'is' else 'differ'}")
+def _text(comparison: Comparison, *, per_tensor: bool) -> str:
+    parts = [f"A  {_paths(comparison.a)}\nB  {_paths(comparison.b)}"]
+    if comparison.metadata is not None:
+        parts.append("\n".join(_metadata_lines(comparison)))
+    if comparison.tensors is not None:
+        parts.append("\n".join(_tensor_lines(comparison, comparison.tensors, full=per_tensor)))
+        if per_tensor and comparison.tensors:
+            parts.append(_tensor_table(comparison.tensors))
+        if comparison.total is not None:
+            parts.append(_class_table(comparison.classes, comparison.total))
+    if comparison.tensors is None:
+        parts.append("the metadata is identical" if comparison.identical else "the metadata differs")
+    else:
+        subject = "the tensors" if comparison.metadata is None else "the models"
+        parts.append(f"{subject} are identical" if comparison.identical else f"{subject} differ")
     return "\n\n".join(parts)
 
 
 def _paths(paths: Sequence[Path]) -> str:
-    more = f" and {len(paths) - 1} more shards" if len(paths) > 1 else ""
-    return printable(str(paths[0])) + more
+    suffix = f" and {len(paths) - 1} more shards" if len(paths) > 1 else ""
+    return printable(str(paths[0])) + suffix
 
 
-def _metadata_lines(found: Comparison) -> Iterator[str]:
-    differences = found.metadata or ()
+def _metadata_lines(comparison: Comparison) -> Iterator[str]:
+    differences = comparison.metadata or ()
     kinds = Counter(d.kind for d in differences)
-    counts = [f"{found.metadata_same} keys are the same", *(f"{kinds[k]} {k}" for k in ("changed", "added", "removed"))]
-    ignored = f", {found.metadata_ignored} ignored" if found.metadata_ignored else ""
+    counts = [
+        f"{comparison.metadata_equal} keys are the same",
+        *(f"{kinds[k]} {k}" for k in ("changed", "added", "removed")),
+    ]
+    ignored = f", {comparison.metadata_ignored} ignored" if comparison.metadata_ignored else ""
     yield f"metadata: {', '.join(counts)}{ignored}"
     for difference in sorted(differences, key=lambda d: ("changed", "added", "removed").index(d.kind)):
-        yield folded(f"  {difference.kind:<7}  {_name(difference.key)}: {_change(difference)}", 11)
+        yield fold(f"  {difference.kind:<7}  {_name(difference.key)}: {_change(difference)}", 11)
 
 
 def _change(difference: MetadataDifference) -> str:
@@ -167,18 +176,24 @@ def _value(item: Field | None) -> str:
     if item is None:
         return ""
     if item.item_type is not None:
-        return item.describe()
-    return shorten(one_line(item.value[: 2 * _WIDTH] if isinstance(item.value, str) else item.value), 2 * _WIDTH)
+        return item.describe() if item.count > _MAX_ITEMS else shorten(", ".join(map(_line, item.value)), 2 * _WIDTH)
+    return shorten(_line(item.value), 2 * _WIDTH)
+
+
+def _line(value: object) -> str:
+    return one_line(value[: 2 * _WIDTH] if isinstance(value, str) else value)
 
 
 def _string_change(a: str, b: str) -> str:
     """Show two strings around their first difference."""
     if max(len(a), len(b)) <= _WIDTH:
         return f'"{printable(a)}" -> "{printable(b)}"'
-    at = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
-    start = max(0, at - _WIDTH // 4)
-    cut = [shorten(printable(("…" if start else "") + text[start : start + 2 * _WIDTH]), _WIDTH) for text in (a, b)]
-    return f'"{cut[0]}" -> "{cut[1]}" (from character {at}; {len(a)} and {len(b)} characters)'
+    position = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+    start = max(0, position - _WIDTH // 4)
+    excerpts = [
+        shorten(printable(("…" if start else "") + text[start : start + 2 * _WIDTH]), _WIDTH) for text in (a, b)
+    ]
+    return f'"{excerpts[0]}" -> "{excerpts[1]}" (from character {position}; {len(a)} and {len(b)} characters)'
 
 
 def _array_change(a: Field, b: Field) -> str:
@@ -191,19 +206,19 @@ def _array_change(a: Field, b: Field) -> str:
     return "; ".join(parts) or "items differ in bits only"
 
 
-def _tensor_lines(found: Comparison, tensors: Sequence[TensorComparison], *, full: bool) -> Iterator[str]:
+def _tensor_lines(comparison: Comparison, tensors: Sequence[TensorComparison], *, full: bool) -> Iterator[str]:
     kinds = Counter(t.difference for t in tensors)
     counts = [f"{kinds['']} identical", *(f"{kinds[k]} differ in {k}" for k in ("bytes", "type", "shape") if kinds[k])]
     yield f"tensors: {len(tensors)} in both files: {', '.join(counts)}"
-    for side, only in (("A", found.only_a), ("B", found.only_b)):
+    for side, only in (("A", comparison.only_a), ("B", comparison.only_b)):
         if only:
             yield f"  only in {side}: {len(only)}"
-            yield from listed(map(_tensor, only), 4, full=full)
+            yield from format_list(map(_tensor, only), 4, full=full)
     shapes = [t for t in tensors if t.difference == "shape"]
     if shapes:
         yield "  of different shape:"
         lines = [f"{_name(t.name)}: {_dims(t.a)} {t.a.type} -> {_dims(t.b)} {t.b.type}" for t in shapes]
-        yield from listed(lines, 4, full=full)
+        yield from format_list(lines, 4, full=full)
     weighted = [t.error.weighted for t in tensors if t.error is not None]
     if any(weighted) and not all(weighted):
         yield f"  the importance matrix has entries for {sum(weighted)} of the {len(weighted)} tensors with an error"
@@ -217,7 +232,7 @@ def _name(name: str) -> str:
 
 
 def _dims(tensor: TensorInfo) -> str:
-    return " x ".join(map(str, tensor.shape))
+    return format_shape(tensor.shape)
 
 
 def _tensor(tensor: TensorInfo) -> str:
@@ -246,7 +261,15 @@ def _tensor_table(tensors: Sequence[TensorComparison]) -> str:
 
 def _class_table(classes: Sequence[ClassComparison], total: ClassComparison) -> str:
     rows = [
-        (_name(c.name), c.types, c.tensors, c.same, *_errors(c.error), format_size(c.a_bytes), format_size(c.b_bytes))
+        (
+            _name(c.name),
+            c.types,
+            c.tensors,
+            c.identical,
+            *_errors(c.error),
+            format_size(c.a_bytes),
+            format_size(c.b_bytes),
+        )
         for c in (*classes, *([total] if len(classes) > 1 else ()))
     ]
     return table(["class", "types", "tensors", "identical", *_ERRORS, "size A", "size B"], rows, left=2)
@@ -255,38 +278,39 @@ def _class_table(classes: Sequence[ClassComparison], total: ClassComparison) -> 
 # --- JSON ---
 
 
-def _as_dict(found: Comparison) -> dict[str, Any]:
+def _as_dict(comparison: Comparison) -> dict[str, Any]:
     """Return everything, for JSON."""
     result: dict[str, Any] = {
-        "a": [str(p) for p in found.a],
-        "b": [str(p) for p in found.b],
-        "identical": found.identical,
-        "notes": list(found.notes),
+        "a": [str(p) for p in comparison.a],
+        "b": [str(p) for p in comparison.b],
+        "identical": comparison.identical,
+        "notes": list(comparison.notes),
     }
-    if found.metadata is not None:
+    if comparison.metadata is not None:
         result["metadata"] = {
-            "same": found.metadata_same,
-            "ignored": found.metadata_ignored,
+            "same": comparison.metadata_equal,
+            "ignored": comparison.metadata_ignored,
             "differences": [
-                {"key": d.key, "kind": d.kind, "a": _field_dict(d.a), "b": _field_dict(d.b)} for d in found.metadata
+                {"key": d.key, "kind": d.kind, "a": _field_dict(d.a), "b": _field_dict(d.b)}
+                for d in comparison.metadata
             ],
         }
-    if found.tensors is not None:
-        result["only_in_a"] = [_info_dict(t) for t in found.only_a]
-        result["only_in_b"] = [_info_dict(t) for t in found.only_b]
-        result["total"] = _class_dict(found.total) if found.total is not None else None
-        result["classes"] = [_class_dict(c) for c in found.classes]
+    if comparison.tensors is not None:
+        result["only_in_a"] = [_info_dict(t) for t in comparison.only_a]
+        result["only_in_b"] = [_info_dict(t) for t in comparison.only_b]
+        result["total"] = _class_dict(comparison.total) if comparison.total is not None else None
+        result["classes"] = [_class_dict(c) for c in comparison.classes]
         result["tensors"] = [
             {
                 "name": t.name,
                 "a": _info_dict(t.a),
                 "b": _info_dict(t.b),
-                "identical": t.same,
+                "identical": t.identical,
                 "differs_in": t.difference or None,
                 "error": _error_dict(t.error),
                 "note": t.note or None,
             }
-            for t in found.tensors
+            for t in comparison.tensors
         ]
     return result
 
@@ -304,7 +328,7 @@ def _class_dict(c: ClassComparison) -> dict[str, Any]:
         "class": c.name,
         "types": c.types,
         "tensors": c.tensors,
-        "identical": c.same,
+        "identical": c.identical,
         "a_bytes": c.a_bytes,
         "b_bytes": c.b_bytes,
         "error": _error_dict(c.error),

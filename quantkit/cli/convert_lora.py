@@ -8,41 +8,40 @@ from typing import Any
 
 import click
 
-from quantkit.cli.complete import MODEL
-from quantkit.cli.ignored import Ignored
-from quantkit.cli.options import GroupedCommand, echo_notes, option, options, plan_options
-from quantkit.cli.quantize import run_shown
-from quantkit.cli.refused import Refused
-from quantkit.cli.summary import DryRunReport
+from quantkit.cli._compat_options import Ignored, Refused
+from quantkit.cli._options import GroupedCommand, echo_notes, option, options, plan_options
+from quantkit.cli._paths import MODEL, Place
+from quantkit.cli._run_report import DryRunReport
+from quantkit.cli.quantize import run_plan
 from quantkit.pipeline.run import RunOptions, refusal
 
-_FILE, _RUN, _OUT = "The adapter", "The run", "Output"
-_FOLDER = click.Path(file_okay=False, path_type=Path)
+_FILE = "Adapter"
+_FOLDER = Place(file_okay=False)
 
 _lora_options = options(
-    option("--base", group=_FILE, type=_FOLDER, metavar="DIR", help="The base's checkpoint; config.json is enough."),
+    option("--base", group=_FILE, type=_FOLDER, metavar="DIR", help="Checkpoint of the base; config.json is enough."),
     option(
         "--outtype",
         group=_FILE,
         type=click.Choice(("f32", "f16", "bf16", "q8_0", "auto"), case_sensitive=False),
         default="f32",
-        help="Type of the matrices; auto: the one they are stored in.  [default: f32]",
+        help="Type of the matrices; auto: as stored.  [default: f32]",
     ),
-    option("--outfile", group=_FILE, metavar="FILE", help="The same as OUT.gguf."),
+    option("--outfile", group=_FILE, metavar="FILE", help="Same as OUT.gguf."),
     plan_options,
-    click.option("--no-lazy", cls=Ignored, is_flag=True, note="nothing is held back until the end"),
+    click.option("--no-lazy", cls=Ignored, is_flag=True, note="tensors are never held back until the end"),
     click.option("--verbose", cls=Ignored, is_flag=True, note="--dry-run shows every tensor, --json as data"),
     click.option("--trust-remote-code", cls=Ignored, is_flag=True, note="no code of a checkpoint is ever run"),
     click.option(
         "--base-model-id",
         cls=Refused,
-        reason="nothing here uses a network: `hf download ID config.json --local-dir DIR`, then --base DIR",
+        reason="the base is a directory here: `hf download ID config.json --local-dir DIR`, then --base DIR",
     ),
     click.option(
         "--bigendian",
         cls=Refused,
         is_flag=True,
-        reason="files are little-endian; gguf_convert_endian.py of llama.cpp turns a finished one around",
+        reason="files are little-endian; gguf_convert_endian.py of llama.cpp converts finished ones",
     ),
 )
 
@@ -62,14 +61,14 @@ def command(
     as_json: bool,
     **run: Any,
 ) -> None:
-    """Convert a LoRA adapter of PEFT to a GGUF file that llama.cpp loads beside its model (--lora).
+    """Convert a PEFT LoRA adapter to a GGUF file for llama.cpp's --lora.
 
     ADAPTER holds adapter_config.json and adapter_model.safetensors. Without --base, the base is the directory that
-    adapter_config.json names; nothing is downloaded. Without OUT.gguf the output lies in ADAPTER.
+    adapter_config.json names; nothing is downloaded. Without OUT.gguf the output is written to ADAPTER.
 
-    The bytes are those of llama.cpp's convert_lora_to_gguf.py b11434, but for scales that it gets wrong: of rsLoRA,
-    rank_pattern and alpha_pattern. What is more than factors (DoRA, modules_to_save, biases, ..) is refused. To have
-    an adapter in the model itself: `quantkit convert --merge-lora`.
+    The bytes are those of llama.cpp's convert_lora_to_gguf.py b11434, except for scales that it gets wrong: those of
+    rsLoRA, rank_pattern and alpha_pattern. Adapters with more than low-rank factors (DoRA, modules_to_save, biases,
+    ...) are refused. To merge an adapter into the model: `quantkit convert --merge-lora`.
     """
     from quantkit.lora import plan_convert_lora
 
@@ -81,5 +80,5 @@ def command(
         report = DryRunReport(plan, refusal(plan, resume=run["resume"], overwrite=run["overwrite"]))
         click.echo(json.dumps(report.as_dict(), indent=2) if as_json else report.text())
         return
-    how: RunOptions = {name: run[name] for name in ("threads", "resume", "overwrite", "ray")}  # type: ignore[assignment]
-    run_shown(plan, max_ram, how, as_json=as_json)
+    run_options: RunOptions = {name: run[name] for name in ("threads", "resume", "overwrite", "ray")}  # type: ignore[assignment]
+    run_plan(plan, max_ram, run_options, as_json=as_json)

@@ -12,59 +12,64 @@ from typing import TYPE_CHECKING, Any
 import click
 from tqdm import tqdm
 
-from quantkit.cli.evaluation import TEXT_FILE
-from quantkit.cli.options import SIZE, GroupedCommand, claim, echo_notes, on_command_line, option, options, setting
-from quantkit.cli.table import folded, table
-from quantkit.formats.outputs import written
+from quantkit.cli._evaluation import TEXT_FILE
+from quantkit.cli._options import SIZE, GroupedCommand, claim, echo_notes, on_command_line, option, options, setting
+from quantkit.cli._paths import Place
+from quantkit.cli._table import fold, table
+from quantkit.formats.outputs import atomic_write
 from quantkit.names import printable
-from quantkit.units import format_seconds, format_size
+from quantkit.process import interruptible
+from quantkit.units import PLUS_MINUS, format_seconds, format_size
 
 if TYPE_CHECKING:
     from quantkit.cook import Config, CookPlan, CookResult, Decision, Step, StepRecord
 
-_WHAT, _TEXT, _RUN, _OUT = "What to cook", "The text", "The run", "Output"
-_FILE = click.Path(dir_okay=False, exists=True, path_type=Path)
-_FOLDER = click.Path(file_okay=False, path_type=Path)
+_MODEL = "Model"
+_TEXT = "Text"
+_RUN = "Run"
+_OUT = "Output"
+_FILE = Place(dir_okay=False, exists=True)
+_FOLDER = Place(file_okay=False)
 #: Seconds between lines of progress where there is no terminal.
-_OFTEN = 15.0
-#: The share of a step that tells how long the rest will take.
-_SURE = 0.02
-#: Where `init` writes.
+_LINE_SECONDS = 15.0
+#: Share of a step after which the remaining time is estimated.
+_MIN_SHARE = 0.02
+#: Default output of `init`.
 _CONFIG = Path("cook.toml")
-#: What `init` takes, too.
+#: Options that `init` shares.
 _INIT = ("model", "pre", "text", "evaluation", "overwrite")
 
 _cook_options = options(
     option(
-        *("-f", "--file", "text"),
+        "-f",
+        "--file",
+        "text",
         group=_TEXT,
         multiple=True,
-        type=click.Path(exists=True, path_type=Path),
-        help="Text to calibrate on: files and folders; a part is held out. Repeatable.",
+        type=Place(exists=True),
+        help="Calibration text: files and directories; a part is held out. Repeatable.",
     ),
-    option("--evaluation", group=_TEXT, type=TEXT_FILE, help="A text to measure on; -f is then taken as it is."),
+    option("--evaluation", group=_TEXT, type=TEXT_FILE, help="Evaluation text; nothing of -f is then held out."),
     option("--chat", group=_TEXT, multiple=True, type=_FILE, metavar="JSONL", help="Conversations to calibrate on."),
-    option(
-        "--pre", group=_WHAT, metavar="NAME", help="The pre-tokenizer of a checkpoint, where its hash is not known."
-    ),
-    option("--imatrix", group=_WHAT, type=_FILE, help="An importance matrix that is there already."),
-    option("--no-imatrix", group=_WHAT, is_flag=True, help="Quantize without one."),
-    option("--merge-up-gate", group=_WHAT, is_flag=True, help="Merge up and gate experts."),
+    option("--pre", group=_MODEL, metavar="NAME", help="Pre-tokenizer of a checkpoint, if its hash is unknown."),
+    option("--imatrix", group=_MODEL, type=_FILE, help="Existing importance matrix."),
+    option("--no-imatrix", group=_MODEL, is_flag=True, help="Quantize without an importance matrix."),
+    option("--merge-up-gate", group=_MODEL, is_flag=True, help="Merge up and gate experts."),
     setting(
         "--runtime",
-        group=_WHAT,
+        group=_MODEL,
         type=click.Choice(["llama.cpp", "ik_llama.cpp"]),
         default="llama.cpp",
-        help="Types that a search may use.",
+        help="Runtime whose types a search may use.",
     ),
-    option("--no-check", group=_WHAT, is_flag=True, help="Do not measure the files' divergence."),
-    option("--no-report", group=_WHAT, is_flag=True, help="Write no report."),
-    option("-m", "--model", group=_WHAT, type=click.Path(exists=True, path_type=Path), help="With init: the model."),
-    option("-t", "-j", "--threads", group=_RUN, type=click.IntRange(0), help="Threads; by default, and with 0, all."),
+    option("--no-check", group=_MODEL, is_flag=True, help="Skip measuring the divergence of the outputs."),
+    option("--no-report", group=_MODEL, is_flag=True, help="Skip the report."),
+    option("-m", "--model", group=_MODEL, type=Place(exists=True), help="With init: the model."),
+    option("-t", "-j", "--threads", group=_RUN, type=click.IntRange(0), help="Threads; 0 or by default, all CPUs."),
     option("--max-ram", group=_RUN, type=SIZE, metavar="SIZE", help="Memory for weights; the rest is streamed."),
-    option("-o", "--output", group=_OUT, type=_FOLDER, metavar="DIR", help="Where the files go [NAME-cooked]."),
+    option("-o", "--output", group=_OUT, type=_FOLDER, metavar="DIR", help="Output directory [NAME-cooked]."),
     option("--overwrite", group=_OUT, is_flag=True, help="With init: replace an existing file."),
-    option("--dry-run", group=_OUT, is_flag=True, help="Only print the plan: what stands, what runs, how long."),
+    option("--dry-run", group=_OUT, is_flag=True, help="Print the plan only: states and times of all steps."),
     option("--json", "as_json", group=_OUT, is_flag=True, help="Print the plan or the result as JSON."),
 )
 
@@ -74,15 +79,15 @@ _cook_options = options(
     "arguments", nargs=-1, metavar="IN TARGET... | CONFIG.toml [TARGET...] | init [CONFIG.toml]", required=True
 )
 @_cook_options
-def command(arguments: tuple[str, ...], dry_run: bool, as_json: bool, **given: Any) -> None:
-    """Cook a model: everything from a checkpoint, or a GGUF file of 16 bits, to quantized files with a report.
+def command(arguments: tuple[str, ...], dry_run: bool, as_json: bool, **values: Any) -> None:
+    """Cook a model: from a checkpoint, or a 16-bit GGUF file, to quantized files with a report.
 
-    Converts, makes a corpus, an importance matrix and base logits, searches the best types where a TARGET is a goal,
-    quantizes every TARGET, and measures how far each is from the model. A TARGET is a preset (Q4_K_M), a size (12.3G),
-    bits per weight (4.2bpw) or a divergence (kld=0.01); +feedback behind it takes more time for less divergence.
+    Converts, builds a corpus, an importance matrix and base logits, searches the best types where a TARGET is a goal,
+    quantizes every TARGET, and measures its divergence from the model. A TARGET is a preset (Q4_K_M), a size (12.3G),
+    bits per weight (4.2bpw) or a divergence (kld=0.01); +feedback after it is slower, with a lower divergence.
 
-    Run it again after a change, an interruption or a crash: what stands is not made again. Without TOML, the options
-    say what most need; `quantkit cook init` writes a commented file with everything there is.
+    Run it again after a change, an interruption or a crash: up-to-date steps are skipped. Without TOML, options cover
+    the usual settings; `quantkit cook init` writes a commented file with all of them.
 
     \b
     quantkit cook init -m Qwen3-30B-A3B/ -f wiki.txt   # writes cook.toml
@@ -91,33 +96,34 @@ def command(arguments: tuple[str, ...], dry_run: bool, as_json: bool, **given: A
     quantkit cook model-bf16.gguf Q4_K_M IQ4_XS 3.5bpw -f wiki.txt -f ~/src/project
     """
     if arguments[0] == "init":
-        if said := [name for name in given if name not in _INIT and on_command_line(name)]:
-            raise click.UsageError(f"{_spelled(said[0])} is no option of init: write it into the file")
-        _init(arguments[1:], **given)
+        if named_options := [name for name in values if name not in _INIT and on_command_line(name)]:
+            raise click.UsageError(f"{_option_name(named_options[0])} is no option of init: write it into the file")
+        _init(arguments[1:], **values)
         return
     from quantkit.cook import cook, plan_cook
 
-    config = _config(arguments, given)
+    config = _config(arguments, values)
     if dry_run:
-        planned = plan_cook(config)
-        echo_notes(planned.notes)
-        click.echo(json.dumps(_plan_dict(planned), indent=2) if as_json else _plan_text(planned))
+        plan = plan_cook(config)
+        echo_notes(plan.notes)
+        click.echo(json.dumps(_plan_dict(plan), indent=2) if as_json else _plan_text(plan))
         return
-    shown = _Shown(quiet=as_json)
+    printer = _ProgressPrinter(quiet=as_json)
     try:
-        result = cook(config, observer=shown)
+        with interruptible():
+            result = cook(config, observer=printer)
     except KeyboardInterrupt:
-        shown.close()
-        at = f" in {shown.step}" if shown.step else ""
-        click.echo(f"\ninterrupted{at}; the same command goes on from there", err=True)
+        printer.close()
+        place = f" in {printer.step}" if printer.step else ""
+        click.echo(f"\ninterrupted{place}; the same command continues from there", err=True)
         sys.exit(130)
     finally:
-        shown.close()
+        printer.close()
     click.echo(json.dumps(_result_dict(result), indent=2) if as_json else _result_text(result))
 
 
-def _spelled(name: str) -> str:
-    """Return an option as it is written, by the name of its value."""
+def _option_name(name: str) -> str:
+    """Return the longest name of a parameter's option."""
     return next(max(p.opts, key=len) for p in click.get_current_context().command.params if p.name == name)
 
 
@@ -129,9 +135,9 @@ def _init(
     text: Sequence[Path],
     evaluation: Path | None,
     overwrite: bool,
-    **others: Any,
+    **_: Any,
 ) -> None:
-    """Write a file of settings."""
+    """Write a settings file."""
     from quantkit.cook import starter
 
     if len(arguments) > 1:
@@ -141,100 +147,100 @@ def _init(
         raise click.UsageError(f"{path}: the file's name ends with .toml; the model is given with -m")
     settings, notes = starter(model, path.parent, pre, texts=text, evaluation=evaluation)
     path = claim(path, model, overwrite=overwrite)
-    with written(path) as part:
-        part.write_text(settings)
+    with atomic_write(path) as part:
+        part.write_text(settings, encoding="utf-8")
     echo_notes(notes)
-    click.echo(f"wrote {printable(path)}: look it over, then quantkit cook {printable(path)} --dry-run")
+    click.echo(f"wrote {printable(path)}: review it, then run quantkit cook {printable(path)} --dry-run")
 
 
-def _config(arguments: Sequence[str], given: dict[str, Any]) -> Config:
+def _config(arguments: Sequence[str], values: dict[str, Any]) -> Config:
     """Return the settings of a file, or of the command line."""
     from quantkit.cook import config_from, read_config
 
     first, targets = arguments[0], arguments[1:]
-    said = [name for name in given if on_command_line(name)]
+    named_options = [name for name in values if on_command_line(name)]
     if first.endswith(".toml"):
-        if said:
-            raise click.UsageError(f"--{said[0].replace('_', '-')}: {first} says it all; change it there")
+        if named_options:
+            raise click.UsageError(f"--{named_options[0].replace('_', '-')}: {first} says it all; change it there")
         return read_config(first, targets)
-    for name, instead in (("model", "the model is the first argument"), ("overwrite", "it is an option of init")):
-        if given[name]:
-            raise click.UsageError(f"--{name}: {instead}")
+    for name, hint in (("model", "the model is the first argument"), ("overwrite", "it is an option of init")):
+        if values[name]:
+            raise click.UsageError(f"--{name}: {hint}")
     tables: dict[str, dict[str, Any]] = {
-        "calibration": {"text": _texts(given["text"]), "chat": _texts(given["chat"])},
-        "imatrix": {"run": not given["no_imatrix"]},
-        "check": {"run": not given["no_check"]},
-        "report": {"run": not given["no_report"]},
+        "calibration": {"text": _texts(values["text"]), "chat": _texts(values["chat"])},
+        "imatrix": {"run": not values["no_imatrix"]},
+        "check": {"run": not values["no_check"]},
+        "report": {"run": not values["no_report"]},
     }
     for table_name, name, value in (
-        ("calibration", "evaluation", given["evaluation"]),
-        ("imatrix", "file", given["imatrix"]),
+        ("calibration", "evaluation", values["evaluation"]),
+        ("imatrix", "file", values["imatrix"]),
     ):
         if value is not None:
             tables[table_name][name] = str(value)
-    if given["pre"] is not None:
-        tables["convert"] = {"pre": given["pre"]}
-    top: dict[str, Any] = {"model": first, "targets": list(targets), "runtime": given["runtime"], **tables}
+    if values["pre"] is not None:
+        tables["convert"] = {"pre": values["pre"]}
+    top: dict[str, Any] = {"model": first, "targets": list(targets), "runtime": values["runtime"], **tables}
     for name in ("output", "threads", "max_ram"):
-        if given[name] is not None:
-            top[name] = str(given[name]) if name == "output" else given[name]
-    return config_from({**top, "merge_up_gate": given["merge_up_gate"]}, "the command line", Path())
+        if values[name] is not None:
+            top[name] = str(values[name]) if name == "output" else values[name]
+    return config_from({**top, "merge_up_gate": values["merge_up_gate"]}, "the command line", Path())
 
 
 def _texts(paths: Sequence[Path]) -> list[str]:
     return [str(path) for path in paths]
 
 
-# ---------------------------------------------------------------- what is printed
+# ---------------------------------------------------------------- output
 
 
-class _Shown:
-    """Prints a line for each step, and how far it is: a bar on a terminal, otherwise a line now and then."""
+class _ProgressPrinter:
+    """Prints a line for each step, and its progress: a bar on a terminal, otherwise occasional lines."""
 
     def __init__(self, *, quiet: bool) -> None:
         self.quiet, self.step = quiet, ""
         self._bar: tqdm[Any] | None = None
-        self._began = self._said = 0.0
+        self._step_start = self._last_line = 0.0
 
-    def planned(self, decisions: Sequence[Decision]) -> None:
+    def plan(self, decisions: Sequence[Decision]) -> None:
         pass
 
-    def stands(self, number: int, count: int, decision: Decision) -> None:
-        self._line(f"[{number}/{count}] {decision.step.name}: stands")
+    def skip(self, number: int, count: int, decision: Decision) -> None:
+        self._line(f"[{number}/{count}] {decision.step.name}: up to date")
 
-    def started(self, number: int, count: int, decision: Decision) -> None:
+    def start(self, number: int, count: int, decision: Decision) -> None:
         self.step = decision.step.name
-        why = "" if decision.why == "not done yet" else f" ({decision.why})"
-        self._line(f"[{number}/{count}] {self.step}: {decision.step.what}{why}")
+        reason = "" if decision.is_first else f" ({decision.reason})"
+        self._line(f"[{number}/{count}] {self.step}: {decision.step.title}{reason}")
         from quantkit.kernels.first_run import working_seconds
 
-        self._began = self._said = working_seconds()
+        self._step_start = self._last_line = working_seconds()
         if not self.quiet and sys.stderr.isatty():
             self._bar = tqdm(total=1.0, leave=False, dynamic_ncols=True, bar_format="{l_bar}{bar}| {elapsed}{postfix}")
 
-    def progress(self, done: float, total: float, text: str) -> None:
+    def progress(self, current: float, total: float, text: str) -> None:
         from quantkit.kernels.first_run import working_seconds  # a clock that stops while kernels are compiled
 
-        at, share = working_seconds(), done / total if total else 0.0
-        left = (at - self._began) * (1 - share) / share if _SURE < share <= 1 else 0.0
+        now, share = working_seconds(), current / total if total else 0.0
+        left = (now - self._step_start) * (1 - share) / share if _MIN_SHARE < share <= 1 else 0.0
         words = [text] if text else []
         words += [f"about {format_seconds(left)} left"] if left > 1 else []
         if self._bar is not None:
             self._bar.set_postfix_str(printable(", ".join(words)), refresh=False)
             self._bar.update(share - self._bar.n)
-        elif at - self._said > _OFTEN:
-            self._said = at
-            self._line(f"    {100 * share:3.0f} %{''.join(f', {each}' for each in words)}")
+        elif now - self._last_line > _LINE_SECONDS:
+            self._last_line = now
+            self._line(f"    {100 * share:3.0f} %{''.join(f', {word}' for word in words)}")
 
     def note(self, text: str) -> None:
         if not self.quiet:
             with tqdm.external_write_mode(file=sys.stderr):
                 echo_notes([text])
 
-    def finished(self, number: int, count: int, step: Step, record: StepRecord) -> None:
+    def finish(self, number: int, count: int, step: Step, record: StepRecord) -> None:
         self.close()
         self.step = ""
-        self._line(f"    done in {format_seconds(record.seconds)}{_found(record)}")
+        self._line(f"    done in {format_seconds(record.seconds)}{_result_suffix(record)}")
 
     def close(self) -> None:
         """Remove the bar."""
@@ -244,14 +250,14 @@ class _Shown:
 
     def _line(self, text: str) -> None:
         if not self.quiet:
-            click.echo(folded(printable(text), 4) if text[:1] != " " else printable(text), err=True)
+            click.echo(fold(printable(text), 4) if text[:1] != " " else printable(text), err=True)
 
 
-def _found(record: StepRecord) -> str:
-    """Return what a step found, as the end of a line."""
+def _result_suffix(record: StepRecord) -> str:
+    """Return the result of a step as the end of a line."""
     facts = record.facts
     if "kld" in facts:
-        return f": divergence {facts['kld']['value']:.5f} ± {facts['kld']['error']:.5f}"
+        return f": divergence {facts['kld']['value']:.5f} ± {facts['kld']['error']:.5f} (one standard error)"
     if facts.get("ppl"):
         return f": perplexity {facts['ppl']['value']:.4f}, {facts['chunks']} chunks"
     if "predicted" in facts:
@@ -262,69 +268,77 @@ def _found(record: StepRecord) -> str:
     return ""
 
 
-def _seconds(decision: Decision, planned: CookPlan) -> float | None:
-    return None if decision.stands else decision.step.expected().seconds
+def _seconds(decision: Decision, plan: CookPlan) -> float | None:
+    return None if decision.up_to_date else decision.step.estimate().seconds
 
 
-def _plan_text(planned: CookPlan) -> str:
-    rows, total, unknown = [], 0.0, False
-    for decision in planned.decisions:
-        seconds, nbytes = _seconds(decision, planned), decision.step.expected().nbytes
+def _plan_text(plan: CookPlan) -> str:
+    rows = []
+    total = 0.0
+    unknown = False
+    for decision in plan.decisions:
+        seconds, nbytes = _seconds(decision, plan), decision.step.estimate().nbytes
         total += seconds or 0.0
-        unknown |= seconds is None and not decision.stands
+        unknown |= seconds is None and not decision.up_to_date
         size = "" if nbytes is None else format_size(nbytes)
         about = "" if seconds is None else f"~{format_seconds(seconds)}"
         rows.append(
-            (printable(decision.step.name), printable(decision.why), size, about, printable(decision.step.what))
+            (printable(decision.step.name), printable(decision.reason), size, about, printable(decision.step.title))
         )
-    left = sum(not d.stands for d in planned.decisions)
+    left = sum(not d.up_to_date for d in plan.decisions)
     lines = [table(["step", "state", "size", "time", "what"], rows, left=(0, 1, 4))]
     lines.append("")
     if left:
         about = f", about {format_seconds(total)}" if total else ""
         lines.append(f"{left} of {len(rows)} steps would run{about} (a rough figure); the files go to")
     else:
-        lines.append(f"all {len(rows)} steps stand; the files are in")
-    lines[-1] += f" {printable(planned.config.output)}"
+        lines.append(f"all {len(rows)} steps are up to date; the files are in")
+    lines[-1] += f" {printable(plan.config.output)}"
     return "\n".join([*lines, "dry run: nothing was written"])
 
 
-def _plan_dict(planned: CookPlan) -> dict[str, Any]:
+def _plan_dict(plan: CookPlan) -> dict[str, Any]:
     return {
-        "model": str(planned.config.model),
-        "output": str(planned.config.output),
-        "notes": list(planned.notes),
+        "model": str(plan.config.model),
+        "output": str(plan.config.output),
+        "notes": list(plan.notes),
         "steps": [
             {
                 "name": d.step.name,
-                "what": d.step.what,
-                "stands": d.stands,
-                "why": d.why,
-                "outputs": [str(path) for path in d.step.known_outputs],
-                "bytes": d.step.expected().nbytes,
-                "seconds": _seconds(d, planned),
+                "what": d.step.title,
+                "stands": d.up_to_date,
+                "why": d.reason,
+                "outputs": [str(path) for path in d.step.static_outputs],
+                "bytes": d.step.estimate().nbytes,
+                "seconds": _seconds(d, plan),
             }
-            for d in planned.decisions
+            for d in plan.decisions
         ],
     }
 
 
 def _result_text(result: CookResult) -> str:
     rows = []
-    for dish in result.dishes:
-        kld = "" if dish.kld is None else f"{dish.kld:.5f} ± {dish.kld_error:.5f}"
-        ratio = "" if dish.ppl_ratio is None else f"{dish.ppl_ratio:.4f} ± {dish.ppl_ratio_error:.4f}"
-        rows.append((printable(dish.path), format_size(dish.nbytes), kld, ratio))
+    for target in result.targets:
+        kld = "" if target.kld is None else f"{target.kld:.5f} ± {target.kld_error:.5f}"
+        ratio = "" if target.ppl_ratio is None else f"{target.ppl_ratio:.4f} ± {target.ppl_ratio_error:.4f}"
+        rows.append((printable(target.path), format_size(target.nbytes), kld, ratio))
     lines = [table(["file", "size", "KL divergence", "perplexity / model's"], rows)]
+    lines += [PLUS_MINUS] if any(target.kld is not None for target in result.targets) else []
+    lines += [fold(f"{printable(target.path)}: {target.fallback}", 2) for target in result.targets if target.fallback]
     lines += [f"wrote {printable(path)}" for path in result.reports]
-    ran = f"{len(result.ran)} steps ran, {format_seconds(result.seconds)}" if result.ran else "everything stands"
-    return "\n".join([*lines, ran])
+    summary = (
+        f"{len(result.executed)} steps ran, {format_seconds(result.seconds)}"
+        if result.executed
+        else "everything is up to date"
+    )
+    return "\n".join([*lines, summary])
 
 
 def _result_dict(result: CookResult) -> dict[str, Any]:
     return {
-        "ran": list(result.ran),
+        "ran": list(result.executed),
         "seconds": result.seconds,
         "reports": [str(path) for path in result.reports],
-        "files": [{**asdict(dish), "path": str(dish.path)} for dish in result.dishes],
+        "files": [{**asdict(target), "path": str(target.path)} for target in result.targets],
     }

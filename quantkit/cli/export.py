@@ -8,16 +8,16 @@ from typing import Any
 
 import click
 
-from quantkit.cli.complete import MODEL_FILE
-from quantkit.cli.options import SIZE, GroupedCommand, echo_notes, option, options, plan_options, setting
-from quantkit.cli.table import table
+from quantkit.cli._options import SIZE, GroupedCommand, echo_notes, option, options, plan_options, setting
+from quantkit.cli._paths import MODEL_FILE, Place
+from quantkit.cli._table import table
 from quantkit.cpus import available_cpus
 
-_WRITTEN, _RUN, _OUT = "The checkpoint", "The run", "Output"
+_CHECKPOINT = "Checkpoint"
 
 
 def _list_all(ctx: click.Context, param: click.Parameter, value: bool) -> None:
-    """Print what is exported, and end."""
+    """Print the supported architectures and exit."""
     from quantkit.export import exported_classes
 
     if value:
@@ -29,30 +29,38 @@ def _list_all(ctx: click.Context, param: click.Parameter, value: bool) -> None:
 _export_options = options(
     option(
         "--outtype",
-        group=_WRITTEN,
+        group=_CHECKPOINT,
         type=click.Choice(("f32", "f16", "bf16", "auto"), case_sensitive=False),
         default="auto",
-        help="Type of the values; auto: that of the matrices, bf16 if they are quantized.  [default: auto]",
+        help="Data type; auto: that of the matrices, bf16 if quantized.  [default: auto]",
     ),
-    option("--class", "architecture", group=_WRITTEN, metavar="NAME", help="Class of transformers, if there are two."),
+    option(
+        "--class",
+        "architecture",
+        group=_CHECKPOINT,
+        metavar="NAME",
+        help="Model class, if the architecture has several.",
+    ),
     option(
         "--list",
-        group=_WRITTEN,
+        group=_CHECKPOINT,
         is_flag=True,
         is_eager=True,
         expose_value=False,
         callback=_list_all,
-        help="List the architectures that are exported.",
+        help="List supported architectures.",
     ),
-    option("--no-tokenizer", group=_WRITTEN, is_flag=True, help="Leave out the files of the tokenizer."),
-    setting("--max-shard-size", group=_WRITTEN, type=SIZE, default="5GB", help="Begin a new file beyond this size."),
+    option("--no-tokenizer", group=_CHECKPOINT, is_flag=True, help="Omit the tokenizer's files."),
+    setting(
+        "--max-shard-size", group=_CHECKPOINT, type=SIZE, default="5GB", help="Start a new shard beyond this size."
+    ),
     plan_options,
 )
 
 
 @click.command("export", cls=GroupedCommand)
 @click.argument("source", metavar="IN.gguf", type=MODEL_FILE)
-@click.argument("folder", metavar="DIR", type=click.Path(file_okay=False, path_type=Path))
+@click.argument("folder", metavar="DIR", type=Place(file_okay=False))
 @_export_options
 def command(
     source: Path,
@@ -65,32 +73,32 @@ def command(
     as_json: bool,
     **run: Any,
 ) -> None:
-    """Export a GGUF file as a checkpoint that transformers loads: the way back of `quantkit convert`.
+    """Export a GGUF file as a checkpoint that transformers loads: the inverse of `quantkit convert`.
 
-    Writes safetensors, in shards with an index if they are large, config.json and the files of the tokenizer to DIR.
-    Tensors get the names, the order of rows and the experts of their own that the class of transformers has;
-    quantized ones are decoded. What `quantkit convert` would not turn into the same model again is refused.
+    Writes safetensors, in shards with an index if they are large, config.json and the tokenizer's files to DIR. Tensors
+    get the names, row order and separate experts of the transformers class; quantized ones are decoded. A model that
+    `quantkit convert` would not restore exactly is refused.
     """
-    from quantkit.cli.exported import ExportProgress, ExportReport
+    from quantkit.cli._export_report import ExportProgress, ExportReport
     from quantkit.export import ExportOptions, plan_export, refusal, run_export
 
-    given = ExportOptions(
+    options = ExportOptions(
         outtype=outtype, architecture=architecture, tokenizer=not no_tokenizer, max_shard_size=max_shard_size
     )
-    planned = plan_export(source, folder, given)
-    echo_notes(planned.plan.notes)
-    report = ExportReport(planned)
+    export = plan_export(source, folder, options)
+    echo_notes(export.plan.notes)
+    report = ExportReport(export)
     if dry_run:
-        refused = refusal(planned, resume=run["resume"], overwrite=run["overwrite"])
+        refused = refusal(export, resume=run["resume"], overwrite=run["overwrite"])
         click.echo(json.dumps(report.as_dict(refused), indent=2) if as_json else report.text(refused))
         return
     run["threads"] = run["threads"] or (available_cpus() if run["ray"] is None else None)
-    shown = ExportProgress(planned.plan, quiet=as_json)
-    with shown.shown("what is done is kept, continue with --resume"):
-        done = run_export(planned, observer=shown, **run)
-    threads = run["threads"] or sum(node.cpus for node in done.nodes)
+    progress = ExportProgress(export.plan, quiet=as_json)
+    with progress.show_progress("what is done is kept, continue with --resume"):
+        result = run_export(export, observer=progress, **run)
+    threads = run["threads"] or sum(node.cpus for node in result.nodes)
     if as_json:
-        more = {"seconds": done.seconds, "threads": threads, "resumed_tensors": done.resumed}
-        click.echo(json.dumps(report.as_dict() | more, indent=2))
+        facts = {"seconds": result.seconds, "threads": threads, "resumed_tensors": result.resumed}
+        click.echo(json.dumps(report.as_dict() | facts, indent=2))
         return
-    click.echo(report.done(done, threads))
+    click.echo(report.summary(result, threads))

@@ -8,11 +8,11 @@ from typing import Any
 
 import click
 
-from quantkit.cli.complete import IMATRIX, MODEL
+from quantkit.cli._options import GroupedCommand, claim, echo_notes, on_command_line, option, options
+from quantkit.cli._paths import IMATRIX, MODEL
 from quantkit.cli.imatrix_collect import KINDS, NAMES, collect, collect_options
 from quantkit.cli.imatrix_diff import diff
 from quantkit.cli.imatrix_show import experts_of, show
-from quantkit.cli.options import GroupedCommand, claim, echo_notes, on_command_line, option, options
 from quantkit.formats.imatrix import Format, Imatrix, format_of, read_imatrix, write_imatrix
 from quantkit.imatrix import FILLS, apply_fill, convert, filled_experts, merge, with_names, without_fill
 from quantkit.names import printable
@@ -35,14 +35,14 @@ class ImatrixGroup(GroupedCommand, click.Group):
 @click.group("imatrix", cls=ImatrixGroup, invoke_without_command=True)
 @collect_options
 @click.pass_context
-def command(ctx: click.Context, /, **given: Any) -> None:
-    """Importance matrices: collect, show, compare, merge and convert them.
+def command(ctx: click.Context, /, **values: Any) -> None:
+    """Collect, show, compare, merge and convert importance matrices.
 
-    Without a command, runs texts through a model and sums up the input of every weight, with llama-imatrix's options.
-    Fusion is always off, and what the importance matrix lacks is always shown.
+    Without a command, runs texts through a model and accumulates the squared inputs of every weight, with
+    llama-imatrix's options. Fusion is always off, and gaps of the matrix are always shown.
 
-    Reads the files of llama.cpp (GGUF and .dat) and ik_llama.cpp (.dat) and writes both formats, which llama-quantize
-    of both trees accepts.
+    Reads the files of llama.cpp (GGUF and .dat) and ik_llama.cpp (.dat) and writes both formats, which both programs'
+    llama-quantize accepts.
 
     \b
     quantkit imatrix -m model-bf16.gguf -f calibration.txt -o imatrix.gguf
@@ -54,15 +54,15 @@ def command(ctx: click.Context, /, **given: Any) -> None:
     quantkit imatrix convert imatrix.gguf imatrix.dat
     """
     if ctx.invoked_subcommand is None:
-        if not any(map(on_command_line, given)):
+        if not any(map(on_command_line, values)):
             click.echo(ctx.get_help())
             ctx.exit(0)
-        collect(ctx, given)
+        collect(ctx, values)
         return
-    if said := [name for name in given if on_command_line(name)]:
+    if named_options := [name for name in values if on_command_line(name)]:
         raise click.UsageError(
-            f"--{said[0].replace('_', '-')} is an option of collecting, not of {ctx.invoked_subcommand}, whose own"
-            " options come after it"
+            f"--{named_options[0].replace('_', '-')} is an option of collecting, not of {ctx.invoked_subcommand},"
+            " whose own options come after it"
         )
 
 
@@ -74,32 +74,32 @@ shared_options = options(
         "kind",
         group=_OUT,
         type=KINDS,
-        help="The format; by default from OUT's name, .dat or else GGUF.",
+        help="Output format; by default from OUT's name: .dat, else GGUF.",
     ),
-    option("-m", "--model", group=_FILES, type=MODEL, help="The model, for the numbers of experts of a .dat."),
+    option("-m", "--model", group=_FILES, type=MODEL, help="Model, for the numbers of experts of a .dat."),
     option(
         "--chunk-size",
         group=_FILES,
         type=click.IntRange(1),
-        help="Tokens per call of a .dat; without: as in a GGUF that is also given, or 512.",
+        help="Tokens per call of a .dat; default: that of a GGUF input, or 512.",
     ),
-    option("--names", group=_OUT, type=NAMES, help="Names for up and gate experts; by default as they are."),
+    option("--names", group=_OUT, type=NAMES, help="Names of up and gate experts; default: unchanged."),
     option(
         "--fill",
         group=_OUT,
         type=click.Choice(FILLS),
-        help="Values for experts without tokens, recorded in the file, undone by merging. none undoes an earlier fill.",
+        help="Fill experts without tokens; recorded in the file, undone by merging. none undoes an earlier fill.",
     ),
     option("--overwrite", group=_OUT, is_flag=True, help="Replace an existing output."),
 )
 
 
-@command.command("merge", cls=GroupedCommand, short_help="Merge files into what one run over all texts gives.")
+@command.command("merge", cls=GroupedCommand, short_help="Merge files as if one run had seen all texts.")
 @click.argument("inputs", metavar="IN...", nargs=-1, required=True, type=IMATRIX)
-@option("-o", "--output", group=_OUT, required=True, type=IMATRIX, help="The importance matrix to write.")
+@option("-o", "--output", group=_OUT, required=True, type=IMATRIX, help="Importance matrix to write.")
 @shared_options
 def merge_command(inputs: tuple[Path, ...], output: Path, model: Path | None, **options: Any) -> None:
-    """Merge importance matrices of one model into what one run over all their texts gives.
+    """Merge importance matrices of one model as if one run had seen all their texts.
 
     Sums and token counts are added expert by expert, so every token has the same weight. Formats may be mixed; a .dat
     has no token counts, so each of its calls counts as --chunk-size tokens.
@@ -111,8 +111,8 @@ def merge_command(inputs: tuple[Path, ...], output: Path, model: Path | None, **
     output = claim(output, *inputs, model, overwrite=options["overwrite"])
     imatrices = [read_imatrix(path) for path in inputs]
     experts = experts_of(model, {name for i in imatrices for name in i.entries})
-    made = merge(imatrices, chunk_size=options["chunk_size"], experts=experts)
-    _finish(output, made.imatrix, made.notes, experts, options)
+    result = merge(imatrices, chunk_size=options["chunk_size"], experts=experts)
+    _finish(output, result.imatrix, result.notes, experts, options)
 
 
 @command.command("convert", cls=GroupedCommand, short_help="Convert between GGUF and .dat; rename or fill experts.")
@@ -120,10 +120,10 @@ def merge_command(inputs: tuple[Path, ...], output: Path, model: Path | None, **
 @click.argument("output", metavar="OUT", type=IMATRIX)
 @shared_options
 def convert_command(source: Path, output: Path, model: Path | None, **options: Any) -> None:
-    """Convert an importance matrix: between GGUF and .dat, names of experts, values for experts without tokens.
+    """Convert an importance matrix between GGUF and .dat; rename or fill experts.
 
-    Notes say what the other format cannot keep. A .dat has no counts per expert: all experts get the same count, those
-    without tokens none.
+    Notes list what the other format cannot store. A .dat has no counts per expert: all experts get the same count,
+    those without tokens none.
 
     \b
     quantkit imatrix convert imatrix.gguf imatrix.dat
@@ -138,32 +138,32 @@ def convert_command(source: Path, output: Path, model: Path | None, **options: A
 def _finish(
     output: Path, imatrix: Imatrix, notes: Iterable[str], experts: Mapping[str, int], options: Mapping[str, Any]
 ) -> None:
-    """Rename, fill, convert and write; print what was done."""
+    """Rename, fill, convert and write; print a summary."""
     kind: Format = options["kind"] or format_of(output)
-    said = list(notes)
+    all_notes = list(notes)
     size = options["chunk_size"]
     if options["fill"] is not None and imatrix.format == "dat":
-        made = convert(imatrix, "gguf", chunk_size=size, experts=experts)
-        imatrix, said = made.imatrix, [*said, *made.notes]
+        converted = convert(imatrix, "gguf", chunk_size=size, experts=experts)
+        imatrix, all_notes = converted.imatrix, [*all_notes, *converted.notes]
     if options["names"] is not None:
         imatrix = with_names(imatrix, options["names"])
     if options["fill"] is not None:
         imatrix = apply_fill(imatrix, options["fill"])
-        said += _fill_notes(imatrix)
-    made = convert(imatrix, kind, chunk_size=size, experts=experts)
-    write_imatrix(output, made.imatrix, kind, chunk_size=size)
-    echo_notes(dict.fromkeys((*said, *made.notes)))
-    written = made.imatrix
-    tokens = written.chunk_count * written.chunk_size
-    what = f"{len(written.entries)} entries, {written.chunk_count} chunks"
-    about = f" of {written.chunk_size} tokens ({format_count(tokens)})" if tokens and kind == "gguf" else ""
-    click.echo(f"{printable(str(output))}: {what}{about}, {format_size(output.stat().st_size)}")
+        all_notes += _fill_notes(imatrix)
+    converted = convert(imatrix, kind, chunk_size=size, experts=experts)
+    write_imatrix(output, converted.imatrix, kind, chunk_size=size)
+    echo_notes(dict.fromkeys((*all_notes, *converted.notes)))
+    result = converted.imatrix
+    tokens = result.chunk_count * result.chunk_size
+    content = f"{len(result.entries)} entries, {result.chunk_count} chunks"
+    about = f" of {result.chunk_size} tokens ({format_count(tokens)})" if tokens and kind == "gguf" else ""
+    click.echo(f"{printable(str(output))}: {content}{about}, {format_size(output.stat().st_size)}")
 
 
 def _fill_notes(imatrix: Imatrix) -> list[str]:
-    filled = filled_experts(imatrix)
-    left = [n for n, e in without_fill(imatrix).entries.items() if not e.counts.any() and n not in filled]
-    notes = [f"{sum(map(len, filled.values()))} experts without tokens filled in {len(filled)} entries"]
+    fills = filled_experts(imatrix)
+    left = [n for n, e in without_fill(imatrix).entries.items() if not e.counts.any() and n not in fills]
+    notes = [f"{sum(map(len, fills.values()))} experts without tokens filled in {len(fills)} entries"]
     if left:
         notes.append(f"nothing to fill from, since no expert has tokens: {', '.join(left)}")
     return notes

@@ -10,16 +10,16 @@ from typing import Any
 
 import click
 
-from quantkit.cli.complete import IMATRIX, MODEL
+from quantkit.cli._options import DiffError, GroupedCommand, json_value, option, setting, to_json
+from quantkit.cli._paths import IMATRIX, MODEL
+from quantkit.cli._table import format_list, table
 from quantkit.cli.imatrix_show import experts_of
-from quantkit.cli.options import DiffTrouble, GroupedCommand, json_value, option, setting, to_json
-from quantkit.cli.table import listed, table
 from quantkit.errors import QuantkitError
 from quantkit.formats.imatrix import read_imatrix
 from quantkit.imatrix import Difference, TensorDifference, difference
 from quantkit.names import printable, shorten
 
-_WHAT, _OUT = "What is compared", "Output"
+_SCOPE, _OUT = "Comparison", "Output"
 #: Rows of the table without --per-tensor; widest name.
 _ROWS, _NAME = 12, 48
 
@@ -27,10 +27,10 @@ _ROWS, _NAME = 12, 48
 @click.command("diff", cls=GroupedCommand, short_help="Compare two files, weight by weight.")
 @click.argument("a", metavar="A", type=IMATRIX)
 @click.argument("b", metavar="B", type=IMATRIX)
-@option("-m", "--model", group=_WHAT, type=MODEL, help="The model, for the numbers of experts of a .dat.")
+@option("-m", "--model", group=_SCOPE, type=MODEL, help="Model, for the numbers of experts of a .dat.")
 @setting(
     "--min-tokens",
-    group=_WHAT,
+    group=_SCOPE,
     type=click.IntRange(1),
     default=1,
     help="Skip experts with fewer tokens in either file.",
@@ -41,7 +41,7 @@ _ROWS, _NAME = 12, 48
 def diff(
     a: Path, b: Path, model: Path | None, min_tokens: int, fail_above: float | None, per_tensor: bool, as_json: bool
 ) -> None:
-    """Compare two importance matrices of either format as an encoder sees them: by means of squares.
+    """Compare two importance matrices of either format as an encoder sees them: by mean squares.
 
     The relative difference is |A - B| / |A| over the experts that have tokens in both files; "worst expert" is the one
     that differs most. Counts are compared if both files have them.
@@ -54,34 +54,34 @@ def diff(
     quantkit imatrix diff --min-tokens 1000 --fail-above 0.01 llama.cpp.gguf ours.gguf
     """
     try:
-        one, two = read_imatrix(a), read_imatrix(b)
+        one, two = (read_imatrix(path, check=False) for path in (a, b))
         experts = experts_of(model, one.entries.keys() | two.entries.keys())
-        found = difference(one, two, min_tokens=min_tokens, experts=experts)
+        result = difference(one, two, min_tokens=min_tokens, experts=experts)
     except QuantkitError as e:
-        raise DiffTrouble(e.message) from e
-    beyond = [] if fail_above is None else found.beyond(fail_above)
+        raise DiffError(e) from e
+    beyond = [] if fail_above is None else result.beyond(fail_above)
     click.echo(
-        to_json(_as_dict(a, b, found, beyond))
+        to_json(_as_dict(a, b, result, beyond))
         if as_json
-        else _text(a, b, found, beyond, fail_above, per_tensor=per_tensor)
+        else _text(a, b, result, beyond, fail_above, per_tensor=per_tensor)
     )
     sys.exit(1 if beyond else 0)
 
 
-def _text(a: Path, b: Path, found: Difference, beyond: Sequence[str], limit: float | None, *, per_tensor: bool) -> str:
+def _text(a: Path, b: Path, result: Difference, beyond: Sequence[str], limit: float | None, *, per_tensor: bool) -> str:
     parts = [f"A  {printable(str(a))}\nB  {printable(str(b))}"]
-    for side, only in (("A", found.only_a), ("B", found.only_b)):
+    for side, only in (("A", result.only_a), ("B", result.only_b)):
         if only:
-            names = listed(map(printable, only), 2, full=per_tensor)
+            names = format_list(map(printable, only), 2, full=per_tensor)
             parts.append("\n".join([f"only in {side}: {len(only)}", *names]))
-    tensors = found.tensors if per_tensor else sorted(found.tensors, key=_badness)[:_ROWS]
+    tensors = result.tensors if per_tensor else sorted(result.tensors, key=_badness)[:_ROWS]
     if tensors:
         parts.append(_table(tensors))
-    if len(tensors) < len(found.tensors):
+    if len(tensors) < len(result.tensors):
         parts.append(
-            f"{len(tensors)} of {len(found.tensors)} weights, the most different ones (--per-tensor lists all)"
+            f"{len(tensors)} of {len(result.tensors)} weights, the most different ones (--per-tensor lists all)"
         )
-    parts.append(_verdict(found, beyond, limit, full=per_tensor))
+    parts.append(_verdict(result, beyond, limit, full=per_tensor))
     return "\n\n".join(parts)
 
 
@@ -108,34 +108,36 @@ def _table(tensors: Sequence[TensorDifference]) -> str:
 
 
 def _figure(value: float) -> str:
-    return "-" if math.isnan(value) else "0" if value == 0 else f"{value:.3g}"
+    if math.isnan(value):
+        return "-"
+    return "0" if value == 0 else f"{value:.3g}"
 
 
 def _remarks(t: TensorDifference) -> str:
     remarks = [t.note] if t.note else []
-    if t.skipped and not t.note:
-        remarks.append(f"{t.skipped} experts left out")
+    if t.n_skipped and not t.note:
+        remarks.append(f"{t.n_skipped} experts left out")
     if t.one_sided:
         remarks.append(f"{t.one_sided} empty in one file only")
     return "; ".join(remarks)
 
 
-def _verdict(found: Difference, beyond: Sequence[str], limit: float | None, *, full: bool) -> str:
-    figures = [t.figure for t in found.tensors if not math.isnan(t.figure)]
+def _verdict(result: Difference, beyond: Sequence[str], limit: float | None, *, full: bool) -> str:
+    figures = [t.figure for t in result.tensors if not math.isnan(t.figure)]
     largest = f"largest relative difference {_figure(max(figures))}" if figures else "nothing to compare"
     if limit is None:
-        return f"{len(found.tensors)} weights in both files; {largest}"
+        return f"{len(result.tensors)} weights in both files; {largest}"
     if not beyond:
-        return f"{len(found.tensors)} weights in both files, all within {limit:g}; {largest}"
-    return "\n".join([f"beyond {limit:g}: {len(beyond)}", *listed(map(printable, beyond), 2, full=full)])
+        return f"{len(result.tensors)} weights in both files, all within {limit:g}; {largest}"
+    return "\n".join([f"beyond {limit:g}: {len(beyond)}", *format_list(map(printable, beyond), 2, full=full)])
 
 
-def _as_dict(a: Path, b: Path, found: Difference, beyond: Sequence[str]) -> dict[str, Any]:
+def _as_dict(a: Path, b: Path, result: Difference, beyond: Sequence[str]) -> dict[str, Any]:
     return {
         "a": str(a),
         "b": str(b),
-        "only_in_a": list(found.only_a),
-        "only_in_b": list(found.only_b),
+        "only_in_a": list(result.only_a),
+        "only_in_b": list(result.only_b),
         "beyond": list(beyond),
         "tensors": [
             {
@@ -147,10 +149,10 @@ def _as_dict(a: Path, b: Path, found: Difference, beyond: Sequence[str]) -> dict
                 "tokens_a": t.tokens_a,
                 "tokens_b": t.tokens_b,
                 "counts": t.counts,
-                "experts_left_out": t.skipped,
+                "experts_left_out": t.n_skipped,
                 "experts_in_one_file_only": t.one_sided,
                 "note": t.note or None,
             }
-            for t in found.tensors
+            for t in result.tensors
         ],
     }

@@ -10,15 +10,15 @@ from typing import Any
 
 import click
 
-from quantkit.calibration import held_out_of, held_out_used, sketch_of
-from quantkit.cli.complete import IMATRIX, MODEL
-from quantkit.cli.imatrix_plot import figure_of
-from quantkit.cli.options import SHARE, GroupedCommand, claim, json_value, one_line, option, setting, to_json
-from quantkit.cli.plot import check_plot, draw
-from quantkit.cli.table import listed, table
+from quantkit.calibration import held_out_warning, read_held_out, sketch_of
+from quantkit.cli._imatrix_plot import figure_of
+from quantkit.cli._options import SHARE, GroupedCommand, claim, json_value, one_line, option, setting, to_json
+from quantkit.cli._paths import IMATRIX, MODEL, Place
+from quantkit.cli._plot import check_plot, draw
+from quantkit.cli._table import format_list, table
 from quantkit.formats.gguf import open_model
 from quantkit.formats.imatrix import Imatrix, read_imatrix
-from quantkit.formats.outputs import written
+from quantkit.formats.outputs import atomic_write
 from quantkit.imatrix import (
     Coverage,
     CoverageGroup,
@@ -34,24 +34,24 @@ from quantkit.imatrix.coverage import HARDLY
 from quantkit.imatrix.fill import FILL_KEY
 from quantkit.names import printable, shorten
 
-_WHAT, _OUT = "What to show", "Output"
-_FILE = click.Path(path_type=Path)
+_SCOPE, _OUT = "Selection", "Output"
+_FILE = Place()
 #: The widest name, as in llama-imatrix.
 _NAME = 40
 
 
 @click.command("show", cls=GroupedCommand, short_help="Show contents, gaps and statistics.")
 @click.argument("path", metavar="FILE", type=IMATRIX)
-@option("-m", "--model", group=_WHAT, type=MODEL, help="The model: which of its weights have no entry.")
-@option("--process-output", group=_WHAT, is_flag=True, help="With -m: also expect an entry for the output.")
+@option("-m", "--model", group=_SCOPE, type=MODEL, help="Model, to list its weights without an entry.")
+@option("--process-output", group=_SCOPE, is_flag=True, help="With -m: also expect an entry for the output.")
 @setting(
     "--hardly",
-    group=_WHAT,
+    group=_SCOPE,
     type=click.IntRange(1),
     default=HARDLY,
     help="Experts with fewer tokens count as hardly hit.",
 )
-@option("--per-tensor", group=_WHAT, is_flag=True, help="Statistics of every weight, and complete lists.")
+@option("--per-tensor", group=_SCOPE, is_flag=True, help="Show statistics of every weight, and complete lists.")
 @option(
     "--require-coverage",
     group=_OUT,
@@ -73,7 +73,7 @@ def show(
     overwrite: bool,
     as_json: bool,
 ) -> None:
-    """Show what an importance matrix contains, what it lacks, and llama-imatrix's statistics.
+    """Show contents and gaps of an importance matrix, with llama-imatrix's statistics.
 
     Mean, StdDev, Skew and Kurt describe the mean activations or, in files without them (.dat), the mean squares. H Norm
     is the entropy of the mean squares, 100 % if all columns are equal. Gain, L2 Dist, CosSim, PCC (Pearson) and Cov
@@ -88,14 +88,16 @@ def show(
     if plot is not None:
         kind = check_plot(plot)
         plot = claim(plot, path, model, overwrite=overwrite)
-    imatrix = read_imatrix(path)
+    imatrix = read_imatrix(path, check=False)
     covered = coverage_of(imatrix, model, process_output, hardly)
-    found = statistics(imatrix)
+    figures = statistics(imatrix)
     if plot is not None:
-        with written(plot) as part:
-            part.write_bytes(draw(figure_of(imatrix, covered, found), kind))
+        with atomic_write(plot) as part:
+            part.write_bytes(draw(figure_of(imatrix, covered, figures), kind))
     click.echo(
-        to_json(_as_dict(imatrix, covered, found)) if as_json else _text(imatrix, covered, found, per_tensor=per_tensor)
+        to_json(_as_dict(imatrix, covered, figures))
+        if as_json
+        else _text(imatrix, covered, figures, per_tensor=per_tensor)
     )
     if require_coverage is not None:
         covered.check(require_coverage)
@@ -111,25 +113,25 @@ def coverage_of(imatrix: Imatrix, model: Path | None, process_output: bool, hard
 
 
 def experts_of(model: Path | None, entries: Iterable[str]) -> dict[str, int]:
-    """Return how many experts each entry has, according to a model's file."""
+    """Return the number of experts of each entry, according to a model's file."""
     if model is None:
         return {}
     with open_model(model) as file:
         return expert_counts(entries, file.tensors.values())
 
 
-def _text(imatrix: Imatrix, covered: Coverage, found: Statistics, *, per_tensor: bool) -> str:
+def _text(imatrix: Imatrix, covered: Coverage, figures: Statistics, *, per_tensor: bool) -> str:
     parts = ["\n".join(_summary(imatrix, covered))]
     parts.append("By class\n" + coverage_table("class", covered.by_class()))
     parts.append("By layer\n" + coverage_table("layer", covered.by_layer()))
     parts += findings(covered, full=per_tensor)
-    if per_tensor and found.tensors:
-        parts.append("Statistics of weights\n" + _tensor_table(found))
-    if found.layers:
-        parts.append("Statistics of layers\n" + _layer_table(found))
-    warning = held_out_used(imatrix.path, imatrix.extra)
+    if per_tensor and figures.tensors:
+        parts.append("Statistics of weights\n" + _tensor_table(figures))
+    if figures.layers:
+        parts.append("Statistics of layers\n" + _layer_table(figures))
+    warning = held_out_warning(imatrix.path, imatrix.extra)
     notes = [] if warning is None else [printable(warning)]
-    notes += listed([f"note: {printable(note)}" for note in found.notes], 0, full=per_tensor)
+    notes += format_list([f"note: {printable(note)}" for note in figures.notes], 0, full=per_tensor)
     return "\n\n".join([*parts, *(["\n".join(notes)] if notes else [])])
 
 
@@ -141,19 +143,19 @@ def _summary(imatrix: Imatrix, covered: Coverage) -> Iterator[str]:
     size = f" of {imatrix.chunk_size} tokens" if imatrix.chunk_size else ""
     yield f"chunks    {imatrix.chunk_count}{size}"
     yield f"entries   {len(imatrix.entries)}" + (f", with {experts} experts" if experts else "")
-    filled = filled_experts(imatrix)
+    fills = filled_experts(imatrix)
     if FILL_KEY in imatrix.extra:
-        n = sum(map(len, filled.values()))
+        n = sum(map(len, fills.values()))
         yield f"fill      {one_line(imatrix.extra[FILL_KEY].value)}: {n} experts, counted as without tokens here"
-    of = "of what the model needs" if covered.of_model else "of its own entries (-m MODEL shows what is missing)"
-    yield f"coverage  {100 * covered.share:.2f} % {of}"
+    scope = "of what the model needs" if covered.of_model else "of its own entries (-m MODEL shows what is missing)"
+    yield f"coverage  {100 * covered.share:.2f} % {scope}"
 
 
 def _texts(imatrix: Imatrix) -> Iterator[str]:
-    """Yield what is known of the texts, and what was held out of their corpora."""
-    known, held_out = sketch_of(imatrix), held_out_of(imatrix.path, imatrix.extra)
-    if known is not None:
-        yield f"texts     sha256 {', '.join(digest[:16] for digest in known.sha256)}"
+    """Yield hashes of the texts, and the held-out parts of their corpora."""
+    texts, held_out = sketch_of(imatrix), read_held_out(imatrix.path, imatrix.extra)
+    if texts is not None:
+        yield f"texts     sha256 {', '.join(digest[:16] for digest in texts.sha256)}"
     if held_out is not None:
         yield f"held out  {shorten(printable(', '.join(held_out.files)), 100)}"
 
@@ -179,7 +181,7 @@ def coverage_table(kind: str, groups: Sequence[CoverageGroup]) -> str:
 
 
 def findings(covered: Coverage, *, full: bool = False) -> list[str]:
-    """Return what is wrong, a paragraph each."""
+    """Return one paragraph for each kind of problem."""
     paragraphs = {
         "weights without an entry": [t.name for t in covered.missing],
         "weights served by another entry": [f"{t.name}: {t.notes[0]}" for t in covered.aliased],
@@ -193,18 +195,18 @@ def findings(covered: Coverage, *, full: bool = False) -> list[str]:
         ],
     }
     return [
-        "\n".join([f"{title}: {len(lines)}", *listed(map(printable, lines), 2, full=full)])
+        "\n".join([f"{title}: {len(lines)}", *format_list(map(printable, lines), 2, full=full)])
         for title, lines in paragraphs.items()
         if lines
     ]
 
 
-def _experts(chosen: Any) -> str:
-    numbers = [i for i, flag in enumerate(chosen) if flag]
-    if len(chosen) == 1:
+def _experts(mask: Any) -> str:
+    numbers = [i for i, flag in enumerate(mask) if flag]
+    if len(mask) == 1:
         return "none"
-    more = f" and {len(numbers) - 16} more" if len(numbers) > 16 else ""
-    return f"{len(numbers)} of {len(chosen)} ({', '.join(map(str, numbers[:16]))}{more})"
+    omitted = f" and {len(numbers) - 16} more" if len(numbers) > 16 else ""
+    return f"{len(numbers)} of {len(mask)} ({', '.join(map(str, numbers[:16]))}{omitted})"
 
 
 # --- statistics ---
@@ -214,10 +216,10 @@ def _number(value: float, digits: int = 4) -> str:
     return "-" if math.isnan(value) else f"{value:.{digits}f}"
 
 
-def _tensor_table(found: Statistics) -> str:
-    l2 = found.of_activations
+def _tensor_table(figures: Statistics) -> str:
+    l2 = figures.of_activations
     header = ["Layer", "Tensor", "Mean", "StdDev", "Skew", "Kurt", "H Norm", "∑ E[A²]", "Gain", "L2 Dist", "PCC", "Cov"]
-    return table(header, [_tensor_row(t, l2) for t in found.tensors], left=(1,))
+    return table(header, [_tensor_row(t, l2) for t in figures.tensors], left=(1,))
 
 
 def _tensor_row(t: TensorStatistics, l2: bool) -> list[str]:
@@ -235,10 +237,10 @@ def _tensor_row(t: TensorStatistics, l2: bool) -> list[str]:
     ]
 
 
-def _layer_table(found: Statistics) -> str:
-    l2 = found.of_activations
+def _layer_table(figures: Statistics) -> str:
+    l2 = figures.of_activations
     header = ["Layer", "∑ E[A²]", "Gain", "L2 Dist", "CosSim", "PCC", "Cov"]
-    return table(header, [_layer_row(layer, l2) for layer in found.layers], left=())
+    return table(header, [_layer_row(layer, l2) for layer in figures.layers], left=())
 
 
 def _layer_row(layer: LayerStatistics, l2: bool) -> list[str]:
@@ -254,7 +256,7 @@ def _layer_row(layer: LayerStatistics, l2: bool) -> list[str]:
 # --- JSON ---
 
 
-def _as_dict(imatrix: Imatrix, covered: Coverage, found: Statistics) -> dict[str, Any]:
+def _as_dict(imatrix: Imatrix, covered: Coverage, figures: Statistics) -> dict[str, Any]:
     return {
         "path": str(imatrix.path),
         "format": imatrix.format,
@@ -288,10 +290,10 @@ def _as_dict(imatrix: Imatrix, covered: Coverage, found: Statistics) -> dict[str
             ],
         },
         "statistics": {
-            "of_activations": found.of_activations,
-            "tensors": [_plain(t, ("pair",)) for t in found.tensors],
-            "layers": [_plain(layer, ()) for layer in found.layers],
-            "notes": list(found.notes),
+            "of_activations": figures.of_activations,
+            "tensors": [_plain(t, ("pair",)) for t in figures.tensors],
+            "layers": [_plain(layer, ()) for layer in figures.layers],
+            "notes": list(figures.notes),
         },
     }
 

@@ -9,15 +9,15 @@ from typing import Any
 
 import click
 
-from quantkit.cli.complete import MODEL
-from quantkit.cli.options import GroupedCommand, json_value, one_line, option, setting, to_json
-from quantkit.cli.table import folded, table
+from quantkit.cli._options import GroupedCommand, json_value, one_line, option, setting, to_json
+from quantkit.cli._paths import MODEL
+from quantkit.cli._table import fold, table
 from quantkit.formats.gguf import Field
 from quantkit.inspect import Fact, Group, Inspection, first_items, inspect
 from quantkit.names import printable, shorten
-from quantkit.units import format_count, format_size
+from quantkit.units import format_count, format_shape, format_size
 
-_WHAT, _OUT = "What to show", "Output"
+_SCOPE, _OUT = "Selection", "Output"
 #: With --metadata short: characters shown of a string, items of an array.
 _WIDTH, _ITEMS = 72, 8
 #: The widest name in a table.
@@ -28,73 +28,73 @@ _NAME = 64
 @click.argument("path", metavar="FILE", type=MODEL)
 @setting(
     "--metadata",
-    group=_WHAT,
+    group=_SCOPE,
     type=click.Choice(["short", "full", "none"]),
     default="short",
-    help="Metadata with long strings and arrays cut, in full, or not at all.",
+    help="Show metadata with long values shortened, in full, or not at all.",
 )
-@option("--tensors", group=_WHAT, metavar="REGEX", help="Only tensors whose names match REGEX, in the sums too.")
-@option("--no-tensors", group=_WHAT, is_flag=True, help="No list of tensors, only the sums.")
-@option("--header-only", group=_WHAT, is_flag=True, help="Accept a file whose tensor data is missing or truncated.")
+@option("--tensors", group=_SCOPE, metavar="REGEX", help="Only tensors whose names match REGEX, also in totals.")
+@option("--no-tensors", group=_SCOPE, is_flag=True, help="Omit the list of tensors.")
+@option("--header-only", group=_SCOPE, is_flag=True, help="Accept a file whose tensor data is missing or truncated.")
 @option("--json", "as_json", group=_OUT, is_flag=True, help="Print everything as JSON.")
 def command(path: Path, metadata: str, tensors: str | None, no_tensors: bool, header_only: bool, as_json: bool) -> None:
-    """Show what is in a GGUF file: a model (give any shard of a split one) or an importance matrix.
+    """Show the contents of a GGUF file: a model (any shard of a split one) or an importance matrix.
 
     Offsets are from the start of the tensor's shard. Bits per weight include row headers.
     """
-    found = inspect(path, tensors=tensors, header_only=header_only)
+    result = inspect(path, tensors=tensors, header_only=header_only)
     if as_json:
-        click.echo(to_json(_as_dict(found, metadata, no_tensors)))
+        click.echo(to_json(_as_dict(result, metadata, no_tensors)))
         return
-    parts = [_summary(found)]
+    parts = [_summary(result)]
     if metadata != "none":
-        parts.append(_metadata_table(found.fields, full=metadata == "full"))
+        parts.append(_metadata_table(result.fields, full=metadata == "full"))
     if not no_tensors:
-        parts.append(_tensor_table(found))
-    parts += [_group_table("type", found.by_type, found.total), _group_table("class", found.by_class, found.total)]
+        parts.append(_tensor_table(result))
+    parts += [_group_table("type", result.by_type, result.total), _group_table("class", result.by_class, result.total)]
     click.echo("\n\n".join(parts))
 
 
-def _summary(found: Inspection) -> str:
-    lines = list(_lines(found))
+def _summary(inspection: Inspection) -> str:
+    lines = list(_lines(inspection))
     width = max(len(label) for label, _ in lines)
-    return "\n".join(folded(f"{label:<{width}}  {text}", width + 2) for label, text in lines)
+    return "\n".join(fold(f"{label:<{width}}  {text}", width + 2) for label, text in lines)
 
 
-def _lines(found: Inspection) -> Iterator[tuple[str, str]]:
+def _lines(inspection: Inspection) -> Iterator[tuple[str, str]]:
     """Yield the summary as labels and texts."""
-    yield "file", printable(str(found.path))
-    size = f"{format_size(found.file_bytes)} ({found.file_bytes} bytes)"
-    shards = f", {len(found.shards)} shards" if len(found.shards) > 1 else ""
-    yield "size", f"{size}{shards}; GGUF version {found.version}, alignment {found.alignment}"
-    if len(found.shards) > 1:
-        for i, shard in enumerate(found.shards, 1):
-            what = f"{shard.tensors} tensors, {format_size(shard.nbytes)}"
-            yield f"  shard {i}", f"{printable(shard.path.name)}: {what}"
-    if found.kind:
-        yield "kind", _short(found.kind)
-    if found.architecture:
-        yield "architecture", _short(found.architecture)
-    if found.name:
-        yield "name", _short(found.name)
-    if found.file_type is not None:
-        yield "file type", f"{found.file_type} ({found.file_type_name})"
-    for fact in found.facts:
+    yield "file", printable(str(inspection.path))
+    size = f"{format_size(inspection.file_bytes)} ({inspection.file_bytes} bytes)"
+    shards = f", {len(inspection.shards)} shards" if len(inspection.shards) > 1 else ""
+    yield "size", f"{size}{shards}; GGUF version {inspection.version}, alignment {inspection.alignment}"
+    if len(inspection.shards) > 1:
+        for i, shard in enumerate(inspection.shards, 1):
+            content = f"{shard.tensors} tensors, {format_size(shard.nbytes)}"
+            yield f"  shard {i}", f"{printable(shard.path.name)}: {content}"
+    if inspection.kind:
+        yield "kind", _short(inspection.kind)
+    if inspection.architecture:
+        yield "architecture", _short(inspection.architecture)
+    if inspection.name:
+        yield "name", _short(inspection.name)
+    if inspection.file_type is not None:
+        yield "file type", f"{inspection.file_type} ({inspection.file_type_name})"
+    for fact in inspection.facts:
         # Converters write 0 for what a model lacks.
         if fact.counts or fact.value != 0:
             yield fact.label, _fact(fact)
-    if found.merged_layers:
-        others = f", separate in {found.unmerged_layers}" if found.unmerged_layers else ""
-        yield "up and gate experts", f"merged in {found.merged_layers} layers{others}"
-    total = found.total
-    some = "" if total.tensors == found.n_tensors else f" of {found.n_tensors}"
-    active = "" if found.active_values is None else f"; {format_count(found.active_values)} active per token"
-    what = "weights" if found.architecture else "values"
-    yield what, f"{format_count(total.values)} in {total.tensors}{some} tensors{active}"
+    if inspection.merged_layers:
+        separate = f", separate in {inspection.unmerged_layers}" if inspection.unmerged_layers else ""
+        yield "up and gate experts", f"merged in {inspection.merged_layers} layers{separate}"
+    total = inspection.total
+    selection = "" if total.tensors == inspection.n_tensors else f" of {inspection.n_tensors}"
+    active = "" if inspection.active_values is None else f"; {format_count(inspection.active_values)} active per token"
+    content = "weights" if inspection.architecture else "values"
+    yield content, f"{format_count(total.values)} in {total.tensors}{selection} tensors{active}"
     yield "tensor data", f"{format_size(total.nbytes)}, {total.bpw:.3f} bits per weight"
-    for runtime in found.runtimes if found.architecture else ():
+    for runtime in inspection.runtimes if inspection.architecture else ():
         yield f"in {runtime.name}", str(runtime)
-    for key, value in found.provenance:
+    for key, value in inspection.provenance:
         yield key, _short(one_line(value))
 
 
@@ -111,7 +111,7 @@ def _short(text: str) -> str:
 
 
 def _metadata_table(fields: Sequence[Field], *, full: bool) -> str:
-    rows = [(shorten(printable(f.key), _NAME), _type(f), _shown(f, full=full)) for f in fields]
+    rows = [(shorten(printable(f.key), _NAME), _type(f), _field_text(f, full=full)) for f in fields]
     return table(["key", "type", "value"], rows, left=3)
 
 
@@ -119,7 +119,7 @@ def _type(item: Field) -> str:
     return item.type.name if item.item_type is None else f"{item.item_type.name}[{item.count}]"
 
 
-def _shown(item: Field, *, full: bool) -> str:
+def _field_text(item: Field, *, full: bool) -> str:
     if item.item_type is None:
         return one_line(item.value) if full else _short(one_line(item.value))
     items = item.value if full else first_items(item, _ITEMS)
@@ -129,18 +129,18 @@ def _shown(item: Field, *, full: bool) -> str:
     return shorten(text + ", …" if len(text) <= _WIDTH - 3 else text, _WIDTH)
 
 
-def _tensor_table(found: Inspection) -> str:
-    several = len(found.shards) > 1
+def _tensor_table(inspection: Inspection) -> str:
+    several = len(inspection.shards) > 1
     rows = [
         (
             shorten(printable(t.name), _NAME),
-            " x ".join(map(str, t.shape)),
+            format_shape(t.shape),
             t.type,
             format_size(t.nbytes),
             t.offset,
             t.shard + 1 if several else "",
         )
-        for t in found.tensors
+        for t in inspection.tensors
     ]
     return table(["tensor", "shape", "type", "size", "offset", "shard"], rows, left=(0, 2))
 
@@ -166,31 +166,31 @@ def _group_table(kind: str, groups: Sequence[Group], total: Group) -> str:
     )
 
 
-def _as_dict(found: Inspection, metadata: str, no_tensors: bool) -> dict[str, Any]:
+def _as_dict(inspection: Inspection, metadata: str, no_tensors: bool) -> dict[str, Any]:
     """Return everything, for programs."""
     result: dict[str, Any] = {
-        "path": str(found.path),
-        "shards": [{"path": str(s.path), "bytes": s.nbytes, "tensors": s.tensors} for s in found.shards],
-        "version": found.version,
-        "alignment": found.alignment,
-        "kind": found.kind or None,
-        "architecture": found.architecture or None,
-        "name": found.name or None,
-        "file_type": found.file_type,
-        "file_type_name": found.file_type_name or None,
-        "facts": {f.key: json_value(f.counts or f.value) for f in found.facts},
-        "merged_layers": found.merged_layers,
-        "unmerged_layers": found.unmerged_layers,
-        "model_tensors": found.n_tensors,
-        "active_weights": found.active_values,
-        "total": _group_dict(found.total),
-        "types": [_group_dict(g) for g in found.by_type],
-        "classes": [_group_dict(g) for g in found.by_class],
-        "runtimes": {r.name: r.as_dict() for r in found.runtimes},
-        "provenance": {key: json_value(value) for key, value in found.provenance},
+        "path": str(inspection.path),
+        "shards": [{"path": str(s.path), "bytes": s.nbytes, "tensors": s.tensors} for s in inspection.shards],
+        "version": inspection.version,
+        "alignment": inspection.alignment,
+        "kind": inspection.kind or None,
+        "architecture": inspection.architecture or None,
+        "name": inspection.name or None,
+        "file_type": inspection.file_type,
+        "file_type_name": inspection.file_type_name or None,
+        "facts": {f.key: json_value(f.counts or f.value) for f in inspection.facts},
+        "merged_layers": inspection.merged_layers,
+        "unmerged_layers": inspection.unmerged_layers,
+        "model_tensors": inspection.n_tensors,
+        "active_weights": inspection.active_values,
+        "total": _group_dict(inspection.total),
+        "types": [_group_dict(g) for g in inspection.by_type],
+        "classes": [_group_dict(g) for g in inspection.by_class],
+        "runtimes": {r.name: r.as_dict() for r in inspection.runtimes},
+        "provenance": {key: json_value(value) for key, value in inspection.provenance},
     }
     if metadata != "none":
-        result["metadata"] = [_field_dict(f, full=metadata == "full") for f in found.fields]
+        result["metadata"] = [_field_dict(f, full=metadata == "full") for f in inspection.fields]
     if not no_tensors:
         result["tensors"] = [
             {
@@ -201,7 +201,7 @@ def _as_dict(found: Inspection, metadata: str, no_tensors: bool) -> dict[str, An
                 "offset": t.offset,
                 "shard": t.shard,
             }
-            for t in found.tensors
+            for t in inspection.tensors
         ]
     return result
 
@@ -221,5 +221,9 @@ def _field_dict(item: Field, *, full: bool) -> dict[str, Any]:
     entry: dict[str, Any] = {"key": item.key, "type": item.type.name}
     if item.item_type is not None:
         entry |= {"item_type": item.item_type.name, "count": item.count}
-    cut = item.item_type is not None and item.count > _ITEMS and not full
-    return {**entry, "value": json_value(first_items(item, _ITEMS) if cut else item.value), "cut": cut}
+    is_shortened = item.item_type is not None and item.count > _ITEMS and not full
+    return {
+        **entry,
+        "value": json_value(first_items(item, _ITEMS) if is_shortened else item.value),
+        "cut": is_shortened,
+    }

@@ -9,24 +9,25 @@ from typing import Any
 
 import click
 
-from quantkit.cli.evaluation import (
+from quantkit.cli._evaluation import (
     RUN,
     Bar,
     claim_json,
+    evaluation_options,
     json_option,
     model_option,
     report,
     run_options,
-    run_options_of,
 )
-from quantkit.cli.options import CHUNKS, GroupedCommand, echo_notes, option, ray_option
-from quantkit.cli.table import columns
+from quantkit.cli._options import CHUNKS, GroupedCommand, echo_notes, option, ray_option
+from quantkit.cli._paths import Place
+from quantkit.cli._table import columns
 from quantkit.errors import QualityGate
 from quantkit.evaluate import Estimate, Kld, KldProgress, KldSums, kld
-from quantkit.evaluate.statistics import ENOUGH
+from quantkit.evaluate.statistics import MIN_TOKENS
 from quantkit.units import format_seconds
 
-_BASE = "The base logits"
+_BASE = "Base logits"
 #: llama-perplexity's headings; a narrow terminal shows one statistic less.
 _HEADER = (
     "chunk             PPL               ln(PPL(Q)/PPL(base))          KL Divergence              Δp RMS"
@@ -42,13 +43,15 @@ _WIDE, _NARROW = 125, "chunk         PPL             KL Divergence        Δp RM
     "--kl-divergence-base",
     "base",
     group=_BASE,
-    type=click.Path(path_type=Path),
+    type=Place(),
     required=True,
     metavar="FILE",
     help="Saved by --save-all-logits of quantkit or llama-perplexity; includes the text.",
 )
-@option("-c", "--ctx-size", "n_ctx", group=_BASE, type=click.IntRange(1), help="Checked against the base's own.")
-@option("--chunks", group=_BASE, type=CHUNKS, default=-1, help="Only the first N chunks; -1, the default, for all.")
+@option(
+    "-c", "--ctx-size", "n_ctx", group=_BASE, type=click.IntRange(1), help="Context length, checked against the base's."
+)
+@option("--chunks", group=_BASE, type=CHUNKS, default=-1, help="Number of chunks; -1 (default): all.")
 @run_options
 @ray_option
 @option("--max-kld", group=RUN, type=click.FloatRange(0), help="Exit with 3 if the mean divergence is larger.")
@@ -63,7 +66,7 @@ def command(
     overwrite: bool,
     **run: Any,
 ) -> None:
-    """Measure how far a model's predictions are from those of a base model, as llama-perplexity --kl-divergence.
+    """Measure the KL divergence of a model from a base model, as llama-perplexity --kl-divergence.
 
     Text and context length come from the base file. The mean KL divergence estimates how many nats of log-perplexity
     a quantization costs; it is far less noisy than a difference of perplexities.
@@ -85,12 +88,18 @@ def command(
             mean = now.sums.kld.mean
             bar.update(now.chunk, now.n_chunks, f"KLD {mean.value:.5f} +/- {mean.error:.5f}")
 
-        found = kld(
-            model, base, n_ctx=n_ctx, n_batch=run["n_batch"], chunks=chunks, progress=progress, **run_options_of(run)
+        result = kld(
+            model,
+            base,
+            n_ctx=n_ctx,
+            n_batch=run["n_batch"],
+            chunks=chunks,
+            progress=progress,
+            **evaluation_options(run),
         )
-    echo_notes(found.notes)
-    report(json_to, json_file, "\n" + _text(found), found.as_dict())
-    mean = found.sums.kld.mean.value
+    echo_notes(result.notes)
+    report(json_to, json_file, "\n" + _text(result), result.as_dict())
+    mean = result.sums.kld.mean.value
     if max_kld is not None and not mean <= max_kld:
         raise QualityGate(f"{model}: the mean KL divergence is {mean:.6f}, above --max-kld {max_kld:g}")
 
@@ -146,17 +155,17 @@ def _label(label: str) -> str:
     return f"{label:>5}  " if label.endswith("%") else f"{label:<7}"
 
 
-def _text(found: Kld) -> str:
+def _text(result: Kld) -> str:
     lines = []
-    if found.sums.n >= ENOUGH:
-        lines.append(statistics_text(found.sums))
+    if result.sums.n >= MIN_TOKENS:
+        lines.append(statistics_text(result.sums))
     else:
-        lines.append(f"{found.sums.n} tokens were scored, too few for statistics: {ENOUGH} are needed")
-    if found.bound:
+        lines.append(f"{result.sums.n} tokens were scored, too few for statistics: {MIN_TOKENS} are needed")
+    if result.bound:
         lines.append(
             f"\nThe base keeps a part of the vocabulary, the rest is estimated:\n"
-            f"at worst the mean KLD is off by {found.bound:.6f}."
+            f"at worst the mean KLD is off by {result.bound:.6f}."
         )
-    chunks = f"{found.n_chunks} of {found.chunks_in_base} chunks of {found.n_ctx} tokens"
-    lines.append(f"\n{found.sums.n} tokens scored in {chunks}, {format_seconds(found.seconds)}\n{found.base_kind}")
+    chunks = f"{result.n_chunks} of {result.chunks_in_base} chunks of {result.n_ctx} tokens"
+    lines.append(f"\n{result.sums.n} tokens scored in {chunks}, {format_seconds(result.seconds)}\n{result.base_kind}")
     return "\n".join(lines)

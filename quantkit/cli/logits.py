@@ -7,11 +7,10 @@ from typing import Any
 
 import click
 
-from quantkit.cli.evaluation import (
+from quantkit.cli._evaluation import (
     OUT,
     TEXT,
     claim_json,
-    given_text,
     ids_file,
     json_option,
     load_options,
@@ -19,10 +18,12 @@ from quantkit.cli.evaluation import (
     report,
     run_options,
     text_options,
+    text_or_tokens,
 )
-from quantkit.cli.options import GroupedCommand, echo_notes, option
+from quantkit.cli._options import GroupedCommand, echo_notes, option
+from quantkit.cli._paths import Place
 from quantkit.evaluate import logits
-from quantkit.evaluate.passes import opened
+from quantkit.evaluate.passes import loaded_model
 from quantkit.formats.outputs import check_free
 from quantkit.names import printable
 from quantkit.units import format_size
@@ -32,17 +33,17 @@ from quantkit.units import format_size
 @model_option
 @text_options
 @option(
-    "-c", "--ctx-size", "n_ctx", group=TEXT, type=click.IntRange(1), help="Context length; by default that of training."
+    "-c", "--ctx-size", "n_ctx", group=TEXT, type=click.IntRange(1), help="Context length; default: that of training."
 )
 @run_options
 @option(
     "-o",
     "--output",
     group=OUT,
-    type=click.Path(path_type=Path),
+    type=Place(),
     required=True,
     metavar="OUT.npy",
-    help="The .npy to write: float32 [tokens, vocabulary].",
+    help="File to write: float32 [tokens, vocabulary].",
 )
 @json_option
 def command(
@@ -65,13 +66,13 @@ def command(
     quantkit logits -m model.gguf --tokens @ids.i32 --kv-type f32 -o logits.npy
     quantkit logits -m model.gguf -p "The capital of France is" -o logits.npy
     """
-    text, ids = given_text(file, prompt, tokens)
+    text, ids = text_or_tokens(file, prompt, tokens)
     json_file = claim_json(json_to, [output], [model, file, ids_file(tokens)], overwrite=overwrite)
     check_free(output, overwrite=overwrite)
-    with opened(model, n_ctx, load_options(run)) as loaded:
+    with loaded_model(model, n_ctx, load_options(run)) as loaded:
         echo_notes(loaded.notes)
-        found = logits(loaded, text, tokens=ids, output=output, overwrite=overwrite, n_batch=run["n_batch"])
-    n_tokens, n_vocab = found.shape
-    made = f"{printable(output)}: float32 [{n_tokens}, {n_vocab}], {format_size(output.stat().st_size)}"
+        values = logits(loaded, text, tokens=ids, output=output, overwrite=overwrite, n_batch=run["n_batch"])
+    n_tokens, n_vocab = values.shape
+    summary = f"{printable(output)}: float32 [{n_tokens}, {n_vocab}], {format_size(output.stat().st_size)}"
     result = {"model": str(model), "output": str(output), "n_tokens": n_tokens, "n_vocab": n_vocab}
-    report(json_to, json_file, made, result)
+    report(json_to, json_file, summary, result)

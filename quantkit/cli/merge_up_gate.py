@@ -7,9 +7,9 @@ from typing import Any
 
 import click
 
-from quantkit.cli.complete import types
-from quantkit.cli.merging import carry_out, shared_options
-from quantkit.cli.options import GroupedCommand, cache_option, cache_size_option, cached, option
+from quantkit.cli._options import GroupedCommand, cache_arguments, cache_option, cache_size_option, option
+from quantkit.cli._paths import complete_types
+from quantkit.cli._up_gate import run_merge_plan, shared_options
 from quantkit.formats.remote import located
 
 
@@ -19,7 +19,7 @@ from quantkit.formats.remote import located
     "--reencode",
     group="Files",
     metavar="TYPE",
-    shell_complete=types,
+    shell_complete=complete_types,
     help="Re-encode halves of different types to TYPE.",
 )
 @cache_option
@@ -38,11 +38,11 @@ def command(
     """Merge ffn_gate_exps and ffn_up_exps into ffn_gate_up_exps.
 
     Bytes are copied, not re-encoded (except with --reencode): for each expert the gate rows, then the up rows; the same
-    for biases. Layers that cannot be merged are left alone and listed. `quantkit split-up-gate` undoes it exactly.
+    for biases. Layers that cannot be merged are left unchanged and listed. `quantkit split-up-gate` undoes it exactly.
     """
     from quantkit.merge import merge_imatrix, plan_merge_up_gate
 
-    kept = cached(cache, cache_size)
+    cache_run = cache_arguments(cache, cache_size)
     output = located(output, spool)
     plan = plan_merge_up_gate(source, output, reencode=reencode, keep_split=keep_split, split_max_size=split_max_size)
-    carry_out(plan, merge_imatrix, **run, **kept)
+    run_merge_plan(plan, merge_imatrix, **run, **cache_run)

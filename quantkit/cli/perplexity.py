@@ -9,21 +9,22 @@ from typing import Any
 
 import click
 
-from quantkit.cli.evaluation import (
+from quantkit.cli._evaluation import (
     OUT,
     TEXT,
     Bar,
     claim_json,
-    given_text,
+    evaluation_options,
     ids_file,
     json_option,
     model_option,
     report,
     run_options,
-    run_options_of,
     text_options,
+    text_or_tokens,
 )
-from quantkit.cli.options import CHUNKS, GroupedCommand, echo_notes, on_command_line, option, ray_option, setting
+from quantkit.cli._options import CHUNKS, GroupedCommand, echo_notes, on_command_line, option, ray_option, setting
+from quantkit.cli._paths import Place
 from quantkit.evaluate import Perplexity, PerplexityProgress, SaveLogits, perplexity
 from quantkit.evaluate.statistics import finite
 from quantkit.formats.logits import CLIPS, CODECS
@@ -37,11 +38,14 @@ _BASE = "Base logits for quantkit kld"
 @model_option
 @text_options
 @setting("-c", "--ctx-size", "n_ctx", group=TEXT, type=click.IntRange(4), default=512, help="Tokens per chunk.")
+@option("--chunks", group=TEXT, type=CHUNKS, default=-1, help="Number of chunks; -1 (default): all.")
 @option(
-    "--chunks", group=TEXT, type=CHUNKS, default=-1, help="Evaluate only the first N chunks; -1, the default, for all."
-)
-@option(
-    "--ppl-stride", "stride", group=TEXT, type=click.IntRange(0), default=0, help="Windows every N tokens, not chunks."
+    "--ppl-stride",
+    "stride",
+    group=TEXT,
+    type=click.IntRange(0),
+    default=0,
+    help="Score windows every N tokens instead of chunks.",
 )
 @run_options
 @ray_option
@@ -50,7 +54,7 @@ _BASE = "Base logits for quantkit kld"
     "--kl-divergence-base",
     "save",
     group=_BASE,
-    type=click.Path(path_type=Path),
+    type=Place(),
     metavar="FILE",
     help="Save the logits of all scored positions to FILE.",
 )
@@ -59,7 +63,7 @@ _BASE = "Base logits for quantkit kld"
     group=_BASE,
     type=click.Choice(["llama.cpp", "compact"]),
     default="llama.cpp",
-    help="The whole vocabulary in 16 bits per token, or the most probable tokens exactly and the mass of the rest.",
+    help="Whole vocabulary in 16 bits, or the most probable tokens exactly and the mass of the rest.",
 )
 @setting(
     "--clip",
@@ -68,20 +72,22 @@ _BASE = "Base logits for quantkit kld"
     default="16",
     help="llama.cpp format: range in nats below the top token; 24 as in ik_llama.cpp.",
 )
-@setting("--top-k", group=_BASE, type=click.IntRange(1), default=1024, help="compact: most tokens per position.")
+@setting(
+    "--top-k", group=_BASE, type=click.IntRange(1), default=1024, help="compact: largest number of tokens per position."
+)
 @setting(
     "--residual",
     group=_BASE,
     type=click.FloatRange(0, 1, max_open=True),
     default=1e-5,
-    help="compact: stop once no more than this mass is left.",
+    help="compact: stop when at most this mass is left.",
 )
 @setting(
     "--codec",
     group=_BASE,
     type=click.Choice(list(CODECS)),
     default="zlib",
-    help="compact: compression; zstd unpacks faster, but is an extra.",
+    help="compact: compression; zstd decompresses faster, but is an optional extra.",
 )
 @option(
     "--kl-divergence",
@@ -132,17 +138,19 @@ def command(
     if divergence:
         _divergence(model, save, n_ctx, chunks, json_to, run)
         return
-    text, ids = given_text(file, prompt, tokens)
+    text, ids = text_or_tokens(file, prompt, tokens)
     json_file = claim_json(json_to, [save], [model, file, ids_file(tokens)], overwrite=overwrite)
-    kept = SaveLogits(save, logits_format, float(clip), top_k, residual, codec, overwrite) if save is not None else None
+    save_logits = (
+        SaveLogits(save, logits_format, float(clip), top_k, residual, codec, overwrite) if save is not None else None
+    )
     with closing(Bar()) as bar:
 
         def progress(now: PerplexityProgress) -> None:
             if json_to != "-":
-                bar.print(_chunk_line(now, n_ctx, stride) if output_type == "1" else _running(now))
+                bar.print(_chunk_line(now, n_ctx, stride) if output_type == "1" else _running_line(now))
             bar.update(now.chunk, now.n_chunks, f"PPL {now.ppl.value:.4f} +/- {now.ppl.error:.4f}")
 
-        found = perplexity(
+        result = perplexity(
             model,
             text,
             tokens=ids,
@@ -150,12 +158,12 @@ def command(
             n_batch=run["n_batch"],
             chunks=chunks,
             stride=stride,
-            save_logits=kept,
+            save_logits=save_logits,
             progress=progress,
-            **run_options_of(run),
+            **evaluation_options(run),
         )
-    echo_notes(found.notes)
-    report(json_to, json_file, _final(found), _as_dict(found))
+    echo_notes(result.notes)
+    report(json_to, json_file, _final(result), _as_dict(result))
 
 
 def _divergence(
@@ -181,38 +189,38 @@ def _divergence(
     )
 
 
-def _running(now: PerplexityProgress) -> str:
+def _running_line(now: PerplexityProgress) -> str:
     return f"[{now.chunk}]{now.ppl.value:.4f}, +/- {now.ppl.error:.4f}"
 
 
 def _chunk_line(now: PerplexityProgress, n_ctx: int, stride: int) -> str:
-    at = (now.chunk - 1) * (stride or n_ctx)
-    return f"{at:8d}  {now.ppl.value:.4f}  {now.log_ppl.value:4f}  {now.log_ppl.error:4f}"
+    first_token = (now.chunk - 1) * (stride or n_ctx)
+    return f"{first_token:8d}  {now.ppl.value:.4f}  {now.log_ppl.value:4f}  {now.log_ppl.error:4f}"
 
 
-def _final(found: Perplexity) -> str:
-    chunks = f"{found.n_chunks} {'windows' if found.stride else 'chunks'} of {found.n_ctx} tokens"
-    lines = [f"Final estimate: PPL = {found.ppl.value:.4f} +/- {found.ppl.error:.5f}"]
-    lines.append(f"{found.n_scored} tokens scored in {chunks}, {format_seconds(found.seconds)}")
-    if found.saved is not None:
-        lines.append(f"{printable(found.saved)}: {format_size(found.saved.stat().st_size)}")
+def _final(result: Perplexity) -> str:
+    chunks = f"{result.n_chunks} {'windows' if result.stride else 'chunks'} of {result.n_ctx} tokens"
+    lines = [f"Final estimate: PPL = {result.ppl.value:.4f} +/- {result.ppl.error:.5f}"]
+    lines.append(f"{result.n_scored} tokens scored in {chunks}, {format_seconds(result.seconds)}")
+    if result.saved is not None:
+        lines.append(f"{printable(result.saved)}: {format_size(result.saved.stat().st_size)}")
     return "\n".join(lines)
 
 
-def _as_dict(found: Perplexity) -> dict[str, Any]:
+def _as_dict(result: Perplexity) -> dict[str, Any]:
     return {
-        "model": str(found.model),
-        "ppl": found.ppl.as_dict(),
-        "ln_ppl": found.log_ppl.as_dict(),
-        "n_ctx": found.n_ctx,
-        "n_chunks": found.n_chunks,
-        "ppl_stride": found.stride,
-        "n_seq": found.n_seq,
-        "n_tokens": found.n_tokens,
-        "n_scored": found.n_scored,
-        "bos": found.bos,
-        "seconds": found.seconds,
-        "saved": str(found.saved) if found.saved is not None else None,
-        "notes": list(found.notes),
-        "running": [[finite(e.value), finite(e.error)] for e in found.running],
+        "model": str(result.model),
+        "ppl": result.ppl.as_dict(),
+        "ln_ppl": result.log_ppl.as_dict(),
+        "n_ctx": result.n_ctx,
+        "n_chunks": result.n_chunks,
+        "ppl_stride": result.stride,
+        "n_seq": result.n_seq,
+        "n_tokens": result.n_tokens,
+        "n_scored": result.n_scored,
+        "bos": result.bos,
+        "seconds": result.seconds,
+        "saved": str(result.saved) if result.saved is not None else None,
+        "notes": list(result.notes),
+        "running": [[finite(e.value), finite(e.error)] for e in result.running],
     }

@@ -9,9 +9,8 @@ from typing import Any
 
 import click
 
-from quantkit.cli.complete import IMATRIX_FILE, MODEL_FILE
-from quantkit.cli.options import (
-    DiffTrouble,
+from quantkit.cli._options import (
+    DiffError,
     GPULayers,
     GroupedCommand,
     WholeNames,
@@ -21,28 +20,31 @@ from quantkit.cli.options import (
     setting,
     to_json,
 )
-from quantkit.cli.table import folded, listed, table
+from quantkit.cli._paths import IMATRIX_FILE, MODEL_FILE, Place
+from quantkit.cli._table import fold, format_list, table
 from quantkit.errors import QuantkitError, RecipeError
-from quantkit.formats.outputs import written
+from quantkit.formats.outputs import atomic_write
 from quantkit.names import printable, shorten
-from quantkit.recipes import DIALECTS, RecipeDiff, Shown, Sum, convert, diff, lint, show
+from quantkit.recipes import DIALECTS, RecipeDiff, RecipeSummary, Sum, convert, diff, lint, show
 from quantkit.types import TensorType, type_by_name
 from quantkit.units import format_count, format_size
 
-_WHAT, _WHERE, _OUT = "The recipe", "Devices", "Output"
-_FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
+_RECIPE = "Recipe"
+_DEVICES = "Devices"
+_OUT = "Output"
+_FILE = Place(exists=True, dir_okay=False)
 _NAME = 48
 
 _from = option(
     "--from",
     "dialect",
-    group=_WHAT,
+    group=_RECIPE,
     type=click.Choice(DIALECTS),
-    help="The recipe's dialect; by default the one that it looks like.",
+    help="Dialect of the recipe; by default detected.",
 )
-_model = option("-m", "--model", group=_WHAT, type=MODEL_FILE, help="The model it is for; only headers are read.")
+_model = option("-m", "--model", group=_RECIPE, type=MODEL_FILE, help="Model of the recipe; only headers are read.")
 _type = setting(
-    "--type", "title", group=_WHAT, metavar="TYPE", default="COPY", help="TYPE of quantize, where no rule matches."
+    "--type", "title", group=_RECIPE, metavar="TYPE", default="COPY", help="TYPE of quantize, where no rule matches."
 )
 _json = option("--json", "as_json", group=_OUT, is_flag=True, help="Print everything as JSON.")
 
@@ -53,7 +55,7 @@ class RecipeGroup(WholeNames, click.Group):
 
 @click.group("recipe", cls=RecipeGroup)
 def command() -> None:
-    """Recipes, rules that give tensors their types: check, show, convert and compare them.
+    """Check, show, convert and compare recipes: rules that give tensors their types.
 
     Reads quantkit's own (regex = type lines), llama.cpp's --tensor-type-file, rules of ik_llama.cpp's --custom-q (also
     in a shell script's custom="...") and those of Thireus' GGUF-Tool-Suite. The first rule that matches decides.
@@ -71,9 +73,13 @@ def command() -> None:
 @click.argument("recipe", metavar="RECIPE", type=_FILE)
 @_model
 @_from
-@option("--for", "runtime", group=_WHAT, type=click.Choice(["mainline", "ik"]), help="The runtime that must load it.")
+@option(
+    "--for", "runtime", group=_RECIPE, type=click.Choice(["mainline", "ik"]), help="Runtime that must load the result."
+)
 @_type
-@option("--imatrix", group=_WHAT, type=IMATRIX_FILE, help="There is one: types that need it are no finding.")
+@option(
+    "--imatrix", group=_RECIPE, type=IMATRIX_FILE, help="Importance matrix: types that need one are then no finding."
+)
 @_json
 def lint_command(
     recipe: Path,
@@ -84,19 +90,19 @@ def lint_command(
     imatrix: Path | None,
     as_json: bool,
 ) -> None:
-    """Check a recipe: for itself, and with -m for a model.
+    """Check a recipe by itself, and with -m against a model.
 
     Exit code 1 if there is an error; warnings alone give 0.
     """
-    found = lint(recipe, model=model, dialect=dialect, runtime=runtime, title=title, imatrix=imatrix is not None)
-    errors = sum(f.severity == "error" for f in found)
+    findings = lint(recipe, model=model, dialect=dialect, runtime=runtime, title=title, imatrix=imatrix is not None)
+    errors = sum(f.severity == "error" for f in findings)
     if as_json:
-        rows = [{"code": f.code, "severity": f.severity, "message": f.message} for f in found]
+        rows = [{"code": f.code, "severity": f.severity, "message": f.message} for f in findings]
         click.echo(to_json({"recipe": str(recipe), "errors": errors, "findings": rows}))
     else:
-        for f in found:
-            click.echo(folded(f"{f.severity}: {f.code}: {printable(f.message)}", 2))
-        click.echo(f"{errors} errors, {len(found) - errors} warnings" if found else "nothing found")
+        for f in findings:
+            click.echo(fold(f"{f.severity}: {f.code}: {printable(f.message)}", 2))
+        click.echo(f"{errors} errors, {len(findings) - errors} warnings" if findings else "nothing found")
     sys.exit(1 if errors else 0)
 
 
@@ -105,17 +111,27 @@ def lint_command(
 @_model
 @_from
 @_type
-@option("--imatrix", group=_WHAT, type=IMATRIX_FILE, help="For the exact size of a file that needs one.")
-@option("-ngl", "--gpu-layers", group=_WHERE, type=GPULayers(), metavar="N|all", help="Layers on the GPUs.")
+@option("--imatrix", group=_RECIPE, type=IMATRIX_FILE, help="Importance matrix, for the exact size of the file.")
+@option("-ngl", "--gpu-layers", group=_DEVICES, type=GPULayers(), metavar="N|all", help="Layers to offload to GPUs.")
 @option(
-    "-ot", "--override-tensor", "overrides", group=_WHERE, multiple=True, metavar="RE=DEVICE", help="As for llama.cpp."
+    "-ot",
+    "--override-tensor",
+    "overrides",
+    group=_DEVICES,
+    multiple=True,
+    metavar="RE=DEVICE",
+    help="Place matching tensors, as in llama.cpp.",
 )
-@option("--cpu-moe", group=_WHERE, is_flag=True, help="All experts on the CPU.")
+@option("--cpu-moe", group=_DEVICES, is_flag=True, help="Keep all experts on the CPU.")
 @option(
-    "--n-cpu-moe", group=_WHERE, type=click.IntRange(0), default=0, help="The experts of the first N layers on the CPU."
+    "--n-cpu-moe",
+    group=_DEVICES,
+    type=click.IntRange(0),
+    default=0,
+    help="Keep experts of the first N layers on the CPU.",
 )
 @setting(
-    "--gpus", group=_WHERE, type=click.IntRange(1, 64), default=1, help="GPUs that share the layers of -ngl evenly."
+    "--gpus", group=_DEVICES, type=click.IntRange(1, 64), default=1, help="GPUs that share the offloaded layers evenly."
 )
 @option("--layers", group=_OUT, is_flag=True, help="Also list sizes by layer.")
 @_json
@@ -133,12 +149,12 @@ def show_command(
     layers: bool,
     as_json: bool,
 ) -> None:
-    """Show what a recipe gives on a model, or what a GGUF file has: types and sizes by class, layer and device.
+    """Show the types and sizes of a recipe on a model, or of a GGUF file: by class, layer and device.
 
-    Sizes by device are of weights: caches and buffers come on top. "per token" is what generating one reads: of experts
-    those it uses, of the embeddings one row.
+    Sizes by device are those of weights; caches and buffers come on top. "per token" counts the bytes read to generate
+    a token: of experts those in use, of embeddings one row.
     """
-    found = show(
+    contents = show(
         recipe,
         model=model,
         title=title,
@@ -150,25 +166,25 @@ def show_command(
         cpu_moe=cpu_moe,
         n_cpu_moe=n_cpu_moe,
     )
-    click.echo(to_json(_shown_dict(found)) if as_json else _shown(found, layers=layers))
+    click.echo(to_json(_contents_dict(contents)) if as_json else _contents_text(contents, layers=layers))
     if not as_json:
-        echo_notes(found.notes)
+        echo_notes(contents.notes)
 
 
-def _shown(found: Shown, *, layers: bool) -> str:
-    parts = [_sums("class", found.by_class, found.total)]
-    parts += [_sums("layer", found.by_layer, found.total)] if layers else []
-    parts += [_sums("type", found.by_type, None), _sums("device", found.by_device, None)]
-    about = "" if found.contents.exact else ", about: without --imatrix the header is not known to the byte"
-    lines = [f"file: {found.contents.file_bytes} bytes ({format_size(found.contents.file_bytes)}){about}"]
-    lines += [f"{format_count(found.total.values)} weights, {found.total.bpw:.3f} bits per weight"]
-    lines += [f"{format_size(found.total.token_bytes)} read per token"]
-    if found.unnamed:
-        first = ", ".join(map(printable, found.unnamed[:3]))
-        more = f" and {len(found.unnamed) - 3} more" if len(found.unnamed) > 3 else ""
-        lines += [f"no rule names {first}{more}: they get what --type says"]
-    lines += [f"{runtime.name}: {runtime}" for runtime in found.runtimes]
-    return "\n\n".join([*parts, "\n".join(folded(line, 2) for line in lines)])
+def _contents_text(contents: RecipeSummary, *, layers: bool) -> str:
+    parts = [_sums("class", contents.by_class, contents.total)]
+    parts += [_sums("layer", contents.by_layer, contents.total)] if layers else []
+    parts += [_sums("type", contents.by_type, None), _sums("device", contents.by_device, None)]
+    about = "" if contents.contents.exact else ", about: without --imatrix the header is not known to the byte"
+    lines = [f"file: {contents.contents.file_bytes} bytes ({format_size(contents.contents.file_bytes)}){about}"]
+    lines += [f"{format_count(contents.total.values)} weights, {contents.total.bpw:.3f} bits per weight"]
+    lines += [f"{format_size(contents.total.token_bytes)} read per token"]
+    if contents.unnamed:
+        first = ", ".join(map(printable, contents.unnamed[:3]))
+        omitted = f" and {len(contents.unnamed) - 3} more" if len(contents.unnamed) > 3 else ""
+        lines += [f"no rule names {first}{omitted}: they get what --type says"]
+    lines += [f"{runtime.name}: {runtime}" for runtime in contents.runtimes]
+    return "\n\n".join([*parts, "\n".join(fold(line, 2) for line in lines)])
 
 
 def _sums(kind: str, sums: Sequence[Sum], total: Sum | None) -> str:
@@ -186,7 +202,7 @@ def _sums(kind: str, sums: Sequence[Sum], total: Sum | None) -> str:
     return table([kind, "types", "tensors", "size", "bpw", "per token"], rows, left=2)
 
 
-def _shown_dict(found: Shown) -> dict[str, Any]:
+def _contents_dict(contents: RecipeSummary) -> dict[str, Any]:
     def rows(sums: Sequence[Sum]) -> list[dict[str, Any]]:
         return [
             {
@@ -202,19 +218,19 @@ def _shown_dict(found: Shown) -> dict[str, Any]:
         ]
 
     return {
-        "file_bytes": found.contents.file_bytes,
-        "exact": found.contents.exact,
-        "total": rows([found.total])[0],
-        "classes": rows(found.by_class),
-        "layers": rows(found.by_layer),
-        "types": rows(found.by_type),
-        "devices": rows(found.by_device),
-        "unnamed": list(found.unnamed),
-        "runtimes": {r.name: r.as_dict() for r in found.runtimes},
-        "notes": list(found.notes),
+        "file_bytes": contents.contents.file_bytes,
+        "exact": contents.contents.exact,
+        "total": rows([contents.total])[0],
+        "classes": rows(contents.by_class),
+        "layers": rows(contents.by_layer),
+        "types": rows(contents.by_type),
+        "devices": rows(contents.by_device),
+        "unnamed": list(contents.unnamed),
+        "runtimes": {r.name: r.as_dict() for r in contents.runtimes},
+        "notes": list(contents.notes),
         "tensors": [
             {"name": t.name, "shape": list(t.shape), "type": t.type.name, "bytes": t.nbytes, "reason": t.reason}
-            for t in found.contents.tensors
+            for t in contents.contents.tensors
         ],
     }
 
@@ -223,11 +239,13 @@ def _shown_dict(found: Shown) -> dict[str, Any]:
     "convert", cls=GroupedCommand, short_help="Convert between dialects; extract the recipe of a GGUF file."
 )
 @click.argument("source", metavar="IN", type=_FILE)
-@click.argument("output", metavar="OUT", type=click.Path(dir_okay=False, path_type=Path, allow_dash=True))
-@setting("--to", group=_WHAT, type=click.Choice(DIALECTS), default="ours", help="The dialect of OUT.")
+@click.argument("output", metavar="OUT", type=Place(dir_okay=False, allow_dash=True))
+@setting("--to", group=_RECIPE, type=click.Choice(DIALECTS), default="ours", help="Dialect of OUT.")
 @_from
 @_model
-@option("--replace", group=_WHAT, multiple=True, metavar="TYPE=TYPE", help="A type for one that the other tree lacks.")
+@option(
+    "--replace", group=_RECIPE, multiple=True, metavar="TYPE=TYPE", help="Replace a type that the other runtime lacks."
+)
 @option("--overwrite", group=_OUT, is_flag=True, help="Replace an existing output.")
 def convert_command(
     source: Path,
@@ -240,31 +258,31 @@ def convert_command(
 ) -> None:
     """Convert a recipe to another dialect, or write the recipe of an existing GGUF file. OUT may be - for stdout.
 
-    With -m every tensor's type is proved to be the same, as each program finds it; where rules cannot say it, exact
-    names do. Exit code 1 if rules had to be left out: the other dialect lacks their types or regexes.
+    With -m, every tensor's type is verified to be the same in both programs; exact names replace rules that cannot be
+    expressed. Exit code 1 if rules had to be left out because the other dialect lacks their types or regexes.
     """
     to_stdout = str(output) == "-"
     if not to_stdout:
         output = claim(output, source, model, overwrite=overwrite)
-    made = convert(source, to, dialect=dialect, model=model, replace=dict(map(_replacement, replace)))
+    result = convert(source, to, dialect=dialect, model=model, replace=dict(map(_replacement, replace)))
     if to_stdout:
-        click.echo(made.text, nl=False)
+        click.echo(result.text, nl=False)
     else:
-        with written(output) as part:
-            part.write_text(made.text)
-    echo_notes(made.notes)
-    proof = f", the same types for {made.proved} tensors" if made.proved is not None else ""
-    left = f"; {len(made.left_out)} left out" if made.left_out else ""
-    click.echo(f"{made.source} to {made.dialect}: {made.rules} rules{proof}{left}", err=True)
+        with atomic_write(output) as part:
+            part.write_text(result.text, encoding="utf-8")
+    echo_notes(result.notes)
+    proof = f", the same types for {result.proved_tensors} tensors" if result.proved_tensors is not None else ""
+    left = f"; {len(result.omitted)} left out" if result.omitted else ""
+    click.echo(f"{result.source} to {result.dialect}: {result.rules} rules{proof}{left}", err=True)
     if to == "ik" and not to_stdout:
         click.echo(f"--custom-q \"$(grep -v '^#' {printable(output)} | paste -sd,)\"", err=True)
-    sys.exit(1 if made.left_out else 0)
+    sys.exit(1 if result.omitted else 0)
 
 
 def _replacement(text: str) -> tuple[TensorType, TensorType]:
     old, equals, new = text.partition("=")
     if not equals:
-        raise RecipeError(f"--replace {text}: write OLD=NEW, as IQ4_KS=IQ4_XS")
+        raise RecipeError(f"--replace {text}: write OLD=NEW, as IQ4_KS=IQ4_XS", "QK-E204")
     return type_by_name(old), type_by_name(new)
 
 
@@ -276,28 +294,28 @@ def _replacement(text: str) -> tuple[TensorType, TensorType]:
 @option("--per-tensor", group=_OUT, is_flag=True, help="List every tensor that differs.")
 @_json
 def diff_command(a: Path, b: Path, model: Path | None, title: str, per_tensor: bool, as_json: bool) -> None:
-    """Compare what two recipes give a model's tensors, or what GGUF files have; without any model, rule by rule.
+    """Compare the tensor types of two recipes or GGUF files; without any model, compare rules.
 
-    Exit code as with diff: 0 nothing differs, 1 something does, 2 wrong usage or a file that cannot be read.
+    Exit code as with diff: 0 nothing differs, 1 something does, 2 wrong usage or an unreadable file.
     """
     try:
-        found = diff(a, b, model=model, title=title)
+        result = diff(a, b, model=model, title=title)
     except QuantkitError as e:
-        raise DiffTrouble(e.message) from e
-    click.echo(to_json(_diff_dict(found)) if as_json else _differences(found, full=per_tensor))
-    sys.exit(0 if found.identical else 1)
+        raise DiffError(e) from e
+    click.echo(to_json(_diff_dict(result)) if as_json else _differences(result, full=per_tensor))
+    sys.exit(0 if result.identical else 1)
 
 
-def _differences(found: RecipeDiff, *, full: bool) -> str:
-    if not found.by_model:
-        lines = [f"{found.same} rules are in both{', in another order' if found.moved else ''}"]
-        for side, only in (("A", found.only_a), ("B", found.only_b)):
-            lines += [f"only in {side}: {len(only)}", *listed(map(printable, only), 2, full=full)] if only else []
+def _differences(result: RecipeDiff, *, full: bool) -> str:
+    if not result.by_model:
+        lines = [f"{result.n_same} rules are in both{', in another order' if result.reordered else ''}"]
+        for side, only in (("A", result.only_a), ("B", result.only_b)):
+            lines += [f"only in {side}: {len(only)}", *format_list(map(printable, only), 2, full=full)] if only else []
         return "\n".join(lines)
     parts = []
-    if found.changes:
+    if result.changes:
         groups: dict[tuple[str, str, str], list[int]] = {}
-        for c in found.changes:
+        for c in result.changes:
             sums = groups.setdefault((c.group, c.a or "none", c.b or "none"), [0, 0, 0])
             for i, n in enumerate((1, c.a_bytes, c.b_bytes)):
                 sums[i] += n
@@ -307,23 +325,23 @@ def _differences(found: RecipeDiff, *, full: bool) -> str:
         ]
         parts.append(table(["class", "types", "tensors", "size A", "size B", "B - A"], rows, left=2))
         if full:
-            parts.append("\n".join(f"{printable(c.name)}: {c.a or 'none'} -> {c.b or 'none'}" for c in found.changes))
-    sizes = f"{format_size(found.a_bytes)} -> {format_size(found.b_bytes)}"
-    parts.append(f"{found.same} tensors have the same type, {len(found.changes)} differ; {sizes}")
+            parts.append("\n".join(f"{printable(c.name)}: {c.a or 'none'} -> {c.b or 'none'}" for c in result.changes))
+    sizes = f"{format_size(result.a_bytes)} -> {format_size(result.b_bytes)}"
+    parts.append(f"{result.n_same} tensors have the same type, {len(result.changes)} differ; {sizes}")
     return "\n\n".join(parts)
 
 
-def _diff_dict(found: RecipeDiff) -> dict[str, Any]:
+def _diff_dict(result: RecipeDiff) -> dict[str, Any]:
     return {
-        "identical": found.identical,
-        "same": found.same,
-        "a_bytes": found.a_bytes,
-        "b_bytes": found.b_bytes,
-        "only_in_a": list(found.only_a),
-        "only_in_b": list(found.only_b),
-        "other_order": found.moved,
+        "identical": result.identical,
+        "same": result.n_same,
+        "a_bytes": result.a_bytes,
+        "b_bytes": result.b_bytes,
+        "only_in_a": list(result.only_a),
+        "only_in_b": list(result.only_b),
+        "other_order": result.reordered,
         "tensors": [
             {"name": c.name, "a": c.a or None, "b": c.b or None, "a_bytes": c.a_bytes, "b_bytes": c.b_bytes}
-            for c in found.changes
+            for c in result.changes
         ],
     }

@@ -16,9 +16,8 @@ from typing import Any
 
 import click
 
-from quantkit.cli.complete import IMATRIX_FILE, MODEL_FILE, types
-from quantkit.cli.evaluation import json_option, report
-from quantkit.cli.options import (
+from quantkit.cli._evaluation import json_option, report
+from quantkit.cli._options import (
     CACHE_VARIABLE,
     SIZE,
     GroupedCommand,
@@ -27,71 +26,72 @@ from quantkit.cli.options import (
     option,
     setting,
 )
-from quantkit.cli.plot import Points, Scatter, check_plot, draw
-from quantkit.cli.table import table
+from quantkit.cli._paths import IMATRIX_FILE, MODEL_FILE, Place, complete_types
+from quantkit.cli._plot import Points, Scatter, check_plot, draw
+from quantkit.cli._table import table
 from quantkit.errors import ResourceError
-from quantkit.formats.outputs import check_apart, read_whole, written
+from quantkit.extras import SEARCH
+from quantkit.formats.outputs import atomic_write, check_apart, read_whole
+from quantkit.formats.remote import located
 from quantkit.names import printable
 from quantkit.recipes.dialects import text_of
 from quantkit.search import Allocation, Check, Front, SearchOptions, SearchResult, search, search_front
-from quantkit.search.find import known_of, model_of, with_imatrix
+from quantkit.search.find import load_measurements, model_path, with_imatrix
 from quantkit.search.options import RUNTIMES
-from quantkit.search.restrict import named_type
+from quantkit.search.restrict import option_type
 from quantkit.sensitivity.file import Sensitivity
-from quantkit.units import format_seconds, format_size
+from quantkit.units import PLUS_MINUS, format_seconds, format_size, size_unit
 
-_WHAT, _TARGET, _LIMITS, _CHECK, _FRONT, _OUT = (
-    "What is quantized",
-    "The target (one of them)",
-    "Constraints",
-    "Measuring the best",
-    "The front",
-    "Output",
-)
-_FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
-_NEW = click.Path(dir_okay=False, path_type=Path)
+_MODEL = "Model"
+_TARGET = "Target (exactly one)"
+_LIMITS = "Constraints"
+_CHECK = "Verification"
+_FRONT = "Pareto front"
+_OUT = "Output"
+_FILE = Place(exists=True, dir_okay=False)
+_NEW = Place(dir_okay=False)
 _POSITIVE = click.FloatRange(0, min_open=True)
-_RE: dict[str, Any] = {"group": _LIMITS, "multiple": True, "shell_complete": types}
+_RE: dict[str, Any] = {"group": _LIMITS, "multiple": True, "shell_complete": complete_types}
 
 
-def _listed(ctx: click.Context, param: click.Parameter, value: str | None) -> tuple[str, ...]:
+def _split_names(ctx: click.Context, param: click.Parameter, value: str | None) -> tuple[str, ...]:
     return tuple(part.strip() for part in (value or "").split(",") if part.strip())
 
 
 @click.command("search", cls=GroupedCommand)
-@option("-s", "--sensitivity", group=_WHAT, type=_FILE, required=True, help="What `quantkit sensitivity` measured.")
+@option("-s", "--sensitivity", group=_MODEL, type=_FILE, required=True, help="Output of `quantkit sensitivity`.")
 @option(
     "-m",
     "--model",
-    group=_WHAT,
+    group=_MODEL,
     type=MODEL_FILE,
-    help="The model, of which the header is read.  [default: that which was measured]",
+    help="Model; only its header is read.  [default: the measured one]",
 )
 @option(
     "--imatrix",
-    group=_WHAT,
+    group=_MODEL,
     type=IMATRIX_FILE,
-    help="The importance matrix that the file will be made with.  [default: that which was measured with]",
+    help="Importance matrix for quantizing.  [default: that of the measurement]",
 )
 @option(
     "--feedback",
-    group=_WHAT,
+    group=_MODEL,
     type=_FILE,
     metavar="COV.gguf",
-    help="It will be made with --feedback: costs that were measured so count.",
+    help="Quantize with --feedback: use the costs measured with it.",
 )
-@option("--merge-up-gate", group=_WHAT, is_flag=True, help="It will be made with --merge-up-gate.")
-@option("--allow-requantize", group=_WHAT, is_flag=True, help="Take tensors that are quantized already.")
-@option("--target-size", group=_TARGET, type=SIZE, help="The most bytes of the whole file: 12.3G, 11.5GiB.")
-@option("--target-bpw", group=_TARGET, type=_POSITIVE, help="The most bits per weight of the tensors.")
-@option("--target-kld", group=_TARGET, type=_POSITIVE, help="The most predicted divergence, in the fewest bytes.")
+@option("--merge-up-gate", group=_MODEL, is_flag=True, help="Quantize with --merge-up-gate.")
+@option("--allow-requantize", group=_MODEL, is_flag=True, help="Accept tensors that are quantized already.")
+@option("--target-size", group=_TARGET, type=SIZE, help="Largest size of the whole file: 12.3G, 11.5GiB.")
+@option("--target-bpw", group=_TARGET, type=_POSITIVE, help="Most bits per weight of the tensors.")
+@option("--target-kld", group=_TARGET, type=_POSITIVE, help="Largest predicted divergence, at the least size.")
 @option(
     "--types",
     group=_LIMITS,
-    callback=_listed,
+    callback=_split_names,
     metavar="TYPE,TYPE,..",
-    shell_complete=types,
-    help="What tensors may become.  [default: all that was measured]",
+    shell_complete=complete_types,
+    help="Types to choose from.  [default: all measured ones]",
 )
 @option(
     "--runtime",
@@ -103,26 +103,24 @@ def _listed(ctx: click.Context, param: click.Parameter, value: str | None) -> tu
     "--allow",
     **_RE,
     metavar="RE=TYPE,..",
-    help="The types of tensors whose names match; the first that matches counts.",
+    help="Types allowed for matching tensors; the first match applies.",
 )
-@option("--at-least", **_RE, metavar="RE=TYPE", help="No fewer bits per weight than those of TYPE.")
-@option("--at-most", **_RE, metavar="RE=TYPE", help="No more bits per weight than those of TYPE.")
+@option("--at-least", **_RE, metavar="RE=TYPE", help="At least the bits per weight of TYPE.")
+@option("--at-most", **_RE, metavar="RE=TYPE", help="At most the bits per weight of TYPE.")
 @option(
     "--same",
     group=_LIMITS,
     multiple=True,
     metavar="A,B",
-    help="One type within a layer for classes or parts of their names: up,gate; q,k,v.",
+    help="The same type within a layer for classes, or parts of their names: up,gate; q,k,v.",
 )
-@option(
-    "--max-read", group=_LIMITS, type=SIZE, help="The most bytes of weights that a token reads; of experts those used."
-)
+@option("--max-read", group=_LIMITS, type=SIZE, help="Most bytes of weights read per token; of experts those in use.")
 @option(
     "--min-speed",
     group=_LIMITS,
     type=_POSITIVE,
     metavar="T/S",
-    help="Tokens per second that reading weights must allow here.",
+    help="Tokens per second that reading weights must allow on this machine.",
 )
 @option(
     "--speeds",
@@ -131,29 +129,29 @@ def _listed(ctx: click.Context, param: click.Parameter, value: str | None) -> tu
     metavar="FILE",
     help="For --min-speed: GB/s by type, as JSON.  [default: measured]",
 )
-@option("--proxy", group=_LIMITS, metavar="NAME", help="What stands for a divergence if none was measured.")
+@option("--proxy", group=_LIMITS, metavar="NAME", help="Proxy to use where no divergence was measured.")
 @option(
     "--check",
     group=_CHECK,
     type=click.IntRange(1),
     metavar="N",
-    help="Quantize the N best, measure them, and take the best.",
+    help="Quantize and measure the N best allocations, and take the best.",
 )
-@option("--base", group=_CHECK, type=_FILE, help="For --check: logits of the model, by perplexity --save-all-logits.")
+@option("--base", group=_CHECK, type=_FILE, help="For --check: base logits of perplexity --save-all-logits.")
 @option(
     "--chunks",
     group=_CHECK,
     type=click.IntRange(1),
     metavar="N",
-    help="For --check: only the first N chunks of the base.",
+    help="For --check: number of chunks.",
 )
 @option(
     "--cache",
     group=_CHECK,
-    type=click.Path(file_okay=False, path_type=Path),
+    type=Place(file_okay=False),
     metavar="DIR",
     envvar=CACHE_VARIABLE,
-    help="For --check: a cache of encoded tensors.",
+    help="For --check: cache of encoded tensors.",
 )
 @option(
     "--front",
@@ -161,20 +159,24 @@ def _listed(ctx: click.Context, param: click.Parameter, value: str | None) -> tu
     group=_FRONT,
     type=_NEW,
     metavar="FILE",
-    help="Write the best of every size, and the presets: .csv or .json.",
+    help="Write the best allocation of each size, and the presets: .csv or .json.",
 )
-@setting("--points", group=_FRONT, type=click.IntRange(2), default=48, help="Sizes of the front.")
-@option("--plot", group=_FRONT, type=_NEW, metavar="FILE", help="Draw the front: .svg, .png or .pdf.")
-@option("-o", "--output", group=_OUT, type=_NEW, help="The recipe, for `quantkit quantize -r`.  [default: printed]")
-@setting("--time-limit", group=_OUT, type=_POSITIVE, default=60.0, metavar="SECONDS", help="For each allocation.")
+@setting("--points", group=_FRONT, type=click.IntRange(2), default=48, help="Number of sizes.")
+@option("--plot", group=_FRONT, type=_NEW, metavar="FILE", help="Plot the front: .svg, .png or .pdf.")
+@option(
+    "-o", "--output", group=_OUT, type=_NEW, help="Recipe to write, for `quantkit quantize -r`.  [default: print it]"
+)
+@setting(
+    "--time-limit", group=_OUT, type=_POSITIVE, default=60.0, metavar="SECONDS", help="Time limit of each allocation."
+)
 @setting(
     "--gap",
     group=_OUT,
     type=click.FloatRange(0),
     default=0.0,
-    help="Share of divergence above the optimum at which to stop.",
+    help="Relative distance from the optimum at which to stop.",
 )
-@option("-t", "--threads", group=_OUT, type=click.IntRange(0), help="Threads; by default, and with 0, all CPUs.")
+@option("-t", "--threads", group=_OUT, type=click.IntRange(0), help="Threads; 0 or by default, all CPUs.")
 @json_option
 def command(
     sensitivity: Path,
@@ -191,13 +193,13 @@ def command(
     threads: int | None,
     json_to: str | None,
     overwrite: bool,
-    **given: Any,
+    **values: Any,
 ) -> None:
-    """Find the types that lose least at a size: which bits go where, from measured sensitivities.
+    """Find the types with the least divergence at a size, from measured sensitivities.
 
-    Every group of tensors gets a type, so that the divergence predicted from those that were measured is least: what
-    routers flip adds up as squares, the rest as it is. Integer programs find it. The size is that of the whole file,
-    never more than the target. The recipe gives exactly it.
+    Every group of tensors gets a type so that the predicted divergence is least: parts caused by router flips add up as
+    squares, the others linearly. Integer programs find the optimum. The size is that of the whole file, never above the
+    target, and exactly that of a file quantized by the recipe.
 
     \b
     quantkit sensitivity -m model-bf16.gguf -f text.txt --imatrix im.gguf -o S.json
@@ -205,48 +207,48 @@ def command(
     quantkit quantize model-bf16.gguf out.gguf Q4_K -r model.recipe --imatrix im.gguf
     quantkit search -s S.json --imatrix im.gguf --front front.csv --plot front.svg
     """
-    named = {f.name for f in fields(SearchOptions)}
-    targets = [name for name in ("target_size", "target_bpw", "target_kld") if given[name] is not None]
+    option_names = {f.name for f in fields(SearchOptions)}
+    targets = [name for name in ("target_size", "target_bpw", "target_kld") if values[name] is not None]
     _check_usage(targets, check, base, output, front_to, plot)
-    known = known_of(sensitivity)
-    source = model_of(known, model)
-    kind = None if plot is None else check_plot(plot)
-    inputs = [sensitivity, source, base, speeds, given["imatrix"], given["feedback"]]
-    json_file = None if json_to in (None, "-") else Path(str(json_to))
+    kind = None if plot is None else check_plot(plot, SEARCH)
+    sensitivities = load_measurements(sensitivity)
+    source = model_path(sensitivities, model)
+    inputs = [sensitivity, source, base, speeds, values["imatrix"], values["feedback"]]
+    json_file = None if json_to in (None, "-") else located(str(json_to))
     outputs = [output, front_to, plot, json_file]
     check_apart(outputs, inputs)
     output, front_to, plot, json_file = (p and claim(p, *inputs, overwrite=overwrite) for p in outputs)
     say = _say(quiet=json_to == "-")
-    if given["min_speed"] is not None:
-        given["speeds"] = _speeds(speeds, known, given["types"], threads, say)
-    asked = SearchOptions(**{name: value for name, value in given.items() if name in named})
-    options = with_imatrix(asked, known, sensitivity, source)
+    if values["min_speed"] is not None:
+        values["speeds"] = _speeds(speeds, sensitivities, values["types"], threads, say)
+    requested = SearchOptions(**{name: value for name, value in values.items() if name in option_names})
+    options = with_imatrix(requested, sensitivities, sensitivity, source)
     result: dict[str, Any] = {}
     text: list[str] = []
     if targets:
-        how = None
+        verification = None
         if check is not None and base is not None:
             folder = None if output is None else output.parent
-            how = Check(check, base, chunks=chunks, threads=threads or None, cache=cache, folder=folder)
-        found = search(known, source, options, check=how, progress=say)
-        echo_notes(found.notes)
-        recipe = _recipe(found, sensitivity, source)
+            verification = Check(check, base, chunks=chunks, threads=threads or None, cache=cache, folder=folder)
+        outcome = search(sensitivities, source, options, check=verification, progress=say)
+        echo_notes(outcome.notes)
+        recipe = _recipe(outcome, sensitivity, source)
         _write(output, recipe)
-        result |= _as_dict(found, output)
+        result |= _as_dict(outcome, output)
         text.append(
-            _text(found, recipe) if output is None else f"{_text(found)}\n{_command(found.best, source, output)}"
+            _text(outcome, recipe) if output is None else f"{_text(outcome)}\n{_command(outcome.best, source, output)}"
         )
     if front_to is not None or plot is not None:
-        swept = search_front(known, source, options, points=points, progress=say)
-        echo_notes(swept.notes)
-        rows = _rows(swept)
+        front_result = search_front(sensitivities, source, options, points=points, progress=say)
+        echo_notes(front_result.notes)
+        rows = _rows(front_result)
         if front_to is not None:
             _write(front_to, _front_text(front_to, rows))
         if plot is not None and kind is not None:
-            with written(plot) as part:
-                part.write_bytes(draw(_scatter(swept, source), kind))
+            with atomic_write(plot) as part:
+                part.write_bytes(draw(_scatter(front_result, source), kind))
         result["front"] = rows
-        text.append(_front_summary(swept))
+        text.append(_front_summary(front_result))
     report(json_to, json_file, "\n\n".join(text), result)
 
 
@@ -264,35 +266,41 @@ def _check_usage(
 
 
 def _say(*, quiet: bool) -> Callable[[str], None]:
-    """Return what prints progress, on stderr if that is a terminal."""
+    """Return a function that prints progress, on stderr if that is a terminal."""
     if quiet or not sys.stderr.isatty():
         return lambda line: None
     return lambda line: click.echo(printable(line), err=True)
 
 
 def _speeds(
-    path: Path | None, known: Sensitivity, names: tuple[str, ...], threads: int | None, say: Callable[[str], None]
+    path: Path | None,
+    sensitivities: Sensitivity,
+    names: tuple[str, ...],
+    threads: int | None,
+    say: Callable[[str], None],
 ) -> Mapping[str, float]:
     from quantkit.search.speeds import measure_speeds, read_speeds  # kernels are slow to import
 
     if path is not None:
         return read_speeds(path)
-    every = dict.fromkeys([*(cost.type for cost in known.costs), *(named_type(name, "--types") for name in names)])
-    return measure_speeds(every, threads=threads, progress=say)
+    types_used = dict.fromkeys(
+        [*(cost.type for cost in sensitivities.costs), *(option_type(name, "--types") for name in names)]
+    )
+    return measure_speeds(types_used, threads=threads, progress=say)
 
 
 def _write(path: Path | None, text: str) -> None:
     if path is not None:
-        with written(path) as part:
-            part.write_text(text)
+        with atomic_write(path) as part:
+            part.write_text(text, encoding="utf-8")
 
 
 # --- the recipe ---
 
 
-def _recipe(found: SearchResult, sensitivity: Path, source: Path) -> str:
-    """Return the recipe with how it was made, and how to make the file."""
-    best = found.best
+def _recipe(outcome: SearchResult, sensitivity: Path, source: Path) -> str:
+    """Return the recipe, with comments on its origin and the command that uses it."""
+    best = outcome.best
     lines = [
         f"quantkit search: {best.nbytes} bytes ({format_size(best.nbytes)}), {best.bpw:.4f} bits per weight",
         f"predicted divergence: {best.kld:.5g} nats per token{_shortfall(best)}",
@@ -300,8 +308,9 @@ def _recipe(found: SearchResult, sensitivity: Path, source: Path) -> str:
     if best.check is not None:
         mean = best.check.sums.kld.mean
         lines.append(f"measured divergence: {mean.value:.5g} ± {mean.error:.2g} on {best.check.sums.n} tokens")
+        lines.append(PLUS_MINUS)
     lines += [
-        f"read for a token: {format_size(best.part.read)}",
+        f"read for a token: {format_size(best.footprint.read)}",
         f"sensitivities: {sensitivity.name}, sha256 {sha256(read_whole(sensitivity)).hexdigest()}",
         f"searched by: quantkit {shlex.join(sys.argv[1:])}",
         f"make the file: {_command(best, source, 'RECIPE')}",
@@ -314,7 +323,7 @@ def _shortfall(best: Allocation) -> str:
 
 
 def _command(best: Allocation, source: Path, recipe: str | Path) -> str:
-    """Return the command that makes exactly the file whose size is promised."""
+    """Return the command that produces exactly the file of the predicted size."""
     o = best.options
     words = ["quantkit", "quantize", str(source), "OUT.gguf", best.type_name, "-r", str(recipe)]
     words += ["--rules", o.rules] if o.rules else []
@@ -324,50 +333,51 @@ def _command(best: Allocation, source: Path, recipe: str | Path) -> str:
     return shlex.join([*words, "--allow-requantize"] if o.allow_requantize else words)
 
 
-# --- what is printed ---
+# --- output ---
 
 
-def _text(found: SearchResult, recipe: str = "") -> str:
-    best = found.best
+def _text(outcome: SearchResult, recipe: str = "") -> str:
+    best = outcome.best
     lines = [
         f"{best.nbytes} bytes ({format_size(best.nbytes)}), {best.bpw:.4f} bits per weight, "
-        f"{format_size(best.part.read)} read for a token",
+        f"{format_size(best.footprint.read)} read for a token",
         f"predicted divergence {best.kld:.5g} nats per token, {len(best.rules)} rules, "
-        f"found in {format_seconds(found.seconds)}",
+        f"found in {format_seconds(outcome.seconds)}",
     ]
-    if len(found.allocations) > 1 or best.check is not None:
-        rows = [_checked(each) for each in found.allocations]
+    if len(outcome.allocations) > 1 or best.check is not None:
+        rows = [_allocation_row(allocation) for allocation in outcome.allocations]
         lines += ["", table(["bytes", "predicted", "measured"], rows, left=0)]
+        lines += [PLUS_MINUS] if any(allocation.check is not None for allocation in outcome.allocations) else []
     counts = Counter(t.name for t in best.types.values())
     lines += ["", "groups: " + ", ".join(f"{n} {name}" for name, n in counts.most_common())]
     return "\n".join([*lines, *(["", recipe.rstrip("\n")] if recipe else [])])
 
 
-def _checked(each: Allocation) -> tuple[str, str, str]:
-    mean = None if each.check is None else each.check.sums.kld.mean
-    return str(each.nbytes), f"{each.kld:.5f}", "-" if mean is None else f"{mean.value:.5f} ± {mean.error:.5f}"
+def _allocation_row(allocation: Allocation) -> tuple[str, str, str]:
+    mean = None if allocation.check is None else allocation.check.sums.kld.mean
+    return str(allocation.nbytes), f"{allocation.kld:.5f}", "-" if mean is None else mean.text(5)
 
 
-def _as_dict(found: SearchResult, output: Path | None) -> dict[str, Any]:
+def _as_dict(outcome: SearchResult, output: Path | None) -> dict[str, Any]:
     return {
         "recipe": None if output is None else str(output),
-        "seconds": found.seconds,
-        "notes": list(found.notes),
-        "allocations": [_allocation(each) for each in found.allocations],
+        "seconds": outcome.seconds,
+        "notes": list(outcome.notes),
+        "allocations": [_allocation_dict(allocation) for allocation in outcome.allocations],
     }
 
 
-def _allocation(each: Allocation) -> dict[str, Any]:
+def _allocation_dict(allocation: Allocation) -> dict[str, Any]:
     return {
-        "bytes": each.nbytes,
-        "bpw": each.bpw,
-        "read_bytes": each.part.read,
-        "predicted_kld": each.kld,
-        "gap": each.gap,
-        "measured_kld": None if each.check is None else each.check.sums.kld.mean.as_dict(),
-        "type": each.type_name,
-        "rules": [f"{rule.pattern} = {rule.type}" for rule in each.rules],
-        "types": {group: t.name for group, t in each.types.items()},
+        "bytes": allocation.nbytes,
+        "bpw": allocation.bpw,
+        "read_bytes": allocation.footprint.read,
+        "predicted_kld": allocation.kld,
+        "gap": allocation.gap,
+        "measured_kld": None if allocation.check is None else allocation.check.sums.kld.mean.as_dict(),
+        "type": allocation.type_name,
+        "rules": [f"{rule.pattern} = {rule.type}" for rule in allocation.rules],
+        "types": {group: t.name for group, t in allocation.types.items()},
     }
 
 
@@ -379,9 +389,9 @@ _COLUMNS = ("kind", "name", "bytes", "bpw", "predicted_kld", "read_bytes")
 
 def _rows(swept: Front) -> list[dict[str, Any]]:
     """Return the points of a front, then the presets."""
-    found = [("search", a.type_name, a.nbytes, a.bpw, a.kld, a.part.read) for a in swept.allocations]
-    found += [("preset", p.name, p.nbytes, p.bpw, p.kld, p.read) for p in swept.presets]
-    return [dict(zip(_COLUMNS, row, strict=True)) for row in found]
+    rows = [("search", a.type_name, a.nbytes, a.bpw, a.kld, a.footprint.read) for a in swept.allocations]
+    rows += [("preset", p.name, p.nbytes, p.bpw, p.kld, p.read) for p in swept.presets]
+    return [dict(zip(_COLUMNS, row, strict=True)) for row in rows]
 
 
 def _front_text(path: Path, rows: list[dict[str, Any]]) -> str:
@@ -409,12 +419,14 @@ def _front_summary(swept: Front) -> str:
 
 def _scatter(swept: Front, source: Path) -> Scatter:
     largest = max(a.nbytes for a in swept.allocations)
-    unit, name = next((1 << s, n) for s, n in ((30, "GiB"), (20, "MiB"), (0, "bytes")) if largest >= 1 << s)
+    name, unit = size_unit(largest)
     searched = [a for a in swept.allocations if a.kld > 0]
     if not searched:
-        raise ResourceError("there is nothing to draw: every allocation is predicted to lose nothing")
-    kinds = [Points("searched", [a.nbytes / unit for a in searched], [a.kld for a in searched], joined=True)]
+        raise ResourceError("there is nothing to draw: every allocation is predicted to lose nothing", "QK-E214")
+    kinds = [Points("searched", [a.nbytes / unit for a in searched], [a.kld for a in searched], is_line=True)]
     if presets := [p for p in swept.presets if p.kld > 0]:
-        x, y, names = [p.nbytes / unit for p in presets], [p.kld for p in presets], [p.name for p in presets]
+        x = [p.nbytes / unit for p in presets]
+        y = [p.kld for p in presets]
+        names = [p.name for p in presets]
         kinds.append(Points("llama-quantize's presets", x, y, names))
     return Scatter(f"{source.name}: size and divergence", f"size ({name})", "predicted KL divergence (nats)", kinds)

@@ -7,8 +7,8 @@ from typing import Any
 
 import click
 
-from quantkit.cli.merging import carry_out, shared_options
-from quantkit.cli.options import GroupedCommand
+from quantkit.cli._options import GroupedCommand
+from quantkit.cli._up_gate import run_merge_plan, shared_options
 from quantkit.formats.remote import located
 
 
@@ -17,13 +17,13 @@ from quantkit.formats.remote import located
 def command(
     source: Path, output: Path, keep_split: bool, split_max_size: int | None, spool: Path | None, **run: Any
 ) -> None:
-    """Take ffn_gate_up_exps apart into ffn_gate_exps and ffn_up_exps.
+    """Split ffn_gate_up_exps into ffn_gate_exps and ffn_up_exps.
 
-    Undoes `quantkit merge-up-gate` exactly: bytes, order of tensors, shards, metadata. On files that were merged
-    elsewhere it works as well.
+    Undoes `quantkit merge-up-gate` exactly: bytes, order of tensors, shards, metadata. Also splits files that other
+    programs merged.
     """
     from quantkit.merge import plan_split_up_gate, split_imatrix
 
     output = located(output, spool)
     plan = plan_split_up_gate(source, output, keep_split=keep_split, split_max_size=split_max_size)
-    carry_out(plan, split_imatrix, **run)
+    run_merge_plan(plan, split_imatrix, **run)

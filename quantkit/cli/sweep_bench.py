@@ -10,37 +10,46 @@ from typing import Any
 import click
 
 from quantkit.bench import Setting, SweepRow, sweep_bench
-from quantkit.cli.evaluation import OUT, model_option, placement_given, run_options
-from quantkit.cli.options import GroupedCommand, option, setting
+from quantkit.cli._evaluation import OUT, model_option, placement_from, run_options
+from quantkit.cli._options import GroupedCommand, option, setting
 
-_SWEEP = "The sweep"
+_SWEEP = "Sweep"
 
 
 @click.command("sweep-bench", cls=GroupedCommand)
 @model_option
 @setting(
-    "-c", "--ctx-size", "n_ctx", group=_SWEEP, type=click.IntRange(2), default=2048, help="Tokens the context grows to."
+    "-c", "--ctx-size", "n_ctx", group=_SWEEP, type=click.IntRange(2), default=2048, help="Context length to reach."
 )
 @option(
-    "-n", "--n-gen", group=_SWEEP, type=click.IntRange(0), help="Single tokens per step; by default a quarter of -ub."
+    "-n",
+    "--n-gen",
+    group=_SWEEP,
+    type=click.IntRange(0),
+    help="Tokens to generate per step; default: a quarter of -ub.",
 )
 @option(
-    "-nrep", "repetitions", group=_SWEEP, type=click.IntRange(1), default=1, help="Take the median of N first steps."
+    "-nrep",
+    "repetitions",
+    group=_SWEEP,
+    type=click.IntRange(1),
+    default=1,
+    help="Repeat the first step N times, and take the median.",
 )
 @run_options
-@setting("--output-format", group=OUT, type=click.Choice(["md", "jsonl"]), default="md", help="Format.")
+@setting("--output-format", group=OUT, type=click.Choice(["md", "jsonl"]), default="md", help="Output format.")
 def command(model: Path, n_ctx: int, n_gen: int | None, repetitions: int, output_format: str, **run: Any) -> None:
     """Measure speed as the context fills, as ik_llama.cpp's llama-sweep-bench does.
 
-    Each step runs a batch of -ub tokens, then single tokens, and advances the context by -ub.
+    Each step processes a batch of -ub tokens, generates single tokens, and advances the context by -ub.
 
     \b
     quantkit sweep-bench -m model.gguf -c 8192
     quantkit sweep-bench -m moe.gguf -c 4096 -ub 1024 -no-fmoe --output-format jsonl
     """
-    given = {f.name: run[f.name] for f in fields(Setting) if f.name in run} | {"threads": run["threads"] or 0}
-    how = Setting(**given, merge_up_gate=run["merge_up_gate_experts"], placement=placement_given(run))
-    rows = sweep_bench(model, n_ctx, how, n_gen=n_gen, repetitions=repetitions)
+    values = {f.name: run[f.name] for f in fields(Setting) if f.name in run} | {"threads": run["threads"] or 0}
+    settings = Setting(**values, merge_up_gate=run["merge_up_gate_experts"], placement=placement_from(run))
+    rows = sweep_bench(model, n_ctx, settings, n_gen=n_gen, repetitions=repetitions)
     show = _md if output_format == "md" else _jsonl
     for i, row in enumerate(rows):
         show(row, i == 0)

@@ -10,10 +10,11 @@ from typing import Any
 
 import click
 
-from quantkit.cli.options import GroupedCommand, claim, option
-from quantkit.cli.plot import Points, Scatter, check_plot, draw
-from quantkit.cli.table import table
-from quantkit.formats.outputs import written
+from quantkit.cli._options import GroupedCommand, claim, option
+from quantkit.cli._paths import Place, preset_use
+from quantkit.cli._plot import Points, Scatter, check_plot, draw
+from quantkit.cli._table import table
+from quantkit.formats.outputs import atomic_write
 from quantkit.kernels.formats import has_decoder, has_encoder
 from quantkit.kernels.interleave import base_of
 from quantkit.kernels.tensor_scale import decoded_as
@@ -21,8 +22,8 @@ from quantkit.pipeline.presets import PRESET_ALIASES, PRESETS, Preset
 from quantkit.pipeline.quality import QUALITY
 from quantkit.types import TYPES, TensorType
 
-FILE = click.Path(path_type=Path)
-_WHAT, _OUT = "What to list", "Output"
+FILE = Place()
+_SCOPE, _OUT = "Selection", "Output"
 
 _TYPES_LEGEND = """\
 bpw       bits per weight without row headers
@@ -36,49 +37,47 @@ error     of the weights, weighted by importance, in percent, on a fixed sample:
 speed     of encoding: fast, medium (below 200 Mweights/s of a core), slow
           (below 20)
 imatrix   what the encoder does with an importance matrix
-refused   whose llama-quantize refuses the type without one (so does quantkit,
-          except with --ignore-imatrix-rules)
+refused   llama-quantize programs that refuse the type without one (so does
+          quantkit, except with --ignore-imatrix-rules)
 codec     what this version of quantkit does: "full" encodes and decodes
 
 Below 120 columns some are omitted; --json has everything."""
 
 _PRESETS_LEGEND = """\
 number  general.file_type; TYPE may be this number, too
-use     "mixture": llama.cpp's mixing rules, or ik_llama.cpp's for its presets
+use     "mixture": type rules of llama.cpp, or of ik_llama.cpp for its presets
         (for all with --rules ik); "-": no encoder in this version
-TYPE may also be any weight type that `quantkit types` lists, without a mixture."""
+TYPE may also be any weight type that `quantkit types` lists, unmixed."""
 
 
 @click.command("types", cls=GroupedCommand)
-@option("--presets", group=_WHAT, is_flag=True, help="Also list the presets that TYPE may name.")
-@option("--tree", group=_WHAT, type=click.Choice(["mainline", "ik"]), help="Only what this tree supports.")
-@option("--plot", group=_OUT, type=FILE, metavar="FILE", help="Draw error against bits per weight: .svg, .png, .pdf.")
-@option("--overwrite", group=_OUT, is_flag=True, help="Replace the plot if it exists.")
+@option("--presets", group=_SCOPE, is_flag=True, help="Also list presets.")
+@option(
+    "--tree",
+    group=_SCOPE,
+    type=click.Choice(["mainline", "ik"]),
+    help="Only types of this runtime: mainline is llama.cpp.",
+)
+@option("--plot", group=_OUT, type=FILE, metavar="FILE", help="Plot error against bits per weight: .svg, .png, .pdf.")
+@option("--overwrite", group=_OUT, is_flag=True, help="Replace an existing plot.")
 @option("--json", "as_json", group=_OUT, is_flag=True, help="Print the tables as JSON.")
 def command(presets: bool, tree: str | None, plot: Path | None, overwrite: bool, as_json: bool) -> None:
     """List the tensor types of llama.cpp and ik_llama.cpp, with --presets also their presets."""
-    types = [t for t in TYPES if tree in (None, t.trees) or t.trees == "both"]
-    chosen = [p for p in PRESETS if tree in (None, p.trees) or p.trees == "both"]
+    types = [t for t in TYPES if tree is None or t.is_in(tree)]
+    selected = [p for p in PRESETS if tree in (None, p.trees) or p.trees == "both"]
     if plot is not None:
         kind, plot = check_plot(plot), claim(plot, overwrite=overwrite)
-        with written(plot) as part:
+        with atomic_write(plot) as part:
             part.write_bytes(draw(_figure(types), kind))
     if as_json:
         result: dict[str, Any] = {"types": [_type_dict(t) for t in types]}
         if presets:
-            result |= {"presets": [_preset_dict(p) for p in chosen], "aliases": PRESET_ALIASES}
+            result |= {"presets": [_preset_dict(p) for p in selected], "aliases": PRESET_ALIASES}
         click.echo(json.dumps(result, indent=2))
         return
     click.echo(_type_table(types))
     if presets:
-        click.echo("\n" + _preset_table(chosen))
-
-
-def use_of(preset: Preset) -> str | None:
-    """Return how `quantkit quantize` treats the preset: as a mixture or a copy, or not at all (None)."""
-    if preset.base is None:
-        return "copy"
-    return "mixture" if has_encoder(preset.base) else None
+        click.echo("\n" + _preset_table(selected))
 
 
 def _type_table(types: list[TensorType]) -> str:
@@ -95,21 +94,27 @@ def _type_table(types: list[TensorType]) -> str:
             t.interleave if t.interleave > 1 else "",
             t.family,
             t.trees,
-            f"{found.error:.3g}" if (found := QUALITY.get(t.name)) else "",
-            found.speed if found else "",
+            f"{quality.error:.3g}" if (quality := QUALITY.get(t.name)) else "",
+            quality.speed if quality else "",
             t.imatrix,
             t.needs_imatrix,
-            "full" if has_encoder(t) else "decode" if has_decoder(decoded_as(t)) else "-",
+            _codec(t),
         )
         for t in types
     ]
-    text = table(header, rows, left=(1, 7, 8, 10, 11, 12, 13), spare=(5, 6, 12, 4, 3))
+    text = table(header, rows, left=(1, 7, 8, 10, 11, 12, 13), droppable=(5, 6, 12, 4, 3))
     return f"{text}\n\n{len(types)} types.\n{_TYPES_LEGEND}"
+
+
+def _codec(t: TensorType) -> str:
+    if has_encoder(t):
+        return "full"
+    return "decode" if has_decoder(decoded_as(t)) else "-"
 
 
 def _preset_table(presets: list[Preset]) -> str:
     header = ["number", "name", "base type", "runtimes", "use", "description"]
-    rows = [(p.ftype, p.name, p.base or "", p.trees, use_of(p) or "-", p.description) for p in presets]
+    rows = [(p.ftype, p.name, p.base or "", p.trees, preset_use(p) or "-", p.description) for p in presets]
     aliases = ", ".join(f"{alias} is {name}" for alias, name in PRESET_ALIASES.items())
     return (
         f"{table(header, rows, left=(1, 2, 3, 4, 5))}\n\n"
@@ -118,42 +123,42 @@ def _preset_table(presets: list[Preset]) -> str:
 
 
 def _type_dict(t: TensorType) -> dict[str, Any]:
-    found = QUALITY.get(t.name)
+    quality = QUALITY.get(t.name)
     return {
         **asdict(t),
         "bits_per_weight": t.bpw,
-        "weighted_error": found.error if found else None,
-        "encoding": found.speed if found else None,
+        "weighted_error": quality.error if quality else None,
+        "encoding": quality.speed if quality else None,
         "encoder": has_encoder(t),
         "decoder": has_decoder(decoded_as(t)),
     }
 
 
 def _figure(types: list[TensorType]) -> Scatter:
-    """Return error against bits per weight, by tree, and the types that no smaller one betters."""
-    at: dict[tuple[float, float], list[TensorType]] = {}
+    """Return error against bits per weight, by runtime, with a line through the types that no smaller one beats."""
+    by_point: dict[tuple[float, float], list[TensorType]] = {}
     for t in types:
         if t.name in QUALITY and t.is_quantized and not _is_at_its_base(t):
-            at.setdefault((bits_with_header(t), QUALITY[t.name].error), []).append(t)
+            by_point.setdefault((bits_with_header(t), QUALITY[t.name].error), []).append(t)
     best, least = [], math.inf
-    for b, error in sorted(at):
+    for b, error in sorted(by_point):
         if error < least:
             best.append((b, error))
             least = error
-    kinds = [Points("no smaller type is better", [b for b, _ in best], [e for _, e in best], joined=True)]
-    for name, trees in (("both trees", "both"), ("llama.cpp", "mainline"), ("ik_llama.cpp", "ik")):
-        some = [(b, e, ", ".join(map(str, group))) for (b, e), group in at.items() if group[0].trees == trees]
-        if some:
-            x, y, labels = zip(*some, strict=True)
+    kinds = [Points("no smaller type is better", [b for b, _ in best], [e for _, e in best], is_line=True)]
+    for name, trees in (("both trees", "both"), ("llama.cpp", "mainline"), ("ik_llama.cpp", "ik"), ("neither", "none")):
+        points = [(b, e, ", ".join(map(str, group))) for (b, e), group in by_point.items() if group[0].trees == trees]
+        if points:
+            x, y, labels = zip(*points, strict=True)
             kinds.append(Points(name, x, y, labels))
-    what = "error of the weights, weighted by importance, %"
+    y_label = "error of the weights, weighted by importance, %"
     note = "the further down and left, the better"
     bits = "bits per weight (interleaved types that are not shown lie where those of single rows do)"
-    return Scatter("Size and error of tensor types, on a fixed sample", bits, what, kinds, note)
+    return Scatter("Size and error of tensor types, on a fixed sample", bits, y_label, kinds, note)
 
 
 def _is_at_its_base(t: TensorType) -> bool:
-    """Whether an interleaved type is as large as that of single rows, and its error the same but for 2 %."""
+    """Return whether an interleaved type has the size of its base type, and its error within 2 %."""
     base = base_of(t)
     if base is t or base.name not in QUALITY or bits_with_header(base) != bits_with_header(t):
         return False
@@ -171,6 +176,6 @@ def _preset_dict(p: Preset) -> dict[str, Any]:
         "name": p.name,
         "base": p.base.name if p.base else None,
         "trees": p.trees,
-        "use": use_of(p),
+        "use": preset_use(p),
         "description": p.description,
     }

@@ -1,155 +1,144 @@
-"""What to cook: a TOML file, or a command line, as one checked value.
+"""``Config``: the settings of a cook, from a TOML file or a command line.
 
-Every key has a default but ``model`` and the targets; ``quantkit cook init`` writes a file with all of them, and why.
+All keys except ``model`` and the targets have defaults; ``quantkit cook init`` writes a file with all of them, from the
+help and the examples that are declared with each key.
 """
 
 from __future__ import annotations
 
 import os
 import re
-import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from quantkit.convert import ConvertOptions
 from quantkit.cook.tables import (
-    Where,
+    TableLocation,
     choice,
     count_or_all,
     flag,
     full_runs,
+    integer,
     key,
+    keys_of,
     name_of_files,
     path,
     paths,
     positive,
     read_table,
+    read_values,
     share,
     size,
-    whole,
     word,
     words,
 )
 from quantkit.cook.targets import Target, parse_target
 from quantkit.errors import FormatError, RecipeError
+from quantkit.foreign.child import GRAMMAR, Child
 from quantkit.formats.outputs import read_whole
-from quantkit.names import printable
-from quantkit.quantize import QuantizeOptions
+from quantkit.formats.remote import located
+from quantkit.options.convert import ConvertOptions
+from quantkit.options.quantize import QuantizeOptions, independent_of_search
 from quantkit.sensitivity.encode import GROUPS
 
-#: The largest file of settings that is read.
-_MOST = 1 << 20
-#: The end of a model's name that says no more than its type.
-_TYPE_END = re.compile(r"[-._](?:bf16|f16|f32|fp16|fp32|auto)$", re.IGNORECASE)
+#: Largest file of settings in bytes, and the most targets.
+_MAX_BYTES, _MAX_TARGETS = 1 << 20, 200
+#: The end of a model's name that names its type.
+_TYPE_SUFFIX = re.compile(r"[-._](?:bf16|f16|f32|fp16|fp32|auto)$", re.IGNORECASE)
 _SHARD = re.compile(r"-\d{5}-of-\d{5}$")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ConvertSettings:
-    """How a checkpoint is converted."""
-
-    outtype: str = key(choice("auto", "bf16", "f16", "f32"), "type of the matrices", "auto")
-    pre: str | None = key(word, "name of the pre-tokenizer, where it is not known", None)
-    merge_lora: tuple[str, ...] = key(words, "adapters to merge: directories, each with :SCALE or without", ())
-    no_nextn: bool = key(flag, "leave out layers that predict more tokens", False)
-
-    def options(self) -> ConvertOptions:
-        """Return them as ``convert`` takes them."""
-        return ConvertOptions(outtype=self.outtype, pre=self.pre, merge_lora=self.merge_lora, no_nextn=self.no_nextn)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class TextSettings:
-    """The texts: what to calibrate on, and what to measure on."""
+    """Texts to calibrate on and to measure on, of the kind that the model is for.
 
-    text: tuple[Path, ...] = key(paths, "texts to calibrate on: files, or files and folders to make a corpus of", ())
-    evaluation: Path | None = key(path, "a text to measure on; without one, a part of `text` is held out", None)
-    chat: tuple[Path, ...] = key(paths, "conversations, JSON lines, rendered by the model's chat template", ())
-    size: int = key(size, "most bytes of a corpus", 1_000_000)
-    heldout: float = key(share, "share of a corpus that is held out", 0.1)
-    seed: int = key(whole(0), "seed of a corpus", 0)
-    include: tuple[str, ...] = key(words, "patterns for names of files in folders", ())
+    Without `evaluation`, a corpus is made of files and folders, and a part of it is held out. With it, texts are files
+    that are used unchanged.
+    """
+
+    text: tuple[Path, ...] = key(paths, "files, or files and folders to make a corpus of", (), '["path/to/texts"]')
+    evaluation: Path | None = key(
+        path, "text to measure on; by default a held-out part of `text`", None, '"heldout.txt"'
+    )
+    chat: tuple[Path, ...] = key(
+        paths, "chats, JSON lines, rendered by the model's template (needs jinja2)", (), '["chats.jsonl"]'
+    )
+    include: tuple[str, ...] = key(words, "only these files of folders", (), '["*.py", "*.md"]')
+    size: int = key(size, "largest size of the corpus", 1_000_000, '"1M"')
+    heldout: float = key(share, "held-out share of the corpus", 0.1, '"10%"')
+    seed: int = key(integer(0), "seed of the corpus", 0)
+
+    @property
+    def is_corpus(self) -> bool:
+        """Whether a corpus is made of the texts, with a held-out part."""
+        return self.evaluation is None and bool(self.text)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ImatrixSettings:
     """The importance matrix, and covariances for error feedback."""
 
-    file: Path | None = key(path, "an importance matrix that is there already", None)
     run: bool = key(flag, "false: quantize without an importance matrix", True)
-    ctx: int | None = key(whole(4), "tokens of a chunk; by default 512, or the model's context", None)
-    chunks: int | None = key(count_or_all, 'how many; "all"', None)
-    process_output: bool = key(flag, "also for the output matrix", False)
-    covariance: Path | None = key(path, "covariances that are there already, for +feedback", None)
+    file: Path | None = key(path, "an existing importance matrix", None, '"imatrix.gguf"')
+    ctx: int | None = key(integer(4), "context size of a chunk", None, "512")
+    chunks: int | None = key(count_or_all, "100 do for dense models, experts want all", None, '"all"')
+    process_output: bool = key(flag, "collect for output.weight, too", False)
+    covariance: Path | None = key(path, "existing covariances, for +feedback", None, '"cov.gguf"')
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckSettings:
-    """How every file is checked: its divergence from the model on held-out text."""
+    """Every file is compared with the model on held-out text that no choice depends on."""
 
-    run: bool = key(flag, "false: check nothing", True)
-    ctx: int | None = key(whole(4), "tokens of a chunk; by default 512, or the model's context", None)
-    chunks: int | None = key(count_or_all, 'how many; "all"', 64)
-    logits: str = key(choice("auto", "llama.cpp", "compact"), "format of the base logits", "auto")
+    run: bool = key(flag, "false: no check", True)
+    ctx: int | None = key(integer(4), "context size of a chunk", None, "512")
+    chunks: int | None = key(count_or_all, 'number of chunks, or "all"', 64)
+    logits: str = key(
+        choice("auto", "llama.cpp", "compact"), "format of the base logits: auto, llama.cpp, compact", "auto"
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SensitivitySettings:
-    """What each group of tensors costs in each type, which a search needs."""
+    """The divergence that each group of tensors causes in each type, which a search needs.
 
-    types: tuple[str, ...] = key(words, "types to measure; by default those that fit the targets", ())
-    groups: str = key(choice(*GROUPS), "what is quantized together", "class-layer")
-    ctx: int | None = key(whole(4), "tokens of a chunk; by default 512, or the model's context", None)
-    chunks: int | None = key(count_or_all, 'how many; "all"', 16)
-    full_runs: int | None = key(full_runs, 'types of a group that run to the end of the model; "auto", "all"', None)
-    proxies_only: bool = key(flag, "true: estimate instead of measuring", False)
-    feedback: bool = key(flag, "true: also as +feedback encodes, where a goal has it", False)
+    The longest step: its time grows with chunks and types.
+    """
+
+    types: tuple[str, ...] = key(
+        words, "by default those that fit the goals", (), '["Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "Q8_0"]'
+    )
+    groups: str = key(choice(*GROUPS), f"quantized together: {', '.join(GROUPS)}", "class-layer")
+    ctx: int | None = key(integer(4), "context size of a chunk", None, "512")
+    chunks: int | None = key(count_or_all, 'number of chunks, or "all"', 16)
+    full_runs: int | None = key(
+        full_runs, "types of a group that run to the end; the others follow from their errors", None, '"auto"'
+    )
+    proxies_only: bool = key(flag, "true: only estimates, without a pass over text for each group and type", False)
+    feedback: bool = key(flag, "true: also as +feedback encodes, where a goal has it; hours on large models", False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SearchSettings:
-    """What a search may choose."""
+    """Constraints of searches."""
 
-    types: tuple[str, ...] = key(words, "types that groups may become; by default all that were measured", ())
-    same: tuple[str, ...] = key(words, 'classes of one type: ["up,gate", "q,k,v"]', ())
-    allow: tuple[str, ...] = key(words, 'only these types: ["attn_v=Q6_K,Q8_0"]', ())
-    at_least: tuple[str, ...] = key(words, 'no type of fewer bits: ["output=Q6_K"]', ())
-    at_most: tuple[str, ...] = key(words, 'no type of more bits: ["ffn_.*_exps=Q4_K"]', ())
-    candidates: int = key(whole(1, 64), "measure so many recipes for each goal, and take the best", 3)
-    time_limit: float = key(positive, "seconds of the solver for each recipe", 60.0)
+    types: tuple[str, ...] = key(words, "by default all that were measured", (), '["Q3_K", "Q4_K"]')
+    same: tuple[str, ...] = key(words, "classes that get one type, layer by layer", (), '["up,gate"]')
+    allow: tuple[str, ...] = key(words, "only these types", (), '["attn_v=Q6_K,Q8_0"]')
+    at_least: tuple[str, ...] = key(words, "no type of fewer bits", (), '["output=Q6_K"]')
+    at_most: tuple[str, ...] = key(words, "no type of more bits", (), '["_exps=Q4_K"]')
+    candidates: int = key(integer(1, 64), "recipes that are measured for each goal; the best is used", 3)
+    time_limit: float = key(positive, "seconds of the solver for each recipe", 60.0, "60")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReportSettings:
-    """The report: a page, and a card for model hubs."""
+    """A page with charts that needs no network, and a card for model hubs."""
 
     run: bool = key(flag, "false: no report", True)
     card: bool = key(flag, "false: no model card", True)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class QuantizeSettings:
-    """Options of quantize, for all targets, or for one."""
-
-    recipe: tuple[Path, ...] = key(paths, "files of rules for types", ())
-    tensor_type: tuple[str, ...] = key(words, 'rules for types: ["attn_v=Q8_0"]', ())
-    output_tensor_type: str | None = key(word, "type of the output matrix", None)
-    token_embedding_type: str | None = key(word, "type of the token embeddings", None)
-    ffn_gate_inp_type: str | None = key(word, "type of the router", None)
-    encoder: str | None = key(word, "whose search encodes what two trees have: mainline or ik", None)
-    rules: str | None = key(choice("mainline", "ik"), "whose mixtures apply", None)
-    split_max_size: int | None = key(size, "begin a new file beyond this size", None)
-
-    def options(self) -> dict[str, Any]:
-        """Return what is set, by the names that ``QuantizeOptions`` has."""
-        return {f.name: value for f in fields(QuantizeSettings) if (value := getattr(self, f.name)) not in (None, ())}
-
-
-#: Options of quantize that say nothing about types.
-_OF_GOALS = {"encoder", "split_max_size"}
 
 
 def _target(value: Any, folder: Path) -> Target:
@@ -160,56 +149,69 @@ def _target(value: Any, folder: Path) -> Target:
 
 
 def _targets(value: Any, folder: Path) -> tuple[Target, ...]:
-    return tuple(_target(each, folder) for each in (value if isinstance(value, list) else [value]))
+    return tuple(_target(item, folder) for item in (value if isinstance(value, list) else [value]))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TargetSettings(QuantizeSettings):
-    """One target, with settings of its own."""
+class TargetSettings:
+    """A target with its settings; ``quantize``: options of quantize for it alone."""
 
-    target: Target = key(_target, "a preset, 12.3G, 4.2bpw or kld=0.01")
-    name: str | None = key(name_of_files, "the end of its file's name", None)
-    max_kld: float | None = key(positive, "fail if it diverges more", None)
+    target: Target = key(_target, "a preset, 12.3G, 4.2bpw or kld=0.01", example='"IQ2_M+feedback"')
+    name: str | None = key(name_of_files, "the end of its file's name", None, '"IQ2_M-better"')
+    max_kld: float | None = key(positive, "fail if it diverges more", None, "0.2")
+    quantize: Mapping[str, Any] = field(default_factory=dict)
 
     @property
-    def called(self) -> str:
-        """What its file and its steps are called by."""
-        return self.name or self.target.file_part
+    def label(self) -> str:
+        """Its part of the names of files and steps."""
+        return self.name or self.target.file_suffix
+
+
+#: Keys of a [[target]], without the options of quantize.
+TARGET_KEYS = {name: key for name, key in keys_of(TargetSettings).items() if name != "quantize"}
+
+
+def _target_settings(table: object, location: TableLocation, tables: Mapping[str, Iterable[str]]) -> TargetSettings:
+    values = read_values({**TARGET_KEYS, **keys_of(QuantizeOptions)}, table, location, tables)
+    target_values = {name: values.pop(name) for name in TARGET_KEYS if name in values}
+    return TargetSettings(**target_values, quantize=values)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Top:
-    """The keys outside of tables."""
+class TopSettings:
+    """The keys before the first table."""
 
-    model: Path = key(path, "a directory of Hugging Face, or a GGUF file of BF16, F16 or F32")
+    model: Path = key(path, "a Hugging Face directory, or a GGUF file of BF16, F16 or F32", example='""')
     targets: tuple[Target, ...] = key(_targets, "presets, sizes, bits per weight, divergences", ())
-    output: Path | None = key(path, "the folder of what is cooked", None)
-    name: str | None = key(name_of_files, "the beginning of the files' names", None)
-    work: Path | None = key(path, "the folder of all that is in between", None)
-    runtime: str = key(choice("llama.cpp", "ik_llama.cpp"), "whose types a search may use", "llama.cpp")
-    merge_up_gate: bool = key(flag, "merge up and gate experts", False)
-    threads: int = key(whole(0, 1 << 16), "threads; 0: all CPUs", 0)
-    max_ram: int | None = key(size, "memory for weights and buffers", None)
-    cache: Path | None = key(path, "the folder of encoded tensors, to share between models of one kind", None)
-    cache_size: int | None = key(size, "the most that folder may take", None)
+    name: str | None = key(name_of_files, "files are called NAME-TARGET.gguf", None)
+    output: Path | None = key(path, "folder of the quantized files", None)
+    work: Path | None = key(path, "folder of everything in between: imatrix, logits, recipes", None)
+    runtime: str = key(
+        choice("llama.cpp", "ik_llama.cpp"), 'types that a search may use; "ik_llama.cpp" has more', "llama.cpp"
+    )
+    merge_up_gate: bool = key(flag, "merge up and gate experts: faster, for runtimes that know it", False)
+    threads: int = key(integer(0, 1 << 16), "0: all CPUs", 0)
+    max_ram: int | None = key(size, "memory for weights; the rest is streamed", None, '"16G"')
+    cache: Path | None = key(path, "folder of encoded tensors, kept for other recipes", None, '"~/.cache/tensors"')
+    cache_size: int | None = key(size, "largest size of that folder", None, '"50G"')
 
 
 #: The tables of a file, by the names of ``Config``'s fields.
-_TABLES: dict[str, type] = {
-    "convert": ConvertSettings,
+TABLES: dict[str, type] = {
+    "convert": ConvertOptions,
     "calibration": TextSettings,
     "imatrix": ImatrixSettings,
     "check": CheckSettings,
     "sensitivity": SensitivitySettings,
     "search": SearchSettings,
-    "quantize": QuantizeSettings,
+    "quantize": QuantizeOptions,
     "report": ReportSettings,
 }
 
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """Everything that ``cook`` is told. ``origin``: the file, or "the command line", for messages."""
+    """All settings of a cook. ``origin``: the file, or "the command line", for messages."""
 
     model: Path
     targets: tuple[TargetSettings, ...]
@@ -222,13 +224,13 @@ class Config:
     max_ram: int | None = None
     cache: Path | None = None
     cache_size: int | None = None
-    convert: ConvertSettings = field(default_factory=ConvertSettings)
+    convert: ConvertOptions = field(default_factory=ConvertOptions)
     calibration: TextSettings = field(default_factory=TextSettings)
     imatrix: ImatrixSettings = field(default_factory=ImatrixSettings)
     check: CheckSettings = field(default_factory=CheckSettings)
     sensitivity: SensitivitySettings = field(default_factory=SensitivitySettings)
     search: SearchSettings = field(default_factory=SearchSettings)
-    quantize: QuantizeSettings = field(default_factory=QuantizeSettings)
+    quantize: Mapping[str, Any] = field(default_factory=dict)
     report: ReportSettings = field(default_factory=ReportSettings)
     origin: str = "the command line"
 
@@ -237,112 +239,128 @@ class Config:
         """The targets that need a search."""
         return tuple(t for t in self.targets if t.target.goal is not None)
 
-    def options(self, target: TargetSettings, **more: Any) -> QuantizeOptions:
-        """Return the options of quantize for a target: its own before those of all; a search has its own limits."""
-        common, own = self.quantize.options(), target.options()
+    def options(self, target: TargetSettings, **overrides: Any) -> QuantizeOptions:
+        """Return the options of quantize for a target: its own override those of all; a goal ignores those of types."""
+        common, specific = dict(self.quantize), dict(target.quantize)
         if target.target.goal is not None:
-            common = {name: value for name, value in common.items() if name in _OF_GOALS}
+            common = {name: value for name, value in common.items() if independent_of_search(name)}
         for name in ("recipe", "tensor_type"):  # the first rule that matches decides
-            if both := (*own.get(name, ()), *common.get(name, ())):
-                own[name] = both
-        return QuantizeOptions(merge_up_gate=self.merge_up_gate, **{**common, **own, **more})
+            if both := (*specific.get(name, ()), *common.get(name, ())):
+                specific[name] = both
+        return QuantizeOptions(merge_up_gate=self.merge_up_gate, **{**common, **specific, **overrides})
 
 
 def read_config(path: str | Path, targets: Sequence[str] = ()) -> Config:
-    """Return what a TOML file says; ``targets``, if any, replace its own.
+    """Return the settings in a TOML file; ``targets``, if any, replace its own.
 
-    Raises RecipeError, which names the file and the key, and what was probably meant.
+    Raises RecipeError with the file, the key and a suggestion.
     """
-    path = Path(path)
+    path = located(path)
     try:
-        given = tomllib.loads(read_whole(path, _MOST).decode())
+        text = read_whole(path, _MAX_BYTES).decode()
     except UnicodeDecodeError as e:
-        raise FormatError(f"{path}: not UTF-8, at byte {e.start}") from None
-    except (tomllib.TOMLDecodeError, RecursionError) as e:
-        raise RecipeError(f"{path}: {printable(e)}") from None
-    except ValueError as e:  # an integer of thousands of digits
-        raise RecipeError(f"{path}: {printable(e)}") from None
-    return config_from(given, str(path), path.parent, targets)
+        raise FormatError(f"{path}: not UTF-8, at byte {e.start}", "QK-E121") from None
+    try:
+        with Child("quantkit.foreign.grammars:Grammars", str(path), limits=GRAMMAR) as child:
+            data = child.call("toml", text)
+    except FormatError as e:
+        raise RecipeError(e.message, e.code) from None
+    return config_from(data, str(path), path.parent, targets)
 
 
-def config_from(given: Mapping[str, Any], origin: str, folder: Path, targets: Sequence[str] = ()) -> Config:
-    """Return the checked settings of a file that is read, whose paths begin in ``folder``."""
-    where = Where(origin, folder)
-    keys = {name: [f.name for f in fields(made)] for name, made in _TABLES.items()}
-    keys |= {"": [f.name for f in fields(_Top)], "[target]": [f.name for f in fields(TargetSettings)]}
-    own = {name: value for name, value in given.items() if name not in _TABLES and name != "target"}
-    known = {**dict.fromkeys((*_TABLES, "target"), ()), **keys}
-    top = read_table(_Top, own, where, known)
+def config_from(data: Mapping[str, Any], origin: str, folder: Path, targets: Sequence[str] = ()) -> Config:
+    """Return the checked settings in a parsed file; relative paths start in ``folder``."""
+    location = TableLocation(origin, folder)
+    keys: dict[str, Iterable[str]] = {name: keys_of(table) for name, table in TABLES.items()}
+    keys |= {"": keys_of(TopSettings), "[target]": {**TARGET_KEYS, **keys_of(QuantizeOptions)}}
+    top_level = {name: value for name, value in data.items() if name not in TABLES and name != "target"}
+    all_keys = {**dict.fromkeys((*TABLES, "target"), ()), **keys}
+    top = read_table(TopSettings, top_level, location, all_keys)
     tables: dict[str, Any] = {
-        name: read_table(made, given[name], replace(where, table=name), keys)
-        for name, made in _TABLES.items()
-        if name in given
+        name: read_table(table, data[name], replace(location, table=name), keys)
+        for name, table in TABLES.items()
+        if name in data and name != "quantize"
     }
-    listed = given.get("target", [])
-    if not isinstance(listed, list):
-        raise where.fail("target", "several tables: write [[target]]")
-    chosen = [TargetSettings(target=target) for target in top.targets]
-    chosen += [read_table(TargetSettings, each, replace(where, table="[target]"), keys) for each in listed]
+    if "quantize" in data:
+        quantize = read_values(keys_of(QuantizeOptions), data["quantize"], replace(location, table="quantize"), keys)
+        tables["quantize"] = quantize
+    target_tables = data.get("target", [])
+    if not isinstance(target_tables, list):
+        raise location.error("target", "several tables: write [[target]]")
+    settings = [TargetSettings(target=target) for target in top.targets]
+    settings += [
+        _target_settings(target_table, replace(location, table="[target]"), keys) for target_table in target_tables
+    ]
     if targets:
-        chosen = [TargetSettings(target=parse_target(text)) for text in targets]
-    return _whole(top, tuple(chosen), tables, where)
+        settings = [TargetSettings(target=parse_target(text)) for text in targets]
+    return _assemble(top, tuple(settings), tables, location)
 
 
-def _whole(top: _Top, targets: tuple[TargetSettings, ...], tables: dict[str, Any], where: Where) -> Config:
-    """Return everything together, with the names that were not given."""
+def _assemble(
+    top: TopSettings, targets: tuple[TargetSettings, ...], tables: dict[str, Any], location: TableLocation
+) -> Config:
+    """Return the settings, with defaults for missing names."""
     if not targets:
-        raise where.fail("targets", 'nothing to cook: write targets = ["Q4_K_M", "4.2bpw"]')
+        raise location.error("targets", 'nothing to cook: write targets = ["Q4_K_M", "4.2bpw"]', "QK-E214")
+    if len(targets) > _MAX_TARGETS:
+        raise location.error("targets", f"{len(targets)} of them; at most {_MAX_TARGETS} are cooked at once")
     name = top.name or model_name(top.model)
-    output = top.output or where.folder / f"{name}-cooked"
-    given = {f.name: getattr(top, f.name) for f in fields(_Top) if f.name not in ("targets", "output", "name", "work")}
+    output = top.output or location.folder / f"{name}-cooked"
+    values = {
+        f.name: getattr(top, f.name) for f in fields(TopSettings) if f.name not in ("targets", "output", "name", "work")
+    }
     config = Config(
-        **given,
+        **values,
         targets=targets,
         output=output,
         name=name,
         work=top.work or output / "work",
-        origin=where.origin,
+        origin=location.origin,
         **tables,
     )
-    _check(config, where)
+    _check(config, location)
     return config
 
 
 def model_name(model: Path) -> str:
-    """Return what a model is called, by its file or folder, without its type."""
+    """Return the name of a model: that of its file or folder, without its type."""
     base = _SHARD.sub("", Path(os.path.abspath(model)).name.removesuffix(".gguf"))
-    return _TYPE_END.sub("", base) or "model"
+    return _TYPE_SUFFIX.sub("", base) or "model"
 
 
-def _check(config: Config, where: Where) -> None:
-    """Refuse what contradicts itself."""
-    called: dict[str, TargetSettings] = {}
-    for each in config.targets:
-        if each.called in called:
-            raise where.fail("targets", f"{each.target.text} is there twice; give one of them a name of its own")
-        called[each.called] = each
-        if each.max_kld is not None and not config.check.run:
-            raise where.fail("max_kld", f"{each.called} is not checked: leave [check] run away")
-        if each.target.goal is not None and (own := sorted(each.options().keys() - _OF_GOALS)):
-            raise where.fail(own[0], f"{each.called} gets the types that are searched for; see [search] allow")
+def _check(config: Config, location: TableLocation) -> None:
+    """Raise RecipeError for settings that contradict each other."""
+    by_label: dict[str, TargetSettings] = {}
+    for settings in config.targets:
+        if settings.label in by_label:
+            raise location.error("targets", f"{settings.target.text} occurs twice; give one of them another name")
+        by_label[settings.label] = settings
+        if settings.max_kld is not None and not config.check.run:
+            raise location.error("max_kld", f"{settings.label} is not checked: omit [check] run", "QK-E202")
+        if settings.target.goal is not None and (
+            refused := sorted(n for n in settings.quantize if not independent_of_search(n))
+        ):
+            raise location.error(
+                refused[0], f"{settings.label} gets the types that are searched for; see [search] allow"
+            )
     texts = config.calibration
     if texts.evaluation is not None and not texts.text and config.imatrix.file is None and config.imatrix.run:
-        raise where.fail("text", "[calibration] evaluation is given, but no text to calibrate on")
+        raise location.error("text", "[calibration] evaluation is given, but no text to calibrate on", "QK-E202")
     if len({config.output, config.work, config.model}) < 3:
-        raise where.fail("output", "model, output and work are places of their own")
+        raise location.error("output", "model, output and work must be different paths", "QK-E403")
 
 
-def needs_text(config: Config) -> list[str]:
-    """Return for what held-out or calibration text is needed, in words; nothing if it is not."""
-    why = []
+def text_consumers(config: Config) -> list[str]:
+    """Return the steps that need calibration or held-out text, by name."""
+    consumers = []
     if config.imatrix.run and config.imatrix.file is None:
-        why.append("the importance matrix")
+        consumers.append("the importance matrix")
     if any(t.target.feedback for t in config.targets) and config.imatrix.covariance is None:
-        why.append("the covariances of +feedback")
+        consumers.append("the covariances of +feedback")
     if any(t.target.calibrate for t in config.targets):
-        why.append("+calibrate")
+        consumers.append("+calibrate")
     if config.goals:
-        why.append("the search")
+        consumers.append("the search")
     if config.check.run:
-        why.append("the check")
-    return why
+        consumers.append("the check")
+    return consumers

@@ -1,9 +1,9 @@
-"""Steps, and which of them must run: one whose inputs, options and outputs are as they were stands.
+"""Steps of a cook, and the decision which of them to run, as ``make`` does, by content instead of time.
 
-A step is decided by *parts*: a digest for each file it reads and for each of its options. What differs from the record
-is the reason why it runs again. Files count by their content, so a step that runs again to the same bytes does not make
-those after it run. A killed run leaves a note of the step that had begun: what is there under the names of its outputs
-is then its own, and the step goes on, or starts over.
+A step is up to date if its *parts*, a digest of each file that it reads and of each of its options, and its outputs are
+those of its record in ``cook.json``. Parts that differ are the reason to run it again. A step that runs again to the
+same bytes causes no other to run. An interrupted run leaves a record of the unfinished step: files under the names of
+its outputs are then its own, and it resumes, or starts over if its parts have changed.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from quantkit.kernels.first_run import working_seconds
 Facts = dict[str, Any]
 
 
-class Tell(Protocol):
-    """How a step reports while it runs."""
+class StepProgress(Protocol):
+    """Receiver of what a step reports while it runs."""
 
-    def __call__(self, done: float, total: float, text: str = "") -> None:
-        """Report that ``done`` of ``total`` is done, in any unit; ``text``: what is known so far."""
+    def __call__(self, current: float, total: float, text: str = "") -> None:
+        """Report that ``current`` of ``total`` units are done; ``text``: an intermediate result."""
 
     def note(self, text: str) -> None:
-        """Report what the user should know."""
+        """Report a note for the user."""
 
 
 @dataclass(frozen=True)
-class Expected:
-    """What a step will take: bytes on the disk and seconds, None where nobody can tell."""
+class StepEstimate:
+    """Estimated bytes on disk and seconds of a step; None: unknown."""
 
     nbytes: int | None = None
     seconds: float | None = None
@@ -41,196 +41,203 @@ class Expected:
 
 @dataclass(frozen=True, eq=False)
 class Step:
-    """One step: what decides its outputs, and how they are made.
+    """A step: the inputs and options that decide its outputs, and the function that writes them.
 
-    ``name``: unique, "imatrix" or "quantize Q4_K_M". ``inputs``: files it reads, by what they are; a function where
-    the steps ``after`` which it comes find out the name. ``outputs``: likewise. ``options``: what else decides its
-    outputs. ``code``: the same, for what can be told only when the inputs are there. ``run``: makes the outputs and
-    returns what it found; a step that was killed is run again and is to go on, or to start over. ``whole``: tells,
-    after a kill, whether outputs that are there are whole; None: nobody can tell. ``forget``: removes what the same
-    step of other parts left half done.
+    ``name``: unique, "imatrix" or "quantize Q4_K_M"; ``title``: a description. ``inputs``: files it reads, by label; a
+    function where a step of ``after`` decides the name. ``outputs``: likewise. ``options``: everything else that
+    decides its outputs. ``late_options``: options that are known only when the inputs exist. ``run``: writes the
+    outputs and returns facts; after an interruption it is called again, and resumes or starts over. ``is_complete``:
+    whether existing outputs are complete after an interruption; None: unknown.
     """
 
     name: str
-    what: str
+    title: str
     inputs: Mapping[str, Path | Callable[[], Path]]
     options: Mapping[str, object]
     outputs: tuple[Path, ...] | Callable[[], tuple[Path, ...]]
-    run: Callable[[Tell], Facts]
-    expected: Callable[[], Expected] = Expected
-    code: Callable[[], Mapping[str, object]] = dict
-    whole: Callable[[], bool] | None = None
-    forget: Callable[[], None] | None = None
+    run: Callable[[StepProgress], Facts]
+    estimate: Callable[[], StepEstimate] = StepEstimate
+    late_options: Callable[[], Mapping[str, object]] = dict
+    is_complete: Callable[[], bool] | None = None
     after: tuple[str, ...] = ()
 
     @property
-    def known_outputs(self) -> tuple[Path, ...]:
-        """The outputs whose names nothing has to find out."""
+    def static_outputs(self) -> tuple[Path, ...]:
+        """The outputs whose names are known before any step has run."""
         return () if callable(self.outputs) else self.outputs
 
-    def made(self) -> tuple[Path, ...]:
-        """Return the outputs; the inputs are there."""
+    def output_paths(self) -> tuple[Path, ...]:
+        """Return the outputs; the inputs exist."""
         return self.outputs() if callable(self.outputs) else self.outputs
 
 
 @dataclass(frozen=True)
 class Decision:
-    """Whether a step stands; else why it runs. ``parts`` is None if that depends on steps before it."""
+    """Whether a step is up to date; otherwise the reason to run it.
+
+    ``parts``: None if earlier steps decide them. ``is_first``: the step never ran, not even in part.
+    """
 
     step: Step
-    stands: bool
-    why: str
+    up_to_date: bool
+    reason: str
     parts: Mapping[str, str] | None = None
     record: StepRecord | None = None
+    is_first: bool = False
 
 
 class Observer(Protocol):
-    """Is told how a cook goes."""
+    """Receiver of the events of a cook. ``number``: of the step, from 1, of ``count``."""
 
-    def planned(self, decisions: Sequence[Decision]) -> None:
-        """Nothing has begun yet."""
+    def plan(self, decisions: Sequence[Decision]) -> None:
+        """Called before the first step."""
 
-    def stands(self, number: int, count: int, decision: Decision) -> None:
-        """A step is left out, as it stands."""
+    def skip(self, number: int, count: int, decision: Decision) -> None:
+        """Called instead of a step that is up to date."""
 
-    def started(self, number: int, count: int, decision: Decision) -> None:
-        """A step begins."""
+    def start(self, number: int, count: int, decision: Decision) -> None:
+        """Called before a step runs."""
 
-    def progress(self, done: float, total: float, text: str) -> None:
-        """The step goes on."""
+    def progress(self, current: float, total: float, text: str) -> None:
+        """Called while a step runs: ``current`` of ``total`` units are done; ``text``: an intermediate result."""
 
     def note(self, text: str) -> None:
-        """The step has something to say."""
+        """Called with a note for the user."""
 
-    def finished(self, number: int, count: int, step: Step, record: StepRecord) -> None:
-        """A step is done."""
+    def finish(self, number: int, count: int, step: Step, record: StepRecord) -> None:
+        """Called after a step has run."""
 
 
-class Silent:
+class NullObserver:
     """An observer that does nothing."""
 
-    def planned(self, decisions: Sequence[Decision]) -> None:
+    def plan(self, decisions: Sequence[Decision]) -> None:
         pass
 
-    def stands(self, number: int, count: int, decision: Decision) -> None:
+    def skip(self, number: int, count: int, decision: Decision) -> None:
         pass
 
-    def started(self, number: int, count: int, decision: Decision) -> None:
+    def start(self, number: int, count: int, decision: Decision) -> None:
         pass
 
-    def progress(self, done: float, total: float, text: str) -> None:
+    def progress(self, current: float, total: float, text: str) -> None:
         pass
 
     def note(self, text: str) -> None:
         pass
 
-    def finished(self, number: int, count: int, step: Step, record: StepRecord) -> None:
+    def finish(self, number: int, count: int, step: Step, record: StepRecord) -> None:
         pass
 
 
 @dataclass(frozen=True)
-class _Teller:
+class _ObserverProgress:
     observer: Observer
 
-    def __call__(self, done: float, total: float, text: str = "") -> None:
-        self.observer.progress(done, total, text)
+    def __call__(self, current: float, total: float, text: str = "") -> None:
+        self.observer.progress(current, total, text)
 
     def note(self, text: str) -> None:
         self.observer.note(text)
 
 
 @dataclass
-class Cooked:
-    """What a cook did: records of all steps by name, and the names of those that ran."""
+class RunRecord:
+    """Records of all steps of a cook, by name, and the names of those that ran."""
 
-    steps: dict[str, StepRecord] = field(default_factory=dict)
-    ran: list[str] = field(default_factory=list)
+    records: dict[str, StepRecord] = field(default_factory=dict)
+    executed: list[str] = field(default_factory=list)
 
 
-def parts_of(step: Step, state: State) -> dict[str, str]:
-    """Return the digests of all that decides a step's outputs. Raises ResourceError for an input that is not there."""
+def digest_parts(step: Step, state: State) -> dict[str, str]:
+    """Return the parts of a step: a digest of each input and option. Raises ResourceError for a missing input."""
     parts = {}
-    for label, given in step.inputs.items():
-        path = given() if callable(given) else given
+    for label, location in step.inputs.items():
+        path = location() if callable(location) else location
         try:
             parts[label] = state.digest(path)
         except OSError as e:
-            raise ResourceError(f"{path}: {label} of {step.name}: {e.strerror or e}") from None
-    return parts | {name: value_digest(value) for name, value in {**step.options, **step.code()}.items()}
+            raise ResourceError(f"{path}: {label} of {step.name}: {e.strerror or e}", "QK-E401") from None
+    return parts | {name: value_digest(value) for name, value in {**step.options, **step.late_options()}.items()}
 
 
 def decide(steps: Sequence[Step], state: State) -> list[Decision]:
-    """Return which steps stand, as far as that can be told before any has run."""
-    made: dict[Path, str] = {}
-    runs: set[str] = set()
+    """Return a decision for each step, as far as possible before any has run."""
+    producers: dict[Path, str] = {}
+    pending: set[str] = set()
     decisions = []
     for step in steps:
-        waits = [name for name in step.after if name in runs]
-        waits += [made[given] for given in step.inputs.values() if isinstance(given, Path) and given in made]
-        decision = Decision(step, False, f"after {waits[0]}") if waits else decide_step(step, state)
-        if not decision.stands:
-            made |= dict.fromkeys(step.known_outputs, step.name)
-            runs.add(step.name)
+        blockers = [name for name in step.after if name in pending]
+        blockers += [
+            producers[location]
+            for location in step.inputs.values()
+            if isinstance(location, Path) and location in producers
+        ]
+        decision = Decision(step, False, f"after {blockers[0]}") if blockers else decide_step(step, state)
+        if not decision.up_to_date:
+            producers |= dict.fromkeys(step.static_outputs, step.name)
+            pending.add(step.name)
         decisions.append(decision)
     return decisions
 
 
 def decide_step(step: Step, state: State) -> Decision:
-    """Return whether a step stands; its inputs are there."""
-    parts, record, begun = parts_of(step, state), state.steps.get(step.name), state.begun.get(step.name)
-    if begun is not None and record is None:
-        changed = "" if dict(begun.parts) == parts else f", and {_changed(begun.parts, parts)}"
+    """Return whether a step is up to date; its inputs exist."""
+    parts = digest_parts(step, state)
+    record, interrupted = state.steps.get(step.name), state.unfinished.get(step.name)
+    if interrupted is not None and record is None:
+        changed = "" if dict(interrupted.parts) == parts else f", and {_describe_changes(interrupted.parts, parts)}"
         return Decision(step, False, f"was interrupted{changed}", parts)
     if record is None:
-        return Decision(step, False, "not done yet", parts)
+        return Decision(step, False, "not done yet", parts, is_first=True)
     if dict(record.parts) != parts:
-        return Decision(step, False, _changed(record.parts, parts), parts)
-    for path in step.made():
+        return Decision(step, False, _describe_changes(record.parts, parts), parts)
+    for path in step.output_paths():
         if not os.path.lexists(path):
             return Decision(step, False, f"{path.name} is gone", parts)
-        if not state.is_as_made(path):
+        if not state.is_unchanged(path):
             return Decision(step, False, f"{path.name} was changed", parts)
-    return Decision(step, True, "stands", parts, record)
+    return Decision(step, True, "up to date", parts, record)
 
 
-def _changed(before: Mapping[str, str], now: Mapping[str, str]) -> str:
-    """Return what differs, in words."""
-    names = [name for name in {**now, **before} if before.get(name) != now.get(name)]
+def _describe_changes(before: Mapping[str, str], after: Mapping[str, str]) -> str:
+    """Return the names of parts that differ, as a text."""
+    names = [name for name in {**after, **before} if before.get(name) != after.get(name)]
     return f"changed: {', '.join(names)}"
 
 
-def carry_out(steps: Sequence[Step], state: State, observer: Observer) -> Cooked:
-    """Run what does not stand, in order. Raises what a step raises; the state then says how far it came."""
-    done = Cooked()
+def run_steps(steps: Sequence[Step], state: State, observer: Observer) -> RunRecord:
+    """Run the steps that are not up to date, in order. Raises the errors of steps, after which a run can resume."""
+    run = RunRecord()
     for number, step in enumerate(steps, 1):
         decision = decide_step(step, state)
         assert decision.parts is not None
         if decision.record is not None:
-            observer.stands(number, len(steps), decision)
-            done.steps[step.name] = decision.record
+            observer.skip(number, len(steps), decision)
+            run.records[step.name] = decision.record
             continue
-        observer.started(number, len(steps), decision)
-        record = _run(step, decision.parts, state, observer)
-        observer.finished(number, len(steps), step, record)
-        done.steps[step.name] = record
-        done.ran.append(step.name)
-    return done
+        observer.start(number, len(steps), decision)
+        record = _run_step(step, decision.parts, state, observer)
+        observer.finish(number, len(steps), step, record)
+        run.records[step.name] = record
+        run.executed.append(step.name)
+    return run
 
 
-def _run(step: Step, parts: Mapping[str, str], state: State, observer: Observer) -> StepRecord:
-    goes_on = state.goes_on(step.name, parts)
-    outputs = step.made()
+def _run_step(step: Step, parts: Mapping[str, str], state: State, observer: Observer) -> StepRecord:
+    resumes = state.can_resume(step.name, parts)
+    outputs = step.output_paths()
     state.begin(step.name, parts, outputs)
-    if not goes_on and step.forget is not None:
-        step.forget()
-    began, facts = working_seconds(), Facts()
-    done = goes_on and step.whole is not None and state.has_made(step.name, outputs) and step.whole()
-    if not done:
+    start, facts = working_seconds(), Facts()
+    complete = (
+        resumes and step.is_complete is not None and state.has_new_outputs(step.name, outputs) and step.is_complete()
+    )
+    if not complete:
         for path in outputs:
             path.parent.mkdir(parents=True, exist_ok=True)
-        facts = step.run(_Teller(observer))
+        facts = step.run(_ObserverProgress(observer))
     missing = [path for path in outputs if not os.path.isfile(path)]
     if missing:
-        raise QuantkitError(f"{step.name} ended without {missing[0]}: run it again")
-    state.finish(step.name, parts, outputs, working_seconds() - began, facts)
+        raise QuantkitError(f"{step.name} ended without {missing[0]}: run it again", "QK-E405")
+    state.finish(step.name, parts, outputs, working_seconds() - start, facts)
     return state.steps[step.name]

@@ -1,50 +1,47 @@
-"""How long steps take: rough figures for a plan, from what a token and a weight cost on a CPU.
-
-A step that ran here before is a better witness: its record's time is taken instead.
-"""
+"""Rough estimates of the time of steps, from costs per token and per weight on a CPU."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
 from quantkit.cpus import available_cpus
-from quantkit.pipeline.planned import PlannedTensor
 from quantkit.pipeline.quality import QUALITY, SPEEDS
+from quantkit.pipeline.row_slices import PlannedTensor
 from quantkit.types import TensorType
 
-#: Multiply-adds a second and core in a pass over a text, and seconds to load a model.
-_MUL_ADDS, _LOAD = 15e9, 1.0
-#: Weights a second and core that are encoded, by the names of speeds; with error feedback, about any type.
-_ENCODED = {"fast": 400e6, "medium": 50e6, "slow": 10e6}
-_FED = 0.7e6
-#: Bytes a second of a disk.
-_DISK = 1e9
+#: Multiply-adds per second and core in a forward pass, and seconds to load a model.
+_MUL_ADDS, _LOAD_SECONDS = 15e9, 1.0
+#: Weights encoded per second and core, by speed of the type; with error feedback, for any type.
+_ENCODING_SPEEDS = {"fast": 400e6, "medium": 50e6, "slow": 10e6}
+_FEEDBACK_SPEED = 0.7e6
+#: Bytes per second of a disk.
+_DISK_SPEED = 1e9
 
 
-def cores(threads: int) -> int:
-    """Return how many threads will run."""
+def count_cores(threads: int) -> int:
+    """Return the number of threads: 0 is all CPUs."""
     return threads or available_cpus()
 
 
 def forward_seconds(active: int, tokens: int, threads: int) -> float:
-    """Return what a pass over so many tokens takes."""
-    return _LOAD + tokens * active / (_MUL_ADDS * cores(threads))
+    """Return the seconds of a pass: load + tokens * active / (speed * cores); ``active``: weights per token."""
+    return _LOAD_SECONDS + tokens * active / (_MUL_ADDS * count_cores(threads))
 
 
-def encoding_seconds(tensors: Iterable[PlannedTensor], threads: int, *, fed: bool = False) -> float:
-    """Return what a plan takes to encode and to write."""
-    return sum(encoded_seconds(t.type, t.n_values, threads, fed=fed) + t.nbytes / _DISK for t in tensors)
+def plan_seconds(tensors: Iterable[PlannedTensor], threads: int, *, feedback: bool = False) -> float:
+    """Return the seconds to encode and to write the tensors of a plan."""
+    return sum(type_seconds(t.type, t.n_values, threads, feedback=feedback) + t.nbytes / _DISK_SPEED for t in tensors)
 
 
-def encoded_seconds(t: TensorType, weights: int, threads: int, *, fed: bool = False) -> float:
-    """Return what so many weights take in one type."""
+def type_seconds(t: TensorType, weights: int, threads: int, *, feedback: bool = False) -> float:
+    """Return the seconds to encode a number of weights in a type."""
     if not t.is_quantized:
         return 0.0
-    found = QUALITY.get(t.name)
-    speed = found.speed if found is not None and found.speed in SPEEDS else "medium"
-    return weights / ((_FED if fed else _ENCODED[speed]) * cores(threads))
+    quality = QUALITY.get(t.name)
+    speed = quality.speed if quality is not None and quality.speed in SPEEDS else "medium"
+    return weights / ((_FEEDBACK_SPEED if feedback else _ENCODING_SPEEDS[speed]) * count_cores(threads))
 
 
 def copying_seconds(nbytes: int) -> float:
-    """Return what reading and writing so many bytes takes."""
-    return 2 * nbytes / _DISK
+    """Return the seconds to read and to write a number of bytes."""
+    return 2 * nbytes / _DISK_SPEED

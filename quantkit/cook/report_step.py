@@ -1,4 +1,4 @@
-"""The last step: a page about all files of a cook, and a card for model hubs."""
+"""The last step: the report on all files of a cook, a page and a card for model hubs."""
 
 from __future__ import annotations
 
@@ -7,73 +7,73 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from quantkit.cook.engine import Facts, Step, Tell
+from quantkit.cook.engine import Facts, Step, StepProgress
 from quantkit.cook.search_steps import sensitivity_path
-from quantkit.cook.steps import Places
-from quantkit.cook.target_steps import check_path, checked, first_file
+from quantkit.cook.steps import Paths
+from quantkit.cook.target_steps import check_path, first_shard, read_check
 from quantkit.report import ReportOptions, report
 
 
-def page_path(places: Places) -> Path:
-    """Return the page."""
-    return places.config.output / "report.html"
+def page_path(paths: Paths) -> Path:
+    """Return the path of the page."""
+    return paths.config.output / "report.html"
 
 
-def card_path(places: Places) -> Path:
-    """Return the card, which hubs look for under this name."""
-    return places.config.output / "README.md"
+def card_path(paths: Paths) -> Path:
+    """Return the path of the model card, whose name hubs expect."""
+    return paths.config.output / "README.md"
 
 
-def report_step(places: Places) -> Step:
-    """Return the report on all targets, with what their checks found, if there are any."""
-    config, model = places.config, places.model
-    page, numbers = page_path(places), places.work("report.json")
-    card = card_path(places) if config.report.card else None
-    inputs: dict[str, Path | Callable[[], Path]] = {s.called: partial(first_file, places, s) for s in config.targets}
-    inputs["the model"] = places.source
+def report_step(paths: Paths) -> Step:
+    """Return the report on all targets, with the results of their checks, if any."""
+    config, model = paths.config, paths.model
+    page, data = page_path(paths), paths.work("report.json")
+    card = card_path(paths) if config.report.card else None
+    inputs: dict[str, Path | Callable[[], Path]] = {s.label: partial(first_shard, paths, s) for s in config.targets}
+    inputs["the model"] = paths.source
     if config.check.run:
-        inputs |= {"the model's predictions": places.base, "the text": places.check_text}
-        inputs |= {f"the check of {s.called}": check_path(places, s.called) for s in config.targets}
-    if places.imatrix is not None:
-        inputs["the importance matrix"] = places.imatrix
+        inputs |= {"the model's predictions": paths.base_logits, "the text": paths.check_text}
+        inputs |= {f"the check of {s.label}": check_path(paths, s.label) for s in config.targets}
+    if paths.imatrix is not None:
+        inputs["the importance matrix"] = paths.imatrix
     if config.goals:
-        inputs["the sensitivities"] = sensitivity_path(places)
+        inputs["the sensitivities"] = sensitivity_path(paths)
     ctx = config.check.ctx or model.ctx
 
-    def run(tell: Tell) -> Facts:
+    def run(progress: StepProgress) -> Facts:
         options = ReportOptions(
-            base=places.source,
-            text=places.check_text if config.check.run else None,
-            logits=places.base if config.check.run else None,
+            base=paths.source,
+            text=paths.check_text if config.check.run else None,
+            logits=paths.base_logits if config.check.run else None,
             n_ctx=ctx,
             chunks=config.check.chunks,
-            imatrix=places.imatrix,
-            sensitivity=sensitivity_path(places) if config.goals else None,
+            imatrix=paths.imatrix,
+            sensitivity=sensitivity_path(paths) if config.goals else None,
             title=config.name,
-            load=places.evaluation(),
+            load=paths.evaluation_options(),
         )
-        files = [first_file(places, settings) for settings in config.targets]
+        files = [first_shard(paths, settings) for settings in config.targets]
         if config.check.run:
-            found = [checked(places, settings.called) for settings in config.targets]
-            options = replace(options, known=dict(zip(files, found, strict=True)))
+            qualities = [read_check(paths, settings.label) for settings in config.targets]
+            options = replace(options, known=dict(zip(files, qualities, strict=True)))
         report(
             files,
             page,
             card=card,
-            data=numbers,
+            data=data,
             options=options,
             overwrite=True,
-            progress=lambda what, done, todo: tell(done, todo, what),
+            progress=lambda text, count, total: progress(count, total, text),
         )
         return {"files": len(files)}
 
-    outputs = tuple(path for path in (page, card, numbers) if path is not None)
+    outputs = tuple(path for path in (page, card, data) if path is not None)
     return Step(
         "report",
-        f"what can be said of these files: {page.name}" + (f", {card.name}" if card else ""),
+        f"the report on all files: {page.name}" + (f", {card.name}" if card else ""),
         inputs,
         {"chunks": config.check.chunks, "ctx": ctx, "title": config.name},
         outputs,
         run,
-        after=tuple(f"quantize {settings.called}" for settings in config.targets),
+        after=tuple(f"quantize {settings.label}" for settings in config.targets),
     )

@@ -1,154 +1,193 @@
-"""The steps of targets that are goals: sensitivity, base logits of candidates, the search of each recipe."""
+"""Steps of targets that are goals: sensitivity, base logits for candidates, the search of each recipe."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict
 from pathlib import Path
 
 from quantkit.cook import estimate
 from quantkit.cook.config import TargetSettings
-from quantkit.cook.engine import Expected, Facts, Step, Tell
-from quantkit.cook.ladder import types_for
-from quantkit.cook.steps import Places, logits_step
-from quantkit.cook.target_steps import chosen_path, recipe_path
-from quantkit.formats.outputs import written
+from quantkit.cook.engine import Facts, Step, StepEstimate, StepProgress
+from quantkit.cook.steps import Paths, logits_step
+from quantkit.cook.target_steps import recipe_path, search_result_path
+from quantkit.cook.targets import Goal
+from quantkit.formats.outputs import atomic_write
 from quantkit.pipeline.run import journal_path
 from quantkit.recipes.dialects import text_of
 from quantkit.search import Check, SearchOptions, SearchResult, search
 from quantkit.sensitivity import SensitivityOptions, sensitivity
 from quantkit.sensitivity.measure import full_runs_of
-from quantkit.types import type_by_name
+from quantkit.types import TensorType, type_by_name
 
-#: Classes of tensors of a layer, about.
-_KINDS = 7
-#: What a search calls a runtime.
+#: Tensor classes of a layer, approximately.
+_CLASSES_PER_LAYER = 7
+#: Values of the search's --runtime.
 _RUNTIMES = {"llama.cpp": "mainline", "ik_llama.cpp": "ik"}
+#: Types for a search by runtime, by bits, each better than others of its size: few, as each costs time.
+_LADDERS = {
+    "llama.cpp": ("IQ1_M", "IQ2_XXS", "IQ2_S", "IQ3_XXS", "IQ3_S", "IQ4_XS", "Q5_K", "Q6_K", "Q8_0"),
+    "ik_llama.cpp": ("IQ1_M", "IQ2_KS", "IQ2_KL", "IQ3_KS", "IQ3_K", "IQ4_KS", "IQ5_KS", "IQ6_K", "Q8_0"),
+}
+#: Range of useful types, as factors of a goal's bits per weight.
+_BELOW, _ABOVE = 0.6, 1.9
+#: Bits per weight to expect for goals that are no sizes.
+_ANY = (3.3, 4.5)
 
 
-def sensitivity_path(places: Places) -> Path:
-    """Return the file of what groups of tensors cost."""
-    return places.work("sensitivity.json")
+def sensitivity_path(paths: Paths) -> Path:
+    """Return the file of sensitivities."""
+    return paths.work("sensitivity.json")
 
 
-def types_of(places: Places) -> tuple[str, ...]:
-    """Return the types to measure: those that are named, or those that fit the goals."""
-    config = places.config
+def sensitivity_types(paths: Paths) -> tuple[str, ...]:
+    """Return the types to measure: those of the settings, or those that fit the goals."""
+    config = paths.config
     if config.sensitivity.types:
         return tuple(type_by_name(name).name for name in config.sensitivity.types)
     goals = [t.target.goal for t in config.goals if t.target.goal is not None]
-    return types_for(goals, config.runtime, places.model.weights)
+    return types_for(goals, config.runtime, paths.model.weights)
 
 
-def _is_fed(places: Places) -> bool:
-    """Tell whether costs are also measured with error feedback."""
-    return places.config.sensitivity.feedback and any(t.target.feedback for t in places.config.goals)
+def types_for(goals: Iterable[Goal], runtime: str, weights: int) -> tuple[str, ...]:
+    """Return the names of types to measure for goals, smallest first; ``weights``: number of the model's weights."""
+    selection: set[TensorType] = set()
+    ladder = [type_by_name(name) for name in _LADDERS[runtime]]
+    for goal in goals:
+        for bpw in _bits(goal, weights):
+            matches = [t for t in ladder if _BELOW * bpw <= t.bpw <= _ABOVE * bpw]
+            selection |= set(matches or _nearest(ladder, bpw))
+    return tuple(t.name for t in ladder if t in selection)
 
 
-def sensitivity_step(places: Places) -> Step:
-    """Return the measurement of what each group costs in each type."""
-    settings, model, out = places.config.sensitivity, places.model, sensitivity_path(places)
-    types, ctx, fed = types_of(places), settings.ctx or model.ctx, _is_fed(places)
-    inputs = {"the model": places.source, "the text": places.sensitivity_text}
-    if places.imatrix is not None:
-        inputs["the importance matrix"] = places.imatrix
-    if fed:
-        inputs["the covariances"] = places.covariance
+def _bits(goal: Goal, weights: int) -> Sequence[float]:
+    """Return the bits per weight that a goal may lead to."""
+    if goal.kind == "bpw":
+        return (goal.value,)
+    return (8 * goal.value / max(1, weights),) if goal.kind == "size" else _ANY
 
-    def run(tell: Tell) -> Facts:
-        found = sensitivity(
-            places.source,
+
+def _nearest(ladder: Sequence[TensorType], bpw: float) -> Sequence[TensorType]:
+    return sorted(ladder, key=lambda t: abs(t.bpw - bpw))[:2]
+
+
+def _has_feedback(paths: Paths) -> bool:
+    """Return whether sensitivities are also measured with error feedback."""
+    return paths.config.sensitivity.feedback and any(t.target.feedback for t in paths.config.goals)
+
+
+def sensitivity_step(paths: Paths) -> Step:
+    """Return the measurement of the sensitivities."""
+    settings, model = paths.config.sensitivity, paths.model
+    out, ctx = sensitivity_path(paths), settings.ctx or model.ctx
+    types, feedback = sensitivity_types(paths), _has_feedback(paths)
+    inputs = {"the model": paths.source, "the text": paths.sensitivity_text}
+    if paths.imatrix is not None:
+        inputs["the importance matrix"] = paths.imatrix
+    if feedback:
+        inputs["the covariances"] = paths.covariance
+    options: dict[str, object] = {
+        "types": list(types),
+        "groups": settings.groups,
+        "ctx": ctx,
+        "chunks": settings.chunks,
+        "proxies_only": settings.proxies_only,
+        "feedback": feedback,
+    }
+    if settings.full_runs is not None:
+        options["full_runs"] = settings.full_runs
+
+    def run(progress: StepProgress) -> Facts:
+        result = sensitivity(
+            paths.source,
             out,
-            [places.sensitivity_text],
+            [paths.sensitivity_text],
             options=SensitivityOptions(
                 types=types,
-                imatrix=places.imatrix,
+                imatrix=paths.imatrix,
                 groups=settings.groups,
-                feedback=places.covariance if fed else None,
+                feedback=paths.covariance if feedback else None,
                 n_ctx=ctx,
                 chunks=settings.chunks,
                 full_runs=settings.full_runs,
                 proxies_only=settings.proxies_only,
-                threads=places.threads or None,
-                max_ram=places.config.max_ram,
-                cache=places.cache,
-                cache_size=places.config.cache_size,
+                threads=paths.threads or None,
+                max_ram=paths.config.max_ram,
+                cache=paths.cache,
+                cache_size=paths.config.cache_size,
                 resume=True,
                 overwrite=True,
             ),
-            progress=lambda now: tell(now.done, now.total, now.text),
+            progress=lambda now: progress(now.done, now.total, now.text),
         )
-        for note in found.settings.get("notes", ()):
-            tell.note(note)
-        return {"groups": len(found.groups), "types": list(types), "measured": len(found.costs)}
+        for note in result.settings.get("notes", ()):
+            progress.note(note)
+        return {"groups": len(result.groups), "types": list(types), "measured": len(result.costs)}
 
-    def expected() -> Expected:
-        tokens = places.measured_tokens(places.sensitivity_text, ctx, settings.chunks)
-        once = estimate.forward_seconds(model.active, tokens, places.threads)
+    def estimate_cost() -> StepEstimate:
+        tokens = paths.evaluation_tokens(paths.sensitivity_text, ctx, settings.chunks)
+        pass_seconds = estimate.forward_seconds(model.active, tokens, paths.threads)
         encoding = sum(
-            estimate.encoded_seconds(type_by_name(name), model.weights, places.threads, fed=each)
+            estimate.type_seconds(type_by_name(name), model.weights, paths.threads, feedback=with_feedback)
             for name in types
-            for each in {False, fed}
+            for with_feedback in {False, feedback}
         )
-        # Each pair that runs to the end runs the layers behind the group, half of them in the mean.
+        # A full run of a pair computes the layers from the group on: half of them on average.
         full = full_runs_of(settings.full_runs, len(types)) or len(types)
-        groups = _KINDS * model.n_layers + 2
-        pairs = groups * (1 if settings.proxies_only else min(full, len(types)) * (1 + fed))
-        return Expected(None, once * (1 + pairs / 2) + encoding)
+        groups = _CLASSES_PER_LAYER * model.n_layers + 2
+        pairs = groups * (1 if settings.proxies_only else min(full, len(types)) * (1 + feedback))
+        return StepEstimate(None, pass_seconds * (1 + pairs / 2) + encoding)
 
     return Step(
         "sensitivity",
-        f"what each group of tensors costs in {len(types)} types",
+        f"sensitivity of each group of tensors in {len(types)} types",
         inputs,
-        {
-            **{"types": list(types), "groups": settings.groups, "ctx": ctx, "chunks": settings.chunks},
-            **{"proxies_only": settings.proxies_only, "feedback": fed},
-            **({} if settings.full_runs is None else {"full_runs": settings.full_runs}),
-        },
+        options,
         (out,),
         run,
-        expected,
-        whole=lambda: not journal_path(out).exists(),
+        estimate_cost,
+        is_complete=lambda: not journal_path(out).exists(),
     )
 
 
-def candidates_step(places: Places) -> Step:
-    """Return the computation of the model's own logits on the text that recipes are chosen by."""
-    settings = places.config.sensitivity
+def candidates_step(paths: Paths) -> Step:
+    """Return the computation of base logits on the text on which candidate recipes are compared."""
+    settings = paths.config.sensitivity
     return logits_step(
-        places,
+        paths,
         "candidates",
-        "what the model itself predicts on the text to choose by",
-        places.sensitivity_text,
-        places.candidates,
+        "base logits on the text that chooses between recipes",
+        paths.sensitivity_text,
+        paths.candidate_logits,
         settings.ctx,
         settings.chunks,
         "auto",
     )
 
 
-def search_step(places: Places, settings: TargetSettings) -> Step:
-    """Return the search of a recipe that meets a goal."""
-    config, goal, called = places.config, settings.target.goal, settings.called
+def search_step(paths: Paths, settings: TargetSettings) -> Step:
+    """Return the search for a recipe that meets a goal."""
+    config, label = paths.config, settings.label
+    goal = settings.target.goal
     assert goal is not None
     limits = config.search
-    out, chosen = recipe_path(places, called), chosen_path(places, called)
-    inputs = {"the sensitivity": sensitivity_path(places), "the model": places.source}
+    out, result_path = recipe_path(paths, label), search_result_path(paths, label)
+    inputs = {"the sensitivity": sensitivity_path(paths), "the model": paths.source}
     if limits.candidates > 1:
-        inputs["the base logits"] = places.candidates
-    if places.imatrix is not None:
-        inputs["the importance matrix"] = places.imatrix
+        inputs["the base logits"] = paths.candidate_logits
+    if paths.imatrix is not None:
+        inputs["the importance matrix"] = paths.imatrix
     if settings.target.feedback:
-        inputs["the covariances"] = places.covariance
-    given: dict[str, object] = {
+        inputs["the covariances"] = paths.covariance
+    step_options: dict[str, object] = {
         "goal": [goal.kind, goal.value],
         "runtime": config.runtime,
         "merge_up_gate": config.merge_up_gate,
-        **{
-            n: getattr(limits, n) for n in ("types", "same", "allow", "at_least", "at_most", "candidates", "time_limit")
-        },
+        **asdict(limits),
     }
 
-    def run(tell: Tell) -> Facts:
+    def run(progress: StepProgress) -> Facts:
         options = SearchOptions(
             target_size=int(goal.value) if goal.kind == "size" else None,
             target_bpw=goal.value if goal.kind == "bpw" else None,
@@ -160,61 +199,61 @@ def search_step(places: Places, settings: TargetSettings) -> Step:
             at_least=limits.at_least,
             at_most=limits.at_most,
             merge_up_gate=config.merge_up_gate,
-            imatrix=places.imatrix,
-            feedback=places.covariance if settings.target.feedback else None,
+            imatrix=paths.imatrix,
+            feedback=paths.covariance if settings.target.feedback else None,
             time_limit=limits.time_limit,
         )
         check = None
         if limits.candidates > 1:
             check = Check(
                 limits.candidates,
-                places.candidates,
-                threads=places.threads or None,
-                cache=places.cache,
-                folder=places.config.work,
+                paths.candidate_logits,
+                threads=paths.threads or None,
+                cache=paths.cache,
+                folder=paths.config.work,
             )
-        found = search(sensitivity_path(places), places.source, options, check=check, progress=tell.note)
-        for note in found.notes:
-            tell.note(note)
-        return _write(places, settings, found)
+        result = search(sensitivity_path(paths), paths.source, options, check=check, progress=progress.note)
+        for note in result.notes:
+            progress.note(note)
+        return _write_search(paths, settings, result)
 
-    def expected() -> Expected:
-        settings = config.sensitivity
-        tokens = places.measured_tokens(places.sensitivity_text, settings.ctx or places.model.ctx, settings.chunks)
-        measured = limits.candidates * estimate.forward_seconds(places.model.active, tokens, places.threads)
-        return Expected(None, measured if limits.candidates > 1 else 1.0)
+    def estimate_cost() -> StepEstimate:
+        sensitivity = config.sensitivity
+        tokens = paths.evaluation_tokens(paths.sensitivity_text, sensitivity.ctx or paths.model.ctx, sensitivity.chunks)
+        seconds = limits.candidates * estimate.forward_seconds(paths.model.active, tokens, paths.threads)
+        return StepEstimate(None, seconds if limits.candidates > 1 else 1.0)
 
     return Step(
-        f"search {called}",
-        f"the types of {places.output(called).name}",
+        f"search {label}",
+        f"the types of {paths.output(label).name}",
         inputs,
-        given,
-        (out, chosen),
+        step_options,
+        (out, result_path),
         run,
-        expected,
-        whole=lambda: True,
+        estimate_cost,
+        is_complete=lambda: True,
     )
 
 
-def _write(places: Places, settings: TargetSettings, found: SearchResult) -> Facts:
-    """Write the recipe, and what else is to be told of it."""
-    best, called = found.best, settings.called
-    measured = None if best.check is None else best.check.sums.kld.mean
+def _write_search(paths: Paths, settings: TargetSettings, result: SearchResult) -> Facts:
+    """Write the recipe and the other results; return these."""
+    best, label = result.best, settings.label
+    kld = None if best.check is None else best.check.sums.kld.mean
     facts: Facts = {
         "type": best.type_name,
         "rules": best.options.rules,
         "nbytes": best.nbytes,
         "bpw": best.bpw,
         "predicted": best.kld,
-        "measured": None if measured is None else measured.as_dict(),
-        "candidates": len(found.allocations),
+        "measured": None if kld is None else kld.as_dict(),
+        "candidates": len(result.allocations),
     }
     comments = [
         f"quantkit cook, target {settings.target.text}: {best.nbytes} bytes, {best.bpw:.4f} bits per weight,",
-        f"predicted divergence {best.kld:.5f}; quantkit quantize -r {called}.recipe IN OUT {best.type_name}",
+        f"predicted divergence {best.kld:.5f}; quantkit quantize -r {label}.recipe IN OUT {best.type_name}",
     ]
-    with written(chosen_path(places, called)) as part:
+    with atomic_write(search_result_path(paths, label)) as part:
         part.write_text(json.dumps(facts, indent=2) + "\n")
-    with written(recipe_path(places, called)) as part:
+    with atomic_write(recipe_path(paths, label)) as part:
         part.write_text(text_of([(rule.pattern, rule.type) for rule in best.rules], comments, "ours"))
     return facts

@@ -1,13 +1,15 @@
-"""What a cook knows of its model before any work, from headers alone."""
+"""The model of a cook, read from headers before any work."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from quantkit.convert import ConvertOptions, plan_convert
+from quantkit.convert import plan_convert
 from quantkit.errors import FormatError, QuantkitError, RecipeError, ResourceError
+from quantkit.extras import MissingPackages
 from quantkit.formats.gguf import open_model
+from quantkit.options.convert import ConvertOptions
 from quantkit.pipeline.plan import Plan
 from quantkit.pipeline.source import Source
 from quantkit.quantize import QuantizeOptions, plan_quantize
@@ -18,10 +20,10 @@ _CTX = 512
 
 @dataclass(frozen=True)
 class Model:
-    """A model to cook: ``path`` as it was given, and what its headers say.
+    """A model to cook: ``path`` as given, and facts from its headers.
 
-    ``nbytes``: of the file of 16 bits that everything else is made from; ``weights``: all, those a token multiplies
-    by, and those of matrices.
+    ``nbytes``: size of the unquantized GGUF file; ``weights``: number of all weights; ``active``: of those that a token
+    multiplies by.
     """
 
     path: Path
@@ -34,17 +36,17 @@ class Model:
     nbytes: int
     weights: int
     active: int
-    merges: bool
+    can_merge_experts: bool
     convert: ConvertOptions
     notes: tuple[str, ...] = ()
 
     @property
     def ctx(self) -> int:
-        """Tokens of a chunk unless told otherwise."""
+        """Default number of tokens of a chunk."""
         return min(_CTX, self.n_ctx) if self.n_ctx >= 4 else _CTX
 
     def plan(self, output: Path, type: str, options: QuantizeOptions) -> Plan:  # noqa: A002
-        """Return the plan of a quantization straight from what was given. Raises QuantkitError."""
+        """Return the plan of a quantization straight from ``path``, GGUF file or checkpoint. Raises QuantkitError."""
         if self.is_checkpoint:
             # A conversion that also quantizes takes its first type as --intermediate.
             first = replace(self.convert, outtype="auto", intermediate=self.convert.outtype)
@@ -52,42 +54,46 @@ class Model:
         return plan_quantize(self.path, output, type, options)
 
 
-def read_source(path: Path, converted: Path, convert: ConvertOptions) -> Model:
-    """Return what the headers of a model say; ``converted``: where a checkpoint would be converted to.
+def read_source(path: Path, gguf_path: Path, convert: ConvertOptions) -> Model:
+    """Return a model, from its headers; ``gguf_path``: the file that a checkpoint will be converted to.
 
-    Raises ResourceError if there is none, RecipeError if it is quantized already.
+    Raises ResourceError if there is no model, RecipeError if it is quantized already.
     """
     if path.is_dir():
         try:
-            plan = plan_convert(path, converted, None, convert)
+            plan = plan_convert(path, gguf_path, None, convert)
+        except MissingPackages:
+            raise
         except QuantkitError as e:
-            more = '; for quantkit cook that is [convert] pre = "NAME"' if "--pre " in e.message else ""
-            raise type(e)(e.message + more) from None
+            if e.code != "QK-E115":
+                raise
+            raise e.extended('; for quantkit cook that is [convert] pre = "NAME"') from None
         return _model(path, plan.source, plan.nbytes, convert, plan.notes)
     if not path.exists():
-        raise ResourceError(f"{path}: there is no such model: name a directory of Hugging Face, or a GGUF file")
+        raise ResourceError(f"{path}: there is no such model: name a Hugging Face directory, or a GGUF file", "QK-E401")
     with open_model(path) as source:
         quantized = next((t for t in source.tensors.values() if t.type.is_quantized), None)
         if quantized is not None:
             raise RecipeError(
-                f"{path}: {quantized.name} is {quantized.type} already; cook from the model of 16 or 32 bits"
+                f"{path}: {quantized.name} is {quantized.type} already; cook from the model of 16 or 32 bits, or from "
+                "what `quantkit export` makes of this one",
+                "QK-E209",
             )
-        nbytes = sum(each.stat().st_size for each in source.paths)
+        nbytes = sum(shard.stat().st_size for shard in source.paths)
         return _model(path, source, nbytes, convert)
 
 
 def _model(path: Path, source: Source, nbytes: int, convert: ConvertOptions, notes: tuple[str, ...] = ()) -> Model:
     arch = source.get("general.architecture")
     if not isinstance(arch, str):
-        raise FormatError(f"{path}: no model: it has no general.architecture")
+        raise FormatError(f"{path}: no model: it has no general.architecture", "QK-E123")
 
-    def number(key: str, default: int = 0) -> int:
+    def read_count(key: str, default: int = 0) -> int:
         value = source.get(f"{arch}.{key}", default)
         return value if isinstance(value, int) and value >= 0 else default
 
-    experts, used = number("expert_count"), number("expert_used_count")
-    weights = active = 0
-    vocab = 0
+    experts, used = read_count("expert_count"), read_count("expert_used_count")
+    weights = active = vocab = 0
     for tensor in source.tensors.values():
         n = 1
         for extent in tensor.shape:
@@ -100,9 +106,18 @@ def _model(path: Path, source: Source, nbytes: int, convert: ConvertOptions, not
             active += n * used // experts
         elif len(tensor.shape) > 1:
             active += n
-    merges = any("ffn_up_exps" in name for name in source.tensors)
-    ctx, layers = number("context_length"), number("block_count")
     return Model(
-        *(path, path.is_dir(), arch, layers, vocab, ctx, experts, nbytes, weights, active, merges, convert),
+        path=path,
+        is_checkpoint=path.is_dir(),
+        architecture=arch,
+        n_layers=read_count("block_count"),
+        n_vocab=vocab,
+        n_ctx=read_count("context_length"),
+        n_experts=experts,
+        nbytes=nbytes,
+        weights=weights,
+        active=active,
+        can_merge_experts=any("ffn_up_exps" in name for name in source.tensors),
+        convert=convert,
         notes=notes,
     )

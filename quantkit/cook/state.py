@@ -1,8 +1,6 @@
-"""What was cooked already: a small file in the work folder, of the steps that are done and the files they made.
+"""State of a cook, ``cook.json`` in the work folder: finished steps with digests of their inputs, options and outputs.
 
-A step is remembered by the digests of everything that decides its outputs. Files are told by size and time of change;
-where those changed, by their content. Of models that is both ends of every tensor: as for importance matrices and
-the cache of encoded tensors, that is enough to tell trained models apart.
+Files are identified as in ``pipeline.content``.
 """
 
 from __future__ import annotations
@@ -10,33 +8,30 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import stat
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from quantkit.errors import QuantkitError, ResourceError
-from quantkit.formats.gguf import open_model, parse_split_path
-from quantkit.formats.outputs import written
+from quantkit.formats.outputs import atomic_write, shards_of
+from quantkit.formats.own_json import read_own_json
+from quantkit.pipeline.content import FileRecord, stamps_of
+from quantkit.records import record
 from quantkit.version import __version__
 
 STATE = "cook.json"
-_KIND, _VERSION = "quantkit.cook", 1
-_PIECE = 1 << 22
-
-
-@dataclass(frozen=True, slots=True)
-class FileRecord:
-    """A file as it was when it was made: its size, time of change and digest."""
-
-    nbytes: int
-    mtime_ns: int
-    digest: str
+_KIND, _VERSION = "quantkit.cook", 2
 
 
 @dataclass(frozen=True, slots=True)
 class StepRecord:
-    """A step that is done: what decided it, digest by name, what it made, how long it took, and what it found."""
+    """Record of a finished step.
+
+    ``parts``: digests of its inputs and options, by label; ``outputs``: its files; ``seconds``: its duration;
+    ``facts``: its results.
+    """
 
     parts: Mapping[str, str]
     outputs: Mapping[str, FileRecord]
@@ -46,174 +41,173 @@ class StepRecord:
 
 
 @dataclass(frozen=True, slots=True)
-class Begun:
-    """A step that was begun: what decides it, and its outputs, each with size and time of change before, if any."""
+class UnfinishedStep:
+    """Record of a step that has started and not finished.
+
+    ``outputs``: size and modification time (ns) of each output before the start; None if it did not exist.
+    """
 
     parts: Mapping[str, str]
     outputs: Mapping[str, tuple[int, int] | None]
 
 
 class State:
-    """The state of a work folder. Paths in it are relative to the folder, so that both can be moved together."""
+    """State of a work folder. Its paths are relative to the folder, so that outputs and work can be moved together.
 
-    def __init__(self, folder: Path) -> None:
+    With ``planning``, files without a saved digest are not read: steps that depend on them run in any case.
+    """
+
+    def __init__(self, folder: Path, *, planning: bool = False) -> None:
         self.path = folder / STATE
+        self.planning = planning
         self.steps: dict[str, StepRecord] = {}
-        self.begun: dict[str, Begun] = {}
+        self.unfinished: dict[str, UnfinishedStep] = {}
+        self._saved_digests: dict[str, FileRecord] = {}
         self._digests: dict[str, FileRecord] = {}
-        self._known: dict[str, FileRecord] = {}
         self._read()
 
     def _read(self) -> None:
-        try:
-            data = json.loads(self.path.read_bytes())
-            if data["kind"] != _KIND or data["version"] != _VERSION:
-                raise ValueError(data["version"])
-            for name, step in data["steps"].items():
-                outputs = {path: FileRecord(**each) for path, each in step["outputs"].items()}
-                self.steps[name] = StepRecord(**{**step, "outputs": outputs})
-            for name, step in data["begun"].items():
-                before = {path: None if found is None else tuple(found) for path, found in step["outputs"].items()}
-                self.begun[name] = Begun(dict(step["parts"]), before)
-            self._digests = {path: FileRecord(**each) for path, each in data["digests"].items()}
-        except FileNotFoundError:
+        if not os.path.lexists(self.path):
             return
-        except (OSError, ValueError, LookupError, TypeError, AttributeError) as e:
-            raise QuantkitError(
-                f"{self.path}: not a state of quantkit cook ({e!r}); move it away to begin anew, and the files it made"
-            ) from None
+        content = read_own_json(self.path, "a state of quantkit cook; move it away to start anew", _parse_state)
+        self.steps = dict(content.steps)
+        self.unfinished = dict(content.unfinished)
+        self._saved_digests = dict(content.digests)
 
     def save(self) -> None:
-        """Write the file, whole or not at all."""
+        """Write the file atomically."""
         data = {
             "kind": _KIND,
             "version": _VERSION,
             "steps": {name: asdict(step) for name, step in self.steps.items()},
-            "begun": {name: asdict(step) for name, step in self.begun.items()},
-            "digests": {path: asdict(each) for path, each in (self._digests | self._known).items()},
+            "begun": {name: asdict(step) for name, step in self.unfinished.items()},
+            "digests": {path: asdict(record) for path, record in (self._saved_digests | self._digests).items()},
         }
-        with written(self.path) as part:
+        with atomic_write(self.path) as part:
             part.write_text(json.dumps(data, indent=1) + "\n")
 
     # ------------------------------------------------------------ files
 
     def digest(self, path: Path) -> str:
-        """Return the digest of a file's content, or of a folder's files. Raises OSError, QuantkitError."""
-        name = self._name(path)
+        """Return the digest of a file, of all shards of a model, or of the files of a folder. Raises OSError."""
         if path.is_dir():
-            return _folder_digest(path)
-        found = os.stat(path)
-        known = self._known.get(name) or self._digests.get(name)
-        if (
-            known is None
-            or parse_split_path(path)
-            or (known.nbytes, known.mtime_ns) != (found.st_size, found.st_mtime_ns)
-        ):
-            known = FileRecord(found.st_size, found.st_mtime_ns, content_digest(path))
-        self._known[name] = known
-        return known.digest
+            return self._folder_digest(path)
+        name, shards = self._relative(path), _existing_shards(path)
+        saved = self._digests.get(name) or self._saved_digests.get(name)
+        if saved is None and self.planning:
+            return f"not read: {stamps_of(shards)}"
+        self._digests[name] = FileRecord.read(shards, [saved])
+        return self._digests[name].digest
+
+    def _folder_digest(self, folder: Path) -> str:
+        """Return a digest of the names and contents of a folder's files.
+
+        Of a checkpoint only the files next to config.json count, without GGUF files: outputs may be among them.
+        """
+        digest = hashlib.sha256()
+        flat = (folder / "config.json").is_file()
+        for root, folders, files in os.walk(folder):
+            folders[:] = [] if flat else sorted(f for f in folders if not f.startswith("."))
+            for name in sorted(f for f in files if not f.startswith(".") and not (flat and f.endswith(".gguf"))):
+                path = Path(root, name)
+                content = self.digest(path) if stat.S_ISREG(os.stat(path).st_mode) else ""
+                digest.update(f"{path.relative_to(folder)}\0{content}\n".encode(errors="surrogateescape"))
+        return digest.hexdigest()
 
     def record(self, paths: Iterable[Path]) -> dict[str, FileRecord]:
-        """Return what files are now, by name."""
-        made = {}
+        """Return the current records of files, by relative path."""
+        records = {}
         for path in paths:
             self.digest(path)
-            made[self._name(path)] = self._known[self._name(path)]
-        return made
+            records[self._relative(path)] = self._digests[self._relative(path)]
+        return records
 
-    def is_as_made(self, path: Path) -> bool:
-        """Tell whether a file is there and is what a step that is on record made."""
-        name = self._name(path)
+    def is_unchanged(self, path: Path) -> bool:
+        """Return whether a file exists with the content that a finished step wrote."""
+        name = self._relative(path)
         record = next((s.outputs[name] for s in self.steps.values() if name in s.outputs), None)
         if record is None:
             return False
         try:
-            return os.stat(path).st_size == record.nbytes and self.digest(path) == record.digest
+            return self.digest(path) == record.digest
         except (OSError, QuantkitError):
             return False
 
-    def is_ours(self, path: Path) -> bool:
-        """Tell whether a file may be replaced: a step made it, or was making it when it was killed."""
-        return any(self._name(path) in b.outputs for b in self.begun.values()) or self.is_as_made(path)
+    def may_replace(self, path: Path) -> bool:
+        """Return whether a file may be replaced: a step wrote it, or was interrupted while it wrote it."""
+        return any(self._relative(path) in b.outputs for b in self.unfinished.values()) or self.is_unchanged(path)
 
-    def _name(self, path: Path) -> str:
+    def _relative(self, path: Path) -> str:
         return os.path.relpath(os.path.abspath(path), os.path.abspath(self.path.parent))
 
     # ------------------------------------------------------------ steps
 
     def begin(self, name: str, parts: Mapping[str, str], outputs: Iterable[Path]) -> None:
-        """Note that a step begins, before it makes anything. Raises ResourceError if a file is somebody else's."""
+        """Record the start of a step, before it writes. Raises ResourceError for a file of another origin."""
         outputs = list(outputs)
         for path in outputs:
-            if os.path.lexists(path) and not self.is_ours(path):
+            if os.path.lexists(path) and not self.may_replace(path):
                 raise ResourceError(
-                    f"{path} is there, and quantkit cook did not make it, or it was changed since: move it away, or "
-                    "cook to another folder"
+                    f"{path} exists, and quantkit cook did not make it, or it was changed since: move it away, or "
+                    "cook to another folder",
+                    "QK-E402",
                 )
-        if not self.goes_on(name, parts):
-            self.begun[name] = Begun(dict(parts), {self._name(path): _stat(path) for path in outputs})
+        if not self.can_resume(name, parts):
+            self.unfinished[name] = UnfinishedStep(
+                dict(parts), {self._relative(path): _stamp(path) for path in outputs}
+            )
         self.steps.pop(name, None)
         self.save()
 
-    def goes_on(self, name: str, parts: Mapping[str, str]) -> bool:
-        """Tell whether a step was begun before, with the same parts, and was not finished."""
-        begun = self.begun.get(name)
-        return begun is not None and name not in self.steps and dict(begun.parts) == dict(parts)
+    def can_resume(self, name: str, parts: Mapping[str, str]) -> bool:
+        """Return whether a step with the same parts was interrupted."""
+        step = self.unfinished.get(name)
+        return step is not None and name not in self.steps and dict(step.parts) == dict(parts)
 
-    def has_made(self, name: str, outputs: Iterable[Path]) -> bool:
-        """Tell whether the outputs of a step that was begun are there, and are none that were there before."""
-        before = self.begun[name].outputs
-        return all(_stat(path) not in (None, before.get(self._name(path))) for path in outputs)
+    def has_new_outputs(self, name: str, outputs: Iterable[Path]) -> bool:
+        """Return whether all outputs of an unfinished step exist and differ from those before its start."""
+        before = self.unfinished[name].outputs
+        return all(_stamp(path) not in (None, before.get(self._relative(path))) for path in outputs)
 
     def finish(
         self, name: str, parts: Mapping[str, str], outputs: Iterable[Path], seconds: float, facts: Mapping[str, Any]
     ) -> None:
-        """Note that a step is done and its outputs are whole."""
+        """Record the end of a step, whose outputs are complete."""
         self.steps[name] = StepRecord(dict(parts), self.record(outputs), seconds, dict(facts))
-        self.begun.pop(name, None)
+        self.unfinished.pop(name, None)
         self.save()
 
 
-def _stat(path: Path) -> tuple[int, int] | None:
+@dataclass(frozen=True, slots=True)
+class _Content:
+    """Content of the state file."""
+
+    steps: Mapping[str, StepRecord]
+    unfinished: Mapping[str, UnfinishedStep]
+    digests: Mapping[str, FileRecord]
+
+
+def _parse_state(data: Any) -> _Content:
+    if data.pop("kind") != _KIND or data.pop("version") != _VERSION:
+        raise ValueError(f"another kind of file, or another version than {_VERSION}")
+    data["unfinished"] = data.pop("begun")
+    content: _Content = record(_Content, data)
+    return content
+
+
+def _stamp(path: Path) -> tuple[int, int] | None:
     try:
-        found = os.stat(path)
+        status = os.stat(path)
     except OSError:
         return None
-    return found.st_size, found.st_mtime_ns
+    return status.st_size, status.st_mtime_ns
 
 
-def content_digest(path: Path) -> str:
-    """Return a digest of a file: of models the fingerprint, of others the SHA-256. Raises OSError, QuantkitError."""
-    if path.suffix == ".gguf" and not _is_small(path):
-        with open_model(path) as source:
-            return source.fingerprint()
-    digest = hashlib.sha256()
-    with open(path, "rb") as file:
-        while piece := file.read(_PIECE):
-            digest.update(piece)
-    return digest.hexdigest()
-
-
-def _is_small(path: Path) -> bool:
-    return os.stat(path).st_size <= 1 << 24
-
-
-def _folder_digest(folder: Path) -> str:
-    """Return a digest of the files of a folder: names, sizes and times of change.
-
-    Of a checkpoint only those beside config.json count, and no GGUF: what is cooked may lie in it.
-    """
-    digest = hashlib.sha256()
-    flat = (folder / "config.json").is_file()
-    for root, folders, files in os.walk(folder):
-        folders[:] = [] if flat else sorted(f for f in folders if not f.startswith("."))
-        for name in sorted(f for f in files if not f.startswith(".") and not (flat and f.endswith(".gguf"))):
-            found = os.stat(os.path.join(root, name))
-            where = os.path.relpath(os.path.join(root, name), folder)
-            digest.update(f"{where}\0{found.st_size}\0{found.st_mtime_ns}\n".encode(errors="surrogateescape"))
-    return digest.hexdigest()
+def _existing_shards(path: Path) -> list[Path]:
+    """Return all existing shards of a model, given one of them; the path alone if it is no shard."""
+    return [shard for shard in sorted(set(shards_of(path))) if shard.exists()] or [path]
 
 
 def value_digest(value: object) -> str:
-    """Return a digest of a value of JSON; paths and the like count as their text."""
+    """Return a digest of a value of JSON; other values, such as paths, count as their text."""
     return hashlib.sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()[:32]

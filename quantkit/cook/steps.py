@@ -2,40 +2,60 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
+from quantkit.arguments import changed_options
 from quantkit.convert import convert
 from quantkit.cook import estimate
 from quantkit.cook.config import Config
-from quantkit.cook.engine import Expected, Facts, Step, Tell
+from quantkit.cook.engine import Facts, Step, StepEstimate, StepProgress
 from quantkit.cook.source import Model
 from quantkit.cook.texts import make_texts, text_inputs
 from quantkit.evaluate import Estimate, SaveLogits, perplexity
 from quantkit.evaluate.passes import EvaluationOptions
 from quantkit.formats.outputs import part_path, read_text
 from quantkit.imatrix import ImatrixOptions, Watcher, imatrix
-from quantkit.imatrix.checkpoint import state_of
 from quantkit.imatrix.covariance import CovarianceProgress, covariance
-from quantkit.pipeline.planned import PlannedTensor
+from quantkit.imatrix.snapshot import snapshot_path
+from quantkit.pipeline.plan import Plan
+from quantkit.pipeline.row_slices import PlannedTensor
 from quantkit.pipeline.run import RunOptions
 
-#: Base logits of the whole vocabulary up to this size, then only the most probable tokens.
-_WHOLE_LOGITS = 1 << 30
-#: Tokens of a pass, about.
-_BATCH = 2048
-#: Bytes of a text a token, about.
-_BYTES_A_TOKEN = 4
+#: Bytes up to which base logits have the whole vocabulary; beyond, only the most probable tokens.
+_MAX_FULL_LOGITS = 1 << 30
+#: Tokens of a pass, approximately.
+_BATCH_TOKENS = 2048
+#: Bytes of text per token, approximately.
+_BYTES_PER_TOKEN = 4
+
+
+class PlanCache:
+    """The plan that was made last. Only one is kept, as a plan may hold an importance matrix in memory."""
+
+    def __init__(self) -> None:
+        self._key: object = None
+        self._plan: Plan | None = None
+
+    def get(self, key: object, make: Callable[[], Plan]) -> Plan:
+        """Return the plan of ``key``, made by ``make`` unless it is the one kept."""
+        if self._plan is None or key != self._key:
+            self._plan, self._key = make(), key
+        return self._plan
+
+    def clear(self) -> None:
+        self._key = self._plan = None
 
 
 @dataclass(frozen=True)
-class Places:
-    """Where everything of a cook lies."""
+class Paths:
+    """All paths of a cook, with the settings and the model that decide them; ``plans``: shared by its steps."""
 
     config: Config
     model: Model
+    plans: PlanCache = field(default_factory=PlanCache, compare=False)
 
     def work(self, name: str) -> Path:
         """Return a file of the work folder."""
@@ -43,14 +63,14 @@ class Places:
 
     @property
     def source(self) -> Path:
-        """The GGUF file that everything is made from."""
+        """The GGUF file that all steps read."""
         return self.work("model.gguf") if self.model.is_checkpoint else self.model.path
 
     @property
     def calibration(self) -> tuple[Path, ...]:
         """The texts to calibrate on."""
         settings = self.config.calibration
-        return settings.text if settings.evaluation is not None else (self.work("texts/calibration.txt"),)
+        return (self.work("texts/calibration.txt"),) if settings.is_corpus else settings.text
 
     @property
     def sensitivity_text(self) -> Path:
@@ -62,7 +82,7 @@ class Places:
 
     @property
     def imatrix(self) -> Path | None:
-        """The importance matrix, whoever made it; None if there is to be none."""
+        """The importance matrix, given or collected; None to quantize without one."""
         settings = self.config.imatrix
         return settings.file or (self.work("imatrix.gguf") if settings.run else None)
 
@@ -71,165 +91,177 @@ class Places:
         return self.config.imatrix.covariance or self.work("covariance.gguf")
 
     @property
-    def base(self) -> Path:
+    def base_logits(self) -> Path:
         return self.work("base.logits")
 
     @property
     def cache(self) -> Path:
-        """The folder of encoded tensors: what sensitivity encodes serves every target."""
+        """The folder of encoded tensors, which sensitivity and all targets share."""
         return self.config.cache or self.work("tensors")
 
-    def output(self, called: str) -> Path:
+    def output(self, label: str) -> Path:
         """Return the file of a target."""
-        return self.config.output / f"{self.config.name}-{called}.gguf"
+        return self.config.output / f"{self.config.name}-{label}.gguf"
 
     @property
     def threads(self) -> int:
         return self.config.threads
 
-    def evaluation(self) -> EvaluationOptions:
-        """Return how models run."""
+    def evaluation_options(self) -> EvaluationOptions:
+        """Return the options of the engine."""
         options: EvaluationOptions = {"threads": self.threads or None}
         if self.config.max_ram is not None:
             options["max_ram"] = self.config.max_ram
         return options
 
-    def pipeline(self, tell: Tell, total: int) -> RunOptions:
-        """Return how plans are carried out: a killed run goes on, another one is thrown away."""
-        return {"threads": self.threads or None, "resume": True, "overwrite": True, "observer": Wrote(tell, total)}
+    def run_options(self, progress: StepProgress, total: int) -> RunOptions:
+        """Return the options of a run that resumes its own interrupted work and replaces other."""
+        return {
+            "threads": self.threads or None,
+            "resume": True,
+            "overwrite": True,
+            "observer": RunProgress(progress, total),
+        }
 
     @property
-    def candidates(self) -> Path:
+    def candidate_logits(self) -> Path:
         return self.work("candidates.logits")
 
     def calibration_tokens(self) -> int:
-        """Return about how many tokens are calibrated on."""
+        """Return the approximate number of calibration tokens."""
         settings, texts = self.config.imatrix, self.config.calibration
         nbytes = sum(_size(path, texts.size) for path in (*self.calibration, *texts.chat))
-        return self._limited(nbytes, settings.ctx or self.model.ctx, settings.chunks)
+        return self._limit_tokens(nbytes, settings.ctx or self.model.ctx, settings.chunks)
 
-    def measured_tokens(self, text: Path, ctx: int, chunks: int | None) -> int:
-        """Return about how many tokens of a held-out text are used, which may not be made yet."""
+    def evaluation_tokens(self, text: Path, ctx: int, chunks: int | None) -> int:
+        """Return the approximate number of tokens used of a held-out text, which may not exist yet."""
         texts = self.config.calibration
-        whole = texts.size * texts.heldout if texts.evaluation is None else _size(texts.evaluation, 0)
-        return self._limited(_size(text, int(whole / 2)), ctx, chunks)
+        held_out = texts.size * texts.heldout if texts.evaluation is None else _size(texts.evaluation, 0)
+        return self._limit_tokens(_size(text, int(held_out / 2)), ctx, chunks)
 
-    def _limited(self, nbytes: int, ctx: int, chunks: int | None) -> int:
-        tokens = nbytes // _BYTES_A_TOKEN
+    def _limit_tokens(self, nbytes: int, ctx: int, chunks: int | None) -> int:
+        tokens = nbytes // _BYTES_PER_TOKEN
         return tokens if chunks is None else min(tokens, chunks * ctx)
 
 
-def _size(path: Path, otherwise: int) -> int:
-    """Return the bytes of a file, or what it will have about."""
+def _size(path: Path, default: int) -> int:
+    """Return the bytes of a file, ``default`` if it does not exist yet."""
     try:
         return path.stat().st_size
     except OSError:
-        return otherwise
+        return default
 
 
-class Wrote:
-    """Tells how far a plan is carried out."""
+class RunProgress:
+    """Reports the progress of a run of a plan."""
 
-    def __init__(self, tell: Tell, total: int) -> None:
-        self.tell, self.total, self.done, self.stage = tell, total, 0, ""
+    def __init__(self, progress: StepProgress, total: int) -> None:
+        self.progress, self.total = progress, total
+        self.position, self.stage = 0, ""
 
-    def resumed(self, tensors: int, nbytes: int) -> None:
-        self.tell.note(f"goes on after {tensors} tensors")
-        self.wrote(nbytes)
+    def on_resume(self, tensors: int, nbytes: int) -> None:
+        self.progress.note(f"continues after {tensors} tensors")
+        self.on_write(nbytes)
 
-    def wrote(self, nbytes: int) -> None:
-        self.done += nbytes
-        self.tell(self.done, self.total, self.stage)
+    def on_write(self, nbytes: int) -> None:
+        self.position += nbytes
+        self.progress(self.position, self.total, self.stage)
 
-    def finished(self, tensor: PlannedTensor) -> None:
+    def on_tensor(self, tensor: PlannedTensor) -> None:
         pass
 
-    def said(self, text: str) -> None:
-        self.tell.note(text)
+    def on_note(self, text: str) -> None:
+        self.progress.note(text)
 
-    def ran(self, stage: int, stages: int, tokens: int, total: int) -> None:
+    def on_stage(self, stage: int, stages: int, tokens: int, total: int) -> None:
         self.stage = f"stage {stage + 1} of {stages}"
-        self.tell(self.done, self.total, self.stage)
+        self.progress(self.position, self.total, self.stage)
 
 
 # ---------------------------------------------------------------- the steps
 
 
-def convert_step(places: Places) -> Step:
+def convert_step(paths: Paths) -> Step:
     """Return the conversion of a checkpoint."""
-    model, out = places.model, places.source
+    model, out = paths.model, paths.source
 
-    def run(tell: Tell) -> Facts:
-        made = convert(model.path, out, None, model.convert, **places.pipeline(tell, model.nbytes))
-        return {"nbytes": made.plan.nbytes, "tensors": len(made.plan.tensors)}
+    def run(progress: StepProgress) -> Facts:
+        result = convert(model.path, out, None, model.convert, **paths.run_options(progress, model.nbytes))
+        return {"nbytes": result.plan.nbytes, "tensors": len(result.plan.tensors)}
 
     return Step(
         "convert",
         "the checkpoint as a GGUF file",
         {"the checkpoint": model.path},
-        {**asdict(places.config.convert)},
+        changed_options(paths.config.convert),
         (out,),
         run,
-        lambda: Expected(model.nbytes, estimate.copying_seconds(model.nbytes)),
-        whole=lambda: not part_path(out).exists(),
+        lambda: StepEstimate(model.nbytes, estimate.copying_seconds(model.nbytes)),
+        is_complete=lambda: not part_path(out).exists(),
     )
 
 
-def texts_step(places: Places) -> Step:
-    """Return the making of the texts."""
-    settings = places.config.calibration
-    outputs = [places.sensitivity_text, places.check_text]
+def texts_step(paths: Paths) -> Step:
+    """Return the preparation of the texts."""
+    settings = paths.config.calibration
+    outputs = [paths.sensitivity_text, paths.check_text]
+    options: dict[str, object] = {}
     if settings.evaluation is not None:
-        inputs, options = {"the evaluation text": settings.evaluation}, dict[str, object]()
+        inputs = {"the evaluation text": settings.evaluation}
     else:
         inputs = text_inputs("the text", settings.text)
         options = {name: getattr(settings, name) for name in ("size", "heldout", "seed", "include")}
-        outputs += [places.calibration[0], *(places.work(f"texts/{n}") for n in ("evaluation.txt", "manifest.json"))]
-    made = partial(make_texts, settings, places.work("texts"), places.sensitivity_text, places.check_text)
+        outputs += [paths.calibration[0], *(paths.work(f"texts/{n}") for n in ("evaluation.txt", "manifest.json"))]
+    run = partial(make_texts, settings, paths.work("texts"), paths.sensitivity_text, paths.check_text)
     nbytes = settings.size if settings.evaluation is None else None
     return Step(
-        *("texts", "texts to calibrate, to measure and to check on", inputs, options, tuple(outputs), made),
-        lambda: Expected(nbytes, None),
+        "texts",
+        "texts to calibrate, to measure and to check on",
+        inputs,
+        options,
+        tuple(outputs),
+        run,
+        lambda: StepEstimate(nbytes, None),
     )
 
 
-def _batched(ctx: int) -> int:
-    """Return the tokens of a pass of whole chunks."""
-    return ctx * max(1, _BATCH // ctx)
+def _batch_size(ctx: int) -> int:
+    """Return the tokens of a pass, which has whole chunks."""
+    return ctx * max(1, _BATCH_TOKENS // ctx)
 
 
-class _Chunks(Watcher):
-    """Tells how far an importance matrix is."""
+class _ChunkProgress(Watcher):
+    """Reports the progress of an importance matrix."""
 
-    def __init__(self, tell: Tell) -> None:
-        self.tell = tell
+    def __init__(self, progress: StepProgress) -> None:
+        self.progress = progress
 
-    def started(self, first: int, n_chunks: int, n_seq: int, notes: Sequence[str]) -> None:
+    def on_start(self, first: int, n_chunks: int, n_seq: int, notes: Sequence[str]) -> None:
         for note in notes:
-            self.tell.note(note)
+            self.progress.note(note)
         if first:
-            self.tell.note(f"goes on after {first} of {n_chunks} chunks")
+            self.progress.note(f"continues after {first} of {n_chunks} chunks")
 
-    def chunk(self, chunk: int, n_chunks: int, ppl: Estimate | None) -> None:
-        self.tell(chunk, n_chunks, "" if ppl is None else f"perplexity {ppl.value:.4f}")
+    def on_chunk(self, chunk: int, n_chunks: int, ppl: Estimate | None) -> None:
+        self.progress(chunk, n_chunks, "" if ppl is None else f"perplexity {ppl.value:.4f}")
 
-    def dropped(self, chunk: int, why: str, back_to: int) -> None:
-        self.tell.note(f"chunk {chunk + 1} is left out: {why} is NaN or infinite")
+    def on_drop(self, chunk: int, why: str, back_to: int) -> None:
+        self.progress.note(f"chunk {chunk + 1} is left out: {why} is NaN or infinite")
 
 
-def _calibration_inputs(places: Places) -> dict[str, Path]:
+def _calibration_inputs(paths: Paths) -> dict[str, Path]:
     return {
-        "the model": places.source,
-        **text_inputs("the text", places.calibration),
-        **text_inputs("the conversations", places.config.calibration.chat),
+        "the model": paths.source,
+        **text_inputs("the text", paths.calibration),
+        **text_inputs("the conversations", paths.config.calibration.chat),
     }
 
 
-def _collecting(ctx: int, chunks: int | None, process_output: bool) -> ImatrixOptions:
-    """Return how sums are collected: a killed run goes on, another one is thrown away."""
+def _collection_options(ctx: int, chunks: int | None, process_output: bool) -> ImatrixOptions:
+    """Return the options of a collection that resumes its own interrupted work and replaces other."""
     return ImatrixOptions(
         n_ctx=ctx,
-        n_batch=_batched(ctx),
+        n_batch=_batch_size(ctx),
         chunks=chunks,
         process_output=process_output,
         resume=True,
@@ -237,116 +269,130 @@ def _collecting(ctx: int, chunks: int | None, process_output: bool) -> ImatrixOp
     )
 
 
-def imatrix_step(places: Places, out: Path) -> Step:
+def imatrix_step(paths: Paths, out: Path) -> Step:
     """Return the collection of the importance matrix."""
-    settings, model = places.config.imatrix, places.model
+    settings, model = paths.config.imatrix, paths.model
     ctx = settings.ctx or model.ctx
 
-    def run(tell: Tell) -> Facts:
-        found = imatrix(
-            places.source,
-            places.calibration,
+    def run(progress: StepProgress) -> Facts:
+        result = imatrix(
+            paths.source,
+            paths.calibration,
             out,
-            chat=places.config.calibration.chat,
-            options=_collecting(ctx, settings.chunks, settings.process_output),
-            watcher=_Chunks(tell),
-            **places.evaluation(),
+            chat=paths.config.calibration.chat,
+            options=_collection_options(ctx, settings.chunks, settings.process_output),
+            watcher=_ChunkProgress(progress),
+            **paths.evaluation_options(),
         )
-        ppl = None if found.ppl is None else found.ppl.as_dict()
-        return {"chunks": found.n_chunks, "ctx": ctx, "ppl": ppl, "dropped": len(found.dropped)}
+        ppl = None if result.ppl is None else result.ppl.as_dict()
+        return {"chunks": result.n_chunks, "ctx": ctx, "ppl": ppl, "dropped": len(result.dropped)}
 
     options = {"chunks": settings.chunks, "ctx": ctx, "process_output": settings.process_output}
     return Step(
         "imatrix",
         "the importance matrix",
-        _calibration_inputs(places),
+        _calibration_inputs(paths),
         options,
         (out,),
         run,
-        lambda: Expected(None, estimate.forward_seconds(model.active, places.calibration_tokens(), places.threads)),
-        whole=lambda: not state_of(out).exists(),
+        lambda: StepEstimate(None, estimate.forward_seconds(model.active, paths.calibration_tokens(), paths.threads)),
+        is_complete=lambda: not snapshot_path(out).exists(),
     )
 
 
-def covariance_step(places: Places) -> Step:
+def covariance_step(paths: Paths) -> Step:
     """Return the recording of covariances, for error feedback."""
-    settings, model, out = places.config.imatrix, places.model, places.covariance
+    settings, model = paths.config.imatrix, paths.model
+    out = paths.covariance
     ctx = settings.ctx or model.ctx
 
-    def run(tell: Tell) -> Facts:
-        def progress(now: CovarianceProgress) -> None:
-            passes = f"pass {now.number} of {now.n_passes}, {now.what}"
-            tell((now.number - 1) * now.n_chunks + now.chunk, now.n_passes * now.n_chunks, passes)
+    def run(progress: StepProgress) -> Facts:
+        def report_pass(now: CovarianceProgress) -> None:
+            text = f"pass {now.number} of {now.n_passes}, {now.inputs}"
+            progress((now.number - 1) * now.n_chunks + now.chunk, now.n_passes * now.n_chunks, text)
 
-        found = covariance(
-            places.source,
-            places.calibration,
+        result = covariance(
+            paths.source,
+            paths.calibration,
             out,
-            chat=places.config.calibration.chat,
-            options=_collecting(ctx, settings.chunks, True),
-            progress=progress,
-            **places.evaluation(),
+            chat=paths.config.calibration.chat,
+            options=_collection_options(ctx, settings.chunks, True),
+            progress=report_pass,
+            **paths.evaluation_options(),
         )
-        return {"inputs": found.n_inputs, "passes": found.n_passes, "chunks": found.n_chunks}
+        return {"inputs": result.n_inputs, "passes": result.n_passes, "chunks": result.n_chunks}
 
     return Step(
         "covariance",
-        "covariances of what weights multiply, for +feedback",
-        _calibration_inputs(places),
+        "covariances of activations, for +feedback",
+        _calibration_inputs(paths),
         {"chunks": settings.chunks, "ctx": ctx},
         (out,),
         run,
-        lambda: Expected(None, 4 * estimate.forward_seconds(model.active, places.calibration_tokens(), places.threads)),
-        whole=lambda: not state_of(out).exists(),
+        lambda: StepEstimate(
+            None, 4 * estimate.forward_seconds(model.active, paths.calibration_tokens(), paths.threads)
+        ),
+        is_complete=lambda: not snapshot_path(out).exists(),
     )
 
 
-def base_step(places: Places) -> Step:
+def base_step(paths: Paths) -> Step:
     """Return the computation of the model's own logits on the text to check on."""
-    settings, what = places.config.check, "what the model itself predicts on the text to check on"
-    text, out = places.check_text, places.base
-    return logits_step(places, "base", what, text, out, settings.ctx, settings.chunks, settings.logits)
+    settings, title = paths.config.check, "base logits on the text of the check"
+    text, out = paths.check_text, paths.base_logits
+    return logits_step(paths, "base", title, text, out, settings.ctx, settings.chunks, settings.logits)
 
 
 def logits_step(
-    places: Places, name: str, what: str, text: Path, out: Path, n_ctx: int | None, chunks: int | None, form: str
+    paths: Paths,
+    name: str,
+    title: str,
+    text: Path,
+    out: Path,
+    n_ctx: int | None,
+    chunks: int | None,
+    logits_format: str,
 ) -> Step:
     """Return the computation of the model's logits on a text; ``form``: "auto", or that of ``SaveLogits``."""
-    model = places.model
+    model = paths.model
     ctx = n_ctx or model.ctx
 
-    def sized() -> tuple[int, int]:
-        """Return about how many tokens are run, and the bytes of their logits in full."""
-        tokens = places.measured_tokens(text, ctx, chunks)
+    def size_logits() -> tuple[int, int]:
+        """Return the approximate number of tokens, and the bytes of their logits over the whole vocabulary."""
+        tokens = paths.evaluation_tokens(text, ctx, chunks)
         return tokens, tokens // 2 * 2 * (model.n_vocab + 4)
 
-    def run(tell: Tell) -> Facts:
-        chosen = form if form != "auto" else "llama.cpp" if sized()[1] <= _WHOLE_LOGITS else "compact"
-        found = perplexity(
-            places.source,
+    def run(progress: StepProgress) -> Facts:
+        file_format = logits_format
+        if file_format == "auto":
+            file_format = "llama.cpp" if size_logits()[1] <= _MAX_FULL_LOGITS else "compact"
+        result = perplexity(
+            paths.source,
             read_text(text).removesuffix(b"\n"),
             n_ctx=ctx,
-            n_batch=_batched(ctx),
+            n_batch=_batch_size(ctx),
             chunks=chunks,
-            save_logits=SaveLogits(out, chosen, overwrite=True),
-            progress=lambda now: tell(now.chunk, now.n_chunks, f"perplexity {now.ppl.value:.4f}"),
-            **places.evaluation(),
+            save_logits=SaveLogits(out, file_format, overwrite=True),
+            progress=lambda now: progress(now.chunk, now.n_chunks, f"perplexity {now.ppl.value:.4f}"),
+            **paths.evaluation_options(),
         )
-        for note in found.notes:
-            tell.note(note)
-        return {"ppl": found.ppl.as_dict(), "chunks": found.n_chunks, "ctx": ctx, "format": chosen}
+        for note in result.notes:
+            progress.note(note)
+        return {"ppl": result.ppl.as_dict(), "chunks": result.n_chunks, "ctx": ctx, "format": file_format}
 
-    def expected() -> Expected:
-        tokens, nbytes = sized()
-        return Expected(min(nbytes, _WHOLE_LOGITS), estimate.forward_seconds(model.active, tokens, places.threads))
+    def estimate_cost() -> StepEstimate:
+        tokens, nbytes = size_logits()
+        return StepEstimate(
+            min(nbytes, _MAX_FULL_LOGITS), estimate.forward_seconds(model.active, tokens, paths.threads)
+        )
 
     return Step(
         name,
-        what,
-        {"the model": places.source, "the text": text},
-        {"chunks": chunks, "ctx": ctx, "logits": form},
+        title,
+        {"the model": paths.source, "the text": text},
+        {"chunks": chunks, "ctx": ctx, "logits": logits_format},
         (out,),
         run,
-        expected,
-        whole=lambda: True,
+        estimate_cost,
+        is_complete=lambda: True,
     )

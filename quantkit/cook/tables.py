@@ -1,77 +1,141 @@
-"""Values of a TOML file, checked one by one before any work: what is wrong is named by table and key."""
+"""Tables of a TOML file as dataclasses; errors name the table and the key."""
 
 from __future__ import annotations
 
+import json
 import math
 import re
+import reprlib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import MISSING, dataclass, field, fields
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, TypeVar
 
+from quantkit.arguments import Option, Options, declarations
 from quantkit.errors import RecipeError
+from quantkit.formats.remote import URL, located
 from quantkit.names import printable, shorten
+from quantkit.options.quantize import parse_layers
 from quantkit.units import parse_size
 
 T = TypeVar("T")
 
-#: Reads a value as TOML has it; the folder is that of the file. Raises ValueError, which says what is expected.
+#: Returns the checked value of a TOML value; the folder is that of the file. Raises ValueError with what is expected.
 Reader = Callable[[Any, Path], Any]
 
 
-def key(read: Reader, help: str, default: Any = MISSING) -> Any:  # noqa: A002
-    """Return a field of a table: how its value is read, what it means, and what it is if it is not given."""
-    return field(default=default, metadata={"read": read, "help": help})
+def key(read: Reader, help: str, default: Any = MISSING, example: str | None = None) -> Any:  # noqa: A002
+    """Return a field of a table.
+
+    Args:
+        read: reads and checks its value.
+        help: its meaning, for the file that `cook init` writes.
+        default: its value if the key is missing; without a default the key is required.
+        example: a value, as TOML, for that file; by default the default.
+    """
+    return field(default=default, metadata={"read": read, "help": help, "example": example})
 
 
 @dataclass(frozen=True, slots=True)
-class Where:
-    """Where a table is: the file, its folder, and how messages call the table."""
+class Key:
+    """A key of a table: the reader of its value, its help, and an example as TOML."""
+
+    read: Reader
+    help: str
+    example: str
+    required: bool = False
+
+
+def keys_of(table: Any) -> dict[str, Key]:
+    """Return the keys of a dataclass of ``key`` fields, or of options, without those that cook sets itself."""
+    if issubclass(table, Options):
+        names = {name: o for name, o in declarations(table).items() if o.example is not None}
+        kinds = {f.name: str(f.type) for f in fields(table)}
+        return {name: Key(_reader(kinds[name], o), o.help, o.example or "") for name, o in names.items()}
+    return {f.name: _key(f) for f in fields(table) if "read" in f.metadata}
+
+
+def _key(f: Any) -> Key:
+    required = f.default is MISSING and f.default_factory is MISSING
+    example = f.metadata["example"]
+    return Key(f.metadata["read"], f.metadata["help"], as_toml(f.default) if example is None else example, required)
+
+
+def as_toml(value: Any) -> str:
+    """Return a default as TOML, of which JSON's strings, numbers and lists are a part."""
+    return json.dumps(list(value) if isinstance(value, tuple) else value, ensure_ascii=False)
+
+
+def _reader(annotation: str, declaration: Option) -> Reader:
+    """Return the reader of an option's value."""
+    if declaration.choices:
+        return choice(*declaration.choices)
+    if declaration.kind in ("size", "layers"):
+        return size if declaration.kind == "size" else layers
+    if annotation == "bool":
+        return flag
+    if annotation.startswith("int"):
+        return integer(declaration.least)
+    single, multiple = (path, paths) if "Path" in annotation else (word, words)
+    return multiple if annotation.startswith("tuple") else single
+
+
+@dataclass(frozen=True, slots=True)
+class TableLocation:
+    """Location of a table: the file, its folder, and the name of the table, for messages."""
 
     origin: str
     folder: Path
     table: str = ""
 
-    def fail(self, name: str, what: str) -> RecipeError:
+    def error(self, name: str, problem: str, code: str = "QK-E208") -> RecipeError:
         """Return the error about a key."""
-        at = f"[{self.table}] " if self.table else ""
-        return RecipeError(f"{self.origin}: {at}{printable(name)}: {what}")
+        table = f"[{self.table}] " if self.table else ""
+        return RecipeError(f"{self.origin}: {table}{shorten(printable(name), 60)}: {problem}", code)
 
 
-def read_table(made: type[T], given: object, where: Where, others: Mapping[str, Iterable[str]] | None = None) -> T:
-    """Return the dataclass that a table describes.
+def read_table(
+    kind: type[T], table: object, location: TableLocation, tables: Mapping[str, Iterable[str]] | None = None
+) -> T:
+    """Return the dataclass ``kind`` of a table.
 
-    ``others``: keys of the other tables by name, to say where a key belongs that is none of this one.
+    ``tables``: keys of all tables by name, for messages about a key that belongs to another table.
     """
-    if not isinstance(given, dict):
-        raise where.fail(where.table or "the file", "must be a table")
-    known = {f.name: f for f in fields(made)}  # type: ignore[arg-type]
-    for name in given:
-        if name not in known:
-            raise where.fail(str(name), _unknown(str(name), known, others or {}))
+    return kind(**read_values(keys_of(kind), table, location, tables))
+
+
+def read_values(
+    keys: Mapping[str, Key], table: object, location: TableLocation, tables: Mapping[str, Iterable[str]] | None = None
+) -> dict[str, Any]:
+    """Return the values of a table by key; errors as ``read_table``."""
+    if not isinstance(table, dict):
+        raise location.error(location.table or "the file", "must be a table")
+    for name in table:
+        if name not in keys:
+            raise location.error(str(name), _unknown(str(name), keys, tables or {}))
     values = {}
-    for name, value in given.items():
+    for name, value in table.items():
         try:
-            values[name] = known[name].metadata["read"](value, where.folder)
+            values[name] = keys[name].read(value, location.folder)
         except ValueError as e:
-            shown = shorten(printable(repr(value)), 60)
-            raise where.fail(name, f"{shown}: {e}") from None
-    missing = [n for n, f in known.items() if n not in values and f.default is MISSING and f.default_factory is MISSING]
+            text = shorten(printable(reprlib.repr(value)), 60)
+            raise location.error(name, f"{text}: {e}") from None
+    missing = [name for name, key in keys.items() if key.required and name not in values]
     if missing:
-        raise where.fail(missing[0], f"must be given ({known[missing[0]].metadata['help']})")
-    return made(**values)
+        raise location.error(missing[0], f"must be given ({keys[missing[0]].help})")
+    return values
 
 
-def _unknown(name: str, known: Iterable[str], others: Mapping[str, Iterable[str]]) -> str:
-    near = get_close_matches(name, list(known), 1, 0.6)
-    if near:
-        return f"there is no such key; did you mean {near[0]}?"
-    at = [table for table, keys in others.items() if name in keys]
-    if at:
-        return f"it is a key of {' and '.join(f'[{table}]' if table else 'the top of the file' for table in at)}"
-    near = get_close_matches(name, [table for table in others if table], 1, 0.6)
-    return f"there is no such key{f'; did you mean [{near[0]}]?' if near else ''}; there are {', '.join(known)}"
+def _unknown(name: str, allowed: Iterable[str], tables: Mapping[str, Iterable[str]]) -> str:
+    matches = get_close_matches(name, list(allowed), 1, 0.6)
+    if matches:
+        return f"there is no such key; did you mean {matches[0]}?"
+    owners = [table for table, keys in tables.items() if name in keys]
+    if owners:
+        return f"it is a key of {' and '.join(f'[{table}]' if table else 'the top of the file' for table in owners)}"
+    matches = get_close_matches(name, [table for table in tables if table], 1, 0.6)
+    return f"there is no such key{f'; did you mean [{matches[0]}]?' if matches else ''}; there are {', '.join(allowed)}"
 
 
 # ---------------------------------------------------------------- readers
@@ -110,7 +174,7 @@ def choice(*names: str) -> Reader:
     return read
 
 
-def whole(least: int, most: int = 1 << 31) -> Reader:
+def integer(least: int, most: int = 1 << 31) -> Reader:
     """Read a whole number within bounds."""
 
     def read(value: Any, _: Path) -> int:
@@ -134,19 +198,19 @@ def full_runs(value: Any, folder: Path) -> int | None:
     """Read a number of types that run in full: "auto" is None, "all" -1."""
     if value == "auto":
         return None
-    return -1 if value == "all" else whole(1)(value, folder)
+    return -1 if value == "all" else integer(1)(value, folder)
 
 
 def share(value: Any, _: Path) -> float:
     """Read a share: 0.05 or "5%"."""
-    found = -1.0
+    fraction = -1.0
     if isinstance(value, str) and re.fullmatch(r"\s*\d{1,3}(\.\d{1,9})?\s*%\s*", value):
-        found = float(value.strip().rstrip("%")) / 100
+        fraction = float(value.strip().rstrip("%")) / 100
     elif isinstance(value, (int, float)) and not isinstance(value, bool):
-        found = float(value)
-    if not 0 <= found <= 0.5:
+        fraction = float(value)
+    if not 0 <= fraction <= 0.5:
         raise ValueError('write a share up to a half: 0.05 or "5%"')
-    return found
+    return fraction
 
 
 def positive(value: Any, _: Path) -> float:
@@ -161,24 +225,32 @@ def size(value: Any, _: Path) -> int:
     if isinstance(value, int) and not isinstance(value, bool) and 0 < value < 1 << 62:
         return value
     try:
-        found = parse_size(value) if isinstance(value, str) and len(value) < 40 else 0
+        nbytes = parse_size(value) if isinstance(value, str) and len(value) < 40 else 0
     except (ValueError, OverflowError):
-        found = 0
-    if not 0 < found < 1 << 62:
+        nbytes = 0
+    if not 0 < nbytes < 1 << 62:
         raise ValueError('write a number of bytes, or "1M", "48G", "512MiB"')
-    return found
+    return nbytes
 
 
 def path(value: Any, folder: Path) -> Path:
     """Read a path; one that is not absolute begins in the folder of the file."""
     if not isinstance(value, str) or not value or "\0" in value:
         raise ValueError("write a path, in quotes")
-    if re.match(r"\w+://", value):
+    location = located(value)
+    if isinstance(location, URL):
         raise ValueError("a file of this machine is needed; download it first")
     try:
-        return folder / Path(value).expanduser()
+        return folder / location.expanduser()
     except RuntimeError as e:
         raise ValueError(str(e)) from None
+
+
+def layers(value: Any, _: Path) -> tuple[int, ...]:
+    """Read layers: "3,7-9"."""
+    if not isinstance(value, str):
+        raise ValueError('write layers in quotes: "3,7-9"')
+    return parse_layers(value)
 
 
 def paths(value: Any, folder: Path) -> tuple[Path, ...]:
@@ -187,7 +259,7 @@ def paths(value: Any, folder: Path) -> tuple[Path, ...]:
         return (path(value, folder),)
     if not isinstance(value, list):
         raise ValueError('write a path, or several: ["a.txt", "b.txt"]')
-    return tuple(path(each, folder) for each in value)
+    return tuple(path(item, folder) for item in value)
 
 
 def words(value: Any, folder: Path) -> tuple[str, ...]:
@@ -196,4 +268,4 @@ def words(value: Any, folder: Path) -> tuple[str, ...]:
         return (word(value, folder),)
     if not isinstance(value, list):
         raise ValueError('write a word, or several: ["a", "b"]')
-    return tuple(word(each, folder) for each in value)
+    return tuple(word(item, folder) for item in value)

@@ -4,162 +4,194 @@ from __future__ import annotations
 
 import glob
 import json
-from collections.abc import Callable
-from dataclasses import asdict, replace
-from functools import partial
+from dataclasses import asdict, dataclass, replace
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
+from quantkit.arguments import changed_options
 from quantkit.cook import estimate
 from quantkit.cook.config import TargetSettings
-from quantkit.cook.engine import Expected, Facts, Step, Tell
-from quantkit.cook.steps import Places
-from quantkit.errors import FormatError, QuantkitError, ResourceError
+from quantkit.cook.engine import Facts, Step, StepEstimate, StepProgress
+from quantkit.cook.steps import Paths
+from quantkit.errors import QuantkitError, ResourceError
 from quantkit.evaluate import kld
-from quantkit.formats.outputs import written
+from quantkit.formats.outputs import atomic_write, shards_of
+from quantkit.formats.own_json import read_own_json
 from quantkit.pipeline.cache.keys import encoder_digest
+from quantkit.pipeline.content import stamps_of
+from quantkit.pipeline.fallback import fallback_line
 from quantkit.pipeline.plan import Plan
 from quantkit.pipeline.run import RunOptions, journal_path
 from quantkit.quantize import QuantizeOptions, plan_quantize, run_quantize
-from quantkit.report import SHARES, Quality, quality_from, quality_of
+from quantkit.records import record
+from quantkit.report import SHARES, Quality, quality_of
 
-#: Options of quantize that are files: their content counts, not their names.
+#: Options of quantize that are files, which are inputs of the step: their content counts, not their names.
 _FILES = {"imatrix", "feedback", "calibrate", "recipe"}
-#: Stands for the TYPE of a recipe that is not there yet.
-_SEARCHED = "Q4_K"
+#: TYPE of a recipe that has not been searched yet, for estimates.
+_PLACEHOLDER_TYPE = "Q4_K"
 
 
-def check_path(places: Places, called: str) -> Path:
-    """Return the file of a target's divergence."""
-    return places.work(f"checks/{called}.json")
+def check_path(paths: Paths, label: str) -> Path:
+    """Return the file with the divergence of a target."""
+    return paths.work(f"checks/{label}.json")
 
 
-def recipe_path(places: Places, called: str) -> Path:
-    """Return the recipe that is searched for."""
-    return places.work(f"recipes/{called}.recipe")
+def recipe_path(paths: Paths, label: str) -> Path:
+    """Return the recipe that the search for a target writes."""
+    return paths.work(f"recipes/{label}.recipe")
 
 
-def chosen_path(places: Places, called: str) -> Path:
-    """Return the file of what else a search found: the TYPE that goes with the recipe, and what is predicted."""
-    return places.work(f"recipes/{called}.json")
+def search_result_path(paths: Paths, label: str) -> Path:
+    """Return the file with the other results of a search: the TYPE that goes with the recipe, and predictions."""
+    return paths.work(f"recipes/{label}.json")
 
 
-def searched(places: Places, called: str) -> dict[str, Any]:
-    """Return what a search found. Raises FormatError."""
-    path = chosen_path(places, called)
-    try:
-        found: dict[str, Any] = json.loads(path.read_bytes())
-        return {"type": str(found["type"]), **found}
-    except (OSError, ValueError, KeyError, TypeError) as e:
-        raise FormatError(f"{path}: not the result of a search ({e!r})") from None
+def read_search_result(paths: Paths, label: str) -> dict[str, Any]:
+    """Return the results of a search. Raises FormatError."""
+
+    def parse(result: Any) -> dict[str, Any]:
+        return {**result, "type": record(str, result["type"], "type")}
+
+    return read_own_json(search_result_path(paths, label), "the result of a search", parse)
 
 
-def quantize_options(places: Places, settings: TargetSettings) -> QuantizeOptions:
-    """Return the options that the command of a target would have."""
-    target, config = settings.target, places.config
-    more: dict[str, object] = {}
+def quantize_options(paths: Paths, settings: TargetSettings) -> QuantizeOptions:
+    """Return the options of ``quantkit quantize`` for a target."""
+    target, config = settings.target, paths.config
+    extra: dict[str, object] = {}
     if target.goal is not None:
-        more["recipe"] = (recipe_path(places, settings.called),)
-    if places.imatrix is not None:
-        more["imatrix"] = places.imatrix
+        extra["recipe"] = (recipe_path(paths, settings.label),)
+    if paths.imatrix is not None:
+        extra["imatrix"] = paths.imatrix
     if target.feedback:
-        more["feedback"] = places.covariance
+        extra["feedback"] = paths.covariance
     if target.calibrate:
-        more["calibrate"] = (*places.calibration, *config.calibration.chat)
-        more["calibrate_ctx"] = config.imatrix.ctx or places.model.ctx
-        more["calibrate_chunks"] = config.imatrix.chunks
-    return config.options(settings, **more)
+        extra["calibrate"] = (*paths.calibration, *config.calibration.chat)
+        extra["calibrate_ctx"] = config.imatrix.ctx or paths.model.ctx
+        extra["calibrate_chunks"] = config.imatrix.chunks
+    return config.options(settings, **extra)
 
 
-def quantize_step(places: Places, settings: TargetSettings) -> Step:
-    """Return the quantization of a target."""
-    target, out = settings.target, places.output(settings.called)
-    options = quantize_options(places, settings)
-    inputs: dict[str, Path | Callable[[], Path]] = {"the model": places.source}
-    if options.imatrix is not None:
-        inputs["the importance matrix"] = options.imatrix
-    if options.feedback is not None:
-        inputs["the covariances"] = options.feedback
-    if target.goal is not None:
-        inputs["the search"] = chosen_path(places, settings.called)
-    for label, paths in (("the recipe", options.recipe), ("the text", options.calibrate)):
-        inputs |= {f"{label} {path.name}" if len(paths) > 1 else label: path for path in paths}
+@dataclass(frozen=True)
+class _Quantization:
+    """The quantization of a target, to ``output`` with ``options``: the functions of its step, which share one plan."""
 
-    def plan() -> Plan:
-        if target.preset is not None:
-            return plan_quantize(places.source, out, target.preset, options)
-        found = searched(places, settings.called)
-        return plan_quantize(places.source, out, found["type"], replace(options, rules=found.get("rules")))
+    paths: Paths
+    settings: TargetSettings
+    output: Path
+    options: QuantizeOptions
 
-    def code() -> dict[str, object]:
-        planned = plan()
-        pairs = {(p.source.type, t.type) for t in planned.tensors if not t.is_copy for p in t.parts}
-        fed = target.feedback or target.calibrate
-        return {"encoders": sorted(encoder_digest(source, made, fed) for source, made in pairs)}
+    @cached_property
+    def inputs(self) -> dict[str, Path]:
+        """The files it reads, by label."""
+        inputs = {"the model": self.paths.source}
+        if self.options.imatrix is not None:
+            inputs["the importance matrix"] = self.options.imatrix
+        if self.options.feedback is not None:
+            inputs["the covariances"] = self.options.feedback
+        if self.settings.target.goal is not None:
+            inputs["the search"] = search_result_path(self.paths, self.settings.label)
+        for label, files in (("the recipe", self.options.recipe), ("the text", self.options.calibrate)):
+            inputs |= {f"{label} {path.name}" if len(files) > 1 else label: path for path in files}
+        return inputs
 
-    def expected() -> Expected:
+    @property
+    def has_feedback(self) -> bool:
+        """Whether rounding errors are fed forward, by either option."""
+        return self.settings.target.feedback or self.settings.target.calibrate
+
+    def plan(self) -> Plan:
+        """Return the plan, which is made again only after an input has changed. The inputs exist."""
+        stamps = stamps_of(shard for path in self.inputs.values() for shard in shards_of(path) if shard.exists())
+        return self.paths.plans.get((self.output, stamps), self._make_plan)
+
+    def _make_plan(self) -> Plan:
+        preset, options = self.settings.target.preset, self.options
+        if preset is None:
+            result = read_search_result(self.paths, self.settings.label)
+            preset, options = result["type"], replace(options, rules=result.get("rules"))
+        return plan_quantize(self.paths.source, self.output, preset, options)
+
+    def late_options(self) -> dict[str, object]:
+        """Return the versions of the encoders that the plan uses."""
+        types = {(part.source.type, t.type) for t in self.plan().tensors if not t.is_copy for part in t.parts}
+        return {"encoders": sorted(encoder_digest(source, target, self.has_feedback) for source, target in types)}
+
+    def output_paths(self) -> tuple[Path, ...]:
+        return tuple(shard.path for shard in self.plan().shards)
+
+    def is_complete(self) -> bool:
+        """Return whether an interrupted run had written everything: it removes its journal last."""
+        return not any(journal_path(path).exists() for path in self.output_paths()[:1])
+
+    @cached_property
+    def cost(self) -> StepEstimate:
+        """The estimate, from the headers of the model; unknown if these do not suffice for a plan."""
+        target = self.settings.target
+        options = planning_options(self.options, recipe=target.goal is None)
         try:
-            planned = places.model.plan(
-                out, target.preset or _SEARCHED, without_files(options, recipe=target.goal is None)
-            )
+            plan = self.paths.model.plan(self.output, target.preset or _PLACEHOLDER_TYPE, options)
         except QuantkitError:
-            return Expected()
-        fed = target.feedback or target.calibrate
-        seconds = estimate.encoding_seconds(planned.tensors, places.threads, fed=fed)
-        return Expected(goal_bytes(places, settings) if target.goal is not None else planned.nbytes, seconds)
+            return StepEstimate()
+        seconds = estimate.plan_seconds(plan.tensors, self.paths.threads, feedback=self.has_feedback)
+        nbytes = plan.nbytes if target.goal is None else goal_bytes(self.paths, self.settings)
+        return StepEstimate(nbytes, seconds)
 
-    def run(tell: Tell) -> Facts:
-        planned = plan()
-        for note in planned.notes:
-            tell.note(note)
-        total = sum(t.nbytes for t in planned.tensors)
-        how: RunOptions = {
-            **places.pipeline(tell, total),
-            "cache": places.cache,
-            "cache_size": places.config.cache_size,
+    def run(self, progress: StepProgress) -> Facts:
+        plan = self.plan()
+        self.paths.plans.clear()
+        for note in plan.notes:
+            progress.note(note)
+        options: RunOptions = {
+            **self.paths.run_options(progress, sum(t.nbytes for t in plan.tensors)),
+            "cache": self.paths.cache,
+            "cache_size": self.paths.config.cache_size,
         }
-        made = run_quantize(planned, **how)
-        used = made.run.cache
-        for note in used.notes if used is not None else ():
-            tell.note(note)
+        cache = run_quantize(plan, **options).run.cache
+        for note in cache.notes if cache is not None else ():
+            progress.note(note)
         return {
-            "nbytes": planned.nbytes,
-            "bpw": planned.bpw,
-            "from_cache": 0 if used is None else used.taken,
-            "encoded": 0 if used is None else used.tensors - used.taken,
+            "nbytes": plan.nbytes,
+            "bpw": plan.bpw,
+            "fallback": fallback_line(plan.tensors),
+            "from_cache": 0 if cache is None else cache.hits,
+            "encoded": 0 if cache is None else cache.tensors - cache.hits,
         }
 
-    def made() -> tuple[Path, ...]:
-        return tuple(shard.path for shard in plan().shards)
 
-    said = {name: value for name, value in asdict(options).items() if name not in _FILES}
-    default = asdict(QuantizeOptions())
-    given = {name: value for name, value in said.items() if value != default[name]}
+def quantize_step(paths: Paths, settings: TargetSettings) -> Step:
+    """Return the quantization of a target."""
+    output, options = paths.output(settings.label), quantize_options(paths, settings)
+    quantization = _Quantization(paths, settings, output, options)
+    changed = {name: value for name, value in changed_options(options).items() if name not in _FILES}
     return Step(
-        f"quantize {settings.called}",
-        out.name,
-        inputs,
-        {"the type": target.preset, **given},
-        (out,) if options.split_max_size is None else made,
-        run,
-        expected,
-        code,
-        whole=lambda: not any(journal_path(path).exists() for path in made()[:1]),
+        f"quantize {settings.label}",
+        output.name,
+        quantization.inputs,
+        {"the type": settings.target.preset, **changed},
+        (output,) if options.split_max_size is None else quantization.output_paths,
+        quantization.run,
+        lambda: quantization.cost,
+        quantization.late_options,
+        is_complete=quantization.is_complete,
     )
 
 
-def goal_bytes(places: Places, settings: TargetSettings) -> int | None:
-    """Return about how large the file of a goal will be; None if nobody can tell."""
+def goal_bytes(paths: Paths, settings: TargetSettings) -> int | None:
+    """Return the approximate bytes of a goal's file; None for a divergence."""
     goal = settings.target.goal
     if goal is None or goal.kind == "kld":
         return None
-    return int(goal.value if goal.kind == "size" else goal.value * places.model.weights / 8)
+    return int(goal.value if goal.kind == "size" else goal.value * paths.model.weights / 8)
 
 
-def without_files(options: QuantizeOptions, *, recipe: bool) -> QuantizeOptions:
-    """Return options that plan about the same sizes before the files of other steps are there.
+def planning_options(options: QuantizeOptions, *, recipe: bool) -> QuantizeOptions:
+    """Return options that plan approximately the same sizes without the files that other steps write.
 
-    ``recipe``: the recipe is the user's. Where there will be an importance matrix, no type is refused for lack of it.
+    ``recipe``: the recipe is the user's, and is kept. Where there will be an importance matrix, types that need one are
+    allowed.
     """
     return replace(
         options,
@@ -171,59 +203,60 @@ def without_files(options: QuantizeOptions, *, recipe: bool) -> QuantizeOptions:
     )
 
 
-def first_file(places: Places, settings: TargetSettings) -> Path:
-    """Return the file of a target, of several the first. Raises ResourceError if there is none."""
-    out = places.output(settings.called)
-    if quantize_options(places, settings).split_max_size is None:
+def first_shard(paths: Paths, settings: TargetSettings) -> Path:
+    """Return the file of a target, the first of several shards. Raises ResourceError if there is none."""
+    out = paths.output(settings.label)
+    if quantize_options(paths, settings).split_max_size is None:
         return out
-    found = sorted(out.parent.glob(f"{glob.escape(out.stem)}-00001-of-?????.gguf"))
-    if not found:
-        raise ResourceError(f"{out}: there is no file of {settings.called}")
-    return max(found, key=lambda path: path.stat().st_mtime_ns)
+    shards = sorted(out.parent.glob(f"{glob.escape(out.stem)}-00001-of-?????.gguf"))
+    if not shards:
+        raise ResourceError(f"{out}: there is no file of {settings.label}", "QK-E401")
+    return max(shards, key=lambda path: path.stat().st_mtime_ns)
 
 
-def checked(places: Places, called: str) -> Quality:
-    """Return what a check found, for the report. Raises FormatError."""
-    path = check_path(places, called)
-    try:
-        return quality_from(json.loads(path.read_bytes())["quality"])
-    except (OSError, ValueError, KeyError, TypeError, FormatError) as e:
-        raise FormatError(f"{path}: not the result of a check ({e!r})") from None
+def read_check(paths: Paths, label: str) -> Quality:
+    """Return the result of a check, for the report. Raises FormatError."""
+
+    def parse(result: Any) -> Quality:
+        quality: Quality = record(Quality, result["quality"], "quality")
+        return quality
+
+    return read_own_json(check_path(paths, label), "the result of a check", parse)
 
 
-def check_step(places: Places, settings: TargetSettings) -> Step:
-    """Return the check of a target: its divergence from the model."""
-    out = check_path(places, settings.called)
-    made = partial(first_file, places, settings)
-    model = places.model
+def check_step(paths: Paths, settings: TargetSettings) -> Step:
+    """Return the check of a target: the measurement of its divergence from the model."""
+    out = check_path(paths, settings.label)
+    find_file = partial(first_shard, paths, settings)
+    model = paths.model
 
-    def run(tell: Tell) -> Facts:
-        found = kld(
-            made(),
-            places.base,
-            progress=lambda now: tell(now.chunk, now.n_chunks, f"divergence {now.sums.kld.mean.value:.5f}"),
-            **places.evaluation(),
+    def run(progress: StepProgress) -> Facts:
+        divergence = kld(
+            find_file(),
+            paths.base_logits,
+            progress=lambda now: progress(now.chunk, now.n_chunks, f"divergence {now.sums.kld.mean.value:.5f}"),
+            **paths.evaluation_options(),
         )
-        for note in found.notes:
-            tell.note(note)
-        with written(out) as part:
-            told = {**found.as_dict(), "quality": asdict(quality_of(found))}
-            part.write_text(json.dumps(told, indent=2, allow_nan=False) + "\n")
-        return {"kld": found.sums.kld.mean.as_dict(), "ppl_ratio": found.sums.ratio.as_dict()}
+        for note in divergence.notes:
+            progress.note(note)
+        with atomic_write(out) as part:
+            content = {**divergence.as_dict(), "quality": asdict(quality_of(divergence))}
+            part.write_text(json.dumps(content, indent=2, allow_nan=False) + "\n")
+        return {"kld": divergence.sums.kld.mean.as_dict(), "ppl_ratio": divergence.sums.ratio.as_dict()}
 
-    def expected() -> Expected:
-        settings = places.config.check
-        tokens = places.measured_tokens(places.check_text, settings.ctx or model.ctx, settings.chunks)
-        return Expected(None, estimate.forward_seconds(model.active, tokens, places.threads))
+    def estimate_cost() -> StepEstimate:
+        check = paths.config.check
+        tokens = paths.evaluation_tokens(paths.check_text, check.ctx or model.ctx, check.chunks)
+        return StepEstimate(None, estimate.forward_seconds(model.active, tokens, paths.threads))
 
     return Step(
-        f"check {settings.called}",
-        f"the divergence of {places.output(settings.called).name}",
-        {"the file": made, "the base logits": places.base},
+        f"check {settings.label}",
+        f"the divergence of {paths.output(settings.label).name}",
+        {"the file": find_file, "the base logits": paths.base_logits},
         {"shares of the tokens": SHARES},
         (out,),
         run,
-        expected,
-        whole=lambda: True,
-        after=(f"quantize {settings.called}",),
+        estimate_cost,
+        is_complete=lambda: True,
+        after=(f"quantize {settings.label}",),
     )

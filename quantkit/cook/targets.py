@@ -1,10 +1,10 @@
-"""What is cooked: a target is a preset, or a goal that a search meets.
+"""Targets of a cook: presets, and goals that a search meets.
 
 Q4_K_M          a preset, or a tensor type, with its rules
-12.3G           the best recipe of at most this size (G: 1000^3 bytes, GiB: 1024^3)
-4.2bpw          the best of at most so many bits per weight
-kld=0.01        the smallest that diverges no more from the model, in nats a token
-Q2_K+feedback   with error feedback, by the covariances of imatrix --covariance; as well for goals
+12.3G           the recipe of least divergence of at most this size (G: 1000^3 bytes, GiB: 1024^3)
+4.2bpw          the one of least divergence of at most so many bits per weight
+kld=0.01        the smallest one of at most this divergence from the model, in nats per token
+Q2_K+feedback   with error feedback, by the covariances of imatrix --covariance; also for goals
 Q2_K+calibrate  with error feedback layer by layer, quantize --calibrate
 """
 
@@ -19,17 +19,19 @@ from quantkit.errors import RecipeError, TypeNotSupported
 from quantkit.pipeline.presets import PRESETS, preset_by_name
 from quantkit.units import parse_size
 
-_FORMS = "write a preset (Q4_K_M), a size (12.3G), bits per weight (4.2bpw) or a divergence (kld=0.01)"
-#: What may follow a +.
-_MANNERS = ("feedback", "calibrate")
+_SYNTAX = "write a preset (Q4_K_M), a size (12.3G), bits per weight (4.2bpw) or a divergence (kld=0.01)"
+#: Words after a +.
+_MODIFIERS = ("feedback", "calibrate")
+#: Characters, more than any target has.
+_MAX_LENGTH = 100
 _NUMBER = r"(?:\d+(?:\.\d*)?|\.\d+)(?:e-?\d+)?"
-#: The least and the most a goal may be, so that a slip of the pen is none.
+#: Bounds of goals, against typing errors.
 _BPW, _KLD = (0.5, 32.0), (1e-8, 20.0)
 
 
 @dataclass(frozen=True, slots=True)
 class Goal:
-    """What a search is to meet: ``kind`` is "size" (bytes), "bpw" or "kld"."""
+    """Goal of a search: ``kind`` is "size" (bytes), "bpw" (bits per weight) or "kld" (nats per token)."""
 
     kind: str
     value: float
@@ -37,7 +39,7 @@ class Goal:
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """What one file is to be: a ``preset``, or a ``goal`` to search for. ``text`` is as it was written, tidied."""
+    """A file to make: by a ``preset``, or by a ``goal`` to search for. ``text``: the target in its canonical form."""
 
     text: str
     preset: str | None = None
@@ -46,64 +48,66 @@ class Target:
     calibrate: bool = False
 
     @property
-    def file_part(self) -> str:
-        """What tells its file from those of other targets: Q4_K_M, 12.3G, kld0.01-feedback."""
+    def file_suffix(self) -> str:
+        """Its part of the names of files: Q4_K_M, 12.3G, kld0.01-feedback."""
         return self.text.replace("=", "").replace("+", "-")
 
 
 def parse_target(text: str) -> Target:
-    """Return the target that ``text`` stands for. Raises RecipeError."""
-    what, *manners = (part.strip() for part in text.strip().split("+"))
-    for manner in manners:
-        if manner not in _MANNERS:
-            raise RecipeError(f"target {text!r}: +{manner} is not known{_near(manner, _MANNERS)}")
-    if len(manners) > 1:
-        raise RecipeError(f"target {text!r}: give one of {' and '.join(f'+{m}' for m in _MANNERS)}")
-    feedback, calibrate = (manner in manners for manner in _MANNERS)
-    after = "".join(f"+{manner}" for manner in manners)
-    goal = _goal(what, text)
+    """Return the target that ``text`` names. Raises RecipeError."""
+    if len(text) > _MAX_LENGTH:
+        raise RecipeError(f"target {text[:_MAX_LENGTH]!r}..: {_SYNTAX}", "QK-E203")
+    base, *modifiers = (part.strip() for part in text.strip().split("+"))
+    for modifier in modifiers:
+        if modifier not in _MODIFIERS:
+            raise RecipeError(f"target {text!r}: +{modifier} is not known{_suggest(modifier, _MODIFIERS)}", "QK-E203")
+    if len(modifiers) > 1:
+        raise RecipeError(f"target {text!r}: give one of {' and '.join(f'+{m}' for m in _MODIFIERS)}", "QK-E201")
+    feedback, calibrate = (modifier in modifiers for modifier in _MODIFIERS)
+    suffix = "".join(f"+{modifier}" for modifier in modifiers)
+    goal = _goal(base, text)
     if goal is not None:
-        return Target(what.replace(" ", "") + after, None, goal, feedback, calibrate)
-    preset = _preset(what, text)
-    return Target(preset + after, preset, None, feedback, calibrate)
+        return Target(base.replace(" ", "") + suffix, None, goal, feedback, calibrate)
+    preset = _preset(base, text)
+    return Target(preset + suffix, preset, None, feedback, calibrate)
 
 
-def _goal(what: str, text: str) -> Goal | None:
-    """Return the goal that the first part of a target is, or None if it has not the form of one."""
-    if match := re.fullmatch(rf"kld\s*(?:=|<=)\s*({_NUMBER})", what, re.IGNORECASE):
-        return Goal("kld", _within(float(match[1]), _KLD, text, "nats a token"))
-    if match := re.fullmatch(rf"({_NUMBER})\s*bpw", what, re.IGNORECASE):
+def _goal(base: str, text: str) -> Goal | None:
+    """Return the goal in a target without its +words; None if it is no goal."""
+    if match := re.fullmatch(rf"kld\s*(?:=|<=)\s*({_NUMBER})", base, re.IGNORECASE):
+        return Goal("kld", _within(float(match[1]), _KLD, text, "nats per token"))
+    if match := re.fullmatch(rf"({_NUMBER})\s*bpw", base, re.IGNORECASE):
         return Goal("bpw", _within(float(match[1]), _BPW, text, "bits per weight"))
-    if re.fullmatch(rf"{_NUMBER}\s*[KMGT]i?B?", what, re.IGNORECASE):
+    if re.fullmatch(rf"{_NUMBER}\s*[KMGT]i?B?", base, re.IGNORECASE):
         try:
-            size = parse_size(what)
+            size = parse_size(base)
         except ValueError as e:
-            raise RecipeError(f"target {text!r}: {e}") from None
+            raise RecipeError(f"target {text!r}: {e}", "QK-E203") from None
         if not size:
-            raise RecipeError(f"target {text!r}: no file is that small")
+            raise RecipeError(f"target {text!r}: no file is that small", "QK-E203")
         return Goal("size", float(size))
-    if re.fullmatch(_NUMBER, what):
-        raise RecipeError(f"target {text!r}: a number of what? Write {what}G or {what}bpw")
+    if re.fullmatch(_NUMBER, base):
+        raise RecipeError(f"target {text!r}: a number without a unit: write {base}G or {base}bpw", "QK-E203")
     return None
 
 
 def _within(value: float, bounds: tuple[float, float], text: str, unit: str) -> float:
     if not (math.isfinite(value) and bounds[0] <= value <= bounds[1]):
-        raise RecipeError(f"target {text!r}: from {bounds[0]:g} to {bounds[1]:g} {unit}")
+        raise RecipeError(f"target {text!r}: from {bounds[0]:g} to {bounds[1]:g} {unit}", "QK-E203")
     return value
 
 
-def _preset(what: str, text: str) -> str:
+def _preset(base: str, text: str) -> str:
     try:
-        found = preset_by_name(what)
+        preset = preset_by_name(base)
     except TypeNotSupported:
-        near = _near(what.upper(), [p.name for p in PRESETS])
-        raise RecipeError(f"target {text!r}: there is no preset {what!r}{near}; {_FORMS}") from None
-    if found.base is None:
-        raise RecipeError(f"target {text!r}: {found.name} quantizes nothing; {_FORMS}")
-    return found.name
+        hint = _suggest(base.upper(), [p.name for p in PRESETS])
+        raise RecipeError(f"target {text!r}: there is no preset {base!r}{hint}; {_SYNTAX}", "QK-E301") from None
+    if preset.base is None:
+        raise RecipeError(f"target {text!r}: {preset.name} quantizes nothing; {_SYNTAX}", "QK-E203")
+    return preset.name
 
 
-def _near(word: str, words: list[str] | tuple[str, ...]) -> str:
-    found = get_close_matches(word, words, 1)
-    return f"; did you mean {found[0]}?" if found else ""
+def _suggest(word: str, words: list[str] | tuple[str, ...]) -> str:
+    matches = get_close_matches(word, words, 1)
+    return f"; did you mean {matches[0]}?" if matches else ""

@@ -1,6 +1,6 @@
-"""The texts of a cook: one to calibrate on, one to measure sensitivity on, one to check on; no two share a passage.
+"""Texts of a cook: for calibration, for sensitivity and for the check; no two share a passage.
 
-A search takes what is best on its text, so its files are checked on another: what they gain there is real.
+A search overfits to the text of the sensitivities, so its files are checked on another.
 """
 
 from __future__ import annotations
@@ -10,16 +10,16 @@ from pathlib import Path
 
 from quantkit.calibration import calibration
 from quantkit.cook.config import TextSettings
-from quantkit.cook.engine import Facts, Tell
+from quantkit.cook.engine import Facts, StepProgress
 from quantkit.errors import FormatError
-from quantkit.formats.outputs import read_text, written
+from quantkit.formats.outputs import atomic_write, read_text
 
-#: The share of the held-out text that sensitivity is measured on.
-_SENSITIVITY = 0.4
+#: Share of the held-out text that sensitivity is measured on.
+_SENSITIVITY_SHARE = 0.4
 
 
-def make_texts(settings: TextSettings, folder: Path, sensitivity: Path, check: Path, tell: Tell) -> Facts:
-    """Write the texts to measure on, and, if nothing is held out yet, the corpus they are a part of, to ``folder``."""
+def make_texts(settings: TextSettings, folder: Path, sensitivity: Path, check: Path, progress: StepProgress) -> Facts:
+    """Write the texts of sensitivity and check; without an evaluation text also the corpus, to ``folder``."""
     if settings.evaluation is not None:
         held_out = read_text(settings.evaluation)
     else:
@@ -33,35 +33,36 @@ def make_texts(settings: TextSettings, folder: Path, sensitivity: Path, check: P
             overwrite=True,
         )
         for note in corpus.notes:
-            tell.note(note)
+            progress.note(note)
         held_out = corpus.evaluation.text.encode()
         if not held_out:
             raise FormatError(
-                "[calibration] too little text to hold a part of it out: give more text, or an evaluation text"
+                "[calibration] too little text to hold a part of it out: give more text, or an evaluation text",
+                "QK-E121",
             )
-    parts = divided(held_out, _SENSITIVITY)
+    parts = split_text(held_out, _SENSITIVITY_SHARE)
     if not all(parts):
-        raise FormatError("[calibration] the evaluation text is too short to be divided: give more text")
+        raise FormatError("[calibration] the evaluation text is too short to be divided: give more text", "QK-E121")
     for path, part in zip((sensitivity, check), parts, strict=True):
-        with written(path) as made:
-            made.write_bytes(part)
+        with atomic_write(path) as file:
+            file.write_bytes(part)
     return {"sensitivity_bytes": len(parts[0]), "check_bytes": len(parts[1])}
 
 
-def divided(text: bytes, share: float) -> tuple[bytes, bytes]:
-    """Return both parts of a text, cut behind a blank line, or a line, or a word, near ``share`` of its length."""
-    at = int(len(text) * share)
+def split_text(text: bytes, share: float) -> tuple[bytes, bytes]:
+    """Return both parts of a text, cut after a blank line, a line or a word, close before ``share`` of its length."""
+    position = int(len(text) * share)
     for gap in (b"\n\n", b"\n", b" "):
-        found = text.rfind(gap, at // 2, at)
-        if found >= 0:
-            return text[: found + len(gap)], text[found + len(gap) :]
-    while at < len(text) and text[at] & 0xC0 == 0x80:  # not within a character of UTF-8
-        at += 1
-    return text[:at], text[at:]
+        start = text.rfind(gap, position // 2, position)
+        if start >= 0:
+            return text[: start + len(gap)], text[start + len(gap) :]
+    while position < len(text) and text[position] & 0xC0 == 0x80:  # not within a character of UTF-8
+        position += 1
+    return text[:position], text[position:]
 
 
 def text_inputs(label: str, paths: Sequence[Path]) -> dict[str, Path]:
-    """Return texts as the inputs of a step."""
+    """Return texts as inputs of a step, numbered if there are several."""
     if len(paths) == 1:
         return {label: paths[0]}
     return {f"{label} {number}": path for number, path in enumerate(paths, 1)}

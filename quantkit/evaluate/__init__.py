@@ -1,12 +1,12 @@
-"""How good a file is: perplexity, KL divergence from a base model, logits.
+"""Quality of a file: perplexity, KL divergence from a base model, logits.
 
 The methods are llama-perplexity's (llama.cpp b11434 tools/perplexity): chunks of n_ctx tokens, BOS in place of the
 first token of each, the second half scored, so that every scored token has a context of at least n_ctx / 2. Equal
 logits give equal figures; deviations are documented where they occur.
 
-    perplexity  exp(mean negative log-likelihood) of a text; may keep all logits as a base
-    kld         how far a model is from the base: all of llama-perplexity --kl-divergence's statistics
-    logits      what the model computes for some tokens
+    perplexity  exp(mean negative log-likelihood) of a text; optionally writes all logits as a base
+    kld         divergence of a model from the base: all statistics of llama-perplexity --kl-divergence
+    logits      the model's logits for some tokens
 """
 
 from __future__ import annotations

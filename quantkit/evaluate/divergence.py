@@ -4,7 +4,7 @@ The tokens come from the base file. Each scored position has one divergence sum(
 prediction q from the base's p; five scalars are kept per position. With llama.cpp's base the sum leaves out tokens with
 log p <= -16, as llama.cpp does; with ours, tokens missing from the file are estimated, with a bound on the error.
 
-Another vocabulary or a truncated file, which llama.cpp accepts, is an error.
+Another vocabulary and a truncated file, which llama.cpp accepts, are errors.
 """
 
 from __future__ import annotations
@@ -17,14 +17,16 @@ from typing import Any, NamedTuple, Unpack
 
 import numpy as np
 
-from quantkit.cluster import Refused
+from quantkit.arguments import checked
+from quantkit.cluster import NodeRefusal
 from quantkit.errors import FormatError, QuantkitError, RecipeError
-from quantkit.evaluate.on_nodes import There, without_nodes
-from quantkit.evaluate.passes import F32, I32, EvaluationOptions, Model, opened
+from quantkit.evaluate.on_nodes import NodeModel, split_nodes
+from quantkit.evaluate.passes import F32, I32, EvaluationOptions, Model, loaded_model
 from quantkit.evaluate.scores import compare_with_compact, compare_with_llama
 from quantkit.evaluate.scoring import score_text
 from quantkit.evaluate.statistics import KldSums, Scores, finite
 from quantkit.formats.logits import CompactLogits, LogitsFile, open_logits
+from quantkit.formats.remote import located
 from quantkit.kernels.first_run import working_seconds
 
 
@@ -38,7 +40,7 @@ class KldProgress(NamedTuple):
 
 @dataclass(frozen=True)
 class Kld:
-    """What ``kld`` found. ``bound``: how far off the mean divergence can be (0 with llama.cpp's base)."""
+    """Result of ``kld``. bound: of the error of the mean divergence (0 with llama.cpp's base)."""
 
     model: Path
     base: Path
@@ -58,7 +60,7 @@ class Kld:
         return self.sums.bound / self.sums.n
 
     def as_dict(self) -> dict[str, Any]:
-        """Return it for JSON, as ``quantkit kld --json`` writes it."""
+        """Return the object that ``quantkit kld --json`` writes."""
         sums = self.sums
         return {
             "model": str(self.model),
@@ -87,6 +89,7 @@ class Kld:
         }
 
 
+@checked
 def kld(
     model: str | Path | Model,
     base: str | Path | LogitsFile,
@@ -97,40 +100,55 @@ def kld(
     progress: Callable[[KldProgress], None] | None = None,
     **load: Unpack[EvaluationOptions],
 ) -> Kld:
-    """Compare a model with base logits, which ``perplexity(save_logits=...)`` or llama-perplexity wrote.
+    """Return statistics of a model against base logits, from ``perplexity(save_logits=...)`` or llama-perplexity.
 
     Args:
         model: path of a GGUF file, loaded with the options ``load`` (those of quantkit.load), or a loaded model.
-        n_ctx: only checked against that of the base; ``chunks``: how many of its chunks to use.
+        n_ctx: if given, must be that of the base. chunks: the number of its chunks to use; None: all.
 
     Raises:
-        FormatError: the base is broken or cut short. QuantkitError: it belongs to another vocabulary or context.
+        FormatError: the base is damaged or truncated.
+        QuantkitError: it has another vocabulary or context.
     """
-    started = working_seconds()
+    start = working_seconds()
     file = base if not isinstance(base, (str, Path)) else open_logits(base)
     text = file.chunks
     n = _chunks_to_do(file, chunks)
     if n_ctx is not None and n_ctx != text.n_ctx:
-        raise RecipeError(f"{file.path} has chunks of {text.n_ctx} tokens, not {n_ctx}: leave -c out")
-    nodes, own = without_nodes(load)
+        raise RecipeError(f"{file.path} has chunks of {text.n_ctx} tokens, not {n_ctx}: omit -c", "QK-E203")
+    nodes, load_options = split_nodes(load)
     if nodes is not None and not isinstance(model, (str, Path)):
-        raise RecipeError("a cluster runs models from files: name one")
-    with opened(model, text.n_ctx, own) as loaded:
+        raise RecipeError("a cluster runs models from files: give a path", "QK-E210")
+    with loaded_model(model, text.n_ctx, load_options) as loaded:
         if loaded.n_vocab != text.n_vocab:
             raise QuantkitError(
                 f"{file.path} was computed with a vocabulary of {text.n_vocab} tokens, {loaded.path} has"
-                f" {loaded.n_vocab}: these are not the same model"
+                f" {loaded.n_vocab}: these are not the same model",
+                "QK-E207",
             )
-        run, windows = _Run(file, n, progress), text.tokens[:n]
-        there = None if nodes is None else There.of(loaded.path, nodes, own)
+        run, windows = _KldRun(file, n, progress), text.tokens[:n]
+        node_model = None if nodes is None else NodeModel.from_path(loaded.path, nodes, load_options)
         ids, threads = windows.reshape(-1), load.get("threads")
         n_seq, bos, notes = score_text(
-            loaded, None, ids, windows, text.first, run, n_batch=n_batch, threads=threads, there=there
+            loaded, None, ids, windows, text.first, run, n_batch=n_batch, threads=threads, node_model=node_model
         )
-        path = Path(loaded.path)
-    of = file.model if isinstance(file, CompactLogits) else ""
-    took = working_seconds() - started
-    return Kld(path, file.path, file.description, of, text.n_ctx, n, text.n_chunks, n_seq, bos, run.sums, took, notes)
+        path = located(loaded.path)
+    base_model = file.model if isinstance(file, CompactLogits) else ""
+    seconds = working_seconds() - start
+    return Kld(
+        path,
+        file.path,
+        file.description,
+        base_model,
+        text.n_ctx,
+        n,
+        text.n_chunks,
+        n_seq,
+        bos,
+        run.sums,
+        seconds,
+        notes,
+    )
 
 
 def _chunks_to_do(file: LogitsFile, chunks: int | None) -> int:
@@ -138,13 +156,14 @@ def _chunks_to_do(file: LogitsFile, chunks: int | None) -> int:
     if n > file.n_whole:
         raise FormatError(
             f"{file.path}: only {file.n_whole} of its {file.chunks.n_chunks} chunks are whole: it was truncated; write"
-            f" it again, or use --chunks {file.n_whole}"
+            f" it again, or use --chunks {file.n_whole}",
+            "QK-E103",
         )
     return n
 
 
-class _Compared:
-    """Compares windows with a base."""
+class _Comparison:
+    """Comparison of windows with a base."""
 
     def __init__(self, base: LogitsFile) -> None:
         self.base = base
@@ -158,55 +177,57 @@ class _Compared:
         self.parts.setdefault(window, {})[row] = scores
 
     def take(self, window: int) -> Scores:
-        """Return what a window came to."""
+        """Return and forget the scores of a window."""
         parts = self.parts.pop(window)
         columns = zip(*(parts[row] for row in sorted(parts)), strict=True)
         return Scores(*map(np.concatenate, columns))
 
 
 @dataclass(frozen=True)
-class _Base:
-    """A base that nodes open: where it lies, and what tells it from others."""
+class _BaseFile:
+    """A base file for nodes: its path, size and digest of its tokens."""
 
     path: Path
     nbytes: int
     tokens: bytes
 
     @classmethod
-    def of(cls, file: LogitsFile) -> _Base:
-        """Return an open file as others can find it."""
+    def from_file(cls, file: LogitsFile) -> _BaseFile:
+        """Return the reference of an open file."""
         tokens = hashlib.sha256(file.chunks.tokens.tobytes()).digest()
-        return cls(Path(file.path).absolute(), Path(file.path).stat().st_size, tokens)
+        return cls(located(file.path).absolute(), located(file.path).stat().st_size, tokens)
 
-    def __call__(self) -> _Compared:
+    def __call__(self) -> _Comparison:
         try:
             file = open_logits(self.path)
         except (OSError, FormatError) as e:
-            raise Refused(f"{self.path} cannot be read there: {e}") from None
-        if _Base.of(file) != self:
-            raise Refused(f"{self.path} is not the same file there: an older one, or another")
-        return _Compared(file)
+            raise NodeRefusal(f"{self.path} cannot be read there: {e}") from None
+        if _BaseFile.from_file(file) != self:
+            raise NodeRefusal(f"{self.path} is not the same file there: an older one, or another")
+        return _Comparison(file)
 
 
-class _Run:
-    """Scores rows against the base and collects chunks in order."""
+class _KldRun:
+    """A run of ``kld``: scores rows against the base and collects chunks in order."""
 
     def __init__(self, base: LogitsFile, n: int, progress: Callable[[KldProgress], None] | None) -> None:
-        self.base, self.n, self.progress = base, n, progress
-        self._compared = _Compared(base)
-        self.score = self._compared.score
+        self.base = base
+        self.n = n
+        self.progress = progress
+        self._comparison = _Comparison(base)
+        self.score = self._comparison.score
         self.sums = KldSums()
 
     @property
-    def scorer(self) -> Callable[[], _Compared]:
-        return _Base.of(self.base)
+    def scorer(self) -> Callable[[], _Comparison]:
+        return _BaseFile.from_file(self.base)
 
-    def done(self, begin: int, end: int) -> None:
+    def finish(self, begin: int, end: int) -> None:
         for window in range(begin, end):
-            self.add(window, self._compared.take(window))
+            self.add(window, self._comparison.take(window))
 
     def add(self, window: int, scores: Scores) -> None:
-        """Count a window's scores."""
+        """Add the scores of a window."""
         self.sums.add(scores)
         if self.progress is not None:
             self.progress(KldProgress(window + 1, self.n, self.sums))

@@ -22,27 +22,29 @@ from typing import NamedTuple, Unpack
 import numpy as np
 import numpy.typing as npt
 
-from quantkit.cluster import Refused
+from quantkit.arguments import Options, checked
+from quantkit.cluster import NodeRefusal
 from quantkit.errors import FormatError, QuantkitError, RecipeError
-from quantkit.evaluate.on_nodes import There, without_nodes
-from quantkit.evaluate.passes import F32, I32, EvaluationOptions, Model, opened, path_of, text_tokens
+from quantkit.evaluate.on_nodes import NodeModel, split_nodes
+from quantkit.evaluate.passes import F32, I32, EvaluationOptions, Model, loaded_model, path_of, text_tokens
 from quantkit.evaluate.scores import Softmax, most_probable, nll_of, softmax
 from quantkit.evaluate.scoring import score_text
 from quantkit.evaluate.statistics import Estimate, NllSums
 from quantkit.formats.gguf import open_gguf
 from quantkit.formats.logits import Chunks, CompactRows, CompactWriter, LlamaSharer, LlamaWriter, join_rows
-from quantkit.formats.outputs import Output, check_apart, written
+from quantkit.formats.outputs import Output, atomic_write, check_apart
+from quantkit.formats.remote import located
 from quantkit.kernels.first_run import working_seconds
 
 F64 = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True)
-class SaveLogits:
-    """Keep the logits of all scored positions in ``path``, as a base for ``kld``.
+class SaveLogits(Options):
+    """Options to write the logits of all scored positions to ``path``, as a base for ``kld``.
 
-    ``format``: "llama.cpp", of which ``clip`` is 16, or 24 as ik_llama.cpp's; or "compact", with the ``top_k`` most
-    probable tokens of a position, fewer once no more than ``residual`` mass is left, packed by ``codec``.
+    format: "llama.cpp", with ``clip`` 16 (llama.cpp) or 24 (ik_llama.cpp); or "compact": the ``top_k`` most probable
+    tokens of a position, or fewer whose residual mass is at most ``residual``, compressed by ``codec``.
     """
 
     path: str | Path
@@ -65,7 +67,7 @@ class PerplexityProgress(NamedTuple):
 
 @dataclass(frozen=True)
 class Perplexity:
-    """What ``perplexity`` found; ``running`` has the value after each chunk."""
+    """Result of ``perplexity``; running: the value after each chunk."""
 
     model: Path
     n_tokens: int
@@ -83,6 +85,7 @@ class Perplexity:
     notes: tuple[str, ...] = field(default=())
 
 
+@checked
 def perplexity(
     model: str | Path | Model,
     text: str | bytes | None = None,
@@ -100,58 +103,69 @@ def perplexity(
 
     Args:
         model: path of a GGUF file, loaded with the options ``load`` (those of quantkit.load), or a loaded model.
-        n_ctx: tokens of a chunk; ``n_batch``: tokens of a pass, so max(1, n_batch // n_ctx) chunks run at once.
-        chunks: how many to evaluate; ``stride``: tokens between windows, instead of chunks.
+        n_ctx: tokens of a chunk.
+        n_batch: tokens of a pass, which has max(1, n_batch // n_ctx) chunks.
+        chunks: the number to evaluate; None: all.
+        stride: tokens between windows, which replace chunks; 0: chunks.
 
     Raises:
-        QuantkitError: too few tokens, or a window or stride that makes no sense.
+        QuantkitError: too few tokens, or an invalid window or stride.
     """
-    started = working_seconds()
+    start = working_seconds()
     if stride and save_logits is not None:
-        raise RecipeError("a base of logits has chunks: --save-all-logits excludes --ppl-stride")
+        raise RecipeError(
+            "--save-all-logits and --ppl-stride exclude each other: a base of logits has chunks", "QK-E201"
+        )
     with ExitStack() as stack:
         part = None
         if save_logits is not None:
             check_apart([save_logits.path], [path_of(model)])
-            part = written(stack.enter_context(Output(save_logits.path, overwrite=save_logits.overwrite)).path)
-        nodes, own = without_nodes(load)
+            part = atomic_write(stack.enter_context(Output(save_logits.path, overwrite=save_logits.overwrite)).path)
+        nodes, load_options = split_nodes(load)
         if nodes is not None and not isinstance(model, (str, Path)):
-            raise RecipeError("a cluster runs models from files: name one")
-        loaded = stack.enter_context(opened(model, n_ctx, own))
+            raise RecipeError("a cluster runs models from files: give a path", "QK-E210")
+        loaded = stack.enter_context(loaded_model(model, n_ctx, load_options))
         ids = text_tokens(loaded, text, tokens)
-        windows = _strided(ids, n_ctx, stride, chunks) if stride else chunked(ids, n_ctx, chunks)
+        windows = _stride_windows(ids, n_ctx, stride, chunks) if stride else split_chunks(ids, n_ctx, chunks)
         first = n_ctx - stride - 1 if stride else n_ctx // 2
         sink: _Sink | None = None
         if save_logits is not None and part is not None:
             sink = _sink(loaded, windows, save_logits, stack.enter_context(part), stack)
-        run = _Run(windows, first, sink, progress)
-        there = None if nodes is None else There.of(loaded.path, nodes, own)
+        run = _PerplexityRun(windows, first, sink, progress)
+        node_model = None if nodes is None else NodeModel.from_path(loaded.path, nodes, load_options)
         n_seq, bos, notes = score_text(
-            loaded, text, ids, windows, first, run, n_batch=n_batch, threads=load.get("threads"), there=there
+            loaded, text, ids, windows, first, run, n_batch=n_batch, threads=load.get("threads"), node_model=node_model
         )
-        path, n, sums, running = Path(loaded.path), len(windows), run.sums, tuple(run.running)
-    saved, took = Path(save_logits.path) if save_logits is not None else None, working_seconds() - started
+        path = located(loaded.path)
+        n = len(windows)
+        sums = run.sums
+        running = tuple(run.running)
+    saved, seconds = located(save_logits.path) if save_logits is not None else None, working_seconds() - start
     scored = (len(ids), sums.n, n_ctx, n, stride, n_seq, bos)
-    return Perplexity(path, *scored, sums.ppl, sums.mean, running, took, saved, notes)
+    return Perplexity(path, *scored, sums.ppl, sums.mean, running, seconds, saved, notes)
 
 
-def chunked(ids: I32, n_ctx: int, chunks: int | None) -> I32:
+def split_chunks(ids: I32, n_ctx: int, chunks: int | None) -> I32:
     """Return the chunks of a text, int32 [n, n_ctx]."""
     if n_ctx < 4:
-        raise RecipeError(f"a context of {n_ctx} tokens leaves nothing to score; at least 4 are needed")
+        raise RecipeError(f"a context of {n_ctx} tokens leaves nothing to score; at least 4 are needed", "QK-E203")
     n = len(ids) // n_ctx
     if n == 0:
-        raise QuantkitError(f"the text has {len(ids)} tokens, not one chunk of {n_ctx}: use more text, or a smaller -c")
+        raise QuantkitError(
+            f"the text has {len(ids)} tokens, not one chunk of {n_ctx}: use more text, or a smaller -c", "QK-E203"
+        )
     n = n if chunks is None else min(n, chunks)
     return ids[: n * n_ctx].reshape(n, n_ctx)
 
 
-def _strided(ids: I32, n_ctx: int, stride: int, chunks: int | None) -> I32:
+def _stride_windows(ids: I32, n_ctx: int, stride: int, chunks: int | None) -> I32:
     """Return the windows of a text, int32 [n, n_ctx], each ``stride`` tokens after the one before."""
     if not 0 < stride < n_ctx:
-        raise RecipeError(f"--ppl-stride {stride} must be above 0 and below the context of {n_ctx} tokens")
+        raise RecipeError(f"--ppl-stride {stride} must be above 0 and below the context of {n_ctx} tokens", "QK-E203")
     if len(ids) <= n_ctx:
-        raise QuantkitError(f"the text has {len(ids)} tokens; a context of {n_ctx} with a stride needs more than that")
+        raise QuantkitError(
+            f"the text has {len(ids)} tokens; a context of {n_ctx} with a stride needs more than that", "QK-E203"
+        )
     n = -(-(len(ids) - n_ctx) // stride)
     n = n if chunks is None else min(n, chunks)
     return np.lib.stride_tricks.sliding_window_view(ids, n_ctx)[::stride][:n]
@@ -166,20 +180,20 @@ class _Nll:
 
     def score(self, window: int, row: int, logits: F32, following: I32) -> None:
         parts = softmax(logits)
-        # If two threads reach a window first, only one array counts: setdefault is atomic.
+        # If two threads reach a new window, both use one array: setdefault is atomic.
         nll = self.nll.setdefault(window, np.empty(self.rows))
         nll[row : row + len(logits)] = nll_of(logits, parts, following)
         if self.sink is not None:
             self.sink.write(window, row, logits, parts, following)
 
     def take(self, window: int) -> tuple[F64, CompactRows | None]:
-        """Return what a window came to, float64 [rows], and what is to be kept of it and is not written yet."""
+        """Return and forget the likelihoods of a window, float64 [rows], and its rows that are not written yet."""
         return self.nll.pop(window), None if self.sink is None else self.sink.take(window)
 
 
 @dataclass(frozen=True)
-class _There:
-    """Scores windows on a node, and keeps logits as ``sink`` does, if there is one."""
+class _NllFactory:
+    """Constructor of ``_Nll`` on a node; ``sink`` creates the node's sink of logits, if there is one."""
 
     rows: int
     sink: Callable[[], _Sink] | None
@@ -188,38 +202,40 @@ class _There:
         return _Nll(self.rows, None if self.sink is None else self.sink())
 
 
-class _Run:
-    """Collects the scores of windows in order."""
+class _PerplexityRun:
+    """A run of ``perplexity``: collects the scores of windows in order."""
 
     def __init__(
         self, windows: I32, first: int, sink: _Sink | None, progress: Callable[[PerplexityProgress], None] | None
     ) -> None:
-        self.n, self.progress, self.sink = len(windows), progress, sink
-        self.scorer = _There(windows.shape[1] - 1 - first, None if sink is None else sink.there())
+        self.n = len(windows)
+        self.progress = progress
+        self.sink = sink
+        self.scorer = _NllFactory(windows.shape[1] - 1 - first, None if sink is None else sink.node_sink())
         self._nll = _Nll(self.scorer.rows, sink)
         self.score = self._nll.score
         self.sums, self.running = NllSums(), list[Estimate]()
 
-    def done(self, begin: int, end: int) -> None:
+    def finish(self, begin: int, end: int) -> None:
         for window in range(begin, end):
             self.add(window, self._nll.take(window))
 
-    def add(self, window: int, found: tuple[F64, CompactRows | None]) -> None:
-        """Count a window's likelihoods, float64 [rows], and write what is to be kept."""
-        nll, kept = found
-        if self.sink is not None and kept is not None:
-            self.sink.keep(kept)
+    def add(self, window: int, result: tuple[F64, CompactRows | None]) -> None:
+        """Add a window's likelihoods, float64 [rows], and save its rows of logits."""
+        nll, rows = result
+        if self.sink is not None and rows is not None:
+            self.sink.save(rows)
         self.sums.add(nll)
         self.running.append(self.sums.ppl)
         if self.progress is not None:
             self.progress(PerplexityProgress(window + 1, self.n, self.sums.ppl, self.sums.mean))
 
 
-# --- keeping the logits ---
+# ---------------------------------------------------------------- saving logits
 
 
 class _LlamaSink:
-    """Writes rows as they come."""
+    """A sink that writes rows at once, in llama.cpp's format."""
 
     def __init__(self, writer: LlamaWriter) -> None:
         self.writer = writer
@@ -229,15 +245,15 @@ class _LlamaSink:
         self.writer.write(window, row, logits, parts.log_total, scratch=parts.exps)
 
     def take(self, window: int) -> None:
-        """Return when all of a window is written."""
+        """Wait until all rows of a window are on disk."""
         if isinstance(self.writer, LlamaSharer):
             self.writer.sync()
 
-    def keep(self, rows: CompactRows) -> None:
-        """Do nothing: everything is written."""
+    def save(self, rows: CompactRows) -> None:
+        """Do nothing: rows are written already."""
 
-    def there(self) -> Callable[[], _LlamaSink]:
-        """Return what keeps logits on a node: in the same file."""
+    def node_sink(self) -> Callable[[], _LlamaSink]:
+        """Return a constructor of sinks on nodes, which write to the same file."""
         return partial(_shared_sink, self.writer.path.absolute(), self.writer.chunks, self.writer.clip)
 
 
@@ -245,14 +261,16 @@ def _shared_sink(path: Path, chunks: Chunks, clip: float) -> _LlamaSink:
     try:
         return _LlamaSink(LlamaSharer(path, chunks, clip))
     except (OSError, FormatError) as e:
-        raise Refused(f"{path} cannot be written there: {e}") from None
+        raise NodeRefusal(f"{path} cannot be written there: {e}") from None
 
 
 class _CompactSink:
-    """Keeps rows until their chunk is complete; ``writer`` is none on a node, which sends them."""
+    """A sink that collects rows until their chunk is complete; writer: None on nodes, which return them."""
 
     def __init__(self, top_k: int, residual: float, writer: CompactWriter | None) -> None:
-        self.top_k, self.residual, self.writer = top_k, residual, writer
+        self.top_k = top_k
+        self.residual = residual
+        self.writer = writer
         self.parts: dict[int, dict[int, CompactRows]] = {}
 
     def write(self, window: int, row: int, logits: F32, parts: Softmax, following: I32) -> None:
@@ -260,17 +278,17 @@ class _CompactSink:
         self.parts.setdefault(window, {})[row] = rows
 
     def take(self, window: int) -> CompactRows:
-        """Return the rows of a window."""
+        """Return and forget the rows of a window."""
         parts = self.parts.pop(window)
         return join_rows([parts[row] for row in sorted(parts)])
 
-    def keep(self, rows: CompactRows) -> None:
+    def save(self, rows: CompactRows) -> None:
         """Write the rows of the next window."""
         if self.writer is not None:
             self.writer.write(rows)
 
-    def there(self) -> Callable[[], _CompactSink]:
-        """Return what keeps logits on a node, and gives them to this one."""
+    def node_sink(self) -> Callable[[], _CompactSink]:
+        """Return a constructor of sinks on nodes, whose rows this sink writes."""
         return partial(_CompactSink, self.top_k, self.residual, None)
 
 
@@ -282,12 +300,14 @@ def _sink(model: Model, windows: I32, save: SaveLogits, path: Path, stack: ExitS
     if save.format == "llama.cpp":
         return _LlamaSink(LlamaWriter(path, chunks, save.clip))
     if save.format != "compact":
-        raise RecipeError(f"no format {save.format!r} of base logits; there are llama.cpp and compact")
+        raise RecipeError(f"no format {save.format!r} of base logits; choose llama.cpp or compact", "QK-E203")
     if save.top_k < 1 or not 0 <= save.residual < 1:
-        raise RecipeError(f"top-k {save.top_k} must be above 0, and a residual of {save.residual} within [0, 1)")
+        raise RecipeError(
+            f"top-k {save.top_k} must be above 0, and a residual of {save.residual} within [0, 1)", "QK-E203"
+        )
     with open_gguf(model.path) as source:
         fingerprint = source.fingerprint()
-    name = Path(model.path).name
-    kept = min(save.top_k, model.n_vocab)
-    writer = CompactWriter(path, chunks, top_k=kept, codec=save.codec, model=name, fingerprint=fingerprint)
-    return _CompactSink(kept, save.residual, stack.enter_context(writer))
+    name = located(model.path).name
+    top_k = min(save.top_k, model.n_vocab)
+    writer = CompactWriter(path, chunks, top_k=top_k, codec=save.codec, model=name, fingerprint=fingerprint)
+    return _CompactSink(top_k, save.residual, stack.enter_context(writer))

@@ -1,7 +1,7 @@
-"""Windows of a text on the nodes of a Ray cluster: each worker process maps the model and runs whole passes.
+"""Evaluation of windows on the nodes of a Ray cluster: each worker process maps the model and runs whole passes.
 
-A pass has the windows that it has on one machine, and results are taken in the order of the windows, so whatever is
-made of them is the same. A node refuses if the model there is not the one that the driver has opened.
+Passes have the same windows as on one machine, and results are taken in the order of the windows, so the final result
+is the same. A node refuses a model that differs from the driver's.
 """
 
 from __future__ import annotations
@@ -14,21 +14,22 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from quantkit.cluster import Cluster, Node, Refused
+from quantkit.cluster import Cluster, Node, NodeRefusal
 from quantkit.errors import FormatError, ResourceError
 from quantkit.evaluate.passes import I32, EvaluationOptions, LoadOptions, Nodes
 from quantkit.formats.gguf import open_model
+from quantkit.formats.remote import located
 
 if TYPE_CHECKING:
     from quantkit.model.placement import Placement
 
-#: Seconds that a batch of passes is to take.
+#: The target duration of a batch of passes, in seconds.
 SECONDS = 2.0
 
 
 @dataclass(frozen=True)
-class There:
-    """A model that is to be opened on nodes."""
+class NodeModel:
+    """A model to be opened on nodes: its path, fingerprint, placement and options."""
 
     path: Path
     fingerprint: str
@@ -36,48 +37,49 @@ class There:
     options: LoadOptions
 
     @classmethod
-    def of(cls, path: str | Path, nodes: Nodes, options: LoadOptions) -> There:
-        """Return the model at ``path``, as this machine sees it, to be loaded with ``options``."""
-        return cls(Path(path).absolute(), fingerprint_of(path), nodes, options)
+    def from_path(cls, path: str | Path, nodes: Nodes, options: LoadOptions) -> NodeModel:
+        """Return the model at ``path``, with the fingerprint that this machine computes."""
+        return cls(located(path).absolute(), fingerprint_of(path), nodes, options)
 
     def check(self) -> None:
-        """Raise Refused if the file is not here, or is another."""
+        """Raise NodeRefusal if this node's file is missing or another."""
         try:
-            found = fingerprint_of(self.path)
+            fingerprint = fingerprint_of(self.path)
         except (OSError, FormatError) as e:
-            raise Refused(f"{self.path} cannot be read there: {getattr(e, 'strerror', None) or e}") from None
-        if found != self.fingerprint:
-            raise Refused(f"{self.path} is not the same file there: an older one, or another")
+            raise NodeRefusal(f"{self.path} cannot be read there: {getattr(e, 'strerror', None) or e}") from None
+        if fingerprint != self.fingerprint:
+            raise NodeRefusal(f"{self.path} is another file there")
 
-    def options_here(self, threads: int) -> LoadOptions:
-        """Return how this node loads the model. Raises Refused if it is not here, or cannot be run here."""
-        from quantkit.model.devices import check_devices
+    def load_options(self, threads: int) -> LoadOptions:
+        """Return the options of quantkit.load on this node. Raises NodeRefusal if the model cannot be run here."""
+        from quantkit.model.placement import check_devices
 
         self.check()
-        placement, _ = self._placed()
+        placement, _ = self._place()
         try:
             check_devices(placement)
         except ResourceError as e:
-            raise Refused(e.message) from None
+            raise NodeRefusal(e.message) from None
         return {**self.options, "threads": threads, "placement": placement}
 
-    def choice_here(self) -> str:
-        """Return a sentence that says what runs the model on this node; "" if there was nothing to choose."""
-        return self._placed()[1]
+    def placement_note(self) -> str:
+        """Return a note on the device that --backend selects on this node; "" if there was no choice."""
+        return self._place()[1]
 
-    def _placed(self) -> tuple[Placement, str]:
-        """Return where this node places the model, and what it chose for --backend."""
+    def _place(self) -> tuple[Placement, str]:
+        """Return the placement on this node, and a note on --backend."""
         from quantkit.kernels.cuda.core.device import why_none
-        from quantkit.model.devices import cuda_devices
-        from quantkit.model.placement import placement_of
+        from quantkit.model.placement import cuda_devices, placement_of
 
-        wanted = self.nodes
-        devices = cuda_devices() if wanted.uses_cards else ()
-        backend = ("cuda" if devices else "cpu") if wanted.backend == "auto" else wanted.backend
-        layers = wanted.gpu_layers if devices or backend == "cuda" else None
-        chosen = ", ".join(devices) or f"the CPU, as {why_none()}"
-        note = f"--backend {wanted.backend}: {chosen}" if wanted.uses_cards else ""
-        return placement_of(backend, layers, wanted.rules, devices), note
+        nodes = self.nodes
+        devices = cuda_devices() if nodes.uses_gpus else ()
+        backend = nodes.backend
+        if backend == "auto":
+            backend = "cuda" if devices else "cpu"
+        layers = nodes.gpu_layers if devices or backend == "cuda" else None
+        choice = ", ".join(devices) or f"the CPU, as {why_none()}"
+        note = f"--backend {nodes.backend}: {choice}" if nodes.uses_gpus else ""
+        return placement_of(backend, layers, nodes.rules, devices), note
 
 
 def fingerprint_of(path: str | Path) -> str:
@@ -93,8 +95,8 @@ class Pass(NamedTuple):
     windows: I32
 
 
-class Share(NamedTuple):
-    """What a batch of passes gave, the seconds that it took, and what the node runs the model on."""
+class PassResult(NamedTuple):
+    """The value of a batch of passes, its duration in seconds, and the note on the node's device."""
 
     value: Any
     seconds: float
@@ -115,45 +117,49 @@ class _Passes:
         seconds: float,
     ) -> None:
         self.begin, self.shared = begin, shared
-        self._where, self._passes, self._take, self._say, self._seconds = nodes, passes, take, say, seconds
+        self._options = nodes
+        self._passes = passes
+        self._take = take
+        self._say = say
+        self._seconds = seconds
         self._nodes: list[Node] = []
-        #: Passes given out, and taken; results that wait for those before them; seconds of a pass, by node.
-        self._given, self._taken = 0, 0
-        self._waiting: dict[int, tuple[int, Any]] = {}
-        self._pace: dict[str, float] = {}
+        #: Passes assigned, and taken; results that wait for earlier ones; seconds of a pass, by node id.
+        self._n_assigned, self._n_taken = 0, 0
+        self._pending: dict[int, tuple[int, Any]] = {}
+        self._seconds_per_pass: dict[str, float] = {}
 
     @property
-    def stopped(self) -> bool:
+    def is_stopping(self) -> bool:
         return False
 
     def fit(self, node: Node) -> None:
-        """Let one process have the whole node: the engine has threads of its own, and maps the model once."""
-        node.width = min(node.cpus, self._where.threads or node.cpus)
-        node.gpus = node.gpus if self._where.uses_cards else 0
+        """Give the whole node to one process: the engine has its own threads and maps the model once."""
+        node.width = min(node.cpus, self._options.threads or node.cpus)
+        node.gpus = node.gpus if self._options.uses_gpus else 0
         self._nodes.append(node)
 
     def batch(self, node: Node) -> tuple[int, list[Pass]] | None:
-        """Return some passes: one where nothing is known, then for some seconds, fewer towards the end."""
-        first, left = self._given, len(self._passes) - self._given
+        """Return the next passes: one at first, then as many as take the target duration, fewer towards the end."""
+        first, left = self._n_assigned, len(self._passes) - self._n_assigned
         if not left:
             return None
-        n = int(self._seconds / self._pace[node.id]) if node.id in self._pace else 1
-        n = max(1, min(n, left // (2 * max(1, sum(each.cpus > 0 for each in self._nodes)))))
-        self._given += n
+        n = int(self._seconds / self._seconds_per_pass[node.id]) if node.id in self._seconds_per_pass else 1
+        n = max(1, min(n, left // (2 * max(1, sum(peer.cpus > 0 for peer in self._nodes)))))
+        self._n_assigned += n
         return first, list(self._passes[first : first + n])
 
-    def done(self, node: Node, batch: tuple[int, list[Pass]], result: Share) -> None:
+    def finish(self, node: Node, batch: tuple[int, list[Pass]], result: PassResult) -> None:
         first, passes = batch
-        if result.choice and node.id not in self._pace:
+        if result.choice and node.id not in self._seconds_per_pass:
             self._say(f"node {node.name}: {result.choice}")
-        self._pace[node.id] = result.seconds / len(passes)
-        node.done += sum(each.windows.size for each in passes)
-        self._waiting[first] = len(passes), result.value
-        while self._taken in self._waiting:
-            n, value = self._waiting.pop(self._taken)
-            done = self._passes[self._taken : self._taken + n]
-            self._taken += n
-            self._take(done[0].begin, done[-1].begin + len(done[-1].windows), value)
+        self._seconds_per_pass[node.id] = result.seconds / len(passes)
+        node.progress += sum(part.windows.size for part in passes)
+        self._pending[first] = len(passes), result.value
+        while self._n_taken in self._pending:
+            n, value = self._pending.pop(self._n_taken)
+            group = self._passes[self._n_taken : self._n_taken + n]
+            self._n_taken += n
+            self._take(group[0].begin, group[-1].begin + len(group[-1].windows), value)
 
     def say(self, text: str) -> None:
         self._say(text)
@@ -174,40 +180,42 @@ def run_on_nodes(
 
     Args:
         begin: called as begin(shared, threads) in every worker process; returns a function from passes to their value.
-        shared: for all worker processes; its ``model`` is a ``There``.
-        take: called with begin, end and value for runs of windows, in order; what it raises ends the run.
-        say: told what happens to nodes.
-        seconds: that a batch of passes is to take.
+        shared: for all worker processes; its ``model`` is a ``NodeModel``.
+        take: called with begin, end and value for runs of windows, in order; its exceptions end the run.
+        say: called with messages about nodes.
+        seconds: the target duration of a batch of passes.
     """
-    passes = [Pass(at, np.ascontiguousarray(windows[at : at + n_seq])) for at in range(0, len(windows), n_seq)]
-    Cluster(nodes.address).run(_Passes(nodes, _Timed(begin), shared, passes, take, say, seconds))
+    passes = [
+        Pass(start, np.ascontiguousarray(windows[start : start + n_seq])) for start in range(0, len(windows), n_seq)
+    ]
+    Cluster(nodes.address).run(_Passes(nodes, _TimedBegin(begin), shared, passes, take, say, seconds))
 
 
 @dataclass(frozen=True)
-class _Timed:
-    """Measures what ``begin`` returns."""
+class _TimedBegin:
+    """``begin`` with a timer around its result."""
 
     begin: Callable[[Any, int], Callable[[list[Pass]], Any]]
 
-    def __call__(self, shared: Any, threads: int) -> Callable[[tuple[int, list[Pass]]], Share]:
-        run, there = self.begin(shared, threads), shared.model
-        choice = there.choice_here()
+    def __call__(self, shared: Any, threads: int) -> Callable[[tuple[int, list[Pass]]], PassResult]:
+        run, model = self.begin(shared, threads), shared.model
+        choice = model.placement_note()
 
-        def timed(batch: tuple[int, list[Pass]]) -> Share:
+        def timed(batch: tuple[int, list[Pass]]) -> PassResult:
             began = time.perf_counter()
-            return Share(run(batch[1]), time.perf_counter() - began, choice)
+            return PassResult(run(batch[1]), time.perf_counter() - began, choice)
 
         return timed
 
 
-def without_nodes(options: EvaluationOptions) -> tuple[Nodes | None, LoadOptions]:
-    """Return the nodes to run on, if any, and the options by which this machine opens the model.
+def split_nodes(options: EvaluationOptions) -> tuple[Nodes | None, LoadOptions]:
+    """Return the nodes to run on, or None, and the options with which this machine opens the model.
 
-    With nodes, it opens the model to look at it, and places nothing.
+    With nodes, this machine only reads the model's metadata, without placement.
     """
-    own = options.copy()
-    nodes = own.pop("nodes", None)
+    load_options = options.copy()
+    nodes = load_options.pop("nodes", None)
     if nodes is not None:
-        nodes = replace(nodes, threads=own.pop("threads", None) or nodes.threads)
-        own["placement"] = None
-    return nodes, own
+        nodes = replace(nodes, threads=load_options.pop("threads", None) or nodes.threads)
+        load_options["placement"] = None
+    return nodes, load_options

@@ -1,4 +1,4 @@
-"""The logits themselves, for other programs to compare."""
+"""The verb ``logits``: a model's logits, for comparison by other programs."""
 
 from __future__ import annotations
 
@@ -9,12 +9,14 @@ from typing import Unpack
 import numpy as np
 import numpy.typing as npt
 
+from quantkit.arguments import checked
 from quantkit.errors import QuantkitError
-from quantkit.evaluate.passes import F32, LoadOptions, Model, opened, path_of, text_tokens
-from quantkit.formats.outputs import Output, check_apart, written
+from quantkit.evaluate.passes import F32, LoadOptions, Model, loaded_model, path_of, text_tokens
+from quantkit.formats.outputs import Output, atomic_write, check_apart
 from quantkit.formats.ranges import reserve
 
 
+@checked
 def logits(
     model: str | Path | Model,
     text: str | bytes | None = None,
@@ -28,13 +30,12 @@ def logits(
 ) -> F32:
     """Return the logits after each of the tokens of a text, or of tokens [n]: float32 [n, n_vocab], from position 0.
 
-    With ``output`` they go to that .npy, which appears when complete; the result maps it, so memory does not grow
-    with the number of tokens.
+    With ``output`` they are written to that .npy, which appears when complete; the result maps it, so memory does not
+    grow with the number of tokens.
 
     Args:
         model: path of a GGUF file, loaded with the options ``load`` (those of quantkit.load), or a loaded model.
-        n_ctx: the context to set the model up for, which matters where rope factors depend on it; None: the context
-            it was trained on.
+        n_ctx: the context that rope factors are chosen for; None: that of training.
 
     Raises:
         QuantkitError: no tokens, tokens outside the vocabulary, or an output that exists.
@@ -44,20 +45,20 @@ def logits(
         if output is not None:
             check_apart([output], [path_of(model)])
             path = stack.enter_context(Output(output, overwrite=overwrite)).path
-        loaded = stack.enter_context(opened(model, n_ctx, load))
+        loaded = stack.enter_context(loaded_model(model, n_ctx, load))
         ids = text_tokens(loaded, text, tokens)
         if ids.size == 0:
-            raise QuantkitError("the text has no tokens")
+            raise QuantkitError("the text has no tokens", "QK-E121")
         shape = (len(ids), loaded.n_vocab)
         if path is None:
             out = np.empty(shape, np.float32)
             _compute(loaded, ids, out, n_batch)
             return out
-        with written(path) as part:
-            into = np.lib.format.open_memmap(part, "w+", np.float32, shape)
-            reserve(part, part.stat().st_size)  # a full disk is an error here, and kills whoever writes to the mapping
-            _compute(loaded, ids, into, n_batch)
-            into.flush()
+        with atomic_write(path) as part:
+            memmap = np.lib.format.open_memmap(part, "w+", np.float32, shape)
+            reserve(part, part.stat().st_size)  # a full disk is an error here, but a signal when writing to the mapping
+            _compute(loaded, ids, memmap, n_batch)
+            memmap.flush()
         mapped: F32 = np.load(path, mmap_mode="r")
         return mapped
 
@@ -69,4 +70,4 @@ def _compute(model: Model, ids: npt.NDArray[np.int32], out: F32, n_batch: int) -
         def keep(index: int, block: F32, begin: int = begin) -> None:
             out[begin + index : begin + index + len(block)] = block
 
-        session.decode(ids[begin : begin + n_batch], 0, None, each=keep)
+        session.decode(ids[begin : begin + n_batch], 0, None, consume=keep)

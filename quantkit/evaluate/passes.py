@@ -1,8 +1,8 @@
-"""Windows of a text through a model: several sequences a pass, logits consumed as they come.
+"""Evaluation of windows of a text: several sequences a pass, logits consumed in blocks.
 
-A window is one context of tokens; BOS takes the place of its first token where the model wants one. The predictions
-from position ``first`` to the last but one of each window are scored. Nothing of size context times vocabulary is ever
-held: the engine hands over logits in blocks, which are cut into tiles and scored by threads.
+A window is one context of tokens, whose first token is replaced by BOS if the model has one. The predictions from
+position ``first`` to the last but one of each window are scored. No array of context x vocabulary exists: the engine
+delivers blocks of logits, which are cut into tiles and scored by threads.
 """
 
 from __future__ import annotations
@@ -17,11 +17,12 @@ from typing import TYPE_CHECKING, Protocol, TypedDict
 import numpy as np
 import numpy.typing as npt
 
-from quantkit.calibration.heldout import calibrated_on
+from quantkit.calibration.heldout import calibration_warning
 from quantkit.calibration.overlap import SKETCH_KEYS
 from quantkit.cpus import available_cpus
-from quantkit.errors import FormatError, QuantkitError
+from quantkit.errors import ArgumentError, FormatError, QuantkitError
 from quantkit.evaluate.scores import TILE
+from quantkit.formats.remote import located
 
 if TYPE_CHECKING:
     from quantkit.formats.gguf import GGUFFile
@@ -31,12 +32,13 @@ if TYPE_CHECKING:
 F32 = npt.NDArray[np.float32]
 I32 = npt.NDArray[np.int32]
 
-#: Takes (window, row, logits f32 [rows, n_vocab], the tokens that follow int32 [rows]); from several threads at once.
+#: Called with (window, row, logits f32 [rows, n_vocab], the tokens that follow int32 [rows]); from several threads at
+#: once.
 Score = Callable[[int, int, F32, I32], None]
 
 
 class Tokenizer(Protocol):
-    """What evaluation needs of a tokenizer."""
+    """The interface of tokenizers that evaluation uses."""
 
     bos: int | None
     add_bos: bool
@@ -47,21 +49,21 @@ class Tokenizer(Protocol):
 
 
 class Session(Protocol):
-    """Sequences in progress."""
+    """The interface of sessions that evaluation uses."""
 
     def decode(
         self,
         tokens: I32,
         sequences: I32 | int = 0,
         outputs: npt.NDArray[np.bool_] | None = None,
-        each: Callable[[int, F32], None] | None = None,
+        consume: Callable[[int, F32], None] | None = None,
     ) -> F32 | None: ...
 
     def clear(self, sequence: int | None = None) -> None: ...
 
 
 class Model(Protocol):
-    """What evaluation needs of a model; quantkit.load returns one."""
+    """The interface of models that evaluation uses; quantkit.load returns one."""
 
     path: Path
     n_vocab: int
@@ -80,10 +82,10 @@ class Model(Protocol):
 
 @dataclass(frozen=True)
 class Nodes:
-    """Where to run: the nodes of the cluster at ``address``.
+    """The nodes of the cluster at ``address``, to run on.
 
-    Each places the model by itself: ``backend`` is cpu, cuda or auto, which is cuda where there is a card; with
-    ``gpu_layers`` and ``rules`` as for ``placement_of``. ``threads``: at most so many CPUs of a node.
+    Each node places the model itself: ``backend`` is cpu, cuda or auto (cuda if there is a GPU); ``gpu_layers`` and
+    ``rules`` as for ``placement_of``. threads: the largest number of CPUs of a node.
     """
 
     address: str = "auto"
@@ -93,13 +95,13 @@ class Nodes:
     threads: int | None = None
 
     @property
-    def uses_cards(self) -> bool:
-        """Whether a node may use cards."""
+    def uses_gpus(self) -> bool:
+        """Whether a node may use GPUs."""
         return self.backend != "cpu" or bool(self.gpu_layers)
 
 
 class LoadOptions(TypedDict, total=False):
-    """The options of quantkit.load; ignored for a model that is already loaded."""
+    """The options of quantkit.load; all but ``threads`` are refused for a model that is already loaded."""
 
     threads: int | None
     n_ubatch: int
@@ -120,9 +122,14 @@ class EvaluationOptions(LoadOptions, total=False):
 
 
 @contextmanager
-def opened(model: str | Path | Model, n_ctx: int | None, options: LoadOptions) -> Iterator[Model]:
-    """Load a model from its path for contexts of ``n_ctx``; a loaded model is taken as it is."""
+def loaded_model(model: str | Path | Model, n_ctx: int | None, options: LoadOptions) -> Iterator[Model]:
+    """Load a model from its path for contexts of ``n_ctx``; yield a loaded one unchanged.
+
+    Raises ArgumentError for options other than ``threads`` of a loaded model.
+    """
     if not isinstance(model, (str, Path)):
+        if extra := [name for name in options if name != "threads"]:
+            raise ArgumentError(f"{extra[0]}: {model.path} is loaded already; give it to quantkit.load")
         yield model
         return
     from quantkit.model.engine import load
@@ -136,27 +143,27 @@ def opened(model: str | Path | Model, n_ctx: int | None, options: LoadOptions) -
 
 def path_of(model: str | Path | Model) -> Path:
     """Return the path of a model's file."""
-    return Path(model) if isinstance(model, (str, Path)) else model.path
+    return located(model) if isinstance(model, (str, Path)) else model.path
 
 
 def bos_of(model: Model, notes: list[str]) -> int | None:
-    """Return the token that begins every window, or None; adds a note if the file does not say."""
+    """Return the token that starts every window, or None; append a note if the file has no tokenizer."""
     try:
         tokenizer = model.tokenizer
     except FormatError as e:
-        notes.append(f"windows begin without BOS, as there is no tokenizer: {e.message}")
+        notes.append(f"windows start without BOS, as there is no tokenizer: {e.message}")
         return None
     return tokenizer.bos if tokenizer.add_bos else None
 
 
 def note_context(model: Model, n_ctx: int, notes: list[str]) -> None:
-    """Note a context longer than the model's."""
+    """Append a note on a context longer than the model's."""
     if n_ctx > model.n_ctx_train:
         notes.append(f"the model was trained on {model.n_ctx_train} tokens of context, {n_ctx} are used")
 
 
 def note_calibration(model: Model, text: str | bytes | None, tokens: I32, notes: list[str]) -> None:
-    """Note that the model's importance matrix was computed on this text, as far as the file tells.
+    """Append a note if the model's importance matrix was computed on this text, by the sketch in the file.
 
     Without a text (ids, base logits) the tokens are decoded.
     """
@@ -169,25 +176,25 @@ def note_calibration(model: Model, text: str | bytes | None, tokens: I32, notes:
         except FormatError as e:
             notes.append(f"whether this text was calibrated on cannot be told without a tokenizer: {e.message}")
             return
-    warning = calibrated_on(Path(model.path), source.fields, text)
+    warning = calibration_warning(located(model.path), source.fields, text)
     notes += [] if warning is None else [warning]
 
 
 def text_tokens(model: Model, text: str | bytes | None, tokens: npt.ArrayLike | None) -> I32:
-    """Return the tokens to evaluate, int32 [n]: given ones unchanged, or those of a text with special tokens added."""
+    """Return the tokens to evaluate, int32 [n]: ``tokens``, or those of the text, special tokens included."""
     if (text is None) == (tokens is None):
-        raise QuantkitError("either a text or tokens must be given")
+        raise QuantkitError("either a text or tokens must be given", "QK-E201")
     if text is not None:
         return np.asarray(model.tokenizer.encode(text), np.int32)
-    given = np.asarray(tokens)
-    if given.ndim != 1 or given.size == 0 or given.dtype.kind not in "iu":
-        raise QuantkitError(f"tokens must be integers in one dimension, not {given.dtype} {list(given.shape)}")
-    bad = np.flatnonzero((given < 0) | (given >= model.n_vocab))
+    ids = np.asarray(tokens)
+    if ids.ndim != 1 or ids.size == 0 or ids.dtype.kind not in "iu":
+        raise QuantkitError(f"tokens must be integers in one dimension, not {ids.dtype} {list(ids.shape)}", "QK-E210")
+    bad = np.flatnonzero((ids < 0) | (ids >= model.n_vocab))
     if bad.size:
         raise QuantkitError(
-            f"token {int(bad[0])} is {given[bad[0]]}: the ids of {model.path} are 0 to {model.n_vocab - 1}"
+            f"token {int(bad[0])} is {ids[bad[0]]}: the ids of {model.path} are 0 to {model.n_vocab - 1}", "QK-E203"
         )
-    return given.astype(np.int32)
+    return ids.astype(np.int32)
 
 
 def run_windows(
@@ -195,7 +202,7 @@ def run_windows(
     windows: I32,
     first: int,
     score: Score,
-    done: Callable[[int, int], None],
+    finish: Callable[[int, int], None],
     *,
     n_batch: int,
     bos: int | None,
@@ -204,14 +211,14 @@ def run_windows(
 ) -> None:
     """Evaluate windows, int32 [n, n_ctx], and score positions ``first`` to n_ctx - 2 of each.
 
-    max(1, n_batch // n_ctx) windows make a pass. ``done(begin, end)`` is called after each, from this thread.
-    ``session``, if given, must have room for a pass.
+    max(1, n_batch // n_ctx) windows make a pass. ``finish(begin, end)`` is called after each, from this thread.
+    session: with room for a pass; None: a new one.
     """
     n, n_ctx = windows.shape
     n_seq = min(n, max(1, n_batch // n_ctx))
     session = session or model.session(n_ctx, n_seq)
-    wanted = np.zeros(n_ctx, bool)
-    wanted[first : n_ctx - 1] = True
+    is_scored = np.zeros(n_ctx, bool)
+    is_scored[first : n_ctx - 1] = True
     with ThreadPoolExecutor(threads or available_cpus()) as pool:
         for begin in range(0, n, n_seq):
             batch = windows[begin : begin + n_seq].copy()
@@ -219,43 +226,49 @@ def run_windows(
                 batch[:, 0] = bos
             tiles = _Tiles(pool, windows[begin : begin + n_seq], begin, first, score)
             session.clear()
-            # A batch smaller than a context is part of a window, else it is whole windows.
+            # A batch smaller than a context is part of a window, otherwise it has whole windows.
             step = n_batch if n_batch < n_ctx else batch.size
             sequences = np.repeat(np.arange(len(batch), dtype=np.int32), n_ctx)
-            outputs = np.tile(wanted, len(batch))
-            for at in range(0, batch.size, step):
-                part = slice(at, at + step)
-                seen = int(outputs[:at].sum())
+            outputs = np.tile(is_scored, len(batch))
+            for offset in range(0, batch.size, step):
+                part = slice(offset, offset + step)
+                n_before = int(outputs[:offset].sum())
                 if outputs[part].any():
-                    session.decode(batch.ravel()[part], sequences[part], outputs[part], each=tiles.consumer(seen))
+                    session.decode(
+                        batch.ravel()[part], sequences[part], outputs[part], consume=tiles.consumer(n_before)
+                    )
                 else:
                     session.decode(batch.ravel()[part], sequences[part], outputs[part])
-            done(begin, begin + len(batch))
+            finish(begin, begin + len(batch))
 
 
 class _Tiles:
-    """Cuts the logits of one pass into tiles within windows, and has them scored."""
+    """The logits of one pass, cut into tiles within windows, which the pool scores."""
 
     def __init__(self, pool: ThreadPoolExecutor, windows: I32, begin: int, first: int, score: Score) -> None:
-        self.pool, self.windows, self.begin, self.first, self.score = pool, windows, begin, first, score
+        self.pool = pool
+        self.windows = windows
+        self.begin = begin
+        self.first = first
+        self.score = score
 
-    def consumer(self, seen: int) -> Callable[[int, F32], None]:
-        """Return a consumer of the blocks of a call after ``seen`` outputs of this pass."""
-        return lambda index, block: self._consume(seen + index, block)
+    def consumer(self, n_before: int) -> Callable[[int, F32], None]:
+        """Return a consumer of blocks of logits, which follow ``n_before`` outputs of this pass."""
+        return lambda index, block: self._consume(n_before + index, block)
 
-    def _consume(self, at: int, block: F32) -> None:
+    def _consume(self, index: int, block: F32) -> None:
         rows = self.windows.shape[1] - 1 - self.first
         step = max(1, TILE // block.shape[1])
         jobs = []
-        done = 0
-        while done < len(block):
-            window, row = divmod(at + done, rows)
-            count = min(step, rows - row, len(block) - done)
+        start = 0
+        while start < len(block):
+            window, row = divmod(index + start, rows)
+            count = min(step, rows - row, len(block) - start)
             position = self.first + row + 1
             following = self.windows[window, position : position + count]
-            jobs.append(self.pool.submit(self.score, self.begin + window, row, block[done : done + count], following))
-            done += count
-        # The engine reuses the block when this returns, so all jobs must have ended, failed or not.
+            jobs.append(self.pool.submit(self.score, self.begin + window, row, block[start : start + count], following))
+            start += count
+        # The engine reuses the block after the return, so wait for all jobs, failed ones included.
         wait(jobs)
         for job in jobs:
             job.result()

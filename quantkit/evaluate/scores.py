@@ -1,6 +1,6 @@
-"""From logits to scores of tokens: log-softmax, divergence from a base, the most probable tokens.
+"""Scores of tokens from logits: log-softmax, divergence from a base, the most probable tokens.
 
-Everything works on tiles: a few rows of logits, f32 [rows, n_vocab], that fit a core's cache, one thread each; numpy
+Functions work on tiles: a few rows of logits, f32 [rows, n_vocab], that fit a core's cache, one thread each; numpy
 releases the GIL throughout. Large temporaries are reused from tile to tile, one set per thread: fresh pages would cost
 more than the arithmetic. Exponentials are float32, sums of them float64, as in llama.cpp b11434
 perplexity.cpp; its float32 roundings are kept in what goes into a base file or a comparison.
@@ -44,9 +44,10 @@ _scratch = _Scratch()
 
 
 class Softmax(NamedTuple):
-    """Of rows of logits: ``top`` f32 [rows]; ``exps`` f32 [rows, n_vocab] = exp(logits - top); ``total`` f64 [rows].
+    """Softmax terms of rows of logits: maximum ``top`` f32 [rows]; ``exps`` f32 [rows, n_vocab] = exp(logits - top);
+    sum ``total`` f64 [rows].
 
-    ``exps`` is the thread's, until it takes the next tile.
+    ``exps`` is scratch of the thread, valid until its next tile.
     """
 
     top: F32
@@ -65,33 +66,34 @@ def softmax(logits: F32) -> Softmax:
     if not np.isfinite(top).all():
         raise QuantkitError(
             "the model computed NaN or Inf instead of logits: a broken file (quantkit inspect, quantkit compare),"
-            " or numbers too large for --kv-type f16"
+            " or numbers too large for --kv-type f16",
+            "QK-E108",
         )
     exps = np.subtract(logits, top[:, None], out=_scratch.like(logits, "exps"))
     np.exp(exps, out=exps)
     return Softmax(top, exps, exps.sum(axis=1, dtype=np.float64))
 
 
-def chosen(logits: F32, following: I32) -> F32:
+def following_logits(logits: F32, following: I32) -> F32:
     """Return the logit of the token that follows each row, f32 [rows]."""
     return np.asarray(logits[np.arange(len(logits)), following])
 
 
 def nll_of(logits: F32, parts: Softmax, following: I32) -> F64:
     """Return the negative log-likelihood of the tokens that follow, f64 [rows]."""
-    return parts.log_total - (chosen(logits, following) - parts.top)
+    return parts.log_total - (following_logits(logits, following) - parts.top)
 
 
 def compare_with_llama(logits: F32, base: LlamaRows, following: I32) -> Scores:
     """Score rows of logits against rows of llama.cpp's base file (b11434 perplexity.cpp log_softmax with kld)."""
     parts = softmax(logits)
     log_total = parts.log_total.astype(np.float32)
-    nll = parts.top + log_total - chosen(logits, following)
+    nll = parts.top + log_total - following_logits(logits, following)
     log_p = base.log_probs(_scratch.like(logits, "log_p"))
-    nll_base = -chosen(log_p, following)
+    nll_base = -following_logits(log_p, following)
     same_top = logits.argmax(axis=1) == log_p.argmax(axis=1)
-    # p * (log p - logit + log-sum-exp), each step in float32. Tokens left out get p = 0: assigning through a mask
-    # would take twenty times as long.
+    # p * (log p - logit + log-sum-exp), each step in float32. Excluded tokens get p = 0: assigning through a mask
+    # takes twenty times as long.
     counts = np.greater(log_p, _LEAST_LOG_P, out=_scratch.like(logits, "counts", np.bool_))
     terms = np.subtract(log_p, logits, out=_scratch.like(logits, "terms"))
     terms += (parts.top + log_total)[:, None]
@@ -119,13 +121,13 @@ def compare_with_compact(logits: F32, base: CompactRows, following: I32) -> Scor
     # The model's mass of the other tokens: both sums have the same exponentials, so the difference is exact to 1e-16.
     q = parts.exps.ravel()[flat] / parts.total[row_of]
     least_q = logits.min(axis=1) - shift
-    model_rest = np.maximum(1 - np.add.reduceat(q, begin), (n_vocab - counts) * np.exp(least_q))
-    rest = base.residual.astype(np.float64)
+    model_residual = np.maximum(1 - np.add.reduceat(q, begin), (n_vocab - counts) * np.exp(least_q))
+    residual = base.residual.astype(np.float64)
     with np.errstate(divide="ignore", invalid="ignore"):
-        tail = np.where(rest > 0, rest * np.log(rest / model_rest), 0.0)
-        slack = np.where(rest > 0, np.maximum(rest * (least_p - least_q) - tail, 0), 0.0)
-        guess = np.minimum(rest * _divergence_at_edge(log_p - least_p[row_of] < 2, p, q, terms, begin), slack)
-    nll = (shift - chosen(logits, following)).astype(np.float32)
+        tail = np.where(residual > 0, residual * np.log(residual / model_residual), 0.0)
+        slack = np.where(residual > 0, np.maximum(residual * (least_p - least_q) - tail, 0), 0.0)
+        guess = np.minimum(residual * _divergence_at_edge(log_p - least_p[row_of] < 2, p, q, terms, begin), slack)
+    nll = (shift - following_logits(logits, following)).astype(np.float32)
     nll_base = -base.next
     same_top = logits.argmax(axis=1) == base.ids[_first_top(base.log_probs, base.starts)]
     kld = np.add.reduceat(terms, begin) + tail + guess
@@ -134,43 +136,43 @@ def compare_with_compact(logits: F32, base: CompactRows, following: I32) -> Scor
 
 
 def _divergence_at_edge(edge: npt.NDArray[np.bool_], p: F64, q: F64, terms: F64, begin: I64) -> F64:
-    """Return the divergence among the kept tokens marked by ``edge`` alone, each row's renormalized; f64 [rows]."""
+    """Return the divergence of the tokens marked by ``edge``, renormalized by row; f64 [rows]."""
     p_mass, q_mass, total = (np.add.reduceat(np.where(edge, x, 0), begin) for x in (p, q, terms))
-    found = total / p_mass - np.log(p_mass / q_mass)
-    return np.where(np.isfinite(found), np.maximum(found, 0), 0.0)
+    divergence = total / p_mass - np.log(p_mass / q_mass)
+    return np.where(np.isfinite(divergence), np.maximum(divergence, 0), 0.0)
 
 
 def _first_top(log_probs: F32, starts: I64) -> I64:
-    """Return the index of each row's largest value, the first of equals."""
+    """Return the index of each row's largest value, the first one of equals."""
     counts = np.diff(starts)
     is_top = log_probs == np.repeat(np.maximum.reduceat(log_probs, starts[:-1]), counts)
-    found = np.flatnonzero(is_top)
-    row = np.repeat(np.arange(counts.size), counts)[found]
-    return found[np.unique(row, return_index=True)[1]]
+    indices = np.flatnonzero(is_top)
+    row = np.repeat(np.arange(counts.size), counts)[indices]
+    return indices[np.unique(row, return_index=True)[1]]
 
 
 def most_probable(logits: F32, parts: Softmax, following: I32, top_k: int, residual: float) -> CompactRows:
-    """Keep the most probable tokens of every row: ``top_k``, or fewer once no more than ``residual`` mass is left."""
+    """Return the most probable tokens of every row: ``top_k``, or fewer whose residual mass is at most ``residual``."""
     log_total = parts.log_total
-    ids, rests = [], []
+    ids, residuals = [], []
     for row, x in enumerate(logits):
         candidates = largest(x, top_k)
         order = np.argsort(-x[candidates], kind="stable")
-        rest = 1 - np.cumsum(parts.exps[row, candidates[order]], dtype=np.float64) / parts.total[row]
-        # rest falls; the first place where it is small enough.
-        count = min(rest.size, int(np.searchsorted(-rest, -residual)) + 1)
+        tails = 1 - np.cumsum(parts.exps[row, candidates[order]], dtype=np.float64) / parts.total[row]
+        # tails are descending; find the first one that is small enough.
+        count = min(tails.size, int(np.searchsorted(-tails, -residual)) + 1)
         ids.append(np.sort(candidates[order[:count]]))
-        rests.append(max(0.0, float(rest[count - 1])) if count < x.size else 0.0)
+        residuals.append(max(0.0, float(tails[count - 1])) if count < x.size else 0.0)
     starts = np.cumsum([0, *(i.size for i in ids)])
-    kept = np.concatenate(ids)
+    token_ids = np.concatenate(ids)
     row_of = np.repeat(np.arange(len(ids)), np.diff(starts))
-    log_probs = logits[row_of, kept] - parts.top[row_of] - log_total[row_of]
+    log_probs = logits[row_of, token_ids] - parts.top[row_of] - log_total[row_of]
     return CompactRows(
         (parts.top + log_total).astype(np.float32),
-        np.array(rests, np.float32),
+        np.array(residuals, np.float32),
         -nll_of(logits, parts, following).astype(np.float32).clip(min=0),
         starts,
-        kept,
+        token_ids,
         np.minimum(log_probs, 0).astype(np.float32),
     )
 
@@ -179,14 +181,14 @@ def largest(x: F32, k: int) -> I64:
     """Return the indices of the ``k`` largest values of x, f32 [n], ascending; the first of equals at the edge."""
     if k >= x.size:
         return np.arange(x.size)
-    # Partitioning 150000 values takes a millisecond; a sample tells which few thousand are worth it.
+    # Partitioning 150000 values takes a millisecond; a sample gives a threshold that a few thousand exceed.
     stride = max(1, min(64, x.size // (4 * k)))
     sample = x[::stride]
     rank = min(sample.size - 1, 3 * k // (2 * stride) + 16)
-    found = np.flatnonzero(x >= np.partition(sample, sample.size - 1 - rank)[sample.size - 1 - rank])
-    if found.size < k:
-        found = np.arange(x.size)
-    values = x[found]
+    candidates = np.flatnonzero(x >= np.partition(sample, sample.size - 1 - rank)[sample.size - 1 - rank])
+    if candidates.size < k:
+        candidates = np.arange(x.size)
+    values = x[candidates]
     edge = np.partition(values, values.size - k)[values.size - k]
-    above, equal = found[values > edge], found[values == edge]
+    above, equal = candidates[values > edge], candidates[values == edge]
     return np.sort(np.concatenate([above, equal[: k - above.size]]))

@@ -1,4 +1,4 @@
-"""Score the windows of a text, on this machine or on the nodes of a cluster: the same scores, in the same order."""
+"""Scoring of the windows of a text, on this machine or on the nodes of a cluster, with equal results."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
 
-from quantkit.evaluate.on_nodes import Pass, There, run_on_nodes
+from quantkit.evaluate.on_nodes import NodeModel, Pass, run_on_nodes
 from quantkit.evaluate.passes import F32, I32, Model, bos_of, note_calibration, note_context, run_windows
 
 
-class PerWindow(Protocol):
-    """Scores tiles of windows, from several threads, and gives what a whole window came to."""
+class WindowScorer(Protocol):
+    """Scores tiles of windows, from several threads; ``take`` returns the result of a complete window."""
 
     def score(self, window: int, row: int, logits: F32, following: I32) -> None: ...
 
@@ -20,18 +20,18 @@ class PerWindow(Protocol):
 
 
 class Scorer(Protocol):
-    """Scores the predictions of windows, see ``run_windows``."""
+    """Scores the predictions of windows (see ``run_windows``) and collects results in order."""
 
     def score(self, window: int, row: int, logits: F32, following: I32) -> None: ...
 
-    def done(self, begin: int, end: int) -> None: ...
+    def finish(self, begin: int, end: int) -> None: ...
 
     @property
-    def scorer(self) -> Callable[[], PerWindow]:
-        """What makes a scorer of single windows, on a node."""
+    def scorer(self) -> Callable[[], WindowScorer]:
+        """The constructor of a WindowScorer on nodes."""
 
-    def add(self, window: int, found: Any) -> None:
-        """Take what a window came to on a node; in order."""
+    def add(self, window: int, result: Any) -> None:
+        """Add the result of a window from a node; called in order."""
 
 
 def score_text(
@@ -40,31 +40,31 @@ def score_text(
     tokens: I32,
     windows: I32,
     first: int,
-    by: Scorer,
+    scorer: Scorer,
     *,
     n_batch: int,
     threads: int | None,
-    there: There | None = None,
+    node_model: NodeModel | None = None,
 ) -> tuple[int, int | None, tuple[str, ...]]:
-    """Score windows of a text, of these ``tokens``; return the windows of a pass, BOS, and notes on model and text.
+    """Score windows of a text; return the windows of a pass, BOS, and notes on model and text.
 
-    ``there``: run on the nodes of a cluster.
+    node_model: run on the nodes of a cluster.
     """
     notes = list(model.notes)
     n, n_ctx = windows.shape
     note_context(model, n_ctx, notes)
     note_calibration(model, text, tokens, notes)
     bos, n_seq = bos_of(model, notes), min(n, max(1, n_batch // n_ctx))
-    if there is None:
-        run_windows(model, windows, first, by.score, by.done, n_batch=n_batch, bos=bos, threads=threads)
+    if node_model is None:
+        run_windows(model, windows, first, scorer.score, scorer.finish, n_batch=n_batch, bos=bos, threads=threads)
     else:
 
-        def take(begin: int, end: int, found: Sequence[Any]) -> None:
+        def take(begin: int, end: int, results: Sequence[Any]) -> None:
             for window in range(begin, end):
-                by.add(window, found[window - begin])
+                scorer.add(window, results[window - begin])
 
-        shared = Scoring(there, n_ctx, n_batch, n_seq, first, bos, by.scorer)
-        run_on_nodes(there.nodes, begin_scoring, shared, windows, n_seq, take, notes.append)
+        shared = Scoring(node_model, n_ctx, n_batch, n_seq, first, bos, scorer.scorer)
+        run_on_nodes(node_model.nodes, begin_scoring, shared, windows, n_seq, take, notes.append)
     return n_seq, bos, tuple(notes)
 
 
@@ -73,27 +73,27 @@ def score_text(
 
 @dataclass(frozen=True)
 class Scoring:
-    """What nodes need to score windows; ``scorer`` makes what scores them there."""
+    """Arguments of nodes that score windows; scorer: the constructor of their WindowScorer."""
 
-    model: There
+    model: NodeModel
     n_ctx: int
     n_batch: int
     n_seq: int
     first: int
     bos: int | None
-    scorer: Callable[[], PerWindow]
+    scorer: Callable[[], WindowScorer]
 
 
 def begin_scoring(shared: Scoring, threads: int) -> Callable[[list[Pass]], list[Any]]:
-    """Load the model in a worker process; return what scores passes and gives what each window came to."""
+    """Load the model in a worker process; return a function from passes to the results of their windows."""
     from quantkit.model.engine import load
 
     scorer = shared.scorer()
-    model = load(shared.model.path, n_ctx=shared.n_ctx, **shared.model.options_here(threads))
+    model = load(shared.model.path, n_ctx=shared.n_ctx, **shared.model.load_options(threads))
     session = model.session(shared.n_ctx, shared.n_seq)
 
     def run(passes: list[Pass]) -> list[Any]:
-        found: list[Any] = []
+        results: list[Any] = []
         for begin, windows in passes:
             run_windows(
                 model,
@@ -106,11 +106,11 @@ def begin_scoring(shared: Scoring, threads: int) -> Callable[[list[Pass]], list[
                 threads=threads,
                 session=session,
             )
-            found += [scorer.take(begin + window) for window in range(len(windows))]
-        return found
+            results += [scorer.take(begin + window) for window in range(len(windows))]
+        return results
 
     return run
 
 
-def _score(scorer: PerWindow, begin: int, window: int, row: int, logits: F32, following: I32) -> None:
+def _score(scorer: WindowScorer, begin: int, window: int, row: int, logits: F32, following: I32) -> None:
     scorer.score(begin + window, row, logits, following)

@@ -10,8 +10,8 @@ have the same top token. Definitions from llama.cpp b11434 perplexity.cpp kl_div
     RMS dp                     sqrt(mean dp^2) +- error of mean dp^2 / (2 * RMS)
     percentiles                linear between sorted values, in float32
 
-It squares in float32 where llama.cpp does. Where llama.cpp prints nan (0 / 0, the root of -1e-20: a model compared
-with itself), the result here is 0, and 1 for a correlation.
+It squares in float32 where llama.cpp does. Where llama.cpp prints nan (0 / 0 or the root of -1e-20, for a
+model compared with itself), the result is 0, and 1 for a correlation.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ import numpy.typing as npt
 F32 = npt.NDArray[np.float32]
 F64 = npt.NDArray[np.float64]
 
-#: Fewest tokens that statistics are printed for.
-ENOUGH = 100
+#: The fewest tokens that statistics are printed for.
+MIN_TOKENS = 100
 
 _KLD_FRACTIONS = (0.999, 0.99, 0.95, 0.9, 0.5, 0.1, 0.05, 0.01, 0.001)
 _P_DIFF_FRACTIONS = (0.999, 0.99, 0.95, 0.9, 0.75, 0.5, 0.25, 0.1, 0.05, 0.01, 0.001)
@@ -39,22 +39,34 @@ def finite(x: float) -> float | str:
     return x if math.isfinite(x) else str(x)
 
 
+#: Standard errors on each side of 95 % of a normal distribution.
+_Z_95 = 1.96
+
+
 class Estimate(NamedTuple):
     """A value and its standard error."""
 
     value: float
     error: float
 
+    def text(self, decimals: int) -> str:
+        """Return the text "0.01493 ± 0.00190"."""
+        return f"{self.value:.{decimals}f} ± {self.error:.{decimals}f}"
+
+    def interval(self) -> tuple[float, float]:
+        """Return the ends of its 95 % interval."""
+        return self.value - _Z_95 * self.error, self.value + _Z_95 * self.error
+
     def as_dict(self) -> dict[str, float | str]:
-        """Return it for JSON."""
+        """Return the object for JSON."""
         return {"value": finite(self.value), "error": finite(self.error)}
 
 
 class Scores(NamedTuple):
     """Scores of some tokens, arrays [n].
 
-    ``nll``, ``nll_base``, ``p_diff`` f32; ``kld`` f64; ``same_top`` bool; ``bound`` f64: how far from ``kld`` the
-    divergence can be, 0 where the base has every token.
+    ``nll``, ``nll_base``, ``p_diff`` f32; ``kld`` f64; ``same_top`` bool; ``bound`` f64: of the error of
+    ``kld``, 0 if the base has every token.
     """
 
     nll: F32
@@ -85,9 +97,9 @@ def mean_and_error(total: float, squares: float, n: int) -> Estimate:
 
 def percentile(values: F32, fraction: float) -> float:
     """Return a percentile of sorted values f32 [n], with float32 positions as llama.cpp b11434's lambda percentile."""
-    at = np.float32(fraction) * np.float32(values.size - 1)
-    below = min(int(at), values.size - 1)
-    part = at - np.float32(below)
+    position = np.float32(fraction) * np.float32(values.size - 1)
+    below = min(int(position), values.size - 1)
+    part = position - np.float32(below)
     return float((np.float32(1) - part) * values[below] + part * values[min(below + 1, values.size - 1)])
 
 
@@ -104,21 +116,21 @@ def distribution(values: F32, fractions: Sequence[float]) -> Distribution:
 
 @dataclass
 class NllSums:
-    """Perplexity so far."""
+    """Running sums of negative log-likelihoods."""
 
     n: int = 0
     total: float = 0.0
     squares: float = 0.0
 
     def add(self, nll: npt.NDArray[np.floating]) -> None:
-        """Count the tokens of a chunk, [n]; float32 values are squared in float32."""
+        """Add the tokens of a chunk, [n]; float32 values are squared in float32."""
         self.n += nll.size
         self.total += float(nll.sum(dtype=np.float64))
         self.squares += float((nll * nll).sum(dtype=np.float64))
 
     @property
     def mean(self) -> Estimate:
-        """Mean negative log-likelihood."""
+        """The mean negative log-likelihood."""
         return mean_and_error(self.total, self.squares, self.n)
 
     @property
@@ -130,7 +142,7 @@ class NllSums:
 
 @dataclass
 class KldSums:
-    """The comparison so far; for percentiles, 9 bytes of scalars are kept per token."""
+    """Running sums of a comparison; 8 bytes a token are stored for percentiles."""
 
     nll: NllSums = field(default_factory=NllSums)
     nll_base: NllSums = field(default_factory=NllSums)
@@ -144,7 +156,7 @@ class KldSums:
     p_diffs: list[F32] = field(default_factory=list)
 
     def add(self, scores: Scores) -> None:
-        """Count the tokens of a chunk."""
+        """Add the tokens of a chunk."""
         self.nll.add(scores.nll)
         self.nll_base.add(scores.nll_base)
         self.product += float((scores.nll * scores.nll_base).sum(dtype=np.float64))
@@ -162,7 +174,7 @@ class KldSums:
 
     @property
     def covariance(self) -> float:
-        """Covariance of the means of nll and nll_base; 0 below 10 tokens."""
+        """The covariance of the means of nll and nll_base; 0 below 10 tokens."""
         if self.n < 10:
             return 0.0
         a, b = self.nll.total / self.n, self.nll_base.total / self.n

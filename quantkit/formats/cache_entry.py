@@ -20,7 +20,7 @@ import json
 import os
 import stat
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -37,6 +37,17 @@ _MOST_PIECES, _MOST_BYTES = 1 << 25, 1 << 29
 _KIND = "quantkit cached tensor, 2"
 
 
+#: Keys of the JSON line -> fields of ``Header``, in their order.
+_JSON_KEYS = {
+    "how": "settings",
+    "source": "source",
+    "pieces": "pieces",
+    "measured": "has_errors",
+    "weighted": "weighted",
+    "made": "origin",
+}
+
+
 class DamagedEntry(Exception):
     """An entry is not what was written, or no entry at all."""
 
@@ -44,8 +55,8 @@ class DamagedEntry(Exception):
 class EntryName(NamedTuple):
     """The name of an entry: digests of how it was encoded, of its first piece of rows, and of all of them."""
 
-    how: str
-    first: str
+    settings: str
+    first_piece: str
     source: str
 
     def __str__(self) -> str:
@@ -62,7 +73,7 @@ def parse_name(name: str) -> EntryName | None:
 
 @dataclass(frozen=True, slots=True)
 class Pieces:
-    """How ``matrices`` of ``rows`` rows each are cut: after every ``piece`` rows of a matrix."""
+    """The pieces of ``matrices`` with ``rows`` rows each: ``piece`` rows of one matrix at a time."""
 
     matrices: int
     rows: int
@@ -70,47 +81,48 @@ class Pieces:
     piece: int
 
     @property
-    def of_matrix(self) -> int:
+    def per_matrix(self) -> int:
         """Pieces of a matrix."""
         return -(-self.rows // self.piece)
 
     @property
     def count(self) -> int:
-        return self.matrices * self.of_matrix
+        return self.matrices * self.per_matrix
 
     @property
     def nbytes(self) -> int:
         return self.matrices * self.rows * self.row_bytes
 
-    def whole(self, row: int, rows: int) -> bool:
-        """Tell whether rows of a matrix are whole pieces."""
+    def is_aligned(self, row: int, rows: int) -> bool:
+        """Return whether rows of a matrix are whole pieces."""
         return row % self.piece == 0 and (rows % self.piece == 0 or row + rows == self.rows)
 
     def span(self, matrix: int, row: int, rows: int) -> slice:
         """Return the pieces that rows of a matrix are."""
-        first = matrix * self.of_matrix + row // self.piece
+        first = matrix * self.per_matrix + row // self.piece
         return slice(first, first - (-rows // self.piece))
 
-    def at(self, matrix: int, row: int) -> int:
+    def row_offset(self, matrix: int, row: int) -> int:
         """Return the byte of an entry at which a row begins."""
         return DATA + (matrix * self.rows + row) * self.row_bytes
 
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """What an entry says of itself. ``made`` is for people."""
+    """The description of an entry. ``origin`` is for people."""
 
-    how: str
+    settings: str
     source: str
     pieces: Pieces
     #: Whether there are error sums besides losses, and the digest of the importance that they are weighted with.
-    measured: bool = False
+    has_errors: bool = False
     weighted: str | None = None
-    made: dict[str, str] = field(default_factory=dict)
+    origin: dict[str, str] = field(default_factory=dict)
 
     def encode(self) -> bytes:
         """Return the first ``DATA`` bytes of the entry."""
-        values = {f.name: getattr(self, f.name) for f in fields(self)} | {"kind": _KIND, "pieces": asdict(self.pieces)}
+        values = {key: getattr(self, name) for key, name in _JSON_KEYS.items()}
+        values |= {"kind": _KIND, "pieces": asdict(self.pieces)}
         line = json.dumps(values).encode()
         assert len(line) < DATA - 66
         return (line + b"\n" + hashlib.sha256(line).hexdigest().encode() + b"\n").ljust(DATA)
@@ -118,15 +130,15 @@ class Header:
 
 def parse_header(data: bytes) -> Header:
     """Return the header of an entry. Raises DamagedEntry."""
-    line, _, rest = data.partition(b"\n")
-    if rest[:64] != hashlib.sha256(line).hexdigest().encode():
+    line, _, tail = data.partition(b"\n")
+    if tail[:64] != hashlib.sha256(line).hexdigest().encode():
         raise DamagedEntry("its header is damaged")
     try:
-        found: dict[str, Any] = json.loads(line)
-        if found.pop("kind") != _KIND:
+        values: dict[str, Any] = json.loads(line)
+        if values.pop("kind") != _KIND:
             raise DamagedEntry("of another version")
-        pieces = Pieces(**found.pop("pieces"))
-        header = Header(pieces=pieces, **found)
+        pieces = Pieces(**values.pop("pieces"))
+        header = Header(pieces=pieces, **{_JSON_KEYS[key]: value for key, value in values.items()})
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
         raise DamagedEntry("its header is no entry's") from None
     numbers = (pieces.matrices, pieces.rows, pieces.row_bytes, pieces.piece)
@@ -134,8 +146,8 @@ def parse_header(data: bytes) -> Header:
         raise DamagedEntry("its header has impossible numbers")
     if pieces.piece * pieces.row_bytes > _MOST_BYTES:
         raise DamagedEntry("its pieces are too large")
-    texts = isinstance(header.how, str) and isinstance(header.source, str) and isinstance(header.made, dict)
-    if not texts or not all(isinstance(s, str) for s in (*header.made, *header.made.values())):
+    texts = isinstance(header.settings, str) and isinstance(header.source, str) and isinstance(header.origin, dict)
+    if not texts or not all(isinstance(s, str) for s in (*header.origin, *header.origin.values())):
         raise DamagedEntry("its header is no entry's")
     return header
 
@@ -154,14 +166,14 @@ class Entry:
             raise
 
     def _header(self) -> Header:
-        found = os.fstat(self._fd)
-        if not stat.S_ISREG(found.st_mode):
+        status = os.fstat(self._fd)
+        if not stat.S_ISREG(status.st_mode):
             raise DamagedEntry("no file")
         header = parse_header(self._read(0, DATA))
         name, pieces = parse_name(self.path.name), header.pieces
-        if name is not None and (name.how, name.source) != (header.how, header.source):
+        if name is not None and (name.settings, name.source) != (header.settings, header.source):
             raise DamagedEntry("its header is another entry's")
-        if found.st_size != DATA + pieces.nbytes + pieces.count * RECORD.itemsize:
+        if status.st_size != DATA + pieces.nbytes + pieces.count * RECORD.itemsize:
             raise DamagedEntry("it was cut, or has grown")
         return header
 
@@ -171,20 +183,20 @@ class Entry:
     def __exit__(self, *_: object) -> None:
         os.close(self._fd)
 
-    def _read(self, at: int, nbytes: int) -> bytes:
+    def _read(self, offset: int, nbytes: int) -> bytes:
         data = b""
-        while len(data) < nbytes and (more := os.pread(self._fd, nbytes - len(data), at + len(data))):
-            data += more
+        while len(data) < nbytes and (chunk := os.pread(self._fd, nbytes - len(data), offset + len(data))):
+            data += chunk
         return data
 
-    def read(self, into: U8, at: int) -> None:
-        """Fill ``into`` from byte ``at`` on."""
-        done = 0
-        while done < into.size:
-            got = os.preadv(self._fd, [into.data[done:]], at + done)
-            if not got:
+    def read(self, out: U8, offset: int) -> None:
+        """Fill ``out`` from byte ``offset`` on."""
+        filled_bytes = 0
+        while filled_bytes < out.size:
+            n = os.preadv(self._fd, [out.data[filled_bytes:]], offset + filled_bytes)
+            if not n:
                 raise DamagedEntry("it was cut")
-            done += got
+            filled_bytes += n
 
     def records(self) -> npt.NDArray[np.void]:
         """Return all records, whose digests of the source are those the entry is named by."""
@@ -200,27 +212,32 @@ def source_digest(records: npt.NDArray[np.void]) -> str:
     return hashlib.sha256(records["source"].tobytes()).hexdigest()
 
 
-def digest(data: U8, more: bytes = b"") -> bytes:
+def digest(data: U8, suffix: bytes = b"") -> bytes:
     """Return the SHA-256 of a piece and what else belongs to it."""
-    found = hashlib.sha256(data.data)
-    found.update(more)
-    return found.digest()
+    sha256 = hashlib.sha256(data.data)
+    sha256.update(suffix)
+    return sha256.digest()
 
 
-def records_of(sources: Sequence[bytes], encoded: Sequence[U8], sums: npt.NDArray[np.float64]) -> npt.NDArray[np.void]:
+def make_records(
+    sources: Sequence[bytes], encoded_rows: Sequence[U8], sums: npt.NDArray[np.float64]
+) -> npt.NDArray[np.void]:
     """Return the records of pieces: the digests of their sources, their encoded rows, error sums [pieces, 7]."""
     records = np.zeros(len(sources), RECORD)
     records["source"] = np.frombuffer(b"".join(sources), "V32")
     records["sums"] = sums
-    checks = (digest(rows, each.tobytes())[:16] for rows, each in zip(encoded, records["sums"], strict=True))
+    checks = (
+        digest(rows, error_sums.tobytes())[:16] for rows, error_sums in zip(encoded_rows, records["sums"], strict=True)
+    )
     records["check"] = np.frombuffer(b"".join(checks), "V16")
     return records
 
 
-def are_intact(records: npt.NDArray[np.void], encoded: Sequence[U8]) -> bool:
-    """Tell whether pieces, and the error sums in their records, are what was written."""
-    if len(records) != len(encoded):
+def are_intact(records: npt.NDArray[np.void], encoded_rows: Sequence[U8]) -> bool:
+    """Return whether pieces, and the error sums in their records, match their digests."""
+    if len(records) != len(encoded_rows):
         return False
     return all(
-        digest(rows, r["sums"].tobytes())[:16] == r["check"].tobytes() for r, rows in zip(records, encoded, strict=True)
+        digest(rows, r["sums"].tobytes())[:16] == r["check"].tobytes()
+        for r, rows in zip(records, encoded_rows, strict=True)
     )

@@ -30,16 +30,19 @@ class Covariances:
     """
 
     def __init__(self, path: str | Path) -> None:
-        self.path = Path(path)
         self._file: GGUFFile = open_model(path)
+        self.path = self._file.paths[0]
         lines = self._file.get(INPUTS_KEY)
         if self._file.get("general.type") != "covariance" or not isinstance(lines, list):
-            raise FormatError(f"{path}: this is no file of covariances; `quantkit imatrix --covariance FILE` makes one")
+            raise FormatError(
+                f"{self.path}: this is no file of covariances; `quantkit imatrix --covariance FILE` makes one",
+                "QK-E118",
+            )
         self._digests: dict[str, str] = {}
         self.entries: dict[str, str] = {}
         for line in lines:
-            first, _, others = str(line).partition(":")
-            self.entries |= dict.fromkeys((first, *others.split()), first)
+            first, _, aliases = str(line).partition(":")
+            self.entries |= dict.fromkeys((first, *aliases.split()), first)
 
     @cached_property
     def identity(self) -> str:
@@ -52,20 +55,22 @@ class Covariances:
     def shape(self, entry: str) -> tuple[int, int]:
         """Return the columns n and the matrices of an entry."""
         info = self._file.tensors[self._sums(entry)]
-        n, m, *rest = (*info.shape, 1)
+        n, m, *matrices = (*info.shape, 1)
         if n != m or info.type.name != "F32":
-            raise FormatError(f"{self.path}: {info.name} is no square matrix of float32, it is {list(info.shape)}")
-        return n, rest[0]
+            raise FormatError(
+                f"{self.path}: {info.name} is no square matrix of float32, it is {list(info.shape)}", "QK-E118"
+            )
+        return n, matrices[0]
 
     def _sums(self, entry: str) -> str:
         """Return the tensor of an entry's sums: those weighted by the router, if there are such."""
         for name in (f"{entry}.cov_router", f"{entry}.cov"):
             if name in self._file.tensors:
                 return name
-        raise FormatError(f"{self.path}: there are no sums of {entry}")
+        raise FormatError(f"{self.path}: there are no sums of {entry}", "QK-E118")
 
     def is_weighted(self, entry: str) -> bool:
-        """Tell whether tokens count by the square of their router weight."""
+        """Return whether tokens count by the square of their router weight."""
         return self._sums(entry).endswith("router")
 
     def tokens(self, entry: str) -> npt.NDArray[np.float32]:
@@ -73,7 +78,7 @@ class Covariances:
         try:
             info = self._file.tensors[f"{entry}.counts"]
         except KeyError:
-            raise FormatError(f"{self.path}: there are no counts of {entry}") from None
+            raise FormatError(f"{self.path}: there are no counts of {entry}", "QK-E118") from None
         counts = np.empty(info.nbytes, np.uint8)
         self._file.read(info, counts, 0)
         return counts.view("<f4")
@@ -81,12 +86,12 @@ class Covariances:
     def digest(self, entry: str) -> str:
         """Return the SHA-256 of an entry's sums; they are read once."""
         if entry not in self._digests:
-            info, found = self._file.tensors[self._sums(entry)], hashlib.sha256()
-            for at in range(0, info.nbytes, _CHUNK):
-                part = np.empty(min(_CHUNK, info.nbytes - at), np.uint8)
-                self._file.read(info, part, at)
-                found.update(part.data)
-            self._digests[entry] = found.hexdigest()
+            info, sha256 = self._file.tensors[self._sums(entry)], hashlib.sha256()
+            for offset in range(0, info.nbytes, _CHUNK):
+                part = np.empty(min(_CHUNK, info.nbytes - offset), np.uint8)
+                self._file.read(info, part, offset)
+                sha256.update(part.data)
+            self._digests[entry] = sha256.hexdigest()
         return self._digests[entry]
 
     def matrix(self, entry: str, number: int) -> F64:
@@ -94,7 +99,7 @@ class Covariances:
         n, _ = self.shape(entry)
         raw = np.empty(4 * n * n, np.uint8)
         self._file.read(self._file.tensors[self._sums(entry)], raw, number * raw.size)
-        made = raw.view("<f4").reshape(n, n).astype(np.float64)
-        if not np.isfinite(made).all() or (np.diagonal(made) < 0).any():
-            raise FormatError(f"{self.path}: matrix {number} of {entry} is no covariance: record it again")
-        return made
+        matrix = raw.view("<f4").reshape(n, n).astype(np.float64)
+        if not np.isfinite(matrix).all() or (np.diagonal(matrix) < 0).any():
+            raise FormatError(f"{self.path}: matrix {number} of {entry} is no covariance: record it again", "QK-E118")
+        return matrix

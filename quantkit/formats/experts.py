@@ -9,7 +9,9 @@ from collections.abc import Mapping
 from quantkit.formats.gguf import TensorInfo
 from quantkit.types import TensorType
 
-GATE, UP, MERGED = "ffn_gate_exps", "ffn_up_exps", "ffn_gate_up_exps"
+GATE = "ffn_gate_exps"
+UP = "ffn_up_exps"
+MERGED = "ffn_gate_up_exps"
 
 #: ik_llama.cpp's name until March 2026, with the up rows first; used in memory only.
 UP_FIRST = "ffn_up_gate_exps"
@@ -20,13 +22,13 @@ def find_layers(tensors: Mapping[str, TensorInfo]) -> dict[str, dict[str, Tensor
     """Return, by prefix ("blk.3."), the expert tensors by the rest of their names ("ffn_up_exps.weight")."""
     layers: dict[str, dict[str, TensorInfo]] = {}
     for name, tensor in tensors.items():
-        found = _NAME.fullmatch(name)
-        if found:
-            layers.setdefault(found[1], {})[f"{found[2]}.{found[3]}"] = tensor
+        match = _NAME.fullmatch(name)
+        if match:
+            layers.setdefault(match[1], {})[f"{match[2]}.{match[3]}"] = tensor
     return layers
 
 
-def why_not_merged(has: Mapping[str, TensorInfo], *, any_types: bool = False, remedy: str = "") -> str:
+def merge_obstacle(has: Mapping[str, TensorInfo], *, any_types: bool = False, remedy: str = "") -> str:
     """Return why the experts of a layer cannot be merged, empty if they can; remedy: follows where types differ."""
     gate, up = has.get(f"{GATE}.weight"), has.get(f"{UP}.weight")
     if f"{MERGED}.weight" in has:
@@ -42,11 +44,11 @@ def why_not_merged(has: Mapping[str, TensorInfo], *, any_types: bool = False, re
     rows = geometry(gate.name, gate.shape)[1]
     if gate.type is up.type and rows % gate.type.interleave:
         return f"{gate.type} interleaves {gate.type.interleave} rows, which do not divide {rows} rows per expert"
-    others = {key: t.name for key, t in has.items() if not key.endswith((".weight", ".bias"))}
-    if scales := sorted(name for key, name in others.items() if key.endswith("scale")):
+    unmergeable = {key: t.name for key, t in has.items() if not key.endswith((".weight", ".bias"))}
+    if scales := sorted(name for key, name in unmergeable.items() if key.endswith("scale")):
         return f"{', '.join(scales)}: no runtime has a name for the scales of merged experts"
-    if others:
-        return f"{', '.join(sorted(others.values()))}: merged experts have no such tensor"
+    if unmergeable:
+        return f"{', '.join(sorted(unmergeable.values()))}: merged experts have no such tensor"
     if (f"{GATE}.bias" in has) != (f"{UP}.bias" in has):
         return "only one half has a bias"
     gate_bias, up_bias = has.get(f"{GATE}.bias"), has.get(f"{UP}.bias")
@@ -69,5 +71,5 @@ def geometry(name: str, shape: tuple[int, ...]) -> tuple[int, int, int]:
 
 
 def is_deep(tensor: TensorInfo) -> bool:
-    """Tell whether a tensor has more dimensions than experts have."""
+    """Return whether a tensor has more dimensions than experts have."""
     return math.prod(geometry(tensor.name, tensor.shape)) != math.prod(tensor.shape)

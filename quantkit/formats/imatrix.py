@@ -21,11 +21,10 @@ An expert without tokens gets ones. llama.cpp and ik_llama.cpp divide a .dat the
 from __future__ import annotations
 
 import hashlib
-import mmap
 import os
 import struct
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -35,9 +34,11 @@ import numpy as np
 import numpy.typing as npt
 
 from quantkit.errors import FormatError
+from quantkit.formats.files import hold
 from quantkit.formats.gguf import Field, GGUFFile, TensorInfo, ValueType, open_gguf, write_gguf
-from quantkit.formats.outputs import written
+from quantkit.formats.outputs import atomic_write
 from quantkit.formats.remote import located
+from quantkit.mapping import map_descriptor
 from quantkit.types import BY_NAME, TensorType
 
 F32Array = npt.NDArray[np.float32]
@@ -92,11 +93,11 @@ class Imatrix:
     @cached_property
     def sha256(self) -> str:
         """The SHA-256 of the file's bytes, hex."""
-        with _opened(self.path) as file:
+        with _open_file(self.path) as file:
             return hashlib.file_digest(file, "sha256").hexdigest()
 
     def values(self, name: str) -> F32Array:
-        """Return what an encoder sees of entry ``name``: a new float32 array, flat [nval].
+        """Return the importance that an encoder uses, of entry ``name``: a new float32 array, flat [nval].
 
         The arithmetic is that of llama.cpp b11434 tools/quantize/quantize.cpp load_imatrix (for a .dat also
         ik_llama.cpp's): one float32 division by the count as float32; ones where a GGUF has no tokens; a .dat
@@ -114,30 +115,54 @@ class Imatrix:
 # --- reading ---
 
 
-def read_imatrix(path: str | os.PathLike[str]) -> Imatrix:
+def read_imatrix(path: str | os.PathLike[str], *, check: bool = True) -> Imatrix:
     """Read the importance matrix ``path``, GGUF or .dat, told apart by the first four bytes.
 
     Sums are read-only views of the mapped file. Raises FormatError for anything llama.cpp's loader refuses, and
     for what it fails to check: truncated or trailing data, negative or non-finite counts, contradicting shapes,
-    duplicate entries. The sums themselves are checked where they are used (pipeline.importance), so that a bad
-    entry can be excluded.
+    duplicate entries, sums of squares that are negative or not finite. ``check`` False takes any sums: for commands
+    that show them, and for quantize, which can exclude entries and checks the rest (pipeline.importance).
     """
     path = located(path)
-    with _opened(path) as file:
-        magic = file.read(4)
-        if magic != b"GGUF":
-            return _read_dat(path, file)
-    return _read_gguf(path)
+    if path.exists() and not path.is_file():
+        raise FormatError(f"{path}: the importance matrix must be a regular file", "QK-E120")
+    with suppress(OSError):  # opening it says why
+        path = hold(path)
+    with _open_file(path) as file:
+        imatrix = _read_dat(path, file) if file.read(4) != b"GGUF" else _read_gguf(path)
+    if check:
+        for name, entry in imatrix.entries.items():
+            check_squares(imatrix.path, name, entry.sums)
+            if entry.in_sum is not None:
+                _check_values(
+                    imatrix.path, name, entry.in_sum, np.isfinite(entry.in_sum), "finite (sums of activations)"
+                )
+    return imatrix
+
+
+def check_squares(path: Path, name: str, values: F32Array) -> None:
+    """Raise FormatError for values of entry ``name`` that no sum or mean of squares has: NaN, infinite, negative."""
+    _check_values(path, name, values, (values >= 0) & (values < np.inf), "a sum of squares")
+
+
+def _check_values(path: Path, name: str, values: F32Array, good: npt.NDArray[np.bool_], requirement: str) -> None:
+    if good.all():
+        return
+    bad = np.flatnonzero(~good)
+    raise FormatError(
+        f"{path}: entry {name!r}: value {bad[0]} of {values.size} is {values.flat[bad[0]]}, not {requirement} "
+        f"({bad.size} such"
+        f" values); calibrate again, or quantize without the entry: --exclude-weights {name}",
+        "QK-E118",
+    )
 
 
 @contextmanager
-def _opened(path: Path) -> Iterator[Any]:
-    if path.exists() and not path.is_file():
-        raise FormatError(f"{path}: the importance matrix must be a regular file")
+def _open_file(path: Path) -> Iterator[Any]:
     try:
         file = path.open("rb")
     except OSError as error:
-        raise FormatError(f"{path}: the importance matrix cannot be opened: {error.strerror}") from error
+        raise FormatError(f"{path}: the importance matrix cannot be opened: {error.strerror}", "QK-E405") from error
     with file:
         yield file
 
@@ -145,49 +170,54 @@ def _opened(path: Path) -> Iterator[Any]:
 class _Cursor:
     """Reads a .dat front to back; errors name byte and entry."""
 
-    def __init__(self, path: Path, data: mmap.mmap) -> None:
-        self.path, self.data, self.at, self.where = path, data, 0, "the header"
+    def __init__(self, path: Path, data: memoryview) -> None:
+        self.path = path
+        self.data = data
+        self.offset = 0
+        self.where = "the header"
 
-    def fail(self, what: str, at: int | None = None) -> FormatError:
-        at = self.at if at is None else at
-        return FormatError(f"{self.path}: not a valid .dat importance matrix: {self.where}, byte {at}: {what}")
+    def fail(self, problem: str, offset: int | None = None) -> FormatError:
+        offset = self.offset if offset is None else offset
+        return FormatError(
+            f"{self.path}: not a valid .dat importance matrix: {self.where}, byte {offset}: {problem}", "QK-E118"
+        )
 
-    def skip(self, n: int, what: str) -> int:
+    def skip(self, n: int, item: str) -> int:
         """Step over ``n`` bytes and return where they begin."""
-        left = len(self.data) - self.at
+        left = len(self.data) - self.offset
         if n > left:
-            raise self.fail(f"{what} needs {n} bytes, the file has {left} left")
-        self.at += n
-        return self.at - n
+            raise self.fail(f"{item} needs {n} bytes, the file has {left} left")
+        self.offset += n
+        return self.offset - n
 
-    def count(self, what: str, lowest: int = 0) -> int:
+    def count(self, item: str, lowest: int = 0) -> int:
         """Read an int32 that may not be below ``lowest``."""
-        at = self.skip(4, what)
-        value: int = struct.unpack_from("<i", self.data, at)[0]
+        start = self.skip(4, item)
+        value: int = struct.unpack_from("<i", self.data, start)[0]
         if value < lowest:
-            raise self.fail(f"{what} is {value}, must be at least {lowest}", at)
+            raise self.fail(f"{item} is {value}, must be at least {lowest}", start)
         return value
 
-    def text(self, n: int, what: str) -> bytes:
+    def text(self, n: int, item: str) -> bytes:
         """Read ``n`` bytes of text, cut at the first zero byte as both trees do."""
-        at = self.skip(n, what)
-        return self.data[at : at + n].split(b"\0", 1)[0]
+        start = self.skip(n, item)
+        return bytes(self.data[start : start + n]).split(b"\0", 1)[0]
 
 
 def _read_dat(path: Path, file: Any) -> Imatrix:
     size = os.fstat(file.fileno()).st_size
     if size == 0:
-        raise FormatError(f"{path}: the importance matrix is empty")
-    cursor = _Cursor(path, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
+        raise FormatError(f"{path}: the importance matrix is empty", "QK-E118")
+    cursor = _Cursor(path, map_descriptor(file.fileno(), size))
     n_entries = cursor.count("the number of entries", 1)
     if n_entries * _MIN_DAT_ENTRY > size - 4:
         raise cursor.fail(f"{n_entries} entries do not fit in a file of {size} bytes; neither GGUF nor .dat?", 0)
     entries: dict[str, ImatrixEntry] = {}
     for i in range(n_entries):
-        at = cursor.at
+        start = cursor.offset
         name, entry = _read_dat_entry(cursor, i)
         if name in entries:
-            raise cursor.fail("the name occurs twice", at)
+            raise cursor.fail("the name occurs twice", start)
         entries[name] = entry
     datasets, chunk_count = _read_dat_trailer(cursor)
     return Imatrix(path, entries, datasets, chunk_count, 0, "dat")
@@ -196,13 +226,13 @@ def _read_dat(path: Path, file: Any) -> Imatrix:
 def _read_dat_entry(cursor: _Cursor, i: int) -> tuple[str, ImatrixEntry]:
     cursor.where = f"entry {i + 1}"
     length = cursor.count("the length of its name", 1)
-    at = cursor.at
+    name_start = cursor.offset
     try:
         name = cursor.text(length, "its name").decode()
     except UnicodeDecodeError as error:
-        raise cursor.fail(f"its name is not UTF-8 ({error.reason})", at + error.start) from None
+        raise cursor.fail(f"its name is not UTF-8 ({error.reason})", name_start + error.start) from None
     if not name:
-        raise cursor.fail("its name is empty", at)
+        raise cursor.fail("its name is empty", name_start)
     cursor.where = f"entry {i + 1} ({name!r})"
     ncall = cursor.count("ncall")
     nval = cursor.count("the number of values", 1)
@@ -213,18 +243,19 @@ def _read_dat_entry(cursor: _Cursor, i: int) -> tuple[str, ImatrixEntry]:
 
 def _read_dat_trailer(cursor: _Cursor) -> tuple[list[str], int]:
     cursor.where = "the trailer"
-    if cursor.at == len(cursor.data):
+    if cursor.offset == len(cursor.data):
         return [], 0
     chunk_count = cursor.count("the number of chunks")
     length = cursor.count("the length of the dataset's name")
     dataset = cursor.text(length, "the dataset's name").decode(errors="surrogateescape")
-    if cursor.at != len(cursor.data):
-        raise cursor.fail(f"{len(cursor.data) - cursor.at} bytes follow the end")
+    if cursor.offset != len(cursor.data):
+        raise cursor.fail(f"{len(cursor.data) - cursor.offset} bytes follow the end")
     return ([dataset] if dataset else []), chunk_count
 
 
 def _read_gguf(path: Path) -> Imatrix:
     file = open_gguf(path)
+    path = file.paths[0]
     imatrix = Imatrix(
         path,
         {},
@@ -234,7 +265,7 @@ def _read_gguf(path: Path) -> Imatrix:
         "gguf",
         _uint32(file, path, "imatrix.n_layer_nextn"),
         _strings(file, path, "imatrix.stats_schema"),
-        {key: found for key, found in file.fields.items() if key.startswith("quantkit.")},
+        {key: field for key, field in file.fields.items() if key.startswith("quantkit.")},
     )
     parts: dict[str, dict[str, TensorInfo]] = {}
     for tensor in file.tensors.values():
@@ -246,40 +277,42 @@ def _read_gguf(path: Path) -> Imatrix:
         if parts[name].keys() != {"stats"}:
             imatrix.entries[name] = _gguf_entry(file, path, name, parts[name])
     if not imatrix.entries:
-        raise FormatError(f"{path}: an importance matrix without a single entry (no tensor *.in_sum2)")
+        raise FormatError(f"{path}: an importance matrix without a single entry (no tensor *.in_sum2)", "QK-E118")
     return imatrix
 
 
-def _required(file: GGUFFile, path: Path, key: str, *, required: bool) -> Field | None:
-    found: Field | None = file.fields.get(key)
-    if found is None and required:
+def _find_field(file: GGUFFile, path: Path, key: str, *, required: bool) -> Field | None:
+    field: Field | None = file.fields.get(key)
+    if field is None and required:
         kind = file.get("general.type", "model")
-        what = "" if kind == "imatrix" else f" (general.type is {kind!r}: is it a model?)"
-        raise FormatError(f"{path}: not an importance matrix: the key {key} is missing{what}")
-    return found
+        hint = "" if kind == "imatrix" else f" (general.type is {kind!r}: is it a model?)"
+        raise FormatError(f"{path}: not an importance matrix: the key {key} is missing{hint}", "QK-E118")
+    return field
 
 
 def _strings(file: GGUFFile, path: Path, key: str, *, required: bool = False) -> list[str]:
-    found = _required(file, path, key, required=required)
-    if found is None:
+    field = _find_field(file, path, key, required=required)
+    if field is None:
         return []
-    if found.type != ValueType.ARRAY or found.item_type != ValueType.STRING:
-        raise FormatError(f"{path}: the key {key} must be an array of strings")
-    return list(found.value)
+    if field.type != ValueType.ARRAY or field.item_type != ValueType.STRING:
+        raise FormatError(f"{path}: the key {key} must be an array of strings", "QK-E118")
+    return list(field.value)
 
 
 def _uint32(file: GGUFFile, path: Path, key: str, *, required: bool = False) -> int:
-    found = _required(file, path, key, required=required)
-    if found is None:
+    field = _find_field(file, path, key, required=required)
+    if field is None:
         return 0
-    if found.type != ValueType.UINT32:
-        raise FormatError(f"{path}: the key {key} must be a uint32, it is {found.type.name.lower()}")
-    return int(found.value)
+    if field.type != ValueType.UINT32:
+        raise FormatError(f"{path}: the key {key} must be a uint32, it is {field.type.name.lower()}", "QK-E118")
+    return int(field.value)
 
 
 def _gguf_entry(file: GGUFFile, path: Path, name: str, parts: dict[str, TensorInfo]) -> ImatrixEntry:
-    def fail(what: str, at: TensorInfo) -> FormatError:
-        return FormatError(f"{path}: entry {name!r}, tensor {at.name!r} at byte {at.offset}: {what}")
+    def fail(problem: str, tensor: TensorInfo) -> FormatError:
+        return FormatError(
+            f"{path}: entry {name!r}, tensor {tensor.name!r} at byte {tensor.offset}: {problem}", "QK-E118"
+        )
 
     anchor = next(iter(parts.values()))
     if not name:
@@ -291,7 +324,7 @@ def _gguf_entry(file: GGUFFile, path: Path, name: str, parts: dict[str, TensorIn
         if tensor.type.name != "F32":
             raise fail(f"must be F32, it is {tensor.type}", tensor)
     flat = {kind: np.asarray(file.data(tensor)).view("<f4") for kind, tensor in parts.items()}
-    counts = _gguf_counts(flat["counts"], lambda what: fail(what, parts["counts"]))
+    counts = _gguf_counts(flat["counts"], lambda problem: fail(problem, parts["counts"]))
     nval, n_mat = flat["in_sum2"].size, counts.size
     rows = nval // max(1, parts["in_sum2"].shape[0])
     if nval == 0 or nval % n_mat or rows not in (1, n_mat) and n_mat != 1:
@@ -334,11 +367,11 @@ def write_imatrix(
     if format not in ("gguf", "dat"):
         raise ValueError(f"format must be 'gguf' or 'dat', not {format!r}")
     if not imatrix.entries:
-        raise FormatError(f"{path}: an importance matrix without entries would be refused by llama.cpp")
+        raise FormatError(f"{path}: an importance matrix without entries would be refused by llama.cpp", "QK-E118")
     size = chunk_size or imatrix.chunk_size or DEFAULT_CHUNK_SIZE
     for name, entry in imatrix.entries.items():
         _check_shapes(name, entry)
-    with written(path) as part:
+    with atomic_write(path) as part:
         if format == "gguf":
             write_gguf(part, _gguf_fields(imatrix, size), _gguf_tensors(path, imatrix, size))
         else:
@@ -390,10 +423,12 @@ def _gguf_tensors(
             parts.append(("stats", (entry.stats.size,), entry.stats))
         for kind, shape, array in parts:
             if len(f"{name}.{kind}".encode()) > MAX_GGUF_NAME:
-                most = MAX_GGUF_NAME - len(f".{kind}")
+                max_name = MAX_GGUF_NAME - len(f".{kind}")
                 raise FormatError(
-                    f"{path}: entry {name!r}: ggml keeps {MAX_GGUF_NAME} bytes of a tensor's name, which leaves {most}"
-                    f" before .{kind}; write a .dat instead"
+                    f"{path}: entry {name!r}: ggml keeps {MAX_GGUF_NAME} bytes of a tensor's name, which leaves "
+                    f"{max_name}"
+                    f" before .{kind}; write a .dat instead",
+                    "QK-E305",
                 )
             # ggml drops trailing dimensions of 1.
             dims = shape[:1] if shape[-1] == 1 else shape
@@ -406,7 +441,8 @@ def _as_gguf(path: Path, name: str, entry: ImatrixEntry, chunk_size: int) -> Ima
         sums = entry.sums * np.float32(chunk_size)
     if np.isfinite(entry.sums).all() and not np.isfinite(sums).all():
         raise FormatError(
-            f"{path}: entry {name!r}: sums times chunk_size {chunk_size} exceed float32; choose a smaller one"
+            f"{path}: entry {name!r}: sums times chunk_size {chunk_size} exceed float32; choose a smaller one",
+            "QK-E305",
         )
     return ImatrixEntry(sums, np.maximum(entry.counts, 1) * chunk_size)
 
@@ -414,7 +450,7 @@ def _as_gguf(path: Path, name: str, entry: ImatrixEntry, chunk_size: int) -> Ima
 def _write_dat(temporary: Path, path: Path, imatrix: Imatrix, chunk_size: int) -> None:
     names = [name for name in sorted(imatrix.entries) if imatrix.format == "dat" or imatrix.entries[name].counts.any()]
     if not names:
-        raise FormatError(f"{path}: no entry has seen a token; a .dat cannot hold that")
+        raise FormatError(f"{path}: no entry has seen a token; a .dat cannot hold that", "QK-E305")
     with temporary.open("wb") as file:
         file.write(struct.pack("<i", len(names)))
         for name in names:
@@ -424,7 +460,7 @@ def _write_dat(temporary: Path, path: Path, imatrix: Imatrix, chunk_size: int) -
             )
             if max(ncall, values.size) >= 2**31:
                 raise FormatError(
-                    f"{path}: entry {name!r}: {ncall} calls or {values.size} values exceed the .dat's int32"
+                    f"{path}: entry {name!r}: {ncall} calls or {values.size} values exceed the .dat's int32", "QK-E305"
                 )
             raw = name.encode()
             file.write(struct.pack("<i", len(raw)) + raw + struct.pack("<ii", ncall, values.size))

@@ -2,7 +2,7 @@
 
 Before any work, ``check_apart`` refuses an output that is an input or another output, by whatever name. An ``Output``
 is then held as long as its run lasts, by a lock on OUT.lock, which a killed run leaves behind and nobody holds then.
-What is ``written`` appears whole or not at all: it grows as OUT.part and is renamed.
+What is ``atomic_write`` appears whole or not at all: it grows as OUT.part and is renamed.
 """
 
 from __future__ import annotations
@@ -30,64 +30,84 @@ MAX_TEXT, _MOST_SHARDS = 1 << 30, (1 << 16) - 1
 
 def read_text(path: str | Path) -> bytes:
     """Return the bytes of a text; ``-`` is standard input. Raises FormatError, also beyond ``MAX_TEXT`` bytes."""
-    return _standard_input(sys.stdin) if str(path) == "-" else read_whole(path, MAX_TEXT)
+    if str(path) != "-":
+        return read_whole(path, MAX_TEXT)
+    if sys.stdin is None:
+        raise FormatError("standard input is closed: give a file", "QK-E401")
+    return _standard_input(sys.stdin)
 
 
 @lru_cache(maxsize=1)
 def _standard_input(stream: TextIO) -> bytes:
     """Read it once; a text is read again for every pass that needs it."""
-    return _bounded(stream.buffer, "standard input", MAX_TEXT)
+    return _read_bounded(stream.buffer, "standard input", MAX_TEXT)
 
 
-def _bounded(file: BinaryIO, name: str | Path, most: int) -> bytes:
-    data = bytearray()
+def _read_bounded(file: BinaryIO, name: str | Path, max_bytes: int) -> bytes:
+    pieces, size = [], 0
     while piece := file.read(1 << 20):
-        data += piece
-        if len(data) > most:
-            raise FormatError(
-                f"{name}: more than {format_size(most)}, the most that is read here: is it the right file?"
-            )
-    return bytes(data)
+        pieces.append(piece)
+        size += len(piece)
+        if size > max_bytes:
+            raise _too_large(name, max_bytes)
+    return b"".join(pieces)
 
 
-def read_whole(path: str | Path, most: int | None = None) -> bytes:
-    """Return all bytes of a file, or of a pipe; FormatError beyond ``most`` of them, and for devices, which never end.
+def _too_large(name: str | Path, max_bytes: int) -> FormatError:
+    return FormatError(
+        f"{name}: more than {format_size(max_bytes)}, the most that is read here: is it the right file?", "QK-E120"
+    )
 
-    Without ``most``, a regular file may be of any size.
+
+def read_whole(path: str | Path, max_bytes: int = MAX_TEXT) -> bytes:
+    """Return all bytes of a file, or of a pipe of the shell, as ``<(command)`` makes one.
+
+    Raises FormatError beyond ``max_bytes``, and for what is no file: a device, which never ends, and a named pipe,
+    to which nobody may write.
     """
+    path = located(path)
     try:
         if isinstance(path, URL):
-            if most is not None and path.facts.size > most:
-                raise FormatError(f"{path}: more than {format_size(most)}, the most that is read here: the right file?")
+            if path.facts.size > max_bytes:
+                raise _too_large(path, max_bytes)
             return path.read_bytes()
-        mode = os.stat(path).st_mode
-        if stat.S_ISCHR(mode) or stat.S_ISBLK(mode):
-            raise FormatError(f"{path}: a device, neither a file nor a pipe: name a file")
-        with open(path, "rb") as file:
-            if most is None and stat.S_ISREG(mode):
-                return file.read()
-            return _bounded(file, path, MAX_TEXT if most is None else most)
+        with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
+            status = os.fstat(file.fileno())
+            if not stat.S_ISREG(status.st_mode):
+                _check_pipe(path, status.st_mode)
+                os.set_blocking(file.fileno(), True)
+            if status.st_size > max_bytes:
+                raise _too_large(path, max_bytes)
+            return _read_bounded(file, path, max_bytes)
     except OSError as e:
-        raise FormatError(f"{path}: cannot be read: {e.strerror or e}") from None
+        raise FormatError(f"{path}: cannot be read: {e.strerror or e}", "QK-E405") from None
+
+
+def _check_pipe(path: str | Path, mode: int) -> None:
+    """Refuse what is neither a file nor a pipe that the shell has opened, which has no name in a folder."""
+    if stat.S_ISCHR(mode) or stat.S_ISBLK(mode):
+        raise FormatError(f"{path}: a device, neither a file nor a pipe: name a file", "QK-E120")
+    if not stat.S_ISFIFO(mode) or not os.path.realpath(path).startswith("/proc/"):
+        raise FormatError(f"{path}: not a regular file: name a file", "QK-E120")
 
 
 def part_path(path: Path) -> Path:
     """Return the name under which an output grows."""
-    return beside(path, ".part")
+    return sibling_path(path, ".part")
 
 
 def lock_path(path: Path) -> Path:
     """Return the file whose lock a run holds while it writes ``path``."""
-    return beside(path, ".lock")
+    return sibling_path(path, ".lock")
 
 
-def beside(path: Path, suffix: str) -> Path:
+def sibling_path(path: Path, suffix: str) -> Path:
     """Return a file beside an output; one for a store has them in the folder where it grows."""
     place = path.local if isinstance(path, URL) else path
     return place.with_name(place.name + suffix)
 
 
-def end_of_links(path: str | Path) -> Path:
+def resolve_links(path: str | Path) -> Path:
     """Return where an output is to lie, and grow: at the end of links, if ``path`` is one."""
     path = located(path)
     if isinstance(path, URL):
@@ -104,31 +124,31 @@ def check_apart(outputs: Iterable[str | Path | None], inputs: Iterable[str | Pat
     None stands for what was not given, - for standard input. Of an input that is a shard, all shards count. Files are
     told by device and inode, those that are not there yet by folder and name, so links do not matter.
     """
-    read = (located("/dev/stdin" if str(each) == "-" else each) for each in inputs if each is not None)
-    taken = {_identity(shard): (shard, True) for each in read for shard in _shards(each)}
-    for output in (end_of_links(each) for each in outputs if each is not None):
+    read = (located("/dev/stdin" if str(path) == "-" else path) for path in inputs if path is not None)
+    owners = {_identity(shard): (shard, True) for path in read for shard in shards_of(path)}
+    for output in (resolve_links(path) for path in outputs if path is not None):
         names = {_identity(name): name for name in (output, part_path(output), lock_path(output))}
         for identity, name in names.items():
-            if identity in taken:
-                raise ResourceError(_clash(output, name, *taken[identity]))
-        taken |= {identity: (name, False) for identity, name in names.items()}
+            if identity in owners:
+                raise ResourceError(_describe_clash(output, name, *owners[identity]), "QK-E403")
+        owners |= {identity: (name, False) for identity, name in names.items()}
 
 
-def _clash(output: Path, name: Path, other: Path, is_input: bool) -> str:
+def _describe_clash(output: Path, name: Path, owner: Path, is_input: bool) -> str:
     through = "" if name == output else f", which grows as {name},"
     if is_input:
-        what = "itself" if other == name else f"{other} itself"
-        return f"{output}{through} is the input {what}; write the output under another name"
-    both = f"two outputs, {output}," if name == other == output else f"{output}{through} and {other}"
-    return f"{both} are one file; give each output a name of its own"
+        subject = "itself" if owner == name else f"{owner} itself"
+        return f"{output}{through} is the input {subject}; write the output under another name"
+    outputs = f"two outputs, {output}," if name == owner == output else f"{output}{through} and {owner}"
+    return f"{outputs} are one file; give each output a name of its own"
 
 
 def _identity(path: Path) -> tuple[object, ...]:
     if isinstance(path, URL):
-        return (path,)
+        return (path.identity,)
     with suppress(OSError):
-        found = os.stat(path)
-        return found.st_dev, found.st_ino
+        status = os.stat(path)
+        return status.st_dev, status.st_ino
     real = Path(os.path.realpath(path))
     with suppress(OSError):
         folder = os.stat(real.parent)
@@ -136,7 +156,8 @@ def _identity(path: Path) -> tuple[object, ...]:
     return (real,)
 
 
-def _shards(path: Path) -> Iterator[Path]:
+def shards_of(path: Path) -> Iterator[Path]:
+    """Yield a file, then, if its name is that of a shard, those of all shards of the model, which need not be there."""
     split = parse_split_path(path)
     yield path
     if split is not None and split[2] <= _MOST_SHARDS:
@@ -145,55 +166,56 @@ def _shards(path: Path) -> Iterator[Path]:
 
 def check_free(path: str | Path, *, overwrite: bool) -> None:
     """Raise ResourceError if a file cannot appear at ``path``, or would replace one without ``overwrite``."""
+    path = located(path)
     if isinstance(path, URL):
         _check_url(path, overwrite)
         return
-    if not os.path.isdir(os.path.dirname(end_of_links(path)) or "."):
-        raise ResourceError(f"{path}: its folder does not exist; make it first")
+    if not os.path.isdir(os.path.dirname(resolve_links(path)) or "."):
+        raise ResourceError(f"{path}: its folder does not exist; make it first", "QK-E401")
     try:
         mode = os.stat(path).st_mode
     except FileNotFoundError:
         return
     except OSError as e:
-        raise ResourceError(f"{path}: {e.strerror or e}; name another file") from None
+        raise ResourceError(f"{path}: {e.strerror or e}; name another file", "QK-E405") from None
     if stat.S_ISDIR(mode):
-        raise ResourceError(f"{path} is a directory; name a file")
+        raise ResourceError(f"{path} is a directory; name a file", "QK-E120")
     if not stat.S_ISREG(mode):
-        raise ResourceError(f"{path} is no regular file, and would be replaced by one; name another")
+        raise ResourceError(f"{path} is no regular file, and would be replaced by one; name another", "QK-E120")
     if not overwrite:
-        raise ResourceError(f"{path} exists; give another name, or --overwrite to replace it")
+        raise ResourceError(f"{path} exists; give another name, or --overwrite to replace it", "QK-E402")
 
 
 def _check_url(url: URL, overwrite: bool) -> None:
     url.store.check_writable(url)
     try:
         if not overwrite and URL(url.address).is_file():  # as it is now, not as it was seen before
-            raise ResourceError(f"{url} exists; give another name, or --overwrite to replace it")
+            raise ResourceError(f"{url} exists; give another name, or --overwrite to replace it", "QK-E402")
     except OSError as e:
-        raise ResourceError(f"{url}: {e.strerror or e}") from None
+        raise ResourceError(f"{url}: {e.strerror or e}", "QK-E412") from None
 
 
 # ---------------------------------------------------------------- while it is written
 
 
 class Output:
-    """A file to be ``written``, any number of times: a context in which no other run writes it.
+    """A file to be ``atomic_write``, any number of times: a context in which no other run writes it.
 
     ``overwrite``: replace what is there. Entering raises what ``check_free`` raises, and ResourceError while another
     run holds it.
     """
 
     def __init__(self, path: str | Path, *, overwrite: bool = False) -> None:
-        self.path, self.overwrite = end_of_links(path), overwrite
+        self.path, self.overwrite = resolve_links(path), overwrite
         self._lock = -1
 
     def __enter__(self) -> Output:
         check_free(self.path, overwrite=True)
         try:
-            self._lock = self._locked()
+            self._lock = self._take_lock()
         except OSError as e:
-            beside = f"{lock_path(self.path).name} beside it cannot: {e.strerror or e}"
-            raise ResourceError(f"{self.path} cannot be written, for {beside}") from None
+            lock_name = f"{lock_path(self.path).name} beside it cannot: {e.strerror or e}"
+            raise ResourceError(f"{self.path} cannot be written, for {lock_name}", "QK-E405") from None
         try:
             check_free(self.path, overwrite=self.overwrite)
         except ResourceError:
@@ -201,14 +223,14 @@ class Output:
             raise
         return self
 
-    def _locked(self) -> int:
+    def _take_lock(self) -> int:
         path = lock_path(self.path)
         if isinstance(self.path, URL):
             path.parent.mkdir(parents=True, exist_ok=True)
         try:
             return take_lock(path)
         except BlockingIOError:
-            raise ResourceError(f"{self.path}: another run is writing it; wait for it or stop it") from None
+            raise ResourceError(f"{self.path}: another run is writing it; wait for it or stop it", "QK-E404") from None
 
     def __exit__(self, kind: type[BaseException] | None, e: BaseException | None, tb: TracebackType | None) -> None:
         drop_lock(lock_path(self.path), self._lock)
@@ -242,11 +264,12 @@ def drop_lock(path: Path, lock: int) -> None:
 
 
 @contextmanager
-def written(path: Path) -> Iterator[Path]:
+def atomic_write(path: Path) -> Iterator[Path]:
     """Yield where to write ``path``; the file gets its name at the end, and is gone if anything fails.
 
     Raises ResourceError for what the disk refuses.
     """
+    path = located(path)
     part = part_path(path)
     try:
         if isinstance(path, URL):
@@ -254,7 +277,7 @@ def written(path: Path) -> Iterator[Path]:
         part.unlink(missing_ok=True)
         yield part
         if isinstance(path, URL):
-            path.store.put(path, part)
+            path.store.upload_file(path, part)
             return
         sync(part)
         part.replace(path)
@@ -262,7 +285,10 @@ def written(path: Path) -> Iterator[Path]:
     except OSError as e:
         if e.filename is not None and Path(os.fsdecode(e.filename)) != part:
             raise
-        raise ResourceError(f"{path}: {e.strerror or e}; nothing of it is kept: make room, or write elsewhere") from e
+        advice = "try again" if isinstance(path, URL) else "make room"
+        raise ResourceError(
+            f"{path}: {e.strerror or e}; nothing of it is kept: {advice}, or write elsewhere", "QK-E406"
+        ) from e
     finally:
         with suppress(OSError):
             part.unlink(missing_ok=True)

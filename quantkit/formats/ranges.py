@@ -1,8 +1,8 @@
 """Byte ranges of files: read, written in place and synced.
 
 Tensors are read with pread into per-thread buffers: mapped pages would count as this process's memory, and a file
-that shrinks under a mapping kills it. Files are opened for each call, so that thousands of shards do not need
-thousands of descriptors.
+that shrinks under a mapping kills it. An input that is held (``files``) is read as it was when it was first looked at;
+others are opened for each call.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from quantkit.errors import FormatError
+from quantkit.formats.files import open_input
 from quantkit.formats.remote import URL
 from quantkit.formats.remote.reader import read_into
 
@@ -28,63 +29,63 @@ class Buffers:
     """Reusable buffers of one thread, by name."""
 
     def __init__(self) -> None:
-        self._kept: dict[str, U8] = {}
+        self._buffers: dict[str, U8] = {}
 
     def get(self, name: str, nbytes: int) -> U8:
         """Return the first ``nbytes`` of the buffer ``name``, uint8; any dtype may view them."""
-        have = self._kept.get(name)
+        have = self._buffers.get(name)
         if have is None or have.size < nbytes:
-            have = self._kept[name] = np.empty(-(-nbytes // 64) * 64, np.uint8)
+            have = self._buffers[name] = np.empty(-(-nbytes // 64) * 64, np.uint8)
         return have[:nbytes]
 
 
-def read_range(path: Path, into: U8, offset: int, ahead: int = 0, within: tuple[int, int] | None = None) -> None:
-    """Fill ``into`` from byte ``offset`` on, and ask the kernel, or the store, for the ``ahead`` bytes behind.
+def read_range(path: Path, out: U8, offset: int, readahead: int = 0, within: tuple[int, int] | None = None) -> None:
+    """Fill ``out`` from byte ``offset`` on, and ask the kernel, or the store, for the ``readahead`` bytes behind.
 
     ``within``: where the tensor that is read begins and ends; of an object of a store, nothing else is asked for then.
     Raises FormatError when the file ends before, OSError when it cannot be read.
     """
     if isinstance(path, URL):
-        read_into(path, into, offset, ahead, within)
+        read_into(path, out, offset, readahead, within)
         return
-    fd = os.open(path, os.O_RDONLY)
     try:
-        done = 0
-        while done < into.size:
-            got = os.preadv(fd, [into.data[done:]], offset + done)
-            if got == 0:
-                raise FormatError(f"{path}: ends at byte {offset + done}, within tensor data: it was truncated")
-            done += got
-        if ahead and hasattr(os, "posix_fadvise"):
-            os.posix_fadvise(fd, offset + done, ahead, os.POSIX_FADV_WILLNEED)
+        with open_input(path) as fd:
+            n_read = 0
+            while n_read < out.size:
+                n = os.preadv(fd, [out.data[n_read:]], offset + n_read)
+                if n == 0:
+                    raise FormatError(
+                        f"{path}: ends at byte {offset + n_read}, within tensor data: it was truncated", "QK-E103"
+                    )
+                n_read += n
+            if readahead and hasattr(os, "posix_fadvise"):
+                os.posix_fadvise(fd, offset + n_read, readahead, os.POSIX_FADV_WILLNEED)
     except OSError as e:
         raise OSError(e.errno, e.strerror, str(path)) from None
-    finally:
-        os.close(fd)
 
 
-def read_strided(path: Path, into: U8, offset: int, width: int, apart: int) -> None:
-    """Fill ``into`` with pieces of ``width`` bytes, which begin ``apart`` bytes from each other; see ``read_range``."""
-    if width == apart:
-        read_range(path, into, offset)
+def read_strided(path: Path, out: U8, offset: int, width: int, stride: int) -> None:
+    """Fill ``out`` with pieces of ``width`` bytes, which begin every ``stride`` bytes; see ``read_range``."""
+    if width == stride:
+        read_range(path, out, offset)
         return
     if isinstance(path, URL):
-        for number, at in enumerate(range(0, into.size, width)):
-            read_into(path, into[at : at + width], offset + number * apart)
+        for number, start in enumerate(range(0, out.size, width)):
+            read_into(path, out[start : start + width], offset + number * stride)
         return
-    fd = os.open(path, os.O_RDONLY)
     try:
-        view = into.data
-        for number, at in enumerate(range(0, len(view), width)):
-            piece, where = view[at : at + width], offset + number * apart
-            while (got := os.preadv(fd, [piece], where)) < len(piece):
-                if got == 0:
-                    raise FormatError(f"{path}: ends at byte {where}, within tensor data: it was truncated")
-                piece, where = piece[got:], where + got
+        with open_input(path) as fd:
+            view = out.data
+            for number, start in enumerate(range(0, len(view), width)):
+                piece, where = view[start : start + width], offset + number * stride
+                while (n := os.preadv(fd, [piece], where)) < len(piece):
+                    if n == 0:
+                        raise FormatError(
+                            f"{path}: ends at byte {where}, within tensor data: it was truncated", "QK-E103"
+                        )
+                    piece, where = piece[n:], where + n
     except OSError as e:
         raise OSError(e.errno, e.strerror, str(path)) from None
-    finally:
-        os.close(fd)
 
 
 def write_range(path: Path, data: U8, offset: int, *, make: bool = False) -> None:
@@ -98,10 +99,10 @@ def write_range(path: Path, data: U8, offset: int, *, make: bool = False) -> Non
 
 def write_open(fd: int, path: Path, data: U8, offset: int) -> None:
     """Write ``data`` at byte ``offset`` of a file that is open; ``path`` is what it is called. Raises OSError."""
-    view, done = data.data, 0
+    view, position = data.data, 0
     try:
-        while done < len(view):
-            done += os.pwrite(fd, view[done:], offset + done)
+        while position < len(view):
+            position += os.pwrite(fd, view[position:], offset + position)
     except OSError as e:
         raise OSError(e.errno, e.strerror, str(path)) from None
 
@@ -140,22 +141,22 @@ def copy_open(source: Path, fd: int, target: Path, source_offset: int, target_of
     """Do what ``copy_range`` does to a file that is open; ``target`` is what it is called."""
     if isinstance(source, URL) or not hasattr(os, "copy_file_range"):
         return False
-    read_fd = os.open(source, os.O_RDONLY)
     try:
-        done = 0
-        while done < nbytes:
-            got = os.copy_file_range(read_fd, fd, nbytes - done, source_offset + done, target_offset + done)
-            if got == 0:
-                at = source_offset + done
-                raise FormatError(f"{source}: ends at byte {at}, within tensor data: it was truncated")
-            done += got
+        with open_input(source) as read_fd:
+            position = 0
+            while position < nbytes:
+                n = os.copy_file_range(
+                    read_fd, fd, nbytes - position, source_offset + position, target_offset + position
+                )
+                if n == 0:
+                    end = source_offset + position
+                    raise FormatError(f"{source}: ends at byte {end}, within tensor data: it was truncated", "QK-E103")
+                position += n
     except OSError as e:
         # Two file systems, or one without the call: the caller has the bytes and can write them.
         if e.errno in (errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EPERM):
             return False
         raise OSError(e.errno, e.strerror, str(target)) from None
-    finally:
-        os.close(read_fd)
     return True
 
 
@@ -167,13 +168,10 @@ def both_ends(path: Path, ranges: Iterable[tuple[int, int]], sample: int) -> Ite
     if isinstance(path, URL):
         yield from (f"{path.facts.size} {path.facts.tag}".encode() for _ in ranges)
         return
-    with open(path, "rb") as file:
+    with open_input(path) as fd:
         for offset, nbytes in ranges:
-            ends = []
-            for at in (offset, offset + max(0, nbytes - sample)):
-                file.seek(at)
-                ends.append(file.read(min(sample, nbytes)))
-            yield b"".join(ends)
+            ends = (offset, offset + max(0, nbytes - sample))
+            yield b"".join(os.pread(fd, min(sample, nbytes), start) for start in ends)
 
 
 def crc32_range(path: Path, offset: int, nbytes: int) -> int:

@@ -15,8 +15,9 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import stat
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import pairwise
@@ -24,21 +25,44 @@ from pathlib import Path
 from typing import Any
 
 from quantkit.errors import FormatError
+from quantkit.formats.files import hold, open_input
 from quantkit.formats.gguf.rules import short
+from quantkit.formats.outputs import read_whole
 from quantkit.formats.remote import URL
-from quantkit.formats.remote.reader import Growing
+from quantkit.formats.remote.reader import Prefix
 
 #: Bits of an element, by the names of safetensors 0.8.
 DTYPES = {
-    **{"F64": 64, "I64": 64, "U64": 64, "F32": 32, "I32": 32, "U32": 32, "F16": 16, "BF16": 16, "I16": 16, "U16": 16},
-    **{"I8": 8, "U8": 8, "BOOL": 8, "F8_E4M3": 8, "F8_E5M2": 8, "F8_E8M0": 8, "C64": 64},
-    **{"F8_E4M3FNUZ": 8, "F8_E5M2FNUZ": 8, "F6_E2M3": 6, "F6_E3M2": 6, "F4": 4},
+    "F64": 64,
+    "I64": 64,
+    "U64": 64,
+    "F32": 32,
+    "I32": 32,
+    "U32": 32,
+    "F16": 16,
+    "BF16": 16,
+    "I16": 16,
+    "U16": 16,
+    "I8": 8,
+    "U8": 8,
+    "BOOL": 8,
+    "F8_E4M3": 8,
+    "F8_E5M2": 8,
+    "F8_E8M0": 8,
+    "C64": 64,
+    "F8_E4M3FNUZ": 8,
+    "F8_E5M2FNUZ": 8,
+    "F6_E2M3": 6,
+    "F6_E3M2": 6,
+    "F4": 4,
 }
 #: The longest header that the safetensors library reads, and the longest index that is read here.
-MAX_HEADER, MAX_INDEX = 100_000_000, 1 << 30
+MAX_HEADER, MAX_INDEX = 100_000_000, 1 << 26
 _MAX_DIMS, _MAX_DIM = 16, 1 << 48
+#: How a file says that it is one of many, and how many are looked for.
+_SHARD, _MAX_SHARDS = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.safetensors"), 10000
 #: Headers that are asked for at the same time.
-_TOGETHER = 16
+_MAX_REQUESTS = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,8 +85,29 @@ class StoredTensor:
         return math.prod(self.shape)
 
 
+def _missing_shards(files: Iterable[Path]) -> list[str]:
+    """Return the names of shards that the names of others promise: NAME-00002-of-00002.safetensors."""
+    numbers: dict[tuple[str, int], set[int]] = {}
+    for path in files:
+        if match := _SHARD.fullmatch(path.name):
+            numbers.setdefault((match[1], int(match[3])), set()).add(int(match[2]))
+    return [
+        f"{stem}-{number:05}-of-{count:05}.safetensors"
+        for (stem, count), present in sorted(numbers.items())
+        for number in range(1, min(count, _MAX_SHARDS) + 1)
+        if number not in present
+    ]
+
+
 def read_header(path: Path) -> dict[str, StoredTensor]:
-    """Return the tensors of a file, sorted by name. Raises FormatError for anything that is not as it must be."""
+    """Return the tensors of a file, sorted by name. Raises FormatError for anything that is not as it must be.
+
+    Their path is a file that is held: see ``files``.
+    """
+    try:
+        path = hold(path)
+    except OSError as e:
+        raise FormatError(f"{path}: cannot be read: {e.strerror or e}", "QK-E405") from None
     size, header = _header(path)
     begin = 8 + len(header)
     entries = _json(path, header, "the header")
@@ -70,7 +115,7 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
     tensors = [_tensor(path, name, entry, begin, size) for name, entry in sorted(entries.items())]
     for a, b in pairwise(sorted(tensors, key=lambda t: (t.offset, t.nbytes))):
         if a.offset + a.nbytes > b.offset and b.nbytes:
-            raise FormatError(f"{path}: tensors {short(a.name)} and {short(b.name)} lie in the same bytes")
+            raise FormatError(f"{path}: tensors {short(a.name)} and {short(b.name)} lie in the same bytes", "QK-E110")
     return {t.name: t for t in tensors}
 
 
@@ -78,54 +123,54 @@ def _header(path: Path) -> tuple[int, bytes]:
     """Return the size of a file and the bytes of its header."""
     try:
         if isinstance(path, URL):
-            beginning = Growing(path)
-            size, head = beginning.size, beginning.upto(8)
+            beginning = Prefix(path)
+            size, head = beginning.size, beginning.read_to(8)
             n = _header_bytes(path, size, head[:8])
-            return size, beginning.upto(8 + n)[8 : 8 + n]
-        with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
-            found = os.fstat(file.fileno())
-            if not stat.S_ISREG(found.st_mode):
-                raise FormatError(f"{path}: not a regular file")
-            size = found.st_size
-            n = _header_bytes(path, size, file.read(8))
-            header = file.read(n)
+            return size, beginning.read_to(8 + n)[8 : 8 + n]
+        with open_input(path) as fd:
+            status = os.fstat(fd)
+            if not stat.S_ISREG(status.st_mode):
+                raise FormatError(f"{path}: not a regular file", "QK-E120")
+            size = status.st_size
+            n = _header_bytes(path, size, os.pread(fd, 8, 0))
+            header = os.pread(fd, n, 8)
     except OSError as e:
-        raise FormatError(f"{path}: cannot be read: {e.strerror or e}") from None
+        raise FormatError(f"{path}: cannot be read: {e.strerror or e}", "QK-E405") from None
     if len(header) < n:
-        raise FormatError(f"{path}: ends within its header")
+        raise FormatError(f"{path}: ends within its header", "QK-E103")
     return size, header
 
 
 def _header_bytes(path: Path, size: int, head: bytes) -> int:
     """Return how long a header is, by the first 8 bytes of its file."""
     if head.startswith(b"version "):
-        raise FormatError(f"{path}: a Git LFS pointer: fetch the file itself (git lfs pull)")
+        raise FormatError(f"{path}: a Git LFS pointer: fetch the file itself (git lfs pull)", "QK-E101")
     n = int.from_bytes(head, "little")
     if len(head) < 8 or n > size - 8:
-        raise FormatError(f"{path}: a header of {n} bytes, but the file has {size} (truncated?)")
+        raise FormatError(f"{path}: a header of {n} bytes, but the file has {size} (truncated?)", "QK-E103")
     if n > MAX_HEADER:
-        raise FormatError(f"{path}: a header of {n} bytes; at most {MAX_HEADER} are read")
+        raise FormatError(f"{path}: a header of {n} bytes; at most {MAX_HEADER} are read", "QK-E110")
     return n
 
 
-def _json(path: Path, data: bytes, what: str) -> dict[str, Any]:
+def _json(path: Path, data: bytes, kind: str) -> dict[str, Any]:
     """Return a JSON object whose keys are all different."""
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        found = dict(pairs)
-        if len(found) < len(pairs):
+        entries = dict(pairs)
+        if len(entries) < len(pairs):
             names = [name for name, _ in pairs]
-            twice = next(name for name in names if names.count(name) > 1)
-            raise FormatError(f"{path}: {short(twice)} appears twice in {what}")
-        return found
+            duplicate = next(name for name in names if names.count(name) > 1)
+            raise FormatError(f"{path}: {short(duplicate)} appears twice in {kind}", "QK-E110")
+        return entries
 
     try:
-        found = json.loads(data.decode(), object_pairs_hook=unique)
+        value = json.loads(data.decode(), object_pairs_hook=unique)
     except (ValueError, RecursionError) as e:
-        raise FormatError(f"{path}: {what} is not JSON: {e}") from None
-    if not isinstance(found, dict):
-        raise FormatError(f"{path}: {what} is no JSON object")
-    return found
+        raise FormatError(f"{path}: {kind} is not JSON: {e}", "QK-E111") from None
+    if not isinstance(value, dict):
+        raise FormatError(f"{path}: {kind} is no JSON object", "QK-E111")
+    return value
 
 
 def _is_count(value: object) -> bool:
@@ -135,21 +180,25 @@ def _is_count(value: object) -> bool:
 def _tensor(path: Path, name: str, entry: object, begin: int, size: int) -> StoredTensor:
     where = f"{path}: tensor {short(name)}"
     if not isinstance(entry, dict):
-        raise FormatError(f"{where}: its entry is {short(entry)}")
-    dtype, shape, offsets = entry.get("dtype"), entry.get("shape"), entry.get("data_offsets")
+        raise FormatError(f"{where}: its entry is {short(entry)}", "QK-E110")
+    dtype = entry.get("dtype")
+    shape = entry.get("shape")
+    offsets = entry.get("data_offsets")
     if not isinstance(dtype, str) or dtype not in DTYPES:
-        raise FormatError(f"{where} has the dtype {short(dtype)}, which is none")
+        raise FormatError(f"{where} has the dtype {short(dtype)}, which is none", "QK-E110")
     if not isinstance(shape, list) or len(shape) > _MAX_DIMS or not all(_is_count(n) and n <= _MAX_DIM for n in shape):
-        raise FormatError(f"{where} has the shape {short(shape)}")
+        raise FormatError(f"{where} has the shape {short(shape)}", "QK-E110")
     if not isinstance(offsets, list) or len(offsets) != 2 or not all(map(_is_count, offsets)):
-        raise FormatError(f"{where} has the offsets {short(offsets)}")
+        raise FormatError(f"{where} has the offsets {short(offsets)}", "QK-E110")
     first, last = offsets
     bits = math.prod(shape) * DTYPES[dtype]
     if last < first or 8 * (last - first) != bits:
         need = bits / 8
-        raise FormatError(f"{where}: {dtype} {short(shape)} takes {need:.15g} bytes, its offsets hold {last - first}")
+        raise FormatError(
+            f"{where}: {dtype} {short(shape)} takes {need:.15g} bytes, its offsets hold {last - first}", "QK-E110"
+        )
     if begin + last > size:
-        raise FormatError(f"{where} needs bytes up to {begin + last}, but the file has {size} (truncated?)")
+        raise FormatError(f"{where} needs bytes up to {begin + last}, but the file has {size} (truncated?)", "QK-E103")
     return StoredTensor(name, dtype, tuple(shape), path, begin + first, last - first)
 
 
@@ -163,81 +212,92 @@ def layout_safetensors(tensors: Sequence[tuple[str, str, tuple[int, ...]]]) -> t
     """
     order = sorted(range(len(tensors)), key=lambda i: (-DTYPES[tensors[i][1]], tensors[i][0]))
     entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    offsets, at = [0] * len(tensors), 0
+    offsets, position = [0] * len(tensors), 0
     for i in order:
         name, dtype, shape = tensors[i]
         nbytes = math.prod(shape) * DTYPES[dtype] // 8
-        entries[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [at, at + nbytes]}
-        offsets[i], at = at, at + nbytes
+        entries[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [position, position + nbytes]}
+        offsets[i], position = position, position + nbytes
     header = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
     header += b" " * (-len(header) % 8)
     begin = len(header) + 8
-    return len(header).to_bytes(8, "little") + header, [begin + offset for offset in offsets], begin + at
+    return len(header).to_bytes(8, "little") + header, [begin + offset for offset in offsets], begin + position
 
 
-def read_checkpoint(folder: Path, prefix: str = "model") -> list[dict[str, StoredTensor]]:
+def read_checkpoint(
+    folder: Path, prefix: str = "model", *, allow_incomplete: bool = False
+) -> list[dict[str, StoredTensor]]:
     """Return the tensors of each file of a checkpoint, in the order convert_hf_to_gguf.py (b11434) reads them.
 
-    The files are those of PREFIX.safetensors.index.json, or else all named PREFIX*.safetensors, by name. Raises
-    FormatError if a file is missing, or index and files disagree.
+    The files are those of PREFIX.safetensors.index.json, or else all named PREFIX*.safetensors, by name; of these some
+    may be missing if ``allow_incomplete``. Raises FormatError if a file is missing, or index and files disagree.
     """
     index = folder / f"{prefix}.safetensors.index.json"
-    if not _is_there(index):
-        files = _read_headers(_files(folder, prefix))
+    if not _is_present(index):
+        paths = _files(folder, prefix)
+        if (missing_shards := _missing_shards(paths)) and not allow_incomplete:
+            message = _missing(missing_shards, len(missing_shards) + len(paths))
+            raise FormatError(
+                f"{folder}: {message}: download them; --allow-incomplete converts what is there", "QK-E104"
+            )
+        files = _read_headers(paths)
         _check_once(files)
         return files
-    try:
-        if index.stat().st_size > MAX_INDEX:
-            raise FormatError(f"{index}: more than {MAX_INDEX} bytes")
-        data = index.read_bytes()
-    except OSError as e:
-        raise FormatError(f"{index}: cannot be read: {e.strerror or e}") from None
-    weight_map = _json(index, data, "the index").get("weight_map")
+    weight_map = _json(index, read_whole(index, MAX_INDEX), "the index").get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
-        raise FormatError(f"{index}: it has no weight_map")
+        raise FormatError(f"{index}: it has no weight_map", "QK-E110")
     for name, file in weight_map.items():
         if not isinstance(file, str) or not _is_name(file):
-            raise FormatError(f"{index}: tensor {short(name)} is in {short(file)}, which is no file beside the index")
+            raise FormatError(
+                f"{index}: tensor {short(name)} is in {short(file)}, which is no file beside the index", "QK-E110"
+            )
     names = sorted(set(weight_map.values()))
     missing = [name for name in names if not (folder / name).is_file()]
-    if missing:
+    if missing and (not allow_incomplete or missing == names):
         first = next(name for name, file in weight_map.items() if file == missing[0])
-        raise FormatError(
-            f"{index}: {len(missing)} of {len(names)} files are missing: {', '.join(missing[:3])}"
-            f"{', ..' if len(missing) > 3 else ''} (tensor {short(first)}): download them"
-        )
-    files = _read_headers([folder / name for name in names])
+        raise FormatError(f"{index}: {_missing(missing, len(names))} (tensor {short(first)}): download them", "QK-E104")
+    weight_map = {name: file for name, file in weight_map.items() if file not in missing}
+    files = _read_headers([folder / name for name in names if name not in missing])
     _check_once(files)
-    found = {name: t.path.name for tensors in files for name, t in tensors.items()}
+    locations = {name: t.path.name for tensors in files for name, t in tensors.items()}
     for name, file in weight_map.items():
-        if name not in found:
-            raise FormatError(f"{folder / file}: tensor {short(name)} is missing, which {index.name} has there")
-        if found[name] != file:
-            raise FormatError(f"{folder / found[name]}: tensor {short(name)} is here; {index.name} has it in {file}")
-    for name, file in found.items():
+        if name not in locations:
+            raise FormatError(
+                f"{folder / file}: tensor {short(name)} is missing, which {index.name} has there", "QK-E105"
+            )
+        if locations[name] != file:
+            raise FormatError(
+                f"{folder / locations[name]}: tensor {short(name)} is here; {index.name} has it in {file}", "QK-E104"
+            )
+    for name, file in locations.items():
         if name not in weight_map:
-            raise FormatError(f"{folder / file}: tensor {short(name)} is not in {index.name}")
+            raise FormatError(f"{folder / file}: tensor {short(name)} is not in {index.name}", "QK-E107")
     return files
 
 
-def _is_there(path: Path) -> bool:
-    """Tell whether there is anything of a name: a link that leads nowhere is an error, and not nothing."""
+def _missing(names: Sequence[str], count: int) -> str:
+    """Return which of ``count`` files are missing, the first three by name."""
+    return f"{len(names)} of {count} files are missing: {', '.join(names[:3])}{', ..' if len(names) > 3 else ''}"
+
+
+def _is_present(path: Path) -> bool:
+    """Return whether a name exists: a dangling link does, so that reading it is an error."""
     try:
         return path.exists() or path.is_symlink()
     except OSError as e:
-        raise FormatError(f"{path}: cannot be read: {e.strerror or e}") from None
+        raise FormatError(f"{path}: cannot be read: {e.strerror or e}", "QK-E405") from None
 
 
 def _read_headers(paths: Sequence[Path]) -> list[dict[str, StoredTensor]]:
     """Return the tensors of each file; those of a store are asked for together, for each answer takes its time."""
     if not any(isinstance(path, URL) for path in paths):
         return [read_header(path) for path in paths]
-    with ThreadPoolExecutor(_TOGETHER) as pool:
+    with ThreadPoolExecutor(_MAX_REQUESTS) as pool:
         return list(pool.map(read_header, paths))
 
 
 def _is_name(file: str) -> bool:
-    """Tell whether a text may be the name of a file in a directory."""
+    """Return whether a text can be the name of a file in a directory."""
     try:
         return 0 < len(os.fsencode(file)) < 256 and file not in (".", "..") and not {"/", "\0"} & set(file)
     except UnicodeEncodeError:
@@ -248,26 +308,27 @@ def _files(folder: Path, prefix: str) -> list[Path]:
     try:
         if isinstance(folder, URL):
             # A store that cannot list has the usual name, if any.
-            listed = [f"{prefix}.safetensors"] if folder.listing is None else list(folder.listing)
+            file_names = [f"{prefix}.safetensors"] if folder.listing is None else list(folder.listing)
         else:
-            listed = os.listdir(folder)
+            file_names = os.listdir(folder)
     except OSError as e:
-        raise FormatError(f"{folder}: cannot be read: {e.strerror or e}") from None
-    names = sorted(n for n in listed if n.startswith(prefix) and n.endswith(".safetensors"))
+        raise FormatError(f"{folder}: cannot be read: {e.strerror or e}", "QK-E405") from None
+    names = sorted(n for n in file_names if n.startswith(prefix) and n.endswith(".safetensors"))
     if not names:
-        other = ", ".join(sorted(n for n in listed if n.endswith((".bin", ".pth", ".pt", ".gguf")))[:3])
+        foreign = ", ".join(sorted(n for n in file_names if n.endswith((".bin", ".pth", ".pt", ".gguf")))[:3])
         raise FormatError(
             f"{folder}: there are no {prefix}*.safetensors"
-            + (f", only {other}: convert them to safetensors first" if other else "")
+            + (f", only {foreign}: convert them to safetensors first" if foreign else ""),
+            "QK-E101",
         )
     return [folder / name for name in names]
 
 
 def _check_once(files: Sequence[dict[str, StoredTensor]]) -> None:
     """Refuse a tensor that two files have: which one is meant?"""
-    seen: dict[str, Path] = {}
+    paths: dict[str, Path] = {}
     for tensors in files:
         for name, tensor in tensors.items():
-            if name in seen:
-                raise FormatError(f"{tensor.path}: tensor {short(name)} is also in {seen[name].name}")
-            seen[name] = tensor.path
+            if name in paths:
+                raise FormatError(f"{tensor.path}: tensor {short(name)} is also in {paths[name].name}", "QK-E107")
+            paths[name] = tensor.path

@@ -1,35 +1,35 @@
 """Importance matrices: collect them from texts, inspect, compare, merge, convert and fill them.
 
-    imatrix      runs texts through a model and sums up the input of every weight (collect.py)
-    statistics   llama-imatrix's --show-statistics: moments of each weight's input, and changes between layers
-    coverage     what a matrix lacks for a model: entries, experts without tokens, invalid values
-    difference   how two matrices differ, weight by weight
-    merge        several calibrations as one run over all their texts
-    convert      GGUF <-> .dat, merged experts <-> separate, and what each conversion loses
-    apply_fill   values for experts that saw no token, marked in the file so that they are never taken for data
+    imatrix      run texts through a model and accumulate the input of every weight (collect.py)
+    statistics   moments of each weight's input and changes between layers, as llama-imatrix --show-statistics
+    coverage     what a model needs and a matrix lacks: entries, experts without tokens, invalid values
+    difference   compare two matrices, weight by weight
+    merge        combine several calibrations as one run over all their texts
+    convert      GGUF <-> .dat, merged experts <-> separate ones, with notes on what each conversion loses
+    apply_fill   values for experts without tokens, marked in the file so that they are never taken for data
 
 Raw data are sums of x^2 and token counts (quantkit.formats.imatrix); everything here is arithmetic on them, in f64.
 """
 
 from __future__ import annotations
 
-from quantkit.imatrix.collect import Collected, ImatrixOptions, Similarity, Watcher, imatrix
+from quantkit.imatrix.collect import ImatrixOptions, ImatrixResult, Similarity, Watcher, imatrix
 from quantkit.imatrix.coverage import Coverage, CoverageGroup, TensorCoverage, coverage, expected_tensors
 from quantkit.imatrix.difference import Difference, TensorDifference, difference
-from quantkit.imatrix.files import Merged, Names, convert, merge, with_names
+from quantkit.imatrix.files import MergeResult, Names, convert, merge, with_names
 from quantkit.imatrix.fill import FILLS, Fill, apply_fill, filled_experts, without_fill
 from quantkit.imatrix.rows import expert_counts, raw
 from quantkit.imatrix.statistics import LayerStatistics, Statistics, TensorStatistics, statistics, with_stats
 
 __all__ = [
     "FILLS",
-    "Collected",
+    "ImatrixResult",
     "Coverage",
     "CoverageGroup",
     "Difference",
     "Fill",
     "LayerStatistics",
-    "Merged",
+    "MergeResult",
     "Names",
     "ImatrixOptions",
     "Similarity",

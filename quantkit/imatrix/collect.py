@@ -1,22 +1,22 @@
-"""Collect an importance matrix: run texts through a model and sum up the input of every weight.
+"""Collect an importance matrix: run texts through a model and accumulate the squared inputs of every weight.
 
-As llama-imatrix (llama.cpp b11434 tools/imatrix): chunks of n_ctx tokens, BOS in place of the first where the model
-wants one, several chunks a pass, all tokens in every layer, perplexity over the second half of each. Unlike there, sums
-are exact (kernels/cpu/observe.py) and independent of the order of chunks; no fused operation can hide a weight's
-input; a chunk that yields NaN or Inf is dropped and the run goes on; a stopped run resumes to the same file.
+As in llama-imatrix (llama.cpp b11434 tools/imatrix): chunks of n_ctx tokens, BOS in place of the first if the model
+wants one, several chunks per pass, all tokens in every layer, perplexity over the second half of each chunk. Unlike
+there, sums are exact (kernels/cpu/observe.py) and independent of the order of chunks; no fused operation hides a
+weight's input; a chunk that yields NaN or Inf is dropped; a stopped run resumes to the same file.
 
-To drop a chunk, the run returns to the last saved state (every ``output_frequency`` chunks), so that nothing of the
-chunk remains in any sum.
+To drop a chunk, the run returns to the last snapshot (every ``output_frequency`` chunks), so that nothing of the chunk
+remains in any sum.
 
-Memory: 32 bytes for every column of every distinct input, times the experts where they route. Inputs that several
-weights share (q, k, v; gate and up) count once: Qwen3-30B-A3B, 128 experts, 48 layers: 0.55 GB.
+Memory: 32 bytes per column of every distinct input, times the number of experts for routed ones. Inputs shared by
+several weights (q, k, v; gate and up) count once. Qwen3-30B-A3B, 128 experts, 48 layers: 0.55 GB.
 """
 
 from __future__ import annotations
 
 import glob
 import hashlib
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
@@ -26,25 +26,36 @@ from typing import NamedTuple, Unpack
 import numpy as np
 import numpy.typing as npt
 
-from quantkit.calibration.heldout import held_out_used
+from quantkit.arguments import Options, checked
+from quantkit.calibration.heldout import held_out_warning
 from quantkit.calibration.overlap import sketch_of
 from quantkit.errors import QuantkitError, RecipeError
-from quantkit.evaluate.on_nodes import There, run_on_nodes, without_nodes
+from quantkit.evaluate.on_nodes import NodeModel, run_on_nodes, split_nodes
 from quantkit.evaluate.passes import F32, EvaluationOptions, bos_of, note_context, run_windows, text_tokens
 from quantkit.evaluate.statistics import Estimate, NllSums
 from quantkit.formats.experts import MERGED
-from quantkit.formats.gguf import Field, TensorInfo, ValueType, open_model
+from quantkit.formats.gguf import Field, GGUFFile, TensorInfo, ValueType, open_model
 from quantkit.formats.imatrix import Format, Imatrix, ImatrixEntry, format_of, read_imatrix, write_imatrix
-from quantkit.formats.outputs import Output, check_apart, check_free, end_of_links, read_text
-from quantkit.imatrix.checkpoint import Checkpoint, Progress, clear, state_of
+from quantkit.formats.outputs import Output, check_apart, check_free, read_text, resolve_links
+from quantkit.formats.remote import located
 from quantkit.imatrix.coverage import Coverage, coverage
-from quantkit.imatrix.files import merge, with_names
+from quantkit.imatrix.files import MODEL_KEY, merge, with_names
 from quantkit.imatrix.fill import FILLS, apply_fill
-from quantkit.imatrix.nextn import Hidden, Predictor, nextn_file
-from quantkit.imatrix.on_nodes import Look, Recorded, Recording, Rewrite, add, begin_recording, note_likelihoods, worth
+from quantkit.imatrix.nextn import HiddenRows, Predictor, nextn_file
+from quantkit.imatrix.on_nodes import (
+    Observe,
+    PassSums,
+    Recording,
+    Rewrite,
+    add_sums,
+    batch_seconds,
+    begin_recording,
+    note_likelihoods,
+)
 from quantkit.imatrix.rows import expert_counts
+from quantkit.imatrix.snapshot import Progress, Snapshot, clear, snapshot_path
 from quantkit.imatrix.statistics import with_stats
-from quantkit.imatrix.texts import Chunks, TokenizedText, chat_part, cut, text_of, text_part
+from quantkit.imatrix.texts import Chunks, TokenizedText, chat_part, cut_chunks, text_of, text_part
 from quantkit.kernels.first_run import working_seconds
 from quantkit.model.arch import arch_by_name
 from quantkit.model.backends.accumulators import Accumulator, NotFinite
@@ -55,14 +66,15 @@ from quantkit.model.nextn import nextn_layers
 from quantkit.model.observers import ALL_EXPERTS, fewest_rows, observe, observe_hidden
 from quantkit.model.observers import similarity as observe_similarity
 from quantkit.model.ops import Graph, SumColumns
+from quantkit.pipeline.content import FileRecord
 
-#: Dropped chunks, and why: "17: blk.3.ffn_down.weight at position 5".
+#: Dropped chunks with reasons: "17: blk.3.ffn_down.weight at position 5".
 DROPPED_KEY = "quantkit.imatrix.dropped"
 #: Whether every token went through every expert.
 ALL_EXPERTS_KEY = "quantkit.imatrix.all_experts"
 
-#: Weights that llama.cpp loads but never multiplies by (of Gemma 4 in layers that share caches), and the weight with
-#: the same input.
+#: Weights that llama.cpp loads but never uses (in layers of Gemma 4 that share caches), and a weight with the same
+#: input.
 _SAME_INPUT = {
     "ssm_in.weight": "attn_qkv.weight",
     "attn_k.weight": "attn_q.weight",
@@ -73,18 +85,18 @@ I32 = npt.NDArray[np.int32]
 
 
 @dataclass(frozen=True)
-class ImatrixOptions:
+class ImatrixOptions(Options):
     """What to collect, and how to write it.
 
     Args:
-        n_ctx: tokens of a chunk; n_batch: of a pass, so max(1, n_batch // n_ctx) chunks run at once.
-        chunks: how many (None: all), after skipping the first ``from_chunk``.
-        output_frequency: chunks between writes of the output and of a state to resume from; 0: only at the end.
+        n_ctx: tokens per chunk. n_batch: tokens per pass; max(1, n_batch // n_ctx) chunks run together.
+        chunks: number of chunks (None: all) after the first ``from_chunk``, which are skipped.
+        output_frequency: chunks between writes of the output and of a snapshot to resume from; 0: only at the end.
         save_frequency: chunks between copies, OUT.at_N; 0: none.
-        names: of up and gate experts: merged, separate, both; None: both for a merged file, else as in the file.
-        fill: what experts without tokens get in the files (fill.py).
-        all_experts: also OUT.all-experts, in which every token went through every expert.
-        nextn: also the model's prediction layer (nextn.py).
+        names: names of up and gate experts: merged, separate, both; None: both for a merged file, else as in the file.
+        fill: values for experts without tokens (fill.py).
+        all_experts: also write OUT.all-experts, for which every token goes through every expert.
+        nextn: also record the model's prediction layer (nextn.py).
     """
 
     n_ctx: int = 512
@@ -110,16 +122,16 @@ class Similarity(NamedTuple):
     """Mean cosine of input and output of a layer, its attention and its feed-forward part."""
 
     layer: int
-    whole: float
+    block: float
     attention: float
     feed_forward: float
 
 
 @dataclass(frozen=True)
-class Collected:
+class ImatrixResult:
     """The result of a run: the importance matrix as written (None if not requested), and facts about it.
 
-    ``finished``: it was complete already when the run was resumed.
+    ``was_complete``: a resumed run found it complete.
     """
 
     imatrix: Imatrix | None
@@ -132,22 +144,23 @@ class Collected:
     all_experts: Path | None
     seconds: float
     notes: tuple[str, ...]
-    finished: bool = False
+    was_complete: bool = False
 
 
 class Watcher:
-    """Receives the progress of a run; does nothing by itself."""
+    """Receives the progress of a run; does nothing by default."""
 
-    def started(self, first: int, n_chunks: int, n_seq: int, notes: Sequence[str]) -> None:
-        """The run starts with chunk ``first`` of n_chunks, n_seq at a time."""
+    def on_start(self, first: int, n_chunks: int, n_seq: int, notes: Sequence[str]) -> None:
+        """Called when the run starts with chunk ``first`` of n_chunks, n_seq at a time."""
 
-    def chunk(self, chunk: int, n_chunks: int, ppl: Estimate | None) -> None:
-        """A chunk, counted from 1, is done; the perplexity so far."""
+    def on_chunk(self, chunk: int, n_chunks: int, ppl: Estimate | None) -> None:
+        """Called after a chunk, counted from 1, with the perplexity so far."""
 
-    def dropped(self, chunk: int, why: str, back_to: int) -> None:
-        """A chunk is dropped; the run returns to an earlier one."""
+    def on_drop(self, chunk: int, reason: str, back_to: int) -> None:
+        """Called when a chunk is dropped and the run returns to an earlier one."""
 
 
+@checked
 def imatrix(
     model: str | Path,
     files: Sequence[str | Path] = (),
@@ -161,127 +174,152 @@ def imatrix(
     options: ImatrixOptions | None = None,
     watcher: Watcher | None = None,
     **run: Unpack[EvaluationOptions],
-) -> Collected:
-    """Collect an importance matrix, written to ``output`` as llama-imatrix writes it.
+) -> ImatrixResult:
+    """Collect an importance matrix and write it to ``output`` as llama-imatrix does.
 
     Args:
-        model: a GGUF file; files: texts; chat: conversations, JSON lines (texts.py); prompt: a text itself;
+        model: a GGUF file. files: texts. chat: conversations, JSON Lines (texts.py). prompt: a text itself.
             tokens: ids, int32 [n].
         output: None collects no matrix, only ``options.layer_similarity``; fusion may then be on.
-        in_files: importance matrices to add this one to.
-        draft: a file with the model's prediction layer alone, which is recorded as well.
-        run: options of quantkit.load; fusion must be off or unspecified. nodes: those of a cluster, to run on.
+        in_files: importance matrices to merge into the result.
+        draft: a file with only the model's prediction layer, which is recorded as well.
+        run: options of quantkit.load; fusion must be off or unspecified. nodes: a cluster to run on.
 
     Raises:
         RecipeError: options that contradict each other, such as fusion.
         QuantkitError: too little text, an output that exists, or no chunk without NaN.
     """
-    started = working_seconds()
+    start_seconds = working_seconds()
     options = options or ImatrixOptions()
-    path = None if output is None else end_of_links(output)
+    path = None if output is None else resolve_links(output)
     _check(options, path, run)
     names = [*map(str, (*files, *chat)), *["prompt"] * (prompt is not None), *["tokens"] * (tokens is not None)]
+    prediction_file = None
     if path is not None:
-        check_apart(_written(path, options), [model, *files, *chat, *in_files, draft])
-        if (there := _finished(path, options, model, files, names)) is not None:
-            return there
+        check_apart(_outputs(path, options), [model, *files, *chat, *in_files, draft])
+        prediction_file = nextn_file(model, draft) if options.nextn or draft is not None else None
+        if (result := _read_complete(path, options, [model, prediction_file], files, names)) is not None:
+            return result
     with ExitStack() as stack:
         if path is not None:
-            stack.enter_context(_claimed(path, options))
-        earlier = [read_imatrix(each) for each in in_files]
-        nodes, own = without_nodes(run)
-        own["fusion"] = own.get("fusion") or (Fusion() if path is None else Fusion().observed())
+            stack.enter_context(_claim_output(path, options))
+        earlier = [read_imatrix(path) for path in in_files]
+        nodes, engine_options = split_nodes(run)
+        engine_options["fusion"] = engine_options.get("fusion") or (
+            Fusion() if path is None else Fusion().for_observers()
+        )
         collects, latent = path is not None, _has_latents(model)
-        predicting = nextn_file(model, draft) if collects and (options.nextn or draft is not None) else None
-        hidden = None if predicting is None else Hidden()
-        rewrite = partial(_rewritten, options, collects, latent, hidden is not None)
-        loaded = stack.enter_context(load(model, n_ctx=options.n_ctx, rewrite=rewrite, observer=hidden, **own))
+        hidden = None if prediction_file is None else HiddenRows()
+        rewrite = partial(_rewrite, options, collects, latent, hidden is not None)
+        loaded = stack.enter_context(
+            load(model, n_ctx=options.n_ctx, rewrite=rewrite, observer=hidden, **engine_options)
+        )
         text = chunks_of(loaded, files, chat, prompt, tokens, options)
         n_seq = min(len(text.windows), max(1, options.n_batch // options.n_ctx))
-        look, predictor = partial(_look, options, latent), None
-        if predicting is not None and hidden is not None:
-            predictor = Predictor(predicting, hidden, options.n_ctx, n_seq, look, **own)
+        observe_layer, predictor = partial(_observe, options, latent), None
+        if prediction_file is not None and hidden is not None:
+            predictor = Predictor(prediction_file, hidden, options.n_ctx, n_seq, observe_layer, **engine_options)
             stack.enter_context(predictor.model)
         collector = _Collector(loaded, text, options, path, watcher or Watcher(), earlier, predictor)
         if nodes is not None:
-            files_there = [There.of(each, nodes, own) for each in (loaded.path, predicting) if each is not None]
-            collector.recording = collector.on_nodes(rewrite, look, *files_there)
-        collector.run(own.get("threads"))
-        return collector.finish(started)
+            remote_models = [
+                NodeModel.from_path(model_path, nodes, engine_options)
+                for model_path in (loaded.path, prediction_file)
+                if model_path is not None
+            ]
+            collector.recording = collector.on_nodes(rewrite, observe_layer, *remote_models)
+        collector.run(engine_options.get("threads"))
+        return collector.finish(start_seconds)
 
 
 def _check(options: ImatrixOptions, path: Path | None, run: EvaluationOptions) -> None:
     fusion = run.get("fusion")
-    if path is not None and fusion is not None and fusion != fusion.observed():
+    if path is not None and fusion is not None and fusion != fusion.for_observers():
         raise RecipeError(
             "an importance matrix needs every weight's own input, which fused operations do not show: fusion is off by "
-            "itself; leave the switch away"
+            "itself; omit the switch",
+            "QK-E201",
         )
     if path is None and not options.layer_similarity:
-        raise RecipeError("nothing to collect: name an output, or ask for the similarity of layers")
+        raise RecipeError("nothing to collect: name an output, or ask for the similarity of layers", "QK-E214")
     if options.fill is not None and options.fill not in FILLS:
-        raise RecipeError(f"no fill policy {options.fill!r}; there are {', '.join(FILLS)}")
+        raise RecipeError(f"no fill policy {options.fill!r}; there are {', '.join(FILLS)}", "QK-E203")
     if options.n_batch > options.n_ctx and options.n_batch % options.n_ctx:
-        raise RecipeError(f"-b {options.n_batch} is no multiple of -c {options.n_ctx}: a pass takes whole chunks")
+        raise RecipeError(
+            f"-b {options.n_batch} is no multiple of -c {options.n_ctx}: a pass takes whole chunks", "QK-E203"
+        )
 
 
-def _written(path: Path, options: ImatrixOptions) -> list[Path]:
-    """Return everything a run writes; of the copies, OUT.at_N, those that exist."""
-    everywhere = [_everywhere(path)] if options.all_experts else []
+def _outputs(path: Path, options: ImatrixOptions) -> list[Path]:
+    """Return all files that a run writes; of the copies, OUT.at_N, those that exist."""
+    all_experts = [_all_experts_path(path)] if options.all_experts else []
     copies = path.parent.glob(f"{glob.escape(path.name)}.at_*") if options.save_frequency else ()
-    return [path, state_of(path), *everywhere, *(copy for copy in copies if copy.suffix[4:].isdecimal())]
+    return [path, snapshot_path(path), *all_experts, *(copy for copy in copies if copy.suffix[4:].isdecimal())]
 
 
-def _claimed(path: Path, options: ImatrixOptions) -> Output:
-    """Return the output, to be held. ResourceError if a file exists and does not belong to an interrupted run."""
-    resumes = options.resume and state_of(path).exists()
-    for each in set(_written(path, options)) - {path, state_of(path)}:
-        check_free(each, overwrite=options.overwrite or resumes and each != _everywhere(path))
+def _claim_output(path: Path, options: ImatrixOptions) -> Output:
+    """Return the output, to be held. Raises ResourceError if a file exists that is not of an interrupted run."""
+    resumes = options.resume and snapshot_path(path).exists()
+    for output in set(_outputs(path, options)) - {path, snapshot_path(path)}:
+        check_free(output, overwrite=options.overwrite or resumes and output != _all_experts_path(path))
     return Output(path, overwrite=options.overwrite or resumes)
 
 
-def _finished(
-    path: Path, options: ImatrixOptions, model: str | Path, files: Sequence[str | Path], names: Sequence[str]
-) -> Collected | None:
-    """Return what is at ``path`` already, if it is what the run to be resumed came to, as far as the file tells."""
-    if not options.resume or options.overwrite or state_of(path).exists() or not path.is_file():
+def _read_complete(
+    path: Path,
+    options: ImatrixOptions,
+    models: Sequence[str | Path | None],
+    files: Sequence[str | Path],
+    names: Sequence[str],
+) -> ImatrixResult | None:
+    """Return the result at ``path`` if it is the one that the resumed run would produce, as far as the file tells."""
+    if not options.resume or options.overwrite or snapshot_path(path).exists() or not path.is_file():
         return None
-    found, n = read_imatrix(path), len(names)
-    known = sketch_of(found)
-    same = found.chunk_size in (0, options.n_ctx) and found.datasets[-n:] in (names, names[-1:])
-    if known is not None:
-        same = same and {hashlib.sha256(read_text(file)).hexdigest() for file in files} <= set(known.sha256)
-    with open_model(model) as source:
+    matrix, n = read_imatrix(path), len(names)
+    recorded = sketch_of(matrix)
+    is_same = matrix.chunk_size in (0, options.n_ctx) and matrix.datasets[-n:] in (names, names[-1:])
+    if recorded is not None:
+        is_same = is_same and {hashlib.sha256(read_text(file)).hexdigest() for file in files} <= set(recorded.sha256)
+    with ExitStack() as stack:
+        opened = [stack.enter_context(open_model(model)) for model in models if model is not None]
+        source, model_digest = opened[0], matrix.extra.get(MODEL_KEY)
+        is_same = is_same and (model_digest is None or model_digest.value == FileRecord.read(_files(opened)).digest)
         arch, tensors = str(source.get("general.architecture", "")), source.tensors
-        if not same or tensors.keys().isdisjoint(found.entries):
+        if not is_same or tensors.keys().isdisjoint(matrix.entries):
             raise QuantkitError(
                 f"{path} exists, and is not what this run would make; there is no state beside it to resume from: "
-                "give another name, or --overwrite to replace it"
+                "give another name, or --overwrite to replace it",
+                "QK-E402",
             )
-        covered = coverage(found, tensors.values(), arch=arch, process_output=options.process_output)
-    return Collected(found, path, covered, None, found.chunk_count, {}, (), None, 0.0, (), finished=True)
+        covered = coverage(matrix, tensors.values(), arch=arch, process_output=options.process_output)
+    return ImatrixResult(matrix, path, covered, None, matrix.chunk_count, {}, (), None, 0.0, (), was_complete=True)
 
 
-def _everywhere(path: Path) -> Path:
+def _files(models: Iterable[GGUFFile]) -> tuple[Path, ...]:
+    """Return the files of models, pinned as they were opened."""
+    return tuple(dict.fromkeys(path for model in models for path in model.inputs))
+
+
+def _all_experts_path(path: Path) -> Path:
     return path.with_name(f"{path.stem}.all-experts{path.suffix}")
 
 
 def _has_latents(model: str | Path) -> bool:
-    """Return whether a file has latent attention in a form that runtimes convert to the other."""
+    """Return whether a file has latent attention in the form that runtimes convert to the other."""
     with open_model(model) as source:
         return arch_by_name(HParams(source).arch).attention == "mla"
 
 
-def _rewritten(options: ImatrixOptions, collects: bool, latent: bool, hidden: bool, graph: Graph) -> Graph:
-    """Return the graph with what observes it."""
+def _rewrite(options: ImatrixOptions, collects: bool, latent: bool, hidden: bool, graph: Graph) -> Graph:
+    """Return the graph with observing operations."""
     if collects:
-        graph = _look(options, latent, graph, options.process_output)
+        graph = _observe(options, latent, graph, options.process_output)
     graph = observe_hidden(graph) if hidden else graph
     graph = observe_similarity(graph) if options.layer_similarity else graph
     return fewest_rows(graph)
 
 
-def _look(options: ImatrixOptions, latent: bool, graph: Graph, output: bool) -> Graph:
+def _observe(options: ImatrixOptions, latent: bool, graph: Graph, output: bool) -> Graph:
     return observe(graph, process_output=output, all_experts=options.all_experts, latent=latent)
 
 
@@ -293,30 +331,32 @@ def chunks_of(
     tokens: npt.ArrayLike | None,
     options: ImatrixOptions,
 ) -> Chunks:
-    """Return the chunks of all given texts, conversations and ids. Raises RecipeError if there are none."""
+    """Return the chunks of all texts, conversations and ids. Raises RecipeError if there are none."""
     if not files and not chat and prompt is None and tokens is None:
-        raise RecipeError("there is nothing to calibrate on: give a text (-f, -p), conversations (--chat) or tokens")
-    parts = [text_part(Path(file), model.tokenizer, options.parse_special) for file in files]
-    parts += [chat_part(Path(file), model.tokenizer, model.source) for file in chat]
+        raise RecipeError(
+            "there is nothing to calibrate on: give a text (-f, -p), conversations (--chat) or tokens", "QK-E202"
+        )
+    parts = [text_part(located(file), model.tokenizer, options.parse_special) for file in files]
+    parts += [chat_part(located(file), model.tokenizer, model.source) for file in chat]
     if prompt is not None:
         parts.append(text_of("prompt", prompt.encode(errors="surrogateescape"), model.tokenizer, options.parse_special))
     if tokens is not None:
         parts.append(TokenizedText("tokens", text_tokens(model, None, tokens), None))
-    return cut(parts, options.n_ctx, options.from_chunk, options.chunks)
+    return cut_chunks(parts, options.n_ctx, options.from_chunk, options.chunks)
 
 
 # ---------------------------------------------------------------- the run
 
 
-class _Bad(Exception):
-    """A pass yields NaN or Inf: chunk -> where."""
+class _NotFiniteChunks(Exception):
+    """A pass yields NaN or Inf: location by chunk."""
 
     def __init__(self, chunks: dict[int, str]) -> None:
         self.chunks = chunks
 
 
 class _Collector:
-    """A run over chunks: passes, states, dropped chunks, results."""
+    """A run over chunks: passes, snapshots, dropped chunks, results."""
 
     def __init__(
         self,
@@ -328,27 +368,34 @@ class _Collector:
         earlier: Sequence[Imatrix],
         predictor: Predictor | None = None,
     ) -> None:
-        self.model, self.text, self.options, self.path, self.watcher = model, text, options, path, watcher
+        self.model = model
+        self.text = text
+        self.options = options
+        self.path = path
+        self.watcher = watcher
         self.earlier, self.predictor = earlier, predictor
         self.n = len(text.windows)
         self.n_seq = min(self.n, max(1, options.n_batch // options.n_ctx))
         self.session: Session = model.session(options.n_ctx, self.n_seq)
         self.notes = list(text.notes)
         note_context(model, options.n_ctx, self.notes)
-        warning = None if path is None else held_out_used(path, self._texts())
+        warning = None if path is None else held_out_warning(path, self._texts())
         self.notes += [] if warning is None else [warning]
         self.bos = bos_of(model, self.notes)
         self.progress = Progress()
-        self.checkpoint = None if path is None else Checkpoint(path, self._identity())
+        models = [model.source] if predictor is None else [model.source, predictor.model.source]
+        self.snapshot = None if path is None else Snapshot(path, self._identity(), _files(models))
         self.nll: dict[int, npt.NDArray[np.float64]] = {}
-        self.names = _names(model.graph) | ({} if predictor is None else _names(predictor.model.graph))
+        self.names = _accumulator_weights(model.graph) | (
+            {} if predictor is None else _accumulator_weights(predictor.model.graph)
+        )
         self._note_nextn()
-        self.has_all = any(of.startswith(ALL_EXPERTS) for of in self.names)
-        if options.all_experts and not self.has_all:
+        self.has_all_experts = any(name.startswith(ALL_EXPERTS) for name in self.names)
+        if options.all_experts and not self.has_all_experts:
             self.notes.append(f"--all-experts: {model.path} has no experts; there is no file of theirs")
-        #: The chunk up to which a state is saved.
-        self.saved = 0
-        #: What the nodes of a cluster are to do; None: this machine does it.
+        #: The chunk up to which a snapshot is saved.
+        self.saved_chunk = 0
+        #: The work of a cluster's nodes; None: this machine does it.
         self.recording: Recording | None = None
 
     def _note_nextn(self) -> None:
@@ -363,66 +410,71 @@ class _Collector:
 
     @property
     def accumulators(self) -> dict[str, Accumulator]:
-        """All sums, those of the prediction layer included."""
+        """All sums, including those of the prediction layer."""
         return self.session.accumulators | ({} if self.predictor is None else self.predictor.accumulators)
 
     @property
     def tensors(self) -> dict[str, TensorInfo]:
-        """The model's tensors, and those of a prediction layer in a file of its own."""
-        found = dict(self.model.source.tensors)
+        """The model's tensors, and those of a prediction layer in its own file."""
+        tensors = dict(self.model.source.tensors)
         if self.predictor is not None:
             prefix = f"blk.{nextn_layers(self.predictor.model.source)[0]}."
-            found |= {name: t for name, t in self.predictor.model.source.tensors.items() if name.startswith(prefix)}
-        return found
+            tensors |= {name: t for name, t in self.predictor.model.source.tensors.items() if name.startswith(prefix)}
+        return tensors
 
     def _identity(self) -> str:
-        """Return what must agree to resume from a state."""
+        """Return a digest of the settings, model apart, that a snapshot must share to be resumed."""
         o = self.options
         digest = hashlib.sha256(self.text.windows.tobytes())
         numbers = (o.n_ctx, o.n_batch, self.session.limits.n_ubatch, self.model.kv_type, self.bos, o.ppl)
-        what = (o.process_output, o.all_experts, o.layer_similarity, fingerprint_of(self.model))
-        more = () if self.predictor is None else (fingerprint_of(self.predictor.model),)
-        digest.update(repr((numbers, what, *more)).encode())
+        switches = (o.process_output, o.all_experts, o.layer_similarity, self.predictor is not None)
+        digest.update(repr((numbers, switches)).encode())
         return digest.hexdigest()
 
     # ------------------------------------------------ chunks
 
     def run(self, threads: int | None) -> None:
         """Run all chunks; those that yield NaN or Inf are dropped."""
-        if self.options.resume and self.checkpoint is not None:
-            self._go_back({})
-            if self.checkpoint.path.exists() and not self.saved and not self.options.overwrite:
+        if self.options.resume and self.snapshot is not None:
+            self._restore({})
+            if self.snapshot.path.exists() and not self.saved_chunk and not self.options.overwrite:
                 raise QuantkitError(
-                    f"{self.checkpoint.path} is the state of another run: model, text or options differ; start over "
-                    "with --overwrite, without --resume"
+                    f"{self.snapshot.path} is the state of another run: model, text or options differ; start over "
+                    "with --overwrite, without --resume",
+                    "QK-E409",
                 )
-        self.watcher.started(self.saved, self.n, self.n_seq, self.notes)
+        self.watcher.on_start(self.saved_chunk, self.n, self.n_seq, self.notes)
         while left := [c for c in range(self.progress.done, self.n) if c not in self.progress.dropped]:
             try:
                 self._passes(left, threads)
-            except _Bad as bad:
-                self._go_back(bad.chunks)
+            except _NotFiniteChunks as bad:
+                self._restore(bad.chunks)
         if len(self.progress.dropped) == self.n:
             raise QuantkitError(
                 f"{self.model.path}: every chunk yields NaN or infinite values, the first at "
-                f"{self.progress.dropped[0]}: a broken file, or numbers too large for --kv-type f16"
+                f"{self.progress.dropped[0]}: a broken file, or numbers too large for --kv-type f16",
+                "QK-E108",
             )
 
-    def on_nodes(self, rewrite: Rewrite, look: Look, model: There, predicting: There | None = None) -> Recording:
-        """Return what nodes need to do the passes of this run."""
+    def on_nodes(
+        self, rewrite: Rewrite, observe: Observe, model: NodeModel, prediction: NodeModel | None = None
+    ) -> Recording:
+        """Return the settings that nodes run the passes with."""
         o = self.options
-        return Recording(model, rewrite, look, predicting, o.n_ctx, o.n_batch, self.n_seq, self._first, o.ppl, self.bos)
+        return Recording(
+            model, rewrite, observe, prediction, o.n_ctx, o.n_batch, self.n_seq, self._first, o.ppl, self.bos
+        )
 
     @property
     def _first(self) -> int:
-        """The first position whose logits are needed; without a likelihood, none is."""
+        """The first position whose logits are needed; none is without a likelihood."""
         return self.options.n_ctx // 2 if self.options.ppl else self.options.n_ctx - 1
 
     def _passes_on_nodes(self, recording: Recording, left: Sequence[int]) -> None:
-        def take(begin: int, end: int, found: Recorded) -> None:
+        def take(begin: int, end: int, result: PassSums) -> None:
             chunks = left[begin:end]
-            self.nll |= {chunks[window]: nll for window, nll in found.nll.items()}
-            self._settle(chunks, found.not_finite, found.sums)
+            self.nll |= {chunks[window]: nll for window, nll in result.nll.items()}
+            self._add_chunks(chunks, result.not_finite, result.sums)
 
         run_on_nodes(
             recording.model.nodes,
@@ -432,7 +484,7 @@ class _Collector:
             self.n_seq,
             take,
             self.notes.append,
-            seconds=worth(self.accumulators),
+            seconds=batch_seconds(self.accumulators),
         )
 
     def _passes(self, left: Sequence[int], threads: int | None) -> None:
@@ -448,7 +500,7 @@ class _Collector:
             self.text.windows[left],
             self._first,
             score,
-            lambda begin, end: self._done(left[begin:end]),
+            lambda begin, end: self._finish_pass(left[begin:end]),
             n_batch=self.options.n_batch,
             bos=self.bos,
             threads=threads,
@@ -458,33 +510,33 @@ class _Collector:
     def _score(self, chunk: int, row: int, logits: F32, following: I32) -> None:
         note_likelihoods(self.nll, chunk, self.options.n_ctx, row, logits, following)
 
-    def _done(self, chunks: Sequence[int]) -> None:
-        """Add a pass; raises _Bad if it must be undone."""
-        found = self.session.take_not_finite()
+    def _finish_pass(self, chunks: Sequence[int]) -> None:
+        """Add a pass. Raises _NotFiniteChunks if it must be undone."""
+        not_finite = self.session.take_not_finite()
         if self.predictor is not None:
-            seen = self.predictor.run(self.text.windows[chunks])
-            found += [replace(where, position=where.position + 1) for where in seen]
-        self._settle(chunks, found)
+            predicted = self.predictor.run(self.text.windows[chunks])
+            not_finite += [replace(where, position=where.position + 1) for where in predicted]
+        self._add_chunks(chunks, not_finite)
 
-    def _settle(
-        self, chunks: Sequence[int], found: Sequence[NotFinite], sums: Mapping[str, Accumulator] | None = None
+    def _add_chunks(
+        self, chunks: Sequence[int], not_finite: Sequence[NotFinite], sums: Mapping[str, Accumulator] | None = None
     ) -> None:
-        """Count chunks, whose ``sums`` were made elsewhere or are here already; raises _Bad if they must be undone."""
+        """Count chunks; ``sums``: those of another node, None if already added. Raises _NotFiniteChunks."""
         bad: dict[int, str] = {}
-        for where in found:
-            bad.setdefault(chunks[where.sequence], f"{self._called(where.of)} at position {where.position}")
+        for where in not_finite:
+            bad.setdefault(chunks[where.sequence], f"{self._input_name(where.label)} at position {where.position}")
         for chunk in chunks:
             if self.options.ppl and not np.isfinite(self.nll[chunk]).all():
                 bad.setdefault(chunk, "the logits")
         if bad:
             self.nll.clear()
-            raise _Bad(bad)
-        for of, more in (sums or {}).items():
-            add(self.accumulators[of], more, columns=of in self.names)
+            raise _NotFiniteChunks(bad)
+        for name, partial_sums in (sums or {}).items():
+            add_sums(self.accumulators[name], partial_sums, columns=name in self.names)
         before = self.progress.done
         for chunk in chunks:
             self._count(chunk)
-        # Dropped chunks count with the next one kept.
+        # Dropped chunks count with the next good one.
         self.progress.done = chunks[-1] + 1
         self._save(before)
 
@@ -492,174 +544,182 @@ class _Collector:
         if self.options.ppl:
             sums = NllSums(self.progress.n, self.progress.total, self.progress.squares)
             sums.add(self.nll.pop(chunk))
-            self.progress.n, self.progress.total, self.progress.squares = sums.n, sums.total, sums.squares
-        self.watcher.chunk(chunk + 1, self.n, self.ppl)
+            self.progress.n = sums.n
+            self.progress.total = sums.total
+            self.progress.squares = sums.squares
+        self.watcher.on_chunk(chunk + 1, self.n, self.ppl)
 
-    def _called(self, of: str) -> str:
-        return f"the input of {of.removeprefix(ALL_EXPERTS)}" if of in self.names else f"what enters or leaves {of}"
+    def _input_name(self, name: str) -> str:
+        return (
+            f"the input of {name.removeprefix(ALL_EXPERTS)}" if name in self.names else f"what enters or leaves {name}"
+        )
 
     @property
     def ppl(self) -> Estimate | None:
-        """The perplexity so far; None if not requested, or not known yet."""
+        """The perplexity so far; None if not requested, or not yet known."""
         p = self.progress
         return NllSums(p.n, p.total, p.squares).ppl if p.n else None
 
     # ------------------------------------------------ states
 
     def _save(self, before: int) -> None:
-        """Save whatever is due since chunk ``before``."""
-        if self.path is None or self.checkpoint is None or self.progress.done == self.n:
+        """Save what is due since chunk ``before``."""
+        if self.path is None or self.snapshot is None or self.progress.done == self.n:
             return
-        done, often, copies = self.progress.done, self.options.output_frequency, self.options.save_frequency
-        if often and done // often > before // often:
-            self.checkpoint.save(self.accumulators, self.progress)
-            self.saved = done
+        n_done = self.progress.done
+        interval = self.options.output_frequency
+        copy_interval = self.options.save_frequency
+        if interval and n_done // interval > before // interval:
+            self.snapshot.save(self.accumulators, self.progress)
+            self.saved_chunk = n_done
             self._write(self.path, self._imatrix())
-        if copies and done // copies > before // copies:
-            self._write(self.path.with_name(f"{self.path.name}.at_{done}"), with_stats(self._imatrix()))
+        if copy_interval and n_done // copy_interval > before // copy_interval:
+            self._write(self.path.with_name(f"{self.path.name}.at_{n_done}"), with_stats(self._imatrix()))
 
-    def _go_back(self, bad: Mapping[int, str]) -> None:
-        """Return to the last state, without the chunks ``bad``."""
-        found = None
-        if self.checkpoint is not None and (self.saved or self.options.resume):
-            found = self.checkpoint.load(self.accumulators)
-        if found is None:
+    def _restore(self, bad: Mapping[int, str]) -> None:
+        """Return to the last snapshot, without the chunks ``bad``."""
+        progress = None
+        if self.snapshot is not None and (self.saved_chunk or self.options.resume):
+            progress = self.snapshot.load(self.accumulators)
+        if progress is None:
             clear(self.accumulators)
         dropped = {**self.progress.dropped, **bad}
-        self.progress = found or Progress()
+        self.progress = progress or Progress()
         self.progress.dropped |= dropped
-        self.saved = self.progress.done
-        for chunk, why in bad.items():
-            self.watcher.dropped(chunk, why, self.saved)
+        self.saved_chunk = self.progress.done
+        for chunk, reason in bad.items():
+            self.watcher.on_drop(chunk, reason, self.saved_chunk)
 
     # ------------------------------------------------ results
 
-    def finish(self, started: float) -> Collected:
+    def finish(self, start_seconds: float) -> ImatrixResult:
         """Write the files and return the result."""
-        made, covered, everywhere = None, None, None
+        matrix = None
+        covered = None
+        all_experts = None
         if self.path is not None:
-            made = self._complete(self._imatrix())
-            covered = self._coverage(made)
-            made = made if self.options.fill is None else apply_fill(made, self.options.fill)
-            self._write(self.path, made)
-            if self.has_all:
-                everywhere = _everywhere(self.path)
-                self._write(everywhere, self._complete(self._all_experts()))
-        if self.checkpoint is not None:
-            self.checkpoint.remove()
-        return Collected(
-            made,
+            matrix = self._complete(self._imatrix())
+            covered = self._coverage(matrix)
+            matrix = matrix if self.options.fill is None else apply_fill(matrix, self.options.fill)
+            self._write(self.path, matrix)
+            if self.has_all_experts:
+                all_experts = _all_experts_path(self.path)
+                self._write(all_experts, self._complete(self._all_experts()))
+        if self.snapshot is not None:
+            self.snapshot.remove()
+        return ImatrixResult(
+            matrix,
             self.path,
             covered,
             self.ppl,
             self.n - len(self.progress.dropped),
             self.progress.dropped,
             self._similarity(),
-            everywhere,
-            working_seconds() - started,
+            all_experts,
+            working_seconds() - start_seconds,
             tuple(self.notes),
         )
 
-    def _complete(self, made: Imatrix) -> Imatrix:
+    def _complete(self, matrix: Imatrix) -> Imatrix:
         """Add names and statistics."""
         merged = any(MERGED in name for name in self.tensors)
         names = self.options.names or ("both" if merged else None)
-        return with_stats(made if names is None else with_names(made, names))
+        return with_stats(matrix if names is None else with_names(matrix, names))
 
     def _sums(self, prefix: str = "") -> dict[str, ImatrixEntry]:
-        """Return the entries of accumulators whose names begin with ``prefix``; without it, those of real counts."""
+        """Return the entries of accumulators named with ``prefix``; without it, those of the real routing."""
         entries: dict[str, ImatrixEntry] = {}
         accumulators = self.accumulators
-        for of, (width, names) in self.names.items():
-            if of.startswith(prefix or ALL_EXPERTS) is bool(prefix):
-                entries |= dict.fromkeys(names, entry_of(accumulators[of], width))
-        for name in also_read(tuple(entries), self.tensors)[len(entries) :]:
-            entries[name] = entries[_same(name)]
+        for accumulator, (width, names) in self.names.items():
+            if accumulator.startswith(prefix or ALL_EXPERTS) is bool(prefix):
+                entries |= dict.fromkeys(names, entry_of(accumulators[accumulator], width))
+        for name in with_shared_inputs(tuple(entries), self.tensors)[len(entries) :]:
+            entries[name] = entries[_input_alias(name)]
         return dict(sorted(entries.items()))
 
-    def _alone(self) -> Imatrix:
-        """Return what this run has recorded so far."""
-        done = self.progress.done - sum(chunk < self.progress.done for chunk in self.progress.dropped)
+    def _run_matrix(self) -> Imatrix:
+        """Return the matrix of this run so far."""
+        n_chunks = self.progress.done - sum(chunk < self.progress.done for chunk in self.progress.dropped)
         path, datasets = self.path or Path("imatrix.gguf"), list(self.text.datasets)
         n_nextn = 0 if self.predictor is None else 1
-        return Imatrix(path, self._sums(), datasets, done, self.options.n_ctx, "gguf", n_nextn, extra=self._extra())
+        return Imatrix(path, self._sums(), datasets, n_chunks, self.options.n_ctx, "gguf", n_nextn, extra=self._extra())
 
     def _imatrix(self) -> Imatrix:
-        """Return what this run has recorded so far, added to ``in_files``."""
-        made = self._alone()
-        if not self.earlier:
-            return made
+        """Return the matrix of this run so far, merged with ``in_files``."""
+        matrix = self._run_matrix()
+        if self.earlier:
+            matrix = self._merge_earlier(matrix)
+        if self.snapshot is not None:
+            matrix.extra[MODEL_KEY] = Field.of(MODEL_KEY, self.snapshot.model.record().digest)
+        return matrix
+
+    def _merge_earlier(self, matrix: Imatrix) -> Imatrix:
+        """Merge this run's matrix with ``in_files``."""
         experts = expert_counts({n for i in self.earlier for n in i.entries}, self.tensors.values())
-        joined = merge([*self.earlier, made], chunk_size=self.options.n_ctx, experts=experts)
-        self.notes += [note for note in joined.notes if note not in self.notes]
-        return replace(joined.imatrix, path=made.path)
+        merged = merge([*self.earlier, matrix], chunk_size=self.options.n_ctx, experts=experts)
+        self.notes += [note for note in merged.notes if note not in self.notes]
+        return replace(merged.imatrix, path=matrix.path)
 
     def _texts(self) -> dict[str, Field]:
-        """Return the sketches of the texts and of what their corpora held out."""
-        known = (self.text.sketch, self.text.held_out)
-        return {key: field for part in known if part is not None for key, field in part.fields().items()}
+        """Return the sketches of the texts, and of the held-out parts of their corpora."""
+        parts = (self.text.sketch, self.text.held_out)
+        return {key: field for part in parts if part is not None for key, field in part.fields().items()}
 
     def _extra(self) -> dict[str, Field]:
         extra = self._texts()
         if self.progress.dropped:
-            lines = [f"{chunk + 1}: {why}" for chunk, why in sorted(self.progress.dropped.items())]
+            lines = [f"{chunk + 1}: {reason}" for chunk, reason in sorted(self.progress.dropped.items())]
             extra[DROPPED_KEY] = Field.of(DROPPED_KEY, lines, ValueType.ARRAY, ValueType.STRING)
         return extra
 
     def _all_experts(self) -> Imatrix:
-        """Return what every expert sees when every token goes through it, beside the entries of other weights."""
-        made = self._alone()
+        """Return the matrix for which every token goes through every expert, with the entries of other weights."""
+        matrix = self._run_matrix()
         for name, entry in self._sums(ALL_EXPERTS).items():
-            n_mat = made.entries[name].counts.size
+            n_mat = matrix.entries[name].counts.size
             if entry.counts.size != n_mat:  # up and gate: all experts see the same
                 in_sum = None if entry.in_sum is None else np.repeat(entry.in_sum, n_mat, axis=0)
                 entry = ImatrixEntry(np.repeat(entry.sums, n_mat, axis=0), np.repeat(entry.counts, n_mat), in_sum)
-            made.entries[name] = entry
-        made.extra[ALL_EXPERTS_KEY] = Field.of(ALL_EXPERTS_KEY, True)
-        return made
+            matrix.entries[name] = entry
+        matrix.extra[ALL_EXPERTS_KEY] = Field.of(ALL_EXPERTS_KEY, True)
+        return matrix
 
-    def _write(self, path: Path, made: Imatrix) -> None:
-        write_imatrix(path, made, self.options.output_format or format_of(path))
+    def _write(self, path: Path, matrix: Imatrix) -> None:
+        write_imatrix(path, matrix, self.options.output_format or format_of(path))
 
-    def _coverage(self, made: Imatrix) -> Coverage:
+    def _coverage(self, matrix: Imatrix) -> Coverage:
         tensors = self.tensors.values()
-        return coverage(made, tensors, arch=self.model.arch, process_output=self.options.process_output)
+        return coverage(matrix, tensors, arch=self.model.arch, process_output=self.options.process_output)
 
     def _similarity(self) -> tuple[Similarity, ...]:
-        found = self.session.accumulators
+        accumulators = self.session.accumulators
 
         def mean(kind: str, layer: int) -> float:
-            to = found[f"{kind} {layer}"]
-            return float(to["total"][0] / to["counts"][0])
+            sums = accumulators[f"{kind} {layer}"]
+            return float(sums["total"][0] / sums["counts"][0])
 
-        layers = sorted(int(of.split()[1]) for of in found if of.startswith("layer "))
+        layers = sorted(int(name.split()[1]) for name in accumulators if name.startswith("layer "))
         return tuple(Similarity(i, *(mean(kind, i) for kind in ("layer", "attention", "feed-forward"))) for i in layers)
 
 
-def fingerprint_of(model: Model) -> str:
-    """Return the fingerprint of a model's file on disk."""
-    with open_model(model.path) as source:
-        return source.fingerprint()
-
-
-def _names(graph: Graph) -> dict[str, tuple[int, tuple[str, ...]]]:
+def _accumulator_weights(graph: Graph) -> dict[str, tuple[int, tuple[str, ...]]]:
     """Return the width and the weights of every accumulator of sums."""
-    return {op.of: (op.x.width, op.names) for op in graph.ops if isinstance(op, SumColumns)}
+    return {op.label: (op.x.width, op.names) for op in graph.ops if isinstance(op, SumColumns)}
 
 
-def also_read(names: Sequence[str], tensors: Collection[str]) -> tuple[str, ...]:
-    """Return the names, and those of the model's weights with the same input that are never multiplied by."""
-    known = set(names)
-    return (*names, *(name for name in tensors if name not in known and _same(name) in known))
+def with_shared_inputs(names: Sequence[str], tensors: Collection[str]) -> tuple[str, ...]:
+    """Return the names, and those of unused weights of the model with the same inputs."""
+    given_names = set(names)
+    return (*names, *(name for name in tensors if name not in given_names and _input_alias(name) in given_names))
 
 
-def _same(name: str) -> str:
+def _input_alias(name: str) -> str:
     layer, n, kind = (*name.split(".", 2), "", "")[:3]
     return f"{layer}.{n}.{_SAME_INPUT.get(kind, '')}"
 
 
 def entry_of(accumulator: Accumulator, width: int) -> ImatrixEntry:
-    """Return sums in float32, rounded once, of an accumulator of SumColumns."""
+    """Return the sums of a SumColumns accumulator in float32, rounded once."""
     sums = accumulator["sums"][:, :, :width]
     squares, plain = (sums[:, i] + sums[:, i + 1] for i in (0, 2))
     with np.errstate(over="ignore"):

@@ -1,13 +1,13 @@
-"""Full covariances of what weights multiply: sums of x x^T, for encoders that feed rounding errors forward.
+"""Covariances of weight inputs: sums of x x^T, for encoders with error feedback.
 
 One covariance per input of weights, per expert, or per head for weights by head (latent attention's k_b and v_b, in the
-form the file has), as described in ``covariance_file.py``. A layer's output has an expert's result times its router
-weight w, so an error of its down projection counts with w^2: experts' tokens are also summed with that weight.
+file's form); see ``covariance_file.py``. An expert's output is multiplied by its router weight w, so an error of its
+down projection counts with w^2: experts' tokens are also summed with that weight.
 
 n^2 float64 per input and expert do not all fit into memory: a pass over the text takes as many as ``max_ram`` allows
-and runs the layers up to the last one needed. A finished pass is in OUT.part; OUT.state lists the finished passes and
-holds the sums of the current one, so that an interrupted run resumes to the file of an uninterrupted one. These sums
-are large: they are saved every ``output_frequency`` chunks, unless that takes more than a twentieth of the time.
+and runs the layers up to the last one needed. Finished passes are in OUT.part; OUT.state lists them and holds the sums
+of the current one, so that an interrupted run resumes to the file of an uninterrupted one. These sums are large: they
+are saved every ``output_frequency`` chunks, unless that takes more than a twentieth of the time.
 """
 
 from __future__ import annotations
@@ -22,15 +22,16 @@ from typing import Any, Literal, NamedTuple, Unpack, get_args
 
 import numpy.typing as npt
 
+from quantkit.arguments import checked
 from quantkit.errors import ClusterError, QuantkitError, RecipeError, ResourceError
-from quantkit.evaluate.on_nodes import There, without_nodes
+from quantkit.evaluate.on_nodes import NodeModel, split_nodes
 from quantkit.evaluate.passes import EvaluationOptions, LoadOptions, bos_of
 from quantkit.formats.gguf import open_model
-from quantkit.formats.outputs import Output, check_apart, check_free, end_of_links, part_path
-from quantkit.imatrix.checkpoint import Checkpoint, Progress, clear, state_of
-from quantkit.imatrix.collect import ImatrixOptions, chunks_of, fingerprint_of
-from quantkit.imatrix.covariance_file import Target, layout
-from quantkit.imatrix.covariance_pass import Recording, Shared, Unit, available, run_on_nodes
+from quantkit.formats.outputs import Output, check_apart, check_free, part_path, resolve_links
+from quantkit.imatrix.collect import ImatrixOptions, chunks_of
+from quantkit.imatrix.covariance_file import NO_DIGEST, Target, layout
+from quantkit.imatrix.covariance_pass import CovarianceRecording, PassContext, Unit, available_memory, run_on_nodes
+from quantkit.imatrix.snapshot import Progress, Snapshot, clear, snapshot_path
 from quantkit.imatrix.texts import Chunks
 from quantkit.model.arch import arch_by_name
 from quantkit.model.engine import Model, load
@@ -43,18 +44,19 @@ from quantkit.model.observers import (
     with_latent,
 )
 from quantkit.model.ops import Graph
+from quantkit.pipeline.content import FileRecord
 from quantkit.units import format_size
 
-#: What a token counts for an expert: 1, its router weight squared, or both are recorded.
+#: Weight of a token for an expert: 1, its squared router weight, or both are recorded.
 Weighting = Literal["tokens", "router", "both"]
 
-#: Saving sums may take this share of the time.
-_SAVING = 0.05
+#: Largest share of the time that saving sums may take.
+_SAVE_SHARE = 0.05
 
 
 @dataclass(frozen=True)
 class CovarianceFile:
-    """A finished file of covariances; passes and chunks that an earlier run did; what happened to nodes."""
+    """A finished file of covariances; passes and chunks of an earlier run; notes on nodes."""
 
     path: Path
     n_inputs: int
@@ -65,15 +67,16 @@ class CovarianceFile:
 
 
 class CovarianceProgress(NamedTuple):
-    """Chunks done and in total; number of the pass, from 1, and passes in total; what it records."""
+    """Finished chunks and their total; number of the pass, from 1, and of passes; inputs of the pass."""
 
     chunk: int
     n_chunks: int
     number: int
     n_passes: int
-    what: str
+    inputs: str
 
 
+@checked
 def covariance(
     model: str | Path,
     files: Sequence[str | Path],
@@ -96,124 +99,129 @@ def covariance(
         without: chunks to leave out, counted from 0, as dropped by an imatrix run; None: those of the resumed run,
             or none.
         progress: called after every chunk of every pass.
-        run: options of quantkit.load; ``max_ram`` also limits the sums (None: half of the free memory). nodes: those
-            of a cluster, each of which takes whole passes.
+        run: options of quantkit.load; ``max_ram`` also limits the sums (None: half of the free memory). nodes: a
+            cluster, whose nodes take whole passes.
 
     Raises:
-        ResourceError: one matrix alone does not fit max_ram, or the file the disk.
+        ResourceError: one matrix alone does not fit max_ram, or the file does not fit the disk.
         QuantkitError: the output exists, or a chunk yields NaN or Inf.
     """
     options = options or ImatrixOptions()
-    path = end_of_links(output)
-    check_apart([path, state_of(path)], [model, *files, *chat])
+    path = resolve_links(output)
+    check_apart([path, snapshot_path(path)], [model, *files, *chat])
     with Output(path, overwrite=True):
-        finished = check_covariance(model, path, options, weighting, run.get("max_ram"))
-        if finished is not None:
-            return finished
-        nodes, own = without_nodes(run)
-        own["fusion"] = (own.get("fusion") or Fusion()).observed()
-        with load(model, n_ctx=options.n_ctx, **own) as loaded:
+        existing = check_covariance(model, path, options, weighting, run.get("max_ram"))
+        if existing is not None:
+            return existing
+        nodes, engine_options = split_nodes(run)
+        engine_options["fusion"] = (engine_options.get("fusion") or Fusion()).for_observers()
+        with load(model, n_ctx=options.n_ctx, **engine_options) as loaded:
             text = chunks_of(loaded, files, chat, prompt, tokens, options)
-            found = _inputs(loaded.graph, loaded.arch, options)
-            checkpoint = Checkpoint(path, _identity(loaded, text, options, weighting))
-            target = Target(path, loaded.graph, found, loaded.source.tensors, weighting)
-        there = None if nodes is None else There.of(model, nodes, own)
-        recorder = _Recorder(model, text, options, weighting, found, target, checkpoint, own, there)
+            weight_inputs = _inputs(loaded.graph, loaded.arch, options)
+            snapshot = Snapshot(path, _identity(loaded, text, options, weighting), loaded.source.inputs)
+            digest = snapshot.model.record().digest
+            target = Target(path, loaded.graph, weight_inputs, loaded.source.tensors, weighting, digest)
+        remote = None if nodes is None else NodeModel.from_path(model, nodes, engine_options)
+        recorder = _Recorder(model, text, options, weighting, weight_inputs, target, snapshot, engine_options, remote)
         recorder.begin(without)
-        with target.opened():
+        with target.hold_open():
             return recorder.record(progress)
 
 
 def check_covariance(
     model: str | Path, path: Path, options: ImatrixOptions, weighting: str, max_ram: int | None
 ) -> CovarianceFile | None:
-    """Raise, before any work, what ``covariance`` raises for lack of memory or disk, or for existing files.
+    """Check memory, disk and existing files before any work; raises as ``covariance``.
 
-    Returns the existing file if a run is to be resumed and this is its result.
+    Returns the existing file if a resumed run would produce it.
     """
     if weighting not in get_args(Weighting):
-        raise RecipeError(f"no weighting {weighting!r}; there are {', '.join(get_args(Weighting))}")
-    path = end_of_links(path)
-    state = state_of(path)
+        raise RecipeError(f"no weighting {weighting!r}; there are {', '.join(get_args(Weighting))}", "QK-E203")
+    path = resolve_links(path)
+    state = snapshot_path(path)
     if state.exists() and not (options.resume or options.overwrite):
         raise QuantkitError(
-            f"{state} is the state of an interrupted run: go on with --resume, or start over with --overwrite"
+            f"{state} is the state of an interrupted run: go on with --resume, or start over with --overwrite",
+            "QK-E408",
         )
     with open_model(model) as source:
         graph, arch = build_graph(source), str(source.get("general.architecture", ""))
-        found = _inputs(graph, arch, options)
-        made = layout(graph, found, source.tensors, weighting)
-    resumes = options.resume and not options.overwrite and not state.exists()
-    if resumes and path.is_file() and made.is_of(path):
-        return CovarianceFile(path, len(found), 0, 0)
+        weight_inputs = _inputs(graph, arch, options)
+        may_be_done = options.resume and not options.overwrite and not state.exists() and path.is_file()
+        digest = FileRecord.read(source.inputs).digest if may_be_done else NO_DIGEST
+        file_layout = layout(graph, weight_inputs, source.tensors, weighting, digest)
+    if may_be_done and file_layout.matches(path):
+        return CovarianceFile(path, len(weight_inputs), 0, 0)
     check_free(path, overwrite=options.overwrite)
-    nbytes = made.nbytes
-    _passes(_sizes(found, weighting), _budget(max_ram))
+    nbytes = file_layout.nbytes
+    _passes(_sizes(weight_inputs, weighting), _budget(max_ram))
     part = part_path(path)
     free = shutil.disk_usage(path.parent).free + (part.stat().st_blocks * 512 if part.exists() else 0)
     if nbytes > free:
         raise ResourceError(
             f"{path} would take {format_size(nbytes)}, there are {format_size(free)} left: choose another disk, or "
-            "record less (--covariance-of tokens)"
+            "record less (--covariance-of tokens)",
+            "QK-E406",
         )
     return None
 
 
 def _inputs(graph: Graph, arch: str, options: ImatrixOptions) -> list[Input]:
-    """Return all inputs to record, in order of layers."""
+    """Return all inputs to record, by layer."""
     graph = every_token(graph)
-    found = inputs(graph, process_output=options.process_output)
+    weight_inputs = inputs(graph, process_output=options.process_output)
     if arch_by_name(arch).attention == "mla":
-        found += with_latent(graph)[1]
-    return sorted(found, key=lambda item: item.at.layer)
+        weight_inputs += with_latent(graph)[1]
+    return sorted(weight_inputs, key=lambda item: item.reader.layer)
 
 
 def _identity(model: Model, text: Chunks, options: ImatrixOptions, weighting: str) -> str:
-    """Return what must agree to resume from a state."""
+    """Return a digest of the settings, model apart, that a snapshot must share to be resumed."""
     digest = hashlib.sha256(text.windows.tobytes())
     o = options
-    what = (o.n_ctx, o.n_batch, model.n_ubatch, model.kv_type, bos_of(model, []), o.process_output, weighting)
-    digest.update(repr((what, fingerprint_of(model))).encode())
+    settings = (o.n_ctx, o.n_batch, model.n_ubatch, model.kv_type, bos_of(model, []), o.process_output, weighting)
+    digest.update(repr(settings).encode())
     return digest.hexdigest()
 
 
 def _budget(max_ram: int | None) -> int:
-    """Return the bytes that sums may take: ``max_ram``, or half of the available memory."""
-    return available() // 2 if max_ram is None else max_ram
+    """Return the memory for sums, in bytes: ``max_ram``, or half of what is available."""
+    return available_memory() // 2 if max_ram is None else max_ram
 
 
-def _sizes(found: Iterable[Input], weighting: str) -> dict[Unit, int]:
-    """Return the inputs to record, in order, and the bytes of the sums of one expert of each."""
+def _sizes(weight_inputs: Iterable[Input], weighting: str) -> dict[Unit, int]:
+    """Return the inputs to record, in order, with the bytes of the sums of one expert."""
     return {
         Unit(item.names[0], 0, item.n_mat): 8 * item.n**2 * (2 if weighting == "both" and item.ids is not None else 1)
-        for item in found
+        for item in weight_inputs
     }
 
 
 def _passes(units: Mapping[Unit, int], budget: int) -> list[list[Unit]]:
-    """Cut units, in order, into passes whose sums fit the budget."""
+    """Divide units, in order, into passes whose sums fit the budget."""
     passes: list[list[Unit]] = [[]]
     left = budget
-    for (name, first, end), each in units.items():
+    for (name, first, end), nbytes in units.items():
         while first < end:
-            fits = min(left // each, end - first)
+            fits = min(left // nbytes, end - first)
             if fits == 0:
                 if not passes[-1]:
                     raise ResourceError(
-                        f"the covariance of the input of {name} takes {format_size(each)}, --max-ram leaves "
-                        f"{format_size(budget)}"
+                        f"the covariance of the input of {name} takes {format_size(nbytes)}, --max-ram leaves "
+                        f"{format_size(budget)}",
+                        "QK-E407",
                     )
                 passes.append([])
                 left = budget
                 continue
             passes[-1].append(Unit(name, first, first + fits))
-            left -= fits * each
+            left -= fits * nbytes
             first += fits
     return passes
 
 
 class _Recorder:
-    """A run over passes: what is done, what is left, and the state that records it."""
+    """A run over passes: finished units, remaining ones, and the snapshot that records them."""
 
     def __init__(
         self,
@@ -221,33 +229,41 @@ class _Recorder:
         text: Chunks,
         options: ImatrixOptions,
         weighting: Weighting,
-        found: Sequence[Input],
+        weight_inputs: Sequence[Input],
         target: Target,
-        checkpoint: Checkpoint,
+        snapshot: Snapshot,
         run: LoadOptions,
-        there: There | None,
+        remote: NodeModel | None,
     ) -> None:
-        self.model, self.text, self.options = model, text, options
-        self.target, self.checkpoint, self.run, self.there = target, checkpoint, run, there
-        self.sizes = _sizes(found, weighting)
-        layers = {item.names[0]: item.at.layer for item in found}
-        self.recording = Recording(text.windows, options.n_batch, options.process_output, weighting, layers, target)
-        #: Units in the file; units of the pass whose sums the state has; chunks left out.
-        self.written: list[Unit] = []
-        self.current: list[Unit] = []
+        self.model = model
+        self.text = text
+        self.options = options
+        self.target = target
+        self.snapshot = snapshot
+        self.run = run
+        self.remote = remote
+        self.sizes = _sizes(weight_inputs, weighting)
+        layers = {item.names[0]: item.reader.layer for item in weight_inputs}
+        self.recording = CovarianceRecording(
+            text.windows, options.n_batch, options.process_output, weighting, layers, target
+        )
+        #: Units in the file; units of the pass with saved sums; chunks left out.
+        self.stored_units: list[Unit] = []
+        self.current_units: list[Unit] = []
         self.without: list[int] = []
         self.n_written = self.n_resumed = 0
-        #: What happened to nodes.
+        #: Notes on nodes.
         self.notes: list[str] = []
 
     def begin(self, without: Collection[int] | None) -> None:
-        """Read what an earlier run has done. Raises QuantkitError if the state is of another run and must be kept."""
-        state = self.checkpoint.about() if self.options.resume else None
+        """Read the progress of an earlier run. Raises QuantkitError if the snapshot is of another run."""
+        state = self.snapshot.read_metadata() if self.options.resume else None
         if state is None or not self.target.part.exists():
-            if self.options.resume and self.checkpoint.path.exists() and not self.options.overwrite:
+            if self.options.resume and self.snapshot.path.exists() and not self.options.overwrite:
                 raise QuantkitError(
-                    f"{self.checkpoint.path} is the state of another run: model, text or options differ; start over "
-                    "with --overwrite, without --resume"
+                    f"{self.snapshot.path} is the state of another run: model, text or options differ; start over "
+                    "with --overwrite, without --resume",
+                    "QK-E409",
                 )
             self.without = sorted(set(without or ()))
             self.target.begin()
@@ -255,146 +271,153 @@ class _Recorder:
             return
         self.without = list(state["without"])
         if without is not None and sorted(set(without)) != self.without:
-            raise QuantkitError(f"{self.checkpoint.path} is the state of a run that left out other chunks")
-        self.written = [Unit(*unit) for unit in state["written"]]
-        self.current = [Unit(*unit) for unit in state["current"]]
+            raise QuantkitError(f"{self.snapshot.path} is the state of a run that left out other chunks", "QK-E409")
+        self.stored_units = [Unit(*unit) for unit in state["written"]]
+        self.current_units = [Unit(*unit) for unit in state["current"]]
         self.n_written = state["n_written"]
 
     def _save(self, sums: Any, progress: Progress) -> None:
-        about = {"n_written": self.n_written, "written": self.written, "current": self.current}
-        self.checkpoint.save(sums, progress, {**about, "without": self.without})
+        about = {"n_written": self.n_written, "written": self.stored_units, "current": self.current_units}
+        self.snapshot.save(sums, progress, {**about, "without": self.without})
 
     def record(self, progress: Callable[[CovarianceProgress], None] | None) -> CovarianceFile:
         """Run the remaining passes and finish the file."""
         earlier, self.n_resumed = self.n_written, 0
         try:
-            if self.there is not None:
-                total = self._on_nodes(self.there, progress)
+            if self.remote is not None:
+                total = self._on_nodes(self.remote, progress)
             else:
-                passes = self._left()
+                passes = self._remaining_passes()
                 total = earlier + len(passes)
                 for units in passes:
-                    self._pass(units, total, progress)
+                    self._run_pass(units, total, progress)
             self.target.finish()
-            self.checkpoint.remove()
+            self.snapshot.remove()
         except ClusterError:
             raise  # what is done is kept
         except QuantkitError:
             self.target.discard()  # another attempt would end the same way
-            self.checkpoint.remove()
+            self.snapshot.remove()
             raise
         n = len(self.text.windows) - len(self.without)
         resumed = (earlier, self.n_resumed)
         return CovarianceFile(self.target.path, len(self.sizes), total, n, resumed, tuple(self.notes))
 
-    def _on_nodes(self, there: There, progress: Callable[[CovarianceProgress], None] | None) -> int:
-        """Let the nodes of a cluster run what is left; return the number of all passes."""
-        self.current = []  # half a pass is of no use to them
-        sizes, chunks, earlier = {unit.name: size for unit, size in self.sizes.items()}, self._chosen(), self.n_written
+    def _on_nodes(self, remote: NodeModel, progress: Callable[[CovarianceProgress], None] | None) -> int:
+        """Run the remaining passes on the nodes of a cluster; return the number of all passes."""
+        self.current_units = []  # half a pass is of no use to them
+        sizes = {unit.name: size for unit, size in self.sizes.items()}
+        chunks = self._chunks()
+        earlier = self.n_written
         passes: list[list[Unit]] = []
 
-        def made(nodes: int) -> list[list[Unit]]:
-            passes.extend(self._left(nodes))
+        def plan_passes(nodes: int) -> list[list[Unit]]:
+            passes.extend(self._remaining_passes(nodes))
             return passes
 
-        def done(units: list[Unit]) -> None:
-            self._finished(units)
+        def store_pass(units: list[Unit]) -> None:
+            self._note_stored(units)
             if progress is not None:
                 total = earlier + len(passes)
-                progress(CovarianceProgress(len(chunks), len(chunks), self.n_written, total, _what(units)))
+                progress(CovarianceProgress(len(chunks), len(chunks), self.n_written, total, _input_range(units)))
 
-        run_on_nodes(Shared(there, self.recording, tuple(chunks), sizes), made, done, self.notes.append)
+        run_on_nodes(
+            PassContext(remote, self.recording, tuple(chunks), sizes), plan_passes, store_pass, self.notes.append
+        )
         return earlier + len(passes)
 
-    def _left(self, nodes: int = 1) -> list[list[Unit]]:
-        """Return the passes to run: first the one with saved sums, if they fit the memory; some for each node."""
+    def _remaining_passes(self, nodes: int = 1) -> list[list[Unit]]:
+        """Return the passes to run, at least one per node: first the one with saved sums, if they fit the memory."""
         budget = _budget(self.run.get("max_ram"))
-        each = {unit.name: size for unit, size in self.sizes.items()}
-        if sum(each[name] * (end - first) for name, first, end in self.current) > budget:
-            self.current = []
-        done: dict[str, list[tuple[int, int]]] = {}
-        for name, first, end in (*self.written, *self.current):
-            done.setdefault(name, []).append((first, end))
+        sizes = {unit.name: size for unit, size in self.sizes.items()}
+        if sum(sizes[name] * (end - first) for name, first, end in self.current_units) > budget:
+            self.current_units = []
+        ranges: dict[str, list[tuple[int, int]]] = {}
+        for name, first, end in (*self.stored_units, *self.current_units):
+            ranges.setdefault(name, []).append((first, end))
         left = {
             Unit(unit.name, first, end): size
             for unit, size in self.sizes.items()
-            for first, end in _gaps(unit.end, done.get(unit.name, ()))
+            for first, end in _gaps(unit.end, ranges.get(unit.name, ()))
         }
         if nodes > 1 and left:
-            whole = sum(size * (unit.end - unit.first) for unit, size in left.items())
-            budget = min(budget, max(-(-whole // nodes), *left.values()))
-        return [units for units in (self.current, *_passes(left, budget)) if units]
+            total = sum(size * (unit.end - unit.first) for unit, size in left.items())
+            budget = min(budget, max(-(-total // nodes), *left.values()))
+        return [units for units in (self.current_units, *_passes(left, budget)) if units]
 
-    def _pass(self, units: list[Unit], total: int, progress: Callable[[CovarianceProgress], None] | None) -> None:
+    def _run_pass(self, units: list[Unit], total: int, progress: Callable[[CovarianceProgress], None] | None) -> None:
         """Run the text once for some units, and write the results."""
-        chosen = self._chosen()
+        chunks = self._chunks()
         rewrite = self.recording.rewrite(units)
         with load(self.model, n_ctx=self.options.n_ctx, rewrite=rewrite, **self.run) as loaded:
-            session = self.recording.session(loaded, len(chosen))
-            begun = self._resumed(units, session.accumulators)
+            self.snapshot.check(loaded.source.inputs)
+            session = self.recording.session(loaded, len(chunks))
+            n_resumed = self._restore_sums(units, session.accumulators)
             saver = _Saver(self.options.output_frequency)
 
-            def done(begin: int, end: int) -> None:
+            def on_chunks(begin: int, end: int) -> None:
                 if progress is not None:
                     n = self.n_written + 1
-                    progress(CovarianceProgress(begun + end, len(chosen), n, total, _what(units)))
+                    progress(CovarianceProgress(n_resumed + end, len(chunks), n, total, _input_range(units)))
                 if end < len(left):
-                    saver.save(begin, end, lambda: self._save(session.accumulators, Progress(begun + end)))
+                    saver.save(begin, end, lambda: self._save(session.accumulators, Progress(n_resumed + end)))
 
-            left = chosen[begun:]
+            left = chunks[n_resumed:]
             if left:
-                self.recording.run(loaded, session, left, self.run.get("threads"), done)
+                self.recording.run(loaded, session, left, self.run.get("threads"), on_chunks)
             self.recording.write(loaded, session.accumulators)
-        self._finished(units)
+        self._note_stored(units)
 
-    def _chosen(self) -> list[int]:
+    def _chunks(self) -> list[int]:
         return [c for c in range(len(self.text.windows)) if c not in self.without]
 
-    def _finished(self, units: list[Unit]) -> None:
-        """Note a pass whose results are in the file."""
-        self.written += units
-        self.current = []
+    def _note_stored(self, units: list[Unit]) -> None:
+        """Record a pass whose results are in the file."""
+        self.stored_units += units
+        self.current_units = []
         self.n_written += 1
         self._save({}, Progress())
 
-    def _resumed(self, units: list[Unit], sums: Any) -> int:
-        """Restore the sums of a state, if they are of these units; return the chunks they include."""
-        if units != self.current:
-            self.current = units
+    def _restore_sums(self, units: list[Unit], sums: Any) -> int:
+        """Restore saved sums of these units; return the number of chunks they include."""
+        if units != self.current_units:
+            self.current_units = units
             return 0
-        found = self.checkpoint.load(sums)
-        if found is None:
+        progress = self.snapshot.load(sums)
+        if progress is None:
             clear(sums)
-        self.n_resumed = 0 if found is None else found.done
+        self.n_resumed = 0 if progress is None else progress.done
         return self.n_resumed
 
 
-def _what(units: Sequence[Unit]) -> str:
-    """Return what a pass records."""
+def _input_range(units: Sequence[Unit]) -> str:
+    """Return the first and last input of a pass, as text."""
     return " to ".join(dict.fromkeys((units[0].name, units[-1].name)))
 
 
 class _Saver:
-    """Saves every ``often`` chunks, unless that takes more than a share of the time."""
+    """Saves every ``interval`` chunks, unless that takes more than a share of the time."""
 
-    def __init__(self, often: int) -> None:
-        self.often, self.due, self.last = often, False, time.perf_counter()
-        self.took = 0.0
+    def __init__(self, interval: int) -> None:
+        self.interval = interval
+        self.is_due = False
+        self.last = time.perf_counter()
+        self.save_seconds = 0.0
 
     def save(self, before: int, now: int, save: Callable[[], None]) -> None:
         """Save if it is due after chunks ``before`` to ``now``."""
-        self.due |= bool(self.often) and now // self.often > before // self.often
+        self.is_due |= bool(self.interval) and now // self.interval > before // self.interval
         start = time.perf_counter()
-        if not self.due or start - self.last < self.took / _SAVING:
+        if not self.is_due or start - self.last < self.save_seconds / _SAVE_SHARE:
             return
         save()
-        self.due, self.last = False, time.perf_counter()
-        self.took = self.last - start
+        self.is_due, self.last = False, time.perf_counter()
+        self.save_seconds = self.last - start
 
 
-def _gaps(n: int, done: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Return the parts of 0..n outside the disjoint ranges ``done``."""
-    edges = [0, *(edge for part in sorted(done) for edge in part), n]
+def _gaps(n: int, ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Return the parts of 0..n outside the disjoint ``ranges``."""
+    edges = [0, *(edge for part in sorted(ranges) for edge in part), n]
     return [(a, b) for a, b in zip(edges[::2], edges[1::2], strict=True) if a < b]
 
 

@@ -1,11 +1,11 @@
-"""What an importance matrix lacks for a model, so that nothing is missing silently.
+"""Coverage of a model by an importance matrix: the entries, matrices and columns without statistics.
 
-For every weight that can be quantized: is there an entry, under its own name or that of a weight with the same input;
-has every expert seen enough tokens; is every value finite. An estimate of E[x^2] from n tokens has a relative
+Checked for every weight that can be quantized: an entry exists, under its own name or that of a weight with the same
+input; every expert has seen enough tokens; every value is finite. An estimate of E[x^2] from n tokens has a relative
 standard error of about sqrt(2 / n), 14 % at 100: below ``hardly`` tokens an expert counts as hardly hit.
 
 The table by tensor class shows what a calibration run never recorded (ik_llama.cpp's fused operations lose ffn_gate),
-the table by layer which layers it did not reach.
+the table by layer the layers that it did not reach.
 """
 
 from __future__ import annotations
@@ -18,11 +18,12 @@ import numpy as np
 import numpy.typing as npt
 
 from quantkit.errors import FormatError, QualityGate
+from quantkit.formats.gguf.rules import n_dims
 from quantkit.formats.imatrix import Imatrix, ImatrixEntry
 from quantkit.imatrix.fill import without_fill
 from quantkit.imatrix.rows import EXPERTS, expert_counts, raw, split_experts
 from quantkit.names import tensor_class
-from quantkit.pipeline.facts import TOKEN_EMBD_NAMES, TensorLike, layer_of, n_dims, why_never
+from quantkit.pipeline.facts import TOKEN_EMBD_NAMES, TensorLike, layer_of, unquantized_reason
 from quantkit.pipeline.importance import TINY, Importance
 
 #: With fewer tokens, E[x^2] is known to 14 % at best.
@@ -36,7 +37,7 @@ class TensorCoverage:
     """The coverage of one weight."""
 
     name: str
-    #: Whether the model needs it: None without a model, False for an entry that is not one of its weights.
+    #: Whether the model needs it: None without a model, False for an entry that is none of its weights.
     expected: bool | None
     #: The entry that serves it, under any name, or None.
     entry: str | None
@@ -67,7 +68,7 @@ class TensorCoverage:
 
 @dataclass(frozen=True)
 class CoverageGroup:
-    """The weights of a class, or of a layer, together."""
+    """The weights of a class, or of a layer."""
 
     name: str
     #: Both None without a model; missing: expected but without an entry.
@@ -85,10 +86,10 @@ class CoverageGroup:
 
 @dataclass(frozen=True)
 class Coverage:
-    """What an importance matrix has, and what it lacks."""
+    """The coverage of a model by an importance matrix."""
 
     tensors: tuple[TensorCoverage, ...]
-    #: Whether a model tells what is expected.
+    #: Whether a model determines what is expected.
     of_model: bool
     hardly: int = HARDLY
 
@@ -109,10 +110,10 @@ class Coverage:
 
     @property
     def share(self) -> float:
-        """Share of the expected matrices, each expert being one, that have tokens and no bad value."""
-        wanted = [t for t in self.tensors if t.expected or not self.of_model]
-        total = sum(t.n_mat for t in wanted)
-        good = sum(int((t.counts > 0).sum()) for t in wanted if not t.bad_values)
+        """Share of the expected matrices, counting each expert, with tokens and without bad values."""
+        counted_tensors = [t for t in self.tensors if t.expected or not self.of_model]
+        total = sum(t.n_mat for t in counted_tensors)
+        good = sum(int((t.counts > 0).sum()) for t in counted_tensors if not t.bad_values)
         return good / total if total else 0.0
 
     def by_class(self) -> tuple[CoverageGroup, ...]:
@@ -120,7 +121,7 @@ class Coverage:
         return self._groups(lambda t: t.kind)
 
     def by_layer(self) -> tuple[CoverageGroup, ...]:
-        """Return the table by layer; "-" stands for tensors outside layers."""
+        """Return the table by layer; "-" is the row of tensors outside layers."""
         return self._groups(lambda t: "-" if layer_of(t.name) < 0 else str(layer_of(t.name)))
 
     def _groups(self, key: Callable[[TensorCoverage], str]) -> tuple[CoverageGroup, ...]:
@@ -131,15 +132,15 @@ class Coverage:
         return tuple(_group(name, groups[name], self.of_model) for name in names)
 
     def check(self, floor: float) -> None:
-        """Raise QualityGate when the share is below ``floor`` (0 to 1), naming what is missing first."""
+        """Raise QualityGate if the share is below ``floor`` (0 to 1), naming what is missing first."""
         if self.share >= floor:
             return
-        lacking = [f"{t.name} has no entry" for t in self.missing]
-        lacking += [f"{t.name}: {t.bad_values} values are no mean of squares" for t in self.tensors if t.bad_values]
-        lacking += [f"{t.name}: {t.never} of {t.n_mat} experts without tokens" for t in self.tensors if t.never]
-        more = f" and {len(lacking) - 3} more" if len(lacking) > 3 else ""
+        problems = [f"{t.name} has no entry" for t in self.missing]
+        problems += [f"{t.name}: {t.bad_values} values are no mean of squares" for t in self.tensors if t.bad_values]
+        problems += [f"{t.name}: {t.never} of {t.n_mat} experts without tokens" for t in self.tensors if t.never]
+        omitted = f" and {len(problems) - 3} more" if len(problems) > 3 else ""
         raise QualityGate(
-            f"coverage is {100 * self.share:.2f} %, {100 * floor:g} % was demanded: {'; '.join(lacking[:3])}{more};"
+            f"coverage is {100 * self.share:.2f} %, {100 * floor:g} % was demanded: {'; '.join(problems[:3])}{omitted};"
             f" calibrate on more text, or lower --require-coverage"
         )
 
@@ -157,11 +158,13 @@ def expected_tensors(
     return tuple(
         t
         for t in tensors
-        if n_dims(t.shape) >= 2 and why_never(t.name, arch) is None and not _left_out(t.name, output, process_output)
+        if n_dims(t.shape) >= 2
+        and unquantized_reason(t.name, arch) is None
+        and not _is_excluded(t.name, output, process_output)
     )
 
 
-def _left_out(name: str, output: set[str], process_output: bool) -> bool:
+def _is_excluded(name: str, output: set[str], process_output: bool) -> bool:
     if name in output or name == "output.weight":
         return not process_output
     return name.endswith(_EMBEDDINGS)
@@ -175,54 +178,54 @@ def coverage(
     process_output: bool = False,
     hardly: int = HARDLY,
 ) -> Coverage:
-    """Return what ``imatrix`` has for a model, or without one, for its own entries.
+    """Return the coverage of a model by ``imatrix``, or without a model that of its own entries.
 
     Args:
         imatrix: of either format; filled experts count as empty.
-        tensors: all tensors of the model; arch: general.architecture.
+        tensors: all tensors of the model. arch: general.architecture.
         process_output: expect an entry for the output.
         hardly: experts with fewer tokens count as hardly hit.
     """
     model = None if tensors is None else tuple(tensors)
-    known = {} if model is None else expert_counts(imatrix.entries, model)
+    n_experts = {} if model is None else expert_counts(imatrix.entries, model)
     estimated = imatrix.format == "dat"
-    imatrix = without_fill(raw(imatrix, experts=known))
+    imatrix = without_fill(raw(imatrix, experts=n_experts))
     if model is None:
-        found = [_entry(n, e, None, 0, estimated, hardly) for n, e in imatrix.entries.items()]
+        rows = [_entry(n, e, None, 0, estimated, hardly) for n, e in imatrix.entries.items()]
     else:
-        wanted = expected_tensors(model, arch, process_output=process_output)
-        found = _of_model(imatrix, model, wanted, estimated, hardly)
-    return Coverage(tuple(sorted(found, key=lambda t: (layer_of(t.name), t.name))), model is not None, hardly)
+        expected = expected_tensors(model, arch, process_output=process_output)
+        rows = _model_coverage(imatrix, model, expected, estimated, hardly)
+    return Coverage(tuple(sorted(rows, key=lambda t: (layer_of(t.name), t.name))), model is not None, hardly)
 
 
-def _of_model(
-    imatrix: Imatrix, model: Sequence[TensorLike], wanted: Sequence[TensorLike], estimated: bool, hardly: int
+def _model_coverage(
+    imatrix: Imatrix, model: Sequence[TensorLike], expected_weights: Sequence[TensorLike], estimated: bool, hardly: int
 ) -> list[TensorCoverage]:
     # Importance refuses NaN and Inf; here they are a finding, and only names matter. 0.5 is neither the 1 of an expert
     # without tokens nor the 0 of a ruined entry.
     names = {n: ImatrixEntry(np.full_like(e.sums, 0.5), e.counts) for n, e in imatrix.entries.items()}
     importance = Importance(replace(imatrix, entries=names))
-    found, used = [], set()
-    for t in wanted:
+    rows, used = [], set()
+    for t in expected_weights:
         n_mat = math.prod(t.shape[2:]) if EXPERTS in t.name else 1
         try:
             lookup = importance.lookup(t.name, t.shape)
         except FormatError as e:
             used.add(t.name)
-            found.append(TensorCoverage(t.name, True, None, n_mat=n_mat, notes=(e.message,)))
+            rows.append(TensorCoverage(t.name, True, None, n_mat=n_mat, notes=(e.message,)))
             continue
         if lookup.entry is None:
-            found.append(TensorCoverage(t.name, True, None, n_mat=n_mat, notes=lookup.notes))
+            rows.append(TensorCoverage(t.name, True, None, n_mat=n_mat, notes=lookup.notes))
             continue
         used.add(lookup.entry)
-        made = _entry(t.name, imatrix.entries[lookup.entry], True, n_mat, estimated, hardly)
-        found.append(replace(made, entry=lookup.entry, notes=(*lookup.notes, *made.notes)))
-    # An entry that the model has but does not need (the output, an unused alias) is no stranger.
+        row = _entry(t.name, imatrix.entries[lookup.entry], True, n_mat, estimated, hardly)
+        rows.append(replace(row, entry=lookup.entry, notes=(*lookup.notes, *row.notes)))
+    # An entry of a weight that needs none (the output, an unused alias) is no stranger.
     strangers = set(importance.coverage((t.name for t in model), ()).unused)
     for name in imatrix.entries.keys() - used:
         expected = False if name in strangers else None
-        found.append(_entry(name, imatrix.entries[name], expected, 0, estimated, hardly))
-    return found
+        rows.append(_entry(name, imatrix.entries[name], expected, 0, estimated, hardly))
+    return rows
 
 
 def _entry(
@@ -236,16 +239,16 @@ def _entry(
     bad = ~((entry.sums >= 0) & (entry.sums < np.inf))
     first = int(np.flatnonzero(bad.any(axis=1))[0]) if bad.any() else None
     never = int((counts == 0).sum())
-    few = 0 if estimated else int(((counts > 0) & (counts < hardly)).sum())
+    hardly_hit = 0 if estimated else int(((counts > 0) & (counts < hardly)).sum())
     zeros = int(((counts > 0) & (entry.sums.max(axis=1, initial=0) < TINY * np.maximum(counts, 1))).sum())
     return TensorCoverage(
-        name, expected, name, counts, estimated, counts.size, never, few, int(bad.sum()), first, zeros, notes
+        name, expected, name, counts, estimated, counts.size, never, hardly_hit, int(bad.sum()), first, zeros, notes
     )
 
 
 def _group(name: str, tensors: Sequence[TensorCoverage], of_model: bool) -> CoverageGroup:
     counts = np.concatenate([t.counts for t in tensors])
-    told = counts.size and not any(t.estimated for t in tensors)
+    has_counts = counts.size and not any(t.estimated for t in tensors)
     return CoverageGroup(
         name,
         sum(t.expected is True for t in tensors) if of_model else None,
@@ -254,7 +257,7 @@ def _group(name: str, tensors: Sequence[TensorCoverage], of_model: bool) -> Cove
         sum(t.experts for t in tensors),
         sum(t.never for t in tensors if t.experts),
         sum(t.hardly for t in tensors if t.experts),
-        int(counts.min()) if told else None,
-        float(np.median(counts)) if told else None,
+        int(counts.min()) if has_counts else None,
+        float(np.median(counts)) if has_counts else None,
         sum(t.bad_values for t in tensors),
     )

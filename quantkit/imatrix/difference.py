@@ -1,11 +1,11 @@
-"""How two importance matrices differ, weight by weight, as an encoder sees them.
+"""Comparison of two importance matrices, weight by weight, as an encoder sees them.
 
 With a and b the E[x^2] of the experts with enough tokens in both files::
 
     relative   |a - b| / |a|           cosine   a b / (|a| |b|)
     worst      the expert with the largest relative difference, and that difference
 
-Token counts are compared as well where both files have them, and experts with tokens in only one file are counted.
+Token counts are compared where both files have them, and experts with tokens in only one file are counted.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class TensorDifference:
     tokens_b: int | None
     counts: float | None
     #: Experts with too few tokens in either file, and experts empty in just one of them.
-    skipped: int = 0
+    n_skipped: int = 0
     one_sided: int = 0
     #: Why nothing can be compared.
     note: str = ""
@@ -50,7 +50,7 @@ class TensorDifference:
 
 @dataclass(frozen=True)
 class Difference:
-    """Everything that differs between two importance matrices."""
+    """The differences between two importance matrices."""
 
     tensors: tuple[TensorDifference, ...]
     only_a: tuple[str, ...]
@@ -75,39 +75,39 @@ def difference(a: Imatrix, b: Imatrix, *, min_tokens: int = 1, experts: Mapping[
 
     Args:
         a: the reference.
-        min_tokens: experts with fewer in either file are left out.
+        min_tokens: experts with fewer tokens in either file are left out.
         experts: numbers of experts known from a model (rows.expert_counts).
     """
-    counted = a.format == b.format == "gguf"
+    has_counts = a.format == b.format == "gguf"
     a, b = (without_fill(raw(i, experts=experts)) for i in (a, b))
     return Difference(
-        tuple(_compare(n, a.entries[n], b.entries[n], min_tokens, counted) for n in sorted(_both(a, b))),
+        tuple(_compare(n, a.entries[n], b.entries[n], min_tokens, has_counts) for n in sorted(_common_names(a, b))),
         tuple(sorted(a.entries.keys() - b.entries.keys())),
         tuple(sorted(b.entries.keys() - a.entries.keys())),
     )
 
 
-def _both(a: Imatrix, b: Imatrix) -> Iterable[str]:
+def _common_names(a: Imatrix, b: Imatrix) -> Iterable[str]:
     return a.entries.keys() & b.entries.keys()
 
 
-def _compare(name: str, a: ImatrixEntry, b: ImatrixEntry, min_tokens: int, counted: bool) -> TensorDifference:
+def _compare(name: str, a: ImatrixEntry, b: ImatrixEntry, min_tokens: int, has_counts: bool) -> TensorDifference:
     if a.sums.size != b.sums.size or a.counts.size != b.counts.size and 1 not in (a.counts.size, b.counts.size):
         note = f"{a.sums.size} values of {a.counts.size} experts and {b.sums.size} of {b.counts.size}"
         return TensorDifference(name, math.nan, math.nan, None, math.nan, None, None, None, note=note)
     one_count = a.counts.size != b.counts.size
     n_mat = max(a.counts.size, b.counts.size)
     a, b = (split_experts(entry, n_mat) for entry in (a, b))
-    enough = (a.counts >= max(1, min_tokens)) & (b.counts >= max(1, min_tokens))
+    sufficient = (a.counts >= max(1, min_tokens)) & (b.counts >= max(1, min_tokens))
     one_sided = int(((a.counts > 0) != (b.counts > 0)).sum())
-    told = counted and not one_count
-    tokens_a, tokens_b = (int(a.counts.sum()), int(b.counts.sum())) if told else (None, None)
-    counts = _counts(a.counts, b.counts) if told else None
-    if not enough.any():
+    comparable = has_counts and not one_count
+    tokens_a, tokens_b = (int(a.counts.sum()), int(b.counts.sum())) if comparable else (None, None)
+    counts = _counts(a.counts, b.counts) if comparable else None
+    if not sufficient.any():
         note = "no expert has enough tokens in both files" if n_mat > 1 else "not enough tokens in both files"
-        nothing = (math.nan, math.nan, None, math.nan)
-        return TensorDifference(name, *nothing, tokens_a, tokens_b, counts, n_mat, one_sided, note)
-    x, y = means(a)[enough], means(b)[enough]
+        undefined = (math.nan, math.nan, None, math.nan)
+        return TensorDifference(name, *undefined, tokens_a, tokens_b, counts, n_mat, one_sided, note)
+    x, y = means(a)[sufficient], means(b)[sufficient]
     rows = _relative(x, y)
     worst = int(np.argmax(np.where(np.isnan(rows), np.inf, rows)))
     experts = EXPERTS in name
@@ -115,12 +115,12 @@ def _compare(name: str, a: ImatrixEntry, b: ImatrixEntry, min_tokens: int, count
         name,
         float(_relative(x.reshape(1, -1), y.reshape(1, -1))[0]),
         _cosine(x, y),
-        int(np.flatnonzero(enough)[worst]) if experts else None,
+        int(np.flatnonzero(sufficient)[worst]) if experts else None,
         float(rows[worst]),
         tokens_a,
         tokens_b,
         counts,
-        int((~enough).sum()),
+        int((~sufficient).sum()),
         one_sided,
     )
 
@@ -129,8 +129,8 @@ def _relative(a: npt.NDArray[np.float64], b: npt.NDArray[np.float64]) -> npt.NDA
     """Return |a - b| / |a| of every row; 0 for two null rows, infinity if only a is null."""
     with np.errstate(all="ignore"):
         error, square = np.square(a - b).sum(axis=1), np.square(a).sum(axis=1)
-        found: npt.NDArray[np.float64] = np.where(error == 0, 0.0, np.sqrt(error / square))
-    return found
+        relative: npt.NDArray[np.float64] = np.where(error == 0, 0.0, np.sqrt(error / square))
+    return relative
 
 
 def _cosine(a: npt.NDArray[np.float64], b: npt.NDArray[np.float64]) -> float:

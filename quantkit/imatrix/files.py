@@ -1,9 +1,9 @@
-"""Merging importance matrices, and converting one to the other format.
+"""Merging importance matrices, and converting them to the other format.
 
 E[x^2] over two texts is (sum_a + sum_b) / (count_a + count_b), expert by expert, as in the file of one run over both.
-(llama-imatrix adds the same way, in float32; ik_llama.cpp weights whole entries by calls.) A .dat has no tokens and
-no counts of experts: every expert gets ncall * chunk_size, those marked as empty none. Fills that a file records are
-undone before adding.
+(llama-imatrix adds the same way, in float32; ik_llama.cpp weights whole entries by calls.) A .dat has neither token
+counts nor numbers of experts: every expert gets ncall * chunk_size tokens, those marked as empty none. Fills that a
+file records are undone before adding.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Literal
 
 import numpy as np
 
-from quantkit.calibration.heldout import HELD_OUT_KEYS, held_out_of, held_out_used, merge_held_out
+from quantkit.calibration.heldout import HELD_OUT_KEYS, held_out_warning, merge_held_out, read_held_out
 from quantkit.calibration.overlap import SKETCH_KEYS, Sketch, merge_sketches, sketch_of
 from quantkit.errors import FormatError, RecipeError
 from quantkit.formats.experts import GATE, MERGED, UP
@@ -24,15 +24,18 @@ from quantkit.formats.imatrix import DEFAULT_CHUNK_SIZE, Format, Imatrix, Imatri
 from quantkit.imatrix.fill import FILL_KEY, filled_experts, with_entries, without_fill
 from quantkit.imatrix.rows import EXPERTS, inferred_experts, raw, split_experts
 from quantkit.imatrix.statistics import with_stats
+from quantkit.names import grouped
 
 Names = Literal["merged", "separate", "both"]
-#: Keys whose values are joined, not compared.
-_OF_TEXTS = (*SKETCH_KEYS, *HELD_OUT_KEYS)
+#: A digest of the model's files, by which a finished matrix is recognized.
+MODEL_KEY = "quantkit.imatrix.model"
+#: Keys whose values are merged, not compared.
+_TEXT_KEYS = (*SKETCH_KEYS, *HELD_OUT_KEYS)
 
 
 @dataclass(frozen=True, eq=False)
-class Merged:
-    """A new importance matrix, and notes for the user on how it was made."""
+class MergeResult:
+    """A new importance matrix, and notes for the user."""
 
     imatrix: Imatrix
     notes: tuple[str, ...] = field(default=())
@@ -40,7 +43,7 @@ class Merged:
 
 def merge(
     imatrices: Sequence[Imatrix], *, chunk_size: int | None = None, experts: Mapping[str, int] | None = None
-) -> Merged:
+) -> MergeResult:
     """Add up importance matrices of one model, of either format.
 
     Args:
@@ -50,10 +53,10 @@ def merge(
         experts: numbers of experts known from a model (rows.expert_counts), for .dat files without a router's entry.
 
     Returns the sum in raw form, with statistics as llama-imatrix writes them. Entries that only some files have are
-    kept as they are, with a note. Raises FormatError naming the tensor where shapes differ, RecipeError without files.
+    kept unchanged, with a note. Raises FormatError naming the tensor where shapes differ, RecipeError without files.
     """
     if not imatrices:
-        raise RecipeError("merging needs at least one importance matrix")
+        raise RecipeError("merging needs at least one importance matrix", "QK-E202")
     size = chunk_size or next((i.chunk_size for i in imatrices if i.chunk_size), DEFAULT_CHUNK_SIZE)
     notes = list(_notes(imatrices, size, experts or {}))
     parts = [without_fill(raw(i, chunk_size=size, experts=experts)) for i in imatrices]
@@ -65,33 +68,33 @@ def merge(
     )
     if dropped:
         notes.append(f"sums of activations (in_sum) dropped for {dropped} entries: not every file has them")
-    extra, more = _extra(parts)
+    extra, extra_notes = _extra(parts)
     merged = Imatrix(
         imatrices[0].path,
         entries,
         [dataset for part in imatrices for dataset in part.datasets],
-        # In chunks of the result's size; simply the sum where all sizes are equal.
+        # In chunks of the result's size; the plain sum where all sizes are equal.
         round(sum(part.chunk_count * (part.chunk_size or size) for part in parts) / size),
         size,
         "gguf",
         max(part.n_layer_nextn for part in parts),
         extra=extra,
     )
-    return Merged(with_stats(merged), (*notes, *more))
+    return MergeResult(with_stats(merged), (*notes, *extra_notes))
 
 
 def _notes(imatrices: Sequence[Imatrix], size: int, experts: Mapping[str, int]) -> Iterator[str]:
-    """Yield notes on what merging assumes."""
+    """Yield notes on the assumptions of a merge."""
     for imatrix in imatrices:
         if imatrix.format == "dat":
             yield f"{imatrix.path}: {_dat_weights(size)}"
             yield from _unknown_experts(imatrix, experts)
         elif imatrix.chunk_size not in (0, size):
             yield f"{imatrix.path}: chunks of {imatrix.chunk_size} tokens are counted as chunks of {size}"
-        if filled := filled_experts(imatrix):
-            n = sum(map(len, filled.values()))
+        if fills := filled_experts(imatrix):
+            n = sum(map(len, fills.values()))
             yield f"{imatrix.path}: {n} experts filled by {imatrix.extra[FILL_KEY].value!r} are empty again"
-    # One that was never a file equals only itself.
+    # A matrix that was never a file equals only itself.
     digests = [imatrix.sha256 if imatrix.path.is_file() else str(id(imatrix)) for imatrix in imatrices]
     for i, imatrix in enumerate(imatrices):
         if digests[i] in digests[:i]:
@@ -99,10 +102,11 @@ def _notes(imatrices: Sequence[Imatrix], size: int, experts: Mapping[str, int]) 
             yield f"{imatrix.path}: the same data as {first.path}: its tokens count twice"
     if len({imatrix.n_layer_nextn for imatrix in imatrices}) > 1:
         yield "the files differ in their number of prediction layers; the largest is kept"
-    for name in sorted({name for imatrix in imatrices for name in imatrix.entries}):
-        missing = [str(imatrix.path) for imatrix in imatrices if name not in imatrix.entries]
-        if missing:
-            yield f"{name}: no entry in {', '.join(missing)}"
+    lacking = {
+        name: [str(imatrix.path) for imatrix in imatrices if name not in imatrix.entries]
+        for name in sorted({name for imatrix in imatrices for name in imatrix.entries})
+    }
+    yield from grouped((name, f"no entry in {', '.join(paths)}") for name, paths in lacking.items() if paths)
 
 
 def _dat_weights(size: int) -> str:
@@ -128,7 +132,8 @@ def _sum(name: str, parts: Sequence[Imatrix]) -> ImatrixEntry:
         if entry.sums.shape != (n_mat, n) and (entry.sums.size != n_mat * n or entry.counts.size != 1):
             raise FormatError(
                 f"{part.path}: entry {name!r} is {_shape(entry)}, in {first.path} it is {_shape(first.entries[name])}:"
-                f" the files are not of one model; merge files of the same one"
+                f" the files are not of one model; merge files of the same one",
+                "QK-E207",
             )
         entries.append(split_experts(entry, n_mat) if EXPERTS in name else _one_count(entry, n_mat))
     sums = np.sum([entry.sums.astype(np.float64) for entry in entries], axis=0)
@@ -158,23 +163,27 @@ def _extra(parts: Sequence[Imatrix]) -> tuple[dict[str, Field], list[str]]:
     extra = {
         key: value
         for key, value in parts[0].extra.items()
-        if all((p.extra.get(key) and bytes(p.extra[key].raw)) == bytes(value.raw) for p in parts)
+        if key != MODEL_KEY and all((p.extra.get(key) and bytes(p.extra[key].raw)) == bytes(value.raw) for p in parts)
     }
-    lost = sorted({key for p in parts for key in p.extra} - extra.keys() - set(_OF_TEXTS))
-    if lost:
-        notes.append(f"keys that differ between the files are dropped: {', '.join(lost)}")
+    dropped = sorted({key for p in parts for key in p.extra} - extra.keys() - {*_TEXT_KEYS, MODEL_KEY})
+    if dropped:
+        notes.append(f"keys that differ between the files are dropped: {', '.join(dropped)}")
     sketches = [sketch_of(part) for part in parts]
-    known = [sketch for sketch in sketches if isinstance(sketch, Sketch)]
-    extra = {key: value for key, value in extra.items() if key not in _OF_TEXTS}
-    if known:
-        # Of the known texts: a warning about one is right whatever the others are.
-        extra |= merge_sketches(known).fields()
-        if len(known) < len(parts):
-            notes.append(f"the text of {len(parts) - len(known)} of {len(parts)} files is not known to overlap checks")
-    held_out = merge_held_out([found for part in parts if (found := held_out_of(part.path, part.extra)) is not None])
+    known_sketches = [sketch for sketch in sketches if isinstance(sketch, Sketch)]
+    extra = {key: value for key, value in extra.items() if key not in _TEXT_KEYS}
+    if known_sketches:
+        # Of the known texts only: a warning about one is right whatever the others are.
+        extra |= merge_sketches(known_sketches).fields()
+        if len(known_sketches) < len(parts):
+            notes.append(
+                f"the text of {len(parts) - len(known_sketches)} of {len(parts)} files is not known to overlap checks"
+            )
+    held_out = merge_held_out(
+        [part_held_out for part in parts if (part_held_out := read_held_out(part.path, part.extra)) is not None]
+    )
     if held_out is not None:
         extra |= held_out.fields()
-        warning = held_out_used(Path("the merged importance matrix"), extra)
+        warning = held_out_warning(Path("the merged importance matrix"), extra)
         notes += [] if warning is None else [warning]
     return extra, notes
 
@@ -188,35 +197,35 @@ def convert(
     *,
     chunk_size: int | None = None,
     experts: Mapping[str, int] | None = None,
-) -> Merged:
-    """Return ``imatrix`` ready for write_imatrix in ``format``, and notes on what is lost.
+) -> MergeResult:
+    """Return ``imatrix`` prepared for write_imatrix in ``format``, and notes on what is lost.
 
     To GGUF: counts per expert, statistics. To .dat: write_imatrix does the arithmetic (mean times ncall).
     """
     if format == imatrix.format:
-        return Merged(imatrix)
+        return MergeResult(imatrix)
     size = chunk_size or imatrix.chunk_size or DEFAULT_CHUNK_SIZE
     if format == "dat":
-        return Merged(replace(imatrix, chunk_size=size), tuple(_lost_in_dat(imatrix)))
+        return MergeResult(replace(imatrix, chunk_size=size), tuple(_dat_losses(imatrix)))
     notes = [_dat_weights(size), *_unknown_experts(imatrix, experts or {})]
-    return Merged(with_stats(raw(imatrix, chunk_size=size, experts=experts)), tuple(notes))
+    return MergeResult(with_stats(raw(imatrix, chunk_size=size, experts=experts)), tuple(notes))
 
 
-def _lost_in_dat(imatrix: Imatrix) -> Iterator[str]:
+def _dat_losses(imatrix: Imatrix) -> Iterator[str]:
     experts = sum(entry.counts.size > 1 for entry in imatrix.entries.values())
-    lost = ["chunk size"]
+    losses = ["chunk size"]
     if experts:
-        lost.insert(0, f"tokens per expert of {experts} entries")
+        losses.insert(0, f"tokens per expert of {experts} entries")
     if any(entry.in_sum is not None for entry in imatrix.entries.values()):
-        lost.append("sums of activations (in_sum)")
+        losses.append("sums of activations (in_sum)")
     if imatrix.stats_schema:
-        lost.append("statistics")
+        losses.append("statistics")
     if len(imatrix.datasets) > 1:
-        lost.append(f"all but the last of {len(imatrix.datasets)} datasets")
-    lost += sorted(imatrix.extra)
+        losses.append(f"all but the last of {len(imatrix.datasets)} datasets")
+    losses += sorted(imatrix.extra)
     if imatrix.n_layer_nextn:
-        lost.append("number of prediction layers")
-    yield f"a .dat has no place for: {', '.join(lost)}"
+        losses.append("number of prediction layers")
+    yield f"a .dat has no place for: {', '.join(losses)}"
     without = sorted(name for name, entry in imatrix.entries.items() if not entry.counts.any())
     if without:
         yield f"{len(without)} entries without a token are left out: {', '.join(without)}"
@@ -232,21 +241,21 @@ def with_names(imatrix: Imatrix, names: str) -> Imatrix:
     name gets the gate's. Statistics of renamed entries are recomputed.
     """
     if names not in ("merged", "separate", "both"):
-        raise RecipeError(f"names must be merged, separate or both, not {names!r}")
-    renamed = with_entries(imatrix, lambda entries: _renamed(entries, names))
+        raise RecipeError(f"names must be merged, separate or both, not {names!r}", "QK-E203")
+    renamed = with_entries(imatrix, lambda entries: _rename_experts(entries, names))
     return with_stats(renamed) if imatrix.stats_schema and imatrix.format == "gguf" else renamed
 
 
-def _renamed(entries: Mapping[str, ImatrixEntry], names: str) -> dict[str, ImatrixEntry]:
-    found: dict[str, ImatrixEntry] = {}
+def _rename_experts(entries: Mapping[str, ImatrixEntry], names: str) -> dict[str, ImatrixEntry]:
+    result: dict[str, ImatrixEntry] = {}
     for name, entry in sorted(entries.items()):
         stem = next((half for half in (MERGED, GATE, UP) if f".{half}." in f".{name}"), None)
-        for other in _other_names(stem, names):
-            target = name if stem is None else name.replace(stem, other)
+        for name_part in _other_names(stem, names):
+            target = name if stem is None else name.replace(stem, name_part)
             # An existing name beats a derived one; of two derived ones the gate's, which sorts first, wins.
-            if target == name or target not in entries and target not in found:
-                found[target] = replace(entry, stats=entry.stats if target == name else None)
-    return found
+            if target == name or target not in entries and target not in result:
+                result[target] = replace(entry, stats=entry.stats if target == name else None)
+    return result
 
 
 def _other_names(stem: str | None, names: str) -> tuple[str, ...]:

@@ -1,7 +1,7 @@
-"""The prediction layer in a collection: it runs after the model, on the model's rows for the same chunks.
+"""The prediction layer in a collection: it runs after the model, on the model's hidden rows for the same chunks.
 
 The layer sees n - 1 of a chunk's n tokens: the rows of tokens 0 ... n - 2 with the tokens that follow them, as in
-llama-imatrix --nextn. Their positions are 0 ... n - 2 here and 1 ... n - 1 there, which makes no difference with rotary
+llama-imatrix --nextn. Positions are 0 ... n - 2 here and 1 ... n - 1 there, which makes no difference with rotary
 embeddings.
 """
 
@@ -17,6 +17,7 @@ import numpy.typing as npt
 from quantkit.errors import QuantkitError, RecipeError
 from quantkit.evaluate.passes import LoadOptions
 from quantkit.formats.gguf import open_model
+from quantkit.formats.remote import located
 from quantkit.model.backends.accumulators import Accumulator, NotFinite
 from quantkit.model.engine import Model, load
 from quantkit.model.nextn import build_nextn, nextn_layers
@@ -30,24 +31,32 @@ I32 = npt.NDArray[np.int32]
 def nextn_file(model: str | Path, draft: str | Path | None) -> Path | None:
     """Return the file with the prediction layer: ``draft``, or the model's own; None if the model has none.
 
-    Raises QuantkitError for a draft that is not one, not the model's, or beside a layer of the model's own.
+    Raises QuantkitError for a draft that is none, of another model, or given although the model has a layer of its own.
     """
     with open_model(model) as source:
-        own, arch, n_embd = nextn_layers(source), source.get("general.architecture"), _n_embd(source)
-        is_draft = "blk.0.attn_norm.weight" not in source.tensors and bool(own)
+        layers = nextn_layers(source)
+        arch = source.get("general.architecture")
+        n_embd = _n_embd(source)
+        is_draft = "blk.0.attn_norm.weight" not in source.tensors and bool(layers)
     if is_draft:
-        raise QuantkitError(f"{model} holds a prediction layer alone: give its model with -m, and it with -md")
+        raise QuantkitError(
+            f"{model} holds a prediction layer alone: give its model with -m, and it with -md", "QK-E306"
+        )
     if draft is None:
-        return Path(model) if own else None
-    if own:
-        raise RecipeError(f"{model} has a prediction layer of its own, blk.{own[0]}: --nextn records it, without -md")
+        return located(model) if layers else None
+    if layers:
+        raise RecipeError(
+            f"{model} has a prediction layer of its own, blk.{layers[0]}: --nextn records it, without -md", "QK-E201"
+        )
     with open_model(draft) as source:
         if not nextn_layers(source) or "blk.0.attn_norm.weight" in source.tensors:
-            raise QuantkitError(f"{draft} is no file with a prediction layer alone, as -md takes it")
-        other = (source.get("general.architecture"), _n_embd(source))
-    if other != (arch, n_embd):
-        raise QuantkitError(f"{draft} is {other[0]} with rows of {other[1]}, {model} {arch} with {n_embd}")
-    return Path(draft)
+            raise QuantkitError(f"{draft} is no file with a prediction layer alone, as -md takes it", "QK-E105")
+        draft_shape = (source.get("general.architecture"), _n_embd(source))
+    if draft_shape != (arch, n_embd):
+        raise QuantkitError(
+            f"{draft} is {draft_shape[0]} with rows of {draft_shape[1]}, {model} {arch} with {n_embd}", "QK-E207"
+        )
+    return located(draft)
 
 
 def _n_embd(source: object) -> object:
@@ -55,55 +64,55 @@ def _n_embd(source: object) -> object:
     return get(f"{get('general.architecture')}.embedding_length")
 
 
-def _own_head(graph: Graph) -> bool:
+def _has_own_head(graph: Graph) -> bool:
     head = next(op for op in reversed(graph.ops) if isinstance(op, MulMat))
     return ".nextn." in head.weight.tensor.name
 
 
-class Hidden:
-    """The rows a model computes during a pass; called as its observer."""
+class HiddenRows:
+    """The hidden rows that a model computes during a pass; called as its observer."""
 
     def __init__(self) -> None:
         self._rows: list[F32] = []
 
-    def __call__(self, of: str, x: F32, ids: object) -> None:
-        """Keep the rows of some tokens."""
+    def __call__(self, name: str, x: F32, ids: object) -> None:
+        """Store the rows of some tokens."""
         self._rows.append(x.copy())
 
     def take(self) -> F32:
-        """Return the rows of the pass, float32 [tokens, n_embd], and forget them."""
+        """Return the rows of the pass, float32 [tokens, n_embd], and clear them."""
         rows = np.concatenate(self._rows)
         self._rows.clear()
         return rows
 
 
 class Predictor:
-    """A prediction layer to record: ``look`` makes its observer, told whether the output matrix is the layer's."""
+    """A prediction layer to record. ``observe`` adds observers, given whether the output matrix is its own."""
 
     def __init__(
         self,
         path: Path,
-        hidden: Hidden,
+        hidden: HiddenRows,
         n_ctx: int,
         n_seq: int,
-        look: Callable[[Graph, bool], Graph],
+        observe: Callable[[Graph, bool], Graph],
         **run: Unpack[LoadOptions],
     ) -> None:
         self.hidden = hidden
         self.model: Model = load(
-            path, n_ctx=n_ctx, build=build_nextn, rewrite=lambda g: fewest_rows(look(g, _own_head(g))), **run
+            path, n_ctx=n_ctx, build=build_nextn, rewrite=lambda g: fewest_rows(observe(g, _has_own_head(g))), **run
         )
         self.session = self.model.session(n_ctx, n_seq)
 
     def run(self, windows: I32) -> list[NotFinite]:
-        """Run over the chunks, int32 [n, n_ctx], whose rows were kept; return where values are NaN or Inf."""
+        """Run over the chunks, int32 [n, n_ctx], of the stored rows; return the locations of NaN and Inf."""
         n, n_ctx = windows.shape
         rows = self.hidden.take().reshape(n, n_ctx, -1)[:, :-1]
         self.session.clear()
         tokens = windows[:, 1:]
-        given = {self.model.graph.given[0]: rows.reshape(tokens.size, -1)}
+        inputs = {self.model.graph.inputs[0]: rows.reshape(tokens.size, -1)}
         sequences = np.repeat(np.arange(n, dtype=np.int32), n_ctx - 1)
-        self.session.decode(tokens.reshape(-1), sequences, np.zeros(tokens.size, bool), given=given)
+        self.session.decode(tokens.reshape(-1), sequences, np.zeros(tokens.size, bool), inputs=inputs)
         return self.session.take_not_finite()
 
     @property

@@ -1,13 +1,13 @@
-"""Statistics of a model's activations: llama-imatrix's --show-statistics, figure by figure.
+"""Statistics of a model's activations: those of llama-imatrix --show-statistics.
 
 Per weight, over the columns j of all experts e with tokens, with a = E[x] (E[x^2] for a file without sums of x)::
 
     sum_sq    sum of E[x^2]                    mean, std_deviation, skewness, kurtosis   moments of a
     h_norm    entropy of E[x^2] as shares, in percent of log2(columns): 100 is even, 0 all in one column
-    gain      sqrt(mean E[x^2] / that of the same weight in the layer before)
-    l2_dist, cossim, pearson, covariance       of a and that of the layer before
+    gain      sqrt(mean E[x^2] / that of the same weight in the previous layer)
+    l2_dist, cossim, pearson, covariance       of a and that of the previous layer
 
-Per layer, the same over all its weights. The layer before is the nearest one that has the weight; prediction layers
+Per layer, the same over all its weights. The previous layer is the nearest one that has the weight; prediction layers
 (NextN, MTP) are compared among themselves.
 
 Source: llama.cpp b11434 tools/imatrix/imatrix.cpp (compute_vector_statistics, compute_tensor_statistics,
@@ -18,13 +18,15 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
 
 from quantkit.formats.imatrix import DEFAULT_CHUNK_SIZE, Imatrix, ImatrixEntry
+from quantkit.names import grouped
 
 F64Array = npt.NDArray[np.float64]
 
@@ -34,12 +36,12 @@ SCHEMA = (
     "pearson", "covariance",
 )  # fmt: skip
 _NAN = math.nan
-_LAYER = re.compile(r"(?:^|\.)blk\.(\d+)\.")
+_LAYER = re.compile(r"(?:^|\.)blk\.(\d{1,9})\.")
 
 
 @dataclass(frozen=True)
 class Pair:
-    """Sums over the columns a weight shares with that of the layer before."""
+    """Sums over the columns that a weight shares with that of the previous layer."""
 
     n: int = 0
     dot: float = 0.0
@@ -49,7 +51,7 @@ class Pair:
     covariance: float = 0.0
     variance1: float = 0.0
     variance2: float = 0.0
-    #: Sum and elements of the layer before; 0 elements if its sum is 0.
+    #: Sum and elements of the previous layer; 0 elements if its sum is 0.
     sum_before: float = 0.0
     elements_before: int = 0
 
@@ -64,7 +66,7 @@ class Pair:
 
 @dataclass(frozen=True)
 class TensorStatistics:
-    """The figures of one weight; NaN without a layer before."""
+    """The figures of one weight; NaN without a previous layer."""
 
     name: str
     #: Its layer, None outside layers; and llama-imatrix's label: a number, mtpN, or "-".
@@ -93,7 +95,7 @@ class TensorStatistics:
 
 @dataclass(frozen=True)
 class LayerStatistics:
-    """The figures of all weights of a layer together; ``layer`` is None for the output."""
+    """The figures of a layer, over all its weights; ``layer`` is None for the output."""
 
     layer: int | None
     label: str
@@ -121,19 +123,23 @@ class Statistics:
 
 def layer_of(name: str) -> int | None:
     """Return N of blk.N., or None."""
-    found = _LAYER.search(name)
-    return int(found[1]) if found else None
+    match = _LAYER.search(name)
+    return int(match[1]) if match else None
 
 
 def statistics(imatrix: Imatrix) -> Statistics:
     """Compute the statistics of all entries with tokens; notes name the others."""
     entries = {name: _as_loaded(imatrix, entry) for name, entry in imatrix.entries.items()}
-    found = {name: made for name, entry in entries.items() if (made := _vector_statistics(name, entry)) is not None}
-    first_nextn = _first_nextn(found, imatrix.n_layer_nextn)
-    found = {name: _with_pair(found, entries, t, first_nextn) for name, t in found.items()}
-    tensors = sorted((replace(t, label=_label(t.layer, first_nextn)) for t in found.values()), key=_order)
-    notes = [f"{name}: no tokens, no statistics" for name in entries if name not in found]
-    notes += [f"{t.name}: no layer before has it" for t in tensors if _has_before(t, first_nextn) and not t.pair.n]
+    by_name = {
+        name: figures for name, entry in entries.items() if (figures := _vector_statistics(name, entry)) is not None
+    }
+    first_nextn = _first_nextn(by_name, imatrix.n_layer_nextn)
+    before = _previous(by_name.values(), first_nextn)
+    by_name = {name: _with_pair(before.get(name), entries, t) for name, t in by_name.items()}
+    tensors = sorted((replace(t, label=_label(t.layer, first_nextn)) for t in by_name.values()), key=_order)
+    notes = grouped((name, "no tokens, no statistics") for name in entries if name not in by_name)
+    unpaired = [t.name for t in tensors if _has_previous(t, first_nextn) and not t.pair.n]
+    notes += grouped((name, "no layer before has it") for name in unpaired)
     layers: tuple[LayerStatistics, ...] = ()
     numbers = sorted({t.layer for t in tensors if t.layer is not None and t.layer < first_nextn})
     if numbers and numbers[-1] - numbers[0] + 1 != len(numbers):
@@ -145,9 +151,9 @@ def statistics(imatrix: Imatrix) -> Statistics:
 
 def with_stats(imatrix: Imatrix) -> Imatrix:
     """Return ``imatrix``, which is raw, with every entry's .stats and their schema, as llama-imatrix writes them."""
-    found = {t.name: t.row() for t in statistics(imatrix).tensors}
+    rows = {t.name: t.row() for t in statistics(imatrix).tensors}
     none = np.zeros(len(SCHEMA), np.float32)
-    entries = {name: replace(entry, stats=found.get(name, none)) for name, entry in imatrix.entries.items()}
+    entries = {name: replace(entry, stats=rows.get(name, none)) for name, entry in imatrix.entries.items()}
     return replace(imatrix, entries=entries, stats_schema=list(SCHEMA))
 
 
@@ -162,18 +168,18 @@ def _as_loaded(imatrix: Imatrix, entry: ImatrixEntry) -> ImatrixEntry:
 
 def _order(t: TensorStatistics) -> tuple[float, str]:
     """Sort key: layers by number, then other weights, the output last; within a layer by name."""
-    outside = math.inf if "output" in t.name else 1e9
+    position = math.inf if "output" in t.name else 1e9
     parts = t.name.split(".")
     short = ".".join(parts[2:-1]) if len(parts) > 4 and parts[0] == "blk" else t.name
-    return (outside if t.layer is None else t.layer, short)
+    return (position if t.layer is None else t.layer, short)
 
 
-def _first_nextn(found: Mapping[str, TensorStatistics], n_layer_nextn: int) -> int | float:
-    """Return the first prediction layer; infinity where there is none."""
-    layers = [t.layer for t in found.values() if t.layer is not None]
+def _first_nextn(figures: Mapping[str, TensorStatistics], n_layer_nextn: int) -> int | float:
+    """Return the first prediction layer; infinity without one."""
+    layers = [t.layer for t in figures.values() if t.layer is not None]
     if n_layer_nextn > 0 and layers:
         return max(0, max(layers) + 1 - n_layer_nextn)
-    return min((t.layer for t in found.values() if t.layer is not None and ".nextn." in t.name), default=math.inf)
+    return min((t.layer for t in figures.values() if t.layer is not None and ".nextn." in t.name), default=math.inf)
 
 
 def _label(layer: int | None, first_nextn: float) -> str:
@@ -187,11 +193,11 @@ def _label(layer: int | None, first_nextn: float) -> str:
 
 def _vector_statistics(name: str, entry: ImatrixEntry) -> TensorStatistics | None:
     """Compute the moments; None for an entry without a finite value."""
-    some = entry.counts > 0
+    used = entry.counts > 0
     # llama.cpp's order: the count as float32, its inverse as double, then a product.
-    inverse = 1.0 / entry.counts[some].astype(np.float32).astype(np.float64)[:, None]
-    squares = entry.sums[some].astype(np.float64) * inverse
-    values = squares if entry.in_sum is None else entry.in_sum[some].astype(np.float64) * inverse
+    inverse = 1.0 / entry.counts[used].astype(np.float32).astype(np.float64)[:, None]
+    squares = entry.sums[used].astype(np.float64) * inverse
+    values = squares if entry.in_sum is None else entry.in_sum[used].astype(np.float64) * inverse
     finite = np.isfinite(squares) & np.isfinite(values)
     squares, values = squares[finite], values[finite]
     n = squares.size
@@ -200,7 +206,8 @@ def _vector_statistics(name: str, entry: ImatrixEntry) -> TensorStatistics | Non
     mean = float(values.mean())
     centred = values - mean
     m2 = float(np.square(centred).sum()) / n if n > 1 else 0.0
-    deviation = float(np.sqrt(np.float32(max(m2, 0.0))))
+    with np.errstate(over="ignore"):  # infinite in llama.cpp, too
+        deviation = float(np.sqrt(np.float32(max(m2, 0.0))))
     skewness = kurtosis = 0.0
     if deviation > np.float32(1e-10):
         skewness = float((centred**3).sum()) / n / (m2 * math.sqrt(m2))
@@ -230,21 +237,26 @@ def _h_norm(squares: F64Array) -> float:
     return _f32(100.0 * (entropy / _f32(math.log2(squares.size))))
 
 
-# --- and the one in the layer before ---
+# --- and the same in the previous layer ---
 
 
-def _has_before(t: TensorStatistics, first_nextn: float) -> bool:
+def _has_previous(t: TensorStatistics, first_nextn: float) -> bool:
     return t.layer is not None and t.layer > 0 and t.layer != first_nextn
 
 
+def _previous(tensors: Iterable[TensorStatistics], first_nextn: float) -> dict[str, TensorStatistics]:
+    """Return, by name, the same weight in the nearest previous layer that has it, never across to prediction layers."""
+    kinds: dict[tuple[str, bool], list[TensorStatistics]] = {}
+    for t in tensors:
+        if t.layer is not None:
+            kinds.setdefault((t.name.replace(f"blk.{t.layer}.", "blk.", 1), t.layer >= first_nextn), []).append(t)
+    pairs = (pairwise(sorted(kind, key=lambda t: t.layer or 0)) for kind in kinds.values())
+    return {after.name: before for kind in pairs for before, after in kind}
+
+
 def _with_pair(
-    found: Mapping[str, TensorStatistics], entries: Mapping[str, ImatrixEntry], t: TensorStatistics, first_nextn: float
+    before: TensorStatistics | None, entries: Mapping[str, ImatrixEntry], t: TensorStatistics
 ) -> TensorStatistics:
-    if t.layer is None or not _has_before(t, first_nextn):
-        return t
-    lowest = int(first_nextn) if t.layer > first_nextn else 0
-    names = (t.name.replace(f"blk.{t.layer}.", f"blk.{i}.", 1) for i in range(t.layer - 1, lowest - 1, -1))
-    before = next((found[name] for name in names if name in found), None)
     if before is None:
         return t
     activations = t.of_activations and before.of_activations
@@ -322,19 +334,19 @@ def _layer(layer: int | None, group: list[TensorStatistics], label: str) -> Laye
     if not layer or not pairs:
         return LayerStatistics(layer, label, float(total))
 
-    def over(name: str) -> float:
+    def pair_sum(name: str) -> float:
         return math.fsum(getattr(t.pair, name) for t in pairs)
 
-    n = int(over("n"))
+    n = int(pair_sum("n"))
     return LayerStatistics(
         layer,
         label,
         float(total),
         _layer_gain([t for t in pairs if t.pair.elements_before > 0]),
-        _f32(math.sqrt(over("l2"))),
-        _cosine(over("dot"), over("norm1"), over("norm2")),
-        _cosine(over("covariance"), over("variance1"), over("variance2")),
-        _f32(over("covariance") / n) if n else _NAN,
+        _f32(math.sqrt(pair_sum("l2"))),
+        _cosine(pair_sum("dot"), pair_sum("norm1"), pair_sum("norm2")),
+        _cosine(pair_sum("covariance"), pair_sum("variance1"), pair_sum("variance2")),
+        _f32(pair_sum("covariance") / n) if n else _NAN,
     )
 
 

@@ -55,12 +55,16 @@ def quantize(
     weights = _weights(t, imatrix, rows.shape[1])
     bad = first_nonfinite_row(rows, 0, len(rows))
     if bad >= 0:
-        raise FormatError(f"row {bad} holds NaN or Inf and cannot be encoded as {t.name}; repair the source tensor")
+        raise FormatError(
+            f"row {bad} holds NaN or Inf and cannot be encoded as {t.name}; repair the source tensor", "QK-E108"
+        )
     encode(rows, weights, out, 0, len(rows))
     bad = validate_rows(t, out)
     if bad >= 0:
         largest = float(np.abs(rows[bad]).max())
-        raise FormatError(f"row {bad} overflows the scales of {t.name} (largest value {largest:g}); use F32 or BF16")
+        raise FormatError(
+            f"row {bad} overflows the scales of {t.name} (largest value {largest:g}); use F32 or BF16", "QK-E108"
+        )
     return out
 
 
@@ -86,7 +90,7 @@ def dequantize(data: npt.NDArray[np.uint8], type: TensorType | str, n: int) -> n
     row_bytes = _row_bytes(t, n)
     rows = _rows(data, np.uint8, "data")
     if rows.shape[1] != row_bytes:
-        raise FormatError(f"{n} values of {t.name} take rows of {row_bytes} bytes; data has {rows.shape[1]}")
+        raise FormatError(f"{n} values of {t.name} take rows of {row_bytes} bytes; data has {rows.shape[1]}", "QK-E210")
     _check_groups(t, rows)
     out = np.empty((len(rows), n), np.float32)
     dequantize_rows(t, rows, out)
@@ -96,31 +100,35 @@ def dequantize(data: npt.NDArray[np.uint8], type: TensorType | str, n: int) -> n
 def _rows(array: npt.NDArray[Any], dtype: Any, name: str) -> npt.NDArray[Any]:
     """Return ``array`` as contiguous rows [rows, n], or raise FormatError."""
     if not isinstance(array, np.ndarray) or array.dtype != dtype or array.ndim < 1:
-        what = f"{array.dtype} {list(array.shape)}" if isinstance(array, np.ndarray) else array.__class__.__name__
-        raise FormatError(f"{name} must be an array of {np.dtype(dtype)} [..., row], not {what}")
+        array_kind = f"{array.dtype} {list(array.shape)}" if isinstance(array, np.ndarray) else array.__class__.__name__
+        raise FormatError(f"{name} must be an array of {np.dtype(dtype)} [..., row], not {array_kind}", "QK-E210")
     return np.ascontiguousarray(array.reshape(-1, array.shape[-1]) if array.shape[-1] else array.reshape(0, 0))
 
 
 def _check_groups(t: TensorType, rows: npt.NDArray[Any]) -> None:
     if len(rows) % t.interleave:
-        raise FormatError(f"{t.name} weaves {t.interleave} rows together; {len(rows)} rows are not whole groups")
+        raise FormatError(f"{t.name} interleaves {t.interleave} rows; {len(rows)} rows are not whole groups", "QK-E303")
 
 
 def _row_bytes(t: TensorType, n: int) -> int:
     if n < 1:
-        raise FormatError(f"rows of {n} values: there must be at least one block of {t.block}")
+        raise FormatError(f"rows of {n} values: there must be at least one block of {t.block}", "QK-E303")
     return t.row_bytes(n)
 
 
 def _weights(t: TensorType, imatrix: npt.NDArray[np.float32] | None, n: int) -> npt.NDArray[np.float32]:
     """Return the weights an encoder takes: float32 [n], or empty for none."""
     if imatrix is None and t.imatrix == "required":
-        raise RecipeError(f"{t.name} cannot be encoded without an importance matrix: pass one, a value per column")
+        raise RecipeError(
+            f"{t.name} cannot be encoded without an importance matrix: pass one, a value per column", "QK-E212"
+        )
     if imatrix is None or t.imatrix == "ignored":
         return np.empty(0, np.float32)
     weights = np.require(imatrix, np.float32, ["C", "A", "W"])
     if weights.shape != (n,):
-        raise FormatError(f"the importance matrix has shape {list(weights.shape)}; rows of {n} values need [{n}]")
+        raise FormatError(
+            f"the importance matrix has shape {list(weights.shape)}; rows of {n} values need [{n}]", "QK-E119"
+        )
     if not np.isfinite(weights).all():
-        raise FormatError("the importance matrix holds NaN or Inf; make it anew")
+        raise FormatError("the importance matrix holds NaN or Inf; make it anew", "QK-E118")
     return weights

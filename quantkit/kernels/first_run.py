@@ -1,11 +1,10 @@
-"""The first run: compile what is not cached on all CPUs, tell the user, and keep the time out of measurements.
+"""The first run: compile kernels that are not cached on all CPUs, tell the user, and keep the time out of measurements.
 
 ``working_seconds`` is a clock that stops meanwhile, so that no figure depends on the state of the cache.
 """
 
 from __future__ import annotations
 
-import gc
 import os
 import signal
 import sys
@@ -16,6 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 from quantkit.cpus import available_cpus
+from quantkit.process import no_collection
 
 Job = Callable[[], object]
 
@@ -28,13 +28,15 @@ class NotCached(Exception):
 
 
 class _Compiling:
-    """How many threads are compiling, since when, and the seconds before."""
+    """State of compilations: the threads that compile, since when, and the seconds before."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
-        self.depth, self.since, self.seconds = 0, 0.0, 0.0
-        self.forbidden = self.said = False
-        self.told: Callable[[str], None] | None = None
+        self.depth = 0
+        self.since = 0.0
+        self.seconds = 0.0
+        self.forbidden = self.announced = False
+        self.listener: Callable[[str], None] | None = None
 
     def enter(self) -> None:
         with self.lock:
@@ -51,16 +53,16 @@ class _Compiling:
                 self.say("")
 
     def say(self, text: str) -> None:
-        """Show progress where a line can be erased, or to who asked for it; elsewhere report once."""
-        if self.told is not None:
+        """Show progress where a line can be erased, or to a listener; elsewhere report once."""
+        if self.listener is not None:
             if text:
-                self.told(text)
+                self.listener(text)
         elif sys.stderr.isatty():
             sys.stderr.write(f"\r\033[K{text}")
             sys.stderr.flush()
-        elif not self.said:
+        elif not self.announced:
             sys.stderr.write(f"{text}\n")
-        self.said = True
+        self.announced = True
 
 
 _STATE = _Compiling()
@@ -68,12 +70,12 @@ _STATE = _Compiling()
 
 def mute() -> None:
     """Compile silently where stderr is not a terminal."""
-    _STATE.said = True
+    _STATE.announced = True
 
 
 def tell(listener: Callable[[str], None]) -> None:
     """Call ``listener`` with a line for each kernel that this process compiles, instead of writing to stderr."""
-    _STATE.told = listener
+    _STATE.listener = listener
 
 
 def working_seconds() -> float:
@@ -88,18 +90,15 @@ def compiling() -> Iterator[None]:
     """Mark compilation: report it once and stop the clock. Raises NotCached while only the cache may be used."""
     if _STATE.forbidden:
         raise NotCached
-    collects = gc.isenabled()
-    gc.disable()  # saves a sixth of the time; there is next to no garbage before the end
-    _STATE.enter()
-    try:
-        yield
-    finally:
-        _STATE.leave()
-        if collects:
-            gc.enable()
+    with no_collection():
+        _STATE.enter()
+        try:
+            yield
+        finally:
+            _STATE.leave()
 
 
-def compile_together(jobs: Sequence[Job]) -> None:
+def compile_in_order(jobs: Sequence[Job]) -> None:
     """Run jobs that each load or compile a kernel, those not in the cache in several processes.
 
     Processes take one job at a time; children only fill the cache. Where fork is not available, this process compiles
@@ -149,7 +148,7 @@ def _fork(jobs: list[Job], numbers: int) -> int:
     if child == 0:
         try:
             mute()
-            _STATE.told = None
+            _STATE.listener = None
             sys.stderr = open(os.devnull, "w")  # noqa: SIM115
             _work(jobs, numbers)
         finally:

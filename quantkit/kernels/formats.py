@@ -15,12 +15,12 @@ Everything else follows: commands, activation formats, products, embeddings, the
 
 A *unit* is 256 values, what an unpacker unpacks at once. *Row headers*: rows of a type with ``row:f32@0`` (or f16) in
 ``scales`` begin with a scale for the whole row. Unpackers and reference decoders see blocks only: code that walks a
-row reads the scale once and applies it, so types without one pay nothing. Products *stretch* it in two trellis types,
-as all products of ik_llama.cpp do (iqk_gemm_ktquants.cpp) and its dequantize_row_* do not: fitted to weighted
-squares, levels that coarse come out too small.
+row reads the scale once and applies it, so types without one pay nothing. Products multiply it by a *gain* in two
+trellis types, as all products of ik_llama.cpp do (iqk_gemm_ktquants.cpp) and its dequantize_row_* do not: fitted to
+weighted squares, levels that coarse come out too small.
 
-*Woven types* (_R4, _R8, _R16) need no record, only their layout (interleave.py): everything is computed on their base
-type, whose bytes, taken apart, they hold. That of IQ1_S_R4 and IQ1_M_R4 is in no file (``types.ROWS``).
+*Interleaved types* (_R4, _R8, _R16) need no record, only their layout (interleave.py): everything is computed on their
+base type, whose bytes, taken apart, they hold. That of IQ1_S_R4 and IQ1_M_R4 is in no file (``types.ROWS``).
 """
 
 from __future__ import annotations
@@ -57,23 +57,23 @@ class Format:
     #: Whether levels may be negative; products of unsigned levels need no offset.
     signed: bool = True
     #: What products multiply the scale of a row by; the decoder does not.
-    stretch: float = 1.0
+    row_scale_gain: float = 1.0
     #: CUDA, one or two rows: each value of x takes a register, its byte four times over (ik_dot_forms.cuh).
-    fourfold: bool = False
+    byte_replicated: bool = False
     #: CUDA, many rows: bytes of a level times its scale, 0 if not folded; AS_F16 if it is a half (folded.cuh).
-    planes: int = 0
+    folded_scale_bytes: int = 0
     #: CUDA, one row: tensor cores multiply tiles of 16 rows of weights (tile_forms.cuh).
     tiles: bool = False
     #: CUDA: words of the grid of levels.
     grid: int = 0
     #: CUDA, few rows: parts of 32 values per lane and step (dot_forms.cuh).
-    parts: int = 1
+    blocks_per_lane: int = 1
     #: CUDA, one row: how many rows of weights fit the registers beside it, if fewer than its bits allow (mat_vec.py).
-    fitting: int = 0
+    max_rows_in_registers: int = 0
     #: Whether both trees encode it, but ik_llama.cpp by a search of its own.
     ik_encoder: bool = False
     #: CUDA: two types with the same name here can share a launch: the same activations, little shared memory.
-    together: str = ""
+    launch_group: str = ""
 
     @property
     def is_float(self) -> bool:
@@ -92,18 +92,18 @@ class Format:
         return bits & -bits
 
 
-#: Whose search an encoder follows; they differ in types that both trees have (``Format.ik_encoder``), and in what woven
-#: types hold of them.
+#: Whose search an encoder follows; they differ in types that both trees have (``Format.ik_encoder``), and in what
+#: interleaved types hold of them.
 ENCODERS = ("mainline", "ik")
 #: A third encoder, of Q4_0 alone: levels -7 .. 7, as with ik_llama.cpp's --symmetric-q40.
 SYMMETRIC = "symmetric"
 
 #: ``planes`` of a type whose levels become half floats.
-AS_F16 = 16
+FOLDED_TO_F16 = 16
 
 
-def _format(name: str, family: str, encodes: bool, activations: str, **more: Any) -> Format:
-    return Format(BY_NAME[name], family, encodes, activations, **more)
+def _format(name: str, family: str, encodes: bool, activations: str, **fields: Any) -> Format:
+    return Format(BY_NAME[name], family, encodes, activations, **fields)
 
 
 _MINS: dict[str, Any] = {"mins": True, "signed": False}
@@ -123,74 +123,76 @@ FORMATS: dict[str, Format] = {
         _format("Q8_0", "legacy", True, "q8_0"),
         _format("Q6_0", "legacy", True, "q8_2"),
         _format("Q8_KV", "legacy", True, "q8_kv"),
-        _format("Q2_K", "k_quants", True, "q8_k", **_MINS, **_IK, span=16, planes=1, together="K"),
-        _format("Q3_K", "k_quants", True, "q8_k", **_IK, span=16, planes=1, together="K"),
-        _format("Q4_K", "k_quants", True, "q8_k", **_MINS, **_IK, together="K"),
-        _format("Q5_K", "k_quants", True, "q8_k", **_MINS, **_IK, together="K"),
-        _format("Q6_K", "k_quants", True, "q8_k", **_IK, span=16, planes=2, together="K"),
-        _format("IQ1_S", "i_quants", True, "q8_k", grid=2048, parts=2),
-        _format("IQ1_M", "i_quants", True, "q8_k", **_IK, span=16, planes=2, grid=2048, parts=2),
+        _format("Q2_K", "k_quants", True, "q8_k", **_MINS, **_IK, span=16, folded_scale_bytes=1, launch_group="K"),
+        _format("Q3_K", "k_quants", True, "q8_k", **_IK, span=16, folded_scale_bytes=1, launch_group="K"),
+        _format("Q4_K", "k_quants", True, "q8_k", **_MINS, **_IK, launch_group="K"),
+        _format("Q5_K", "k_quants", True, "q8_k", **_MINS, **_IK, launch_group="K"),
+        _format("Q6_K", "k_quants", True, "q8_k", **_IK, span=16, folded_scale_bytes=2, launch_group="K"),
+        _format("IQ1_S", "i_quants", True, "q8_k", grid=2048, blocks_per_lane=2),
+        _format("IQ1_M", "i_quants", True, "q8_k", **_IK, span=16, folded_scale_bytes=2, grid=2048, blocks_per_lane=2),
         _format("IQ1_S_ROW", "i_quants", True, "q8_0", grid=2048),
-        _format("IQ1_M_ROW", "i_quants", True, "q8_0", span=16, planes=AS_F16, grid=2048),
-        _format("IQ2_XXS", "i_quants", True, "q8_k", grid=256, parts=2),
-        _format("IQ2_XS", "i_quants", True, "q8_k", **_IK, span=16, planes=2, grid=512, parts=2),
-        _format("IQ2_S", "i_quants", True, "q8_k", span=16, planes=2, grid=1024, parts=2),
-        _format("IQ3_XXS", "i_quants", True, "q8_k", grid=256, parts=2),
-        _format("IQ3_S", "i_quants", True, "q8_k", grid=512, parts=2),
+        _format("IQ1_M_ROW", "i_quants", True, "q8_0", span=16, folded_scale_bytes=FOLDED_TO_F16, grid=2048),
+        _format("IQ2_XXS", "i_quants", True, "q8_k", grid=256, blocks_per_lane=2),
+        _format("IQ2_XS", "i_quants", True, "q8_k", **_IK, span=16, folded_scale_bytes=2, grid=512, blocks_per_lane=2),
+        _format("IQ2_S", "i_quants", True, "q8_k", span=16, folded_scale_bytes=2, grid=1024, blocks_per_lane=2),
+        _format("IQ3_XXS", "i_quants", True, "q8_k", grid=256, blocks_per_lane=2),
+        _format("IQ3_S", "i_quants", True, "q8_k", grid=512, blocks_per_lane=2),
         _format("IQ4_NL", "i_quants", True, "q8_0", **_IK),
-        _format("IQ4_XS", "i_quants", True, "q8_k", **_IK, together="K"),
-        _format("TQ1_0", "ternary", True, "q8_k", planes=1, parts=2),
-        _format("TQ2_0", "ternary", True, "q8_k", planes=1, parts=2),
+        _format("IQ4_XS", "i_quants", True, "q8_k", **_IK, launch_group="K"),
+        _format("TQ1_0", "ternary", True, "q8_k", folded_scale_bytes=1, blocks_per_lane=2),
+        _format("TQ2_0", "ternary", True, "q8_k", folded_scale_bytes=1, blocks_per_lane=2),
         _format("Q2_0", "ternary", True, "q8_0"),
         _format("Q1_0", "binary", True, "q8_0"),
         _format("MXFP4", "fp4", True, "q8_0"),
-        _format("NVFP4", "fp4", True, "q8_0", span=16, planes=AS_F16),
-        _format("IQ1_BN", "bitnet", True, "q8_k64", parts=2, fitting=4),
-        _format("IQ2_BN", "bitnet", True, "q8_k64", parts=2),
-        _format("IQ2_K", "ik_quants", True, "q8_k", span=16, planes=2, together="K"),
-        _format("IQ3_K", "ik_quants", True, "q8_k", span=16, planes=2, together="K"),
-        _format("IQ4_K", "ik_quants", True, "q8_k", span=16, planes=2, together="K"),
-        _format("IQ5_K", "ik_quants", True, "q8_k", span=16, planes=2, together="K"),
-        _format("IQ6_K", "ik_quants", True, "q8_k", span=16, planes=2, together="K"),
-        _format("IQ2_KS", "ik_quants", True, "q8_k", together="K"),
-        _format("IQ3_KS", "ik_quants", True, "q8_k", together="K"),
-        _format("IQ4_KS", "ik_quants", True, "q8_k", together="K"),
-        _format("IQ5_KS", "ik_quants", True, "q8_k", together="K"),
-        _format("IQ4_KSS", "ik_quants", True, "q8_k", together="K"),
-        _format("IQ2_KL", "ik_quants", True, "q8_k", parts=2, together="K"),
-        _format("IQ1_KT", "trellis", True, "q8_2", fourfold=True, tiles=True),
-        _format("IQ2_KT", "trellis", True, "q8_2", stretch=1.05, fourfold=True, tiles=True),
-        _format("IQ3_KT", "trellis", True, "q8_2", stretch=1.01, tiles=True),
-        _format("IQ4_KT", "trellis", True, "q8_2", fourfold=True),
+        _format("NVFP4", "fp4", True, "q8_0", span=16, folded_scale_bytes=FOLDED_TO_F16),
+        _format("IQ1_BN", "bitnet", True, "q8_k64", blocks_per_lane=2, max_rows_in_registers=4),
+        _format("IQ2_BN", "bitnet", True, "q8_k64", blocks_per_lane=2),
+        _format("IQ2_K", "ik_quants", True, "q8_k", span=16, folded_scale_bytes=2, launch_group="K"),
+        _format("IQ3_K", "ik_quants", True, "q8_k", span=16, folded_scale_bytes=2, launch_group="K"),
+        _format("IQ4_K", "ik_quants", True, "q8_k", span=16, folded_scale_bytes=2, launch_group="K"),
+        _format("IQ5_K", "ik_quants", True, "q8_k", span=16, folded_scale_bytes=2, launch_group="K"),
+        _format("IQ6_K", "ik_quants", True, "q8_k", span=16, folded_scale_bytes=2, launch_group="K"),
+        _format("IQ2_KS", "ik_quants", True, "q8_k", launch_group="K"),
+        _format("IQ3_KS", "ik_quants", True, "q8_k", launch_group="K"),
+        _format("IQ4_KS", "ik_quants", True, "q8_k", launch_group="K"),
+        _format("IQ5_KS", "ik_quants", True, "q8_k", launch_group="K"),
+        _format("IQ4_KSS", "ik_quants", True, "q8_k", launch_group="K"),
+        _format("IQ2_KL", "ik_quants", True, "q8_k", blocks_per_lane=2, launch_group="K"),
+        _format("IQ1_KT", "trellis", True, "q8_2", byte_replicated=True, tiles=True),
+        _format("IQ2_KT", "trellis", True, "q8_2", row_scale_gain=1.05, byte_replicated=True, tiles=True),
+        _format("IQ3_KT", "trellis", True, "q8_2", row_scale_gain=1.01, tiles=True),
+        _format("IQ4_KT", "trellis", True, "q8_2", byte_replicated=True),
     )
 }
 
 #: Those with blocks of levels, and so with an unpacker.
-UNPACKED: tuple[TensorType, ...] = tuple(f.type for f in FORMATS.values() if not f.is_float)
+BLOCK_TYPES: tuple[TensorType, ...] = tuple(f.type for f in FORMATS.values() if not f.is_float)
 
 
-#: Woven types whose encoder starts from values, not from the rows of a base type.
-WOVEN_ENCODERS = ("Q8_K_R8", "Q8_K_R16")
+#: Interleaved types whose encoder starts from values, not from the rows of a base type.
+INTERLEAVED_ENCODERS = ("Q8_K_R8", "Q8_K_R16")
 
 
 def has_decoder(t: TensorType) -> bool:
-    """Whether rows of type ``t`` can be decoded and multiplied: a woven type as its base type."""
+    """Return whether rows of type ``t`` can be decoded and multiplied: an interleaved type as its base type."""
     return base_of(t).name in FORMATS
 
 
 def has_encoder(t: TensorType) -> bool:
-    """Whether rows can be encoded as type ``t``."""
+    """Return whether rows can be encoded as type ``t``."""
     base = base_of(t)
     if base is not t:
         exact = layout_of(t).is_exact and base.name in FORMATS and FORMATS[base.name].encodes
-        return exact or t.name in WOVEN_ENCODERS
+        return exact or t.name in INTERLEAVED_ENCODERS
     return t.name in FORMATS and FORMATS[t.name].encodes
 
 
-def format_of(t: TensorType, what: str = "decoder") -> Format:
-    """Return the record of type ``t``; raise TypeNotSupported, saying that ``what`` is missing, if there is none."""
-    if t.name not in FORMATS or (what == "encoder" and not FORMATS[t.name].encodes):
-        raise TypeNotSupported(f"there is no {what} for {t.name} in this version; `quantkit types` shows which exist")
+def format_of(t: TensorType, function: str = "decoder") -> Format:
+    """Return the record of type ``t``; raise TypeNotSupported, naming the missing ``function``, if there is none."""
+    if t.name not in FORMATS or (function == "encoder" and not FORMATS[t.name].encodes):
+        raise TypeNotSupported(
+            f"there is no {function} for {t.name} in this version; `quantkit types` shows which exist", "QK-E302"
+        )
     return FORMATS[t.name]
 
 
@@ -199,35 +201,36 @@ def activation_format(t: TensorType) -> str:
     return format_of(t).activations
 
 
-def check_encoder(wanted: str | None) -> None:
+def check_encoder(encoder: str | None) -> None:
     """Raise RecipeError unless ``wanted`` is one of ENCODERS, or None."""
-    if wanted is not None and wanted not in ENCODERS:
-        raise RecipeError(f"there is no encoder {wanted!r}: give {' or '.join(ENCODERS)}")
+    if encoder is not None and encoder not in ENCODERS:
+        raise RecipeError(f"there is no encoder {encoder!r}: give {' or '.join(ENCODERS)}", "QK-E203")
 
 
-def encoder_for(t: TensorType, wanted: str | None = None) -> str:
-    """Return whose search, one of ENCODERS, encodes type ``t``: that of its tree, or ``wanted`` if there are two.
+def encoder_for(t: TensorType, encoder: str | None = None) -> str:
+    """Return which search, one of ENCODERS, encodes type ``t``: that of its tree, or ``encoder`` if there are two.
 
-    A type of both trees is llama.cpp's, but what a woven type makes of one is ik_llama.cpp's. SYMMETRIC is a third one.
+    A type of both trees is llama.cpp's, but what an interleaved type makes of one is ik_llama.cpp's. SYMMETRIC is a
+    third one.
     """
     base = base_of(t)
-    if wanted == SYMMETRIC:
+    if encoder == SYMMETRIC:
         return SYMMETRIC if base.name == "Q4_0" else encoder_for(t)
-    check_encoder(wanted)
-    own = "ik" if t.trees == "ik" else "mainline"
-    two = base.trees == "both" and t.name not in WOVEN_ENCODERS
+    check_encoder(encoder)
+    native = "ik" if t.trees == "ik" else "mainline"
+    two = base.trees == "both" and t.name not in INTERLEAVED_ENCODERS
     if base is t:
         two = t.name in FORMATS and FORMATS[t.name].ik_encoder
-    return wanted if wanted is not None and two else own
+    return encoder if encoder is not None and two else native
 
 
-def cpu_function(verb: str, t: TensorType, by: str | None = None) -> Callable[..., Any]:
-    """Return ``encode_<type>``, by whose search is wanted, or ``unpack_<type>``; raise TypeNotSupported if none."""
-    found = format_of(t, "encoder" if verb == "encode" else "unpacker")
-    if verb == "unpack" and found.is_float:
+def cpu_function(verb: str, t: TensorType, variant: str | None = None) -> Callable[..., Any]:
+    """Return ``encode_<type>``, of the search ``variant``, or ``unpack_<type>``; raise TypeNotSupported if none."""
+    spec = format_of(t, "encoder" if verb == "encode" else "unpacker")
+    if verb == "unpack" and spec.is_float:
         raise TypeNotSupported(f"{t.name} is no type of blocks: there is nothing to unpack")
-    module = importlib.import_module(f"quantkit.kernels.cpu.{verb}.{found.family}")
+    module = importlib.import_module(f"quantkit.kernels.cpu.{verb}.{spec.family}")
     suffix = ""
-    if verb == "encode" and found.ik_encoder and (whose := encoder_for(t, by)) != "mainline":
-        suffix = f"_{whose}"
+    if verb == "encode" and spec.ik_encoder and (search := encoder_for(t, variant)) != "mainline":
+        suffix = f"_{search}"
     return getattr(module, f"{verb}_{t.name.lower()}{suffix}")  # type: ignore[no-any-return]

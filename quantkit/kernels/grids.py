@@ -24,14 +24,14 @@ class Grid:
     """The levels of groups of columns.
 
     points: levels of each index, or magnitudes if there are signs, float32 [indices, columns]. parts: points of a
-    group. signs: bits of a group's signs: none, one for each column, or one less, if an even number is negative. books:
-    a bit of the sub-block tells in which half of the points its groups' indices count.
+    group. signs: bits of a group's signs: none, one for each column, or one less, if an even number is negative.
+    codebooks: a bit of the sub-block tells in which half of the points its groups' indices count.
     """
 
     points: F32
-    parts: int = 1
+    points_per_group: int = 1
     signs: int = 0
-    books: int = 1
+    codebooks: int = 1
 
     @property
     def size(self) -> int:
@@ -41,7 +41,7 @@ class Grid:
     @property
     def columns(self) -> int:
         """Columns of a group."""
-        return self.parts * self.size
+        return self.points_per_group * self.size
 
     @property
     def is_even(self) -> bool:
@@ -51,32 +51,32 @@ class Grid:
     @cached_property
     def index_bits(self) -> int:
         """Bits of an index."""
-        return (len(self.points) // self.books).bit_length() - 1
+        return (len(self.points) // self.codebooks).bit_length() - 1
 
     def indices(self, q: U32) -> U32:
         """Return the indices of groups' points, uint32 [..., parts]."""
-        shifts = np.arange(self.parts, dtype=np.uint32) * np.uint32(self.index_bits)
+        shifts = np.arange(self.points_per_group, dtype=np.uint32) * np.uint32(self.index_bits)
         return (q[..., None] >> shifts) & np.uint32((1 << self.index_bits) - 1)
 
     def negative(self, q: U32) -> U32:
         """Return which levels of groups are negative, a bit each."""
-        signs = q >> np.uint32(self.parts * self.index_bits)
+        signs = q >> np.uint32(self.points_per_group * self.index_bits)
         if self.is_even:
             signs = signs | (np.bitwise_count(signs).astype(np.uint32) & np.uint32(1)) << np.uint32(self.signs)
         return signs
 
     def q_of(self, indices: U32, negative: U32) -> U32:
         """Return the q of groups from indices [..., parts] and the bits of negative levels."""
-        q = (negative & np.uint32((1 << self.signs) - 1)) << np.uint32(self.parts * self.index_bits)
-        for part in range(self.parts):
+        q = (negative & np.uint32((1 << self.signs) - 1)) << np.uint32(self.points_per_group * self.index_bits)
+        for part in range(self.points_per_group):
             q = q | indices[..., part] << np.uint32(part * self.index_bits)
         return q.astype(np.uint32)
 
-    def levels(self, q: U32, book: npt.NDArray[np.uint8] | None = None) -> F32:
-        """Return the levels of groups, float32 [..., columns]; ``book`` is that of each group."""
+    def levels(self, q: U32, codebook: npt.NDArray[np.uint8] | None = None) -> F32:
+        """Return the levels of groups, float32 [..., columns]; ``codebook`` is that of each group."""
         indices = self.indices(q)
-        if self.books > 1 and book is not None:
-            indices = indices + (book.astype(np.uint32) << np.uint32(self.index_bits))[..., None]
+        if self.codebooks > 1 and codebook is not None:
+            indices = indices + (codebook.astype(np.uint32) << np.uint32(self.index_bits))[..., None]
         levels = self.points[indices].reshape(*q.shape, -1)
         if not self.signs:
             return levels
@@ -115,7 +115,7 @@ def trellis_levels(first: int, count: int, size: int) -> npt.NDArray[np.int64]:
     return np.stack(levels, 1)
 
 
-def trellis(size: int, bits: int = 16, signs: int = 0, books: int = 1) -> Grid:
-    """Return the grid of a trellis type with so many bits of an index and book; of magnitudes, if there are signs."""
+def trellis(size: int, bits: int = 16, signs: int = 0, codebooks: int = 1) -> Grid:
+    """Return the grid of a trellis type with so many bits of an index and codebook; of magnitudes if it has signs."""
     points = trellis_levels(0, 1 << bits, size).astype(np.float32)
-    return Grid(np.abs(points) if signs else points, 1, signs, books)
+    return Grid(np.abs(points) if signs else points, 1, signs, codebooks)

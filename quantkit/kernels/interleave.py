@@ -1,17 +1,19 @@
-"""Row-interleaved types: where each bit of 4, 8 or 16 rows lies when they are woven together.
+"""Row-interleaved types: where each bit of 4, 8 or 16 rows lies when they are interleaved.
 
-A woven type (_R4, _R8, _R16 of ik_llama.cpp; Q4_0_4X4, Q4_0_4X8 and Q4_0_8X8 of ARM builds) holds the blocks of a
-*base* type, rearranged so that a CPU multiplies several rows at once: dwords of the rows alternate, nibbles and bits
+An interleaved type (_R4, _R8, _R16 of ik_llama.cpp; Q4_0_4X4, Q4_0_4X8 and Q4_0_8X8 of ARM builds) holds the blocks of
+a *base* type, rearranged so that a CPU multiplies several rows at once: dwords of the rows alternate, nibbles and bits
 of values that are multiplied together share a byte. Nothing is computed and nothing lost: a layout is a permutation of
 bits, written below as data, from which kernels/cpu/interleave.py makes a kernel for each direction.
 
 What permutations do not cover::
 
-    signs       IQ2_XXS, IQ2_XS and IQ3_XXS store 7 signs of 8 and give the last by parity; woven, each is the parity of
+    signs       IQ2_XXS, IQ2_XS and IQ3_XXS store 7 signs of 8 and give the last by parity; interleaved, each is the
+    parity of
                 all up to it, which is linear, too: bits 1 .. 7 of some bytes, see ``Layout.signs``
     flipped     levels that are stored with an offset: a constant is XORed
     Q8_KV_R8    drops the sum of a row's levels, which is counted again
-    Q8_K_R8     and Q8_K_R16 weave activations, Q8_K, which no file holds: taken apart they become Q8_0, whose scales
+    Q8_K_R8     and Q8_K_R16 interleave activations, Q8_K, which no file holds: taken apart they become Q8_0, whose
+    scales
                 then repeat, with the same values; the way back does not exist
     IQ1_S_R4    and IQ1_M_R4 are formats of their own, with a scale per row: their base types are ``types.ROWS``, which
                 no file holds. For files IQ1_S_R4 becomes IQ1_S, whose scales then repeat, with the same values; scales
@@ -39,22 +41,22 @@ Bits = npt.NDArray[np.int32]
 
 @dataclass(frozen=True, eq=False)
 class Layout:
-    """How the rows of one woven type lie in a group of ``type.interleave`` rows.
+    """Layout of the rows of an interleaved type in a group of ``type.interleave`` rows.
 
-    A *unit* is what is rearranged at a time: ``values`` values of each row, one block or several. ``weave`` gives, for
-    each bit of a woven unit, the bit of the rows' units that it holds, these one behind the other; None if there is no
-    way in this direction. ``unravel`` gives, for each bit of the rows' units, the bit of the woven one.
+    A *unit* is what is rearranged at a time: ``values`` values of each row, one block or several. source_bits: for each
+    bit of an interleaved unit, the bit of the rows' units that it holds, these one behind the other; None if rows can
+    only be taken apart. target_bits: for each bit of the rows' units, the bit of the interleaved one.
     """
 
     type: TensorType
     base: TensorType
     values: int
-    weave: Bits | None
-    unravel: Bits
-    #: Bytes of a woven unit whose bits 1 .. 7 are running parities.
+    source_bits: Bits | None
+    target_bits: Bits
+    #: Bytes of an interleaved unit whose bits 1 .. 7 are running parities.
     signs: npt.NDArray[np.bool_]
-    #: What is XORed to the bytes of a woven unit.
-    flipped: npt.NDArray[np.uint8]
+    #: What is XORed to the bytes of an interleaved unit.
+    xor: npt.NDArray[np.uint8]
 
     @property
     def rows(self) -> int:
@@ -62,14 +64,14 @@ class Layout:
         return self.type.interleave
 
     @property
-    def spreads(self) -> bool:
+    def repeats_row_scale(self) -> bool:
         """Whether the scale of a row becomes that of each of its blocks."""
         return self.type.row_header == 2 and self.base.row_header == 0
 
     @property
     def is_exact(self) -> bool:
-        """Whether rows can be woven and taken apart, and are the same bytes as before."""
-        return self.weave is not None
+        """Whether rows can be interleaved and taken apart, and are the same bytes as before."""
+        return self.source_bits is not None
 
 
 # --- bits --------------------------------------------------------------------------------------------------------
@@ -113,7 +115,7 @@ def _by_row(field: Bits, size: int = 1) -> Bits:
     return np.moveaxis(field.reshape(r, n // size, size, 8), 0, 1)
 
 
-def _together(levels: Bits, *starts: tuple[int, ...], span: int = 32) -> Bits:
+def _bytes_of_levels(levels: Bits, *starts: tuple[int, ...], span: int = 32) -> Bits:
     """Return bytes that each hold levels of one row that are far apart.
 
     levels: [R, values, width]. In each ``span`` values, every tuple of starts makes a piece: 4 bytes of each row, of
@@ -121,8 +123,8 @@ def _together(levels: Bits, *starts: tuple[int, ...], span: int = 32) -> Bits:
     """
     r, n, width = levels.shape
     picked = np.array(starts)[:, :, None] + np.arange(4)  # [pieces, parts, 4]
-    found = levels.reshape(r, n // span, span, width)[:, :, picked]  # [R, n / span, pieces, parts, 4, width]
-    return found.transpose(1, 2, 0, 4, 3, 5).reshape(n // span, len(starts), r, 4, -1)
+    values = levels.reshape(r, n // span, span, width)[:, :, picked]  # [R, n / span, pieces, parts, 4, width]
+    return values.transpose(1, 2, 0, 4, 3, 5).reshape(n // span, len(starts), r, 4, -1)
 
 
 #: The order of nibbles in most types, and of quarters.
@@ -145,25 +147,29 @@ def _dwords(rows: Bits, scale: int) -> Bits:
 
 
 def _plain_nibbles(rows: Bits) -> Bits:
-    return _flat(rows[:, :2], _together(_stripes(rows[:, 2:18], 4, 16), *NIBBLES))
+    return _flat(rows[:, :2], _bytes_of_levels(_stripes(rows[:, 2:18], 4, 16), *NIBBLES))
 
 
 def _q5_0(rows: Bits) -> Bits:
     high = _split(rows[:, 2:6], 1)
     order = (0, 16, 4, 20, 8, 24, 12, 28)
-    return _flat(rows[:, :2], _together(high, order), _together(_stripes(rows[:, 6:], 4, 16), *NIBBLES))
+    return _flat(rows[:, :2], _bytes_of_levels(high, order), _bytes_of_levels(_stripes(rows[:, 6:], 4, 16), *NIBBLES))
 
 
 def _q6_0(rows: Bits) -> Bits:
     # Byte j of qh: values j, j + 16 and then j + 8, j + 24.
     pairs = _split(rows[:, 2:10], 2).reshape(-1, 8, 2, 2, 2)
     high = pairs.transpose(0, 3, 2, 1, 4).reshape(-1, 32, 2)
-    return _flat(rows[:, :2], _together(high, *QUARTERS), _together(_stripes(rows[:, 10:], 4, 16), *NIBBLES))
+    return _flat(
+        rows[:, :2], _bytes_of_levels(high, *QUARTERS), _bytes_of_levels(_stripes(rows[:, 10:], 4, 16), *NIBBLES)
+    )
 
 
 def _pair_scales(rows: Bits) -> tuple[Bits, Bits]:
     """Return scales and minimums of Q4_K and Q5_K, [R, 8, 6] each."""
-    low, mid, high = rows[:, 4:8], rows[:, 8:12], rows[:, 12:16]
+    low = rows[:, 4:8]
+    mid = rows[:, 8:12]
+    high = rows[:, 12:16]
     scales = [low[..., :6], _join(high[..., :4], low[..., 6:])]
     mins = [mid[..., :6], _join(high[..., 4:], mid[..., 6:])]
     return np.concatenate(scales, axis=1), np.concatenate(mins, axis=1)
@@ -176,13 +182,13 @@ def _k_head(rows: Bits) -> Bits:
 
 
 def _q4_k(rows: Bits) -> Bits:
-    return _flat(_k_head(rows), _together(_stripes(rows[:, 16:], 4, 32), *NIBBLES))
+    return _flat(_k_head(rows), _bytes_of_levels(_stripes(rows[:, 16:], 4, 32), *NIBBLES))
 
 
 def _q5_k(rows: Bits) -> Bits:
     high = _stripes(rows[:, 16:48], 1, 32)
-    levels = _together(_stripes(rows[:, 48:], 4, 32), *NIBBLES)
-    return _flat(_k_head(rows), _together(high, (0, 8, 4, 12, 16, 24, 20, 28)), levels)
+    levels = _bytes_of_levels(_stripes(rows[:, 48:], 4, 32), *NIBBLES)
+    return _flat(_k_head(rows), _bytes_of_levels(high, (0, 8, 4, 12, 16, 24, 20, 28)), levels)
 
 
 def _q6_k(rows: Bits) -> Bits:
@@ -191,19 +197,19 @@ def _q6_k(rows: Bits) -> Bits:
     high = _stripes(rows[:, 128:192], 2, 32)
     scales = _by_row(rows[:, 192:208])
     quarters = ((0, 8, 4, 12), (16, 24, 20, 28))
-    return _flat(rows[:, 208:], scales, _together(high, *quarters), _together(low, *NIBBLES))
+    return _flat(rows[:, 208:], scales, _bytes_of_levels(high, *quarters), _bytes_of_levels(low, *NIBBLES))
 
 
 def _q2_k(rows: Bits) -> Bits:
-    levels = _together(_stripes(rows[:, 16:80], 2, 32), *QUARTERS)
+    levels = _bytes_of_levels(_stripes(rows[:, 16:80], 2, 32), *QUARTERS)
     return _flat(rows[:, 80:82], rows[:, 82:84], _by_row(rows[:, :16]), levels)
 
 
 def _q3_k(rows: Bits) -> Bits:
     low, high = _stripes(rows[:, 96:104], 4, 8), _stripes(rows[:, 104:108], 2, 4)  # 16 scales of 4 + 2 bits
-    packed = [_pack_stripes(x.swapaxes(0, 1).reshape(-1, x.shape[-1])) for x in (high, low)]
-    levels = _together(_stripes(rows[:, 32:96], 2, 32), *QUARTERS)
-    return _flat(rows[:, 108:], *packed, _together(_stripes(rows[:, :32], 1, 32), *EIGHTHS), levels)
+    stripes = [_pack_stripes(x.swapaxes(0, 1).reshape(-1, x.shape[-1])) for x in (high, low)]
+    levels = _bytes_of_levels(_stripes(rows[:, 32:96], 2, 32), *QUARTERS)
+    return _flat(rows[:, 108:], *stripes, _bytes_of_levels(_stripes(rows[:, :32], 1, 32), *EIGHTHS), levels)
 
 
 def _shifts(rows: Bits) -> Bits:
@@ -218,24 +224,28 @@ def _sub_scales(*fields: Bits) -> list[Bits]:
 
 def _iq2_k(rows: Bits) -> Bits:
     scales = _sub_scales(_split(rows[:, 4:12], 4))
-    return _flat(rows[:, :2], _shifts(rows[:, 2:4]), *scales, _together(_stripes(rows[:, 12:], 2, 32), *QUARTERS))
+    return _flat(
+        rows[:, :2], _shifts(rows[:, 2:4]), *scales, _bytes_of_levels(_stripes(rows[:, 12:], 2, 32), *QUARTERS)
+    )
 
 
 def _iq3_k(rows: Bits) -> Bits:
     scales = _sub_scales(_split(rows[:, 4:6], 1), _split(rows[:, 6:14], 4))
     low, high = _stripes(rows[:, 14:78], 2, 32), _stripes(rows[:, 78:], 1, 32)
-    return _flat(rows[:, :2], _shifts(rows[:, 2:4]), *scales, _together(low, *QUARTERS), _together(high, *EIGHTHS))
+    return _flat(
+        rows[:, :2], _shifts(rows[:, 2:4]), *scales, _bytes_of_levels(low, *QUARTERS), _bytes_of_levels(high, *EIGHTHS)
+    )
 
 
 def _iq4_k(rows: Bits) -> Bits:
     scales = _sub_scales(_split(rows[:, 4:8], 2), _split(rows[:, 8:16], 4))
-    levels = _together(_stripes(rows[:, 16:144], 4, 16), *NIBBLES)
+    levels = _bytes_of_levels(_stripes(rows[:, 16:144], 4, 16), *NIBBLES)
     return _flat(rows[:, :2], _shifts(rows[:, 2:4]), *scales, levels)
 
 
 def _iq5_levels(low: Bits, high: Bits) -> Bits:
-    bits = _together(_stripes(high, 1, 32), (0, 8, 16, 24, 4, 12, 20, 28))
-    return _flat(_together(_stripes(low, 4, 32), *NIBBLES), bits)
+    bits = _bytes_of_levels(_stripes(high, 1, 32), (0, 8, 16, 24, 4, 12, 20, 28))
+    return _flat(_bytes_of_levels(_stripes(low, 4, 32), *NIBBLES), bits)
 
 
 def _iq5_k(rows: Bits) -> Bits:
@@ -244,7 +254,7 @@ def _iq5_k(rows: Bits) -> Bits:
 
 
 def _iq4_ks(rows: Bits) -> Bits:
-    return _flat(_by_row(rows[:, :8]), _together(_stripes(rows[:, 8:], 4, 16), *NIBBLES))
+    return _flat(_by_row(rows[:, :8]), _bytes_of_levels(_stripes(rows[:, 8:], 4, 16), *NIBBLES))
 
 
 def _iq5_ks(rows: Bits) -> Bits:
@@ -253,13 +263,13 @@ def _iq5_ks(rows: Bits) -> Bits:
 
 def _iq4_xs(rows: Bits) -> Bits:
     scales = _sub_scales(_split(rows[:, 2:4], 2), _split(rows[:, 4:8], 4))
-    levels = _together(_stripes(rows[:, 8:], 4, 16), (0, 4), (8, 12), (16, 20), (24, 28))
+    levels = _bytes_of_levels(_stripes(rows[:, 8:], 4, 16), (0, 4), (8, 12), (16, 20), (24, 28))
     return _flat(rows[:, :2], *scales, levels)
 
 
 def _iq2_bn(rows: Bits) -> Bits:
     quarters = [tuple(16 * part + start for start in (0, 4, 8, 12)) for part in range(4)]
-    return _flat(_together(_stripes(rows, 2, 16), *quarters, span=64))
+    return _flat(_bytes_of_levels(_stripes(rows, 2, 16), *quarters, span=64))
 
 
 def _signs_and_scale(words: Bits) -> Bits:
@@ -310,9 +320,9 @@ def _iq1_m(rows: Bits) -> Bits:
 
 def _q8_0_of_q8_k(rows: int) -> Bits:
     """The bits of Q8_0 rows in a group of Q8_K_R8 or Q8_K_R16: a half float of each row, then dwords in turn."""
-    woven = _bits(258 * rows)
-    scales = woven[: 2 * rows].reshape(rows, 1, 2, 8).repeat(8, axis=1)
-    levels = woven[2 * rows :].reshape(64, rows, 4, 8).swapaxes(0, 1).reshape(rows, 8, 32, 8)
+    interleaved = _bits(258 * rows)
+    scales = interleaved[: 2 * rows].reshape(rows, 1, 2, 8).repeat(8, axis=1)
+    levels = interleaved[2 * rows :].reshape(64, rows, 4, 8).swapaxes(0, 1).reshape(rows, 8, 32, 8)
     return np.concatenate([scales, levels], axis=2).reshape(-1)
 
 
@@ -326,7 +336,7 @@ def _iq1_s_of_r4() -> Bits:
 
 # --- the registry --------------------------------------------------------------------------------------------------
 
-#: Woven type: the base type, the values of a unit, the layout.
+#: Interleaved type: the base type, the values of a unit, the layout.
 _EXACT: dict[str, tuple[str, int, Callable[[Bits], Bits]]] = {
     "Q4_0_4X4": ("Q4_0", 32, _arm(4)),
     "Q4_0_4X8": ("Q4_0", 32, _arm(8)),
@@ -360,82 +370,90 @@ _EXACT: dict[str, tuple[str, int, Callable[[Bits], Bits]]] = {
     "IQ1_M_R4": ("IQ1_M_ROW", 32, _iq1_m),
     "BF16_R16": ("BF16", 2, lambda rows: _flat(_by_row(rows, 4))),
 }
-#: Woven types that can be taken apart into another type with the same values, without a way back.
+#: Interleaved types that can be taken apart into another type with the same values, without a way back.
 _ONE_WAY: dict[str, tuple[str, Callable[[], Bits]]] = {
     "Q8_K_R8": ("Q8_0", lambda: _q8_0_of_q8_k(8)),
     "Q8_K_R16": ("Q8_0", lambda: _q8_0_of_q8_k(16)),
     "IQ1_S_R4": ("IQ1_S", _iq1_s_of_r4),
 }
-#: Bytes of a woven unit with signs: (first, end, step).
+#: Bytes of an interleaved unit with signs: (first, end, step).
 _SIGNS = {"IQ2_XXS_R4": (8, 136, 1), "IQ3_XXS_R4": (8, 136, 1), "IQ2_XS_R4": (9, 264, 2)}
-#: A byte that is XORed from one byte of a woven unit on: (byte, first).
+#: A byte that is XORed from one byte of an interleaved unit on: (byte, first).
 _FLIPPED = {"Q4_0_4X4": (0x88, 8), "Q4_0_4X8": (0x88, 8), "Q4_0_8X8": (0x88, 16), "Q8_K_R16": (0x80, 32)}
 
-#: The base types of woven types, by name, and the other way round (of several, ik's).
+#: The base types of interleaved types, by name, and the other way round (of several, ik's).
 BASES: dict[str, str] = {**{n: r[0] for n, r in _ONE_WAY.items()}, **{name: row[0] for name, row in _EXACT.items()}}
-WOVEN: dict[str, str] = {row[0]: name for name, row in _EXACT.items() if BY_NAME[name].id > 100}
+INTERLEAVED: dict[str, str] = {row[0]: name for name, row in _EXACT.items() if BY_NAME[name].id > 100}
 
 
-def weaves_together(t: TensorType, *shape: int) -> bool:
-    """Return whether a tensor of ggml shape ``shape`` can be of a woven type: whole groups of rows, whole units."""
+def can_interleave(t: TensorType, *shape: int) -> bool:
+    """Return whether a tensor of ggml shape ``shape`` can be interleaved: whole groups of rows, whole units."""
     rows = shape[1] if len(shape) > 1 else 1
     return rows % t.interleave == 0 and shape[0] % layout_of(t, shape[0]).values == 0
 
 
-def is_woven(t: TensorType) -> bool:
-    """Whether rows of type ``t`` can be taken apart."""
+def is_interleaved(t: TensorType) -> bool:
+    """Return whether type ``t`` is interleaved."""
     return t.name in BASES
 
 
 def base_of(t: TensorType) -> TensorType:
-    """Return the type of the single rows of a woven type, on which kernels work; any other type itself."""
+    """Return the type of the single rows of an interleaved type, on which kernels work; any other type itself."""
     return BY_NAME[BASES.get(t.name, t.name)]
 
 
 def plain_of(t: TensorType) -> TensorType | None:
-    """Return the type that files hold single rows of a woven type as, with the same values, or None; others itself."""
+    """Return the type in which files hold single rows of an interleaved type, or None; of other types itself."""
     if base_of(t).in_files:
         return base_of(t)
     return BY_NAME[_ONE_WAY[t.name][0]] if t.name in _ONE_WAY else None
 
 
 def repacks(source: TensorType, target: TensorType) -> bool:
-    """Whether rows of one type become rows of another without a value being touched: only their order changes."""
+    """Return whether conversion from one type to another only changes the order of bytes (repacking)."""
     if source is target:
         return False
     if source is TENSOR_SCALED:
         return target is ROW_SCALED
-    if not is_woven(target):
+    if not is_interleaved(target):
         return plain_of(source) is target
     return base_of(source) is base_of(target) and layout_of(target).is_exact
 
 
-def woven_of(t: TensorType) -> TensorType | None:
-    """Return the woven type that holds rows of type ``t`` without loss, or None."""
-    return BY_NAME[WOVEN[t.name]] if t.name in WOVEN else None
+def interleaved_of(t: TensorType) -> TensorType | None:
+    """Return the interleaved type that holds rows of type ``t`` without loss, or None."""
+    return BY_NAME[INTERLEAVED[t.name]] if t.name in INTERLEAVED else None
 
 
 @cache
-def layout_of(t: TensorType, n: int = 0, to: TensorType | None = None) -> Layout:
-    """Return the layout of a woven type for rows of ``n`` values; raise TypeNotSupported if there is none.
+def layout_of(t: TensorType, n: int = 0, row_type: TensorType | None = None) -> Layout:
+    """Return the layout of an interleaved type for rows of ``n`` values; raise TypeNotSupported if there is none.
 
-    ``to``: the type of single rows, by default the base type.
+    ``row_type``: the type of single rows, by default the base type.
     """
     if t.name not in BASES:
         raise TypeNotSupported(f"{t.name} is no interleaved type")
-    to = to or base_of(t)
-    if t.name in _EXACT and to is base_of(t):
+    row_type = row_type or base_of(t)
+    if t.name in _EXACT and row_type is base_of(t):
         _, values, make = _EXACT[t.name]
         if values < 32 and n % 32 == 0:  # BF16_R16: pairs, many together
             values = 32
-        nbytes = values // to.block * to.block_bytes
-        weave = make(_bits(t.interleave, nbytes)).astype(np.int32)
-        unravel = np.argsort(weave).astype(np.int32)
-        return Layout(t, to, values, weave, unravel, _signs(t, weave.size // 8), _flips(t, weave.size // 8))
-    if t.name not in _ONE_WAY or to is not plain_of(t):
-        raise TypeNotSupported(f"{t.name} cannot be taken apart into rows of {to.name}")
-    unravel, nbytes = _ONE_WAY[t.name][1](), t.interleave * 256 // t.block * t.block_bytes
-    return Layout(t, to, 256, None, unravel.astype(np.int32), _signs(t, nbytes), _flips(t, nbytes))
+        nbytes = values // row_type.block * row_type.block_bytes
+        source_bits = make(_bits(t.interleave, nbytes)).astype(np.int32)
+        target_bits = np.argsort(source_bits).astype(np.int32)
+        return Layout(
+            t,
+            row_type,
+            values,
+            source_bits,
+            target_bits,
+            _signs(t, source_bits.size // 8),
+            _flips(t, source_bits.size // 8),
+        )
+    if t.name not in _ONE_WAY or row_type is not plain_of(t):
+        raise TypeNotSupported(f"{t.name} cannot be taken apart into rows of {row_type.name}")
+    target_bits, nbytes = _ONE_WAY[t.name][1](), t.interleave * 256 // t.block * t.block_bytes
+    return Layout(t, row_type, 256, None, target_bits.astype(np.int32), _signs(t, nbytes), _flips(t, nbytes))
 
 
 def _signs(t: TensorType, nbytes: int) -> npt.NDArray[np.bool_]:

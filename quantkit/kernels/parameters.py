@@ -53,7 +53,7 @@ class RopeConfig:
 
 @dataclass(frozen=True)
 class Routing:
-    """How a token chooses its experts.
+    """Parameters of the router: how a token chooses its experts.
 
     gating: ``softmax``, ``sigmoid``, ``softmax_weight`` (softmax over the chosen experts only, as in gpt-oss),
     ``sqrt_softplus`` (square root of softplus, DeepSeek 4).

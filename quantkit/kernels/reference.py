@@ -26,14 +26,14 @@ Floats = npt.NDArray[np.float32]
 Ints = npt.NDArray[Any]
 
 
-def _words(blocks: Bytes, at: int, count: int, dtype: str) -> Ints:
-    """Return ``count`` little-endian numbers of ``dtype`` from byte ``at`` of each block, as [n, count]."""
+def _words(blocks: Bytes, offset: int, count: int, dtype: str) -> Ints:
+    """Return ``count`` little-endian numbers of ``dtype`` from byte ``offset`` of each block, as [n, count]."""
     size = np.dtype(dtype).itemsize
-    return np.ascontiguousarray(blocks[:, at : at + count * size]).view(dtype)
+    return np.ascontiguousarray(blocks[:, offset : offset + count * size]).view(dtype)
 
 
-def _f16(blocks: Bytes, at: int) -> Floats:
-    return _words(blocks, at, 1, "<f2").astype(np.float32)
+def _f16(blocks: Bytes, offset: int) -> Floats:
+    return _words(blocks, offset, 1, "<f2").astype(np.float32)
 
 
 def _planes(x: Bytes, bits: int) -> Bytes:
@@ -146,7 +146,9 @@ def _sub_scales(blocks: Bytes) -> tuple[Floats, Floats]:
     Bytes 0-3: 6 bits of s 0-3, and above them the top 2 bits of s 4-7; bytes 4-7: the same for m; bytes 8-11: low 4
     bits of s 4-7 in the low nibble, of m 4-7 in the high one.
     """
-    a, b, c = blocks[:, 4:8], blocks[:, 8:12], blocks[:, 12:16]
+    a = blocks[:, 4:8]
+    b = blocks[:, 8:12]
+    c = blocks[:, 12:16]
     s = np.concatenate([a & 63, (c & 15) | (a >> 6 << 4)], axis=1).astype(np.float32)
     m = np.concatenate([b & 63, (c >> 4) | (b >> 6 << 4)], axis=1).astype(np.float32)
     return _f16(blocks, 0) * s, _f16(blocks, 2) * m
@@ -338,8 +340,8 @@ def decode_nvfp4(blocks: Bytes) -> Floats:
     """
     code = blocks[:, :4]
     exponent, mantissa = (code >> 3 & 15).astype(np.int32), (code & 7).astype(np.float32)
-    whole = np.where(exponent == 0, np.ldexp(mantissa, -9), np.ldexp(1 + mantissa / 8, exponent - 7))
-    half = np.where(code == 0x7F, np.float32(0), whole * np.float32(0.5))
+    value = np.where(exponent == 0, np.ldexp(mantissa, -9), np.ldexp(1 + mantissa / 8, exponent - 7))
+    half = np.where(code == 0x7F, np.float32(0), value * np.float32(0.5))
     return _values(table("kvalues_fp4")[_planes(blocks[:, 4:].reshape(-1, 4, 8), 4)], half)
 
 
@@ -366,10 +368,10 @@ def decode_iq2_bn(blocks: Bytes, d: Floats) -> Floats:
 # ---------------------------------------------------------------- ik_llama.cpp's own: 256 values
 
 
-def _raised(codebook: str, q: Ints, shifts: Ints, by: int) -> Ints:
-    """Return codebook[q] + by * shift for shifts [n, k] of 0 or 1, each of 1/k of the block."""
+def _shifted(codebook: str, q: Ints, shifts: Ints, step: int) -> Ints:
+    """Return codebook[q] + step * shift for shifts [n, k] of 0 or 1, each of 1/k of the block."""
     levels = table(codebook)[q.reshape(len(shifts), shifts.shape[1], -1)]
-    return levels + by * shifts.astype(np.int8)[:, :, None]
+    return levels + step * shifts.astype(np.int8)[:, :, None]
 
 
 def _low_then_high(x: Bytes) -> Bytes:
@@ -384,16 +386,16 @@ def _scales_6_bits(blocks: Bytes) -> Floats:
     return _f16(blocks, 0) * (s.astype(np.float32) - 32)
 
 
-def _three_bits(blocks: Bytes, at: int) -> Ints:
+def _three_bits(blocks: Bytes, offset: int) -> Ints:
     """Return 256 indices: qs 64 (2 x 32 in four planes), qh 32 (eight planes: the third bits)."""
-    low = _planes(blocks[:, at : at + 64].reshape(-1, 2, 32), 2).reshape(-1, 256)
-    return low | (_planes(blocks[:, at + 64 : at + 96], 1).reshape(-1, 256) << 2)
+    low = _planes(blocks[:, offset : offset + 64].reshape(-1, 2, 32), 2).reshape(-1, 256)
+    return low | (_planes(blocks[:, offset + 64 : offset + 96], 1).reshape(-1, 256) << 2)
 
 
-def _five_of_256(blocks: Bytes, at: int) -> Ints:
+def _five_of_256(blocks: Bytes, offset: int) -> Ints:
     """Return 256 indices: qs 128 (4 x 32 in two planes), qh 32 (eight planes: the fifth bits)."""
-    low = _planes(blocks[:, at : at + 128].reshape(-1, 4, 32), 4).reshape(-1, 256)
-    return low | (_planes(blocks[:, at + 128 : at + 160], 1).reshape(-1, 256) << 4)
+    low = _planes(blocks[:, offset : offset + 128].reshape(-1, 4, 32), 4).reshape(-1, 256)
+    return low | (_planes(blocks[:, offset + 128 : offset + 160], 1).reshape(-1, 256) << 4)
 
 
 def decode_iq2_k(blocks: Bytes) -> Floats:
@@ -401,7 +403,7 @@ def decode_iq2_k(blocks: Bytes) -> Floats:
 
     The bits of extra are the shifts.
     """
-    levels = _raised("kvalues_iq2nl", _planes(blocks[:, 12:].reshape(-1, 2, 32), 2), _bits(blocks[:, 2:4]), 5)
+    levels = _shifted("kvalues_iq2nl", _planes(blocks[:, 12:].reshape(-1, 2, 32), 2), _bits(blocks[:, 2:4]), 5)
     return _values(levels, _f16(blocks, 0) * (_in_turn(blocks[:, 4:12]).astype(np.float32) - 8))
 
 
@@ -410,7 +412,7 @@ def decode_iq3_k(blocks: Bytes) -> Floats:
 
     The bits of extra are the shifts; a bit of signs negates the scale.
     """
-    levels = _raised("kvalues_iq3nl", _three_bits(blocks, 14), _bits(blocks[:, 2:4]), 4)
+    levels = _shifted("kvalues_iq3nl", _three_bits(blocks, 14), _bits(blocks[:, 2:4]), 4)
     s = (2 * _in_turn(blocks[:, 6:14]) + 1).astype(np.float32)
     return _values(levels, _f16(blocks, 0) * (s * (1 - 2 * _bits(blocks[:, 4:6]).astype(np.float32))))
 
@@ -421,12 +423,14 @@ def decode_iq4_k(blocks: Bytes) -> Floats:
     The bits of extra are the shifts.
     """
     q = _planes(blocks[:, 16:].reshape(-1, 8, 16), 4)
-    return _values(_raised("kvalues_iq4nl", q, _bits(blocks[:, 2:4]), 4), _scales_6_bits(blocks))
+    return _values(_shifted("kvalues_iq4nl", q, _bits(blocks[:, 2:4]), 4), _scales_6_bits(blocks))
 
 
 def decode_iq5_k(blocks: Bytes) -> Floats:
     """d f16, extra u16, scales 12, qs 128, qh 32: d * (s - 32) * (codebook[q] + 2 * shift), s per 16, as in IQ4_K."""
-    return _values(_raised("kvalues_iq5nl", _five_of_256(blocks, 16), _bits(blocks[:, 2:4]), 2), _scales_6_bits(blocks))
+    return _values(
+        _shifted("kvalues_iq5nl", _five_of_256(blocks, 16), _bits(blocks[:, 2:4]), 2), _scales_6_bits(blocks)
+    )
 
 
 def decode_iq6_k(blocks: Bytes) -> Floats:
@@ -439,7 +443,7 @@ def decode_iq6_k(blocks: Bytes) -> Floats:
     low = _planes(blocks[:, 20:148].reshape(-1, 4, 32), 4).reshape(-1, 256)
     q = low | (_planes(blocks[:, 148:].reshape(-1, 2, 32), 2).reshape(-1, 256) << 4)
     s = blocks[:, 4:20].view(np.int8).astype(np.float32)
-    return _values(_raised("kvalues_iq6nl", q, _bits(blocks[:, 2:4]), 1), _f16(blocks, 0) * s)
+    return _values(_shifted("kvalues_iq6nl", q, _bits(blocks[:, 2:4]), 1), _f16(blocks, 0) * s)
 
 
 def decode_iq2_ks(blocks: Bytes, d: Floats) -> Floats:
@@ -448,7 +452,7 @@ def decode_iq2_ks(blocks: Bytes, d: Floats) -> Floats:
     Bits 0-7 of extra are the shifts, bits 8-15 the fifth bits of the scales; their low halves are those of scales.
     """
     s = _in_turn(blocks[:, 2:6]) | (_bits(blocks[:, 1:2]) << 4)
-    levels = _raised("kvalues_iq2nl", _planes(blocks[:, 6:].reshape(-1, 2, 32), 2), _bits(blocks[:, :1]), 5)
+    levels = _shifted("kvalues_iq2nl", _planes(blocks[:, 6:].reshape(-1, 2, 32), 2), _bits(blocks[:, :1]), 5)
     return _values(levels, d * (s.astype(np.float32) - 16))
 
 
@@ -459,21 +463,21 @@ def decode_iq3_ks(blocks: Bytes, d: Floats) -> Floats:
     nibbles.
     """
     s = _low_then_high(blocks[:, 2:6]) | (_bits(blocks[:, :1]) << 4)
-    levels = _raised("kvalues_iq3nl", _three_bits(blocks, 6), _bits(blocks[:, 1:2]), 4)
+    levels = _shifted("kvalues_iq3nl", _three_bits(blocks, 6), _bits(blocks[:, 1:2]), 4)
     return _values(levels, d * (s.astype(np.float32) - 16))
 
 
 def decode_iq4_ks(blocks: Bytes, d: Floats) -> Floats:
     """scales 8, qs 128 (8 x 16 in two planes): d * ((s & 254) - 127) * (codebook[q] + 4 * (s & 1)), s per 32."""
     s = blocks[:, :8]
-    levels = _raised("kvalues_iq4nl", _planes(blocks[:, 8:].reshape(-1, 8, 16), 4), s & 1, 4)
+    levels = _shifted("kvalues_iq4nl", _planes(blocks[:, 8:].reshape(-1, 8, 16), 4), s & 1, 4)
     return _values(levels, d * ((s & 254).astype(np.float32) - 127))
 
 
 def decode_iq5_ks(blocks: Bytes, d: Floats) -> Floats:
     """scales 8, qs 128, qh 32 as in IQ5_K: d * ((s & 254) - 127) * (codebook[q] + 2 * (s & 1)), s per 32."""
     s = blocks[:, :8]
-    levels = _raised("kvalues_iq5nl", _five_of_256(blocks, 8), s & 1, 2)
+    levels = _shifted("kvalues_iq5nl", _five_of_256(blocks, 8), s & 1, 2)
     return _values(levels, d * ((s & 254).astype(np.float32) - 127))
 
 
@@ -559,7 +563,7 @@ def decode_rows(t: TensorType, rows: Bytes) -> Floats:
     """
     decode: Callable[..., Floats] | None = globals().get(f"decode_{t.name.lower()}")
     if decode is None:
-        raise TypeNotSupported(f"there is no reference decoder for {t.name}")
+        raise TypeNotSupported(f"there is no reference decoder for {t.name}", "QK-E302")
     blocks = np.ascontiguousarray(rows[..., t.row_header :]).reshape(-1, t.block_bytes)
     if not t.row_scale:
         return decode(blocks).reshape(*rows.shape[:-1], -1)

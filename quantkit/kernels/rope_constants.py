@@ -26,14 +26,14 @@ f32 = np.float32
 def rope_constants(config: RopeConfig, factors: npt.NDArray[np.float32] | None) -> npt.NDArray[np.float32]:
     """Return the constants of each pair, float32 [3, n_rot / 2]: 1 if it rotates, its factor, its YaRN mix."""
     pairs = config.n_rot // 2
-    made = np.zeros((3, pairs), f32)
-    made[0] = 1 if not config.sections else _turns(config, pairs)
-    made[1] = 1 if factors is None else factors[:pairs]
+    constants = np.zeros((3, pairs), f32)
+    constants[0] = 1 if not config.sections else _turns(config, pairs)
+    constants[1] = 1 if factors is None else factors[:pairs]
     if config.ext_factor:
         low, high = _yarn_range(config)
         y = (np.arange(pairs, dtype=f32) - low) / max(f32(0.001), high - low)
-        made[2] = (1 - np.clip(y, f32(0), f32(1))) * f32(config.ext_factor)
-    return made
+        constants[2] = (1 - np.clip(y, f32(0), f32(1))) * f32(config.ext_factor)
+    return constants
 
 
 def rope_scalars(config: RopeConfig) -> dict[str, float]:

@@ -1,1 +1,1 @@
-"""The tasting wing: run a model to see whether its file is right, how good it is, and how fast."""
+"""The inference engine: runs a GGUF model to check, measure and calibrate it."""

@@ -1,4 +1,4 @@
-"""A batch: the tokens of one step, where each stands, and which logits are wanted."""
+"""A batch: the tokens of one step, their positions and sequences, and the outputs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Floats = npt.NDArray[np.float32]
 class Batch:
     """``tokens``, ``positions`` and ``sequences``: int32 [n]; ``outputs``: the rows whose logits are wanted.
 
-    The tokens of a sequence stand in order and follow what the sequence holds already.
+    The tokens of a sequence are in order and continue it.
     """
 
     tokens: Ints

@@ -1,11 +1,12 @@
-"""Builds a graph: tensors by name, new values, and a method for every common pattern."""
+"""Graph construction: tensors by name, new values, and a method for every common pattern."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
 
 from quantkit.errors import FormatError, TypeNotSupported
-from quantkit.formats.gguf import GGUFFile
+from quantkit.formats.gguf import GGUFFile, TensorInfo
 from quantkit.model.arch import Arch, arch_by_name
 from quantkit.model.hparams import HParams
 from quantkit.model.ops import (
@@ -26,10 +27,27 @@ from quantkit.model.ops import (
     Take,
     Value,
 )
+from quantkit.types import BY_NAME
+
+F32 = BY_NAME["F32"]
+#: Weights whose ``.scale`` and ``.input_scale`` llama.cpp loads for any architecture; Arch.tensor_scales says whether
+#: ``.scale`` multiplies the product.
+# fmt: off
+SCALED = {
+    "attn_q", "attn_k", "attn_v", "attn_output", "attn_qkv", "attn_gate", "output",
+    *(f"ffn_{name}{part}" for name in ("gate", "down", "up") for part in ("", "_shexp", "_exps")),
+    "ssm_in", "ssm_out", "ssm_alpha", "ssm_beta", "nextn.eh_proj", "nextn.shared_head_head",
+}
+# fmt: on
+#: The prefix of quantize --extra-output-tensor, which ik_llama.cpp uses to draft tokens.
+EXTRA_OUTPUT = "output_extra."
+
+#: Missing tensors after which the search stops: a file may claim any number of layers.
+_MOST_MISSING = 1000
 
 
 class Builder:
-    """The operations of a graph being built: tensors by name, new values, and a method for every common pattern."""
+    """A graph under construction. Layers are built one after another; ``layer`` is the current one."""
 
     def __init__(self, source: GGUFFile, n_ctx: int) -> None:
         self.source = source
@@ -39,77 +57,125 @@ class Builder:
         self.ops: list[Op] = []
         self.caches: list[Cache] = []
         self.states: list[State] = []
-        #: What each layer is given beside its input (Gemma 4).
-        self.per_layer: Sequence[Value] = ()
+        #: The second input of each layer (Gemma 4).
+        self.layer_inputs: Sequence[Value] = ()
         #: The input of the first layer.
-        self.embedded: Value | None = None
-        #: Sums of layers that later ones mix (Kimi K3).
-        self.checkpoints: list[Value] = []
-        #: Values of the first layer, which later ones are drawn to (RWKV 7).
+        self.embeddings: Value | None = None
+        #: Residual sums that later layers mix (Kimi K3).
+        self.block_sums: list[Value] = []
+        #: v of the first layer, with which later layers interpolate (RWKV 7).
         self.first_values: Value | None = None
         self.layer = -1
         #: Layers below this have names "blk.N."; a prediction layer comes after those of the model.
         self.n_blocks = self.h.n_layer
         self.used: set[str] = set()
-        #: The positions that the last lightning indexer chose.
+        #: Names of required tensors that the file lacks.
+        self.missing: dict[str, None] = {}
+        #: The selection of the last lightning indexer.
         self.selection: Value | None = None
         self._tables: dict[tuple[RopeConfig, Matrix | None, int, bool], Value] = {}
 
     # ------------------------------------------------ tensors
 
     def full_name(self, name: str) -> str:
-        """Return a tensor's name in the file: within a layer ``blk.N.`` comes first."""
+        """Return a tensor's name in the file: with ``blk.N.`` within a layer."""
         return f"blk.{self.layer % self.h.n_stored}.{name}" if 0 <= self.layer < self.n_blocks else name
 
-    def outside(self, name: str) -> Matrix:
-        """Return a tensor that belongs to no layer; FormatError if there is none."""
+    def global_matrix(self, name: str) -> Matrix:
+        """Return a tensor that belongs to no layer."""
+        with self._no_layer():
+            return self.matrix(name)
+
+    def maybe_global(self, name: str) -> Matrix | None:
+        """Return a tensor that belongs to no layer, or None."""
+        with self._no_layer():
+            return self.maybe(name)
+
+    @contextmanager
+    def _no_layer(self) -> Iterator[None]:
         layer, self.layer = self.layer, -1
         try:
-            return self.matrix(name)
+            yield
         finally:
             self.layer = layer
 
-    def has(self, name: str) -> bool:
-        """Tell whether the file has this tensor (of the current layer)."""
-        return self.full_name(name) in self.source.tensors
+    def has(self, *names: str) -> bool:
+        """Return whether the file has one of these tensors of the current layer, or the first is required."""
+        return names[0] in self.arch.needs or any(self._in_file(name) for name in names)
+
+    def _in_file(self, name: str) -> bool:
+        return self.full_name(name) in self.source.tensors and name not in self.arch.ignored
 
     def has_norm(self, name: str) -> bool:
-        """Tell whether the file has the weight of this norm."""
-        return self.has(f"{name}.weight") or self.has(name)
+        """Return whether the file has the weight of this norm."""
+        return self.has(f"{name}.weight", name)
 
     def matrix(self, name: str, rows: tuple[int, int] | None = None) -> Matrix:
-        """Return a tensor; FormatError if there is none."""
-        found = self.source.tensors.get(self.full_name(name))
-        if found is None:
-            raise FormatError(
-                f"{self.source.paths[0]}: there is no tensor {self.full_name(name)}, which a model of the architecture "
-                f"{self.h.arch} needs here; convert the model again"
-            )
-        self.used.add(found.name)
-        return Matrix(found, rows)
+        """Return a tensor; a missing one is noted and replaced, so that all missing ones are found."""
+        full = self.full_name(name)
+        info = self.source.tensors.get(full) or self._stand_in(full)
+        self.used.add(full)
+        return Matrix(info, rows)
 
     def maybe(self, name: str) -> Matrix | None:
         """Return a tensor, or None."""
         return self.matrix(name) if self.has(name) else None
 
-    def check_all_used(self) -> None:
-        """Refuse a model with weights that the graph does not read: it would compute something else."""
-        ignored = ("rope_freqs", "rope_factors", ".input_scale", ".scale", "nextn.", "cls.", "output_extra.")
-        left = [
-            name
-            for name in self.source.tensors
-            if name not in self.used and not any(part in name for part in ignored) and not self._beyond(name)
-        ]
+    def ignore(self, *names: str) -> None:
+        """Accept these tensors (of the current layer), which llama.cpp loads and does not use."""
+        self.used.update(map(self.full_name, names))
+
+    def _stand_in(self, full: str) -> TensorInfo:
+        """Note a missing tensor, and return that of another layer, or one of a plausible shape."""
+        self.missing[full] = None
+        if len(self.missing) > _MOST_MISSING:
+            raise FormatError(f"{self.source.paths[0]}: there is no tensor {full}", "QK-E105")
+        kind = kind_of(full)
+        similar = (t for name, t in self.source.tensors.items() if kind != full and kind_of(name) == kind)
+        return next(similar, None) or TensorInfo(full, (self.h.n_embd, self.h.n_embd), F32, 0, 0, 0)
+
+    @contextmanager
+    def require_all_tensors(self, prefix: str = "") -> Iterator[None]:
+        """Reject a model with missing or unused tensors, when the graph built inside is complete.
+
+        prefix: of the tensors that the graph must read.
+
+        Raises:
+            FormatError: tensors are missing.
+            TypeNotSupported: tensors are unused, so the model is another than its architecture says.
+        """
+        try:
+            yield
+        except (FormatError, TypeNotSupported):
+            if not self.missing:
+                raise
+        left = [name for name in self.source.tensors if name.startswith(prefix) and not self._is_expected(name)]
+        where = self.source.paths[0]
+        if self.missing:
+            unused = f"; not used: {format_names(left)}" if left else ""
+            raise FormatError(
+                f"{where}: there is no tensor {format_names(self.missing)}, which a model of the architecture "
+                f"{self.h.arch} needs{unused}; convert the model again",
+                "QK-E105",
+            ) from None
         if left:
             raise TypeNotSupported(
-                f"{self.source.paths[0]}: {len(left)} tensors would not be used ({', '.join(left[:4])}): this is not "
-                f"the model that quantkit knows as {self.h.arch}"
+                f"{where}: {len(left)} tensors would not be used: {format_names(left)}; this is not the model that "
+                f"quantkit knows as {self.h.arch}",
+                "QK-E107",
             )
 
-    def _beyond(self, name: str) -> bool:
-        """Tell whether a tensor belongs to a layer after the last (multi-token prediction)."""
-        parts = name.split(".")
-        return parts[0] == "blk" and parts[1].isdigit() and int(parts[1]) >= self.h.n_layer
+    def _is_expected(self, name: str) -> bool:
+        """Return whether a tensor is read by the graph, or ignored by llama.cpp, too."""
+        kind = kind_of(name)
+        is_used = name in self.used or kind in self.arch.ignored or self._in_prediction_layer(name)
+        base, _, ending = kind.rpartition(".")
+        return is_used or name.startswith(EXTRA_OUTPUT) or (ending in ("scale", "input_scale") and base in SCALED)
+
+    def _in_prediction_layer(self, name: str) -> bool:
+        """Return whether a tensor belongs to a prediction layer, after the last layer of the graph."""
+        layer = layer_of(name)
+        return layer is not None and self.n_blocks <= layer < self.h.n_stored
 
     # ------------------------------------------------ values
 
@@ -128,9 +194,8 @@ class Builder:
     ) -> Value:
         """Normalize the row, or every ``group`` columns, by the weight ``name``."""
         # Falcon H1's ffn_norm has no ending.
-        weight, bias = self.maybe(f"{name}.weight") or self.maybe(name), self.maybe(f"{name}.bias")
-        if weight is None and not self.arch.plain_norms:
-            raise FormatError(f"{self.source.paths[0]}: there is no tensor {self.full_name(name)}.weight")
+        weight = self.maybe(name) or (None if self.arch.plain_norms else self.matrix(f"{name}.weight"))
+        bias = self.maybe(f"{name}.bias")
         y = self.value(out or name, x.width, x, x.per)
         kind, eps = kind or self.norm_kind, self.h.eps if eps is None else eps
         self.add(Norm(out=y, x=x, weight=weight, bias=bias, eps=eps, kind=kind, group=group or x.width))
@@ -138,39 +203,52 @@ class Builder:
 
     @property
     def norm_kind(self) -> str:
-        """The kind of norms, unless said otherwise."""
+        """The default kind of norms."""
         if self.arch.norm != "by_eps":
             return self.arch.norm
         return "rms" if self.h.float("attention.layer_norm_rms_epsilon", 0.0) else "layer"
 
     def plain_norm(self, x: Value, group: int, *, kind: str = "rms", out: str = "", eps: float | None = None) -> Value:
-        """Normalize every ``group`` columns without a weight."""
+        """Normalize every ``group`` columns, without a weight."""
         y = self.value(out or f"{x.name.split('.')[-1]}_normed", x.width, x, x.per)
         eps = self.h.eps if eps is None else eps
         self.add(Norm(out=y, x=x, weight=None, eps=eps, kind=kind, group=group))
         return y
 
     def mul_mat(
-        self, x: Value, name: str, *, scale: bool = True, bias: bool = True, of: str = "", out: str = "", plus: str = ""
+        self,
+        x: Value,
+        name: str,
+        *,
+        scale: bool = True,
+        bias: bool = True,
+        base_name: str = "",
+        out: str = "",
+        bias_name: str = "",
     ) -> Value:
-        """Multiply by ``name.weight``, with the bias and the ``.scale`` of ``of`` if the file has them.
+        """Multiply by ``name.weight``, with ``.bias`` and ``.scale`` if the file has them.
 
-        plus: the vector of that name is the bias.
+        Args:
+            base_name: the name that ``.bias`` and ``.scale`` belong to, if not ``name``.
+            bias_name: the full name of the bias, if not ``.bias``.
         """
         weight = self.matrix(f"{name}.weight")
         if weight.n_in != x.width:
             raise FormatError(
                 f"{self.source.paths[0]}: {weight.tensor.name} has rows of {weight.n_in} values, its input "
-                f"{x.width}: the shapes of this model do not fit together"
+                f"{x.width}: the shapes of this model do not fit together",
+                "QK-E106",
             )
         y = self.value(out or name, weight.n_out, x)
-        added = self.matrix(plus) if plus else self.maybe(f"{of or name}.bias")
-        scaled = self.maybe(f"{of or name}.scale") if scale else None
-        self.add(MulMat(out=y, x=x, weight=weight, bias=added if bias else None, scale=scaled))
+        added = self.matrix(bias_name) if bias_name else None
+        if bias and not bias_name:
+            added = self.maybe(f"{base_name or name}.bias")
+        scaled = self.maybe(f"{base_name or name}.scale") if scale else None
+        self.add(MulMat(out=y, x=x, weight=weight, bias=added, scale=scaled))
         return y
 
     def times(self, x: Value, name: str, out: str) -> Value:
-        """Multiply by the vector ``name``, which repeats along the row."""
+        """Multiply by the vector ``name``, repeated along the row."""
         y = self.value(out, x.width, x, x.per)
         self.add(MultiplyBy(out=y, x=x, vector=self.matrix(name)))
         return y
@@ -181,7 +259,7 @@ class Builder:
         self.add(Add(out=y, a=a, b=b))
         return y
 
-    def scaled(self, x: Value, factor: float, out: str = "") -> Value:
+    def scale(self, x: Value, factor: float, out: str = "") -> Value:
         """Return factor * x."""
         if factor == 1:
             return x
@@ -189,20 +267,20 @@ class Builder:
         self.add(Scale(out=y, x=x, factor=factor))
         return y
 
-    def softcapped(self, x: Value, cap: float) -> Value:
+    def softcap(self, x: Value, cap: float) -> Value:
         """Return cap * tanh(x / cap)."""
         y = self.value(f"{x.name.split('.')[-1]}_capped", x.width, x, x.per)
         self.add(Softcap(out=y, x=x, cap=cap))
         return y
 
     def take(self, x: Value, name: str, width: int, start: int, period: int = 0) -> Value:
-        """Return columns ``start`` ... of x; of every ``period`` columns if one is given."""
+        """Return columns ``start`` ... of x, or of each ``period`` columns of x."""
         y = self.value(name, width, x)
         self.add(Take(out=y, x=x, start=start, period=period or x.width))
         return y
 
-    def selected(self, x: Value) -> Value:
-        """Return the rows of x whose logits are wanted: after the last layer's attention nothing needs the others."""
+    def select_outputs(self, x: Value) -> Value:
+        """Return the rows of x whose logits are wanted; after the last attention only these are computed."""
         y = Value(f"{x.name}_out", x.width, x.per, True)
         self.add(SelectOutputs(out=y, x=x))
         return y
@@ -216,13 +294,30 @@ class Builder:
         factors: Matrix | None = None,
         *,
         step: int = 1,
-        back: bool = False,
+        inverse: bool = False,
     ) -> Value:
-        """Rotate every head of x; tables of angles are made once for all layers. step, back: as RopeTable has them."""
-        key = (config, factors, step, back)
+        """Rotate every head of x; layers share tables of angles. step, inverse: see RopeTable."""
+        key = (config, factors, step, inverse)
         if key not in self._tables:
             self._tables[key] = Value(f"angles_{len(self._tables)}", config.n_rot)
-            self.add(RopeTable(out=self._tables[key], config=config, factors=factors, step=step, back=back))
-        y = self.value(f"{x.name.split('.')[-1]}_{'unrope' if back else 'rope'}", x.width, x)
+            self.add(RopeTable(out=self._tables[key], config=config, factors=factors, step=step, inverse=inverse))
+        y = self.value(f"{x.name.split('.')[-1]}_{'unrope' if inverse else 'rope'}", x.width, x)
         self.add(Rope(out=y, x=x, table=self._tables[key], config=config, head=head, start=start))
         return y
+
+
+def layer_of(name: str) -> int | None:
+    """Return the layer of a tensor by its name, or None."""
+    parts = name.split(".", 2)
+    return int(parts[1]) if parts[0] == "blk" and len(parts) == 3 and parts[1].isdecimal() else None
+
+
+def kind_of(name: str) -> str:
+    """Return a tensor's name without ``blk.N.``."""
+    return name.split(".", 2)[2] if layer_of(name) is not None else name
+
+
+def format_names(names: Collection[str]) -> str:
+    """Return up to four names, and their number if there are more."""
+    text = ", ".join(list(names)[:4])
+    return text if len(names) <= 4 else f"{text}, ... ({len(names)} tensors)"

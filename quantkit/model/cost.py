@@ -1,4 +1,4 @@
-"""What a token costs: bytes of weights read and multiplications, counted on a graph's operations."""
+"""Cost of a token: bytes read and multiply-adds, counted over a graph's operations."""
 
 from __future__ import annotations
 
@@ -12,8 +12,7 @@ KV_BYTES = {"f32": 4.0, "f16": 2.0, "q8_0": 34 / 32}
 
 @dataclass(frozen=True)
 class Cost:
-    """Of one token at some depth: bytes of weights and caches read, of states read and written, multiply-adds with
-    weights."""
+    """Cost of one token: bytes of weights and caches read, of states read and written, multiply-adds with weights."""
 
     weight_bytes: float
     cache_bytes: float
@@ -26,30 +25,30 @@ class Cost:
 
 
 def token_cost(graph: Graph, kv_type: str = "f16", depth: int = 0) -> Cost:
-    """Return what generating one token costs; of experts those a token uses count."""
+    """Return the cost of generating one token at position ``depth``; only the selected experts count."""
     weights = cache = mul_adds = 0.0
     for op in graph.ops:
         for matrix in op.matrices():
-            used, rows = _used(op), 1 if isinstance(op, Embed | Lookup) else matrix.n_out
+            used, rows = _n_used(op), 1 if isinstance(op, Embed | Lookup) else matrix.n_out
             part = used * matrix.tensor.type.row_bytes(matrix.n_in) * rows
             if len(matrix.tensor.shape) > 1 and not isinstance(op, Embed | Lookup):
                 mul_adds += used * matrix.n_in * rows
             weights += part
         if isinstance(op, Attention):
-            seen = min(depth, op.window) if op.window else depth
+            n_keys = min(depth, op.window) if op.window else depth
             if op.selected is not None:
                 ratio = op.cache.ratio
-                seen += min(depth // ratio, op.selected.width - op.window) if ratio else 0
-                seen = min(seen, op.selected.width)
-            cache += seen * (op.cache.k_width + op.cache.v_width) * KV_BYTES[kv_type]
+                n_keys += min(depth // ratio, op.selected.width - op.window) if ratio else 0
+                n_keys = min(n_keys, op.selected.width)
+            cache += n_keys * (op.cache.k_width + op.cache.v_width) * KV_BYTES[kv_type]
         scored = depth // (op.cache.ratio or 1) if isinstance(op, LightningIndexer) else 0
         if isinstance(op, LightningIndexer) and scored > op.out.width:
             cache += scored * op.cache.k_width * KV_BYTES[kv_type]
     return Cost(weights, cache, mul_adds, sum(2.0 * 4 * state.width for state in graph.states))
 
 
-def _used(op: Op) -> int:
-    """Return how many of its matrices an operation uses for a token: of experts the chosen ones."""
+def _n_used(op: Op) -> int:
+    """Return the number of an operation's matrices that a token uses: of experts, the selected ones."""
     if isinstance(op, MulMatId | UpGateId):
         return op.out.per
     matrices = [m for m in op.matrices() if len(m.tensor.shape) > 2]

@@ -1,7 +1,7 @@
-"""A model that can be run: ``load`` opens it, ``Model.forward`` gives logits, ``Session`` keeps sequences going.
+"""Running models: ``load`` opens one, ``Model.forward`` returns logits, ``Session`` decodes sequences.
 
-load -> graph (graph.py) -> fused (fusion.py) -> placed and cut (placement.py) -> fused for its device (fusion of a
-backend), checked (check.py) -> one program a segment (backends/).
+load -> graph (graph.py) -> fused (fusion.py) -> segments by device (placement.py) -> fused by the backend, checked
+(check.py) -> one program a segment (backends/).
 """
 
 from __future__ import annotations
@@ -16,31 +16,31 @@ from typing import Any, Self
 import numpy as np
 import numpy.typing as npt
 
+from quantkit.arguments import checked
 from quantkit.cpus import available_cpus
 from quantkit.errors import FormatError, RecipeError
 from quantkit.formats.gguf import GGUFFile, open_model
+from quantkit.formats.remote import located
 from quantkit.model.backends import Backend, Limits, Observer, Options, Program
 from quantkit.model.backends.accumulators import Accumulator, NotFinite
 from quantkit.model.backends.registry import backend_of
 from quantkit.model.batch import Batch, Floats, Ints
 from quantkit.model.check import check_ops
-from quantkit.model.copied import CopiedSource
 from quantkit.model.cost import KV_BYTES
-from quantkit.model.devices import check_devices
 from quantkit.model.fusion import Decision, Fusion, fuse, summary
-from quantkit.model.graph import build_graph
+from quantkit.model.graph import build_graph, unused_notes
 from quantkit.model.hparams import HParams
-from quantkit.model.interleaved import PlainSource, plain_source
-from quantkit.model.merged import MergedSource
 from quantkit.model.ops import Attention, Embed, Graph, LightningIndexer, Value
-from quantkit.model.placement import Placement, Segment, cut, devices_of
+from quantkit.model.placement import Placement, Segment, check_devices, place_ops, split_segments
 from quantkit.model.selection import without_selection
+from quantkit.model.sources import CopiedSource, MergedSource, PlainSource, plain_source
 from quantkit.units import format_size
 
-#: Is called with the index of a block's first output and its logits [k, n_vocab], valid during the call.
-Each = Callable[[int, Floats], None]
+#: Called with the index of a block's first output and its logits [k, n_vocab], valid during the call.
+LogitsConsumer = Callable[[int, Floats], None]
 
 
+@checked
 def load(
     path: str | Path,
     *,
@@ -60,41 +60,42 @@ def load(
     build: Callable[[GGUFFile, int], Graph] = build_graph,
     wrap: Callable[[GGUFFile], Any] | None = None,
 ) -> Model:
-    """Open a model to run it; its weights stay in the mapped file, except interleaved ones (interleaved.py).
+    """Return a model to run; its weights stay in the mapped file, except interleaved ones (sources.py).
 
     Args:
         path: a GGUF file, or any shard of a split one.
-        threads: worker threads; all available CPUs without.
-        n_ctx: the context that rope factors are chosen for (some models have two sets); that of training without.
-        n_ubatch: tokens that go through the layers together.
-        kv_type: of keys and values in the cache: f32, f16 or q8_0.
-        fusion: which operations are fused; all without, with an observer those that hide nothing from it.
+        threads: worker threads; None: all available CPUs.
+        n_ctx: the context that rope factors are chosen for (some models have two sets); None: that of training.
+        n_ubatch: tokens of one pass through the layers.
+        kv_type: the type of keys and values in the cache: f32, f16 or q8_0.
+        fusion: which operations are fused; None: all, with an observer those that hide nothing from it.
         merge_up_gate: merge up and gate experts in memory while loading.
-        placement: which tensors lie on which device; all on the CPU without.
-        mmap: use weights where the mapped file has them; without, they are copied to memory, see copied.py.
-        max_ram: bytes of weights to keep in memory; without, the system decides.
-        max_vram: bytes of weights to keep on each CUDA device; the others are sent for every batch, of experts only
+        placement: the device of each tensor; None: the CPU.
+        mmap: read weights from the mapped file; False: copy them to memory.
+        max_ram: bytes of weights to keep in memory; None: the system decides.
+        max_vram: bytes of weights to keep on each CUDA device; others are uploaded for every batch, of experts only
             those in use.
-        cublas: on CUDA devices prompts go through matrices, experts' too, unpacked to bf16 and cuBLAS: less exact, to
-            compare with.
-        observer: is shown the inputs of Observe operations.
-        rewrite: adds observing operations (observers.py) before any are fused; says nothing about fusion.
-        build: makes the graph of an opened file; another one than the model's own is nextn.build_nextn.
-        wrap: returns what the engine reads instead of the opened file, with the same tensors: the bytes of some may
-            come from elsewhere (sensitivity/variants.py).
+        cublas: on CUDA devices compute prompts by cuBLAS on weights unpacked to bf16: less exact, for comparison.
+        observer: called with the inputs of Observe operations.
+        rewrite: transforms the graph before fusion, to add observing operations (observers.py).
+        build: graph builder; nextn.build_nextn for prediction layers.
+        wrap: returns a view of the opened file with the same tensors, whose bytes may differ
+            (sensitivity/variants.py).
 
     Raises:
-        FormatError: the file is broken, or lacks what its architecture needs.
-        TypeNotSupported: the architecture or a tensor's type cannot be run.
-        ResourceError: a device does not exist here.
+        FormatError: the file is damaged, or lacks tensors or keys that its architecture needs.
+        TypeNotSupported: the architecture or a tensor's type is not supported.
+        ResourceError: a device is unavailable.
     """
     if n_ubatch < 1:
-        raise RecipeError(f"a batch of {n_ubatch} tokens: give at least 1")
-    fusion = fusion or (Fusion() if observer is None else Fusion().observed())
-    if observer is not None and fusion != fusion.observed():
-        raise RecipeError("a run that observes activations has no fused operations: leave the fusion switches away")
+        raise RecipeError(f"a batch of {n_ubatch} tokens: give at least 1", "QK-E203")
+    fusion = fusion or (Fusion() if observer is None else Fusion().for_observers())
+    if observer is not None and fusion != fusion.for_observers():
+        raise RecipeError("a run with an observer cannot fuse operations: omit the fusion switches", "QK-E201")
     if not mmap and max_ram is not None:
-        raise RecipeError("--no-mmap copies all weights to memory, --max-ram keeps some of them in the file: give one")
+        raise RecipeError(
+            "--no-mmap copies all weights to memory, --max-ram keeps some of them in the file: omit one", "QK-E201"
+        )
     options = Options(threads or available_cpus(), fusion, max_ram, max_vram, cublas, observer)
     model = Model(path, options, n_ubatch, kv_type, merge_up_gate, mmap, wrap)
     graph = build(model.source, n_ctx or 0)
@@ -103,10 +104,10 @@ def load(
 
 
 class Model:
-    """An open model. Made by ``load``; closes its file as a context manager."""
+    """An open model, returned by ``load``; as a context manager it closes its file."""
 
-    #: The operations before any are fused, and those that run.
-    whole: Graph
+    #: The operations before and after fusion.
+    unfused: Graph
     graph: Graph
     decisions: tuple[Decision, ...]
     segments: list[Segment]
@@ -121,7 +122,10 @@ class Model:
         mmap: bool,
         wrap: Callable[[GGUFFile], Any] | None = None,
     ) -> None:
-        self.path, self.threads, self.n_ubatch, self.kv_type = Path(path), options.threads, n_ubatch, kv_type
+        self.path = located(path)
+        self.threads = options.threads
+        self.n_ubatch = n_ubatch
+        self.kv_type = kv_type
         self._options = options
         file = open_model(path)
         opened = plain_source(file if mmap else CopiedSource(file))  # type: ignore[arg-type]
@@ -129,40 +133,44 @@ class Model:
         self.source = plain if wrap is None else wrap(plain)
         self.h = HParams(self.source)
         self.arch = self.h.arch
-        self.n_embd, self.n_layer, self.n_ctx_train = self.h.n_embd, self.h.n_layer, self.h.n_ctx_train
+        self.n_embd = self.h.n_embd
+        self.n_layer = self.h.n_layer
+        self.n_ctx_train = self.h.n_ctx_train
         self._backends: dict[str, Backend] = {}
 
     def prepare(self, graph: Graph, placement: Placement) -> None:
-        """Fuse a graph, cut it into segments, and fuse and check these."""
+        """Fuse a graph, split it into segments, and fuse and check these."""
         self.n_vocab = graph.logits.width
         check_devices(placement)
-        self.whole, self._placement = graph, placement
-        self.graph, placed, decisions = self._placed(graph)
-        self._placed_whole = placed
-        self.segments, of_devices = self._fused(placed, self.kv_type)
-        self.decisions = (*decisions, *of_devices)
+        self.unfused, self._placement = graph, placement
+        self.graph, placed, decisions = self._place(graph)
+        self._placed_segments = placed
+        self.segments, device_decisions = self._fuse_segments(placed, self.kv_type)
+        self.decisions = (*decisions, *device_decisions)
 
-    def _placed(self, graph: Graph) -> tuple[Graph, list[Segment], tuple[Decision, ...]]:
-        """Return a graph fused, its segments, and what was decided."""
-        before = devices_of(graph, self._placement, self.n_layer)
+    def _place(self, graph: Graph) -> tuple[Graph, list[Segment], tuple[Decision, ...]]:
+        """Return the fused graph, its segments, and the decisions."""
+        before = place_ops(graph, self._placement, self.n_layer)
         fused, decisions = fuse(graph, self._options.fusion, lambda op: before[id(op)])
-        return fused, cut(fused, devices_of(fused, self._placement, self.n_layer)), decisions
+        return fused, split_segments(fused, place_ops(fused, self._placement, self.n_layer)), decisions
 
     def _segments_for(self, n_ctx: int, kv_type: str) -> list[Segment]:
-        """Return the segments of a session."""
-        graph = without_selection(self.whole, n_ctx)
-        if graph is not self.whole:
-            return self._fused(self._placed(graph)[1], kv_type)[0]
-        return self.segments if kv_type == self.kv_type else self._fused(self._placed_whole, kv_type)[0]
+        """Return the segments for sequences of n_ctx tokens and a cache type."""
+        graph = without_selection(self.unfused, n_ctx)
+        if graph is not self.unfused:
+            return self._fuse_segments(self._place(graph)[1], kv_type)[0]
+        return self.segments if kv_type == self.kv_type else self._fuse_segments(self._placed_segments, kv_type)[0]
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
         self.close()
 
-    def _fused(self, placed: Sequence[Segment], kv_type: str) -> tuple[list[Segment], list[Decision]]:
-        """Return segments as they run with caches of a type, every operation checked."""
+    def _fuse_segments(self, placed: Sequence[Segment], kv_type: str) -> tuple[list[Segment], list[Decision]]:
+        """Return segments fused by their backends for a cache type, with every operation checked."""
         segments, decisions = list[Segment](), list[Decision]()
         for segment in placed:
             row = backend_of(segment.device)
@@ -173,24 +181,24 @@ class Model:
         return segments, decisions
 
     def close(self) -> None:
-        """Close the file and give devices' memory back; sessions must not be used after it."""
+        """Close the file and free devices' memory; sessions must not be used afterwards."""
         for backend in self._backends.values():
             backend.close()
         self.source.close()
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What a user should know: what is not fused or merged, what exceeds memory."""
+        """Notes for the user: on fusion, merged and ignored tensors, and memory."""
         lines = [line for line in summary([d for d in self.decisions if not d.by_user]) if " not: " in line]
         plain = self.source.source if isinstance(self.source, MergedSource) else self.source
         if isinstance(plain, PlainSource):
             lines += plain.notes
         if isinstance(self.source, MergedSource):
             lines += [f"{name} is not merged: {reason}" for name, reason in self.source.refused.items()]
-        return (*lines, *self._block_notes(), *self._memory_notes())
+        return (*lines, *self._block_notes(), *unused_notes(self.source), *self._memory_notes())
 
     def _block_notes(self) -> list[str]:
-        """Say where a model that selects blocks of keys (MiniMax M3) would not see all of them, as it does here."""
+        """Return a note on block selection (MiniMax M3), which is not applied."""
         if not any(".indexer.q_proj." in name for name in self.source.tensors):
             return []
         exact = self.h.int("attention.indexer.top_k", 0) * self.h.int("attention.indexer.block_size", 0)
@@ -210,7 +218,7 @@ class Model:
             if max_vram is not None and total > max_vram:
                 lines.append(
                     f"the weights on {device} take {format_size(total)}, more than --max-vram "
-                    f"{format_size(max_vram)}: what does not fit is sent to it for every batch, which is slow"
+                    f"{format_size(max_vram)}: weights that do not fit are uploaded for every batch, which is slow"
                 )
         return lines
 
@@ -225,56 +233,58 @@ class Model:
         budget = format_size(max_ram)
         lines = [f"the weights take {format_size(total)}, more than --max-ram {budget}: every pass reads them anew"]
         if largest > max_ram:
-            lines.append(f"one operation reads {format_size(largest)} of weights: there memory exceeds {budget}")
+            lines.append(f"one operation reads {format_size(largest)} of weights, more than {budget}")
         return lines
 
     @cached_property
     def tokenizer(self) -> Any:
-        """The tokenizer in the file; FormatError if it has none."""
+        """The tokenizer of the file; FormatError if it has none."""
         from quantkit.formats.tokenizer import Tokenizer
 
         return Tokenizer.from_gguf(self.source)
 
     @cached_property
-    def sees_whole(self) -> bool:
-        """Whether tokens attend to those after them."""
+    def is_bidirectional(self) -> bool:
+        """Whether tokens attend to later ones."""
         return any(isinstance(op, Attention) and op.mask == "whole" for op in self.graph.ops)
 
     def forward(self, tokens: Sequence[int] | Ints) -> Floats:
-        """Return the logits after each token, float32 [n, n_vocab], of a fresh sequence: positions from 0."""
+        """Return the logits after each token of a new sequence, float32 [n, n_vocab]."""
         ids = np.asarray(tokens, np.int32)
         logits = self.session(max(len(ids), 1)).decode(ids)
         assert logits is not None
         return logits
 
     def session(self, n_ctx: int, n_seq: int = 1, kv_type: str | None = None) -> Session:
-        """Return a session of ``n_seq`` sequences of up to ``n_ctx`` tokens each."""
+        """Return a session of ``n_seq`` sequences of up to ``n_ctx`` tokens each. Raises RecipeError."""
         kv = kv_type or self.kv_type
         if kv not in KV_BYTES:
-            raise RecipeError(f"there is no cache of type {kv}: choose among {', '.join(KV_BYTES)}")
+            raise RecipeError(f"there is no cache of type {kv}: choose one of {', '.join(KV_BYTES)}", "QK-E203")
         if n_ctx < 1 or n_seq < 1:
-            raise RecipeError(f"{n_seq} sequences of {n_ctx} tokens: give at least 1 of each")
+            raise RecipeError(f"{n_seq} sequences of {n_ctx} tokens: give at least 1 of each", "QK-E203")
         for op in self.graph.ops if kv == "q8_0" else ():
             heads: tuple[int, ...] = (op.head_k, op.head_v) if isinstance(op, Attention) else ()
             heads = (op.head, op.head) if isinstance(op, LightningIndexer) else heads
             if any(head % 32 for head in heads):
                 raise RecipeError(
                     f"a cache of Q8_0 has blocks of 32 values, this model has heads of {heads[0]} and {heads[1]}: "
-                    "choose f16"
+                    "choose f16",
+                    "QK-E303",
                 )
         for op in self.graph.ops:
             if isinstance(op, Embed) and op.by_position and n_ctx > op.weight.n_out:
                 raise RecipeError(
-                    f"sequences of {n_ctx} tokens: this model has embeddings of {op.weight.n_out} positions and no "
-                    "more; choose a smaller context"
+                    f"sequences of {n_ctx} tokens: this model has embeddings of {op.weight.n_out} positions: "
+                    "choose a smaller context",
+                    "QK-E203",
                 )
         limits = Limits(n_ctx, n_seq, min(self.n_ubatch, n_ctx * n_seq), kv)
         return Session(self, limits, self._segments_for(n_ctx, kv))
 
     def part(self, graph: Graph, limits: Limits) -> Programs:
-        """Return programs of a part of this model's operations, whose ``given`` and ``leaves`` cross its ends."""
-        placed, _ = self._placed(graph)[1:]
-        return Programs(self, limits, self._fused(placed, limits.kv_type)[0])
+        """Return programs of a part of this model's graph, with its ``inputs`` and ``leaves``."""
+        placed, _ = self._place(graph)[1:]
+        return Programs(self, limits, self._fuse_segments(placed, limits.kv_type)[0])
 
     def backend(self, device: str) -> Backend:
         """Return the backend of a device."""
@@ -284,14 +294,14 @@ class Model:
 
 
 class Programs:
-    """Segments compiled, with the caches and states they own."""
+    """Compiled segments, with the caches and states they own."""
 
     def __init__(self, model: Model, limits: Limits, segments: Sequence[Segment]) -> None:
-        self._segments = segments
+        self._source, self._segments = model.source, segments
         self._programs: list[Program] = [
             model.backend(segment.device).compile(segment.ops, limits, segment.leaves) for segment in segments
         ]
-        self._maker = {
+        self._producers = {
             value: program
             for segment, program in zip(segments, self._programs, strict=True)
             for value in segment.leaves
@@ -299,35 +309,39 @@ class Programs:
 
     @property
     def accumulators(self) -> dict[str, Accumulator]:
-        """The sums of observing operations over all runs so far, live; observers.py says what they hold."""
-        return {of: found for program in self._programs for of, found in program.accumulators.items()}
+        """The sums of observing operations over all runs so far, live (see accumulators.py)."""
+        return {label: accumulator for program in self._programs for label, accumulator in program.accumulators.items()}
 
     def take_not_finite(self) -> list[NotFinite]:
-        """Return where values were not finite since the last call, in the order of the layers."""
-        found = [where for program in self._programs for where in program.not_finite]
+        """Return and clear the reports of values that are not finite, in the order of the layers."""
+        reports = [where for program in self._programs for where in program.not_finite]
         for program in self._programs:
             program.not_finite.clear()
-        return found
+        return reports
 
     def clear(self, sequence: int | None = None) -> None:
-        """Forget what is kept of a sequence, or of all of them."""
+        """Reset the states of a sequence, or of all."""
         for program in self._programs:
             program.clear(sequence)
 
-    def run(self, batch: Batch, given: Mapping[Value, Any]) -> None:
-        """Carry out all operations for a batch of at most ``n_ubatch`` tokens; ``given``: values that none makes."""
+    def run(self, batch: Batch, inputs: Mapping[Value, Any]) -> None:
+        """Carry out all operations for a batch of at most ``n_ubatch`` tokens; inputs: those of the graph.
+
+        Raises FormatError if the model's file has changed.
+        """
         for segment, program in zip(self._segments, self._programs, strict=True):
             for value in segment.takes:
-                program.write(value, given[value] if value in given else self._maker[value].read(value))
+                program.write(value, inputs[value] if value in inputs else self._producers[value].read(value))
             program.run(batch)
+        self._source.check()
 
     def read(self, value: Value) -> Any:
         """Return a value that leaves its segment, [rows, width], valid until the next run."""
-        return self._maker[value].read(value)
+        return self._producers[value].read(value)
 
 
 class Session:
-    """Sequences being decoded: every ``decode`` continues where the last one ended."""
+    """Sequences being decoded; every ``decode`` continues them."""
 
     def __init__(self, model: Model, limits: Limits, segments: Sequence[Segment]) -> None:
         self.model, self.limits = model, limits
@@ -336,20 +350,20 @@ class Session:
 
     @property
     def accumulators(self) -> dict[str, Accumulator]:
-        """The sums of observing operations over all runs so far, live; observers.py says what they hold."""
+        """The sums of observing operations over all runs so far, live (see accumulators.py)."""
         return self._programs.accumulators
 
     def take_not_finite(self) -> list[NotFinite]:
-        """Return where values were not finite since the last call, in the order of the layers."""
+        """Return and clear the reports of values that are not finite, in the order of the layers."""
         return self._programs.take_not_finite()
 
     def clear(self, sequence: int | None = None) -> None:
-        """Forget a sequence, or all of them."""
+        """Reset a sequence, or all of them."""
         self.lengths[slice(None) if sequence is None else sequence] = 0
         self._programs.clear(sequence)
 
     def rewind(self, sequence: int, length: int) -> bool:
-        """Shorten a sequence to its first ``length`` tokens; False, and nothing done, if a layer cannot go back."""
+        """Shorten a sequence to its first ``length`` tokens; return False, without effect, if a layer has a state."""
         if self.model.graph.states and length:
             return False
         if not length:
@@ -362,72 +376,75 @@ class Session:
         tokens: Sequence[int] | Ints,
         sequences: int | Ints = 0,
         outputs: npt.NDArray[np.bool_] | None = None,
-        each: Each | None = None,
-        given: Mapping[Value, Floats] | None = None,
+        consume: LogitsConsumer | None = None,
+        inputs: Mapping[Value, Floats] | None = None,
     ) -> Floats | None:
         """Append tokens to their sequences and return logits.
 
         Args:
             tokens: int32 [n], ids below n_vocab.
-            sequences: int32 [n], which sequence each token belongs to, or one for all.
-            outputs: bool [n], after which tokens logits are wanted; all without.
-            each: gets the logits in blocks, in order, and nothing is kept.
-            given: float32 [n, width] of each of the graph's ``given`` values.
+            sequences: int32 [n], the sequence of each token, or one for all.
+            outputs: bool [n], the tokens after which logits are wanted; None: all.
+            consume: called with blocks of logits, in order, which are then not returned.
+            inputs: float32 [n, width] for each of the graph's ``inputs``.
 
         Returns:
-            float32 [n_out, n_vocab] in the order of the outputs; None with ``each``.
+            float32 [n_out, n_vocab] in the order of the outputs; None with ``consume``.
 
         Raises:
-            FormatError: a token or sequence does not exist, or a sequence grows beyond n_ctx; or a model whose tokens
-                see those after them is given a sequence in parts.
+            FormatError: a token or sequence does not exist, a sequence exceeds n_ctx, or a bidirectional model is given
+                a sequence in parts.
         """
         ids = np.asarray(tokens, np.int32).reshape(-1)
-        of = np.empty(len(ids), np.int32)
-        of[:] = sequences
-        wanted = np.ones(len(ids), bool) if outputs is None else np.asarray(outputs, bool)
-        positions = self._positions(ids, of)
-        if self.model.sees_whole and (
-            len(ids) > self.limits.n_ubatch or (positions == 0).sum() < len(set(of.tolist()))
+        sequence_ids = np.empty(len(ids), np.int32)
+        sequence_ids[:] = sequences
+        is_output = np.ones(len(ids), bool) if outputs is None else np.asarray(outputs, bool)
+        positions = self._positions(ids, sequence_ids)
+        if self.model.is_bidirectional and (
+            len(ids) > self.limits.n_ubatch or (positions == 0).sum() < len(set(sequence_ids.tolist()))
         ):
             raise FormatError(
-                f"{self.model.path}: its tokens see those after them, too (it is a model of diffusion), so a sequence "
-                f"must come at once, in one batch of {self.limits.n_ubatch} tokens at most"
+                f"{self.model.path}: its tokens attend to later ones, too (a diffusion model), so a sequence must be "
+                f"decoded at once, in one batch of {self.limits.n_ubatch} tokens at most",
+                "QK-E203",
             )
-        kept = None if each is not None else np.empty((int(wanted.sum()), self.model.n_vocab), np.float32)
-        done = 0
+        result = None if consume is not None else np.empty((int(is_output.sum()), self.model.n_vocab), np.float32)
+        n_outputs = 0
         for start in range(0, len(ids), self.limits.n_ubatch):
             part = slice(start, start + self.limits.n_ubatch)
-            rows = np.flatnonzero(wanted[part]).astype(np.int32)
-            taken = {value: rows_of[part] for value, rows_of in (given or {}).items()}
-            logits = self._step(Batch(ids[part], positions[part], of[part], rows), taken)
-            if kept is not None:
-                kept[done : done + len(rows)] = logits
-            elif each is not None and len(rows):
-                each(done, logits)
-            done += len(rows)
-        return kept
+            rows = np.flatnonzero(is_output[part]).astype(np.int32)
+            part_inputs = {value: rows_of[part] for value, rows_of in (inputs or {}).items()}
+            logits = self._step(Batch(ids[part], positions[part], sequence_ids[part], rows), part_inputs)
+            if result is not None:
+                result[n_outputs : n_outputs + len(rows)] = logits
+            elif consume is not None and len(rows):
+                consume(n_outputs, logits)
+            n_outputs += len(rows)
+        return result
 
-    def _positions(self, ids: Ints, of: Ints) -> Ints:
-        """Return every token's position, and advance the sequences."""
+    def _positions(self, ids: Ints, sequence_ids: Ints) -> Ints:
+        """Return the positions of tokens, and advance the sequences."""
         limits = self.limits
         if len(ids) and (ids.min() < 0 or ids.max() >= self.model.n_vocab):
             bad = int(ids[(ids < 0) | (ids >= self.model.n_vocab)][0])
-            raise FormatError(f"there is no token {bad}: {self.model.path} has {self.model.n_vocab}, from 0")
-        if len(of) and (of.min() < 0 or of.max() >= limits.n_seq):
-            raise FormatError(f"there is no sequence {int(of.max())}: this session has {limits.n_seq}, from 0")
+            raise FormatError(f"there is no token {bad}: {self.model.path} has {self.model.n_vocab}, from 0", "QK-E203")
+        if len(sequence_ids) and (sequence_ids.min() < 0 or sequence_ids.max() >= limits.n_seq):
+            raise FormatError(
+                f"there is no sequence {int(sequence_ids.max())}: this session has {limits.n_seq}, from 0", "QK-E203"
+            )
         positions = np.empty(len(ids), np.int32)
-        for sequence in sorted(set(of.tolist())):  # np.unique takes ten times as long for one token
-            rows = np.flatnonzero(of == sequence)
+        for sequence in sorted(set(sequence_ids.tolist())):  # np.unique takes ten times as long for one token
+            rows = np.flatnonzero(sequence_ids == sequence)
             length = int(self.lengths[sequence])
             if length + len(rows) > limits.n_ctx:
                 raise FormatError(
-                    f"sequence {sequence} would have {length + len(rows)} tokens, more than {limits.n_ctx}"
+                    f"sequence {sequence} would have {length + len(rows)} tokens, more than {limits.n_ctx}", "QK-E203"
                 )
             positions[rows] = np.arange(length, length + len(rows))
             self.lengths[sequence] += len(rows)
         return positions
 
-    def _step(self, batch: Batch, given: Mapping[Value, Floats]) -> Floats:
-        self._programs.run(batch, given)
+    def _step(self, batch: Batch, inputs: Mapping[Value, Floats]) -> Floats:
+        self._programs.run(batch, inputs)
         result: Floats = self._programs.read(self.model.graph.logits)
         return result

@@ -1,8 +1,8 @@
-"""Which operations are fused: the switches, and every decision with its reason.
+"""Fusion of operations: the switches, and every decision with its reason.
 
 ``fuse`` rewrites a graph's list: gate, up and activation become one operation (dense layers, shared experts, experts,
-merged or not), and matrices that read the same value become one pass (q, k and v). A backend then fuses the operations
-of its devices into launches (backends/registry.py); it has the same switches and reports its decisions here, too.
+merged or not), and matrices that read the same value become one pass (q, k and v). Backends may then fuse operations
+into launches (backends/registry.py); these have the same switches and decisions.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 from quantkit.model.ops import Glu, Graph, Matrix, MulMat, MulMatId, MulMats, Op, UpGate, UpGateId, Value
 
-#: Reasons that the user gave.
+#: Reasons that are the user's choice.
 SWITCHED_OFF, CUBLAS = "switched off", "--cublas takes rows of bf16"
 
 #: The kinds of fusion: of graphs, then of launches.
@@ -31,7 +31,7 @@ KINDS = {
 
 @dataclass(frozen=True)
 class Fusion:
-    """The switches: ``up_gate`` of dense layers, ``moe``, ``qkv``, and ``launches``: whatever a launch can hold."""
+    """The switches: ``up_gate`` of dense layers, ``moe``, ``qkv``, and ``launches`` of a backend."""
 
     up_gate: bool = True
     moe: bool = True
@@ -43,14 +43,14 @@ class Fusion:
         """Return all switches off."""
         return Fusion(False, False, False, False)
 
-    def observed(self) -> Fusion:
-        """Return the switches of a run that observes activations: off where a fused operation would hide some."""
+    def for_observers(self) -> Fusion:
+        """Return the switches of a run that observes activations: off where fusion hides them."""
         return replace(self, up_gate=False, moe=False, qkv=False)
 
 
 @dataclass(frozen=True)
 class Decision:
-    """What was decided about one place: kind (of KINDS), its layer, and why not if not."""
+    """A decision about one place: kind (of KINDS), layer, and the reason if it is not fused."""
 
     kind: str
     layer: int
@@ -59,15 +59,15 @@ class Decision:
 
     @property
     def by_user(self) -> bool:
-        """Whether the user asked for it."""
+        """Whether the reason is the user's choice."""
         return self.reason in (SWITCHED_OFF, CUBLAS)
 
 
 class Decisions(list[Decision]):
-    """Collects decisions."""
+    """A list of decisions."""
 
     def decide(self, kind: str, layer: int, reason: str = "") -> bool:
-        """Note a decision, with the reason against it; return whether there is none."""
+        """Append a decision, ``reason`` being the obstacle; return whether there is none."""
         self.append(Decision(kind, layer, not reason, reason))
         return not reason
 
@@ -85,43 +85,44 @@ def fuse(graph: Graph, fusion: Fusion, device_of: DeviceOf = lambda op: "CPU") -
 
 
 def summary(decisions: Sequence[Decision]) -> list[str]:
-    """Return a line for each kind: how many layers are fused, and why the others are not."""
+    """Return a line for each kind: the number of fused layers, and reasons of the others."""
     lines = []
     for kind, name in KINDS.items():
-        of = [d for d in decisions if d.kind == kind]
-        if not of:
+        of_kind = [d for d in decisions if d.kind == kind]
+        if not of_kind:
             continue
         reasons: dict[str, int] = {}
-        for d in of:
+        for d in of_kind:
             if not d.fused:
                 reasons[d.reason] = reasons.get(d.reason, 0) + 1
-        why = "; ".join(f"{n} not: {reason}" for reason, n in reasons.items())
-        lines.append(f"fused {name}: {sum(d.fused for d in of)} of {len(of)}{f' ({why})' if why else ''}")
+        text = "; ".join(f"{n} not: {reason}" for reason, n in reasons.items())
+        n_fused = sum(d.fused for d in of_kind)
+        lines.append(f"fused {name}: {n_fused} of {len(of_kind)}{f' ({text})' if text else ''}")
     return lines
 
 
 def _fuse_gates(
     ops: list[Op], leaves: Sequence[Value], fusion: Fusion, device_of: DeviceOf, decisions: Decisions
 ) -> list[Op]:
-    made_by = {value: op for op in ops for value in op.outputs()}
+    producers = {value: op for op in ops for value in op.outputs()}
     readers = Counter(leaves)
     for op in ops:
         readers.update(op.inputs())
-    gone: set[int] = set()
+    removed: set[int] = set()
     fused: dict[int, Op] = {}
     for op in ops:
         if not isinstance(op, Glu) or (op.up is not None and op.gate.width < op.up.width):
             continue
-        parts = [made_by.get(v) for v in (op.gate, op.up) if v is not None]
+        parts = [producers.get(v) for v in (op.gate, op.up) if v is not None]
         kind = _kind(parts)
         if kind is None:
             continue
         on = fusion.moe if kind == "moe" else fusion.up_gate
-        reason = SWITCHED_OFF if not on else _hindrance(op, parts, readers, device_of)
+        reason = SWITCHED_OFF if not on else _obstacle(op, parts, readers, device_of)
         if decisions.decide(kind, op.layer, reason):
-            fused[id(op)] = _one(op, parts)
-            gone.update(id(part) for part in parts)
-    return [fused.get(id(op), op) for op in ops if id(op) not in gone]
+            fused[id(op)] = _fuse_gate(op, parts)
+            removed.update(id(part) for part in parts)
+    return [fused.get(id(op), op) for op in ops if id(op) not in removed]
 
 
 def _kind(parts: Sequence[Op | None]) -> str | None:
@@ -132,31 +133,31 @@ def _kind(parts: Sequence[Op | None]) -> str | None:
     return "up_gate" if len(dense) == len(parts) == 2 and dense[0].x is dense[1].x else None
 
 
-def _hindrance(glu: Glu, parts: Sequence[Op | None], readers: Mapping[Value, int], device_of: DeviceOf) -> str:
-    """Return why these cannot be one operation; empty if they can."""
-    made = [part for part in parts if isinstance(part, MulMat | MulMatId)]
-    if len({(part.x, getattr(part, "ids", None)) for part in made}) > 1:
+def _obstacle(glu: Glu, parts: Sequence[Op | None], readers: Mapping[Value, int], device_of: DeviceOf) -> str:
+    """Return the reason why these cannot be one operation; empty if they can."""
+    products = [part for part in parts if isinstance(part, MulMat | MulMatId)]
+    if len({(part.x, getattr(part, "ids", None)) for part in products}) > 1:
         return "gate and up read different inputs"
-    if any(readers[part.out] > 1 for part in made):
-        return "gate or up is read elsewhere, too"
-    types = [part.weight.tensor.type.name for part in made]
-    devices = {device_of(part) for part in made} | {device_of(glu)}
+    if any(readers[part.out] > 1 for part in products):
+        return "gate or up has another reader"
+    types = [part.weight.tensor.type.name for part in products]
+    devices = {device_of(part) for part in products} | {device_of(glu)}
     # Only the CPU fuses dense matrices of two types.
-    if len(set(types)) > 1 and (isinstance(made[0], MulMatId) or any(d.startswith("CUDA") for d in devices)):
+    if len(set(types)) > 1 and (isinstance(products[0], MulMatId) or any(d.startswith("CUDA") for d in devices)):
         return f"gate is {types[0]}, up {types[1]}"
-    if len(made) == 2 and made[0].weight.n_out != made[1].weight.n_out:
+    if len(products) == 2 and products[0].weight.n_out != products[1].weight.n_out:
         return "gate and up differ in size"
     if len(devices) > 1:
         return f"gate and up lie on {' and '.join(sorted(devices))}"
     return ""
 
 
-def _one(glu: Glu, parts: Sequence[Op | None]) -> Op:
-    made = [part for part in parts if isinstance(part, MulMat | MulMatId)]
-    gate, up = made[0], made[-1]
+def _fuse_gate(glu: Glu, parts: Sequence[Op | None]) -> Op:
+    products = [part for part in parts if isinstance(part, MulMat | MulMatId)]
+    gate, up = products[0], products[-1]
     gate_weight, up_weight = gate.weight, up.weight
     gate_bias, up_bias = gate.bias, up.bias
-    if len(made) == 1:
+    if len(products) == 1:
         half = gate.weight.n_out // 2
         gate_weight = Matrix(gate.weight.tensor, (0, half))
         up_weight = Matrix(gate.weight.tensor, (half, 2 * half))
@@ -181,35 +182,35 @@ def _one(glu: Glu, parts: Sequence[Op | None]) -> Op:
 
 
 def _fuse_same_input(ops: list[Op], fusion: Fusion, device_of: DeviceOf, decisions: Decisions) -> list[Op]:
-    """Make neighbouring multiplications of one value one operation."""
+    """Replace neighbouring products of one value by one operation."""
     out: list[Op] = []
-    at = 0
-    while at < len(ops):
-        run = _run_of_one_input(ops, at)
+    index = 0
+    while index < len(ops):
+        run = _same_input_run(ops, index)
         if len(run) < 2:
-            out.append(ops[at])
-            at += 1
+            out.append(ops[index])
+            index += 1
             continue
         devices = {device_of(op) for op in run}
         reason = "" if fusion.qkv else SWITCHED_OFF
         if not reason and len(devices) > 1:
             reason = f"its matrices lie on {' and '.join(sorted(devices))}"
-        out += [together(run)] if decisions.decide("qkv", run[0].layer, reason) else run
-        at += len(run)
+        out += [merge_products(run)] if decisions.decide("qkv", run[0].layer, reason) else run
+        index += len(run)
     return out
 
 
-def _run_of_one_input(ops: Sequence[Op], at: int) -> list[MulMat]:
+def _same_input_run(ops: Sequence[Op], index: int) -> list[MulMat]:
     run: list[MulMat] = []
-    for op in ops[at:]:
+    for op in ops[index:]:
         if not isinstance(op, MulMat) or (run and op.x is not run[0].x):
             break
         run.append(op)
     return run
 
 
-def together(run: Sequence[MulMat]) -> MulMats:
-    """Return multiplications of one value as one operation."""
+def merge_products(run: Sequence[MulMat]) -> MulMats:
+    """Return products of one value as one operation."""
     return MulMats(
         layer=run[0].layer,
         outs=tuple(op.out for op in run),

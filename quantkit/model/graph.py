@@ -1,57 +1,59 @@
-"""One forward pass, written once: a model's tensors and its architecture's row become a list of operations.
+"""The forward pass of any model: its tensors and its architecture's row become a list of operations.
 
-``build_graph`` walks the layers; a layer asks its tensors for what there is (biases, norms, experts, a shared expert)
-and the row of arch.py for what tensors cannot say. The blocks of a layer lie in attention.py, mla.py, compressed.py,
-delta_net.py, gemma4.py, hyper.py, kimi.py, lightning.py, mamba.py, short_convolution.py and feed_forward.py, layers
-that are other altogether in gemma3n.py, residuals.py and rwkv.py; attention blocks are entered in ATTENTION. No backend
-is known here.
+``build_graph`` walks the layers. A layer's tensors say which biases, norms and experts it has, the row of arch.py says
+everything else. The blocks of a layer are in attention.py, mla.py, deepseek4.py, delta_net.py, gemma4.py,
+hyper_connections.py, kimi.py, lightning.py, mamba.py, short_convolution.py and feed_forward.py, whole layers of another
+structure in gemma3n.py, residual_attention.py and rwkv.py; ATTENTION lists the attention blocks. This module knows no
+backend.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from typing import NamedTuple
 
 from quantkit.formats.gguf import GGUFFile
 from quantkit.kernels.formats import has_decoder
-from quantkit.model import hyper
+from quantkit.model import gemma3n, hyper_connections
+from quantkit.model.arch import arch_by_name
 from quantkit.model.attention import gqa, gqa_or_one
-from quantkit.model.builder import Builder
+from quantkit.model.builder import Builder, format_names, kind_of
 from quantkit.model.check import check_graph
-from quantkit.model.compressed import compressed
-from quantkit.model.delta_net import delta_nets
-from quantkit.model.feed_forward import dense_and_experts, feed_forward
-from quantkit.model.gemma3n import add_altup_layer, merged, streams
-from quantkit.model.gemma4 import beside_experts, gemma4, layer_inputs, with_layer_input
+from quantkit.model.deepseek4 import compressed_attention
+from quantkit.model.delta_net import delta_net_hybrid
+from quantkit.model.feed_forward import arctic_feed_forward, feed_forward
+from quantkit.model.gemma4 import add_layer_input, gemma4, gemma4_feed_forward, layer_inputs
+from quantkit.model.hparams import HParams
 from quantkit.model.kimi import kimi_linear
-from quantkit.model.lightning import lightning
-from quantkit.model.mamba import mamba, mamba2, mamba2_beside, mamba2_hybrid, mamba_hybrid, nemotron_h, plamo2
-from quantkit.model.mla import mla, mla_gated, mla_plain, unscaled
+from quantkit.model.lightning import lightning_hybrid
+from quantkit.model.mamba import mamba, mamba2, mamba2_hybrid, mamba2_parallel, mamba_hybrid, nemotron_h, plamo2
+from quantkit.model.mla import gqa_fixed_rope, mla, mla_gated, mla_plain
 from quantkit.model.ops import Embed, Graph, Norm, Softcap, Value
-from quantkit.model.residuals import add_layer_of_mixtures, mixture
-from quantkit.model.rwkv import add_layer_of_mixing, time_mix_6, time_mix_7
-from quantkit.model.short_convolution import short_convolutions
+from quantkit.model.residual_attention import add_residual_attention_layer, mix_block_sums
+from quantkit.model.rwkv import add_rwkv_layer, time_mix_6, time_mix_7
+from quantkit.model.short_convolution import short_convolution_hybrid
 
-#: The blocks an attention layer can be.
+#: Attention blocks by the name that a row of arch.py gives.
 ATTENTION: Mapping[str, Callable[[Builder, Value], Value]] = {
     "gqa": gqa,
     "gqa_or_one": gqa_or_one,
-    "unscaled": unscaled,
+    "gqa_fixed_rope": gqa_fixed_rope,
     "mla": mla,
     "mla_plain": mla_plain,
     "mla_gated": mla_gated,
-    "compressed": compressed,
-    "delta_nets": delta_nets,
+    "compressed_attention": compressed_attention,
+    "delta_net_hybrid": delta_net_hybrid,
     "mamba": mamba,
     "mamba_hybrid": mamba_hybrid,
     "mamba2": mamba2,
     "mamba2_hybrid": mamba2_hybrid,
-    "mamba2_beside": mamba2_beside,
+    "mamba2_parallel": mamba2_parallel,
     "nemotron_h": nemotron_h,
     "plamo2": plamo2,
-    "short_convolutions": short_convolutions,
+    "short_convolution_hybrid": short_convolution_hybrid,
     "kimi_linear": kimi_linear,
-    "lightning": lightning,
+    "lightning_hybrid": lightning_hybrid,
     "gemma4": gemma4,
     "time_mix_6": time_mix_6,
     "time_mix_7": time_mix_7,
@@ -63,31 +65,48 @@ def build_graph(source: GGUFFile, n_ctx: int = 0) -> Graph:
 
     Args:
         source: the opened model; its tensors' data are not read.
-        n_ctx: tokens a sequence can have; some models choose their rope factors by it (0: those of training).
+        n_ctx: the longest sequence, on which the rope factors of some models depend; 0: the context of training.
 
     Raises:
-        TypeNotSupported: the architecture, or a part of this model, is not known here.
-        FormatError: a tensor or key that the model needs is missing.
+        TypeNotSupported: the architecture, or a part of this model, is not supported.
+        FormatError: a required tensor or key is missing.
     """
     b = Builder(source, n_ctx)
-    b.embedded = x = _embeddings(b)
-    b.per_layer = layer_inputs(b, x)
-    x = streams(b, x) if b.arch.altup else x
-    x = hyper.spread(b, x) if b.arch.hyper else x
-    for layer in range(b.h.n_layer):
-        b.layer = layer
-        x = _between_loops(b, add_altup_layer(b, x) if b.arch.altup else add_layer(b, x))
-    b.layer = b.h.n_layer
-    if b.arch.mixtures:
-        x = b.selected(mixture(b, x, "output_res_score"))
-    x = merged(b, x) if b.arch.altup else hyper.head(b, x) if b.arch.hyper else x
-    x = b.norm(x, b.arch.output_norm)
-    logits = b.mul_mat(x, "output" if b.has("output.weight") else "token_embd", out="logits", of="output")
-    logits = _logits(b, logits)
-    b.check_all_used()
+    with b.require_all_tensors():
+        logits = _forward(b)
     graph = Graph(tuple(b.ops), logits, tuple(b.caches), tuple(b.states))
     check_graph(graph, has_decoder)
     return graph
+
+
+def _forward(b: Builder) -> Value:
+    """Add the operations of all layers and return the logits."""
+    b.embeddings = x = _embeddings(b)
+    b.layer_inputs = layer_inputs(b, x)
+    if b.arch.altup:
+        x = gemma3n.init_streams(b, x)
+    elif b.arch.hyper_connections:
+        x = hyper_connections.init_streams(b, x)
+    for layer in range(b.h.n_layer):
+        b.layer = layer
+        x = _loop_norm(b, gemma3n.add_altup_layer(b, x) if b.arch.altup else add_layer(b, x))
+    b.layer = b.h.n_layer
+    if b.arch.residual_attention:
+        x = b.select_outputs(mix_block_sums(b, x, "output_res_score"))
+    if b.arch.altup:
+        x = gemma3n.merge_streams(b, x)
+    elif b.arch.hyper_connections:
+        x = hyper_connections.merge_streams(b, x)
+    x = b.norm(x, b.arch.output_norm)
+    logits = b.mul_mat(x, "output" if b.has("output.weight") else "token_embd", out="logits", base_name="output")
+    return _logits(b, logits)
+
+
+def unused_notes(source: GGUFFile) -> list[str]:
+    """Return a note on tensors that the file holds and that neither the engine nor llama.cpp uses."""
+    ignored = arch_by_name(HParams(source).arch).ignored
+    names = [name for name in source.tensors if kind_of(name) in ignored and not name.endswith("scale")]
+    return [f"not used, as in llama.cpp: {format_names(names)}"] if names else []
 
 
 # ---------------------------------------------------------------- beginning and end
@@ -115,14 +134,14 @@ def _embed_scale(b: Builder) -> float:
     if b.arch.embed_sqrt:
         return math.sqrt(b.h.n_embd)
     fixed = b.arch.fixed_scales.embed if b.arch.fixed_scales else 0.0
-    return (b.h.float("embedding_scale", fixed) if b.arch.scales else fixed) or 1.0
+    return (b.h.float("embedding_scale", fixed) if "embedding" in b.arch.scales else fixed) or 1.0
 
 
 def _logits(b: Builder, logits: Value) -> Value:
     fixed = b.arch.fixed_scales.logits or b.arch.fixed_scales.width / b.h.n_embd if b.arch.fixed_scales else 0.0
     scale = b.h.float("logit_scale", fixed) if b.arch.logit_scale else fixed
     if scale:
-        logits = b.scaled(logits, 1.0 / scale if b.arch.logit_scale == "divide" else scale)
+        logits = b.scale(logits, 1.0 / scale if b.arch.logit_scale == "divide" else scale)
     cap = 0.0
     if b.arch.final_softcap is not None:
         cap = b.arch.final_softcap if b.arch.altup else b.h.float("final_logit_softcapping", b.arch.final_softcap)
@@ -138,69 +157,94 @@ def _logits(b: Builder, logits: Value) -> Value:
 
 def add_layer(b: Builder, x: Value) -> Value:
     """Add the operations of the current layer and return its output."""
-    if b.arch.hyper:
-        return _add_layer_of_streams(b, x)
-    if b.arch.mixtures:
-        return add_layer_of_mixtures(b, x, ATTENTION[b.arch.attention], feed_forward)
-    if b.arch.mixes_channels:
-        return add_layer_of_mixing(b, x)
+    if b.arch.hyper_connections:
+        return _hyper_connection_layer(b, x)
+    if b.arch.residual_attention:
+        return add_residual_attention_layer(b, x, ATTENTION[b.arch.attention], feed_forward)
+    if b.arch.channel_mix:
+        return add_rwkv_layer(b, x)
     if b.arch.single_block:
         return _single_block(b, x)
-    if b.arch.uneven and not (b.has("attn_norm.weight") and b.has("ffn_norm.weight")):
+    if b.arch.optional_attention and not (b.has("attn_norm.weight") and b.has("ffn_norm.weight")):
         return _layer_without_attention(b, x)
+    return _transformer_layer(b, x)
+
+
+class _Norms(NamedTuple):
+    """The norms of a layer: whether they come first, names of those that follow, and whether ffn_norm is applied."""
+
+    first: bool
+    after_attention: str
+    after_ffn: tuple[str, ...]
+    own_ffn_norm: bool
+
+
+def _norms(b: Builder) -> _Norms:
     swin = b.arch.swin_key and b.h.flag("swin_norm")
+    first = not swin and not b.arch.norms_after
     after_attention, *after_ffn = ("attn_norm", "ffn_norm") if swin else b.arch.post_norms
-    own_ffn_norm = not swin and (b.has_norm(b.arch.ffn_norm) or b.arch.plain_norms)
-    parallel = _is_parallel(b, own_ffn_norm)
-    shared = parallel and not own_ffn_norm  # the same input for both
-    router = b.mul_mat(x, "ffn_gate_inp") if b.arch.moe.on_input and b.has("ffn_gate_inp.weight") else None
-    normed = b.norm(x, "attn_norm") if not swin and (b.has("attn_norm.weight") or b.arch.plain_norms) else x
-    own_input = b.norm(x, "attn_norm_2") if b.has("attn_norm_2.weight") and not b.arch.residual_of_norms else normed
-    attended = ATTENTION[b.arch.attention](b, own_input)
+    own_ffn_norm = first and (not b.arch.parallel or b.has("ffn_norm.weight"))
+    return _Norms(first, after_attention, tuple(after_ffn), own_ffn_norm)
+
+
+def _transformer_layer(b: Builder, x: Value) -> Value:
+    """Add attention and a feed-forward layer, sequential or parallel."""
+    norms = _norms(b)
+    parallel = _is_parallel(b, norms.own_ffn_norm)
+    shared = parallel and not norms.own_ffn_norm  # attention and feed-forward layer have the same input
+    router = b.mul_mat(x, "ffn_gate_inp") if b.arch.moe.router_on_input and b.has("ffn_gate_inp.weight") else None
+    normed = b.norm(x, "attn_norm") if norms.first else x
+    own_input = b.norm(x, "attn_norm_2") if b.has("attn_norm_2.weight") and not b.arch.normed_residual else normed
+    attn_out = ATTENTION[b.arch.attention](b, own_input)
     if b.layer == b.h.n_layer - 1:
-        attended, x = b.selected(attended), b.selected(x)
-        normed = b.selected(normed) if shared or b.arch.residual_of_norms else normed
-        router = None if router is None else b.selected(router)
-    if b.arch.ffn_norm != after_attention:
-        attended = _post_norm(b, attended, after_attention)
-    attended = b.scaled(attended, _residual_scale(b))
+        attn_out, x = b.select_outputs(attn_out), b.select_outputs(x)
+        normed = b.select_outputs(normed) if shared or b.arch.normed_residual else normed
+        router = None if router is None else b.select_outputs(router)
+    if b.arch.ffn_norm != norms.after_attention:
+        attn_out = _post_norm(b, attn_out, norms.after_attention)
+    attn_out = b.scale(attn_out, _residual_scale(b))
     if parallel:
-        fed = feed_forward(b, normed if shared else b.norm(x, "ffn_norm"))
-        return b.sum(b.sum(fed, x, "ffn_residual"), attended, "layer_out")
-    if b.arch.residual_of_norms:
-        return _layer_of_norms(b, attended, normed)
-    middle = b.sum(attended, x, "attn_residual")
-    ready = b.norm(middle, b.arch.ffn_norm) if own_ffn_norm else middle
+        ffn_out = feed_forward(b, normed if shared else b.norm(x, "ffn_norm"))
+        return b.sum(b.sum(ffn_out, x, "ffn_residual"), attn_out, "layer_out")
+    if b.arch.normed_residual:
+        return _normed_residual_layer(b, attn_out, normed)
+    return _feed_forward_part(b, x, attn_out, router, norms)
+
+
+def _feed_forward_part(b: Builder, x: Value, attn_out: Value, router: Value | None, norms: _Norms) -> Value:
+    """Add the part of a layer after attention; x: the layer's input, router: logits that are computed from it."""
+    attn_residual = b.sum(attn_out, x, "attn_residual")
+    ffn_in = b.norm(attn_residual, b.arch.ffn_norm) if norms.own_ffn_norm else attn_residual
     if b.has("pre_ffw_norm_2.weight"):
-        fed = beside_experts(b, middle, ready)
+        ffn_out = gemma4_feed_forward(b, attn_residual, ffn_in)
     elif b.has("ffn_norm_exps.weight"):
-        fed = dense_and_experts(b, ready, b.norm(x, "ffn_norm_exps"))
+        ffn_out = arctic_feed_forward(b, ffn_in, b.norm(x, "ffn_norm_exps"))
     else:
-        fed = feed_forward(b, ready, router)
-    for name in after_ffn:
-        fed = _post_norm(b, fed, name)
-    return _layer_out(b, b.scaled(fed, _residual_scale(b)), middle)
+        ffn_out = feed_forward(b, ffn_in, router)
+    name = next((name for name in norms.after_ffn if b.has_norm(name)), None)
+    ffn_out = ffn_out if name is None else _post_norm(b, ffn_out, name)
+    return _layer_out(b, b.scale(ffn_out, _residual_scale(b)), attn_residual)
 
 
 def _layer_without_attention(b: Builder, x: Value) -> Value:
-    """Add a feed-forward layer alone, or nothing: a layer without one is left out whole, as in llama.cpp (Deci)."""
-    x = b.selected(x) if b.layer == b.h.n_layer - 1 else x
+    """Add a feed-forward layer without attention; without a feed-forward layer, too, return x unchanged (Deci)."""
+    x = b.select_outputs(x) if b.layer == b.h.n_layer - 1 else x
     return b.sum(x, feed_forward(b, b.norm(x, "ffn_norm")), "layer_out") if b.has("ffn_norm.weight") else x
 
 
-def _layer_of_norms(b: Builder, attended: Value, normed: Value) -> Value:
-    """Add the rest of a layer whose residuals are what its norms give, times a factor (MiniMax Text 01)."""
+def _normed_residual_layer(b: Builder, attn_out: Value, normed: Value) -> Value:
+    """Add the end of a layer whose residuals are ``residual_scale`` times the output of its norms (MiniMax Text 01)."""
     factor = b.h.float("residual_scale")
-    ready = b.norm(b.sum(attended, b.scaled(normed, factor), "attn_residual"), "ffn_norm")
-    return b.sum(feed_forward(b, ready), b.scaled(ready, factor), "layer_out")
+    ffn_in = b.norm(b.sum(attn_out, b.scale(normed, factor), "attn_residual"), "ffn_norm")
+    return b.sum(feed_forward(b, ffn_in), b.scale(ffn_in, factor), "layer_out")
 
 
 def _single_block(b: Builder, x: Value) -> Value:
-    """Add a layer without a feed-forward layer of its own: Mamba, and Nemotron H, where one is a layer."""
-    done = ATTENTION[b.arch.attention](b, b.norm(x, "attn_norm"))
+    """Add a layer of one block (Mamba; Nemotron H, whose feed-forward layers are layers of their own)."""
+    block_out = ATTENTION[b.arch.attention](b, b.norm(x, "attn_norm"))
     if b.layer == b.h.n_layer - 1:
-        done, x = b.selected(done), b.selected(x)
-    return b.sum(x, done, "layer_out")
+        block_out, x = b.select_outputs(block_out), b.select_outputs(x)
+    return b.sum(x, block_out, "layer_out")
 
 
 def _is_parallel(b: Builder, own_ffn_norm: bool) -> bool:
@@ -209,38 +253,38 @@ def _is_parallel(b: Builder, own_ffn_norm: bool) -> bool:
     return b.arch.parallel and not own_ffn_norm
 
 
-def _between_loops(b: Builder, x: Value) -> Value:
-    """Return the input of the next layer: normed where the model goes through its layers once more."""
+def _loop_norm(b: Builder, x: Value) -> Value:
+    """Return the input of the next layer, normalized before each repetition of the layers (Nanbeige)."""
     ends = (b.layer + 1) % b.h.n_stored == 0 and b.layer + 1 < b.h.n_layer
     if not ends or b.h.flag("skip_loop_final_norm"):
         return x
     y = b.value("loop_out", x.width, x)
-    b.add(Norm(out=y, x=x, weight=b.outside("output_norm.weight"), eps=b.h.eps, kind=b.arch.norm, group=x.width))
+    b.add(Norm(out=y, x=x, weight=b.global_matrix("output_norm.weight"), eps=b.h.eps, kind=b.arch.norm, group=x.width))
     return y
 
 
-def _add_layer_of_streams(b: Builder, streams: Value) -> Value:
-    x, counts = hyper.gather(b, streams, "attn")
-    attended = ATTENTION[b.arch.attention](b, b.norm(x, "attn_norm"))
+def _hyper_connection_layer(b: Builder, streams: Value) -> Value:
+    x, weights = hyper_connections.gather(b, streams, "attn")
+    attn_out = ATTENTION[b.arch.attention](b, b.norm(x, "attn_norm"))
     if b.layer == b.h.n_layer - 1:
-        attended, streams = b.selected(attended), b.selected(streams)
-        counts = tuple(b.selected(each) for each in counts)
-    streams = hyper.scatter(b, attended, streams, counts, "attn_residual")
-    x, counts = hyper.gather(b, streams, "ffn")
-    return hyper.scatter(b, feed_forward(b, b.norm(x, "ffn_norm")), streams, counts, "layer_out")
+        attn_out, streams = b.select_outputs(attn_out), b.select_outputs(streams)
+        weights = tuple(b.select_outputs(weight) for weight in weights)
+    streams = hyper_connections.scatter(b, attn_out, streams, weights, "attn_residual")
+    x, weights = hyper_connections.gather(b, streams, "ffn")
+    return hyper_connections.scatter(b, feed_forward(b, b.norm(x, "ffn_norm")), streams, weights, "layer_out")
 
 
-def _layer_out(b: Builder, fed: Value, middle: Value) -> Value:
-    """Return the sum, with what follows in Gemma 4: the layer's second input, a factor; in Talkie the model's input."""
-    if b.arch.embed_skip and b.embedded is not None:
-        skipped = b.selected(b.embedded) if fed.outputs else b.embedded
-        skipped = b.times(skipped, "layer_output_scale.weight", "embed_skip")
-        return b.sum(b.sum(fed, middle, "ffn_out"), skipped, "layer_out")
+def _layer_out(b: Builder, ffn_out: Value, attn_residual: Value) -> Value:
+    """Return the residual sum; Gemma 4 adds the layer's second input and scales, Talkie adds the model's input."""
+    if b.arch.embed_skip and b.embeddings is not None:
+        skip = b.select_outputs(b.embeddings) if ffn_out.outputs else b.embeddings
+        skip = b.times(skip, "layer_output_scale.weight", "embed_skip")
+        return b.sum(b.sum(ffn_out, attn_residual, "ffn_out"), skip, "layer_out")
     scaled = b.has("layer_output_scale.weight")
     name = "layer_out_unscaled" if scaled else "layer_out"
-    out = b.sum(fed, middle, "ffn_out" if b.per_layer else name)
-    if b.per_layer:
-        out = with_layer_input(b, out, name)
+    out = b.sum(ffn_out, attn_residual, "ffn_out" if b.layer_inputs else name)
+    if b.layer_inputs:
+        out = add_layer_input(b, out, name)
     return b.times(out, "layer_output_scale.weight", "layer_out") if scaled else out
 
 
@@ -250,4 +294,4 @@ def _post_norm(b: Builder, x: Value, name: str) -> Value:
 
 def _residual_scale(b: Builder) -> float:
     fixed = b.arch.fixed_scales.depth / math.sqrt(b.h.n_layer) if b.arch.fixed_scales else 0.0
-    return (b.h.float("residual_scale", fixed) if b.arch.scales else fixed) or 1.0
+    return (b.h.float("residual_scale", fixed) if "residual" in b.arch.scales else fixed) or 1.0

@@ -1,7 +1,7 @@
-"""A model's hyperparameters, read from its metadata under the names they have there.
+"""A model's hyperparameters: typed access to the metadata of its architecture.
 
-Keys are given without the architecture's prefix: ``h.int("block_count")``. There is a default only where llama.cpp has
-one; a missing key without a default is an error that names it.
+Keys have no architecture prefix: ``h.int("block_count")``. Only keys that llama.cpp has a default for have one; a
+missing key without a default is an error that names it.
 """
 
 from __future__ import annotations
@@ -12,26 +12,32 @@ from typing import Any, TypeAlias
 from quantkit.errors import FormatError
 from quantkit.formats.gguf import GGUFFile
 
-_NEEDED = object()
-#: What llama.cpp runs at most (LLAMA_MAX_LAYERS).
+_REQUIRED = object()
+#: LLAMA_MAX_LAYERS of llama.cpp.
 MAX_LAYERS = 512
 
-#: The methods below have the names of these types.
+#: Aliases, as the methods below have the names of these types.
 Integer: TypeAlias = int
 Real: TypeAlias = float
 
 
 class HParams:
-    """Typed access to ``<architecture>.*``; all dimensions in ggml's words."""
+    """Typed access to ``<architecture>.*``; dimensions have ggml's names."""
 
     def __init__(self, source: GGUFFile) -> None:
         self.source = source
         self.arch = str(source.get("general.architecture", ""))
         if not self.arch:
             kind = source.get("general.type")
-            what = "this is an imatrix, not a model" if kind == "imatrix" else "this is not a model"
-            raise FormatError(f"{source.paths[0]}: {what}: it has no general.architecture")
-        #: Layers whose weights the file holds; a model may go through them several times (Nanbeige).
+            problem = "this is an imatrix, not a model" if kind == "imatrix" else "this is not a model"
+            raise FormatError(f"{source.paths[0]}: {problem}: it has no general.architecture")
+        if self.arch == "clip" or source.get("general.type") == "mmproj":
+            raise FormatError(
+                f"{source.paths[0]}: this is a multimodal projector (mmproj) without a language model; give the "
+                "file of the model itself",
+                "QK-E306",
+            )
+        #: Layers stored in the file; a model may run them several times (Nanbeige).
         self.n_stored = self.int("block_count")
         self.n_layer = (self.n_stored - self.int("nextn_predict_layers", 0)) * self._n_loops()
         self.n_embd = self.int("embedding_length")
@@ -42,79 +48,82 @@ class HParams:
         self.head_v = self.int("attention.value_length", 0) or width
         self.n_expert = self.int("expert_count", 0)
 
-    def get(self, key: str, default: Any = _NEEDED) -> Any:
+    def get(self, key: str, default: Any = _REQUIRED) -> Any:
         """Return the value of a key; FormatError if it is missing and has no default."""
         value = self.source.get(f"{self.arch}.{key}", None)
         if value is not None:
             return value
-        if default is _NEEDED:
+        if default is _REQUIRED:
             raise FormatError(
                 f"{self.source.paths[0]}: there is no {self.arch}.{key}, which a model of the architecture {self.arch} "
-                "needs; convert the model again, or add the key"
+                "needs; convert the model again, or add the key",
+                "QK-E123",
             )
         return default
 
-    def int(self, key: str, default: Any = _NEEDED) -> Integer:
-        """Return an integer; of an array the first element."""
+    def int(self, key: str, default: Any = _REQUIRED) -> Integer:
+        """Return an integer; the first element of an array."""
         value = self.get(key, default)
         return self._integer(key, value[0] if isinstance(value, list) and value else value)
 
-    def float(self, key: str, default: Any = _NEEDED) -> Real:
-        """Return a float32's value."""
+    def float(self, key: str, default: Any = _REQUIRED) -> Real:
+        """Return a number."""
         return self._real(key, self.get(key, default))
 
     def flag(self, key: str, default: bool = False) -> bool:
         """Return a boolean."""
         return bool(self.get(key, default))
 
-    def layer_int(self, key: str, layer: Integer, default: Any = _NEEDED) -> Integer:
-        """Return an integer that may be an array with one element a layer."""
-        return self._integer(key, self._of_layer(key, layer, self.get(key, default)))
+    def layer_int(self, key: str, layer: Integer, default: Any = _REQUIRED) -> Integer:
+        """Return an integer of a layer; the value may be an array with an element a layer."""
+        return self._integer(key, self._layer_value(key, layer, self.get(key, default)))
 
     def xielu(self, key: str, layer: Integer) -> Real:
-        """Return a number of a layer's xIELU; these keys have no architecture before them."""
+        """Return a parameter of a layer's xIELU; these keys have no architecture prefix."""
         value = self.source.get(f"xielu.{key}", None)
         if value is None:
-            raise FormatError(f"{self.source.paths[0]}: there is no xielu.{key}, which {self.arch} needs")
-        return self._real(f"xielu.{key}", self._of_layer(f"xielu.{key}", layer, value))
+            raise FormatError(f"{self.source.paths[0]}: there is no xielu.{key}, which {self.arch} needs", "QK-E123")
+        return self._real(f"xielu.{key}", self._layer_value(f"xielu.{key}", layer, value))
 
     def _n_loops(self) -> Integer:
         n = self.int("num_loops", 1)
         if n < 1 or (n > 1 and n * self.n_stored > MAX_LAYERS):
             raise FormatError(
                 f"{self.source.paths[0]}: {self.arch}.num_loops is {n}, of {self.n_stored} layers: a model has at most "
-                f"{MAX_LAYERS}"
+                f"{MAX_LAYERS}",
+                "QK-E123",
             )
         return n
 
-    def layer_float(self, key: str, layer: Integer, default: Any = _NEEDED) -> Real:
-        """Return a number that may be an array with one element a layer."""
-        return self._real(key, self._of_layer(key, layer, self.get(key, default)))
+    def layer_float(self, key: str, layer: Integer, default: Any = _REQUIRED) -> Real:
+        """Return a number of a layer; the value may be an array with an element a layer."""
+        return self._real(key, self._layer_value(key, layer, self.get(key, default)))
 
-    def _of_layer(self, key: str, layer: Integer, value: Any) -> Any:
+    def _layer_value(self, key: str, layer: Integer, value: Any) -> Any:
         if not isinstance(value, list):
             return value
         layer %= max(self.n_stored, 1)
         if layer >= len(value):
             raise FormatError(
-                f"{self.source.paths[0]}: {self.arch}.{key} has {len(value)} elements, none for layer {layer}"
+                f"{self.source.paths[0]}: {self.arch}.{key} has {len(value)} elements, none for layer {layer}",
+                "QK-E123",
             )
         return value[layer]
 
     def _integer(self, key: str, value: Any) -> Integer:
         if isinstance(value, (Integer, Real)) and math.isfinite(value) and value == Integer(value):
             return Integer(value)
-        raise FormatError(f"{self.source.paths[0]}: {self.arch}.{key} is {value!r}, no integer")
+        raise FormatError(f"{self.source.paths[0]}: {self.arch}.{key} is {value!r}, no integer", "QK-E123")
 
     def _real(self, key: str, value: Any) -> Real:
-        # -inf and inf are values of some keys; NaN of none.
+        # Some keys may be infinite, none NaN.
         if isinstance(value, (Integer, Real)) and not math.isnan(value):
             return Real(value)
-        raise FormatError(f"{self.source.paths[0]}: {self.arch}.{key} is {value!r}, no number")
+        raise FormatError(f"{self.source.paths[0]}: {self.arch}.{key} is {value!r}, no number", "QK-E123")
 
     @property
     def eps(self) -> Real:
-        """The epsilon of norms, whichever kind the model has."""
+        """The epsilon of norms, RMS or layer norms."""
         return self.float("attention.layer_norm_rms_epsilon", 0.0) or self.float("attention.layer_norm_epsilon", 0.0)
 
     @property
@@ -123,7 +132,7 @@ class HParams:
 
     @property
     def freq_scale(self) -> Real:
-        """The inverse of the scaling factor; 1 without."""
+        """The inverse of the rope scaling factor; 1 without scaling."""
         factor = self.float("rope.scaling.factor", 0.0) or self.float("rope.scale_linear", 0.0)
         return 1.0 if not factor or self.rope_scaling == "none" else 1.0 / factor
 
@@ -132,7 +141,7 @@ class HParams:
         return self.int("rope.scaling.original_context_length", 0) or self.n_ctx_train
 
     def yarn_attn_factor(self, log_mul: Real = 0.0, mscale: Real = 1.0) -> Real:
-        """Return what cos and sin are multiplied by, as llama_context computes it for yarn."""
+        """Return the factor of cos and sin, as llama_context computes it for yarn."""
         attn = 1.0
         if self.rope_scaling == "yarn":
             factor = 1.0 / self.freq_scale

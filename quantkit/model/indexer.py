@@ -1,17 +1,17 @@
-"""The lightning indexer: latent attention sees the keys it chooses, not all (DeepSeek V3.2, GLM 5).
+"""The lightning indexer: latent attention attends only to the keys it selects (DeepSeek V3.2, GLM 5).
 
-A token has an indexer key k of ``key_length`` columns (a layer norm, then rope of the first n_rot, in HY V4 of the
-last), kept in a cache of its own, ``head_count`` queries q[h], made of the latent row of attention's own, and a weight
-w[h] for each:
+A token has an indexer key k of ``key_length`` columns (layer norm, then rope of the first n_rot columns, in HY V4 of
+the last), cached separately, ``head_count`` queries q[h], projected from the latent row of attention's queries, and a
+weight w[h] for each:
 
     score of a position = sum over h of w[h] / sqrt(head_count * key_length) * max(q[h] . k, 0)
 
-Attention then sees the ``top_k`` positions with the largest scores, and so all while there are no more than these.
-GLM 5.2 and HY V4 have layers without an indexer (``indexer.types``): they see what the last one before them chose.
+Attention then reads the ``top_k`` positions with the largest scores; all, while there are no more than top_k. Layers
+without an indexer (``indexer.types``; GLM 5.2, HY V4) reuse the selection of the last layer that has one.
 
 Sources: llama.cpp b11434 src/models/deepseek32.cpp, glm-dsa.cpp, dots3note.cpp, hy-v4.cpp; transformers 5.18
 DeepseekV32Indexer, GlmMoeDsaAttention, HYV4Indexer. llama.cpp also multiplies q and k by a Hadamard matrix, which
-leaves their products as they are. Its prediction layers see all keys; those here choose as the model's other layers do.
+does not change their products. Its prediction layers attend to all keys; here they select, as the other layers do.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from quantkit.errors import FormatError
 from quantkit.model.builder import Builder
 from quantkit.model.ops import Cache, CacheWrite, LightningIndexer, RopeConfig, Value
 
-#: Epsilon of the keys' norm, which no metadata holds; HY V4 has that of its other norms.
+#: Epsilon of the keys' norm; no metadata holds it. HY V4 uses that of its other norms.
 EPS = 1e-6
-#: GLM 5.2 has this context; its first files have no ``indexer.types``.
+#: The context by which GLM 5.2 is recognized: its first files lack ``indexer.types``.
 _CTX_OF_GLM_5_2 = 1 << 20
 _TENSORS = ("k_norm.weight", "k_norm.bias", "proj.weight", "attn_k.weight", "attn_q_b.weight")
 
@@ -34,19 +34,19 @@ def select_keys(b: Builder, x: Value, row: Value, config: RopeConfig) -> Value |
     """Return the positions that the tokens of the current layer attend to; None: all.
 
     Args:
-        x: the layer's normalized input; row: what attention's queries are made of.
-        config: how their columns rotate.
+        x: the layer's normalized input; row: the input of attention's query projection.
+        config: rope of their columns.
 
     Raises:
         FormatError: a tensor or key is missing, shapes do not fit, or no layer before this one has an indexer.
     """
     if not _has_indexer(b):
-        for name in _TENSORS:
-            b.maybe(f"indexer.{name}")  # llama.cpp passes over them, too
+        b.ignore(*(f"indexer.{name}" for name in _TENSORS))
         if b.selection is None and b.layer < b.h.n_layer:
             raise FormatError(
                 f"{b.source.paths[0]}: by {b.h.arch}.attention.indexer.types layer {b.layer} attends to the keys that "
-                "a layer before it has chosen, and there is none"
+                "an earlier layer selects, but no earlier layer has an indexer",
+                "QK-E123",
             )
         return b.selection
     config = replace(config, kind=b.arch.indexer)
@@ -68,12 +68,13 @@ def select_keys(b: Builder, x: Value, row: Value, config: RopeConfig) -> Value |
 
 
 def indexer_sizes(b: Builder, config: RopeConfig) -> tuple[int, int, int]:
-    """Return how many heads an indexer has, their columns, and how many keys it selects."""
+    """Return the indexer's number of heads, their width, and top_k."""
     n_head, head, top_k = (_positive(b, key) for key in ("head_count", "key_length", "top_k"))
     if config.n_rot > head:
         raise FormatError(
             f"{b.source.paths[0]}: {config.n_rot} columns rotate ({b.h.arch}.rope.dimension_count) of indexer keys of "
-            f"{head} ({b.h.arch}.attention.indexer.key_length)"
+            f"{head} ({b.h.arch}.attention.indexer.key_length)",
+            "QK-E123",
         )
     return n_head, head, top_k
 
@@ -92,5 +93,5 @@ def _positive(b: Builder, key: str) -> int:
     key = f"attention.indexer.{key}"
     n = b.h.int(key)
     if n < 1:
-        raise FormatError(f"{b.source.paths[0]}: {b.h.arch}.{key} is {n}; it must be positive")
+        raise FormatError(f"{b.source.paths[0]}: {b.h.arch}.{key} is {n}; it must be positive", "QK-E123")
     return n

@@ -1,21 +1,22 @@
-"""The operations of a forward pass: graph.py lists them, every backend runs them.
+"""The operations of a forward pass, and tables of functions by operation.
 
-A forward pass is a flat list of these. Values are float32 [rows, width], one row per token; after SelectOutputs one row
-per token whose logits are wanted; rows of expert work are [tokens * n_used, width], the experts of a token side by
-side. A value is written by exactly one operation. What each computes is written, in numpy, in backends/reference.py.
+A forward pass is a flat list of operations. Values are float32 [rows, width], one row per token; after SelectOutputs
+one row per token whose logits are wanted; rows of expert work are [tokens * n_used, width], the experts of a token side
+by side. A value is written by exactly one operation. backends/reference.py specifies them in numpy.
 
     weights      Matrix    a GGUF tensor, or some of its rows (a half of merged gate and up)
     activations  Value     width, rows per token
-    memory       Cache     keys and values of one layer; State: what a recurrent layer keeps of a sequence
+    memory       Cache     keys and values of one layer; State: the recurrent state of one layer
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
-from typing import ClassVar, dataclass_transform
+from typing import Any, ClassVar, TypeVar, dataclass_transform
 
+from quantkit.errors import TypeNotSupported
 from quantkit.formats.gguf import TensorInfo
 from quantkit.kernels.parameters import Activation, RopeConfig, Routing
 
@@ -73,10 +74,10 @@ class Matrix:
 
 @dataclass(frozen=True, eq=False)
 class Cache:
-    """Keys and values of one layer, one row per position; without v_width values are the first columns of keys.
+    """Keys and values of one layer, one row per position; if v_width is 0, values are the first columns of keys.
 
-    With a ratio, behind the rows of all sequences there is one more for every block of so many positions; without
-    ``positions`` there are only these.
+    With a ratio, the rows of all sequences are followed by a row for every block of ``ratio`` positions; without
+    ``positions`` there are only rows of blocks.
     """
 
     name: str
@@ -86,21 +87,21 @@ class Cache:
     positions: bool = True
 
     def cells(self, n_seq: int, n_ctx: int) -> int:
-        """Return how many rows it has."""
+        """Return the number of rows."""
         return max(1, self.first_block(n_seq, n_ctx) + n_seq * self.blocks(n_ctx))
 
     def first_block(self, n_seq: int, n_ctx: int) -> int:
-        """Return the number of the first row that belongs to a block."""
+        """Return the index of the first row of a block."""
         return n_seq * n_ctx if self.positions else 0
 
     def blocks(self, n_ctx: int) -> int:
-        """Return how many blocks a sequence can have."""
+        """Return the largest number of blocks of a sequence."""
         return n_ctx // self.ratio if self.ratio else 0
 
 
 @dataclass(frozen=True, eq=False)
 class State:
-    """What a recurrent layer keeps of a sequence: ``width`` float32; a token at position 0 finds it zero."""
+    """The state of a recurrent layer: ``width`` float32 a sequence, zero before position 0."""
 
     name: str
     width: int
@@ -108,16 +109,16 @@ class State:
 
 @dataclass_transform(kw_only_default=True, frozen_default=True, eq_default=False)
 class _Frozen:
-    """What makes every class of operations a dataclass: frozen, by keywords only, equal to nothing but itself."""
+    """Base that makes every subclass a dataclass: frozen, keyword-only, compared by identity."""
 
     def __init_subclass__(cls) -> None:
         dataclass(frozen=True, eq=False, kw_only=True)(cls)
 
 
 class Op(_Frozen):
-    """An operation. ``layer`` is for placement and streaming: -1 before the first, n_layer after the last."""
+    """An operation. ``layer`` determines placement and streaming: -1 before the first, n_layer after the last."""
 
-    #: The fields whose values it writes; it reads all others.
+    #: Fields whose values the operation writes; it reads all others.
     WRITES: ClassVar[tuple[str, ...]] = ("out",)
 
     layer: int = -1
@@ -159,14 +160,14 @@ class Op(_Frozen):
 
 
 class _Map(Op):
-    """What an operation of one value has."""
+    """An operation with one input and one output."""
 
     out: Value
     x: Value
 
 
 class _Sink(Op):
-    """What writes no value."""
+    """An operation that writes no value."""
 
     WRITES: ClassVar[tuple[str, ...]] = ()
 
@@ -175,7 +176,7 @@ class _Sink(Op):
 
 
 class Embed(Op):
-    """out = scale * the rows of ``weight`` that the tokens name, or their positions (by_position)."""
+    """out = scale * weight[token], or scale * weight[position] (by_position)."""
 
     out: Value
     weight: Matrix
@@ -184,7 +185,7 @@ class Embed(Op):
 
 
 class Lookup(Op):
-    """out, integer: the rows of a table of whole numbers (I32) that the tokens name; all are below ``n``."""
+    """out, integer: table[token], of an I32 table whose values are below ``n``."""
 
     out: Value
     weight: Matrix
@@ -210,9 +211,9 @@ class Scale(_Map):
 
 
 class Shift(_Map):
-    """out = x + by"""
+    """out = x + offset"""
 
-    by: float
+    offset: float
 
 
 class ScaleByPosition(_Map):
@@ -224,14 +225,14 @@ class ScaleByPosition(_Map):
 
 
 class MultiplyBy(_Map):
-    """out = x * vector (or x + vector): an f32 vector of x's width, or whose length divides it.
+    """out = x * vector, or x + vector, or x / vector: an f32 vector of x's width, or whose length divides it.
 
-    each: of so many columns side by side, each value of the vector holds for all.
+    kind: times, plus, over. repeat: each value of the vector applies to ``repeat`` neighbouring columns.
     """
 
     vector: Matrix
-    add: bool = False
-    each: int = 1
+    kind: str = "times"
+    repeat: int = 1
 
 
 class Softcap(_Map):
@@ -256,14 +257,13 @@ class Xielu(_Map):
 
 
 class Exceed(_Map):
-    """out = what each value exceeds mean + factor * deviation of its row by, or 0; the deviation is that of a sample,
-    over n - 1 (Gemma 3n)."""
+    """out = max(x - (mean + factor * deviation), 0), by row; sample standard deviation, over n - 1 (Gemma 3n)."""
 
     factor: float
 
 
 class ToLength(_Map):
-    """out = x, of which every ``group`` columns get the length (root of the sum of squares) of like's row."""
+    """out = x * |like| / |x|, by groups of ``group`` columns; |.|: root of the sum of squares."""
 
     like: Value
     group: int
@@ -280,18 +280,18 @@ class Mix(_Map):
 
 
 class StreamWeights(Op):
-    """How four streams count in a layer's input and after it, from x = [a (4), b (4), c (4 by 4)] (DeepSeek 4).
+    """Weights of four streams in a layer's input and output, from x = [a (4), b (4), c (4 by 4)] (DeepSeek 4).
 
-    before = sigmoid(scale[0] a + base) + eps; after = 2 sigmoid(scale[1] b + base); across, transposed, of
-    scale[2] c + base the softmax of every row, plus eps, whose columns, then in ``rounds`` - 1 rounds rows and columns,
-    are divided by their sums plus eps. base is a vector as long as x.
+    before = sigmoid(scale[0] a + base) + eps; after = 2 sigmoid(scale[1] b + base); mixing, transposed:
+    M = softmax by row(scale[2] c + base) + eps; columns are divided by their sum + eps; then ``rounds`` - 1 times rows
+    and columns are divided by their sums + eps. base is a vector as long as x.
     """
 
-    WRITES: ClassVar[tuple[str, ...]] = ("before", "after", "across")
+    WRITES: ClassVar[tuple[str, ...]] = ("before", "after", "mixing")
 
     before: Value
     after: Value
-    across: Value
+    mixing: Value
     x: Value
     scale: Matrix
     base: Matrix
@@ -300,18 +300,18 @@ class StreamWeights(Op):
 
 
 class Lerp(_Map):
-    """Between x and another value, several times over: out group j = x + (to - x) * (by group j + weights group j).
+    """out group j = x + (target - x) * (vector group j + weights group j).
 
-    Groups have the columns of x; by and weights have one for each of out's. Either may be missing.
+    Groups are as wide as x; vector and weights are as wide as out. Either may be missing.
     """
 
-    to: Value
-    by: Matrix | None = None
+    target: Value
+    vector: Matrix | None = None
     weights: Value | None = None
 
 
 class Bonus(_Map):
-    """What a token adds of itself, by head: out = x + v times the sum over the head's columns of r k vector (RWKV).
+    """out = x + v * sum(r * k * vector), the sum being over the columns of a head (RWKV).
 
     r, k, v, x and vector have the same columns, ``head`` to a head.
     """
@@ -324,10 +324,9 @@ class Bonus(_Map):
 
 
 class Norm(_Map):
-    """Normalize every group of columns by itself (a head, or the row); kind ``rms``, ``layer`` or ``l2``, which is
-    x / sqrt(sum of squares + eps).
+    """Normalize each group of columns (a head, or the row); kind: ``rms``, ``layer`` or ``l2``.
 
-    weight and bias repeat if they are shorter than a row.
+    l2 is x / sqrt(sum of squares + eps). weight and bias are repeated if they are shorter than a row.
     """
 
     weight: Matrix | None
@@ -338,8 +337,8 @@ class Norm(_Map):
 
 
 class Glu(Op):
-    """out = activation(gate) * up. Without up, gate's row holds both: the gate first. A narrower gate repeats:
-    every element of it gates up.width / gate.width columns side by side."""
+    """out = activation(gate) * up. Without up, gate holds [gate, up]. Each element of a narrower gate gates
+    up.width / gate.width neighbouring columns."""
 
     out: Value
     gate: Value
@@ -354,14 +353,14 @@ class Activate(_Map):
 
 
 class Take(_Map):
-    """Of every ``period`` columns of x, those from ``start``; as many as make up out's width."""
+    """out = columns ``start`` ... of every ``period`` columns of x, as many as out's width takes."""
 
     start: int
     period: int
 
 
 class Join(Op):
-    """Columns of a and b by turns, period_a of a, then period_b of b; a narrower b repeats from its beginning."""
+    """out = period_a columns of a, then period_b of b, in turns; a narrower b repeats from its start."""
 
     out: Value
     a: Value
@@ -374,7 +373,7 @@ class Join(Op):
 
 
 class _Product(_Map):
-    """What multiplying by a weight takes, dense or by expert."""
+    """Product with a weight, dense or by expert."""
 
     weight: Matrix
     bias: Matrix | None = None
@@ -382,7 +381,7 @@ class _Product(_Map):
 
 
 class _Gated(_Map):
-    """What fused gate, up and activation take, dense or by expert."""
+    """Fused gate, up and activation, dense or by expert."""
 
     up: Matrix
     gate: Matrix
@@ -410,7 +409,7 @@ class MulMats(Op):
 
 
 class MulMatHeads(_Map):
-    """Every head by its own matrix: columns h * n_in ... of x to columns h * n_out ... of out (MLA: k_b, v_b).
+    """Multiply each head by its own matrix: columns h * n_in ... of x to columns h * n_out ... of out (MLA: k_b, v_b).
 
     weight: [n_in, n_out, heads]; of one head in two dimensions.
     """
@@ -428,7 +427,7 @@ class UpGate(_Gated):
 class Route(Op):
     """Choose experts: ids int32 [tokens, n_used] and their weights [tokens, n_used], from the router's logits.
 
-    bias, one value an expert, counts in the choice only. chosen: ids that are given; only weights are to be found.
+    bias, one value an expert, affects the choice only. selected: given ids; only their weights are computed.
     """
 
     WRITES: ClassVar[tuple[str, ...]] = ("ids", "weights")
@@ -437,7 +436,7 @@ class Route(Op):
     weights: Value
     logits: Value
     bias: Matrix | None = None
-    chosen: Value | None = None
+    selected: Value | None = None
     routing: Routing
 
 
@@ -480,18 +479,18 @@ class Combine(_Map):
 class RopeTable(Op):
     """out[t] = cos, sin, cos, sin, ... of n_rot / 2 angles at the token's position, attn_factor included.
 
-    step: at the first position of its block of so many. back: of the angles that undo these.
+    step: of the first position of the token's block of ``step`` positions. inverse: of the negated angles.
     """
 
     out: Value
     config: RopeConfig
     factors: Matrix | None = None
     step: int = 1
-    back: bool = False
+    inverse: bool = False
 
 
 class Rope(_Map):
-    """Turn columns start ... start + n_rot of every head (``head`` columns each) by the angles of the table."""
+    """Rotate columns start ... start + n_rot of every head (``head`` columns each) by the angles of the table."""
 
     table: Value
     config: RopeConfig
@@ -500,7 +499,7 @@ class Rope(_Map):
 
 
 class CacheWrite(_Sink):
-    """Keep the keys and values of these tokens, at their positions, in the cache's type."""
+    """Write the keys and values of the tokens to the cache, at their positions, in its type."""
 
     cache: Cache
     k: Value
@@ -508,14 +507,14 @@ class CacheWrite(_Sink):
 
 
 class BlockWrite(_Sink):
-    """Keep k of the tokens that end a block of the cache's ``ratio`` positions, in the row of that block."""
+    """Write k of the tokens that end a block of ``ratio`` positions to the row of that block."""
 
     cache: Cache
     k: Value
 
 
 class WindowAndBlocks(Op):
-    """out, int32: the cells of a cache that a token sees, counted from its sequence's first: the last ``window``
+    """out, int32: the cells of a cache that a token attends to, relative to its sequence's first: the last ``window``
     positions, then the blocks that end with it or before, all or those listed in ``blocks``; then -1.
 
     There is room for out.width - window blocks.
@@ -554,8 +553,8 @@ class Attention(Op):
     products, softcap (0: none) follows; sinks, one value a head, join the softmax's denominator.
     mask: ``causal``; ``sliding``: the last ``window`` positions; ``chunked``: those of the same chunk of ``window``;
     ``whole``: the tokens after it in the batch, too, so that a sequence must come in one batch.
-    alibi: the largest bias (0: none). selected: the positions that a token sees, as LightningIndexer makes them; where
-    the cache has blocks, the cells as WindowAndBlocks makes them, of the same window.
+    alibi: the largest bias (0: none). selected: the positions that a token attends to, from LightningIndexer; where the
+    cache has blocks, the cells from WindowAndBlocks, of the same window.
     """
 
     out: Value
@@ -606,7 +605,7 @@ class Compress(Op):
 
     @property
     def overlap(self) -> bool:
-        """Tell whether a block takes half of what it is made of from the one before."""
+        """Whether a block also combines rows of the block before."""
         return self.kv.width > self.out.width
 
 
@@ -632,7 +631,7 @@ class DeltaNet(Op):
 
     @property
     def by_row(self) -> bool:
-        """Tell whether every row of S decays by itself."""
+        """Whether every row of S has its own decay."""
         return self.g.width > self.n_v_head
 
 
@@ -643,8 +642,8 @@ class SsmScan(Op):
     x, z, out: [n_head * head]; b, c: [n_group * d_state]; dt: [n_head]; a, d, dt_bias: a value a head. S of a head is
     [d_state, head]; head h reads b and c of group h // (n_head / n_group).
 
-    Without dt every step is 1, without d and z nothing is added or gates: lightning attention, x being values, b keys
-    and c queries; its a is given as numbers.
+    Without dt every step is 1, without d and z there is no skip and no gate: lightning attention, x being values, b
+    keys and c queries; its a is given as numbers.
     """
 
     out: Value
@@ -681,7 +680,7 @@ class ColumnScan(Op):
 
 
 class Previous(_Map):
-    """out = the row that the sequence's previous token has in x, zeros for the first; the state holds the last row."""
+    """out = x of the sequence's previous token, zeros for the first; the state holds the last row."""
 
     state: State
 
@@ -692,7 +691,7 @@ class Wkv(Op):
     r, g, out: [n_head * head]; k, v: [n * head], head h reading those of h // (n_head / n). w = exp(-exp(g)); with a
     bound w = exp(-bound sigmoid(g)). S is [head, head].
 
-    earlier: out comes of S as it was before the token (RWKV 6). complement: k (1 - w) is k (QRWKV).
+    earlier: out reads S before its update (RWKV 6). complement: k is replaced by k (1 - w) (QRWKV).
     removed, rate: [n_head * head]: S = diag(w) S + k v^T - (rate * removed) (S^T removed)^T, where S^T removed is of S
     before it decays (RWKV 7).
     """
@@ -716,19 +715,19 @@ class Wkv(Op):
 
 
 class _Observer(_Sink):
-    """What looks at one value: ``of`` names who wants it, ``ids`` the experts of its rows."""
+    """An operation that observes x: ``label`` names its observer or accumulator, ``ids`` the experts of rows."""
 
     x: Value
-    of: str
+    label: str
     ids: Value | None = None
 
 
 class Observe(_Observer):
-    """Show x to the run's observer of that name (a tensor's name, for the input of its mat-mul), ids with it."""
+    """Pass x and ids to the run's observer; label: the name of the tensor that multiplies x."""
 
 
 class SumColumns(_Observer):
-    """Add up x^2 and x of every column, by expert if there are ids, into the accumulator ``of``, run after run.
+    """Add up x^2 and x of every column, by expert if there are ids, into the accumulator ``label``, run after run.
 
     names: the weights whose input this is. x has one row a token, or one per (t, j), as in MulMatId.
     """
@@ -738,10 +737,10 @@ class SumColumns(_Observer):
 
 
 class Covariance(_Observer):
-    """Add up x x^T of all rows into the accumulator ``of``; by expert, of ``experts`` first ... end, if there are ids.
+    """Add up x x^T of all rows into the accumulator ``label``; with ids by expert, of ``experts`` first ... end.
 
-    weights, one value per (t, j): every row also counts with its square (``weighted``), or only so (not ``plain``).
-    heads: as many inputs stand side by side in a row of x (MulMatHeads); ``experts`` then counts these.
+    weights, one value per (t, j): rows are also summed with their squared weight, or only so (not ``plain``).
+    heads: the number of inputs side by side in a row of x (MulMatHeads); ``experts`` are then heads.
     """
 
     names: tuple[str, ...]
@@ -752,11 +751,11 @@ class Covariance(_Observer):
 
 
 class Similarity(_Sink):
-    """Add up the cosine of a's and b's row of every token into the accumulator ``of``."""
+    """Add up the cosine of a's and b's row of every token into the accumulator ``label``."""
 
     a: Value
     b: Value
-    of: str
+    label: str
 
 
 class CountUp(Op):
@@ -771,21 +770,47 @@ class CountUp(Op):
 class Graph:
     """A forward pass, or a part of one: operations in order, and the value that holds the logits.
 
-    given: values of tokens that no operation makes; Session.decode takes them. leaves: values that are read after a
-    run, beside the logits.
+    inputs: values of tokens that no operation computes; Session.decode takes them. leaves: values that are read after a
+    run, besides the logits.
     """
 
     ops: tuple[Op, ...]
     logits: Value
     caches: tuple[Cache, ...] = ()
     states: tuple[State, ...] = ()
-    given: tuple[Value, ...] = ()
+    inputs: tuple[Value, ...] = ()
     leaves: tuple[Value, ...] = ()
 
     def cache_writes(self) -> Mapping[Cache, Sequence[Op]]:
-        """Return what writes to each cache."""
-        found: dict[Cache, list[Op]] = {}
+        """Return the operations that write to each cache."""
+        writes: dict[Cache, list[Op]] = {}
         for op in self.ops:
             if isinstance(op, CacheWrite | BlockWrite):
-                found.setdefault(op.cache, []).append(op)
-        return found
+                writes.setdefault(op.cache, []).append(op)
+        return writes
+
+
+# ---------------------------------------------------------------- tables by operation
+
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+class OpTable(dict[type[Op], Callable[..., Any]]):
+    """Functions by the class of an operation; TypeNotSupported for a class without one. owner: its name in errors."""
+
+    def __init__(self, owner: str) -> None:
+        super().__init__()
+        self.owner = owner
+
+    def register(self, *kinds: type[Op]) -> Callable[[F], F]:
+        """Return a decorator that registers a function for some classes."""
+
+        def enter(function: F) -> F:
+            self.update(dict.fromkeys(kinds, function))
+            return function
+
+        return enter
+
+    def __missing__(self, kind: type[Op]) -> Callable[..., Any]:
+        raise TypeNotSupported(f"{self.owner} has no {kind.__name__}", "QK-E306")

@@ -1,4 +1,4 @@
-"""What layers that remember a sequence share: their states, the short convolution, and products of their parts."""
+"""Helpers of recurrent layers: states, short convolutions, activations and gates."""
 
 from __future__ import annotations
 
@@ -10,24 +10,25 @@ from quantkit.model.ops import Activate, Activation, Convolve, Glu, State, Value
 
 
 def new_state(b: Builder, name: str, width: int) -> State:
-    """Return memory of the current layer, ``width`` values a sequence."""
+    """Return a new state of the current layer, ``width`` values a sequence."""
     state = State(f"{name}_{b.layer}", width)
     b.states.append(state)
     return state
 
 
-def convolved(b: Builder, x: Value, name: str = "ssm_conv1d", *, bias: bool = False) -> Value:
-    """Return silu of the causal convolution with ``name``; bias: with the one that the file may have."""
-    return activated(b, convolution(b, x, name, bias=bias), "silu")
+def convolve_silu(b: Builder, x: Value, name: str = "ssm_conv1d", *, bias: bool = False) -> Value:
+    """Return silu(causal convolution of x with ``name``); bias: add ``name.bias`` if the file has it."""
+    return activate(b, convolve(b, x, name, bias=bias), "silu")
 
 
-def convolution(b: Builder, x: Value, name: str, *, bias: bool = False) -> Value:
-    """Return the causal convolution with ``name``, a row of taps for each column, in one or more dimensions."""
+def convolve(b: Builder, x: Value, name: str, *, bias: bool = False) -> Value:
+    """Return the causal convolution of x with ``name``, which holds a row of taps for each column."""
     weight = b.matrix(f"{name}.weight")
     if prod(weight.tensor.shape[1:]) != x.width or weight.n_in < 2:
         raise FormatError(
             f"{b.source.paths[0]}: {weight.tensor.name} is {weight.tensor.shape}, wanted one row for each of "
-            f"{x.width} columns"
+            f"{x.width} columns",
+            "QK-E106",
         )
     out, state = b.value(f"{name}_out", x.width, x), new_state(b, name, (weight.n_in - 1) * x.width)
     added = b.maybe(f"{name}.bias") if bias else None
@@ -35,24 +36,25 @@ def convolution(b: Builder, x: Value, name: str, *, bias: bool = False) -> Value
     return out
 
 
-def activated(b: Builder, x: Value, kind: str) -> Value:
-    """Return an activation of x."""
+def activate(b: Builder, x: Value, kind: str) -> Value:
+    """Return activation ``kind`` of x."""
     y = b.value(f"{x.name.split('.')[-1]}_{kind}", x.width, x)
     b.add(Activate(out=y, x=x, activation=Activation(kind)))
     return y
 
 
-def gated(b: Builder, x: Value, gate: Value, kind: str) -> Value:
-    """Return x times an activation of gate; ``linear`` is gate itself."""
+def apply_gate(b: Builder, x: Value, gate: Value, kind: str) -> Value:
+    """Return x * activation(gate), of ``kind``; ``linear`` is gate itself."""
     y = b.value(f"{x.name.split('.')[-1]}_gated", x.width, x)
     b.add(Glu(out=y, gate=gate, up=x, activation=Activation(kind)))
     return y
 
 
 def check_width(b: Builder, x: Value, width: int) -> None:
-    """Raise FormatError unless x has as many columns as the metadata say."""
+    """Raise FormatError unless x has ``width`` columns, as the metadata say."""
     if x.width != width:
         raise FormatError(
             f"{b.source.paths[0]}: {x.name} has {x.width} columns, by the metadata {width}: the shapes of this model "
-            "do not fit together"
+            "do not fit together",
+            "QK-E106",
         )

@@ -1,4 +1,4 @@
-"""Short sequences need no selection: where an indexer would select every key, latent attention runs without it."""
+"""Graphs for short sequences: where an indexer would select every key, latent attention runs without it."""
 
 from __future__ import annotations
 
@@ -18,51 +18,51 @@ from quantkit.model.ops import (
 
 
 def without_selection(graph: Graph, n_ctx: int) -> Graph:
-    """Return the graph for sequences of up to ``n_ctx`` tokens, without indexers that would select all keys of these.
+    """Return the graph for sequences of up to ``n_ctx`` tokens, without indexers that would select all keys.
 
-    What only they read is left out, too; what is observed stays. Lists of cells have no more room than they need. The
-    same graph if nothing changes.
+    Operations that only these read are removed, too, unless they are observed. Lists of cells shrink to their largest
+    length. If nothing changes, the result is ``graph`` itself.
     """
-    whole = {op.out for op in graph.ops if isinstance(op, LightningIndexer) and op.out.width >= _keys(op, n_ctx)}
-    listed = {op.out: _shorter(op, whole, n_ctx) for op in graph.ops if isinstance(op, WindowAndBlocks)}
-    if not whole and all(old.width == new.out.width for old, new in listed.items()):
+    full = {op.out for op in graph.ops if isinstance(op, LightningIndexer) and op.out.width >= _n_keys(op, n_ctx)}
+    windows = {op.out: _shorten(op, full, n_ctx) for op in graph.ops if isinstance(op, WindowAndBlocks)}
+    if not full and all(old.width == new.out.width for old, new in windows.items()):
         return graph
-    kept = [_kept(op, whole, listed) for op in graph.ops if whole.isdisjoint(op.outputs())]
-    caches = {op.cache for op in kept if isinstance(op, Attention | LightningIndexer)}
-    needed, found = {graph.logits}, list[Op]()
-    for op in reversed(kept):
+    candidates = [_with_selection(op, full, windows) for op in graph.ops if full.isdisjoint(op.outputs())]
+    caches = {op.cache for op in candidates if isinstance(op, Attention | LightningIndexer)}
+    live_values, live_ops = {graph.logits}, list[Op]()
+    for op in reversed(candidates):
         if isinstance(op, BlockWrite | CacheWrite):
-            wanted = op.cache in caches
+            is_live = op.cache in caches
         else:
-            wanted = not op.outputs() or not needed.isdisjoint(op.outputs())
-        if wanted:
-            found.append(op)
-            needed.update(op.inputs())
-    states = {part for op in found for part in vars(op).values() if isinstance(part, State)}
+            is_live = not op.outputs() or not live_values.isdisjoint(op.outputs())
+        if is_live:
+            live_ops.append(op)
+            live_values.update(op.inputs())
+    states = {part for op in live_ops for part in vars(op).values() if isinstance(part, State)}
     return replace(
         graph,
-        ops=tuple(reversed(found)),
+        ops=tuple(reversed(live_ops)),
         caches=tuple(c for c in graph.caches if c in caches),
         states=tuple(s for s in graph.states if s in states),
     )
 
 
-def _keys(op: LightningIndexer, n_ctx: int) -> int:
-    """Return how many keys there can be to choose from."""
+def _n_keys(op: LightningIndexer, n_ctx: int) -> int:
+    """Return the largest number of keys to select from."""
     return op.cache.blocks(n_ctx) if op.cache.ratio else n_ctx
 
 
-def _shorter(op: WindowAndBlocks, whole: set[Value], n_ctx: int) -> WindowAndBlocks:
-    blocks = None if op.blocks in whole else op.blocks
+def _shorten(op: WindowAndBlocks, full: set[Value], n_ctx: int) -> WindowAndBlocks:
+    blocks = None if op.blocks in full else op.blocks
     room = op.out.width - op.window if blocks is not None else op.cache.blocks(n_ctx)
     return replace(op, out=replace(op.out, width=op.window + room), blocks=blocks)
 
 
-def _kept(op: Op, whole: set[Value], listed: dict[Value, WindowAndBlocks]) -> Op:
+def _with_selection(op: Op, full: set[Value], windows: dict[Value, WindowAndBlocks]) -> Op:
     if isinstance(op, WindowAndBlocks):
-        return listed[op.out]
+        return windows[op.out]
     if not isinstance(op, Attention) or op.selected is None:
         return op
-    if op.selected in whole:
+    if op.selected in full:
         return replace(op, selected=None)
-    return replace(op, selected=listed[op.selected].out) if op.selected in listed else op
+    return replace(op, selected=windows[op.selected].out) if op.selected in windows else op

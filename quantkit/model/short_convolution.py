@@ -1,4 +1,4 @@
-"""The layers of LFM 2: short convolutions between two gates, and among them plain attention.
+"""Layers of LFM 2: short convolutions between two gates, in some layers attention.
 
     b, c, x = parts of shortconv.in_proj x;  out = shortconv.out_proj(c * convolution along the sequence of (b * x))
 
@@ -10,10 +10,10 @@ from __future__ import annotations
 from quantkit.model.attention import gqa, n_head_kv
 from quantkit.model.builder import Builder
 from quantkit.model.ops import Value
-from quantkit.model.recurrent import check_width, convolution, gated
+from quantkit.model.recurrent import apply_gate, check_width, convolve
 
 
-def short_convolutions(b: Builder, x: Value) -> Value:
+def short_convolution_hybrid(b: Builder, x: Value) -> Value:
     """Add a short convolution where the metadata give no heads of keys, attention where they do.
 
     Raises FormatError if the metadata or shapes do not fit together.
@@ -24,6 +24,6 @@ def short_convolutions(b: Builder, x: Value) -> Value:
     parts = b.mul_mat(x, "shortconv.in_proj", scale=False, bias=False)
     check_width(b, parts, 3 * width)
     before, after = b.take(parts, "gate_before", width, 0), b.take(parts, "gate_after", width, width)
-    value = gated(b, b.take(parts, "value", width, 2 * width), before, "linear")
-    out = gated(b, convolution(b, value, "shortconv.conv"), after, "linear")
+    value = apply_gate(b, b.take(parts, "value", width, 2 * width), before, "linear")
+    out = apply_gate(b, convolve(b, value, "shortconv.conv"), after, "linear")
     return b.mul_mat(out, "shortconv.out_proj", scale=False, bias=False)

@@ -13,9 +13,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from quantkit.formats.experts import GATE, MERGED, UP, UP_FIRST, geometry, is_deep, why_not_merged
+from quantkit.formats.experts import GATE, MERGED, UP, UP_FIRST, geometry, is_deep, merge_obstacle
 from quantkit.formats.gguf import TensorInfo
-from quantkit.pipeline.planned import RowSlice
+from quantkit.pipeline.row_slices import RowSlice
 from quantkit.types import TensorType
 
 #: Architectures whose loader accepts merged experts.
@@ -33,13 +33,13 @@ IK = frozenset({
 
 
 def runtimes(arch: str) -> dict[str, bool]:
-    """Return which runtimes load merged experts of an architecture from a file."""
+    """Return for each runtime whether it loads merged experts of an architecture."""
     return {"llama.cpp b11434": arch in MAINLINE, "ik_llama.cpp 8337e4cd3": arch in IK}
 
 
 @dataclass(frozen=True, slots=True)
-class Joined:
-    """One tensor of the output, made of rows of one or two source tensors."""
+class ExpertTensor:
+    """An expert tensor of the output, made of rows of one or two source tensors."""
 
     name: str
     shape: tuple[int, ...]
@@ -50,38 +50,42 @@ class Joined:
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """The decision about one layer's experts: ``tensors`` of the source become ``made``, or a reason why not."""
+    """The decision about one layer's experts: ``tensors`` of the source become ``outputs``, or the reason for leaving
+    them.
+    """
 
     prefix: str
     tensors: tuple[str, ...]
-    made: tuple[Joined, ...] = ()
+    outputs: tuple[ExpertTensor, ...] = ()
     refusal: str = ""
 
 
 def merge_layer(
-    prefix: str, has: Mapping[str, TensorInfo], reencode: TensorType | None = None, *, any_types: bool = False
+    prefix: str, tensors: Mapping[str, TensorInfo], reencode: TensorType | None = None, *, any_types: bool = False
 ) -> Layer | None:
     """Decide how to merge one layer; None if its experts are already merged.
 
     Halves of different types get the type ``reencode``. With ``any_types`` they are merged as they are, for a caller
     that re-encodes all of it: the result then has the gate's type, and each part its own.
     """
-    names = tuple(tensor.name for tensor in has.values())
-    old = has.get(f"{UP_FIRST}.weight")
-    if old is not None:
-        return _turn_around(prefix, names, has)
-    gate, up = has.get(f"{GATE}.weight"), has.get(f"{UP}.weight")
+    names = tuple(tensor.name for tensor in tensors.values())
+    up_first = tensors.get(f"{UP_FIRST}.weight")
+    if up_first is not None:
+        return _reorder_layer(prefix, names, tensors)
+    gate, up = tensors.get(f"{GATE}.weight"), tensors.get(f"{UP}.weight")
     if gate is None and up is None:
         return None
     remedy = "; --reencode TYPE gives both one type"
-    why = why_not_merged(has, any_types=any_types or reencode is not None, remedy=remedy)
-    if why or gate is None or up is None:
-        return Layer(prefix, names, refusal=why)
-    made = [_join(f"{prefix}{MERGED}.weight", gate, up, gate.type if gate.type is up.type else reencode or gate.type)]
-    gate_bias, up_bias = has.get(f"{GATE}.bias"), has.get(f"{UP}.bias")
+    reason = merge_obstacle(tensors, any_types=any_types or reencode is not None, remedy=remedy)
+    if reason or gate is None or up is None:
+        return Layer(prefix, names, refusal=reason)
+    outputs = [
+        _join(f"{prefix}{MERGED}.weight", gate, up, gate.type if gate.type is up.type else reencode or gate.type)
+    ]
+    gate_bias, up_bias = tensors.get(f"{GATE}.bias"), tensors.get(f"{UP}.bias")
     if gate_bias is not None and up_bias is not None:
-        made.append(_join(f"{prefix}{MERGED}.bias", gate_bias, up_bias, gate_bias.type))
-    return Layer(prefix, names, tuple(made))
+        outputs.append(_join(f"{prefix}{MERGED}.bias", gate_bias, up_bias, gate_bias.type))
+    return Layer(prefix, names, tuple(outputs))
 
 
 def _with_rows(name: str, shape: tuple[int, ...], rows: int) -> tuple[int, ...]:
@@ -94,18 +98,18 @@ def _part(source: TensorInfo, rows: int, source_row: int, target_row: int, targe
     return RowSlice(source, None, values, experts, rows, source_rows, target_rows, source_row, target_row)
 
 
-def _join(name: str, gate: TensorInfo, up: TensorInfo, t: TensorType) -> Joined:
+def _join(name: str, gate: TensorInfo, up: TensorInfo, t: TensorType) -> ExpertTensor:
     """Put the up rows after the gate rows, expert by expert."""
     n = geometry(name, gate.shape)[1]
     parts = (_part(gate, n, 0, 0, 2 * n), _part(up, n, 0, n, 2 * n))
     reason = "merged" if gate.type is up.type else f"merged from {gate.type} and {up.type}"
-    return Joined(name, _with_rows(name, gate.shape, 2 * n), t, reason, parts)
+    return ExpertTensor(name, _with_rows(name, gate.shape, 2 * n), t, reason, parts)
 
 
-def _turn_around(prefix: str, names: tuple[str, ...], has: Mapping[str, TensorInfo]) -> Layer:
+def _reorder_layer(prefix: str, names: tuple[str, ...], tensors: Mapping[str, TensorInfo]) -> Layer:
     """Reorder and rename experts that have the up rows first."""
-    made = []
-    for key, tensor in has.items():
+    outputs = []
+    for key, tensor in tensors.items():
         field, _, suffix = key.partition(".")
         rows = geometry(tensor.name, tensor.shape)[1]
         n = rows // 2
@@ -113,19 +117,21 @@ def _turn_around(prefix: str, names: tuple[str, ...], has: Mapping[str, TensorIn
         if wrong or rows % 2 or n % tensor.type.interleave:
             return Layer(prefix, names, refusal=f"{tensor.name} cannot be reordered")
         parts = (_part(tensor, n, n, 0, rows), _part(tensor, n, 0, n, rows))
-        made.append(Joined(f"{prefix}{MERGED}.{suffix}", tensor.shape, tensor.type, "gate moved before up", parts))
-    return Layer(prefix, names, tuple(made))
+        outputs.append(
+            ExpertTensor(f"{prefix}{MERGED}.{suffix}", tensor.shape, tensor.type, "gate moved before up", parts)
+        )
+    return Layer(prefix, names, tuple(outputs))
 
 
-def split_layer(prefix: str, has: Mapping[str, TensorInfo]) -> Layer | None:
+def split_layer(prefix: str, tensors: Mapping[str, TensorInfo]) -> Layer | None:
     """Decide how to split one layer; None if it is not merged."""
-    merged = {key: tensor for key, tensor in has.items() if key.startswith(f"{MERGED}.")}
+    merged = {key: tensor for key, tensor in tensors.items() if key.startswith(f"{MERGED}.")}
     if not merged:
         return None
-    names = tuple(tensor.name for tensor in has.values())
-    if len(merged) != len(has):
+    names = tuple(tensor.name for tensor in tensors.values())
+    if len(merged) != len(tensors):
         return Layer(prefix, names, refusal=f"it has {MERGED} beside the halves")
-    made = []
+    outputs = []
     for key, tensor in merged.items():
         suffix = key.partition(".")[2]
         rows = geometry(tensor.name, tensor.shape)[1]
@@ -136,5 +142,5 @@ def split_layer(prefix: str, has: Mapping[str, TensorInfo]) -> Layer | None:
         for field, first in ((GATE, 0), (UP, rows // 2)):
             part = _part(tensor, rows // 2, first, 0, rows // 2)
             shape = _with_rows(tensor.name, tensor.shape, rows // 2)
-            made.append(Joined(f"{prefix}{field}.{suffix}", shape, tensor.type, "taken apart", (part,)))
-    return Layer(prefix, names, tuple(made))
+            outputs.append(ExpertTensor(f"{prefix}{field}.{suffix}", shape, tensor.type, "taken apart", (part,)))
+    return Layer(prefix, names, tuple(outputs))

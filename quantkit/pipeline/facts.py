@@ -7,7 +7,7 @@ src/llama-model-loader.h (weight_name_comparer) and src/llama-model.cpp (load_hp
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -20,7 +20,7 @@ Metadata = Mapping[str, Any] | Callable[[str], Any]
 
 
 class TensorLike(Protocol):
-    """What is needed of a tensor; quantkit.formats.gguf.TensorInfo has it."""
+    """Protocol of a tensor's name, shape and type; quantkit.formats.gguf.TensorInfo has it."""
 
     @property
     def name(self) -> str: ...
@@ -35,14 +35,16 @@ class TensorLike(Protocol):
 #: llama.cpp's categories, by the first of these texts in a name; output and token_embd go by the whole name.
 _CATEGORIES = {
     **{f"{field}.weight": field for field in ("attn_qkv", "attn_kv_b", "attn_v", "attn_k", "attn_q", "attn_output")},
-    **{"ffn_up": "ffn_up", "ffn_gate": "ffn_gate", "ffn_down": "ffn_down"},
+    "ffn_up": "ffn_up",
+    "ffn_gate": "ffn_gate",
+    "ffn_down": "ffn_down",
 }
 TOKEN_EMBD_NAMES = ("token_embd.weight", "per_layer_token_embd.weight")
 #: A second, smaller output, with which ik_llama.cpp drafts tokens.
 EXTRA_OUTPUT = "output_extra.weight"
 ATTN_V_LIKE = ("attn_v", "attn_qkv", "attn_kv_b")
 ROUTER = "ffn_gate_inp.weight"
-_LAYER = re.compile(r"blk\.\s*([+-]?\d+)")
+_LAYER = re.compile(r"blk\.\s*([+-]?\d{1,9})")
 
 
 def category(name: str) -> str:
@@ -51,7 +53,7 @@ def category(name: str) -> str:
         return "output"
     if name in TOKEN_EMBD_NAMES:
         return "token_embd"
-    return next((found for text, found in _CATEGORIES.items() if text in name), "other")
+    return next((label for text, label in _CATEGORIES.items() if text in name), "other")
 
 
 _MERGED = re.compile(rf"(.*\.|){MERGED}(\.\w+)")
@@ -59,14 +61,14 @@ _MERGED = re.compile(rf"(.*\.|){MERGED}(\.\w+)")
 
 def half_names(name: str) -> tuple[str, str] | None:
     """Return the names of the gate and up halves of the merged experts ``name``; None for any other name."""
-    found = _MERGED.fullmatch(name)
-    return (found[1] + GATE + found[2], found[1] + UP + found[2]) if found else None
+    match = _MERGED.fullmatch(name)
+    return (match[1] + GATE + match[2], match[1] + UP + match[2]) if match else None
 
 
 def layer_of(name: str) -> int:
     """Return the number N of ``blk.N.``, or -1 (as sscanf in llama.cpp's weight_name_comparer)."""
-    found = _LAYER.match(name)
-    return int(found[1]) if found else -1
+    match = _LAYER.match(name)
+    return int(match[1]) if match else -1
 
 
 def iteration_order(names: Iterable[str]) -> list[str]:
@@ -78,7 +80,7 @@ _TIME_MIX = (
     "first", "w0", "w1", "w2", "v0", "v1", "v2", "a0", "a1", "a2", "g1", "g2", "decay_w1", "decay_w2", "lerp_fused",
 )  # fmt: skip
 #: Texts in the names of tensors that are never quantized, and what those are.
-_NEVER = {
+_UNQUANTIZED = {
     "_norm.weight": "norm",
     "ffn_gate_tid2eid.weight": "routing table",
     "altup": "small, AltUp",
@@ -94,24 +96,19 @@ _NEVER = {
     **dict.fromkeys(("sam.neck.", "sam.net_", ".patch_embd", ".patch_merger"), "vision"),
     **dict.fromkeys(("a.rvq.codebook", "mm.a.code_embd"), "audio codebook"),
 }
-_NEVER_EXACT = {"position_embd.weight": "positions", "token_types.weight": "token types"}
-_NEVER_GLM5_NEXT = (
+_UNQUANTIZED_NAMES = {"position_embd.weight": "positions", "token_types.weight": "token types"}
+_UNQUANTIZED_GLM5_NEXT = (
     "hc_", "indexer.attn_q_b", "indexer.attn_k", "indexer.proj", "indexer_compressor_gate", "indexer_compressor_ape",
     "ssm_f_a.weight", "ssm_f_b.weight", "ssm_g_a.weight", "ssm_g_b.weight", "ssm_beta.weight", "attn_kv_a_mqa.weight",
     "attn_k_b.weight", "attn_v_b.weight",
 )  # fmt: skip
 
-#: What ik_llama.cpp keeps instead, beside _NEVER_EXACT.
-_NEVER_IK = {
+#: Texts of ik_llama.cpp in place of those, besides _NEVER_EXACT.
+_UNQUANTIZED_IK = {
     "_norm.weight": "norm",
     **dict.fromkeys(("ssm_conv1d", "ssm_x.weight", "ssm_dt.weight"), "small, Mamba"),
     "attn_rel_b.weight": "relative position bias",
 }
-
-
-def n_dims(shape: Sequence[int]) -> int:
-    """Return the number of dimensions without trailing ones, as ggml_n_dims."""
-    return max((i + 1 for i, n in enumerate(shape) if n > 1), default=1)
 
 
 def _is_weight(name: str) -> bool:
@@ -119,17 +116,17 @@ def _is_weight(name: str) -> bool:
     return name.endswith("weight") or (len(name.encode()) == 5 and "weight" not in name)
 
 
-def why_never(name: str, arch: str, ik: bool = False) -> str | None:
-    """Return why the tensor ``name`` is never quantized, or None if it may be (or is the router)."""
+def unquantized_reason(name: str, arch: str, ik: bool = False) -> str | None:
+    """Return the reason why the tensor ``name`` is never quantized; None if it may be, and for the router."""
     if not _is_weight(name):
         return "no weight"
-    if name in _NEVER_EXACT:
-        return _NEVER_EXACT[name]
-    for text, what in (_NEVER_IK if ik else _NEVER).items():
+    if name in _UNQUANTIZED_NAMES:
+        return _UNQUANTIZED_NAMES[name]
+    for text, kind in (_UNQUANTIZED_IK if ik else _UNQUANTIZED).items():
         if text in name:
-            return what
-    more = _NEVER_GLM5_NEXT if arch == "glm5-next" and not ik else ()
-    return next((f"small, {arch}" for text in more if text in name), None)
+            return kind
+    texts = _UNQUANTIZED_GLM5_NEXT if arch == "glm5-next" and not ik else ()
+    return next((f"small, {arch}" for text in texts if text in name), None)
 
 
 # --- the model -----------------------------------------------------------------------------------------------
@@ -137,7 +134,10 @@ def why_never(name: str, arch: str, ik: bool = False) -> str | None:
 
 @dataclass(frozen=True, slots=True)
 class ModelFacts:
-    """What the mixtures depend on. ``n_layer`` includes the MTP layers; heads are those of layer 0."""
+    """The model properties that type rules depend on.
+
+    ``n_layer`` includes the MTP layers; heads are those of layer 0.
+    """
 
     arch: str
     n_layer: int
@@ -220,7 +220,9 @@ def _scalar(key: str, value: Any, default: int) -> int:
     try:
         return int(value)
     except (ValueError, OverflowError):
-        raise FormatError(f"metadata key {key} is {value!r}, not a number; correct it with --override-kv") from None
+        raise FormatError(
+            f"metadata key {key} is {value!r}, not a number; correct it with --override-kv", "QK-E123"
+        ) from None
 
 
 def _n_layer_all(arch: str, n_layer: int, n_body: int, n_loops: int) -> int:
@@ -255,7 +257,11 @@ def _size_ik(arch: str, n_layer: int, n_expert: int, n_vocab: int, n_embd: int, 
     if arch == "llama":
         eight = n_layer == 36 or (n_layer == 32 and n_vocab >= 40000 and n_vocab != 49152)
         seventy = n_layer == 80 and not multi_head
-        return None if n_expert == 8 else "8B" if eight else "70B" if seventy else None
+        if n_expert == 8:
+            return None
+        if eight:
+            return "8B"
+        return "70B" if seventy else None
     if arch in ("qwen3", "qwen3vl"):
         return "8B" if n_layer == 36 and n_embd != 2560 else None
     layers = {"deci": (80, "70B"), "qwen2": (80, "70B"), "olmo": (80, "70B"), "cohere2": (32, "8B"),

@@ -1,10 +1,11 @@
-"""Which tensors are encoded with error feedback, by which covariance, and the metrics that a run shares.
+"""Error feedback (GPTQ): the tensors that have it, their covariances, and the metrics that workers share.
 
-Rows of token embeddings are read one at a time and multiplied by nothing: what a column's error does is not known, so
-all columns count alike. With such a metric no error has another column to go to, but scales and levels are still chosen
-together. (How often a token occurs weighs the rows against each other, and no row gives bits to another. The squares of
-the weights of all norms that read the embedding are no better measure, nor are the covariances of the weights behind
-the first norm: see docs/error-feedback.md.) Embeddings that are the output as well have the covariance of the output.
+Rows of token embeddings are read one at a time and multiplied by nothing, so the effect of a column's error is unknown
+and all columns have equal weights. With this metric no error moves to another column, but scales and levels are still
+chosen together. (How often a token occurs weighs the rows against each other, and no row gives bits to another. The
+squares of the weights of all norms that read the embedding are no better measure, nor are the covariances of the
+weights behind the first norm: see docs/error-feedback.md.) Embeddings that are the output as well have the covariance
+of the output.
 
 A metric costs n^3 operations and 8 n^2 bytes, 24 n^2 more while it is made, so that workers share those they need, and
 no more are held than memory allows.
@@ -30,6 +31,7 @@ from quantkit.errors import FormatError
 from quantkit.formats.covariance import Covariances
 from quantkit.formats.gguf import Field, ValueType
 from quantkit.kernels.levels import Grouping, all_levels
+from quantkit.names import span
 from quantkit.pipeline.importance import ALIASES, matrices_of
 from quantkit.pipeline.source import Source
 from quantkit.types import TensorType
@@ -37,24 +39,26 @@ from quantkit.types import TensorType
 if TYPE_CHECKING:
     from quantkit.kernels.cpu.feedback.metric import Metric
     from quantkit.kernels.cpu.feedback.options import Rounding
-    from quantkit.kernels.cuda.feedback.carrier import Carrier
     from quantkit.kernels.cuda.feedback.metric import DeviceMetric
+    from quantkit.kernels.cuda.feedback.pinned_transfer import PinnedTransfer
 
 F32 = npt.NDArray[np.float32]
 F64 = npt.NDArray[np.float64]
 #: A metric, wherever it is.
 M = TypeVar("M")
 
-#: What is added to the diagonal, in means of it: less from ``ENOUGH`` tokens a column on. With fewer tokens than
-#: columns a covariance is not of full rank, and feedback does harm.
-DAMPING, FEW_DAMPING, ENOUGH = 0.02, 0.1, 4
-#: The version of the method, in files: raised when other bytes come of it.
+#: Damping, in means of the diagonal: less from ``TOKENS_PER_COLUMN`` tokens per column. With fewer tokens than columns
+#: a covariance does not have full rank, and feedback increases the error.
+DAMPING = 0.02
+FEW_TOKENS_DAMPING = 0.1
+TOKENS_PER_COLUMN = 4
+#: The version of the method, stored in files; raised when the bytes change.
 METHOD = 4
-#: Columns of which a calibrated matrix is rounded once more; with fewer, the more often, up to ``_AGAIN`` times.
-_FEW, _AGAIN = 1024, 3
+#: Extra rounds of a calibrated matrix: _EXTRA_ROUND_COLUMNS // columns, between 1 and ``_MAX_EXTRA_ROUNDS``.
+_EXTRA_ROUND_COLUMNS, _MAX_EXTRA_ROUNDS = 1024, 3
 EMBEDDING, ROUTER = "token_embd.weight", ".ffn_gate_inp.weight"
-#: Values of a row that are chosen together where all columns count alike.
-_ALIKE = 256
+#: Values of a row that are chosen together where all columns have equal weights.
+_UNIFORM_COLUMNS = 256
 _NO_COVARIANCE = "no covariance"
 
 
@@ -62,11 +66,11 @@ def damping_of(tokens: int, n: int) -> float | None:
     """Return the damping of a covariance of n columns; None if so few tokens are too few for feedback."""
     if tokens < n:
         return None
-    return DAMPING if tokens >= ENOUGH * n else FEW_DAMPING
+    return DAMPING if tokens >= TOKENS_PER_COLUMN * n else FEW_TOKENS_DAMPING
 
 
 class Inputs(Protocol):
-    """What a tensor multiplies: a metric for each of its matrices, once its tokens are known."""
+    """The inputs of a tensor: a metric for each of its matrices, once its tokens are known."""
 
     @property
     def entry(self) -> str:
@@ -84,12 +88,12 @@ class Inputs(Protocol):
         """Tokens of each matrix; None as long as they are unknown."""
 
     @property
-    def is_alike(self) -> bool:
-        """True if all columns count alike, because none of them is multiplied."""
+    def is_uniform(self) -> bool:
+        """True if all columns have the same weight, because no column is multiplied."""
 
     @property
     def corrects(self) -> bool:
-        """Whether targets are corrected, and it is known how much columns count."""
+        """Whether targets are corrected for errors of the inputs, which also gives the importance of columns."""
 
     @property
     def metric_bytes(self) -> int:
@@ -101,31 +105,32 @@ class Inputs(Protocol):
     def damping_by(self, tokens: int) -> float | None:
         """Return the same for a matrix of so many tokens."""
 
-    def made(self, matrix: int, threads: int, grouping: Grouping | None = None) -> Metric:
-        """Return the metric of a matrix for types that group columns so.
+    def build_metric(self, matrix: int, threads: int, grouping: Grouping | None = None) -> Metric:
+        """Return the metric of a matrix for types with this grouping of columns.
 
         Raises FormatError if its covariance is not positive definite.
         """
 
-    def made_on(self, carrier: Carrier, matrix: int, grouping: Grouping | None = None) -> DeviceMetric:
-        """Return the same on a card, made there.
+    def metric_on(self, carrier: PinnedTransfer, matrix: int, grouping: Grouping | None = None) -> DeviceMetric:
+        """Return the metric of a matrix, computed on a GPU.
 
-        Raises FormatError as ``made`` does, ResourceError if the card has no room, or fails.
+        Raises FormatError as ``build_metric``, ResourceError if the GPU has not enough memory, or fails.
         """
 
     def importance(self, matrix: int) -> F32 | None:
         """Return the importance of the columns of a matrix without feedback, if no importance matrix has it, or None.
 
-        That of one with feedback is in its metric.
+        The importance of a matrix with feedback is in its metric.
         """
 
     def digest(self) -> str | None:
         """Return the SHA-256 of all that decides what a row becomes, but the row and the code; None if unknown."""
 
 
-class Refitted(NamedTuple):
-    """What a norm's weight is multiplied by, float32 [n]; before and after, the sums of squares of what each column of
-    its results lacks, as the weight is 1, float64 [n]."""
+class NormFactors(NamedTuple):
+    """Factors of a norm's weight, float32 [n]; ``before`` and ``after``: sums of squared errors of each output column
+    for a weight of 1, float64 [n].
+    """
 
     factors: F32
     before: F64
@@ -133,7 +138,7 @@ class Refitted(NamedTuple):
 
 
 class Refit(Protocol):
-    """What a norm takes: its weight may be refit to it, once its tokens are known."""
+    """The inputs of a norm, to which its weight may be refit once its tokens are known."""
 
     @property
     def entry(self) -> str: ...
@@ -144,21 +149,21 @@ class Refit(Protocol):
     @property
     def tokens(self) -> tuple[int] | None: ...
 
-    def found(self) -> Refitted:
-        """Return the factors of a weight that lacks least, and how much it lacks.
+    def solve(self) -> NormFactors:
+        """Return the factors of least squared error, and that error.
 
-        Raises FormatError if what the norm takes is not finite.
+        Raises FormatError if the inputs of the norm are not finite.
         """
 
 
 @dataclass(frozen=True, eq=False)
-class Alike:
-    """The metric of tensors that are read row by row: all columns count alike, ``n`` values a row."""
+class UniformInputs:
+    """The metric of tensors that are read row by row: all columns have the same weight, ``n`` values a row."""
 
     n: int
     matrices: int
     entry = ""
-    is_alike, corrects = True, False
+    is_uniform, corrects = True, False
 
     @property
     def tokens(self) -> tuple[int, ...]:
@@ -174,13 +179,13 @@ class Alike:
     def damping_by(self, tokens: int) -> float | None:
         return 0.0
 
-    def made(self, matrix: int, threads: int, grouping: Grouping | None = None) -> Metric:
+    def build_metric(self, matrix: int, threads: int, grouping: Grouping | None = None) -> Metric:
         from quantkit.kernels.cpu.feedback.metric import metric
 
         return metric(np.eye(self.n), 0.0, 1, grouping)
 
-    def made_on(self, carrier: Carrier, matrix: int, grouping: Grouping | None = None) -> DeviceMetric:
-        from quantkit.kernels.cuda.feedback.making import metric
+    def metric_on(self, carrier: PinnedTransfer, matrix: int, grouping: Grouping | None = None) -> DeviceMetric:
+        from quantkit.kernels.cuda.feedback.metric_kernels import metric
 
         return metric(carrier, np.eye(self.n), 0.0, grouping)
 
@@ -193,14 +198,14 @@ class Alike:
 
 @dataclass(frozen=True, eq=False)
 class RecordedInputs:
-    """The covariance of what a tensor multiplies, as a file has it."""
+    """The covariance of a tensor's inputs, from a file."""
 
     entry: str
     n: int
     tokens: tuple[int, ...]
     weighted: bool
     covariances: Covariances = field(repr=False)
-    is_alike = corrects = False
+    is_uniform = corrects = False
 
     @property
     def matrices(self) -> int:
@@ -216,28 +221,29 @@ class RecordedInputs:
     def damping_by(self, tokens: int) -> float | None:
         return damping_of(tokens, self.n)
 
-    def made(self, matrix: int, threads: int, grouping: Grouping | None = None) -> Metric:
+    def build_metric(self, matrix: int, threads: int, grouping: Grouping | None = None) -> Metric:
         from quantkit.kernels.cpu.feedback.metric import metric
 
-        return self._made(matrix, lambda covariance, damping: metric(covariance, damping, threads, grouping))
+        return self._build(matrix, lambda covariance, damping: metric(covariance, damping, threads, grouping))
 
-    def made_on(self, carrier: Carrier, matrix: int, grouping: Grouping | None = None) -> DeviceMetric:
-        from quantkit.kernels.cuda.feedback.making import metric
+    def metric_on(self, carrier: PinnedTransfer, matrix: int, grouping: Grouping | None = None) -> DeviceMetric:
+        from quantkit.kernels.cuda.feedback.metric_kernels import metric
 
-        return self._made(matrix, lambda covariance, damping: metric(carrier, covariance, damping, grouping))
+        return self._build(matrix, lambda covariance, damping: metric(carrier, covariance, damping, grouping))
 
-    def _made(self, matrix: int, make: Callable[[F64, float], M]) -> M:
+    def _build(self, matrix: int, make: Callable[[F64, float], M]) -> M:
         damping = self.damping(matrix)
         assert damping is not None
         try:
             return make(self.covariances.matrix(self.entry, matrix), damping)
         except np.linalg.LinAlgError as e:
             raise FormatError(
-                f"{self.covariances.path}: matrix {matrix} of {self.entry} is no covariance ({e}): record it again"
+                f"{self.covariances.path}: matrix {matrix} of {self.entry} is no covariance ({e}): record it again",
+                "QK-E118",
             ) from None
 
     def importance(self, matrix: int) -> F32 | None:
-        return None  # what --imatrix gives, or nothing
+        return None  # that of --imatrix, if any
 
     def digest(self) -> str | None:
         dampings = [self.damping(matrix) for matrix in range(self.matrices)]
@@ -245,33 +251,40 @@ class RecordedInputs:
 
 
 def rounding_of(inputs: Inputs) -> Rounding:
-    """Return what is done for rows of a tensor with such inputs."""
+    """Return the rounding options for a tensor with these inputs."""
     from quantkit.kernels.cpu.feedback.options import Rounding
 
-    # Where columns count alike, no error has another column to go to, and more rounds find next to nothing.
-    if inputs.is_alike:
-        return Rounding(again=0, beside=False)
-    return Rounding(again=max(1, min(_AGAIN, _FEW // inputs.n))) if inputs.corrects else Rounding()
+    # With equal weights no error moves to another column, and more rounds gain next to nothing.
+    if inputs.is_uniform:
+        return Rounding(extra_rounds=0, neighbour_scales=False)
+    return (
+        Rounding(extra_rounds=max(1, min(_MAX_EXTRA_ROUNDS, _EXTRA_ROUND_COLUMNS // inputs.n)))
+        if inputs.corrects
+        else Rounding()
+    )
 
 
-def _digest(**what: object) -> str:
+def _digest(**fields: object) -> str:
     from quantkit.kernels.cpu.feedback.options import Rounding
 
-    content = json.dumps({**what, "rounding": asdict(Rounding())}, sort_keys=True)
+    content = json.dumps({**fields, "rounding": asdict(Rounding())}, sort_keys=True)
     return hashlib.sha256(content.encode()).hexdigest()
 
 
-class Known(Protocol):
-    """What knows the inputs of tensors: a file of covariances, or a run that will record them.
+class InputProvider(Protocol):
+    """A provider of tensors' inputs: a file of covariances, or a run that will record them.
 
-    name: for messages. notes: what the user should know. identity: tells it from others. entries: for every weight the
-    one whose name its inputs have.
-    corrects: targets are corrected for what is wrong with the inputs, so that weights that are not quantized change,
-    too; inputs then also say how much columns count, where there is no feedback.
+    name: for messages. notes: for the user. identity: a digest of the provider. entries: entry of each weight's inputs.
+    corrects: targets are corrected for errors of the inputs, so that unquantized weights change, too; inputs then also
+    have the importance of columns for tensors without feedback.
     """
 
     @property
     def name(self) -> str: ...
+
+    @property
+    def path(self) -> Path | None:
+        """The file that is read on while the run lasts, if there is one."""
 
     @property
     def notes(self) -> Sequence[str]: ...
@@ -289,22 +302,22 @@ class Known(Protocol):
         """Return the inputs of a tensor. Raises FormatError if its entry has another size."""
 
     def refit(self, name: str) -> Refit | None:
-        """Return what refits a tensor of the source, if it is a norm's weight and is to be."""
+        """Return the refit of a source tensor, if it is a norm's weight that is refit."""
 
-    def source(self, source: Source, but: Collection[str] = ()) -> Source:
-        """Return a source as it is to be read: its columns balanced, perhaps, ``but`` not those of some tensors."""
+    def source(self, source: Source, exclude: Collection[str] = ()) -> Source:
+        """Return the source with equalized columns, if any; tensors in ``exclude`` stay as they are."""
 
     def widens(self, name: str) -> bool:
-        """Tell whether a tensor is read as F32, having had fewer bits, so that it should not be kept as it is."""
+        """Return whether a tensor of fewer bits is read as F32, so that it is not copied."""
 
     def factors(self, name: str) -> F32 | None:
-        """Return what the inputs of a tensor are multiplied by, float32 [matrices or 1, n]; None: by 1."""
+        """Return the factors of a tensor's input columns, float32 [matrices or 1, n]; None for 1."""
 
     def fields(self) -> dict[str, tuple[str | int | float, ValueType]]:
-        """Return what a file that is made with it says of it, without ``quantkit.feedback.``."""
+        """Return the provenance fields of a file that is made with it, without ``quantkit.feedback.``."""
 
 
-class Recorded:
+class CovarianceFile:
     """A file of covariances."""
 
     corrects = False
@@ -312,7 +325,8 @@ class Recorded:
 
     def __init__(self, path: str | Path) -> None:
         self.covariances = Covariances(path)
-        self.name, self.identity, self.entries = str(path), self.covariances.identity, self.covariances.entries
+        self.path, self.name = self.covariances.path, str(self.covariances.path)
+        self.identity, self.entries = self.covariances.identity, self.covariances.entries
         self._tokens = 0
 
     def inputs(self, tensor: str, entry: str, shape: Sequence[int]) -> RecordedInputs:
@@ -321,30 +335,31 @@ class Recorded:
         if (n, matrices) != (shape[0], matrices_of(tensor, shape, n * matrices)):
             raise FormatError(
                 f"{self.name}: entry {entry} has {matrices} matrices of {n} columns, tensor {tensor} needs "
-                f"{math.prod(shape[2:])} of {shape[0]}: it was recorded on another model"
+                f"{math.prod(shape[2:])} of {shape[0]}: it was recorded on another model",
+                "QK-E119",
             )
         tokens = tuple(int(t) for t in self.covariances.tokens(entry))
         self._tokens = max(self._tokens, *tokens)
         return RecordedInputs(entry, n, tokens, self.covariances.is_weighted(entry), self.covariances)
 
     def refit(self, name: str) -> Refit | None:
-        """Return what refits a tensor: nothing does."""
+        """Return None: no tensor is refit."""
         return None
 
-    def source(self, source: Source, but: Collection[str] = ()) -> Source:
+    def source(self, source: Source, exclude: Collection[str] = ()) -> Source:
         """Return the source."""
         return source
 
     def widens(self, name: str) -> bool:
-        """Tell whether a tensor is read as F32, having had fewer bits."""
+        """Return False: tensors are read as they are stored."""
         return False
 
     def factors(self, name: str) -> F32 | None:
-        """Return what the inputs of a tensor are multiplied by."""
+        """Return None: columns are not equalized."""
         return None
 
     def fields(self) -> dict[str, tuple[str | int | float, ValueType]]:
-        """Return what a file that is made with it says of it."""
+        """Return the provenance fields of a file that is made with it."""
         return {
             "covariance.name": (self.covariances.path.name, ValueType.STRING),
             "covariance.fingerprint": (self.identity, ValueType.STRING),
@@ -358,19 +373,19 @@ def entry_of(name: str, entries: Mapping[str, str]) -> str | None:
         return entries[name]
     prefix, dot, kind = name.removesuffix(".weight").rpartition(".")
     for alias in ALIASES:
-        if alias.kind == kind and alias.exact and (other := f"{prefix}{dot}{alias.source}.weight") in entries:
-            return entries[other]
+        if alias.kind == kind and alias.exact and (alias_name := f"{prefix}{dot}{alias.source}.weight") in entries:
+            return entries[alias_name]
     return None
 
 
 class Feedback:
-    """What quantization encodes with feedback: looked up tensor by tensor, with what there is to say about it."""
+    """The tensors that are encoded with error feedback, looked up one by one, and notes about them."""
 
-    def __init__(self, known: Known) -> None:
-        self.known = known
-        #: Why tensors that are encoded get no feedback, by name.
+    def __init__(self, provider: InputProvider) -> None:
+        self.provider = provider
+        #: Reasons why encoded tensors get no feedback, by name.
         self.without: dict[str, str] = {}
-        self._found: list[Inputs] = []
+        self._inputs: list[Inputs] = []
         self._corrected: list[str] = []
         self._refit: list[str] = []
 
@@ -379,115 +394,114 @@ class Feedback:
 
         Raises FormatError if its entry has another size.
         """
-        entry = entry_of(name, self.known.entries)
+        entry = entry_of(name, self.provider.entries)
         if entry is None and not _is_read_by_row(name, target):
             self.without[tensor] = _NO_COVARIANCE
             return None
         if target.name not in all_levels():
             self.without[tensor] = f"levels of {target.name} are not chosen one by one in this version"
-            return self.known.inputs(tensor, entry, shape) if self.known.corrects and entry is not None else None
+            return self.provider.inputs(tensor, entry, shape) if self.provider.corrects and entry is not None else None
         if entry is None:
-            width = min(shape[0], max(target.block, _ALIKE))
+            width = min(shape[0], max(target.block, _UNIFORM_COLUMNS))
             n = width if shape[0] % width == 0 else target.block
-            self._found.append(Alike(n, math.prod(shape[2:])))
+            self._inputs.append(UniformInputs(n, math.prod(shape[2:])))
         else:
-            self._found.append(self.known.inputs(tensor, entry, shape))
-        return self._found[-1]
+            self._inputs.append(self.provider.inputs(tensor, entry, shape))
+        return self._inputs[-1]
 
-    def corrected(self, tensor: str, name: str, shape: Sequence[int], target: TensorType) -> Inputs | None:
+    def lookup_corrected(self, tensor: str, name: str, shape: Sequence[int], target: TensorType) -> Inputs | None:
         """Return the inputs of a tensor that is not encoded, if it is to be corrected: a router."""
-        entry = entry_of(name, self.known.entries)
-        if not self.known.corrects or entry is None or not name.endswith(ROUTER) or target.name != "F32":
+        entry = entry_of(name, self.provider.entries)
+        if not self.provider.corrects or entry is None or not name.endswith(ROUTER) or target.name != "F32":
             return None
         self._corrected.append(tensor)
-        return self.known.inputs(tensor, entry, shape)
+        return self.provider.inputs(tensor, entry, shape)
 
     def refit(self, tensor: str, name: str, target: TensorType) -> Refit | None:
-        """Return what refits a tensor, if it is a norm's weight in F32 and is to be; ``name`` is that of the source."""
-        found = self.known.refit(name) if target.name == "F32" else None
-        self._refit += [tensor] * (found is not None)
-        return found
+        """Return the refit of a tensor, if it is an F32 norm weight that is refit; ``name`` is that of the source."""
+        refit = self.provider.refit(name) if target.name == "F32" else None
+        self._refit += [tensor] * (refit is not None)
+        return refit
 
-    def shows(self, name: str) -> bool:
-        """Tell whether the importance of a tensor's columns will be known; ``name`` is that of the source."""
-        return self.known.corrects and entry_of(name, self.known.entries) is not None
+    def has_importance(self, name: str) -> bool:
+        """Return whether the run computes the importance of a tensor's columns; ``name`` is that of the source."""
+        return self.provider.corrects and entry_of(name, self.provider.entries) is not None
 
     def notes(self) -> list[str]:
-        """Return what the user should know: what is encoded with feedback, and what is not, and why."""
-        if not self._found:
-            why = "; ".join(dict.fromkeys(self.without.values())) or "there is none"
-            raise FormatError(f"{self.known.name}: it helps no tensor that is encoded: {why}")
-        n, matrices = len(self._found), sum(i.matrices for i in self._found)
-        what = f"{matrices} matrices of {n} tensors" if matrices > n else f"{n} tensors"
-        lines = [f"error feedback for {what}, by {self.known.name}", *few_tokens(self._found)]
+        """Return notes for the user: tensors with feedback, those without, and the reasons."""
+        if not self._inputs:
+            reason = "; ".join(dict.fromkeys(self.without.values())) or "there is none"
+            raise FormatError(f"{self.provider.name}: it helps no tensor that is encoded: {reason}", "QK-E214")
+        n, matrices = len(self._inputs), sum(i.matrices for i in self._inputs)
+        subject = f"{matrices} matrices of {n} tensors" if matrices > n else f"{n} tensors"
+        lines = [f"error feedback for {subject}, by {self.provider.name}", *few_tokens(self._inputs)]
         if self._corrected:
-            lines.append(f"corrected for their inputs: {_names(self._corrected)}")
+            lines.append(f"corrected for their inputs: {span(self._corrected)}")
         if self._refit:
-            lines.append(f"refit to what they take: {_names(self._refit)}")
+            lines.append(f"refit to what they take: {span(self._refit)}")
         reasons: dict[str, list[str]] = {}
-        for tensor, why in self.without.items():
-            reasons.setdefault(why, []).append(tensor)
-        lines += [f"without feedback: {_names(names)}: {why}" for why, names in reasons.items()]
-        lines += self.known.notes
+        for tensor, reason in self.without.items():
+            reasons.setdefault(reason, []).append(tensor)
+        lines += [f"without feedback: {span(names)}: {reason}" for reason, names in reasons.items()]
+        lines += self.provider.notes
         if self.without.get("output.weight") == _NO_COVARIANCE:
             lines.append("output.weight has a covariance if `imatrix --covariance` is given --process-output")
         return lines
 
     def fields(self) -> list[Field]:
-        """Return what a file says of its making, as far as a plan knows it."""
+        """Return the provenance fields that the plan knows."""
         from quantkit.kernels.cpu.feedback.options import Rounding
 
-        how = Rounding(again=_AGAIN) if self.known.corrects else Rounding()
+        rounding = Rounding(extra_rounds=_MAX_EXTRA_ROUNDS) if self.provider.corrects else Rounding()
         values: dict[str, tuple[str | int | float, ValueType]] = {
             "method": (METHOD, ValueType.UINT32),
             "damping": (DAMPING, ValueType.FLOAT32),
-            "damping.few_tokens": (FEW_DAMPING, ValueType.FLOAT32),
-            **self.known.fields(),
-            **{f"rounding.{name}": (int(value), ValueType.UINT32) for name, value in asdict(how).items()},
-            "matrices": (sum(i.matrices for i in self._found) - _too_few(self._found), ValueType.UINT32),
+            "damping.few_tokens": (FEW_TOKENS_DAMPING, ValueType.FLOAT32),
+            **self.provider.fields(),
+            **{f"rounding.{name}": (int(value), ValueType.UINT32) for name, value in asdict(rounding).items()},
+            "matrices": (sum(i.matrices for i in self._inputs) - _count_insufficient(self._inputs), ValueType.UINT32),
             "tensors.without": (len(self.without), ValueType.UINT32),
         }
-        if all(i.tokens is not None for i in self._found):
-            values["matrices.without"] = (_too_few(self._found), ValueType.UINT32)
+        if all(i.tokens is not None for i in self._inputs):
+            values["matrices.without"] = (_count_insufficient(self._inputs), ValueType.UINT32)
         return [Field.of(f"quantkit.feedback.{key}", value, t) for key, (value, t) in values.items()]
 
 
 def _is_read_by_row(name: str, target: TensorType) -> bool:
-    """Tell whether a tensor is only read row by row; a scale of the whole row is left as the reference has it."""
+    """Return whether a tensor is only read row by row; a row scale is left as the reference has it."""
     return name == EMBEDDING and target.row_header == 0
 
 
-def few_tokens(found: Sequence[Inputs]) -> list[str]:
-    """Return how many matrices saw few tokens, or too few, as far as that is known."""
-    pairs = [(inputs, e) for inputs in found if inputs.tokens is not None for e in range(inputs.matrices)]
-    few, none = sum(i.n <= (i.tokens or ())[e] < ENOUGH * i.n for i, e in pairs), _too_few(found)
-    lines = [f"{none} of {len(pairs)} matrices saw fewer tokens than they have columns: encoded without feedback; "
-             "calibrate on more text"] * bool(none)  # fmt: skip
-    lines += [f"{few} of {len(pairs)} matrices saw fewer than {ENOUGH} tokens a column: calibrate on more "
-              "text"] * bool(few)  # fmt: skip
+def few_tokens(tensors: Sequence[Inputs]) -> list[str]:
+    """Return notes about matrices that saw few tokens, or too few, as far as that is known."""
+    pairs = [(inputs, e) for inputs in tensors if inputs.tokens is not None for e in range(inputs.matrices)]
+    n_few, n_none = (
+        sum(i.n <= (i.tokens or ())[e] < TOKENS_PER_COLUMN * i.n for i, e in pairs),
+        _count_insufficient(tensors),
+    )
+    lines = [f"{n_none} of {len(pairs)} matrices saw fewer tokens than they have columns: encoded without feedback; "
+             "calibrate on more text"] * bool(n_none)  # fmt: skip
+    lines += [f"{n_few} of {len(pairs)} matrices saw fewer than {TOKENS_PER_COLUMN} tokens a column: calibrate on more "
+              "text"] * bool(n_few)  # fmt: skip
     return lines
 
 
-def _too_few(found: Sequence[Inputs]) -> int:
-    known = [inputs for inputs in found if inputs.tokens is not None]
-    return sum(inputs.damping(e) is None for inputs in known for e in range(inputs.matrices))
-
-
-def _names(names: Sequence[str]) -> str:
-    return names[0] if len(names) == 1 else f"{names[0]} .. {names[-1]} ({len(names)} tensors)"
+def _count_insufficient(tensors: Sequence[Inputs]) -> int:
+    ready = [inputs for inputs in tensors if inputs.tokens is not None]
+    return sum(inputs.damping(e) is None for inputs in ready for e in range(inputs.matrices))
 
 
 # ---------------------------------------------------------------- of a run
 
 
-#: An entry, one of its matrices, and how columns are grouped.
+#: An entry, one of its matrices, and the grouping of columns.
 _Key = tuple[str, int, Grouping | None]
 
 
-class Shared(Generic[M]):
-    """Metrics made on demand, each once, as many at a time as ``limit`` bytes allow, but one in any case.
+class MetricPool(Generic[M]):
+    """Metrics computed on demand, each once; at most ``limit`` bytes at a time, but always one.
 
-    drop: is given those that go.
+    drop: is called with each metric that is evicted.
     """
 
     def __init__(self, limit: int, drop: Callable[[M], None] = lambda metric: None) -> None:
@@ -498,8 +512,8 @@ class Shared(Generic[M]):
         self._changed = threading.Condition()
 
     @contextmanager
-    def shared(self, inputs: Inputs, matrix: int, grouping: Grouping | None, make: Callable[[], M]) -> Iterator[M]:
-        """Yield the metric of a matrix, made now unless somebody has made it."""
+    def lease(self, inputs: Inputs, matrix: int, grouping: Grouping | None, make: Callable[[], M]) -> Iterator[M]:
+        """Yield the metric of a matrix, which is computed now unless another thread has done it."""
         key = (inputs.entry, matrix, grouping)
         metric = self._wait(key, inputs.metric_bytes)
         if metric is None:
@@ -511,16 +525,16 @@ class Shared(Generic[M]):
                     if metric is not None:
                         self._ready[key] = (metric, inputs.metric_bytes // 4)
                     else:
-                        self._leave(key)
+                        self._release(key)
                     self._changed.notify_all()
         try:
             yield metric
         finally:
             with self._changed:
-                self._leave(key)
+                self._release(key)
                 self._changed.notify_all()
 
-    def _leave(self, key: _Key) -> None:
+    def _release(self, key: _Key) -> None:
         self._users[key] -= 1
         if not self._users[key]:
             del self._users[key]
@@ -541,12 +555,12 @@ class Shared(Generic[M]):
 
     def _has_room(self, need: int) -> bool:
         for old in [key for key in self._ready if key not in self._users]:
-            if self._taken() + need <= self.limit:
+            if self._used_bytes() + need <= self.limit:
                 break
             self._drop(self._ready.pop(old)[0])
-        return not self._making and not self._ready or self._taken() + need <= self.limit
+        return not self._making and not self._ready or self._used_bytes() + need <= self.limit
 
-    def _taken(self) -> int:
+    def _used_bytes(self) -> int:
         return sum(nbytes for _, nbytes in self._ready.values()) + sum(self._making.values())
 
     def close(self) -> None:
@@ -556,14 +570,14 @@ class Shared(Generic[M]):
                 self._drop(self._ready.popitem()[1][0])
 
 
-class Metrics(Shared["Metric"]):
-    """Those of the CPU, made by ``threads`` threads."""
+class CpuMetricPool(MetricPool["Metric"]):
+    """The pool of metrics on the CPU, computed by ``threads`` threads."""
 
     def __init__(self, limit: int, threads: int) -> None:
         super().__init__(limit)
         self.threads = threads
 
-    def held(self, inputs: Inputs, matrix: int, grouping: Grouping | None = None) -> AbstractContextManager[Metric]:
-        """Hold the metric of a matrix."""
+    def acquire(self, inputs: Inputs, matrix: int, grouping: Grouping | None = None) -> AbstractContextManager[Metric]:
+        """Return a context that holds the metric of a matrix."""
         threads = self.threads if inputs.matrices == 1 else 1
-        return self.shared(inputs, matrix, grouping, lambda: inputs.made(matrix, threads, grouping))
+        return self.lease(inputs, matrix, grouping, lambda: inputs.build_metric(matrix, threads, grouping))

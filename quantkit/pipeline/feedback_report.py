@@ -1,4 +1,4 @@
-"""What error feedback did in a run: losses before and after by tensor and matrix, tokens, and what went without."""
+"""Report of error feedback: losses before and after by tensor and matrix, tokens, and tensors without it."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from quantkit.names import tensor_class
 from quantkit.pipeline.facts import layer_of
 from quantkit.pipeline.jobs import MatrixLoss
 from quantkit.pipeline.plan import Plan
-from quantkit.pipeline.planned import PlannedTensor, RowSlice
+from quantkit.pipeline.row_slices import PlannedTensor, RowSlice
 
-_FEW = "fewer tokens than columns"
+_FEW_TOKENS = "fewer tokens than columns"
 
 
 @dataclass(frozen=True, slots=True)
-class FedMatrix:
+class MatrixReport:
     """A matrix of a tensor: an expert, a head, or all of it.
 
     ``damping`` is None where too few tokens were seen. Losses are those of the reference's bytes and of those written,
-    in the metric of the damped covariance; of a norm's weight, refit, squares of what is wrong with what it gives.
-    ``rows`` of it, and how many are better than the reference's.
+    in the metric of the damped covariance; of a refit norm weight, squared errors of its outputs. ``rows``: of the
+    matrix; ``better``: those better than the reference's.
     """
 
     part: int
@@ -36,20 +36,20 @@ class FedMatrix:
 
 
 @dataclass(frozen=True, slots=True)
-class FedTensor:
+class TensorReport:
     """A tensor that is encoded with feedback; ``layer`` is -1 outside of layers.
 
-    ``alike``: its columns count alike, as those of embeddings, which have no covariance. ``refit``: it is the weight of
-    a norm, which is not encoded but refit.
+    ``uniform``: its columns have equal weights, as those of embeddings, which have no covariance. ``refit``: it is the
+    weight of a norm, which is refit, not encoded.
     """
 
     name: str
     kind: str
     layer: int
     type: str
-    alike: bool
+    uniform: bool
     refit: bool
-    matrices: tuple[FedMatrix, ...]
+    matrices: tuple[MatrixReport, ...]
 
     @property
     def before(self) -> float:
@@ -64,7 +64,7 @@ class FedTensor:
 class FeedbackReport:
     """All tensors with feedback, and why others that are encoded went without, by name and type."""
 
-    tensors: tuple[FedTensor, ...]
+    tensors: tuple[TensorReport, ...]
     without: tuple[tuple[str, str, str], ...]
 
     def as_dict(self) -> dict[str, Any]:
@@ -76,7 +76,7 @@ class FeedbackReport:
                     "class": t.kind,
                     "layer": None if t.layer < 0 else t.layer,
                     "type": t.type,
-                    "columns_alike": t.alike,
+                    "columns_alike": t.uniform,
                     "refit": t.refit,
                     "loss_before": t.before,
                     "loss_after": t.after,
@@ -84,17 +84,17 @@ class FeedbackReport:
                 }
                 for t in self.tensors
             ],
-            "without": [{"name": name, "type": kind, "why": why} for name, kind, why in self.without],
+            "without": [{"name": name, "type": kind, "why": reason} for name, kind, reason in self.without],
         }
 
 
-def _matrix_dict(m: FedMatrix) -> dict[str, Any]:
+def _matrix_dict(m: MatrixReport) -> dict[str, Any]:
     return {
         "part": m.part,
         "matrix": m.matrix,
         "tokens": m.tokens,
         "damping": m.damping,
-        "why_without": _FEW if m.damping is None else None,
+        "why_without": _FEW_TOKENS if m.damping is None else None,
         "rows": m.rows,
         "rows_better": m.better,
         "loss_before": m.before,
@@ -103,45 +103,45 @@ def _matrix_dict(m: FedMatrix) -> dict[str, Any]:
 
 
 def feedback_report(plan: Plan, losses: Mapping[str, Sequence[MatrixLoss]]) -> FeedbackReport | None:
-    """Return what feedback did in a run that gave ``losses``; None of a plan without feedback."""
+    """Return the report of a run with these ``losses``; None for a plan without feedback."""
     names = {name for name, _ in plan.without_feedback}
-    found = [tensor for tensor in plan.tensors if tensor.name not in names and _is_fed(tensor)]
-    if not found and not plan.without_feedback:
+    tensors = [tensor for tensor in plan.tensors if tensor.name not in names and _has_feedback(tensor)]
+    if not tensors and not plan.without_feedback:
         return None
     types = {tensor.name: tensor.type.name for tensor in plan.tensors}
-    without = tuple((name, types.get(name, ""), why) for name, why in plan.without_feedback)
-    return FeedbackReport(tuple(_tensor(tensor, losses.get(tensor.name, ())) for tensor in found), without)
+    without = tuple((name, types.get(name, ""), reason) for name, reason in plan.without_feedback)
+    return FeedbackReport(tuple(_tensor(tensor, losses.get(tensor.name, ())) for tensor in tensors), without)
 
 
-def _is_fed(tensor: PlannedTensor) -> bool:
-    fed = tensor.type.is_quantized and any(part.inputs is not None for part in tensor.parts)
-    return fed or _is_refit(tensor)
+def _has_feedback(tensor: PlannedTensor) -> bool:
+    has_inputs = tensor.type.is_quantized and any(part.inputs is not None for part in tensor.parts)
+    return has_inputs or _is_refit(tensor)
 
 
 def _is_refit(tensor: PlannedTensor) -> bool:
     return any(part.refit is not None for part in tensor.parts)
 
 
-def _tensor(tensor: PlannedTensor, losses: Sequence[MatrixLoss]) -> FedTensor:
-    found = {(loss.part, loss.matrix): loss for loss in losses}
-    matrices: list[FedMatrix] = []
+def _tensor(tensor: PlannedTensor, losses: Sequence[MatrixLoss]) -> TensorReport:
+    losses_by_matrix = {(loss.part, loss.matrix): loss for loss in losses}
+    matrices: list[MatrixReport] = []
     for number, part in enumerate(tensor.parts):
-        matrices += _matrices(number, part, found)
-    alike = any(part.inputs is not None and part.inputs.is_alike for part in tensor.parts)
+        matrices += _matrices(number, part, losses_by_matrix)
+    uniform = any(part.inputs is not None and part.inputs.is_uniform for part in tensor.parts)
     kind = tensor_class(tensor.name)
     layer, refit = layer_of(tensor.name), _is_refit(tensor)
-    return FedTensor(tensor.name, kind, layer, tensor.type.name, alike, refit, tuple(matrices))
+    return TensorReport(tensor.name, kind, layer, tensor.type.name, uniform, refit, tuple(matrices))
 
 
-def _matrices(number: int, part: RowSlice, found: Mapping[tuple[int, int], MatrixLoss]) -> Iterable[FedMatrix]:
+def _matrices(number: int, part: RowSlice, losses: Mapping[tuple[int, int], MatrixLoss]) -> Iterable[MatrixReport]:
     if part.refit is not None:
-        loss = found.get((number, 0), MatrixLoss(number, 0, 0, 0, 0, 0))
-        yield FedMatrix(number, 0, loss.tokens, part.refit.n, 0.0, 1, int(loss.rows), loss.before, loss.after)
+        loss = losses.get((number, 0), MatrixLoss(number, 0, 0, 0, 0, 0))
+        yield MatrixReport(number, 0, loss.tokens, part.refit.n, 0.0, 1, int(loss.rows), loss.before, loss.after)
     if part.inputs is None:
         return
-    n, known = part.inputs.n, part.inputs.tokens
+    n, tokens = part.inputs.n, part.inputs.tokens
     rows = part.rows * part.values // n
     for matrix in range(part.inputs.matrices):
-        loss = found.get((number, matrix), MatrixLoss(number, matrix, known[matrix] if known else 0, 0, 0, 0))
+        loss = losses.get((number, matrix), MatrixLoss(number, matrix, tokens[matrix] if tokens else 0, 0, 0, 0))
         damping = part.inputs.damping_by(loss.tokens)
-        yield FedMatrix(number, matrix, loss.tokens, n, damping, rows, int(loss.rows), loss.before, loss.after)
+        yield MatrixReport(number, matrix, loss.tokens, n, damping, rows, int(loss.rows), loss.before, loss.after)

@@ -9,6 +9,7 @@ llama-quantize has no aliases; with exact names both use the same weights.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -16,7 +17,8 @@ import numpy as np
 import numpy.typing as npt
 
 from quantkit.errors import FormatError, RecipeError
-from quantkit.formats.imatrix import Imatrix
+from quantkit.formats.imatrix import Imatrix, check_squares
+from quantkit.names import grouped
 from quantkit.types import TensorType
 
 F32Array = npt.NDArray[np.float32]
@@ -37,27 +39,27 @@ class Alias:
     kind: str
     source: str
     exact: bool
-    why: str
+    reason: str
 
 
 def _aliases() -> Iterator[Alias]:
-    same = "the same input"
-    routed = "the same input and the same routing"
+    same_input = "the same input"
+    same_routing = "the same input and the same routing"
     # The order is ik_llama.cpp's (src/llama-quantize.cpp, 8337e4cd3): the merged name first.
-    yield Alias("ffn_gate_exps", "ffn_gate_up_exps", True, routed)
-    yield Alias("ffn_gate_exps", "ffn_up_exps", True, routed)
-    yield Alias("ffn_up_exps", "ffn_gate_up_exps", True, routed)
-    yield Alias("ffn_up_exps", "ffn_gate_exps", True, routed)
-    yield Alias("ffn_gate_up_exps", "ffn_up_exps", True, routed)
-    yield Alias("ffn_gate_up_exps", "ffn_gate_exps", True, routed)
+    yield Alias("ffn_gate_exps", "ffn_gate_up_exps", True, same_routing)
+    yield Alias("ffn_gate_exps", "ffn_up_exps", True, same_routing)
+    yield Alias("ffn_up_exps", "ffn_gate_up_exps", True, same_routing)
+    yield Alias("ffn_up_exps", "ffn_gate_exps", True, same_routing)
+    yield Alias("ffn_gate_up_exps", "ffn_up_exps", True, same_routing)
+    yield Alias("ffn_gate_up_exps", "ffn_gate_exps", True, same_routing)
     # ik's fused up+gate operations record the up tensor alone.
     for dense in ("ffn_{}", "ffn_{}_shexp"):
-        yield Alias(dense.format("gate"), dense.format("up"), True, same)
-        yield Alias(dense.format("up"), dense.format("gate"), True, same)
+        yield Alias(dense.format("gate"), dense.format("up"), True, same_input)
+        yield Alias(dense.format("up"), dense.format("gate"), True, same_input)
     for part in ("attn_q", "attn_k", "attn_v"):
-        yield Alias(part, "attn_qkv", True, same)
+        yield Alias(part, "attn_qkv", True, same_input)
     for part in ("attn_q", "attn_k", "attn_v"):
-        yield Alias("attn_qkv", part, True, same)
+        yield Alias("attn_qkv", part, True, same_input)
     # v_b sees the compressed cache after attention averages it, kv_b before: similar, not equal.
     averaged = "the same compressed cache, before or after attention averages it"
     yield Alias("attn_v_b", "attn_kv_b", False, averaged)
@@ -69,10 +71,10 @@ ALIASES: tuple[Alias, ...] = tuple(_aliases())
 
 
 def matrices_of(name: str, shape: Sequence[int], size: int) -> int:
-    """Return how many matrices a tensor holds, one below the other, each with columns of its own to multiply.
+    """Return the number of matrices in a tensor, one below the other, each with input columns of its own.
 
-    That is its third dimension; but DeepSeek V4's attn_output_a has its groups in the second, and only what was
-    recorded of its inputs, ``size`` values, says how many. llama-quantize refuses to use these.
+    That is its third dimension; but DeepSeek V4's attn_output_a has its groups in the second, and only the ``size``
+    values recorded of its inputs tell their number. llama-quantize refuses to use these.
     """
     n_mat = math.prod(shape[2:])
     if name.endswith("attn_output_a.weight") and len(shape) == 2 and size and size % shape[0] == 0:
@@ -82,23 +84,23 @@ def matrices_of(name: str, shape: Sequence[int], size: int) -> int:
 
 
 @dataclass(frozen=True, eq=False)
-class Found:
+class RowImportance:
     """The result of one lookup; ``weights`` are computed on demand, so that a plan takes no memory."""
 
     tensor: str
-    #: How many importance rows the tensor needs, and their length.
+    #: Number and length of the importance rows that the tensor needs.
     n_mat: int
     n_in: int
     #: The entry used for the tensor, or None.
     entry: str | None
     alias: Alias | None = None
-    #: What the user should know: the alias used, rejected candidates, or why there is no entry.
+    #: Notes for the user: the alias used, rejected candidates, or the reason why there is no entry.
     notes: tuple[str, ...] = ()
     #: Rows of ones, whose experts saw no token; rows of zeros.
     ones: int = 0
     zeros: int = 0
     imatrix: Imatrix | None = field(default=None, repr=False)
-    #: What the columns of the inputs are multiplied by since the imatrix was made, float32 [n_mat or 1, n_in].
+    #: Equalization factors of the input columns since the imatrix was computed, float32 [n_mat or 1, n_in].
     factors: F32Array | None = field(default=None, repr=False)
 
     @property
@@ -131,7 +133,9 @@ class Importance:
         original_names: Mapping[str, str] | None = None,
     ) -> None:
         if include and exclude:
-            raise RecipeError("--include-weights and --exclude-weights exclude each other: give only one of them")
+            raise RecipeError(
+                "--include-weights and --exclude-weights exclude each other: give only one of them", "QK-E201"
+            )
         self.imatrix = imatrix
         self.include, self.exclude = tuple(include), tuple(exclude)
         self.original_names = original_names or {}
@@ -143,7 +147,7 @@ class Importance:
 
     @property
     def n_entries(self) -> int:
-        """How many entries pass the filters; with 0, llama-quantize works as without an importance matrix."""
+        """The number of entries that pass the filters; with 0, llama-quantize works as without an importance matrix."""
         return len(self.names)
 
     def _keeps(self, name: str) -> bool:
@@ -160,7 +164,7 @@ class Importance:
         if not self.names:
             yield "the filters exclude every entry: the model is quantized without an importance matrix"
 
-    def lookup(self, name: str, shape: Sequence[int]) -> Found:
+    def lookup(self, name: str, shape: Sequence[int]) -> RowImportance:
         """Find the importance of tensor ``name`` of ggml shape ``shape`` (innermost first).
 
         Raises FormatError if the tensor's own entry has the wrong size, as llama-quantize does; token embeddings then
@@ -170,32 +174,33 @@ class Importance:
         n_in, n_mat = shape[0], math.prod(shape[2:])
         if original in self.imatrix.entries:
             n_mat = matrices_of(original, shape, self.imatrix.entries[original].sums.size)
-            return self._exact(name, original, n_mat, n_in)
+            return self._own_importance(name, original, n_mat, n_in)
         notes: list[str] = []
         for alias, entry in self._candidates(original):
             size = self.imatrix.entries[entry].sums.size
             if size == n_mat * n_in:
                 quality = "exact" if alias.exact else "approximate"
-                notes.append(f"has no entry of its own and uses that of {entry} ({quality}: {alias.why})")
-                return self._found(name, n_mat, n_in, entry, alias, notes)
-            notes.append(f"cannot use {entry} ({alias.why}): it has {size} values, not {_product(n_in, n_mat)}")
-        return Found(name, n_mat, n_in, None, None, (*notes, "the importance matrix has no entry for it"))
+                notes.append(f"has no entry of its own and uses that of {entry} ({quality}: {alias.reason})")
+                return self._row_importance(name, n_mat, n_in, entry, alias, notes)
+            notes.append(f"cannot use {entry} ({alias.reason}): it has {size} values, not {_product(n_in, n_mat)}")
+        return RowImportance(name, n_mat, n_in, None, None, (*notes, "the importance matrix has no entry for it"))
 
-    def _exact(self, name: str, entry: str, n_mat: int, n_in: int) -> Found:
+    def _own_importance(self, name: str, entry: str, n_mat: int, n_in: int) -> RowImportance:
         if not self._keeps(entry):
             option = "--include-weights" if self.include else "--exclude-weights"
-            return Found(name, n_mat, n_in, None, None, (f"its entry is excluded by {option}",))
+            return RowImportance(name, n_mat, n_in, None, None, (f"its entry is excluded by {option}",))
         size = self.imatrix.entries[entry].sums.size
         if size == n_mat * n_in:
-            return self._found(name, n_mat, n_in, entry, None, [])
+            return self._row_importance(name, n_mat, n_in, entry, None, [])
         problem = f"entry {entry!r} has {size} values, tensor {name!r} needs {_product(n_in, n_mat)}"
         if entry in EMBEDDINGS:
-            return Found(
+            return RowImportance(
                 name, n_mat, n_in, None, None, (f"{problem}; it is quantized without importance, as by llama-quantize",)
             )
         raise FormatError(
             f"{self.imatrix.path}: {problem}: it was computed on another model, or on a file with merged or split"
-            f" experts; give the right importance matrix, or exclude the entry with --exclude-weights {entry}"
+            f" experts; give the right importance matrix, or exclude the entry with --exclude-weights {entry}",
+            "QK-E119",
         )
 
     def _candidates(self, original: str) -> Iterator[tuple[Alias, str]]:
@@ -209,15 +214,20 @@ class Importance:
             if alias.kind == kind and entry in self.imatrix.entries and self._keeps(entry):
                 yield alias, entry
 
-    def _found(self, name: str, n_mat: int, n_in: int, entry: str, alias: Alias | None, notes: list[str]) -> Found:
+    def _row_importance(
+        self, name: str, n_mat: int, n_in: int, entry: str, alias: Alias | None, notes: list[str]
+    ) -> RowImportance:
         ones, zeros = self._odd_rows(entry, n_mat)
         if ones:
             notes = [*notes, f"{ones} of {n_mat} experts saw no calibration token: all their columns weigh the same"]
         if zeros:
-            of = f" for {zeros} of {n_mat} experts" if n_mat > 1 else ""
-            notes = [*notes, f"entry {entry} is zero throughout{of}: types that weigh by importance ruin such weights; "
-                             f"calibrate again, or exclude it with --exclude-weights {entry}"]  # fmt: skip
-        return Found(name, n_mat, n_in, entry, alias, tuple(notes), ones, zeros, self.imatrix)
+            experts = f" for {zeros} of {n_mat} experts" if n_mat > 1 else ""
+            note = (
+                f"entry {entry} is zero throughout{experts}: types that weigh by importance ruin such weights; "
+                f"calibrate again, or exclude it with --exclude-weights {entry}"
+            )
+            notes = [*notes, note]
+        return RowImportance(name, n_mat, n_in, entry, alias, tuple(notes), ones, zeros, self.imatrix)
 
     def _odd_rows(self, entry: str, n_mat: int) -> tuple[int, int]:
         """Count rows of ones, which both formats have for an expert without tokens, and rows of zeros."""
@@ -226,48 +236,50 @@ class Importance:
         rows = self.imatrix.values(entry).reshape(n_mat, -1)
         return int((rows == 1).all(axis=1).sum()), int((rows < TINY).all(axis=1).sum())
 
-    def coverage(self, model: Iterable[str], finds: Iterable[Found]) -> Coverage:
+    def coverage(self, model: Iterable[str], lookups: Iterable[RowImportance]) -> Coverage:
         """Compare the matrix with a model.
 
-        ``model``: the names of all tensors of the source model; ``finds``: the lookups of those to be quantized.
+        ``model``: the names of all tensors of the source model; ``lookups``: the results of ``lookup`` for those to be
+        quantized.
         """
-        finds, model = tuple(finds), set(model)
-        served = {found.entry for found in finds if found.entry is not None}
+        lookups, model = tuple(lookups), set(model)
+        used = {lookup.entry for lookup in lookups if lookup.entry is not None}
         # An entry that could have been used as an alias also belongs to the model.
-        names = model | served | {entry for name in model for _, entry in self._candidates(name)}
+        names = model | used | {entry for name in model for _, entry in self._candidates(name)}
         return Coverage(
             self,
-            used=tuple(name for name in self.names if name in served),
+            used=tuple(name for name in self.names if name in used),
             unused=tuple(name for name in self.names if name not in names),
-            without=tuple(found for found in finds if found.entry is None),
-            aliased=tuple(found for found in finds if found.alias is not None),
-            odd=tuple(found for found in finds if found.ones or found.zeros),
-            matched=sum(name in names for name in self.names),
+            without=tuple(lookup for lookup in lookups if lookup.entry is None),
+            aliased=tuple(lookup for lookup in lookups if lookup.alias is not None),
+            odd=tuple(lookup for lookup in lookups if lookup.ones or lookup.zeros),
+            n_matching=sum(name in names for name in self.names),
         )
 
 
 @dataclass(frozen=True, eq=False)
 class Coverage:
-    """How an importance matrix fits a model."""
+    """The fit of an importance matrix to a model."""
 
     importance: Importance = field(repr=False)
     #: Entries used for a tensor; entries that belong to no tensor of the model.
     used: tuple[str, ...]
     unused: tuple[str, ...]
     #: Quantized tensors without an entry, with an alias, with rows of ones or zeros.
-    without: tuple[Found, ...]
-    aliased: tuple[Found, ...]
-    odd: tuple[Found, ...]
-    #: How many entries belong to a tensor of the model, as its own or as an alias.
-    matched: int
+    without: tuple[RowImportance, ...]
+    aliased: tuple[RowImportance, ...]
+    odd: tuple[RowImportance, ...]
+    #: Number of entries that belong to a tensor of the model, as its own or as an alias.
+    n_matching: int
 
     def check(self) -> None:
         """Raise FormatError if the matrix is of a different model."""
-        if self.importance.names and not self.matched:
+        if self.importance.names and not self.n_matching:
             path, first = self.importance.imatrix.path, self.importance.names[0]
             raise FormatError(
                 f"{path}: none of its {len(self.importance.names)} entries (the first is {first!r}) belongs to a tensor"
-                f" of this model: it was computed on another one"
+                f" of this model: it was computed on another one",
+                "QK-E119",
             )
 
     def lines(self) -> list[str]:
@@ -279,12 +291,15 @@ class Coverage:
             "tensors quantized without importance": len(self.without),
         }
         summary = f"importance matrix {self.importance.imatrix.path}: {len(self.used)} of {self.importance.n_entries}"
-        lines = [", ".join([f"{summary} entries used", *(f"{n} {what}" for what, n in counts.items() if n)])]
+        lines = [", ".join([f"{summary} entries used", *(f"{n} {label}" for label, n in counts.items() if n)])]
         lines += self.importance.notes
-        lines += [f"{name}: the importance matrix has this entry, the model no such tensor" for name in self.unused]
-        shown: dict[str, Found] = {found.tensor: found for found in (*self.without, *self.aliased, *self.odd)}
-        lines += [f"{found.tensor}: {note}" for found in shown.values() for note in found.notes]
-        return lines
+        lines += grouped(
+            (name, "the importance matrix has this entry, the model no such tensor") for name in self.unused
+        )
+        unusual: dict[str, RowImportance] = {
+            lookup.tensor: lookup for lookup in (*self.without, *self.aliased, *self.odd)
+        }
+        return lines + grouped((lookup.tensor, note) for lookup in unusual.values() for note in lookup.notes)
 
 
 def _product(n_in: int, n_mat: int) -> str:
@@ -292,21 +307,16 @@ def _product(n_in: int, n_mat: int) -> str:
 
 
 def _check_values(imatrix: Imatrix, name: str) -> bool:
-    """Refuse values that no sum of squares has; return whether a row of ones or zeros is possible."""
+    """Refuse values that no mean of squares has; return whether a row of ones or zeros is possible."""
     values = imatrix.values(name)
-    bad = np.flatnonzero(~((values >= 0) & (values < np.inf)))
-    if bad.size:
-        raise FormatError(
-            f"{imatrix.path}: entry {name!r}: value {bad[0]} of {values.size} is {values[bad[0]]}, not a mean of"
-            f" squares ({bad.size} such values); calibrate again, or exclude the entry with --exclude-weights {name}"
-        )
+    check_squares(imatrix.path, name, values)
     return bool(((values == 1) | (values < TINY)).any())
 
 
-def must_have_importance(
+def importance_requirement(
     tensor: str, target: TensorType, *, preset: str | None = None, ik: bool = False, ignore_rules: bool = False
 ) -> str | None:
-    """Return why ``tensor`` cannot become ``target`` without importance, or None if it can; ``ik``: by its rules.
+    """Return the reason why ``tensor`` cannot become ``target`` without importance, or None; ``ik``: by ik's rules.
 
     ``preset`` is the canonical name of the file type. An encoder that requires importance (TensorType.imatrix is
     "required": ggml aborts) always needs it; types that only llama-quantize refuses are allowed with ``ignore_rules``
@@ -327,21 +337,31 @@ def must_have_importance(
 
 
 def check_importance(
-    found: Found | None,
+    importance: RowImportance | None,
     tensor: str,
     target: TensorType,
     *,
     preset: str | None = None,
     ik: bool = False,
     ignore_rules: bool = False,
+    predicts: bool = False,
 ) -> None:
-    """Raise RecipeError if ``tensor`` lacks the importance ``target`` needs; ``found`` is None without a matrix."""
-    if found is not None and found.entry is not None:
+    """Raise RecipeError if ``tensor`` lacks the importance ``target`` needs.
+
+    ``importance`` is None without a matrix. ``predicts``: the tensor is of an MTP layer, which calibration often
+    misses.
+    """
+    if importance is not None and importance.entry is not None:
         return
-    why = must_have_importance(tensor, target, preset=preset, ik=ik, ignore_rules=ignore_rules)
-    if why is None:
+    reason = importance_requirement(tensor, target, preset=preset, ik=ik, ignore_rules=ignore_rules)
+    if reason is None:
         return
-    cause = "no --imatrix was given" if found is None else "; ".join(found.notes)
-    raise RecipeError(
-        f"tensor {tensor!r} cannot be quantized to {target}: {cause}; {why}; give --imatrix FILE or choose another type"
-    )
+    cause = "no --imatrix was given" if importance is None else "; ".join(importance.notes)
+    remedy = "give --imatrix FILE or choose another type"
+    if predicts and importance is not None:
+        layer = re.escape(tensor[: tensor.index(".", 4) + 1])
+        remedy = (
+            "it is of a layer that predicts more tokens (NextN, MTP), which an importance matrix has only if it was "
+            f"computed with `quantkit imatrix --nextn`; or give it another type: --tensor-type '{layer}=q4_K'"
+        )
+    raise RecipeError(f"tensor {tensor!r} cannot be quantized to {target}: {cause}; {reason}; {remedy}", "QK-E212")

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from quantkit.errors import ResourceError
-from quantkit.kernels.interleave import is_woven
-from quantkit.pipeline.planned import PlannedTensor, RowSlice, group_of
+from quantkit.kernels.interleave import is_interleaved
+from quantkit.pipeline.row_slices import PlannedTensor, RowSlice, group_of
 from quantkit.types import TensorType
 
 #: Values decoded and encoded at a time: 512 KiB of float32, half of a typical L2 cache.
@@ -27,16 +27,16 @@ JOB = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class Cached:
-    """What the tensor cache is to do for a job: its rows are to be kept, and ``entry``, if given, may have them."""
+    """The tensor cache's part in a job: its rows are to be stored, and ``entry``, if given, may have them."""
 
     entry: Path | None = None
     #: Where the rows lie in any entry of the part, and the records of their pieces in this one.
-    at: int = 0
+    offset: int = 0
     records: bytes = b""
-    #: Whether the entry is known to be made of this source; if not, the records tell.
-    known: bool = False
-    #: An entry in the making, which the rows are to be written to: where the output cannot be read again.
-    keep: Path | None = None
+    #: Whether the entry is known to be of this source; if not, its records are compared.
+    verified: bool = False
+    #: A temporary file for the rows of a new entry, where the output cannot be read again.
+    temporary: Path | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +55,7 @@ class Job:
     source_row: int
     target_offset: int
     target_row: int
-    #: None where nothing is kept.
+    #: None where nothing is cached.
     cached: Cached | None = None
 
     @property
@@ -75,14 +75,14 @@ class ErrorSums(NamedTuple):
     weighted_error: float = 0.0
     loss_before: float = 0.0
     loss_after: float = 0.0
-    rows_fed: float = 0.0
+    rows_improved: float = 0.0
 
-    def __add__(self, other: tuple[float, ...]) -> ErrorSums:  # type: ignore[override]
-        return ErrorSums(*(a + b for a, b in zip(self, other, strict=True)))
+    def __add__(self, sums: tuple[float, ...]) -> ErrorSums:  # type: ignore[override]
+        return ErrorSums(*(a + b for a, b in zip(self, sums, strict=True)))
 
 
 class MatrixLoss(NamedTuple):
-    """The losses of a matrix encoded with feedback: of the reference's bytes and of those written, and rows improved.
+    """The losses of a matrix encoded with feedback: of the reference's bytes, of those written, and the rows improved.
 
     ``part`` and ``matrix`` are its place in a ``PlannedTensor``; losses are 0 of one with too few tokens.
     """
@@ -98,12 +98,14 @@ class MatrixLoss(NamedTuple):
 #: Instead of the CRC-32 of a copied tensor, whose bytes are compared with the source.
 NO_CRC = -1
 
-#: Where the rows of a job with ``cached`` came from: the cache, or an encoder, perhaps because an entry was damaged.
-TAKEN, MADE, MENDED = "taken", "made", "mended"
+#: Origins of the rows of a job with ``cached``: the cache, an encoder, or an encoder because an entry was damaged.
+FROM_CACHE = "taken"
+FROM_ENCODER = "made"
+REPAIRED = "mended"
 
 
 class JobResult(NamedTuple):
-    """The CRC-32 of a job's bytes (or NO_CRC); records of what is to be kept.
+    """The CRC-32 of a job's bytes (or NO_CRC); records of what is to be kept; a digest of what was read, if it was.
 
     ``sums``: of each of its pieces in order, if they are measured or encoded with feedback. Pieces do not depend on how
     jobs are cut, so sums over them do not either.
@@ -112,50 +114,56 @@ class JobResult(NamedTuple):
     crc: int
     sums: tuple[ErrorSums, ...] = ()
     records: bytes = b""
-    #: TAKEN, MADE or MENDED; "" of jobs without ``cached``.
+    #: FROM_CACHE, FROM_ENCODER or REPAIRED; "" for jobs without ``cached``.
     origin: str = ""
+    source: int | None = None
 
 
-def cut_jobs(at: int, tensor: PlannedTensor, values: int) -> Iterator[Job]:
-    """Yield the jobs of the tensor at position ``at``: about ``values`` values each, within one matrix."""
+def cut_jobs(index: int, tensor: PlannedTensor, values: int) -> Iterator[Job]:
+    """Yield the jobs of the tensor at position ``index``: about ``values`` values each, within one matrix.
+
+    An empty tensor has none.
+    """
+    if not tensor.nbytes:
+        return
     for number, part in enumerate(tensor.parts):
         source_row = part.source.type.row_bytes(part.values)
         if not part.is_copied(tensor.type):
-            yield from _cut(at, number, tensor, part, source_row, tensor.type.row_bytes(part.values), values)
+            yield from _cut_part(index, number, tensor, part, source_row, tensor.type.row_bytes(part.values), values)
         elif part.is_whole and not _has_plain_rows(part):
             unit = math.gcd(part.source.nbytes, 1 << 16)
             n = part.source.nbytes // unit
-            yield from _cut(at, number, tensor, replace(part, matrices=1, rows=n), unit, unit, values)
+            yield from _cut_part(index, number, tensor, replace(part, matrices=1, rows=n), unit, unit, values)
         else:
-            yield from _cut(at, number, tensor, part, source_row, source_row, values)
+            yield from _cut_part(index, number, tensor, part, source_row, source_row, values)
 
 
 def _has_plain_rows(part: RowSlice) -> bool:
-    """Tell whether a tensor is nothing but its rows, one behind the other, or groups of them; I2_S has a tail."""
+    """Return whether a tensor is nothing but consecutive rows, or groups of rows; I2_S has a tail."""
     t = part.source.type
     return (
-        (t.interleave == 1 or is_woven(t))
+        (t.interleave == 1 or is_interleaved(t))
         and t.tensor_bytes(part.source.shape) == part.source.nbytes
         and t.name != "I2_S"
     )
 
 
-def _cut(
-    at: int, number: int, tensor: PlannedTensor, part: RowSlice, source_row: int, target_row: int, values: int
+def _cut_part(
+    index: int, number: int, tensor: PlannedTensor, part: RowSlice, source_row: int, target_row: int, values: int
 ) -> Iterator[Job]:
     copied = part.is_copied(tensor.type)
     step = max(1, values * 4 // source_row if copied else values // part.values)
     if source_row == part.source.type.row_bytes(part.values):  # rows, not any bytes
         step = whole_groups(step, group_of(part, tensor.type))
     if not copied:
-        piece = piece_rows(part, tensor.type)  # fed together whatever the memory: fewer would take as long
+        piece = piece_rows(part, tensor.type)  # encoded together regardless of memory: fewer rows would take as long
         step = whole_groups(step, min(step, piece) if part.inputs is None else piece)
     for matrix in range(part.matrices):
         for row in range(0, part.rows, step):
             source = matrix * part.source_rows + part.source_row + row
             target = matrix * part.target_rows + part.target_row + row
             yield Job(
-                at,
+                index,
                 number,
                 matrix,
                 row,
@@ -172,7 +180,7 @@ def whole_groups(rows: int, group: int) -> int:
 
 
 def piece_rows(part: RowSlice, target: TensorType) -> int:
-    """Return how many rows are encoded at a time."""
+    """Return the number of rows that are encoded at a time."""
     tile = 1 if part.inputs is None else TILE
     return whole_groups(max(1, PIECE // part.values), max(group_of(part, target), tile))
 
@@ -195,14 +203,15 @@ def worker_ram(tensors: list[PlannedTensor], values: int) -> int:
 
 
 def job_values(tensors: list[PlannedTensor], threads: int, max_ram: int) -> int:
-    """Return how many values a job may have for ``threads`` workers to stay within ``max_ram`` bytes.
+    """Return the number of values of a job with which ``threads`` workers stay within ``max_ram`` bytes.
 
-    Raises ResourceError if not even a row each fits.
+    Raises ResourceError if one row per worker does not fit.
     """
     longest, need = _longest(tensors), least_ram(tensors, threads)
     if max_ram < need:
         raise ResourceError(
             f"--max-ram {max_ram} is too small for {threads} threads with rows of {longest} values: "
-            f"{need} bytes are needed; raise --max-ram or use fewer threads"
+            f"{need} bytes are needed; raise --max-ram or use fewer threads",
+            "QK-E407",
         )
     return min(JOB, (max_ram // threads - 2 * 4 * max(PIECE, longest)) // 12)

@@ -1,8 +1,8 @@
 """The journal of a run: which tensors lie safely on the disk, so that a killed run goes on where it was.
 
-Beside ``OUT.gguf.part`` lies ``OUT.gguf.journal``: a line of JSON that identifies the run, then one for every
-tensor whose bytes were flushed to the disk before the line was written, then one that says all is there. A line
-cut off by a crash is ignored, and what follows from it is done again.
+Beside ``OUT.gguf.part`` lies ``OUT.gguf.journal``: a line of JSON that identifies the run, then one for every tensor
+whose bytes were flushed to the disk before the line was written, then one that marks the output as complete. A line cut
+off by a crash is ignored, and its work is done again.
 """
 
 from __future__ import annotations
@@ -16,57 +16,80 @@ from types import TracebackType
 from typing import Any, NamedTuple
 
 from quantkit.errors import ResourceError
+from quantkit.records import DAMAGE
 
 
 class JournalEntry(NamedTuple):
-    """A finished tensor: CRC-32 of its bytes, error sums, and, with feedback, losses of each matrix (``work``)."""
+    """A finished tensor: CRC-32 of its bytes, error sums, and, with feedback, losses of each matrix.
+
+    ``source``: the values of a job, and a digest of the rows that the jobs read; None where some were not read.
+    """
 
     crc: int
     sums: list[float]
     losses: list[list[float]]
+    source: tuple[int, int] | None = None
 
 
 def has_mark(path: Path, text: str) -> bool:
-    """Tell whether a journal has the line of ``Journal.mark``. Raises OSError."""
+    """Return whether a journal has the line of ``Journal.mark``. Raises OSError."""
     with open(path, "rb") as file:
         return json.dumps({"mark": text}).encode() in file.read().split(b"\n")
 
 
 class Journal:
-    """The open journal of an output that is held. ``done``: CRC-32 of the bytes of finished tensors, by name."""
+    """The open journal of an output that is held. ``crcs``: CRC-32 of the bytes of finished tensors, by name.
 
-    def __init__(self, path: Path, fingerprint: str) -> None:
-        self.path, self.fingerprint = path, fingerprint
-        self.done: dict[str, int] = {}
+    ``inputs``: stamps of the source files (``formats.files.stamp_of``).
+    """
+
+    def __init__(self, path: Path, fingerprint: str, inputs: list[list[int | str]]) -> None:
+        self.path = path
+        self.fingerprint = fingerprint
+        self.inputs = inputs
+        self.crcs: dict[str, int] = {}
+        #: Source digests of finished tensors, where known: see ``JournalEntry``.
+        self.sources: dict[str, tuple[int, int]] = {}
         self.sums: dict[str, list[float]] = {}
         self.losses: dict[str, list[list[float]]] = {}
-        #: What the target of the run has noted, in order.
+        #: Notes of the run's target, in order.
         self.notes: list[dict[str, Any]] = []
         self.sealed = False
+        self._inputs_before: list[list[int | str]] = []
         self._lock = threading.Lock()
         try:
             self._file = open(path, "a+b")  # noqa: SIM115 - held until close()
         except OSError as e:
-            raise ResourceError(f"{path}: {e.strerror}; nothing was written") from e
+            raise ResourceError(f"{path}: {e.strerror}; nothing was written", "QK-E405") from e
 
     def start(self) -> None:
         """Begin anew: forget what was there and write the first line."""
         self._file.truncate(0)
-        self.done.clear()
+        self.crcs.clear()
+        self.sources.clear()
         self.sums.clear()
         self.losses.clear()
         self.notes.clear()
         self.sealed = False
-        self._append({"quantkit": 1, "run": self.fingerprint})
+        self._append({"quantkit": 1, "run": self.fingerprint, "inputs": self.inputs})
 
-    def left(self) -> list[dict[str, Any]]:
+    @property
+    def inputs_changed(self) -> bool:
+        """Whether the source files differ from those that the run began with."""
+        return self._inputs_before != self.inputs
+
+    def record_inputs(self) -> None:
+        """Record that the source has what finished tensors were made of, though its files are others."""
+        self._append({"inputs": self.inputs})
+
+    def read_notes(self) -> list[dict[str, Any]]:
         """Return the notes that are in it, of whatever run."""
         self._file.seek(0)
-        found = []
+        notes = []
         for line in self._file.read().split(b"\n")[:-1]:
-            with suppress(ValueError, LookupError, TypeError):
-                found.append(dict(json.loads(line)["note"]))
-        return found
+            with suppress(*DAMAGE):
+                notes.append(dict(json.loads(line)["note"]))
+        return notes
 
     def resume(self) -> bool:
         """Take over what an earlier run of the same work did; False if the journal is of other work."""
@@ -78,24 +101,28 @@ class Journal:
                 entry = json.loads(line)
                 if i == 0 and entry["run"] != self.fingerprint:
                     return False
-                self._take(entry)
-            except (ValueError, LookupError, TypeError):  # no JSON, or none of ours
+                self._apply(entry)
+            except DAMAGE:  # not JSON, or not a journal's
                 break
             keep += len(line) + 1
         self._file.truncate(keep)
         return keep > 0
 
-    def _take(self, entry: dict[str, Any]) -> None:
+    def _apply(self, entry: dict[str, Any]) -> None:
         if "tensor" in entry:
             losses = [[float(v) for v in row] for row in entry.get("losses", ())]
-            self._enter(entry["tensor"], JournalEntry(int(entry["crc32"]), [float(s) for s in entry["sums"]], losses))
+            source = (int(entry["source"][0]), int(entry["source"][1])) if "source" in entry else None
+            sums = [float(s) for s in entry["sums"]]
+            self._enter(entry["tensor"], JournalEntry(int(entry["crc32"]), sums, losses, source))
+        if "inputs" in entry:
+            self._inputs_before = list(entry["inputs"])
         if "note" in entry:
             self.notes.append(dict(entry["note"]))
         self.sealed = self.sealed or "sealed" in entry
 
     def forget(self, name: str) -> None:
         """Strike out a tensor whose bytes are not what they were."""
-        del self.done[name]
+        del self.crcs[name]
 
     def add(self, tensors: dict[str, JournalEntry]) -> None:
         """Record tensors whose bytes are on the disk, by name."""
@@ -103,13 +130,17 @@ class Journal:
             self._enter(name, entry)
         self._append(
             *(
-                {"tensor": name, "crc32": crc, "sums": sums, **({"losses": losses} if losses else {})}
-                for name, (crc, sums, losses) in tensors.items()
+                {"tensor": name, "crc32": crc, "sums": sums}
+                | ({"losses": losses} if losses else {})
+                | ({"source": source} if source else {})
+                for name, (crc, sums, losses, source) in tensors.items()
             )
         )
 
     def _enter(self, name: str, entry: JournalEntry) -> None:
-        self.done[name], self.sums[name] = entry.crc, entry.sums
+        self.crcs[name], self.sums[name] = entry.crc, entry.sums
+        if entry.source:
+            self.sources[name] = entry.source
         if entry.losses:
             self.losses[name] = entry.losses
 

@@ -1,18 +1,20 @@
-"""The metadata of an output: the source's, edited as llama-quantize does, plus provenance.
+"""The metadata of an output: the source's, edited as llama-quantize does (``provenance`` adds how it was made).
 
 Setting a key moves it to the end of the list, as llama.cpp's gguf_set_val_* do, or leaves it in its place, as
-ik_llama.cpp's, so that headers are equal byte for byte. ``quantkit.*`` keys record how a file was made; no runtime
-reads them.
+ik_llama.cpp's, so that headers are equal byte for byte.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
 
-from quantkit.errors import RecipeError
+from quantkit.errors import FormatError, RecipeError
 from quantkit.formats.gguf import Field, ValueType
 from quantkit.formats.imatrix import Imatrix
+from quantkit.formats.outputs import read_whole
+from quantkit.names import file_name
 
 _OVERRIDE_TYPES = {
     "int": ValueType.UINT32,
@@ -23,9 +25,10 @@ _OVERRIDE_TYPES = {
 #: Other value types by their GGUF names, for keys that need a certain one.
 _OVERRIDE_TYPES |= {t.name.lower().replace("uint", "u").replace("int", "i"): t for t in ValueType if "INT" in t.name}
 _OVERRIDE_TYPES |= {"f32": ValueType.FLOAT32, "f64": ValueType.FLOAT64, "string": ValueType.STRING}
-_BLOCK = re.compile(r"blk\.(\d+)\.")
-#: Keys of a sketch of the calibration text (quantkit.calibration.overlap).
-_CALIBRATION = "quantkit.calibration."
+_OVERRIDE = re.compile(r"([^=]+)=([a-z0-9]+):(.*)", re.DOTALL)
+#: The largest text file of a value; chat templates have some kilobytes.
+_MAX_BYTES = 16 << 20
+_BLOCK = re.compile(r"blk\.(\d{1,9})\.")
 #: Bytes of a file or dataset name that llama-quantize keeps (char val_str[128]).
 _NAME_BYTES = 127
 
@@ -64,32 +67,58 @@ def parse_override(text: str) -> Field:
     TYPE is int (stored as UINT32, INT32 when negative, 64 bits when larger), float (FLOAT32), bool or str, or a
     GGUF type (u8 .. i64, f32, f64). llama-quantize stores abs(VALUE) of a negative int; here it keeps its sign.
     ik_llama.cpp stores every int as INT32, with which no loader takes a count of layers, its own included.
+    A str of @FILE is the text of a file, one of @@TEXT the text @TEXT.
     """
-    match = re.fullmatch(r"([^=]+)=([a-z0-9]+):(.*)", text, re.DOTALL)
+    match = _OVERRIDE.fullmatch(text)
     if match is None:
-        raise RecipeError(f"--override-kv {text!r}: write KEY=TYPE:VALUE, such as general.name=str:Mine")
-    key, kind, value = match[1], match[2], match[3]
-    wanted = _OVERRIDE_TYPES.get(kind)
-    if wanted is None:
-        raise RecipeError(f"--override-kv {key}: there is no type {kind!r}; use int, float, bool, str or u8 .. f64")
+        raise RecipeError(f"--override-kv {text!r}: write KEY=TYPE:VALUE, such as general.name=str:Mine", "QK-E203")
+    key = match[1]
+    kind = match[2]
+    value = match[3]
+    value_type = _OVERRIDE_TYPES.get(kind)
+    if value_type is None:
+        raise RecipeError(
+            f"--override-kv {key}: there is no type {kind!r}; use int, float, bool, str or u8 .. f64", "QK-E203"
+        )
     if key.startswith("split."):
-        raise RecipeError(f"--override-kv {key}: set split.* keys with --keep-split or --split-max-size")
+        raise RecipeError(f"--override-kv {key}: set split.* keys with --keep-split or --split-max-size", "QK-E201")
     try:
-        return _override(key, kind, wanted, value)
+        return _override(key, kind, value_type, value)
     except ValueError:
-        raise RecipeError(f"--override-kv {key}: {value!r} is not of type {kind}") from None
+        raise RecipeError(f"--override-kv {key}: {value!r} is not of type {kind}", "QK-E203") from None
 
 
-def _override(key: str, kind: str, wanted: ValueType, value: str) -> Field:
-    if wanted is ValueType.STRING:
-        return Field.of(key, value, wanted)
-    if wanted is ValueType.BOOL:
+def _override(key: str, kind: str, value_type: ValueType, value: str) -> Field:
+    if value_type is ValueType.STRING:
+        path = _file_of(value)
+        return Field.of(key, value.removeprefix("@") if path is None else _text_of(key, path), value_type)
+    if value_type is ValueType.BOOL:
         if value not in ("true", "false"):
             raise ValueError(value)
-        return Field.of(key, value == "true", wanted)
-    if wanted in (ValueType.FLOAT32, ValueType.FLOAT64):
-        return Field.of(key, float(value), wanted)
-    return Field.of(key, int(value, 0), None if kind == "int" else wanted)
+        return Field.of(key, value == "true", value_type)
+    if value_type in (ValueType.FLOAT32, ValueType.FLOAT64):
+        return Field.of(key, float(value), value_type)
+    return Field.of(key, int(value, 0), None if kind == "int" else value_type)
+
+
+def override_file(text: str) -> Path | None:
+    """Return the file whose text ``--override-kv KEY=str:@FILE`` stores; None if the option holds the value itself."""
+    match = _OVERRIDE.fullmatch(text)
+    return _file_of(match[3]) if match and _OVERRIDE_TYPES.get(match[2]) is ValueType.STRING else None
+
+
+def _file_of(value: str) -> Path | None:
+    return Path(value[1:]) if value.startswith("@") and not value.startswith("@@") else None
+
+
+def _text_of(key: str, path: Path) -> str:
+    prefix = f"--override-kv {key}: str:@FILE is the text of a file (of the text itself, str:@@TEXT)"
+    try:
+        return read_whole(path, _MAX_BYTES).decode()
+    except FormatError as e:
+        raise RecipeError(f"{prefix}: {e.message}", e.code) from None
+    except UnicodeDecodeError as e:
+        raise RecipeError(f"{prefix}: {path} is not a text file (byte {e.start} is not UTF-8)", "QK-E121") from None
 
 
 def prune_names(names: Iterable[str], prune: Sequence[int]) -> dict[str, str]:
@@ -103,12 +132,12 @@ def prune_names(names: Iterable[str], prune: Sequence[int]) -> dict[str, str]:
     layers = sorted({int(m[1]) for n in names if (m := _BLOCK.search(n))})
     unknown = sorted(set(prune) - set(layers))
     if unknown:
-        there = f"the model has {layers[0]} .. {layers[-1]}" if layers else "the model has none"
-        raise RecipeError(f"--prune-layers: there is no layer {unknown[0]}; {there}")
-    kept = [layer for layer in layers if layer not in set(prune)]
-    if not kept:
-        raise RecipeError("--prune-layers leaves no layer")
-    number = {layer: i for i, layer in enumerate(kept)}
+        available = f"the model has {layers[0]} .. {layers[-1]}" if layers else "the model has none"
+        raise RecipeError(f"--prune-layers: there is no layer {unknown[0]}; {available}", "QK-E203")
+    remaining = [layer for layer in layers if layer not in set(prune)]
+    if not remaining:
+        raise RecipeError("--prune-layers leaves no layer", "QK-E203")
+    number = {layer: i for i, layer in enumerate(remaining)}
     renamed = {}
     for name in names:
         match = _BLOCK.search(name)
@@ -128,77 +157,63 @@ def prune_metadata(metadata: Metadata, arch: str, prune: Sequence[int]) -> list[
     key = f"{arch}.block_count"
     count = metadata.get(key)
     if count is None:
-        raise RecipeError(f"--prune-layers: the metadata has no {key}")
-    n, dropped, notes = int(count.value), set(prune), []
-    kept = [i for i in range(n) if i not in dropped]
-    metadata.set(Field.of(key, len(kept), count.type))
+        raise RecipeError(f"--prune-layers: the metadata has no {key}", "QK-E123")
+    n = int(count.value)
+    dropped = set(prune)
+    notes = []
+    indices = [i for i in range(n) if i not in dropped]
+    metadata.set(Field.of(key, len(indices), count.type))
     for field in metadata.fields():
         if not field.key.startswith(f"{arch}.") or field.item_type is None or field.count != n:
             continue
-        values = [field.value[i] for i in kept]
+        values = [field.value[i] for i in indices]
         metadata.replace(Field.of(field.key, values, ValueType.ARRAY, field.item_type))
-        notes.append(f"{field.key}: {n - len(kept)} of its {n} per-layer values dropped with their layers")
+        notes.append(f"{field.key}: {n - len(indices)} of its {n} per-layer values dropped with their layers")
     shrinking: dict[str, Callable[[int], int]] = {
         "leading_dense_block_count": lambda v: sum(i < v for i in dropped),
         "nextn_predict_layers": lambda v: sum(i >= n - v for i in dropped),
     }
-    for name, lost in shrinking.items():
+    for name, count_dropped in shrinking.items():
         count = metadata.get(f"{arch}.{name}")
-        if count is not None and count.item_type is None and lost(count.value):
-            metadata.replace(Field.of(count.key, count.value - lost(count.value), count.type))
-            notes.append(f"{count.key}: {count.value} becomes {count.value - lost(count.value)}")
+        if count is not None and count.item_type is None and count_dropped(count.value):
+            metadata.replace(Field.of(count.key, count.value - count_dropped(count.value), count.type))
+            notes.append(f"{count.key}: {count.value} becomes {count.value - count_dropped(count.value)}")
     return notes
 
 
-def set_quantization(metadata: Metadata, ftype: int, overrides: Iterable[Field], more: Iterable[Field]) -> None:
-    """Set the keys that llama-quantize sets in every file, then the user's and ``more``; drop split keys.
+def set_quantization(metadata: Metadata, ftype: int, overrides: Iterable[Field], extra: Iterable[Field]) -> None:
+    """Set the keys that llama-quantize sets in every file, then the user's and ``extra``; drop split keys.
 
     ik_llama.cpp sets general.file_type last, which matters in files without one; not so that it beats the user's.
     """
     ftype_field = Field.of("general.file_type", ftype, ValueType.UINT32)
     metadata.set(Field.of("general.quantization_version", 2, ValueType.UINT32))
     metadata.remove("split.no", "split.count", "split.tensors.count")
-    fields = [*overrides, *more]
+    fields = [*overrides, *extra]
     for field in [*fields, ftype_field] if metadata.ik else [ftype_field, *fields]:
-        if field is not ftype_field or all(other.key != field.key for other in fields):
+        if field is not ftype_field or all(f.key != field.key for f in fields):
             metadata.set(field)
 
 
-def imatrix_fields(imatrix: Imatrix, name: str, n_entries: int, *, hide: bool, ik: bool) -> list[Field]:
-    """Return llama-quantize's keys about an importance matrix; ``hide`` as ik_llama.cpp's --hide-imatrix does."""
+def imatrix_fields(imatrix: Imatrix, n_entries: int, *, hide: bool, ik: bool, folders: bool) -> list[Field]:
+    """Return llama-quantize's keys about an importance matrix; ``hide`` as ik_llama.cpp's --hide-imatrix does.
+
+    ``folders``: files are named as they were given, as llama-quantize does, not by their names alone.
+    """
+    format_name = _truncate if folders else lambda path: _truncate(file_name(path))
     dataset = imatrix.datasets[0] if imatrix.datasets else None
-    file = "top_secret" if hide else _cut(name)
+    file = "top_secret" if hide else format_name(str(imatrix.path))
     count = ValueType.INT32 if ik else ValueType.UINT32
     fields = [Field.of("quantize.imatrix.file", file, ValueType.STRING)]
     if dataset is not None:
-        fields.append(Field.of("quantize.imatrix.dataset", "top_secret" if hide else _cut(dataset), ValueType.STRING))
+        fields.append(
+            Field.of("quantize.imatrix.dataset", "top_secret" if hide else format_name(dataset), ValueType.STRING)
+        )
     fields.append(Field.of("quantize.imatrix.entries_count", 0 if hide else n_entries, count))
     if imatrix.chunk_count > 0:
         fields.append(Field.of("quantize.imatrix.chunks_count", 0 if hide else imatrix.chunk_count, count))
     return fields
 
 
-def _cut(text: str) -> str:
+def _truncate(text: str) -> str:
     return text.encode("utf-8", "surrogateescape")[:_NAME_BYTES].decode("utf-8", "surrogateescape")
-
-
-def set_calibration(metadata: Metadata, imatrix: Imatrix | None) -> None:
-    """Copy what an importance matrix says of its text (quantkit.calibration.*), so that evaluations can warn."""
-    metadata.remove(*(f.key for f in metadata.fields() if f.key.startswith(_CALIBRATION)))
-    for field in imatrix.extra.values() if imatrix is not None else ():
-        if field.key.startswith(_CALIBRATION):
-            metadata.set(field)
-
-
-def set_provenance(metadata: Metadata, facts: Mapping[str, str]) -> None:
-    """Record how the file was made in ``quantkit.`` keys; those of an earlier run are removed."""
-    metadata.remove(*(f.key for f in metadata.fields() if f.key.startswith("quantkit.quantize.")))
-    for key, value in facts.items():
-        metadata.set(Field.of(f"quantkit.quantize.{key}", value, ValueType.STRING))
-
-
-def set_feedback(metadata: Metadata, fields: Iterable[Field]) -> None:
-    """Record how errors were fed forward, in ``quantkit.feedback.`` keys; those of an earlier run are removed."""
-    metadata.remove(*(f.key for f in metadata.fields() if f.key.startswith("quantkit.feedback.")))
-    for field in fields:
-        metadata.set(field)

@@ -23,18 +23,19 @@ from quantkit.formats.gguf import (
     split_path,
 )
 from quantkit.formats.gguf.reader import read_shard
+from quantkit.formats.gguf.rules import n_dims
 from quantkit.formats.remote import URL
 from quantkit.kernels.formats import has_decoder, has_encoder
 from quantkit.kernels.interleave import repacks
 from quantkit.kernels.tensor_scale import TENSOR_SCALED, check_rows, decoded_as
-from quantkit.pipeline.facts import n_dims
-from quantkit.pipeline.planned import PlannedTensor, RowSlice
+from quantkit.names import span
+from quantkit.pipeline.row_slices import PlannedTensor, RowSlice
 from quantkit.pipeline.source import Source
 from quantkit.types import TensorType
 
 
 @dataclass(frozen=True, slots=True)
-class Chosen:
+class OutputTensor:
     """A tensor of the output, not yet placed: what it is made of, its type and why."""
 
     name: str
@@ -43,7 +44,7 @@ class Chosen:
     reason: str
     parts: tuple[RowSlice, ...]
     fallback_from: TensorType | None = None
-    #: Whose search encodes it: see ``PlannedTensor``.
+    #: Its encoder: see ``PlannedTensor``.
     encoder: str = ""
 
     @property
@@ -75,14 +76,18 @@ class Plan:
     notes: tuple[str, ...]
     #: Identifies source, output and everything that decides the bytes; --resume requires the same one.
     fingerprint: str
-    #: Files beside the source that the plan was made from: importance matrix, rules.
+    #: Other files that the plan was made from: importance matrix, rules.
     reads: tuple[Path, ...] = ()
-    #: Whose rules chose the types, "mainline" or "ik"; "" if nothing was chosen.
+    #: The tree whose rules chose the types, "mainline" or "ik"; "" if none did.
     rules: str = ""
-    #: Makes of ``Threads`` an ``Executor``, where jobs depend on each other; None: anything may run them.
+    #: Executor factory for plans with dependent jobs (--calibrate); None: any executor.
     executor: Callable[[Any], Any] | None = None
-    #: Tensors that are encoded without feedback where others have it, and why.
+    #: The metadata of the output, in order.
+    fields: tuple[Field, ...] = ()
+    #: Tensors encoded without feedback in a plan with feedback, and the reasons.
     without_feedback: tuple[tuple[str, str], ...] = ()
+    #: The notes about error feedback.
+    feedback_notes: tuple[str, ...] = ()
 
     @property
     def nbytes(self) -> int:
@@ -94,6 +99,11 @@ class Plan:
         return sum(tensor.n_values for tensor in self.tensors)
 
     @property
+    def entries(self) -> tuple[tuple[str, TensorType, tuple[int, ...]], ...]:
+        """Name, type and shape of each tensor."""
+        return tuple((t.name, t.type, t.shape) for t in self.tensors)
+
+    @property
     def bpw(self) -> float:
         """Bits per weight of the tensor data."""
         return 8 * sum(tensor.nbytes for tensor in self.tensors) / max(1, self.n_values)
@@ -103,7 +113,7 @@ def plan_output(
     source: Source,
     output: Path,
     fields: Sequence[Field],
-    chosen: Sequence[Chosen],
+    outputs: Sequence[OutputTensor],
     *,
     title: str,
     rules: str = "",
@@ -122,7 +132,7 @@ def plan_output(
         source: where the data comes from.
         output: the final path; for several shards their common prefix plus ``.gguf``.
         fields: the metadata of the output, all in the first shard. split.* keys are set where needed.
-        chosen: the tensors in order.
+        outputs: the tensors in order.
         title: a name for the result, for people ("Q4_K_M").
         rules: whose rules chose the types.
         notes: sentences for the user.
@@ -134,9 +144,9 @@ def plan_output(
         all_dims: write trailing dimensions of 1, too: see ``layout_gguf``.
         pad_header: False for a file without tensors that ends with its last key, as vocabularies do.
     """
-    groups: list[list[Chosen]] = [[] for _ in range(empty_first)]
-    groups += _groups(chosen, shard_of, split_max_size)
-    n = len(chosen)
+    groups: list[list[OutputTensor]] = [[] for _ in range(empty_first)]
+    groups += _groups(outputs, shard_of, split_max_size)
+    n = len(outputs)
     shards, tensors = [], []
     for no, group in enumerate(groups):
         # Existing split keys keep their place.
@@ -148,69 +158,75 @@ def plan_output(
         shards.append(PlannedShard(_shard_path(output, no, len(groups)), layout))
         tensors += [_place(c, no, offset) for c, offset in zip(group, layout.offsets, strict=True)]
     digest = hashlib.sha256(identity.encode())
-    digest.update(" ".join(c.encoder for c in chosen).encode())
+    digest.update(" ".join(c.encoder for c in outputs).encode())
     for shard in shards:
         digest.update(os.fsencode(shard.path.name) + shard.layout.header)
     notes = [*notes, *_leftovers(source, [shard.path for shard in shards])]
-    return Plan(source, title, tuple(shards), tuple(tensors), tuple(notes), digest.hexdigest(), tuple(reads), rules)
+    return Plan(
+        source, title, tuple(shards), tuple(tensors), tuple(notes), digest.hexdigest(), tuple(reads), rules,
+        fields=tuple(fields),
+    )  # fmt: skip
 
 
 def _leftovers(source: Source, paths: Sequence[Path]) -> list[str]:
     """Return a note if other files named like the output's shards lie next to it, probably from an earlier run."""
 
     def prefix(path: Path) -> str:
-        named = parse_split_path(path)
-        return named[0] if named is not None else str(path).removesuffix(".gguf")
+        match = parse_split_path(path)
+        return match[0] if match is not None else str(path).removesuffix(".gguf")
 
     if isinstance(paths[0], URL):
         return []
-    known = {os.path.realpath(path) for path in (*source.paths, *paths)}
+    own_paths = {os.path.realpath(path) for path in (*source.paths, *paths)}
     try:
         files = sorted(path for path in paths[0].parent.glob("*.gguf") if prefix(path) == prefix(paths[0]))
     except OSError:  # no such folder, or no permission: the run will report it
         return []
-    others = [path.name for path in files if os.path.realpath(path) not in known]
-    if not others:
+    leftovers = [path.name for path in files if os.path.realpath(path) not in own_paths]
+    if not leftovers:
         return []
-    names = others[0] if len(others) == 1 else f"{others[0]} .. {others[-1]} ({len(others)} files)"
-    return [f"next to the output, but not part of it: {names}, perhaps from an earlier run"]
+    return [f"next to the output, but not part of it: {span(leftovers, 'files')}, perhaps from an earlier run"]
 
 
 def without_existing(plan: Plan) -> Plan:
-    """Return a plan of the files that are not there yet; those that are must be what the plan would write.
+    """Return a plan of the missing files; existing ones must be those that the plan would write.
 
     Only lengths, names, types and places are compared: metadata may differ. Raises ResourceError for other files.
     """
     missing = [no for no, shard in enumerate(plan.shards) if not shard.path.exists()]
     for no, shard in enumerate(plan.shards):
-        if no not in missing and not _is_there(shard, [t for t in plan.tensors if t.shard == no]):
-            raise ResourceError(f"{shard.path} exists, but is not what would be written there; remove it, or rename it")
+        if no not in missing and not _exists_as_planned(shard, [t for t in plan.tensors if t.shard == no]):
+            raise ResourceError(
+                f"{shard.path} exists, but is not what would be written there; remove it, or rename it", "QK-E402"
+            )
     number = {no: i for i, no in enumerate(missing)}
     tensors = tuple(replace(t, shard=number[t.shard]) for t in plan.tensors if t.shard in number)
     fingerprint = hashlib.sha256(f"{plan.fingerprint} {missing}".encode()).hexdigest()
     return replace(plan, shards=tuple(plan.shards[no] for no in missing), tensors=tensors, fingerprint=fingerprint)
 
 
-def _is_there(shard: PlannedShard, tensors: Sequence[PlannedTensor]) -> bool:
+def _exists_as_planned(shard: PlannedShard, tensors: Sequence[PlannedTensor]) -> bool:
     try:
-        found = [(t.name, t.shape, t.type, t.offset) for t in read_shard(shard.path, 0, header_only=True).tensors]
+        infos = read_shard(shard.path, 0, header_only=True).tensors
     except FormatError:
         return False
-    wanted = [(t.name, t.shape[: n_dims(t.shape)], t.type) for t in tensors]
-    begins = {there[3] - t.offset for there, t in zip(found, tensors, strict=False)}  # other metadata, other beginning
-    same = [there[:3] for there in found] == wanted and len(begins) <= 1
-    return same and shard.path.stat().st_size == shard.layout.nbytes + sum(begins)
+    stored = [(t.name, t.shape[: n_dims(t.shape)], t.type, t.offset) for t in infos]
+    expected = [(t.name, t.shape[: n_dims(t.shape)], t.type) for t in tensors]
+    shifts = {info[3] - t.offset for info, t in zip(stored, tensors, strict=False)}  # other metadata shift the data
+    matches = [info[:3] for info in stored] == expected and len(shifts) <= 1
+    return matches and shard.path.stat().st_size == shard.layout.nbytes + sum(shifts)
 
 
-def check_kernels(chosen: Sequence[Chosen | PlannedTensor]) -> None:
+def check_kernels(tensors: Sequence[OutputTensor | PlannedTensor]) -> None:
     """Raise TypeNotSupported, before any work, for tensors that can be neither copied nor decoded and encoded."""
 
-    for c in chosen:
+    for c in tensors:
         for have in {part.source.type for part in c.parts} - {c.type}:
             group = max(have.interleave, c.type.interleave)
-            if any(part.rows_apart % group for part in c.parts):
+            if any(part.row_alignment % group for part in c.parts):
                 raise TypeNotSupported(
-                    f"tensor {c.name}: the rows of its parts make no whole groups of {group}: from {have} to {c.type}"
+                    f"tensor {c.name}: the rows of its parts make no whole groups of {group}: from {have} to {c.type}",
+                    "QK-E303",
                 )
             if have is TENSOR_SCALED:
                 check_rows(c.shape[0])
@@ -219,28 +235,31 @@ def check_kernels(chosen: Sequence[Chosen | PlannedTensor]) -> None:
             if not has_encoder(c.type):
                 raise TypeNotSupported(
                     f"tensor {c.name}: this version has no encoder for {c.type} ({c.reason}); "
-                    "`quantkit types` lists those there are"
+                    "`quantkit types` lists those there are",
+                    "QK-E302",
                 )
             if not has_decoder(decoded_as(have)):
-                raise TypeNotSupported(f"tensor {c.name} is {have}, for which this version has no decoder")
+                raise TypeNotSupported(f"tensor {c.name} is {have}, for which this version has no decoder", "QK-E302")
 
 
-def _place(c: Chosen, shard: int, offset: int) -> PlannedTensor:
+def _place(c: OutputTensor, shard: int, offset: int) -> PlannedTensor:
     return PlannedTensor(
         c.name, c.shape, c.type, c.reason, c.fallback_from, c.parts, shard, offset, c.nbytes, c.encoder
     )
 
 
-def _groups(chosen: Sequence[Chosen], shard_of: Sequence[int] | None, split_max_size: int | None) -> list[list[Chosen]]:
+def _groups(
+    tensors: Sequence[OutputTensor], shard_of: Sequence[int] | None, split_max_size: int | None
+) -> list[list[OutputTensor]]:
     """Divide the tensors among shards."""
     if shard_of is not None:
-        kept: dict[int, list[Chosen]] = {}
-        for c, shard in zip(chosen, shard_of, strict=True):
-            kept.setdefault(shard, []).append(c)
-        return [kept[shard] for shard in sorted(kept)] or [[]]
-    groups: list[list[Chosen]] = [[]]
+        by_shard: dict[int, list[OutputTensor]] = {}
+        for c, shard in zip(tensors, shard_of, strict=True):
+            by_shard.setdefault(shard, []).append(c)
+        return [by_shard[shard] for shard in sorted(by_shard)] or [[]]
+    groups: list[list[OutputTensor]] = [[]]
     size = 0
-    for c in chosen:
+    for c in tensors:
         if split_max_size is not None and groups[-1] and size + c.nbytes > split_max_size:
             groups.append([])
             size = 0
@@ -252,6 +271,6 @@ def _groups(chosen: Sequence[Chosen], shard_of: Sequence[int] | None, split_max_
 def _shard_path(output: Path, no: int, count: int) -> Path:
     if count == 1:
         return output
-    named = parse_split_path(output.name)
-    prefix = named[0] if named is not None else output.name.removesuffix(".gguf")
+    match = parse_split_path(output.name)
+    prefix = match[0] if match is not None else output.name.removesuffix(".gguf")
     return output.with_name(split_path(prefix, no, count).name)

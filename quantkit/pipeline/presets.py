@@ -1,6 +1,6 @@
 """Presets: the names TYPE may have in llama.cpp b11434 and ik_llama.cpp 8337e4cd3, and whose rules apply.
 
-A *preset* (llama.cpp's ftype) is a base type and a mixture, whose rules are in mixture.py. Names that both trees have
+A *preset* (llama.cpp's ftype) is a base type and type rules, which are in type_rules.py. Names that both trees have
 follow llama.cpp's rules unless --rules ik is given; ik_llama.cpp's own names follow its rules.
 """
 
@@ -14,7 +14,7 @@ from quantkit.kernels.interleave import plain_of
 from quantkit.types import ALIASES as TYPE_ALIASES
 from quantkit.types import BY_NAME, TYPES, TensorType
 
-#: general.file_type of a mixture without a number (LLAMA_FTYPE_GUESSED).
+#: general.file_type of types that no preset gives (LLAMA_FTYPE_GUESSED).
 FTYPE_UNKNOWN = 1024
 
 
@@ -162,7 +162,7 @@ def is_target(t: TensorType) -> bool:
 def check_target(t: TensorType) -> TensorType:
     """Return a type that weights may have. Raises TypeNotSupported for others."""
     if not is_target(t):
-        raise TypeNotSupported(f"{t.name} is not a type for weights; `quantkit types` lists those that are")
+        raise TypeNotSupported(f"{t.name} is not a type for weights; `quantkit types` lists those that are", "QK-E301")
     return t
 
 
@@ -171,20 +171,22 @@ def preset_by_name(text: str, tree: str | None = None) -> Preset:
 
     Presets win over tensor types (Q4_K is Q4_K_M, as in llama-quantize), and numbers mean what they mean in llama.cpp,
     if anything. With ``tree`` ("mainline" or "ik", --rules) names and numbers are those of that tree. The name of a
-    tensor type that is no preset gives every tensor that type, without a mixture. Raises TypeNotSupported for unknown
+    tensor type that is no preset gives every tensor that type, without type rules. Raises TypeNotSupported for unknown
     names, and for those of the other tree.
     """
     key = text.strip().upper()
-    found = _BY_PRESET_NAME.get(PRESET_ALIASES.get(key, key))
-    if found is None and key.isascii() and key.isdecimal():
+    preset = _BY_PRESET_NAME.get(PRESET_ALIASES.get(key, key))
+    if preset is None and key.isascii() and key.isdecimal():
         trees = (tree or "mainline", *RULES)
-        found = next((_BY_NUMBER[t][int(key)] for t in trees if int(key) in _BY_NUMBER[t]), None)
-    if found is None or (tree == "mainline" and found.trees == "ik" and found.name in BY_NAME):
-        found = _plain_type(key if found is None else found.name, text)
-    if tree is not None and found.trees not in (tree, "both"):
-        runtime, other = (_RUNTIMES[t] for t in (tree, found.trees))
-        raise TypeNotSupported(f"{found} is of {other}: {runtime} has no rules for it; omit --rules {tree}")
-    return found
+        preset = next((_BY_NUMBER[t][int(key)] for t in trees if int(key) in _BY_NUMBER[t]), None)
+    if preset is None or (tree == "mainline" and preset.trees == "ik" and preset.name in BY_NAME):
+        preset = _plain_type(key if preset is None else preset.name, text)
+    if tree is not None and preset.trees not in (tree, "both", "none"):
+        runtime, other_runtime = (_RUNTIMES[t] for t in (tree, preset.trees))
+        raise TypeNotSupported(
+            f"{preset} is of {other_runtime}: {runtime} has no rules for it; omit --rules {tree}", "QK-E301"
+        )
+    return preset
 
 
 def rules_of(preset: Preset) -> str:
@@ -195,7 +197,7 @@ def rules_of(preset: Preset) -> str:
 def _plain_type(key: str, text: str) -> Preset:
     t = BY_NAME.get(TYPE_ALIASES.get(key, key))
     if t is None:
-        raise TypeNotSupported(f"there is no preset and no tensor type {text!r}{_did_you_mean(key)}")
+        raise TypeNotSupported(f"there is no preset and no tensor type {text!r}{_did_you_mean(key)}", "QK-E301")
     check_target(t)
     ftype = _FTYPE_OF_TYPE.get(t.name, FTYPE_UNKNOWN)
     if t.name in _BY_PRESET_NAME:  # an alias of a type, Q1_0_G128, whose name is a preset
@@ -207,8 +209,8 @@ def _did_you_mean(key: str) -> str:
     import difflib
 
     names = [*_BY_PRESET_NAME, *PRESET_ALIASES, *(t.name for t in TYPES if is_target(t))]
-    near = list(dict.fromkeys(difflib.get_close_matches(key, names, 3)))
-    return f"; did you mean {' or '.join(near)}?" if near else "; `quantkit types` lists them all"
+    close = list(dict.fromkeys(difflib.get_close_matches(key, names, 3)))
+    return f"; did you mean {' or '.join(close)}?" if close else "; `quantkit types` lists them all"
 
 
 # --- what becomes of rows that do not divide -----------------------------------------------------------------
@@ -218,10 +220,13 @@ def _did_you_mean(key: str) -> str:
 FALLBACK: Mapping[str, str] = {
     **dict.fromkeys(("IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S", "IQ4_XS"), "IQ4_NL"),
     **dict.fromkeys(("Q2_0", "Q2_K", "Q3_K", "TQ1_0", "TQ2_0", "Q1_0"), "Q4_0"),
-    **{"Q4_K": "Q5_0", "Q5_K": "Q5_1", "Q6_K": "Q8_0", "NVFP4": "IQ4_NL"},
+    "Q4_K": "Q5_0",
+    "Q5_K": "Q5_1",
+    "Q6_K": "Q8_0",
+    "NVFP4": "IQ4_NL",
 }
 #: Types at which llama-quantize gives up instead of falling back.
-FALLBACK_OURS = frozenset({"Q1_0", "NVFP4"})
+FALLBACK_QUANTKIT = frozenset({"Q1_0", "NVFP4"})
 
 #: ik's (change_type_if_necessary), by the type without its _R4 or _R8; BitNet's and Q1_0's, where ik
 #: stops, are ours.
@@ -233,7 +238,7 @@ FALLBACK_IK: Mapping[str, str] = {
 }
 
 
-def without_weave(t: TensorType) -> TensorType:
+def without_interleaving(t: TensorType) -> TensorType:
     """Return the type of single rows that takes an interleaved type's place: Q4_K that of Q4_K_R4, Q8_0 of Q8_K_R8.
 
     As in ik (interleaved_properties); for IQ1_M_R4 that is IQ1_M, which has other values.
@@ -260,11 +265,13 @@ def repacked_ftype(ftype: int, interleaved: bool) -> int:
     ik gives all sizes of Q3_K, Q4_K and Q5_K one number; back, it becomes that of the medium one.
     """
     numbers = {
-        _BY_PRESET_NAME[plain].ftype: _BY_PRESET_NAME[woven].ftype
-        for plain, woven in _REPACKED.items()
-        if plain in _BY_PRESET_NAME and woven in _BY_PRESET_NAME
+        _BY_PRESET_NAME[plain].ftype: _BY_PRESET_NAME[interleaved].ftype
+        for plain, interleaved in _REPACKED.items()
+        if plain in _BY_PRESET_NAME and interleaved in _BY_PRESET_NAME
     }
-    return (numbers if interleaved else {woven: plain for plain, woven in numbers.items()}).get(ftype, ftype)
+    return (numbers if interleaved else {interleaved: plain for plain, interleaved in numbers.items()}).get(
+        ftype, ftype
+    )
 
 
 def next_type(t: TensorType, *, ik: bool = False) -> TensorType:
@@ -281,5 +288,5 @@ def next_type(t: TensorType, *, ik: bool = False) -> TensorType:
 
 def next_dividing(t: TensorType, n: int, *, ik: bool = False) -> TensorType:
     """Return the fallback of ``t`` for rows of ``n`` values: the next type, or F16 where that does not divide."""
-    found = next_type(t, ik=ik)
-    return found if n % found.block == 0 else BY_NAME["F16"]
+    fallback = next_type(t, ik=ik)
+    return fallback if n % fallback.block == 0 else BY_NAME["F16"]

@@ -1,6 +1,6 @@
-"""What a type costs in accuracy and time, measured on one fixed sample: the figures of ``quantkit types``.
+"""Error and speed of each type, measured on one fixed sample: the figures of ``quantkit types``.
 
-``scripts/measure_types.py`` writes the table; tests/test_quality.py measures the errors again.
+``scripts/measure_types.py`` writes the table; tests/kernels/test_quality.py measures the errors again.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ QUALITY: dict[str, Quality] = {
 
 
 def is_measured(t: TensorType) -> bool:
-    """Whether a type has figures: one that can be encoded. Interleaved ones are by ik_llama.cpp's search."""
+    """Return whether a type has figures, i.e. an encoder. Interleaved types are measured by ik_llama.cpp's search."""
     from quantkit.kernels.formats import has_encoder
 
     return has_encoder(t)

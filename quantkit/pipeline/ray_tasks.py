@@ -2,8 +2,8 @@
 
 A worker process opens source and output once, and refuses if they are not the ones that the driver sees. It reports a
 batch when the bytes are on the disk, because nobody else can flush what is in its memory. Jobs write the same bytes at
-the same place whenever they run, so a batch may run twice. Batches take about ``SECONDS``, by what jobs of their kind
-took before; towards the end they are smaller, so that all nodes end together.
+the same place whenever they run, so a batch may run twice. Batches take about ``BATCH_SECONDS``, by what jobs of their
+kind took before; towards the end they are smaller, so that all nodes end together.
 
 The driver is the first worker of its own node: its threads take jobs one by one, as they would without a cluster, for
 CPUs that it takes from Ray. So a cluster of one machine starts no process, and what it costs is the connection.
@@ -24,43 +24,43 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from quantkit.cluster import WIDTH, Cluster, Node, Refused
+from quantkit.cluster import WIDTH, Cluster, Node, NodeRefusal
 from quantkit.errors import ClusterError, FormatError, QuantkitError, ResourceError
-from quantkit.pipeline.feedback import Metrics
+from quantkit.pipeline.feedback import CpuMetricPool
 from quantkit.pipeline.jobs import Job, JobResult
 from quantkit.pipeline.journal import has_mark
 from quantkit.pipeline.ledger import Ledger, NodeShare
-from quantkit.pipeline.planned import PlannedTensor
+from quantkit.pipeline.row_slices import PlannedTensor
 from quantkit.pipeline.source import Source
 from quantkit.pipeline.target import Files, OpenFiles
-from quantkit.pipeline.threads import run_together
-from quantkit.pipeline.warm import first_calls, kernel_calls
-from quantkit.pipeline.work import Worker, metrics_for
+from quantkit.pipeline.threads import run_parallel
+from quantkit.pipeline.warmup import first_calls, kernel_calls
+from quantkit.pipeline.worker import Worker, metrics_for
 
 if TYPE_CHECKING:
-    from quantkit.pipeline.ray_cards import CardBatches
+    from quantkit.pipeline.ray_gpus import GpuBatches
 
-#: Seconds that a batch is to take, and the least towards the end.
-SECONDS, _LEAST = 3.0, 0.1
-#: Seconds a value takes where nothing is known: slow, so that the first batch of a kind is small.
-_SLOW = 2e-7
+#: Target seconds of a batch, and the least towards the end.
+BATCH_SECONDS, _MIN_BATCH_SECONDS = 3.0, 0.1
+#: Seconds per value before any measurement: slow, so that the first batch of a kind is small.
+_DEFAULT_PACE = 2e-7
 _FLUSH_SECONDS = 0.25
-#: How long a node may take to see a file that the driver has written.
-_SEEN_SECONDS = 10.0
+#: Seconds in which a node must see a file that the driver has written.
+_VISIBILITY_SECONDS = 10.0
 
-#: What a job costs depends on these: types of its source and its target, whose encoder; and on whether there are cards.
+#: What the time of a job depends on: source and target type, encoder; and whether the node has GPUs.
 _Kind = tuple[str, str, str]
 _Pace = tuple[_Kind, bool]
 
 
 @dataclass(frozen=True)
-class Shared:
-    """What every worker process needs of a run."""
+class RunSpec:
+    """The data of a run that every worker process needs."""
 
     source: Source
     fingerprint: str
     tensors: tuple[PlannedTensor, ...]
-    #: Those whose kernels are needed.
+    #: The tensors that need kernels.
     to_encode: tuple[PlannedTensor, ...]
     parts: tuple[Path, ...]
     journal: Path
@@ -70,61 +70,63 @@ class Shared:
     max_ram: int
     backend: str = "cpu"
     max_vram: int | None = None
-    #: How many workers share the memory.
+    #: Number of workers that share the memory.
     workers: int = 1
 
 
-class Done(NamedTuple):
-    """What a batch came to: the results of its jobs, the seconds that a thread took for each, what the user is told."""
+class BatchResult(NamedTuple):
+    """The result of a batch: those of its jobs, the seconds that a thread took for each, and notes for the user."""
 
-    found: list[JobResult]
+    results: list[JobResult]
     seconds: list[float]
     notes: tuple[str, ...] = ()
 
 
-class RayTasks:
+class RayExecutor:
     """The nodes of the cluster at ``address``, with at most ``threads`` CPUs each.
 
-    backend: "cpu"; "auto", by which nodes use the cards that they have, at most ``max_vram`` bytes of each; or "cuda",
-    which leaves out nodes that have none.
+    backend: "cpu"; "auto": nodes use their GPUs, at most ``max_vram`` bytes of each; "cuda": nodes without are skipped.
     """
 
     def __init__(
         self, address: str, threads: int | None = None, *, backend: str = "cpu", max_vram: int | None = None
     ) -> None:
-        self._cluster, self._threads, self._backend, self._max_vram = Cluster(address), threads, backend, max_vram
-        #: What each node did in the last run.
+        self._cluster = Cluster(address)
+        self._threads = threads
+        self._backend = backend
+        self._max_vram = max_vram
+        #: Shares of the nodes in the last run.
         self.nodes: tuple[NodeShare, ...] = ()
-        found = self._cluster.nodes().values()
-        if not found:
-            raise ResourceError(f"--ray {address}: no node of the cluster has CPUs to give")
-        self._most = max(self._cpus(node) for node in found)
-        self.count = max(self._workers(node) for node in found)
+        nodes = self._cluster.nodes().values()
+        if not nodes:
+            raise ResourceError(f"--ray {address}: no node of the cluster has CPUs to give", "QK-E450")
+        self._max_cpus = max(self._cpus(node) for node in nodes)
+        self.count = max(self._workers(node) for node in nodes)
 
     @property
-    def cards(self) -> bool:
-        """Whether nodes may use cards."""
+    def uses_gpus(self) -> bool:
+        """Whether nodes may use GPUs."""
         return self._backend != "cpu"
 
     def _cpus(self, node: Node) -> int:
         return min(node.cpus, self._threads or node.cpus)
 
     def _workers(self, node: Node) -> int:
-        """Return how many workers share the memory of a node."""
-        if not self.cards or not node.gpus:
+        """Return the number of workers that share the memory of a node."""
+        if not self.uses_gpus or not node.gpus:
             return self._cpus(node)
-        from quantkit.pipeline.ray_cards import workers_of
+        from quantkit.pipeline.ray_gpus import workers_of
 
         return workers_of(self._cpus(node), node.gpus)
 
     def run(self, ledger: Ledger, *, measure: bool) -> None:
         """Run all jobs of a ledger on the nodes; on return none is under way."""
         if not isinstance(ledger.target, Files):
-            raise ResourceError("--ray writes files that all nodes see: name one as the output")
+            raise ResourceError("--ray writes files that all nodes see: name one as the output", "QK-E412")
         mark = secrets.token_hex(16)
         ledger.journal.mark(mark)
         plan = ledger.plan
-        shared = Shared(
+        shared = RunSpec(
             plan.source,
             plan.source.fingerprint(),
             plan.tensors,
@@ -147,15 +149,15 @@ class RayTasks:
         finally:
             work.join()
             self._cluster.leave()
-            self.nodes = tuple(NodeShare(n.name, self.cpus_of(n), n.done) for n in work.nodes if n.done)
+            self.nodes = tuple(NodeShare(n.name, self.cpus_of(n), n.progress) for n in work.nodes if n.progress)
 
     def cpus_of(self, node: Node) -> int:
-        """Return how many CPUs of a node are used; one that came late has no more memory than the others."""
-        return min(self._cpus(node), self._most)
+        """Return the number of CPUs used of a node; one that joined late has no more memory than the others."""
+        return min(self._cpus(node), self._max_cpus)
 
-    def taken(self, node: Node, wanted: Callable[[], bool]) -> AbstractContextManager[bool]:
-        """Let this process have what it uses of its node; see ``Cluster.taken``."""
-        return self._cluster.taken(node, node.own, wanted)
+    def reserve_cpus(self, node: Node, is_needed: Callable[[], bool]) -> AbstractContextManager[bool]:
+        """Reserve the CPUs that this process uses of its node; see ``Cluster.reserve_cpus``."""
+        return self._cluster.reserve_cpus(node, node.own_cpus, is_needed)
 
 
 class _Jobs:
@@ -164,147 +166,153 @@ class _Jobs:
     Threads of this process, on its own node, take single jobs.
     """
 
-    def __init__(self, ledger: Ledger, shared: Shared, executor: RayTasks) -> None:
+    def __init__(self, ledger: Ledger, shared: RunSpec, executor: RayExecutor) -> None:
         self.begin, self.shared = begin, shared
         self.ledger, self.executor = ledger, executor
         self.nodes: list[Node] = []
         self._jobs = ledger.jobs()
         self._next = next(self._jobs, None)
-        #: Jobs that no node is left for, and how many batches are out.
-        self._kept = deque[Job]()
-        self._out = 0
+        #: Jobs returned by nodes, and the number of batches in flight.
+        self._returned = deque[Job]()
+        self._n_out = 0
         self._changed = threading.Condition()
-        self._here: threading.Thread | None = None
+        self._local_thread: threading.Thread | None = None
         #: Seconds per value, of each kind.
         self._pace: dict[_Pace, float] = {}
-        self._told = set[str]()
-        #: Values that are not given out yet.
+        self._notes = set[str]()
+        #: Values not yet in a batch.
         self._left: Counter[_Kind] = Counter()
         for tensor in ledger.plan.tensors:
-            if tensor.name not in ledger.journal.done:
+            if tensor.name not in ledger.journal.crcs:
                 self._left[_kind(tensor)] += tensor.n_values
 
     @property
-    def stopped(self) -> bool:
+    def is_stopping(self) -> bool:
         return self.ledger.stop.is_set()
 
     def fit(self, node: Node) -> None:
-        node.here = node.here and self.shared.backend != "cuda"  # which a worker may refuse
-        node.divide(self.executor.cpus_of(node), WIDTH, cards=self.executor.cards)
+        node.is_local = node.is_local and self.shared.backend != "cuda"  # which a worker may refuse
+        node.divide(self.executor.cpus_of(node), WIDTH, gpus=self.executor.uses_gpus)
         self.nodes.append(node)
-        if node.own:
-            if self.executor.cards:
-                self._tell(f"node {node.name}: --backend {self.shared.backend}: the CPU, as Ray has no GPU there")
-            self._here = threading.Thread(target=self._work_here, args=(node,), name="here")
-            self._here.start()
+        if node.own_cpus:
+            if self.executor.uses_gpus:
+                self._say_once(f"node {node.name}: --backend {self.shared.backend}: the CPU, as Ray has no GPU there")
+            self._local_thread = threading.Thread(target=self._work_locally, args=(node,), name="here")
+            self._local_thread.start()
 
     def batch(self, node: Node) -> list[Job] | None:
         """Return the next jobs, for some seconds of a worker's threads."""
         with self._changed:
-            cards = bool(node.gpus)
-            left = sum(n * self._pace.get((kind, cards), _SLOW) for kind, n in self._left.items())
-            there = [each for each in self.nodes if each.cpus]
-            cpus = sum(each.width * each.workers + each.own for each in there)
-            alone = not any(each.own for each in there) and sum(each.workers for each in there) == 1
-            # Alone, it keeps nobody waiting.
-            seconds = node.width * (SECONDS if alone else min(SECONDS, max(_LEAST, left / (2 * max(1, cpus)))))
+            has_gpus = bool(node.gpus)
+            seconds_left = sum(n * self._pace.get((kind, has_gpus), _DEFAULT_PACE) for kind, n in self._left.items())
+            live_nodes = [n for n in self.nodes if n.cpus]
+            cpus = sum(n.width * n.workers + n.own_cpus for n in live_nodes)
+            is_only_worker = not any(n.own_cpus for n in live_nodes) and sum(n.workers for n in live_nodes) == 1
+            # A single worker keeps nobody waiting.
+            seconds = node.width * (
+                BATCH_SECONDS
+                if is_only_worker
+                else min(BATCH_SECONDS, max(_MIN_BATCH_SECONDS, seconds_left / (2 * max(1, cpus))))
+            )
             jobs = list[Job]()
             while (seconds > 0 or len(jobs) < node.width) and (job := self._pop()) is not None:
                 kind = _kind(self.ledger.plan.tensors[job.tensor])
-                seconds -= _values(job, self.ledger.plan.tensors[job.tensor]) * self._pace.get((kind, cards), _SLOW)
+                seconds -= _values(job, self.ledger.plan.tensors[job.tensor]) * self._pace.get(
+                    (kind, has_gpus), _DEFAULT_PACE
+                )
                 jobs.append(job)
-            self._out += bool(jobs)
+            self._n_out += bool(jobs)
             return jobs or None
 
     def _pop(self) -> Job | None:
         """Return the next job, if there is one."""
-        job = self._kept.popleft() if self._kept else self._next
+        job = self._returned.popleft() if self._returned else self._next
         if job is self._next and job is not None:
             self._next = next(self._jobs, None)
             tensor = self.ledger.plan.tensors[job.tensor]
             self._left[_kind(tensor)] -= _values(job, tensor)
         return job
 
-    def done(self, node: Node, batch: list[Job], result: Done) -> None:
+    def finish(self, node: Node, batch: list[Job], result: BatchResult) -> None:
         for note in result.notes:
-            self._tell(f"node {node.name}: {note}")
-        for job, found, seconds in zip(batch, result.found, result.seconds, strict=True):
-            self._did(node, job, found, seconds)
-        self._back(())
+            self._say_once(f"node {node.name}: {note}")
+        for job, job_result, seconds in zip(batch, result.results, result.seconds, strict=True):
+            self._record(node, job, job_result, seconds)
+        self._finish_batch(())
 
-    def _did(self, node: Node, job: Job, found: JobResult, seconds: float) -> None:
+    def _record(self, node: Node, job: Job, result: JobResult, seconds: float) -> None:
         tensor = self.ledger.plan.tensors[job.tensor]
         pace, kind = seconds / max(1, _values(job, tensor)), (_kind(tensor), bool(node.gpus))
         with self._changed:
             self._pace[kind] = pace + 0.9 * (self._pace.get(kind, pace) - pace)
-            node.done += job.target_bytes
-        self.ledger.done(job, found)
+            node.progress += job.target_bytes
+        self.ledger.finish(job, result)
 
-    def _back(self, jobs: Iterable[Job]) -> None:
-        """Take notice that a batch is out no more; ``jobs`` of it are left."""
+    def _finish_batch(self, jobs: Iterable[Job]) -> None:
+        """Count one batch less in flight; ``jobs`` of it were not done."""
         with self._changed:
-            self._kept.extend(jobs)
-            self._out -= 1
+            self._returned.extend(jobs)
+            self._n_out -= 1
             self._changed.notify_all()
 
-    def _tell(self, text: str) -> None:
-        """Tell the user, once."""
-        if text not in self._told:
-            self._told.add(text)
+    def _say_once(self, text: str) -> None:
+        """Show a note to the user, once."""
+        if text not in self._notes:
+            self._notes.add(text)
             self.say(text)
 
     def say(self, text: str) -> None:
         if self.ledger.observer is not None:
-            self.ledger.observer.said(text)
+            self.ledger.observer.on_note(text)
 
     # ---------------------------------------------------------------- in this process
 
     @property
     def busy(self) -> bool:
-        return self._here is not None and self._here.is_alive()
+        return self._local_thread is not None and self._local_thread.is_alive()
 
-    def keep(self, batch: list[Job]) -> None:
-        self._back(batch)
+    def take_back(self, batch: list[Job]) -> None:
+        self._finish_batch(batch)
 
-    def rest(self, seconds: float) -> None:
-        if self._here is not None:
-            self._here.join(seconds)
+    def wait(self, seconds: float) -> None:
+        if self._local_thread is not None:
+            self._local_thread.join(seconds)
 
     def join(self) -> None:
         """Return when no thread of this process works any more."""
-        if self._here is not None:
-            self._here.join()
+        if self._local_thread is not None:
+            self._local_thread.join()
 
     def _is_left(self) -> bool:
-        return not self.stopped and bool(self._kept or self._next is not None or self._out)
+        return not self.is_stopping and bool(self._returned or self._next is not None or self._n_out)
 
-    def _work_here(self, node: Node) -> None:
-        """Work on threads, once there are CPUs for them; what fails is in the ledger."""
+    def _work_locally(self, node: Node) -> None:
+        """Run threads once there are CPUs for them; failures go to the ledger."""
         try:
-            with self.executor.taken(node, self._is_left) as there_are:
-                if not there_are:
+            with self.executor.reserve_cpus(node, self._is_left) as reserved:
+                if not reserved:
                     return
                 load_kernels(self.shared)
-                metrics = metrics_for(self.shared.tensors, self.shared.max_ram, node.own)
-                run_together(self.ledger, [partial(self._run_here, node, metrics)] * node.own)
+                metrics = metrics_for(self.shared.tensors, self.shared.max_ram, node.own_cpus)
+                run_parallel(self.ledger, [partial(self._run_locally, node, metrics)] * node.own_cpus)
         except BaseException as e:  # raised by the main thread
             self.ledger.fail(e)
 
-    def _run_here(self, node: Node, metrics: Metrics) -> None:
+    def _run_locally(self, node: Node, metrics: CpuMetricPool) -> None:
         """Run jobs until there will be no more."""
         shared = self.shared
-        worker = Worker(shared.source, self.ledger.target, metrics, measure=shared.measure, ahead=2 * node.own)
+        worker = Worker(shared.source, self.ledger.target, metrics, measure=shared.measure, readahead=2 * node.own_cpus)
         try:
-            while (job := self._taken()) is not None:
+            while (job := self._next_job()) is not None:
                 began = time.perf_counter()
-                found = worker.run(job, shared.tensors[job.tensor])
-                self._did(node, job, found, time.perf_counter() - began)
+                result = worker.run(job, shared.tensors[job.tensor])
+                self._record(node, job, result, time.perf_counter() - began)
         except QuantkitError as e:
-            raise type(e)(f"{e.message} (on node {node.name})") from e
+            raise e.extended(f" (on node {node.name})") from e
         except OSError as e:
             raise ClusterError(f"node {node.name}: {e.filename or 'the disk'}: {e.strerror or e}") from e
 
-    def _taken(self) -> Job | None:
+    def _next_job(self) -> Job | None:
         """Return a job for a thread; waits while nodes may leave some, None if there will be none."""
         with self._changed:
             while self._is_left():
@@ -329,68 +337,68 @@ def _values(job: Job, tensor: PlannedTensor) -> int:
 def load() -> None:
     """Load what any job needs, in a worker process that has nothing else to do."""
     from quantkit.kernels.cpu.core.jit import kernel_folder
-    from quantkit.kernels.first_run import compile_together
+    from quantkit.kernels.first_run import compile_in_order
 
-    with _alone(kernel_folder() / "compiling.lock"):
-        compile_together(first_calls())
+    with _exclusive(kernel_folder() / "compiling.lock"):
+        compile_in_order(first_calls())
 
 
-def begin(shared: Shared, threads: int) -> Callable[[list[Job]], Done]:
+def begin(shared: RunSpec, threads: int) -> Callable[[list[Job]], BatchResult]:
     """Open source and output in a worker process, load its kernels, and return what runs a batch."""
     _check_source(shared)
     if shared.backend == "cpu":
-        return _Batches(shared, _opened(shared), threads).run
+        return _ThreadBatches(shared, _open_output(shared), threads).run
     from quantkit.pipeline.plan import Plan
-    from quantkit.pipeline.ray_cards import CardBatches, choose_cards
+    from quantkit.pipeline.ray_gpus import GpuBatches, choose_gpus
 
     plan = Plan(shared.source, "", (), shared.tensors, (), shared.fingerprint)
-    names, note = choose_cards(plan, shared.backend, threads, shared.workers)
-    target = _opened(shared)
+    names, note = choose_gpus(plan, shared.backend, threads, shared.workers)
+    target = _open_output(shared)
     if not names:
-        return _Batches(shared, target, threads, note).run
-    cards = CardBatches(plan, target, names, threads, shared.max_ram, shared.max_vram)
-    return _OnCards(shared, target, threads, cards, note).run
+        return _ThreadBatches(shared, target, threads, note).run
+    gpus = GpuBatches(plan, target, names, threads, shared.max_ram, shared.max_vram)
+    return _GpuBatches(shared, target, threads, gpus, note).run
 
 
-def load_kernels(shared: Shared) -> None:
+def load_kernels(shared: RunSpec) -> None:
     """Load the kernels that a run needs."""
     from quantkit.kernels.cpu.core.jit import kernel_folder
-    from quantkit.kernels.first_run import compile_together
+    from quantkit.kernels.first_run import compile_in_order
 
-    with _alone(kernel_folder() / "compiling.lock"):
-        compile_together(kernel_calls(shared.to_encode, shared.measure))
+    with _exclusive(kernel_folder() / "compiling.lock"):
+        compile_in_order(kernel_calls(shared.to_encode, shared.measure))
 
 
-def _check_source(shared: Shared) -> None:
+def _check_source(shared: RunSpec) -> None:
     where = shared.source.paths[0]
     try:
-        found = shared.source.fingerprint()
+        fingerprint = shared.source.fingerprint()
     except (OSError, FormatError) as e:
-        raise Refused(f"{where} cannot be read there: {getattr(e, 'strerror', None) or e}") from None
-    if found != shared.fingerprint:
-        raise Refused(f"{where} is not the same file there: an older one, or another")
+        raise NodeRefusal(f"{where} cannot be read there: {getattr(e, 'strerror', None) or e}") from None
+    if fingerprint != shared.fingerprint:
+        raise NodeRefusal(f"{where} is not the same file there: an older one, or another")
 
 
-def _opened(shared: Shared) -> OpenFiles:
+def _open_output(shared: RunSpec) -> OpenFiles:
     """Open the output; raises Refused unless it is the file that the driver reserved."""
-    ends = time.monotonic() + _SEEN_SECONDS
+    ends = time.monotonic() + _VISIBILITY_SECONDS
     while True:
         try:
             target = OpenFiles(shared.parts)
             # Now that they are open: a later run truncates the journal before it removes what grew.
             if has_mark(shared.journal, shared.mark):
                 return target
-            why = "is not the one that the driver writes"
+            reason = "is not the one that the driver writes"
             target.close()
         except OSError as e:
-            why = f"cannot be written there: {e.strerror or e}"
+            reason = f"cannot be written there: {e.strerror or e}"
         if time.monotonic() > ends:
-            raise Refused(f"{shared.parts[0]} {why}")
+            raise NodeRefusal(f"{shared.parts[0]} {reason}")
         time.sleep(0.5)  # a network file system takes some seconds to show what is new
 
 
 @contextmanager
-def _alone(path: Path) -> Iterator[None]:
+def _exclusive(path: Path) -> Iterator[None]:
     """Let one process of a machine at a time compile; the others find the kernels in the cache."""
     fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
     try:
@@ -401,18 +409,21 @@ def _alone(path: Path) -> Iterator[None]:
         os.close(fd)
 
 
-class _Batches:
+class _ThreadBatches:
     """Runs batches on threads, each with a worker of its own."""
 
-    def __init__(self, shared: Shared, target: OpenFiles, threads: int, *notes: str) -> None:
+    def __init__(self, shared: RunSpec, target: OpenFiles, threads: int, *notes: str) -> None:
         load_kernels(shared)
         metrics = metrics_for(shared.tensors, shared.max_ram, threads)
-        self._shared, self._target, self._notes = shared, target, notes
+        self._shared = shared
+        self._target = target
+        self._notes = notes
         self._workers = [
-            Worker(shared.source, target, metrics, measure=shared.measure, ahead=2 * threads) for _ in range(threads)
+            Worker(shared.source, target, metrics, measure=shared.measure, readahead=2 * threads)
+            for _ in range(threads)
         ]
 
-    def run(self, batch: list[Job]) -> Done:
+    def run(self, batch: list[Job]) -> BatchResult:
         """Run jobs, flush what they wrote, and return their results."""
         results: dict[int, tuple[JobResult, float]] = {}
         failures: list[BaseException] = []
@@ -423,8 +434,8 @@ class _Batches:
                 # next() of an iterator over a range is atomic.
                 while not failures and (number := next(numbers, None)) is not None:
                     job, began = batch[number], time.perf_counter()
-                    found = worker.run(job, self._shared.tensors[job.tensor])
-                    results[number] = found, time.perf_counter() - began
+                    result = worker.run(job, self._shared.tensors[job.tensor])
+                    results[number] = result, time.perf_counter() - began
             except BaseException as e:
                 failures.append(e)
 
@@ -437,34 +448,38 @@ class _Batches:
                 thread.join()
             if failures:
                 raise failures[0]
-        found, seconds = zip(*(results[number] for number in range(len(batch))), strict=True)
-        return Done(list(found), list(seconds), self._notes)
+        job_results, seconds = zip(*(results[number] for number in range(len(batch))), strict=True)
+        return BatchResult(list(job_results), list(seconds), self._notes)
 
 
-class _OnCards:
-    """Runs batches on cards, beside threads; a batch takes long enough that starting and ending it is little."""
+class _GpuBatches:
+    """Runs batches on GPUs and threads; a batch takes long enough that its start and end hardly count."""
 
-    def __init__(self, shared: Shared, target: OpenFiles, threads: int, cards: CardBatches, note: str) -> None:
-        self._shared, self._target, self._threads, self._cards, self._note = shared, target, threads, cards, note
+    def __init__(self, shared: RunSpec, target: OpenFiles, threads: int, gpus: GpuBatches, note: str) -> None:
+        self._shared = shared
+        self._target = target
+        self._threads = threads
+        self._gpus = gpus
+        self._note = note
 
-    def run(self, batch: list[Job]) -> Done:
+    def run(self, batch: list[Job]) -> BatchResult:
         """Run jobs, flush what they wrote, and return their results."""
         began = time.perf_counter()
         with _flushing(self._shared, self._target, batch):
-            found = self._cards.run(batch, measure=self._shared.measure)
+            results = self._gpus.run(batch, measure=self._shared.measure)
             seconds = (time.perf_counter() - began) * self._threads / len(batch)
-        return Done(found, [seconds] * len(batch), (self._note, *self._cards.said))
+        return BatchResult(results, [seconds] * len(batch), (self._note, *self._gpus.notes))
 
 
 @contextmanager
-def _flushing(shared: Shared, target: OpenFiles, batch: list[Job]) -> Iterator[None]:
+def _flushing(shared: RunSpec, target: OpenFiles, batch: list[Job]) -> Iterator[None]:
     """Flush files all the time, so that little is left in the end; then the rest."""
-    shards, ended = {shared.tensors[job.tensor].shard for job in batch}, threading.Event()
+    shards, stop = {shared.tensors[job.tensor].shard for job in batch}, threading.Event()
     failures: list[OSError] = []  # the kernel tells of one only once
 
     def flush() -> None:
         try:
-            while not ended.wait(_FLUSH_SECONDS):
+            while not stop.wait(_FLUSH_SECONDS):
                 target.sync(shards)
         except OSError as e:
             failures.append(e)
@@ -474,7 +489,7 @@ def _flushing(shared: Shared, target: OpenFiles, batch: list[Job]) -> Iterator[N
     try:
         yield
     finally:
-        ended.set()
+        stop.set()
         thread.join()
     if failures:
         raise failures[0]

@@ -30,16 +30,17 @@ from pathlib import Path
 from quantkit.errors import FormatError, RecipeError, TypeNotSupported
 from quantkit.formats.experts import GATE, MERGED
 from quantkit.formats.outputs import read_whole
+from quantkit.names import shorten
 from quantkit.patterns import Pattern
 from quantkit.pipeline.facts import half_names
 from quantkit.pipeline.presets import check_target
-from quantkit.types import TensorType, type_by_name
+from quantkit.types import TensorType, has_type, type_by_name
 
 #: An equal sign that a regex may contain: that of (?=...) or (?<=...).
 _LOOKAROUND = re.compile(r"\(\?<?=")
 _COMMENT = re.compile(r"(^|\s)#.*$")
-#: The largest file of rules; a model has some thousand tensors.
-_MOST = 16 << 20
+#: The largest file of rules, and the most rules; a model has some thousand tensors.
+_MAX_BYTES, MAX_RULES = 4 << 20, 10_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,44 +80,42 @@ class Lint:
 def parse_rule(text: str, origin: str) -> Rule:
     """Return the rule ``regex = type``, without the spaces around both parts. Raises RecipeError."""
     pattern, equals, type_name = text.rpartition("=")
-    pattern = pattern.strip()
+    pattern, rule = pattern.strip(), shorten(repr(text.strip()), 200)
     if not equals:
-        raise RecipeError(f"{origin}: {text.strip()!r} is not a rule; write regex = type")
+        raise RecipeError(f"{origin}: {rule} is not a rule; write regex = type", "QK-E204")
     if not pattern:
-        raise RecipeError(f"{origin}: {text.strip()!r} has no regex before the =; use .* for all tensors")
+        raise RecipeError(f"{origin}: {rule} has no regex before the =; use .* for all tensors", "QK-E204")
     if "=" in _LOOKAROUND.sub("", pattern):
-        wrong = pattern.rpartition("=")[2].split(",")[0].strip()
-        raise RecipeError(f"{origin}: {wrong!r} in {text.strip()!r} is not a tensor type (no tensor name contains a =)")
+        wrong = shorten(repr(pattern.rpartition("=")[2].split(",")[0].strip()), 100)
+        raise RecipeError(f"{origin}: {wrong} in {rule} is not a tensor type (no tensor name contains a =)", "QK-E204")
     return Rule(pattern, _rule_type(type_name, origin), origin)
 
 
 def _rule_type(name: str, origin: str) -> TensorType:
     if not name.strip():
-        raise RecipeError(f"{origin}: there is no type after the =")
+        raise RecipeError(f"{origin}: there is no type after the =", "QK-E204")
     try:
         return check_target(type_by_name(name))
     except TypeNotSupported as e:
-        raise RecipeError(f"{origin}: {e.message}") from None
+        raise RecipeError(f"{origin}: {e.message}", e.code) from None
 
 
 def _ends_with_type(item: str) -> bool:
-    try:
-        type_by_name(item.rpartition("=")[2])
-    except TypeNotSupported:
-        return False
-    return "=" in item
+    _, equals, name = item.rpartition("=")
+    return bool(equals) and has_type(name)
 
 
 def split_items(text: str) -> list[str]:
     """Split ``re=type,re=type`` at the commas that follow a type; the last item may be broken."""
     items: list[str] = []
-    held = ""
+    pieces: list[str] = []
     for piece in text.split(","):
-        held = f"{held},{piece}" if held else piece
-        if _ends_with_type(held):
-            items.append(held)
-            held = ""
-    return [*items, held] if held.strip() else items
+        pieces.append(piece)
+        if _ends_with_type(piece):
+            items.append(",".join(pieces))
+            pieces = []
+    last = ",".join(pieces)
+    return [*items, last] if last.strip() else items
 
 
 def parse_tensor_type(text: str, number: int = 1) -> list[Rule]:
@@ -126,24 +125,33 @@ def parse_tensor_type(text: str, number: int = 1) -> list[Rule]:
 
 def parse_custom_q(text: str, number: int = 1) -> list[Rule]:
     """Return the rules of the ``number``-th --custom-q."""
-    return [parse_rule(item, f"--custom-q #{number}, rule {i}") for i, item in enumerate(split_items(text), 1)]
+    return _parse_rules((item, f"--custom-q #{number}, rule {i}") for i, item in enumerate(split_items(text), 1))
 
 
 def parse_recipe(text: str, name: str) -> list[Rule]:
     """Return the rules in the ``text`` of a recipe; ``name`` is the file's, for messages."""
-    return [rule for no, line in _lines(text) for rule in _line_rules(line, f"{name}:{no}")]
+    return _parse_rules((item, f"{name}:{no}") for no, line in _lines(text) for item in split_items(line))
 
 
 def parse_tensor_type_file(text: str, name: str) -> list[Rule]:
     """Return the rules of a --tensor-type-file: ``RE=T`` words, or lines of a recipe."""
+    return _parse_rules(
+        (item, f"--tensor-type-file {name}:{no}") for no, line in _lines(text) for item in _words_or_items(line)
+    )
+
+
+def _words_or_items(line: str) -> list[str]:
+    words = line.split()
+    return words if all(map(_ends_with_type, words)) else split_items(line)
+
+
+def _parse_rules(items: Iterable[tuple[str, str]]) -> list[Rule]:
+    """Return the rules of texts and where they stand."""
     rules: list[Rule] = []
-    for no, line in _lines(text):
-        origin = f"--tensor-type-file {name}:{no}"
-        words = line.split()
-        if all(_ends_with_type(word) for word in words):
-            rules += [parse_rule(word, origin) for word in words]
-        else:
-            rules += _line_rules(line, origin)
+    for text, origin in items:
+        if len(rules) == MAX_RULES:
+            raise RecipeError(f"{origin}: more than {MAX_RULES} rules; write one for several tensors", "QK-E204")
+        rules.append(parse_rule(text, origin))
     return rules
 
 
@@ -159,22 +167,18 @@ def read_tensor_type_file(path: Path) -> list[Rule]:
 
 def _lines(text: str) -> Iterable[tuple[int, str]]:
     for no, line in enumerate(text.removeprefix("\ufeff").splitlines(), 1):
-        bare = _COMMENT.sub("", line).strip()
-        if bare:
-            yield no, bare
-
-
-def _line_rules(line: str, origin: str) -> list[Rule]:
-    return [parse_rule(item, origin) for item in split_items(line)]
+        content = _COMMENT.sub("", line).strip()
+        if content:
+            yield no, content
 
 
 def _read(path: Path) -> str:
     try:
-        return read_whole(path, _MOST).decode()
+        return read_whole(path, _MAX_BYTES).decode()
     except FormatError as e:
-        raise RecipeError(e.message) from None
+        raise RecipeError(e.message, e.code) from None
     except UnicodeDecodeError as e:
-        raise RecipeError(f"{path} is not a text file (byte {e.start} is not UTF-8)") from None
+        raise RecipeError(f"{path} is not a text file (byte {e.start} is not UTF-8)", "QK-E121") from None
 
 
 # --- applying and checking -----------------------------------------------------------------------------------
@@ -182,7 +186,7 @@ def _read(path: Path) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What a list of rules says about one tensor.
+    """The rules that apply to one tensor.
 
     ``rule`` decides and ``direct`` is the first to match the name, or None. For merged experts, ``gate`` and ``up`` are
     the rules for the separate halves, unless ``direct`` is for merged experts only.
@@ -194,7 +198,7 @@ class Verdict:
     up: Rule | None = None
 
     @property
-    def through(self) -> bool:
+    def via_halves(self) -> bool:
         """True if the rules for both halves decide about the whole."""
         return self.rule is not self.direct
 
@@ -207,13 +211,13 @@ class Verdict:
     @property
     def reason(self) -> str:
         """Why the tensor has its type."""
-        if not self.through:
+        if not self.via_halves:
             return f"rule {self.rule}"
         return f"rule {' and '.join(map(str, self.halves))}, which covers both halves"
 
 
-def and_more(names: Sequence[str]) -> str:
-    """Return the first name and how many more there are."""
+def abbreviate(names: Sequence[str]) -> str:
+    """Return the first name and the number of others."""
     return names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"
 
 
@@ -223,7 +227,7 @@ def first_match(rules: Sequence[Rule], name: str) -> Rule | None:
 
 
 def decide(rules: Sequence[Rule], name: str) -> Verdict:
-    """Return what ``rules`` say about the tensor ``name``: the first that matches decides.
+    """Return the verdict of ``rules`` about the tensor ``name``: the first that matches decides.
 
     For merged experts, the rules that would match separate gate and up tensors decide instead if both give the same
     type, unless a rule matches the merged name and neither of the separate ones.
@@ -233,12 +237,12 @@ def decide(rules: Sequence[Rule], name: str) -> Verdict:
         return Verdict(direct, direct)
     gate, up = (first_match(rules, half) for half in halves)
     agree = gate is not None and up is not None and gate.type is up.type
-    same = direct is not None and gate is not None and direct.type is gate.type
-    return Verdict(gate if agree and not same else direct, direct, gate, up)
+    direct_agrees = direct is not None and gate is not None and direct.type is gate.type
+    return Verdict(gate if agree and not direct_agrees else direct, direct, gate, up)
 
 
 def lint_rules(rules: Sequence[Rule], names: Sequence[str]) -> list[Lint]:
-    """Return what looks wrong with ``rules`` for a model with tensors ``names``, in the order of the rules.
+    """Return warnings about ``rules`` for a model with tensors ``names``, in the order of the rules.
 
     QK-W001 matches nothing; QK-W002 other rules decide every tensor it matches; QK-W003 meant for output.weight, but
     also matches attn_output.weight; QK-W004 matches only one half of merged experts; QK-W005 llama-quantize reads the
@@ -258,10 +262,13 @@ def lint_rules(rules: Sequence[Rule], names: Sequence[str]) -> list[Lint]:
 
 
 def _owners(verdicts: Mapping[str, Verdict]) -> dict[str, tuple[Rule, ...]]:
-    """Return which rules decide, by name; halves of merged experts that rules match have their own names here."""
+    """Return the deciding rules by name; halves of merged experts that rules match have entries of their own."""
     owners: dict[str, tuple[Rule, ...]] = {}
     for name, verdict in verdicts.items():
-        owners[name] = verdict.halves if verdict.through else () if verdict.rule is None else (verdict.rule,)
+        if verdict.via_halves:
+            owners[name] = verdict.halves
+        else:
+            owners[name] = () if verdict.rule is None else (verdict.rule,)
         for half, rule in zip(half_names(name) or (), (verdict.gate, verdict.up), strict=False):
             if rule is not None:
                 owners[half] = (rule,)
@@ -273,57 +280,59 @@ def _lint_hits(rule: Rule, hits: list[str], owners: Mapping[str, tuple[Rule, ...
         separate = any(rule.matches(name.replace(GATE, MERGED)) for name in owners if GATE in name)
         hint = "; this model has separate up and gate experts: write ffn_(gate|up)_exps" if separate else ""
         return [Lint("QK-W001", f"{rule} matches no tensor{hint}")]
-    others = [owner for name in hits for owner in owners[name]]
-    if all(owner is not rule for owner in others):
-        by = "; ".join(dict.fromkeys(map(str, others)))
-        return [Lint("QK-W002", f"{rule} has no effect: other rules decide all tensors it matches: {by}")]
-    attn = [name for name in hits if _only_by_its_end(rule, name)]
+    deciding = [owner for name in hits for owner in owners[name]]
+    if all(owner is not rule for owner in deciding):
+        rule_names = "; ".join(dict.fromkeys(map(str, deciding)))
+        return [Lint("QK-W002", f"{rule} has no effect: other rules decide all tensors it matches: {rule_names}")]
+    attn = [name for name in hits if _matches_suffix_only(rule, name)]
     if "output.weight" in hits and attn:
         return [Lint("QK-W003", f"{rule} matches output.weight, but also {len(attn)} attn_output.weight; "
                                 f"write ^output\\.weight$ to match only the former")]  # fmt: skip
     return []
 
 
-def _only_by_its_end(rule: Rule, name: str) -> bool:
+def _matches_suffix_only(rule: Rule, name: str) -> bool:
     """True if ``name`` is an attn_output.weight in which the rule matches no more than output.weight."""
-    found = rule.regex.search(name)
-    return found is not None and name.endswith("attn_output.weight") and found.start() >= name.index("output.weight")
+    match = rule.regex.search(name)
+    return match is not None and name.endswith("attn_output.weight") and match.start() >= name.index("output.weight")
 
 
 def _lint_merged(verdicts: Mapping[str, Verdict]) -> dict[int, list[Lint]]:
     """Return, by the id of the first rule, the lints about merged experts whose halves rules match."""
     groups: dict[tuple[int, int, int], list[str]] = {}
     for name, v in verdicts.items():
-        if v.through or len({half and half.type for half in (v.gate, v.up)}) > 1:
+        if v.via_halves or len({half and half.type for half in (v.gate, v.up)}) > 1:
             groups.setdefault((id(v.rule), id(v.gate), id(v.up)), []).append(name)
     lints: dict[int, list[Lint]] = {}
     for names in groups.values():
         verdict = verdicts[names[0]]
-        lints.setdefault(id(verdict.halves[0]), []).append(_merged_lint(verdict, f"merged {and_more(names)}"))
+        lints.setdefault(id(verdict.halves[0]), []).append(_merged_lint(verdict, f"merged {abbreviate(names)}"))
     return lints
 
 
-def _merged_lint(verdict: Verdict, what: str) -> Lint:
+def _merged_lint(verdict: Verdict, subject: str) -> Lint:
     """Return the lint about one kind of merged experts."""
     both = " and ".join(map(str, verdict.halves))
-    if verdict.through:
+    if verdict.via_halves:
         verb = "apply" if len(verdict.halves) > 1 else "applies"
-        return Lint("QK-W014", f"{both} {verb} to {what}, since both halves match; in llama-quantize they would not")
+        return Lint("QK-W014", f"{both} {verb} to {subject}, since both halves match; in llama-quantize they would not")
     one = len(verdict.halves) == 1
-    instead = "it has no effect" if one else "neither has an effect"
+    effect = "it has no effect" if one else "neither has an effect"
     if verdict.rule is not None:
-        instead = f"{verdict.rule} applies to both halves"
-    remedy = f"{instead}; write a rule for ffn_gate_up_exps"
+        effect = f"{verdict.rule} applies to both halves"
+    remedy = f"{effect}; write a rule for ffn_gate_up_exps"
     if not one:
-        return Lint("QK-W013", f"{both} give gate and up different types, but {what} can have only one: {remedy}")
-    half, other = ("gate", "up") if verdict.up is None else ("up", "gate")
-    return Lint("QK-W004", f"{both} matches the {half} half of {what}, but no rule matches the {other} half: {remedy}")
+        return Lint("QK-W013", f"{both} give gate and up different types, but {subject} can have only one: {remedy}")
+    half, missing_half = ("gate", "up") if verdict.up is None else ("up", "gate")
+    return Lint(
+        "QK-W004", f"{both} matches the {half} half of {subject}, but no rule matches the {missing_half} half: {remedy}"
+    )
 
 
 def _lint_case(rule: Rule) -> list[Lint]:
     if not rule.origin.startswith("--tensor-type"):
         return []
-    found = re.findall(r"(?<!\\)(?:\\\\)*(\\[SDWB])", rule.pattern)
-    if not found:
+    classes = re.findall(r"(?<!\\)(?:\\\\)*(\\[SDWB])", rule.pattern)
+    if not classes:
         return []
-    return [Lint("QK-W005", f"{rule}: llama-quantize lower-cases {found[0]} to {found[0].lower()}; here it stays")]
+    return [Lint("QK-W005", f"{rule}: llama-quantize lower-cases {classes[0]} to {classes[0].lower()}; here it stays")]

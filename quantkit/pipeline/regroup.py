@@ -15,10 +15,10 @@ from dataclasses import dataclass, replace
 from quantkit.errors import RecipeError
 from quantkit.formats.experts import GATE, MERGED, UP, find_layers
 from quantkit.formats.gguf import Field, TensorInfo, ValueType
-from quantkit.pipeline.experts import Joined, Layer, runtimes
+from quantkit.pipeline.experts import ExpertTensor, Layer, runtimes
 from quantkit.pipeline.metadata import Metadata, prune_names
-from quantkit.pipeline.plan import Chosen
-from quantkit.pipeline.planned import whole
+from quantkit.pipeline.plan import OutputTensor
+from quantkit.pipeline.row_slices import whole_tensor
 from quantkit.pipeline.source import Source
 
 ORDER_KEY, SHARDS_KEY = "quantkit.merge.tensors", "quantkit.merge.shards"
@@ -35,7 +35,7 @@ class Regrouped:
     merged or split, ``refused`` those left alone, with the reason.
     """
 
-    tensors: tuple[Chosen, ...]
+    tensors: tuple[OutputTensor, ...]
     shards: tuple[int, ...] | None
     metadata: Metadata
     changed: tuple[Layer, ...] = ()
@@ -44,12 +44,12 @@ class Regrouped:
 
     @property
     def loads_merged(self) -> dict[str, bool]:
-        """Which runtimes load merged experts of this architecture."""
+        """For each runtime whether it loads merged experts of this architecture."""
         return runtimes(self.arch)
 
     @property
     def loads(self) -> str:
-        """Which runtimes load merged experts of this architecture, in words."""
+        """``loads_merged`` in words."""
         return ", ".join(f"{name}: {'yes' if loads else 'no'}" for name, loads in self.loads_merged.items())
 
     def report(self, verb: str) -> list[str]:
@@ -59,8 +59,8 @@ class Regrouped:
         layers = f"{len(self.changed)} layers ({layer_names(self.changed)})"
         if verb == "split":
             return [f"--split-up-gate splits up and gate experts of {layers}", *self.refusals()]
-        who = f"merged experts of {self.arch} load in: {self.loads}"
-        return [f"--merge-up-gate merges up and gate experts of {layers}", who, *self.refusals()]
+        loading = f"merged experts of {self.arch} load in: {self.loads}"
+        return [f"--merge-up-gate merges up and gate experts of {layers}", loading, *self.refusals()]
 
     def refusals(self) -> list[str]:
         """Return a sentence for each reason why layers are left alone."""
@@ -70,14 +70,14 @@ class Regrouped:
         return [f"{layer_names(layers)}: left alone: {reason}" for reason, layers in by_reason.items()]
 
 
-def as_it_is(source: Source, *, keep_split: bool, by_offset: bool = True) -> Regrouped:
-    """Return a source unchanged; with ``keep_split`` ordered by shard and, in llama.cpp, ``by_offset``."""
+def keep_groups(source: Source, *, keep_split: bool, by_offset: bool = True) -> Regrouped:
+    """Return the source's tensors unchanged; with ``keep_split`` ordered by shard and, in llama.cpp, ``by_offset``."""
     tensors = list(source.tensors.values())
-    keeps = keep_split and len(source.paths) > 1
-    if keeps:
+    keeps_shards = keep_split and len(source.paths) > 1
+    if keeps_shards:
         tensors.sort(key=lambda tensor: (tensor.shard, tensor.offset if by_offset else 0))
-    shards = tuple(tensor.shard for tensor in tensors) if keeps else None
-    return Regrouped(tuple(map(_taken_over, tensors)), shards, Metadata(source.fields.values()))
+    shards = tuple(tensor.shard for tensor in tensors) if keeps_shards else None
+    return Regrouped(tuple(map(_copy_tensor, tensors)), shards, Metadata(source.fields.values()))
 
 
 def regroup(
@@ -100,15 +100,15 @@ def regroup(
     Splitting a file that quantkit merged restores its order of tensors and its shards, and splits only what quantkit
     merged. Raises RecipeError, with the reasons, if no layer changes.
     """
-    layers = [layer for p, has in find_layers(source.tensors).items() if (layer := decide(p, has)) is not None]
-    layers = [replace(y, made=(), refusal=leave[y.prefix]) if leave and y.prefix in leave else y for y in layers]
+    layers = [layer for p, tensors in find_layers(source.tensors).items() if (layer := decide(p, tensors)) is not None]
+    layers = [replace(y, outputs=(), refusal=leave[y.prefix]) if leave and y.prefix in leave else y for y in layers]
     changed = _only_recorded(source, [layer for layer in layers if not layer.refusal])
     refused = [layer for layer in layers if layer.refusal]
     if not changed:
-        raise RecipeError(_nothing_to_do(source, verb, refused))
-    tensors, shards, undone = _restore(source, _replace(source, changed))
+        raise RecipeError(_nothing_to_do(source, verb, refused), "QK-E211")
+    tensors, shards, is_restored = _restore(source, _replace(source, changed))
     metadata = Metadata(source.fields.values())
-    if undone:
+    if is_restored:
         metadata.remove(ORDER_KEY, SHARDS_KEY)
     else:
         _record(metadata, source)
@@ -118,8 +118,8 @@ def regroup(
     if shards is not None and len(set(shards)) == 1:
         shards = None
     arch = str(source.get("general.architecture", ""))
-    kept = None if shards is None else tuple(shards)
-    return Regrouped(tuple(tensors), kept, metadata, tuple(changed), tuple(refused), arch)
+    shard_numbers = None if shards is None else tuple(shards)
+    return Regrouped(tuple(tensors), shard_numbers, metadata, tuple(changed), tuple(refused), arch)
 
 
 def layer_names(layers: Sequence[Layer]) -> str:
@@ -129,12 +129,12 @@ def layer_names(layers: Sequence[Layer]) -> str:
     for layer in layers:
         name = layer.prefix.removesuffix(".")
         stem, _, number = name.rpartition(".")
-        here = (stem, int(number)) if number.isdecimal() else None
-        if here is not None and last == (stem, here[1] - 1):
+        key = (stem, int(number)) if number.isdecimal() else None
+        if key is not None and last == (stem, key[1] - 1):
             runs[-1].append(name)
         else:
             runs.append([name])
-        last = here
+        last = key
     return ", ".join(f"{run[0]} .. {run[-1]}" if len(run) > 2 else ", ".join(run) for run in runs)
 
 
@@ -148,72 +148,72 @@ def prune_record(metadata: Metadata, prune: Sequence[int]) -> None:
     except (RecipeError, TypeError):  # of another model, or not a list of names
         metadata.remove(ORDER_KEY, SHARDS_KEY)
         return
-    kept = [i for i, name in enumerate(order.value) if name in renamed]
-    names = [renamed[order.value[i]] for i in kept]
+    indices = [i for i, name in enumerate(order.value) if name in renamed]
+    names = [renamed[order.value[i]] for i in indices]
     metadata.replace(Field.of(ORDER_KEY, names, ValueType.ARRAY, ValueType.STRING))
     if shards is not None and shards.item_type is not None and shards.count == order.count:
-        metadata.replace(Field.of(SHARDS_KEY, [shards.value[i] for i in kept], ValueType.ARRAY, ValueType.UINT32))
+        metadata.replace(Field.of(SHARDS_KEY, [shards.value[i] for i in indices], ValueType.ARRAY, ValueType.UINT32))
 
 
-def _taken_over(tensor: TensorInfo) -> Chosen:
-    return Chosen(tensor.name, tensor.shape, tensor.type, "copied", (whole(tensor),))
+def _copy_tensor(tensor: TensorInfo) -> OutputTensor:
+    return OutputTensor(tensor.name, tensor.shape, tensor.type, "copied", (whole_tensor(tensor),))
 
 
 def _nothing_to_do(source: Source, verb: str, refused: Sequence[Layer]) -> str:
     if refused:
         reasons = "; ".join(f"{layer.prefix}*: {layer.refusal}" for layer in refused[:4])
-        more = f"; and {len(refused) - 4} layers more" if len(refused) > 4 else ""
-        return f"{source.paths[0]}: no layer can be {'merged' if verb == 'merge' else 'split'}: {reasons}{more}"
+        suffix = f"; and {len(refused) - 4} layers more" if len(refused) > 4 else ""
+        return f"{source.paths[0]}: no layer can be {'merged' if verb == 'merge' else 'split'}: {reasons}{suffix}"
     if verb == "merge" and any(MERGED in name for name in source.tensors):
         return f"{source.paths[0]}: its up and gate experts are already merged"
-    what = f"{GATE} and {UP}" if verb == "merge" else MERGED
-    return f"{source.paths[0]}: it has no {what} tensors"
+    names = f"{GATE} and {UP}" if verb == "merge" else MERGED
+    return f"{source.paths[0]}: it has no {names} tensors"
 
 
-def _recorded(source: Source) -> list[str]:
+def _recorded_order(source: Source) -> list[str]:
     order = source.get(ORDER_KEY, [])
     return list(order) if isinstance(order, list) else []
 
 
 def _only_recorded(source: Source, layers: list[Layer]) -> list[Layer]:
     """Return the layers that quantkit itself changed earlier, or all if it changed none."""
-    recorded = set(_recorded(source))
-    ours = [layer for layer in layers if all(joined.name in recorded for joined in layer.made)]
-    return ours or layers
+    recorded = set(_recorded_order(source))
+    matching = [layer for layer in layers if all(output.name in recorded for output in layer.outputs)]
+    return matching or layers
 
 
-def _replace(source: Source, changed: Iterable[Layer]) -> list[Chosen]:
+def _replace(source: Source, changed: Iterable[Layer]) -> list[OutputTensor]:
     """Return all tensors of the output; a new one takes the place of the first tensor it is made of."""
-    made: dict[str, list[Joined]] = {}
-    gone: set[str] = set()
+    outputs: dict[str, list[ExpertTensor]] = {}
+    replaced: set[str] = set()
     position = {name: i for i, name in enumerate(source.tensors)}
     for layer in changed:
-        gone.update(layer.tensors)
-        for joined in layer.made:
-            first = min((part.source.name for part in joined.parts), key=position.__getitem__)
-            made.setdefault(first, []).append(joined)
-    chosen = []
+        replaced.update(layer.tensors)
+        for output in layer.outputs:
+            first = min((part.source.name for part in output.parts), key=position.__getitem__)
+            outputs.setdefault(first, []).append(output)
+    result = []
     for name, tensor in source.tensors.items():
-        chosen += [Chosen(j.name, j.shape, j.type, j.reason, j.parts) for j in made.get(name, ())]
-        if name not in gone:
-            chosen.append(_taken_over(tensor))
-    return chosen
+        result += [OutputTensor(j.name, j.shape, j.type, j.reason, j.parts) for j in outputs.get(name, ())]
+        if name not in replaced:
+            result.append(_copy_tensor(tensor))
+    return result
 
 
-def _first_shard(tensor: Chosen) -> int:
+def _first_shard(tensor: OutputTensor) -> int:
     """Return the shard of the first of a tensor's halves."""
     return min(part.source.shard for part in tensor.parts)
 
 
-def _restore(source: Source, tensors: list[Chosen]) -> tuple[list[Chosen], list[int] | None, bool]:
+def _restore(source: Source, tensors: list[OutputTensor]) -> tuple[list[OutputTensor], list[int] | None, bool]:
     """Return the tensors in the recorded order, their shards, and True, if they are the recorded ones."""
-    order = _recorded(source)
+    order = _recorded_order(source)
     by_name = {tensor.name: tensor for tensor in tensors}
     if not order or set(order) != set(by_name) or len(order) != len(tensors):
         return tensors, None, False
     shards = source.get(SHARDS_KEY)
-    known = isinstance(shards, list) and len(shards) == len(order) and shards == sorted(shards)
-    return [by_name[name] for name in order], list(shards) if known and isinstance(shards, list) else None, True
+    has_shards = isinstance(shards, list) and len(shards) == len(order) and shards == sorted(shards)
+    return [by_name[name] for name in order], list(shards) if has_shards and isinstance(shards, list) else None, True
 
 
 def _record(metadata: Metadata, source: Source) -> None:

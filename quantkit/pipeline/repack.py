@@ -9,59 +9,67 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 
-from quantkit.kernels.interleave import is_woven, plain_of, weaves_together, woven_of
+from quantkit.kernels.interleave import can_interleave, interleaved_of, is_interleaved, plain_of
 from quantkit.kernels.tensor_scale import ROW_SCALED, TENSOR_SCALED
 from quantkit.patterns import Pattern
 from quantkit.pipeline.facts import TOKEN_EMBD_NAMES, TensorLike
+from quantkit.pipeline.type_rules import Reason
 from quantkit.types import BY_NAME, TensorType
 
 #: Why F16 stays.
-_LOSSY = "BF16_R16 would lose bits"
+_LOSSY = Reason("repack", "BF16_R16 would lose bits", case="lossy")
 #: Commas between regular expressions: not those of {1,2} and [a,b].
 _COMMA = re.compile(r",(?![^{}]*\}|[^\[\]]*\])")
 
 
+def _reason(text: str) -> Reason:
+    return Reason("repack", text)
+
+
 class Repack:
-    """What to do with tensors: ``interleaved``, or the way back; of names that one of ``patterns`` finds, if any.
+    """A request to interleave rows (``interleaved``) or to undo that, of tensors whose name one of ``patterns``
+    matches.
 
     An item of ``patterns`` may be several regular expressions, with commas between them.
     """
 
     def __init__(self, interleaved: bool, patterns: Sequence[str] = ()) -> None:
         self.interleaved = interleaved
-        texts = (text for given in patterns for text in _COMMA.split(given) if text)
+        texts = (text for item in patterns for text in _COMMA.split(item) if text)
         self.patterns = [Pattern(text, "--repack-pattern") for text in texts]
 
-    def choose(self, t: TensorLike, rows: int) -> tuple[TensorType, str]:
+    def choose(self, t: TensorLike, rows: int) -> tuple[TensorType, Reason]:
         """Return the type a tensor gets, and why; ``rows``: how many lie together wherever it may be cut."""
         if self.patterns and not any(pattern.search(t.name) for pattern in self.patterns):
-            return t.type, "no --repack-pattern matches"
-        return self._interleaved(t, rows) if self.interleaved else self._apart(t)
+            return t.type, _reason("no --repack-pattern matches")
+        return self._interleave(t, rows) if self.interleaved else self._deinterleave(t)
 
-    def _interleaved(self, t: TensorLike, rows: int) -> tuple[TensorType, str]:
-        woven = BY_NAME["BF16_R16"] if t.type.name == "F16" else woven_of(t.type)
-        if woven is None:
-            return t.type, "interleaved already" if is_woven(t.type) else f"{t.type} has no interleaved type"
+    def _interleave(self, t: TensorLike, rows: int) -> tuple[TensorType, Reason]:
+        interleaved = BY_NAME["BF16_R16"] if t.type.name == "F16" else interleaved_of(t.type)
+        if interleaved is None:
+            if is_interleaved(t.type):
+                return t.type, _reason("interleaved already")
+            return t.type, _reason(f"{t.type} has no interleaved type")
         if t.name in TOKEN_EMBD_NAMES:
-            return t.type, "embeddings are read row by row"
-        if not weaves_together(woven, t.shape[0], rows):
-            return t.type, f"{rows} rows of {t.shape[0]} do not divide into groups of {woven.interleave}"
-        return (t.type, _LOSSY) if t.type.name == "F16" else (woven, "--repack")
+            return t.type, _reason("embeddings are read row by row")
+        if not can_interleave(interleaved, t.shape[0], rows):
+            return t.type, _reason(f"{rows} rows of {t.shape[0]} do not divide into groups of {interleaved.interleave}")
+        return (t.type, _LOSSY) if t.type.name == "F16" else (interleaved, _reason("--repack"))
 
-    def _apart(self, t: TensorLike) -> tuple[TensorType, str]:
+    def _deinterleave(self, t: TensorLike) -> tuple[TensorType, Reason]:
         if t.type is TENSOR_SCALED:
-            return ROW_SCALED, "--unrepack: the tensor's scale becomes that of every row"
-        if not is_woven(t.type):
-            return t.type, f"{t.type}: rows are not interleaved"
+            return ROW_SCALED, _reason("--unrepack: the tensor's scale becomes that of every row")
+        if not is_interleaved(t.type):
+            return t.type, _reason(f"{t.type}: rows are not interleaved")
         plain = plain_of(t.type)
         if plain is None:
-            return t.type, f"{t.type} is a format of its own: no type of single rows holds its values"
+            return t.type, _reason(f"{t.type} is a format of its own: no type of single rows holds its values")
         if t.shape[0] % plain.block:  # IQ1_S_R4 has blocks of 32, IQ1_S of 256
-            return t.type, f"rows of {t.shape[0]} do not divide into {plain}'s blocks of {plain.block}"
-        return plain, "--unrepack"
+            return t.type, _reason(f"rows of {t.shape[0]} do not divide into {plain}'s blocks of {plain.block}")
+        return plain, _reason("--unrepack")
 
-    def notes(self, changed: Sequence[tuple[TensorType, TensorType]], reasons: Sequence[str]) -> list[str]:
-        """Return what the user should know; ``changed``: the types of all tensors, before and after."""
+    def notes(self, changed: Sequence[tuple[TensorType, TensorType]], reasons: Iterable[Reason]) -> list[str]:
+        """Return notes for the user; ``changed``: the types of all tensors, before and after."""
         if self.interleaved:
             idle = "--repack changes nothing: no tensor has a type and rows that can be interleaved"
         else:
@@ -69,17 +77,17 @@ class Repack:
         if self.patterns:
             idle += ", and a name that --repack-pattern matches"
         notes = [] if any(have is not want for have, want in changed) else [idle]
-        if n := sum(_LOSSY in reason for reason in reasons):
-            stay = "1 tensor stays" if n == 1 else f"{n} tensors stay"
+        if n := sum(reason.case == "lossy" for reason in reasons):
+            subject = "1 tensor stays" if n == 1 else f"{n} tensors stay"
             notes.append(
-                f"{stay} F16: ik_llama.cpp, where it is built for AVX512-BF16, makes BF16_R16 of it, which loses 3 bits"
-                " of each value; if that is wanted, quantize to BF16 first"
+                f"{subject} F16: ik_llama.cpp, where it is built for AVX512-BF16, makes BF16_R16 of it, which loses 3 "
+                "bits of each value; if that is wanted, quantize to BF16 first"
             )
         return notes
 
 
 def bf16_r16_notes(changed: Iterable[tuple[TensorType, TensorType]]) -> list[str]:
-    """Return what is special about BF16_R16, if any tensor becomes it."""
+    """Return notes about BF16_R16, if a tensor becomes it."""
     sources = {have.name for have, want in changed if want.name == "BF16_R16" and have is not want}
     notes = ["BF16_R16 runs in ik_llama.cpp on CPUs with AVX512-BF16 only"] * bool(sources)
     if sources - {"BF16"}:

@@ -1,4 +1,4 @@
-"""What re-quantizing costs, measured: a tensor that is quantized already loses accuracy a second time."""
+"""The measured cost of re-quantization: quantized tensors lose accuracy a second time."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from quantkit.errors import QuantkitError
 from quantkit.kernels import dequantize, quantize
 from quantkit.kernels.formats import encoder_for, has_decoder, has_encoder
 from quantkit.kernels.interleave import repacks
-from quantkit.pipeline.plan import Chosen
-from quantkit.pipeline.planned import RowSlice
+from quantkit.pipeline.plan import OutputTensor
 from quantkit.pipeline.quality import QUALITY, weighted_error
+from quantkit.pipeline.row_slices import RowSlice
 from quantkit.pipeline.source import Source
 from quantkit.types import TensorType
 
@@ -29,10 +29,10 @@ class _Sums(NamedTuple):
     square: float
 
 
-def requantize_notes(source: Source, chosen: Sequence[Chosen]) -> list[str]:
+def requantize_notes(source: Source, tensors: Sequence[OutputTensor]) -> list[str]:
     """Return a note for each pair of types that tensors are re-quantized from and to: the error it adds, and has."""
     pairs: dict[tuple[TensorType, TensorType], list[tuple[RowSlice, str]]] = {}
-    for tensor in chosen:
+    for tensor in tensors:
         for part in tensor.parts:
             if _is_requantized(part.source.type, tensor.type):
                 pairs.setdefault((part.source.type, tensor.type), []).append((part, tensor.encoder))
@@ -48,17 +48,17 @@ def _note(file: Source, source: TensorType, t: TensorType, parts: Sequence[tuple
     step = max(1, (len(parts) - 1) // (_TENSORS - 1))
     sums = [s for part, encoder in parts[::step][:_TENSORS] for s in _measure(file, part, t, encoder)]
     error, square = sum(s.error for s in sums), sum(s.square for s in sums)
-    found = f"an error of {100 * np.sqrt(error / square):.3g} % (measured)" if square else "an error"
+    error_text = f"an error of {100 * np.sqrt(error / square):.3g} % (measured)" if square else "an error"
     tensors = "1 tensor" if len(parts) == 1 else f"{len(parts)} tensors"
-    note = f"re-quantizing {tensors} from {source} to {t} adds {found} to what {source} has lost before"
-    before, fresh = QUALITY.get(source.name), _typical(t, parts[0][1])
-    if before and fresh:
-        note += f", typically {before.error:.3g} %; {t} of the original weights loses {fresh:.3g} %"
+    note = f"re-quantizing {tensors} from {source} to {t} adds {error_text} to what {source} has lost before"
+    source_quality, typical = QUALITY.get(source.name), _typical(t, parts[0][1])
+    if source_quality and typical:
+        note += f", typically {source_quality.error:.3g} %; {t} of the original weights loses {typical:.3g} %"
     return note
 
 
 def _typical(t: TensorType, search: str) -> float | None:
-    """Return what a type loses on the sample of ``quality.py`` by a search, in percent."""
+    """Return the error of a type on the sample of ``quality.py`` with a search, in percent."""
     if search and search != encoder_for(t):
         return weighted_error(t, search)
     return QUALITY[t.name].error if t.name in QUALITY else None
@@ -70,11 +70,11 @@ def _measure(file: Source, part: RowSlice, t: TensorType, encoder: str) -> Itera
     rows = min(_ROWS, part.source_rows)
     first = (part.source_rows - rows) // 2 // 16 * 16
     data = np.empty((rows, part.source.type.row_bytes(n)), np.uint8)
-    at = (matrix * part.source_rows + first) * data.shape[1]
-    weights = None if part.found is None else part.found.weights
+    offset = (matrix * part.source_rows + first) * data.shape[1]
+    weights = None if part.importance is None else part.importance.weights
     importance = None if weights is None else weights[min(matrix, len(weights) - 1)]
     try:
-        file.read(part.source, data.reshape(-1), at)
+        file.read(part.source, data.reshape(-1), offset)
         x = dequantize(data, part.source.type, n)
         y = dequantize(quantize(x, t, importance, encoder or None), t, n)
     except QuantkitError:

@@ -15,30 +15,34 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol, TypedDict, Unpack
 
+from quantkit.arguments import checked
 from quantkit.cpus import available_cpus
-from quantkit.errors import ClusterError, QuantkitError, RecipeError, ResourceError, TypeNotSupported
-from quantkit.formats.outputs import Output, beside, check_apart, check_free
+from quantkit.errors import ClusterError, FormatError, QuantkitError, RecipeError, ResourceError, TypeNotSupported
+from quantkit.formats.files import File, check_unchanged
+from quantkit.formats.outputs import Output, check_apart, check_free, sibling_path
 from quantkit.formats.ranges import Buffers
-from quantkit.formats.remote import URL, check_unchanged
-from quantkit.formats.remote.retry import given_up
+from quantkit.formats.remote import URL, located
+from quantkit.formats.remote.retry import cancelled
 from quantkit.kernels.first_run import working_seconds
+from quantkit.pipeline.cache.run_cache import CacheUse, RunCache
 from quantkit.pipeline.cache.store import Store, open_store
-from quantkit.pipeline.cache.use import CacheUse, RunCache
+from quantkit.pipeline.content import stamps_of
 from quantkit.pipeline.jobs import JOB, NO_CRC, ErrorSums, MatrixLoss, cut_jobs, job_values
 from quantkit.pipeline.journal import Journal
 from quantkit.pipeline.ledger import Ledger, NodeShare, Progress
 from quantkit.pipeline.plan import Plan, check_kernels
-from quantkit.pipeline.planned import PlannedTensor
-from quantkit.pipeline.spool import place_of
-from quantkit.pipeline.target import Place
+from quantkit.pipeline.row_slices import PlannedTensor
+from quantkit.pipeline.spool import open_target
+from quantkit.pipeline.target import RunTarget
 from quantkit.pipeline.threads import Threads
+from quantkit.pipeline.worker import source_digest
 
 #: Bytes that all buffers together may take, unless told otherwise.
 DEFAULT_MAX_RAM = 512 << 20
 
 
 class Executor(Protocol):
-    """What runs the jobs of a ledger, anywhere."""
+    """An executor of the jobs of a ledger."""
 
     @property
     def count(self) -> int:
@@ -53,15 +57,15 @@ class Executor(Protocol):
 
 
 class RunOptions(TypedDict, total=False):
-    """How a plan is carried out.
+    """Options of a run.
 
-    threads: worker threads; all available CPUs without. resume: go on with an interrupted run of the same plan, if
-    there is one. overwrite: replace an existing output, and throw an interrupted run away. measure_error: also decode
-    what was encoded, and sum up the error. observer: is told of progress. ray: the address of a Ray cluster whose nodes
-    do the work; threads are then those of each node. cache: a folder that keeps encoded tensors for other runs.
-    cache_size: its limit in bytes, from now on. backend: "cpu", "cuda", or "auto": encode on cards what these can, on
-    all or on those of ``devices``, by number; max_vram: bytes to take of each; verify: how many jobs of theirs the CPU
-    encodes, too. On a cluster each node uses the cards that Ray gives it, and "cuda" leaves out nodes without.
+    threads: worker threads; all available CPUs without. resume: continue an interrupted run of the same plan, if there
+    is one. overwrite: replace an existing output, and discard an interrupted run. measure_error: also decode what was
+    encoded, and sum up the error. observer: callbacks of progress. ray: the address of a Ray cluster whose nodes do the
+    work; threads are then those of each node. cache: a folder that keeps encoded tensors for other runs. cache_size:
+    its limit in bytes, from now on. backend: "cpu", "cuda", or "auto": encode on GPUs where they have an encoder, on
+    all or on those of ``devices``, by number; max_vram: bytes of each GPU; verify: number of their jobs that the CPU
+    encodes, too. On a cluster each node uses the GPUs that Ray assigns, and "cuda" skips nodes without.
     """
 
     threads: int | None
@@ -80,10 +84,10 @@ class RunOptions(TypedDict, total=False):
 
 @dataclass(frozen=True)
 class RunResult:
-    """What a run did: seconds, tensors taken over from an earlier run, and the error sums where measured.
+    """Result of a run: seconds, tensors resumed from an earlier run, and the error sums where measured.
 
-    ``nodes``: those of a cluster that took part. ``cache``: what was taken from a cache, and kept there. ``losses``:
-    of tensors encoded with feedback, whoever encoded them.
+    ``nodes``: of a cluster that took part. ``cache``: use of the tensor cache. ``losses``: of tensors encoded with
+    feedback.
     """
 
     seconds: float
@@ -96,9 +100,10 @@ class RunResult:
 
 def journal_path(path: Path) -> Path:
     """Return the name of an output's journal."""
-    return beside(path, ".journal")
+    return sibling_path(path, ".journal")
 
 
+@checked
 def run_plan(
     plan: Plan,
     *,
@@ -121,7 +126,7 @@ def run_plan(
         ClusterError: no node of a cluster can go on; what is done is kept.
     """
     began = working_seconds()
-    given_up.clear()
+    cancelled.clear()
     check_kernels(plan.tensors)
     observer = options.get("observer")
     resume, overwrite = options.get("resume", False), options.get("overwrite", False)
@@ -133,14 +138,14 @@ def run_plan(
     with ExitStack() as stack:
         stack.enter_context(Output(first, overwrite=True))
         check_targets(plan, resume=resume, overwrite=overwrite)
-        store = None if folder is None else open_store(Path(folder), size=options.get("cache_size"))
-        journal = stack.enter_context(Journal(journal_path(first), plan.fingerprint))
-        target = place_of(plan, journal, measure=measure, overwrite=overwrite)
+        store = None if folder is None else open_store(located(folder), size=options.get("cache_size"))
+        journal = stack.enter_context(Journal(journal_path(first), plan.fingerprint, _stamps(plan)))
+        target = open_target(plan, journal, measure=measure, overwrite=overwrite)
         stack.callback(target.close)
         resumed = _prepare(plan, target, journal, resume=resume, overwrite=overwrite)
         if observer is not None and resumed:
-            observer.resumed(len(resumed), sum(t.nbytes for t in plan.tensors if t.name in resumed))
-        cache = RunCache(store, plan, measure=measure, done=resumed) if store is not None else None
+            observer.on_resume(len(resumed), sum(t.nbytes for t in plan.tensors if t.name in resumed))
+        cache = RunCache(store, plan, measure=measure, skip=resumed) if store is not None else None
         if cache is not None:
             stack.callback(cache.drop)
         if not journal.sealed:
@@ -148,7 +153,7 @@ def run_plan(
                 with Ledger(plan, target, journal, values, max_ram, observer, cache) as ledger:
                     executor.run(ledger, measure=measure)
                 target.finish()
-                check_unchanged((*plan.source.paths, *plan.reads))
+                check_unchanged((*plan.source.inputs, *plan.reads))
             except ClusterError:
                 raise
             except QuantkitError:
@@ -160,7 +165,7 @@ def run_plan(
         journal.remove()
     sums = {name: ErrorSums(*s) for name, s in journal.sums.items()}
     losses = {
-        name: tuple(MatrixLoss(int(part), int(matrix), int(tokens), *rest) for part, matrix, tokens, *rest in rows)
+        name: tuple(MatrixLoss(int(part), int(matrix), int(tokens), *sums) for part, matrix, tokens, *sums in rows)
         for name, rows in journal.losses.items()
     }
     used = None if cache is None else cache.close()
@@ -168,92 +173,111 @@ def run_plan(
 
 
 def _executor(plan: Plan, options: RunOptions) -> Executor:
-    """Return what runs the jobs: threads, cards beside them, or the nodes of a cluster."""
+    """Return the executor: threads, threads and GPUs, or the nodes of a cluster."""
     address = options.get("ray")
     if address is None:
         threads = _threads(plan, options)
-        made: Executor = threads if plan.executor is None else plan.executor(threads)
-        return made
+        executor: Executor = threads if plan.executor is None else plan.executor(threads)
+        return executor
     if plan.executor is not None:
-        raise RecipeError("--calibrate goes through the model layer by layer, on one machine: leave --ray away")
+        raise RecipeError("--calibrate goes through the model layer by layer, on one machine: omit --ray", "QK-E201")
     if options.get("devices") or options.get("verify"):
-        raise RecipeError("--devices and --verify are for the cards of this machine: leave them away with --ray")
+        raise RecipeError("--devices and --verify are for the GPUs of this machine: omit them with --ray", "QK-E201")
     for path in (*plan.source.paths, *plan.reads, *(shard.path for shard in plan.shards)):
         if isinstance(path, URL):
-            raise ResourceError(f"{path}: --ray works on files that all nodes see, not on URLs; leave one of them away")
-    from quantkit.pipeline.ray_tasks import RayTasks
+            raise ResourceError(
+                f"{path}: --ray works on files that all nodes see, not on URLs; omit one of them", "QK-E412"
+            )
+    from quantkit.pipeline.ray_tasks import RayExecutor
 
     backend = options.get("backend", "cpu")
-    return RayTasks(address, options.get("threads"), backend=backend, max_vram=options.get("max_vram"))
+    return RayExecutor(address, options.get("threads"), backend=backend, max_vram=options.get("max_vram"))
 
 
 def _threads(plan: Plan, options: RunOptions) -> Threads:
-    """Return threads, and cards beside them where the backend has some; say which, and why."""
+    """Return threads, with GPUs where the backend has some; report the choice to the observer."""
     count, observer = options.get("threads") or available_cpus(), options.get("observer")
     backend, devices = options.get("backend", "cpu"), options.get("devices", ())
     if backend == "cpu" and not devices:
         return Threads(count)
-    from quantkit.pipeline.cards.choice import cards_for
-    from quantkit.pipeline.cards.executor import Cards
+    from quantkit.pipeline.gpu.choice import gpus_for
+    from quantkit.pipeline.gpu.executor import GpuExecutor
 
-    say = None if observer is None else observer.said
-    names, note = cards_for(plan, backend, devices)
+    say = None if observer is None else observer.on_note
+    names, note = gpus_for(plan, backend, devices)
     if say is not None:
         say(note)
     if not names:
         return Threads(count)
-    return Cards(count, names, max_vram=options.get("max_vram"), verify=options.get("verify", 0), say=say)
+    return GpuExecutor(count, names, max_vram=options.get("max_vram"), verify=options.get("verify", 0), say=say)
 
 
-def foreseen(plan: Plan, cache: str | Path | None, *, measure: bool = False) -> CacheUse | None:
-    """Return what the tensor cache in a folder, if one is given, would do for a run; for a dry run."""
+def forecast_cache(plan: Plan, cache: str | Path | None, *, measure: bool = False) -> CacheUse | None:
+    """Return the expected use of the tensor cache in a folder, if one is given; for a dry run."""
     if cache is None:
         return None
-    folder = Path(cache)
-    there = folder.exists() and any(folder.iterdir())
-    store = open_store(folder, make=False) if there else Store(folder, 0)
-    return RunCache(store, plan, measure=measure, dry=True).foreseen()
+    folder = located(cache)
+    exists = folder.exists() and any(folder.iterdir())
+    store = open_store(folder, make=False) if exists else Store(folder, 0)
+    return RunCache(store, plan, measure=measure, dry=True).forecast()
 
 
 def check_targets(plan: Plan, *, resume: bool = False, overwrite: bool = False) -> None:
     """Refuse outputs that would destroy something, before anything is touched; ResourceError says which."""
     check_apart([*(s.path for s in plan.shards), journal_path(plan.shards[0].path)], (*plan.source.paths, *plan.reads))
-    started = os.path.exists(journal_path(plan.shards[0].path))
+    has_journal = os.path.exists(journal_path(plan.shards[0].path))
     for shard in plan.shards:
-        check_free(shard.path, overwrite=overwrite or resume and started)
-    if started and not resume and not overwrite:
+        check_free(shard.path, overwrite=overwrite or resume and has_journal)
+    if has_journal and not resume and not overwrite:
         raise ResourceError(
-            f"{journal_path(plan.shards[0].path)} is there: an earlier run was interrupted; "
-            "--resume goes on with it, --overwrite starts anew"
+            f"{journal_path(plan.shards[0].path)} exists: an earlier run was interrupted; "
+            "--resume continues it, --overwrite starts anew",
+            "QK-E408",
         )
 
 
-def refusal(plan: Plan, beside: Path | None = None, *, resume: bool = False, overwrite: bool = False) -> str | None:
-    """Return why a run that writes a plan, and ``beside``, would refuse, for a dry run; None if it would not."""
+def refusal(plan: Plan, sidecar: Path | None = None, *, resume: bool = False, overwrite: bool = False) -> str | None:
+    """Return the error that a run of a plan, and of ``sidecar``, would raise, for a dry run; None if it would start."""
     try:
         check_kernels(plan.tensors)
-        if beside is not None:
-            check_free(beside, overwrite=overwrite)
+        if sidecar is not None:
+            check_free(sidecar, overwrite=overwrite)
         check_targets(plan, resume=resume, overwrite=overwrite)
     except (ResourceError, TypeNotSupported) as e:
         return e.message
     return None
 
 
-def _prepare(plan: Plan, target: Place, journal: Journal, *, resume: bool, overwrite: bool) -> set[str]:
+def _stamps(plan: Plan) -> list[list[int | str]]:
+    """Return the stamps of the plan's source files, and of other files that are read during the run."""
+    open_files = (path for path in plan.reads if isinstance(path, File) and path.is_held)
+    try:
+        return stamps_of((*plan.source.inputs, *open_files))
+    except OSError as e:
+        raise FormatError(f"{e.filename}: cannot be read: {e.strerror or e}", "QK-E405") from None
+
+
+def _prepare(plan: Plan, target: RunTarget, journal: Journal, *, resume: bool, overwrite: bool) -> set[str]:
     """Reserve the output and return the names of tensors that an earlier run finished."""
     headers = [shard.layout.header for shard in plan.shards]
     if resume and journal.resume():
+        if journal.inputs_changed:
+            if _source_matches(plan, target, journal):
+                journal.record_inputs()
+            else:
+                journal.start()
+                target.discard()
         if journal.sealed and not target.is_whole():
-            journal.start()  # somebody cut or removed what was finished
+            journal.start()  # the finished files were cut or removed
         if not journal.sealed:
             target.reserve(headers)
             _verify(plan, target, journal)
-        return set(journal.done)
+        return set(journal.crcs)
     if resume and journal.path.stat().st_size and not overwrite:
         raise ResourceError(
             f"{journal.path} is of other work (another source, type, recipe or imatrix), so --resume cannot go on "
-            "with it; --overwrite starts anew"
+            "with it; --overwrite starts anew",
+            "QK-E409",
         )
     try:
         journal.start()
@@ -262,27 +286,45 @@ def _prepare(plan: Plan, target: Place, journal: Journal, *, resume: bool, overw
     except OSError as e:
         _discard(target, journal)
         where = e.filename or plan.shards[0].path.parent
-        raise ResourceError(f"{where}: {e.strerror or e}; nothing was written: make room, or write elsewhere") from e
+        raise ResourceError(
+            f"{where}: {e.strerror or e}; nothing was written: make room, or write elsewhere", "QK-E405"
+        ) from e
     except BaseException:
         _discard(target, journal)
         raise
     return set()
 
 
-def _verify(plan: Plan, target: Place, journal: Journal) -> None:
-    """Strike out journaled tensors whose bytes on the disk are not those that were written."""
-    for at, tensor in enumerate(plan.tensors):
-        if tensor.name not in journal.done or target.has(tensor.shard, tensor.offset, tensor.nbytes):
+def _source_matches(plan: Plan, target: RunTarget, journal: Journal) -> bool:
+    """Return whether the source, whose files changed, still has the bytes that finished tensors were made of."""
+    buffers = Buffers()
+    for index, tensor in enumerate(plan.tensors):
+        if (crc := journal.crcs.get(tensor.name)) is None:
             continue
-        if not target.readable or not _is_intact(plan, target, at, tensor, journal.done[tensor.name]):
+        if tensor.name in journal.sources:
+            values, digest = journal.sources[tensor.name]
+            matches = source_digest(plan.source, index, tensor, values, buffers) == digest
+        else:
+            matches = crc == NO_CRC and target.readable and _is_intact(plan, target, index, tensor, crc)
+        if not matches:
+            return False
+    return True
+
+
+def _verify(plan: Plan, target: RunTarget, journal: Journal) -> None:
+    """Remove journaled tensors whose bytes on the disk are not those that were written."""
+    for index, tensor in enumerate(plan.tensors):
+        if tensor.name not in journal.crcs or target.has(tensor.shard, tensor.offset, tensor.nbytes):
+            continue
+        if not target.readable or not _is_intact(plan, target, index, tensor, journal.crcs[tensor.name]):
             journal.forget(tensor.name)
 
 
-def _is_intact(plan: Plan, target: Place, at: int, tensor: PlannedTensor, crc: int) -> bool:
+def _is_intact(plan: Plan, target: RunTarget, index: int, tensor: PlannedTensor, crc: int) -> bool:
     if crc != NO_CRC:
         return target.crc(tensor.shard, tensor.offset, tensor.nbytes) == crc
     buffers = Buffers()
-    for job in cut_jobs(at, tensor, JOB):
+    for job in cut_jobs(index, tensor, JOB):
         source = buffers.get("source", job.target_bytes)
         plan.source.read(tensor.parts[job.part].source, source, job.source_offset)
         if target.crc(tensor.shard, job.target_offset, job.target_bytes) != zlib.crc32(source.data):
@@ -290,7 +332,7 @@ def _is_intact(plan: Plan, target: Place, at: int, tensor: PlannedTensor, crc: i
     return True
 
 
-def _discard(target: Place, journal: Journal) -> None:
-    """Remove what a run that cannot succeed has written."""
+def _discard(target: RunTarget, journal: Journal) -> None:
+    """Remove the output of a run that cannot succeed."""
     target.discard()
     journal.remove()

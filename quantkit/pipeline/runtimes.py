@@ -1,50 +1,26 @@
-"""Which runtimes load a model, by its architecture, tensor types and names, and what their GPUs cannot run.
+"""The runtimes that load a model, by its whole header, and the tensors that their GPUs cannot run.
 
-Sources: LLM_ARCH_NAMES and the supports_op of CUDA in llama.cpp b11434 and ik_llama.cpp 8337e4cd3.
+Sources: ``quantkit.loaders`` (keys, vocabulary, tensors, shapes), and the supports_op of CUDA in llama.cpp b11434 and
+ik_llama.cpp 8337e4cd3.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
+from quantkit.errors import FormatError
+from quantkit.formats.experts import GATE, MERGED, UP
+from quantkit.formats.gguf import Field
+from quantkit.formats.gguf.rules import GGML_DIMS
+from quantkit.loaders import Problem, ProblemKind, architectures, describe, load
 from quantkit.names import printable, shorten
-from quantkit.pipeline.experts import runtimes as load_merged
 from quantkit.pipeline.facts import EXTRA_OUTPUT
 from quantkit.types import TensorType
 
-#: Architectures by name: of both trees (clip: multimodal projectors), and of one only.
-# fmt: off
-_BOTH = frozenset({
-    "arctic", "baichuan", "bailingmoe2", "bailingmoe3", "bert", "bitnet", "bloom", "chatglm", "clip", "codeshell",
-    "cohere2", "command-r", "dbrx", "deci", "deepseek2", "deepseek4", "dflash", "dots1", "ernie4_5", "ernie4_5-moe",
-    "falcon", "gemma", "gemma2", "gemma3", "gemma4", "gemma4-assistant", "glm-dsa", "glm4", "glm4moe", "gpt-oss",
-    "gpt2", "gptj", "gptneox", "granite", "granitemoe", "grok", "hunyuan-moe", "internlm2", "jais", "jina-bert-v2",
-    "laguna", "llama", "llama4", "mamba", "mellum", "mimo2", "minicpm", "minimax-m2", "minimax-m3", "mistral3",
-    "mistral4", "mpt", "muse-glimmer", "nomic-bert", "olmo", "openelm", "orion", "phi2", "phi3", "plamo", "qwen",
-    "qwen2", "qwen2moe", "qwen2vl", "qwen3", "qwen35", "qwen35moe", "qwen3moe", "qwen3next", "qwen3vl",
-    "qwen3vlmoe", "refact", "seed_oss", "smollm3", "stablelm", "starcoder", "starcoder2", "step35", "t5",
-    "t5encoder", "xverse",
-})
-_MAINLINE = frozenset({
-    "afmoe", "apertus", "arcee", "arwkv7", "bailingmoe", "chameleon", "clef", "cogvlm", "cohere2moe", "deepseek",
-    "deepseek2-ocr", "deepseek32", "dots3note", "dream", "eagle3", "eurobert", "exaone", "exaone-moe", "exaone4",
-    "falcon-h1", "gemma-embedding", "gemma3n", "glm5-next", "granite_swa", "granitehybrid", "graniteswitch",
-    "grovemoe", "hrm_text", "hunyuan-dense", "hunyuan_vl", "hy_v3", "hy_v4", "jais2", "jamba", "jina-bert-v3",
-    "kimi-k3", "kimi-linear", "lfm2", "lfm2moe", "llada", "llada-moe", "llama-embed", "maincoder", "mamba2",
-    "maple", "minicpm3", "minimax-01", "modern-bert", "nanbeige", "nemotron", "nemotron_h", "nemotron_h_moe",
-    "neo-bert", "nomic-bert-moe", "olmo2", "olmoe", "paddleocr", "pangu-embedded", "phimoe", "plamo2", "plamo3",
-    "plm", "pockettts", "qwen3tts", "qwen4exp", "rnd1", "rwkv6", "rwkv6qwen2", "rwkv7", "smallthinker", "spark2_5",
-    "talkie", "wavtokenizer-dec",
-})
-_IK = frozenset({
-    "bitnet-25", "bitnet-b1.58", "cohere2_moe", "dflash-draft", "gemma4_mtp", "openpangu",
-})
-# fmt: on
-
-#: Architectures whose second output (--extra-output-tensor) ik_llama.cpp loads; otherwise a tensor too many is refused.
-_EXTRA_OUTPUT_IK = frozenset({"qwen35", "qwen35moe", "gemma4_mtp", "gemma4-assistant", "dflash-draft"})
+#: Trees of types by the name of their runtime.
+TREES = {"llama.cpp": "mainline", "ik_llama.cpp": "ik"}
 
 #: ggml's tensor names have 64 bytes with the final zero.
 _MAX_TENSOR_NAME = 63
@@ -56,48 +32,47 @@ _INTERLEAVED_ON_CUDA = frozenset(
 )
 _CPU_ONLY_IN_IK = frozenset({"Q1_0"})
 
+#: Files that no runtime loads by themselves: general.type, or architecture, and what loads them.
+_PARTS = {
+    "adapter": "an adapter is loaded beside its model",
+    "mmproj": "an mmproj file is loaded beside its text model",
+    "clip": "an mmproj file is loaded beside its text model",
+    "vocab": "a vocabulary has no tensors",
+    "imatrix": "an importance matrix is no model",
+}
+
+#: A tensor of a header: name, type, shape in ggml's order.
+Entry = tuple[str, TensorType, Sequence[int]]
+
 
 @dataclass(frozen=True, slots=True)
 class Runtime:
     """A runtime and a model: what keeps it from loading the file, and from running all of it on a GPU."""
 
     name: str
-    #: The architecture, if it is unknown.
-    unknown_architecture: str
-    unknown_types: tuple[str, ...]
+    #: Problems that prevent loading, in words; empty if it loads.
+    problems: tuple[str, ...]
+    #: The reason why the file was not checked, "" if it was.
+    not_checked: str = ""
+    #: Problems of the header, regardless of types.
+    gaps: tuple[Problem, ...] = ()
+    unknown_types: tuple[str, ...] = ()
     #: Tensors whose names are longer than ggml holds.
-    long_names: tuple[str, ...]
-    #: Whether up and gate experts are merged, which it does not load for this architecture.
-    refuses_merged: bool
-    #: Whether there is a second output, which it does not load for this architecture.
-    refuses_extra_output: bool
-    #: Types that only the CPU multiplies.
-    cpu_types: tuple[str, ...]
-
-    @property
-    def problems(self) -> tuple[str, ...]:
-        """Why it does not load the file, in words; nothing if it does."""
-        found = [f"no architecture {printable(self.unknown_architecture)}"] if self.unknown_architecture else []
-        if self.unknown_types:
-            found.append(f"no tensor type {', '.join(self.unknown_types)}")
-        if self.refuses_merged:
-            found.append("no merged up and gate experts for this architecture (quantkit split-up-gate)")
-        if self.refuses_extra_output:
-            found.append(f"no {EXTRA_OUTPUT} for this architecture")
-        if self.long_names:
-            first = shorten(printable(self.long_names[0]), 40)
-            found.append(f"{len(self.long_names)} tensor names are longer than {_MAX_TENSOR_NAME} bytes ({first})")
-        return tuple(found)
+    long_names: tuple[str, ...] = ()
+    #: Types without CUDA kernels.
+    cpu_types: tuple[str, ...] = ()
 
     @property
     def loads(self) -> bool:
-        return not self.problems
+        """Whether the runtime loads the file; False if that was not checked."""
+        return not self.problems and not self.not_checked
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the findings for programs."""
+        """Return the verdict for programs: ``loads`` is null where it was not checked."""
         return {
-            "loads": self.loads,
+            "loads": None if self.not_checked and not self.problems else self.loads,
             "problems": list(self.problems),
+            "not_checked": self.not_checked or None,
             "unknown_types": list(self.unknown_types),
             "long_names": list(self.long_names),
             "cpu_types": list(self.cpu_types),
@@ -106,39 +81,95 @@ class Runtime:
     def __str__(self) -> str:
         if self.problems:
             return f"does not load: {'; '.join(self.problems)}"
+        if self.not_checked:
+            return f"not checked: {self.not_checked}"
         if self.cpu_types:
-            stay = "stays" if len(self.cpu_types) == 1 else "stay"
-            return f"loads; on CUDA, {', '.join(self.cpu_types)} {stay} on the CPU"
+            verb = "stays" if len(self.cpu_types) == 1 else "stay"
+            return f"loads; on CUDA, {', '.join(self.cpu_types)} {verb} on the CPU"
         return "loads, on CPU and CUDA"
 
 
-def runtimes(architecture: str, tensors: Iterable[tuple[str, TensorType]]) -> tuple[Runtime, Runtime]:
-    """Return what llama.cpp and ik_llama.cpp do with tensors, (name, type), of an architecture."""
-    tensors = tuple(tensors)
-    merged = any("ffn_gate_up_exps" in name for name, _ in tensors)
-    second_output = any(name == EXTRA_OUTPUT for name, _ in tensors)
-    long_names = tuple(name for name, _ in tensors if len(name.encode()) > _MAX_TENSOR_NAME)
-    types = {t.name: t for _, t in tensors}
-    found = []
-    known = (("mainline", _BOTH | _MAINLINE), ("ik", _BOTH | _IK))
-    for (tree, architectures), (name, merges) in zip(known, load_merged(architecture).items(), strict=True):
-        knows = architecture in architectures
-        unknown = sorted(t.name for t in types.values() if t.trees not in (tree, "both"))
-        on_cpu = sorted(t.name for t in types.values() if t.name not in unknown and not _on_cuda(t, tree))
-        found.append(
-            Runtime(
-                name=name.split()[0],
-                unknown_architecture="" if knows else architecture,
-                unknown_types=tuple(unknown),
-                long_names=long_names,
-                refuses_merged=merged and knows and not merges,
-                refuses_extra_output=second_output
-                and knows
-                and not (tree == "ik" and architecture in _EXTRA_OUTPUT_IK),
-                cpu_types=tuple(on_cpu),
-            )
-        )
-    return found[0], found[1]
+def runtimes(fields: Mapping[str, Field], tensors: Iterable[Entry], *, displaced: str = "") -> tuple[Runtime, Runtime]:
+    """Return the verdicts of llama.cpp and ik_llama.cpp on a file with this header.
+
+    Args:
+        fields: all its metadata, or general.architecture alone, when only architecture and types are looked at.
+        tensors: name, type and shape of each tensor.
+        displaced: a tensor whose data does not follow that of the tensor before, which llama.cpp refuses.
+    """
+    entries = tuple(tensors)
+    mainline, ik = (_runtime(name, fields, entries) for name in TREES)
+    if displaced:
+        problem = f"the data of {shorten(printable(displaced), 40)} does not follow the tensor before"
+        mainline = replace(mainline, problems=(*mainline.problems, problem))
+    return mainline, ik
+
+
+def is_known(architecture: str) -> bool:
+    """Return whether any runtime has an architecture."""
+    return architecture == "clip" or any(architecture in architectures(name) for name in TREES)
+
+
+def check_complete(fields: Mapping[str, Field], tensors: Iterable[Entry], subject: str, *, extra: bool = True) -> None:
+    """Raise FormatError if no runtime that knows the architecture finds in a header all that it needs.
+
+    ``subject`` names the file and, if it is known, the cause. ``extra``: refuse tensors that no runtime knows, too.
+    """
+    arch = _text(fields, "general.architecture")
+    checked = [r for r in runtimes(fields, tensors) if not r.not_checked and arch in architectures(r.name)]
+    gaps = {r.name: [gap for gap in r.gaps if extra or gap.kind is not ProblemKind.UNKNOWN] for r in checked}
+    if not gaps or not all(gaps.values()):
+        return
+    name = next(iter(gaps))
+    reasons = "; ".join(describe(gaps[name]))
+    raise FormatError(
+        f"{subject}: incomplete; {name} does not load it: {reasons}; --allow-incomplete writes it anyway", "QK-E105"
+    )
+
+
+def _runtime(name: str, fields: Mapping[str, Field], entries: Sequence[Entry]) -> Runtime:
+    tree, arch = TREES[name], _text(fields, "general.architecture")
+    types = {t.name: t for _, t, _ in entries}
+    unknown = tuple(sorted(t.name for t in types.values() if t.trees not in (tree, "both")))
+    on_cpu = tuple(sorted(t.name for t in types.values() if t.name not in unknown and not _on_cuda(t, tree)))
+    long_names = tuple(tensor for tensor, _, _ in entries if len(tensor.encode()) > _MAX_TENSOR_NAME)
+    problems = [f"no tensor type {', '.join(unknown)}"] if unknown else []
+    part = _PARTS.get(_text(fields, "general.type")) or _PARTS.get(arch)
+    gaps: tuple[Problem, ...] = ()
+    not_checked = part or ""
+    if not part and arch not in architectures(name):
+        problems.insert(0, f"no architecture {printable(arch)}")
+    elif not part:
+        shapes = {tensor: shape for tensor, _, shape in entries}
+        verdict = None if len(fields) <= 1 else load(name, fields, shapes)
+        if verdict is None:
+            not_checked = f"only architecture and types of {printable(arch)} are known here"
+        gaps = verdict or ()
+        problems += _words(gaps)
+    if deep := next((tensor for tensor, _, shape in entries if len(shape) > GGML_DIMS), ""):
+        problems.append(f"{shorten(printable(deep), 40)} has more than {GGML_DIMS} dimensions")
+    if long_names:
+        first = shorten(printable(long_names[0]), 40)
+        problems.append(f"{len(long_names)} tensor names are longer than {_MAX_TENSOR_NAME} bytes ({first})")
+    return Runtime(name, tuple(problems), not_checked, gaps, unknown, long_names, on_cpu)
+
+
+def _words(gaps: Sequence[Problem]) -> list[str]:
+    """Return problems in words; those that a command fixes with its name."""
+    unknown = {gap.subject for gap in gaps if gap.kind is ProblemKind.UNKNOWN}
+    words = []
+    if any(MERGED in name for name in unknown):
+        words.append("no merged up and gate experts for this architecture (quantkit split-up-gate)")
+        gaps = [gap for gap in gaps if not any(kind in gap.subject for kind in (MERGED, GATE, UP))]
+    if EXTRA_OUTPUT in unknown:
+        words.append(f"no {EXTRA_OUTPUT} for this architecture")
+        gaps = [gap for gap in gaps if gap.subject != EXTRA_OUTPUT]
+    return [*words, *describe(gaps)]
+
+
+def _text(fields: Mapping[str, Field], key: str) -> str:
+    field = fields.get(key)
+    return field.value if field is not None and isinstance(field.value, str) else ""
 
 
 def _on_cuda(t: TensorType, tree: str) -> bool:

@@ -1,7 +1,7 @@
-"""What the pipeline reads: a model that is a GGUF file, or that is opened as one.
+"""The source of the pipeline: a GGUF file, or a model that is opened as one.
 
-``GGUFFile`` is a source, and so is a checkpoint (``quantkit.checkpoint``), whose tensors are made while they are read.
-Plans, jobs and runs know nothing but this.
+``GGUFFile`` is a source, and so is a checkpoint (``quantkit.checkpoint``), whose tensors are converted while they are
+read. Plans, jobs and runs use only this protocol.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ class Source(Protocol):
     def fingerprint(self) -> str:
         """Return a SHA-256 that tells this source from others, without reading all of it."""
 
-    def read(self, tensor: TensorInfo, into: U8, at: int, ahead: int = 0) -> None:
-        """Fill ``into`` from byte ``at`` of a tensor on; ``ahead`` bytes behind will be wanted next.
+    def read(self, tensor: TensorInfo, out: U8, offset: int, readahead: int = 0) -> None:
+        """Fill ``out`` from byte ``offset`` of a tensor; the next ``readahead`` bytes will be read soon.
 
         Raises FormatError if they are not there, OSError if they cannot be read.
         """

@@ -1,4 +1,4 @@
-"""Where an output grows: its files, each under a name of its own until all of them are whole.
+"""The files of an output while they grow, each under a temporary name until all are complete.
 
 Workers write ranges of them, in any order and at the same time; a run reserves, syncs, checks and publishes them.
 """
@@ -20,60 +20,60 @@ from quantkit.units import format_size
 
 
 class Target(Protocol):
-    """What workers write to. All methods may be called from any thread; files are counted by their shard's number."""
+    """An output as workers see it. All methods may be called from any thread; files are counted by shard number."""
 
     def write(self, shard: int, data: U8, offset: int) -> None:
         """Write bytes at ``offset``. Raises OSError."""
 
     def copy(self, shard: int, file: Path, begin: int, offset: int, nbytes: int) -> bool:
-        """Let the kernel copy bytes from ``begin`` of ``file`` to ``offset``; False if it cannot."""
+        """Copy bytes from ``begin`` of ``file`` to ``offset`` by the kernel; False if it cannot."""
 
     def sync(self, shards: Iterable[int]) -> None:
         """Return when everything written so far is on the disk. Raises OSError."""
 
 
-class Kept(Target, Protocol):
-    """A target as the ledger sees it."""
+class LedgerTarget(Target, Protocol):
+    """An output as the ledger sees it."""
 
     def file(self, shard: int) -> Path | None:
         """Return the file that grows, or None if what was written to it cannot be read again."""
 
-    def spares(self, shard: int, offset: int, nbytes: int) -> bool:
-        """Tell whether a job may be left out, because its bytes are where nothing can lose them."""
+    def can_skip(self, shard: int, offset: int, nbytes: int) -> bool:
+        """Return whether a job may be skipped, because its bytes are already safe."""
 
-    def done(self, shard: int, offset: int, nbytes: int) -> None:
-        """Take notice that these bytes are written, each once; may wait. Raises OSError."""
+    def commit(self, shard: int, offset: int, nbytes: int) -> None:
+        """Count these bytes as written, each once; may block. Raises OSError."""
 
 
-class Place(Kept, Protocol):
-    """A target as the run sees it that fills it."""
+class RunTarget(LedgerTarget, Protocol):
+    """An output as the run sees it."""
 
-    #: Whether ``crc`` can tell what was written.
+    #: Whether ``crc`` can read back the output.
     readable: bool
 
     def reserve(self, headers: Sequence[bytes]) -> None:
         """Make room for every file, with its header. Raises OSError, ResourceError."""
 
     def has(self, shard: int, offset: int, nbytes: int) -> bool:
-        """Tell whether bytes are where nothing can lose them."""
+        """Return whether bytes are already safe."""
 
     def crc(self, shard: int, offset: int, nbytes: int) -> int:
-        """Return the CRC-32 of bytes that were written, or -1 if they are not there."""
+        """Return the CRC-32 of bytes that were written, or -1 if they are missing."""
 
     def is_whole(self) -> bool:
-        """Return whether everything of a sealed run is there, under either name."""
+        """Return whether everything of a sealed run exists, under either name."""
 
     def finish(self) -> None:
         """Return when everything is where nothing can lose it. Raises OSError."""
 
     def publish(self) -> None:
-        """Give the finished files their names; those that have them already are left alone."""
+        """Give the finished files their names; those that have them are left alone."""
 
     def discard(self) -> None:
         """Remove what was written."""
 
     def close(self) -> None:
-        """Let go of it, whatever became of the run."""
+        """Release the files, whether the run succeeded or not."""
 
 
 class Files:
@@ -98,7 +98,9 @@ class Files:
         have = sum(_allocated(part) for _, part in self._files)
         free, need = shutil.disk_usage(self.folder).free, sum(self._sizes) - have
         if need > free:
-            raise ResourceError(f"{self.folder}: {format_size(need)} are needed and {format_size(free)} are free")
+            raise ResourceError(
+                f"{self.folder}: {format_size(need)} are needed and {format_size(free)} are free", "QK-E406"
+            )
         for (_, part), nbytes, header in zip(self._files, self._sizes, headers, strict=True):
             reserve(part, nbytes)
             write_range(part, np.frombuffer(header, np.uint8), 0)
@@ -122,10 +124,10 @@ class Files:
     def has(self, shard: int, offset: int, nbytes: int) -> bool:
         return False  # the journal knows
 
-    def spares(self, shard: int, offset: int, nbytes: int) -> bool:
+    def can_skip(self, shard: int, offset: int, nbytes: int) -> bool:
         return False
 
-    def done(self, shard: int, offset: int, nbytes: int) -> None:
+    def commit(self, shard: int, offset: int, nbytes: int) -> None:
         pass
 
     def close(self) -> None:
@@ -136,9 +138,9 @@ class Files:
         return crc32_range(self._files[shard][1], offset, nbytes)
 
     def is_whole(self) -> bool:
-        """Return whether every file is there, under either name, with its full length."""
-        found = [next((p for p in (part, path) if p.exists()), None) for path, part in self._files]
-        return [0 if path is None else path.stat().st_size for path in found] == self._sizes
+        """Return whether every file exists, under either name, with its full length."""
+        paths = [next((p for p in (part, path) if p.exists()), None) for path, part in self._files]
+        return [0 if path is None else path.stat().st_size for path in paths] == self._sizes
 
     def publish(self) -> None:
         """Give the finished files their names; what an earlier attempt renamed already is left alone."""
@@ -146,7 +148,7 @@ class Files:
             if part.exists():
                 part.replace(path)
             elif not path.exists():
-                raise ResourceError(f"{part} has vanished; run again with --overwrite")
+                raise ResourceError(f"{part} has vanished; run again with --overwrite", "QK-E401")
         sync(self.folder)
 
     def discard(self) -> None:

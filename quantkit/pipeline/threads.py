@@ -6,20 +6,20 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
-from quantkit.formats.remote.retry import given_up
-from quantkit.kernels.first_run import compile_together
-from quantkit.pipeline.feedback import Metrics
+from quantkit.formats.remote.retry import cancelled
+from quantkit.kernels.first_run import compile_in_order
+from quantkit.pipeline.feedback import CpuMetricPool
 from quantkit.pipeline.jobs import Job
 from quantkit.pipeline.ledger import NodeShare, Work
-from quantkit.pipeline.warm import kernel_calls
-from quantkit.pipeline.work import Worker, metrics_for
+from quantkit.pipeline.warmup import kernel_calls
+from quantkit.pipeline.worker import Worker, metrics_for
 
 
 class Threads:
     """``count`` threads, each a worker."""
 
     def __init__(self, count: int) -> None:
-        #: Workers that share memory, and those of them that compute here.
+        #: Workers that share memory, and those that compute on this CPU.
         self.count = self.cpus = count
         self.nodes: tuple[NodeShare, ...] = ()
 
@@ -28,26 +28,28 @@ class Threads:
 
         On return all threads have ended, and failures are in the ledger.
         """
-        compile_together(kernel_calls(ledger.to_encode(), measure))
+        compile_in_order(kernel_calls(ledger.to_encode(), measure))
         jobs, lock = ledger.jobs(), threading.Lock()
         metrics = metrics_for(ledger.plan.tensors, ledger.max_ram, self.count)
-        take = partial(_taken, jobs, lock)
-        run_together(ledger, [partial(work, ledger, take, metrics, measure, 2 * self.count)] * self.count)
+        take = partial(_next_job, jobs, lock)
+        run_parallel(ledger, [partial(run_jobs, ledger, take, metrics, measure, 2 * self.count)] * self.count)
 
 
-def _taken(jobs: Iterator[Job], lock: threading.Lock) -> Job | None:
+def _next_job(jobs: Iterator[Job], lock: threading.Lock) -> Job | None:
     with lock:
         return next(jobs, None)
 
 
-def work(ledger: Work, take: Callable[[], Job | None], metrics: Metrics, measure: bool, ahead: int) -> None:
+def run_jobs(
+    ledger: Work, take: Callable[[], Job | None], metrics: CpuMetricPool, measure: bool, readahead: int
+) -> None:
     """Run jobs until ``take`` has none left."""
-    worker = Worker(ledger.plan.source, ledger.target, metrics, measure=measure, ahead=ahead)
+    worker = Worker(ledger.plan.source, ledger.target, metrics, measure=measure, readahead=readahead)
     while not ledger.stop.is_set() and (job := take()) is not None:
-        ledger.done(job, worker.run(job, ledger.plan.tensors[job.tensor]))
+        ledger.finish(job, worker.run(job, ledger.plan.tensors[job.tensor]))
 
 
-def run_together(ledger: Work, tasks: Sequence[Callable[[], None]]) -> None:
+def run_parallel(ledger: Work, tasks: Sequence[Callable[[], None]]) -> None:
     """Run each task on a thread of its own; on return all have ended, and failures are in the ledger."""
 
     def run(task: Callable[[], None]) -> None:
@@ -65,7 +67,7 @@ def run_together(ledger: Work, tasks: Sequence[Callable[[], None]]) -> None:
                 thread.join(0.2)
     except BaseException:
         ledger.stop.set()
-        given_up.set()  # threads that wait for a store need not
+        cancelled.set()  # threads that wait for a store stop
         raise
     finally:
         for thread in threads:

@@ -6,9 +6,9 @@ quantize         the plan carried out
 
 from __future__ import annotations
 
-from quantkit.quantize.options import QuantizeOptions, check_options, size_of, title_of
-from quantkit.quantize.plan import plan_from, plan_quantize
-from quantkit.quantize.run import QuantizeResult, quantize, run_quantize
+from quantkit.options.quantize import QuantizeOptions
+from quantkit.quantize.options import check_options, size_of, title_of
+from quantkit.quantize.plan import QuantizeResult, plan_from, plan_quantize, quantize, run_quantize
 
 __all__ = [
     "QuantizeOptions",

@@ -6,22 +6,22 @@ from collections.abc import Sequence
 
 from quantkit.errors import RecipeError
 from quantkit.formats.experts import MERGED
+from quantkit.options.quantize import QuantizeOptions
 from quantkit.pipeline.choose import (
     CLASS_OPTIONS,
-    OWN_OPTIONS,
-    TORN,
+    MERGE_LINTS,
+    TENSOR_OPTIONS,
     Choice,
     ModelFacts,
     Request,
     choose_types,
     lint_request,
 )
-from quantkit.pipeline.plan import Chosen
+from quantkit.pipeline.plan import OutputTensor
 from quantkit.pipeline.recipe import Rule, parse_custom_q, parse_tensor_type, read_recipe, read_tensor_type_file
 from quantkit.pipeline.repack import Repack
-from quantkit.quantize.draft import Draft
-from quantkit.quantize.options import QuantizeOptions, type_of_option
-from quantkit.quantize.taken import in_order, taken_up
+from quantkit.quantize.draft import Draft, ordered_tensors, regroup_tensors
+from quantkit.quantize.options import type_of_option
 from quantkit.types import TensorType
 
 
@@ -29,7 +29,7 @@ def request_of(draft: Draft) -> Request:
     options = draft.options
     types = {
         name: type_of_option(name, value)
-        for name in (*OWN_OPTIONS, *CLASS_OPTIONS)
+        for name in (*TENSOR_OPTIONS, *CLASS_OPTIONS)
         if (value := getattr(options, name)) is not None and (name != "extra_output_tensor" or draft.adds_output)
     }
     return Request(
@@ -61,36 +61,36 @@ def _rules(options: QuantizeOptions) -> list[Rule]:
     return rules
 
 
-def choose(draft: Draft, request: Request) -> tuple[list[Chosen], list[Choice]]:
+def choose(draft: Draft, request: Request) -> tuple[list[OutputTensor], list[Choice]]:
     """Choose the types; layers whose halves differ and keep their types cannot be merged, and are left alone."""
-    left: dict[str, str] = {}
+    unmerged: dict[str, str] = {}
     while True:
-        tensors = in_order(draft)
+        tensors = ordered_tensors(draft)
         mixed = {t.name: types for t in tensors if len(types := _types(t)) > 1}
         facts = ModelFacts.from_metadata(draft.key, tensors, ik=request.ik)
         choices = choose_types(facts, tensors, request, mixed)
         undecided = {t.parts[0].source.name for t, c in zip(tensors, choices, strict=True) if c.undecided}
         if not undecided:
             return tensors, choices
-        for layer in draft.taken.changed:
+        for layer in draft.regrouped.changed:
             if undecided.intersection(layer.tensors):
-                gate, up = (part.source.type for part in layer.made[0].parts)
-                left[layer.prefix] = (
+                gate, up = (part.source.type for part in layer.outputs[0].parts)
+                unmerged[layer.prefix] = (
                     f"gate is {gate}, up is {up}, and {draft.preset} keeps both; a rule for {MERGED} can change that"
                 )
-        draft.taken = taken_up(draft, left)
+        draft.regrouped = regroup_tensors(draft, unmerged)
 
 
-def _types(tensor: Chosen) -> tuple[TensorType, ...]:
+def _types(tensor: OutputTensor) -> tuple[TensorType, ...]:
     """Return the types of what a tensor is made of, each once."""
     return tuple(dict.fromkeys(part.source.type for part in tensor.parts))
 
 
-def lint(draft: Draft, request: Request, tensors: Sequence[Chosen], choices: Sequence[Choice]) -> None:
+def lint(draft: Draft, request: Request, tensors: Sequence[OutputTensor], choices: Sequence[Choice]) -> None:
     """Note what was regrouped and what looks wrong; refuse to merge what the user gives two types."""
     verb = "merge" if draft.options.merge_up_gate else "split"
-    draft.notes += draft.taken.report(verb)
+    draft.notes += draft.regrouped.report(verb)
     for lint in lint_request(request, tensors, choices):
-        if draft.options.merge_up_gate and lint.code in TORN:
-            raise RecipeError(f"--merge-up-gate: {lint.message}, or omit --merge-up-gate")
+        if draft.options.merge_up_gate and lint.code in MERGE_LINTS:
+            raise RecipeError(f"--merge-up-gate: {lint.message}, or omit --merge-up-gate", "QK-E211")
         draft.notes.append(str(lint))

@@ -3,46 +3,76 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import fields
+from pathlib import Path
 
 from quantkit.errors import FormatError, TypeNotSupported
 from quantkit.formats.gguf import Field
+from quantkit.names import printable, shorten
+from quantkit.options.quantize import QuantizeOptions
+from quantkit.pipeline import provenance
 from quantkit.pipeline.choose import Request, iteration_order
 from quantkit.pipeline.facts import EXTRA_OUTPUT
 from quantkit.pipeline.metadata import (
     Metadata,
     imatrix_fields,
+    override_file,
     prune_metadata,
-    set_calibration,
-    set_feedback,
-    set_provenance,
     set_quantization,
 )
+from quantkit.pipeline.plan import OutputTensor
 from quantkit.pipeline.presets import FTYPE_UNKNOWN, preset_by_name, repacked_ftype
 from quantkit.pipeline.regroup import prune_record
 from quantkit.quantize.draft import Draft
-from quantkit.quantize.options import QuantizeOptions
 from quantkit.version import __version__
 
+#: Most characters of a value in a recipe: the file has the whole one under its own key.
+_WIDTH = 100
+#: Options that recipes do not list: what is recorded under keys of its own, and rules, which follow.
+_SEPARATE_OPTIONS = (
+    "imatrix",
+    "feedback",
+    "like",
+    "ready_rules",
+    "recipe",
+    "tensor_type",
+    "tensor_type_file",
+    "custom_q",
+)
 
-def metadata_of(draft: Draft, request: Request) -> Metadata:
+
+def metadata_of(draft: Draft, request: Request, tensors: Sequence[OutputTensor]) -> Metadata:
     """Edit the source's metadata in llama-quantize's order of events."""
     source, options = draft.source, draft.options
-    metadata = Metadata(draft.taken.metadata.fields(), ik=draft.as_ik)
+    metadata = Metadata(draft.regrouped.metadata.fields(), ik=draft.as_ik)
     ftype = _copied_ftype(draft) if request.copy else draft.preset.ftype
-    more: list[Field] = []
+    extra: list[Field] = []
     if draft.imatrix is not None and draft.importance is not None and (n := draft.importance.n_entries):
-        more = imatrix_fields(draft.imatrix, str(draft.imatrix.path), n, hide=options.hide_imatrix, ik=draft.as_ik)
-    set_quantization(metadata, ftype, draft.overrides.values(), more)
+        extra = imatrix_fields(
+            draft.imatrix, n, hide=options.hide_imatrix, ik=draft.as_ik, folders=options.no_provenance
+        )
+    set_quantization(metadata, ftype, draft.overrides.values(), extra)
     if options.prune_layers:
         draft.notes += prune_metadata(metadata, str(source.get("general.architecture")), options.prune_layers)
         prune_record(metadata, options.prune_layers)
-    if not options.no_provenance:
-        set_calibration(metadata, None if options.hide_imatrix else draft.imatrix)
-        set_provenance(metadata, _provenance(draft, request))
-        set_feedback(metadata, () if draft.feedback is None else draft.feedback.fields())
+    if options.no_provenance:
+        provenance.drop(metadata)
+    elif draft.feedback is None and not any(tensor.encoder for tensor in tensors):
+        provenance.record_copy(metadata, _facts(draft, request))
+    else:
+        _record_quantization(metadata, draft, request)
     return metadata
+
+
+def _record_quantization(metadata: Metadata, draft: Draft, request: Request) -> None:
+    imatrix = None if draft.options.hide_imatrix else draft.imatrix
+    facts = _facts(draft, request)
+    if imatrix is not None:
+        facts["imatrix.sha256"] = imatrix.sha256
+    feedback = () if draft.feedback is None else draft.feedback.fields()
+    provenance.record_quantization(metadata, facts, imatrix, feedback)
 
 
 def _copied_ftype(draft: Draft) -> int:
@@ -55,16 +85,17 @@ def _copied_ftype(draft: Draft) -> int:
 
 def _source_ftype(draft: Draft) -> int:
     """Return the file type of a source; of one that does not say, llama.cpp's guess: the type of most tensors."""
-    source, tensors = draft.source, {tensor.name: tensor for tensor in draft.taken.tensors}
+    source, tensors = draft.source, {tensor.name: tensor for tensor in draft.regrouped.tensors}
     if draft.adds_output:
         del tensors[EXTRA_OUTPUT]
-    said = source.get("general.file_type")
-    if said is not None:
-        if not isinstance(said, int):
+    stated = source.get("general.file_type")
+    if stated is not None:
+        if not isinstance(stated, int):
             raise FormatError(
-                f"{source.paths[0]}: general.file_type is {said!r}, not a number; correct it, or do not COPY"
+                f"{source.paths[0]}: general.file_type is {stated!r}, not a number; correct it, or do not COPY",
+                "QK-E123",
             )
-        return said
+        return stated
     types = Counter(tensors[name].type.name for name in (tensors if draft.as_ik else iteration_order(tensors)))
     ftype = 0
     with suppress(TypeNotSupported):
@@ -72,40 +103,42 @@ def _source_ftype(draft: Draft) -> int:
     return ftype | FTYPE_UNKNOWN
 
 
-def _provenance(draft: Draft, request: Request) -> dict[str, str]:
-    """Return what a reader of the file should know about its making."""
-    options = draft.options
-    apart = (
-        "imatrix",
-        "feedback",
-        "like",
-        "ready_rules",
-        "recipe",
-        "tensor_type",
-        "tensor_type_file",
-        "custom_q",
-        "no_provenance",
-    )
-    default = QuantizeOptions()
-    given = [
-        f"--{f.name.replace('_', '-')} {_shown(getattr(options, f.name))}".strip()
-        for f in fields(QuantizeOptions)
-        if f.name not in apart and getattr(options, f.name) != getattr(default, f.name)
-    ]
-    first = draft.preset.name if options.like is None else f"--like {options.like.name}"
-    lines = [first, *given, *(f"{rule.pattern} = {rule.type}" for rule in request.rules)]
-    facts = {
+def _facts(draft: Draft, request: Request) -> dict[str, str]:
+    """Return the provenance: version, recipe and source."""
+    return {
         "version": __version__,
-        "recipe": "\n".join(lines),
+        "recipe": "\n".join(_recipe(draft, request)),
         "source.name": draft.source.paths[0].name,
         "source.fingerprint": draft.fingerprint,
     }
-    if draft.imatrix is not None and not options.hide_imatrix:
-        facts["imatrix.sha256"] = draft.imatrix.sha256
-    return facts
 
 
-def _shown(value: object) -> str:
+def _recipe(draft: Draft, request: Request) -> Iterator[str]:
+    """Yield what decides the bytes, a line each: TYPE, options, rules. Files are named without their folders."""
+    options, default = draft.options, QuantizeOptions()
+    yield draft.preset.name if options.like is None else f"--like {options.like.name}"
+    for f in fields(QuantizeOptions):
+        value = getattr(options, f.name)
+        if f.name not in (*_SEPARATE_OPTIONS, "no_provenance") and value != getattr(default, f.name):
+            for text in _texts(f.name, value):
+                yield f"--{f.name.replace('_', '-')} {text}".strip()
+    for rule in request.rules:
+        yield f"{rule.pattern} = {rule.type}"
+
+
+def _texts(name: str, value: object) -> list[str]:
+    """Return the values that an option is given with, one for each time."""
     if value is True:
-        return ""
-    return ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
+        return [""]
+    if name == "override_kv" and isinstance(value, tuple):
+        return [_override(text) for text in value]
+    if isinstance(value, tuple) and isinstance(value[0], int):
+        return [",".join(map(str, value))]
+    values = value if isinstance(value, tuple) else (value,)
+    return [v.name if isinstance(v, Path) else str(v) for v in values]
+
+
+def _override(text: str) -> str:
+    path = override_file(text)
+    shown_text = text if path is None else f"{text.partition('@')[0]}@{path.name}"
+    return shorten(printable(shown_text), _WIDTH)

@@ -1,47 +1,67 @@
-"""Everything about a quantization, decided before its first byte."""
+"""The plan of a quantization, made before its first byte is written."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Unpack
 
+from quantkit.arguments import checked
+from quantkit.cpus import available_cpus
 from quantkit.formats.gguf import open_model
 from quantkit.formats.remote import located
 from quantkit.kernels.formats import SYMMETRIC
-from quantkit.pipeline.choose import Request
-from quantkit.pipeline.like import read_like
-from quantkit.pipeline.plan import Chosen, Plan, plan_output
+from quantkit.options.quantize import QuantizeOptions
+from quantkit.pipeline.choose import Choice, Request
+from quantkit.pipeline.metadata import override_file
+from quantkit.pipeline.plan import OutputTensor, Plan, plan_output
+from quantkit.pipeline.reference_types import read_reference_types
 from quantkit.pipeline.repack import bf16_r16_notes
 from quantkit.pipeline.requantize import requantize_notes
+from quantkit.pipeline.run import DEFAULT_MAX_RAM, RunOptions, RunResult, run_plan
+from quantkit.pipeline.runtimes import check_complete, is_known
 from quantkit.pipeline.source import Source
 from quantkit.quantize.choices import choose, lint, request_of
-from quantkit.quantize.draft import Draft, check_source
+from quantkit.quantize.draft import Draft, check_source, regroup_tensors, shards_of
 from quantkit.quantize.inputs import (
+    exclude_plain_from_balancing,
     feedback_of,
+    is_unusual_encoder,
     load_importance,
-    other_encoder,
-    spares_plain,
     with_feedback,
     with_importance,
 )
 from quantkit.quantize.metadata import metadata_of
-from quantkit.quantize.options import QuantizeOptions, check_options, output_path, preset_of, size_of
-from quantkit.quantize.taken import shards_of, taken_up
+from quantkit.quantize.options import check_options, output_path, preset_of, size_of
+from quantkit.types import TensorType
 from quantkit.version import __version__
 
+#: TYPEs that change no weight, so that an incomplete model stays as it is.
+_AS_IT_IS = frozenset({"COPY", "REPACK", "UNREPACK"})
 
+
+def is_whole_model(source: Source) -> bool:
+    """Return whether a file is a whole model, which runtimes load: it has a vocabulary."""
+    return source.get("tokenizer.ggml.model") is not None and source.get("general.type", "model") == "model"
+
+
+@checked
 def plan_quantize(
     source: str | Path,
     output: str | Path | None,
-    type: str,  # noqa: A002 - the word of the command line
+    type: str | TensorType,  # noqa: A002 - the word of the command line
     options: QuantizeOptions | None = None,
 ) -> Plan:
     """Decide everything about a quantization and write nothing; arguments and errors as for ``quantize``."""
+    type = str(type)  # noqa: A001
     options = options or QuantizeOptions()
     check_options(type, options)
     with open_model(source) as opened:
-        return plan_from(opened, output_path(source, output, type, options), type, options)
+        plan = plan_from(opened, output_path(source, output, type, options), type, options)
+    if not options.allow_incomplete and type not in _AS_IT_IS and is_whole_model(opened):
+        check_complete({f.key: f for f in plan.fields}, plan.entries, str(source), extra=False)
+    return plan
 
 
 def plan_from(
@@ -60,55 +80,136 @@ def plan_from(
     repack = options.repack or options.unrepack
     if repack and type not in ("REPACK", "UNREPACK"):
         preset_of(type, options)  # a typing error, which would only be the name of the output
-    like = None if options.like is None else read_like(options.like)
+    like = None if options.like is None else read_reference_types(options.like)
     draft = Draft(source, like.preset if like else preset_of("COPY" if repack else type, options), options, like=like)
     check_source(draft)
     if like is not None:
         like.check(str(draft.key("general.architecture")))
     draft.feedback, draft.executor, draft.source = feedback_of(source, options)
-    draft.taken = taken_up(draft)
+    draft.regrouped = regroup_tensors(draft)
     load_importance(draft)
     draft.like = None if like is None else like.pruned(draft.renamed)
     request = request_of(draft)
     tensors, choices = choose(draft, request)
-    while spares_plain(draft, source, tensors, choices):
-        draft.taken = taken_up(draft)
+    while exclude_plain_from_balancing(draft, source, tensors, choices):
+        draft.regrouped = regroup_tensors(draft)
         tensors, choices = choose(draft, request)
     lint(draft, request, tensors, choices)
     if draft.like is not None:
         draft.notes += draft.like.notes([tensor.name for tensor in tensors])
-    chosen = with_feedback(draft, with_importance(draft, request, tensors, choices))
-    draft.notes += _notes(draft, request, chosen)
-    given = (options.imatrix, options.feedback, options.like, *options.calibrate)
-    files = (*options.recipe, *options.tensor_type_file, *given, *reads)
-    seen = draft.feedback.known.identity if draft.feedback else ""
+    outputs = with_feedback(draft, with_importance(draft, request, tensors, choices))
+    draft.notes += _notes(draft, request, choices, outputs)
+    texts = [path for path in map(override_file, options.override_kv) if path is not None]
+    # Those that are read on while the run lasts as they were opened.
+    imatrix = options.imatrix if draft.imatrix is None else draft.imatrix.path
+    feedback = draft.feedback.provider.path if draft.feedback else None
+    input_files = (imatrix, feedback, options.like, *options.calibrate, *texts)
+    files = (*options.recipe, *options.tensor_type_file, *input_files, *reads)
+    provider_id = draft.feedback.provider.identity if draft.feedback else ""
+    imatrix_digest = draft.imatrix.sha256 if draft.imatrix else None
     plan = plan_output(
         draft.source,
         output,
-        metadata_of(draft, request).fields(),
-        chosen,
-        title="REPACK" if options.repack else "UNREPACK" if options.unrepack else draft.preset.name,
-        rules="" if request.repack else "ik" if request.ik else "mainline",
+        metadata_of(draft, request, outputs).fields(),
+        outputs,
+        title=_title(draft),
+        rules=_rules(request),
         notes=draft.notes,
         shard_of=shards_of(draft),
         split_max_size=None if options.split_max_size is None else size_of(options.split_max_size),
         reads=[located(p) for p in files if p is not None],
-        identity=f"{__version__} {draft.fingerprint} {draft.imatrix.sha256 if draft.imatrix else None}{seen}{identity}",
+        all_dims=not _is_known(str(draft.key("general.architecture"))),
+        identity=f"{__version__} {draft.fingerprint} {imatrix_digest}{provider_id}{identity}",
     )
     if draft.feedback is None:
         return plan
-    plan = replace(plan, without_feedback=tuple(draft.feedback.without.items()))
+    plan = replace(
+        plan,
+        without_feedback=tuple(draft.feedback.without.items()),
+        feedback_notes=tuple(draft.feedback.notes()),
+    )
     return plan if draft.executor is None else replace(plan, executor=draft.executor)
 
 
-def _notes(draft: Draft, request: Request, chosen: Sequence[Chosen]) -> list[str]:
-    """Return what is to be known about types as they are chosen, and options that change nothing."""
-    options, changed = draft.options, [(part.source.type, c.type) for c in chosen for part in c.parts]
-    notes = [*requantize_notes(draft.source, chosen)]
-    notes += request.repack.notes(changed, [c.reason for c in chosen]) if request.repack else []
+def _title(draft: Draft) -> str:
+    if draft.options.repack:
+        return "REPACK"
+    return "UNREPACK" if draft.options.unrepack else draft.preset.name
+
+
+def _rules(request: Request) -> str:
+    """Return the tree whose rules chose the types; "" if none did."""
+    if request.repack:
+        return ""
+    return "ik" if request.ik else "mainline"
+
+
+def _is_known(architecture: str) -> bool:
+    """Return whether a runtime has the architecture; files of others, such as image models, keep all dimensions."""
+    return is_known(architecture)
+
+
+def _notes(draft: Draft, request: Request, choices: Sequence[Choice], outputs: Sequence[OutputTensor]) -> list[str]:
+    """Return notes about the chosen types, and about options without effect."""
+    options, changed = draft.options, [(part.source.type, c.type) for c in outputs for part in c.parts]
+    notes = [*requantize_notes(draft.source, outputs)]
+    notes += request.repack.notes(changed, (c.reason for c in choices)) if request.repack else []
     notes += bf16_r16_notes(changed)
-    if options.encoder is not None and not any(other_encoder(c.type, c.encoder) for c in chosen):
+    if options.encoder is not None and not any(is_unusual_encoder(c.type, c.encoder) for c in outputs):
         notes.append(f"--encoder {options.encoder} changes nothing: types are encoded like that without it")
-    if options.symmetric_q40 and not any(c.encoder == SYMMETRIC for c in chosen):
+    if options.symmetric_q40 and not any(c.encoder == SYMMETRIC for c in outputs):
         notes.append("--symmetric-q40 changes nothing: no tensor is encoded as Q4_0")
     return notes
+
+
+# ---------------------------------------------------------------- the run
+
+
+@dataclass(frozen=True)
+class QuantizeResult:
+    """The plan of an output and the result of its run."""
+
+    plan: Plan
+    run: RunResult
+    threads: int
+
+    @property
+    def paths(self) -> tuple[Path, ...]:
+        return tuple(shard.path for shard in self.plan.shards)
+
+
+@checked
+def quantize(
+    source: str | Path,
+    output: str | Path | None,
+    type: str | TensorType,  # noqa: A002 - the word of the command line
+    options: QuantizeOptions | None = None,
+    *,
+    max_ram: int | str = DEFAULT_MAX_RAM,
+    **run: Unpack[RunOptions],
+) -> QuantizeResult:
+    """Quantize ``source`` to ``output``.
+
+    Args:
+        source: a GGUF file, or any shard of a split model.
+        output: the file to write; None for ggml-model-TYPE.gguf beside the source, as llama-quantize.
+        type: a preset, its number, or a tensor type, in any case; with ``options.repack`` or ``unrepack`` only a name
+            for the output, also "REPACK" or "UNREPACK"; with ``options.like`` "LIKE".
+        options: everything else that decides what is written.
+        max_ram: bytes (or "2G") that the workers' buffers may take together.
+        run: threads, resume, overwrite, measure_error, observer: see ``RunOptions``.
+
+    Raises:
+        QuantkitError: see quantkit.errors; then no output has its final name.
+    """
+    return run_quantize(plan_quantize(source, output, type, options), max_ram=max_ram, **run)
+
+
+@checked
+def run_quantize(plan: Plan, *, max_ram: int | str = DEFAULT_MAX_RAM, **run: Unpack[RunOptions]) -> QuantizeResult:
+    """Carry out a plan of ``plan_quantize``; arguments and errors as for ``quantize``."""
+    requested = run.get("threads") or 0
+    threads = requested if requested > 0 else available_cpus()
+    run["threads"] = threads if run.get("ray") is None else requested
+    result = run_plan(plan, max_ram=size_of(max_ram), **run)
+    return QuantizeResult(plan, result, sum(node.cpus for node in result.nodes) or threads)

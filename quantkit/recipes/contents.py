@@ -1,14 +1,13 @@
-"""What a recipe makes of a model, or what a file has: a type for every tensor, before anything is encoded."""
+"""Types of all tensors, from a recipe and the header of a model, or from the header of a file."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from quantkit.errors import RecipeError
-from quantkit.formats.gguf import GGUFFile, TensorInfo, open_gguf
+from quantkit.formats.gguf import Field, GGUFFile, TensorInfo, open_gguf
 from quantkit.pipeline.choose import ModelFacts, Request, choose_types, iteration_order
 from quantkit.pipeline.presets import preset_by_name
 from quantkit.pipeline.recipe import Rule
@@ -20,43 +19,48 @@ from quantkit.types import TensorType
 
 @dataclass(frozen=True)
 class Model:
-    """The header of a GGUF file, of all its shards."""
+    """The header of a GGUF file with all its shards."""
 
     path: Path
     architecture: str
     tensors: Mapping[str, TensorInfo]
     n_layer: int
-    #: Experts of a layer, and those a token uses; 0 without experts.
+    #: Experts of a layer, and those that a token uses; 0 without experts.
     experts: int
     experts_used: int
     file_bytes: int
+    fields: Mapping[str, Field]
 
     @property
     def tied(self) -> bool:
-        """True if the token embeddings are the output, too."""
+        """Whether the token embeddings are also the output matrix."""
         return "output.weight" not in self.tensors
 
 
 @dataclass(frozen=True)
-class Given:
-    """One tensor and the type it gets. ``by``: what decided. ``rows_refuse``: the type its rows do not allow."""
+class TypedTensor:
+    """A tensor with its type.
+
+    ``decided_by``, ``reason``: as in ``pipeline.choose.Choice``; ``refused_type``: a type whose blocks do not fit
+    its rows.
+    """
 
     name: str
     shape: tuple[int, ...]
     type: TensorType
     nbytes: int
-    by: str
+    decided_by: str
     reason: str
     rule: Rule | None = None
-    rows_refuse: TensorType | None = None
+    refused_type: TensorType | None = None
 
 
 @dataclass(frozen=True)
 class Contents:
-    """All tensors of a model with the types they get. ``exact``: the size is that of the file, to the byte."""
+    """All tensors of a model with their types. ``exact``: ``file_bytes`` is the exact size of the file."""
 
     model: Model
-    tensors: tuple[Given, ...]
+    tensors: tuple[TypedTensor, ...]
     file_bytes: int
     exact: bool
 
@@ -66,48 +70,54 @@ class Contents:
 
 
 def is_gguf(path: Path) -> bool:
-    """Tell whether a file begins as a GGUF does."""
+    """Return whether a file starts with GGUF's magic; pipes are not read."""
     try:
+        if not path.is_file() and path.exists():
+            return False
         with path.open("rb") as file:
             return file.read(4) == b"GGUF"
     except OSError as e:
-        raise RecipeError(f"{path}: {e.strerror or e}") from None
+        raise RecipeError(f"{path}: {e.strerror or e}", "QK-E405") from None
 
 
 def read_model(path: Path) -> Model:
-    """Read the header of a model; its data may be missing."""
+    """Return the header of a model, whose data may be missing. Raises RecipeError."""
     with open_gguf(path, header_only=True) as file:
         architecture = file.get("general.architecture")
         if not isinstance(architecture, str) or not file.tensors:
-            raise RecipeError(f"{path} is no model: it has no general.architecture, or no tensors")
-        number = _numbers(file, architecture)
-        nbytes = sum(shard.stat().st_size for shard in file.paths)
+            raise RecipeError(f"{path} is no model: it has no general.architecture, or no tensors", "QK-E123")
         return Model(
-            path, architecture, dict(file.tensors), number("block_count"), number("expert_count"),
-            number("expert_used_count"), nbytes,
-        )  # fmt: skip
+            path=path,
+            architecture=architecture,
+            tensors=dict(file.tensors),
+            n_layer=_read_count(file, f"{architecture}.block_count"),
+            experts=_read_count(file, f"{architecture}.expert_count"),
+            experts_used=_read_count(file, f"{architecture}.expert_used_count"),
+            file_bytes=sum(shard.stat().st_size for shard in file.paths),
+            fields=dict(file.fields),
+        )
 
 
-def _numbers(file: GGUFFile, architecture: str) -> Any:
-    def number(key: str) -> int:
-        value = file.get(f"{architecture}.{key}")
-        return value if isinstance(value, int) and value > 0 else 0
-
-    return number
+def _read_count(file: GGUFFile, key: str) -> int:
+    """Return a positive value of the metadata; 0 if it is missing or of another kind."""
+    value = file.get(key)
+    return value if isinstance(value, int) and value > 0 else 0
 
 
 def contents_of_file(model: Model) -> Contents:
-    """Return what a file has."""
-    tensors = tuple(Given(t.name, t.shape, t.type, t.nbytes, "file", "in the file") for t in model.tensors.values())
+    """Return the tensors of a file with their types."""
+    tensors = tuple(
+        TypedTensor(t.name, t.shape, t.type, t.nbytes, "file", "in the file") for t in model.tensors.values()
+    )
     return Contents(model, tensors, model.file_bytes, exact=True)
 
 
 def contents_of_rules(
     rules: Sequence[Rule], model: Model, title: str = "COPY", *, imatrix: Path | None = None
 ) -> Contents:
-    """Return what quantize makes of a model with these rules, and TYPE ``title`` where none matches.
+    """Return the types that ``quantize`` gives the tensors of a model by rules, and by TYPE ``title`` without a match.
 
-    Without the imatrix that some types need the size of the header is the source's.
+    Without the importance matrix that a type needs, the size is approximate, with the header of the source.
     """
     ik = any(rule.type.trees == "ik" for rule in rules)
     preset = preset_by_name(title)
@@ -121,38 +131,46 @@ def contents_of_rules(
     if request.ik:
         tensors = list(model.tensors.values())
     choices = choose_types(facts, tensors, request)
-    given = tuple(
-        Given(c.name, t.shape, c.type, c.type.tensor_bytes(t.shape), c.by, c.reason, c.rule, c.fallback_from)
+    tensors_with_types = tuple(
+        TypedTensor(
+            c.name, t.shape, c.type, c.type.tensor_bytes(t.shape), c.step, c.reason_text, c.rule, c.fallback_from
+        )
         for t, c in zip(tensors, choices, strict=True)
     )
     options = QuantizeOptions(
         ready_rules=tuple(rules), rules=tree, allow_requantize=True, ignore_imatrix_rules=True, imatrix=imatrix
     )  # fmt: skip
     try:
-        return Contents(model, given, plan_quantize(model.path, Path("out.gguf"), title, options).nbytes, exact=True)
+        return Contents(
+            model, tensors_with_types, plan_quantize(model.path, Path("out.gguf"), title, options).nbytes, exact=True
+        )
     except RecipeError:  # a type that needs an importance matrix
         header = model.file_bytes - sum(t.nbytes for t in model.tensors.values())
-        return Contents(model, given, max(0, header) + sum(t.nbytes for t in given), exact=False)
+        return Contents(
+            model, tensors_with_types, max(0, header) + sum(t.nbytes for t in tensors_with_types), exact=False
+        )
 
 
-def contents(path: Path, model: Model | None, title: str = "COPY", *, dialect: str | None = None) -> Contents:
-    """Return what a recipe makes of a model, or what a GGUF file has. RecipeError for a recipe without a model."""
+def read_contents(path: Path, model: Model | None, title: str = "COPY", *, dialect: str | None = None) -> Contents:
+    """Return the types of a recipe on a model, or of a GGUF file. Raises RecipeError for a recipe without a model."""
     if is_gguf(path):
         return contents_of_file(read_model(path))
     if model is None:
-        raise RecipeError(f"{path} is a recipe: give the model it is for with -m")
-    return contents_of_rules(effective(read_rules(path, dialect), model), model, title)
+        raise RecipeError(f"{path} is a recipe: give the model it is for with -m", "QK-E202")
+    return contents_of_rules(effective_rules(read_rules(path, dialect), model), model, title)
 
 
-def effective(recipe: Recipe, model: Model) -> list[Rule]:
-    """Return the rules as ours: those of another dialect as exact ones where its program would find others."""
+def effective_rules(recipe: Recipe, model: Model) -> list[Rule]:
+    """Return the rules of a recipe for quantkit: exact ones if the program of the dialect gives other types."""
     if recipe.dialect == "ours":
         return list(recipe.rules)
-    theirs, ours = recipe.types(model.tensors), Recipe(recipe.name, "ours", recipe.rules).types(model.tensors)
-    if theirs == ours:
+    dialect_types, own_types = (
+        recipe.types(model.tensors),
+        Recipe(recipe.name, "ours", recipe.rules).types(model.tensors),
+    )
+    if dialect_types == own_types:
         return list(recipe.rules)
-    named = {name: t for name, t in theirs.items() if t is not None}
-
-    others = [name for name, t in theirs.items() if t is None]
-    made = rules_for(named, others=others)
-    return [Rule(pattern, t, f"{recipe.name}, as {recipe.dialect} reads it") for pattern, t in made]
+    types = {name: t for name, t in dialect_types.items() if t is not None}
+    other_names = [name for name, t in dialect_types.items() if t is None]
+    rules = rules_for(types, other_names=other_names)
+    return [Rule(pattern, t, f"{recipe.name}, as {recipe.dialect} reads it") for pattern, t in rules]

@@ -1,4 +1,4 @@
-"""A recipe of one dialect in another, proved on a model; or the recipe of a file that is there."""
+"""``convert``: a recipe in another dialect, verified on a model, or the recipe of a GGUF file."""
 
 from __future__ import annotations
 
@@ -7,26 +7,30 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from quantkit.errors import RecipeError
-from quantkit.pipeline.facts import n_dims
+from quantkit.formats.gguf.rules import n_dims
 from quantkit.pipeline.presets import is_target
-from quantkit.pipeline.recipe import Rule, and_more
+from quantkit.pipeline.recipe import Rule, abbreviate
 from quantkit.recipes.contents import Model, is_gguf, read_model
-from quantkit.recipes.dialects import DIALECTS, Recipe, check_same, read_rules, text_of, tree_of
-from quantkit.recipes.portable import READERS, NotPortable, Theirs, rewritten
+from quantkit.recipes.dialects import DIALECTS, Recipe, find_differences, read_rules, text_of, tree_of
+from quantkit.recipes.portable import READERS, DialectPattern, NotPortable, rewrite
 from quantkit.recipes.write import rules_for
 from quantkit.types import TensorType
 
 
 @dataclass(frozen=True)
-class Converted:
-    """The text of the recipe made, notes, and the rules it lacks. ``proved``: tensors whose types are the same."""
+class ConvertedRecipe:
+    """A converted recipe.
+
+    ``omitted``: rules, or tensors, without an equivalent; ``proved_tensors``: number of tensors with verified types,
+    None without a model; ``rules``: their number.
+    """
 
     text: str
     source: str
     dialect: str
     notes: tuple[str, ...]
-    left_out: tuple[str, ...]
-    proved: int | None
+    omitted: tuple[str, ...]
+    proved_tensors: int | None
     rules: int
 
 
@@ -37,122 +41,129 @@ def convert(
     dialect: str | None = None,
     model: Path | None = None,
     replace: Mapping[TensorType, TensorType] | None = None,
-) -> Converted:
+) -> ConvertedRecipe:
     """Convert the recipe ``path`` to the dialect ``to``, or extract that of a GGUF file.
 
-    With ``model`` every tensor's type is the same as each program finds it, by exact names where rules cannot say it.
-    ``replace``: types for those that the other tree lacks. Raises RecipeError for what cannot be read or said.
+    With ``model`` the program of each dialect gives every tensor the same type, by exact names where rules have no
+    equivalent. ``replace``: types for those that the other project lacks. Raises RecipeError.
     """
     if to not in DIALECTS:
-        raise RecipeError(f"there is no dialect {to!r} of recipes: write {', '.join(DIALECTS)}")
+        raise RecipeError(f"there is no dialect {to!r} of recipes: write {', '.join(DIALECTS)}", "QK-E203")
     if is_gguf(path):
-        return _extracted(read_model(path), to, replace or {})
-    return converted(read_rules(path, dialect), to, None if model is None else read_model(model), replace or {})
+        return _extract(read_model(path), to, replace or {})
+    return convert_rules(read_rules(path, dialect), to, None if model is None else read_model(model), replace or {})
 
 
-def _extracted(model: Model, to: str, replace: Mapping[TensorType, TensorType]) -> Converted:
-    """Return the recipe of a file: of the weights, without vectors, which no program asks rules about."""
+def _extract(model: Model, target: str, replace: Mapping[TensorType, TensorType]) -> ConvertedRecipe:
+    """Return the recipe of a file, of its matrices: no program applies rules to vectors."""
     weights = {t.name: t.type for t in model.tensors.values() if n_dims(t.shape) > 1 and is_target(t.type)}
-    types, lost = _replaced(weights, to, replace)
-    others = [name for name in model.tensors if name not in types]
-    rules = rules_for(types, to, others=others)
-    notes = [_lacks(t, to, f"{and_more(names)} left out") for t, names in lost.items()]
-    left = tuple(name for names in lost.values() for name in names)
-    text = text_of(rules, [f"the types of {model.path.name}"], to)
-    return Converted(text, "GGUF", to, tuple(notes), left, len(model.tensors), len(rules))
+    types, missing = _replace_types(weights, target, replace)
+    other_names = [name for name in model.tensors if name not in types]
+    rules = rules_for(types, target, other_names=other_names)
+    notes = [_missing_type_note(t, target, f"{abbreviate(names)} omitted") for t, names in missing.items()]
+    omitted = tuple(name for names in missing.values() for name in names)
+    text = text_of(rules, [f"the types of {model.path.name}"], target)
+    return ConvertedRecipe(text, "GGUF", target, tuple(notes), omitted, len(model.tensors), len(rules))
 
 
-def _replaced(
-    types: Mapping[str, TensorType], to: str, replace: Mapping[TensorType, TensorType]
+def _replace_types(
+    types: Mapping[str, TensorType], target: str, replace: Mapping[TensorType, TensorType]
 ) -> tuple[dict[str, TensorType], dict[TensorType, list[str]]]:
-    """Return the types a dialect has, by name, and the names of those it has not, by type."""
-    kept: dict[str, TensorType] = {}
-    lost: dict[TensorType, list[str]] = {}
+    """Return the types by name that a dialect has, and the names of the tensors of others, by type."""
+    result: dict[str, TensorType] = {}
+    missing: dict[TensorType, list[str]] = {}
     for name, t in types.items():
-        found = replace.get(t, t)
-        if _has(to, found):
-            kept[name] = found
+        replacement = replace.get(t, t)
+        if _has_type(target, replacement):
+            result[name] = replacement
         else:
-            lost.setdefault(found, []).append(name)
-    return kept, lost
+            missing.setdefault(replacement, []).append(name)
+    return result, missing
 
 
-def _has(dialect: str, t: TensorType) -> bool:
-    return t.trees in (tree_of(dialect) or t.trees, "both")
+def _has_type(dialect: str, t: TensorType) -> bool:
+    tree = tree_of(dialect)
+    return tree is None or t.is_in(tree)
 
 
-def _lacks(t: TensorType, to: str, what: str) -> str:
-    return f"{READERS[to]} has no {t}: {what}; --replace {t}=TYPE names another"
+def _missing_type_note(t: TensorType, target: str, effect: str) -> str:
+    return f"{READERS[target]} has no {t}: {effect}; --replace {t}=TYPE names another"
 
 
-def converted(recipe: Recipe, to: str, model: Model | None, replace: Mapping[TensorType, TensorType]) -> Converted:
-    """Convert rules; see ``convert``."""
+def convert_rules(
+    recipe: Recipe, target: str, model: Model | None, replace: Mapping[TensorType, TensorType]
+) -> ConvertedRecipe:
+    """Convert the rules of a recipe; see ``convert``."""
     notes: list[str] = []
-    left: list[str] = []
+    omitted: list[str] = []
     rules: list[tuple[str, TensorType]] = []
     for rule in recipe.rules:
         t = replace.get(rule.type, rule.type)
-        if not _has(to, t):
-            notes.append(_lacks(t, to, f"{rule} left out"))
-            left.append(str(rule))
+        if not _has_type(target, t):
+            notes.append(_missing_type_note(t, target, f"{rule} omitted"))
+            omitted.append(str(rule))
             continue
         try:
-            rules.append((_in_dialect(rule, recipe.dialect, to, notes), t))
+            rules.append((_rewrite_rule(rule, recipe.dialect, target, notes), t))
         except NotPortable as e:
             if model is None:
-                notes.append(f"{READERS[to]} cannot say {rule}: {e}; left out, give -m MODEL to write exact names")
-                left.append(str(rule))
-    proved = None
+                notes.append(
+                    f"{READERS[target]} has no equivalent of {rule}: {e}; omitted, give -m MODEL to write exact names"
+                )
+                omitted.append(str(rule))
+    proved_tensors = None
     if model is not None:
-        rules, proved = _proved(recipe, rules, to, model, replace, notes)
-    if to == "llama.cpp" and recipe.comments:
-        notes.append("llama.cpp's files have no comments: they are left out")
-    comments = () if to == "llama.cpp" else recipe.comments
-    text = text_of(rules, comments, to)
-    return Converted(text, recipe.dialect, to, tuple(dict.fromkeys(notes)), tuple(left), proved, len(rules))
+        rules, proved_tensors = _prove_rules(recipe, rules, target, model, replace, notes)
+    if target == "llama.cpp" and recipe.comments:
+        notes.append("llama.cpp's files have no comments: they are omitted")
+    comments = () if target == "llama.cpp" else recipe.comments
+    text = text_of(rules, comments, target)
+    return ConvertedRecipe(
+        text, recipe.dialect, target, tuple(dict.fromkeys(notes)), tuple(omitted), proved_tensors, len(rules)
+    )
 
 
-def _in_dialect(rule: Rule, source: str, to: str, notes: list[str]) -> str:
-    """Return a rule's pattern in another dialect; notes say where it is only the same for names without capitals."""
+def _rewrite_rule(rule: Rule, source: str, target: str, notes: list[str]) -> str:
+    """Return a rule's pattern in another dialect; append a note if it is the same only for names without capitals."""
     pattern = rule.pattern
-    if source == to:
+    if source == target:
         return pattern
     if source == "llama.cpp":
         pattern = pattern.lower()
-    if to == "ours":
+    if target == "ours":
         if source in ("ik", "thireus") and pattern != pattern.lower():
             notes.append(f"{rule}: capitals find small letters in quantkit, too, but not in {READERS[source]}")
         return pattern
-    made = rewritten(pattern, to)
-    Theirs(made, to, rule.origin)  # raises where the rewriting does not suffice
-    if made != pattern:
-        notes.append(f"{rule} is written {made}")
-    return made
+    result = rewrite(pattern, target)
+    DialectPattern(result, target, rule.origin)  # raises NotPortable
+    if result != pattern:
+        notes.append(f"{rule} is written {result}")
+    return result
 
 
-def _proved(
+def _prove_rules(
     recipe: Recipe,
     rules: list[tuple[str, TensorType]],
-    to: str,
+    target: str,
     model: Model,
     replace: Mapping[TensorType, TensorType],
     notes: list[str],
 ) -> tuple[list[tuple[str, TensorType]], int]:
-    """Return rules that give every tensor of a model the same type as the source's: rewritten where they do not."""
-    found = recipe.types(model.tensors)
-    named = {name: t for name, t in found.items() if t is not None}
-    types, lost = _replaced(named, to, replace)
-    gone = {name for names in lost.values() for name in names}
-    wanted = {name: types.get(name) for name in model.tensors if name not in gone}
-    wrong = check_same(wanted, rules, to)
-    if not wrong:
-        return rules, len(wanted)
-    first = {name: t for name, (t, _) in wrong.items() if t is not None}
-    exact = rules_for(first, to, others=[name for name in wanted if name not in first])
-    if not check_same(wanted, [*exact, *rules], to):
+    """Return rules that give a model the types of ``recipe``, partly by exact names, and the number of tensors."""
+    source_types = recipe.types(model.tensors)
+    matches = {name: t for name, t in source_types.items() if t is not None}
+    types, missing = _replace_types(matches, target, replace)
+    missing_names = {name for names in missing.values() for name in names}
+    expected = {name: types.get(name) for name in model.tensors if name not in missing_names}
+    differences = find_differences(expected, rules, target)
+    if not differences:
+        return rules, len(expected)
+    corrections = {name: t for name, (t, _) in differences.items() if t is not None}
+    exact = rules_for(corrections, target, other_names=[name for name in expected if name not in corrections])
+    if not find_differences(expected, [*exact, *rules], target):
         notes.append(
-            f"{len(exact)} rules are added in front, for {and_more(list(wrong))}: there, the rules alone differ"
+            f"{len(exact)} rules are added in front, for {abbreviate(list(differences))}: there, the rules alone differ"
         )
-        return [*exact, *rules], len(wanted)
-    notes.append(f"the rules are written anew, by exact names: {and_more(list(wrong))} would differ")
-    return rules_for(types, to, others=[name for name in wanted if name not in types]), len(wanted)
+        return [*exact, *rules], len(expected)
+    notes.append(f"the rules are written anew, by exact names: {abbreviate(list(differences))} would differ")
+    return rules_for(types, target, other_names=[name for name in expected if name not in types]), len(expected)

@@ -1,4 +1,4 @@
-"""Two recipes, or files, compared: the tensors whose types differ, and what that is in bytes."""
+"""``diff``: tensors whose types differ between two recipes or files, with their bytes."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from quantkit.names import tensor_class
-from quantkit.recipes.contents import Contents, contents, is_gguf, read_model
+from quantkit.recipes.contents import Contents, is_gguf, read_contents, read_model
 from quantkit.recipes.dialects import Recipe, read_rules
 
 
 @dataclass(frozen=True)
 class TypeChange:
-    """A tensor whose type differs; "" where a side has no such tensor."""
+    """A tensor whose type differs; "": a side lacks the tensor."""
 
     name: str
     a: str
@@ -27,36 +27,36 @@ class TypeChange:
 
 @dataclass(frozen=True)
 class RecipeDiff:
-    """What differs. Without a model: ``only_a`` and ``only_b`` are rules as text, ``moved`` whether their order is."""
+    """Differences of two recipes; ``by_model`` False: of their rules, and ``reordered`` the common ones."""
 
     changes: tuple[TypeChange, ...] = ()
-    same: int = 0
+    n_same: int = 0
     a_bytes: int = 0
     b_bytes: int = 0
     by_model: bool = True
     only_a: tuple[str, ...] = ()
     only_b: tuple[str, ...] = ()
-    moved: bool = False
+    reordered: bool = False
 
     @property
     def identical(self) -> bool:
-        return not (self.changes or self.only_a or self.only_b or self.moved)
+        return not (self.changes or self.only_a or self.only_b or self.reordered)
 
 
 def diff(a: Path, b: Path, *, model: Path | None = None, title: str = "COPY") -> RecipeDiff:
-    """Compare two recipes or GGUF files: by what they give a model's tensors, else rule by rule.
+    """Compare two recipes or GGUF files: by the types of a model's tensors, or rule by rule.
 
-    Without ``model`` a GGUF file among them is the model the other is for. ``title``: TYPE where no rule matches.
+    ``model``: by default a GGUF file among the two. ``title``: TYPE of tensors that no rule matches.
     """
     files = [path for path in (a, b) if is_gguf(path)]
     if model is None and not files:
         return _by_rules(read_rules(a), read_rules(b))
-    known = read_model(model if model is not None else files[0])
-    return compared(contents(a, known, title), contents(b, known, title))
+    header = read_model(model if model is not None else files[0])
+    return compare_contents(read_contents(a, header, title), read_contents(b, header, title))
 
 
-def compared(a: Contents, b: Contents) -> RecipeDiff:
-    """Compare what two recipes or files give each tensor."""
+def compare_contents(a: Contents, b: Contents) -> RecipeDiff:
+    """Compare the types of all tensors."""
     of_a, of_b = ({t.name: t for t in side.tensors} for side in (a, b))
     changes = []
     for name in dict.fromkeys((*of_a, *of_b)):
@@ -72,9 +72,9 @@ def compared(a: Contents, b: Contents) -> RecipeDiff:
 
 
 def _by_rules(a: Recipe, b: Recipe) -> RecipeDiff:
-    one, two = ([f"{rule.pattern} = {rule.type}" for rule in recipe.rules] for recipe in (a, b))
-    only_a, only_b = [r for r in one if r not in set(two)], [r for r in two if r not in set(one)]
-    both = [[r for r in side if r in set(other)] for side, other in ((one, two), (two, one))]
+    rules_a, rules_b = ([f"{rule.pattern} = {rule.type}" for rule in recipe.rules] for recipe in (a, b))
+    only_a, only_b = [r for r in rules_a if r not in set(rules_b)], [r for r in rules_b if r not in set(rules_a)]
+    both = [[r for r in side if r in set(opposite)] for side, opposite in ((rules_a, rules_b), (rules_b, rules_a))]
     return RecipeDiff(
-        same=len(both[0]), by_model=False, only_a=tuple(only_a), only_b=tuple(only_b), moved=both[0] != both[1]
+        n_same=len(both[0]), by_model=False, only_a=tuple(only_a), only_b=tuple(only_b), reordered=both[0] != both[1]
     )

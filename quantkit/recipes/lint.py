@@ -1,4 +1,4 @@
-"""What is wrong with a recipe, before hours go into it: rules without effect, types a runtime lacks, loose regexes."""
+"""``lint``: problems of a recipe: rules without effect, types that a runtime lacks, loose regular expressions."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from quantkit.errors import RecipeError
+from quantkit.formats.gguf.rules import n_dims
 from quantkit.patterns import Pattern
-from quantkit.pipeline.facts import n_dims
-from quantkit.pipeline.importance import must_have_importance
-from quantkit.pipeline.recipe import Rule, and_more, lint_rules
+from quantkit.pipeline.importance import importance_requirement
+from quantkit.pipeline.recipe import Rule, abbreviate, lint_rules
 from quantkit.recipes.contents import Contents, Model, contents_of_rules, read_model
 from quantkit.recipes.dialects import Recipe, read_rules, tree_of
-from quantkit.recipes.portable import NotPortable, Theirs
+from quantkit.recipes.portable import DialectPattern, NotPortable
 from quantkit.types import TensorType
 
-#: Findings that make a rule or a file useless; the others are worth a look.
+#: Findings that make a rule or a file useless; the others are warnings.
 _ERRORS = {"QK-W001", "QK-W002", "QK-W004", "QK-W013", "QK-W020", "QK-W026", "QK-W028"}
 _TREES = {"mainline": "llama.cpp", "ik": "ik_llama.cpp"}
 #: A layer's number, or a group of numbers, behind blk.; a dot that is neither escaped, repeated nor in a set.
@@ -27,7 +27,7 @@ _DOT = re.compile(r"(\\.|\[\^?\]?(?:\[:\w+:\]|\\.|[^\]])*\])|\.(?![*+?{])")
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """Something about a recipe: ``severity`` is "error" or "warning"."""
+    """A problem of a recipe: ``severity`` is "error" or "warning"."""
 
     code: str
     severity: str
@@ -43,9 +43,10 @@ def lint(
     title: str = "COPY",
     imatrix: bool = False,
 ) -> list[Finding]:
-    """Return what is wrong with the recipe ``path``, for ``model`` if given. Raises RecipeError if it cannot be read.
+    """Return the problems of the recipe ``path``, for ``model`` if given. Raises RecipeError if it cannot be read.
 
-    ``runtime``: "mainline" or "ik", where it must work; by default that of its dialect. ``imatrix``: there will be one.
+    ``runtime``: "mainline" or "ik", which must load the file; by default its dialect's. ``imatrix``: there is one,
+    or will be.
     """
     recipe = read_rules(path, dialect)
     return findings(recipe, None if model is None else read_model(model), runtime, title, imatrix=imatrix)
@@ -54,105 +55,117 @@ def lint(
 def findings(
     recipe: Recipe, model: Model | None, runtime: str | None = None, title: str = "COPY", *, imatrix: bool = False
 ) -> list[Finding]:
-    """Return the findings about rules, in the order of their codes' families.
+    """Return the findings about rules.
 
-    Beside those of recipe.lint_rules: QK-W020 a type that the runtime, or any, lacks; QK-W021 rows do not divide into
-    blocks; QK-W022 a type needs an importance matrix; QK-W023 a rule matches only tensors that are never quantized;
-    QK-W024 a layer's number also matches longer ones; QK-W025 a bare dot matches more than a dot; QK-W026 a rule stands
-    twice; QK-W028 the dialect's program does not read a rule.
+    In addition to those of recipe.lint_rules:
+
+    QK-W020  a type that the runtime, or any, lacks
+    QK-W021  rows that do not divide into blocks
+    QK-W022  a type that needs an importance matrix
+    QK-W023  a rule that matches only tensors that are never quantized
+    QK-W024  a number of a layer that also matches longer ones
+    QK-W025  a bare dot that matches more than a dot
+    QK-W026  a rule that occurs twice
+    QK-W028  a rule that the dialect's program does not read
     """
-    said = [*_twice(recipe.rules), *_unread(recipe), *_lacking(recipe, runtime or tree_of(recipe.dialect))]
+    messages = [
+        *_duplicates(recipe.rules),
+        *_unreadable(recipe),
+        *_missing_types(recipe, runtime or tree_of(recipe.dialect)),
+    ]
     if model is None:
-        said += [] if imatrix else _needy(recipe.rules)
+        messages += [] if imatrix else _rules_without_imatrix(recipe.rules)
     else:
         names = list(model.tensors)
-        said += [(found.code, found.message) for found in lint_rules(recipe.rules, names)]
-        said += _loose(recipe.rules, names)
-        given = contents_of_rules(recipe.rules, model, title)
-        said += _beaten(recipe.rules, given)
-        said += _misfits(given)
-        said += [] if imatrix else _needed(given)
-    return [Finding(code, "error" if code in _ERRORS else "warning", text) for code, text in said]
+        messages += [(finding.code, finding.message) for finding in lint_rules(recipe.rules, names)]
+        messages += _loose_patterns(recipe.rules, names)
+        contents = contents_of_rules(recipe.rules, model, title)
+        messages += _ineffective(recipe.rules, contents)
+        messages += _indivisible_rows(contents)
+        messages += [] if imatrix else _tensors_without_imatrix(contents)
+    return [Finding(code, "error" if code in _ERRORS else "warning", text) for code, text in messages]
 
 
-_Said = Iterator[tuple[str, str]]
+_Messages = Iterator[tuple[str, str]]
 
 
-def _twice(rules: Sequence[Rule]) -> _Said:
-    seen: dict[str, Rule] = {}
+def _duplicates(rules: Sequence[Rule]) -> _Messages:
+    first_rules: dict[str, Rule] = {}
     for rule in rules:
-        first = seen.setdefault(rule.pattern, rule)
+        first = first_rules.setdefault(rule.pattern, rule)
         if first is not rule:
-            what = "again" if first.type is rule.type else f"with another type than {first}, which decides"
-            yield "QK-W026", f"{rule} stands there {what}"
+            problem = "again" if first.type is rule.type else f"with another type than {first}, which decides"
+            yield "QK-W026", f"{rule} occurs {problem}"
 
 
-def _unread(recipe: Recipe) -> _Said:
+def _unreadable(recipe: Recipe) -> _Messages:
     for rule in recipe.rules if recipe.dialect != "ours" else ():
         try:
-            Theirs(rule.pattern, recipe.dialect, rule.origin)
+            DialectPattern(rule.pattern, recipe.dialect, rule.origin)
         except NotPortable as e:
             yield "QK-W028", f"{rule} does not work in {recipe.dialect}: {e}"
 
 
-def _lacking(recipe: Recipe, runtime: str | None) -> _Said:
+def _missing_types(recipe: Recipe, runtime: str | None) -> _Messages:
     if runtime not in (None, *_TREES):
-        raise RecipeError(f"there is no runtime {runtime!r}: write mainline or ik")
+        raise RecipeError(f"there is no runtime {runtime!r}: write mainline or ik", "QK-E203")
     for t, rule in {rule.type: rule for rule in reversed(recipe.rules)}.items():
-        if runtime is not None and t.trees not in (runtime, "both"):
+        if runtime is not None and not t.is_in(runtime):
             yield "QK-W020", f"{rule}: {_TREES[runtime]} has no type {t}"
-    of = {tree: next((r for r in recipe.rules if r.type.trees == tree), None) for tree in _TREES}
-    if runtime is None and (mainline := of["mainline"]) and (ik := of["ik"]):
+        elif t.trees == "none":
+            yield "QK-W020", f"{rule}: no runtime has the type {t}"
+    examples = {tree: next((r for r in recipe.rules if r.type.trees == tree), None) for tree in _TREES}
+    if runtime is None and (mainline := examples["mainline"]) and (ik := examples["ik"]):
         yield "QK-W020", f"no runtime loads both {ik} and {mainline}"
 
 
-def _needy(rules: Sequence[Rule]) -> _Said:
+def _rules_without_imatrix(rules: Sequence[Rule]) -> _Messages:
     for t, rule in {rule.type: rule for rule in reversed(rules)}.items():
         if t.imatrix == "required" or t.needs_imatrix:
             yield "QK-W022", f"{rule}: {t} needs an importance matrix (--imatrix)"
 
 
-def _needed(given: Contents) -> _Said:
-    found: dict[TensorType, list[str]] = {}
-    for t in given.tensors:
-        if t.by == "rule" and must_have_importance(t.name, t.type, ik=t.type.trees == "ik"):
-            found.setdefault(t.type, []).append(t.name)
-    for kind, names in found.items():
-        yield "QK-W022", f"{and_more(names)}: {kind} needs an importance matrix (--imatrix)"
+def _tensors_without_imatrix(contents: Contents) -> _Messages:
+    names_by_type: dict[TensorType, list[str]] = {}
+    for t in contents.tensors:
+        if t.decided_by == "rule" and importance_requirement(t.name, t.type, ik=t.type.trees == "ik"):
+            names_by_type.setdefault(t.type, []).append(t.name)
+    for kind, names in names_by_type.items():
+        yield "QK-W022", f"{abbreviate(names)}: {kind} needs an importance matrix (--imatrix)"
 
 
-def _misfits(given: Contents) -> _Said:
-    found: dict[tuple[TensorType, TensorType, int], list[str]] = {}
-    for t in given.tensors:
-        if t.rows_refuse is not None:
-            found.setdefault((t.rows_refuse, t.type, t.shape[0]), []).append(t.name)
-    for (wanted, got, n), names in found.items():
-        why = f"rows of {n} do not divide into blocks of {wanted.block}"
-        why = why if n % wanted.block else "rows do not divide into its groups"
-        yield "QK-W021", f"{and_more(names)}: {wanted} becomes {got}: {why}"
+def _indivisible_rows(contents: Contents) -> _Messages:
+    names_by_types: dict[tuple[TensorType, TensorType, int], list[str]] = {}
+    for t in contents.tensors:
+        if t.refused_type is not None:
+            names_by_types.setdefault((t.refused_type, t.type, t.shape[0]), []).append(t.name)
+    for (requested, fallback, n), names in names_by_types.items():
+        reason = f"rows of {n} do not divide into blocks of {requested.block}"
+        reason = reason if n % requested.block else "rows do not divide into its groups"
+        yield "QK-W021", f"{abbreviate(names)}: {requested} becomes {fallback}: {reason}"
 
 
-def _beaten(rules: Sequence[Rule], given: Contents) -> _Said:
-    """Yield rules that decide nothing since what they match is kept as it is; F32 for a vector says what is."""
-    won = {id(t.rule) for t in given.tensors if t.by == "rule"}
+def _ineffective(rules: Sequence[Rule], contents: Contents) -> _Messages:
+    """Yield rules that match only tensors that keep their type; a rule that names this type is none."""
+    effective = {id(t.rule) for t in contents.tensors if t.decided_by == "rule"}
     for rule in rules:
-        lost = [t for t in given.tensors if t.rule is rule and t.type is not rule.type]
-        if lost and id(rule) not in won:
-            what = "vectors" if all(n_dims(t.shape) < 2 for t in lost) else "tensors that are never quantized"
-            yield "QK-W023", f"{rule} matches only {what}: {and_more([t.name for t in lost])}"
+        unaffected = [t for t in contents.tensors if t.rule is rule and t.type is not rule.type]
+        if unaffected and id(rule) not in effective:
+            subject = "vectors" if all(n_dims(t.shape) < 2 for t in unaffected) else "tensors that are never quantized"
+            yield "QK-W023", f"{rule} matches only {subject}: {abbreviate([t.name for t in unaffected])}"
 
 
-def _loose(rules: Sequence[Rule], names: Sequence[str]) -> _Said:
+def _loose_patterns(rules: Sequence[Rule], names: Sequence[str]) -> _Messages:
     for rule in rules:
         hits = [name for name in names if rule.matches(name)]
-        if hits and (more := _lost(rule, hits, lambda text: _NUMBER.sub(r"\1(?![0-9])", text))):
-            yield "QK-W024", f"{rule} also matches {and_more(more)}: end the layer's number with \\."
-        elif hits and (more := _lost(rule, hits, lambda text: _DOT.sub(lambda m: m[1] or r"\.", text))):
-            yield "QK-W025", f"{rule} also matches {and_more(more)}: write \\. for a dot"
+        if hits and (extra := _extra_matches(rule, hits, lambda text: _NUMBER.sub(r"\1(?![0-9])", text))):
+            yield "QK-W024", f"{rule} also matches {abbreviate(extra)}: end the layer's number with \\."
+        elif hits and (extra := _extra_matches(rule, hits, lambda text: _DOT.sub(lambda m: m[1] or r"\.", text))):
+            yield "QK-W025", f"{rule} also matches {abbreviate(extra)}: write \\. for a dot"
 
 
-def _lost(rule: Rule, hits: Sequence[str], stricter: Callable[[str], str]) -> list[str]:
-    """Return what a stricter pattern does not match; nothing if it is the same, or would match nothing."""
+def _extra_matches(rule: Rule, hits: Sequence[str], stricter: Callable[[str], str]) -> list[str]:
+    """Return the matches that a stricter pattern excludes; [] if it is the same, or would match nothing."""
     text = stricter(rule.pattern)
     if text == rule.pattern:
         return []
@@ -160,5 +173,5 @@ def _lost(rule: Rule, hits: Sequence[str], stricter: Callable[[str], str]) -> li
         strict = Pattern(text, rule.origin, ignore_case=True)
     except RecipeError:
         return []
-    lost = [name for name in hits if strict.search(name) is None]
-    return lost if len(lost) < len(hits) else []
+    extra = [name for name in hits if strict.search(name) is None]
+    return extra if len(extra) < len(hits) else []

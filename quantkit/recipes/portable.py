@@ -1,9 +1,9 @@
-"""Regular expressions as each tool reads them: rewritten from one to the other, and matched as there.
+"""Regular expressions in the syntax of each dialect: conversion, and matching as its program does.
 
 llama-quantize (b11434, tools/quantize/quantize.cpp) lower-cases a pattern, then both trees search with std::regex in
 ECMAScript's grammar over bytes, case and all; Thireus' scripts search with bash's =~, POSIX extended. A pattern is read
-token by token, by a grammar that all engines read alike; what is outside of it (look-behind, inline flags, possessive
-repeats, named groups, Unicode classes, back references) is ``NotPortable``.
+token by token, by a grammar that all engines share; others (look-behind, inline flags, possessive repeats, named
+groups, Unicode classes, back references) are ``NotPortable``.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ READERS = {
     "ik": "llama-quantize of ik_llama.cpp",
     "thireus": "the scripts of GGUF-Tool-Suite",
 }
-#: What a pattern may grow to.
-_LONGEST = 4000
+#: Limit of the length of a rewritten pattern.
+_MAX_LENGTH = 4000
 _CLASSES = {"d": "[:digit:]", "s": "[:space:]", "w": "[:alnum:]_"}
 _TOKEN = re.compile(
     r"""(?P<set>\[\^?(?!\])(?:\[:\^?\w+:\]|\\.|[^\]\\\[]|\[(?![:.=]))+\])
@@ -34,80 +34,81 @@ _TOKEN = re.compile(
 
 
 class NotPortable(Exception):
-    """A pattern that another program reads differently, or not at all; the message says what of it."""
+    """A pattern that another program reads differently, or not at all; the message names the part."""
 
 
-def _tokens(text: str) -> list[tuple[str, str]]:
-    found: list[tuple[str, str]] = []
-    at, depth, last = 0, 0, ""
-    while at < len(text):
-        token = _TOKEN.match(text, at)
+def _tokenize(text: str) -> list[tuple[str, str]]:
+    tokens: list[tuple[str, str]] = []
+    offset = depth = 0
+    last = ""
+    while offset < len(text):
+        token = _TOKEN.match(text, offset)
         if token is None:
-            raise NotPortable(f"{text[at : at + 4]!r} means something else there, or nothing")
+            raise NotPortable(f"{text[offset : offset + 4]!r} has another meaning there, or none")
         kind = token.lastgroup or ""
         if kind == "repeat" and last == "repeat" and token[0] == "?":
             kind = "lazy"
-        elif kind == "repeat" and (last in ("", "open", "repeat", "lazy") or found[-1][1] in ("|", "^", "\\b", "\\B")):
+        elif kind == "repeat" and (last in ("", "open", "repeat", "lazy") or tokens[-1][1] in ("|", "^", "\\b", "\\B")):
             raise NotPortable(f"{token[0]!r} repeats nothing, or a repeat")
         depth += (kind == "open") - (kind == "close")
         if depth < 0:
             raise NotPortable("a ) closes nothing")
-        found.append((kind, token[0]))
-        at, last = token.end(), kind
+        tokens.append((kind, token[0]))
+        offset, last = token.end(), kind
     if depth:
         raise NotPortable("a ( is not closed")
-    return found
+    return tokens
 
 
-def rewritten(pattern: str, dialect: str) -> str:
-    """Return a pattern of ours as one of ``dialect``, which finds the same in names without capitals.
+def rewrite(pattern: str, dialect: str) -> str:
+    """Return quantkit's pattern in the syntax of ``dialect``, with the same matches in names without capitals.
 
-    Raises NotPortable if it cannot be said there.
+    Raises NotPortable if it has no equivalent.
     """
     if not pattern.isascii():
         raise NotPortable("characters beyond ASCII")
     if dialect == "ours":
         return pattern
-    made: list[str] = []
-    starts: list[int] = []  # where what a repeat repeats begins
-    begun: list[tuple[int, str]] = []
-    for kind, token in _tokens(pattern):
-        begin = len(made)
+    output: list[str] = []
+    starts: list[int] = []  # of the atom that a repeat applies to
+    open_groups: list[tuple[int, str]] = []
+    for kind, token in _tokenize(pattern):
+        start = len(output)
         if kind == "open":
-            begun.append((begin, token))
-            made.append({"(?=": "(?!(?!", "(?:": "(" if dialect == "thireus" else "(?:"}.get(token, token))
+            open_groups.append((start, token))
+            output.append({"(?=": "(?!(?!", "(?:": "(" if dialect == "thireus" else "(?:"}.get(token, token))
             if dialect == "thireus" and token in ("(?=", "(?!"):
-                raise NotPortable("a look-ahead, which POSIX expressions have not")
+                raise NotPortable("a look-ahead, which POSIX expressions lack")
         elif kind == "close":
-            begin, opened = begun.pop()
-            made.append("))" if opened == "(?=" else ")")
+            start, group = open_groups.pop()
+            output.append("))" if group == "(?=" else ")")
         elif kind == "repeat":
-            begin = starts[-1]
-            made[begin:] = [_repeated("".join(made[begin:]), token, dialect)]
-        elif kind == "lazy":  # it finds the same names
-            begin = starts[-1]
+            start = starts[-1]
+            output[start:] = [_repeat("".join(output[start:]), token, dialect)]
+        elif kind == "lazy":  # has the same matches
+            start = starts[-1]
         else:
-            made.append(_plain(kind, token, dialect))
-        starts.append(begin)
-        if len(made[-1]) > 4 * _LONGEST:
+            output.append(_rewrite_token(kind, token, dialect))
+        starts.append(start)
+        if len(output[-1]) > 4 * _MAX_LENGTH:
             raise NotPortable("it becomes too long")
-    return "".join(made)
+    return "".join(output)
 
 
-def _repeated(atom: str, token: str, dialect: str) -> str:
-    """Return an atom and its repeat; for ik, whose rules end at commas, without one."""
+def _repeat(atom: str, token: str, dialect: str) -> str:
+    """Return an atom with its repeat, for ik, whose rules end at commas, without a comma."""
     if dialect != "ik" or "," not in token:
         return atom + token
     least, _, most = token[1:-1].partition(",")
     if not most:
         return f"{atom}{{{least}}}{atom}*"
-    more = int(most) - int(least)
-    if more < 0 or more * len(atom) > _LONGEST:
+    extra = int(most) - int(least)
+    if extra < 0 or extra * len(atom) > _MAX_LENGTH:
         raise NotPortable(f"{token} has a comma")
-    return f"{atom}{{{least}}}" + f"({atom}" * more + ")?" * more
+    return f"{atom}{{{least}}}" + f"({atom}" * extra + ")?" * extra
 
 
-def _plain(kind: str, token: str, dialect: str) -> str:
+def _rewrite_token(kind: str, token: str, dialect: str) -> str:
     if kind == "escape":
         name = token[1]
         if dialect == "ik" or name == "b" or (dialect == "llama.cpp" and name.islower()):
@@ -116,34 +117,34 @@ def _plain(kind: str, token: str, dialect: str) -> str:
             return token if dialect == "thireus" else r"(?!\b)"
         return f"[{'^' if name.isupper() else ''}{_CLASSES[name.lower()]}]"
     if kind == "set":
-        return _set(token, dialect)
+        return _rewrite_set(token, dialect)
     lower = token.lower()
     if lower in ("=", ",") or lower.isspace():
         return f"\\x{ord(lower):02x}" if dialect != "thireus" else "."
     if kind == "quoted" and token[1] in "=, #":
         return f"\\x{ord(token[1]):02x}" if dialect != "thireus" else "."
     if kind == "hex" and dialect == "thireus":
-        raise NotPortable(f"{token}, which POSIX expressions have not")
+        raise NotPortable(f"{token}, which POSIX expressions lack")
     return lower
 
 
-def _set(token: str, dialect: str) -> str:
-    """Return a set in lower case, as the other cases are found without capitals in names."""
+def _rewrite_set(token: str, dialect: str) -> str:
+    """Return a set in lower case, as names without capitals are to match."""
     text = re.sub(r"\\([dsw])", lambda m: _CLASSES[m[1]], token)
-    if odd := re.search(r"\\[A-Za-z]|[=,\s]", re.sub(r"\[:\^?\w+:\]", "", text)):
-        raise NotPortable(f"{odd[0]!r} in {token}")
+    if invalid := re.search(r"\\[A-Za-z]|[=,\s]", re.sub(r"\[:\^?\w+:\]", "", text)):
+        raise NotPortable(f"{invalid[0]!r} in {token}")
     if dialect == "thireus" and "\\" in text:
         raise NotPortable(f"an escape in {token}, which POSIX expressions read as two characters")
     return text.lower()
 
 
-class Theirs:
-    """A pattern as the program of a dialect matches it. Raises NotPortable for one it refuses, or reads otherwise."""
+class DialectPattern:
+    """A pattern, matched as the program of a dialect does. Raises NotPortable if it reads another, or none."""
 
     def __init__(self, pattern: str, dialect: str, origin: str) -> None:
         if not pattern.isascii():
             raise NotPortable("characters beyond ASCII")
-        tokens = _tokens(pattern)
+        tokens = _tokenize(pattern)
         if "=" in pattern:
             raise NotPortable("a =, where the type would begin")
         if dialect == "ik" and "," in pattern:
@@ -152,19 +153,19 @@ class Theirs:
             raise NotPortable("a space, where the next rule would begin")
         if dialect == "thireus":
             posix = {"lazy", "hex"}
-            if odd := [t for k, t in tokens if k in posix or t in ("(?:", "(?=", "(?!", r"\d", r"\D")]:
-                raise NotPortable(f"{odd[0]}, which POSIX expressions have not")
+            if invalid := [t for k, t in tokens if k in posix or t in ("(?:", "(?=", "(?!", r"\d", r"\D")]:
+                raise NotPortable(f"{invalid[0]}, which POSIX expressions lack")
         text = pattern.lower() if dialect == "llama.cpp" else pattern
         self.pattern = Pattern(f"(?a){text}", origin)
 
     def matches(self, name: str) -> bool:
-        """Tell whether the program would find the pattern in ``name``; it sees bytes."""
+        """Return whether the program, which compares bytes, finds the pattern in ``name``."""
         return self.pattern.search(name.encode("utf-8", "surrogateescape").decode("latin-1")) is not None
 
 
-def check_reads(pattern: str, dialect: str, origin: str) -> Theirs:
-    """Return the pattern as it is read there; RecipeError if it is not."""
+def compile_pattern(pattern: str, dialect: str, origin: str) -> DialectPattern:
+    """Return a pattern of a dialect. Raises RecipeError if its program does not read it."""
     try:
-        return Theirs(pattern, dialect, origin)
+        return DialectPattern(pattern, dialect, origin)
     except NotPortable as e:
-        raise RecipeError(f"{origin}: {READERS[dialect]} does not read {pattern!r}: {e}") from None
+        raise RecipeError(f"{origin}: {READERS[dialect]} does not read {pattern!r}: {e}", "QK-E205") from None

@@ -1,4 +1,4 @@
-"""What a recipe gives on a model: sizes by class, layer, type and device, and bytes read per token."""
+"""``show``: sizes of a recipe on a model by class, layer, type and device, and bytes read per token."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ from quantkit.pipeline.facts import TOKEN_EMBD_NAMES, layer_of
 from quantkit.pipeline.runtimes import Runtime, runtimes
 from quantkit.recipes.contents import (
     Contents,
-    Given,
     Model,
+    TypedTensor,
     contents_of_file,
     contents_of_rules,
-    effective,
+    effective_rules,
     is_gguf,
     read_model,
 )
 from quantkit.recipes.dialects import read_rules
 
-#: The experts, as llama.cpp's --cpu-moe names them (common/common.h, LLM_FFN_EXPS_REGEX).
+#: Experts, as in llama.cpp's --cpu-moe (common/common.h, LLM_FFN_EXPS_REGEX).
 _EXPERTS = r"\.ffn_(up|down|gate|gate_up)_(ch|)exps"
 
 
 @dataclass(frozen=True)
 class Sum:
-    """Tensors counted together; ``token_bytes``: what generating a token reads of them."""
+    """Sums over tensors; ``token_bytes``: bytes that the generation of a token reads."""
 
     name: str
     types: tuple[str, ...]
@@ -45,8 +45,8 @@ class Sum:
 
 
 @dataclass(frozen=True)
-class Shown:
-    """All sums. ``unnamed``: tensors that might be quantized and that no rule names."""
+class RecipeSummary:
+    """All sums. ``unnamed``: tensors that can be quantized and that no rule matches."""
 
     contents: Contents
     by_class: tuple[Sum, ...]
@@ -71,61 +71,68 @@ def show(
     overrides: Sequence[str] = (),
     cpu_moe: bool = False,
     n_cpu_moe: int = 0,
-) -> Shown:
-    """Show what a recipe gives on ``model``, or what a GGUF file has.
+) -> RecipeSummary:
+    """Return the sums of a recipe on ``model``, or of a GGUF file.
 
-    ``title``: TYPE where no rule matches. ``gpu_layers``, ``overrides`` (REGEX=DEVICE), ``cpu_moe`` and ``n_cpu_moe``
-    place tensors as -ngl, -ot, --cpu-moe and --n-cpu-moe do, the first rule first. Raises RecipeError.
+    ``title``: TYPE of tensors that no rule matches. ``gpu_layers``, ``overrides`` (REGEX=DEVICE), ``cpu_moe`` and
+    ``n_cpu_moe`` place tensors as -ngl, -ot, --cpu-moe and --n-cpu-moe do, the first rule first. Raises RecipeError.
     """
     if cpu_moe and n_cpu_moe:
-        raise RecipeError("--cpu-moe and --n-cpu-moe exclude each other: give only one of them")
+        raise RecipeError("--cpu-moe and --n-cpu-moe exclude each other: give only one of them", "QK-E201")
     notes: list[str] = []
     if is_gguf(path):
         if model is not None:
-            raise RecipeError(f"{path} is a model that has its types: leave -m away")
-        found = contents_of_file(read_model(path))
+            raise RecipeError(f"{path} is a model that has its types: omit -m", "QK-E201")
+        contents = contents_of_file(read_model(path))
     else:
         if model is None:
-            raise RecipeError(f"{path} is a recipe: give the model it is for with -m")
-        recipe, known = read_rules(path, dialect), read_model(model)
-        found = contents_of_rules(effective(recipe, known), known, title, imatrix=imatrix)
+            raise RecipeError(f"{path} is a recipe: give the model it is for with -m", "QK-E202")
+        recipe, header = read_rules(path, dialect), read_model(model)
+        contents = contents_of_rules(effective_rules(recipe, header), header, title, imatrix=imatrix)
         notes += [f"{path.name} is read as {recipe.dialect}"] if dialect is None else []
     rules = [*parse_rules(overrides)]
-    rules += [(rf"blk\.{i}{_EXPERTS}", "CPU") for i in range(min(n_cpu_moe, found.model.n_layer))]
+    rules += [(rf"blk\.{i}{_EXPERTS}", "CPU") for i in range(min(n_cpu_moe, contents.model.n_layer))]
     rules += [(_EXPERTS, "CPU")] if cpu_moe else []
     placement = Placement(gpu_layers, tuple(rules), tuple(devices))
-    return summed(found, placement, notes)
+    return summarize(contents, placement, notes)
 
 
-def summed(found: Contents, placement: Placement, notes: Sequence[str] = ()) -> Shown:
-    """Return all sums over the tensors, placed on devices."""
-    model, tensors = found.model, found.tensors
+def summarize(contents: Contents, placement: Placement, notes: Sequence[str] = ()) -> RecipeSummary:
+    """Return the sums over tensors, which ``placement`` assigns to devices."""
+    model, tensors = contents.model, contents.tensors
 
-    def place(t: Given) -> str:
-        return placement.of_tensor(t.name, _layer(t.name, model), model.n_layer)
+    def layer(t: TypedTensor) -> str:
+        number = layer_of(t.name)
+        return str(number) if number >= 0 else "none"
 
-    by_class, by_layer, by_type, by_device = (
-        _grouped(tensors, model, lambda t: tensor_class(t.name)),
-        _grouped(tensors, model, lambda t: f"{n}" if (n := layer_of(t.name)) >= 0 else "none", by_size=False),
-        _grouped(tensors, model, lambda t: str(t.type)),
-        _grouped(tensors, model, place),
+    def device(t: TypedTensor) -> str:
+        return placement.tensor_device(t.name, _placement_layer(t.name, model), model.n_layer)
+
+    return RecipeSummary(
+        contents=contents,
+        by_class=_group_sums(tensors, model, lambda t: tensor_class(t.name)),
+        by_layer=_group_sums(tensors, model, layer, by_size=False),
+        by_type=_group_sums(tensors, model, lambda t: str(t.type)),
+        by_device=_group_sums(tensors, model, device),
+        total=_sum("total", tensors, model),
+        unnamed=tuple(t.name for t in tensors if t.decided_by in ("COPY", "preset")),
+        runtimes=runtimes(model.fields, ((t.name, t.type, t.shape) for t in tensors)),
+        notes=tuple(notes),
     )
-    unnamed = tuple(t.name for t in tensors if t.by in ("COPY", "preset"))
-    where = runtimes(model.architecture, ((t.name, t.type) for t in tensors))
-    return Shown(
-        found, by_class, by_layer, by_type, by_device, _sum("total", tensors, model), unnamed, where, tuple(notes)
-    )
 
 
-def _layer(name: str, model: Model) -> int:
-    """Return the layer a tensor is placed with: -1 for embeddings, the number of layers for the output."""
-    return n if (n := layer_of(name)) >= 0 else -1 if name in TOKEN_EMBD_NAMES else model.n_layer
+def _placement_layer(name: str, model: Model) -> int:
+    """Return the layer by which a tensor is placed: -1 for embeddings, the number of layers for the output."""
+    layer = layer_of(name)
+    if layer >= 0:
+        return layer
+    return -1 if name in TOKEN_EMBD_NAMES else model.n_layer
 
 
-def _grouped(
-    tensors: Iterable[Given], model: Model, key: Callable[[Given], str], *, by_size: bool = True
+def _group_sums(
+    tensors: Iterable[TypedTensor], model: Model, key: Callable[[TypedTensor], str], *, by_size: bool = True
 ) -> tuple[Sum, ...]:
-    members: dict[str, list[Given]] = {}
+    members: dict[str, list[TypedTensor]] = {}
     for t in tensors:
         members.setdefault(key(t), []).append(t)
     sums = [_sum(name, group, model) for name, group in members.items()]
@@ -134,22 +141,22 @@ def _grouped(
     return tuple(sorted(sums, key=lambda s: (s.name.isdecimal(), int(s.name) if s.name.isdecimal() else 0)))
 
 
-def _sum(name: str, tensors: Sequence[Given], model: Model) -> Sum:
+def _sum(name: str, tensors: Sequence[TypedTensor], model: Model) -> Sum:
     sizes: dict[str, int] = {}
     for t in tensors:
         sizes[str(t.type)] = sizes.get(str(t.type), 0) + t.nbytes
     return Sum(
         name,
-        tuple(sorted(sizes, key=lambda each: -sizes[each])),
+        tuple(sorted(sizes, key=lambda type_name: -sizes[type_name])),
         len(tensors),
         sum(math.prod(t.shape) for t in tensors),
         sum(t.nbytes for t in tensors),
-        sum(_read_by_token(t, model) for t in tensors),
+        sum(_token_bytes(t, model) for t in tensors),
     )
 
 
-def _read_by_token(t: Given, model: Model) -> int:
-    """Return the bytes a token reads: of experts those it uses, of embeddings a row unless they are the output, too."""
+def _token_bytes(t: TypedTensor, model: Model) -> int:
+    """Return the bytes that a token reads: of experts those used, of embeddings that are no output a row."""
     if t.name in TOKEN_EMBD_NAMES and not (model.tied and t.name == "token_embd.weight"):
         return t.nbytes // max(1, math.prod(t.shape[1:]))
     if "_exps." in t.name and 0 < model.experts_used <= model.experts:

@@ -1,16 +1,18 @@
-"""A report on quantized files that one can show: ``quantkit report``. One page without network access, and a card.
+"""Report on quantized files: ``quantkit report``. A page that needs no network, and a model card.
 
-data      the numbers, as a file keeps them
-measure   takes them from models, or from an earlier run
-made      where a file comes from, and the command that makes it again
-charts    Vega-Lite specifications
-page      HTML; card: Markdown
+data        the numbers, as JSON
+measure     measurement of the numbers, or reuse of those of an earlier run
+provenance  origin of a file, and the command that makes it again
+charts      Vega-Lite specifications
+tables      the numbers of the charts
+page        HTML
+card        Markdown
 """
 
 from __future__ import annotations
 
-from quantkit.report.data import Quality, Report, quality_from, read_data
+from quantkit.report.data import Quality, Report, read_data
 from quantkit.report.measure import SHARES, ReportOptions, quality_of
 from quantkit.report.write import report
 
-__all__ = ["SHARES", "Quality", "Report", "ReportOptions", "quality_from", "quality_of", "read_data", "report"]
+__all__ = ["SHARES", "Quality", "Report", "ReportOptions", "quality_of", "read_data", "report"]

@@ -1,25 +1,22 @@
-"""The numbers of a report: plain records that a JSON file keeps, so that a page can be made from them again.
+"""The numbers of a report, plain records that are kept as JSON, from which the page can be made again.
 
-No folder is kept, only names of files: a report is published.
+Only names of files are kept, no folders: a report is published. The fields are the keys of the file.
 """
 
 from __future__ import annotations
 
 import json
-import types
-from dataclasses import asdict, dataclass, fields, is_dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Any, NamedTuple
 
-from quantkit.errors import FormatError
 from quantkit.evaluate import Estimate
-from quantkit.formats.outputs import read_whole
+from quantkit.formats.own_json import read_own_json
+from quantkit.pipeline.content import FileRecord
+from quantkit.records import record
 
-T = TypeVar("T")
-
-#: The first keys of every file; another version is refused.
+#: Values of the first keys of a file; other versions are refused.
 KIND, VERSION = "quantkit.report", 1
-_MOST = 256 << 20
 
 
 class Quantile(NamedTuple):
@@ -31,10 +28,10 @@ class Quantile(NamedTuple):
 
 @dataclass(frozen=True)
 class Quality:
-    """What a text says of a file. ``key`` identifies text, base and settings; all after ``ppl`` needs a base.
+    """Quality of a file on a text. ``key``: digest of text, base and settings; the fields after ``ppl`` need a base.
 
-    ``ppl_ratio``: perplexity over that of the base, whose errors cancel in part. ``bound``: how far off ``kld`` can be
-    because the base's logits are not kept whole.
+    ``ppl_ratio``: perplexity / that of the base; their errors cancel in part. ``kld``: nats per token; ``bound``: the
+    most by which it is off because the base logits have only the most probable tokens.
     """
 
     key: str
@@ -53,8 +50,10 @@ class Quality:
 
 @dataclass(frozen=True)
 class Matrix:
-    """A tensor of two or more dimensions. ``error``: relative to the base's values, weighted by importance if there is
-    one for it (``weighted``); None if it was not measured.
+    """A tensor of two or more dimensions.
+
+    ``error``: relative root mean square error against the base, weighted by importance if ``weighted``; None: not
+    measured.
     """
 
     name: str
@@ -69,7 +68,7 @@ class Matrix:
 
 @dataclass(frozen=True)
 class Speed:
-    """Tokens per second in a test, as pp512, and their standard deviation."""
+    """Tokens per second of a test, such as pp512, with their standard deviation."""
 
     test: str
     rate: Estimate
@@ -78,7 +77,7 @@ class Speed:
 
 @dataclass(frozen=True)
 class Support:
-    """What a runtime does with a file."""
+    """Whether a runtime loads a file; ``text``: the reason."""
 
     runtime: str
     loads: bool
@@ -87,7 +86,11 @@ class Support:
 
 @dataclass(frozen=True)
 class File:
-    """One quantized file. ``fingerprint`` identifies it; ``errors_key`` what its matrices were compared with."""
+    """A quantized file.
+
+    ``errors_key``: digest of what its matrices were compared with. ``content``: record of the measured file, by which
+    measurements stay valid; None if nothing was measured.
+    """
 
     name: str
     fingerprint: str
@@ -105,6 +108,7 @@ class File:
     quality: Quality | None = None
     errors_key: str = ""
     speeds: tuple[Speed, ...] = ()
+    content: FileRecord | None = None
 
     @property
     def bpw(self) -> float:
@@ -112,26 +116,27 @@ class File:
 
 
 @dataclass(frozen=True)
-class Facts:
-    """What all files have in common: the model."""
+class ModelSummary:
+    """The model of all files."""
 
     name: str
     architecture: str
     values: int
     active: int | None
     facts: tuple[tuple[str, str], ...]
-    #: general.* that model cards repeat: license, base_model, ...
+    #: Keys general.* for model cards: license, base_model, ...
     card: tuple[tuple[str, str], ...]
 
 
 @dataclass(frozen=True)
 class Base:
-    """The unquantized model."""
+    """The unquantized model. ``content``: as in ``File``."""
 
     name: str
     fingerprint: str
     nbytes: int
     types: tuple[str, ...]
+    content: FileRecord | None = None
 
 
 @dataclass(frozen=True)
@@ -144,8 +149,8 @@ class Text:
 
 
 @dataclass(frozen=True)
-class Covered:
-    """Coverage of a matrix by the importance matrix: tokens of its experts (one without); None: a .dat lacks them."""
+class TensorCoverage:
+    """Coverage of a matrix by the importance matrix: tokens of its experts (1 if dense); None: a .dat lacks them."""
 
     name: str
     kind: str
@@ -159,19 +164,19 @@ class Covered:
 
 @dataclass(frozen=True)
 class Coverage:
-    """An importance matrix: ``share`` of the matrices have data."""
+    """An importance matrix. ``share``: of the matrices that have data; ``hardly``: tokens that are too few."""
 
     name: str
     datasets: tuple[str, ...]
     sha256: tuple[str, ...]
     share: float
     hardly: int
-    tensors: tuple[Covered, ...]
+    tensors: tuple[TensorCoverage, ...]
 
 
 @dataclass(frozen=True)
 class GroupCost:
-    """What quantizing a group alone to a type costs, in nats: measured, or guessed, where there is no ``error``."""
+    """Divergence ``kld``, in nats, of quantizing a group alone to a type: measured, or without ``error`` estimated."""
 
     group: str
     kind: str
@@ -193,12 +198,12 @@ class Costs:
 
 @dataclass(frozen=True)
 class Report:
-    """Everything a page shows."""
+    """All numbers of a page."""
 
     title: str
     made: str
     version: str
-    model: Facts
+    model: ModelSummary
     files: tuple[File, ...]
     base: Base | None = None
     text: Text | None = None
@@ -207,54 +212,17 @@ class Report:
     notes: tuple[str, ...] = ()
 
     def to_json(self) -> str:
-        """Return the text of the file of data."""
+        """Return the report as JSON."""
         return json.dumps({"kind": KIND, "format": VERSION, **asdict(self)}, indent=1) + "\n"
 
 
 def read_data(path: Path) -> Report:
-    """Return the report that a file of data keeps. Raises FormatError, which names the file."""
-    try:
-        data = json.loads(read_whole(path, _MOST))
+    """Return the report in a JSON file. Raises FormatError with the name of the file."""
+
+    def parse(data: Any) -> Report:
         if data.pop("kind") != KIND or data.pop("format") != VERSION:
-            raise FormatError(f"{path}: not the data of a quantkit report, version {VERSION}")
-        made: Report = _made(Report, data, "")
-        return made
-    except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as e:
-        raise FormatError(f"{path}: not the data of a quantkit report ({e})") from None
+            raise ValueError(f"another kind of file, or another version than {VERSION}")
+        report: Report = record(Report, data)
+        return report
 
-
-def quality_from(data: object) -> Quality:
-    """Return a quality that ``asdict`` made, from JSON. Raises FormatError."""
-    try:
-        made: Quality = _made(Quality, data, "quality")
-        return made
-    except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as e:
-        raise FormatError(f"not the quality of a file ({e})") from None
-
-
-def _made(kind: Any, value: Any, where: str) -> Any:
-    """Return ``value``, from JSON, as the type ``kind``. Raises TypeError or ValueError, naming the place."""
-    origin, arguments = get_origin(kind), get_args(kind)
-    if origin in (Union, types.UnionType):
-        inner = next(a for a in arguments if a is not type(None))
-        return None if value is None else _made(inner, value, where)
-    if origin is tuple:
-        if not isinstance(value, list):
-            raise TypeError(f"{where} is no list")
-        if len(arguments) == 2 and arguments[1] is ...:
-            return tuple(_made(arguments[0], each, f"{where}[{i}]") for i, each in enumerate(value))
-        return tuple(_made(a, each, where) for a, each in zip(arguments, value, strict=True))
-    if isinstance(kind, type) and is_dataclass(kind):
-        hints = get_type_hints(kind)
-        if not isinstance(value, dict) or value.keys() - hints.keys():
-            raise TypeError(f"{where or 'it'} is not as expected")
-        known = {f.name: hints[f.name] for f in fields(kind) if f.name in value}
-        return kind(**{name: _made(hint, value[name], f"{where}.{name}") for name, hint in known.items()})
-    if isinstance(kind, type) and issubclass(kind, tuple):
-        hints = get_type_hints(kind)
-        return kind(*(_made(hint, each, where) for hint, each in zip(hints.values(), value, strict=True)))
-    if kind is float and isinstance(value, int) and not isinstance(value, bool):
-        return float(value)
-    if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
-        raise TypeError(f"{where} is no {kind.__name__}")
-    return value
+    return read_own_json(path, "the data of a quantkit report", parse)

@@ -1,4 +1,4 @@
-"""The page: HTML with its style, its numbers and Vega-Lite in one file, which no network request may leave."""
+"""The page: HTML with style, numbers and Vega-Lite in one file, which makes no network request."""
 
 from __future__ import annotations
 
@@ -6,13 +6,12 @@ import base64
 import hashlib
 import json
 from functools import cache
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from quantkit.errors import ResourceError
 from quantkit.names import printable
-from quantkit.report.charts import WIDE, charts, series_of, short_names, size_unit, type_colours
+from quantkit.report.charts import charts, series_of, short_names, type_colours
+from quantkit.report.conclusion import conclusion, perplexity_warning
 from quantkit.report.data import Report
 from quantkit.report.tables import (
     costs_table,
@@ -23,20 +22,11 @@ from quantkit.report.tables import (
     support_table,
     tokens_table,
 )
-from quantkit.units import format_count
+from quantkit.units import PLUS_MINUS, format_count, size_unit
 
-_HERE = Path(__file__).parent
+_FOLDER = Path(__file__).parent
 #: Globals that page.js takes from the bundle.
 _SNIPPET = "window.vegaLite = vegaLite; window.vega = vega; window.vegaEmbed = vegaEmbed;"
-
-
-def needed() -> None:
-    """Raise ResourceError unless what a page is made of is installed."""
-    missing = [
-        name for name, module in (("Vega-Lite", "vl_convert"), ("jinja2", "jinja2")) if find_spec(module) is None
-    ]
-    if missing:
-        raise ResourceError(f"a report needs {' and '.join(missing)}: pip install 'gguf-quantkit[report]'")
 
 
 @cache
@@ -51,49 +41,49 @@ def page_text(report: Report) -> str:
     """Return the page."""
     import jinja2
 
-    scripts = [_library(), (_HERE / "page.js").read_text(encoding="utf-8")]
+    scripts = [_library(), (_FOLDER / "page.js").read_text(encoding="utf-8")]
     environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(_HERE),
+        loader=jinja2.FileSystemLoader(_FOLDER),
         autoescape=True,
         undefined=jinja2.StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    made = charts(report)
-    specs = {chart.name: {"spec": chart.spec, "labels": chart.labels, "byFile": chart.by_file} for chart in made}
+    chart_list = charts(report)
+    specs = {chart.name: {"spec": chart.spec, "labels": chart.labels, "byFile": chart.by_file} for chart in chart_list}
     template = environment.get_template("page.html")
     return str(
         template.render(
             report=report,
             policy=_policy(scripts),
-            style=jinja2_safe((_HERE / "page.css").read_text(encoding="utf-8")),
-            scripts=[jinja2_safe(script) for script in scripts],
-            data=jinja2_safe(in_script(_shown(specs))),
-            charts={chart.name for chart in made},
-            heights={chart.name: chart.spec["height"] for chart in made},
-            **_parts(report),
+            style=mark_safe((_FOLDER / "page.css").read_text(encoding="utf-8")),
+            scripts=[mark_safe(script) for script in scripts],
+            data=mark_safe(script_json(_printable_values(specs))),
+            charts={chart.name for chart in chart_list},
+            heights={chart.name: chart.spec["height"] for chart in chart_list},
+            **_template_values(report),
         )
     )
 
 
-def _shown(value: Any) -> Any:
-    """Return specifications with names on one line: Vega's parser takes some letters for ends of lines."""
+def _printable_values(value: Any) -> Any:
+    """Return specifications with printable texts: Vega's parser takes some characters for ends of lines."""
     if isinstance(value, dict):
-        return {key: _shown(each) for key, each in value.items()}
+        return {key: _printable_values(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_shown(each) for each in value]
+        return [_printable_values(item) for item in value]
     return printable(value) if isinstance(value, str) else value
 
 
-def jinja2_safe(text: str) -> Any:
-    """Return text that is not escaped: ours, or made safe."""
+def mark_safe(text: str) -> Any:
+    """Return text that the template does not escape: our own, or made safe."""
     from markupsafe import Markup
 
     return Markup(text)  # noqa: S704 - never from a file
 
 
-def in_script(value: Any) -> str:
-    """Return JSON that cannot end the script element it stands in, nor a line of it."""
+def script_json(value: Any) -> str:
+    """Return JSON that cannot end its script element, nor a line of it."""
     text = json.dumps(value, ensure_ascii=True, allow_nan=False, separators=(",", ":"))
     for letter in "<>&":
         text = text.replace(letter, f"\\u{ord(letter):04x}")
@@ -101,7 +91,7 @@ def in_script(value: Any) -> str:
 
 
 def _policy(scripts: list[str]) -> str:
-    """Return a Content Security Policy: no request of any kind, and no script but these."""
+    """Return a Content Security Policy: no requests, and only these scripts."""
     hashes = (base64.b64encode(hashlib.sha256(s.encode()).digest()).decode() for s in scripts)
     allowed = " ".join(f"'sha256-{digest}'" for digest in hashes)
     return (
@@ -110,7 +100,7 @@ def _policy(scripts: list[str]) -> str:
     )
 
 
-def _parts(report: Report) -> dict[str, Any]:
+def _template_values(report: Report) -> dict[str, Any]:
     labels = short_names(report.files)
     qualities = [f.quality for f in report.files if f.quality is not None]
     series = [(label, *series_of(i)) for i, label in enumerate(labels)]
@@ -118,11 +108,12 @@ def _parts(report: Report) -> dict[str, Any]:
         "labels": labels,
         "series": [s for s, f in zip(series, report.files, strict=True) if f.quality and f.quality.quantiles],
         "types": type_colours(report),
-        "lead": _lead(report),
+        "lead": _summarize(report),
         "facts": _facts(report),
         "quality": qualities[0] if qualities else None,
         "bound": max((q.bound for q in qualities), default=0.0),
-        "wide": WIDE,
+        "plus_minus": PLUS_MINUS,
+        "perplexity_warning": perplexity_warning(report.files),
         "files_table": files_table(report),
         "tokens_table": tokens_table(report),
         "matrices_tables": matrices_tables(report),
@@ -135,22 +126,17 @@ def _parts(report: Report) -> dict[str, Any]:
     }
 
 
-def _lead(report: Report) -> str:
-    """Return what a stranger should know first."""
-    unit, factor = size_unit(report.files)
+def _summarize(report: Report) -> str:
+    """Return the summary at the top of the page."""
     least, most = min(f.nbytes for f in report.files), max(f.nbytes for f in report.files)
+    unit, factor = size_unit(most)
     n = len(report.files)
     files = (
         f"{n} files of {least / factor:.3g} to {most / factor:.3g} {unit}"
         if n > 1
         else f"One file of {most / factor:.3g} {unit}"
     )
-    rises = [(f.nbytes, f.name, f.quality.ppl_ratio) for f in report.files if f.quality is not None]
-    close = sorted((size, name) for size, name, ratio in rises if ratio is not None and ratio.value < 1.01)
-    found = f"{files}."
-    if close and n > 1:
-        found += f" The smallest within 1 % of the base's perplexity is {close[0][1]}."
-    return found
+    return " ".join([f"{files}.", *conclusion(report.files)])
 
 
 def _facts(report: Report) -> list[tuple[str, str]]:

@@ -1,4 +1,4 @@
-"""``report``: measure what is missing, keep the numbers, write the page and the card."""
+"""``report``: measures missing numbers, writes these, the page and the card."""
 
 from __future__ import annotations
 
@@ -7,13 +7,18 @@ from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 
+from quantkit.arguments import checked
 from quantkit.errors import RecipeError
-from quantkit.formats.outputs import Output, check_apart, check_free, written
+from quantkit.extras import REPORT, check_extras
+from quantkit.formats.outputs import Output, atomic_write, check_apart, check_free
+from quantkit.formats.remote import located
 from quantkit.report.card import card_text
 from quantkit.report.data import Report, read_data
-from quantkit.report.measure import Progress, ReportOptions, measured
+from quantkit.report.measure import Progress, ReportOptions, measure_report
+from quantkit.report.page import page_text
 
 
+@checked
 def report(
     files: Sequence[str | Path],
     out: str | Path,
@@ -33,54 +38,54 @@ def report(
         out: the page, OUT.html.
         base: the unquantized GGUF file, and ``text``: held-out text to measure divergence on; as in ``options``.
         card: also write a model card, Markdown.
-        data: where numbers are kept; by default beside the page, OUT.json. What they have, and what did not change,
-            is not measured again.
+        data: file of the numbers; by default next to the page, OUT.json. Existing numbers of unchanged files are not
+            measured again.
         overwrite: replace page and card.
-        progress: called with what is done, and chunks done and to do.
+        progress: called with a description of the step, parts done and their total.
 
     Raises:
-        ResourceError: an output cannot be written, or Vega-Lite is not installed.
+        ResourceError: an output cannot be written, or packages are not installed.
         QuantkitError: as ``inspect``, ``kld``, ``compare`` and ``bench``.
     """
-    out = Path(out)
+    out = located(out)
     options = options or ReportOptions()
     options = replace(
         options,
-        base=options.base if base is None else Path(base),
-        text=options.text if text is None else Path(text),
+        base=options.base if base is None else located(base),
+        text=options.text if text is None else located(text),
     )
-    kept_in = Path(data) if data is not None else out.with_suffix(".json")
-    card = None if card is None else Path(card)
-    paths = [Path(file) for file in files]
+    data_path = located(data) if data is not None else out.with_suffix(".json")
+    card = None if card is None else located(card)
+    paths = [located(file) for file in files]
     inputs = (*paths, options.base, options.text, options.imatrix, options.sensitivity)
-    check_apart([out, kept_in, card, options.logits], inputs)
-    from quantkit.report.page import needed, page_text  # jinja2 and the bundle are of the extra
-
-    needed()
+    check_apart([out, data_path, card, options.logits], inputs)
+    check_extras(REPORT)
     for output in (out, card):
         if output is not None:
             check_free(output, overwrite=overwrite)
-    old = read_data(kept_in) if kept_in.exists() else None
-    if not paths and old is None:
-        raise RecipeError(f"there are no files to report on, and no numbers of an earlier report: {kept_in}")
+    previous = read_data(data_path) if data_path.exists() else None
+    if not paths and previous is None:
+        raise RecipeError(
+            f"there are no files to report on, and no numbers of an earlier report: {data_path}", "QK-E214"
+        )
     with ExitStack() as stack:
-        for output in (out, kept_in, card):
+        for output in (out, data_path, card):
             if output is not None:
-                stack.enter_context(Output(output, overwrite=overwrite or output == kept_in))
+                stack.enter_context(Output(output, overwrite=overwrite or output == data_path))
 
-        def keep(now: Report) -> None:
-            with written(kept_in) as part:
+        def save(now: Report) -> None:
+            with atomic_write(data_path) as part:
                 part.write_text(now.to_json())
 
-        made = measured(paths, options, old, keep, progress or _quiet) if paths else old
-        assert made is not None
-        with written(out) as part:
-            part.write_text(page_text(made), encoding="utf-8")
+        result = measure_report(paths, options, previous, save, progress or _no_progress) if paths else previous
+        assert result is not None
+        with atomic_write(out) as part:
+            part.write_text(page_text(result), encoding="utf-8")
         if card is not None:
-            with written(card) as part:
-                part.write_text(card_text(made), encoding="utf-8")
-    return made
+            with atomic_write(card) as part:
+                part.write_text(card_text(result), encoding="utf-8")
+    return result
 
 
-def _quiet(what: str, done: int, todo: int) -> None:
+def _no_progress(step: str, current: int, total: int) -> None:
     """Show nothing."""

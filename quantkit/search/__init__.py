@@ -1,13 +1,12 @@
-"""Which bits go where: the allocation of types to groups that has the least predicted divergence at a size.
+"""Allocation of types to groups of tensors, of the least predicted divergence at a size: ``quantkit search``.
 
-search  the allocation for a size, a number of bits per weight or a divergence, as a recipe
-front   the least divergence at every size, with the presets beside it
+search        the allocation for a size, a number of bits per weight or a divergence, as a recipe
+search_front  the allocations of least divergence at many sizes, and llama-quantize's presets
 """
 
 from __future__ import annotations
 
-from quantkit.search.allocation import Allocation
-from quantkit.search.check import Check
+from quantkit.search.allocation import Allocation, Check
 from quantkit.search.find import SearchResult, search
 from quantkit.search.options import SearchOptions
 from quantkit.search.sweep import Front, PresetPoint, search_front

@@ -1,29 +1,35 @@
-"""What a search finds: a type for every group, and the file that comes of it."""
+"""Results of a search, and the measurement of the best: predictions choose a few, measured divergences the best."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
-from quantkit.evaluate import Kld
+from quantkit.errors import RecipeError
+from quantkit.evaluate import Kld, kld
+from quantkit.formats.logits import open_logits
 from quantkit.pipeline.plan import Plan
 from quantkit.pipeline.recipe import Rule
-from quantkit.quantize import QuantizeOptions
-from quantkit.search.space import Part
+from quantkit.pipeline.source import Source
+from quantkit.quantize import QuantizeOptions, plan_from, run_quantize
+from quantkit.search.space import Footprint
 from quantkit.types import TensorType
 
 
 @dataclass(frozen=True)
 class Allocation:
-    """A type for every group, by name, and what comes of it.
+    """A type for every group, by name, and the file that it gives.
 
-    ``kld``: predicted nats per token. ``part``: bytes of all tensors. ``type_name``: TYPE of the plan. ``gap``: how
-    much less divergence the optimum may have, where the solver's time was up. ``check``: the divergence measured.
+    ``kld``: predicted nats per token. ``footprint``: of all tensors. ``type_name``: TYPE of the plan. ``gap``: upper
+    bound of what the optimum may have less divergence, if the solver ran out of time. ``picks``: index of the choice of
+    each choice group. ``check``: the measured divergence.
     """
 
     types: Mapping[str, TensorType]
     kld: float
-    part: Part
+    footprint: Footprint
     rules: tuple[Rule, ...]
     type_name: str
     options: QuantizeOptions
@@ -40,3 +46,41 @@ class Allocation:
     @property
     def bpw(self) -> float:
         return self.plan.bpw
+
+
+@dataclass(frozen=True)
+class Check:
+    """Settings for the measurement of the ``count`` best allocations against ``base``, the base logits.
+
+    ``chunks``: number of chunks; None: all of the base. ``cache``: folder of encoded tensors, which allocations share.
+    ``folder``: folder of temporary files.
+    """
+
+    count: int
+    base: Path
+    chunks: int | None = None
+    threads: int | None = None
+    cache: Path | None = None
+    folder: Path | None = None
+
+    def __post_init__(self) -> None:
+        if self.count < 1:
+            raise RecipeError(f"--check {self.count} must be above 0", "QK-E203")
+
+
+def measure(
+    allocations: Sequence[Allocation], source: Source, check: Check, progress: Callable[[str], None]
+) -> Iterator[tuple[Allocation, Kld]]:
+    """Quantize each allocation and yield it with its measured divergence; the files are removed."""
+    base = open_logits(check.base)
+    with tempfile.TemporaryDirectory(prefix="quantkit-search-", dir=check.folder) as folder:
+        cache = check.cache or Path(folder) / "cache"
+        for number, allocation in enumerate(allocations, 1):
+            path = Path(folder) / "candidate.gguf"
+            plan = plan_from(source, path, allocation.type_name, allocation.options)
+            run_quantize(plan, threads=check.threads, overwrite=True, cache=cache)
+            result = kld(path, base, chunks=check.chunks, threads=check.threads)
+            mean = result.sums.kld.mean
+            prediction = f"{number} of {len(allocations)}: predicted {allocation.kld:.5f}"
+            progress(f"{prediction}, measured {mean.text(5)} (standard error)")
+            yield allocation, result

@@ -1,18 +1,20 @@
-"""How divergences of groups quantized alone become that of all together.
+"""Combination of the divergences of groups quantized alone to that of all groups together.
 
 Small independent errors add up in the variance of the logits, and the divergence k is near that variance: it adds up.
 Where a small error can make a large difference (a router that chooses another expert, an argmax) there is a second part
 that goes with the size of the error, not its square, and does not add up: many groups that each change the routes of
-some tokens change those of the same tokens. Of this part the squares add up. Which share of a group's divergence it is,
-``Cost.flips``, the errors of its types at the end of its layer tell; nothing else is fitted:
+some tokens change those of the same tokens. Of this part the squares add up. Its share of a group's divergence,
+``Cost.flips``, follows from the errors at the end of its layer; nothing else is fitted:
 
     k = sum of (1 - flips) * k_group + sqrt(sum of (flips * k_group)^2)
 
-Where the file of sensitivities tells no share (``--proxies-only``), one kink of all groups stands for it: of a group
-alone k = s + kink * sqrt(s), what is summed up is s, and the divergence of an allocation is scale * (s + kink *
-sqrt(s)) of the sum. Kink and scale come from allocations that were measured as a whole, if there are any, as
-``settings["together"]``: a list of {"types": {group: type}, "kld": nats, "kld_error": nats}. Without, divergences add
-up as they are.
+If the file of sensitivities has no such share (``--proxies-only``), one kink of all groups replaces it. The additive
+part s of a group's divergence k follows from k = s + kink * sqrt(s), and for the sum s of all groups
+
+    k = scale * (s + kink * sqrt(s))
+
+Kink and scale are fitted to allocations that were measured as a whole, ``settings["together"]``, a list of {"types":
+{group: type}, "kld": nats, "kld_error": nats}. Without these, divergences add up.
 """
 
 from __future__ import annotations
@@ -25,34 +27,34 @@ from quantkit.errors import FormatError, TypeNotSupported
 from quantkit.sensitivity.file import Sensitivity
 from quantkit.types import TensorType, type_by_name
 
-#: Kinks that are tried, roots of nats, and the fewest allocations from which one is fitted.
+#: Kinks to try, in nats^0.5, and the fewest allocations for a fit.
 _KINKS = (0.0, *(10 ** (i / 8 - 4) for i in range(25)))
-_FEWEST = 3
+_MIN_ALLOCATIONS = 3
 
 
 @dataclass(frozen=True)
 class Combination:
-    """The rule of one kink, and how many measured allocations it was fitted to; 0: none, so that divergences add up."""
+    """The rule with one kink. ``n``: number of measured allocations it is fitted to; 0: divergences add up."""
 
     kink: float = 0.0
     scale: float = 1.0
     n: int = 0
 
-    def part(self, kld: float) -> float:
-        """Return what is summed up of a group that alone has the divergence ``kld``."""
+    def additive_part(self, kld: float) -> float:
+        """Return the additive part s of a group with the divergence ``kld`` = s + kink * sqrt(s)."""
         return ((math.sqrt(self.kink**2 + 4 * max(kld, 0.0)) - self.kink) / 2) ** 2
 
-    def total(self, summed: float) -> float:
-        """Return the divergence of groups whose parts sum up to ``summed``."""
-        return self.scale * (summed + self.kink * math.sqrt(max(summed, 0.0)))
+    def total(self, additive_sum: float) -> float:
+        """Return the divergence of groups with the sum s of additive parts: scale * (s + kink * sqrt(s))."""
+        return self.scale * (additive_sum + self.kink * math.sqrt(max(additive_sum, 0.0)))
 
-    def summed(self, kld: float) -> float:
-        """Return to what the parts may sum up for a divergence of ``kld``: the inverse of ``total``."""
-        return self.part(kld / self.scale)
+    def inverse(self, kld: float) -> float:
+        """Return the sum of additive parts that gives the divergence ``kld``: the inverse of ``total``."""
+        return self.additive_part(kld / self.scale)
 
 
 @dataclass(frozen=True)
-class Together:
+class MeasuredAllocation:
     """An allocation that was measured as a whole."""
 
     types: dict[str, TensorType]
@@ -60,11 +62,11 @@ class Together:
     error: float
 
 
-def measured_together(sensitivity: Sensitivity) -> list[Together]:
-    """Return the allocations of a file that were measured as a whole. Raises FormatError for what cannot be read."""
+def read_measured_allocations(sensitivity: Sensitivity) -> list[MeasuredAllocation]:
+    """Return the allocations of a file that were measured as a whole. Raises FormatError for invalid ones."""
     try:
         return [
-            Together(
+            MeasuredAllocation(
                 {str(group): type_by_name(t) for group, t in row["types"].items()},
                 float(row["kld"]),
                 float(row.get("kld_error") or 0.0),
@@ -72,26 +74,30 @@ def measured_together(sensitivity: Sensitivity) -> list[Together]:
             for row in sensitivity.settings.get("together") or ()
         ]
     except (KeyError, TypeError, ValueError, AttributeError, TypeNotSupported) as e:
-        raise FormatError(f"settings.together of the sensitivities cannot be read: {e!r}") from None
+        raise FormatError(f"settings.together of the sensitivities cannot be read: {e!r}", "QK-E122") from None
 
 
-def fitted(together: Sequence[Together], kld: Callable[[str, TensorType], float | None]) -> Combination:
-    """Return the rule under which the logarithms of measured allocations are nearest to those predicted.
+def fit_combination(
+    allocations: Sequence[MeasuredAllocation], kld: Callable[[str, TensorType], float | None]
+) -> Combination:
+    """Return the rule of least squared difference between logarithms of measured and predicted divergences.
 
-    ``kld``: what a group in a type has alone, or None; allocations with a group of which nothing is known do not count.
+    ``kld``: divergence of a group alone in a type; None: unknown, and the allocation is ignored.
     """
-    known = []
-    for each in together:
-        parts = [kld(group, t) for group, t in each.types.items()]
-        if each.kld > 0 and all(part is not None for part in parts):
-            known.append((math.log(each.kld), [part for part in parts if part is not None]))
-    if len(known) < _FEWEST:
+    samples = []
+    for allocation in allocations:
+        parts = [kld(group, t) for group, t in allocation.types.items()]
+        if allocation.kld > 0 and all(part is not None for part in parts):
+            samples.append((math.log(allocation.kld), [part for part in parts if part is not None]))
+    if len(samples) < _MIN_ALLOCATIONS:
         return Combination()
     best = (math.inf, Combination())
     for kink in _KINKS:
         rule = Combination(kink)
-        off = [y - math.log(max(rule.total(math.fsum(map(rule.part, parts))), 1e-300)) for y, parts in known]
-        mean = math.fsum(off) / len(off)
-        spread = math.fsum((each - mean) ** 2 for each in off)
-        best = min(best, (spread, Combination(kink, math.exp(mean), len(known))), key=lambda pair: pair[0])
+        residuals = [
+            y - math.log(max(rule.total(math.fsum(map(rule.additive_part, parts))), 1e-300)) for y, parts in samples
+        ]
+        mean = math.fsum(residuals) / len(residuals)
+        spread = math.fsum((residual - mean) ** 2 for residual in residuals)
+        best = min(best, (spread, Combination(kink, math.exp(mean), len(samples))), key=lambda pair: pair[0])
     return best[1]

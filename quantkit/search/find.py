@@ -1,4 +1,4 @@
-"""The allocations of least divergence: ``search``."""
+"""``search``: the allocations of least predicted divergence."""
 
 from __future__ import annotations
 
@@ -11,28 +11,29 @@ from pathlib import Path
 
 import numpy as np
 
+from quantkit.arguments import checked
 from quantkit.errors import FormatError, RecipeError, ResourceError
+from quantkit.extras import SEARCH, check_extras
 from quantkit.formats.gguf import open_model
 from quantkit.formats.remote import located
-from quantkit.search.allocation import Allocation
-from quantkit.search.check import Check, measured
+from quantkit.search.allocation import Allocation, Check, measure
 from quantkit.search.options import SearchOptions
-from quantkit.search.solve import Answer, Apart, Limit, Weights, check_solver, solve
+from quantkit.search.solve import Answer, Exclusion, Limit, Weights, solve
 from quantkit.search.space import Space
 from quantkit.sensitivity.file import Sensitivity, read_sensitivity
 from quantkit.units import format_size, round_up
 
-#: How often the header, which names the rules, may turn out longer than was allowed for.
-_ROUNDS = 16
-#: Share of the units in which allocations that are checked must differ.
-_DIFFER = 0.05
-#: Tangents of the sum of what routers flip; three are nearly always enough.
-_TANGENTS = 8
+#: How often the room is reduced because the header, which contains the rules, is too long.
+_MAX_ROUNDS = 16
+#: Share of the choice groups in which checked allocations must differ.
+_MIN_DIFFERENCE = 0.05
+#: Tangents of the root of the summed squares of flips; three are nearly always enough.
+_MAX_TANGENTS = 8
 
 
 @dataclass(frozen=True)
 class SearchResult:
-    """What ``search`` found: allocations, the best first (as measured, if they were checked), and notes."""
+    """Result of ``search``: allocations, the best first (as measured, if they were checked), and notes."""
 
     allocations: tuple[Allocation, ...]
     space: Space
@@ -44,6 +45,7 @@ class SearchResult:
         return self.allocations[0]
 
 
+@checked
 def search(
     sensitivity: Sensitivity | str | Path,
     source: str | Path | None = None,
@@ -55,247 +57,263 @@ def search(
     """Return the allocation of types to groups that has the least predicted divergence at a target.
 
     Args:
-        sensitivity: what ``sensitivity`` measured, or its file.
-        source: the model that will be quantized; of it only the header is read. By default that which was measured.
+        sensitivity: the result of ``sensitivity``, or its file.
+        source: the model to quantize, of which only the header is read; by default that which was measured.
         options: target and constraints.
-        check: quantize the best few, and measure them.
-        progress: told of each step.
+        check: quantize and measure the best few.
+        progress: called with a line for each step.
 
     Raises:
-        RecipeError: no allocation reaches the target, with what is possible; a type or class that there is not; costs
-            of another model. ResourceError: there is no solver.
+        RecipeError: no allocation reaches the target; an unknown type or class; sensitivities of another model.
+        ResourceError: the solver is not installed.
     """
-    began = time.monotonic()
+    start = time.monotonic()
     options = options or SearchOptions()
-    options.one_target()
-    check_solver()
-    known = known_of(sensitivity)
-    with open_model(path := model_of(known, source)) as opened:
-        space = Space(known, opened, with_imatrix(options, known, *files_of(sensitivity), path))
+    options.check_target()
+    check_extras(SEARCH)
+    measurements = load_measurements(sensitivity)
+    with open_model(path := model_path(measurements, source)) as model:
+        space = Space(measurements, model, with_imatrix(options, measurements, *sensitivity_files(sensitivity), path))
         finder = Finder(space)
-        found = list(finder.best(1 if check is None else check.count))
+        allocations = list(finder.best(1 if check is None else check.count))
         if check is not None:
-            progress(f"{len(found)} allocations to measure")
-            found = [replace(each, check=one) for each, one in measured(found, opened, check, progress)]
-            found.sort(key=lambda each: math.inf if each.check is None else each.check.sums.kld.mean.value)
-        notes = (*space.notes, *finder.notes, *space.loads(found[0].plan))
-    return SearchResult(tuple(found), space, time.monotonic() - began, notes)
+            progress(f"{len(allocations)} allocations to measure")
+            allocations = [
+                replace(allocation, check=result) for allocation, result in measure(allocations, model, check, progress)
+            ]
+            allocations.sort(
+                key=lambda allocation: math.inf if allocation.check is None else allocation.check.sums.kld.mean.value
+            )
+        notes = (*space.notes, *finder.notes, *space.runtime_lines(allocations[0].plan))
+    return SearchResult(tuple(allocations), space, time.monotonic() - start, notes)
 
 
-def known_of(given: Sensitivity | str | Path) -> Sensitivity:
-    """Return what was measured, from its file if need be. Raises FormatError for facts that are none."""
-    known = given if isinstance(given, Sensitivity) else read_sensitivity(Path(given))
-    if not isinstance(known.model, Mapping) or not isinstance(known.settings, Mapping):
-        raise FormatError("model and settings of the sensitivities must be objects")
-    return known
+def load_measurements(sensitivity: Sensitivity | str | Path) -> Sensitivity:
+    """Return sensitivities, read from a file if they are a path. Raises FormatError for an invalid file."""
+    measurements = sensitivity if isinstance(sensitivity, Sensitivity) else read_sensitivity(located(sensitivity))
+    if not isinstance(measurements.model, Mapping) or not isinstance(measurements.settings, Mapping):
+        raise FormatError("model and settings of the sensitivities must be objects", "QK-E122")
+    return measurements
 
 
-def files_of(given: Sensitivity | str | Path) -> tuple[Path, ...]:
-    """Return the file of what was measured, if it is one."""
-    return () if isinstance(given, Sensitivity) else (Path(given),)
+def sensitivity_files(sensitivity: Sensitivity | str | Path) -> tuple[Path, ...]:
+    """Return the file of sensitivities, if they are a path."""
+    return () if isinstance(sensitivity, Sensitivity) else (located(sensitivity),)
 
 
-def model_of(known: Sensitivity, given: str | Path | None) -> Path:
-    """Return the model that is quantized: the one given, else the one that was measured. Raises RecipeError."""
-    if given is not None:
-        return located(given)
-    path = known.model.get("path")
+def model_path(measurements: Sensitivity, source: str | Path | None) -> Path:
+    """Return the model to quantize: the one given, else the one that was measured. Raises RecipeError."""
+    if source is not None:
+        return located(source)
+    path = measurements.model.get("path")
     if not isinstance(path, str) or not Path(path).is_file():
-        raise RecipeError(f"the model that was measured, {path or 'unnamed'}, is not there: name it with -m")
+        raise RecipeError(
+            f"the model that was measured, {path or 'unnamed'}, does not exist: name it with -m", "QK-E401"
+        )
     return Path(path)
 
 
-def with_imatrix(options: SearchOptions, known: Sensitivity, *beside: Path) -> SearchOptions:
-    """Return options with the importance matrix that was measured with, where none is given.
+def with_imatrix(options: SearchOptions, measurements: Sensitivity, *neighbours: Path) -> SearchOptions:
+    """Return options with the importance matrix of the sensitivities, if none is given and it exists.
 
-    It is looked for where it is said to be, in the folder of ``beside`` files and in that of the model.
+    It is searched by its recorded path, and in the folders of the files ``neighbours``.
     """
-    name = known.settings.get("imatrix")
+    name = measurements.settings.get("imatrix")
     if options.imatrix is not None or not isinstance(name, str) or not name:
         return options
-    found = (path for path in (Path(name), *(each.parent / name for each in beside)) if path.is_file())
-    return replace(options, imatrix=next(found, None))
+    candidates = (path for path in (Path(name), *(file.parent / name for file in neighbours)) if path.is_file())
+    return replace(options, imatrix=next(candidates, None))
 
 
 class Finder:
-    """Solves for allocations of a space."""
+    """Solver for allocations of a space."""
 
     def __init__(self, space: Space) -> None:
         self.space, self.options = space, space.options
         self.notes: list[str] = []
-        self._errors: list[Weights] = [np.array([c.error for c in unit.choices]) for unit in space.units]
-        self._klds: list[Weights] = [np.array([c.kld for c in unit.choices]) for unit in space.units]
-        self._smooth: list[Weights] = [np.array([c.kld - c.flips for c in unit.choices]) for unit in space.units]
-        self._squares: list[Weights] = [np.array([c.squares for c in unit.choices]) for unit in space.units]
+        self._errors: list[Weights] = [np.array([c.error for c in group.choices]) for group in space.choice_groups]
+        self._klds: list[Weights] = [np.array([c.kld for c in group.choices]) for group in space.choice_groups]
+        self._smooth: list[Weights] = [
+            np.array([c.kld - c.flips for c in group.choices]) for group in space.choice_groups
+        ]
+        self._squares: list[Weights] = [np.array([c.squares for c in group.choices]) for group in space.choice_groups]
 
     def best(self, count: int) -> Iterator[Allocation]:
-        """Yield the best allocations for the target, the very best first; fewer than ``count`` if there are no more.
+        """Yield up to ``count`` allocations for the target, the best first.
 
-        Each differs from those before it in a twentieth of the units. They are in turns the best by the rule of how
-        divergences combine (combine.py), by the other rule there, and for plain sums: which is nearest to the truth
-        differs from size to size, so that all are worth measuring.
+        Each differs from those before it in a twentieth of the choice groups. In turns they are optimal for the rule of
+        combination (combine.py), for the other rule there, and for plain sums: the most accurate of these differs from
+        size to size, so that all are worth measuring.
         """
-        free = sum(len(unit.choices) > 1 for unit in self.space.units)
-        least = max(1, round(_DIFFER * free))
-        apart: list[Apart] = []
-        ways: list[Sequence[Weights] | None] = [None]
+        free_groups = sum(len(group.choices) > 1 for group in self.space.choice_groups)
+        min_difference = max(1, round(_MIN_DIFFERENCE * free_groups))
+        exclusions: list[Exclusion] = []
+        objectives: list[Sequence[Weights] | None] = [None]
         if self.options.target_kld is None:
-            bent, squares = self.space.combination.kink > 0, self.space.by_squares
-            ways += [self._errors] if bent and squares else []
-            ways += [self._klds] if bent or squares else []
-        while len(apart) < count:
-            found = self._for_target(apart, ways[len(apart) % len(ways)])
-            if found is None:
-                if not apart:
-                    raise self._impossible()
+            has_kink, quadrature = self.space.combination.kink > 0, self.space.quadrature
+            objectives += [self._errors] if has_kink and quadrature else []
+            objectives += [self._klds] if has_kink or quadrature else []
+        while len(exclusions) < count:
+            allocation = self._best_for_target(exclusions, objectives[len(exclusions) % len(objectives)])
+            if allocation is None:
+                if not exclusions:
+                    raise self._target_error()
                 return
-            if not apart:
-                self._note(found)
-            apart.append(Apart(found.picks, least))
-            yield found
+            if not exclusions:
+                self._note_limits(allocation)
+            exclusions.append(Exclusion(allocation.picks, min_difference))
+            yield allocation
 
-    def _for_target(self, apart: Sequence[Apart], costs: Sequence[Weights] | None = None) -> Allocation | None:
+    def _best_for_target(
+        self, exclusions: Sequence[Exclusion], costs: Sequence[Weights] | None = None
+    ) -> Allocation | None:
         if self.options.target_kld is not None:
-            return self._of_kld(self.options.target_kld, apart)
+            return self._smallest_for_kld(self.options.target_kld, exclusions)
         if self.options.target_bpw is not None:
             values = sum(math.prod(t.shape) for t in self.space.source.tensors.values())
             most = math.floor(self.options.target_bpw * values / 8)
-            answer = self._least([self._limit("data", most)], apart, costs)
+            answer = self._solve_least([self._limit("data", most)], exclusions, costs)
             return None if answer is None else self.allocation(answer)
         assert self.options.target_size is not None
-        return self.of_size(self.options.target_size, apart, costs)
+        return self.best_for_size(self.options.target_size, exclusions, costs)
 
-    def of_size(
-        self, target: int, apart: Sequence[Apart] = (), costs: Sequence[Weights] | None = None
+    def best_for_size(
+        self, target: int, exclusions: Sequence[Exclusion] = (), costs: Sequence[Weights] | None = None
     ) -> Allocation | None:
-        """Return the best allocation whose file has at most ``target`` bytes: by ``costs``, or by the rule.
+        """Return the best allocation whose file has at most ``target`` bytes, by ``costs`` or the predicted divergence.
 
-        The header names the rules, so how much it takes is known afterwards: where that is too much, the tensors get
-        less.
+        The header contains the rules, so its size is known only afterwards; if the file is too large, it is solved
+        again with less room for tensors.
         """
-        room = target - self.header - self.space.fixed.padded
-        for _ in range(_ROUNDS):
-            answer = self._least([Limit(self._amounts("padded"), room)], apart, costs)
+        room = target - self.header_bytes - self.space.fixed.padded
+        for _ in range(_MAX_ROUNDS):
+            answer = self._solve_least([Limit(self._amounts("padded"), room)], exclusions, costs)
             if answer is None:
                 return None
-            found = self.allocation(answer)
-            if found.nbytes <= target:
-                return found
-            room = found.part.padded - self.space.fixed.padded - (found.nbytes - target)
+            allocation = self.allocation(answer)
+            if allocation.nbytes <= target:
+                return allocation
+            room = allocation.footprint.padded - self.space.fixed.padded - (allocation.nbytes - target)
         return None
 
-    def _of_kld(self, target: float, apart: Sequence[Apart]) -> Allocation | None:
-        """Return the smallest allocation that is predicted to be no worse than ``target``, and of these the best."""
-        answer = self._within(target, apart)
+    def _smallest_for_kld(self, target: float, exclusions: Sequence[Exclusion]) -> Allocation | None:
+        """Return the smallest allocation of at most ``target`` predicted divergence; of equal sizes the best."""
+        answer = self._solve_smallest(target, exclusions)
         if answer is None:
             return None
-        better = self._least([self._limit("padded", self.space.total(answer.picks).padded)], apart)
+        better = self._solve_least([self._limit("padded", self.space.total(answer.picks).padded)], exclusions)
         return self.allocation(better if better is not None and self.space.kld(better.picks) <= target else answer)
 
-    def _within(self, target: float, apart: Sequence[Apart]) -> Answer | None:
-        """Return the smallest answer that is predicted to be no worse than ``target``.
+    def _solve_smallest(self, target: float, exclusions: Sequence[Exclusion]) -> Answer | None:
+        """Return the smallest answer of at most ``target`` predicted divergence.
 
-        Where flips add up as squares, what is allowed by a tangent is allowed: from the least divergence on, the
-        tangent at each answer allows that answer and smaller ones.
+        In quadrature, the root of summed squares is concave: a tangent is an upper bound, so that answers within it are
+        within the target. From the answer of least divergence on, each tangent allows a smaller answer.
         """
         sizes, space = self._amounts("padded"), self.space
-        if not space.by_squares:
-            return self._solve(sizes, [Limit(self._errors, space.combination.summed(target))], apart)
-        found = self._least([], apart)
-        if found is None or space.kld(found.picks) > target:
+        if not space.quadrature:
+            return self._solve(sizes, [Limit(self._errors, space.combination.inverse(target))], exclusions)
+        answer = self._solve_least([], exclusions)
+        if answer is None or space.kld(answer.picks) > target:
             return None
-        for _ in range(_TANGENTS):
-            most = target - self._root(found.picks) / 2
-            smaller = self._solve(sizes, [Limit(self._costs_at(found.picks), most)], apart)
-            if smaller is None or space.total(smaller.picks).padded >= space.total(found.picks).padded:
+        for _ in range(_MAX_TANGENTS):
+            most = target - self._flips_root(answer.picks) / 2
+            smaller = self._solve(sizes, [Limit(self._tangent_costs(answer.picks), most)], exclusions)
+            if smaller is None or space.total(smaller.picks).padded >= space.total(answer.picks).padded:
                 break
-            found = smaller
-        return found
+            answer = smaller
+        return answer
 
     def smallest(self) -> Allocation:
-        """Return the smallest allocation. Raises RecipeError if the constraints on speed allow none."""
+        """Return the smallest allocation. Raises RecipeError if constraints on speed allow none."""
         answer = self._solve(self._amounts("padded"), [])
         if answer is None:
-            raise self._too_slow()
+            raise self._speed_error()
         return self.allocation(answer)
 
     def least_kld(self) -> Allocation:
-        """Return the allocation of least divergence, whatever its size; of equals the smallest."""
-        answer = self._least([])
+        """Return the allocation of least divergence at any size; of equals the smallest."""
+        answer = self._solve_least([])
         if answer is None:
-            raise self._too_slow()
-        costs = self._costs_at(answer.picks)
+            raise self._speed_error()
+        costs = self._tangent_costs(answer.picks)
         most = _sum(costs, answer.picks) * (1 + 1e-9)
         smaller = self._solve(self._amounts("padded"), [Limit(costs, most)])
         return self.allocation(smaller or answer)
 
     @cached_property
-    def header(self) -> int:
-        """Bytes of a file beside its tensors, with no rule in it."""
-        plan = self.space.bare()
+    def header_bytes(self) -> int:
+        """Bytes of a file without tensors and rules."""
+        plan = self.space.baseline_plan()
         alignment = int(self.space.source.get("general.alignment", 32))
         return plan.nbytes - sum(round_up(t.nbytes, alignment) for t in plan.tensors)
 
     def allocation(self, answer: Answer) -> Allocation:
-        """Return what an answer stands for. Its plan has exactly its types."""
+        """Return the allocation of an answer, with a plan that has exactly its types."""
         space, picks = self.space, answer.picks
-        rules, title = space.rules(picks), space.title(picks)
+        rules, title = space.rules(picks), space.main_type(picks)
         plan = space.plan(title, rules)
-        types = {g.name: u.choices[pick].type for u, pick in zip(space.units, picks, strict=True) for g in u.groups}
-        if sum(t.nbytes for t in plan.tensors) != space.total(picks).data:  # a bug, which must not become a wrong size
+        types = {
+            g.name: u.choices[pick].type for u, pick in zip(space.choice_groups, picks, strict=True) for g in u.groups
+        }
+        if sum(t.nbytes for t in plan.tensors) != space.total(picks).data:  # a bug
             raise ResourceError("the rules of this allocation give other types than were counted")
         kld, options = space.kld(picks), space.quantize_options(title, rules)
         return Allocation(types, kld, space.total(picks), rules, title, options, plan, answer.gap, picks)
 
-    # --- what is least ---
+    # --- objectives ---
 
-    def _least(
-        self, limits: Sequence[Limit], apart: Sequence[Apart] = (), costs: Sequence[Weights] | None = None
+    def _solve_least(
+        self, limits: Sequence[Limit], exclusions: Sequence[Exclusion] = (), costs: Sequence[Weights] | None = None
     ) -> Answer | None:
         """Return the answer of least ``costs``, by default of least predicted divergence.
 
-        Where flips add up as squares, the root of that sum is no sum over groups, but nowhere above its tangents. So
-        what is best by the tangent at an answer is no worse than that answer, and its own tangent is next.
+        In quadrature, the root of summed squares is not additive, but concave, so nowhere above its tangents: the
+        optimum for the tangent at an answer is no worse than that answer, and its own tangent is next.
         """
-        if costs is not None or not self.space.by_squares:
-            return self._solve(costs or self._errors, limits, apart)
-        found = self._solve(self._klds, limits, apart)
-        for _ in range(_TANGENTS if found is not None else 0):
-            assert found is not None
-            better = self._solve(self._costs_at(found.picks), limits, apart)
-            if better is None or self.space.kld(better.picks) >= self.space.kld(found.picks):
+        if costs is not None or not self.space.quadrature:
+            return self._solve(costs or self._errors, limits, exclusions)
+        answer = self._solve(self._klds, limits, exclusions)
+        for _ in range(_MAX_TANGENTS if answer is not None else 0):
+            assert answer is not None
+            better = self._solve(self._tangent_costs(answer.picks), limits, exclusions)
+            if better is None or self.space.kld(better.picks) >= self.space.kld(answer.picks):
                 break
-            found = better
-        return found
+            answer = better
+        return answer
 
-    def _root(self, picks: Sequence[int]) -> float:
-        """Return what flips come to."""
+    def _flips_root(self, picks: Sequence[int]) -> float:
+        """Return the root of the summed squares of flips."""
         return math.sqrt(_sum(self._squares, picks))
 
-    def _costs_at(self, picks: Sequence[int]) -> list[Weights]:
-        """Return costs that add up, and rank answers near ``picks`` as the rule does: the tangent there, if need be."""
-        if not self.space.by_squares:
+    def _tangent_costs(self, picks: Sequence[int]) -> list[Weights]:
+        """Return additive costs that rank answers near ``picks`` as the rule does: in quadrature its tangent there."""
+        if not self.space.quadrature:
             return self._errors
-        root = self._root(picks)
+        root = self._flips_root(picks)
         if not root:
             return self._klds
         return [smooth + squares / (2 * root) for smooth, squares in zip(self._smooth, self._squares, strict=True)]
 
     # --- limits ---
 
-    def _solve(self, costs: Sequence[Weights], limits: Sequence[Limit], apart: Sequence[Apart] = ()) -> Answer | None:
-        every = [*limits, *self._speed]
+    def _solve(
+        self, costs: Sequence[Weights], limits: Sequence[Limit], exclusions: Sequence[Exclusion] = ()
+    ) -> Answer | None:
+        all_limits = [*limits, *self._speed_limits]
         floats = [cost.astype(np.float64) for cost in costs]
-        return solve(floats, every, apart=apart, time_limit=self.options.time_limit, gap=self.options.gap)
+        return solve(
+            floats, all_limits, exclusions=exclusions, time_limit=self.options.time_limit, gap=self.options.gap
+        )
 
     def _amounts(self, name: str) -> list[Weights]:
-        return [np.array([getattr(c.part, name) for c in unit.choices]) for unit in self.space.units]
+        return [np.array([getattr(c.footprint, name) for c in group.choices]) for group in self.space.choice_groups]
 
     def _limit(self, name: str, most: float) -> Limit:
         return Limit(self._amounts(name), most - getattr(self.space.fixed, name))
 
     @property
-    def _speed(self) -> list[Limit]:
+    def _speed_limits(self) -> list[Limit]:
         limits = []
         if self.options.max_read is not None:
             limits.append(self._limit("read", self.options.max_read))
@@ -303,55 +321,57 @@ class Finder:
             limits.append(self._limit("seconds", 1 / self.options.min_speed))
         return limits
 
-    # --- what is said ---
+    # --- messages ---
 
-    def _note(self, found: Allocation) -> None:
-        """Note what limits an allocation beside its target."""
-        if found.gap:
-            whole = found.kld if self.space.by_squares else _sum(self._errors, found.picks)
-            share = found.gap / whole if whole else 0.0
+    def _note_limits(self, allocation: Allocation) -> None:
+        """Note other limits of an allocation than its target."""
+        if allocation.gap:
+            total = allocation.kld if self.space.quadrature else _sum(self._errors, allocation.picks)
+            share = allocation.gap / total if total else 0.0
             self.notes.append(
                 f"the time was up after {self.options.time_limit:g} s: the optimum may have "
                 f"{100 * share:.2g} % less divergence (--time-limit)"
             )
-        sized = self.options.target_size is not None or self.options.target_bpw is not None
-        costs = self._costs_at(found.picks) if sized else []
-        if sized and all(each[pick] == each.min() for each, pick in zip(costs, found.picks, strict=True)):
+        has_size = self.options.target_size is not None or self.options.target_bpw is not None
+        costs = self._tangent_costs(allocation.picks) if has_size else []
+        if has_size and all(row[pick] == row.min() for row, pick in zip(costs, allocation.picks, strict=True)):
             self.notes.append(
-                f"no larger allocation is better: {format_size(found.nbytes)} is the most these types are good for"
+                f"no larger allocation is better: {format_size(allocation.nbytes)} is the most these types are good for"
             )
 
-    def _impossible(self) -> RecipeError:
-        """Return why there is no allocation."""
+    def _target_error(self) -> RecipeError:
+        """Return the error for a target that no allocation reaches."""
         smallest = self.smallest()
         if self.options.target_kld is not None:
             least = self.least_kld()
             return RecipeError(
                 f"--target-kld {self.options.target_kld:g}: the least that is predicted is {least.kld:.4g}, in "
-                f"{format_size(least.nbytes)} ({least.nbytes} bytes)"
+                f"{format_size(least.nbytes)} ({least.nbytes} bytes)",
+                "QK-E213",
             )
         if self.options.target_bpw is not None:
-            wanted, least_of = f"--target-bpw {self.options.target_bpw:g}", f"{smallest.bpw:.4f} bpw"
+            option, smallest_size = f"--target-bpw {self.options.target_bpw:g}", f"{smallest.bpw:.4f} bpw"
         else:
-            wanted, least_of = f"--target-size {self.options.target_size}", f"{smallest.nbytes} bytes"
+            option, smallest_size = f"--target-size {self.options.target_size}", f"{smallest.nbytes} bytes"
         return RecipeError(
-            f"{wanted}: the smallest allocation of these types has {least_of} ({format_size(smallest.nbytes)}, "
-            f"predicted divergence {smallest.kld:.4g}): allow smaller types, or raise the target"
+            f"{option}: the smallest allocation of these types has {smallest_size} ({format_size(smallest.nbytes)}, "
+            f"predicted divergence {smallest.kld:.4g}): allow smaller types, or raise the target",
+            "QK-E213",
         )
 
-    def _too_slow(self) -> RecipeError:
-        """Return how fast the fastest allocation is."""
+    def _speed_error(self) -> RecipeError:
+        """Return the error for constraints on speed that no allocation meets."""
         fixed = self.space.fixed
         read = fixed.read + sum(int(row.min()) for row in self._amounts("read"))
         text = f"the least that a token can read is {format_size(read)} ({read} bytes)"
         if self.options.min_speed is not None:
             seconds = fixed.seconds + sum(float(row.min()) for row in self._amounts("seconds"))
             text += f", the most tokens per second {1 / seconds:.4g}" if seconds else ""
-        given = "--max-read" if self.options.max_read is not None else "--min-speed"
+        option = "--max-read" if self.options.max_read is not None else "--min-speed"
         both = self.options.max_read is not None and self.options.min_speed is not None
-        return RecipeError(f"{'--max-read and --min-speed' if both else given}: {text}")
+        return RecipeError(f"{'--max-read and --min-speed' if both else option}: {text}", "QK-E213")
 
 
 def _sum(costs: Sequence[Weights], picks: Sequence[int]) -> float:
-    """Return what an answer costs."""
-    return math.fsum(each[pick] for each, pick in zip(costs, picks, strict=True))
+    """Return the sum of the costs of an answer."""
+    return math.fsum(row[pick] for row, pick in zip(costs, picks, strict=True))

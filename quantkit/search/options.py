@@ -1,4 +1,4 @@
-"""What is searched for, and within which limits."""
+"""``SearchOptions``: target and constraints of a search."""
 
 from __future__ import annotations
 
@@ -6,15 +6,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from quantkit.arguments import Options
 from quantkit.errors import RecipeError
 
-#: Whose types are allowed, by the names of --runtime.
+#: Values of --runtime.
 RUNTIMES = ("mainline", "ik", "both")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SearchOptions:
-    """Everything about a search but the measured costs and the model; names as on the command line.
+class SearchOptions(Options):
+    """Target and constraints of a search; names as on the command line.
 
     One target: ``target_size`` (bytes of the file), ``target_bpw`` (bits per weight of the tensor data) or
     ``target_kld`` (predicted nats per token, in the least bytes).
@@ -58,19 +59,21 @@ class SearchOptions:
     gap: float = 0.0
 
     def check(self) -> None:
-        """Raise RecipeError for values that cannot be."""
+        """Raise RecipeError for values out of range."""
         if self.runtime not in (None, *RUNTIMES):
-            raise RecipeError(f"--runtime {self.runtime}: there are {', '.join(RUNTIMES)}")
+            raise RecipeError(f"--runtime {self.runtime}: there are {', '.join(RUNTIMES)}", "QK-E203")
         positive = ("target_size", "target_bpw", "target_kld", "max_read", "min_speed", "time_limit")
         for name in positive:
             value = getattr(self, name)
             if value is not None and not value > 0:
-                raise RecipeError(f"--{name.replace('_', '-')} {value} must be above 0")
+                raise RecipeError(f"--{name.replace('_', '-')} {value} must be above 0", "QK-E203")
         if self.min_speed is not None and not self.speeds:
-            raise RecipeError("--min-speed needs the speeds of types on this machine: --speeds FILE")
+            raise RecipeError("--min-speed needs the speeds of types on this machine: --speeds FILE", "QK-E202")
 
-    def one_target(self) -> None:
+    def check_target(self) -> None:
         """Raise RecipeError unless there is exactly one target."""
-        given = [name for name in ("target_size", "target_bpw", "target_kld") if getattr(self, name) is not None]
-        if len(given) != 1:
-            raise RecipeError("give one of --target-size, --target-bpw and --target-kld")
+        targets = [name for name in ("target_size", "target_bpw", "target_kld") if getattr(self, name) is not None]
+        if len(targets) != 1:
+            raise RecipeError(
+                "give one of --target-size, --target-bpw and --target-kld", "QK-E201" if targets else "QK-E202"
+            )

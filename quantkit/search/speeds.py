@@ -1,10 +1,10 @@
-"""How fast weights of each type are read on this machine, when a token is generated: products with one row."""
+"""Speed at which this machine reads weights of each type in generation: products with one row."""
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from quantkit.cpus import available_cpus
 from quantkit.errors import FormatError
-from quantkit.formats.outputs import read_whole
+from quantkit.formats.own_json import read_own_json
 from quantkit.kernels.cpu.core.tape import Batch, Tape, address_of
 from quantkit.kernels.cpu.core.team import Team
 from quantkit.kernels.cpu.matmul import activations
@@ -24,71 +24,70 @@ from quantkit.kernels.cpu.matmul.matmul import (
     row_bytes,
     scratch_bytes,
 )
+from quantkit.records import record
 from quantkit.types import TensorType
 
-#: Values of a row, and the bytes that are read, more than caches hold.
+#: Values of a row, and bytes of the matrix, more than caches hold.
 _WIDTH, _BYTES = 4096, 128 << 20
-#: Seconds for which a type is measured; the best product counts.
+#: Seconds of the measurement of a type; the fastest product counts.
 _SECONDS = 0.5
-#: The largest table.
-_MOST = 1 << 20
+#: Bytes of the largest table.
+_MAX_BYTES = 1 << 20
 
 
 def measure_speeds(
     types: Iterable[TensorType], *, threads: int | None = None, progress: Callable[[str], None] = lambda line: None
 ) -> dict[str, float]:
-    """Return GB/s by name of type: the best of some products of a matrix, larger than caches, with one row."""
-    found, team = {}, Team(min(threads or available_cpus(), 62))
+    """Return GB/s by type name: of the fastest of several products of a matrix, larger than caches, with one row."""
+    speeds, team = {}, Team(min(threads or available_cpus(), 62))
     for t in types:
-        found[t.name] = _speed(team, t)
-        progress(f"{t.name}: {found[t.name]:.1f} GB/s")
-    return found
+        speeds[t.name] = _speed(team, t)
+        progress(f"{t.name}: {speeds[t.name]:.1f} GB/s")
+    return speeds
 
 
 def read_speeds(path: Path) -> Mapping[str, float]:
-    """Return a table of GB/s by name of type, as JSON. Raises FormatError."""
-    try:
-        table = json.loads(read_whole(path, _MOST))
-        found = {str(name): float(speed) for name, speed in table.items()}
-    except (ValueError, TypeError, AttributeError):
-        raise FormatError(f'{path}: not a table of GB/s by type, as {{"Q4_K": 18.5}}') from None
-    if slow := [name for name, speed in found.items() if not 0 < speed < float("inf")]:
-        raise FormatError(f"{path}: the speed of {slow[0]} must be above 0")
-    return found
+    """Return GB/s by type name from a JSON file. Raises FormatError."""
+    speeds: Mapping[str, float] = read_own_json(
+        path, 'a table of GB/s by type, as {"Q4_K": 18.5}', partial(record, Mapping[str, float]), _MAX_BYTES
+    )
+    if slow := [name for name, speed in speeds.items() if speed <= 0]:
+        raise FormatError(f"{path}: the speed of {slow[0]} must be above 0", "QK-E203")
+    return speeds
 
 
 def _speed(team: Team, t: TensorType) -> float:
     rows = _BYTES // t.row_bytes(_WIDTH) // 256 * 256
-    weights = np.full((rows, t.row_bytes(_WIDTH)), 0, np.uint8)  # written, so that every page is one of its own
+    weights = np.full((rows, t.row_bytes(_WIDTH)), 0, np.uint8)  # written, so that pages are not shared
     tape, _keep = _product(team, t, weights)
     tape.run()  # compiled
     best, end = np.inf, time.perf_counter() + _SECONDS
     while time.perf_counter() < end:
-        began = time.perf_counter()
+        start = time.perf_counter()
         tape.run()
-        best = min(best, time.perf_counter() - began)
+        best = min(best, time.perf_counter() - start)
     return weights.nbytes / best / 1e9
 
 
 def _product(team: Team, t: TensorType, weights: npt.NDArray[np.uint8]) -> tuple[Tape, tuple[object, ...]]:
-    """Return the product of weights with a row of ones, and what it keeps in memory."""
+    """Return the product of weights with a row of ones, and the objects that must outlive it."""
     x, kind = np.ones((1, _WIDTH), np.float32), activation_format(t)
     batch, out = Batch(team, 1), np.empty((1, len(weights)), np.float32)
     batch.set(np.zeros(1, np.int32))
-    stride, each = row_bytes(kind, _WIDTH), -(-scratch_bytes(t, _WIDTH) // 64) * 64
+    stride, scratch_size = row_bytes(kind, _WIDTH), -(-scratch_bytes(t, _WIDTH) // 64) * 64
     rows = x if kind == "f32" else _aligned(stride)
-    scratch = _aligned(each * team.threads)
+    scratch = _aligned(scratch_size * team.threads)
     product = mul_mat.block(
         batch=batch.address, x=address_of(rows), x_stride=stride, w=address_of(weights), row_bytes=weights.shape[1],
         products=products_of(t), n_in=_WIDTH, n_out=len(weights), out=address_of(out), out_stride=4 * len(weights),
-        rows_of=0, per=1, bias=0, scale=0, scratch=address_of(scratch), scratch_bytes=each,
+        rows_of=0, per=1, bias=0, scale=0, scratch=address_of(scratch), scratch_bytes=scratch_size,
         at_once=cached_rows(stride),
     )  # fmt: skip
     entries = [(mul_mat, product)]
     if kind != "f32":
-        made = activations.quantize(kind)
-        block = made.block(batch=batch.address, x=address_of(x), out=address_of(rows), n=_WIDTH, rows_of=0, per=1)
-        entries.insert(0, (made, block))
+        quantizer = activations.quantize(kind)
+        block = quantizer.block(batch=batch.address, x=address_of(x), out=address_of(rows), n=_WIDTH, rows_of=0, per=1)
+        entries.insert(0, (quantizer, block))
     return Tape(team, batch, entries), (x, out, rows, scratch)
 
 

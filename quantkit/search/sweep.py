@@ -1,4 +1,4 @@
-"""The least divergence at every size, and where llama-quantize's presets lie: ``search_front``."""
+"""``search_front``: the least divergence at many sizes, and llama-quantize's presets for comparison."""
 
 from __future__ import annotations
 
@@ -10,13 +10,14 @@ from pathlib import Path
 
 import numpy as np
 
+from quantkit.arguments import checked
 from quantkit.errors import RecipeError, TypeNotSupported
 from quantkit.formats.gguf import open_model
 from quantkit.pipeline.facts import half_names
 from quantkit.pipeline.plan import Plan
 from quantkit.pipeline.presets import PRESETS, Preset
 from quantkit.search.allocation import Allocation
-from quantkit.search.find import Finder, files_of, known_of, model_of, with_imatrix
+from quantkit.search.find import Finder, load_measurements, model_path, sensitivity_files, with_imatrix
 from quantkit.search.options import SearchOptions
 from quantkit.search.space import Space
 from quantkit.sensitivity.file import Sensitivity
@@ -25,7 +26,7 @@ from quantkit.types import TensorType
 
 @dataclass(frozen=True)
 class PresetPoint:
-    """A preset: bytes of its file and what its types are predicted to do."""
+    """A preset: ``nbytes`` of its file, ``read`` bytes per token, predicted ``kld`` in nats per token."""
 
     name: str
     nbytes: int
@@ -36,7 +37,7 @@ class PresetPoint:
 
 @dataclass(frozen=True)
 class Front:
-    """Allocations from the smallest to the one of least divergence, each the best of its size; presets beside them."""
+    """Allocations from the smallest to the one of least divergence, each the best of its size, and presets."""
 
     allocations: tuple[Allocation, ...]
     presets: tuple[PresetPoint, ...]
@@ -45,6 +46,7 @@ class Front:
     notes: tuple[str, ...]
 
 
+@checked
 def search_front(
     sensitivity: Sensitivity | str | Path,
     source: str | Path | None = None,
@@ -53,92 +55,106 @@ def search_front(
     points: int = 48,
     progress: Callable[[str], None] = lambda line: None,
 ) -> Front:
-    """Return the best allocations of many sizes, even in their logarithm, and the presets of the runtime.
+    """Return the best allocations of many sizes, evenly spaced in their logarithm, and the presets of the runtime.
 
     Args:
-        sensitivity: what ``sensitivity`` measured, or its file.
+        sensitivity: the result of ``sensitivity``, or its file.
         source: the model, of which only the header is read; by default that which was measured.
-        options: constraints; a target does not count.
-        points: sizes to solve for, beside those of the presets. Equal allocations are one.
-        progress: told of each step.
+        options: constraints; a target is ignored.
+        points: number of sizes to solve for, in addition to those of the presets. Equal allocations count once.
+        progress: called with a line for each step.
     """
-    began = time.monotonic()
+    start = time.monotonic()
     if points < 2:
-        raise RecipeError(f"--points {points}: a front has two ends")
-    known = known_of(sensitivity)
-    with open_model(path := model_of(known, source)) as opened:
-        space = Space(known, opened, with_imatrix(options or SearchOptions(), known, *files_of(sensitivity), path))
+        raise RecipeError(f"--points {points}: must be at least 2", "QK-E203")
+    measurements = load_measurements(sensitivity)
+    with open_model(path := model_path(measurements, source)) as model:
+        space = Space(
+            measurements,
+            model,
+            with_imatrix(options or SearchOptions(), measurements, *sensitivity_files(sensitivity), path),
+        )
         finder = Finder(space)
         presets, notes = _presets(space)
-        found = list(_sweep(finder, points, [p.nbytes for p in presets], progress))
-    return Front(tuple(found), tuple(presets), space, time.monotonic() - began, (*space.notes, *notes))
+        allocations = list(_sweep(finder, points, [p.nbytes for p in presets], progress))
+    return Front(tuple(allocations), tuple(presets), space, time.monotonic() - start, (*space.notes, *notes))
 
 
-def _sweep(finder: Finder, points: int, more: Sequence[int], progress: Callable[[str], None]) -> Iterator[Allocation]:
-    """Yield the allocations of a front, smallest first, each better than those before it; also of ``more`` sizes."""
+def _sweep(
+    finder: Finder, points: int, extra_sizes: Sequence[int], progress: Callable[[str], None]
+) -> Iterator[Allocation]:
+    """Yield the allocations of a front, smallest first, each better than those before it, also for ``extra_sizes``."""
     first, last = finder.smallest(), finder.least_kld()
     sizes = {int(size) for size in np.geomspace(first.nbytes, max(first.nbytes, last.nbytes), points)}
-    sizes = {size for size in sizes.union(more) if first.nbytes < size < last.nbytes}
+    sizes = {size for size in sizes.union(extra_sizes) if first.nbytes < size < last.nbytes}
     before = math.inf
-    for no, size in enumerate([first.nbytes, *sorted(sizes), last.nbytes], 1):
-        found = first if no == 1 else last if no == len(sizes) + 2 else finder.of_size(size)
-        if found is not None and found.kld < before:
-            progress(f"{no} of {len(sizes) + 2}: {found.nbytes} bytes, predicted divergence {found.kld:.5g}")
-            yield found
-            before = found.kld
+    for number, size in enumerate([first.nbytes, *sorted(sizes), last.nbytes], 1):
+        allocation: Allocation | None
+        if number == 1:
+            allocation = first
+        elif number == len(sizes) + 2:
+            allocation = last
+        else:
+            allocation = finder.best_for_size(size)
+        if allocation is not None and allocation.kld < before:
+            progress(
+                f"{number} of {len(sizes) + 2}: {allocation.nbytes} bytes, predicted divergence {allocation.kld:.5g}"
+            )
+            yield allocation
+            before = allocation.kld
 
 
 # --- presets ---
 
 
 def _presets(space: Space) -> tuple[list[PresetPoint], list[str]]:
-    """Return the presets of which every type was measured, largest first, and a note about those left out."""
-    found, left = [], []
+    """Return the presets all of whose types were measured, largest first, and a note about the others."""
+    points, omitted = [], []
     for preset in PRESETS:
-        if not _is_shown(preset, space.tree):
+        if not _is_plotted(preset, space.tree):
             continue
         try:
             plan = space.plan(preset.name, ())
-        except (RecipeError, TypeNotSupported):  # without importance, or without an encoder
-            left.append(preset.name)
+        except (RecipeError, TypeNotSupported):  # needs an importance matrix, or has no encoder
+            omitted.append(preset.name)
             continue
-        kld = predicted(space, plan)
+        kld = predict_plan(space, plan)
         if kld is None:
-            left.append(preset.name)
+            omitted.append(preset.name)
             continue
-        read = sum(space.part(t).read for t in plan.tensors)
-        found.append(PresetPoint(preset.name, plan.nbytes, plan.bpw, read, kld))
-    notes = [f"presets with types that were not measured, or without their importance: {', '.join(left)}"]
-    return sorted(found, key=lambda p: -p.nbytes), notes if left else []
+        read = sum(space.footprint(t).read for t in plan.tensors)
+        points.append(PresetPoint(preset.name, plan.nbytes, plan.bpw, read, kld))
+    notes = [f"presets with types that were not measured, or without their importance: {', '.join(omitted)}"]
+    return sorted(points, key=lambda p: -p.nbytes), notes if omitted else []
 
 
-def _is_shown(preset: Preset, tree: str) -> bool:
-    """Tell whether a preset is one of few bits, with a mixture, that the runtime has."""
+def _is_plotted(preset: Preset, tree: str) -> bool:
+    """Return whether a preset quantizes, for the runtime, to types for this purpose."""
     base = preset.base
     if base is None or not base.is_quantized or base.interleave > 1 or preset.trees not in (tree, "both"):
         return False
     return "BN" not in preset.name and not preset.name.startswith("TQ")
 
 
-def predicted(space: Space, plan: Plan) -> float | None:
-    """Return the predicted divergence of any plan; None if nothing is known of a type in it."""
+def predict_plan(space: Space, plan: Plan) -> float | None:
+    """Return the predicted divergence of a plan, in nats per token; None if a type in it is unknown."""
     types = {name: t.type for t in plan.tensors for name in (t.name, *(half_names(t.name) or ()))}
     parts: list[tuple[float, float]] = []
     for group in space.groups:
-        found = _of_group(space, group.name, {n: types[n] for n in group.tensors if n in types})
-        if found is None:
+        prediction = _predict_group(space, group.name, {n: types[n] for n in group.tensors if n in types})
+        if prediction is None:
             return None
-        parts.append(found)
-    return space.together(parts)
+        parts.append(prediction)
+    return space.combined_kld(parts)
 
 
-def _of_group(space: Space, name: str, types: dict[str, TensorType]) -> tuple[float, float] | None:
-    """Return what a group comes to, and what flips make of it, its types weighted by values where it has several."""
+def _predict_group(space: Space, name: str, types: dict[str, TensorType]) -> tuple[float, float] | None:
+    """Return divergence and flips of a group; several types are weighted by their numbers of values."""
     total = weighted = flips = 0.0
     for tensor, t in types.items():
         source = space.source.tensors[tensor]
         values = math.prod(source.shape)
-        kld = 0.0 if source.type is t else space.predictor.filled(name, t)
+        kld = 0.0 if source.type is t else space.predictor.extrapolated_kld(name, t)
         if kld is None:
             return None
         total, weighted = total + values, weighted + values * kld

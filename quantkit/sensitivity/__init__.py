@@ -1,13 +1,16 @@
-"""How much each group of tensors costs in each type: measured on held-out text, one group quantized at a time.
+"""Sensitivity: the divergence that quantizing one group of tensors alone causes, measured on held-out text.
 
-encode     groups of a model, and their rows in every type, as quantize writes them
-variants   a model with one group changed: only what depends on it runs
-scores     divergence and change of likelihood, with the base's logits in memory
-experts    how often experts are chosen, and what of the error falls on rare ones
-proxies    costs guessed from errors of weights, and how well that predicts
-layer_errors  costs guessed from errors where layers end
-measure    a run, layer by layer; journal: what it has measured so far
-file       the file that search, reports and cooks read
+encode            groups of a model and their rows in every type, encoded as ``quantize`` does
+variants          a model with one group replaced: runs only the operations that depend on it
+scores            KL divergence and change of likelihood against base logits in memory
+experts           token shares of experts, and the share of the error that falls on rare ones
+proxies           predictions from weight errors, and their rank correlation with measurements
+layer_errors      predictions from activation errors at the end of a layer
+activation_store  activations between layers, in files
+uniform_models    models with all groups in one type
+measure           the run, layer by layer
+journal           measurements of an unfinished run
+file              the JSON file that search, report and cook read
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""The groups of a model, and their rows in every type: encoded by the jobs of ``quantize``, into files of their own.
+"""The groups of a model, and their rows in every type, encoded by the jobs of ``quantize`` into files.
 
-What decides a byte is a plan of ``quantize`` (COPY, with a rule for every tensor that is measured), so that importance,
-error feedback and the cache of encoded tensors count as they do there.
+The bytes come from a plan of ``quantize`` (COPY, with a rule for every measured tensor), so importance, error feedback
+and the cache of encoded tensors apply as they do there.
 """
 
 from __future__ import annotations
@@ -19,25 +19,25 @@ from quantkit.errors import RecipeError, TypeNotSupported
 from quantkit.formats.gguf import open_model
 from quantkit.formats.imatrix import read_imatrix
 from quantkit.formats.ranges import U8, write_range
-from quantkit.kernels.first_run import compile_together
+from quantkit.kernels.first_run import compile_in_order
 from quantkit.kernels.formats import has_encoder
-from quantkit.kernels.interleave import is_woven
+from quantkit.kernels.interleave import is_interleaved
 from quantkit.names import tensor_class
+from quantkit.pipeline.cache.run_cache import RunCache
 from quantkit.pipeline.cache.store import Store
-from quantkit.pipeline.cache.use import RunCache
-from quantkit.pipeline.importance import Importance, must_have_importance
+from quantkit.pipeline.importance import Importance, importance_requirement
 from quantkit.pipeline.jobs import JOB, ErrorSums, Job, JobResult, cut_jobs
 from quantkit.pipeline.plan import Plan
 from quantkit.pipeline.presets import is_target
-from quantkit.pipeline.warm import kernel_calls
-from quantkit.pipeline.work import Worker, metrics_for
+from quantkit.pipeline.warmup import kernel_calls
+from quantkit.pipeline.worker import Worker, metrics_for
 from quantkit.quantize import QuantizeOptions, plan_quantize
 from quantkit.sensitivity.file import Group
-from quantkit.sensitivity.variants import Held
+from quantkit.sensitivity.variants import Overrides
 from quantkit.types import TensorType, type_by_name
 
 GROUPS = ("class-layer", "class", "tensor")
-#: A type that takes rows of any usual length, by which a plan tells which tensors are encoded at all.
+#: A type that fits rows of any usual length: a plan with it tells which tensors are encoded at all.
 _PROBE = "F16"
 
 
@@ -52,17 +52,17 @@ class Pair(NamedTuple):
         return f"{self.group.name} {self.type}{' with feedback' if self.feedback else ''}"
 
 
-class Encoded(NamedTuple):
-    """The tensors of a pair as they are quantized, by name, and the sums of their errors; of each matrix, by tensor."""
+class EncodedPair(NamedTuple):
+    """Encoded tensors of a pair by name, the sums of their errors, and the same for each matrix, by tensor."""
 
-    data: Held
+    data: Overrides
     sums: ErrorSums
-    of_matrices: dict[str, list[ErrorSums]]
+    matrix_sums: dict[str, list[ErrorSums]]
 
 
 @dataclass(frozen=True)
 class Encoding:
-    """How tensors are encoded: as ``quantize`` does with these options."""
+    """Options of ``quantize`` that the encoded bytes depend on."""
 
     imatrix: Path | None = None
     feedback: Path | None = None
@@ -80,84 +80,90 @@ class Encoding:
         return plan_quantize(model, model.with_name("sensitivity-of-groups.gguf"), "COPY", options)
 
 
-def types_of(names: Sequence[str]) -> tuple[TensorType, ...]:
-    """Return types by name, each once. Raises TypeNotSupported for those that nothing can be measured of."""
-    found = tuple(dict.fromkeys(type_by_name(name) for name in names))
-    for t in found:
+def measurable_types(names: Sequence[str]) -> tuple[TensorType, ...]:
+    """Return types by name, without repetitions. Raises TypeNotSupported for types that cannot be measured."""
+    types = tuple(dict.fromkeys(type_by_name(name) for name in names))
+    for t in types:
         if not is_target(t) or not has_encoder(t):
-            raise TypeNotSupported(f"{t} is not a type that weights are encoded in; `quantkit types` lists those")
-        if is_woven(t):
-            raise TypeNotSupported(f"{t} has the values of the type whose rows it interleaves: measure that one")
-    if not found:
-        raise RecipeError("there are no types to measure: name some (--types Q4_K,Q6_K)")
-    return found
+            raise TypeNotSupported(
+                f"{t} is not a type that weights are encoded in; `quantkit types` lists those", "QK-E302"
+            )
+        if is_interleaved(t):
+            raise TypeNotSupported(
+                f"{t} has the values of the type whose rows it interleaves: measure that one", "QK-E203"
+            )
+    if not types:
+        raise RecipeError("there are no types to measure: name some (--types Q4_K,Q6_K)", "QK-E202")
+    return types
 
 
-def groups_of(model: Path, encoding: Encoding, by: str) -> tuple[Group, ...]:
+def groups_of(model: Path, encoding: Encoding, grouping: str) -> tuple[Group, ...]:
     """Return the groups of a model: the tensors of a class in a layer, those of a class in all layers, or each tensor.
 
     ``by``: ``class-layer``, ``class`` or ``tensor``.
     """
-    if by not in GROUPS:
-        raise RecipeError(f"groups by {by}: there are {', '.join(GROUPS)}")
+    if grouping not in GROUPS:
+        raise RecipeError(f"groups by {grouping}: there are {', '.join(GROUPS)}", "QK-E203")
     with open_model(model) as source:
         plan = replace(encoding, imatrix=None, allow_requantize=True).plan(model, source.tensors, _PROBE)
-    found: dict[str, dict[str, tuple[int, ...]]] = {}
+    groups: dict[str, dict[str, tuple[int, ...]]] = {}
     for t in plan.tensors:
         if t.type.name == _PROBE and len(t.shape) > 1:
-            found.setdefault(_group_of(t.name, by), {})[t.name] = t.shape
-    if not found:
-        raise RecipeError(f"{model}: it has no tensors that can be quantized")
-    return tuple(_group(name, tensors, by) for name, tensors in found.items())
+            groups.setdefault(_group_name(t.name, grouping), {})[t.name] = t.shape
+    if not groups:
+        raise RecipeError(f"{model}: it has no tensors that can be quantized", "QK-E214")
+    return tuple(_group(name, tensors, grouping) for name, tensors in groups.items())
 
 
-def _group_of(tensor: str, by: str) -> str:
+def _group_name(tensor: str, grouping: str) -> str:
     """Return the name of a tensor's group."""
-    if by == "class":
+    if grouping == "class":
         return tensor_class(tensor)
-    return tensor if by == "tensor" else tensor.rpartition(".")[0]
+    return tensor if grouping == "tensor" else tensor.rpartition(".")[0]
 
 
-def _group(name: str, tensors: dict[str, tuple[int, ...]], by: str) -> Group:
+def _group(name: str, tensors: dict[str, tuple[int, ...]], grouping: str) -> Group:
     first = next(iter(tensors))
-    layer = re.match(r"blk\.(\d+)\.", first) if by != "class" else None
+    layer = re.match(r"blk\.(\d{1,9})\.", first) if grouping != "class" else None
     return Group(name, tensor_class(first), int(layer[1]) if layer else None, tensors)
 
 
 def pairs_of(
     groups: Sequence[Group], types: Sequence[TensorType], encoding: Encoding
 ) -> tuple[list[Pair], dict[str, list[str]]]:
-    """Return what can be measured, and why the rest cannot: groups, by reason.
+    """Return the pairs that can be measured, and the groups that cannot, by reason.
 
-    Raises RecipeError if a type can be measured of no group.
+    Raises RecipeError if a type can be measured for no group.
     """
     importance = None if encoding.imatrix is None else Importance(read_imatrix(encoding.imatrix))
     pairs, left_out = list[Pair](), dict[str, list[str]]()
     for t in types:
         count = len(pairs)
         for group in groups:
-            why = next((w for n, shape in group.tensors.items() if (w := _why_not(n, shape, t, importance))), None)
-            if why is None:
+            reason = next(
+                (w for n, shape in group.tensors.items() if (w := _exclusion_reason(n, shape, t, importance))), None
+            )
+            if reason is None:
                 pairs.append(Pair(group, t))
             else:
-                left_out.setdefault(why, []).append(group.name)
+                left_out.setdefault(reason, []).append(group.name)
         if len(pairs) == count:
-            reasons = "; ".join(why for why in left_out if str(t) in why)
-            raise RecipeError(f"{t} can be measured of no group: {reasons}")
+            reasons = "; ".join(reason for reason in left_out if str(t) in reason)
+            raise RecipeError(f"{t} can be measured of no group: {reasons}", "QK-E206")
     return pairs, left_out
 
 
-def _why_not(name: str, shape: Sequence[int], t: TensorType, importance: Importance | None) -> str | None:
+def _exclusion_reason(name: str, shape: Sequence[int], t: TensorType, importance: Importance | None) -> str | None:
     if shape[0] % t.block:
         return f"rows of {shape[0]} do not divide into {t}'s blocks of {t.block}"
-    why = must_have_importance(name, t)
-    if why is None or importance is not None and importance.lookup(name, shape).entry is not None:
+    reason = importance_requirement(name, t)
+    if reason is None or importance is not None and importance.lookup(name, shape).entry is not None:
         return None
-    return f"{why}: " + ("give --imatrix" if importance is None else "the importance matrix has no such entry")
+    return f"{reason}: " + ("give --imatrix" if importance is None else "the importance matrix has no such entry")
 
 
 class Encoder:
-    """Encodes pairs, with as many threads; what is kept in a cache is taken from there."""
+    """Encodes pairs with ``threads`` threads; reuses tensors from a cache."""
 
     def __init__(
         self, model: Path, pairs: Sequence[Pair], encoding: Encoding, threads: int, max_ram: int, store: Store | None
@@ -166,8 +172,10 @@ class Encoder:
         names: dict[tuple[TensorType, bool], list[str]] = {}
         for pair in pairs:
             names.setdefault((pair.type, pair.feedback), []).extend(pair.group.tensors)
-        self._plans = {key: encoding.plan(model, each, key[0], feedback=key[1]) for key, each in names.items()}
-        self._at = {key: {t.name: i for i, t in enumerate(plan.tensors)} for key, plan in self._plans.items()}
+        self._plans = {
+            key: encoding.plan(model, tensor_names, key[0], feedback=key[1]) for key, tensor_names in names.items()
+        }
+        self._indices = {key: {t.name: i for i, t in enumerate(plan.tensors)} for key, plan in self._plans.items()}
         self._caches = {
             key: RunCache(store, plan, measure=True) for key, plan in self._plans.items() if store is not None
         }
@@ -176,47 +184,46 @@ class Encoder:
 
     @property
     def notes(self) -> list[str]:
-        """What the plans have to say about error feedback, each once, with the types it is said of."""
-        found: dict[str, list[str]] = {}
-        for (t, fed), plan in self._plans.items():
-            for note in plan.notes:
-                if fed and "feedback" in note:
-                    found.setdefault(note, []).append(t.name)
-        return [f"{', '.join(types)}: {note}" for note, types in found.items()]
+        """Notes of the plans on error feedback, each once, with its types."""
+        types_by_note: dict[str, list[str]] = {}
+        for (t, feedback), plan in self._plans.items():
+            for note in plan.feedback_notes if feedback else ():
+                types_by_note.setdefault(note, []).append(t.name)
+        return [f"{', '.join(types)}: {note}" for note, types in types_by_note.items()]
 
-    def is_fed(self, pair: Pair) -> bool:
-        """Tell whether error feedback changes a pair: of one of its matrices at least there are enough tokens."""
-        plan, at = self._plans[pair.type, pair.feedback], self._at[pair.type, pair.feedback]
-        found = [part.inputs for name in pair.group.tensors for part in plan.tensors[at[name]].parts]
-        return any(each.damping(matrix) is not None for each in found if each for matrix in range(each.matrices))
+    def has_feedback(self, pair: Pair) -> bool:
+        """Return whether any matrix of the pair has enough tokens for error feedback."""
+        plan, indices = self._plans[pair.type, pair.feedback], self._indices[pair.type, pair.feedback]
+        inputs = [part.inputs for name in pair.group.tensors for part in plan.tensors[indices[name]].parts]
+        return any(item.damping(matrix) is not None for item in inputs if item for matrix in range(item.matrices))
 
-    def encode(self, pair: Pair, folder: Path) -> Encoded:
-        """Return the encoded tensors of a pair, in files of ``folder`` that are mapped."""
+    def encode(self, pair: Pair, folder: Path) -> EncodedPair:
+        """Return the encoded tensors of a pair, memory-mapped from files in ``folder``."""
         key = (pair.type, pair.feedback)
         plan, sums = self._plans[key], ErrorSums()
-        tensors = [plan.tensors[self._at[key][name]] for name in pair.group.tensors]
+        tensors = [plan.tensors[self._indices[key][name]] for name in pair.group.tensors]
         if key not in self._warm:
-            compile_together(kernel_calls(tensors, True))
+            compile_in_order(kernel_calls(tensors, True))
             self._warm.add(key)
-        data: Held = {}
-        of_matrices: dict[str, list[ErrorSums]] = {}
+        data: Overrides = {}
+        matrix_sums: dict[str, list[ErrorSums]] = {}
         for number, tensor in enumerate(tensors):
             target = _Rows(folder / f"{number}.rows", tensor.offset)
-            jobs = list(cut_jobs(self._at[key][tensor.name], tensor, JOB))
+            jobs = list(cut_jobs(self._indices[key][tensor.name], tensor, JOB))
             cache = self._caches.get(key)
             if cache is not None:
                 jobs = cache.prepare(tensor, jobs, None)
             results = self._run(plan, target, jobs, key)
             if cache is not None:
-                cache.keep(tensor, results, None)
-            of_each = of_matrices.setdefault(tensor.name, [ErrorSums()] * tensor.parts[0].matrices)
-            for job, result in sorted(results, key=lambda each: each[0].target_offset):
+                cache.add(tensor, results, None)
+            tensor_sums = matrix_sums.setdefault(tensor.name, [ErrorSums()] * tensor.parts[0].matrices)
+            for job, result in sorted(results, key=lambda item: item[0].target_offset):
                 for piece in result.sums:
-                    sums, of_each[job.matrix] = sums + piece, of_each[job.matrix] + piece
+                    sums, tensor_sums[job.matrix] = sums + piece, tensor_sums[job.matrix] + piece
             info = replace(tensor.source, name=tensor.name, type=tensor.type, nbytes=tensor.nbytes, offset=-1)
             data[tensor.name] = info, np.memmap(target.path, np.uint8, "r")
             target.path.unlink()  # mapped it stays, until nothing holds it
-        return Encoded(data, sums, of_matrices)
+        return EncodedPair(data, sums, matrix_sums)
 
     def _run(
         self, plan: Plan, target: _Rows, jobs: Sequence[Job], key: tuple[TensorType, bool]
@@ -224,28 +231,28 @@ class Encoder:
         shares = [jobs[i :: self._threads] for i in range(self._threads)]
 
         def work(share: Sequence[Job]) -> list[tuple[Job, JobResult]]:
-            worker = Worker(plan.source, target, self._metrics[key], measure=True, ahead=1)
+            worker = Worker(plan.source, target, self._metrics[key], measure=True, readahead=1)
             return [(job, worker.run(job, plan.tensors[job.tensor])) for job in share]
 
         with ThreadPoolExecutor(self._threads) as pool:
-            return [each for found in pool.map(work, [s for s in shares if s]) for each in found]
+            return [result for results in pool.map(work, [s for s in shares if s]) for result in results]
 
     def close(self) -> list[str]:
-        """Note the run in the cache; return what there is to say about it."""
+        """Record the run in the cache; return notes on what the cache did."""
         uses = [cache.close() for cache in self._caches.values()]
-        found = list(dict.fromkeys(note for use in uses for note in use.notes))
-        if taken := sum(use.taken for use in uses):
-            found.append(f"{taken} of {sum(use.tensors for use in uses)} encoded tensors came from the cache")
-        return found
+        notes = list(dict.fromkeys(note for use in uses for note in use.notes))
+        if n_cached := sum(use.hits for use in uses):
+            notes.append(f"{n_cached} of {sum(use.tensors for use in uses)} encoded tensors came from the cache")
+        return notes
 
     def drop(self) -> None:
-        """Remove what a run that failed left unfinished in the cache."""
+        """Remove unfinished cache entries of a failed run."""
         for cache in self._caches.values():
             cache.drop()
 
 
 class _Rows:
-    """A target that has the rows of one tensor, in a file of their own."""
+    """A plan's target: the rows of one tensor, in a file."""
 
     def __init__(self, path: Path, begin: int) -> None:
         self.path, self._begin = path, begin

@@ -1,9 +1,8 @@
-"""How often the experts of a tensor are chosen, and how much of its error falls on those that hardly are.
+"""Token shares of experts, and the share of the error that falls on rarely chosen ones.
 
-A file stores all experts of a tensor in one type, so no search can give a rarely chosen expert fewer bits than others
-of its tensor: groups are tensors, and what is measured of them has each expert as often as the text chooses it. What an
-importance matrix tells beyond that is said beside the costs: where tokens go, and whether experts that few tokens of it
-reach, so that they are encoded by a vague importance, matter.
+A file stores all experts of a tensor in one type, so no search can give a rare expert fewer bits than the others of its
+tensor. Groups are tensors, and a measured cost weighs each expert by how often the text chooses it. The importance
+matrix adds where tokens go, and whether experts with few tokens, whose importance is uncertain, matter.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from quantkit.pipeline.importance import Importance
 from quantkit.pipeline.jobs import ErrorSums
 from quantkit.sensitivity.file import Group
 
-#: An expert is rare that is chosen less often than this share of the mean.
+#: An expert is rare if it gets less than this share of the mean number of tokens.
 RARE = 0.5
 
 F64 = npt.NDArray[np.float64]
@@ -33,43 +32,44 @@ class Routing:
     tokens: Mapping[str, F64]
 
     def errors(self, sums: Mapping[str, Sequence[ErrorSums]]) -> list[float]:
-        """Return the weighted error, each expert's as often as it is chosen, of rare experts and of all.
+        """Return the weighted error of rare experts and of all experts, each expert weighted by its tokens.
 
-        ``sums``: of each expert, by the name of the tensor. Weights are means over an expert's own tokens.
+        Args:
+            sums: errors of each expert, by tensor name. Weights are means over an expert's own tokens.
         """
         rare = total = 0.0
         for name, tokens in self.tokens.items():
-            each = np.array([found.weighted_error for found in sums[name]]) * tokens
-            rare += float(each[_is_rare(tokens)].sum())
-            total += float(each.sum())
+            errors = np.array([expert.weighted_error for expert in sums[name]]) * tokens
+            rare += float(errors[_is_rare(tokens)].sum())
+            total += float(errors.sum())
         return [rare, total]
 
-    def row(self) -> dict[str, Any]:
-        """Return what ``settings["experts"]`` says of the group, without errors."""
-        every = list(self.tokens.values())
-        rare = [_is_rare(tokens) for tokens in every]
-        total = sum(float(tokens.sum()) for tokens in every)
-        of_rare = sum(float(tokens[which].sum()) for tokens, which in zip(every, rare, strict=True))
+    def settings_row(self) -> dict[str, Any]:
+        """Return the group's row of ``settings["experts"]``, without errors."""
+        counts = list(self.tokens.values())
+        rare = [_is_rare(tokens) for tokens in counts]
+        total = sum(float(tokens.sum()) for tokens in counts)
+        rare_tokens = sum(float(tokens[mask].sum()) for tokens, mask in zip(counts, rare, strict=True))
         shares = {name: np.round(tokens / tokens.sum(), 5).tolist() for name, tokens in self.tokens.items()}
         return {
             "shares": shares,
-            "rare": int(sum(which.sum() for which in rare)),
-            "never": int(sum((tokens == 0).sum() for tokens in every)),
-            "rare_tokens": of_rare / total,
+            "rare": int(sum(mask.sum() for mask in rare)),
+            "never": int(sum((tokens == 0).sum() for tokens in counts)),
+            "rare_tokens": rare_tokens / total,
         }
 
 
 def routings(groups: Iterable[Group], imatrix: Imatrix | None) -> dict[str, Routing]:
-    """Return the routing of each group of experts, by name, that an importance matrix tells; a .dat tells none."""
+    """Return the routing of each group of experts by name, from an importance matrix; a .dat has none."""
     if imatrix is None or imatrix.format != "gguf":
         return {}
-    importance, found = Importance(imatrix), dict[str, Routing]()
+    importance, result = Importance(imatrix), dict[str, Routing]()
     for group in groups:
         tokens = {name: _tokens(importance, name, shape) for name, shape in group.tensors.items()}
-        told = {name: each for name, each in tokens.items() if each is not None}
-        if told:
-            found[group.name] = Routing(told)
-    return found
+        counts = {name: count for name, count in tokens.items() if count is not None}
+        if counts:
+            result[group.name] = Routing(counts)
+    return result
 
 
 def _tokens(importance: Importance, name: str, shape: Sequence[int]) -> F64 | None:
@@ -84,15 +84,17 @@ def _is_rare(tokens: F64) -> npt.NDArray[np.bool_]:
     return np.asarray(tokens < RARE * tokens.mean())
 
 
-def line_of(experts: Mapping[str, Mapping[str, Any]]) -> str:
-    """Return what there is to say about the experts of all groups, in a line; "" without any."""
+def experts_summary(experts: Mapping[str, Mapping[str, Any]]) -> str:
+    """Return one line on the experts of all groups; "" if there are none."""
     if not experts:
         return ""
-    of = f"{len(experts)} groups of experts"
+    subject = f"{len(experts)} groups of experts"
     rare = [row for row in experts.values() if row["rare"]]
     if not rare:
-        return f"{of}: none is chosen less than half as often as the mean"
+        return f"{subject}: none is chosen less than half as often as the mean"
     tokens = max(row["rare_tokens"] for row in rare)
     errors = [share for row in rare for share in row["rare_errors"].values()]
-    text = f"{of}: in {len(rare)} some are chosen less than half as often as the mean; of these groups they get up to"
+    text = (
+        f"{subject}: in {len(rare)} some are chosen less than half as often as the mean; of these groups they get up to"
+    )
     return f"{text} {tokens:.1%} of the tokens" + (f" and have up to {max(errors):.1%} of the error" if errors else "")

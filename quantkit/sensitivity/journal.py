@@ -1,65 +1,81 @@
-"""What a run has measured so far, beside its output: a line of JSON that identifies it, then one for each measurement.
+"""Measurements of an unfinished run, beside its output: a JSON line that identifies the run, then one per measurement.
 
-Lines are appended; one that a kill cut off is ignored, and measured again.
+Lines are appended; a truncated last line is ignored, and its measurement repeated.
 """
 
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from quantkit.errors import ResourceError
-from quantkit.formats.outputs import beside
+from quantkit.formats.outputs import read_whole, sibling_path
+from quantkit.pipeline.content import Origin
+from quantkit.records import DAMAGE
 
 Key = tuple[str, ...]
 
 
 class Journal:
-    """The journal of an output that is held. ``done``: what was measured, by its key."""
+    """The journal of an output that is held. ``measurements``: values by key.
 
-    def __init__(self, out: Path, identity: str, *, resume: bool, overwrite: bool) -> None:
-        self.path, self.done = beside(out, ".journal"), dict[Key, list[float]]()
+    ``identity`` names text and options and must agree, as must the bytes of ``inputs``.
+    """
+
+    def __init__(self, out: Path, identity: str, inputs: Sequence[Path], *, resume: bool, overwrite: bool) -> None:
+        self.path, self.measurements = sibling_path(out, ".journal"), dict[Key, list[float]]()
+        self.identity = identity
+        self.inputs = Origin(inputs)
         self.resumed = False
         if self.path.exists():
             if resume:
-                self.resumed = self._read(identity)
+                self.resumed = self._read()
                 if not self.resumed and not overwrite:
                     raise ResourceError(
-                        f"{self.path} is of another model, text or options: --overwrite starts anew, without --resume"
+                        f"{self.path} is of another model, text or options: --overwrite starts anew, without --resume",
+                        "QK-E409",
                     )
             elif not overwrite:
                 raise ResourceError(
                     f"{self.path} is there: an earlier run was interrupted; --resume goes on with it, --overwrite "
-                    "starts anew"
+                    "starts anew",
+                    "QK-E408",
                 )
+        inputs_now = self.inputs.record()
         try:
             self._file = self.path.open("ab" if self.resumed else "wb")
         except OSError as e:
-            raise ResourceError(f"{self.path}: {e.strerror or e}") from e
+            raise ResourceError(f"{self.path}: {e.strerror or e}", "QK-E405") from e
         if not self.resumed:
-            self._append({"quantkit sensitivity": 1, "run": identity})
+            self._append({"quantkit sensitivity": 1, "run": identity, "inputs": asdict(inputs_now)})
 
-    def _read(self, identity: str) -> bool:
-        lines = self.path.read_bytes().split(b"\n")
-        whole = 0
+    def _read(self) -> bool:
+        lines = read_whole(self.path).split(b"\n")
+        valid_bytes = 0
         for number, line in enumerate(lines[:-1]):
             try:
                 entry = json.loads(line)
-                if number == 0 and entry["run"] != identity:
+                if number == 0 and not self._is_same_run(entry):
                     return False
                 if number:
-                    self.done[tuple(entry["of"])] = [float(x) for x in entry["is"]]
-            except (ValueError, LookupError, TypeError):
+                    self.measurements[tuple(entry["of"])] = [float(x) for x in entry["is"]]
+            except DAMAGE:
                 break
-            whole += len(line) + 1
+            valid_bytes += len(line) + 1
         with self.path.open("r+b") as file:
-            file.truncate(whole)
-        return whole > 0
+            file.truncate(valid_bytes)
+        return valid_bytes > 0
+
+    def _is_same_run(self, head: Mapping[str, Any]) -> bool:
+        """Return whether a first line identifies this run. Raises as ``Origin.is_that_of``."""
+        return bool(head["run"] == self.identity) and self.inputs.matches(head["inputs"])
 
     def add(self, key: Key, values: list[float]) -> None:
-        """Note a measurement; a killed process loses none, for the system has it."""
-        self.done[key] = values
+        """Append a measurement; a killed process loses none, since the system holds it."""
+        self.measurements[key] = values
         self._append({"of": key, "is": values})
 
     def _append(self, entry: dict[str, Any]) -> None:
@@ -67,10 +83,10 @@ class Journal:
             self._file.write(json.dumps(entry).encode() + b"\n")
             self._file.flush()
         except OSError as e:
-            raise ResourceError(f"{self.path}: {e.strerror or e}; what is there can be resumed") from e
+            raise ResourceError(f"{self.path}: {e.strerror or e}; what is there can be resumed", "QK-E405") from e
 
     def close(self, *, remove: bool) -> None:
-        """Close it; ``remove`` it when its output is there."""
+        """Close the file; ``remove`` it once the output is complete."""
         self._file.close()
         if remove:
             self.path.unlink(missing_ok=True)

@@ -1,7 +1,8 @@
-"""What groups cost, guessed from errors, and how well that predicts what was measured.
+"""Costs predicted from weight errors, and their rank correlation with measured costs.
 
-The divergence of a small change is about quadratic in it. So for a group it goes with the squared error of its weights,
-each weighted by the importance of its column, by a slope that one type of the group, the *probe*, shows.
+The divergence of a small change is about quadratic in it. So a group's divergence is proportional to the squared error
+of its weights, each weighted by the importance of its column; one measured type of the group, the *probe*, gives the
+slope.
 """
 
 from __future__ import annotations
@@ -17,70 +18,75 @@ from quantkit.pipeline.jobs import ErrorSums
 from quantkit.sensitivity.encode import Pair
 from quantkit.sensitivity.file import Cost
 
-WEIGHTED, RELATIVE, COVARIANCE = "weighted_error", "relative_error", "covariance_loss"
+WEIGHTED = "weighted_error"
+RELATIVE = "relative_error"
+COVARIANCE = "covariance_loss"
 
 
 def probes_of(pairs: Sequence[Pair]) -> set[Pair]:
-    """Return the pair of each group that tells its slope: that of its type in the middle, by bits."""
-    found: dict[str, list[Pair]] = {}
+    """Return the probe of each group: the pair of its median type by bits per weight."""
+    pairs_by_group: dict[str, list[Pair]] = {}
     for pair in pairs:
         if not pair.feedback:
-            found.setdefault(pair.group.name, []).append(pair)
-    return {sorted(each, key=lambda p: p.type.bpw)[(len(each) - 1) // 2] for each in found.values()}
+            pairs_by_group.setdefault(pair.group.name, []).append(pair)
+    return {sorted(members, key=lambda p: p.type.bpw)[(len(members) - 1) // 2] for members in pairs_by_group.values()}
 
 
-def spread(pairs: Sequence[Pair], count: int) -> set[Pair]:
-    """Return ``count`` pairs of each group, with error feedback and without: evenly by the order of bits."""
-    found: dict[tuple[str, bool], list[Pair]] = {}
+def select_evenly(pairs: Sequence[Pair], count: int) -> set[Pair]:
+    """Return ``count`` pairs of each group, with error feedback and without, evenly spaced in bits per weight."""
+    pairs_by_group: dict[tuple[str, bool], list[Pair]] = {}
     for pair in pairs:
-        found.setdefault((pair.group.name, pair.feedback), []).append(pair)
-    chosen = set[Pair]()
-    for each in found.values():
-        each.sort(key=lambda p: p.type.bpw)
-        n = min(count, len(each))
-        chosen.update(each[((2 * i + 1) * len(each) - 1) // (2 * n)] for i in range(n))
-    return chosen
+        pairs_by_group.setdefault((pair.group.name, pair.feedback), []).append(pair)
+    result = set[Pair]()
+    for members in pairs_by_group.values():
+        members.sort(key=lambda p: p.type.bpw)
+        n = min(count, len(members))
+        result.update(members[((2 * i + 1) * len(members) - 1) // (2 * n)] for i in range(n))
+    return result
 
 
 def with_proxies(
     costs: Mapping[Pair, Cost], sums: Mapping[Pair, ErrorSums], probes: Sequence[Pair] | set[Pair]
 ) -> dict[Pair, Cost]:
-    """Return costs with what the errors ``sums`` of their pairs predict; ``probes`` are measured."""
-    fed = {p._replace(feedback=False): s for p, s in sums.items() if p.feedback}
+    """Return costs with the predictions from the error ``sums`` of their pairs; ``probes`` are measured."""
+    with_feedback = {p._replace(feedback=False): s for p, s in sums.items() if p.feedback}
     slopes: dict[str, dict[str, float]] = {}
     for probe in probes:
-        kld, errors = costs[probe].kld, _errors(probe, sums, fed)
+        kld, errors = costs[probe].kld, _errors(probe, sums, with_feedback)
         if kld is not None:
             slopes[probe.group.name] = {name: kld / error for name, error in errors.items() if error > 0}
-    logs = [math.log(each[RELATIVE]) for each in slopes.values() if each.get(RELATIVE, 0) > 0]
+    logs = [math.log(slope[RELATIVE]) for slope in slopes.values() if slope.get(RELATIVE, 0) > 0]
     common = math.exp(math.fsum(logs) / len(logs)) if logs else 0.0  # the same in any order: probes are a set
-    made = {}
+    result = {}
     for pair, cost in costs.items():
-        own = {**slopes.get(pair.group.name, {}), RELATIVE: common}
-        errors = _errors(pair, sums, fed)
-        made[pair] = replace(cost, proxies={n: own[n] * e for n, e in errors.items() if n in own})
-    return made
+        group_slopes = {**slopes.get(pair.group.name, {}), RELATIVE: common}
+        errors = _errors(pair, sums, with_feedback)
+        result[pair] = replace(cost, proxies={n: group_slopes[n] * e for n, e in errors.items() if n in group_slopes})
+    return result
 
 
-def _errors(pair: Pair, sums: Mapping[Pair, ErrorSums], fed: Mapping[Pair, ErrorSums]) -> dict[str, float]:
-    own = sums[pair]
-    found = {WEIGHTED: own.weighted_error, RELATIVE: own.weighted_error / (own.weighted_square or 1.0)}
+def _errors(pair: Pair, sums: Mapping[Pair, ErrorSums], with_feedback: Mapping[Pair, ErrorSums]) -> dict[str, float]:
+    error_sums = sums[pair]
+    errors = {
+        WEIGHTED: error_sums.weighted_error,
+        RELATIVE: error_sums.weighted_error / (error_sums.weighted_square or 1.0),
+    }
     if pair.feedback:
-        found[COVARIANCE] = own.loss_after
-    elif pair in fed:
-        found[COVARIANCE] = fed[pair].loss_before
-    return found
+        errors[COVARIANCE] = error_sums.loss_after
+    elif pair in with_feedback:
+        errors[COVARIANCE] = with_feedback[pair].loss_before
+    return errors
 
 
 def rank_correlations(costs: Mapping[Pair, Cost], probes: Sequence[Pair] | set[Pair]) -> dict[str, float]:
-    """Return Spearman's rank correlation of each proxy with what was measured, probes left out."""
-    left = [c for pair, c in costs.items() if pair not in probes and c.kld is not None]
-    found = {}
-    for name in dict.fromkeys(n for c in left for n in c.proxies):
-        both = [(c.proxies[name], c.kld) for c in left if name in c.proxies and c.kld is not None]
-        if len(both) > 2:
-            found[name] = _spearman(*(np.array(x) for x in zip(*both, strict=True)))
-    return found
+    """Return Spearman's rank correlation of each proxy with the measured costs, without probes."""
+    comparable = [c for pair, c in costs.items() if pair not in probes and c.kld is not None]
+    correlations = {}
+    for name in dict.fromkeys(n for c in comparable for n in c.proxies):
+        points = [(c.proxies[name], c.kld) for c in comparable if name in c.proxies and c.kld is not None]
+        if len(points) > 2:
+            correlations[name] = _spearman(*(np.array(x) for x in zip(*points, strict=True)))
+    return correlations
 
 
 def _spearman(a: npt.NDArray[np.float64], b: npt.NDArray[np.float64]) -> float:

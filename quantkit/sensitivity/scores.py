@@ -1,7 +1,7 @@
-"""The divergence of a changed model from itself, of a batch at a time, with the base's logits in memory.
+"""Divergence of a changed model from the base, batch by batch, with the base's logits in memory.
 
-Of logits p of the base and q of the changed model: KL = sum e^(p - P) (p - q) + Q - P, where P and Q are their
-log-sum-exps; differences of logits are taken before they are weighted, so that small divergences keep their digits.
+For logits p of the base and q of the changed model: KL = sum e^(p - P) (p - q) + Q - P, where P and Q are their
+log-sum-exps. Differences of logits are taken before they are weighted, so that small divergences keep their digits.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ I32 = npt.NDArray[np.int32]
 
 
 class Sums(NamedTuple):
-    """Sums over tokens: their number, KL divergence d and change x of the negative log-likelihood, d^2 and x^2."""
+    """Sums over tokens: count, KL divergence d and change x of the negative log-likelihood, d^2 and x^2."""
 
     n: float = 0.0
     kld: float = 0.0
@@ -29,25 +29,27 @@ class Sums(NamedTuple):
     change: float = 0.0
     change2: float = 0.0
 
-    def plus(self, other: Sums) -> Sums:
-        return Sums(*(a + b for a, b in zip(self, other, strict=True)))
+    def add(self, sums: Sums) -> Sums:
+        return Sums(*(a + b for a, b in zip(self, sums, strict=True)))
 
     def means(self) -> tuple[float, float, float, float]:
-        """Return the mean divergence and its standard error, and those of the change."""
+        """Return the mean divergence and its standard error, then those of the change."""
         n = int(self.n)
         return *mean_and_error(self.kld, self.kld2, n), *mean_and_error(self.change, self.change2, n)
 
 
 class Base:
-    """What the base predicts in a batch: logits f32 [rows, n_vocab], and the tokens that follow, int32 [rows]."""
+    """Predictions of the base for a batch: logits f32 [rows, n_vocab], and the tokens that follow, int32 [rows]."""
 
     def __init__(self, logits: F32, following: I32, pool: ThreadPoolExecutor) -> None:
-        self.logits, self.following, self._pool = logits.copy(), following, pool
+        self.logits = logits.copy()
+        self.following = following
+        self._pool = pool
         self.weights = np.empty_like(self.logits)
         rows, n_vocab = logits.shape
         self.log_sum, self.nll, self.total = (np.empty(rows, np.float64) for _ in range(3))
         step = max(1, TILE // n_vocab)
-        self._tiles = [slice(at, min(at + step, rows)) for at in range(0, rows, step)]
+        self._tiles = [slice(begin, min(begin + step, rows)) for begin in range(0, rows, step)]
         list(pool.map(self._prepare, self._tiles))
 
     def _prepare(self, tile: slice) -> None:
@@ -58,8 +60,8 @@ class Base:
         self.nll[tile] = nll_of(self.logits[tile], parts, self.following[tile])
 
     def compare(self, logits: F32) -> Sums:
-        """Return the sums of a changed model, whose logits are f32 [rows, n_vocab] and may be overwritten."""
-        found = [np.empty(len(self.nll), np.float64) for _ in range(2)]
+        """Return the sums for a changed model. Its logits, f32 [rows, n_vocab], may be overwritten."""
+        columns = [np.empty(len(self.nll), np.float64) for _ in range(2)]
 
         def score(tile: slice) -> None:
             q, weights = logits[tile], self.weights[tile]
@@ -68,9 +70,9 @@ class Base:
             shift = parts.top + parts.log_total
             terms = np.subtract(self.logits[tile], q, out=parts.exps)
             mean = np.multiply(terms, weights, out=terms).sum(axis=1, dtype=np.float64) / self.total[tile]
-            found[0][tile] = np.maximum(mean + shift - self.log_sum[tile], 0)
-            found[1][tile] = change - self.nll[tile]
+            columns[0][tile] = np.maximum(mean + shift - self.log_sum[tile], 0)
+            columns[1][tile] = change - self.nll[tile]
 
         list(self._pool.map(score, self._tiles))
-        kld, change = found
+        kld, change = columns
         return Sums(len(kld), *(float(x) for x in (kld.sum(), kld @ kld, change.sum(), change @ change)))

@@ -1,7 +1,7 @@
-"""A model with one group of tensors quantized: only what depends on it is computed, from the model's own values.
+"""A model with one group of tensors replaced: runs only the operations that depend on it.
 
-A graph is cut where a layer begins. Of a layer with a changed tensor run the operations that depend on it, with values
-that the model itself gave; then the layers behind, which are as they were.
+The graph is cut where layers begin. In a layer with a replaced tensor only the dependent operations run, with the
+base's activations as inputs; then the unchanged later layers run.
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ from quantkit.model.ops import (
     RopeTable,
     Value,
 )
-from quantkit.model.stages import Stage, stages
+from quantkit.model.stages import Stage, split_stages
 
 Values = dict[Value, npt.NDArray[Any]]
-#: Tensors in another type, by name: what they are, and their bytes.
-Held = dict[str, tuple[TensorInfo, npt.NDArray[np.uint8]]]
+#: Replaced tensors by name: their tensor info and bytes.
+Overrides = dict[str, tuple[TensorInfo, npt.NDArray[np.uint8]]]
 
 
-class Changed:
-    """A GGUFFile some of whose tensors are held in memory, in another type: those of ``held``, by name."""
+class OverlaidFile:
+    """A GGUFFile with some tensors replaced by ``overrides``, in memory and in another type."""
 
     def __init__(self, source: GGUFFile) -> None:
         self.source = source
-        self.held: Held = {}
+        self.overrides: Overrides = {}
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.source, name)
@@ -49,85 +49,90 @@ class Changed:
     def data(self, tensor: TensorInfo | str) -> npt.NDArray[np.uint8]:
         """Return a tensor's bytes."""
         if not isinstance(tensor, str):
-            own = self.held.get(tensor.name)
-            if own is not None and own[0] is tensor:
-                return own[1]
+            override = self.overrides.get(tensor.name)
+            if override is not None and override[0] is tensor:
+                return override[1]
         return self.source.data(tensor)
 
 
 def layer_bounds(graph: Graph) -> list[int]:
-    """Return the operations before which a later layer begins, and the number of all."""
-    found, last = list[int](), graph.ops[0].layer
-    for at, op in enumerate(graph.ops):
+    """Return the index of the first operation of each layer but the first, and the number of operations."""
+    bounds, last = list[int](), graph.ops[0].layer
+    for index, op in enumerate(graph.ops):
         if op.layer > last:
             last = op.layer
-            found.append(at)
-    return [*found, len(graph.ops)]
+            bounds.append(index)
+    return [*bounds, len(graph.ops)]
 
 
 @dataclass(frozen=True, eq=False)
 class Layer:
-    """Operations ``begin`` .. ``end`` of a graph, and what follows them, None behind the last."""
+    """Operations ``begin`` to ``end`` of a graph, and the rest of the graph as ``tail``, None for the last layer."""
 
     begin: int
     end: int
-    #: What it takes of earlier layers, what it leaves to later ones.
-    own: Stage
+    #: Its inputs from earlier layers and outputs to later ones.
+    stage: Stage
     tail: Stage | None
 
 
 def layers_of(graph: Graph) -> list[Layer]:
-    """Return the layers of a graph; the first has what comes before layers, too."""
-    bounds, n, found, begin = layer_bounds(graph), len(graph.ops), list[Layer](), 0
+    """Return the layers of a graph; the first one includes the operations before it."""
+    bounds = layer_bounds(graph)
+    n = len(graph.ops)
+    layers = list[Layer]()
+    begin = 0
     for end in bounds:
-        at = [each for each in (begin, end, n) if each]
-        cut = stages(graph, list(dict.fromkeys(at)))
+        points = [point for point in (begin, end, n) if point]
+        parts = split_stages(graph, list(dict.fromkeys(points)))
         index = int(begin > 0)
-        found.append(Layer(begin, end, cut[index], cut[index + 1] if end < n else None))
+        layers.append(Layer(begin, end, parts[index], parts[index + 1] if end < n else None))
         begin = end
-    return found
+    return layers
 
 
 def first_layer(layers: Sequence[Layer], graph: Graph, names: Set[str]) -> int | None:
-    """Return the first layer with an operation that reads one of the tensors; None if nothing does."""
+    """Return the first layer with an operation that reads one of the tensors; None if there is none."""
     for number, layer in enumerate(layers):
-        if uses(graph.ops[layer.begin : layer.end], names):
+        if reads_tensor(graph.ops[layer.begin : layer.end], names):
             return number
     return None
 
 
-def uses(ops: Iterable[Op], names: Set[str]) -> bool:
-    """Tell whether an operation reads one of the tensors."""
+def reads_tensor(ops: Iterable[Op], names: Set[str]) -> bool:
+    """Return whether an operation reads one of the tensors."""
     return any(m.tensor.name in names for op in ops for m in op.matrices())
 
 
 def variant_of(graph: Graph, layer: Layer, names: Set[str]) -> tuple[Stage, bool]:
-    """Return what must run anew of a layer where tensors change, and whether the layers behind are in it.
+    """Return the part of a layer that runs again when tensors change, and whether it extends to the end of the graph.
 
-    They are if the tensors are used there, too.
+    It does if later layers read the tensors, too.
     """
-    through = layer.tail is not None and uses(graph.ops[layer.end :], names)
+    extends_to_end = layer.tail is not None and reads_tensor(graph.ops[layer.end :], names)
     first, after = graph.ops[: layer.begin], graph.ops[layer.end :]
-    ops = (*graph.ops[layer.begin : layer.end], *(after if through else ()))
-    left = () if through else after
-    clean, dirty = _apart(ops, names)
-    at = [len(first) + len(clean), len(first) + len(ops)]
-    found = stages(replace(graph, ops=(*first, *clean, *dirty, *left)), [*at, *([len(graph.ops)] if left else [])])
-    return found[1], through
+    ops = (*graph.ops[layer.begin : layer.end], *(after if extends_to_end else ()))
+    remainder = () if extends_to_end else after
+    clean, dirty = _split_dependent(ops, names)
+    points = [len(first) + len(clean), len(first) + len(ops)]
+    parts = split_stages(
+        replace(graph, ops=(*first, *clean, *dirty, *remainder)), [*points, *([len(graph.ops)] if remainder else [])]
+    )
+    return parts[1], extends_to_end
 
 
-def ends_within(graph: Graph, layer: Layer, names: Set[str]) -> bool:
-    """Tell whether a changed tensor's error can be seen where its layer ends: there are layers behind it, unchanged."""
-    return layer.tail is not None and not uses(graph.ops[layer.end :], names)
+def has_visible_error(graph: Graph, layer: Layer, names: Set[str]) -> bool:
+    """Return whether a replaced tensor's error shows at the end of its layer: unchanged layers follow."""
+    return layer.tail is not None and not reads_tensor(graph.ops[layer.end :], names)
 
 
-def _apart(ops: Sequence[Op], names: Set[str]) -> tuple[list[Op], list[Op]]:
-    """Return operations that do not depend on tensors, and those that do."""
+def _split_dependent(ops: Sequence[Op], names: Set[str]) -> tuple[list[Op], list[Op]]:
+    """Return the operations that do not depend on the tensors, and those that do."""
     clean, dirty = list[Op](), list[Op]()
     values, caches = set[Value](), set[Cache]()
     for op in ops:
         reads = op.cache in caches if isinstance(op, Attention | LightningIndexer) else False
-        if reads or uses([op], names) or not values.isdisjoint(op.inputs()):
+        if reads or reads_tensor([op], names) or not values.isdisjoint(op.inputs()):
             values.update(op.outputs())
             if isinstance(op, BlockWrite | CacheWrite):
                 caches.add(op.cache)
@@ -137,12 +142,12 @@ def _apart(ops: Sequence[Op], names: Set[str]) -> tuple[list[Op], list[Op]]:
     return clean, dirty
 
 
-def retyped(graph: Graph, infos: Mapping[str, TensorInfo]) -> Graph:
+def retype(graph: Graph, infos: Mapping[str, TensorInfo]) -> Graph:
     """Return a graph whose operations read other encodings of tensors."""
-    return replace(graph, ops=tuple(_retyped(op, infos) for op in graph.ops))
+    return replace(graph, ops=tuple(_retype_op(op, infos) for op in graph.ops))
 
 
-def _retyped(op: Op, infos: Mapping[str, TensorInfo]) -> Op:
+def _retype_op(op: Op, infos: Mapping[str, TensorInfo]) -> Op:
     changed: dict[str, Any] = {}
     for f in fields(op):
         part = getattr(op, f.name)
@@ -152,48 +157,50 @@ def _retyped(op: Op, infos: Mapping[str, TensorInfo]) -> Op:
 
 
 class Runner:
-    """Runs parts of a model for batches of ``windows`` windows; ``first``: the first position that is scored.
+    """Runs parts of a model for batches of ``windows`` windows. ``first``: the first scored position.
 
-    The model is loaded with ``wrap=Changed``.
+    The model is loaded with ``wrap=OverlaidFile``.
     """
 
     def __init__(self, model: Model, n_ctx: int, windows: int, first: int) -> None:
-        self.model, self.n_ctx, self.first = model, n_ctx, first
+        self.model = model
+        self.n_ctx = n_ctx
+        self.first = first
         self._limits = Limits(n_ctx, windows, n_ctx * windows, model.kv_type)
-        assert isinstance(model.source, Changed)
-        self.changed = model.source
+        assert isinstance(model.source, OverlaidFile)
+        self.overlay = model.source
 
-    def compile(self, graph: Graph, held: Held | None = None) -> Programs:
-        """Return a part, compiled, in which tensors are as they are ``held``."""
-        self.changed.held = held or {}
+    def compile(self, graph: Graph, overrides: Overrides | None = None) -> Programs:
+        """Return a compiled part in which tensors have the encodings of ``overrides``."""
+        self.overlay.overrides = overrides or {}
         try:
-            part = retyped(graph, {name: info for name, (info, _) in self.changed.held.items()})
+            part = retype(graph, {name: info for name, (info, _) in self.overlay.overrides.items()})
             return self.model.part(part, self._limits)
         finally:
-            self.changed.held = {}
+            self.overlay.overrides = {}
 
     def batch(self, windows: npt.NDArray[np.int32]) -> Batch:
         """Return windows, int32 [n, n_ctx], as a batch."""
         n, n_ctx = windows.shape
-        wanted = np.zeros((n, n_ctx), bool)
-        wanted[:, self.first : n_ctx - 1] = True
+        scored = np.zeros((n, n_ctx), bool)
+        scored[:, self.first : n_ctx - 1] = True
         return Batch(
             windows.reshape(-1),
             np.tile(np.arange(n_ctx, dtype=np.int32), n),
             np.repeat(np.arange(n, dtype=np.int32), n_ctx),
-            np.flatnonzero(wanted).astype(np.int32),
+            np.flatnonzero(scored).astype(np.int32),
         )
 
-    def run(self, programs: Programs, graph: Graph, batch: Batch, given: Mapping[Value, Any]) -> Values:
-        """Run a part and return what leaves it; values are valid until its next run."""
+    def run(self, programs: Programs, graph: Graph, batch: Batch, inputs: Mapping[Value, Any]) -> Values:
+        """Run a part and return its outputs, valid until its next run."""
         programs.clear()
-        programs.run(batch, {value: given[value] for value in graph.given})
-        made = {v for op in graph.ops for v in op.outputs()}
-        leaves = (*graph.leaves, *((graph.logits,) if graph.logits in made else ()))
+        programs.run(batch, {value: inputs[value] for value in graph.inputs})
+        outputs = {v for op in graph.ops for v in op.outputs()}
+        leaves = (*graph.leaves, *((graph.logits,) if graph.logits in outputs else ()))
         return {v: programs.read(v).reshape(batch.rows(v.outputs) * v.per, v.width) for v in leaves}
 
 
-def with_leaves(graph: Graph, more: Iterable[Value]) -> Graph:
-    """Return a part from which further values leave, as far as it makes them."""
-    made = {v for op in graph.ops if not isinstance(op, RopeTable) for v in op.outputs()}
-    return replace(graph, leaves=tuple(dict.fromkeys((*graph.leaves, *(v for v in more if v in made)))))
+def with_leaves(graph: Graph, values: Iterable[Value]) -> Graph:
+    """Return a part with further outputs: those of ``values`` that it computes."""
+    outputs = {v for op in graph.ops if not isinstance(op, RopeTable) for v in op.outputs()}
+    return replace(graph, leaves=tuple(dict.fromkeys((*graph.leaves, *(v for v in values if v in outputs)))))

@@ -1,4 +1,4 @@
-"""Jobs stage by stage: first those of tensors that need no inputs, then those that each stage has the inputs of."""
+"""An executor that runs jobs stage by stage, starting with tensors that need no inputs."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from pathlib import Path
 
 from quantkit.errors import QuantkitError
 from quantkit.formats.gguf import split_path
-from quantkit.formats.outputs import beside
+from quantkit.formats.outputs import sibling_path
 from quantkit.pipeline.jobs import Job
 from quantkit.pipeline.ledger import Ledger, NodeShare
 from quantkit.pipeline.plan import Plan
-from quantkit.pipeline.planned import PlannedTensor
+from quantkit.pipeline.row_slices import PlannedTensor
 from quantkit.pipeline.threads import Threads
 from quantkit.sequential.inputs import StageInputs
 from quantkit.sequential.norms import NormInputs
@@ -24,8 +24,8 @@ from quantkit.sequential.streams import Streams, Tokens
 
 
 @dataclass(frozen=True, eq=False)
-class Sequential:
-    """An executor: ``threads`` run the jobs, once ``inputs``, by entry, are there. ``model``: the source's path."""
+class SequentialExecutor:
+    """Runs jobs on ``threads`` once their ``inputs``, by entry, are available. ``model``: the source's path."""
 
     threads: Threads
     model: Path
@@ -43,21 +43,21 @@ class Sequential:
     def run(self, ledger: Ledger, *, measure: bool) -> None:
         """Run all jobs of a ledger, in the order of the model's operations."""
         plan = ledger.plan
-        calibrated = [t for t in plan.tensors if _entries(t)]
+        calibrated = [t for t in plan.tensors if _calibrated_entries(t)]
         self.threads.run(ledger.part({t.name for t in plan.tensors} - {t.name for t in calibrated}), measure=measure)
-        spill = Spill(beside(plan.shards[0].path, ".activations"), plan.fingerprint)
+        spill = Spill(sibling_path(plan.shards[0].path, ".activations"), plan.fingerprint, plan.source.inputs)
         if ledger.stop.is_set():
             return
-        if all(t.name in ledger.journal.done for t in calibrated):
+        if all(t.name in ledger.journal.crcs for t in calibrated):
             spill.remove()
             return
         sources = {p.source.name for t in calibrated for p in t.parts}
         try:
             with (
                 Streams(self.model, sources, self.tokens, spill, self.threads.cpus) as streams,
-                _growing(ledger) as output,
+                _open_output(ledger) as output,
             ):
-                streams.open(output, {t.name for t in calibrated})
+                streams.open_output(output, {t.name for t in calibrated})
                 self._run_stages(ledger, streams, spill, calibrated, measure)
         except QuantkitError:
             spill.remove()
@@ -68,35 +68,35 @@ class Sequential:
     def _run_stages(
         self, ledger: Ledger, streams: Streams, spill: Spill, tensors: list[PlannedTensor], measure: bool
     ) -> None:
-        done = self._begun(ledger, streams, spill, tensors)
-        for stage in range(max(done, 0), len(streams)):
-            if stage > done:
-                streams.run(stage, partial(_tell, ledger, stage, len(streams), self.tokens.count))
+        last_stage = self._resume_stage(ledger, streams, spill, tensors)
+        for stage in range(max(last_stage, 0), len(streams)):
+            if stage > last_stage:
+                streams.run(stage, partial(_report_progress, ledger, stage, len(streams), self.tokens.count))
             ready = set[str]()
-            for seen in streams.seen(stage):
-                if seen.entry in self.inputs:
-                    self.inputs[seen.entry].ready(seen, spill, self.tokens.count)
-                    ready.add(seen.entry)
-            names = {t.name for t in tensors if _entries(t) & ready}
-            self.threads.run(ledger.part(names, partial(_order, ledger.plan)), measure=measure)
+            for item in streams.inputs(stage):
+                if item.entry in self.inputs:
+                    self.inputs[item.entry].attach(item, spill, self.tokens.count)
+                    ready.add(item.entry)
+            names = {t.name for t in tensors if _calibrated_entries(t) & ready}
+            self.threads.run(ledger.part(names, partial(_job_order, ledger.plan)), measure=measure)
             for entry in ready:
                 self.inputs[entry].drop()
             if ledger.stop.is_set():
                 return
 
-    def _begun(self, ledger: Ledger, streams: Streams, spill: Spill, tensors: list[PlannedTensor]) -> int:
-        """Return the stage that the files hold the end of, if all that earlier stages have inputs of is encoded."""
-        done = spill.begin()
-        earlier = {seen.entry for stage in range(done) for seen in streams.seen(stage)}
-        if all(t.name in ledger.journal.done for t in tensors if _entries(t) & earlier):
-            return done
+    def _resume_stage(self, ledger: Ledger, streams: Streams, spill: Spill, tensors: list[PlannedTensor]) -> int:
+        """Return the last stage whose end the files hold, if all tensors of earlier stages are encoded."""
+        last_stage = spill.begin()
+        earlier = {item.entry for stage in range(last_stage) for item in streams.inputs(stage)}
+        if all(t.name in ledger.journal.crcs for t in tensors if _calibrated_entries(t) & earlier):
+            return last_stage
         spill.remove()
         return spill.begin()
 
 
 @contextmanager
-def _growing(ledger: Ledger) -> Iterator[Path]:
-    """Yield a path by which the files that grow can be opened as a model."""
+def _open_output(ledger: Ledger) -> Iterator[Path]:
+    """Yield a path by which the unfinished output can be opened as a model."""
     shards = ledger.plan.shards
     parts = [ledger.target.file(no) for no in range(len(shards))]
     assert all(parts)
@@ -109,17 +109,17 @@ def _growing(ledger: Ledger) -> Iterator[Path]:
         yield split_path(Path(folder) / "output", 0, len(shards))
 
 
-def _tell(ledger: Ledger, stage: int, stages: int, total: int, tokens: int) -> None:
+def _report_progress(ledger: Ledger, stage: int, stages: int, total: int, tokens: int) -> None:
     if ledger.observer is not None:
-        ledger.observer.ran(stage, stages, tokens, total)
+        ledger.observer.on_stage(stage, stages, tokens, total)
 
 
-def _entries(tensor: PlannedTensor) -> set[str]:
-    found = (each for part in tensor.parts for each in (part.inputs, part.refit))
-    return {each.entry for each in found if isinstance(each, StageInputs | NormInputs)}
+def _calibrated_entries(tensor: PlannedTensor) -> set[str]:
+    inputs = (item for part in tensor.parts for item in (part.inputs, part.refit))
+    return {item.entry for item in inputs if isinstance(item, StageInputs | NormInputs)}
 
 
-def _order(plan: Plan, job: Job) -> tuple[str, int, int, int]:
-    """Sort jobs so that those of one matrix of an input come together: its metric is made once."""
+def _job_order(plan: Plan, job: Job) -> tuple[str, int, int, int]:
+    """Return a sort key that keeps the jobs of one matrix together, so that its metric is computed once."""
     inputs = plan.tensors[job.tensor].parts[job.part].inputs
     return (inputs.entry if inputs is not None else "", job.matrix, job.tensor, job.part)

@@ -1,4 +1,4 @@
-"""What a tensor multiplies, as the stage before it gave it: summed up when one of its matrices is encoded."""
+"""Inputs of a tensor as the previous stage computed them, accumulated when one of its matrices is encoded."""
 
 from __future__ import annotations
 
@@ -16,31 +16,31 @@ from quantkit.kernels.cpu.feedback.tiles import pack_columns
 from quantkit.kernels.levels import Grouping
 from quantkit.pipeline.feedback import ROUTER, damping_of
 from quantkit.sequential.spill import Spill
-from quantkit.sequential.streams import Seen
+from quantkit.sequential.streams import SpilledInput
 
 if TYPE_CHECKING:
-    from quantkit.kernels.cuda.feedback.carrier import Carrier
-    from quantkit.kernels.cuda.feedback.making import Sums
     from quantkit.kernels.cuda.feedback.metric import DeviceMetric
+    from quantkit.kernels.cuda.feedback.metric_kernels import DeviceSums
+    from quantkit.kernels.cuda.feedback.pinned_transfer import PinnedTransfer
 
 F32 = npt.NDArray[np.float32]
 F64 = npt.NDArray[np.float64]
 
-#: Tokens whose rows are read at a time: where sums in float32 end, so that bytes depend on it.
+#: Tokens per batch. Sums in float32 end with a batch, so bytes depend on it.
 _TOKENS = 4096
-#: What is added to the diagonal, in means of it, where targets are corrected; the share of what is wrong with the
-#: residual stream that a product added to it is to make up for.
+#: Damping of the target correction, in means of the diagonal; the share of the residual stream's error that a product
+#: added to it corrects.
 TARGET_DAMPING, RESIDUAL = 0.05, 0.5
-#: What is added to the diagonal of sums, in means of it, for texts of other kinds: of columns as the model has them;
-#: and to that of a metric, of columns as they are rounded, which may be balanced.
+#: Damping of sums, in means of the diagonal, for texts of other kinds: of columns as the model has them; and of the
+#: metric, of columns as they are rounded, perhaps equalized.
 DAMPING, METRIC_DAMPING = 0.1, 0.02
 
 
 @dataclass(frozen=True)
-class _Ready:
-    """An input in the files, of how many tokens, and for experts which (t, j) are rows of each."""
+class _StageRows:
+    """An input in the files: its tokens, and for experts the (token, slot) pairs of each."""
 
-    seen: Seen
+    source: SpilledInput
     spill: Spill
     tokens: int
     pairs: tuple[npt.NDArray[np.int64], ...] | None
@@ -48,44 +48,44 @@ class _Ready:
 
 @dataclass(eq=False)
 class StageInputs:
-    """The input of some tensors. ``ready`` fills it in when its stage has run; before, it knows its size only.
+    """The input of some tensors. Only its size is known before ``attach``, which is called after its stage.
 
-    factors: what the quantized stream's columns have been multiplied by, float32 [matrices or 1, n]; None: by 1.
+    factors: equalization factors of the quantized stream's columns, float32 [matrices or 1, n]; None for 1.
     """
 
     entry: str
     n: int
     matrices: int
     factors: F32 | None = None
-    is_alike, corrects = False, True
+    is_uniform, corrects = False, True
     #: Tokens of each matrix, when the stage has run.
     tokens: tuple[int, ...] | None = None
-    _ready: _Ready | None = field(default=None, repr=False)
+    _stage: _StageRows | None = field(default=None, repr=False)
     _importance: dict[int, F32] = field(default_factory=dict, repr=False)
 
-    def ready(self, seen: Seen, spill: Spill, tokens: int) -> None:
-        """Take over what the stage left in files: rows of ``tokens`` tokens."""
-        if seen.ids is None:
-            self.tokens, self._ready = (tokens,) * self.matrices, _Ready(seen, spill, tokens, None)
+    def attach(self, source: SpilledInput, spill: Spill, tokens: int) -> None:
+        """Take over the rows of ``tokens`` tokens that the stage wrote to files."""
+        if source.ids is None:
+            self.tokens, self._stage = (tokens,) * self.matrices, _StageRows(source, spill, tokens, None)
             return
-        ids = np.asarray(spill.all(seen.ids, tokens)).reshape(-1)
+        ids = np.asarray(spill.map_rows(source.ids, tokens)).reshape(-1)
         order = np.argsort(ids, kind="stable")
         ends = np.searchsorted(ids[order], np.arange(self.matrices + 1))
         pairs = tuple(order[a:b] for a, b in zip(ends[:-1], ends[1:], strict=True))
-        self.tokens, self._ready = tuple(map(len, pairs)), _Ready(seen, spill, tokens, pairs)
+        self.tokens, self._stage = tuple(map(len, pairs)), _StageRows(source, spill, tokens, pairs)
 
     def drop(self) -> None:
-        """Forget the stage: its files go."""
-        self._ready = None
+        """Release the stage, whose files are removed."""
+        self._stage = None
         self._importance.clear()
 
     @property
     def metric_bytes(self) -> int:
-        """The bytes that a metric takes while it is made, with the sums; a quarter stays.
+        """The memory that computing a metric takes, in bytes; a quarter of it remains.
 
-        What a residual stream lacks may have several times as many columns as the inputs of an expert.
+        The residual's correction may have several times as many columns as the inputs of an expert.
         """
-        columns = self.n if self._ready is None else self._columns
+        columns = self.n if self._stage is None else self._columns
         return 48 * self.n**2 + 16 * self.n * columns
 
     def damping(self, matrix: int) -> float | None:
@@ -93,43 +93,43 @@ class StageInputs:
         return self.damping_by(self._count(matrix))
 
     def damping_by(self, tokens: int) -> float | None:
-        """Return the damping of a matrix that saw so many tokens; None if they are too few for feedback."""
+        """Return the damping for so many tokens; None if they are too few for feedback."""
         return None if damping_of(tokens, self.n) is None else DAMPING
 
-    def made(self, matrix: int, threads: int, grouping: Grouping | None = None) -> Metric:
+    def build_metric(self, matrix: int, threads: int, grouping: Grouping | None = None) -> Metric:
         """Return the metric of a matrix, with the correction of targets."""
         sums = Products(self.n, self._columns, threads)
         self._add_up(sums, matrix)
         if not np.isfinite(sums.square).all() or not np.isfinite(sums.cross).all():
             raise self._not_finite()
         try:
-            np.fill_diagonal(sums.square, self._damped(np.diagonal(sums.square), matrix))
+            np.fill_diagonal(sums.square, self._damp(np.diagonal(sums.square), matrix))
             correction = times_inverse(sums.cross, sums.square, TARGET_DAMPING, threads)
-            found = metric(sums.square, METRIC_DAMPING, threads, grouping)
+            result = metric(sums.square, METRIC_DAMPING, threads, grouping)
         except np.linalg.LinAlgError as e:
             raise self._no_covariance(matrix, e) from None
         offset = correction[self.n :].astype(np.float32) if len(correction) > self.n else None
         importance = (np.diagonal(sums.square) / max(1, self._count(matrix))).astype(np.float32)
-        packed = pack_columns(correction[: self.n])
-        return replace(found, correction=packed, offset=offset, importance=importance)
+        columns = pack_columns(correction[: self.n])
+        return replace(result, correction=columns, offset=offset, importance=importance)
 
-    def made_on(self, carrier: Carrier, matrix: int, grouping: Grouping | None = None) -> DeviceMetric:
-        """Return the same on a card: its sums, too, are made there, of rows that the host reads."""
-        from quantkit.kernels.cuda.feedback.making import Sums
+    def metric_on(self, carrier: PinnedTransfer, matrix: int, grouping: Grouping | None = None) -> DeviceMetric:
+        """Return the same on a GPU, which also accumulates the sums, of rows that the host reads."""
+        from quantkit.kernels.cuda.feedback.metric_kernels import DeviceSums
 
-        with carrier.rooms() as rooms:
-            sums = Sums(carrier, rooms, self.n, self._columns)
+        with carrier.allocations() as allocations:
+            sums = DeviceSums(carrier, allocations, self.n, self._columns)
             self._add_up(sums, matrix)
             if not sums.is_finite:
                 raise self._not_finite()
             try:
-                diagonal = self._damped(sums.diagonal(), matrix)
+                diagonal = self._damp(sums.diagonal(), matrix)
                 return sums.metric(diagonal, self._count(matrix), METRIC_DAMPING, TARGET_DAMPING, grouping)
             except np.linalg.LinAlgError as e:
                 raise self._no_covariance(matrix, e) from None
 
     def importance(self, matrix: int) -> F32 | None:
-        """Return the mean square of each column, float32 [n], as an importance matrix has it; None without tokens."""
+        """Return the mean square of each column, float32 [n], as in an importance matrix; None without tokens."""
         if matrix not in self._importance and self._count(matrix):
             total = sum(np.square(x, dtype=np.float64).sum(axis=0) for x, *_ in self._rows(matrix))
             self._importance[matrix] = (total / self._count(matrix)).astype(np.float32)
@@ -144,21 +144,21 @@ class StageInputs:
 
     @property
     def _columns(self) -> int:
-        """The columns of what goes wrong: in the inputs, and in the residual stream if a product is added to it."""
-        assert self._ready is not None
-        return self.n + _width(self._ready.seen)
+        """The number of error columns: of the inputs, and of the residual stream if the product is added to it."""
+        assert self._stage is not None
+        return self.n + _width(self._stage.source)
 
-    def _add_up(self, sums: Products | Sums, matrix: int) -> None:
+    def _add_up(self, sums: Products | DeviceSums, matrix: int) -> None:
         for x, plain, tokens, share in self._rows(matrix):
-            seen = x if self.entry.endswith(ROUTER) else rounded_inputs(x)
-            rest, counts = self._rest(tokens)
-            sums.add(seen * counts, np.concatenate([plain - seen, rest * share], axis=1) * counts)
+            rounded = x if self.entry.endswith(ROUTER) else rounded_inputs(x)
+            targets, counts = self._targets(tokens)
+            sums.add(rounded * counts, np.concatenate([plain - rounded, targets * share], axis=1) * counts)
         sums.finish()
 
-    def _damped(self, diagonal: F64, matrix: int) -> F64:
-        """Return a diagonal of sums with as much added to every column as the model has it."""
-        by = self._factors_of(matrix)
-        squares = np.ones(self.n) if by is None else np.square(by, dtype=np.float64)
+    def _damp(self, diagonal: F64, matrix: int) -> F64:
+        """Return a diagonal of sums with damping equal for all columns of the unequalized model."""
+        factors = self._factors_of(matrix)
+        squares = np.ones(self.n) if factors is None else np.square(factors, dtype=np.float64)
         damped: F64 = diagonal + DAMPING * (diagonal / squares).mean() * squares
         return damped
 
@@ -166,71 +166,71 @@ class StageInputs:
         return None if self.factors is None else self.factors[matrix % len(self.factors)]
 
     def _not_finite(self) -> FormatError:
-        return FormatError(f"the inputs of {self.entry} are not finite: leave out what text makes them so")
+        return FormatError(f"the inputs of {self.entry} are not finite: leave out what text makes them so", "QK-E108")
 
     def _no_covariance(self, matrix: int, e: np.linalg.LinAlgError) -> FormatError:
         return FormatError(
             f"the inputs of {self.entry}, matrix {matrix}, have no covariance that can be used ({e}): calibrate on "
-            "another text"
+            "another text",
+            "QK-E108",
         )
 
     def _rows(self, matrix: int) -> Iterator[tuple[F32, F32, npt.NDArray[np.int64], F32]]:
-        """Yield rows of a matrix in both streams, their tokens, and each one's share of its token, some at a time."""
-        by = self._factors_of(matrix)
+        """Yield batches of a matrix: its rows in both streams, their tokens, and each row's share of its token."""
+        factors = self._factors_of(matrix)
         for x, plain, tokens, share in self._read(matrix):
-            yield x, plain if by is None else plain * by, tokens, share
+            yield x, plain if factors is None else plain * factors, tokens, share
 
     def _read(self, matrix: int) -> Iterator[tuple[F32, F32, npt.NDArray[np.int64], F32]]:
-        r = self._ready
+        r = self._stage
         assert r is not None
-        columns = slice(0, self.n) if r.seen.heads == 1 else slice(matrix * self.n, (matrix + 1) * self.n)
+        columns = slice(0, self.n) if r.source.heads == 1 else slice(matrix * self.n, (matrix + 1) * self.n)
         if r.pairs is None:
             for token in range(0, r.tokens, _TOKENS):
                 count = min(_TOKENS, r.tokens - token)
-                x, plain = (r.spill.read(place, token, count)[:, columns] for place in (r.seen.x, r.seen.plain))
+                x, plain = (r.spill.read(place, token, count)[:, columns] for place in (r.source.x, r.source.plain))
                 yield x, plain, np.arange(token, token + count), np.ones((count, 1), np.float32)
             return
         pairs = r.pairs[matrix]
-        used = r.seen.ids.width if r.seen.ids is not None else 1
-        weights = None if r.seen.weights is None else r.spill.all(r.seen.weights, r.tokens).reshape(-1)
+        n_used = r.source.ids.width if r.source.ids is not None else 1
+        weights = None if r.source.weights is None else r.spill.map_rows(r.source.weights, r.tokens).reshape(-1)
         for begin in range(0, len(pairs), _TOKENS):
-            some = pairs[begin : begin + _TOKENS]
-            at = some if r.seen.x.per > 1 else some // used
-            rows = [r.spill.all(place, r.tokens)[at][:, columns] for place in (r.seen.x, r.seen.plain)]
+            selection = pairs[begin : begin + _TOKENS]
+            indices = selection if r.source.x.per > 1 else selection // n_used
+            rows = [r.spill.map_rows(place, r.tokens)[indices][:, columns] for place in (r.source.x, r.source.plain)]
             if weights is not None:
-                rows = [a * np.asarray(weights[some])[:, None] for a in rows]
-            share = np.full((len(some), 1), 1 / used, np.float32)
+                rows = [a * np.asarray(weights[selection])[:, None] for a in rows]
+            share = np.full((len(selection), 1), 1 / n_used, np.float32)
             if weights is not None:
-                squares = np.square(weights.reshape(-1, used)[some // used])
-                share = (np.square(weights[some]) / squares.sum(axis=1))[:, None]
-            yield rows[0], rows[1], some // used, share
+                squares = np.square(weights.reshape(-1, n_used)[selection // n_used])
+                share = (np.square(weights[selection]) / squares.sum(axis=1))[:, None]
+            yield rows[0], rows[1], selection // n_used, share
 
-    def _rest(self, tokens: npt.NDArray[np.int64]) -> tuple[F32, F32]:
-        """Return what products of some tokens are to make up for, float32 [tokens, rows of the matrix], perhaps 0; and
-        how much their errors count, float32 [tokens, 1].
+    def _targets(self, tokens: npt.NDArray[np.int64]) -> tuple[F32, F32]:
+        """Return residual corrections, float32 [tokens, rows of the matrix or 0], and token weights, [tokens, 1].
 
-        A norm divides what they are added to by its size, and the error by as much.
+        The next norm divides the residual stream by its size, and the error with it.
         """
-        r = self._ready
+        r = self._stage
         assert r is not None
-        total, squares = np.zeros((len(tokens), _width(r.seen)), np.float32), np.zeros((len(tokens), 1))
-        for place, plain, factor in r.seen.added_to:
-            right = r.spill.all(plain, r.tokens)[tokens]
-            total += (right - r.spill.all(place, r.tokens)[tokens]) * np.float32(RESIDUAL / factor)
-            squares += np.square(right, dtype=np.float64).mean(axis=1, keepdims=True)
+        total, squares = np.zeros((len(tokens), _width(r.source)), np.float32), np.zeros((len(tokens), 1))
+        for place, plain, factor in r.source.added_to:
+            original = r.spill.map_rows(plain, r.tokens)[tokens]
+            total += (original - r.spill.map_rows(place, r.tokens)[tokens]) * np.float32(RESIDUAL / factor)
+            squares += np.square(original, dtype=np.float64).mean(axis=1, keepdims=True)
         counts = 1 / np.sqrt(np.where(squares > 0, squares, 1))
         return total, counts.astype(np.float32)
 
 
 def rounded_inputs(x: F32) -> F32:
-    """Return rows as runtimes on CPUs multiply them: of 8 bits, with one scale for 256 columns, or 32."""
-    of = 256 if x.shape[1] % 256 == 0 else 32
-    blocks = x.reshape(len(x), -1, of)
+    """Return rows as CPU runtimes multiply them: rounded to 8 bits, one scale per 256 columns, or 32."""
+    block = 256 if x.shape[1] % 256 == 0 else 32
+    blocks = x.reshape(len(x), -1, block)
     scale = np.abs(blocks).max(axis=2, keepdims=True) / np.float32(127)
     with np.errstate(invalid="ignore"):  # what is not finite is refused with the sums
         rounded: F32 = np.rint(blocks / np.where(scale > 0, scale, np.float32(1))) * scale
     return rounded.reshape(x.shape)
 
 
-def _width(seen: Seen) -> int:
-    return seen.added_to[0][0].width if seen.added_to else 0
+def _width(source: SpilledInput) -> int:
+    return source.added_to[0][0].width if source.added_to else 0

@@ -1,10 +1,9 @@
-"""Weights of norms, refit to what norms take of products that are quantized.
+"""Norm weights refit to quantized inputs.
 
-What a norm gives by a weight of 1, x in the full-precision stream and y in the quantized one, differ by what is wrong
-with the inputs. Of all factors f of the weight, column by column, f = sum(x y) / sum(y y) makes sum((x - f y)^2) least.
-Only norms with no matrix behind them are refit, of queries and keys, and of what attention and feed-forward parts give:
-matrices are corrected for all that is linear in a norm's columns. (Norm tweaking, Li et al. 2023, arXiv:2309.02784,
-fits all of them, by gradients.)
+With a weight of 1 the norm's outputs are x in the full-precision stream and y in the quantized one. Column by column,
+f = sum(x y) / sum(y y) minimizes sum((x - f y)^2). Only norms without a following matrix are refit: those of queries
+and keys, and those of attention and feed-forward outputs; elsewhere the matrices are corrected for anything linear in a
+norm's columns. (Norm tweaking, Li et al. 2023, arXiv:2309.02784, fits all of them by gradients.)
 """
 
 from __future__ import annotations
@@ -17,56 +16,60 @@ import numpy.typing as npt
 from quantkit.errors import FormatError
 from quantkit.model.observers import Input
 from quantkit.model.ops import Norm
-from quantkit.pipeline.feedback import Refitted
+from quantkit.pipeline.feedback import NormFactors
 from quantkit.sequential.spill import Place, Spill
-from quantkit.sequential.streams import Seen
+from quantkit.sequential.streams import SpilledInput
 
 F64 = npt.NDArray[np.float64]
 
-#: Tokens whose rows are read at a time.
+#: Tokens per batch.
 _TOKENS = 4096
 
 
 @dataclass(eq=False)
 class NormInputs:
-    """What a norm with n weights takes. ``ready`` fills it in when its stage has run."""
+    """Inputs of a norm with n weights, available after ``attach``."""
 
     entry: str
     n: int
     norm: Norm
     #: Tokens, when the stage has run.
     tokens: tuple[int] | None = None
-    _ready: tuple[Seen, Spill] | None = field(default=None, repr=False)
+    _stage: tuple[SpilledInput, Spill] | None = field(default=None, repr=False)
 
-    def ready(self, seen: Seen, spill: Spill, tokens: int) -> None:
-        """Take over what the stage left in files: rows of ``tokens`` tokens."""
-        self.tokens, self._ready = (tokens,), (seen, spill)
+    def attach(self, source: SpilledInput, spill: Spill, tokens: int) -> None:
+        """Take over the rows of ``tokens`` tokens that the stage wrote to files."""
+        self.tokens, self._stage = (tokens,), (source, spill)
 
     def drop(self) -> None:
-        """Forget the stage: its files go."""
-        self._ready = None
+        """Release the stage, whose files are removed."""
+        self._stage = None
 
-    def found(self) -> Refitted:
-        """Return the factors of a weight that lacks least, and how much it lacks.
+    def solve(self) -> NormFactors:
+        """Return the least-squares factors of a weight, and the squared error before and after.
 
-        Raises FormatError if what the norm takes is not finite.
+        Raises FormatError if the inputs are not finite.
         """
-        xx, xy, yy = np.zeros(self.n), np.zeros(self.n), np.zeros(self.n)
+        xx = np.zeros(self.n)
+        xy = np.zeros(self.n)
+        yy = np.zeros(self.n)
         assert self.tokens is not None
-        assert self._ready is not None
-        seen, spill = self._ready
+        assert self._stage is not None
+        item, spill = self._stage
         for token in range(0, self.tokens[0], _TOKENS):
             count = min(_TOKENS, self.tokens[0] - token)
-            x, y = (self._normalized(spill, place, token, count) for place in (seen.plain, seen.x))
-            xx, xy, yy = xx + (x * x).sum(axis=0), xy + (x * y).sum(axis=0), yy + (y * y).sum(axis=0)
+            x, y = (self._normalized(spill, place, token, count) for place in (item.plain, item.x))
+            xx = xx + (x * x).sum(axis=0)
+            xy = xy + (x * y).sum(axis=0)
+            yy = yy + (y * y).sum(axis=0)
         if not np.isfinite(xx + yy).all():
-            raise FormatError(f"what {self.entry} takes is not finite: leave out what text makes it so")
+            raise FormatError(f"what {self.entry} takes is not finite: leave out what text makes it so", "QK-E108")
         factors = np.where(yy > 0, xy / np.where(yy > 0, yy, 1), 1).astype(np.float32)
-        by = factors.astype(np.float64)
-        return Refitted(factors, xx - 2 * xy + yy, xx - 2 * by * xy + by * by * yy)
+        f = factors.astype(np.float64)
+        return NormFactors(factors, xx - 2 * xy + yy, xx - 2 * f * xy + f * f * yy)
 
     def _normalized(self, spill: Spill, place: Place, token: int, count: int) -> F64:
-        """Return rows as the norm gives them by a weight of 1, float64 [rows, n]."""
+        """Return the norm's outputs with a weight of 1, float64 [rows, n]."""
         groups = spill.read(place, token, count).astype(np.float64).reshape(-1, self.norm.group)
         with np.errstate(invalid="ignore", over="ignore"):
             if self.norm.kind == "layer":  # else "rms": those of "l2" have no weight
@@ -76,8 +79,8 @@ class NormInputs:
 
 
 def norm_inputs(item: Input) -> NormInputs:
-    """Return what a norm takes, by its input (``model.observers.norms``)."""
-    norm = item.at
+    """Return the inputs of a norm (``model.observers.norms``)."""
+    norm = item.reader
     assert isinstance(norm, Norm)
     assert norm.weight is not None
     return NormInputs(item.names[0], norm.weight.tensor.shape[0], norm)

@@ -1,4 +1,4 @@
-"""The activations of all tokens in files: a file for each value of a stream, its rows in the order of the tokens."""
+"""Activations of all tokens in files: one file per value of a stream, rows in token order."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import json
 import mmap
 import os
 import shutil
-from collections.abc import Collection
-from dataclasses import dataclass
+from collections.abc import Collection, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,8 @@ import numpy.typing as npt
 
 from quantkit.errors import ResourceError
 from quantkit.formats.ranges import read_range, write_range
+from quantkit.pipeline.content import Origin
+from quantkit.records import DAMAGE
 
 Rows = npt.NDArray[Any]
 
@@ -25,7 +27,7 @@ _PIECE = 16 << 20
 
 @dataclass(frozen=True)
 class Place:
-    """Where a value's rows lie: ``per`` rows of ``width`` a token; float32, or int32."""
+    """The file of a value: ``per`` rows of ``width`` per token; float32 or int32."""
 
     file: str
     width: int
@@ -42,13 +44,15 @@ class Place:
 
 
 class Spill:
-    """A folder of such files, and ``state.json``, which says what it holds after which stage.
+    """A directory of such files, and ``state.json``, which lists what it holds after which stage.
 
-    A folder left by a killed run is taken up if it is of the same ``identity`` and nothing in it has changed.
+    The directory of a killed run is reused if its ``identity`` and model agree and no file in it has changed.
     """
 
-    def __init__(self, folder: Path, identity: str) -> None:
-        self.folder, self.identity = folder, identity
+    def __init__(self, folder: Path, identity: str, model: Sequence[Path]) -> None:
+        self.folder = folder
+        self.identity = identity
+        self.model = Origin(model)
         self._sums: dict[str, int] = {}
 
     @property
@@ -56,14 +60,15 @@ class Spill:
         return self.folder / "state.json"
 
     def begin(self) -> int:
-        """Return the number of the stage whose end the files hold, -1 if there is none; remove what is of no use."""
+        """Return the stage whose end the files hold, -1 if none; remove unusable files."""
         try:
             state = json.loads(self._state.read_bytes())
-            if state["identity"] == self.identity and all(self._sum(n) == s for n, s in state["files"].items()):
+            is_whole = state["identity"] == self.identity and all(self._sum(n) == s for n, s in state["files"].items())
+            if is_whole and self.model.matches(state["model"]):
                 self._sums = dict(state["files"])
                 self._clean()
                 return int(state["stage"])
-        except (OSError, ValueError, LookupError, TypeError):
+        except (OSError, *DAMAGE):
             pass
         self.remove()
         self.folder.mkdir(parents=True)
@@ -77,13 +82,14 @@ class Spill:
         return total % 2**64
 
     def write(self, place: Place, token: int, rows: Rows) -> None:
-        """Write the rows of tokens from ``token`` on; those of a value must come in order."""
+        """Write the rows of tokens from ``token`` on; rows of a value come in order."""
         data = np.ascontiguousarray(rows, place.dtype).reshape(-1).view(np.uint8)
         try:
             write_range(self.folder / place.file, data, token * place.token_bytes, make=True)
         except OSError as e:
             raise ResourceError(
-                f"{self.folder}: {e.strerror}; activations of all tokens go there: calibrate on fewer, or make room"
+                f"{self.folder}: {e.strerror}; activations of all tokens go there: calibrate on fewer, or make room",
+                "QK-E406",
             ) from e
         self._sums[place.file] = ((self._sums[place.file] if token else 0) + _sum(data)) % 2**64
 
@@ -93,17 +99,18 @@ class Spill:
         read_range(self.folder / place.file, data, token * place.token_bytes)
         return data.view(place.dtype).reshape(count * place.per, place.width)
 
-    def all(self, place: Place, tokens: int) -> Rows:
-        """Return all rows, mapped: only what is used is read, and counts as memory of this process."""
+    def map_rows(self, place: Place, tokens: int) -> Rows:
+        """Return all rows, memory-mapped: only pages in use count as memory of this process."""
         with open(self.folder / place.file, "rb") as file:
             mapped = mmap.mmap(file.fileno(), tokens * place.token_bytes, prot=mmap.PROT_READ)
         mapped.madvise(mmap.MADV_RANDOM)
         return np.frombuffer(mapped, place.dtype).reshape(tokens * place.per, place.width)
 
-    def settle(self, stage: int, files: Collection[str]) -> None:
-        """Note that ``files`` hold what stage ``stage`` and those before it left, and remove all others."""
-        self._sums = {name: each for name, each in self._sums.items() if name in files}
-        state = {"identity": self.identity, "stage": stage, "files": self._sums}
+    def commit(self, stage: int, files: Collection[str]) -> None:
+        """Record that ``files`` hold the values after stage ``stage``, and remove all others."""
+        self._sums = {name: checksum for name, checksum in self._sums.items() if name in files}
+        model = asdict(self.model.record())
+        state = {"identity": self.identity, "model": model, "stage": stage, "files": self._sums}
         new = self.folder / "state.part"
         new.write_text(json.dumps(state))
         os.replace(new, self._state)
@@ -115,10 +122,10 @@ class Spill:
                 path.unlink()
 
     def remove(self) -> None:
-        """Remove the folder."""
+        """Remove the directory."""
         shutil.rmtree(self.folder, ignore_errors=True)
 
 
 def _sum(data: npt.NDArray[np.uint8]) -> int:
-    """Return the sum of the words: pages that were never written change it, and it is as fast as memory."""
+    """Return the sum of the 32-bit words: as fast as memory, and different if pages were never written."""
     return int(np.add.reduce(data.view(np.uint32), dtype=np.uint64))

@@ -1,4 +1,4 @@
-"""Two runs of a model side by side, stage by stage: as it is, and with the weights that are encoded so far."""
+"""Two runs of a model in parallel, stage by stage: the original, and one with the weights encoded so far."""
 
 from __future__ import annotations
 
@@ -14,24 +14,25 @@ import numpy as np
 import numpy.typing as npt
 
 from quantkit.errors import TypeNotSupported
+from quantkit.formats.gguf import GGUFFile
 from quantkit.model.backends import Limits
 from quantkit.model.batch import Batch
 from quantkit.model.engine import Model, Programs, load
 from quantkit.model.observers import Input, every_token
 from quantkit.model.ops import Graph, Repeat, Route, Value
 from quantkit.model.selection import without_selection
-from quantkit.model.stages import Stage, added_to, as_routed_by, cuts, stages
+from quantkit.model.stages import Stage, find_addends, find_cuts, split_stages, with_given_routing
 from quantkit.sequential.spill import Place, Spill
 
 I32 = npt.NDArray[np.int32]
 
 
 @dataclass(frozen=True)
-class Seen:
-    """An input of weights as both streams have it, in the files.
+class SpilledInput:
+    """An input of weights in both streams, in files.
 
-    x: of the quantized stream; of the plain one, ``plain``. ids, weights: of the routing, as the quantized stream has
-    it; no weights where x has them in it. heads: inputs side by side in a row.
+    x: of the quantized stream; plain: of the original one. ids, weights: of the routing in the quantized stream;
+    weights is None where x includes them. heads: inputs side by side in a row.
     """
 
     entry: str
@@ -41,7 +42,7 @@ class Seen:
     weights: Place | None
     matrices: int
     heads: int
-    #: What its product is added to, in both streams, and the factor that the product is scaled by.
+    #: Values of both streams that its product is added to, and the factor that scales the product.
     added_to: tuple[tuple[Place, Place, float], ...] = ()
 
     @property
@@ -52,7 +53,7 @@ class Seen:
 
 @dataclass(frozen=True)
 class Tokens:
-    """The text: int32 [windows, n_ctx], ``at_once`` of which run together; BOS, if any, is in its place."""
+    """The text: int32 [windows, n_ctx], ``at_once`` of which run together; BOS, if any, included."""
 
     windows: I32
     at_once: int
@@ -63,13 +64,15 @@ class Tokens:
 
 
 class Streams:
-    """Both runs of a model, cut where its ``weights`` need their inputs."""
+    """Both runs of a model, cut at the inputs of its ``weights``."""
 
     def __init__(self, model: Path, weights: Set[str], tokens: Tokens, spill: Spill, threads: int) -> None:
-        self.tokens, self._spill, self._threads = tokens, spill, threads
+        self.tokens = tokens
+        self._spill = spill
+        self._threads = threads
         self._stack = ExitStack()
-        self._source = self._stack.enter_context(_opened(model, threads, tokens))
-        self._cuts = cuts(self._source.whole, weights)
+        self._source = self._stack.enter_context(_open_model(model, threads, tokens))
+        self._cuts = find_cuts(self._source.unfused, weights)
 
     def __len__(self) -> int:
         return len(self._cuts)
@@ -80,69 +83,77 @@ class Streams:
     def __exit__(self, kind: type[BaseException] | None, e: BaseException | None, tb: TracebackType | None) -> None:
         self._stack.close()
 
-    def open(self, output: Path, weights: Set[str]) -> None:
-        """Open the file that grows, with the names that the weights have there: tensors are read when they are used.
+    def open_output(self, output: Path, weights: Set[str]) -> None:
+        """Open the unfinished output, in which ``weights`` are the weights' names; tensors are read on use.
 
         Raises TypeNotSupported if its operations do not have the same inputs in the same order.
         """
-        made = self._stack.enter_context(_opened(output, self._threads, self.tokens))
-        graph, source = made.whole, self._source.whole
-        named = {name: v for v, name in _names(graph).items()}
-        twins = {v: named[name] for v, name in _names(source).items() if name in named}
-        self._observed = [
-            [_Observed(item, graph, twins, a) for item, a in zip(cut.inputs, added_to(source, cut), strict=True)]
-            for cut in self._cuts
+        model = self._stack.enter_context(_open_model(output, self._threads, self.tokens, is_growing=True))
+        graph, source = model.unfused, self._source.unfused
+        by_name = {name: v for v, name in _names(graph).items()}
+        counterparts = {v: by_name[name] for v, name in _names(source).items() if name in by_name}
+        self._inputs = [
+            [
+                _StreamInput(item, graph, counterparts, a)
+                for item, a in zip(point.inputs, find_addends(source, point), strict=True)
+            ]
+            for point in self._cuts
         ]
-        others = cuts(graph, weights)
-        if [[o.x for o in cut] for cut in self._observed] != [[item.x for item in cut.inputs] for cut in others]:
+        output_cuts = find_cuts(graph, weights)
+        if [[o.x for o in point] for point in self._inputs] != [
+            [item.x for item in point.inputs] for point in output_cuts
+        ]:
             raise TypeNotSupported(
                 f"{output}: what is written runs in other steps than its source, so that they cannot go side by side; "
-                "do without --merge-up-gate or --split-up-gate, which can be done afterwards without loss"
+                "do without --merge-up-gate or --split-up-gate, which can be done afterwards without loss",
+                "QK-E211",
             )
-        routed = as_routed_by(source, [o.item for cut in self._observed for o in cut])
-        for cut in self._observed:
-            for each in cut:
-                each.plain = routed.seen.get(each.item.x, each.item.x)
-        plain = stages(
+        routed = with_given_routing(source, [o.item for point in self._inputs for o in point])
+        for point in self._inputs:
+            for item in point:
+                item.plain = routed.observed.get(item.item.x, item.item.x)
+        plain = split_stages(
             routed.graph,
-            [routed.at[cut.at] for cut in self._cuts],
-            [[v for o in cut for v in (o.plain, *(own for own, _, _ in o.added_to))] for cut in self._observed],
+            [routed.new_index[point.index] for point in self._cuts],
+            [[v for o in point for v in (o.plain, *(value for value, _, _ in o.added_to))] for point in self._inputs],
         )
-        # What the plain stream is given of the other must be there when a stage runs.
-        given = {new: twins[own] for own, new in routed.given.items()}
-        needed = [[given[v] for v in stage.graph.given if v in given] for stage in plain]
-        seen = [
-            [*(v for o in cut for v in o.values()), *need] for cut, need in zip(self._observed, needed, strict=True)
+        # Values that the original stream takes from the quantized one must exist when a stage runs.
+        sources = {new: counterparts[value] for value, new in routed.inputs.items()}
+        extra = [[sources[v] for v in stage.graph.inputs if v in sources] for stage in plain]
+        leaves = [
+            [*(v for o in point for v in o.values()), *need] for point, need in zip(self._inputs, extra, strict=True)
         ]
-        self._quantized = _Stream("quantized", made, stages(graph, [cut.at for cut in others], seen), self._spill)
-        self._plain = _Stream("plain", self._source, plain, self._spill, given)
+        self._quantized = _Stream(
+            "quantized", model, split_stages(graph, [point.index for point in output_cuts], leaves), self._spill
+        )
+        self._plain = _Stream("plain", self._source, plain, self._spill, sources)
 
-    def seen(self, stage: int) -> list[Seen]:
-        """Return the inputs that are there when a stage has run."""
-        of, found = self._quantized.place, []
-        for o in self._observed[stage]:
-            ids, weights = (None if v is None else of(v) for v in (o.ids, o.weights))
-            places = of(o.x), self._plain.place(o.plain), ids, weights
-            added = tuple((of(b), self._plain.place(a), factor) for a, b, factor in o.added_to)
-            found.append(Seen(o.item.names[0], *places, o.item.n_mat, o.item.heads, added))
-        return found
+    def inputs(self, stage: int) -> list[SpilledInput]:
+        """Return the inputs that are available after a stage."""
+        place, result = self._quantized.place, []
+        for o in self._inputs[stage]:
+            ids, weights = (None if v is None else place(v) for v in (o.ids, o.weights))
+            places = place(o.x), self._plain.place(o.plain), ids, weights
+            added = tuple((place(b), self._plain.place(a), factor) for a, b, factor in o.added_to)
+            result.append(SpilledInput(o.item.names[0], *places, o.item.n_mat, o.item.heads, added))
+        return result
 
     def run(self, stage: int, progress: Callable[[int], None]) -> None:
-        """Run a stage in both streams, over all tokens; ``progress`` is told how many are done."""
+        """Run a stage in both streams over all tokens; ``progress`` gets the number of finished tokens."""
         n_ctx = self.tokens.windows.shape[1]
         both = [stream.programs(stage, self.tokens) for stream in (self._quantized, self._plain)]
         for first in range(0, len(self.tokens.windows), self.tokens.at_once):
             windows = self.tokens.windows[first : first + self.tokens.at_once]
             batch = _batch(windows)
-            made = self._quantized.run(both[0], stage, batch, first * n_ctx)
-            self._plain.run(both[1], stage, batch, first * n_ctx, made, self._quantized)
+            values = self._quantized.run(both[0], stage, batch, first * n_ctx)
+            self._plain.run(both[1], stage, batch, first * n_ctx, values, self._quantized)
             progress((first + len(windows)) * n_ctx)
         live = [(stream, v) for stream in (self._quantized, self._plain) for v in stream.stages[stage].live]
-        self._spill.settle(stage, {stream.place(v).file for stream, v in live})
+        self._spill.commit(stage, {stream.place(v).file for stream, v in live})
 
 
-class _Observed:
-    """An input as the graph of the output has it: its routing, too, and the value to compare with of the other."""
+class _StreamInput:
+    """An input in the output's graph: its routing, and the value of the original stream to compare with."""
 
     def __init__(
         self, item: Input, graph: Graph, twins: Mapping[Value, Value], added_to: Sequence[tuple[Value, float]]
@@ -161,12 +172,21 @@ class _Observed:
 
 
 class _Stream:
-    """One run of a model: its stages, and where their values lie."""
+    """One run of a model: its stages and the files of their values."""
 
     def __init__(
-        self, name: str, model: Model, parts: Sequence[Stage], spill: Spill, given: Mapping[Value, Value] | None = None
+        self,
+        name: str,
+        model: Model,
+        parts: Sequence[Stage],
+        spill: Spill,
+        sources: Mapping[Value, Value] | None = None,
     ) -> None:
-        self.name, self.model, self.stages, self._spill, self._given = name, model, parts, spill, given or {}
+        self.name = name
+        self.model = model
+        self.stages = parts
+        self._spill = spill
+        self._sources = sources or {}
         self._numbers = {v: i for i, v in enumerate(v for stage in parts for v in stage.graph.leaves)}
 
     def place(self, value: Value) -> Place:
@@ -178,7 +198,7 @@ class _Stream:
         return self.model.part(self.stages[stage].graph, Limits(n_ctx, at_once, n_ctx * at_once, self.model.kv_type))
 
     def read(self, value: Value, batch: Batch, token: int) -> Any:
-        """Return what an earlier stage left of a value for the tokens of a batch, the first being ``token``."""
+        """Return a value of an earlier stage for the tokens of a batch that starts at ``token``."""
         return self._spill.read(self.place(value), token, len(batch.tokens))
 
     def run(
@@ -187,19 +207,19 @@ class _Stream:
         stage: int,
         batch: Batch,
         token: int,
-        made: Mapping[Value, Any] | None = None,
-        other: _Stream | None = None,
+        peer_values: Mapping[Value, Any] | None = None,
+        peer: _Stream | None = None,
     ) -> dict[Value, Any]:
-        """Run a stage for some tokens and return its values; ``made`` are those of the ``other`` stream."""
+        """Run a stage for a batch and return its values; ``peer_values`` are those of the ``peer`` stream."""
         values: dict[Value, Any] = {}
-        for value in self.stages[stage].graph.given:
-            if value not in self._given:
+        for value in self.stages[stage].graph.inputs:
+            if value not in self._sources:
                 values[value] = self.read(value, batch, token)
                 continue
-            assert made is not None
-            assert other is not None
-            own = self._given[value]
-            values[value] = made[own] if own in made else other.read(own, batch, token)
+            assert peer_values is not None
+            assert peer is not None
+            source = self._sources[value]
+            values[value] = peer_values[source] if source in peer_values else peer.read(source, batch, token)
         programs.clear()
         programs.run(batch, values)
         for value in self.stages[stage].graph.leaves:
@@ -209,22 +229,27 @@ class _Stream:
 
 
 def _names(graph: Graph) -> dict[Value, tuple[str, int]]:
-    """Return the name of each value, and how many before it have the same."""
-    met = Counter[str]()
-    found: dict[Value, tuple[str, int]] = {}
+    """Return each value's name, with the number of earlier values of that name."""
+    counts = Counter[str]()
+    names: dict[Value, tuple[str, int]] = {}
     for value in (v for op in graph.ops for v in op.outputs()):
-        found[value] = value.name, met[value.name]
-        met[value.name] += 1
-    return found
+        names[value] = value.name, counts[value.name]
+        counts[value.name] += 1
+    return names
 
 
-def _opened(path: Path, threads: int, tokens: Tokens) -> Model:
+def _open_model(path: Path, threads: int, tokens: Tokens, *, is_growing: bool = False) -> Model:
     n_ctx = tokens.windows.shape[1]
+
+    def expect_writes(file: GGUFFile) -> GGUFFile:
+        file.expect_writes()
+        return file
 
     def rewrite(graph: Graph) -> Graph:
         return without_selection(every_token(graph), n_ctx)
 
-    return load(path, threads=threads, n_ctx=n_ctx, n_ubatch=n_ctx * tokens.at_once, rewrite=rewrite)
+    n_ubatch, wrap = n_ctx * tokens.at_once, expect_writes if is_growing else None
+    return load(path, threads=threads, n_ctx=n_ctx, n_ubatch=n_ubatch, rewrite=rewrite, wrap=wrap)
 
 
 def _batch(windows: I32) -> Batch:

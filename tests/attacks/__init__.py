@@ -1,7 +1,7 @@
 """Broken GGUF files, each a named change to one small valid file, with words its refusal must contain.
 
 ``Tiny`` builds the bytes by hand, not with quantkit's writer, so that any part can be made wrong. Names say what
-an attacker, a broken download or a broken writer did. ``ATTACKS`` is the table; tests/test_gguf.py opens them
+an attacker, a broken download or a broken writer did. ``ATTACKS`` is the table; tests/formats/test_gguf.py opens them
 all, scripts/fuzz_gguf.py starts from them.
 """
 
@@ -181,16 +181,15 @@ ATTACKS: dict[str, tuple[bytes, str]] = {
     "name with NUL": (with_tensor(tensor(b"t\0", F32_32, 0, 0)), "NUL"),
     "name twice": (with_tensor(tensor(b"t", F32_32, 0, 0), tensor(b"t", F32_32, 0, 128)), "tensor 't' appears twice"),
     # shapes
-    "no dimensions": (with_tensor(tensor(b"t", (), 0, 0)), "'t' has 0 dimensions"),
-    "five dimensions": (with_tensor(tensor(b"t", (32, 1, 1, 1, 1), 0, 0)), "'t' has 5 dimensions"),
+    "nine dimensions": (with_tensor(tensor(b"t", (32, *[1] * 8), 0, 0)), "'t' has 9 dimensions"),
     "2^32-1 dimensions": (with_tensor(tensor(b"t", F32_32, 0, 0, n_dims=0xFFFFFFFF)), "has 4294967295 dimensions"),
-    "dimension 0": (with_tensor(tensor(b"t", (32, 0), 0, 0)), "shape [32, 0] has a dimension below 1"),
+    "dimension 0 of many": (with_tensor(tensor(b"t", (BIG, 0), 0, 0)), "more values than 63 bits"),
     "values overflow to 0": (with_tensor(tensor(b"t", (1 << 32, 1 << 32), 0, 0)), "more values than 63 bits"),
     "values overflow to 32": (with_tensor(tensor(b"t", (32, (1 << 59) + 1), 24, 0)), "more values than 63 bits"),
     "dimension -1": (with_tensor(tensor(b"t", (BIG,), 24, 0)), "more values than 63 bits"),
     "bytes overflow": (with_tensor(tensor(b"t", ((1 << 62) + 8,), 0, 0)), "more bytes than 63 bits"),
     "row does not divide": (with_tensor(tensor(b"t", (33,), 8, 0)), "rows of 33 do not divide"),
-    "rows do not interleave": (with_tensor(tensor(b"t", (32, 3), 202, 0)), "Q4_0_R8 weaves 8 rows"),
+    "rows do not interleave": (with_tensor(tensor(b"t", (32, 3), 202, 0)), "Q4_0_R8 interleaves 8 rows"),
     # types
     "type removed": (with_tensor(tensor(b"t", F32_32, 4, 0)), "'t': type id 4 (Q4_2) was removed"),
     "type unknown": (with_tensor(tensor(b"t", F32_32, 1000, 0)), "type id 1000 is unknown"),

@@ -17,6 +17,7 @@ import numpy.typing as npt
 
 from quantkit.formats.gguf import Field, GGUFFile, TensorInfo, open_gguf, write_gguf
 from quantkit.kernels.cuda.encode.encode import encode_rows, working_bytes
+from quantkit.kernels.cuda.unpack import decoders
 from quantkit.kernels.formats import FORMATS
 from quantkit.kernels.reference import decode_rows
 from quantkit.model.backends import Backend, Limits
@@ -29,7 +30,7 @@ from zoo import expected, write_zoo
 Floats = npt.NDArray[np.float32]
 
 #: Types that products are checked for: all that kernels read.
-TYPES = tuple(FORMATS)
+TYPES = tuple(name for name in FORMATS if name in decoders())
 #: What rows begin with: a scale.
 HEADS: dict[str, np.floating[Any]] = {"f32": np.float32(2.0**-9), "f16": np.float16(2.0**-9)}
 
@@ -169,11 +170,11 @@ def encoded(
     repeat: Callable[[Any], None] | None = None,
     *,
     search: str = "",
-    woven: bool = False,
+    interleaved: bool = False,
 ) -> npt.NDArray[np.uint8]:
     """Return the bytes of rows, encoded on a device; ``repeat`` is given what encodes them once more.
 
-    ``search`` and ``woven`` are those of ``encode_rows``.
+    ``search`` and ``interleaved`` are those of ``encode_rows``.
     """
     rows, n = x.shape
     out = np.empty(rows * t.row_bytes(n), np.uint8)
@@ -185,7 +186,7 @@ def encoded(
 
         def work() -> None:
             weights = at[2] if importance is not None else 0
-            encode_rows(device, t, at[0], rows, n, at[1], weights, at[3], search=search, woven=woven)
+            encode_rows(device, t, at[0], rows, n, at[1], weights, at[3], search=search, interleaved=interleaved)
 
         work()
         if repeat is not None:

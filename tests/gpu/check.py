@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "scripts")]
+sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "tests/lib"), str(ROOT / "scripts")]
 
 import make_moe  # noqa: E402
 import numpy as np  # noqa: E402
@@ -96,7 +96,7 @@ def _zoo(run: Run, step: str, ways: dict[str, Fusion]) -> None:
         for what, fusion in ways.items():
             with load(path, kv_type="f32", fusion=fusion, placement=on_card()) as model:
                 session = model.session(64)
-                parts = np.split(tokens, [] if model.sees_whole else [40, 41, 42, 43])
+                parts = np.split(tokens, [] if model.is_bidirectional else [40, 41, 42, 43])
                 found = np.concatenate([session.decode(part) for part in parts])
                 error = nmse(found, logits)
                 worst.append((error if np.isfinite(error) else np.inf, name))
@@ -268,7 +268,7 @@ def use_shim() -> None:
     import host_device
 
     import quantkit.kernels.cuda.core.device as device
-    import quantkit.model.devices as devices
+    import quantkit.model.placement as devices
 
     made: dict[str, Any] = {name: host_device.HostDevice(name=name) for name in ("CUDA0", "CUDA1")}
     device.open_device = made.__getitem__  # type: ignore[assignment]

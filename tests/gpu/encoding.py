@@ -34,9 +34,9 @@ from quantkit.formats.imatrix import write_imatrix
 from quantkit.kernels.cuda.core import device as devices
 from quantkit.kernels.cuda.core import peak
 from quantkit.kernels.cuda.encode.encode import SEARCHES, encoders, kernels_of, weighs
-from quantkit.kernels.cuda.encode.woven import is_changed
-from quantkit.kernels.formats import WOVEN_ENCODERS
-from quantkit.kernels.interleave import base_of, woven_of
+from quantkit.kernels.cuda.encode.interleaved import is_changed
+from quantkit.kernels.formats import INTERLEAVED_ENCODERS
+from quantkit.kernels.interleave import base_of, interleaved_of
 from quantkit.types import BY_NAME, TensorType
 from quantkit.units import format_size
 
@@ -70,7 +70,7 @@ class Case:
     x: Floats
     importance: Floats | None
     search: str = ""
-    woven: TensorType | None = None  # the interleaved type whose rows these are
+    interleaved: TensorType | None = None  # the interleaved type whose rows these are
 
     @property
     def encoder(self) -> str | None:
@@ -86,10 +86,10 @@ def ways(t: TensorType) -> list[bool]:
 def searches(t: TensorType) -> Iterator[tuple[str, TensorType | None]]:
     """Yield by which searches a type is encoded; with the interleaved type, where ik encodes its rows otherwise."""
     yield from ((search, None) for search in SEARCHES if t.name in encoders(search))
-    if t.name in WOVEN_ENCODERS:
+    if t.name in INTERLEAVED_ENCODERS:
         yield "", None
     if is_changed(t):
-        yield ("ik" if t.name in encoders("ik") else "", woven_of(t))
+        yield ("ik" if t.name in encoders("ik") else "", interleaved_of(t))
 
 
 # ---------------------------------------------------------------- random rows
@@ -122,10 +122,11 @@ def digests(data: npt.NDArray[np.uint8], rows: int = ROWS) -> str:
 def parity_cases(t: TensorType) -> Iterator[Case]:
     """Yield the cases of a type."""
     x = random_rows(t)
-    for search, woven in searches(t):
+    for search, interleaved in searches(t):
         for weighted in ways(t):
-            key = f"{t.name}{search and f' by {search}'}{' of ' + woven.name if woven else ''}{'+imatrix' * weighted}"
-            yield Case(key, x, random_importance(t) if weighted else None, search, woven)
+            whole = f" of {interleaved.name}" if interleaved else ""
+            key = f"{t.name}{search and f' by {search}'}{whole}{'+imatrix' * weighted}"
+            yield Case(key, x, random_importance(t) if weighted else None, search, interleaved)
 
 
 # ---------------------------------------------------------------- checks
@@ -136,16 +137,16 @@ def _prepared(device: devices.Device, names: Sequence[str], every: bool) -> None
     wanted = [
         kernel
         for name in names
-        for search, woven in (searches(BY_NAME[name]) if every else [("", None)])
+        for search, interleaved in (searches(BY_NAME[name]) if every else [("", None)])
         for weighted in ways(BY_NAME[name])
-        for kernel in kernels_of(BY_NAME[name], weighted, search, woven is not None)
+        for kernel in kernels_of(BY_NAME[name], weighted, search, interleaved is not None)
     ]
     device.prepare(list(dict.fromkeys(wanted)))
 
 
 def _each_type(run: Run, step: str, work: Callable[[str], None], every: bool = False) -> None:
     """Do a part of a step for each type that is asked for and has an encoder, all compiled before."""
-    names = (*encoders(), *WOVEN_ENCODERS)
+    names = (*encoders(), *INTERLEAVED_ENCODERS)
     todo = run.todo(step, [name for name in names if base_of(BY_NAME[name]).name in run.types])
     if "IQ4_KT" in todo and run.lacks_numba(f"{step}: IQ4_KT"):  # its lists of points are made with it
         todo.remove("IQ4_KT")
@@ -185,7 +186,7 @@ def parity(run: Run) -> None:
             key = case.key
             made = cases.encoded(
                 the_card().device, BY_NAME[name], case.x, case.importance,
-                search=case.search, woven=case.woven is not None,
+                search=case.search, interleaved=case.interleaved is not None,
             )  # fmt: skip
             found = digests(made)
             if key not in expected:
@@ -267,18 +268,18 @@ class _Told:
         self.run, self.notes = run, list[str]()
         self._moved = time.monotonic()
 
-    def resumed(self, tensors: int, nbytes: int) -> None: ...
+    def on_resume(self, tensors: int, nbytes: int) -> None: ...
 
-    def wrote(self, nbytes: int) -> None:
+    def on_write(self, nbytes: int) -> None:
         if time.monotonic() - self._moved > 5:
             self._moved = time.monotonic()
             self.run.moves("...")
 
-    def finished(self, tensor: object) -> None: ...
+    def on_tensor(self, tensor: object) -> None: ...
 
-    def ran(self, stage: int, stages: int, tokens: int, total: int) -> None: ...
+    def on_stage(self, stage: int, stages: int, tokens: int, total: int) -> None: ...
 
-    def said(self, text: str) -> None:
+    def on_note(self, text: str) -> None:
         self.notes.append(text)
         self.run.say(text)
 

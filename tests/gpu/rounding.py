@@ -61,6 +61,7 @@ def _rounded(name: str, x: Floats, made: npt.NDArray[np.uint8], repetitions: int
     from quantkit.kernels.cpu.feedback.rounding import Rounded
     from quantkit.kernels.cuda.feedback.metric import upload
     from quantkit.kernels.cuda.feedback.rounding import round_rows, working_bytes
+    from quantkit.kernels.cuda.feedback.rows import RowAddresses
     from quantkit.kernels.levels import levels_of
 
     device, t, (rows, n) = the_card().device, BY_NAME[name], x.shape
@@ -72,7 +73,7 @@ def _rounded(name: str, x: Floats, made: npt.NDArray[np.uint8], repetitions: int
         device.upload(at[0], x)
 
         def work() -> None:
-            round_rows(device, t, at[0], rows, at[0], at[1], at[1], by, Rounding(), at[2], at[3], at[4])
+            round_rows(device, t, RowAddresses(rows, at[0], at[1], at[1], at[2], at[3]), by, Rounding(), at[4])
 
         device.upload(at[1], made)
         work()
@@ -89,13 +90,13 @@ def _rounded(name: str, x: Floats, made: npt.NDArray[np.uint8], repetitions: int
 def _prepare(names: Sequence[str]) -> None:
     """Compile what rounds rows of types, several kernels at once."""
     from quantkit.kernels.cpu.feedback.options import Rounding
-    from quantkit.kernels.cuda.encode.pipeline import Form
-    from quantkit.kernels.cuda.feedback.pipeline import FedForm
+    from quantkit.kernels.cuda.encode.pipeline import RowConversion
+    from quantkit.kernels.cuda.feedback.pipeline import FeedbackConversion
 
     found = dict[Kernel, None]()
     for t in map(BY_NAME.__getitem__, names):
         n = max(SIZES.n, t.block)
-        form = FedForm(Form(BY_NAME["F32"], t, n), n, False, Rounding())
+        form = FeedbackConversion(RowConversion(BY_NAME["F32"], t, n), n, False, Rounding())
         found |= dict.fromkeys(form.kernels([t.imatrix == "required"]))
     the_card().device.prepare(list(found))
 
@@ -150,19 +151,19 @@ def metrics(run: Run) -> None:
     if run.lacks_numba("metrics"):
         return
     from quantkit.kernels.cpu.feedback.metric import metric
-    from quantkit.kernels.cuda.feedback import making
-    from quantkit.kernels.cuda.feedback.carrier import Carrier
+    from quantkit.kernels.cuda.feedback import metric_kernels
+    from quantkit.kernels.cuda.feedback.pinned_transfer import PinnedTransfer
 
     def of_size(name: str) -> None:
         n = getattr(SIZES, name)
         x = np.random.default_rng(n).standard_normal((n + 64, n)) * np.exp(0.5 * np.arange(n) % 3)
         h, device = x.T @ x, the_card().device
-        carrier = Carrier(device.lane())
+        carrier = PinnedTransfer(device.new_stream())
         metric(h, 0.02)  # what is compiled at first use
         began = time.perf_counter()
         wanted = metric(h, 0.02, available_cpus())
         on_cpu, began = time.perf_counter() - began, time.perf_counter()
-        made = making.metric(carrier, h, 0.02)
+        made = metric_kernels.metric(carrier, h, 0.02)
         seconds, wrong = time.perf_counter() - began, 0
         for field in ("columns", "u", "pivots", "h", "per_diagonal"):
             array = getattr(wanted, field)

@@ -28,7 +28,7 @@ from quantkit.kernels.cuda.matmul import activations, mat_mat, mat_vec, moe
 from quantkit.kernels.cuda.unpack import dequantize
 from quantkit.kernels.formats import activation_format
 from quantkit.kernels.parameters import Activation
-from quantkit.model.backends.cuda.cublas import Counts, Experts
+from quantkit.model.backends.cuda.cublas import ExpertCounts, ExpertProducts
 from quantkit.model.cost import token_cost
 from quantkit.model.engine import Session, load
 from quantkit.model.fusion import Fusion
@@ -440,8 +440,8 @@ def _experts(run: Run, t: TensorType, rows: int) -> tuple[float, float]:
         if not has_cublas():
             return rate, math.nan
         info = TensorInfo("experts", (*sizes, s.experts), t, t.tensor_bytes((*sizes, s.experts)), 0, 0)
-        counts = Counts()
-        counts.of = np.bincount(_chosen(rows).ravel(), minlength=s.experts).tolist()
+        counts = ExpertCounts()
+        counts.per_expert = np.bincount(_chosen(rows).ravel(), minlength=s.experts).tolist()
         at = {
             "x": b.room(2 * pairs * s.expert_in), "w": slots["w"], "out": b.room(4 * pairs * s.expert_out),
             "unpacked": b.room(2 * s.expert_in * s.expert_out),
@@ -450,7 +450,7 @@ def _experts(run: Run, t: TensorType, rows: int) -> tuple[float, float]:
         gather = launch(moe.gather(pairs), **{**slots, **x, "rows": pairs, "out": at["x"]})
         ending = {"x": at["out"], "out": slots["other"], "rows": pairs, "width": s.expert_out}
         scatter = launch(moe.scatter(pairs), **{**slots, **ending})
-        experts = Experts(b.device, Matrix(info), counts)
+        experts = ExpertProducts(b.device, Matrix(info), counts)
 
         def work() -> None:
             b.device.run([launches[0], gather])

@@ -1,4 +1,5 @@
-// Every form of a type for few rows (unpack/dot_forms.cuh) in one module: what tests/test_cuda_dot_forms.py compares with numpy.
+// Every form of a type for few rows (unpack/dot_forms.cuh) in one module: what tests/cuda/test_cuda_dot_forms.py compares with
+// numpy.
 #include "unpack/ik_dot_forms.cuh"
 
 // w: blocks of a type, `bytes` in all, put `shift` bytes after an address that is a multiple of 16 in shared memory.

@@ -1,4 +1,4 @@
-// Every unpacker in one module: what tests/test_cuda_unpack.py compares with the reference. EACH_TYPE(DO), EACH_FLOAT(DO):
+// Every unpacker in one module: what tests/cuda/test_cuda_unpack.py compares with the reference. EACH_TYPE(DO), EACH_FLOAT(DO):
 // DO(i, TYPE) for every type.
 #define TYPE Q4_K
 #include "unpack/dequantize.cu"

@@ -43,7 +43,7 @@ def _choices(kernel: Kernel) -> tuple[object, ...]:
 def _way(name: str) -> tuple[object, ...]:
     """Return how tensor cores multiply by a type; other types of the same way differ in their unpacker."""
     of = FORMATS[name]
-    return of.span, of.mins, of.planes, of.grid > 0, name if of.is_float else ""
+    return of.span, of.mins, of.folded_scale_bytes, of.grid > 0, name if of.is_float else ""
 
 
 class Chosen:

@@ -1,6 +1,6 @@
 """What kernels ask of memory, counted while their PTX runs: to tune them where there is no GPU.
 
-    python -m pytest tests/test_cuda_mat_mat.py -k "ptx and Q4_K" --ptx-counts
+    python -m pytest tests/cuda/test_cuda_mat_mat.py -k "ptx and Q4_K" --ptx-counts
 
 For each kernel, its kinds of access and the worst of its instructions: requests of warps; of shared memory the
 wavefronts they take, of global memory the sectors of 32 bytes; and the least there could be: 32 words of different

@@ -107,6 +107,6 @@ def _differ_beside_nan(a: npt.NDArray[np.uint8], b: npt.NDArray[np.uint8]) -> np
         floats = (x[:-1].astype(np.uint32) | x[1:].astype(np.uint32) << 16).view(np.float32)
         nan[1:-1] &= np.isnan(floats)
         doubles &= np.isnan(x[: 4 * len(doubles)].view(np.float64))
-    differ = (halves[0] != halves[1]) & ~nan[:-1] & ~nan[1:]
+    differ: npt.NDArray[np.bool_] = (halves[0] != halves[1]) & ~nan[:-1] & ~nan[1:]
     differ[: 4 * len(doubles)].reshape(-1, 4)[doubles] = False
     return differ

@@ -2,5 +2,5 @@
 
 * ``low_rank``: an expression that is the product of two factors; rules are applied to it as to any tensor.
 * ``peft``: reads and checks a directory of PEFT.
-* ``opened``: an adapter as a GGUF file. ``merged``: added to the weights of a checkpoint while they are read.
+* ``convert``: an adapter as a GGUF file. ``merge``: added to the weights of a checkpoint while they are read.
 """

@@ -16,20 +16,22 @@ import numpy as np
 from quantkit.checkpoint.expressions import (
     F32,
     TYPE_F32,
+    Concatenated,
     Expression,
     Gathered,
-    Joined,
     Multiplied,
     Shaped,
     Transposed,
+    as_floats,
     cast,
-    floats,
-    joined,
+    concatenate,
     read_f32,
     size_of,
-    stacked,
+    stack,
 )
 from quantkit.checkpoint.quantized.rows import RowWise
+from quantkit.errors import FormatError
+from quantkit.formats.gguf.rules import short
 from quantkit.formats.ranges import U8
 from quantkit.formats.safetensors import StoredTensor
 from quantkit.types import TensorType
@@ -62,15 +64,15 @@ class LowRank(RowWise):
         return self.alpha / self.rank * self.strength
 
     def fill(self, first: int, rows: U8) -> None:
-        into = rows.view(np.float32)
-        into[...] = 0
-        self.add_to(into, first)
+        out = rows.view(np.float32)
+        out[...] = 0
+        self.add_to(out, first)
 
     def add_to(self, x: F32, first: int) -> None:
         """Add rows from ``first`` on to ``x`` [n, columns]: see ``add_low_rank``."""
         from quantkit.kernels.cpu.low_rank import add_low_rank
 
-        add_low_rank(x, _recent(_strips, self.a), _rows(self.b, first, len(x)), np.float32(self.scale))
+        add_low_rank(x, _cached(_strips, self.a), _rows(self.b, first, len(x)), np.float32(self.scale))
 
     def parts(self) -> Iterator[StoredTensor]:
         yield from self.a.parts()
@@ -80,30 +82,40 @@ class LowRank(RowWise):
 def _rows(x: Expression, first: int, n: int) -> F32:
     """Return rows of a factor; of one that is stored the other way round it is cheaper to hold all."""
     if isinstance(x, Transposed):
-        return np.ascontiguousarray(_recent(_whole, x)[first : first + n])
-    return read_f32(x, first * x.shape[1], n * x.shape[1]).reshape(n, x.shape[1])
+        return np.ascontiguousarray(_cached(_read_factor, x)[first : first + n])
+    return _check_finite(x, read_f32(x, first * x.shape[1], n * x.shape[1])).reshape(n, x.shape[1])
 
 
-def _whole(x: Expression) -> F32:
-    return read_f32(x, 0, size_of(x)).reshape(x.shape)
+def _read_factor(x: Expression) -> F32:
+    return _check_finite(x, read_f32(x, 0, size_of(x))).reshape(x.shape)
+
+
+def _check_finite(x: Expression, values: F32) -> F32:
+    """Return values of a factor. Raises FormatError for one that is not finite, before the weight takes the blame."""
+    if not np.isfinite(values).all():
+        part = next(x.parts())
+        raise FormatError(
+            f"{part.path}: tensor {short(part.name)}: a value is infinite or NaN: the adapter is broken", "QK-E117"
+        )
+    return values
 
 
 def _strips(x: Expression) -> F32:
     from quantkit.kernels.cpu.low_rank import strips
 
-    return strips(_whole(x))
+    return strips(_read_factor(x))
 
 
-def _recent(make: Callable[[Expression], F32], x: Expression) -> F32:
-    """Return what is made of a factor; the last ones are kept, for they are needed again for every run of rows."""
+def _cached(make: Callable[[Expression], F32], x: Expression) -> F32:
+    """Return ``make`` of a factor; the last results are cached, for every run of rows needs them again."""
     part = next(x.parts())
-    found = part.path.stat()
+    stat = part.path.stat()
     factor: Any = x  # frozen, so it can be a key
-    return _kept(make, factor, found.st_mtime_ns, found.st_size)
+    return _cached_factor(make, factor, stat.st_mtime_ns, stat.st_size)
 
 
 @lru_cache(maxsize=8)
-def _kept(make: Callable[[Expression], F32], x: Any, changed: int, size: int) -> F32:
+def _cached_factor(make: Callable[[Expression], F32], x: Any, changed: int, size: int) -> F32:
     return make(x)
 
 
@@ -112,7 +124,7 @@ class Added(RowWise):
     """A weight with products of low rank added, one after another, in float32."""
 
     x: Expression
-    more: tuple[LowRank, ...]
+    products: tuple[LowRank, ...]
 
     @property
     def shape(self) -> tuple[int, ...]:  # type: ignore[override]
@@ -123,30 +135,30 @@ class Added(RowWise):
         return TYPE_F32
 
     def fill(self, first: int, rows: U8) -> None:
-        into = rows.view(np.float32)
-        n, columns = into.shape
-        into.reshape(-1)[...] = read_f32(self.x, first * columns, n * columns)
-        for each in self.more:
-            each.add_to(into, first)
+        out = rows.view(np.float32)
+        n, columns = out.shape
+        out.reshape(-1)[...] = read_f32(self.x, first * columns, n * columns)
+        for item in self.products:
+            item.add_to(out, first)
 
     def parts(self) -> Iterator[StoredTensor]:
         yield from self.x.parts()
-        for each in self.more:
-            yield from each.parts()
+        for item in self.products:
+            yield from item.parts()
 
 
-def added(x: Expression, more: tuple[LowRank, ...]) -> Expression:
+def add_products(x: Expression, products: tuple[LowRank, ...]) -> Expression:
     """Return a weight with products of low rank added; of blocks, the floats that they stand for."""
-    return Added(floats(x), more)
+    return Added(as_floats(x), products)
 
 
 def products_in(x: Expression) -> Iterator[LowRank]:
     """Yield the products that an expression is made of."""
     if isinstance(x, LowRank):
         yield x
-    elif isinstance(x, Joined):
-        for each in x.xs:
-            yield from products_in(each)
+    elif isinstance(x, Concatenated):
+        for item in x.xs:
+            yield from products_in(item)
     elif isinstance(x, (Gathered, Shaped, Transposed)):
         yield from products_in(x.x)
 
@@ -162,8 +174,8 @@ def factors_of(x: Expression, alpha: float) -> tuple[Expression, Expression]:
         ValueError: it is no product of two factors with the same scale.
     """
     if isinstance(x, LowRank):
-        own = x.alpha * x.strength
-        return x.a, x.b if own == alpha else Multiplied(cast(x.b, TYPE_F32), own / alpha)
+        weight_alpha = x.alpha * x.strength
+        return x.a, x.b if weight_alpha == alpha else Multiplied(cast(x.b, TYPE_F32), weight_alpha / alpha)
     if isinstance(x, Gathered):
         a, b = factors_of(x.x, alpha)
         side = len(x.shape) - x.axis
@@ -173,12 +185,15 @@ def factors_of(x: Expression, alpha: float) -> tuple[Expression, Expression]:
     if isinstance(x, Transposed):
         a, b = factors_of(x.x, alpha)
         return Transposed(b), Transposed(a)
-    if isinstance(x, Joined) and x.axis == 0:
-        pairs = [factors_of(each, alpha) for each in x.xs]
+    if isinstance(x, Concatenated) and x.axis == 0:
+        pairs = [factors_of(item, alpha) for item in x.xs]
         ranks = sorted({a.shape[-2] for a, _ in pairs})
         if len(ranks) > 1:
             raise ValueError(f"its parts have the ranks {', '.join(map(str, ranks))}; llama.cpp has one rank for all")
-        of = stacked if len(x.shape) > len(x.xs[0].shape) else joined if len(x.shape) > 2 else None
-        if of is not None:
-            return of([a for a, _ in pairs]), of([b for _, b in pairs])
+        a_parts = [a for a, _ in pairs]
+        b_parts = [b for _, b in pairs]
+        if len(x.shape) > len(x.xs[0].shape):
+            return stack(a_parts), stack(b_parts)
+        if len(x.shape) > 2:
+            return concatenate(a_parts), concatenate(b_parts)
     raise ValueError("what this architecture makes of it is no product of two matrices any more, which llama.cpp needs")

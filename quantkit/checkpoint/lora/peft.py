@@ -26,6 +26,8 @@ from quantkit.patterns import Pattern
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _DTYPES = ("F32", "F16", "BF16", "F64")
+#: The most patterns of a table: each is tried on every module.
+_MOST_PATTERNS = 4096
 #: Ends of names of factors, and which they are; of embeddings they stand the other way round.
 _ENDS = {
     ".lora_A.weight": ("A", False),
@@ -34,7 +36,7 @@ _ENDS = {
     ".lora_embedding_B": ("B", True),
 }
 #: Keys of adapter_config.json that are more than two factors wherever they are set, and what they mean.
-_MORE = {
+_UNSUPPORTED = {
     "use_dora": "DoRA, which rescales every row of the merged weight",
     "use_qalora": "QALoRA, whose A is for groups of columns",
     "fan_in_fan_out": "weights stored the other way round (fan_in_fan_out)",
@@ -47,8 +49,10 @@ _MORE = {
     "arrow_config": "experts that are chosen while it runs (Arrow)",
     "invocation_string": "an invocation as text, which PEFT has as alora_invocation_tokens now: tokenize it",
 }
+#: What to do with an adapter that is more than factors.
+_MERGE_IT = "which no adapter in GGUF has: merge it into its base with PEFT (merge_and_unload) and convert the result"
 #: Beginnings that leave the weights of the base as they are; others are defined on a base that they change.
-_BEGUN = (None, True, False, "gaussian", "eva", "orthogonal")
+_PLAIN_INITS = (None, True, False, "gaussian", "eva", "orthogonal")
 
 
 @dataclass(frozen=True)
@@ -72,7 +76,7 @@ class Adapter:
     @property
     def one_alpha(self) -> float:
         """The alpha that most weights have, so that theirs need no other values."""
-        alphas = {each.alpha for each in self.weights.values()}
+        alphas = {value.alpha for value in self.weights.values()}
         return alphas.pop() if len(alphas) == 1 else self.alpha
 
     def digest(self) -> str:
@@ -83,7 +87,7 @@ class Adapter:
                 with open(path, "rb") as file:
                     digest.update(hashlib.file_digest(file, "sha256").digest())
             except OSError as e:
-                raise FormatError(f"{path}: cannot be read: {e.strerror or e}") from None
+                raise FormatError(f"{path}: cannot be read: {e.strerror or e}", "QK-E405") from None
         return digest.hexdigest()
 
     def base(self) -> Path:
@@ -93,12 +97,13 @@ class Adapter:
             return Path(name)
         raise FormatError(
             f"{self.path / CONFIG}: base_model_name_or_path is {short(name)}, no directory here; nothing is "
-            "downloaded: give --base DIR (its config.json is enough)"
+            "downloaded: give --base DIR (its config.json is enough)",
+            "QK-E117",
         )
 
-    def fail(self, name: str, what: str) -> FormatError:
+    def fail(self, name: str, problem: str) -> FormatError:
         """Return an error about a weight of it."""
-        return FormatError(f"{self.path / WEIGHTS}: tensor {short(name)}: {what}")
+        return FormatError(f"{self.path / WEIGHTS}: tensor {short(name)}: {problem}", "QK-E117")
 
 
 def read_adapter(path: Path, strength: float = 1.0) -> Adapter:
@@ -114,33 +119,36 @@ def read_adapter(path: Path, strength: float = 1.0) -> Adapter:
     config = _config(path)
     patterns = _Patterns(path / CONFIG, config)
     pairs, copies = _pairs(path, read_header(path / WEIGHTS))
-    weights = {name: _product(path, name, pair, patterns, strength) for name, pair in pairs.items()}
+    weights = {name: _make_product(path, name, pair, patterns, strength) for name, pair in pairs.items()}
     if not weights:
-        raise FormatError(f"{path / WEIGHTS}: it has no factors (lora_A, lora_B)")
+        raise FormatError(f"{path / WEIGHTS}: it has no factors (lora_A, lora_B)", "QK-E117")
     return Adapter(path, config, weights, patterns.default, copies)
 
 
 def _config(path: Path) -> Json:
     where = path / CONFIG
     if not where.is_file():
-        what = f"it has no {CONFIG}, so this is no adapter of PEFT" if path.is_dir() else "no such directory"
-        raise FormatError(f"{path}: {what}")
+        problem = f"it has no {CONFIG}, so this is no adapter of PEFT" if path.is_dir() else "no such directory"
+        raise FormatError(f"{path}: {problem}", "QK-E117")
     if not (path / WEIGHTS).exists():
-        other = " only adapter_model.bin: load and save it with PEFT" if (path / "adapter_model.bin").exists() else ""
-        raise FormatError(f"{path}: it has no {WEIGHTS}{',' if other else ''}{other}")
+        hint = " only adapter_model.bin: load and save it with PEFT" if (path / "adapter_model.bin").exists() else ""
+        raise FormatError(f"{path}: it has no {WEIGHTS}{',' if hint else ''}{hint}", "QK-E117")
     config = read_json(where)
     if config.get("peft_type") != "LORA":
-        raise FormatError(f"{where}: peft_type is {short(config.get('peft_type'))}; only LORA is converted")
-    for key, what in _MORE.items():
+        raise FormatError(f"{where}: peft_type is {short(config.get('peft_type'))}; only LORA is converted", "QK-E117")
+    for key, problem in _UNSUPPORTED.items():
         if config.get(key) and not (key == "invocation_string" and config.get("alora_invocation_tokens")):
-            raise FormatError(f"{where}: {key} is {short(config[key])}: the adapter has {what}, which is not converted")
+            raise FormatError(
+                f"{where}: {key} is {short(config[key])}: the adapter has {problem}, {_MERGE_IT}", "QK-E117"
+            )
     if config.get("bias", "none") != "none":
-        raise FormatError(f"{where}: bias is {short(config['bias'])}: the adapter has biases, which are not converted")
-    begun = config.get("init_lora_weights")
-    if not any(begun is each or (isinstance(begun, str) and begun == each) for each in _BEGUN):
+        raise FormatError(f"{where}: bias is {short(config['bias'])}: the adapter has biases, {_MERGE_IT}", "QK-E117")
+    init = config.get("init_lora_weights")
+    if not any(init is item or (isinstance(init, str) and init == item) for item in _PLAIN_INITS):
         raise FormatError(
-            f"{where}: init_lora_weights is {short(begun)}: the adapter is for a base whose weights that changed; save "
-            "it with path_initial_model_for_weight_conversion, which makes it one for the base as it is"
+            f"{where}: init_lora_weights is {short(init)}: the adapter is for a base whose weights that changed; save "
+            "it with path_initial_model_for_weight_conversion, which makes it one for the base as it is",
+            "QK-E117",
         )
     return config
 
@@ -154,24 +162,26 @@ class _Patterns:
         self.alpha = self._alpha("lora_alpha", config.get("lora_alpha", 8))
         self.rooted = config.get("use_rslora", False)
         if not isinstance(self.rooted, bool):
-            raise FormatError(f"{where}: use_rslora is {short(self.rooted)}, not true or false")
-        self._ranks = {k: self._rank("rank_pattern", v) for k, v in self._given(config, "rank_pattern").items()}
-        self._alphas = {k: self._alpha("alpha_pattern", v) for k, v in self._given(config, "alpha_pattern").items()}
+            raise FormatError(f"{where}: use_rslora is {short(self.rooted)}, not true or false", "QK-E117")
+        self._ranks = {k: self._rank("rank_pattern", v) for k, v in self._pattern_table(config, "rank_pattern").items()}
+        self._alphas = {
+            k: self._alpha("alpha_pattern", v) for k, v in self._pattern_table(config, "alpha_pattern").items()
+        }
         self._compiled: dict[str, Pattern] = {}
 
     @property
     def default(self) -> float:
         return self._effective(self.alpha, self.rank)
 
-    def of(self, module: str) -> tuple[int, float]:
+    def rank_and_alpha(self, module: str) -> tuple[int, float]:
         """Return the rank of a module, and the alpha that divided by it is PEFT's scale."""
-        rank = self._found(self._ranks, module, self.rank)
-        return rank, self._effective(self._found(self._alphas, module, self.alpha), rank)
+        rank = self._match_pattern(self._ranks, module, self.rank)
+        return rank, self._effective(self._match_pattern(self._alphas, module, self.alpha), rank)
 
     def _effective(self, alpha: float, rank: int) -> float:
         return alpha * math.sqrt(rank) if self.rooted else alpha
 
-    def _found(self, patterns: Mapping[str, Any], module: str, default: Any) -> Any:
+    def _match_pattern(self, patterns: Mapping[str, Any], module: str, default: Any) -> Any:
         for text, value in patterns.items():
             if text not in self._compiled:
                 self._compiled[text] = Pattern(rf"\A(.*\.)?({text})$", f"{self.where}: a pattern")
@@ -179,21 +189,25 @@ class _Patterns:
                 return value
         return patterns.get(module, default)
 
-    def _given(self, config: Json, key: str) -> Json:
-        found = config.get(key) or {}
-        if not isinstance(found, dict):
-            raise FormatError(f"{self.where}: {key} is {short(found)}, not a table by module")
-        return found
+    def _pattern_table(self, config: Json, key: str) -> Json:
+        value = config.get(key) or {}
+        if not isinstance(value, dict):
+            raise FormatError(f"{self.where}: {key} is {short(value)}, not a table by module", "QK-E117")
+        if len(value) > _MOST_PATTERNS:
+            raise FormatError(
+                f"{self.where}: {key} has {len(value)} patterns; at most {_MOST_PATTERNS} are read", "QK-E117"
+            )
+        return value
 
     def _rank(self, key: str, value: object) -> int:
         if not isinstance(value, int) or isinstance(value, bool) or not 0 < value < 1 << 20:
-            raise FormatError(f"{self.where}: {key}: {short(value)} is no rank")
+            raise FormatError(f"{self.where}: {key}: {short(value)} is no rank", "QK-E117")
         return value
 
     def _alpha(self, key: str, value: object) -> float:
         if not isinstance(value, (int, float)) or isinstance(value, bool) or not 1e-30 < abs(value) < 1e30:
             zero = ": the adapter changes nothing, but llama.cpp takes 0 for no scale at all" if value == 0 else ""
-            raise FormatError(f"{self.where}: {key}: {short(value)} is no alpha{zero}")
+            raise FormatError(f"{self.where}: {key}: {short(value)} is no alpha{zero}", "QK-E117")
         return float(value)
 
 
@@ -209,45 +223,55 @@ def _pairs(path: Path, header: dict[str, StoredTensor]) -> tuple[dict[str, _Pair
         end = next((end for end in _ENDS if name.endswith(end)), None)
         if end is None:
             if not name.endswith(".base_layer.weight"):
-                raise FormatError(f"{t.path}: tensor {short(t.name)} {_other(name)}")
+                raise FormatError(f"{t.path}: tensor {short(t.name)} {_describe_foreign(name)}", "QK-E117")
             copies[name.replace(".base_layer.weight", ".weight")] = t
             continue
         letter, flipped = _ENDS[end]
         pair = pairs.setdefault(name.removesuffix(end) + ".weight", {})
         if letter in pair:
-            raise FormatError(f"{t.path}: tensor {short(t.name)}: two tensors are {letter} of the same weight")
+            raise FormatError(
+                f"{t.path}: tensor {short(t.name)}: two tensors are {letter} of the same weight", "QK-E117"
+            )
         pair[letter] = t, flipped
     return pairs, copies
 
 
-def _other(name: str) -> str:
-    """Return what a tensor is that is no factor."""
+def _describe_foreign(name: str) -> str:
+    """Return a description of a tensor that is no factor."""
     if ".lora_magnitude_vector" in name:
-        return "belongs to DoRA, which is not converted"
+        return f"belongs to DoRA, {_MERGE_IT}"
     if re.search(r"\.lora_[AB]\.(?!weight$)", name):
         return "is more than the weight of a factor: a bias, or an adapter under a name of its own; save it with PEFT"
     if "embed_tokens" in name or "lm_head" in name:
-        return "is a whole matrix, as of tokens that were added: merge the adapter with PEFT and convert the result"
-    return "is no factor of LoRA: it would be lost, so the adapter is not converted"
+        return f"is a whole matrix, as of tokens that were added or modules_to_save, {_MERGE_IT}"
+    return f"is no factor of LoRA, {_MERGE_IT}"
 
 
-def _product(path: Path, name: str, pair: _Pair, patterns: _Patterns, strength: float) -> LowRank:
-    for letter, other in ("AB", "BA"):
+def _make_product(path: Path, name: str, pair: _Pair, patterns: _Patterns, strength: float) -> LowRank:
+    for letter, missing_letter in ("AB", "BA"):
         if letter not in pair:
-            raise FormatError(f"{path / WEIGHTS}: tensor {short(pair[other][0].name)}: {letter} is missing beside it")
+            raise FormatError(
+                f"{path / WEIGHTS}: tensor {short(pair[missing_letter][0].name)}: {letter} is missing beside it",
+                "QK-E117",
+            )
     (a, flipped), (b, also) = pair["A"], pair["B"]
     for t in (a, b):
         if t.dtype not in _DTYPES or len(t.shape) != 2 or 0 in t.shape:
-            raise FormatError(f"{t.path}: tensor {short(t.name)}: {t.dtype} {list(t.shape)} is no matrix of floats")
+            raise FormatError(
+                f"{t.path}: tensor {short(t.name)}: {t.dtype} {list(t.shape)} is no matrix of floats", "QK-E117"
+            )
     if flipped != also:
-        raise FormatError(f"{a.path}: tensor {short(a.name)}: A is of embeddings, or B is, but not both")
-    rank, alpha = patterns.of(name.removesuffix(".weight"))
+        raise FormatError(f"{a.path}: tensor {short(a.name)}: A is of embeddings, or B is, but not both", "QK-E117")
+    rank, alpha = patterns.rank_and_alpha(name.removesuffix(".weight"))
     if a.shape[0] != b.shape[1]:
         raise FormatError(
-            f"{a.path}: tensor {short(a.name)}: A {list(a.shape)} and B {list(b.shape)} have no rank in common"
+            f"{a.path}: tensor {short(a.name)}: A {list(a.shape)} and B {list(b.shape)} have no rank in common",
+            "QK-E117",
         )
     if a.shape[0] != rank:
-        raise FormatError(f"{a.path}: tensor {short(a.name)} has the rank {a.shape[0]}, {CONFIG} says {rank}")
+        raise FormatError(
+            f"{a.path}: tensor {short(a.name)} has the rank {a.shape[0]}, {CONFIG} says {rank}", "QK-E117"
+        )
     if flipped:
         return LowRank(Transposed(Stored(b)), Transposed(Stored(a)), alpha, strength)
     return LowRank(Stored(a), Stored(b), alpha, strength)
@@ -263,5 +287,7 @@ def parse_adapter(text: str) -> tuple[Path, float]:
     except ValueError:
         return Path(text), 1.0
     if not math.isfinite(strength) or not strength:
-        raise RecipeError(f"--merge-lora {text}: a scale of {number}; give a number that is not 0, such as 0.5")
+        raise RecipeError(
+            f"--merge-lora {text}: a scale of {number}; give a number that is not 0, such as 0.5", "QK-E203"
+        )
     return Path(path), strength

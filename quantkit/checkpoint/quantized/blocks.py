@@ -3,7 +3,7 @@
 ``MXFP4`` and ``NVFP4`` as convert_hf_to_gguf.py writes them; ``Q4_0`` and ``Q8_0`` of symmetric integers, which it does
 not do. Each knows the floats that it stands for (``floats``), for where blocks cannot go.
 
-NVFP4 has a scale of the whole tensor beside it, which a GGUF file holds as a tensor of its own: see ``beside``.
+NVFP4 has a scale of the whole tensor beside it, which a GGUF file holds as a tensor of its own: see ``scale_tensors``.
 """
 
 from __future__ import annotations
@@ -25,22 +25,24 @@ _MXFP4, _NVFP4, _Q4_0, _Q8_0 = (type_by_name(name) for name in ("MXFP4", "NVFP4"
 _LOW = 0x0F0F0F0F0F0F0F0F
 
 
-def _halved(codes: U8, group: int) -> U8:
+def _reorder_nibbles(codes: U8, group: int) -> U8:
     """Return nibbles [blocks, bytes] in ggml's order: of ``group`` values first half low, second half high.
 
     They are stored in their order, two a byte: byte i of a group has values 2 i and 2 i + 1.
     """
     word: npt.DTypeLike = np.uint64 if group == 32 else np.uint32
     halves = codes.reshape(-1).view(word).reshape(-1, 2)
-    first, second, low = halves[:, 0], halves[:, 1], np.array(_LOW & np.iinfo(word).max, word)
+    first = halves[:, 0]
+    second = halves[:, 1]
+    low = np.array(_LOW & np.iinfo(word).max, word)
     even = (second & low) << np.array(4, word)
     even |= first & low
     odd = (first >> np.array(4, word)) & low
     odd |= second & ~low
-    both = odd.view(np.uint8).astype(np.uint16)
-    both <<= 8
-    both |= even.view(np.uint8)
-    return np.asarray(both.view(np.uint8))
+    interleaved = odd.view(np.uint8).astype(np.uint16)
+    interleaved <<= 8
+    interleaved |= even.view(np.uint8)
+    return np.asarray(interleaved.view(np.uint8))
 
 
 @dataclass(frozen=True)
@@ -62,7 +64,7 @@ class Mxfp4(RowWise):
         if (scales == 255).any():
             raise fail(next(self.scales.parts()), "a scale is NaN, so what it scales has no value")
         blocks["scale"] = scales
-        blocks["codes"] = _halved(self.codes.rows(first, n).view(np.uint8), 32).view("V16").reshape(n, -1)
+        blocks["codes"] = _reorder_nibbles(self.codes.rows(first, n).view(np.uint8), 32).view("V16").reshape(n, -1)
 
     @property
     def floats(self) -> Expression:
@@ -103,7 +105,7 @@ class Nvfp4(RowWise):
         if (scales == 0x7F).any():
             raise fail(next(self.scales.parts()), "a scale is NaN, so what it scales has no value")
         blocks["scales"] = scales.view("V4")
-        blocks["codes"] = _halved(self.codes.rows(first, n).view(np.uint8), 16).view("V32").reshape(n, -1)
+        blocks["codes"] = _reorder_nibbles(self.codes.rows(first, n).view(np.uint8), 16).view("V32").reshape(n, -1)
 
     @property
     def floats(self) -> Expression:
@@ -116,10 +118,10 @@ class Nvfp4(RowWise):
 
 
 def nvfp4_floats(shape: tuple[int, ...], codes: Matrix, scales: Matrix, scale: Outer) -> Scaled:
-    """Return what NVFP4 stands for: code times scale, which is exact, times the scale of all."""
+    """Return the values of NVFP4: code times scale, which is exact, times the scale of all."""
     n = codes.shape[0]
-    each = n // len(scale.values)
-    outer = Grid(Numbers(scale.values, scale.tensor), each, each)
+    per_scale = n // len(scale.values)
+    outer = Grid(Numbers(scale.values, scale.tensor), per_scale, per_scale)
     steps = Step("multiply", Grid(scales, 1, n), 16), Step("multiply", outer, shape[-1])
     return Scaled(shape, Float4(codes), steps)
 
@@ -162,7 +164,7 @@ class Q4Rows(RowWise):
         blocks = rows.view([("scale", "<f2"), ("codes", "V16")])
         blocks["scale"] = _half_scales(self.scales, first, blocks.shape, self.group)
         codes = self.codes.rows(first, n).view(np.uint8)[:, : self.shape[-1] // 2]
-        blocks["codes"] = _halved(np.ascontiguousarray(codes), 32).view("V16").reshape(n, -1)
+        blocks["codes"] = _reorder_nibbles(np.ascontiguousarray(codes), 32).view("V16").reshape(n, -1)
 
     def parts(self) -> Iterator[StoredTensor]:
         return self.floats.parts()
@@ -196,26 +198,26 @@ class Q8Rows(RowWise):
 
 def _half_scales(scales: Grid, first: int, blocks: Sequence[int], group: int) -> npt.NDArray[np.float16]:
     """Return the scales of [rows, blocks] of 32 as float16, which they fit."""
-    n, each = blocks
+    n, blocks_per_row = blocks
     cells = scales.read(first, n)
     halves = cells.astype(np.float16)  # that this is exact was found out before (scales_fit)
-    return halves if cells.shape[1] == each else np.repeat(halves, group // 32, axis=1)[:, :each]
+    return halves if cells.shape[1] == blocks_per_row else np.repeat(halves, group // 32, axis=1)[:, :blocks_per_row]
 
 
 def fits_half(values: F32) -> bool:
-    """Tell whether float16 holds all of the values exactly."""
+    """Return whether float16 holds all of the values exactly."""
     with np.errstate(over="ignore"):
         return bool((values.astype(np.float16).astype(np.float32) == values).all())
 
 
 def scales_fit(grid: Grid) -> bool:
-    """Tell whether float16 holds all scales of a grid; only those of another type have to be read."""
+    """Return whether float16 holds all scales of a grid; only those of another type have to be read."""
     if grid.tensor.dtype == "F16":
         return True
     rows, columns = grid.cells.shape
     step = max(1, (1 << 18) // max(1, columns))
     plain = Grid(grid.cells, 1, rows)
-    return all(fits_half(plain.read(at, min(step, rows - at))) for at in range(0, rows, step))
+    return all(fits_half(plain.read(start, min(step, rows - start))) for start in range(0, rows, step))
 
 
 def as_blocks(floats: Scaled, bits: int, codes: Matrix, offset: int, scales: Grid, group: int) -> Expression | None:

@@ -1,17 +1,21 @@
-"""Integer weights with scales and zero points of groups: what compressed-tensors, GPTQ and AWQ have in common."""
+"""Integer weights with scales and zero points of groups (compressed-tensors, GPTQ, AWQ), and BitNet's ternary ones.
+
+BitNet: weights -1, 0, 1 in two bits, U8 [rows / 4, columns] with a quarter of the rows at each place of a byte.
+weight_scale is one number, and divides: value = float32(code - 1) / float32(scale).
+"""
 
 from __future__ import annotations
 
 from quantkit.checkpoint.expressions import Expression
 from quantkit.checkpoint.quantized.blocks import as_blocks
-from quantkit.checkpoint.quantized.found import Found
-from quantkit.checkpoint.quantized.matrices import Grid, Matrix, fail
+from quantkit.checkpoint.quantized.matrices import Grid, Matrix, Ternary, fail
 from quantkit.checkpoint.quantized.rows import Integers, Scaled, Step
+from quantkit.checkpoint.quantized.scheme import SchemeReader, block_grid, matrix_shape
 from quantkit.formats.safetensors import StoredTensor
 
 
-def integers(
-    found: Found,
+def decode_integers(
+    reader: SchemeReader,
     shape: tuple[int, ...],
     codes: Matrix,
     offset: int,
@@ -26,7 +30,7 @@ def integers(
     """Return a weight of integers: (code - offset - zero point) * scale, as blocks where that is asked for and exact.
 
     Args:
-        found: says whether it is.
+        reader: says whether it is.
         shape: of the weight.
         codes: by rows, one in each element.
         offset: what stands for zero, where there are no ``zeros``.
@@ -42,11 +46,11 @@ def integers(
     if zeros is not None:
         steps.insert(0, Step("subtract", zeros, width, index))
     x = Scaled(shape, Integers(codes, offset), tuple(steps))
-    one = len(shape) == 2 and zeros is None and index is None and bits in (4, 8)
-    if not one or shape[-1] % 32 or (group % 32 and scales.cells.shape[1] > 1):
+    can_be_blocks = len(shape) == 2 and zeros is None and index is None and bits in (4, 8)
+    if not can_be_blocks or shape[-1] % 32 or (group % 32 and scales.cells.shape[1] > 1):
         return x
-    found.could += 1
-    blocks = as_blocks(x, bits, raw if raw is not None else codes, offset, scales, group) if found.lossless else None
+    reader.lossless_count += 1
+    blocks = as_blocks(x, bits, raw if raw is not None else codes, offset, scales, group) if reader.lossless else None
     return x if blocks is None else blocks
 
 
@@ -60,3 +64,19 @@ def groups_of(scale: StoredTensor, shape: tuple[int, int], have: tuple[int, ...]
     if have != (rows, -(-columns // group)):
         raise fail(scale, f"scales {list(scale.shape)} do not fit a weight {list(shape)} in groups of {group}")
     return group
+
+
+def decode_bitnet(reader: SchemeReader) -> None:
+    """quant_method bitnet."""
+    for base, scale in reader.with_suffix(".weight_scale"):
+        name = f"{base}.weight"
+        weight = reader.tensor(name, scale)
+        reader.optional(f"{base}.weight_scale")
+        rows, columns = matrix_shape(weight)[-2:]
+        if weight.dtype not in ("U8", "I8") or len(weight.shape) != 2:
+            raise fail(weight, f"{weight.dtype} {list(weight.shape)}, not bytes of a matrix")
+        shape = (4 * rows, columns)
+        if scale.n_values != 1:
+            raise fail(scale, f"{list(scale.shape)}, where one scale is due")
+        grid = block_grid(weight, shape, scale, None)
+        reader.add(name, name, Scaled(shape, Integers(Ternary(weight), 1), (Step("divide", grid, columns),)))

@@ -1,7 +1,7 @@
 """Stored tensors as matrices of numbers, read by rows: codes as they are packed, and the grids of scales beside them.
 
 A matrix here has the rows of the weight it belongs to, whichever way it is stored: ``Columns`` reads a stored matrix
-across, ``Unpacked`` and ``UnpackedDown`` take small integers out of 32-bit words. ``rows(first, n)`` gives a new
+across, ``UnpackedRows`` and ``UnpackedColumns`` take small integers out of 32-bit words. ``rows(first, n)`` gives a new
 contiguous array; nothing but these rows is read, or a slab of columns around them, which is kept for the next call.
 """
 
@@ -27,9 +27,22 @@ Array = npt.NDArray[Any]
 
 #: How elements of safetensors' dtypes are read; BF16 and float8 as the integers of their bits.
 _RAW = {
-    **{"F64": "<f8", "F32": "<f4", "F16": "<f2", "BF16": "<u2", "I64": "<i8", "I32": "<i4", "I16": "<i2", "U64": "<u8"},
-    **{"U32": "<u4", "U16": "<u2", "I8": "i1", "U8": "u1", "BOOL": "u1"},
-    **{"F8_E4M3": "u1", "F8_E5M2": "u1", "F8_E8M0": "u1"},
+    "F64": "<f8",
+    "F32": "<f4",
+    "F16": "<f2",
+    "BF16": "<u2",
+    "I64": "<i8",
+    "I32": "<i4",
+    "I16": "<i2",
+    "U64": "<u8",
+    "U32": "<u4",
+    "U16": "<u2",
+    "I8": "i1",
+    "U8": "u1",
+    "BOOL": "u1",
+    "F8_E4M3": "u1",
+    "F8_E5M2": "u1",
+    "F8_E8M0": "u1",
 }
 #: Bytes of columns that are read at a time, and how many such slabs a thread keeps: weights, scales, zero points.
 _SLAB, _SLABS = 1 << 21, 4
@@ -48,12 +61,12 @@ class Matrix(Protocol):
         """Return rows ``first`` .. ``first + n``, a contiguous array of any dtype."""
 
     def parts(self) -> Iterator[StoredTensor]:
-        """Yield what it is read from."""
+        """Yield the stored tensors it is read from."""
 
 
-def fail(t: StoredTensor, what: str) -> FormatError:
+def fail(t: StoredTensor, problem: str) -> FormatError:
     """Return an error about a stored tensor."""
-    return FormatError(f"{t.path}: tensor {short(t.name)}: {what}")
+    return FormatError(f"{t.path}: tensor {short(t.name)}: {problem}", "QK-E113")
 
 
 def raw_dtype(t: StoredTensor) -> np.dtype[Any]:
@@ -64,7 +77,7 @@ def raw_dtype(t: StoredTensor) -> np.dtype[Any]:
 
 
 def as_numbers(t: StoredTensor, raw: Array) -> F32:
-    """Return what the elements of a tensor, read as they are, mean: float32."""
+    """Return the values of raw elements of a tensor as float32."""
     if t.dtype == "BF16":
         return (raw.astype(np.uint32) << 16).view(np.float32)
     table = float8_values(t.dtype)
@@ -100,7 +113,7 @@ class Rows:
         yield self.tensor
 
 
-_kept = threading.local()
+_cache = threading.local()
 
 
 @dataclass(frozen=True)
@@ -121,18 +134,18 @@ class Columns:
     def _slab(self, first: int, n: int) -> tuple[int, Array]:
         """Return columns around those asked for, as rows, and which is the first of them."""
         t = self.tensor
-        if not hasattr(_kept, "slabs"):
-            _kept.slabs = OrderedDict()
-        slabs: OrderedDict[object, tuple[int, Array]] = _kept.slabs
+        if not hasattr(_cache, "slabs"):
+            _cache.slabs = OrderedDict()
+        slabs: OrderedDict[object, tuple[int, Array]] = _cache.slabs
         now = t.path.stat()
         key = (t.path, t.offset, t.shape, now.st_ino, now.st_size, now.st_mtime_ns)
-        found = slabs.get(key)
-        if found is None or not found[0] <= first <= first + n <= found[0] + len(found[1]):
-            found = slabs[key] = first, self._read(first, n)
+        slab = slabs.get(key)
+        if slab is None or not slab[0] <= first <= first + n <= slab[0] + len(slab[1]):
+            slab = slabs[key] = first, self._read(first, n)
         slabs.move_to_end(key)
         while len(slabs) > _SLABS:
             slabs.popitem(last=False)
-        return found
+        return slab
 
     def _read(self, first: int, n: int) -> Array:
         """Return columns from ``first`` on, at least ``n``, as rows; some lines are read, then turned, at a time."""
@@ -140,12 +153,12 @@ class Columns:
         lines, columns = t.shape
         n = min(columns - first, max(n, _SLAB // max(1, lines * dtype.itemsize)))
         slab = np.empty((n, lines), dtype)
-        some, width = np.empty((_LINES, n), dtype), columns * dtype.itemsize
-        at, step = t.offset + first * dtype.itemsize, n * dtype.itemsize
+        lines_buffer, width = np.empty((_LINES, n), dtype), columns * dtype.itemsize
+        offset, step = t.offset + first * dtype.itemsize, n * dtype.itemsize
         for line in range(0, lines, _LINES):
-            here = some[: lines - line]
-            read_strided(t.path, here.view(np.uint8).reshape(-1), at + line * width, step, width)
-            slab[:, line : line + len(here)] = here.T
+            chunk = lines_buffer[: lines - line]
+            read_strided(t.path, chunk.view(np.uint8).reshape(-1), offset + line * width, step, width)
+            slab[:, line : line + len(chunk)] = chunk.T
         return slab
 
     def parts(self) -> Iterator[StoredTensor]:
@@ -154,7 +167,7 @@ class Columns:
 
 @dataclass(frozen=True)
 class Packing:
-    """How integers of ``bits`` lie in 32-bit words, low bits first.
+    """Integers of ``bits`` packed in 32-bit words, low bits first.
 
     ``dense``: one behind the other, across words; else as many as fit in each. ``order``: the place in a word of each
     of its values, where they are not in order.
@@ -181,15 +194,15 @@ class Packing:
     def take(self, words: npt.NDArray[np.uint32], i: int) -> npt.NDArray[np.uint8]:
         """Return value ``i`` of each pattern; ``words`` [words, ...]."""
         word, shift = divmod((self.order[i] if self.order else i) * self.bits, 32)
-        found = words[word] >> np.uint32(shift)
+        codes = words[word] >> np.uint32(shift)
         if shift + self.bits > 32:
-            found |= words[word + 1] << np.uint32(32 - shift)
-        found &= np.uint32((1 << self.bits) - 1)
-        return np.asarray(found.astype(np.uint8))
+            codes |= words[word + 1] << np.uint32(32 - shift)
+        codes &= np.uint32((1 << self.bits) - 1)
+        return np.asarray(codes.astype(np.uint8))
 
 
 @dataclass(frozen=True)
-class Unpacked:
+class UnpackedRows:
     """Integers packed along rows: uint8."""
 
     words: Matrix
@@ -205,9 +218,9 @@ class Unpacked:
         if p.bits in (2, 4, 8):
             return _spread(words.view(np.uint8).reshape(n, -1), p.bits)[:, : self.columns]
         patterns = -(-words.shape[1] // p.words)
-        whole = np.zeros((n, patterns * p.words), np.uint32)
-        whole[:, : words.shape[1]] = words.view(np.uint32)
-        parts = whole.reshape(n, patterns, p.words).transpose(2, 0, 1)
+        padded = np.zeros((n, patterns * p.words), np.uint32)
+        padded[:, : words.shape[1]] = words.view(np.uint32)
+        parts = padded.reshape(n, patterns, p.words).transpose(2, 0, 1)
         out = np.empty((n, patterns, p.values), np.uint8)
         for i in range(p.values):
             out[:, :, i] = p.take(parts, i)
@@ -233,7 +246,7 @@ def _spread(data: npt.NDArray[np.uint8], bits: int) -> npt.NDArray[np.uint8]:
 
 
 @dataclass(frozen=True)
-class UnpackedDown:
+class UnpackedColumns:
     """Integers packed along columns, a word for several rows: uint8."""
 
     words: Matrix
@@ -248,9 +261,9 @@ class UnpackedDown:
         p, columns = self.packing, self.words.shape[1]
         begin, end = first // p.values, -(-(first + n) // p.values)
         have = min(self.words.shape[0], end * p.words) - begin * p.words
-        whole = np.zeros(((end - begin) * p.words, columns), np.uint32)
-        whole[:have] = self.words.rows(begin * p.words, have).view(np.uint32)
-        parts = whole.reshape(end - begin, p.words, columns).transpose(1, 0, 2)
+        padded = np.zeros(((end - begin) * p.words, columns), np.uint32)
+        padded[:have] = self.words.rows(begin * p.words, have).view(np.uint32)
+        parts = padded.reshape(end - begin, p.words, columns).transpose(1, 0, 2)
         out = np.empty((end - begin, p.values, columns), np.uint8)
         for i in range(p.values):
             out[:, i] = p.take(parts, i)
@@ -275,12 +288,12 @@ class Ternary:
     def rows(self, first: int, n: int) -> Array:
         stored, quarter = Rows(self.tensor), self.shape[0] // 4
         out = np.empty((n, self.shape[1]), np.uint8)
-        at = 0
-        while at < n:
-            number, row = divmod(first + at, quarter)
-            here = min(n - at, quarter - row)
-            np.right_shift(stored.rows(row, here).view(np.uint8), 2 * number, out=out[at : at + here])
-            at += here
+        position = 0
+        while position < n:
+            number, row = divmod(first + position, quarter)
+            count = min(n - position, quarter - row)
+            np.right_shift(stored.rows(row, count).view(np.uint8), 2 * number, out=out[position : position + count])
+            position += count
         out &= 3
         return out
 

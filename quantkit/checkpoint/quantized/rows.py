@@ -41,28 +41,30 @@ class RowWise(ABC):
     def parts(self) -> Iterator[StoredTensor]:
         """Yield the stored tensors it is made of."""
 
-    def read(self, start: int, into: U8, ahead: int = 0) -> None:
-        """Fill ``into`` with values from ``start`` on; see ``Expression``."""
+    def read(self, start: int, out: U8, readahead: int = 0) -> None:
+        """Fill ``out`` with values from ``start`` on; see ``Expression``."""
         columns = self.shape[-1]
         width, step = value_bytes(self.type, columns), max(1, PIECE // columns)
         row, skip = divmod(start, columns)
-        cut, at = value_bytes(self.type, skip), 0
-        while at < into.size:
-            if cut or into.size - at < width:
-                whole = np.empty((1, width), np.uint8)
-                self.fill(row, whole)
-                piece = whole[0, cut : cut + into.size - at]
-                into[at : at + piece.size] = piece
-                n, cut, at = 1, 0, at + piece.size
+        skipped_bytes, position = value_bytes(self.type, skip), 0
+        while position < out.size:
+            if skipped_bytes or out.size - position < width:
+                row_buffer = np.empty((1, width), np.uint8)
+                self.fill(row, row_buffer)
+                piece = row_buffer[0, skipped_bytes : skipped_bytes + out.size - position]
+                out[position : position + piece.size] = piece
+                n = 1
+                skipped_bytes = 0
+                position = position + piece.size
             else:
-                n = min(step, (into.size - at) // width)
-                self.fill(row, into[at : at + n * width].reshape(n, width))
-                at += n * width
+                n = min(step, (out.size - position) // width)
+                self.fill(row, out[position : position + n * width].reshape(n, width))
+                position += n * width
             row += n
 
 
 class Values(Protocol):
-    """What the codes of a weight stand for, before anything scales them."""
+    """The values of a weight's codes, before scales."""
 
     def fill(self, first: int, x: F32) -> None:
         """Fill ``x``, [n, columns], with rows from ``first`` on."""
@@ -95,7 +97,7 @@ class Float8:
 
     def fill(self, first: int, x: F32) -> None:
         codes = self.codes.rows(first, len(x)).view(np.uint8)
-        _looked_up(codes, _pairs(self.dtype), np.asarray(float8_values(self.dtype)), x)
+        _look_up(codes, _pairs(self.dtype), np.asarray(float8_values(self.dtype)), x)
 
     def parts(self) -> Iterator[StoredTensor]:
         return self.codes.parts()
@@ -123,12 +125,12 @@ _HALVES = np.stack([np.tile(E2M1, 16), np.repeat(E2M1, 16)], axis=1).reshape(-1)
 
 @lru_cache
 def _pairs(dtype: str) -> npt.NDArray[np.uint64]:
-    """Return what two codes stand for, by both as one number: as two float32 in 64 bits."""
+    """Return a table of the values of two codes, indexed by both as one number: two float32 in 64 bits."""
     values = np.asarray(float8_values(dtype))
     return np.stack([np.tile(values, 256), np.repeat(values, 256)], axis=1).reshape(-1).view(np.uint64)
 
 
-def _looked_up(codes: U8, pairs: npt.NDArray[np.uint64], table: F32, x: F32) -> None:
+def _look_up(codes: U8, pairs: npt.NDArray[np.uint64], table: F32, x: F32) -> None:
     """Write the value of each code, two at a time."""
     if codes.size % 2 == 0 and x.flags.c_contiguous:
         pairs.take(codes.reshape(-1).view(np.uint16), out=x.reshape(-1).view(np.uint64), mode="clip")

@@ -1,12 +1,20 @@
-"""Byte-level BPE: tokenizer.json as llama.cpp's "gpt2" vocabulary (TextModel.get_vocab_base, _set_vocab_gpt2)."""
+"""tokenizer.json as llama.cpp's vocabularies: BPE, of bytes or of pieces, and WordPiece.
+
+Byte-level BPE is "gpt2" (TextModel.get_vocab_base, _set_vocab_gpt2), BPE of pieces "llama" (LlamaHfVocab), WordPiece
+"bert" (BertModel.set_vocab).
+"""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
+from typing import Any
 
+from quantkit.checkpoint.vocab.sentencepiece import Piece, write_pieces, write_sentencepiece
 from quantkit.checkpoint.vocab.special import KINDS, special_tokens
 from quantkit.checkpoint.vocab.tokenizer import (
+    BYTE,
     CONTROL,
     NORMAL,
     UNUSED,
@@ -26,6 +34,7 @@ def bpe_tokens(v: Vocabulary, as_listed: bool = False) -> tuple[list[str], list[
 
     ``as_listed``: added tokens are what the files say, whatever the tokenizer makes of them.
     """
+    v.run()
     size = checked_size(v, v.config.get("vocab_size", len(v.by_id)), max(v.by_id, default=0))
     tokens, types = [], []
     for number in range(size):
@@ -44,7 +53,7 @@ def bpe_tokens(v: Vocabulary, as_listed: bool = False) -> tuple[list[str], list[
 
 
 def _added(v: Vocabulary, token: AddedToken) -> tuple[str, int]:
-    text = token.text if token.normalized else v.spelled(token)
+    text = v.round_trip(token)
     if token.special or looks_special(text):
         return text, CONTROL
     return text.replace("\u2581", " "), USER_DEFINED
@@ -61,14 +70,121 @@ def write_bpe(
         kinds: of special tokens that files are asked for.
         as_listed: see ``bpe_tokens``.
     """
+    v.run()
+    v.check_model("BPE")
     tokens, types = bpe_tokens(v, as_listed)
     v.keys.text("tokenizer.ggml.model", "gpt2")
     v.keys.text("tokenizer.ggml.pre", v.pre_name)
     v.keys.array("tokenizer.ggml.tokens", tokens)
     v.keys.array("tokenizer.ggml.token_type", types)
-    found = special_tokens(v.folder, merges=True, kinds=kinds)
+    special_ids = special_tokens(v.folder, merges=True, kinds=kinds)
     for kind, text in special.items():
         if text not in v.added:
-            raise FormatError(f"{v.where}: it has no token {text}, which tokenizers of this model have")
-        found.set(kind, v.added[text].number)
-    found.write(v.keys)
+            raise FormatError(f"{v.where}: it has no token {text}, which tokenizers of this model have", "QK-E114")
+        special_ids.set(kind, v.added[text].number)
+    special_ids.write(v.keys)
+
+
+def write_sentencepiece_or_bpe(v: Vocabulary) -> None:
+    """tokenizer.model if there is one, else tokenizer.json (Qwen2Model)."""
+    if v.has("tokenizer.model"):
+        write_sentencepiece(v)
+    else:
+        write_bpe(v)
+
+
+_BYTE = re.compile(r"<0x[0-9A-Fa-f]{2}>")
+
+
+def is_llama_hf(v: Vocabulary) -> bool:
+    """Return whether the tokenizer.json is one of these; else it is byte-level BPE."""
+    model = v.model
+    decoder = v.json.get("decoder")
+    if model.get("type") != "BPE" or not model.get("byte_fallback", False):
+        return False
+    return isinstance(decoder, dict) and decoder.get("type") == "Sequence"
+
+
+def is_byte_level(v: Vocabulary) -> bool:
+    """Return whether the tokens of the tokenizer.json are written in letters of bytes."""
+    return any(_has_type(v.json.get(step), "ByteLevel") for step in ("pre_tokenizer", "decoder"))
+
+
+def _has_type(step: Any, name: str) -> bool:
+    """Return whether a step of a tokenizer.json, or one of its sequence, is of a type."""
+    if not isinstance(step, dict):
+        return False
+    inner = step.get("pretokenizers") or step.get("decoders") or []
+    return step.get("type") == name or any(isinstance(item, dict) and item.get("type") == name for item in inner)
+
+
+def llama_hf_tokens(v: Vocabulary) -> list[Piece]:
+    """Return the tokens of the model, and behind them those that were added.
+
+    Raises FormatError: the tokenizer.json is none of these.
+    """
+    v.run()
+    if not is_llama_hf(v):
+        raise FormatError(
+            f"{v.where}: it is no BPE of pieces with bytes to fall back on, which this model needs", "QK-E114"
+        )
+    special = {token.number for token in v.added.values() if token.special and token.text in v.special_texts}
+    size = len(v.base)
+    by_id = {number: text for text, number in v.base.items()}
+    beyond = sorted((t for t in v.added.values() if t.number >= size), key=lambda t: t.number)
+
+    def kind(number: int, text: str) -> int:
+        if _BYTE.fullmatch(text):
+            return BYTE
+        return CONTROL if number in special else NORMAL
+
+    tokens = [Piece(by_id[n], -1000.0, kind(n, by_id[n])) for n in range(size) if n in by_id]
+    for token in beyond:
+        tokens.append(Piece(token.text, -1000.0, kind(token.number, "") if token.number in special else USER_DEFINED))
+    return tokens
+
+
+def write_tokenizer_json(v: Vocabulary) -> None:
+    """Set the keys of a tokenizer.json by what it is: Llama's pieces, else byte-level BPE."""
+    v.run()
+    if is_llama_hf(v):
+        write_llama_hf(v)
+    else:
+        write_bpe(v)
+
+
+def write_llama_hf(v: Vocabulary) -> None:
+    """Set the keys of such a vocabulary."""
+    write_pieces(v, llama_hf_tokens(v))
+
+
+#: What continues a word has this in a tokenizer.json; in a file, what begins one has a space.
+_CONTINUES, _WORD_START = "##", "\u2581"
+
+
+def write_wordpiece(v: Vocabulary) -> None:
+    """Set the keys of a WordPiece vocabulary, and how many types of tokens there are."""
+    tokens, types = bpe_tokens(v)
+    set_token_types(v)
+    v.keys.text("tokenizer.ggml.model", "bert")
+    v.keys.text("tokenizer.ggml.pre", v.pre_name)
+    v.keys.array("tokenizer.ggml.tokens", [_piece(t, kind) for t, kind in zip(tokens, types, strict=True)])
+    v.keys.array("tokenizer.ggml.token_type", types)
+    special_tokens(v.folder, n_tokens=len(tokens)).write(v.keys)
+
+
+def set_token_types(v: Vocabulary) -> None:
+    """Set how many types of tokens there are: first text, second text."""
+    v.keys.u32("tokenizer.ggml.token_type_count", v.config.get("type_vocab_size", 1))
+
+
+def _piece(text: str, kind: int) -> str:
+    if kind == CONTROL:
+        return text
+    return text.removeprefix(_CONTINUES) if text.startswith(_CONTINUES) else _WORD_START + text
+
+
+def write_nomic_words(v: Vocabulary) -> None:
+    """WordPiece, as its tokenizer.json says (NomicBertModel)."""
+    v.check_model("WordPiece")
+    write_wordpiece(v)

@@ -31,7 +31,7 @@ from quantkit.formats.gguf.rules import short
 from quantkit.formats.outputs import read_whole
 
 #: Types in a tokenizer.model (NORMAL 1 .. BYTE 6) that stay; user-defined pieces (4) become normal ones, as there.
-_KEPT = {2: UNKNOWN, 3: CONTROL, 5: UNUSED, 6: BYTE}
+_PIECE_TYPES = {2: UNKNOWN, 3: CONTROL, 5: UNUSED, 6: BYTE}
 
 
 class Piece(NamedTuple):
@@ -44,7 +44,7 @@ class Piece(NamedTuple):
 
 @dataclass
 class PieceModel:
-    """What is read of a model: pieces, whether it is Unigram (else BPE), and how texts are normalized."""
+    """A SentencePiece model: pieces, whether it is Unigram (else BPE), and how texts are normalized."""
 
     pieces: list[Piece] = field(default_factory=list)
     is_unigram: bool = True
@@ -54,19 +54,21 @@ class PieceModel:
 
 
 def read_model(path: Path) -> PieceModel:
-    """Return what is in a tokenizer.model. Raises FormatError."""
+    """Return the contents of a tokenizer.model. Raises FormatError."""
     data = read_whole(path, MAX_JSON)
     model = PieceModel()
     try:
         for number, body in _fields(data):
             if isinstance(body, bytes):
-                _enter(model, number, body)
+                _add_field(model, number, body)
     except (IndexError, UnicodeDecodeError, struct.error) as e:
-        raise FormatError(f"{path}: not a SentencePiece model: {e}") from None
+        raise FormatError(f"{path}: not a SentencePiece model: {e}", "QK-E114") from None
+    if not model.pieces:
+        raise FormatError(f"{path}: it has no pieces, so there is no vocabulary: download it again", "QK-E114")
     return model
 
 
-def _enter(model: PieceModel, number: int, body: bytes) -> None:
+def _add_field(model: PieceModel, number: int, body: bytes) -> None:
     if number == 1:
         model.pieces.append(_piece(body))
     elif number == 2:
@@ -79,7 +81,9 @@ def _enter(model: PieceModel, number: int, body: bytes) -> None:
 
 
 def _piece(data: bytes) -> Piece:
-    text, score, kind = "", 0.0, 1
+    text = ""
+    score = 0.0
+    kind = 1
     for number, value in _fields(data):
         if number == 1 and isinstance(value, bytes):
             text = value.decode()
@@ -87,46 +91,48 @@ def _piece(data: bytes) -> Piece:
             score = struct.unpack("<f", value)[0]
         elif number == 3 and isinstance(value, int):
             kind = value
-    return Piece(text, score, _KEPT.get(kind, NORMAL))
+    return Piece(text, score, _PIECE_TYPES.get(kind, NORMAL))
 
 
 def _fields(data: bytes) -> Iterator[tuple[int, bytes | int]]:
     """Yield number and value of each field of a protobuf message. Raises IndexError where it ends too early."""
-    at = 0
-    while at < len(data):
-        tag, at = _varint(data, at)
+    position = 0
+    while position < len(data):
+        tag, position = _varint(data, position)
         wire, value = tag & 7, 0
         if wire == 0:
-            value, at = _varint(data, at)
+            value, position = _varint(data, position)
             yield tag >> 3, value
             continue
         if wire == 2:
-            n, at = _varint(data, at)
+            n, position = _varint(data, position)
         elif wire in (1, 5):
             n = 8 if wire == 1 else 4
         else:
-            raise IndexError(f"a field of wire type {wire} at byte {at}")
-        if n > len(data) - at:
-            raise IndexError(f"a field ends beyond the file at byte {at}")
-        yield tag >> 3, data[at : at + n]
-        at += n
+            raise IndexError(f"a field of wire type {wire} at byte {position}")
+        if n > len(data) - position:
+            raise IndexError(f"a field ends beyond the file at byte {position}")
+        yield tag >> 3, data[position : position + n]
+        position += n
 
 
-def _varint(data: bytes, at: int) -> tuple[int, int]:
+def _varint(data: bytes, position: int) -> tuple[int, int]:
     value = shift = 0
     while shift < 64:
-        byte = data[at]
-        value, at, shift = value | (byte & 0x7F) << shift, at + 1, shift + 7
+        byte = data[position]
+        value = value | (byte & 0x7F) << shift
+        position = position + 1
+        shift = shift + 7
         if byte < 0x80:
-            return value, at
-    raise IndexError(f"a number of more than 64 bits at byte {at}")
+            return value, position
+    raise IndexError(f"a number of more than 64 bits at byte {position}")
 
 
 def sentencepiece_tokens(v: Vocabulary) -> list[Piece]:
     """Return all tokens: the pieces, then what added_tokens.json and tokenizer_config.json put in their places."""
-    tokens = _padded(v, "vocab_size_per_layer_input", "vocab_size")
-    for where, number, text, special in _listed(v):
-        if _fits(where, number, len(tokens)):
+    tokens = _pad_tokens(v, "vocab_size_per_layer_input", "vocab_size")
+    for where, number, text, special in _decoder_tokens(v):
+        if _is_in_vocabulary(where, number, len(tokens)):
             control = special or looks_special(text)
             tokens[number] = Piece(
                 text if control else text.replace("\u2581", " "), -1000.0, CONTROL if control else USER_DEFINED
@@ -136,55 +142,56 @@ def sentencepiece_tokens(v: Vocabulary) -> list[Piece]:
 
 def phi_tokens(v: Vocabulary) -> list[Piece]:
     """Return all tokens of Phi 3, where only what is marked so is a token for control, also in tokenizer.json."""
-    tokens = _padded(v, "vocab_size")
+    tokens = _pad_tokens(v, "vocab_size")
     added = [(v.where, t.number, t.text, t.special) for t in v.added_in_json] if v.has("tokenizer.json") else []
-    for where, number, text, special in (*_listed(v), *added):
-        if _fits(where, number, len(tokens)):
+    for where, number, text, special in (*_decoder_tokens(v), *added):
+        if _is_in_vocabulary(where, number, len(tokens)):
             tokens[number] = Piece(text, -1000.0, CONTROL if special else USER_DEFINED)
     return tokens
 
 
 def plain_tokens(v: Vocabulary, *size_keys: str, file: str = "tokenizer.model") -> list[Piece]:
     """Return the pieces of a file, as many as the vocabulary has."""
+    v.source = f"{file} is SentencePiece's, which is not run here"
     pieces = read_model(v.folder / file).pieces
     size = v.config.find(*size_keys or ("vocab_size",)) or len(pieces)
     if not isinstance(size, int) or not 0 < size <= min(MAX_TOKENS, len(pieces) + MAX_PADDING):
-        raise FormatError(f"{v.config.path}: vocab_size is {short(size)}")
+        raise FormatError(f"{v.config.path}: vocab_size is {short(size)}", "QK-E112")
     return pieces[:size] + [Piece(f"[PAD{i}]", -10000.0, UNUSED) for i in range(len(pieces), size)]
 
 
-def _padded(v: Vocabulary, *size_keys: str) -> list[Piece]:
+def _pad_tokens(v: Vocabulary, *size_keys: str) -> list[Piece]:
     """Return the same with the tokens of added_tokens.json in their places."""
     tokens = plain_tokens(v, *size_keys)
-    put_added(v, tokens)
+    add_added_tokens(v, tokens)
     return tokens
 
 
-def put_added(v: Vocabulary, tokens: list[Piece]) -> None:
+def add_added_tokens(v: Vocabulary, tokens: list[Piece]) -> None:
     """Put the tokens of added_tokens.json in their places."""
     where = v.folder / "added_tokens.json"
     for text, number in (optional_json(where) or {}).items():
-        if _fits(where, number, len(tokens)):
+        if _is_in_vocabulary(where, number, len(tokens)):
             tokens[number] = Piece(text, -1000.0, USER_DEFINED)
 
 
-def _listed(v: Vocabulary) -> Iterator[tuple[Path, int, str, bool]]:
+def _decoder_tokens(v: Vocabulary) -> Iterator[tuple[Path, int, str, bool]]:
     """Yield the tokens of added_tokens_decoder: where, id, text, whether marked as special."""
     where = v.folder / "tokenizer_config.json"
-    listed = v.tokenizer_config.get("added_tokens_decoder") or {}
-    if not isinstance(listed, dict):
-        raise FormatError(f"{where}: added_tokens_decoder is no table of tokens by id")
-    for key, entry in listed.items():
+    entries = v.tokenizer_config.get("added_tokens_decoder") or {}
+    if not isinstance(entries, dict):
+        raise FormatError(f"{where}: added_tokens_decoder is no table of tokens by id", "QK-E114")
+    for key, entry in entries.items():
         text = entry.get("content") if isinstance(entry, dict) else None
         if not str(key).isdecimal() or not isinstance(text, str):
-            raise FormatError(f"{where}: the added token {short(entry)} has no id or no content")
+            raise FormatError(f"{where}: the added token {short(entry)} has no id or no content", "QK-E114")
         yield where, int(key), text, bool(entry.get("special"))
 
 
-def _fits(where: Path, number: object, size: int) -> bool:
-    """Tell whether a token lies in the vocabulary; one beyond it is left out."""
+def _is_in_vocabulary(where: Path, number: object, size: int) -> bool:
+    """Return whether a token lies in the vocabulary; one beyond it is left out."""
     if not isinstance(number, int) or isinstance(number, bool) or number < 0:
-        raise FormatError(f"{where}: {short(number)} is no id of a token")
+        raise FormatError(f"{where}: {short(number)} is no id of a token", "QK-E114")
     return number < size
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -21,20 +22,23 @@ KINDS = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
 #: Key of the id of each kind; those of other kinds are not written.
 _ID_KEYS = {
     **{kind: f"tokenizer.ggml.{kind}_token_id" for kind in ("bos", "eos", "eot", "eom", "mask")},
-    **{"unk": "tokenizer.ggml.unknown_token_id", "sep": "tokenizer.ggml.seperator_token_id"},
+    "unk": "tokenizer.ggml.unknown_token_id",
+    "sep": "tokenizer.ggml.seperator_token_id",
     "pad": "tokenizer.ggml.padding_token_id",
 }
 
 
 @dataclass
 class SpecialTokens:
-    """What is found: ids and whether to add a token, by kind, in the order of finding."""
+    """Ids of special tokens and whether to add them, by kind, in the order in which they are found."""
 
     n_tokens: int | None = None
+    folder: Path = Path()
     merges: list[str] = field(default_factory=list)
     ids: dict[str, int] = field(default_factory=dict)
     add: dict[str, bool] = field(default_factory=dict)
     template: Any = None
+    template_file: str = "tokenizer_config.json"
     lowercase: bool | None = None
     strip_accents: bool | None = None
 
@@ -43,7 +47,10 @@ class SpecialTokens:
         if not isinstance(number, int):
             return
         if number < 0:
-            raise FormatError(f"the {kind} token has the id {number}")
+            where = self.folder / "config.json"
+            raise FormatError(
+                f"{where}: {kind}_token_id is {number}: for no such token write null, or leave it out", "QK-E114"
+            )
         if self.n_tokens is None or number < self.n_tokens:
             self.ids.setdefault(kind, int(number))
 
@@ -56,23 +63,34 @@ class SpecialTokens:
         for kind, value in self.add.items():
             if kind in ("bos", "eos", "sep"):
                 keys.flag(f"tokenizer.ggml.add_{kind}_token", value)
-        write_template(keys, self.template)
+        write_template(keys, self.template, self.template_file)
         for name, flag in (("lowercase", self.lowercase), ("strip_accents", self.strip_accents)):
             if flag is not None:
                 keys.flag(f"tokenizer.ggml.normalizer.{name}", flag)
 
 
-def write_template(keys: Keys, template: Any) -> None:
-    """Set a chat template, or a list of named ones."""
+def write_template(keys: Keys, template: Any, file: str = "tokenizer_config.json") -> None:
+    """Set a chat template of a file, or a list of named ones; what is neither is lost."""
+    where = keys.where.with_name(file)
+    if template is not None and not isinstance(template, (str, list)):
+        keys.omissions.append(f"{where}: chat_template is {short(template)}, no text: the file has no chat template")
+        return
     if isinstance(template, list):
         default, names = None, []
         for choice in template:
             if not isinstance(choice, dict):
-                raise FormatError(f"{keys.where}: the chat template {short(choice)} is no object")
+                raise FormatError(
+                    f"{where}: the chat template {short(choice)} is no object with name and template", "QK-E114"
+                )
             text, name = choice.get("template"), str(choice.get("name", ""))
             name = "".join(c if c.isascii() and c.isalnum() else "_" for c in name)
             if not name or text is None:
+                keys.omissions.append(
+                    f"{where}: the chat template {short(choice)} lacks a name or a text: it is left out"
+                )
                 continue
+            if not isinstance(text, str):
+                raise FormatError(f"{where}: the chat template {short(name)} is {short(text)}, no text", "QK-E114")
             if name == "default":
                 default = text
             else:
@@ -87,8 +105,8 @@ def write_template(keys: Keys, template: Any) -> None:
 def special_tokens(
     folder: Path, *, merges: bool = False, kinds: Sequence[str] = KINDS, n_tokens: int | None = None
 ) -> SpecialTokens:
-    """Return what the files of a checkpoint say; ``merges``: also the merges of a BPE vocabulary."""
-    found = SpecialTokens(n_tokens)
+    """Return the special tokens of a checkpoint's files; ``merges``: also the merges of a BPE vocabulary."""
+    special = SpecialTokens(n_tokens, folder)
     path = folder / "tokenizer.json"
     tokenizer = large_json(path) if path.is_file() else None
     config = optional_json(folder / "tokenizer_config.json")
@@ -96,18 +114,18 @@ def special_tokens(
     added: list[Any] = []
     if tokenizer is not None:
         if merges:
-            found.merges = _merges(folder / "tokenizer.json", tokenizer)
-        _read_normalizer(found, tokenizer.get("normalizer"))
+            special.merges = _merges(folder / "tokenizer.json", tokenizer)
+        _read_normalizer(special, tokenizer.get("normalizer"))
         added = tokenizer.get("added_tokens") or []
         if tokenizer:
-            _read_post_processor(found, tokenizer, config, kinds)
+            _read_post_processor(special, tokenizer, config, kinds)
     if config:
-        found.template = _template(folder, config)
-        _read_config(found, config, added, kinds)
-    _read_ids(found, optional_json(folder / "config.json") or {}, kinds)
-    if merges and not found.merges:
-        found.merges = _merges_txt(folder / "merges.txt")
-    return found
+        special.template, special.template_file = _template(folder, config)
+        _read_config(special, config, added, kinds)
+    _read_ids(special, optional_json(folder / "config.json") or {}, kinds)
+    if merges and not special.merges:
+        special.merges = _merges_txt(folder / "merges.txt")
+    return special
 
 
 def _merges(path: Path, tokenizer: Json) -> list[str]:
@@ -116,10 +134,14 @@ def _merges(path: Path, tokenizer: Json) -> list[str]:
     merges = model.get("merges") if isinstance(model, dict) else None
     if not isinstance(merges, list) or not merges:
         return []
-    if all(isinstance(merge, str) for merge in merges):
+    kinds = set(map(type, merges))
+    if kinds == {str}:
         return merges
-    if not all(isinstance(m, list) and len(m) == 2 and all(isinstance(s, str) for s in m) for m in merges):
-        raise FormatError(f"{path}: model.merges is no list of pairs")
+    if kinds != {list} or set(map(len, merges)) != {2} or set(map(type, chain.from_iterable(merges))) != {str}:
+        raise FormatError(f"{path}: model.merges is no list of pairs", "QK-E114")
+    lines = list(map(" ".join, merges))
+    if "".join(lines).count(" ") == len(lines):
+        return lines
     space = chr(ord(" ") + 256)
     return [f"{left.replace(' ', space)} {right.replace(' ', space)}" for left, right in merges]
 
@@ -132,52 +154,54 @@ def _merges_txt(path: Path) -> list[str]:
     return [" ".join(pair) for pair in pairs if len(pair) == 2]
 
 
-def _read_normalizer(found: SpecialTokens, normalizer: Any, depth: int = 0) -> None:
+def _read_normalizer(special: SpecialTokens, normalizer: Any, depth: int = 0) -> None:
     if not isinstance(normalizer, dict) or depth > 16:
         return
     kind = normalizer.get("type")
     if kind == "Lowercase":
-        found.lowercase = True
+        special.lowercase = True
     elif kind == "StripAccents":
-        found.strip_accents = True
+        special.strip_accents = True
     elif kind == "BertNormalizer":
-        found.lowercase = normalizer.get("lowercase", found.lowercase)
-        found.strip_accents = normalizer.get("strip_accents", found.strip_accents)
+        special.lowercase = normalizer.get("lowercase", special.lowercase)
+        special.strip_accents = normalizer.get("strip_accents", special.strip_accents)
     elif kind == "Sequence":
-        for each in normalizer.get("normalizers") or []:
-            _read_normalizer(found, each, depth + 1)
+        for item in normalizer.get("normalizers") or []:
+            _read_normalizer(special, item, depth + 1)
 
 
-def _read_post_processor(found: SpecialTokens, tokenizer: Json, config: Json | None, kinds: list[str]) -> None:
-    """Tell from what is done after encoding which tokens are added; complete ``config`` and ``kinds`` by it."""
-    reader = _PostProcessor(found, config, kinds)
+def _read_post_processor(special: SpecialTokens, tokenizer: Json, config: Json | None, kinds: list[str]) -> None:
+    """Find the tokens that the post-processor adds; complete ``config`` and ``kinds`` by them."""
+    reader = _PostProcessor(special, config, kinds)
     processor = tokenizer.get("post_processor")
     if isinstance(processor, dict):
-        for each in processor.get("processors") or [processor]:
-            if isinstance(each, dict):
-                reader.read(each)
+        for item in processor.get("processors") or [processor]:
+            if isinstance(item, dict):
+                reader.read(item)
 
 
 class _PostProcessor:
     """Reads post-processors; ``bos``, ``eos``, ``cls`` and ``sep`` are what tokenizer_config.json calls so."""
 
-    def __init__(self, found: SpecialTokens, config: Json | None, kinds: list[str]) -> None:
-        self.found, self.config, self.kinds = found, config, kinds
-        given = config or {}
-        self.bos, self.cls = given.get("bos_token"), given.get("cls_token")
-        self.eos, self.sep = given.get("eos_token"), given.get("sep_token")
+    def __init__(self, special: SpecialTokens, config: Json | None, kinds: list[str]) -> None:
+        self.special = special
+        self.config = config
+        self.kinds = kinds
+        settings = config or {}
+        self.bos, self.cls = settings.get("bos_token"), settings.get("cls_token")
+        self.eos, self.sep = settings.get("eos_token"), settings.get("sep_token")
         if not self.bos and self.cls:
-            self.bos = self._tell("bos", self.cls)
+            self.bos = self._record_token("bos", self.cls)
         if not self.eos and self.sep:
-            self.eos = self._tell("eos", self.sep)
+            self.eos = self._record_token("eos", self.sep)
 
-    def _tell(self, kind: str, token: Any) -> Any:
+    def _record_token(self, kind: str, token: Any) -> Any:
         if self.config:
             self.config[f"{kind}_token"] = token
         return token
 
     def read(self, processor: Json) -> None:
-        add = self.found.add
+        add = self.special.add
         kind = processor.get("type")
         if kind == "ByteLevel":
             add.setdefault("bos", False)
@@ -185,9 +209,9 @@ class _PostProcessor:
         elif kind == "RobertaProcessing":
             add.update(bos=True, eos=True, sep=True)
             if not self.cls and self.config:
-                self.cls = self._tell("cls", (processor.get("cls") or [self.bos])[0])
+                self.cls = self._record_token("cls", (processor.get("cls") or [self.bos])[0])
             if not self.sep and self.config:
-                self.sep = self._tell("sep", (processor.get("sep") or [self.eos])[0])
+                self.sep = self._record_token("sep", (processor.get("sep") or [self.eos])[0])
         elif kind == "TemplateProcessing":
             self._template(processor.get("single") or [], processor.get("pair") or [])
 
@@ -207,10 +231,10 @@ class _PostProcessor:
             self.bos = token
         elif token not in (self.bos, self.cls):
             if not self.bos:
-                self.bos = self._tell("bos", token)
+                self.bos = self._record_token("bos", token)
             if not self.cls:
-                self.cls = self._tell("cls", token)
-        self.found.add["bos"] = token in (self.bos, self.cls)
+                self.cls = self._record_token("cls", token)
+        self.special.add["bos"] = token in (self.bos, self.cls)
 
     def _last(self, token: str) -> None:
         if not self.config:
@@ -219,45 +243,47 @@ class _PostProcessor:
             spare = next((kind for kind in ("eot", "eom") if kind not in self.kinds), None)
             if spare is not None:
                 self.kinds.append(spare)
-                self._tell(spare, self.eos)
-            self.eos = self._tell("eos", token)
-        self.found.add["eos"] = token == self.eos
+                self._record_token(spare, self.eos)
+            self.eos = self._record_token("eos", token)
+        self.special.add["eos"] = token == self.eos
 
     def _pair(self, pair: list[Any], first: str | None, last: str | None) -> None:
-        """Tell whether two texts are separated: A [sep] [eos] B."""
+        """Return whether two texts are separated: A [sep] [eos] B."""
         start = 1 if first and _id(pair[0], "SpecialToken") == first else 0
         stop = len(pair) - (1 if last and _id(pair[-1], "SpecialToken") == last else 0)
         pair = pair[start:stop]
         if not pair or (_id(pair[0], "Sequence"), _id(pair[-1], "Sequence")) != ("A", "B") or len(pair) < 3:
             return
-        between, separators, adds = pair[1:-1], (self.sep, self.eos), False
+        between = pair[1:-1]
+        separators = (self.sep, self.eos)
+        adds = False
         token = _id(between[0], "SpecialToken")
         if token and token in separators and not last:
             adds = True
         if len(between) == 2 and (token := _id(between[1], "SpecialToken")) and token in separators:
             adds = True
-        self.found.add["sep"] = adds
+        self.special.add["sep"] = adds
         if adds and not self.sep and self.config:
-            self._tell("sep", self.eos)
+            self._record_token("sep", self.eos)
 
 
 def _id(piece: Any, kind: str) -> str | None:
-    found = piece.get(kind) if isinstance(piece, dict) else None
-    return found.get("id") if isinstance(found, dict) else None
+    content = piece.get(kind) if isinstance(piece, dict) else None
+    return content.get("id") if isinstance(content, dict) else None
 
 
-def _template(folder: Path, config: Json) -> Any:
-    """Return the chat template, or a list of named ones; that of tokenizer_config.json before all files."""
-    other: Any = None
+def _template(folder: Path, config: Json) -> tuple[Any, str]:
+    """Return the chat template, or a list of named ones, and its file: tokenizer_config.json before all others."""
+    if "chat_template" in config:
+        return config["chat_template"], "tokenizer_config.json"
     if (folder / "chat_template.jinja").is_file():
-        other = _text(folder / "chat_template.jinja")
-        if more := sorted((folder / "additional_chat_templates").glob("*.jinja")):
-            other = [{"name": "default", "template": other}]
-            other += [{"name": path.stem, "template": _text(path)} for path in more]
-    elif (given := optional_json(folder / "chat_template.json")) is not None:
-        other = given.get("chat_template")
-    found = config.get("chat_template", other)
-    return found if isinstance(found, (str, list)) else None
+        text = _text(folder / "chat_template.jinja")
+        templates = [
+            {"name": path.stem, "template": _text(path)}
+            for path in sorted((folder / "additional_chat_templates").glob("*.jinja"))
+        ]
+        return [{"name": "default", "template": text}, *templates] if templates else text, "chat_template.jinja"
+    return (optional_json(folder / "chat_template.json") or {}).get("chat_template"), "chat_template.json"
 
 
 def template_file(folder: Path) -> str:
@@ -270,25 +296,25 @@ def _text(path: Path) -> str:
     try:
         return read_text(path).decode().replace("\r\n", "\n").replace("\r", "\n")
     except UnicodeDecodeError as e:
-        raise FormatError(f"{path}: not UTF-8: {e}") from None
+        raise FormatError(f"{path}: not UTF-8: {e}", "QK-E121") from None
 
 
-def _read_config(found: SpecialTokens, config: Json, added: list[Any], kinds: list[str]) -> None:
+def _read_config(special: SpecialTokens, config: Json, added: list[Any], kinds: list[str]) -> None:
     for kind in kinds:
         adds = config.get(f"add_{kind}_token")
         if isinstance(adds, bool):
-            found.add.setdefault(kind, adds)
+            special.add.setdefault(kind, adds)
         token = config.get(f"{kind}_token")
         text = token.get("content") if isinstance(token, dict) else token
         if isinstance(text, str):
             entries = (entry for entry in added if isinstance(entry, dict))
-            found.set(kind, next((entry.get("id") for entry in entries if entry.get("content") == text), None))
+            special.set(kind, next((entry.get("id") for entry in entries if entry.get("content") == text), None))
 
 
-def _read_ids(found: SpecialTokens, config: Json, kinds: list[str]) -> None:
+def _read_ids(special: SpecialTokens, config: Json, kinds: list[str]) -> None:
     text = config.get("text_config")
     for kind in kinds:
         number = config.get(f"{kind}_token_id")
         if number is None and isinstance(text, dict):
             number = text.get(f"{kind}_token_id")
-        found.set(kind, number)
+        special.set(kind, number)

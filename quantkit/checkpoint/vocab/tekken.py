@@ -10,9 +10,12 @@ import base64
 import binascii
 from typing import Any
 
+import regex
+
 from quantkit.checkpoint.config import Json, read_json
+from quantkit.checkpoint.vocab.pre_tokenizers import TEXT
 from quantkit.checkpoint.vocab.special import SpecialTokens, special_tokens, write_template
-from quantkit.checkpoint.vocab.spelling import spelled
+from quantkit.checkpoint.vocab.tiktoken import merge_token, to_letters
 from quantkit.checkpoint.vocab.tokenizer import CONTROL, MAX_PADDING, MAX_TOKENS, NORMAL, Vocabulary
 from quantkit.errors import FormatError
 from quantkit.formats.gguf.rules import short
@@ -22,9 +25,26 @@ FILE = "tekken.json"
 _MAX_TOKEN = 4096
 #: Special tokens of files that name none.
 _SPECIAL = (
-    *("<unk>", "<s>", "</s>", "[INST]", "[/INST]", "[AVAILABLE_TOOLS]", "[/AVAILABLE_TOOLS]", "[TOOL_RESULTS]"),
-    *("[/TOOL_RESULTS]", "[TOOL_CALLS]", "[IMG]", "<pad>", "[IMG_BREAK]", "[IMG_END]", "[PREFIX]", "[MIDDLE]"),
-    *("[SUFFIX]", "[SYSTEM_PROMPT]", "[/SYSTEM_PROMPT]", "[TOOL_CONTENT]"),
+    "<unk>",
+    "<s>",
+    "</s>",
+    "[INST]",
+    "[/INST]",
+    "[AVAILABLE_TOOLS]",
+    "[/AVAILABLE_TOOLS]",
+    "[TOOL_RESULTS]",
+    "[/TOOL_RESULTS]",
+    "[TOOL_CALLS]",
+    "[IMG]",
+    "<pad>",
+    "[IMG_BREAK]",
+    "[IMG_END]",
+    "[PREFIX]",
+    "[MIDDLE]",
+    "[SUFFIX]",
+    "[SYSTEM_PROMPT]",
+    "[/SYSTEM_PROMPT]",
+    "[TOOL_CONTENT]",
 )
 #: Templates that llama.cpp knows by name, by the version of the tokenizer.
 _TEMPLATES = {"v3": "mistral-v3-tekken", "v7": "mistral-v7-tekken"}
@@ -40,12 +60,13 @@ def write_tekken(v: Vocabulary) -> None:
     data = read_json(path)
     config = data.get("config")
     if not isinstance(config, dict):
-        raise FormatError(f"{path}: it has no config")
+        raise FormatError(f"{path}: it has no config", "QK-E114")
     size, n = (_count(v, config, key) for key in ("default_vocab_size", "default_num_special_tokens"))
     if n > MAX_PADDING:
-        raise FormatError(f"{path}: it has {n} special tokens")
+        raise FormatError(f"{path}: it has {n} special tokens", "QK-E114")
     special = _special(v, data, n)
     ranks = _ranks(v, data, size - n)
+    v.source = lambda: (TEXT, _ids(v, config.get("pattern"), ranks, n))
     keys = v.keys
     keys.text("tokenizer.ggml.model", "gpt2")
     keys.text("tokenizer.ggml.pre", "tekken")
@@ -53,42 +74,55 @@ def write_tekken(v: Vocabulary) -> None:
     ids = {text: i for i, text in reversed(list(enumerate(special)))}
     for key, text in (("bos", "<s>"), ("eos", "</s>"), ("unknown", "<unk>"), ("padding", "<pad>")):
         if text not in ids:
-            raise FormatError(f"{path}: it has no special token {text}")
+            raise FormatError(f"{path}: it has no special token {text}", "QK-E114")
         keys.u32(f"tokenizer.ggml.{key}_token_id", ids[text])
-    keys.array("tokenizer.ggml.tokens", [*special, *map(spelled, ranks)])
+    keys.array("tokenizer.ggml.tokens", [*special, *map(to_letters, ranks)])
     keys.array("tokenizer.ggml.scores", [0] * size)
     keys.array("tokenizer.ggml.token_type", [CONTROL] * n + [NORMAL] * (size - n))
     keys.u32(".vocab_size", size)
     keys.flag("tokenizer.ggml.add_bos_token", True)
     keys.flag("tokenizer.ggml.add_eos_token", False)
-    named = _TEMPLATES.get(str(config.get("version")))
-    write_template(keys, named if named is not None else _own_template(v))
+    template = _TEMPLATES.get(str(config.get("version")))
+    write_template(keys, template if template is not None else _own_template(v))
+
+
+def _ids(v: Vocabulary, pattern: Any, ranks: dict[bytes, int], n: int) -> list[int]:
+    """Return the ids of the difficult text, as the package tiktoken finds them."""
+    try:
+        words = regex.findall(pattern, TEXT)
+    except (TypeError, regex.error) as e:
+        raise FormatError(f"{v.folder / FILE}: its pattern is {short(pattern)}: {e}", "QK-E114") from None
+    return [n + rank for word in words for rank in _word_ids(ranks, word.encode())]
+
+
+def _word_ids(ranks: dict[bytes, int], word: bytes) -> list[int]:
+    return [ranks[word]] if word in ranks else [ranks[part] for part in merge_token(ranks, word, len(ranks))]
 
 
 def _count(v: Vocabulary, config: Json, key: str) -> int:
     value = config.get(key)
     if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= MAX_TOKENS:
-        raise FormatError(f"{v.folder / FILE}: {key} is {short(value)}")
+        raise FormatError(f"{v.folder / FILE}: {key} is {short(value)}", "QK-E114")
     return value
 
 
 def _own_template(v: Vocabulary) -> Any:
-    found: SpecialTokens = special_tokens(v.folder, kinds=())
-    return found.template
+    special: SpecialTokens = special_tokens(v.folder, kinds=())
+    return special.template
 
 
 def _special(v: Vocabulary, data: Json, n: int) -> list[str]:
     """Return the special tokens, filled up to ``n``."""
-    path, given = v.folder / FILE, data.get("special_tokens")
-    if given is None:
+    path, specials = v.folder / FILE, data.get("special_tokens")
+    if specials is None:
         texts: list[Any] = list(_SPECIAL)
-    elif isinstance(given, list):
-        texts = [entry.get("token_str") if isinstance(entry, dict) else None for entry in given]
+    elif isinstance(specials, list):
+        texts = [entry.get("token_str") if isinstance(entry, dict) else None for entry in specials]
     else:
-        raise FormatError(f"{path}: special_tokens is {short(given)}, not a list")
+        raise FormatError(f"{path}: special_tokens is {short(specials)}, not a list", "QK-E114")
     texts += [f"<SPECIAL_{i}>" for i in range(len(texts), n)]
     if len(texts) != n or not all(isinstance(text, str) for text in texts) or len(set(texts)) < n:
-        raise FormatError(f"{path}: its special tokens are not {n} different texts")
+        raise FormatError(f"{path}: its special tokens are not {n} different texts", "QK-E114")
     return texts
 
 
@@ -96,17 +130,17 @@ def _ranks(v: Vocabulary, data: Json, n: int) -> dict[bytes, int]:
     """Return the ranks of the first ``n`` tokens."""
     path, entries = v.folder / FILE, data.get("vocab")
     if not isinstance(entries, list) or not 256 <= n <= len(entries):
-        raise FormatError(f"{path}: its vocab does not hold {n} tokens")
+        raise FormatError(f"{path}: its vocab does not hold {n} tokens", "QK-E114")
     ranks: dict[bytes, int] = {}
     for i, entry in enumerate(entries[:n]):
         try:
             token = base64.b64decode(entry["token_bytes"], validate=True)
         except (KeyError, TypeError, ValueError, binascii.Error):
-            raise FormatError(f"{path}: token {i} has no bytes in Base64: {short(entry)}") from None
+            raise FormatError(f"{path}: token {i} has no bytes in Base64: {short(entry)}", "QK-E114") from None
         if entry.get("rank") != i or (i < 256 and token != bytes([i])) or not 0 < len(token) <= _MAX_TOKEN:
-            raise FormatError(f"{path}: token {i} is not the one of this rank: {short(entry)}")
+            raise FormatError(f"{path}: token {i} is not the one of this rank: {short(entry)}", "QK-E114")
         if token in ranks:
-            raise FormatError(f"{path}: tokens {ranks[token]} and {i} are the same")
+            raise FormatError(f"{path}: tokens {ranks[token]} and {i} are the same", "QK-E114")
         ranks[token] = i
     return ranks
 
@@ -118,6 +152,8 @@ def _merges(v: Vocabulary, ranks: dict[bytes, int]) -> list[str]:
         cuts = ((token[:i], token[i:]) for i in range(1, len(token)))
         pairs = sorted((ranks[a], ranks[b], a, b) for a, b in cuts if a in ranks and b in ranks)
         if not pairs:
-            raise FormatError(f"{v.folder / FILE}: token {ranks[token]} is made of no two others: {short(token)}")
-        merges += [f"{spelled(a)} {spelled(b)}" for _, _, a, b in pairs]
+            raise FormatError(
+                f"{v.folder / FILE}: token {ranks[token]} is made of no two others: {short(token)}", "QK-E114"
+            )
+        merges += [f"{to_letters(a)} {to_letters(b)}" for _, _, a, b in pairs]
     return merges

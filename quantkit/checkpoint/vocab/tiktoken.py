@@ -16,7 +16,6 @@ from pathlib import Path
 
 from quantkit.checkpoint.config import MAX_JSON
 from quantkit.checkpoint.vocab.special import SpecialTokens, special_tokens
-from quantkit.checkpoint.vocab.spelling import spelled
 from quantkit.checkpoint.vocab.tokenizer import CONTROL, MAX_PADDING, MAX_TOKENS, NORMAL, UNUSED, Vocabulary
 from quantkit.errors import FormatError
 from quantkit.formats.gguf.rules import short
@@ -32,13 +31,13 @@ Ranks = dict[bytes, int]
 class RankFile:
     """A kind of such files: its name, its pre-tokenizer, and the special tokens behind the ranks.
 
-    ``special`` names that of a place among them and of an id; there are ``most``, or as many as the model has rows for.
+    ``special`` names that of a place among them and of an id; there are at most ``max_special``.
     """
 
     file: str
     pre: str
     special: Callable[[int, int], str]
-    most: int
+    max_special: int
 
 
 _HUNYUAN_SPECIAL = ("<|endoftext|>", "<|startoftext|>", "<|bos|>", "<|eos|>", "<|pad|>")
@@ -69,14 +68,16 @@ Complete = Callable[[SpecialTokens, dict[str, int]], None]
 def read_ranks(path: Path) -> Ranks:
     """Return the tokens in a file and their ranks. Raises FormatError."""
     ranks: Ranks = {}
-    for at, line in enumerate(read_whole(path, MAX_JSON).splitlines(), 1):
+    for line_number, line in enumerate(read_whole(path, MAX_JSON).splitlines(), 1):
         try:
             text, rank = line.split()
             token, number = base64.b64decode(text, validate=True), int(rank)
         except (ValueError, binascii.Error):
-            raise FormatError(f"{path}: line {at} is no token in Base64 with its rank: {short(line)}") from None
+            raise FormatError(
+                f"{path}: line {line_number} is no token in Base64 with its rank: {short(line)}", "QK-E114"
+            ) from None
         if not 0 < len(token) <= MAX_TOKEN or not 0 <= number < MAX_TOKENS:
-            raise FormatError(f"{path}: line {at}: a token of {len(token)} bytes, of rank {number}")
+            raise FormatError(f"{path}: line {line_number}: a token of {len(token)} bytes, of rank {number}", "QK-E114")
         ranks[token] = number
     return ranks
 
@@ -85,25 +86,25 @@ def merges_of(ranks: Ranks) -> Iterator[str]:
     """Yield the two parts of every token that is made of two."""
     for token, rank in ranks.items():
         if len(token) > 1:
-            parts = _parts(ranks, token, rank)
+            parts = merge_token(ranks, token, rank)
             if len(parts) == 2:
-                yield f"{spelled(parts[0])} {spelled(parts[1])}"
+                yield f"{to_letters(parts[0])} {to_letters(parts[1])}"
 
 
-def _parts(ranks: Ranks, token: bytes, below: int) -> list[bytes]:
-    """Return what is left of a token's bytes when those that have a rank ``below`` are joined, the lowest first."""
+def merge_token(ranks: Ranks, token: bytes, below: int) -> list[bytes]:
+    """Return the parts of a token after all merges of ranks less than ``below``, the lowest first."""
     parts = [token[i : i + 1] for i in range(len(token))]
-    found = [_rank(ranks, parts, i, below) for i in range(len(parts) - 1)]
-    while found:
-        lowest = min(found)
+    ranks_of_pairs = [_rank(ranks, parts, i, below) for i in range(len(parts) - 1)]
+    while ranks_of_pairs:
+        lowest = min(ranks_of_pairs)
         if lowest == below:
             break
-        i = found.index(lowest)
+        i = ranks_of_pairs.index(lowest)
         parts[i : i + 2] = [parts[i] + parts[i + 1]]
-        del found[i]
+        del ranks_of_pairs[i]
         for j in (i - 1, i):
-            if 0 <= j < len(found):
-                found[j] = _rank(ranks, parts, j, below)
+            if 0 <= j < len(ranks_of_pairs):
+                ranks_of_pairs[j] = _rank(ranks, parts, j, below)
     return parts
 
 
@@ -115,16 +116,19 @@ def write_ranks(v: Vocabulary, kind: RankFile, complete: Complete = lambda speci
     """Set the keys of such a vocabulary."""
     path = v.folder / kind.file
     if not path.is_file():
-        raise FormatError(f"{v.folder}: it has neither tokenizer.json nor {kind.file}, so there is no vocabulary")
+        raise FormatError(
+            f"{v.folder}: it has neither tokenizer.json nor {kind.file}, so there is no vocabulary", "QK-E114"
+        )
+    v.source = f"how {kind.file} splits a text stands in a program beside it, which is not run here"
     ranks = read_ranks(path)
     size = v.config.number("vocab_size")
     if not max(ranks.values(), default=0) < size <= min(MAX_TOKENS, len(ranks) + MAX_PADDING):
-        raise FormatError(f"{path}: it has {len(ranks)} tokens, and vocab_size of config.json is {size}")
+        raise FormatError(f"{path}: it has {len(ranks)} tokens, and vocab_size of config.json is {size}", "QK-E114")
     first = len(ranks)
-    last = min(size, first + kind.most)
+    last = min(size, first + kind.max_special)
     special = {number: kind.special(number - first, number) for number in range(first, last)}
-    special |= {number: entry["content"] for number, entry in v.listed if number < size}
-    ids = {spelled(token): rank for token, rank in ranks.items()} | {text: n for n, text in sorted(special.items())}
+    special |= {number: entry["content"] for number, entry in v.decoder_entries if number < size}
+    ids = {to_letters(token): rank for token, rank in ranks.items()} | {text: n for n, text in sorted(special.items())}
     texts = {number: text for text, number in ids.items()}
     controls = {number for number in special if texts.get(number) == special[number]}
     v.keys.text("tokenizer.ggml.model", "gpt2")
@@ -135,6 +139,25 @@ def write_ranks(v: Vocabulary, kind: RankFile, complete: Complete = lambda speci
         [(CONTROL if n in controls else NORMAL) if n in texts else UNUSED for n in range(size)],
     )
     v.keys.array("tokenizer.ggml.merges", list(merges_of(ranks)))
-    found = special_tokens(v.folder)
-    complete(found, ids)
-    found.write(v.keys)
+    config_tokens = special_tokens(v.folder)
+    complete(config_tokens, ids)
+    config_tokens.write(v.keys)
+
+
+_PLAIN = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+_UNPRINTABLE = [byte for byte in range(256) if byte not in _PLAIN]
+_LETTERS = {byte: chr(byte) for byte in _PLAIN} | {byte: chr(256 + i) for i, byte in enumerate(_UNPRINTABLE)}
+_BYTES = {letter: byte for byte, letter in _LETTERS.items()}
+
+
+def to_letters(token: bytes) -> str:
+    """Return bytes as byte-level BPE spells them."""
+    return token.decode("latin-1").translate(_LETTERS)
+
+
+def to_bytes(text: str) -> bytes:
+    """Return the bytes that byte-level BPE spells so. Raises ValueError for what it does not spell."""
+    try:
+        return bytes(_BYTES[letter] for letter in text)
+    except KeyError as e:
+        raise ValueError(f"{text!r} is no token of byte-level BPE") from e

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass, replace
 from functools import cached_property
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
-from quantkit.checkpoint.config import Config, Json, large_json, optional_json
+from quantkit.checkpoint.config import MAX_JSON, Config, Json, large_json, optional_json
 from quantkit.checkpoint.keys import Keys
-from quantkit.checkpoint.vocab import pairs, vocab_txt
-from quantkit.checkpoint.vocab.pre_hashes import PRE_HASHES, TEXT
+from quantkit.checkpoint.vocab import tokenizer_json
+from quantkit.checkpoint.vocab.pre_tokenizers import PRE_HASHES, TEXT, advice
 from quantkit.errors import FormatError, ResourceError
+from quantkit.extras import PRE_TOKENIZER, missing_packages
+from quantkit.foreign.child import Child, Limits
 from quantkit.formats.gguf.rules import short
+from quantkit.formats.outputs import read_whole
 
 #: Token types of llama.cpp.
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
@@ -23,10 +26,14 @@ NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
 MAX_TOKENS = 1 << 24
 #: More unused tokens behind the others than any vocabulary has.
 MAX_PADDING = 1 << 16
-_NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+#: The number of an added token that goes behind all others.
+_NEXT = -1
+_TOKEN_KEYS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 #: Classes that replace what tokenizer.json does after encoding: BOS, and perhaps EOS, around the text.
 _OWN_TEMPLATE = ("Llama", "CodeLlama", "Gemma", "Cohere")
 _END = "<|endoftext|>"
+#: What the package tokenizers may use: a vocabulary of 256 Ki tokens takes some seconds, and 500 MB.
+LIMITS = Limits(seconds=60, memory=4 << 30, answers=64 << 20)
 #: Special tokens that classes have where tokenizer_config.json does not speak of them (null is to speak of them).
 _CLASS_TOKENS: dict[str, Json] = {
     **dict.fromkeys(("Llama", "CodeLlama"), {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}),
@@ -34,10 +41,15 @@ _CLASS_TOKENS: dict[str, Json] = {
     "Cohere": {"bos_token": "<BOS_TOKEN>", "eos_token": "<|END_OF_TURN_TOKEN|>", "unk_token": "<UNK>"},
     **dict.fromkeys(("GPT2", "GPTNeoX", "CodeGen"), {"bos_token": _END, "eos_token": _END, "unk_token": _END}),
     "Qwen2": {"eos_token": _END, "unk_token": _END, "pad_token": _END},
-    **dict.fromkeys(vocab_txt.CLASSES, vocab_txt.TOKENS),
+    **dict.fromkeys(tokenizer_json.CLASSES, tokenizer_json.TOKENS),
     "Roberta": {
-        **{"bos_token": "<s>", "eos_token": "</s>", "sep_token": "</s>", "cls_token": "<s>", "unk_token": "<unk>"},
-        **{"pad_token": "<pad>", "mask_token": "<mask>"},
+        "bos_token": "<s>",
+        "eos_token": "</s>",
+        "sep_token": "</s>",
+        "cls_token": "<s>",
+        "unk_token": "<unk>",
+        "pad_token": "<pad>",
+        "mask_token": "<mask>",
     },
     "Bloom": {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "pad_token": "<pad>"},
 }
@@ -50,28 +62,26 @@ _CLASS_OF_TYPE = {
     **dict.fromkeys(("granite", "granitemoe", "granitemoehybrid", "starcoder2", "exaone4", "olmo3"), "GPT2"),
     **dict.fromkeys(("olmo2", "olmoe", "stablelm"), "GPTNeoX"),
     **dict.fromkeys(("qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "qwen3_next"), "Qwen2"),
-    **{"bert": "Bert", "distilbert": "DistilBert", "roberta": "Roberta"},
+    "bert": "Bert",
+    "distilbert": "DistilBert",
+    "roberta": "Roberta",
 }
-
-
-@dataclass(frozen=True)
-class AddedToken:
-    """A token beside those of the model in tokenizer.json."""
-
-    number: int
-    text: str
-    special: bool
-    normalized: bool
 
 
 class Vocabulary:
     """The tokenizer of the checkpoint in ``folder``, to be written to ``keys``. ``pre`` is --pre."""
 
     def __init__(self, folder: Path, config: Config, keys: Keys, pre: str | None = None) -> None:
-        self.folder, self.config, self.keys, self.pre = folder, config, keys, pre
+        self.folder = folder
+        self.config = config
+        self.keys = keys
+        self.pre = pre
+        #: Gives a difficult text and its ids by the files that were read, or says why these cannot be run here; the
+        #: writer sets it.
+        self.source: Callable[[], tuple[str, list[int]]] | str = "nothing here runs its tokenizer"
 
     def has(self, name: str) -> bool:
-        """Tell whether there is a file."""
+        """Return whether there is a file."""
         return (self.folder / name).is_file()
 
     @cached_property
@@ -86,35 +96,54 @@ class Vocabulary:
         if path.is_file():
             return large_json(path)
         if self._is_list:
-            return vocab_txt.made_json(self.folder, self.settings)
-        if all(map(self.has, pairs.FILES)):
-            listed = "added_tokens_decoder" in self.tokenizer_config
-            return pairs.made_json(self.folder, self.class_name, self.settings, listed)
+            return tokenizer_json.json_from_vocab_txt(self.folder, self.settings)
+        if all(map(self.has, tokenizer_json.MERGES_FILES)):
+            lists_added = "added_tokens_decoder" in self.tokenizer_config
+            return tokenizer_json.json_from_merges(self.folder, self.class_name, self.settings, lists_added)
         raise FormatError(
-            f"{self.folder}: it has no tokenizer.json, so there is no vocabulary: add that of the model it is from"
+            f"{self.folder}: it has no tokenizer.json, so there is no vocabulary: add that of the model it is from",
+            "QK-E114",
         )
 
     @property
     def _is_list(self) -> bool:
         """Its tokens are in a vocab.txt."""
-        others = self.has("tokenizer.json") or self.class_name not in vocab_txt.CLASSES
-        return not others and self.has(vocab_txt.FILE)
+        has_other = self.has("tokenizer.json") or self.class_name not in tokenizer_json.CLASSES
+        return not has_other and self.has(tokenizer_json.VOCAB_TXT)
 
     @property
     def where(self) -> Path:
-        """Where the tokens are from, for messages."""
+        """The file that the tokens are from, for messages."""
         path = self.folder / "tokenizer.json"
         if self._is_list:
-            return self.folder / vocab_txt.FILE
-        return path if path.is_file() or not self.has(pairs.FILES[0]) else self.folder / pairs.FILES[0]
+            return self.folder / tokenizer_json.VOCAB_TXT
+        return (
+            path
+            if path.is_file() or not self.has(tokenizer_json.MERGES_FILES[0])
+            else self.folder / tokenizer_json.MERGES_FILES[0]
+        )
 
     @cached_property
     def model(self) -> Json:
         """The model of tokenizer.json."""
-        found = self.json.get("model")
-        if not isinstance(found, dict):
-            raise FormatError(f"{self.where}: it has no model")
-        return found
+        model = self.json.get("model")
+        if not isinstance(model, dict):
+            raise FormatError(f"{self.where}: it has no model", "QK-E114")
+        return model
+
+    @property
+    def model_type(self) -> str:
+        """The type of tokenizer.json's model: BPE, WordPiece, Unigram, ..; old files omit it for BPE."""
+        return str(self.model.get("type") or "BPE")
+
+    def check_model(self, expected: str) -> None:
+        """Raise FormatError where the model of tokenizer.json is not of the type that is to be written."""
+        if self.model_type != expected:
+            raise FormatError(
+                f"{self.where}: its model is {short(self.model_type)}, but that of this class is {expected}: take the "
+                "tokenizer of the model it is from",
+                "QK-E114",
+            )
 
     @cached_property
     def base(self) -> dict[str, int]:
@@ -123,10 +152,8 @@ class Vocabulary:
         if isinstance(vocab, list):  # Unigram
             pieces = (piece[0] if isinstance(piece, list) and piece else None for piece in vocab)
             vocab = {text: i for i, text in enumerate(pieces) if isinstance(text, str)}
-        if not isinstance(vocab, dict) or not all(
-            isinstance(i, int) and not isinstance(i, bool) and 0 <= i < MAX_TOKENS for i in vocab.values()
-        ):
-            raise FormatError(f"{self.where}: model.vocab is no table of tokens and their ids")
+        if not isinstance(vocab, dict) or not _are_ids(vocab.values()):
+            raise FormatError(f"{self.where}: model.vocab is no table of tokens and their ids", "QK-E114")
         return vocab
 
     @property
@@ -135,56 +162,56 @@ class Vocabulary:
         for entry in self._entries(self.json.get("added_tokens") or [], self.where):
             number = entry.get("id")
             if not isinstance(number, int) or isinstance(number, bool) or not 0 <= number < MAX_TOKENS:
-                raise FormatError(f"{self.where}: the added token {short(entry.get('content'))} has no id")
-            yield AddedToken(number, entry["content"], bool(entry.get("special")), bool(entry.get("normalized")))
+                raise FormatError(f"{self.where}: the added token {short(entry.get('content'))} has no id", "QK-E114")
+            yield AddedToken.from_entry(number, entry, bool(entry.get("special")), bool(entry.get("normalized")))
 
     @cached_property
     def added(self) -> dict[str, AddedToken]:
         """Added tokens by their text: of tokenizer.json, of tokenizer_config.json, and special ones of neither."""
-        found: dict[str, AddedToken] = {}
-        for token in self.added_in_json:
-            self._add(found, token.text, token.special, token.normalized, token.number)
+        tokens: dict[str, AddedToken] = {}
+        next_id = len(self.base)
+
+        def enter(token: AddedToken) -> None:
+            """Keep the id that a text has; without one, it goes behind all others."""
+            nonlocal next_id
+            number_in_model = (
+                tokens[token.text].number if token.text in tokens else self.base.get(token.text, token.number)
+            )
+            number = next_id if number_in_model == _NEXT else number_in_model
+            tokens[token.text] = replace(token, number=number)
+            next_id = max(next_id, number + 1)
+
         special = self.special_texts
-        for _, entry in self.listed:
+        for token in self.added_in_json:
+            enter(token)
+        for _, entry in self.decoder_entries:
             is_special = bool(entry.get("special")) or entry["content"] in special
-            self._add(found, entry["content"], is_special, bool(entry.get("normalized", not is_special)))
+            normalized = bool(entry.get("normalized", not is_special))
+            enter(AddedToken.from_entry(_NEXT, entry, is_special, normalized))
         for text, normalized in special.items():
-            if text not in found:
-                self._add(found, text, True, normalized)
-        return found
+            if text not in tokens:
+                enter(AddedToken(_NEXT, text, True, normalized))
+        tokens.pop("", None)
+        return tokens
 
     @property
-    def listed(self) -> list[tuple[int, Json]]:
+    def decoder_entries(self) -> list[tuple[int, Json]]:
         """Tokens that tokenizer_config.json lists, and their ids, in the order of these."""
-        listed = self.tokenizer_config.get("added_tokens_decoder") or {}
+        table = self.tokenizer_config.get("added_tokens_decoder") or {}
         where = self.folder / "tokenizer_config.json"
-        if not isinstance(listed, dict) or not all(str(key).isdecimal() and len(str(key)) < 10 for key in listed):
-            raise FormatError(f"{where}: added_tokens_decoder is no table of tokens by id")
-        found = sorted(((int(key), entry) for key, entry in listed.items()), key=lambda item: item[0])
-        return list(zip((number for number, _ in found), self._entries([e for _, e in found], where), strict=True))
+        if not isinstance(table, dict) or not all(str(key).isdecimal() and len(str(key)) < 10 for key in table):
+            raise FormatError(f"{where}: added_tokens_decoder is no table of tokens by id", "QK-E114")
+        entries = sorted(((int(key), entry) for key, entry in table.items()), key=lambda item: item[0])
+        return list(zip((number for number, _ in entries), self._entries([e for _, e in entries], where), strict=True))
 
     @staticmethod
     def _entries(entries: Any, where: Path) -> Iterator[Json]:
         if not isinstance(entries, list):
-            raise FormatError(f"{where}: added_tokens is {short(entries)}, not a list")
+            raise FormatError(f"{where}: added_tokens is {short(entries)}, not a list", "QK-E114")
         for entry in entries:
             if not isinstance(entry, dict) or not isinstance(entry.get("content"), str):
-                raise FormatError(f"{where}: the added token {short(entry)} has no content")
+                raise FormatError(f"{where}: the added token {short(entry)} has no content", "QK-E114")
             yield entry
-
-    def _add(
-        self, found: dict[str, AddedToken], text: str, special: bool, normalized: bool, number: int | None = None
-    ) -> None:
-        if not text:
-            return
-        if text in found:
-            number = found[text].number
-        elif text in self.base:
-            number = self.base[text]
-        elif number is None:
-            last = max((token.number for token in found.values()), default=-1)
-            number = last + 1 if last >= len(self.base) or not self.base else len(self.base)
-        found[text] = AddedToken(number, text, special, normalized)
 
     @property
     def class_name(self) -> str:
@@ -196,134 +223,164 @@ class Vocabulary:
     @cached_property
     def settings(self) -> Json:
         """tokenizer_config.json over special_tokens_map.json over what the class has."""
-        named = optional_json(self.folder / "special_tokens_map.json") or {}
-        return {**_CLASS_TOKENS.get(self.class_name, {}), **named, **self.tokenizer_config}
+        special_tokens = optional_json(self.folder / "special_tokens_map.json") or {}
+        return {**_CLASS_TOKENS.get(self.class_name, {}), **special_tokens, **self.tokenizer_config}
 
     @property
     def special_texts(self) -> dict[str, bool]:
         """Special tokens by their text; True: text is normalized before it is searched for them."""
         config = self.settings
-        more = config.get("additional_special_tokens") or config.get("extra_special_tokens") or []
-        tokens = [config.get(name) for name in _NAMED] + (list(more) if isinstance(more, list) else [])
-        found: dict[str, bool] = {}
+        extra = config.get("extra_special_tokens") or []
+        additional = config.get("additional_special_tokens") or extra
+        tokens = [config.get(name) for name in _TOKEN_KEYS] + (list(additional) if isinstance(additional, list) else [])
+        tokens += extra.values() if isinstance(extra, dict) else []
+        texts: dict[str, bool] = {}
         for token in tokens:
             text = token.get("content") if isinstance(token, dict) else token
             if isinstance(text, str) and text:
-                found.setdefault(text, bool(token.get("normalized")) if isinstance(token, dict) else False)
-        return found
+                texts.setdefault(text, bool(token.get("normalized")) if isinstance(token, dict) else False)
+        return texts
 
     @cached_property
     def by_id(self) -> dict[int, str]:
         """All tokens by their id."""
         return {**{i: text for text, i in self.base.items()}, **{t.number: t.text for t in self.added.values()}}
 
+    def run(self) -> None:
+        """Make the tokenizer of the checkpoint the source of the ids that are compared.
+
+        The process that runs it starts now, and reads tokenizer.json at the same time as this one.
+        """
+        self.source = self.difficult
+        if not PRE_TOKENIZER.missing() and self.has("tokenizer.json"):
+            self._child.start()
+
     @cached_property
-    def library(self) -> Any:
-        """The tokenizer as the package tokenizers runs it, set up as transformers does."""
-        try:
-            import tokenizers
-            from tokenizers import pre_tokenizers
-        except ImportError:
-            raise ResourceError(
-                f"{self.where}: to tell its pre-tokenizer the package tokenizers is needed: "
-                "pip install 'gguf-quantkit[convert]', or name it with --pre"
-            ) from None
-        is_bpe = self.model.get("type", "BPE") == "BPE"
-        if is_bpe and self.model.get("continuing_subword_prefix"):  # the package panics where a merge lacks it
-            raise FormatError(f"{self.where}: model.continuing_subword_prefix is not empty: no byte-level BPE")
-        try:
+    def _child(self) -> Child:
+        """The process of ``library``, in which the tokenizer is as tokenizer.json says."""
+
+        def data() -> bytes:
             if self.has("tokenizer.json"):
-                made = tokenizers.Tokenizer.from_buffer(self.where.read_bytes())
-            else:
-                made = tokenizers.Tokenizer.from_str(json.dumps(self.json))
-        except (KeyboardInterrupt, SystemExit):
-            raise
-        except BaseException as e:  # the package raises nothing narrower, and its panics are no Exceptions
-            raise FormatError(f"{self.where}: {short(str(e))}") from None
-        for token in self.added.values():
-            made.add_tokens([tokenizers.AddedToken(token.text, special=token.special, normalized=token.normalized)])
-        state = self.json.get("pre_tokenizer") or {}
-        wanted = bool(self.tokenizer_config.get("add_prefix_space", False))
-        if state.get("type") == "ByteLevel" and state.get("add_prefix_space", wanted) != wanted:
-            made.pre_tokenizer = pre_tokenizers.ByteLevel(
-                add_prefix_space=wanted, use_regex=bool(state.get("use_regex", True))
+                return read_whole(self.where, MAX_JSON)
+            return json.dumps(self.json).encode()
+
+        return Child("quantkit.foreign.tokenizer:Tokenizer", str(self.where), limits=LIMITS, data=data)
+
+    @cached_property
+    def library(self) -> Child:
+        """A child with the tokenizer as the package tokenizers runs it: a ``foreign.tokenizer.Tokenizer``."""
+        if PRE_TOKENIZER.missing():
+            raise missing_packages(PRE_TOKENIZER, hint=f"or name that of {self.where} with --pre")
+        if self.model_type == "BPE" and self.model.get("continuing_subword_prefix"):  # it panics where a merge lacks it
+            raise FormatError(
+                f"{self.where}: model.continuing_subword_prefix is not empty: no byte-level BPE", "QK-E114"
             )
-        self._set_normalizer(made)
-        self._set_template(made)
-        return made
+        added = [(token.text, token.options) for token in self.added.values()]
+        changes = (self._byte_level, self._bert_normalizer, self._affixes)
+        self._child.call("adapt", added, *changes)
+        return self._child
 
-    def _set_normalizer(self, made: Any) -> None:
-        """Change BERT's normalizer where tokenizer_config.json says otherwise."""
+    @property
+    def _byte_level(self) -> dict[str, bool] | None:
+        """The pre-tokenizer instead of that of tokenizer.json, where tokenizer_config.json says otherwise."""
+        state = self.json.get("pre_tokenizer")
+        add_space = bool(self.tokenizer_config.get("add_prefix_space", False))
+        if (
+            not isinstance(state, dict)
+            or state.get("type") != "ByteLevel"
+            or state.get("add_prefix_space", add_space) == add_space
+        ):
+            return None
+        return {"add_prefix_space": add_space, "use_regex": bool(state.get("use_regex", True))}
+
+    @property
+    def _bert_normalizer(self) -> dict[str, bool] | None:
+        """BERT's normalizer instead of that of tokenizer.json, where tokenizer_config.json says otherwise."""
         state = self.json.get("normalizer")
-        if self.class_name not in vocab_txt.CLASSES or not isinstance(state, dict):
-            return
-        from tokenizers import normalizers
+        if self.class_name not in tokenizer_json.CLASSES or not isinstance(state, dict):
+            return None
+        normalizer = tokenizer_json.normalizer(self.settings)
+        if state.get("type") != "BertNormalizer" or all(state.get(k, v) == v for k, v in normalizer.items()):
+            return None
+        return {"clean_text": bool(state.get("clean_text", True)), **normalizer}
 
-        wanted = vocab_txt.normalizer(self.settings)
-        if state.get("type") == "BertNormalizer" and any(state.get(k, v) != v for k, v in wanted.items()):
-            made.normalizer = normalizers.BertNormalizer(clean_text=bool(state.get("clean_text", True)), **wanted)
-
-    def _set_template(self, made: Any) -> None:
-        """Put BOS and EOS around texts, as some classes of transformers do whatever the file says."""
+    @property
+    def _affixes(self) -> tuple[list[str], list[str]] | None:
+        """Tokens before and after a text, which some transformers classes add regardless of tokenizer.json."""
         if self._is_list:
-            around = (("cls", True, 0), ("sep", True, 2))
+            names = (("cls", True), ("sep", True))
         elif self.class_name in _OWN_TEMPLATE:
-            around = (("bos", True, 0), ("eos", False, 2))
+            names = (("bos", True), ("eos", False))
         else:
-            return
-        from tokenizers.processors import TemplateProcessing
+            return None
+        before, after = (self._token_around(key, default) for key, default in names)
+        return before, after
 
-        single, tokens = ["$A:0"], []
-        for key, default, place in around:
-            token = self.settings.get(f"{key}_token")
-            text = token.get("content") if isinstance(token, dict) else token
-            if self.tokenizer_config.get(f"add_{key}_token", default) and isinstance(text, str):
-                single.insert(place, f"{text}:0")
-                tokens.append((text, made.token_to_id(text)))
-        made.post_processor = TemplateProcessing(single=" ".join(single), special_tokens=tokens)
+    def _token_around(self, key: str, default: bool) -> list[str]:
+        token = self.settings.get(f"{key}_token")
+        text = token.get("content") if isinstance(token, dict) else token
+        return [text] if self.tokenizer_config.get(f"add_{key}_token", default) and isinstance(text, str) else []
 
     @cached_property
     def pre_name(self) -> str:
         """The name of the pre-tokenizer: that of --pre, or of the hash of what it makes of one text."""
         if self.pre is not None:
             return self.pre
-        found = sha256(str(self._ids(TEXT)).encode()).hexdigest()
-        if found not in PRE_HASHES and self.model.get("type") == "WordPiece":
+        digest = sha256(str(self.ids(TEXT, add_special_tokens=True)).encode()).hexdigest()
+        if digest not in PRE_HASHES and self.model_type == "WordPiece":
             raise FormatError(
-                f"{self.where}: its pre-tokenizer is not known (hash {found}); it is one of words and pieces, which "
-                "llama.cpp splits in one way whatever it is called: name it with --pre jina-v2-en"
+                f"{self.where}: its pre-tokenizer is not known (hash {digest}); it is one of words and pieces, which "
+                "llama.cpp splits in one way whatever it is called: name it with --pre jina-v2-en",
+                "QK-E115",
             )
-        if found not in PRE_HASHES:
-            from quantkit.checkpoint.vocab.nearest import advice  # it loads all of llama.cpp's pre-tokenizers
-
-            tried = advice(self.library, bool(self.model.get("ignore_merges", False)))
+        if digest not in PRE_HASHES:
+            ends = set(self.library.call("word_ends", TEXT))
+            tried = advice(ends, bool(self.model.get("ignore_merges", False)))
             raise FormatError(
-                f"{self.where}: its pre-tokenizer is not known (hash {found}), and llama.cpp tokenizes by its name: "
-                f"{tried}; see `quantkit inspect` on a GGUF file of the model, if there is one, for tokenizer.ggml.pre"
+                f"{self.where}: its pre-tokenizer is not known (hash {digest}), and llama.cpp tokenizes by its name: "
+                f"{tried}; see `quantkit inspect` on a GGUF file of the model, if there is one, for tokenizer.ggml.pre",
+                "QK-E115",
             )
-        return PRE_HASHES[found][0]
+        return PRE_HASHES[digest][0]
 
-    def spelled(self, token: AddedToken) -> str:
-        """Return the text of an added token as encoding and decoding leave it."""
-        if self.pre is not None:
-            try:
-                return self._round_trip(token.text)
-            except ResourceError:
-                return token.text
-        return self._round_trip(token.text)
-
-    def _ids(self, text: str, add_special_tokens: bool = True) -> list[int]:
+    def round_trip(self, token: AddedToken) -> str:
+        """Return the text of an added token as encoding and decoding leave it, unless it is normalized."""
         try:
-            found: list[int] = self.library.encode(text, add_special_tokens=add_special_tokens).ids
-        except (KeyboardInterrupt, SystemExit, FormatError, ResourceError):
-            raise
-        except BaseException as e:  # such as a token for what is unknown that the vocabulary lacks
-            raise FormatError(f"{self.where}: {short(str(e))}") from None
-        return found
+            return token.text if token.normalized else self._spellings[token.text]
+        except ResourceError:
+            if self.pre is None:
+                raise
+            return token.text
 
-    def _round_trip(self, text: str) -> str:
-        ids = self._ids(text, add_special_tokens=False)
-        return clean_up(self.library.decode(ids, skip_special_tokens=False), self.tokenizer_config)
+    @cached_property
+    def _spellings(self) -> dict[str, str]:
+        """Round trip (encode, then decode) of each added token that is not normalized, by its text."""
+        texts = [token.text for token in self.added.values() if not token.normalized]
+        results = self.library.call("round_trips", texts)
+        return {text: clean_up(result, self.tokenizer_config) for text, result in zip(texts, results, strict=True)}
+
+    def ids(self, text: str, add_special_tokens: bool = False) -> list[int]:
+        """Return the ids of a text by the package tokenizers. Raises ResourceError without it, and FormatError."""
+        ids: list[int] = self.library.call("ids", text, add_special_tokens)
+        return ids
+
+    def difficult(self) -> tuple[str, list[int]]:
+        """Return a difficult text and its ids by the package tokenizers; errors as of ``ids``.
+
+        The text of BPE has no characters that its tokens cannot spell: what is left out, and before or after which
+        merges, is where the package and llama.cpp differ.
+        """
+        text = TEXT
+        if self.model_type == "BPE":
+            characters = sorted(set(TEXT))
+            results = self.library.call("round_trips", characters)
+            spellable = {c for c, result in zip(characters, results, strict=True) if c in result}
+            text = "".join(c for c in TEXT if c in spellable)
+        return text, self.ids(text)
+
+
+def _are_ids(values: Collection[Any]) -> bool:
+    return set(map(type, values)) <= {int} and 0 <= min(values, default=0) <= max(values, default=0) < MAX_TOKENS
 
 
 def clean_up(text: str, config: Json) -> str:
@@ -338,7 +395,7 @@ def clean_up(text: str, config: Json) -> str:
 
 
 def looks_special(text: str) -> bool:
-    """Tell whether a token is one for control although it is not marked so."""
+    """Return whether a token is a control token although it is not marked so."""
     return (
         text in ("<pad>", "<mask>", "<2mass>", "[@BOS@]")
         or (text.startswith("<|") and text.endswith("|>"))
@@ -347,16 +404,33 @@ def looks_special(text: str) -> bool:
     )
 
 
+def _check_named(v: Vocabulary, size: int) -> None:
+    """Refuse tokens beyond the vocabulary that only tokenizer_config.json names: transformers adds them."""
+    in_json = {token.text for token in v.added_in_json}
+    token = next((t for t in v.added.values() if t.number >= size and t.text not in in_json), None)
+    if token is not None and token.text not in v.base:
+        raise FormatError(
+            f"{v.folder / 'tokenizer_config.json'}: it names the token {short(token.text)}, which is not in "
+            f"{v.where.name}; as number {token.number} it has no place among the {size} tokens that config.json speaks "
+            "of (vocab_size): correct its spelling, or remove it",
+            "QK-E114",
+        )
+
+
 def checked_size(v: Vocabulary, size: Any, highest: int) -> int:
     """Return the size of a vocabulary; FormatError if it does not hold its tokens."""
     if not isinstance(size, int) or isinstance(size, bool) or not 0 < size <= MAX_TOKENS:
-        raise FormatError(f"{v.config.path}: vocab_size is {short(size)}")
+        raise FormatError(f"{v.config.path}: vocab_size is {short(size)}", "QK-E112")
     if size - len(v.by_id) > MAX_PADDING:
-        raise FormatError(f"{v.config.path}: vocab_size is {size}, but {v.where.name} has {len(v.by_id)} tokens")
+        raise FormatError(
+            f"{v.config.path}: vocab_size is {size}, but {v.where.name} has {len(v.by_id)} tokens", "QK-E112"
+        )
     if highest >= size:
+        _check_named(v, size)
         raise FormatError(
             f"{v.where}: it has a token {highest}, but vocab_size of config.json is {size}: one of them is of "
-            "another model"
+            "another model",
+            "QK-E114",
         )
     return size
 
@@ -364,3 +438,33 @@ def checked_size(v: Vocabulary, size: Any, highest: int) -> int:
 def dump(value: Json) -> str:
     """Return an object as JSON that is the same for the same object."""
     return json.dumps(value, sort_keys=True)
+
+
+@dataclass(frozen=True)
+class AddedToken:
+    """A token beside those of the model in tokenizer.json."""
+
+    number: int
+    text: str
+    special: bool
+    normalized: bool
+    lstrip: bool = False
+    rstrip: bool = False
+    single_word: bool = False
+
+    @classmethod
+    def from_entry(cls, number: int, entry: dict[str, Any], special: bool, normalized: bool) -> AddedToken:
+        """Return the token of an entry of tokenizer.json or of added_tokens_decoder."""
+        flags = (bool(entry.get(key)) for key in ("lstrip", "rstrip", "single_word"))
+        return cls(number, entry["content"], special, normalized, *flags)
+
+    @property
+    def options(self) -> dict[str, bool]:
+        """The options of tokenizers.AddedToken."""
+        return {
+            "special": self.special,
+            "normalized": self.normalized,
+            "lstrip": self.lstrip,
+            "rstrip": self.rstrip,
+            "single_word": self.single_word,
+        }

@@ -6,12 +6,12 @@ import base64
 import binascii
 from typing import Any
 
-from quantkit.checkpoint.vocab.encoders import write_nomic_words
+from quantkit.checkpoint.vocab.bpe import set_token_types, write_nomic_words
 from quantkit.checkpoint.vocab.sentencepiece import (
     Piece,
     PieceModel,
+    add_added_tokens,
     plain_tokens,
-    put_added,
     read_model,
     set_pieces,
     write_sentencepiece,
@@ -27,7 +27,6 @@ from quantkit.checkpoint.vocab.tokenizer import (
     USER_DEFINED,
     Vocabulary,
 )
-from quantkit.checkpoint.vocab.wordpiece import set_token_types
 from quantkit.errors import FormatError
 from quantkit.formats.gguf.rules import short
 
@@ -43,15 +42,15 @@ def write_t5(v: Vocabulary) -> None:
     """Pieces with their scores; older models are SentencePiece's BPE."""
     file = next((name for name in _T5 if v.has(name)), None)
     if file is None:
-        raise FormatError(f"{v.folder}: it has neither {' nor '.join(_T5)}, so there is no vocabulary")
+        raise FormatError(f"{v.folder}: it has neither {' nor '.join(_T5)}, so there is no vocabulary", "QK-E114")
     model = read_model(v.folder / file)
     if not model.is_unigram and file == _T5[0]:
         write_sentencepiece(v)
         return
     if not model.is_unigram:
-        raise FormatError(f"{v.folder / file}: it is no Unigram model")
+        raise FormatError(f"{v.folder / file}: it is no Unigram model", "QK-E114")
     tokens = plain_tokens(v, file=file)
-    put_added(v, tokens)
+    add_added_tokens(v, tokens)
     set_pieces(v, tokens, "t5")
     v.keys.flag("tokenizer.ggml.add_space_prefix", model.adds_prefix)
     v.keys.flag("tokenizer.ggml.remove_extra_whitespaces", model.removes_spaces)
@@ -62,11 +61,13 @@ def write_t5(v: Vocabulary) -> None:
 def write_xlm(v: Vocabulary) -> None:
     """Pieces with their scores, of the model's file or, without one, of tokenizer.json."""
     if v.has(_XLM):
+        v.source = f"{_XLM} is SentencePiece's, which is not run here"
         model = read_model(v.folder / _XLM)
         if not model.is_unigram:
-            raise FormatError(f"{v.folder / _XLM}: it is no Unigram model")
+            raise FormatError(f"{v.folder / _XLM}: it is no Unigram model", "QK-E114")
         tokens = _moved(v, model.pieces)
     else:
+        v.run()
         model, tokens = _in_json(v)
     set_pieces(v, tokens, "t5")
     v.keys.flag("tokenizer.ggml.add_space_prefix", model.adds_prefix)
@@ -78,7 +79,7 @@ def write_xlm(v: Vocabulary) -> None:
 
 def write_nomic(v: Vocabulary) -> None:
     """WordPiece or Unigram, as its tokenizer.json says (NomicBertModel)."""
-    if v.model.get("type") == "Unigram":
+    if v.model_type == "Unigram":
         write_xlm(v)
     else:
         write_nomic_words(v)
@@ -88,7 +89,7 @@ def _size(v: Vocabulary, n: int) -> int:
     """Return how many tokens there are: ``n``, or as many as the configuration says if that is more."""
     size = v.config.get("vocab_size", 0)
     if not isinstance(size, int) or isinstance(size, bool) or size > min(MAX_TOKENS, n + MAX_PADDING):
-        raise FormatError(f"{v.config.path}: vocab_size is {short(size)}, of {n} tokens")
+        raise FormatError(f"{v.config.path}: vocab_size is {short(size)}, of {n} tokens", "QK-E112")
     return max(size, n)
 
 
@@ -102,26 +103,33 @@ def _moved(v: Vocabulary, pieces: list[Piece]) -> list[Piece]:
     tokens = [Piece(text, 0.0, kind) for text, kind in _FIRST] + tokens[3:-1]
     if v.keys.arch == "nomic-bert-moe":
         if len(tokens) <= _MASK:
-            raise FormatError(f"{v.folder / _XLM}: {len(tokens)} tokens; those of Nomic are more than {_MASK}")
+            raise FormatError(
+                f"{v.folder / _XLM}: {len(tokens)} tokens; those of Nomic are more than {_MASK}", "QK-E114"
+            )
         tokens[_MASK] = Piece("<mask>", 0.0, CONTROL)
     return tokens
 
 
 def _in_json(v: Vocabulary) -> tuple[PieceModel, list[Piece]]:
     """Return the tokens of tokenizer.json, and what is done to texts before."""
-    listed = v.model.get("vocab")
-    if v.model.get("type") != "Unigram" or not isinstance(listed, list):
-        raise FormatError(f"{v.where}: its model is {short(v.model.get('type'))}, but that of this class is Unigram")
-    given = v.tokenizer_config.get("unk_token")
+    entries = v.model.get("vocab")
+    if v.model.get("type") != "Unigram" or not isinstance(entries, list):
+        raise FormatError(
+            f"{v.where}: its model is {short(v.model.get('type'))}, but that of this class is Unigram", "QK-E114"
+        )
+    unknown_text = v.tokenizer_config.get("unk_token")
     added = {t.number: t for t in v.added.values()}
-    known = v.added.get(given) if isinstance(given, str) else None
-    unknown = v.model.get("unk_id", 3) if known is None else known.number
+    unknown_token = v.added.get(unknown_text) if isinstance(unknown_text, str) else None
+    unknown = v.model.get("unk_id", 3) if unknown_token is None else unknown_token.number
     special = {t.number for t in v.added.values() if t.special and t.text in v.special_texts}
     tokens = []
-    for number, entry in enumerate(listed):
+    for number, entry in enumerate(entries):
         text, score = _pair(v, entry)
         kind = USER_DEFINED if number in added else NORMAL
-        kind = UNKNOWN if number == unknown else CONTROL if number in special else kind
+        if number == unknown:
+            kind = UNKNOWN
+        elif number in special:
+            kind = CONTROL
         tokens.append(Piece(text, score, kind))
     tokens += _padding(len(tokens), _size(v, len(tokens)))
     config = v.tokenizer_config
@@ -135,10 +143,10 @@ def _in_json(v: Vocabulary) -> tuple[PieceModel, list[Piece]]:
 
 def _pair(v: Vocabulary, entry: Any) -> tuple[str, float]:
     if not isinstance(entry, list) or len(entry) != 2:
-        raise FormatError(f"{v.where}: model.vocab: {short(entry)} is no text with its score")
+        raise FormatError(f"{v.where}: model.vocab: {short(entry)} is no text with its score", "QK-E114")
     text, score = entry
     if not isinstance(text, str) or isinstance(score, bool) or not isinstance(score, (int, float)):
-        raise FormatError(f"{v.where}: model.vocab: {short(entry)} is no text with its score")
+        raise FormatError(f"{v.where}: model.vocab: {short(entry)} is no text with its score", "QK-E114")
     return text, float(score)
 
 
@@ -148,4 +156,4 @@ def _charsmap(v: Vocabulary) -> bytes:
     try:
         return base64.b64decode(text or "", validate=True)
     except (TypeError, ValueError, binascii.Error):
-        raise FormatError(f"{v.where}: precompiled_charsmap of its normalizer is no Base64") from None
+        raise FormatError(f"{v.where}: precompiled_charsmap of its normalizer is no Base64", "QK-E114") from None

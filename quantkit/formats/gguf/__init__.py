@@ -17,9 +17,10 @@ the whole model.
 The reader trusts nothing: every length and count is checked against the remaining bytes before any loop or
 allocation, and any violation is one FormatError with the file, the item and the byte offset.
 It refuses what llama.cpp b11434's gguf.cpp refuses, and also: overlapping tensors, tensors past the end of
-the file, dimensions of zero, booleans other than 0 and 1, keys and names that are empty, not UTF-8 or hold a
-NUL. It accepts what gguf.cpp refuses but does not misread: names of 64 bytes and more (up to ``MAX_NAME``;
-diffusion models have them), gaps between tensors, tensors in any order. Arrays of arrays, which the
+the file, booleans other than 0 and 1, keys and names that are empty, not UTF-8 or hold a
+NUL. It accepts what gguf.cpp refuses but does not misread: names of 64 bytes and more (up to ``MAX_NAME``) and more
+than four dimensions (up to ``MAX_DIMS``), both of which diffusion models have, gaps between tensors, tensors in any
+order. As there, a tensor may be empty (a dimension of 0) or a scalar (no dimensions). Arrays of arrays, which the
 specification allows and no runtime reads, are refused. String values may hold any bytes (tokenizers do):
 they are decoded with "surrogateescape", which ``Field.of`` turns back into the same bytes.
 """

@@ -58,7 +58,7 @@ class Field:
         type: ValueType | None = None,  # noqa: A002
         item_type: ValueType | None = None,
     ) -> Field:
-        """Make a field from a Python value.
+        """Return a field with a Python value.
 
         Args:
             key: the key, 1 to 65535 bytes of UTF-8.
@@ -72,23 +72,28 @@ class Field:
         """
         check_key(key)
         if isinstance(value, np.ndarray) and value.ndim != 1:
-            raise RecipeError(f"key {short(key)}: an array must have one dimension, not {value.ndim}")
+            raise RecipeError(f"key {short(key)}: an array must have one dimension, not {value.ndim}", "QK-E203")
         is_array = isinstance(value, (list, tuple, np.ndarray))
         if is_array != (type is ValueType.ARRAY) and type is not None:
-            raise RecipeError(f"key {short(key)}: {short(value)} does not fit {type.name}")
+            raise RecipeError(f"key {short(key)}: {short(value)} does not fit {type.name}", "QK-E203")
         if not is_array:
             if item_type is not None:
-                raise RecipeError(f"key {short(key)}: an item type was given, but {short(value)} is no array")
-            own = _BY_DTYPE.get(value.dtype) if isinstance(value, np.generic) else None
-            given = type if type is not None else own
-            chosen = given if given is not None else _infer(key, [value])
-            return cls(key, chosen, None, _pack(key, chosen, [value]))
+                raise RecipeError(
+                    f"key {short(key)}: an item type was given, but {short(value)} is no array", "QK-E203"
+                )
+            numpy_type = _BY_DTYPE.get(value.dtype) if isinstance(value, np.generic) else None
+            explicit_type = type if type is not None else numpy_type
+            chosen_type = explicit_type if explicit_type is not None else _infer(key, [value])
+            return cls(key, chosen_type, None, _pack(key, chosen_type, [value]))
         if item_type is None:
             item_type = _BY_DTYPE.get(value.dtype) if isinstance(value, np.ndarray) else None
         items = list(value) if not isinstance(value, np.ndarray) else value.tolist()
         item_type = item_type if item_type is not None else _infer(key, items)
         head = struct.pack("<IQ", item_type, len(items))
-        return cls(key, ValueType.ARRAY, item_type, head + _pack(key, item_type, items))
+        array = cls(key, ValueType.ARRAY, item_type, head + _pack(key, item_type, items))
+        if item_type is ValueType.STRING and _is_unicode(items):
+            array.__dict__["value"] = items  # decoding a vocabulary takes longer than all else that checks it
+        return array
 
     def __reduce__(self) -> tuple[object, tuple[object, ...]]:
         """Pickle the bytes themselves, which may be those of a mapped file."""
@@ -131,7 +136,7 @@ class Field:
 def _infer(key: str, items: list[Any]) -> ValueType:
     """Return the value type that holds all of ``items``."""
     if not items:
-        raise RecipeError(f"key {short(key)}: an empty list tells no item type; give item_type")
+        raise RecipeError(f"key {short(key)}: an empty list tells no item type; give item_type", "QK-E203")
     if all(isinstance(v, (bool, np.bool_)) for v in items):
         return ValueType.BOOL
     if all(isinstance(v, str) for v in items):
@@ -141,40 +146,62 @@ def _infer(key: str, items: list[Any]) -> ValueType:
         for value_type, start, stop in _INT_RANGES:
             if start <= low and high < stop:
                 return value_type
-        raise RecipeError(f"key {short(key)}: {short(high if high > 0 else low)} does not fit in 64 bits")
+        raise RecipeError(f"key {short(key)}: {short(high if high > 0 else low)} does not fit in 64 bits", "QK-E203")
     if all(isinstance(v, (int, float, np.integer, np.floating)) and not isinstance(v, bool) for v in items):
         return ValueType.FLOAT32
     names = sorted({type(v).__name__ for v in items})
-    raise RecipeError(f"key {short(key)}: no GGUF type holds {short(items)} ({', '.join(names)})")
+    raise RecipeError(f"key {short(key)}: no GGUF type holds {short(items)} ({', '.join(names)})", "QK-E203")
 
 
 def _pack(key: str, value_type: ValueType, items: list[Any]) -> bytes:
     """Return the bytes of ``items``, all of one scalar type."""
     if value_type is ValueType.STRING:
-        return b"".join(_pack_string(key, v) for v in items)
+        return _pack_strings(key, items)
     if value_type not in _LETTERS:
-        raise RecipeError(f"key {short(key)}: arrays of arrays are not written; no runtime reads them")
+        raise RecipeError(f"key {short(key)}: arrays of arrays are not written; no runtime reads them", "QK-E203")
     bools = [isinstance(v, (bool, np.bool_)) for v in items]
     if not all(bools) if value_type is ValueType.BOOL else any(bools):
-        raise RecipeError(f"key {short(key)}: {short(items)} does not fit {value_type.name}")
+        raise RecipeError(f"key {short(key)}: {short(items)} does not fit {value_type.name}", "QK-E203")
     try:
         return struct.pack(f"<{len(items)}{_LETTERS[value_type]}", *items)
     except (struct.error, OverflowError, TypeError) as e:
-        raise RecipeError(f"key {short(key)}: {short(items)} does not fit {value_type.name} ({e})") from None
+        raise RecipeError(f"key {short(key)}: {short(items)} does not fit {value_type.name} ({e})", "QK-E203") from None
+
+
+def _is_unicode(items: list[str]) -> bool:
+    """Return whether strings hold no surrogates, which stand for bytes that are not UTF-8."""
+    try:
+        "".join(items).encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _pack_strings(key: str, items: list[Any]) -> bytes:
+    try:
+        strings = list(map(str.encode, items))
+    except (TypeError, UnicodeEncodeError):
+        return b"".join(_pack_string(key, item) for item in items)
+    parts = [b""] * (2 * len(strings))
+    parts[::2] = map(struct.Struct("<Q").pack, map(len, strings))
+    parts[1::2] = strings
+    return b"".join(parts)
 
 
 def _pack_string(key: str, text: object) -> bytes:
     if not isinstance(text, str):
-        raise RecipeError(f"key {short(key)}: {short(text)} does not fit STRING")
+        raise RecipeError(f"key {short(key)}: {short(text)} does not fit STRING", "QK-E203")
     try:
         data = text.encode("utf-8", "surrogateescape")
     except UnicodeEncodeError:
-        raise RecipeError(f"key {short(key)}: {short(text)} is not valid Unicode") from None
+        raise RecipeError(f"key {short(key)}: {short(text)} is not valid Unicode", "QK-E203") from None
     return struct.pack("<Q", len(data)) + data
 
 
 def _decode_strings(raw: bytes | memoryview, count: int) -> list[str]:
-    data, pos, strings = bytes(raw), 12, []
+    data = bytes(raw)
+    pos = 12
+    strings = []
     for _ in range(count):
         start = pos + 8
         pos = start + _u64(data, pos)[0]

@@ -18,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from quantkit.errors import FormatError
+from quantkit.formats.files import check_unchanged
 from quantkit.formats.gguf.fields import Field, ValueType
 from quantkit.formats.gguf.reader import Shard, TensorInfo, map_file, read_shard
 from quantkit.formats.gguf.rules import short
@@ -40,8 +41,7 @@ class GGUFFile:
         fields: the first shard's metadata in file order, split.* included.
         tensors: by name, in the order of shards and, within one, of their infos.
 
-    Closing is safe while views and fields are alive: each keeps its mapping. The files must not be truncated
-    meanwhile: reading a mapping beyond the end of its file kills the process (SIGBUS).
+    Closing is safe while views and fields are alive: each keeps its mapping.
     """
 
     def __init__(self, shards: Sequence[Shard], header_only: bool) -> None:
@@ -51,6 +51,7 @@ class GGUFFile:
         self.fields: dict[str, Field] = shards[0].fields
         self.tensors: dict[str, TensorInfo] = {t.name: t for s in shards for t in s.tensors}
         self._header_only = header_only
+        self._grows = False
         self._closed = False
         self._maps: OrderedDict[int, memoryview] = OrderedDict()
         self._lock = threading.Lock()
@@ -64,36 +65,51 @@ class GGUFFile:
 
     def get(self, key: str, default: Any = None) -> Any:
         """Return the value of a metadata key, or ``default`` if there is none."""
-        found = self.fields.get(key)
-        return default if found is None else found.value
+        field = self.fields.get(key)
+        return default if field is None else field.value
 
     def data(self, tensor: TensorInfo | str) -> npt.NDArray[np.uint8]:
         """Return a tensor's bytes: a read-only 1-D uint8 view of the mapped file. Safe to call from threads.
 
         Raises:
             KeyError: no tensor of this name.
-            FormatError: the file was opened ``header_only``, or has shrunk since.
+            FormatError: the file was opened ``header_only``, or was written to since.
             ValueError: the file is closed.
         """
         info = self.tensors[tensor] if isinstance(tensor, str) else tensor
         if self._header_only:
-            raise FormatError(f"{self.paths[info.shard]}: opened for its header only; it has no tensor data here")
+            raise FormatError(
+                f"{self.paths[info.shard]}: opened for its header only; it has no tensor data here", "QK-E103"
+            )
+        if not info.nbytes:
+            return np.empty(0, np.uint8)
         view = self._view(info.shard)
+        if not self._grows:
+            check_unchanged(self.paths[info.shard : info.shard + 1])
         if info.offset + info.nbytes > len(view):
             raise FormatError(
-                f"{self.paths[info.shard]}: the file has shrunk; {info.name} is gone, at byte {len(view)}"
+                f"{self.paths[info.shard]}: the file has shrunk; {info.name} is gone, at byte {len(view)}", "QK-E109"
             )
         return np.frombuffer(view, np.uint8, info.nbytes, info.offset)
 
+    def check(self) -> None:
+        """Raise FormatError if a file was written to, or cut, since it was opened: views show what it is now."""
+        if not self._grows:
+            check_unchanged(self.paths)
+
+    def expect_writes(self) -> None:
+        """Take changes of the files as they come: this process writes them."""
+        self._grows = True
+
     def forget(self, tensor: TensorInfo | str) -> None:
-        """Take a tensor's pages out of this process's memory; views stay valid and read the file again.
+        """Release a tensor's pages from this process's memory; views stay valid and read the file again.
 
         Mapped pages count as resident once touched: who streams through a model calls this behind itself.
         """
         info = self.tensors[tensor] if isinstance(tensor, str) else tensor
         with self._lock:
             view = self._maps.get(info.shard)
-        if view is None or not hasattr(mmap, "MADV_DONTNEED"):
+        if view is None or not info.nbytes or not hasattr(mmap, "MADV_DONTNEED"):
             return
         mapping: mmap.mmap = view.obj  # type: ignore[assignment]
         start = info.offset // mmap.PAGESIZE * mmap.PAGESIZE
@@ -104,13 +120,13 @@ class GGUFFile:
         """The shards: see ``pipeline.source``."""
         return tuple(self.paths)
 
-    def read(self, tensor: TensorInfo, into: U8, at: int, ahead: int = 0) -> None:
-        """Fill ``into`` from byte ``at`` of a tensor on, with pread; the kernel reads ``ahead`` bytes more meanwhile.
+    def read(self, tensor: TensorInfo, out: U8, offset: int, readahead: int = 0) -> None:
+        """Fill ``out`` from byte ``offset`` of a tensor on, with pread; ask the kernel for ``readahead`` bytes more.
 
         Works when closed, too. Raises FormatError when the file ends before, OSError when it cannot be read.
         """
         begin = tensor.offset
-        read_range(self.paths[tensor.shard], into, begin + at, ahead, (begin, begin + tensor.nbytes))
+        read_range(self.paths[tensor.shard], out, begin + offset, readahead, (begin, begin + tensor.nbytes))
 
     def place(self, tensor: TensorInfo) -> tuple[Path, int] | None:
         """Return the file and the offset of a tensor's bytes."""
@@ -173,13 +189,13 @@ def open_gguf(path: str | os.PathLike[str], *, header_only: bool = False) -> GGU
     Raises:
         FormatError: a file is broken; the message names file and byte.
     """
-    named = located(path)
-    shard = read_shard(named, 0, header_only)
+    location = located(path)
+    shard = read_shard(location, 0, header_only)
     count = _split_int(shard, "split.count", 0)
     if count <= 1:
         return GGUFFile([shard], header_only)
     no = _split_int(shard, "split.no")
-    paths = _shard_paths(named, no, count)
+    paths = _shard_paths(location, no, count)
     shards = [read_shard(paths[0], 0, header_only)]
     shards += [_without_map(read_shard(p, i, header_only)) for i, p in enumerate(paths) if i]
     _check_shards(shards, count)
@@ -190,39 +206,42 @@ def open_model(path: str | os.PathLike[str]) -> GGUFFile:
     """Open a model as ``open_gguf`` does; FormatError, too, for a file without a single tensor."""
     file = open_gguf(path)
     if not file.tensors:
-        raise FormatError(f"{path}: there is no tensor in it, so this is no model: convert or download it again")
+        raise FormatError(
+            f"{file.paths[0]}: there is no tensor in it, so this is no model: convert or download it again", "QK-E105"
+        )
     return file
 
 
 def _without_map(shard: Shard) -> Shard:
     """Copy only the split keys of a later shard, so that thousands of shards do not hold a mapping each."""
-    kept = {key: replace(f, raw=bytes(f.raw)) for key, f in shard.fields.items() if key.startswith("split.")}
-    return replace(shard, fields=kept)
+    fields = {key: replace(f, raw=bytes(f.raw)) for key, f in shard.fields.items() if key.startswith("split.")}
+    return replace(shard, fields=fields)
 
 
 def _split_int(shard: Shard, key: str, default: int | None = None) -> int:
-    found = shard.fields.get(key)
-    if found is None and default is not None:
+    field = shard.fields.get(key)
+    if field is None and default is not None:
         return default
-    if found is None:
-        raise FormatError(f"{shard.path}: a shard without the key {key}")
-    if not isinstance(found.value, int) or isinstance(found.value, bool) or not 0 <= found.value < 1 << 31:
-        raise FormatError(f"{shard.path}: {key} is {short(found.value)} ({found.describe()}), not a count")
-    return found.value
+    if field is None:
+        raise FormatError(f"{shard.path}: a shard without the key {key}", "QK-E104")
+    if not isinstance(field.value, int) or isinstance(field.value, bool) or not 0 <= field.value < 1 << 31:
+        raise FormatError(f"{shard.path}: {key} is {short(field.value)} ({field.describe()}), not a count", "QK-E123")
+    return field.value
 
 
-def _shard_paths(named: Path, no: int, count: int) -> list[Path]:
-    """Return the paths of all shards of the one called ``named``; each must exist."""
-    split = parse_split_path(named)
+def _shard_paths(location: Path, no: int, count: int) -> list[Path]:
+    """Return the paths of all shards of the one at ``location``; each must exist."""
+    split = parse_split_path(location)
     if split is None or split[1:] != (no, count):
         expected = split_path("PREFIX", no, count).name
-        raise FormatError(f"{named}: this is shard {no + 1} of {count} and must be named {expected}")
-    paths = [named if i == no else named.with_name(split_path(split[0], i, count).name) for i in range(count)]
+        raise FormatError(f"{location}: this is shard {no + 1} of {count} and must be named {expected}", "QK-E104")
+    paths = [location if i == no else location.with_name(split_path(split[0], i, count).name) for i in range(count)]
     missing = [p.name for p in paths if not p.exists()]
     if missing:
-        more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
+        suffix = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
         raise FormatError(
-            f"{named}: {len(missing)} of {count} shards are missing beside it: {', '.join(missing[:3])}{more}"
+            f"{location}: {len(missing)} of {count} shards are missing beside it: {', '.join(missing[:3])}{suffix}",
+            "QK-E104",
         )
     return paths
 
@@ -233,15 +252,19 @@ def _check_shards(shards: Sequence[Shard], count: int) -> None:
     for i, shard in enumerate(shards):
         no, its_count = _split_int(shard, "split.no"), _split_int(shard, "split.count", count)
         if (no, its_count) != (i, count):
-            raise FormatError(f"{shard.path}: says shard {no + 1} of {its_count}, its name {i + 1} of {count}")
+            raise FormatError(
+                f"{shard.path}: says shard {no + 1} of {its_count}, its name {i + 1} of {count}", "QK-E104"
+            )
         for tensor in shard.tensors:
-            other = owner.setdefault(tensor.name, shard.path)
-            if other is not shard.path:
-                raise FormatError(f"{shard.path}: tensor {short(tensor.name)} is also in {other.name}")
+            owner_path = owner.setdefault(tensor.name, shard.path)
+            if owner_path is not shard.path:
+                raise FormatError(f"{shard.path}: tensor {short(tensor.name)} is also in {owner_path.name}", "QK-E107")
     for shard in shards:
         total = _split_int(shard, "split.tensors.count", len(owner))
         if total != len(owner):
-            raise FormatError(f"{shard.path}: split.tensors.count is {total}, but the shards hold {len(owner)}")
+            raise FormatError(
+                f"{shard.path}: split.tensors.count is {total}, but the shards hold {len(owner)}", "QK-E104"
+            )
 
 
 def split_path(prefix: str | os.PathLike[str], no: int, count: int) -> Path:
@@ -251,8 +274,8 @@ def split_path(prefix: str | os.PathLike[str], no: int, count: int) -> Path:
 
 def parse_split_path(path: str | os.PathLike[str]) -> tuple[str, int, int] | None:
     """Return prefix, number (from 0) and count of a shard's path, None for another path."""
-    found = re.fullmatch(r"(.+)-(\d{5,10})-of-(\d{5,10})\.gguf", os.fspath(path), re.DOTALL)
-    return (found[1], int(found[2]) - 1, int(found[3])) if found else None
+    match = re.fullmatch(r"(.+)-(\d{5,10})-of-(\d{5,10})\.gguf", os.fspath(path), re.DOTALL)
+    return (match[1], int(match[2]) - 1, int(match[3])) if match else None
 
 
 def split_fields(no: int, count: int, n_tensors: int) -> list[Field]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import mmap
 import os
 import stat
 import struct
@@ -13,6 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from quantkit.errors import FormatError, TypeNotSupported
+from quantkit.formats.files import hold, open_input
 from quantkit.formats.gguf.fields import SIZES, Field, ValueType, checked_alignment
 from quantkit.formats.gguf.rules import (
     ALIGNMENT_KEY,
@@ -26,12 +26,13 @@ from quantkit.formats.gguf.rules import (
     short,
 )
 from quantkit.formats.remote import URL
-from quantkit.formats.remote.reader import Growing
+from quantkit.formats.remote.reader import Prefix
+from quantkit.mapping import map_descriptor
 from quantkit.types import TensorType, type_by_id
 from quantkit.units import round_up
 
 #: Fewest bytes of a field and a tensor info: bounds for the two counts in the header.
-_MIN_FIELD, _MIN_TENSOR = 8 + 1 + 4 + 1, 8 + 1 + 4 + 8 + 4 + 8
+_MIN_FIELD, _MIN_TENSOR = 8 + 1 + 4 + 1, 8 + 1 + 4 + 4 + 8
 
 #: What a file that is not GGUF may be.
 _OTHER_MAGICS = {
@@ -48,7 +49,7 @@ _u64 = struct.Struct("<Q").unpack_from
 
 @dataclass(frozen=True, slots=True)
 class TensorInfo:
-    """Where a tensor is. ``shape`` is in ggml's order, innermost first; ``offset`` counts from the
+    """A tensor's name, type and place. ``shape`` is in ggml's order, innermost first; ``offset`` counts from the
     beginning of the file ``paths[shard]``."""
 
     name: str
@@ -59,7 +60,7 @@ class TensorInfo:
     shard: int
 
 
-class _More(Exception):
+class _NeedMore(Exception):
     """The header goes on behind the bytes at hand: those up to ``end`` are needed."""
 
     def __init__(self, end: int) -> None:
@@ -74,52 +75,61 @@ class _Cursor:
     """
 
     def __init__(self, path: Path, buf: memoryview, size: int) -> None:
-        self.path, self.buf, self.size, self.pos = path, buf, size, 0
+        self.path = path
+        self.buf = buf
+        self.size = size
+        self.pos = 0
 
     @property
     def left(self) -> int:
         return self.size - self.pos
 
-    def fail(self, what: str, at: int | None = None) -> FormatError:
-        return FormatError(f"{self.path}: {what}, at byte {self.pos if at is None else at}")
+    def fail(self, problem: str, offset: int | None = None, code: str = "QK-E102") -> FormatError:
+        """Return an error at a byte, that of the cursor if no ``offset`` is given."""
+        return FormatError(f"{self.path}: {problem}, at byte {self.pos if offset is None else offset}", code)
 
-    def skip(self, n: int, what: str) -> None:
+    def skip(self, n: int, item: str) -> None:
         if n > self.left:
-            raise self.fail(f"{what} takes {n} bytes, but the file ends after {self.left} more (truncated?)")
+            message = f"{item} takes {n} bytes, but the file ends after {self.left} more (truncated?)"
+            raise self.fail(message, code="QK-E103")
         self.pos += n
         if self.pos > len(self.buf):
-            raise _More(self.pos)
+            raise _NeedMore(self.pos)
 
-    def u32(self, what: str) -> int:
-        self.skip(4, what)
+    def u32(self, item: str) -> int:
+        self.skip(4, item)
         return int(_u32(self.buf, self.pos - 4)[0])
 
-    def u64(self, what: str) -> int:
-        self.skip(8, what)
+    def u64(self, item: str) -> int:
+        self.skip(8, item)
         return int(_u64(self.buf, self.pos - 8)[0])
 
-    def name(self, what: str) -> str:
+    def name(self, item: str) -> str:
         """Read a key or a tensor name."""
-        at = self.pos
-        n = self.u64(f"the length of {what}")
+        start = self.pos
+        n = self.u64(f"the length of {item}")
         if not 0 < n <= MAX_NAME:
-            raise self.fail(f"{what} is {n} bytes long; 1 to {MAX_NAME} are allowed", at)
-        self.skip(n, what)
+            raise self.fail(f"{item} is {n} bytes long; 1 to {MAX_NAME} are allowed", start)
+        self.skip(n, item)
         data = bytes(self.buf[self.pos - n : self.pos])
         if 0 in data:
-            raise self.fail(f"{what} {short(data)} holds a NUL byte", at + 8)
+            raise self.fail(f"{item} {short(data)} holds a NUL byte", start + 8)
         try:
             return data.decode()
         except UnicodeDecodeError as e:
-            raise self.fail(f"{what} {short(data)} is not UTF-8", at + 8 + e.start) from None
+            raise self.fail(f"{item} {short(data)} is not UTF-8", start + 8 + e.start) from None
 
 
 def _read_header(cur: _Cursor) -> tuple[int, int, int]:
     """Read magic, version and counts; return version, n_tensors, n_kv."""
     magic = bytes(cur.buf[:4])
     if magic != MAGIC:
-        other = _OTHER_MAGICS.get(magic)
-        raise cur.fail(f"not a GGUF file: it begins with {magic!r}" + (f"; it looks like {other}" if other else ""), 0)
+        likely_kind = _OTHER_MAGICS.get(magic)
+        raise cur.fail(
+            f"not a GGUF file: it begins with {magic!r}" + (f"; it looks like {likely_kind}" if likely_kind else ""),
+            0,
+            "QK-E101",
+        )
     cur.pos = 4
     version = cur.u32("the version")
     if version and version & 0xFFFF == 0:
@@ -137,90 +147,92 @@ def _read_header(cur: _Cursor) -> tuple[int, int, int]:
 
 def _read_field(cur: _Cursor, index: int) -> Field:
     key = cur.name(f"key {index}")
-    what = f"the value of {short(key)}"
-    value_type = _read_value_type(cur, what)
+    item = f"the value of {short(key)}"
+    value_type = _read_value_type(cur, item)
     start, item_type = cur.pos, None
     if value_type is ValueType.ARRAY:
-        item_type = _skip_array(cur, what)
+        item_type = _skip_array(cur, item)
     elif value_type is ValueType.STRING:
-        cur.skip(cur.u64(f"the length of {what}"), what)
+        cur.skip(cur.u64(f"the length of {item}"), item)
     else:
-        cur.skip(SIZES[value_type], what)
+        cur.skip(SIZES[value_type], item)
         if value_type is ValueType.BOOL and cur.buf[start] > 1:
-            raise cur.fail(f"{what} is a boolean of {cur.buf[start]}, neither 0 nor 1", start)
+            raise cur.fail(f"{item} is a boolean of {cur.buf[start]}, neither 0 nor 1", start)
     return Field(key, value_type, item_type, cur.buf[start : cur.pos])
 
 
-def _read_value_type(cur: _Cursor, what: str) -> ValueType:
-    code = cur.u32(f"the type of {what}")
+def _read_value_type(cur: _Cursor, item: str) -> ValueType:
+    code = cur.u32(f"the type of {item}")
     try:
         return ValueType(code)
     except ValueError:
-        raise cur.fail(f"{what} has the unknown type {code}", cur.pos - 4) from None
+        raise cur.fail(f"{item} has the unknown type {code}", cur.pos - 4) from None
 
 
-def _skip_array(cur: _Cursor, what: str) -> ValueType:
+def _skip_array(cur: _Cursor, item: str) -> ValueType:
     """Step over an array, checking its bounds; return its item type."""
-    item_type = _read_value_type(cur, f"an item of {what}")
+    item_type = _read_value_type(cur, f"an item of {item}")
     count_at = cur.pos
-    count = cur.u64(f"the count of {what}")
+    count = cur.u64(f"the count of {item}")
     if item_type is ValueType.ARRAY:
-        raise cur.fail(f"{what} is an array of arrays, which no runtime reads", count_at - 4)
+        raise cur.fail(f"{item} is an array of arrays, which no runtime reads", count_at - 4)
     if count > cur.left // SIZES.get(item_type, 8):
         raise cur.fail(
-            f"{what} counts {count} items of {item_type.name}, more than the {cur.left} bytes left", count_at
+            f"{item} counts {count} items of {item_type.name}, more than the {cur.left} bytes left", count_at
         )
     if item_type is ValueType.STRING:
         if count > MAX_STRINGS:
-            raise cur.fail(f"{what} counts {count} strings; at most {MAX_STRINGS} are read", count_at)
-        _skip_strings(cur, count, what)
+            raise cur.fail(f"{item} counts {count} strings; at most {MAX_STRINGS} are read", count_at)
+        _skip_strings(cur, count, item)
         return item_type
     start = cur.pos
-    cur.skip(count * SIZES[item_type], what)
+    cur.skip(count * SIZES[item_type], item)
     if item_type is ValueType.BOOL and count:
         items = np.frombuffer(cur.buf, np.uint8, count, start)
         if items.max() > 1:
-            raise cur.fail(f"{what} holds a boolean of {items.max()}, neither 0 nor 1", start + int(items.argmax()))
+            raise cur.fail(f"{item} holds a boolean of {items.max()}, neither 0 nor 1", start + int(items.argmax()))
     return item_type
 
 
-def _skip_strings(cur: _Cursor, count: int, what: str) -> None:
+def _skip_strings(cur: _Cursor, count: int, item: str) -> None:
     """Step over ``count`` strings; without calls in the loop, for large vocabularies."""
-    buf, pos, last = cur.buf, cur.pos, len(cur.buf) - 8
-    at = pos
+    buf = cur.buf
+    pos = cur.pos
+    last = len(cur.buf) - 8
+    start = pos
     for _ in range(count):
         if pos > last:
             break
-        at = pos
-        pos += 8 + _u64(buf, at)[0]
+        start = pos
+        pos += 8 + _u64(buf, start)[0]
     else:
         if pos <= len(buf):
             cur.pos = pos
             return
     if len(buf) < cur.size and pos <= cur.size:
-        raise _More(pos + 8)
-    raise cur.fail(f"{what}: one of {count} strings ends beyond the file", at)
+        raise _NeedMore(pos + 8)
+    raise cur.fail(f"{item}: one of {count} strings ends beyond the file", start)
 
 
 def _read_tensor(cur: _Cursor, index: int, shard: int) -> TensorInfo:
     """Read one tensor info; its ``offset`` still counts from the beginning of the data."""
-    at = cur.pos
+    start = cur.pos
     name = cur.name(f"the name of tensor {index}")
-    what = f"tensor {short(name)}"
-    n_dims = cur.u32(f"the number of dimensions of {what}")
-    if not 1 <= n_dims <= MAX_DIMS:
-        raise cur.fail(f"{what} has {n_dims} dimensions; 1 to {MAX_DIMS} are allowed", cur.pos - 4)
-    shape = tuple(cur.u64(f"a dimension of {what}") for _ in range(n_dims))
+    item = f"tensor {short(name)}"
+    n_dims = cur.u32(f"the number of dimensions of {item}")
+    if n_dims > MAX_DIMS:
+        raise cur.fail(f"{item} has {n_dims} dimensions; up to {MAX_DIMS} are allowed", cur.pos - 4)
+    shape = tuple(cur.u64(f"a dimension of {item}") for _ in range(n_dims))
     type_at = cur.pos
-    type_id = cur.u32(f"the type of {what}")
-    offset = cur.u64(f"the offset of {what}")
+    type_id = cur.u32(f"the type of {item}")
+    offset = cur.u64(f"the offset of {item}")
     try:
         tensor_type = type_by_id(type_id)
         nbytes = checked_bytes(tensor_type, shape)
     except TypeNotSupported as e:
-        raise cur.fail(f"{what}: {e.message}", type_at) from None
+        raise cur.fail(f"{item}: {e.message}", type_at, e.code) from None
     except ValueError as e:
-        raise cur.fail(f"{what}: {e}", at) from None
+        raise cur.fail(f"{item}: {e}", start) from None
     return TensorInfo(name, shape, tensor_type, nbytes, offset, shard)
 
 
@@ -240,42 +252,47 @@ def map_file(path: Path) -> memoryview:
     if isinstance(path, URL):
         try:
             with path.open("rb") as file:
-                return memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
+                return map_descriptor(file.fileno(), os.fstat(file.fileno()).st_size)
         except OSError as e:
-            raise FormatError(f"{path}: cannot be opened: {e.strerror or e}") from None
+            raise FormatError(f"{path}: cannot be opened: {e.strerror or e}", "QK-E405") from None
     try:
-        mode = os.stat(path).st_mode
-        if not stat.S_ISREG(mode):
-            kind = "a directory; name the .gguf file in it" if stat.S_ISDIR(mode) else "not a regular file"
-            raise FormatError(f"{path}: {kind}")
-        with open(path, "rb") as file:
-            if os.fstat(file.fileno()).st_size == 0:
-                raise FormatError(f"{path}: the file is empty")
-            return memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
+        with open_input(path) as fd:
+            status = os.fstat(fd)
+            if not stat.S_ISREG(status.st_mode):
+                is_folder = stat.S_ISDIR(status.st_mode)
+                kind = "a directory; name the .gguf file in it" if is_folder else "not a regular file"
+                raise FormatError(f"{path}: {kind}", "QK-E120")
+            if status.st_size == 0:
+                raise FormatError(f"{path}: the file is empty", "QK-E103")
+            return map_descriptor(fd, status.st_size)
     except (OSError, ValueError) as e:
         reason = e.strerror if isinstance(e, OSError) and e.strerror else str(e)
-        raise FormatError(f"{path}: cannot be opened: {reason}") from None
+        raise FormatError(f"{path}: cannot be opened: {reason}", "QK-E405") from None
 
 
 def read_shard(path: Path, shard: int, header_only: bool) -> Shard:
-    """Read and check the header of one file; with ``header_only`` its tensor data may be missing.
+    """Read and check the header of one file, which is held then; with ``header_only`` its tensor data may be missing.
 
     Of an object of a store only the beginning is read, more and more of it until the header is there.
     """
     if not isinstance(path, URL):
+        try:
+            path = hold(path)
+        except OSError as e:
+            raise FormatError(f"{path}: cannot be opened: {e.strerror or e}", "QK-E405") from None
         view = map_file(path)
         return _read_shard(_Cursor(path, view, len(view)), shard, header_only)
     try:
-        beginning, end = Growing(path), 24
+        beginning, end = Prefix(path), 24
         while True:
-            if not (data := beginning.upto(end)):
-                raise FormatError(f"{path}: the file is empty")
+            if not (data := beginning.read_to(end)):
+                raise FormatError(f"{path}: the file is empty", "QK-E103")
             try:
                 return _read_shard(_Cursor(path, memoryview(data), beginning.size), shard, header_only)
-            except _More as more:
+            except _NeedMore as more:
                 end = more.end
     except OSError as e:
-        raise FormatError(f"{path}: cannot be opened: {e.strerror or e}") from None
+        raise FormatError(f"{path}: cannot be opened: {e.strerror or e}", "QK-E405") from None
 
 
 def _read_shard(cur: _Cursor, shard: int, header_only: bool) -> Shard:
@@ -283,26 +300,26 @@ def _read_shard(cur: _Cursor, shard: int, header_only: bool) -> Shard:
     version, n_tensors, n_kv = _read_header(cur)
     fields: dict[str, Field] = {}
     for i in range(n_kv):
-        at = cur.pos
+        start = cur.pos
         item = _read_field(cur, i)
         if item.key in fields:
-            raise cur.fail(f"key {short(item.key)} appears twice", at)
+            raise cur.fail(f"key {short(item.key)} appears twice", start, "QK-E107")
         fields[item.key] = item
         if item.key == ALIGNMENT_KEY:
             try:
                 checked_alignment(item)
             except ValueError as e:
-                raise cur.fail(str(e), at) from None
+                raise cur.fail(str(e), start) from None
     alignment = checked_alignment(fields.get(ALIGNMENT_KEY))
     tensors, names = [], set()
     for i in range(n_tensors):
-        at = cur.pos
+        start = cur.pos
         tensor = _read_tensor(cur, i, shard)
         if tensor.name in names:
-            raise cur.fail(f"tensor {short(tensor.name)} appears twice", at)
+            raise cur.fail(f"tensor {short(tensor.name)} appears twice", start, "QK-E107")
         if tensor.offset % alignment:
-            what = f"tensor {short(tensor.name)}: its offset {tensor.offset} is no multiple of {alignment}"
-            raise cur.fail(what, cur.pos - 8)
+            problem = f"tensor {short(tensor.name)}: its offset {tensor.offset} is no multiple of {alignment}"
+            raise cur.fail(problem, cur.pos - 8)
         names.add(tensor.name)
         tensors.append(tensor)
     return Shard(path, version, alignment, fields, _place(cur, tensors, alignment, header_only))
@@ -314,10 +331,10 @@ def _place(cur: _Cursor, tensors: list[TensorInfo], alignment: int, header_only:
     placed = [replace(t, offset=start + t.offset) for t in tensors]
     for tensor in placed:
         end = tensor.offset + tensor.nbytes
-        if end > cur.size and not header_only or end >= 1 << 63:
-            what = f"tensor {short(tensor.name)} needs bytes up to {end}, but the file has {cur.size} (truncated?)"
-            raise cur.fail(what, tensor.offset)
-    for a, b in pairwise(sorted(placed, key=lambda t: t.offset)):
+        if end > cur.size and tensor.nbytes and not header_only or end >= 1 << 63:
+            problem = f"tensor {short(tensor.name)} needs bytes up to {end}, but the file has {cur.size} (truncated?)"
+            raise cur.fail(problem, tensor.offset, "QK-E103")
+    for a, b in pairwise(sorted((t for t in placed if t.nbytes), key=lambda t: t.offset)):
         if a.offset + a.nbytes > b.offset:
             raise cur.fail(f"tensors {short(a.name)} and {short(b.name)} overlap", b.offset)
     return placed

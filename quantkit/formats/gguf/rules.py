@@ -17,7 +17,10 @@ MAX_NAME = 65535
 MAX_ALIGNMENT = 1 << 24
 #: Most strings in one array (vocabularies have up to a few 100k): bounds the time to walk them.
 MAX_STRINGS = 1 << 26
-MAX_DIMS = 4
+#: Most dimensions of a tensor that is read or copied: convolutions of video models have five.
+MAX_DIMS = 8
+#: Most dimensions of a tensor that ggml computes with.
+GGML_DIMS = 4
 
 #: Most keys and tensors in one file (models have up to some thousands): bounds the memory for objects.
 MAX_FIELDS = 1 << 16
@@ -26,30 +29,42 @@ MAX_TENSORS = 1 << 18
 
 def short(value: object) -> str:
     """Return ``value`` for a message: its repr, cut."""
-    text = repr(value[:80] if isinstance(value, (str, bytes, list)) else value)
+    try:
+        text = repr(value[:80] if isinstance(value, (str, bytes, list)) else value)
+    except (RecursionError, ValueError):  # deeply nested, or a number of thousands of digits
+        text = f"a {type(value).__name__}"
     return text if len(text) <= 90 else text[:87] + "..."
 
 
-def check_key(key: str, what: str = "key", error: type[FormatError | RecipeError] = RecipeError) -> bytes:
+def check_key(key: str, kind: str = "key", error: type[FormatError | RecipeError] = RecipeError) -> bytes:
     """Return a key or tensor name as the file's bytes; raise ``error`` if it cannot be one."""
+    code = "QK-E203" if error is RecipeError else "QK-E107"
     try:
         data = key.encode()
     except UnicodeEncodeError:
-        raise error(f"{what} {short(key)} is not valid Unicode") from None
+        raise error(f"{kind} {short(key)} is not valid Unicode", code) from None
     if not data or len(data) > MAX_NAME or 0 in data:
-        raise error(f"{what} {short(key)} must have 1 to {MAX_NAME} bytes and no NUL")
+        raise error(f"{kind} {short(key)} must have 1 to {MAX_NAME} bytes and no NUL", code)
     return data
 
 
+def n_dims(shape: Sequence[int]) -> int:
+    """Return the number of dimensions without trailing ones, at least 1, as ggml_n_dims does for what is not empty."""
+    return max((i + 1 for i, ne in enumerate(shape) if ne != 1), default=1)
+
+
 def checked_bytes(tensor_type: TensorType, shape: Sequence[int]) -> int:
-    """Return a tensor's bytes; raise ValueError for a shape ggml cannot hold, TypeNotSupported for the type's."""
-    if not 1 <= len(shape) <= MAX_DIMS:
-        raise ValueError(f"{len(shape)} dimensions; 1 to {MAX_DIMS} are allowed")
+    """Return a tensor's bytes; raise ValueError for a shape no file holds, TypeNotSupported for the type's.
+
+    A scalar has no dimensions, an empty tensor one of 0.
+    """
+    if len(shape) > MAX_DIMS:
+        raise ValueError(f"{len(shape)} dimensions; up to {MAX_DIMS} are allowed")
     n = 1
     for ne in shape:
-        if ne < 1:
-            raise ValueError(f"shape {list(shape)} has a dimension below 1")
-        n *= ne
+        if ne < 0:
+            raise ValueError(f"shape {list(shape)} has a dimension below 0")
+        n *= max(ne, 1)
     if n >= 1 << 63:
         raise ValueError(f"shape {list(shape)} has more values than 63 bits count")
     nbytes = tensor_type.tensor_bytes(shape)

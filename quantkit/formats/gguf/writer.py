@@ -17,6 +17,7 @@ from quantkit.formats.gguf.rules import (
     MAX_TENSORS,
     check_key,
     checked_bytes,
+    n_dims,
     short,
 )
 from quantkit.types import TensorType, type_by_id
@@ -50,7 +51,8 @@ def layout_gguf(
         fields: the metadata, in order.
         tensors: name, shape (innermost first) and type of each.
         version: 2 or 3.
-        all_dims: write trailing dimensions of 1, as convert_hf_to_gguf.py does and llama.cpp's own writer does not.
+        all_dims: write the dimensions as they are, as convert_hf_to_gguf.py does; llama.cpp's own writer drops trailing
+            ones and writes a scalar as [1].
         pad_header: False: a file without tensors ends with its last key.
         alignment: that of the field general.alignment, or 32 without one; another value is refused.
 
@@ -61,20 +63,21 @@ def layout_gguf(
     entries: dict[str, Field] = {}
     for item in fields:
         if item.key in entries:
-            raise FormatError(f"cannot write the key {short(item.key)} twice")
+            raise FormatError(f"cannot write the key {short(item.key)} twice", "QK-E107")
         entries[item.key] = item
     if len(entries) > MAX_FIELDS or len(tensors) > MAX_TENSORS:
-        what = f"{len(entries)} keys and {len(tensors)} tensors"
-        raise FormatError(f"cannot write {what}; at most {MAX_FIELDS} and {MAX_TENSORS} are read")
+        counts = f"{len(entries)} keys and {len(tensors)} tensors"
+        raise FormatError(f"cannot write {counts}; at most {MAX_FIELDS} and {MAX_TENSORS} are read", "QK-E102")
     if version not in (2, 3):
-        raise FormatError(f"cannot write GGUF version {version}; only 2 and 3")
+        raise FormatError(f"cannot write GGUF version {version}; only 2 and 3", "QK-E102")
     try:
         of_field = checked_alignment(entries.get(ALIGNMENT_KEY))
     except ValueError as e:
-        raise FormatError(f"cannot write this file: {e}") from None
+        raise FormatError(f"cannot write this file: {e}", "QK-E102") from None
     if alignment not in (None, of_field):
         raise FormatError(
-            f"cannot align to {alignment}: a reader would take {of_field} from {ALIGNMENT_KEY} or its default"
+            f"cannot align to {alignment}: a reader would take {of_field} from {ALIGNMENT_KEY} or its default",
+            "QK-E102",
         )
     infos, relative, size = _layout_tensors(tensors, of_field, all_dims)
     head = struct.pack("<4sIQQ", MAGIC, version, len(tensors), len(entries))
@@ -87,25 +90,28 @@ def _layout_tensors(
     tensors: Sequence[tuple[str, tuple[int, ...], TensorType]], alignment: int, all_dims: bool
 ) -> tuple[bytes, list[int], int]:
     """Return the tensor infos' bytes, the offsets within the data, and the data's size."""
-    parts, offsets, size, names = [], [], 0, set()
+    parts = []
+    offsets = []
+    size = 0
+    names = set()
     for name, shape, tensor_type in tensors:
         data = check_key(name, "tensor name", FormatError)
         if name in names:
-            raise FormatError(f"cannot write the tensor {short(name)} twice")
+            raise FormatError(f"cannot write the tensor {short(name)} twice", "QK-E107")
         names.add(name)
         try:
             nbytes = checked_bytes(type_by_id(tensor_type.id), shape)
         except ValueError as e:
-            raise FormatError(f"tensor {short(name)}: {e}") from None
+            raise FormatError(f"tensor {short(name)}: {e}", "QK-E102") from None
         except TypeNotSupported as e:
-            raise TypeNotSupported(f"tensor {short(name)}: {e.message}") from None
-        n_dims = len(shape) if all_dims else max((i + 1 for i, ne in enumerate(shape) if ne > 1), default=1)
-        dims = struct.pack(f"<I{n_dims}Q", n_dims, *shape[:n_dims])
+            raise TypeNotSupported(f"tensor {short(name)}: {e.message}", "QK-E303") from None
+        n = len(shape) if all_dims else n_dims(shape)
+        dims = struct.pack(f"<I{n}Q", n, *(*shape, 1)[:n])
         parts.append(b"".join((struct.pack("<Q", len(data)), data, dims, struct.pack("<IQ", tensor_type.id, size))))
         offsets.append(size)
         size += round_up(nbytes, alignment)
         if size >= 1 << 63:
-            raise FormatError(f"tensor {short(name)}: the file would be larger than 63 bits count")
+            raise FormatError(f"tensor {short(name)}: the file would be larger than 63 bits count", "QK-E102")
     return b"".join(parts), offsets, size
 
 
@@ -121,12 +127,14 @@ def write_gguf(
     Raises:
         FormatError, TypeNotSupported: as ``layout_gguf``, or the size of the data is not that of the tensor.
     """
-    given = list(tensors)
-    layout = layout_gguf(fields, [(name, shape, kind) for name, shape, kind, _ in given], version=version)
-    views = [memoryview(data).cast("B") for _, _, _, data in given]
-    for (name, shape, kind, _), view in zip(given, views, strict=True):
+    entries = list(tensors)
+    layout = layout_gguf(fields, [(name, shape, kind) for name, shape, kind, _ in entries], version=version)
+    views = [memoryview(data).cast("B") for _, _, _, data in entries]
+    for (name, shape, kind, _), view in zip(entries, views, strict=True):
         if len(view) != kind.tensor_bytes(shape):
-            raise FormatError(f"tensor {short(name)}: {len(view)} bytes given, {kind.tensor_bytes(shape)} needed")
+            raise FormatError(
+                f"tensor {short(name)}: {len(view)} bytes given, {kind.tensor_bytes(shape)} needed", "QK-E106"
+            )
     ends = (*layout.offsets, layout.nbytes)[1:]
     with open(path, "wb") as file:
         file.write(layout.header)

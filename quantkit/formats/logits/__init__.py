@@ -16,6 +16,7 @@ from quantkit.errors import FormatError
 from quantkit.formats.logits.chunks import Chunks
 from quantkit.formats.logits.compact import CODECS, CompactLogits, CompactRows, CompactWriter, join_rows
 from quantkit.formats.logits.llama import CLIPS, LlamaLogits, LlamaRows, LlamaSharer, LlamaWriter, encode_rows
+from quantkit.formats.remote import located
 
 LogitsFile = LlamaLogits | CompactLogits
 
@@ -42,9 +43,11 @@ def open_logits(path: str | Path) -> LogitsFile:
 
     Raises FormatError when it is neither, is broken, or does not have the size its header says.
     """
-    path = Path(path)
+    path = located(path)
     if not path.is_file():
-        raise FormatError(f"{path}: no such file of base logits; quantkit perplexity --save-all-logits writes one")
+        raise FormatError(
+            f"{path}: no such file of base logits; quantkit perplexity --save-all-logits writes one", "QK-E401"
+        )
     try:
         with path.open("rb") as file:
             magic = file.read(8)
@@ -52,5 +55,5 @@ def open_logits(path: str | Path) -> LogitsFile:
             if magic == kind.magic:
                 return kind(path)
     except OSError as e:
-        raise FormatError(f"{path}: cannot be read: {e.strerror or e}") from e
+        raise FormatError(f"{path}: cannot be read: {e.strerror or e}", "QK-E405") from e
     raise FormatError(f"{path}: begins with {magic!r}: no base logits of llama.cpp ({LlamaLogits.magic!r}) or quantkit")

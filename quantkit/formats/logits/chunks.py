@@ -66,9 +66,9 @@ def read_tokens(path: Path, raw: bytes, n_ctx: int, n_vocab: int, offset: int) -
     tokens = np.frombuffer(raw, "<i4").astype(np.int32).reshape(-1, n_ctx)
     bad = np.flatnonzero((tokens.ravel() < 0) | (tokens.ravel() >= n_vocab))
     if bad.size:
-        at = int(bad[0])
+        position = int(bad[0])
         raise FormatError(
-            f"{path}: token {at} of the text, byte {offset + 4 * at}, is {tokens.ravel()[at]}:"
+            f"{path}: token {position} of the text, byte {offset + 4 * position}, is {tokens.ravel()[position]}:"
             f" the vocabulary has {n_vocab} tokens"
         )
     return Chunks(n_vocab, tokens)

@@ -50,6 +50,7 @@ import numpy.typing as npt
 from quantkit.errors import FormatError, ResourceError
 from quantkit.formats.logits.chunks import Chunks, check_header, read_tokens
 from quantkit.formats.ranges import read_range
+from quantkit.formats.remote import located
 from quantkit.names import printable
 
 F32 = npt.NDArray[np.float32]
@@ -101,8 +102,8 @@ def _planes(array: npt.NDArray[Any]) -> bytes:
     return np.ascontiguousarray(array).view(np.uint8).reshape(-1, 4).T.tobytes()
 
 
-def _from_planes(raw: bytes, at: int, n: int, dtype: str) -> npt.NDArray[Any]:
-    planes = np.frombuffer(raw, np.uint8, 4 * n, at).reshape(4, n)
+def _from_planes(raw: bytes, offset: int, n: int, dtype: str) -> npt.NDArray[Any]:
+    planes = np.frombuffer(raw, np.uint8, 4 * n, offset).reshape(4, n)
     return np.ascontiguousarray(planes.T).view(dtype).reshape(n)
 
 
@@ -119,13 +120,15 @@ def pack_rows(rows: CompactRows) -> bytes:
 def unpack_rows(raw: bytes, n_rows: int, n_vocab: int, top_k: int, where: str) -> CompactRows:
     """Return the rows of a payload; FormatError, beginning with ``where``, if they cannot be."""
     if len(raw) < _ROW_BYTES * n_rows:
-        raise FormatError(f"{where}: {len(raw)} bytes cannot hold {n_rows} positions")
+        raise FormatError(f"{where}: {len(raw)} bytes cannot hold {n_rows} positions", "QK-E122")
     log_sum_exp, residual, following = (_from_planes(raw, 4 * n_rows * i, n_rows, "<f4") for i in range(3))
     counts = _from_planes(raw, 12 * n_rows, n_rows, "<u4").astype(np.int64)
     starts = np.concatenate([[0], np.cumsum(counts)])
     n = int(starts[-1])
     if counts.min() < 1 or counts.max() > min(top_k, n_vocab) or len(raw) != _ROW_BYTES * n_rows + _TOKEN_BYTES * n:
-        raise FormatError(f"{where}: it keeps {counts.min()} to {counts.max()} tokens a position in {len(raw)} bytes")
+        raise FormatError(
+            f"{where}: it keeps {counts.min()} to {counts.max()} tokens a position in {len(raw)} bytes", "QK-E122"
+        )
     deltas = _from_planes(raw, 16 * n_rows, n, "<u4").astype(np.int64)
     log_probs = _from_planes(raw, 16 * n_rows + 4 * n, n, "<f4")
     sums = np.cumsum(deltas)
@@ -133,11 +136,11 @@ def unpack_rows(raw: bytes, n_rows: int, n_vocab: int, top_k: int, where: str) -
     repeated = deltas == 0
     repeated[starts[:-1]] = False
     if ids.max() >= n_vocab or repeated.any():
-        raise FormatError(f"{where}: token ids must ascend and be below {n_vocab}")
+        raise FormatError(f"{where}: token ids must ascend and be below {n_vocab}", "QK-E122")
     # NaN fails every comparison.
     sane = (log_probs <= 0).all() and np.isfinite(log_probs).all() and (following <= 0).all()
     if not (sane and np.isfinite(log_sum_exp).all() and ((residual >= 0) & (residual <= 1)).all()):
-        raise FormatError(f"{where}: it holds values that are no log-probabilities")
+        raise FormatError(f"{where}: it holds values that are no log-probabilities", "QK-E122")
     return CompactRows(log_sum_exp, residual, following, starts, ids, log_probs)
 
 
@@ -155,7 +158,8 @@ def _zstd() -> tuple[Callable[[bytes, int], bytes], Callable[[bytes, int], bytes
     except ImportError as e:
         raise ResourceError(
             "base logits with zstd need Python 3.14 or the package zstandard: pip install zstandard; or write them with"
-            " --codec zlib"
+            " --codec zlib",
+            "QK-E410",
         ) from e
 
     def unpack(data: bytes, size: int) -> bytes:
@@ -179,9 +183,9 @@ def decompress(data: bytes, size: int, codec: str, where: str) -> bytes:
     try:
         raw = unpack(data, size)
     except Exception as e:  # each library has its own errors
-        raise FormatError(f"{where}: {codec} cannot unpack it: {e}") from None
+        raise FormatError(f"{where}: {codec} cannot unpack it: {e}", "QK-E122") from None
     if len(raw) != size:
-        raise FormatError(f"{where}: it unpacks to other than the {size} bytes it should have")
+        raise FormatError(f"{where}: it unpacks to other than the {size} bytes it should have", "QK-E122")
     return raw
 
 
@@ -204,49 +208,61 @@ class CompactLogits:
             self.model = printable(name.decode(errors="replace"))
             self.chunks = read_tokens(path, raw, n_ctx, n_vocab, _HEADER.size + len(name))
             if self.chunks.sha256() != self._sha256:
-                raise FormatError(f"{path}: the tokens do not have the SHA-256 in the header: the file is damaged")
+                raise FormatError(
+                    f"{path}: the tokens do not have the SHA-256 in the header: the file is damaged", "QK-E122"
+                )
             self._frames = self._find_frames(file, size)
-        self._kept: tuple[int, CompactRows] | None = None
+        self._last_chunk: tuple[int, CompactRows] | None = None
         self._lock = threading.Lock()
 
     def _read_header(self, raw: bytes, size: int) -> tuple[int, int, int]:
         path = self.path
         if len(raw) < _HEADER.size:
-            raise FormatError(f"{path}: ends after {size} bytes, within the header of base logits: it was truncated")
+            raise FormatError(
+                f"{path}: ends after {size} bytes, within the header of base logits: it was truncated", "QK-E103"
+            )
         _, version, codec, n_ctx, n_vocab, n_chunks, top_k, self._sha256, model, name_bytes = _HEADER.unpack(raw)
         if version != VERSION:
             raise FormatError(f"{path}: base logits of version {version}; this quantkit reads version {VERSION}")
         if codec not in CODECS.values() or not top_k or name_bytes > MAX_NAME:
             raise FormatError(
-                f"{path}: header: codec {codec}, top_k {top_k}, name of {name_bytes} bytes: it is damaged"
+                f"{path}: header: codec {codec}, top_k {top_k}, name of {name_bytes} bytes: it is damaged", "QK-E122"
             )
         check_header(path, n_ctx, n_vocab, n_chunks)
         need = _HEADER.size + name_bytes + 4 * n_ctx * n_chunks + _FRAME.size
         if size < need:
-            raise FormatError(f"{path}: {size} bytes, its text and first frame alone need {need}: it was truncated")
+            raise FormatError(
+                f"{path}: {size} bytes, its text and first frame alone need {need}: it was truncated", "QK-E103"
+            )
         self.codec = next(name for name, number in CODECS.items() if number == codec)
-        self.top_k, self.fingerprint, self._name_bytes = int(top_k), model.hex(), int(name_bytes)
+        self.top_k = int(top_k)
+        self.fingerprint = model.hex()
+        self._name_bytes = int(name_bytes)
         return n_ctx, n_vocab, n_chunks
 
     def _find_frames(self, file: BinaryIO, size: int) -> list[tuple[int, int, int, int]]:
         """Return (offset, payload bytes, raw bytes, crc) of every whole frame."""
-        chunks, at = self.chunks, file.tell()
+        chunks, offset = self.chunks, file.tell()
         frames: list[tuple[int, int, int, int]] = []
-        most = chunks.rows * (_ROW_BYTES + _TOKEN_BYTES * min(self.top_k, chunks.n_vocab))
-        while at + _FRAME.size <= size and len(frames) < chunks.n_chunks:
-            file.seek(at)
+        max_raw_bytes = chunks.rows * (_ROW_BYTES + _TOKEN_BYTES * min(self.top_k, chunks.n_vocab))
+        while offset + _FRAME.size <= size and len(frames) < chunks.n_chunks:
+            file.seek(offset)
             mark, number, crc, raw_bytes, nbytes = _FRAME.unpack(file.read(_FRAME.size))
-            if mark != b"CHNK" or number != len(frames) or raw_bytes > most:
-                raise FormatError(f"{self.path}: byte {at}: here the frame of chunk {len(frames)} should begin")
-            at += _FRAME.size
-            if at + nbytes > size:
+            if mark != b"CHNK" or number != len(frames) or raw_bytes > max_raw_bytes:
+                raise FormatError(
+                    f"{self.path}: byte {offset}: here the frame of chunk {len(frames)} should begin", "QK-E122"
+                )
+            offset += _FRAME.size
+            if offset + nbytes > size:
                 break
-            frames.append((at, nbytes, raw_bytes, crc))
-            at += nbytes
+            frames.append((offset, nbytes, raw_bytes, crc))
+            offset += nbytes
         if not frames:
-            raise FormatError(f"{self.path}: ends within its first chunk: it was truncated, write it again")
-        if len(frames) == chunks.n_chunks and at != size:
-            raise FormatError(f"{self.path}: {size - at} bytes after the last chunk, byte {at}: it is damaged")
+            raise FormatError(f"{self.path}: ends within its first chunk: it was truncated, write it again", "QK-E103")
+        if len(frames) == chunks.n_chunks and offset != size:
+            raise FormatError(
+                f"{self.path}: {size - offset} bytes after the last chunk, byte {offset}: it is damaged", "QK-E122"
+            )
         return frames
 
     @property
@@ -257,26 +273,27 @@ class CompactLogits:
     @property
     def description(self) -> str:
         frames = sum(nbytes for _, nbytes, _, _ in self._frames)
-        each = frames / max(1, self.n_whole * self.chunks.rows)
-        return f"quantkit's base logits of {self.model}, top {self.top_k}, {each:.0f} bytes a position, {self.codec}"
+        bytes_per_row = frames / max(1, self.n_whole * self.chunks.rows)
+        size = f"{bytes_per_row:.0f} bytes a position"
+        return f"quantkit's base logits of {self.model}, top {self.top_k}, {size}, {self.codec}"
 
     def chunk(self, index: int) -> CompactRows:
         """Return the rows of a chunk, checked; the last one is kept. Any thread may ask."""
         with self._lock:
-            if self._kept is None or self._kept[0] != index:
-                self._kept = (index, self._read(index))
-            return self._kept[1]
+            if self._last_chunk is None or self._last_chunk[0] != index:
+                self._last_chunk = (index, self._read(index))
+            return self._last_chunk[1]
 
     def _read(self, index: int) -> CompactRows:
-        at, nbytes, raw_bytes, crc = self._frames[index]
-        where = f"{self.path}: chunk {index}, byte {at}"
+        offset, nbytes, raw_bytes, crc = self._frames[index]
+        where = f"{self.path}: chunk {index}, byte {offset}"
         payload = np.empty(nbytes, np.uint8)
         try:
-            read_range(self.path, payload, at)
+            read_range(self.path, payload, offset)
         except OSError as e:
-            raise ResourceError(f"{where}: cannot be read: {e.strerror or e}") from e
+            raise ResourceError(f"{where}: cannot be read: {e.strerror or e}", "QK-E405") from e
         if zlib.crc32(payload.data) != crc:
-            raise FormatError(f"{where}: its checksum is wrong: the file is damaged")
+            raise FormatError(f"{where}: its checksum is wrong: the file is damaged", "QK-E122")
         raw = decompress(payload.tobytes(), raw_bytes, self.codec, where)
         return unpack_rows(raw, self.chunks.rows, self.chunks.n_vocab, self.top_k, where)
 
@@ -302,7 +319,10 @@ class CompactWriter:
         fingerprint: str = "00" * 32,
     ) -> None:
         compress(b"", codec)  # find a missing zstd before the work
-        self.path, self.chunks, self.top_k, self.codec = Path(path), chunks, top_k, codec
+        self.path = located(path)
+        self.chunks = chunks
+        self.top_k = top_k
+        self.codec = codec
         name = model.encode(errors="replace")[:MAX_NAME]
         numbers = (VERSION, CODECS[codec], chunks.n_ctx, chunks.n_vocab, chunks.n_chunks, top_k)
         header = _HEADER.pack(CompactLogits.magic, *numbers, chunks.sha256(), bytes.fromhex(fingerprint), len(name))

@@ -27,6 +27,7 @@ import numpy.typing as npt
 from quantkit.errors import FormatError, ResourceError
 from quantkit.formats.logits.chunks import Chunks, check_header, read_tokens, scored_rows
 from quantkit.formats.ranges import read_range, write_open, write_range
+from quantkit.formats.remote import located
 from quantkit.units import format_size
 
 F32 = npt.NDArray[np.float32]
@@ -101,7 +102,7 @@ class LlamaLogits:
             raw = file.read(_HEADER.size)
             if len(raw) < _HEADER.size:
                 raise FormatError(
-                    f"{path}: ends after {size} bytes, within the header of base logits: it was truncated"
+                    f"{path}: ends after {size} bytes, within the header of base logits: it was truncated", "QK-E103"
                 )
             _, n_ctx, n_vocab, n_chunks = _HEADER.unpack(raw)
             check_header(path, n_ctx, n_vocab, n_chunks)
@@ -113,15 +114,17 @@ class LlamaLogits:
             self.chunks = read_tokens(path, file.read(4 * n_ctx * n_chunks), n_ctx, n_vocab, _HEADER.size)
 
     def _check_size(self, size: int, n_chunks: int, chunk_bytes: int) -> None:
-        whole = self._start + n_chunks * chunk_bytes
-        if size > whole:
+        complete_bytes = self._start + n_chunks * chunk_bytes
+        if size > complete_bytes:
             raise FormatError(
-                f"{self.path}: {size} bytes, but its header describes {whole}: not base logits, or broken"
+                f"{self.path}: {size} bytes, but its header describes {complete_bytes}: not base logits, or broken"
             )
         if size < self._start + chunk_bytes:
             raise FormatError(
-                f"{self.path}: {size} bytes, but its header describes {whole}, {self._start + chunk_bytes} up to the"
-                " end of its first chunk: it was truncated, write it again"
+                f"{self.path}: {size} bytes, but its header describes {complete_bytes}, {self._start + chunk_bytes} "
+                "up to the"
+                " end of its first chunk: it was truncated, write it again",
+                "QK-E103",
             )
 
     @property
@@ -132,11 +135,11 @@ class LlamaLogits:
         """Read rows ``first`` to ``last`` (exclusive) of a chunk. Raises FormatError on scales that are none."""
         n = last - first
         raw = np.empty(n * self._row_bytes, np.uint8)
-        at = self._start + (chunk * self.chunks.rows + first) * self._row_bytes
+        offset = self._start + (chunk * self.chunks.rows + first) * self._row_bytes
         try:
-            read_range(self.path, raw, at)
+            read_range(self.path, raw, offset)
         except OSError as e:
-            raise ResourceError(f"{self.path}: cannot be read at byte {at}: {e.strerror or e}") from e
+            raise ResourceError(f"{self.path}: cannot be read at byte {offset}: {e.strerror or e}", "QK-E405") from e
         codes = raw.view("<u2").reshape(n, -1)
         header = codes[:, :4].copy().view("<f4")
         bad = np.flatnonzero(~np.isfinite(header).all(axis=1) | (header[:, 0] < 0))
@@ -145,7 +148,8 @@ class LlamaLogits:
             scale, minimum = (float(v) for v in header[bad[0]])
             raise FormatError(
                 f"{self.path}: chunk {chunk}, position {self.chunks.first + row}, byte"
-                f" {at + int(bad[0]) * self._row_bytes}: scale {scale} and minimum {minimum} are no log-probabilities"
+                f" {offset + int(bad[0]) * self._row_bytes}: scale {scale} and minimum {minimum} are no "
+                "log-probabilities"
             )
         return LlamaRows(header[:, 0], header[:, 1], codes[:, 4 : 4 + self.chunks.n_vocab])
 
@@ -156,7 +160,9 @@ class LlamaWriter:
     def __init__(self, path: str | Path, chunks: Chunks, clip: float = 16) -> None:
         if clip not in CLIPS.values():
             raise ValueError(f"clip {clip}: files have {sorted(CLIPS.values())}")
-        self.path, self.chunks, self.clip = Path(path), chunks, clip
+        self.path = located(path)
+        self.chunks = chunks
+        self.clip = clip
         self._row_bytes = 2 * row_codes(chunks.n_vocab)
         self.header = _HEADER.pack(LlamaLogits.magic, chunks.n_ctx, chunks.n_vocab, chunks.n_chunks)
         self.header += chunks.tokens.astype("<i4").tobytes()
@@ -169,18 +175,19 @@ class LlamaWriter:
         if free < self.nbytes:
             raise ResourceError(
                 f"{self.path.parent}: {format_size(self.nbytes)} are needed, {format_size(free)} are free; fewer"
-                " --chunks, or --logits-format compact"
+                " --chunks, or --logits-format compact",
+                "QK-E406",
             )
         self.path.write_bytes(self.header)
 
     def write(self, chunk: int, first: int, logits: F32, log_sum_exp: F64, scratch: F32 | None = None) -> None:
         """Encode and write rows from ``first`` on; the arguments are those of ``encode_rows``."""
         rows = encode_rows(logits, log_sum_exp.astype(np.float32), self.clip, scratch)
-        at = len(self.header) + (chunk * self.chunks.rows + first) * self._row_bytes
-        self._put(rows.reshape(-1).view(np.uint8), at)
+        offset = len(self.header) + (chunk * self.chunks.rows + first) * self._row_bytes
+        self._write_at(rows.reshape(-1).view(np.uint8), offset)
 
-    def _put(self, data: npt.NDArray[np.uint8], at: int) -> None:
-        write_range(self.path, data, at)
+    def _write_at(self, data: npt.NDArray[np.uint8], offset: int) -> None:
+        write_range(self.path, data, offset)
 
 
 class LlamaSharer(LlamaWriter):
@@ -192,11 +199,11 @@ class LlamaSharer(LlamaWriter):
     def _begin(self) -> None:
         with self.path.open("rb") as file:
             if file.read(len(self.header)) != self.header:
-                raise FormatError(f"{self.path} is not what was begun: it has other chunks, or none")
+                raise FormatError(f"{self.path} is not what was begun: it has other chunks, or none", "QK-E409")
             self._fd = os.open(self.path, os.O_WRONLY)
 
-    def _put(self, data: npt.NDArray[np.uint8], at: int) -> None:
-        write_open(self._fd, self.path, data, at)
+    def _write_at(self, data: npt.NDArray[np.uint8], offset: int) -> None:
+        write_open(self._fd, self.path, data, offset)
 
     def sync(self) -> None:
         """Return when what was written is on the disk, where other machines see it. Raises OSError."""

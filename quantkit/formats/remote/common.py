@@ -1,4 +1,4 @@
-"""What stores have in common: what is known of objects, what a store can do, and requests on fsspec's loop."""
+"""The interface of stores: facts about objects, the operations of a store, and requests on fsspec's loop."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 from quantkit.formats.remote import retry
-from quantkit.formats.remote.retry import Broken
+from quantkit.formats.remote.retry import BrokenAnswer
 
 
 class Facts(NamedTuple):
-    """What is known of an object: ``tag`` tells it from others, ``digest`` ("md5:..", "sha256:..") is of all bytes."""
+    """The facts about an object: ``tag`` identifies its version, ``digest`` ("md5:..", "sha256:..") is of all bytes."""
 
     size: int
     tag: str
@@ -34,10 +34,10 @@ class Object(Protocol):
 
 
 class Store(Protocol):
-    """What answers for URLs. All methods may be called from any thread."""
+    """A store that URLs name. All methods may be called from any thread."""
 
     def facts(self, url: Object) -> Facts:
-        """Return what is known of an object now. Raises FileNotFoundError, PermissionError, other OSErrors."""
+        """Return the facts about an object now. Raises FileNotFoundError, PermissionError, other OSErrors."""
 
     def entries(self, url: Object) -> dict[str, Facts | None] | None:
         """Return the objects in a folder, None for each folder; None if that cannot be told. Raises OSError."""
@@ -48,32 +48,32 @@ class Store(Protocol):
     def check_writable(self, url: Object) -> None:
         """Raise ResourceError if nothing can be written there, as far as that can be told."""
 
-    def put(self, url: Object, file: Path) -> None:
+    def upload_file(self, url: Object, file: Path) -> None:
         """Write a whole file, under another name until all of it is there. Raises OSError."""
 
 
 def pinned_length(data: bytes, begin: int, end: int) -> bytes:
-    """Return what a request gave if it is as long as it must be."""
+    """Return the bytes of an answer; raise BrokenAnswer if they are too few or too many."""
     if len(data) != end - begin:
-        raise Broken(f"{len(data)} bytes came instead of {end - begin}")
+        raise BrokenAnswer(f"{len(data)} bytes came instead of {end - begin}")
     return data
 
 
-def together(loop: Any, work: Callable[[], Any]) -> Any:
+def run_on_loop(loop: Any, request: Callable[[], Any]) -> Any:
     """Run a coroutine on fsspec's loop from any thread, and for ``REQUEST`` seconds at most."""
     import asyncio
 
     from fsspec.asyn import sync
 
     async def bounded() -> Any:
-        return await asyncio.wait_for(work(), retry.REQUEST)
+        return await asyncio.wait_for(request(), retry.REQUEST)
 
     return sync(loop, bounded)
 
 
-def entries_of(found: list[dict[str, Any]], facts: Callable[[Mapping[str, Any]], Facts]) -> dict[str, Facts | None]:
+def entries_of(listing: list[dict[str, Any]], facts: Callable[[Mapping[str, Any]], Facts]) -> dict[str, Facts | None]:
     """Return a listing of fsspec by the last part of each name."""
     return {
         str(info["name"]).rstrip("/").rpartition("/")[2]: None if info.get("type") == "directory" else facts(info)
-        for info in found
+        for info in listing
     }

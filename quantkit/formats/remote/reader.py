@@ -21,9 +21,11 @@ from quantkit.errors import FormatError
 from quantkit.formats.remote.common import Object
 
 #: Bytes of a request, requests under way at most, and bytes that are kept, beyond what --max-ram counts.
-BLOCK, FLYING, KEPT = 8 << 20, 8, 128 << 20
+BLOCK = 8 << 20
+MAX_REQUESTS = 8
+CACHE_BYTES = 128 << 20
 #: Blocks asked for ahead of a reader at least.
-_AHEAD = 3
+_PREFETCH_BLOCKS = 3
 #: How often an object is fetched whose checksum is wrong.
 _COPIES = 3
 
@@ -39,28 +41,28 @@ class Blocks:
     def __init__(self) -> None:
         self.process = os.getpid()
         self._lock = threading.Lock()
-        self.pool = ThreadPoolExecutor(FLYING, thread_name_prefix="fetch")
-        self._kept: OrderedDict[Key, Future[bytes]] = OrderedDict()
+        self.pool = ThreadPoolExecutor(MAX_REQUESTS, thread_name_prefix="fetch")
+        self._futures: OrderedDict[Key, Future[bytes]] = OrderedDict()
         self._nbytes = 0
 
     def block(self, url: Object, begin: int, end: int) -> Future[bytes]:
         """Return a range of an object, asked for if it is not there."""
         key = (url.address, url.facts.tag, begin, end)
         with self._lock:
-            found = self._kept.get(key)
-            if found is not None and found.done() and found.exception() is not None:
-                del self._kept[key]
+            future = self._futures.get(key)
+            if future is not None and future.done() and future.exception() is not None:
+                del self._futures[key]
                 self._nbytes -= end - begin
-                found = None
-            if found is None:
-                found = self.pool.submit(url.read_range, begin, end)
-                self._kept[key] = found
+                future = None
+            if future is None:
+                future = self.pool.submit(url.read_range, begin, end)
+                self._futures[key] = future
                 self._nbytes += end - begin
-                while self._nbytes > KEPT and len(self._kept) > 1:
-                    (_, _, low, high), _ = self._kept.popitem(last=False)
+                while self._nbytes > CACHE_BYTES and len(self._futures) > 1:
+                    (_, _, low, high), _ = self._futures.popitem(last=False)
                     self._nbytes -= high - low
-            self._kept.move_to_end(key)
-        return found
+            self._futures.move_to_end(key)
+        return future
 
 
 _blocks: Blocks | None = None
@@ -77,38 +79,40 @@ def blocks() -> Blocks:
 
 
 def read_into(
-    url: Object, into: npt.NDArray[np.uint8], offset: int, ahead: int = 0, within: tuple[int, int] | None = None
+    url: Object, out: npt.NDArray[np.uint8], offset: int, readahead: int = 0, within: tuple[int, int] | None = None
 ) -> None:
-    """Fill ``into`` from byte ``offset`` of an object on; ``ahead`` bytes behind are asked for meanwhile.
+    """Fill ``out`` from byte ``offset`` of an object on; ``readahead`` bytes behind are asked for meanwhile.
 
     ``within``: where the tensor begins and ends; tensors are not read in the order of the file, so nothing outside of
     it is asked for. Raises FormatError when the object ends before, or is another one by now, OSError when it cannot be
     read.
     """
-    end, size = offset + into.size, url.facts.size
+    end, size = offset + out.size, url.facts.size
     if end > size:
-        raise FormatError(f"{url}: ends at byte {size}, within tensor data: it was truncated")
-    if not into.size:
+        raise FormatError(f"{url}: ends at byte {size}, within tensor data: it was truncated", "QK-E103")
+    if not out.size:
         return
     start, stop, step = (*within, BLOCK) if within is not None else (0, size, BLOCK)
     if stop - start < _TINY:
-        start, stop, step = 0, size, min(SMALL, BLOCK)
-    kept = blocks()
+        start = 0
+        stop = size
+        step = min(SMALL, BLOCK)
+    cache = blocks()
 
     def block(number: int) -> Future[bytes]:
         begin = start + number * step
-        return kept.block(url, begin, min(begin + step, stop))
+        return cache.block(url, begin, min(begin + step, stop))
 
     first, last = (offset - start) // step, (end - 1 - start) // step
-    wanted = [block(number) for number in range(first, last + 1)]
-    if ahead and step == BLOCK:
-        reach = min(last + max(_AHEAD, min(-(-ahead // step), FLYING)), (stop - 1 - start) // step)
+    futures = [block(number) for number in range(first, last + 1)]
+    if readahead and step == BLOCK:
+        reach = min(last + max(_PREFETCH_BLOCKS, min(-(-readahead // step), MAX_REQUESTS)), (stop - 1 - start) // step)
         for number in range(last + 1, reach + 1):
             block(number)
-    for number, each in enumerate(wanted, first):
+    for number, future in enumerate(futures, first):
         begin = start + number * step
         low, high = max(offset, begin), min(end, begin + step)
-        into[low - offset : high - offset] = np.frombuffer(each.result(), np.uint8, high - low, low - begin)
+        out[low - offset : high - offset] = np.frombuffer(future.result(), np.uint8, high - low, low - begin)
 
 
 def fetch(url: Object, file: IO[bytes]) -> None:
@@ -117,41 +121,43 @@ def fetch(url: Object, file: IO[bytes]) -> None:
     Raises FormatError, OSError.
     """
 
-    kind, _, wanted = url.facts.digest.partition(":")
+    kind, _, expected = url.facts.digest.partition(":")
     for _ in range(_COPIES):
         file.seek(0)
         file.truncate()
         digest = hashlib.new(kind, usedforsecurity=False) if kind else None
-        for data in _in_order(url):
+        for data in _blocks_in_order(url):
             file.write(data)
             if digest is not None:
                 digest.update(data)
         file.flush()
-        if digest is None or digest.hexdigest() == wanted:
+        if digest is None or digest.hexdigest() == expected:
             return
-    raise FormatError(f"{url}: it arrives damaged: its {kind} is not the one that the store has of it")
+    raise FormatError(f"{url}: it arrives damaged: its {kind} is not the one that the store has of it", "QK-E412")
 
 
-def _in_order(url: Object) -> Iterable[bytes]:
+def _blocks_in_order(url: Object) -> Iterable[bytes]:
     """Yield an object in blocks, a few of which are under way."""
-    size, kept = url.facts.size, blocks()
+    size, cache = url.facts.size, blocks()
     pool: list[Future[Any]] = []
     starts = iter(range(0, size, BLOCK))
     for begin in starts:
-        pool.append(kept.pool.submit(url.read_range, begin, min(begin + BLOCK, size)))
-        if len(pool) >= FLYING:
+        pool.append(cache.pool.submit(url.read_range, begin, min(begin + BLOCK, size)))
+        if len(pool) >= MAX_REQUESTS:
             yield pool.pop(0).result()
     while pool:
         yield pool.pop(0).result()
 
 
-class Growing:
+class Prefix:
     """The beginning of an object, as far as it was asked for: headers are read with it."""
 
     def __init__(self, url: Object) -> None:
-        self.url, self.size, self.data = url, url.facts.size, b""
+        self.url = url
+        self.size = url.facts.size
+        self.data = b""
 
-    def upto(self, end: int) -> bytes:
+    def read_to(self, end: int) -> bytes:
         """Return at least ``end`` bytes, if there are that many."""
         have = len(self.data)
         end = min(self.size, max(end, 4 * have, 1 << 20))

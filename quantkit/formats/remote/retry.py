@@ -23,64 +23,68 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Patience:
-    """How often and how long a request is repeated. Pauses are random, up to ``first``, twice that, ... ``longest``."""
+    """The limits of retries. Pauses are random, up to ``first``, twice that, ... ``longest``."""
 
     attempts: int = 8
     first: float = 0.5
     longest: float = 20.0
     #: Seconds for all attempts and pauses together; no pause begins that would exceed it.
-    together: float = 300.0
+    total_seconds: float = 300.0
 
-    def pause(self, failed: int, asked: float | None) -> float:
-        """Return the seconds to wait after the ``failed``-th failure; ``asked``: those of Retry-After."""
-        return max(asked or 0.0, random.uniform(0.1, 1.0) * min(self.longest, self.first * 2.0 ** (failed - 1)))
+    def pause(self, failures: int, requested: float | None) -> float:
+        """Return the seconds to wait after so many ``failures``; ``requested``: by Retry-After."""
+        return max(requested or 0.0, random.uniform(0.1, 1.0) * min(self.longest, self.first * 2.0 ** (failures - 1)))
 
 
 #: Of requests while work is under way, and of the first look at a URL, which may be mistyped.
-PATIENCE, FIRST_LOOK = Patience(), Patience(attempts=4, together=60.0)
+PATIENCE, FIRST_LOOK = Patience(), Patience(attempts=4, total_seconds=60.0)
 #: Seconds without a byte after which a connection counts as broken, and for a whole request.
 SILENCE, REQUEST = 30.0, 600.0
 
 #: Set when a run is given up: nobody waits any longer.
-given_up = threading.Event()
+cancelled = threading.Event()
 
 
 class Meaning(Enum):
-    """What becomes of a failed request."""
+    """The kind of a failure, which decides whether the request is repeated."""
 
-    AGAIN = "again"
+    RETRY = "retry"
     MISSING = "missing"
     DENIED = "denied"
     CHANGED = "changed"
     PRESENT = "present"
-    GONE = "gone"
-    OTHER = "other"
+    EXPIRED = "expired"
+    UNKNOWN = "unknown"
 
 
 class Answer(Exception):
-    """An answer of a server that is no success, or no good one; ``what`` is said of it."""
+    """An answer of a server that is no success, or not a good one."""
 
-    def __init__(self, status: int, what: str = "", wait: str | None = None, meaning: Meaning | None = None) -> None:
-        super().__init__(what or f"HTTP {status}")
-        self.status, self.what, self.wait, self.meaning = status, what or f"HTTP {status}", wait, meaning
+    def __init__(self, status: int, message: str = "", wait: str | None = None, meaning: Meaning | None = None) -> None:
+        super().__init__(message or f"HTTP {status}")
+        self.status = status
+        self.message = message or f"HTTP {status}"
+        self.wait = wait
+        self.meaning = meaning
 
 
-class Broken(Exception):
+class BrokenAnswer(Exception):
     """An answer that is not what it must be: cut off, or damaged on the way. The request is repeated."""
 
 
 class Verdict(NamedTuple):
-    """What a failure means, in words without secrets, and the seconds that the server asks to wait."""
+    """The meaning of a failure, a reason without secrets, the seconds that the server asks to wait, its HTTP status."""
 
     meaning: Meaning
-    why: str
+    reason: str
     wait: float | None = None
+    status: int = 0
 
 
-_AGAIN = {408, 425, 429, 500, 502, 503, 504}
+_RETRY_STATUSES = {408, 425, 429, 500, 502, 503, 504}
 _CODES = {
     **dict.fromkeys(("NoSuchKey", "NoSuchBucket"), Meaning.MISSING),
-    **dict.fromkeys(("NoSuchUpload",), Meaning.GONE),
+    **dict.fromkeys(("NoSuchUpload",), Meaning.EXPIRED),
     **dict.fromkeys(
         (
             "AccessDenied",
@@ -95,47 +99,65 @@ _CODES = {
     **dict.fromkeys(
         ("SlowDown", "RequestTimeout", "InternalError", "ServiceUnavailable", "Throttling", "ThrottlingException")
         + ("BadDigest", "IncompleteBody", "ClientDisconnect", "OperationAborted", "XAmzContentSHA256Mismatch"),
-        Meaning.AGAIN,
+        Meaning.RETRY,
     ),
 }
 #: Classes of exceptions, by name, of connections that fail.
 _CONNECTIONS = {
-    *("HTTPClientError", "ClientConnectionError", "ClientPayloadError", "ClientOSError", "ServerTimeoutError"),
-    *("ConnectionError", "ConnectionResetError", "TimeoutError", "IncompleteReadError", "IncompleteRead"),
-    *("TransportError", "ProtocolError", "ChunkedEncodingError", "FSTimeoutError", "ResponseStreamingError"),
-    *("ResponseParserError", "HTTPException", "ServerDisconnectedError", "SSLError", "gaierror"),
+    "HTTPClientError",
+    "ClientConnectionError",
+    "ClientPayloadError",
+    "ClientOSError",
+    "ServerTimeoutError",
+    "ConnectionError",
+    "ConnectionResetError",
+    "TimeoutError",
+    "IncompleteReadError",
+    "IncompleteRead",
+    "TransportError",
+    "ProtocolError",
+    "ChunkedEncodingError",
+    "FSTimeoutError",
+    "ResponseStreamingError",
+    "ResponseParserError",
+    "HTTPException",
+    "ServerDisconnectedError",
+    "SSLError",
+    "gaierror",
 }
 _CREDENTIALS = {"NoCredentialsError", "PartialCredentialsError", "ProfileNotFound", "CredentialRetrievalError"}
 _CREDENTIALS |= {"TokenRetrievalError", "UnauthorizedSSOTokenError", "SSOTokenLoadError", "DefaultCredentialsError"}
 
 
 def judge(e: BaseException) -> Verdict:
-    """Return what a failed request means."""
-    seen = list(_chain(e))
-    for each in seen:
-        if isinstance(each, Answer):
-            meaning = each.meaning or _of_status(each.status)
-            return Verdict(meaning, each.what, _seconds(each.wait))
-        if isinstance(each, Broken):
-            return Verdict(Meaning.AGAIN, str(each))
-    for each in seen:
-        if _CREDENTIALS & _names(each):
+    """Return the meaning of a failed request."""
+    chain = list(_chain(e))
+    for error in chain:
+        if isinstance(error, Answer):
+            meaning = error.meaning or _status_meaning(error.status)
+            return Verdict(meaning, error.message, _retry_after_seconds(error.wait), error.status)
+        if isinstance(error, BrokenAnswer):
+            return Verdict(Meaning.RETRY, str(error))
+    for error in chain:
+        if _CREDENTIALS & _class_names(error):
             return Verdict(Meaning.DENIED, "there are no credentials for it")
-    for each in seen:
-        if isinstance(getattr(each, "response", None), dict):
-            return _of_answer(*_answer_of(each))
-        if _CONNECTIONS & _names(each):
-            return Verdict(Meaning.AGAIN, _CONNECTION_WORDS.get(type(each).__name__, type(each).__name__))
-    for each in seen:
-        found = _answer_of(each)
-        if found[0] or found[1]:
-            return _of_answer(*found)
-    for each in seen:
-        if isinstance(each, FileNotFoundError):
+    for error in chain:
+        if isinstance(getattr(error, "response", None), dict):
+            return _judge_answer(*_answer_of(error))
+        if _CONNECTIONS & _class_names(error):
+            return Verdict(Meaning.RETRY, _CONNECTION_WORDS.get(type(error).__name__, type(error).__name__))
+    for error in chain:
+        answer = _answer_of(error)
+        if answer[0] or answer[1]:
+            return _judge_answer(*answer)
+    for error in chain:
+        if isinstance(error, FileNotFoundError):
             return Verdict(Meaning.MISSING, "there is no such file")
-        if isinstance(each, PermissionError):
+        if isinstance(error, PermissionError):
             return Verdict(Meaning.DENIED, "access is denied")
-    return Verdict(Meaning.OTHER, type(e).__name__ + (f" ({e.strerror})" if isinstance(e, OSError) and e.errno else ""))
+    return Verdict(
+        Meaning.UNKNOWN, type(e).__name__ + (f" ({e.strerror})" if isinstance(e, OSError) and e.errno else "")
+    )
 
 
 _CONNECTION_WORDS = {
@@ -146,24 +168,24 @@ _CONNECTION_WORDS = {
 }
 
 
-def _of_answer(status: int, code: str, wait: str | None) -> Verdict:
+def _judge_answer(status: int, code: str, wait: str | None) -> Verdict:
     code = "" if code.isdecimal() else code
-    why = f"HTTP {status}" + (f" ({code})" if code else "") if status else code
-    return Verdict(_CODES.get(code, _of_status(status)), why, _seconds(wait))
+    reason = f"HTTP {status}" + (f" ({code})" if code else "") if status else code
+    return Verdict(_CODES.get(code, _status_meaning(status)), reason, _retry_after_seconds(wait), status)
 
 
 def _chain(e: BaseException) -> Iterator[BaseException]:
     """Yield an exception and what it was raised from."""
-    found: BaseException | None = e
+    error: BaseException | None = e
     for _ in range(8):
-        if found is None:
+        if error is None:
             return
-        yield found
-        found = found.__cause__ or found.__context__
+        yield error
+        error = error.__cause__ or error.__context__
 
 
-def _names(e: BaseException) -> set[str]:
-    return {each.__name__ for each in type(e).__mro__}
+def _class_names(e: BaseException) -> set[str]:
+    return {cls.__name__ for cls in type(e).__mro__}
 
 
 def _answer_of(e: Any) -> tuple[int, str, str | None]:
@@ -177,20 +199,20 @@ def _answer_of(e: Any) -> tuple[int, str, str | None]:
         headers = getattr(response, "headers", None) or {}
         return int(getattr(response, "status_code", 0) or 0), "", headers.get("Retry-After")
     for name in ("status", "code"):  # aiohttp, gcsfs
-        found = getattr(e, name, None)
-        if isinstance(found, int) and 100 <= found < 600:
-            return found, "", (getattr(e, "headers", None) or {}).get("Retry-After")
+        value = getattr(e, name, None)
+        if isinstance(value, int) and 100 <= value < 600:
+            return value, "", (getattr(e, "headers", None) or {}).get("Retry-After")
     return 0, "", None
 
 
-def _of_status(status: int) -> Meaning:
-    if status in _AGAIN:
-        return Meaning.AGAIN
-    found = {401: Meaning.DENIED, 403: Meaning.DENIED, 404: Meaning.MISSING, 410: Meaning.MISSING}
-    return {**found, 412: Meaning.CHANGED, 416: Meaning.CHANGED}.get(status, Meaning.OTHER)
+def _status_meaning(status: int) -> Meaning:
+    if status in _RETRY_STATUSES:
+        return Meaning.RETRY
+    meanings = {401: Meaning.DENIED, 403: Meaning.DENIED, 404: Meaning.MISSING, 410: Meaning.MISSING}
+    return {**meanings, 412: Meaning.CHANGED, 416: Meaning.CHANGED}.get(status, Meaning.UNKNOWN)
 
 
-def _seconds(wait: str | None) -> float | None:
+def _retry_after_seconds(wait: str | None) -> float | None:
     """Return the seconds of a Retry-After, a number or a date."""
     if not wait:
         return None
@@ -206,8 +228,8 @@ def _seconds(wait: str | None) -> float | None:
         return None
 
 
-def patiently(where: object, request: Callable[[], T], patience: Patience | None = None) -> T:
-    """Return what a request gives; repeat it while its failures may pass.
+def with_retries(where: object, request: Callable[[], T], patience: Patience | None = None) -> T:
+    """Return the result of a request; repeat it while its failures may be temporary.
 
     Raises FormatError if the object was replaced, else OSError: FileNotFoundError, PermissionError or, when patience is
     at its end, one of errno EIO; FileExistsError where something is there that must not be. ``where`` is named in it.
@@ -219,29 +241,31 @@ def patiently(where: object, request: Callable[[], T], patience: Patience | None
             return request()
         except Exception as e:
             verdict = judge(e)
-            if verdict.meaning is not Meaning.AGAIN:
+            if verdict.meaning is not Meaning.RETRY:
                 raise error_of(where, verdict) from None
             pause = patience.pause(attempt, verdict.wait)
             took = time.monotonic() - began
-            if attempt == patience.attempts or took + pause > patience.together or given_up.wait(pause):
-                why = f"{verdict.why}; given up after {attempt} attempts in {time.monotonic() - began:.0f} s"
-                raise OSError(errno.EIO, why, str(where)) from None
+            if attempt == patience.attempts or took + pause > patience.total_seconds or cancelled.wait(pause):
+                reason = f"{verdict.reason}; given up after {attempt} attempts in {time.monotonic() - began:.0f} s"
+                raise OSError(errno.EIO, reason, str(where)) from None
     raise AssertionError
 
 
 def error_of(where: object, verdict: Verdict) -> Exception:
     """Return the error that tells a user of a failure that will not pass."""
-    why = verdict.why
+    reason = verdict.reason
     if verdict.meaning is Meaning.CHANGED:
-        return FormatError(f"{where}: it was replaced by another object, or cut, while it was read; begin anew ({why})")
+        return FormatError(
+            f"{where}: it was replaced by another object, or cut, while it was read; begin anew ({reason})", "QK-E109"
+        )
     if verdict.meaning is Meaning.MISSING:
-        return FileNotFoundError(errno.ENOENT, f"there is nothing of this name ({why})", str(where))
+        return FileNotFoundError(errno.ENOENT, f"there is nothing of this name ({reason})", str(where))
     if verdict.meaning is Meaning.DENIED:
         return PermissionError(
-            errno.EACCES, f"access is denied ({why}); check the credentials and their rights", str(where)
+            errno.EACCES, f"access is denied ({reason}); check the credentials and their rights", str(where)
         )
     if verdict.meaning is Meaning.PRESENT:
-        return FileExistsError(errno.EEXIST, why, str(where))
-    if verdict.meaning is Meaning.GONE:
-        return ProcessLookupError(errno.ESRCH, why, str(where))
-    return OSError(errno.EIO, f"the request failed: {why}", str(where))
+        return FileExistsError(errno.EEXIST, reason, str(where))
+    if verdict.meaning is Meaning.EXPIRED:
+        return ProcessLookupError(errno.ESRCH, reason, str(where))
+    return OSError(errno.EIO, f"the request failed: {reason}", str(where))

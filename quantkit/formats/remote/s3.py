@@ -18,18 +18,22 @@ from typing import Any
 
 from quantkit.errors import ResourceError
 from quantkit.formats.remote import retry
-from quantkit.formats.remote.common import Facts, Object, entries_of, pinned_length, together
-from quantkit.formats.remote.retry import Answer, Broken, Meaning, Patience, judge, patiently
+from quantkit.formats.remote.common import Facts, Object, entries_of, pinned_length, run_on_loop
+from quantkit.formats.remote.retry import Answer, BrokenAnswer, Meaning, Patience, judge, with_retries
 
+#: What is between the name of an object and its version.
+VERSION = "?versionId="
 _MD5 = re.compile(r"[0-9a-f]{32}")
 #: The smallest and the largest part, and the most of them, that S3 takes.
-MIN_PART, MAX_PART, MAX_PARTS = 5 << 20, 5 << 30, 10_000
+MIN_PART = 5 << 20
+MAX_PART = 5 << 30
+MAX_PARTS = 10_000
 #: The usual length of a part.
 PART = 64 << 20
 
 
 @dataclass(frozen=True)
-class Uploaded:
+class UploadedPart:
     """A part that is there: its number, from 1, its entity tag and its length."""
 
     number: int
@@ -41,25 +45,34 @@ class S3:
     """Objects by ranges of the version that was pinned, and uploads in parts."""
 
     def __init__(self, kind: Any, configured: Mapping[str, Any]) -> None:
-        given = dict(configured.get("config_kwargs") or {})
+        config = dict(configured.get("config_kwargs") or {})
         # One attempt here, for attempts multiply; checksums as all stores know them.
-        given |= {"retries": {"total_max_attempts": 1}, "connect_timeout": retry.SILENCE, "read_timeout": retry.SILENCE}
-        given |= {"request_checksum_calculation": "when_required", "response_checksum_validation": "when_required"}
-        given |= {"max_pool_connections": 64}
-        self.fs = kind(config_kwargs=given, skip_instance_cache=True)
+        config |= {
+            "retries": {"total_max_attempts": 1},
+            "connect_timeout": retry.SILENCE,
+            "read_timeout": retry.SILENCE,
+        }
+        config |= {"request_checksum_calculation": "when_required", "response_checksum_validation": "when_required"}
+        config |= {"max_pool_connections": 64}
+        self.fs = kind(config_kwargs=config, skip_instance_cache=True)
         self.fs.retries = 1
 
     def _names(self, url: Object) -> dict[str, str]:
         bucket, key, _ = self.fs.split_path(url.address)
         return {"Bucket": bucket, "Key": key}
 
-    def _call(self, method: str, **kwargs: Any) -> Any:
-        return together(self.fs.loop, lambda: self.fs._call_s3(method, **kwargs))
+    def _version(self, url: Object) -> dict[str, str]:
+        """Return which version of an object is to be read, if its address names one."""
+        version = url.address.partition(VERSION)[2]
+        return {"VersionId": version} if version else {}
 
-    def _asked(self, url: Object, method: str, patience: Patience | None = None, **kwargs: Any) -> Any:
+    def _call(self, method: str, **kwargs: Any) -> Any:
+        return run_on_loop(self.fs.loop, lambda: self.fs._call_s3(method, **kwargs))
+
+    def _request(self, url: Object, method: str, patience: Patience | None = None, **kwargs: Any) -> Any:
         """Return the answer to a request about an object; say which bucket is missing, if that is why."""
         try:
-            return patiently(url, lambda: self._call(method, **self._names(url), **kwargs), patience)
+            return with_retries(url, lambda: self._call(method, **self._names(url), **kwargs), patience)
         except FileNotFoundError:
             self._check_bucket(url)
             raise
@@ -77,55 +90,59 @@ class S3:
     def facts(self, url: Object) -> Facts:
         if not self._names(url)["Key"]:
             raise FileNotFoundError(2, "a bucket; name an object in it", str(url))
-        found = self._asked(url, "head_object", retry.FIRST_LOOK)
-        kms = "kms" in str(found.get("ServerSideEncryption", "")) or found.get("SSECustomerAlgorithm")
-        tag = str(found.get("ETag", "")).strip('"')
-        return Facts(int(found["ContentLength"]), tag, f"md5:{tag}" if _MD5.fullmatch(tag) and not kms else "")
+        head = self._request(url, "head_object", retry.FIRST_LOOK, **self._version(url))
+        kms = "kms" in str(head.get("ServerSideEncryption", "")) or head.get("SSECustomerAlgorithm")
+        tag = str(head.get("ETag", "")).strip('"')
+        return Facts(int(head["ContentLength"]), tag, f"md5:{tag}" if _MD5.fullmatch(tag) and not kms else "")
 
     def entries(self, url: Object) -> dict[str, Facts | None] | None:
         def ask() -> dict[str, Facts | None]:
             self.fs.invalidate_cache()
             bucket, key = self._names(url).values()
             path = f"{bucket}/{key}".rstrip("/")
-            found = together(self.fs.loop, lambda: self.fs._ls(path, detail=True, refresh=True))
+            listing = run_on_loop(self.fs.loop, lambda: self.fs._ls(path, detail=True, refresh=True))
             # Of a name that is an object, too, only what lies in it counts.
-            return entries_of([e for e in found if e["name"].rstrip("/") != path], _listed)
+            return entries_of([e for e in listing if e["name"].rstrip("/") != path], _listing_facts)
 
         try:
-            return patiently(url, ask, retry.FIRST_LOOK)
+            return with_retries(url, ask, retry.FIRST_LOOK)
         except FileNotFoundError:
             self._check_bucket(url)
             raise
 
     def read(self, url: Object, begin: int, end: int) -> bytes:
-        pinned, names = url.facts, self._names(url)
+        pinned, names = url.facts, self._names(url) | self._version(url)
 
         async def get() -> bytes:
-            wanted = {"IfMatch": f'"{pinned.tag}"'} if pinned.tag else {}
-            found = await self.fs._call_s3("get_object", Range=f"bytes={begin}-{end - 1}", **names, **wanted)
-            async with found["Body"] as body:
-                total = str(found.get("ContentRange", "")).rpartition("/")[2]
-                tag = str(found.get("ETag", "")).strip('"')
+            condition = {"IfMatch": f'"{pinned.tag}"'} if pinned.tag else {}
+            answer = await self.fs._call_s3("get_object", Range=f"bytes={begin}-{end - 1}", **names, **condition)
+            async with answer["Body"] as body:
+                total = str(answer.get("ContentRange", "")).rpartition("/")[2]
+                tag = str(answer.get("ETag", "")).strip('"')
                 if (total.isdecimal() and int(total) != pinned.size) or (pinned.tag and tag != pinned.tag):
                     raise Answer(412, "another entity tag or length", meaning=Meaning.CHANGED)
                 if not total and begin:
-                    raise Broken("an answer without Content-Range")
+                    raise BrokenAnswer("an answer without Content-Range")
                 data: bytes = await body.read()
             return data
 
-        return patiently(url, lambda: pinned_length(together(self.fs.loop, get), begin, end))
+        return with_retries(url, lambda: pinned_length(run_on_loop(self.fs.loop, get), begin, end))
 
     # ---------------------------------------------------------------- writing
 
     def check_writable(self, url: Object) -> None:
         if not self._names(url)["Key"]:
-            raise ResourceError(f"{url}: a bucket; name an object in it")
+            raise ResourceError(f"{url}: a bucket; name an object in it", "QK-E412")
+        if self._version(url):
+            raise ResourceError(
+                f"{url}: a version of an object; what is written is a new one: omit ?versionId=", "QK-E412"
+            )
         try:
             self._check_bucket(url)
         except FileNotFoundError as e:
-            raise ResourceError(f"{url}: {e.strerror}") from None
+            raise ResourceError(f"{url}: {e.strerror}", "QK-E412") from None
 
-    def put(self, url: Object, file: Path) -> None:
+    def upload_file(self, url: Object, file: Path) -> None:
         nbytes, upload = file.stat().st_size, self.begin(url)
         step = part_bytes(nbytes, PART)
         try:
@@ -142,47 +159,51 @@ class S3:
 
     def begin(self, url: Object) -> str:
         """Begin an upload in parts; return what it is called."""
-        return str(self._asked(url, "create_multipart_upload")["UploadId"])
+        return str(self._request(url, "create_multipart_upload")["UploadId"])
 
-    def upload(self, url: Object, upload: str, number: int, data: bytes) -> Uploaded:
+    def upload(self, url: Object, upload: str, number: int, data: bytes) -> UploadedPart:
         """Upload a part. Raises ProcessLookupError if there is no such upload any more."""
         md5 = hashlib.md5(data, usedforsecurity=False)
-        given = {"UploadId": upload, "PartNumber": number, "ContentMD5": base64.b64encode(md5.digest()).decode()}
+        arguments = {"UploadId": upload, "PartNumber": number, "ContentMD5": base64.b64encode(md5.digest()).decode()}
 
-        def send() -> Uploaded:
-            found = self._call("upload_part", Body=data, **self._names(url), **given)
-            tag = str(found["ETag"]).strip('"')
-            kms = "kms" in str(found.get("ServerSideEncryption", "")) or found.get("SSECustomerAlgorithm")
+        def send() -> UploadedPart:
+            answer = self._call("upload_part", Body=data, **self._names(url), **arguments)
+            tag = str(answer["ETag"]).strip('"')
+            kms = "kms" in str(answer.get("ServerSideEncryption", "")) or answer.get("SSECustomerAlgorithm")
             if not kms and _MD5.fullmatch(tag) and tag != md5.hexdigest():
-                raise Broken(f"part {number} arrived damaged: its checksum is not that of what was sent")
-            return Uploaded(number, tag, len(data))
+                raise BrokenAnswer(f"part {number} arrived damaged: its checksum is not that of what was sent")
+            return UploadedPart(number, tag, len(data))
 
-        return patiently(url, send)
+        return with_retries(url, send)
 
-    def uploaded(self, url: Object, upload: str) -> dict[int, Uploaded] | None:
+    def list_parts(self, url: Object, upload: str) -> dict[int, UploadedPart] | None:
         """Return the parts of an upload that are there; None if there is no such upload any more."""
-        found: dict[int, Uploaded] = {}
+        parts: dict[int, UploadedPart] = {}
         after: dict[str, Any] = {}
         while True:
             try:
-                page = self._asked(url, "list_parts", UploadId=upload, **after)
+                page = self._request(url, "list_parts", UploadId=upload, **after)
             except (ProcessLookupError, FileNotFoundError):
                 return None
             for part in page.get("Parts", ()):
-                found[part["PartNumber"]] = Uploaded(part["PartNumber"], part["ETag"].strip('"'), part["Size"])
+                parts[part["PartNumber"]] = UploadedPart(part["PartNumber"], part["ETag"].strip('"'), part["Size"])
             if not page.get("IsTruncated"):
-                return found
+                return parts
             after = {"PartNumberMarker": page["NextPartNumberMarker"]}
 
-    def complete(self, url: Object, upload: str, parts: list[Uploaded], *, overwrite: bool) -> None:
+    def complete(self, url: Object, upload: str, parts: list[UploadedPart], *, overwrite: bool) -> None:
         """Give the object its name. Raises FileExistsError if one has it, and is not to be overwritten."""
-        listed = {"Parts": [{"PartNumber": part.number, "ETag": f'"{part.tag}"'} for part in parts]}
+        manifest = {"Parts": [{"PartNumber": part.number, "ETag": f'"{part.tag}"'} for part in parts]}
         only_new = {} if overwrite else {"IfNoneMatch": "*"}
 
         def send() -> None:
             try:
                 self._call(
-                    "complete_multipart_upload", **self._names(url), UploadId=upload, MultipartUpload=listed, **only_new
+                    "complete_multipart_upload",
+                    **self._names(url),
+                    UploadId=upload,
+                    MultipartUpload=manifest,
+                    **only_new,
                 )
             except Exception as e:
                 # An answer that was lost: then it is there, and the upload is not.
@@ -191,39 +212,39 @@ class S3:
                 verdict = judge(e)
                 if verdict.meaning is Meaning.CHANGED:
                     raise Answer(412, "an object of this name has appeared", meaning=Meaning.PRESENT) from None
-                if only_new and "501" in verdict.why:  # a store without conditions
+                if only_new and verdict.status == 501:  # a store without conditions
                     only_new.clear()
-                    raise Broken(verdict.why) from None
+                    raise BrokenAnswer(verdict.reason) from None
                 raise
 
-        patiently(url, send)
+        with_retries(url, send)
 
-    def is_complete(self, url: Object, parts: list[Uploaded]) -> bool:
-        """Tell whether an object is what these parts make."""
+    def is_complete(self, url: Object, parts: list[UploadedPart]) -> bool:
+        """Return whether an object consists of these parts."""
         try:
-            now = patiently(url, lambda: self._call("head_object", **self._names(url)), retry.FIRST_LOOK)
+            now = with_retries(url, lambda: self._call("head_object", **self._names(url)), retry.FIRST_LOOK)
         except OSError:
             return False
         digests = b"".join(bytes.fromhex(part.tag) if _MD5.fullmatch(part.tag) else b"?" for part in parts)
-        wanted = f"{hashlib.md5(digests, usedforsecurity=False).hexdigest()}-{len(parts)}"
-        return int(now["ContentLength"]) == sum(p.nbytes for p in parts) and str(now["ETag"]).strip('"') == wanted
+        expected_tag = f"{hashlib.md5(digests, usedforsecurity=False).hexdigest()}-{len(parts)}"
+        return int(now["ContentLength"]) == sum(p.nbytes for p in parts) and str(now["ETag"]).strip('"') == expected_tag
 
     def abort(self, url: Object, upload: str) -> None:
         """Remove the parts of an upload. Raises OSError."""
         try:
-            self._asked(url, "abort_multipart_upload", UploadId=upload)
+            self._request(url, "abort_multipart_upload", UploadId=upload)
         except (ProcessLookupError, FileNotFoundError):
             return
 
 
-def _listed(info: Mapping[str, Any]) -> Facts:
-    """Return what a listing says of an object; not of its encryption, so its tag may be no checksum."""
+def _listing_facts(info: Mapping[str, Any]) -> Facts:
+    """Return the facts about an object in a listing; those omit encryption, so the tag may be no checksum."""
     return Facts(int(info["size"]), str(info.get("ETag", "")).strip('"'))
 
 
 def part_bytes(nbytes: int, usual: int) -> int:
     """Return the length of the parts of an object: the usual one, or what makes at most ``MAX_PARTS`` of them."""
     if nbytes > MAX_PARTS * MAX_PART:
-        raise ResourceError(f"{nbytes} bytes are more than S3 holds in one object: give --split-max-size")
+        raise ResourceError(f"{nbytes} bytes are more than S3 holds in one object: give --split-max-size", "QK-E412")
     least = -(-nbytes // MAX_PARTS)
     return usual if least <= usual else -(-least // (1 << 20)) << 20

@@ -12,18 +12,18 @@ from typing import Any
 
 from quantkit.errors import ResourceError
 from quantkit.formats.remote import retry
-from quantkit.formats.remote.common import Facts, Object, Store, entries_of, pinned_length, together
-from quantkit.formats.remote.retry import Answer, Broken, Meaning, patiently
+from quantkit.formats.remote.common import Facts, Object, Store, entries_of, pinned_length, run_on_loop
+from quantkit.formats.remote.retry import Answer, BrokenAnswer, Meaning, with_retries
 from quantkit.formats.remote.s3 import S3
 
 #: What pip has to install for a scheme, where fsspec alone is not enough.
 PACKAGES = {
-    **dict.fromkeys(("s3", "s3a"), ("s3fs", "s3fs")),
-    **dict.fromkeys(("gs", "gcs"), ("gcsfs", "gcsfs")),
+    "s3": ("s3fs", "s3fs"),
+    "gs": ("gcsfs", "gcsfs"),
     **dict.fromkeys(("http", "https"), ("aiohttp", "aiohttp")),
-    **dict.fromkeys(("abfs", "abfss", "az", "adl"), ("adlfs", "adlfs")),
+    **dict.fromkeys(("abfs", "adl"), ("adlfs", "adlfs")),
     "hf": ("huggingface_hub", "huggingface_hub"),
-    **dict.fromkeys(("sftp", "ssh"), ("paramiko", "paramiko")),
+    "sftp": ("paramiko", "paramiko"),
 }
 
 
@@ -36,41 +36,45 @@ def store_of(url: Object) -> Store:
     key = os.getpid(), url.scheme  # connections do not survive a fork
     with _lock:
         if key not in _stores:
-            _stores[key] = _connected(url)
+            _stores[key] = _connect(url)
         return _stores[key]
 
 
-def _connected(url: Object) -> Store:
+def _connect(url: Object) -> Store:
     scheme = url.scheme
     try:
         import fsspec
     except ImportError:
-        raise _missing(url, "fsspec") from None
+        raise _missing_package(url, "fsspec") from None
     module, package = PACKAGES.get(scheme, ("", ""))
     try:
         if module:
             importlib.import_module(module)
         kind = fsspec.get_filesystem_class(scheme)
     except ImportError:
-        raise _missing(url, package) from None
+        raise _missing_package(url, package) from None
     except ValueError:
         raise ResourceError(
-            f"{url}: {scheme}:// is no scheme that fsspec knows; is it s3://, gs://, hf://, https://?"
+            f"{url}: {scheme}:// is no scheme that fsspec knows; is it s3://, gs://, hf://, https://?", "QK-E412"
         ) from None
-    if scheme in ("s3", "s3a"):
+    if scheme == "s3":
         return S3(kind, fsspec.config.conf.get("s3", {}))
     if scheme in ("http", "https"):
         return Web(kind(skip_instance_cache=True))
     try:
-        return Others(kind(skip_instance_cache=True), scheme)
+        return FsspecStore(kind(skip_instance_cache=True), scheme)
     except Exception as e:
-        raise ResourceError(f"{url}: there is no connection to {scheme}://: {retry.judge(e).why}") from None
+        raise ResourceError(
+            f"{url}: there is no connection to {scheme}://: {retry.judge(e).reason}", "QK-E412"
+        ) from None
 
 
-def _missing(url: Object, package: str) -> ResourceError:
-    more = "" if package in ("", "fsspec", "aiohttp") else f" {package}"
-    what = f"the package {package or 'fsspec'} is" if package != "fsspec" else "the package fsspec is"
-    return ResourceError(f"{url}: {what} needed for {url.scheme}://: pip install 'gguf-quantkit[remote]'{more}")
+def _missing_package(url: Object, package: str) -> ResourceError:
+    extra = "" if package in ("", "fsspec", "aiohttp") else f" {package}"
+    packages = f"the package {package or 'fsspec'} is" if package != "fsspec" else "the package fsspec is"
+    return ResourceError(
+        f"{url}: {packages} needed for {url.scheme}://: pip install 'gguf-quantkit[remote]'{extra}", "QK-E410"
+    )
 
 
 # ---------------------------------------------------------------- the web
@@ -84,18 +88,18 @@ class Web:
 
     def facts(self, url: Object) -> Facts:
         # Of signed addresses only GET is signed, so the first byte is asked for.
-        return patiently(url, lambda: self._ask(url, 0, 1, None)[0], retry.FIRST_LOOK)
+        return with_retries(url, lambda: self._ask(url, 0, 1, None)[0], retry.FIRST_LOOK)
 
     def entries(self, url: Object) -> dict[str, Facts | None] | None:
         return None
 
     def read(self, url: Object, begin: int, end: int) -> bytes:
         facts = url.facts
-        return patiently(url, lambda: pinned_length(self._ask(url, begin, end, facts)[1], begin, end))
+        return with_retries(url, lambda: pinned_length(self._ask(url, begin, end, facts)[1], begin, end))
 
     def _ask(self, url: Object, begin: int, end: int, pinned: Facts | None) -> tuple[Facts, bytes]:
-        found: tuple[Facts, bytes] = together(self.fs.loop, lambda: self._get(url, begin, end, pinned))
-        return found
+        answer: tuple[Facts, bytes] = run_on_loop(self.fs.loop, lambda: self._get(url, begin, end, pinned))
+        return answer
 
     async def _get(self, url: Object, begin: int, end: int, pinned: Facts | None) -> tuple[Facts, bytes]:
         import aiohttp
@@ -105,27 +109,29 @@ class Web:
         limit = aiohttp.ClientTimeout(total=None, sock_connect=retry.SILENCE, sock_read=retry.SILENCE)
         async with session.get(url.address, headers=headers, timeout=limit) as answer:
             if answer.status == 416 and pinned is None:
-                raise Answer(416, "it is empty", meaning=Meaning.OTHER)
+                raise Answer(416, "it is empty", meaning=Meaning.UNKNOWN)
             if answer.status not in (200, 206):
                 raise Answer(answer.status, wait=answer.headers.get("Retry-After"))
-            facts, whole = _of_headers(answer.status, answer.headers)
-            if not whole and facts.size < 0:
-                raise Broken("an answer without Content-Range")
+            facts, is_whole = _parse_headers(answer.status, answer.headers)
+            if not is_whole and facts.size < 0:
+                raise BrokenAnswer("an answer without Content-Range")
             if pinned is not None and facts[:2] != pinned[:2]:
                 raise Answer(412, "another entity tag, date or length", meaning=Meaning.CHANGED)
-            if whole and facts.size > end - begin:
-                raise Answer(200, "its server gives no ranges of files", meaning=Meaning.OTHER)
+            if is_whole and facts.size > end - begin:
+                raise Answer(200, "its server gives no ranges of files", meaning=Meaning.UNKNOWN)
             return facts, await answer.read()
 
     def check_writable(self, url: Object) -> None:
-        raise ResourceError(f"{url}: nothing can be written to {url.scheme}://; write to s3://, or to a file")
+        raise ResourceError(
+            f"{url}: nothing can be written to {url.scheme}://; write to s3://, or to a file", "QK-E412"
+        )
 
-    def put(self, url: Object, file: Path) -> None:
+    def upload_file(self, url: Object, file: Path) -> None:
         self.check_writable(url)
 
 
-def _of_headers(status: int, headers: Mapping[str, str]) -> tuple[Facts, bool]:
-    """Return what an answer says of the whole object, and whether it is all of it."""
+def _parse_headers(status: int, headers: Mapping[str, str]) -> tuple[Facts, bool]:
+    """Return the facts about the whole object in an answer, and whether the answer holds all of it."""
     tag = headers.get("ETag", "").removeprefix("W/") or headers.get("Last-Modified", "")
     if status == 200:
         return Facts(int(headers.get("Content-Length", 1 << 62)), tag), True
@@ -151,7 +157,7 @@ _TAGS = (
 )
 
 
-class Others:
+class FsspecStore:
     """Any other file system of fsspec, by what all of them have."""
 
     def __init__(self, fs: Any, scheme: str) -> None:
@@ -164,7 +170,7 @@ class Others:
     def _call(self, name: str, *args: Any, **kwargs: Any) -> Any:
         """Call a method of the file system, with a limit of time if it has one that waits."""
         if getattr(self.fs, "async_impl", False) and hasattr(self.fs, f"_{name}"):
-            return together(self.fs.loop, lambda: getattr(self.fs, f"_{name}")(*args, **kwargs))
+            return run_on_loop(self.fs.loop, lambda: getattr(self.fs, f"_{name}")(*args, **kwargs))
         return getattr(self.fs, name)(*args, **kwargs)
 
     def facts(self, url: Object) -> Facts:
@@ -173,17 +179,21 @@ class Others:
             info = self._call("info", self._path(url))
             if info.get("type") == "directory":
                 raise Answer(404, "a folder; name a file in it")
-            return _of_info(info)
+            return _info_facts(info)
 
-        return patiently(url, ask, retry.FIRST_LOOK)
+        return with_retries(url, ask, retry.FIRST_LOOK)
 
     def entries(self, url: Object) -> dict[str, Facts | None] | None:
         def ask() -> dict[str, Facts | None]:
             self.fs.invalidate_cache()
-            found = self._call("ls", self._path(url), detail=True)
-            return entries_of(found, _of_info)
+            path = self._path(url)
+            listing = self._call("ls", path, detail=True)
+            # Of a name that is a file, only what lies in it counts.
+            return entries_of(
+                [info for info in listing if str(info["name"]).rstrip("/") != path.rstrip("/")], _info_facts
+            )
 
-        return patiently(url, ask, retry.FIRST_LOOK)
+        return with_retries(url, ask, retry.FIRST_LOOK)
 
     def read(self, url: Object, begin: int, end: int) -> bytes:
         end = min(end, url.facts.size)
@@ -197,13 +207,17 @@ class Others:
                     data = file.read(end - begin)
             return pinned_length(bytes(data), begin, end)
 
-        return patiently(url, ask)
+        return with_retries(url, ask)
 
     def check_writable(self, url: Object) -> None:
         if self.scheme == "hf":
-            raise ResourceError(f"{url}: hf:// is only read here; write to a file, then `hf upload` it")
+            raise ResourceError(f"{url}: hf:// is only read here; write to a file, then `hf upload` it", "QK-E412")
+        if self.scheme == "memory":
+            raise ResourceError(
+                f"{url}: memory:// ends with this process, and what is in it; write to a file", "QK-E412"
+            )
 
-    def put(self, url: Object, file: Path) -> None:
+    def upload_file(self, url: Object, file: Path) -> None:
         path = self._path(url)
         growing = f"{path}.{os.urandom(4).hex()}.part"
 
@@ -213,11 +227,11 @@ class Others:
                 self.fs.makedirs(parent, exist_ok=True)
             self.fs.put_file(str(file), growing)
             if (size := self.fs.info(growing)["size"]) != file.stat().st_size:
-                raise Broken(f"{size} bytes arrived instead of {file.stat().st_size}")
+                raise BrokenAnswer(f"{size} bytes arrived instead of {file.stat().st_size}")
             self.fs.mv(growing, path)
 
         try:
-            patiently(url, send)
+            with_retries(url, send)
         finally:
             with suppress(Exception):
                 self.fs.invalidate_cache()
@@ -225,7 +239,7 @@ class Others:
                     self.fs.rm_file(growing)
 
 
-def _of_info(info: Mapping[str, Any]) -> Facts:
+def _info_facts(info: Mapping[str, Any]) -> Facts:
     lfs = info.get("lfs")
     sha256 = getattr(lfs, "sha256", None) or (lfs.get("sha256") if isinstance(lfs, dict) else None)
     tag = " ".join(f"{name}={info[name]}" for name in _TAGS if info.get(name) is not None)

@@ -5,33 +5,73 @@ from __future__ import annotations
 import hashlib
 import io
 import os
+import posixpath
 import re
 import stat
 import tempfile
-from collections.abc import Generator, Iterable
+from collections.abc import Generator
 from functools import cached_property
 from pathlib import Path, PosixPath
 from typing import IO, Any
 
-from quantkit.errors import FormatError
+from quantkit.errors import FormatError, ResourceError
 from quantkit.formats.remote.common import Facts, Store
 from quantkit.formats.remote.reader import fetch
+from quantkit.formats.remote.s3 import VERSION
 from quantkit.formats.remote.stores import store_of
 
-_ADDRESS = re.compile(r"([a-z][a-z0-9+.-]+)://(?!/*$)", re.IGNORECASE)
-_WEB = ("http", "https")
+_ADDRESS = re.compile(r"([a-z][a-z0-9+.-]+)://(.*)", re.IGNORECASE | re.DOTALL)
+_WEB, _LOCAL = ("http", "https"), ("file", "local")
+#: Other names of a scheme.
+_SCHEME_ALIASES = {"s3a": "s3", "s3n": "s3", "gcs": "gs", "abfss": "abfs", "az": "abfs", "ssh": "sftp"}
+#: Stores of objects, whose names are any text: in others they are paths, where ``..`` leads up.
+_OBJECTS = ("s3", "gs", "abfs", "hf", *_WEB)
 
 
 def located(place: str | os.PathLike[str], spool: Path | None = None) -> Path:
-    """Return what a user wrote as a path: a URL, or a file of this machine. ``spool``: see ``URL``."""
+    """Return the path that a user wrote: a URL, or a file of this machine, which ``file://`` names, too.
+
+    All inputs and outputs of all commands go through it, so that a place is one place however it is written. ``spool``:
+    see ``URL``. Raises ResourceError for an address with a user and a password, where its store takes none.
+    """
     if isinstance(place, URL):
         return place if spool is None else URL(place.address, spool)
-    text = os.fspath(place)
-    return URL(text, spool) if _ADDRESS.match(text) else Path(place)
+    if isinstance(place, Path):
+        return place
+    match = _ADDRESS.fullmatch(os.fspath(place))
+    if match is None:
+        return Path(place)
+    scheme, location = match[1].lower(), match[2]
+    if scheme in _LOCAL:
+        return Path(location.removeprefix("localhost") if location.startswith("localhost/") else location)
+    if not location.strip("/"):
+        return Path(place)
+    return URL(_normalize(_SCHEME_ALIASES.get(scheme, scheme), location), spool)
+
+
+def _normalize(scheme: str, location: str) -> str:
+    """Return the one address of what different ones may name. Raises ResourceError for one with a password."""
+    if scheme in _OBJECTS:
+        location = location.lstrip("/")
+    host, slash, path = location.partition("/")
+    user, _, server = host.rpartition("@")
+    port = host.rpartition(":")[2] if ":" in host else ""
+    has_secret = not user and port and not port.isdecimal() and not host.startswith("arn:") and "@" in path
+    if has_secret or (":" in user or user and scheme in ("s3", "gs")) and scheme not in _WEB:
+        raise ResourceError(
+            f"{scheme}://..: this address holds a user and a password, which no output, note or message may show: give "
+            "them as its store takes them (of S3: AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, or ~/.aws)",
+            "QK-E412",
+        )
+    if scheme in _WEB:
+        host = f"{user}@{server.lower()}" if user else server.lower()
+    return f"{scheme}://{host}{slash}{path}"
 
 
 class URL(PosixPath):
     """A place in a store. As text it has no user, password or query; two are equal if their addresses are.
+
+    ``identity`` is one for all addresses of an object.
 
     ``spool``: the folder where an output for it grows, with its journal. ``facts`` stay as they were first seen, also
     in another process that gets the URL.
@@ -41,15 +81,17 @@ class URL(PosixPath):
     spool: Path | None
     folder: URL | None
 
-    def __new__(cls, address: str, *more: Any) -> URL:
+    def __new__(cls, address: str, *arguments: Any) -> URL:
         """Make one without taking it apart as a path of this machine."""
         return object.__new__(cls)
 
     def __init__(self, address: str, spool: Path | None = None, folder: URL | None = None) -> None:
-        self.address, self.spool, self.folder = address, spool, folder
+        self.address = address
+        self.spool = spool
+        self.folder = folder
 
     def __reduce__(self) -> Any:
-        return _again, (self.address, self.spool, self.__dict__.get("facts"))
+        return _restore_url, (self.address, self.spool, self.__dict__.get("facts"))
 
     # ---------------------------------------------------------------- names
 
@@ -59,35 +101,43 @@ class URL(PosixPath):
 
     def _split(self) -> tuple[str, str]:
         """Return the address up to its query, and the query with its question mark."""
-        at = self.address.find("?") if self.scheme in _WEB else -1
-        return (self.address, "") if at < 0 else (self.address[:at], self.address[at:])
+        query_start = self.address.find("?") if self.scheme in _WEB else -1
+        return (self.address, "") if query_start < 0 else (self.address[:query_start], self.address[query_start:])
 
     @cached_property
-    def _shown(self) -> str:
+    def _text(self) -> str:
         base, query = self._split()
-        scheme, _, rest = base.partition("://")
-        host, slash, path = rest.partition("/")
-        return f"{scheme}://{host.rpartition('@')[2] if scheme.lower() in _WEB else host}{slash}{path}" + (
-            query and "?.."
-        )
+        if not query and VERSION not in base:
+            base, query, _ = base.partition("?")
+        scheme, _, location = base.partition("://")
+        host, slash, path = location.partition("/")
+        return f"{scheme}://{host.rpartition('@')[2] if scheme in _WEB else host}{slash}{path}" + (query and "?..")
+
+    @property
+    def identity(self) -> str:
+        """The address without what does not decide which object is written: a version, slashes at its end."""
+        web = self.scheme in _WEB
+        base = self._text.removesuffix("?..") if web else self.address.partition(VERSION)[0]
+        scheme, _, location = base.partition("://")
+        return f"{scheme}://{location.rstrip('/') if scheme in _OBJECTS else posixpath.normpath(location)}"
 
     def __str__(self) -> str:
-        return self._shown
+        return self._text
 
     def __fspath__(self) -> str:
-        return self._shown
+        return self._text
 
     def __repr__(self) -> str:
-        return f"URL({self._shown!r})"
+        return f"URL({self._text!r})"
 
     def __hash__(self) -> int:
         return hash(self.address)
 
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, URL) and self.address == other.address
+    def __eq__(self, value: object) -> bool:
+        return isinstance(value, URL) and self.address == value.address
 
-    def __lt__(self, other: Any) -> bool:
-        return str(self) < str(other)
+    def __lt__(self, value: Any) -> bool:
+        return str(self) < str(value)
 
     @property
     def name(self) -> str:
@@ -115,10 +165,10 @@ class URL(PosixPath):
         return URL(f"{base.rstrip('/')}/{os.fspath(name)}{query}", self.spool, self)
 
     def joinpath(self, *names: str | os.PathLike[str]) -> URL:
-        found = self
+        url = self
         for name in names:
-            found = found / name
-        return found
+            url = url / name
+        return url
 
     def absolute(self) -> URL:
         return self
@@ -129,8 +179,8 @@ class URL(PosixPath):
     @property
     def local(self) -> Path:
         """The file of this machine that stands for it while it is written: its name begins those of all files of it."""
-        digest = hashlib.sha256(self.address.encode()).hexdigest()
-        return (self.spool or default_spool()) / f"{digest[:16]}-{self.name[-100:]}"
+        digest = hashlib.sha256(self.identity.encode()).hexdigest()
+        return (self.spool or default_spool()) / f"{digest[:16]}-{self.identity.rpartition('/')[2][-100:]}"
 
     # ---------------------------------------------------------------- what is there
 
@@ -141,16 +191,16 @@ class URL(PosixPath):
     @cached_property
     def facts(self) -> Facts:
         """Its size and identity, pinned. Raises OSError."""
-        listed = self.folder.listing if self.folder is not None and "listing" in self.folder.__dict__ else None
-        found = listed.get(self.name) if listed is not None else None
-        return found or self.store.facts(self)
+        listing = self.folder.listing if self.folder is not None and "listing" in self.folder.__dict__ else None
+        facts = listing.get(self.name) if listing is not None else None
+        return facts or self.store.facts(self)
 
     @cached_property
     def listing(self) -> dict[str, Facts | None] | None:
         """The objects in it, and None for each folder; None if its store cannot list. Raises OSError."""
         return self.store.entries(self)
 
-    def _listed(self) -> tuple[bool, Facts | None]:
+    def _folder_facts(self) -> tuple[bool, Facts | None]:
         """Return whether its folder is known, and what it says of this."""
         if self.folder is None or self.folder.listing is None:
             return False, None
@@ -160,9 +210,9 @@ class URL(PosixPath):
         return self.is_file()
 
     def is_file(self, *, follow_symlinks: bool = True) -> bool:
-        known, found = self._listed()
-        if known or "facts" in self.__dict__:
-            return not known or found is not None
+        is_listed, facts = self._folder_facts()
+        if is_listed or "facts" in self.__dict__:
+            return not is_listed or facts is not None
         try:
             return bool(self.facts)
         except FileNotFoundError:
@@ -186,7 +236,7 @@ class URL(PosixPath):
             (stat.S_IFREG | 0o444, number, 0, 1, 0, 0, facts.size, 0, 0, 0, 0.0, 0.0, 0.0, 0, number, 0)
         )
 
-    def glob(self, pattern: str, **more: Any) -> Generator[Path, None, None]:  # type: ignore[override]
+    def glob(self, pattern: str, **options: Any) -> Generator[Path, None, None]:  # type: ignore[override]
         """Yield the files in it whose names match; none if its store cannot list."""
         from fnmatch import fnmatchcase
 
@@ -198,6 +248,11 @@ class URL(PosixPath):
 
     def iterdir(self) -> Generator[Path, None, None]:  # type: ignore[override]
         return self.glob("*")
+
+    def check(self) -> None:
+        """Raise FormatError if the object is not what it was when it was pinned. Raises OSError, too."""
+        if "facts" in self.__dict__ and self.store.facts(self)[:2] != self.facts[:2]:
+            raise FormatError(f"{self}: it was replaced by another object while it was read; begin anew", "QK-E109")
 
     # ---------------------------------------------------------------- its bytes
 
@@ -227,7 +282,7 @@ class URL(PosixPath):
         return file if "b" in mode else io.TextIOWrapper(file, encoding=kwargs.get("encoding") or "utf-8")
 
 
-def _again(address: str, spool: Path | None, facts: Facts | None) -> URL:
+def _restore_url(address: str, spool: Path | None, facts: Facts | None) -> URL:
     url = URL(address, spool)
     if facts is not None:
         url.__dict__["facts"] = facts
@@ -243,12 +298,3 @@ def default_spool() -> Path:
         else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "quantkit"
     )
     return base / "spool"
-
-
-def check_unchanged(paths: Iterable[Path]) -> None:
-    """Raise FormatError if an object is not what it was when it was pinned. Raises OSError, too."""
-    for url in paths:
-        if isinstance(url, URL) and "facts" in url.__dict__:
-            now = url.store.facts(url)
-            if now[:2] != url.facts[:2]:
-                raise FormatError(f"{url}: it was replaced by another object while it was read; begin anew")

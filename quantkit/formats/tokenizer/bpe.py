@@ -14,20 +14,21 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import numpy as np
+
 from quantkit.errors import FormatError
 from quantkit.formats.gguf import ValueType
 from quantkit.formats.tokenizer import unicode
-from quantkit.formats.tokenizer.merge import Seams, ids_of, merge
+from quantkit.formats.tokenizer.merge import Seams, WordCache, ids_of, merge
 from quantkit.formats.tokenizer.pre import PRE, Pre
 from quantkit.formats.tokenizer.split import Splitter
 from quantkit.formats.tokenizer.vocab import KEY, SPACE, Attr, Vocab, c_strings
-from quantkit.formats.tokenizer.words import WordCache
 
 
 def _byte_letters() -> list[str]:
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
-    others = iter(range(0x100, 0x200))
-    return [chr(byte if byte in printable else next(others)) for byte in range(256)]
+    letters = iter(range(0x100, 0x200))
+    return [chr(byte if byte in printable else next(letters)) for byte in range(256)]
 
 
 #: GPT-2's letter of each byte, and back.
@@ -41,7 +42,8 @@ def pre_of(vocab: Vocab) -> Pre:
     if not isinstance(name, str) or name not in PRE:
         raise FormatError(
             f"{vocab.path}: {KEY}pre is {name!r}, and how it splits a text is not known here. Another splitting would "
-            "give other ids, so none is tried; token ids are accepted everywhere: --tokens 1,2,3 or --tokens @FILE.i32"
+            "give other ids, so none is tried; token ids are accepted everywhere: --tokens 1,2,3 or --tokens @FILE.i32",
+            "QK-E115",
         )
     return PRE[name]
 
@@ -99,16 +101,15 @@ class Bpe:
 
     def _merge_seams(self) -> Seams:
         if self._seams is None:
-            places = ((m, m.find(" ", 1)) for m in self._ranks)
-            self._seams = Seams({m[at - 1] + m[at + 1] for m, at in places if 0 < at < len(m) - 1})
+            self._seams = Seams(_seam_pairs(list(self._ranks)))
         return self._seams
 
     def _encode_word(self, word: str) -> list[int]:
         ids = self._vocab.ids
         symbols = word if self._pre.raw else unicode.to_utf8(word).decode("latin-1").translate(BYTE_LETTERS)
-        whole = ids.get(symbols)
-        if whole is not None and (self._pre.ignore_merges or (self._pre.newline_words and not word.strip("\n"))):
-            return [whole]
+        token_id = ids.get(symbols)
+        if token_id is not None and (self._pre.ignore_merges or (self._pre.newline_words and not word.strip("\n"))):
+            return [token_id]
         return ids_of(merge(list(symbols), self._ranks, " "), ids, self._bytes)
 
     def _bytes(self, symbol: str) -> Iterator[int]:
@@ -126,9 +127,21 @@ def _ranks(vocab: Vocab) -> dict[str, int]:
         return {}
     if field is None or field.item_type is not ValueType.STRING:
         kind = "missing" if field is None else field.describe()
-        raise FormatError(f"{vocab.path}: {KEY}merges is {kind}, not an array of strings; BPE needs them")
+        raise FormatError(f"{vocab.path}: {KEY}merges is {kind}, not an array of strings; BPE needs them", "QK-E123")
     merges = c_strings(field.value)
     return dict(zip(reversed(merges), range(len(merges) - 1, -1, -1), strict=True))
+
+
+def _seam_pairs(merges: list[str]) -> str:
+    """Return the characters on both sides of the first space of each merge "left right", as one string of pairs."""
+    points = unicode.code_points("".join(merges))
+    lengths = np.fromiter(map(len, merges), np.intp, len(merges))
+    ends = np.cumsum(lengths)
+    spaces = np.append(np.flatnonzero(points == ord(" ")), len(points) + 1)
+    # A space at the beginning is part of the left symbol.
+    places = spaces[np.searchsorted(spaces, ends - lengths + 1)]
+    places = places[places < ends - 1]
+    return unicode.from_code_points(np.stack([points[places - 1], points[places + 1]], 1))
 
 
 def _letter_bytes(letter: str, text: str) -> bytes:

@@ -30,21 +30,25 @@ def _from_list(spec: str) -> npt.NDArray[np.int32]:
     ids = []
     for number, item in enumerate(spec.split(","), 1):
         if not re.fullmatch(r"\s*[0-9]+\s*", item, re.ASCII):
-            raise RecipeError(f"token id {number} of {spec[:60]!r} is {item.strip()[:20]!r}, not a number; {_FORMS}")
+            raise RecipeError(
+                f"token id {number} of {spec[:60]!r} is {item.strip()[:20]!r}, not a number; {_FORMS}", "QK-E203"
+            )
         if len(item.strip().lstrip("0")) > 10 or int(item) > np.iinfo(np.int32).max:
-            raise RecipeError(f"token id {number} of {spec[:60]!r} is {item.strip()[:20]}, too large for an int32")
+            raise RecipeError(
+                f"token id {number} of {spec[:60]!r} is {item.strip()[:20]}, too large for an int32", "QK-E203"
+            )
         ids.append(int(item))
     return np.array(ids, np.int32)
 
 
 def _from_file(name: str) -> npt.NDArray[np.int32]:
     if not name:
-        raise RecipeError(f"no file behind the @; {_FORMS}")
+        raise RecipeError(f"no file behind the @; {_FORMS}", "QK-E203")
     data = read_whole(name)
     if len(data) % 4 or not data:
         raise FormatError(f"{name}: its {len(data)} bytes are not one or more int32 ids; {_FORMS}")
     ids = np.frombuffer(data, "<i4").astype(np.int32)
     if (ids < 0).any():
-        at = int(np.argmax(ids < 0))
-        raise FormatError(f"{name}: the id at byte {4 * at} is {ids[at]}; ids are not negative. {_FORMS}")
+        position = int(np.argmax(ids < 0))
+        raise FormatError(f"{name}: the id at byte {4 * position} is {ids[position]}; ids are not negative. {_FORMS}")
     return ids

@@ -4,19 +4,20 @@ BPE ranks a pair by the position of "left right" among the merges, SentencePiece
 token, highest first. Nothing else differs, so there is one loop: ``order`` maps left + between + right to a rank.
 
 A vocabulary without words, such as SPM's, merges over a whole text. Neighbours that no merge can join still cut it
-(``Seams``) into pieces, words in practice, so that each is merged once and then looked up.
+(``Seams``) into pieces, words in practice, so that each is merged once and then looked up (``WordCache``).
 """
 
 from __future__ import annotations
 
 import heapq
 from collections.abc import Callable, Iterable, Mapping
+from typing import AnyStr
 
 import numpy as np
 
 from quantkit.formats.tokenizer.unicode import code_points
 
-_NEVER = float("inf")
+_NO_RANK = float("inf")
 #: Up to this many symbols, looking at all pairs beats a heap.
 _SHORT = 48
 
@@ -31,18 +32,18 @@ def merge(symbols: list[str], order: Mapping[str, float], between: str) -> list[
 
 def _merge_short(symbols: list[str], order: Mapping[str, float], between: str) -> list[str]:
     rank = order.get
-    ranks = [rank(a + between + b, _NEVER) for a, b in zip(symbols, symbols[1:], strict=False)]
+    ranks = [rank(a + between + b, _NO_RANK) for a, b in zip(symbols, symbols[1:], strict=False)]
     while ranks:
         lowest = min(ranks)
-        if lowest == _NEVER:
+        if lowest == _NO_RANK:
             break
-        at = ranks.index(lowest)
-        symbols[at : at + 2] = [symbols[at] + symbols[at + 1]]
-        del ranks[at]
-        if at:
-            ranks[at - 1] = rank(symbols[at - 1] + between + symbols[at], _NEVER)
-        if at < len(ranks):
-            ranks[at] = rank(symbols[at] + between + symbols[at + 1], _NEVER)
+        position = ranks.index(lowest)
+        symbols[position : position + 2] = [symbols[position] + symbols[position + 1]]
+        del ranks[position]
+        if position:
+            ranks[position - 1] = rank(symbols[position - 1] + between + symbols[position], _NO_RANK)
+        if position < len(ranks):
+            ranks[position] = rank(symbols[position] + between + symbols[position + 1], _NO_RANK)
     return symbols
 
 
@@ -54,12 +55,12 @@ def _merge_long(symbols: list[str], order: Mapping[str, float], between: str) ->
 
     def push(a: int, b: int) -> None:
         if a >= 0 and b < count:
-            found = rank(symbols[a] + between + symbols[b])
-            if found is not None:
-                heapq.heappush(heap, (found, a, b, len(symbols[a]) + len(symbols[b])))
+            pair_rank = rank(symbols[a] + between + symbols[b])
+            if pair_rank is not None:
+                heapq.heappush(heap, (pair_rank, a, b, len(symbols[a]) + len(symbols[b])))
 
-    for at in range(count - 1):
-        push(at, at + 1)
+    for position in range(count - 1):
+        push(position, position + 1)
     while heap:
         _, a, b, size = heapq.heappop(heap)
         if not symbols[a] or not symbols[b] or len(symbols[a]) + len(symbols[b]) != size:
@@ -78,9 +79,9 @@ def ids_of(symbols: Iterable[str], ids: Mapping[str, int], parts: Callable[[str]
     """Return the ids of symbols; of one that is no token, those of its parts."""
     out: list[int] = []
     for symbol in symbols:
-        found = ids.get(symbol)
-        if found is not None:
-            out.append(found)
+        token_id = ids.get(symbol)
+        if token_id is not None:
+            out.append(token_id)
         else:
             out += parts(symbol)
     return out
@@ -101,8 +102,8 @@ class Seams:
             return [text]
         points = code_points(text).astype(np.uint64)
         pairs = points[:-1] << np.uint64(32) | points[1:]
-        apart = self._pairs[np.searchsorted(self._pairs, pairs)] != pairs
-        ends = (np.flatnonzero(apart) + 1).tolist()
+        is_seam = self._pairs[np.searchsorted(self._pairs, pairs)] != pairs
+        ends = (np.flatnonzero(is_seam) + 1).tolist()
         return [text[start:end] for start, end in zip([0, *ends], [*ends, len(text)], strict=True)]
 
 
@@ -111,5 +112,40 @@ def inner_pairs(tokens: Iterable[str]) -> str:
     points = code_points("\0".join(tokens))
     pairs = np.stack([points[:-1], points[1:]], 1)
     unique = np.unique(pairs.astype(np.uint64) @ np.array([1 << 32, 1], np.uint64))
-    both = np.stack([unique >> np.uint64(32), unique & np.uint64(0xFFFFFFFF)], 1).astype("<u4")
-    return both.tobytes().decode("utf-32-le", "surrogatepass")
+    columns = np.stack([unique >> np.uint64(32), unique & np.uint64(0xFFFFFFFF)], 1).astype("<u4")
+    return columns.tobytes().decode("utf-32-le", "surrogatepass")
+
+
+#: Most words kept, and the longest: some 20 MB at most.
+_MAX_WORDS, _MAX_LENGTH = 1 << 16, 64
+
+
+class WordCache:
+    """Calls ``encode`` once per distinct word: natural text repeats itself."""
+
+    def __init__(self, encode: Callable[[str], list[int]]) -> None:
+        self._encode = encode
+        self._ids: dict[str, list[int]] = {}
+
+    def ids(self, words: Iterable[str]) -> list[int]:
+        """Return the ids of all words, in order."""
+        cache, out = self._ids, []
+        for word in words:
+            ids = cache.get(word)
+            if ids is None:
+                ids = self._encode(word)
+                if len(word) <= _MAX_LENGTH:
+                    if len(cache) >= _MAX_WORDS:
+                        cache.clear()
+                    cache[word] = ids
+            out += ids
+        return out
+
+
+def longest_by_start(tokens: Iterable[AnyStr]) -> dict[AnyStr, int]:
+    """Return the length of the longest token that begins with each two characters (or is one), to end searches."""
+    longest: dict[AnyStr, int] = {}
+    for token in tokens:
+        start = token[:2]
+        longest[start] = max(longest.get(start, 0), len(token))
+    return longest

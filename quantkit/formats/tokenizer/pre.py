@@ -22,12 +22,12 @@ THREES_WITHIN = "threes, ASCII"
 
 _CASELESS = r"(?:'[sS]|'[tT]|'[rR][eE]|'[vV][eE]|'[mM]|'[lL][lL]|'[dD])"
 _WORD = r"[^\r\n\p{L}\p{N}]?\p{L}+"
-_REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-_REST_SLASH = r" ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_TAIL = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_TAIL_SLASH = r" ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 
 _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
-_LLAMA3 = rf"{_CASELESS}|{_WORD}|\p{{N}}{{1,3}}|{_REST}"
-_QWEN2 = rf"{_CASELESS}|{_WORD}|\p{{N}}|{_REST}"
+_LLAMA3 = rf"{_CASELESS}|{_WORD}|\p{{N}}{{1,3}}|{_TAIL}"
+_QWEN2 = rf"{_CASELESS}|{_WORD}|\p{{N}}|{_TAIL}"
 _QWEN35 = (
     rf"{_CASELESS}|[^\r\n\p{{L}}\p{{N}}]?[\p{{L}}\p{{M}}]+|\p{{N}}"
     r"| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -71,20 +71,20 @@ _DEEPSEEK_PUNCTUATION = r"\s?[!-/:-~" + "\uff01-\uff0f\uff1a-\uff5e\u2018-\u201f
 _BLOOM = r" ?[^(\s|.,!?" + "\u2026\u3002\uff0c\u3001\u0964\u06d4\u060c)]+"
 
 
-def _cased(letters: str, upper: str, low: str, suffix: str, numbers: str) -> str:
+def _cased_words(letters: str, upper: str, low: str, suffix: str, numbers: str) -> str:
     """Words of upper-case then lower-case letters, as Tekken's; ``letters`` are those without case."""
     first, last = f"[{upper}{letters}]", f"[{low}{letters}]"
     prefix = r"[^\r\n\p{L}\p{N}]?"
-    return rf"{prefix}{first}*{last}+{suffix}|{prefix}{first}+{last}*{suffix}|{numbers}|{_REST_SLASH}"
+    return rf"{prefix}{first}*{last}+{suffix}|{prefix}{first}+{last}*{suffix}|{numbers}|{_TAIL_SLASH}"
 
 
 # Letters beyond ASCII count as both cases; \p{Lo} stands for them.
-_TEKKEN = _cased(r"\p{Lo}", "A-Z", "a-z", "", r"\p{N}")
-_GPT4O = _cased(r"\p{Lo}", "A-Z", "a-z", f"{_CASELESS}?", r"\p{N}{1,3}")
-_GRANITE_MULTI = _cased(r"\p{Lo}\p{M}", "A-Z", "a-z", f"{_CASELESS}?", r"\p{N}{1,3}")
-_TINY_AYA = _cased(r"\p{L}\p{M}", "", "", f"{_CASELESS}?", r"\p{N}{1,3}")
-_YOUTU = _cased(r"\p{L}\p{M}", "", "", f"{_CASELESS}?", r"\p{N}")
-_KIMI = rf"\p{{Han}}+|[^\r\n\p{{L}}\p{{N}}\p{{Han}}]?\p{{NotHan}}+{_CASELESS}?|\p{{N}}{{1,3}}|{_REST}"
+_TEKKEN = _cased_words(r"\p{Lo}", "A-Z", "a-z", "", r"\p{N}")
+_GPT4O = _cased_words(r"\p{Lo}", "A-Z", "a-z", f"{_CASELESS}?", r"\p{N}{1,3}")
+_GRANITE_MULTI = _cased_words(r"\p{Lo}\p{M}", "A-Z", "a-z", f"{_CASELESS}?", r"\p{N}{1,3}")
+_TINY_AYA = _cased_words(r"\p{L}\p{M}", "", "", f"{_CASELESS}?", r"\p{N}{1,3}")
+_YOUTU = _cased_words(r"\p{L}\p{M}", "", "", f"{_CASELESS}?", r"\p{N}")
+_KIMI = rf"\p{{Han}}+|[^\r\n\p{{L}}\p{{N}}\p{{Han}}]?\p{{NotHan}}+{_CASELESS}?|\p{{N}}{{1,3}}|{_TAIL}"
 _BAILING = rf"'(?:[sSdDmMtT]|[lL][lL]|[vV][eE]|[rR][eE])|{_WORD}|\p{{N}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*" + (
     r"|\s*[\r\n]|\s+(?!\S)|\s+"
 )
@@ -143,7 +143,7 @@ PRE: dict[str, Pre] = {
         ("chatglm-bpe", _CHATGLM),
         ("glm4 glm5", Pre((_LLAMA3,), no_bos=True, ignore_merges=True)),
         ("jais-2", Pre((_JAIS2,))),
-        ("minicpm5", Pre((r"\p{N}{1,3}", rf"{_CASELESS}|{_WORD}|\p{{N}}+|{_REST}"), ignore_merges=True)),
+        ("minicpm5", Pre((r"\p{N}{1,3}", rf"{_CASELESS}|{_WORD}|\p{{N}}+|{_TAIL}"), ignore_merges=True)),
         (
             "deepseek-llm",
             Pre(("[\r\n]", _DEEPSEEK_LETTERS, _DEEPSEEK_PUNCTUATION, r"\s+\Z", _CJK_WIDE, r"\p{N}+")),
@@ -158,7 +158,7 @@ PRE: dict[str, Pre] = {
         ("jina-v1-en jina-v2-code roberta-bpe exaone4 mpt olmo jais trillion granite-docling", _PLAIN_GPT2),
         ("qwen2 deepseek-r1-qwen kormo f2llmv2 megrez stablelm2 hunyuan solar-open grok-2", _PLAIN_QWEN2),
         ("qwen35", Pre((_QWEN35,))),
-        ("ufakzeka", Pre((rf"{_WORD}|\p{{N}}|{_REST}",))),
+        ("ufakzeka", Pre((rf"{_WORD}|\p{{N}}|{_TAIL}",))),
         ("laguna", Pre((_LINES, _QWEN2))),
         ("poro-chat bloom gpt3-finnish", _PLAIN_BLOOM),
         ("viking", Pre((_BLOOM, r"\p{N}"))),

@@ -9,11 +9,11 @@ from __future__ import annotations
 import re
 
 from quantkit.errors import FormatError
+from quantkit.formats.tokenizer.merge import longest_by_start
 from quantkit.formats.tokenizer.vocab import KEY, Vocab
-from quantkit.formats.tokenizer.words import longest_by_start
 
 _ESCAPE = re.compile(rb"\\(?:x(..)|(.))", re.S)
-_NAMED = {b"t": b"\t", b"n": b"\n", b"r": b"\r"}
+_ESCAPED_BYTES = {b"t": b"\t", b"n": b"\n", b"r": b"\r"}
 
 
 class Rwkv:
@@ -28,23 +28,26 @@ class Rwkv:
 
     def encode(self, text: bytes, first: bool) -> list[int]:
         """Return the ids of a piece of text without special tokens. FormatError: no token for a byte."""
-        ids, out, at = self._ids, [], 0
-        while at < len(text):
-            for length in range(self._lengths.get(text[at : at + 2], 1), 0, -1):
-                found = ids.get(text[at : at + length])
-                if found is not None:
-                    out.append(found)
-                    at += length
+        ids = self._ids
+        out = []
+        position = 0
+        while position < len(text):
+            for length in range(self._lengths.get(text[position : position + 2], 1), 0, -1):
+                token_id = ids.get(text[position : position + length])
+                if token_id is not None:
+                    out.append(token_id)
+                    position += length
                     break
             else:
-                out.append(self._unknown(text[at]))
-                at += 1
+                out.append(self._unknown(text[position]))
+                position += 1
         return out
 
     def _unknown(self, byte: int) -> int:
         if "unknown" not in self._vocab.special:
             raise FormatError(
-                f"{self._vocab.path}: no token begins with byte 0x{byte:02X}, and {KEY}unknown_token_id is missing"
+                f"{self._vocab.path}: no token begins with byte 0x{byte:02X}, and {KEY}unknown_token_id is missing",
+                "QK-E114",
             )
         return self._vocab.special["unknown"]
 
@@ -54,10 +57,12 @@ class Rwkv:
 
 
 def _unescape(text: bytes, path: str) -> bytes:
-    def replaced(found: re.Match[bytes]) -> bytes:
+    def replace_escape(match: re.Match[bytes]) -> bytes:
         try:
-            return bytes([int(found[1], 16)]) if found[1] else _NAMED.get(found[2], found[2])
+            return bytes([int(match[1], 16)]) if match[1] else _ESCAPED_BYTES.get(match[2], match[2])
         except ValueError:
-            raise FormatError(f"{path}: the token {text!r} has an escape that is none: {found[0]!r}") from None
+            raise FormatError(
+                f"{path}: the token {text!r} has an escape that is none: {match[0]!r}", "QK-E114"
+            ) from None
 
-    return _ESCAPE.sub(replaced, text)
+    return _ESCAPE.sub(replace_escape, text)

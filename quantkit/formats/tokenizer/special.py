@@ -23,7 +23,7 @@ class SpecialTokens:
     """The tokens to look for, longest first."""
 
     def __init__(self, vocab: Vocab) -> None:
-        ids = vocab.having(Attr.CONTROL | Attr.USER_DEFINED | Attr.UNKNOWN)
+        ids = vocab.ids_with(Attr.CONTROL | Attr.USER_DEFINED | Attr.UNKNOWN)
         texts = {i: vocab.tokens[i].encode("utf-8", "surrogateescape") for i in ids}
         self._ids = sorted(ids, key=lambda i: -len(texts[i]))
         self._texts = [texts[i] for i in self._ids]
@@ -36,14 +36,14 @@ class SpecialTokens:
     def split(self, text: bytes, parse_special: bool) -> list[Fragment]:
         """Return a text as pieces and special ids, in order; pieces are never empty."""
         fragments: list[Fragment] = [text] if text else []
-        for at in self._candidates(text):
-            if parse_special or not self._attrs[at] & (Attr.CONTROL | Attr.UNKNOWN):
-                token = self._texts[at]
+        for index in self._candidates(text):
+            if parse_special or not self._attrs[index] & (Attr.CONTROL | Attr.UNKNOWN):
+                token = self._texts[index]
                 if token in text:
                     fragments = [
                         part
                         for fragment in fragments
-                        for part in (self._cut(fragment, at) if isinstance(fragment, bytes) else (fragment,))
+                        for part in (self._cut_out(fragment, index) if isinstance(fragment, bytes) else (fragment,))
                     ]
         return fragments
 
@@ -57,19 +57,21 @@ class SpecialTokens:
         present[singles << 8 | singles] = True  # longer than the text, so that tokens of one byte are found
         return np.flatnonzero(np.logical_and.reduceat(present[self._pairs], self._starts)).tolist()
 
-    def _cut(self, text: bytes, at: int) -> Iterator[Fragment]:
-        token, attr, ident = self._texts[at], self._attrs[at], self._ids[at]
+    def _cut_out(self, text: bytes, index: int) -> Iterator[Fragment]:
+        token = self._texts[index]
+        attr = self._attrs[index]
+        ident = self._ids[index]
         if token not in text:
             yield text
             return
         start = 0
-        while (found := text.find(token, start)) >= 0:
-            before = text[start:found]
+        while (position := text.find(token, start)) >= 0:
+            before = text[start:position]
             before = before.rstrip(_SPACES) if attr & Attr.LSTRIP else before
             if before:
                 yield before
             yield ident
-            start = found + len(token)
+            start = position + len(token)
             while attr & Attr.RSTRIP and start < len(text) and text[start] in _SPACES:
                 start += 1
         if start < len(text):

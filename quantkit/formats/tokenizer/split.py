@@ -43,26 +43,28 @@ class Splitter:
                 ends = _threes_within(text, ends)
             else:
                 by_category = r"\p{" in pattern
-                seen = unicode.collapse(text, r"\p{Han}" in pattern) if by_category else unicode.ascii_spaces(text)
-                ends = _matches(_compile(pattern), seen, ends)
+                view = unicode.collapse(text, r"\p{Han}" in pattern) if by_category else unicode.ascii_spaces(text)
+                ends = _matches(_compile(pattern), view, ends)
         return ends
 
 
 @cache
 def _compile(pattern: str) -> re.Pattern[str]:
     """Return a pattern with \\p{...} written out: inside brackets as it is, elsewhere in brackets of its own."""
-    out, inside, at = [], False, 0
-    while at < len(pattern):
-        category = re.compile(r"\\p\{(\w+)\}").match(pattern, at)
+    out = []
+    in_brackets = False
+    position = 0
+    while position < len(pattern):
+        category = re.compile(r"\\p\{(\w+)\}").match(pattern, position)
         if category:
             characters = _CLASSES[category[1]]
-            out.append(characters if inside else f"[{characters}]")
-            at = category.end()
+            out.append(characters if in_brackets else f"[{characters}]")
+            position = category.end()
             continue
-        width = 2 if pattern[at] == "\\" else 1
-        inside = (inside or pattern[at] == "[") and pattern[at] != "]"
-        out.append(pattern[at : at + width])
-        at += width
+        width = 2 if pattern[position] == "\\" else 1
+        in_brackets = (in_brackets or pattern[position] == "[") and pattern[position] != "]"
+        out.append(pattern[position : position + width])
+        position += width
     return re.compile("".join(out), re.ASCII)
 
 
@@ -77,14 +79,14 @@ def _matches(pattern: re.Pattern[str], text: str, ends: Sequence[int]) -> list[i
     """Return the ends of all matches and of what lies between them, segment by segment."""
     out: list[int] = []
     for start, end in _segments(ends):
-        at = start
-        for found in pattern.finditer(text, start, end):
-            first, last = found.span()
-            if first > at:
+        position = start
+        for match in pattern.finditer(text, start, end):
+            first, last = match.span()
+            if first > position:
                 out.append(first)
             out.append(last)
-            at = last
-        if at < end:
+            position = last
+        if position < end:
             out.append(end)
     return out
 
@@ -94,23 +96,23 @@ def _threes_after(collapsed: str, ends: Sequence[int]) -> list[int]:
     numbers = re.compile(_NUMBERS)
     out: list[int] = []
     for start, end in _segments(ends):
-        at = start
-        for found in numbers.finditer(collapsed, start, end):
-            first, at = found.span()
-            out += range(at - (at - first - 1) // 3 * 3, at + 1, 3)
-        if at < end:
+        position = start
+        for match in numbers.finditer(collapsed, start, end):
+            first, position = match.span()
+            out += range(position - (position - first - 1) // 3 * 3, position + 1, 3)
+        if position < end:
             out.append(end)
     return out
 
 
 def _threes_within(text: str, ends: Sequence[int]) -> list[int]:
-    r"""Where (?=(\d{3})+(?!\d)) matches: before each group of three ASCII digits, counted from the right."""
+    r"""Return the matches of (?=(\d{3})+(?!\d)): before each group of three ASCII digits, counted from the right."""
     numbers = re.compile("[0-9]+")
     out: list[int] = []
     for start, end in _segments(ends):
-        for found in numbers.finditer(text, start, end):
-            first, last = found.span()
+        for match in numbers.finditer(text, start, end):
+            first, last = match.span()
             cuts = range(last - (last - first) // 3 * 3, last, 3)
-            out += [cut for cut in cuts if cut > start]
+            out += [position for position in cuts if position > start]
         out.append(end)
     return out

@@ -10,9 +10,8 @@ from collections.abc import Iterator
 from functools import cached_property
 
 from quantkit.errors import FormatError
-from quantkit.formats.tokenizer.merge import Seams, ids_of, inner_pairs, merge
+from quantkit.formats.tokenizer.merge import Seams, WordCache, ids_of, inner_pairs, merge
 from quantkit.formats.tokenizer.vocab import SPACE, Vocab
-from quantkit.formats.tokenizer.words import WordCache
 
 #: A character by its first byte alone, whatever follows; fewer bytes at the end.
 _CHARACTER = re.compile(rb"[\xc0-\xdf].?|[\xe0-\xef].{0,2}|[\xf0-\xff].{0,3}|.", re.S)
@@ -64,10 +63,11 @@ class Spm:
     def _bytes(self, symbol: str) -> Iterator[int]:
         ids = self._vocab.ids
         for byte in symbol.encode("utf-8", "surrogateescape"):
-            found = ids.get(f"<0x{byte:02X}>", ids.get(bytes([byte]).decode("utf-8", "surrogateescape")))
-            if found is None:
+            token_id = ids.get(f"<0x{byte:02X}>", ids.get(bytes([byte]).decode("utf-8", "surrogateescape")))
+            if token_id is None:
                 raise FormatError(
                     f"{self._vocab.path}: the vocabulary has no token for {symbol!r} and none for its byte "
-                    f"0x{byte:02X} (<0x{byte:02X}>); llama.cpp ends on such a text"
+                    f"0x{byte:02X} (<0x{byte:02X}>); llama.cpp ends on such a text",
+                    "QK-E114",
                 )
-            yield found
+            yield token_id

@@ -9,13 +9,12 @@ import numpy as np
 import numpy.typing as npt
 
 from quantkit.errors import FormatError, RecipeError
-from quantkit.formats.gguf import GGUFFile
 from quantkit.formats.tokenizer.bpe import Bpe, pre_of
 from quantkit.formats.tokenizer.rwkv import Rwkv
 from quantkit.formats.tokenizer.special import SpecialTokens
 from quantkit.formats.tokenizer.spm import Spm
 from quantkit.formats.tokenizer.unigram import Unigram
-from quantkit.formats.tokenizer.vocab import KEY, Attr, Vocab, read_vocab
+from quantkit.formats.tokenizer.vocab import KEY, Attr, Metadata, Vocab, read_vocab
 from quantkit.formats.tokenizer.wordpiece import WordPiece
 
 
@@ -57,7 +56,7 @@ class Tokenizer:
         if isinstance(model, Bpe):
             pre = pre_of(vocab)
             default_bos = pre.add_bos
-            if pre.no_bos and vocab.given("bos") is None:
+            if pre.no_bos and vocab.special_id("bos") is None:
                 vocab.special.pop("bos", None)
             if vocab.model != "gemma4" and not vocab.source.get(KEY + "pre"):
                 self.notes += (
@@ -71,8 +70,8 @@ class Tokenizer:
             self.add_bos |= pre.add_bos and pre.newline_words
 
     @classmethod
-    def from_gguf(cls, source: GGUFFile) -> Tokenizer:
-        """Make the tokenizer of an open file; the header is enough.
+    def from_gguf(cls, source: Metadata) -> Tokenizer:
+        """Make the tokenizer of an open file, the header is enough, or of a checkpoint.
 
         Raises FormatError: the file has none, or an unknown one; the message names model and pre.
         """
@@ -94,7 +93,7 @@ class Tokenizer:
             FormatError: the vocabulary lacks a token that this text needs.
         """
         data = _utf8(text) if isinstance(text, str) else bytes(text)
-        out: list[int] = [self._wanted(self._opening)] if add_special and self._adds_opening else []
+        out: list[int] = [self._required_token(self._opening)] if add_special and self._adds_opening else []
         first = True
         for fragment in self._special.split(data, parse_special):
             if isinstance(fragment, bytes):
@@ -103,7 +102,7 @@ class Tokenizer:
                 out.append(fragment)
             first = isinstance(fragment, int)
         if add_special and self._adds_closing:
-            out.append(self._wanted(self._closing))
+            out.append(self._required_token(self._closing))
         return np.array(out, np.int32)
 
     def decode(self, ids: Iterable[int] | npt.NDArray[np.int32]) -> str:
@@ -113,11 +112,11 @@ class Tokenizer:
         up spaces before punctuation in some models. Raises RecipeError for an id that there is not.
         """
         tokens = [int(i) for i in ids]
-        known = {i: self.piece(i) for i in set(tokens)}
-        pieces = [known[i] for i in tokens]
+        pieces_by_id = {i: self.piece(i) for i in set(tokens)}
+        pieces = [pieces_by_id[i] for i in tokens]
         if self._prefixes_space:
-            at = 1 if tokens and self._adds_opening and tokens[0] == self.bos else 0
-            pieces[at : at + 1] = [piece.removeprefix(b" ") for piece in pieces[at : at + 1]]
+            first = 1 if tokens and self._adds_opening and tokens[0] == self.bos else 0
+            pieces[first : first + 1] = [piece.removeprefix(b" ") for piece in pieces[first : first + 1]]
         return b"".join(pieces).decode("utf-8", "replace")
 
     def piece(self, token: int) -> bytes:
@@ -126,7 +125,9 @@ class Tokenizer:
         Raises RecipeError for an id that there is not.
         """
         if not 0 <= token < self.n_vocab:
-            raise RecipeError(f"{self._vocab.path}: there is no token {token}; ids are 0 to {self.n_vocab - 1}")
+            raise RecipeError(
+                f"{self._vocab.path}: there is no token {token}; ids are 0 to {self.n_vocab - 1}", "QK-E203"
+            )
         attr = int(self._vocab.attrs[token])
         if self._vocab.model == "rwkv":
             return self._model.piece(token)
@@ -146,11 +147,12 @@ class Tokenizer:
     def _prefixes_space(self) -> bool:
         return self._vocab.flag("add_space_prefix", self._vocab.model == "llama")
 
-    def _wanted(self, name: str) -> int:
+    def _required_token(self, name: str) -> int:
         if name not in self._vocab.special:
             raise FormatError(
                 f"{self._vocab.path}: the model wants a {name} token with every text, but {KEY}{name}_token_id names "
-                "none; encode with add_special=False"
+                "none; encode with add_special=False",
+                "QK-E123",
             )
         return self._vocab.special[name]
 
@@ -159,4 +161,6 @@ def _utf8(text: str) -> bytes:
     try:
         return text.encode("utf-8", "surrogateescape")
     except UnicodeEncodeError as e:
-        raise RecipeError(f"character {e.start} of the text is a lone surrogate (U+{ord(text[e.start]):04X})") from None
+        raise RecipeError(
+            f"character {e.start} of the text is a lone surrogate (U+{ord(text[e.start]):04X})", "QK-E121"
+        ) from None

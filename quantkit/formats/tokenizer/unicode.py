@@ -31,10 +31,17 @@ U32 = npt.NDArray[np.uint32]
 _COUNT = 0x110000
 #: What a collapsed character of each category is; anything else is _OTHER.
 NUMBER, LETTER, PUNCTUATION, MARK, SYMBOL, HAN_LETTER, HAN = (chr(c) for c in range(0xD1, 0xD8))
-_OTHER, _SPACE = 0xD0, 0x0B
+_OTHER_BYTE, _SPACE = 0xD0, 0x0B
 _HAN_RANGES = (
-    *((0x3400, 0x4DBF), (0x4E00, 0x9FFF), (0xF900, 0xFAFF), (0x20000, 0x2A6DF), (0x2A700, 0x2B73F)),
-    *((0x2B740, 0x2B81F), (0x2B820, 0x2CEAF), (0x2CEB0, 0x2EBEF), (0x2F800, 0x2FA1F)),
+    (0x3400, 0x4DBF),
+    (0x4E00, 0x9FFF),
+    (0xF900, 0xFAFF),
+    (0x20000, 0x2A6DF),
+    (0x2A700, 0x2B73F),
+    (0x2B740, 0x2B81F),
+    (0x2B820, 0x2CEAF),
+    (0x2CEB0, 0x2EBEF),
+    (0x2F800, 0x2FA1F),
 )
 #: A sequence by its first byte alone: llama.cpp takes overlong ones, surrogates and F5..F7 too.
 _LENIENT = re.compile(rb"[\0-\x7f]+|[\xc0-\xdf][\x80-\xbf]|[\xe0-\xef][\x80-\xbf]{2}|[\xf0-\xf7][\x80-\xbf]{3}|.", re.S)
@@ -82,9 +89,9 @@ def lower() -> dict[int, int]:
 def _collapsed(han: bool) -> U8:
     """Return the byte that stands for each code point; with ``han``, Han characters are two classes of their own."""
     kinds = {"N": NUMBER, "L": LETTER, "P": PUNCTUATION, "M": MARK, "S": SYMBOL}
-    by_category = np.full(256, _OTHER, np.uint8)
-    for letter, stands in kinds.items():
-        by_category[ord(letter)] = ord(stands)
+    by_category = np.full(256, _OTHER_BYTE, np.uint8)
+    for letter, byte in kinds.items():
+        by_category[ord(letter)] = ord(byte)
     table = np.asarray(by_category[categories()])
     table[whitespace()] = _SPACE
     for first, last in _HAN_RANGES if han else ():
@@ -119,8 +126,8 @@ def from_utf8(data: bytes) -> str:
     except UnicodeDecodeError:
         pass
     points: list[int] = []
-    for found in _LENIENT.finditer(data):
-        sequence = found[0]
+    for match in _LENIENT.finditer(data):
+        sequence = match[0]
         if sequence[0] < 0x80:
             points.extend(sequence)
         elif len(sequence) == 1:
@@ -131,7 +138,8 @@ def from_utf8(data: bytes) -> str:
                 point = point << 6 | byte & 0x3F
             if point >= _COUNT:
                 raise RecipeError(
-                    f"the text is not UTF-8: byte {found.start()} begins U+{point:X}, and code points end at U+10FFFF"
+                    f"the text is not UTF-8: byte {match.start()} begins U+{point:X}, and code points end at U+10FFFF",
+                    "QK-E121",
                 )
             points.append(point)
     return from_code_points(np.array(points, np.uint32))

@@ -11,17 +11,27 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import IntFlag
-from typing import Any
+from pathlib import Path
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from quantkit.errors import FormatError
-from quantkit.formats.gguf import Field, GGUFFile, ValueType
+from quantkit.formats.gguf import Field, ValueType
 
 KEY = "tokenizer.ggml."
 #: How many models write a space.
 SPACE = "\u2581"
+
+
+class Metadata(Protocol):
+    """The source of a vocabulary: an open GGUF file, or a checkpoint that becomes one."""
+
+    paths: tuple[Path, ...]
+    fields: dict[str, Field]
+
+    def get(self, key: str, default: Any = None) -> Any: ...
 
 
 class Attr(IntFlag):
@@ -53,28 +63,64 @@ MODELS = tuple(_DEFAULT_IDS)
 _SPECIAL_IDS = ("bos", "eos", "eot", "eom", "unknown", "seperator", "padding", "mask")
 #: Texts that end a turn; the first one in a vocabulary is its end-of-turn token, where the file names none.
 _TURN_ENDS = (
-    *("<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "<|end_of_text|>", "<EOT>", "_<EOT>"),
-    *("[EOT]", "<\uff5cend\u2581of\u2581sentence\uff5c>", "<end_of_utterance>"),
+    "<|eot_id|>",
+    "<|im_end|>",
+    "<|end|>",
+    "<end_of_turn>",
+    "<|endoftext|>",
+    "<|end_of_text|>",
+    "<EOT>",
+    "_<EOT>",
+    "[EOT]",
+    "<\uff5cend\u2581of\u2581sentence\uff5c>",
+    "<end_of_utterance>",
 )
 #: Texts of control tokens, whatever their type.
 _CONTROL = (
     *_TURN_ENDS,
-    *("<|return|>", "<|call|>", "<|flush|>", "<|calls|>", "</s>", "<|eom_id|>", "[EOS]", "<eos>", "<turn|>"),
-    *("<|tool_response>", "[e~["),
+    "<|return|>",
+    "<|call|>",
+    "<|flush|>",
+    "<|calls|>",
+    "</s>",
+    "<|eom_id|>",
+    "[EOS]",
+    "<eos>",
+    "<turn|>",
+    "<|tool_response>",
+    "[e~[",
 )
 #: Fill-in-the-middle tokens by their keys: the one the file names stays as it is, else the first text is control.
 _FIM: dict[tuple[str, ...], tuple[str, ...]] = {
     ("fim_pre", "prefix"): (
-        *("<|fim_prefix|>", "<fim-prefix>", "<fim_prefix>", "<\uff5cfim\u2581begin\uff5c>", "<PRE>", "\u2581<PRE>"),
-        *("<|code_prefix|>", "<|prefix|>"),
+        "<|fim_prefix|>",
+        "<fim-prefix>",
+        "<fim_prefix>",
+        "<\uff5cfim\u2581begin\uff5c>",
+        "<PRE>",
+        "\u2581<PRE>",
+        "<|code_prefix|>",
+        "<|prefix|>",
     ),
     ("fim_suf", "suffix"): (
-        *("<|fim_suffix|>", "<fim-suffix>", "<fim_suffix>", "<\uff5cfim\u2581hole\uff5c>", "<SUF>", "\u2581<SUF>"),
-        *("<|code_suffix|>", "<|suffix|>"),
+        "<|fim_suffix|>",
+        "<fim-suffix>",
+        "<fim_suffix>",
+        "<\uff5cfim\u2581hole\uff5c>",
+        "<SUF>",
+        "\u2581<SUF>",
+        "<|code_suffix|>",
+        "<|suffix|>",
     ),
     ("fim_mid", "middle"): (
-        *("<|fim_middle|>", "<fim-middle>", "<fim_middle>", "<\uff5cfim\u2581end\uff5c>", "<MID>", "\u2581<MID>"),
-        *("<|code_middle|>", "<|middle|>"),
+        "<|fim_middle|>",
+        "<fim-middle>",
+        "<fim_middle>",
+        "<\uff5cfim\u2581end\uff5c>",
+        "<MID>",
+        "\u2581<MID>",
+        "<|code_middle|>",
+        "<|middle|>",
     ),
     ("fim_pad",): ("<|fim_pad|>", "<fim-pad>", "<fim_pad>", "<PAD>", "[PAD]"),
     ("fim_rep",): ("<|fim_repo|>", "<|repo_name|>", "<fim-repo>", "<REPO>", "<reponame>"),
@@ -94,20 +140,20 @@ class Vocab:
     types: npt.NDArray[np.uint8]  #: of Attr, as in the file
     scores: npt.NDArray[np.float32]
     special: dict[str, int]  #: bos, eos, eot ..., as far as there is one
-    source: GGUFFile
+    source: Metadata
 
     def flag(self, name: str, default: bool) -> bool:
         """Return tokenizer.ggml.NAME, a boolean."""
         value = self.source.get(KEY + name, default)
         if not isinstance(value, bool):
-            raise FormatError(f"{self.path}: {KEY}{name} is {value!r}, not a boolean")
+            raise FormatError(f"{self.path}: {KEY}{name} is {value!r}, not a boolean", "QK-E123")
         return value
 
-    def given(self, name: str) -> int | None:
+    def special_id(self, name: str) -> int | None:
         """Return tokenizer.ggml.NAME_token_id; None without the key, or where no token has this id."""
         value = self.source.get(f"{KEY}{name}_token_id")
         if value is not None and (not isinstance(value, int) or isinstance(value, bool)):
-            raise FormatError(f"{self.path}: {KEY}{name}_token_id is {value!r}, not an id")
+            raise FormatError(f"{self.path}: {KEY}{name}_token_id is {value!r}, not an id", "QK-E123")
         return value if value is not None and 0 <= value < len(self.tokens) else None
 
     def piece(self, token: int) -> bytes:
@@ -117,12 +163,12 @@ class Vocab:
             return text.replace(SPACE, " ").encode("utf-8", "surrogateescape")
         return bytes([int(text[3:5], 16)])
 
-    def having(self, attr: Attr) -> list[int]:
+    def ids_with(self, attr: Attr) -> list[int]:
         """Return the ids of tokens that have any of the attributes."""
         return np.flatnonzero(self.attrs & attr).tolist()
 
 
-def read_vocab(source: GGUFFile) -> Vocab:
+def read_vocab(source: Metadata) -> Vocab:
     """Read and correct a file's vocabulary.
 
     Raises FormatError: no tokenizer, one that is not supported, or one that contradicts itself; the message names it.
@@ -131,15 +177,21 @@ def read_vocab(source: GGUFFile) -> Vocab:
     model = source.get(KEY + "model")
     raw_ids = "Token ids are accepted everywhere instead: --tokens 1,2,3 or --tokens @FILE.i32"
     if model in (None, "no_vocab", "none"):
-        raise FormatError(f"{path}: the file has no tokenizer ({KEY}model is {model or 'missing'}). {raw_ids}")
+        raise FormatError(
+            f"{path}: the file has no tokenizer ({KEY}model is {model or 'missing'}). {raw_ids}", "QK-E123"
+        )
     if model not in _DEFAULT_IDS:
-        known = ", ".join(MODELS)
-        raise FormatError(f"{path}: no tokenizer for {KEY}model {model!r}; there is one for {known}. {raw_ids}")
+        names = ", ".join(MODELS)
+        raise FormatError(
+            f"{path}: no tokenizer for {KEY}model {model!r}; there is one for {names}. {raw_ids}", "QK-E123"
+        )
     tokens = _texts(source, path)
     ids = {text: i for i, text in enumerate(tokens)}
     if len(ids) != len(tokens):
-        twice = next(text for i, text in enumerate(tokens) if ids[text] != i)
-        raise FormatError(f"{path}: the token {twice!r} is in {KEY}tokens twice; llama.cpp refuses that too")
+        duplicate = next(text for i, text in enumerate(tokens) if ids[text] != i)
+        raise FormatError(
+            f"{path}: the token {duplicate!r} is in {KEY}tokens twice; llama.cpp refuses that too", "QK-E114"
+        )
     scores = _numbers(source, path, "scores", len(tokens), (ValueType.FLOAT32, ValueType.INT32))
     kinds = _numbers(source, path, "token_type", len(tokens), (ValueType.INT32,))
     if kinds is None:
@@ -156,10 +208,10 @@ def read_vocab(source: GGUFFile) -> Vocab:
     return vocab
 
 
-def _texts(source: GGUFFile, path: str) -> list[str]:
+def _texts(source: Metadata, path: str) -> list[str]:
     field = source.fields.get(KEY + "tokens")
     if field is None or field.item_type is not ValueType.STRING:
-        raise FormatError(f"{path}: {KEY}tokens is {_kind(field)}, not an array of strings")
+        raise FormatError(f"{path}: {KEY}tokens is {_kind(field)}, not an array of strings", "QK-E123")
     return [text or f"[EMPTY_{i}]" for i, text in enumerate(c_strings(field.value))]
 
 
@@ -173,53 +225,53 @@ def _kind(field: Field | None) -> str:
 
 
 def _numbers(
-    source: GGUFFile, path: str, name: str, count: int, kinds: tuple[ValueType, ...]
+    source: Metadata, path: str, name: str, count: int, kinds: tuple[ValueType, ...]
 ) -> npt.NDArray[Any] | None:
     """Return one number per token, None without the key."""
     field = source.fields.get(KEY + name)
     if field is None:
         return None
     if field.item_type not in kinds:
-        raise FormatError(f"{path}: {KEY}{name} is {_kind(field)}, not an array of {kinds[0].name.lower()}")
+        raise FormatError(f"{path}: {KEY}{name} is {_kind(field)}, not an array of {kinds[0].name.lower()}", "QK-E123")
     if field.count < count:
-        raise FormatError(f"{path}: {KEY}{name} has {field.count} entries for {count} tokens")
+        raise FormatError(f"{path}: {KEY}{name} has {field.count} entries for {count} tokens", "QK-E123")
     return field.array[:count]
 
 
 def _find_special(vocab: Vocab) -> None:
     defaults = _DEFAULT_IDS[vocab.model]
     for name in _SPECIAL_IDS:
-        given, default = vocab.given(name), defaults.get(name)
-        if given is None and default is not None and default < len(vocab.tokens):
-            given = default
-        if given is not None:
-            vocab.special[name] = given
-    found = _first(vocab, _TURN_ENDS)
-    if "eot" not in vocab.special and found is not None:
-        vocab.special["eot"] = found
+        token_id, default = vocab.special_id(name), defaults.get(name)
+        if token_id is None and default is not None and default < len(vocab.tokens):
+            token_id = default
+        if token_id is not None:
+            vocab.special[name] = token_id
+    turn_end = _first(vocab, _TURN_ENDS)
+    if "eot" not in vocab.special and turn_end is not None:
+        vocab.special["eot"] = turn_end
 
 
 def _first(vocab: Vocab, texts: Iterable[str]) -> int | None:
-    return next(iter(_known(vocab, *texts)), None)
+    return next(iter(_ids_of(vocab, *texts)), None)
 
 
 def _correct(vocab: Vocab) -> None:
     """Change attributes by the texts of tokens, in llama.cpp's order."""
     ids, attrs = vocab.ids, vocab.attrs
     for keys, texts in _FIM.items():
-        found = _first(vocab, texts)
-        if found is not None and all(vocab.given(key) is None for key in keys):
-            attrs[found] |= Attr.CONTROL
-    attrs[_known(vocab, *_CONTROL)] |= np.uint8(Attr.CONTROL)
-    attrs[_known(vocab, "<|channel|>", "<|message|>", "<|start|>", "<|constrain|>")] = Attr.USER_DEFINED
+        token_id = _first(vocab, texts)
+        if token_id is not None and all(vocab.special_id(key) is None for key in keys):
+            attrs[token_id] |= Attr.CONTROL
+    attrs[_ids_of(vocab, *_CONTROL)] |= np.uint8(Attr.CONTROL)
+    attrs[_ids_of(vocab, "<|channel|>", "<|message|>", "<|start|>", "<|constrain|>")] = Attr.USER_DEFINED
     if ids.keys() & {"<|call|>", "<|calls|>"} and ids.keys() & {"<|return|>", "<|flush|>"}:
-        attrs[_known(vocab, "<|end|>")] = Attr.USER_DEFINED
-    plamo = _known(vocab, "<|plamo:eos|>")
+        attrs[_ids_of(vocab, "<|end|>")] = Attr.USER_DEFINED
+    plamo = _ids_of(vocab, "<|plamo:eos|>")
     if "<|tool_response>" in ids or {*plamo} & {vocab.special.get("eos"), vocab.special.get("eot")}:
-        attrs[_known(vocab, "</s>")] = Attr.NORMAL
+        attrs[_ids_of(vocab, "</s>")] = Attr.NORMAL
 
 
-def _known(vocab: Vocab, *texts: str) -> list[int]:
+def _ids_of(vocab: Vocab, *texts: str) -> list[int]:
     """Return the ids of the texts that are tokens."""
     return [vocab.ids[text] for text in texts if text in vocab.ids]
 
@@ -232,10 +284,10 @@ def _strip(vocab: Vocab) -> None:
     if any(x in pre for x in ("jina-v2-de", "jina-v2-es", "jina-v2-code", "mmbert")) or any(
         x in arch for x in ("nomic-bert-moe", "jina-bert-v3")
     ):
-        attrs[_known(vocab, "<mask>")] |= np.uint8(Attr.LSTRIP)
+        attrs[_ids_of(vocab, "<mask>")] |= np.uint8(Attr.LSTRIP)
     elif "phi-3" in name or "phi3" in name:
-        attrs[vocab.having(Attr.CONTROL | Attr.USER_DEFINED | Attr.UNKNOWN)] |= np.uint8(Attr.RSTRIP)
-        attrs[_known(vocab, "</s>")] |= np.uint8(Attr.RSTRIP)
-        attrs[_known(vocab, "<unk>", "<s>", "<|endoftext|>")] &= np.uint8(0xFF ^ Attr.RSTRIP)
+        attrs[vocab.ids_with(Attr.CONTROL | Attr.USER_DEFINED | Attr.UNKNOWN)] |= np.uint8(Attr.RSTRIP)
+        attrs[_ids_of(vocab, "</s>")] |= np.uint8(Attr.RSTRIP)
+        attrs[_ids_of(vocab, "<unk>", "<s>", "<|endoftext|>")] &= np.uint8(0xFF ^ Attr.RSTRIP)
     elif "modern-bert" in name:
-        attrs[_known(vocab, "[MASK]")] |= np.uint8(Attr.LSTRIP)
+        attrs[_ids_of(vocab, "[MASK]")] |= np.uint8(Attr.LSTRIP)

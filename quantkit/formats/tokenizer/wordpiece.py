@@ -11,13 +11,19 @@ from collections.abc import Iterator
 
 from quantkit.errors import FormatError
 from quantkit.formats.tokenizer import unicode
+from quantkit.formats.tokenizer.merge import WordCache
 from quantkit.formats.tokenizer.vocab import SPACE, Attr, Vocab
-from quantkit.formats.tokenizer.words import WordCache
 
 _CHINESE = (
-    *((0x4E00, 0x9FFF), (0x3400, 0x4DBF), (0x20000, 0x2A6DF), (0x2A700, 0x2B73F), (0x2B740, 0x2B81F)),
+    (0x4E00, 0x9FFF),
+    (0x3400, 0x4DBF),
+    (0x20000, 0x2A6DF),
+    (0x2A700, 0x2B73F),
+    (0x2B740, 0x2B81F),
     # From 0x2B920, not 0x2B820: a slip of the original's, kept everywhere.
-    *((0x2B920, 0x2CEAF), (0xF900, 0xFAFF), (0x2F800, 0x2FA1F)),
+    (0x2B920, 0x2CEAF),
+    (0xF900, 0xFAFF),
+    (0x2F800, 0x2FA1F),
 )
 
 
@@ -43,7 +49,9 @@ class WordPiece:
         if self._vocab.attrs[token] & Attr.NORMAL:
             return self._vocab.piece(token)
         text = self._vocab.tokens[token]
-        raise FormatError(f"{self._vocab.path}: token {token} ({text!r}) is a byte token, in a WordPiece vocabulary")
+        raise FormatError(
+            f"{self._vocab.path}: token {token} ({text!r}) is a byte token, in a WordPiece vocabulary", "QK-E114"
+        )
 
     def _words(self, text: str) -> Iterator[str]:
         roles = self._roles
@@ -70,13 +78,13 @@ class WordPiece:
 
     def _encode_word(self, word: str) -> list[int]:
         data = unicode.to_utf8(SPACE + word)
-        out, at = [], 0
-        while at < len(data):
-            for end in range(min(len(data), at + self._longest + 1), at, -1):
-                found = self._ids.get(data[at:end])
-                if found is not None:
-                    out.append(found)
-                    at = end
+        out, position = [], 0
+        while position < len(data):
+            for end in range(min(len(data), position + self._longest + 1), position, -1):
+                token_id = self._ids.get(data[position:end])
+                if token_id is not None:
+                    out.append(token_id)
+                    position = end
                     break
             else:
                 out = []
@@ -84,5 +92,7 @@ class WordPiece:
         if out:
             return out
         if "unknown" not in self._vocab.special:
-            raise FormatError(f"{self._vocab.path}: no token for {word!r}, and no unknown token; llama.cpp gives id -1")
+            raise FormatError(
+                f"{self._vocab.path}: no token for {word!r}, and no unknown token; llama.cpp gives id -1", "QK-E114"
+            )
         return [self._vocab.special["unknown"]]

@@ -1,4 +1,4 @@
-"""Weave rows together, and take them apart: the layouts of kernels/interleave.py as SIMD code.
+"""Interleave rows, and take them apart: the layouts of kernels/interleave.py as SIMD code.
 
 A layout is a table that says for each bit where it comes from; ``_moves`` turns it into straight-line code for a unit.
 Source bytes are loaded into vectors of 64; for each vector of the output, the bytes that contribute to it by the same
@@ -64,9 +64,9 @@ class _Region:
 
     def load(self, b: Any, address: Any, stride: Any) -> list[Any]:
         t = ir.VectorType(_I8, self.width)
-        return [self._joined(b, [b.load(_part(b, address, stride, p, t), align=1) for p in ps]) for ps in self.bytes]
+        return [self._join(b, [b.load(_part(b, address, stride, p, t), align=1) for p in ps]) for ps in self.bytes]
 
-    def _joined(self, b: Any, parts: list[Any]) -> Any:
+    def _join(self, b: Any, parts: list[Any]) -> Any:
         while len(parts) > 1 or parts[0].type.count < 64:
             parts += [ir.Constant(parts[0].type, ir.Undefined)] * (len(parts) % 2)
             pairs = zip(parts[::2], parts[1::2], strict=True)
@@ -93,8 +93,8 @@ def _gather(b: Any, vectors: list[Any], lanes: npt.NDArray[np.int64]) -> Any:
     """Return a vector of the bytes ``lanes`` of all vectors one behind the other; anything where a lane is negative."""
     result = ir.Constant(_VECTOR, ir.Undefined)
     for v in sorted({int(lane) // 64 for lane in lanes if lane >= 0}):
-        here = (lanes >= 0) & (lanes // 64 == v)
-        result = _shuffle(b, result, vectors[v], [int(x) for x in np.where(here, 64 + lanes % 64, np.arange(64))])
+        of_vector = (lanes >= 0) & (lanes // 64 == v)
+        result = _shuffle(b, result, vectors[v], [int(x) for x in np.where(of_vector, 64 + lanes % 64, np.arange(64))])
     return result
 
 
@@ -107,56 +107,59 @@ def _terms(
     """
     terms: dict[tuple[int, int], tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]] = {}
     for lane, bits in enumerate(order):
-        for to, bit in enumerate(bits):
+        for target_bit, bit in enumerate(bits):
             if bit < 0:
                 continue
             source, number = place[bit // 8], 0
             while True:
-                lanes, masks = terms.setdefault((to - bit % 8, number), (np.full(64, -1), np.zeros(64, np.int64)))
+                lanes, masks = terms.setdefault(
+                    (target_bit - bit % 8, number), (np.full(64, -1), np.zeros(64, np.int64))
+                )
                 if lanes[lane] in (-1, source):
                     break
                 number += 1
             lanes[lane] = source
-            masks[lane] |= 1 << to
+            masks[lane] |= 1 << target_bit
     return terms
 
 
-def _rotated(b: Any, v: Any, by: int) -> Any:
-    if by == 0:
+def _rotated(b: Any, v: Any, shift: int) -> Any:
+    if shift == 0:
         return v
-    return b.shl(v, _constant([by] * 64)) if by > 0 else b.lshr(v, _constant([-by] * 64))
+    return b.shl(v, _constant([shift] * 64)) if shift > 0 else b.lshr(v, _constant([-shift] * 64))
 
 
-def _parities(b: Any, v: Any, at: npt.NDArray[np.bool_]) -> Any:
+def _parities(b: Any, v: Any, positions: npt.NDArray[np.bool_]) -> Any:
     """Replace each of bits 1 .. 7 of some bytes by the parity of those up to it."""
     for shift, mask in ((1, 0x7E), (2, 0x3E), (4, 0x0E)):
-        v = b.xor(v, b.shl(b.and_(v, _constant(at * mask)), _constant([shift] * 64)))
+        v = b.xor(v, b.shl(b.and_(v, _constant(positions * mask)), _constant([shift] * 64)))
     return v
 
 
-def _no_parities(b: Any, v: Any, at: npt.NDArray[np.bool_]) -> Any:
+def _no_parities(b: Any, v: Any, positions: npt.NDArray[np.bool_]) -> Any:
     """The inverse: each bit is the change of parity from the one before it."""
-    return b.xor(v, b.shl(b.and_(v, _constant(at * 0x7E)), _constant([1] * 64)))
+    return b.xor(v, b.shl(b.and_(v, _constant(positions * 0x7E)), _constant([1] * 64)))
 
 
-def _moves(name: str, order: Any, pieces: tuple[int, int], signs: Any, flipped: Any, is_woven: bool) -> Any:
+def _moves(name: str, order: Any, pieces: tuple[int, int], signs: Any, flipped: Any, to_interleaved: bool) -> Any:
     """Return an intrinsic ``move(source, source_stride, target, target_stride)`` that rearranges one unit.
 
     order: for each bit of the target, the bit of the source; pieces: into how many pieces, a stride apart, the bytes
-    of source and target fall; signs, flipped: of the bytes of whichever is woven, the target if ``is_woven``.
+    of source and target fall; signs, flipped: of the bytes of the interleaved one,
+    the target if ``to_interleaved``.
     """
 
     def typing(*args: Any) -> Any:
         return types.void(types.intp, types.intp, types.intp, types.intp)
 
-    def emit(b, sig, at, stride, to, to_stride):
-        n_source, n_target = int(order.max()) // 8 + 1 if is_woven else len(signs), len(order) // 8
+    def emit(b, sig, address, stride, out_address, to_stride):
+        n_source, n_target = int(order.max()) // 8 + 1 if to_interleaved else len(signs), len(order) // 8
         source, target = (_Region(p, n // p) for p, n in zip(pieces, (n_source, n_target), strict=True))
         bits = np.concatenate([order.reshape(-1, 8), np.full((1, 8), -1)])  # the last for unused lanes
-        vectors = source.load(b, at, stride)
-        if not is_woven:
+        vectors = source.load(b, address, stride)
+        if not to_interleaved:
             lanes = source.order(n_source // pieces[0]).reshape(-1, 64)
-            vectors = [_plain(b, v, signs[i], flipped[i]) for v, i in zip(vectors, lanes, strict=True)]
+            vectors = [_emit_rows(b, v, signs[i], flipped[i]) for v, i in zip(vectors, lanes, strict=True)]
         for number, lanes in enumerate(target.order(n_target // pieces[1]).reshape(-1, 64)):
             out = None
             for (rotation, _), (lane, masks) in sorted(_terms(bits[lanes], source.place).items()):
@@ -165,122 +168,132 @@ def _moves(name: str, order: Any, pieces: tuple[int, int], signs: Any, flipped: 
                 if (used != 0xFF).any():
                     v = b.and_(v, _constant(masks))
                 out = v if out is None else b.or_(out, v)
-            if is_woven:
-                out = _woven(b, out, signs[lanes], flipped[lanes])
-            target.store(b, to, to_stride, number, out)
+            if to_interleaved:
+                out = _emit_interleaved(b, out, signs[lanes], flipped[lanes])
+            target.store(b, out_address, to_stride, number, out)
 
     return emits(typing, name)(emit)
 
 
-def _woven(b: Any, v: Any, signs: Any, flipped: Any) -> Any:
+def _emit_interleaved(b: Any, v: Any, signs: Any, flipped: Any) -> Any:
     v = _parities(b, v, signs) if signs.any() else v
     return b.xor(v, _constant(flipped)) if flipped.any() else v
 
 
-def _plain(b: Any, v: Any, signs: Any, flipped: Any) -> Any:
+def _emit_rows(b: Any, v: Any, signs: Any, flipped: Any) -> Any:
     v = b.xor(v, _constant(flipped)) if flipped.any() else v
     return _no_parities(b, v, signs) if signs.any() else v
 
 
 # --- kernels -------------------------------------------------------------------------------------------------------
 
-#: Bindings: ``_moves`` of a layout; rows of a group; bytes of a unit of one row and of a row header, plain and woven;
-#: whether a row's scale becomes that of its blocks.
+#: Bindings: ``_moves`` of a layout; rows of a group; bytes of a unit of one row and of a row header, plain and
+#: interleaved; whether a row's scale becomes that of its blocks.
 move: Any = None
-group = unit_bytes = woven_bytes = header_bytes = woven_header = 0
+group = unit_bytes = interleaved_bytes = header_bytes = interleaved_header = 0
 spreads = False
 
 
-def weave_rows(rows: int, row_bytes: int, woven: int, woven_row: int, groups: int, units: int) -> None:
-    """Weave ``groups`` groups of rows of ``units`` units; addresses, and the bytes of a row of either kind."""
+def interleave_groups(
+    rows: int, row_bytes: int, interleaved: int, interleaved_row: int, groups: int, units: int
+) -> None:
+    """Interleave ``groups`` groups of rows of ``units`` units; addresses, and the bytes of a row of either kind."""
     for g in range(groups):
-        source, target = rows + g * group * row_bytes, woven + g * group * woven_row
+        source, target = rows + g * group * row_bytes, interleaved + g * group * interleaved_row
         for k in range(group):
-            for i in range(0, woven_header, 2):
-                store(target, k * woven_header + i, load(types.uint16, source, k * row_bytes + i))
-        source, target = source + header_bytes, target + group * woven_header
+            for i in range(0, interleaved_header, 2):
+                store(target, k * interleaved_header + i, load(types.uint16, source, k * row_bytes + i))
+        source, target = source + header_bytes, target + group * interleaved_header
         for u in range(units):
-            move(source + u * unit_bytes, row_bytes, target + u * group * woven_bytes, 0)
+            move(source + u * unit_bytes, row_bytes, target + u * group * interleaved_bytes, 0)
 
 
-def unravel_rows(rows: int, row_bytes: int, woven: int, woven_row: int, groups: int, units: int) -> None:
-    """Take ``groups`` groups apart; arguments as of ``weave_rows``."""
+def deinterleave_groups(
+    rows: int, row_bytes: int, interleaved: int, interleaved_row: int, groups: int, units: int
+) -> None:
+    """Deinterleave ``groups`` groups; arguments as of ``interleave_groups``."""
     for g in range(groups):
-        head, target = woven + g * group * woven_row, rows + g * group * row_bytes
+        head, target = interleaved + g * group * interleaved_row, rows + g * group * row_bytes
         for k in range(group):
-            for i in range(0, min(woven_header, header_bytes), 2):
-                store(target, k * row_bytes + i, load(types.uint16, head, k * woven_header + i))
-        source, target = head + group * woven_header, target + header_bytes
+            for i in range(0, min(interleaved_header, header_bytes), 2):
+                store(target, k * row_bytes + i, load(types.uint16, head, k * interleaved_header + i))
+        source, target = head + group * interleaved_header, target + header_bytes
         for u in range(units):
-            to = target + u * unit_bytes
-            move(source + u * group * woven_bytes, 0, to, row_bytes)
+            group_target = target + u * unit_bytes
+            move(source + u * group * interleaved_bytes, 0, group_target, row_bytes)
             if spreads:
                 for k in range(group):
-                    store(to, k * row_bytes, load(types.uint16, head, 2 * k))
+                    store(group_target, k * row_bytes, load(types.uint16, head, 2 * k))
 
 
-def _specialized(function: Callable[..., Any], made: Any, layout: Layout, compiled: Callable[..., Any]) -> Any:
+def _specialized(function: Callable[..., Any], move: Any, layout: Layout, compiled: Callable[..., Any]) -> Any:
     t, base = layout.type, layout.base
     sizes = {
         "group": layout.rows,
         "unit_bytes": layout.values * base.block_bytes // base.block,
-        "woven_bytes": layout.values * t.block_bytes // t.block,
+        "interleaved_bytes": layout.values * t.block_bytes // t.block,
         "header_bytes": base.row_header,
-        "woven_header": t.row_header,
-        "spreads": layout.spreads,
+        "interleaved_header": t.row_header,
+        "spreads": layout.repeats_row_scale,
     }
-    return specialize(function, f"{t.name.lower()}_{layout.values}", compiled, move=made, **sizes)
+    return specialize(function, f"{t.name.lower()}_{layout.values}", compiled, move=move, **sizes)
 
 
 @cache
-def weaver(layout: Layout, compiled: Callable[..., Any] = kernel) -> Any:
-    """Return ``weave_rows`` of a layout, compiled on its first call; raise TypeNotSupported if it goes one way only."""
-    if layout.weave is None:
+def interleave_kernel(layout: Layout, compiled: Callable[..., Any] = kernel) -> Any:
+    """Return ``interleave_groups`` of a layout, compiled on its first call; TypeNotSupported if it goes one way."""
+    if layout.source_bits is None:
         t, base = layout.type, layout.base
-        raise TypeNotSupported(f"{base} has not all that {t} holds: its rows cannot be woven together to {t}")
-    pieces, name = (layout.rows, 1), f"weave_{layout.type.name.lower()}_{layout.values}"
-    made = _moves(name, layout.weave.astype(np.int64), pieces, layout.signs, layout.flipped, True)
-    return _specialized(weave_rows, made, layout, compiled)
+        raise TypeNotSupported(f"{base} has not all that {t} holds: its rows cannot be interleaved as {t}")
+    pieces, name = (layout.rows, 1), f"interleave_{layout.type.name.lower()}_{layout.values}"
+    move = _moves(name, layout.source_bits.astype(np.int64), pieces, layout.signs, layout.xor, True)
+    return _specialized(interleave_groups, move, layout, compiled)
 
 
 @cache
-def unraveler(layout: Layout, compiled: Callable[..., Any] = kernel) -> Any:
+def deinterleave_kernel(layout: Layout, compiled: Callable[..., Any] = kernel) -> Any:
     """Return ``unravel_rows`` of a layout, compiled on its first call."""
     pieces, name = (1, layout.rows), f"unravel_{layout.type.name.lower()}_{layout.values}"
-    made = _moves(name, layout.unravel.astype(np.int64), pieces, layout.signs, layout.flipped, False)
-    return _specialized(unravel_rows, made, layout, compiled)
+    move = _moves(name, layout.target_bits.astype(np.int64), pieces, layout.signs, layout.xor, False)
+    return _specialized(deinterleave_groups, move, layout, compiled)
 
 
 def interleave_rows(t: TensorType, rows: U8, out: U8) -> None:
-    """Weave rows of a base type together to the woven type ``t``, without the GIL.
+    """Interleave rows of a base type as the interleaved type ``t``, without the GIL.
 
     rows: uint8 [n, row bytes of base_of(t)]; out: uint8 [n, row bytes of t]; both C-contiguous, n a multiple of
     ``t.interleave``. Raises TypeNotSupported if the base type lacks what ``t`` holds, ValueError for other shapes.
     """
-    layout, units = _checked(t, rows, out)
-    weaver(layout)(address_of(rows), rows.shape[1], address_of(out), out.shape[1], len(rows) // t.interleave, units)
+    layout, units = _checked_layout(t, rows, out)
+    interleave_kernel(layout)(
+        address_of(rows), rows.shape[1], address_of(out), out.shape[1], len(rows) // t.interleave, units
+    )
 
 
-def deinterleave_rows(t: TensorType, woven: U8, out: U8, to: TensorType | None = None) -> None:
-    """Take rows of the woven type ``t`` apart, the inverse of ``interleave_rows``; what it takes, the other way.
+def deinterleave_rows(t: TensorType, interleaved: U8, out: U8, row_type: TensorType | None = None) -> None:
+    """Deinterleave rows of type ``t`` into ``out``: the inverse of ``interleave_rows``.
 
-    ``to``: the type of single rows, if it is not the base type (``interleave.plain_of``).
+    ``row_type``: the type of single rows, if it is not the base type (``interleave.plain_of``).
     """
-    layout, units = _checked(t, out, woven, to)
-    unraveler(layout)(address_of(out), out.shape[1], address_of(woven), woven.shape[1], len(out) // t.interleave, units)
+    layout, units = _checked_layout(t, out, interleaved, row_type)
+    deinterleave_kernel(layout)(
+        address_of(out), out.shape[1], address_of(interleaved), interleaved.shape[1], len(out) // t.interleave, units
+    )
     if layout.base.name == "Q8_KV":
         out[:, 4:8] = out[:, 8:].view(np.int8).sum(axis=1, dtype=np.int32)[:, None].view(np.uint8)
 
 
-def _checked(t: TensorType, rows: U8, woven: U8, to: TensorType | None = None) -> tuple[Layout, int]:
+def _checked_layout(t: TensorType, rows: U8, interleaved: U8, row_type: TensorType | None = None) -> tuple[Layout, int]:
     """Return the layout of rows, and their units; ValueError if shapes disagree."""
-    n = (woven.shape[1] - t.row_header) // t.block_bytes * t.block
-    layout = layout_of(t, n, to)
+    n = (interleaved.shape[1] - t.row_header) // t.block_bytes * t.block
+    layout = layout_of(t, n, row_type)
     base, count = layout.base, len(rows)
     if n % layout.values:
-        raise TypeNotSupported(f"{t}: rows of {n} values cannot be taken apart: {layout.values} values make a unit")
-    if rows.shape != (count, base.row_bytes(n)) or woven.shape != (count, t.row_bytes(n)):
-        raise ValueError(f"{t}: rows are uint8 [{list(rows.shape)}] as {base}, [{list(woven.shape)}] woven")
-    if count % layout.rows or not (rows.flags.c_contiguous and woven.flags.c_contiguous):
+        raise TypeNotSupported(
+            f"{t}: rows of {n} values cannot be taken apart: {layout.values} values make a unit", "QK-E303"
+        )
+    if rows.shape != (count, base.row_bytes(n)) or interleaved.shape != (count, t.row_bytes(n)):
+        raise ValueError(f"{t}: rows are uint8 [{list(rows.shape)}] as {base}, [{list(interleaved.shape)}] interleaved")
+    if count % layout.rows or not (rows.flags.c_contiguous and interleaved.flags.c_contiguous):
         raise ValueError(f"{t}: {count} rows must be contiguous and whole groups of {layout.rows}")
     return layout, n // layout.values

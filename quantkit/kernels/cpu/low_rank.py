@@ -40,30 +40,30 @@ def add_low_rank(x: F32, a: F32, b: F32, scale: np.float32) -> None:
     """
     n, columns = x.shape
     rank = b.shape[1]
-    by = splat(f32x16, scale)
+    factor = splat(f32x16, scale)
     for first in range(0, n - ROWS + 1, ROWS):
-        at = 4 * first * rank
+        offset = 4 * first * rank
         for strip in range(columns // LANES):
             begin = 4 * strip * rank * LANES
             line = load(f32x16, a, begin)
-            s0 = splat(f32x16, load(types.float32, b, at)) * line
-            s1 = splat(f32x16, load(types.float32, b, at + 4 * rank)) * line
-            s2 = splat(f32x16, load(types.float32, b, at + 8 * rank)) * line
-            s3 = splat(f32x16, load(types.float32, b, at + 12 * rank)) * line
+            s0 = splat(f32x16, load(types.float32, b, offset)) * line
+            s1 = splat(f32x16, load(types.float32, b, offset + 4 * rank)) * line
+            s2 = splat(f32x16, load(types.float32, b, offset + 8 * rank)) * line
+            s3 = splat(f32x16, load(types.float32, b, offset + 12 * rank)) * line
             for k in range(1, rank):
                 line = load(f32x16, a, begin + 4 * k * LANES)
-                s0 = s0 + splat(f32x16, load(types.float32, b, at + 4 * k)) * line
-                s1 = s1 + splat(f32x16, load(types.float32, b, at + 4 * (rank + k))) * line
-                s2 = s2 + splat(f32x16, load(types.float32, b, at + 4 * (2 * rank + k))) * line
-                s3 = s3 + splat(f32x16, load(types.float32, b, at + 4 * (3 * rank + k))) * line
+                s0 = s0 + splat(f32x16, load(types.float32, b, offset + 4 * k)) * line
+                s1 = s1 + splat(f32x16, load(types.float32, b, offset + 4 * (rank + k))) * line
+                s2 = s2 + splat(f32x16, load(types.float32, b, offset + 4 * (2 * rank + k))) * line
+                s3 = s3 + splat(f32x16, load(types.float32, b, offset + 4 * (3 * rank + k))) * line
             place = 4 * (first * columns + strip * LANES)
-            store(x, place, load(f32x16, x, place) + s0 * by)
+            store(x, place, load(f32x16, x, place) + s0 * factor)
             place += 4 * columns
-            store(x, place, load(f32x16, x, place) + s1 * by)
+            store(x, place, load(f32x16, x, place) + s1 * factor)
             place += 4 * columns
-            store(x, place, load(f32x16, x, place) + s2 * by)
+            store(x, place, load(f32x16, x, place) + s2 * factor)
             place += 4 * columns
-            store(x, place, load(f32x16, x, place) + s3 * by)
+            store(x, place, load(f32x16, x, place) + s3 * factor)
     for row in range(n - n % ROWS, n):
         for strip in range(columns // LANES):
             begin = 4 * strip * rank * LANES
@@ -73,7 +73,7 @@ def add_low_rank(x: F32, a: F32, b: F32, scale: np.float32) -> None:
                     f32x16, a, begin + 4 * k * LANES
                 )
             place = 4 * (row * columns + strip * LANES)
-            store(x, place, load(f32x16, x, place) + s0 * by)
+            store(x, place, load(f32x16, x, place) + s0 * factor)
     last = columns // LANES
     for row in range(n):
         for column in range(last * LANES, columns):

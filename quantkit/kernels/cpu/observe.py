@@ -34,8 +34,8 @@ COLUMNS, TILE = 8, 32
 @inline
 def _rounded_off(a, b, s):
     """Return the rounding error of s = a + b (Knuth's TwoSum), for any magnitudes."""
-    other = s - a
-    return (a - (s - other)) + (b - other)
+    b_virtual = s - a
+    return (a - (s - b_virtual)) + (b - b_virtual)
 
 
 @inline
@@ -78,9 +78,9 @@ def _sum_block(x, stride, rows, first, end, x_per, n, sums, plane):
 def _first_bad(x, stride, rows, first, end, x_per, n):
     """Return the first row with a non-finite value among n columns, or -1."""
     for row in range(first, end):
-        at = x + stride * _row_of(rows, row, x_per)
+        row_at = x + stride * _row_of(rows, row, x_per)
         for i in range(n):
-            v = load(types.float32, at, 4 * i)
+            v = load(types.float32, row_at, 4 * i)
             if v - v != 0.0:
                 return row
     return -1
@@ -95,10 +95,10 @@ def _sum_rows(x, width, rows, first, end, x_per, sums, bad, tid, nth):
     for tile in range(first, end, TILE):
         tile_end = min(tile + TILE, end)
         for block in range(begin, stop):
-            at, n = x + 4 * COLUMNS * block, min(COLUMNS, width - COLUMNS * block)
-            fine = _sum_block(at, 4 * width, rows, tile, tile_end, x_per, n, sums + 8 * COLUMNS * block, plane)
+            source, n = x + 4 * COLUMNS * block, min(COLUMNS, width - COLUMNS * block)
+            fine = _sum_block(source, 4 * width, rows, tile, tile_end, x_per, n, sums + 8 * COLUMNS * block, plane)
             if not fine and load(types.int64, bad, 8 * tid) == 0:
-                row = _first_bad(at, 4 * width, rows, tile, tile_end, x_per, n)
+                row = _first_bad(source, 4 * width, rows, tile, tile_end, x_per, n)
                 if row >= 0:
                     store(bad, 8 * tid, types.int64(1 + (int_at(rows, row) if rows != 0 else row)))
 
@@ -122,14 +122,16 @@ _X_PER, _PLAN, _N_EXPERT, _ID_SUMS, _COUNTS, _ID_BAD = range(3, 9)
 @operation("batch x width x_per plan n_expert sums counts bad")
 def sum_columns_id(args, tid, nth):
     """Add the row of x of every pair to the sums of its expert; bad holds a pair."""
-    plan, n_expert, width = arg(args, _PLAN), arg(args, _N_EXPERT), arg(args, _WIDTH)
+    plan = arg(args, _PLAN)
+    n_expert = arg(args, _N_EXPERT)
+    width = arg(args, _WIDTH)
     used = plan + 4 * (_STARTS + n_expert + 2)
     pairs, counts = used + 4 * n_expert, arg(args, _COUNTS)
-    each = 32 * COLUMNS * ((width + COLUMNS - 1) // COLUMNS)
+    sums_bytes = 32 * COLUMNS * ((width + COLUMNS - 1) // COLUMNS)
     for i in range(int_at(plan, _USED)):
         e = int_at(used, i)
         first, end = int_at(plan, _STARTS + e), int_at(plan, _STARTS + e + 1)
-        sums, bad = arg(args, _ID_SUMS) + each * e, arg(args, _ID_BAD)
+        sums, bad = arg(args, _ID_SUMS) + sums_bytes * e, arg(args, _ID_BAD)
         _sum_rows(arg(args, _X), width, pairs, first, end, arg(args, _X_PER), sums, bad, tid, nth)
         if tid == 0:
             store(counts, 8 * e, types.int64(load(types.int64, counts, 8 * e) + end - first))
@@ -145,5 +147,5 @@ def count_up(args, tid, nth):
         n_used = arg(args, _N_USED)
         for row in range(batch_word(args, arg(args, _IDS_ROWS_OF))):
             for j in range(n_used):
-                at = 4 * (row * n_used + j)
-                store(arg(args, _IDS), at, types.int32(arg(args, _FIRST_EXPERT) + j))
+                offset = 4 * (row * n_used + j)
+                store(arg(args, _IDS), offset, types.int32(arg(args, _FIRST_EXPERT) + j))

@@ -26,9 +26,9 @@ INLINE void report(int64_t* bad, int64_t row) {
     unsigned long long* word = (unsigned long long*)bad;
     unsigned long long old = *word;
     while (old == 0 || old > (unsigned long long)row + 1) {
-        const unsigned long long seen = atomicCAS(word, old, (unsigned long long)row + 1);
-        if (seen == old) return;
-        old = seen;
+        const unsigned long long previous = atomicCAS(word, old, (unsigned long long)row + 1);
+        if (previous == old) return;
+        old = previous;
     }
 }
 
@@ -115,7 +115,7 @@ struct sum_columns_id_args {
 
 KERNEL(sum_columns_id, 256) {
     __shared__ double parts[4 * WARPS * 32];
-    __shared__ int found[32];
+    __shared__ int is_bad[32];
     const int lane = threadIdx.x & 31, expert = (int)blockIdx.y;
     const int64_t column = 128 * (int64_t)blockIdx.x + lane, left = a.width - column, pairs = a.rows * a.n_used;
     Columns<4> sums;
@@ -131,7 +131,7 @@ KERNEL(sum_columns_id, 256) {
         }
     }
     if (worst >= 0) report(a.bad, worst);
-    count = block_sum(lane == 0 ? count : 0, found);
+    count = block_sum(lane == 0 ? count : 0, is_bad);
     if (count == 0) return;
     const int64_t plane = (a.width + 7) / 8 * 8;
     add_up(sums, a.sums + 4 * plane * expert + column, plane, left, parts);
@@ -160,7 +160,7 @@ struct covariance_args {
 
 KERNEL(covariance, 256) {
     __shared__ double left[STEP][TILE], right[STEP][TILE], parts[32];
-    __shared__ int list[256], found[WARPS];
+    __shared__ int list[256], is_bad[WARPS];
     if (blockIdx.y > blockIdx.x) return;
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, expert = (int)(a.first + blockIdx.z);
     const int tx = threadIdx.x & 15, ty = threadIdx.x >> 4;
@@ -171,7 +171,7 @@ KERNEL(covariance, 256) {
         const int64_t pair = begin + threadIdx.x;
         const bool chosen = pair < pairs && (!a.ids || a.ids[pair] == expert);
         const uint32_t mask = __ballot_sync(FULL, chosen);
-        if (lane == 0) found[warp] = __popc(mask);
+        if (lane == 0) is_bad[warp] = __popc(mask);
         if (a.weight) {
             const double w = chosen ? (double)a.weights[pair] : 0;
             weight += block_sum(w * w, parts);
@@ -179,8 +179,8 @@ KERNEL(covariance, 256) {
         __syncthreads();
         int n = 0, before = __popc(mask & ((1u << lane) - 1));
         for (int w = 0; w < WARPS; w++) {
-            if (w < warp) before += found[w];
-            n += found[w];
+            if (w < warp) before += is_bad[w];
+            n += is_bad[w];
         }
         if (chosen) list[before] = (int)threadIdx.x;
         count += n;

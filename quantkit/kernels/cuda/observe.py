@@ -25,42 +25,45 @@ from quantkit.kernels.cuda.core.kernel import Kernel, Shape
 FILE = "observe.cu"
 
 #: Columns of a block of sum_columns and of sum_columns_id, of a tile of covariance; rows of a block of not_finite.
-_COLUMNS, _ID_COLUMNS, _TILE, _ROWS = 32, 128, 64, 8
+_COLUMNS = 32
+_ID_COLUMNS = 128
+_TILE = 64
+_ROWS = 8
 
 
 def sum_columns(width: int) -> Shape:
-    """Return how to add up the columns of all rows."""
+    """Return the kernel and grid that add up the columns of all rows."""
     return Shape(Kernel(FILE, "sum_columns"), (-(-width // _COLUMNS), 1, 1))
 
 
 def sum_columns_id(width: int, n_expert: int) -> Shape:
-    """Return how to add up the columns of the rows of every expert."""
+    """Return the kernel and grid that add up the columns of the rows of every expert."""
     return Shape(Kernel(FILE, "sum_columns_id"), (-(-width // _ID_COLUMNS), n_expert, 1))
 
 
 def covariance(width: int, experts: int = 1) -> Shape:
-    """Return how to sum x x^T for each expert."""
+    """Return the kernel and grid that sum x x^T for each expert."""
     tiles = -(-width // _TILE)
     return Shape(Kernel(FILE, "covariance"), (tiles, tiles, experts))
 
 
 def similarity(rows: int) -> Shape:
-    """Return how to compute the cosines of ``rows`` pairs of rows."""
+    """Return the kernel and grid that compute the cosines of ``rows`` pairs of rows."""
     return Shape(Kernel(FILE, "similarity"), (max(1, rows), 1, 1))
 
 
 def add_cosines() -> Shape:
-    """Return how to add cosines to their total."""
+    """Return the kernel and grid that add cosines to their total."""
     return Shape(Kernel(FILE, "add_cosines"), (1, 1, 1))
 
 
 def not_finite(rows: int) -> Shape:
-    """Return how to look for rows that are not finite."""
+    """Return the kernel and grid that look for rows that are not finite."""
     return Shape(Kernel(FILE, "not_finite"), (max(1, -(-rows // _ROWS)), 1, 1))
 
 
 def count_up(n_used: int, rows: int) -> Shape:
-    """Return how to write ids that count up."""
+    """Return the kernel and grid that write ids that count up."""
     return Shape(Kernel(FILE, "count_up"), (max(1, -(-rows * n_used // 256)), 1, 1))
 
 

@@ -1,7 +1,7 @@
-"""What a backend is: it compiles any part of a graph and runs it, batch after batch.
+"""Interface of backends, which compile any part of a graph and run it, batch after batch.
 
-``reference`` (numpy, the specification), ``cpu`` (numba) and ``cuda`` exist; another one implements these two protocols
-and gets a row in registry.py. Values cross between backends, or between two segments of one, as numpy arrays.
+Backends are ``reference`` (numpy, the specification), ``cpu`` (numba) and ``cuda``; another one implements these two
+protocols and gets a row in registry.py. Values cross between backends, or between two segments of one, as numpy arrays.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Limits:
 
 @dataclass(frozen=True)
 class Options:
-    """How a model runs on its devices: what a backend is made with; ``quantkit.model.engine.load`` explains each."""
+    """Options of backends; ``quantkit.model.engine.load`` explains each."""
 
     threads: int
     fusion: Fusion
@@ -47,8 +47,8 @@ class Options:
 class Program(Protocol):
     """Compiled operations, with the caches and states they own.
 
-    accumulators: the sums of observing operations so far, by ``of``. not_finite: values they saw that are not finite,
-    run by run; the caller empties it.
+    accumulators: the sums of observing operations so far, by label. not_finite: reports of values that are not finite,
+    which the caller clears.
     """
 
     not_finite: list[NotFinite]
@@ -63,17 +63,17 @@ class Program(Protocol):
         """Return a value that leaves the program: [rows, width], valid until the next run."""
 
     def write(self, value: Value, array: Any) -> None:
-        """Set a value that another program made."""
+        """Set a value that another program computed."""
 
     def clear(self, sequence: int | None = None) -> None:
-        """Forget what recurrent layers keep of a sequence, or of all (caches need no clearing)."""
+        """Reset the states of a sequence, or of all (caches need no reset)."""
 
 
 class Backend(Protocol):
-    """Makes programs."""
+    """Compiler of programs for one device."""
 
     def compile(self, ops: Sequence[Op], limits: Limits, leaves: Sequence[Value]) -> Program:
         """Return a program of ``ops``; ``leaves`` are the values read after a run."""
 
     def close(self) -> None:
-        """Give back what the backend holds."""
+        """Free the backend's resources."""

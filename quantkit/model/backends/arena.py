@@ -1,8 +1,8 @@
-"""Places values: one block of memory in which each buffer has its place as long as entries of the tape name it.
+"""Memory planning: one block of memory in which each buffer has an offset as long as entries of the tape use it.
 
-Entries come in groups: within one, threads do not wait for each other, so nothing a group reads may be written by
-it, and a place is free again only after the group of its last reader. An entry that works element by element may
-write where it reads (``in_place``), if it is that buffer's last reader.
+Entries form groups, within which threads do not wait for each other, so a group must not write what it reads, and a
+buffer is freed only after the group of its last reader. An elementwise entry may write where it reads (``in_place``),
+if it is that buffer's last reader.
 """
 
 from __future__ import annotations
@@ -22,34 +22,34 @@ ALIGNMENT = 128
 
 @dataclass(eq=False)
 class Buffer:
-    """Memory that entries name in their slots. kept_after: to the end of the run; set_before: from its beginning."""
+    """Memory that entries use. live_at_start: set before the run; live_at_end: read after it."""
 
     name: str
     nbytes: int
-    kept_after: bool = False
-    set_before: bool = False
+    live_at_end: bool = False
+    live_at_start: bool = False
     offset: int = -1
     uses: list[int] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
-class Within:
-    """A place within a buffer."""
+class BufferOffset:
+    """An address within a buffer."""
 
     buffer: Buffer
     byte: int
 
 
-#: What a slot may hold until addresses are known.
-Slot = int | float | Buffer | Within
+#: The content of a slot before addresses are known.
+Slot = int | float | Buffer | BufferOffset
 
 
 @dataclass(eq=False)
 class Entry:
     """A step of a program: an operation with its slots, or a Python function (``call``) between two tapes.
 
-    independent: the next entry need not wait for this one. uses: buffers that a call reads. weights: those the
-    operation multiplies by, for reports.
+    independent: the next entry does not wait for this one. uses: buffers that a call reads. weights: those that the
+    operation multiplies by, for profiles.
     """
 
     op: Op | None
@@ -62,15 +62,15 @@ class Entry:
     weights: tuple[Matrix, ...] = ()
 
     def buffers(self) -> list[Buffer]:
-        """Return the buffers it names."""
-        named = [s.buffer if isinstance(s, Within) else s for s in self.slots.values()]
-        return [*(s for s in named if isinstance(s, Buffer)), *self.uses]
+        """Return the buffers that it uses."""
+        targets = [s.buffer if isinstance(s, BufferOffset) else s for s in self.slots.values()]
+        return [*(s for s in targets if isinstance(s, Buffer)), *self.uses]
 
-    def resolved(self, start: int) -> dict[str, int | float]:
-        """Return the slots with addresses, memory beginning at ``start``."""
+    def resolve(self, start: int) -> dict[str, int | float]:
+        """Return the slots with addresses in memory at ``start``."""
         slots: dict[str, int | float] = {}
         for name, slot in self.slots.items():
-            if isinstance(slot, Within):
+            if isinstance(slot, BufferOffset):
                 slots[name] = start + slot.buffer.offset + slot.byte
             else:
                 slots[name] = start + slot.offset if isinstance(slot, Buffer) else slot
@@ -78,16 +78,16 @@ class Entry:
 
 
 def place(entries: Sequence[Entry]) -> int:
-    """Give every buffer its offset; return the bytes of the whole."""
+    """Set the offset of every buffer; return the size of the block in bytes."""
     group = _groups(entries)
     for i, entry in enumerate(entries):
         for buffer in entry.buffers():
             buffer.uses.append(i)
     space = _Space()
-    for buffer in _distinct(entries):
-        if buffer.set_before:
-            buffer.offset = space.take(buffer.nbytes)
-    live: set[Buffer] = {b for b in _distinct(entries) if b.set_before}
+    for buffer in _all_buffers(entries):
+        if buffer.live_at_start:
+            buffer.offset = space.allocate(buffer.nbytes)
+    live: set[Buffer] = {b for b in _all_buffers(entries) if b.live_at_start}
     for i, entry in enumerate(entries):
         for buffer in entry.buffers():
             if buffer.offset >= 0:
@@ -97,17 +97,17 @@ def place(entries: Sequence[Entry]) -> int:
                 buffer.offset = source.offset
                 live.discard(source)
             else:
-                buffer.offset = space.take(buffer.nbytes)
+                buffer.offset = space.allocate(buffer.nbytes)
             live.add(buffer)
         if i + 1 == len(entries) or group[i + 1] != group[i]:
-            for buffer in [b for b in live if not b.kept_after and b.uses[-1] <= i]:
-                space.give(buffer.offset, buffer.nbytes)
+            for buffer in [b for b in live if not b.live_at_end and b.uses[-1] <= i]:
+                space.free(buffer.offset, buffer.nbytes)
                 live.discard(buffer)
     return space.end
 
 
 def _groups(entries: Sequence[Entry]) -> list[int]:
-    """Return the number of each entry's group."""
+    """Return each entry's group."""
     numbers, number = [], 0
     for entry in entries:
         numbers.append(number)
@@ -115,28 +115,28 @@ def _groups(entries: Sequence[Entry]) -> list[int]:
     return numbers
 
 
-def _distinct(entries: Sequence[Entry]) -> list[Buffer]:
+def _all_buffers(entries: Sequence[Entry]) -> list[Buffer]:
     return list(dict.fromkeys(b for entry in entries for b in entry.buffers()))
 
 
 def _shared(entry: Entry, buffer: Buffer, i: int, group: Sequence[int]) -> Buffer | None:
-    """Return the buffer in whose place entry i may write ``buffer``."""
+    """Return the buffer whose memory entry i may reuse for ``buffer``, or None."""
     if entry.in_place is None or entry.in_place[0] is not buffer:
         return None
     source = entry.in_place[1]
-    others = [use for use in source.uses if use != i]
-    last = source.uses[-1] == i and all(group[use] != group[i] for use in others)
-    return source if last and not source.kept_after and source.nbytes == buffer.nbytes else None
+    other_uses = [use for use in source.uses if use != i]
+    last = source.uses[-1] == i and all(group[use] != group[i] for use in other_uses)
+    return source if last and not source.live_at_end and source.nbytes == buffer.nbytes else None
 
 
 class _Space:
-    """Free stretches of a block that grows at its end; best fit."""
+    """Best-fit allocator of a block that grows at its end."""
 
     def __init__(self) -> None:
         self.end = 0
         self._free: list[tuple[int, int]] = []  # offset, size; sorted, never touching
 
-    def take(self, nbytes: int) -> int:
+    def allocate(self, nbytes: int) -> int:
         size = round_up(max(1, nbytes), ALIGNMENT)
         fitting = [(length, offset) for offset, length in self._free if length >= size]
         if fitting:
@@ -150,7 +150,7 @@ class _Space:
         self.end = offset + size
         return offset
 
-    def give(self, offset: int, nbytes: int) -> None:
+    def free(self, offset: int, nbytes: int) -> None:
         self._insert(offset, round_up(max(1, nbytes), ALIGNMENT))
 
     def _insert(self, offset: int, size: int) -> None:
@@ -164,7 +164,7 @@ class _Space:
 
 
 class Memory:
-    """The block itself; pages that no run touches cost nothing."""
+    """The block itself; pages that no run touches take no memory."""
 
     def __init__(self, nbytes: int) -> None:
         self._bytes: npt.NDArray[np.uint8] = np.zeros(nbytes + ALIGNMENT, np.uint8)

@@ -1,4 +1,4 @@
-"""Values that enter and leave a program, for backends that keep values in buffers."""
+"""Reading and writing the values of programs that keep them in buffers."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ from quantkit.model.ops import Op, Value
 
 
 class Boundary(ABC):
-    """The part of a program that ``read`` and ``write`` are; a subclass has ``_view`` and ``_store``.
+    """``read`` and ``write`` of a program; subclasses implement ``_view`` and ``_store``.
 
-    takes: values that other programs make. leaves: those asked for, and those that nothing in the program reads.
+    leaves: the values to read after a run, besides those that no operation of the program reads.
     """
 
     def __init__(self, ops: Sequence[Op], leaves: Sequence[Value]) -> None:
-        made = {value for op in ops for value in op.outputs()}
-        read = {value for op in ops for value in op.inputs()}
-        self._takes, self._leaves = read - made, set(leaves) | (made - read)
-        self._made = made
+        outputs = {value for op in ops for value in op.outputs()}
+        inputs = {value for op in ops for value in op.inputs()}
+        self._takes, self._leaves = inputs - outputs, set(leaves) | (outputs - inputs)
+        self._outputs = outputs
 
-    def _settle(self, low: Lowering) -> None:
-        """Keep the place of what enters from the beginning, and of what leaves to the end."""
+    def _pin_values(self, low: Lowering) -> None:
+        """Mark buffers of values that enter as live from the start, and of those that leave to the end."""
         self._values = low.values
         for value in self._takes:
-            low.buffer(value).set_before = True
-        for value in self._leaves & self._made:
-            low.buffer(value).kept_after = True
+            low.buffer(value).live_at_start = True
+        for value in self._leaves & self._outputs:
+            low.buffer(value).live_at_end = True
 
     @abstractmethod
     def _view(self, value: Value) -> Any:
@@ -40,7 +40,7 @@ class Boundary(ABC):
 
     @abstractmethod
     def _store(self, buffer: Buffer, data: npt.NDArray[Any]) -> None:
-        """Copy an array to the beginning of a buffer."""
+        """Copy an array to the start of a buffer."""
 
     def read(self, value: Value) -> Any:
         """Return a value that leaves the program, [rows, width], valid until the next run; KeyError for others."""
@@ -49,11 +49,11 @@ class Boundary(ABC):
         return self._view(value)
 
     def write(self, value: Value, array: Any) -> None:
-        """Set a value that another program made, for the next run."""
+        """Set a value that another program computed, for the next run. Raises KeyError, ValueError."""
         if value not in self._takes:
-            raise KeyError(f"{value} is not taken by this program")
+            raise KeyError(f"{value} does not enter this program")
         data = np.ascontiguousarray(array, np.int32 if value.integer else np.float32).reshape(-1)
         buffer = self._values[value]
         if data.nbytes > buffer.nbytes:
-            raise ValueError(f"{value}: {data.nbytes} bytes, and there is room for {buffer.nbytes}")
+            raise ValueError(f"{value}: {data.nbytes} bytes, more than {buffer.nbytes}")
         self._store(buffer, data)

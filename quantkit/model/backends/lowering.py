@@ -1,8 +1,8 @@
-"""Lowers operations of the graph to entries of a program: the part that all devices share.
+"""Lowering of operations to entries of a program, as far as devices share it.
 
-Entries name slots: numbers, addresses of weights, and buffers, which get their places at the end (arena.py).
-What several operations need is made once: activations in the format of a weight's type, which expert has which
-tokens, scratch, vectors as float32.
+Slots of entries hold numbers, addresses of weights, and buffers, which get offsets at the end (arena.py). What several
+operations need is computed once: activations in the format of a weight's type, tokens by expert, scratch, and float32
+vectors.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from quantkit.model.ops import Embed, Lookup, Matrix, Norm, Op, State, Value
 
 T = TypeVar("T")
 
-#: What scratch is aligned to, and each thread's share of it.
+#: The alignment of scratch, and of each thread's part.
 LINE = 64
 
 
 class Lowering(ABC):
-    """Collects the entries of one program and everything their slots name.
+    """The entries of one program under construction, and the buffers and arrays of their slots.
 
     view: returns the rows of a value in the current run.
     """
@@ -42,42 +42,42 @@ class Lowering(ABC):
         self.n_vocab = 0  # of the embeddings, 0 if they are not here
         self.n_positions = limits.n_ctx
         self.op: Op | None = None  # the operation being lowered
-        self._scratch = Buffer("scratch", LINE, kept_after=True, set_before=True)
+        self._scratch = Buffer("scratch", LINE, live_at_end=True, live_at_start=True)
         self._activations: dict[tuple[Value, str, int], Buffer] = {}
         self._once: dict[tuple[object, ...], Any] = {}
         self._vectors: dict[Matrix, npt.NDArray[np.float32]] = {}
 
     def once(self, key: tuple[object, ...], make: Callable[[], T]) -> T:
-        """Return what ``make`` gives, made the first time that a key is asked for."""
+        """Return make(), computed once for each key."""
         if key not in self._once:
             self._once[key] = make()
-        made: T = self._once[key]
-        return made
+        result: T = self._once[key]
+        return result
 
-    def looks_up(self, op: Embed | Lookup) -> None:
-        """Bound the tokens, or the positions, of a batch by the rows that an operation looks up."""
+    def limit_ids(self, op: Embed | Lookup) -> None:
+        """Limit the tokens, or the positions, of batches to the rows of an operation's table."""
         if isinstance(op, Embed) and op.by_position:
             self.n_positions = min(self.n_positions, op.weight.n_out)
         else:
             self.n_vocab = min(self.n_vocab or op.weight.n_out, op.weight.n_out)
 
     def may_overwrite(self, entry: Entry, out: Value, x: Value) -> None:
-        """Let an entry's output lie where its input does: it works element by element."""
+        """Allow an elementwise entry to write its output over its input."""
         entry.in_place = self.buffer(out), self.buffer(x)
 
     def buffer(self, value: Value) -> Buffer:
-        """Return the buffer of a value, rows for a whole batch."""
+        """Return the buffer of a value, with rows for a full batch."""
         if value not in self.values:
             self.values[value] = Buffer(value.name, 4 * self.limits.n_ubatch * value.per * value.width)
         return self.values[value]
 
     def scratch(self, nbytes: int) -> Buffer:
-        """Return at least ``nbytes`` of scratch, which any entry may use: contents do not outlive an entry."""
+        """Return at least ``nbytes`` of scratch, shared by all entries; its contents last for one entry."""
         self._scratch.nbytes = max(self._scratch.nbytes, nbytes)
         return self._scratch
 
     def vector_values(self, matrix: Matrix) -> npt.NDArray[np.float32]:
-        """Return a small weight decoded, one after another; a float32 one lies where it does in the file."""
+        """Return a small weight decoded to one float32 array; an F32 weight is a view of the file."""
         if matrix not in self._vectors:
             t = matrix.tensor
             data = self.source.data(t)
@@ -87,38 +87,38 @@ class Lowering(ABC):
                 values = decode_rows(t.type, data.reshape(-1, row_bytes_of(matrix)))
                 part = slice(None) if matrix.rows is None else slice(*matrix.rows)
                 columns = slice(None) if matrix.columns is None else slice(*matrix.columns)
-                chosen = values.reshape(matrix.n_matrices, -1, matrix.n_in)[:, part, columns]
-                self._vectors[matrix] = np.ascontiguousarray(chosen).reshape(-1)
+                part_values = values.reshape(matrix.n_matrices, -1, matrix.n_in)[:, part, columns]
+                self._vectors[matrix] = np.ascontiguousarray(part_values).reshape(-1)
         return self._vectors[matrix]
 
     @abstractmethod
     def array(self, array: npt.NDArray[Any]) -> int:
-        """Return the address where the program has an array, kept as long as itself."""
+        """Return the address of an array, which lives as long as the program."""
 
     @abstractmethod
-    def state(self, of: State) -> int:
+    def state(self, state: State) -> int:
         """Return the address of a recurrent layer's state, float32 [n_seq, width]."""
 
     @abstractmethod
     def activations(self, x: Value, weight: Matrix) -> tuple[Buffer, int]:
-        """Return x in the format that a weight multiplies, and the bytes from row to row; made once for each.
+        """Return x in the activation format of a weight, and its row stride in bytes; converted once.
 
         A row of x may be several of the weight's, side by side: heads.
         """
 
     @abstractmethod
     def plan(self, ids: Value, n_expert: int) -> Buffer:
-        """Return which pairs of token and expert each expert has; made once for each ids."""
+        """Return the pairs (token, j) of each expert; computed once for each ids."""
 
     def vector(self, matrix: Matrix | None) -> int:
         """Return the address of a bias, a norm's weight, ... as float32; 0 for None."""
         return 0 if matrix is None else self.array(self.vector_values(matrix))
 
     def norm_vectors(self, op: Norm) -> dict[str, int]:
-        """Return the slots of a norm's weight and bias, and how many values they repeat after."""
+        """Return the slots of a norm's weight and bias, and their period."""
         parts = {name: self.vector_values(m) for name, m in (("weight", op.weight), ("bias", op.bias)) if m is not None}
         n_weight = max([op.group, *(len(v) for v in parts.values())])
-        # One that is shorter, than a group or than the other, is written out: np.resize repeats.
+        # A vector shorter than a group or than the other one is repeated by np.resize.
         addresses = {name: self.array(v if len(v) == n_weight else np.resize(v, n_weight)) for name, v in parts.items()}
         return {"weight": 0, "bias": 0, **addresses, "n_weight": n_weight}
 
@@ -129,5 +129,5 @@ def row_bytes_of(matrix: Matrix) -> int:
 
 
 def expert_bytes_of(matrix: Matrix) -> int:
-    """Return the bytes from one expert's (head's) weights to the next one's."""
+    """Return the bytes of the weights of one expert (or head)."""
     return row_bytes_of(matrix) * (matrix.tensor.shape[1] if len(matrix.tensor.shape) > 1 else 1)

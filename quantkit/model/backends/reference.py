@@ -1,8 +1,8 @@
-"""What every operation means, in numpy: the specification, and a backend that runs it.
+"""The backend ``reference``: every operation in numpy, the specification of the others.
 
-Weights are decoded to float32 and activations are never quantized, so on float weights the fast backends are measured
-against it, and on quantized ones it shows what the weights alone cost. Sources: llama.cpp b11434 ggml-cpu/ops.cpp and
-llama-graph.cpp, for what is computed; none of its code.
+Weights are decoded to float32 and activations are never quantized, so the other backends are compared with it on float
+weights, and on quantized weights it shows their error alone. Sources of the definitions: llama.cpp b11434
+ggml-cpu/ops.cpp and llama-graph.cpp; no code is copied.
 """
 
 from __future__ import annotations
@@ -28,10 +28,9 @@ from quantkit.model.backends.accumulators import (
     similarity,
     sum_columns,
 )
-from quantkit.model.backends.tables import table_of
 from quantkit.model.batch import Batch, Floats, Ints
-from quantkit.model.op_table import OpTable
-from quantkit.model.ops import Activation, Cache, Matrix, Op, RopeConfig, State, Value
+from quantkit.model.check import table_of
+from quantkit.model.ops import Activation, Cache, Matrix, Op, OpTable, RopeConfig, State, Value
 
 RUN = OpTable("the reference backend")
 
@@ -70,18 +69,21 @@ class Reference:
 
 
 class ReferenceProgram:
-    """Operations, the values they write and the memory they keep."""
+    """Operations, their values, caches and states."""
 
     def __init__(self, backend: Reference, sequence: Sequence[Op], n_ctx: int, n_seq: int) -> None:
-        self.backend, self.ops, self.n_ctx, self.n_seq = backend, sequence, n_ctx, n_seq
+        self.backend = backend
+        self.ops = sequence
+        self.n_ctx = n_ctx
+        self.n_seq = n_seq
         self.values: dict[Value, Any] = {}
         self.caches: dict[Cache, tuple[Floats, Floats]] = {}
         self.states: dict[tuple[State, int], Floats] = {}
         self.accumulators: dict[str, Accumulator] = {}
         self.not_finite: list[NotFinite] = []
         for op in sequence:
-            if isinstance(op, ops.SumColumns | ops.Covariance | ops.Similarity) and op.of not in self.accumulators:
-                self.accumulators[op.of] = new_accumulator(op)
+            if isinstance(op, ops.SumColumns | ops.Covariance | ops.Similarity) and op.label not in self.accumulators:
+                self.accumulators[op.label] = new_accumulator(op)
 
     def run(self, batch: Batch) -> None:
         """Carry out all operations for a batch; afterwards ``read`` gives the values."""
@@ -98,7 +100,7 @@ class ReferenceProgram:
         self.values[value] = array
 
     def clear(self, sequence: int | None = None) -> None:
-        """Forget a sequence, or all of them."""
+        """Reset a sequence, or all of them."""
         for key in [k for k in self.states if sequence is None or k[1] == sequence]:
             del self.states[key]
 
@@ -106,9 +108,9 @@ class ReferenceProgram:
         return None if matrix is None else self.backend.weight(matrix)
 
     def factors(self, matrix: Matrix) -> Any:
-        """Return a weight as products multiply it (``Format.stretch``)."""
-        stretch = format_of(base_of(matrix.tensor.type)).stretch
-        return self.weight(matrix) if stretch == 1 else self.weight(matrix) * f32(stretch)
+        """Return a weight as products multiply it (``Format.row_scale_gain``)."""
+        gain = format_of(base_of(matrix.tensor.type)).row_scale_gain
+        return self.weight(matrix) if gain == 1 else self.weight(matrix) * f32(gain)
 
     def cache(self, cache: Cache) -> tuple[Floats, Floats]:
         if cache not in self.caches:
@@ -121,8 +123,8 @@ class ReferenceProgram:
             self.states[state, sequence] = np.zeros(state.width, f32)
         return self.states[state, sequence]
 
-    def report(self, of: str, row: int) -> None:
-        self.not_finite.append(not_finite(of, self.batch, row))
+    def report(self, label: str, row: int) -> None:
+        self.not_finite.append(not_finite(label, self.batch, row))
 
     def cells(self) -> Any:
         return self.batch.sequences.astype(np.int64) * self.n_ctx + self.batch.positions
@@ -131,63 +133,64 @@ class ReferenceProgram:
 # ---------------------------------------------------------------- element by element
 
 
-@RUN.of(ops.Embed)
+@RUN.register(ops.Embed)
 def _embed(p: ReferenceProgram, op: ops.Embed) -> None:
     rows = p.weight(op.weight)[p.batch.positions if op.by_position else p.batch.tokens]
     p.values[op.out] = rows * f32(op.scale) if op.scale != 1 else rows
 
 
-@RUN.of(ops.Lookup)
+@RUN.register(ops.Lookup)
 def _lookup(p: ReferenceProgram, op: ops.Lookup) -> None:
     p.values[op.out] = table_of(p.backend.source, op)[p.batch.tokens]
 
 
-@RUN.of(ops.SelectOutputs)
+@RUN.register(ops.SelectOutputs)
 def _select_outputs(p: ReferenceProgram, op: ops.SelectOutputs) -> None:
     x = p.values[op.x]
     p.values[op.out] = x.reshape(len(p.batch.tokens), -1)[p.batch.outputs].reshape(-1, op.out.width)
 
 
-@RUN.of(ops.Add)
+@RUN.register(ops.Add)
 def _add(p: ReferenceProgram, op: ops.Add) -> None:
     p.values[op.out] = p.values[op.a] + p.values[op.b]
 
 
-@RUN.of(ops.Scale)
+@RUN.register(ops.Scale)
 def _scale(p: ReferenceProgram, op: ops.Scale) -> None:
     p.values[op.out] = p.values[op.x] * f32(op.factor)
 
 
-@RUN.of(ops.Shift)
+@RUN.register(ops.Shift)
 def _shift(p: ReferenceProgram, op: ops.Shift) -> None:
-    p.values[op.out] = p.values[op.x] + f32(op.by)
+    p.values[op.out] = p.values[op.x] + f32(op.offset)
 
 
-@RUN.of(ops.ScaleByPosition)
+@RUN.register(ops.ScaleByPosition)
 def _scale_by_position(p: ReferenceProgram, op: ops.ScaleByPosition) -> None:
     steps = np.floor((p.batch.positions.astype(f32) + f32(op.offset)) / f32(op.floor_scale))
     p.values[op.out] = p.values[op.x] * (np.log(steps + f32(1)) * f32(op.alpha) + f32(1))[:, None]
 
 
-@RUN.of(ops.MultiplyBy)
+@RUN.register(ops.MultiplyBy)
 def _multiply_by(p: ReferenceProgram, op: ops.MultiplyBy) -> None:
     x, vector = p.values[op.x], p.weight(op.vector).reshape(-1)
-    vector = np.repeat(vector, op.each)
+    vector = np.repeat(vector, op.repeat)
     vector = np.tile(vector, x.shape[1] // len(vector))
-    p.values[op.out] = x + vector if op.add else x * vector
+    combine = {"times": np.multiply, "plus": np.add, "over": np.divide}[op.kind]
+    p.values[op.out] = combine(x, vector)
 
 
-@RUN.of(ops.Softcap)
+@RUN.register(ops.Softcap)
 def _softcap(p: ReferenceProgram, op: ops.Softcap) -> None:
     p.values[op.out] = f32(op.cap) * np.tanh(p.values[op.x] / f32(op.cap))
 
 
-@RUN.of(ops.Clamp)
+@RUN.register(ops.Clamp)
 def _clamp(p: ReferenceProgram, op: ops.Clamp) -> None:
     p.values[op.out] = np.clip(p.values[op.x], f32(-op.limit), f32(op.limit))
 
 
-@RUN.of(ops.Norm)
+@RUN.register(ops.Norm)
 def _norm(p: ReferenceProgram, op: ops.Norm) -> None:
     x = p.values[op.x]
     g = x.reshape(len(x), x.shape[1] // op.group, op.group)
@@ -207,7 +210,7 @@ def _norm(p: ReferenceProgram, op: ops.Norm) -> None:
 
 
 def activate(a: Activation, x: Floats) -> Floats:
-    """Return activation(x), without its clamps of up."""
+    """Return activation(x), without the clamp of up."""
     if a.gate_limit:
         x = np.minimum(x, f32(a.gate_limit))
     y: Floats = np.asarray(_ACTIVATIONS[a.kind](x, a), f32)
@@ -225,7 +228,7 @@ def _erf(x: Floats) -> Any:
 
 
 def _through_half(f: Callable[[Any], Any], x: Floats) -> Floats:
-    """ggml looks gelu up in a table over half precision; outside of +-10 gelu is x or 0."""
+    """Return f(x) as ggml does for gelu, by a table over float16; outside of +-10 it is x or 0."""
     half = f(x.astype(np.float16).astype(f32)).astype(np.float16).astype(f32)
     return np.where(x <= -10, f32(0), np.where(x >= 10, x, half))
 
@@ -264,14 +267,14 @@ def gate(a: Activation, g: Floats, up: Floats) -> Floats:
     return np.repeat(y, up.shape[1] // y.shape[1], axis=1) * up
 
 
-@RUN.of(ops.Xielu)
+@RUN.register(ops.Xielu)
 def _xielu(p: ReferenceProgram, op: ops.Xielu) -> None:
     x = p.values[op.x]
     below = (np.expm1(np.minimum(x, f32(op.eps))) - x) * f32(op.alpha_n)
     p.values[op.out] = np.where(x > 0, f32(op.alpha_p) * x * x, below) + f32(op.beta) * x
 
 
-@RUN.of(ops.Exceed)
+@RUN.register(ops.Exceed)
 def _exceed(p: ReferenceProgram, op: ops.Exceed) -> None:
     x = p.values[op.x]
     mean = x.mean(-1, keepdims=True, dtype=np.float64).astype(f32)
@@ -280,7 +283,7 @@ def _exceed(p: ReferenceProgram, op: ops.Exceed) -> None:
     p.values[op.out] = np.maximum(x - (mean + f32(op.factor) * deviation), f32(0))
 
 
-@RUN.of(ops.ToLength)
+@RUN.register(ops.ToLength)
 def _to_length(p: ReferenceProgram, op: ops.ToLength) -> None:
     x, like = p.values[op.x], p.values[op.like]
     groups = x.reshape(len(x), -1, op.group)
@@ -292,16 +295,20 @@ def _length(x: Floats) -> Floats:
     return length
 
 
-@RUN.of(ops.Mix)
+@RUN.register(ops.Mix)
 def _mix(p: ReferenceProgram, op: ops.Mix) -> None:
-    x, weights, base = p.values[op.x], p.values[op.weights] + f32(op.offset), p.values[op.base]
+    x = p.values[op.x]
+    weights = p.values[op.weights] + f32(op.offset)
+    base = p.values[op.base]
     mixed = np.matmul(weights.reshape(len(x), -1, op.n), x.reshape(len(x), op.n, -1))
     p.values[op.out] = base + mixed.reshape(base.shape)
 
 
-@RUN.of(ops.StreamWeights)
+@RUN.register(ops.StreamWeights)
 def _stream_weights(p: ReferenceProgram, op: ops.StreamWeights) -> None:
-    scale, base, eps = p.weight(op.scale).reshape(-1), p.weight(op.base).reshape(-1), f32(op.eps)
+    scale = p.weight(op.scale).reshape(-1)
+    base = p.weight(op.base).reshape(-1)
+    eps = f32(op.eps)
     x = p.values[op.x] * np.repeat(scale, (4, 4, 16)) + base
     c = _softmax(x[:, 8:].reshape(-1, 4, 4)) + eps
     c = c / (c.sum(1, keepdims=True) + eps)
@@ -309,20 +316,20 @@ def _stream_weights(p: ReferenceProgram, op: ops.StreamWeights) -> None:
         c = c / (c.sum(2, keepdims=True) + eps)
         c = c / (c.sum(1, keepdims=True) + eps)
     p.values[op.before], p.values[op.after] = _sigmoid(x[:, :4]) + eps, _sigmoid(x[:, 4:8]) * f32(2)
-    p.values[op.across] = c.swapaxes(1, 2).reshape(-1, 16)
+    p.values[op.mixing] = c.swapaxes(1, 2).reshape(-1, 16)
 
 
-@RUN.of(ops.Lerp)
+@RUN.register(ops.Lerp)
 def _lerp(p: ReferenceProgram, op: ops.Lerp) -> None:
-    x, to = p.values[op.x], p.values[op.to]
-    by = f32(0) if op.by is None else p.weight(op.by).reshape(-1)
+    x, target = p.values[op.x], p.values[op.target]
+    factor = f32(0) if op.vector is None else p.weight(op.vector).reshape(-1)
     if op.weights is not None:
-        by = p.values[op.weights] + by
+        factor = p.values[op.weights] + factor
     n = op.out.width // x.shape[1]
-    p.values[op.out] = np.tile(x, n) + np.tile(to - x, n) * by
+    p.values[op.out] = np.tile(x, n) + np.tile(target - x, n) * factor
 
 
-@RUN.of(ops.Bonus)
+@RUN.register(ops.Bonus)
 def _bonus(p: ReferenceProgram, op: ops.Bonus) -> None:
     x, r, k, v = (p.values[value] for value in (op.x, op.r, op.k, op.v))
     product = (k * r * p.weight(op.vector).reshape(-1)).reshape(len(x), -1, op.head)
@@ -330,7 +337,7 @@ def _bonus(p: ReferenceProgram, op: ops.Bonus) -> None:
     p.values[op.out] = x + (v.reshape(product.shape) * factor).reshape(x.shape)
 
 
-@RUN.of(ops.Glu)
+@RUN.register(ops.Glu)
 def _glu(p: ReferenceProgram, op: ops.Glu) -> None:
     g = p.values[op.gate]
     if op.up is None:
@@ -340,19 +347,19 @@ def _glu(p: ReferenceProgram, op: ops.Glu) -> None:
         p.values[op.out] = gate(op.activation, g, p.values[op.up])
 
 
-@RUN.of(ops.Activate)
+@RUN.register(ops.Activate)
 def _activate(p: ReferenceProgram, op: ops.Activate) -> None:
     p.values[op.out] = activate(op.activation, p.values[op.x])
 
 
-@RUN.of(ops.Take)
+@RUN.register(ops.Take)
 def _take(p: ReferenceProgram, op: ops.Take) -> None:
     x = p.values[op.x]
     width = op.out.width * op.period // x.shape[1]
     p.values[op.out] = x.reshape(len(x), -1, op.period)[:, :, op.start : op.start + width].reshape(len(x), -1)
 
 
-@RUN.of(ops.Join)
+@RUN.register(ops.Join)
 def _join(p: ReferenceProgram, op: ops.Join) -> None:
     a, b = p.values[op.a], p.values[op.b]
     a, b = a.reshape(len(a), -1, op.period_a), b.reshape(len(b), -1, op.period_b)
@@ -363,7 +370,7 @@ def _join(p: ReferenceProgram, op: ops.Join) -> None:
 # ---------------------------------------------------------------- matrices
 
 
-def _times(p: ReferenceProgram, x: Floats, weight: Matrix, bias: Matrix | None, scale: Matrix | None) -> Floats:
+def _product(p: ReferenceProgram, x: Floats, weight: Matrix, bias: Matrix | None, scale: Matrix | None) -> Floats:
     y: Floats = x @ p.factors(weight).reshape(-1, x.shape[1]).T
     if scale is not None:
         y = y * p.weight(scale).reshape(-1)
@@ -372,18 +379,18 @@ def _times(p: ReferenceProgram, x: Floats, weight: Matrix, bias: Matrix | None, 
     return y
 
 
-@RUN.of(ops.MulMat)
+@RUN.register(ops.MulMat)
 def _mul_mat(p: ReferenceProgram, op: ops.MulMat) -> None:
-    p.values[op.out] = _times(p, p.values[op.x], op.weight, op.bias, op.scale)
+    p.values[op.out] = _product(p, p.values[op.x], op.weight, op.bias, op.scale)
 
 
-@RUN.of(ops.MulMats)
+@RUN.register(ops.MulMats)
 def _mul_mats(p: ReferenceProgram, op: ops.MulMats) -> None:
     for out, weight, bias, scale in zip(op.outs, op.weights, op.biases, op.scales, strict=True):
-        p.values[out] = _times(p, p.values[op.x], weight, bias, scale)
+        p.values[out] = _product(p, p.values[op.x], weight, bias, scale)
 
 
-@RUN.of(ops.MulMatHeads)
+@RUN.register(ops.MulMatHeads)
 def _mul_mat_heads(p: ReferenceProgram, op: ops.MulMatHeads) -> None:
     x = p.values[op.x]
     w = p.factors(op.weight).reshape(-1, op.weight.n_out, op.weight.n_in)
@@ -391,10 +398,10 @@ def _mul_mat_heads(p: ReferenceProgram, op: ops.MulMatHeads) -> None:
     p.values[op.out] = np.einsum("thi,hoi->tho", heads, w).reshape(len(x), -1)
 
 
-@RUN.of(ops.UpGate)
+@RUN.register(ops.UpGate)
 def _up_gate(p: ReferenceProgram, op: ops.UpGate) -> None:
     x = p.values[op.x]
-    g, up = _times(p, x, op.gate, op.gate_bias, op.gate_scale), _times(p, x, op.up, op.up_bias, op.up_scale)
+    g, up = _product(p, x, op.gate, op.gate_bias, op.gate_scale), _product(p, x, op.up, op.up_bias, op.up_scale)
     p.values[op.out] = gate(op.activation, g, up)
 
 
@@ -407,8 +414,8 @@ def _softmax(x: Floats) -> Floats:
     return total
 
 
-def top(scores: Floats, n: int) -> Ints:
-    """Return the columns of the n largest of every row, largest first, of equal ones the first first."""
+def top_ids(scores: Floats, n: int) -> Ints:
+    """Return the columns of the n largest values of every row, descending; equal values in order."""
     ids: Ints = np.argsort(-scores, axis=-1, kind="stable")[..., :n].astype(np.int32)
     return ids
 
@@ -421,7 +428,7 @@ _PROBABILITIES: Mapping[str, Callable[[Floats], Floats]] = {
 }
 
 
-@RUN.of(ops.Route)
+@RUN.register(ops.Route)
 def _route(p: ReferenceProgram, op: ops.Route) -> None:
     r, logits = op.routing, p.values[op.logits]
     probs = _PROBABILITIES[r.gating](logits)
@@ -429,10 +436,10 @@ def _route(p: ReferenceProgram, op: ops.Route) -> None:
     if r.n_group > 1:
         groups = choice.reshape(len(choice), r.n_group, -1)
         best = -np.sort(-groups, axis=-1)[:, :, :2].sum(-1)
-        kept = np.zeros(best.shape, bool)
-        np.put_along_axis(kept, top(best, r.n_group_used), True, axis=1)
-        choice = np.where(kept[:, :, None], groups, f32(-np.inf)).reshape(choice.shape)
-    ids = p.values[op.chosen] if op.chosen is not None else top(choice, r.n_used) // np.int32(r.share)
+        is_used = np.zeros(best.shape, bool)
+        np.put_along_axis(is_used, top_ids(best, r.n_group_used), True, axis=1)
+        choice = np.where(is_used[:, :, None], groups, f32(-np.inf)).reshape(choice.shape)
+    ids = p.values[op.selected] if op.selected is not None else top_ids(choice, r.n_used) // np.int32(r.share)
     weights = np.take_along_axis(probs, ids, axis=1)
     if r.gating == "softmax_weight":
         weights = _softmax(weights)
@@ -443,42 +450,42 @@ def _route(p: ReferenceProgram, op: ops.Route) -> None:
     p.values[op.ids], p.values[op.weights] = ids, weights
 
 
-def _times_id(
+def _expert_product(
     p: ReferenceProgram, x: Floats, ids: Ints, w: Matrix, bias: Matrix | None, scale: Matrix | None
 ) -> Floats:
     experts, flat = p.factors(w), ids.reshape(-1)
     rows = np.arange(len(flat)) if len(x) == len(flat) else np.arange(len(flat)) // ids.shape[1]
     out = np.empty((len(flat), experts.shape[1]), f32)
     for e in np.unique(flat):
-        here = np.flatnonzero(flat == e)
-        y = x[rows[here]] @ experts[e].T
+        pairs = np.flatnonzero(flat == e)
+        y = x[rows[pairs]] @ experts[e].T
         if scale is not None:
             y = y * p.weight(scale).reshape(-1)[e]
         if bias is not None:
             y = y + p.weight(bias)[e]
-        out[here] = y
+        out[pairs] = y
     return out
 
 
-@RUN.of(ops.MulMatId)
+@RUN.register(ops.MulMatId)
 def _mul_mat_id(p: ReferenceProgram, op: ops.MulMatId) -> None:
-    p.values[op.out] = _times_id(p, p.values[op.x], p.values[op.ids], op.weight, op.bias, op.scale)
+    p.values[op.out] = _expert_product(p, p.values[op.x], p.values[op.ids], op.weight, op.bias, op.scale)
 
 
-@RUN.of(ops.UpGateId)
+@RUN.register(ops.UpGateId)
 def _up_gate_id(p: ReferenceProgram, op: ops.UpGateId) -> None:
     x, ids = p.values[op.x], p.values[op.ids]
-    g = _times_id(p, x, ids, op.gate, op.gate_bias, op.gate_scale)
-    p.values[op.out] = gate(op.activation, g, _times_id(p, x, ids, op.up, op.up_bias, op.up_scale))
+    g = _expert_product(p, x, ids, op.gate, op.gate_bias, op.gate_scale)
+    p.values[op.out] = gate(op.activation, g, _expert_product(p, x, ids, op.up, op.up_bias, op.up_scale))
 
 
-@RUN.of(ops.Repeat)
+@RUN.register(ops.Repeat)
 def _repeat(p: ReferenceProgram, op: ops.Repeat) -> None:
     x, weights = p.values[op.x], p.values[op.weights]
     p.values[op.out] = (x[:, None, :] * weights[:, :, None]).reshape(-1, op.out.width)
 
 
-@RUN.of(ops.Combine)
+@RUN.register(ops.Combine)
 def _combine(p: ReferenceProgram, op: ops.Combine) -> None:
     n = op.x.per * op.x.width // op.out.width
     x = p.values[op.x].reshape(-1, n, op.out.width)
@@ -497,11 +504,11 @@ def rope_angles(config: RopeConfig, positions: Ints, factors: Floats | None) -> 
     """Return cos and sin [n, n_rot / 2] of every pair, attn_factor (mscale) included."""
     c, pairs = config, config.n_rot // 2
     step = f32(c.freq_base) ** f32(-2.0 / c.n_rot)
-    # A running product from the position on, as in ggml: its rounding errors are part of the model.
+    # A running product starting with the position, as in ggml: its rounding errors are part of the model.
     factor = np.broadcast_to(np.full(pairs - 1, step), (len(positions), pairs - 1))
     theta = np.cumprod(np.concatenate([positions.astype(f32)[:, None], factor], 1), axis=1, dtype=f32)
     if c.sections:
-        theta = theta * _turning(c, pairs)
+        theta = theta * _section_mask(c, pairs)
     if factors is not None:
         theta = theta / factors[:pairs]
     mscale = np.full(pairs, f32(c.attn_factor))
@@ -515,8 +522,8 @@ def rope_angles(config: RopeConfig, positions: Ints, factors: Floats | None) -> 
     return np.cos(scaled) * mscale, np.sin(scaled) * mscale
 
 
-def _turning(c: RopeConfig, pairs: int) -> Floats:
-    """M-RoPE: of a text all positions are equal but the fourth, which is 0; return 0 for the pairs that take it."""
+def _section_mask(c: RopeConfig, pairs: int) -> Floats:
+    """Return 0 for pairs of M-RoPE that use the fourth position, which is 0 in texts, else 1."""
     total = sum(c.sections)
     sector = np.arange(pairs) % total
     if c.interleaved:
@@ -528,26 +535,28 @@ def _turning(c: RopeConfig, pairs: int) -> Floats:
 
 
 def _yarn_range(c: RopeConfig) -> tuple[float, float]:
-    def at(beta: float) -> float:
+    def pair_index(beta: float) -> float:
         return c.n_rot * math.log(c.n_ctx_orig / (beta * 2 * math.pi)) / (2 * math.log(c.freq_base))
 
-    return max(0.0, math.floor(at(c.beta_fast))), min(c.n_rot - 1.0, math.ceil(at(c.beta_slow)))
+    return max(0.0, math.floor(pair_index(c.beta_fast))), min(c.n_rot - 1.0, math.ceil(pair_index(c.beta_slow)))
 
 
-@RUN.of(ops.RopeTable)
+@RUN.register(ops.RopeTable)
 def _rope_table(p: ReferenceProgram, op: ops.RopeTable) -> None:
     factors = None if op.factors is None else p.weight(op.factors).reshape(-1)
     cos, sin = rope_angles(op.config, p.batch.positions // op.step * op.step, factors)
-    sin = -sin if op.back else sin
+    sin = -sin if op.inverse else sin
     p.values[op.out] = np.stack([cos, sin], -1).reshape(len(cos), -1)
 
 
-@RUN.of(ops.Rope)
+@RUN.register(ops.Rope)
 def _rope(p: ReferenceProgram, op: ops.Rope) -> None:
     x = p.values[op.x]
     y = x.reshape(len(x), -1, op.head).copy()
     table = p.values[op.table].reshape(len(x), 1, -1, 2)
-    cos, sin, n = table[..., 0], table[..., 1], op.config.n_rot
+    cos = table[..., 0]
+    sin = table[..., 1]
+    n = op.config.n_rot
     turned = y[:, :, op.start : op.start + n]
     neox = op.config.kind == "neox"
     first, second = (slice(0, n // 2), slice(n // 2, n)) if neox else (slice(0, n, 2), slice(1, n, 2))
@@ -556,7 +565,7 @@ def _rope(p: ReferenceProgram, op: ops.Rope) -> None:
     p.values[op.out] = y.reshape(x.shape)
 
 
-@RUN.of(ops.CacheWrite)
+@RUN.register(ops.CacheWrite)
 def _cache_write(p: ReferenceProgram, op: ops.CacheWrite) -> None:
     k, v = p.cache(op.cache)
     k[p.cells()] = p.values[op.k]
@@ -564,12 +573,12 @@ def _cache_write(p: ReferenceProgram, op: ops.CacheWrite) -> None:
         v[p.cells()] = p.values[op.v]
 
 
-def ended(p: ReferenceProgram, ratio: int) -> Any:
-    """Return how many blocks end with each token or before."""
+def complete_blocks(p: ReferenceProgram, ratio: int) -> Any:
+    """Return the number of blocks that are complete at each token."""
     return (p.batch.positions.astype(np.int64) + 1) // ratio
 
 
-@RUN.of(ops.BlockWrite)
+@RUN.register(ops.BlockWrite)
 def _block_write(p: ReferenceProgram, op: ops.BlockWrite) -> None:
     cache, ratio = op.cache, op.cache.ratio
     first = cache.first_block(p.n_seq, p.n_ctx) + p.batch.sequences.astype(np.int64) * cache.blocks(p.n_ctx)
@@ -577,35 +586,35 @@ def _block_write(p: ReferenceProgram, op: ops.BlockWrite) -> None:
     p.cache(cache)[0][(first + p.batch.positions // ratio)[ends]] = p.values[op.k][ends]
 
 
-@RUN.of(ops.WindowAndBlocks)
+@RUN.register(ops.WindowAndBlocks)
 def _window_and_blocks(p: ReferenceProgram, op: ops.WindowAndBlocks) -> None:
-    first, each = op.cache.first_block(p.n_seq, p.n_ctx), op.cache.blocks(p.n_ctx)
+    first, n_blocks = op.cache.first_block(p.n_seq, p.n_ctx), op.cache.blocks(p.n_ctx)
     out = np.full((len(p.batch.tokens), op.out.width), -1, np.int32)
-    ends = ended(p, op.cache.ratio)
+    ends = complete_blocks(p, op.cache.ratio)
     for t, (sequence, position) in enumerate(zip(p.batch.sequences, p.batch.positions, strict=True)):
-        near = np.arange(max(0, int(position) + 1 - op.window), int(position) + 1)
+        window_cells = np.arange(max(0, int(position) + 1 - op.window), int(position) + 1)
         blocks = np.arange(ends[t]) if op.blocks is None else p.values[op.blocks][t]
-        far = first + int(sequence) * (each - p.n_ctx) + blocks[blocks >= 0]
-        out[t, : len(near) + len(far)] = np.concatenate([near, far])
+        block_cells = first + int(sequence) * (n_blocks - p.n_ctx) + blocks[blocks >= 0]
+        out[t, : len(window_cells) + len(block_cells)] = np.concatenate([window_cells, block_cells])
     p.values[op.out] = out
 
 
-@RUN.of(ops.LightningIndexer)
+@RUN.register(ops.LightningIndexer)
 def _lightning_indexer(p: ReferenceProgram, op: ops.LightningIndexer) -> None:
     keys, _ = p.cache(op.cache)
     q = p.values[op.q].reshape(-1, op.n_head, op.head)
     weights = p.values[op.weights] * f32(op.scale)
     out = np.full((len(q), op.out.width), -1, np.int32)
-    ends, each = ended(p, op.cache.ratio or 1), op.cache.blocks(p.n_ctx) if op.cache.ratio else p.n_ctx
+    ends, n_rows = complete_blocks(p, op.cache.ratio or 1), op.cache.blocks(p.n_ctx) if op.cache.ratio else p.n_ctx
     for t, sequence in enumerate(p.batch.sequences):
-        n, cell = int(ends[t]), int(sequence) * each
+        n, cell = int(ends[t]), int(sequence) * n_rows
         scores = np.fmax(q[t] @ keys[cell : cell + n].T, f32(0)).T @ weights[t]
-        chosen = np.arange(n) if n <= op.out.width else np.sort(top(scores, op.out.width))
-        out[t, : len(chosen)] = chosen
+        selected = np.arange(n) if n <= op.out.width else np.sort(top_ids(scores, op.out.width))
+        out[t, : len(selected)] = selected
     p.values[op.out] = out
 
 
-@RUN.of(ops.Attention)
+@RUN.register(ops.Attention)
 def _attention(p: ReferenceProgram, op: ops.Attention) -> None:
     keys, values = p.cache(op.cache)
     if not op.cache.v_width:
@@ -620,8 +629,8 @@ def _attention(p: ReferenceProgram, op: ops.Attention) -> None:
             position = p.batch.positions[p.batch.sequences == sequence].max()
         cells: Any = slice(sequence * p.n_ctx + first, sequence * p.n_ctx + position + 1)
         if op.selected is not None:
-            chosen = p.values[op.selected][t]
-            cells = sequence * p.n_ctx + chosen[chosen >= 0]
+            selected = p.values[op.selected][t]
+            cells = sequence * p.n_ctx + selected[selected >= 0]
         k = keys[cells].reshape(-1, op.n_head_kv, op.head_k)
         v = values[cells].reshape(-1, op.n_head_kv, op.head_v)
         for h in range(op.n_head):
@@ -646,7 +655,7 @@ def _first_position(op: ops.Attention, position: int) -> int:
 
 
 def alibi_slope(op: ops.Attention, head: int) -> Any:
-    """Return the slope of a head: a geometric series over the largest power of two of heads, then between them."""
+    """Return ALiBi's slope of a head: a geometric series over the largest power of two, then the values between."""
     n = 1 << math.floor(math.log2(op.n_head))
     if head < n:
         return f32((2.0 ** (-op.alibi / n)) ** (head + 1))
@@ -656,7 +665,7 @@ def alibi_slope(op: ops.Attention, head: int) -> Any:
 # ---------------------------------------------------------------- recurrent layers
 
 
-@RUN.of(ops.Convolve)
+@RUN.register(ops.Convolve)
 def _convolve(p: ReferenceProgram, op: ops.Convolve) -> None:
     x, n = p.values[op.x], op.weight.n_in
     w = p.weight(op.weight).reshape(-1, n)
@@ -670,9 +679,11 @@ def _convolve(p: ReferenceProgram, op: ops.Convolve) -> None:
     p.values[op.out] = out if op.bias is None else out + p.weight(op.bias).reshape(-1)
 
 
-@RUN.of(ops.Compress)
+@RUN.register(ops.Compress)
 def _compress(p: ReferenceProgram, op: ops.Compress) -> None:
-    kv, score, ape = p.values[op.kv], p.values[op.score], p.weight(op.ape).reshape(op.ratio, -1)
+    kv = p.values[op.kv]
+    score = p.values[op.score]
+    ape = p.weight(op.ape).reshape(op.ratio, -1)
     out, width = np.zeros((len(kv), op.out.width), f32), op.out.width
     for t, (sequence, position) in enumerate(zip(p.batch.sequences, p.batch.positions, strict=True)):
         i = int(position) % op.ratio
@@ -681,23 +692,23 @@ def _compress(p: ReferenceProgram, op: ops.Compress) -> None:
         s, v = ((score[t] + ape[i]).reshape(-1, width)[::-1], kv[t].reshape(-1, width)[::-1])
         for half, (s_half, v_half) in enumerate(zip(s, v, strict=True)):
             new = np.stack([s_half, np.ones(width, f32), v_half])
-            state[half] = new if i == 0 else _both(state[half], new)
+            state[half] = new if i == 0 else _merge_parts(state[half], new)
         if i == op.ratio - 1:
-            whole = _both(state[2], state[0]) if op.overlap and position >= op.ratio else state[0]
-            out[t] = whole[2] / whole[1]
+            total = _merge_parts(state[2], state[0]) if op.overlap and position >= op.ratio else state[0]
+            out[t] = total[2] / total[1]
             if op.overlap:
                 state[2] = state[1]
     p.values[op.out] = out
 
 
-def _both(a: Floats, b: Floats) -> Floats:
-    """Return largest score, sum of weights and sum of values of two parts together."""
+def _merge_parts(a: Floats, b: Floats) -> Floats:
+    """Return largest score, sum of weights and sum of values of the union of two parts."""
     largest = np.maximum(a[0], b[0])
     by_a, by_b = np.exp(a[0] - largest), np.exp(b[0] - largest)
     return np.stack([largest, a[1] * by_a + b[1] * by_b, a[2] * by_a + b[2] * by_b])
 
 
-@RUN.of(ops.DeltaNet)
+@RUN.register(ops.DeltaNet)
 def _delta_net(p: ReferenceProgram, op: ops.DeltaNet) -> None:
     n = len(p.batch.tokens)
     q, k = (p.values[x].reshape(n, op.n_k_head, -1) for x in (op.q, op.k))
@@ -716,7 +727,7 @@ def _delta_net(p: ReferenceProgram, op: ops.DeltaNet) -> None:
     p.values[op.out] = out.reshape(n, -1)
 
 
-@RUN.of(ops.SsmScan)
+@RUN.register(ops.SsmScan)
 def _ssm_scan(p: ReferenceProgram, op: ops.SsmScan) -> None:
     n, d_state = len(p.batch.tokens), op.b.width // op.n_group
     a = np.array(op.a, f32) if isinstance(op.a, tuple) else p.weight(op.a).reshape(-1)
@@ -738,7 +749,7 @@ def _ssm_scan(p: ReferenceProgram, op: ops.SsmScan) -> None:
     p.values[op.out] = flat if op.z is None else gate(Activation("silu"), p.values[op.z], flat)
 
 
-@RUN.of(ops.ColumnScan)
+@RUN.register(ops.ColumnScan)
 def _column_scan(p: ReferenceProgram, op: ops.ColumnScan) -> None:
     a, d = p.weight(op.a).T, p.weight(op.d).reshape(-1)
     x, b, c = (p.values[v] for v in (op.x, op.b, op.c))
@@ -751,7 +762,7 @@ def _column_scan(p: ReferenceProgram, op: ops.ColumnScan) -> None:
     p.values[op.out] = gate(Activation("silu"), p.values[op.z], out)
 
 
-@RUN.of(ops.Previous)
+@RUN.register(ops.Previous)
 def _previous(p: ReferenceProgram, op: ops.Previous) -> None:
     x, out = p.values[op.x], np.empty_like(p.values[op.x])
     for t, (sequence, position) in enumerate(zip(p.batch.sequences, p.batch.positions, strict=True)):
@@ -760,7 +771,7 @@ def _previous(p: ReferenceProgram, op: ops.Previous) -> None:
     p.values[op.out] = out
 
 
-@RUN.of(ops.Wkv)
+@RUN.register(ops.Wkv)
 def _wkv(p: ReferenceProgram, op: ops.Wkv) -> None:
     n, n_head = len(p.batch.tokens), op.n_head
     r, g, k, v = (p.values[x].reshape(n, -1, op.r.width // n_head) for x in (op.r, op.g, op.k, op.v))
@@ -774,35 +785,35 @@ def _wkv(p: ReferenceProgram, op: ops.Wkv) -> None:
         s *= w[t][:, :, None]
         s += k[t][:, :, None] * v[t][:, None, :]
         if removed is not None and rate is not None:
-            lost = np.einsum("hkv,hk->hv", before, removed[t])
-            s -= (removed[t] * rate[t])[:, :, None] * lost[:, None, :]
+            removed_values = np.einsum("hkv,hk->hv", before, removed[t])
+            s -= (removed[t] * rate[t])[:, :, None] * removed_values[:, None, :]
         out[t] = np.einsum("hkv,hk->hv", before if op.earlier else s, r[t])
     p.values[op.out] = out.reshape(n, -1)
 
 
-@RUN.of(ops.Observe)
+@RUN.register(ops.Observe)
 def _observe(p: ReferenceProgram, op: ops.Observe) -> None:
     if p.backend.observer is not None:
-        p.backend.observer(op.of, p.values[op.x], None if op.ids is None else p.values[op.ids])
+        p.backend.observer(op.label, p.values[op.x], None if op.ids is None else p.values[op.ids])
 
 
-@RUN.of(ops.SumColumns)
+@RUN.register(ops.SumColumns)
 def _sum_columns(p: ReferenceProgram, op: ops.SumColumns) -> None:
-    sum_columns(op, p.accumulators[op.of], p.values[op.x], None if op.ids is None else p.values[op.ids], p.report)
+    sum_columns(op, p.accumulators[op.label], p.values[op.x], None if op.ids is None else p.values[op.ids], p.report)
 
 
-@RUN.of(ops.Covariance)
+@RUN.register(ops.Covariance)
 def _covariance(p: ReferenceProgram, op: ops.Covariance) -> None:
     ids, weights = (None if value is None else p.values[value] for value in (op.ids, op.weights))
-    covariance(op, p.accumulators[op.of], p.values[op.x], ids, weights, p.report)
+    covariance(op, p.accumulators[op.label], p.values[op.x], ids, weights, p.report)
 
 
-@RUN.of(ops.Similarity)
+@RUN.register(ops.Similarity)
 def _similarity(p: ReferenceProgram, op: ops.Similarity) -> None:
-    similarity(op, p.accumulators[op.of], p.values[op.a], p.values[op.b], p.report)
+    similarity(op, p.accumulators[op.label], p.values[op.a], p.values[op.b], p.report)
 
 
-@RUN.of(ops.CountUp)
+@RUN.register(ops.CountUp)
 def _count_up(p: ReferenceProgram, op: ops.CountUp) -> None:
     row = np.arange(op.first, op.first + op.out.width, dtype=np.int32)
     p.values[op.out] = np.tile(row, (p.batch.rows(op.out.outputs), 1))

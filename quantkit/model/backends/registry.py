@@ -1,6 +1,6 @@
-"""The backends by the devices they run on; each is imported when one of its devices is asked for.
+"""The backends by device name; each is imported when it is first used.
 
-A new backend is a row of BACKENDS: how it is made and, where several operations fit one launch, how they are fused.
+A backend is a row of BACKENDS: its constructor and, if it fuses operations into launches, its fusion.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from quantkit.model.backends import Backend, Options
 from quantkit.model.fusion import Decision
 from quantkit.model.ops import Op, Value
 
-#: Operations, the values that leave them, options, the type of caches: operations to run, and what was decided.
+#: (operations, values that leave them, options, cache type) -> (operations to run, decisions)
 Fuse = Callable[[Sequence[Op], Collection[Value], Options, str], tuple[Sequence[Op], Sequence[Decision]]]
 
 
 @dataclass(frozen=True)
 class Row:
-    """How a backend is made for a device of a name, and how its operations are fused."""
+    """The constructor of a backend, by source, device name and options, and its fusion."""
 
     make: Callable[[GGUFFile, str, Options], Backend]
     fuse: Fuse = lambda ops, leaves, options, kv_type: (ops, ())
@@ -52,7 +52,7 @@ def _fuse_launches(
     return fuse(ops, leaves, o.fusion, kv_type, cublas=o.cublas)
 
 
-#: By the names of devices, without their number.
+#: Backends by device name without its number.
 BACKENDS: Mapping[str, Row] = {"CPU": Row(_cpu), "REFERENCE": Row(_reference), "CUDA": Row(_cuda, _fuse_launches)}
 
 

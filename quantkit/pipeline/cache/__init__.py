@@ -1,6 +1,6 @@
-"""The tensor cache: what was encoded once is taken from a folder the next time, by any recipe and on any machine.
+"""The tensor cache: tensors encoded once are read from a folder the next time, by any recipe and on any machine.
 
-``keys`` says what decides the bytes of encoded rows, ``memo`` remembers digests of sources, ``store`` is the folder,
-``use`` is one run's part in it. What an entry looks like: ``formats/cache_entry.py``; jobs that take rows from one:
-``pipeline/work.py``.
+``keys``: digests of everything that decides encoded rows; ``memo``: known digests of sources; ``store``: the folder;
+``run_cache``: the use of one run. Format of an entry: ``formats/cache_entry.py``; jobs that read one:
+``pipeline/worker.py``.
 """

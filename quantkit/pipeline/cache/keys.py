@@ -1,15 +1,14 @@
-"""What decides the bytes of encoded rows, as digests; equal digests mean equal bytes.
+"""Digests of everything that decides the bytes of encoded rows; equal digests mean equal bytes.
 
-An entry is found by how it was encoded (types, encoder and its code, shape, importance) and by what (the rows that its
-jobs read). A source's rows are digested while they are read; their *identity*, which tells them from others without
-reading them, is by what digests are remembered.
+The key of an entry is the digest of its encoding (types, encoder and its code, shape, importance) and that of its
+source rows. Source rows are digested while they are read; known digests are looked up by *identity*, which needs no
+reading.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-import os
 import re
 from collections.abc import Iterator
 from functools import cache
@@ -17,12 +16,13 @@ from importlib.metadata import version
 from pathlib import Path
 
 from quantkit.formats.cache_entry import Pieces
+from quantkit.formats.files import stamp_of
 from quantkit.formats.remote import URL
 from quantkit.kernels.formats import FORMATS, encoder_for
 from quantkit.kernels.interleave import base_of, repacks
 from quantkit.kernels.tensor_scale import decoded_as
 from quantkit.pipeline.jobs import piece_rows
-from quantkit.pipeline.planned import PlannedTensor, RowSlice
+from quantkit.pipeline.row_slices import PlannedTensor, RowSlice
 from quantkit.pipeline.source import Source
 from quantkit.types import TensorType
 
@@ -31,69 +31,69 @@ _IMPORT = re.compile(r"^\s*(?:from\s+(quantkit[\w.]*)\s+import\s+(\([^)]*\)|[^\n
 
 
 def is_encoded(part: RowSlice, target: TensorType) -> bool:
-    """Tell whether a part is kept: its rows are neither copied, nor repacked, nor merely rounded."""
+    """Return whether a part is cached: its rows are neither copied, nor repacked, nor merely rounded."""
     source = part.source.type
-    if part.inputs is not None and part.inputs.digest() is None:  # what decides its rows is found out in the run
+    if part.inputs is not None and part.inputs.digest() is None:  # its inputs are only known in the run
         return False
     return source is not target and target.block > 1 and not repacks(source, target)
 
 
 def pieces_of(part: RowSlice, target: TensorType) -> Pieces:
-    """Return how the encoded rows of a part lie in an entry."""
+    """Return the layout of a part's encoded rows in an entry."""
     return Pieces(part.matrices, part.rows, target.row_bytes(part.values), piece_rows(part, target))
 
 
 def importance_digest(part: RowSlice) -> str | None:
     """Return the digest of the importance a part is encoded with, or None without."""
-    weights = None if part.found is None else part.found.weights
+    weights = None if part.importance is None else part.importance.weights
     return None if weights is None else hashlib.sha256(weights.tobytes()).hexdigest()
 
 
-def how_digest(part: RowSlice, tensor: PlannedTensor, importance: str | None) -> str:
-    """Return the digest of everything that decides encoded rows, but those they are made of."""
+def encoding_digest(part: RowSlice, tensor: PlannedTensor, importance: str | None) -> str:
+    """Return the digest of everything that decides encoded rows except the source rows."""
     pieces = pieces_of(part, tensor.type)
-    whose = encoder_for(tensor.type, tensor.encoder or None)
-    how = {
+    encoder = encoder_for(tensor.type, tensor.encoder or None)
+    settings = {
         "from": part.source.type.name,
         "to": tensor.type.name,
-        "encoder": whose,
+        "encoder": encoder,
         "code": encoder_digest(part.source.type, tensor.type, part.inputs is not None),
         "values": part.values,
         "shape": [pieces.matrices, pieces.rows, pieces.row_bytes, pieces.piece],
         "importance": None if tensor.type.imatrix == "ignored" else importance,
         "feedback": None if part.inputs is None else part.inputs.digest(),
     }
-    return _digest(how)
+    return _digest(settings)
 
 
 @cache
-def encoder_digest(source: TensorType, target: TensorType, fed: bool = False) -> str:
+def encoder_digest(source: TensorType, target: TensorType, feedback: bool = False) -> str:
     """Return a digest of the code that decodes rows of ``source`` and encodes them as ``target``, and of its compiler.
 
-    ``fed``: with feedback.
+    ``feedback``: with error feedback.
 
     That is all the modules of kernels that the families' code reaches, also to measure the error, and the tables.
     """
     have, want = (FORMATS.get(base_of(t).name) for t in (decoded_as(source), target))
     roots = ["cpu.encode", "cpu.encode.interleaved", "cpu.encode.error", "cpu.unpack.dequantize", "tensor_scale"]
-    roots += [f"cpu.unpack.{each.family}" for each in (have, want) if each is not None]
+    roots += [f"cpu.unpack.{fmt.family}" for fmt in (have, want) if fmt is not None]
     roots += [f"cpu.encode.{want.family}"] if want is not None else []
-    roots += ["cpu.feedback.rounding"] * fed
-    paths = {_PACKAGE / "pipeline/jobs.py", _PACKAGE / "pipeline/work.py", *(_PACKAGE / "kernels").glob("*.npz")}
-    paths |= {path for root in roots for path in _reached(f"quantkit.kernels.{root}")}
+    roots += ["cpu.feedback.rounding"] * feedback
+    paths = {_PACKAGE / "pipeline/jobs.py", _PACKAGE / "pipeline/worker.py", *(_PACKAGE / "kernels").glob("*.npz")}
+    paths |= {path for root in roots for path in _imported_modules(f"quantkit.kernels.{root}")}
     return _digest([version("numba"), version("llvmlite"), *_files_digests(paths)])
 
 
-def _reached(root: str) -> set[Path]:
-    """Return the files of kernels, and of types, that a module imports, or those do, at its head or anywhere in it."""
-    left, found = [root], dict[str, Path]()
-    while left:
-        name = left.pop()
-        path = None if name in found else _path_of(_PACKAGE.parent, name)
+def _imported_modules(root: str) -> set[Path]:
+    """Return the files of kernels and types that a module imports, directly or not, at its head or anywhere in it."""
+    pending, modules = [root], dict[str, Path]()
+    while pending:
+        name = pending.pop()
+        path = None if name in modules else _path_of(_PACKAGE.parent, name)
         if path is not None:
-            found[name] = path
-            left += _imports(path)
-    return set(found.values())
+            modules[name] = path
+            pending += _imports(path)
+    return set(modules.values())
 
 
 @cache
@@ -101,9 +101,9 @@ def _imports(path: Path) -> tuple[str, ...]:
     """Return the names that may be modules of kernels among what a file imports."""
 
     def names() -> Iterator[str]:
-        for package, listed, plain in _IMPORT.findall(path.read_text(encoding="utf-8")):
+        for package, members, plain in _IMPORT.findall(path.read_text(encoding="utf-8")):
             yield package or plain
-            yield from (f"{package}.{name}" for name in re.findall(r"\w+", listed))
+            yield from (f"{package}.{name}" for name in re.findall(r"\w+", members))
 
     return tuple(name for name in names() if name.startswith("quantkit.kernels.") or name == "quantkit.types")
 
@@ -130,36 +130,35 @@ def _file_digest(path: Path) -> str:
 
 
 def identity(source: Source, fingerprint: str, part: RowSlice, target: TensorType) -> str | None:
-    """Return what tells the rows of a part from any others, without reading them; None if nothing can.
+    """Return a digest that identifies the source rows of a part without reading them; None if nothing does.
 
-    Paths do not count, but files do: by inode, size and time of change; objects in stores by what pins them.
+    Files are identified by inode, size and times of change, not by path; objects in stores by their tag.
     ``fingerprint`` is the source's.
     """
     place = source.place(part.source)
     files = [place[0]] if place is not None else list(source.inputs)
     try:
-        found = [_identity_of(path) for path in files]
+        stamps = [_identity_of(path) for path in files]
     except OSError:  # not on this machine
         return None
-    if None in found:
+    if None in stamps:
         return None
-    what = {
+    facts = {
         "source": fingerprint,
-        "files": found,
+        "files": stamps,
         "made": None if place is not None else package_digest(),
         "tensor": [part.source.name, part.source.type.name, part.source.nbytes, None if place is None else place[1]],
         "rows": [part.values, part.matrices, part.rows, part.source_rows, part.source_row, piece_rows(part, target)],
     }
-    return _digest(what)
+    return _digest(facts)
 
 
-def _identity_of(path: Path) -> tuple[object, ...] | None:
-    """Return what tells a file from others, and from what it was before; None of an object that nothing pins."""
+def _identity_of(path: Path) -> list[int | str] | None:
+    """Return the stamp of one version of a file; None for an object in a store that nothing pins."""
     if isinstance(path, URL):
         # A tag may be no more than a date, so here the address counts, too; that of a signed one without its signature.
-        return (str(path), path.facts.size, path.facts.tag) if path.facts.tag else None
-    found = os.stat(path)
-    return found.st_ino, found.st_size, found.st_mtime_ns
+        return [str(path), *stamp_of(path)] if path.facts.tag else None
+    return stamp_of(path)
 
 
 def _digest(value: object) -> str:

@@ -6,9 +6,10 @@
     runs.jsonl               a line for each run that used it
     tmp/                     what is being written
 
-Nothing is locked. A file is written to its end and synced before it gets its name, by rename; who reads one that is
-evicted meanwhile encodes instead. Entries of one name have the same bytes, so it does not matter which of two writers
-is the last. The time of an entry's last change is that of its last use: the least recently used go first.
+Nothing in it that is a link is followed, and nothing is locked. A file is written to its end and synced before it gets
+its name, by rename; who reads one that is evicted meanwhile encodes instead. Entries of one name have the same bytes,
+so it does not matter which of two writers is the last. The time of an entry's last change is that of its last use: the
+least recently used go first.
 """
 
 from __future__ import annotations
@@ -17,29 +18,36 @@ import json
 import os
 import secrets
 import shutil
+import stat
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from quantkit.errors import ResourceError
 from quantkit.formats.cache_entry import EntryName, Header, parse_name
+from quantkit.formats.folders import open_file, open_folder, regular_files
+from quantkit.pipeline.cache.memo import Memo
 
-#: What is left behind in tmp/ is removed after a day; digests that nobody asked for after a year.
+#: Leftovers in tmp/ are removed after a day, unused digests after a year.
 DAY = 86400
 _YEAR = 365 * DAY
 _KIND = "quantkit tensor cache, 1"
-_CONFIG, _ENTRIES, _SOURCES, _RUNS, _TEMPORARY = "cache.json", "entries", "sources", "runs.jsonl", "tmp"
-#: The most that is read of cache.json, and of runs.jsonl, which is cut in half beyond it.
-_SMALL, _MOST_RUNS = 1 << 16, 1 << 20
-#: How much of the limit is free after an eviction, so that not every entry evicts another.
-_ROOM = 0.05
+_CONFIG = "cache.json"
+_ENTRIES = "entries"
+_SOURCES = "sources"
+_RUNS = "runs.jsonl"
+_TEMPORARY = "tmp"
+#: The most bytes read of cache.json, and of runs.jsonl, which is cut in half beyond.
+_MAX_CONFIG, _MAX_RUNS = 1 << 16, 1 << 20
+#: Share of the limit that an eviction frees, so that not every entry evicts another.
+_EVICTION_MARGIN = 0.05
 
 
 @dataclass(frozen=True, slots=True)
-class Kept:
+class StoredEntry:
     """An entry in the folder: ``used`` is when, in seconds."""
 
     path: Path
@@ -54,222 +62,235 @@ class Store:
     def __init__(self, folder: Path, limit: int) -> None:
         self.folder, self.limit = folder, limit
         self.run = f"{int(time.time()):x}-{secrets.token_hex(8)}"
-        self._listed: dict[str, list[EntryName]] = {}
+        self._names: dict[str, list[EntryName]] = {}
 
     # ------------------------------------------------------------ what is there
 
-    def entries(self) -> Iterator[Kept]:
+    def entries(self) -> Iterator[StoredEntry]:
         """Yield all entries; other files are left alone."""
         for prefix in (f"{i:02x}" for i in range(256)):
-            with suppress(OSError), os.scandir(self.folder / _ENTRIES / prefix) as found:
-                for each in found:
-                    name = parse_name(each.name)
-                    with suppress(OSError):
-                        if name is not None and each.is_file(follow_symlinks=False):
-                            status = each.stat(follow_symlinks=False)
-                            yield Kept(Path(each.path), name, status.st_size, status.st_mtime)
+            with suppress(OSError), open_folder(self.folder, _ENTRIES, prefix) as folder:
+                for text, status in regular_files(folder).items():
+                    if (name := parse_name(text)) is not None:
+                        yield StoredEntry(self.path(name), name, status.st_size, status.st_mtime)
 
     def path(self, name: EntryName) -> Path:
-        """Return where an entry lies, or would."""
-        return self.folder / _ENTRIES / name.how[:2] / str(name)
+        """Return the path of an entry, whether it exists or not."""
+        return self.folder / _ENTRIES / name.settings[:2] / str(name)
 
-    def encoded(self, how: str) -> list[EntryName]:
-        """Return the entries that were encoded in some way when it was first asked for any like it."""
-        prefix = how[:2]
-        if prefix not in self._listed:
-            try:
-                names = sorted(os.listdir(self.folder / _ENTRIES / prefix))
-            except OSError:
-                names = []
-            self._listed[prefix] = [found for name in names if (found := parse_name(name)) is not None]
-        return [name for name in self._listed[prefix] if name.how == how]
+    def find(self, encoding: str) -> list[EntryName]:
+        """Return the entries with an encoding, as of the first request for its prefix."""
+        prefix = encoding[:2]
+        if prefix not in self._names:
+            names: list[str] = []
+            with suppress(OSError), open_folder(self.folder, _ENTRIES, prefix) as folder:
+                names = sorted(os.listdir(folder))
+            self._names[prefix] = [name for text in names if (name := parse_name(text)) is not None]
+        return [name for name in self._names[prefix] if name.settings == encoding]
 
-    def sources(self, fingerprint: str) -> Path:
-        """Return the folder of what is remembered of a source."""
-        return self.folder / _SOURCES / fingerprint[:32]
+    def memo(self, fingerprint: str) -> Memo:
+        """Return the known digests of a source."""
+        return Memo(self.folder, (_SOURCES, fingerprint[:32]), self.run)
 
-    def temporary(self) -> list[Path]:
+    def temporary(self) -> dict[str, os.stat_result]:
         """Return the files that are being written, or were when their runs were killed."""
-        try:
-            return [path for path in (self.folder / _TEMPORARY).iterdir() if path.is_file() and not path.is_symlink()]
-        except OSError:
-            return []
+        with suppress(OSError), open_folder(self.folder, _TEMPORARY) as folder:
+            return regular_files(folder)
+        return {}
 
     def runs(self) -> list[dict[str, Any]]:
-        """Return what runs noted."""
+        """Return the notes of earlier runs."""
         runs = []
-        for line in _start_of(self.folder / _RUNS, 2 * _MOST_RUNS).split(b"\n"):
+        for line in _read_head(self.folder, _RUNS, 2 * _MAX_RUNS).split(b"\n"):
             with suppress(ValueError, RecursionError):
-                found = json.loads(line)
-                if isinstance(found, dict):
-                    runs.append(found)
+                note = json.loads(line)
+                if isinstance(note, dict):
+                    runs.append(note)
         return runs
 
     # ------------------------------------------------------------ what changes it
 
-    def put(
+    def add(
         self, name: EntryName, header: Header, file: Path, ranges: Sequence[tuple[int, int]], records: bytes
     ) -> int:
-        """Keep ranges (offset, length) of a file as an entry; return its bytes. Raises OSError."""
-        temporary, path = self.temporary_path(), self.path(name)
-        try:
-            with open(file, "rb") as source, open(temporary, "xb") as target:
-                target.write(header.encode())
-                target.flush()
-                for offset, nbytes in ranges:
-                    _copy(source.fileno(), target.fileno(), offset, nbytes)
-                target.seek(0, os.SEEK_END)
-                target.write(records)
-                target.flush()
-                os.fsync(target.fileno())
-                nbytes = target.tell()
-            path.parent.mkdir(parents=True, exist_ok=True)
-            temporary.replace(path)
-        finally:
-            with suppress(OSError):
-                temporary.unlink()
-        return nbytes
+        """Add ranges (offset, length) of a file as an entry; return its bytes. Raises OSError."""
+        with self._new_file(_ENTRIES, name.settings[:2], str(name)) as target, open(file, "rb") as source:
+            target.write(header.encode())
+            target.flush()
+            for offset, nbytes in ranges:
+                _copy(source.fileno(), target.fileno(), offset, nbytes)
+            target.seek(0, os.SEEK_END)
+            target.write(records)
+            return target.tell()
 
     def touch(self, path: Path) -> None:
         """Enter that an entry was used; nothing if it cannot be."""
-        with suppress(OSError):
-            os.utime(path)
+        with suppress(OSError), open_folder(self.folder, _ENTRIES, path.parent.name) as folder:
+            os.utime(path.name, dir_fd=folder, follow_symlinks=False)
 
-    def evict(self, to: int, *, spare: frozenset[Path] | set[Path] = frozenset(), before: float = 0) -> list[Kept]:
-        """Remove entries last used before a time, then the least recently used until ``to`` bytes are left."""
-        entries = sorted(self.entries(), key=lambda kept: kept.used)
-        left, gone = sum(kept.nbytes for kept in entries), []
-        for kept in entries:
-            if (left > to or kept.used < before) and kept.path not in spare:
+    def remove(self, path: Path) -> None:
+        """Remove an entry. Raises OSError."""
+        with open_folder(self.folder, _ENTRIES, path.parent.name) as folder:
+            os.unlink(path.name, dir_fd=folder)
+
+    def evict(
+        self, limit: int, *, spare: frozenset[Path] | set[Path] = frozenset(), before: float = 0
+    ) -> list[StoredEntry]:
+        """Remove entries last used before a time, then the least recently used until at most ``limit`` bytes remain."""
+        entries = sorted(self.entries(), key=lambda entry: entry.used)
+        nbytes, evicted = sum(entry.nbytes for entry in entries), []
+        for entry in entries:
+            if (nbytes > limit or entry.used < before) and entry.path not in spare:
                 with suppress(OSError):
-                    kept.path.unlink()
-                    left -= kept.nbytes
-                    gone.append(kept)
-        return gone
+                    self.remove(entry.path)
+                    nbytes -= entry.nbytes
+                    evicted.append(entry)
+        return evicted
 
-    def room(self, nbytes: int, spare: set[Path]) -> int:
+    def make_room(self, nbytes: int, spare: set[Path]) -> int:
         """Return the bytes of all entries; where ``nbytes`` more would be too many, some go, none of ``spare``."""
         total = self.nbytes()
         if total + nbytes > self.limit:
-            total -= sum(kept.nbytes for kept in self.evict(int(self.limit * (1 - _ROOM)) - nbytes, spare=spare))
+            total -= sum(
+                entry.nbytes for entry in self.evict(int(self.limit * (1 - _EVICTION_MARGIN)) - nbytes, spare=spare)
+            )
         return total
 
     def nbytes(self) -> int:
         """Return the bytes of all entries."""
-        return sum(kept.nbytes for kept in self.entries())
+        return sum(entry.nbytes for entry in self.entries())
 
     def clear_temporary(self, age: float = DAY) -> int:
         """Remove what killed runs left behind, ``age`` seconds after it was last written; return how many files."""
         removed = 0
-        for path in self.temporary():
-            with suppress(OSError):
-                if time.time() - path.stat().st_mtime > age:
-                    path.unlink()
-                    removed += 1
+        with suppress(OSError), open_folder(self.folder, _TEMPORARY) as folder:
+            for name, status in regular_files(folder).items():
+                if time.time() - status.st_mtime > age:
+                    with suppress(OSError):
+                        os.unlink(name, dir_fd=folder)
+                        removed += 1
         return removed
 
     def forget_sources(self, age: float = _YEAR) -> None:
         """Remove digests of sources that nobody has asked for."""
-        with suppress(OSError):
-            for folder in (self.folder / _SOURCES).iterdir():
-                if not folder.is_symlink() and time.time() - folder.stat().st_mtime > age:
-                    shutil.rmtree(folder, ignore_errors=True)
+        with suppress(OSError), open_folder(self.folder, _SOURCES) as folder:
+            for name in os.listdir(folder):
+                status = os.stat(name, dir_fd=folder, follow_symlinks=False)
+                if stat.S_ISDIR(status.st_mode) and time.time() - status.st_mtime > age:
+                    shutil.rmtree(name, ignore_errors=True, dir_fd=folder)
 
     def note(self, entry: dict[str, Any]) -> None:
         """Add a line about a run. Raises OSError."""
-        path = self.folder / _RUNS
-        with open(path, "ab") as file:
-            file.write(b"\n" + json.dumps(entry).encode())  # not behind a line that a kill cut off
-            long = file.tell() > _MOST_RUNS
+        with open_folder(self.folder) as folder:
+            fd = open_file(_RUNS, os.O_WRONLY | os.O_APPEND | os.O_CREAT, folder)
+        with open(fd, "ab") as file:
+            file.write(b"\n" + json.dumps(entry).encode())  # on a new line even if a kill cut the last one
+            long = file.tell() > _MAX_RUNS
         if long:
-            lines = _start_of(path, 2 * _MOST_RUNS).splitlines(keepends=True)
-            self._write(path, b"".join(lines[len(lines) // 2 :]))
+            lines = _read_head(self.folder, _RUNS, 2 * _MAX_RUNS).splitlines(keepends=True)
+            self._write(_RUNS, b"".join(lines[len(lines) // 2 :]))
 
     def resize(self, limit: int) -> None:
         """Set the size limit. Raises OSError."""
         self.limit = limit
-        self._write(self.folder / _CONFIG, json.dumps({"kind": _KIND, "size": limit}).encode() + b"\n")
+        self._write(_CONFIG, json.dumps({"kind": _KIND, "size": limit}).encode() + b"\n")
 
-    def _write(self, path: Path, data: bytes) -> None:
-        temporary = self.temporary_path()
-        try:
-            with open(temporary, "xb") as file:
-                file.write(data)
-                file.flush()
-                os.fsync(file.fileno())
-            temporary.replace(path)
-        finally:
-            with suppress(OSError):
-                temporary.unlink()
+    def _write(self, name: str, data: bytes) -> None:
+        with self._new_file(name) as file:
+            file.write(data)
 
-    def temporary_path(self) -> Path:
-        """Return a new name in tmp/. Raises OSError."""
-        folder = self.folder / _TEMPORARY
-        folder.mkdir(exist_ok=True)
-        return folder / f"{self.run}-{secrets.token_hex(4)}"
+    @contextmanager
+    def _new_file(self, *names: str) -> Iterator[BinaryIO]:
+        """Yield a new file that gets its name, in folders of the cache, when all of it is on the disk."""
+        temporary = self.make_temporary()
+        with open_folder(self.folder, _TEMPORARY) as folder:
+            try:
+                with open(open_file(temporary.name, os.O_WRONLY, folder), "wb") as file:
+                    yield file
+                    file.flush()
+                    os.fsync(file.fileno())
+                with open_folder(self.folder, *names[:-1], make=True) as target:
+                    os.replace(temporary.name, names[-1], src_dir_fd=folder, dst_dir_fd=target)
+            finally:
+                with suppress(OSError):
+                    os.unlink(temporary.name, dir_fd=folder)
+
+    def make_temporary(self) -> Path:
+        """Return a new file in tmp/. Raises OSError."""
+        name = f"{self.run}-{secrets.token_hex(4)}"
+        with open_folder(self.folder, _TEMPORARY, make=True) as folder:
+            os.close(open_file(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, folder))
+        return self.folder / _TEMPORARY / name
+
+    def remove_temporary(self, path: Path) -> None:
+        """Remove a file of ``make_temporary`` if it exists."""
+        with suppress(OSError), open_folder(self.folder, _TEMPORARY) as folder:
+            os.unlink(path.name, dir_fd=folder)
 
 
 def open_store(folder: Path, *, size: int | None = None, make: bool = True) -> Store:
     """Open a cache; ``make``: a new one where there is none, in an empty folder. ``size``: set its limit.
 
-    By itself a new one takes up to a quarter of what is free on its disk. Raises ResourceError: no cache, or not ours.
+    The default limit is a quarter of the free disk space. Raises ResourceError if the folder is not a cache.
     """
     try:
         if make:
             folder.mkdir(parents=True, exist_ok=True)
-        limit = _limit(folder)
+        limit = _read_limit(folder)
         if limit is None and not make:
-            raise ResourceError(f"{folder} is no tensor cache: --cache {folder} makes it one")
+            raise ResourceError(f"{folder} is no tensor cache: --cache {folder} makes it one", "QK-E401")
         store = Store(folder, 0 if limit is None else limit)
         if limit is None:
             store.resize(shutil.disk_usage(folder).free // 4 if size is None else size)
         elif size is not None and size != limit:
             store.resize(size)
     except OSError as e:
-        raise ResourceError(f"{e.filename or folder}: {e.strerror or e}: {folder} cannot be the tensor cache") from None
+        raise ResourceError(
+            f"{e.filename or folder}: {e.strerror or e}: {folder} cannot be the tensor cache", "QK-E405"
+        ) from None
     return store
 
 
-def _limit(folder: Path) -> int | None:
+def _read_limit(folder: Path) -> int | None:
     """Return the size limit of a cache, or None if the folder is empty; ResourceError if it is something else."""
     names = set(os.listdir(folder))
     if _CONFIG not in names:
         if names - {_TEMPORARY}:
             raise ResourceError(
-                f"{folder} is no tensor cache, but holds other files ({min(names)}): name an empty folder, or a new one"
+                f"{folder} is no tensor cache, but holds other files ({min(names)}): "
+                "name an empty folder, or a new one",
+                "QK-E402",
             )
         return None
     try:
-        found = json.loads(_start_of(folder / _CONFIG, _SMALL))
-        if found["kind"] == _KIND and type(found["size"]) is int and found["size"] >= 0:
-            return int(found["size"])
+        config = json.loads(_read_head(folder, _CONFIG, _MAX_CONFIG))
+        if config["kind"] == _KIND and type(config["size"]) is int and config["size"] >= 0:
+            return int(config["size"])
     except (ValueError, LookupError, TypeError, RecursionError):
         pass
-    raise ResourceError(f"{folder / _CONFIG} is not that of a tensor cache of this version: name another folder")
+    raise ResourceError(
+        f"{folder / _CONFIG} is not that of a tensor cache of this version: name another folder", "QK-E122"
+    )
 
 
-def _start_of(path: Path, most: int) -> bytes:
-    """Return at most ``most`` bytes of a file, none of what is no file."""
-    try:
-        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
-    except OSError:
-        return b""
-    with open(fd, "rb") as file:
-        try:
-            return file.read(most) or b""
-        except OSError:
-            return b""
+def _read_head(root: Path, name: str, nbytes: int) -> bytes:
+    """Return at most ``nbytes`` bytes of a file in a folder, none of what is no file."""
+    with suppress(OSError), open_folder(root) as folder, open(open_file(name, os.O_RDONLY, folder), "rb") as file:
+        return file.read(nbytes)
+    return b""
 
 
 def _copy(source: int, target: int, offset: int, nbytes: int) -> None:
     """Append a range of a file to another, by the kernel where it can: then extents may be shared."""
     end = os.lseek(target, 0, os.SEEK_END)
-    done = 0
+    copied = 0
     with suppress(OSError, AttributeError):
-        while done < nbytes and (got := os.copy_file_range(source, target, nbytes - done, offset + done, end + done)):
-            done += got
-    while done < nbytes:
-        data = os.pread(source, min(nbytes - done, 1 << 22), offset + done)
+        while copied < nbytes and (
+            n := os.copy_file_range(source, target, nbytes - copied, offset + copied, end + copied)
+        ):
+            copied += n
+    while copied < nbytes:
+        data = os.pread(source, min(nbytes - copied, 1 << 22), offset + copied)
         if not data:
             raise OSError(0, "the output ends before its tensor")
-        done += os.pwrite(target, data, end + done)
+        copied += os.pwrite(target, data, end + copied)

@@ -20,7 +20,7 @@ take units from a counter, and no result depends on which thread takes which.
     k_cache     rows of n_head_kv * head_k values of k_type (cache.py); v_cache the same with head_v and v_type
                 v_cache = 0: values are the first head_v columns of the keys (MLA)
     sinks       float32 [n_head], or 0
-    mask        CAUSAL; SLIDING, CHUNKED, with window; WHOLE: those after it in the batch are seen, too
+    mask        CAUSAL; SLIDING, CHUNKED, with window; NON_CAUSAL: those after it in the batch, too
     softcap     0: none;  alibi: largest bias, 0: none
     selected    int32 [n_tokens, n_selected]: the positions that a token sees (lightning_indexer.py), or 0. Up to
                 position n_selected they are all before it, and read in place; later ones are copied, block by block,
@@ -79,14 +79,16 @@ from quantkit.kernels.cpu.core.tape import (
 from quantkit.kernels.cpu.core.team import atomic_add, atomic_store, barrier
 
 #: Numbers of parameters.MASKS.
-CAUSAL, SLIDING, CHUNKED, WHOLE = range(4)
+CAUSAL, SLIDING, CHUNKED, NON_CAUSAL = range(4)
 
 #: Most rows of q for which products are taken along the head.
-FEW = 16
+FEW_ROWS = 16
 #: How many selected rows ahead of the one being copied are prefetched.
-AHEAD = 8
+PREFETCH_DISTANCE = 8
 #: Batches of at most SPLIT_ROWS rows (tokens * heads) are split along the keys: blocks a part, most parts.
-SPLIT_ROWS, SPLIT_BLOCKS, SPLITS = 512, 8, 16
+SPLIT_ROWS = 512
+SPLIT_BLOCKS = 8
+SPLITS = 16
 #: Word of the batch block that counts the units taken.
 COUNTER = 8
 
@@ -126,9 +128,9 @@ def _first_seen(position, mask, window):
 
 @helper
 def _end_of(args, token):
-    """Return the last position that a token could see: its own; with the mask WHOLE that of its sequence."""
+    """Return the last position that a token could see: its own; with the mask NON_CAUSAL that of its sequence."""
     positions, sequences = batch_word(args, POSITIONS), batch_word(args, SEQUENCES)
-    if arg(args, _MASK) == WHOLE:
+    if arg(args, _MASK) == NON_CAUSAL:
         for t in range(batch_word(args, N_TOKENS) - 1, token, -1):
             if integer(sequences, t) == integer(sequences, token):
                 return integer(positions, t)
@@ -149,7 +151,9 @@ def _last_key(args, position):
     """Return the number of the last key that a token sees: its position, or how many are selected."""
     if arg(args, _SELECTED) == 0:
         return position
-    ratio, n, window = arg(args, _RATIO), arg(args, _N_SELECTED), arg(args, _WINDOW)
+    ratio = arg(args, _RATIO)
+    n = arg(args, _N_SELECTED)
+    window = arg(args, _WINDOW)
     if ratio == 0:
         return min(position, n - 1)
     return min(position + 1, window) + min((position + 1) // ratio, n - window) - 1
@@ -158,7 +162,9 @@ def _last_key(args, position):
 @helper
 def _blocks(args, begin, end):
     """Return the first and last + 1 block of keys visible to tokens begin..end of a tile."""
-    positions, mask, window = batch_word(args, POSITIONS), arg(args, _MASK), arg(args, _WINDOW)
+    positions = batch_word(args, POSITIONS)
+    mask = arg(args, _MASK)
+    window = arg(args, _WINDOW)
     first, last = _first_seen(integer(positions, begin), mask, window), _end_of(args, begin)
     for t in range(begin + 1, end):
         first = min(first, _first_seen(integer(positions, t), mask, window))
@@ -205,40 +211,42 @@ def _slope(largest, head, n_head):
 def _set_rows(args, begin, end, head, heads, rows, me):
     """Fill the rows of a tile, token by token, head by head; the padding, up to ``rows``, sees no key."""
     positions = batch_word(args, POSITIONS)
-    mask, window, n_head = arg(args, _MASK), arg(args, _WINDOW), arg(args, _N_HEAD)
+    mask = arg(args, _MASK)
+    window = arg(args, _WINDOW)
+    n_head = arg(args, _N_HEAD)
     for r in range(rows):
-        at, token = me + 64 * r, begin + r // heads
-        there = token < end
-        position = integer(positions, token) if there else types.int64(-1)
-        first = _first_seen(position, mask, window) if there else types.int64(0)
-        store(at, FIRST, types.int32(first))
-        store(at, LAST, types.int32(_last_key(args, _end_of(args, token) if there else position)))
-        store(at, HEAD, types.int32(head + r % heads))
-        store(at, TOKEN, types.int32(token))
-        store(at, M, NONE)
-        store(at, L, types.float32(0))
-        store(at, SLOPE, _slope(farg(args, _ALIBI), head + r % heads, n_head))
+        row, token = me + 64 * r, begin + r // heads
+        valid = token < end
+        position = integer(positions, token) if valid else types.int64(-1)
+        first = _first_seen(position, mask, window) if valid else types.int64(0)
+        store(row, FIRST, types.int32(first))
+        store(row, LAST, types.int32(_last_key(args, _end_of(args, token) if valid else position)))
+        store(row, HEAD, types.int32(head + r % heads))
+        store(row, TOKEN, types.int32(token))
+        store(row, M, NONE)
+        store(row, L, types.float32(0))
+        store(row, SLOPE, _slope(farg(args, _ALIBI), head + r % heads, n_head))
 
 
 @helper
-def _set_q(args, rows, few, me):
+def _set_q(args, rows, few_rows, me):
     """Copy rows of q, zero-padded: as they are, or transposed 16 at a time, [rows / 16][head_k][16]."""
     n, q = arg(args, _HEAD_K), arg(args, _Q)
     k = (n + 15) // 16
     for first in range(0, rows, 16):
         panel = me + q_at(k) + 1024 * k * (first // 16)
-        to = panel if few else me + SIXTEEN
-        for r in range(first, min(first + 16, rows) if few else first + 16):
+        target = panel if few_rows else me + SIXTEEN
+        for r in range(first, min(first + 16, rows) if few_rows else first + 16):
             row = me + 64 * r
             source = q + 4 * n * (field(row, TOKEN) * arg(args, _N_HEAD) + field(row, HEAD))
             for j in range(k):
                 x = splat(f32x16, 0.0)
                 if r < rows and field(row, LAST) >= 0:
                     x = load_up_to(source, 64 * j, n - 16 * j)
-                store(to, 64 * (k * (r - first) + j), x)
-        if not few:
+                store(target, 64 * (k * (r - first) + j), x)
+        if not few_rows:
             for j in range(k):
-                transpose16(to, 64 * j, 64 * k, panel, 1024 * j)
+                transpose16(target, 64 * j, 64 * k, panel, 1024 * j)
 
 
 # ---------------------------------------------------------------- the end: one part, or parts merged
@@ -251,7 +259,7 @@ def scalar_exp(x):
 
 @helper
 def _with_sink(sinks, head, m):
-    """Return the larger of m and the head's sink, and what the sink adds to the sum."""
+    """Return the larger of m and the head's sink, and the sink's term of the sum."""
     if sinks == 0:
         return m, types.float32(0)
     sink = load(types.float32, sinks, 4 * head)
@@ -268,12 +276,12 @@ def _finish(args, me, rows, k, v):
             continue
         row, o = me + 64 * r, me + o_at(k, v) + 64 * v * r
         head, m = field(row, HEAD), load(types.float32, row, M)
-        largest, more = _with_sink(arg(args, _SINKS), head, m)
+        largest, sink_term = _with_sink(arg(args, _SINKS), head, m)
         f = types.float32(1) if largest == m else scalar_exp(m - largest)
-        by = f / (load(types.float32, row, L) * f + more)
+        inverse = f / (load(types.float32, row, L) * f + sink_term)
         out = arg(args, _OUT) + 4 * n * (field(row, TOKEN) * arg(args, _N_HEAD) + head)
         for j in range(v):
-            store_up_to(out, 64 * j, load(f32x16, o, 64 * j) * by, n - 16 * j)
+            store_up_to(out, 64 * j, load(f32x16, o, 64 * j) * inverse, n - 16 * j)
 
 
 @helper
@@ -284,11 +292,11 @@ def _keep_part(args, me, rows, k, v, part, n_parts, parts):
             continue
         row, o = me + 64 * r, me + o_at(k, v) + 64 * v * r
         number = field(row, TOKEN) * arg(args, _N_HEAD) + field(row, HEAD)
-        to = parts + 64 * (v + 1) * (number * n_parts + part)
+        target = parts + 64 * (v + 1) * (number * n_parts + part)
         for j in range(v):
-            store(to, 64 * j, load(f32x16, o, 64 * j))
-        store(to, 64 * v, load(types.float32, row, M))
-        store(to, 64 * v + 4, load(types.float32, row, L))
+            store(target, 64 * j, load(f32x16, o, 64 * j))
+        store(target, 64 * v, load(types.float32, row, M))
+        store(target, 64 * v + 4, load(types.float32, row, L))
 
 
 @helper
@@ -297,19 +305,19 @@ def _merge(args, v, n_parts, parts, tid, nth):
     n, n_head = arg(args, _HEAD_V), arg(args, _N_HEAD)
     rows, size = batch_word(args, N_TOKENS) * n_head, 64 * (v + 1)
     for row in range(first_of(rows, tid, nth), first_of(rows, tid + 1, nth)):
-        at = parts + size * n_parts * row
+        first_part = parts + size * n_parts * row
         m = NONE
         for p in range(n_parts):
-            m = max(m, load(types.float32, at + size * p, 64 * v))
+            m = max(m, load(types.float32, first_part + size * p, 64 * v))
         m, total = _with_sink(arg(args, _SINKS), row % n_head, m)
         for p in range(n_parts):
-            f = scalar_exp(load(types.float32, at + size * p, 64 * v) - m)
-            total += f * load(types.float32, at + size * p, 64 * v + 4)
-            store(at + size * p, 64 * v, f)
+            f = scalar_exp(load(types.float32, first_part + size * p, 64 * v) - m)
+            total += f * load(types.float32, first_part + size * p, 64 * v + 4)
+            store(first_part + size * p, 64 * v, f)
         for j in range(v):
             x = splat(f32x16, 0.0)
             for p in range(n_parts):
-                x = x + load(f32x16, at + size * p, 64 * j) * load(types.float32, at + size * p, 64 * v)
+                x = x + load(f32x16, first_part + size * p, 64 * j) * load(types.float32, first_part + size * p, 64 * v)
             store_up_to(arg(args, _OUT) + 4 * n * row, 64 * j, x / total, n - 16 * j)
 
 
@@ -332,15 +340,15 @@ def _thread_bytes(args, k, v):
 
 
 @inline
-def _copy_row(source, to, n_bytes):
+def _copy_row(source, target, n_bytes):
     for i in range(0, n_bytes - 63, 64):
-        store(to, i, load(f32x16, source, i))
+        store(target, i, load(f32x16, source, i))
     for i in range(n_bytes - n_bytes % 64, n_bytes, 2):
-        store(to, i, load(types.int16, source, i))
+        store(target, i, load(types.int16, source, i))
 
 
 @helper
-def _key_rows(args, me, start, keys, row_bytes, to):
+def _key_rows(args, me, start, keys, row_bytes, target):
     """Return where the rows of keys ``start``, ... of a tile lie: in the cache; if selected, copied side by side."""
     token, n = field(me, TOKEN), arg(args, _N_SELECTED)
     cells = arg(args, _K_CACHE) + integer(batch_word(args, SEQUENCES), token) * batch_word(args, N_CTX) * row_bytes
@@ -349,9 +357,9 @@ def _key_rows(args, me, start, keys, row_bytes, to):
         return cells + start * row_bytes
     ids = arg(args, _SELECTED) + 4 * (token * n + start)
     for i in range(keys):
-        prefetch_row(cells + integer(ids, min(i + AHEAD, keys - 1)) * row_bytes, row_bytes)
-        _copy_row(cells + integer(ids, i) * row_bytes, to + i * row_bytes, row_bytes)
-    return to
+        prefetch_row(cells + integer(ids, min(i + PREFETCH_DISTANCE, keys - 1)) * row_bytes, row_bytes)
+        _copy_row(cells + integer(ids, i) * row_bytes, target + i * row_bytes, row_bytes)
+    return target
 
 
 @helper
@@ -367,7 +375,7 @@ def _value_rows(args, me, start, keys):
 
 
 @helper
-def _many(args, kv_head, b0, b1, rows, me):
+def _attend_tiles(args, kv_head, b0, b1, rows, me):
     """Process the rows of a tile of one key-value head over key blocks b0..b1."""
     n, nv = arg(args, _HEAD_K), arg(args, _HEAD_V)
     k, v = (n + 15) // 16, (nv + 15) // 16
@@ -388,7 +396,7 @@ def _many(args, kv_head, b0, b1, rows, me):
 
 
 @helper
-def _few(args, kv_head, kv_heads, b0, b1, rows, me):
+def _attend_few_rows(args, kv_head, kv_heads, b0, b1, rows, me):
     """Process ``rows`` rows of each of kv_heads key-value heads over key blocks b0..b1.
 
     A block of all heads is contiguous in memory; while one head's part is used, the next head's is prefetched.
@@ -408,18 +416,26 @@ def _few(args, kv_head, kv_heads, b0, b1, rows, me):
         v_head, v_direct = bytes_of(v_type, nv), v_type != Q8_0 and nv % 16 == 0
         k_at, v_at = k_rows + kv_head * k_head, v_rows + kv_head * v_head
         for head in range(kv_heads):
-            source, stride, kind = k_at + head * k_head, k_bytes, k_type
+            source = k_at + head * k_head
+            stride = k_bytes
+            kind = k_type
             after = k_at + BLOCK * (k_bytes + head * k_head)
             if not k_direct:
                 read_rows(source, stride, kind, keys, n, k, me + keys_at(k))
-                source, stride, kind = me + keys_at(k), 64 * k, F32
+                source = me + keys_at(k)
+                stride = 64 * k
+                kind = F32
             fetch = k_head if k_direct else 0
             few_scores(me, head * rows, rows, k, source, stride, kind, start, scale, softcap, bent, after, fetch)
-            source, stride, kind = v_at + head * v_head, v_bytes, v_type
+            source = v_at + head * v_head
+            stride = v_bytes
+            kind = v_type
             after = v_at + BLOCK * (v_bytes + head * v_head)
             if not v_direct:
                 read_rows(source, stride, kind, keys, nv, v, me + values_at(k))
-                source, stride, kind = me + values_at(k), 64 * v, F32
+                source = me + values_at(k)
+                stride = 64 * v
+                kind = F32
             fetch = v_head if v_direct and arg(args, _V_CACHE) != 0 else 0
             few_values(me, head * rows, rows, k, v, source, stride, kind, start, after, fetch)
 
@@ -428,7 +444,7 @@ def _few(args, kv_head, kv_heads, b0, b1, rows, me):
 def _heads_of_unit(args, rows, heads, work, nth):
     """Return the key-value heads a unit takes: as many as fit, but leaving enough units for all threads."""
     n_head_kv = arg(args, _N_HEAD_KV)
-    if rows > FEW:
+    if rows > FEW_ROWS:
         return 1
     most = min(TILE // rows, n_head_kv)
     while most > 1 and (n_head_kv + most - 1) // most * work < 3 * nth:
@@ -464,25 +480,25 @@ def attention(args, tid, nth):
                 begin = _tile_begin(sequences, end, tokens)
         if end <= 0:
             break
-        part, rest = unit % n_parts, unit % units // n_parts
-        kv_head, first = rest // head_tiles * kv_heads, rest % head_tiles * heads
+        part, head_unit = unit % n_parts, unit % units // n_parts
+        kv_head, first = head_unit // head_tiles * kv_heads, head_unit % head_tiles * heads
         b0, b1 = _blocks(args, begin, end)
         if n_parts > 1:
             per = _part_blocks(b1 - b0)
             b0, b1 = min(b1, b0 + part * per), min(b1, b0 + part * per + per)
-        here = min(heads, group - first)
-        n_kv, there = min(kv_heads, n_head_kv - kv_head), (end - begin) * here
-        rows = padded(there)
-        few = rows <= FEW
+        n_heads = min(heads, group - first)
+        n_kv, n_rows = min(kv_heads, n_head_kv - kv_head), (end - begin) * n_heads
+        rows = padded(n_rows)
+        few_rows = rows <= FEW_ROWS
         for i in range(n_kv):
-            _set_rows(args, begin, end, (kv_head + i) * group + first, here, rows, me + 64 * rows * i)
-        _set_q(args, rows * n_kv, few, me)
+            _set_rows(args, begin, end, (kv_head + i) * group + first, n_heads, rows, me + 64 * rows * i)
+        _set_q(args, rows * n_kv, few_rows, me)
         for i in range(rows * n_kv * v):
             store(me + o_at(k, v), 64 * i, splat(f32x16, 0.0))
-        if few:
-            _few(args, kv_head, n_kv, b0, b1, rows, me)
+        if few_rows:
+            _attend_few_rows(args, kv_head, n_kv, b0, b1, rows, me)
         else:
-            _many(args, kv_head, b0, b1, rows, me)
+            _attend_tiles(args, kv_head, b0, b1, rows, me)
         if n_parts > 1:
             _keep_part(args, me, rows * n_kv, k, v, part, n_parts, parts)
         else:

@@ -109,18 +109,18 @@ def field(row, offset):
 
 
 @helper
-def transpose_keys(source, row_bytes, kind, keys, n, few, panels):
+def transpose_keys(source, row_bytes, kind, keys, n, scratch, panels):
     """Read ``keys`` keys and transpose them, 16 at a time: [keys / 16][n][16]."""
     k = (n + 15) // 16
     for first in range(0, keys, 16):
-        read_rows(source + first * row_bytes, row_bytes, kind, min(16, keys - first), n, k, few)
+        read_rows(source + first * row_bytes, row_bytes, kind, min(16, keys - first), n, k, scratch)
         for j in range(k):
-            transpose16(few, 64 * j, 64 * k, panels, 64 * (first * k + 16 * j))
+            transpose16(scratch, 64 * j, 64 * k, panels, 64 * (first * k + 16 * j))
 
 
 @inline
 def _score(tile, keys, key_stride, q, begin, end, scores):
-    """Multiply columns begin..end of q and the keys of a tile, and add what was stored of the columns before."""
+    """Multiply columns begin..end of q and the keys of a tile; add the stored products of the columns before."""
     for i in range(begin, end):
         tile = outer(tile, keys + 64 * i, key_stride, q + 64 * i, 4)
     if begin > 0:
@@ -176,10 +176,10 @@ def _inner_scores(q, keys, stride, kind, k, first, last, scores, after, n_bytes)
 
 
 @inline
-def _mask(s, at, first, end):
-    """Set the scores of those of keys at, at + 1, ... outside first..end to minus infinity."""
-    here = lanes() + types.int32(at)
-    return select((here >= types.int32(first)) & (here < types.int32(end)), s, types.float32(-np.inf))
+def _mask(s, key, first, end):
+    """Set the scores of keys ``key``, ``key`` + 1, ... outside first..end to minus infinity."""
+    columns = lanes() + types.int32(key)
+    return select((columns >= types.int32(first)) & (columns < types.int32(end)), s, types.float32(-np.inf))
 
 
 @helper
@@ -204,10 +204,10 @@ def _softmax(rows_at, factors, scores, start, n0, n1, scale, softcap, bent):
             for v in range(n0, n1):
                 store(s, 64 * v, load(f32x16, s, 64 * v) * scale)
             _bend(s, n0, n1, row, start, softcap)
-        by = types.float32(1) if bent else scale
+        factor = types.float32(1) if bent else scale
         largest = splat(f32x16, load(types.float32, row, M))
         for v in range(n0, n1):
-            x = load(f32x16, s, 64 * v) * by
+            x = load(f32x16, s, 64 * v) * factor
             if first > 16 * v or end < 16 * v + 16:
                 x = _mask(x, 16 * v, first, end)
             store(s, 64 * v, x)
@@ -230,7 +230,7 @@ def _softmax(rows_at, factors, scores, start, n0, n1, scale, softcap, bent):
 
 
 @helper
-def _seen(rows_at, start):
+def _key_range(rows_at, start):
     """Return the first and last + 1 key of a block visible to any of ROWS rows."""
     first, end = types.int64(BLOCK), types.int64(0)
     for r in range(ROWS):
@@ -245,7 +245,7 @@ def _seen(rows_at, start):
 def many_scores(me, rows, k, n, start, scale, softcap, bent):
     """Compute the weights of all rows of a tile for a block of transposed keys."""
     for r in range(0, rows, ROWS):
-        first, end = _seen(me + 64 * r, start)
+        first, end = _key_range(me + 64 * r, start)
         if first >= end:
             continue
         scores, q = me + SCORES + 4 * BLOCK * r, me + q_at(k) + 1024 * k * (r // 16) + 4 * (r % 16)
@@ -258,7 +258,7 @@ def many_scores(me, rows, k, n, start, scale, softcap, bent):
 def few_scores(me, begin, rows, k, keys, stride, kind, start, scale, softcap, bent, after, n_bytes):
     """Compute the weights of rows begin..begin + rows for a block of keys read in place."""
     for r in range(begin, begin + rows, ROWS):
-        first, end = _seen(me + 64 * r, start)
+        first, end = _key_range(me + 64 * r, start)
         if first >= end:
             continue
         scores, q = me + SCORES + 4 * BLOCK * r, me + q_at(k) + 64 * k * r
@@ -268,14 +268,14 @@ def few_scores(me, begin, rows, k, keys, stride, kind, start, scale, softcap, be
 
 
 @inline
-def _weigh(tile, o, o_stride, factors, weights, first, end, values, stride, vector, half, ahead, n_bytes):
+def _weigh(tile, o, o_stride, factors, weights, first, end, values, stride, vector, half, next_rows, n_bytes):
     """o = factor * o + weights * values first..end; values: rows ``stride`` bytes apart, of vectors ``vector`` apart.
 
-    Meanwhile prefetches n_bytes of each row at ``ahead``.
+    Meanwhile prefetches n_bytes of each row at ``next_rows``.
     """
     tile = load_tile(tile, o, o_stride, factors)
     for i in range(first, end):
-        prefetch_row(ahead + n_bytes * i, n_bytes)
+        prefetch_row(next_rows + n_bytes * i, n_bytes)
         if half:
             tile = outer_half(tile, values + stride * i, vector, weights + 4 * i, 4 * BLOCK)
         else:
@@ -288,23 +288,55 @@ def few_values(me, begin, rows, k, v, values, stride, kind, start, after, n_byte
     """o = factor * o + weights * values, for rows begin..begin + rows; values read in place."""
     size = 32 if kind == F16 else 64
     for j in range(0, v, COLUMNS):
-        ahead = after + size * BLOCK * j
+        next_rows = after + size * BLOCK * j
         for r in range(begin, begin + rows, ROWS):
-            first, end = _seen(me + 64 * r, start)
+            first, end = _key_range(me + 64 * r, start)
             if first >= end:
                 continue
             first = first // 16 * 16
-            weights, factors, o = me + SCORES + 4 * BLOCK * r, me + FACTORS + 4 * r, me + o_at(k, v) + 64 * v * r
-            at = size * COLUMNS if r == begin and n_bytes > 0 else 0
-            x, to = values + size * j, o + 64 * j
+            weights = me + SCORES + 4 * BLOCK * r
+            factors = me + FACTORS + 4 * r
+            o = me + o_at(k, v) + 64 * v * r
+            prefetch_bytes = size * COLUMNS if r == begin and n_bytes > 0 else 0
+            x, target = values + size * j, o + 64 * j
             if j + COLUMNS > v:
                 for c in range(v - j):
-                    x, to, half = values + size * (j + c), o + 64 * (j + c), kind == F16
-                    _weigh(zero_strip(), to, 64 * v, factors, weights, first, end, x, stride, size, half, 0, 0)
+                    x = values + size * (j + c)
+                    target = o + 64 * (j + c)
+                    half = kind == F16
+                    _weigh(zero_strip(), target, 64 * v, factors, weights, first, end, x, stride, size, half, 0, 0)
             elif kind == F16:
-                _weigh(zero_tile(), to, 64 * v, factors, weights, first, end, x, stride, size, True, ahead, at)
+                _weigh(
+                    zero_tile(),
+                    target,
+                    64 * v,
+                    factors,
+                    weights,
+                    first,
+                    end,
+                    x,
+                    stride,
+                    size,
+                    True,
+                    next_rows,
+                    prefetch_bytes,
+                )
             else:
-                _weigh(zero_tile(), to, 64 * v, factors, weights, first, end, x, stride, size, False, ahead, at)
+                _weigh(
+                    zero_tile(),
+                    target,
+                    64 * v,
+                    factors,
+                    weights,
+                    first,
+                    end,
+                    x,
+                    stride,
+                    size,
+                    False,
+                    next_rows,
+                    prefetch_bytes,
+                )
 
 
 @helper
@@ -315,14 +347,16 @@ def many_values(me, rows, k, v, start):
         wide = j + COLUMNS <= v
         values, o = me + values_at(k) + 64 * BLOCK * j, me + o_at(k, v) + 64 * j
         for r in range(0, rows, ROWS):
-            first, end = _seen(me + 64 * r, start)
+            first, end = _key_range(me + 64 * r, start)
             if first >= end:
                 continue
             first = first // 16 * 16
-            weights, factors, to = me + SCORES + 4 * BLOCK * r, me + FACTORS + 4 * r, o + 64 * v * r
+            weights = me + SCORES + 4 * BLOCK * r
+            factors = me + FACTORS + 4 * r
+            target = o + 64 * v * r
             if wide:
                 step = 64 * COLUMNS
-                _weigh(zero_tile(), to, 64 * v, factors, weights, first, end, values, step, 64, False, 0, 0)
+                _weigh(zero_tile(), target, 64 * v, factors, weights, first, end, values, step, 64, False, 0, 0)
             else:
-                _weigh(zero_strip(), to, 64 * v, factors, weights, first, end, values, 64, 64, False, 0, 0)
+                _weigh(zero_strip(), target, 64 * v, factors, weights, first, end, values, 64, 64, False, 0, 0)
         j += COLUMNS if wide else 1

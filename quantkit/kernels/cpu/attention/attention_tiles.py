@@ -25,15 +25,17 @@ COLUMNS = 4 if "avx512f" in FEATURES else 1
 #: Keys multiplied by ROWS rows of q at a time.
 KEYS = 4
 
-_I64, _F32, _VECTOR = ir.IntType(64), ir.FloatType(), f32x16.ll
+_I64 = ir.IntType(64)
+_F32 = ir.FloatType()
+_VECTOR = f32x16.ll
 
 
-def _at(b: ir.IRBuilder, address: ir.Value, stride: ir.Value, i: int, t: ir.Type) -> ir.Value:
+def _element_pointer(b: ir.IRBuilder, address: ir.Value, stride: ir.Value, i: int, t: ir.Type) -> ir.Value:
     return b.inttoptr(b.add(address, b.mul(stride, _I64(i))), t.as_pointer())
 
 
 def _load(b: ir.IRBuilder, address: ir.Value, stride: ir.Value, i: int, t: ir.Type = _VECTOR) -> ir.Value:
-    return b.load(_at(b, address, stride, i, t), align=1)
+    return b.load(_element_pointer(b, address, stride, i, t), align=1)
 
 
 def _read(b: ir.IRBuilder, address: ir.Value, half: bool) -> ir.Value:
@@ -57,12 +59,12 @@ zero_tile, zero_strip, zero_products = (
 )
 
 
-def _updates(tile: Any, *rest: Any) -> Any:
-    return tile(tile, *[types.int64] * len(rest))
+def _updates(tile: Any, *arguments: Any) -> Any:
+    return tile(tile, *[types.int64] * len(arguments))
 
 
-def _writes(tile: Any, *rest: Any) -> Any:
-    return types.void(tile, *[types.int64] * len(rest))
+def _writes(tile: Any, *arguments: Any) -> Any:
+    return types.void(tile, *[types.int64] * len(arguments))
 
 
 def _make_outer(name: str, half: bool) -> Any:
@@ -121,7 +123,7 @@ def store_tile(b, sig, tile, out, stride):
     """store_tile(tile, out, stride): write each row's vectors contiguously, rows ``stride`` bytes apart."""
     columns, rows = len(tile) // ROWS, _rows_at(b, out, stride)
     for i, x in enumerate(tile):
-        b.store(x, _at(b, rows[i // columns], _I64(64), i % columns, _VECTOR), align=1)
+        b.store(x, _element_pointer(b, rows[i // columns], _I64(64), i % columns, _VECTOR), align=1)
 
 
 @emits(_writes)
@@ -137,4 +139,4 @@ def store_sums(b, sig, tile, out, stride):
         ]
     for r in range(ROWS):
         part = _shuffle(b, rows[0], None, range(KEYS * r, KEYS * r + KEYS))
-        b.store(part, _at(b, out, stride, r, part.type), align=4)
+        b.store(part, _element_pointer(b, out, stride, r, part.type), align=4)

@@ -33,7 +33,9 @@ def _sequence(args, token):
 @operation("batch k k_cache k_type k_width ratio first")
 def block_write(args, tid, nth):
     """Store the rows of blocks; threads share blocks of 32 columns."""
-    kind, width, ratio = arg(args, _K_TYPE), arg(args, _K_WIDTH), arg(args, _RATIO)
+    kind = arg(args, _K_TYPE)
+    width = arg(args, _K_WIDTH)
+    ratio = arg(args, _RATIO)
     parts, row_bytes = (width + 31) // 32, bytes_of(kind, width)
     items = batch_word(args, N_TOKENS) * parts
     for item in range(first_of(items, tid, nth), first_of(items, tid + 1, nth)):
@@ -41,25 +43,27 @@ def block_write(args, tid, nth):
         position = _position(args, token)
         if (position + 1) % ratio == 0:
             cell = arg(args, _FIRST) + _sequence(args, token) * (batch_word(args, N_CTX) // ratio) + position // ratio
-            to = arg(args, _K_CACHE) + cell * row_bytes + bytes_of(kind, 32 * part)
-            write_part(arg(args, _K) + 4 * (token * width + 32 * part), min(32, width - 32 * part), kind, to)
+            target = arg(args, _K_CACHE) + cell * row_bytes + bytes_of(kind, 32 * part)
+            write_part(arg(args, _K) + 4 * (token * width + 32 * part), min(32, width - 32 * part), kind, target)
 
 
 @operation("batch out blocks n_out window ratio first")
 def window_and_blocks(args, tid, nth):
     """List the cells that every token sees."""
-    n_out, window, ratio = arg(args, _N_OUT), arg(args, _WINDOW), arg(args, _W_RATIO)
+    n_out = arg(args, _N_OUT)
+    window = arg(args, _WINDOW)
+    ratio = arg(args, _W_RATIO)
     n_ctx, n_tokens = batch_word(args, N_CTX), batch_word(args, N_TOKENS)
     for token in range(first_of(n_tokens, tid, nth), first_of(n_tokens, tid + 1, nth)):
         out, blocks = arg(args, _OUT) + 4 * n_out * token, arg(args, _BLOCKS) + 4 * (n_out - window) * token
         end, sequence = _position(args, token) + 1, _sequence(args, token)
-        near = min(end, window)
-        for i in range(near):
-            store(out, 4 * i, types.int32(end - near + i))
+        n_recent = min(end, window)
+        for i in range(n_recent):
+            store(out, 4 * i, types.int32(end - n_recent + i))
         first = arg(args, _W_FIRST) + sequence * (n_ctx // ratio - n_ctx)
-        far = min(end // ratio, n_out - window)
-        for i in range(far):
+        n_blocks = min(end // ratio, n_out - window)
+        for i in range(n_blocks):
             block = types.int64(load(types.int32, blocks, 4 * i)) if arg(args, _BLOCKS) != 0 else i
-            store(out, 4 * (near + i), types.int32(first + block))
-        for i in range(near + far, n_out):
+            store(out, 4 * (n_recent + i), types.int32(first + block))
+        for i in range(n_recent + n_blocks, n_out):
             store(out, 4 * i, types.int32(-1))

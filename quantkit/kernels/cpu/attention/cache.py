@@ -44,7 +44,9 @@ BLOCK = 64
 @inline
 def bytes_of(kind, n):
     """Return the bytes of n values of a cache type."""
-    return 4 * n if kind == F32 else 2 * n if kind == F16 else n // 32 * 34
+    if kind == F32:
+        return 4 * n
+    return 2 * n if kind == F16 else n // 32 * 34
 
 
 # ---------------------------------------------------------------- write
@@ -121,9 +123,9 @@ def _read16(source, kind, j):
         return load_f16(f32x16, source, 32 * j)
     if kind == F32:
         return load(f32x16, source, 64 * j)
-    at = source + (j >> 1) * 34
-    d = f16_to_f32(load(types.uint16, at, 0))
-    return convert(f32x16, load(i8x16, at, 2 + 16 * (j & 1))) * d
+    block = source + (j >> 1) * 34
+    d = f16_to_f32(load(types.uint16, block, 0))
+    return convert(f32x16, load(i8x16, block, 2 + 16 * (j & 1))) * d
 
 
 @inline
@@ -148,38 +150,38 @@ def read_rows(source, row_bytes, kind, rows, width, group, out):
     vectors, full = (width + 15) // 16, width // 16
     n_bytes = bytes_of(kind, width)
     for r in range(rows):
-        at = source + r * row_bytes
+        row = source + r * row_bytes
         for i in range(0, n_bytes, 64):
-            prefetch_l2(at, BLOCK * row_bytes + i)
+            prefetch_l2(row, BLOCK * row_bytes + i)
         j = 0
         while j + group <= full:
-            to = out + 64 * (BLOCK * j + group * r)
+            target = out + 64 * (BLOCK * j + group * r)
             if kind == F16:
                 for c in range(group):
-                    store(to, 64 * c, load_f16(f32x16, at, 32 * (j + c)))
+                    store(target, 64 * c, load_f16(f32x16, row, 32 * (j + c)))
             elif kind == F32:
                 for c in range(group):
-                    store(to, 64 * c, load(f32x16, at, 64 * (j + c)))
+                    store(target, 64 * c, load(f32x16, row, 64 * (j + c)))
             elif group % 2 == 0:
                 for c in range(0, group, 2):
-                    block = at + (j + c) // 2 * 34
+                    block = row + (j + c) // 2 * 34
                     d = splat(f32x16, f16_to_f32(load(types.uint16, block, 0)))
-                    store(to, 64 * c, convert(f32x16, load(i8x16, block, 2)) * d)
-                    store(to, 64 * c + 64, convert(f32x16, load(i8x16, block, 18)) * d)
+                    store(target, 64 * c, convert(f32x16, load(i8x16, block, 2)) * d)
+                    store(target, 64 * c + 64, convert(f32x16, load(i8x16, block, 18)) * d)
             else:
                 for c in range(group):
-                    store(to, 64 * c, _read16(at, Q8_0, j + c))
+                    store(target, 64 * c, _read16(row, Q8_0, j + c))
             j += group
         while j < vectors:
             if j + group <= vectors:
-                to = out + 64 * (BLOCK * j + group * r)
+                target = out + 64 * (BLOCK * j + group * r)
                 size = group
             else:
-                to = out + 64 * (BLOCK * j + r)
+                target = out + 64 * (BLOCK * j + r)
                 size = 1
             for c in range(size):
                 if j + c < full:
-                    store(to, 64 * c, _read16(at, kind, j + c))
+                    store(target, 64 * c, _read16(row, kind, j + c))
                 else:
-                    _read_end(at, kind, width, to + 64 * c)
+                    _read_end(row, kind, width, target + 64 * c)
             j += size

@@ -115,7 +115,9 @@ def _most_chunks(args, first, count):
 @inline
 def _score_block(args, me, k, token, vectors, out):
     """Score the transposed keys of a block, ``vectors`` of 16."""
-    n, n_head, scale = arg(args, _HEAD), arg(args, _N_HEAD), farg(args, _SCALE)
+    n = arg(args, _HEAD)
+    n_head = arg(args, _N_HEAD)
+    scale = farg(args, _SCALE)
     weights = arg(args, _WEIGHTS) + 4 * token * n_head
     for v in range(vectors):
         store(out, 64 * v, splat(f32x16, 0.0))
@@ -132,7 +134,9 @@ def _score_block(args, me, k, token, vectors, out):
 @helper
 def _score(args, me, k, token, chunk, out):
     """Score a chunk of a token's keys; out: all its scores."""
-    n, kind, end = arg(args, _HEAD), arg(args, _K_TYPE), _n_scored(args, token)
+    n = arg(args, _HEAD)
+    kind = arg(args, _K_TYPE)
+    end = _n_scored(args, token)
     first = chunk * CHUNK * BLOCK
     if first >= end:
         return
@@ -166,7 +170,7 @@ def _key(x, i):
 
 
 @helper
-def _threshold(keys, n, wanted, counts):
+def _threshold(keys, n, remaining, counts):
     """Return the wanted-th largest of n keys, and how many equal to it are among the wanted."""
     prefix, shift = types.int64(0), 32
     for bits in BITS:
@@ -179,31 +183,31 @@ def _threshold(keys, n, wanted, counts):
                 digit = (key >> shift) & ((1 << bits) - 1)
                 store(counts, 4 * digit, types.int32(_integer(counts, digit) + 1))
         digit = (1 << bits) - 1
-        while _integer(counts, digit) < wanted:
-            wanted -= _integer(counts, digit)
+        while _integer(counts, digit) < remaining:
+            remaining -= _integer(counts, digit)
             digit -= 1
         prefix = (prefix << bits) | digit
-    return prefix, wanted
+    return prefix, remaining
 
 
 @helper
 def _select(args, token, keys, counts):
     """Write the positions of a token; keys: its scores."""
-    wanted, n = arg(args, _N_SELECTED), _n_scored(args, token)
-    out, at = arg(args, _OUT) + 4 * wanted * token, 0
+    n_selected, n = arg(args, _N_SELECTED), _n_scored(args, token)
+    out, count = arg(args, _OUT) + 4 * n_selected * token, 0
     if n == 0:
         end = _n_keys(args, token)
-        for i in range(wanted):
+        for i in range(n_selected):
             store(out, 4 * i, types.int32(i if i < end else -1))
         return
     _sort_keys(keys, n)
-    least, equal = _threshold(keys, n, wanted, counts)
+    least, equal = _threshold(keys, n, n_selected, counts)
     for i in range(n):
         key = _key(keys, i)
         if key > least or (key == least and equal > 0):
             equal -= key == least
-            store(out, 4 * at, types.int32(i))
-            at += 1
+            store(out, 4 * count, types.int32(i))
+            count += 1
 
 
 # ---------------------------------------------------------------- the operation

@@ -54,9 +54,9 @@ def _lanes_below(b: ir.IRBuilder, n: ir.Value, lanes: int) -> ir.Value:
 def load_part(b, sig, vt, buffer, offset, n):
     """load_part(f32x16, buffer, byte, n): load n lanes and zero the rest; touches no byte beyond them."""
     t, lanes = sig.return_type.ll, sig.return_type.lanes
-    mask, rest = _lanes_below(b, n, lanes), ir.Constant(t, [0] * lanes)
+    mask, zeros = _lanes_below(b, n, lanes), ir.Constant(t, [0] * lanes)
     p = _pointer(b, buffer, offset, t)
-    return _call(b, f"llvm.masked.load.{_suffix(t)}.p0", t, [p, ir.IntType(32)(1), mask, rest])
+    return _call(b, f"llvm.masked.load.{_suffix(t)}.p0", t, [p, ir.IntType(32)(1), mask, zeros])
 
 
 @emits(lambda buffer, offset, value, n: types.void(buffer, types.intp, value, types.intp))
@@ -100,16 +100,27 @@ _atanh = make_polynomial((0.3333320617675781, 0.20010896027088165, 0.13999086618
 #: erf(x) / x in powers of x^2, |x| < 1.
 _erf_near = make_polynomial(
     (
-        *(1.1283791065216064, -0.3761262595653534, 0.11283600330352783, -0.026854444295167923, 0.005189535208046436),
-        *(-0.0008020841050893068, 7.889119297033176e-05),
+        1.1283791065216064,
+        -0.3761262595653534,
+        0.11283600330352783,
+        -0.026854444295167923,
+        0.005189535208046436,
+        -0.0008020841050893068,
+        7.889119297033176e-05,
     ),
     "erf.near",
 )
 #: -log(1 - erf(x)) in powers of x, 1 <= x <= 4.
 _erf_far = make_polynomial(
     (
-        *(-0.00018804024148266762, 1.1295784711837769, 0.6332198977470398, 0.10841857641935349, -0.025208257138729095),
-        *(0.004204561933875084, -0.0004413363931234926, 2.1686850232072175e-05),
+        -0.00018804024148266762,
+        1.1295784711837769,
+        0.6332198977470398,
+        0.10841857641935349,
+        -0.025208257138729095,
+        0.004204561933875084,
+        -0.0004413363931234926,
+        2.1686850232072175e-05,
     ),
     "erf.far",
 )
@@ -124,10 +135,10 @@ def exp(x):
     r = muladd(n, -0.693145751953125, x)
     r = muladd(n, -1.4286068202862268e-06, r)
     p = muladd(_exp(r), r * r, r) + 1.0
-    whole = cast(i32x16, shifted) - 0x4B400000
-    half = whole >> 1
+    exponent = cast(i32x16, shifted) - 0x4B400000
+    half = exponent >> 1
     p = p * cast(f32x16, (half + 127) << 23)
-    return p * cast(f32x16, (whole - half + 127) << 23)
+    return p * cast(f32x16, (exponent - half + 127) << 23)
 
 
 @inline
@@ -149,15 +160,15 @@ def softplus(x):
 def tanh(x):
     """1 - 2 / (e^2|x| + 1) with the sign of x; a polynomial near zero, where that cancels."""
     a = vabs(x)
-    far = 1.0 - 2.0 / (exp(a + a) + 1.0)
-    far = select(x < 0.0, -far, far)
+    outer = 1.0 - 2.0 / (exp(a + a) + 1.0)
+    outer = select(x < 0.0, -outer, outer)
     s = x * x
-    return select(a < 0.625, muladd(x * s, _tanh(s), x), far)
+    return select(a < 0.625, muladd(x * s, _tanh(s), x), outer)
 
 
 @inline
 def erf(x):
     """Error function: x times a polynomial in x^2 for |x| < 1, 1 - e^-polynomial(|x|) above."""
-    near, a = _erf_near(x * x), vmin(4.0, vabs(x))
-    far = 1.0 - exp(-_erf_far(a))
-    return select(a < 1.0, x * near, select(x < 0.0, -far, far))
+    inner, a = _erf_near(x * x), vmin(4.0, vabs(x))
+    outer = 1.0 - exp(-_erf_far(a))
+    return select(a < 1.0, x * inner, select(x < 0.0, -outer, outer))

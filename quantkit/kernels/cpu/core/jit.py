@@ -1,4 +1,4 @@
-"""How kernels are compiled: lazily, without the GIL, into a cache named after their sources.
+"""Compilation of kernels: lazy, without the GIL, into a cache named after their sources.
 
 numba's own cache misses changes of a helper in another file and runs stale code. So the name of the cache directory
 carries a hash of all kernel sources and compiler versions: any change means a new directory. fastmath is off and LLVM
@@ -55,7 +55,7 @@ def kernel_folder() -> Path:
 
 
 def to_cache(make: Callable[..., T], *arguments: Any, **options: Any) -> T:
-    """Call ``make`` so that what numba caches on disk goes to our folder, one thread at a time."""
+    """Call ``make`` with numba's disk cache in our folder, one thread at a time."""
     with _SETTING:
         before, config.CACHE_DIR = config.CACHE_DIR, str(kernel_folder())
         try:
@@ -66,9 +66,9 @@ def to_cache(make: Callable[..., T], *arguments: Any, **options: Any) -> T:
 
 def _njit(function: F, compiler: type[EntryCompiler], **options: Any) -> F:
     options |= {"error_model": "numpy", "boundscheck": False, "nogil": True, "pipeline_class": compiler}
-    made = numba.njit(**options)(function)
-    made.get_call_template = partial(_any_number, made.get_call_template)
-    return made  # type: ignore[no-any-return]
+    dispatcher = numba.njit(**options)(function)
+    dispatcher.get_call_template = partial(_any_number, dispatcher.get_call_template)
+    return dispatcher  # type: ignore[no-any-return]
 
 
 def _any_number(template: Callable[..., Any], args: Any, kws: Any) -> Any:
@@ -82,9 +82,9 @@ def _no_entry(name: str, args: Any, kws: Any) -> Any:
 
 def kernel(function: F) -> F:
     """Compile an entry point: called from Python only, cached on disk, runs without the GIL."""
-    made = to_cache(_njit, function, EntryCompiler, cache=True)
-    made.get_call_template = partial(_no_entry, function.__name__)
-    return made  # type: ignore[no-any-return]
+    dispatcher = to_cache(_njit, function, EntryCompiler, cache=True)
+    dispatcher.get_call_template = partial(_no_entry, function.__name__)
+    return dispatcher  # type: ignore[no-any-return]
 
 
 def inline(function: F) -> F:

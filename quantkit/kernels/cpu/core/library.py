@@ -43,10 +43,10 @@ class _Entry(_Helper):
     """An entry point: its own IR and one copy of each dependency, optimized together."""
 
     def finalize(self) -> None:
-        named = {value.name for value in _definitions(self._final_module) if value.name.startswith(_FOUND_BY_NAME)}
+        exported = {value.name for value in _definitions(self._final_module) if value.name.startswith(_FOUND_BY_NAME)}
         _link(self, self._final_module)
         for value in _definitions(self._final_module):
-            if value.name not in named:
+            if value.name not in exported:
                 value.linkage = llvm.Linkage.internal
         passes, builder = self._codegen._module_pass_manager()
         passes.run(self._final_module, builder)
@@ -63,14 +63,14 @@ def _definitions(module: Any) -> Iterator[Any]:
 
 def _link(library: Any, module: Any) -> None:
     """Link a library's direct and indirect dependencies into a module, each once."""
-    seen, waiting = {library}, list(library._linking_libraries)
-    while waiting:
-        one = waiting.pop()
-        if one not in seen:
-            seen.add(one)
-            helper = isinstance(one, _Helper)
-            waiting += one._linking_libraries if helper else ()
-            module.link_in(one._final_module if helper else one._get_module_for_linking(), preserve=True)
+    linked, queue = {library}, list(library._linking_libraries)
+    while queue:
+        dependency = queue.pop()
+        if dependency not in linked:
+            linked.add(dependency)
+            helper = isinstance(dependency, _Helper)
+            queue += dependency._linking_libraries if helper else ()
+            module.link_in(dependency._final_module if helper else dependency._get_module_for_linking(), preserve=True)
 
 
 #: Passes for features that kernels do not use (closures, literal_unroll, raise, with, ...); each takes ms per function.

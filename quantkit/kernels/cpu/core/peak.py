@@ -24,32 +24,34 @@ _ROUNDS = 7
 def read_stream(data: int, size: int, out: int) -> None:
     """Read ``size`` bytes, a multiple of 256, in order."""
     a = splat(u32x16, types.uint32(0))
-    b, c, d = a, a, a
-    for at in range(0, size, 256):
-        prefetch(data, at + 4096)
-        prefetch(data, at + 4160)
-        prefetch(data, at + 4224)
-        prefetch(data, at + 4288)
-        a = a | load(u32x16, data, at)
-        b = b | load(u32x16, data, at + 64)
-        c = c | load(u32x16, data, at + 128)
-        d = d | load(u32x16, data, at + 192)
+    b = a
+    c = a
+    d = a
+    for offset in range(0, size, 256):
+        prefetch(data, offset + 4096)
+        prefetch(data, offset + 4160)
+        prefetch(data, offset + 4224)
+        prefetch(data, offset + 4288)
+        a = a | load(u32x16, data, offset)
+        b = b | load(u32x16, data, offset + 64)
+        c = c | load(u32x16, data, offset + 128)
+        d = d | load(u32x16, data, offset + 192)
     store(out, 0, (a | b) | (c | d))
 
 
 @kernel
 def read_while_writing(data: int, size: int, out: int, of_four: int) -> None:
     """Read ``size`` bytes, a multiple of 256, in order, and write 1 or 2 for every 4 of them."""
-    for at in range(0, size, 256):
+    for offset in range(0, size, 256):
         for line in range(4):
-            prefetch(data, at + 4096 + 64 * line)
-        a = load(u32x16, data, at) | load(u32x16, data, at + 64)
-        b = load(u32x16, data, at + 128) | load(u32x16, data, at + 192)
+            prefetch(data, offset + 4096 + 64 * line)
+        a = load(u32x16, data, offset) | load(u32x16, data, offset + 64)
+        b = load(u32x16, data, offset + 128) | load(u32x16, data, offset + 192)
         if of_four == 1:
-            store(out, at // 4, a | b)
+            store(out, offset // 4, a | b)
         else:
-            store(out, at // 2, a)
-            store(out, at // 2 + 64, b)
+            store(out, offset // 2, a)
+            store(out, offset // 2 + 64, b)
 
 
 @kernel
@@ -57,12 +59,31 @@ def dot_peak(rounds: int, out: int) -> None:
     """Run ``rounds`` times 12 independent chains of 64-byte products: 768 multiply-adds a round."""
     x = load(u8x64, out, 0)
     a = splat(i32x16, types.int32(0))
-    b, c, d, e, f, g, h, i, j, k, m = a, a, a, a, a, a, a, a, a, a, a
+    b = a
+    c = a
+    d = a
+    e = a
+    f = a
+    g = a
+    h = a
+    i = a
+    j = a
+    k = a
+    m = a
     for r in range(rounds):
         y = load(i8x64, out, 64 * (r & 31))  # keeps the compiler from hoisting a round
-        a, b, c, d = dot4(a, x, y), dot4(b, x, y), dot4(c, x, y), dot4(d, x, y)
-        e, f, g, h = dot4(e, x, y), dot4(f, x, y), dot4(g, x, y), dot4(h, x, y)
-        i, j, k, m = dot4(i, x, y), dot4(j, x, y), dot4(k, x, y), dot4(m, x, y)
+        a = dot4(a, x, y)
+        b = dot4(b, x, y)
+        c = dot4(c, x, y)
+        d = dot4(d, x, y)
+        e = dot4(e, x, y)
+        f = dot4(f, x, y)
+        g = dot4(g, x, y)
+        h = dot4(h, x, y)
+        i = dot4(i, x, y)
+        j = dot4(j, x, y)
+        k = dot4(k, x, y)
+        m = dot4(m, x, y)
     total = ((a + b) + (c + d)) + ((e + f) + (g + h)) + ((i + j) + (k + m))
     store(out, 0, hsum(total))
 

@@ -10,6 +10,7 @@ Arithmetic is strict IEEE f32, with no contraction or reordering, except that ``
 
 from __future__ import annotations
 
+import hashlib
 import inspect
 import operator
 import struct
@@ -88,10 +89,18 @@ u8x8, i8x8 = VecType(types.uint8, 8), VecType(types.int8, 8)
 u16x32, i16x32 = VecType(types.uint16, 32), VecType(types.int16, 32)
 u16x16, i16x16 = VecType(types.uint16, 16), VecType(types.int16, 16)
 u16x8, i16x8 = VecType(types.uint16, 8), VecType(types.int16, 8)
-u32x16, i32x16, f32x16 = VecType(types.uint32, 16), VecType(types.int32, 16), VecType(types.float32, 16)
-u32x8, i32x8, f32x8 = VecType(types.uint32, 8), VecType(types.int32, 8), VecType(types.float32, 8)
-u32x4, i32x4, f32x4 = VecType(types.uint32, 4), VecType(types.int32, 4), VecType(types.float32, 4)
-u64x8, i64x8, f64x8 = VecType(types.uint64, 8), VecType(types.int64, 8), VecType(types.float64, 8)
+u32x16 = VecType(types.uint32, 16)
+i32x16 = VecType(types.int32, 16)
+f32x16 = VecType(types.float32, 16)
+u32x8 = VecType(types.uint32, 8)
+i32x8 = VecType(types.int32, 8)
+f32x8 = VecType(types.float32, 8)
+u32x4 = VecType(types.uint32, 4)
+i32x4 = VecType(types.int32, 4)
+f32x4 = VecType(types.float32, 4)
+u64x8 = VecType(types.uint64, 8)
+i64x8 = VecType(types.int64, 8)
+f64x8 = VecType(types.float64, 8)
 f64x16 = VecType(types.float64, 16)
 mask64 = VecType(types.boolean, 64)
 
@@ -183,7 +192,7 @@ def _to_half(b: ir.IRBuilder, x: ir.Value) -> ir.Value:
     return b.trunc(b.or_(value, b.and_(b.lshr(bits, _const(i32, 16)), _const(i32, 0x8000))), i16)
 
 
-def _named(fn: Any, name: str) -> Any:
+def _set_name(fn: Any, name: str) -> Any:
     """Give an intrinsic made by a factory a stable identity, or numba's cache never hits."""
     fn.__name__ = name
     fn._set_uuid(f"{fn.__module__}.{name}")
@@ -217,7 +226,7 @@ def emits(typing: Callable[..., Any], name: str = "") -> Callable[[Callable[...,
 
         parameters = list(inspect.signature(emit).parameters.values())
         define.__signature__ = inspect.Signature(parameters[1:])  # type: ignore[attr-defined]
-        return _named(intrinsic(define), name or emit.__name__)
+        return _set_name(intrinsic(define), name or emit.__name__)
 
     return make
 
@@ -388,11 +397,15 @@ def _operator(op: Any, result: Callable[[VecType], VecType], emit: Callable[...,
 
 def _arithmetic(op: Any, int_op: str | None, float_op: str | None, unsigned_op: str | None = None) -> None:
     def emit(b: Any, vt: VecType, x: ir.Value, y: ir.Value) -> ir.Value:
-        method: Any = float_op if vt.is_float else unsigned_op if unsigned_op and not vt.elem.signed else int_op
+        method: Any = int_op
+        if vt.is_float:
+            method = float_op
+        elif unsigned_op and not vt.elem.signed:
+            method = unsigned_op
         return getattr(b, method)(x, y)
 
-    for each in (op, getattr(operator, f"i{op.__name__.rstrip('_')}")):  # a + b, and a += b
-        _operator(each, lambda vt: vt, emit)
+    for operation in (op, getattr(operator, f"i{op.__name__.rstrip('_')}")):  # a + b, and a += b
+        _operator(operation, lambda vt: vt, emit)
 
 
 _arithmetic(operator.add, "add", "fadd")
@@ -407,7 +420,7 @@ _arithmetic(operator.rshift, "ashr", None, "lshr")
 
 
 def _compared(b: ir.IRBuilder, vt: VecType, op: str, x: ir.Value, y: ir.Value) -> ir.Value:
-    """As in C: NaN compares unequal, and every ordered comparison with it is false."""
+    """Return ``a op b`` as in C: NaN compares unequal, and every ordered comparison with it is false."""
     if vt.is_float:
         return (b.fcmp_unordered if op == "!=" else b.fcmp_ordered)(op, x, y)
     return (b.icmp_signed if vt.elem.signed else b.icmp_unsigned)(op, x, y)
@@ -436,11 +449,11 @@ def _choose(name: str, op: str) -> Any:
         return None if vt is None else vt(*_or_element(vt, (a, c)))
 
     @emits(typing, name)
-    def chosen(b, sig, a, c):
+    def pick(b, sig, a, c):
         x, y = _widened(b, sig.return_type.lanes, (a, c))
         return b.select(_compared(b, sig.return_type, op, x, y), x, y)
 
-    return chosen
+    return pick
 
 
 vmax, vmin = _choose("vmax", ">"), _choose("vmin", "<")
@@ -483,8 +496,8 @@ def make_polynomial(coefficients: Sequence[float], name: str) -> Any:
 
     @emits(lambda x: x(x), name)
     def polynomial(b, sig, x):
-        total, *rest = (_const(x.type, c) for c in reversed(coefficients))
-        for c in rest:
+        total, *lower = (_const(x.type, c) for c in reversed(coefficients))
+        for c in lower:
             total = _muladd(b, total, x, c)
         return total
 
@@ -596,7 +609,9 @@ def _pair_sums(b: ir.IRBuilder, x: ir.Value, y: ir.Value) -> ir.Value:
 def _dot4_portable(b: ir.IRBuilder, acc: ir.Value, x: ir.Value, y: ir.Value, signed: bool) -> ir.Value:
     """Two pmaddwd on even and odd bytes widened to i16; each i32 lane sums its four products."""
     half = ir.VectorType(ir.IntType(16), x.type.count // 2)
-    x, y, eight = b.bitcast(x, half), b.bitcast(y, half), _const(half, 8)
+    x = b.bitcast(x, half)
+    y = b.bitcast(y, half)
+    eight = _const(half, 8)
     if signed:
         x_even, x_odd = b.ashr(b.shl(x, eight), eight), b.ashr(x, eight)
     else:
@@ -649,7 +664,9 @@ def maddubs(b, sig, x, y):
         if feature in FEATURES and rt.lanes % width == 0:
             t = ir.VectorType(ir.IntType(16), width)
             return _split(b, lambda b, *v, n=name, t=t: _call(b, n, t, v), rt.lanes // width, [x, y])
-    x, y, eight = b.bitcast(x, rt.ll), b.bitcast(y, rt.ll), _const(rt.ll, 8)
+    x = b.bitcast(x, rt.ll)
+    y = b.bitcast(y, rt.ll)
+    eight = _const(rt.ll, 8)
     even = b.mul(b.and_(x, _const(rt.ll, 255)), b.ashr(b.shl(y, eight), eight))
     return b.add(even, b.mul(b.lshr(x, eight), b.ashr(y, eight)))
 
@@ -697,8 +714,8 @@ def _lookup_each(b: ir.IRBuilder, table: ir.Value, index: ir.Value) -> ir.Value:
     out = ir.Constant(ir.VectorType(table.type.element, index.type.count), ir.Undefined)
     last = ir.Constant(index.type.element, table.type.count - 1)
     for lane in range(index.type.count):
-        at = b.and_(b.extract_element(index, ir.IntType(32)(lane)), last)
-        out = b.insert_element(out, b.extract_element(table, at), ir.IntType(32)(lane))
+        lane_index = b.and_(b.extract_element(index, ir.IntType(32)(lane)), last)
+        out = b.insert_element(out, b.extract_element(table, lane_index), ir.IntType(32)(lane))
     return out
 
 
@@ -769,8 +786,8 @@ def _lookup_avx2(b: ir.IRBuilder, table: ir.Value, index: ir.Value, is_float: bo
 
 
 def _either(b: ir.IRBuilder, index: ir.Value, bit: int, low: ir.Value, high: ir.Value) -> ir.Value:
-    there = b.and_(index, _const(index.type, bit))
-    return b.select(b.icmp_unsigned("!=", there, _const(index.type, 0)), high, low)
+    is_upper = b.and_(index, _const(index.type, bit))
+    return b.select(b.icmp_unsigned("!=", is_upper, _const(index.type, 0)), high, low)
 
 
 @emits(lambda low, high, index: VecType(low.elem, index.lanes)(low, high, index))
@@ -797,18 +814,18 @@ def make_table(values: Sequence[int], name: str) -> Any:
 
 def _look_up(b: ir.IRBuilder, values: list[int], index: ir.Value) -> ir.Value:
     if len(values) <= 32:
-        low, *rest = (ir.Constant(f32x16.ll, values[i : i + 16]) for i in range(0, len(values), 16))
-        return _lookup32_f32(b, low, rest[0], index, True) if rest else _lookup16_f32(b, low, index, True)
+        low, *upper = (ir.Constant(f32x16.ll, values[i : i + 16]) for i in range(0, len(values), 16))
+        return _lookup32_f32(b, low, upper[0], index, True) if upper else _lookup16_f32(b, low, index, True)
     if "avx512bw" not in FEATURES:
         return _from_memory(b, values, index)
     # Such a number fills the upper half of an f32 only: 64 of them are two vectors of 16-bit lanes (vpermi2w).
     i16 = ir.VectorType(ir.IntType(16), 32)
-    at = b.bitcast(b.shl(index, _const(index.type, 16)), i16)
-    found = _lookup_upper_halves(b, values[:64], at)
+    word_index = b.bitcast(b.shl(index, _const(index.type, 16)), i16)
+    result = _lookup_upper_halves(b, values[:64], word_index)
     if values[64:]:
-        beyond = b.icmp_unsigned("!=", b.and_(at, _const(i16, 64)), _const(i16, 0))
-        found = b.select(beyond, _lookup_upper_halves(b, values[64:], at), found)
-    return b.bitcast(b.and_(b.bitcast(found, index.type), _const(index.type, -65536)), f32x16.ll)
+        beyond = b.icmp_unsigned("!=", b.and_(word_index, _const(i16, 64)), _const(i16, 0))
+        result = b.select(beyond, _lookup_upper_halves(b, values[64:], word_index), result)
+    return b.bitcast(b.and_(b.bitcast(result, index.type), _const(index.type, -65536)), f32x16.ll)
 
 
 def _lookup_upper_halves(b: ir.IRBuilder, values: list[int], index: ir.Value) -> ir.Value:
@@ -821,12 +838,14 @@ def _lookup_upper_halves(b: ir.IRBuilder, values: list[int], index: ir.Value) ->
 def _from_memory(b: ir.IRBuilder, values: list[int], index: ir.Value) -> ir.Value:
     """Portable: load one lane at a time from a constant array."""
     array = ir.Constant(ir.ArrayType(ir.FloatType(), len(values)), values)
-    table = cgutils.global_constant(b.module, b.module.get_unique_name("table"), array)
+    # Named after its content: where modules are linked, equal names are taken for the same table.
+    name = f"quantkit_table_{hashlib.sha256(repr(values).encode()).hexdigest()[:16]}"
+    table = b.module.globals.get(name) or cgutils.global_constant(b.module, name, array)
     out = ir.Constant(ir.VectorType(ir.FloatType(), index.type.count), ir.Undefined)
     zero, last = ir.IntType(32)(0), ir.IntType(32)(len(values) - 1)
     for lane in range(index.type.count):
-        at = b.and_(b.extract_element(index, ir.IntType(32)(lane)), last)
-        out = b.insert_element(out, b.load(b.gep(table, [zero, at])), ir.IntType(32)(lane))
+        lane_index = b.and_(b.extract_element(index, ir.IntType(32)(lane)), last)
+        out = b.insert_element(out, b.load(b.gep(table, [zero, lane_index])), ir.IntType(32)(lane))
     return out
 
 
@@ -855,26 +874,30 @@ def _vector_at(b: ir.IRBuilder, address: ir.Value) -> ir.Value:
     return b.bitcast(address, f32x16.ll.as_pointer())
 
 
-@emits(lambda source, offset, stride, target, to: types.void(source, types.intp, types.intp, target, types.intp))
-def transpose16(b, sig, source, offset, stride, target, to):
+@emits(
+    lambda source, offset, stride, target, target_offset: types.void(source, types.intp, types.intp, target, types.intp)
+)
+def transpose16(b, sig, source, offset, stride, target, target_offset):
     """transpose16(source, byte, row_stride, target, byte): transpose 16 rows of 16 f32.
 
     Row r is read at offset + r * stride bytes; the result is 16 contiguous vectors of 64 bytes.
     """
-    _transpose(b, source, offset, stride, target, to, ir.IntType(64)(64))
+    _transpose(b, source, offset, stride, target, target_offset, ir.IntType(64)(64))
 
 
 @emits(lambda *args: types.void(*(t if i in (0, 3) else types.intp for i, t in enumerate(args))))
-def transpose16_apart(b, sig, source, offset, stride, target, to, column_stride):
+def transpose16_apart(b, sig, source, offset, stride, target, target_offset, column_stride):
     """Like transpose16, with the 16 result vectors column_stride bytes apart."""
-    _transpose(b, source, offset, stride, target, to, column_stride)
+    _transpose(b, source, offset, stride, target, target_offset, column_stride)
 
 
-def _transpose(b: Any, source: Any, offset: Any, stride: Any, target: Any, to: Any, column_stride: Any) -> None:
+def _transpose(
+    b: Any, source: Any, offset: Any, stride: Any, target: Any, target_offset: Any, column_stride: Any
+) -> None:
     rows = [b.load(_vector_at(b, p), align=1) for p in _rows(b, source, offset, stride)]
     for step in (8, 4, 2, 1):
         rows = _transpose_step(b, rows, step)
-    for row, p in zip(rows, _rows(b, target, to, column_stride), strict=True):
+    for row, p in zip(rows, _rows(b, target, target_offset, column_stride), strict=True):
         b.store(row, _vector_at(b, p), align=1)
 
 

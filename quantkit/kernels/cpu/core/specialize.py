@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import types
 from collections.abc import Callable
+from dataclasses import fields, is_dataclass
 from typing import Any
 
 import numpy as np
@@ -29,25 +30,28 @@ def rebind(function: Callable[..., Any], suffix: str, /, **bound: Any) -> types.
         names = ", ".join(sorted(unknown))
         raise ValueError(f"{function.__name__}: {names}: no such global in {outer['__name__']}")
     name = f"{function.__name__}_{suffix}"
-    made = types.FunctionType(function.__code__, {**outer, **bound}, name, function.__defaults__)
-    content = [_content(function), *(f"{key}={_content(value)}" for key, value in sorted(bound.items()))]
-    made.__qualname__ = f"{name}_{hashlib.sha256(' '.join(content).encode()).hexdigest()[:12]}"
-    return made
+    copy = types.FunctionType(function.__code__, {**outer, **bound}, name, function.__defaults__)
+    parts = [content(function), *(f"{key}={content(value)}" for key, value in sorted(bound.items()))]
+    copy.__qualname__ = f"{name}_{hashlib.sha256(' '.join(parts).encode()).hexdigest()[:12]}"
+    return copy
 
 
-def _content(value: Any) -> str:
+def content(value: Any) -> str:
     """Return a string that differs between values that compile to different code."""
     if isinstance(value, Dispatcher):
-        return f"{value.targetoptions} {_content(value.py_func)}"
+        return f"{value.targetoptions} {content(value.py_func)}"
     if isinstance(value, _INTRINSIC):
-        return _content(value._defn)
+        return content(value._defn)
     if isinstance(value, types.FunctionType):
-        cells = [_content(cell.cell_contents) for cell in value.__closure__ or ()]
+        cells = [content(cell.cell_contents) for cell in value.__closure__ or ()]
         return f"{value.__module__}.{value.__qualname__}{cells}"
     if isinstance(value, (tuple, list)):
-        return f"{type(value).__name__}{[_content(item) for item in value]}"
+        return f"{type(value).__name__}{[content(item) for item in value]}"
     if isinstance(value, np.ndarray):
         return f"{value.dtype}{value.shape}{hashlib.sha256(value.tobytes()).hexdigest()}"
+    if is_dataclass(value) and not isinstance(value, type):
+        values = [f"{field.name}={content(getattr(value, field.name))}" for field in fields(value)]
+        return f"{type(value).__qualname__}({', '.join(values)})"
     if value is None or isinstance(value, (int, float, str, np.generic, Type)):
         return f"{type(value).__name__}:{value!r}"
     raise TypeError(f"{value!r} cannot be bound: what it compiles to has no name")

@@ -30,7 +30,7 @@ from quantkit.kernels.cpu.core.library import EntryCompiler
 from quantkit.kernels.cpu.core.simd import emits, store
 from quantkit.kernels.cpu.core.specialize import rebind
 from quantkit.kernels.cpu.core.team import (
-    FAILED,
+    FAILURE,
     Team,
     atomic_load,
     barrier,
@@ -142,7 +142,9 @@ def operation(slots: str) -> Callable[[Callable[..., None]], TapeOp]:
 
 # ---------------------------------------------------------------- the tape
 
-_TAPE, _N_ENTRIES, _TIMES = 1, 2, 3
+_TAPE = 1
+_N_ENTRIES = 2
+_TIMES = 3
 
 
 @operation("batch tape n_entries times")
@@ -153,21 +155,23 @@ def run_tape(args, tid, nth):
         call_operation(arg(tape, 3 * i), arg(tape, 3 * i + 1), tid, nth)
         if arg(tape, 3 * i + 2) == 0:
             barrier(ctl, nth)
-            if atomic_load(ctl, FAILED) != 0:
+            if atomic_load(ctl, FAILURE) != 0:
                 return
 
 
 @operation("batch tape n_entries times")
 def run_tape_timed(args, tid, nth):
-    """As run_tape; adds the cycles of each entry, including its barrier, to times."""
-    ctl, tape, times = batch_word(args, CONTROL), arg(args, _TAPE), arg(args, _TIMES)
+    """Run a tape as ``run_tape`` does; add the cycles of each entry, its barrier included, to ``times``."""
+    ctl = batch_word(args, CONTROL)
+    tape = arg(args, _TAPE)
+    times = arg(args, _TIMES)
     barrier(ctl, nth)  # all are awake
     before = cycles()
     for i in range(arg(args, _N_ENTRIES)):
         call_operation(arg(tape, 3 * i), arg(tape, 3 * i + 1), tid, nth)
         if arg(tape, 3 * i + 2) == 0:
             barrier(ctl, nth)
-            if atomic_load(ctl, FAILED) != 0:
+            if atomic_load(ctl, FAILURE) != 0:
                 return
         if tid == 0:
             now = cycles()
@@ -176,7 +180,7 @@ def run_tape_timed(args, tid, nth):
 
 
 class Batch:
-    """The batch block: what changes between calls of a forward pass. ``set`` fills it; ``address`` is its address."""
+    """The batch block: the numbers that change between calls of a forward pass, at ``address``; ``set`` fills it."""
 
     def __init__(self, team: Team, n_max: int, n_ctx: int = 0) -> None:
         self.n_max = n_max
@@ -199,14 +203,14 @@ class Batch:
         n = len(ids)
         if not 0 < n <= self.n_max:
             raise ValueError(f"a batch has 1 to {self.n_max} tokens, not {n}")
-        wanted = np.arange(n) if outputs is None else np.asarray(outputs, np.int32)
-        if len(wanted) > n or (len(wanted) and (wanted.min() < 0 or wanted.max() >= n)):
-            raise ValueError(f"outputs are rows 0 to {n - 1}, each once; got {wanted}")
+        rows = np.arange(n) if outputs is None else np.asarray(outputs, np.int32)
+        if len(rows) > n or (len(rows) and (rows.min() < 0 or rows.max() >= n)):
+            raise ValueError(f"outputs are rows 0 to {n - 1}, each once; got {rows}")
         self._rows[0, :n] = ids
         self._rows[1, :n] = np.arange(n) if positions is None else positions
         self._rows[2, :n] = sequences
-        self._rows[3, : len(wanted)] = wanted
-        self.words[N_TOKENS], self.words[N_OUTPUTS] = n, len(wanted)
+        self._rows[3, : len(rows)] = rows
+        self.words[N_TOKENS], self.words[N_OUTPUTS] = n, len(rows)
 
 
 class Tape:

@@ -1,4 +1,4 @@
-"""A team of threads that run one compiled function together (SPMD), without numba's thread layer.
+"""A team of threads that runs one compiled function (SPMD), without numba's thread layer.
 
     team = Team(2); team.launch(function_address, block_address)    # function(block, thread, threads) on every thread
 
@@ -34,7 +34,14 @@ from quantkit.kernels.cpu.core.simd import _call, emits
 _I64 = ir.IntType(64)
 _X86 = platform.machine() in ("x86_64", "AMD64", "i686")
 
-ARRIVALS, GENERATION, FAILED, LAUNCH, FUNCTION, BLOCK, THREADS, SLEEPS = 0, 16, 17, 32, 33, 34, 35, 48
+ARRIVALS = 0
+GENERATION = 16
+FAILURE = 17
+LAUNCH = 32
+FUNCTION = 33
+BLOCK = 34
+THREADS = 35
+SLEEPS = 48
 #: Polls of a barrier before the thread yields (about 6 us). On a busy machine two threads may share a CPU, and every
 #: barrier then takes this long: 250 polls were 3 to 10 times faster there than 4000, or than sleeping, which also
 #: tempts the scheduler to keep both on one CPU; on a quiet machine there is no difference.
@@ -104,7 +111,7 @@ def call_operation(b, sig, function, block, tid, nth):
 
 @inline
 def barrier(ctl, nth):
-    """Wait for all ``nth`` threads; what each wrote before is visible to all after."""
+    """Wait for all ``nth`` threads; writes before are visible to all after."""
     if nth == 1:
         return
     generation = atomic_load(ctl, GENERATION)
@@ -118,7 +125,7 @@ def barrier(ctl, nth):
         looks += 1
         if looks > SPINS:
             give_way()
-            if atomic_load(ctl, FAILED) != 0:
+            if atomic_load(ctl, FAILURE) != 0:
                 return
 
 
@@ -147,7 +154,7 @@ def _begin(ctl: int, function: int, block: int) -> int:
 
 
 @kernel
-def _work(ctl: int, tid: int, seen: int) -> int:
+def _work(ctl: int, tid: int, generation: int) -> int:
     """Take part in launches until none comes for a while; return the number of the last one, or -1 at the end.
 
     The thread then acquires its lock: either it is marked asleep, or the mark is gone and the lock is being released.
@@ -155,17 +162,17 @@ def _work(ctl: int, tid: int, seen: int) -> int:
     nth = atomic_load(ctl, THREADS)
     while True:
         since = cycles()
-        while atomic_load(ctl, LAUNCH) == seen:
+        while atomic_load(ctl, LAUNCH) == generation:
             pause()
             waited = cycles() - since
             if waited > ALERT:
                 give_way()
             if waited > AWAKE:
                 atomic_exchange(ctl, SLEEPS + 16 * tid, 1)
-                if atomic_load(ctl, LAUNCH) == seen or atomic_exchange(ctl, SLEEPS + 16 * tid, 0) == 0:
-                    return seen
+                if atomic_load(ctl, LAUNCH) == generation or atomic_exchange(ctl, SLEEPS + 16 * tid, 0) == 0:
+                    return generation
                 break
-        seen += 1
+        generation += 1
         function = atomic_load(ctl, FUNCTION)
         if function == 0:
             return -1
@@ -240,16 +247,16 @@ def _end(words: Any, control: int, locks: list[threading.Lock]) -> None:
 
 def _serve(words: Any, control: int, t: int, lock: Any, failures: list[BaseException], cpu: int | None) -> None:
     """Run as thread ``t`` until the end; ``words`` keeps the control block alive."""
-    seen = 0
+    generation = 0
     try:
         if cpu is not None:
             os.sched_setaffinity(0, {cpu})
-        while seen >= 0:
+        while generation >= 0:
             lock.acquire()
-            seen = _work(control, t, seen)
+            generation = _work(control, t, generation)
     except BaseException as failure:  # the others wait at a barrier and must be told
         failures.append(failure)
-        atomic_set(control, FAILED, 1)
+        atomic_set(control, FAILURE, 1)
 
 
 @kernel

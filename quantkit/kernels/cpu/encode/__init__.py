@@ -11,21 +11,21 @@ from collections.abc import Callable
 from typing import Any
 
 from quantkit.kernels.formats import cpu_function, encoder_for
-from quantkit.kernels.interleave import is_woven
+from quantkit.kernels.interleave import is_interleaved
 from quantkit.types import TensorType
 
 Encoder = Callable[[Any, Any, Any, int, int], None]
 
 
-def encoder(t: TensorType, by: str | None = None) -> Encoder:
-    """Return the encoder of type ``t``; of a woven type for whole groups of rows.
+def encoder(t: TensorType, variant: str | None = None) -> Encoder:
+    """Return the encoder of type ``t``; of an interleaved type for whole groups of rows.
 
-    by: whose, "mainline" or "ik", where there are two; by default that of the type's own tree. Raises TypeNotSupported
-    if there is none.
+    variant: whose, "mainline" or "ik", where there are two; by default that of the type's own tree. Raises
+    TypeNotSupported if there is none.
     """
-    whose = encoder_for(t, by)
-    if is_woven(t):
-        from quantkit.kernels.cpu.encode.interleaved import woven_encoder
+    search = encoder_for(t, variant)
+    if is_interleaved(t):
+        from quantkit.kernels.cpu.encode.interleaved import interleaved_encoder
 
-        return woven_encoder(t, whose)
-    return cpu_function("encode", t, whose)
+        return interleaved_encoder(t, search)
+    return cpu_function("encode", t, search)

@@ -14,9 +14,8 @@ import numpy as np
 from numba import types
 
 from quantkit.kernels.cpu.core.jit import inline, kernel, specialize
-from quantkit.kernels.cpu.core.simd import f32x16, load, splat, store, transpose16_apart, vsqrt
+from quantkit.kernels.cpu.core.simd import f32x16, load, splat, store, transpose16_apart, u8x64, vsqrt
 from quantkit.kernels.cpu.encode import Encoder
-from quantkit.kernels.cpu.encode.groups import address, copy
 from quantkit.kernels.cpu.encode.search import LANES, STEP, WIDE
 from quantkit.types import BY_NAME
 
@@ -25,10 +24,23 @@ BLOCK_BYTES = 1024
 
 
 @inline
+def address(a):
+    """Return an array's address as a signed integer: adding an index keeps it an integer."""
+    return np.intp(a.ctypes.data)
+
+
+@inline
+def copy(source, target, nbytes):
+    """Copy a multiple of 64 bytes between addresses."""
+    for offset in range(0, nbytes, 64):
+        store(target, offset, load(u8x64, source, offset))
+
+
+@inline
 def aligned_scratch(size: Any) -> Any:
     """Return ``size`` bytes of float32 aligned to a cache line."""
-    whole = np.empty(size // 4 + 16, np.float32)
-    return whole[(-address(whole) & 63) // 4 :]
+    buffer = np.empty(size // 4 + 16, np.float32)
+    return buffer[(-address(buffer) & 63) // 4 :]
 
 
 @inline
@@ -44,12 +56,12 @@ def periodic(weights: Any) -> Any:
 
 
 @inline
-def load_group(x: Any, group: Any, n: Any, s: Any, to: Any) -> Any:
+def load_group(x: Any, group: Any, n: Any, s: Any, target: Any) -> Any:
     """Transpose LANES sub-blocks of n values into [n][LANES]."""
     for half in range(LANES // 16):
         for part in range(n // 16):
-            at = ((group * LANES + half * 16) * n + part * 16) * 4
-            transpose16_apart(x, at, n * 4, s, to + part * 16 * STEP + half * 64, STEP)
+            offset = ((group * LANES + half * 16) * n + part * 16) * 4
+            transpose16_apart(x, offset, n * 4, s, target + part * 16 * STEP + half * 64, STEP)
 
 
 @inline
@@ -60,22 +72,22 @@ def turn(s: Any, flat: Any, turned: Any, subs: Any) -> Any:
 
 
 @inline
-def store_sigma(s: Any, x: Any, subs: Any, factor: Any, at: Any, turned: Any, to: Any) -> None:
+def store_sigma(s: Any, x: Any, subs: Any, factor: Any, columns_at: Any, turned: Any, out_at: Any) -> None:
     """Store factor * (sum of squares of the super-block) / 256 for every sub-block, in memory order.
 
-    ``at`` and ``turned`` have room for 16 rows and 1 row of LANES.
+    ``columns_at`` and ``turned`` have room for 16 rows and 1 row of LANES.
     """
     total = splat(WIDE, np.float32(0))
     for part in range(16):
         for half in range(LANES // 16):
-            transpose16_apart(x, half * 16 * BLOCK_BYTES + part * 64, BLOCK_BYTES, s, at + half * 64, STEP)
+            transpose16_apart(x, half * 16 * BLOCK_BYTES + part * 64, BLOCK_BYTES, s, columns_at + half * 64, STEP)
         for i in range(16):
-            v = load(WIDE, s, at + i * STEP)
+            v = load(WIDE, s, columns_at + i * STEP)
             total = total + v * v
     store(s, turned, np.float32(factor) * total / np.float32(256))
     for b in range(LANES):
         sigma = load(types.float32, s, turned + 4 * b)
-        store(s, to + b * subs * 4, splat(f32x16, sigma))
+        store(s, out_at + b * subs * 4, splat(f32x16, sigma))
 
 
 @inline
@@ -101,7 +113,9 @@ gathered = False
 def encode_blocks(x: Any, weights: Any, out: Any, row0: int, row1: int, *tables: Any) -> None:
     """Encode rows row0..row1 of x, float32 [rows, n], to uint8 [rows, row_bytes]; weights: float32 [n], or empty."""
     per_row = x.shape[1] // block
-    scratch, group, repeated = aligned_scratch(scratch_bytes), np.zeros(block * batch, np.float32), periodic(weights)
+    scratch = aligned_scratch(scratch_bytes)
+    group = np.zeros(block * batch, np.float32)
+    repeated = periodic(weights)
     end = row1 * per_row
     for first in range(row0 * per_row, end, batch):
         count = min(batch, end - first)

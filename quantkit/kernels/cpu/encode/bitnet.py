@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from quantkit.kernels.cpu.core.jit import inline, kernel
 from quantkit.kernels.cpu.core.simd import convert, f32_to_f16, make_constant, make_shuffle, store, u8x16, u32x16
-from quantkit.kernels.cpu.encode.groups import address
+from quantkit.kernels.cpu.encode.batch import address
 from quantkit.kernels.cpu.encode.ternary import (
     fraction,
     largest_magnitude,
@@ -47,11 +47,11 @@ has_digit4 = make_constant(u8x16, [255] * 12 + [0] * 4, "bitnet.has_digit4")
 
 
 @inline
-def _levels(x, at, most):
+def _levels(x, offset, most):
     """Return 64 levels; ``most``: the largest magnitude of the row."""
     half = F(0.5) * most
     # Zeros are never below 0, not even where half is 0.
-    return trits(x, at, F(1), -half if half > F(0) else F(-1e-45), half)
+    return trits(x, offset, F(1), -half if half > F(0) else F(-1e-45), half)
 
 
 @kernel

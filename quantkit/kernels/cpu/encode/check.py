@@ -22,7 +22,7 @@ from quantkit.errors import FormatError
 from quantkit.kernels.cpu.core.jit import inline, kernel
 from quantkit.kernels.cpu.core.simd import any_lane, load, load_line
 from quantkit.kernels.cpu.interleave import deinterleave_rows
-from quantkit.kernels.interleave import base_of, is_woven
+from quantkit.kernels.interleave import base_of, is_interleaved
 from quantkit.types import TensorType
 
 #: The mask of each kind of field; its type is the field's width.
@@ -44,14 +44,14 @@ def _dense(data: Any, row_bytes: Any, row0: Any, row1: Any, kind: Any, mask: Any
     for row in range(row0, row1):
         start, end = row * row_bytes, (row + 1) * row_bytes
         lines = start + (row_bytes & ~255)
-        for at in range(start, lines, 256):
-            bad = (load_line(kind, data, at) & mask) == mask
+        for offset in range(start, lines, 256):
+            bad = (load_line(kind, data, offset) & mask) == mask
             for k in range(64, 256, 64):
-                bad = bad | ((load_line(kind, data, at + k) & mask) == mask)
+                bad = bad | ((load_line(kind, data, offset + k) & mask) == mask)
             if any_lane(bad):
                 return row
-        for at in range(lines, end, width):
-            if load(kind, data, at) & mask == mask:
+        for offset in range(lines, end, width):
+            if load(kind, data, offset) & mask == mask:
                 return row
     return -1
 
@@ -69,11 +69,11 @@ def _first_dense(address: int, row_bytes: int, rows: int, kind: Any, mask: Any, 
 
 
 @kernel
-def _first_strided(address: int, row_bytes: int, rows: int, kind: Any, mask: Any, at: int, step: int) -> int:
-    """Return the first row with a bad field, or -1; fields are at byte ``at`` of a row, then every ``step`` bytes."""
+def _first_strided(address: int, row_bytes: int, rows: int, kind: Any, mask: Any, offset: int, step: int) -> int:
+    """Return the first row with a bad field, or -1; fields are at byte ``offset`` of a row and every ``step`` bytes."""
     for row in range(rows):
         bad = False
-        for field in range(row * row_bytes + at, (row + 1) * row_bytes, step):
+        for field in range(row * row_bytes + offset, (row + 1) * row_bytes, step):
             bad |= load(kind, address, field) & mask == mask
         if bad:
             return row
@@ -84,14 +84,15 @@ def validate_rows(t: TensorType, data: npt.NDArray[np.uint8]) -> int:
     """Return the first row with an invalid block, or -1.
 
     ``data`` is uint8 [rows, row_bytes]. Raises FormatError if it is not, or if a row is not a whole number of blocks.
-    Types without fields to check (``t.scales`` empty) always pass; woven rows, in whole groups, are taken apart.
+    Types without fields to check (``t.scales`` empty) always pass; interleaved rows, in whole groups, are taken apart.
     """
-    if is_woven(t):
-        return _validate_woven(t, data)
+    if is_interleaved(t):
+        return _validate_interleaved(t, data)
     if data.dtype != np.uint8 or data.ndim != 2 or (data.shape[1] - t.row_header) % t.block_bytes:
         raise FormatError(
             f"{t.name}: rows must be uint8 [rows, {t.row_header} + k * {t.block_bytes} bytes],"
-            f" not {data.dtype} {list(data.shape)}"
+            f" not {data.dtype} {list(data.shape)}",
+            "QK-E210",
         )
     data = np.ascontiguousarray(data)
     # An address, so that writeable and read-only mapped rows run one compiled kernel.
@@ -102,15 +103,15 @@ def validate_rows(t: TensorType, data: npt.NDArray[np.uint8]) -> int:
         if mask is None:
             continue
         if mask.itemsize == t.block_bytes:
-            found = _first_dense(address, row_bytes, first, type(mask), mask, t.block_bytes)
+            row = _first_dense(address, row_bytes, first, type(mask), mask, t.block_bytes)
         else:
-            at, step = (offset, row_bytes) if of_row else (t.row_header + offset, t.block_bytes)
-            found = _first_strided(address, row_bytes, first, type(mask), mask, at, step)
-        first = found if found >= 0 else first
+            first_field, step = (offset, row_bytes) if of_row else (t.row_header + offset, t.block_bytes)
+            row = _first_strided(address, row_bytes, first, type(mask), mask, first_field, step)
+        first = row if row >= 0 else first
     return first if first < len(data) else -1
 
 
-def _validate_woven(t: TensorType, data: npt.NDArray[np.uint8]) -> int:
+def _validate_interleaved(t: TensorType, data: npt.NDArray[np.uint8]) -> int:
     base, n = base_of(t), (data.shape[1] - t.row_header) // t.block_bytes * t.block
     plain = np.empty((len(data), base.row_bytes(n)), np.uint8)
     deinterleave_rows(t, np.ascontiguousarray(data), plain)

@@ -24,15 +24,17 @@ def bucket_tables(
     A level is the number of boundaries <= v. Empty buckets have an infinite boundary. Raises ValueError if a bucket
     holds two boundaries, or if one is within 1 % of a bucket's edge or beyond the buckets.
     """
-    boundary, below, above = [float("inf")] * count, [0] * count, [0] * count
+    boundary = [float("inf")] * count
+    below = [0] * count
+    above = [0] * count
     for n in range(-count // 2, count // 2):
         low, high = (n - 0.5) * width, (n + 0.5) * width
-        inside = [m for m in boundaries if low <= m < high]
-        if len(inside) > 1 or any(min(m - low, high - m) < 0.01 * width for m in inside):
-            raise ValueError(f"buckets of {width} do not separate the boundaries {inside}")
+        members = [m for m in boundaries if low <= m < high]
+        if len(members) > 1 or any(min(m - low, high - m) < 0.01 * width for m in members):
+            raise ValueError(f"buckets of {width} do not separate the boundaries {members}")
         level = sum(m < low for m in boundaries)
-        boundary[n % count] = inside[0] if inside else float("inf")
-        below[n % count], above[n % count] = level, level + len(inside)
+        boundary[n % count] = members[0] if members else float("inf")
+        below[n % count], above[n % count] = level, level + len(members)
     if max(abs(m) for m in boundaries) > (count / 2 - 1) * width:
         raise ValueError(f"{count} buckets of {width} do not reach the boundaries")
     return boundary, below, above

@@ -19,15 +19,21 @@ def error_sums(
     of summation is fixed (eight lanes along a row), so the result depends only on the values.
     """
     zero = splat(f64x8, 0.0)
-    square, error, w_square, w_error = 0.0, 0.0, 0.0, 0.0
+    square = 0.0
+    error = 0.0
+    w_square = 0.0
+    w_error = 0.0
     n = x.shape[1]
-    whole = n // 8 * 8
+    vector_end = n // 8 * 8
     for row in range(x.shape[0]):
-        a, b, c, d = zero, zero, zero, zero
-        at = row * n * 4
-        for i in range(0, whole, 8):
-            v = convert(f64x8, load(f32x8, x, at + 4 * i))
-            e = v - convert(f64x8, load(f32x8, y, at + 4 * i))
+        a = zero
+        b = zero
+        c = zero
+        d = zero
+        offset = row * n * 4
+        for i in range(0, vector_end, 8):
+            v = convert(f64x8, load(f32x8, x, offset + 4 * i))
+            e = v - convert(f64x8, load(f32x8, y, offset + 4 * i))
             a += v * v
             b += e * e
             if weights.size:
@@ -38,7 +44,7 @@ def error_sums(
         error += hsum(b)
         w_square += hsum(c)
         w_error += hsum(d)
-        for i in range(whole, n):
+        for i in range(vector_end, n):
             s, t = np.float64(x[row, i]), np.float64(x[row, i]) - np.float64(y[row, i])
             square += s * s
             error += t * t

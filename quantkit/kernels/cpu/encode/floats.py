@@ -87,9 +87,9 @@ def cut_bf16_r16(x: Rows, out: npt.NDArray[np.uint8], row0: int, row1: int) -> N
     for group in range(row0, row1, 16):
         for column in range(0, n, 32):
             for row in range(16):
-                at = 4 * (n * (group + row) + column)
-                prefetch_l2(x, at + 1024)  # 16 rows are more streams than the hardware prefetches
-                prefetch_l2(x, at + 1088)
-                store(tile, 64 * row, convert(u16x16, load(u32x16, x, at) >> U(16)))
-                store(tile, 64 * row + 32, convert(u16x16, load(u32x16, x, at + 64) >> U(16)))
+                offset = 4 * (n * (group + row) + column)
+                prefetch_l2(x, offset + 1024)  # 16 rows are more streams than the hardware prefetches
+                prefetch_l2(x, offset + 1088)
+                store(tile, 64 * row, convert(u16x16, load(u32x16, x, offset) >> U(16)))
+                store(tile, 64 * row + 32, convert(u16x16, load(u32x16, x, offset + 64) >> U(16)))
             transpose16_apart(tile, 0, 64, out, 2 * n * group + 32 * column, 64)

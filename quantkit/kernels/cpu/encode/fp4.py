@@ -144,7 +144,10 @@ def _encode_16_mx(s, x, weights, out, count):
     middles = _middles(_e8m0_half(e))
     for j in range(4):
         store(words, 64 * j, _nibbles(xt, 4 * j, 16, middles))
-    a, b, c, d = (load(i32x16, words, 0), load(i32x16, words, 64), load(i32x16, words, 128), load(i32x16, words, 192))
+    a = load(i32x16, words, 0)
+    b = load(i32x16, words, 64)
+    c = load(i32x16, words, 128)
+    d = load(i32x16, words, 192)
     ab, cd = _zip_low(a, b), _zip_low(c, d)
     store(words, 0, _zip2_low(ab, cd))
     store(words, 64, _zip2_high(ab, cd))
@@ -192,14 +195,16 @@ def _search_one_by_one(xt, d, words):
                 e = abs((value if level < 8 else -value) - x)
                 if e < error:
                     best, error = level, e
-            at = 8 * lane + (j & 7)
-            words[at] = best if j < 8 else words[at] | best << 4
+            index = 8 * lane + (j & 7)
+            words[index] = best if j < 8 else words[index] | best << 4
 
 
 @inline
 def _encode_4_nv(s, x, weights, out, count):
     """Encode 4 blocks, 16 sub-blocks, at address x; store ``count`` of them. Source: quantize_row_nvfp4_ref."""
-    xt, d, words = s[:256], s[256:272], s[272:].view(np.uint8)
+    xt = s[:256]
+    d = s[256:272]
+    words = s[272:].view(np.uint8)
     transpose16(x, 0, 64, xt, 0)
     amax = _largest_magnitudes(xt, 16)
     scale = _ue4m3(amax / F(6))

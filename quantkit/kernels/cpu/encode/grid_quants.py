@@ -6,10 +6,10 @@ are searched LANES at a time (grid_search.py):
 | type    | sub-blocks | grid       | distances | signs | candidates           | rounded again              |
 |---------|------------|------------|-----------|-------|----------------------|----------------------------|
 | IQ2_XXS | 8 of 32    | 256 of 8   | 2         | 7     | 13 about a first fit | all                        |
-| IQ2_XS  | 16 of 16   | 512 of 8   | 2         | 7     | 19                   | those beside the grid      |
-| IQ2_S   | 16 of 16   | 1024 of 8  | 1         | 8     | 19                   | those beside the grid      |
-| IQ3_XXS | 8 of 32    | 256 of 4   | 2         | 7     | 31                   | those beside the grid      |
-| IQ3_S   | 8 of 32    | 512 of 4   | 3         | 8     | 19                   | all, if one is beside it   |
+| IQ2_XS  | 16 of 16   | 512 of 8   | 2         | 7     | 19                   | those off the grid         |
+| IQ2_S   | 16 of 16   | 1024 of 8  | 1         | 8     | 19                   | those off the grid         |
+| IQ3_XXS | 8 of 32    | 256 of 4   | 2         | 7     | 31                   | those off the grid         |
+| IQ3_S   | 8 of 32    | 512 of 4   | 3         | 8     | 19                   | all, if one is off it      |
 
 Seven sign bits stand for eight: the number of negative values is made even. Weights are importance * sqrt(mean square
 + x^2). The largest scale of a super-block becomes 31 d, the scales odd multiples of d.
@@ -34,9 +34,9 @@ from quantkit.kernels.cpu.encode.search import EPSILON, LANES, STEP, WIDE, WIDE_
 
 # What the search found, by sub-block in memory order, up to 16 a super-block: scales, signs, the word of each group.
 ROW = 16 * STEP
-SIGMA, SCALES, FOUND_SIGNS, FOUND = (grid.END + k * ROW for k in range(4))
+SIGMA, SCALES, BEST_SIGNS, BEST_WORDS = (grid.END + k * ROW for k in range(4))
 #: Levels of a first fit; LANES sub-blocks.
-LEVELS = FOUND + 8 * ROW
+LEVELS = BEST_WORDS + 8 * ROW
 #: The smallest number above 0.
 DENORMAL = F(2.0**-149)
 
@@ -51,22 +51,22 @@ def load_sub_blocks(s: Any, x: Any, w: Any, group: Any, n: Any, mean: Any) -> No
         weigh_by_importance(s, w, group, n, X, W, SIGMA)
         return
     quarter = F(0.25) * load(WIDE, s, SIGMA + group * STEP)
-    for at in range(0, n * STEP, STEP):
-        v = load(WIDE, s, X + at)
-        store(s, W + at, quarter + v * v if mean else v * v)
+    for offset in range(0, n * STEP, STEP):
+        v = load(WIDE, s, X + offset)
+        store(s, W + offset, quarter + v * v if mean else v * v)
 
 
 @inline
-def keep_found(s: Any, group: Any, n: Any, size: Any, scale: Any, dead: Any, even: Any) -> None:
-    """Keep what was found for LANES sub-blocks: scale -1 and zeros if dead. A negative scale changes all signs."""
-    bits, at = n // 8 * (7 if even else 8), group * STEP
+def store_best(s: Any, group: Any, n: Any, size: Any, scale: Any, dead: Any, even: Any) -> None:
+    """Store the result for LANES sub-blocks: scale -1 and zeros if dead. A negative scale changes all signs."""
+    bits, offset = n // 8 * (7 if even else 8), group * STEP
     negative, signs = scale < F(0), load(WIDE_INT, s, SIGNS)
     signs = choose(negative, signs ^ (-1 if bits == 32 else (1 << bits) - 1), signs)
-    store(s, SCALES + at, choose(dead, F(-1), choose(negative, -scale, scale)))
-    store(s, FOUND_SIGNS + at, choose(dead, 0, signs))
+    store(s, SCALES + offset, choose(dead, F(-1), choose(negative, -scale, scale)))
+    store(s, BEST_SIGNS + offset, choose(dead, 0, signs))
     for k in range(n // size):
         word = load(WIDE_INT, s, BEST + k * STEP) & (grid.OFF - 1)
-        store(s, FOUND + k * ROW + at, choose(dead, 0, word))
+        store(s, BEST_WORDS + k * ROW + offset, choose(dead, 0, word))
 
 
 @inline
@@ -82,12 +82,12 @@ def _fit_sub_blocks(
     even: Any,
     tiny: Any,
     steps: Any,
-    which: Any,
+    selection: Any,
 ) -> None:
     """Search the sub-blocks of ``count`` super-blocks.
 
     sigma: times the mean square; even: seven signs; tiny: sub-blocks of smaller values are dead; steps: candidates on
-    either side of the largest value's; which: groups rounded again, with ALL after candidates about a first fit.
+    either side of the largest value's; selection: groups rounded again, with ALL after candidates about a first fit.
     """
     top = 7 if size == 4 else 2
     if w or size == 8:
@@ -98,58 +98,58 @@ def _fit_sub_blocks(
         grid.derive_weights(s, n)
         largest = grid.largest_value(s, n)
         scale = largest / F(2 * top + 1)
-        if which == ALL:
+        if selection == ALL:
             scale = fit_positive(s, X, W, LEVELS, n, top + 2)
             largest = choose(largest < tiny, F(0), scale * F(top + 1))
             dead = largest <= F(0)
         else:
             dead = largest < tiny
-        largest, off = choose(dead, F(1), largest), which == ALL_IF_ONE_IS_OFF
+        largest, off = choose(dead, F(1), largest), selection == ALL_IF_ONE_IS_OFF
         scale, _ = grid.search_scale(s, lists, n, size, top, largest, scale, steps, 0.2 if size == 4 else 0.1, off)
-        scale = grid.round_again(s, lists, n, size, top, scale, which)
-        keep_found(s, group, n, size, scale, dead, even)
+        scale = grid.round_again(s, lists, n, size, top, scale, selection)
+        store_best(s, group, n, size, scale, dead, even)
 
 
 # ---------------------------------------------------------------- bytes
 
 
 @inline
-def largest_scale(s: Any, at: Any, subs: Any) -> Any:
-    """Return the largest scale of the super-block whose sub-blocks begin at byte ``at``; 0 if all are dead."""
+def largest_scale(s: Any, offset: Any, subs: Any) -> Any:
+    """Return the largest scale of the super-block whose sub-blocks begin at byte ``offset``; 0 if all are dead."""
     largest = F(0)
     for ib in range(0, 4 * subs, 4):
-        largest = max(largest, load(types.float32, s, SCALES + at + ib))
+        largest = max(largest, load(types.float32, s, SCALES + offset + ib))
     return largest
 
 
 @inline
-def scale_code(s: Any, at: Any, inverse: Any) -> Any:
+def scale_code(s: Any, offset: Any, inverse: Any) -> Any:
     """Return the 4-bit code of the scale of a sub-block."""
-    scale = load(types.float32, s, SCALES + at)
+    scale = load(types.float32, s, SCALES + offset)
     return max(0, min(15, nearest_int(F(0.5) * (inverse * scale - F(1))))) if scale > F(0) else 0
 
 
 @inline
-def index_of(s: Any, lists: Any, at: Any, k: Any) -> Any:
+def index_of(s: Any, lists: Any, offset: Any, k: Any) -> Any:
     """Return the index in the grid of group k of a sub-block."""
-    return np.int64(load(types.uint16, lists[2], 2 * np.int64(load(types.int32, s, FOUND + k * ROW + at))))
+    return np.int64(load(types.uint16, lists[2], 2 * np.int64(load(types.int32, s, BEST_WORDS + k * ROW + offset))))
 
 
 @inline
-def _signs(s: Any, at: Any) -> Any:
-    return np.int64(load(types.uint32, s, FOUND_SIGNS + at))
+def _signs(s: Any, offset: Any) -> Any:
+    return np.int64(load(types.uint32, s, BEST_SIGNS + offset))
 
 
 @inline
 def clear(out: Any, size: Any) -> None:
     """Set an even number of bytes to 0."""
-    for at in range(0, size, 2):
-        store(out, at, np.uint16(0))
+    for offset in range(0, size, 2):
+        store(out, offset, np.uint16(0))
 
 
 @inline
-def begin_block(s: Any, b: Any, subs: Any, codes: Any, stretch: Any, out: Any, size: Any) -> Any:
-    """Clear super-block ``b`` of a batch and store its scale d, the largest of its ``subs`` over ``codes``, stretched.
+def begin_block(s: Any, b: Any, subs: Any, codes: Any, gain: Any, out: Any, size: Any) -> Any:
+    """Clear super-block ``b`` and store its scale d: the largest of its ``subs`` scales over ``codes``, times ``gain``.
 
     Return its address, the byte where its sub-blocks begin, whether any of them is alive, and 1 / d.
     """
@@ -158,23 +158,23 @@ def begin_block(s: Any, b: Any, subs: Any, codes: Any, stretch: Any, out: Any, s
     d = top / codes
     clear(o, size)
     if top > F(0):
-        store(o, 0, f32_to_f16(d * stretch))
+        store(o, 0, f32_to_f16(d * gain))
     return o, first, top > F(0), F(1) / d
 
 
 @inline
 def _write_xxs(
-    s: Any, out: Any, count: Any, lists: Any, groups: Any, stretch: Any, size: Any, words: Any, step: Any
+    s: Any, out: Any, count: Any, lists: Any, groups: Any, gain: Any, size: Any, words: Any, step: Any
 ) -> None:
     """Store super-blocks: 8 bytes apart the indices of 32 values, at ``words``, ``step`` apart, signs and scale."""
     for b in range(count):
-        o, first, alive, inverse = begin_block(s, b, 8, F(31), stretch, out, size)
+        o, first, alive, inverse = begin_block(s, b, 8, F(31), gain, out, size)
         if alive:
             for ib in range(8):
-                at = first + 4 * ib
+                offset = first + 4 * ib
                 for k in range(groups):
-                    store(o, 2 + 8 * ib + k, np.uint8(index_of(s, lists, at, k)))
-                store(o, words + step * ib, np.uint32(_signs(s, at) | scale_code(s, at, inverse) << 28))
+                    store(o, 2 + 8 * ib + k, np.uint8(index_of(s, lists, offset, k)))
+                store(o, words + step * ib, np.uint32(_signs(s, offset) | scale_code(s, offset, inverse) << 28))
 
 
 @inline
@@ -201,15 +201,15 @@ def iq2_xs_batch(s: Any, x: Any, w: Any, out: Any, count: Any, *lists: Any) -> N
 
 @inline
 def write_iq2_xs(s: Any, out: Any, count: Any, lists: Any) -> None:
-    """Store what the search found for ``count`` super-blocks."""
+    """Store the search's scales and levels of ``count`` super-blocks."""
     for b in range(count):
         o, first, alive, inverse = begin_block(s, b, 16, F(31), F(1), out, 74)
         if alive:
             for ib in range(16):
-                at = first + 4 * ib
-                signs = _signs(s, at)
-                store(o, 2 + 4 * ib, np.uint16(index_of(s, lists, at, 0) | (signs & 127) << 9))
-                store(o, 4 + 4 * ib, np.uint16(index_of(s, lists, at, 1) | signs >> 7 << 9))
+                offset = first + 4 * ib
+                signs = _signs(s, offset)
+                store(o, 2 + 4 * ib, np.uint16(index_of(s, lists, offset, 0) | (signs & 127) << 9))
+                store(o, 4 + 4 * ib, np.uint16(index_of(s, lists, offset, 1) | signs >> 7 << 9))
             _store_nibbles(s, first, 16, inverse, o + 66)
 
 
@@ -222,8 +222,8 @@ def iq2_s_batch(s: Any, x: Any, w: Any, out: Any, count: Any, *lists: Any) -> No
         for ib in range(0, 16, 2):
             high = 0
             for k in range(4):
-                at = first + 4 * (ib + k // 2)
-                index = index_of(s, lists, at, k % 2)
+                offset = first + 4 * (ib + k // 2)
+                index = index_of(s, lists, offset, k % 2)
                 store(o, 2 + 2 * ib + k, np.uint8(index))
                 high |= index >> 8 << 2 * k
             store(o, 66 + ib // 2, np.uint8(high))
@@ -251,15 +251,15 @@ def iq3_s_batch(s: Any, x: Any, w: Any, out: Any, count: Any, *lists: Any) -> No
         o, first, alive, inverse = begin_block(s, b, 8, F(31), F(1.033), out, 110)
         place = 0
         for ib in range(8):
-            at, high = first + 4 * ib, 0
-            if load(types.float32, s, SCALES + at) < F(0):
+            offset, high = first + 4 * ib, 0
+            if load(types.float32, s, SCALES + offset) < F(0):
                 continue
             for k in range(8):
-                index = index_of(s, lists, at, k)
+                index = index_of(s, lists, offset, k)
                 store(o, 2 + 8 * place + k, np.uint8(index))
                 high |= index >> 8 << k
             store(o, 66 + ib, np.uint8(high))
-            store(o, 74 + 4 * place, np.uint32(_signs(s, at)))
+            store(o, 74 + 4 * place, np.uint32(_signs(s, offset)))
             place += 1
         if alive:
             _store_nibbles(s, first, 8, inverse, o + 106)

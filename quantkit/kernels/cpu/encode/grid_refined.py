@@ -3,7 +3,7 @@
 IQ2_XS: the candidates lie about the scale of the best partition of the sorted magnitudes into levels 1, 3 and 5; then
 all groups are rounded again for as long as that helps, and d is fitted to the values of the whole super-block.
 
-IQ1_M: weights go by the mean square of 32 values, and where groups are beside the grid, the shifts are chosen again.
+IQ1_M: weights go by the mean square of 32 values, and where groups are off the grid, the shifts are chosen again.
 Sub-blocks of zeros in a super-block with other values shift up; ik repeats what an earlier super-block of the same call
 had there, so its bytes depend on the rows before.
 
@@ -33,14 +33,14 @@ from quantkit.kernels.cpu.core.simd import select as choose
 from quantkit.kernels.cpu.encode import grid_search as grid
 from quantkit.kernels.cpu.encode.batch import load_group, store_sigma
 from quantkit.kernels.cpu.encode.grid_quants import (
-    FOUND,
-    FOUND_SIGNS,
+    BEST_SIGNS,
+    BEST_WORDS,
     SCALES,
     SIGMA,
-    keep_found,
     largest_scale,
     load_sub_blocks,
     scale_code,
+    store_best,
     write_iq2_xs,
 )
 from quantkit.kernels.cpu.encode.grid_search import BEST, OFF, ROOT, SHIFT, SLOT, W, X, ternary
@@ -130,7 +130,7 @@ def _fit_iq2_xs(s: Any, x: Any, w: Any, lists: Any, count: Any) -> None:
         middle = choose(dead, F(1), choose(scale != F(0), scale * F(5), F(1)))
         scale, best = grid.search_scale(s, lists, 16, 8, 2, middle, scale, 7, 0.1, False)
         scale = _round_on(s, lists, scale, best, dead)
-        keep_found(s, group, 16, 8, scale, dead, True)
+        store_best(s, group, 16, 8, scale, dead, True)
 
 
 @inline
@@ -148,16 +148,16 @@ def _sign_of(bits: Any, i: Any) -> Any:
 def _store_terms(s: Any, group: Any) -> None:
     """Store the terms of sum(w q x) and sum(w q q) of LANES sub-blocks, whose factors are in FACTORS."""
     factor = F(0.125) * load(WIDE, s, FACTORS + group * STEP)
-    signs = load(WIDE_INT, s, FOUND_SIGNS + group * STEP)
+    signs = load(WIDE_INT, s, BEST_SIGNS + group * STEP)
     for k in range(2):
-        word, bits = load(WIDE_INT, s, FOUND + k * 16 * STEP + group * STEP), signs >> 7 * k & 127
+        word, bits = load(WIDE_INT, s, BEST_WORDS + k * 16 * STEP + group * STEP), signs >> 7 * k & 127
         for i in range(8):
-            at = (8 * k + i) * STEP
+            offset = (8 * k + i) * STEP
             q = factor * lookup16_f32(_bytes_of_grid(), word) * _sign_of(bits, i)
             word = word >> 2
-            wq = load(WIDE, s, W + at) * q
-            store(s, SORTED + at, wq * load(WIDE, s, X + at))
-            store(s, SORTED_W + at, wq * q)
+            wq = load(WIDE, s, W + offset) * q
+            store(s, SORTED + offset, wq * load(WIDE, s, X + offset))
+            store(s, SORTED_W + offset, wq * q)
 
 
 @inline
@@ -166,8 +166,8 @@ def iq2_xs_batch_refined(s: Any, x: Any, w: Any, out: Any, count: Any, *lists: A
     write_iq2_xs(s, out, count, lists)
     for b in range(count):
         inverse = F(1) / (largest_scale(s, 64 * b, 16) / F(31))
-        for at in range(64 * b, 64 * b + 64, 4):
-            store(s, FACTORS + at, F(2 * scale_code(s, at, inverse) + 1))
+        for offset in range(64 * b, 64 * b + 64, 4):
+            store(s, FACTORS + offset, F(2 * scale_code(s, offset, inverse) + 1))
     for group in range((count * 16 + LANES - 1) // LANES):
         load_sub_blocks(s, x, w, group, 16, True)
         _store_terms(s, group)
@@ -188,14 +188,16 @@ _ROW = 18 * STEP
 def _store_last_runs(s: Any) -> None:
     """Store the terms of the run of level 1 that begins at each boundary."""
     for half in range(2):
-        sums_x, sums_w, at = SUM_X + half * _ROW, SUM_W + half * _ROW, TERMS + 4 * half * _ROW
+        sums_x = SUM_X + half * _ROW
+        sums_w = SUM_W + half * _ROW
+        offset = TERMS + 4 * half * _ROW
         all_x, all_w = load(WIDE, s, sums_x + 16 * STEP), load(WIDE, s, sums_w + 16 * STEP)
         for j in range(0, 17 * STEP, STEP):
             x, w = all_x - load(WIDE, s, sums_x + j), all_w - load(WIDE, s, sums_w + j)
-            store(s, at + j, x * F(1.125))
-            store(s, at + _ROW + j, x * F(0.875))
-            store(s, at + 2 * _ROW + j, w * F(1.125) * F(1.125))
-            store(s, at + 3 * _ROW + j, w * F(0.875) * F(0.875))
+            store(s, offset + j, x * F(1.125))
+            store(s, offset + _ROW + j, x * F(0.875))
+            store(s, offset + 2 * _ROW + j, w * F(1.125) * F(1.125))
+            store(s, offset + 3 * _ROW + j, w * F(0.875) * F(0.875))
 
 
 @inline
@@ -225,7 +227,7 @@ def _search_boundaries(s: Any) -> Any:
     sum_below(s, 16, 1)
     _store_last_runs(s)
     zero, none = splat(WIDE, F(0)), splat(WIDE_INT, 0)
-    found = zero, zero, none, none, splat(WIDE_INT, -1)
+    best = zero, zero, none, none, splat(WIDE_INT, -1)
     for i in range(17):
         a_up, a_down, a_up2, a_down2 = _first_run(s, 0, i * STEP)
         b_up, b_down, b_up2, b_down2 = _first_run(s, 1, i * STEP)
@@ -245,8 +247,8 @@ def _search_boundaries(s: Any) -> Any:
                     qx, q2 = x + b_down - b, w + b_down2 + b2
                 qx = qx + load(WIDE, s, last + (4 + k % 2) * _ROW)
                 q2 = q2 + load(WIDE, s, last + (6 + k % 2) * _ROW)
-                found = keep_better(found, qx, q2, i, j, k)
-    return found[1:]
+                best = keep_better(best, qx, q2, i, j, k)
+    return best[1:]
 
 
 @inline
@@ -257,16 +259,30 @@ def _choose_shifts(s: Any, off: Any, scale: Any, shifts: Any) -> Any:
     for k in range(2):
         word = load(WIDE_INT, s, SLOT + k * STEP)
         for i in range(8):
-            at, level = (8 * k + i) * STEP, lookup16_f32(ternary(), word)
+            offset, level = (8 * k + i) * STEP, lookup16_f32(ternary(), word)
             word = word >> 2
-            w, up, down = load(WIDE, s, W + at), level + EIGHTH, level - EIGHTH
-            wx = w * load(WIDE, s, X + at)
-            up_x, down_x, up_w, down_w = wx * up, wx * down, w * up * up, w * down * down
-            x_0, x_3, w_0, w_3 = x_0 + up_x, x_3 + down_x, w_0 + up_w, w_3 + down_w
+            w = load(WIDE, s, W + offset)
+            up = level + EIGHTH
+            down = level - EIGHTH
+            wx = w * load(WIDE, s, X + offset)
+            up_x = wx * up
+            down_x = wx * down
+            up_w = w * up * up
+            down_w = w * down * down
+            x_0 = x_0 + up_x
+            x_3 = x_3 + down_x
+            w_0 = w_0 + up_w
+            w_3 = w_3 + down_w
             if k == 0:
-                x_1, x_2, w_1, w_2 = x_1 + up_x, x_2 + down_x, w_1 + up_w, w_2 + down_w
+                x_1 = x_1 + up_x
+                x_2 = x_2 + down_x
+                w_1 = w_1 + up_w
+                w_2 = w_2 + down_w
             else:
-                x_1, x_2, w_1, w_2 = x_1 + down_x, x_2 + up_x, w_1 + down_w, w_2 + up_w
+                x_1 = x_1 + down_x
+                x_2 = x_2 + up_x
+                w_1 = w_1 + down_w
+                w_2 = w_2 + up_w
     best = zero
     for k in range(4):
         qx, q2 = (x_0, w_0) if k == 0 else (x_1, w_1) if k == 1 else (x_2, w_2) if k == 2 else (x_3, w_3)
@@ -288,32 +304,32 @@ def _store_sigma_of_32(s: Any, x: Any, count: Any) -> None:
             total = total + v * v
         store(s, grid.SCALE, F(1.5) * total / F(32))
         for lane in range(LANES):
-            sigma, at = load(types.float32, s, grid.SCALE + 4 * lane), SIGMA + 8 * (group * LANES + lane)
-            store(s, at, sigma)
-            store(s, at + 4, sigma)
+            sigma, offset = load(types.float32, s, grid.SCALE + 4 * lane), SIGMA + 8 * (group * LANES + lane)
+            store(s, offset, sigma)
+            store(s, offset + 4, sigma)
 
 
 @inline
 def _use_squares_if_nothing_weighs(s: Any) -> None:
     """Weigh by x^2 where sum(w |x|) is 0; the first value is left out of the sum."""
     total = splat(WIDE, F(0))
-    for at in range(STEP, 16 * STEP, STEP):
-        total = total + load(WIDE, s, W + at) * vabs(load(WIDE, s, X + at))
+    for offset in range(STEP, 16 * STEP, STEP):
+        total = total + load(WIDE, s, W + offset) * vabs(load(WIDE, s, X + offset))
     nothing = total == F(0)
     if any_lane(nothing):
-        for at in range(0, 16 * STEP, STEP):
-            x = load(WIDE, s, X + at)
-            store(s, W + at, choose(nothing, x * x, load(WIDE, s, W + at)))
+        for offset in range(0, 16 * STEP, STEP):
+            x = load(WIDE, s, X + offset)
+            store(s, W + offset, choose(nothing, x * x, load(WIDE, s, W + offset)))
 
 
 @inline
 def fit_half_loaded(s: Any, lists: Any, group: Any, least: Any) -> None:
-    """Search LANES sub-blocks of 16 values with their weights; keep what is found as that of ``group``.
+    """Search LANES sub-blocks of 16 values with their weights; store the result as that of ``group``.
 
     least: sub-blocks of smaller values are dead.
     """
-    for at in range(0, 16 * STEP, STEP):
-        store(s, ROOT + at, load(WIDE, s, W + at))
+    for offset in range(0, 16 * STEP, STEP):
+        store(s, ROOT + offset, load(WIDE, s, W + offset))
     largest = largest_magnitude(s, 16)
     sort_values(s, 16)
     scale, low, high, shifts = _search_boundaries(s)
@@ -330,17 +346,17 @@ def fit_half_loaded(s: Any, lists: Any, group: Any, least: Any) -> None:
     for k in range(0, 2 * STEP, STEP):
         off = off | load(WIDE_INT, s, SLOT + k)
     scale, shifts = _choose_shifts(s, choose(dead, 0, off & OFF), scale, shifts)
-    at = group * STEP
-    store(s, SCALES + at, choose(dead, F(0), scale))
-    store(s, FOUND_SIGNS + at, shifts)
+    offset = group * STEP
+    store(s, SCALES + offset, choose(dead, F(0), scale))
+    store(s, BEST_SIGNS + offset, shifts)
     for k in range(2):
         word = load(WIDE_INT, s, SLOT + k * STEP) & (OFF - 1)
-        store(s, FOUND + k * 16 * STEP + at, choose(dead, 0, word))
+        store(s, BEST_WORDS + k * 16 * STEP + offset, choose(dead, 0, word))
 
 
 @inline
 def _fit_halves_refined(s: Any, x: Any, w: Any, lists: Any, count: Any) -> None:
-    """Search the sub-blocks of ``count`` super-blocks. FOUND_SIGNS gets the halves that shift down, bit 1 the first."""
+    """Search the sub-blocks of ``count`` super-blocks. BEST_SIGNS gets the halves that shift down, bit 1 the first."""
     _store_sigma_of_32(s, x, count)
     for group in range((count * 16 + LANES - 1) // LANES):
         load_sub_blocks(s, x, w, group, 16, False)
@@ -348,4 +364,4 @@ def _fit_halves_refined(s: Any, x: Any, w: Any, lists: Any, count: Any) -> None:
         fit_half_loaded(s, lists, group, F(1e-7))
 
 
-iq1_m_batch_refined = specialize(iq1_m_batch, "ik", _fit_halves=_fit_halves_refined, STRETCH=F(1.085))
+iq1_m_batch_refined = specialize(iq1_m_batch, "ik", _fit_halves=_fit_halves_refined, D_GAIN=F(1.085))

@@ -22,12 +22,11 @@ from quantkit.kernels.cpu.core.jit import inline, kernel, specialize
 from quantkit.kernels.cpu.core.simd import f32_to_f16, load, nearest_int, splat, store, vabs, vsqrt
 from quantkit.kernels.cpu.core.simd import select as choose
 from quantkit.kernels.cpu.encode import Encoder
-from quantkit.kernels.cpu.encode.batch import aligned_scratch, load_group
-from quantkit.kernels.cpu.encode.grid_quants import FOUND, FOUND_SIGNS, SCALES, index_of
+from quantkit.kernels.cpu.encode.batch import address, aligned_scratch, copy, load_group
+from quantkit.kernels.cpu.encode.grid_quants import BEST_SIGNS, BEST_WORDS, SCALES, index_of
 from quantkit.kernels.cpu.encode.grid_refined import fit_half_loaded
 from quantkit.kernels.cpu.encode.grid_search import W, X
 from quantkit.kernels.cpu.encode.grid_ternary import SCRATCH, fit_loaded
-from quantkit.kernels.cpu.encode.groups import address, copy
 from quantkit.kernels.cpu.encode.search import LANES, STEP, WIDE, WIDE_INT, F
 from quantkit.types import BY_NAME
 
@@ -48,8 +47,8 @@ END = SQUARES + STEP
 @inline
 def _sum_of_squares(s: Any, n: Any) -> Any:
     total = splat(WIDE, F(0))
-    for at in range(0, n * STEP, STEP):
-        v = load(WIDE, s, X + at)
+    for offset in range(0, n * STEP, STEP):
+        v = load(WIDE, s, X + offset)
         total = total + v * v
     return total
 
@@ -61,27 +60,27 @@ def _store_weights(s: Any, w: Any, n: Any, squares: Any, limit: Any) -> None:
     if w:
         load_group(w, 0, n, s, W)
     total = splat(WIDE, F(0))
-    for at in range(0, n * STEP, STEP):
-        x = load(WIDE, s, X + at)
+    for offset in range(0, n * STEP, STEP):
+        x = load(WIDE, s, X + offset)
         weight = vsqrt(sigma + x * x)
         if w:
-            weight = load(WIDE, s, W + at) * weight
+            weight = load(WIDE, s, W + offset) * weight
             total = total + weight * vabs(x)
-        store(s, W + at, weight)
+        store(s, W + offset, weight)
     if w:
         nothing = total < limit
-        for at in range(0, n * STEP, STEP):
-            x = load(WIDE, s, X + at)
-            store(s, W + at, choose(nothing, vsqrt(sigma + x * x), load(WIDE, s, W + at)))
+        for offset in range(0, n * STEP, STEP):
+            x = load(WIDE, s, X + offset)
+            store(s, W + offset, choose(nothing, vsqrt(sigma + x * x), load(WIDE, s, W + offset)))
 
 
 @inline
 def _zero(s: Any, dead: Any, groups: Any) -> None:
     """Make lanes the point of zeros, with scale 0 and shifted up."""
     store(s, SCALES, choose(dead, F(0), load(WIDE, s, SCALES)))
-    store(s, FOUND_SIGNS, choose(dead, 0, load(WIDE_INT, s, FOUND_SIGNS)))
+    store(s, BEST_SIGNS, choose(dead, 0, load(WIDE_INT, s, BEST_SIGNS)))
     for k in range(0, groups * 16 * STEP, 16 * STEP):
-        store(s, FOUND + k, choose(dead, ZEROS, load(WIDE_INT, s, FOUND + k)))
+        store(s, BEST_WORDS + k, choose(dead, ZEROS, load(WIDE_INT, s, BEST_WORDS + k)))
 
 
 @inline
@@ -100,13 +99,13 @@ def fit_halves(s: Any, x: Any, w: Any, lists: Any) -> None:
     load_group(x, 0, 16, s, X)
     of_half = _sum_of_squares(s, 16)
     store(s, SQUARES, of_half)
-    for at in range(0, STEP, 8):
-        both = load(types.float32, s, SQUARES + at) + load(types.float32, s, SQUARES + at + 4)
-        store(s, SQUARES + at, both)
-        store(s, SQUARES + at + 4, both)
+    for offset in range(0, STEP, 8):
+        both = load(types.float32, s, SQUARES + offset) + load(types.float32, s, SQUARES + offset + 4)
+        store(s, SQUARES + offset, both)
+        store(s, SQUARES + offset + 4, both)
         # ik compares the second sum with a double, which is a bit larger.
-        store(s, LIMITS + at, NOTHING)
-        store(s, LIMITS + at + 4, np.nextafter(NOTHING, F(1)))
+        store(s, LIMITS + offset, NOTHING)
+        store(s, LIMITS + offset + 4, np.nextafter(NOTHING, F(1)))
     squares = load(WIDE, s, SQUARES)
     _store_weights(s, w, 16, squares, load(WIDE, s, LIMITS))
     fit_half_loaded(s, lists, 0, F(0))
@@ -125,7 +124,7 @@ def store_block(s: Any, lists: Any, b: Any, out: Any) -> None:
         index = index_of(s, lists, 4 * b, k)
         store(out, k, np.uint8(index))
         high |= index >> 8 << 3 * k
-    down = load(types.uint32, s, FOUND_SIGNS + 4 * b) != 0
+    down = load(types.uint32, s, BEST_SIGNS + 4 * b) != 0
     store(out, 4, np.uint16(high | (0x8000 if down else 0)))
 
 
@@ -133,9 +132,9 @@ def store_block(s: Any, lists: Any, b: Any, out: Any) -> None:
 def store_halves(s: Any, lists: Any, b: Any, out: Any) -> None:
     """Store block b of IQ1_M_ROW without its scales."""
     for half in range(2):
-        at = 4 * (2 * b + half)
-        i0, i1 = index_of(s, lists, at, 0), index_of(s, lists, at, 1)
-        shifts = np.int64(load(types.int32, s, FOUND_SIGNS + at))
+        offset = 4 * (2 * b + half)
+        i0, i1 = index_of(s, lists, offset, 0), index_of(s, lists, offset, 1)
+        shifts = np.int64(load(types.int32, s, BEST_SIGNS + offset))
         store(out, 2 * half, np.uint16((i0 & 255) | (i1 & 255) << 8))
         store(out, 4 + half, np.uint8(i0 >> 8 | i1 >> 8 << 4 | (shifts & 2) << 2 | (shifts & 1) << 7))
 
@@ -166,12 +165,12 @@ halves = block_bytes = 0
 
 
 @inline
-def _padded(row: Any, first: Any, count: Any, at: Any) -> Any:
-    """Return the address of a batch: at a row's end, of a copy at ``at``, which LANES sub-blocks may be read from."""
+def _padded(row: Any, first: Any, count: Any, buffer: Any) -> Any:
+    """Return the address of a batch: at a row's end, of a copy in ``buffer``, where LANES sub-blocks may be read."""
     if count * halves == LANES:
         return row + 128 * first
-    copy(row + 128 * first, at, 128 * count)
-    return at
+    copy(row + 128 * first, buffer, 128 * count)
+    return buffer
 
 
 def _encode_row(s: Any, x: Any, w: Any, n: Any, out: Any, scales: Any, lists: Any) -> None:
@@ -205,8 +204,8 @@ def _encode_rows(x: Any, weights: Any, out: Any, row0: int, row1: int, *lists: A
     for row in range(row0, row1):
         # Addresses are taken here: numba frees an array after its last use.
         w = address(weights) if weights.size else 0
-        at, to = address(x) + 4 * n * row, address(out) + out.shape[1] * row
-        encode_row(address(scratch), at, w, n, to, address(scales), lists)
+        source, target = address(x) + 4 * n * row, address(out) + out.shape[1] * row
+        encode_row(address(scratch), source, w, n, target, address(scales), lists)
 
 
 def grid_rows_encoder(name: str, fit: Any, store_found: Any, store_codes: Any, tables: Callable[[], Any]) -> Encoder:

@@ -1,7 +1,7 @@
 """The search for the scale of a sub-block whose values are points of a grid: IQ2 and IQ3.
 
 A candidate for 1 / scale rounds values to levels q = 1, 3, 5, ... A group (4 values of IQ3, 8 of IQ2) whose point is
-beside the grid becomes the one of its neighbours (neighbours.py) with the smallest sum(sqrt(w) * (scale * q - x)^2).
+off the grid becomes the one of its neighbours (neighbours.py) with the smallest sum(sqrt(w) * (scale * q - x)^2).
 The candidate is rated by sum(w q x)^2 / sum(w q q), with the best scale sum(w q x) / sum(w q q). At the end groups are
 rounded again by the scale that won.
 
@@ -45,10 +45,10 @@ from quantkit.kernels.cpu.encode.neighbours import WORDS
 from quantkit.kernels.cpu.encode.search import LANES, STEP, WIDE, WIDE_INT, F
 
 #: Share of the distances that rounding changes by far less; they come from sums of 8.
-NEAR = F(2.0**-12)
+TOLERANCE = F(2.0**-12)
 #: The value of levels that no point has: no neighbour is farther away, unless all are equally far.
-NEVER = 1e18
-#: Set in a word that is not its group's own point; in one that is nearest by more than NEAR.
+UNREACHABLE = 1e18
+#: Set in a word that is not its group's own point; in one that is nearest by more than TOLERANCE.
 OFF, SURE = 1 << 24, 1 << 25
 
 # Scratch. [value][lane]: magnitudes, weights, weights * x, roots of weights.
@@ -64,9 +64,9 @@ ISCALES, SCALES, SLOTS, RUNS, RUN_WORDS, WORDS_OF = ((170 + k * TRIALS) * STEP f
 TASKS = WORDS_OF + 8 * TRIALS * STEP
 SPANS, END = TASKS + TRIALS * STEP, TASKS + 3 * TRIALS * STEP
 
-ternary = make_constant(f32x16, [-1, 0, 1, NEVER] * 4, "grid_ternary")
-odd3 = make_constant(f32x16, [1, 3, 5, NEVER] * 4, "grid_odd3")
-odd8 = make_constant(f32x16, [1, 3, 5, 7, 9, 11, 13, 15] + [NEVER] * 8, "grid_odd8")
+ternary = make_constant(f32x16, [-1, 0, 1, UNREACHABLE] * 4, "grid_ternary")
+odd3 = make_constant(f32x16, [1, 3, 5, UNREACHABLE] * 4, "grid_odd3")
+odd8 = make_constant(f32x16, [1, 3, 5, 7, 9, 11, 13, 15] + [UNREACHABLE] * 8, "grid_odd8")
 lane_numbers = make_constant(i32x16, list(range(16)), "grid_lane_numbers")
 
 
@@ -86,21 +86,21 @@ def values_of_levels(size: Any) -> Any:
 
 
 @inline
-def _cost(s: Any, at: Any, q: Any) -> Any:
-    """Return what each level costs of the value at byte ``at``; q: scale times the values of levels."""
-    diff = q - load(types.float32, s, X + at)
-    return load(types.float32, s, ROOT + at) * diff * diff
+def _cost(s: Any, offset: Any, q: Any) -> Any:
+    """Return the error of the value at byte ``offset`` with each level; q: scale times the values of levels."""
+    diff = q - load(types.float32, s, X + offset)
+    return load(types.float32, s, ROOT + offset) * diff * diff
 
 
 @inline
-def _costs(s: Any, at: Any, q: Any, size: Any) -> Any:
+def _costs(s: Any, offset: Any, q: Any, size: Any) -> Any:
     """Return the costs of levels of each value of a group."""
-    c0, c1 = _cost(s, at, q), _cost(s, at + STEP, q)
-    c2, c3 = _cost(s, at + 2 * STEP, q), _cost(s, at + 3 * STEP, q)
+    c0, c1 = _cost(s, offset, q), _cost(s, offset + STEP, q)
+    c2, c3 = _cost(s, offset + 2 * STEP, q), _cost(s, offset + 3 * STEP, q)
     if size == 4:
         return c0, c1, c2, c3, c0, c0, c0, c0
-    c4, c5 = _cost(s, at + 4 * STEP, q), _cost(s, at + 5 * STEP, q)
-    return c0, c1, c2, c3, c4, c5, _cost(s, at + 6 * STEP, q), _cost(s, at + 7 * STEP, q)
+    c4, c5 = _cost(s, offset + 4 * STEP, q), _cost(s, offset + 5 * STEP, q)
+    return c0, c1, c2, c3, c4, c5, _cost(s, offset + 6 * STEP, q), _cost(s, offset + 7 * STEP, q)
 
 
 @inline
@@ -117,12 +117,12 @@ def _distances(words: Any, costs: Any, size: Any) -> Any:
 
 
 @inline
-def _nearest(s: Any, at: Any, q: Any, entry: Any, words: Any, size: Any) -> Any:
-    """Find the nearest neighbour, the first of several, of the group whose x begins at byte ``at``.
+def _nearest(s: Any, offset: Any, q: Any, entry: Any, words: Any, size: Any) -> Any:
+    """Find the nearest neighbour, the first of several, of the group whose x begins at byte ``offset``.
 
     q: scale times the values of levels. Returns its word, its distance and that of the second nearest.
     """
-    costs = _costs(s, at, q, size)
+    costs = _costs(s, offset, q, size)
     first = (entry >> 5) * (2 * WORDS)
     best = _distances(convert(i32x16, load(u16x16, words, first)), costs, size)
     place, second = lane_numbers(), splat(f32x16, F(np.inf))
@@ -134,10 +134,10 @@ def _nearest(s: Any, at: Any, q: Any, entry: Any, words: Any, size: Any) -> Any:
     distance = hmin(best)
     least = best == distance
     bits = mask_bits(least)
-    found, runner_up = np.int64(extract(place, trailing_zeros(bits) & 15)), hmin(choose(least, second, best))
+    nearest, runner_up = np.int64(extract(place, trailing_zeros(bits) & 15)), hmin(choose(least, second, best))
     if bits & (bits - np.uint64(1)):
-        found, runner_up = np.int64(hmin(choose(least, place, 32 * WORDS))), distance
-    return np.int64(load(types.uint16, words, first + 2 * found)), distance, runner_up
+        nearest, runner_up = np.int64(hmin(choose(least, place, 32 * WORDS))), distance
+    return np.int64(load(types.uint16, words, first + 2 * nearest)), distance, runner_up
 
 
 # ---------------------------------------------------------------- a candidate
@@ -163,10 +163,10 @@ def slots_to_words(s: Any, scale: Any, lists: Any, n: Any, size: Any, shifted: A
     entries, words = lists[0], lists[1]
     store(s, SCALE, scale)
     count = 0
-    for at in range(0, n // size * STEP, 4):
-        entry = load(types.int32, entries, 4 * load(types.int32, s, SLOT + at))
-        store(s, SLOT + at, np.int32(~entry))
-        store(s, QUEUE + 4 * count, np.int32(at))
+    for offset in range(0, n // size * STEP, 4):
+        entry = load(types.int32, entries, 4 * load(types.int32, s, SLOT + offset))
+        store(s, SLOT + offset, np.int32(~entry))
+        store(s, QUEUE + 4 * count, np.int32(offset))
         count += entry >= 0
     for j in range(count):
         place = np.int64(load(types.int32, s, QUEUE + 4 * j))
@@ -189,9 +189,9 @@ def rate_words(s: Any, words: Any, stride: Any, n: Any, size: Any) -> Any:
         for i in range(size):
             q = lookup16_f32(values_of_levels(size), word)
             word = word >> bits_of(size)
-            at = (k * size + i) * STEP
-            sum_qx = sum_qx + load(WIDE, s, WX + at) * q
-            sum_q2 = sum_q2 + load(WIDE, s, W + at) * q * q
+            offset = (k * size + i) * STEP
+            sum_qx = sum_qx + load(WIDE, s, WX + offset) * q
+            sum_q2 = sum_q2 + load(WIDE, s, W + offset) * q * q
     return sum_qx, sum_q2
 
 
@@ -200,13 +200,13 @@ def rate_words(s: Any, words: Any, stride: Any, n: Any, size: Any) -> Any:
 
 @inline
 def _store_bounds(s: Any, n: Any, size: Any) -> None:
-    """Store NEAR * sum(sqrt(w) x^2) of each group; infinity where it is so small that products may underflow."""
+    """Store TOLERANCE * sum(sqrt(w) x^2) of each group; infinity where it is so small that products may underflow."""
     for k in range(n // size):
         total = splat(WIDE, F(0))
-        for at in range(k * size * STEP, (k + 1) * size * STEP, STEP):
-            x = load(WIDE, s, X + at)
-            total = total + load(WIDE, s, ROOT + at) * x * x
-        store(s, BOUND + k * STEP, choose(total > F(1e-30), NEAR * total, F(np.inf)))
+        for offset in range(k * size * STEP, (k + 1) * size * STEP, STEP):
+            x = load(WIDE, s, X + offset)
+            total = total + load(WIDE, s, ROOT + offset) * x * x
+        store(s, BOUND + k * STEP, choose(total > F(1e-30), TOLERANCE * total, F(np.inf)))
 
 
 @inline
@@ -252,7 +252,7 @@ def _do_task(s: Any, place: Any, k: Any, lists: Any, size: Any) -> None:
     q = load(types.float32, s, SCALES + trial * (STEP // 4) + lane) * values_of_levels(size)
     entry = np.int64(load(types.int32, lists[0], 4 * np.int64(load(types.int32, s, RUNS + place))))
     word, best, second = _nearest(s, size * k * STEP + lane, q, entry, lists[1], size)
-    sure = second - best > NEAR * best + load(types.float32, s, BOUND + k * STEP + lane)
+    sure = second - best > TOLERANCE * best + load(types.float32, s, BOUND + k * STEP + lane)
     store(s, RUN_WORDS + place, np.int32(word | OFF | (SURE if sure else 0)))
 
 
@@ -263,11 +263,11 @@ def _do_span(s: Any, span: Any, trials: Any, tasks: Any, spans: Any) -> Any:
     a, b = load(types.int32, s, RUN_WORDS + first), load(types.int32, s, RUN_WORDS + last)
     if a == b and a & SURE:
         words, end = RUN_WORDS + (first & -128), (last & 127) >> 2
-        inside = (lane_numbers() > (first & 127) >> 2) & (lane_numbers() < end)
-        store(s, words, choose(inside, a, load(i32x16, s, words)))
+        in_span = (lane_numbers() > (first & 127) >> 2) & (lane_numbers() < end)
+        store(s, words, choose(in_span, a, load(i32x16, s, words)))
         if trials > 16:
-            inside = (lane_numbers() > ((first & 127) >> 2) - 16) & (lane_numbers() < end - 16)
-            store(s, words + 64, choose(inside, a, load(i32x16, s, words + 64)))
+            in_span = (lane_numbers() > ((first & 127) >> 2) - 16) & (lane_numbers() < end - 16)
+            store(s, words + 64, choose(in_span, a, load(i32x16, s, words + 64)))
         return tasks, spans
     middle = (first + last) >> 3 << 2
     store(s, tasks, np.int32(middle))
@@ -293,11 +293,11 @@ def _words_of_runs(s: Any, k: Any, lists: Any, trials: Any, size: Any) -> None:
         tasks, spans = _list_runs(s, lane, lists[0], trials, tasks, spans)
     task, span = TASKS, SPANS
     while task < tasks:
-        for at in range(task, tasks, 4):
-            _do_task(s, np.int64(load(types.int32, s, at)), k, lists, size)
+        for entry in range(task, tasks, 4):
+            _do_task(s, np.int64(load(types.int32, s, entry)), k, lists, size)
         task, end = tasks, spans
-        for at in range(span, end, 8):
-            tasks, spans = _do_span(s, at, trials, tasks, spans)
+        for entry in range(span, end, 8):
+            tasks, spans = _do_span(s, entry, trials, tasks, spans)
         span = end
 
 
@@ -351,29 +351,31 @@ def search_scale(
 
 
 #: Which groups of a sub-block are rounded again.
-OFF_GRID, ALL_IF_ONE_IS_OFF, ALL = 0, 1, 2
+OFF_GRID = 0
+ALL_IF_ONE_IS_OFF = 1
+ALL = 2
 
 
 @inline
-def round_again(s: Any, lists: Any, n: Any, size: Any, top: Any, scale: Any, which: Any) -> Any:
+def round_again(s: Any, lists: Any, n: Any, size: Any, top: Any, scale: Any, selection: Any) -> Any:
     """Round groups by the best scale, if it is positive; return the scale that fits the words in BEST then."""
-    off = splat(WIDE_INT, OFF if which == ALL else 0)
+    off = splat(WIDE_INT, OFF if selection == ALL else 0)
     for k in range(n // size):
         off = off | load(WIDE_INT, s, BEST + k * STEP)
-    again = choose(scale > F(0), off & OFF, 0)
-    if not any_lane(again != 0):
+    pending = choose(scale > F(0), off & OFF, 0)
+    if not any_lane(pending != 0):
         return scale
     for k in range(n // size):
         store(s, SLOT + k * STEP, slot_of(s, F(1) / scale, k, size, top))
     slots_to_words(s, scale, lists, n, size, False)
     for k in range(0, n // size * STEP, STEP):
         best = load(WIDE_INT, s, BEST + k)
-        mine = again & best if which == OFF_GRID else again
-        word = choose((mine & OFF) != 0, load(WIDE_INT, s, SLOT + k), best)
+        selected = pending & best if selection == OFF_GRID else pending
+        word = choose((selected & OFF) != 0, load(WIDE_INT, s, SLOT + k), best)
         store(s, BEST + k, word)
     sum_qx, sum_q2 = rate_words(s, BEST, STEP, n, size)
     ratio = choose(sum_q2 > F(0), sum_qx / sum_q2, scale)
-    return choose(again != 0, ratio, scale)
+    return choose(pending != 0, ratio, scale)
 
 
 # ---------------------------------------------------------------- signs and weights
@@ -383,13 +385,13 @@ def round_again(s: Any, lists: Any, n: Any, size: Any, top: Any, scale: Any, whi
 def _least(s: Any, k: Any) -> Any:
     """Return which of 8 values has the least w * x * x, the first of several."""
     x = load(WIDE, s, X + k * STEP)
-    least, at = load(WIDE, s, W + k * STEP) * x * x, splat(WIDE_INT, 0)
+    least, index = load(WIDE, s, W + k * STEP) * x * x, splat(WIDE_INT, 0)
     for i in range(1, 8):
         x = load(WIDE, s, X + (k + i) * STEP)
         size = load(WIDE, s, W + (k + i) * STEP) * x * x
         less = size < least
-        least, at = choose(less, size, least), choose(less, i, at)
-    return at
+        least, index = choose(less, size, least), choose(less, i, index)
+    return index
 
 
 @inline
@@ -411,13 +413,13 @@ def take_signs(s: Any, n: Any, even: Any) -> None:
             odd = odd ^ (odd >> 1)
             flip = choose((odd & 1) != 0, _least(s, k), flip)
         for i in range(8):
-            at = X + (k + i) * STEP
-            x = load(WIDE, s, at)
+            offset = X + (k + i) * STEP
+            x = load(WIDE, s, offset)
             x = choose(x < F(0), -x, x)
             if even:
                 flips = flip == i
                 x, bits = choose(flips, -x, x), choose(flips, bits ^ (1 << i), bits)
-            store(s, at, x)
+            store(s, offset, x)
         signs = signs | ((bits & 127) << (k // 8 * 7) if even else bits << k)
     store(s, SIGNS, signs)
 
@@ -425,16 +427,16 @@ def take_signs(s: Any, n: Any, even: Any) -> None:
 @inline
 def derive_weights(s: Any, n: Any) -> None:
     """Store w * x and sqrt(w)."""
-    for at in range(0, n * STEP, STEP):
-        w = load(WIDE, s, W + at)
-        store(s, WX + at, w * load(WIDE, s, X + at))
-        store(s, ROOT + at, vsqrt(w))
+    for offset in range(0, n * STEP, STEP):
+        w = load(WIDE, s, W + offset)
+        store(s, WX + offset, w * load(WIDE, s, X + offset))
+        store(s, ROOT + offset, vsqrt(w))
 
 
 @inline
 def largest_value(s: Any, n: Any) -> Any:
     """Return the largest x of each lane."""
     largest = load(WIDE, s, X)
-    for at in range(STEP, n * STEP, STEP):
-        largest = vmax(largest, load(WIDE, s, X + at))
+    for offset in range(STEP, n * STEP, STEP):
+        largest = vmax(largest, load(WIDE, s, X + offset))
     return largest

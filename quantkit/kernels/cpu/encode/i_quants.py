@@ -134,10 +134,10 @@ def _nearest_level(v):
 
 
 @inline
-def _store_levels(x, at, inverse, out, o):
-    """Round the 32 values at byte ``at`` times 1 / d; store 16 bytes of nibbles."""
+def _store_levels(x, offset, inverse, out, o):
+    """Round the 32 values at byte ``offset`` times 1 / d; store 16 bytes of nibbles."""
     d = splat(f32x16, inverse)
-    low, high = _nearest_level(d * load(f32x16, x, at)), _nearest_level(d * load(f32x16, x, at + 64))
+    low, high = _nearest_level(d * load(f32x16, x, offset)), _nearest_level(d * load(f32x16, x, offset + 64))
     store(out, o, convert(u8x16, low | (high << I32(4))))
 
 
@@ -187,7 +187,7 @@ _gap_above = make_constant(f32x16, [*_GAPS, np.inf], "iq4_gap_above")
 
 @inline
 def _nearest_move(xt, wt, levels, d):
-    """Return which level's move to the next is due first as the error falls, or place -1, and what the move is made of.
+    """Return the place of the level that the gradient of the error takes to the next one first, or -1, and its terms.
 
     (place, +-1, the gap to the next value, w x, w, the value)
     """
@@ -195,7 +195,9 @@ def _nearest_move(xt, wt, levels, d):
     due, place = splat(f32x16, F(np.inf)), splat(i32x16, -1)
     slope_there = gap_there = wx = w_there = q_there = zero
     for j in range(32):
-        x, w, level = load(f32x16, xt, 64 * j), load(f32x16, wt, 64 * j), load(i32x16, levels, 64 * j)
+        x = load(f32x16, xt, 64 * j)
+        w = load(f32x16, wt, 64 * j)
+        level = load(i32x16, levels, 64 * j)
         q = lookup16_f32(_value(), level)
         slope = d * w * (x - d * q)
         index = level | select(slope > zero, I32(16), splat(i32x16, 0))
@@ -204,7 +206,9 @@ def _nearest_move(xt, wt, levels, d):
         sooner = step < due
         due, place = select(sooner, step, due), select(sooner, I32(j), place)
         slope_there, gap_there = select(sooner, slope, slope_there), select(sooner, gap, gap_there)
-        wx, w_there, q_there = select(sooner, w * x, wx), select(sooner, w, w_there), select(sooner, q, q_there)
+        wx = select(sooner, w * x, wx)
+        w_there = select(sooner, w, w_there)
+        q_there = select(sooner, q, q_there)
     return place, select(slope_there > zero, F(1), splat(f32x16, F(-1))), gap_there, wx, w_there, q_there
 
 
@@ -223,17 +227,17 @@ def _move_levels(xt, wt, levels, alive, sumqx, sumq2, d):
         sumqx, sumq2 = select(moves, new_qx, sumqx), select(moves, new_q2, sumq2)
         d = select(moves, new_qx / new_q2, d)
         best = select(moves, d * new_qx, best)
-        place, by = select(moves, place, I32(-1)), convert(i32x16, sign)
+        place, direction = select(moves, place, I32(-1)), convert(i32x16, sign)
         for j in range(32):
             level = load(i32x16, levels, 64 * j)
-            store(levels, 64 * j, select(place == I32(j), level + by, level))
+            store(levels, 64 * j, select(place == I32(j), level + direction, level))
     return d
 
 
 @inline
-def _keep_better(kept, inverse, sumqx, sumq2):
+def _keep_better(fit, inverse, sumqx, sumq2):
     """Return (best, its 1 / d, its two sums) after a candidate."""
-    best, best_inverse, best_qx, best_q2 = kept
+    best, best_inverse, best_qx, best_q2 = fit
     better = (sumq2 > F(0)) & (sumqx * sumqx > best * sumq2)
     best = select(better, sumqx / sumq2 * sumqx, best)
     return best, select(better, inverse, best_inverse), select(better, sumqx, best_qx), select(better, sumq2, best_q2)
@@ -246,15 +250,15 @@ def _search_refined(xt, wt, scales):
     amax, top = largest(xt, 32)
     inverse = F(1) / (top / F(127))
     sumqx, sumq2 = _rate(xt, wt, inverse)
-    kept = select(sumq2 > zero, sumqx / sumq2 * sumqx, zero), inverse, sumqx, sumq2
+    fit = select(sumq2 > zero, sumqx / sumq2 * sumqx, zero), inverse, sumqx, sumq2
     for itry in range(-7, 8):
         inverse = F(itry - 127) / top
         sumqx, sumq2 = _rate(xt, wt, inverse)
-        kept = _keep_better(kept, inverse, sumqx, sumq2)
+        fit = _keep_better(fit, inverse, sumqx, sumq2)
         inverse = F(itry + 113) / top
         sumqx, sumq2 = _rate(xt, wt, inverse)
-        kept = _keep_better(kept, inverse, sumqx, sumq2)
-    _, inverse, sumqx, sumq2 = kept
+        fit = _keep_better(fit, inverse, sumqx, sumq2)
+    _, inverse, sumqx, sumq2 = fit
     for j in range(32):
         store(levels, 64 * j, _nearest_level(inverse * load(f32x16, xt, 64 * j)))
     alive, d = ~(amax < F(1e-15)), select(sumq2 > zero, sumqx / sumq2, zero)
@@ -283,7 +287,9 @@ def _encode_16_nl(s, x, weights, out, count):
 
     Source: llama.cpp b11434 ggml-quants.c quantize_iq4_nl.
     """
-    xt, wt, scales = s[:512], s[512:1024], s[1024:]
+    xt = s[:512]
+    wt = s[512:1024]
+    scales = s[1024:]
     load_tile(x, 0, 32, xt)
     if weights:
         load_tile(weights, 0, 32, wt)
@@ -365,7 +371,9 @@ def _encode_2_xs(x, weights, sigma2, out, xt, wt, scales, codes, count):
 @inline
 def _encode_16_xs(s, x, weights, out, count):
     """Encode ``count`` super-blocks at address x, up to 16. Source: llama.cpp b11434 ggml-quants.c quantize_iq4_xs."""
-    xt, wt, scales = s[:512], s[512:1024], s[1024:1056]
+    xt = s[:512]
+    wt = s[512:1024]
+    scales = s[1024:1056]
     sigma2, codes = s[1056:1088], s[1088:].view(np.int32)
     if weights:
         sums_of_squares(x, xt, sigma2)

@@ -1,8 +1,8 @@
 """The encoders of ik_llama.cpp's types with a scale per super-block.
 
-Sub-blocks of 16 values have a scale d * m with an integer m, and values that are plain or raised (ik_levels.py): the 16
-of a super-block are a tile. Scales are searched (ik_search.py), d follows from the largest one, and the others become
-multiples of it; the values are rounded to levels again, and d is fitted to them.
+Sub-blocks of 16 values have a scale d * m with an integer m, and values that are plain or shifted (ik_levels.py): the
+16 of a super-block are a tile. Scales are searched (ik_search.py), d follows from the largest one, and the others
+become multiples of it; the values are rounded to levels again, and d is fitted to them.
 
 Weights are importance * sqrt(a + x^2), without importances b + x^2, where a and b are multiples of the mean square of
 the super-block.
@@ -32,8 +32,7 @@ from quantkit.kernels.cpu.core.simd import (
     vabs,
 )
 from quantkit.kernels.cpu.encode import Encoder
-from quantkit.kernels.cpu.encode.batch import blocks_encoder
-from quantkit.kernels.cpu.encode.groups import address
+from quantkit.kernels.cpu.encode.batch import address, blocks_encoder
 from quantkit.kernels.cpu.encode.ik_levels import Levels
 from quantkit.kernels.cpu.encode.ik_scales import fit_multiples, largest_scale, nearest_multiple
 from quantkit.kernels.cpu.encode.ik_search import (
@@ -55,9 +54,16 @@ from quantkit.types import BY_NAME
 
 F, I32 = np.float32, np.int32
 
-# Offsets into the scratch of a call: tiles; then scales, whether values are raised, codes, sums of squares; levels.
-X, W, TERMS, TERMS2 = 0, TILE, 2 * TILE, 3 * TILE
-SCALES, RAISED, CODES, SQUARES, LEVELS = 4 * TILE, 4 * TILE + 64, 4 * TILE + 128, 4 * TILE + 192, 4 * TILE + 256
+# Offsets into the scratch of a call: tiles; then scales, whether values are shifted, codes, sums of squares; levels.
+X = 0
+W = TILE
+TERMS = 2 * TILE
+TERMS2 = 3 * TILE
+SCALES = 4 * TILE
+SHIFTED = 4 * TILE + 64
+CODES = 4 * TILE + 128
+SQUARES = 4 * TILE + 192
+LEVELS = 4 * TILE + 256
 SCRATCH = 4 * TILE + 512
 
 # ---------------------------------------------------------------- d and its multiples
@@ -105,10 +111,10 @@ def multiples_4_bit(s):
 @inline
 def _store_low_nibbles(s, out):
     """Store the low nibbles of 16 codes in 8 bytes."""
-    packed = np.uint64(0)
+    nibbles = np.uint64(0)
     for ib in range(16):
-        packed |= np.uint64(load(types.int32, s, CODES + 4 * ib) & I32(15)) << np.uint64(4 * ib)
-    store(out, 0, packed)
+        nibbles |= np.uint64(load(types.int32, s, CODES + 4 * ib) & I32(15)) << np.uint64(4 * ib)
+    store(out, 0, nibbles)
 
 
 @inline
@@ -159,28 +165,30 @@ multiples: Any = None
 store_multiples: Any = None
 pack: Any = None
 store_levels: Any = None
-near = own = stretch = F(0)
+sigma2_factor = sigma2_share = d_gain = F(0)
 block_bytes = scales_bytes = 0
-again = zeros = False
+refits = zeros = False
 
 
 def _refit(s):
     """Fit the scales that are not 0 to the levels nearest to x / d."""
-    d, raised = load(f32x16, s, SCALES), load(f32x16, s, RAISED) > F(0)
-    inverse, sumqx, sumq2 = F(1) / d, splat(f32x16, F(0)), splat(f32x16, F(0))
+    d, shifted = load(f32x16, s, SCALES), load(f32x16, s, SHIFTED) > F(0)
+    inverse = F(1) / d
+    sumqx = splat(f32x16, F(0))
+    sumq2 = splat(f32x16, F(0))
     for j in range(0, TILE, 64):
         x = load(f32x16, s, X + j)
-        q = round_any(inverse * x, raised)[1]
+        q = round_any(inverse * x, shifted)[1]
         wq = load(f32x16, s, W + j) * q
         sumqx, sumq2 = sumqx + wq * x, sumq2 + wq * q
     store(s, SCALES, select((d != F(0)) & (sumq2 > F(0)), sumqx / sumq2, d))
 
 
-def _store_levels(s, d, multiple, raised):
+def _store_levels(s, d, multiple, shifted):
     """Round to levels, write them to LEVELS; return d fitted to them."""
     factor = convert(f32x16, multiple)
     scale = factor * d
-    round_levels(s + X, s + W, s + TERMS, s + TERMS2, inverse_or_zero(scale), factor, raised, scale != F(0))
+    round_levels(s + X, s + W, s + TERMS, s + TERMS2, inverse_or_zero(scale), factor, shifted, scale != F(0))
     store_bytes(s + LEVELS, s + X, 16)
     sumqx = add_in_order(F(0), s + TERMS, 16, 16)
     sumq2 = add_in_order(F(0), s + TERMS2, 16, 16)
@@ -188,29 +196,29 @@ def _store_levels(s, d, multiple, raised):
 
 
 def _encode_block(s, out):
-    """Encode the super-block whose scales are found; X and W are spent."""
-    raised = load(f32x16, s, RAISED) > F(0)
+    """Encode a super-block from its scales; X and W are overwritten."""
+    shifted = load(f32x16, s, SHIFTED) > F(0)
     d, multiple = multiples(s)
     if zeros and d == F(0):
-        for at in range(0, block_bytes, 2):
-            store(out, at, np.uint16(0))
+        for offset in range(0, block_bytes, 2):
+            store(out, offset, np.uint16(0))
         return
-    d = store_levels(s, d, multiple, raised)
-    store(out, 0, f32_to_f16(stretch * d))
-    store(out, 2, np.uint16(mask_bits(raised)))
+    d = store_levels(s, d, multiple, shifted)
+    store(out, 0, f32_to_f16(d_gain * d))
+    store(out, 2, np.uint16(mask_bits(shifted)))
     store_multiples(s, multiple, out + 4)
     pack(s + LEVELS, out + 4 + scales_bytes)
 
 
 def _load_weights(s, weights, square):
     """Set the weights of the tile X; weights: an address, or 0; square: the sum of squares of the super-block."""
-    sigma2 = near * square / F(256)
+    sigma2 = sigma2_factor * square / F(256)
     if weights:
         load_tile(weights, 0, 16, s + W)
         lift_weights(s + X, s + W, 16)
         importance_weights(s + X, s + W, 16, splat(f32x16, sigma2))
     else:
-        square_weights(s + X, s + W, 16, splat(f32x16, own * sigma2 if own else F(0)))
+        square_weights(s + X, s + W, 16, splat(f32x16, sigma2_share * sigma2 if sigma2_share else F(0)))
 
 
 refit: Any = None
@@ -225,30 +233,31 @@ def _encode_16(scratch, x, weights, out, count):
     for b in range(count):
         load_tile(x + 1024 * b, 0, 16, s + X)
         load_weights(s, weights + 1024 * b if weights else 0, load(types.float32, s, SQUARES + 4 * b))
-        search(s + X, s + W, s + SCALES, s + RAISED)
-        if again:
+        search(s + X, s + W, s + SCALES, s + SHIFTED)
+        if refits:
             refit(s)
         encode_block(s, out + block_bytes * b)
 
 
 def block_encoder(
-    name: str, levels: Levels, search: Any, scales: tuple[Any, Any, int], pack: Any, *, near: float = 2,
-    own: float = 0.25, again: bool = True, zeros: bool = True, stretch: float = 1,
+    name: str, levels: Levels, search: Any, scales: tuple[Any, Any, int], pack: Any, *, sigma2_factor: float = 2,
+    sigma2_share: float = 0.25, refits: bool = True, zeros: bool = True, d_gain: float = 1,
 ) -> Encoder:  # fmt: skip
     """Return the encoder of a type.
 
-    search(xt, wt, scales, raised): of 16 scales. scales: ``multiples``, their storage and its bytes. near: the multiple
-    of the mean square in weights with importances; own: the part of that without. again: scales are fitted once more.
-    zeros: sub-blocks and super-blocks whose scale is 0 are all zeros. stretch: what d is multiplied by in the end.
+    search(xt, wt, scales, shifted): of 16 scales. scales: ``multiples``, their storage and bytes. sigma2_factor: the
+    multiple of the mean square in weights with importances; sigma2_share: the part of that without. refits: scales are
+    fitted once more.
+    zeros: sub-blocks and super-blocks whose scale is 0 are all zeros. d_gain: a factor of d in the end.
     """
     key, (multiples, store_multiples, scales_bytes) = name.lower(), scales
     store_levels = specialize(_store_levels, key, round_levels=make_rounding(key, levels, 16, zeros))
     bound = {"multiples": multiples, "store_multiples": store_multiples, "scales_bytes": scales_bytes, "pack": pack}
-    block = {"zeros": zeros, "stretch": F(stretch), "block_bytes": BY_NAME[name].block_bytes}
+    block = {"zeros": zeros, "d_gain": F(d_gain), "block_bytes": BY_NAME[name].block_bytes}
     encode = specialize(
-        _encode_16, key, search=search, again=again, block_bytes=block["block_bytes"],
+        _encode_16, key, search=search, refits=refits, block_bytes=block["block_bytes"],
         refit=specialize(_refit, key, round_any=levels.round_any),
-        load_weights=specialize(_load_weights, key, near=F(near), own=F(own)),
+        load_weights=specialize(_load_weights, key, sigma2_factor=F(sigma2_factor), sigma2_share=F(sigma2_share)),
         encode_block=specialize(_encode_block, key, helper, store_levels=store_levels, **bound, **block),
     )  # fmt: skip
     return blocks_encoder(name, encode, 16, SCRATCH)

@@ -1,17 +1,18 @@
-"""Rounding to the levels of ik_llama.cpp's types: uneven values, plain or raised, and both signs at once.
+"""Rounding to the levels of ik_llama.cpp's types: uneven values, plain or shifted, and both signs at once.
 
 An index of 2, 3, 4, 5 or 6 bits stands for one of ``values``, or, where a bit of the sub-block says so, for that value
 plus ``raise``::
 
-    IQ2  -31 -13 1 17                       raised by 5
-    IQ3  -63 -40 -23 -10 1 13 28 47         raised by 4
-    IQ4  as in IQ4_NL                       raised by 4
-    IQ5  -126 -114 ... 109 121              raised by 2
-    IQ6  -127 -121 ... 115 121              raised by 1
+    IQ2  -31 -13 1 17                       shifted by 5
+    IQ3  -63 -40 -23 -10 1 13 28 47         shifted by 4
+    IQ4  as in IQ4_NL                       shifted by 4
+    IQ5  -126 -114 ... 109 121              shifted by 2
+    IQ6  -127 -121 ... 115 121              shifted by 1
 
 The reference takes the value below v if ``v - below < above - v``, in f32. Among plain values that is v < the middle of
-the two; among raised ones a middle near zero is a few ulp lower, so there the same two subtractions are made. (Of plain
-IQ5 values, the reference looks an interval up in a table, so the middle decides even where f32 would round otherwise.)
+the two; among shifted ones a middle near zero is a few ulp lower, so there the same two subtractions are made. (Of
+plain IQ5 values, the reference looks an interval up in a table, so the middle decides even where f32 would round
+otherwise.)
 
 Buckets (codebook.py) find the two values. A search also rounds -v: that is minus the nearest of the mirrored values,
 which lie in the same bucket as v.
@@ -49,7 +50,7 @@ def _nearest(v, bucket):
     return select(v + v >= low + high, high, low)
 
 
-def _nearest_raised(v, bucket):
+def _nearest_shifted(v, bucket):
     low, high = below(bucket), above(bucket)
     return select(v - low < high - v, low, high)
 
@@ -60,7 +61,7 @@ def _mirrored(v, bucket):
     return select(v + v <= low + high, low, high)
 
 
-def _mirrored_raised(v, bucket):
+def _mirrored_shifted(v, bucket):
     low, high = below(bucket), above(bucket)
     return select(high - v < v - low, high, low)
 
@@ -72,7 +73,7 @@ def _level(v, bucket):
     return select(upper, level_above(bucket), level_below(bucket)), select(upper, high, low)
 
 
-def _level_raised(v, bucket):
+def _level_shifted(v, bucket):
     low, high = below(bucket), above(bucket)
     lower = v - low < high - v
     return select(lower, level_below(bucket), level_above(bucket)), select(lower, low, high)
@@ -81,7 +82,7 @@ def _level_raised(v, bucket):
 #: Of a set of levels: buckets per unit, and the magnitude up to which they reach.
 per_unit = reach = F(0)
 level_plain: Any = None
-level_raised: Any = None
+level_shifted: Any = None
 
 
 @inline
@@ -92,17 +93,17 @@ def find_bucket(x, inverse_per_width):
 
 @inline
 def limit(v, reach):
-    """Return v, but no further from 0 than ``reach``. What is beyond int, C converts to INT_MIN: level 0."""
+    """Return v clamped to +-``reach``. C converts values beyond int to INT_MIN: level 0."""
     return vmax(vmin(select(v < F(2.0**31), v, -reach), reach), -reach)
 
 
-def _round_any(v, raised):
+def _round_any(v, shifted):
     """Return the level nearest to any v, as i32, and its value, as f32."""
     v = limit(v, reach)
     bucket = find_bucket(v, per_unit)
     level, value = level_plain(v, bucket)
-    level_up, value_up = level_raised(v, bucket)
-    return convert(i32x16, select(raised, level_up, level)), select(raised, value_up, value)
+    level_up, value_up = level_shifted(v, bucket)
+    return convert(i32x16, select(shifted, level_up, level)), select(shifted, value_up, value)
 
 
 # ---------------------------------------------------------------- the sets of levels
@@ -110,20 +111,20 @@ def _round_any(v, raised):
 
 @dataclass(frozen=True)
 class Levels:
-    """A set of levels: what searches are specialized by."""
+    """A set of levels; searches are specialized by it."""
 
-    #: The lowest value, and what is added to raised ones.
+    #: The lowest value, and what is added to shifted ones.
     lowest: int
-    raise_by: int
+    shift_by: int
     #: Buckets per unit.
     per_unit: np.float32
-    #: round_any(v, mask of raised lanes): (level i32, value f32) of any v.
+    #: round_any(v, mask of shifted lanes): (level i32, value f32) of any v.
     round_any: Callable[..., Any]
-    #: level(v, bucket): (level, value), as f32; of plain and of raised values.
+    #: level(v, bucket): (level, value), as f32; of plain and of shifted values.
     level: tuple[Callable[..., Any], Callable[..., Any]]
-    #: nearest(v, bucket), and mirrored(v, bucket), minus the value nearest to -v: of plain and of raised values.
+    #: nearest(v, bucket), and mirrored(v, bucket), minus the value nearest to -v: of plain and of shifted values.
     plain: tuple[Callable[..., Any], Callable[..., Any]]
-    raised: tuple[Callable[..., Any], Callable[..., Any]]
+    shifted: tuple[Callable[..., Any], Callable[..., Any]]
 
 
 def _tables(values: list[int], width: float, count: int, name: str) -> dict[str, Any]:
@@ -137,28 +138,28 @@ def _tables(values: list[int], width: float, count: int, name: str) -> dict[str,
     }
 
 
-def _make(name: str, values: list[int], raise_by: int, width: float, count: int) -> Levels:
+def _make(name: str, values: list[int], shift_by: int, width: float, count: int) -> Levels:
     bound: dict[str, Any] = {"per_unit": F(1 / width), "reach": F((count // 2 - 1) * width)}
-    found = {}
-    for kind, functions, of in (
+    by_kind = {}
+    for kind, functions, codebook in (
         ("plain", (_nearest, _mirrored, _level), values),
-        ("raised", (_nearest_raised, _mirrored_raised, _level_raised), [v + raise_by for v in values]),
+        ("shifted", (_nearest_shifted, _mirrored_shifted, _level_shifted), [v + shift_by for v in values]),
     ):
         nearest, mirrored, nearest_level = functions
-        tables = _tables(of, width, count, f"{name}_{kind}")
-        minus = _tables([-v for v in reversed(of)], width, count, f"{name}_{kind}_minus")
+        tables = _tables(codebook, width, count, f"{name}_{kind}")
+        minus = _tables([-v for v in reversed(codebook)], width, count, f"{name}_{kind}_minus")
         pairs = {k: minus[k] for k in ("below", "above")}
-        found[kind] = (
+        by_kind[kind] = (
             specialize(nearest, name, below=tables["below"], above=tables["above"]),
             specialize(mirrored, name, **pairs),
         )
         bound[f"level_{kind}"] = specialize(nearest_level, name, **tables)
     round_any = specialize(_round_any, name, **bound)
-    both = bound["level_plain"], bound["level_raised"]
-    return Levels(values[0], raise_by, bound["per_unit"], round_any, both, found["plain"], found["raised"])
+    both = bound["level_plain"], bound["level_shifted"]
+    return Levels(values[0], shift_by, bound["per_unit"], round_any, both, by_kind["plain"], by_kind["shifted"])
 
 
-#: Widths keep all boundaries, plain and raised, at least 4 % of a bucket away from the edges.
+#: Widths keep all boundaries, plain and shifted, at least 4 % of a bucket away from the edges.
 IQ2 = _make("iq2", table("kvalues_iq2nl").tolist(), 5, 10.0, 16)
 IQ3 = _make("iq3", table("kvalues_iq3nl").tolist(), 4, 12.13, 16)
 IQ4 = _make("iq4", table("kvalues_iq4nl").tolist(), 4, 11.64, 32)

@@ -38,7 +38,9 @@ from quantkit.kernels.cpu.encode.tiles import inverse_or_zero, largest
 from quantkit.kernels.tables import table
 
 F, I32 = np.float32, np.int32
-LOWEST, PER_UNIT, REACH = F(IQ3.lowest), IQ3.per_unit, F(80)
+LOWEST = F(IQ3.lowest)
+PER_UNIT = IQ3.per_unit
+REACH = F(80)
 _level = IQ3.level[0]
 
 # ---------------------------------------------------------------- which pairs may be nearest
@@ -49,7 +51,7 @@ _EDGES = [-1e9, *((a + b) / 2 for a, b in pairwise(_VALUES)), 1e9]
 
 
 def _is_as_near(m: int, n: int, cell: tuple[int, ...]) -> bool:
-    """Whether pair m is at least as near as pair n in both values, everywhere in the cell of two levels."""
+    """Return whether pair m is at least as near as pair n in both values, everywhere in the cell of two levels."""
     corners = [(a, _EDGES[level + end]) for a, level in enumerate(cell) for end in (0, 1)]
     return all(abs(_PAIRS[m][a] - edge) <= abs(_PAIRS[n][a] - edge) for a, edge in corners)
 
@@ -58,21 +60,23 @@ def _candidates(cell: tuple[int, ...]) -> list[int]:
     """Return the pairs that may be nearest in a cell, in the reference's order; four, the last one repeated."""
     center = tuple(_VALUES[level] for level in cell)
     distance = [sum((a - b) ** 2 for a, b in zip(center, pair, strict=True)) for pair in _PAIRS]
-    near = sorted(range(32), key=lambda n: (distance[n], n))[: 1 if 0 in distance else 8]
-    found: list[int] = []
-    for n in near:
-        if not any(_is_as_near(m, n, cell) for m in found):
-            found.append(n)
-    return found + [found[-1]] * (4 - len(found))
+    nearest = sorted(range(32), key=lambda n: (distance[n], n))[: 1 if 0 in distance else 8]
+    candidates: list[int] = []
+    for n in nearest:
+        if not any(_is_as_near(m, n, cell) for m in candidates):
+            candidates.append(n)
+    return candidates + [candidates[-1]] * (4 - len(candidates))
 
 
-_found = [_candidates(cell) for cell in product(range(8), range(8))]
-_index0, _index1, _index2, _index3 = (make_table([f[i] for f in _found], f"ik_pairs_index{i}") for i in range(4))
+_cell_candidates = [_candidates(cell) for cell in product(range(8), range(8))]
+_index0, _index1, _index2, _index3 = (
+    make_table([f[i] for f in _cell_candidates], f"ik_pairs_index{i}") for i in range(4)
+)
 _first0, _first1, _first2, _first3 = (
-    make_table([_PAIRS[f[i]][0] for f in _found], f"ik_pairs_first{i}") for i in range(4)
+    make_table([_PAIRS[f[i]][0] for f in _cell_candidates], f"ik_pairs_first{i}") for i in range(4)
 )
 _second0, _second1, _second2, _second3 = (
-    make_table([_PAIRS[f[i]][1] for f in _found], f"ik_pairs_second{i}") for i in range(4)
+    make_table([_PAIRS[f[i]][1] for f in _cell_candidates], f"ik_pairs_second{i}") for i in range(4)
 )
 
 # ---------------------------------------------------------------- rounding
@@ -96,7 +100,9 @@ def _cell(v, anywhere):
 def _nearest_pair(v, w, anywhere):
     """Return the index of the best pair for v with weights w, and its values, as f32; anywhere: any v will do."""
     cell = _cell(v, anywhere)
-    index, q0, q1 = _index0(cell), _first0(cell), _second0(cell)
+    index = _index0(cell)
+    q0 = _first0(cell)
+    q1 = _second0(cell)
     least = _distance(v, w, q0, q1)
     other0, other1 = _first1(cell), _second1(cell)
     distance = _distance(v, w, other0, other1)
@@ -134,7 +140,7 @@ def _rate(xt, wt, inverse):
 
 
 @helper
-def search_pairs(xt, wt, scales, raised_by):
+def search_pairs(xt, wt, scales, shifts):
     """Write the scales of 16 sub-blocks, 0 where all |x| < 1e-16."""
     amax, top = largest(xt, 32)
     inverse, none = F(1) / (top / -LOWEST), splat(f32x16, F(0))
@@ -149,7 +155,7 @@ def search_pairs(xt, wt, scales, raised_by):
         best, d, none = keep_better(best, d, none, qx, q2, 0)
         best, d, none = keep_better(best, d, none, minus_qx, minus_q2, 0)
     store(scales, 0, select(amax < F(1e-16), F(0), d))
-    store(raised_by, 0, none)
+    store(shifts, 0, none)
 
 
 # ---------------------------------------------------------------- a batch of a row
@@ -175,11 +181,11 @@ def _error(s, d):
 
 
 @inline
-def _best_multiple(s, d, near):
-    """Return the multiple of d with the least error: near, or one less or more; of equals the lowest."""
-    best, least = near, splat(f32x16, F(3.4028234663852886e38))
+def _best_multiple(s, d, guess):
+    """Return the multiple of d with the least error: ``guess``, or one less or more; of equals the lowest."""
+    best, least = guess, splat(f32x16, F(3.4028234663852886e38))
     for step in range(-1, 2):
-        multiple = near + I32(step)
+        multiple = guess + I32(step)
         error = _error(s, d * convert(f32x16, multiple))
         less = (error < least) & (multiple >= I32(-32)) & (multiple <= I32(31))
         best, least = select(less, multiple, best), select(less, error, least)
@@ -211,8 +217,8 @@ def _pack(s, h, out):
     for ib in range(8):
         high = high | (load(u8x16, s, LEVELS + 128 * h + 16 * ib) >> np.uint8(4)) << np.uint8(ib)
     for k in range(4):
-        at = LEVELS + 128 * h + 32 * k
-        low, upper = load(u8x16, s, at) & np.uint8(15), load(u8x16, s, at + 16) << np.uint8(4)
+        offset = LEVELS + 128 * h + 32 * k
+        low, upper = load(u8x16, s, offset) & np.uint8(15), load(u8x16, s, offset + 16) << np.uint8(4)
         store(out, 16 * k, low | upper)
     store(out, 64, high)
 
@@ -231,7 +237,7 @@ def _store_multiples(s, multiple, h, out):
 
 
 @helper
-def store_pairs(s, scale, raised, d, inverse, count, out):
+def store_pairs(s, scale, shifted, d, inverse, count, out):
     """Encode ``count`` sub-blocks, 8 or 16, of X with their weights W, scales and row scale d to blocks at ``out``."""
     multiple = _best_multiple(s, d, nearest_multiple(inverse * scale, -32, 31))
     _store_levels(s, d, multiple)

@@ -1,7 +1,7 @@
 """A search for scales by partitions: every way to give four values to 16 or 32 sorted ones.
 
 Sorted, the values of a sub-block fall into four runs, one for each of the four levels, upwards or (d < 0) downwards.
-All partitions are tried with plain and raised values: 816 of 16 values; of 32 values, where the first run has at most
+All partitions are tried with plain and shifted values: 816 of 16 values; of 32 values, where the first run has at most
 23 and the last one at most 24, 5744. Sums over runs are differences of sums from the start. A partition is rated by
 sum(w q x)^2 / sum(w q q); the best has the scale sum(w q x) / sum(w q q). A lane is a sub-block.
 
@@ -27,19 +27,25 @@ from quantkit.kernels.tables import table
 
 F, I32 = np.float32, np.int32
 _PLAIN = tuple(float(v) for v in table("kvalues_iq2nl"))
-_RAISED = tuple(v + 5 for v in _PLAIN)
-#: The values of runs, and whether they are raised, in the reference's order.
-_RUNS = (_PLAIN, _RAISED, _PLAIN[::-1], _RAISED[::-1])
+_SHIFTED = tuple(v + 5 for v in _PLAIN)
+#: The values of runs, and whether they are shifted, in the reference's order.
+_RUNS = (_PLAIN, _SHIFTED, _PLAIN[::-1], _SHIFTED[::-1])
 
 # Offsets: sorted values and their weights; sums of w x and of w before each; of each value, four vectors: what the last
 # two runs, the first of which begins there, add to a rating at most; eight: the terms of the last run.
-_X, _W, _SUMX, _SUMW = 0, 2048, 4096, 4096 + 33 * 64
+_X = 0
+_W = 2048
+_SUMX = 4096
+_SUMW = 4096 + 33 * 64
 _BOUNDS, _LAST = 4096 + 66 * 64, 4096 + 66 * 64 + 32 * 256
 _BYTES = _LAST + 32 * 512
 
 #: What bounds may be off by, for they are rounded: a part of sum(w x x). Below and above these, squares of sums may
 #: have lost bits or overflowed; and if the largest |x| is more than this times sum(w x x), products with small weights.
-_SLACK, _LEAST, _MOST, _FURTHEST = F(1e-5), F(1e-25), F(1e33), F(1e14)
+_SLACK = F(1e-5)
+_LEAST = F(1e-25)
+_MOST = F(1e33)
+_FURTHEST = F(1e14)
 
 #: Values of a sub-block, the end of first runs, the least start of last ones.
 span = end_first = start_last = 0
@@ -49,14 +55,14 @@ def _sort(s):
     """Sort each lane by value, the weights along: adjacent pairs are swapped if out of order, so it is stable."""
     for turn in range(span):
         for i in range(turn % 2, span - 1, 2):
-            at = 64 * i
-            x0, x1 = load(f32x16, s, _X + at), load(f32x16, s, _X + at + 64)
-            w0, w1 = load(f32x16, s, _W + at), load(f32x16, s, _W + at + 64)
+            offset = 64 * i
+            x0, x1 = load(f32x16, s, _X + offset), load(f32x16, s, _X + offset + 64)
+            w0, w1 = load(f32x16, s, _W + offset), load(f32x16, s, _W + offset + 64)
             swap = x0 > x1
-            store(s, _X + at, select(swap, x1, x0))
-            store(s, _X + at + 64, select(swap, x0, x1))
-            store(s, _W + at, select(swap, w1, w0))
-            store(s, _W + at + 64, select(swap, w0, w1))
+            store(s, _X + offset, select(swap, x1, x0))
+            store(s, _X + offset + 64, select(swap, x0, x1))
+            store(s, _W + offset, select(swap, w1, w0))
+            store(s, _W + offset + 64, select(swap, w0, w1))
 
 
 def _sum_up(s):
@@ -66,7 +72,10 @@ def _sum_up(s):
         store(s, _SUMX + 64 * i, sumx)
         store(s, _SUMW + 64 * i, sumw)
         x, w = load(f32x16, s, _X + 64 * i), load(f32x16, s, _W + 64 * i)
-        sumx, sumw, sumx2, amax = sumx + w * x, sumw + w, sumx2 + w * x * x, vmax(amax, vabs(x))
+        sumx = sumx + w * x
+        sumw = sumw + w
+        sumx2 = sumx2 + w * x * x
+        amax = vmax(amax, vabs(x))
     store(s, _SUMX + 64 * span, sumx)
     store(s, _SUMW + 64 * span, sumw)
     return sumx2, amax
@@ -81,20 +90,25 @@ def _run(s, i, j):
 
 @inline
 def _terms(s, i, j, level, down):
-    """Return the terms of values i .. j - 1 in sum(w q x), twice, and in sum(w q q), for plain and raised values."""
+    """Return the terms of values i .. j - 1 in sum(w q x), twice, and in sum(w q q), for plain and shifted values."""
     wx, w = _run(s, i, j)
     a, b = F(_RUNS[2 * down][level]), F(_RUNS[2 * down + 1][level])
     return wx * a, wx * b, w * a * a, w * b * b
 
 
 @inline
-def _plus(a, b):
+def _add_terms(a, b):
     return a[0] + b[0], a[1] + b[1], a[2] + b[2], a[3] + b[3]
 
 
 @inline
-def _load4(s, at):
-    return load(f32x16, s, at), load(f32x16, s, at + 64), load(f32x16, s, at + 128), load(f32x16, s, at + 192)
+def _load4(s, offset):
+    return (
+        load(f32x16, s, offset),
+        load(f32x16, s, offset + 64),
+        load(f32x16, s, offset + 128),
+        load(f32x16, s, offset + 192),
+    )
 
 
 @inline
@@ -106,48 +120,53 @@ def _store_last(s):
     """Write the terms of each run that ends with the last value."""
     for i in range(span):
         for down in range(2):
-            terms, at = _terms(s, i, span, 3, down), _LAST + 512 * i + 256 * down
-            store(s, at, terms[0])
-            store(s, at + 64, terms[1])
-            store(s, at + 128, terms[2])
-            store(s, at + 192, terms[3])
+            terms, offset = _terms(s, i, span, 3, down), _LAST + 512 * i + 256 * down
+            store(s, offset, terms[0])
+            store(s, offset + 64, terms[1])
+            store(s, offset + 128, terms[2])
+            store(s, offset + 192, terms[3])
 
 
 def _store_bounds(s):
     """Write the most that the last two runs, from each value on, add to a rating."""
     for i in range(span):
         for down in range(2):
-            plain = raised = splat(f32x16, F(0))
+            plain = shifted = splat(f32x16, F(0))
             for j in range(max(i, start_last), span):
-                terms = _plus(_terms(s, i, j, 2, down), _load4(s, _LAST + 512 * j + 256 * down))
-                plain, raised = vmax(plain, _rating(terms[0], terms[2])), vmax(raised, _rating(terms[1], terms[3]))
+                terms = _add_terms(_terms(s, i, j, 2, down), _load4(s, _LAST + 512 * j + 256 * down))
+                plain, shifted = vmax(plain, _rating(terms[0], terms[2])), vmax(shifted, _rating(terms[1], terms[3]))
             store(s, _BOUNDS + 256 * i + 128 * down, plain)
-            store(s, _BOUNDS + 256 * i + 128 * down + 64, raised)
+            store(s, _BOUNDS + 256 * i + 128 * down + 64, shifted)
 
 
 @inline
-def _keep(s, two, i2, i3, down, best, d, raised):
-    """Take the scale of a partition with the terms ``two`` of its first two runs in lanes where it is rated better."""
-    terms = _plus(_plus(two, _terms(s, i2, i3, 2, down)), _load4(s, _LAST + 512 * i3 + 256 * down))
+def _keep(s, two, i2, i3, down, best, d, shifted):
+    """Keep the scale of a partition with the terms ``two`` of its first two runs in lanes where it is rated better."""
+    terms = _add_terms(_add_terms(two, _terms(s, i2, i3, 2, down)), _load4(s, _LAST + 512 * i3 + 256 * down))
     if any_lane((terms[0] * terms[0] > best * terms[2]) | (terms[1] * terms[1] > best * terms[3])):
-        best, d, raised = keep_better(best, d, raised, terms[0], terms[2], 0)
-        best, d, raised = keep_better(best, d, raised, terms[1], terms[3], 1)
-    return best, d, raised
+        best, d, shifted = keep_better(best, d, shifted, terms[0], terms[2], 0)
+        best, d, shifted = keep_better(best, d, shifted, terms[1], terms[3], 1)
+    return best, d, shifted
 
 
 round_any: Any = None
 
 
-def _fit(s, d, raised, best):
+def _fit(s, d, shifted, best):
     """Return the scale fitted to the levels nearest to x / d, and the better of its rating and ``best``.
 
     Levels that no partition gives, since runs have bounds, are not rated.
     """
     zero = splat(f32x16, F(0))
-    inverse, is_raised, qx, q2, lowest, highest = F(1) / d, raised > F(0), zero, zero, zero, zero
+    inverse = F(1) / d
+    is_shifted = shifted > F(0)
+    qx = zero
+    q2 = zero
+    lowest = zero
+    highest = zero
     for i in range(span):
         x, w = load(f32x16, s, _X + 64 * i), load(f32x16, s, _W + 64 * i)
-        level, q = round_any(inverse * x, is_raised)
+        level, q = round_any(inverse * x, is_shifted)
         qx, q2 = qx + w * q * x, q2 + w * q * q
         lowest = lowest + select(level == I32(0), splat(f32x16, F(1)), F(0))
         highest = highest + select(level == I32(3), splat(f32x16, F(1)), F(0))
@@ -163,15 +182,15 @@ fit: Any = None
 
 
 def _reached(s):
-    """Return what a likely partition is rated: the best of a few, fitted by turns to levels and scale."""
-    best = d = raised = splat(f32x16, F(0))
+    """Return the rating of a likely partition: the best of a few, fitted by turns to levels and scale."""
+    best = d = shifted = splat(f32x16, F(0))
     n = span // 16
     for i1 in range(n, 5 * n, 2 * n):
         for i2 in range(4 * n, 9 * n, 2 * n):
             for down in range(2):
-                two = _plus(_terms(s, 0, i1, 0, down), _terms(s, i1, i2, 1, down))
+                two = _add_terms(_terms(s, 0, i1, 0, down), _terms(s, i1, i2, 1, down))
                 for i3 in range(10 * n, 15 * n, 2 * n):
-                    best, d, raised = _keep(s, two, i2, i3, down, best, d, raised)
+                    best, d, shifted = _keep(s, two, i2, i3, down, best, d, shifted)
     for kind in range(2):
         scale = d
         for _ in range(2):
@@ -180,16 +199,16 @@ def _reached(s):
 
 
 @inline
-def _may_exceed(s, two, i2, down, needed):
-    """Whether two first runs, with any two last ones, can be rated above what is needed in some lane; NaN can.
+def _may_exceed(s, two, i2, down, threshold):
+    """Return whether two first runs, with any two last ones, can exceed the bound in some lane; NaN can.
 
     No quotient is taken: qx * qx <= left * q2. Where these lose bits below what floats hold, q2 is so small that its
-    runs' whole rating, at most some 1e4 q2 amax^2, is less than the slack (``_needed``).
+    runs' whole rating, at most some 1e4 q2 amax^2, is less than the slack (``_threshold``).
     """
-    at = _BOUNDS + 256 * i2 + 128 * down
-    left, left_raised = needed - load(f32x16, s, at), needed - load(f32x16, s, at + 64)
+    offset = _BOUNDS + 256 * i2 + 128 * down
+    left, left_shifted = threshold - load(f32x16, s, offset), threshold - load(f32x16, s, offset + 64)
     plain = (two[0] * two[0] <= left * two[2]) & (left >= F(0))
-    return any_lane(~(plain & (two[1] * two[1] <= left_raised * two[3]) & (left_raised >= F(0))))
+    return any_lane(~(plain & (two[1] * two[1] <= left_shifted * two[3]) & (left_shifted >= F(0))))
 
 
 sort: Any = None
@@ -200,41 +219,41 @@ reached: Any = None
 needed_by: Any = None
 
 
-def _needed(s, sumx2, amax):
-    """Return what a bound must exceed: nothing where x is almost 0, anything where sums are too small or large."""
-    known, sumw = reached(s), load(f32x16, s, _SUMW + 64 * span)
-    sound = (known * sumw > _LEAST) & (sumx2 * sumw < _MOST) & (amax < _FURTHEST * sumx2)
-    return select(amax < F(1e-16), splat(f32x16, F(np.inf)), select(sound, known - _SLACK * sumx2, F(-1)))
+def _threshold(s, sumx2, amax):
+    """Return the number that a bound must exceed: +inf where x is almost 0, -1 where sums are too small or large."""
+    rating, sumw = reached(s), load(f32x16, s, _SUMW + 64 * span)
+    sound = (rating * sumw > _LEAST) & (sumx2 * sumw < _MOST) & (amax < _FURTHEST * sumx2)
+    return select(amax < F(1e-16), splat(f32x16, F(np.inf)), select(sound, rating - _SLACK * sumx2, F(-1)))
 
 
-def _search(xt, wt, scales, raised_by):
-    """Write the scales of 16 sub-blocks, 0 where all |x| < 1e-16, and 1 where values are raised, else 0, as f32."""
+def _search(xt, wt, scales, shifts):
+    """Write the scales of 16 sub-blocks, 0 where all |x| < 1e-16, and 1 where values are shifted, else 0, as f32."""
     s = stack_bytes(_BYTES)
-    for at in range(0, 64 * span, 64):
-        store(s, _X + at, load(f32x16, xt, at))
-        store(s, _W + at, load(f32x16, wt, at))
+    for offset in range(0, 64 * span, 64):
+        store(s, _X + offset, load(f32x16, xt, offset))
+        store(s, _W + offset, load(f32x16, wt, offset))
     sort(s)
     sumx2, amax = sum_up(s)
     store_last(s)
     store_bounds(s)
     dead = amax < F(1e-16)
-    needed = needed_by(s, sumx2, amax)
-    best = d = raised = splat(f32x16, F(0))
+    threshold = needed_by(s, sumx2, amax)
+    best = d = shifted = splat(f32x16, F(0))
     for i1 in range(end_first):
         first_up, first_down = _terms(s, 0, i1, 0, 0), _terms(s, 0, i1, 0, 1)
         for i2 in range(i1, span):
-            two_up = _plus(first_up, _terms(s, i1, i2, 1, 0))
-            two_down = _plus(first_down, _terms(s, i1, i2, 1, 1))
-            up, down = _may_exceed(s, two_up, i2, 0, needed), _may_exceed(s, two_down, i2, 1, needed)
+            two_up = _add_terms(first_up, _terms(s, i1, i2, 1, 0))
+            two_down = _add_terms(first_down, _terms(s, i1, i2, 1, 1))
+            up, down = _may_exceed(s, two_up, i2, 0, threshold), _may_exceed(s, two_down, i2, 1, threshold)
             if not (up | down):
                 continue
             for i3 in range(max(i2, start_last), span):
                 if up:
-                    best, d, raised = _keep(s, two_up, i2, i3, 0, best, d, raised)
+                    best, d, shifted = _keep(s, two_up, i2, i3, 0, best, d, shifted)
                 if down:
-                    best, d, raised = _keep(s, two_down, i2, i3, 1, best, d, raised)
+                    best, d, shifted = _keep(s, two_down, i2, i3, 1, best, d, shifted)
     store(scales, 0, select(dead, F(0), d))
-    store(raised_by, 0, select(dead, F(0), raised))
+    store(shifts, 0, select(dead, F(0), shifted))
 
 
 def _make(values: int, end_first: int, start_last: int) -> Any:
@@ -242,8 +261,8 @@ def _make(values: int, end_first: int, start_last: int) -> Any:
     functions = {name: specialize(f, str(values), **runs) for name, f in _FUNCTIONS.items()}
     fit = specialize(_fit, str(values), **runs, round_any=IQ2.round_any)
     reached = specialize(_reached, str(values), span=values, fit=fit)
-    needed = specialize(_needed, str(values), span=values, reached=reached)
-    return specialize(_search, str(values), helper, **runs, **functions, needed_by=needed)
+    threshold = specialize(_threshold, str(values), span=values, reached=reached)
+    return specialize(_search, str(values), helper, **runs, **functions, needed_by=threshold)
 
 
 _FUNCTIONS = {
@@ -253,5 +272,5 @@ _FUNCTIONS = {
     "store_bounds": _store_bounds,
 }
 
-#: search(xt, wt, scales, raised) of sub-blocks of 16 and of 32 values: see ``_search``.
+#: search(xt, wt, scales, shifted) of sub-blocks of 16 and of 32 values: see ``_search``.
 search_16, search_32 = _make(16, 16, 0), _make(32, 24, 8)

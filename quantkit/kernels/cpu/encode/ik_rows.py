@@ -1,6 +1,6 @@
 """The encoders of ik_llama.cpp's types with a scale per row.
 
-Sub-blocks of 32 values have a scale d * m with an integer m, and values that are plain or raised (ik_levels.py).
+Sub-blocks of 32 values have a scale d * m with an integer m, and values that are plain or shifted (ik_levels.py).
 Scales are searched (ik_search.py), d follows from the largest one of the row, and the others become multiples of it;
 the values are rounded to levels again, and d is fitted to them.
 
@@ -30,7 +30,7 @@ from quantkit.kernels.cpu.core.simd import (
     store,
 )
 from quantkit.kernels.cpu.encode import Encoder
-from quantkit.kernels.cpu.encode.groups import address, copy
+from quantkit.kernels.cpu.encode.batch import address, copy
 from quantkit.kernels.cpu.encode.ik_levels import Levels
 from quantkit.kernels.cpu.encode.ik_scales import fit_multiples, largest_scale, nearest_multiple
 from quantkit.kernels.cpu.encode.ik_search import add_in_order, lift_weights, make_rounding, store_bytes
@@ -49,9 +49,12 @@ from quantkit.types import BY_NAME
 F, I32 = np.float32, np.int32
 
 # Offsets into the scratch of a call: tiles of 32 values, copies of a row's end; levels, codes, sums over a row; then
-# scales of a row, whether values are raised, sums of weights, sums of squares.
+# scales of a row, whether values are shifted, sums of weights, sums of squares.
 X, W, TERMS, TERMS2, TAIL, WEIGHTS_TAIL = (2 * TILE * i for i in range(6))
-LEVELS, CODES, SUMQX, SUMQ2 = 12 * TILE, 12 * TILE + 512, 12 * TILE + 576, 12 * TILE + 640
+LEVELS = 12 * TILE
+CODES = 12 * TILE + 512
+SUMQX = 12 * TILE + 576
+SUMQ2 = 12 * TILE + 640
 SCALES = 12 * TILE + 704
 
 # ---------------------------------------------------------------- d of a row and its multiples
@@ -71,9 +74,9 @@ def multiples_8_bit(scale, inverse):
 
 
 @inline
-def store_8_bit(s, multiple, raised, h, out):
-    """Store 8 scales of super-block h, and whether values are raised in their lowest bits."""
-    store(s, CODES, (multiple + I32(127)) | select(raised, I32(1), splat(i32x16, I32(0))))
+def store_8_bit(s, multiple, shifted, h, out):
+    """Store 8 scales of super-block h, and whether values are shifted in their lowest bits."""
+    store(s, CODES, (multiple + I32(127)) | select(shifted, I32(1), splat(i32x16, I32(0))))
     for ib in range(8):
         store(out, ib, load(types.uint8, s, CODES + 32 * h + 4 * ib))
 
@@ -98,32 +101,34 @@ def scale_fitted(scales, sums, count):
 
 
 @inline
-def store_5_bit(s, multiple, raised, h, out, apart):
-    """Store 8 scales: u16 of 8 high bits and 8 of whether values are raised, in either order; u8 nibbles[4].
+def store_5_bit(s, multiple, shifted, h, out, strided):
+    """Store 8 scales: u16 of 8 high bits and 8 of whether values are shifted, in either order; u8 nibbles[4].
 
-    apart: high bits come first, and nibbles of scales ib and ib + 4 share a byte; otherwise ib and ib + 1.
+    strided: high bits come first, and nibbles of scales ib and ib + 4 share a byte; otherwise ib and ib + 1.
     """
-    store(s, CODES, (multiple + I32(16)) | select(raised, I32(32), splat(i32x16, I32(0))))
-    high, up, low = 0, 0, 0
+    store(s, CODES, (multiple + I32(16)) | select(shifted, I32(32), splat(i32x16, I32(0))))
+    high = 0
+    up = 0
+    low = 0
     for ib in range(8):
         code = load(types.int32, s, CODES + 32 * h + 4 * ib)
         high |= ((code >> 4) & 1) << ib
         up |= (code >> 5) << ib
-        low |= (code & 15) << (8 * (ib & 3) + (ib & 4) if apart else 4 * ib)
-    store(out, 0, np.uint16(high | up << 8 if apart else up | high << 8))
+        low |= (code & 15) << (8 * (ib & 3) + (ib & 4) if strided else 4 * ib)
+    store(out, 0, np.uint16(high | up << 8 if strided else up | high << 8))
     store(out, 2, np.uint32(low))
 
 
 @inline
-def store_5_bit_apart(s, multiple, raised, h, out):
+def store_5_bit_apart(s, multiple, shifted, h, out):
     """``store_5_bit`` of which high bits come first."""
-    store_5_bit(s, multiple, raised, h, out, True)
+    store_5_bit(s, multiple, shifted, h, out, True)
 
 
 @inline
-def store_5_bit_pairs(s, multiple, raised, h, out):
+def store_5_bit_pairs(s, multiple, shifted, h, out):
     """``store_5_bit`` of which high bits come last."""
-    store_5_bit(s, multiple, raised, h, out, False)
+    store_5_bit(s, multiple, shifted, h, out, False)
 
 
 #: scale, multiples and storage, and its bytes, of a type.
@@ -134,7 +139,7 @@ SCALES_FITTED = scale_fitted, multiples_5_bit, store_5_bit_pairs, 6
 # ---------------------------------------------------------------- a batch of a row
 
 #: Bindings: see ``row_encoder``.
-near = own = F(0)
+sigma2_factor = sigma2_share = F(0)
 round_levels: Any = None
 multiples: Any = None
 store_multiples: Any = None
@@ -146,10 +151,10 @@ block_bytes = scales_bytes = 0
 @inline
 def _batch(row, n, first, tail):
     """Return the address of sub-blocks first .. first + 15 of a row: at its end a zero-padded copy at ``tail``."""
-    rest = n // 32 - first
-    if rest >= 16:
+    n_tail = n // 32 - first
+    if n_tail >= 16:
         return row + 128 * first
-    copy(row + 128 * first, tail, 128 * rest)
+    copy(row + 128 * first, tail, 128 * n_tail)
     return tail
 
 
@@ -173,10 +178,12 @@ def sum_squares(row, n, squares):
 def _load_batch(s, row, weights, n, first, squares):
     """Load 16 sub-blocks of a row and their weights into X and W; weights: an address, or 0."""
     load_tile(_batch(row, n, first, s + TAIL), 0, 32, s + X)
-    at = squares + first // 2
+    address = squares + first // 2
     half = first_half() != I32(0)
-    square = select(half, splat(f32x16, load(types.float32, at, 0)), splat(f32x16, load(types.float32, at, 4)))
-    sigma2 = near * square / F(256)
+    square = select(
+        half, splat(f32x16, load(types.float32, address, 0)), splat(f32x16, load(types.float32, address, 4))
+    )
+    sigma2 = sigma2_factor * square / F(256)
     if weights:
         load_tile(_batch(weights, n, first, s + WEIGHTS_TAIL), 0, 32, s + W)
         lift_weights(s + X, s + W, 32)
@@ -184,14 +191,14 @@ def _load_batch(s, row, weights, n, first, squares):
     elif magnitudes:
         magnitude_weights(s + X, s + W, 32)
     else:
-        square_weights(s + X, s + W, 32, own * sigma2 if own else splat(f32x16, F(0)))
+        square_weights(s + X, s + W, 32, sigma2_share * sigma2 if sigma2_share else splat(f32x16, F(0)))
 
 
-def _store_levels(s, d, multiple, raised, count):
+def _store_levels(s, d, multiple, shifted, count):
     """Round X to levels, write them to LEVELS, and add the terms of ``count`` sub-blocks to the sums; X is spent."""
     factor = convert(f32x16, multiple)
     inverse, alive = inverse_or_zero(factor * d), multiple != I32(0)
-    round_levels(s + X, s + W, s + TERMS, s + TERMS2, inverse, factor, raised, alive)
+    round_levels(s + X, s + W, s + TERMS, s + TERMS2, inverse, factor, shifted, alive)
     store_bytes(s + LEVELS, s + X, 32)
     if paired:
         for j in range(0, TILE, 64):
@@ -205,12 +212,12 @@ def _store_levels(s, d, multiple, raised, count):
 store_levels: Any = None
 
 
-def _store_batch(s, scale, raised, d, inverse, count, out):
+def _store_batch(s, scale, shifted, d, inverse, count, out):
     """Encode ``count`` sub-blocks, 8 or 16, of X with their weights W, scales and row scale d to blocks at ``out``."""
     multiple = multiples(scale, inverse)
-    store_levels(s, d, multiple, raised, count)
+    store_levels(s, d, multiple, shifted, count)
     for h in range(count // 8):
-        store_multiples(s, multiple, raised, h, out + block_bytes * h)
+        store_multiples(s, multiple, shifted, h, out + block_bytes * h)
         pack(s + LEVELS + 256 * h, out + block_bytes * h + scales_bytes)
 
 
@@ -223,16 +230,16 @@ row_scale: Any = None
 store_batch: Any = None
 fit_row: Any = None
 half_header = False
-stretch = F(0)
+d_gain = F(0)
 
 
-def _fit_row(s, row, weights, n, scales, raised, squares, d, inverse, out):
+def _fit_row(s, row, weights, n, scales, shifted, squares, d, inverse, out):
     """Write the blocks of a row to address ``out``; return the scale that best fits their levels, else d."""
     store(s, SUMQX, splat(f32x16, F(0)))
     store(s, SUMQ2, splat(f32x16, F(0)))
     for first in range(0, n // 32, 16):
         load_batch(s, row, weights, n, first, squares)
-        scale, up = load(f32x16, scales, 4 * first), load(f32x16, raised, 4 * first) > F(0)
+        scale, up = load(f32x16, scales, 4 * first), load(f32x16, shifted, 4 * first) > F(0)
         store_batch(s, scale, up, d, inverse, min(16, n // 32 - first), out + block_bytes * (first // 8))
     sumq2 = load(types.float32, s, SUMQ2)
     return load(types.float32, s, SUMQX) / sumq2 if sumq2 > F(0) else d
@@ -241,25 +248,25 @@ def _fit_row(s, row, weights, n, scales, raised, squares, d, inverse, out):
 def _encode_row(s, row, weights, n, out):
     """Encode a row of n values at address ``row``; weights: an address, or 0."""
     scales = s + SCALES
-    raised, sums = scales + n // 8 + 64, scales + 2 * (n // 8 + 64)
+    shifted, sums = scales + n // 8 + 64, scales + 2 * (n // 8 + 64)
     squares = sums + n // 8 + 64
-    if weights or own:
+    if weights or sigma2_share:
         sum_squares(row, n, squares)
     for first in range(0, n // 32, 16):
         load_batch(s, row, weights, n, first, squares)
-        search(s + X, s + W, scales + 4 * first, raised + 4 * first)
+        search(s + X, s + W, scales + 4 * first, shifted + 4 * first)
         store(sums, 4 * first, sum_weights(s + W, 32))
     d, inverse = row_scale(scales, sums, n // 32)
     blocks = out + 2 if half_header else out + 4
     if d != F(0):
-        d = fit_row(s, row, weights, n, scales, raised, squares, d, inverse, blocks)
+        d = fit_row(s, row, weights, n, scales, shifted, squares, d, inverse, blocks)
     else:
-        for at in range(0, n // 256 * block_bytes, 2):
-            store(blocks, at, np.uint16(0))
+        for offset in range(0, n // 256 * block_bytes, 2):
+            store(blocks, offset, np.uint16(0))
     if half_header:
-        store(out, 0, f32_to_f16(stretch * d))
+        store(out, 0, f32_to_f16(d_gain * d))
     else:
-        store(out, 0, stretch * d)
+        store(out, 0, d_gain * d)
 
 
 encode_row: Any = None
@@ -281,37 +288,39 @@ def rows_encoder(
     row_scale: Any,
     store_batch: Any,
     *,
-    near: float = 2,
-    own: float = 0,
+    sigma2_factor: float = 2,
+    sigma2_share: float = 0,
     magnitudes: bool = False,
-    stretch: float = 1,
+    d_gain: float = 1,
 ) -> Encoder:
     """Return the encoder of a type.
 
-    search(xt, wt, scales, raised): of 16 scales. row_scale(scales, sums of weights, n): d and 1 / d. store_batch: as
-    ``_store_batch``. near: the multiple of the mean square in weights with importances; own: the part of that without,
-    added to squares; magnitudes: they are magnitudes instead. stretch: what d is multiplied by in the end.
+    search(xt, wt, scales, shifted): of 16 scales. row_scale(scales, sums of weights, n): d and 1 / d. store_batch: as
+    ``_store_batch``. sigma2_factor: the multiple of the mean square in weights with importances; sigma2_share: the part
+    of that without, added to squares; magnitudes: they are magnitudes instead. d_gain: a factor of d in the end.
     """
     key, t = name.lower(), BY_NAME[name]
-    load_batch = specialize(_load_batch, key, helper, near=F(near), own=F(own), magnitudes=magnitudes)
+    load_batch = specialize(
+        _load_batch, key, helper, sigma2_factor=F(sigma2_factor), sigma2_share=F(sigma2_share), magnitudes=magnitudes
+    )
     blocks = {"load_batch": load_batch, "block_bytes": t.block_bytes}
     encode_row = specialize(
         _encode_row, key, search=search, row_scale=row_scale, **blocks,
         fit_row=specialize(_fit_row, key, store_batch=store_batch, **blocks),
-        half_header=t.row_header == 2, own=F(own), stretch=F(stretch),
+        half_header=t.row_header == 2, sigma2_share=F(sigma2_share), d_gain=F(d_gain),
     )  # fmt: skip
     return specialize(_encode_rows, key, kernel, encode_row=encode_row)  # type: ignore[no-any-return]
 
 
 def row_encoder(
     name: str, levels: Levels, search: Any, scales: tuple[Any, Any, Any, int], pack: Any, *,
-    paired: bool = False, zeros: bool = False, **more: Any,
+    paired: bool = False, zeros: bool = False, **options: Any,
 ) -> Encoder:  # fmt: skip
     """Return the encoder of a type.
 
-    search(xt, wt, scales, raised): of 16 scales. scales: that of a row, multiples of it, their storage and its bytes.
+    search(xt, wt, scales, shifted): of 16 scales. scales: that of a row, multiples of it, their storage and its bytes.
     paired: terms of values j and j + 16 are added to each other before they are summed. zeros: levels are 0
-    where the scale is. more: of ``rows_encoder``.
+    where the scale is. options: of ``rows_encoder``.
     """
     key, (row_scale, multiples, store_multiples, scales_bytes) = name.lower(), scales
     rounding = make_rounding(key, levels, 32, zeros)
@@ -319,4 +328,4 @@ def row_encoder(
     bound = {"multiples": multiples, "store_multiples": store_multiples, "scales_bytes": scales_bytes, "pack": pack}
     block_bytes = BY_NAME[name].block_bytes
     store_batch = specialize(_store_batch, key, helper, store_levels=store_levels, block_bytes=block_bytes, **bound)
-    return rows_encoder(name, search, row_scale, store_batch, **more)
+    return rows_encoder(name, search, row_scale, store_batch, **options)

@@ -75,7 +75,9 @@ def fit_multiples(scales, weights, count, levels):
     store(s, 192, q21)
     store(s, 256, inverse0)
     store(s, 320, inverse1)
-    qx, q2, inverse = load(types.float32, s, 0), load(types.float32, s, 128), load(types.float32, s, 256)
+    qx = load(types.float32, s, 0)
+    q2 = load(types.float32, s, 128)
+    inverse = load(types.float32, s, 256)
     d = qx / q2 if q2 != F(0) else F(0)
     best = d * qx
     for i in range(4, 76, 4):

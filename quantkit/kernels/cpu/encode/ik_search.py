@@ -1,10 +1,10 @@
-"""What the encoders of ik_llama.cpp's types share: weights, the search for scales, rounding and packing.
+"""Common parts of the encoders of ik_llama.cpp's types: weights, the search for scales, rounding and packing.
 
 Sixteen sub-blocks of 16 or 32 values are a tile: transposed to [values][16], a lane each, so that every lane adds in
 the reference's order.
 
 The scale of a sub-block: candidates for 1 / d map the value of largest magnitude to or near the lowest value; each is
-tried with both signs and, except the first, with plain and raised values, and rated by sum(w q x)^2 / sum(w q q).
+tried with both signs and, except the first, with plain and shifted values, and rated by sum(w q x)^2 / sum(w q q).
 Importances become 1e-9 in sub-blocks where they, the values or their products are almost 0.
 
 Source: ik_llama.cpp 8337e4cd3 iqk_quantize.cpp: QHelper, quantize_row_iq4_k_impl_bs16 and its like.
@@ -46,7 +46,9 @@ def lift_weights(xt, wt, span):
     w2 = x2 = wx = splat(f32x16, F(0))
     for j in range(span):
         x, w = load(f32x16, xt, 64 * j), load(f32x16, wt, 64 * j)
-        w2, x2, wx = w2 + w * w, x2 + x * x, wx + w * vabs(x)
+        w2 = w2 + w * w
+        x2 = x2 + x * x
+        wx = wx + w * vabs(x)
     least = F(span) * (TINY * TINY)
     fine = (w2 > least) & (x2 > least) & (wx > least)
     for j in range(span):
@@ -65,7 +67,10 @@ mirrored: Any = None
 def _rate(xt, wt, inverse):
     """Return sum(w q x) and sum(w q q) for the values q nearest to x * inverse, and the same for -inverse."""
     inverse_per_width, zero = inverse * per_unit, splat(f32x16, F(0))
-    qx, q2, minus_qx, minus_q2 = zero, zero, zero, zero
+    qx = zero
+    q2 = zero
+    minus_qx = zero
+    minus_q2 = zero
     for j in range(span):
         x, w = load(f32x16, xt, 64 * j), load(f32x16, wt, 64 * j)
         v, bucket = inverse * x, find_bucket(x, inverse_per_width)
@@ -79,51 +84,51 @@ def _rate(xt, wt, inverse):
 
 
 @inline
-def keep_better(best, d, raised, qx, q2, by):
-    """Take d = qx / q2 in lanes where it is rated better."""
+def keep_better(best, d, shifted, qx, q2, shift):
+    """Return best, d and shifted, replaced in lanes where d = qx / q2 is rated better."""
     better = (q2 > F(0)) & (qx * qx > best * q2)
     ratio = qx / q2
-    return select(better, ratio * qx, best), select(better, ratio, d), select(better, F(by), raised)
+    return select(better, ratio * qx, best), select(better, ratio, d), select(better, F(shift), shifted)
 
 
 #: Bindings of ``_search``: the lowest values, tries on either side of them and their distance, whether a first
 #: candidate without weight counts as none; and functions.
 rate_plain: Any = None
-rate_raised: Any = None
-low = low_raised = tries = step = 0
+rate_shifted: Any = None
+low = low_shifted = tries = step = 0
 guarded = False
 
 
-def _search(xt, wt, scales, raised_by):
-    """Write the scales of 16 sub-blocks, 0 where all |x| < 1e-16, and 1 where values are raised, else 0, as f32."""
+def _search(xt, wt, scales, shifts):
+    """Write the scales of 16 sub-blocks, 0 where all |x| < 1e-16, and 1 where values are shifted, else 0, as f32."""
     amax, top = largest(xt, span)
     first = top / F(-low)
     qx, q2, minus_qx, minus_q2 = rate_plain(xt, wt, F(1) / first)
-    d, raised = qx / q2, splat(f32x16, F(0))
+    d, shifted = qx / q2, splat(f32x16, F(0))
     best = d * qx
     if guarded:
         d, best = select(q2 > F(0), d, first), select(q2 > F(0), best, F(0))
-    best, d, raised = keep_better(best, d, raised, minus_qx, minus_q2, 0)
+    best, d, shifted = keep_better(best, d, shifted, minus_qx, minus_q2, 0)
     for itry in range(-tries, tries + 1):
         qx, q2, minus_qx, minus_q2 = rate_plain(xt, wt, F(step * itry + low) / top)
-        best, d, raised = keep_better(best, d, raised, qx, q2, 0)
-        best, d, raised = keep_better(best, d, raised, minus_qx, minus_q2, 0)
-        qx, q2, minus_qx, minus_q2 = rate_raised(xt, wt, F(step * itry + low_raised) / top)
-        best, d, raised = keep_better(best, d, raised, qx, q2, 1)
-        best, d, raised = keep_better(best, d, raised, minus_qx, minus_q2, 1)
+        best, d, shifted = keep_better(best, d, shifted, qx, q2, 0)
+        best, d, shifted = keep_better(best, d, shifted, minus_qx, minus_q2, 0)
+        qx, q2, minus_qx, minus_q2 = rate_shifted(xt, wt, F(step * itry + low_shifted) / top)
+        best, d, shifted = keep_better(best, d, shifted, qx, q2, 1)
+        best, d, shifted = keep_better(best, d, shifted, minus_qx, minus_q2, 1)
     dead = amax < F(1e-16)
     store(scales, 0, select(dead, F(0), d))
-    store(raised_by, 0, select(dead, F(0), raised))
+    store(shifts, 0, select(dead, F(0), shifted))
 
 
 def make_search(name: str, levels: Levels, values: int, tries_: int, step_: int = 1, guarded_: bool = False) -> Any:
-    """Return search(xt, wt, scales, raised) for sub-blocks of 16 or 32 values: see ``_search``."""
+    """Return search(xt, wt, scales, shifted) for sub-blocks of 16 or 32 values: see ``_search``."""
     common = {"span": values, "per_unit": levels.per_unit}
     rates = {
         f"rate_{kind}": specialize(_rate, name, **common, nearest=pair[0], mirrored=pair[1])
-        for kind, pair in (("plain", levels.plain), ("raised", levels.raised))
+        for kind, pair in (("plain", levels.plain), ("shifted", levels.shifted))
     }
-    lows = {"low": levels.lowest, "low_raised": levels.lowest + levels.raise_by}
+    lows = {"low": levels.lowest, "low_shifted": levels.lowest + levels.shift_by}
     return specialize(_search, name, helper, span=values, **rates, **lows, tries=tries_, step=step_, guarded=guarded_)
 
 
@@ -134,11 +139,11 @@ round_any: Any = None
 zeros = False
 
 
-def _round_levels(xt, wt, terms, terms2, inverse, factor, raised, alive):
+def _round_levels(xt, wt, terms, terms2, inverse, factor, shifted, alive):
     """Turn values into the levels of inverse * x; write the terms of sum(w q x) and sum(w q q), q = factor * level."""
     for j in range(0, 64 * span, 64):
         x, w = load(f32x16, xt, j), load(f32x16, wt, j)
-        level, q = round_any(inverse * x, raised)
+        level, q = round_any(inverse * x, shifted)
         q = q * factor
         wq = w * q
         store(terms, j, wq * x)

@@ -1,4 +1,4 @@
-"""Encoders of row-interleaved types: their base type's, then rows are woven together.
+"""Encoders of row-interleaved types: their base type's, then rows are interleaved.
 
 By ik_llama.cpp's search, the default, a tensor encoded as Q4_K_R4 is one encoded as Q4_K by that search
 (``Format.ik_encoder``) and repacked; by llama.cpp's, one that llama.cpp encodes. ik's differ from the base type in a
@@ -29,7 +29,7 @@ from quantkit.kernels.cpu.core.simd import any_lane, f32_to_f16, f32x16, load, s
 from quantkit.kernels.cpu.encode import Encoder, encoder
 from quantkit.kernels.cpu.encode.floats import cut_bf16_r16
 from quantkit.kernels.cpu.encode.grid_rows import NOTHING
-from quantkit.kernels.cpu.encode.q8_k import encode_woven_q8_k, encode_woven_q8_kv
+from quantkit.kernels.cpu.encode.q8_k import encode_interleaved_q8_k, encode_interleaved_q8_kv
 from quantkit.kernels.cpu.interleave import interleave_rows
 from quantkit.kernels.formats import has_encoder
 from quantkit.kernels.interleave import base_of
@@ -43,39 +43,43 @@ TINY2 = F(TINY * TINY)
 GUARDED = {"IQ2_XXS_R4": 32, "IQ2_XS_R4": 16, "IQ2_S_R4": 16, "IQ3_XXS_R4": 32, "IQ3_S_R4": 16, "Q6_0_R4": 32}
 
 
-def woven_encoder(t: TensorType, by: str) -> Encoder:
-    """Return the encoder of a woven type, which takes whole groups of rows; raise TypeNotSupported without one.
+def interleaved_encoder(t: TensorType, variant: str) -> Encoder:
+    """Return the encoder of an interleaved type, which takes whole groups of rows; raise TypeNotSupported without one.
 
-    ``by``: whose, "mainline" or "ik" (``formats.encoder_for``).
+    ``variant``: whose, "mainline" or "ik" (``formats.encoder_for``).
     """
     if not has_encoder(t):
-        raise TypeNotSupported(f"there is no encoder for {t.name} in this version; `quantkit types` shows which exist")
+        raise TypeNotSupported(
+            f"there is no encoder for {t.name} in this version; `quantkit types` shows which exist", "QK-E302"
+        )
     if t.name.startswith("Q8_K_R"):
         return partial(_encode_q8_k, t.interleave)
     if t.name == "Q8_KV_R8":
         return _encode_q8_kv
-    if t.name == "BF16_R16" and by == "ik":
+    if t.name == "BF16_R16" and variant == "ik":
         return _cut_off
-    encode = encoder(base_of(t), by)
-    return partial(_encode_and_weave, t, _as_ik(t, encode) if by == "ik" else encode)
+    encode = encoder(base_of(t), variant)
+    return partial(_encode_and_interleave, t, _as_ik(t, encode) if variant == "ik" else encode)
 
 
 def _encode_q8_k(rows: int, x: Any, weights: Any, out: Any, row0: int, row1: int) -> None:
-    encode_woven_q8_k(x, out, row0, row1, rows, np.uint32(0x80808080 if rows == 16 else 0))
+    encode_interleaved_q8_k(x, out, row0, row1, rows, np.uint32(0x80808080 if rows == 16 else 0))
 
 
 def _encode_q8_kv(x: Any, weights: Any, out: Any, row0: int, row1: int) -> None:
-    encode_woven_q8_kv(x, out, row0, row1)
+    encode_interleaved_q8_kv(x, out, row0, row1)
 
 
-def _encode_and_weave(t: TensorType, encode: Encoder, x: Any, weights: Any, out: Any, row0: int, row1: int) -> None:
+def _encode_and_interleave(
+    t: TensorType, encode: Encoder, x: Any, weights: Any, out: Any, row0: int, row1: int
+) -> None:
     plain = np.empty((row1 - row0, base_of(t).row_bytes(x.shape[1])), np.uint8)
     encode(x[row0:row1], weights, plain, 0, row1 - row0)
     interleave_rows(t, plain, out[row0:row1])
 
 
 def _as_ik(t: TensorType, encode: Encoder) -> Encoder:
-    """Return the encoder of a base type, changed by what ik does differently when it weaves rows."""
+    """Return the encoder of a base type with the changes that ik makes when it interleaves rows."""
     if t.name in CHANGED:
         return partial(_encode_and_change, encode, *CHANGED[t.name])
     return partial(_encode_guarded, encode, GUARDED[t.name]) if t.name in GUARDED else encode
@@ -102,9 +106,9 @@ def _encode_guarded(encode: Encoder, block: int, x: Any, weights: Any, out: Any,
     encode(x, common, out, row0, row1)
     row = row0
     while (row := first_odd_row(x[:row1], weights, row, block)) >= 0:
-        own = weights.copy()
-        if guard(x[row], weights, own, block) and not np.array_equal(own, common):
-            encode(x, own, out, row, row + 1)
+        row_weights = weights.copy()
+        if guard(x[row], weights, row_weights, block) and not np.array_equal(row_weights, common):
+            encode(x, row_weights, out, row, row + 1)
         row += 1
 
 
@@ -118,20 +122,20 @@ def _none(squares: npt.NDArray[np.float32], block: int) -> npt.NDArray[np.bool_]
 
 @kernel
 def first_odd_row(x: npt.NDArray[np.float32], weights: npt.NDArray[np.float32], first: int, block: int) -> int:
-    """Return the first row from ``first`` on with a sub-block whose sums may be almost 0, or -1.
+    """Return the first row, from ``first`` on, with a sub-block whose sums may be almost 0; -1: none.
 
     A sum of numbers that are not negative is no less than the largest of them, whatever the rounding.
     """
     n = x.shape[1]
     limit = splat(f32x16, np.float32(block) * TINY2)
     for row in range(first, x.shape[0]):
-        for at in range(0, n, block):
-            some, weighted = False, False
-            for i in range(at, at + block, 16):
+        for begin in range(0, n, block):
+            exceeds, weighted = False, False
+            for i in range(begin, begin + block, 16):
                 v, w = load(f32x16, x, 4 * (row * n + i)), load(f32x16, weights, 4 * i)
-                some |= any_lane(v * v > limit)
+                exceeds |= any_lane(v * v > limit)
                 weighted |= any_lane(w * vabs(v) > limit)
-            if not some or not weighted:
+            if not exceeds or not weighted:
                 return row
     return -1
 
@@ -142,14 +146,16 @@ def guard(
 ) -> bool:
     """Set the importances of sub-blocks to 1e-9 where they, the values or their products are almost 0."""
     changed, limit = False, np.float32(block) * TINY2
-    for at in range(0, x.size, block):
-        squares, values, products = np.float32(0), np.float32(0), np.float32(0)
-        for i in range(at, at + block):
+    for begin in range(0, x.size, block):
+        squares = np.float32(0)
+        values = np.float32(0)
+        products = np.float32(0)
+        for i in range(begin, begin + block):
             squares += weights[i] * weights[i]
             values += x[i] * x[i]
             products += weights[i] * abs(x[i])
         if not (squares > limit and values > limit and products > limit):
-            out[at : at + block] = TINY
+            out[begin : begin + block] = TINY
             changed = True
     return changed
 
@@ -159,7 +165,9 @@ def guard(
 
 @inline
 def _level(value: Any, half: Any) -> Any:
-    return 0 if value < -half else (1 if value < half else 2)
+    if value < -half:
+        return 0
+    return 1 if value < half else 2
 
 
 @kernel
@@ -169,7 +177,9 @@ def write_ternary(x: npt.NDArray[np.float32], out: npt.NDArray[np.uint8]) -> Non
         top = np.float32(0)
         for value in x[row]:
             top = max(top, abs(value))
-        half, square, error = np.float32(0.5) * top, np.float32(0), np.float32(0)
+        half = np.float32(0.5) * top
+        square = np.float32(0)
+        error = np.float32(0)
         for value in x[row]:
             difference = value - top * np.float32(_level(value, half) - 1)
             square += value * value
@@ -181,16 +191,16 @@ def write_ternary(x: npt.NDArray[np.float32], out: npt.NDArray[np.uint8]) -> Non
 @inline
 def _write_ternary_row(x: Any, half: Any, top: Any, out: Any) -> None:
     for block in range(x.size // 256):
-        at = 84 * block
-        out[at : at + 16] = 0x11
+        offset = 84 * block
+        out[offset : offset + 16] = 0x11
         for i in range(64):
             first, byte = 256 * block + i // 32 * 128 + i % 32, 0
             for part in range(4):
                 byte |= _level(x[first + 32 * part], half) << (2 * part)
-            out[at + 16 + i] = byte
+            out[offset + 16 + i] = byte
         scale = f32_to_f16(top)
         for field in (80, 82):
-            out[at + field], out[at + field + 1] = scale & 255, scale >> 8
+            out[offset + field], out[offset + field + 1] = scale & 255, scale >> 8
 
 
 # ---------------------------------------------------------------- IQ1_M
@@ -206,7 +216,7 @@ def _sum_of_squares(x: Any, first: Any) -> Any:
 
 @kernel
 def repeat_shifts(x: npt.NDArray[np.float32], out: npt.NDArray[np.uint8]) -> None:
-    """Let halves of zeros in groups of 4 rows of IQ1_M_ROW, which shift up, shift as the same half of the block before.
+    """Give halves of zeros in groups of 4 rows of IQ1_M_ROW the shift of the same half of the block before.
 
     ``before`` is that in ik's order: of all rows of the group, block by block. Blocks of nothing but zeros shift up.
     """
@@ -218,11 +228,11 @@ def repeat_shifts(x: npt.NDArray[np.float32], out: npt.NDArray[np.uint8]) -> Non
                 if low + high < NOTHING:
                     continue
                 for half in range(2):
-                    at = 2 + 7 * block + 4 + half
+                    byte = 2 + 7 * block + 4 + half
                     if (high if half else low) > NOTHING:
-                        last[half] = out[row, at] & np.uint8(0x88)
+                        last[half] = out[row, byte] & np.uint8(0x88)
                     else:
-                        out[row, at] |= last[half]
+                        out[row, byte] |= last[half]
 
 
 #: Types whose rows are changed after they are encoded: by which function, and whether with importance, too.

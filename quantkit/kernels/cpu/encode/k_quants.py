@@ -48,6 +48,7 @@ from quantkit.kernels.cpu.core.simd import (
 from quantkit.kernels.cpu.core.simd import select as choose
 from quantkit.kernels.cpu.encode.batch import (
     BLOCK_BYTES,
+    address,
     blocks_encoder,
     if_weighted,
     load_group,
@@ -55,7 +56,6 @@ from quantkit.kernels.cpu.encode.batch import (
     turn,
     weigh_by_importance,
 )
-from quantkit.kernels.cpu.encode.groups import address
 from quantkit.kernels.cpu.encode.search import (
     EPSILON,
     LANES,
@@ -202,13 +202,13 @@ def _write_words(s: Any, out: Any, lane: Any, words: Any) -> Any:
 
 
 @inline
-def _write_half(s: Any, at: Any, out: Any, lane: Any) -> Any:
-    store(out, 0, load(types.uint16, s, at + 2 * lane))
+def _write_half(s: Any, offset: Any, out: Any, lane: Any) -> Any:
+    store(out, 0, load(types.uint16, s, offset + 2 * lane))
 
 
 @inline
-def _code(s: Any, at: Any, j: Any) -> Any:
-    return load(WIDE_INT, s, at + j * STEP)
+def _code(s: Any, offset: Any, j: Any) -> Any:
+    return load(WIDE_INT, s, offset + j * STEP)
 
 
 @inline
@@ -221,8 +221,8 @@ def _pack_scales_q2(s: Any) -> Any:
         store(s, _D_T + j * STEP, d * convert(WIDE, byte & 15))
         store(s, _DMIN_T + j * STEP, dmin * convert(WIDE, byte >> 4))
     for k in range(4):
-        at = _CODE_T + 4 * k * STEP
-        _store_word(s, k, _code(s, at, 0), _code(s, at, 1), _code(s, at, 2), _code(s, at, 3))
+        offset = _CODE_T + 4 * k * STEP
+        _store_word(s, k, _code(s, offset, 0), _code(s, offset, 1), _code(s, offset, 2), _code(s, offset, 3))
 
 
 @inline
@@ -241,13 +241,13 @@ def _pack_scales_q4(s: Any) -> Any:
         store(s, _SCALE_T + j * STEP, a)
         store(s, _LOW_T + j * STEP, b)
         store(s, _SUM_W_T + j * STEP, c)
-    for k, at in enumerate((_SCALE_T, _LOW_T, _SUM_W_T)):
-        _store_word(s, k, _code(s, at, 0), _code(s, at, 1), _code(s, at, 2), _code(s, at, 3))
+    for k, offset in enumerate((_SCALE_T, _LOW_T, _SUM_W_T)):
+        _store_word(s, k, _code(s, offset, 0), _code(s, offset, 1), _code(s, offset, 2), _code(s, offset, 3))
 
 
 @inline
-def _found_levels(s: Any, v: Any, at: Any, flat: Any, n: Any, top: Any, guarded: Any) -> Any:
-    """Return the levels that the search found for 16 values of sub-block ``flat``, at byte ``at`` of its block."""
+def _found_levels(s: Any, v: Any, offset: Any, flat: Any, n: Any, top: Any, guarded: Any) -> Any:
+    """Return the levels that the search found for 16 values of sub-block ``flat``, at byte ``offset`` of its block."""
     iscale = load(types.float32, s, _ISCALE + 4 * flat)
     return search_levels(v, iscale, load(types.float32, s, _BEST_LOW + 4 * flat), top, guarded)
 
@@ -255,19 +255,19 @@ def _found_levels(s: Any, v: Any, at: Any, flat: Any, n: Any, top: Any, guarded:
 @inline
 def _gathered_levels(s: Any, flat: Any, n: Any, first: Any) -> Any:
     """Return 16 levels of the sub-block in slot ``flat`` of _L, from the ``first`` on."""
-    at = _L + flat // LANES * n * STEP + flat % LANES * 4
+    offset = _L + flat // LANES * n * STEP + flat % LANES * 4
     for i in range(16):
-        store(s, _W + 4 * i, load(types.float32, s, at + (first + i) * STEP))
+        store(s, _W + 4 * i, load(types.float32, s, offset + (first + i) * STEP))
     return convert(i32x16, load(f32x16, s, _W))
 
 
 @inline
-def _levels_with_min(s: Any, x: Any, at: Any, j: Any, lane: Any, subs: Any, top: Any, guarded: Any) -> Any:
+def _levels_with_min(s: Any, x: Any, offset: Any, j: Any, lane: Any, subs: Any, top: Any, guarded: Any) -> Any:
     """Return the levels of 16 values of sub-block j; where its scale came out as 0, those of the search."""
-    v = load(f32x16, x, at)
+    v = load(f32x16, x, offset)
     d = load(types.float32, s, _D_T + j * STEP + 4 * lane)
     if d == F(0):
-        return _found_levels(s, v, at, lane * subs + j, 256 // subs, top, guarded)
+        return _found_levels(s, v, offset, lane * subs + j, 256 // subs, top, guarded)
     low = load(types.float32, s, _DMIN_T + j * STEP + 4 * lane)
     return vmin(vmax(nearest_int((v + low) / d), 0), top)
 
@@ -297,9 +297,9 @@ def _write_q45(s: Any, x: Any, out: Any, lane: Any, top: Any, weighted: Any) -> 
     for half in range(2):
         high = splat(i32x16, 0)
         for chunk in range(4):
-            at = chunk * 256 + half * 64
-            a = _levels_with_min(s, x, at, 2 * chunk, lane, 8, top, weighted)
-            b = _levels_with_min(s, x, at + 128, 2 * chunk + 1, lane, 8, top, weighted)
+            offset = chunk * 256 + half * 64
+            a = _levels_with_min(s, x, offset, 2 * chunk, lane, 8, top, weighted)
+            b = _levels_with_min(s, x, offset + 128, 2 * chunk + 1, lane, 8, top, weighted)
             high = high | ((a >> 4) << (2 * chunk)) | ((b >> 4) << (2 * chunk + 1))
             store(low_bits, chunk * 32 + half * 16, convert(u8x16, (a & 15) | ((b & 15) << 4)))
         if top == 31:
@@ -381,18 +381,18 @@ def _fit_with_min_refined(s: Any, x: Any, w: Any, count: Any, n: Any, top: Any, 
 
 
 @inline
-def _kept_levels(s: Any, v: Any, at: Any, flat: Any, n: Any, top: Any, guarded: Any) -> Any:
+def _kept_levels(s: Any, v: Any, offset: Any, flat: Any, n: Any, top: Any, guarded: Any) -> Any:
     """_found_levels where they are kept."""
-    return _gathered_levels(s, flat, n, at // 4 % n)
+    return _gathered_levels(s, flat, n, offset // 4 % n)
 
 
 @inline
-def _levels_q2_refined(s: Any, x: Any, at: Any, j: Any, lane: Any, subs: Any, top: Any, guarded: Any) -> Any:
+def _levels_q2_refined(s: Any, x: Any, offset: Any, j: Any, lane: Any, subs: Any, top: Any, guarded: Any) -> Any:
     """_levels_with_min by the scale as it was fitted, not as a half; where that is 0, level 0."""
     d = load(types.float32, s, _D_T + j * STEP + 4 * lane)
     low = load(types.float32, s, _DMIN_T + j * STEP + 4 * lane)
     inverse = F(1) / d if d != F(0) else F(0)
-    return vmin(vmax(nearest_int((load(f32x16, x, at) + low) * inverse), 0), top)
+    return vmin(vmax(nearest_int((load(f32x16, x, offset) + low) * inverse), 0), top)
 
 
 _quantize_scales_refined = specialize(
@@ -557,13 +557,13 @@ def _signed_levels(s: Any, x: Any, j: Any, lane: Any, nmax: Any, slots: Any) -> 
 def _scales_q3_by_largest(s: Any) -> Any:
     """Quantize the scales to 6 bits by the largest; store d."""
     largest = _largest_scale(s)
-    some = largest != F(0)
-    iscale = F(-32) / choose(some, largest, F(1))
+    nonzero = largest != F(0)
+    iscale = F(-32) / choose(nonzero, largest, F(1))
     for j in range(16):
         code = nearest_int(iscale * load(WIDE, s, _SCALE_T + j * STEP))
         code = vmin(vmax((code << 24) >> 24, -32), 31) + 32
-        store(s, _CODE_T + j * STEP, choose(some, code, 0))
-    store_f16(s, _HALF, choose(some, F(1) / iscale, F(0)))
+        store(s, _CODE_T + j * STEP, choose(nonzero, code, 0))
+    store_f16(s, _HALF, choose(nonzero, F(1) / iscale, F(0)))
 
 
 @inline
@@ -586,12 +586,15 @@ def _pack_scales_q3(s: Any) -> Any:
     """Bytes 0..7: the low halves of codes j and j + 8; bytes 8..11: the high bits of codes j, j + 4, j + 8, j + 12."""
     d = load_f16(WIDE, s, _HALF)
     for k in range(2):
-        at, high = _CODE_T + 4 * k * STEP, _CODE_T + (8 + 4 * k) * STEP
+        offset, high = _CODE_T + 4 * k * STEP, _CODE_T + (8 + 4 * k) * STEP
         _store_word(
-            s, k,
-            _code(s, at, 0) & 15 | (_code(s, high, 0) & 15) << 4, _code(s, at, 1) & 15 | (_code(s, high, 1) & 15) << 4,
-            _code(s, at, 2) & 15 | (_code(s, high, 2) & 15) << 4, _code(s, at, 3) & 15 | (_code(s, high, 3) & 15) << 4,
-        )  # fmt: skip
+            s,
+            k,
+            _code(s, offset, 0) & 15 | (_code(s, high, 0) & 15) << 4,
+            _code(s, offset, 1) & 15 | (_code(s, high, 1) & 15) << 4,
+            _code(s, offset, 2) & 15 | (_code(s, high, 2) & 15) << 4,
+            _code(s, offset, 3) & 15 | (_code(s, high, 3) & 15) << 4,
+        )
     word = splat(WIDE_INT, 0)
     for j in range(16):
         code = _code(s, _CODE_T, j)
@@ -602,7 +605,7 @@ def _pack_scales_q3(s: Any) -> Any:
 
 @inline
 def _write_q3(s: Any, x: Any, out: Any, lane: Any, slots: Any) -> Any:
-    """As Q2_K; byte l of the high bits has bit k for value 32 * k + l."""
+    """Write a half as Q2_K does; byte l of the high bits has bit k for value 32 * k + l."""
     for half in range(2):
         high = splat(i32x16, 0)
         for chunk in range(2):
@@ -674,8 +677,8 @@ def _scales_q6(s: Any) -> Any:
         store(s, _CODE_T + j * STEP, code)
         store(s, _D_T + j * STEP, d * convert(WIDE, code))
     for k in range(4):
-        at = _CODE_T + 4 * k * STEP
-        _store_word(s, k, _code(s, at, 0), _code(s, at, 1), _code(s, at, 2), _code(s, at, 3))
+        offset = _CODE_T + 4 * k * STEP
+        _store_word(s, k, _code(s, offset, 0), _code(s, offset, 1), _code(s, offset, 2), _code(s, offset, 3))
     return dead
 
 

@@ -58,15 +58,24 @@ from quantkit.kernels.cpu.core.simd import (
 from quantkit.kernels.cpu.encode.search import LANES, STEP, fit_signed, fit_with_min, round_as_cvtps2dq, search_levels
 from quantkit.kernels.cpu.encode.search_refined import fit_signed_refined, fit_with_min_refined
 
-F, I32, U64 = np.float32, np.int32, np.uint64
+F = np.float32
+I32 = np.int32
+U64 = np.uint64
 _u64x2 = VecType(types.uint64, 2)
 Rows = npt.NDArray[np.float32]
 
 # Byte offsets into the scratch of one call. The search: [32][LANES] f32 each, element i of all blocks side by side,
 # and [LANES][32] f32, the weights of each block before they are transposed.
-X, W, LEVELS, ROWS = 0, 32 * STEP, 64 * STEP, 96 * STEP
+X = 0
+W = 32 * STEP
+LEVELS = 64 * STEP
+ROWS = 96 * STEP
 # [LANES] f32 each: what was found for each block.
-SCALE, LOW, INVERSE, BASE, SCRATCH = 128 * STEP, 129 * STEP, 130 * STEP, 131 * STEP, 132 * STEP
+SCALE = 128 * STEP
+LOW = 129 * STEP
+INVERSE = 130 * STEP
+BASE = 131 * STEP
+SCRATCH = 132 * STEP
 
 
 @inline
@@ -85,8 +94,8 @@ def _store_levels(out: Any, o: Any, q0: Any, q1: Any, high_bits: Any) -> Any:
 
 
 @inline
-def _copy_f16(s: Any, at: Any, out: Any, o: Any) -> Any:
-    store(out, o, load(types.uint16, s, at))
+def _copy_f16(s: Any, offset: Any, out: Any, o: Any) -> Any:
+    store(out, o, load(types.uint16, s, offset))
 
 
 # ---------------------------------------------------------------- without an importance matrix: 16 blocks at a time
@@ -98,8 +107,8 @@ def _extremes(x: Any, s: Any, first: Any, end: Any) -> Any:
     source = x.ctypes.data + 128 * first
     if end - first < 16:
         for i in range(0, 2048, 64):
-            inside = i < 128 * (end - first)
-            store(s, X + i, load(f32x16, source, i) if inside else splat(f32x16, F(0)))
+            in_range = i < 128 * (end - first)
+            store(s, X + i, load(f32x16, source, i) if in_range else splat(f32x16, F(0)))
         source = s.ctypes.data + X
     return row_extremes(source, 0, 128)
 
@@ -121,7 +130,7 @@ def _first(x0: Any, x1: Any, value: Any) -> Any:
 
 @inline
 def _invert(s: Any, d: Any, middle: Any) -> Any:
-    """Store 1 / d, 0 for d = 0, and what is added before a value is cut to an integer.
+    """Store 1 / d, 0 for d = 0, and the offset of a value before it is cut to an integer.
 
     A d too small to invert: in C every value becomes infinity or NaN, whose conversion to an integer is 0. Both
     numbers are 0 then.
@@ -193,11 +202,11 @@ def _plain_symmetric(x: Any, out: Any, row0: Any, row1: Any, half: Any, even: An
         else:
             _symmetric_scales(x, s, first, end, half)
         for lane in range(min(16, end - first)):
-            at, o = 128 * (first + lane), size * (first + lane)
+            offset, o = 128 * (first + lane), size * (first + lane)
             inverse = load(types.float32, s, INVERSE + 4 * lane)
             middle = load(types.float32, s, BASE + 4 * lane)
-            q0 = vmin(convert(i32x16, load(f32x16, x, at) * inverse + middle), 2 * half - 1)
-            q1 = vmin(convert(i32x16, load(f32x16, x, at + 64) * inverse + middle), 2 * half - 1)
+            q0 = vmin(convert(i32x16, load(f32x16, x, offset) * inverse + middle), 2 * half - 1)
+            q1 = vmin(convert(i32x16, load(f32x16, x, offset + 64) * inverse + middle), 2 * half - 1)
             _copy_f16(s, SCALE + 2 * lane, out, o)
             _store_levels(out, o + 2, q0, q1, half // 16)
 
@@ -210,12 +219,12 @@ def _plain_affine(x: Any, out: Any, row0: Any, row1: Any, top: Any) -> Any:
     for first in range(row0 * (x.shape[1] // 32), end, 16):
         _affine_scales(x, s, first, end, top)
         for lane in range(min(16, end - first)):
-            at, o = 128 * (first + lane), size * (first + lane)
+            offset, o = 128 * (first + lane), size * (first + lane)
             low = load(types.float32, s, LOW + 4 * lane)
             inverse = load(types.float32, s, INVERSE + 4 * lane)
             half = load(types.float32, s, BASE + 4 * lane)
-            q0 = vmin(convert(i32x16, (load(f32x16, x, at) - low) * inverse + half), top)
-            q1 = vmin(convert(i32x16, (load(f32x16, x, at + 64) - low) * inverse + half), top)
+            q0 = vmin(convert(i32x16, (load(f32x16, x, offset) - low) * inverse + half), top)
+            q1 = vmin(convert(i32x16, (load(f32x16, x, offset + 64) - low) * inverse + half), top)
             _copy_f16(s, SCALE + 2 * lane, out, o)
             _copy_f16(s, LEVELS + 2 * lane, out, o + 2)
             _store_levels(out, o + 4, q0, q1, top // 31)
@@ -247,7 +256,7 @@ def mean_squares(x: Any, row0: Any, row1: Any, out: Any, scratch: Any) -> Any:
 
 @inline
 def _fill_lanes(x: Any, weights: Any, sigma2: Any, s: Any, first: Any, last: Any, row0: Any) -> Any:
-    """Put blocks first .. first + LANES - 1 and their weights into X and W; past the end block ``last`` again.
+    """Load blocks first .. first + LANES - 1 and their weights into X and W; past the end block ``last`` repeatedly.
 
     Without importances, weights are x^2 (Q6_0 alone).
     """
@@ -266,9 +275,9 @@ def _fill_lanes(x: Any, weights: Any, sigma2: Any, s: Any, first: Any, last: Any
                 store(s, ROWS + 128 * lane + half, v * v)
     for lane in range(0, LANES, 16):
         for half in range(2):
-            at, to = 128 * lane + 64 * half, 16 * half * STEP + 4 * lane
-            transpose16_apart(s, LEVELS + at, 128, s, X + to, STEP)
-            transpose16_apart(s, ROWS + at, 128, s, W + to, STEP)
+            offset, target = 128 * lane + 64 * half, 16 * half * STEP + 4 * lane
+            transpose16_apart(s, LEVELS + offset, 128, s, X + target, STEP)
+            transpose16_apart(s, ROWS + offset, 128, s, W + target, STEP)
 
 
 @inline
@@ -280,13 +289,13 @@ def _fit_symmetric(s: Any, half: Any) -> None:
 
 
 @inline
-def _symmetric_levels(s: Any, x: Any, at: Any, lane: Any, half: Any) -> Any:
-    """Return the 32 levels of a block for what was found."""
+def _symmetric_levels(s: Any, x: Any, offset: Any, lane: Any, half: Any) -> Any:
+    """Return the 32 levels of a block."""
     inverse = load(types.float32, s, INVERSE + 4 * lane)
     # Blocks that count as zero have an inverse of 0, and level 0 rather than the middle one.
     middle = I32(half) if inverse != F(0) else I32(0)
-    q0 = vmin(vmax(nearest_int(load(f32x16, x, at) * inverse), -half), half - 1) + middle
-    q1 = vmin(vmax(nearest_int(load(f32x16, x, at + 64) * inverse), -half), half - 1) + middle
+    q0 = vmin(vmax(nearest_int(load(f32x16, x, offset) * inverse), -half), half - 1) + middle
+    q1 = vmin(vmax(nearest_int(load(f32x16, x, offset + 64) * inverse), -half), half - 1) + middle
     return q0, q1
 
 
@@ -301,12 +310,12 @@ def _fit_affine(s: Any, top: Any) -> None:
 
 
 @inline
-def _affine_levels(s: Any, x: Any, at: Any, lane: Any, top: Any) -> Any:
-    """Return the 32 levels of a block for what was found."""
+def _affine_levels(s: Any, x: Any, offset: Any, lane: Any, top: Any) -> Any:
+    """Return the 32 levels of a block."""
     inverse = load(types.float32, s, INVERSE + 4 * lane)
     base = load(types.float32, s, BASE + 4 * lane)
-    q0 = search_levels(load(f32x16, x, at), inverse, base, top, True)
-    q1 = search_levels(load(f32x16, x, at + 64), inverse, base, top, True)
+    q0 = search_levels(load(f32x16, x, offset), inverse, base, top, True)
+    q1 = search_levels(load(f32x16, x, offset + 64), inverse, base, top, True)
     return q0, q1
 
 
@@ -320,9 +329,9 @@ def _weighted_symmetric(x: Any, weights: Any, out: Any, row0: Any, row1: Any, ha
         _fill_lanes(x, weights, sigma2, s, first, end - 1, row0)
         _fit_symmetric(s, half)
         for lane in range(min(LANES, end - first)):
-            at, o = 128 * (first + lane), size * (first + lane)
+            offset, o = 128 * (first + lane), size * (first + lane)
             store(out, o, f32_to_f16(load(types.float32, s, SCALE + 4 * lane)))
-            q0, q1 = _symmetric_levels(s, x, at, lane, half)
+            q0, q1 = _symmetric_levels(s, x, offset, lane, half)
             _store_levels(out, o + 2, q0, q1, half // 16)
 
 
@@ -336,10 +345,10 @@ def _weighted_affine(x: Any, weights: Any, out: Any, row0: Any, row1: Any, top: 
         _fill_lanes(x, weights, sigma2, s, first, end - 1, row0)
         _fit_affine(s, top)
         for lane in range(min(LANES, end - first)):
-            at, o = 128 * (first + lane), size * (first + lane)
+            offset, o = 128 * (first + lane), size * (first + lane)
             store(out, o, f32_to_f16(load(types.float32, s, SCALE + 4 * lane)))
             store(out, o + 2, f32_to_f16(load(types.float32, s, LOW + 4 * lane)))
-            q0, q1 = _affine_levels(s, x, at, lane, top)
+            q0, q1 = _affine_levels(s, x, offset, lane, top)
             _store_levels(out, o + 4, q0, q1, top // 31)
 
 
@@ -379,12 +388,12 @@ def _levels_above(s: Any, lane: Any, middle: Any) -> Any:
 
 
 @inline
-def _refined_symmetric(s: Any, x: Any, at: Any, lane: Any, half: Any) -> Any:
+def _refined_symmetric(s: Any, x: Any, offset: Any, lane: Any, half: Any) -> Any:
     return _levels_above(s, lane, I32(half))
 
 
 @inline
-def _refined_affine(s: Any, x: Any, at: Any, lane: Any, top: Any) -> Any:
+def _refined_affine(s: Any, x: Any, offset: Any, lane: Any, top: Any) -> Any:
     return _levels_above(s, lane, I32(0))
 
 
@@ -456,11 +465,11 @@ def encode_q8_0(x: Rows, weights: Rows, out: npt.NDArray[np.uint8], row0: int, r
         store_f16(s, SCALE, d)
         _invert(s, d, F(0))
         for lane in range(min(16, end - first)):
-            at, o = 128 * (first + lane), 34 * (first + lane)
+            offset, o = 128 * (first + lane), 34 * (first + lane)
             inverse = load(types.float32, s, INVERSE + 4 * lane)
             _copy_f16(s, SCALE + 2 * lane, out, o)
-            store(out, o + 2, convert(i8x16, round_away(load(f32x16, x, at) * inverse)))
-            store(out, o + 18, convert(i8x16, round_away(load(f32x16, x, at + 64) * inverse)))
+            store(out, o + 2, convert(i8x16, round_away(load(f32x16, x, offset) * inverse)))
+            store(out, o + 18, convert(i8x16, round_away(load(f32x16, x, offset + 64) * inverse)))
 
 
 @kernel
@@ -472,7 +481,7 @@ def encode_q8_kv(x: Rows, weights: Rows, out: npt.NDArray[np.uint8], row0: int, 
     """
     for row in range(row0, row1):
         source, target = 4 * x.shape[1] * row, out.shape[1] * row
-        ahead = source + 4 * x.shape[1]
+        next_row = source + 4 * x.shape[1]
         most, total = splat(f32x16, F(0)), splat(i32x16, I32(0))
         for i in range(0, x.shape[1], 16):
             most = vmax(most, vabs(load(f32x16, x, source + 4 * i)))
@@ -480,7 +489,7 @@ def encode_q8_kv(x: Rows, weights: Rows, out: npt.NDArray[np.uint8], row0: int, 
         # A row of zeros has levels of 0; where 1 / d is infinite, levels are -128.
         inverse = F(1) / d if hmax(most) > F(0) else F(0)
         for i in range(0, x.shape[1], 16):
-            prefetch_l2(x, ahead + 4 * i)  # memory rests while levels are computed from the cache
+            prefetch_l2(x, next_row + 4 * i)  # memory rests while levels are computed from the cache
             q = round_as_cvtps2dq(load(f32x16, x, source + 4 * i) * inverse)
             total = total + q
             store(out, target + 8 + i, convert(i8x16, vmax(vmin(q, I32(127)), I32(-128))))

@@ -1,7 +1,7 @@
 """Where to look for the grid point nearest to rounded values: the lists of neighbours of IQ1, IQ2 and IQ3.
 
 Values of a group (8 of IQ1 and IQ2, 4 of IQ3), rounded to levels 0 .. base - 1, are a *point*; the levels of a grid are
-some of all points. A point beside the grid has a list of neighbours on it: those at the smallest distance, at the
+some of all points. A point off the grid has a list of neighbours on it: those at the smallest distance, at the
 second smallest and so on, up to the number of distances of its type, nearest first, then by their index in the grid.
 
 A *word* is a point as kernels handle it, 16 bits: level i in bits ``bits * i``, 2 of 8 values or 4 of 4. A *slot* is
@@ -56,15 +56,15 @@ def neighbour_lists(grid: str, distances: int) -> Lists:
     indices = np.zeros(words.max() + 1, np.uint16)
     indices[words] = np.arange(len(on))
     off = np.setdiff1d(np.arange(base**size), slots)
-    row, at = _nearest(points(base, size)[off], on, distances)
+    row, column = _nearest(points(base, size)[off], on, distances)
     counts = np.bincount(row, minlength=len(off))
     lengths = -(-counts // WORDS)
     places = np.cumsum(lengths) - lengths
     entries = np.empty(base**size, np.int32)
     entries[slots], entries[off] = ~words, 32 * places + lengths
-    filled = np.full(WORDS * lengths.sum(), FILL, np.uint16)
-    filled[(places * WORDS - np.cumsum(counts) + counts)[row] + np.arange(len(row))] = words[at]
-    return Lists(entries, filled, indices)
+    padded = np.full(WORDS * lengths.sum(), FILL, np.uint16)
+    padded[(places * WORDS - np.cumsum(counts) + counts)[row] + np.arange(len(row))] = words[column]
+    return Lists(entries, padded, indices)
 
 
 def _nearest(points: npt.NDArray[Any], grid: npt.NDArray[Any], distances: int) -> tuple[Any, Any]:
@@ -74,6 +74,6 @@ def _nearest(points: npt.NDArray[Any], grid: npt.NDArray[Any], distances: int) -
     limit = np.zeros((len(points), 1), np.int16)
     for _ in range(distances):
         limit = np.where(squares > limit, squares, np.int16(999)).min(1, keepdims=True)
-    row, at = np.nonzero(squares <= limit)
-    order = np.argsort(row * 1000 + squares[row, at], kind="stable")
-    return row[order], at[order]
+    row, column = np.nonzero(squares <= limit)
+    order = np.argsort(row * 1000 + squares[row, column], kind="stable")
+    return row[order], column[order]

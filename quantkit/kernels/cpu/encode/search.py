@@ -69,7 +69,7 @@ _signed_3_bits = make_constant(
 
 @inline
 def round_as_cvtps2dq(v):
-    """Round to nearest even as cvtps2dq does: INT_MIN for what is no int32."""
+    """Round to nearest even as cvtps2dq does: INT_MIN beyond int32."""
     return choose(vabs(v) < F(2.0**31), convert(i32x16, round_even(v)), np.int32(-(2**31)))
 
 
@@ -114,7 +114,7 @@ def _weighted_sums(s: Any, x_at: Any, w_at: Any, l_at: Any, n: Any, top: Any, is
 def _weighted_sums_anywhere(
     s: Any, x_at: Any, w_at: Any, l_at: Any, n: Any, top: Any, iscale: Any, low: Any, guarded: Any
 ) -> Any:
-    """_weighted_sums for lanes whose minimum has come so near their maximum that levels leave the safe range."""
+    """Return ``_weighted_sums`` of lanes whose minimum is so near their maximum that levels leave the safe range."""
     sums = splat(WIDE, F(0)), splat(WIDE, F(0)), splat(WIDE, F(0))
     for i in range(n):
         x = load(WIDE, s, x_at + i * STEP)
@@ -215,7 +215,7 @@ def search_levels(x: Any, iscale: Any, low: Any, top: Any, guarded: Any) -> Any:
 
 @inline
 def signed_level(v: Any, nmax: Any) -> Any:
-    """Round v, whose size is below nmax + 1, to a level in -nmax..nmax-1, as f32."""
+    """Round v, of magnitude below nmax + 1, to a level in -nmax..nmax-1, as f32."""
     if nmax == 4:
         return lookup16_f32(_signed_3_bits(), cast(WIDE_INT, v + MAGIC))
     return round_even(vmin(vmax(v, F(-nmax)), F(nmax - 1)))
@@ -242,9 +242,15 @@ def signed_sums3(s: Any, x_at: Any, w_at: Any, n: Any, nmax: Any, weighted: Any,
         x = load(WIDE, s, x_at + i * STEP)
         w = load(WIDE, s, w_at + i * STEP) if weighted else x * x
         wx = w * x
-        la, lb, lc = signed_level(a * x, nmax), signed_level(b * x, nmax), signed_level(c * x, nmax)
-        ax, bx, cx = ax + wx * la, bx + wx * lb, cx + wx * lc
-        a2, b2, c2 = a2 + w * la * la, b2 + w * lb * lb, c2 + w * lc * lc
+        la = signed_level(a * x, nmax)
+        lb = signed_level(b * x, nmax)
+        lc = signed_level(c * x, nmax)
+        ax = ax + wx * la
+        bx = bx + wx * lb
+        cx = cx + wx * lc
+        a2 = a2 + w * la * la
+        b2 = b2 + w * lb * lb
+        c2 = c2 + w * lc * lc
     return ax, a2, bx, b2, cx, c2
 
 
@@ -290,7 +296,9 @@ def fit_signed(s: Any, x_at: Any, w_at: Any, n: Any, nmax: Any, weighted: Any) -
     scale = choose(sum_l2 != F(0), sum_lx / sum_l2, F(0))
     best = scale * sum_lx
     for k in range(0, 18 if any_lane(~dead) else 0, 3):
-        a, b, c = _grid(k, nmax, largest), _grid(k + 1, nmax, largest), _grid(k + 2, nmax, largest)
+        a = _grid(k, nmax, largest)
+        b = _grid(k + 1, nmax, largest)
+        c = _grid(k + 2, nmax, largest)
         ax, a2, bx, b2, cx, c2 = signed_sums3(s, x_at, w_at, n, nmax, weighted, a, b, c)
         best, scale, best_iscale = _keep_better(best, scale, best_iscale, a, ax, a2)
         best, scale, best_iscale = _keep_better(best, scale, best_iscale, b, bx, b2)
@@ -307,7 +315,7 @@ def _descend(
 ) -> Any:
     """Move level i of every lane to its optimum for the others, where that raises sum_lx^2 / sum_l2.
 
-    Signed levels (low < 0) weigh by x*x; levels from 0 have weights at w_at and are kept in a byte, as ggml does.
+    Signed levels (low < 0) weigh by x*x; levels from 0 have weights at w_at and are stored in a byte, as ggml does.
     Returns both sums and ``moved``, 1 in every lane that moved.
     """
     x, level = load(WIDE, s, x_at + i * STEP), load(WIDE, s, l_at + i * STEP)
@@ -326,8 +334,8 @@ def _descend(
     gain = choose(new != level, gain, F(-np.inf))
     need = choose((new_l2 if low < 0 else rest_l2) > F(0), sum_lx * sum_lx * new_l2, F(np.inf))
     moves = gain > need
-    kept = new if low < 0 else convert(WIDE, code & 255)
-    store(s, l_at + i * STEP, choose(moves, kept, level))
+    stored = new if low < 0 else convert(WIDE, code & 255)
+    store(s, l_at + i * STEP, choose(moves, stored, level))
     return choose(moves, new_lx, sum_lx), choose(moves, new_l2, sum_l2), choose(moves, F(1), moved)
 
 

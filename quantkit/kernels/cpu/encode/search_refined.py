@@ -43,14 +43,14 @@ from quantkit.kernels.cpu.encode.search import (
 @inline
 def _candidate(k: Any, nmax: Any, largest: Any) -> Any:
     """Return the k-th of 38 values of iscale: of each two, one maps the largest value near -nmax, one near nmax - 1."""
-    near = F(0.1) * F(k // 2 - 9)
-    return splat(WIDE, -(F(nmax) + near) if k % 2 == 0 else F(nmax - 1) + near) / largest
+    delta = F(0.1) * F(k // 2 - 9)
+    return splat(WIDE, -(F(nmax) + delta) if k % 2 == 0 else F(nmax - 1) + delta) / largest
 
 
 @inline
-def _keep_better(kept: Any, iscale: Any, sum_lx: Any, sum_l2: Any) -> Any:
+def _keep_better(fit: Any, iscale: Any, sum_lx: Any, sum_l2: Any) -> Any:
     """Return (best, its iscale, its two sums) after a candidate."""
-    best, best_iscale, best_lx, best_l2 = kept
+    best, best_iscale, best_lx, best_l2 = fit
     better = sum_lx * sum_lx > choose(sum_l2 > F(0), best * sum_l2, F(np.inf))
     best = choose(better, sum_lx / sum_l2 * sum_lx, best)
     best_iscale = choose(better, iscale, best_iscale)
@@ -63,8 +63,10 @@ def _steepest(s: Any, x_at: Any, w_at: Any, l_at: Any, n: Any, nmax: Any, scale:
     steepest = up = best_wx = best_w = best_level = splat(WIDE, F(0))
     place = splat(WIDE_INT, -1)
     for i in range(n):
-        at = i * STEP
-        x, w, level = load(WIDE, s, x_at + at), load(WIDE, s, w_at + at), load(WIDE, s, l_at + at)
+        offset = i * STEP
+        x = load(WIDE, s, x_at + offset)
+        w = load(WIDE, s, w_at + offset)
+        level = load(WIDE, s, l_at + offset)
         slope = scale * w * (x - scale * level)
         rises = slope > F(0)
         size = choose(rises, slope, -slope)
@@ -78,9 +80,9 @@ def _steepest(s: Any, x_at: Any, w_at: Any, l_at: Any, n: Any, nmax: Any, scale:
 
 
 @inline
-def _move_levels(s: Any, x_at: Any, w_at: Any, l_at: Any, n: Any, nmax: Any, dead: Any, kept: Any) -> Any:
+def _move_levels(s: Any, x_at: Any, w_at: Any, l_at: Any, n: Any, nmax: Any, dead: Any, fit: Any) -> Any:
     """Move levels by one, the steepest first, for as long as that raises sum_lx^2 / sum_l2; return the scale."""
-    best, _, sum_lx, sum_l2 = kept
+    best, _, sum_lx, sum_l2 = fit
     scale = choose(sum_l2 != F(0), sum_lx / sum_l2, F(0))
     moving = choose(dead, F(0), splat(WIDE, F(1)))
     for _ in range(n * (2 * nmax - 1)):
@@ -116,18 +118,18 @@ def fit_signed_refined(s: Any, x_at: Any, w_at: Any, l_at: Any, n: Any, nmax: An
     iscale = splat(WIDE, F(-nmax)) / largest
     first_lx, first_l2 = signed_sums(s, x_at, w_at, n, nmax, True, iscale)
     best = choose(first_l2 != F(0), first_lx / first_l2, F(0)) * first_lx
-    kept = best, iscale, first_lx, first_l2
+    fit = best, iscale, first_lx, first_l2
     for k in range(0, 39 if any_lane(~dead) else 0, 3):
         a, b = _candidate(k, nmax, largest), _candidate(k + 1, nmax, largest)
         c = _candidate(min(k + 2, 37), nmax, largest)  # the last one twice: it is not better than itself
         ax, a2, bx, b2, cx, c2 = signed_sums3(s, x_at, w_at, n, nmax, True, a, b, c)
-        kept = _keep_better(kept, a, ax, a2)
-        kept = _keep_better(kept, b, bx, b2)
-        kept = _keep_better(kept, c, cx, c2)
+        fit = _keep_better(fit, a, ax, a2)
+        fit = _keep_better(fit, b, bx, b2)
+        fit = _keep_better(fit, c, cx, c2)
     for i in range(n):
-        level = signed_level(kept[1] * load(WIDE, s, x_at + i * STEP), nmax)
+        level = signed_level(fit[1] * load(WIDE, s, x_at + i * STEP), nmax)
         store(s, l_at + i * STEP, choose(dead, F(-nmax), level))
-    scale = _move_levels(s, x_at, w_at, l_at, n, nmax, dead, kept)
+    scale = _move_levels(s, x_at, w_at, l_at, n, nmax, dead, fit)
     return choose(dead, F(0), scale), choose(dead, F(0), splat(WIDE, F(1)))
 
 
@@ -145,7 +147,9 @@ def _sums_of_values(s: Any, x_at: Any, w_at: Any, n: Any) -> Any:
     for i in range(n):
         x, w = convert(_DOUBLE, load(WIDE, s, x_at + i * STEP)), convert(_DOUBLE, load(WIDE, s, w_at + i * STEP))
         wx = w * x
-        sum_w, sum_x, sum_x2 = sum_w + w, sum_x + wx, sum_x2 + wx * x
+        sum_w = sum_w + w
+        sum_x = sum_x + wx
+        sum_x2 = sum_x2 + wx * x
     return sum_w, sum_x, sum_x2
 
 
@@ -158,7 +162,9 @@ def _sums_of_levels(s: Any, x_at: Any, w_at: Any, n: Any, top: Any, iscale: Any,
         v = iscale * (x - low)
         level = convert(_DOUBLE, level_of(v, top) if safe else level_anywhere(v, top, False))
         wl = convert(_DOUBLE, load(WIDE, s, w_at + i * STEP)) * level
-        sum_l, sum_l2, sum_xl = sum_l + wl, muladd(wl, level, sum_l2), muladd(wl, convert(_DOUBLE, x), sum_xl)
+        sum_l = sum_l + wl
+        sum_l2 = muladd(wl, level, sum_l2)
+        sum_xl = muladd(wl, convert(_DOUBLE, x), sum_xl)
     return sum_l, sum_l2, sum_xl
 
 
@@ -193,14 +199,18 @@ def _furthest(s: Any, x_at: Any, w_at: Any, l_at: Any, n: Any, top: Any, scale: 
     furthest = up = best_x = best_w = best_level = splat(WIDE, F(0))
     place = splat(WIDE_INT, -1)
     for i in range(n):
-        at = i * STEP
-        x, w, level = load(WIDE, s, x_at + at), load(WIDE, s, w_at + at), load(WIDE, s, l_at + at)
+        offset = i * STEP
+        x = load(WIDE, s, x_at + offset)
+        w = load(WIDE, s, w_at + offset)
+        level = load(WIDE, s, l_at + offset)
         off = x - scale * level - low
         rises = off > F(0)
         size = choose(rises, off, -off)
         size = choose(level != choose(rises, F(top), splat(WIDE, F(0))), size, F(0))
         larger = size > furthest
-        furthest, place, up = choose(larger, size, furthest), choose(larger, i, place), choose(larger, off, up)
+        furthest = choose(larger, size, furthest)
+        place = choose(larger, i, place)
+        up = choose(larger, off, up)
         best_x, best_w = choose(larger, x, best_x), choose(larger, w, best_w)
         best_level = choose(larger, level, best_level)
     return place, choose(up > F(0), F(1), splat(WIDE, F(-1))), best_w, best_x, best_level
@@ -208,7 +218,7 @@ def _furthest(s: Any, x_at: Any, w_at: Any, l_at: Any, n: Any, top: Any, scale: 
 
 @inline
 def _gain(sums: Any, scale: Any, low: Any, sum_l: Any, sum_l2: Any, sum_xl: Any) -> Any:
-    """Return what a fit takes off sum(w*x*x)."""
+    """Return by how much a fit reduces sum(w*x*x)."""
     sum_w, sum_x, _ = sums
     gain = D(2) * scale * sum_xl + D(2) * low * sum_x - D(2) * scale * low * sum_l
     return gain - scale * scale * sum_l2 - low * low * sum_w
@@ -223,18 +233,20 @@ def _move_levels_with_min(
     for i in range(n):
         x, level = convert(_DOUBLE, load(WIDE, s, x_at + i * STEP)), convert(_DOUBLE, load(WIDE, s, l_at + i * STEP))
         wl = convert(_DOUBLE, load(WIDE, s, w_at + i * STEP)) * level
-        sum_l, sum_l2, sum_xl = sum_l + wl, muladd(wl, level, sum_l2), muladd(wl, x, sum_xl)
+        sum_l = sum_l + wl
+        sum_l2 = muladd(wl, level, sum_l2)
+        sum_xl = muladd(wl, x, sum_xl)
     best = _gain(sums, convert(_DOUBLE, scale), convert(_DOUBLE, low), sum_l, sum_l2, sum_xl)
     moving, last = choose(flat, F(0), splat(WIDE, F(1))), splat(WIDE_INT, -1)
     last_step = splat(WIDE, F(0))
     for _ in range(n * top):
         place, step, w, x, level = _furthest(s, x_at, w_at, l_at, n, top, scale, low)
-        back = choose(place == last, last_step * step, F(0)) < F(0)
-        moving = choose(back, F(0), choose(place >= 0, moving, F(0)))
+        reverses = choose(place == last, last_step * step, F(0)) < F(0)
+        moving = choose(reverses, F(0), choose(place >= 0, moving, F(0)))
         if not any_lane(moving > F(0)):
             break
-        weight, along = convert(_DOUBLE, w), convert(_DOUBLE, step)
-        sum_l, sum_xl = sum_l + weight * along, sum_xl + weight * convert(_DOUBLE, x) * along
+        weight, delta = convert(_DOUBLE, w), convert(_DOUBLE, step)
+        sum_l, sum_xl = sum_l + weight * delta, sum_xl + weight * convert(_DOUBLE, x) * delta
         sum_l2 = sum_l2 + weight * convert(_DOUBLE, (level + level) * step + F(1))
         new_scale, new_low, det = _least_squares(sums, sum_l, sum_l2, sum_xl)
         gain = _gain(sums, new_scale, new_low, sum_l, sum_l2, sum_xl)

@@ -43,7 +43,9 @@ from quantkit.kernels.cpu.core.simd import (
 )
 from quantkit.kernels.cpu.encode.batch import blocks_encoder
 
-F, U8, U32 = np.float32, np.uint8, np.uint32
+F = np.float32
+U8 = np.uint8
+U32 = np.uint32
 
 _u8x4, _u32x4 = VecType(types.uint8, 4), VecType(types.uint32, 4)
 _join16 = make_shuffle2(range(32), "ternary_join16")
@@ -61,12 +63,12 @@ _four3 = make_shuffle(range(12, 16), "ternary_four3")
 
 
 @inline
-def largest_magnitude(x, at, n):
-    """Return the largest |x| of n values at byte ``at``, n a multiple of 64."""
+def largest_magnitude(x, offset, n):
+    """Return the largest |x| of n values at byte ``offset``, n a multiple of 64."""
     m0, m1 = splat(f32x16, F(0)), splat(f32x16, F(0))
     for i in range(0, 4 * n, 128):
-        m0 = vmax(m0, vabs(load(f32x16, x, at + i)))
-        m1 = vmax(m1, vabs(load(f32x16, x, at + i + 64)))
+        m0 = vmax(m0, vabs(load(f32x16, x, offset + i)))
+        m1 = vmax(m1, vabs(load(f32x16, x, offset + i + 64)))
     return hmax(vmax(m0, m1))
 
 
@@ -78,19 +80,19 @@ def _inverse(d):
 
 
 @inline
-def trits(x, at, factor, low, high):
+def trits(x, offset, factor, low, high):
     """Return 64 values times ``factor`` as bytes: 0 up to ``low``, 2 from ``high`` up, 1 between."""
-    v0, v1 = load(f32x16, x, at) * factor, load(f32x16, x, at + 64) * factor
-    v2, v3 = load(f32x16, x, at + 128) * factor, load(f32x16, x, at + 192) * factor
+    v0, v1 = load(f32x16, x, offset) * factor, load(f32x16, x, offset + 64) * factor
+    v2, v3 = load(f32x16, x, offset + 128) * factor, load(f32x16, x, offset + 192) * factor
     up = _join32(_join16(v0 >= high, v1 >= high), _join16(v2 >= high, v3 >= high))
     down = _join32(_join16(v0 <= low, v1 <= low), _join16(v2 <= low, v3 <= low))
     return convert(u8x64, up) - convert(u8x64, down) + U8(1)
 
 
 @inline
-def _trits(x, at, inverse):
+def _trits(x, offset, inverse):
     """Return 64 values, rounded to -1, 0, 1, plus 1, as bytes."""
-    return trits(x, at, inverse, F(-0.5), F(0.5))
+    return trits(x, offset, inverse, F(-0.5), F(0.5))
 
 
 # ---------------------------------------------------------------- TQ2_0

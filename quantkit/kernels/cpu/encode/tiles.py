@@ -32,10 +32,10 @@ first_half = make_constant(i32x16, [1] * 8 + [0] * 8, "tiles_first_half")
 
 
 @inline
-def load_tile(source, at, span, target):
-    """Transpose 16 sub-blocks, contiguous from byte ``at``."""
+def load_tile(source, offset, span, target):
+    """Transpose 16 sub-blocks, contiguous from byte ``offset``."""
     for part in range(span // 16):
-        transpose16(source, at + 64 * part, 4 * span, target, TILE * part)
+        transpose16(source, offset + 64 * part, 4 * span, target, TILE * part)
 
 
 @inline
@@ -50,11 +50,11 @@ def largest(xt, span):
 
 
 @inline
-def square_weights(xt, wt, span, plus):
-    """Set the weights to ``plus`` and the squares of the values."""
+def square_weights(xt, wt, span, bias):
+    """Set the weights to ``bias`` and the squares of the values."""
     for j in range(span):
         x = load(f32x16, xt, 64 * j)
-        store(wt, 64 * j, plus + x * x)
+        store(wt, 64 * j, bias + x * x)
 
 
 @inline

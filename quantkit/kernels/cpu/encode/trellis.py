@@ -23,14 +23,16 @@ Source: ik_llama.cpp 8337e4cd3 iqk_quantize.cpp, QuantizerIQKT::set_weights and 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import cache
 from math import frexp
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 from numba import types
 
+from quantkit.kernels.cpu.core.constants import constants
 from quantkit.kernels.cpu.core.jit import helper, inline, kernel, specialize
 from quantkit.kernels.cpu.core.simd import (
     cast,
@@ -57,20 +59,96 @@ from quantkit.kernels.cpu.core.simd import (
     vmin,
     vsqrt,
 )
-from quantkit.kernels.cpu.encode import Encoder
+from quantkit.kernels.cpu.encode import Encoder, trellis_codebook
 from quantkit.kernels.cpu.encode import trellis_search as points
-from quantkit.kernels.cpu.encode.batch import aligned_scratch
-from quantkit.kernels.cpu.encode.groups import address
+from quantkit.kernels.cpu.encode.batch import address, aligned_scratch
 from quantkit.kernels.cpu.encode.i_quants import VALUES
-from quantkit.kernels.cpu.encode.trellis_codebook import SCALES, codebook
-from quantkit.kernels.cpu.encode.trellis_lists import BUCKETS, LISTED
+from quantkit.kernels.cpu.encode.trellis_lists import BUCKETS, LIST_LENGTH
 from quantkit.kernels.cpu.encode.trellis_search import best_lane
+from quantkit.kernels.trellis_settings import TRELLIS_SETTINGS, ListSearch, TreeSearch, TrellisSettings
 from quantkit.types import BY_NAME
 
 F, I32 = np.float32, np.int32
 
 codebook_values = make_constant(f32x16, VALUES, "trellis_scales")
 up_to_15 = make_constant(f32x16, range(16), "trellis_up_to_15")
+
+
+constants(TrellisSettings)
+
+
+@constants
+@dataclass(frozen=True)
+class Search:
+    """A search for points (trellis_search.py) that fills ``scales`` slots of survivors of each of ``codebooks``."""
+
+    search: Any
+    steps: Any
+    scales: int = 1
+    codebooks: int = 1
+
+
+@constants
+@dataclass(frozen=True)
+class TrellisType:
+    """A type: its settings, and the functions that differ between types.
+
+    survivors: bytes of those of 32 values, for one sign and codebook. levels_near, least_of_levels: of its levels;
+    write_values: writes 32 values. lines_ranked: of families, or of cells, of a codebook, that are ranked first.
+    """
+
+    settings: TrellisSettings
+    signs: int
+    codebooks: int
+    groups: int
+    slots: int
+    survivors: int
+    block_bytes: int
+    has_wide_levels: bool
+    has_unsigned_levels: bool
+    retries: bool
+    finishes: bool
+    floats: Any
+    levels_near: Any
+    least_of_levels: Any
+    write_values: Any
+    first: Search
+    deep: Search
+    retry: Search
+    final: Search
+    fetch_lists: Any
+    scan: Any
+    lines_ranked: int
+
+
+class Row(NamedTuple):
+    """A row during its search; x, w, curves, survivors, scratch and those of ``lines`` are addresses.
+
+    Of each 32 values: the scale guessed; the energy sum(w x x); how many times it counts where the row's scale is
+    chosen; two curves of errors; survivors, and of each sign and codebook how many slots of these are filled, int64.
+    lines: of points, of cells, of families, lists, and how far cells reach.
+    """
+
+    x: int
+    w: int
+    n: int
+    guesses: Any
+    energies: Any
+    multiplicities: Any
+    curves: int
+    survivors: int
+    slot_counts: Any
+    lines: Any
+    scratch: int
+
+
+class Choice(NamedTuple):
+    """Of each 32 values the level of the scale, sign and codebook as an index, and the places of points."""
+
+    levels: Any
+    combinations: Any
+    places: Any
+
 
 # ---------------------------------------------------------------- weights
 
@@ -79,8 +157,8 @@ ALMOST_0, LEAST = 1e-14, 1e-4
 
 
 @inline
-def _fill(w, at, count, value):
-    for i in range(at, at + 4 * count, 64):
+def _fill(w, offset, count, value):
+    for i in range(offset, offset + 4 * count, 64):
         store(w, i, splat(f32x16, F(min(value, 1e30))))
 
 
@@ -92,7 +170,9 @@ def _weigh_by_importance(x, w, importance, sigma2, unit, top):
         v = load(f32x16, x, i)
         weight = (load(f32x16, importance, i) * F(1 / top)) * vsqrt(sigma2 + v * v)
         store(w, i, weight)
-        wx, w2, x2 = wx + weight * vabs(v), w2 + weight * weight, x2 + v * v
+        wx = wx + weight * vabs(v)
+        w2 = w2 + weight * weight
+        x2 = x2 + v * v
     both = top * unit
     dead = np.float64(hsum(x2)) * unit * unit < ALMOST_0 or np.float64(hsum(w2)) * both * both < ALMOST_0
     if dead or np.float64(hsum(wx)) * both * unit < ALMOST_0:
@@ -102,18 +182,18 @@ def _weigh_by_importance(x, w, importance, sigma2, unit, top):
 @inline
 def _weigh(x, w, importance, n, unit, top):
     """Write the weights of a row; ``importance``: an address, or 0."""
-    for at in range(0, 4 * n, 1024):
+    for offset in range(0, 4 * n, 1024):
         squares = splat(f32x16, F(0))
-        for i in range(at, at + 1024, 64):
+        for i in range(offset, offset + 1024, 64):
             squares = squares + load(f32x16, x, i) * load(f32x16, x, i)
         square = hsum(squares)
         if np.float64(square) * unit * unit < 256 * ALMOST_0:
-            _fill(w, at, 256, LEAST / (unit * (top if importance else unit)))
+            _fill(w, offset, 256, LEAST / (unit * (top if importance else unit)))
         elif importance:
-            for i in range(at, at + 1024, 128):
+            for i in range(offset, offset + 1024, 128):
                 _weigh_by_importance(x + i, w + i, importance + i, square * F(2 / 256), unit, top)
         else:
-            for i in range(at, at + 1024, 64):
+            for i in range(offset, offset + 1024, 64):
                 v = load(f32x16, x, i)
                 store(w, i, square * F(0.5 / 256) + v * v)
 
@@ -123,19 +203,19 @@ def _weigh(x, w, importance, n, unit, top):
 
 @inline
 def codebook_levels(v):
-    """Return the levels that a scale of v times the row's may have."""
+    """Return the 16 levels that a scale may have."""
     return codebook_values()
 
 
 @inline
-def small_levels(v):
-    """Return the levels that a scale of v times the row's may have."""
+def unsigned_levels(v):
+    """Return the 16 levels that a scale may have."""
     return up_to_15()
 
 
 @inline
 def wide_levels(v):
-    """Return the levels that a scale of v times the row's may have: the nearest 16."""
+    """Return the 16 levels that are nearest to v."""
     return up_to_15() + (min(max(np.rint(v), F(-56)), F(55)) - F(8))
 
 
@@ -147,7 +227,9 @@ grid = make_constant(f32x16, [STEP ** (k - 7.5) for k in range(16)], "trellis_gr
 
 #: Bytes of the curves of 32 values: for positive and for negative scales; each 16 errors, room, at LEAST_OF the least
 #: with each codebook, at SCALE_OF its scale.
-CURVES, LEAST_OF, SCALE_OF = 256, 96, 104
+CURVES = 256
+LEAST_OF = 96
+SCALE_OF = 104
 
 #: By how much of the least error the error of another sign and codebook may exceed it, to be looked at again: of most
 #: rows, and of those for which there is more patience.
@@ -186,41 +268,42 @@ def _place(ratio):
 def _gain(curve, ratio):
     """Return the errors at 16 scales, given over the guess, of the curve at an address: no gain far beyond its ends."""
     t = _place(ratio)
-    at = vmax(vmin(t, F(14.99)), F(0))
-    k = convert(i32x16, at)
+    clamped = vmax(vmin(t, F(14.99)), F(0))
+    k = convert(i32x16, clamped)
     values = load(f32x16, curve, 0)
     slopes = load(f32x16, curve, 4) - values
-    inside = lookup16_f32(values, k) + (at - convert(f32x16, k)) * lookup16_f32(slopes, k)
+    interpolated = lookup16_f32(values, k) + (clamped - convert(f32x16, k)) * lookup16_f32(slopes, k)
     beyond = vmin(t, F(0)) * F(0.05) - vmax(t - F(15), F(0)) * F(0.2)
-    return vmin(inside, F(0)) * vmax(beyond + F(1), F(0))
+    return vmin(interpolated, F(0)) * vmax(beyond + F(1), F(0))
 
 
-#: Bindings: the levels; how many signs scales have, and codebooks there are; groups of 32 values.
-levels_near: Any = None
-signs = books = groups = 1
-
-
-def least_of_levels(d, sign, side, guess, curve):
+@inline
+def least_of_16(t, d, sign, side, guess, curve):
     """Return the least errors of 32 values, by the curve of a side, for a row's scales sign * d, and their own scales.
 
     d: in 16 lanes; scales are one of 16 levels times that.
     """
-    least, scales, inverse = splat(f32x16, F(0)), splat(f32x16, F(0)), F(1) / guess
+    least = splat(f32x16, F(0))
+    scales = splat(f32x16, F(0))
+    inverse = F(1) / guess
     least_d, most_d = hmin(d), hmax(d)
     for i in range(16):
-        level = extract(levels_near(F(0)), i)
+        level = extract(t.levels_near(F(0)), i)
         ratio = abs(level) * inverse
-        mine = ((level < F(0)) == (sign > F(0))) == (side == 1)
-        if mine and ratio * least_d < F(1.65) and ratio * most_d > F(0.3):
+        is_of_side = ((level < F(0)) == (sign > F(0))) == (side == 1)
+        if is_of_side and ratio * least_d < F(1.65) and ratio * most_d > F(0.3):
             gain = _gain(curve, d * ratio)
             scales = select(gain < least, d * abs(level), scales)
             least = vmin(gain, least)
     return least, scales
 
 
-def least_of_wide(d, sign, side, guess, curve):
-    """Return what ``least_of_levels`` does, where scales are -64 .. 63 times that of the row."""
-    least, scales, inverse = splat(f32x16, F(0)), splat(f32x16, F(0)), F(1) / guess
+@inline
+def least_of_wide(t, d, sign, side, guess, curve):
+    """Return as ``least_of_16`` does where scales are -64 .. 63 times that of the row."""
+    least = splat(f32x16, F(0))
+    scales = splat(f32x16, F(0))
+    inverse = F(1) / guess
     most = F(63) if (side == 0) == (sign > F(0)) else F(64)
     for i in range(16):
         scale = vmin(round_even(splat(f32x16, guess * extract(grid(), i)) / d), most) * d
@@ -230,63 +313,80 @@ def least_of_wide(d, sign, side, guess, curve):
     return least, scales
 
 
-#: Bindings: ``least_of_levels`` or ``least_of_wide``; ``_hopeful``; the bytes of survivors of 32 values for one sign
-#: and codebook; slots of survivors.
-least_of: Any = None
-hopeful: Any = None
-part, slots = 0, 1
+@inline
+def _curves_of(row, b, side):
+    """Return the address of the curve of 32 values for a sign."""
+    return row.curves + CURVES * b + CURVES // 2 * side
 
 
 @inline
-def _least_found(side, scales, limit, curves, at, filled):
-    """Return the errors of 32 values for 16 scales of a sign, with the points found at ``at``."""
+def _survivors_of(t, row, b, combination):
+    """Return the address of the survivors of 32 values for a sign and a codebook."""
+    return row.survivors + t.survivors * (t.signs * t.codebooks * b + combination)
+
+
+@inline
+def _least_error(t, row, b, combination):
+    """Return the least error of 32 values with a sign and a codebook, less their energy."""
+    curve = _curves_of(row, b, combination // t.codebooks)
+    return load(types.float32, curve, LEAST_OF + 4 * (combination % t.codebooks))
+
+
+@inline
+def _prune_limit(t, row, b, slack):
+    """Return up to which least error a sign and codebook of 32 values is looked at again: ``slack`` of the error."""
+    least = F(3e38)
+    for c in range(t.signs * t.codebooks):
+        least = min(least, _least_error(t, row, b, c))
+    return least + max(row.energies[b] + least, F(0)) * slack
+
+
+@inline
+def _least_of_survivors(t, row, b, side, scales, limit):
+    """Return the errors of 32 values for 16 scales of a sign, with their survivors."""
     least = splat(f32x16, F(0))
-    for book in range(books):
-        if load(types.float32, curves, CURVES // 2 * side + LEAST_OF + 4 * book) <= limit:
-            of, count = at + part * (side * books + book), filled[side * books + book]
-            least = vmin(points.errors(of, groups, points.SURVIVORS * slots, count, scales), least)
+    for codebook in range(t.codebooks):
+        c = side * t.codebooks + codebook
+        if _least_error(t, row, b, c) <= limit:
+            count = row.slot_counts[t.signs * t.codebooks * b + c]
+            survivors = _survivors_of(t, row, b, c)
+            least = vmin(points.errors(survivors, t.groups, points.SURVIVORS * t.slots, count, scales), least)
     return least
 
 
-#: Binding: ``_least_found``.
-least_found: Any = None
-
-
-def cost_of(d, sign, guesses, energies, curves, counted, exact, kept, filled):
-    """Return the errors of a row for its scales sign * d, d in 16 lanes; exact: with the points that were found."""
-    total, combinations = splat(f32x16, F(0)), signs * books
+@helper
+def cost_of(t, row, d, sign, exact):
+    """Return the errors of a row for its scales sign * d, d in 16 lanes; exact: with survivors, not by curves."""
+    total = splat(f32x16, F(0))
+    guesses = row.guesses
+    multiplicities = row.multiplicities
     for b in range(guesses.size):
-        if not (guesses[b] > F(0) and counted[b] > F(0)):
+        if not (guesses[b] > F(0) and multiplicities[b] > F(0)):
             continue
-        least, of = splat(f32x16, F(0)), curves + CURVES * b
-        limit = hopeful(energies[b], of, F(PATIENCE)) if exact else F(0)
-        for side in range(signs):
-            found, scales = least_of(d, sign, side, guesses[b], of + CURVES // 2 * side)
+        least = splat(f32x16, F(0))
+        limit = _prune_limit(t, row, b, F(PATIENCE)) if exact else F(0)
+        for side in range(t.signs):
+            error, scales = t.least_of_levels(t, d, sign, side, guesses[b], _curves_of(row, b, side))
             if exact:
-                at = kept + part * combinations * b
-                found = least_found(side, scales, limit, of, at, filled[combinations * b :])
-            least = vmin(found, least)
-        total = total + least * counted[b]
+                error = _least_of_survivors(t, row, b, side, scales, limit)
+            least = vmin(error, least)
+        total = total + least * multiplicities[b]
     return total
 
 
-#: Bindings: ``cost_of``; the largest level.
-cost_of_row: Any = None
-largest = F(0)
-
-
-def rate_row_scales(guesses, energies, curves, counted, exact, kept, filled, scales, costs):
-    """Write 64 scales that the row may have, and what they cost."""
+@helper
+def rate_row_scales(t, row, exact, scales, costs):
+    """Write 64 scales that the row may have, and the row's errors with them."""
     top = F(0)
-    for b in range(guesses.size):
-        top = max(top, guesses[b])
-    d = (up_to_15() * F(0.028) + F(1)) * (top * F(0.8) / largest)
+    for b in range(row.guesses.size):
+        top = max(top, row.guesses[b])
+    d = (up_to_15() * F(0.028) + F(1)) * (top * F(0.8) / F(t.settings.largest_level))
     for i in range(0, 64, 16):
         sign = F(-1) if i < 32 else F(1)
         wider = d * F(1.448) if i % 32 else d
         cost = splat(f32x16, F(0))
-        if signs == 2 or sign > F(0):
-            cost = cost_of_row(wider, sign, guesses, energies, curves, counted, exact, kept, filled)
+        if t.signs == 2 or sign > F(0):
+            cost = cost_of(t, row, wider, sign, exact)
         store(scales, 4 * i, wider * sign)
         store(costs, 4 * i, cost)
 
@@ -305,7 +405,7 @@ def _code(level):
 
 
 @inline
-def put_iq1_kt(block, b, level, book, x, q):
+def put_iq1_kt(block, b, level, codebook, x, q):
     """Write 32 values, the b-th of a block of zeros: the level of their scale, their indices."""
     code = _code(level)
     for j in range(4):
@@ -316,7 +416,7 @@ def put_iq1_kt(block, b, level, book, x, q):
 
 
 @inline
-def put_iq2_kt(block, b, level, book, x, q):
+def put_iq2_kt(block, b, level, codebook, x, q):
     """Write 32 values."""
     _or(block, b % 4, _code(level) << (4 * (b // 4)))
     for j in range(4):
@@ -324,7 +424,7 @@ def put_iq2_kt(block, b, level, book, x, q):
 
 
 @inline
-def put_iq3_kt(block, b, level, book, x, q):
+def put_iq3_kt(block, b, level, codebook, x, q):
     """Write 32 values; their signs are those of x."""
     _or(block, b % 4, np.int64(level) << (4 * (b // 4)))
     for j in range(4):
@@ -335,9 +435,9 @@ def put_iq3_kt(block, b, level, book, x, q):
 
 
 @inline
-def put_iq4_kt(block, b, level, book, x, q):
+def put_iq4_kt(block, b, level, codebook, x, q):
     """Write 32 values."""
-    word = ((np.int64(level) + 64) << 1) | book
+    word = ((np.int64(level) + 64) << 1) | codebook
     for j in range(8):
         word |= (q[j] >> 12) << (8 + 3 * j)
         store(block, 32 + 8 * b + j, types.uint8(q[j] & 255))
@@ -348,224 +448,230 @@ def put_iq4_kt(block, b, level, book, x, q):
 # ---------------------------------------------------------------- rows
 
 #: Ranges of scales, over the guess, for which all points are ranked, as many as are kept apart: where they end.
-ENDS = {3: (SCALES[0], 0.85, 1.17, SCALES[1]), 4: (SCALES[0], 0.79, 1.0, 1.27, SCALES[1])}
+ENDS = {
+    3: (trellis_codebook.SCALES[0], 0.85, 1.17, trellis_codebook.SCALES[1]),
+    4: (trellis_codebook.SCALES[0], 0.79, 1.0, 1.27, trellis_codebook.SCALES[1]),
+}
 #: The share of an uneven row's sum(w x x) from which 32 values are searched for more deeply.
 DEEP = 1 / 16
-
-#: Bindings: points.search; how many slots of survivors one search fills; the codebooks that it looks through.
-search: Any = None
-spread = at_once = 1
-
-
-@inline
-def search_around(x, w, center, searches, lines, s, kept):
-    """Keep the points near 32 values for scales around ``center``, either sign, either codebook."""
-    ratio = F(1)
-    for _ in range(searches - 1):
-        ratio *= F(0.8944272)
-    for side in range(signs):
-        for book in range(0, books, at_once):
-            to, at = kept + part * (side * books + book), center * ratio
-            sign = F(1) if side == 0 else F(-1)
-            for k in range(searches):
-                to_slot = to + 4 * points.SURVIVORS * spread * k
-                search(book, sign, sign / at, x, w, lines, s, to_slot, points.SURVIVORS * slots)
-                at *= F(1.25)
-
-
-#: Bindings: what fetches lists of lines for the values that are searched for next; ``search_around``, and deeper.
-#: Searches of 32 values that weigh little, and that weigh ``much`` times the mean; from ``very_much`` times it on, with
-#: patience from ``much_enough`` times, they are searched for more deeply; ``fine``: as often, those of unequal weights.
-lists_fetched: Any = None
-searched_around: Any = None
-deeply_searched: Any = None
-few = some = fine = 1
-much, very_much, much_enough = 2.0, 4.0, 4.0
-#: Bindings: whether, with patience, all values are searched for as those that weigh much; whether, without, it matters
-#: that weights are unequal.
-eager = careful = False
-#: Bindings: whether levels depend on the curve; whether the better codebook of either sign, where values were searched
-#: for once, is searched again, around the scale at which its error is least.
-every_curve = again = False
-
-
-@inline
-def _curve_of(side, center, at, filled, first, curve):
-    """Return the errors of 32 values for 16 scales, the codebook and scale with the least; write each one's."""
-    least, lowest, better, scale = splat(f32x16, F(0)), F(3e38), 0, center
-    for book in range(books):
-        of = at + part * (side * books + book)
-        count = filled[first + side * books + book]
-        found = points.errors(of, groups, points.SURVIVORS * slots, count, grid() * center)
-        least = found if book == 0 else vmin(found, least)
-        store(curve, LEAST_OF + 4 * book, hmin(found))
-        if hmin(found) < lowest:
-            lowest, better, scale = hmin(found), book, center * extract(grid(), best_lane(found))
-    return least, better, scale
-
-
-@inline
-def _hopeful(energy, curves, patience):
-    """Return up to which error, less the energy, a sign and codebook of 32 values is looked at again."""
-    least = F(3e38)
-    for c in range(signs * books):
-        least = min(least, load(types.float32, curves, CURVES // 2 * (c // books) + LEAST_OF + 4 * (c % books)))
-    return least + max(energy + least, F(0)) * patience
-
-
 #: How many times the least that it may be the sum of squares of unequal weights is.
 UNEQUAL = 4.0
 
 
 @inline
-def _unequal(w):
+def search_around(t, search, row, b, center, searches):
+    """Keep the points near 32 values for scales around ``center``, either sign, either codebook."""
+    ratio = F(1)
+    x = row.x + 128 * b
+    w = row.w + 128 * b
+    for _ in range(searches - 1):
+        ratio *= F(0.8944272)
+    for side in range(t.signs):
+        for codebook in range(0, t.codebooks, search.codebooks):
+            survivors, scale = _survivors_of(t, row, b, side * t.codebooks + codebook), center * ratio
+            sign = F(1) if side == 0 else F(-1)
+            for k in range(searches):
+                slot = survivors + 4 * points.SURVIVORS * search.scales * k
+                search.search(
+                    search.steps,
+                    codebook,
+                    sign,
+                    sign / scale,
+                    x,
+                    w,
+                    row.lines,
+                    row.scratch,
+                    slot,
+                    points.SURVIVORS * t.slots,
+                )
+                scale *= F(1.25)
+
+
+@inline
+def _find_curve(t, row, b, side, center):
+    """Return the errors of 32 values for 16 scales, the codebook and scale of the least; write the least of each."""
+    least = splat(f32x16, F(0))
+    lowest = F(3e38)
+    best = 0
+    scale = center
+    for codebook in range(t.codebooks):
+        c = side * t.codebooks + codebook
+        count, survivors = row.slot_counts[t.signs * t.codebooks * b + c], _survivors_of(t, row, b, c)
+        errors = points.errors(survivors, t.groups, points.SURVIVORS * t.slots, count, grid() * center)
+        least = errors if codebook == 0 else vmin(errors, least)
+        store(_curves_of(row, b, side), LEAST_OF + 4 * codebook, hmin(errors))
+        if hmin(errors) < lowest:
+            lowest = hmin(errors)
+            best = codebook
+            scale = center * extract(grid(), best_lane(errors))
+    return least, best, scale
+
+
+@inline
+def _is_unequal(w):
     """Return whether few of 32 weights are most of their sum."""
     a, b = load(f32x16, w, 0), load(f32x16, w, 64)
     total = np.float64(hsum(a + b))
     return np.float64(hsum(a * a + b * b)) * 32 > UNEQUAL * (total * total)
 
 
-#: Binding: ``_curve_of``.
-curve_of: Any = None
+@inline
+def _retry(t, row, b, patience, count):
+    """Search the better codebook of either sign again, around the scale at which its error is least."""
+    limit, first = _prune_limit(t, row, b, patience), t.signs * t.codebooks * b
+    for side in range(t.signs):
+        curve = _curves_of(row, b, side)
+        best = 1 if load(types.float32, curve, LEAST_OF + 4) < load(types.float32, curve, LEAST_OF) else 0
+        if load(types.float32, curve, LEAST_OF + 4 * best) > limit:
+            continue
+        c = side * t.codebooks + best
+        sign = F(1) if side == 0 else F(-1)
+        width = points.SURVIVORS * t.slots
+        survivors = _survivors_of(t, row, b, c)
+        t.retry.search(
+            t.retry.steps,
+            best, sign, sign / load(types.float32, curve, SCALE_OF), row.x + 128 * b, row.w + 128 * b, row.lines,
+            row.scratch, survivors + 4 * points.SURVIVORS * count, width,
+        )  # fmt: skip
+        row.slot_counts[first + c] = count + t.first.scales
+        errors = points.errors(survivors, t.groups, width, count + t.first.scales, grid() * row.guesses[b])
+        store(curve, 0, vmin(errors, load(f32x16, curve, 0)))
+        store(curve, LEAST_OF + 4 * best, hmin(errors))
 
 
-def survey(x, w, n, guesses, energies, total, weighed, uneven, patience, lines, s, kept, curves, filled, step, counted):
+@helper
+def search_blocks(t, row, total, weighed, uneven, patience, step):
     """Search for all values of a row; write how many slots are filled, and curves of errors.
 
-    ``weighed``: whether there are importances; ``uneven``: whether few values make most of the row's sum(w x x);
-    ``counted``: how many times one counts where the row's scale is chosen: one in ``step`` if it weighs little.
+    total: the row's sum(w x x). weighed: whether there are importances; uneven: whether few values make most of
+    ``total``. Values that weigh little count ``step`` times, one in ``step``.
     """
+    n = row.n
+    guesses = row.guesses
+    slot_counts = row.slot_counts
+    settings = t.settings
     mean, patient = total * 32 / n, patience > F(1)
-    least_deep = (much_enough if patient else very_much) * mean
+    least_deep = (settings.patient_deep_energy if patient else settings.deep_energy) * mean
     if uneven:
         least_deep = min(DEEP * total, least_deep)
     for b in range(n // 32):
-        at, xb, wb, center = kept + part * signs * books * b, x + 128 * b, w + 128 * b, guesses[b]
-        energy = np.float64(energies[b]) if center > F(0) else 0.0
-        around, first = center if center > F(0) else F(1), signs * books * b
+        center, first = guesses[b], t.signs * t.codebooks * b
+        energy = np.float64(row.energies[b]) if center > F(0) else 0.0
+        guess = center if center > F(0) else F(1)
         following = min(b + 1, n // 32 - 1)
         if guesses[following] > F(0):
-            lists_fetched(x + 128 * following, F(1) / guesses[following], lines[3], s)
-        if energy > least_deep or (weighed and (careful or patient) and _unequal(wb)):
-            count = slots - 1 if energy > least_deep else fine
-            deeply_searched(xb, wb, around, count, lines, s, at)
+            t.fetch_lists(t.first.steps, row.x + 128 * following, F(1) / guesses[following], row.lines[3], row.scratch)
+        is_heavy = energy > settings.heavy_energy * mean
+        unequal = weighed and (settings.deep_if_unequal or patient) and _is_unequal(row.w + 128 * b)
+        if energy > least_deep or unequal:
+            count = t.slots - 1 if energy > least_deep else settings.unequal_searches
+            search_around(t, t.deep, row, b, guess, count)
         else:
-            searches = some if energy > much * mean or (eager and patient) else few
-            count = searches * spread
-            searched_around(xb, wb, around, searches, lines, s, at)
-        for c in range(signs * books):
-            filled[first + c] = count
+            heavily = is_heavy or (settings.heavy_if_patient and patient)
+            searches = settings.heavy_searches if heavily else settings.light_searches
+            count = searches * t.first.scales
+            search_around(t, t.first, row, b, guess, searches)
+        for c in range(t.signs * t.codebooks):
+            slot_counts[first + c] = count
         # Few values that weigh much can make the error of a long row: all of them count.
-        counted[b] = F(1) if energy > much * mean else F(step) if b % step == 0 else F(0)
-        if counted[b] == F(0) and not every_curve:
+        if is_heavy:
+            row.multiplicities[b] = F(1)
+        else:
+            row.multiplicities[b] = F(step) if b % step == 0 else F(0)
+        if row.multiplicities[b] == F(0) and not t.has_wide_levels:
             continue
-        of_block = curves + CURVES * b
-        for side in range(signs):
-            least, _, scale = curve_of(side, center, at, filled, first, of_block + CURVES // 2 * side)
-            store(of_block, CURVES // 2 * side, least)
-            store(of_block, CURVES // 2 * side + SCALE_OF, scale)
-        if again and count < slots - 1 and center > F(0):
-            limit = hopeful(energies[b], of_block, patience)
-            for side in range(signs):
-                curve = of_block + CURVES // 2 * side
-                better = 1 if load(types.float32, curve, LEAST_OF + 4) < load(types.float32, curve, LEAST_OF) else 0
-                if load(types.float32, curve, LEAST_OF + 4 * better) > limit:
-                    continue
-                of, sign = at + part * (side * books + better), F(1) if side == 0 else F(-1)
-                search(
-                    better, sign, sign / load(types.float32, curve, SCALE_OF), xb, wb, lines, s,
-                    of + 4 * points.SURVIVORS * count, points.SURVIVORS * slots,
-                )  # fmt: skip
-                filled[first + side * books + better] = count + spread
-                found = points.errors(of, groups, points.SURVIVORS * slots, count + spread, grid() * center)
-                store(curve, 0, vmin(found, load(f32x16, curve, 0)))
-                store(curve, LEAST_OF + 4 * better, hmin(found))
-
-
-#: Bindings: points.scan; values of a group.
-scan: Any = None
-size = 0
-floats: Any = f32x8
+        for side in range(t.signs):
+            least, _, scale = _find_curve(t, row, b, side, center)
+            store(_curves_of(row, b, side), 0, least)
+            store(_curves_of(row, b, side), SCALE_OF, scale)
+        if t.retries and count < t.slots - 1 and center > F(0):
+            _retry(t, row, b, patience, count)
 
 
 @inline
-def _error_left(b, energies, curves):
+def _error_left(t, row, b):
     """Return about the error of 32 values with the scale that suits them."""
-    gain = hmin(load(f32x16, curves, CURVES * b))
-    if signs == 2:
-        gain = min(gain, hmin(load(f32x16, curves, CURVES * b + CURVES // 2)))
-    return np.float64(max(energies[b] + gain, F(0)))
+    gain = hmin(load(f32x16, _curves_of(row, b, 0), 0))
+    if t.signs == 2:
+        gain = min(gain, hmin(load(f32x16, _curves_of(row, b, 1), 0)))
+    return np.float64(max(row.energies[b] + gain, F(0)))
 
 
 @inline
-def _errors_of_groups(x, w, side, book, scale, at, filled, errors):
+def _write_errors_of_groups(t, row, b, combination, scale, errors):
     """Write the errors of the groups of 32 values for a scale."""
-    of = at + part * (side * books + book)
-    for group in range(groups):
-        v = load(floats, x, 4 * size * group)
-        p, q, _ = points.pick(
-            of + 12 * points.SURVIVORS * slots * group, points.SURVIVORS * slots, filled[side * books + book], scale
-        )
-        errors[group] = hsum(v * v * load(floats, w, 4 * size * group)) + (scale * q - p) * scale
+    survivors = _survivors_of(t, row, b, combination)
+    width = points.SURVIVORS * t.slots
+    size = t.settings.size
+    count = row.slot_counts[t.signs * t.codebooks * b + combination]
+    for group in range(t.groups):
+        first = 128 * b + 4 * size * group
+        v = load(t.floats, row.x, first)
+        p, q, _ = points.pick(survivors + 12 * width * group, width, count, scale)
+        errors[group] = hsum(v * v * load(t.floats, row.w, first)) + (scale * q - p) * scale
 
 
-#: Bindings: the functions above.
-error_left: Any = None
-errors_of_groups: Any = None
-#: Bindings: the shares of a row's error from which 32 values are searched for more deeply, and from which all points
-#: are ranked for a group of them; in rows of 256 values a ``short_part`` of both; by how much of the least error that
-#: of a sign and codebook may exceed it, for all points to be ranked for it.
-much_error = heavy = 0.05
-short_part = scanned = 1.0
+@helper
+def refine_outliers(t, row, errors):
+    """Search more deeply for values that make much of a row's error, and rank all points for groups of them.
 
-
-def reinforce(x, w, n, guesses, energies, lines, s, kept, curves, filled, counted, errors):
-    """Search more deeply for values that make much of a row's error, and rank all points for groups of them."""
-    total, width = 0.0, points.SURVIVORS * slots
-    for b in range(n // 32):
-        if counted[b] > F(0) and guesses[b] > F(0):
-            total += np.float64(counted[b]) * error_left(b, energies, curves)
-    part_of = short_part * total if n == 256 else total
-    least_error, least_heavy = much_error * part_of, heavy * part_of
-    for b in range(n // 32):
-        if not (counted[b] > F(0) and guesses[b] > F(0) and error_left(b, energies, curves) > least_error):
+    errors: scratch, float32 [8].
+    """
+    total = 0.0
+    width = points.SURVIVORS * t.slots
+    combinations = t.signs * t.codebooks
+    guesses = row.guesses
+    multiplicities = row.multiplicities
+    slot_counts = row.slot_counts
+    settings = t.settings
+    for b in range(row.n // 32):
+        if multiplicities[b] > F(0) and guesses[b] > F(0):
+            total += np.float64(multiplicities[b]) * _error_left(t, row, b)
+    part = settings.short_row_factor * total if row.n == 256 else total
+    least_deep, least_scanned = settings.deep_error * part, settings.scan_error * part
+    for b in range(row.n // 32):
+        if not (multiplicities[b] > F(0) and guesses[b] > F(0) and _error_left(t, row, b) > least_deep):
             continue
-        at, xb, wb, center = kept + part * signs * books * b, x + 128 * b, w + 128 * b, guesses[b]
-        first, lowest = signs * books * b, F(3e38)
-        for side in range(signs):
-            curve = curves + CURVES * b + CURVES // 2 * side
-            least, better, scale = curve_of(side, center, at, filled, first, curve)
+        center = guesses[b]
+        first = combinations * b
+        lowest = F(3e38)
+        for side in range(t.signs):
+            least, codebook, scale = _find_curve(t, row, b, side, center)
             if hmin(least) < lowest:
                 lowest = hmin(least)
-                errors_of_groups(xb, wb, side, better, scale, at, filled[first:], errors)
-        limit = hopeful(energies[b], curves + CURVES * b, F(scanned))
-        if filled[first : first + signs * books].min() < slots - 1:
-            deeply_searched(xb, wb, center, slots - 1, lines, s, at)
-        for c in range(signs * books):
-            filled[first + c] = slots - 1
-            inverse = (F(-1) if c >= books else F(1)) / center
-            if (
-                load(types.float32, curves, CURVES * b + CURVES // 2 * (c // books) + LEAST_OF + 4 * (c % books))
-                > limit
-            ):
+                _write_errors_of_groups(t, row, b, side * t.codebooks + codebook, scale, errors)
+        limit = _prune_limit(t, row, b, F(settings.scan_slack))
+        if slot_counts[first : first + combinations].min() < t.slots - 1:
+            search_around(t, t.deep, row, b, center, t.slots - 1)
+        for c in range(combinations):
+            slot_counts[first + c] = t.slots - 1
+            if _least_error(t, row, b, c) > limit:
                 continue
-            for group in range(groups):
-                if np.float64(errors[group]) > least_heavy:
-                    to, of = at + part * c + 12 * width * group, 4 * size * group
-                    scan(c % books, inverse, xb + of, wb + of, errors[group], lines, s, to, width, slots - 1)
-        for side in range(signs):
-            curve = curves + CURVES * b + CURVES // 2 * side
-            least, _, _ = curve_of(side, center, at, filled, first, curve)
-            store(curve, 0, least)
-
-
-#: Bindings: whether more levels than the nearest ones are tried of values that were searched for deeply; of 16 levels,
-#: whether only 8 are tried, around the guess.
-widely = by_guess = False
+            inverse = (F(-1) if c >= t.codebooks else F(1)) / center
+            for group in range(t.groups):
+                if np.float64(errors[group]) > least_scanned:
+                    survivors = _survivors_of(t, row, b, c) + 12 * width * group
+                    offset = 128 * b + 4 * settings.size * group
+                    points.scan(
+                        t.scan,
+                        c % t.codebooks,
+                        inverse,
+                        row.x + offset,
+                        row.w + offset,
+                        errors[group],
+                        row.lines,
+                        row.scratch,
+                        survivors,
+                        width,
+                        t.slots - 1,
+                    )
+        for side in range(t.signs):
+            least, _, _ = _find_curve(t, row, b, side, center)
+            store(_curves_of(row, b, side), 0, least)
 
 
 @inline
-def _far_from(guess, d, levels):
+def _is_far_from(guess, d, levels):
     """Return which of the levels 0 .. 15 are not among the 8 around a guess, for a row's scale."""
     first = np.rint(guess / d - F(2.5))
     first = first if first > F(0) else F(0)
@@ -574,94 +680,95 @@ def _far_from(guess, d, levels):
 
 
 @inline
-def _best_level(guess, energy, patience, d, filled, first, kept, curves):
+def _best_level(t, row, b, d, patience):
     """Return the level of the scale of 32 values with the least error, and its sign and codebook as an index."""
-    lowest, level, combination = F(3e38), F(0), 0
-    limit = hopeful(energy, curves, patience) if every_curve else F(0)
-    around = 1 if widely and filled[first : first + signs * books].min() == slots - 1 else 0
-    for side in range(signs):
+    lowest = F(3e38)
+    level = F(0)
+    combination = 0
+    guess = row.guesses[b]
+    slot_counts = row.slot_counts
+    first = t.signs * t.codebooks * b
+    combinations = t.signs * t.codebooks
+    limit = _prune_limit(t, row, b, patience) if t.has_wide_levels else F(0)
+    reach = 1 if t.has_wide_levels and slot_counts[first : first + combinations].min() == t.slots - 1 else 0
+    for side in range(t.signs):
         sign = F(1) if side == 0 else F(-1)
-        near = guess * extract(grid(), best_lane(load(f32x16, curves, CURVES // 2 * side)))
-        for book in range(books):
-            if every_curve and load(types.float32, curves, CURVES // 2 * side + LEAST_OF + 4 * book) > limit:
+        estimate = guess * extract(grid(), best_lane(load(f32x16, _curves_of(row, b, side), 0)))
+        for codebook in range(t.codebooks):
+            c = side * t.codebooks + codebook
+            if t.has_wide_levels and _least_error(t, row, b, c) > limit:
                 continue
-            of = kept + part * (side * books + book)
-            count = filled[first + side * books + book]
-            for k in range(-around, around + 1):
-                levels = levels_near(sign * near / d + F(16 * k))
+            for k in range(-reach, reach + 1):
+                levels = t.levels_near(sign * estimate / d + F(16 * k))
                 scales = levels * (d * sign)
-                found = points.errors(of, groups, points.SURVIVORS * slots, count, vmax(scales, F(0)))
-                found = select(scales < F(0), F(3e38), found)
-                if by_guess:
-                    found = select(_far_from(guess, d, levels), F(3e38), found)
-                if hmin(found) < lowest:
-                    lowest, level, combination = hmin(found), extract(levels, best_lane(found)), side * books + book
+                errors = points.errors(
+                    _survivors_of(t, row, b, c), t.groups, points.SURVIVORS * t.slots, slot_counts[first + c],
+                    vmax(scales, F(0)),
+                )  # fmt: skip
+                errors = select(scales < F(0), F(3e38), errors)
+                if t.has_unsigned_levels:
+                    errors = select(_is_far_from(guess, d, levels), F(3e38), errors)
+                if hmin(errors) < lowest:
+                    lowest = hmin(errors)
+                    level = extract(levels, best_lane(errors))
+                    combination = c
     return level, combination
 
 
-#: Bindings: ``_best_level``; whether a last search is for the scale that was chosen, and the slots that it fills.
-best_level: Any = None
-polished = False
+@inline
+def _search_anew(t, row, b, scale):
+    """Search for 32 values around one scale only, and forget all that was found."""
+    for c in range(t.signs * t.codebooks):
+        row.slot_counts[t.signs * t.codebooks * b + c] = 1
+        store(_curves_of(row, b, c // t.codebooks), LEAST_OF + 4 * (c % t.codebooks), F(0))
+    search_around(t, t.deep, row, b, scale, 1)
 
 
-def choose(
-    x, w, n, d, first, last, guesses, energies, patience, curves, lines, s, kept, filled, levels, combinations, places
-):
+@helper
+def pick_levels(t, row, d, patience, first, last, choice):
     """Choose levels and points for a row's scale d; return sum(w q x) and sum(w q q), q in units of d.
 
     ``first``: of the row: search again where the scale is far from the guess; ``last``: search for the scale chosen.
     """
     sumqx = sumq2 = 0.0
-    width = points.SURVIVORS * slots
-    for b in range(n // 32):
-        at, xb, wb = kept + part * signs * books * b, x + 128 * b, w + 128 * b
-        begin = signs * books * b
-        level, combination = best_level(guesses[b], energies[b], patience, d, filled, begin, at, curves + CURVES * b)
+    width = points.SURVIVORS * t.slots
+    guesses = row.guesses
+    slot_counts = row.slot_counts
+    for b in range(row.n // 32):
+        begin = t.signs * t.codebooks * b
+        level, combination = _best_level(t, row, b, d, patience)
         scale = abs(level * d)
         if first and (scale > F(1.65) * guesses[b] or scale < F(0.6) * guesses[b]) and scale > F(0):
-            for c in range(signs * books):
-                filled[begin + c] = 1
-                store(curves, CURVES * b + CURVES // 2 * (c // books) + LEAST_OF + 4 * (c % books), F(0))
-            deeply_searched(xb, wb, scale, 1, lines, s, at)
-            level, combination = best_level(
-                guesses[b], energies[b], patience, d, filled, begin, at, curves + CURVES * b
-            )
+            _search_anew(t, row, b, scale)
+            level, combination = _best_level(t, row, b, d, patience)
             scale = abs(level * d)
-        levels[b], combinations[b] = level, combination
-        of, count = at + part * combination, filled[begin + combination]
-        if polished and last and scale > F(0) and count < slots:
-            sign = F(-1) if combination >= books else F(1)
-            search(combination % books, sign, sign / scale, xb, wb, lines, s, of + 4 * points.SURVIVORS * count, width)
+        choice.levels[b], choice.combinations[b] = level, combination
+        survivors, count = _survivors_of(t, row, b, combination), slot_counts[begin + combination]
+        if t.finishes and last and scale > F(0) and count < t.slots:
+            sign = F(-1) if combination >= t.codebooks else F(1)
+            t.final.search(
+                t.final.steps,
+                combination % t.codebooks, sign, sign / scale, row.x + 128 * b, row.w + 128 * b, row.lines,
+                row.scratch, survivors + 4 * points.SURVIVORS * count, width,
+            )  # fmt: skip
             count += 1
-        for group in range(groups):
-            p, q, place = points.pick(of + 12 * width * group, width, count, scale)
+        for group in range(t.groups):
+            p, q, place = points.pick(survivors + 12 * width * group, width, count, scale)
             sumqx += np.float64(abs(level)) * np.float64(p)
             sumq2 += np.float64(level) * np.float64(level) * np.float64(q)
-            places[b, group] = place
+            choice.places[b, group] = place
     return (0.5 if d > F(0) else -0.5) * sumqx, sumq2
 
 
 @inline
-def write(x, n, levels, combinations, places, indices, out):
+def write(t, x, n, choice, indices, out):
     """Write the blocks of a row, all zeros before."""
+    levels, places = choice.levels, choice.places
     for b in range(n // 32):
-        for group in range(groups):
+        for group in range(t.groups):
             places[b, group] = load(types.int32, indices, 4 * places[b, group]) if levels[b] != F(0) else 0
-        book = combinations[b] % books
-        put(out + block_bytes * (b // 8), b % 8, levels[b], book, x + 128 * b, places[b])
-
-
-#: Bindings of ``encode``: the functions above; bytes of a block; lines of families, or of cells, to rank.
-row_surveyed: Any = None
-row_reinforced: Any = None
-row_scales: Any = None
-levels_chosen: Any = None
-put: Any = None
-block_bytes = lines_ranked = 0
-magnitudes = False
-least_fits = 1
-#: By how much a row's scale exceeds that of least squares, with which values come out too small on average.
-stretch = 1.0
+        codebook = choice.combinations[b] % t.codebooks
+        t.write_values(out + t.block_bytes * (b // 8), b % 8, levels[b], codebook, x + 128 * b, places[b])
 
 
 @inline
@@ -683,11 +790,11 @@ def _prepare(x, row, xs, guesses, unit, magnitudes):
         guesses[b] = guess_scale(address(xs) + 128 * b) if _top(x[row, 32 * b : 32 * b + 32]) >= F(1e-16) else F(0)
 
 
-#: Bindings: how many scales are tried for uneven rows; the share that makes a row uneven.
-attempts, even = 1, 0.1
 #: Of a row's share: how many times that of equal parts makes it uneven; from where on several scales are tried for
 #: uneven rows, and from where on there is more patience with all.
-UNEVEN, FEW_MATTER, PATIENT = 1.5, 0.035, 0.04
+UNEVEN = 1.5
+FEW_MATTER = 0.035
+PATIENT = 0.04
 
 
 @inline
@@ -700,21 +807,28 @@ def _share(energies):
     return total, squares / (total * total) if total > 0 else 0.0
 
 
+#: Of the type whose encoder ``encode`` is, as its entry point binds it.
+this_type: Any = None
+
+
 def encode(x, weights, out, row0, row1, lines_of_points, lines_of_cells, lines_of_families, extents, indices, lists):
     """Encode rows row0..row1 of x [rows, n], n a multiple of 256; weights [n] or empty."""
+    t, settings = this_type, this_type.settings
     n = x.shape[1]
-    count = n // 32
+    count, combinations = n // 32, t.signs * t.codebooks
     xs, ws = aligned_scratch(4 * n)[:n], aligned_scratch(4 * n)[:n]
     guesses, energies = np.empty(count, np.float32), np.empty(count, np.float32)
-    counted = np.empty(count, np.float32)
-    curves, filled = aligned_scratch(count * CURVES + 64), np.empty(count * signs * books, np.int64)
-    kept, scratch = aligned_scratch(count * part * signs * books), aligned_scratch(points.SCRATCH + 64)
+    multiplicities = np.empty(count, np.float32)
+    curves, slot_counts = aligned_scratch(count * CURVES + 64), np.empty(count * combinations, np.int64)
+    survivors, scratch = aligned_scratch(count * t.survivors * combinations), aligned_scratch(points.SCRATCH + 64)
     curves[:] = 0
     scratch[:] = 0
-    levels, combinations = np.empty((2, count), np.float32), np.empty((2, count), np.int64)
-    scales, costs, errors = np.empty(64, np.float32), np.empty(64, np.float32), np.empty(8, np.float32)
+    levels, indices_of = np.empty((2, count), np.float32), np.empty((2, count), np.int64)
+    scales = np.empty(64, np.float32)
+    costs = np.empty(64, np.float32)
+    errors = np.empty(8, np.float32)
     places = np.empty((2, count, 8), np.int32)
-    for i in range(books * lines_ranked):
+    for i in range(t.codebooks * t.lines_ranked):
         store(address(scratch), points.LINES + 4 * i, I32(i))
     store(address(scratch), points.ONE, 1)
     largest_weight = np.float64(_top(weights))
@@ -723,7 +837,7 @@ def encode(x, weights, out, row0, row1, lines_of_points, lines_of_cells, lines_o
         out[row, :] = 0
         _, exponent = frexp(np.float64(_top(x[row])))
         unit = 2.0 ** min(max(exponent, -126), 126)
-        _prepare(x, row, xs, guesses, unit, magnitudes)
+        _prepare(x, row, xs, guesses, unit, settings.magnitudes)
         if _top(guesses) == F(0):
             continue
         # Addresses are taken here: numba frees an array after its last use.
@@ -731,287 +845,217 @@ def encode(x, weights, out, row0, row1, lines_of_points, lines_of_cells, lines_o
             address(lines_of_points), address(lines_of_cells), address(lines_of_families), address(lists),
             address(extents),
         )  # fmt: skip
-        s, px, pw, found = address(scratch), address(xs), address(ws), address(kept)
-        _weigh(px, pw, address(weights) if weights.size else 0, n, unit, top)
+        r = Row(
+            address(xs),
+            address(ws),
+            n,
+            guesses,
+            energies,
+            multiplicities,
+            address(curves),
+            address(survivors),
+            slot_counts,
+            lines,
+            address(scratch),
+        )
+        _weigh(r.x, r.w, address(weights) if weights.size else 0, n, unit, top)
         for b in range(count):
-            energies[b] = _energy(px + 128 * b, pw + 128 * b)
+            energies[b] = _energy(r.x + 128 * b, r.w + 128 * b)
         total, share = _share(energies)
-        uneven = share > even or share * count > UNEVEN
-        tries = attempts if uneven and share > FEW_MATTER else 1
+        uneven = share > settings.uneven_share or share * count > UNEVEN
+        tries = settings.row_scales if uneven and share > FEW_MATTER else 1
         step = 1 if tries > 1 else max(count // 16, 1)
         patience = F(MORE_PATIENCE if tries > 1 or share > PATIENT else PATIENCE)
-        row_surveyed(
-            px, pw, n, guesses, energies, total, weights.size > 0, uneven, patience, lines, s, found, address(curves),
-            filled, step, counted,
-        )  # fmt: skip
+        search_blocks(t, r, total, weights.size > 0, uneven, patience, step)
         if uneven:
-            row_reinforced(px, pw, n, guesses, energies, lines, s, found, address(curves), filled, counted, errors)
-        row_scales(
-            guesses, energies, address(curves), counted, tries > 1, found, filled, address(scales), address(costs)
-        )
-        best, scale, at = -1.0, 0.0, 0
+            refine_outliers(t, r, errors)
+        rate_row_scales(t, r, tries > 1, address(scales), address(costs))
+        best = -1.0
+        scale = 0.0
+        spare = 0
         for attempt in range(tries):
             cheapest = costs.size - 1 - costs[::-1].argmin()
             if costs[cheapest] >= F(0) and attempt > 0:
                 break
             d, before, costs[cheapest] = scales[cheapest], -1.0, F(0)
-            for k in range(2 if tries > 1 else least_fits):
-                qx, q2 = levels_chosen(
-                    px, pw, n, d, attempt + k == 0, False, guesses, energies, patience, address(curves), lines,
-                    s, found, filled, levels[at], combinations[at], places[at],
-                )  # fmt: skip
+            for k in range(2 if tries > 1 else settings.fits):
+                choice = Choice(levels[spare], indices_of[spare], places[spare])
+                qx, q2 = pick_levels(t, r, d, patience, attempt + k == 0, False, choice)
                 gain = qx * qx / q2 if q2 > 0 else 0.0
                 if gain > best:
-                    best, scale, at = gain, qx / q2 if q2 > 0 else 0.0, 1 - at
+                    best = gain
+                    scale = qx / q2 if q2 > 0 else 0.0
+                    spare = 1 - spare
                 if gain <= before or q2 <= 0:
                     break
                 d, before = F(qx / q2), gain
         if best >= 0.0:
-            qx, q2 = levels_chosen(
-                px, pw, n, F(scale), False, True, guesses, energies, patience, address(curves), lines,
-                s, found, filled, levels[at], combinations[at], places[at],
-            )  # fmt: skip
+            choice = Choice(levels[spare], indices_of[spare], places[spare])
+            qx, q2 = pick_levels(t, r, F(scale), patience, False, True, choice)
             if q2 > 0 and qx * qx / q2 > best:
-                scale, at = qx / q2, 1 - at
-            store(address(out) + out.shape[1] * row, 0, F(scale * stretch * unit))
+                scale, spare = qx / q2, 1 - spare
+            store(address(out) + out.shape[1] * row, 0, F(scale * settings.row_scale_gain * unit))
             if scale != 0.0:
                 target = address(out) + out.shape[1] * row + 4
-                write(
-                    address(x) + 4 * n * row, n, levels[1 - at], combinations[1 - at], places[1 - at],
-                    address(indices), target,
-                )  # fmt: skip
+                choice = Choice(levels[1 - spare], indices_of[1 - spare], places[1 - spare])
+                write(t, address(x) + 4 * n * row, n, choice, address(indices), target)
 
 
 # ---------------------------------------------------------------- the encoders
 
 
 @cache
-def _ranks(name: str, size: int, bias: int, coarse: bool, short: bool = False) -> dict[str, Any]:
-    """Return the bindings of points.rank and points.search that depend on how a query is stored.
-
-    ``coarse``: in 8 bits; ``short``: weights in 8 bits, all else in 16.
-    """
-    floats, largest = f32x8 if size == 8 else f32x4, F(64 if bias else 126)
-    if coarse:
-        prepared = specialize(points.prepare_coarse, name, largest=largest)
-        return {"query_of": points.coarse_query, "score": points.coarse_score, "query_prepared": prepared}
-    sums = specialize(points.fine_sums8 if size == 8 else points.fine_sums4, name, bias=bias)
+def point_format(size: int, bias: int, short: bool = False) -> points.PointFormat:
+    """Return how points of ``size`` values are stored; ``short``: weights of queries have 8 bits, all else 16."""
     units = points.SHORT if short else {}
-    of_p = {"fine_unit": units.get("fine_unit", 7)}
-    prepared = specialize(
-        points.prepare_fine, name, size=size, floats=floats, shorts_of=i16x8 if size == 8 else points.i16x4,
-        paired=points.even_odd if size == 8 else points.in_order,
-        weights_factor=specialize(points.fine_factor, name, **units), **units,
-    )  # fmt: skip
-    prepared = specialize(
-        points.prepare_both, name, fine_prepared=prepared, largest=largest, size=size, floats=floats,
-        bytes_of=i8x8 if size == 8 else points.i8x4,
-    )  # fmt: skip
-    return {
-        "query_of": points.fine_query8 if size == 8 else points.fine_query4, "query_prepared": prepared,
-        "score": specialize(points.fine_score, name, fine_sums=sums, **of_p), "fine_sums": sums, **of_p,
-    }  # fmt: skip
-
-
-def _bound(bindings: dict[str, Any], *names: str) -> dict[str, Any]:
-    return {name: bindings[name] for name in names}
-
-
-def _rated(name: str, size: int, bias: int, spread: int) -> dict[str, Any]:
-    """Return the bindings that ``points.search`` and ``points.scan`` share."""
-    levels = specialize(points.levels8, name, bias=bias) if size == 8 else points.levels4
-    rated = specialize(
-        points.rate_points, f"{name}_{spread}", helper,
-        size=size, levels=levels, spread=spread,
-    )  # fmt: skip
-    gathered = specialize(
-        points.gather_points, f"{name}_{spread}", helper, line_bytes=256 if size == 8 else 128, spread=spread
-    )
-    floats = f32x8 if size == 8 else f32x4
-    return {"size": size, "floats": floats, "points_gathered": gathered, "points_rated": rated}
-
-
-#: Of how many lanes the best family, or cell, stays, the second best, and so on; () if all cells are ranked.
-Shape = tuple[int, ...]
-#: Shapes of families and of cells; or how many lines are ranked, of those listed.
-Depth = tuple[Shape, Shape] | int
-
-
-def _search(
-    name: str, count: int, size: int, bias: int, shapes: tuple[Shape, Shape], spread: int = 1, *,
-    coarse: bool = False, coarse_tree: bool = True, short: bool = False,
-) -> Any:  # fmt: skip
-    """Return ``points.search`` for codebooks of ``count`` points; ``shapes``: of families, of cells that stay.
-
-    ``coarse``: points are ranked in 8 bits; ``coarse_tree``: centers are; ``short``: points, by weights of 8 bits.
-    """
-    ranks, (of_families, of_cells) = _ranks(name, size, bias, coarse, short), shapes
-    kinds = _bound(ranks, "query_of", "score")
-    tree = kinds if size == 8 else {"query_of": points.coarse_query4, "score": points.coarse_score4}
-    if size == 8 and coarse_tree and not coarse:
-        query = specialize(points.coarse_query, name, query_at=points.COARSE)
-        tree = {"query_of": query, "score": points.coarse_score}
-    steps = {
-        f"rank_{step}": specialize(points.rank, f"{name}_{step}", helper, shape=(*shape, 0, 0, 0, 0)[:4], **of)
-        for step, shape, of in (("families", of_families, tree), ("cells", of_cells, tree), ("points", (16,), kinds))
-    }
-    if spread == 2:
-        kinds = _bound(ranks, "query_of", "fine_sums", "fine_unit")
-        steps["rank_points"] = specialize(points.rank_around, name, helper, **kinds)
-    return specialize(
-        points.search, name, helper, lines_of_families=count // 4096 if of_families else 0,
-        lines_of_cells=count // 256, families_kept=sum(of_families), cells_kept=sum(of_cells),
-        query_prepared=ranks["query_prepared"], **steps, **_rated(name, size, bias, spread),
-    )  # fmt: skip
-
-
-def _search_listed(
-    name: str, count: int, lines: int, spread: int, *, around: bool, books_at_once: int = 1, apart: int = 0
-) -> Any:
-    """Return ``points.search_listed`` for codebooks of ``count`` points; around: for two scales."""
-    sums = specialize(points.fine_sums4, name)
-    prepared = specialize(
-        points.prepare_fine, name, size=4, floats=f32x4, shorts_of=points.i16x4, paired=points.in_order
-    )
-    kinds = {"query_of": points.fine_query4, "numbers": types.uint16, "number_bytes": 2}
-    if around:
-        ranked = specialize(points.rank_around, name, helper, fine_sums=sums, lanes_kept=8 * spread, **kinds)
-    else:
-        ranked = specialize(
-            points.rank, name, helper, score=specialize(points.fine_score, name, fine_sums=sums), **kinds
+    largest = F(64 if bias else 126)
+    if size == 8:
+        return points.PointFormat(
+            size=8,
+            bias=bias,
+            line_bytes=256,
+            largest=largest,
+            floats=f32x8,
+            shorts=i16x8,
+            bytes=i8x8,
+            order=points.even_odd,
+            query=points.fine_query8,
+            sums=points.fine_sums8,
+            levels=points.levels8,
+            **units,
         )
-    rated = _rated(name, 4, 0, spread)
-    return specialize(
-        points.search_listed, f"{name}_{lines}_{books_at_once}", helper, lines_listed=lines,
-        lists_bytes=2 * LISTED * BUCKETS, books_at_once=books_at_once, apart=apart, query_prepared=prepared,
-        rank_points=ranked, **_bound(rated, "floats", "points_gathered", "points_rated"),
-    )  # fmt: skip
+    return points.PointFormat(
+        size=4,
+        bias=bias,
+        line_bytes=128,
+        largest=largest,
+        floats=f32x4,
+        shorts=points.i16x4,
+        bytes=points.i8x4,
+        order=points.in_order,
+        query=points.fine_query4,
+        sums=points.fine_sums4,
+        levels=points.levels4,
+        **units,
+    )
 
 
-def _scan(name: str, count: int, size: int, bias: int, ends: tuple[float, ...]) -> Any:
-    """Return ``points.scan`` for codebooks of ``count`` points."""
-    ranks = _ranks(name, size, bias, False)
-    kinds = _bound(ranks, "query_of", "fine_sums")
-    of_size = {"size": size, "floats": f32x8 if size == 8 else f32x4}
-    of_size |= {"shorts_of": i16x8 if size == 8 else points.i16x4}
-    of_size |= {"paired": points.even_odd if size == 8 else points.in_order}
-    ranked = specialize(
-        points.rank_all, name, helper, all_lines=count // 16, ends=ends, **kinds,
-        line_ranked=specialize(points.rank_line, name, helper, ends=ends, **kinds),
-        bounds_prepared=specialize(points.prepare_bounds, name, **of_size),
-        bounds_of=specialize(points.bounds_of_cells, name, size=size),
-    )  # fmt: skip
-    return specialize(
-        points.scan, name, helper, all_lines=count // 16, all_ranked=ranked, query_prepared=ranks["query_prepared"],
-        **_rated(name, size, bias, 1),
-    )  # fmt: skip
+def _tree_steps(settings: TrellisSettings, search: TreeSearch) -> points.TreeSteps:
+    """Return the steps of ``points.search`` in a type's codebooks."""
+    form = point_format(settings.size, _bias(settings), search.short_weights)
+    query, score, prepare = form.query, points.fine_score, points.prepare_both
+    if search.coarse_points:
+        query, score, prepare = points.coarse_query, points.coarse_score, points.prepare_coarse
+    center_query, center_score = query, score
+    if settings.size == 4:
+        center_query, center_score = points.coarse_query4, points.coarse_score4
+    elif search.coarse_centers and not search.coarse_points:
+        center_query, center_score = points.coarse_query_of_both, points.coarse_score
+    families, cells = (
+        points.Ranking(center_query, center_score, (*shape, 0, 0, 0, 0)[:4])
+        for shape in (search.families, search.cells)
+    )
+    return points.TreeSteps(
+        points=form,
+        prepare=prepare,
+        rank_points=points.rank_around if search.scales == 2 else points.rank,
+        of_families=families,
+        of_cells=cells,
+        of_points=points.Ranking(query, score),
+        spread=search.scales,
+        families=settings.points // 4096 if search.families else 0,
+        cells=settings.points // 256,
+        families_kept=sum(search.families),
+        cells_kept=sum(search.cells),
+    )
 
 
-def _encoder(
-    name: str, count: int, size: int, put: Any, levels: Any, *,
-    largest: int, around: Depth, deep: tuple[Shape, Shape], searches: tuple[int, int, int],
-    fine: int, careful: bool = True,
-    coarse: bool = False, again: int = 0, much: float = 2.0, very_much: float = 4.0, much_enough: float | None = None,
-    spread: int = 1, eager: bool = False,
-    last: Depth | None = None, signs: int = 2, books: int = 1, stretch: float = 1.0,
-    attempts: int = 4, even: float = 0.1, more_deeply: dict[str, float],
-) -> Encoder:  # fmt: skip
-    """Return the encoder of a type: codebooks of ``count`` points; the functions and numbers that differ.
+def _list_steps(settings: TrellisSettings, search: ListSearch) -> points.ListSteps:
+    """Return the steps of ``points.search_listed`` in a type's codebooks."""
+    return points.ListSteps(
+        points=point_format(4, _bias(settings)),
+        rank_points=points.rank_around if search.two_scales else points.rank,
+        of_points=points.Ranking(points.fine_query4, points.fine_score, numbers=types.uint16, number_bytes=2, lanes=8),
+        lines=search.lines,
+        list_bytes=2 * LIST_LENGTH * BUCKETS,
+        codebooks=search.codebooks,
+        codebook_stride=_survivors(settings) if search.codebooks > 1 else 0,
+    )
 
-    ``searches``: of 32 values that weigh little, that weigh much, and deeper ones; ``fine``: deeper ones for unequal
-    weights.
-    """
-    suffix, bias, slots = name.lower(), 126 if signs == 2 else 0, searches[2] + 1
-    shared = {"signs": signs, "books": books, "groups": 32 // size, "slots": slots}
-    shared["part"] = 12 * points.SURVIVORS * slots * (32 // size)
-    sides = _bound(shared, "signs", "books", "slots", "part")
-    deep_search = _search(suffix, count, size, bias, deep, coarse_tree=False)
-    lists_fetched = points.fetch_nothing
-    if isinstance(around, int):
-        both = {"books_at_once": books, "apart": shared["part"]}
-        first_search = _search_listed(suffix, count, around, spread, around=True, **both)
-        lists_fetched = specialize(points.fetch_lists, suffix, lists_bytes=2 * LISTED * BUCKETS, books_at_once=books)
-    else:
-        first_search = _search(suffix, count, size, bias, around, spread, coarse=coarse, short=signs == 1)
-    last_search = deep_search
-    if isinstance(last, int):
-        last_search = _search_listed(suffix, count, last, 1, around=False)
-    elif last:
-        last_search = _search(suffix, count, size, bias, last, short=signs == 1)
-    deeply_searched = specialize(search_around, f"{suffix}_deeply", search=deep_search, **sides)
-    curves, every_curve = specialize(_curve_of, suffix, **shared), levels is wide_levels
-    likely = specialize(_hopeful, suffix, signs=signs, books=books)
-    surveyed = specialize(
-        survey, suffix, helper, deeply_searched=deeply_searched, curve_of=curves, **shared,
-        few=searches[0], some=searches[1], eager=eager, careful=careful, spread=spread, lists_fetched=lists_fetched,
-        fine=fine, much_enough=very_much if much_enough is None else much_enough,
-        searched_around=specialize(
-            search_around, suffix, search=first_search, at_once=books if isinstance(around, int) else 1,
-            spread=spread, **sides,
-        ),
-        much=much, very_much=very_much, every_curve=every_curve, hopeful=likely, again=again > 0,
-        search=_search_listed(suffix, count, again, spread, around=True) if again else first_search,
-    )  # fmt: skip
-    reinforced = specialize(
-        reinforce, suffix, helper, scan=_scan(suffix, count, size, bias, ENDS[slots - 1]), size=size,
-        error_left=specialize(_error_left, suffix, signs=signs), deeply_searched=deeply_searched, curve_of=curves,
-        **more_deeply, hopeful=likely, errors_of_groups=specialize(
-            _errors_of_groups, suffix, size=size, floats=f32x8 if size == 8 else f32x4, **shared
-        ), **shared,
-    )  # fmt: skip
-    cost = specialize(
-        cost_of, suffix, helper, hopeful=likely, least_found=specialize(_least_found, suffix, **shared),
-        least_of=specialize(least_of_wide if levels is wide_levels else least_of_levels, suffix, levels_near=levels),
-        **_bound(shared, "signs", "books", "part"),
-    )  # fmt: skip
-    chosen = specialize(
-        choose, suffix, helper, deeply_searched=deeply_searched, polished=last is not None,
-        search=last_search, **shared,
-        best_level=specialize(
-            _best_level, suffix, levels_near=levels, every_curve=every_curve, hopeful=likely,
-            widely=levels is wide_levels, by_guess=levels is small_levels, **shared,
-        ),
-    )  # fmt: skip
+
+def scan_steps(count: int, form: points.PointFormat, ends: tuple[float, ...]) -> points.ScanSteps:
+    """Return the steps of ``points.scan`` in codebooks of ``count`` points."""
+    return points.ScanSteps(points=form, rank_all=points.rank_all, lines=count // 16, ends=ends)
+
+
+def _bias(settings: TrellisSettings) -> int:
+    """Return the offset of stored levels."""
+    return 0 if settings.magnitudes else 126
+
+
+def _survivors(settings: TrellisSettings) -> int:
+    """Return the bytes of survivors of 32 values, for one sign and codebook."""
+    return 12 * points.SURVIVORS * settings.slots * settings.groups
+
+
+def _search(settings: TrellisSettings, search: TreeSearch | ListSearch) -> Search:
+    if isinstance(search, ListSearch):
+        return Search(points.search_listed, _list_steps(settings, search), search.scales, search.codebooks)
+    return Search(points.search, _tree_steps(settings, search), search.scales)
+
+
+_LEVELS = {"codebook": codebook_levels, "unsigned": unsigned_levels, "wide": wide_levels}
+
+
+def _trellis_type(name: str, settings: TrellisSettings, write_values: Any) -> TrellisType:
+    is_wide = settings.levels == "wide"
+    form = point_format(settings.size, _bias(settings))
+    deep = _search(settings, settings.deep)
+    return TrellisType(
+        settings=settings,
+        signs=settings.signs,
+        codebooks=settings.codebooks,
+        groups=settings.groups,
+        slots=settings.slots,
+        survivors=_survivors(settings),
+        block_bytes=BY_NAME[name].block_bytes,
+        has_wide_levels=is_wide,
+        has_unsigned_levels=settings.levels == "unsigned",
+        retries=settings.retry is not None,
+        finishes=settings.final is not None,
+        floats=f32x8 if settings.size == 8 else f32x4,
+        levels_near=_LEVELS[settings.levels],
+        least_of_levels=least_of_wide if is_wide else least_of_16,
+        write_values=write_values,
+        first=_search(settings, settings.first),
+        deep=deep,
+        retry=deep if settings.retry is None else _search(settings, settings.retry),
+        final=deep if settings.final is None else _search(settings, settings.final),
+        fetch_lists=points.fetch_lists if isinstance(settings.first, ListSearch) else points.fetch_nothing,
+        scan=scan_steps(settings.points, form, ENDS[settings.slots - 1]),
+        lines_ranked=settings.points // 4096 if settings.deep.families else settings.points // 256,
+    )
+
+
+def _encoder(name: str, write_values: Any) -> Encoder:
+    """Return the encoder of a type; write_values: writes 32 values."""
+    settings = TRELLIS_SETTINGS[name]
     encode_rows: Callable[..., None] = specialize(
-        encode, suffix, kernel, **sides, magnitudes=signs == 1, stretch=stretch,
-        least_fits=1 if coarse or again else 2, row_surveyed=surveyed,
-        row_reinforced=reinforced, levels_chosen=chosen,
-        row_scales=specialize(rate_row_scales, suffix, helper, cost_of_row=cost, largest=F(largest), signs=signs),
-        write=specialize(write, suffix, put=put, block_bytes=BY_NAME[name].block_bytes, books=books, groups=32 // size),
-        lines_ranked=count // 4096 if deep[0] else count // 256, attempts=attempts, even=even,
-    )  # fmt: skip
+        encode, name.lower(), kernel, this_type=_trellis_type(name, settings, write_values)
+    )
 
     def encode_type(
         x: npt.NDArray[np.float32], weights: npt.NDArray[np.float32], out: npt.NDArray[np.uint8], row0: int, row1: int
     ) -> None:
         """Encode rows row0..row1 of x [rows, n], n a multiple of 256; weights [n] or empty."""
-        book = codebook(count, size, signs == 1, books)
-        tree = book.points, book.cells, book.families, book.extents
-        encode_rows(x, weights, out, row0, row1, *tree, book.indices, book.lists)
+        codebook = trellis_codebook.codebook(settings.points, settings.size, settings.magnitudes, settings.codebooks)
+        tree = codebook.points, codebook.cells, codebook.families, codebook.extents
+        encode_rows(x, weights, out, row0, row1, *tree, codebook.indices, codebook.lists)
 
     return encode_type
 
 
-#: What ``reinforce`` is bound to: the fewer bits, the less one value can make the error of a row.
-LARGE_ERRORS = {"much_error": 0.05, "heavy": 0.05, "short_part": 1.0, "scanned": 0.3}
-SMALL_ERRORS = {"much_error": 0.03, "heavy": 0.02, "short_part": 1 / 3, "scanned": 1.0}
-
-encode_iq1_kt = _encoder(
-    "IQ1_KT", 8192, 8, put_iq1_kt, codebook_levels, largest=127, around=((16, 4), (16, 8)), deep=((), (16, 16, 16)),
-    searches=(1, 2, 3), fine=2, eager=True, coarse=True, very_much=8.0, stretch=1.07, more_deeply=LARGE_ERRORS,
-)  # fmt: skip
-encode_iq2_kt = _encoder(
-    "IQ2_KT", 65536, 8, put_iq2_kt, codebook_levels, largest=127, around=((16, 4), (16, 4)),
-    deep=((16, 16), (16, 16, 16)), searches=(1, 2, 3), fine=2, eager=True, coarse=True, much=1.6, very_much=6.0,
-    more_deeply=LARGE_ERRORS | {"heavy": 0.1},
-)  # fmt: skip
-encode_iq3_kt = _encoder(
-    "IQ3_KT", 65536, 8, put_iq3_kt, small_levels, largest=15, around=((16, 8), (16, 16, 8)),
-    deep=((16, 16), (16, 16, 16)), last=((16, 16), (16, 16)), searches=(2, 2, 4), fine=4, spread=2, signs=1,
-    very_much=1.6, much_enough=1.0, attempts=8, even=0.075, more_deeply=SMALL_ERRORS,
-)  # fmt: skip
-encode_iq4_kt = _encoder(
-    "IQ4_KT", 32768, 4, put_iq4_kt, wide_levels, largest=64, around=12, again=12,
-    deep=((16, 16), (16, 16, 16)), last=24, searches=(1, 2, 4), fine=4, eager=True, books=2, much=1.4, very_much=9.0,
-    careful=False, attempts=8, more_deeply=SMALL_ERRORS,
-)  # fmt: skip
+encode_iq1_kt = _encoder("IQ1_KT", put_iq1_kt)
+encode_iq2_kt = _encoder("IQ2_KT", put_iq2_kt)
+encode_iq3_kt = _encoder("IQ3_KT", put_iq3_kt)
+encode_iq4_kt = _encoder("IQ4_KT", put_iq4_kt)

@@ -29,7 +29,7 @@ class Codebook:
     And how far the cells reach with any of SCALES, f32 [cells / 16, values, 2, 16]: for each value the least and the
     largest level of 16 cells, times a scale.
 
-    Of points of 4 values also the lines near queries of a bucket, u16 [books, buckets, lines] (trellis_lists.py).
+    Of points of 4 values also the lines near queries of a bucket, u16 [codebooks, buckets, lines] (trellis_lists.py).
     """
 
     points: npt.NDArray[np.uint8]
@@ -52,15 +52,17 @@ _CHECK = [16, 17, 18, 20, 24, 23, 27, 29]
 
 def _sorted_by_cell(points: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
     """Return the numbers of points, cell by cell: neighbours of a family, and of a cell, are in different lanes."""
-    order, size, splits = np.arange(len(points))[None], points.shape[1], 0
+    order = np.arange(len(points))[None]
+    size = points.shape[1]
+    splits = 0
     while order.shape[1] > 16:
-        inside = points[order]
+        cell_points = points[order]
         if order.shape[1] > 256:
-            along = inside[:, :, splits % size]
+            axis_values = cell_points[:, :, splits % size]
         else:
-            spread = order.shape[1] * (inside**2).sum(1) - inside.sum(1) ** 2
-            along = np.take_along_axis(inside, spread.argmax(1)[:, None, None], 2)[:, :, 0]
-        order = np.take_along_axis(order, along.argsort(1, kind="stable"), 1).reshape(2 * len(order), -1)
+            spread = order.shape[1] * (cell_points**2).sum(1) - cell_points.sum(1) ** 2
+            axis_values = np.take_along_axis(cell_points, spread.argmax(1)[:, None, None], 2)[:, :, 0]
+        order = np.take_along_axis(order, axis_values.argsort(1, kind="stable"), 1).reshape(2 * len(order), -1)
         splits += 1
     families = order.reshape(-1, 16, 16)
     bits = np.arange(len(families))[:, None] >> np.arange(len(families).bit_length() - 1) & 1
@@ -99,7 +101,7 @@ def _extents(points: npt.NDArray[np.int64]) -> npt.NDArray[np.float32]:
 
 
 def _lists(points: npt.NDArray[np.int64], first: int) -> npt.NDArray[np.uint16]:
-    from quantkit.kernels.cpu.encode.trellis_lists import lines_near  # needs numba, which a card's machine may lack
+    from quantkit.kernels.cpu.encode.trellis_lists import lines_near  # needs numba, which a machine with a GPU may lack
 
     return lines_near(points, first)
 
@@ -126,15 +128,15 @@ def _aligned(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
 
 
 @cache
-def codebook(count: int, size: int, magnitudes: bool = False, books: int = 1) -> Codebook:
-    """Return ``books`` codebooks of ``count`` consecutive indices each, one after the other."""
+def codebook(count: int, size: int, magnitudes: bool = False, codebooks: int = 1) -> Codebook:
+    """Return ``codebooks`` codebooks of ``count`` consecutive indices each, one after the other."""
     parts: list[Any] = []
-    for book in range(books):
-        levels = trellis_levels(book * count, count, size)
+    for index in range(codebooks):
+        levels = trellis_levels(index * count, count, size)
         levels, bias = (abs(levels), 0) if magnitudes else (levels, 126)
         order = _sorted_by_cell(levels) if size == 4 else _clustered(count, size, magnitudes)
         by_cell = levels[order]
         centers = (_lines(_centers(by_cell, points), bias, False) for points in (16, 256))
-        lists = _lists(by_cell, book * count // 16) if size == 4 else np.empty(0, np.uint16)
+        lists = _lists(by_cell, index * count // 16) if size == 4 else np.empty(0, np.uint16)
         parts.append((_lines(by_cell, bias, size == 4), *centers, _extents(by_cell), order.astype(np.int32), lists))
     return Codebook(*(_aligned(np.concatenate(arrays)) for arrays in zip(*parts, strict=True)))

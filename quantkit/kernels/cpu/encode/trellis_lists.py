@@ -17,7 +17,7 @@ from numba import types
 
 from quantkit.kernels.cpu.core.jit import inline, kernel
 from quantkit.kernels.cpu.core.simd import f32x16, hsum, i32x16, load, make_constant, select, splat, store, vmax, vmin
-from quantkit.kernels.cpu.encode.groups import address
+from quantkit.kernels.cpu.encode.batch import address
 
 F, I32 = np.float32, np.int32
 
@@ -26,9 +26,11 @@ lanes16 = make_constant(i32x16, range(16), "trellis_lists_lanes")
 #: The range of a magnitude, by its eighth, rounded down and at most 15; ranges; buckets of 4 values; lines listed.
 RANGE_OF = (0, 0, 1, 1, 2, 2, 3, 3, 4, 4, 4, 5, 5, 5, 6, 6)
 LEVELS = 7
-BUCKETS, LISTED = (2 * LEVELS) ** 4, 32
+BUCKETS, LIST_LENGTH = (2 * LEVELS) ** 4, 32
 #: Lines that are tried; queries that they are tried for; the largest magnitude of these.
-CANDIDATES, SAMPLES, FARTHEST = 64, 64, 136.0
+CANDIDATES = 64
+SAMPLES = 64
+FARTHEST = 136.0
 #: Half the mean square of values over a scale, which is in every weight.
 HALF_SQUARE = 684.0
 
@@ -43,8 +45,8 @@ SHARPNESS = 5.0
 
 def _samples() -> npt.NDArray[np.float32]:
     """Return weights w, -2 w y and w y y of queries y, f32 [2 LEVELS, 4, 3, SAMPLES], by the range of each value."""
-    begins = [8.0 * RANGE_OF.index(k) for k in range(LEVELS)]
-    ranges = np.stack([begins, [*begins[1:], FARTHEST]], 1)
+    starts = [8.0 * RANGE_OF.index(k) for k in range(LEVELS)]
+    ranges = np.stack([starts, [*starts[1:], FARTHEST]], 1)
     first, last = np.concatenate([-ranges[::-1, ::-1], ranges])[:, :, None, None].swapaxes(0, 1)
     k = np.arange(SAMPLES)
     y = first + (last - first) * (np.array([[1], [19], [27], [45]]) * k % SAMPLES + 0.5) / SAMPLES
@@ -60,23 +62,45 @@ def _rank_lines(extents, count, totals, tried):
     It is between the center of its points and what is nearest to the middle of the queries within their extent.
     """
     worst, none = splat(f32x16, F(3e38)), splat(i32x16, 0)
-    a, b, c, d, ai, bi, ci, di = worst, worst, worst, worst, none, none, none, none
+    a = worst
+    b = worst
+    c = worst
+    d = worst
+    ai = none
+    bi = none
+    ci = none
+    di = none
     for line in range(0, count, 16):
-        found, at = splat(f32x16, F(0)), lanes16() + I32(line)
+        error, number = splat(f32x16, F(0)), lanes16() + I32(line)
         for j in range(4):
-            of = extents + 12 * count * j + 4 * line
+            extent = extents + 12 * count * j + 4 * line
             w, wy = load(types.float32, totals, 8 * j), load(types.float32, totals, 8 * j + 4)
-            v = vmin(vmax(load(f32x16, of, 0), wy / w * F(-0.5)), load(f32x16, of, 4 * count))
-            v = v + (load(f32x16, of, 8 * count) - v) * F(TO_CENTER)
-            found = found + (v * w + wy) * v
-        less = found < a
-        a, found, ai, at = select(less, found, a), select(less, a, found), select(less, at, ai), select(less, ai, at)
-        less = found < b
-        b, found, bi, at = select(less, found, b), select(less, b, found), select(less, at, bi), select(less, bi, at)
-        less = found < c
-        c, found, ci, at = select(less, found, c), select(less, c, found), select(less, at, ci), select(less, ci, at)
-        less = found < d
-        d, di = select(less, found, d), select(less, at, di)
+            v = vmin(vmax(load(f32x16, extent, 0), wy / w * F(-0.5)), load(f32x16, extent, 4 * count))
+            v = v + (load(f32x16, extent, 8 * count) - v) * F(TO_CENTER)
+            error = error + (v * w + wy) * v
+        less = error < a
+        a, error, ai, number = (
+            select(less, error, a),
+            select(less, a, error),
+            select(less, number, ai),
+            select(less, ai, number),
+        )
+        less = error < b
+        b, error, bi, number = (
+            select(less, error, b),
+            select(less, b, error),
+            select(less, number, bi),
+            select(less, bi, number),
+        )
+        less = error < c
+        c, error, ci, number = (
+            select(less, error, c),
+            select(less, c, error),
+            select(less, number, ci),
+            select(less, ci, number),
+        )
+        less = error < d
+        d, di = select(less, error, d), select(less, number, di)
     store(tried, 0, ai)
     store(tried, 64, bi)
     store(tried, 128, ci)
@@ -90,8 +114,8 @@ def _least_errors(points, line, sample, ranges):
     for i in range(256 * line, 256 * (line + 1), 16):
         error = splat(f32x16, F(0))
         for j in range(4):
-            at, v = sample + 12 * SAMPLES * (4 * ranges[j] + j), load(types.float32, points, i + 4 * j)
-            error = error + ((load(f32x16, at, 0) * v + load(f32x16, at, 4 * SAMPLES)) * v)
+            terms, v = sample + 12 * SAMPLES * (4 * ranges[j] + j), load(types.float32, points, i + 4 * j)
+            error = error + ((load(f32x16, terms, 0) * v + load(f32x16, terms, 4 * SAMPLES)) * v)
         least = vmin(error, least)
     for j in range(4):
         least = least + load(f32x16, sample, 12 * SAMPLES * (4 * ranges[j] + j) + 8 * SAMPLES)
@@ -118,7 +142,7 @@ def _suit(points, samples, ranges, tried, errors, suits):
 
 @kernel
 def list_lines(points, extents, samples, first, lists):
-    """Write lists u16 [BUCKETS, LISTED], of lines that are numbered from ``first`` on.
+    """Write lists u16 [BUCKETS, LIST_LENGTH], of lines that are numbered from ``first`` on.
 
     points: f32 [lines, 16, 4]; extents: f32 [4, 3, lines], the least, the largest and the mean value of each of 4;
     samples: of ``_samples``.
@@ -138,7 +162,7 @@ def list_lines(points, extents, samples, first, lists):
         _suit(address(points), address(samples), ranges, address(tried), address(errors), address(suits))
         for k in range(CANDIDATES):
             suits[k, 0] = hsum(load(f32x16, address(suits), 64 * k))
-        for i in range(LISTED):
+        for i in range(LIST_LENGTH):
             best = 0
             for k in range(1, CANDIDATES):
                 best = k if suits[k, 0] > suits[best, 0] else best
@@ -147,12 +171,12 @@ def list_lines(points, extents, samples, first, lists):
 
 
 def lines_near(points: npt.NDArray[np.int64], first: int) -> npt.NDArray[np.uint16]:
-    """Return the lists of all buckets, u16 [BUCKETS, LISTED], of lines of 16 of the points [16 lines, 4].
+    """Return the lists of all buckets, u16 [BUCKETS, LIST_LENGTH], of lines of 16 of the points [16 lines, 4].
 
     ``first``: the number of the first line.
     """
     lines = points.astype(F).reshape(-1, 16, 4)
     extents = np.ascontiguousarray(np.stack([lines.min(1), lines.max(1), lines.sum(1) / F(16)]).transpose(2, 0, 1))
-    lists = np.empty((BUCKETS, LISTED), np.uint16)
+    lists = np.empty((BUCKETS, LIST_LENGTH), np.uint16)
     list_lines(lines, extents, _samples(), first, lists)
     return lists

@@ -1,1 +1,1 @@
-"""Levels and scales chosen with error feedback, by the covariance of what a weight multiplies."""
+"""Levels and scales chosen with error feedback (GPTQ, LDLQ), by the covariance of a matrix's inputs."""

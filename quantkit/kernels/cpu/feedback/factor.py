@@ -1,4 +1,4 @@
-"""The factor of a covariance, by a Cholesky decomposition whose result does not depend on who computes it.
+"""Cholesky decomposition of a covariance, the same bits on every CPU and GPU.
 
 LAPACK's depends on its number of threads. Here every sum is taken in the order of its terms, blocks of ``BLOCK`` rows
 at a time, with float64 throughout. A block is factored ``INNER`` rows at a time; then it is packed, and what is below
@@ -21,12 +21,14 @@ from quantkit.kernels.cpu.feedback.tiles import make_registers
 
 F64 = npt.NDArray[np.float64]
 
-BLOCK, INNER, LANES = 64, 16, 8
+BLOCK = 64
+INNER = 16
+LANES = 8
 TALL, WIDE = 8, 2 * LANES
 _STEP = 8 * LANES
 #: Vectors and rows of a tile: as many as registers allow.
 _VECTORS, _ROWS = (2, 8) if "avx512f" in FEATURES else (1, 4)
-_get, _put, _add = make_registers(f64x8, _VECTORS, _ROWS, "f64")
+_load_tile, _store_tile, _add_products = make_registers(f64x8, _VECTORS, _ROWS, "f64")
 
 
 @inline
@@ -37,26 +39,29 @@ def _factor_inner(r: Any, begin: Any, end: Any) -> Any:
         pivot = r[k, k]
         if not pivot > 0.0:
             return k
-        by = 1.0 / math.sqrt(pivot)
+        inverse = 1.0 / math.sqrt(pivot)
         for i in range(k, n):
-            r[k, i] *= by
+            r[k, i] *= inverse
         for j in range(k + 1, end):
             factor = splat(f64x8, -r[k, j])
-            for at in range(8 * (j // LANES * LANES), 8 * n, _STEP):
-                to = 8 * n * j + at
-                store(r, to, muladd(load(f64x8, r, 8 * n * k + at), factor, load(f64x8, r, to)))
+            for offset in range(8 * (j // LANES * LANES), 8 * n, _STEP):
+                target = 8 * n * j + offset
+                store(r, target, muladd(load(f64x8, r, 8 * n * k + offset), factor, load(f64x8, r, target)))
     return -1
 
 
 @inline
 def _update_two(r: Any, n: Any, begin: Any, end: Any, j: Any) -> Any:
     """Bring rows j and j + 1 up to date, from the columns of j on."""
-    for at in range(16 * LANES * (j // (2 * LANES)), 8 * n, 2 * _STEP):
-        a, b = 8 * n * j + at, 8 * n * (j + 1) + at
-        a0, a1, b0, b1 = load(f64x8, r, a), load(f64x8, r, a + _STEP), load(f64x8, r, b), load(f64x8, r, b + _STEP)
+    for offset in range(16 * LANES * (j // (2 * LANES)), 8 * n, 2 * _STEP):
+        a, b = 8 * n * j + offset, 8 * n * (j + 1) + offset
+        a0 = load(f64x8, r, a)
+        a1 = load(f64x8, r, a + _STEP)
+        b0 = load(f64x8, r, b)
+        b1 = load(f64x8, r, b + _STEP)
         for k in range(begin, end):
             row = 8 * n * k
-            x0, x1 = load(f64x8, r, row + at), load(f64x8, r, row + at + _STEP)
+            x0, x1 = load(f64x8, r, row + offset), load(f64x8, r, row + offset + _STEP)
             first = splat(f64x8, -load(types.float64, r, row + 8 * j))
             second = splat(f64x8, -load(types.float64, r, row + 8 * j + 8))
             a0, a1 = muladd(x0, first, a0), muladd(x1, first, a1)
@@ -83,7 +88,7 @@ def _factor_rows(r: F64, begin: int, end: int) -> int:
 
 @kernel
 def _pack(r: F64, begin: int, end: int, tall: F64, wide: F64) -> None:
-    """Pack what rows ``begin`` to ``end`` have behind ``end``: negative in ``tall``, and in ``wide``."""
+    """Pack the columns behind ``end`` of rows ``begin`` to ``end``: negative in ``tall``, and in ``wide``."""
     for i in range(end // WIDE, r.shape[1] // WIDE):
         for k in range(begin, end):
             for c in range(WIDE):
@@ -94,17 +99,17 @@ def _pack(r: F64, begin: int, end: int, tall: F64, wide: F64) -> None:
 
 @kernel
 def _update(r: F64, count: int, tall: F64, wide: F64, first: int, last: int) -> None:
-    """Take ``count`` rows that are packed out of rows ``first`` to ``last`` of R, multiples of ``TALL``."""
+    """Subtract the products of ``count`` packed rows from rows ``first`` to ``last`` of R, multiples of ``TALL``."""
     n = r.shape[1]
     for i in range(first // WIDE, n // WIDE):
         for j in range(first, min(last, WIDE * i + WIDE), _ROWS):
             for part in range(0, 8 * WIDE, _STEP * _VECTORS):
-                to = 8 * (n * j + WIDE * i) + part
-                tile = _get(r, to, 8 * n)
-                at, place = 8 * WIDE * BLOCK * i + part, 8 * (TALL * BLOCK * (j // TALL) + j % TALL)
+                target = 8 * (n * j + WIDE * i) + part
+                tile = _load_tile(r, target, 8 * n)
+                wide_at, place = 8 * WIDE * BLOCK * i + part, 8 * (TALL * BLOCK * (j // TALL) + j % TALL)
                 for k in range(count):
-                    tile = _add(tile, wide, at + 8 * WIDE * k, tall, place + 8 * TALL * k)
-                _put(r, to, 8 * n, tile)
+                    tile = _add_products(tile, wide, wide_at + 8 * WIDE * k, tall, place + 8 * TALL * k)
+                _store_tile(r, target, 8 * n, tile)
 
 
 def cholesky(r: F64, threads: int = 1) -> F64:

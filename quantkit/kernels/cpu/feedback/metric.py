@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from quantkit.kernels.cpu.feedback.factor import cholesky
-from quantkit.kernels.cpu.feedback.frames import Frames, frames_of, visited
+from quantkit.kernels.cpu.feedback.group_metric import GroupMetric, column_order, group_metric_of
 from quantkit.kernels.cpu.feedback.products import corrected
 from quantkit.kernels.cpu.feedback.tiles import STRIP, pack_columns, pack_upper
 from quantkit.kernels.levels import Grouping
@@ -37,7 +37,7 @@ class Metric:
     correction: F32 | None = None
     offset: F32 | None = None
     importance: F32 | None = None
-    frames: Frames | None = None
+    groups: GroupMetric | None = None
 
     @property
     def n(self) -> int:
@@ -51,24 +51,24 @@ def metric(covariance: F64, damping: float, threads: int = 1, grouping: Grouping
     It is for types that group columns so. Raises numpy.linalg.LinAlgError if it is not positive definite even so.
     """
     diagonal = np.diagonal(covariance)
-    raised = diagonal + damping * diagonal.mean()
-    columns = visited(raised, grouping)
+    damped = diagonal + damping * diagonal.mean()
+    columns = column_order(damped, grouping)
     last_first = columns[::-1]
     r = covariance[np.ix_(last_first, last_first)].astype(np.float64, copy=False)
-    np.fill_diagonal(r, raised[last_first])
+    np.fill_diagonal(r, damped[last_first])
     upper = cholesky(r, threads)[::-1, ::-1].T  # H = upper upper^T; what is below the diagonal is undefined
     roots = np.diagonal(upper)
     h = pack_columns(covariance)
-    at = np.arange(len(h) * STRIP)
-    h[at // STRIP, at, at % STRIP] = raised
+    column = np.arange(len(h) * STRIP)
+    h[column // STRIP, column, column % STRIP] = damped
     u, pivots = pack_upper(upper), (roots * roots).astype(np.float32)
-    frames = None if grouping is None else frames_of(covariance, raised, upper, grouping)
-    return Metric(columns.astype(np.int32), u, pivots, h, (1 / raised).astype(np.float32), frames=frames)
+    groups = None if grouping is None else group_metric_of(covariance, damped, upper, grouping)
+    return Metric(columns.astype(np.int32), u, pivots, h, (1 / damped).astype(np.float32), groups=groups)
 
 
-def target_of(x: F32, by: Metric, row: int = 0) -> F32 | None:
-    """Return what rows x, from ``row`` of their matrix on, are to come near to by a metric; None: to themselves."""
-    if by.correction is None:
+def target_of(x: F32, metric: Metric, row: int = 0) -> F32 | None:
+    """Return the targets of rows x, from ``row`` of their matrix on, of a metric; None: the rows themselves."""
+    if metric.correction is None:
         return None
-    target = corrected(x, by.correction)
-    return target if by.offset is None else target + by.offset[row : row + len(x)]
+    target = corrected(x, metric.correction)
+    return target if metric.offset is None else target + metric.offset[row : row + len(x)]

@@ -1,4 +1,4 @@
-"""How much is done for a row."""
+"""Settings of the rounding of a row."""
 
 from __future__ import annotations
 
@@ -10,37 +10,37 @@ _COLUMNS = 2048
 
 @dataclass(frozen=True)
 class Rounding:
-    """How levels are chosen: what more costs more, and gives less each time.
+    """The steps of error feedback on a row, and how often each is done.
 
-    rounds: how often all of this is done, each time with the scales found before. sweeps: over all columns after
-    feedback. width: the columns that are visited together in a sweep; passes: how often; repeats: how often scales and
-    levels of a sub-block are chosen in turn, each time. fits: whether scales are.
+    rounds: of all steps, each from the scales of the one before. sweeps: over all columns, after feedback. width:
+    columns of a window of a sweep; passes: over a window; repeats: of the choice of scales, then levels, of a
+    sub-block, in each pass. fits: whether scales are fitted.
 
-    Where columns are few, sweeps take less time than one of many. There are up to ``most``, then, and ``again`` more
-    rounds; beside: sub-blocks are also begun with the neighbours of their scale.
+    Where columns are few, a sweep is cheap: there are up to ``max_sweeps`` of them and ``extra_rounds`` more rounds;
+    neighbour_scales: sub-blocks are also started from the neighbours of their scale.
     """
 
     rounds: int = 1
     sweeps: int = 1
-    most: int = 4
+    max_sweeps: int = 4
     width: int = 64
     passes: int = 1
     repeats: int = 1
     fits: bool = True
-    again: int = 1
-    beside: bool = True
+    extra_rounds: int = 1
+    neighbour_scales: bool = True
 
     def sweeps_of(self, n: int) -> int:
         """Return the sweeps over n columns."""
-        return max(self.sweeps, min(_COLUMNS // n, self.most))
+        return max(self.sweeps, min(_COLUMNS // n, self.max_sweeps))
 
     def rounds_of(self, n: int) -> int:
         """Return the rounds for n columns."""
-        return self.rounds + (self.again if self._few(n) else 0)
+        return self.rounds + (self.extra_rounds if self._is_narrow(n) else 0)
 
-    def looks_beside(self, n: int) -> bool:
-        """Tell whether the neighbours of scales are tried for n columns."""
-        return self.beside and self._few(n)
+    def tries_neighbour_scales(self, n: int) -> bool:
+        """Return whether the neighbours of scales are tried for n columns."""
+        return self.neighbour_scales and self._is_narrow(n)
 
-    def _few(self, n: int) -> bool:
+    def _is_narrow(self, n: int) -> bool:
         return 2 * n <= _COLUMNS

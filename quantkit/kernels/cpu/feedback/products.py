@@ -1,4 +1,4 @@
-"""Products of matrices whose result does not depend on who computes it: covariances of two streams, and corrections.
+"""Products of matrices, the same bits on every CPU and GPU: covariances of two streams, and corrections.
 
 BLAS's depend on its number of threads. Here a sum is taken in the order of its terms, of up to ``ROWS_AT_ONCE`` rows
 in float32, of these sums in float64; threads share columns of the result.
@@ -24,7 +24,9 @@ F64 = npt.NDArray[np.float64]
 F = np.float32
 
 #: Rows whose products are added in float32; columns of a strip, of the first factor and of the second.
-ROWS_AT_ONCE, FIRST, SECOND = 256, 4, 32
+ROWS_AT_ONCE = 256
+FIRST = 4
+SECOND = 32
 #: Columns that a thread takes at a time; rows of a triangle that are solved before the rest is brought up to date.
 SHARE, BLOCK = 64, 64
 
@@ -44,35 +46,37 @@ class Products:
 
     def add(self, x: F32, z: F32) -> None:
         """Add rows x and z, float32 [rows, n] and [rows, m]."""
-        right, left, other = _packed(x, SECOND), _packed(x, FIRST), _packed(z, FIRST)
+        right = _pack_rows(x, SECOND)
+        left = _pack_rows(x, FIRST)
+        cross = _pack_rows(z, FIRST)
 
         def part(begin: int, end: int) -> None:
             _add_products(self.square, left, right, begin // SECOND, end // SECOND, True)
-            _add_products(self.cross, other, right, begin // SECOND, end // SECOND, False)
+            _add_products(self.cross, cross, right, begin // SECOND, end // SECOND, False)
 
         _shared(part, self.n, self._threads)
 
     def finish(self) -> None:
-        """Fill in what lies below the diagonal."""
+        """Copy the upper triangle to the lower."""
         self.square = np.triu(self.square) + np.triu(self.square, 1).T
 
 
-def _packed(rows: F32, width: int) -> F32:
+def _pack_rows(rows: F32, width: int) -> F32:
     """Return rows as strips of columns, by runs of ``ROWS_AT_ONCE``, float32 [runs, strips, rows, width]."""
     runs = -(-len(rows) // ROWS_AT_ONCE)
-    packed = np.zeros((runs, rows.shape[1] // width, ROWS_AT_ONCE, width), np.float32)
-    _pack(np.ascontiguousarray(rows), packed)
-    return packed
+    panels = np.zeros((runs, rows.shape[1] // width, ROWS_AT_ONCE, width), np.float32)
+    _pack(np.ascontiguousarray(rows), panels)
+    return panels
 
 
 @kernel
-def _pack(rows: F32, packed: F32) -> None:
-    strips, width = packed.shape[1], packed.shape[3]
+def _pack(rows: F32, panels: F32) -> None:
+    strips, width = panels.shape[1], panels.shape[3]
     for k in range(len(rows)):
-        run, at = k // ROWS_AT_ONCE, k % ROWS_AT_ONCE
+        run, row = k // ROWS_AT_ONCE, k % ROWS_AT_ONCE
         for strip in range(strips):
             for i in range(width):
-                packed[run, strip, at, i] = rows[k, width * strip + i]
+                panels[run, strip, row, i] = rows[k, width * strip + i]
 
 
 @kernel
@@ -82,32 +86,39 @@ def _add_products(c: F64, left: F32, right: F32, begin: int, end: int, upper: bo
     for run in range(len(right)):
         for strip in range(begin, end):
             last = min((strip + 1) * SECOND, n) if upper else len(c)
-            at = 4 * SECOND * ROWS_AT_ONCE * (run * right.shape[1] + strip)
+            right_at = 4 * SECOND * ROWS_AT_ONCE * (run * right.shape[1] + strip)
             for j in range(0, last, FIRST):
-                of = 4 * FIRST * ROWS_AT_ONCE * (run * left.shape[1] + j // FIRST)
-                _add_tile(c, 8 * (n * j + SECOND * strip), left, of, right, at)
+                left_at = 4 * FIRST * ROWS_AT_ONCE * (run * left.shape[1] + j // FIRST)
+                _add_tile(c, 8 * (n * j + SECOND * strip), left, left_at, right, right_at)
 
 
 @inline
-def _add_tile(c: Any, to: Any, left: Any, of: Any, right: Any, at: Any) -> Any:
+def _add_tile(c: Any, c_at: Any, left: Any, left_at: Any, right: Any, right_at: Any) -> Any:
     """Add the products of a run of rows to four rows of c, of a strip's columns."""
     n = c.shape[1]
     zero = splat(f32x16, F(0))
-    a0, a1, b0, b1, c0, c1, d0, d1 = zero, zero, zero, zero, zero, zero, zero, zero
+    a0 = zero
+    a1 = zero
+    b0 = zero
+    b1 = zero
+    c0 = zero
+    c1 = zero
+    d0 = zero
+    d1 = zero
     for k in range(ROWS_AT_ONCE):
-        x0, x1 = load(f32x16, right, at + 4 * SECOND * k), load(f32x16, right, at + 4 * SECOND * k + 64)
-        w = splat(f32x16, load(types.float32, left, of + 16 * k))
+        x0, x1 = load(f32x16, right, right_at + 4 * SECOND * k), load(f32x16, right, right_at + 4 * SECOND * k + 64)
+        w = splat(f32x16, load(types.float32, left, left_at + 16 * k))
         a0, a1 = muladd(x0, w, a0), muladd(x1, w, a1)
-        w = splat(f32x16, load(types.float32, left, of + 16 * k + 4))
+        w = splat(f32x16, load(types.float32, left, left_at + 16 * k + 4))
         b0, b1 = muladd(x0, w, b0), muladd(x1, w, b1)
-        w = splat(f32x16, load(types.float32, left, of + 16 * k + 8))
+        w = splat(f32x16, load(types.float32, left, left_at + 16 * k + 8))
         c0, c1 = muladd(x0, w, c0), muladd(x1, w, c1)
-        w = splat(f32x16, load(types.float32, left, of + 16 * k + 12))
+        w = splat(f32x16, load(types.float32, left, left_at + 16 * k + 12))
         d0, d1 = muladd(x0, w, d0), muladd(x1, w, d1)
     for row, (low, high) in enumerate(((a0, a1), (b0, b1), (c0, c1), (d0, d1))):
-        here = to + 8 * n * row
-        store(c, here, load(f64x16, c, here) + convert(f64x16, low))
-        store(c, here + 128, load(f64x16, c, here + 128) + convert(f64x16, high))
+        row_at = c_at + 8 * n * row
+        store(c, row_at, load(f64x16, c, row_at) + convert(f64x16, low))
+        store(c, row_at + 128, load(f64x16, c, row_at + 128) + convert(f64x16, high))
 
 
 # ---------------------------------------------------------------- solving
@@ -120,9 +131,9 @@ def times_inverse(cross: F64, covariance: F64, damping: float, threads: int = 1)
     """
     n = len(covariance)
     r = np.triu(cholesky(covariance + damping * np.diagonal(covariance).mean() * np.eye(n), threads))
-    lower, made = np.ascontiguousarray(r.T), np.array(cross.T, order="C")
-    _shared(lambda first, last: _solve(r, lower, made, first, last), made.shape[1], threads)
-    return made.T
+    lower, solution = np.ascontiguousarray(r.T), np.array(cross.T, order="C")
+    _shared(lambda first, last: _solve(r, lower, solution, first, last), solution.shape[1], threads)
+    return solution.T
 
 
 def _shared(work: Callable[[int, int], None], n: int, threads: int) -> None:
@@ -156,31 +167,31 @@ def _solve(r: F64, lower: F64, x: F64, first: int, last: int) -> None:
 
 
 @helper
-def _scale_row(x: F64, k: int, by: float, first: int, last: int) -> None:
+def _scale_row(x: F64, k: int, factor: float, first: int, last: int) -> None:
     for i in range(first, last):
-        x[k, i] *= by
+        x[k, i] *= factor
 
 
 @helper
 def _subtract_row(x: F64, j: int, k: int, times: float, first: int, last: int) -> None:
     factor, n = splat(f64x8, -times), x.shape[1]
     for i in range(first, last, 8):
-        to = 8 * (n * j + i)
-        store(x, to, muladd(load(f64x8, x, 8 * (n * k + i)), factor, load(f64x8, x, to)))
+        target = 8 * (n * j + i)
+        store(x, target, muladd(load(f64x8, x, 8 * (n * k + i)), factor, load(f64x8, x, target)))
 
 
 @helper
 def _subtract(x: F64, a: F64, begin: int, end: int, row: int, stop: int, first: int, last: int) -> None:
-    """Take a[begin:end, row:stop]^T x[begin:end] out of rows ``row`` to ``stop`` of x, four at a time."""
+    """x[row:stop] -= a[begin:end, row:stop]^T x[begin:end], four rows at a time."""
     n = x.shape[1]
     for i in range(first, last, 16):
         for j in range(row, stop, 4):
-            at = 8 * (n * j + i)
+            offset = 8 * (n * j + i)
             line = 8 * n
-            a0, a1 = load(f64x8, x, at), load(f64x8, x, at + 64)
-            b0, b1 = load(f64x8, x, at + line), load(f64x8, x, at + line + 64)
-            c0, c1 = load(f64x8, x, at + 2 * line), load(f64x8, x, at + 2 * line + 64)
-            d0, d1 = load(f64x8, x, at + 3 * line), load(f64x8, x, at + 3 * line + 64)
+            a0, a1 = load(f64x8, x, offset), load(f64x8, x, offset + 64)
+            b0, b1 = load(f64x8, x, offset + line), load(f64x8, x, offset + line + 64)
+            c0, c1 = load(f64x8, x, offset + 2 * line), load(f64x8, x, offset + 2 * line + 64)
+            d0, d1 = load(f64x8, x, offset + 3 * line), load(f64x8, x, offset + 3 * line + 64)
             for k in range(begin, end):
                 x0, x1 = load(f64x8, x, 8 * (n * k + i)), load(f64x8, x, 8 * (n * k + i) + 64)
                 w = splat(f64x8, -a[k, j])
@@ -191,14 +202,14 @@ def _subtract(x: F64, a: F64, begin: int, end: int, row: int, stop: int, first: 
                 c0, c1 = muladd(x0, w, c0), muladd(x1, w, c1)
                 w = splat(f64x8, -a[k, j + 3])
                 d0, d1 = muladd(x0, w, d0), muladd(x1, w, d1)
-            store(x, at, a0)
-            store(x, at + 64, a1)
-            store(x, at + line, b0)
-            store(x, at + line + 64, b1)
-            store(x, at + 2 * line, c0)
-            store(x, at + 2 * line + 64, c1)
-            store(x, at + 3 * line, d0)
-            store(x, at + 3 * line + 64, d1)
+            store(x, offset, a0)
+            store(x, offset + 64, a1)
+            store(x, offset + line, b0)
+            store(x, offset + line + 64, b1)
+            store(x, offset + 2 * line, c0)
+            store(x, offset + 2 * line + 64, c1)
+            store(x, offset + 3 * line, d0)
+            store(x, offset + 3 * line + 64, d1)
 
 
 # ---------------------------------------------------------------- targets
@@ -211,13 +222,13 @@ def corrected(x: F32, correction: F32) -> F32:
         rows = x[first : first + ROWS]
         tile = np.zeros((x.shape[1], ROWS), np.float32)
         tile[:, : len(rows)] = rows.T
-        made = tile.copy()
-        _correct(made, correction, tile)
-        out[first : first + ROWS] = made[:, : len(rows)].T
+        targets = tile.copy()
+        _correct(targets, correction, tile)
+        out[first : first + ROWS] = targets[:, : len(rows)].T
     return out
 
 
 @kernel
-def _correct(made: F32, correction: F32, tile: F32) -> None:
+def _correct(targets: F32, correction: F32, tile: F32) -> None:
     n = len(tile)
-    multiply(made, correction, tile, n, 0, n, 0, n)
+    multiply(targets, correction, tile, n, 0, n, 0, n)

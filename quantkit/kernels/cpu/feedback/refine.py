@@ -1,4 +1,4 @@
-"""A sweep that chooses levels, factors and minimums of each sub-block together, in the metric of the covariance.
+"""A sweep that optimizes levels, factors and minimums of each sub-block jointly, in the metric of the covariance.
 
 The covariance is passed over once: for ``width`` columns at a time, the gradient g = H e, e = w - v, is summed up over
 all columns; then their sub-blocks are visited, and only what those change of each other's g is computed. In a
@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from quantkit.kernels.cpu.core.jit import inline, kernel
 from quantkit.kernels.cpu.core.simd import f16_to_f32, f32_to_f16, f32x16, load, muladd, splat, store
-from quantkit.kernels.cpu.feedback.sweeps import choose
+from quantkit.kernels.cpu.feedback.sweeps import store_nearest
 from quantkit.kernels.cpu.feedback.tiles import LINE, ROWS, element, multiply_part
 
 F32 = npt.NDArray[np.float32]
@@ -25,40 +25,103 @@ F64 = npt.NDArray[np.float64]
 F = np.float32
 
 #: What may be fitted: nothing, an integer, or a half float.
-FIXED, INTEGER, HALF = 0, 1, 2
+FIXED = 0
+INTEGER = 1
+HALF = 2
 
 
 class Scales(NamedTuple):
-    """Scales of a tile, float32 [sub-blocks, ROWS] if nothing else is said: set by what fits them.
+    """Scales of a tile, float32 [sub-blocks, ROWS] if nothing else is said; fits set them.
 
-    v = scale * level - low. scale = d * factor: kind says what of these is fitted, d if that is HALF. place: of the
-    factor in ``factors``, ascending, int32. low = dmin * m - scale * raised; minimum says what of dmin, HALF, or m is
-    fitted, which is from 0 to ``most``. inverse is 1 / scale, or 0 for 0. d, dmin: float32 [super-blocks, ROWS];
-    per_d: sub-blocks of one.
+    v = scale * level - minimum, scale = d * factor, minimum = dmin * m - scale * shift, inverse = 1 / scale, or 0 for
+    0. scale_kind: what is fitted of the scale, the factor (INTEGER) or d (HALF); factor_index: of the factor in
+    ``factors``, ascending, int32. min_kind: what is fitted of the minimum, m (INTEGER), from 0 to max_m, or dmin
+    (HALF). d, dmin: float32 [super-blocks, ROWS]; per_d: sub-blocks of one.
     """
 
     span: int
     scale: F32
-    low: F32
+    minimum: F32
     inverse: F32
-    kind: int
-    place: npt.NDArray[np.int32]
+    scale_kind: int
+    factor_index: npt.NDArray[np.int32]
     factors: F32
     d: F32
     per_d: int
-    minimum: int
+    min_kind: int
     m: F32
-    most: float
+    max_m: float
     dmin: F32
-    raised: F32
+    shift: F32
+
+
+class Tile(NamedTuple):
+    """A tile's metric, h and per_diagonal as ``Metric`` has them; its codebook; levels and values, set."""
+
+    h: F32
+    per_diagonal: F32
+    codebook: F32
+    levels: F32
+    v: F32
+
+
+class Visits(NamedTuple):
+    """Parameters of the visits of sub-blocks.
+
+    width: columns that are visited together, a multiple of the span; passes: how often. repeats: how often scales and
+    levels of a sub-block are chosen in turn each time; fits: whether scales are fitted; neighbour_scales: whether the
+    neighbours of scales are tried.
+    """
+
+    width: int
+    passes: int
+    repeats: int
+    fits: bool
+    neighbour_scales: bool
+
+
+class Candidate(NamedTuple):
+    """The choice for a sub-block that reduces each row's loss most: float32 [ROWS]; levels, v: [span, ROWS]."""
+
+    reduction: F32
+    scale: F32
+    m: F32
+    dmin: F32
+    factor_index: F32
+    levels: F32
+    v: F32
+
+
+class Work(NamedTuple):
+    """Scratch of a sub-block: gradient, its part of H e; old, its values when it was visited; t, levels with shifts;
+    c = H t; sums; ``best``, and what neighbours of the ``first`` scale are compared by."""
+
+    gradient: F32
+    old: F32
+    t: F32
+    c: F32
+    sums: F32
+    best: Candidate
+    reduction: F32
+    first_scale: F32
+    first_factor_index: F32
+
+
+@inline
+def _new_work(span: Any) -> Any:
+    row = np.zeros((7, ROWS), F)
+    columns = np.empty((6, span, ROWS), F)
+    best = Candidate(np.zeros(ROWS, F), row[0], row[1], row[2], row[3], columns[4], columns[5])
+    sums = np.zeros((7, max(ROWS, span)), F)
+    return Work(columns[0], columns[1], columns[2], columns[3], sums, best, row[4], row[5], row[6])
 
 
 @inline
 def _dot(a: Any, b: Any, count: Any, out: Any) -> Any:
     for part in range(0, LINE, 64):
         total = splat(f32x16, F(0))
-        for at in range(part, LINE * count, LINE):
-            total = muladd(load(f32x16, a, at), load(f32x16, b, at), total)
+        for offset in range(part, LINE * count, LINE):
+            total = muladd(load(f32x16, a, offset), load(f32x16, b, offset), total)
         store(out, part, total)
 
 
@@ -66,8 +129,8 @@ def _dot(a: Any, b: Any, count: Any, out: Any) -> Any:
 def _sum(a: Any, count: Any, out: Any) -> Any:
     for part in range(0, LINE, 64):
         total = splat(f32x16, F(0))
-        for at in range(part, LINE * count, LINE):
-            total = total + load(f32x16, a, at)
+        for offset in range(part, LINE * count, LINE):
+            total = total + load(f32x16, a, offset)
         store(out, part, total)
 
 
@@ -88,30 +151,32 @@ def _as_half(x: Any) -> Any:
 
 
 @inline
-def _nearest_factor(factors: Any, wanted: Any) -> Any:
-    place = np.searchsorted(factors, wanted)
-    if place > 0 and (place == len(factors) or wanted - factors[place - 1] < factors[place] - wanted):
-        place -= 1
-    return place
+def _nearest_factor(factors: Any, target: Any) -> Any:
+    index = np.searchsorted(factors, target)
+    if index > 0 and (index == len(factors) or target - factors[index - 1] < factors[index] - target):
+        index -= 1
+    return index
 
 
 @inline
-def _moved(s: Any, a: Any, row: Any, gt: Any, gs: Any, tt: Any, ts: Any, ss: Any) -> Any:
-    """Set scale and minimum of a row's sub-block to the best values; return by how much scale and low change.
+def _move(s: Any, a: Any, row: Any, gt: Any, gs: Any, tt: Any, ts: Any, ss: Any) -> Any:
+    """Set scale and minimum of a row's sub-block to the best values; return by how much scale and minimum change.
 
-    low gains y; ``raised`` is left to the caller. gs and ts are of the direction -1.
+    minimum gains y; ``shift`` is left to the caller. gs and ts are of the direction -1.
     """
     up = a // s.per_d
     now = s.scale[a, row]
-    d, dmin = s.d[up, row], s.dmin[up, row] if s.minimum != FIXED else F(0)
-    if s.minimum == FIXED or (s.minimum == INTEGER and dmin == F(0)):
-        gs, ts, ss = F(0), F(0), F(0)
+    d, dmin = s.d[up, row], s.dmin[up, row] if s.min_kind != FIXED else F(0)
+    if s.min_kind == FIXED or (s.min_kind == INTEGER and dmin == F(0)):
+        gs = F(0)
+        ts = F(0)
+        ss = F(0)
     x, y = least(gt, gs, tt, ts, ss)
-    place, half = 0, F(0)
-    if s.kind == INTEGER and d != F(0):
-        place = _nearest_factor(s.factors, (now + x) / d)
-        x = d * s.factors[place] - now
-    elif s.kind == HALF:
+    factor_index, half = 0, F(0)
+    if s.scale_kind == INTEGER and d != F(0):
+        factor_index = _nearest_factor(s.factors, (now + x) / d)
+        x = d * s.factors[factor_index] - now
+    elif s.scale_kind == HALF:
         half = _as_half(now + x)
         x = half - now
     else:
@@ -119,8 +184,8 @@ def _moved(s: Any, a: Any, row: Any, gt: Any, gs: Any, tt: Any, ts: Any, ss: Any
     m = F(0)
     if ss > F(0):
         y = (gs - x * ts) / ss
-        if s.minimum == INTEGER:
-            m = min(max(np.rint(s.m[a, row] + y / dmin), F(0)), F(s.most))
+        if s.min_kind == INTEGER:
+            m = min(max(np.rint(s.m[a, row] + y / dmin), F(0)), F(s.max_m))
             y = dmin * (m - s.m[a, row])
         else:
             m = _as_half(dmin + y)
@@ -129,14 +194,14 @@ def _moved(s: Any, a: Any, row: Any, gt: Any, gs: Any, tt: Any, ts: Any, ss: Any
         y = F(0)
     if not x * (x * tt + F(2) * (y * ts - gt)) + y * (y * ss - F(2) * gs) < F(0):
         return F(0), F(0)
-    if s.kind == INTEGER and d != F(0):
-        s.place[a, row] = place
-        s.scale[a, row] = d * s.factors[place]
-    elif s.kind == HALF:
+    if s.scale_kind == INTEGER and d != F(0):
+        s.factor_index[a, row] = factor_index
+        s.scale[a, row] = d * s.factors[factor_index]
+    elif s.scale_kind == HALF:
         s.d[up, row] = half
         s.scale[a, row] = half
     if ss > F(0):
-        if s.minimum == INTEGER:
+        if s.min_kind == INTEGER:
             s.m[a, row] = m
         else:
             s.dmin[up, row] = m
@@ -144,21 +209,34 @@ def _moved(s: Any, a: Any, row: Any, gt: Any, gs: Any, tt: Any, ts: Any, ss: Any
 
 
 @inline
-def _fit(h: Any, n: Any, s: Any, a: Any, levels: Any, v: Any, g: Any, t: Any, c: Any, sums: Any) -> Any:
-    """Fit scale and minimum of sub-block a; g, t and c are of its columns."""
-    begin, end = a * s.span, a * s.span + s.span
+def _fit(tile: Any, s: Any, a: Any, g: Any, work: Any) -> Any:
+    """Fit scale and minimum of sub-block a; g is of its columns."""
+    begin = a * s.span
+    end = a * s.span + s.span
+    n = len(tile.levels)
+    h = tile.h
+    levels = tile.levels
+    v = tile.v
+    t = work.t
+    c = work.c
+    sums = work.sums
     zero = splat(f32x16, F(0))
     for part in range(0, LINE, 64):
-        raised = load(f32x16, s.raised, LINE * a + part)
+        shift = load(f32x16, s.shift, LINE * a + part)
         for k in range(s.span):
-            store(t, LINE * k + part, load(f32x16, levels, LINE * (begin + k) + part) + raised)
+            store(t, LINE * k + part, load(f32x16, levels, LINE * (begin + k) + part) + shift)
             store(c, LINE * k + part, zero)
     multiply_part(c, begin, h, t, begin, n, begin, end, begin, end)
-    gt, gs, tt, ts, by, by_low = sums[0], sums[1], sums[2], sums[3], sums[4], sums[5]
+    gt = sums[0]
+    gs = sums[1]
+    tt = sums[2]
+    ts = sums[3]
+    step = sums[4]
+    step_minimum = sums[5]
     _dot(t, g, s.span, gt)
     _dot(t, c, s.span, tt)
     total = F(0)
-    if s.minimum != FIXED:
+    if s.min_kind != FIXED:
         _sum(g, s.span, gs)
         _sum(c, s.span, ts)
         for j in range(s.span):
@@ -168,138 +246,141 @@ def _fit(h: Any, n: Any, s: Any, a: Any, levels: Any, v: Any, g: Any, t: Any, c:
             sums[6, j] = one
             total += one
     for row in range(ROWS):
-        x, y = _moved(s, a, row, gt[row], -gs[row], tt[row], -ts[row], total)
-        by[row], by_low[row] = -x, y
-        scale, up = s.scale[a, row], a // s.per_d
-        low = s.dmin[up, row] * s.m[a, row] if len(s.dmin) else F(0)
-        s.low[a, row] = low - scale * s.raised[a, row]
-        s.inverse[a, row] = F(1) / scale if abs(scale) > F(1.1754944e-38) else F(0)
+        x, y = _move(s, a, row, gt[row], -gs[row], tt[row], -ts[row], total)
+        step[row], step_minimum[row] = -x, y
+        _set_minimum_and_inverse(s, a, row)
     for part in range(0, LINE, 64):
-        scale, low = load(f32x16, s.scale, LINE * a + part), load(f32x16, s.low, LINE * a + part)
-        x, y = load(f32x16, by, part), load(f32x16, by_low, part)
+        scale, minimum = load(f32x16, s.scale, LINE * a + part), load(f32x16, s.minimum, LINE * a + part)
+        x, y = load(f32x16, step, part), load(f32x16, step_minimum, part)
         for k in range(s.span):
-            at = LINE * k + part
-            to = LINE * (begin + k) + part
-            store(v, to, scale * load(f32x16, levels, to) - low)
-            now = muladd(load(f32x16, c, at), x, load(f32x16, g, at))
-            if s.minimum != FIXED:
+            offset = LINE * k + part
+            target = LINE * (begin + k) + part
+            store(v, target, scale * load(f32x16, levels, target) - minimum)
+            now = muladd(load(f32x16, c, offset), x, load(f32x16, g, offset))
+            if s.min_kind != FIXED:
                 now = muladd(y, splat(f32x16, sums[6, k]), now)
-            store(g, at, now)
+            store(g, offset, now)
 
 
 @inline
-def _descend(h: Any, n: Any, per_diagonal: Any, s: Any, a: Any, book: Any, levels: Any, v: Any, g: Any) -> Any:
-    """Choose the levels of sub-block a, one after the other; g is of its columns."""
-    begin, end = a * s.span, a * s.span + s.span
-    for k in range(begin, end):
-        inverse = splat(f32x16, per_diagonal[k])
-        for part in range(0, LINE, 64):
-            at = LINE * k + part
-            old = load(f32x16, v, at)
-            best = muladd(load(f32x16, g, LINE * (k - begin) + part), inverse, old)
-            change = old - choose(best, at, levels, v, LINE * a + part, s.scale, s.low, s.inverse, book)
-            for j in range(begin, end):
-                to = LINE * (j - begin) + part
-                store(g, to, muladd(change, element(h, n, k, j), load(f32x16, g, to)))
-
-
-@inline
-def _gained(v: Any, old: Any, own: Any, g: Any, begin: Any, at: Any, span: Any, out: Any) -> Any:
-    """Set out to how much the loss has fallen since a sub-block's values were ``old`` and H e was g, from column ``at``
-    on; own is H e now."""
-    for part in range(0, LINE, 64):
-        total = splat(f32x16, F(0))
-        for k in range(span):
-            to = LINE * k + part
-            slope = load(f32x16, own, to) + load(f32x16, g, LINE * at + to)
-            total = muladd(load(f32x16, v, LINE * begin + to) - load(f32x16, old, to), slope, total)
-        store(out, part, total)
-
-
-@inline
-def _remember(s: Any, a: Any, row: Any, kept: Any) -> Any:
-    """Keep the scale and the minimum of a row's sub-block."""
-    up = a // s.per_d
-    kept[0, row] = s.scale[a, row]
-    if s.minimum != FIXED:
-        kept[1, row], kept[2, row] = s.m[a, row], s.dmin[up, row]
-    if s.kind == INTEGER:
-        kept[3, row] = F(s.place[a, row])
-
-
-@inline
-def _recall(s: Any, a: Any, row: Any, kept: Any, step: Any) -> Any:
-    """Set them again, with the factor ``step`` places away."""
-    up = a // s.per_d
-    scale = kept[0, row]
-    if s.minimum == INTEGER:
-        s.m[a, row] = kept[1, row]
-    elif s.minimum == HALF:
-        s.dmin[up, row] = kept[2, row]
-    if s.kind == INTEGER:
-        place = int(kept[3, row])
-        if step != 0:
-            place = min(max(place + step, 0), len(s.factors) - 1)
-            scale = s.d[up, row] * s.factors[place]
-        s.place[a, row] = place
-    else:
-        scale = _as_half(scale * (F(1) + F(step) / F(32)))
-        s.d[up, row] = scale
-    low = s.dmin[up, row] * s.m[a, row] if len(s.dmin) else F(0)
-    s.scale[a, row] = scale
-    s.low[a, row] = low - scale * s.raised[a, row]
+def _set_minimum_and_inverse(s: Any, a: Any, row: Any) -> Any:
+    """Set minimum and inverse of a row's sub-block to those of its scale, d and m."""
+    scale = s.scale[a, row]
+    minimum = s.dmin[a // s.per_d, row] * s.m[a, row] if len(s.dmin) else F(0)
+    s.minimum[a, row] = minimum - scale * s.shift[a, row]
     s.inverse[a, row] = F(1) / scale if abs(scale) > F(1.1754944e-38) else F(0)
 
 
 @inline
-def _take(levels: Any, v: Any, begin: Any, row: Any, span: Any, best: Any, back: Any) -> Any:
-    """Keep the levels and values of a row's sub-block in ``best``, or set those that are there again."""
-    for k in range(span):
-        if back:
-            levels[begin + k, row], v[begin + k, row] = best[0, k, row], best[1, k, row]
-        else:
-            best[0, k, row], best[1, k, row] = levels[begin + k, row], v[begin + k, row]
+def _descend(tile: Any, s: Any, a: Any, g: Any) -> Any:
+    """Choose the levels of sub-block a, one after the other; g is of its columns."""
+    begin = a * s.span
+    end = a * s.span + s.span
+    n = len(tile.levels)
+    h = tile.h
+    per_diagonal = tile.per_diagonal
+    levels = tile.levels
+    v = tile.v
+    for k in range(begin, end):
+        inverse = splat(f32x16, per_diagonal[k])
+        for part in range(0, LINE, 64):
+            offset = LINE * k + part
+            old = load(f32x16, v, offset)
+            best = muladd(load(f32x16, g, LINE * (k - begin) + part), inverse, old)
+            change = old - store_nearest(best, offset, levels, v, LINE * a + part, s, tile.codebook)
+            for j in range(begin, end):
+                target = LINE * (j - begin) + part
+                store(g, target, muladd(change, element(h, n, k, j), load(f32x16, g, target)))
 
 
 @inline
-def _look_beside(h: Any, n: Any, per_diagonal: Any, s: Any, a: Any, book: Any, levels: Any, v: Any, own: Any, old: Any,
-                 g: Any, at: Any, t: Any, c: Any, sums: Any, kept: Any, best: Any) -> Any:  # fmt: skip
-    """Begin sub-block a anew with both neighbours of the factor that was found, and take what loses most.
+def _write_loss_reduction(
+    v: Any, gradient: Any, g: Any, begin: Any, column: Any, span: Any, work: Any, out: Any
+) -> Any:
+    """Set out to how much the loss has fallen since a sub-block's values were ``work.old`` and H e was g, from column
+    ``column`` on; gradient is H e now."""
+    for part in range(0, LINE, 64):
+        total = splat(f32x16, F(0))
+        for k in range(span):
+            offset = LINE * k + part
+            slope = load(f32x16, gradient, offset) + load(f32x16, g, LINE * column + offset)
+            total = muladd(load(f32x16, v, LINE * begin + offset) - load(f32x16, work.old, offset), slope, total)
+        store(out, part, total)
 
-    old, g from column ``at`` on: the values before it was visited, and H e then. kept, best: scratch.
+
+@inline
+def _save(tile: Any, s: Any, a: Any, row: Any, candidate: Any) -> Any:
+    """Copy scale, minimum, levels and values of a row's sub-block to a ``Candidate``."""
+    up, begin = a // s.per_d, a * s.span
+    candidate.scale[row] = s.scale[a, row]
+    if s.min_kind != FIXED:
+        candidate.m[row], candidate.dmin[row] = s.m[a, row], s.dmin[up, row]
+    if s.scale_kind == INTEGER:
+        candidate.factor_index[row] = F(s.factor_index[a, row])
+    for k in range(s.span):
+        candidate.levels[k, row], candidate.v[k, row] = tile.levels[begin + k, row], tile.v[begin + k, row]
+
+
+@inline
+def _set_scale(s: Any, a: Any, row: Any, scale: Any, factor_index: Any, best: Any, step: Any) -> Any:
+    """Set the minimum of a row's sub-block to that of ``best``, its scale to one ``step`` steps from that given.
+
+    A step is the next factor, or 1/32 of a scale that has none.
     """
-    span, begin = s.span, a * s.span
-    _gained(v, old, own, g, begin, at, span, kept[4])
+    up = a // s.per_d
+    if s.min_kind == INTEGER:
+        s.m[a, row] = best.m[row]
+    elif s.min_kind == HALF:
+        s.dmin[up, row] = best.dmin[row]
+    if s.scale_kind == INTEGER:
+        index = int(factor_index)
+        if step != 0:
+            index = min(max(index + step, 0), len(s.factors) - 1)
+            scale = s.d[up, row] * s.factors[index]
+        s.factor_index[a, row] = index
+    else:
+        scale = _as_half(scale * (F(1) + F(step) / F(32)))
+        s.d[up, row] = scale
+    s.scale[a, row] = scale
+    _set_minimum_and_inverse(s, a, row)
+
+
+@inline
+def _try_neighbour_scales(tile: Any, s: Any, a: Any, g: Any, column: Any, work: Any) -> Any:
+    """Choose sub-block a anew from either neighbour of its scale; keep, by row, the largest reduction of the loss.
+
+    g, from column ``column`` on: H e before the sub-block was visited.
+    """
+    span = s.span
+    begin = a * s.span
+    best = work.best
+    _write_loss_reduction(tile.v, work.gradient, g, begin, column, span, work, best.reduction)
     for row in range(ROWS):
-        _remember(s, a, row, kept)
-        _take(levels, v, begin, row, span, best, False)
-        kept[5, row], kept[6, row] = kept[0, row], kept[3, row]
+        _save(tile, s, a, row, best)
+        work.first_scale[row], work.first_factor_index[row] = best.scale[row], best.factor_index[row]
     for step in (-1, 1):
         for row in range(ROWS):
-            kept[7, row], kept[8, row] = kept[0, row], kept[3, row]
-            kept[0, row], kept[3, row] = kept[5, row], kept[6, row]
-            _recall(s, a, row, kept, step)
-            kept[0, row], kept[3, row] = kept[7, row], kept[8, row]
+            _set_scale(s, a, row, work.first_scale[row], work.first_factor_index[row], best, step)
         for k in range(0, LINE * span, 64):
-            store(v, LINE * begin + k, load(f32x16, old, k))
-            store(own, k, load(f32x16, g, LINE * at + k))
-        _descend(h, n, per_diagonal, s, a, book, levels, v, own)
-        _fit(h, n, s, a, levels, v, own, t, c, sums)
-        _descend(h, n, per_diagonal, s, a, book, levels, v, own)
-        _gained(v, old, own, g, begin, at, span, kept[9])
+            store(tile.v, LINE * begin + k, load(f32x16, work.old, k))
+            store(work.gradient, k, load(f32x16, g, LINE * column + k))
+        _descend(tile, s, a, work.gradient)
+        _fit(tile, s, a, work.gradient, work)
+        _descend(tile, s, a, work.gradient)
+        _write_loss_reduction(tile.v, work.gradient, g, begin, column, span, work, work.reduction)
         for row in range(ROWS):
-            if kept[9, row] > kept[4, row]:
-                kept[4, row] = kept[9, row]
-                _remember(s, a, row, kept)
-                _take(levels, v, begin, row, span, best, False)
+            if work.reduction[row] > best.reduction[row]:
+                best.reduction[row] = work.reduction[row]
+                _save(tile, s, a, row, best)
     for row in range(ROWS):
-        _recall(s, a, row, kept, 0)
-        _take(levels, v, begin, row, span, best, True)
+        _set_scale(s, a, row, best.scale[row], best.factor_index[row], best, 0)
+        for k in range(span):
+            tile.levels[begin + k, row], tile.v[begin + k, row] = best.levels[k, row], best.v[k, row]
 
 
 @inline
 def _settle(x: Any, v: Any, e: Any, first: Any, last: Any, before: Any, g: Any, gain: Any) -> Any:
-    """Set e = x - v of columns; gain is what the loss loses by their change, g having been ``before``."""
+    """Set e = x - v of columns, and add the reduction of the loss to ``gain``; g was ``before``."""
     for k in range(first, last):
         for row in range(ROWS):
             now = x[k, row] - v[k, row]
@@ -309,45 +390,40 @@ def _settle(x: Any, v: Any, e: Any, first: Any, last: Any, before: Any, g: Any, 
 
 
 @kernel
-def refine(x: F32, h: F32, per_diagonal: F32, book: F32, s: Scales, levels: F32, v: F32, e: F32, width: int,
-           passes: int, repeats: int, fits: bool, beside: bool) -> F64:  # fmt: skip
-    """Go over all columns once; return by how much the loss of each row falls, float64 [ROWS].
+def refine(x: F32, tile: Tile, s: Scales, e: F32, visits: Visits) -> F64:
+    """Visit all columns once; return the reduction of each row's loss, float64 [ROWS].
 
-    Args:
-        e: x - v, in the order of the columns; set.
-        width: columns that are visited together, a multiple of the span; passes: how often.
-        repeats: how often scales and levels of a sub-block are chosen in turn, each time.
-        fits: whether scales are fitted; beside: whether their neighbours are tried, too.
+    e: x - v, in the order of the columns; set.
     """
+    h = tile.h
+    v = tile.v
+    width = visits.width
     n, span = len(x), s.span
     gain = np.zeros(ROWS, np.float64)
     g, before = np.empty((width, ROWS), F), np.empty((width, ROWS), F)
-    own, t, c, old = (np.empty((span, ROWS), F), np.empty((span, ROWS), F), np.empty((span, ROWS), F),
-                      np.empty((span, ROWS), F))  # fmt: skip
-    sums = np.zeros((7, max(ROWS, span)), F)
-    kept, best = np.zeros((10, ROWS), F), np.empty((2, span, ROWS), F)
-    for at in range(0, LINE * n, 64):
-        store(e, at, load(f32x16, x, at) - load(f32x16, v, at))
+    work = _new_work(span)
+    gradient, old = work.gradient, work.old
+    for offset in range(0, LINE * n, 64):
+        store(e, offset, load(f32x16, x, offset) - load(f32x16, v, offset))
     for first in range(0, n, width):
         last = min(first + width, n)
         g[:] = F(0)
         multiply_part(g, first, h, e, 0, n, 0, n, first, last)
         before[:] = g
-        for _ in range(passes):
+        for _ in range(visits.passes):
             for a in range(first // span, last // span):
                 begin, end = a * span, a * span + span
-                for at in range(0, LINE * span, 64):
-                    store(old, at, load(f32x16, v, LINE * begin + at))
-                    store(own, at, load(f32x16, g, LINE * (begin - first) + at))
-                for _ in range(repeats):
-                    if fits:
-                        _fit(h, n, s, a, levels, v, own, t, c, sums)
-                    _descend(h, n, per_diagonal, s, a, book, levels, v, own)
-                if beside and s.kind != FIXED:
-                    _look_beside(h, n, per_diagonal, s, a, book, levels, v, own, old, g, begin - first, t, c, sums,
-                                 kept, best)  # fmt: skip
-                for at in range(0, LINE * span, 64):
-                    store(old, at, load(f32x16, old, at) - load(f32x16, v, LINE * begin + at))
+                for offset in range(0, LINE * span, 64):
+                    store(old, offset, load(f32x16, v, LINE * begin + offset))
+                    store(gradient, offset, load(f32x16, g, LINE * (begin - first) + offset))
+                for _ in range(visits.repeats):
+                    if visits.fits:
+                        _fit(tile, s, a, gradient, work)
+                    _descend(tile, s, a, gradient)
+                if visits.neighbour_scales and s.scale_kind != FIXED:
+                    _try_neighbour_scales(tile, s, a, g, begin - first, work)
+                for offset in range(0, LINE * span, 64):
+                    store(old, offset, load(f32x16, old, offset) - load(f32x16, v, LINE * begin + offset))
                 multiply_part(g, first, h, old, begin, n, begin, end, first, last)
         _settle(x, v, e, first, last, before, g, gain)
     return gain

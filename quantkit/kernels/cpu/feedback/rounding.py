@@ -11,8 +11,8 @@ import numpy.typing as npt
 from quantkit.kernels.cpu.feedback.groups import GroupTile
 from quantkit.kernels.cpu.feedback.metric import Metric
 from quantkit.kernels.cpu.feedback.options import Rounding
-from quantkit.kernels.cpu.feedback.refine import FIXED, HALF, INTEGER, Scales, refine
-from quantkit.kernels.cpu.feedback.sweeps import codebook, feed, residuals, weighted_squares
+from quantkit.kernels.cpu.feedback.refine import FIXED, HALF, INTEGER, Scales, Tile, Visits, refine
+from quantkit.kernels.cpu.feedback.sweeps import Scaling, codebook, error_feedback, residuals, weighted_squares
 from quantkit.kernels.cpu.feedback.tiles import ROWS, codes_of_levels, to_lanes
 from quantkit.kernels.cpu.unpack.dequantize import dequantize_rows
 from quantkit.kernels.levels import (
@@ -40,7 +40,12 @@ class Rounded:
 
 
 def round_rows(
-    t: TensorType, x: F32, encode: Callable[[F32, U8], None], by: Metric, how: Rounding, target: F32 | None = None
+    t: TensorType,
+    x: F32,
+    encode: Callable[[F32, U8], None],
+    metric: Metric,
+    rounding: Rounding,
+    target: F32 | None = None,
 ) -> Rounded:
     """Encode rows.
 
@@ -48,135 +53,157 @@ def round_rows(
         t: the type.
         x: the rows, float32 [rows, n], which the reference's encoder is given.
         encode: fills the rows of the second argument with the reference's bytes of the first.
-        by: the metric.
-        how: what is done.
+        metric: the metric.
+        rounding: what is done.
         target: what the values shall come near to, if that is not x. Losses are those from it, also that of the
             reference's bytes of x.
     """
-    made = np.zeros((len(x), t.row_bytes(x.shape[1])), np.uint8)
-    encode(x, made)
-    start = made
+    blocks = np.zeros((len(x), t.row_bytes(x.shape[1])), np.uint8)
+    encode(x, blocks)
+    start = blocks
     if target is None:
         target = x
     else:  # scales that fit it are a better beginning
-        start = np.zeros_like(made)
+        start = np.zeros_like(blocks)
         encode(target, start)
     before, after = np.empty(len(x)), np.empty(len(x))
-    of = levels_of(t)
-    kind = _Tile if of.grid is None else GroupTile
+    layout = levels_of(t)
+    kind = _RowTile if layout.grid is None else GroupTile
     for first in range(0, len(x), ROWS):
         rows = slice(first, min(first + ROWS, len(x)))
-        tile = kind(of, target[rows], made[rows], start[rows], by)
-        before[rows], after[rows] = tile.improve(how)
-        made[rows] = tile.best
-    return Rounded(made, before, after)
+        tile = kind(layout, target[rows], blocks[rows], start[rows], metric)
+        before[rows], after[rows] = tile.improve(rounding)
+        blocks[rows] = tile.best
+    return Rounded(blocks, before, after)
 
 
 #: A row is kept where its loss is less by this share: more than what rounding to float32 makes of it.
 MARGIN = 1e-4
 
 
-class _Tile:
+class _RowTile:
     """Up to ``ROWS`` rows x, with the reference's bytes, and bytes to ``start`` from; missing ones repeat the last."""
 
-    def __init__(self, of: Levels, x: F32, rows: U8, start: U8, by: Metric) -> None:
-        self.of, self.by, self.count, n = of, by, len(x), by.n
+    def __init__(self, layout: Levels, x: F32, rows: U8, start: U8, metric: Metric) -> None:
+        self.layout = layout
+        self.metric = metric
+        self.count = len(x)
+        n = metric.n
         fill = np.minimum(np.arange(ROWS), len(x) - 1)
         self.best = rows.copy()
         self.rows = rows[fill]
-        self.sub = np.arange(n, dtype=np.int32) // np.int32(of.span)
+        self.sub = np.arange(n, dtype=np.int32) // np.int32(layout.span)
         self.x, self.levels, self.v, self.e, self.c = (np.empty((n, ROWS), np.float32) for _ in range(5))
         to_lanes(x[fill], self.x)
-        self.book = codebook(of.codebook)
-        self.scales = scales_of(of, n // of.span, read_integers(of.type, start[fill], with_levels=False))
+        self.codebook = codebook(layout.codebook)
+        self.scales = scales_of(layout, n // layout.span, read_integers(layout.type, start[fill], with_levels=False))
 
-    def improve(self, how: Rounding) -> tuple[F64, F64]:
+    def improve(self, rounding: Rounding) -> tuple[F64, F64]:
         """Return the losses of the reference's bytes, and of the best."""
         before = self._loss_of_reference()
         best = before.copy()
-        for _ in range(how.rounds_of(self.by.n)):
-            loss = self._feed()
-            for _ in range(how.sweeps_of(self.by.n)):
-                loss -= self._refine(how)
+        for _ in range(rounding.rounds_of(self.metric.n)):
+            loss = self._error_feedback()
+            for _ in range(rounding.sweeps_of(self.metric.n)):
+                loss -= self._refine(rounding)
             self._keep(loss, best)
         return before[: self.count], best[: self.count]
 
     def _loss_of_reference(self) -> F64:
-        values = np.empty((ROWS, self.by.n), np.float32)
-        dequantize_rows(self.of.type, self.rows, values)
+        values = np.empty((ROWS, self.metric.n), np.float32)
+        dequantize_rows(self.layout.type, self.rows, values)
         to_lanes(values, self.v)
-        residuals(self.by.columns, self.x, self.v, self.by.u, self.e, self.c)
-        return weighted_squares(self.c, self.by.pivots)
+        residuals(self.metric.columns, self.x, self.v, self.metric.u, self.e, self.c)
+        return weighted_squares(self.c, self.metric.pivots)
 
-    def _feed(self) -> F64:
+    def _error_feedback(self) -> F64:
         """Choose all levels with error feedback; return the loss."""
         s = self.scales
-        feed(
-            self.by.columns, self.x, self.by.u, self.sub, s.scale, s.low, s.inverse, self.book, self.levels, self.v,
-            self.e, self.c,
-        )  # fmt: skip
-        return weighted_squares(self.c, self.by.pivots)
+        scaling = Scaling(self.sub, s.scale, s.minimum, s.inverse, self.codebook)
+        error_feedback(self.metric.columns, self.x, self.metric.u, scaling, self.levels, self.v, self.e, self.c)
+        return weighted_squares(self.c, self.metric.pivots)
 
-    def _refine(self, how: Rounding) -> F64:
+    def _refine(self, rounding: Rounding) -> F64:
         """Choose levels and scales again; return by how much the loss falls."""
-        width = max(how.width, self.of.span)
-        return refine(
-            self.x, self.by.h, self.by.per_diagonal, self.book, self.scales, self.levels, self.v, self.e, width,
-            how.passes, how.repeats, how.fits, how.looks_beside(self.by.n),
-        )  # fmt: skip
+        visits = Visits(
+            max(rounding.width, self.layout.span),
+            rounding.passes,
+            rounding.repeats,
+            rounding.fits,
+            rounding.tries_neighbour_scales(self.metric.n),
+        )
+        tile = Tile(self.metric.h, self.metric.per_diagonal, self.codebook, self.levels, self.v)
+        return refine(self.x, tile, self.scales, self.e, visits)
 
     def _keep(self, loss: F64, best: F64) -> None:
-        """Take over rows whose loss is the lowest so far."""
+        """Store the bytes of rows whose loss is the lowest so far."""
         better = loss < best * (1 - MARGIN)
         best[better] = loss[better]
         rows = np.flatnonzero(better[: self.count])
         if not len(rows):
             return
-        made = self.best[rows]
-        write_integers(self.of.type, integers_of(self.of, self.scales, self.levels, rows), made)
-        self.best[rows] = made
+        blocks = self.best[rows]
+        write_integers(self.layout.type, integers_of(self.layout, self.scales, self.levels, rows), blocks)
+        self.best[rows] = blocks
 
 
-def scales_of(of: Levels, subs: int, i: Integers) -> Scales:
-    """Return the scales of a tile of so many sub-blocks a row as what refines them takes them."""
+def scales_of(layout: Levels, subs: int, i: Integers) -> Scales:
+    """Return the scales of a tile, ``subs`` sub-blocks a row, for ``refine``."""
 
     def lanes(a: F32 | U8 | None) -> F32:
         return np.zeros((0, ROWS), np.float32) if a is None else np.ascontiguousarray(a.T, np.float32)
 
     d = np.ones((1, ROWS), np.float32) if i.d is None else lanes(i.d)
-    dmin = -lanes(i.dmin) if of.added else lanes(i.dmin)
+    dmin = -lanes(i.dmin) if layout.added else lanes(i.dmin)
     per_d = subs // len(d)
-    factors, place = np.zeros(0, np.float32), np.zeros((0, ROWS), np.int32)
+    factors, factor_index = np.zeros(0, np.float32), np.zeros((0, ROWS), np.int32)
     scale = np.repeat(d, per_d, axis=0)
-    if i.s is not None and of.factors is not None:
-        factors = np.unique(of.factors)
-        place = np.searchsorted(factors, of.factors).astype(np.int32)[np.ascontiguousarray(i.s.T)]
-        scale *= factors[place]
+    if i.s is not None and layout.factors is not None:
+        factors = np.unique(layout.factors)
+        factor_index = np.searchsorted(factors, layout.factors).astype(np.int32)[np.ascontiguousarray(i.s.T)]
+        scale *= factors[factor_index]
     m = lanes(i.m) if i.m is not None else np.ones((subs if len(dmin) else 0, ROWS), np.float32)
-    raised = np.zeros((subs, ROWS), np.float32) if i.shift is None else lanes(i.shift) * np.float32(of.by)
-    low = (np.repeat(dmin, per_d, axis=0) * m if len(dmin) else np.float32(0)) - scale * raised
+    shift = np.zeros((subs, ROWS), np.float32) if i.shift is None else lanes(i.shift) * np.float32(layout.shift_step)
     usable = np.abs(scale) > np.finfo(np.float32).tiny
-    inverse = np.where(usable, 1 / np.where(usable, scale, np.float32(1)), np.float32(0))
-    own = per_d == 1 and of.has_half_scales
+    block_has_scale = per_d == 1 and layout.has_half_scales
     return Scales(
-        of.span, scale, low, inverse, INTEGER if len(place) else HALF if own and i.d is not None else FIXED, place,
-        factors, d, per_d, INTEGER if i.m is not None else HALF if own and len(dmin) else FIXED, m,
-        0.0 if of.minimum is None else 2.0 ** of.minimum.shape[1] - 1, dmin, raised,
-    )  # fmt: skip
+        span=layout.span,
+        scale=scale,
+        minimum=(np.repeat(dmin, per_d, axis=0) * m if len(dmin) else np.float32(0)) - scale * shift,
+        inverse=np.where(usable, 1 / np.where(usable, scale, np.float32(1)), np.float32(0)),
+        scale_kind=_kind(len(factor_index) > 0, block_has_scale and i.d is not None),
+        factor_index=factor_index,
+        factors=factors,
+        d=d,
+        per_d=per_d,
+        min_kind=_kind(i.m is not None, block_has_scale and len(dmin) > 0),
+        m=m,
+        max_m=0.0 if layout.minimum is None else 2.0 ** layout.minimum.shape[1] - 1,
+        dmin=dmin,
+        shift=shift,
+    )
 
 
-def integers_of(of: Levels, s: Scales, levels: F32, rows: npt.NDArray[np.int64]) -> Integers:
+def _kind(is_integer: bool, is_half: bool) -> int:
+    if is_integer:
+        return INTEGER
+    return HALF if is_half else FIXED
+
+
+def integers_of(layout: Levels, s: Scales, levels: F32, rows: npt.NDArray[np.int64]) -> Integers:
     """Return the integers of some rows of a tile."""
-    known, codes = np.unique(of.codebook, return_index=True)  # whole numbers, -128 to 127
+    distinct, codes = np.unique(layout.codebook, return_index=True)  # whole numbers, -128 to 127
     code = np.zeros(256, np.uint8)
-    code[known.astype(np.int8).view(np.uint8)] = codes
+    code[distinct.astype(np.int8).view(np.uint8)] = codes
     q = np.empty((ROWS, len(levels)), np.uint8)
     codes_of_levels(levels, code, q)
-    d = None if not of.d else s.d[:, rows].T
-    dmin = None if not of.dmin else -s.dmin[:, rows].T if of.added else s.dmin[:, rows].T
-    m = None if of.minimum is None else s.m[:, rows].T.astype(np.uint8)
+    d = None if not layout.d else s.d[:, rows].T
+    dmin = None
+    if layout.dmin:
+        dmin = -s.dmin[:, rows].T if layout.added else s.dmin[:, rows].T
+    m = None if layout.minimum is None else s.m[:, rows].T.astype(np.uint8)
     factors = None
-    if of.factors is not None:
-        factors = np.unique(of.factors, return_index=True)[1].astype(np.uint8)[s.place[:, rows].T]
-    shift = None if of.shift is None else (s.raised[:, rows].T != 0).astype(np.uint8)
+    if layout.factors is not None:
+        factors = np.unique(layout.factors, return_index=True)[1].astype(np.uint8)[s.factor_index[:, rows].T]
+    shift = None if layout.shift is None else (s.shift[:, rows].T != 0).astype(np.uint8)
     return Integers(q[rows], factors, m, shift, d, dmin)

@@ -26,8 +26,8 @@ def _look(t: Any, h: Any, g: Any, begin: Any, end: Any, c: Any, slope: Any, curv
     """Set c = H t for a direction t of some columns, and its slope t.g and curvature t.c, float32 [ROWS]."""
     n = len(t)
     zero = splat(f32x16, F(0))
-    for at in range(0, LINE * n, 64):
-        store(c, at, zero)
+    for offset in range(0, LINE * n, 64):
+        store(c, offset, zero)
     multiply(c, h, t, n, begin, end, 0, n)
     _dot(t, g, begin, end, slope)
     _dot(t, c, begin, end, curvature)
@@ -37,30 +37,30 @@ def _look(t: Any, h: Any, g: Any, begin: Any, end: Any, c: Any, slope: Any, curv
 def _dot(t: Any, g: Any, begin: Any, end: Any, out: Any) -> Any:
     for half in range(0, LINE, 64):
         total = splat(f32x16, F(0))
-        for at in range(LINE * begin + half, LINE * end, LINE):
-            total = muladd(load(f32x16, t, at), load(f32x16, g, at), total)
+        for offset in range(LINE * begin + half, LINE * end, LINE):
+            total = muladd(load(f32x16, t, offset), load(f32x16, g, offset), total)
         store(out, half, total)
 
 
 @inline
-def _move(t: Any, c: Any, by: Any, begin: Any, end: Any, v: Any, g: Any, n: Any) -> Any:
-    """Go by * t: v gains it, and g = H (w - v) loses by * c."""
+def _move(t: Any, c: Any, factors: Any, begin: Any, end: Any, v: Any, g: Any, n: Any) -> Any:
+    """v += factors * t; g = H (w - v) -= factors * c."""
     for half in range(0, LINE, 64):
-        step = load(f32x16, by, half)
-        back = splat(f32x16, F(0)) - step
-        for at in range(LINE * begin + half, LINE * end, LINE):
-            store(v, at, muladd(load(f32x16, t, at), step, load(f32x16, v, at)))
-        for at in range(half, LINE * n, LINE):
-            store(g, at, muladd(load(f32x16, c, at), back, load(f32x16, g, at)))
+        step = load(f32x16, factors, half)
+        minus_step = splat(f32x16, F(0)) - step
+        for offset in range(LINE * begin + half, LINE * end, LINE):
+            store(v, offset, muladd(load(f32x16, t, offset), step, load(f32x16, v, offset)))
+        for offset in range(half, LINE * n, LINE):
+            store(g, offset, muladd(load(f32x16, c, offset), minus_step, load(f32x16, g, offset)))
 
 
 @inline
 def _best_code(codes: Any, ascending: Any, code: Any, d: Any, slope: Any, curvature: Any) -> Any:
     """Return the place in ``ascending`` of the factor of least loss, from that of ``code`` on."""
     now = ascending[code]
-    wanted = now + slope / (curvature * d)
-    best = np.searchsorted(ascending, wanted)
-    if best > 0 and (best == len(ascending) or wanted - ascending[best - 1] < ascending[best] - wanted):
+    target = now + slope / (curvature * d)
+    best = np.searchsorted(ascending, target)
+    if best > 0 and (best == len(ascending) or target - ascending[best - 1] < ascending[best] - target):
         best -= 1
     return best
 
@@ -77,19 +77,21 @@ def fit_factors(h: F32, span: int, t: F32, d: F32, per_d: int, codes: Any, ascen
         codes: the places of factors in ``ascending``, int32 [sub-blocks, ROWS]; set.
         c: scratch, float32 [n, ROWS].
     """
-    slope, curvature, by = np.empty(ROWS, F), np.empty(ROWS, F), np.empty(ROWS, F)
+    slope = np.empty(ROWS, F)
+    curvature = np.empty(ROWS, F)
+    change = np.empty(ROWS, F)
     for a in range(len(t) // span):
         begin, end = a * span, a * span + span
         _look(t, h, g, begin, end, c, slope, curvature)
         for row in range(ROWS):
-            by[row] = F(0)
-            each = d[a // per_d, row]
-            if each != F(0) and curvature[row] > F(0):
+            change[row] = F(0)
+            d_of_row = d[a // per_d, row]
+            if d_of_row != F(0) and curvature[row] > F(0):
                 code = codes[a, row]
-                best = _best_code(codes, ascending, code, each, slope[row], curvature[row])
-                by[row] = each * (ascending[best] - ascending[code])
+                best = _best_code(codes, ascending, code, d_of_row, slope[row], curvature[row])
+                change[row] = d_of_row * (ascending[best] - ascending[code])
                 codes[a, row] = best
-        _move(t, c, by, begin, end, v, g, len(t))
+        _move(t, c, change, begin, end, v, g, len(t))
 
 
 @kernel
@@ -107,8 +109,12 @@ def fit_super_scales(h: F32, span: int, t: F32, s: F32, d: F32, dmin: F32, any_s
         c, c_min: scratch, float32 [n, ROWS].
     """
     two = len(s) > 0
-    gt, gs, tt, ts, ss = np.empty(ROWS, F), np.zeros(ROWS, F), np.empty(ROWS, F), np.zeros(ROWS, F), np.zeros(ROWS, F)
-    by, by_min = np.empty(ROWS, F), np.empty(ROWS, F)
+    gt = np.empty(ROWS, F)
+    gs = np.zeros(ROWS, F)
+    tt = np.empty(ROWS, F)
+    ts = np.zeros(ROWS, F)
+    ss = np.zeros(ROWS, F)
+    change, change_min = np.empty(ROWS, F), np.empty(ROWS, F)
     for a in range(len(t) // span):
         begin, end = a * span, a * span + span
         _look(t, h, g, begin, end, c, gt, tt)
@@ -122,13 +128,13 @@ def fit_super_scales(h: F32, span: int, t: F32, s: F32, d: F32, dmin: F32, any_s
             y = f16_to_f32(f32_to_f16(dmin[a, row] + y)) - dmin[a, row] if two else F(0)
             loss = x * x * tt[row] + F(2) * x * y * ts[row] + y * y * ss[row] - F(2) * (x * gt[row] + y * gs[row])
             better = loss < F(0) and (not two or any_sign or dmin[a, row] + y >= F(0))
-            by[row], by_min[row] = (x, y) if better else (F(0), F(0))
-            d[a, row] += by[row]
+            change[row], change_min[row] = (x, y) if better else (F(0), F(0))
+            d[a, row] += change[row]
             if two:
-                dmin[a, row] += by_min[row]
-        _move(t, c, by, begin, end, v, g, len(t))
+                dmin[a, row] += change_min[row]
+        _move(t, c, change, begin, end, v, g, len(t))
         if two:
-            _move(s, c_min, by_min, begin, end, v, g, len(t))
+            _move(s, c_min, change_min, begin, end, v, g, len(t))
 
 
 @inline

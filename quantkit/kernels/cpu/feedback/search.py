@@ -1,10 +1,10 @@
 """The point of a grid nearest to a target, in the metric of a group's covariance.
 
 For a target y of a group's columns and the metric M = T T^T, T upper triangular, the loss of a point c is
-|z - T^T c|^2, z = T^T y. The search goes down the tree of books.py: of all roots it keeps some of the nearest, of their
-children some of the nearest, and takes the nearest of the points it comes to. Of each height are kept those no farther
-than the best node of the fourth best lane, say: at least four, and all that are nearer than these. The point there is
-now is always tried.
+|z - T^T c|^2, z = T^T y. The search goes down the tree of codebook_tree.py: of all roots it keeps some of
+the nearest, of their children some of the nearest, and takes the nearest of the points it comes to. Of each height are
+kept those no farther than the best node of the fourth best lane, say: at least four, and all that are nearer than
+these. The point there is now is always tried.
 
 Rows are searched one after the other, sixteen nodes at a time. Roots are multiplied by T once for all rows; what is
 below, once a visit, by T with the signs of the root.
@@ -38,16 +38,19 @@ from quantkit.kernels.cpu.core.simd import (
 F, I32 = np.float32, np.int32
 
 #: A loss beyond all; the most nodes that are kept of a height.
-FAR, MOST = F(np.inf), 64
+INFINITE, MOST = F(np.inf), 64
 #: Offsets into scratch: scores, two lists of nodes, the numbers of roots' lines, a target; its bytes.
-SCORES, LIST, OTHER, NUMBERS = 0, 4096, 4096 + 4 * MOST, 4096 + 8 * MOST
-REST = NUMBERS + 4 * MOST
-SCRATCH = REST + 64
+SCORES = 0
+LIST = 4096
+NEXT_LIST = 4096 + 4 * MOST
+NUMBERS = 4096 + 8 * MOST
+REMAINDER = NUMBERS + 4 * MOST
+SCRATCH = REMAINDER + 64
 
 #: Bindings: columns of a point, and the functions of that many.
 size = 8
 axes: Any = None
-near: Any = None
+table_distance: Any = None
 distance: Any = None
 
 
@@ -55,80 +58,88 @@ distance: Any = None
 
 
 @inline
-def _axis(z, at):
-    return splat(f32x16, load(types.float32, z, at))
+def _axis(z, offset):
+    return splat(f32x16, load(types.float32, z, offset))
 
 
 @inline
-def axes2(z, at, step):
+def axes2(z, offset, step):
     """Return the z of a row, each in all lanes."""
-    return _axis(z, at), _axis(z, at + step)
+    return _axis(z, offset), _axis(z, offset + step)
 
 
 @inline
-def axes4(z, at, step):
+def axes4(z, offset, step):
     """Return the z of a row, each in all lanes."""
-    return _axis(z, at), _axis(z, at + step), _axis(z, at + 2 * step), _axis(z, at + 3 * step)
+    return _axis(z, offset), _axis(z, offset + step), _axis(z, offset + 2 * step), _axis(z, offset + 3 * step)
 
 
 @inline
-def axes8(z, at, step):
+def axes8(z, offset, step):
     """Return the z of a row, each in all lanes."""
     return (
-        _axis(z, at), _axis(z, at + step), _axis(z, at + 2 * step), _axis(z, at + 3 * step),
-        _axis(z, at + 4 * step), _axis(z, at + 5 * step), _axis(z, at + 6 * step), _axis(z, at + 7 * step),
-    )  # fmt: skip
+        _axis(z, offset),
+        _axis(z, offset + step),
+        _axis(z, offset + 2 * step),
+        _axis(z, offset + 3 * step),
+        _axis(z, offset + 4 * step),
+        _axis(z, offset + 5 * step),
+        _axis(z, offset + 6 * step),
+        _axis(z, offset + 7 * step),
+    )
 
 
 @inline
-def near2(z, table, at):
+def table_distance2(z, table, offset):
     """Return the squared distances of 16 products with T^T, stored axis by axis."""
-    a, b = z[0] - load(f32x16, table, at), z[1] - load(f32x16, table, at + 64)
+    a, b = z[0] - load(f32x16, table, offset), z[1] - load(f32x16, table, offset + 64)
     return muladd(a, a, b * b)
 
 
 @inline
-def near4(z, table, at):
-    """As near2, of 4 columns."""
-    return near2((z[0], z[1]), table, at) + near2((z[2], z[3]), table, at + 128)
+def table_distance4(z, table, offset):
+    """Return the sums of squares of the differences from 16 points of 4 columns."""
+    return table_distance2((z[0], z[1]), table, offset) + table_distance2((z[2], z[3]), table, offset + 128)
 
 
 @inline
-def near8(z, table, at):
-    """As near2, of 8 columns."""
-    return near4((z[0], z[1], z[2], z[3]), table, at) + near4((z[4], z[5], z[6], z[7]), table, at + 256)
+def table_distance8(z, table, offset):
+    """Return the sums of squares of the differences from 16 points of 8 columns."""
+    return table_distance4((z[0], z[1], z[2], z[3]), table, offset) + table_distance4(
+        (z[4], z[5], z[6], z[7]), table, offset + 256
+    )
 
 
 @inline
-def squared(z, lines, at, t, place, j):
+def squared(z, lines, offset, t, place, j):
     """Return the square of z - (T^T c)_j for the 16 points c of a line; t is -T."""
     for i in range(j + 1):
-        c = convert(f32x16, convert(i32x16, load(i8x16, lines, at + 16 * i)))
+        c = convert(f32x16, convert(i32x16, load(i8x16, lines, offset + 16 * i)))
         z = muladd(c, splat(f32x16, load(types.float32, t, place + 4 * (size * i + j))), z)
     return z * z
 
 
 @inline
-def distance2(z, lines, at, t, place):
+def distance2(z, lines, offset, t, place):
     """Return the squared distances of the 16 points of a line."""
-    return squared(z[0], lines, at, t, place, 0) + squared(z[1], lines, at, t, place, 1)
+    return squared(z[0], lines, offset, t, place, 0) + squared(z[1], lines, offset, t, place, 1)
 
 
 @inline
-def distance4(z, lines, at, t, place):
-    """As distance2, of 4 columns."""
+def distance4(z, lines, offset, t, place):
+    """Return ``distance2`` for points of 4 columns."""
     return (
-        (squared(z[0], lines, at, t, place, 0) + squared(z[1], lines, at, t, place, 1))
-        + (squared(z[2], lines, at, t, place, 2) + squared(z[3], lines, at, t, place, 3))
+        (squared(z[0], lines, offset, t, place, 0) + squared(z[1], lines, offset, t, place, 1))
+        + (squared(z[2], lines, offset, t, place, 2) + squared(z[3], lines, offset, t, place, 3))
     )  # fmt: skip
 
 
 @inline
-def distance8(z, lines, at, t, place):
-    """As distance2, of 8 columns."""
-    return distance4((z[0], z[1], z[2], z[3]), lines, at, t, place) + (
-        (squared(z[4], lines, at, t, place, 4) + squared(z[5], lines, at, t, place, 5))
-        + (squared(z[6], lines, at, t, place, 6) + squared(z[7], lines, at, t, place, 7))
+def distance8(z, lines, offset, t, place):
+    """Return ``distance2`` for points of 8 columns."""
+    return distance4((z[0], z[1], z[2], z[3]), lines, offset, t, place) + (
+        (squared(z[4], lines, offset, t, place, 4) + squared(z[5], lines, offset, t, place, 5))
+        + (squared(z[6], lines, offset, t, place, 6) + squared(z[7], lines, offset, t, place, 7))
     )  # fmt: skip
 
 
@@ -138,30 +149,30 @@ def distance8(z, lines, at, t, place):
 @inline
 def _limit(tree, least):
     """Return the loss of the worst lane of those kept at least."""
-    for _ in range(tree.kept - 1):
-        least = select(least == splat(f32x16, hmin(least)), splat(f32x16, FAR), least)
+    for _ in range(tree.beam - 1):
+        least = select(least == splat(f32x16, hmin(least)), splat(f32x16, INFINITE), least)
     return hmin(least)
 
 
 @inline
-def _keep(s, count, parents, limit, to):
+def _keep(s, count, parents, limit, target):
     """List the nodes of ``count`` lines that are no farther than the limit; return their number."""
-    kept, bound = 0, splat(f32x16, limit)
+    n_kept, bound = 0, splat(f32x16, limit)
     for line in range(count):
         bits = mask_bits(load(f32x16, s, SCORES + 64 * line) <= bound)
         parent = 16 * load(types.int32, s, parents + 4 * line)
         while bits != np.uint64(0):
-            store(s, to + 4 * kept, I32(parent + trailing_zeros(bits)))
-            kept = min(kept + 1, MOST - 2)
+            store(s, target + 4 * n_kept, I32(parent + trailing_zeros(bits)))
+            n_kept = min(n_kept + 1, MOST - 2)
             bits &= bits - np.uint64(1)
-    return kept
+    return n_kept
 
 
 @inline
-def rank_roots(table, at, first, last, z, s):
-    least = splat(f32x16, FAR)
+def rank_roots(table, offset, first, last, z, s):
+    least = splat(f32x16, INFINITE)
     for line in range(first, last):
-        distances = near(z, table, at + 64 * size * line)
+        distances = table_distance(z, table, offset + 64 * size * line)
         store(s, SCORES + 64 * (line - first), distances)
         least = vmin(least, distances)
     return least
@@ -170,16 +181,16 @@ def rank_roots(table, at, first, last, z, s):
 @inline
 def score(tree, height, node, t, place, z):
     """Return the distances of a node's children."""
-    at = tree.places + 24 * height
-    line = load(types.int64, at, 0) + (node & load(types.int64, at, 8))
-    pattern = node >> load(types.int64, at, 16)
+    offset = tree.heights_at + 24 * height
+    line = load(types.int64, offset, 0) + (node & load(types.int64, offset, 8))
+    pattern = node >> load(types.int64, offset, 16)
     return distance(z, tree.lines, 16 * size * line, t, place + 4 * size * size * pattern)
 
 
 @inline
-def rank_children(tree, height, t, place, z, s, nodes, kept):
-    least = splat(f32x16, FAR)
-    for i in range(kept):
+def rank_children(tree, height, t, place, z, s, nodes, n_kept):
+    least = splat(f32x16, INFINITE)
+    for i in range(n_kept):
         distances = score(tree, height, load(types.int32, s, nodes + 4 * i), t, place, z)
         store(s, SCORES + 64 * i, distances)
         least = vmin(least, distances)
@@ -190,16 +201,16 @@ def rank_children(tree, height, t, place, z, s, nodes, kept):
 def _pick(best, place, now):
     """Return the place of the best lane, and its loss; ``now`` if there is none."""
     least = hmin(best)
-    if not least < FAR:
-        return now, FAR
+    if not least < INFINITE:
+        return now, INFINITE
     lane = trailing_zeros(mask_bits(best == splat(f32x16, least)))
     return np.int64(extract(place, lane)) + lane, least
 
 
 @inline
-def nearest_point(tree, t, place, z, s, nodes, kept, now):
-    best, code = splat(f32x16, FAR), splat(i32x16, I32(0))
-    for i in range(kept):
+def nearest_point(tree, t, place, z, s, nodes, n_kept, now):
+    best, code = splat(f32x16, INFINITE), splat(i32x16, I32(0))
+    for i in range(n_kept):
         node = load(types.int32, s, nodes + 4 * i)
         distances = score(tree, tree.heights - 1, node, t, place, z)
         less = distances < best
@@ -208,10 +219,10 @@ def nearest_point(tree, t, place, z, s, nodes, kept, now):
 
 
 @inline
-def nearest_root(table, at, first, last, z, now):
-    best, code = splat(f32x16, FAR), splat(i32x16, I32(0))
+def nearest_root(table, offset, first, last, z, now):
+    best, code = splat(f32x16, INFINITE), splat(i32x16, I32(0))
     for line in range(first, last):
-        distances = near(z, table, at + 64 * size * line)
+        distances = table_distance(z, table, offset + 64 * size * line)
         less = distances < best
         best, code = select(less, distances, best), select(less, splat(i32x16, I32(16 * line)), code)
     return _pick(best, code, now)
@@ -232,22 +243,22 @@ def search(tree, part, table, t, z, of_class, now, s):
         now: the code of a point, of that class, to keep unless there is a nearer; -1: there is none.
         s: scratch, of SCRATCH bytes.
     """
-    at, place = 64 * size * tree.root_lines * part, 4 * size * size * tree.patterns * part
+    offset, place = 64 * size * tree.root_lines * part, 4 * size * size * tree.patterns * part
     lines = tree.root_lines // tree.classes
     first = of_class * lines
     if tree.heights == 0:
-        return nearest_root(table, at, first, first + lines, z, now)
-    least = rank_roots(table, at, first, first + lines, z, s)
-    nodes, other = LIST, OTHER
-    kept = _keep(s, lines, NUMBERS + 4 * first, _limit(tree, least), nodes)
+        return nearest_root(table, offset, first, first + lines, z, now)
+    least = rank_roots(table, offset, first, first + lines, z, s)
+    nodes, next_nodes = LIST, NEXT_LIST
+    n_kept = _keep(s, lines, NUMBERS + 4 * first, _limit(tree, least), nodes)
     for height in range(tree.heights - 1):
-        least = rank_children(tree, height, t, place, z, s, nodes, kept)
-        kept = _keep(s, kept, nodes, _limit(tree, least), other)
-        nodes, other = other, nodes
+        least = rank_children(tree, height, t, place, z, s, nodes, n_kept)
+        n_kept = _keep(s, n_kept, nodes, _limit(tree, least), next_nodes)
+        nodes, next_nodes = next_nodes, nodes
     if now >= 0:
-        store(s, nodes + 4 * kept, I32(now >> 4))
-        kept += 1
-    return nearest_point(tree, t, place, z, s, nodes, kept, now)
+        store(s, nodes + 4 * n_kept, I32(now >> 4))
+        n_kept += 1
+    return nearest_point(tree, t, place, z, s, nodes, n_kept, now)
 
 
 @inline

@@ -43,35 +43,38 @@ VECTORS = ROWS // LANES if "avx512f" in FEATURES else 1
 def make_registers(vt: VecType, vectors: int, columns: int, name: str) -> tuple[Any, Any, Any]:
     """Return intrinsics over ``vectors`` vectors of each of some columns, which stay in registers.
 
-    ``get(c, byte, apart)`` and ``put(c, byte, apart, tile)``: columns are ``apart`` bytes apart. ``add(tile, e, byte,
-    a, place)`` adds the vectors at ``byte`` of e times the scalar of each column, neighbours at ``place`` of a.
+    ``load_tile(c, byte, stride)`` and ``store_tile(c, byte, stride, tile)``: columns are ``stride`` bytes apart.
+    ``add_products(tile, e, byte, a, place)`` adds the vectors at ``byte`` of e times the scalar of each column,
+    neighbours at ``place`` of a.
     """
-    tile, nbytes, element = UniTuple(vt, vectors * columns), 64, vt.elem.bitwidth // 8
+    tile = UniTuple(vt, vectors * columns)
+    nbytes = 64
+    element = vt.elem.bitwidth // 8
 
-    def places(b: Any, buffer: Any, at: Any, apart: Any) -> list[Any]:
-        of = [b.add(at, b.mul(apart, apart.type(j))) for j in range(columns)]
-        return [_pointer(b, buffer, b.add(x, x.type(nbytes * i)), vt.ll) for x in of for i in range(vectors)]
+    def places(b: Any, buffer: Any, offset: Any, stride: Any) -> list[Any]:
+        starts = [b.add(offset, b.mul(stride, stride.type(j))) for j in range(columns)]
+        return [_pointer(b, buffer, b.add(x, x.type(nbytes * i)), vt.ll) for x in starts for i in range(vectors)]
 
-    @emits(lambda c, at, apart: tile(c, types.intp, types.intp), f"get_{name}")
-    def get(b, sig, c, at, apart):
-        return [b.load(p, align=1) for p in places(b, c, at, apart)]
+    @emits(lambda c, offset, stride: tile(c, types.intp, types.intp), f"get_{name}")
+    def load_tile(b, sig, c, offset, stride):
+        return [b.load(p, align=1) for p in places(b, c, offset, stride)]
 
-    @emits(lambda c, at, apart, values: types.void(c, types.intp, types.intp, tile), f"put_{name}")
-    def put(b, sig, c, at, apart, values):
-        for p, value in zip(places(b, c, at, apart), values, strict=True):
+    @emits(lambda c, offset, stride, values: types.void(c, types.intp, types.intp, tile), f"put_{name}")
+    def store_tile(b, sig, c, offset, stride, values):
+        for p, value in zip(places(b, c, offset, stride), values, strict=True):
             b.store(value, p, align=1)
 
-    @emits(lambda values, e, at, a, place: tile(tile, e, types.intp, a, types.intp), f"add_{name}")
-    def add(b, sig, values, e, at, a, place):
-        x = [b.load(_pointer(b, e, b.add(at, at.type(nbytes * i)), vt.ll), align=1) for i in range(vectors)]
+    @emits(lambda values, e, offset, a, place: tile(tile, e, types.intp, a, types.intp), f"add_{name}")
+    def add_products(b, sig, values, e, offset, a, place):
+        x = [b.load(_pointer(b, e, b.add(offset, offset.type(nbytes * i)), vt.ll), align=1) for i in range(vectors)]
         out = []
         for j in range(columns):
             scalar = b.load(_pointer(b, a, b.add(place, place.type(element * j)), vt.ll.element), align=1)
-            by = _splat(b, scalar, vt.lanes)
-            out += [_muladd(b, x[i], by, values[vectors * j + i]) for i in range(vectors)]
+            factor = _splat(b, scalar, vt.lanes)
+            out += [_muladd(b, x[i], factor, values[vectors * j + i]) for i in range(vectors)]
         return out
 
-    return get, put, add
+    return load_tile, store_tile, add_products
 
 
 get_tile, put_tile, add_products = make_registers(f32x16, VECTORS, STRIP, "f32")
@@ -84,7 +87,7 @@ def pack_columns(matrix: npt.NDArray[np.floating[Any]]) -> F32:
 
 
 def pack_upper(upper: npt.NDArray[np.float64]) -> F32:
-    """Return as ``pack_columns`` does what is on and above the diagonal, each column over its diagonal element."""
+    """Return the upper triangle as ``pack_columns`` does, each column over its diagonal element."""
     n, step = len(upper), 64 * STRIP
     out = np.zeros((n // STRIP, n, STRIP), np.float32)
     for begin in range(0, n, step):
@@ -117,16 +120,16 @@ def codes_of_levels(levels: F32, code: npt.NDArray[np.uint8], out: npt.NDArray[n
 
 @inline
 def multiply_part(c: Any, c0: Any, a: Any, e: Any, e0: Any, n: Any, k0: Any, k1: Any, j0: Any, j1: Any) -> Any:
-    """As ``multiply``, where c and e begin with columns c0 and e0."""
+    """Do ``multiply`` with c and e that begin with columns c0 and e0."""
     for first in range(k0, k1, CHUNK):
         last = min(first + CHUNK, k1)
         for strip in range(j0 // STRIP, j1 // STRIP):
             for part in range(0, LINE, 64 * VECTORS):
-                to = LINE * (STRIP * strip - c0) + part
-                tile = get_tile(c, to, LINE)
+                target = LINE * (STRIP * strip - c0) + part
+                tile = get_tile(c, target, LINE)
                 for k in range(first, last):
                     tile = add_products(tile, e, LINE * (k - e0) + part, a, 16 * (n * strip + k))
-                put_tile(c, to, LINE, tile)
+                put_tile(c, target, LINE, tile)
 
 
 @inline

@@ -42,9 +42,9 @@ def _store_sums(state, stride, n, m, s, a):
 
 
 @inline
-def _add_token(state, stride, n, begins, score, kv):
+def _add_token(state, stride, n, starts, score, kv):
     """Add a token to the sums of 16 columns, or begin with it."""
-    if begins:
+    if starts:
         _store_sums(state, stride, n, score, splat(f32x16, 1.0), kv)
     else:
         m, s, a = _load_sums(state, stride, n)
@@ -68,8 +68,12 @@ def _mixture(state, stride, n, with_before):
 @operation("batch out kv score ape state width ratio overlap")
 def compress(args, tid, nth):
     """Make the rows of blocks; slots: see the top of this file."""
-    width, ratio, overlap = arg(args, _WIDTH), arg(args, _RATIO), arg(args, _OVERLAP)
-    wide, stride, parts = width * (1 + overlap), 4 * width, (width + 15) // 16
+    width = arg(args, _WIDTH)
+    ratio = arg(args, _RATIO)
+    overlap = arg(args, _OVERLAP)
+    wide = width * (1 + overlap)
+    stride = 4 * width
+    parts = (width + 15) // 16
     for part in range(first_of(parts, tid, nth), first_of(parts, tid + 1, nth)):
         n, column = min(16, width - 16 * part), 64 * part
         for t in range(batch_word(args, N_TOKENS)):
@@ -78,10 +82,10 @@ def compress(args, tid, nth):
             i = position % ratio
             state = arg(args, _STATE) + stride * (9 if overlap else 3) * sequence + column
             for half in range(1 + overlap):  # the second one first
-                at = column + stride * (overlap - half)
-                score = load_part(f32x16, arg(args, _SCORE), 4 * wide * t + at, n)
-                score = score + load_part(f32x16, arg(args, _APE), 4 * wide * i + at, n)
-                kv = load_part(f32x16, arg(args, _KV), 4 * wide * t + at, n)
+                offset = column + stride * (overlap - half)
+                score = load_part(f32x16, arg(args, _SCORE), 4 * wide * t + offset, n)
+                score = score + load_part(f32x16, arg(args, _APE), 4 * wide * i + offset, n)
+                kv = load_part(f32x16, arg(args, _KV), 4 * wide * t + offset, n)
                 _add_token(state + 3 * half * stride, stride, n, i == 0, score, kv)
             out = splat(f32x16, 0.0)
             if i == ratio - 1:

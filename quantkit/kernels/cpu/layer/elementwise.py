@@ -61,72 +61,74 @@ def copy(out, x, n):
     """Copy n floats."""
     for i in range(0, n - 15, 16):
         store(out, 4 * i, load(f32x16, x, 4 * i))
-    rest = n % 16
-    if rest:
-        store_part(out, 4 * (n - rest), load_part(f32x16, x, 4 * (n - rest), rest), rest)
+    n_tail = n % 16
+    if n_tail:
+        store_part(out, 4 * (n - n_tail), load_part(f32x16, x, 4 * (n - n_tail), n_tail), n_tail)
 
 
 # ---------------------------------------------------------------- elements
 
 #: Bound for each operation.
-each: Any = None
+function: Any = None
 
 _OUT, _X, _WIDTH, _ROWS_OF, _PER, _BY = range(1, 7)
 
 
 @operation("batch out x width rows_of per by:f")
 def _map(args, tid, nth):
-    """out = each(x, by)"""
+    """out = function(x, operand)"""
     total = batch_word(args, arg(args, _ROWS_OF)) * arg(args, _PER) * arg(args, _WIDTH)
-    out, x, by = arg(args, _OUT), arg(args, _X), farg(args, _BY)
+    out = arg(args, _OUT)
+    x = arg(args, _X)
+    operand = farg(args, _BY)
     first, end = share((total + 15) // 16, 16, tid, nth)
-    whole = min(16 * end, total - 15)
-    for i in range(16 * first, whole, 16):
-        store(out, 4 * i, each(load(f32x16, x, 4 * i), by))
-    rest = total % 16
-    if rest and 16 * end > total:
-        at = 4 * (total - rest)
-        store_part(out, at, each(load_part(f32x16, x, at, rest), by), rest)
+    vector_end = min(16 * end, total - 15)
+    for i in range(16 * first, vector_end, 16):
+        store(out, 4 * i, function(load(f32x16, x, 4 * i), operand))
+    n_tail = total % 16
+    if n_tail and 16 * end > total:
+        offset = 4 * (total - n_tail)
+        store_part(out, offset, function(load_part(f32x16, x, offset, n_tail), operand), n_tail)
 
 
 @inline
-def _times(x, by):
-    return x * by
+def _times(x, operand):
+    return x * operand
 
 
 @inline
-def _plus(x, by):
-    return x + by
+def _sum(x, operand):
+    return x + operand
 
 
 @inline
-def _clamped(x, by):
-    return vmax(-by, vmin(by, x))
+def _clamped(x, operand):
+    return vmax(-operand, vmin(operand, x))
 
 
 @inline
-def _capped(x, by):
-    return tanh(x / by) * by
+def _capped(x, operand):
+    return tanh(x / operand) * operand
 
 
 @inline
-def _softplus(x, by):
+def _softplus(x, operand):
     return functions.softplus(x)
 
 
-scale = _map.bind("scale", each=_times)
-shift = _map.bind("shift", each=_plus)
-clamp = _map.bind("clamp", each=_clamped)
-softcap = _map.bind("softcap", each=_capped)
-softplus = _map.bind("softplus", each=_softplus)
+scale = _map.bind("scale", function=_times)
+shift = _map.bind("shift", function=_sum)
+clamp = _map.bind("clamp", function=_clamped)
+softcap = _map.bind("softcap", function=_capped)
+softplus = _map.bind("softplus", function=_softplus)
 
 
 @inline
 def _below(x, eps):
     """e^min(x, eps) - 1 - x; a polynomial near zero, where that cancels."""
     m = vmin(eps, x)
-    near = m * m * (((((m * (1 / 5040) + 1 / 720) * m + 1 / 120) * m + 1 / 24) * m + 1 / 6) * m + 0.5)
-    return select(m > -0.3, near, functions.exp(m) - 1.0 - m) + (m - x)
+    polynomial = m * m * (((((m * (1 / 5040) + 1 / 720) * m + 1 / 120) * m + 1 / 24) * m + 1 / 6) * m + 0.5)
+    return select(m > -0.3, polynomial, functions.exp(m) - 1.0 - m) + (m - x)
 
 
 @inline
@@ -140,16 +142,19 @@ _ALPHA_N, _ALPHA_P, _BETA, _EPS = range(6, 10)
 @operation("batch out x width rows_of per alpha_n:f alpha_p:f beta:f eps:f")
 def xielu(args, tid, nth):
     """out = alpha_p x^2 + beta x above 0, else alpha_n (e^min(x, eps) - 1 - x) + beta x"""
-    alpha_n, alpha_p, beta, eps = farg(args, _ALPHA_N), farg(args, _ALPHA_P), farg(args, _BETA), farg(args, _EPS)
+    alpha_n = farg(args, _ALPHA_N)
+    alpha_p = farg(args, _ALPHA_P)
+    beta = farg(args, _BETA)
+    eps = farg(args, _EPS)
     total = batch_word(args, arg(args, _ROWS_OF)) * arg(args, _PER) * arg(args, _WIDTH)
     out, x = arg(args, _OUT), arg(args, _X)
     first, end = share((total + 15) // 16, 16, tid, nth)
     for i in range(16 * first, min(16 * end, total - 15), 16):
         store(out, 4 * i, _xielu(load(f32x16, x, 4 * i), alpha_n, alpha_p, beta, eps))
-    rest = total % 16
-    if rest and 16 * end > total:
-        at = 4 * (total - rest)
-        store_part(out, at, _xielu(load_part(f32x16, x, at, rest), alpha_n, alpha_p, beta, eps), rest)
+    n_tail = total % 16
+    if n_tail and 16 * end > total:
+        offset = 4 * (total - n_tail)
+        store_part(out, offset, _xielu(load_part(f32x16, x, offset, n_tail), alpha_n, alpha_p, beta, eps), n_tail)
 
 
 _A, _B, _ADD_WIDTH, _ADD_ROWS_OF, _ADD_PER = range(2, 7)
@@ -159,14 +164,16 @@ _A, _B, _ADD_WIDTH, _ADD_ROWS_OF, _ADD_PER = range(2, 7)
 def add(args, tid, nth):
     """out = a + b"""
     total = batch_word(args, arg(args, _ADD_ROWS_OF)) * arg(args, _ADD_PER) * arg(args, _ADD_WIDTH)
-    out, a, b = arg(args, _OUT), arg(args, _A), arg(args, _B)
+    out = arg(args, _OUT)
+    a = arg(args, _A)
+    b = arg(args, _B)
     first, end = share((total + 15) // 16, 16, tid, nth)
     for i in range(16 * first, min(16 * end, total - 15), 16):
         store(out, 4 * i, load(f32x16, a, 4 * i) + load(f32x16, b, 4 * i))
-    rest = total % 16
-    if rest and 16 * end > total:
-        at = 4 * (total - rest)
-        store_part(out, at, load_part(f32x16, a, at, rest) + load_part(f32x16, b, at, rest), rest)
+    n_tail = total % 16
+    if n_tail and 16 * end > total:
+        offset = 4 * (total - n_tail)
+        store_part(out, offset, load_part(f32x16, a, offset, n_tail) + load_part(f32x16, b, offset, n_tail), n_tail)
 
 
 # ---------------------------------------------------------------- rows
@@ -177,13 +184,15 @@ def scale_row(out, x, n, factor):
     """Multiply n floats."""
     for i in range(0, n - 15, 16):
         store(out, 4 * i, load(f32x16, x, 4 * i) * factor)
-    rest = n % 16
-    if rest:
-        at = 4 * (n - rest)
-        store_part(out, at, load_part(f32x16, x, at, rest) * factor, rest)
+    n_tail = n % 16
+    if n_tail:
+        offset = 4 * (n - n_tail)
+        store_part(out, offset, load_part(f32x16, x, offset, n_tail) * factor, n_tail)
 
 
-_FLOOR_SCALE, _ALPHA, _OFFSET = 6, 7, 8
+_FLOOR_SCALE = 6
+_ALPHA = 7
+_OFFSET = 8
 
 
 @operation("batch out x width rows_of per floor_scale:f alpha:f offset:f")
@@ -196,8 +205,8 @@ def scale_by_position(args, tid, nth):
         position = types.float32(load(types.int32, batch_word(args, POSITIONS), 4 * token))
         steps = math.floor((position + farg(args, _OFFSET)) / farg(args, _FLOOR_SCALE))
         factor = math.log(types.float64(steps) + 1.0) * types.float64(farg(args, _ALPHA)) + 1.0
-        at = 4 * row * width
-        scale_row(arg(args, _OUT) + at, arg(args, _X) + at, width, types.float32(factor))
+        offset = 4 * row * width
+        scale_row(arg(args, _OUT) + offset, arg(args, _X) + offset, width, types.float32(factor))
 
 
 _VECTOR, _N, _V_WIDTH, _V_ROWS_OF, _V_PER = range(3, 8)
@@ -205,7 +214,7 @@ _VECTOR, _N, _V_WIDTH, _V_ROWS_OF, _V_PER = range(3, 8)
 
 @operation("batch out x vector n width rows_of per")
 def _with_vector(args, tid, nth):
-    """out = each(x, vector); the vector repeats along the row."""
+    """out = function(x, vector); the vector repeats along the row."""
     n, vector = arg(args, _N), arg(args, _VECTOR)
     repeats = arg(args, _V_WIDTH) // n
     units = batch_word(args, arg(args, _V_ROWS_OF)) * arg(args, _V_PER) * repeats
@@ -213,15 +222,20 @@ def _with_vector(args, tid, nth):
     for unit in range(first, end):
         out, x = arg(args, _OUT) + 4 * n * unit, arg(args, _X) + 4 * n * unit
         for i in range(0, n - 15, 16):
-            store(out, 4 * i, each(load(f32x16, x, 4 * i), load(f32x16, vector, 4 * i)))
-        rest = n % 16
-        if rest:
-            at = 4 * (n - rest)
-            store_part(out, at, each(load_part(f32x16, x, at, rest), load_part(f32x16, vector, at, rest)), rest)
+            store(out, 4 * i, function(load(f32x16, x, 4 * i), load(f32x16, vector, 4 * i)))
+        n_tail = n % 16
+        if n_tail:
+            offset = 4 * (n - n_tail)
+            store_part(
+                out,
+                offset,
+                function(load_part(f32x16, x, offset, n_tail), load_part(f32x16, vector, offset, n_tail)),
+                n_tail,
+            )
 
 
-multiply_by = _with_vector.bind("times", each=_times)
-plus_vector = _with_vector.bind("plus", each=_plus)
+multiply_by = _with_vector.bind("times", function=_times)
+plus_vector = _with_vector.bind("plus", function=_sum)
 
 # ---------------------------------------------------------------- copies of columns and rows
 
@@ -231,8 +245,10 @@ _TAKE_X_WIDTH, _START, _PERIOD, _TAKE_ROWS_OF, _TAKE_PER = range(4, 9)
 
 @operation("batch out x width x_width start period rows_of per")
 def take(args, tid, nth):
-    """Take the columns from ``start`` on of every ``period`` columns, as many as make up width."""
-    width, x_width, period = arg(args, _WIDTH), arg(args, _TAKE_X_WIDTH), arg(args, _PERIOD)
+    """Copy ``width`` columns: those from ``start`` on of every ``period`` columns."""
+    width = arg(args, _WIDTH)
+    x_width = arg(args, _TAKE_X_WIDTH)
+    period = arg(args, _PERIOD)
     groups = x_width // period
     n = width // groups
     units = batch_word(args, arg(args, _TAKE_ROWS_OF)) * arg(args, _TAKE_PER) * groups
@@ -296,7 +312,9 @@ ROWS_BY = {"token": TOKENS, "position": POSITIONS}
 @operation("batch out weight row_bytes width scale:f scratch scratch_bytes rows_by")
 def _embed(args, tid, nth):
     """Decode the rows that tokens (or positions) name, times scale; scratch: scratch_bytes zeroed bytes per thread."""
-    width, row_bytes, factor = arg(args, _EMBED_WIDTH), arg(args, _ROW_BYTES), farg(args, _EMBED_SCALE)
+    width = arg(args, _EMBED_WIDTH)
+    row_bytes = arg(args, _ROW_BYTES)
+    factor = farg(args, _EMBED_SCALE)
     scratch, names = arg(args, _SCRATCH) + tid * arg(args, _SCRATCH_BYTES), batch_word(args, arg(args, _ROWS_BY))
     first, end = share(batch_word(args, N_TOKENS), width, tid, nth)
     for row in range(first, end):

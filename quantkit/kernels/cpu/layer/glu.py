@@ -170,7 +170,9 @@ act: Any = None
 @operation(f"batch out gate up width gate_width rows_of per {_LIMITS}")
 def _glu(args, tid, nth):
     """out = activation(gate) * up; a unit of work is up to PART columns of a row."""
-    width, gate_width, up = arg(args, _WIDTH), arg(args, _GATE_WIDTH), arg(args, _UP)
+    width = arg(args, _WIDTH)
+    gate_width = arg(args, _GATE_WIDTH)
+    up = arg(args, _UP)
     alpha, gate_limit = farg(args, _ALPHA), farg(args, _GATE_LIMIT)
     act_limit, up_limit = farg(args, _ACT_LIMIT), farg(args, _UP_LIMIT)
     rows = batch_word(args, arg(args, _ROWS_OF)) * arg(args, _PER)
@@ -188,17 +190,17 @@ def _glu(args, tid, nth):
             for i in range(first, last - 15, 16):
                 x, y = load(f32x16, g, 4 * i), load(f32x16, u, 4 * i)
                 store(out, 4 * i, gate_up(x, y, alpha, gate_limit, act_limit, up_limit))
-            at, n = 4 * (last - last % 16), last % 16
+            offset, n = 4 * (last - last % 16), last % 16
             if n:
-                x, y = load_part(f32x16, g, at, n), load_part(f32x16, u, at, n)
-                store_part(out, at, gate_up(x, y, alpha, gate_limit, act_limit, up_limit), n)
+                x, y = load_part(f32x16, g, offset, n), load_part(f32x16, u, offset, n)
+                store_part(out, offset, gate_up(x, y, alpha, gate_limit, act_limit, up_limit), n)
         else:
             for i in range((first + repeat - 1) // repeat, (last + repeat - 1) // repeat):
                 x = splat(f32x16, load(types.float32, g, 4 * i))
                 for k in range(0, repeat, 16):
-                    at, n = 4 * (i * repeat + k), min(16, repeat - k)
-                    y = load_part(f32x16, u, at, n)
-                    store_part(out, at, gate_up(x, y, alpha, gate_limit, act_limit, up_limit), n)
+                    offset, n = 4 * (i * repeat + k), min(16, repeat - k)
+                    y = load_part(f32x16, u, offset, n)
+                    store_part(out, offset, gate_up(x, y, alpha, gate_limit, act_limit, up_limit), n)
 
 
 _X, _X_WIDTH, _X_ROWS_OF, _X_PER, _X_ALPHA, _X_GATE_LIMIT, _X_ACT_LIMIT = range(2, 9)
@@ -207,9 +209,13 @@ _X, _X_WIDTH, _X_ROWS_OF, _X_PER, _X_ALPHA, _X_GATE_LIMIT, _X_ACT_LIMIT = range(
 @operation(f"batch out x width rows_of per {_LIMITS}")
 def _activate(args, tid, nth):
     """out = activation(x), 16 values at a time."""
-    alpha, gate_limit, act_limit = farg(args, _X_ALPHA), farg(args, _X_GATE_LIMIT), farg(args, _X_ACT_LIMIT)
+    alpha = farg(args, _X_ALPHA)
+    gate_limit = farg(args, _X_GATE_LIMIT)
+    act_limit = farg(args, _X_ACT_LIMIT)
     total = batch_word(args, arg(args, _X_ROWS_OF)) * arg(args, _X_PER) * arg(args, _X_WIDTH)
-    x, out, lines = arg(args, _X), arg(args, _OUT), (total + 15) // 16
+    x = arg(args, _X)
+    out = arg(args, _OUT)
+    lines = (total + 15) // 16
     for i in range(16 * first_of(lines, tid, nth), 16 * first_of(lines, tid + 1, nth), 16):
         if i + 16 <= total:
             store(out, 4 * i, act(load(f32x16, x, 4 * i), alpha, gate_limit, act_limit))

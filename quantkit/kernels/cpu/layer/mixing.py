@@ -1,4 +1,4 @@
-"""Rows by their own statistics, and groups of columns mixed: what Gemma 3n and RWKV have around their layers.
+"""Rows by their own statistics, and groups of columns mixed, as around the layers of Gemma 3n and RWKV.
 
     exceed       batch out x width rows_of per factor:f          max(x - mean - factor * deviation, 0) of each row
     to_length    batch out x like width rows_of per group        every group of columns made as long as like's row
@@ -38,13 +38,13 @@ def exceed(args, tid, nth):
         x, out = arg(args, _X) + 4 * n * row, arg(args, _OUT) + 4 * n * row
         mean = types.float32(sum_of(x, n) / n)
         deviation = math.sqrt(types.float32(sum_of_squares(x, n, mean) / (n - 1)))
-        cut = mean + deviation * farg(args, _FACTOR)
+        threshold = mean + deviation * farg(args, _FACTOR)
         for i in range(0, n - 15, 16):
-            store(out, 4 * i, vmax(0.0, load(f32x16, x, 4 * i) - cut))
-        rest = n % 16
-        if rest:
-            at = 4 * (n - rest)
-            store_part(out, at, vmax(0.0, load_part(f32x16, x, at, rest) - cut), rest)
+            store(out, 4 * i, vmax(0.0, load(f32x16, x, 4 * i) - threshold))
+        n_tail = n % 16
+        if n_tail:
+            offset = 4 * (n - n_tail)
+            store_part(out, offset, vmax(0.0, load_part(f32x16, x, offset, n_tail) - threshold), n_tail)
 
 
 @inline
@@ -63,32 +63,34 @@ def to_length(args, tid, nth):
     first, end = share(batch_word(args, arg(args, _L_ROWS_OF)) * groups, n, tid, nth)
     for unit in range(first, end):
         x, out = arg(args, _X) + 4 * n * unit, arg(args, _OUT) + 4 * n * unit
-        wanted, own = _length(arg(args, _LIKE) + 4 * n * (unit // groups), n), _length(x, n)
+        target_length, length = _length(arg(args, _LIKE) + 4 * n * (unit // groups), n), _length(x, n)
         for i in range(0, n - 15, 16):
-            store(out, 4 * i, load(f32x16, x, 4 * i) * wanted / own)
-        rest = n % 16
-        if rest:
-            at = 4 * (n - rest)
-            store_part(out, at, load_part(f32x16, x, at, rest) * wanted / own, rest)
+            store(out, 4 * i, load(f32x16, x, 4 * i) * target_length / length)
+        n_tail = n % 16
+        if n_tail:
+            offset = 4 * (n - n_tail)
+            store_part(out, offset, load_part(f32x16, x, offset, n_tail) * target_length / length, n_tail)
 
 
 _WEIGHTS, _BASE, _M_WIDTH, _GROUP, _N, _OFFSET, _M_ROWS_OF = range(3, 10)
 
 
 @inline
-def _mixed(x, weights, n, stride, offset, at, count):
+def _mixed(x, weights, n, stride, offset, byte, count):
     """Return the sum of 16 columns of n groups; count: how many of them there are."""
     total = splat(f32x16, 0.0)
     for i in range(n):
         weight = load(types.float32, weights, 4 * i) + offset
-        total += load_part(f32x16, x, i * stride + at, count) * weight
+        total += load_part(f32x16, x, i * stride + byte, count) * weight
     return total
 
 
 @operation("batch out x weights base width group n offset:f rows_of per")
 def mix(args, tid, nth):
     """out group j = base group j + the weighted sum of x's; a unit of work is a group of columns of out."""
-    group, n, offset = arg(args, _GROUP), arg(args, _N), farg(args, _OFFSET)
+    group = arg(args, _GROUP)
+    n = arg(args, _N)
+    offset = farg(args, _OFFSET)
     groups = arg(args, _M_WIDTH) // group
     first, end = share(batch_word(args, arg(args, _M_ROWS_OF)) * groups, group, tid, nth)
     for unit in range(first, end):
@@ -111,19 +113,21 @@ def lerp(args, tid, nth):
     first, end = share(batch_word(args, arg(args, _R_ROWS_OF)) * groups, n, tid, nth)
     for unit in range(first, end):
         row = 4 * n * (unit // groups)
-        x, to, out = arg(args, _X) + row, arg(args, _TO) + row, arg(args, _OUT) + 4 * n * unit
-        by, weights = arg(args, _BY), arg(args, _R_WEIGHTS)
-        by = by + 4 * n * (unit % groups) if by else by
+        x = arg(args, _X) + row
+        target = arg(args, _TO) + row
+        out = arg(args, _OUT) + 4 * n * unit
+        factors, weights = arg(args, _BY), arg(args, _R_WEIGHTS)
+        factors = factors + 4 * n * (unit % groups) if factors else factors
         weights = weights + 4 * n * unit if weights else weights
         for i in range(0, n, 16):
             count = min(16, n - i)
             factor = splat(f32x16, 0.0)
-            if by:
-                factor = load_part(f32x16, by, 4 * i, count)
+            if factors:
+                factor = load_part(f32x16, factors, 4 * i, count)
             if weights:
                 factor = factor + load_part(f32x16, weights, 4 * i, count)
             a = load_part(f32x16, x, 4 * i, count)
-            store_part(out, 4 * i, a + (load_part(f32x16, to, 4 * i, count) - a) * factor, count)
+            store_part(out, 4 * i, a + (load_part(f32x16, target, 4 * i, count) - a) * factor, count)
 
 
 _R, _K, _V, _VECTOR, _B_WIDTH, _B_HEAD, _B_ROWS_OF = range(3, 10)
@@ -136,15 +140,20 @@ def bonus(args, tid, nth):
     heads = arg(args, _B_WIDTH) // n
     first, end = share(batch_word(args, arg(args, _B_ROWS_OF)) * heads, n, tid, nth)
     for unit in range(first, end):
-        at = 4 * n * unit
-        r, k, v, vector = arg(args, _R) + at, arg(args, _K) + at, arg(args, _V) + at, arg(args, _VECTOR)
+        offset = 4 * n * unit
+        r = arg(args, _R) + offset
+        k = arg(args, _K) + offset
+        v = arg(args, _V) + offset
+        vector = arg(args, _VECTOR)
         vector = vector + 4 * n * (unit % heads)
         total = splat(f32x16, 0.0)
         for i in range(0, n, 16):
             count = min(16, n - i)
             product = load_part(f32x16, k, 4 * i, count) * load_part(f32x16, r, 4 * i, count)
             total = muladd(product, load_part(f32x16, vector, 4 * i, count), total)
-        factor, x, out = hsum(total), arg(args, _X) + at, arg(args, _OUT) + at
+        factor = hsum(total)
+        x = arg(args, _X) + offset
+        out = arg(args, _OUT) + offset
         for i in range(0, n, 16):
             count = min(16, n - i)
             y = load_part(f32x16, x, 4 * i, count)

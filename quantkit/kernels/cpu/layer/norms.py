@@ -61,15 +61,15 @@ def _finish(out, x, n, mean, factor, weight, bias):
         if bias:
             y = y + load(f32x16, bias, 4 * i)
         store(out, 4 * i, y)
-    rest = n % 16
-    if rest:
-        at = 4 * (n - rest)
-        y = (load_part(f32x16, x, at, rest) - mean) * factor
+    n_tail = n % 16
+    if n_tail:
+        offset = 4 * (n - n_tail)
+        y = (load_part(f32x16, x, offset, n_tail) - mean) * factor
         if weight:
-            y = y * load_part(f32x16, weight, at, rest)
+            y = y * load_part(f32x16, weight, offset, n_tail)
         if bias:
-            y = y + load_part(f32x16, bias, at, rest)
-        store_part(out, at, y, rest)
+            y = y + load_part(f32x16, bias, offset, n_tail)
+        store_part(out, offset, y, n_tail)
 
 
 @inline
@@ -100,15 +100,19 @@ _OUT, _X, _WIDTH, _ROWS_OF, _PER, _GROUP, _WEIGHT, _BIAS, _N_WEIGHT, _EPS = rang
 @operation("batch out x width rows_of per group weight bias n_weight eps:f")
 def _norm(args, tid, nth):
     """Normalize groups; a unit of work is a group."""
-    group, n_weight, width = arg(args, _GROUP), arg(args, _N_WEIGHT), arg(args, _WIDTH)
-    weight, bias, eps = arg(args, _WEIGHT), arg(args, _BIAS), farg(args, _EPS)
+    group = arg(args, _GROUP)
+    n_weight = arg(args, _N_WEIGHT)
+    width = arg(args, _WIDTH)
+    weight = arg(args, _WEIGHT)
+    bias = arg(args, _BIAS)
+    eps = farg(args, _EPS)
     units = batch_word(args, arg(args, _ROWS_OF)) * arg(args, _PER) * (width // group)
     first, end = share(units, group, tid, nth)
     for unit in range(first, end):
         x, out = arg(args, _X) + 4 * group * unit, arg(args, _OUT) + 4 * group * unit
         mean, factor = moments(x, group, eps)
-        at = 4 * (group * unit % n_weight) if n_weight else 0
-        _finish(out, x, group, mean, factor, weight + at if weight else 0, bias + at if bias else 0)
+        offset = 4 * (group * unit % n_weight) if n_weight else 0
+        _finish(out, x, group, mean, factor, weight + offset if weight else 0, bias + offset if bias else 0)
 
 
 KINDS = {"rms": _rms, "layer": _layer, "l2": _l2}

@@ -92,18 +92,18 @@ def _run_end(positions, sequences, begin, n_tokens):
 
 
 @inline
-def _row_before(x, state, stride, r, begin, taps, byte, n, begins):
+def _row_before(x, state, stride, r, begin, taps, byte, n, starts):
     """Return 16 columns of row r of a run; r may lie before its beginning."""
     if r >= begin:
         return load_up_to(x, stride * r + byte, n)
-    if begins:
+    if starts:
         return splat(f32x16, 0.0)
     return load_up_to(state, stride * (r - begin + taps - 1) + byte, n)
 
 
 @helper
-def _convolve_run(x, out, state, stride, begin, end, begins, taps, weights, n):
-    """Convolve n columns of rows begin..end of one sequence, then update the state; begins: the sequence starts.
+def _convolve_run(x, out, state, stride, begin, end, starts, taps, weights, n):
+    """Convolve n columns of rows begin..end of one sequence, then update the state; starts: the sequence starts.
 
     weights: [taps][CONVOLVE_PART], and the biases as one row more.
     """
@@ -116,13 +116,13 @@ def _convolve_run(x, out, state, stride, begin, end, begins, taps, weights, n):
                     total = muladd(before, load(f32x16, weights, 4 * (CONVOLVE_PART * i + c)), total)
             else:
                 for i in range(taps):
-                    before = _row_before(x, state, stride, t - taps + 1 + i, begin, taps, 4 * c, n - c, begins)
+                    before = _row_before(x, state, stride, t - taps + 1 + i, begin, taps, 4 * c, n - c, starts)
                     total = muladd(before, load(f32x16, weights, 4 * (CONVOLVE_PART * i + c)), total)
             total = total + load(f32x16, weights, 4 * (CONVOLVE_PART * taps + c))
             store_up_to(out, stride * t + 4 * c, total, n - c)
     for i in range(taps - 1):
         for c in range(0, n, 16):
-            row = _row_before(x, state, stride, end - taps + 1 + i, begin, taps, 4 * c, n - c, begins)
+            row = _row_before(x, state, stride, end - taps + 1 + i, begin, taps, 4 * c, n - c, starts)
             store_up_to(state, stride * i + 4 * c, row, n - c)
 
 
@@ -130,7 +130,9 @@ def _convolve_run(x, out, state, stride, begin, end, begins, taps, weights, n):
 def convolve(args, tid, nth):
     """Causal convolution of every column with 1 <= taps <= TAPS; state: [sequences][taps - 1][width]."""
     weights = stack_bytes(17408)  # [TAPS + 1][CONVOLVE_PART]
-    width, taps, n_tokens = arg(args, _WIDTH), arg(args, _TAPS), batch_word(args, N_TOKENS)
+    width = arg(args, _WIDTH)
+    taps = arg(args, _TAPS)
+    n_tokens = batch_word(args, N_TOKENS)
     positions, sequences = batch_word(args, POSITIONS), batch_word(args, SEQUENCES)
     parts = (width + CONVOLVE_PART - 1) // CONVOLVE_PART
     for part in range(first_of(parts, tid, nth), first_of(parts, tid + 1, nth)):
@@ -151,8 +153,8 @@ def convolve(args, tid, nth):
             sequence = types.int64(load(types.int32, sequences, 4 * begin))
             state = arg(args, _CONVOLVE_STATE) + 4 * (sequence * (taps - 1) * width + first)
             x, out = arg(args, _CONVOLVE_X) + 4 * first, arg(args, _CONVOLVE_OUT) + 4 * first
-            begins = load(types.int32, positions, 4 * begin) == 0
-            _convolve_run(x, out, state, 4 * width, begin, end, begins, taps, weights, n)
+            starts = load(types.int32, positions, 4 * begin) == 0
+            _convolve_run(x, out, state, 4 * width, begin, end, starts, taps, weights, n)
             begin = end
 
 
@@ -184,26 +186,29 @@ def _step(s, stride, k, q, v, out, rows, decay, beta, scale):
     """Process one token on 64 columns of a head; S is ``rows`` rows, ``stride`` bytes apart."""
     a0 = a1 = a2 = a3 = splat(f32x16, 0.0)
     for i in range(rows):
-        at, x = s + stride * i, splat(f32x16, types.float32(load(types.float32, k, 4 * i) * before(decay, i)))
-        a0, a1 = muladd(load(f32x16, at, 0), x, a0), muladd(load(f32x16, at, 64), x, a1)
-        a2, a3 = muladd(load(f32x16, at, 128), x, a2), muladd(load(f32x16, at, 192), x, a3)
+        row, x = s + stride * i, splat(f32x16, types.float32(load(types.float32, k, 4 * i) * before(decay, i)))
+        a0, a1 = muladd(load(f32x16, row, 0), x, a0), muladd(load(f32x16, row, 64), x, a1)
+        a2, a3 = muladd(load(f32x16, row, 128), x, a2), muladd(load(f32x16, row, 192), x, a3)
     left = after(decay, 0)
     d0, d1 = (load(f32x16, v, 0) - a0 * left) * beta, (load(f32x16, v, 64) - a1 * left) * beta
     d2, d3 = (load(f32x16, v, 128) - a2 * left) * beta, (load(f32x16, v, 192) - a3 * left) * beta
     o0 = o1 = o2 = o3 = splat(f32x16, 0.0)
     for i in range(rows):
-        at = s + stride * i
+        row = s + stride * i
         x, y = splat(f32x16, load(types.float32, k, 4 * i)), splat(f32x16, load(types.float32, q, 4 * i))
-        kept = row_decay(decay, i)
-        s0 = muladd(d0, x, load(f32x16, at, 0) * kept)
-        s1 = muladd(d1, x, load(f32x16, at, 64) * kept)
-        s2 = muladd(d2, x, load(f32x16, at, 128) * kept)
-        s3 = muladd(d3, x, load(f32x16, at, 192) * kept)
-        store(at, 0, s0)
-        store(at, 64, s1)
-        store(at, 128, s2)
-        store(at, 192, s3)
-        o0, o1, o2, o3 = muladd(s0, y, o0), muladd(s1, y, o1), muladd(s2, y, o2), muladd(s3, y, o3)
+        decayed = row_decay(decay, i)
+        s0 = muladd(d0, x, load(f32x16, row, 0) * decayed)
+        s1 = muladd(d1, x, load(f32x16, row, 64) * decayed)
+        s2 = muladd(d2, x, load(f32x16, row, 128) * decayed)
+        s3 = muladd(d3, x, load(f32x16, row, 192) * decayed)
+        store(row, 0, s0)
+        store(row, 64, s1)
+        store(row, 128, s2)
+        store(row, 192, s3)
+        o0 = muladd(s0, y, o0)
+        o1 = muladd(s1, y, o1)
+        o2 = muladd(s2, y, o2)
+        o3 = muladd(s3, y, o3)
     store(out, 0, o0 * scale)
     store(out, 64, o1 * scale)
     store(out, 128, o2 * scale)
@@ -211,7 +216,7 @@ def _step(s, stride, k, q, v, out, rows, decay, beta, scale):
 
 
 def _step_part(s, stride, k, q, v, out, rows, decay, beta, scale, n):
-    """As _step, for n <= 16 columns."""
+    """Do ``_step`` for n <= 16 columns."""
     a = splat(f32x16, 0.0)
     for i in range(rows):
         x = splat(f32x16, types.float32(load(types.float32, k, 4 * i) * before(decay, i)))
@@ -219,17 +224,19 @@ def _step_part(s, stride, k, q, v, out, rows, decay, beta, scale, n):
     d = (load_up_to(v, 0, n) - a * after(decay, 0)) * beta
     o = splat(f32x16, 0.0)
     for i in range(rows):
-        kept = load_up_to(s, stride * i, n) * row_decay(decay, i)
-        x = muladd(d, splat(f32x16, load(types.float32, k, 4 * i)), kept)
+        decayed = load_up_to(s, stride * i, n) * row_decay(decay, i)
+        x = muladd(d, splat(f32x16, load(types.float32, k, 4 * i)), decayed)
         store_up_to(s, stride * i, x, n)
         o = muladd(x, splat(f32x16, load(types.float32, q, 4 * i)), o)
     store_up_to(out, 0, o * scale, n)
 
 
-_ALIKE: dict[str, Any] = {"row_decay": _one_decay, "before": _no_decay, "after": _one_decay}
+_ONE_DECAY: dict[str, Any] = {"row_decay": _one_decay, "before": _no_decay, "after": _one_decay}
 _BY_ROW: dict[str, Any] = {"row_decay": _decay_of_row, "before": _decay_of_row, "after": _no_decay}
-_step_alike, _step_part_alike = (specialize(of, "alike", helper, **_ALIKE) for of in (_step, _step_part))
-_step_by_row, _step_part_by_row = (specialize(of, "by_row", helper, **_BY_ROW) for of in (_step, _step_part))
+_step_one_decay, _step_part_one_decay = (
+    specialize(step, "one_decay", helper, **_ONE_DECAY) for step in (_step, _step_part)
+)
+_step_by_row, _step_part_by_row = (specialize(step, "by_row", helper, **_BY_ROW) for step in (_step, _step_part))
 
 
 @helper
@@ -251,13 +258,15 @@ _SHARED = 4096 + 4 * (3 * ROWS + 1) * MAX_DECAYS
 
 @helper
 def _set_shared(k, q, stride, n, shared):
-    """Fill what the tokens at k and q share after the decays: dot products times the decay between the two."""
+    """Fill the matrix of tokens k and q: dot products times the decay between the two."""
     kk, qk = zero_products(), zero_products()
     for j in range(0, 4 * n, 64):
-        at = k + j
-        k1, k2, k3 = at + stride, at + 2 * stride, at + 3 * stride
-        kk = inner(kk, at, k1, k2, k3, at, stride)
-        qk = inner(qk, at, k1, k2, k3, q + j, stride)
+        row = k + j
+        k1 = row + stride
+        k2 = row + 2 * stride
+        k3 = row + 3 * stride
+        kk = inner(kk, row, k1, k2, k3, row, stride)
+        qk = inner(qk, row, k1, k2, k3, q + j, stride)
     store_sums(kk, shared + _KK, 4 * ROWS)
     store_sums(qk, shared + _QK, 4 * ROWS)
     product = types.float32(1)
@@ -266,9 +275,9 @@ def _set_shared(k, q, stride, n, shared):
         store(shared, _PRODUCT + 4 * i, product)
         between = types.float32(1)
         for j in range(i, -1, -1):
-            at = 4 * (ROWS * i + j)
-            store(shared, _KK + at, types.float32(load(types.float32, shared, _KK + at) * between))
-            store(shared, _QK + at, types.float32(load(types.float32, shared, _QK + at) * between))
+            row = 4 * (ROWS * i + j)
+            store(shared, _KK + row, types.float32(load(types.float32, shared, _KK + row) * between))
+            store(shared, _QK + row, types.float32(load(types.float32, shared, _QK + row) * between))
             store(shared, _TO_LAST + 4 * j, between)  # ends as that of the last i
             between *= load(types.float32, shared, _DECAY + 4 * j)
     for i in range(ROWS):
@@ -277,7 +286,7 @@ def _set_shared(k, q, stride, n, shared):
 
 @helper
 def _set_shared_by_row(k, q, stride, g, g_stride, n, shared):
-    """As _set_shared, for the logarithms of decays at g; what is left to apply of them is 1."""
+    """Do ``_set_shared`` with logarithms of decays at g; the decays that remain to be applied are 1."""
     kk10 = kk20 = kk21 = kk30 = kk31 = kk32 = zero = splat(f32x16, 0.0)
     qk00 = qk10 = qk11 = qk20 = qk21 = qk22 = qk30 = qk31 = qk32 = qk33 = zero
     for j in range(0, 4 * n, 64):
@@ -288,13 +297,27 @@ def _set_shared_by_row(k, q, stride, g, g_stride, n, shared):
         e0, e1 = exp(load(f32x16, g, j)), exp(load(f32x16, g, g_stride + j))
         e2, e3 = exp(load(f32x16, g, 2 * g_stride + j)), exp(load(f32x16, g, 3 * g_stride + j))
         # Those of token 1 times the decays between.
-        k01, k02, k03 = k0 * e1, k0 * (e1 * e2), k0 * (e1 * e2 * e3)
-        k12, k13, k23 = k1 * e2, k1 * (e2 * e3), k2 * e3
-        kk10, kk20, kk21 = muladd(k01, k1, kk10), muladd(k02, k2, kk20), muladd(k12, k2, kk21)
-        kk30, kk31, kk32 = muladd(k03, k3, kk30), muladd(k13, k3, kk31), muladd(k23, k3, kk32)
-        qk00, qk10, qk11 = muladd(k0, q0, qk00), muladd(k01, q1, qk10), muladd(k1, q1, qk11)
-        qk20, qk21, qk22 = muladd(k02, q2, qk20), muladd(k12, q2, qk21), muladd(k2, q2, qk22)
-        qk30, qk31, qk32 = muladd(k03, q3, qk30), muladd(k13, q3, qk31), muladd(k23, q3, qk32)
+        k01 = k0 * e1
+        k02 = k0 * (e1 * e2)
+        k03 = k0 * (e1 * e2 * e3)
+        k12 = k1 * e2
+        k13 = k1 * (e2 * e3)
+        k23 = k2 * e3
+        kk10 = muladd(k01, k1, kk10)
+        kk20 = muladd(k02, k2, kk20)
+        kk21 = muladd(k12, k2, kk21)
+        kk30 = muladd(k03, k3, kk30)
+        kk31 = muladd(k13, k3, kk31)
+        kk32 = muladd(k23, k3, kk32)
+        qk00 = muladd(k0, q0, qk00)
+        qk10 = muladd(k01, q1, qk10)
+        qk11 = muladd(k1, q1, qk11)
+        qk20 = muladd(k02, q2, qk20)
+        qk21 = muladd(k12, q2, qk21)
+        qk22 = muladd(k2, q2, qk22)
+        qk30 = muladd(k03, q3, qk30)
+        qk31 = muladd(k13, q3, qk31)
+        qk32 = muladd(k23, q3, qk32)
         qk33 = muladd(k3, q3, qk33)
         e1 = e1 * e0
         e2 = e2 * e1
@@ -313,11 +336,11 @@ def _set_shared_by_row(k, q, stride, g, g_stride, n, shared):
 
 
 @inline
-def _store_rows(at, x0, x1, x2, x3):
-    store(at, 0, x0)
-    store(at, 4 * MAX_DECAYS, x1)
-    store(at, 8 * MAX_DECAYS, x2)
-    store(at, 12 * MAX_DECAYS, x3)
+def _store_rows(target, x0, x1, x2, x3):
+    store(target, 0, x0)
+    store(target, 4 * MAX_DECAYS, x1)
+    store(target, 8 * MAX_DECAYS, x2)
+    store(target, 12 * MAX_DECAYS, x3)
 
 
 @inline
@@ -344,21 +367,21 @@ def _steps(
     for i in range(ROWS):
         product = load(types.float32, shared, _PRODUCT + 4 * i)
         for c in range(COLUMNS):
-            at = 64 * (COLUMNS * i + c)
-            x = load(f32x16, shared, _KS + at) * product
-            y = load(f32x16, shared, _QS + at) * product
+            offset = 64 * (COLUMNS * i + c)
+            x = load(f32x16, shared, _KS + offset) * product
+            y = load(f32x16, shared, _QS + offset) * product
             for j in range(i):
                 d = load(f32x16, shared, _D + 64 * (COLUMNS * j + c))
                 x = muladd(d, load(types.float32, shared, _KK + 4 * (ROWS * i + j)), x)
                 y = muladd(d, load(types.float32, shared, _QK + 4 * (ROWS * i + j)), y)
             d = (load(f32x16, v, v_stride * i + 64 * c) - x) * load(types.float32, beta, beta_stride * i)
-            store(shared, _D + at, d)
+            store(shared, _D + offset, d)
             y = muladd(d, load(types.float32, shared, _QK + 4 * (ROWS * i + i)), y)
             store(out, v_stride * i + 64 * c, y * scale)
     for i in range(ROWS):
         for c in range(COLUMNS):
-            at = _D + 64 * (COLUMNS * i + c)
-            store(shared, at, load(f32x16, shared, at) * load(types.float32, shared, _TO_LAST + 4 * i))
+            offset = _D + 64 * (COLUMNS * i + c)
+            store(shared, offset, load(f32x16, shared, offset) * load(types.float32, shared, _TO_LAST + 4 * i))
     for i in range(0, rows, ROWS):
         tile = load_tile(zero_tile(), s + stride * i, stride, last + last_step * i)
         for j in range(ROWS):
@@ -367,15 +390,15 @@ def _steps(
 
 
 @inline
-def _alike(positions, sequences, t, n_tokens):
+def _same_sequence(positions, sequences, t, n_tokens):
     """Return whether tokens t ... t + ROWS - 1 are of one sequence that does not begin among them."""
     if t + ROWS > n_tokens:
         return False
-    alike = True
+    equal = True
     for i in range(t + 1, t + ROWS):
-        same = load(types.int32, sequences, 4 * i) == load(types.int32, sequences, 4 * t)
-        alike = alike and same and load(types.int32, positions, 4 * i) != 0
-    return alike
+        of_sequence = load(types.int32, sequences, 4 * i) == load(types.int32, sequences, 4 * t)
+        equal = equal and of_sequence and load(types.int32, positions, 4 * i) != 0
+    return equal
 
 
 @helper
@@ -387,23 +410,29 @@ def _decay(args, i):
 def _places(args, t, head, from_head, first, n):
     """Return where S, k, q, v and out of token t are, from column ``first`` of a head; S is zero where a sequence
     begins."""
-    n_v_head, head_k, head_v = arg(args, _N_V_HEAD), arg(args, _HEAD_K), arg(args, _HEAD_V)
+    n_v_head = arg(args, _N_V_HEAD)
+    head_k = arg(args, _HEAD_K)
+    head_v = arg(args, _HEAD_V)
     sequence = types.int64(load(types.int32, batch_word(args, SEQUENCES), 4 * t))
     s = arg(args, _STATE) + 4 * ((sequence * n_v_head + head) * head_k * head_v + first)
     if load(types.int32, batch_word(args, POSITIONS), 4 * t) == 0:
         _zero(s, 4 * head_v, head_k, n)
-    at = 4 * (arg(args, _N_K_HEAD) * t + from_head) * head_k
+    offset = 4 * (arg(args, _N_K_HEAD) * t + from_head) * head_k
     of_head = 4 * ((t * n_v_head + head) * head_v + first)
-    return s, arg(args, _K) + at, arg(args, _Q) + at, arg(args, _V) + of_head, arg(args, _OUT) + of_head
+    return s, arg(args, _K) + offset, arg(args, _Q) + offset, arg(args, _V) + of_head, arg(args, _OUT) + of_head
 
 
 @helper
-def _advance(args, t, many, head, from_head, first, n, shared):
+def _advance(args, t, in_block, head, from_head, first, n, shared):
     """Advance n columns of a head, from ``first``, by token t, or by ROWS tokens from t."""
-    n_v_head, head_k, head_v = arg(args, _N_V_HEAD), arg(args, _HEAD_K), arg(args, _HEAD_V)
+    n_v_head = arg(args, _N_V_HEAD)
+    head_k = arg(args, _HEAD_K)
+    head_v = arg(args, _HEAD_V)
     s, k, q, v, out = _places(args, t, head, from_head, first, n)
-    scale, k_stride, number = farg(args, _SCALE), 4 * arg(args, _N_K_HEAD) * head_k, t * n_v_head + head
-    if many:
+    scale = farg(args, _SCALE)
+    k_stride = 4 * arg(args, _N_K_HEAD) * head_k
+    number = t * n_v_head + head
+    if in_block:
         for i in range(ROWS):
             store(shared, _DECAY + 4 * i, _decay(args, number + n_v_head * i))
         _set_shared(k, q, k_stride, head_k, shared)
@@ -416,20 +445,26 @@ def _advance(args, t, many, head, from_head, first, n, shared):
         return
     beta, decay = load(types.float32, arg(args, _BETA), 4 * number), _decay(args, number)
     if n == PART:
-        _step_alike(s, 4 * head_v, k, q, v, out, head_k, decay, beta, scale)
+        _step_one_decay(s, 4 * head_v, k, q, v, out, head_k, decay, beta, scale)
         return
     for c in range(0, 4 * n, 64):
-        _step_part_alike(s + c, 4 * head_v, k, q, v + c, out + c, head_k, decay, beta, scale, min(16, n - c // 4))
+        _step_part_one_decay(s + c, 4 * head_v, k, q, v + c, out + c, head_k, decay, beta, scale, min(16, n - c // 4))
 
 
 @helper
-def _advance_by_row(args, t, many, head, from_head, first, n, shared):
-    """As _advance, where rows of S decay each by itself, at most MAX_DECAYS of them."""
-    n_v_head, head_k, head_v = arg(args, _N_V_HEAD), arg(args, _HEAD_K), arg(args, _HEAD_V)
+def _advance_by_row(args, t, in_block, head, from_head, first, n, shared):
+    """Do ``_advance`` where every row of S has its own decay; at most MAX_DECAYS rows."""
+    n_v_head = arg(args, _N_V_HEAD)
+    head_k = arg(args, _HEAD_K)
+    head_v = arg(args, _HEAD_V)
     s, k, q, v, out = _places(args, t, head, from_head, first, n)
-    scale, k_stride, number = farg(args, _SCALE), 4 * arg(args, _N_K_HEAD) * head_k, t * n_v_head + head
-    g, decays, row = arg(args, _G) + 4 * number * head_k, shared + _LAST_OF_ROWS, 4 * MAX_DECAYS
-    if many:
+    scale = farg(args, _SCALE)
+    k_stride = 4 * arg(args, _N_K_HEAD) * head_k
+    number = t * n_v_head + head
+    g = arg(args, _G) + 4 * number * head_k
+    decays = shared + _LAST_OF_ROWS
+    row = 4 * MAX_DECAYS
+    if in_block:
         _set_shared_by_row(k, q, k_stride, g, 4 * n_v_head * head_k, head_k, shared)
         beta = arg(args, _BETA) + 4 * number
         for c in range(0, 4 * n, 64 * COLUMNS):
@@ -467,13 +502,13 @@ def _delta_net(args, tid, nth):
         n = min(PART, head_v - first)
         t = 0
         while t < n_tokens:
-            many = n == PART and arg(args, _HEAD_K) % 16 == 0 and _alike(positions, sequences, t, n_tokens)
-            advance(args, t, many, head, from_head, first, n, shared)
-            t += ROWS if many else 1
+            in_block = n == PART and arg(args, _HEAD_K) % 16 == 0 and _same_sequence(positions, sequences, t, n_tokens)
+            advance(args, t, in_block, head, from_head, first, n, shared)
+            t += ROWS if in_block else 1
 
 
 delta_net, delta_net_by_row = (
-    _delta_net.bind(name, advance=of) for name, of in (("alike", _advance), ("by_row", _advance_by_row))
+    _delta_net.bind(name, advance=advance) for name, advance in (("alike", _advance), ("by_row", _advance_by_row))
 )
 
 
@@ -488,22 +523,34 @@ def _silu(z):
 @helper
 def _scan_step(s, stride, b, c, x, z, out, rows, decay, dt, skip):
     """Process one token on 64 columns of a head; S is ``rows`` rows, ``stride`` bytes apart."""
-    x0, x1, x2, x3 = load(f32x16, x, 0), load(f32x16, x, 64), load(f32x16, x, 128), load(f32x16, x, 192)
-    d0, d1, d2, d3 = x0 * dt, x1 * dt, x2 * dt, x3 * dt
+    x0 = load(f32x16, x, 0)
+    x1 = load(f32x16, x, 64)
+    x2 = load(f32x16, x, 128)
+    x3 = load(f32x16, x, 192)
+    d0 = x0 * dt
+    d1 = x1 * dt
+    d2 = x2 * dt
+    d3 = x3 * dt
     o0 = o1 = o2 = o3 = splat(f32x16, 0.0)
     for i in range(rows):
-        at = s + stride * i
+        row = s + stride * i
         y, w = splat(f32x16, load(types.float32, b, 4 * i)), splat(f32x16, load(types.float32, c, 4 * i))
-        s0 = muladd(d0, y, load(f32x16, at, 0) * decay)
-        s1 = muladd(d1, y, load(f32x16, at, 64) * decay)
-        s2 = muladd(d2, y, load(f32x16, at, 128) * decay)
-        s3 = muladd(d3, y, load(f32x16, at, 192) * decay)
-        store(at, 0, s0)
-        store(at, 64, s1)
-        store(at, 128, s2)
-        store(at, 192, s3)
-        o0, o1, o2, o3 = muladd(s0, w, o0), muladd(s1, w, o1), muladd(s2, w, o2), muladd(s3, w, o3)
-    o0, o1, o2, o3 = muladd(x0, skip, o0), muladd(x1, skip, o1), muladd(x2, skip, o2), muladd(x3, skip, o3)
+        s0 = muladd(d0, y, load(f32x16, row, 0) * decay)
+        s1 = muladd(d1, y, load(f32x16, row, 64) * decay)
+        s2 = muladd(d2, y, load(f32x16, row, 128) * decay)
+        s3 = muladd(d3, y, load(f32x16, row, 192) * decay)
+        store(row, 0, s0)
+        store(row, 64, s1)
+        store(row, 128, s2)
+        store(row, 192, s3)
+        o0 = muladd(s0, w, o0)
+        o1 = muladd(s1, w, o1)
+        o2 = muladd(s2, w, o2)
+        o3 = muladd(s3, w, o3)
+    o0 = muladd(x0, skip, o0)
+    o1 = muladd(x1, skip, o1)
+    o2 = muladd(x2, skip, o2)
+    o3 = muladd(x3, skip, o3)
     if z:
         o0, o1 = o0 * _silu(load(f32x16, z, 0)), o1 * _silu(load(f32x16, z, 64))
         o2, o3 = o2 * _silu(load(f32x16, z, 128)), o3 * _silu(load(f32x16, z, 192))
@@ -515,7 +562,7 @@ def _scan_step(s, stride, b, c, x, z, out, rows, decay, dt, skip):
 
 @helper
 def _scan_step_part(s, stride, b, c, x, z, out, rows, decay, dt, skip, n):
-    """As _scan_step, for n <= 16 columns."""
+    """Do ``_scan_step`` for n <= 16 columns."""
     x0 = load_up_to(x, 0, n)
     d, o = x0 * dt, splat(f32x16, 0.0)
     for i in range(rows):
@@ -545,18 +592,22 @@ def _set_steps(args, head, t, n, steps):
 @helper
 def _scan_token(args, t, head, first, n, dt, decay):
     """Advance n columns of a head, from ``first``, by token t."""
-    n_head, width, rows = arg(args, _N_HEAD), arg(args, _HEAD), arg(args, _D_STATE)
+    n_head = arg(args, _N_HEAD)
+    width = arg(args, _HEAD)
+    rows = arg(args, _D_STATE)
     sequence = types.int64(load(types.int32, batch_word(args, SEQUENCES), 4 * t))
     s = arg(args, _SCAN_STATE) + 4 * ((sequence * n_head + head) * rows * width + first)
     if load(types.int32, batch_word(args, POSITIONS), 4 * t) == 0:
         _zero(s, 4 * width, rows, n)
-    at = 4 * (t * arg(args, _N_GROUP) + head // (n_head // arg(args, _N_GROUP))) * rows
-    b, c = arg(args, _B) + at, arg(args, _C) + at
-    at = 4 * ((t * n_head + head) * width + first)
-    x, out, z = arg(args, _X) + at, arg(args, _SCAN_OUT) + at, arg(args, _Z)
+    offset = 4 * (t * arg(args, _N_GROUP) + head // (n_head // arg(args, _N_GROUP))) * rows
+    b, c = arg(args, _B) + offset, arg(args, _C) + offset
+    offset = 4 * ((t * n_head + head) * width + first)
+    x = arg(args, _X) + offset
+    out = arg(args, _SCAN_OUT) + offset
+    z = arg(args, _Z)
     z_step = 0
     if z:
-        z, z_step = z + at, 1
+        z, z_step = z + offset, 1
     skip = types.float32(0)
     if arg(args, _D_SKIP):
         skip = load(types.float32, arg(args, _D_SKIP), 4 * head)
@@ -564,14 +615,16 @@ def _scan_token(args, t, head, first, n, dt, decay):
         _scan_step(s, 4 * width, b, c, x, z, out, rows, decay, dt, skip)
         return
     for i in range(0, 4 * n, 64):
-        rest = min(16, n - i // 4)
-        _scan_step_part(s + i, 4 * width, b, c, x + i, z + z_step * i, out + i, rows, decay, dt, skip, rest)
+        n_tail = min(16, n - i // 4)
+        _scan_step_part(s + i, 4 * width, b, c, x + i, z + z_step * i, out + i, rows, decay, dt, skip, n_tail)
 
 
 @operation("batch x z dt b c dt_bias a d out state n_head n_group head d_state")
 def ssm_scan(args, tid, nth):
     """Apply Mamba 2's selective scan to all tokens of the batch; state: [sequences][n_head][d_state][head]."""
-    width, n_tokens, steps = arg(args, _HEAD), batch_word(args, N_TOKENS), stack_bytes(128)
+    width = arg(args, _HEAD)
+    n_tokens = batch_word(args, N_TOKENS)
+    steps = stack_bytes(128)
     parts = (width + PART - 1) // PART
     units = arg(args, _N_HEAD) * parts
     for unit in range(first_of(units, tid, nth), first_of(units, tid + 1, nth)):
@@ -606,7 +659,9 @@ def column_scan(args, tid, nth):
 
     A unit of work is 64 columns, whose states stay in the L1 cache from token to token.
     """
-    width, rows, n_tokens = arg(args, _COLUMN_WIDTH), arg(args, _COLUMN_D_STATE), batch_word(args, N_TOKENS)
+    width = arg(args, _COLUMN_WIDTH)
+    rows = arg(args, _COLUMN_D_STATE)
+    n_tokens = batch_word(args, N_TOKENS)
     stride, parts = 4 * width, (width + PART - 1) // PART
     for part in range(first_of(parts, tid, nth), first_of(parts, tid + 1, nth)):
         first = part * PART
@@ -617,12 +672,12 @@ def column_scan(args, tid, nth):
             if load(types.int32, batch_word(args, POSITIONS), 4 * t) == 0:
                 _zero(s, stride, rows, n)
             b, c = arg(args, _B) + 4 * t * rows, arg(args, _C) + 4 * t * rows
-            at = stride * t + 4 * first
+            offset = stride * t + 4 * first
             for i in range(0, 4 * n, 64):
                 _column_step(
-                    s + i, arg(args, _RATES) + 4 * first + i, stride, b, c, arg(args, _X) + at + i,
-                    arg(args, _Z) + at + i, arg(args, _DT) + at + i, arg(args, _SKIP) + 4 * first + i,
-                    arg(args, _COLUMN_OUT) + at + i, rows, min(16, n - i // 4),
+                    s + i, arg(args, _RATES) + 4 * first + i, stride, b, c, arg(args, _X) + offset + i,
+                    arg(args, _Z) + offset + i, arg(args, _DT) + offset + i, arg(args, _SKIP) + 4 * first + i,
+                    arg(args, _COLUMN_OUT) + offset + i, rows, min(16, n - i // 4),
                 )  # fmt: skip
 
 
@@ -632,16 +687,18 @@ _R, _W, _W_K, _W_V, _REMOVED, _RATE, _W_OUT, _W_STATE, _W_N_HEAD, _W_N_KV, _W_HE
 _EARLIER, _COMPLEMENT, _W_SCALE, _BOUND = range(12, 16)
 
 #: Numbers of each row of S: its decay, what values are added by and what is lost by, and what reads it.
-_ROW_W, _ROW_K, _ROW_LOST, _ROW_R = (4 * MAX_DECAYS * i for i in range(4))
+_ROW_W, _ROW_K, _ROW_REMOVAL, _ROW_R = (4 * MAX_DECAYS * i for i in range(4))
 
 
 @helper
-def _set_rows(args, at, of_kv, rows):
-    """Fill what a token's rows of S have, for the head whose columns begin at byte ``at``, keys at ``of_kv``."""
-    n, bound, scale = arg(args, _W_HEAD), farg(args, _BOUND), farg(args, _W_SCALE)
+def _set_rows(args, offset, of_kv, rows):
+    """Fill a token's rows of S, for the head whose columns begin at byte ``offset``, keys at ``of_kv``."""
+    n = arg(args, _W_HEAD)
+    bound = farg(args, _BOUND)
+    scale = farg(args, _W_SCALE)
     for i in range(0, n, 16):
         count = min(16, n - i)
-        g = load_up_to(arg(args, _W) + at, 4 * i, count)
+        g = load_up_to(arg(args, _W) + offset, 4 * i, count)
         power = exp(g)
         if bound != 0:
             power = sigmoid(g) * bound
@@ -649,13 +706,15 @@ def _set_rows(args, at, of_kv, rows):
         k = load_up_to(arg(args, _W_K) + of_kv, 4 * i, count)
         if arg(args, _COMPLEMENT):
             k = k - k * w
-        lost = splat(f32x16, 0.0)
+        removal = splat(f32x16, 0.0)
         if arg(args, _REMOVED):
-            lost = load_up_to(arg(args, _REMOVED) + at, 4 * i, count) * load_up_to(arg(args, _RATE) + at, 4 * i, count)
+            removal = load_up_to(arg(args, _REMOVED) + offset, 4 * i, count) * load_up_to(
+                arg(args, _RATE) + offset, 4 * i, count
+            )
         store(rows, _ROW_W + 4 * i, w)
         store(rows, _ROW_K + 4 * i, k)
-        store(rows, _ROW_LOST + 4 * i, -lost)
-        store(rows, _ROW_R + 4 * i, load_up_to(arg(args, _R) + at, 4 * i, count) * scale)
+        store(rows, _ROW_REMOVAL + 4 * i, -removal)
+        store(rows, _ROW_R + 4 * i, load_up_to(arg(args, _R) + offset, 4 * i, count) * scale)
 
 
 @inline
@@ -672,25 +731,36 @@ def _wkv_step(s, stride, n, before, v, out, earlier, rows):
     a0 = a1 = a2 = a3 = splat(f32x16, 0.0)
     if before:
         for i in range(n):
-            at, x = s + stride * i, _splat_at(before, 4 * i)
-            a0, a1 = muladd(load(f32x16, at, 0), x, a0), muladd(load(f32x16, at, 64), x, a1)
-            a2, a3 = muladd(load(f32x16, at, 128), x, a2), muladd(load(f32x16, at, 192), x, a3)
-    v0, v1, v2, v3 = load(f32x16, v, 0), load(f32x16, v, 64), load(f32x16, v, 128), load(f32x16, v, 192)
+            row, x = s + stride * i, _splat_at(before, 4 * i)
+            a0, a1 = muladd(load(f32x16, row, 0), x, a0), muladd(load(f32x16, row, 64), x, a1)
+            a2, a3 = muladd(load(f32x16, row, 128), x, a2), muladd(load(f32x16, row, 192), x, a3)
+    v0 = load(f32x16, v, 0)
+    v1 = load(f32x16, v, 64)
+    v2 = load(f32x16, v, 128)
+    v3 = load(f32x16, v, 192)
     o0 = o1 = o2 = o3 = splat(f32x16, 0.0)
     for i in range(n):
-        at, w, k = s + stride * i, _splat_at(rows, _ROW_W + 4 * i), _splat_at(rows, _ROW_K + 4 * i)
-        lost, r = _splat_at(rows, _ROW_LOST + 4 * i), _splat_at(rows, _ROW_R + 4 * i)
-        s0 = muladd(a0, lost, muladd(v0, k, load(f32x16, at, 0) * w))
-        s1 = muladd(a1, lost, muladd(v1, k, load(f32x16, at, 64) * w))
-        s2 = muladd(a2, lost, muladd(v2, k, load(f32x16, at, 128) * w))
-        s3 = muladd(a3, lost, muladd(v3, k, load(f32x16, at, 192) * w))
-        store(at, 0, s0)
-        store(at, 64, s1)
-        store(at, 128, s2)
-        store(at, 192, s3)
-        o0, o1, o2, o3 = muladd(s0, r, o0), muladd(s1, r, o1), muladd(s2, r, o2), muladd(s3, r, o3)
+        row = s + stride * i
+        w = _splat_at(rows, _ROW_W + 4 * i)
+        k = _splat_at(rows, _ROW_K + 4 * i)
+        removal, r = _splat_at(rows, _ROW_REMOVAL + 4 * i), _splat_at(rows, _ROW_R + 4 * i)
+        s0 = muladd(a0, removal, muladd(v0, k, load(f32x16, row, 0) * w))
+        s1 = muladd(a1, removal, muladd(v1, k, load(f32x16, row, 64) * w))
+        s2 = muladd(a2, removal, muladd(v2, k, load(f32x16, row, 128) * w))
+        s3 = muladd(a3, removal, muladd(v3, k, load(f32x16, row, 192) * w))
+        store(row, 0, s0)
+        store(row, 64, s1)
+        store(row, 128, s2)
+        store(row, 192, s3)
+        o0 = muladd(s0, r, o0)
+        o1 = muladd(s1, r, o1)
+        o2 = muladd(s2, r, o2)
+        o3 = muladd(s3, r, o3)
     if earlier:
-        o0, o1, o2, o3 = a0, a1, a2, a3
+        o0 = a0
+        o1 = a1
+        o2 = a2
+        o3 = a3
     store(out, 0, o0)
     store(out, 64, o1)
     store(out, 128, o2)
@@ -699,14 +769,16 @@ def _wkv_step(s, stride, n, before, v, out, earlier, rows):
 
 @helper
 def _wkv_step_part(s, stride, n, before, v, out, earlier, rows, columns):
-    """As _wkv_step, for at most 16 columns."""
-    a, o, v0 = splat(f32x16, 0.0), splat(f32x16, 0.0), load_up_to(v, 0, columns)
+    """Do ``_wkv_step`` for at most 16 columns."""
+    a = splat(f32x16, 0.0)
+    o = splat(f32x16, 0.0)
+    v0 = load_up_to(v, 0, columns)
     if before:
         for i in range(n):
             a = muladd(load_up_to(s, stride * i, columns), _splat_at(before, 4 * i), a)
     for i in range(n):
-        kept = load_up_to(s, stride * i, columns) * _splat_at(rows, _ROW_W + 4 * i)
-        x = muladd(a, _splat_at(rows, _ROW_LOST + 4 * i), muladd(v0, _splat_at(rows, _ROW_K + 4 * i), kept))
+        decayed = load_up_to(s, stride * i, columns) * _splat_at(rows, _ROW_W + 4 * i)
+        x = muladd(a, _splat_at(rows, _ROW_REMOVAL + 4 * i), muladd(v0, _splat_at(rows, _ROW_K + 4 * i), decayed))
         store_up_to(s, stride * i, x, columns)
         o = muladd(x, _splat_at(rows, _ROW_R + 4 * i), o)
     if earlier:
@@ -717,16 +789,21 @@ def _wkv_step_part(s, stride, n, before, v, out, earlier, rows, columns):
 @helper
 def _wkv_token(args, t, head, first, columns, rows):
     """Advance columns of a head, from ``first``, by token t."""
-    n_head, n_kv, n = arg(args, _W_N_HEAD), arg(args, _W_N_KV), arg(args, _W_HEAD)
+    n_head = arg(args, _W_N_HEAD)
+    n_kv = arg(args, _W_N_KV)
+    n = arg(args, _W_HEAD)
     sequence = types.int64(load(types.int32, batch_word(args, SEQUENCES), 4 * t))
     s = arg(args, _W_STATE) + 4 * ((sequence * n_head + head) * n * n + first)
     if load(types.int32, batch_word(args, POSITIONS), 4 * t) == 0:
         _zero(s, 4 * n, n, columns)
-    at, of_kv = 4 * (t * n_head + head) * n, 4 * (t * n_kv + head // (n_head // n_kv)) * n
-    _set_rows(args, at, of_kv, rows)
-    v, out = arg(args, _W_V) + of_kv + 4 * first, arg(args, _W_OUT) + at + 4 * first
+    offset, of_kv = 4 * (t * n_head + head) * n, 4 * (t * n_kv + head // (n_head // n_kv)) * n
+    _set_rows(args, offset, of_kv, rows)
+    v, out = arg(args, _W_V) + of_kv + 4 * first, arg(args, _W_OUT) + offset + 4 * first
     earlier, before = arg(args, _EARLIER), arg(args, _REMOVED)
-    before = rows + _ROW_R if earlier else before + at if before else before
+    if earlier:
+        before = rows + _ROW_R
+    elif before:
+        before = before + offset
     if columns == PART:
         _wkv_step(s, 4 * n, n, before, v, out, earlier, rows)
         return
@@ -740,7 +817,9 @@ def wkv(args, tid, nth):
 
     state: [sequences][n_head][head][head]
     """
-    n, n_tokens, rows = arg(args, _W_HEAD), batch_word(args, N_TOKENS), stack_bytes(4096)
+    n = arg(args, _W_HEAD)
+    n_tokens = batch_word(args, N_TOKENS)
+    rows = stack_bytes(4096)
     parts = (n + PART - 1) // PART
     units = arg(args, _W_N_HEAD) * parts
     for unit in range(first_of(units, tid, nth), first_of(units, tid + 1, nth)):

@@ -29,11 +29,15 @@ _OUT, _PAIRS, _CONSTANTS, _EACH, _BACK, _STEP, _FREQ_SCALE, _MSCALE = range(1, 9
 def rope_table(args, tid, nth):
     """Write cos, sin, cos, sin, ... of each token's angles, computed in double to round as glibc does."""
     pairs, constants = arg(args, _PAIRS), arg(args, _CONSTANTS)
-    step, freq_scale, mscale = farg(args, _STEP), farg(args, _FREQ_SCALE), farg(args, _MSCALE)
-    tokens, positions, each = batch_word(args, N_TOKENS), batch_word(args, POSITIONS), arg(args, _EACH)
+    step = farg(args, _STEP)
+    freq_scale = farg(args, _FREQ_SCALE)
+    mscale = farg(args, _MSCALE)
+    tokens = batch_word(args, N_TOKENS)
+    positions = batch_word(args, POSITIONS)
+    multiple = arg(args, _EACH)
     sign = types.float32(-1) if arg(args, _BACK) else types.float32(1)
     for t in range(first_of(tokens, tid, nth), first_of(tokens, tid + 1, nth)):
-        running = types.float32(types.int64(load(types.int32, positions, 4 * t)) // each * each)
+        running = types.float32(types.int64(load(types.int32, positions, 4 * t)) // multiple * multiple)
         out = arg(args, _OUT) + 8 * pairs * t
         for i in range(pairs):
             turns, factor = load(types.float32, constants, 4 * i), load(types.float32, constants, 4 * (pairs + i))
@@ -95,7 +99,9 @@ _X, _TABLE, _WIDTH, _HEAD, _START, _N_ROT, _ROWS_OF, _PER = range(2, 10)
 @operation("batch out x table width head start n_rot rows_of per")
 def _rope(args, tid, nth):
     """Rotate columns start ... start + n_rot of every head and copy the others. A unit of work is a head."""
-    head, start, n_rot = arg(args, _HEAD), arg(args, _START), arg(args, _N_ROT)
+    head = arg(args, _HEAD)
+    start = arg(args, _START)
+    n_rot = arg(args, _N_ROT)
     heads = arg(args, _WIDTH) * arg(args, _PER) // head  # of a token
     units = batch_word(args, arg(args, _ROWS_OF)) * heads
     first, end = share(units, head, tid, nth)

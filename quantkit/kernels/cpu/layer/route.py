@@ -56,20 +56,20 @@ def softmax(x, out, n):
     low = splat(f32x16, -np.inf)
     for i in range(0, n - 15, 16):
         low = vmax(load(f32x16, x, 4 * i), low)
-    at, rest = 4 * (n - n % 16), n % 16
-    tail = lane_numbers() < types.int32(rest)
-    largest = hmax(vmax(select(tail, load_part(f32x16, x, at, rest), -np.inf), low))
+    offset, n_tail = 4 * (n - n % 16), n % 16
+    tail = lane_numbers() < types.int32(n_tail)
+    largest = hmax(vmax(select(tail, load_part(f32x16, x, offset, n_tail), -np.inf), low))
     total = splat(f32x16, 0)
     for i in range(0, n - 15, 16):
         e = exp(load(f32x16, x, 4 * i) - largest)
         total += e
         store(out, 4 * i, e)
-    e = select(tail, exp(load_part(f32x16, x, at, rest) - largest), 0.0)
-    store_part(out, at, e, rest)
+    e = select(tail, exp(load_part(f32x16, x, offset, n_tail) - largest), 0.0)
+    store_part(out, offset, e, n_tail)
     factor = types.float32(1) / hsum(total + e)
     for i in range(0, n - 15, 16):
         store(out, 4 * i, load(f32x16, out, 4 * i) * factor)
-    store_part(out, at, e * factor, rest)
+    store_part(out, offset, e * factor, n_tail)
 
 
 @inline
@@ -106,24 +106,24 @@ def _take_largest(keys, n):
         better = k > best
         best, where = select(better, k, best), select(better, lane_numbers() + types.int32(i), where)
     top = hmax(best)
-    found = types.int64(hmin(select(best == top, where, 0x7FFFFFFF)))
-    store(keys, 4 * found, types.int32(_LOWEST))
-    return found
+    index = types.int64(hmin(select(best == top, where, 0x7FFFFFFF)))
+    store(keys, 4 * index, types.int32(_LOWEST))
+    return index
 
 
 @inline
 def _keep_groups(choice, n_expert, n_group, n_used):
     """Set the choice outside the n_used best groups to minus infinity."""
-    scores, kept = stack_bytes(4 * 4096), stack_bytes(4096)
+    scores, is_kept = stack_bytes(4 * 4096), stack_bytes(4096)
     size = n_expert // n_group
     _score_groups(choice, scores, n_group, size)
     _sort_keys(scores, n_group)
     for g in range(n_group):
-        store(kept, g, types.uint8(0))
+        store(is_kept, g, types.uint8(0))
     for _ in range(n_used):
-        store(kept, _take_largest(scores, n_group), types.uint8(1))
+        store(is_kept, _take_largest(scores, n_group), types.uint8(1))
     for i in range(n_expert):
-        if load(types.uint8, kept, i // size) == 0:
+        if load(types.uint8, is_kept, i // size) == 0:
             store(choice, 4 * i, types.float32(-np.inf))
 
 
@@ -134,7 +134,11 @@ def _probabilities(logits, probs, n, gating):
         return
     for i in range(0, n, 16):
         x = load_part(f32x16, logits, 4 * i, min(16, n - i))
-        store(probs, 4 * i, sigmoid(x) if gating == 1 else vsqrt(softplus(x)) if gating == 3 else x)
+        if gating == 1:
+            x = sigmoid(x)
+        elif gating == 3:
+            x = vsqrt(softplus(x))
+        store(probs, 4 * i, x)
 
 
 @inline
@@ -162,7 +166,9 @@ _GATING, _NORM, _ROWS_OF, _SCALE, _SUM_FLOOR, _SHARE = range(10, 16)
 )
 def route(args, tid, nth):
     """Choose experts, token by token."""
-    n, n_used, gating = arg(args, _N_EXPERT), arg(args, _N_USED), arg(args, _GATING)
+    n = arg(args, _N_EXPERT)
+    n_used = arg(args, _N_USED)
+    gating = arg(args, _GATING)
     n_group, bias = arg(args, _N_GROUP), arg(args, _BIAS)
     rows = batch_word(args, arg(args, _ROWS_OF))
     probs, choice = stack_bytes(4 * 4096), stack_bytes(4 * 4096)
@@ -206,7 +212,9 @@ def repeat(args, tid, nth):
 @operation("batch out x weights width n_used rows_of")
 def combine(args, tid, nth):
     """out row t = sum over j, in order, of weights[t, j] * x row (t, j); each product and sum is rounded."""
-    width, n_used, weights = arg(args, _WIDTH), arg(args, _USED), arg(args, _W)
+    width = arg(args, _WIDTH)
+    n_used = arg(args, _USED)
+    weights = arg(args, _W)
     parts = (width + PART - 1) // PART
     units = batch_word(args, arg(args, _ROWS)) * parts
     for unit in range(first_of(units, tid, nth), first_of(units, tid + 1, nth)):
@@ -223,12 +231,12 @@ def combine(args, tid, nth):
                     v = v * load(types.float32, weights, 4 * (row * n_used + j))
                 total += v
             store(out, 4 * i, total)
-        at, n = 4 * (last - last % 16), last % 16
+        offset, n = 4 * (last - last % 16), last % 16
         if n:
             total = splat(f32x16, 0)
             for j in range(n_used):
-                v = load_part(f32x16, x, 4 * j * width + at, n)
+                v = load_part(f32x16, x, 4 * j * width + offset, n)
                 if weights:
                     v = v * load(types.float32, weights, 4 * (row * n_used + j))
                 total = v if j == 0 else total + v
-            store_part(out, at, total, n)
+            store_part(out, offset, total, n)

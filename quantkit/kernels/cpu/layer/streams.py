@@ -1,4 +1,4 @@
-"""How four streams beside the layers count in a layer's input and after it (DeepSeek 4).
+"""Weights of the four residual streams in a layer's input and output (DeepSeek 4).
 
     stream_weights  batch before after across x scale base rounds eps:f rows_of per
                     ops.StreamWeights: before and after [4], across [16] of x [24] a row; scale: [3], base: [24]
@@ -19,8 +19,8 @@ from quantkit.kernels.cpu.layer.elementwise import share
 _BEFORE, _AFTER, _ACROSS, _X, _SCALE, _BASE, _ROUNDS, _EPS, _ROWS_OF = range(1, 10)
 
 #: Of a matrix of 4 by 4: neighbours in a row, pairs of them; rows below each other, pairs of them; the transposed one.
-_beside = make_shuffle([i ^ 1 for i in range(16)], "streams_beside")
-_across = make_shuffle([i ^ 2 for i in range(16)], "streams_across")
+_swap_lanes = make_shuffle([i ^ 1 for i in range(16)], "streams_beside")
+_swap_pairs = make_shuffle([i ^ 2 for i in range(16)], "streams_across")
 _below = make_shuffle([i ^ 4 for i in range(16)], "streams_below")
 _far_below = make_shuffle([i ^ 8 for i in range(16)], "streams_far_below")
 _transposed = make_shuffle([i % 4 * 4 + i // 4 for i in range(16)], "streams_transposed")
@@ -28,8 +28,8 @@ _transposed = make_shuffle([i % 4 * 4 + i // 4 for i in range(16)], "streams_tra
 
 @inline
 def _sum_of_rows(c):
-    pairs = c + _beside(c)
-    return pairs + _across(pairs)
+    pairs = c + _swap_lanes(c)
+    return pairs + _swap_pairs(pairs)
 
 
 @inline
@@ -40,8 +40,10 @@ def _sum_of_columns(c):
 
 @operation("batch before after across x scale base rounds eps:f rows_of per")
 def stream_weights(args, tid, nth):
-    """Say how four streams count; a unit of work is a row, its matrix one vector."""
-    scale, base, eps = arg(args, _SCALE), arg(args, _BASE), farg(args, _EPS)
+    """Compute the weights of four streams; a unit of work is a row, its matrix one vector."""
+    scale = arg(args, _SCALE)
+    base = arg(args, _BASE)
+    eps = farg(args, _EPS)
     by_before, by_after = load(types.float32, scale, 0), load(types.float32, scale, 4)
     first, end = share(batch_word(args, arg(args, _ROWS_OF)), 1024, tid, nth)
     for row in range(first, end):
@@ -51,8 +53,8 @@ def stream_weights(args, tid, nth):
         after = load_part(f32x16, x, 16, 4) * by_after + load_part(f32x16, base, 16, 4)
         store_part(arg(args, _AFTER), 16 * row, sigmoid(after) * 2.0, 4)
         c = load(f32x16, x, 32) * load(types.float32, scale, 8) + load(f32x16, base, 32)
-        largest = vmax(c, _beside(c))
-        c = exp(c - vmax(largest, _across(largest)))
+        largest = vmax(c, _swap_lanes(c))
+        c = exp(c - vmax(largest, _swap_pairs(largest)))
         c = c / _sum_of_rows(c) + eps
         c = c / (_sum_of_columns(c) + eps)
         for _ in range(arg(args, _ROUNDS) - 1):

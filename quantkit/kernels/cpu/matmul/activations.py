@@ -86,8 +86,19 @@ from quantkit.kernels.cpu.unpack.lanes import by_words, high_halves, load_pieces
 
 #: Bytes of a unit of 256 values, and the offsets of its parts.
 UNIT_BYTES = 1344
-SCALES, SUMS, OFFSETS, OFFSETS32, SUMS32, TOTALS, TOTALS32 = 256, 320, 384, 448, 480, 512, 544
-BY_PIECES, APART_2, APART_4, BY_EIGHTS, IN_ORDER, BY_QUARTERS = 576, 832, 1088, 832, 832, 1088
+SCALES = 256
+SUMS = 320
+OFFSETS = 384
+OFFSETS32 = 448
+SUMS32 = 480
+TOTALS = 512
+TOTALS32 = 544
+BY_PIECES = 576
+APART_2 = 832
+APART_4 = 1088
+BY_EIGHTS = 832
+IN_ORDER = 832
+BY_QUARTERS = 1088
 #: Bytes after the units of a row.
 ROW_GAP = 64
 
@@ -120,7 +131,7 @@ def sum_fours(a: Any, b: Any, c: Any, d: Any) -> Any:
 
 @inline
 def max_fours(a: Any, b: Any, c: Any, d: Any) -> Any:
-    """As sum_fours, with the maximum instead of the sum."""
+    """Return the maximums of each four lanes, in the order of ``sum_fours``."""
     x = vmax(low_words(a, b), high_words(a, b))
     y = vmax(low_words(c, d), high_words(c, d))
     return vmax(low_pairs(x, y), high_pairs(x, y))
@@ -171,7 +182,10 @@ def block_maxima(x: int) -> Any:
 @inline
 def store_offsets(out: int) -> Any:
     """Write the offsets of a unit, whose levels are written; return the sums of each 16 levels."""
-    a, b, c, d = load(i8x64, out, 0), load(i8x64, out, 64), load(i8x64, out, 128), load(i8x64, out, 192)
+    a = load(i8x64, out, 0)
+    b = load(i8x64, out, 64)
+    c = load(i8x64, out, 128)
+    d = load(i8x64, out, 192)
     store(out, BY_PIECES, first_pieces(a, b))
     store(out, BY_PIECES + 64, second_pieces(a, b))
     store(out, BY_PIECES + 128, first_pieces(c, d))
@@ -187,16 +201,19 @@ def store_offsets(out: int) -> Any:
 
 
 @inline
-def store_halves(out: int, at: int, a: Any, b: Any) -> None:
+def store_halves(out: int, offset: int, a: Any, b: Any) -> None:
     """Write the lower halves of two vectors, then the upper ones."""
-    store(out, at, low_halves(a, b))
-    store(out, at + 64, high_halves(a, b))
+    store(out, offset, low_halves(a, b))
+    store(out, offset + 64, high_halves(a, b))
 
 
 @inline
 def store_apart(out: int) -> None:
     """Write the levels of a unit again, blocks that are not neighbours side by side."""
-    a, b, c, d = load(i8x64, out, 0), load(i8x64, out, 64), load(i8x64, out, 128), load(i8x64, out, 192)
+    a = load(i8x64, out, 0)
+    b = load(i8x64, out, 64)
+    c = load(i8x64, out, 128)
+    d = load(i8x64, out, 192)
     store_halves(out, APART_2, a, b)
     store_halves(out, APART_2 + 128, c, d)
     store_halves(out, APART_4, a, c)
@@ -215,10 +232,12 @@ def store_by_eights(out: int) -> None:
 @inline
 def store_by_words(out: int) -> None:
     """Write the levels of a unit, which are in order behind it, by words, and as quarters of each 64."""
-    at = out + IN_ORDER
+    levels = out + IN_ORDER
     for quarter in range(4):
-        store(out, BY_QUARTERS + 64 * quarter, load_pieces(i8x64, i8x16, at, 16 * quarter, 64))
-    l0, l1, l2, l3 = by_words(load(i8x64, at, 0), load(i8x64, at, 64), load(i8x64, at, 128), load(i8x64, at, 192))
+        store(out, BY_QUARTERS + 64 * quarter, load_pieces(i8x64, i8x16, levels, 16 * quarter, 64))
+    l0, l1, l2, l3 = by_words(
+        load(i8x64, levels, 0), load(i8x64, levels, 64), load(i8x64, levels, 128), load(i8x64, levels, 192)
+    )
     store(out, 0, l0)
     store(out, 64, l1)
     store(out, 128, l2)
@@ -226,9 +245,9 @@ def store_by_words(out: int) -> None:
 
 
 @inline
-def rounded_levels(x: int, at: int, factor: Any) -> Any:
-    """Return the 16 values at byte ``at`` times ``factor``, rounded to int8."""
-    return convert(i8x16, convert(i32x16, round_even(load(f32x16, x, at) * factor)))
+def rounded_levels(x: int, offset: int, factor: Any) -> Any:
+    """Return the 16 values at byte ``offset`` times ``factor``, rounded to int8."""
+    return convert(i8x16, convert(i32x16, round_even(load(f32x16, x, offset) * factor)))
 
 
 @inline
@@ -408,8 +427,8 @@ def quantize_row(x: int, out: int, n: int, first: int, last: int) -> None:
         if 256 * unit + 256 > n:
             padded = stack_bytes(1024)
             for i in range(256):
-                inside = 256 * unit + i < n
-                store(padded, 4 * i, load(types.float32, source, 4 * i) if inside else types.float32(0))
+                in_range = 256 * unit + i < n
+                store(padded, 4 * i, load(types.float32, source, 4 * i) if in_range else types.float32(0))
             source = padded
         quantize_unit(source, out + UNIT_BYTES * unit, of_row)
 

@@ -5,8 +5,8 @@ at a time in integers (exact) down to one sum per 16 values, and only then multi
 
     result = sum over groups of 16:  scale * d * (sum of level * q)  -  min * sums
 
-One row at a time and strictly in order, with a prefetch ``ahead`` bytes further on, which at the end of the rows is in
-those that come next: the hardware prefetcher handles several streams worse. Where bytes are multiplied as u8 x s8
+One row at a time and strictly in order, with a prefetch ``distance`` bytes further on, which at the end of the rows is
+in those that come next: the hardware prefetcher handles several streams worse. Where bytes are multiplied as u8 x s8
 (simd.HAS_DOT4), signed levels are raised by 128, and the offsets of activations.py compensate. ``dot_row_by_4`` unpacks
 a row once for the activations of four tokens.
 """
@@ -78,9 +78,9 @@ def not_lowered(sums: Any, act: int) -> Any:
     return sums
 
 
-def operand_functions(of: Format) -> dict[str, Any]:
+def operand_functions(spec: Format) -> dict[str, Any]:
     """Return how a type's levels become operands of dot4, and how the sums are corrected."""
-    if not of.signed:
+    if not spec.signed:
         return {"operand": unsigned_operand, "correct": not_lowered}
     return (
         {"operand": raised_operand, "correct": lowered}
@@ -125,18 +125,21 @@ def word_sums(u0: Any, u1: Any, u2: Any, u3: Any, act: int) -> Any:
     return correct(a + b, act)
 
 
-def dot_unit_unpacked(at: int, act: int, acc: Any) -> Any:
+def dot_unit_unpacked(block: int, act: int, acc: Any) -> Any:
     """Add the products of 256 values to 16 sums."""
-    l0, l1, l2, l3, scales, mins = unpack(at, 0)
+    l0, l1, l2, l3, scales, mins = unpack(block, 0)
     sums = group_sums(operand(l0), operand(l1), operand(l2), operand(l3), act)
     acc = muladd(convert(f32x16, sums), by_fours(scales * load(f32x16, act, SCALES)), acc)
     return minus_product(acc, mins, load(f32x16, act, SUMS))
 
 
-def dot_unit_by_4(at: int, y0: int, y1: int, y2: int, y3: int, accs: Any) -> Any:
+def dot_unit_by_4(block: int, y0: int, y1: int, y2: int, y3: int, accs: Any) -> Any:
     """Add the products of 256 values with the activations of four tokens."""
-    l0, l1, l2, l3, scales, mins = unpack(at, 0)
-    u0, u1, u2, u3 = operand(l0), operand(l1), operand(l2), operand(l3)
+    l0, l1, l2, l3, scales, mins = unpack(block, 0)
+    u0 = operand(l0)
+    u1 = operand(l1)
+    u2 = operand(l2)
+    u3 = operand(l3)
     a0, a1, a2, a3 = accs
     turned = by_fours(scales)
     a0 = muladd(convert(f32x16, group_sums(u0, u1, u2, u3, y0)), turned * by_fours(load(f32x16, y0, SCALES)), a0)
@@ -154,11 +157,11 @@ def dot_unit_by_4(at: int, y0: int, y1: int, y2: int, y3: int, accs: Any) -> Any
 # ---------------------------------------------------------------- a row
 
 
-def copy_tail(at: int, rest: int, padded: int) -> None:
-    """Copy the bytes of a row's last ``rest`` values, less than a unit, and zero-pad them."""
-    n = rest * unit_bytes // 256
+def copy_tail(source: int, count: int, padded: int) -> None:
+    """Copy the bytes of a row's last ``count`` values, less than a unit, and zero-pad them."""
+    n = count * unit_bytes // 256
     for i in range(n):
-        store(padded, i, load(types.uint8, at, i))
+        store(padded, i, load(types.uint8, source, i))
     for i in range(n, unit_bytes):
         store(padded, i, types.uint8(0))
 
@@ -174,13 +177,13 @@ start: Any = zero_sums
 finish: Any = hsum
 
 
-def dot_row(w: int, act: int, n: int, ahead: int) -> Any:
+def dot_row(w: int, act: int, n: int, distance: int) -> Any:
     """Return the dot product, float32, of the row of ``n`` weights at ``w`` and the activations at ``act``."""
     acc, of_row = start(), row_scale(w)
     w += header_bytes
     for _ in range(n // 256):
         for line in range(unit_lines):
-            prefetch(w, ahead + 64 * line)
+            prefetch(w, distance + 64 * line)
         acc = dot_unit(w, act, acc)
         w += unit_bytes
         act += UNIT_BYTES
@@ -198,14 +201,17 @@ def dot_row_by_4(w: int, y0: int, y1: int, y2: int, y3: int, n: int) -> Any:
     padded = stack_bytes(320)
     of_row = row_scale(w)
     for unit in range((n + 255) // 256):
-        at, to = w + header_bytes + unit * unit_bytes, unit * UNIT_BYTES
+        block, offset = w + header_bytes + unit * unit_bytes, unit * UNIT_BYTES
         for line in range(unit_lines):
-            prefetch(at, PREFETCH + 64 * line)
+            prefetch(block, PREFETCH + 64 * line)
         if 256 * unit + 256 > n:
-            copy_row_tail(at, n % 256, padded)
-            at = padded
-        accs = dot_unit(at, y0 + to, y1 + to, y2 + to, y3 + to, accs)
-    a, b, c, d = hsum(accs[0]), hsum(accs[1]), hsum(accs[2]), hsum(accs[3])
+            copy_row_tail(block, n % 256, padded)
+            block = padded
+        accs = dot_unit(block, y0 + offset, y1 + offset, y2 + offset, y3 + offset, accs)
+    a = hsum(accs[0])
+    b = hsum(accs[1])
+    c = hsum(accs[2])
+    d = hsum(accs[3])
     return scaled(a, of_row), scaled(b, of_row), scaled(c, of_row), scaled(d, of_row)
 
 
@@ -217,13 +223,13 @@ def row_dots(t: TensorType) -> tuple[Any, Any]:
         return specialize(float_dots.dot_float_row, name, **bound), specialize(
             float_dots.dot_float_row_by_4, name, **bound
         )
-    made = unpacker(t)
-    operands = operand_functions(made.format)
-    sums = specialize(word_sums if made.format.activations == "q8_k64" else group_sums, name, **operands)
-    unit = {"unpack": made.function, "group_sums": sums, **operands}
-    size = made.format.unit_bytes
+    unpack = unpacker(t)
+    operands = operand_functions(unpack.format)
+    sums = specialize(word_sums if unpack.format.activations == "q8_k64" else group_sums, name, **operands)
+    unit = {"unpack": unpack.function, "group_sums": sums, **operands}
+    size = unpack.format.unit_bytes
     tail = specialize(copy_tail, name, unit_bytes=size)
-    row = {**made.product_row, "unit_lines": -(-size // 64), "copy_row_tail": tail}
+    row = {**unpack.product_row, "unit_lines": -(-size // 64), "copy_row_tail": tail}
     direct = direct_dot(t) or {"dot_unit": specialize(dot_unit_unpacked, name, **unit)}
     one = direct_row(t) or specialize(dot_row, name, **direct, **row)
     four = specialize(dot_row_by_4, name, dot_unit=specialize(dot_unit_by_4, name, **unit), **row)

@@ -38,39 +38,39 @@ from quantkit.kernels.cpu.unpack.lanes import widen_f16
 
 
 @inline
-def load_16_f32(at: int, offset: int) -> Any:
+def load_16_f32(row: int, offset: int) -> Any:
     """Load 16 weights from number ``offset`` on."""
-    return load(f32x16, at, 4 * offset)
+    return load(f32x16, row, 4 * offset)
 
 
 @inline
-def load_16_f16(at: int, offset: int) -> Any:
+def load_16_f16(row: int, offset: int) -> Any:
     """Load and widen 16 weights."""
-    return load_f16(f32x16, at, 2 * offset)
+    return load_f16(f32x16, row, 2 * offset)
 
 
 @inline
-def load_16_bf16(at: int, offset: int) -> Any:
+def load_16_bf16(row: int, offset: int) -> Any:
     """Load and widen 16 weights: bfloat16 is the upper half of f32."""
-    return cast(f32x16, convert(u32x16, load(u16x16, at, 2 * offset)) << 16)
+    return cast(f32x16, convert(u32x16, load(u16x16, row, 2 * offset)) << 16)
 
 
 @inline
-def load_few_f32(at: int, offset: int, n: int) -> Any:
+def load_few_f32(row: int, offset: int, n: int) -> Any:
     """Load n weights, zero-padded."""
-    return load_part(f32x16, at, 4 * offset, n)
+    return load_part(f32x16, row, 4 * offset, n)
 
 
 @inline
-def load_few_f16(at: int, offset: int, n: int) -> Any:
+def load_few_f16(row: int, offset: int, n: int) -> Any:
     """Load and widen n weights, zero-padded."""
-    return widen_f16(load_part(u16x16, at, 2 * offset, n))
+    return widen_f16(load_part(u16x16, row, 2 * offset, n))
 
 
 @inline
-def load_few_bf16(at: int, offset: int, n: int) -> Any:
+def load_few_bf16(row: int, offset: int, n: int) -> Any:
     """Load and widen n weights, zero-padded."""
-    return cast(f32x16, convert(u32x16, load_part(u16x16, at, 2 * offset, n)) << 16)
+    return cast(f32x16, convert(u32x16, load_part(u16x16, row, 2 * offset, n)) << 16)
 
 
 #: Prefetch distance in bytes; the bindings of a type.
@@ -82,39 +82,39 @@ weight_bytes = 4
 # ---------------------------------------------------------------- a row
 
 
-def dot_float_row(w: int, act: int, n: int, ahead: int) -> Any:
+def dot_float_row(w: int, act: int, n: int, distance: int) -> Any:
     """Return the dot product, float32, of n weights at ``w`` and n f32 at ``act``."""
     a = b = c = d = splat(f32x16, 0)
-    whole = n // 64 * 64
-    for i in range(0, whole, 64):
+    vector_end = n // 64 * 64
+    for i in range(0, vector_end, 64):
         for line in range(weight_bytes):
-            prefetch(w, weight_bytes * i + ahead + 64 * line)
+            prefetch(w, weight_bytes * i + distance + 64 * line)
         a = muladd(load_16(w, i), load(f32x16, act, 4 * i), a)
         b = muladd(load_16(w, i + 16), load(f32x16, act, 4 * i + 64), b)
         c = muladd(load_16(w, i + 32), load(f32x16, act, 4 * i + 128), c)
         d = muladd(load_16(w, i + 48), load(f32x16, act, 4 * i + 192), d)
-    for i in range(whole, n, 16):
-        rest = min(16, n - i)
-        a = muladd(load_few(w, i, rest), load_part(f32x16, act, 4 * i, rest), a)
+    for i in range(vector_end, n, 16):
+        n_tail = min(16, n - i)
+        a = muladd(load_few(w, i, n_tail), load_part(f32x16, act, 4 * i, n_tail), a)
     return hsum((a + b) + (c + d))
 
 
 def dot_float_row_by_4(w: int, y0: int, y1: int, y2: int, y3: int, n: int) -> Any:
     """Return four dot products, float32, of n weights at ``w`` and n f32 each at y0 ... y3."""
     a = b = c = d = splat(f32x16, 0)
-    whole = n // 16 * 16
-    for i in range(0, whole, 16):
+    vector_end = n // 16 * 16
+    for i in range(0, vector_end, 16):
         prefetch(w, weight_bytes * i + PREFETCH)
         x = load_16(w, i)
         a, b = muladd(x, load(f32x16, y0, 4 * i), a), muladd(x, load(f32x16, y1, 4 * i), b)
         c, d = muladd(x, load(f32x16, y2, 4 * i), c), muladd(x, load(f32x16, y3, 4 * i), d)
-    if whole < n:
-        rest = n - whole
-        x = load_few(w, whole, rest)
-        a = muladd(x, load_part(f32x16, y0, 4 * whole, rest), a)
-        b = muladd(x, load_part(f32x16, y1, 4 * whole, rest), b)
-        c = muladd(x, load_part(f32x16, y2, 4 * whole, rest), c)
-        d = muladd(x, load_part(f32x16, y3, 4 * whole, rest), d)
+    if vector_end < n:
+        n_tail = n - vector_end
+        x = load_few(w, vector_end, n_tail)
+        a = muladd(x, load_part(f32x16, y0, 4 * vector_end, n_tail), a)
+        b = muladd(x, load_part(f32x16, y1, 4 * vector_end, n_tail), b)
+        c = muladd(x, load_part(f32x16, y2, 4 * vector_end, n_tail), c)
+        d = muladd(x, load_part(f32x16, y3, 4 * vector_end, n_tail), d)
     return hsum(a), hsum(b), hsum(c), hsum(d)
 
 
@@ -125,17 +125,17 @@ def unpack_float_panel(w: int, row_bytes: int, rows: int, n: int, panel: int) ->
     """Transpose ``rows`` (1 to 32) rows of n weights; the last one is repeated up to 32."""
     block = stack_bytes(1024)
     for i in range(0, n, 16):
-        rest = min(16, n - i)
+        count = min(16, n - i)
         for half in range(2):
             for r in range(16):
-                at = w + min(16 * half + r, rows - 1) * row_bytes
-                store(block, 64 * r, load_16(at, i) if rest == 16 else load_few(at, i, rest))
+                row = w + min(16 * half + r, rows - 1) * row_bytes
+                store(block, 64 * r, load_16(row, i) if count == 16 else load_few(row, i, count))
             turn(block, 64, panel + 128 * i + 64 * half, 128, 16)
 
 
 def _typed(sums: Any, panel: Any, tokens: Any, offset: Any, steps: Any) -> Any:
-    known = isinstance(steps, types.IntegerLiteral)
-    return sums(sums, types.int64, tokens, types.int64, steps) if known else None
+    is_literal = isinstance(steps, types.IntegerLiteral)
+    return sums(sums, types.int64, tokens, types.int64, steps) if is_literal else None
 
 
 @emits(_typed)
@@ -151,18 +151,18 @@ def multiply_steps(b, sig, sums, panel, tokens, offset, steps):
     return sums
 
 
-def tile_float(panel: int, n: int, tokens: Any, out: int, ahead: int, step: int) -> None:
+def tile_float(panel: int, n: int, tokens: Any, out: int, next_rows: int, step: int) -> None:
     """Multiply a panel by rows of f32."""
     sums = no_sums(tokens)
     for begin in range(0, n, 256):
         for byte in range(0, step, 64):
-            prefetch_l2(ahead, byte)
-        ahead += step
+            prefetch_l2(next_rows, byte)
+        next_rows += step
         end = min(n, begin + 256)
-        whole = end // 4 * 4
-        for i in range(begin, whole, 4):
+        vector_end = end // 4 * 4
+        for i in range(begin, vector_end, 4):
             sums = multiply_steps(sums, panel + 128 * i, tokens, 4 * i, 4)
-        for i in range(whole, end):
+        for i in range(vector_end, end):
             sums = multiply_steps(sums, panel + 128 * i, tokens, 4 * i, 1)
     store_tile(sums, out)
 

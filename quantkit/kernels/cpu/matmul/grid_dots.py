@@ -41,9 +41,9 @@ def pair_products(g: Any, minus: Any, y: Any) -> Any:
     return maddubs(cast(u8x64, g), select(minus, -y, y))
 
 
-def dot_grid(at: int, act: int, acc: Any) -> Any:
+def dot_grid(block: int, act: int, acc: Any) -> Any:
     """A super-block."""
-    (g0, g1, g2, g3), signs, s, d = fields(at, 0)
+    (g0, g1, g2, g3), signs, s, d = fields(block, 0)
     m0, m1, m2, m3 = i_quants.minus_bits(signs)
     s = opaque(convert(i16x16, (s << 1) | 1))
     x = dot2(splat(i32x16, 0), pair_products(g0, m0, load(i8x64, act, 0)), scales_0123(s))

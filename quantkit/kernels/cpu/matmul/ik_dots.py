@@ -59,7 +59,10 @@ def add_pair_products(act: int, acc: Any, codes: Any, indices: Any, s: Any, rais
     """Add the products of a super-block with scales s, i8x16; ``raised``: i8x16, by how much each group is."""
     q0, q1, q2, q3 = indices
     s = opaque(convert(i16x16, s))
-    u0, u1, u2, u3 = lookup16(codes, q0), lookup16(codes, q1), lookup16(codes, q2), lookup16(codes, q3)
+    u0 = lookup16(codes, q0)
+    u1 = lookup16(codes, q1)
+    u2 = lookup16(codes, q2)
+    u3 = lookup16(codes, q3)
     x = crumb_products(act, u0, u1, u2, u3, s)
     offset = dot2(splat(i32x8, 0), s * convert(i16x16, raised), load(i16x16, act, TOTALS))
     d *= load(types.float32, act, SCALES)
@@ -75,33 +78,36 @@ def two_bits(q: Any) -> Any:
 
 
 @inline
-def dot_iq2_k(at: int, act: int, acc: Any) -> Any:
+def dot_iq2_k(block: int, act: int, acc: Any) -> Any:
     """A super-block of IQ2_K."""
-    q, raised = two_bits(load(u8x64, at, 12)), 32 - ik_quants.bits16(at, 2) * 5
-    return add_pair_products(act, acc, codes_2(), q, ik_quants.iq2_k_scales(at, 0), raised, half_at(at, 0))
+    q, raised = two_bits(load(u8x64, block, 12)), 32 - ik_quants.bits16(block, 2) * 5
+    return add_pair_products(act, acc, codes_2(), q, ik_quants.iq2_k_scales(block, 0), raised, half_at(block, 0))
 
 
 @inline
-def dot_iq2_ks(at: int, act: int, acc: Any) -> Any:
+def dot_iq2_ks(block: int, act: int, acc: Any) -> Any:
     """A super-block of IQ2_KS; the row's scale is applied last (dots.py)."""
-    q, extra = two_bits(load(u8x64, at, 6)), ik_quants.bits16(at, 0)
+    q, extra = two_bits(load(u8x64, block, 6)), ik_quants.bits16(block, 0)
     raised = 32 - each_twice(extra) * 5
-    return add_pair_products(act, acc, codes_2(), q, ik_quants.iq2_ks_scales(at, 0, extra), raised, types.float32(1))
+    return add_pair_products(act, acc, codes_2(), q, ik_quants.iq2_ks_scales(block, 0, extra), raised, types.float32(1))
 
 
 @inline
-def dot_iq3_k(at: int, act: int, acc: Any) -> Any:
+def dot_iq3_k(block: int, act: int, acc: Any) -> Any:
     """A super-block of IQ3_K."""
-    q, raised = three_bits(load(u8x64, at, 14), twice32(load(u8x32, at, 78))), 64 - (ik_quants.bits16(at, 2) << 2)
-    return add_pair_products(act, acc, codes_3(), q, ik_quants.iq3_k_scales(at, 0), raised, half_at(at, 0))
+    q, raised = (
+        three_bits(load(u8x64, block, 14), twice32(load(u8x32, block, 78))),
+        64 - (ik_quants.bits16(block, 2) << 2),
+    )
+    return add_pair_products(act, acc, codes_3(), q, ik_quants.iq3_k_scales(block, 0), raised, half_at(block, 0))
 
 
 @inline
-def dot_iq3_ks(at: int, act: int, acc: Any) -> Any:
+def dot_iq3_ks(block: int, act: int, acc: Any) -> Any:
     """A super-block of IQ3_KS."""
-    q, extra = three_bits(load(u8x64, at, 6), twice32(load(u8x32, at, 70))), ik_quants.bits16(at, 0)
+    q, extra = three_bits(load(u8x64, block, 6), twice32(load(u8x32, block, 70))), ik_quants.bits16(block, 0)
     raised = 64 - (each_twice(ik_quants.upper8(extra)) << 2)
-    return add_pair_products(act, acc, codes_3(), q, ik_quants.iq3_ks_scales(at, 0, extra), raised, types.float32(1))
+    return add_pair_products(act, acc, codes_3(), q, ik_quants.iq3_ks_scales(block, 0, extra), raised, types.float32(1))
 
 
 # ---------------------------------------------------------------- 4, 5 and 6 bits: scales in f32
@@ -128,17 +134,19 @@ def products(u: Any, y: Any) -> Any:
 
 
 @inline
-def dot_iq4_k(at: int, act: int, acc: Any) -> Any:
+def dot_iq4_k(block: int, act: int, acc: Any) -> Any:
     """A super-block of IQ4_K."""
-    a, b, codes = load(u8x64, at, 16), load(u8x64, at, 80), codes_4()
+    a = load(u8x64, block, 16)
+    b = load(u8x64, block, 80)
+    codes = codes_4()
     sums = sum_fours(
         products(lookup16(codes, a & 15), load(i8x64, act, BY_PIECES)),
         products(lookup16(codes, a >> 4), load(i8x64, act, BY_PIECES + 64)),
         products(lookup16(codes, b & 15), load(i8x64, act, BY_PIECES + 128)),
         products(lookup16(codes, b >> 4), load(i8x64, act, BY_PIECES + 192)),
     )
-    scales = convert(f32x16, ik_quants.scales6(at, 0)) * half_at(at, 0)
-    raised = convert(f32x16, 128 - (ik_quants.bits16(at, 2) << 2))
+    scales = convert(f32x16, ik_quants.scales6(block, 0)) * half_at(block, 0)
+    raised = convert(f32x16, 128 - (ik_quants.bits16(block, 2) << 2))
     return add_ordered(act, acc, sums, order_16(scales * load(f32x16, act, SCALES)), raised, scales)
 
 
@@ -156,29 +164,29 @@ def add_by_32(act: int, acc: Any, codes: Any, q: Any, raised: Any, scales: Any) 
 
 
 @inline
-def dot_iq5_k(at: int, act: int, acc: Any) -> Any:
+def dot_iq5_k(block: int, act: int, acc: Any) -> Any:
     """A super-block of IQ5_K."""
-    scales = convert(f32x16, ik_quants.scales6(at, 0)) * half_at(at, 0)
-    raised = convert(f32x16, 128 - (ik_quants.bits16(at, 2) << 1))
-    return add_by_32(act, acc, codes_5(), nibbles_and_bits(at + 16, at + 144), raised, scales)
+    scales = convert(f32x16, ik_quants.scales6(block, 0)) * half_at(block, 0)
+    raised = convert(f32x16, 128 - (ik_quants.bits16(block, 2) << 1))
+    return add_by_32(act, acc, codes_5(), nibbles_and_bits(block + 16, block + 144), raised, scales)
 
 
 @inline
-def dot_iq5_ks(at: int, act: int, acc: Any) -> Any:
+def dot_iq5_ks(block: int, act: int, acc: Any) -> Any:
     """A super-block of IQ5_KS."""
-    s = load(u8x8, at, 0)
+    s = load(u8x8, block, 0)
     raised = convert(f32x16, 128 - each_twice((s & 1) << 1))
-    return add_by_32(act, acc, codes_5(), nibbles_and_bits(at + 8, at + 136), raised, ik_quants.iq4_ks_scales(s))
+    return add_by_32(act, acc, codes_5(), nibbles_and_bits(block + 8, block + 136), raised, ik_quants.iq4_ks_scales(s))
 
 
 @inline
-def dot_iq6_k(at: int, act: int, acc: Any) -> Any:
+def dot_iq6_k(block: int, act: int, acc: Any) -> Any:
     """A super-block of IQ6_K."""
-    a, b = load(u8x64, at, 20), load(u8x64, at, 84)
-    g, h = crumbs_of_two(load(u8x32, at, 148)), crumbs_of_two(load(u8x32, at, 180))
+    a, b = load(u8x64, block, 20), load(u8x64, block, 84)
+    g, h = crumbs_of_two(load(u8x32, block, 148)), crumbs_of_two(load(u8x32, block, 180))
     q = ((a & 15) | ((g << 4) & 48), (a >> 4) | ((g << 2) & 48), (b & 15) | ((h << 4) & 48), (b >> 4) | ((h << 2) & 48))
-    scales = convert(f32x16, load(i8x16, at, 4)) * half_at(at, 0)
-    return add_by_32(act, acc, codes_6(), q, convert(f32x16, 128 - ik_quants.bits16(at, 2)), scales)
+    scales = convert(f32x16, load(i8x16, block, 4)) * half_at(block, 0)
+    return add_by_32(act, acc, codes_6(), q, convert(f32x16, 128 - ik_quants.bits16(block, 2)), scales)
 
 
 #: Types with two sums (type_dots.py); types with one, whose levels need dot4 of any bytes.

@@ -41,13 +41,15 @@ row_0, row_1, row_2, row_3 = (make_shuffle([16 * k + i // 4 for i in range(64)],
 @inline
 def add_states(acc: Any, x: Any, y: Any) -> Any:
     """Add (level + 126) * activation, for states x and bytes y, each four times."""
-    return dot4(acc, cast(u8x64, x & trellis.KEPT), y)
+    return dot4(acc, cast(u8x64, x & trellis.MASK), y)
 
 
 @inline
 def products_of_eights(q: Any, act: int) -> Any:
     """Return 16 sums of 8 products: indices q of u32, activations in rows of 16."""
-    a, b, x = load(i8x64, act, 0), load(i8x64, act, 64), q + trellis.FIRST
+    a = load(i8x64, act, 0)
+    b = load(i8x64, act, 64)
+    x = q + trellis.FIRST
     s, t = splat(i32x16, 0), splat(i32x16, 0)
     s, t = add_states(s, x * power_1(), row_0(a)), add_states(t, x * power_2(), row_1(a))
     s, t = add_states(s, x * power_3(), row_2(a)), add_states(t, x * power_4(), row_3(a))
@@ -64,17 +66,17 @@ def add_eights(act: int, acc: Any, q0: Any, q1: Any, scales: Any) -> Any:
 
 
 @inline
-def dot_iq1_kt(at: int, act: int, acc: Any) -> Any:
+def dot_iq1_kt(block: int, act: int, acc: Any) -> Any:
     """A super-block of IQ1_KT; the row's scale is applied last (dots.py)."""
-    q0, q1 = trellis.iq1_kt_indices(at, 0)
-    return add_eights(act, acc, q0, q1, trellis.iq1_kt_scales(at, 0))
+    q0, q1 = trellis.iq1_kt_indices(block, 0)
+    return add_eights(act, acc, q0, q1, trellis.iq1_kt_scales(block, 0))
 
 
 @inline
-def dot_iq2_kt(at: int, act: int, acc: Any) -> Any:
+def dot_iq2_kt(block: int, act: int, acc: Any) -> Any:
     """A super-block of IQ2_KT."""
-    q0, q1 = convert(u32x16, load(u16x16, at, 4)), convert(u32x16, load(u16x16, at, 36))
-    return add_eights(act, acc, q0, q1, trellis.iq2_kt_scales(at, 0))
+    q0, q1 = convert(u32x16, load(u16x16, block, 4)), convert(u32x16, load(u16x16, block, 36))
+    return add_eights(act, acc, q0, q1, trellis.iq2_kt_scales(block, 0))
 
 
 TRELLIS = {"iq1_kt": dot_iq1_kt, "iq2_kt": dot_iq2_kt}

@@ -101,7 +101,7 @@ def factor(scale: int) -> Any:
 
 
 @inline
-def finished(products: int, scale: Any, bias: int, o: int, n: int) -> Any:
+def epilogue(products: int, scale: Any, bias: int, o: int, n: int) -> Any:
     """Return up to 16 products times the scale, plus the bias of outputs o and following."""
     v = load(f32x16, products, 0) * scale
     return v + load_part(f32x16, bias, 4 * o, n) if bias != 0 else v
@@ -118,8 +118,12 @@ _SCALE, _SCRATCH, _SCRATCH_BYTES, _AT_ONCE = range(13, 17)
 def mul_mat(args: int, tid: int, nth: int) -> None:
     """out = scale * (w x) + bias"""
     count = batch_word(args, rows_word(arg(args, _ROWS_OF))) * arg(args, _PER)
-    x, x_stride, function = arg(args, _X), arg(args, _X_STRIDE), arg(args, _PRODUCTS)
-    bias, scale, row_bytes = arg(args, _BIAS), factor(arg(args, _SCALE)), arg(args, _ROW_BYTES)
+    x = arg(args, _X)
+    x_stride = arg(args, _X_STRIDE)
+    function = arg(args, _PRODUCTS)
+    bias = arg(args, _BIAS)
+    scale = factor(arg(args, _SCALE))
+    row_bytes = arg(args, _ROW_BYTES)
     products, block = stack_bytes(PRODUCTS_BYTES), stack_bytes(UNIT_BLOCK_BYTES)
     panel = arg(args, _SCRATCH) + tid * arg(args, _SCRATCH_BYTES)
     fill_unit(block, row_bytes, arg(args, _N_IN), x_stride, 0, products, panel)
@@ -129,15 +133,15 @@ def mul_mat(args: int, tid: int, nth: int) -> None:
         stop = min(count, start + arg(args, _AT_ONCE))
         for o in range(first, last, step):
             rows, w = min(step, last - o), arg(args, _W) + o * row_bytes
-            ahead, ahead_bytes = w + rows * row_bytes, rows * row_bytes
+            next_rows, next_bytes = w + rows * row_bytes, rows * row_bytes
             for begin in range(start, stop, BLOCK):
                 n, xs = min(BLOCK, stop - begin), x + begin * x_stride
-                call_unit(function, block, w, rows, xs, n, count, begin - start, ahead, ahead_bytes)
+                call_unit(function, block, w, rows, xs, n, count, begin - start, next_rows, next_bytes)
                 for i in range(n):
                     out = arg(args, _OUT) + (begin + i) * arg(args, _OUT_STRIDE) + 4 * o
                     for r in range(0, rows, 16):
                         m = min(16, rows - r)
-                        store_part(out, 4 * r, finished(products + 4 * (ROWS * i + r), scale, bias, o + r, m), m)
+                        store_part(out, 4 * r, epilogue(products + 4 * (ROWS * i + r), scale, bias, o + r, m), m)
 
 
 #: Rebound for each kind of activation.
@@ -159,11 +163,11 @@ def multiply_one_of_two(
     w = arg(args, side + _W_AT) + o * row_bytes
     x = arg(args, side + _X_AT) + begin * arg(args, side + _STRIDE_AT)
     # The product with gate prefetches the same rows of up; that with up, gate's next rows.
-    other = _UP + _GATE - side
+    second = _UP + _GATE - side
     next_o = o + rows if side == _UP else o
-    ahead = arg(args, other + _W_AT) + next_o * arg(args, other + _BYTES_AT)
-    ahead_bytes = rows * arg(args, other + _BYTES_AT)
-    call_unit(arg(args, side + _PRODUCTS_AT), block, w, rows, x, n, count, begin - start, ahead, ahead_bytes)
+    next_rows = arg(args, second + _W_AT) + next_o * arg(args, second + _BYTES_AT)
+    next_bytes = rows * arg(args, second + _BYTES_AT)
+    call_unit(arg(args, side + _PRODUCTS_AT), block, w, rows, x, n, count, begin - start, next_rows, next_bytes)
 
 
 @operation(
@@ -198,8 +202,8 @@ def gate_dense(args: int, tid: int, nth: int) -> None:
                     out = arg(args, _G_TO) + (begin + i) * arg(args, _G_TO_STRIDE) + 4 * o
                     for r in range(0, rows, 16):
                         m, k = min(16, rows - r), 4 * (ROWS * i + r)
-                        g = finished(gates + k, gate_scale, gate_bias, o + r, m)
-                        u = finished(ups + k, up_scale, up_bias, o + r, m)
+                        g = epilogue(gates + k, gate_scale, gate_bias, o + r, m)
+                        u = epilogue(ups + k, up_scale, up_bias, o + r, m)
                         store_part(out, 4 * r, gate_up(g, u, alpha, gate_limit, act_limit, up_limit), m)
 
 

@@ -29,7 +29,9 @@ from quantkit.kernels.cpu.core.simd import (
 )
 
 _VECTORS = 2
-_I32, _I64, _F32 = ir.IntType(32), ir.IntType(64), ir.FloatType()
+_I32 = ir.IntType(32)
+_I64 = ir.IntType(64)
+_F32 = ir.FloatType()
 
 # ---------------------------------------------------------------- transposing rows
 
@@ -39,16 +41,16 @@ def _literal(last: Any, signature: Any) -> Any:
 
 
 @emits(lambda *args: _literal(args[-1], types.void(*[types.int64] * 4, args[-1])))
-def turn(b, sig, source, stride, target, apart, count):
-    """turn(source, row_stride, target, apart, 16): transpose 16 rows of 16 dwords; ``count`` columns, ``apart``."""
+def turn(b, sig, source, stride, target, target_stride, count):
+    """turn(source, row_stride, target, target_stride, 16): transpose ``count`` columns of 16 rows of dwords."""
     start, out = (b.inttoptr(p, ir.IntType(8).as_pointer()) for p in (source, target))
     pointer = f32x16.ll.as_pointer()
-    at = [b.gep(start, [b.mul(stride, _I64(r))]) for r in range(16)]
-    rows = [b.load(b.bitcast(p, pointer), align=1) for p in at]
+    pointers = [b.gep(start, [b.mul(stride, _I64(r))]) for r in range(16)]
+    rows = [b.load(b.bitcast(p, pointer), align=1) for p in pointers]
     for step in (8, 4, 2, 1):
         rows = _transpose_step(b, rows, step)
     for r in range(sig.args[4].literal_value):
-        b.store(rows[r], b.bitcast(b.gep(out, [b.mul(apart, _I64(r))]), pointer), align=1)
+        b.store(rows[r], b.bitcast(b.gep(out, [b.mul(target_stride, _I64(r))]), pointer), align=1)
 
 
 @emits(lambda out, scales, mins, span: _literal(span, types.void(types.int64, scales, mins, span)))
@@ -74,13 +76,13 @@ def _tile(element: Any, tokens: Any) -> Any:
 
 
 def broadcast(b: ir.IRBuilder, base: ir.Value, offset: ir.Value, element: ir.Type) -> ir.Value:
-    at = b.gep(b.inttoptr(base, ir.IntType(8).as_pointer()), [offset])
-    return _splat(b, b.load(b.bitcast(at, element.as_pointer()), align=4), 16)
+    element_pointer = b.gep(b.inttoptr(base, ir.IntType(8).as_pointer()), [offset])
+    return _splat(b, b.load(b.bitcast(element_pointer, element.as_pointer()), align=4), 16)
 
 
 def vector_at(b: ir.IRBuilder, base: ir.Value, offset: int, t: ir.Type) -> ir.Value:
-    at = b.gep(b.inttoptr(base, ir.IntType(8).as_pointer()), [_I64(offset)])
-    return b.load(b.bitcast(at, t.as_pointer()), align=64)
+    vector_pointer = b.gep(b.inttoptr(base, ir.IntType(8).as_pointer()), [_I64(offset)])
+    return b.load(b.bitcast(vector_pointer, t.as_pointer()), align=64)
 
 
 def _zeros(sig: Any) -> list[ir.Value]:
@@ -105,7 +107,7 @@ def offset_dots(b, sig, tokens, offset):
     return [broadcast(b, y, offset, _I32) for y in tokens] * _VECTORS
 
 
-@emits(lambda dots, panel, ys, at, steps: _literal(steps, dots(dots, types.int64, ys, types.int64, steps)))
+@emits(lambda dots, panel, ys, offset, steps: _literal(steps, dots(dots, types.int64, ys, types.int64, steps)))
 def dot_steps(b, sig, dots, panel, tokens, offset, steps):
     """Add ``steps`` times 4 products of levels at ``panel`` and the tokens' bytes from ``offset`` on."""
     n, signed = len(tokens), not HAS_DOT4
@@ -162,5 +164,5 @@ def store_tile(b, sig, sums, out):
     """Write a tile as f32 [tokens, 32]."""
     start, n = b.inttoptr(out, ir.IntType(8).as_pointer()), len(sums) // _VECTORS
     for i, item in enumerate(sums):
-        at = b.gep(start, [_I64(64 * (_VECTORS * (i % n) + i // n))])
-        b.store(item, b.bitcast(at, f32x16.ll.as_pointer()), align=64)
+        vector_pointer = b.gep(start, [_I64(64 * (_VECTORS * (i % n) + i // n))])
+        b.store(item, b.bitcast(vector_pointer, f32x16.ll.as_pointer()), align=64)

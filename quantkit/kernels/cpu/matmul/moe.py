@@ -60,7 +60,10 @@ __all__ = ["bucket", "mul_mat_id", "plan_bytes", "products_of", "scratch_bytes",
 
 # ---------------------------------------------------------------- pairs by expert
 
-_USED, _PAIRS, _MOST, _STARTS = 0, 1, 2, 16
+_USED = 0
+_PAIRS = 1
+_MOST = 2
+_STARTS = 16
 
 
 def plan_bytes(n_expert: int, n_used: int, n_tokens: int) -> int:
@@ -82,7 +85,9 @@ def bucket(args, tid, nth):
     """Sort the pairs by expert: a stable counting sort by one thread."""
     if tid != 0:
         return
-    plan, ids, n_expert = arg(args, _PLAN), arg(args, _IDS), arg(args, _N_EXPERT)
+    plan = arg(args, _PLAN)
+    ids = arg(args, _IDS)
+    n_expert = arg(args, _N_EXPERT)
     n = batch_word(args, arg(args, _ROWS_OF)) * arg(args, _N_USED)
     starts = plan + 4 * _STARTS  # starts[e + 2] counts first, then starts[e + 1] is the place of e's next pair
     used = starts + 4 * (n_expert + 2)
@@ -90,8 +95,8 @@ def bucket(args, tid, nth):
     for e in range(n_expert + 2):
         store(starts, 4 * e, types.int32(0))
     for p in range(n):
-        at = 4 * (int_at(ids, p) + 2)
-        store(starts, at, types.int32(load(types.int32, starts, at) + 1))
+        offset = 4 * (int_at(ids, p) + 2)
+        store(starts, offset, types.int32(load(types.int32, starts, offset) + 1))
     n_of_used = most = before = 0
     for e in range(n_expert):
         count = int_at(starts, e + 2)
@@ -102,10 +107,10 @@ def bucket(args, tid, nth):
         before += count
         store(starts, 4 * (e + 2), types.int32(before))
     for p in range(n):
-        at = 4 * (int_at(ids, p) + 1)
-        to = load(types.int32, starts, at)
-        store(starts, at, types.int32(to + 1))
-        store(pairs, 4 * types.int64(to), types.int32(p))
+        offset = 4 * (int_at(ids, p) + 1)
+        slot = load(types.int32, starts, offset)
+        store(starts, offset, types.int32(slot + 1))
+        store(pairs, 4 * types.int64(slot), types.int32(p))
     store(plan, 4 * _USED, types.int32(n_of_used))
     store(plan, 4 * _PAIRS, types.int32(n))
     store(plan, 4 * _MOST, types.int32(most))
@@ -167,7 +172,7 @@ def number_rows(numbers, x_per, pairs, count):
 
 
 @inline
-def finished(products, scale, bias, n):
+def epilogue(products, scale, bias, n):
     """Return up to 16 products times the scale, plus the bias at an address, or 0."""
     v = load(f32x16, products, 0) * scale
     return v + load_part(f32x16, bias, 0, n) if bias else v
@@ -190,18 +195,23 @@ _SCRATCH, _SCRATCH_BYTES = 17, 18
 )
 def mul_mat_id(args, tid, nth):
     """out[p] = scale[e] * (w[e] x) + bias[e]"""
-    plan, n_expert, n_in, n_out = arg(args, _PLAN_), arg(args, _N_EXPERT_), arg(args, _N_IN), arg(args, _N_OUT)
+    plan = arg(args, _PLAN_)
+    n_expert = arg(args, _N_EXPERT_)
+    n_in = arg(args, _N_IN)
+    n_out = arg(args, _N_OUT)
     starts = plan + 4 * _STARTS
     used = starts + 4 * (n_expert + 2)
     panels = (n_out + ROWS - 1) // ROWS
-    units, few = int_at(plan, _USED) * panels, int_at(plan, _MOST) < MIN_PANEL
+    units, few_tokens = int_at(plan, _USED) * panels, int_at(plan, _MOST) < MIN_PANEL
     scratch = arg(args, _SCRATCH) + tid * arg(args, _SCRATCH_BYTES)
-    numbers, products, block = stack_bytes(512), stack_bytes(PRODUCTS_BYTES), stack_bytes(UNIT_BLOCK_BYTES)
+    numbers = stack_bytes(512)
+    products = stack_bytes(PRODUCTS_BYTES)
+    block = stack_bytes(UNIT_BLOCK_BYTES)
     fill_unit(block, arg(args, _ROW_BYTES), n_in, arg(args, _X_STRIDE), numbers, products, scratch)
-    x, ahead_bytes = arg(args, _X), ROWS * arg(args, _ROW_BYTES)
-    first, last = next_share(arg(args, 0), units, nth, few)
+    x, next_bytes = arg(args, _X), ROWS * arg(args, _ROW_BYTES)
+    first, last = next_share(arg(args, 0), units, nth, few_tokens)
     while first < last:
-        first_after, last_after = next_share(arg(args, 0), units, nth, few)
+        first_after, last_after = next_share(arg(args, 0), units, nth, few_tokens)
         unit = first
         while unit < last:
             e, row = int_at(used, unit // panels), unit % panels * ROWS
@@ -210,19 +220,19 @@ def mul_mat_id(args, tid, nth):
             rows = min(run * ROWS, n_out - row)
             w = arg(args, _W) + e * arg(args, _EXPERT_BYTES) + row * arg(args, _ROW_BYTES)
             after = unit + run if unit + run < last else first_after
-            ahead = arg(args, _W) + arg(args, _ROW_BYTES) * (after % panels * ROWS)
-            ahead += arg(args, _EXPERT_BYTES) * int_at(used, min(after, units - 1) // panels)
+            next_rows = arg(args, _W) + arg(args, _ROW_BYTES) * (after % panels * ROWS)
+            next_rows += arg(args, _EXPERT_BYTES) * int_at(used, min(after, units - 1) // panels)
             bias = arg(args, _BIAS) + e * arg(args, _BIAS_STRIDE) + 4 * row if arg(args, _BIAS) else 0
             scale = factor_of(arg(args, _SCALE), e)
             for begin in range(0, count, BLOCK):
-                n, at = min(BLOCK, count - begin), pairs + 4 * begin
-                number_rows(numbers, arg(args, _X_PER), at, n)
-                call_unit(arg(args, _PRODUCTS), block, w, rows, x, n, count, begin, ahead, ahead_bytes)
+                n, batch = min(BLOCK, count - begin), pairs + 4 * begin
+                number_rows(numbers, arg(args, _X_PER), batch, n)
+                call_unit(arg(args, _PRODUCTS), block, w, rows, x, n, count, begin, next_rows, next_bytes)
                 for i in range(n):
-                    out = arg(args, _OUT) + 4 * (int_at(at, i) * n_out + row)
+                    out = arg(args, _OUT) + 4 * (int_at(batch, i) * n_out + row)
                     for r in range(0, rows, 16):
                         m = min(16, rows - r)
-                        v = finished(products + 4 * (ROWS * i + r), scale, bias + 4 * r if bias else 0, m)
+                        v = epilogue(products + 4 * (ROWS * i + r), scale, bias + 4 * r if bias else 0, m)
                         store_part(out, 4 * r, v, m)
             unit += run
         first, last = first_after, last_after
@@ -240,25 +250,30 @@ _ALPHA, _GATE_LIMIT, _ACT_LIMIT, _UP_LIMIT = range(24, 28)
 )
 def gate_by_expert(args, tid, nth):
     """out[p] = activation(gate[e] x) * (up[e] x)"""
-    plan, n_expert, n_in, n_out = arg(args, _PLAN_), arg(args, _N_EXPERT_), arg(args, _F_IN), arg(args, _F_OUT)
+    plan = arg(args, _PLAN_)
+    n_expert = arg(args, _N_EXPERT_)
+    n_in = arg(args, _F_IN)
+    n_out = arg(args, _F_OUT)
     alpha, gate_limit = farg(args, _ALPHA), farg(args, _GATE_LIMIT)
     act_limit, up_limit = farg(args, _ACT_LIMIT), farg(args, _UP_LIMIT)
     starts = plan + 4 * _STARTS
     used = starts + 4 * (n_expert + 2)
     panels = (n_out + ROWS - 1) // ROWS
-    units, few = int_at(plan, _USED) * panels, int_at(plan, _MOST) < MIN_PANEL
+    units, few_tokens = int_at(plan, _USED) * panels, int_at(plan, _MOST) < MIN_PANEL
     half = arg(args, _F_SCRATCH_BYTES) // 2
     gate_scratch = arg(args, _F_SCRATCH) + tid * arg(args, _F_SCRATCH_BYTES)
     up_scratch = gate_scratch + half
-    numbers, gates, ups = stack_bytes(512), stack_bytes(PRODUCTS_BYTES), stack_bytes(PRODUCTS_BYTES)
+    numbers = stack_bytes(512)
+    gates = stack_bytes(PRODUCTS_BYTES)
+    ups = stack_bytes(PRODUCTS_BYTES)
     gate_block, up_block = stack_bytes(UNIT_BLOCK_BYTES), stack_bytes(UNIT_BLOCK_BYTES)
     row_bytes, function = arg(args, _F_ROW_BYTES), arg(args, _PRODUCTS)
     fill_unit(gate_block, row_bytes, n_in, arg(args, _X_STRIDE), numbers, gates, gate_scratch)
     fill_unit(up_block, row_bytes, n_in, arg(args, _X_STRIDE), numbers, ups, up_scratch)
-    x, ahead_bytes = arg(args, _X), ROWS * row_bytes
-    first, last = next_share(arg(args, 0), units, nth, few)
+    x, next_bytes = arg(args, _X), ROWS * row_bytes
+    first, last = next_share(arg(args, 0), units, nth, few_tokens)
     while first < last:
-        first_after, last_after = next_share(arg(args, 0), units, nth, few)
+        first_after, last_after = next_share(arg(args, 0), units, nth, few_tokens)
         unit = first
         while unit < last:
             e, row = int_at(used, unit // panels), unit % panels * ROWS
@@ -266,24 +281,24 @@ def gate_by_expert(args, tid, nth):
             run = run_of_units(unit, last, panels, count)
             rows = min(run * ROWS, n_out - row)
             after = unit + run if unit + run < last else first_after
-            ahead = arg(args, _GATE) + row_bytes * (after % panels * ROWS)
-            ahead += arg(args, _GATE_BYTES) * int_at(used, min(after, units - 1) // panels)
+            next_rows = arg(args, _GATE) + row_bytes * (after % panels * ROWS)
+            next_rows += arg(args, _GATE_BYTES) * int_at(used, min(after, units - 1) // panels)
             gate = arg(args, _GATE) + e * arg(args, _GATE_BYTES) + row * row_bytes
             up = arg(args, _UP) + e * arg(args, _UP_BYTES) + row * row_bytes
             gate_bias = arg(args, _GATE_BIAS) + e * arg(args, _GATE_STRIDE) + 4 * row if arg(args, _GATE_BIAS) else 0
             up_bias = arg(args, _UP_BIAS) + e * arg(args, _UP_STRIDE) + 4 * row if arg(args, _UP_BIAS) else 0
             gate_scale, up_scale = factor_of(arg(args, _GATE_SCALE), e), factor_of(arg(args, _UP_SCALE), e)
             for begin in range(0, count, BLOCK):
-                n, at = min(BLOCK, count - begin), pairs + 4 * begin
-                number_rows(numbers, arg(args, _X_PER), at, n)
-                call_unit(function, gate_block, gate, rows, x, n, count, begin, up, ahead_bytes)
-                call_unit(function, up_block, up, rows, x, n, count, begin, ahead, ahead_bytes)
+                n, batch = min(BLOCK, count - begin), pairs + 4 * begin
+                number_rows(numbers, arg(args, _X_PER), batch, n)
+                call_unit(function, gate_block, gate, rows, x, n, count, begin, up, next_bytes)
+                call_unit(function, up_block, up, rows, x, n, count, begin, next_rows, next_bytes)
                 for i in range(n):
-                    out = arg(args, _OUT) + 4 * (int_at(at, i) * n_out + row)
+                    out = arg(args, _OUT) + 4 * (int_at(batch, i) * n_out + row)
                     for r in range(0, rows, 16):
                         m, k = min(16, rows - r), 4 * (ROWS * i + r)
-                        g = finished(gates + k, gate_scale, gate_bias + 4 * r if gate_bias else 0, m)
-                        u = finished(ups + k, up_scale, up_bias + 4 * r if up_bias else 0, m)
+                        g = epilogue(gates + k, gate_scale, gate_bias + 4 * r if gate_bias else 0, m)
+                        u = epilogue(ups + k, up_scale, up_bias + 4 * r if up_bias else 0, m)
                         store_part(out, 4 * r, gate_up(g, u, alpha, gate_limit, act_limit, up_limit), m)
             unit += run
         first, last = first_after, last_after

@@ -47,7 +47,7 @@ from quantkit.types import TensorType
 
 #: Rows of a panel, and rows of activations of a tile.
 ROWS = 32
-TOKENS, FEW = 6, 2
+TOKENS, FEW_TOKENS = 6, 2
 LEVEL_BYTES = 8192
 
 # ---------------------------------------------------------------- unpacking
@@ -95,47 +95,49 @@ def unpack_by_words(data: int, offset: int) -> Any:
     return g0, g1, g2, g3, scales, mins
 
 
-def panel_unpacker(made: Unpacker) -> Any:
-    """Return what unpacks levels to the order of the activations."""
-    if made.format.activations != "q8_k64":
-        return made.function
-    return specialize(unpack_by_words, made.format.type.name.lower(), unpack_in_order=made.function)
+def panel_unpacker(unpack: Unpacker) -> Any:
+    """Return the function that unpacks levels to the order of the activations."""
+    if unpack.format.activations != "q8_k64":
+        return unpack.function
+    return specialize(unpack_by_words, unpack.format.type.name.lower(), unpack_in_order=unpack.function)
 
 
 def unpack_panel(w: int, row_bytes: int, rows: int, n: int, panel: int) -> None:
     """Unpack ``rows`` (1 to 32) rows of ``n`` values at ``w``; the last one is repeated up to 32."""
-    levels, scales, padded = stack_bytes(4096), stack_bytes(2048), stack_bytes(320)
+    levels = stack_bytes(4096)
+    scales = stack_bytes(2048)
+    padded = stack_bytes(320)
     for unit in range((n + 255) // 256):
         partial = 256 * unit + 256 > n
         for half in range(2):
             for r in range(16):
                 row = w + min(16 * half + r, rows - 1) * row_bytes
-                at = row + header_bytes + unit * unit_bytes
+                block = row + header_bytes + unit * unit_bytes
                 if partial:
-                    copy_row_tail(at, n % 256, padded)
-                    at = padded
+                    copy_row_tail(block, n % 256, padded)
+                    block = padded
                 for byte in range(0, unit_bytes, 64):  # 32 rows are more streams than the hardware prefetches
-                    prefetch_l2(at, unit_bytes + byte)
-                l0, l1, l2, l3, s, m = unpack(at, 0)
+                    prefetch_l2(block, unit_bytes + byte)
+                l0, l1, l2, l3, s, m = unpack(block, 0)
                 store(levels, 256 * r, operand(l0))
                 store(levels, 256 * r + 64, operand(l1))
                 store(levels, 256 * r + 128, operand(l2))
                 store(levels, 256 * r + 192, operand(l3))
                 store_scales(scales + 128 * r, scaled(s, row_scale(row)), m, span)
-            to = panel + unit * panel_unit_bytes + 64 * half
+            target = panel + unit * panel_unit_bytes + 64 * half
             for k in range(4):
-                turn(levels + 64 * k, 256, to + 2048 * k, 128, 16)
-            turn_scales(scales, to + LEVEL_BYTES)
+                turn(levels + 64 * k, 256, target + 2048 * k, 128, 16)
+            turn_scales(scales, target + LEVEL_BYTES)
 
 
 # ---------------------------------------------------------------- the tile
 
 
 @inline
-def fetch(at: int, n: int) -> None:
+def fetch(address: int, n: int) -> None:
     """Prefetch n bytes into the L2 cache; a few lines at a time, spread over the work, never stall it."""
     for byte in range(0, n, 64):
-        prefetch_l2(at, byte)
+        prefetch_l2(address, byte)
 
 
 #: Rebound for each type.
@@ -143,84 +145,88 @@ first_dots: Any = None
 subtract_mins: Any = None
 
 
-def subtract_nothing(sums: Any, panel: int, tokens: Any, at: int) -> Any:
+def subtract_nothing(sums: Any, panel: int, tokens: Any, unit_at: int) -> Any:
     """For types without minimums."""
     return sums
 
 
-def subtract_mins_32(sums: Any, panel: int, tokens: Any, at: int) -> Any:
+def subtract_mins_32(sums: Any, panel: int, tokens: Any, unit_at: int) -> Any:
     """One minimum per 32 values."""
     for g in range(8):
-        sums = minus_mins(sums, panel + LEVEL_BYTES + 1024 + 128 * g, tokens, at + SUMS32 + 4 * g)
+        sums = minus_mins(sums, panel + LEVEL_BYTES + 1024 + 128 * g, tokens, unit_at + SUMS32 + 4 * g)
     return sums
 
 
-def subtract_mins_16(sums: Any, panel: int, tokens: Any, at: int) -> Any:
+def subtract_mins_16(sums: Any, panel: int, tokens: Any, unit_at: int) -> Any:
     """One minimum per 16 values."""
     for g in range(16):
-        sums = minus_mins(sums, panel + LEVEL_BYTES + 2048 + 128 * g, tokens, at + SUMS + 4 * g)
+        sums = minus_mins(sums, panel + LEVEL_BYTES + 2048 + 128 * g, tokens, unit_at + SUMS + 4 * g)
     return sums
 
 
-def tile_q8_k_32(panel: int, n: int, tokens: Any, out: int, ahead: int, step: int) -> None:
+def tile_q8_k_32(panel: int, n: int, tokens: Any, out: int, next_rows: int, step: int) -> None:
     """Activations with one scale per 256, weights with one per 32 values."""
     sums = no_sums(tokens)
     for unit in range((n + 255) // 256):
-        at = unit * UNIT_BYTES
-        fetch(ahead + unit * step, step)
+        unit_at = unit * UNIT_BYTES
+        fetch(next_rows + unit * step, step)
         part = no_sums(tokens)
         for g in range(8):
-            dots = dot_steps(first_dots(tokens, at + OFFSETS32 + 4 * g), panel + 1024 * g, tokens, at + 32 * g, 8)
+            dots = dot_steps(
+                first_dots(tokens, unit_at + OFFSETS32 + 4 * g), panel + 1024 * g, tokens, unit_at + 32 * g, 8
+            )
             part = add_scaled(part, dots, panel + LEVEL_BYTES + 128 * g)
-        sums = add_products(sums, part, tokens, at + SCALES)
-        sums = subtract_mins(sums, panel, tokens, at)
+        sums = add_products(sums, part, tokens, unit_at + SCALES)
+        sums = subtract_mins(sums, panel, tokens, unit_at)
         panel += panel_unit_bytes
     store_tile(sums, out)
 
 
-def tile_q8_k_16(panel: int, n: int, tokens: Any, out: int, ahead: int, step: int) -> None:
+def tile_q8_k_16(panel: int, n: int, tokens: Any, out: int, next_rows: int, step: int) -> None:
     """Activations with one scale per 256, weights with one per 16 values."""
     sums = no_sums(tokens)
     for unit in range((n + 255) // 256):
-        at = unit * UNIT_BYTES
-        fetch(ahead + unit * step, step)
+        unit_at = unit * UNIT_BYTES
+        fetch(next_rows + unit * step, step)
         part = no_sums(tokens)
         for g in range(16):
             # The offsets are stored as a transposed 4 x 4 matrix.
-            offset = at + OFFSETS + 16 * (g % 4) + 4 * (g // 4)
-            dots = dot_steps(first_dots(tokens, offset), panel + 512 * g, tokens, at + 16 * g, 4)
+            offset = unit_at + OFFSETS + 16 * (g % 4) + 4 * (g // 4)
+            dots = dot_steps(first_dots(tokens, offset), panel + 512 * g, tokens, unit_at + 16 * g, 4)
             part = add_scaled(part, dots, panel + LEVEL_BYTES + 128 * g)
-        sums = add_products(sums, part, tokens, at + SCALES)
-        sums = subtract_mins(sums, panel, tokens, at)
+        sums = add_products(sums, part, tokens, unit_at + SCALES)
+        sums = subtract_mins(sums, panel, tokens, unit_at)
         panel += panel_unit_bytes
     store_tile(sums, out)
 
 
-def tile_q8_0_32(panel: int, n: int, tokens: Any, out: int, ahead: int, step: int) -> None:
+def tile_q8_0_32(panel: int, n: int, tokens: Any, out: int, next_rows: int, step: int) -> None:
     """Activations and weights with one scale per 32 values."""
     sums = no_sums(tokens)
     for unit in range((n + 255) // 256):
-        at = unit * UNIT_BYTES
-        fetch(ahead + unit * step, step)
+        unit_at = unit * UNIT_BYTES
+        fetch(next_rows + unit * step, step)
         for g in range(8):
-            dots = dot_steps(first_dots(tokens, at + OFFSETS32 + 4 * g), panel + 1024 * g, tokens, at + 32 * g, 8)
-            sums = add_scaled_twice(sums, dots, panel + LEVEL_BYTES + 128 * g, tokens, at + SCALES + 8 * g)
-        sums = subtract_mins(sums, panel, tokens, at)
+            dots = dot_steps(
+                first_dots(tokens, unit_at + OFFSETS32 + 4 * g), panel + 1024 * g, tokens, unit_at + 32 * g, 8
+            )
+            sums = add_scaled_twice(sums, dots, panel + LEVEL_BYTES + 128 * g, tokens, unit_at + SCALES + 8 * g)
+        sums = subtract_mins(sums, panel, tokens, unit_at)
         panel += panel_unit_bytes
     store_tile(sums, out)
 
 
-def tile_q8_0_16(panel: int, n: int, tokens: Any, out: int, ahead: int, step: int) -> None:
+def tile_q8_0_16(panel: int, n: int, tokens: Any, out: int, next_rows: int, step: int) -> None:
     """Activations with one scale per 32, weights with one per 16 values."""
     sums = no_sums(tokens)
     for unit in range((n + 255) // 256):
-        at = unit * UNIT_BYTES
-        fetch(ahead + unit * step, step)
+        unit_at = unit * UNIT_BYTES
+        fetch(next_rows + unit * step, step)
         for g in range(16):
-            offset = at + OFFSETS + 16 * (g % 4) + 4 * (g // 4)
-            dots = dot_steps(first_dots(tokens, offset), panel + 512 * g, tokens, at + 16 * g, 4)
-            sums = add_scaled_twice(sums, dots, panel + LEVEL_BYTES + 128 * g, tokens, at + SCALES + 4 * g)
-        sums = subtract_mins(sums, panel, tokens, at)
+            offset = unit_at + OFFSETS + 16 * (g % 4) + 4 * (g // 4)
+            dots = dot_steps(first_dots(tokens, offset), panel + 512 * g, tokens, unit_at + 16 * g, 4)
+            sums = add_scaled_twice(sums, dots, panel + LEVEL_BYTES + 128 * g, tokens, unit_at + SCALES + 4 * g)
+        sums = subtract_mins(sums, panel, tokens, unit_at)
         panel += panel_unit_bytes
     store_tile(sums, out)
 
@@ -250,12 +256,12 @@ tile: Any = None
 
 
 def multiply_tiles(
-    panel: int, n: int, x: int, stride: int, rows: int, i: int, count: int, out: int, ahead: int, step: int
+    panel: int, n: int, x: int, stride: int, rows: int, i: int, count: int, out: int, next_rows: int, step: int
 ) -> int:
     """Multiply a panel by the next few of ``count`` rows of x, from the i-th on; return how many.
 
     rows: address of int32 numbers of rows of x, or 0: the i-th is row i. The products go to out, f32 [TOKENS, 32].
-    Every 256 values prefetch ``step`` more bytes from ``ahead`` on: what is read next.
+    Every 256 values prefetch ``step`` more bytes from ``next_rows`` on: what is read next.
     """
     if count - i >= 5:
         tokens = (
@@ -266,10 +272,10 @@ def multiply_tiles(
             row_address(x, stride, rows, i + 4, count),
             row_address(x, stride, rows, i + 5, count),
         )
-        tile(panel, n, tokens, out, ahead, step)
+        tile(panel, n, tokens, out, next_rows, step)
         return min(count - i, 6)
     two = (row_address(x, stride, rows, i, count), row_address(x, stride, rows, i + 1, count))
-    tile(panel, n, two, out, ahead, step)
+    tile(panel, n, two, out, next_rows, step)
     return min(count - i, 2)
 
 
@@ -297,14 +303,14 @@ def panels(t: TensorType) -> Panels:
             specialize(multiply_tiles, "floats", helper, tile=helper(float_dots.tile_float)),
             lambda n: 4 * ROWS * (-(-n // 16) * 16),
         )
-    made, of = unpacker(t), format_of(t)
-    kind = "q8_k" if of.activations == "q8_k" else "q8_0"
-    size = LEVEL_BYTES + 128 * (256 // of.span) * (2 if of.mins else 1)
-    raised = HAS_DOT4 and of.signed
-    scales = globals()[f"turn_scales_{of.span}" + ("_mins" if of.mins else "")]
-    subtract = globals()[f"subtract_mins_{of.span}"] if of.mins else subtract_nothing
+    unpacked_by, spec = unpacker(t), format_of(t)
+    kind = "q8_k" if spec.activations == "q8_k" else "q8_0"
+    size = LEVEL_BYTES + 128 * (256 // spec.span) * (2 if spec.mins else 1)
+    raised = HAS_DOT4 and spec.signed
+    scales = globals()[f"turn_scales_{spec.span}" + ("_mins" if spec.mins else "")]
+    subtract = globals()[f"subtract_mins_{spec.span}"] if spec.mins else subtract_nothing
     one_tile = specialize(
-        _TILES[kind, of.span],
+        _TILES[kind, spec.span],
         name,
         helper,
         first_dots=offset_dots if raised else no_dots,
@@ -315,12 +321,12 @@ def panels(t: TensorType) -> Panels:
         unpack_panel,
         name,
         helper,
-        unpack=panel_unpacker(made),
-        operand=operand_functions(of)["operand"],
-        copy_row_tail=specialize(copy_tail, name, unit_bytes=of.unit_bytes),
+        unpack=panel_unpacker(unpacked_by),
+        operand=operand_functions(spec)["operand"],
+        copy_row_tail=specialize(copy_tail, name, unit_bytes=spec.unit_bytes),
         turn_scales=inline(scales),
-        span=of.span,
+        span=spec.span,
         panel_unit_bytes=size,
-        **made.product_row,
+        **unpacked_by.product_row,
     )
     return Panels(unpack_rows, specialize(multiply_tiles, name, helper, tile=one_tile), lambda n: -(-n // 256) * size)

@@ -45,68 +45,85 @@ def multiply_rows(
     numbers: int,
     count: int,
     products: int,
-    ahead: int,
+    next_rows: int,
 ) -> None:
     """products[i, r] = row r of w times the i-th row of x; each row of w is unpacked once for four of x."""
     end = w + rows * row_bytes
     for r in range(rows):
-        row, to = w + r * row_bytes, products + 4 * r
+        row, target = w + r * row_bytes, products + 4 * r
         # The last rows prefetch the beginning of what is read next.
-        further = PREFETCH if end - row > PREFETCH + row_bytes // 2 else PREFETCH + ahead - end
+        further = PREFETCH if end - row > PREFETCH + row_bytes // 2 else PREFETCH + next_rows - end
         i = 0
         while count - i >= 3:
             # Three rows take less time as four, one of them twice, than one by one.
             x0, x1 = row_address(x, x_stride, numbers, i, count), row_address(x, x_stride, numbers, i + 1, count)
             x2, x3 = row_address(x, x_stride, numbers, i + 2, count), row_address(x, x_stride, numbers, i + 3, count)
             a, b, c, d = dot_row_by_4(row, x0, x1, x2, x3, n_in)
-            at = 4 * ROWS * i
-            store(to, at, a)
-            store(to, at + 4 * ROWS, b)
-            store(to, at + 8 * ROWS, c)
+            offset = 4 * ROWS * i
+            store(target, offset, a)
+            store(target, offset + 4 * ROWS, b)
+            store(target, offset + 8 * ROWS, c)
             if count - i > 3:
-                store(to, at + 12 * ROWS, d)
+                store(target, offset + 12 * ROWS, d)
             i += 4
         while i < count:
-            store(to, 4 * ROWS * i, dot_row(row, row_address(x, x_stride, numbers, i, count), n_in, further))
+            store(target, 4 * ROWS * i, dot_row(row, row_address(x, x_stride, numbers, i, count), n_in, further))
             i += 1
 
 
 def multiply_panel(
-    panel: int, n_in: int, x: int, x_stride: int, numbers: int, count: int, products: int, ahead: int, ahead_bytes: int
+    panel: int,
+    n_in: int,
+    x: int,
+    x_stride: int,
+    numbers: int,
+    count: int,
+    products: int,
+    next_rows: int,
+    next_bytes: int,
 ) -> None:
-    """products[i, r] = row r of the panel times the i-th row of x; prefetches what is read next."""
+    """products[i, r] = row r of the panel times the i-th row of x; prefetches the next rows."""
     i, units = 0, (n_in + 255) // 256
     # Every unit of every tile prefetches its share, in whole cache lines.
-    step = (ahead_bytes // (units * max(1, (count + 3) // 6)) + 63) // 64 * 64
+    step = (next_bytes // (units * max(1, (count + 3) // 6)) + 63) // 64 * 64
     while i < count:
-        to = products + 4 * ROWS * i
-        i += multiply_tiles(panel, n_in, x, x_stride, numbers, i, count, to, ahead, min(step, ahead_bytes // units))
-        ahead += step * units
-        ahead_bytes = max(0, ahead_bytes - step * units)
+        target = products + 4 * ROWS * i
+        i += multiply_tiles(
+            panel, n_in, x, x_stride, numbers, i, count, target, next_rows, min(step, next_bytes // units)
+        )
+        next_rows += step * units
+        next_bytes = max(0, next_bytes - step * units)
 
 
 _W, _ROW_BYTES, _N_IN, _ROWS, _X, _X_STRIDE, _NUMBERS, _COUNT, _TOTAL, _BEGIN, _PRODUCTS, _PANEL = range(1, 13)
-_AHEAD, _AHEAD_BYTES = 13, 14
+_NEXT_ROWS, _NEXT_BYTES = 13, 14
 
 
-@operation("batch w row_bytes n_in rows x x_stride numbers count total begin products panel ahead ahead_bytes")
+@operation("batch w row_bytes n_in rows x x_stride numbers count total begin products panel next_rows next_bytes")
 def unit_products(args: int, tid: int, nth: int) -> None:
     """products[i, r], f32 [count, ROWS], = row r of w times the i-th of ``count`` rows of x.
 
     numbers: address of the rows' numbers, int32, or 0: 0, 1, 2 ... Not an entry of a tape: operations call it for each
     block of rows; total: rows of all blocks; begin: those before this one. The first block unpacks the panel, and
-    prefetches the next rows, ahead_bytes at ahead.
+    prefetches ``next_bytes`` bytes of the next rows.
     """
-    w, row_bytes, n_in, rows = arg(args, _W), arg(args, _ROW_BYTES), arg(args, _N_IN), arg(args, _ROWS)
-    x, x_stride, numbers = arg(args, _X), arg(args, _X_STRIDE), arg(args, _NUMBERS)
-    count, products, panel = arg(args, _COUNT), arg(args, _PRODUCTS), arg(args, _PANEL)
+    w = arg(args, _W)
+    row_bytes = arg(args, _ROW_BYTES)
+    n_in = arg(args, _N_IN)
+    rows = arg(args, _ROWS)
+    x = arg(args, _X)
+    x_stride = arg(args, _X_STRIDE)
+    numbers = arg(args, _NUMBERS)
+    count = arg(args, _COUNT)
+    products = arg(args, _PRODUCTS)
+    panel = arg(args, _PANEL)
     if arg(args, _TOTAL) < MIN_PANEL:
-        by_rows(w, row_bytes, n_in, rows, x, x_stride, numbers, count, products, arg(args, _AHEAD))
+        by_rows(w, row_bytes, n_in, rows, x, x_stride, numbers, count, products, arg(args, _NEXT_ROWS))
         return
     if arg(args, _BEGIN) == 0:
         unpack_panel(w, row_bytes, rows, n_in, panel)
-    ahead, ahead_bytes = arg(args, _AHEAD), arg(args, _AHEAD_BYTES)
-    by_panel(panel, n_in, x, x_stride, numbers, count, products, ahead, ahead_bytes)
+    next_rows, next_bytes = arg(args, _NEXT_ROWS), arg(args, _NEXT_BYTES)
+    by_panel(panel, n_in, x, x_stride, numbers, count, products, next_rows, next_bytes)
 
 
 @inline
@@ -122,7 +139,16 @@ def fill_unit(block: int, row_bytes: int, n_in: int, x_stride: int, numbers: int
 
 @inline
 def call_unit(
-    function: int, block: int, w: int, rows: int, x: int, count: int, total: int, begin: int, ahead: int, n_ahead: int
+    function: int,
+    block: int,
+    w: int,
+    rows: int,
+    x: int,
+    count: int,
+    total: int,
+    begin: int,
+    next_rows: int,
+    next_bytes: int,
 ) -> None:
     """Call unit_products of a type by its address."""
     store(block, 8 * _W, types.int64(w))
@@ -131,8 +157,8 @@ def call_unit(
     store(block, 8 * _COUNT, types.int64(count))
     store(block, 8 * _TOTAL, types.int64(total))
     store(block, 8 * _BEGIN, types.int64(begin))
-    store(block, 8 * _AHEAD, types.int64(ahead))
-    store(block, 8 * _AHEAD_BYTES, types.int64(n_ahead if begin == 0 else 0))
+    store(block, 8 * _NEXT_ROWS, types.int64(next_rows))
+    store(block, 8 * _NEXT_BYTES, types.int64(next_bytes if begin == 0 else 0))
     call_operation(function, block, 0, 1)
 
 
@@ -140,10 +166,10 @@ def call_unit(
 def products_of(t: TensorType) -> Any:
     """Return the value of slot ``products`` for weights of type ``t``: the address of their unit_products."""
     one, four = row_dots(t)
-    name, made = t.name.lower(), panels(t)
+    name, functions = t.name.lower(), panels(t)
     return unit_products.bind(
         name,
         by_rows=specialize(multiply_rows, name, dot_row=one, dot_row_by_4=four),
-        by_panel=specialize(multiply_panel, name, multiply_tiles=made.multiply),
-        unpack_panel=made.unpack,
+        by_panel=specialize(multiply_panel, name, multiply_tiles=functions.multiply),
+        unpack_panel=functions.unpack,
     )

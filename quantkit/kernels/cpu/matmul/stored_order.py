@@ -80,7 +80,9 @@ def nibbles_and_bits(low: int, high: int) -> Any:
 
     Bit k of byte b of the mask belongs to value b + 32 k.
     """
-    a, b, h = load(u8x64, low, 0), load(u8x64, low, 64), twice32(load(u8x32, high, 0))
+    a = load(u8x64, low, 0)
+    b = load(u8x64, low, 64)
+    h = twice32(load(u8x32, high, 0))
     a0, a1 = (a & 15) | (low_bits(h, left_4_2()) & 16), (a >> 4) | (low_bits(h, left_3_1()) & 16)
     b0, b1 = (b & 15) | (high_bits(h, right_0_2()) & 16), (b >> 4) | (high_bits(h, right_1_3()) & 16)
     return a0, a1, b0, b1
@@ -104,7 +106,10 @@ def scaled_products(y: int, u0: Any, u1: Any, u2: Any, u3: Any, s0: Any, s1: Any
 @inline
 def crumb_products(act: int, u0: Any, u1: Any, u2: Any, u3: Any, s: Any) -> Any:
     """Return scaled sums of levels in stored order (2 bits per value, from the low ones up), as i32x16."""
-    s0, s1, s2, s3 = scales_0189(s), scales_23ab(s), scales_45cd(s), scales_67ef(s)
+    s0 = scales_0189(s)
+    s1 = scales_23ab(s)
+    s2 = scales_45cd(s)
+    s3 = scales_67ef(s)
     return scaled_products(act + APART_4, u0, u1, u2, u3, s0, s1, s2, s3)
 
 

@@ -158,16 +158,16 @@ def nibble_scales(heads: Any) -> Any:
 
 
 @inline
-def levels_q4_k(at: int) -> Any:
+def levels_q4_k(block: int) -> Any:
     """Return levels 0..15 in stored order: low and high nibbles of 64 bytes, twice."""
-    a, b = load(u8x64, at, 16), load(u8x64, at, 80)
+    a, b = load(u8x64, block, 16), load(u8x64, block, 80)
     return a & 15, a >> 4, b & 15, b >> 4
 
 
 @inline
-def levels_q5_k(at: int) -> Any:
+def levels_q5_k(block: int) -> Any:
     """Return levels 0..31 in the same order."""
-    return nibbles_and_bits(at + 48, at + 16)
+    return nibbles_and_bits(block + 48, block + 16)
 
 
 #: Pairs of scales of blocks 0 and 1 for eight lanes, then of 2 and 3; and of 4 and 5, 6 and 7.
@@ -177,10 +177,10 @@ low_16_bits = make_constant(i32x16, [0xFFFF] * 16, "direct.low_16_bits")
 
 
 @inline
-def sums_in_pairs(act: int, u: Any, v: Any, at: int) -> Any:
+def sums_in_pairs(act: int, u: Any, v: Any, offset: int) -> Any:
     """Return i16 sums of four products of u, and of v, side by side; each is at most 4 * 31 * 127."""
-    a = dot4(splat(i32x16, 0), u, load(i8x64, act, APART_2 + at))
-    b = dot4(splat(i32x16, 0), v, load(i8x64, act, APART_2 + at + 64))
+    a = dot4(splat(i32x16, 0), u, load(i8x64, act, APART_2 + offset))
+    b = dot4(splat(i32x16, 0), v, load(i8x64, act, APART_2 + offset + 64))
     return cast(i16x32, (a & low_16_bits()) | (b << 16))
 
 
@@ -206,26 +206,26 @@ add_super_block: Any = None
 unit_bytes = 0
 
 
-def add_nibble_products(at: int, act: int, acc: Any, scales: Any) -> Any:
+def add_nibble_products(block: int, act: int, acc: Any, scales: Any) -> Any:
     """Add the products of a super-block; scales: its 16 bytes."""
-    a0, a1, b0, b1 = nibble_levels(at)
+    a0, a1, b0, b1 = nibble_levels(block)
     s = opaque(convert(i16x16, scales))
     x = nibble_products(act, a0, a1, b0, b1, s)
     mins = dot2(splat(i32x4, 0), upper_8(s), load(i16x8, act, TOTALS32))
     # d and dmin at once; the other two lanes are unused.
-    d = load_f16(f32x4, at, 0) * load(types.float32, act, SCALES)
+    d = load_f16(f32x4, block, 0) * load(types.float32, act, SCALES)
     products, minimums = acc
     products = muladd(convert(f32x16, x), lane_0(d), products)
     return products, muladd(convert(f32x4, mins), lane_1(d), minimums)
 
 
-def dot_nibble_row(w: int, act: int, n: int, ahead: int) -> Any:
+def dot_nibble_row(w: int, act: int, n: int, distance: int) -> Any:
     """dots.dot_row for Q4_K and Q5_K: unpacks the scales of four super-blocks at once."""
     acc = splat(f32x16, 0), splat(f32x4, 0)
     units = n // 256
     for _ in range(units // 4):
         for line in range(unit_bytes // 16):
-            prefetch(w, ahead + 64 * line)
+            prefetch(w, distance + 64 * line)
         scales = nibble_scales(load_pieces(u8x64, u8x16, w, 0, unit_bytes))
         acc = add_super_block(w, act, acc, first_16(scales))
         acc = add_super_block(w + unit_bytes, act + UNIT_BYTES, acc, second_16(scales))
@@ -233,31 +233,31 @@ def dot_nibble_row(w: int, act: int, n: int, ahead: int) -> Any:
         acc = add_super_block(w + 3 * unit_bytes, act + 3 * UNIT_BYTES, acc, fourth_16(scales))
         w += 4 * unit_bytes
         act += 4 * UNIT_BYTES
-    rest = units % 4
-    if rest > 0:
-        for line in range(3 * rest):
-            prefetch(w, ahead + 64 * line)
-        second, third = w + min(rest - 1, 1) * unit_bytes, w + min(rest - 1, 2) * unit_bytes
+    n_tail = units % 4
+    if n_tail > 0:
+        for line in range(3 * n_tail):
+            prefetch(w, distance + 64 * line)
+        second, third = w + min(n_tail - 1, 1) * unit_bytes, w + min(n_tail - 1, 2) * unit_bytes
         heads = join16(load(u8x16, w, 0), load(u8x16, second, 0))
         scales = nibble_scales(join32(heads, twice16(load(u8x16, third, 0))))
         acc = add_super_block(w, act, acc, first_16(scales))
-        if rest > 1:
+        if n_tail > 1:
             acc = add_super_block(second, act + UNIT_BYTES, acc, second_16(scales))
-        if rest > 2:
+        if n_tail > 2:
             acc = add_super_block(third, act + 2 * UNIT_BYTES, acc, third_16(scales))
     return hsum(acc[0]) - hsum(acc[1])
 
 
 @inline
-def dot_q6_k(at: int, act: int, acc: Any) -> Any:
+def dot_q6_k(block: int, act: int, acc: Any) -> Any:
     """A super-block of Q6_K: levels 0..63, minus 32 times the sums; a pair of products is at most 2 * 63 * 127."""
-    a, b = load(u8x64, at, 0), load(u8x64, at, 64)
-    g, h = twice32(load(u8x32, at, 128)), twice32(load(u8x32, at, 160))
-    s = opaque(convert(i16x16, load(i8x16, at, 192)))
+    a, b = load(u8x64, block, 0), load(u8x64, block, 64)
+    g, h = twice32(load(u8x32, block, 128)), twice32(load(u8x32, block, 160))
+    s = opaque(convert(i16x16, load(i8x16, block, 192)))
     a0, a1 = (a & 15) | (low_bits(g, left_4_2()) & 48), (a >> 4) | (high_bits(g, right_0_2()) & 48)
     b0, b1 = (b & 15) | (low_bits(h, left_4_2()) & 48), (b >> 4) | (high_bits(h, right_0_2()) & 48)
     x = scaled_products(act, a0, a1, b0, b1, scales_0123(s), scales_4567(s), scales_89ab(s), scales_cdef(s))
-    d = half_at(at, 208) * load(types.float32, act, SCALES)
+    d = half_at(block, 208) * load(types.float32, act, SCALES)
     offset = dot2(splat(i32x8, 0), s, load(i16x16, act, TOTALS)) << 5
     products, offsets = acc
     products = muladd(convert(f32x16, x), splat(f32x16, d), products)
@@ -265,27 +265,27 @@ def dot_q6_k(at: int, act: int, acc: Any) -> Any:
 
 
 @inline
-def dot_q2_k(at: int, act: int, acc: Any) -> Any:
+def dot_q2_k(block: int, act: int, acc: Any) -> Any:
     """A super-block of Q2_K."""
-    q, s = load(u8x64, at, 16), load(u8x16, at, 0)
+    q, s = load(u8x64, block, 16), load(u8x16, block, 0)
     x = crumb_products(act, q & 3, (q >> 2) & 3, (q >> 4) & 3, q >> 6, opaque(convert(i16x16, s & 15)))
     mins = dot2(splat(i32x8, 0), convert(i16x16, s >> 4), load(i16x16, act, TOTALS))
     d = load(types.float32, act, SCALES)
     products, minimums = acc
-    products = muladd(convert(f32x16, x), splat(f32x16, half_at(at, 80) * d), products)
-    return products, muladd(convert(f32x8, mins), splat(f32x8, half_at(at, 82) * d), minimums)
+    products = muladd(convert(f32x16, x), splat(f32x16, half_at(block, 80) * d), products)
+    return products, muladd(convert(f32x8, mins), splat(f32x8, half_at(block, 82) * d), minimums)
 
 
 @inline
-def dot_q3_k(at: int, act: int, acc: Any) -> Any:
+def dot_q3_k(block: int, act: int, acc: Any) -> Any:
     """A super-block of Q3_K: levels 0..7, minus 4 times the sums."""
-    q, h = load(u8x64, at, 32), twice32(load(u8x32, at, 0))
+    q, h = load(u8x64, block, 32), twice32(load(u8x32, block, 0))
     u0, u1, u2, u3 = three_bits(q, h)
-    tail = load(u8x16, at, 94)
+    tail = load(u8x16, block, 94)
     high = cast(u8x16, cast(u32x4, k_quants.q3_high(tail)) >> k_quants.q3_shifts()) & 3
     s = opaque(convert(i16x16, cast(i8x16, ((k_quants.q3_low(tail, tail >> 4) & 15) | (high << 4)) - 32)))
     x = crumb_products(act, u0, u1, u2, u3, s)
-    d = half_at(at, 108) * load(types.float32, act, SCALES)
+    d = half_at(block, 108) * load(types.float32, act, SCALES)
     offset = dot2(splat(i32x8, 0), s, load(i16x16, act, TOTALS)) << 2
     products, offsets = acc
     products = muladd(convert(f32x16, x), splat(f32x16, d), products)
@@ -306,36 +306,36 @@ def add_piece_products(act: int, acc: Any, a0: Any, a1: Any, b0: Any, b1: Any, s
 
 
 @inline
-def pieces(at: int, stride: int) -> Any:
+def pieces(block: int, stride: int) -> Any:
     """Return 16 bytes of each of blocks 0..3, and of 4..7."""
-    return load_pieces(u8x64, u8x16, at, 0, stride), load_pieces(u8x64, u8x16, at + 4 * stride, 0, stride)
+    return load_pieces(u8x64, u8x16, block, 0, stride), load_pieces(u8x64, u8x16, block + 4 * stride, 0, stride)
 
 
 @inline
-def dot_q4_0(at: int, act: int, acc: Any) -> Any:
+def dot_q4_0(block: int, act: int, acc: Any) -> Any:
     """8 blocks of Q4_0: levels minus 8."""
-    a, b = pieces(at + 2, 18)
-    scales = block_scales(at, 0, 18)
+    a, b = pieces(block + 2, 18)
+    scales = block_scales(block, 0, 18)
     return add_piece_products(act, acc, a & 15, a >> 4, b & 15, b >> 4, scales, scales * np.float32(8))
 
 
 @inline
-def dot_q4_1(at: int, act: int, acc: Any) -> Any:
+def dot_q4_1(block: int, act: int, acc: Any) -> Any:
     """8 blocks of Q4_1; minimums are stored negated."""
-    a, b = pieces(at + 4, 20)
-    scales, mins = block_scales(at, 0, 20), -block_scales(at, 2, 20)
+    a, b = pieces(block + 4, 20)
+    scales, mins = block_scales(block, 0, 20), -block_scales(block, 2, 20)
     return add_piece_products(act, acc, a & 15, a >> 4, b & 15, b >> 4, scales, mins)
 
 
 @inline
-def dot_q6_0(at: int, act: int, acc: Any) -> Any:
+def dot_q6_0(block: int, act: int, acc: Any) -> Any:
     """8 blocks of Q6_0: levels minus 32."""
-    a, b = pieces(at + 10, 26)
-    h = load_pieces(u8x64, u8x8, at, 2, 26)
+    a, b = pieces(block + 10, 26)
+    h = load_pieces(u8x64, u8x8, block, 2, 26)
     g, h = low_eighths(h, h >> 4), high_eighths(h, h >> 4)
     a0, a1 = (a & 15) | ((g << 4) & 48), (a >> 4) | ((g << 2) & 48)
     b0, b1 = (b & 15) | ((h << 4) & 48), (b >> 4) | ((h << 2) & 48)
-    scales = block_scales(at, 0, 26)
+    scales = block_scales(block, 0, 26)
     return add_piece_products(act, acc, a0, a1, b0, b1, scales, scales * np.float32(32))
 
 
@@ -346,29 +346,32 @@ raised_fp4 = make_constant(u8x16, (table("kvalues_fp4").astype(int) + 16).tolist
 @inline
 def add_codebook_products(act: int, acc: Any, codes: Any, raised: Any, a: Any, b: Any, scales: Any) -> Any:
     """Add products of codebook levels raised above zero, all by the same amount or each 16 by their own."""
-    a0, a1, b0, b1 = lookup16(codes, a & 15), lookup16(codes, a >> 4), lookup16(codes, b & 15), lookup16(codes, b >> 4)
+    a0 = lookup16(codes, a & 15)
+    a1 = lookup16(codes, a >> 4)
+    b0 = lookup16(codes, b & 15)
+    b1 = lookup16(codes, b >> 4)
     return add_piece_products(act, acc, a0, a1, b0, b1, scales, scales * raised)
 
 
 @inline
-def dot_iq4_nl(at: int, act: int, acc: Any) -> Any:
+def dot_iq4_nl(block: int, act: int, acc: Any) -> Any:
     """8 blocks of IQ4_NL."""
-    a, b = pieces(at + 2, 18)
-    return add_codebook_products(act, acc, raised_codebook(), np.float32(128), a, b, block_scales(at, 0, 18))
+    a, b = pieces(block + 2, 18)
+    return add_codebook_products(act, acc, raised_codebook(), np.float32(128), a, b, block_scales(block, 0, 18))
 
 
 @inline
-def dot_mxfp4(at: int, act: int, acc: Any) -> Any:
+def dot_mxfp4(block: int, act: int, acc: Any) -> Any:
     """8 blocks of MXFP4."""
-    a, b = pieces(at + 1, 17)
-    return add_codebook_products(act, acc, raised_fp4(), np.float32(16), a, b, fp4.mxfp4_scales(at, 0))
+    a, b = pieces(block + 1, 17)
+    return add_codebook_products(act, acc, raised_fp4(), np.float32(16), a, b, fp4.mxfp4_scales(block, 0))
 
 
 @inline
-def dot_iq4_xs(at: int, act: int, acc: Any) -> Any:
+def dot_iq4_xs(block: int, act: int, acc: Any) -> Any:
     """A super-block of IQ4_XS."""
-    a, b = load(u8x64, at, 8), load(u8x64, at, 72)
-    return add_codebook_products(act, acc, raised_codebook(), np.float32(128), a, b, i_quants.iq4_xs_scales(at, 0))
+    a, b = load(u8x64, block, 8), load(u8x64, block, 72)
+    return add_codebook_products(act, acc, raised_codebook(), np.float32(128), a, b, i_quants.iq4_xs_scales(block, 0))
 
 
 @inline
@@ -379,15 +382,15 @@ def add_shifted_products(act: int, acc: Any, a: Any, b: Any, s: Any) -> Any:
 
 
 @inline
-def dot_iq4_ks(at: int, act: int, acc: Any) -> Any:
+def dot_iq4_ks(block: int, act: int, acc: Any) -> Any:
     """A super-block of IQ4_KS."""
-    return add_shifted_products(act, acc, load(u8x64, at, 8), load(u8x64, at, 72), load(u8x8, at, 0))
+    return add_shifted_products(act, acc, load(u8x64, block, 8), load(u8x64, block, 72), load(u8x8, block, 0))
 
 
 @inline
-def dot_iq4_kss(at: int, act: int, acc: Any) -> Any:
+def dot_iq4_kss(block: int, act: int, acc: Any) -> Any:
     """A super-block of IQ4_KSS."""
-    a, b, s = ik_quants.iq4_kss_fields(at, 0)
+    a, b, s = ik_quants.iq4_kss_fields(block, 0)
     return add_shifted_products(act, acc, a, b, s)
 
 
@@ -402,31 +405,31 @@ def add_ternary_products(act: int, acc: Any, x: Any, y: Any, d: Any) -> Any:
 
 
 @inline
-def dot_tq2_0(at: int, act: int, acc: Any) -> Any:
+def dot_tq2_0(block: int, act: int, acc: Any) -> Any:
     """256 values of TQ2_0."""
-    q = load(u8x64, at, 0)
+    q = load(u8x64, block, 0)
     x = dot4(splat(i32x16, 0), q & 3, load(i8x64, act, APART_4))
     y = dot4(splat(i32x16, 0), (q >> 2) & 3, load(i8x64, act, APART_4 + 64))
     x = dot4(x, (q >> 4) & 3, load(i8x64, act, APART_4 + 128))
     y = dot4(y, q >> 6, load(i8x64, act, APART_4 + 192))
-    return add_ternary_products(act, acc, x, y, half_at(at, 64))
+    return add_ternary_products(act, acc, x, y, half_at(block, 64))
 
 
 @inline
-def dot_tq1_0(at: int, act: int, acc: Any) -> Any:
+def dot_tq1_0(block: int, act: int, acc: Any) -> Any:
     """256 values of TQ1_0."""
-    l0, l1, l2, l3, _, _ = ternary.unpack_tq1_0(at, 0)
+    l0, l1, l2, l3, _, _ = ternary.unpack_tq1_0(block, 0)
     x = dot4(splat(i32x16, 0), cast(u8x64, l0 + 1), load(i8x64, act, 0))
     y = dot4(splat(i32x16, 0), cast(u8x64, l1 + 1), load(i8x64, act, 64))
     x = dot4(x, cast(u8x64, l2 + 1), load(i8x64, act, 128))
     y = dot4(y, cast(u8x64, l3 + 1), load(i8x64, act, 192))
-    return add_ternary_products(act, acc, x, y, half_at(at, 52))
+    return add_ternary_products(act, acc, x, y, half_at(block, 52))
 
 
 @inline
-def dot_iq2_bn(at: int, act: int, acc: Any) -> Any:
+def dot_iq2_bn(block: int, act: int, acc: Any) -> Any:
     """4 blocks of IQ2_BN; the row's scale is applied last (dots.py)."""
-    q = load(u8x64, at, 0)
+    q = load(u8x64, block, 0)
     x = dot4(splat(i32x16, 0), q & 3, load(i8x64, act, BY_QUARTERS))
     y = dot4(splat(i32x16, 0), (q >> 2) & 3, load(i8x64, act, BY_QUARTERS + 64))
     x = dot4(x, (q >> 4) & 3, load(i8x64, act, BY_QUARTERS + 128))

@@ -36,13 +36,13 @@ def f32_row_scale(row: int) -> Any:
     return load(types.float32, row, 0)
 
 
-#: Rebound for each type whose rows products stretch.
-stretch = np.float32(1)
+#: Bound for each type whose row scale products multiply by a gain.
+row_scale_gain = np.float32(1)
 
 
-def stretched_row_scale(row: int) -> Any:
-    """Return the f32 that begins a row, stretched."""
-    return load(types.float32, row, 0) * stretch
+def product_row_scale(row: int) -> Any:
+    """Return the f32 that begins a row, times the gain."""
+    return load(types.float32, row, 0) * row_scale_gain
 
 
 @inline
@@ -92,12 +92,14 @@ class Unpacker:
 
     @property
     def product_row(self) -> dict[str, Any]:
-        """``row`` for skeletons of products, which stretch the rows of some types."""
-        of = self.format
-        if of.stretch == 1:
+        """``row`` for skeletons of products, which multiply the row scale of some types by a gain."""
+        spec = self.format
+        if spec.row_scale_gain == 1:
             return self.row
-        stretched = specialize(stretched_row_scale, of.type.name.lower(), stretch=np.float32(of.stretch))
-        return self.row | {"row_scale": stretched}
+        row_scale = specialize(
+            product_row_scale, spec.type.name.lower(), row_scale_gain=np.float32(spec.row_scale_gain)
+        )
+        return self.row | {"row_scale": row_scale}
 
 
 def unpacker(t: TensorType) -> Unpacker:

@@ -48,7 +48,16 @@ def unpack_iq1_bn(data: int, offset: int) -> Any:
 def unpack_iq2_bn(data: int, offset: int) -> Any:
     """4 blocks of 16 bytes."""
     q = load(u8x64, data, offset)
-    q0, q1, q2, q3 = q & 3, (q >> 2) & 3, (q >> 4) & 3, q >> 6
-    a, b, c, d = low_quarters(q0, q1), low_quarters(q2, q3), high_quarters(q0, q1), high_quarters(q2, q3)
-    l0, l1, l2, l3 = low_halves(a, b), high_halves(a, b), low_halves(c, d), high_halves(c, d)
+    q0 = q & 3
+    q1 = (q >> 2) & 3
+    q2 = (q >> 4) & 3
+    q3 = q >> 6
+    a = low_quarters(q0, q1)
+    b = low_quarters(q2, q3)
+    c = high_quarters(q0, q1)
+    d = high_quarters(q2, q3)
+    l0 = low_halves(a, b)
+    l1 = high_halves(a, b)
+    l2 = low_halves(c, d)
+    l3 = high_halves(c, d)
     return below(l0, 1), below(l1, 1), below(l2, 1), below(l3, 1), splat(f32x16, types.float32(1)), None

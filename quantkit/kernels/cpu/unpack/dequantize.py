@@ -36,17 +36,17 @@ from quantkit.kernels.cpu.core.tape import address_of
 from quantkit.kernels.cpu.interleave import deinterleave_rows
 from quantkit.kernels.cpu.unpack import unpacker
 from quantkit.kernels.formats import UNIT, format_of
-from quantkit.kernels.interleave import base_of, is_woven
+from quantkit.kernels.interleave import base_of, is_interleaved
 from quantkit.types import TensorType
 
-#: Bytes of woven rows taken apart at a time.
-_APART = 1 << 18
+#: Bytes of interleaved rows taken apart at a time.
+_CHUNK_BYTES = 1 << 18
 
 Kernel = Callable[[int, int, int, int, int, int, int], None]
 
 
-def _of_levels(out: Any, byte: Any, *given: Any) -> Any:
-    return types.void(out, types.intp, *given)
+def _of_levels(out: Any, byte: Any, *arguments: Any) -> Any:
+    return types.void(out, types.intp, *arguments)
 
 
 @emits(_of_levels)
@@ -70,23 +70,23 @@ unit_bytes = header_bytes = 0
 
 def decode_rows(data: int, stride: int, out: int, out_stride: int, rows: int, n: int, scratch: int) -> None:
     """Unpack ``rows`` rows of ``n`` values; strides in bytes; scratch: one unit, zeroed, and 1024 bytes."""
-    rest = n % 256
+    n_tail = n % 256
     units = (n + 255) // 256
     for row in range(rows):
         source, target = data + row * stride + header_bytes, out + row * out_stride
         of_row = row_scale(data + row * stride)
         for unit in range(units):
-            at, to = source + unit * unit_bytes, target + unit * 1024
-            partial = rest > 0 and unit == units - 1
+            block, values = source + unit * unit_bytes, target + unit * 1024
+            partial = n_tail > 0 and unit == units - 1
             if partial:
-                for i in range(rest * unit_bytes // 256):
-                    store(scratch, i, load(types.uint8, at, i))
-                at, to = scratch, scratch + unit_bytes
-            l0, l1, l2, l3, scales, mins = unpack(at, 0)
-            write_values(to, 0, l0, l1, l2, l3, scaled(scales, of_row), mins)
+                for i in range(n_tail * unit_bytes // 256):
+                    store(scratch, i, load(types.uint8, block, i))
+                block, values = scratch, scratch + unit_bytes
+            l0, l1, l2, l3, scales, mins = unpack(block, 0)
+            write_values(values, 0, l0, l1, l2, l3, scaled(scales, of_row), mins)
             if partial:
-                for i in range(rest):
-                    store(target, unit * 1024 + 4 * i, load(types.float32, to, 4 * i))
+                for i in range(n_tail):
+                    store(target, unit * 1024 + 4 * i, load(types.float32, values, 4 * i))
 
 
 def decode_rows_f16(data: int, stride: int, out: int, out_stride: int, rows: int, n: int, scratch: int) -> None:
@@ -117,19 +117,19 @@ def rows_decoder(t: TensorType, compiled: Callable[..., Any] = kernel) -> Kernel
     """Return ``decode_rows`` of type ``t``, any but F32, compiled on its first call; raise TypeNotSupported."""
     if t.name in DIRECT:
         return compiled(DIRECT[t.name])  # type: ignore[no-any-return]
-    made = unpacker(t)
-    return specialize(decode_rows, t.name.lower(), compiled, unpack=made.function, **made.row)  # type: ignore[no-any-return]
+    unpack = unpacker(t)
+    return specialize(decode_rows, t.name.lower(), compiled, unpack=unpack.function, **unpack.row)  # type: ignore[no-any-return]
 
 
 def dequantize_rows(t: TensorType, data: npt.NDArray[np.uint8], out: npt.NDArray[np.float32]) -> None:
     """Decode ``data`` uint8 [rows, row_bytes] of type ``t`` into ``out`` float32 [rows, n], without the GIL.
 
-    Each row must be contiguous; data may be read-only, unaligned and a slice of a mapped file. Of a woven type rows
-    come in whole groups. Raises TypeNotSupported without a decoder or if n is not a multiple of the block, ValueError
-    if shapes disagree.
+    Each row must be contiguous; data may be read-only, unaligned and a slice of a mapped file. Of an interleaved type
+    rows come in whole groups. Raises TypeNotSupported without a decoder or if n is not a multiple of the block,
+    ValueError if shapes disagree.
     """
-    if is_woven(t):
-        _dequantize_woven(t, data, out)
+    if is_interleaved(t):
+        _dequantize_interleaved(t, data, out)
         return
     format_of(t)
     rows, n = out.shape
@@ -151,10 +151,10 @@ def dequantize_rows(t: TensorType, data: npt.NDArray[np.uint8], out: npt.NDArray
     run(address_of(data), data.strides[0], address_of(out), out.strides[0], rows, n, address_of(scratch))
 
 
-def _dequantize_woven(t: TensorType, data: npt.NDArray[np.uint8], out: npt.NDArray[np.float32]) -> None:
-    """Decode woven rows: take some groups at a time apart, and decode these."""
+def _dequantize_interleaved(t: TensorType, data: npt.NDArray[np.uint8], out: npt.NDArray[np.float32]) -> None:
+    """Decode interleaved rows: take some groups at a time apart, and decode these."""
     base, (rows, n) = base_of(t), out.shape
-    step = t.interleave * max(1, _APART // (t.interleave * max(1, base.row_bytes(n))))
+    step = t.interleave * max(1, _CHUNK_BYTES // (t.interleave * max(1, base.row_bytes(n))))
     plain = np.empty((min(step, rows), base.row_bytes(n)), np.uint8)
     for row in range(0, rows, step):
         part = plain[: min(step, rows - row)]

@@ -83,7 +83,10 @@ def unpack_nvfp4(data: int, offset: int) -> Any:
     """4 blocks of 36 bytes."""
     a = load_pieces(u8x64, u8x32, data, offset + 4, 36)
     b = load_pieces(u8x64, u8x32, data, offset + 76, 36)
-    al, ah, bl, bh = a & 15, a >> 4, b & 15, b >> 4
+    al = a & 15
+    ah = a >> 4
+    bl = b & 15
+    bh = b >> 4
     l0, l1 = lookup16(codebook(), low_eighths(al, ah)), lookup16(codebook(), high_eighths(al, ah))
     l2, l3 = lookup16(codebook(), low_eighths(bl, bh)), lookup16(codebook(), high_eighths(bl, bh))
     return l0, l1, l2, l3, half_ue4m3(cast(u8x16, load_pieces(u32x4, types.uint32, data, offset, 36))), None

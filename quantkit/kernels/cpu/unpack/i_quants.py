@@ -164,10 +164,13 @@ def minus_bits(signs: Any) -> Any:
 
 @inline
 def signed_unit(fields: Any) -> Any:
-    """Return what an unpacker returns of (magnitudes, signs, s, d): values are +-d * (2 s + 1) * magnitude."""
+    """Return levels and scales of (magnitudes, signs, s, d): values are +-d * (2 s + 1) * magnitude."""
     (g0, g1, g2, g3), signs, s, d = fields
     m0, m1, m2, m3 = minus_bits(signs)
-    l0, l1, l2, l3 = select(m0, -g0, g0), select(m1, -g1, g1), select(m2, -g2, g2), select(m3, -g3, g3)
+    l0 = select(m0, -g0, g0)
+    l1 = select(m1, -g1, g1)
+    l2 = select(m2, -g2, g2)
+    l3 = select(m3, -g3, g3)
     return l0, l1, l2, l3, convert(f32x16, (s << 1) | 1) * d, None
 
 
@@ -256,7 +259,10 @@ def shifted_by_32(low: Any, h: Any) -> Any:
     q = convert(u16x32, low) | (high << 8)
     shift = convert(i8x8, 1 - ((h >> 15) << 1))
     g0, g1, g2, g3 = iq1s_8(q)
-    l0, l1, l2, l3 = g0 + shift32_0(shift), g1 + shift32_1(shift), g2 + shift32_2(shift), g3 + shift32_3(shift)
+    l0 = g0 + shift32_0(shift)
+    l1 = g1 + shift32_1(shift)
+    l2 = g2 + shift32_2(shift)
+    l3 = g3 + shift32_3(shift)
     return l0, l1, l2, l3, convert(f32x16, each_twice((((h >> 12) & 7) << 1) | 1))
 
 
@@ -291,7 +297,10 @@ def shifted_by_8(low: Any, h: Any) -> Any:
     q = convert(u16x32, low) | (convert(u16x32, digits & 7) << 8)
     shift = cast(i8x32, 1 - ((digits >> 3) << 1))
     g0, g1, g2, g3 = iq1s_8(q)
-    l0, l1, l2, l3 = g0 + shift8_0(shift), g1 + shift8_1(shift), g2 + shift8_2(shift), g3 + shift8_3(shift)
+    l0 = g0 + shift8_0(shift)
+    l1 = g1 + shift8_1(shift)
+    l2 = g2 + shift8_2(shift)
+    l3 = g3 + shift8_3(shift)
     return l0, l1, l2, l3
 
 

@@ -95,26 +95,26 @@ shift16_3 = make_shuffle([12 + i // 16 for i in range(64)], "ik_quants.shift16_3
 
 
 @inline
-def raised16(levels: Any, by: Any) -> Any:
+def raised16(levels: Any, shifts: Any) -> Any:
     """Raise each group of 16 of 256 levels by one of 16 bytes."""
     l0, l1, l2, l3 = levels
     return (
-        l0 + cast(i8x64, shift16_0(by)),
-        l1 + cast(i8x64, shift16_1(by)),
-        l2 + cast(i8x64, shift16_2(by)),
-        l3 + cast(i8x64, shift16_3(by)),
+        l0 + cast(i8x64, shift16_0(shifts)),
+        l1 + cast(i8x64, shift16_1(shifts)),
+        l2 + cast(i8x64, shift16_2(shifts)),
+        l3 + cast(i8x64, shift16_3(shifts)),
     )
 
 
 @inline
-def raised32(levels: Any, by: Any) -> Any:
-    """Raise each group of 32 of 256 levels by one of the first 8 bytes of ``by``."""
+def raised32(levels: Any, shifts: Any) -> Any:
+    """Raise each group of 32 of 256 levels by one of the first 8 bytes of ``shifts``."""
     l0, l1, l2, l3 = levels
     return (
-        l0 + cast(i8x64, i_quants.shift32_0(by)),
-        l1 + cast(i8x64, i_quants.shift32_1(by)),
-        l2 + cast(i8x64, i_quants.shift32_2(by)),
-        l3 + cast(i8x64, i_quants.shift32_3(by)),
+        l0 + cast(i8x64, i_quants.shift32_0(shifts)),
+        l1 + cast(i8x64, i_quants.shift32_1(shifts)),
+        l2 + cast(i8x64, i_quants.shift32_2(shifts)),
+        l3 + cast(i8x64, i_quants.shift32_3(shifts)),
     )
 
 
@@ -319,6 +319,9 @@ def unpack_iq2_kl(data: int, offset: int) -> Any:
     q, h = load(u8x64, data, offset + 6), four_times(load(u8x16, data, offset + 70))
     a = low_quarters(q & 15, q >> 4) | select((h & bits0123()) != 0, splat(u8x64, 16), 0)
     b = high_quarters(q & 15, q >> 4) | select((h & bits4567()) != 0, splat(u8x64, 16), 0)
-    a0, a1, b0, b1 = lookup64(firsts(), a), lookup64(seconds(), a), lookup64(firsts(), b), lookup64(seconds(), b)
+    a0 = lookup64(firsts(), a)
+    a1 = lookup64(seconds(), a)
+    b0 = lookup64(firsts(), b)
+    b1 = lookup64(seconds(), b)
     scales = convert(f32x16, iq2_kl_scales(data, offset))
     return first_pairs(a0, a1), last_pairs(a0, a1), first_pairs(b0, b1), last_pairs(b0, b1), scales, None

@@ -61,7 +61,10 @@ sub_mask_top = make_constant(u8x16, [0] * 8 + [48] * 8, "k_quants.mask_top")
 def nibbles32(data: int, offset: int) -> Any:
     """Return four vectors of 4-bit values from 128 bytes, in value order, unsigned."""
     a, b = load(u8x64, data, offset), load(u8x64, data, offset + 64)
-    al, ah, bl, bh = a & 15, a >> 4, b & 15, b >> 4
+    al = a & 15
+    ah = a >> 4
+    bl = b & 15
+    bh = b >> 4
     return low_halves(al, ah), high_halves(al, ah), low_halves(bl, bh), high_halves(bl, bh)
 
 
@@ -102,7 +105,10 @@ def unpack_q3_k(data: int, offset: int) -> Any:
     """110 bytes; a bit of hmask adds 4."""
     l0, l1, l2, l3 = crumbs(data, offset + 32)
     h0, h1, h2, h3 = mask_bits32(data, offset, 4)
-    l0, l1, l2, l3 = below(l0 | h0, 4), below(l1 | h1, 4), below(l2 | h2, 4), below(l3 | h3, 4)
+    l0 = below(l0 | h0, 4)
+    l1 = below(l1 | h1, 4)
+    l2 = below(l2 | h2, 4)
+    l3 = below(l3 | h3, 4)
     # The last 16 bytes: two of qs, 12 of scales, d.
     tail = load(u8x16, data, offset + 94)
     high = cast(u8x16, cast(u32x4, q3_high(tail)) >> q3_shifts()) & 3
@@ -131,8 +137,13 @@ def unpack_q5_k(data: int, offset: int) -> Any:
 @inline
 def unpack_q6_k(data: int, offset: int) -> Any:
     """210 bytes."""
-    a, b, h = load(u8x64, data, offset), load(u8x64, data, offset + 64), load(u8x64, data, offset + 128)
-    h0, h1, h2, h3 = (h << 4) & 48, (h << 2) & 48, h & 48, (h >> 2) & 48
+    a = load(u8x64, data, offset)
+    b = load(u8x64, data, offset + 64)
+    h = load(u8x64, data, offset + 128)
+    h0 = (h << 4) & 48
+    h1 = (h << 2) & 48
+    h2 = h & 48
+    h3 = (h >> 2) & 48
     l0, l1 = (a & 15) | low_halves(h0, h1), (a >> 4) | low_halves(h2, h3)
     l2, l3 = (b & 15) | high_halves(h0, h1), (b >> 4) | high_halves(h2, h3)
     scales = convert(f32x16, load(i8x16, data, offset + 192)) * half_at(data, offset + 208)

@@ -41,7 +41,9 @@ from quantkit.kernels.cpu.core.simd import (
 )
 
 u8x4, u64x4 = VecType(types.uint8, 4), VecType(types.uint64, 4)
-u16x2, u16x4, u16x64 = VecType(types.uint16, 2), VecType(types.uint16, 4), VecType(types.uint16, 64)
+u16x2 = VecType(types.uint16, 2)
+u16x4 = VecType(types.uint16, 4)
+u16x64 = VecType(types.uint16, 64)
 
 # ---------------------------------------------------------------- memory
 
@@ -67,8 +69,8 @@ def load_pieces(b, sig, vt, piece, buffer, offset, stride):
     start = _address(b, buffer, offset)
     ll = pt.ll if isinstance(pt, VecType) else _LL[pt]
     count = rt.lanes // (pt.lanes if isinstance(pt, VecType) else 1)
-    at = [b.gep(start, [b.mul(stride, ir.IntType(64)(k))]) for k in range(count)]
-    parts = [b.load(b.bitcast(p, ll.as_pointer()), align=1) for p in at]
+    pointers = [b.gep(start, [b.mul(stride, ir.IntType(64)(k))]) for k in range(count)]
+    parts = [b.load(b.bitcast(p, ll.as_pointer()), align=1) for p in pointers]
     if isinstance(pt, VecType):
         return _join(b, parts)
     out = ir.Constant(rt.ll, ir.Undefined)
@@ -83,8 +85,8 @@ def make_grid(entries: npt.NDArray[Any], name: str) -> Any:
     ``entries`` are bytes [n, 8] or [n, 4]; ``index`` has 32 or 64 integer lanes, all below n. The grid is a constant
     in the kernel: with AVX-512 VBMI as codes of 16 bits, looked up in registers, unless they are too many.
     """
-    few = len(entries) * entries.shape[1] <= _MOST_BYTES
-    emit = _look_codes_up if few and "avx512vbmi" in FEATURES else _look_entries_up
+    fits = len(entries) * entries.shape[1] <= _MOST_BYTES
+    emit = _look_codes_up if fits and "avx512vbmi" in FEATURES else _look_entries_up
     result = UniTuple(i8x64, 4)
     return emits(lambda index: result(index), name)(lambda b, sig, index: emit(b, entries, name, index))
 
@@ -106,7 +108,9 @@ def _look_entries_up(b: ir.IRBuilder, entries: npt.NDArray[Any], name: str, inde
     """One scalar load per entry: gather instructions take 18 to 28 % longer (EPYC, AVX-512)."""
     width, start = entries.shape[1], _table(b, entries, name)
     word = ir.DoubleType() if width == 8 else ir.FloatType()  # loads that insert are those of floats
-    per_piece, count, bits = 16 // width, index.type.count, index.type.element.width
+    per_piece = 16 // width
+    count = index.type.count
+    bits = index.type.element.width
     i64 = ir.IntType(64)
     words = b.bitcast(index, ir.VectorType(i64, count * bits // 64))
     pieces = []
@@ -120,12 +124,12 @@ def _look_entries_up(b: ir.IRBuilder, entries: npt.NDArray[Any], name: str, inde
             entry = b.load(b.bitcast(b.gep(start, [byte]), word.as_pointer()), align=width)
             piece = b.insert_element(piece, entry, ir.IntType(32)(k))
         pieces.append(piece)
-    each = len(pieces) // 4
-    return [b.bitcast(_join(b, pieces[k : k + each]), i8x64.ll) for k in range(0, 4 * each, each)]
+    quarter = len(pieces) // 4
+    return [b.bitcast(_join(b, pieces[k : k + quarter]), i8x64.ll) for k in range(0, 4 * quarter, quarter)]
 
 
 def _look_codes_up(b: ir.IRBuilder, entries: npt.NDArray[Any], name: str, index: ir.Value) -> list[ir.Value]:
-    """Look codes up (vpermi2w), spread the fields of each to bytes (vpmultishiftqb), and look levels up (vpermb).
+    """Look up codes (vpermi2w), spread the fields of each to bytes (vpmultishiftqb), and look up levels (vpermb).
 
     A code has a field of 2 or 4 bits for each byte of the entry: which of its levels. The codes of 8 bytes are brought
     to the low end of a quadword.
@@ -139,30 +143,30 @@ def _look_codes_up(b: ir.IRBuilder, entries: npt.NDArray[Any], name: str, index:
     tables = [b.load(b.gep(start, [ir.IntType(64)(k)]), align=64) for k in range(len(codes) // 32)]
     indices = b.zext(index, ir.VectorType(ir.IntType(16), index.type.count))
     indices = [_shuffle(b, indices, None, range(k, k + 32)) for k in range(0, index.type.count, 32)]
-    found = [_look_words_up(b, tables, each) for each in indices]
+    results = [_look_words_up(b, tables, codes) for codes in indices]
     # The bits above a field in its byte choose among copies of the levels.
-    known = ir.Constant(i8x64.ll, [int(levels[i % 2**field % len(levels)]) for i in range(64)])
+    levels_by_code = ir.Constant(i8x64.ll, [int(levels[i % 2**field % len(levels)]) for i in range(64)])
     control = ir.Constant(i8x64.ll, [field * j for j in range(8)] * 8)
     out = []
     for vector in range(4):
         first = vector * 8 * per_qword
         lanes = [first % 32 + w // 4 * per_qword + w % per_qword for w in range(32)]
-        words = b.bitcast(_shuffle(b, found[first // 32], None, lanes), i8x64.ll)
+        words = b.bitcast(_shuffle(b, results[first // 32], None, lanes), i8x64.ll)
         spread = _call(b, "llvm.x86.avx512.pmultishift.qb.512", i8x64.ll, [control, words])
-        out.append(_call(b, "llvm.x86.avx512.permvar.qi.512", i8x64.ll, [known, spread]))
+        out.append(_call(b, "llvm.x86.avx512.permvar.qi.512", i8x64.ll, [levels_by_code, spread]))
     return out
 
 
 def _look_words_up(b: ir.IRBuilder, tables: list[ir.Value], index: ir.Value) -> ir.Value:
-    """Look words up in a table of 64, 128 ... words, 32 in each vector."""
+    """Look up words in a table of 64, 128 ... words, 32 in each vector."""
     pairs = zip(tables[::2], tables[1::2], strict=True)
-    found = [_call(b, "llvm.x86.avx512.vpermi2var.hi.512", index.type, [x, index, y]) for x, y in pairs]
+    entries = [_call(b, "llvm.x86.avx512.vpermi2var.hi.512", index.type, [x, index, y]) for x, y in pairs]
     bit = 64
-    while len(found) > 1:
+    while len(entries) > 1:
         high = b.icmp_unsigned("!=", b.and_(index, _const(index.type, bit)), _const(index.type, 0))
-        found = [b.select(high, y, x) for x, y in zip(found[::2], found[1::2], strict=True)]
+        entries = [b.select(high, y, x) for x, y in zip(entries[::2], entries[1::2], strict=True)]
         bit *= 2
-    return found[0]
+    return entries[0]
 
 
 # ---------------------------------------------------------------- bits and halves
@@ -245,7 +249,10 @@ def nibbles16(data: int, offset: int, stride: int) -> Any:
 @inline
 def nibbles16_of(a: Any, b: Any) -> Any:
     """Return four vectors of unsigned 4-bit values from 8 blocks of 16 bytes in two vectors, in value order."""
-    al, ah, bl, bh = a & 15, a >> 4, b & 15, b >> 4
+    al = a & 15
+    ah = a >> 4
+    bl = b & 15
+    bh = b >> 4
     return low_quarters(al, ah), high_quarters(al, ah), low_quarters(bl, bh), high_quarters(bl, bh)
 
 
@@ -253,7 +260,10 @@ def nibbles16_of(a: Any, b: Any) -> Any:
 def crumbs(data: int, offset: int) -> Any:
     """Return four vectors of 2-bit values from 64 bytes, in value order, unsigned."""
     q = load(u8x64, data, offset)
-    q0, q1, q2, q3 = q & 3, (q >> 2) & 3, (q >> 4) & 3, q >> 6
+    q0 = q & 3
+    q1 = (q >> 2) & 3
+    q2 = (q >> 4) & 3
+    q3 = q >> 6
     return low_halves(q0, q1), low_halves(q2, q3), high_halves(q0, q1), high_halves(q2, q3)
 
 

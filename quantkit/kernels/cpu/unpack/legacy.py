@@ -92,7 +92,10 @@ def unpack_q6_0(data: int, offset: int) -> Any:
     """8 blocks of 26 bytes."""
     l0, l1, l2, l3 = nibbles16(data, offset + 10, 26)
     h = load_pieces(u8x64, u8x8, data, offset + 2, 26)
-    h0, h16, h8, h24 = (h << 4) & 48, (h << 2) & 48, h & 48, (h >> 2) & 48
+    h0 = (h << 4) & 48
+    h16 = (h << 2) & 48
+    h8 = h & 48
+    h24 = (h >> 2) & 48
     a, b = low_eighths(h0, h8), low_eighths(h16, h24)
     c, d = high_eighths(h0, h8), high_eighths(h16, h24)
     l0, l1 = below(l0 | low_quarters(a, b), 32), below(l1 | high_quarters(a, b), 32)

@@ -46,7 +46,9 @@ from quantkit.kernels.cpu.unpack import i_quants
 from quantkit.kernels.cpu.unpack.lanes import each_twice, twice32, u8x4
 
 #: The factor of the generator, the bits of a number that count, and what is added to an index.
-FACTOR, KEPT, FIRST = 0xCBAC1FED, 0x3F3F3F3F, 4096
+FACTOR = 0xCBAC1FED
+MASK = 0x3F3F3F3F
+FIRST = 4096
 
 low_in_turn = make_shuffle2([16 * (i % 2) + i // 2 for i in range(16)], "trellis.low_in_turn")
 high_in_turn = make_shuffle2([16 * (i % 2) + i // 2 + 8 for i in range(16)], "trellis.high_in_turn")
@@ -67,7 +69,7 @@ two_bits = make_constant(u8x64, [1] * 32 + [2] * 32, "trellis.two_bits")
 @inline
 def _sums(x: Any) -> Any:
     """Return the sums of the kept bits of four bytes: 0 .. 252."""
-    return cast(u32x16, dot4(splat(i32x16, 0), cast(u8x64, x & KEPT), splat(i8x64, 1)))
+    return cast(u32x16, dot4(splat(i32x16, 0), cast(u8x64, x & MASK), splat(i8x64, 1)))
 
 
 @inline

@@ -71,8 +71,8 @@ template <typename A> INLINE void combine(const A& a) {
     __shared__ int used;
     const int64_t row = blockIdx.x;
     const int splits = (int)a.splits, part = threadIdx.x, lane = part & 31, warp = part >> 5;
-    const float* kept = a.scratch + a.rows * a.splits * a.head_v + 2 * row * a.splits;
-    const float m = part < splits ? kept[2 * part] : NONE, l = part < splits ? kept[2 * part + 1] : 0.0f;
+    const float* maxima = a.scratch + a.rows * a.splits * a.head_v + 2 * row * a.splits;
+    const float m = part < splits ? maxima[2 * part] : NONE, l = part < splits ? maxima[2 * part + 1] : 0.0f;
     const float best = warp_max(m);
     if (part == 0) used = 0;
     if (lane == 0) shared[warp] = best;

@@ -20,7 +20,7 @@ from quantkit.kernels.cuda.attention.cache import TYPES
 from quantkit.kernels.cuda.core.kernel import Kernel, Shape
 from quantkit.kernels.cuda.core.limits import shared_of_block
 
-FEW, TILE, TENSOR = range(3)
+VECTOR, TILE, TENSOR = range(3)
 
 #: Parts of the keys at most (attention_combine takes no more). A launch is about as many blocks as run at once: what
 #: comes after them has a multiprocessor to itself, and every part more is combined.
@@ -32,7 +32,7 @@ _ATTENTION = Kernel("attention/attention.cu", "attention")
 
 @dataclass(frozen=True)
 class Attention:
-    """A launch, how many parts of the keys it makes, bytes of scratch, and what combines them (None: one part)."""
+    """A launch, how many parts of the keys it makes, bytes of scratch, and the launch that combines them or None."""
 
     attend: Shape
     splits: int
@@ -41,7 +41,7 @@ class Attention:
 
 
 @dataclass(frozen=True)
-class _Way:
+class _Algorithm:
     """A block of threads: a kernel, its rows of q, how many blocks run at once, bytes of shared memory."""
 
     kernel: Kernel
@@ -63,22 +63,22 @@ def attention(
     mla: bool = False,
     selected: int = 0,
     capability: int = 90,
-    way: int | None = None,
+    algorithm: int | None = None,
     splits: int | None = None,
 ) -> Attention:
-    """Return how ``rows`` tokens attend to a cache of type ``kind`` (f32, f16, q8_0) with n_ctx cells a sequence.
+    """Return the kernels by which ``rows`` tokens attend to a cache of n_ctx cells a sequence; kind: f32, f16 or q8_0.
 
-    mla: the cache has no values. selected: a token sees so many keys (0: all). way and splits are chosen without;
+    mla: the cache has no values. selected: a token sees so many keys (0: all). algorithm and splits are chosen without;
     tests choose them.
     """
     group = n_head // n_head_kv
-    chosen = _choose(kind, head_k, head_v, rows * group, mla, shared_of_block(capability), way)
-    tiles = -(-rows * group // chosen.rows) * n_head_kv
+    block = _choose(kind, head_k, head_v, rows * group, mla, shared_of_block(capability), algorithm)
+    tiles = -(-rows * group // block.rows) * n_head_kv
     if splits is None:
-        splits = max(1, min(SPLITS, MULTIPROCESSORS * chosen.at_once // tiles, -(-min(n_ctx, selected or n_ctx) // 64)))
-    bound = chosen.kernel.bind(CACHE=TYPES.index(kind), HEAD_K=head_k, HEAD_V=head_v)
+        splits = max(1, min(SPLITS, MULTIPROCESSORS * block.at_once // tiles, -(-min(n_ctx, selected or n_ctx) // 64)))
+    bound = block.kernel.bind(CACHE=TYPES.index(kind), HEAD_K=head_k, HEAD_V=head_v)
     bound = bound.bind(SELECTED=1) if selected else bound
-    attend = Shape(bound, (tiles, splits, 1), chosen.shared)
+    attend = Shape(bound, (tiles, splits, 1), block.shared)
     if splits == 1:
         return Attention(attend, 1, 0, None)
     combine = Shape(Kernel(bound.file, "attention_combine", bound.defines), (rows * n_head, -(-head_v // 128), 1))
@@ -90,67 +90,76 @@ def most_scratch(
     kind: str, *sizes: int, rows: int, n_ctx: int, mla: bool = False, selected: int = 0, capability: int = 90
 ) -> int:
     """Return the bytes of scratch that up to ``rows`` tokens take, as ``attention`` says for each number of them."""
-    of: dict[str, int] = {"mla": mla, "selected": selected, "capability": capability}
-    ways = (attention(kind, *sizes, n, n_ctx, **of) for n in range(1, rows + 1))
-    return max(way.scratch for way in ways)
+    options: dict[str, int] = {"mla": mla, "selected": selected, "capability": capability}
+    shapes = (attention(kind, *sizes, n, n_ctx, **options) for n in range(1, rows + 1))
+    return max(shape.scratch for shape in shapes)
 
 
-def combine_to(chosen: Attention, head_v: int) -> Shape | None:
-    """Return what combines the parts and brings a token's heads to a format (activations.py).
+def combine_to(launches: Attention, head_v: int) -> Shape | None:
+    """Return the launch that combines the parts and brings a token's heads to a format (activations.py).
 
     None: there is one part, or heads do not make up 256 columns.
     """
-    each = min(head_v, 128)
-    if chosen.combine is None or 256 % each or head_v % each:
+    threads = min(head_v, 128)
+    if launches.combine is None or 256 % threads or head_v % threads:
         return None
-    kernel, grid = chosen.combine.kernel, chosen.combine.grid
+    kernel, grid = launches.combine.kernel, launches.combine.grid
     return Shape(Kernel(kernel.file, "attention_combine_to", kernel.defines), grid)
 
 
-def _choose(kind: str, head_k: int, head_v: int, rows: int, mla: bool, limit: int, way: int | None) -> _Way:
-    tensor = _tensor(kind, rows, head_k, head_v, mla, limit) if kind != "f32" and way in (None, TENSOR) else None
-    if way is None:
-        way = FEW if rows <= (FEW_ROWS if tensor else FEW_ROWS_F32) else TENSOR if tensor else TILE
-    if way == TENSOR:
+def _choose(kind: str, head_k: int, head_v: int, rows: int, mla: bool, limit: int, algorithm: int | None) -> _Algorithm:
+    tensor = _tensor(kind, rows, head_k, head_v, mla, limit) if kind != "f32" and algorithm in (None, TENSOR) else None
+    if algorithm is None:
+        algorithm = TENSOR if tensor else TILE
+        if rows <= (FEW_ROWS if tensor else FEW_ROWS_F32):
+            algorithm = VECTOR
+    if algorithm == TENSOR:
         assert tensor is not None
         return tensor
-    return _few(rows, head_k, head_v) if way == FEW else _tile(head_k, head_v)
+    return _vector(rows, head_k, head_v) if algorithm == VECTOR else _tile(head_k, head_v)
 
 
-def _few(rows: int, head_k: int, head_v: int) -> _Way:
+def _up_to(size: int, values: dict[int, int], beyond: int) -> int:
+    """Return the value of the first limit that ``size`` does not exceed."""
+    return next((value for limit, value in values.items() if size <= limit), beyond)
+
+
+def _vector(rows: int, head_k: int, head_v: int) -> _Algorithm:
     size = 1
     while size < min(rows, 8 if max(head_k, head_v) <= 256 else 4):
         size *= 2
     longest = max(head_k, head_v)
     resident = 4 - (longest > 128) - (size > 2) if longest <= 256 else 2
-    return _Way(_ATTENTION.bind(WAY=FEW, ROWS=size, THREADS=128, BLOCKS_AT_ONCE=resident), size, resident)
+    return _Algorithm(_ATTENTION.bind(WAY=VECTOR, ROWS=size, THREADS=128, BLOCKS_AT_ONCE=resident), size, resident)
 
 
-def _tile(head_k: int, head_v: int) -> _Way:
+def _tile(head_k: int, head_v: int) -> _Algorithm:
     """Shared memory stays below 64 KiB, which every device has."""
     longest = max(head_k, head_v)
-    size = 64 if longest <= 128 else 32 if longest <= 256 else 16
+    size = _up_to(longest, {128: 64, 256: 32}, 16)
     q = -(-head_k // 32) * 32 + 4
     columns = -(-head_v // 64) * 64
     values = {1: 32, 2: 16, 3: 8, 4: 8}.get(columns // 64, 4) * columns
     shared = 4 * (size * (q + 68) + max(64 * 36, values))
-    return _Way(_ATTENTION.bind(WAY=TILE, ROWS=size, THREADS=4 * size, BLOCKS_AT_ONCE=2), size, 2 * 64 // size, shared)
+    return _Algorithm(
+        _ATTENTION.bind(WAY=TILE, ROWS=size, THREADS=4 * size, BLOCKS_AT_ONCE=2), size, 2 * 64 // size, shared
+    )
 
 
-def _tensor(kind: str, rows: int, head_k: int, head_v: int, mla: bool, limit: int) -> _Way | None:
-    """None: heads that are not made of 16 bytes, or too long for this device's shared memory."""
+def _tensor(kind: str, rows: int, head_k: int, head_v: int, mla: bool, limit: int) -> _Algorithm | None:
+    """Return the tensor-core kernel; None: heads not of 16 bytes, or too long for the device's shared memory."""
     if head_k % 8 or head_v % 8:
         return None
-    warps = 1 if rows <= 16 else 2 if rows <= 32 else 4  # of 16 rows each
+    warps = _up_to(rows, {16: 1, 32: 2}, 4)  # of 16 rows each
     while warps:
-        columns = max(4 // warps, 1 if head_v <= 128 else 2 if head_v <= 256 else 4)
+        columns = max(4 // warps, _up_to(head_v, {128: 1, 256: 2}, 4))
         for keys in (64, 32) if warps * columns <= 8 else ():  # more leave too few registers
             shared = _tensor_shared(kind == "q8_0", head_k, head_v, mla, 16 * warps, columns, keys)
             if shared is not None and shared <= limit - 4096:  # some is declared in the source
                 size = {"ROWS": 16 * warps, "COLUMNS": columns, "THREADS": 32 * warps * columns, "KEYS": keys}
                 resident = _tensor_resident(warps, columns, max(head_k, head_v))
                 bound = _ATTENTION.bind(WAY=TENSOR, LATENT=int(mla), BLOCKS_AT_ONCE=resident, **size)
-                return _Way(bound, 16 * warps, max(1, min(resident, limit // (shared + 2048))), shared)
+                return _Algorithm(bound, 16 * warps, max(1, min(resident, limit // (shared + 2048))), shared)
         warps //= 2
     return None
 
@@ -180,23 +189,25 @@ def _tensor_resident(warps: int, columns: int, longest: int) -> int:
         return 1
     if longest > 128:
         return 2
-    return 4 if warps == 1 else 3 if warps == 2 or longest <= 64 else 2
+    if warps == 1:
+        return 4
+    return 3 if warps == 2 or longest <= 64 else 2
 
 
 def kernels() -> Iterator[Kernel]:
-    """Yield kernels of this file: every way and type, for some of the sizes that models have."""
+    """Yield kernels of this file: every algorithm and type, for some of the sizes that models have."""
     sizes: dict[str, tuple[tuple[int, int, int, int], ...]]
     sizes = {"f32": ((32, 4, 128, 1), (32, 4, 128, 512))}
     sizes["q8_0"] = (*sizes["f32"], (32, 32, 128, 1), (8, 4, 256, 512), (128, 1, 576, 1))
     sizes["f16"] = (*sizes["q8_0"], (32, 8, 64, 1), (32, 8, 64, 512))
-    for kind, some in sizes.items():
-        for n_head, n_head_kv, head, rows in some:
+    for kind, shapes in sizes.items():
+        for n_head, n_head_kv, head, rows in shapes:
             mla = head == 576
             heads = n_head, n_head_kv, head, 512 if mla else head
-            chosen = attention(kind, *heads, rows, 4096, mla=mla)
-            yield chosen.attend.kernel
+            launches = attention(kind, *heads, rows, 4096, mla=mla)
+            yield launches.attend.kernel
             if mla:
                 yield attention(kind, *heads, rows, 4096, mla=True, selected=2048).attend.kernel
-            for shape in (chosen.combine, combine_to(chosen, head)):
+            for shape in (launches.combine, combine_to(launches, head)):
                 if shape is not None:
                     yield shape.kernel

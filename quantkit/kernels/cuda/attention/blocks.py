@@ -11,12 +11,12 @@ _FILE = "attention/blocks.cu"
 
 
 def block_write(kind: str, width: int, rows: int) -> Shape:
-    """Return how to store those of ``rows`` tokens that end a block."""
+    """Return the kernel and grid that store those of ``rows`` tokens that end a block."""
     return Shape(Kernel(_FILE, "block_write").bind(CACHE=TYPES.index(kind)), (rows, -(-width // 256), 1))
 
 
 def window_and_blocks(n_out: int, rows: int) -> Shape:
-    """Return how to list the ``n_out`` cells that each token sees."""
+    """Return the kernel and grid that list the ``n_out`` cells that each token sees."""
     return Shape(Kernel(_FILE, "window_and_blocks").bind(CACHE=0), (-(-rows * n_out // 256), 1, 1))
 
 

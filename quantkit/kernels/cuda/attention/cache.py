@@ -16,7 +16,7 @@ def row_bytes(kind: str, width: int) -> int:
 
 
 def cache_write(kind: str, rows: int, k_width: int, v_width: int) -> Shape:
-    """Return how to store the keys and values of ``rows`` tokens; v_width 0: keys only."""
+    """Return the kernel and grid that store the keys and values of ``rows`` tokens; v_width 0: keys only."""
     parts = -(-k_width // 32) + -(-v_width // 32)
     kernel = Kernel("attention/cache.cu", "cache_write").bind(CACHE=TYPES.index(kind))
     return Shape(kernel, (rows, -(-parts // 8), 1))

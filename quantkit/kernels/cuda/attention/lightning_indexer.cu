@@ -140,7 +140,7 @@ INLINE int sum_before(int v, int* part, int* total) {
 
 // Block x: a token.
 KERNEL(indexer_select, 512) {
-    __shared__ int counts[1 << BITS], part[THREADS / 32], found[2];
+    __shared__ int counts[1 << BITS], part[THREADS / 32], chosen_digit[2];
     const int64_t token = a.first + blockIdx.x;
     const int n = (a.batch->positions[token] + 1) / (int)a.ratio;
     int32_t* out = a.out + token * a.n_selected;
@@ -151,7 +151,7 @@ KERNEL(indexer_select, 512) {
     const float* scores = a.scores + (int64_t)blockIdx.x * a.batch->n_ctx;
 
     uint32_t least = 0;  // the high digits of the smallest key that is wanted
-    int wanted = (int)a.n_selected;
+    int remaining = (int)a.n_selected;
     for (int shift = 32 - BITS; shift >= 0; shift -= BITS) {
         if (threadIdx.x < 1 << BITS) counts[threadIdx.x] = 0;
         __syncthreads();
@@ -163,10 +163,10 @@ KERNEL(indexer_select, 512) {
         const int digit = (1 << BITS) - 1 - (int)threadIdx.x, mine = digit >= 0 ? counts[digit] : 0;
         int all;
         const int above = sum_before(mine, part, &all);
-        if (above < wanted && above + mine >= wanted) found[0] = digit, found[1] = above;
+        if (above < remaining && above + mine >= remaining) chosen_digit[0] = digit, chosen_digit[1] = above;
         __syncthreads();
-        least = least << BITS | (uint32_t)found[0];
-        wanted -= found[1];
+        least = least << BITS | (uint32_t)chosen_digit[0];
+        remaining -= chosen_digit[1];
     }
 
     // `wanted` keys equal to the least are taken, the first ones.
@@ -186,7 +186,7 @@ KERNEL(indexer_select, 512) {
 #pragma unroll
         for (int j = 0; j < EACH; j++) {
             if (i0 + j >= n || keys[j] < least) continue;
-            if (keys[j] > least || same < wanted) out[at + min(same, wanted)] = i0 + j;
+            if (keys[j] > least || same < remaining) out[at + min(same, remaining)] = i0 + j;
             if (keys[j] > least) at++;
             else same++;
         }

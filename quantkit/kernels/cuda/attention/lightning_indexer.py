@@ -8,7 +8,9 @@ from quantkit.kernels.cuda.attention.cache import TYPES
 from quantkit.kernels.cuda.core.kernel import Kernel, Shape
 
 #: Keys that a block of threads scores at a time; bytes of scores that are kept; blocks of a launch, about.
-KEYS, SCRATCH, BLOCKS = 64, 64 << 20, 1024
+KEYS = 64
+SCRATCH = 64 << 20
+BLOCKS = 1024
 
 _FILE = "attention/lightning_indexer.cu"
 
@@ -24,7 +26,7 @@ def tokens_at_once(n_ctx: int, n_ubatch: int) -> int:
 
 
 def indexer_scores(kind: str, head: int, n_ctx: int, first: int, most: int, rows: int) -> Shape | None:
-    """Return how to score the keys of tokens ``first`` ..., ``most`` of ``rows``; None: there are none."""
+    """Return the kernel and grid that score the keys of tokens ``first`` ..., ``most`` of ``rows``; None if none."""
     tokens = min(rows - first, most)
     if tokens < 1:
         return None
@@ -33,7 +35,7 @@ def indexer_scores(kind: str, head: int, n_ctx: int, first: int, most: int, rows
 
 
 def indexer_select(first: int, most: int, rows: int) -> Shape | None:
-    """Return how to select keys by these scores."""
+    """Return the kernel and grid that select keys by these scores."""
     tokens = min(rows - first, most)
     return Shape(Kernel(_FILE, "indexer_select").bind(CACHE=0, HEAD=128), (tokens, 1, 1)) if tokens > 0 else None
 

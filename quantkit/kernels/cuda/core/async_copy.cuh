@@ -28,14 +28,15 @@ INLINE void copy16(SharedAddress to, const uint8_t* from) {
 }
 
 // The same under a condition: a predicate, as behind a branch the assembler puts loads that nothing needs before a copy.
-INLINE void copy16_if(bool wanted, SharedAddress to, const uint8_t* from) {
+INLINE void copy16_if(bool is_valid, SharedAddress to, const uint8_t* from) {
 #if !defined(QUANTKIT_HOST) && __CUDA_ARCH__ >= 800
-    asm volatile("{ .reg .pred %%wanted; setp.ne.s32 %%wanted, %0, 0; @%%wanted cp.async.cg.shared.global [%1], [%2], 16; }" ::"r"(
-                     (int)wanted),
-                 "r"(to), "l"(from)
-                 : "memory");
+    asm volatile(
+        "{ .reg .pred %%is_valid; setp.ne.s32 %%is_valid, %0, 0; @%%is_valid cp.async.cg.shared.global [%1], [%2], 16; }" ::"r"(
+            (int)is_valid),
+        "r"(to), "l"(from)
+        : "memory");
 #else
-    if (wanted) copy16(to, from);
+    if (is_valid) copy16(to, from);
 #endif
 }
 

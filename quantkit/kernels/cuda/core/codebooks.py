@@ -1,4 +1,4 @@
-"""What encoders of trellis types look up on a device: trellis_search.cuh's Codebook.
+"""Tables of the encoders of trellis types on a device: trellis_search.cuh's Codebook.
 
 Points and centers are the CPU's (quantkit.kernels.cpu.encode.trellis_codebook), in the same order, but each lies by
 itself: its levels, signed, then their squares / 64, rounded, less 128. Points that are never ranked in 8 bits have
@@ -16,25 +16,10 @@ import numpy.typing as npt
 
 from quantkit.kernels.cpu.encode import trellis_codebook
 from quantkit.kernels.cuda.core.device import Device
-from quantkit.kernels.cuda.core.lookups import put_once
+from quantkit.kernels.cuda.core.lookups import upload_once
+from quantkit.kernels.trellis_settings import TRELLIS_SETTINGS
 from quantkit.types import TensorType
 
-
-class Points(NamedTuple):
-    """What points a type has: so many of so many values, magnitudes or not, in each of its codebooks."""
-
-    number: int
-    size: int
-    magnitudes: bool = False
-    books: int = 1
-
-
-CODEBOOKS = {
-    "IQ1_KT": Points(8192, 8),
-    "IQ2_KT": Points(65536, 8),
-    "IQ3_KT": Points(65536, 8, magnitudes=True),
-    "IQ4_KT": Points(32768, 4, books=2),
-}
 #: Scales at which errors are known, over a guess: each over the one before.
 _STEP = 1.065
 
@@ -53,9 +38,11 @@ class Codebook(NamedTuple):
 def _levels(lines: npt.NDArray[np.uint8], size: int, bias: int, wide: bool) -> npt.NDArray[np.int64]:
     """Return the levels of each point of the CPU's lines of 16, int64 [points, size]."""
     kind: Any = np.int16 if wide else np.uint8
-    each = 4 // kind().itemsize
-    words = size // each if wide else 2 * size // each
-    values = lines.view(kind).reshape(-1, words, 16, each).swapaxes(1, 2).reshape(-1, words * each).astype(np.int64)
+    per_word = 4 // kind().itemsize
+    words = size // per_word if wide else 2 * size // per_word
+    values = (
+        lines.view(kind).reshape(-1, words, 16, per_word).swapaxes(1, 2).reshape(-1, words * per_word).astype(np.int64)
+    )
     levels: npt.NDArray[np.int64] = values if wide else values[:, :size] - bias
     return levels
 
@@ -73,20 +60,25 @@ def _centers(levels: npt.NDArray[np.int64], magnitudes: bool) -> npt.NDArray[np.
 @cache
 def codebook_arrays(name: str) -> Codebook:
     """Return the arrays of a type."""
-    count, size, magnitudes, books = CODEBOOKS[name]
-    of, bias = trellis_codebook.codebook(count, size, magnitudes, books), 0 if magnitudes else 126
+    settings = TRELLIS_SETTINGS[name]
+    size = settings.size
+    magnitudes = settings.magnitudes
+    bias = 0 if settings.magnitudes else 126
+    codebook = trellis_codebook.codebook(settings.points, size, magnitudes, settings.codebooks)
     grid = np.array([_STEP ** (k - 7.5) for k in range(16)], np.float32)
-    cells, families = (_centers(_levels(lines, size, bias, False), magnitudes) for lines in (of.cells, of.families))
-    levels = _levels(of.points, size, bias, size == 4)
+    cells, families = (
+        _centers(_levels(lines, size, bias, False), magnitudes) for lines in (codebook.cells, codebook.families)
+    )
+    levels = _levels(codebook.points, size, bias, size == 4)
     if magnitudes:
         points = levels.astype(np.int8)
     elif size == 4:
         points = np.concatenate([levels, abs(levels)], 1).astype(np.int8)
     else:
         points = _with_squares(levels)
-    return Codebook(points, cells, families, of.indices, grid, of.lists)
+    return Codebook(points, cells, families, codebook.indices, grid, codebook.lists)
 
 
 def codebook_on(device: Device, t: TensorType) -> Codebook:
     """Return the addresses of a trellis type's codebook on a device, where it stays."""
-    return Codebook(*put_once(device, codebook_arrays, t.name))
+    return Codebook(*upload_once(device, codebook_arrays, t.name))

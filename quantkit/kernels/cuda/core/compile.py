@@ -1,6 +1,6 @@
 """Compiles sources to machine code by NVRTC, kept on disk by a hash of all sources, options and the compiler's version.
 
-For a card newer than the compiler, that is machine code of its generation's newest card that the compiler knows, or
+For a GPU newer than the compiler, that is machine code of its generation's newest GPU that the compiler knows, or
 PTX, which the driver compiles.
 
 CuPy's own RawModule is no way here: it flushes denormals (-ftz=true), repeats options, and does not see that an
@@ -32,23 +32,24 @@ def preamble(kernel: Kernel) -> str:
     return "\n".join([*lines, source(kernel.file)])
 
 
-def target_of(capability: int, known: Sequence[int]) -> str:
-    """Return what to compile for a card: sm_N, machine code, or compute_N, PTX; known: architectures of the compiler.
+def target_of(capability: int, targets: Sequence[int]) -> str:
+    """Return the target to compile for on a GPU: sm_N, machine code, or compute_N, PTX; targets: the compiler's.
 
-    Machine code runs on cards of the same major version and the same or a later minor one.
+    Machine code runs on GPUs of the same major version and the same or a later minor one.
 
     Raises:
-        ResourceError: the compiler knows none that is as old as the card.
+        ResourceError: the compiler knows no target as old as the GPU.
     """
-    if capability in known:
+    if capability in targets:
         return f"sm_{capability}"
-    older = [n for n in known if n < capability and n not in _ON_CHIP]
-    if not older:
+    supported = [n for n in targets if n < capability and n not in _ON_CHIP]
+    if not supported:
         raise ResourceError(
-            f"NVRTC {_version()} does not compile for a card of compute capability {capability // 10}.{capability % 10}"
+            f"NVRTC {_version()} does not compile for a GPU of compute capability {capability // 10}.{capability % 10}",
+            "QK-E411",
         )
-    same = max(older) // 10 == capability // 10 and capability not in _ON_CHIP
-    return f"{'sm' if same else 'compute'}_{max(older)}"
+    same_major = max(supported) // 10 == capability // 10 and capability not in _ON_CHIP
+    return f"{'sm' if same_major else 'compute'}_{max(supported)}"
 
 
 @cache
@@ -82,13 +83,13 @@ def sources_hash() -> str:
 
 
 def create_program(nvrtc: Any, kernel: Kernel) -> Any:
-    """Return NVRTC's handle of a kernel's module, the generated headers at hand."""
+    """Return NVRTC's handle of a kernel's module, with the generated headers."""
     names, texts = zip(*((name.encode(), text.encode()) for name, text in headers().items()), strict=True)
     return nvrtc.createProgram(preamble(kernel), kernel.file, texts, names)
 
 
-def compile_module(kernel: Kernel, target: int | str, *more: str) -> tuple[bytes, str]:
-    """Compile a kernel's module to a cubin, or PTX; return it and the compiler's report. ``more``: further options.
+def compile_module(kernel: Kernel, target: int | str, *options: str) -> tuple[bytes, str]:
+    """Compile a kernel's module to a cubin, or PTX; return it and the compiler's report. ``options``: further options.
 
     Raises:
         RuntimeError: the source does not compile, which is a bug of ours or of the compiler.
@@ -96,7 +97,7 @@ def compile_module(kernel: Kernel, target: int | str, *more: str) -> tuple[bytes
     nvrtc = _nvrtc()
     program = create_program(nvrtc, kernel)
     try:
-        nvrtc.compileProgram(program, (*compile_options(target), *more))
+        nvrtc.compileProgram(program, (*compile_options(target), *options))
         code = nvrtc.getPTX(program) if str(target).startswith("compute") else nvrtc.getCUBIN(program)
         # CuPy drops the last byte: of a cubin the end of a table whose entries end with zeros, of PTX the zero.
         return bytes(code) + b"\0", str(nvrtc.getProgramLog(program))
@@ -107,7 +108,7 @@ def compile_module(kernel: Kernel, target: int | str, *more: str) -> tuple[bytes
 
 
 def machine_code(kernel: Kernel, capability: int) -> bytes:
-    """Return what a card loads of a kernel's module, compiled when it is not on disk yet."""
+    """Return the machine code or PTX of a kernel's module, compiled unless it is on disk."""
     target = _target(capability)
     key = f"{_version()} {compile_options(target)[1:]} {preamble(kernel)}"
     suffix = "ptx" if target.startswith("compute") else "cubin"

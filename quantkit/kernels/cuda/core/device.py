@@ -21,17 +21,22 @@ import numpy.typing as npt
 
 from quantkit.errors import ResourceError
 from quantkit.kernels.cuda.core.compile import machine_code
-from quantkit.kernels.cuda.core.early import launch_early
+from quantkit.kernels.cuda.core.dependent_launch import launch_dependent
 from quantkit.kernels.cuda.core.kernel import Kernel
 from quantkit.kernels.cuda.core.uploads import Uploads
-from quantkit.kernels.first_run import compile_together
+from quantkit.kernels.first_run import compile_in_order
 
 #: Readable bytes after the end of every allocation: kernels read 16 bytes at a time.
 PADDING = 256
 
 
 #: cuBLAS's numbers: types of matrices, sums in f32, its own choice of algorithm.
-_BF16, _F32, _COMPUTE_F32, _DEFAULT_ALGORITHM, _TRANSPOSED, _AS_IS = 14, 0, 68, -1, 1, 0
+_BF16 = 14
+_F32 = 0
+_COMPUTE_F32 = 68
+_DEFAULT_ALGORITHM = -1
+_TRANSPOSED = 1
+_AS_IS = 0
 
 
 #: What cudaEventQuery says of an event that has not been reached.
@@ -49,13 +54,13 @@ class DeviceHangs(ResourceError):
     """A device does not finish: nothing that waits for it, as freeing its memory does, may be called any more."""
 
 
-def wait_for(done: Callable[[], bool], seconds: float, given_up: Callable[[], bool]) -> float | None:
-    """Look now and then whether something is done; return None if it is, else how long it has been waited for.
+def wait_for(is_done: Callable[[], bool], seconds: float, given_up: Callable[[], bool]) -> float | None:
+    """Poll until something is done; return None if it is, else the seconds waited.
 
     Time in which this process did not run is no time: the device's work may not have been seen to end.
     """
     waited, last = 0.0, monotonic()
-    while not done():
+    while not is_done():
         if waited > seconds or given_up():
             return waited
         sleep(min(max(waited / 8, _SOON), _SELDOM))
@@ -64,10 +69,10 @@ def wait_for(done: Callable[[], bool], seconds: float, given_up: Callable[[], bo
     return None
 
 
-def abandon(*held: object) -> None:
-    """Never let go of what belongs to a device that hangs: giving it back would wait for the device, even at exit."""
-    for each in held:
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(each))
+def abandon(*objects: object) -> None:
+    """Keep objects of a device that hangs for ever: freeing them would wait for the device, even at exit."""
+    for object_ in objects:
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(object_))
 
 
 @dataclass(frozen=True)
@@ -129,8 +134,9 @@ def _cupy() -> Any:
         import cupy
     except ImportError as e:
         raise ResourceError(
-            f"CUDA devices need CuPy, which is not here ({e}): pip install 'gguf-quantkit[cuda12]' or "
-            "'gguf-quantkit[cuda13]', by the version of your driver"
+            f"CUDA devices need CuPy, which is not installed ({e}): pip install 'gguf-quantkit[cuda12]' or "
+            "'gguf-quantkit[cuda13]', by the version of your driver",
+            "QK-E410",
         ) from None
     return cupy
 
@@ -145,7 +151,7 @@ def count_devices() -> int:
 
 
 def why_none() -> str:
-    """Say, in a line, why there is no CUDA device."""
+    """Return, in a line, why there is no CUDA device."""
     try:
         cupy = _cupy()
     except ResourceError as e:
@@ -169,8 +175,10 @@ class CUDADevice:
     def __init__(self, index: int = 0) -> None:
         cupy = _cupy()
         if index >= count_devices():
-            raise ResourceError(f"there is no device CUDA{index}: {why_none()}")
-        self._cupy, self.index, self.name = cupy, index, f"CUDA{index}"
+            raise ResourceError(f"there is no device CUDA{index}: {why_none()}", "QK-E411")
+        self._cupy = cupy
+        self.index = index
+        self.name = f"CUDA{index}"
         self._device = cupy.cuda.Device(index)
         major, minor = divmod(int(self._device.compute_capability), 10)
         self.capability = 10 * major + minor
@@ -186,20 +194,20 @@ class CUDADevice:
         self._shared: dict[Kernel, int] = {}  # what a kernel may ask for at its launch
         self._loading = threading.RLock()  # lanes, each used by a thread, load for all of them
         self._uploads = self._own_uploads()
-        self._done: Any = None
+        self._end_event: Any = None
         #: Whose lane this is.
         self.owner = self
         #: Launches may begin before the one before them is done, and wait where they need it (device.cuh).
-        self.early = False
+        self.dependent_launches = False
 
     # ------------------------------------------------------------ memory
 
     def allocate(self, nbytes: int) -> int:
-        with self.here():
+        with self.current():
             try:
                 memory = self._cupy.cuda.alloc(nbytes + PADDING)
             except self._cupy.cuda.memory.OutOfMemoryError as e:
-                raise ResourceError(f"{self.name} has no room for {nbytes} bytes more: {e}") from None
+                raise ResourceError(f"{self.name} has no room for {nbytes} bytes more: {e}", "QK-E407") from None
         self._memory[memory.ptr] = memory
         return int(memory.ptr)
 
@@ -207,15 +215,15 @@ class CUDADevice:
         del self._memory[address]
 
     def upload(self, address: int, data: npt.NDArray[Any]) -> None:
-        with self.here():
+        with self.current():
             self._uploads.send(address, np.ascontiguousarray(data).reshape(-1).view(np.uint8))
 
     def _own_uploads(self) -> Uploads:
         return Uploads(partial(self.host_array, dtype=np.uint8), self._send, self._event, self._record_event)
 
-    def _send(self, to: int, source: int, nbytes: int) -> None:
+    def _send(self, target: int, source: int, nbytes: int) -> None:
         runtime = self._cupy.cuda.runtime
-        runtime.memcpyAsync(to, source, nbytes, runtime.memcpyHostToDevice, self.stream.ptr)
+        runtime.memcpyAsync(target, source, nbytes, runtime.memcpyHostToDevice, self.stream.ptr)
 
     def _event(self) -> Any:
         return self._cupy.cuda.Event(disable_timing=True)
@@ -225,39 +233,39 @@ class CUDADevice:
 
     def download(self, address: int, out: npt.NDArray[Any]) -> None:
         runtime = self._cupy.cuda.runtime
-        with self.here():
+        with self.current():
             runtime.memcpyAsync(out.ctypes.data, address, out.nbytes, runtime.memcpyDeviceToHost, self.stream.ptr)
             self.synchronize()
 
     def zero(self, address: int, nbytes: int) -> None:
-        with self.here():
+        with self.current():
             self._cupy.cuda.runtime.memsetAsync(address, 0, nbytes, self.stream.ptr)
 
     def host_array(self, count: int, dtype: npt.DTypeLike) -> npt.NDArray[Any]:
-        with self.here():  # pages that the system may not move
+        with self.current():  # pages that the system may not move
             memory = self._cupy.cuda.alloc_pinned_memory(max(1, count) * np.dtype(dtype).itemsize)
         return np.frombuffer(memory, dtype, count)
 
     # ------------------------------------------------------------ beside other work
 
-    def lane(self) -> CUDADevice:
+    def new_stream(self) -> CUDADevice:
         """Return the same device for another thread: its memory and modules, on a stream of its own."""
-        other = copy(self)
-        other._use()
-        other.stream = self._cupy.cuda.Stream(non_blocking=True)
-        other._done = self._cupy.cuda.Event(block=True, disable_timing=True)
-        other._uploads = other._own_uploads()
-        return other
+        stream = copy(self)
+        stream._use()
+        stream.stream = self._cupy.cuda.Stream(non_blocking=True)
+        stream._end_event = self._cupy.cuda.Event(block=True, disable_timing=True)
+        stream._uploads = stream._own_uploads()
+        return stream
 
     def start_upload(self, address: int, data: npt.NDArray[Any]) -> None:
         """Copy pinned memory to the device some time before ``wait`` returns."""
-        with self.here():
+        with self.current():
             self._send(address, data.ctypes.data, data.nbytes)
 
     def start_download(self, address: int, out: npt.NDArray[Any]) -> None:
         """Fill pinned memory from the device some time before ``wait`` returns."""
         runtime = self._cupy.cuda.runtime
-        with self.here():
+        with self.current():
             runtime.memcpyAsync(out.ctypes.data, address, out.nbytes, runtime.memcpyDeviceToHost, self.stream.ptr)
 
     def wait(self, seconds: float = inf, given_up: Callable[[], bool] = lambda: False) -> None:
@@ -268,28 +276,28 @@ class CUDADevice:
             ResourceError: it failed.
         """
         runtime = self._cupy.cuda.runtime
-        with self.here():
-            self._done.record(self.stream)
+        with self.current():
+            self._end_event.record(self.stream)
             # No call of the driver waits for a limited time.
-            waited = wait_for(lambda: runtime.eventQuery(self._done.ptr) != _NOT_READY, seconds, given_up)
+            waited = wait_for(lambda: runtime.eventQuery(self._end_event.ptr) != _NOT_READY, seconds, given_up)
             if waited is not None:
                 raise DeviceHangs(f"{self.name} does not answer: its work is not done after {waited:.0f} seconds")
-            self._done.synchronize()  # which raises what went wrong
+            self._end_event.synchronize()  # which raises what went wrong
 
     # ------------------------------------------------------------ kernels
 
     def prepare(self, kernels: Sequence[Kernel]) -> None:
-        wanted = {(op.file, op.defines): op for op in kernels if (op.file, op.defines) not in self._modules}
+        to_compile = {(op.file, op.defines): op for op in kernels if (op.file, op.defines) not in self._modules}
         # Processes: NVRTC compiles one module at a time.
-        compile_together([partial(machine_code, op, self.capability) for op in wanted.values()])
-        for kernel in wanted.values():
+        compile_in_order([partial(machine_code, op, self.capability) for op in to_compile.values()])
+        for kernel in to_compile.values():
             self._module(kernel)
 
     def _module(self, kernel: Kernel) -> Any:
         key = kernel.file, kernel.defines
         with self._loading:
             if key not in self._modules:
-                with self.here():
+                with self.current():
                     module = self._cupy.cuda.function.Module()
                     module.load(machine_code(kernel, self.capability))
                 self._modules[key] = module
@@ -301,7 +309,7 @@ class CUDADevice:
         with self._loading:
             if kernel in self._functions:
                 return self._functions[kernel]
-            with self.here():
+            with self.current():
                 function = self._module(kernel).get_function(f"quantkit_{kernel.name}")
                 declared = driver.funcGetAttribute(driver.CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES, function.ptr)
             self._kernels.append(function)
@@ -310,40 +318,42 @@ class CUDADevice:
             return self._functions[kernel]
 
     def _allow_shared(self, launch: Launch) -> None:
-        """Ask for more than 48 KiB of shared memory, with what the source declares, as the driver requires.
+        """Ask for more than 48 KiB of shared memory, the source's included, as the driver requires.
 
         How a multiprocessor's memory is divided into shared memory and cache is left to the driver: it sees to it that
         shared memory does not keep blocks out, and that launches with other preferences need not wait.
         """
         driver = self._cupy.cuda.driver
-        wanted = driver.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+        attribute = driver.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
         with self._loading:
             function = self._function(launch.kernel)
             if launch.shared <= self._shared[launch.kernel]:
                 return
-            with self.here():
+            with self.current():
                 try:
-                    driver.funcSetAttribute(function, wanted, launch.shared)
+                    driver.funcSetAttribute(function, attribute, launch.shared)
                 except driver.CUDADriverError as e:
                     needs = f"{launch.kernel.name} needs {launch.shared} bytes of shared memory"
-                    raise ResourceError(f"{needs}, and {self.name} has less: {e}") from None
+                    raise ResourceError(f"{needs}, and {self.name} has less: {e}", "QK-E411") from None
             self._shared[launch.kernel] = launch.shared
 
     def run(self, launches: Sequence[Launch]) -> None:
-        driver, stream, early = self._cupy.cuda.driver, self.stream.ptr, self.early and self.capability >= 90
-        with self.here():
+        driver = self._cupy.cuda.driver
+        stream = self.stream.ptr
+        dependent = self.dependent_launches and self.capability >= 90
+        with self.current():
             for launch in launches:
                 self._allow_shared(launch)
                 function, arguments = self._function(launch.kernel), _Arguments(launch.arguments)
                 threads, shared = launch.kernel.threads, launch.shared
-                if early:
-                    launch_early(function, launch.grid, threads, shared, stream, arguments.address)
+                if dependent:
+                    launch_dependent(function, launch.grid, threads, shared, stream, arguments.address)
                 else:
                     driver.launchKernel(function, *launch.grid, threads, 1, 1, shared, stream, arguments.address, 0)
 
     def record(self, launches: Sequence[Launch]) -> Callable[[], None]:
         self.run(launches)  # what a first launch needs, a kernel loaded, memory, cannot be had while recording
-        with self.here():
+        with self.current():
             self.stream.begin_capture()
             try:
                 self.run(launches)
@@ -354,26 +364,26 @@ class CUDADevice:
             graph = self.stream.end_capture()
 
         def replay() -> None:
-            with self.here():
+            with self.current():
                 graph.launch(self.stream)
 
         return replay
 
     def synchronize(self) -> None:
-        with self.here():
+        with self.current():
             self.stream.synchronize()
 
     def gemm_bf16(self, rows: int, n_out: int, n_in: int, x: int, w: int, out: int) -> None:
         try:
             from cupy_backends.cuda.libs import cublas
         except ImportError as e:
-            raise ResourceError(f"--cublas needs cuBLAS, which CuPy does not find: {e}") from None
+            raise ResourceError(f"--cublas needs cuBLAS, which CuPy does not find: {e}", "QK-E410") from None
         one, zero = np.ones(1, np.float32), np.zeros(1, np.float32)
-        with self.here():
+        with self.current():
             try:
                 handle = int(self._device.cublas_handle)
             except Exception as e:  # found, but does not work: whatever CuPy and the loader raise
-                raise ResourceError(f"--cublas needs cuBLAS, which does not work here: {e}") from None
+                raise ResourceError(f"--cublas needs cuBLAS, which does not work here: {e}", "QK-E411") from None
             cublas.setStream(handle, self.stream.ptr)
             try:
                 cublas.gemmEx(
@@ -381,7 +391,7 @@ class CUDADevice:
                     zero.ctypes.data, out, _F32, n_out, _COMPUTE_F32, _DEFAULT_ALGORITHM,
                 )  # fmt: skip
             except cublas.CUBLASError as e:
-                raise ResourceError(f"--cublas needs cuBLAS, which fails on {self.card}: {e}") from None
+                raise ResourceError(f"--cublas needs cuBLAS, which fails on {self.card}: {e}", "QK-E411") from None
 
     # ------------------------------------------------------------ for measurements (peak.py, scripts/gpu_check)
 
@@ -392,42 +402,42 @@ class CUDADevice:
 
     def bytes_free(self) -> int:
         """Return the bytes of memory that are free, those that CuPy's pool keeps for whoever asks next among them."""
-        with self.here():
+        with self.current():
             self._cupy.get_default_memory_pool().free_all_blocks()
             return int(self._cupy.cuda.runtime.memGetInfo()[0])
 
-    def copy(self, to: int, source: int, nbytes: int) -> None:
+    def copy(self, target: int, source: int, nbytes: int) -> None:
         """Copy within the device's memory."""
         runtime = self._cupy.cuda.runtime
-        with self.here():
-            runtime.memcpyAsync(to, source, nbytes, runtime.memcpyDeviceToDevice, self.stream.ptr)
+        with self.current():
+            runtime.memcpyAsync(target, source, nbytes, runtime.memcpyDeviceToDevice, self.stream.ptr)
 
     def seconds(self, work: Callable[[], None]) -> float:
         """Return how long the device takes for ``work``."""
         cuda = self._cupy.cuda
-        with self.here():
-            began, ended = cuda.Event(), cuda.Event()
-            began.record(self.stream)
+        with self.current():
+            start, end = cuda.Event(), cuda.Event()
+            start.record(self.stream)
             work()
-            ended.record(self.stream)
-            ended.synchronize()
-            return float(cuda.get_elapsed_time(began, ended)) / 1e3
+            end.record(self.stream)
+            end.synchronize()
+            return float(cuda.get_elapsed_time(start, end)) / 1e3
 
     def _use(self) -> None:
-        """Make this device the thread's. It stays so: to go back, CUDA would begin to use a card nobody asked for."""
+        """Make this device the thread's current one, for good: a reset would initialize a GPU that nobody asked for."""
         runtime = self._cupy.cuda.runtime
         if runtime.getDevice() != self.index:
             runtime.setDevice(self.index)
 
     @contextmanager
-    def here(self) -> Iterator[None]:
+    def current(self) -> Iterator[None]:
         """Make this device and its stream CuPy's current ones; ResourceError for whatever CUDA says there."""
         try:
             self._use()
             with self.stream:
                 yield
         except (self._cupy.cuda.runtime.CUDARuntimeError, self._cupy.cuda.driver.CUDADriverError) as e:
-            raise ResourceError(f"{self.name} failed: {e}") from e
+            raise ResourceError(f"{self.name} failed: {e}", "QK-E411") from e
 
 
 class _Arguments:

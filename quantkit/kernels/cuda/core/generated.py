@@ -1,8 +1,9 @@
-"""Headers that are no files: what CUDA sources include of the registry of types, and of the tables.
+"""Headers that are generated: the registry of types, tables and settings for CUDA sources.
 
     unpack/traits.cuh    namespace traits: what kernels/formats.py says of each type, a struct a type
     unpack/tables.cuh    codebooks and grids, from kernels/tables.py
     matmul/units.cuh     Q8_UNIT, bytes of 256 activations
+    encode/trellis_settings.cuh    namespace trellis_settings: kernels/trellis_settings.py, a struct a type
 
 Codebooks are 16 int8 levels in four words; longer ones, templates, are parts of 16: kvalues_iq5nl<0>. iq2kl_pairs:
 an entry of iq2kl_grid is a byte, two nibbles that select levels of kvalues_iq3nl. Of other grids an entry is one
@@ -20,8 +21,10 @@ from functools import cache
 import numpy as np
 import numpy.typing as npt
 
-from quantkit.kernels.formats import AS_F16, FORMATS, Format
+from quantkit.kernels.formats import FOLDED_TO_F16, FORMATS, Format
 from quantkit.kernels.tables import table
+from quantkit.kernels.trellis_settings import TRELLIS_SETTINGS, ListSearch, Shape, TreeSearch, TrellisSettings
+from quantkit.types import BY_NAME
 
 #: Bytes of 256 activations in an int8 format: their levels, d of each 32, sums of each 16 (matmul/activations.cuh).
 Q8_UNIT = 256 + 4 * 8 + 4 * 16
@@ -34,8 +37,9 @@ _CODEBOOKS = ("kvalues_iq4nl", "kvalues_fp4", "kvalues_iq2nl", "kvalues_iq3nl", 
 @cache
 def headers() -> dict[str, str]:
     """Return the text of every header, by the name that sources include it by."""
-    traits = [f"const int AS_F16 = {AS_F16};", *map(_traits, FORMATS.values())]
+    traits = [f"const int FOLDED_TO_F16 = {FOLDED_TO_F16};", *map(_traits, FORMATS.values())]
     tables = ['#include "core/device.cuh"', *_codebooks(), *_grids()]
+    trellis = [_trellis(name, settings) for name, settings in TRELLIS_SETTINGS.items()]
     units = [f"const int Q8_UNIT = {Q8_UNIT};"]
     return {
         f"{name}.cuh": "\n".join([f"#ifndef {guard}", f"#define {guard}", *lines, "#endif\n"])
@@ -43,34 +47,95 @@ def headers() -> dict[str, str]:
             ("unpack/traits", "GENERATED_TRAITS", traits),
             ("unpack/tables", "GENERATED_TABLES", tables),
             ("matmul/units", "GENERATED_UNITS", units),
+            (
+                "encode/trellis_settings",
+                "GENERATED_TRELLIS_SETTINGS",
+                trellis,
+            ),
         )
     }
 
 
-def _traits(of: Format) -> str:
-    t = of.type
+def _traits(spec: Format) -> str:
+    t = spec.type
     sizes = {
-        "BLOCK": t.block, "BYTES": t.block_bytes, "HEADER": t.row_header, "ALIGN": of.align,
+        "BLOCK": t.block, "BYTES": t.block_bytes, "HEADER": t.row_header, "ALIGN": spec.align,
         "ROW_SCALE": {"": 0, "f16": 2, "f32": 4}[t.row_scale],  # its bytes
-        "PLANES": of.planes, "GRID": of.grid, "PARTS": of.parts,
+        "FOLDED_SCALE_BYTES": spec.folded_scale_bytes, "GRID": spec.grid, "BLOCKS_PER_LANE": spec.blocks_per_lane,
     }  # fmt: skip
     numbers = ", ".join(f"{name} = {value}" for name, value in sizes.items())
-    flags = f"MINS = {int(of.mins)}, HALVES = {int(of.span == 16)}, BY_WORDS = {int(of.activations == 'q8_k64')}"
-    fields = f"static const int {numbers}; static const bool {flags}; static constexpr float STRETCH = {of.stretch}f;"
+    flags = f"MINS = {int(spec.mins)}, HALVES = {int(spec.span == 16)}, BY_WORDS = {int(spec.activations == 'q8_k64')}"
+    gain = f"ROW_SCALE_GAIN = {spec.row_scale_gain}f"
+    fields = f"static const int {numbers}; static const bool {flags}; static constexpr float {gain};"
     return f"namespace traits {{ struct {t.name} {{ {fields} }}; }}"
+
+
+def _trellis(name: str, settings: TrellisSettings) -> str:
+    integers = {
+        "POINTS": settings.points,
+        "SIZE": settings.size,
+        "SIGNS": settings.signs,
+        "CODEBOOKS": settings.codebooks,
+        "BYTES": BY_NAME[name].block_bytes,
+        "LIGHT_SEARCHES": settings.light_searches,
+        "HEAVY_SEARCHES": settings.heavy_searches,
+        "DEEP_SEARCHES": settings.deep_searches,
+        "UNEQUAL_SEARCHES": settings.unequal_searches,
+        "ROW_SCALES": settings.row_scales,
+        "FITS": settings.fits,
+    }
+    flags = {
+        "RETRIES": settings.retry is not None,
+        "FINISHES": settings.final is not None,
+        "HAS_WIDE_LEVELS": settings.levels == "wide",
+        "HEAVY_IF_PATIENT": settings.heavy_if_patient,
+        "DEEP_IF_UNEQUAL": settings.deep_if_unequal,
+    }
+    doubles = {
+        "HEAVY_ENERGY": settings.heavy_energy,
+        "DEEP_ENERGY": settings.deep_energy,
+        "PATIENT_DEEP_ENERGY": settings.patient_deep_energy,
+        "DEEP_ERROR": settings.deep_error,
+        "SCAN_ERROR": settings.scan_error,
+        "SHORT_ROW_FACTOR": settings.short_row_factor,
+        "UNEVEN_SHARE": settings.uneven_share,
+        "ROW_SCALE_GAIN": settings.row_scale_gain,
+    }
+    floats = {"LARGEST_LEVEL": float(settings.largest_level), "SCAN_SLACK": settings.scan_slack}
+    searches = {"First": settings.first, "Deep": settings.deep, "Retry": settings.retry, "Final": settings.final}
+    lines = [
+        f"static const int {', '.join(f'{key} = {value}' for key, value in integers.items())};",
+        f"static const bool {', '.join(f'{key} = {int(value)}' for key, value in flags.items())};",
+        f"static constexpr double {', '.join(f'{key} = {value}' for key, value in doubles.items())};",
+        f"static constexpr float {', '.join(f'{key} = {value}f' for key, value in floats.items())};",
+        *(f"typedef {_search(search)} {key};" for key, search in searches.items() if search is not None),
+    ]
+    return f"namespace trellis_settings {{ struct {name} {{ {' '.join(lines)} }}; }}"
+
+
+def _search(search: TreeSearch | ListSearch) -> str:
+    """Return the type of a search (encode/trellis_search.cuh)."""
+    if isinstance(search, ListSearch):
+        return f"ListSearch<{search.lines}, {int(search.two_scales)}, {search.codebooks}>"
+    flags = f"{int(search.coarse_centers)}, {int(search.coarse_points)}, {search.scales}, {int(search.short_weights)}"
+    return f"TreeSearch<{_shape(search.families)}, {_shape(search.cells)}, {flags}>"
+
+
+def _shape(shape: Shape) -> str:
+    return f"Shape<{', '.join(map(str, shape))}>" if shape else "void"
 
 
 def _codebooks() -> list[str]:
     """A codebook of fewer than 16 levels is repeated."""
-    made = []
+    structs = []
     for name, levels in [*((name, table(name)) for name in _CODEBOOKS), ("iq2kl_pairs", pairs_of_iq2kl())]:
         parts = np.resize(levels, (max(1, len(levels) // 16), 16)).view("<u4")
         if len(parts) == 1:
-            made.append(_codebook(name, parts[0]))
+            structs.append(_codebook(name, parts[0]))
         else:
-            made += [f"template <int> struct {name};"]
-            made += [f"template <> {_codebook(f'{name}<{i}>', words)}" for i, words in enumerate(parts)]
-    return made
+            structs += [f"template <int> struct {name};"]
+            structs += [f"template <> {_codebook(f'{name}<{i}>', words)}" for i, words in enumerate(parts)]
+    return structs
 
 
 def _codebook(name: str, words: npt.NDArray[np.uint32]) -> str:

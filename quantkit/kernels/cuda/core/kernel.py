@@ -18,7 +18,7 @@ from pathlib import Path
 #: Where the sources are: every #include is relative to it.
 SOURCES = Path(__file__).parent.parent
 
-_PACKED = {"pointer": "<q", "int64_t": "<q", "double": "<d"}
+_STRUCT_FORMATS = {"pointer": "<q", "int64_t": "<q", "double": "<d"}
 
 _KERNEL = re.compile(r"^KERNEL(?:_THAT_WAITS)?\((\w+),\s*(\w+)\)", re.MULTILINE)
 
@@ -60,13 +60,13 @@ class Kernel:
         missing, unknown = self.slots.keys() - values.keys(), values.keys() - self.slots.keys()
         if missing or unknown:
             raise ValueError(f"{self.name}: missing {sorted(missing)}, unknown {sorted(unknown)}")
-        return self.template(**values).filled({})
+        return self.template(**values).pack({})
 
     def template(self, **values: int | float) -> Template:
         """Pack those arguments that do not change from launch to launch; the others are 0."""
         slots = self.slots
-        where = {name: (_PACKED[kind], 8 * i) for i, (name, kind) in enumerate(slots.items())}
-        return Template(where, Template(where, bytes(8 * len(slots))).filled(values))
+        where = {name: (_STRUCT_FORMATS[kind], 8 * i) for i, (name, kind) in enumerate(slots.items())}
+        return Template(where, Template(where, bytes(8 * len(slots))).pack(values))
 
 
 @dataclass(frozen=True)
@@ -76,18 +76,18 @@ class Template:
     where: dict[str, tuple[str, int]]
     block: bytes
 
-    def filled(self, values: Mapping[str, int | float]) -> bytes:
+    def pack(self, values: Mapping[str, int | float]) -> bytes:
         """Return the arguments with some of them; KeyError for a name that is unknown."""
         block = bytearray(self.block)
         for name, value in values.items():
-            how, at = self.where[name]
-            struct.pack_into(how, block, at, value if how == _PACKED["double"] else int(value))
+            format_, offset = self.where[name]
+            struct.pack_into(format_, block, offset, value if format_ == _STRUCT_FORMATS["double"] else int(value))
         return bytes(block)
 
 
 @dataclass(frozen=True)
 class Shape:
-    """How a kernel is launched on data of some size: which kernel, how many blocks, shared memory in bytes."""
+    """A launch configuration: the kernel, the grid of blocks, shared memory in bytes."""
 
     kernel: Kernel
     grid: tuple[int, int, int]
@@ -96,9 +96,9 @@ class Shape:
 
 @cache
 def _bound(kernel: Kernel, defines: tuple[tuple[str, str | int], ...]) -> Kernel:
-    """One object for equal ones: what it knows is looked up once."""
-    more = {name: str(value) for name, value in defines}
-    return Kernel(kernel.file, kernel.name, tuple(sorted({**dict(kernel.defines), **more}.items())))
+    """Return one object for equal ones, so that lookups are done once."""
+    values = {name: str(value) for name, value in defines}
+    return Kernel(kernel.file, kernel.name, tuple(sorted({**dict(kernel.defines), **values}.items())))
 
 
 @cache
@@ -111,11 +111,11 @@ def source(file: str) -> str:
 def _slots(file: str, name: str) -> dict[str, str]:
     included = re.findall(r'^#include "(.*)"', source(file), re.MULTILINE)
     texts = "".join([source(file), *map(source, included)])
-    found = re.search(rf"struct {name}_args (?:: (\w+)_args )?\{{(.*?)\}};", texts, re.DOTALL)
-    if found is None:
+    match = re.search(rf"struct {name}_args (?:: (\w+)_args )?\{{(.*?)\}};", texts, re.DOTALL)
+    if match is None:
         raise ValueError(f"{file}, and what it includes, has no struct {name}_args")
-    slots = dict(_slots(file, found[1])) if found[1] else {}
-    for member in re.sub(r"//[^\n]*", "", found[2]).split(";"):
+    slots = dict(_slots(file, match[1])) if match[1] else {}
+    for member in re.sub(r"//[^\n]*", "", match[2]).split(";"):
         words = member.strip()
         if not words:
             continue
@@ -125,15 +125,15 @@ def _slots(file: str, name: str) -> dict[str, str]:
 
 
 def _split_member(text: str) -> tuple[str, list[str]]:
-    """Take ``const float *a, *b``, ``int64_t rows, width[2]`` or ``double eps`` apart."""
-    found = re.fullmatch(r"(?:const )?(\w+)\s*(.*)", text, re.DOTALL)
-    assert found is not None, text
-    names = [name for n in found[2].split(",") for name in _elements(n.strip())]
+    """Parse ``const float *a, *b``, ``int64_t rows, width[2]`` or ``double eps``."""
+    match = re.fullmatch(r"(?:const )?(\w+)\s*(.*)", text, re.DOTALL)
+    assert match is not None, text
+    names = [name for n in match[2].split(",") for name in _elements(n.strip())]
     if all(n.startswith("*") for n in names):
         return "pointer", [n.lstrip("* ") for n in names]
-    if found[1] not in ("int64_t", "double") or any("*" in n for n in names):
+    if match[1] not in ("int64_t", "double") or any("*" in n for n in names):
         raise ValueError(f"a member of a kernel's arguments is a pointer, int64_t or double: {text}")
-    return found[1], names
+    return match[1], names
 
 
 def _elements(name: str) -> list[str]:

@@ -1,4 +1,4 @@
-"""What cards have, by compute capability (CUDA C++ Programming Guide, "Compute Capabilities")."""
+"""Limits of GPUs, by compute capability (CUDA C++ Programming Guide, "Compute Capabilities")."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ BLOCK_TAKES = 1024
 
 
 def shared_of_multiprocessor(capability: int) -> int:
-    """Return the bytes of shared memory that blocks of a multiprocessor have together."""
+    """Return the bytes of shared memory of a multiprocessor, which its blocks share."""
     return _KIB[max(c for c in _KIB if c <= capability)] << 10
 
 

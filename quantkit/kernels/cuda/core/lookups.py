@@ -15,18 +15,20 @@ _on_device: WeakKeyDictionary[Device, dict[Hashable, tuple[int, ...]]] = WeakKey
 _lock = Lock()
 
 
-def put_once(device: Device, arrays: Callable[..., Sequence[npt.NDArray[Any]]], *of: Hashable) -> tuple[int, ...]:
-    """Return the addresses on a device of the arrays that ``arrays(*of)`` returns, 0 of an empty one."""
+def upload_once(
+    device: Device, arrays: Callable[..., Sequence[npt.NDArray[Any]]], *arguments: Hashable
+) -> tuple[int, ...]:
+    """Return the addresses on a device of the arrays that ``arrays(*arguments)`` returns, 0 of an empty one."""
     owner: Device = getattr(device, "owner", device)  # all lanes of a device read the same
     with _lock:
-        held = _on_device.setdefault(owner, {})
-        if (arrays, of) not in held:
-            held[arrays, of] = tuple(_put(owner, array) for array in arrays(*of))
+        uploaded = _on_device.setdefault(owner, {})
+        if (arrays, arguments) not in uploaded:
+            uploaded[arrays, arguments] = tuple(_upload(owner, array) for array in arrays(*arguments))
             owner.synchronize()  # no lane's stream waits for this one
-        return held[arrays, of]
+        return uploaded[arrays, arguments]
 
 
-def _put(device: Device, array: npt.NDArray[Any]) -> int:
+def _upload(device: Device, array: npt.NDArray[Any]) -> int:
     if not array.size:
         return 0
     address = device.allocate(array.nbytes)

@@ -1,4 +1,4 @@
-"""What encoders of types with a grid look up on a device: lane.cuh's GridTables.
+"""Tables of the encoders of types with a grid on a device: lane.cuh's GridTables.
 
 The lists are the CPU's (quantkit.kernels.cpu.encode.neighbours, which says what a slot is), filled up to a multiple of
 four with copies of the first neighbour: a copy is never nearer than it.
@@ -13,7 +13,7 @@ import numpy as np
 
 from quantkit.kernels.cpu.encode.neighbours import FILL, WORDS, levels, neighbour_lists
 from quantkit.kernels.cuda.core.device import Device
-from quantkit.kernels.cuda.core.lookups import put_once
+from quantkit.kernels.cuda.core.lookups import upload_once
 from quantkit.types import TensorType
 
 #: Words that a kernel reads at once.
@@ -48,7 +48,7 @@ class GridTables(NamedTuple):
 def _grid_tables(grid: str, distances: int) -> GridTables:
     """Return the arrays for a grid of kernels/tables.py."""
     entries, words, indices = neighbour_lists(grid, distances)
-    found = np.where(entries < 0, ~indices[np.where(entries < 0, ~entries, 0)].astype(np.int32), 0)
+    first_of_entry = np.where(entries < 0, ~indices[np.where(entries < 0, ~entries, 0)].astype(np.int32), 0)
     off = np.flatnonzero(entries >= 0)
     places, lengths = entries[off] >> 5, entries[off] & 31
     is_word = words != FILL
@@ -56,15 +56,16 @@ def _grid_tables(grid: str, distances: int) -> GridTables:
     counts = ends[(places + lengths) * WORDS] - ends[places * WORDS]
     fours = -(-counts // _FOUR)
     starts = np.cumsum(fours) - fours
-    found[off] = starts << 8 | fours
+    first_of_entry[off] = starts << 8 | fours
     firsts = words[places * WORDS]
-    made = firsts.repeat(_FOUR * fours)
+    points = firsts.repeat(_FOUR * fours)
     row = np.arange(len(off)).repeat(counts)
-    made[_FOUR * starts[row] + np.arange(len(row)) - (np.cumsum(counts) - counts)[row]] = words[is_word]
+    points[_FOUR * starts[row] + np.arange(len(row)) - (np.cumsum(counts) - counts)[row]] = words[is_word]
     on = levels(grid)
     values = on - 1 if grid == "iq1s_grid" else 2 * on + 1
     no_words = np.empty(0, np.uint16)
-    return GridTables(found, indices[made], made if on.shape[1] == 8 else no_words, values.astype(np.float32))
+    rows = points if on.shape[1] == 8 else no_words
+    return GridTables(first_of_entry, indices[points], rows, values.astype(np.float32))
 
 
 def grid_tables(t: TensorType) -> GridTables:
@@ -77,4 +78,4 @@ def grid_on(device: Device, t: TensorType) -> GridTables:
     """Return the addresses of a type's tables on a device, where they stay; zeros for a type without a grid."""
     if t.name not in _DISTANCES:
         return GridTables()
-    return GridTables(*put_once(device, grid_tables, t))
+    return GridTables(*upload_once(device, grid_tables, t))

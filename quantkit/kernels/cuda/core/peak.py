@@ -1,4 +1,4 @@
-"""What a card can do at most, measured: copying its memory, and multiplying bf16 matrices (cuBLAS)."""
+"""The peak of a GPU, measured: copying its memory, and multiplying bf16 matrices (cuBLAS)."""
 
 from __future__ import annotations
 
@@ -10,25 +10,25 @@ import numpy as np
 from quantkit.errors import ResourceError
 from quantkit.kernels.cuda.core.device import CUDADevice, open_device
 
-#: Bytes that are copied, and rows and columns that are multiplied: far beyond caches, and enough to fill a large card.
+#: Bytes that are copied, and rows and columns that are multiplied: far beyond caches, and enough to fill a large GPU.
 _COPIED = 1 << 30
 _SIDE = 8192
 
 
 def peaks(name: str) -> tuple[float, float]:
-    """Return what the device CUDA0, CUDA1, ... does a second: GB copied (read and written bytes), GOP of bf16 GEMM.
+    """Return GB copied (read and written bytes) and GOP of bf16 GEMM a second of the device CUDA0, CUDA1, ...
 
     Raises:
         ResourceError: it is not there, or has no room.
     """
     device = open_device(name)
     if not isinstance(device, CUDADevice):
-        raise ResourceError(f"{name} is no card whose speed could be measured")
+        raise ResourceError(f"{name} is not a CUDA device: its speed cannot be measured", "QK-E411")
     return copy_gb_s(device), gemm_gops(device)
 
 
 def copy_gb_s(device: CUDADevice, repetitions: int = 10) -> float:
-    """Return the gigabytes a second that a copy within the card's memory reads and writes."""
+    """Return the GB/s that a copy within GPU memory reads and writes."""
     a, b = (device.allocate(_COPIED) for _ in range(2))
     try:
         device.zero(a, _COPIED)

@@ -37,28 +37,31 @@ class Uploads:
         event: Callable[[], Any],
         record: Callable[[Any], None],
     ) -> None:
-        self._pinned, self._copy, self._event, self._record = pinned, copy, event, record
+        self._pinned = pinned
+        self._copy = copy
+        self._event = event
+        self._record = record
         self._slots: list[tuple[Bytes, Any]] = []
-        self._at = self._used = 0
+        self._slot_index = self._used = 0
 
     def send(self, address: int, data: Bytes) -> None:
         """Copy bytes to the device; they have been read when this returns."""
-        done = 0
-        while done < len(data):
+        offset = 0
+        while offset < len(data):
             slot = self._slot()
-            n = min(len(data) - done, SLOT_BYTES - self._used)
+            n = min(len(data) - offset, SLOT_BYTES - self._used)
             piece = slot[self._used : self._used + n]
-            piece[:] = data[done : done + n]
-            self._copy(address + done, piece.ctypes.data, n)
-            done += n
+            piece[:] = data[offset : offset + n]
+            self._copy(address + offset, piece.ctypes.data, n)
+            offset += n
             self._used += -(-n // _ALIGNMENT) * _ALIGNMENT
 
     def _slot(self) -> Bytes:
-        """Return the slot that has room, once the device has read what was in it."""
+        """Return the slot that has room, once the device has read its last content."""
         if not self._slots:
             self._slots = [(self._pinned(SLOT_BYTES), self._event()) for _ in range(SLOTS)]
         if self._used == SLOT_BYTES:
-            self._record(self._slots[self._at][1])
-            self._at, self._used = (self._at + 1) % SLOTS, 0
-            self._slots[self._at][1].synchronize()  # one that was never recorded is done
-        return self._slots[self._at][0]
+            self._record(self._slots[self._slot_index][1])
+            self._slot_index, self._used = (self._slot_index + 1) % SLOTS, 0
+            self._slots[self._slot_index][1].synchronize()  # one that was never recorded is done
+        return self._slots[self._slot_index][0]

@@ -20,16 +20,16 @@ SEARCHES = ("", "ik", SYMMETRIC)
 @cache
 def _structs() -> dict[str, str]:
     files = sorted((SOURCES / "encode").glob("*.cuh"))
-    found = [(name, f.name) for f in files for name in re.findall(r"^struct Encode(\w+)", f.read_text(), re.MULTILINE)]
-    return dict(found)
+    pattern = re.compile(r"^struct Encode(\w+)", re.MULTILINE)
+    return {name: f.name for f in files for name in pattern.findall(f.read_text())}
 
 
 @cache
 def encoders(search: str = "") -> dict[str, str]:
     """Return the types that can be encoded by a search, each with the file its encoder is in."""
-    of_another = tuple(_suffix(other) for other in SEARCHES if other and other != search)
-    found = {name: file for name, file in _structs().items() if name.endswith(_suffix(search))}
-    return {name.removesuffix(_suffix(search)): f for name, f in found.items() if not name.endswith(of_another)}
+    of_another = tuple(_suffix(search_name) for search_name in SEARCHES if search_name and search_name != search)
+    files = {name: file for name, file in _structs().items() if name.endswith(_suffix(search))}
+    return {name.removesuffix(_suffix(search)): f for name, f in files.items() if not name.endswith(of_another)}
 
 
 def struct_of(t: TensorType, search: str = "") -> str:

@@ -1,5 +1,5 @@
 // Rows of f32 to blocks of a type, for all types alike: what differs is in the family's file, as an encoder (lane.cuh).
-// Macros: ENCODER; LANES, the threads of a block; WEIGHTED, if columns have an importance; WOVEN, of how many values that is
+// Macros: ENCODER; LANES, the threads of a block; WEIGHTED, if columns have an importance; INTERLEAVED, of how many values that is
 // looked at again, as ik does in rows that it interleaves.
 //
 // A lane has a block, or a part of one. The lanes of a block of threads fetch their values together, line after line,
@@ -25,21 +25,21 @@ struct encode_args {
     int64_t blocks, per_row;
 };
 
-#ifdef WOVEN
+#ifdef INTERLEAVED
 // Set importances to 1e-9 where they, the values or their products are almost 0 in so many of the lane's values: the twin of
 // guard in quantkit/kernels/cpu/encode/interleaved.py.
 INLINE void guard(const Lane& lane) {
-    const float tiny = 1e-9f, limit = (float)WOVEN * (tiny * tiny);
-    for (int at = 0; at < VALUES; at += WOVEN) {
+    const float tiny = 1e-9f, limit = (float)INTERLEAVED * (tiny * tiny);
+    for (int at = 0; at < VALUES; at += INTERLEAVED) {
         float squares = 0, values = 0, products = 0;
-        for (int i = at; i < at + WOVEN; i++) {
+        for (int i = at; i < at + INTERLEAVED; i++) {
             const float x = lane.x[i], w = lane.w[i];
             squares = squares + w * w;
             values = values + x * x;
             products = products + w * fabsf(x);
         }
         if (squares > limit && values > limit && products > limit) continue;
-        for (int i = at; i < at + WOVEN; i++) lane.w[i] = tiny;
+        for (int i = at; i < at + INTERLEAVED; i++) lane.w[i] = tiny;
     }
 }
 #endif
@@ -48,11 +48,11 @@ KERNEL(encode, LANES) {
     __shared__ float values[LANES * STRIDE], room[BLOCKS * ENCODER::ROOM + 1];
     __shared__ __align__(16) uint8_t bytes[BLOCKS * ENCODER::BYTES];
     const int64_t first = (int64_t)blockIdx.x * BLOCKS, left = a.blocks - first;
-    const int here = left < BLOCKS ? (int)left : BLOCKS, block = threadIdx.x / PER_BLOCK;
+    const int n_active = left < BLOCKS ? (int)left : BLOCKS, block = threadIdx.x / PER_BLOCK;
     const float* x = a.x + first * ENCODER::BLOCK;
-    if (here == BLOCKS && lies_in_quads(x))
+    if (n_active == BLOCKS && lies_in_quads(x))
         fetch_quads<LANES, VALUES, STRIDE>(values, [&](int i) { return *(const float4*)(x + i); });
-    else fetch_values<LANES, VALUES, STRIDE>(values, [&](int i) { return i < here * ENCODER::BLOCK ? x[i] : 0.0f; });
+    else fetch_values<LANES, VALUES, STRIDE>(values, [&](int i) { return i < n_active * ENCODER::BLOCK ? x[i] : 0.0f; });
     Lane lane = {values + threadIdx.x * STRIDE, 0,
                  room + block * ENCODER::ROOM,  bytes + block * ENCODER::BYTES,
                  (int)threadIdx.x % PER_BLOCK,  {a.entries, a.lists, a.words, a.points}};
@@ -67,9 +67,9 @@ KERNEL(encode, LANES) {
         Column column(begin + threadIdx.x, row);
         fetch_values<LANES, VALUES, STRIDE>(weights, [&](int) { return a.importance[column.next(LANES)]; });
     }
-    const float mean = a.squares && block < here ? a.squares[(first + block) / a.per_row] : 0.0f;
+    const float mean = a.squares && block < n_active ? a.squares[(first + block) / a.per_row] : 0.0f;
     __syncthreads();
-#ifdef WOVEN
+#ifdef INTERLEAVED
     guard(lane);
     __syncwarp();
 #endif
@@ -80,7 +80,7 @@ KERNEL(encode, LANES) {
 #endif
     __syncthreads();
     uint8_t* out = a.out + first * ENCODER::BYTES;  // 16 bytes aligned, as the whole is
-    const int size = here * ENCODER::BYTES;
+    const int size = n_active * ENCODER::BYTES;
     for (int i = 16 * threadIdx.x; i + 16 <= size; i += 16 * LANES) *(uint4*)(out + i) = *(const uint4*)(bytes + i);
     for (int i = size / 16 * 16 + threadIdx.x; i < size; i += LANES) out[i] = bytes[i];
 }
@@ -96,17 +96,17 @@ struct mean_squares_args {
 KERNEL(mean_squares, 32) {
     __shared__ float values[32 * 33];
     const int64_t first = (int64_t)blockIdx.x * 32;
-    const int lane = threadIdx.x, here = (int)(a.rows - first < 32 ? a.rows - first : 32);
+    const int lane = threadIdx.x, n_active = (int)(a.rows - first < 32 ? a.rows - first : 32);
     float sum = 0;
     for (int64_t begin = 0; begin < a.n; begin += 32) {
         const int columns = (int)(a.n - begin < 32 ? a.n - begin : 32);
-        for (int row = 0; row < here; row++)
+        for (int row = 0; row < n_active; row++)
             if (lane < columns) values[33 * row + lane] = a.x[(first + row) * a.n + begin + lane];
         __syncwarp();
-        if (lane < here)
+        if (lane < n_active)
             for (int i = 0; i < columns; i++) sum = sum + values[33 * lane + i] * values[33 * lane + i];
         __syncwarp();
     }
-    if (lane < here) a.squares[first + lane] = sum / (float)(int)a.n;
+    if (lane < n_active) a.squares[first + lane] = sum / (float)(int)a.n;
 }
 #endif

@@ -21,12 +21,18 @@ from quantkit.kernels.cuda.encode import SEARCHES as SEARCHES
 from quantkit.kernels.cuda.encode import encoders as encoders
 from quantkit.kernels.cuda.encode import struct_of
 from quantkit.kernels.cuda.encode import weighs as weighs
-from quantkit.kernels.cuda.encode.grid_rows import grid_row_kernels, grid_row_launches, grid_row_room, is_grid_row
-from quantkit.kernels.cuda.encode.max_rows import has_one_scale, max_rows_kernel, max_rows_launch
-from quantkit.kernels.cuda.encode.q8_k import is_q8_k, q8_k_kernel, q8_k_launch
-from quantkit.kernels.cuda.encode.rows import row_kernels, row_launches
-from quantkit.kernels.cuda.encode.trellis import is_trellis, trellis_kernel, trellis_launch, trellis_room
-from quantkit.kernels.cuda.encode.woven import GUARDED, changing_kernels, changing_launches, is_guarded
+from quantkit.kernels.cuda.encode.grid_rows import grid_row_bytes, grid_row_kernels, grid_row_launches, is_grid_row
+from quantkit.kernels.cuda.encode.interleaved import (
+    GUARDED,
+    changing_kernels,
+    changing_launches,
+    is_guarded,
+    is_q8_k,
+    q8_k_kernel,
+    q8_k_launch,
+)
+from quantkit.kernels.cuda.encode.rows import has_one_scale, max_rows_kernel, max_rows_launch, row_kernels, row_launches
+from quantkit.kernels.cuda.encode.trellis import is_trellis, trellis_kernel, trellis_launch, trellis_working_bytes
 from quantkit.kernels.formats import format_of
 from quantkit.types import BY_NAME, TensorType
 
@@ -49,25 +55,27 @@ def _kernel(name: str, t: TensorType, search: str = "") -> Kernel:
     return Kernel(_FILE, name).bind(ENCODER=struct, LANES=_FEWER_LANES.get(struct.removeprefix("Encode"), _LANES))
 
 
-def encode(t: TensorType, rows: int, n: int, weighted: bool = False, search: str = "", woven: bool = False) -> Shape:
-    """Return how to encode rows of n values; ``search`` and ``woven`` are those of ``encode_rows``.
+def encode(
+    t: TensorType, rows: int, n: int, weighted: bool = False, search: str = "", interleaved: bool = False
+) -> Shape:
+    """Return the kernel and grid that encode rows of n values; ``search``, ``interleaved`` as in ``encode_rows``.
 
     Raises:
         TypeNotSupported: there is no encoder, or n is not a multiple of the type's block.
     """
     if t.name not in encoders(search) or n % t.block:
-        raise TypeNotSupported(_REFUSED.format(n, t.name))
+        raise TypeNotSupported(_REFUSED.format(n, t.name), "QK-E302")
     kernel = _kernel("encode", t, search)
     if weighted:
         kernel = kernel.bind(WEIGHTED=1)
-    if woven and is_guarded(t, weighted):
-        kernel = kernel.bind(WOVEN=GUARDED[t.name])
+    if interleaved and is_guarded(t, weighted):
+        kernel = kernel.bind(INTERLEAVED=GUARDED[t.name])
     blocks_at_once = kernel.threads * format_of(t).span // t.block  # a lane has a sub-block
     return Shape(kernel, (max(1, -(-rows * (n // t.block) // blocks_at_once)), 1, 1))
 
 
 def mean_squares(t: TensorType, rows: int) -> Shape:
-    """Return how to compute the mean square of rows that are to be encoded with an importance of columns."""
+    """Return the kernel and grid that compute the mean square of rows, for encoders with an importance of columns."""
     kernel = _kernel("mean_squares", t).bind(WEIGHTED=1)
     return Shape(kernel, (max(1, -(-rows // 32)), 1, 1))
 
@@ -75,9 +83,9 @@ def mean_squares(t: TensorType, rows: int) -> Shape:
 def working_bytes(t: TensorType, rows: int, n: int, weighted: bool = True) -> int:
     """Return the bytes that encoding rows of n values takes besides them, with an importance or without."""
     if is_trellis(t):
-        return trellis_room(t, rows, n)
+        return trellis_working_bytes(t, rows, n)
     if is_grid_row(t):
-        return grid_row_room(t, rows, n)
+        return grid_row_bytes(t, rows, n)
     return 4 * rows if weighted and weighs(t) and _by_row(t) else 0
 
 
@@ -92,12 +100,12 @@ def encode_rows(
     work: int = 0,
     *,
     search: str = "",
-    woven: bool = False,
+    interleaved: bool = False,
 ) -> None:
-    """Launch what encodes rows of float32.
+    """Launch the kernels that encode rows of float32.
 
-    ``search``: another than that of the type's own tree, one of ``SEARCHES``. ``woven``: as ik_llama.cpp encodes rows
-    that it interleaves, whole groups of them.
+    ``search``: another than that of the type's own tree, one of ``SEARCHES``. ``interleaved``: as ik_llama.cpp encodes
+    rows that it interleaves, whole groups of them.
 
     All are addresses: x f32 [rows, n], out uint8 [rows, row_bytes], importance f32 [n], or 0 for none, which is ignored
     for a type that does not use one; work: room for ``working_bytes``, 16-byte aligned.
@@ -105,15 +113,15 @@ def encode_rows(
     weighted = bool(importance) and weighs(t)
     if is_q8_k(t):
         if n % t.block or rows % t.interleave:
-            raise TypeNotSupported(_REFUSED.format(n, t.name))
+            raise TypeNotSupported(_REFUSED.format(n, t.name), "QK-E302")
         device.run([q8_k_launch(t, x, rows, n, out)])
         return
     make = (
         _row_launches(device, t, x, rows, n, out, importance, work)
         if t.row_header
-        else _block_launches(device, t, x, rows, n, out, importance, work, search, woven)
+        else _block_launches(device, t, x, rows, n, out, importance, work, search, interleaved)
     )
-    device.run([*make, *(changing_launches(t, x, rows, n, out, weighted) if woven else [])])
+    device.run([*make, *(changing_launches(t, x, rows, n, out, weighted) if interleaved else [])])
 
 
 def _block_launches(
@@ -126,10 +134,10 @@ def _block_launches(
     importance: int,
     work: int,
     search: str,
-    woven: bool,
+    interleaved: bool,
 ) -> list[Launch]:
     weighted = bool(importance) and weighs(t)
-    shape = encode(t, rows, n, weighted, search, woven)
+    shape = encode(t, rows, n, weighted, search, interleaved)
     launches = []
     if weighted and _by_row(t):
         before = mean_squares(t, rows)
@@ -147,7 +155,7 @@ def _row_launches(
     device: Device, t: TensorType, x: int, rows: int, n: int, out: int, importance: int, work: int
 ) -> list[Launch]:
     if t.name not in encoders() or n % t.block:
-        raise TypeNotSupported(_REFUSED.format(n, t.name))
+        raise TypeNotSupported(_REFUSED.format(n, t.name), "QK-E302")
     if is_trellis(t):
         return [trellis_launch(device, t, x, rows, n, out, importance, work)]
     if has_one_scale(t):
@@ -158,26 +166,26 @@ def _row_launches(
 
 
 def put_tables(device: Device, t: TensorType) -> None:
-    """Have what a type's encoder looks up on a device, where all lanes find it."""
+    """Upload the tables of a type's encoder to a device, where all streams find them."""
     if is_trellis(t):
         codebook_on(device, t)
     else:
         grid_on(device, t)
 
 
-def kernels_of(t: TensorType, weighted: bool = False, search: str = "", woven: bool = False) -> list[Kernel]:
+def kernels_of(t: TensorType, weighted: bool = False, search: str = "", interleaved: bool = False) -> list[Kernel]:
     """Return the kernels that encode a type; ``weighted``: with an importance; the rest is as in ``encode_rows``."""
     if is_q8_k(t):
         return [q8_k_kernel(t)]
-    changing = changing_kernels(t, weighted) if woven else []
+    changing = changing_kernels(t, weighted) if interleaved else []
     if is_trellis(t):
         return [trellis_kernel(t)]
     if is_grid_row(t):
         return [*grid_row_kernels(t, weighted), *changing]
     if t.row_header:
         return [max_rows_kernel(t)] if has_one_scale(t) else [*row_kernels(t, weighted)]
-    found = [encode(t, 1, t.block, weighted, search, woven).kernel, *changing]
-    return [*found, mean_squares(t, 1).kernel] if weighted and _by_row(t) else found
+    kernels_of_type = [encode(t, 1, t.block, weighted, search, interleaved).kernel, *changing]
+    return [*kernels_of_type, mean_squares(t, 1).kernel] if weighted and _by_row(t) else kernels_of_type
 
 
 def kernels() -> Iterator[Kernel]:
@@ -186,5 +194,5 @@ def kernels() -> Iterator[Kernel]:
         for name in encoders(search):
             t = BY_NAME[name]
             for weighted in (False, True) if weighs(t) else (False,):
-                for woven in (False, True) if is_guarded(t, weighted) else (False,):
-                    yield from (k for k in kernels_of(t, weighted, search, woven) if k.file == _FILE)
+                for interleaved in (False, True) if is_guarded(t, weighted) else (False,):
+                    yield from (k for k in kernels_of(t, weighted, search, interleaved) if k.file == _FILE)

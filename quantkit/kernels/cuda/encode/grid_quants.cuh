@@ -10,7 +10,7 @@
 struct SubBlock {
     float scale;
     uint32_t signs;
-    const uint16_t* found;
+    const uint16_t* results;
 };
 
 // The most of what the lanes of a super-block have, and 0.
@@ -60,9 +60,9 @@ template <class T, class S, int TYPE_BYTES> struct GridQuant {
     static const bool WEIGHS = true;
 
     STATIC_INLINE float sigma(const Lane& lane) {
-        const float found = (float)T::SIGMA * SuperBlock<S::PER_BLOCK>(lane).squares() / 256.0f;
+        const float results = (float)T::SIGMA * SuperBlock<S::PER_BLOCK>(lane).squares() / 256.0f;
         __syncwarp();  // before values become magnitudes
-        return found;
+        return results;
     }
 
     STATIC_INLINE void weigh_by_squares(const Lane& lane) {
@@ -102,7 +102,7 @@ template <class T, class S, int TYPE_BYTES> struct GridQuant {
             signs ^= T::EVEN ? (1u << VALUES / 8 * 7) - 1 : 0xffffffffu >> (32 - VALUES);
             scale = -scale;
         }
-        T::write(lane, SubBlock{dead ? -1.0f : scale, dead ? 0 : signs, S::found(lane)});
+        T::write(lane, SubBlock{dead ? -1.0f : scale, dead ? 0 : signs, S::results(lane)});
     }
 };
 
@@ -115,7 +115,7 @@ struct QuantIQ2_XXS : GridQuant<QuantIQ2_XXS, RunSearch<32, 6>, 66> {
         const GridBlock<8, BYTES> block(lane, sub.scale, 31.0f, 1.0f);
         if (!block.alive) return;
         uint8_t* out = lane.out + 2 + 8 * lane.part;
-        for (int k = 0; k < 4; k++) out[k] = (uint8_t)sub.found[k];
+        for (int k = 0; k < 4; k++) out[k] = (uint8_t)sub.results[k];
         store_word(out + 4, sub.signs | scale_code(sub.scale, block.inverse) << 28);
     }
 };
@@ -130,7 +130,7 @@ struct QuantIQ2_XS : GridQuant<QuantIQ2_XS, RunSearch<16, 9>, 74> {
         store_codes(lane, scale_code(sub.scale, block.inverse), block.alive, lane.out + 66);
         if (!block.alive) return;
         for (int k = 0; k < 2; k++)
-            *(uint16_t*)(lane.out + 2 + 4 * lane.part + 2 * k) = (uint16_t)(sub.found[k] | (sub.signs >> 7 * k & 127) << 9);
+            *(uint16_t*)(lane.out + 2 + 4 * lane.part + 2 * k) = (uint16_t)(sub.results[k] | (sub.signs >> 7 * k & 127) << 9);
     }
 };
 
@@ -142,8 +142,8 @@ struct QuantIQ2_S : GridQuant<QuantIQ2_S, GridSearch<16, 8, 2, 9, 1>, 82> {
     STATIC_INLINE void write(const Lane& lane, const SubBlock& sub) {
         const GridBlock<16, BYTES> block(lane, sub.scale, 31.0f, 0.9875f);
         const int part = lane.part;
-        const uint32_t high = (uint32_t)(sub.found[0] >> 8 | sub.found[1] >> 8 << 2), other = __shfl_xor_sync(FULL, high, 1);
-        for (int k = 0; k < 2; k++) lane.out[2 + 2 * part + k] = (uint8_t)sub.found[k];
+        const uint32_t high = (uint32_t)(sub.results[0] >> 8 | sub.results[1] >> 8 << 2), other = __shfl_xor_sync(FULL, high, 1);
+        for (int k = 0; k < 2; k++) lane.out[2 + 2 * part + k] = (uint8_t)sub.results[k];
         if (!(part & 1)) lane.out[66 + part / 2] = (uint8_t)(high | other << 4);
         *(uint16_t*)(lane.out + 34 + 2 * part) = (uint16_t)sub.signs;
         store_codes(lane, scale_code(sub.scale, block.inverse), block.alive, lane.out + 74);
@@ -158,7 +158,7 @@ struct QuantIQ3_XXS : GridQuant<QuantIQ3_XXS, GridSearch<32, 4, 7, 15, 2>, 98> {
     STATIC_INLINE void write(const Lane& lane, const SubBlock& sub) {
         const GridBlock<8, BYTES> block(lane, sub.scale, 31.0f, 1.0125f);
         if (!block.alive) return;
-        for (int k = 0; k < 8; k++) lane.out[2 + 8 * lane.part + k] = (uint8_t)sub.found[k];
+        for (int k = 0; k < 8; k++) lane.out[2 + 8 * lane.part + k] = (uint8_t)sub.results[k];
         store_word(lane.out + 66 + 4 * lane.part, sub.signs | scale_code(sub.scale, block.inverse) << 28);
     }
 };
@@ -177,8 +177,8 @@ struct QuantIQ3_S : GridQuant<QuantIQ3_S, GridSearch<32, 4, 7, 9, 2>, 110> {
         const int place = __popc(alive & ((1u << lane.part) - 1));
         uint32_t high = 0;
         for (int k = 0; k < 8; k++) {
-            lane.out[2 + 8 * place + k] = (uint8_t)sub.found[k];
-            high |= (uint32_t)sub.found[k] >> 8 << k;
+            lane.out[2 + 8 * place + k] = (uint8_t)sub.results[k];
+            high |= (uint32_t)sub.results[k] >> 8 << k;
         }
         lane.out[66 + lane.part] = (uint8_t)high;
         store_word(lane.out + 74 + 4 * place, sub.signs);

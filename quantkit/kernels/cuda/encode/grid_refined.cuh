@@ -64,20 +64,20 @@ struct RefinedIQ2_XS {
 
     // Round all groups by the best scale, up to three times while that is better; return the scale.
     STATIC_INLINE float round_on(const Lane& lane, float scale, float best, bool moving) {
-        uint16_t* const found = Search::found(lane);
+        uint16_t* const results = Search::results(lane);
 #pragma unroll 1
         for (int pass = 0; pass < 3 && __any_sync(FULL, moving); pass++) {
-            const uint16_t before[2] = {found[0], found[1]};
-            Search::round_by(lane, moving ? Search::ALL : 0, scale, [&](int k, int index) { found[k] = (uint16_t)index; });
+            const uint16_t before[2] = {results[0], results[1]};
+            Search::round_by(lane, moving ? Search::ALL : 0, scale, [&](int k, int index) { results[k] = (uint16_t)index; });
             if (!moving) continue;
-            const Rating sum = Search::rate(lane.grid, lane.x, lane.w, found);
-            moving = (found[0] != before[0] || found[1] != before[1]) && sum.q2 > 0 && sum.qx * sum.qx > best * sum.q2;
+            const Rating sum = Search::rate(lane.grid, lane.x, lane.w, results);
+            moving = (results[0] != before[0] || results[1] != before[1]) && sum.q2 > 0 && sum.qx * sum.qx > best * sum.q2;
             if (moving) {
                 scale = sum.qx / sum.q2;
                 best = scale * sum.qx;
             } else {
-                found[0] = before[0];
-                found[1] = before[1];
+                results[0] = before[0];
+                results[1] = before[1];
             }
         }
         return scale;
@@ -101,7 +101,7 @@ struct RefinedIQ2_XS {
         Search::best_points(inner, dead ? 0.0f : scale != 0 ? scale * 5.0f : 1.0f, scale, best);
         scale = round_on(inner, scale, best, !dead && scale != 0);
         const uint32_t signs = dead ? 0 : scale < 0 ? own ^ 0x3fff : own;
-        const SubBlock sub = {dead ? -1.0f : fabsf(scale), signs, Search::found(inner)};
+        const SubBlock sub = {dead ? -1.0f : fabsf(scale), signs, Search::results(inner)};
         QuantIQ2_XS::write(lane, sub);
         fit_again(lane, sub, own);
     }
@@ -112,7 +112,7 @@ struct RefinedIQ2_XS {
         const float factor = 0.125f * (float)(int)(2 * scale_code(sub.scale, 1.0f / (top / 31.0f)) + 1);
         __syncwarp();
         for (int k = 0; k < 2; k++) {
-            const Point<8> point(lane.grid, sub.found[k]);
+            const Point<8> point(lane.grid, sub.results[k]);
 #pragma unroll
             for (int j = 0; j < 8; j++) {
                 const int i = 8 * k + j;
@@ -138,7 +138,7 @@ struct RefinedHalves : Halves {
     STATIC_INLINE float none() { return 0; }
 
     // As Halves'.
-    __device__ __forceinline__ void rate(int i, int j, Rating* found) const {
+    __device__ __forceinline__ void rate(int i, int j, Rating* results) const {
         Rating below[2][2], middle[2], above[2][2];  // of both halves: shifted up, and down
         for (int half = 0; half < 2; half++) {
             const SumsBelow<16>& s = sums[half];
@@ -154,8 +154,8 @@ struct RefinedHalves : Halves {
             const float a = first ? -middle[0].qx : middle[0].qx, b = second ? -middle[1].qx : middle[1].qx;
             const float qx = below[0][first].qx + a + above[0][first].qx;
             const float q2 = below[0][first].q2 + middle[0].q2 + above[0][first].q2;
-            found[k].qx = qx + below[1][second].qx + b + above[1][second].qx;
-            found[k].q2 = q2 + below[1][second].q2 + middle[1].q2 + above[1][second].q2;
+            results[k].qx = qx + below[1][second].qx + b + above[1][second].qx;
+            results[k].q2 = q2 + below[1][second].q2 + middle[1].q2 + above[1][second].q2;
         }
     }
 };
@@ -185,7 +185,7 @@ struct RefinedIQ1_M : Weighing<TernaryGrid<RefinedHalves>, RefinedIQ1_M> {
     STATIC_INLINE void choose_shifts(const Lane& lane, Shifted& sub) {
         Rating sums[4] = {};
         for (int k = 0; k < 2; k++) {
-            const Point<8> point(lane.grid, Parts::found(lane)[k]);
+            const Point<8> point(lane.grid, Parts::results(lane)[k]);
 #pragma unroll
             for (int i = 0; i < 8; i++) {
                 const float w = lane.w[8 * k + i], wx = w * lane.x[8 * k + i];

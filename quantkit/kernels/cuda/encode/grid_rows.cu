@@ -36,9 +36,9 @@ INLINE uint8_t* begin_of(uint8_t* out, int64_t row, int64_t blocks) {
 KERNEL(parts, 128) {
     __shared__ float values[LANES * STRIDE], weights[LANES * STRIDE], room[LANES / TOGETHER * ENCODER::ROOM + 1];
     const int64_t per_row = a.n / VALUES, first = (int64_t)blockIdx.x * LANES, left = a.rows * per_row - first;
-    const int here = left < LANES ? (int)left : LANES, at = threadIdx.x;
+    const int n_active = left < LANES ? (int)left : LANES, at = threadIdx.x;
     const float* x = a.x + first * VALUES;
-    fetch_values<LANES, VALUES, STRIDE>(values, [&](int i) { return i < here * VALUES ? x[i] : 0.0f; });
+    fetch_values<LANES, VALUES, STRIDE>(values, [&](int i) { return i < n_active * VALUES ? x[i] : 0.0f; });
 #ifdef WEIGHTED
     Column column(first % per_row * VALUES + at, a.n);
     fetch_values<LANES, VALUES, STRIDE>(weights, [&](int) { return a.importance[column.next(LANES)]; });
@@ -51,7 +51,7 @@ KERNEL(parts, 128) {
                        at % TOGETHER,
                        {a.entries, a.lists, a.words, a.points}};
     const Shifted sub = ENCODER::template fit<IMPORTANCE>(lane);
-    if (at >= here) return;
+    if (at >= n_active) return;
     const int64_t part = first + at, row = part / per_row, block = part % per_row / PER_BLOCK;
     a.scales[part] = sub.scale;
     ENCODER::store(lane, sub.shifts, begin_of(a.out, row, a.n / 32) + ENCODER::HEADER + block * ENCODER::BYTES);

@@ -32,7 +32,7 @@ template <int N, bool IMPORTANCE> INLINE void weigh_of_row(const Lane& lane, flo
 
 // Make a sub-block the point of zeros, with scale 0 and shifted up.
 template <class Parts> INLINE void make_zero(const Lane& lane, Shifted& sub) {
-    for (int k = 0; k < Parts::GROUPS; k++) Parts::found(lane)[k] = ZEROS;
+    for (int k = 0; k < Parts::GROUPS; k++) Parts::results(lane)[k] = ZEROS;
     sub.scale = 0;
     sub.shifts = 0;
 }
@@ -52,11 +52,11 @@ struct GridRowIQ1_S {
     }
 
     STATIC_INLINE void store(const Lane& lane, int shifts, uint8_t* out) {
-        const uint16_t* found = Parts::found(lane);
+        const uint16_t* results = Parts::results(lane);
         uint32_t high = shifts ? 0x8000 : 0;
         for (int k = 0; k < 4; k++) {
-            out[k] = (uint8_t)found[k];
-            high |= (uint32_t)found[k] >> 8 << 3 * k;
+            out[k] = (uint8_t)results[k];
+            high |= (uint32_t)results[k] >> 8 << 3 * k;
         }
         out[4] = (uint8_t)high;
         out[5] = (uint8_t)(high >> 8);
@@ -81,10 +81,10 @@ struct GridRowIQ1_M {
     }
 
     STATIC_INLINE void store(const Lane& lane, int shifts, uint8_t* out) {
-        const uint16_t* found = Parts::found(lane);
+        const uint16_t* results = Parts::results(lane);
         const int half = lane.part & 1;
-        for (int k = 0; k < 2; k++) out[2 * half + k] = (uint8_t)found[k];
-        out[4 + half] = (uint8_t)(found[0] >> 8 | found[1] >> 8 << 4 | (shifts & 2) << 2 | (shifts & 1) << 7);
+        for (int k = 0; k < 2; k++) out[2 * half + k] = (uint8_t)results[k];
+        out[4 + half] = (uint8_t)(results[0] >> 8 | results[1] >> 8 << 4 | (shifts & 2) << 2 | (shifts & 1) << 7);
     }
 
     STATIC_INLINE void store_scale(const float* scales, float inverse, uint8_t* out) {

@@ -1,4 +1,4 @@
-"""Encodes rows of float32 of types with a grid whose rows have a scale, those of IQ1_S_R4 and IQ1_M_R4: grid_rows.cu.
+"""Encoders of grid types with a row scale, the rows of IQ1_S_R4 and IQ1_M_R4: grid_rows.cu.
 
     parts    x importance scales out rows n points entries lists words
                                      importance f32 [n] (0: none), scales f32 [rows, sub-blocks of a row]
@@ -36,7 +36,7 @@ def grid_row_kernels(t: TensorType, weighted: bool) -> tuple[Kernel, Kernel]:
     return Kernel(_FILE, "parts").bind(**defines), codes
 
 
-def grid_row_room(t: TensorType, rows: int, n: int) -> int:
+def grid_row_bytes(t: TensorType, rows: int, n: int) -> int:
     """Return the working memory of a launch in bytes: the scales of sub-blocks."""
     return 4 * rows * (n // FORMATS[t.name].span)
 
@@ -44,7 +44,7 @@ def grid_row_room(t: TensorType, rows: int, n: int) -> int:
 def grid_row_launches(
     device: Device, t: TensorType, x: int, rows: int, n: int, out: int, importance: int, work: int
 ) -> list[Launch]:
-    """Return what encodes rows; x, out, importance and work are addresses."""
+    """Return the launches that encode rows; x, out, importance and work are addresses."""
     parts, codes = grid_row_kernels(t, bool(importance))
     block = parts.block(
         x=x, importance=importance, scales=work, out=out, rows=rows, n=n, **grid_on(device, t)._asdict()

@@ -116,7 +116,7 @@ template <int N, int STEPS> struct RunSearch : GridShape<N, 8, 2, STEPS, 1> {
     static const int OFF = 1 << 15;
 
     STATIC_INLINE float* room_of_warp(const Lane& lane) { return lane.room - me() / PER_BLOCK * ROOM; }
-    STATIC_INLINE uint16_t* found(const Lane& lane) { return (uint16_t*)(room_of_warp(lane) + me() * FOUND); }
+    STATIC_INLINE uint16_t* results(const Lane& lane) { return (uint16_t*)(room_of_warp(lane) + me() * FOUND); }
     STATIC_INLINE float* ratings(const Lane& lane) { return room_of_warp(lane) + 32 * FOUND; }
     STATIC_INLINE uint16_t* found_by(const Lane& lane, int candidate) {
         return (uint16_t*)(ratings(lane) + 2 * CANDIDATES) + GROUPS * candidate;
@@ -172,8 +172,8 @@ template <int N, int STEPS> struct RunSearch : GridShape<N, 8, 2, STEPS, 1> {
 #pragma unroll
             for (int n = 0; n < 2; n++) {
                 const bool sure = nearest[n].second - nearest[n].least > SLACK * nearest[n].least + values.margin_of(group);
-                const int made = index_at(grid, of, nearest[n].place) << 1 | (int)sure;
-                if (me() == (n ? b : a)) state = made;
+                const int code = index_at(grid, of, nearest[n].place) << 1 | (int)sure;
+                if (me() == (n ? b : a)) state = code;
             }
             left &= ~(1u << a | 1u << b);
         }
@@ -183,17 +183,17 @@ template <int N, int STEPS> struct RunSearch : GridShape<N, 8, 2, STEPS, 1> {
     // Find the points of a sub-block for all candidates, [candidate][group].
     STATIC_INLINE void find_points(const GridTables& grid, const float* x, const float* w, float largest, uint16_t* to) {
         const int trial = me() % PER_GROUP, g = me() / PER_GROUP;
-        const bool there = trial < TRIALS;
+        const bool in_range = trial < TRIALS;
         const float iscale = iscale_of(trial, largest);
 #pragma unroll 1
         for (int k = 0; k < GROUPS; k += AT_ONCE) {
             const Values values(x + 8 * k, w + 8 * k);
             const int slot = slot_of<8, 2>(x + 8 * (k + g), iscale);
-            const int entry = there ? grid.entries[slot] : -1;
+            const int entry = in_range ? grid.entries[slot] : -1;
             const bool same = slot == __shfl_up_sync(FULL, slot, 1);
             const uint32_t begins = __ballot_sync(FULL, !same) | FIRST;
             const int state = points_of_runs(grid, values, begins, entry, 1.0f / iscale);
-            if (there) to[trial * GROUPS + k + g] = (uint16_t)(state >> 1 | (entry >= 0 ? OFF : 0));
+            if (in_range) to[trial * GROUPS + k + g] = (uint16_t)(state >> 1 | (entry >= 0 ? OFF : 0));
         }
     }
 
@@ -244,7 +244,7 @@ template <int N, int STEPS> struct RunSearch : GridShape<N, 8, 2, STEPS, 1> {
                 if (won >= 0) best = scale * sums[2 * (lane.part * TRIALS + won)];
                 for (int k = 0; k < GROUPS; k++) {
                     const int point = won < 0 ? 0 : found_by(lane, lane.part * TRIALS + won)[k];
-                    found(lane)[k] = (uint16_t)(point & (OFF - 1));
+                    results(lane)[k] = (uint16_t)(point & (OFF - 1));
                     off |= (point & OFF ? 1 : 0) << k;
                 }
             }
@@ -261,12 +261,12 @@ template <int N, int STEPS> struct RunSearch : GridShape<N, 8, 2, STEPS, 1> {
             if (mine) slots[k / 2] |= (uint32_t)slot_of<8, 2>(lane.x + 8 * k, 1.0f / scale) << 16 * (k & 1);
 #pragma unroll 1
         for (int owner = 0; owner < 32; owner++) {
-            const int wanted = __shfl_sync(FULL, mine, owner), away = (owner - me()) * STRIDE;
-            if (!wanted) continue;
+            const int run = __shfl_sync(FULL, mine, owner), away = (owner - me()) * STRIDE;
+            if (!run) continue;
             const float by = __shfl_sync(FULL, scale, owner);
 #pragma unroll
             for (int k = 0; k < GROUPS; k++) {
-                if (!(wanted >> k & 1)) continue;
+                if (!(run >> k & 1)) continue;
                 const int slot = __shfl_sync(FULL, slots[k / 2], owner) >> 16 * (k & 1) & 0xffff, entry = lane.grid.entries[slot];
                 int index = ~entry;
                 if (entry >= 0) {
@@ -285,9 +285,9 @@ template <int N, int STEPS> struct RunSearch : GridShape<N, 8, 2, STEPS, 1> {
         float best;
         const int off = best_points(lane, largest, scale, best);
         const int again = largest != 0 && scale > 0 ? AGAIN == ALWAYS ? ALL : off : 0;
-        round_by(lane, again, scale, [&](int k, int index) { found(lane)[k] = (uint16_t)index; });
+        round_by(lane, again, scale, [&](int k, int index) { results(lane)[k] = (uint16_t)index; });
         if (!again) return scale;
-        const Rating sum = rate(lane.grid, lane.x, lane.w, found(lane));
+        const Rating sum = rate(lane.grid, lane.x, lane.w, results(lane));
         return sum.q2 > 0 ? sum.qx / sum.q2 : scale;
     }
 };

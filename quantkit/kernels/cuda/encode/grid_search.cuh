@@ -24,7 +24,7 @@ template <int SIZE>
 INLINE int nearest_neighbour(const GridTables& grid, int entry, const float* x, const float* root, float scale) {
     const uint2* list = (const uint2*)grid.lists + (entry >> 8);
     float least = __int_as_float(0x7f800000);
-    int found = (int)(list->x & 0xffff);
+    int results = (int)(list->x & 0xffff);
 #pragma unroll 1
     for (int left = entry & 255; left; left--) {
         const uint2 four = *list++;
@@ -40,11 +40,11 @@ INLINE int nearest_neighbour(const GridTables& grid, int entry, const float* x, 
             }
             if (distance < least) {
                 least = distance;
-                found = index;
+                results = index;
             }
         }
     }
-    return found;
+    return results;
 }
 
 // The slot of a point: values times iscale, rounded to levels 0 .. TOP.
@@ -106,13 +106,13 @@ template <int N, int SIZE, int TOP, int STEPS, int TENTHS> struct GridSearch : G
 
     STATIC_INLINE float* room_of_warp(const Lane& lane) { return lane.room - me() / PER_BLOCK * ROOM; }
     // The indices of the lane's points.
-    STATIC_INLINE uint16_t* found(const Lane& lane) { return (uint16_t*)(room_of_warp(lane) + me() * FOUND); }
+    STATIC_INLINE uint16_t* results(const Lane& lane) { return (uint16_t*)(room_of_warp(lane) + me() * FOUND); }
     STATIC_INLINE float* ratings(const Lane& lane) { return room_of_warp(lane) + 32 * FOUND; }
 
     // Rate the points of a sub-block. Groups of the mask ``again`` are rounded by iscale, and become the nearest
     // neighbour by scale where that is beside the grid (``off``); others are those found before. KEEP: as found.
     template <bool KEEP>
-    STATIC_INLINE Rating rate(const GridTables& grid, const float* x, const float* w, float iscale, float scale, uint16_t* found,
+    STATIC_INLINE Rating rate(const GridTables& grid, const float* x, const float* w, float iscale, float scale, uint16_t* results,
                               int again, int& off) {
         Rating sum = {0, 0};
 #pragma unroll 1
@@ -131,9 +131,9 @@ template <int N, int SIZE, int TOP, int STEPS, int TENTHS> struct GridSearch : G
                     index = nearest_neighbour<SIZE>(grid, entry, of, root, scale);
                     if (KEEP) off |= 1 << k;
                 }
-                if (KEEP) found[k] = (uint16_t)index;
+                if (KEEP) results[k] = (uint16_t)index;
             } else {
-                index = found[k];
+                index = results[k];
             }
             const Point<SIZE> point(grid, index);
 #pragma unroll
@@ -175,7 +175,7 @@ template <int N, int SIZE, int TOP, int STEPS, int TENTHS> struct GridSearch : G
     // than 0, and all points are the first one, which counts as beside the grid if AGAIN is ALL_IF_ONE_IS_OFF.
     template <Again AGAIN> STATIC_INLINE float search(const Lane& lane, float largest, float scale) {
         const int won = best_trial(lane, largest, scale);
-        uint16_t* const points = found(lane);
+        uint16_t* const points = results(lane);
         for (int k = 0; k < GROUPS; k++) points[k] = 0;
         if (largest == 0) return scale;
         int off = 0, again = won < 0 ? 0 : ALL;

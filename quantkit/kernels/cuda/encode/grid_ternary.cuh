@@ -52,14 +52,14 @@ struct Whole {
     __device__ __forceinline__ float weight() const { return sums.w[32]; }
 
     // The ratings of boundaries i <= j: shifted up, and down.
-    __device__ __forceinline__ void rate(int i, int j, Rating* found) const {
+    __device__ __forceinline__ void rate(int i, int j, Rating* results) const {
         const float x = sums.x[i], w = sums.w[i], x_j = sums.x[j], w_j = sums.w[j];
         const float middle = (x_j - x) * 0.125f, middle2 = (w_j - w) * 0.125f * 0.125f;
         const float above = sums.x[32] - x_j, above2 = sums.w[32] - w_j;
-        found[0].qx = x * -0.875f + middle + above * 1.125f;
-        found[0].q2 = w * -0.875f * -0.875f + middle2 + above2 * 1.125f * 1.125f;
-        found[1].qx = x * -1.125f - middle + above * 0.875f;
-        found[1].q2 = w * -1.125f * -1.125f + middle2 + above2 * 0.875f * 0.875f;
+        results[0].qx = x * -0.875f + middle + above * 1.125f;
+        results[0].q2 = w * -0.875f * -0.875f + middle2 + above2 * 1.125f * 1.125f;
+        results[1].qx = x * -1.125f - middle + above * 0.875f;
+        results[1].q2 = w * -1.125f * -1.125f + middle2 + above2 * 0.875f * 0.875f;
     }
 };
 
@@ -76,7 +76,7 @@ struct Halves {
     __device__ __forceinline__ float weight() const { return sums[0].w[16] + sums[1].w[16]; }
 
     // The ratings of boundaries i <= j: both halves shifted up, the second down, the first, both.
-    __device__ __forceinline__ void rate(int i, int j, Rating* found) const {
+    __device__ __forceinline__ void rate(int i, int j, Rating* results) const {
         Rating up[2], down[2];
         for (int half = 0; half < 2; half++) {
             const SumsBelow<16>& s = sums[half];
@@ -88,8 +88,8 @@ struct Halves {
         }
         for (int k = 0; k < 4; k++) {
             const Rating &first = k < 2 ? up[0] : down[0], &second = k % 2 == 0 ? up[1] : down[1];
-            found[k].qx = first.qx + second.qx;
-            found[k].q2 = first.q2 + second.q2;
+            results[k].qx = first.qx + second.qx;
+            results[k].q2 = first.q2 + second.q2;
         }
     }
 };
@@ -127,7 +127,7 @@ template <int N> static __device__ const Bounds<N> all_bounds = Bounds<N>();
 
 // The candidate that wins the reference's scan: in order, each that is better than the best so far takes its place.
 template <class S> INLINE Candidate scan(const S& sums) {
-    Candidate found;
+    Candidate results;
     float best = S::none();
     const int count = Bounds<S::N>::COUNT;
 #pragma unroll 1
@@ -147,13 +147,13 @@ template <class S> INLINE Candidate scan(const S& sums) {
             const int from = __ffs((int)lanes) - 1;
             const int choice = __ffs((int)__shfl_sync(FULL, better, from)) - 1;
             const int its = __shfl_sync(FULL, pair, from);
-            found = Candidate(sums, its >> 8, its & 255, choice);
-            best = found.sum.qx / found.sum.q2 * found.sum.qx;
+            results = Candidate(sums, its >> 8, its & 255, choice);
+            best = results.sum.qx / results.sum.q2 * results.sum.qx;
             if (lane_of_warp() < from) later = 0;
             if (lane_of_warp() == from) later &= ~((2u << choice) - 1);
         }
     }
-    return found;
+    return results;
 }
 
 // The same candidate, found without the scan's chain of comparisons where no other comes near it.
@@ -206,7 +206,7 @@ template <class S> struct TernaryGrid {
 
     STATIC_INLINE float* room_of_warp(const Lane& lane) { return lane.room - lane_of_warp() / PER_BLOCK * ROOM; }
     STATIC_INLINE uint8_t* order(const Lane& lane) { return (uint8_t*)room_of_warp(lane) + N * lane_of_warp(); }
-    STATIC_INLINE uint16_t* found(const Lane& lane) { return (uint16_t*)order(lane); }
+    STATIC_INLINE uint16_t* results(const Lane& lane) { return (uint16_t*)order(lane); }
     STATIC_INLINE S* sums(const Lane& lane) { return (S*)(room_of_warp(lane) + ORDER); }
 
     // Sort the places of the lane's values by value, equal ones by place: each is counted to where it belongs.
@@ -230,7 +230,7 @@ template <class S> struct TernaryGrid {
 
     // Search the sub-blocks of a warp, one after the other; return what the lane's own search found.
     STATIC_INLINE Candidate search(const Lane& lane, bool dead) {
-        Candidate found;
+        Candidate results;
         const uint8_t* const from = order(lane);
         S* const all = sums(lane);
 #pragma unroll 1
@@ -247,11 +247,11 @@ template <class S> struct TernaryGrid {
                 const int owner = block * PER_BLOCK + part;
                 if (__shfl_sync(FULL, dead, owner)) continue;
                 const Candidate best = search_boundaries(all[part]);
-                if (lane_of_warp() == owner) found = best;
+                if (lane_of_warp() == owner) results = best;
             }
             __syncwarp();
         }
-        return found;
+        return results;
     }
 
     // The slots of the lane's groups, 16 bits each: levels 0 below boundary ``low``, 2 from ``high`` on; or 2 - level.
@@ -286,7 +286,7 @@ template <class S> struct TernaryGrid {
                 }
                 if (lane_of_warp() == owner) {
                     off |= entry >= 0;
-                    found(lane)[k] = (uint16_t)index;
+                    results(lane)[k] = (uint16_t)index;
                 }
             }
         }
@@ -297,7 +297,7 @@ template <class S> struct TernaryGrid {
     template <typename F> STATIC_INLINE void each_term(const Lane& lane, int shifts, float factor, F take) {
 #pragma unroll 1
         for (int k = 0; k < GROUPS; k++) {
-            const Point<8> point(lane.grid, found(lane)[k]);
+            const Point<8> point(lane.grid, results(lane)[k]);
             const float shift = eighth(shifts & (k ? 1 : 2));
 #pragma unroll
             for (int i = 0; i < 8; i++) {
@@ -332,7 +332,7 @@ template <class S> struct TernaryGrid {
         if (negative) sub.shifts = sub.dead ? 0 : 3 - sub.shifts, sub.scale = -sub.scale;
         const uint64_t slots = slots_of(lane, best.low, best.high, negative);
         __syncwarp();
-        for (int k = 0; k < GROUPS; k++) found(lane)[k] = 0;
+        for (int k = 0; k < GROUPS; k++) results(lane)[k] = 0;
         off = find_points(lane, sub, slots);
         return sub;
     }
@@ -377,11 +377,11 @@ struct QuantIQ1_S : Weighing<TernaryGrid<Whole>, QuantIQ1_S> {
     STATIC_INLINE void finish(const Lane& lane) {
         const Shifted sub = Parts::fit(lane, 1e-12f);
         const GridBlock<8, BYTES> block(lane, sub.scale, 15.0f, 1.125f);
-        const uint16_t* found = Parts::found(lane);
+        const uint16_t* results = Parts::results(lane);
         uint32_t high = 0;
         for (int k = 0; k < 4; k++) {
-            lane.out[2 + 4 * lane.part + k] = (uint8_t)found[k];
-            high |= (uint32_t)found[k] >> 8 << 3 * k;
+            lane.out[2 + 4 * lane.part + k] = (uint8_t)results[k];
+            high |= (uint32_t)results[k] >> 8 << 3 * k;
         }
         if (block.alive) high |= (ternary_code(sub.scale, block.inverse) | (sub.shifts ? 8 : 0)) << 12;
         *(uint16_t*)(lane.out + 34 + 2 * lane.part) = (uint16_t)high;
@@ -414,14 +414,14 @@ struct QuantIQ1_M : Weighing<TernaryGrid<Halves>, QuantIQ1_M> {
         }
         const bool alive = top > 0;
         const float d = sum.q2 > 0 ? sum.qx / sum.q2 : top / 15.0f;
-        store(lane, P::found(lane), sub.shifts, alive, code, d * stretch);
+        store(lane, P::results(lane), sub.shifts, alive, code, d * stretch);
     }
 
-    STATIC_INLINE void store(const Lane& lane, const uint16_t* found, int shifts, bool alive, uint32_t code, float d) {
+    STATIC_INLINE void store(const Lane& lane, const uint16_t* results, int shifts, bool alive, uint32_t code, float d) {
         const int part = lane.part;
-        uint32_t high = (uint32_t)(found[0] >> 8 | found[1] >> 8 << 4);
+        uint32_t high = (uint32_t)(results[0] >> 8 | results[1] >> 8 << 4);
         if (alive) high |= (uint32_t)((shifts & 2) << 2 | (shifts & 1) << 7);
-        *(uint16_t*)(lane.out + 2 * part) = (uint16_t)((found[0] & 255) | (found[1] & 255) << 8);
+        *(uint16_t*)(lane.out + 2 * part) = (uint16_t)((results[0] & 255) | (results[1] & 255) << 8);
         lane.out[32 + part] = (uint8_t)high;
         // Four codes of 3 bits and 4 bits of d in each of four words.
         uint32_t word = code << 3 * (part & 3);

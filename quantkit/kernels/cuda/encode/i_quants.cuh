@@ -171,11 +171,11 @@ template <bool IK> struct EncodeXS {
     STATIC_INLINE void finish(const Lane& lane) {
         const SuperBlock<8> block(lane);
         const int part = lane.part;
-        block.found(0)[part] = IK ? search_scale_refined(lane, block.levels()) : search_scale(lane);
+        block.fitted(0)[part] = IK ? search_scale_refined(lane, block.levels()) : search_scale(lane);
         __syncwarp();
         // The first scale of the largest size becomes -32.
         const float d = -block.largest_scale() / 32.0f;
-        const int code = max(min(nearest_int(block.found(0)[part] * inverse_or_zero(d)), 31), -32);
+        const int code = max(min(nearest_int(block.fitted(0)[part] * inverse_or_zero(d)), 31), -32);
         block.codes(0)[part] = (float)(code + 32);
         __syncwarp();
         store_nibbles<IK>(lane, inverse_or_zero(d * (float)code), lane.out + 8 + 16 * part);

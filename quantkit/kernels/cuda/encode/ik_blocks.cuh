@@ -80,7 +80,7 @@ struct Scales4 {
         const float top = block.largest_scale();
         for (int k = part; k < Multiples::TRIES; k += 16) {
             Multiples of(k, top, 8);
-            for (int i = 0; i < 16; i++) of.add(block.found(0)[i], block.weights()[i], 8);
+            for (int i = 0; i < 16; i++) of.add(block.fitted(0)[i], block.weights()[i], 8);
             block.tries(0)[k] = of.qx;
             block.tries(1)[k] = of.q2;
         }
@@ -96,15 +96,15 @@ struct Scales4 {
 // ---- super-blocks
 
 // Fit a scale that is not 0 to the levels nearest to x / d.
-template <typename L> INLINE float refit(const Lane& lane, const Buckets<L>& t, const Found& found) {
-    const float inverse = 1.0f / found.d;
+template <typename L> INLINE float refit(const Lane& lane, const Buckets<L>& t, const ScaleFit& result) {
+    const float inverse = 1.0f / result.d;
     float sumqx = 0, sumq2 = 0;
     for (int j = 0; j < 16; j++) {
-        const float x = lane.x[j], q = round_any<L>(t, inverse * x, found.raised).value, wq = lane.w[j] * q;
+        const float x = lane.x[j], q = round_any<L>(t, inverse * x, result.shifted).value, wq = lane.w[j] * q;
         sumqx = sumqx + wq * x;
         sumq2 = sumq2 + wq * q;
     }
-    return found.d != 0 && sumq2 > 0 ? sumqx / sumq2 : found.d;
+    return result.d != 0 && sumq2 > 0 ? sumqx / sumq2 : result.d;
 }
 
 // Of levels L of BITS bits; of the type, as cpu/encode/ik_blocks.py: block_encoder has them: what is searched and how,
@@ -122,26 +122,26 @@ template <typename TYPE, typename L, typename SCALES, int BITS> struct EncodeIkB
         const bool squares = IMPORTANCE || TYPE::OWN != 0;
         weigh_ik<16, IMPORTANCE>(lane, squares ? TYPE::NEAR * block.squares() / 256.0f : 0, TYPE::OWN);
         const Buckets<L>& t = in_shared(BUCKETS_OF<L>);
-        Found found = TYPE::find(lane, t);
-        if (TYPE::AGAIN) found.d = refit(lane, t, found);
-        finish(block, t, found);
+        ScaleFit result = TYPE::find(lane, t);
+        if (TYPE::AGAIN) result.d = refit(lane, t, result);
+        finish(block, t, result);
     }
 
-    STATIC_INLINE void finish(const IkBlock& block, const Buckets<L>& t, const Found& found) {
+    STATIC_INLINE void finish(const IkBlock& block, const Buckets<L>& t, const ScaleFit& result) {
         const Lane& lane = block.lane;
         const int part = lane.part;
-        block.found(0)[part] = found.d;
+        block.fitted(0)[part] = result.d;
         __syncwarp();
         int m;
-        float d = SCALES::multiple(block, found.d, sum_of<16>(lane.w), m);
+        float d = SCALES::multiple(block, result.d, sum_of<16>(lane.w), m);
         const bool dead = TYPE::ZEROS && d == 0;
         const float factor = (float)m, scale = factor * d;
         const bool alive = !TYPE::ZEROS || scale != 0;
-        round_levels<L, 16>(lane, t, inverse_or_zero(scale), factor, found.raised, alive, block.levels() + 16 * part);
+        round_levels<L, 16>(lane, t, inverse_or_zero(scale), factor, result.shifted, alive, block.levels() + 16 * part);
         block.codes(0)[part] = (float)SCALES::code(m);
         __syncwarp();
         if (part < 2) block.fits()[part] = sum_in_order(block, part);
-        const uint32_t raised = __ballot_sync(FULL, found.raised) >> (threadIdx.x & 16) & 0xffff;
+        const uint32_t shifted = __ballot_sync(FULL, result.shifted) >> (threadIdx.x & 16) & 0xffff;
         __syncwarp();
         uint8_t* out = lane.out;
         if (dead) {
@@ -152,7 +152,7 @@ template <typename TYPE, typename L, typename SCALES, int BITS> struct EncodeIkB
         d = sumq2 > 0 ? block.fits()[0] / sumq2 : d;
         if (part == 0) {
             store_half(out, TYPE::STRETCH * d);
-            *(uint16_t*)(out + 2) = (uint16_t)raised;
+            *(uint16_t*)(out + 2) = (uint16_t)shifted;
         }
         SCALES::store(block, out + 4);
         pack<BITS>(block.levels(), out + 4 + SCALES::BYTES, part, 16);

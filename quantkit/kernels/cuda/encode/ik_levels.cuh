@@ -1,4 +1,4 @@
-// Rounding to the levels of ik_llama.cpp's types: uneven values, plain or raised, and both signs at once; the twin of
+// Rounding to the levels of ik_llama.cpp's types: uneven values, plain or shifted, and both signs at once; the twin of
 // quantkit/kernels/cpu/encode/ik_levels.py, which says why it is the reference's.
 //
 // Buckets of equal width hold at most one boundary between two values each. An entry of a table has both values as bf16,
@@ -29,7 +29,7 @@ template <typename Codebook> CONSTEXPR int level_in(int i) {
     return byte < 128 ? byte : byte - 256;
 }
 
-// The sets of levels: their number, what raised values are raised by, buckets and their width.
+// The sets of levels: their number, what shifted values are shifted by, buckets and their width.
 struct IQ2 {
     static const int LEVELS = 4, RAISE = 5, BUCKETS = 16;
     static constexpr double WIDTH = 10.0;
@@ -60,30 +60,30 @@ struct IQ6 {
     }
 };
 
-// pairs: of [plain, raised][as they are, minus the mirrored ones] the values below and above the boundary in a bucket;
+// pairs: of [plain, shifted][as they are, minus the mirrored ones] the values below and above the boundary in a bucket;
 // levels: the level below, and in bit 7 whether the one above is another.
 template <typename L> struct Buckets {
     uint32_t pairs[2][2][L::BUCKETS];
     uint8_t levels[2][L::BUCKETS];
 };
 
-template <typename L> CONSTEXPR int value_at(int i, int raised, int mirrored) {
-    const int v = L::value(mirrored ? L::LEVELS - 1 - i : i) + (raised ? L::RAISE : 0);
+template <typename L> CONSTEXPR int value_at(int i, int shifted, int mirrored) {
+    const int v = L::value(mirrored ? L::LEVELS - 1 - i : i) + (shifted ? L::RAISE : 0);
     return mirrored ? -v : v;
 }
 
 template <typename L> CONSTEXPR Buckets<L> make_buckets() {
     Buckets<L> t{};
     for (int of = 0; of < 4; of++) {
-        const int raised = of >> 1, mirrored = of & 1;
+        const int shifted = of >> 1, mirrored = of & 1;
         int below = 0;
         for (int n = -L::BUCKETS / 2; n < L::BUCKETS / 2; n++) {
-            const int low = value_at<L>(below, raised, mirrored), next = below < L::LEVELS - 1 ? below + 1 : below;
-            const int high = value_at<L>(next, raised, mirrored);
+            const int low = value_at<L>(below, shifted, mirrored), next = below < L::LEVELS - 1 ? below + 1 : below;
+            const int high = value_at<L>(next, shifted, mirrored);
             const bool inside = next > below && (low + high) / 2.0 < (n + 0.5) * L::WIDTH;
             const int at = n & (L::BUCKETS - 1);
-            t.pairs[raised][mirrored][at] = bf16_of(low) | bf16_of(inside ? high : low) << 16;
-            if (!mirrored) t.levels[raised][at] = (uint8_t)(below | inside << 7);
+            t.pairs[shifted][mirrored][at] = bf16_of(low) | bf16_of(inside ? high : low) << 16;
+            if (!mirrored) t.levels[shifted][at] = (uint8_t)(below | inside << 7);
             below += inside;
         }
     }
@@ -107,17 +107,17 @@ template <typename L> INLINE int find_bucket(float x, float inverse_per_width) {
 
 template <typename L> INLINE float per_unit() { return (float)(1 / L::WIDTH); }
 
-// The value nearest to v, of those in v's bucket; raised ones as the reference's two subtractions tell.
-template <bool RAISED> INLINE float nearest_of(float v, uint32_t pair) {
+// The value nearest to v, of those in v's bucket; shifted ones as the reference's two subtractions tell.
+template <bool SHIFTED> INLINE float nearest_of(float v, uint32_t pair) {
     const float low = low_of(pair), high = high_of(pair);
-    if (RAISED) return v - low < high - v ? low : high;
+    if (SHIFTED) return v - low < high - v ? low : high;
     return v + v >= low + high ? high : low;
 }
 
 // Minus the value nearest to -v; pair: of mirrored values.
-template <bool RAISED> INLINE float mirrored_of(float v, uint32_t pair) {
+template <bool SHIFTED> INLINE float mirrored_of(float v, uint32_t pair) {
     const float low = low_of(pair), high = high_of(pair);
-    if (RAISED) return high - v < v - low ? high : low;
+    if (SHIFTED) return high - v < v - low ? high : low;
     return v + v <= low + high ? low : high;
 }
 
@@ -130,15 +130,15 @@ struct Rounded {
 };
 
 // The level nearest to v, no further than the buckets reach, and its value.
-template <typename L> INLINE Rounded round_near(const Buckets<L>& t, float v, int raised) {
-    const int at = find_bucket<L>(v, per_unit<L>()), level = (raised ? t.levels[1] : t.levels[0])[at];
-    const uint32_t pair = (raised ? t.pairs[1][0] : t.pairs[0][0])[at];
+template <typename L> INLINE Rounded round_near(const Buckets<L>& t, float v, int shifted) {
+    const int at = find_bucket<L>(v, per_unit<L>()), level = (shifted ? t.levels[1] : t.levels[0])[at];
+    const uint32_t pair = (shifted ? t.pairs[1][0] : t.pairs[0][0])[at];
     const float low = low_of(pair), high = high_of(pair);
-    const bool upper = raised ? !(v - low < high - v) : v + v >= low + high;
+    const bool upper = shifted ? !(v - low < high - v) : v + v >= low + high;
     return Rounded{(level & 127) + (upper & level >> 7), upper ? high : low};
 }
 
 // The same of any v.
-template <typename L> INLINE Rounded round_any(const Buckets<L>& t, float v, int raised) {
-    return round_near<L>(t, limit(v, (float)((L::BUCKETS / 2 - 1) * L::WIDTH)), raised);
+template <typename L> INLINE Rounded round_any(const Buckets<L>& t, float v, int shifted) {
+    return round_near<L>(t, limit(v, (float)((L::BUCKETS / 2 - 1) * L::WIDTH)), shifted);
 }

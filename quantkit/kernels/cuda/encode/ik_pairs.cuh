@@ -33,7 +33,7 @@ CONSTEXPR bool is_as_near(int m, int n, int cell) {
 CONSTEXPR Cells make_cells() {
     Cells t{};
     for (int cell = 0; cell < 64; cell++) {
-        int found[4] = {}, count = 0;
+        int result[4] = {}, count = 0;
         uint32_t seen = 0;
         for (int nth = 0; nth < 8; nth++) {
             int near = 0, least = 1 << 30;
@@ -45,12 +45,12 @@ CONSTEXPR Cells make_cells() {
             }
             seen |= 1u << near;
             bool needed = true;
-            for (int i = 0; i < count; i++) needed = needed && !is_as_near(found[i], near, cell);
-            if (needed) found[count++] = near;
+            for (int i = 0; i < count; i++) needed = needed && !is_as_near(result[i], near, cell);
+            if (needed) result[count++] = near;
             if (least == 0) break;
         }
         for (int i = 0; i < 4; i++) {
-            const int n = found[i < count ? i : count - 1];
+            const int n = result[i < count ? i : count - 1];
             t.values[cell][i] = bf16_of(pair_value(n, 0)) | bf16_of(pair_value(n, 1)) << 16;
             t.indices[cell] |= (uint32_t)n << 8 * i;
         }
@@ -124,20 +124,20 @@ struct PairLevels : RowTraits {
         for (int j = 0; !IMPORTANCE && j < 32; j++) lane.w[j] = fabsf(lane.x[j]);
     }
 
-    STATIC_INLINE Found find(const Lane& lane, const Tables& t) {
+    STATIC_INLINE ScaleFit find(const Lane& lane, const Tables& t) {
         const float top = largest_of<32>(lane.x), low = (float)IQ3::value(0);
-        if (fabsf(top) < 1e-16f) return Found{};
-        Found found = {};
+        if (fabsf(top) < 1e-16f) return ScaleFit{};
+        ScaleFit result = {};
         for (int k = -6; k <= 5; k++) {
             const float inverse = k == -6 ? 1.0f / (top / -low) : ((float)k + low) / top;
             float qx, q2;
             rate_pairs(lane, t, inverse, qx, q2);
-            if (k == -6) found = Found{qx / q2 * qx, qx / q2, 0};
-            else keep_better(found, qx, q2, 0);
+            if (k == -6) result = ScaleFit{qx / q2 * qx, qx / q2, 0};
+            else keep_better(result, qx, q2, 0);
             rate_pairs(lane, t, -inverse, qx, q2);
-            keep_better(found, qx, q2, 0);
+            keep_better(result, qx, q2, 0);
         }
-        return found;
+        return result;
     }
 
     // The sum of w (d q - x)^2 for the pairs that values / d become.
@@ -165,9 +165,9 @@ struct PairLevels : RowTraits {
         return best;
     }
 
-    STATIC_INLINE void store(const Lane& lane, const Tables& t, const Found& found, const RowScale& of) {
+    STATIC_INLINE void store(const Lane& lane, const Tables& t, const ScaleFit& result, const RowScale& of) {
         const LevelBlock<8> block(lane);
-        const int part = lane.part, m = best_multiple(lane, t, of.d, nearest_multiple(of.inverse * found.d, -32, 31));
+        const int part = lane.part, m = best_multiple(lane, t, of.d, nearest_multiple(of.inverse * result.d, -32, 31));
         const float factor = (float)m, inverse = inverse_or_zero(of.d * factor);
         uint8_t* indices = block.levels();
         for (int j = 0; j < 16; j++) {

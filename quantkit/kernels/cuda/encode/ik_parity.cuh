@@ -50,13 +50,13 @@ struct Group {
     }
 
     // Round x * inverse to the nearest levels, then make their bits even. ANYWHERE: x may be of any size.
-    template <bool ANYWHERE> __device__ __forceinline__ void round(const ParityTables& t, float inverse, float d, int raised) {
-        const float up = raised ? (float)IQ4::RAISE : 0.0f;
+    template <bool ANYWHERE> __device__ __forceinline__ void round(const ParityTables& t, float inverse, float d, int shifted) {
+        const float up = shifted ? (float)IQ4::RAISE : 0.0f;
         int bits = 0;
 #pragma unroll
         for (int j = 0; j < 4; j++) {
             const float v = inverse * x[j];
-            const Rounded r = ANYWHERE ? round_any<IQ4>(t.buckets, v, raised) : round_near<IQ4>(t.buckets, v, raised);
+            const Rounded r = ANYWHERE ? round_any<IQ4>(t.buckets, v, shifted) : round_near<IQ4>(t.buckets, v, shifted);
             level[j] = r.level;
             q[j] = r.value;
             bits ^= r.level;
@@ -93,11 +93,11 @@ struct Group {
 };
 
 // Take the scale that the levels of x * inverse fit best, where it is rated better; d: the positive one of the inverse.
-INLINE void try_even(const Lane& lane, const ParityTables& t, float inverse, float d, int raised, Found& found) {
+INLINE void try_even(const Lane& lane, const ParityTables& t, float inverse, float d, int shifted, ScaleFit& result) {
     float qx = 0, q2 = 0;
     for (int k = 0; k < 8; k++) {
         Group g(lane, k);
-        g.round<false>(t, inverse, d, raised);
+        g.round<false>(t, inverse, d, shifted);
 #pragma unroll
         for (int j = 0; j < 4; j++) {
             const float wq = g.w[j] * g.q[j];
@@ -105,7 +105,7 @@ INLINE void try_even(const Lane& lane, const ParityTables& t, float inverse, flo
             q2 = q2 + wq * g.q[j];
         }
     }
-    keep_better(found, qx, q2, 0);
+    keep_better(result, qx, q2, 0);
 }
 
 // g of 15 bits with g ^ 2 g = bits, of which an even number are set.
@@ -125,26 +125,26 @@ struct EvenLevels : RowTraits, RowScales8 {
     // Terms are summed group by group.
     STATIC_INLINE int term_at(int i) { return Group::place(i / 4, i % 4); }
 
-    STATIC_INLINE Found find(const Lane& lane, const Tables& t) {
+    STATIC_INLINE ScaleFit find(const Lane& lane, const Tables& t) {
         const float top = largest_of<32>(lane.x), low = (float)IQ4::value(0);
-        if (fabsf(top) < 1e-16f) return Found{};
-        Found found = {0, top / -low, 0};
+        if (fabsf(top) < 1e-16f) return ScaleFit{};
+        ScaleFit result = {0, top / -low, 0};
         for (int itry = -7; itry <= 7; itry++)
-            for (int raised = 0; raised < 2; raised++) {
-                const float inverse = (itry + low + (raised ? (float)IQ4::RAISE : 0.0f)) / top, d = 1.0f / inverse;
-                try_even(lane, t, inverse, d, raised, found);
-                try_even(lane, t, -inverse, d, raised, found);
+            for (int shifted = 0; shifted < 2; shifted++) {
+                const float inverse = (itry + low + (shifted ? (float)IQ4::RAISE : 0.0f)) / top, d = 1.0f / inverse;
+                try_even(lane, t, inverse, d, shifted, result);
+                try_even(lane, t, -inverse, d, shifted, result);
             }
-        return found;
+        return result;
     }
 
     // The sum of w (x - d q)^2.
-    STATIC_INLINE float error(const Lane& lane, const Tables& t, float d, int raised) {
+    STATIC_INLINE float error(const Lane& lane, const Tables& t, float d, int shifted) {
         const float inverse = 1.0f / d;
         float squares = 0;
         for (int k = 0; k < 8; k++) {
             Group g(lane, k);
-            g.round<true>(t, inverse, d, raised);
+            g.round<true>(t, inverse, d, shifted);
 #pragma unroll
             for (int j = 0; j < 4; j++) {
                 const float off = g.x[j] - d * g.q[j];
@@ -154,15 +154,15 @@ struct EvenLevels : RowTraits, RowScales8 {
         return squares;
     }
 
-    STATIC_INLINE void store(const Lane& lane, const Tables& t, const Found& found, const RowScale& of) {
-        const int m = multiple(found.d, of.inverse);
+    STATIC_INLINE void store(const Lane& lane, const Tables& t, const ScaleFit& result, const RowScale& of) {
+        const int m = multiple(result.d, of.inverse);
         const float factor = (float)m, d = of.d * factor, inverse = 1.0f / d;
         const float plain = error(lane, t, d, 0);
-        const int raised = error(lane, t, d, 1) < plain, bits = code(m, raised);
+        const int shifted = error(lane, t, d, 1) < plain, bits = code(m, shifted);
         uint16_t* out = (uint16_t*)(lane.out + 16 * lane.part);
         for (int k = 0; k < 8; k++) {
             Group g(lane, k);
-            g.round<true>(t, inverse, d, raised);
+            g.round<true>(t, inverse, d, shifted);
             out[k] = (uint16_t)(halved(g.level[0] | g.level[1] << 4 | g.level[2] << 8 | g.level[3] << 12) << 1 | (bits >> k & 1));
 #pragma unroll
             for (int j = 0; j < 4; j++) {

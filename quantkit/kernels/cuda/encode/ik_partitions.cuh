@@ -3,22 +3,22 @@
 // trying all.
 //
 // Here a lane passes over what it need not try, whatever its neighbours do. Ratings that only bound are not divided
-// exactly, and the bound of two last runs is that of plain and raised values together: it is no less than either.
+// exactly, and the bound of two last runs is that of plain and shifted values together: it is no less than either.
 //
 // Source: ik_llama.cpp 8337e4cd3 iqk_quantize.cpp, quantize_row_iq2_k_impl, quantize_row_iq2_ks_impl.
 #pragma once
 #include "encode/ik_search.cuh"
 
-// Terms of runs in sum(w q x), twice, and in sum(w q q), for plain and raised values.
+// Terms of runs in sum(w q x), twice, and in sum(w q q), for plain and shifted values.
 struct Terms {
     float qx, qx_up, q2, q2_up;
 
     __device__ __forceinline__ Terms operator+(const Terms& o) const {
         return Terms{qx + o.qx, qx_up + o.qx_up, q2 + o.q2, q2_up + o.q2_up};
     }
-    __device__ __forceinline__ void keep(Found& found) const {
-        keep_better(found, qx, q2, false);
-        keep_better(found, qx_up, q2_up, true);
+    __device__ __forceinline__ void keep(ScaleFit& result) const {
+        keep_better(result, qx, q2, false);
+        keep_better(result, qx_up, q2_up, true);
     }
 };
 
@@ -81,12 +81,12 @@ template <int N, int END_FIRST, int START_LAST> struct Partitions {
 
     // The scale fitted to the levels nearest to x / d. `best` becomes its rating where that is better, and a partition has
     // these levels: runs have bounds.
-    __device__ __forceinline__ float fit(const Buckets<IQ2>& t, float d, int raised, float& best) const {
+    __device__ __forceinline__ float fit(const Buckets<IQ2>& t, float d, int shifted, float& best) const {
         const float inverse = 1.0f / d;
         float qx = 0, q2 = 0;
         int lowest = 0, highest = 0;
         for (int i = 0; i < N; i++) {
-            const Rounded r = round_any<IQ2>(t, inverse * x[i], raised);
+            const Rounded r = round_any<IQ2>(t, inverse * x[i], shifted);
             qx = qx + w[i] * r.value * x[i];
             q2 = q2 + w[i] * r.value * r.value;
             lowest += r.level == 0;
@@ -101,18 +101,18 @@ template <int N, int END_FIRST, int START_LAST> struct Partitions {
 
     // What a likely partition is rated: the best of a few, fitted by turns to levels and scale.
     __device__ __forceinline__ float reached(const Buckets<IQ2>& t) const {
-        Found found = {};
+        ScaleFit result = {};
         const int n = N / 16;
         for (int i1 = n; i1 < 5 * n; i1 += 2 * n)
             for (int i2 = 4 * n; i2 < 9 * n; i2 += 2 * n)
                 for (int down = 0; down < 2; down++) {
                     const Terms two = terms(0, i1, 0, down) + terms(i1, i2, 1, down);
                     for (int i3 = 10 * n; i3 < 15 * n; i3 += 2 * n)
-                        (two + terms(i2, i3, 2, down) + terms(i3, N, 3, down)).keep(found);
+                        (two + terms(i2, i3, 2, down) + terms(i3, N, 3, down)).keep(result);
                 }
-        float best = found.best;
+        float best = result.best;
         for (int kind = 0; kind < 2; kind++) {
-            float scale = found.d;
+            float scale = result.d;
             for (int k = 0; k < 2; k++) scale = fit(t, scale, kind, best);
         }
         return best;
@@ -137,7 +137,7 @@ template <int N, int END_FIRST, int START_LAST> struct Partitions {
     }
 
     // The scale, 0 where all |x| < 1e-16. x, w and the sums are spent.
-    __device__ __forceinline__ Found search(const Buckets<IQ2>& t) const {
+    __device__ __forceinline__ ScaleFit search(const Buckets<IQ2>& t) const {
         const float infinity = __int_as_float(0x7f800000);
         sort();
         float amax;
@@ -147,7 +147,7 @@ template <int N, int END_FIRST, int START_LAST> struct Partitions {
         // What a bound may be off by is a part of sum(w x x). Where sums are too small or too large nothing is known.
         const bool sound = known * all > 1e-25f && wx2 * all < 1e33f && all < 1e34f;
         const float needed = dead ? infinity : sound ? known - 2e-5f * wx2 : -1.0f;
-        Found found = {};
+        ScaleFit result = {};
         for (int i1 = 0; i1 < END_FIRST; i1++) {
             const Terms up = terms(0, i1, 0, false), down = terms(0, i1, 0, true);
             for (int i2 = i1; i2 < N; i2++) {
@@ -155,11 +155,11 @@ template <int N, int END_FIRST, int START_LAST> struct Partitions {
                 const bool try_up = may_exceed(two_up, needed - x[i2]), try_down = may_exceed(two_down, needed - w[i2]);
                 if (!try_up && !try_down) continue;
                 for (int i3 = max(i2, START_LAST); i3 < N; i3++) {
-                    if (try_up) (two_up + terms(i2, i3, 2, false) + terms(i3, N, 3, false)).keep(found);
-                    if (try_down) (two_down + terms(i2, i3, 2, true) + terms(i3, N, 3, true)).keep(found);
+                    if (try_up) (two_up + terms(i2, i3, 2, false) + terms(i3, N, 3, false)).keep(result);
+                    if (try_down) (two_down + terms(i2, i3, 2, true) + terms(i3, N, 3, true)).keep(result);
                 }
             }
         }
-        return dead ? Found{} : found;
+        return dead ? ScaleFit{} : result;
     }
 };

@@ -7,10 +7,10 @@
 #include "encode/ik_scales.cuh"
 #include "encode/ik_search.cuh"
 
-// ---- scales, kept where the bytes of their super-block will be: of its 8 sub-blocks f32 d, bits of which are raised, and
+// ---- scales, kept where the bytes of their super-block will be: of its 8 sub-blocks f32 d, bits of which are shifted, and
 // where d of the row is fitted, f32 sums of weights. Aligned to two bytes.
 struct Kept {
-    static const int RAISED = 32, SUMS = 34;
+    static const int SHIFTED = 32, SUMS = 34;
     uint8_t* block;
 
     __device__ __forceinline__ Kept(uint8_t* row, int64_t at) : block(row + at) {}
@@ -19,13 +19,13 @@ struct Kept {
         *(uint16_t*)to = (uint16_t)bits;
         *(uint16_t*)(to + 2) = (uint16_t)(bits >> 16);
     }
-    __device__ __forceinline__ void store(int part, float d, uint32_t raised, float sum_w, bool fitted) const {
+    __device__ __forceinline__ void store(int part, float d, uint32_t shifted, float sum_w, bool fitted) const {
         put(block + 4 * part, d);
-        if (part == 0) *(uint16_t*)(block + RAISED) = (uint16_t)raised;
+        if (part == 0) *(uint16_t*)(block + SHIFTED) = (uint16_t)shifted;
         if (fitted) put(block + SUMS + 4 * part, sum_w);
     }
     __device__ __forceinline__ float scale(int part) const { return __uint_as_float(load4_by2(block + 4 * part)); }
-    __device__ __forceinline__ uint32_t raised() const { return load2(block + RAISED); }
+    __device__ __forceinline__ uint32_t shifted() const { return load2(block + SHIFTED); }
     __device__ __forceinline__ float sum(int part) const { return __uint_as_float(load4_by2(block + SUMS + 4 * part)); }
 };
 
@@ -78,9 +78,9 @@ template <int BYTES> INLINE RowScale fitted_to_row(uint8_t* row, int count, floa
     some[at] = of.qx;
     some[at_once + at] = of.q2;
     __syncthreads();
-    const Fitted found = best_multiples(some, some + at_once, top, 16);
+    const Fitted result = best_multiples(some, some + at_once, top, 16);
     __syncthreads();
-    return top != 0 ? RowScale{found.d, found.inverse} : RowScale{0, 0};
+    return top != 0 ? RowScale{result.d, result.inverse} : RowScale{0, 0};
 }
 
 template <typename ENCODER_> INLINE RowScale row_scale(uint8_t* row, int count, float* some) {
@@ -98,7 +98,7 @@ template <int HEADER> INLINE void store_row_scale(uint8_t* out, float d) {
 
 // ---- multiples of d, and how they are stored
 
-// Odd multiples -127 .. 127, and in the lowest bit whether values are raised; the largest scale becomes +-127.
+// Odd multiples -127 .. 127, and in the lowest bit whether values are shifted; the largest scale becomes +-127.
 struct RowScales8 {
     static const int BYTES = 8;
     static const bool FITTED = false;
@@ -106,20 +106,20 @@ struct RowScales8 {
     STATIC_INLINE int multiple(float scale, float inverse) {
         return 2 * nearest_multiple(0.5f * (scale * inverse + 127.0f), 0, 127) - 127;
     }
-    STATIC_INLINE int code(int m, int raised) { return (m + 127) | raised; }
+    STATIC_INLINE int code(int m, int shifted) { return (m + 127) | shifted; }
     STATIC_INLINE void store(const LevelBlock<8>& block, uint8_t* out) {
         out[block.lane.part] = (uint8_t)block.code(0, block.lane.part);
     }
 };
 
-// Multiples -16 .. 15: bytes of 8 high bits and of 8 that tell whether values are raised, then nibbles[4]. APART: high
+// Multiples -16 .. 15: bytes of 8 high bits and of 8 that tell whether values are shifted, then nibbles[4]. APART: high
 // bits come first, and nibbles of scales ib and ib + 4 share a byte; otherwise ib and ib + 1.
 template <bool APART> struct RowScales5 {
     static const int BYTES = 6;
     static const bool FITTED = !APART;
     STATIC_INLINE float scale_of(float top) { return -top / 16.0f; }
     STATIC_INLINE int multiple(float scale, float inverse) { return nearest_multiple(scale * inverse, -16, 15); }
-    STATIC_INLINE int code(int m, int raised) { return (m + 16) | raised << 5; }
+    STATIC_INLINE int code(int m, int shifted) { return (m + 16) | shifted << 5; }
     STATIC_INLINE void store(const LevelBlock<8>& block, uint8_t* out) {
         const int part = block.lane.part, shift = APART == (part == 0) ? 4 : 5;
         uint32_t bits = 0;
@@ -158,18 +158,18 @@ template <typename TYPE, typename L, typename SCALES, int BITS, int HEADER_> str
 
     template <bool IMPORTANCE> STATIC_INLINE void weigh_values(const Lane& lane) { weigh_row_values<TYPE, IMPORTANCE>(lane); }
 
-    STATIC_INLINE void store(const Lane& lane, const Tables& t, const Found& found, const RowScale& of) {
+    STATIC_INLINE void store(const Lane& lane, const Tables& t, const ScaleFit& result, const RowScale& of) {
         const LevelBlock<8> block(lane);
-        const int m = SCALES::multiple(found.d, of.inverse);
+        const int m = SCALES::multiple(result.d, of.inverse);
         const float factor = (float)m;
         const bool alive = !TYPE::ZEROS || m != 0;
-        round_levels<L, 32>(lane, t.buckets, inverse_or_zero(factor * of.d), factor, found.raised, alive,
+        round_levels<L, 32>(lane, t.buckets, inverse_or_zero(factor * of.d), factor, result.shifted, alive,
                             block.levels() + 32 * lane.part);
         for (int j = 0; TYPE::PAIRED && j < 16; j++) {
             lane.x[j] = lane.x[j] + lane.x[j + 16];
             lane.w[j] = lane.w[j] + lane.w[j + 16];
         }
-        block.codes(0)[lane.part] = (float)SCALES::code(m, found.raised);
+        block.codes(0)[lane.part] = (float)SCALES::code(m, result.shifted);
         __syncwarp();
         SCALES::store(block, lane.out);
         pack<BITS>(block.levels(), lane.out + SCALES::BYTES, lane.part, 8);

@@ -29,12 +29,12 @@ struct Fitted {
 };
 
 INLINE Fitted best_multiples(const float* qx, const float* q2, float top, int levels) {
-    Fitted found = {q2[0] != 0 ? qx[0] / q2[0] : 0, Multiples(0, top, levels).inverse};
-    float best = found.d * qx[0];
+    Fitted result = {q2[0] != 0 ? qx[0] / q2[0] : 0, Multiples(0, top, levels).inverse};
+    float best = result.d * qx[0];
     for (int k = 1; k < Multiples::TRIES; k++) {
         if (!(q2[k] > 0 && qx[k] * qx[k] > best * q2[k])) continue;
-        found = Fitted{qx[k] / q2[k], Multiples(k, top, levels).inverse};
-        best = found.d * qx[k];
+        result = Fitted{qx[k] / q2[k], Multiples(k, top, levels).inverse};
+        best = result.d * qx[k];
     }
-    return found;
+    return result;
 }

@@ -28,8 +28,8 @@ template <int N, bool IMPORTANCE> INLINE void weigh_ik(const Lane& lane, float s
         lift_weights<N>(lane);
         weigh(lane, N, sigma2);
     } else {
-        const float plus = own * sigma2;
-        for (int j = 0; j < N; j++) lane.w[j] = plus + lane.x[j] * lane.x[j];
+        const float offset = own * sigma2;
+        for (int j = 0; j < N; j++) lane.w[j] = offset + lane.x[j] * lane.x[j];
     }
 }
 
@@ -41,52 +41,52 @@ template <int N> INLINE float sum_of(const float* w) {
 
 // ---- the search for a scale
 
-struct Found {
+struct ScaleFit {
     float best, d;
-    int raised;
+    int shifted;
 };
 
 // Take d = qx / q2 where it is rated better.
-INLINE void keep_better(Found& found, float qx, float q2, int raised) {
-    if (!(q2 > 0 && qx * qx > found.best * q2)) return;
+INLINE void keep_better(ScaleFit& result, float qx, float q2, int shifted) {
+    if (!(q2 > 0 && qx * qx > result.best * q2)) return;
     const float ratio = qx / q2;
-    found = Found{ratio * qx, ratio, raised};
+    result = ScaleFit{ratio * qx, ratio, shifted};
 }
 
 // sum(w q x) and sum(w q q) for the values q nearest to x * inverse, and the same for -inverse.
 struct Rate {
     float qx, q2, minus_qx, minus_q2;
 
-    template <typename L, bool RAISED>
+    template <typename L, bool SHIFTED>
     __device__ __forceinline__ void add(const Buckets<L>& t, float x, float w, float inverse, float inverse_per_width) {
         const float v = inverse * x;
         const int at = find_bucket<L>(x, inverse_per_width);
-        float q = nearest_of<RAISED>(v, t.pairs[RAISED][0][at]), wq = w * q;
+        float q = nearest_of<SHIFTED>(v, t.pairs[SHIFTED][0][at]), wq = w * q;
         qx = qx + wq * x;
         q2 = q2 + wq * q;
-        q = mirrored_of<RAISED>(v, t.pairs[RAISED][1][at]);
+        q = mirrored_of<SHIFTED>(v, t.pairs[SHIFTED][1][at]);
         wq = w * q;
         minus_qx = minus_qx + wq * x;
         minus_q2 = minus_q2 + wq * q;
     }
-    __device__ __forceinline__ void keep(Found& found, int raised) const {
-        keep_better(found, qx, q2, raised);
-        keep_better(found, -minus_qx, minus_q2, raised);
+    __device__ __forceinline__ void keep(ScaleFit& result, int shifted) const {
+        keep_better(result, qx, q2, shifted);
+        keep_better(result, -minus_qx, minus_q2, shifted);
     }
 };
 
-// The scale of N values, 0 where all |x| < 1e-16. Tries 2 TRIES + 1 inverses that are STEP apart, plain and raised ones
+// The scale of N values, 0 where all |x| < 1e-16. Tries 2 TRIES + 1 inverses that are STEP apart, plain and shifted ones
 // together. GUARDED: a first candidate without weight counts as none.
-template <typename L, int N, int TRIES, int STEP, bool GUARDED> INLINE Found search(const Lane& lane, const Buckets<L>& t) {
+template <typename L, int N, int TRIES, int STEP, bool GUARDED> INLINE ScaleFit search(const Lane& lane, const Buckets<L>& t) {
     const float top = largest_of<N>(lane.x), low = (float)L::value(0);
-    if (fabsf(top) < 1e-16f) return Found{};
+    if (fabsf(top) < 1e-16f) return ScaleFit{};
     const float first = top / -low, start = 1.0f / first;
     Rate plain = {};
     for (int j = 0; j < N; j++) plain.add<L, false>(t, lane.x[j], lane.w[j], start, start * per_unit<L>());
-    Found found = {0, plain.qx / plain.q2, false};
-    found.best = found.d * plain.qx;
-    if (GUARDED && !(plain.q2 > 0)) found = Found{0, first, false};
-    keep_better(found, -plain.minus_qx, plain.minus_q2, false);
+    ScaleFit result = {0, plain.qx / plain.q2, false};
+    result.best = result.d * plain.qx;
+    if (GUARDED && !(plain.q2 > 0)) result = ScaleFit{0, first, false};
+    keep_better(result, -plain.minus_qx, plain.minus_q2, false);
     for (int itry = -TRIES; itry <= TRIES; itry++) {
         const float inverse = (STEP * itry + low) / top, inverse_up = (STEP * itry + (low + L::RAISE)) / top;
         const float per_width = inverse * per_unit<L>(), per_width_up = inverse_up * per_unit<L>();
@@ -98,10 +98,10 @@ template <typename L, int N, int TRIES, int STEP, bool GUARDED> INLINE Found sea
             plain.add<L, false>(t, x, w, inverse, per_width);
             up.add<L, true>(t, x, w, inverse_up, per_width_up);
         }
-        plain.keep(found, false);
-        up.keep(found, true);
+        plain.keep(result, false);
+        up.keep(result, true);
     }
-    return found;
+    return result;
 }
 
 // ---- levels and terms
@@ -120,11 +120,11 @@ template <int N> struct LevelBlock : SuperBlock<N> {
 
 // Write levels of inverse * x; x and w become the terms of sum(w q x) and sum(w q q), q = factor * value.
 template <typename L, int N>
-INLINE void round_levels(const Lane& lane, const Buckets<L>& t, float inverse, float factor, int raised, bool alive,
+INLINE void round_levels(const Lane& lane, const Buckets<L>& t, float inverse, float factor, int shifted, bool alive,
                          uint8_t* levels) {
     for (int j = 0; j < N; j++) {
         const float x = lane.x[j];
-        const Rounded r = round_any<L>(t, inverse * x, raised);
+        const Rounded r = round_any<L>(t, inverse * x, shifted);
         const float q = r.value * factor, wq = lane.w[j] * q;
         lane.x[j] = wq * x;
         lane.w[j] = wq * q;

@@ -30,7 +30,7 @@ template <int N> struct SuperBlock {
     __device__ __forceinline__ explicit SuperBlock(const Lane& l) : lane(l) {}
 
     // k: 0 for scales, 1 for minima.
-    __device__ __forceinline__ float* found(int k) const { return lane.room + k * N; }
+    __device__ __forceinline__ float* fitted(int k) const { return lane.room + k * N; }
     __device__ __forceinline__ float* codes(int k) const { return lane.room + (2 + k) * N; }
     __device__ __forceinline__ float* weights() const { return lane.room + 4 * N; }
     __device__ __forceinline__ float* fits() const { return lane.room + 5 * N; }
@@ -52,7 +52,7 @@ template <int N> struct SuperBlock {
     __device__ __forceinline__ float largest_scale() const {
         float largest = 0;
         for (int j = 0; j < N; j++)
-            if (fabsf(found(0)[j]) > fabsf(largest)) largest = found(0)[j];
+            if (fabsf(fitted(0)[j]) > fabsf(largest)) largest = fitted(0)[j];
         return largest;
     }
 
@@ -65,16 +65,16 @@ template <int N> struct SuperBlock {
     // The same, by one lane for each super-block of the block of threads: all of its threads wait. Their rooms are as large as
     // one's.
     template <int ROOM_OF_ONE = ROOM> __device__ __forceinline__ float shared_squares() const {
-        const int here = (int)threadIdx.x, mine = here / N;
-        if (here < (int)blockDim.x / N) {
-            const float* x = lane.x + (here * N - here) * (VALUES + 1);
+        const int thread_at = (int)threadIdx.x, mine = thread_at / N;
+        if (thread_at < (int)blockDim.x / N) {
+            const float* x = lane.x + (thread_at * N - thread_at) * (VALUES + 1);
             float total = 0;
 #pragma unroll 1
             for (int j = 0; j < N; j++) {
 #pragma unroll
                 for (int i = 0; i < VALUES; i++) total = total + x[j * (VALUES + 1) + i] * x[j * (VALUES + 1) + i];
             }
-            (lane.room + (here - mine) * ROOM_OF_ONE)[5 * N] = total;
+            (lane.room + (thread_at - mine) * ROOM_OF_ONE)[5 * N] = total;
         }
         __syncthreads();
         return fits()[0];
@@ -94,7 +94,7 @@ template <int N> struct SuperBlock {
         for (int j = 0; j < EACH; j++) {
             const int at = min(j * N + lane.part, 2 * POSITIVE_TRIALS - 1), of = at / POSITIVE_TRIALS, trial = at % POSITIVE_TRIALS;
             const float inverse = positive_inverse(trial, top, of ? largest[1] : largest[0]);
-            errors[j] = positive_error<N>(found(of), weights(), top, inverse, trial == 0);
+            errors[j] = positive_error<N>(fitted(of), weights(), top, inverse, trial == 0);
         }
         float least = 0;
         int best = 0;
@@ -118,8 +118,8 @@ template <int N> struct SuperBlock {
     template <bool WEIGHTED_BY_SUMS>
     __device__ __forceinline__ void quantize_scales(const Fit& fit, int top, float almost_0 = 1e-15f) const {
         if (WEIGHTED_BY_SUMS) {
-            found(0)[lane.part] = fit.scale;
-            found(1)[lane.part] = -fit.low;
+            fitted(0)[lane.part] = fit.scale;
+            fitted(1)[lane.part] = -fit.low;
             weights()[lane.part] = fit.sum_w;
             __syncwarp();
             const float largest[2] = {largest_of_all(fit.scale), largest_of_all(-fit.low)};
@@ -128,7 +128,7 @@ template <int N> struct SuperBlock {
             if (lane.part < 2) {
                 const bool dead = (k ? largest[1] : largest[0]) < almost_0;
                 for (int j = 0; dead && j < N; j++) codes(k)[j] = 0;
-                fits()[k] = dead ? 0.0f : fit_positive_by<N>(inverse, found(k), weights(), codes(k), top);
+                fits()[k] = dead ? 0.0f : fit_positive_by<N>(inverse, fitted(k), weights(), codes(k), top);
             }
         } else {
 #pragma unroll
@@ -330,7 +330,7 @@ struct EncodeQ3_K {
     STATIC_INLINE void plain(const Lane& lane) {
         const SuperBlock<16> block(lane);
         const Fit fit = fit_by_descent<16>(lane.x, lane.w, 4);  // leaves its levels in w
-        block.found(0)[lane.part] = fit.scale;
+        block.fitted(0)[lane.part] = fit.scale;
         __syncwarp();
         const float largest = block.largest_scale(), iscale = -32.0f / (largest != 0 ? largest : 1.0f);
         const int code = min(max((int)(int8_t)nearest_int(iscale * fit.scale), -32), 31) + 32;
@@ -344,10 +344,10 @@ struct EncodeQ3_K {
         float sum_w = 0;
         for (int i = 0; i < 16; i++) sum_w = sum_w + lane.w[i];
         const Fit fit = fit_signed<16>(lane.x, lane.w, 4);
-        block.found(0)[lane.part] = fit.scale;
+        block.fitted(0)[lane.part] = fit.scale;
         block.weights()[lane.part] = sum_w;
         __syncwarp();
-        const Fit scales = fit_signed_together(block.found(0), block.weights(), 32, lane.part);
+        const Fit scales = fit_signed_together(block.fitted(0), block.weights(), 32, lane.part);
         // Where sums overflowed ggml's iscale is -0, so every level 0, its code 32, and d a sum of zeros, or of NaN.
         const bool infinite = !is_finite(block.largest_scale());
         float nothing = 0;
@@ -408,11 +408,11 @@ struct EncodeQ3_K_IK : EncodeQ3_K {
         float sum_w = 0;
         for (int i = 0; i < 16; i++) sum_w = sum_w + lane.w[i];
         const Fit fit = refined_signed<4>(lane);
-        block.found(0)[lane.part] = fit.scale;
+        block.fitted(0)[lane.part] = fit.scale;
         block.weights()[lane.part] = sum_w;
         __syncwarp();
         if (lane.part == 0) {
-            block.fits()[0] = fit_signed_refined<16>(block.found(0), block.weights(), block.codes(0), 32);
+            block.fits()[0] = fit_signed_refined<16>(block.fitted(0), block.weights(), block.codes(0), 32);
             for (int i = 0; i < 16; i++) block.codes(0)[i] = block.codes(0)[i] + 32.0f;
         }
         __syncwarp();
@@ -436,7 +436,7 @@ struct EncodeQ6_K {
     STATIC_INLINE void finish(const Lane& lane, const Fit& fit, const float* levels) {
         const SuperBlock<16> block(lane);
         const int part = lane.part;
-        block.found(0)[part] = fit.scale;
+        block.fitted(0)[part] = fit.scale;
         __syncwarp();
         const float largest = block.largest_scale();
         const bool dead = fabsf(largest) < 1e-15f;

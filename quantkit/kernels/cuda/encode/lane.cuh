@@ -39,20 +39,20 @@ struct Lane {
 // those of the one before. from: the value i of the lanes together, asked for in order.
 template <int COUNT, int VALUES, int STRIDE, class F> INLINE void fetch_values(float* to, F from) {
     static_assert(COUNT % VALUES == 0, "a thread always has the same place in a lane");
-    const int here = (int)threadIdx.x;
-    to += here / VALUES * STRIDE + here % VALUES;
+    const int thread_at = (int)threadIdx.x;
+    to += thread_at / VALUES * STRIDE + thread_at % VALUES;
 #pragma unroll 8
-    for (int j = 0; j < VALUES; j++) to[j * (COUNT / VALUES) * STRIDE] = from(here + j * COUNT);
+    for (int j = 0; j < VALUES; j++) to[j * (COUNT / VALUES) * STRIDE] = from(thread_at + j * COUNT);
 }
 
 // The same of values that lie at 16 byte boundaries, four at a time: from(i) for i = 0, 4, 8, ...
 template <int COUNT, int VALUES, int STRIDE, class F> INLINE void fetch_quads(float* to, F from) {
     static_assert(4 * COUNT % VALUES == 0 && VALUES % 4 == 0, "a thread always has the same place in a lane");
-    const int here = 4 * (int)threadIdx.x;
-    to += here / VALUES * STRIDE + here % VALUES;
+    const int thread_at = 4 * (int)threadIdx.x;
+    to += thread_at / VALUES * STRIDE + thread_at % VALUES;
 #pragma unroll 8
     for (int j = 0; j < VALUES / 4; j++) {
-        const float4 four = from(here + 4 * j * COUNT);
+        const float4 four = from(thread_at + 4 * j * COUNT);
         float* lane = to + 4 * j * COUNT / VALUES * STRIDE;
         lane[0] = four.x;
         lane[1] = four.y;
@@ -69,10 +69,10 @@ struct Column {
 
     __device__ __forceinline__ Column(int64_t begin, int64_t row) : at((uint32_t)begin % (uint32_t)row), n((uint32_t)row) {}
     __device__ __forceinline__ uint32_t next(uint32_t step) {
-        const uint32_t found = at;
+        const uint32_t first = at;
         at += step;
         while (at >= n) at -= n;
-        return found;
+        return first;
     }
 };
 

@@ -4,7 +4,7 @@
 // found = 1 if one of n values is NaN or infinite; else it stays.
 struct not_finite_args {
     const float* x;
-    int32_t* found;
+    int32_t* flag;
     int64_t n;
 };
 
@@ -13,6 +13,6 @@ INLINE bool is_finite(float4 x) { return is_finite(x.x) && is_finite(x.y) && is_
 
 KERNEL(not_finite, 256) {
     each_of(a.n, [&](int64_t i, auto one) {
-        if (!is_finite(get<decltype(one)>(a.x + i))) *a.found = 1;
+        if (!is_finite(get<decltype(one)>(a.x + i))) *a.flag = 1;
     });
 }

@@ -1,10 +1,10 @@
-"""Rows of a file on their way over a card: uploaded, decoded, encoded and downloaded on a stream of their own.
+"""Conversion of rows of a file by a GPU: upload, decode, encode and download, on a stream of their own.
 
-A ``Slot`` has pinned memory for what goes there and what comes back, room on the card, and a stream. All that happens
+A ``Slot`` has pinned memory for uploads and downloads, device memory, and a stream. All that happens
 to its rows happens in order on that stream, so nothing of one slot waits for another: while one computes, others copy
 in both directions. Who has filled ``source`` and called ``start`` leaves both pinned arrays alone until ``wait``.
 
-    not_finite    x found n    found: int32, becomes 1 if a value is NaN or infinite
+    not_finite    x flag n    flag: int32, becomes 1 if a value is NaN or infinite
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ import numpy.typing as npt
 from quantkit.kernels.cuda.core.device import Device, DeviceHangs, Launch, abandon, pinned_bytes
 from quantkit.kernels.cuda.core.kernel import Kernel, Shape
 from quantkit.kernels.cuda.encode.encode import encode_rows, encoders, kernels_of, put_tables, weighs, working_bytes
-from quantkit.kernels.cuda.encode.q8_k import is_q8_k
+from quantkit.kernels.cuda.encode.interleaved import is_q8_k
+from quantkit.kernels.cuda.unpack import decoders
 from quantkit.kernels.cuda.unpack.dequantize import OUTPUTS, dequantize
-from quantkit.kernels.formats import FORMATS
 from quantkit.types import BY_NAME, TensorType
 from quantkit.units import round_up
 
@@ -39,8 +39,8 @@ HEAD = 256
 _F32 = BY_NAME["F32"]
 
 
-class Lane(Device, Protocol):
-    """A device as one thread uses it: what it does, it does in order, beside what others do."""
+class Stream(Device, Protocol):
+    """A stream of a device, as one thread uses it: in order, beside other streams."""
 
     def start_upload(self, address: int, data: npt.NDArray[Any]) -> None:
         """Copy pinned memory to the device some time before ``wait`` returns."""
@@ -55,42 +55,42 @@ class Lane(Device, Protocol):
         """
 
 
-class Form(NamedTuple):
-    """What rows are, and become: those of one form can go together. A source of F32 needs no decoding.
+class RowConversion(NamedTuple):
+    """Source and target of rows; rows of one conversion form a batch. A source of F32 needs no decoding.
 
-    search, woven: by whose search, and whether as rows that are interleaved, as of ``encode_rows``.
+    search, interleaved: by whose search, and whether as rows that are interleaved, as of ``encode_rows``.
     """
 
     source: TensorType
     target: TensorType
     n: int
     search: str = ""
-    woven: bool = False
+    interleaved: bool = False
 
     def kernels(self, weighted: Iterable[bool]) -> list[Kernel]:
         """Return the kernels that rows of this form need; weighted: with importance, without, or both."""
-        found = [
+        required = [
             not_finite(1).kernel,
-            *(kernel for each in weighted for kernel in kernels_of(self.target, each, self.search, self.woven)),
+            *(k for w in weighted for k in kernels_of(self.target, w, self.search, self.interleaved)),
         ]
-        return found if self.source is _F32 else [*found, dequantize(self.source, self.n, 1).kernel]
+        return required if self.source is _F32 else [*required, dequantize(self.source, self.n, 1).kernel]
 
     def put_tables(self, device: Device) -> None:
-        """Have what the encoder looks up on the device, where all lanes find it."""
+        """Upload the encoder's tables to the device, where all streams find them."""
         put_tables(device, self.target)
 
     @property
     def segments(self) -> int:
-        """How many importances rows that go together may have."""
+        """The number of importance rows that one batch may have."""
         return SEGMENTS
 
-    def room(self, rows: int) -> Room:
+    def memory(self, rows: int) -> SlotMemory:
         """Return the room that so many rows need."""
-        return room_for(self, rows)
+        return memory_for(self, rows)
 
 
-class AnyForm(Protocol):
-    """What a batch is made of: rows of this form, or of one that does more on its way."""
+class Conversion(Protocol):
+    """The conversion of a batch: a ``RowConversion``, or one with error feedback."""
 
     @property
     def source(self) -> TensorType: ...
@@ -108,7 +108,7 @@ class AnyForm(Protocol):
 
     def put_tables(self, device: Device) -> None: ...
 
-    def room(self, rows: int) -> Room: ...
+    def memory(self, rows: int) -> SlotMemory: ...
 
 
 class Segment(NamedTuple):
@@ -118,8 +118,8 @@ class Segment(NamedTuple):
     importance: F32
 
 
-class Room(NamedTuple):
-    """What a slot has room for: bytes of rows, of importances, of what encoders need, of what comes back; values."""
+class SlotMemory(NamedTuple):
+    """The memory of a slot: bytes of rows, importances, working memory of encoders, results; values."""
 
     source: int
     importance: int
@@ -134,18 +134,18 @@ class Room(NamedTuple):
 
     @property
     def device(self) -> int:
-        """Bytes on the card."""
+        """Bytes of device memory."""
         return self.source + self.importance + self.out + 4 * self.values + self.work
 
-    def __or__(self, other: Room) -> Room:
+    def __or__(self, other: SlotMemory) -> SlotMemory:
         """Return room for either."""
-        return Room(*map(max, self, other))
+        return SlotMemory(*map(max, self, other))
 
 
-def room_for(form: Form, rows: int) -> Room:
+def memory_for(form: RowConversion, rows: int) -> SlotMemory:
     """Return the room that rows of a form need."""
     segments = min(SEGMENTS, rows)
-    return Room(
+    return SlotMemory(
         round_up(rows * form.source.row_bytes(form.n), 256),
         4 * form.n * segments if weighs(form.target) else 0,
         0 if form.source is _F32 else rows * form.n,
@@ -155,26 +155,26 @@ def room_for(form: Form, rows: int) -> Room:
 
 
 def can_encode(t: TensorType, search: str = "") -> bool:
-    """Return whether cards encode type t; ``search``: by another than that of its own tree."""
+    """Return whether GPUs encode type t; ``search``: another than that of its own tree."""
     return t.name in encoders(search) or is_q8_k(t)
 
 
 def can_decode(t: TensorType) -> bool:
-    """Return whether cards decode rows of type t to the CPU's values."""
-    return t.name in FORMATS
+    """Return whether GPUs decode rows of type t, to the CPU's values."""
+    return t.name in decoders()
 
 
 def not_finite(n: int) -> Shape:
-    """Return how to look for values that are not finite."""
+    """Return the kernel and grid that look for values that are not finite."""
     return Shape(Kernel("encode/pipeline.cu", "not_finite"), (max(1, -(-n // _PART)), 1, 1))
 
 
 class Slot:
-    """Room for rows on their way over a card, and the stream they go by."""
+    """Buffers of a batch of rows, on the host and the GPU, and its stream."""
 
-    def __init__(self, device: Lane, room: Room) -> None:
-        """Raise ResourceError where the card, or what CuPy raises where the host, has not enough memory."""
-        self.device, self.room = device, room
+    def __init__(self, device: Stream, room: SlotMemory) -> None:
+        """Allocate; raise ResourceError where the GPU, or CuPy's error where the host, has not enough memory."""
+        self.device, self.memory = device, room
         self._addresses: list[int] = []
         #: What comes back: where it lies in ``_made``, and its bytes.
         self._parts: list[tuple[int, int]] = []
@@ -186,7 +186,7 @@ class Slot:
             #: Rows as they lie in the file, one behind the other.
             self.source: U8 = device.host_array(room.source, np.uint8)
             self._weights: F32 = device.host_array(room.importance // 4, np.float32)
-            self._made: U8 = device.host_array(room.out, np.uint8)
+            self._download: U8 = device.host_array(room.out, np.uint8)
         except BaseException:
             self.close()
             raise
@@ -197,44 +197,46 @@ class Slot:
         self._addresses.append(self.device.allocate(nbytes))
         return self._addresses[-1]
 
-    def start(self, form: Form, segments: Sequence[Segment]) -> None:
-        """Send rows on their way: those at the beginning of ``source``, SEGMENTS segments of them at most."""
+    def start(self, form: RowConversion, segments: Sequence[Segment]) -> None:
+        """Start the conversion of rows: those at the beginning of ``source``, at most SEGMENTS segments."""
         d, n = self.device, form.n
         importances = self._upload_importances(segments)
-        x = self._bring(form, sum(segment.rows for segment in segments))
-        self._parts, at, row_bytes = [], HEAD, form.target.row_bytes(n)
+        x = self._load(form, sum(segment.rows for segment in segments))
+        self._parts = []
+        offset = HEAD
+        row_bytes = form.target.row_bytes(n)
         for segment, importance in zip(segments, importances, strict=True):
             encode_rows(
-                d, form.target, x, segment.rows, n, self._out + at, importance, self._work,
-                search=form.search, woven=form.woven,
+                d, form.target, x, segment.rows, n, self._out + offset, importance, self._work,
+                search=form.search, interleaved=form.interleaved,
             )  # fmt: skip
-            self._parts.append((at, segment.rows * row_bytes))
+            self._parts.append((offset, segment.rows * row_bytes))
             x += 4 * n * segment.rows
-            at = round_up(at + segment.rows * row_bytes, ALIGNED)
-        d.start_download(self._out, self._made[:at])
+            offset = round_up(offset + segment.rows * row_bytes, ALIGNED)
+        d.start_download(self._out, self._download[:offset])
 
-    def _bring(self, form: Form, rows: int) -> int:
+    def _load(self, form: RowConversion, rows: int) -> int:
         """Return the address of rows as float32, once they are there; ``_out`` says whether all values are finite."""
         d, n = self.device, form.n
         d.start_upload(self._source, self.source[: rows * form.source.row_bytes(n)])
         x = self._source if form.source is _F32 else self._decode(form, rows)
         d.zero(self._out, 4)
         look = not_finite(rows * n)
-        d.run([Launch(look.kernel, look.grid, look.kernel.block(x=x, found=self._out, n=rows * n))])
+        d.run([Launch(look.kernel, look.grid, look.kernel.block(x=x, flag=self._out, n=rows * n))])
         return x
 
     def _upload_importances(self, segments: Sequence[Segment]) -> list[int]:
         """Return the address of each segment's importance, 0 where there is none."""
-        at, found = 0, []
+        offset, addresses = 0, []
         for _, importance in segments:
-            self._weights[at : at + importance.size] = importance
-            found.append(self._importance + 4 * at if importance.size else 0)
-            at += importance.size
-        if at:
-            self.device.start_upload(self._importance, self._weights[:at])
-        return found
+            self._weights[offset : offset + importance.size] = importance
+            addresses.append(self._importance + 4 * offset if importance.size else 0)
+            offset += importance.size
+        if offset:
+            self.device.start_upload(self._importance, self._weights[:offset])
+        return addresses
 
-    def _decode(self, form: Form, rows: int) -> int:
+    def _decode(self, form: RowConversion, rows: int) -> int:
         """Return the address of rows as float32."""
         shape, row_bytes = dequantize(form.source, form.n, rows), form.source.row_bytes(form.n)
         block = shape.kernel.block(
@@ -245,21 +247,21 @@ class Slot:
         return self._x
 
     def wait(self, seconds: float = inf, given_up: Callable[[], bool] = lambda: False) -> list[U8] | None:
-        """Return what comes back, until the next ``start``: bytes of each segment; None if a value is not finite.
+        """Return the bytes of each segment, valid until the next ``start``; None if a value is not finite.
 
         Raises:
             DeviceHangs: they are not there after so many seconds, or ``given_up``.
-            ResourceError: the card failed.
+            ResourceError: the GPU failed.
         """
         self.device.wait(seconds, given_up)
-        if self._made[:4].any():
+        if self._download[:4].any():
             return None
-        return [self._made[at : at + nbytes] for at, nbytes in self._parts]
+        return [self._download[offset : offset + nbytes] for offset, nbytes in self._parts]
 
     def close(self, seconds: float = inf, hangs: bool = False) -> None:
-        """Give back what it has on the card, whatever became of that.
+        """Free memory on the GPU, even after a failure.
 
-        Nothing if the card hangs, as may show within so many seconds: it may still write there.
+        Not if the GPU hangs, as ``seconds`` of waiting may show: it may still write there.
         """
         try:
             if not hangs:
@@ -277,11 +279,11 @@ class Slot:
         self._addresses.clear()
 
 
-def largest(forms: Sequence[AnyForm], rows: Callable[[AnyForm], int]) -> Room:
+def largest(forms: Sequence[Conversion], rows: Callable[[Conversion], int]) -> SlotMemory:
     """Return room for so many rows of each form."""
-    room = Room(0, 0, 0, 0, 0)
+    room = SlotMemory(0, 0, 0, 0, 0)
     for form in forms:
-        room = room | form.room(rows(form))
+        room = room | form.memory(rows(form))
     return room
 
 

@@ -31,9 +31,9 @@ INLINE uint8_t* blocks_of(const scales_args& a, int64_t row) {
 KERNEL(scales, 64) {
     __shared__ float values[LANES * STRIDE], weights[LANES * STRIDE], own[LANES * ENCODER::OWN_ROOM + 1];
     const int64_t per_row = a.n / 256, first = (int64_t)blockIdx.x * AT_ONCE, left = a.rows * per_row - first;
-    const int here = left < AT_ONCE ? (int)left : AT_ONCE;
+    const int n_active = left < AT_ONCE ? (int)left : AT_ONCE;
     const float* x = a.x + first * 256;
-    fetch_values<LANES, 32, STRIDE>(values, [&](int i) { return i < here * 256 ? x[i] : 0.0f; });
+    fetch_values<LANES, 32, STRIDE>(values, [&](int i) { return i < n_active * 256 ? x[i] : 0.0f; });
 #ifdef WEIGHTED
     Column column(first % per_row * 256 + threadIdx.x, a.n);
     fetch_values<LANES, 32, STRIDE>(weights, [&](int) { return a.importance[column.next(LANES)]; });
@@ -45,12 +45,12 @@ KERNEL(scales, 64) {
     ENCODER::template weigh_values<IMPORTANCE>(lane);
     __syncwarp();  // the search may spend values that others sum up
     const float sum_w = ENCODER::FITTED ? sum_of<32>(lane.w) : 0;
-    const Found found = ENCODER::find(lane, tables);
-    const uint32_t raised = __ballot_sync(FULL, found.raised) >> (at & 24) & 255;
-    if (at / 8 < here) {
+    const ScaleFit result = ENCODER::find(lane, tables);
+    const uint32_t shifted = __ballot_sync(FULL, result.shifted) >> (at & 24) & 255;
+    if (at / 8 < n_active) {
         const int64_t block = first + at / 8;
         const Kept kept(blocks_of(a, block / per_row), block % per_row * ENCODER::BYTES);
-        kept.store(part, found.d, raised, sum_w, ENCODER::FITTED);
+        kept.store(part, result.d, shifted, sum_w, ENCODER::FITTED);
     }
 }
 
@@ -65,18 +65,18 @@ KERNEL(rows, 64) {
     const typename ENCODER::Tables tables;
     float total = 0;  // of the terms in x (thread 0) and in w (the first of another warp)
     for (int first = 0; first < count; first += LANES) {
-        const int here = min(count - first, LANES);
+        const int n_active = min(count - first, LANES);
         const float* part = x + first * 32;
-        fetch_values<LANES, 32, STRIDE>(values, [&](int i) { return i < here * 32 ? part[i] : 0.0f; });
+        fetch_values<LANES, 32, STRIDE>(values, [&](int i) { return i < n_active * 32 ? part[i] : 0.0f; });
 #ifdef WEIGHTED
         const float* columns = a.importance + first * 32;
-        fetch_values<LANES, 32, STRIDE>(weights, [&](int i) { return i < here * 32 ? columns[i] : 0.0f; });
+        fetch_values<LANES, 32, STRIDE>(weights, [&](int i) { return i < n_active * 32 ? columns[i] : 0.0f; });
 #endif
-        Found found = {};
-        if (at < here) {
+        ScaleFit result = {};
+        if (at < n_active) {
             const Kept kept(out, (int64_t)((first + at) / 8) * ENCODER::BYTES);
-            found.d = kept.scale(at % 8);
-            found.raised = (int)(kept.raised() >> at % 8 & 1);
+            result.d = kept.scale(at % 8);
+            result.shifted = (int)(kept.shifted() >> at % 8 & 1);
         }
         __syncthreads();
         const int block = at / 8;
@@ -84,16 +84,16 @@ KERNEL(rows, 64) {
                            bytes + block * ENCODER::BYTES, at % 8};
         ENCODER::template weigh_values<IMPORTANCE>(lane);
         __syncwarp();  // terms take the place of values that others sum up
-        ENCODER::store(lane, tables, found, of);
+        ENCODER::store(lane, tables, result, of);
         __syncthreads();
         if (at % 32 == 0) {
             const float* terms = at ? weights : values;
-            for (int i = 0; i < here; i++)
+            for (int i = 0; i < n_active; i++)
 #pragma unroll
                 for (int j = 0; j < ENCODER::TERMS; j++) total = total + terms[i * STRIDE + ENCODER::term_at(j)];
         }
         uint16_t* to = (uint16_t*)(out + first / 8 * ENCODER::BYTES);
-        for (int i = at; i < here / 8 * ENCODER::BYTES / 2; i += LANES) to[i] = of.d != 0 ? ((const uint16_t*)bytes)[i] : 0;
+        for (int i = at; i < n_active / 8 * ENCODER::BYTES / 2; i += LANES) to[i] = of.d != 0 ? ((const uint16_t*)bytes)[i] : 0;
         __syncthreads();
     }
     if (at % 32 == 0) some[at] = total;

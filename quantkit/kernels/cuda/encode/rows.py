@@ -1,8 +1,9 @@
-"""Encodes rows of float32 of types whose rows begin with a scale, from which those of sub-blocks follow: rows.cu.
+"""Encoders of types whose rows begin with a scale.
 
-    scales, rows   x importance out rows n       importance f32 [n] (0: none)
+    scales, rows   x importance out rows n       importance f32 [n] (0: none); the scales of sub-blocks follow: rows.cu
+    max_rows       x out n                       no others, it is that of the largest magnitude: max_rows.cu
 
-x: f32 [rows, n]; out: the rows' bytes, aligned to two. Rows must be finite.
+x: f32 [rows, n]; out: the rows' bytes, aligned to two, of max_rows to 16 as x. Rows must be finite.
 """
 
 from __future__ import annotations
@@ -35,15 +36,32 @@ def row_kernels(t: TensorType, weighted: bool) -> tuple[Kernel, Kernel]:
 
 
 def row_launches(t: TensorType, x: int, rows: int, n: int, out: int, importance: int) -> list[Launch]:
-    """Return what encodes rows; all but the first two numbers of the shape are addresses."""
-    scales, whole = row_kernels(t, bool(importance) and weighs(t))
+    """Return the launches that encode rows; all but the first two numbers of the shape are addresses."""
+    scales, encode = row_kernels(t, bool(importance) and weighs(t))
     block = scales.block(x=x, importance=importance, out=out, rows=rows, n=n)
     blocks = -(-rows * (n // _VALUES) // _LANES)
-    return [Launch(scales, (max(1, blocks), 1, 1), block), Launch(whole, (max(1, rows), 1, 1), block)]
+    return [Launch(scales, (max(1, blocks), 1, 1), block), Launch(encode, (max(1, rows), 1, 1), block)]
+
+
+def has_one_scale(t: TensorType) -> bool:
+    """Return whether this encodes the type."""
+    return t.row_header > 0 and not weighs(t)
+
+
+def max_rows_kernel(t: TensorType) -> Kernel:
+    """Return the kernel that encodes a type."""
+    return Kernel("encode/max_rows.cu", "max_rows").bind(ENCODER=f"Encode{t.name}")
+
+
+def max_rows_launch(t: TensorType, x: int, rows: int, n: int, out: int) -> Launch:
+    """Return the launch that encodes rows; x and out are addresses."""
+    kernel = max_rows_kernel(t)
+    return Launch(kernel, (max(1, rows), 1, 1), kernel.block(x=x, out=out, n=n))
 
 
 def kernels() -> Iterator[Kernel]:
-    """Yield every kernel of this file."""
+    """Yield every kernel of both files."""
     for t in filter(has_scales_of_row, map(BY_NAME.__getitem__, encoders())):
         for weighted in (False, True) if weighs(t) else (False,):
             yield from row_kernels(t, weighted)
+    yield from map(max_rows_kernel, filter(has_one_scale, map(BY_NAME.__getitem__, encoders())))

@@ -60,16 +60,16 @@ template <bool BELOW> INLINE void add_signed(float x, float w, float wx, int nma
 
 // The best so far of candidates, and its place among them.
 struct BestSigned {
-    float scale, found;
+    float scale, gain;
     int trial;
 
-    __device__ __forceinline__ BestSigned() : scale(0), found(0), trial(0) {}
+    __device__ __forceinline__ BestSigned() : scale(0), gain(0), trial(0) {}
     __device__ __forceinline__ void take(int which, float sum_lx, float sum_l2) {
-        if (which == 0 ? sum_l2 != 0 : sum_l2 > 0 && sum_lx * sum_lx > found * sum_l2) {
+        if (which == 0 ? sum_l2 != 0 : sum_l2 > 0 && sum_lx * sum_lx > gain * sum_l2) {
             scale = sum_lx / sum_l2;
             trial = which;
         }
-        if (which == 0 || trial == which) found = scale * sum_lx;
+        if (which == 0 || trial == which) gain = scale * sum_lx;
     }
 };
 

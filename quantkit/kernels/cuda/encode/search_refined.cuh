@@ -79,8 +79,8 @@ struct RefinedSums {
         return det;
     }
     __device__ __forceinline__ double gain(double scale, double low) const {
-        const double found = 2.0 * scale * xl + 2.0 * low * x - 2.0 * scale * low * l;
-        return found - scale * scale * l2 - low * low * w;
+        const double gain = 2.0 * scale * xl + 2.0 * low * x - 2.0 * scale * low * l;
+        return gain - scale * scale * l2 - low * low * w;
     }
 };
 

@@ -103,17 +103,17 @@ struct ValuesBySize {
     // The levels of a candidate, and its sums. CLAMPED: of those that round to more than the largest.
     template <bool CLAMPED>
     __device__ __forceinline__ LevelSums sums(const float (&offset)[N], float (&level)[N], float inverse) const {
-        LevelSums found;
+        LevelSums sums;
 #pragma unroll
         for (int i = 0; i < N; i++) {
             level[i] = rintf(inverse * offset[i]);
             if (CLAMPED) level[i] = fminf(level[i], (float)TOP);
             const float wl = w[i] * level[i];
-            found.l = i ? found.l + wl : wl;
-            found.l2 = i ? found.l2 + wl * level[i] : wl * level[i];
-            found.xl = i ? found.xl + wl * x[i] : wl * x[i];
+            sums.l = i ? sums.l + wl : wl;
+            sums.l2 = i ? sums.l2 + wl * level[i] : wl * level[i];
+            sums.xl = i ? sums.xl + wl * x[i] : wl * x[i];
         }
-        return found;
+        return sums;
     }
 
     // The sum of errors, about, and as ggml adds up.

@@ -1,9 +1,9 @@
 // Rows of f32 to blocks of a trellis type: a block of threads has a row, and working memory for it, and then another. Macros:
-// ENCODER (trellis.cuh); WORDS_KEPT, those that are kept of 32 values, as trellis.py counts them.
+// ENCODER (trellis.cuh); SURVIVOR_WORDS, of the survivors of 32 values, as trellis.py counts them.
 #include "encode/trellis.cuh"
 
 const int THREADS = 512, WARPS = THREADS / 32, AT_ONCE = 32;
-static_assert(ENCODER::KEPT == WORDS_KEPT, "trellis.py counts other words");
+static_assert(ENCODER::WORDS == SURVIVOR_WORDS, "trellis.py counts other words");
 
 // rows of n values; work: room bytes for each block of threads.
 struct trellis_args {
@@ -58,7 +58,7 @@ INLINE void weigh_row(const TrellisRow<ENCODER>& row, bool weighed, Shared& s) {
 }
 
 // Search more deeply for what makes much of the row's error.
-INLINE void reinforce_row(const TrellisRow<ENCODER>& row, const Codebook& codebook, Shared& s) {
+INLINE void refine_outliers(const TrellisRow<ENCODER>& row, const Codebook& codebook, Shared& s) {
     const int warp = (int)threadIdx.x / 32;
     for (int b = warp; b < row.count; b += WARPS)
         if (ENCODER::counts(row, b)) ENCODER::find_gain(row, b);
@@ -72,19 +72,19 @@ INLINE void reinforce_row(const TrellisRow<ENCODER>& row, const Codebook& codebo
     __syncthreads();
     const double total = s.sums[1];
 #pragma unroll 1
-    for (int b = warp; b < row.count; b += WARPS) ENCODER::reinforce(row, codebook, b, total);
+    for (int b = warp; b < row.count; b += WARPS) ENCODER::refine_outlier(row, codebook, b, total);
     __syncthreads();
 }
 
 // Write 64 scales that the row may have, and what they cost.
 INLINE void rate_row_scales(const TrellisRow<ENCODER>& row, const Codebook& codebook, float top, Shared& s) {
-    const float narrow = ((float)lane_of_16() * 0.028f + 1.0f) * (top * 0.8f / ENCODER::LARGEST);
+    const float narrow = ((float)lane_of_16() * 0.028f + 1.0f) * (top * 0.8f / ENCODER::LARGEST_LEVEL);
     const float d = me() < 16 ? narrow : narrow * 1.448f;
     float total = 0;
     for (int first = 0; first < row.count; first += AT_ONCE) {
-        const int here = min(row.count - first, AT_ONCE);
+        const int n_blocks = min(row.count - first, AT_ONCE);
         __syncthreads();
-        for (int i = (int)threadIdx.x / 32; i < here; i += WARPS) {
+        for (int i = (int)threadIdx.x / 32; i < n_blocks; i += WARPS) {
             const int b = first + i;
 #pragma unroll 1
             for (int side = 0; side < 2; side++) {
@@ -97,7 +97,7 @@ INLINE void rate_row_scales(const TrellisRow<ENCODER>& row, const Codebook& code
         }
         __syncthreads();
         if (threadIdx.x < 64)
-            for (int i = 0; i < here; i++) total = total + s.costs[i][threadIdx.x];
+            for (int i = 0; i < n_blocks; i++) total = total + s.costs[i][threadIdx.x];
     }
     if (threadIdx.x < 64) {
         s.scales[threadIdx.x] = d * (threadIdx.x < 32 ? -1.0f : 1.0f);
@@ -109,16 +109,16 @@ INLINE void rate_row_scales(const TrellisRow<ENCODER>& row, const Codebook& code
 // The last of the scales that cost the least.
 INLINE int cheapest_of(const float* cost) {
     float least = cost[me()];
-    int found = me();
-    if (cost[found + 32] <= least) least = cost[found += 32];
+    int index = me();
+    if (cost[index + 32] <= least) least = cost[index += 32];
     for (int d = 16; d; d /= 2) {
         const float other = __shfl_xor_sync(FULL, least, d);
-        const int there = __shfl_xor_sync(FULL, found, d);
-        const bool better = other < least || (other == least && there > found);
+        const int other_index = __shfl_xor_sync(FULL, index, d);
+        const bool better = other < least || (other == least && other_index > index);
         least = better ? other : least;
-        found = better ? there : found;
+        index = better ? other_index : index;
     }
-    return found;
+    return index;
 }
 
 // Sums over a row, one after the other: by the first warp of w q x, by the second of w q q; q in units of the row's scale.
@@ -173,7 +173,7 @@ INLINE double fit_row(const TrellisRow<ENCODER>& row, const Codebook& codebook, 
         }
 #pragma unroll 1
         for (int b = warp; b < row.count; b += WARPS)
-            ENCODER::choose(row, codebook, b, d, s.effort.patience, attempt + fit == 0, last, at);
+            ENCODER::pick_level(row, codebook, b, d, s.effort.patience, attempt + fit == 0, last, at);
         __syncthreads();
         sum_choices(row, at, s);
         const double qx = (d > 0 ? 0.5 : -0.5) * s.sums[0], q2 = s.sums[1], gain = q2 > 0 ? qx * qx / q2 : 0.0;
@@ -229,13 +229,13 @@ KERNEL(trellis, 512) {
         if (threadIdx.x == 0) weigh_row(row, a.importance != 0, s);
         __syncthreads();
 #pragma unroll 1
-        for (int b = warp; b < row.count; b += WARPS) ENCODER::survey(row, codebook, b, s.effort);
+        for (int b = warp; b < row.count; b += WARPS) ENCODER::search_block(row, codebook, b, s.effort);
         __syncthreads();
-        if (s.effort.uneven) reinforce_row(row, codebook, s);
+        if (s.effort.uneven) refine_outliers(row, codebook, s);
         rate_row_scales(row, codebook, top, s);
         int at;
         const double scale = fit_row(row, codebook, s, at);
-        if (threadIdx.x == 0) *(float*)out = (float)(scale * ENCODER::STRETCH * unit);
+        if (threadIdx.x == 0) *(float*)out = (float)(scale * ENCODER::ROW_SCALE_GAIN * unit);
         if (scale != 0) write_row(row, codebook, x, at, out + 4, s);
         __syncthreads();
     }

@@ -6,6 +6,7 @@
 // over a row are those of one lane.
 #pragma once
 #include "encode/trellis_search.cuh"
+#include "encode/trellis_settings.cuh"
 #include "unpack/tables.cuh"
 
 // IQ4_NL's values, which scales of IQ1_KT and IQ2_KT are multiples of.
@@ -15,15 +16,15 @@ INLINE float trellis_level(int i) {
     return (float)(int)((int32_t)(four << (24 - 8 * (i & 3))) >> 24);
 }
 
-// What a row's search keeps: of each 32 values KEPT words of survivors, the values, their weights, two curves of 16, and
+// What a row's search keeps: of each 32 values WORDS words of survivors, the values, their weights, two curves of 16, and
 // numbers. Addresses are computed where they are needed: registers are few.
 template <class T> struct TrellisRow {
-    float* kept;
+    float* survivors;
     int count;
 
-    __device__ __forceinline__ TrellisRow(uint8_t* work, int64_t n) : kept((float*)work), count((int)(n / 32)) {}
+    __device__ __forceinline__ TrellisRow(uint8_t* work, int64_t n) : survivors((float*)work), count((int)(n / 32)) {}
 
-    __device__ __forceinline__ float* part(int words) const { return kept + (int64_t)count * (T::KEPT + words); }
+    __device__ __forceinline__ float* part(int words) const { return survivors + (int64_t)count * (T::WORDS + words); }
     __device__ __forceinline__ float* x(int b) const { return part(0) + 32 * b; }
     __device__ __forceinline__ float* w(int b) const { return part(32) + 32 * b; }
     __device__ __forceinline__ float* curves(int b) const { return part(64) + 32 * b; }
@@ -41,8 +42,8 @@ template <class T> struct TrellisRow {
     __device__ __forceinline__ float* least(int b) const { return part(103 + 4 * T::GROUPS + T::SIDES) + T::SIDES * b; }
     __device__ __forceinline__ float& gain(int b) const { return part(103 + 4 * T::GROUPS + 2 * T::SIDES)[b]; }
 
-    __device__ __forceinline__ float* kept_of(int b, int side_and_book) const {
-        return kept + (int64_t)b * T::KEPT + side_and_book * (T::KEPT / T::SIDES);
+    __device__ __forceinline__ float* survivors_of(int b, int side_and_book) const {
+        return survivors + (int64_t)b * T::WORDS + side_and_book * (T::WORDS / T::SIDES);
     }
 };
 
@@ -171,23 +172,25 @@ struct WideLevels {
 
 // ---------------------------------------------------------------- types
 
-// COUNT points of SIZE values a codebook, BOOKS of them; signs that scales have; bytes of a block of 256 values.
-template <class TYPE, int COUNT, int SIZE_, int SIGNS_, int BOOKS_, int SEARCHES, int BYTES_> struct Trellis {
-    static const int POINTS = COUNT, SIZE = SIZE_, SIGNS = SIGNS_, BOOKS = BOOKS_, BYTES = BYTES_;
-    static const int SIDES = SIGNS * BOOKS, GROUPS = 32 / SIZE, DEEPER = SEARCHES, SLOTS = SEARCHES + 1;
-    static const int WIDTH = SURVIVORS * SLOTS, KEPT = 3 * WIDTH * GROUPS * SIDES;
+// What encoders of types have in common; SETTINGS: a struct of trellis_settings.
+template <class TYPE, class SETTINGS> struct Trellis : SETTINGS {
+    static const int POINTS = SETTINGS::POINTS, SIZE = SETTINGS::SIZE, SIGNS = SETTINGS::SIGNS, CODEBOOKS = SETTINGS::CODEBOOKS;
+    static const int SIDES = SIGNS * CODEBOOKS, GROUPS = 32 / SIZE, SLOTS = SETTINGS::DEEP_SEARCHES + 1;
+    static const int WIDTH = SURVIVORS * SLOTS, WORDS = 3 * WIDTH * GROUPS * SIDES;
 
     template <class Depth>
-    STATIC_INLINE void search(const Codebook& codebook, int book, float sign, float scale, const float* x, const float* w,
-                              float* kept, int slot) {
+    STATIC_INLINE void search(const Codebook& codebook, int codebook_index, float sign, float scale, const float* x, const float* w,
+                              float* survivors, int slot) {
         if constexpr (Depth::listed)
-            search_listed<WIDTH, Depth>(codebook, book, sign, sign / scale, x, w, kept, SURVIVORS * slot, KEPT / SIDES);
+            search_listed<WIDTH, Depth>(codebook, codebook_index, sign, sign / scale, x, w, survivors, SURVIVORS * slot,
+                                        WORDS / SIDES);
         else
-            search_points<SIZE, POINTS, SIGNS == 1, WIDTH, Depth>(codebook, book, sign, sign / scale, x, w, kept, SURVIVORS * slot);
+            search_points<SIZE, POINTS, SIGNS == 1, WIDTH, Depth>(codebook, codebook_index, sign, sign / scale, x, w, survivors,
+                                                                  SURVIVORS * slot);
     }
-    template <int ACROSS = 16> STATIC_INLINE float errors(float* kept, int slots, float d) {
+    template <int ACROSS = 16> STATIC_INLINE float errors(float* survivors, int slots, float d) {
         const int AT_ONCE = TYPE::Levels::SIGNED ? 1 : ROOMY && ACROSS == 16 ? 2 : TYPE::Levels::TRIED / 8;
-        return errors_of<GROUPS, WIDTH, ACROSS, AT_ONCE, !TYPE::Levels::SIGNED>(kept, slots, d);
+        return errors_of<GROUPS, WIDTH, ACROSS, AT_ONCE, !TYPE::Levels::SIGNED>(survivors, slots, d);
     }
 
     // Keep the points near 32 values for scales around `center`, either sign, either codebook.
@@ -196,11 +199,11 @@ template <class TYPE, int COUNT, int SIZE_, int SIGNS_, int BOOKS_, int SEARCHES
         float ratio = 1;
         for (int k = 1; k < searches; k++) ratio = ratio * 0.8944272f;
 #pragma unroll 1
-        for (int c = 0; c < SIDES; c += Depth::books) {
+        for (int c = 0; c < SIDES; c += Depth::codebooks) {
             float at = center * ratio;
 #pragma unroll 1
             for (int k = 0; k < searches; k++) {
-                search<Depth>(codebook, c % BOOKS, c < BOOKS ? 1.0f : -1.0f, at, row.x(b), row.w(b), row.kept_of(b, c),
+                search<Depth>(codebook, c % CODEBOOKS, c < CODEBOOKS ? 1.0f : -1.0f, at, row.x(b), row.w(b), row.survivors_of(b, c),
                               Depth::spread * k);
                 at = at * 1.25f;
             }
@@ -208,26 +211,26 @@ template <class TYPE, int COUNT, int SIZE_, int SIGNS_, int BOOKS_, int SEARCHES
     }
 
     // Up to which error, less the energy, a sign and codebook of 32 values is looked at again.
-    STATIC_INLINE float hopeful(const TrellisRow<TYPE>& row, int b, float patience) {
+    STATIC_INLINE float prune_limit(const TrellisRow<TYPE>& row, int b, float patience) {
         float least = NOTHING_FOUND;
         for (int c = 0; c < SIDES; c++) least = lesser(least, row.least(b)[c]);
         return least + greater(row.energy(b) + least, 0.0f) * patience;
     }
 
     // The errors of 32 values for 16 scales; the codebook with the least, and the lane. Writes the least of each.
-    STATIC_INLINE float curve_of(const TrellisRow<TYPE>& row, int b, int side, float of_grid, int& better, int& where) {
+    STATIC_INLINE float find_curve(const TrellisRow<TYPE>& row, int b, int side, float of_grid, int& better, int& where) {
         float least = 0, lowest = NOTHING_FOUND;
         better = where = 0;
 #pragma unroll 1
-        for (int book = 0; book < BOOKS; book++) {
-            const int c = side * BOOKS + book;
-            const float found = errors(row.kept_of(b, c), row.filled(b)[c], of_grid), best = least_of_16(found);
-            least = book ? lesser(found, least) : found;
+        for (int codebook_index = 0; codebook_index < CODEBOOKS; codebook_index++) {
+            const int c = side * CODEBOOKS + codebook_index;
+            const float error = errors(row.survivors_of(b, c), row.filled(b)[c], of_grid), best = least_of_16(error);
+            least = codebook_index ? lesser(error, least) : error;
             if (me() == 0) row.least(b)[c] = best;
             if (best < lowest) {
                 lowest = best;
-                better = book;
-                where = first_with(best, found);
+                better = codebook_index;
+                where = first_with(best, error);
             }
         }
         return least;
@@ -244,62 +247,62 @@ template <class TYPE, int COUNT, int SIZE_, int SIGNS_, int BOOKS_, int SEARCHES
     STATIC_INLINE void weigh_row(int count, double total, double squares, bool weighed, Effort& effort) {
         const double share = total > 0 ? squares / (total * total) : 0.0, mean = total * 32 / (double)(32 * count);
         effort.mean = mean;
-        effort.uneven = share > TYPE::EVEN || share * count > 1.5;
-        effort.tries = effort.uneven && share > 0.035 ? TYPE::ATTEMPTS : 1;
+        effort.uneven = share > TYPE::UNEVEN_SHARE || share * count > 1.5;
+        effort.tries = effort.uneven && share > 0.035 ? TYPE::ROW_SCALES : 1;
         effort.step = effort.tries > 1 ? 1 : max(count / 16, 1);
         effort.patience = effort.tries > 1 || share > 0.04 ? 1e30f : 0.25f;
-        effort.careful = weighed && (TYPE::CAREFUL || effort.patient());
-        effort.deep = (effort.patient() ? TYPE::MUCH_ENOUGH : TYPE::VERY_MUCH) * mean;
+        effort.careful = weighed && (TYPE::DEEP_IF_UNEQUAL || effort.patient());
+        effort.deep = (effort.patient() ? TYPE::PATIENT_DEEP_ENERGY : TYPE::DEEP_ENERGY) * mean;
         if (effort.uneven && total * (1.0 / 16) < effort.deep) effort.deep = total * (1.0 / 16);
     }
 
     // Search for the b-th 32 values of a row; write how many slots are filled, and curves of errors.
-    STATIC_INLINE void survey(const TrellisRow<TYPE>& row, const Codebook& codebook, int b, const Effort& effort) {
+    STATIC_INLINE void search_block(const TrellisRow<TYPE>& row, const Codebook& codebook, int b, const Effort& effort) {
         const float center = row.guess(b), around = center > 0 ? center : 1.0f;
         const double energy = center > 0 ? row.energy(b) : 0.0;
         int slots = SLOTS - 1;
         if (energy > effort.deep || (unequal(row.w(b)) && effort.careful)) {
-            if (!(energy > effort.deep)) slots = TYPE::FINE;
+            if (!(energy > effort.deep)) slots = TYPE::UNEQUAL_SEARCHES;
             search_around<typename TYPE::Deep>(row, codebook, b, around, slots);
         } else {
-            const bool more = energy > TYPE::MUCH * effort.mean || (TYPE::EAGER && effort.patient());
-            const int searches = more ? TYPE::SOME : TYPE::FEW;
-            slots = searches * TYPE::Around::spread;
-            search_around<typename TYPE::Around>(row, codebook, b, around, searches);
+            const bool more = energy > TYPE::HEAVY_ENERGY * effort.mean || (TYPE::HEAVY_IF_PATIENT && effort.patient());
+            const int searches = more ? TYPE::HEAVY_SEARCHES : TYPE::LIGHT_SEARCHES;
+            slots = searches * TYPE::First::spread;
+            search_around<typename TYPE::First>(row, codebook, b, around, searches);
         }
-        const float counted = energy > TYPE::MUCH * effort.mean ? 1.0f : b % effort.step == 0 ? (float)effort.step : 0.0f;
+        const float counted = energy > TYPE::HEAVY_ENERGY * effort.mean ? 1.0f : b % effort.step == 0 ? (float)effort.step : 0.0f;
         if (me() < SIDES) row.filled(b)[me()] = slots;
         if (me() == 0) row.counted(b) = counted;
-        if (counted == 0 && !TYPE::EVERY_CURVE) return;
+        if (counted == 0 && !TYPE::HAS_WIDE_LEVELS) return;
         __syncwarp();
         const float of_grid = codebook.grid[lane_of_16()] * center;
         float scale_of[SIGNS];
 #pragma unroll
         for (int side = 0; side < SIGNS; side++) {
             int better, where;
-            const float least = curve_of(row, b, side, of_grid, better, where);
+            const float least = find_curve(row, b, side, of_grid, better, where);
             scale_of[side] = center * codebook.grid[where];
             if (me() < 16) row.curves(b)[16 * side + me()] = least;
         }
         __syncwarp();
-        if constexpr (TYPE::AGAIN) {
+        if constexpr (TYPE::RETRIES) {
             if (slots >= SLOTS - 1 || !(center > 0)) return;
-            const float limit = hopeful(row, b, effort.patience);
+            const float limit = prune_limit(row, b, effort.patience);
 #pragma unroll
             for (int side = 0; side < SIGNS; side++) {
-                const float* least = row.least(b) + side * BOOKS;
-                const int better = least[BOOKS - 1] < least[0] ? BOOKS - 1 : 0, c = side * BOOKS + better;
+                const float* least = row.least(b) + side * CODEBOOKS;
+                const int better = least[CODEBOOKS - 1] < least[0] ? CODEBOOKS - 1 : 0, c = side * CODEBOOKS + better;
                 if (least[better] > limit) continue;
-                float* kept = row.kept_of(b, c);
-                search<typename TYPE::Again>(codebook, better, side ? -1.0f : 1.0f, scale_of[side], row.x(b), row.w(b), kept,
+                float* survivors = row.survivors_of(b, c);
+                search<typename TYPE::Retry>(codebook, better, side ? -1.0f : 1.0f, scale_of[side], row.x(b), row.w(b), survivors,
                                              slots);
-                const int filled = slots + TYPE::Again::spread;
-                const float found = errors(kept, filled, of_grid), lowest = least_of_16(found);
+                const int filled = slots + TYPE::Retry::spread;
+                const float error = errors(survivors, filled, of_grid), lowest = least_of_16(error);
                 if (me() == 0) {
                     row.filled(b)[c] = filled;
                     row.least(b)[c] = lowest;
                 }
-                if (me() < 16) row.curves(b)[16 * side + me()] = lesser(found, row.curves(b)[16 * side + me()]);
+                if (me() < 16) row.curves(b)[16 * side + me()] = lesser(error, row.curves(b)[16 * side + me()]);
             }
         }
     }
@@ -307,19 +310,19 @@ template <class TYPE, int COUNT, int SIZE_, int SIGNS_, int BOOKS_, int SEARCHES
     // The error of the b-th 32 values for the row's scale sign * d, each half of the warp with a d; exact: with the points
     // that were found.
     STATIC_INLINE float cost(const TrellisRow<TYPE>& row, const Codebook& codebook, int b, float d, float sign, bool exact) {
-        const float limit = exact && SIDES > 1 ? hopeful(row, b, 0.25f) : 0.0f;
+        const float limit = exact && SIDES > 1 ? prune_limit(row, b, 0.25f) : 0.0f;
         float least = 0;
 #pragma unroll 1
         for (int side = 0; side < SIGNS; side++) {
-            float scale, found = TYPE::Levels::least(d, sign, side, row.guess(b), row.curves(b) + 16 * side, codebook.grid, scale);
+            float scale, error = TYPE::Levels::least(d, sign, side, row.guess(b), row.curves(b) + 16 * side, codebook.grid, scale);
             if (exact) {
-                found = 0;
+                error = 0;
 #pragma unroll 1
-                for (int c = side * BOOKS; c < (side + 1) * BOOKS; c++)
+                for (int c = side * CODEBOOKS; c < (side + 1) * CODEBOOKS; c++)
                     if (SIDES == 1 || row.least(b)[c] <= limit)
-                        found = lesser(errors<32>(row.kept_of(b, c), row.filled(b)[c], scale), found);
+                        error = lesser(errors<32>(row.survivors_of(b, c), row.filled(b)[c], scale), error);
             }
-            least = lesser(found, least);
+            least = lesser(error, least);
         }
         return least;
     }
@@ -336,20 +339,20 @@ template <class TYPE, int COUNT, int SIZE_, int SIGNS_, int BOOKS_, int SEARCHES
     }
 
     // Search more deeply for 32 values that make much of a row's error, and rank all points for groups of them.
-    STATIC_INLINE void reinforce(const TrellisRow<TYPE>& row, const Codebook& codebook, int b, double total) {
-        const double part = row.count == 8 ? TYPE::SHORT_PART * total : total, heavy = TYPE::HEAVY * part;
-        if (!(counts(row, b) && error_left(row, b) > TYPE::MUCH_ERROR * part)) return;
+    STATIC_INLINE void refine_outlier(const TrellisRow<TYPE>& row, const Codebook& codebook, int b, double total) {
+        const double part = row.count == 8 ? TYPE::SHORT_ROW_FACTOR * total : total, heavy = TYPE::SCAN_ERROR * part;
+        if (!(counts(row, b) && error_left(row, b) > TYPE::DEEP_ERROR * part)) return;
         const float center = row.guess(b), of_grid = codebook.grid[lane_of_16()] * center;
         float lowest = NOTHING_FOUND, error = 0;
 #pragma unroll 1
         for (int side = 0; side < SIGNS; side++) {
             int better, where;
-            const float least = least_of_16(curve_of(row, b, side, of_grid, better, where));
+            const float least = least_of_16(find_curve(row, b, side, of_grid, better, where));
             if (!(least < lowest)) continue;
             lowest = least;
             const float scale = center * codebook.grid[where];
-            const int c = side * BOOKS + better;
-            pick_points<GROUPS, WIDTH>(row.kept_of(b, c), row.filled(b)[c], scale, row.p(b), row.q(b), row.places(0, b));
+            const int c = side * CODEBOOKS + better;
+            pick_points<GROUPS, WIDTH>(row.survivors_of(b, c), row.filled(b)[c], scale, row.p(b), row.q(b), row.places(0, b));
             __syncwarp();
             if (me() < GROUPS) {
                 float v[SIZE], weight[SIZE];
@@ -362,7 +365,7 @@ template <class TYPE, int COUNT, int SIZE_, int SIGNS_, int BOOKS_, int SEARCHES
             __syncwarp();
         }
         __syncwarp();
-        const float limit = hopeful(row, b, TYPE::SCANNED);
+        const float limit = prune_limit(row, b, TYPE::SCAN_SLACK);
         int filled = SLOTS;
         for (int c = 0; c < SIDES; c++) filled = min(filled, row.filled(b)[c]);
         __syncwarp();
@@ -371,14 +374,14 @@ template <class TYPE, int COUNT, int SIZE_, int SIGNS_, int BOOKS_, int SEARCHES
 #pragma unroll 1
         for (int c = 0; c < SIDES; c++) {
             if (row.least(b)[c] > limit) continue;
-            const float sign = c < BOOKS ? 1.0f : -1.0f;
-            scan_points<SIZE, POINTS, SIGNS == 1, WIDTH, DEEPER>(codebook, c % BOOKS, sign, sign / center, row.x(b), row.w(b),
-                                                                 row.kept_of(b, c), error, heavy);
+            const float sign = c < CODEBOOKS ? 1.0f : -1.0f;
+            scan_points<SIZE, POINTS, SIGNS == 1, WIDTH, SLOTS - 1>(codebook, c % CODEBOOKS, sign, sign / center, row.x(b),
+                                                                    row.w(b), row.survivors_of(b, c), error, heavy);
         }
 #pragma unroll 1
         for (int side = 0; side < SIGNS; side++) {
             int better, where;
-            const float least = curve_of(row, b, side, of_grid, better, where);
+            const float least = find_curve(row, b, side, of_grid, better, where);
             if (me() < 16) row.curves(b)[16 * side + me()] = least;
         }
         __syncwarp();
@@ -388,9 +391,9 @@ template <class TYPE, int COUNT, int SIZE_, int SIGNS_, int BOOKS_, int SEARCHES
     STATIC_INLINE float best_of_signed(const TrellisRow<TYPE>& row, int b, float d, int& combination) {
         const float level = TYPE::Levels::level(lane_of_16()), scale = level * d;
         const int side = scale < 0 ? 1 : 0;
-        const float found = errors(row.kept_of(b, side), row.filled(b)[0], fmaxf(fabsf(scale), 0.0f));
-        const float best = least_of_16(found);
-        const uint32_t least = __ballot_sync(FULL, found == best), first = __ballot_sync(FULL, found == best && side == 0);
+        const float error = errors(row.survivors_of(b, side), row.filled(b)[0], fmaxf(fabsf(scale), 0.0f));
+        const float best = least_of_16(error);
+        const uint32_t least = __ballot_sync(FULL, error == best), first = __ballot_sync(FULL, error == best && side == 0);
         const bool any = best < NOTHING_FOUND;
         combination = any && (first & 0xffff) == 0 ? 1 : 0;
         const int lane = __ffs((int)((combination ? least : first) & 0xffff)) - 1;
@@ -401,28 +404,28 @@ template <class TYPE, int COUNT, int SIZE_, int SIGNS_, int BOOKS_, int SEARCHES
     STATIC_INLINE float best_level(const TrellisRow<TYPE>& row, const Codebook& codebook, int b, float d, float patience,
                                    int& combination) {
         if constexpr (TYPE::Levels::SIGNED) return best_of_signed(row, b, d, combination);
-        const float limit = TYPE::EVERY_CURVE ? hopeful(row, b, patience) : 0.0f;
+        const float limit = TYPE::HAS_WIDE_LEVELS ? prune_limit(row, b, patience) : 0.0f;
         float lowest = NOTHING_FOUND, level = 0;
         int least_filled = SLOTS;
         for (int c = 0; c < SIDES; c++) least_filled = min(least_filled, row.filled(b)[c]);
-        const int around = TYPE::WIDELY && least_filled == SLOTS - 1 ? 1 : 0;
+        const int around = TYPE::HAS_WIDE_LEVELS && least_filled == SLOTS - 1 ? 1 : 0;
         combination = 0;
 #pragma unroll 1
         for (int c = 0; c < SIDES; c++) {
-            if (TYPE::EVERY_CURVE && row.least(b)[c] > limit) continue;
-            const float sign = c < BOOKS ? 1.0f : -1.0f, curve = row.curves(b)[(c < BOOKS ? 0 : 16) + lane_of_16()];
+            if (TYPE::HAS_WIDE_LEVELS && row.least(b)[c] > limit) continue;
+            const float sign = c < CODEBOOKS ? 1.0f : -1.0f, curve = row.curves(b)[(c < CODEBOOKS ? 0 : 16) + lane_of_16()];
             const float near = row.guess(b) * codebook.grid[first_with(least_of_16(curve), curve)];
             const int count = row.filled(b)[c];
 #pragma unroll 1
             for (int k = -around; k <= around; k++) {
                 const float of = TYPE::Levels::near(sign * near / d + (float)(16 * k), row.guess(b) / d);
                 const float scale = of * (d * sign);
-                float found = errors<TYPE::Levels::TRIED>(row.kept_of(b, c), count, greater(scale, 0.0f));
-                found = scale < 0 ? NOTHING_FOUND : found;
-                const float best = least_of<TYPE::Levels::TRIED>(found);
+                float error = errors<TYPE::Levels::TRIED>(row.survivors_of(b, c), count, greater(scale, 0.0f));
+                error = scale < 0 ? NOTHING_FOUND : error;
+                const float best = least_of<TYPE::Levels::TRIED>(error);
                 if (best < lowest) {
                     lowest = best;
-                    level = __shfl_sync(FULL, of, first_with(best, found), 16);
+                    level = __shfl_sync(FULL, of, first_with(best, error), 16);
                     combination = c;
                 }
             }
@@ -432,8 +435,8 @@ template <class TYPE, int COUNT, int SIZE_, int SIGNS_, int BOOKS_, int SEARCHES
 
     // Choose level and points of 32 values for a row's scale d. first: of the row: search again where the scale is far from
     // the guess; last: search for the scale chosen. at: which of two choices it is written to.
-    STATIC_INLINE void choose(const TrellisRow<TYPE>& row, const Codebook& codebook, int b, float d, float patience, bool first,
-                              bool last, int at) {
+    STATIC_INLINE void pick_level(const TrellisRow<TYPE>& row, const Codebook& codebook, int b, float d, float patience, bool first,
+                                  bool last, int at) {
         int combination;
         float level, scale;
         const auto far_from_guess = [&] {
@@ -457,16 +460,16 @@ template <class TYPE, int COUNT, int SIZE_, int SIGNS_, int BOOKS_, int SEARCHES
             search_again();
             far_from_guess();
         }
-        float* kept = row.kept_of(b, combination);
+        float* survivors = row.survivors_of(b, combination);
         int slots = row.filled(b)[combination];
-        if constexpr (TYPE::POLISHED) {
+        if constexpr (TYPE::FINISHES) {
             if (last && scale > 0 && slots < SLOTS) {
-                search<typename TYPE::Last>(codebook, combination % BOOKS, combination >= BOOKS ? -1.0f : 1.0f, scale, row.x(b),
-                                            row.w(b), kept, slots);
+                search<typename TYPE::Final>(codebook, combination % CODEBOOKS, combination >= CODEBOOKS ? -1.0f : 1.0f, scale,
+                                             row.x(b), row.w(b), survivors, slots);
                 slots++;
             }
         }
-        pick_points<GROUPS, WIDTH>(kept, slots, scale, row.p(b), row.q(b), row.places(at, b));
+        pick_points<GROUPS, WIDTH>(survivors, slots, scale, row.p(b), row.q(b), row.places(at, b));
         if (me() == 0) {
             *row.levels(at, b) = level;
             *row.combinations(at, b) = combination;
@@ -478,9 +481,9 @@ template <class TYPE, int COUNT, int SIZE_, int SIGNS_, int BOOKS_, int SEARCHES
 INLINE int index_of(const Codebook& codebook, float level, int place) { return level != 0 ? codebook.indices[place] : 0; }
 
 INLINE uint32_t code_of(float level) {
-    int found = 0;
-    for (int i = 1; i < 16; i++) found = trellis_level(i) == level ? i : found;
-    return (uint32_t)found;
+    int error = 0;
+    for (int i = 1; i < 16; i++) error = trellis_level(i) == level ? i : error;
+    return (uint32_t)error;
 }
 
 // Nibble b % 8 / 4 of byte b % 4 of four, of eight numbers.
@@ -494,16 +497,8 @@ struct TrellisBlock {
     const int *q, *combinations;
 };
 
-struct EncodeIQ1_KT : Trellis<EncodeIQ1_KT, 8192, 8, 2, 1, 3, 56> {
+struct EncodeIQ1_KT : Trellis<EncodeIQ1_KT, trellis_settings::IQ1_KT> {
     typedef SixteenLevels<true> Levels;
-    typedef SearchDepth<Shape<16, 4>, Shape<16, 8>, true, true, 1> Around;
-    typedef SearchDepth<void, Shape<16, 16, 16>, false, false, 1> Deep;
-    static const bool AGAIN = false, POLISHED = false, EVERY_CURVE = false, WIDELY = false, EAGER = true;
-    static const bool CAREFUL = true;
-    static const int FEW = 1, SOME = 2, FINE = 2, FITS = 1, ATTEMPTS = 4;
-    static constexpr double MUCH = 2, VERY_MUCH = 8, MUCH_ENOUGH = 8, STRETCH = 1.07, EVEN = 0.1;
-    static constexpr double MUCH_ERROR = 0.05, HEAVY = 0.05, SHORT_PART = 1;
-    static constexpr float LARGEST = 127, SCANNED = 0.3f;
 
     STATIC_INLINE void put(uint8_t* out, const TrellisBlock& of) {
         if (me() < 8) {
@@ -516,16 +511,8 @@ struct EncodeIQ1_KT : Trellis<EncodeIQ1_KT, 8192, 8, 2, 1, 3, 56> {
     }
 };
 
-struct EncodeIQ2_KT : Trellis<EncodeIQ2_KT, 65536, 8, 2, 1, 3, 68> {
+struct EncodeIQ2_KT : Trellis<EncodeIQ2_KT, trellis_settings::IQ2_KT> {
     typedef SixteenLevels<true> Levels;
-    typedef SearchDepth<Shape<16, 4>, Shape<16, 4>, true, true, 1> Around;
-    typedef SearchDepth<Shape<16, 16>, Shape<16, 16, 16>, false, false, 1> Deep;
-    static const bool AGAIN = false, POLISHED = false, EVERY_CURVE = false, WIDELY = false, EAGER = true;
-    static const bool CAREFUL = true;
-    static const int FEW = 1, SOME = 2, FINE = 2, FITS = 1, ATTEMPTS = 4;
-    static constexpr double MUCH = 1.6, VERY_MUCH = 6, MUCH_ENOUGH = 6, STRETCH = 1, EVEN = 0.1;
-    static constexpr double MUCH_ERROR = 0.05, HEAVY = 0.1, SHORT_PART = 1;
-    static constexpr float LARGEST = 127, SCANNED = 0.3f;
 
     STATIC_INLINE void put(uint8_t* out, const TrellisBlock& of) {
         put_nibbles(out, [&](int b) { return code_of(of.levels[b]); });
@@ -533,17 +520,8 @@ struct EncodeIQ2_KT : Trellis<EncodeIQ2_KT, 65536, 8, 2, 1, 3, 68> {
     }
 };
 
-struct EncodeIQ3_KT : Trellis<EncodeIQ3_KT, 65536, 8, 1, 1, 4, 100> {
+struct EncodeIQ3_KT : Trellis<EncodeIQ3_KT, trellis_settings::IQ3_KT> {
     typedef SixteenLevels<false> Levels;
-    typedef SearchDepth<Shape<16, 8>, Shape<16, 16, 8>, true, false, 2, true> Around;
-    typedef SearchDepth<Shape<16, 16>, Shape<16, 16, 16>, false, false, 1> Deep;
-    typedef SearchDepth<Shape<16, 16>, Shape<16, 16>, true, false, 1, true> Last;
-    static const bool AGAIN = false, POLISHED = true, EVERY_CURVE = false, WIDELY = false, EAGER = false;
-    static const bool CAREFUL = true;
-    static const int FEW = 2, SOME = 2, FINE = 4, FITS = 2, ATTEMPTS = 8;
-    static constexpr double MUCH = 2, VERY_MUCH = 1.6, MUCH_ENOUGH = 1, STRETCH = 1, EVEN = 0.075;
-    static constexpr double MUCH_ERROR = 0.03, HEAVY = 0.02, SHORT_PART = 1.0 / 3;
-    static constexpr float LARGEST = 15, SCANNED = 1;
 
     STATIC_INLINE void put(uint8_t* out, const TrellisBlock& of) {
         put_nibbles(out, [&](int b) { return (uint32_t)(int)of.levels[b]; });
@@ -554,22 +532,12 @@ struct EncodeIQ3_KT : Trellis<EncodeIQ3_KT, 65536, 8, 1, 1, 4, 100> {
     }
 };
 
-struct EncodeIQ4_KT : Trellis<EncodeIQ4_KT, 32768, 4, 2, 2, 4, 128> {
+struct EncodeIQ4_KT : Trellis<EncodeIQ4_KT, trellis_settings::IQ4_KT> {
     typedef WideLevels Levels;
-    typedef ListedDepth<12, true, 2> Around;
-    typedef ListedDepth<12, true> Again;
-    typedef SearchDepth<Shape<16, 16>, Shape<16, 16, 16>, true, false, 1> Deep;
-    typedef ListedDepth<24, false> Last;
-    static const bool AGAIN = true, POLISHED = true, EVERY_CURVE = true, WIDELY = true, EAGER = true;
-    static const bool CAREFUL = false;
-    static const int FEW = 1, SOME = 2, FINE = 4, FITS = 1, ATTEMPTS = 8;
-    static constexpr double MUCH = 1.4, VERY_MUCH = 9, MUCH_ENOUGH = 9, STRETCH = 1, EVEN = 0.1;
-    static constexpr double MUCH_ERROR = 0.03, HEAVY = 0.02, SHORT_PART = 1.0 / 3;
-    static constexpr float LARGEST = 64, SCANNED = 1;
 
     STATIC_INLINE void put(uint8_t* out, const TrellisBlock& of) {
         if (me() < 8) {
-            uint32_t word = (uint32_t)((int)of.levels[me()] + 64) << 1 | (uint32_t)(of.combinations[me()] % BOOKS);
+            uint32_t word = (uint32_t)((int)of.levels[me()] + 64) << 1 | (uint32_t)(of.combinations[me()] % CODEBOOKS);
             for (int j = 0; j < 8; j++) word |= (uint32_t)of.q[8 * me() + j] >> 12 << (8 + 3 * j);
             *(uint32_t*)(out + 4 * me()) = word;
         }

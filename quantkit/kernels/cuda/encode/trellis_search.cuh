@@ -73,9 +73,9 @@ INLINE uint32_t masked_or(uint32_t v, uint32_t mask, uint32_t bits) {
 #ifdef QUANTKIT_HOST
     return (v & mask) | bits;
 #else
-    uint32_t found;
-    asm("lop3.b32 %0, %1, %2, %3, 234;" : "=r"(found) : "r"(v), "r"(mask), "r"(bits));
-    return found;
+    uint32_t score;
+    asm("lop3.b32 %0, %1, %2, %3, 234;" : "=r"(score) : "r"(v), "r"(mask), "r"(bits));
+    return score;
 #endif
 }
 
@@ -83,9 +83,9 @@ INLINE int times_plus(int v, int times, int more) {
 #ifdef QUANTKIT_HOST
     return (int)((uint32_t)v * (uint32_t)times + (uint32_t)more);
 #else
-    int found;
-    asm("mad.lo.s32 %0, %1, %2, %3;" : "=r"(found) : "r"(v), "r"(times), "r"(more));
-    return found;
+    int score;
+    asm("mad.lo.s32 %0, %1, %2, %3;" : "=r"(score) : "r"(v), "r"(times), "r"(more));
+    return score;
 #endif
 }
 
@@ -93,9 +93,9 @@ INLINE uint64_t wide_times_plus(uint32_t v, uint32_t times, uint64_t more) {
 #ifdef QUANTKIT_HOST
     return (uint64_t)v * times + more;
 #else
-    uint64_t found;
-    asm("mad.wide.u32 %0, %1, %2, %3;" : "=l"(found) : "r"(v), "r"(times), "l"(more));
-    return found;
+    uint64_t score;
+    asm("mad.wide.u32 %0, %1, %2, %3;" : "=l"(score) : "r"(v), "r"(times), "l"(more));
+    return score;
 #endif
 }
 
@@ -365,11 +365,11 @@ template <int DEPTH> struct Best {
 #pragma unroll
         for (int i = 0; i < DEPTH; i++) of[i] = MOST;
     }
-    __device__ __forceinline__ void take(int found) {
+    __device__ __forceinline__ void take(int score) {
 #pragma unroll
         for (int i = 0; i < DEPTH; i++) {
-            const int less = min(of[i], found);
-            found = max(of[i], found);
+            const int less = min(of[i], score);
+            score = max(of[i], score);
             of[i] = less;
         }
     }
@@ -390,12 +390,12 @@ template <int DEPTH> struct Best {
     }
     // The number of a point, of the first `lanes` of 16 the best one of 16 / lanes: a line of what it is the center of.
     __device__ __forceinline__ int place(int i, int lanes = 16) const {
-        int found = of[i];
-        int at = (found & ((1 << NUMBER) - 1)) << 4 | lane_of_16();
+        int score = of[i];
+        int at = (score & ((1 << NUMBER) - 1)) << 4 | lane_of_16();
         for (int step = 8; step >= lanes; step /= 2) {
-            const int there = __shfl_xor_sync(FULL, found, step), other = __shfl_xor_sync(FULL, at, step);
-            at = there < found ? other : at;
-            found = min(there, found);
+            const int partner = __shfl_xor_sync(FULL, score, step), other = __shfl_xor_sync(FULL, at, step);
+            at = partner < score ? other : at;
+            score = min(partner, score);
         }
         return at;
     }
@@ -465,13 +465,13 @@ template <int COUNT, class F> INLINE void each_listed(const uint16_t* list, F ra
 }
 
 // The list of the bucket of 4 values, each lane of a half has one of: lane l that of l % 4.
-INLINE const uint16_t* list_of(const Codebook& codebook, int book, float y) {
+INLINE const uint16_t* list_of(const Codebook& codebook, int codebook_index, float y) {
     const int eighth = (int)lesser(fabsf(y) * (1.0f / 8), 15.0f);
     const int of = eighth < 8 ? eighth >> 1 : eighth < 11 ? 4 : eighth < 14 ? 5 : 6;
     int at = y < 0 ? RANGES / 2 - 1 - of : RANGES / 2 + of;
     at = at * RANGES + __shfl_xor_sync(FULL, at, 1);
     at = at * (RANGES * RANGES) + __shfl_xor_sync(FULL, at, 2);
-    return codebook.lists + LISTED * (BUCKETS * book + __shfl_sync(FULL, at, 0, 16));
+    return codebook.lists + LISTED * (BUCKETS * codebook_index + __shfl_sync(FULL, at, 0, 16));
 }
 
 // Rank points for two scales, 1/8 above and below: the best of each lane, for either.
@@ -495,7 +495,7 @@ template <int WIDTH> struct Survivors {
     static const int WORDS = 3 * WIDTH;
     float* of;
 
-    __device__ __forceinline__ Survivors(float* kept, int group) : of(kept + WORDS * group) {}
+    __device__ __forceinline__ Survivors(float* survivors, int group) : of(survivors + WORDS * group) {}
     __device__ __forceinline__ const float* p() const { return of; }
     __device__ __forceinline__ const float* q() const { return of + WIDTH; }
     __device__ __forceinline__ const int* places() const { return (const int*)of + 2 * WIDTH; }
@@ -520,17 +520,17 @@ template <int WIDTH> struct Survivors {
 
 // How deep a search goes: the Shape of families (void: all cells are ranked) and of cells that stay; whether centers, and
 // points, are ranked in 8 bits; for how many scales points are; whether weights have 8 bits for points, too.
-template <class FAMILIES, class CELLS, bool COARSE_TREE, bool COARSE, int SPREAD, bool SHORT = false> struct SearchDepth {
+template <class FAMILIES, class CELLS, bool COARSE_TREE, bool COARSE, int SPREAD, bool SHORT> struct TreeSearch {
     typedef FAMILIES Families;
     typedef CELLS Cells;
-    static const int spread = SPREAD, listed = 0, books = 1;
+    static const int spread = SPREAD, listed = 0, codebooks = 1;
     static const bool coarse_tree = COARSE_TREE, coarse = COARSE, few_bits = SHORT;
 };
 
 // That of points of 4 values, of so many lines that are listed; for one scale or two, of which half the survivors are each;
 // of one codebook or both.
-template <int COUNT, bool AROUND, int BOOKS = 1> struct ListedDepth {
-    static const int spread = 1, listed = COUNT, books = BOOKS;
+template <int COUNT, bool AROUND, int CODEBOOKS> struct ListSearch {
+    static const int spread = 1, listed = COUNT, codebooks = CODEBOOKS;
     static const bool around = AROUND;
 };
 
@@ -554,24 +554,24 @@ template <int LINES> struct CenterOf<8, LINES, FineQuery<8, true>> {
 
 // The best cells: of all, or of the best families.
 template <int SIZE, int POINTS, class FAMILIES, int DEPTH, class Query> struct Tree {
-    STATIC_INLINE void rank_cells(const Codebook& codebook, int book, const Query& query, Best<DEPTH>& cells) {
+    STATIC_INLINE void rank_cells(const Codebook& codebook, int codebook_index, const Query& query, Best<DEPTH>& cells) {
         Best<FAMILIES::DEPTH> families;
         typedef typename CenterOf<SIZE, POINTS / 4096, Query>::Type Family;
         typedef typename CenterOf<SIZE, POINTS / 256, Query>::Type Cell;
-        rank_all<Family>(codebook.families, book * (POINTS / 4096), POINTS / 4096, query, families);
+        rank_all<Family>(codebook.families, codebook_index * (POINTS / 4096), POINTS / 4096, query, families);
         rank<Cell, FAMILIES>(codebook.cells, families, query, cells);
     }
 };
 template <int SIZE, int POINTS, int DEPTH, class Query> struct Tree<SIZE, POINTS, void, DEPTH, Query> {
-    STATIC_INLINE void rank_cells(const Codebook& codebook, int book, const Query& query, Best<DEPTH>& cells) {
-        rank_all<PointWords<SIZE>>(codebook.cells, book * (POINTS / 256), POINTS / 256, query, cells);
+    STATIC_INLINE void rank_cells(const Codebook& codebook, int codebook_index, const Query& query, Best<DEPTH>& cells) {
+        rank_all<PointWords<SIZE>>(codebook.cells, codebook_index * (POINTS / 256), POINTS / 256, query, cells);
     }
 };
 
 // Keep the survivors of 32 values, with weights w, for scales around 1 / |inverse|, from `at` on; sign: of the scales.
 template <int SIZE, int POINTS, bool MAGNITUDES, int WIDTH, class Depth>
-INLINE void search_points(const Codebook& codebook, int book, float sign, float inverse, const float* x, const float* w,
-                          float* kept, int at) {
+INLINE void search_points(const Codebook& codebook, int codebook_index, float sign, float inverse, const float* x, const float* w,
+                          float* survivors, int at) {
     typedef typename QueryOf<SIZE, MAGNITUDES, Depth::coarse, Depth::few_bits>::Type Query;
     typedef typename QueryOf<SIZE, MAGNITUDES, Depth::coarse_tree>::Type TreeQuery;
     typedef typename Depth::Cells Cells;
@@ -583,30 +583,30 @@ INLINE void search_points(const Codebook& codebook, int book, float sign, float 
         const OneOf<SIZE> one(fmaxf(fminf(x[mine] * inverse, 140.0f), -140.0f), w[mine]);
         const Query query(one);
         Best<Cells::DEPTH> cells;
-        if constexpr (Depth::coarse == Depth::coarse_tree) Centers::rank_cells(codebook, book, query, cells);
-        else Centers::rank_cells(codebook, book, TreeQuery(one), cells);
-        const Survivors<WIDTH> survivors(kept, group);
+        if constexpr (Depth::coarse == Depth::coarse_tree) Centers::rank_cells(codebook, codebook_index, query, cells);
+        else Centers::rank_cells(codebook, codebook_index, TreeQuery(one), cells);
+        const Survivors<WIDTH> group_survivors(survivors, group);
         float v[SIZE], weight[SIZE];
         load_values<SIZE>(x + SIZE * group, v);
         load_values<SIZE>(w + SIZE * group, weight);
-        Best<1> found;
+        Best<1> score;
         if constexpr (Depth::spread == 2) {
             Best<1> below;
-            rank_around<Point, Cells>(codebook.points, cells, query, found, below);
-            survivors.template keep<Point>(at + SURVIVORS + lane_of_16(), codebook.points, below.place(0), v, weight, sign);
+            rank_around<Point, Cells>(codebook.points, cells, query, score, below);
+            group_survivors.template keep<Point>(at + SURVIVORS + lane_of_16(), codebook.points, below.place(0), v, weight, sign);
         } else {
-            rank<Point, Cells>(codebook.points, cells, query, found);
+            rank<Point, Cells>(codebook.points, cells, query, score);
         }
-        survivors.template keep<Point>(at + lane_of_16(), codebook.points, found.place(0), v, weight, sign);
+        group_survivors.template keep<Point>(at + lane_of_16(), codebook.points, score.place(0), v, weight, sign);
     }
     __syncwarp();
 }
 
-// The same for 8 groups of 4 values, of the lines listed for their buckets, in Depth::books codebooks from `book` on, whose
+// The same for 8 groups of 4 values, of the lines listed for their buckets, in Depth::codebooks codebooks from `book` on, whose
 // survivors are `apart` words apart.
 template <int WIDTH, class Depth>
-INLINE void search_listed(const Codebook& codebook, int book, float sign, float inverse, const float* x, const float* w,
-                          float* kept, int at, int apart) {
+INLINE void search_listed(const Codebook& codebook, int codebook_index, float sign, float inverse, const float* x, const float* w,
+                          float* survivors, int at, int apart) {
     typedef PointWords<4> Point;
     const uint8_t* of_lane = Point::first(codebook.points);
 #pragma unroll 1
@@ -614,12 +614,12 @@ INLINE void search_listed(const Codebook& codebook, int book, float sign, float 
         const int mine = 4 * group + ((int)threadIdx.x & 3);
         const OneOf<4> one(greater(lesser(x[mine] * inverse, 140.0f), -140.0f), w[mine]);
         const FineQuery<4, true> query(one);
-        const uint16_t* list = list_of(codebook, book, one.y);
+        const uint16_t* list = list_of(codebook, codebook_index, one.y);
         float v[4], weight[4];
         load_values<4>(x + 4 * group, v);
         load_values<4>(w + 4 * group, weight);
 #pragma unroll 1
-        for (int k = 0; k < Depth::books; k++) {
+        for (int k = 0; k < Depth::codebooks; k++) {
             int place;
             if constexpr (Depth::around) {
                 Best<1> above, below;
@@ -632,12 +632,12 @@ INLINE void search_listed(const Codebook& codebook, int book, float sign, float 
                 const int first = above.place(0, 8), other = __shfl_xor_sync(FULL, below.place(0, 8), 8);
                 place = lane_of_16() < 8 ? first : other;
             } else {
-                Best<1> found;
-                each_listed<Depth::listed>(list, [&](int line) { found.take(query.ranked(Point(of_lane, line), line)); });
-                place = found.place(0);
+                Best<1> score;
+                each_listed<Depth::listed>(list, [&](int line) { score.take(query.ranked(Point(of_lane, line), line)); });
+                place = score.place(0);
             }
-            const Survivors<WIDTH> survivors(kept + k * apart, group);
-            survivors.template keep<Point>(at + lane_of_16(), codebook.points, place, v, weight, sign);
+            const Survivors<WIDTH> group_survivors(survivors + k * apart, group);
+            group_survivors.template keep<Point>(at + lane_of_16(), codebook.points, place, v, weight, sign);
             list += LISTED * BUCKETS;
         }
     }
@@ -656,8 +656,8 @@ const float KNOWN = 32768, WORST = (1 << (31 - NUMBER)) - 1;
 // Keep, as search_points does, of all points the best of each lane for RANGES ranges of scales around 1 / |inverse|: of the
 // groups whose error, one a lane of the first ones, exceeds `least`.
 template <int SIZE, int POINTS, bool MAGNITUDES, int WIDTH, int RANGES>
-INLINE void scan_points(const Codebook& codebook, int book, float sign, float inverse, const float* x, const float* w, float* kept,
-                        float error, double least) {
+INLINE void scan_points(const Codebook& codebook, int codebook_index, float sign, float inverse, const float* x, const float* w,
+                        float* survivors, float error, double least) {
     typedef PointWords<SIZE, bare<SIZE, MAGNITUDES>()> Point;
     const uint8_t* of_lane = Point::first(codebook.points);
 #pragma unroll 1
@@ -671,24 +671,24 @@ INLINE void scan_points(const Codebook& codebook, int book, float sign, float in
         const float factor = KNOWN / (of_group * inverse * inverse * query.factor);
         Best<1> best[RANGES];
 #pragma unroll 1
-        for (int line = book * (POINTS / 16); line < (book + 1) * (POINTS / 16); line++) {
+        for (int line = codebook_index * (POINTS / 16); line < (codebook_index + 1) * (POINTS / 16); line++) {
             uint32_t p, q;
             query.sums(Point(of_lane, line), p, q);
             const float pf = (float)(int)p * 128.0f, qf = (float)(int)q, suits = pf * -0.5f / (qf + 1.0f);
 #pragma unroll
             for (int i = 0; i < RANGES; i++) {
                 const float ratio = greater(lesser(suits, end_of_range<RANGES>(i + 1)), end_of_range<RANGES>(i));
-                const float found = (energy + (pf + qf * ratio) * ratio) * factor;
-                best[i].take(ranked_line((uint32_t)nearest_int(lesser(greater(found, 0.0f), WORST)) << NUMBER, line));
+                const float score = (energy + (pf + qf * ratio) * ratio) * factor;
+                best[i].take(ranked_line((uint32_t)nearest_int(lesser(greater(score, 0.0f), WORST)) << NUMBER, line));
             }
         }
         float v[SIZE], weight[SIZE];
         load_values<SIZE>(x + SIZE * group, v);
         load_values<SIZE>(w + SIZE * group, weight);
-        const Survivors<WIDTH> survivors(kept, group);
+        const Survivors<WIDTH> group_survivors(survivors, group);
 #pragma unroll
         for (int i = 0; i < RANGES; i++)
-            survivors.template keep<Point>(SURVIVORS * i + lane_of_16(), codebook.points, best[i].place(0), v, weight, sign);
+            group_survivors.template keep<Point>(SURVIVORS * i + lane_of_16(), codebook.points, best[i].place(0), v, weight, sign);
     }
     __syncwarp();
 }
@@ -696,14 +696,14 @@ INLINE void scan_points(const Codebook& codebook, int book, float sign, float in
 // The errors of 32 values for a scale d >= 0 of each of so many lanes, each with the best survivors of so many searches for
 // it; lanes that have the same scale share survivors. AT_ONCE: groups for which registers suffice;
 // WALKS: whether they suffice for an address that moves.
-template <int GROUPS, int WIDTH, int ACROSS, int AT_ONCE, bool WALKS> INLINE float errors_of(float* kept, int slots, float d) {
+template <int GROUPS, int WIDTH, int ACROSS, int AT_ONCE, bool WALKS> INLINE float errors_of(float* survivors, int slots, float d) {
     const int EACH = 4 * 32 / ACROSS, begin = 4 * (ACROSS == 16 ? half_of_warp() : me() / ACROSS);
     const int SEARCHES = ROOMY && ACROSS == 8 ? 4 : 1;
     static_assert(SURVIVORS % EACH == 0, "lanes share the survivors of a search");
     float total = 0;
 #pragma unroll AT_ONCE
     for (int group = 0; group < GROUPS; group++) {
-        const float* at = Survivors<WIDTH>(kept, group).p() + begin;
+        const float* at = Survivors<WIDTH>(survivors, group).p() + begin;
         float least = NOTHING_FOUND;
 #pragma unroll SEARCHES
         for (int first = 0; first < SURVIVORS * slots; first += SURVIVORS) {
@@ -725,23 +725,23 @@ template <int GROUPS, int WIDTH, int ACROSS, int AT_ONCE, bool WALKS> INLINE flo
 }
 
 // The best survivors of all groups for a scale d >= 0: of a group's lanes the first writes 2 P, Q and the place.
-template <int GROUPS, int WIDTH> INLINE void pick_points(float* kept, int slots, float d, float* p, float* q, int* places) {
+template <int GROUPS, int WIDTH> INLINE void pick_points(float* survivors, int slots, float d, float* p, float* q, int* places) {
     const int EACH = 32 / GROUPS, group = me() / EACH;
-    const Survivors<WIDTH> of(kept, group);
+    const Survivors<WIDTH> of(survivors, group);
     float best = NOTHING_FOUND;
     int at = 0;
     for (int i = me() % EACH; i < SURVIVORS * slots; i += EACH) {
-        const float found = of.q()[i] * d - of.p()[i];
-        at = found < best ? i : at;
-        best = lesser(found, best);
+        const float score = of.q()[i] * d - of.p()[i];
+        at = score < best ? i : at;
+        best = lesser(score, best);
     }
 #pragma unroll
     for (int step = EACH / 2; step; step /= 2) {
         const float other = __shfl_xor_sync(FULL, best, step);
-        const int there = __shfl_xor_sync(FULL, at, step);
-        const bool better = other < best || (other == best && there < at);
+        const int partner = __shfl_xor_sync(FULL, at, step);
+        const bool better = other < best || (other == best && partner < at);
         best = better ? other : best;
-        at = better ? there : at;
+        at = better ? partner : at;
     }
     if (me() % EACH == 0) {
         p[group] = of.p()[at];

@@ -1,1 +1,1 @@
-"""Rows rounded with error feedback on a card: the bytes and losses of kernels/cpu/feedback, in the same files."""
+"""Error feedback (GPTQ, LDLQ) on a GPU: bytes and losses of kernels/cpu/feedback, in the same files."""

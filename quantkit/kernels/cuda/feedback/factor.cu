@@ -78,10 +78,10 @@ KERNEL(solve_block, 256) {
     __shared__ double tile[BLOCK][COLUMNS];
     const int count = (int)a.count, lane = threadIdx.x % COLUMNS, group = threadIdx.x / COLUMNS;
     const int64_t column = a.first + COLUMNS * (int64_t)blockIdx.x + lane;
-    const bool here = column < a.last;
+    const bool in_range = column < a.last;
     const double *r = a.r + a.begin * a.n + a.begin, *by = a.by + a.begin;
     double* x = a.x + a.begin * a.width + column;
-    for (int k = group; k < count; k += GROUPS) tile[k][lane] = here ? x[k * a.width] : 0.0;
+    for (int k = group; k < count; k += GROUPS) tile[k][lane] = in_range ? x[k * a.width] : 0.0;
     __syncthreads();
     for (int i = 0; i < count; i++) {
         const int k = a.backwards ? count - 1 - i : i;
@@ -90,7 +90,7 @@ KERNEL(solve_block, 256) {
             for (int j = group; j < k; j += GROUPS) tile[j][lane] = fma(mine, -r[j * a.n + k], tile[j][lane]);
         else
             for (int j = k + 1 + group; j < count; j += GROUPS) tile[j][lane] = fma(mine, -r[k * a.n + j], tile[j][lane]);
-        if (here && group == k % GROUPS) x[k * a.width] = mine;
+        if (in_range && group == k % GROUPS) x[k * a.width] = mine;
         __syncthreads();
     }
 }
@@ -112,16 +112,16 @@ KERNEL(subtract, 256) {
     double sums[4][4];
     get_sums(sums, a.c, a.width, top + ty, side + tx, a.end_row, a.end_column);
     for (int64_t at = a.begin; at < a.begin + a.count; at += STEP) {
-        const int here = at + STEP <= a.begin + a.count ? STEP : (int)(a.begin + a.count - at);
+        const int steps = at + STEP <= a.begin + a.count ? STEP : (int)(a.begin + a.count - at);
         for (int i = threadIdx.x; i < STEP * TILE; i += 256) {
             const int k = i / TILE, c = i % TILE;
-            right[k][c] = k < here && side + c < a.end_column ? a.p[(at + k) * a.width + side + c] : 0.0;
+            right[k][c] = k < steps && side + c < a.end_column ? a.p[(at + k) * a.width + side + c] : 0.0;
             // Neighbours of q's memory are read by neighbours.
             const int m = a.q_column == 1 ? k : i % STEP, j = a.q_column == 1 ? c : i / STEP;
-            left[m][j] = m < here && top + j < a.end_row ? -a.q[(at + m) * a.q_row + (top + j) * a.q_column] : 0.0;
+            left[m][j] = m < steps && top + j < a.end_row ? -a.q[(at + m) * a.q_row + (top + j) * a.q_column] : 0.0;
         }
         __syncthreads();
-        add_outer(sums, left, right, here, tx, ty);
+        add_outer(sums, left, right, steps, tx, ty);
         __syncthreads();
     }
     put_sums(sums, a.c, a.width, top + ty, side + tx, a.end_row, a.end_column);

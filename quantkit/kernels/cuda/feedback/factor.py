@@ -5,7 +5,7 @@
     solve_block     x r by width n begin count first last backwards
     subtract        c p q width q_row q_column begin count row end_row column end_column upper
 
-No library: its sums would depend on the card and on its version. Three launches take BLOCK rows: their own columns, by
+No library: its sums would depend on the GPU and on its version. Three launches take BLOCK rows: their own columns, by
 one block of threads, the rest of these rows, and what they leave of all others, which is nearly all of the work.
 """
 
@@ -21,36 +21,38 @@ _FILE = "feedback/factor.cu"
 #: Rows that are factored or solved at a time, as the CPU does: its sums of what is solved backwards depend on it.
 BLOCK = 64
 #: Columns of a block of threads of ``solve_block``, and of ``arranged``; rows and columns of one of ``subtract``.
-_SOLVED, _ARRANGED, _TILE = 32, 256, 64
+_SOLVED = 32
+_ARRANGED = 256
+_TILE = 64
 
 _ARRANGE, _FACTOR, _SOLVE, _SUBTRACT = (
     Kernel(_FILE, name) for name in ("arranged", "factor_block", "solve_block", "subtract")
 )
 
 
-def arranged(matrix: int, diagonal: int, order: int, r: int, n: int) -> Launch:
-    """Return what sets r to a matrix with another diagonal, rows and columns in an order, on and above its diagonal."""
+def permute(matrix: int, diagonal: int, order: int, r: int, n: int) -> Launch:
+    """Return the launch that sets the upper triangle of r to a matrix in an order, with another diagonal."""
     block = _ARRANGE.block(matrix=matrix, diagonal=diagonal, order=order, r=r, n=n)
     return Launch(_ARRANGE, (-(-n // _ARRANGED), n, 1), block)
 
 
-def cholesky(r: int, by: int, bad: int, n: int) -> Iterator[Launch]:
-    """Yield what makes a matrix at r, f64 [n, n], the upper triangular R with R^T R = the matrix, in place.
+def cholesky(r: int, pivots: int, bad: int, n: int) -> Iterator[Launch]:
+    """Yield the launches that make a matrix at r, f64 [n, n], the upper triangular R with R^T R = the matrix, in place.
 
-    What is below the diagonal is not looked at. by: room for f64 [2, n], of which the second row becomes 1 over the
+    What is below the diagonal is not looked at. pivots: room for f64 [2, n], of which the second row becomes 1 over the
     diagonal of R. bad: int64, zero before; one more than the first row that is not positive, if there is one.
     """
     for begin in range(0, n, BLOCK):
         count, end = min(BLOCK, n - begin), min(begin + BLOCK, n)
-        block = _FACTOR.block(r=r, by=by, inverse=by + 8 * n, n=n, begin=begin, count=count, bad=bad)
+        block = _FACTOR.block(r=r, by=pivots, inverse=pivots + 8 * n, n=n, begin=begin, count=count, bad=bad)
         yield Launch(_FACTOR, (1, 1, 1), block)
         if end < n:
-            yield _solved(r, r, by, n, n, begin, end, end, n)
+            yield _solved(r, r, pivots, n, n, begin, end, end, n)
             yield _subtracted(r, r, (n, 1), n, begin, count, (end, n), (end, n), upper=True)
 
 
-def solved(x: int, r: int, inverse: int, m: int, n: int) -> Iterator[Launch]:
-    """Yield what solves R^T R X = B for X, f64 [n, m], which holds B before; inverse: 1 over the diagonal of R."""
+def solve(x: int, r: int, inverse: int, m: int, n: int) -> Iterator[Launch]:
+    """Yield the launches that solve R^T R X = B for X, f64 [n, m], B before; inverse: 1 over the diagonal of R."""
     for begin in range(0, n, BLOCK):
         end = min(begin + BLOCK, n)
         yield _solved(x, r, inverse, m, n, begin, end, 0, m)
@@ -64,10 +66,28 @@ def solved(x: int, r: int, inverse: int, m: int, n: int) -> Iterator[Launch]:
 
 
 def _solved(
-    x: int, r: int, by: int, width: int, n: int, begin: int, end: int, first: int, last: int, backwards: bool = False
+    x: int,
+    r: int,
+    pivots: int,
+    width: int,
+    n: int,
+    begin: int,
+    end: int,
+    first: int,
+    last: int,
+    backwards: bool = False,
 ) -> Launch:
     block = _SOLVE.block(
-        x=x, r=r, by=by, width=width, n=n, begin=begin, count=end - begin, first=first, last=last, backwards=backwards
+        x=x,
+        r=r,
+        by=pivots,
+        width=width,
+        n=n,
+        begin=begin,
+        count=end - begin,
+        first=first,
+        last=last,
+        backwards=backwards,
     )
     return Launch(_SOLVE, (-(-(last - first) // _SOLVED), 1, 1), block)
 

@@ -4,9 +4,9 @@
 
 // The integer whose bits lie at `where`, the lowest first.
 INLINE uint32_t field_of(const uint8_t* bytes, const int32_t* where, int bits) {
-    uint32_t found = 0;
-    for (int i = 0; i < bits; i++) found |= (uint32_t)(bytes[where[i] >> 3] >> (where[i] & 7) & 1) << i;
-    return found;
+    uint32_t value = 0;
+    for (int i = 0; i < bits; i++) value |= (uint32_t)(bytes[where[i] >> 3] >> (where[i] & 7) & 1) << i;
+    return value;
 }
 
 // The float that is stored as these 16 or 32 bits, and the other way around.

@@ -1,4 +1,4 @@
-// What tiles whose levels come from a grid need beside sweeps over groups.
+// What tiles whose levels come from a grid need neighbour_scales sweeps over groups.
 //
 //     read_codes          what groups have chosen, and the classes of sub-blocks, from bytes
 //     q_of_codes          the integers of groups, to be written
@@ -13,22 +13,22 @@
 #include "feedback/scales.cuh"
 
 // A grid: columns of a point, points of a group, bits of an index, of a group's signs (even: one less than columns, an
-// even number is negative), of a point's number. order, place, pattern_of: books.py. Tile after tile: codes
+// even number is negative), of a point's number. order, point_of_index, pattern_of: codebook_tree.py. Tile after tile: codes
 // [groups * parts][ROWS], q [groups][ROWS].
 struct codes_args {
-    const int32_t *order, *place;
+    const int32_t *order, *point_of_index;
     const uint8_t *signs, *pattern_of;
     int32_t* codes;
     int64_t rows, n, size, parts, index_bits, sign_bits, even, point_bits;
 };
 
 // fields: of the integers of a block's groups, int32 [groups of a block][bits]; shift_fields: of the bit that names a
-// sub-block's book, [subs][1], if a type has books. classes: [subs][ROWS], set.
+// sub-block's codebook, [subs][1], if a type has codebooks. classes: [subs][ROWS], set.
 struct read_codes_args : codes_args {
     const uint8_t* bytes;
     const int32_t *fields, *shift_fields;
     int32_t* classes;
-    int64_t row_bytes, block_bytes, header, block, bits, span, books;
+    int64_t row_bytes, block_bytes, header, block, bits, span, codebooks;
 };
 
 KERNEL(read_codes, 256) {
@@ -41,15 +41,15 @@ KERNEL(read_codes, 256) {
         const uint8_t* block = blocks + group / per_block * a.block_bytes;
         const uint32_t q = field_of(block, a.fields + group % per_block * a.bits, (int)a.bits);
         const int sub = group / per_sub;
-        const int book = a.books > 1 ? (int)field_of(block, a.shift_fields + sub % subs_per_block, 1) : 0;
+        const int codebook = a.codebooks > 1 ? (int)field_of(block, a.shift_fields + sub % subs_per_block, 1) : 0;
         uint32_t negative = q >> (a.parts * a.index_bits);
         if (a.even) negative |= (uint32_t)(__popc(negative) & 1) << a.sign_bits;
         for (int part = 0; part < a.parts; part++) {
-            const int index = (int)(q >> (part * a.index_bits) & ((1u << a.index_bits) - 1)) + (book << a.index_bits);
+            const int index = (int)(q >> (part * a.index_bits) & ((1u << a.index_bits) - 1)) + (codebook << a.index_bits);
             const int pattern = a.sign_bits ? a.pattern_of[negative >> (part * a.size) & ((1u << a.size) - 1)] : 0;
-            codes[ROWS * (group * a.parts + part) + lane] = pattern << a.point_bits | a.place[index];
+            codes[ROWS * (group * a.parts + part) + lane] = pattern << a.point_bits | a.point_of_index[index];
         }
-        if (group % per_sub == 0) classes[ROWS * sub + lane] = book;
+        if (group % per_sub == 0) classes[ROWS * sub + lane] = codebook;
     }
 }
 
@@ -74,33 +74,33 @@ KERNEL(q_of_codes, 256) {
 
 // Tile after tile, [subs][ROWS]; d: [subs / super][ROWS]. stored: with d as it is stored, a half float.
 struct set_scales_args {
-    const float *factors, *raised, *d;
-    const int32_t* place;
-    float *scale, *low, *inverse;
+    const float *factors, *shift, *d;
+    const int32_t* factor_index;
+    float *scale, *minimum, *inverse;
     int64_t subs, super, stored;
 };
 
 KERNEL(set_scales, 256) {
     const int lane = lane_here(), subs = (int)a.subs;
-    const float *d = of_tile(a.d, subs / a.super), *raised = of_tile(a.raised, subs);
-    const int32_t* place = of_tile(a.place, subs);
-    float *scales = of_tile(a.scale, subs), *low = of_tile(a.low, subs), *inverse = of_tile(a.inverse, subs);
+    const float *d = of_tile(a.d, subs / a.super), *shift = of_tile(a.shift, subs);
+    const int32_t* factor_index = of_tile(a.factor_index, subs);
+    float *scales = of_tile(a.scale, subs), *minimum = of_tile(a.minimum, subs), *inverse = of_tile(a.inverse, subs);
     for (int sub = (int)blockIdx.y * WARPS + warp_here(); sub < subs; sub += (int)gridDim.y * WARPS) {
         const int at = ROWS * sub + lane;
-        float each = d[ROWS * (sub / (int)a.super) + lane];
-        if (a.stored) each = half_to_float(float_to_half(each));
-        const float scale = a.factors[place[at]] * each;
+        float d_of_row = d[ROWS * (sub / (int)a.super) + lane];
+        if (a.stored) d_of_row = half_to_float(float_to_half(d_of_row));
+        const float scale = a.factors[factor_index[at]] * d_of_row;
         scales[at] = scale;
-        low[at] = 0.0f - scale * raised[at];
+        minimum[at] = 0.0f - scale * shift[at];
         inverse[at] = fabsf(scale) > 1.17549435e-38f ? 1.0f / scale : 0.0f;
     }
 }
 
-// lines: of points (books.py). order: of columns, group after group.
+// lines: of points (codebook_tree.py). order: of columns, group after group.
 struct set_values_args {
     const uint8_t *lines, *signs;
     const int32_t *order, *codes;
-    const float *x, *scale, *low;
+    const float *x, *scale, *minimum;
     float *v, *e;
     int64_t n, span, size, point_bits;
     double unit;
@@ -108,7 +108,7 @@ struct set_values_args {
 
 KERNEL(set_values, 256) {
     const int lane = lane_here(), n = (int)a.n, size = (int)a.size;
-    const float *x = of_tile(a.x, n), *scale = of_tile(a.scale, n / a.span), *low = of_tile(a.low, n / a.span);
+    const float *x = of_tile(a.x, n), *scale = of_tile(a.scale, n / a.span), *minimum = of_tile(a.minimum, n / a.span);
     const int32_t* codes = of_tile(a.codes, n / size);
     float *v = of_tile(a.v, n), *e = of_tile(a.e, n);
     for (int k = (int)blockIdx.y * WARPS + warp_here(); k < n; k += (int)gridDim.y * WARPS) {
@@ -116,7 +116,7 @@ KERNEL(set_values, 256) {
         const float level = (float)((int)a.lines[point * size + k % size] - 128) * (float)a.unit;
         const float signed_level = a.signs[code >> a.point_bits] >> (k % size) & 1 ? -level : level;
         const int column = a.order[k], at = ROWS * column + lane, sub = ROWS * (column / (int)a.span) + lane;
-        const float value = scale[sub] * signed_level - low[sub];
+        const float value = scale[sub] * signed_level - minimum[sub];
         v[at] = value;
         e[at] = x[at] - value;
     }

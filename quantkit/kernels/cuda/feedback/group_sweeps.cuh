@@ -15,12 +15,12 @@ const int TABLE_LINES = HEIGHTS ? PARTS * ROOT_LINES : (ROOT_LINES < 32 ? ROOT_L
 static_assert(WIDTH <= WARPS && FETCHED <= WARPS && 2 * WIDTH * WIDTH <= TILE_THREADS, "more warps for a group");
 static_assert(HEIGHTS || (CLASSES == 1 && PARTS == 1 && ROOT_LINES % TABLE_LINES == 0), "roots are all there is");
 
-// Tile after tile: x, levels, v, g, e [n][ROWS]; scale, low, inverse, classes [n / span][ROWS]; codes [n / SIZE][ROWS].
-// columns: as they are fed; order: as they form groups; group_of: the group of each. fed, descended: [groups][2][WIDTH]
+// Tile after tile: x, levels, v, g, e [n][ROWS]; scale, minimum, inverse, classes [n / span][ROWS]; codes [n / SIZE][ROWS].
+// columns: as they are feedback; order: as they form groups; group_of: the group of each. feedback, descent: [groups][2][WIDTH]
 // [WIDTH], T and B.
 struct group_args {
     const int32_t *columns, *order, *group_of, *classes;
-    const float *u, *h, *fed, *descended, *roots, *scale, *low, *inverse;
+    const float *u, *h, *feedback, *descent, *roots, *scale, *minimum, *inverse;
     const uint8_t *lines, *signs;
     float *x, *levels, *v, *g, *e;
     int32_t* codes;
@@ -29,20 +29,20 @@ struct group_args {
 
 // Shared memory, for groups; products have the same. table: T^T times roots; room: of searches. square: the matrix's part
 // of a block's columns, as strips, if there is room. before: what columns were, then what they have changed by. rest: what the
-// columns before, or all others, ask for. frame, fetched: of this group and the next.
+// columns before, or all others, ask for. metric, fetched: of this group and the next.
 struct Shared {
     float table[TABLE_LINES * LINE], square[KEEPS_SQUARE ? STRIPS : 1][KEEPS_SQUARE ? BLOCK : 1][STRIP], before[BLOCK][ROWS],
         rest[BLOCK][ROWS], z[WIDTH][ROWS];
-    float frame[2][2][WIDTH][WIDTH], fetched[2][FETCHED][ROWS];
+    float metric[2][2][WIDTH][WIDTH], fetched[2][FETCHED][ROWS];
     int code[PARTS][ROWS], room[HALVES][ROW_ROOM + 1];
 };
 static_assert(sizeof(Shared) <= SHARED_BYTES && 2 * sizeof(Chunk) <= SHARED_BYTES, "groups.py counts fewer bytes");
 
-// What all threads have of a sweep. FEEDS: with error feedback; otherwise by descent.
-template <bool FEEDS> struct Sweep {
+// What all threads have of a sweep. FEEDBACK: with error feedback; otherwise by descent.
+template <bool FEEDBACK> struct Sweep {
     const group_args& a;
     Shared& s;
-    const Book book;
+    const GridTree tree;
     const int n, lane, warp, subs;
     float *const levels, *const v, *const e;
     int32_t* const codes;
@@ -51,7 +51,7 @@ template <bool FEEDS> struct Sweep {
     __device__ __forceinline__ Sweep(const group_args& a, Shared& s)
         : a(a),
           s(s),
-          book{a.roots, a.lines, a.signs},
+          tree{a.roots, a.lines, a.signs},
           n((int)a.n),
           lane(lane_here()),
           warp(warp_here()),
@@ -62,12 +62,12 @@ template <bool FEEDS> struct Sweep {
           codes(of_tile(a.codes, n / SIZE)),
           begin(0) {}
 
-    __device__ __forceinline__ int column(int k) const { return FEEDS ? a.columns[k] : a.order[k]; }
+    __device__ __forceinline__ int column(int k) const { return FEEDBACK ? a.columns[k] : a.order[k]; }
 
     // Where column k of the sweep, one of the block's, lies in shared memory.
-    __device__ __forceinline__ int place(int k) const { return (FEEDS ? k : a.order[k]) - begin; }
+    __device__ __forceinline__ int offset(int k) const { return (FEEDBACK ? k : a.order[k]) - begin; }
 
-    __device__ __forceinline__ int group(int k) const { return FEEDS ? a.group_of[a.columns[k]] : k / WIDTH; }
+    __device__ __forceinline__ int group(int k) const { return FEEDBACK ? a.group_of[a.columns[k]] : k / WIDTH; }
 
     // ---- what the group of column k needs, a word a thread, before it is its turn
 
@@ -76,7 +76,7 @@ template <bool FEEDS> struct Sweep {
         const int sub = ROWS * (column(k) / (int)a.span) + lane;
         switch (warp) {
             case 0: return of_tile(a.scale, subs)[sub];
-            case 1: return of_tile(a.low, subs)[sub];
+            case 1: return of_tile(a.minimum, subs)[sub];
             case 2: return of_tile(a.inverse, subs)[sub];
             case 3: return __int_as_float(of_tile(a.classes, subs)[sub]);
             default:
@@ -86,29 +86,29 @@ template <bool FEEDS> struct Sweep {
     }
 
     __device__ __forceinline__ float fetch_frame(int k) const {
-        const float* frames = FEEDS ? a.fed : a.descended;
+        const float* metrics = FEEDBACK ? a.feedback : a.descent;
         const int at = 2 * WIDTH * WIDTH * (k / WIDTH) + (int)threadIdx.x;
-        return (int)threadIdx.x < 2 * WIDTH * WIDTH && k < n ? frames[at] : 0.0f;
+        return (int)threadIdx.x < 2 * WIDTH * WIDTH && k < n ? metrics[at] : 0.0f;
     }
 
-    __device__ __forceinline__ void put(int side, float fetched, float frame) const {
+    __device__ __forceinline__ void put(int side, float fetched, float metric) const {
         if (warp < FETCHED) s.fetched[side][warp][lane] = fetched;
-        if ((int)threadIdx.x < 2 * WIDTH * WIDTH) (&s.frame[side][0][0][0])[threadIdx.x] = frame;
+        if ((int)threadIdx.x < 2 * WIDTH * WIDTH) (&s.metric[side][0][0][0])[threadIdx.x] = metric;
     }
 
     // ---- a group: its target and its tables
 
-    // z = (T^T (p + low) + B r) / scale: each warp an axis.
+    // z = (T^T (p + minimum) + B r) / scale: each warp an axis.
     __device__ __forceinline__ void aim(int k, int side) const {
         if (warp >= WIDTH) return;
-        const float low = s.fetched[side][1][lane];
+        const float minimum = s.fetched[side][1][lane];
         float total = 0;
 #pragma unroll
         for (int i = 0; i < WIDTH; i++) {
-            const int at = place(k + i);
-            const float p = s.before[at][lane], rest = FEEDS ? s.rest[at][lane] - p : s.rest[at][lane];
-            total = __fmaf_rn(rest, s.frame[side][1][warp][i], total);
-            if (i <= warp) total = __fmaf_rn(p + low, s.frame[side][0][i][warp], total);
+            const int at = offset(k + i);
+            const float p = s.before[at][lane], rest = FEEDBACK ? s.rest[at][lane] - p : s.rest[at][lane];
+            total = __fmaf_rn(rest, s.metric[side][1][warp][i], total);
+            if (i <= warp) total = __fmaf_rn(p + minimum, s.metric[side][0][i][warp], total);
         }
         s.z[warp][lane] = total * s.fetched[side][2][lane];
     }
@@ -119,10 +119,10 @@ template <bool FEEDS> struct Sweep {
 #pragma unroll
         for (int j = 0; j < SIZE; j++)
 #pragma unroll
-            for (int i = 0; i <= j; i++) t[i][j] = s.frame[side][0][SIZE * part + i][SIZE * part + j];
+            for (int i = 0; i <= j; i++) t[i][j] = s.metric[side][0][SIZE * part + i][SIZE * part + j];
 #pragma unroll 1
         for (int root = (int)threadIdx.x; root < LANES * count; root += TILE_THREADS) {
-            const float* c = book.roots + SIZE * (LANES * first + root);
+            const float* c = tree.roots + SIZE * (LANES * first + root);
             float products[SIZE];
 #pragma unroll
             for (int j = 0; j < SIZE; j++) {
@@ -142,7 +142,7 @@ template <bool FEEDS> struct Sweep {
 #pragma unroll
         for (int j = 0; j < SIZE; j++)
 #pragma unroll
-            for (int i = 0; i <= j; i++) t[i][j] = -UNIT * s.frame[side][0][SIZE * part + i][SIZE * part + j];
+            for (int i = 0; i <= j; i++) t[i][j] = -UNIT * s.metric[side][0][SIZE * part + i][SIZE * part + j];
     }
 
     __device__ __forceinline__ void read_z(int row, int part, float (&z)[SIZE]) const {
@@ -174,8 +174,8 @@ template <bool FEEDS> struct Sweep {
         }
 #pragma unroll
         for (int i = 0; i < ROWS / HALVES; i++) {
-            const Found found = pick(best[i].loss, best[i].line, now(side, 0, half + HALVES * i));
-            if (lane_of_16() == 0) s.code[0][half + HALVES * i] = found.code;
+            const ScoredPoint point = pick(best[i].loss, best[i].line, now(side, 0, half + HALVES * i));
+            if (lane_of_16() == 0) s.code[0][half + HALVES * i] = point.code;
         }
     }
 #else
@@ -194,22 +194,22 @@ template <bool FEEDS> struct Sweep {
         float z[SIZE];
         read_z(row, 0, z);
         const int of_class = __float_as_int(s.fetched[side][3][row]);
-        const Found found = search(book, s.table, t, z, of_class, now(side, 0, row), room);
-        if (lane_of_16() == 0) s.code[0][row] = found.code;
+        const ScoredPoint point = search(tree, s.table, t, z, of_class, now(side, 0, row), room);
+        if (lane_of_16() == 0) s.code[0][row] = point.code;
     }
 #else
     // The best code of the second part after ``first``; ``after`` is what it has.
-    __device__ __forceinline__ Found second(int side, int row, int first, int after, int* room) const {
+    __device__ __forceinline__ ScoredPoint second(int side, int row, int first, int after, int* room) const {
         float t[SIZE][SIZE], rest[SIZE], level[SIZE];
         read_t(side, 1, t);
         read_z(row, 1, rest);
-        point_levels(book, first, level);
+        point_levels(tree, first, level);
 #pragma unroll
         for (int j = 0; j < SIZE; j++)
 #pragma unroll
-            for (int i = 0; i < SIZE; i++) rest[j] = rest[j] - level[i] * s.frame[side][0][i][SIZE + j];
+            for (int i = 0; i < SIZE; i++) rest[j] = rest[j] - level[i] * s.metric[side][0][i][SIZE + j];
         const int of_class = class_of(first);
-        return search(book, s.table + LINE * ROOT_LINES, t, rest, of_class, class_of(after) == of_class ? after : -1, room);
+        return search(tree, s.table + LINE * ROOT_LINES, t, rest, of_class, class_of(after) == of_class ? after : -1, room);
     }
 
     // Two parts of one class: the best pair of those of a first one.
@@ -218,15 +218,15 @@ template <bool FEEDS> struct Sweep {
         float z[SIZE];
         read_z(row, 0, z);
         int one = before, of_class = 0;
-        float loss_of_one = loss_of(book, t, z, before), best = 0;
+        float loss_of_one = loss_of(tree, t, z, before), best = 0;
         int chosen[2] = {before, after};
 #pragma unroll 1
         for (int turn = 0; turn <= CLASSES; turn++) {
             if (turn) {
-                const Found found = search(book, s.table, t, z, of_class++, -1, room);
-                one = found.code, loss_of_one = found.loss;
+                const ScoredPoint point = search(tree, s.table, t, z, of_class++, -1, room);
+                one = point.code, loss_of_one = point.loss;
             }
-            const Found two = second(side, row, one < 0 ? before : one, after, room);
+            const ScoredPoint two = second(side, row, one < 0 ? before : one, after, room);
             const float loss = loss_of_one + two.loss;
             const bool better = one >= 0 && loss < best;
             if (turn == 0) best = two.loss + loss_of_one;
@@ -245,40 +245,40 @@ template <bool FEEDS> struct Sweep {
         if (warp < PARTS) codes[ROWS * (group(k) * PARTS + warp) + lane] = s.code[warp][lane];
         if (warp >= WIDTH) return;
         float level[SIZE];
-        point_levels(book, s.code[warp / SIZE][lane], level);
+        point_levels(tree, s.code[warp / SIZE][lane], level);
         const float value_of_level = pick_one(level, warp % SIZE);
-        const int at = place(k + warp), to = ROWS * column(k + warp) + lane;
+        const int at = offset(k + warp), to = ROWS * column(k + warp) + lane;
         const float value = s.fetched[side][0][lane] * value_of_level - s.fetched[side][1][lane];
         const float change = s.before[at][lane] - value;
         levels[to] = value_of_level;
         v[to] = value;
         s.before[at][lane] = change;
-        e[FEEDS ? ROWS * (k + warp) + lane : to] = change;
+        e[FEEDBACK ? ROWS * (k + warp) + lane : to] = change;
     }
 
     static __device__ __forceinline__ float pick_one(const float (&values)[SIZE], int i) {
-        float found = values[0];
+        float value = values[0];
 #pragma unroll
-        for (int j = 1; j < SIZE; j++) found = i == j ? values[j] : found;
-        return found;
+        for (int j = 1; j < SIZE; j++) value = i == j ? values[j] : value;
+        return value;
     }
 
     // A strip of the block's columns, from the first of them on.
     __device__ __forceinline__ const float* strip_of_matrix(int strip) const {
-        return (FEEDS ? a.u : a.h) + STRIP * ((int64_t)(begin / STRIP + strip) * n + begin);
+        return (FEEDBACK ? a.u : a.h) + STRIP * ((int64_t)(begin / STRIP + strip) * n + begin);
     }
 
     // Let the block's columns, those behind if it feeds, take over what a group has changed.
     __device__ __forceinline__ void take_over(int k) const {
         for (int strip = warp; strip < STRIPS; strip += WARPS) {
-            if (FEEDS && begin + STRIP * (strip + 1) <= k + WIDTH) continue;
+            if (FEEDBACK && begin + STRIP * (strip + 1) <= k + WIDTH) continue;
             const float* square = KEEPS_SQUARE ? s.square[strip][0] : strip_of_matrix(strip);
             float rest[STRIP];
 #pragma unroll
             for (int j = 0; j < STRIP; j++) rest[j] = s.rest[STRIP * strip + j][lane];
 #pragma unroll
             for (int i = 0; i < WIDTH; i++) {
-                const int at = place(k + i);
+                const int at = offset(k + i);
                 const float change = s.before[at][lane];
                 const float4 by = *(const float4*)(square + STRIP * at);
                 rest[0] = __fmaf_rn(change, by.x, rest[0]);
@@ -316,11 +316,11 @@ template <bool FEEDS> struct Sweep {
             for (int i = (int)threadIdx.x; i < STRIPS * BLOCK; i += TILE_THREADS)
                 *(float4*)s.square[i / BLOCK][i % BLOCK] = ((const float4*)strip_of_matrix(i / BLOCK))[i % BLOCK];
         for (int i = warp; i < BLOCK; i += WARPS)
-            s.before[i][lane] = before[ROWS * (FEEDS ? a.columns[begin + i] : begin + i) + lane];
+            s.before[i][lane] = before[ROWS * (FEEDBACK ? a.columns[begin + i] : begin + i) + lane];
     }
 };
 
-INLINE void feed_groups(const group_args& a, uint8_t* memory) {
+INLINE void error_feedback_groups(const group_args& a, uint8_t* memory) {
     Shared& s = *(Shared*)memory;
     Chunk(&chunks)[2] = *(Chunk(*)[2])memory;
     Sweep<true> sweep(a, s);

@@ -1,18 +1,18 @@
 // Sweeps over the groups of columns of tiles whose levels come from a grid: a block of threads has a tile.
 // Macros: those of search.cuh; HELD, KEEPS_SQUARE and SHARED_BYTES, as groups.py chooses them.
 //
-//     feed_groups       chooses all levels with error feedback
+//     error_feedback_groups       chooses all levels with error feedback
 //     descend_groups    chooses each group again, while the others stay, and keeps g = H (x - v)
 #define BLOCKS_AT_ONCE 2
 #define WARPS_OF_TILE 8
 #include "feedback/group_sweeps.cuh"
 
-struct feed_groups_args : group_args {};
+struct error_feedback_groups_args : group_args {};
 struct descend_groups_args : group_args {};
 
-KERNEL(feed_groups, 256) {
+KERNEL(error_feedback_groups, 256) {
     DYNAMIC_SHARED(memory);
-    feed_groups(a, memory);
+    error_feedback_groups(a, memory);
 }
 
 KERNEL(descend_groups, 256) {

@@ -18,7 +18,7 @@ F32 = npt.NDArray[np.float32]
 
 @dataclass(eq=False)
 class DeviceMetric:
-    """What ``Metric`` has, as addresses of arrays of the same layouts; 0 where it has none.
+    """``Metric`` on a device: addresses of arrays of the same layouts; 0 where it has none.
 
     columns: int32 [n]. u, h: float32 [n / 4, n, 4]; pivots, per_diagonal: float32 [n]. correction: packed as u is;
     offset: float32 [rows, n]. frames_fed, frames_descended: float32 [groups, 2, columns, columns], for columns that
@@ -34,8 +34,8 @@ class DeviceMetric:
     per_diagonal: int
     correction: int = 0
     offset: int = 0
-    frames_fed: int = 0
-    frames_descended: int = 0
+    groups_feedback: int = 0
+    groups_descent: int = 0
     grouping: Grouping | None = None
     importance: F32 | None = None
     owned: list[int] = field(default_factory=list)
@@ -52,21 +52,31 @@ def upload(device: Device, metric: Metric) -> DeviceMetric:
     """Copy a host's metric to a device; ResourceError if there is no room."""
     owned: list[int] = []
 
-    def put(array: npt.NDArray[Any] | None) -> int:
+    def upload_array(array: npt.NDArray[Any] | None) -> int:
         if array is None:
             return 0
         owned.append(device.allocate(array.nbytes))
         device.upload(owned[-1], array)
         return owned[-1]
 
-    frames = metric.frames
+    groups = metric.groups
     try:
         return DeviceMetric(
-            device, metric.n, put(metric.columns), put(metric.u), put(metric.pivots), put(metric.h),
-            put(metric.per_diagonal), put(metric.correction), put(metric.offset),
-            put(None if frames is None else frames.fed), put(None if frames is None else frames.descended),
-            None if frames is None else frames.grouping, metric.importance, owned,
-        )  # fmt: skip
+            device,
+            metric.n,
+            upload_array(metric.columns),
+            upload_array(metric.u),
+            upload_array(metric.pivots),
+            upload_array(metric.h),
+            upload_array(metric.per_diagonal),
+            upload_array(metric.correction),
+            upload_array(metric.offset),
+            upload_array(None if groups is None else groups.feedback),
+            upload_array(None if groups is None else groups.descent),
+            None if groups is None else groups.grouping,
+            metric.importance,
+            owned,
+        )
     except BaseException:
         for address in owned:
             device.free(address)

@@ -1,4 +1,4 @@
-"""Rows of a file on their way over a card, encoded there with error feedback: the reference's bytes, then better ones.
+"""Conversion of rows of a file by a GPU with error feedback: the reference's bytes, then better ones.
 
     rows are uploaded, decoded, and looked through for values that are not finite, as all rows are (encode/pipeline.py)
     made for the reference, by its encoder; where targets are corrected, x + x M, and what is made of that to start from
@@ -19,9 +19,10 @@ from quantkit.kernels.cpu.feedback.options import Rounding
 from quantkit.kernels.cuda.core.device import Device, Launch
 from quantkit.kernels.cuda.core.kernel import Kernel
 from quantkit.kernels.cuda.encode import encode
-from quantkit.kernels.cuda.encode.pipeline import ALIGNED, HEAD, Form, Room, Slot, not_finite
+from quantkit.kernels.cuda.encode.pipeline import ALIGNED, HEAD, RowConversion, Slot, SlotMemory, not_finite
 from quantkit.kernels.cuda.feedback import factor, packing, products, rounding
 from quantkit.kernels.cuda.feedback.metric import DeviceMetric
+from quantkit.kernels.cuda.feedback.rows import RowAddresses
 from quantkit.kernels.cuda.unpack.dequantize import dequantize
 from quantkit.kernels.levels import levels_of
 from quantkit.types import BY_NAME, TensorType
@@ -34,69 +35,71 @@ U8 = npt.NDArray[np.uint8]
 _F32 = BY_NAME["F32"]
 
 
-class FedForm(NamedTuple):
-    """What rows are, and become with error feedback: those of one matrix of a form can go together.
+class FeedbackConversion(NamedTuple):
+    """Source and target of rows with error feedback; rows of one matrix and conversion form a batch.
 
     columns: of the metric; rows of more values are as many rows to it. corrected: whether targets are others than the
     rows. how: what is done.
     """
 
-    plain: Form
+    conversion: RowConversion
     columns: int
     corrected: bool
-    how: Rounding
+    rounding: Rounding
 
     @property
     def source(self) -> TensorType:
-        return self.plain.source
+        return self.conversion.source
 
     @property
     def target(self) -> TensorType:
-        return self.plain.target
+        return self.conversion.target
 
     @property
     def n(self) -> int:
-        return self.plain.n
+        return self.conversion.n
 
     @property
     def segments(self) -> int:
-        """Rows that go together have one metric."""
+        """The number of metrics of a batch: one."""
         return 1
 
     def kernels(self, weighted: Iterable[bool]) -> list[Kernel]:
         """Return the kernels that rows of this form need, and their metrics; weighted: as for a plain form."""
-        found = [*factor.kernels(), *packing.kernels(), *(products.kernels() if self.corrected else ())]
+        required = [*factor.kernels(), *packing.kernels(), *(products.kernels() if self.corrected else ())]
         if self.target.is_quantized:
-            return [*found, *self.plain.kernels(weighted), *_ask(self)]
-        found.append(not_finite(1).kernel)
-        return found if self.source is _F32 else [*found, dequantize(self.source, self.n, 1).kernel]
+            return [*required, *self.conversion.kernels(weighted), *_kernels_of(self)]
+        required.append(not_finite(1).kernel)
+        return required if self.source is _F32 else [*required, dequantize(self.source, self.n, 1).kernel]
 
     def put_tables(self, device: Device) -> None:
-        """Have what encoder and rounding look up on the device, where all lanes find it."""
+        """Upload the tables of encoder and rounding to the device, where all streams find them."""
         if self.target.is_quantized:
-            self.plain.put_tables(device)
-            _ask(self, device)
+            self.conversion.put_tables(device)
+            _kernels_of(self, device)
 
-    def room(self, rows: int) -> Room:
+    def memory(self, rows: int) -> SlotMemory:
         """Return the room that so many rows need."""
         nbytes, of_metric = rows * self.target.row_bytes(self.n), rows * self.n // self.columns
         out = HEAD + round_up(nbytes, ALIGNED) + 16 * of_metric
         values = 0 if self.source is _F32 else rows * self.n
         source = round_up(rows * self.source.row_bytes(self.n), 256)
         if not self.target.is_quantized:
-            return Room(source, 0, values, 0, out)
+            return SlotMemory(source, 0, values, 0, out)
         work = max(
             encode.working_bytes(self.target, rows, self.n),
-            rounding.working_bytes(self.target, of_metric, self.columns, self.how),
+            rounding.working_bytes(self.target, of_metric, self.columns, self.rounding),
         )
         corrected = self.corrected * (round_up(4 * rows * self.n, 256) + round_up(nbytes, 256))
-        return Room(source, 4 * self.n, values, corrected + round_up(work, 256), out)
+        return SlotMemory(source, 4 * self.n, values, corrected + round_up(work, 256), out)
 
 
-class _Asked:
-    """In place of a device: notes which kernels are launched. What they look up goes to the device, if there is one."""
+class _KernelRecorder:
+    """A stand-in for a device that records the kernels that are launched; tables go to the device, if there is one."""
 
-    name, capability, multiprocessors = "", 90, 1
+    name = ""
+    capability = 90
+    multiprocessors = 1
 
     def __init__(self, device: Device | None = None) -> None:
         self.owner, self.kernels = device or self, dict[Kernel, None]()
@@ -113,40 +116,42 @@ class _Asked:
     upload = zero = synchronize = _nothing
 
 
-def _ask(form: FedForm, device: Device | None = None) -> list[Kernel]:
-    """Return the kernels that rounding rows of a form launches, once what they look up is there."""
-    asked: Any = _Asked(device)
-    by = DeviceMetric(asked, form.columns, 0, 0, 0, 0, 0, grouping=levels_of(form.target).grouping)
-    rounding.round_rows(asked, form.target, 0, 1, 0, 0, 0, by, form.how, 0, 0, 0)
-    return list(asked.kernels)
+def _kernels_of(form: FeedbackConversion, device: Device | None = None) -> list[Kernel]:
+    """Return the kernels that rounding rows of a conversion launches, once their tables are there."""
+    recorder: Any = _KernelRecorder(device)
+    metric = DeviceMetric(recorder, form.columns, 0, 0, 0, 0, 0, grouping=levels_of(form.target).grouping)
+    rounding.round_rows(recorder, form.target, RowAddresses(1, 0, 0, 0, 0, 0), metric, form.rounding, 0)
+    return list(recorder.kernels)
 
 
-class Rows(NamedTuple):
+class RowRange(NamedTuple):
     """Rows of a matrix, as its metric counts them, and the first of them."""
 
-    number: int
+    rows: int
     first: int
 
 
-class FedSlot(Slot):
-    """A slot that also takes rows of such forms: ``bring``, and when they have a metric, ``feed``."""
+class FeedbackSlot(Slot):
+    """A slot that also encodes rows with error feedback: ``upload``, and once they have a metric, ``encode``."""
 
-    def bring(self, form: FedForm, rows: int) -> None:
+    def upload(self, form: FeedbackConversion, rows: int) -> None:
         """Send rows on their way: those at the beginning of ``source``. Then ``wait`` tells whether they are finite."""
-        self._rows_at = self._bring(form.plain, rows)
+        self._rows_at = self._load(form.conversion, rows)
         self._parts = []
-        self.device.start_download(self._out, self._made[:4])
+        self.device.start_download(self._out, self._download[:4])
 
-    def feed(self, form: FedForm, rows: Sequence[Rows], by: DeviceMetric, importance: F32) -> None:
-        """Encode the rows that were brought, all of one matrix, some behind others; then ``wait`` returns ``Fed``."""
-        d, x, n = self.device, self._rows_at, form.columns
-        of_metric = sum(some.number for some in rows)
+    def encode(self, form: FeedbackConversion, rows: Sequence[RowRange], metric: DeviceMetric, importance: F32) -> None:
+        """Encode the rows that were uploaded, all of one matrix; then ``wait`` returns bytes and losses."""
+        d = self.device
+        x = self._rows_at
+        n = form.columns
+        of_metric = sum(run.rows for run in rows)
         count, nbytes = of_metric * n // form.n, of_metric * n // form.n * form.target.row_bytes(form.n)
-        made, losses = self._out + HEAD, HEAD + round_up(nbytes, ALIGNED)
+        blocks, losses = self._out + HEAD, HEAD + round_up(nbytes, ALIGNED)
         weights = self._upload_importance(importance) if form.target.is_quantized else 0
         self._parts = [(HEAD, nbytes), (losses, 16 * of_metric)]
         if not form.target.is_quantized:
-            self._correct(x, rows, by, made)
+            self._correct(x, rows, metric, blocks)
             d.zero(self._out + losses, 16 * of_metric)
         else:
             target = start = 0
@@ -154,25 +159,23 @@ class FedSlot(Slot):
             if form.corrected:
                 target, start = work, work + round_up(4 * of_metric * n, 256)
                 work = start + round_up(nbytes, 256)
-                self._correct(x, rows, by, target)
+                self._correct(x, rows, metric, target)
                 encode.encode_rows(
-                    d, form.target, target, count, form.n, start, weights, work, search=form.plain.search
+                    d, form.target, target, count, form.n, start, weights, work, search=form.conversion.search
                 )
-            encode.encode_rows(d, form.target, x, count, form.n, made, weights, work, search=form.plain.search)
+            encode.encode_rows(d, form.target, x, count, form.n, blocks, weights, work, search=form.conversion.search)
             before = self._out + losses
-            rounding.round_rows(
-                d, form.target, x, of_metric, target or x, made, start or made, by, form.how, before,
-                before + 8 * of_metric, work,
-            )  # fmt: skip
-        d.start_download(self._out, self._made[: losses + 16 * of_metric])
+            addresses = RowAddresses(of_metric, target or x, blocks, start or blocks, before, before + 8 * of_metric)
+            rounding.round_rows(d, form.target, addresses, metric, form.rounding, work)
+        d.start_download(self._out, self._download[: losses + 16 * of_metric])
 
-    def _correct(self, x: int, rows: Sequence[Rows], by: DeviceMetric, out: int) -> None:
-        """Set ``out`` to what rows are to come near to; each has its own offset."""
-        apart, launches = 4 * by.n, []
-        for some in rows:
-            offset = by.offset + apart * some.first if by.offset else 0
-            launches.append(products.corrected(x, by.correction, offset, out, some.number, by.n))
-            x, out = x + apart * some.number, out + apart * some.number
+    def _correct(self, x: int, rows: Sequence[RowRange], metric: DeviceMetric, out: int) -> None:
+        """Set ``out`` to the targets of rows; each has its own offset."""
+        row_bytes, launches = 4 * metric.n, []
+        for run in rows:
+            offset = metric.offset + row_bytes * run.first if metric.offset else 0
+            launches.append(products.correct(x, metric.correction, offset, out, run.rows, metric.n))
+            x, out = x + row_bytes * run.rows, out + row_bytes * run.rows
         self.device.run(launches)
 
     def _upload_importance(self, importance: F32) -> int:
@@ -183,7 +186,7 @@ class FedSlot(Slot):
         return self._importance
 
 
-def losses_of(found: Sequence[U8]) -> tuple[F64, F64]:
-    """Return the losses before and after, by rows of the metric, of what ``wait`` returned."""
-    before, after = found[1].view(np.float64).reshape(2, -1)
+def losses_of(results: Sequence[U8]) -> tuple[F64, F64]:
+    """Return the losses before and after, by rows of the metric, of a result of ``wait``."""
+    before, after = results[1].view(np.float64).reshape(2, -1)
     return before, after

@@ -67,14 +67,14 @@ KERNEL(mirrored, 256) {
 // found = 1 if one of n doubles is NaN or infinite; else it stays. A block has PART of them.
 struct not_finite_sum_args {
     const double* x;
-    int32_t* found;
+    int32_t* flag;
     int64_t n;
 };
 
 KERNEL(not_finite_sum, 256) {
     const int64_t first = PART * (int64_t)blockIdx.x;
     for (int64_t i = first + threadIdx.x; i < first + PART && i < a.n; i += 256)
-        if (!(a.x[i] - a.x[i] == 0.0)) *a.found = 1;
+        if (!(a.x[i] - a.x[i] == 0.0)) *a.flag = 1;
 }
 
 // out = x + x M, plus offset where there is one: x, out and offset [rows][n], M packed (packing.cu). Products are added

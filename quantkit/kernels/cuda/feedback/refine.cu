@@ -8,7 +8,7 @@
 #include "feedback/sweeps.cuh"
 
 struct refine_args : tile_args {
-    int64_t passes, repeats, fits, beside;
+    int64_t passes, repeats, fits, neighbour_scales;
 };
 
 // Whether the window's part of the covariance, and all that is kept of a sub-block, lie in shared memory.
@@ -26,9 +26,9 @@ struct Lines {
 };
 
 // What threads tell each other of a sub-block, at the lane.
-struct Told {
-    float gt[ROWS], tt[ROWS], gs[ROWS], ts[ROWS], by[ROWS], by_low[ROWS], scale[ROWS], low[ROWS], inverse[ROWS];
-    int taken[ROWS];
+struct Broadcast {
+    float gt[ROWS], tt[ROWS], gs[ROWS], ts[ROWS], by[ROWS], by_minimum[ROWS], scale[ROWS], minimum[ROWS], inverse[ROWS];
+    int is_better[ROWS];
 };
 
 // What does not depend on rows: the sums of the columns of each sub-block's part of H, and of these.
@@ -38,14 +38,14 @@ struct Sums {
 
 struct Window {
     const refine_args& a;
-    const Book& book;
+    const Codebook& codebook;
     const float* factors;
     const Sums& sums;
     const Lines& of;
-    Told& told;
+    Broadcast& broadcast;
     const float* h;  // of the first column, strips `apart` floats apart
     int64_t apart;
-    int first, here, lane, warp;
+    int first, n_columns, lane, warp;
     float *levels, *v;
 
     // H from row k and column j on, both of the window.
@@ -57,10 +57,10 @@ struct Window {
     }
 
     // Tells all threads the scales of this lane's row.
-    __device__ __forceinline__ void tell(const Scales& s) const {
-        told.scale[lane] = s.scale();
-        told.low[lane] = s.of_sub(s.a.low);
-        told.inverse[lane] = s.of_sub(s.a.inverse);
+    __device__ __forceinline__ void broadcast_scales(const Scales& s) const {
+        broadcast.scale[lane] = s.scale();
+        broadcast.minimum[lane] = s.of_sub(s.a.minimum);
+        broadcast.inverse[lane] = s.of_sub(s.a.inverse);
     }
 
     __device__ __forceinline__ float dot(const float* x, const float* y) const {
@@ -79,9 +79,9 @@ struct Window {
 
     // Fits scale and minimum of the sub-block that begins with column `at` of the window.
     __device__ __forceinline__ void fit(const Scales& s, int at) const {
-        const float raised = s.raised();
+        const float shift = s.shift();
         float *const level = levels + (int64_t)ROWS * (first + at), *const value = v + (int64_t)ROWS * (first + at);
-        each([&](int, int i) { of.t[i] = level[i] + raised; });
+        each([&](int, int i) { of.t[i] = level[i] + shift; });
         __syncthreads();
         for (int j = OWN * warp; j < SPAN; j += WIDE) {
             Patch sum = {};
@@ -89,23 +89,25 @@ struct Window {
             sum.store(of.c + ROWS * j);
         }
         __syncthreads();
-        const bool two = a.minimum != FIXED;
-        if (warp == 0) told.gt[lane] = dot(of.t, of.own);
-        if (warp == 1) told.tt[lane] = dot(of.t, of.c);
-        if (warp == 2) told.gs[lane] = two ? sum(of.own) : 0.0f;
-        if (warp == 3) told.ts[lane] = two ? sum(of.c) : 0.0f;
+        const bool two = a.min_kind != FIXED;
+        if (warp == 0) broadcast.gt[lane] = dot(of.t, of.own);
+        if (warp == 1) broadcast.tt[lane] = dot(of.t, of.c);
+        if (warp == 2) broadcast.gs[lane] = two ? sum(of.own) : 0.0f;
+        if (warp == 3) broadcast.ts[lane] = two ? sum(of.c) : 0.0f;
         __syncthreads();
         if (warp == 0) {
-            const Two by = moved(s, told.gt[lane], -told.gs[lane], told.tt[lane], -told.ts[lane], two ? sums.sub[at / SPAN] : 0.0f);
-            told.by[lane] = -by.x;
-            told.by_low[lane] = by.y;
+            const Two by = moved(s, broadcast.gt[lane], -broadcast.gs[lane], broadcast.tt[lane], -broadcast.ts[lane],
+                                 two ? sums.sub[at / SPAN] : 0.0f);
+            broadcast.by[lane] = -by.x;
+            broadcast.by_minimum[lane] = by.y;
             s.settle();
-            tell(s);
+            broadcast_scales(s);
         }
         __syncthreads();
-        const float scale = told.scale[lane], low = told.low[lane], x = told.by[lane], y = told.by_low[lane];
+        const float scale = broadcast.scale[lane], minimum = broadcast.minimum[lane], x = broadcast.by[lane],
+                    y = broadcast.by_minimum[lane];
         each([&](int k, int i) {
-            value[i] = scale * level[i] - low;
+            value[i] = scale * level[i] - minimum;
             float now = __fmaf_rn(of.c[i], x, of.own[i]);
             if (two) now = __fmaf_rn(y, sums.column[at + k], now);
             of.own[i] = now;
@@ -115,7 +117,7 @@ struct Window {
 
     // Chooses the levels of that sub-block, one after the other.
     __device__ __forceinline__ void descend(int at) const {
-        const float scale = told.scale[lane], low = told.low[lane], inverse = told.inverse[lane];
+        const float scale = broadcast.scale[lane], minimum = broadcast.minimum[lane], inverse = broadcast.inverse[lane];
         for (int part = 0; part < SPAN; part += OWN) {
             float* const g = of.own + ROWS * part + lane;
             if (part / OWN % WARPS == warp) {
@@ -130,7 +132,7 @@ struct Window {
                 const float* factor = strips(at + part, at + part);
 #pragma unroll
                 for (int i = 0; i < OWN; i++) {
-                    const Chosen chosen = choose(__fmaf_rn(own[i], step[i], value[i]), scale, low, inverse, book);
+                    const Chosen chosen = choose(__fmaf_rn(own[i], step[i], value[i]), scale, minimum, inverse, codebook);
                     const float change = value[i] - chosen.value;
                     levels[begin + ROWS * i] = chosen.level;
                     v[begin + ROWS * i] = chosen.value;
@@ -164,7 +166,7 @@ struct Window {
     }
 
     // By how much the loss has fallen since that sub-block's values were `old`.
-    __device__ __forceinline__ float gained(int at) const {
+    __device__ __forceinline__ float loss_reduction(int at) const {
         float total = 0;
         const float* value = v + (int64_t)ROWS * (first + at) + lane;
 #pragma unroll 4
@@ -185,18 +187,18 @@ struct Window {
         });
     }
 
-    // Keeps the levels and values of that sub-block's rows that are taken.
-    __device__ __forceinline__ void take(int at) const {
+    // Saves the levels and values of that sub-block's rows that are better.
+    __device__ __forceinline__ void save_levels(int at) const {
         const float *level = levels + (int64_t)ROWS * (first + at), *value = v + (int64_t)ROWS * (first + at);
-        if (told.taken[lane])
+        if (broadcast.is_better[lane])
             each([&](int, int i) {
                 of.best[i] = level[i];
                 of.best[ROWS * SPAN + i] = value[i];
             });
     }
 
-    // Sets those that were kept last.
-    __device__ __forceinline__ void take_back(int at) const {
+    // Restores those saved last.
+    __device__ __forceinline__ void restore_levels(int at) const {
         float *level = levels + (int64_t)ROWS * (first + at), *value = v + (int64_t)ROWS * (first + at);
         each([&](int, int i) {
             level[i] = of.best[i];
@@ -204,25 +206,26 @@ struct Window {
         });
     }
 
-    // Visits that sub-block: first with the scale it has, then, `beside`, with both neighbours of what was found, of
+    // Visits that sub-block: first with the scale it has, then, `neighbour_scales`, with both neighbours of what was found, of
     // which the best is taken.
     __device__ __forceinline__ void visit(int at) const {
         const Scales s(a, factors, (first + at) / SPAN, lane);
         const float* value = v + (int64_t)ROWS * (first + at);
-        const bool beside = a.beside && a.kind != FIXED;
+        const bool neighbour_scales = a.neighbour_scales && a.scale_kind != FIXED;
         each([&](int, int i) {
             of.old[i] = value[i];
             of.own[i] = of.g[ROWS * at + i];
         });
-        if (warp == 0) tell(s);
+        if (warp == 0) broadcast_scales(s);
         __syncthreads();
         float best = 0;
-        Kept found = {}, kept = {};
-        for (int step = 0; step < (beside ? 3 : 1); step++) {
+        Candidate of_first = {}, best_candidate = {};
+        for (int step = 0; step < (neighbour_scales ? 3 : 1); step++) {
             if (step) {
                 if (warp == 0) {
-                    recall(s, {found.scale, kept.m, kept.dmin, found.place}, step == 1 ? -1 : 1);
-                    tell(s);
+                    set_scale(s, {of_first.scale, best_candidate.m, best_candidate.dmin, of_first.factor_index},
+                              step == 1 ? -1 : 1);
+                    broadcast_scales(s);
                 }
                 begin(at);
                 __syncthreads();
@@ -231,29 +234,29 @@ struct Window {
                 if (step ? i == 1 : a.fits) fit(s, at);
                 descend(at);
             }
-            if (beside) {
+            if (neighbour_scales) {
                 if (warp == 0) {
-                    const float now = gained(at);
+                    const float now = loss_reduction(at);
                     const bool better = step == 0 || now > best;
                     if (better) {
                         best = now;
-                        kept = remembered(s);
+                        best_candidate = candidate_of(s);
                     }
-                    if (step == 0) found = kept;
-                    told.taken[lane] = better;
+                    if (step == 0) of_first = best_candidate;
+                    broadcast.is_better[lane] = better;
                 }
                 __syncthreads();
-                take(at);
+                save_levels(at);
             }
         }
-        if (beside) {
-            if (warp == 0) recall(s, kept, 0);
-            take_back(at);
+        if (neighbour_scales) {
+            if (warp == 0) set_scale(s, best_candidate, 0);
+            restore_levels(at);
             __syncthreads();
         }
         each([&](int, int i) { of.old[i] = of.old[i] - value[i]; });
         __syncthreads();
-        for (int j = OWN * warp; j < here; j += WIDE) add(of.g + ROWS * j, strips(at, j), of.old, SPAN);
+        for (int j = OWN * warp; j < n_columns; j += WIDE) add(of.g + ROWS * j, strips(at, j), of.old, SPAN);
         __syncthreads();
     }
 };
@@ -261,9 +264,9 @@ struct Window {
 KERNEL(refine, 128) {
     __shared__ __align__(16) Chunk chunks[2];  // between products, what changes in a window
     __shared__ __align__(16) float near[SMALL ? WIDE / STRIP * NEAR_APART : STRIP];
-    __shared__ Book book;
+    __shared__ Codebook codebook;
     __shared__ Sums sums;
-    __shared__ Told told;
+    __shared__ Broadcast broadcast;
     __shared__ double gain[ROWS];
     __shared__ float factors[MOST_FACTORS];
     static_assert(!SMALL || sizeof(chunks) >= (WIDTH + CHANGING) * ROWS * sizeof(float), "there is room");
@@ -272,43 +275,43 @@ KERNEL(refine, 128) {
     float *v = of_tile(a.v, n), *e = of_tile(a.e, n), *before = of_tile(a.scratch, LINES), *best = before + WIDTH * ROWS;
     float *const g = SMALL ? chunks[0].a[0] : best + 2 * SPAN * ROWS, *const changing = g + WIDTH * ROWS;
     const Lines lines = {g, changing, changing + SPAN * ROWS, changing + 2 * SPAN * ROWS, changing + 3 * SPAN * ROWS, best};
-    read_book(book, a.book);
+    read_codebook(codebook, a.codebook);
     for (int i = threadIdx.x; i < a.factor_count; i += TILE_THREADS) factors[i] = a.factors[i];
     if (warp == 0) gain[lane] = 0;
     for (int k = warp; k < n; k += WARPS) e[ROWS * k + lane] = x[ROWS * k + lane] - v[ROWS * k + lane];
     for (int first = 0; first < n; first += WIDTH) {
-        const int here = min(WIDTH, n - first);
+        const int n_columns = min(WIDTH, n - first);
         const float* h = a.h + (int64_t)first * n;
         if (SMALL)
-            for (int i = threadIdx.x; i < here / STRIP * here; i += TILE_THREADS)
-                copy_async<16>(near + i / here * NEAR_APART + i % here * STRIP,
-                               h + ((int64_t)(i / here) * n + first + i % here) * STRIP);
-        for (int j = 0; j < here; j += WIDE) {
+            for (int i = threadIdx.x; i < n_columns / STRIP * n_columns; i += TILE_THREADS)
+                copy_async<16>(near + i / n_columns * NEAR_APART + i % n_columns * STRIP,
+                               h + ((int64_t)(i / n_columns) * n + first + i % n_columns) * STRIP);
+        for (int j = 0; j < n_columns; j += WIDE) {
             float sum[OWN] = {};
-            multiply(sum, h + (int64_t)j * n, n, e, n, min(WIDE, here - j), chunks);
+            multiply(sum, h + (int64_t)j * n, n, e, n, min(WIDE, n_columns - j), chunks);
             const int own = j + OWN * warp;
-            if (own < here)
+            if (own < n_columns)
 #pragma unroll
                 for (int i = 0; i < OWN; i++) g[ROWS * (own + i) + lane] = before[ROWS * (own + i) + lane] = sum[i];
         }
         copy_wait();
         __syncthreads();
         const Window window = {a,
-                               book,
+                               codebook,
                                factors,
                                sums,
                                lines,
-                               told,
+                               broadcast,
                                SMALL ? near : h + (int64_t)first * STRIP,
                                SMALL ? NEAR_APART : (int64_t)n * STRIP,
                                first,
-                               here,
+                               n_columns,
                                lane,
                                warp,
                                of_tile(a.levels, n),
                                v};
-        if (a.minimum != FIXED) {
-            for (int j = threadIdx.x; j < here; j += TILE_THREADS) {
+        if (a.min_kind != FIXED) {
+            for (int j = threadIdx.x; j < n_columns; j += TILE_THREADS) {
                 const float* column = window.strips(j / SPAN * SPAN, j) + j % STRIP;
                 float one = 0;
 #pragma unroll 4
@@ -316,7 +319,7 @@ KERNEL(refine, 128) {
                 sums.column[j] = one;
             }
             __syncthreads();
-            if (threadIdx.x < here / SPAN) {
+            if (threadIdx.x < n_columns / SPAN) {
                 float total = 0;
 #pragma unroll 4
                 for (int k = 0; k < SPAN; k++) total = total + sums.column[SPAN * threadIdx.x + k];
@@ -325,8 +328,8 @@ KERNEL(refine, 128) {
             __syncthreads();
         }
         for (int pass = 0; pass < a.passes; pass++)
-            for (int at = 0; at < here; at += SPAN) window.visit(at);
-        in_turn(here, [&](int part) {
+            for (int at = 0; at < n_columns; at += SPAN) window.visit(at);
+        in_turn(n_columns, [&](int part) {
             double total = gain[lane];
 #pragma unroll 4
             for (int i = 0; i < OWN; i++) {

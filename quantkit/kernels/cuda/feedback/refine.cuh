@@ -18,15 +18,15 @@ struct Scales {
     template <typename T> __device__ __forceinline__ T& of_sub(T* all) const { return of_tile(all, a.n / a.span)[at]; }
     __device__ __forceinline__ float& scale() const { return of_sub(a.scale); }
     __device__ __forceinline__ float& m() const { return of_sub(a.m); }
-    __device__ __forceinline__ float raised() const { return of_sub(a.raised); }
-    __device__ __forceinline__ int32_t& place() const { return of_sub(a.place); }
+    __device__ __forceinline__ float shift() const { return of_sub(a.shift); }
+    __device__ __forceinline__ int32_t& factor_index() const { return of_sub(a.factor_index); }
     __device__ __forceinline__ float& d() const { return of_tile(a.d, a.n / a.span / a.per_d)[up]; }
     __device__ __forceinline__ float& dmin() const { return of_tile(a.dmin, a.n / a.span / a.per_d)[up]; }
 
-    // low and inverse, of what has been found.
+    // minimum and inverse, of what has been found.
     __device__ __forceinline__ void settle() const {
         const float now = scale();
-        of_sub(a.low) = dmin() * m() - now * raised();
+        of_sub(a.minimum) = dmin() * m() - now * shift();
         of_sub(a.inverse) = fabsf(now) > 1.1754944e-38f ? 1.0f / now : 0.0f;
     }
 };
@@ -45,40 +45,41 @@ INLINE Two least(float gt, float gs, float tt, float ts, float ss) {
 
 INLINE float as_half(float x) { return half_to_float(float_to_half(x)); }
 
-// The place of the factor next to one, in ascending ones.
-INLINE int nearest_factor(const float* factors, int count, float wanted) {
-    int place = 0, end = count;
-    while (place < end) {
-        const int middle = place + ((end - place) >> 1);
-        if (factors[middle] >= wanted) end = middle;
-        else place = middle + 1;
+// The factor_index of the factor next to one, in ascending ones.
+INLINE int nearest_factor(const float* factors, int count, float target) {
+    int factor_index = 0, end = count;
+    while (factor_index < end) {
+        const int middle = factor_index + ((end - factor_index) >> 1);
+        if (factors[middle] >= target) end = middle;
+        else factor_index = middle + 1;
     }
-    if (place > 0 && (place == count || wanted - factors[place - 1] < factors[place] - wanted)) place--;
-    return place;
+    if (factor_index > 0 && (factor_index == count || target - factors[factor_index - 1] < factors[factor_index] - target))
+        factor_index--;
+    return factor_index;
 }
 
-// Sets scale and minimum to the best values; returns by how much scale and low change. low gains y; `raised` is left to
+// Sets scale and minimum to the best values; returns by how much scale and minimum change. minimum gains y; `shift` is left to
 // the caller.
 INLINE Two moved(const Scales& s, float gt, float gs, float tt, float ts, float ss) {
-    const float now = s.scale(), d = s.d(), dmin = s.a.minimum != FIXED ? s.dmin() : 0.0f, m_now = s.m();
-    if (s.a.minimum == FIXED || (s.a.minimum == INTEGER && dmin == 0.0f)) gs = ts = ss = 0.0f;
+    const float now = s.scale(), d = s.d(), dmin = s.a.min_kind != FIXED ? s.dmin() : 0.0f, m_now = s.m();
+    if (s.a.min_kind == FIXED || (s.a.min_kind == INTEGER && dmin == 0.0f)) gs = ts = ss = 0.0f;
     const Two best = least(gt, gs, tt, ts, ss);
     float x = best.x, y = best.y, half = 0, m = 0;
-    int place = 0;
-    const bool by_factor = s.a.kind == INTEGER && d != 0.0f;
+    int factor_index = 0;
+    const bool by_factor = s.a.scale_kind == INTEGER && d != 0.0f;
     if (by_factor) {
-        place = nearest_factor(s.factors, (int)s.a.factor_count, (now + x) / d);
-        x = d * s.factors[place] - now;
-    } else if (s.a.kind == HALF) {
+        factor_index = nearest_factor(s.factors, (int)s.a.factor_count, (now + x) / d);
+        x = d * s.factors[factor_index] - now;
+    } else if (s.a.scale_kind == HALF) {
         half = as_half(now + x);
         x = half - now;
     } else x = 0.0f;
     if (ss > 0.0f) {
         y = (gs - x * ts) / ss;
-        if (s.a.minimum == INTEGER) {
+        if (s.a.min_kind == INTEGER) {
             m = rintf(m_now + y / dmin);
             m = m > 0.0f ? m : 0.0f;
-            m = m < (float)(int)s.a.most ? m : (float)(int)s.a.most;
+            m = m < (float)(int)s.a.max_m ? m : (float)(int)s.a.max_m;
             y = dmin * (m - m_now);
         } else {
             m = as_half(dmin + y);
@@ -87,33 +88,33 @@ INLINE Two moved(const Scales& s, float gt, float gs, float tt, float ts, float 
     } else y = 0.0f;
     if (!(x * (x * tt + 2.0f * (y * ts - gt)) + y * (y * ss - 2.0f * gs) < 0.0f)) return {0.0f, 0.0f};
     if (by_factor) {
-        s.place() = place;
-        s.scale() = d * s.factors[place];
-    } else if (s.a.kind == HALF) s.d() = s.scale() = half;
-    if (ss > 0.0f) (s.a.minimum == INTEGER ? s.m() : s.dmin()) = m;
+        s.factor_index() = factor_index;
+        s.scale() = d * s.factors[factor_index];
+    } else if (s.a.scale_kind == HALF) s.d() = s.scale() = half;
+    if (ss > 0.0f) (s.a.min_kind == INTEGER ? s.m() : s.dmin()) = m;
     return {x, y};
 }
 
-// A scale and a minimum that are kept.
-struct Kept {
+// A scale and a minimum that were tried.
+struct Candidate {
     float scale, m, dmin;
-    int place;
+    int factor_index;
 };
 
-INLINE Kept remembered(const Scales& s) { return {s.scale(), s.m(), s.dmin(), s.place()}; }
+INLINE Candidate candidate_of(const Scales& s) { return {s.scale(), s.m(), s.dmin(), s.factor_index()}; }
 
-// Sets them again, with the factor `step` places away.
-INLINE void recall(const Scales& s, const Kept& kept, int step) {
-    float scale = kept.scale;
-    if (s.a.minimum == INTEGER) s.m() = kept.m;
-    else if (s.a.minimum == HALF) s.dmin() = kept.dmin;
-    if (s.a.kind == INTEGER) {
-        int place = kept.place;
+// Sets them again, with the factor `step` factor_indices away.
+INLINE void set_scale(const Scales& s, const Candidate& to, int step) {
+    float scale = to.scale;
+    if (s.a.min_kind == INTEGER) s.m() = to.m;
+    else if (s.a.min_kind == HALF) s.dmin() = to.dmin;
+    if (s.a.scale_kind == INTEGER) {
+        int factor_index = to.factor_index;
         if (step != 0) {
-            place = min(max(place + step, 0), (int)s.a.factor_count - 1);
-            scale = s.d() * s.factors[place];
+            factor_index = min(max(factor_index + step, 0), (int)s.a.factor_count - 1);
+            scale = s.d() * s.factors[factor_index];
         }
-        s.place() = place;
+        s.factor_index() = factor_index;
     } else s.d() = scale = as_half(scale * (1.0f + (float)step / 32.0f));
     s.scale() = scale;
     s.settle();

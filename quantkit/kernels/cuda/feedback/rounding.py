@@ -16,9 +16,16 @@ from quantkit.kernels.cuda.feedback.fields import Tables, tables, tables_on
 from quantkit.kernels.cuda.feedback.groups import group_launches, group_lines, has_room
 from quantkit.kernels.cuda.feedback.metric import DeviceMetric
 from quantkit.kernels.cuda.feedback.refine import refine, scratch_lines
-from quantkit.kernels.cuda.feedback.rows import keep, launch, read_scales, sub_blocks_of_d, to_lanes, write
-from quantkit.kernels.cuda.feedback.sweeps import feed, is_even, residuals
-from quantkit.kernels.cuda.feedback.tiles import ROWS, tiles
+from quantkit.kernels.cuda.feedback.rows import (
+    RowAddresses,
+    keep,
+    launch,
+    read_scales,
+    sub_blocks_of_d,
+    to_lanes,
+    write,
+)
+from quantkit.kernels.cuda.feedback.sweeps import ROWS, error_feedback, is_even, residuals, tiles
 from quantkit.kernels.cuda.unpack.dequantize import OUTPUTS, dequantize
 from quantkit.kernels.levels import Levels, all_levels, levels_of
 from quantkit.types import TensorType
@@ -28,124 +35,143 @@ _ALIGNED = 256
 
 
 def can_round(t: TensorType, capability: int = 90) -> bool:
-    """Tell whether rows of a type are rounded by devices of a compute capability."""
-    return (of := all_levels().get(t.name)) is not None and (of.grid is None or has_room(t, capability))
+    """Return whether rows of a type are rounded by devices of a compute capability."""
+    return (layout := all_levels().get(t.name)) is not None and (layout.grid is None or has_room(t, capability))
 
 
-def working_bytes(t: TensorType, rows: int, n: int, how: Rounding | None = None) -> int:
-    """Return the bytes that ``round_rows`` needs for rows of n values of type ``t``; how: by default ``Rounding()``."""
-    return sum(_room(_levels_of(t), rows, n, how or Rounding()).values())
+def working_bytes(t: TensorType, rows: int, n: int, rounding: Rounding | None = None) -> int:
+    """Return the bytes that ``round_rows`` needs for rows of n values of type ``t``."""
+    return sum(_room(_levels_of(t), rows, n, rounding or Rounding()).values())
 
 
 def _levels_of(t: TensorType) -> Levels:
     if not can_round(t):
-        raise TypeNotSupported(f"levels of {t} cannot be chosen by a CUDA device in this version")
+        raise TypeNotSupported(f"levels of {t} cannot be chosen by a CUDA device in this version", "QK-E302")
     return levels_of(t)
 
 
-def _room(of: Levels, rows: int, n: int, how: Rounding) -> dict[str, int]:
+def _room(layout: Levels, rows: int, n: int, rounding: Rounding) -> dict[str, int]:
     """Return the bytes of each array of rows, in the order in which they lie in working memory."""
-    line, lines = 4 * ROWS * tiles(rows), group_lines(of, n) if of.grid else _lines(of, n, how)
+    line, lines = 4 * ROWS * tiles(rows), group_lines(layout, n) if layout.grid else _lines(layout, n, rounding)
     return {name: round_up(line * count, _ALIGNED) for name, count in lines.items()}
 
 
-def _lines(of: Levels, n: int, how: Rounding) -> dict[str, int]:
+def _lines(layout: Levels, n: int, rounding: Rounding) -> dict[str, int]:
     """Return how many lines of a tile each array has."""
-    subs = n // of.span
+    subs = n // layout.span
     lines = dict.fromkeys(("x", "levels", "v", "e"), n)
-    lines |= dict.fromkeys(("scale", "low", "inverse", "m", "raised", "place"), subs)
-    lines |= dict.fromkeys(("d", "dmin"), subs // sub_blocks_of_d(of, n))
-    return lines | {"loss": 2, "better": 1, "scratch": scratch_lines(of, how)}
+    lines |= dict.fromkeys(("scale", "minimum", "inverse", "m", "shift", "factor_index"), subs)
+    lines |= dict.fromkeys(("d", "dmin"), subs // sub_blocks_of_d(layout, n))
+    return lines | {"loss": 2, "better": 1, "scratch": scratch_lines(layout, rounding)}
 
 
 def round_rows(
     device: Device,
     t: TensorType,
-    x: int,
-    rows: int,
-    target: int,
-    made: int,
-    start: int,
-    by: DeviceMetric,
-    how: Rounding,
-    before: int,
-    after: int,
+    x: RowAddresses,
+    metric: DeviceMetric,
+    rounding: Rounding,
     work: int,
 ) -> None:
-    """Launch what improves the bytes of rows.
+    """Launch the kernels that improve the bytes of rows.
 
-    All are addresses: x and target f32 [rows, n], what encoders were given and what values shall come near to, which
-    may be x; made uint8 [rows, row bytes], the reference's bytes, improved in place; start: bytes to begin with, made
-    for the target, which may be ``made``; before and after f64 [rows], the losses of the reference's bytes and of the
-    best; work: room for ``working_bytes``, 256-byte aligned.
+    work: the address of ``working_bytes`` bytes, 256-byte aligned.
 
     Raises:
         TypeNotSupported: this type's rows are rounded by a CPU only.
     """
-    of, at = _levels_of(t), dict[str, int]()
-    for name, nbytes in _room(of, rows, by.n, how).items():
-        at[name], work = work, work + nbytes
-    launches = group_launches if of.grid else _launches
-    device.run(launches(device, of, rows, target, made, start, by, how, before, after, at))
+    layout, addresses = _levels_of(t), dict[str, int]()
+    for name, nbytes in _room(layout, x.rows, metric.n, rounding).items():
+        addresses[name], work = work, work + nbytes
+    launches = group_launches if layout.grid else _launches
+    device.run(launches(device, layout, x, metric, rounding, addresses))
 
 
 def _launches(
-    device: Device, of: Levels, rows: int, target: int, made: int, start: int, by: DeviceMetric, how: Rounding,
-    before: int, after: int, at: dict[str, int],
-) -> list[Launch]:  # fmt: skip
-    n, on = by.n, tables_on(device, of.type)
+    device: Device,
+    layout: Levels,
+    x: RowAddresses,
+    metric: DeviceMetric,
+    rounding: Rounding,
+    addresses: dict[str, int],
+) -> list[Launch]:
+    rows, n, on = x.rows, metric.n, tables_on(device, layout.type)
     run = partial(launch, rows=rows)
-    tile = _tile_arguments(on, of, rows, by, at)
-    even = is_even(of.codebook)
-    more = {"passes": how.passes, "repeats": how.repeats, "fits": int(how.fits), "beside": int(how.looks_beside(n))}
-    each = [run(feed(rows, even), **tile)]
-    each += [run(refine(rows, of, how), **tile, **more)] * how.sweeps_of(n)
-    each += [keep(rows, after, at, 1 - MARGIN), write(on, of, rows, n, made, at)]
+    tile = _tile_arguments(on, layout, rows, metric, addresses)
+    even = is_even(layout.codebook)
+    options = {
+        "passes": rounding.passes,
+        "repeats": rounding.repeats,
+        "fits": int(rounding.fits),
+        "neighbour_scales": int(rounding.tries_neighbour_scales(n)),
+    }
+    round_ = [run(error_feedback(rows, even), **tile)]
+    round_ += [run(refine(rows, layout, rounding), **tile, **options)] * rounding.sweeps_of(n)
+    round_ += [keep(rows, x.after, addresses, 1 - MARGIN), write(on, layout, rows, n, x.blocks, addresses)]
     return [
-        to_lanes(rows, n, target, at["x"]),
-        *_reference(of, rows, n, made, at),
-        run(residuals(rows, even), **tile, before=before, best=after),
-        read_scales(on, of, rows, n, start, at),
-        *each * how.rounds_of(n),
+        to_lanes(rows, n, x.target, addresses["x"]),
+        *_reference(layout, rows, n, x.blocks, addresses),
+        run(residuals(rows, even), **tile, before=x.before, best=x.after),
+        read_scales(on, layout, rows, n, x.start, addresses),
+        *round_ * rounding.rounds_of(n),
     ]
 
 
-def _reference(of: Levels, rows: int, n: int, made: int, at: dict[str, int]) -> list[Launch]:
-    """Return what sets v to the values of the reference's bytes; they take the way over ``levels``."""
-    decode, row_bytes = dequantize(of.type, n, rows), of.type.row_bytes(n)
+def _reference(layout: Levels, rows: int, n: int, blocks: int, addresses: dict[str, int]) -> list[Launch]:
+    """Return the launches that set v to the values of the reference's bytes; they take the way over ``levels``."""
+    decode, row_bytes = dequantize(layout.type, n, rows), layout.type.row_bytes(n)
     return [
-        launch(decode, w=made, row_bytes=row_bytes, rows=rows, n=n, out=at["levels"], out_stride=4 * n,
+        launch(decode, w=blocks, row_bytes=row_bytes, rows=rows, n=n, out=addresses["levels"], out_stride=4 * n,
                to=OUTPUTS.index("f32")),
-        to_lanes(rows, n, at["levels"], at["v"]),
+        to_lanes(rows, n, addresses["levels"], addresses["v"]),
     ]  # fmt: skip
 
 
-def _tile_arguments(on: Tables, of: Levels, rows: int, by: DeviceMetric, at: dict[str, int]) -> dict[str, int]:
+def _kind(is_integer: bool, is_half: bool) -> int:
+    if is_integer:
+        return INTEGER
+    return HALF if is_half else FIXED
+
+
+def _tile_arguments(
+    on: Tables, layout: Levels, rows: int, metric: DeviceMetric, addresses: dict[str, int]
+) -> dict[str, int]:
     """Return the arguments of all kernels over tiles (sweeps.cuh)."""
-    per_d = sub_blocks_of_d(of, by.n)
-    own = per_d == 1 and of.has_half_scales
-    kind = INTEGER if of.scale is not None else HALF if own and of.d else FIXED
-    minimum = INTEGER if of.minimum is not None else HALF if own and of.dmin else FIXED
-    most = 0 if of.minimum is None else (1 << of.minimum.shape[1]) - 1
+    per_d = sub_blocks_of_d(layout, metric.n)
+    own_scales = per_d == 1 and layout.has_half_scales
+    scale_kind = _kind(layout.scale is not None, own_scales and bool(layout.d))
+    min_kind = _kind(layout.minimum is not None, own_scales and bool(layout.dmin))
+    max_m = 0 if layout.minimum is None else (1 << layout.minimum.shape[1]) - 1
     arrays = (
         "x",
         "levels",
         "v",
         "e",
         "scale",
-        "low",
+        "minimum",
         "inverse",
         "m",
-        "raised",
+        "shift",
         "d",
         "dmin",
         "scratch",
-        "place",
+        "factor_index",
         "loss",
     )
     return {
-        "columns": by.columns, "u": by.u, "pivots": by.pivots, "h": by.h, "per_diagonal": by.per_diagonal,
-        "book": on.book, "factors": on.factors, **{name: at[name] for name in arrays}, "n": by.n,
-        "span": of.span, "per_d": per_d, "kind": kind, "minimum": minimum, "most": most,
-        "factor_count": len(tables(of.type).factors),
-    }  # fmt: skip
+        "columns": metric.columns,
+        "u": metric.u,
+        "pivots": metric.pivots,
+        "h": metric.h,
+        "per_diagonal": metric.per_diagonal,
+        "codebook": on.codebook,
+        "factors": on.factors,
+        **{name: addresses[name] for name in arrays},
+        "n": metric.n,
+        "span": layout.span,
+        "per_d": per_d,
+        "scale_kind": scale_kind,
+        "min_kind": min_kind,
+        "max_m": max_m,
+        "factor_count": len(tables(layout.type).factors),
+    }

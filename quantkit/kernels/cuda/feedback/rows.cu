@@ -26,14 +26,14 @@ KERNEL(to_lanes, 128) {
 }
 
 // Fields are arrays [fields][bits] of bit positions; bits is 0 where there are none. Those of factors, minimums and shifts
-// are of a block; d and dmin too, or of the row's header, of `header` bytes. places: of the factor of each s. The rest is
+// are of a block; d and dmin too, or of the row's header, of `header` bytes. factor_indices: of the factor of each s. The rest is
 // what is set: tile_args says what it is. super: sub-blocks of a super-block, block: those of a block.
 struct read_scales_args {
     const uint8_t* bytes;
-    const int32_t *factor_fields, *minimum_fields, *shift_fields, *d_field, *dmin_field, *places;
+    const int32_t *factor_fields, *minimum_fields, *shift_fields, *d_field, *dmin_field, *factor_indices;
     const float* factors;
-    float *scale, *low, *inverse, *m, *raised, *d, *dmin;
-    int32_t* place;
+    float *scale, *minimum, *inverse, *m, *shift, *d, *dmin;
+    int32_t* factor_index;
     int64_t rows, row_bytes, block_bytes, header, subs, super, block;
     int64_t factor_bits, minimum_bits, shift_bits, d_bits, dmin_bits, by_row, added;
     double by;
@@ -54,20 +54,20 @@ KERNEL(read_scales, 128) {
             a.d[up] = d;
             a.dmin[up] = dmin;
         }
-        int place = 0;
-        float scale = d, m = a.dmin_bits ? 1.0f : 0.0f, raised = 0;
+        int factor_index = 0;
+        float scale = d, m = a.dmin_bits ? 1.0f : 0.0f, shift = 0;
         if (a.factor_bits) {
-            place = a.places[field_of(block, a.factor_fields + item * a.factor_bits, (int)a.factor_bits)];
-            scale = d * a.factors[place];
+            factor_index = a.factor_indices[field_of(block, a.factor_fields + item * a.factor_bits, (int)a.factor_bits)];
+            scale = d * a.factors[factor_index];
         }
         if (a.minimum_bits) m = (float)(int)field_of(block, a.minimum_fields + item * a.minimum_bits, (int)a.minimum_bits);
         if (a.shift_bits)
-            raised = (float)(int)field_of(block, a.shift_fields + item * a.shift_bits, (int)a.shift_bits) * (float)a.by;
-        a.place[at] = place;
+            shift = (float)(int)field_of(block, a.shift_fields + item * a.shift_bits, (int)a.shift_bits) * (float)a.by;
+        a.factor_index[at] = factor_index;
         a.scale[at] = scale;
         a.m[at] = m;
-        a.raised[at] = raised;
-        a.low[at] = (a.dmin_bits ? dmin * m : 0.0f) - scale * raised;
+        a.shift[at] = shift;
+        a.minimum[at] = (a.dmin_bits ? dmin * m : 0.0f) - scale * shift;
         a.inverse[at] = fabsf(scale) > 1.17549435e-38f ? 1.0f / scale : 0.0f;
     }
 }
@@ -91,11 +91,12 @@ KERNEL(keep, 128) {
 }
 
 // sources: of each bit of a row's header, then of a block's (fields.cuh). level_codes: by level & 255; 0 where levels are
-// the integers of groups, bit by bit. factor_codes: by place. The rest is as above. Bits that are of nothing stay as they are.
+// the integers of groups, bit by bit. factor_codes: by factor_index. The rest is as above. Bits that are of nothing stay as they
+// are.
 struct write_args {
     uint8_t* bytes;
-    const int32_t *better, *sources, *level_codes, *factor_codes, *place;
-    const float *levels, *m, *raised, *d, *dmin;
+    const int32_t *better, *sources, *level_codes, *factor_codes, *factor_index;
+    const float *levels, *m, *shift, *d, *dmin;
     int64_t rows, n, row_bytes, block_bytes, header, subs, super, block, values, d_bits, dmin_bits, added;
 };
 
@@ -107,9 +108,9 @@ INLINE uint32_t stored(const write_args& a, const Source& of, int64_t block) {
         if (!a.level_codes) return __float_as_uint(a.levels[at]);
         return (uint32_t)a.level_codes[(int)a.levels[at] & 255];
     }
-    if (of.kind == FACTOR) return (uint32_t)a.factor_codes[a.place[sub]];
+    if (of.kind == FACTOR) return (uint32_t)a.factor_codes[a.factor_index[sub]];
     if (of.kind == MINIMUM) return (uint32_t)(int)a.m[sub];
-    if (of.kind == SHIFT) return a.raised[sub] != 0.0f;
+    if (of.kind == SHIFT) return a.shift[sub] != 0.0f;
     const int64_t supers = a.subs / a.super, up = (blockIdx.x * supers + block * a.block / a.super + of.item) * ROWS + lane_here();
     if (of.kind == D) return bits_of(a.d[up], (int)a.d_bits);
     return bits_of(a.added ? -a.dmin[up] : a.dmin[up], (int)a.dmin_bits);

@@ -3,27 +3,27 @@
 #pragma once
 #include "feedback/tiles.cuh"
 
-// Tile after tile: levels, v, g, e, c [n][ROWS]; raised: what is added to levels, place: of the factor in ``factors``,
+// Tile after tile: levels, v, g, e, c [n][ROWS]; shift: what is added to levels, factor_index: of the factor in ``factors``,
 // ascending, [n / span][ROWS]; d [n / super][ROWS]. half: d is a half float. e and c are scratch.
 struct fit_args {
-    const float *h, *factors, *levels, *raised;
+    const float *h, *factors, *levels, *shift;
     float *v, *g, *e, *c, *d;
-    int32_t* place;
+    int32_t* factor_index;
     int64_t n, span, super, factor_count, half;
 };
 
 const int MOST_SPAN = 32;
 
-// The place of the factor of least loss, from that of ``place`` on.
-INLINE int best_place(const float* factors, int count, int place, float d, float slope, float curvature) {
-    const float wanted = factors[place] + slope / (curvature * d);
+// The factor_index of the factor of least loss, from that of ``factor_index`` on.
+INLINE int best_factor_index(const float* factors, int count, int factor_index, float d, float slope, float curvature) {
+    const float target = factors[factor_index] + slope / (curvature * d);
     int best = 0, last = count;
     while (best < last) {  // the first that is not less; behind all for what is not a number
         const int middle = (best + last) / 2;
-        if (!(factors[middle] >= wanted)) best = middle + 1;
+        if (!(factors[middle] >= target)) best = middle + 1;
         else last = middle;
     }
-    if (best > 0 && (best == count || wanted - factors[best - 1] < factors[best] - wanted)) best--;
+    if (best > 0 && (best == count || target - factors[best - 1] < factors[best] - target)) best--;
     return best;
 }
 
@@ -74,13 +74,13 @@ INLINE void move_gradient(const fit_args& a, int begin, float* g, FactorRoom& s)
 INLINE void fit_factors(const fit_args& a, FactorRoom& s) {
     const int n = (int)a.n, span = (int)a.span, subs = n / span, per = (int)(a.super / a.span);
     const int lane = lane_here(), warp = warp_here();
-    const float *levels = of_tile(a.levels, n), *raised = of_tile(a.raised, subs), *d = of_tile(a.d, n / (int)a.super);
+    const float *levels = of_tile(a.levels, n), *shift = of_tile(a.shift, subs), *d = of_tile(a.d, n / (int)a.super);
     float *v = of_tile(a.v, n), *g = of_tile(a.g, n);
-    int32_t* places = of_tile(a.place, subs);
+    int32_t* factor_indices = of_tile(a.factor_index, subs);
 #pragma unroll 1
     for (int sub = 0; sub < subs; sub++) {
         const int begin = sub * span;
-        for (int i = warp; i < span; i += WARPS) s.t[i][lane] = levels[ROWS * (begin + i) + lane] + raised[ROWS * sub + lane];
+        for (int i = warp; i < span; i += WARPS) s.t[i][lane] = levels[ROWS * (begin + i) + lane] + shift[ROWS * sub + lane];
         __syncthreads();
         if (STRIP * warp < span) {
             float sum[STRIP] = {};
@@ -91,13 +91,13 @@ INLINE void fit_factors(const fit_args& a, FactorRoom& s) {
         __syncthreads();
         if (warp == 0) {
             const float slope = dot_lines(s.t[0], g + ROWS * begin, 0, span), curvature = dot_lines(s.t[0], s.c[0], 0, span);
-            const float each = d[ROWS * (sub / per) + lane];
+            const float d_of_row = d[ROWS * (sub / per) + lane];
             float by = 0;
-            if (each != 0.0f && curvature > 0.0f) {
-                const int place = places[ROWS * sub + lane];
-                const int best = best_place(a.factors, (int)a.factor_count, place, each, slope, curvature);
-                by = each * (a.factors[best] - a.factors[place]);
-                places[ROWS * sub + lane] = best;
+            if (d_of_row != 0.0f && curvature > 0.0f) {
+                const int factor_index = factor_indices[ROWS * sub + lane];
+                const int best = best_factor_index(a.factors, (int)a.factor_count, factor_index, d_of_row, slope, curvature);
+                by = d_of_row * (a.factors[best] - a.factors[factor_index]);
+                factor_indices[ROWS * sub + lane] = best;
             }
             s.by[lane] = by;
         }
@@ -129,12 +129,12 @@ INLINE float change_of_d(float d, float gt, float tt, bool half) {
 INLINE void fit_super_scales(const fit_args& a, SuperRoom& s) {
     const int n = (int)a.n, span = (int)a.span, super = (int)a.super, subs = n / span, supers = n / super;
     const int lane = lane_here(), warp = warp_here();
-    const float *levels = of_tile(a.levels, n), *raised = of_tile(a.raised, subs);
-    const int32_t* places = of_tile(a.place, subs);
+    const float *levels = of_tile(a.levels, n), *shift = of_tile(a.shift, subs);
+    const int32_t* factor_indices = of_tile(a.factor_index, subs);
     float *v = of_tile(a.v, n), *g = of_tile(a.g, n), *t = of_tile(a.e, n), *c = of_tile(a.c, n), *d = of_tile(a.d, supers);
     for (int k = warp; k < n; k += WARPS) {
         const int sub = ROWS * (k / span) + lane;
-        t[ROWS * k + lane] = a.factors[places[sub]] * (levels[ROWS * k + lane] + raised[sub]);
+        t[ROWS * k + lane] = a.factors[factor_indices[sub]] * (levels[ROWS * k + lane] + shift[sub]);
     }
 #pragma unroll 1
     for (int which = 0; which < supers; which++) {

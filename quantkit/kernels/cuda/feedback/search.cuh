@@ -1,6 +1,6 @@
 // The point of a grid nearest to a target, in the metric of a group's covariance: the twin of search.py, which says how.
 // Half a warp searches for a row, a lane a root, or a child: the sixteen of a line. Both halves take the same way, so that
-// a warp's lanes can wait for each other. Macros: those of books.py; HELD, of how many nodes the losses of children are
+// a warp's lanes can wait for each other. Macros: those of codebook_tree.py; HELD, of how many nodes the losses of children are
 // remembered: those of others are computed again.
 #pragma once
 #include "core/device.cuh"
@@ -12,13 +12,13 @@ const int LINE = LANES * SIZE;
 // No child is nearer.
 INLINE float far_away() { return __int_as_float(0x7f800000); }
 
-struct Book {
+struct GridTree {
     const float* roots;
     const uint8_t *lines, *signs;
 };
 
 // A code, -1 if there is none, and its loss.
-struct Found {
+struct ScoredPoint {
     int code;
     float loss;
 };
@@ -39,8 +39,8 @@ INLINE int longer_of_two(int count) { return max(count, __shfl_xor_sync(FULL, co
 INLINE float of_byte(uint32_t word, int i) { return __uint_as_float(__byte_perm(word, 0x4b000000u, 0x7440 + i)) - 8388736.0f; }
 
 // The values of a lane of a line, with the signs of a pattern.
-INLINE void child_of(const Book& book, int line, int lane, int pattern, float (&c)[SIZE]) {
-    const uint8_t* at = book.lines + (line * LANES + lane) * SIZE;
+INLINE void child_of(const GridTree& tree, int line, int lane, int pattern, float (&c)[SIZE]) {
+    const uint8_t* at = tree.lines + (line * LANES + lane) * SIZE;
 #if SIZE == 2
     const uint32_t words[1] = {*(const uint16_t*)at};
 #elif SIZE == 4
@@ -49,7 +49,7 @@ INLINE void child_of(const Book& book, int line, int lane, int pattern, float (&
     const uint2 both = *(const uint2*)at;
     const uint32_t words[2] = {both.x, both.y};
 #endif
-    const uint32_t signs = PATTERNS > 1 ? book.signs[pattern] : 0;
+    const uint32_t signs = PATTERNS > 1 ? tree.signs[pattern] : 0;
 #pragma unroll
     for (int i = 0; i < SIZE; i++) {
         c[i] = of_byte(words[i / 4], i % 4);
@@ -58,9 +58,9 @@ INLINE void child_of(const Book& book, int line, int lane, int pattern, float (&
 }
 
 // The levels of a point.
-INLINE void point_levels(const Book& book, int code, float (&c)[SIZE]) {
+INLINE void point_levels(const GridTree& tree, int code, float (&c)[SIZE]) {
     const int point = code & ((1 << POINT_BITS) - 1);
-    child_of(book, FIRST_OF_POINTS + (point >> 4), point & 15, code >> POINT_BITS, c);
+    child_of(tree, FIRST_OF_POINTS + (point >> 4), point & 15, code >> POINT_BITS, c);
 #pragma unroll
     for (int i = 0; i < SIZE; i++) c[i] = c[i] * UNIT;
 }
@@ -99,9 +99,9 @@ INLINE int place_in_line(int lane, int axis) {
 }
 
 // The squared distance of a lane's child; t is -T, on and above the diagonal.
-INLINE float score(const Book& book, int first, int bits, int node, const float (&t)[SIZE][SIZE], const float (&z)[SIZE]) {
+INLINE float score(const GridTree& tree, int first, int bits, int node, const float (&t)[SIZE][SIZE], const float (&z)[SIZE]) {
     float c[SIZE], squares[SIZE];
-    child_of(book, first + (node & ((1 << bits) - 1)), lane_of_16(), node >> bits, c);
+    child_of(tree, first + (node & ((1 << bits) - 1)), lane_of_16(), node >> bits, c);
 #pragma unroll
     for (int j = 0; j < SIZE; j++) {
         float rest = z[j];
@@ -118,8 +118,8 @@ INLINE float score(const Book& book, int first, int bits, int node, const float 
 
 // The same of a height's node, the last's unless said otherwise.
 const int LAST_BITS = HEIGHTS ? HEIGHT_BITS >> 4 * (HEIGHTS ? HEIGHTS - 1 : 0) : 0;
-INLINE float score_of_points(const Book& book, int node, const float (&t)[SIZE][SIZE], const float (&z)[SIZE]) {
-    return score(book, FIRST_OF_POINTS, LAST_BITS, node, t, z);
+INLINE float score_of_points(const GridTree& tree, int node, const float (&t)[SIZE][SIZE], const float (&z)[SIZE]) {
+    return score(tree, FIRST_OF_POINTS, LAST_BITS, node, t, z);
 }
 
 // ---- down the tree
@@ -144,15 +144,15 @@ INLINE float limit_of(float least) {
 }
 
 // List the children of a node that are near; the number of nodes in the list.
-INLINE int keep(int kept, bool is_near, int first_child, int* list) {
+INLINE int keep(int count, bool is_near, int first_child, int* list) {
     const unsigned near = ballot_of_16(is_near);
-    const int at = kept + __popc(near & ((1u << lane_of_16()) - 1));
+    const int at = count + __popc(near & ((1u << lane_of_16()) - 1));
     if (is_near && at < MOST - 2) list[at] = first_child + lane_of_16();
-    return min(kept + __popc(near), MOST - 2);
+    return min(count + __popc(near), MOST - 2);
 }
 
 // The best lane, the first of those alike, and its code; ``now`` if there is none.
-INLINE Found pick(float best, int code, int now) {
+INLINE ScoredPoint pick(float best, int code, int now) {
     int lane = lane_of_16();
 #pragma unroll
     for (int step = LANES / 2; step; step /= 2) {
@@ -186,8 +186,8 @@ INLINE void nearest_root(const float* table, int first, int count, const float (
 }
 #else
 // A near point of a class, or ``now`` unless it is -1. table: T^T times the roots; room: ROW_ROOM words.
-INLINE Found search(const Book& book, const float* table, const float (&t)[SIZE][SIZE], const float (&z)[SIZE], int of_class,
-                    int now, int* room) {
+INLINE ScoredPoint search(const GridTree& tree, const float* table, const float (&t)[SIZE][SIZE], const float (&z)[SIZE],
+                          int of_class, int now, int* room) {
     float losses[LINES], least = far_away();
     table += LINE * LINES * of_class;
 #pragma unroll
@@ -196,19 +196,19 @@ INLINE Found search(const Book& book, const float* table, const float (&t)[SIZE]
         least = least < losses[line] ? least : losses[line];
     }
     float limit = limit_of(least);
-    int *nodes = room, *other = room + MOST, kept = 0, first = 0;
+    int *nodes = room, *other = room + MOST, count = 0, first = 0;
 #pragma unroll
-    for (int line = 0; line < LINES; line++) kept = keep(kept, losses[line] <= limit, LANES * (LINES * of_class + line), nodes);
+    for (int line = 0; line < LINES; line++) count = keep(count, losses[line] <= limit, LANES * (LINES * of_class + line), nodes);
     __syncwarp();
 #if HEIGHTS > 1
     float* held = (float*)(room + 2 * MOST) + lane_of_16();
 #pragma unroll 1
     for (int height = 0; height < HEIGHTS - 1; height++) {
-        const int bits = HEIGHT_BITS >> 4 * height & 15, longer = longer_of_two(kept);
+        const int bits = HEIGHT_BITS >> 4 * height & 15, longer = longer_of_two(count);
         least = far_away();
 #pragma unroll 1
-        for (int i = 0; i < kept; i++) {
-            const float loss = score(book, first, bits, nodes[i], t, z);
+        for (int i = 0; i < count; i++) {
+            const float loss = score(tree, first, bits, nodes[i], t, z);
             if (i < HELD) held[LANES * i] = loss;
             least = least < loss ? least : loss;
         }
@@ -217,27 +217,27 @@ INLINE Found search(const Book& book, const float* table, const float (&t)[SIZE]
         int more = 0;
 #pragma unroll 1
         for (int i = 0; i < longer; i++) {
-            const int node = i < kept ? nodes[i] : 0;
-            bool is_near = i < kept;
-            if (is_near) is_near = (i < HELD ? held[LANES * i] : score(book, first, bits, node, t, z)) <= limit;
+            const int node = i < count ? nodes[i] : 0;
+            bool is_near = i < count;
+            if (is_near) is_near = (i < HELD ? held[LANES * i] : score(tree, first, bits, node, t, z)) <= limit;
             more = keep(more, is_near, LANES * node, other);
         }
         __syncwarp();
         int* const swapped = nodes;
-        nodes = other, other = swapped, kept = more;
+        nodes = other, other = swapped, count = more;
         first += 1 << bits;
     }
 #endif
     if (now >= 0) {
-        if (lane_of_16() == 0) nodes[kept] = now >> 4;
-        kept++;
+        if (lane_of_16() == 0) nodes[count] = now >> 4;
+        count++;
     }
     __syncwarp();
     float best = far_away();
     int code = 0;
 #pragma unroll 1
-    for (int i = 0; i < kept; i++) {
-        const float loss = score_of_points(book, nodes[i], t, z);
+    for (int i = 0; i < count; i++) {
+        const float loss = score_of_points(tree, nodes[i], t, z);
         const bool less = loss < best;
         best = less ? loss : best;
         code = less ? LANES * nodes[i] : code;
@@ -247,7 +247,7 @@ INLINE Found search(const Book& book, const float* table, const float (&t)[SIZE]
 }
 
 // The loss of the point of a code.
-INLINE float loss_of(const Book& book, const float (&t)[SIZE][SIZE], const float (&z)[SIZE], int code) {
-    return __shfl_sync(FULL, score_of_points(book, code >> 4, t, z), code & 15, LANES);
+INLINE float loss_of(const GridTree& tree, const float (&t)[SIZE][SIZE], const float (&z)[SIZE], int code) {
+    return __shfl_sync(FULL, score_of_points(tree, code >> 4, t, z), code & 15, LANES);
 }
 #endif

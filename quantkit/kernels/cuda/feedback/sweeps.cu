@@ -1,7 +1,7 @@
 // Sweeps over the columns of tiles, in the order in which columns are visited: a block of threads has a tile.
 // Macros: EVEN (sweeps.cuh).
 //
-//     feed         chooses all levels with error feedback, and sets the loss
+//     error_feedback         chooses all levels with error feedback, and sets the loss
 //     residuals    sets e and the loss of values that are there
 //
 // Columns are visited WIDE at a time. What those before give them is a product, of which each warp has OWN columns; then
@@ -9,16 +9,16 @@
 #define BLOCKS_AT_ONCE 3
 #include "feedback/sweeps.cuh"
 
-struct feed_args : tile_args {};
+struct error_feedback_args : tile_args {};
 // before, best: the loss of each row, f64 [rows].
 struct residuals_args : tile_args {
     double *before, *best;
 };
 
-KERNEL(feed, 128) {
+KERNEL(error_feedback, 128) {
     __shared__ __align__(16) Chunk chunks[2];
     __shared__ __align__(16) float near[WIDE / STRIP][NEAR_APART];  // the matrix's part of these columns
-    __shared__ Book book;
+    __shared__ Codebook codebook;
     __shared__ double loss[ROWS];
     __shared__ int order[WIDE];
     // Between products, of these columns, [WIDE][ROWS] each.
@@ -26,24 +26,24 @@ KERNEL(feed, 128) {
     static_assert(sizeof(chunks) >= 3 * WIDE * ROWS * sizeof(float), "there is room");
     const int n = (int)a.n, lane = lane_here(), warp = warp_here(), shift = __ffs((int)a.span) - 1;
     const int subs = n >> shift;
-    const float *x = of_tile(a.x, n), *scale = of_tile(a.scale, subs), *low = of_tile(a.low, subs);
+    const float *x = of_tile(a.x, n), *scale = of_tile(a.scale, subs), *minimum = of_tile(a.minimum, subs);
     const float* inverse = of_tile(a.inverse, subs);
     float *levels = of_tile(a.levels, n), *v = of_tile(a.v, n), *e = of_tile(a.e, n);
-    read_book(book, a.book);
+    read_codebook(codebook, a.codebook);
     if (warp == 0) loss[lane] = 0;
     for (int begin = 0; begin < n; begin += WIDE) {
-        const int here = min(WIDE, n - begin), first = begin + OWN * warp;
+        const int n_columns = min(WIDE, n - begin), first = begin + OWN * warp;
         const bool any = first < n;
-        for (int i = threadIdx.x; i < here / STRIP * here; i += TILE_THREADS)
-            copy_async<16>(near[i / here] + STRIP * (i % here),
-                           a.u + ((int64_t)(begin / STRIP + i / here) * n + begin + i % here) * STRIP);
-        if (threadIdx.x < WIDE) order[threadIdx.x] = (int)threadIdx.x < here ? a.columns[begin + threadIdx.x] : 0;
+        for (int i = threadIdx.x; i < n_columns / STRIP * n_columns; i += TILE_THREADS)
+            copy_async<16>(near[i / n_columns] + STRIP * (i % n_columns),
+                           a.u + ((int64_t)(begin / STRIP + i / n_columns) * n + begin + i % n_columns) * STRIP);
+        if (threadIdx.x < WIDE) order[threadIdx.x] = (int)threadIdx.x < n_columns ? a.columns[begin + threadIdx.x] : 0;
         __syncthreads();
         const int* at = order + OWN * warp;
-        float sum[OWN], own_scale[OWN], own_low[OWN];
+        float sum[OWN], own_scale[OWN], own_minimum[OWN];
 #pragma unroll
         for (int i = 0; i < OWN; i++) sum[i] = x[ROWS * at[i] + lane];
-        multiply(sum, a.u + (int64_t)begin * n, n, e, begin, here, chunks);
+        multiply(sum, a.u + (int64_t)begin * n, n, e, begin, n_columns, chunks);
         copy_wait();
         __syncthreads();
 #pragma unroll
@@ -51,17 +51,17 @@ KERNEL(feed, 128) {
             const int sub = ROWS * (at[i] >> shift) + lane, own = ROWS * (OWN * warp + i) + lane;
             own_x[own] = x[ROWS * at[i] + lane];
             own_scale[i] = scale[sub];
-            own_low[i] = low[sub];
+            own_minimum[i] = minimum[sub];
             own_inverse[own] = inverse[sub];
         }
-        for (int part = 0; part < here; part += OWN) {
+        for (int part = 0; part < n_columns; part += OWN) {
             if (part == OWN * warp) {
                 double total = loss[lane];
                 const float* factors = near[part / STRIP] + STRIP * part;
 #pragma unroll
                 for (int i = 0; i < OWN; i++) {
                     const int own = ROWS * (part + i) + lane;
-                    const Chosen chosen = choose(sum[i], own_scale[i], own_low[i], own_inverse[own], book);
+                    const Chosen chosen = choose(sum[i], own_scale[i], own_minimum[i], own_inverse[own], codebook);
                     const float c = sum[i] - chosen.value, error = own_x[own] - chosen.value;
                     levels[ROWS * at[i] + lane] = chosen.level;
                     v[ROWS * at[i] + lane] = chosen.value;
@@ -98,10 +98,10 @@ KERNEL(residuals, 128) {
     }
     if (warp == 0) loss[lane] = 0;
     for (int begin = 0; begin < n; begin += WIDE) {
-        const int here = min(WIDE, n - begin);
+        const int n_columns = min(WIDE, n - begin);
         float sum[OWN] = {};
-        multiply(sum, a.u + (int64_t)begin * n, n, e, begin + here, here, chunks);
-        in_turn(here, [&](int first) {
+        multiply(sum, a.u + (int64_t)begin * n, n, e, begin + n_columns, n_columns, chunks);
+        in_turn(n_columns, [&](int first) {
             double total = loss[lane];
 #pragma unroll
             for (int i = 0; i < OWN; i++) total = total + (double)a.pivots[begin + first + i] * ((double)sum[i] * (double)sum[i]);

@@ -5,44 +5,44 @@
 #pragma once
 #include "feedback/tiles.cuh"
 
-// What kernels over tiles take, tile after tile. u, h: packed; x, levels, v, e: [n][ROWS]; scale, low, inverse, m, raised
-// and place: [n / span][ROWS], place: of the factor in `factors`; d, dmin: [n / span / per_d][ROWS]; loss: [ROWS]. m and
-// dmin are 0 if there are no minimums. kind, minimum: what is fitted (refine.cuh). scratch: see refine.cu.
+// What kernels over tiles take, tile after tile. u, h: packed; x, levels, v, e: [n][ROWS]; scale, minimum, inverse, m, shift
+// and factor_index: [n / span][ROWS], factor_index: of the factor in `factors`; d, dmin: [n / span / per_d][ROWS]; loss: [ROWS]. m
+// and dmin are 0 if there are no minimums. scale_kind, min_kind: what is fitted (refine.cuh). scratch: see refine.cu.
 struct tile_args {
     const int32_t* columns;
-    const float *u, *pivots, *h, *per_diagonal, *book, *factors;
-    float *x, *levels, *v, *e, *scale, *low, *inverse, *m, *raised, *d, *dmin, *scratch;
-    int32_t* place;
+    const float *u, *pivots, *h, *per_diagonal, *codebook, *factors;
+    float *x, *levels, *v, *e, *scale, *minimum, *inverse, *m, *shift, *d, *dmin, *scratch;
+    int32_t* factor_index;
     double* loss;
-    int64_t rows, n, span, per_d, kind, minimum, most, factor_count;
+    int64_t rows, n, span, per_d, scale_kind, min_kind, max_m, factor_count;
 };
 
 // Levels, ascending: the first, their distance and 1 over it where that is one, how many; otherwise where each but the
 // first begins, then all; `half`: half of them, rounded up to a power of two.
 const int MOST_LEVELS = 64;
-struct Book {
+struct Codebook {
     float first, apart, inverse, last;
     int half, unused[3];
     float ends[MOST_LEVELS], levels[MOST_LEVELS];
 };
-static_assert(sizeof(Book) == 4 * (8 + 2 * MOST_LEVELS), "sweeps.py packs it");
+static_assert(sizeof(Codebook) == 4 * (8 + 2 * MOST_LEVELS), "sweeps.py packs it");
 
-// Copies a book to shared memory; it is there after a barrier.
-INLINE void read_book(Book& to, const float* from) {
-    for (int i = threadIdx.x; i < (int)(sizeof(Book) / 4); i += blockDim.x) ((float*)&to)[i] = from[i];
+// Copies a codebook to shared memory; it is there after a barrier.
+INLINE void read_codebook(Codebook& to, const float* from) {
+    for (int i = threadIdx.x; i < (int)(sizeof(Codebook) / 4); i += blockDim.x) ((float*)&to)[i] = from[i];
 }
 
 // The level next to y.
-INLINE float nearest(float y, const Book& book) {
+INLINE float nearest(float y, const Codebook& codebook) {
 #if EVEN
-    float rank = rintf((y - book.first) * book.inverse);
+    float rank = rintf((y - codebook.first) * codebook.inverse);
     rank = rank > 0.0f ? rank : 0.0f;
-    rank = rank < book.last ? rank : book.last;
-    return __fmaf_rn(rank, book.apart, book.first);
+    rank = rank < codebook.last ? rank : codebook.last;
+    return __fmaf_rn(rank, codebook.apart, codebook.first);
 #else
     int rank = 0;
-    for (int half = book.half; half; half >>= 1) rank += y > book.ends[rank + half - 1] ? half : 0;
-    return book.levels[rank];
+    for (int half = codebook.half; half; half >>= 1) rank += y > codebook.ends[rank + half - 1] ? half : 0;
+    return codebook.levels[rank];
 #endif
 }
 
@@ -51,9 +51,9 @@ struct Chosen {
 };
 
 // The level next to x, and its value.
-INLINE Chosen choose(float x, float scale, float low, float inverse, const Book& book) {
-    const float level = nearest((x + low) * inverse, book);
-    return {level, scale * level - low};
+INLINE Chosen choose(float x, float scale, float minimum, float inverse, const Codebook& codebook) {
+    const float level = nearest((x + minimum) * inverse, codebook);
+    return {level, scale * level - minimum};
 }
 
 // The four elements at row k, columns j to j + 3, of strips in shared memory.

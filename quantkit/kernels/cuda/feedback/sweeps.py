@@ -1,6 +1,6 @@
-"""Sweeps over tiles in the order in which columns are visited: sweeps.cu.
+"""Tiles of rows on a device (tiles.cuh), and sweeps over their columns in order: sweeps.cu.
 
-    feed         chooses all levels with error feedback; sets levels, v, e and loss
+    error_feedback         chooses all levels with error feedback; sets levels, v, e and loss
     residuals    before best    sets e, and the loss of v, f64 [rows], in both
 
 Besides, both take the arguments of all tiles (sweeps.cuh).
@@ -14,27 +14,33 @@ import numpy as np
 import numpy.typing as npt
 
 from quantkit.kernels.cuda.core.kernel import Kernel, Shape
-from quantkit.kernels.cuda.feedback.tiles import tiles
 from quantkit.kernels.levels import all_levels
 
 F32 = npt.NDArray[np.float32]
+#: Rows of a tile; columns that a block of threads multiplies at once, and those of them that a warp does.
+ROWS, WIDE = 32, 64
 _FILE = "feedback/sweeps.cu"
-#: Levels of a book whose distances differ.
+#: Levels of a codebook whose distances differ.
 _MOST = 64
 
 
+def tiles(rows: int) -> int:
+    """Return how many tiles rows are."""
+    return -(-rows // ROWS)
+
+
 def is_even(levels: F32) -> bool:
-    """Tell whether levels are equally far from each other."""
+    """Return whether levels are equally far from each other."""
     return len(set(np.diff(np.unique(levels)).tolist())) == 1
 
 
-def book_of(levels: F32) -> F32:
-    """Return levels as sweeps.cuh reads them (Book), as 32-bit words."""
+def codebook(levels: F32) -> F32:
+    """Return levels as sweeps.cuh reads them (Codebook), as 32-bit words."""
     ascending = np.unique(levels).astype(np.float32)
     out = np.zeros(8 + 2 * _MOST, np.float32)
     if is_even(levels):
-        apart = ascending[1] - ascending[0]
-        out[:4] = ascending[0], apart, np.float32(1) / apart, len(ascending) - 1
+        step = ascending[1] - ascending[0]
+        out[:4] = ascending[0], step, np.float32(1) / step, len(ascending) - 1
         return out
     out[0] = ascending[0]
     out[4:5].view(np.int32)[:] = 1 << (len(ascending) - 1).bit_length() >> 1
@@ -45,18 +51,18 @@ def book_of(levels: F32) -> F32:
     return out
 
 
-def feed(rows: int, even: bool) -> Shape:
-    """Return how to choose the levels of rows."""
-    return Shape(Kernel(_FILE, "feed").bind(EVEN=int(even)), (tiles(rows), 1, 1))
+def error_feedback(rows: int, even: bool) -> Shape:
+    """Return the kernel and grid that choose the levels of rows."""
+    return Shape(Kernel(_FILE, "error_feedback").bind(EVEN=int(even)), (tiles(rows), 1, 1))
 
 
 def residuals(rows: int, even: bool) -> Shape:
-    """Return how to compute the loss of rows."""
+    """Return the kernel and grid that compute the loss of rows."""
     return Shape(Kernel(_FILE, "residuals").bind(EVEN=int(even)), (tiles(rows), 1, 1))
 
 
 def kernels() -> Iterator[Kernel]:
     """Yield every kernel of this file."""
-    for even in sorted({is_even(of.codebook) for of in all_levels().values() if of.grid is None}):
-        yield feed(1, even).kernel
+    for even in sorted({is_even(layout.codebook) for layout in all_levels().values() if layout.grid is None}):
+        yield error_feedback(1, even).kernel
         yield residuals(1, even).kernel

@@ -59,8 +59,8 @@ KERNEL(compress, 64) {
             if (a.overlap) first = load_sums(state + 3 * width, width), before = load_sums(state + 6 * width, width);
         }
         const int64_t at = wide - width + column;
-        const Sums here = {a.score[wide * t + at] + a.ape[wide * i + at], 1.0f, a.kv[wide * t + at]};
-        own = i ? both(own, here) : here;
+        const Sums sums = {a.score[wide * t + at] + a.ape[wide * i + at], 1.0f, a.kv[wide * t + at]};
+        own = i ? both(own, sums) : sums;
         if (a.overlap) {
             const Sums half = {a.score[wide * t + column] + a.ape[wide * i + column], 1.0f, a.kv[wide * t + column]};
             first = i ? both(first, half) : half;

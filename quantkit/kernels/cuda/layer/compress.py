@@ -8,7 +8,7 @@ from quantkit.kernels.cuda.core.kernel import Kernel, Shape
 
 
 def compress(width: int) -> Shape:
-    """Return how to make rows of ``width`` columns, for any number of tokens."""
+    """Return the kernel and grid that make rows of ``width`` columns, for any number of tokens."""
     return Shape(Kernel("layer/compress.cu", "compress"), (-(-width // 64), 1, 1))
 
 

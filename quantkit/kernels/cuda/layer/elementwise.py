@@ -27,12 +27,12 @@ PART = 1024
 
 
 def over_all(kernel: Kernel, width: int, rows: int) -> Shape:
-    """Return how to launch a kernel that takes all elements in order."""
+    """Return the shape of a kernel that takes all elements in order."""
     return Shape(kernel, (max(1, -(-width * rows // PART)), 1, 1))
 
 
 def over_rows(kernel: Kernel, width: int, rows: int) -> Shape:
-    """Return how to launch a kernel whose blocks are (row, part of the columns)."""
+    """Return the shape of a kernel whose blocks are (row, part of the columns)."""
     return Shape(kernel, (max(1, rows), -(-width // PART), 1))
 
 
@@ -59,7 +59,7 @@ select_outputs = _over(over_rows, "select_outputs")
 
 
 def lookup(width: int, rows: int) -> Shape:
-    """Return how to launch ``lookup``."""
+    """Return the kernel and grid of ``lookup``."""
     return Shape(Kernel(FILE, "lookup"), (max(1, -(-rows * width // 256)), 1, 1))
 
 

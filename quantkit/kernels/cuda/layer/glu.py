@@ -1,4 +1,4 @@
-"""Activation functions and gated linear units on the device: functions.cuh (what fused products include), glu.cu.
+"""Activation functions and gated linear units on the device: functions.cuh (which fused products include), glu.cu.
 
     glu(activation, ...)       gate up out width gate_width rows alpha gate_limit act_limit up_limit
                                up 0: gate's rows hold both halves, 2 * width columns, the gate first (gate_width: width)
@@ -16,7 +16,16 @@ from quantkit.kernels.cuda.layer.elementwise import over_all, over_rows
 from quantkit.kernels.parameters import Activation
 
 _KINDS = (
-    *("silu", "gelu", "gelu_erf", "gelu_quick", "relu", "relu_sqr", "sigmoid", "softplus", "swiglu_oai", "linear"),
+    "silu",
+    "gelu",
+    "gelu_erf",
+    "gelu_quick",
+    "relu",
+    "relu_sqr",
+    "sigmoid",
+    "softplus",
+    "swiglu_oai",
+    "linear",
 )
 #: The numbers of functions.cuh, for the macro ACTIVATION.
 ACTIVATIONS = {kind: number for number, kind in enumerate(_KINDS)}
@@ -34,12 +43,12 @@ def _kernel(name: str, kind: str) -> Kernel:
 
 
 def glu(activation: Activation, width: int, rows: int) -> Shape:
-    """Return how to gate ``rows`` of ``width`` columns of out."""
+    """Return the kernel and grid that gate ``rows`` of ``width`` columns of out."""
     return over_rows(_kernel("glu", activation.kind), width, rows)
 
 
 def activate(activation: Activation, width: int, rows: int) -> Shape:
-    """Return how to apply an activation to ``rows``."""
+    """Return the kernel and grid that apply an activation to ``rows``."""
     return over_all(_kernel("activate", activation.kind), width, rows)
 
 

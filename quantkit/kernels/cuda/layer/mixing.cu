@@ -45,9 +45,9 @@ KERNEL(to_length, 256) {
     const int64_t row = blockIdx.x;
     if (row >= a.rows) return;
     const int64_t at = row * a.width + blockIdx.y * a.group;
-    const float wanted = sqrtf((float)sum_of_squares(a.like + row * a.group, a.group, 0.0f, parts));
+    const float target = sqrtf((float)sum_of_squares(a.like + row * a.group, a.group, 0.0f, parts));
     const float own = sqrtf((float)sum_of_squares(a.x + at, a.group, 0.0f, parts));
-    for (int64_t i = threadIdx.x; i < a.group; i += 256) a.out[at + i] = a.x[at + i] * wanted / own;
+    for (int64_t i = threadIdx.x; i < a.group; i += 256) a.out[at + i] = a.x[at + i] * target / own;
 }
 
 // x has n groups of `group` columns, base and out width / group; a row of weights n for each of these.

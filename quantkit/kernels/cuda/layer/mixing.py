@@ -23,27 +23,27 @@ FILE = "layer/mixing.cu"
 
 
 def exceed(rows: int) -> Shape:
-    """Return how to launch ``exceed``: a block per row."""
+    """Return the kernel and grid of ``exceed``: a block per row."""
     return Shape(Kernel(FILE, "exceed"), (max(1, rows), 1, 1))
 
 
 def to_length(groups: int, rows: int) -> Shape:
-    """Return how to launch ``to_length`` for ``groups`` of columns a row: a block per group."""
+    """Return the kernel and grid of ``to_length`` for ``groups`` of columns a row: a block per group."""
     return Shape(Kernel(FILE, "to_length"), (max(1, rows), groups, 1))
 
 
 def mix(width: int, rows: int) -> Shape:
-    """Return how to launch ``mix``; width: columns of out."""
+    """Return the kernel and grid of ``mix``; width: columns of out."""
     return over_rows(Kernel(FILE, "mix"), width, rows)
 
 
 def lerp(width: int, rows: int) -> Shape:
-    """Return how to launch ``lerp``; width: columns of out."""
+    """Return the kernel and grid of ``lerp``; width: columns of out."""
     return over_rows(Kernel(FILE, "lerp"), width, rows)
 
 
 def bonus(heads: int) -> Shape:
-    """Return how to launch ``bonus`` for ``heads`` of all rows: a warp each."""
+    """Return the kernel and grid of ``bonus`` for ``heads`` of all rows: a warp each."""
     return Shape(Kernel(FILE, "bonus"), (max(1, -(-heads // 8)), 1, 1))
 
 

@@ -13,7 +13,7 @@ _GROUPS = 8
 
 
 def norm(kind: str, groups: int = 1) -> Shape:
-    """Return how to normalize ``groups`` of columns in all rows; kind: rms, layer or l2."""
+    """Return the kernel and grid that normalize ``groups`` of columns in all rows; kind: rms, layer or l2."""
     return Shape(Kernel("layer/norms.cu", "norm").bind(KIND=KINDS.index(kind)), (-(-groups // _GROUPS), 1, 1))
 
 

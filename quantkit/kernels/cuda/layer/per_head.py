@@ -18,7 +18,7 @@ from quantkit.kernels.cuda.attention.cache import TYPES
 from quantkit.kernels.cuda.core.kernel import Kernel, Shape
 
 #: When a chain's norm is.
-NEVER, BEFORE, AFTER = range(3)
+NO_NORM, BEFORE, AFTER = range(3)
 
 #: Chains of a launch.
 MAX_CHAINS = 6
@@ -29,7 +29,7 @@ MAX_OF_WARP, MAX_OF_BLOCK = 512, 8192
 #: Slots of an absent chain; a chain overrides some.
 NOTHING = {
     "width": 0, "n": 1, "x": 0, "stride": 0, "each": 1 << 30, "step": 0, "repeat": 1, "by": 0, "plus": 0, "n_plus": 1,
-    "activation": -1, "times": 0, "n_times": 1, "norm": NEVER, "kind": 0, "group": 1, "weight": 0, "bias": 0,
+    "activation": -1, "times": 0, "n_times": 1, "norm": NO_NORM, "kind": 0, "group": 1, "weight": 0, "bias": 0,
     "n_weight": 1, "eps": 0, "table": 0, "head": 1, "start": 0, "n_rot": 0, "neox": 0, "floor_scale": 0, "alpha": 0,
     "offset": 0, "gating": -1, "gate": 0, "gate_stride": 0, "gate_each": 1 << 30, "gate_step": 0, "out": 0,
     "out_stride": 0, "out_each": 1 << 30, "out_step": 0, "cache": 0, "cache_width": 0, "cache_start": 0,
@@ -38,7 +38,7 @@ NOTHING = {
 
 
 def per_head(kind: str, rows: int, sizes: Sequence[tuple[int, int]]) -> Shape:
-    """Return how to launch chains, (width, n) each, for ``rows`` tokens; kind: of the cache."""
+    """Return the kernel and grid of chains, (width, n) each, for ``rows`` tokens; kind: of the cache."""
     longest = max(n for _, n in sizes)
     if longest > MAX_OF_BLOCK:
         raise ValueError(f"a piece of a chain has up to {MAX_OF_BLOCK} columns, not {longest}")
@@ -52,13 +52,13 @@ def _room(longest: int) -> int:
     return -(-longest // 4) * 4
 
 
-def slots(some: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def slots(chains: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Return the slots of chains, each given by those that differ from NOTHING."""
-    found: dict[str, Any] = {"room": _room(max(chain["n"] for chain in some))}
-    for i, chain in enumerate([*some, *[NOTHING] * (MAX_CHAINS - len(some))]):
-        given = {**NOTHING, **chain, "pieces": -(-chain["width"] // chain["n"])}
-        found |= {f"{name}_{i}": slot for name, slot in given.items()}
-    return found
+    arguments: dict[str, Any] = {"room": _room(max(chain["n"] for chain in chains))}
+    for i, chain in enumerate([*chains, *[NOTHING] * (MAX_CHAINS - len(chains))]):
+        slots_of_chain = {**NOTHING, **chain, "pieces": -(-chain["width"] // chain["n"])}
+        arguments |= {f"{name}_{i}": slot for name, slot in slots_of_chain.items()}
+    return arguments
 
 
 def _kernel_of(kind: str, team: int) -> Kernel:

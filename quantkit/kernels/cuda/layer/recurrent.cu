@@ -56,11 +56,11 @@ KERNEL(convolve, 512) {
     __shared__ float weights[TAPS][32];
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, taps = (int)a.taps, rows = (int)a.rows;
     const int64_t first = 32 * (int64_t)blockIdx.x, column = first + lane;
-    const bool here = column < a.width;
-    if (here)
+    const bool in_range = column < a.width;
+    if (in_range)
         for (int i = warp; i < taps; i += WARPS) weights[i][lane] = a.weight[column * taps + i];
     __syncthreads();
-    if (here) {
+    if (in_range) {
         for (int t = warp; t < rows; t += WARPS) {
             const float* state = a.state + (int64_t)a.batch->sequences[t] * (taps - 1) * a.width + column;
             Place place = {t, 0};
@@ -77,7 +77,7 @@ KERNEL(convolve, 512) {
         if (!last_of_sequence(a.batch, t, rows)) continue;
         float* state = a.state + (int64_t)a.batch->sequences[t] * (taps - 1) * a.width + column;
         // Oldest row first, each from a later one: nothing is overwritten before it is read.
-        for (int i = 0; here && i < taps - 1; i++) {
+        for (int i = 0; in_range && i < taps - 1; i++) {
             Place place = {t, 0};
             for (int k = taps - 2 - i; k; k--) place = step_back(a.batch, place);
             state[i * a.width] = value_at(place, a.x + column, state, a.width, taps);
@@ -128,11 +128,11 @@ INLINE void store_state(const float4 (&s)[QUADS], float* to, int lane_row, int h
 }
 
 // Takes the state of the sequence ``next``, zeros at its first token, and puts away that of another one before it.
-INLINE void take_state(float4 (&s)[QUADS], float* states, int64_t of_sequence, int& sequence, int next, int position, bool here,
+INLINE void take_state(float4 (&s)[QUADS], float* states, int64_t of_sequence, int& sequence, int next, int position, bool in_range,
                        int lane_row, int head_k, int head_v) {
-    if (here && sequence >= 0 && next != sequence) store_state(s, states + sequence * of_sequence, lane_row, head_k, head_v);
+    if (in_range && sequence >= 0 && next != sequence) store_state(s, states + sequence * of_sequence, lane_row, head_k, head_v);
     sequence = next;
-    load_state(s, states + sequence * of_sequence, lane_row, head_k, head_v, !here || position == 0);
+    load_state(s, states + sequence * of_sequence, lane_row, head_k, head_v, !in_range || position == 0);
 }
 
 // Columns of a chunk's rows, zeros beyond n; row t of the chunk begins at from + t * stride.
@@ -165,7 +165,7 @@ KERNEL(delta_net, 128) {
     const int head = blockIdx.x, head_k = (int)a.head_k, head_v = (int)a.head_v;
     const int from_head = (int)(a.tiled ? head % a.n_k_head : head / (a.n_v_head / a.n_k_head));
     const int first = COLUMNS * blockIdx.y, column = threadIdx.x >> 2, lane_row = 4 * (threadIdx.x & 3);
-    const bool here = first + column < head_v;
+    const bool in_range = first + column < head_v;
     const float scale = (float)a.scale;
     const int64_t size = (int64_t)head_k * head_v;
     float* const states = a.state + head * size + first + column;
@@ -194,7 +194,7 @@ KERNEL(delta_net, 128) {
         __syncthreads();
         for (int t = 0; t < n; t++) {
             if (sequences[t] != sequence || positions[t] == 0)
-                take_state(s, states, a.n_v_head * size, sequence, sequences[t], positions[t], here, lane_row, head_k, head_v);
+                take_state(s, states, a.n_v_head * size, sequence, sequences[t], positions[t], in_range, lane_row, head_k, head_v);
             const float4 *kt = k[t] + lane_row / 4, *qt = q[t] + lane_row / 4;
             float part0 = 0, part1 = 0;
 #pragma unroll
@@ -219,10 +219,10 @@ KERNEL(delta_net, 128) {
                 (i % 2 ? part1 : part0) = dot4(s[i], qt[4 * i], i % 2 ? part1 : part0);
             }
             const float o = quad_sum(part0 + part1);
-            if (here && lane_row == 0) a.out[((begin + t) * a.n_v_head + head) * head_v + first + column] = o * scale;
+            if (in_range && lane_row == 0) a.out[((begin + t) * a.n_v_head + head) * head_v + first + column] = o * scale;
         }
     }
-    if (here && sequence >= 0) store_state(s, states + sequence * a.n_v_head * size, lane_row, head_k, head_v);
+    if (in_range && sequence >= 0) store_state(s, states + sequence * a.n_v_head * size, lane_row, head_k, head_v);
 }
 
 // ---- the selective scan: dt = softplus(dt + dt_bias);  S = exp(a dt) S + b (dt x)^T;  out = (S^T c + d x) silu(z)
@@ -244,7 +244,7 @@ KERNEL(ssm_scan, 128) {
     const int head = blockIdx.x, width = (int)a.head, d_state = (int)a.d_state;
     const int group = (int)(head / (a.n_head / a.n_group));
     const int first = COLUMNS * blockIdx.y, column = threadIdx.x >> 2, lane_row = 4 * (threadIdx.x & 3);
-    const bool here = first + column < width;
+    const bool in_range = first + column < width;
     const int64_t size = (int64_t)d_state * width;
     const float skip = a.d ? a.d[head] : 0.0f;
     float* const states = a.state + head * size + first + column;
@@ -268,7 +268,7 @@ KERNEL(ssm_scan, 128) {
         __syncthreads();
         for (int t = 0; t < n; t++) {
             if (sequences[t] != sequence || positions[t] == 0)
-                take_state(s, states, a.n_head * size, sequence, sequences[t], positions[t], here, lane_row, d_state, width);
+                take_state(s, states, a.n_head * size, sequence, sequences[t], positions[t], in_range, lane_row, d_state, width);
             const float4 *bt = b[t] + lane_row / 4, *ct = c[t] + lane_row / 4;
             const float value = x[t][column], d = value * step[t];
             float part0 = 0, part1 = 0;
@@ -282,14 +282,14 @@ KERNEL(ssm_scan, 128) {
                 (i % 2 ? part1 : part0) = dot4(s[i], ct[4 * i], i % 2 ? part1 : part0);
             }
             const float o = quad_sum(part0 + part1);
-            if (here && lane_row == 0) {
+            if (in_range && lane_row == 0) {
                 const int64_t at = ((begin + t) * a.n_head + head) * width + first + column;
                 const float y = fmaf(value, skip, o);
                 a.out[at] = a.z ? y * activation(ACT_SILU, a.z[at], 0.0f) : y;
             }
         }
     }
-    if (here && sequence >= 0) store_state(s, states + sequence * a.n_head * size, lane_row, d_state, width);
+    if (in_range && sequence >= 0) store_state(s, states + sequence * a.n_head * size, lane_row, d_state, width);
 }
 
 // ---- the scan of columns: dt = softplus(dt);  S = exp(a dt) S + b dt x;  out = (S^T c + d x) silu(z)
@@ -311,12 +311,12 @@ KERNEL(column_scan, 128) {
     __shared__ int sequences[COLUMN_CHUNK], positions[COLUMN_CHUNK];
     const int width = (int)a.width, d_state = (int)a.d_state;
     const int first = COLUMNS * blockIdx.x, column = threadIdx.x >> 2, lane_row = 4 * (threadIdx.x & 3);
-    const bool here = first + column < width;
+    const bool in_range = first + column < width;
     const int64_t size = (int64_t)d_state * width;
-    const float skip = here ? a.d[first + column] : 0.0f;
+    const float skip = in_range ? a.d[first + column] : 0.0f;
     float* const states = a.state + first + column;
     float4 s[QUADS], rate[QUADS];
-    load_state(rate, a.a + first + column, lane_row, d_state, width, !here);
+    load_state(rate, a.a + first + column, lane_row, d_state, width, !in_range);
     int sequence = -1;
     for (int begin = 0; begin < a.rows; begin += COLUMN_CHUNK) {
         const int n = (int)min((int64_t)COLUMN_CHUNK, a.rows - begin);
@@ -332,7 +332,7 @@ KERNEL(column_scan, 128) {
         __syncthreads();
         for (int t = 0; t < n; t++) {
             if (sequences[t] != sequence || positions[t] == 0)
-                take_state(s, states, size, sequence, sequences[t], positions[t], here, lane_row, d_state, width);
+                take_state(s, states, size, sequence, sequences[t], positions[t], in_range, lane_row, d_state, width);
             const float4 *bt = b[t] + lane_row / 4, *ct = c[t] + lane_row / 4;
             const float value = x[t][column], step = activation(ACT_SOFTPLUS, dt[t][column], 0.0f), d = value * step;
             float part0 = 0, part1 = 0;
@@ -346,13 +346,13 @@ KERNEL(column_scan, 128) {
                 (i % 2 ? part1 : part0) = dot4(s[i], ct[4 * i], i % 2 ? part1 : part0);
             }
             const float o = quad_sum(part0 + part1);
-            if (here && lane_row == 0) {
+            if (in_range && lane_row == 0) {
                 const int64_t at = (begin + t) * a.width + first + column;
                 a.out[at] = fmaf(value, skip, o) * activation(ACT_SILU, a.z[at], 0.0f);
             }
         }
     }
-    if (here && sequence >= 0) store_state(s, states + sequence * size, lane_row, d_state, width);
+    if (in_range && sequence >= 0) store_state(s, states + sequence * size, lane_row, d_state, width);
 }
 #endif
 
@@ -379,7 +379,7 @@ KERNEL(wkv, 128) {
     const int head = blockIdx.x, n_rows = (int)a.head;
     const int kv_head = (int)(head / (a.n_head / a.n_kv_head));
     const int first = COLUMNS * blockIdx.y, column = threadIdx.x >> 2, lane_row = 4 * (threadIdx.x & 3);
-    const bool here = first + column < n_rows;
+    const bool in_range = first + column < n_rows;
     const float scale = (float)a.scale, bound = (float)a.bound;
     const int64_t size = (int64_t)n_rows * n_rows;
     float* const states = a.state + head * size + first + column;
@@ -411,7 +411,7 @@ KERNEL(wkv, 128) {
         __syncthreads();
         for (int t = 0; t < n; t++) {
             if (sequences[t] != sequence || positions[t] == 0)
-                take_state(s, states, a.n_head * size, sequence, sequences[t], positions[t], here, lane_row, n_rows, n_rows);
+                take_state(s, states, a.n_head * size, sequence, sequences[t], positions[t], in_range, lane_row, n_rows, n_rows);
             const int lane = lane_row / 4;
             const float value = v[t][column];
             float part0 = 0, part1 = 0, before = 0;
@@ -432,8 +432,8 @@ KERNEL(wkv, 128) {
                 (i % 2 ? part1 : part0) = dot4(s[i], r[t][lane + 4 * i], i % 2 ? part1 : part0);
             }
             const float o = a.earlier ? before : quad_sum(part0 + part1);
-            if (here && lane_row == 0) a.out[((begin + t) * a.n_head + head) * n_rows + first + column] = o;
+            if (in_range && lane_row == 0) a.out[((begin + t) * a.n_head + head) * n_rows + first + column] = o;
         }
     }
-    if (here && sequence >= 0) store_state(s, states + sequence * a.n_head * size, lane_row, n_rows, n_rows);
+    if (in_range && sequence >= 0) store_state(s, states + sequence * a.n_head * size, lane_row, n_rows, n_rows);
 }

@@ -38,40 +38,41 @@ _COLUMNS = 32
 
 
 def convolve(taps: int, width: int) -> Shape:
-    """Return how to convolve ``width`` columns; TypeNotSupported for more taps than there is room for."""
+    """Return the kernel and grid that convolve ``width`` columns; TypeNotSupported for too many taps."""
     _check("a convolution with", taps, "taps", TAPS)
     return Shape(_bound("convolve", HEADS[-2]), (-(-width // _COLUMNS), 1, 1))
 
 
 def delta_net(n_v_head: int, head_k: int, head_v: int, *, by_row: bool = False) -> Shape:
-    """Return how to apply the delta rule to all heads; TypeNotSupported for longer keys than there is room for."""
+    """Return the kernel and grid that apply the delta rule to all heads; TypeNotSupported for too long keys."""
     _check("a delta net with keys of", head_k, "columns", HEADS[-1])
     return Shape(_of_heads("delta_net", head_k, by_row), (n_v_head, -(-head_v // _COLUMNS), 1))
 
 
 def ssm_scan(n_head: int, head: int, d_state: int) -> Shape:
-    """Return how to scan all heads of ``head`` columns; TypeNotSupported for a larger state than there is room for."""
+    """Return the kernel and grid that scan all heads of ``head`` columns; TypeNotSupported for too large a state."""
     _check("a selective scan with a state of", d_state, "rows", HEADS[-1])
     return Shape(_of_heads("ssm_scan", d_state), (n_head, -(-head // _COLUMNS), 1))
 
 
 def column_scan(width: int, d_state: int) -> Shape:
-    """Return how to scan ``width`` columns; TypeNotSupported for a larger state than there is room for."""
+    """Return the kernel and grid that scan ``width`` columns; TypeNotSupported for too large a state."""
     _check("a scan of columns with a state of", d_state, "rows", COLUMN_STATES[-1])
     return Shape(_of_heads("column_scan", d_state), (-(-width // _COLUMNS), 1, 1))
 
 
 def wkv(n_head: int, head: int) -> Shape:
-    """Return how RWKV advances all heads; TypeNotSupported for larger ones than there is room for."""
+    """Return the kernel and grid that advance all heads of RWKV; TypeNotSupported for too large heads."""
     _check("RWKV with heads of", head, "columns", HEADS[-1])
     return Shape(_of_heads("wkv", head), (n_head, -(-head // _COLUMNS), 1))
 
 
-def _check(what: str, n: int, unit: str, most: int) -> None:
+def _check(name: str, n: int, unit: str, most: int) -> None:
     if not 0 < n <= most:
         raise TypeNotSupported(
-            f"{what} {n} {unit} does not run on CUDA, where 1 to {most} are possible; run the model on the CPU "
-            "(--gpu-layers 0)"
+            f"{name} {n} {unit} does not run on CUDA, where 1 to {most} are possible; run the model on the CPU "
+            "(--gpu-layers 0)",
+            "QK-E306",
         )
 
 

@@ -10,12 +10,12 @@ KINDS = ("normal", "neox")
 
 
 def rope_table(rows: int, pairs: int) -> Shape:
-    """Return how to make the table of ``rows`` tokens: float32 [rows, pairs, 2], cos and sin."""
+    """Return the kernel and grid that make the table of ``rows`` tokens: float32 [rows, pairs, 2], cos and sin."""
     return Shape(Kernel("layer/rope.cu", "rope_table").bind(NEOX=0), (-(-rows * pairs // 128), 1, 1))
 
 
 def rope(kind: str, rows: int, width: int, head: int, n_rot: int) -> Shape:
-    """Return how to rotate the pairs of ``rows`` tokens; kind: normal or neox; width: values per token."""
+    """Return the kernel and grid that rotate pairs of ``rows`` tokens; kind: normal, neox; width: values of a token."""
     items = width // head * (head - n_rot // 2)
     return Shape(Kernel("layer/rope.cu", "rope").bind(NEOX=KINDS.index(kind)), (rows, -(-items // 256), 1))
 

@@ -91,7 +91,7 @@ INLINE void keep_groups(uint32_t* keys, const float* probs, const float* bias, i
 // Routes row `row` of logits, by a warp. shared: room for probs [n_expert], keys [n_expert], and chosen weights
 // [n_used] or scores [n_group]. A has ids, weights, logits, bias, n_expert, n_used, n_group, n_group_used, gating,
 // norm, share, scale, sum_floor. given: ids of all rows that are chosen elsewhere, or none.
-template <typename A> INLINE void route_token(const A& a, int64_t row, float* shared, const int32_t* given = nullptr) {
+template <typename A> INLINE void route_token(const A& a, int64_t row, float* shared, const int32_t* row_of = nullptr) {
     const int lane = threadIdx.x & 31;
     const int n = (int)a.n_expert, n_used = (int)a.n_used, n_group = (int)a.n_group;
     float* probs = shared;
@@ -107,7 +107,7 @@ template <typename A> INLINE void route_token(const A& a, int64_t row, float* sh
     if (n_group > 1) keep_groups(keys, probs, a.bias, n, n_group, (int)a.n_group_used, (uint32_t*)chosen, lane);
     uint64_t mine = best_of_lane(keys, n, lane);
     for (int j = 0; j < n_used; j++) {
-        const int e = given ? given[row * n_used + j] : take_largest(keys, n, lane, mine) / (int)a.share;
+        const int e = row_of ? row_of[row * n_used + j] : take_largest(keys, n, lane, mine) / (int)a.share;
         if (lane == j % 32) {  // the lane that reads it below
             a.ids[row * n_used + j] = e;
             chosen[j] = probs[e];

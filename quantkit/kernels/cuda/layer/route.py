@@ -19,7 +19,7 @@ from quantkit.kernels.parameters import MAX_EXPERTS, Routing
 
 FILE = "layer/route.cu"
 #: Threads of a block, a warp to a token; one warp if the experts leave shared memory for one token only.
-_THREADS, _FEW = 128, 32
+_THREADS, _FEW_THREADS = 128, 32
 
 
 def _route(threads: int) -> Kernel:
@@ -27,8 +27,8 @@ def _route(threads: int) -> Kernel:
 
 
 def route(routing: Routing, rows: int) -> Shape:
-    """Return how to route ``rows`` tokens."""
-    threads = _THREADS if routing.n_expert <= MAX_EXPERTS // 4 else _FEW
+    """Return the kernel and grid that route ``rows`` tokens."""
+    threads = _THREADS if routing.n_expert <= MAX_EXPERTS // 4 else _FEW_THREADS
     warps = threads // 32
     return Shape(_route(threads), (max(1, -(-rows // warps)), 1, 1), warps * shared_of_token(routing))
 
@@ -39,18 +39,18 @@ def shared_of_token(routing: Routing) -> int:
 
 
 def repeat(width: int, n_used: int, rows: int) -> Shape:
-    """Return how to weight the rows of tokens, once per expert chosen for them."""
+    """Return the kernel and grid that weight the rows of tokens, once per expert chosen for them."""
     return over_rows(Kernel(FILE, "repeat").bind(THREADS=_THREADS), width, rows * n_used)
 
 
 def combine(width: int, rows: int) -> Shape:
-    """Return how to sum the experts' rows of each token."""
+    """Return the kernel and grid that sum the experts' rows of each token."""
     return over_rows(Kernel(FILE, "combine").bind(THREADS=_THREADS), width, rows)
 
 
 def kernels() -> Iterator[Kernel]:
     """Yield every kernel of this file."""
     yield _route(_THREADS)
-    yield _route(_FEW)
+    yield _route(_FEW_THREADS)
     yield repeat(1, 1, 1).kernel
     yield combine(1, 1).kernel

@@ -19,11 +19,11 @@ INLINE float four(float v, int near, int far) {
 KERNEL(stream_weights, 128) {
     const int64_t row = (int64_t)blockIdx.x * 8 + (threadIdx.x >> 4);
     const int lane = threadIdx.x & 15;
-    const bool here = row < a.rows;
-    const float* x = a.x + (here ? row : 0) * 24;
+    const bool in_range = row < a.rows;
+    const float* x = a.x + (in_range ? row : 0) * 24;
     const float eps = (float)a.eps, weight = sigmoid(x[lane & 7] * a.scale[lane >> 2 & 1] + a.base[lane & 7]);
-    if (here && lane < 4) a.before[row * 4 + lane] = weight + eps;
-    if (here && lane >= 4 && lane < 8) a.after[row * 4 + lane - 4] = weight * 2.0f;
+    if (in_range && lane < 4) a.before[row * 4 + lane] = weight + eps;
+    if (in_range && lane >= 4 && lane < 8) a.after[row * 4 + lane - 4] = weight * 2.0f;
     float c = x[8 + lane] * a.scale[2] + a.base[8 + lane];
     float largest = fmaxf(c, __shfl_xor_sync(FULL, c, 1));
     largest = fmaxf(largest, __shfl_xor_sync(FULL, largest, 2));
@@ -34,5 +34,5 @@ KERNEL(stream_weights, 128) {
         c = c / (four(c, 1, 2) + eps);
         c = c / (four(c, 4, 8) + eps);
     }
-    if (here) a.across[row * 16 + (lane & 3) * 4 + (lane >> 2)] = c;
+    if (in_range) a.across[row * 16 + (lane & 3) * 4 + (lane >> 2)] = c;
 }

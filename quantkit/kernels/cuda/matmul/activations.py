@@ -21,7 +21,7 @@ def row_bytes(kind: str, n: int) -> int:
 
 
 def quantize(kind: str, n: int, rows: int) -> Shape:
-    """Return how to convert rows of n f32 values to a format: slots rows, x, x_stride, n, out.
+    """Return the kernel and grid that convert rows of n f32 values to a format: slots rows, x, x_stride, n, out.
 
     x_stride in bytes; rows of out are ``row_bytes(kind, n)`` apart, its start aligned to 32 bytes. Raises ValueError
     for another format.

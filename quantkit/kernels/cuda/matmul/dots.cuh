@@ -16,7 +16,7 @@
 #include "unpack/ik_dot_forms.cuh"
 
 typedef Form<TYPE, (COLUMNS > 2)> FORM;
-static_assert(FORM::PARTS == TYPE::PARTS, "parts of a lane");
+static_assert(FORM::PARTS == TYPE::BLOCKS_PER_LANE, "parts of a lane");
 const int VALUES = 32 * FORM::PARTS;                             // per lane and step
 const int SEGMENT = GROUP * VALUES / TYPE::BLOCK * TYPE::BYTES;  // bytes of a row per step
 const int WORDS = (SEGMENT + 30) / 16;                           // 16-byte words that they may span

@@ -47,19 +47,19 @@ template <int R> struct Team {
 // Sum N values (a power of two) over 2 D lanes: each lane passes half of its values to the other half of the lanes. The
 // sum of value i ends in lanes from i * 2 D / N; the order of additions does not depend on N.
 template <int N, int D> INLINE float sum_and_spread(const float (&v)[N], int lane) {
-    float kept[N > 1 ? N / 2 : 1];
+    float halves[N > 1 ? N / 2 : 1];
     const bool upper = lane & D;
     if constexpr (N > 1) {
 #pragma unroll
         for (int i = 0; i < N / 2; i++) {
-            const float given = upper ? v[i] : v[i + N / 2];
-            kept[i] = (upper ? v[i + N / 2] : v[i]) + __shfl_xor_sync(FULL, given, D);
+            const float sent = upper ? v[i] : v[i + N / 2];
+            halves[i] = (upper ? v[i + N / 2] : v[i]) + __shfl_xor_sync(FULL, sent, D);
         }
     } else {
-        kept[0] = v[0] + __shfl_xor_sync(FULL, v[0], D);
+        halves[0] = v[0] + __shfl_xor_sync(FULL, v[0], D);
     }
-    if constexpr (D == 1) return kept[0];
-    else return sum_and_spread<(N > 1 ? N / 2 : 1), D / 2>(kept, lane);
+    if constexpr (D == 1) return halves[0];
+    else return sum_and_spread<(N > 1 ? N / 2 : 1), D / 2>(halves, lane);
 }
 
 INLINE constexpr int power_of_two(int n) { return n <= 1 ? 1 : 2 * power_of_two((n + 1) / 2); }

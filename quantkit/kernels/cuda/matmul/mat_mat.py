@@ -15,7 +15,7 @@ from quantkit.kernels.cuda.core.kernel import Kernel, Shape
 from quantkit.kernels.cuda.core.limits import BLOCK_TAKES, shared_of_multiprocessor
 from quantkit.kernels.cuda.layer.glu import ACTIVATIONS, GATES
 from quantkit.kernels.cuda.matmul.moe import most_tiles
-from quantkit.kernels.formats import AS_F16, format_of
+from quantkit.kernels.formats import FOLDED_TO_F16, format_of
 from quantkit.kernels.parameters import Activation
 from quantkit.types import BY_NAME, TensorType
 
@@ -24,7 +24,7 @@ FLOATS = {"F16": "HALF", "BF16": "BFLOAT", "F32": "SINGLE"}
 
 #: So few large tiles leave so much of a device idle that small ones, which unpack four times as often, are faster. Of
 #: up to 32 tokens a large tile has 0.76 of the instructions of its four small ones (Q4_K, sm_90), if there are many.
-_FEW = 40
+_FEW_BLOCKS = 40
 _FEW_OF_32 = 8
 #: From one row of a tile in shared memory to the next.
 _STRIDE = 144
@@ -39,7 +39,9 @@ class Tile:
     threads: int
 
 
-SMALL, MIDDLE, LARGE = Tile(32, 32, 128), Tile(64, 128, 128), Tile(128, 128, 256)
+SMALL = Tile(32, 32, 128)
+MIDDLE = Tile(64, 128, 128)
+LARGE = Tile(128, 128, 256)
 
 
 def tile_for(t: TensorType, n_out: int, tokens: float, groups: int = 1, capability: int = 90) -> Tile:
@@ -49,7 +51,7 @@ def tile_for(t: TensorType, n_out: int, tokens: float, groups: int = 1, capabili
     two middle ones may, and they unpack no more often.
     """
     blocks = groups * -(-n_out // LARGE.rows) * -(-tokens // LARGE.tokens)
-    if blocks < (_FEW if tokens > SMALL.tokens else _FEW * _FEW_OF_32):
+    if blocks < (_FEW_BLOCKS if tokens > SMALL.tokens else _FEW_BLOCKS * _FEW_OF_32):
         return SMALL
     room = shared_of_multiprocessor(capability)
     fits = {tile: room // (shared_bytes(t, tile) + BLOCK_TAKES) for tile in (LARGE, MIDDLE)}
@@ -57,21 +59,21 @@ def tile_for(t: TensorType, n_out: int, tokens: float, groups: int = 1, capabili
 
 
 def shared_bytes(t: TensorType, tile: Tile) -> int:
-    """Return the shared memory of a block: what panel.cuh lays out, and checks."""
+    """Return the shared memory of a block, as panel.cuh lays it out, and checks."""
     panel, x = tile.rows * _STRIDE, tile.tokens * _STRIDE
     if t.name in FLOATS:
         return 2 * panel + 2 * x
-    of = format_of(t)
-    if of.planes == AS_F16:
+    spec = format_of(t)
+    if spec.folded_scale_bytes == FOLDED_TO_F16:
         panel, scales = tile.rows * (2 * 128 + 16), 0
     else:
-        panel, scales = max(of.planes, 1) * panel, 4 * tile.rows * (1 if of.planes else 4)
-    mins = 4 * tile.rows * (128 // of.span) if of.mins else 0
-    pieces = (of.unit_bytes + (15 if of.align % 16 else 0) + 15) // 16
+        panel, scales = max(spec.folded_scale_bytes, 1) * panel, 4 * tile.rows * (1 if spec.folded_scale_bytes else 4)
+    mins = 4 * tile.rows * (128 // spec.span) if spec.mins else 0
+    pieces = (spec.unit_bytes + (15 if spec.align % 16 else 0) + 15) // 16
     x += 16 * tile.tokens + (32 * tile.tokens if mins else 0)
     raw = tile.rows * 16 * (pieces | 1) + 16
     of_rows = 4 * tile.rows * (2 if t.row_scale else 1)
-    return panel + scales + mins + 2 * x + of_rows + raw + 4 * of.grid
+    return panel + scales + mins + 2 * x + of_rows + raw + 4 * spec.grid
 
 
 def _kernel(name: str, t: TensorType, tile: Tile, activation: str = "") -> Kernel:
@@ -83,25 +85,25 @@ def _kernel(name: str, t: TensorType, tile: Tile, activation: str = "") -> Kerne
 
 
 def _shape(kernel: Kernel, t: TensorType, tile: Tile, n_out: int, tokens: int, heads: int = 1) -> Shape:
-    """tokens: tiles along the tokens, the fastest: those that read the same weights run together."""
+    """Return the shape of a product; tiles along the tokens, which read the same weights, are adjacent blocks."""
     return Shape(kernel, (tokens, -(-n_out // tile.rows), heads), shared_bytes(t, tile))
 
 
 def mul_mat(t: TensorType, n_in: int, n_out: int, rows: int, capability: int = 90) -> Shape:
-    """Return how to multiply a matrix with rows of x."""
+    """Return the kernel and grid that multiply a matrix with rows of x."""
     return mul_mat_heads(t, n_in, n_out, rows, 1, capability, "mul_mat")
 
 
 def mul_mat_heads(
     t: TensorType, n_in: int, n_out: int, rows: int, heads: int, capability: int = 90, name: str = "mul_mat_heads"
 ) -> Shape:
-    """Return how to multiply a matrix a head with the heads of rows of x."""
+    """Return the kernel and grid that multiply a matrix a head with the heads of rows of x."""
     tile = tile_for(t, n_out, rows, heads, capability)
     return _shape(_kernel(name, t, tile), t, tile, n_out, -(-rows // tile.tokens), heads)
 
 
 def up_gate(t: TensorType, activation: Activation, n_in: int, n_out: int, rows: int, capability: int = 90) -> Shape:
-    """Return how to compute activation(gate x) * (up x) for rows of x."""
+    """Return the kernel and grid that compute activation(gate x) * (up x) for rows of x."""
     tile = tile_for(t, 2 * n_out, rows, 1, capability)
     kernel = _kernel("up_gate", t, tile, activation.kind)
     return _shape(kernel, t, tile, 2 * n_out, -(-rows // tile.tokens))
@@ -110,7 +112,7 @@ def up_gate(t: TensorType, activation: Activation, n_in: int, n_out: int, rows: 
 def mul_mat_id(
     t: TensorType, n_in: int, n_out: int, rows: int, n_used: int, n_expert: int, capability: int = 90
 ) -> Shape:
-    """Return how to multiply chosen experts with rows of x."""
+    """Return the kernel and grid that multiply chosen experts with rows of x."""
     return _by_expert("mul_mat_id", t, "", n_out, rows * n_used, n_expert, capability)
 
 
@@ -118,7 +120,7 @@ def up_gate_id(
     t: TensorType, activation: Activation, n_in: int, n_out: int, rows: int, n_used: int, n_expert: int,
     capability: int = 90,
 ) -> Shape:  # fmt: skip
-    """Return how to compute activation(gate x) * (up x) with chosen experts."""
+    """Return the kernel and grid that compute activation(gate x) * (up x) with chosen experts."""
     return _by_expert("up_gate_id", t, activation.kind, 2 * n_out, rows * n_used, n_expert, capability)
 
 

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 
 from quantkit.kernels.cuda.core.kernel import Kernel, Shape
 from quantkit.kernels.cuda.layer.glu import ACTIVATIONS, GATES
+from quantkit.kernels.cuda.unpack import decoders
 from quantkit.kernels.formats import FORMATS, format_of
 from quantkit.kernels.parameters import Activation
 from quantkit.types import BY_NAME, TensorType
@@ -20,7 +21,10 @@ MAX_ROWS = 8
 _WARPS = 4
 #: Warps that keep a large device busy, and those below which they get less to do each; with tiles, whose instructions
 #: hardly wait for each other, two and one a scheduler.
-_MANY, _FEW, _TWO_EACH, _ONE_EACH = 2112, 1056, 990, 495
+_MANY_WARPS = 2112
+_FEW_WARPS = 1056
+_TWO_EACH = 990
+_ONE_EACH = 495
 
 
 def _lanes(t: TensorType, n_in: int, n_out: int) -> int:
@@ -28,11 +32,11 @@ def _lanes(t: TensorType, n_in: int, n_out: int) -> int:
     if format_of(t).is_float:
         lanes, steps = 32, n_in * t.block_bytes // 16 / 64  # at least two loads of 16 bytes a lane
     else:
-        parts = n_in // (32 * format_of(t).parts)
+        parts = n_in // (32 * format_of(t).blocks_per_lane)
         lanes, steps = _lanes_of_warp(parts), parts / 32
     # Few rows, but long ones: warps share them.
-    few = 128 * _ONE_EACH if format_of(t).tiles else 64 * _MANY
-    while 32 <= lanes < 128 and n_out * lanes < few and steps >= lanes // 16:
+    busy = 128 * _ONE_EACH if format_of(t).tiles else 64 * _MANY_WARPS
+    while 32 <= lanes < 128 and n_out * lanes < busy and steps >= lanes // 16:
         lanes *= 2
     return lanes
 
@@ -46,23 +50,41 @@ def _lanes_of_warp(parts: int) -> int:
 def _rows(t: TensorType, lanes: int, n_out: int, columns: int, matrices: int) -> int:
     """Return how many rows of each of one or two matrices a team computes at once, all with the same activations."""
     # As many as fit the registers; the fewer the bits, the more it matters that rows share what is done for x.
-    bits, parts, fourfold = 8 * t.block_bytes / t.block, format_of(t).parts, format_of(t).fourfold
+    bits = 8 * t.block_bytes / t.block
+    parts = format_of(t).blocks_per_lane
+    fourfold = format_of(t).byte_replicated
     if format_of(t).is_float:
         rows = 2
     elif columns == matrices == 1 and lanes >= 32 and (bits < 1.75 or bits <= 2.25 and parts == 1):
-        most = 5 if fourfold else 6 if bits >= 1.75 else 7 if parts > 1 else 8 if bits > 1.5 else 12
-        most = format_of(t).fitting or most
-        rows = next((n for n in (12, 8, 7, 6, 5) if n <= most and n_out * lanes >= 32 * _MANY * n), 4)
+        most = format_of(t).max_rows_in_registers or _most_rows(bits, parts, fourfold)
+        rows = next((n for n in (12, 8, 7, 6, 5) if n <= most and n_out * lanes >= 32 * _MANY_WARPS * n), 4)
     elif parts > 1 and columns > 1:
-        rows = 3 if matrices == 1 else 4 if columns <= 4 or bits < 2 else 2
+        rows = 4 if columns <= 4 or bits < 2 else 2
+        if matrices == 1:
+            rows = 3
+    elif columns > 4:
+        rows = 3
     else:
-        rows = 3 if columns > 4 else 4 if columns > 2 or bits <= 4 else 2
-        if fourfold and columns <= 2:
-            rows = 2 if columns == 2 else 3 if bits == 4 else rows
+        rows = 4 if columns > 2 or bits <= 4 else 2
+        if fourfold and columns == 2:
+            rows = 2
+        elif fourfold and columns < 2 and bits == 4:
+            rows = 3
     rows //= matrices
-    while rows > 1 and n_out * lanes < 32 * _FEW * rows:
+    while rows > 1 and n_out * lanes < 32 * _FEW_WARPS * rows:
         rows //= 2
     return rows
+
+
+def _most_rows(bits: float, parts: int, fourfold: bool) -> int:
+    """Return how many rows of one column fit the registers of a warp's lanes."""
+    if fourfold:
+        return 5
+    if bits >= 1.75:
+        return 6
+    if parts > 1:
+        return 7
+    return 8 if bits > 1.5 else 12
 
 
 def _tiles(t: TensorType, lanes: int, n_out: int, columns: int, matrices: int) -> int:
@@ -71,19 +93,19 @@ def _tiles(t: TensorType, lanes: int, n_out: int, columns: int, matrices: int) -
         return 0
     # As in _rows: the fewer the bits, the more it matters. With 8 lanes four tiles do not fit the registers.
     most = 4 if 8 * t.block_bytes < 2 * t.block and lanes > 8 and matrices == 1 else 2 // matrices
-    enough = {4: _TWO_EACH, 2: _TWO_EACH, 1: _ONE_EACH}
-    return next((n for n in enough if n <= most and n_out * lanes >= 128 * n * enough[n]), 0)
+    min_warps = {4: _TWO_EACH, 2: _TWO_EACH, 1: _ONE_EACH}
+    return next((n for n in min_warps if n <= most and n_out * lanes >= 128 * n * min_warps[n]), 0)
 
 
 def _shape(
-    name: str, t: TensorType, n_in: int, n_out: int, columns: int, matrices: int, each: int, kind: str = ""
+    name: str, t: TensorType, n_in: int, n_out: int, columns: int, matrices: int, concurrent: int, kind: str = ""
 ) -> Shape:
-    """Return the shape of a kernel on several matrices (heads, or pairs); ``each``: those certain to run at once."""
+    """Return the shape of a kernel on several matrices (heads, or pairs); at least ``concurrent`` run at once."""
     if not 1 <= columns <= MAX_ROWS:
         raise ValueError(f"mat_vec takes 1 to {MAX_ROWS} rows, not {columns}")
-    lanes = _lanes(t, n_in, n_out * each)
-    tiles = _tiles(t, lanes, n_out * each, columns, 2 if kind else 1)
-    rows = 4 * tiles or _rows(t, lanes, n_out * each, columns, 2 if kind else 1)
+    lanes = _lanes(t, n_in, n_out * concurrent)
+    tiles = _tiles(t, lanes, n_out * concurrent, columns, 2 if kind else 1)
+    rows = 4 * tiles or _rows(t, lanes, n_out * concurrent, columns, 2 if kind else 1)
     kernel = Kernel("matmul/mat_vec.cu", name).bind(
         TYPE=format_of(t).type.name, COLUMNS=columns, LANES=lanes, ROWS=rows
     )
@@ -99,32 +121,32 @@ def _shape(
 
 
 def mul_mat(t: TensorType, n_in: int, n_out: int, rows: int = 1) -> Shape:
-    """Return how to multiply a matrix with up to 8 rows of x."""
+    """Return the kernel and grid that multiply a matrix with up to 8 rows of x."""
     return _shape("mul_mat", t, n_in, n_out, rows, 1, 1)
 
 
 def mul_mat_heads(t: TensorType, n_in: int, n_out: int, rows: int, heads: int) -> Shape:
-    """Return how to multiply a matrix a head with the heads of up to 8 rows of x."""
+    """Return the kernel and grid that multiply a matrix a head with the heads of up to 8 rows of x."""
     return _shape("mul_mat_heads", t, n_in, n_out, rows, heads, heads)
 
 
 def mul_mat_id(t: TensorType, n_in: int, n_out: int, rows: int, n_used: int) -> Shape:
-    """Return how to multiply chosen experts with rows of x: each pair by itself, so rows * n_used should be small."""
+    """Return the kernel and grid that multiply chosen experts with rows of x, for small rows * n_used: pair by pair."""
     return _shape("mul_mat_id", t, n_in, n_out, 1, rows * n_used, n_used)
 
 
 def up_gate(t: TensorType, activation: Activation, n_in: int, n_out: int, rows: int = 1) -> Shape:
-    """Return how to compute activation(gate x) * (up x) for up to 8 rows of x."""
+    """Return the kernel and grid that compute activation(gate x) * (up x) for up to 8 rows of x."""
     return _shape("up_gate", t, n_in, n_out, rows, 1, 1, activation.kind)
 
 
 def up_gate_id(t: TensorType, activation: Activation, n_in: int, n_out: int, rows: int, n_used: int) -> Shape:
-    """Return how to compute activation(gate x) * (up x) for each pair of a token and an expert."""
+    """Return the kernel and grid that compute activation(gate x) * (up x) for each pair of a token and an expert."""
     return _shape("up_gate_id", t, n_in, n_out, 1, rows * n_used, n_used, activation.kind)
 
 
 def mul_mat_heads_to(t: TensorType, n_in: int, n_out: int, heads: int) -> Shape | None:
-    """Return how to multiply each head of one row by its own matrix and quantize the result.
+    """Return the kernel and grid that multiply each head of one row by its own matrix and quantize the result.
 
     None if no whole number of heads, or of blocks' rows of a head, makes 256 columns.
     """
@@ -133,12 +155,12 @@ def mul_mat_heads_to(t: TensorType, n_in: int, n_out: int, heads: int) -> Shape 
 
 
 def up_gate_to(t: TensorType, activation: Activation, n_in: int, n_out: int) -> Shape:
-    """As ``up_gate`` for one row, with the result quantized."""
+    """Return the shape of ``up_gate`` for one row, with the result quantized."""
     return _shape("up_gate_to", t, n_in, n_out, 1, 1, 1, activation.kind)
 
 
 def up_gate_id_to(t: TensorType, activation: Activation, n_in: int, n_out: int, rows: int, n_used: int) -> Shape:
-    """As ``up_gate_id``, with every row of the result quantized."""
+    """Return the shape of ``up_gate_id``, with every row of the result quantized."""
     return _shape("up_gate_id_to", t, n_in, n_out, 1, rows * n_used, n_used, activation.kind)
 
 
@@ -151,7 +173,7 @@ def rows_of_block(kernel: Kernel) -> int:
 def kernels() -> Iterator[Kernel]:
     """Yield a kernel of every type, and of some types those that differ in anything else."""
     silu = Activation("silu")
-    for t in (of.type for of in FORMATS.values()):
+    for t in (BY_NAME[name] for name in sorted(decoders())):
         yield mul_mat(t, 4096, 16384).kernel
         yield mul_mat_id(t, 4096, 16384, 1, 1).kernel
     for name in ("Q8_0", "Q6_K", "TQ1_0", "IQ2_S", "F32"):
@@ -160,7 +182,7 @@ def kernels() -> Iterator[Kernel]:
         yield up_gate(BY_NAME[name], silu, 4096, 16384).kernel
         yield mul_mat(BY_NAME[name], 4096, 16384, 2).kernel
         yield mul_mat(BY_NAME[name], 4096, 16384, 4).kernel
-    for t in (of.type for of in FORMATS.values() if of.tiles):
+    for t in (spec.type for spec in FORMATS.values() if spec.tiles):
         for n_in in (768, 1536, 4096):
             yield mul_mat(t, n_in, 1 << 17).kernel
             yield up_gate_id(t, silu, n_in, 1 << 17, 1, 1).kernel

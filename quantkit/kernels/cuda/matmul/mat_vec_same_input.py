@@ -26,11 +26,11 @@ MAX_MATRICES = 4
 
 def family(t: TensorType) -> str:
     """Return a name shared by types that can be in one launch: the same activations, little shared memory."""
-    return format_of(t).together or t.name
+    return format_of(t).launch_group or t.name
 
 
 def mul_mats(types: Sequence[TensorType], n_in: int, n_outs: Sequence[int], rows: int = 1) -> Shape:
-    """Return how to multiply up to 8 rows of x by up to four matrices; those of one type are adjacent."""
+    """Return the kernel and grid that multiply up to 8 rows of x by up to four matrices, adjacent if of one type."""
     names = list(dict.fromkeys(t.name for t in types))
     largest = max(types, key=lambda t: t.block_bytes / t.block)
     like = mat_vec.mul_mat(largest, n_in, sum(n_outs), rows).kernel
@@ -45,7 +45,7 @@ def mul_mats(types: Sequence[TensorType], n_in: int, n_outs: Sequence[int], rows
 def mul_mats_route(
     types: Sequence[TensorType], n_in: int, n_outs: Sequence[int], routing: Routing, rows: int = 1
 ) -> Shape:
-    """As ``mul_mats``, one of whose matrices gives the logits that experts are chosen by."""
+    """Return the shape of ``mul_mats`` with the router among the matrices."""
     shape = mul_mats(types, n_in, n_outs, rows)
     kernel = Kernel(shape.kernel.file, "mul_mats_route", shape.kernel.defines).bind(ROUTE=1)
     return Shape(kernel, shape.grid, route.shared_of_token(routing))
@@ -61,8 +61,8 @@ def kernels() -> Iterator[Kernel]:
     """Yield kernels of every kind of type, for some sizes."""
     kinds = [(name, name) for name in ("F32", "BF16", "Q8_0", "Q4_K", "IQ3_S", "IQ1_KT", "IQ3_KT")]
     kinds += [("Q4_K", "Q6_K"), ("IQ4_XS", "Q5_K"), ("Q2_K", "Q3_K"), ("Q6_K", "Q5_K")]
-    for first, other in kinds:
-        types = BY_NAME[first], BY_NAME[first], BY_NAME[other]
+    for first, second in kinds:
+        types = BY_NAME[first], BY_NAME[first], BY_NAME[second]
         for rows in (1, 8):
             for n_outs in ((4096, 512, 512), (512, 256, 256)):
                 yield mul_mats(types, 4096, n_outs, rows).kernel

@@ -22,7 +22,7 @@ from quantkit.types import BY_NAME, TensorType
 
 
 def mul_mat(t: TensorType, dense: TensorType, n_in: int, n_out: int, n_used: int, dense_n_out: int) -> Shape:
-    """Return how to multiply a token's rows with n_used experts' matrices and a dense one."""
+    """Return the kernel and grid that multiply a token's rows with n_used experts' matrices and a dense one."""
     n_outs = n_used * n_out + dense_n_out
     like = mat_vec.mul_mat(_larger(t, dense), n_in, n_outs).kernel
     return _shape("mul_mat_shared_expert", like, t, dense, n_used, max(n_out, dense_n_out))
@@ -31,14 +31,14 @@ def mul_mat(t: TensorType, dense: TensorType, n_in: int, n_out: int, n_used: int
 def up_gate(
     t: TensorType, dense: TensorType, activation: Activation, n_in: int, n_out: int, n_used: int, dense_n_out: int
 ) -> Shape:
-    """Return how to compute activation(gate x) * (up x) of a token with n_used experts and dense matrices."""
+    """Return the kernel and grid that compute activation(gate x) * (up x) of a token: n_used experts, a dense one."""
     n_outs = n_used * n_out + dense_n_out
     like = mat_vec.up_gate(_larger(t, dense), activation, n_in, n_outs).kernel
     return _shape("up_gate_shared_expert", like, t, dense, n_used, max(n_out, dense_n_out))
 
 
-def _larger(t: TensorType, other: TensorType) -> TensorType:
-    return max(t, other, key=lambda t: t.block_bytes / t.block)
+def _larger(t: TensorType, second: TensorType) -> TensorType:
+    return max(t, second, key=lambda t: t.block_bytes / t.block)
 
 
 def _shape(name: str, like: Kernel, t: TensorType, dense: TensorType, n_used: int, longest: int) -> Shape:
@@ -51,8 +51,8 @@ def _shape(name: str, like: Kernel, t: TensorType, dense: TensorType, n_used: in
 def kernels() -> Iterator[Kernel]:
     """Yield kernels of every kind of type, for some sizes."""
     pairs = [(name, name) for name in ("F32", "BF16", "Q8_0", "Q4_K", "IQ3_S", "IQ1_KT", "IQ3_KT")]
-    for one, other in (*pairs, ("Q4_K", "Q6_K"), ("IQ4_XS", "Q5_K")):
-        t, dense = BY_NAME[one], BY_NAME[other]
+    for first, second in (*pairs, ("Q4_K", "Q6_K"), ("IQ4_XS", "Q5_K")):
+        t, dense = BY_NAME[first], BY_NAME[second]
         for n_in, n_out, dense_n_out in ((2048, 768, 768), (4096, 16384, 4096)):
             yield mul_mat(t, dense, n_in, n_out, 8, dense_n_out).kernel
             yield up_gate(t, dense, Activation("silu"), n_in, n_out, 8, dense_n_out).kernel

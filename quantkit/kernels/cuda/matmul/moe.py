@@ -40,22 +40,22 @@ def bucket_runs(n_expert: int, capability: int = 90) -> int:
     """
     runs = min(_WARPS, shared_of_block(capability) // (4 * n_expert) - 1)
     if runs < 1:
-        raise ResourceError(f"{n_expert} experts are more than this card can sort tokens by")
+        raise ResourceError(f"{n_expert} experts are more than this GPU can sort tokens by", "QK-E306")
     return runs
 
 
 def bucket(n_expert: int, capability: int = 90) -> Shape:
-    """Return how to make a plan."""
+    """Return the kernel and grid that make a plan."""
     return Shape(_KERNEL_OF, (1, 1, 1), 4 * (bucket_runs(n_expert, capability) + 1) * n_expert)
 
 
 def gather(pairs: int) -> Shape:
-    """Return how to gather rows of x, as bf16, into a plan's order."""
+    """Return the kernel and grid that gather rows of x, as bf16, into a plan's order."""
     return Shape(Kernel("matmul/moe.cu", "gather"), (max(1, pairs), 1, 1))
 
 
 def scatter(pairs: int) -> Shape:
-    """Return how to scatter rows back from a plan's order, with an expert's scale and bias."""
+    """Return the kernel and grid that scatter rows back from a plan's order, with an expert's scale and bias."""
     return Shape(Kernel("matmul/moe.cu", "scatter"), (max(1, pairs), 1, 1))
 
 

@@ -116,8 +116,8 @@ template <int ACTIVE> INLINE void load_tokens(uint32_t b[ACTIVE][2], SharedAddre
 
 // ---- quantized weights: chunks of 128 values, fetched 256 at a time
 
-const int PLANES = TYPE::PLANES;  // folded types: bytes per level
-const bool IN_F16 = PLANES == AS_F16;
+const int PLANES = TYPE::FOLDED_SCALE_BYTES;  // folded types: bytes per level
+const bool IN_F16 = PLANES == FOLDED_TO_F16;
 const int ROW_STRIDE = IN_F16 ? 2 * 128 + 16 : STRIDE;  // of the panel
 const int STEPS = IN_F16 ? 0 : PLANES ? 1 : 4;          // scales per row and chunk
 static_assert(PLANES || !TYPE::HALVES, "a type with a scale per 16 values is folded");

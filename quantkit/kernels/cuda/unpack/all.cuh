@@ -20,8 +20,8 @@ template <typename T> INLINE float row_scale(const uint8_t* row) {
     return 1;
 }
 
-// The same in products, which stretch the rows of some types (formats.py).
-template <typename T> INLINE float product_scale(const uint8_t* row) { return row_scale<T>(row) * T::STRETCH; }
+// The same in products, which multiply some types' row scales by a gain (formats.py).
+template <typename T> INLINE float product_scale(const uint8_t* row) { return row_scale<T>(row) * T::ROW_SCALE_GAIN; }
 
 // A type's grid, if it has one: Grid<TYPE>::table().
 template <typename T, bool = (T::GRID > 0)> struct Grid {

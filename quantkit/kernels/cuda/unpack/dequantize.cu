@@ -132,6 +132,6 @@ KERNEL(dequantize, 256) {
 
 KERNEL(embed, 256) {
     __shared__ Staged shared[WARPS][32];
-    const int32_t* named = a.by_position ? a.batch->positions : a.batch->tokens;
-    Rows<TYPE>::write_parts(a, named, (float)a.scale, TO_F32, shared);
+    const int32_t* rows_of = a.by_position ? a.batch->positions : a.batch->tokens;
+    Rows<TYPE>::write_parts(a, rows_of, (float)a.scale, TO_F32, shared);
 }

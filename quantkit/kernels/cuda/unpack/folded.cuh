@@ -1,10 +1,10 @@
 // Unpackers for many rows, for types whose scales within 256 values are small integers times one number: these multiply
-// the levels, and a product over 256 values is one sum of integers. T::PLANES (formats.py):
+// the levels, and a product over 256 values is one sum of integers. T::FOLDED_SCALE_BYTES (formats.py):
 //
 //     0  T unchanged: a scale per 32 or 16 values
 //     1  one scale d per 256 values, levels that still fit a byte
 //     2  the same with levels of two bytes: 256 * high (q) + low, both signed
-//     AS_F16  no levels: f16 equal to the weights over F16_TIMES, two per word, in the order panel.cuh multiplies them:
+//     FOLDED_TO_F16  no levels: f16 equal to the weights over F16_TIMES, two per word, in the order panel.cuh multiplies them:
 //        of 16 values 0 1, 4 5, 8 9, 12 13, 2 3, 6 7, 10 11, 14 15; q: the first 16 of 32, low: the last
 //
 //     Q2_K      q * s: 0 .. 45; the minimums unchanged, one per 16 values
@@ -22,7 +22,7 @@
 const float F16_TIMES = 128;
 
 template <typename T> struct Folded {
-    static_assert(T::PLANES == 0, "a folded type has a Folded of its own");
+    static_assert(T::FOLDED_SCALE_BYTES == 0, "a folded type has a Folded of its own");
     STATIC_INLINE void unpack(const uint8_t* p, int part, Levels& l, int*, const uint32_t* grid) {
         unpack_with<T>(p, part, l, grid);
     }
@@ -46,9 +46,9 @@ template <> struct Folded<Q2_K> {
 };
 
 // Bytes 0 and 2, and bytes 1 and 3, of x times s, each plus a number large enough that neither borrows from the other.
-INLINE void times(uint32_t x, int s, int plus, uint32_t& even, uint32_t& odd) {
-    even = (x & 0x00ff00ffu) * (uint32_t)s + (uint32_t)plus * 0x00010001u;
-    odd = (x >> 8 & 0x00ff00ffu) * (uint32_t)s + (uint32_t)plus * 0x00010001u;
+INLINE void times(uint32_t x, int s, int offset, uint32_t& even, uint32_t& odd) {
+    even = (x & 0x00ff00ffu) * (uint32_t)s + (uint32_t)offset * 0x00010001u;
+    odd = (x >> 8 & 0x00ff00ffu) * (uint32_t)s + (uint32_t)offset * 0x00010001u;
 }
 
 template <> struct Folded<Q3_K> {
@@ -146,10 +146,10 @@ template <> struct Folded<IQ1_M_ROW> {
     }
     STATIC_INLINE uint32_t over_1024(uint32_t two) { return times_halves(minus_halves(two, 0x66006600u), 0x14001400u); }
     STATIC_INLINE void unpack(const uint8_t* p, int part, Levels& l, int* low, const uint32_t* grid) {
-        Levels made;
-        IQ1_M_ROW::unpack(p, part, made, grid);
-        scaled(made.q, p[6] & 15, l.q);
-        scaled(made.q + 4, p[6] >> 4, low);
+        Levels folded;
+        IQ1_M_ROW::unpack(p, part, folded, grid);
+        scaled(folded.q, p[6] & 15, l.q);
+        scaled(folded.q + 4, p[6] >> 4, low);
     }
 };
 

@@ -100,7 +100,7 @@ template <typename T> struct GeneratedTile {
     };
     static const int ROOM = Room::WORDS;
 
-    STATIC_INLINE void load(const uint8_t* x, bool there, X& v) { v.eight = there ? *(const uint2*)x : make_uint2(0, 0); }
+    STATIC_INLINE void load(const uint8_t* x, bool is_inside, X& v) { v.eight = is_inside ? *(const uint2*)x : make_uint2(0, 0); }
     STATIC_INLINE void prepare(const Room& room, int, X& v) {
         uint32_t copies[8];
 #pragma unroll
@@ -197,10 +197,10 @@ template <> struct TileForm<IQ3_KT> {
     static const int STEP = 8, ROOM = 0, TABLE = 0;
     STATIC_INLINE uint32_t word(int) { return 0; }
 
-    STATIC_INLINE void load(const uint8_t* x, bool there, X& v) {
-        v.eight = there ? *(const uint2*)x : make_uint2(0, 0);
+    STATIC_INLINE void load(const uint8_t* x, bool is_inside, X& v) {
+        v.eight = is_inside ? *(const uint2*)x : make_uint2(0, 0);
         uint4 low = make_uint4(0, 0, 0, 0), high = low;
-        if (there && has_column((int)threadIdx.x & 31)) low = ((const uint4*)x)[0], high = ((const uint4*)x)[1];
+        if (is_inside && has_column((int)threadIdx.x & 31)) low = ((const uint4*)x)[0], high = ((const uint4*)x)[1];
         v.b[0] = low.x, v.b[1] = low.y, v.b[2] = low.z, v.b[3] = low.w;
         v.b[4] = high.x, v.b[5] = high.y, v.b[6] = high.z, v.b[7] = high.w;
     }

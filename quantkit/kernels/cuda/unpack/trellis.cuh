@@ -68,7 +68,7 @@ struct IQ3_KT : traits::IQ3_KT {
         for (int j = 0; j < 4; j++) set_eight_of(load2(p + 4 + 8 * part + 2 * j), l.q + 2 * j);
         for (int i = 0; i < 8; i++) {
             // Complement, and add one, where the sign of the level and the wanted one differ; -0 is 0.
-            const uint32_t wanted = load4(p + 68 + 4 * i) >> part & ONES, flipped = wanted ^ ((uint32_t)l.q[i] >> 7 & ONES);
+            const uint32_t signs = load4(p + 68 + 4 * i) >> part & ONES, flipped = signs ^ ((uint32_t)l.q[i] >> 7 & ONES);
             const uint32_t inverse = (uint32_t)l.q[i] ^ flipped * 255;
             l.q[i] = (int)(((inverse & ~SIGNS) + flipped) ^ (inverse & SIGNS));
         }

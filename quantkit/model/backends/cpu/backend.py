@@ -1,8 +1,8 @@
-"""The backend ``cpu``: a graph, or any part of it, becomes a tape of numba operations that a thread team runs.
+"""The backend ``cpu``: a tape of numba operations, run by a team of threads.
 
 compile: lower every operation to entries (lowering.py, cpu/ops.py), place their buffers in one block of memory
 (arena.py), write argument blocks with the addresses. run: fill the batch block, launch the tape once. Python runs
-between launches only where an observer reads values, or where a model larger than memory drops weights (streaming.py).
+between launches only if an observer reads values, or if a model larger than memory drops weights (streaming.py).
 """
 
 from __future__ import annotations
@@ -21,24 +21,24 @@ from quantkit.formats.gguf import GGUFFile
 from quantkit.kernels.cpu.core.tape import Batch as BatchBlock
 from quantkit.kernels.cpu.core.tape import Tape, TapeOp, run_tape
 from quantkit.kernels.cpu.core.team import Team
-from quantkit.kernels.first_run import compile_together
+from quantkit.kernels.first_run import compile_in_order
 from quantkit.model.backends import Limits, Observer
 from quantkit.model.backends.accumulators import Accumulator, NotFinite, not_finite
 from quantkit.model.backends.arena import Buffer, Entry, Memory, place
 from quantkit.model.backends.boundary import Boundary
 from quantkit.model.backends.cpu.lowering import CPULowering
 from quantkit.model.backends.cpu.ops import lower
-from quantkit.model.backends.cpu.streaming import Stage, pages, stages, streamed
+from quantkit.model.backends.cpu.streaming import Stage, mark_streamed, pages, stages
 from quantkit.model.batch import Batch
 from quantkit.model.ops import Op, Value
 
 
 @dataclass(frozen=True)
 class Timing:
-    """How long an entry of the tape took, its barrier included.
+    """The time of an entry of the tape, its barrier included.
 
-    op: the operation of the graph that it belongs to; name: its own, with the type of the weight it reads;
-    weight_bytes: of that weight (of all experts, used or not).
+    op: the graph's operation; name: that of the kernel, with the type of its weight; weight_bytes: of that weight (of
+    all experts, used or not).
     """
 
     op: Op | None
@@ -48,14 +48,16 @@ class Timing:
 
 
 class CPUBackend:
-    """Makes programs for the CPU; they share one team of threads, so one runs at a time."""
+    """Compiler of programs for the CPU; they share one team of threads, so one runs at a time."""
 
     name = "cpu"
 
     def __init__(
         self, source: GGUFFile, threads: int, *, max_ram: int | None = None, observer: Observer | None = None
     ) -> None:
-        self.source, self.max_ram, self.observer = source, max_ram, observer
+        self.source = source
+        self.max_ram = max_ram
+        self.observer = observer
         self.team = Team(threads)
 
     def compile(self, ops: Sequence[Op], limits: Limits, leaves: Sequence[Value] = ()) -> CPUProgram:
@@ -67,18 +69,18 @@ class CPUBackend:
         return CPUProgram(self, ops, limits, leaves)
 
     def close(self) -> None:
-        """Nothing to free: weights are the file's, threads end with the team."""
+        """Do nothing: weights belong to the file, threads end with the team."""
 
 
 class CPUProgram(Boundary):
-    """Tapes, the memory their blocks point into, and the caches and states of the sequences."""
+    """Tapes with their memory, and the caches and states of the sequences."""
 
     def __init__(self, backend: CPUBackend, ops: Sequence[Op], limits: Limits, leaves: Sequence[Value]) -> None:
         super().__init__(ops, leaves)
         self._backend, self.limits = backend, limits
         self._block = BatchBlock(backend.team, limits.n_ubatch, limits.n_ctx)
         self._batch: Batch | None = None
-        weak = weakref.WeakMethod(self._view)  # or a program, with its caches, would live until Python looks for cycles
+        weak = weakref.WeakMethod(self._view)  # a cycle would keep a program, with its caches, until garbage collection
         report = weakref.WeakMethod(self._report)
         low = CPULowering(
             backend.source,
@@ -87,39 +89,39 @@ class CPUProgram(Boundary):
             self._block.address,
             backend.observer,
             lambda value: cast(Callable[[Value], Any], weak())(value),
-            lambda of, row: cast(Callable[[str, int], None], report())(of, row),
+            lambda label, row: cast(Callable[[str, int], None], report())(label, row),
         )
         self.not_finite: list[NotFinite] = []
-        self._settle(low)
+        self._pin_values(low)
         self._lower(low, ops)
         self._memory = Memory(place(low.entries))
         self._steps = self._make_steps(low.entries)
         self._states, self._watched = low.states, low.watched
         self._n_vocab, self._n_positions = low.n_vocab, low.n_positions
-        self._kept = low.kept
+        self._arrays = low.arrays
         #: The sums of observing operations so far.
         self.accumulators: dict[str, Accumulator] = low.accumulators
 
     # ------------------------------------------------------------ making
 
     def _lower(self, low: CPULowering, ops: Sequence[Op]) -> None:
-        """Lower all operations, and streaming's steps between them."""
+        """Lower all operations, with the steps of streaming between them."""
         budget = self._backend.max_ram
         plan = [Stage(0, len(ops), (), 0)] if budget is None else stages(ops, budget)
-        goes = [False] * len(plan) if budget is None else streamed(plan, budget)
+        streams = [False] * len(plan) if budget is None else mark_streamed(plan, budget)
         for i, stage in enumerate(plan):
-            if i + 1 < len(plan) and goes[i + 1]:
+            if i + 1 < len(plan) and streams[i + 1]:
                 low.entries += self._advice(plan[i + 1], "MADV_WILLNEED")
             for op in ops[stage.first : stage.end]:
                 lower(low, op)
-            if goes[i]:
+            if streams[i]:
                 low.entries += self._advice(stage, "MADV_DONTNEED")
 
     def _advice(self, stage: Stage, advice: str) -> list[Entry]:
-        """Return a step that tells the system to read a stage's weights, or to drop them."""
+        """Return a step that advises the system to read, or drop, a stage's weights."""
         number: int = getattr(mmap, advice, -1)  # -1: this system has no such advice
-        found = [pages(self._backend.source.data(name)) for name in stage.tensors]
-        ranges = [part for part in found if part is not None]
+        page_ranges = [pages(self._backend.source.data(name)) for name in stage.tensors]
+        ranges = [part for part in page_ranges if part is not None]
 
         def advise() -> None:
             for mapping, first, length in ranges:
@@ -128,9 +130,9 @@ class CPUProgram(Boundary):
         return [Entry(None, call=advise)] if number >= 0 and ranges else []
 
     def _make_steps(self, entries: Sequence[Entry]) -> list[Tape | Callable[[], None]]:
-        """Return tapes and calls, in order."""
-        found = [o for e in entries for o in (e.tape_op, *e.slots.values()) if isinstance(o, TapeOp)]
-        compile_together([partial(getattr, one, "address") for one in dict.fromkeys([run_tape, *found])])
+        """Return tapes and Python calls, in order."""
+        tape_ops = [o for e in entries for o in (e.tape_op, *e.slots.values()) if isinstance(o, TapeOp)]
+        compile_in_order([partial(getattr, one, "address") for one in dict.fromkeys([run_tape, *tape_ops])])
         steps: list[Tape | Callable[[], None]] = []
         run: list[Entry] = []
         self._runs: list[list[Entry]] = []
@@ -144,35 +146,35 @@ class CPUProgram(Boundary):
                 run = []
             if entry.call is not None:
                 steps.append(entry.call)
-        return steps[:-1]  # without the last, which only ended the last tape
+        return steps[:-1]  # without the sentinel that ended the last tape
 
     def _entry(self, entry: Entry) -> Any:
         assert entry.tape_op is not None
-        return entry.tape_op, entry.tape_op.block(**entry.resolved(self._memory.start)), entry.independent
+        return entry.tape_op, entry.tape_op.block(**entry.resolve(self._memory.start)), entry.independent
 
     # ------------------------------------------------------------ running
 
     def run(self, batch: Batch) -> None:
-        """Carry out all operations for a batch of at most ``n_ubatch`` tokens; ValueError for one that cannot be."""
-        self._begin(batch)
+        """Carry out all operations for a batch of at most ``n_ubatch`` tokens; ValueError for an invalid one."""
+        self._set_batch(batch)
         for step in self._steps:
             if isinstance(step, Tape):
                 step.run()
             else:
                 step()
         for op, bad, per in self._watched:
-            found = bad[bad > 0]
-            if len(found):
-                self._report(op.of, (int(found.min()) - 1) // per)
+            rows = bad[bad > 0]
+            if len(rows):
+                self._report(op.label, (int(rows.min()) - 1) // per)
                 bad[:] = 0
 
-    def _report(self, of: str, row: int) -> None:
+    def _report(self, label: str, row: int) -> None:
         assert self._batch is not None
-        self.not_finite.append(not_finite(of, self._batch, row))
+        self.not_finite.append(not_finite(label, self._batch, row))
 
     def profile(self, batch: Batch) -> list[Timing]:
-        """Run a batch and return how long every entry of the tape took."""
-        self._begin(batch)
+        """Run a batch and return the time of every entry of the tape."""
+        self._set_batch(batch)
         timings = []
         runs = iter(self._runs)
         for step in self._steps:
@@ -182,7 +184,7 @@ class CPUProgram(Boundary):
                 step()
         return timings
 
-    def _begin(self, batch: Batch) -> None:
+    def _set_batch(self, batch: Batch) -> None:
         batch.check(self._n_positions, self.limits.n_seq, self._n_vocab)
         self._block.set(batch.tokens, batch.positions, batch.sequences, batch.outputs)
         self._batch = batch
@@ -199,7 +201,7 @@ class CPUProgram(Boundary):
         self._memory.view(buffer.offset, data.nbytes)[:] = data.view(np.uint8)
 
     def clear(self, sequence: int | None = None) -> None:
-        """Forget what recurrent layers keep of a sequence, or of all."""
+        """Reset the states of a sequence, or of all."""
         for state in self._states.values():
             state[slice(None) if sequence is None else sequence] = 0
 

@@ -1,6 +1,6 @@
-"""Lowers operations of the graph to entries of a tape: a small function for each kind, in the table ``LOWER``.
+"""Lowering of every operation to entries of a tape, in the table ``LOWER``.
 
-A function names the slots of a compiled operation (kernels/cpu/*.py say what they mean) through a Lowering.
+A function fills the slots of a compiled operation, which kernels/cpu/*.py document.
 """
 
 from __future__ import annotations
@@ -17,12 +17,11 @@ from quantkit.kernels.cpu.matmul import matmul, moe
 from quantkit.kernels.parameters import MASKS
 from quantkit.model import ops
 from quantkit.model.backends import slots
-from quantkit.model.backends.arena import Slot, Within
+from quantkit.model.backends.arena import BufferOffset, Slot
 from quantkit.model.backends.cpu import observe
 from quantkit.model.backends.cpu.lowering import CPULowering, rows
 from quantkit.model.backends.lowering import LINE, expert_bytes_of, row_bytes_of
-from quantkit.model.op_table import OpTable
-from quantkit.model.ops import Matrix, Op, Value
+from quantkit.model.ops import Matrix, Op, OpTable, Value
 from quantkit.units import round_up
 
 LOWER = OpTable("the cpu backend")
@@ -30,11 +29,11 @@ LOWER = OpTable("the cpu backend")
 # ---------------------------------------------------------------- element by element
 
 
-@LOWER.of(ops.Embed)
+@LOWER.register(ops.Embed)
 def _embed(b: CPULowering, op: ops.Embed) -> None:
     t, width = op.weight.tensor.type, op.out.width
-    each = elementwise.embed_scratch_bytes(t, width)
-    b.looks_up(op)
+    thread_bytes = elementwise.embed_scratch_bytes(t, width)
+    b.limit_ids(op)
     b.emit(
         elementwise.embed(t),
         out=b.buffer(op.out),
@@ -42,23 +41,23 @@ def _embed(b: CPULowering, op: ops.Embed) -> None:
         row_bytes=row_bytes_of(op.weight),
         width=width,
         scale=op.scale,
-        scratch=b.array(np.zeros(max(1, each * b.threads), np.uint8)),
-        scratch_bytes=each,
+        scratch=b.array(np.zeros(max(1, thread_bytes * b.threads), np.uint8)),
+        scratch_bytes=thread_bytes,
         rows_by=elementwise.ROWS_BY["position" if op.by_position else "token"],
     )
 
 
-@LOWER.of(ops.Lookup)
+@LOWER.register(ops.Lookup)
 def _lookup(b: CPULowering, op: ops.Lookup) -> None:
     b.emit(elementwise.lookup, **slots.lookup(b, op))
 
 
-@LOWER.of(ops.SelectOutputs)
+@LOWER.register(ops.SelectOutputs)
 def _select_outputs(b: CPULowering, op: ops.SelectOutputs) -> None:
     b.emit(elementwise.select_outputs, out=b.buffer(op.out), x=b.buffer(op.x), width=op.x.width * op.x.per)
 
 
-@LOWER.of(ops.Add)
+@LOWER.register(ops.Add)
 def _add(b: CPULowering, op: ops.Add) -> None:
     shared = op.a if b.buffer(op.a).nbytes == b.buffer(op.out).nbytes else op.b
     slots = {"out": b.buffer(op.out), "a": b.buffer(op.a), "b": b.buffer(op.b)}
@@ -66,49 +65,49 @@ def _add(b: CPULowering, op: ops.Add) -> None:
     b.may_overwrite(entry, op.out, shared)
 
 
-def _map(b: CPULowering, operation: TapeOp, out: Value, x: Value, **more: Slot) -> None:
-    entry = b.emit(operation, out=b.buffer(out), x=b.buffer(x), width=out.width, **rows(out), **more)
+def _map(b: CPULowering, operation: TapeOp, out: Value, x: Value, **extra: Slot) -> None:
+    entry = b.emit(operation, out=b.buffer(out), x=b.buffer(x), width=out.width, **rows(out), **extra)
     b.may_overwrite(entry, out, x)
 
 
-@LOWER.of(ops.Scale)
+@LOWER.register(ops.Scale)
 def _scale(b: CPULowering, op: ops.Scale) -> None:
     _map(b, elementwise.scale, op.out, op.x, by=op.factor)
 
 
-@LOWER.of(ops.Shift)
+@LOWER.register(ops.Shift)
 def _shift(b: CPULowering, op: ops.Shift) -> None:
-    _map(b, elementwise.shift, op.out, op.x, by=op.by)
+    _map(b, elementwise.shift, op.out, op.x, by=op.offset)
 
 
-@LOWER.of(ops.ScaleByPosition)
+@LOWER.register(ops.ScaleByPosition)
 def _scale_by_position(b: CPULowering, op: ops.ScaleByPosition) -> None:
     numbers = {"floor_scale": float(op.floor_scale), "alpha": op.alpha, "offset": op.offset}
     _map(b, elementwise.scale_by_position, op.out, op.x, **numbers)
 
 
-@LOWER.of(ops.MultiplyBy)
+@LOWER.register(ops.MultiplyBy)
 def _multiply_by(b: CPULowering, op: ops.MultiplyBy) -> None:
-    operation = elementwise.plus_vector if op.add else elementwise.multiply_by
-    _map(b, operation, op.out, op.x, **slots.by_vector(b, op))
+    operation = elementwise.plus_vector if op.kind == "plus" else elementwise.multiply_by
+    _map(b, operation, op.out, op.x, **slots.vector_slots(b, op))
 
 
-@LOWER.of(ops.Softcap)
+@LOWER.register(ops.Softcap)
 def _softcap(b: CPULowering, op: ops.Softcap) -> None:
     _map(b, elementwise.softcap, op.out, op.x, by=op.cap)
 
 
-@LOWER.of(ops.Clamp)
+@LOWER.register(ops.Clamp)
 def _clamp(b: CPULowering, op: ops.Clamp) -> None:
     _map(b, elementwise.clamp, op.out, op.x, by=op.limit)
 
 
-@LOWER.of(ops.Norm)
+@LOWER.register(ops.Norm)
 def _norm(b: CPULowering, op: ops.Norm) -> None:
     _map(b, norms.norm(op.kind), op.out, op.x, eps=op.eps, group=op.group, **b.norm_vectors(op))
 
 
-@LOWER.of(ops.Glu)
+@LOWER.register(ops.Glu)
 def _glu(b: CPULowering, op: ops.Glu) -> None:
     both = op.up is None
     entry = b.emit(
@@ -125,7 +124,7 @@ def _glu(b: CPULowering, op: ops.Glu) -> None:
         b.may_overwrite(entry, op.out, op.up)
 
 
-@LOWER.of(ops.Activate)
+@LOWER.register(ops.Activate)
 def _activate(b: CPULowering, op: ops.Activate) -> None:
     if op.activation.kind == "softplus":
         _map(b, elementwise.softplus, op.out, op.x, by=0.0)
@@ -135,49 +134,49 @@ def _activate(b: CPULowering, op: ops.Activate) -> None:
     _map(b, operation, op.out, op.x, **limits)
 
 
-@LOWER.of(ops.Xielu)
+@LOWER.register(ops.Xielu)
 def _xielu(b: CPULowering, op: ops.Xielu) -> None:
     numbers = {name: float(getattr(op, name)) for name in ("alpha_n", "alpha_p", "beta", "eps")}
     _map(b, elementwise.xielu, op.out, op.x, **numbers)
 
 
-@LOWER.of(ops.Exceed)
+@LOWER.register(ops.Exceed)
 def _exceed(b: CPULowering, op: ops.Exceed) -> None:
     _map(b, mixing.exceed, op.out, op.x, factor=op.factor)
 
 
-@LOWER.of(ops.ToLength)
+@LOWER.register(ops.ToLength)
 def _to_length(b: CPULowering, op: ops.ToLength) -> None:
     _map(b, mixing.to_length, op.out, op.x, like=b.buffer(op.like), group=op.group)
 
 
-@LOWER.of(ops.Mix)
+@LOWER.register(ops.Mix)
 def _mix(b: CPULowering, op: ops.Mix) -> None:
     b.emit(mixing.mix, **slots.mix(b, op), **rows(op.out))
 
 
-@LOWER.of(ops.StreamWeights)
+@LOWER.register(ops.StreamWeights)
 def _stream_weights(b: CPULowering, op: ops.StreamWeights) -> None:
     b.emit(streams.stream_weights, **slots.stream_weights(b, op), **rows(op.x))
 
 
-@LOWER.of(ops.Lerp)
+@LOWER.register(ops.Lerp)
 def _lerp(b: CPULowering, op: ops.Lerp) -> None:
     b.emit(mixing.lerp, **slots.lerp(b, op), **rows(op.out))
 
 
-@LOWER.of(ops.Bonus)
+@LOWER.register(ops.Bonus)
 def _bonus(b: CPULowering, op: ops.Bonus) -> None:
     entry = b.emit(mixing.bonus, **slots.bonus(b, op), **rows(op.out))
     b.may_overwrite(entry, op.out, op.x)
 
 
-@LOWER.of(ops.Take)
+@LOWER.register(ops.Take)
 def _take(b: CPULowering, op: ops.Take) -> None:
     b.emit(elementwise.take, **slots.take(b, op), **rows(op.out))
 
 
-@LOWER.of(ops.Join)
+@LOWER.register(ops.Join)
 def _join(b: CPULowering, op: ops.Join) -> None:
     b.emit(elementwise.join, **slots.join(b, op), **rows(op.out))
 
@@ -192,10 +191,10 @@ def _multiply(
     weight: Matrix,
     bias: Matrix | None,
     scale: Matrix | None,
-    each: int,
+    thread_bytes: int,
     independent: bool = False,
 ) -> None:
-    """out = scale * (weight x) + bias; each: bytes of scratch of a thread, the same for entries that run together."""
+    """Emit out = scale * (weight x) + bias; thread_bytes: scratch of a thread, equal for entries that run together."""
     activations, stride = b.activations(x, weight)
     entry = b.emit(
         matmul.mul_mat,
@@ -210,8 +209,8 @@ def _multiply(
         out_stride=4 * out.width,
         bias=b.vector(bias),
         scale=b.vector(scale),
-        scratch=b.scratch(each * b.threads),
-        scratch_bytes=each,
+        scratch=b.scratch(thread_bytes * b.threads),
+        scratch_bytes=thread_bytes,
         at_once=matmul.cached_rows(stride),
         **rows(x),
     )
@@ -223,21 +222,21 @@ def _scratch_of(weights: Iterable[Matrix]) -> int:
     return round_up(most, LINE)
 
 
-@LOWER.of(ops.MulMat)
+@LOWER.register(ops.MulMat)
 def _mul_mat(b: CPULowering, op: ops.MulMat) -> None:
     _multiply(b, op.out, op.x, op.weight, op.bias, op.scale, _scratch_of([op.weight]))
 
 
-@LOWER.of(ops.MulMats)
+@LOWER.register(ops.MulMats)
 def _mul_mats(b: CPULowering, op: ops.MulMats) -> None:
     for weight in op.weights:
         b.activations(op.x, weight)  # all before the first product: those do not wait for each other
-    each = _scratch_of(op.weights)
+    thread_bytes = _scratch_of(op.weights)
     for out, weight, bias, scale in zip(op.outs, op.weights, op.biases, op.scales, strict=True):
-        _multiply(b, out, op.x, weight, bias, scale, each, independent=out is not op.outs[-1])
+        _multiply(b, out, op.x, weight, bias, scale, thread_bytes, independent=out is not op.outs[-1])
 
 
-@LOWER.of(ops.UpGate)
+@LOWER.register(ops.UpGate)
 def _up_gate(b: CPULowering, op: ops.UpGate) -> None:
     slots: dict[str, Slot] = {}
     parts = (("up", op.up, op.up_bias, op.up_scale), ("gate", op.gate, op.gate_bias, op.gate_scale))
@@ -252,15 +251,15 @@ def _up_gate(b: CPULowering, op: ops.UpGate) -> None:
             f"{name}_bias": b.vector(bias),
             f"{name}_scale": b.vector(scale),
         }
-    each = round_up(matmul.up_gate_scratch_bytes(op.up.tensor.type, op.gate.tensor.type, op.up.n_in), LINE)
+    thread_bytes = round_up(matmul.up_gate_scratch_bytes(op.up.tensor.type, op.gate.tensor.type, op.up.n_in), LINE)
     entry = b.emit(
         matmul.up_gate(op.activation),
         n_in=op.up.n_in,
         n_out=op.up.n_out,
         out=b.buffer(op.out),
         out_stride=4 * op.out.width,
-        scratch=b.scratch(each * b.threads),
-        scratch_bytes=each,
+        scratch=b.scratch(thread_bytes * b.threads),
+        scratch_bytes=thread_bytes,
         at_once=matmul.cached_rows(stride),
         **rows(op.x),
         **slots,
@@ -269,29 +268,29 @@ def _up_gate(b: CPULowering, op: ops.UpGate) -> None:
     entry.weights = (op.up, op.gate)
 
 
-@LOWER.of(ops.MulMatHeads)
+@LOWER.register(ops.MulMatHeads)
 def _mul_mat_heads(b: CPULowering, op: ops.MulMatHeads) -> None:
-    """An entry for each head: they do not wait for each other."""
+    """Emit an entry for each head; they do not wait for each other."""
     weight, heads = op.weight, op.x.width // op.weight.n_in
     t, start = weight.tensor.type, b.weight(op.weight)
     activations, stride = b.activations(op.x, weight)
-    each = _scratch_of([weight])
+    thread_bytes = _scratch_of([weight])
     for head in range(heads):
         entry = b.emit(
             matmul.mul_mat,
             products=matmul.products_of(t),
-            x=Within(activations, stride * head),
+            x=BufferOffset(activations, stride * head),
             x_stride=stride * heads,
             w=start + head * expert_bytes_of(weight),
             row_bytes=row_bytes_of(weight),
             n_in=weight.n_in,
             n_out=weight.n_out,
-            out=Within(b.buffer(op.out), 4 * weight.n_out * head),
+            out=BufferOffset(b.buffer(op.out), 4 * weight.n_out * head),
             out_stride=4 * op.out.width,
             bias=0,
             scale=0,
-            scratch=b.scratch(each * b.threads),
-            scratch_bytes=each,
+            scratch=b.scratch(thread_bytes * b.threads),
+            scratch_bytes=thread_bytes,
             at_once=matmul.cached_rows(stride),
             **rows(op.x),
         )
@@ -302,44 +301,46 @@ def _mul_mat_heads(b: CPULowering, op: ops.MulMatHeads) -> None:
 # ---------------------------------------------------------------- experts
 
 
-def _by_expert(b: CPULowering, out: Value, x: Value, ids: Value, weight: Matrix) -> dict[str, Slot]:
+def _expert_slots(b: CPULowering, out: Value, x: Value, ids: Value, weight: Matrix) -> dict[str, Slot]:
     t = weight.tensor.type
-    each = round_up(moe.scratch_bytes(t, weight.n_in), LINE)
-    own: dict[str, Slot] = {
+    thread_bytes = round_up(moe.scratch_bytes(t, weight.n_in), LINE)
+    scratch_slots: dict[str, Slot] = {
         "products": moe.products_of(t),
-        "scratch": b.scratch(each * b.threads),
-        "scratch_bytes": each,
+        "scratch": b.scratch(thread_bytes * b.threads),
+        "scratch_bytes": thread_bytes,
     }
-    return slots.by_expert(b, out, x, ids, weight) | own
+    return slots.expert_slots(b, out, x, ids, weight) | scratch_slots
 
 
-@LOWER.of(ops.MulMatId)
+@LOWER.register(ops.MulMatId)
 def _mul_mat_id(b: CPULowering, op: ops.MulMatId) -> None:
-    given = _by_expert(b, op.out, op.x, op.ids, op.weight) | slots.vectors_by_expert(b, op.weight, op.bias, op.scale)
-    b.emit(moe.mul_mat_id, w=b.weight(op.weight), **given).weights = (op.weight,)
+    expert_slots = _expert_slots(b, op.out, op.x, op.ids, op.weight) | slots.expert_vector_slots(
+        b, op.weight, op.bias, op.scale
+    )
+    b.emit(moe.mul_mat_id, w=b.weight(op.weight), **expert_slots).weights = (op.weight,)
 
 
-@LOWER.of(ops.UpGateId)
+@LOWER.register(ops.UpGateId)
 def _up_gate_id(b: CPULowering, op: ops.UpGateId) -> None:
-    given = _by_expert(b, op.out, op.x, op.ids, op.up) | {"up": b.weight(op.up), "gate": b.weight(op.gate)}
-    given |= slots.vectors_by_expert(b, op.up, op.up_bias, op.up_scale, "up_")
-    given |= slots.vectors_by_expert(b, op.gate, op.gate_bias, op.gate_scale, "gate_")
-    entry = b.emit(moe.up_gate_id(op.activation), **given, **glu.limits(op.activation))
+    expert_slots = _expert_slots(b, op.out, op.x, op.ids, op.up) | {"up": b.weight(op.up), "gate": b.weight(op.gate)}
+    expert_slots |= slots.expert_vector_slots(b, op.up, op.up_bias, op.up_scale, "up_")
+    expert_slots |= slots.expert_vector_slots(b, op.gate, op.gate_bias, op.gate_scale, "gate_")
+    entry = b.emit(moe.up_gate_id(op.activation), **expert_slots, **glu.limits(op.activation))
     entry.weights = (op.up, op.gate)
 
 
-@LOWER.of(ops.Route)
+@LOWER.register(ops.Route)
 def _route(b: CPULowering, op: ops.Route) -> None:
-    b.emit(route.route, rows_of=int(op.logits.outputs), **slots.route(b, op), **slots.buffers(b, op, "chosen"))
+    b.emit(route.route, rows_of=int(op.logits.outputs), **slots.route(b, op), **slots.given_ids(b, op))
 
 
-@LOWER.of(ops.Repeat)
+@LOWER.register(ops.Repeat)
 def _repeat(b: CPULowering, op: ops.Repeat) -> None:
     sizes = {"width": op.x.width, "n_used": op.weights.width, "rows_of": int(op.x.outputs)}
     b.emit(route.repeat, **slots.buffers(b, op, "out", "x", "weights"), **sizes)
 
 
-@LOWER.of(ops.Combine)
+@LOWER.register(ops.Combine)
 def _combine(b: CPULowering, op: ops.Combine) -> None:
     n_used = op.x.per * op.x.width // op.out.width
     sizes = {"width": op.out.width, "n_used": n_used, "rows_of": int(op.x.outputs)}
@@ -349,18 +350,18 @@ def _combine(b: CPULowering, op: ops.Combine) -> None:
 # ---------------------------------------------------------------- attention
 
 
-@LOWER.of(ops.RopeTable)
+@LOWER.register(ops.RopeTable)
 def _rope_table(b: CPULowering, op: ops.RopeTable) -> None:
     b.emit(rope.rope_table, **slots.rope_table(b, op))
 
 
-@LOWER.of(ops.Rope)
+@LOWER.register(ops.Rope)
 def _rope(b: CPULowering, op: ops.Rope) -> None:
     part = {"head": op.head, "start": op.start, "n_rot": op.config.n_rot}
     _map(b, rope.rope(op.config.kind), op.out, op.x, table=b.buffer(op.table), **part)
 
 
-@LOWER.of(ops.CacheWrite)
+@LOWER.register(ops.CacheWrite)
 def _cache_write(b: CPULowering, op: ops.CacheWrite) -> None:
     keys, values, kind = b.cache(op.cache)
     b.emit(
@@ -376,18 +377,18 @@ def _cache_write(b: CPULowering, op: ops.CacheWrite) -> None:
     )
 
 
-@LOWER.of(ops.BlockWrite)
+@LOWER.register(ops.BlockWrite)
 def _block_write(b: CPULowering, op: ops.BlockWrite) -> None:
     keys, _, kind = b.cache(op.cache)
     b.emit(blocks.block_write, k_cache=keys, k_type=kind, **slots.block_write(b, op))
 
 
-@LOWER.of(ops.WindowAndBlocks)
+@LOWER.register(ops.WindowAndBlocks)
 def _window_and_blocks(b: CPULowering, op: ops.WindowAndBlocks) -> None:
     b.emit(blocks.window_and_blocks, **slots.window_and_blocks(b, op))
 
 
-@LOWER.of(ops.LightningIndexer)
+@LOWER.register(ops.LightningIndexer)
 def _lightning_indexer(b: CPULowering, op: ops.LightningIndexer) -> None:
     keys, _, kind = b.cache(op.cache)
     scratch = lightning_indexer.scratch_bytes(op.n_head, op.head, b.limits.n_ctx, b.threads)
@@ -403,7 +404,7 @@ def _lightning_indexer(b: CPULowering, op: ops.LightningIndexer) -> None:
     )
 
 
-@LOWER.of(ops.Attention)
+@LOWER.register(ops.Attention)
 def _attention(b: CPULowering, op: ops.Attention) -> None:
     keys, values, kind = b.cache(op.cache)
     numbers = {name: getattr(op, name) for name in ("n_head", "n_head_kv", "head_k", "head_v", "window")}
@@ -430,37 +431,37 @@ def _attention(b: CPULowering, op: ops.Attention) -> None:
 # ---------------------------------------------------------------- recurrent layers
 
 
-@LOWER.of(ops.Convolve)
+@LOWER.register(ops.Convolve)
 def _convolve(b: CPULowering, op: ops.Convolve) -> None:
     b.emit(recurrent.convolve, **slots.convolve(b, op))
 
 
-@LOWER.of(ops.Compress)
+@LOWER.register(ops.Compress)
 def _compress(b: CPULowering, op: ops.Compress) -> None:
     b.emit(compress.compress, **slots.compress(b, op))
 
 
-@LOWER.of(ops.DeltaNet)
+@LOWER.register(ops.DeltaNet)
 def _delta_net(b: CPULowering, op: ops.DeltaNet) -> None:
     b.emit(recurrent.delta_net_by_row if op.by_row else recurrent.delta_net, **slots.delta_net(b, op))
 
 
-@LOWER.of(ops.SsmScan)
+@LOWER.register(ops.SsmScan)
 def _ssm_scan(b: CPULowering, op: ops.SsmScan) -> None:
     b.emit(recurrent.ssm_scan, **slots.ssm_scan(b, op))
 
 
-@LOWER.of(ops.ColumnScan)
+@LOWER.register(ops.ColumnScan)
 def _column_scan(b: CPULowering, op: ops.ColumnScan) -> None:
     b.emit(recurrent.column_scan, **slots.column_scan(b, op))
 
 
-@LOWER.of(ops.Previous)
+@LOWER.register(ops.Previous)
 def _previous(b: CPULowering, op: ops.Previous) -> None:
     b.emit(recurrent.convolve, **slots.previous(b, op))
 
 
-@LOWER.of(ops.Wkv)
+@LOWER.register(ops.Wkv)
 def _wkv(b: CPULowering, op: ops.Wkv) -> None:
     b.emit(recurrent.wkv, **slots.wkv(b, op))
 
@@ -469,6 +470,6 @@ LOWER |= observe.LOWER
 
 
 def lower(b: CPULowering, op: Op) -> None:
-    """Append the entries of an operation; TypeNotSupported if this backend has none for it."""
+    """Append the entries of an operation; TypeNotSupported if this backend has none."""
     b.op = op
     LOWER[type(op)](b, op)

@@ -1,10 +1,10 @@
-"""Models larger than memory: which weights stay, and whose pages are dropped as soon as a stage has used them.
+"""Streaming of models larger than memory: weights that stay, and weights whose pages are dropped after use.
 
-Weights are pages of mapped files; the system reads one when it is touched, and ``madvise`` takes it away again. A run
-reads all weights in order, once, so keeping the most recent ones would not help: the first stages stay as
-far as the budget goes, the rest streams, the next stage being read ahead (into the system's cache, which it gives
-back when it is short) while this one computes. A stage is a layer, or single operations where a layer is too large.
-What stays, and the largest stage that streams, fit the budget; only the weights of one operation may exceed it.
+Weights are pages of mapped files, which the system reads when they are touched and ``madvise`` drops. A run reads all
+weights in order, once, so an LRU cache would not help: the first stages stay as far as the budget goes, the others
+stream, the next stage being read ahead (into the page cache) while the current one computes. A stage is a layer, or
+single operations if a layer is too large. The stages that stay and the largest one that streams fit the budget; only
+the weights of one operation may exceed it.
 """
 
 from __future__ import annotations
@@ -33,20 +33,20 @@ class Stage:
 
 
 def stages(ops: Sequence[Op], budget: int) -> list[Stage]:
-    """Cut operations into stages: a layer each, or an operation where a layer takes more than half the budget."""
-    made: list[Stage] = []
+    """Return stages of operations: layers, or single operations if a layer takes more than half the budget."""
+    plan: list[Stage] = []
     first = 0
     for i in range(1, len(ops) + 1):
         if i < len(ops) and ops[i].layer == ops[first].layer:
             continue
-        whole = _stage(ops, first, i)
-        made += [whole] if 2 * whole.nbytes <= budget else _by_weights(ops, first, i)
+        layer = _stage(ops, first, i)
+        plan += [layer] if 2 * layer.nbytes <= budget else _by_weights(ops, first, i)
         first = i
-    return made
+    return plan
 
 
 def _by_weights(ops: Sequence[Op], first: int, end: int) -> list[Stage]:
-    """One stage for every operation with weights, the operations after it included."""
+    """Return a stage for every operation with weights and the operations that follow it."""
     cuts = [i for i in range(first, end) if ops[i].matrices()]
     bounds = [first, *cuts[1:], end] if cuts else [first, end]
     return [_stage(ops, a, b) for a, b in zip(bounds, bounds[1:], strict=False)]
@@ -54,25 +54,25 @@ def _by_weights(ops: Sequence[Op], first: int, end: int) -> list[Stage]:
 
 def _stage(ops: Sequence[Op], first: int, end: int) -> Stage:
     tensors = {m.tensor.name: m.tensor.nbytes for op in ops[first:end] for m in op.matrices()}
-    # Of embeddings only the rows of the tokens are read.
+    # Only the rows of the tokens are read of embeddings.
     rows = {m.tensor.name for op in ops[first:end] if isinstance(op, Embed) for m in op.matrices()}
     return Stage(first, end, tuple(tensors), sum(n for name, n in tensors.items() if name not in rows))
 
 
-def streamed(plan: Sequence[Stage], budget: int) -> list[bool]:
-    """Return for each stage whether its weights are dropped after use: none if all fit, else all but the first ones."""
+def mark_streamed(plan: Sequence[Stage], budget: int) -> list[bool]:
+    """Return for each stage whether its weights are dropped after use: none if all fit, else all but the first."""
     if sum(stage.nbytes for stage in plan) <= budget:
         return [False] * len(plan)
     left = budget - max(stage.nbytes for stage in plan)
-    goes = []
+    is_streamed = []
     for stage in plan:
         left -= stage.nbytes
-        goes.append(left < 0)
-    return goes
+        is_streamed.append(left < 0)
+    return is_streamed
 
 
 def pages(view: View) -> tuple[mmap.mmap, int, int] | None:
-    """Return the mapped file a weight lies in, and the first byte and length of its pages; None if in none."""
+    """Return the mapped file of a weight, and the offset and length of its pages; None if it is not mapped."""
     base = view.base
     mapping = base.obj if isinstance(base, memoryview) else base
     if not isinstance(mapping, mmap.mmap) or not view.size:

@@ -1,11 +1,10 @@
-"""The backend ``cuda``: a graph, or any part of it, becomes launches on a device, recorded as one CUDA graph.
+"""The backend ``cuda``: launches on a device, recorded as one CUDA graph.
 
-compile: lower every operation, fused before (fuse/), to entries (lowering.py, ops.py), place their
-buffers in one block of device memory (arena.py). run: send the batch block; for a new number of tokens launch kernels
-while the next ones' arguments are packed; for one seen before replay its recorded launches, so that Python costs the
-same however many layers there are. What changes from token to token
-(positions, sequences) is in the batch block on the device, not in the launches. Python runs between launches only
-where an observer reads values, or where weights that do not fit are uploaded.
+compile: lower every operation, after fusion (fuse/), to entries (lowering.py, ops.py), place their buffers in one block
+of device memory (arena.py). run: upload the batch block; for a new number of tokens launch kernels while the arguments
+of the next ones are packed; for a known number replay its CUDA graph, so that the time in Python does not depend on the
+number of layers. Positions and sequences are in the batch block, not in the launches. Python runs between launches only
+if an observer reads values, or if weights that do not fit are uploaded.
 """
 
 from __future__ import annotations
@@ -37,20 +36,20 @@ from quantkit.model.ops import Op, Value
 #: Bytes of the batch block's words, before the arrays they point to.
 _WORDS = 64
 
-#: Numbers of tokens whose launches are kept.
-_SHAPES = 16
+#: The number of (tokens, outputs) whose launches are kept.
+_MAX_RECORDINGS = 16
 
-#: Launches that are packed before they are handed on, the first time.
-_AT_ONCE = 16
+#: Launches that are packed before they are submitted, in a first run.
+_LAUNCHES_AT_ONCE = 16
 
 #: A step of a run: launches, or a Python function.
 Step = list[Launch] | Callable[[], None]
 
 
 class CUDABackend:
-    """Makes programs for one device; they share its weights. max_vram: bytes of weights on it.
+    """Compiler of programs for one device; they share its weights. max_vram: bytes of weights on it.
 
-    cublas: prompts go through matrices unpacked to bf16 and cuBLAS (cublas.py), the reference for our products.
+    cublas: prompts are computed by cuBLAS on weights unpacked to bf16 (cublas.py), the reference of our products.
     """
 
     name = "cuda"
@@ -64,7 +63,10 @@ class CUDABackend:
         cublas: bool = False,
         observer: Observer | None = None,
     ) -> None:
-        self.source, self.device, self.observer, self.cublas = source, device, observer, cublas
+        self.source = source
+        self.device = device
+        self.observer = observer
+        self.cublas = cublas
         self.weights = Weights(device, source, max_vram)
 
     def compile(self, ops: Sequence[Op], limits: Limits, leaves: Sequence[Value] = ()) -> CUDAProgram:
@@ -72,7 +74,7 @@ class CUDABackend:
 
         Raises:
             TypeNotSupported: there is no kernel for an operation or a weight's type.
-            ResourceError: the device has no room.
+            ResourceError: the device is out of memory.
         """
         return CUDAProgram(self, ops, limits, leaves)
 
@@ -83,28 +85,28 @@ class CUDABackend:
 
 @dataclass
 class Recording:
-    """The steps of a run for one number of tokens and outputs; ``replay`` runs them all, once they are recorded."""
+    """The steps of a run for one number of tokens and outputs; replay: runs them all, after a second run."""
 
     steps: list[Step]
     replay: Callable[[], None] | None = None
 
 
 class CUDAProgram(Boundary):
-    """Launches, the device memory they name, and the caches and states of the sequences."""
+    """Launches, their device memory, and the caches and states of the sequences."""
 
     def __init__(self, backend: CUDABackend, ops: Sequence[Op], limits: Limits, leaves: Sequence[Value]) -> None:
         super().__init__(ops, leaves)
         self.device, self.limits = backend.device, limits
         self._batch: Batch | None = None
         self.not_finite: list[NotFinite] = []
-        self._host: dict[Value, npt.NDArray[Any]] = {}  # copies of values, each good until the next run
+        self._host: dict[Value, npt.NDArray[Any]] = {}  # copies of values, valid until the next run
         self._recordings: OrderedDict[tuple[int, int], Recording] = OrderedDict()
         n = limits.n_ubatch
         self._staging: npt.NDArray[np.uint8] = np.zeros(_WORDS + 16 * n, np.uint8)
         self._block = self.device.allocate(self._staging.nbytes)
         # Weak: a cycle would keep a program, with its caches, until Python collects garbage.
         view, upload = weakref.WeakMethod(self._view), weakref.WeakMethod(self._upload)
-        backend.weights.settle(ops)
+        backend.weights.place(ops)
         owned: list[tuple[int, int]] = [(self._block, self._staging.nbytes)]
         self._sums = Sums(self.device, owned)
         low = CUDALowering(
@@ -112,15 +114,15 @@ class CUDAProgram(Boundary):
             limits,
             backend.observer,
             lambda value: cast(Callable[[Value], Any], view())(value),
-            upload=lambda buffer, at, data: cast(Callable[..., None], upload())(buffer, at, data),
+            upload=lambda buffer, offset, data: cast(Callable[..., None], upload())(buffer, offset, data),
             sums=self._sums,
             owned=owned,
             cublas=backend.cublas,
         )
-        self._settle(low)
+        self._pin_values(low)
         for op in ops:
             lower(low, op)
-        self._start = low.room(place(low.entries))
+        self._start = low.allocate(place(low.entries))
         self._entries, self._states = low.entries, low.states
         self._templates: dict[tuple[KernelEntry, Kernel], Template] = {}
         self._n_vocab, self._n_positions = low.n_vocab, low.n_positions
@@ -128,7 +130,7 @@ class CUDAProgram(Boundary):
         weakref.finalize(self, _free, self.device, owned)
 
     def _prepare(self) -> None:
-        """Compile the kernels of all batches: of few tokens each number has its own, of many tiles of several sizes."""
+        """Compile the kernels of all batch sizes: one for each small number of rows, tile sizes for large ones."""
         most = self.limits.n_ubatch
         rows = sorted({*range(1, min(FEW_ROWS, most) + 1), *_powers(FEW_ROWS + 1, most)})
         shapes = [
@@ -138,7 +140,7 @@ class CUDAProgram(Boundary):
 
     # ------------------------------------------------------------ plans
 
-    def _each(self, n_tokens: int, n_outputs: int) -> Iterator[Launch | Callable[[], None]]:
+    def _iter_steps(self, n_tokens: int, n_outputs: int) -> Iterator[Launch | Callable[[], None]]:
         """Yield launches and calls, in order, for ``n_tokens``."""
         for entry in self._entries:
             if entry.call is not None:
@@ -153,7 +155,7 @@ class CUDAProgram(Boundary):
                     yield launch
 
     def _work(self, entry: WorkEntry, rows: int) -> None:
-        entry.work(rows, entry.resolved(self._start))
+        entry.work(rows, entry.resolve(self._start))
 
     def _launch(self, entry: KernelEntry, rows: int) -> Launch | None:
         count = rows * entry.per
@@ -165,48 +167,48 @@ class CUDAProgram(Boundary):
         if "rows" in kernel.slots and "rows" not in entry.slots:
             slots.setdefault("rows", count)
         if (entry, kernel) not in self._templates:
-            fixed = entry.resolved(self._start)
+            fixed = entry.resolve(self._start)
             if "batch" in kernel.slots:
                 fixed["batch"] = self._block
             if missing := kernel.slots.keys() - fixed.keys() - slots.keys():
                 raise ValueError(f"{kernel.name}: missing {sorted(missing)}")
             self._templates[entry, kernel] = kernel.template(**fixed)
-        return Launch(kernel, shape.grid, self._templates[entry, kernel].filled(slots), shape.shared)
+        return Launch(kernel, shape.grid, self._templates[entry, kernel].pack(slots), shape.shared)
 
     # ------------------------------------------------------------ running
 
     def run(self, batch: Batch) -> None:
-        """Carry out all operations for a batch of at most ``n_ubatch`` tokens; ValueError for one that cannot be."""
+        """Carry out all operations for a batch of at most ``n_ubatch`` tokens; ValueError for an invalid one."""
         batch.check(self._n_positions, self.limits.n_seq, self._n_vocab)
         self._batch = batch
         self._sums.before_run()
         self._send(batch)
-        self._carry_out(len(batch.tokens), len(batch.outputs))
-        for of, row in self._sums.take_bad():
-            self.not_finite.append(not_finite(of, batch, row))
+        self._run_steps(len(batch.tokens), len(batch.outputs))
+        for label, row in self._sums.take_not_finite():
+            self.not_finite.append(not_finite(label, batch, row))
 
-    def _carry_out(self, n_tokens: int, n_outputs: int) -> None:
+    def _run_steps(self, n_tokens: int, n_outputs: int) -> None:
         key = n_tokens, n_outputs
         recording = self._recordings.get(key)
         if recording is None:
-            self._recordings[key] = self._first(n_tokens, n_outputs)
-            if len(self._recordings) > _SHAPES:
+            self._recordings[key] = self._run_first(n_tokens, n_outputs)
+            if len(self._recordings) > _MAX_RECORDINGS:
                 self._recordings.popitem(last=False)
             return
         self._recordings.move_to_end(key)
         if recording.replay is not None:
             recording.replay()
         elif len(recording.steps) == 1 and isinstance(recording.steps[0], list):
-            recording.replay = self.device.record(recording.steps[0])  # a second run means more to come
-        else:  # a CUDA graph cannot hold Python's steps
+            recording.replay = self.device.record(recording.steps[0])  # a second run suggests more
+        else:  # a CUDA graph cannot contain Python steps
             for step in recording.steps:
                 if isinstance(step, list):
                     self.device.run(step)
                 else:
                     step()
 
-    def _first(self, n_tokens: int, n_outputs: int) -> Recording:
-        """Carry out all steps, some launches at a time, while the next are packed; return them."""
+    def _run_first(self, n_tokens: int, n_outputs: int) -> Recording:
+        """Run all steps, launching some while the next are packed; return them."""
         steps: list[Step] = []
         new: list[Launch] = []
 
@@ -214,13 +216,13 @@ class CUDAProgram(Boundary):
             self.device.run(new)
             new.clear()
 
-        for step in self._each(n_tokens, n_outputs):
+        for step in self._iter_steps(n_tokens, n_outputs):
             if isinstance(step, Launch):
                 if not steps or not isinstance(steps[-1], list):
                     steps.append([])
                 cast(list[Launch], steps[-1]).append(step)
                 new.append(step)
-                if len(new) == _AT_ONCE:
+                if len(new) == _LAUNCHES_AT_ONCE:
                     run()
             else:
                 run()
@@ -230,18 +232,18 @@ class CUDAProgram(Boundary):
         return Recording(steps)
 
     def _send(self, batch: Batch) -> None:
-        """Write the batch block: struct Batch of device.cuh, and its arrays after it, one after another."""
-        words, at = self._staging[:_WORDS].view(np.int64), _WORDS
+        """Upload the batch block: struct Batch of device.cuh, followed by its arrays."""
+        words, offset = self._staging[:_WORDS].view(np.int64), _WORDS
         words[:2] = len(batch.tokens), len(batch.outputs)
         for i, array in enumerate((batch.tokens, batch.positions, batch.sequences, batch.outputs)):
-            words[2 + i] = self._block + at
-            self._staging[at : at + 4 * len(array)].view(np.int32)[:] = array
-            at += 4 * len(array)
+            words[2 + i] = self._block + offset
+            self._staging[offset : offset + 4 * len(array)].view(np.int32)[:] = array
+            offset += 4 * len(array)
         words[6] = self.limits.n_ctx
-        self.device.upload(self._block, self._staging[:at])
+        self.device.upload(self._block, self._staging[:offset])
 
-    def _upload(self, buffer: Buffer, at: int, data: npt.NDArray[np.uint8]) -> None:
-        self.device.upload(self._start + buffer.offset + at, data)
+    def _upload(self, buffer: Buffer, offset: int, data: npt.NDArray[np.uint8]) -> None:
+        self.device.upload(self._start + buffer.offset + offset, data)
 
     @property
     def accumulators(self) -> Mapping[str, Accumulator]:
@@ -265,16 +267,16 @@ class CUDAProgram(Boundary):
         self.device.upload(self._start + buffer.offset, data)
 
     def clear(self, sequence: int | None = None) -> None:
-        """Forget what recurrent layers keep of a sequence, or of all."""
-        for address, each in self._states.values():
+        """Reset the states of a sequence, or of all."""
+        for address, nbytes in self._states.values():
             if sequence is None:
-                self.device.zero(address, each * self.limits.n_seq)
+                self.device.zero(address, nbytes * self.limits.n_seq)
             else:
-                self.device.zero(address + sequence * each, each)
+                self.device.zero(address + sequence * nbytes, nbytes)
 
 
 def _powers(least: int, most: int) -> Iterator[int]:
-    """Yield numbers from ``least`` on, each twice the one before and a last one, as far as ``most``."""
+    """Yield ``least`` and its doubles up to ``most``, then ``most``."""
     while least < most:
         yield least
         least *= 2

@@ -1,8 +1,8 @@
-"""Lowers to launches of a CUDA device: weights, caches and states in its memory; the operations: ops.py.
+"""Lowering to launches of a CUDA device: weights, caches and states in its memory. Operations: ops.py.
 
-An entry chooses its kernel and grid when the rows of a batch are known; everything else about a launch is fixed
-before. Weights that do not fit (--max-vram) are uploaded into a buffer just before their operation: of
-experts only those that the batch uses.
+An entry chooses its kernel and grid when the number of rows is known; everything else about a launch is fixed.
+Weights that do not fit (--max-vram) are uploaded to a buffer just before their operation, of experts only those that
+the batch uses.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from quantkit.kernels.cuda.core.kernel import Shape
 from quantkit.kernels.cuda.matmul import activations, moe
 from quantkit.kernels.formats import activation_format
 from quantkit.model.backends import Limits, Observer
-from quantkit.model.backends.arena import Buffer, Entry, Slot, Within
+from quantkit.model.backends.arena import Buffer, BufferOffset, Entry, Slot
 from quantkit.model.backends.cuda.sums import Sums
 from quantkit.model.backends.cuda.weights import Weights
 from quantkit.model.backends.lowering import Lowering, expert_bytes_of, row_bytes_of
@@ -31,7 +31,7 @@ FEW_ROWS = 8
 
 @dataclass(frozen=True)
 class Rows:
-    """A slot that holds the number of rows, times ``times``."""
+    """A slot that holds ``times`` * the number of rows."""
 
     times: int = 1
 
@@ -40,8 +40,8 @@ class Rows:
 class KernelEntry(Entry):
     """A launch: ``choose`` returns its shape for a number of rows, None for no launch.
 
-    The rows of a value are counted: of ``outputs`` or tokens, ``per`` each. rows_slots hold a multiple
-    of that number; by_rows gives more slots that depend on it.
+    The number of rows is ``per`` * the outputs or tokens. rows_slots hold multiples of it; by_rows returns further
+    slots that depend on it.
     """
 
     choose: Callable[[int], Shape | None] = lambda rows: None
@@ -61,11 +61,11 @@ class WorkEntry(Entry):
 
 
 class CUDALowering(Lowering):
-    """A lowering for one program.
+    """Lowering of one program.
 
-    weights: those of the device. sums: the sums of observing operations. owned: collects the device memory that the
-    program owns, address and bytes. upload: copies bytes into a buffer, at a byte, during a run. cublas: prompts go
-    through cuBLAS (cublas.py).
+    weights: those of the device. sums: the accumulators of observing operations. owned: the device memory of the
+    program (address, bytes), appended to. upload: copies bytes to an offset of a buffer, during a run. cublas: prompts
+    use cuBLAS (cublas.py).
     """
 
     def __init__(
@@ -81,27 +81,31 @@ class CUDALowering(Lowering):
         cublas: bool,
     ) -> None:
         super().__init__(weights.source, limits, observer, view)
-        self.weights, self.device, self.upload = weights, weights.device, upload
-        self.kept_sums, self.owned, self.cublas = sums, owned, cublas
+        self.weights = weights
+        self.device = weights.device
+        self.upload = upload
+        self.observed_sums = sums
+        self.owned = owned
+        self.cublas = cublas
         self.states: dict[State, tuple[int, int]] = {}
         self._counters = self._n_counters = 0
 
     def emit(
-        self, choose: Callable[[int], Shape | None], of: Value, rows_per: int | None = None, /, **slots: Slot | Rows
+        self, choose: Callable[[int], Shape | None], value: Value, rows_per: int | None = None, /, **slots: Slot | Rows
     ) -> KernelEntry:
-        """Append a launch over the rows of a value (its own ``per``, unless told otherwise) and return it.
+        """Append a launch over the rows of a value and return it; rows_per: rows per token, if not the value's.
 
-        The slots ``rows`` and ``batch`` are filled in where a kernel has them.
+        The slots ``rows`` and ``batch`` are set for kernels that have them.
         """
-        counted = {name: slot.times for name, slot in slots.items() if isinstance(slot, Rows)}
+        row_slots = {name: slot.times for name, slot in slots.items() if isinstance(slot, Rows)}
         fixed = {name: slot for name, slot in slots.items() if not isinstance(slot, Rows)}
         entry = KernelEntry(
             self.op,
             slots=fixed,
             choose=choose,
-            outputs=of.outputs,
-            per=of.per if rows_per is None else rows_per,
-            rows_slots=counted,
+            outputs=value.outputs,
+            per=value.per if rows_per is None else rows_per,
+            rows_slots=row_slots,
         )
         self.entries.append(entry)
         return entry
@@ -112,55 +116,57 @@ class CUDALowering(Lowering):
 
     # ------------------------------------------------------------ memory
 
-    def room(self, nbytes: int) -> int:
-        """Return the address of device memory for as long as the program lives, set to zero."""
+    def allocate(self, nbytes: int) -> int:
+        """Return the address of zeroed device memory that lives as long as the program."""
         address = self.device.allocate(nbytes)
         self.device.zero(address, nbytes)
         self.owned.append((address, nbytes))
         return address
 
     def counters(self, count: int) -> int:
-        """Return the address of ``count`` counters, which are 0 before and after every launch."""
+        """Return the address of ``count`` counters, 0 before and after every launch."""
         if count > self._n_counters:
-            self._counters, self._n_counters = self.room(4 * count), count
+            self._counters, self._n_counters = self.allocate(4 * count), count
         return self._counters
 
-    def cache(self, of: Cache) -> tuple[int, int, str]:
+    def cache(self, cache: Cache) -> tuple[int, int, str]:
         """Return the addresses of a layer's keys and values (0: no values), and their type.
 
         Keys: [n_seq * n_ctx, bytes of k_width values], values the same; cell = sequence * n_ctx + position. Rows of
         blocks follow, sequence by sequence.
         """
         kind = BY_NAME[self.limits.kv_type.upper()]
-        cells = of.cells(self.limits.n_seq, self.limits.n_ctx)
+        cells = cache.cells(self.limits.n_seq, self.limits.n_ctx)
 
         def make() -> tuple[int, int]:
-            keys, values = (self.room(cells * kind.row_bytes(n)) if n else 0 for n in (of.k_width, of.v_width))
+            keys, values = (
+                self.allocate(cells * kind.row_bytes(n)) if n else 0 for n in (cache.k_width, cache.v_width)
+            )
             return keys, values
 
-        return *self.once(("cache", of), make), self.limits.kv_type
+        return *self.once(("cache", cache), make), self.limits.kv_type
 
-    def state(self, of: State) -> int:
+    def state(self, state: State) -> int:
         """Return the address of a recurrent layer's state, float32 [n_seq, width]."""
-        if of not in self.states:
-            size = 4 * self.limits.n_seq * of.width
-            self.states[of] = self.room(size), 4 * of.width
-        return self.states[of][0]
+        if state not in self.states:
+            size = 4 * self.limits.n_seq * state.width
+            self.states[state] = self.allocate(size), 4 * state.width
+        return self.states[state][0]
 
     def sums(self, op: SumColumns | Covariance | Similarity) -> dict[str, int]:
         """Return the addresses of an observing operation's sums, by the names of accumulators.py."""
-        return self.kept_sums.of(op)
+        return self.observed_sums.addresses(op)
 
-    def watch(self, of: str, per: int) -> int:
+    def watch(self, label: str, per: int) -> int:
         """Return the address where an operation reports rows that are not finite."""
-        return self.kept_sums.watch(of, per)
+        return self.observed_sums.watch(label, per)
 
     # ------------------------------------------------------------ weights
 
     def weight(self, matrix: Matrix, ids: Value | None = None) -> Slot:
-        """Return where a weight's first row is; ids: the experts of this batch, if it is one of experts.
+        """Return the address of a weight's first row; ids: the experts of the batch, for weights of experts.
 
-        One that stays on the host is uploaded into a buffer by a step of its own.
+        Weights on the host are uploaded to a buffer by a step before.
         """
         first = matrix.first_row * row_bytes_of(matrix)
         address = self.weights.address(matrix.tensor)
@@ -168,35 +174,35 @@ class CUDALowering(Lowering):
             return address + first
         staged = Buffer(f"{matrix.tensor.name} (staged)", matrix.tensor.nbytes)
         data = self.source.data(matrix.tensor)
-        each = expert_bytes_of(matrix)
+        expert_bytes = expert_bytes_of(matrix)
 
         if ids is None:
             self.call(lambda: self.upload(staged, 0, data), [staged])
-            return Within(staged, first)
-        chosen = self._chosen(ids)
+            return BufferOffset(staged, first)
+        experts = self._batch_experts(ids)
 
         def upload() -> None:
-            for at in (expert * each for expert in chosen):
-                self.upload(staged, at, data[at : at + each])
+            for offset in (expert * expert_bytes for expert in experts):
+                self.upload(staged, offset, data[offset : offset + expert_bytes])
 
         self.call(upload, [staged])
-        return Within(staged, first)
+        return BufferOffset(staged, first)
 
-    def _chosen(self, ids: Value) -> list[int]:
-        """Return a list that holds the experts of the batch that runs; read back, which waits, once for each ids."""
-        chosen: list[int] = []
+    def _batch_experts(self, ids: Value) -> list[int]:
+        """Return a list that holds the experts of the current batch, read back once for each ids."""
+        experts: list[int] = []
 
         def read() -> None:
-            chosen[:] = np.unique(self.view(ids)).tolist()
+            experts[:] = np.unique(self.view(ids)).tolist()
 
         def make() -> list[int]:
             self.call(read, [self.buffer(ids)])
-            return chosen
+            return experts
 
         return self.once(("chosen", ids), make)
 
     def array(self, array: npt.NDArray[Any]) -> int:
-        """Return the address of a copy on the device, kept as long as the program."""
+        """Return the address of a copy on the device, which lives as long as the program."""
         flat = np.ascontiguousarray(array)
         address = self.device.allocate(flat.nbytes)
         self.device.upload(address, flat)
@@ -205,16 +211,16 @@ class CUDALowering(Lowering):
 
     # ------------------------------------------------------------ activations
 
-    def made_activations(self, x: Value, kind: str, n: int = 0) -> Buffer:
-        """Return the buffer in which another operation leaves x in a format; n: columns of its rows there, if fewer."""
+    def activation_buffer(self, x: Value, kind: str, n: int = 0) -> Buffer:
+        """Return the buffer to which a fused operation writes x in a format; n: columns of a row, if fewer than x's."""
         n = n or x.width
         rows = self.limits.n_ubatch * x.per * (x.width // n)
-        made = Buffer(f"{x.name} ({kind})", activations.row_bytes(kind, n) * rows)
-        self._activations[x, kind, n] = made
-        return made
+        buffer = Buffer(f"{x.name} ({kind})", activations.row_bytes(kind, n) * rows)
+        self._activations[x, kind, n] = buffer
+        return buffer
 
     def activations(self, x: Value, weight: Matrix) -> tuple[Buffer, int]:
-        """Return x in the format that a weight multiplies, and the bytes from row to row; made once for each.
+        """Return x in the activation format of a weight, and its row stride in bytes; converted once.
 
         A row of x may be several of the weight's, side by side: heads.
         """
@@ -223,16 +229,16 @@ class CUDALowering(Lowering):
             return self.buffer(x), 4 * n
         stride, per = activations.row_bytes(kind, n), x.per * (x.width // n)
         if (x, kind, n) not in self._activations:
-            made = Buffer(f"{x.name} ({kind})", stride * self.limits.n_ubatch * per)
-            self._activations[x, kind, n] = made
-            slots: dict[str, Slot] = {"x": self.buffer(x), "x_stride": 4 * n, "n": n, "out": made}
+            buffer = Buffer(f"{x.name} ({kind})", stride * self.limits.n_ubatch * per)
+            self._activations[x, kind, n] = buffer
+            slots: dict[str, Slot] = {"x": self.buffer(x), "x_stride": 4 * n, "n": n, "out": buffer}
             self.emit(lambda rows: activations.quantize(kind, n, rows), x, per, **slots)
         return self._activations[x, kind, n], stride
 
     def rows_for_cublas(self, x: Value, n: int, per: int, ids: Value | None = None) -> tuple[Buffer, bool]:
-        """Return where rows of n bf16 values of x are, ``per`` of a token, and whether they are still to be made.
+        """Return a buffer for rows of n bf16 values of x, ``per`` a token, and whether it is new and to be filled.
 
-        ids: they are gathered by these experts.
+        ids: the experts by which rows are gathered.
         """
         kind = "bf16 rows" if ids is None else f"bf16 rows by {ids.name}"
         new = (x, kind, n) not in self._activations
@@ -240,23 +246,33 @@ class CUDALowering(Lowering):
             self._activations[x, kind, n] = Buffer(f"{x.name} ({kind})", 2 * n * per * self.limits.n_ubatch)
         return self._activations[x, kind, n], new
 
-    def remade(self, x: Value, kind: str, n: int, made: Buffer, by: Callable[[int], bool]) -> None:
-        """Convert x to a format, rows of n, except for row counts for which ``by`` says x's own launch does."""
+    def convert_activations(
+        self, x: Value, kind: str, n: int, buffer: Buffer, is_written: Callable[[int], bool]
+    ) -> None:
+        """Emit the conversion of x to a format, rows of n, except where x's own launch does it (is_written(rows))."""
         per = x.width // n
-        slots: dict[str, Slot] = {"x": self.buffer(x), "x_stride": 4 * n, "n": n, "out": made}
+        slots: dict[str, Slot] = {"x": self.buffer(x), "x_stride": 4 * n, "n": n, "out": buffer}
         self.emit(
-            lambda rows: None if by(rows // per) else activations.quantize(kind, n, rows), x, x.per * per, **slots
+            lambda rows: None if is_written(rows // per) else activations.quantize(kind, n, rows),
+            x,
+            x.per * per,
+            **slots,
         )
 
     def plan(self, ids: Value, n_expert: int) -> Buffer:
-        """Return which pairs of token and expert each expert has; made once for each ids."""
+        """Return the pairs (token, j) of each expert; computed once for each ids."""
 
         def make() -> Buffer:
-            made = Buffer(f"plan of {ids.name}", moe.plan_bytes(n_expert, ids.width, self.limits.n_ubatch))
-            card = self.device.capability
-            slots: dict[str, Slot] = {"plan": made, "ids": self.buffer(ids), "n_used": ids.width, "n_expert": n_expert}
-            slots["runs"] = moe.bucket_runs(n_expert, card)
-            self.emit(lambda rows: moe.bucket(n_expert, card) if rows > FEW_ROWS else None, ids, **slots)
-            return made
+            buffer = Buffer(f"plan of {ids.name}", moe.plan_bytes(n_expert, ids.width, self.limits.n_ubatch))
+            capability = self.device.capability
+            slots: dict[str, Slot] = {
+                "plan": buffer,
+                "ids": self.buffer(ids),
+                "n_used": ids.width,
+                "n_expert": n_expert,
+            }
+            slots["runs"] = moe.bucket_runs(n_expert, capability)
+            self.emit(lambda rows: moe.bucket(n_expert, capability) if rows > FEW_ROWS else None, ids, **slots)
+            return buffer
 
         return self.once(("plan", ids), make)

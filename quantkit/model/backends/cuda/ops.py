@@ -1,4 +1,4 @@
-"""Lowers every operation of the graph to launches of a CUDA device; the twin of cpu/ops.py, in the same order."""
+"""Lowering of every operation to launches of a CUDA device; the twin of cpu/ops.py, in the same order."""
 
 from __future__ import annotations
 
@@ -15,48 +15,47 @@ from quantkit.model import ops
 from quantkit.model.backends import slots
 from quantkit.model.backends.arena import Slot
 from quantkit.model.backends.cuda import lower_fused, observe, products
-from quantkit.model.backends.cuda.fuse.formats import AttentionTo
+from quantkit.model.backends.cuda.fuse.formats import AttentionWithFormat
 from quantkit.model.backends.cuda.lowering import CUDALowering, Rows
-from quantkit.model.backends.cuda.products import gated
+from quantkit.model.backends.cuda.products import emit_glu
 from quantkit.model.backends.lowering import row_bytes_of
-from quantkit.model.op_table import OpTable
-from quantkit.model.ops import Op, Value
+from quantkit.model.ops import Op, OpTable, Value
 
 LOWER = OpTable("the cuda backend")
 
 # ---------------------------------------------------------------- element by element
 
 
-@LOWER.of(ops.Embed)
+@LOWER.register(ops.Embed)
 def _embed(b: CUDALowering, op: ops.Embed) -> None:
     t, width = op.weight.tensor.type, op.out.width
-    b.looks_up(op)
+    b.limit_ids(op)
     slots: dict[str, Slot] = {"w": b.weight(op.weight), "row_bytes": row_bytes_of(op.weight), "scale": op.scale}
     slots["by_position"] = int(op.by_position)
     out = b.buffer(op.out)
     b.emit(lambda rows: dequantize.embed(t, width, rows), op.out, out=out, n=width, out_stride=4 * width, **slots)
 
 
-@LOWER.of(ops.Lookup)
+@LOWER.register(ops.Lookup)
 def _lookup(b: CUDALowering, op: ops.Lookup) -> None:
     b.emit(partial(elementwise.lookup, op.out.width), op.out, **slots.lookup(b, op))
 
 
-@LOWER.of(ops.SelectOutputs)
+@LOWER.register(ops.SelectOutputs)
 def _select_outputs(b: CUDALowering, op: ops.SelectOutputs) -> None:
     width = op.x.width * op.x.per
     out, x = b.buffer(op.out), b.buffer(op.x)
     b.emit(lambda rows: elementwise.select_outputs(width, rows), op.out, 1, out=out, x=x, width=width)
 
 
-def _map(b: CUDALowering, choose: Callable[[int, int], Shape], out: Value, x: Value, **more: Slot | Rows) -> None:
-    """out = f(x), element by element: the output may lie where the input does."""
+def _map(b: CUDALowering, choose: Callable[[int, int], Shape], out: Value, x: Value, **extra: Slot | Rows) -> None:
+    """Emit out = f(x), elementwise; out may overwrite x."""
     width = out.width
-    entry = b.emit(lambda rows: choose(width, rows), out, out=b.buffer(out), x=b.buffer(x), width=width, **more)
+    entry = b.emit(lambda rows: choose(width, rows), out, out=b.buffer(out), x=b.buffer(x), width=width, **extra)
     b.may_overwrite(entry, out, x)
 
 
-@LOWER.of(ops.Add)
+@LOWER.register(ops.Add)
 def _add(b: CUDALowering, op: ops.Add) -> None:
     width = op.out.width
     slots = {"out": b.buffer(op.out), "a": b.buffer(op.a), "b": b.buffer(op.b)}
@@ -64,40 +63,40 @@ def _add(b: CUDALowering, op: ops.Add) -> None:
     b.may_overwrite(entry, op.out, op.a)
 
 
-@LOWER.of(ops.Scale)
+@LOWER.register(ops.Scale)
 def _scale(b: CUDALowering, op: ops.Scale) -> None:
     _map(b, elementwise.scale, op.out, op.x, by=op.factor)
 
 
-@LOWER.of(ops.Shift)
+@LOWER.register(ops.Shift)
 def _shift(b: CUDALowering, op: ops.Shift) -> None:
-    _map(b, elementwise.shift, op.out, op.x, by=op.by)
+    _map(b, elementwise.shift, op.out, op.x, by=op.offset)
 
 
-@LOWER.of(ops.ScaleByPosition)
+@LOWER.register(ops.ScaleByPosition)
 def _scale_by_position(b: CUDALowering, op: ops.ScaleByPosition) -> None:
     numbers = {"floor_scale": float(op.floor_scale), "alpha": op.alpha, "offset": op.offset}
-    of = {"rows_of": int(op.out.outputs), "per": op.out.per}
-    _map(b, elementwise.scale_by_position, op.out, op.x, **numbers, **of)
+    row_slots = {"rows_of": int(op.out.outputs), "per": op.out.per}
+    _map(b, elementwise.scale_by_position, op.out, op.x, **numbers, **row_slots)
 
 
-@LOWER.of(ops.MultiplyBy)
+@LOWER.register(ops.MultiplyBy)
 def _multiply_by(b: CUDALowering, op: ops.MultiplyBy) -> None:
-    choose = elementwise.plus_vector if op.add else elementwise.multiply_by
-    _map(b, choose, op.out, op.x, **slots.by_vector(b, op))
+    choose = elementwise.plus_vector if op.kind == "plus" else elementwise.multiply_by
+    _map(b, choose, op.out, op.x, **slots.vector_slots(b, op))
 
 
-@LOWER.of(ops.Softcap)
+@LOWER.register(ops.Softcap)
 def _softcap(b: CUDALowering, op: ops.Softcap) -> None:
     _map(b, elementwise.softcap, op.out, op.x, by=op.cap)
 
 
-@LOWER.of(ops.Clamp)
+@LOWER.register(ops.Clamp)
 def _clamp(b: CUDALowering, op: ops.Clamp) -> None:
     _map(b, elementwise.clamp, op.out, op.x, by=op.limit)
 
 
-@LOWER.of(ops.Norm)
+@LOWER.register(ops.Norm)
 def _norm(b: CUDALowering, op: ops.Norm) -> None:
     per_row, kind = op.out.width // op.group, op.kind
     entry = b.emit(
@@ -114,67 +113,67 @@ def _norm(b: CUDALowering, op: ops.Norm) -> None:
     b.may_overwrite(entry, op.out, op.x)
 
 
-@LOWER.of(ops.Glu)
+@LOWER.register(ops.Glu)
 def _glu(b: CUDALowering, op: ops.Glu) -> None:
     if op.up is None:
-        gated(b, op.activation, op.out, b.buffer(op.gate), op.out.width, 0)
+        emit_glu(b, op.activation, op.out, b.buffer(op.gate), op.out.width, 0)
     else:
-        entry = gated(b, op.activation, op.out, b.buffer(op.gate), op.gate.width, b.buffer(op.up))
+        entry = emit_glu(b, op.activation, op.out, b.buffer(op.gate), op.gate.width, b.buffer(op.up))
         b.may_overwrite(entry, op.out, op.up)
 
 
-@LOWER.of(ops.Activate)
+@LOWER.register(ops.Activate)
 def _activate(b: CUDALowering, op: ops.Activate) -> None:
     activation = op.activation
     constants = {name: value for name, value in glu.limits(activation).items() if name != "up_limit"}
     _map(b, lambda width, rows: glu.activate(activation, width, rows), op.out, op.x, **constants)
 
 
-@LOWER.of(ops.Xielu)
+@LOWER.register(ops.Xielu)
 def _xielu(b: CUDALowering, op: ops.Xielu) -> None:
     numbers = {name: float(getattr(op, name)) for name in ("alpha_n", "alpha_p", "beta", "eps")}
     _map(b, elementwise.xielu, op.out, op.x, **numbers)
 
 
-@LOWER.of(ops.Exceed)
+@LOWER.register(ops.Exceed)
 def _exceed(b: CUDALowering, op: ops.Exceed) -> None:
     _map(b, lambda width, rows: mixing.exceed(rows), op.out, op.x, factor=op.factor)
 
 
-@LOWER.of(ops.ToLength)
+@LOWER.register(ops.ToLength)
 def _to_length(b: CUDALowering, op: ops.ToLength) -> None:
     n = op.out.width // op.group
     _map(b, lambda width, rows: mixing.to_length(n, rows), op.out, op.x, like=b.buffer(op.like), group=op.group)
 
 
-@LOWER.of(ops.Mix)
+@LOWER.register(ops.Mix)
 def _mix(b: CUDALowering, op: ops.Mix) -> None:
     b.emit(partial(mixing.mix, op.out.width), op.out, **slots.mix(b, op))
 
 
-@LOWER.of(ops.StreamWeights)
+@LOWER.register(ops.StreamWeights)
 def _stream_weights(b: CUDALowering, op: ops.StreamWeights) -> None:
     b.emit(streams.stream_weights, op.x, **slots.stream_weights(b, op))
 
 
-@LOWER.of(ops.Lerp)
+@LOWER.register(ops.Lerp)
 def _lerp(b: CUDALowering, op: ops.Lerp) -> None:
     b.emit(partial(mixing.lerp, op.out.width), op.out, **slots.lerp(b, op))
 
 
-@LOWER.of(ops.Bonus)
+@LOWER.register(ops.Bonus)
 def _bonus(b: CUDALowering, op: ops.Bonus) -> None:
     n = op.x.width // op.head
     entry = b.emit(lambda rows: mixing.bonus(rows * n), op.out, **slots.bonus(b, op))
     b.may_overwrite(entry, op.out, op.x)
 
 
-@LOWER.of(ops.Take)
+@LOWER.register(ops.Take)
 def _take(b: CUDALowering, op: ops.Take) -> None:
     b.emit(partial(elementwise.take, op.out.width), op.out, **slots.take(b, op))
 
 
-@LOWER.of(ops.Join)
+@LOWER.register(ops.Join)
 def _join(b: CUDALowering, op: ops.Join) -> None:
     b.emit(partial(elementwise.join, op.out.width), op.out, **slots.join(b, op))
 
@@ -182,30 +181,33 @@ def _join(b: CUDALowering, op: ops.Join) -> None:
 # ---------------------------------------------------------------- experts
 
 
-@LOWER.of(ops.Repeat)
+@LOWER.register(ops.Repeat)
 def _repeat(b: CUDALowering, op: ops.Repeat) -> None:
     width, n_used = op.x.width, op.weights.width
-    given = slots.buffers(b, op, "out", "x", "weights")
-    b.emit(partial(route.repeat, width, n_used), op.x, width=width, n_used=n_used, **given)
+    buffers = slots.buffers(b, op, "out", "x", "weights")
+    b.emit(partial(route.repeat, width, n_used), op.x, width=width, n_used=n_used, **buffers)
 
 
-@LOWER.of(ops.Combine)
+@LOWER.register(ops.Combine)
 def _combine(b: CUDALowering, op: ops.Combine) -> None:
-    width, given = op.out.width, slots.buffers(b, op, "out", "x", "weights")
-    b.emit(partial(route.combine, width), op.out, width=width, n_used=op.x.per * op.x.width // width, **given)
+    width, buffers = op.out.width, slots.buffers(b, op, "out", "x", "weights")
+    b.emit(partial(route.combine, width), op.out, width=width, n_used=op.x.per * op.x.width // width, **buffers)
 
 
 # ---------------------------------------------------------------- attention
 
 
-@LOWER.of(ops.RopeTable)
+@LOWER.register(ops.RopeTable)
 def _rope_table(b: CUDALowering, op: ops.RopeTable) -> None:
     b.emit(lambda rows: rope.rope_table(rows, op.config.n_rot // 2), op.out, **slots.rope_table(b, op))
 
 
-@LOWER.of(ops.Rope)
+@LOWER.register(ops.Rope)
 def _rope(b: CUDALowering, op: ops.Rope) -> None:
-    kind, head, start, n_rot = op.config.kind, op.head, op.start, op.config.n_rot
+    kind = op.config.kind
+    head = op.head
+    start = op.start
+    n_rot = op.config.n_rot
     _map(
         b,
         lambda width, rows: rope.rope(kind, rows, width, head, n_rot),
@@ -218,7 +220,7 @@ def _rope(b: CUDALowering, op: ops.Rope) -> None:
     )
 
 
-@LOWER.of(ops.CacheWrite)
+@LOWER.register(ops.CacheWrite)
 def _cache_write(b: CUDALowering, op: ops.CacheWrite) -> None:
     keys, values, kind = b.cache(op.cache)
     widths = op.cache.k_width, op.cache.v_width
@@ -234,29 +236,29 @@ def _cache_write(b: CUDALowering, op: ops.CacheWrite) -> None:
     )
 
 
-@LOWER.of(ops.BlockWrite)
+@LOWER.register(ops.BlockWrite)
 def _block_write(b: CUDALowering, op: ops.BlockWrite) -> None:
     keys, _, kind = b.cache(op.cache)
     b.emit(partial(blocks.block_write, kind, op.k.width), op.k, k_cache=keys, **slots.block_write(b, op))
 
 
-@LOWER.of(ops.WindowAndBlocks)
+@LOWER.register(ops.WindowAndBlocks)
 def _window_and_blocks(b: CUDALowering, op: ops.WindowAndBlocks) -> None:
     b.emit(partial(blocks.window_and_blocks, op.out.width), op.out, **slots.window_and_blocks(b, op))
 
 
-@LOWER.of(ops.LightningIndexer)
+@LOWER.register(ops.LightningIndexer)
 def _lightning_indexer(b: CUDALowering, op: ops.LightningIndexer) -> None:
-    """Two launches for some tokens at a time: as many as scratch holds the scores of."""
+    """Emit two launches for every group of tokens whose scores fit scratch."""
     keys, _, kind = b.cache(op.cache)
     n_ctx, n_ubatch = b.limits.n_ctx, b.limits.n_ubatch
-    each = lightning_indexer.tokens_at_once(n_ctx, n_ubatch)
-    scores = b.scratch(lightning_indexer.scratch_bytes(n_ctx, each))
+    n_tokens = lightning_indexer.tokens_at_once(n_ctx, n_ubatch)
+    scores = b.scratch(lightning_indexer.scratch_bytes(n_ctx, n_tokens))
     common: dict[str, Slot | Rows] = {"scores": scores, "rows": Rows(), "n_selected": op.out.width}
     common |= {"ratio": op.cache.ratio or 1}
-    for first in range(0, n_ubatch, each):
+    for first in range(0, n_ubatch, n_tokens):
         b.emit(
-            partial(lightning_indexer.indexer_scores, kind, op.head, n_ctx, first, each),
+            partial(lightning_indexer.indexer_scores, kind, op.head, n_ctx, first, n_tokens),
             op.out,
             k_cache=keys,
             n_head=op.n_head,
@@ -266,29 +268,37 @@ def _lightning_indexer(b: CUDALowering, op: ops.LightningIndexer) -> None:
             **common,
         )
         b.emit(
-            partial(lightning_indexer.indexer_select, first, each), op.out, out=b.buffer(op.out), first=first, **common
+            partial(lightning_indexer.indexer_select, first, n_tokens),
+            op.out,
+            out=b.buffer(op.out),
+            first=first,
+            **common,
         )
 
 
-@LOWER.of(ops.Attention)
+@LOWER.register(ops.Attention)
 def _attention(b: CUDALowering, op: ops.Attention, form: str = "", q_width: int = 0) -> None:
-    """form: a format of activations that the result is made in, too, rows of q_width."""
+    """Emit attention; form: an activation format that the result is also written in, in rows of q_width."""
     keys, values, kind = b.cache(op.cache)
-    n_ctx, mla, card = b.limits.n_ctx, not op.cache.v_width, b.device.capability
+    n_ctx = b.limits.n_ctx
+    mla = not op.cache.v_width
+    capability = b.device.capability
     sizes = op.n_head, op.n_head_kv, op.head_k, op.head_v
 
     selected = 0 if op.selected is None else op.selected.width
 
-    def way(rows: int) -> attention.Attention:
-        return attention.attention(kind, *sizes, rows, n_ctx, mla=mla, selected=selected, capability=card)
+    def choose_kernel(rows: int) -> attention.Attention:
+        return attention.attention(kind, *sizes, rows, n_ctx, mla=mla, selected=selected, capability=capability)
 
     n_ubatch = b.limits.n_ubatch
-    most = attention.most_scratch(kind, *sizes, rows=n_ubatch, n_ctx=n_ctx, mla=mla, selected=selected, capability=card)
+    most = attention.most_scratch(
+        kind, *sizes, rows=n_ubatch, n_ctx=n_ctx, mla=mla, selected=selected, capability=capability
+    )
     scratch = b.scratch(most)
     common: dict[str, Slot] = {"out": b.buffer(op.out), "sinks": b.vector(op.sinks), "scratch": scratch}
     common |= {"n_head": op.n_head}
     entry = b.emit(
-        lambda rows: way(rows).attend,
+        lambda rows: choose_kernel(rows).attend,
         op.out,
         q=b.buffer(op.q),
         k_cache=keys,
@@ -304,71 +314,73 @@ def _attention(b: CUDALowering, op: ops.Attention, form: str = "", q_width: int 
         ratio=op.cache.ratio if selected else 0,
         **common,
     )
-    entry.by_rows = lambda rows: {"splits": way(rows).splits}
+    entry.by_rows = lambda rows: {"splits": choose_kernel(rows).splits}
     common |= {"head_v": op.head_v}
     combine_to = partial(attention.combine_to, head_v=op.head_v)
     rows_of_token = op.out.width // q_width if q_width else 1
 
     def combine(rows: int) -> Shape | None:
-        return None if form and combine_to(way(rows)) else way(rows).combine
+        return None if form and combine_to(choose_kernel(rows)) else choose_kernel(rows).combine
 
     b.emit(combine, op.out, rows=Rows(op.n_head), **common).by_rows = entry.by_rows
     if not form:
         return
-    made = b.made_activations(op.out, form, q_width)
-    to: dict[str, Slot] = {"format": activations.KINDS.index(form), "quantized": made, "q_width": q_width}
-    to |= {"counters": b.counters(n_ubatch * rows_of_token * -(-q_width // 256)), **common}
-    b.emit(lambda rows: combine_to(way(rows)), op.out, rows=Rows(op.n_head), **to).by_rows = entry.by_rows
-    b.remade(op.out, form, q_width, made, lambda rows: combine_to(way(rows)) is not None)
+    buffer = b.activation_buffer(op.out, form, q_width)
+    format_slots: dict[str, Slot] = {"format": activations.KINDS.index(form), "quantized": buffer, "q_width": q_width}
+    format_slots |= {"counters": b.counters(n_ubatch * rows_of_token * -(-q_width // 256)), **common}
+    b.emit(
+        lambda rows: combine_to(choose_kernel(rows)), op.out, rows=Rows(op.n_head), **format_slots
+    ).by_rows = entry.by_rows
+    b.convert_activations(op.out, form, q_width, buffer, lambda rows: combine_to(choose_kernel(rows)) is not None)
 
 
-@LOWER.of(AttentionTo)
-def _attention_to(b: CUDALowering, op: AttentionTo) -> None:
+@LOWER.register(AttentionWithFormat)
+def _attention_to(b: CUDALowering, op: AttentionWithFormat) -> None:
     _attention(b, op, op.format, op.q_width)
 
 
 # ---------------------------------------------------------------- recurrent layers
 
 
-@LOWER.of(ops.Convolve)
+@LOWER.register(ops.Convolve)
 def _convolve(b: CUDALowering, op: ops.Convolve) -> None:
     shape = recurrent.convolve(op.weight.n_in, op.x.width)
     b.emit(lambda rows: shape, op.out, **slots.convolve(b, op))
 
 
-@LOWER.of(ops.Compress)
+@LOWER.register(ops.Compress)
 def _compress(b: CUDALowering, op: ops.Compress) -> None:
     shape = compress.compress(op.out.width)
     b.emit(lambda rows: shape, op.out, **slots.compress(b, op))
 
 
-@LOWER.of(ops.DeltaNet)
+@LOWER.register(ops.DeltaNet)
 def _delta_net(b: CUDALowering, op: ops.DeltaNet) -> None:
     head_k, head_v = op.k.width // op.n_k_head, op.v.width // op.n_v_head
     shape = recurrent.delta_net(op.n_v_head, head_k, head_v, by_row=op.by_row)
     b.emit(lambda rows: shape, op.out, **slots.delta_net(b, op))
 
 
-@LOWER.of(ops.SsmScan)
+@LOWER.register(ops.SsmScan)
 def _ssm_scan(b: CUDALowering, op: ops.SsmScan) -> None:
     head, d_state = op.x.width // op.n_head, op.b.width // op.n_group
     shape = recurrent.ssm_scan(op.n_head, head, d_state)
     b.emit(lambda rows: shape, op.out, **slots.ssm_scan(b, op))
 
 
-@LOWER.of(ops.ColumnScan)
+@LOWER.register(ops.ColumnScan)
 def _column_scan(b: CUDALowering, op: ops.ColumnScan) -> None:
     shape = recurrent.column_scan(op.x.width, op.b.width)
     b.emit(lambda rows: shape, op.out, **slots.column_scan(b, op))
 
 
-@LOWER.of(ops.Previous)
+@LOWER.register(ops.Previous)
 def _previous(b: CUDALowering, op: ops.Previous) -> None:
     shape = recurrent.convolve(2, op.x.width)
     b.emit(lambda rows: shape, op.out, **slots.previous(b, op))
 
 
-@LOWER.of(ops.Wkv)
+@LOWER.register(ops.Wkv)
 def _wkv(b: CUDALowering, op: ops.Wkv) -> None:
     shape = recurrent.wkv(op.n_head, op.r.width // op.n_head)
     b.emit(lambda rows: shape, op.out, **slots.wkv(b, op))
@@ -378,6 +390,6 @@ LOWER |= {**products.LOWER, **lower_fused.LOWER, **observe.LOWER}
 
 
 def lower(b: CUDALowering, op: Op) -> None:
-    """Append the launches of an operation; TypeNotSupported if this backend has none for it."""
+    """Append the launches of an operation; TypeNotSupported if this backend has none."""
     b.op = op
     LOWER[type(op)](b, op)

@@ -1,4 +1,4 @@
-"""Lowers products to launches of a CUDA device: dense, of heads, by expert; the twin of that part of cpu/ops.py.
+"""Lowering of products to launches of a CUDA device: dense, by head, by expert; the twin of that part of cpu/ops.py.
 
 Each has a kernel for few rows (mat_vec*.py) and one for many (mat_mat.py).
 """
@@ -14,23 +14,24 @@ from quantkit.kernels.cuda.matmul import activations, mat_mat, mat_vec, mat_vec_
 from quantkit.kernels.parameters import Activation
 from quantkit.model import ops
 from quantkit.model.backends import slots as common_slots
-from quantkit.model.backends.arena import Buffer, Slot, Within
+from quantkit.model.backends.arena import Buffer, BufferOffset, Slot
 from quantkit.model.backends.cuda import cublas
-from quantkit.model.backends.cuda.fuse.formats import MulMatHeadsTo, UpGateIdTo, UpGateTo
-from quantkit.model.backends.cuda.fuse.per_head import MulMatHeadsInto
+from quantkit.model.backends.cuda.fuse.formats import MulMatHeadsWithFormat, UpGateIdWithFormat, UpGateWithFormat
+from quantkit.model.backends.cuda.fuse.per_head import MulMatHeadsStrided
 from quantkit.model.backends.cuda.fuse.same_input import MulMatsRoute
 from quantkit.model.backends.cuda.fuse.shared_expert import SharedExpert
 from quantkit.model.backends.cuda.lowering import FEW_ROWS, CUDALowering, KernelEntry
 from quantkit.model.backends.lowering import expert_bytes_of, row_bytes_of
-from quantkit.model.op_table import OpTable
-from quantkit.model.ops import Matrix, Op, Value
+from quantkit.model.ops import Matrix, Op, OpTable, Value
 from quantkit.types import TensorType
 
 LOWER = OpTable("the cuda backend")
 
 
-def gated(b: CUDALowering, activation: Activation, out: Value, gate: Buffer, gate_width: int, up: Slot) -> KernelEntry:
-    """out = activation(gate) * up, element by element."""
+def emit_glu(
+    b: CUDALowering, activation: Activation, out: Value, gate: Buffer, gate_width: int, up: Slot
+) -> KernelEntry:
+    """Emit out = activation(gate) * up."""
     width = out.width
     return b.emit(
         lambda rows: glu.glu(activation, width, rows),
@@ -69,16 +70,18 @@ class _Product:
 def _multiply(
     b: CUDALowering, x: Value, products: Sequence[_Product], first: int = 1, router: ops.Route | None = None
 ) -> None:
-    """Multiply ``first`` rows or more by weights of types that one kernel takes: in one launch for few rows.
+    """Emit products of ``first`` rows or more by weights of types that one kernel takes: one launch for few rows.
 
     router: chooses experts by the logits of one of the products, in the same launch.
     """
-    together, card, n_in = len(products) > 1 or router is not None, b.device.capability, products[0].weight.n_in
+    is_fused = len(products) > 1 or router is not None
+    capability = b.device.capability
+    n_in = products[0].weight.n_in
     activations, stride = b.activations(x, products[0].weight)
     common: dict[str, Slot] = {"x": activations, "x_stride": stride, "n_in": n_in}
-    each, weights = [product.slots(b) for product in products], tuple(product.weight for product in products)
+    product_slots, weights = [product.slots(b) for product in products], tuple(product.weight for product in products)
     types = [weight.tensor.type for weight in weights]
-    if together:
+    if is_fused:
         n_outs = [weight.n_out for weight in weights]
 
         def same_input(rows: int) -> Shape | None:
@@ -88,22 +91,22 @@ def _multiply(
                 return mat_vec_same_input.mul_mats(types, n_in, n_outs, rows)
             return mat_vec_same_input.mul_mats_route(types, n_in, n_outs, router.routing, rows)
 
-        slots = {**common, **mat_vec_same_input.slots(each), "n_first": types.count(types[0])}
+        slots = {**common, **mat_vec_same_input.slots(product_slots), "n_first": types.count(types[0])}
         slots |= {"row_bytes": row_bytes_of(weights[0]), "other_row_bytes": row_bytes_of(weights[-1])}
         if router is not None:
             slots |= {**common_slots.route(b, router), "counter": b.counters(1)}
         b.emit(same_input, x, **slots).weights = weights
-    for product, t, slots in zip(products, types, each, strict=True):
-        by_cublas = cublas.by_cublas(b, product.weight)
+    for product, t, slots in zip(products, types, product_slots, strict=True):
+        by_cublas = cublas.uses_cublas(b, product.weight)
 
         def choose(
-            rows: int, t: TensorType = t, n_out: int = product.weight.n_out, by_cublas: bool = by_cublas
+            rows: int, t: TensorType = t, n_out: int = product.weight.n_out, use_cublas: bool = by_cublas
         ) -> Shape | None:
             if rows > FEW_ROWS:
-                if by_cublas:
+                if use_cublas:
                     return None
-                return mat_mat.mul_mat(t, n_in, n_out, rows, card)
-            return None if together or rows < first else mat_vec.mul_mat(t, n_in, n_out, rows)
+                return mat_mat.mul_mat(t, n_in, n_out, rows, capability)
+            return None if is_fused or rows < first else mat_vec.mul_mat(t, n_in, n_out, rows)
 
         slots |= {"row_bytes": row_bytes_of(product.weight), "out_stride": 4 * product.out.width, **common}
         b.emit(choose, x, **slots).weights = (product.weight,)
@@ -111,21 +114,21 @@ def _multiply(
             cublas.multiply(b, x, product.out, product.weight, slots["w"], product.bias, product.scale)
 
 
-@LOWER.of(ops.MulMat)
+@LOWER.register(ops.MulMat)
 def _mul_mat(b: CUDALowering, op: ops.MulMat) -> None:
     _multiply(b, op.x, [_Product(op.out, op.weight, op.bias, op.scale)])
 
 
-@LOWER.of(ops.MulMats, MulMatsRoute)
+@LOWER.register(ops.MulMats, MulMatsRoute)
 def _mul_mats(b: CUDALowering, op: ops.MulMats) -> None:
-    """A launch takes weights of a family, of no more than two types."""
+    """Emit products in groups: a launch takes weights of one family, of at most two types."""
     router = op.route if isinstance(op, MulMatsRoute) else None
     groups: list[list[_Product]] = []
     open_ones: dict[str, list[_Product]] = {}
     for product in sorted(map(_Product, op.outs, op.weights, op.biases, op.scales), key=_Product.type_name):
         family = mat_vec_same_input.family(product.weight.tensor.type)
         group = open_ones.get(family, [])
-        types = {other.type_name() for other in (*group, product)}
+        types = {member.type_name() for member in (*group, product)}
         if not group or len(group) == mat_vec_same_input.MAX_MATRICES or len(types) > 2:
             group = open_ones[family] = []
             groups.append(group)
@@ -137,33 +140,35 @@ def _mul_mats(b: CUDALowering, op: ops.MulMats) -> None:
         _launch_route(b, router, FEW_ROWS + 1)
 
 
-def _to(b: CUDALowering, op: Op, out: Value, rows: int) -> dict[str, Slot]:
-    """Return the slots of the format that an operation also writes, ``rows`` at once."""
+def _format_slots(b: CUDALowering, op: Op, out: Value, rows: int) -> dict[str, Slot]:
+    """Return the slots of the format that an operation also writes, for ``rows`` at once."""
     form = getattr(op, "format", "")
     if not form:
         return {}
     counters = b.counters(rows * -(-out.width // 256))
-    return {"format": activations.KINDS.index(form), "quantized": b.made_activations(out, form), "counters": counters}
+    return {"format": activations.KINDS.index(form), "quantized": b.activation_buffer(out, form), "counters": counters}
 
 
-def _remade(b: CUDALowering, op: Op, out: Value, to: Mapping[str, Slot], by: Callable[[int], bool]) -> None:
-    """Make the format in another launch, except for token counts where ``by`` says the operation's own makes it."""
-    made = to.get("quantized")
-    if isinstance(made, Buffer):
-        b.remade(out, getattr(op, "format", ""), out.width, made, by)
+def _convert_format(
+    b: CUDALowering, op: Op, out: Value, format_slots: Mapping[str, Slot], is_written: Callable[[int], bool]
+) -> None:
+    """Emit the conversion to the format, except where the operation's own launch writes it (is_written(rows))."""
+    buffer = format_slots.get("quantized")
+    if isinstance(buffer, Buffer):
+        b.convert_activations(out, getattr(op, "format", ""), out.width, buffer, is_written)
 
 
-@LOWER.of(ops.UpGate, UpGateTo)
+@LOWER.register(ops.UpGate, UpGateWithFormat)
 def _up_gate(b: CUDALowering, op: ops.UpGate) -> None:
     if b.cublas:  # cuBLAS writes to memory: three steps
         up, gate = (Value(f"{op.out.name} {part}", op.up.n_out, op.x.per, op.x.outputs) for part in ("up", "gate"))
         _multiply(b, op.x, [_Product(up, op.up, op.up_bias, op.up_scale)])
         _multiply(b, op.x, [_Product(gate, op.gate, op.gate_bias, op.gate_scale)])
-        gated(b, op.activation, op.out, b.buffer(gate), gate.width, b.buffer(up))
+        emit_glu(b, op.activation, op.out, b.buffer(gate), gate.width, b.buffer(up))
         return
-    to = _to(b, op, op.out, 1)
-    _launch_up_gate(b, op, _up_gate_slots(b, op), to)
-    _remade(b, op, op.out, to, lambda rows: rows == 1)
+    format_slots = _format_slots(b, op, op.out, 1)
+    _launch_up_gate(b, op, _up_gate_slots(b, op), format_slots)
+    _convert_format(b, op, op.out, format_slots, lambda rows: rows == 1)
 
 
 def _up_gate_slots(b: CUDALowering, op: ops.UpGate) -> dict[str, Slot]:
@@ -187,10 +192,13 @@ def _up_gate_slots(b: CUDALowering, op: ops.UpGate) -> dict[str, Slot]:
 
 
 def _launch_up_gate(
-    b: CUDALowering, op: ops.UpGate, slots: Mapping[str, Slot], to: Mapping[str, Slot], first: int = 1
+    b: CUDALowering, op: ops.UpGate, slots: Mapping[str, Slot], format_slots: Mapping[str, Slot], first: int = 1
 ) -> None:
-    """Multiply ``first`` rows or more; to: slots of the format of one row."""
-    t, n_in, n_out, activation = op.up.tensor.type, op.up.n_in, op.up.n_out, op.activation
+    """Emit up and gate of ``first`` rows or more; format_slots: of the format of one row."""
+    t = op.up.tensor.type
+    n_in = op.up.n_in
+    n_out = op.up.n_out
+    activation = op.activation
 
     def choose(rows: int) -> Shape | None:
         if rows < first:
@@ -199,21 +207,26 @@ def _launch_up_gate(
             return mat_vec.up_gate(t, activation, n_in, n_out, rows)
         return mat_mat.up_gate(t, activation, n_in, n_out, rows, b.device.capability)
 
-    if to:
+    if format_slots:
         one = mat_vec.up_gate_to(t, activation, n_in, n_out)
-        b.emit(lambda rows: one if rows == first == 1 else None, op.x, **slots, **to).weights = (op.up, op.gate)
-    b.emit(lambda rows: None if to and rows == 1 else choose(rows), op.x, **slots).weights = (op.up, op.gate)
+        b.emit(lambda rows: one if rows == first == 1 else None, op.x, **slots, **format_slots).weights = (
+            op.up,
+            op.gate,
+        )
+    b.emit(lambda rows: None if format_slots and rows == 1 else choose(rows), op.x, **slots).weights = (op.up, op.gate)
 
 
-@LOWER.of(ops.MulMatHeads, MulMatHeadsInto, MulMatHeadsTo)
+@LOWER.register(ops.MulMatHeads, MulMatHeadsStrided, MulMatHeadsWithFormat)
 def _mul_mat_heads(b: CUDALowering, op: ops.MulMatHeads) -> None:
-    """The results of heads lie side by side, unless op says otherwise."""
-    start, step = (op.start, op.step) if isinstance(op, MulMatHeadsInto) else (0, op.weight.n_out)
+    """Emit products by head; results are side by side, unless op has another start and step."""
+    start, step = (op.start, op.step) if isinstance(op, MulMatHeadsStrided) else (0, op.weight.n_out)
     weight, heads = op.weight, op.x.width // op.weight.n_in
-    t, n_in, n_out = weight.tensor.type, weight.n_in, weight.n_out
+    t = weight.tensor.type
+    n_in = weight.n_in
+    n_out = weight.n_out
     activations, stride = b.activations(op.x, weight)
-    to = _to(b, op, op.out, 1)
-    one = mat_vec.mul_mat_heads_to(t, n_in, n_out, heads) if to else None
+    format_slots = _format_slots(b, op, op.out, 1)
+    one = mat_vec.mul_mat_heads_to(t, n_in, n_out, heads) if format_slots else None
 
     def choose(rows: int) -> Shape | None:
         if rows == 1 and one is not None:
@@ -232,51 +245,56 @@ def _mul_mat_heads(b: CUDALowering, op: ops.MulMatHeads) -> None:
         "heads": heads,
         "n_in": n_in,
         "n_out": n_out,
-        "out": Within(b.buffer(op.out), 4 * start),
+        "out": BufferOffset(b.buffer(op.out), 4 * start),
         "out_stride": 4 * op.out.width,
         "out_head_bytes": 4 * step,
     }
     if one is not None:
-        b.emit(lambda rows: one if rows == 1 else None, op.x, **slots, **to).weights = (weight,)
+        b.emit(lambda rows: one if rows == 1 else None, op.x, **slots, **format_slots).weights = (weight,)
     b.emit(choose, op.x, **slots).weights = (weight,)
-    _remade(b, op, op.out, to, lambda rows: rows == 1 and one is not None)
+    _convert_format(b, op, op.out, format_slots, lambda rows: rows == 1 and one is not None)
 
 
 # ---------------------------------------------------------------- experts
 
 
-def _by_expert(b: CUDALowering, out: Value, x: Value, ids: Value, weight: Matrix) -> dict[str, Slot]:
-    return common_slots.by_expert(b, out, x, ids, weight) | {"ids": b.buffer(ids)}
+def _expert_slots(b: CUDALowering, out: Value, x: Value, ids: Value, weight: Matrix) -> dict[str, Slot]:
+    return common_slots.expert_slots(b, out, x, ids, weight) | {"ids": b.buffer(ids)}
 
 
-@LOWER.of(ops.MulMatId)
+@LOWER.register(ops.MulMatId)
 def _mul_mat_id(b: CUDALowering, op: ops.MulMatId) -> None:
     _launch_mul_mat_id(b, op, _mul_mat_id_slots(b, op))
 
 
 def _mul_mat_id_slots(b: CUDALowering, op: ops.MulMatId) -> dict[str, Slot]:
-    given = {"w": b.weight(op.weight, op.ids), **_by_expert(b, op.out, op.x, op.ids, op.weight)}
-    return given | common_slots.vectors_by_expert(b, op.weight, op.bias, op.scale)
+    expert_slots = {"w": b.weight(op.weight, op.ids), **_expert_slots(b, op.out, op.x, op.ids, op.weight)}
+    return expert_slots | common_slots.expert_vector_slots(b, op.weight, op.bias, op.scale)
 
 
 def _launch_mul_mat_id(b: CUDALowering, op: ops.MulMatId, slots: Mapping[str, Slot], first: int = 1) -> None:
-    """Multiply the rows of ``first`` tokens or more."""
-    t, n_in, n_out, n_used = op.weight.tensor.type, op.weight.n_in, op.weight.n_out, op.ids.width
-    n_expert, card, by_cublas = op.weight.n_matrices, b.device.capability, cublas.by_cublas(b, op.weight)
+    """Emit the product of ``first`` tokens or more."""
+    t = op.weight.tensor.type
+    n_in = op.weight.n_in
+    n_out = op.weight.n_out
+    n_used = op.ids.width
+    n_expert = op.weight.n_matrices
+    capability = b.device.capability
+    use_cublas = cublas.uses_cublas(b, op.weight)
 
     def choose(rows: int) -> Shape | None:
         if rows < first:
             return None
         if rows <= FEW_ROWS:
             return mat_vec.mul_mat_id(t, n_in, n_out, rows, n_used)
-        return None if by_cublas else mat_mat.mul_mat_id(t, n_in, n_out, rows, n_used, n_expert, card)
+        return None if use_cublas else mat_mat.mul_mat_id(t, n_in, n_out, rows, n_used, n_expert, capability)
 
     b.emit(choose, op.ids, **slots).weights = (op.weight,)
-    if by_cublas:
+    if use_cublas:
         cublas.multiply_by_expert(b, op.x, op.ids, op.out, op.weight, slots["w"], op.bias, op.scale)
 
 
-@LOWER.of(ops.UpGateId, UpGateIdTo)
+@LOWER.register(ops.UpGateId, UpGateIdWithFormat)
 def _up_gate_id(b: CUDALowering, op: ops.UpGateId) -> None:
     if b.cublas:
         up, gate = (Value(f"{op.out.name} {part}", op.up.n_out, op.out.per, op.out.outputs) for part in ("up", "gate"))
@@ -284,50 +302,55 @@ def _up_gate_id(b: CUDALowering, op: ops.UpGateId) -> None:
         _mul_mat_id(
             b, ops.MulMatId(out=gate, x=op.x, weight=op.gate, ids=op.ids, bias=op.gate_bias, scale=op.gate_scale)
         )
-        gated(b, op.activation, op.out, b.buffer(gate), gate.width, b.buffer(up))
+        emit_glu(b, op.activation, op.out, b.buffer(gate), gate.width, b.buffer(up))
         return
-    to = _to(b, op, op.out, FEW_ROWS * op.ids.width)
-    _launch_up_gate_id(b, op, _up_gate_id_slots(b, op), to)
-    _remade(b, op, op.out, to, lambda rows: rows <= FEW_ROWS)
+    format_slots = _format_slots(b, op, op.out, FEW_ROWS * op.ids.width)
+    _launch_up_gate_id(b, op, _up_gate_id_slots(b, op), format_slots)
+    _convert_format(b, op, op.out, format_slots, lambda rows: rows <= FEW_ROWS)
 
 
 def _up_gate_id_slots(b: CUDALowering, op: ops.UpGateId) -> dict[str, Slot]:
-    given = {"up": b.weight(op.up, op.ids), "gate": b.weight(op.gate, op.ids), **glu.limits(op.activation)}
-    given |= _by_expert(b, op.out, op.x, op.ids, op.up)
-    given |= common_slots.vectors_by_expert(b, op.up, op.up_bias, op.up_scale, "up_")
-    return given | common_slots.vectors_by_expert(b, op.gate, op.gate_bias, op.gate_scale, "gate_")
+    expert_slots = {"up": b.weight(op.up, op.ids), "gate": b.weight(op.gate, op.ids), **glu.limits(op.activation)}
+    expert_slots |= _expert_slots(b, op.out, op.x, op.ids, op.up)
+    expert_slots |= common_slots.expert_vector_slots(b, op.up, op.up_bias, op.up_scale, "up_")
+    return expert_slots | common_slots.expert_vector_slots(b, op.gate, op.gate_bias, op.gate_scale, "gate_")
 
 
 def _launch_up_gate_id(
-    b: CUDALowering, op: ops.UpGateId, slots: Mapping[str, Slot], to: Mapping[str, Slot], first: int = 1
+    b: CUDALowering, op: ops.UpGateId, slots: Mapping[str, Slot], format_slots: Mapping[str, Slot], first: int = 1
 ) -> None:
-    """Multiply the rows of ``first`` tokens or more; to: slots of the format of few rows."""
-    t, n_in, n_out, n_used = op.up.tensor.type, op.up.n_in, op.up.n_out, op.ids.width
-    n_expert, card, activation = op.up.n_matrices, b.device.capability, op.activation
-    few = mat_vec.up_gate_id_to if to else mat_vec.up_gate_id
+    """Emit up and gate of ``first`` tokens or more; format_slots: of the format of few rows."""
+    t = op.up.tensor.type
+    n_in = op.up.n_in
+    n_out = op.up.n_out
+    n_used = op.ids.width
+    n_expert = op.up.n_matrices
+    capability = b.device.capability
+    activation = op.activation
+    mat_vec_kernel = mat_vec.up_gate_id_to if format_slots else mat_vec.up_gate_id
 
-    def choose(rows: int) -> Shape | None:
-        return few(t, activation, n_in, n_out, rows, n_used) if first <= rows <= FEW_ROWS else None
+    def choose_mat_vec(rows: int) -> Shape | None:
+        return mat_vec_kernel(t, activation, n_in, n_out, rows, n_used) if first <= rows <= FEW_ROWS else None
 
-    def many(rows: int) -> Shape | None:
+    def choose_mat_mat(rows: int) -> Shape | None:
         if rows <= FEW_ROWS:
             return None
-        return mat_mat.up_gate_id(t, activation, n_in, n_out, rows, n_used, n_expert, card)
+        return mat_mat.up_gate_id(t, activation, n_in, n_out, rows, n_used, n_expert, capability)
 
-    b.emit(choose, op.ids, **slots, **to).weights = (op.up, op.gate)
-    b.emit(many, op.ids, **slots).weights = (op.up, op.gate)
+    b.emit(choose_mat_vec, op.ids, **slots, **format_slots).weights = (op.up, op.gate)
+    b.emit(choose_mat_mat, op.ids, **slots).weights = (op.up, op.gate)
 
 
-@LOWER.of(ops.Route)
+@LOWER.register(ops.Route)
 def _launch_route(b: CUDALowering, op: ops.Route, first: int = 1) -> None:
-    """Choose the experts of ``first`` tokens or more."""
-    routing, given = op.routing, common_slots.route(b, op) | common_slots.buffers(b, op, "chosen")
-    b.emit(lambda rows: route.route(routing, rows) if rows >= first else None, op.logits, **given)
+    """Emit the routing of ``first`` tokens or more."""
+    routing, route_slots = op.routing, common_slots.route(b, op) | common_slots.given_ids(b, op)
+    b.emit(lambda rows: route.route(routing, rows) if rows >= first else None, op.logits, **route_slots)
 
 
-@LOWER.of(SharedExpert)
+@LOWER.register(SharedExpert)
 def _shared_expert(b: CUDALowering, op: SharedExpert) -> None:
-    """One token in one launch; more by launches of their own."""
+    """Emit one launch for one token, and separate launches for more."""
     if isinstance(op.by_expert, ops.UpGateId) and isinstance(op.dense, ops.UpGate):
         _up_gate_shared_expert(b, op.by_expert, op.dense)
     elif isinstance(op.by_expert, ops.MulMatId) and isinstance(op.dense, ops.MulMat):
@@ -337,29 +360,37 @@ def _shared_expert(b: CUDALowering, op: SharedExpert) -> None:
 def _up_gate_shared_expert(b: CUDALowering, op: ops.UpGateId, dense: ops.UpGate) -> None:
     n_used, units = op.ids.width, [-(-out.width // 256) for out in (op.out, dense.out)]
     of_experts, of_dense = _up_gate_id_slots(b, op), _up_gate_slots(b, dense)
-    to, dense_to = _to(b, op, op.out, FEW_ROWS * n_used), _to(b, dense, dense.out, 1)
+    format_slots, dense_format_slots = (
+        _format_slots(b, op, op.out, FEW_ROWS * n_used),
+        _format_slots(b, dense, dense.out, 1),
+    )
     names = ("x", "up", "gate", "row_bytes", "n_out", "out", "up_bias", "gate_bias", "up_scale", "gate_scale")
-    both: dict[str, Slot] = {**of_experts, **{f"dense_{name}": of_dense[name] for name in names}}
-    for prefix, slots in (("", to), ("dense_", dense_to)):
-        both |= {f"{prefix}format": slots.get("format", -1), f"{prefix}quantized": slots.get("quantized", 0)}
-    both["counters"] = b.counters(n_used * units[0] + units[1])
+    fused_slots: dict[str, Slot] = {**of_experts, **{f"dense_{name}": of_dense[name] for name in names}}
+    for prefix, slots in (("", format_slots), ("dense_", dense_format_slots)):
+        fused_slots |= {f"{prefix}format": slots.get("format", -1), f"{prefix}quantized": slots.get("quantized", 0)}
+    fused_slots["counters"] = b.counters(n_used * units[0] + units[1])
     types, sizes = (op.up.tensor.type, dense.up.tensor.type), (op.up.n_in, op.up.n_out, n_used, dense.up.n_out)
     one = mat_vec_shared_expert.up_gate(*types, op.activation, *sizes)
-    b.emit(lambda rows: one if rows == 1 else None, op.ids, **both).weights = (op.up, op.gate, dense.up, dense.gate)
-    _launch_up_gate_id(b, op, of_experts, to, 2)
-    _launch_up_gate(b, dense, of_dense, dense_to, 2)
-    _remade(b, op, op.out, to, lambda rows: rows <= FEW_ROWS)
-    _remade(b, dense, dense.out, dense_to, lambda rows: rows == 1)
+    b.emit(lambda rows: one if rows == 1 else None, op.ids, **fused_slots).weights = (
+        op.up,
+        op.gate,
+        dense.up,
+        dense.gate,
+    )
+    _launch_up_gate_id(b, op, of_experts, format_slots, 2)
+    _launch_up_gate(b, dense, of_dense, dense_format_slots, 2)
+    _convert_format(b, op, op.out, format_slots, lambda rows: rows <= FEW_ROWS)
+    _convert_format(b, dense, dense.out, dense_format_slots, lambda rows: rows == 1)
 
 
 def _mul_mat_shared_expert(b: CUDALowering, op: ops.MulMatId, dense: ops.MulMat) -> None:
     product = _Product(dense.out, dense.weight, dense.bias, dense.scale)
     of_experts, of_dense = _mul_mat_id_slots(b, op), product.slots(b)
     x, _ = b.activations(dense.x, dense.weight)
-    both: dict[str, Slot] = {**of_experts, **{f"dense_{name}": slot for name, slot in of_dense.items()}}
-    both |= {"dense_x": x, "dense_row_bytes": row_bytes_of(dense.weight), "dense_n_in": dense.weight.n_in}
+    fused_slots: dict[str, Slot] = {**of_experts, **{f"dense_{name}": slot for name, slot in of_dense.items()}}
+    fused_slots |= {"dense_x": x, "dense_row_bytes": row_bytes_of(dense.weight), "dense_n_in": dense.weight.n_in}
     types = op.weight.tensor.type, dense.weight.tensor.type
     one = mat_vec_shared_expert.mul_mat(*types, op.weight.n_in, op.weight.n_out, op.ids.width, dense.weight.n_out)
-    b.emit(lambda rows: one if rows == 1 else None, op.ids, **both).weights = (op.weight, dense.weight)
+    b.emit(lambda rows: one if rows == 1 else None, op.ids, **fused_slots).weights = (op.weight, dense.weight)
     _launch_mul_mat_id(b, op, of_experts, 2)
     _multiply(b, dense.x, [product], 2)

@@ -1,4 +1,4 @@
-"""Fuses operations into the launches of the cuda backend, by who defines and who uses each value.
+"""Fusion of operations into launches of the cuda backend, by definitions and uses of values.
 
 A launch costs about as much as reading 10 MB of weights, and a layer has two dozen operations:
 
@@ -8,9 +8,9 @@ A launch costs about as much as reading 10 MB of weights, and a layer has two do
     RowEpilogue    work on whole rows: experts summed, norm, sums, norm, and the format of the next weights
                    (row_epilogue.py)
     SharedExpert   products of a token's experts and of a shared one (shared_expert.py)
-    ...To          results in the format of the next weights (formats.py)
+    ...WithFormat  results in the activation format of the next weights (formats.py)
 
-A value that leaves the program, that an observer sees or that a second operation uses is written as before.
+A value that leaves the program, is observed or has a second reader is written as before.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ from quantkit.model.ops import Op, Value
 def fuse(
     ops: Sequence[Op], leaves: Collection[Value], fusion: Fusion, kv_type: str, *, cublas: bool = False
 ) -> tuple[list[Op], list[Decision]]:
-    """Return operations that give the same values, and what was decided.
+    """Return operations that compute the same values, and the decisions.
 
-    leaves: values that leave the program, besides those that nothing in it reads. kv_type: of the caches. With cublas
-    nothing is fused: fused operations write the activation formats of our products only.
+    leaves: values that leave the program, besides those without readers. kv_type: of the caches. cublas disables
+    fusion, as fused operations write the activation formats of our products only.
     """
     used = {value for op in ops for value in op.inputs()}
     leaves = {*leaves, *(value for op in ops for value in op.outputs() if value not in used)}
@@ -41,7 +41,7 @@ def fuse(
     fused = fuse_routes(fuse_same_input(ops, fusion, decisions), decisions)
     fused = fuse_row_epilogues(fuse_per_head(fused, leaves, kv_type, decisions), leaves, decisions)
     fused = fuse_shared_experts(fuse_formats(fused, leaves, decisions), leaves, decisions)
-    reason = CUBLAS if cublas else "" if fusion.launches else SWITCHED_OFF
-    if not reason:
+    if fusion.launches and not cublas:
         return fused, decisions
+    reason = CUBLAS if cublas else SWITCHED_OFF
     return list(ops), [replace(d, fused=False, reason=reason) if d.fused else d for d in decisions]

@@ -1,4 +1,4 @@
-"""Fuses products of one input, and the choice of experts with the product that makes the router's logits."""
+"""Fusion of products of one input, and of routing with the product that computes the router's logits."""
 
 from __future__ import annotations
 
@@ -6,46 +6,46 @@ from collections.abc import Collection, Sequence
 from typing import cast
 
 from quantkit.kernels.cuda.matmul.mat_vec_same_input import MAX_MATRICES, family
-from quantkit.model.backends.cuda.fuse.def_use import DefUse, extended, replaced
+from quantkit.model.backends.cuda.fuse.def_use import DefUse, extend_op, replace_ops
 from quantkit.model.check import CHECK
-from quantkit.model.fusion import SWITCHED_OFF, Decisions, Fusion, together
+from quantkit.model.fusion import SWITCHED_OFF, Decisions, Fusion, merge_products
 from quantkit.model.ops import MulMat, MulMats, Op, Route, Value
 
-#: Experts at most that a router's product chooses from: shared memory is the product's, too.
+#: The largest number of experts of a fused router, which shares the product's shared memory.
 MAX_ROUTED = 1024
 
 
 class MulMatsRoute(MulMats):
-    """Products one of which is a router's, and its choice: route's ids and weights."""
+    """Products, one of which is a router's, and its routing; route_outs: ids and weights."""
 
-    WRITES = ("outs", "chosen")
+    WRITES = ("outs", "route_outs")
 
-    chosen: tuple[Value, ...]
+    route_outs: tuple[Value, ...]
     route: Route
 
 
-@CHECK.of(MulMatsRoute)
+@CHECK.register(MulMatsRoute)
 def _check(op: MulMatsRoute, experts: dict[Value, int]) -> None:
     CHECK[MulMats](op, experts)
     CHECK[Route](op.route, experts)
 
 
 def fuse_same_input(ops: Sequence[Op], fusion: Fusion, decisions: Decisions) -> list[Op]:
-    """Bring products of one input, of types that go together, to where the first of them is."""
+    """Return operations with products of one input and of compatible types fused at the first of them."""
     groups: dict[Value, dict[str, list[int]]] = {}
     for i, op in enumerate(ops):
         if isinstance(op, MulMat):
             groups.setdefault(op.x, {}).setdefault(family(op.weight.tensor.type), []).append(i)
-    new, gone = dict[int, Op](), set[int]()
+    new, removed = dict[int, Op](), set[int]()
     for families in groups.values():
         for group in families.values():
             for first in range(0, len(group), MAX_MATRICES):
-                some = group[first : first + MAX_MATRICES]
-                members = [cast(MulMat, ops[i]) for i in some]
+                indices = group[first : first + MAX_MATRICES]
+                members = [cast(MulMat, ops[i]) for i in indices]
                 if _are_fused(members, families, fusion, decisions):
-                    new[some[0]] = together(members)
-                    gone |= set(some)
-    return replaced(ops, new, gone)
+                    new[indices[0]] = merge_products(members)
+                    removed |= set(indices)
+    return replace_ops(ops, new, removed)
 
 
 def _are_fused(members: Sequence[MulMat], families: Collection[str], fusion: Fusion, decisions: Decisions) -> bool:
@@ -58,23 +58,25 @@ def _are_fused(members: Sequence[MulMat], families: Collection[str], fusion: Fus
 
 
 def fuse_routes(ops: Sequence[Op], decisions: Decisions) -> list[Op]:
-    """Let the product that makes a router's logits choose the experts, too."""
-    def_use, new, gone = DefUse(ops, ()), dict[int, Op](), set[int]()
+    """Return operations with routing fused into the product that computes the logits."""
+    def_use = DefUse(ops, ())
+    new: dict[int, Op] = {}
+    removed: set[int] = set()
     for i, op in enumerate(ops):
         if not isinstance(op, Route):
             continue
         product, reason = def_use.definition(op.logits), ""
         if not isinstance(product, MulMat | MulMats):
-            reason = "no product makes the router's logits"
-        elif def_use.made_at[op.logits] in new:
+            reason = "no product computes the router's logits"
+        elif def_use.defined_at[op.logits] in new:
             reason = "the router's product chooses among other experts already"
-        elif op.chosen is not None:
-            reason = "the experts are chosen elsewhere"
+        elif op.selected is not None:
+            reason = "the experts are given"
         elif op.logits.width > MAX_ROUTED:
             reason = f"{op.logits.width} experts, more than {MAX_ROUTED}"
         if decisions.decide("route", op.layer, reason):
-            products = together([product]) if isinstance(product, MulMat) else cast(MulMats, product)
-            chosen = {"chosen": (op.ids, op.weights), "route": op, "layer": op.layer}
-            new[def_use.made_at[op.logits]] = extended(products, MulMatsRoute, **chosen)
-            gone |= {i}
-    return replaced(ops, new, gone)
+            products = merge_products([product]) if isinstance(product, MulMat) else cast(MulMats, product)
+            route_fields = {"route_outs": (op.ids, op.weights), "route": op, "layer": op.layer}
+            new[def_use.defined_at[op.logits]] = extend_op(products, MulMatsRoute, **route_fields)
+            removed |= {i}
+    return replace_ops(ops, new, removed)

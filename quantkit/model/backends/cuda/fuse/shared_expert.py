@@ -1,4 +1,4 @@
-"""Fuses the products of a shared expert with those of the routed experts: up and gate, then down."""
+"""Fusion of the products of a shared expert with those of the routed experts: up and gate, then down."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ from collections.abc import Collection, Sequence
 
 from quantkit.kernels.cuda.matmul.mat_vec_same_input import family
 from quantkit.kernels.formats import activation_format
-from quantkit.model.backends.cuda.fuse.def_use import DefUse, replaced
+from quantkit.model.backends.cuda.fuse.def_use import DefUse, replace_ops
 from quantkit.model.check import CHECK
 from quantkit.model.fusion import Decisions
 from quantkit.model.ops import Matrix, MulMat, MulMatId, Op, UpGate, UpGateId, Value
 
 
 class SharedExpert(Op):
-    """Products by expert and the dense ones of a shared expert: one launch for a token."""
+    """A product by expert and that of a shared expert: one launch for a token."""
 
     WRITES = ("outs",)
 
@@ -23,45 +23,47 @@ class SharedExpert(Op):
     dense: UpGate | MulMat
 
 
-@CHECK.of(SharedExpert)
+@CHECK.register(SharedExpert)
 def _check(op: SharedExpert, experts: dict[Value, int]) -> None:
-    for each in (op.by_expert, op.dense):
-        CHECK[type(each)](each, experts)
+    for part in (op.by_expert, op.dense):
+        CHECK[type(part)](part, experts)
 
 
 def fuse_shared_experts(ops: Sequence[Op], leaves: Collection[Value], decisions: Decisions) -> list[Op]:
-    """Bring the products of a shared expert to those of the experts."""
-    def_use, new, gone = DefUse(ops, leaves), dict[int, Op](), set[int]()
+    """Return operations with products of shared experts fused with those by expert."""
+    def_use = DefUse(ops, leaves)
+    new: dict[int, Op] = {}
+    removed: set[int] = set()
 
-    def one_launch(i: int, at: int, reason: str) -> bool:
+    def one_launch(i: int, dense_index: int, reason: str) -> bool:
         if decisions.decide("shared_expert", ops[i].layer, reason):
-            new[i] = _shared_expert(ops[i], ops[at])
-            gone.update((i, at))
+            new[i] = _shared_expert(ops[i], ops[dense_index])
+            removed.update((i, dense_index))
         return not reason
 
     for i, op in enumerate(ops):
-        at = _dense(def_use, i) if isinstance(op, UpGateId) else None
-        if at is None or not one_launch(i, at, _hindrance(op, ops[at])):
+        dense_at = _find_dense(def_use, i) if isinstance(op, UpGateId) else None
+        if dense_at is None or not one_launch(i, dense_at, _obstacle(op, ops[dense_at])):
             continue
-        down, dense_down = (def_use.sole_reader(ops[k].outputs()[0]) for k in (i, at))
+        down, dense_down = (def_use.sole_reader(ops[k].outputs()[0]) for k in (i, dense_at))
         if down is not None and dense_down is not None:
-            one_launch(down, dense_down, _hindrance(ops[down], ops[dense_down]))
-    return replaced(ops, new, gone)
+            one_launch(down, dense_down, _obstacle(ops[down], ops[dense_down]))
+    return replace_ops(ops, new, removed)
 
 
-def _dense(def_use: DefUse, i: int) -> int | None:
-    """Return the first dense up and gate of the same layer whose input is there before operation i."""
-    for at in range(i, len(def_use.ops)):
-        op = def_use.ops[at]
+def _find_dense(def_use: DefUse, i: int) -> int | None:
+    """Return the first dense up and gate of the same layer whose input is defined before operation i."""
+    for index in range(i, len(def_use.ops)):
+        op = def_use.ops[index]
         if op.layer > def_use.ops[i].layer:
             return None
-        if isinstance(op, UpGate) and def_use.made_at.get(op.x, -1) < i:
-            return at
+        if isinstance(op, UpGate) and def_use.defined_at.get(op.x, -1) < i:
+            return index
     return None
 
 
-def _hindrance(op: Op, dense: Op) -> str:
-    """Return why no kernel does both; empty if one does."""
+def _obstacle(op: Op, dense: Op) -> str:
+    """Return the reason why no kernel computes both; empty if one does."""
     if isinstance(op, UpGateId) and isinstance(dense, UpGate):
         if op.activation != dense.activation or op.up.n_in != dense.up.n_in:
             return "another activation, or another size of input"
@@ -75,8 +77,8 @@ def _difference(ids: Value, out: Value, weight: Matrix, dense: Matrix) -> str:
     types = weight.tensor.type, dense.tensor.type
     if (ids.per, ids.outputs) != (out.per, out.outputs):
         return "they have other rows"
-    alike = len({activation_format(t) for t in types}) == len({family(t) for t in types}) == 1
-    return "" if alike else f"no kernel multiplies by {types[0].name} and {types[1].name}"
+    compatible = len({activation_format(t) for t in types}) == len({family(t) for t in types}) == 1
+    return "" if compatible else f"no kernel multiplies by {types[0].name} and {types[1].name}"
 
 
 def _shared_expert(op: Op, dense: Op) -> SharedExpert:

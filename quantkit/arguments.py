@@ -1,0 +1,253 @@
+"""Arguments of verbs and fields of options, checked by their annotations when they are given, not after all the work.
+
+A ``TensorType`` is accepted as a name, text as a ``Path``; a single text or path is never a sequence. What only type
+checkers can tell (protocols, arrays, names imported for them alone) is left as it is.
+"""
+
+from __future__ import annotations
+
+import inspect
+import operator
+import os
+import sys
+import types
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, fields
+from difflib import get_close_matches
+from functools import cache, wraps
+from pathlib import Path
+from typing import Any, ForwardRef, TypeVar, Union, cast, get_args, get_origin, is_typeddict
+
+from quantkit.errors import ArgumentError
+from quantkit.types import TensorType
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Option:
+    """The declaration of an option, from which command line, cook.toml and help are made (``option``).
+
+    Attributes:
+        help: one sentence.
+        group: the heading of --help.
+        kind: how its text is read where the annotation does not tell: "type", "rules", "size", "layers", or "".
+        choices: the values it may have.
+        least: the least number.
+        metavar: how --help writes the value.
+        flags: its names on the command line, where they are not --NAME alone.
+        example: a value, as TOML, for cook.toml; None: cook sets this option itself.
+    """
+
+    help: str
+    group: str
+    kind: str = ""
+    choices: tuple[str, ...] = ()
+    least: int = 0
+    metavar: str | None = None
+    flags: tuple[str, ...] = ()
+    example: str | None = None
+
+
+def option(default: Any, help: str, group: str, **declaration: Any) -> Any:  # noqa: A002
+    """Return a field of a dataclass of options, with its ``Option`` as metadata."""
+    return field(default=default, metadata={"option": Option(help=help, group=group, **declaration)})
+
+
+def declarations(options: Any) -> dict[str, Option]:
+    """Return the declarations of a dataclass of options, by name, in the order of its fields."""
+    return {f.name: f.metadata["option"] for f in fields(options) if "option" in f.metadata}
+
+
+def changed_options(options: Any) -> dict[str, Any]:
+    """Return the values of a dataclass of options that are not the defaults, by name."""
+    return {f.name: getattr(options, f.name) for f in fields(options) if getattr(options, f.name) != f.default}
+
+
+class Options:
+    """Base of dataclasses of options: their values are checked, and get the types of their fields, when one is made.
+
+    Raises ArgumentError.
+    """
+
+    __slots__ = ()
+
+    def __post_init__(self) -> None:
+        for name, kind in _fields(cast(Any, type(self))).items():
+            value = getattr(self, name)
+            accepted = accept(value, kind, f"{type(self).__name__}: {name}")
+            if accepted is not value:
+                object.__setattr__(self, name, accepted)
+
+
+def checked(function: F) -> F:
+    """Decorate a verb so that arguments it does not know, or of another type, raise ArgumentError; also its
+    ``**options``.
+
+    It raises ArgumentError, with the name that was probably meant, before anything is done.
+    """
+
+    @wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        kinds, options, signature = _parameters(function)
+        check_names(kwargs, {**kinds, **options}, function.__name__)
+        bound = signature.bind(*args, **kwargs)
+        for name, value in bound.arguments.items():
+            if name in kinds:
+                bound.arguments[name] = accept(value, kinds[name], f"{function.__name__}: {name}")
+            else:  # the options
+                bound.arguments[name] = {
+                    key: accept(option, options[key], f"{function.__name__}: {key}") for key, option in value.items()
+                }
+        return function(*bound.args, **bound.kwargs)
+
+    return cast(F, call)
+
+
+def check_names(names: Iterable[str], allowed: Iterable[str], where: str) -> None:
+    """Raise ArgumentError for the first name that is not known."""
+    for name in names:
+        if name not in allowed:
+            close = get_close_matches(name, list(allowed), 1)
+            raise ArgumentError(f"{where}: there is no {name!r}{f'; did you mean {close[0]!r}?' if close else ''}")
+
+
+def accept(value: Any, kind: Any, where: str) -> Any:
+    """Return a value as an annotation wants it. Raises ArgumentError, which begins with ``where``."""
+    origin, arguments = get_origin(kind), get_args(kind)
+    if origin in (Union, types.UnionType):
+        return _one_of(value, arguments, where)
+    if origin is tuple:
+        return _tuple(value, arguments, where)
+    if isinstance(origin, type) and issubclass(origin, Iterable):
+        if isinstance(value, (str, bytes, os.PathLike)) and not issubclass(origin, Mapping):
+            raise ArgumentError(f"{where} is {value!r}, where a sequence is wanted: give [{value!r}]")
+        container = Mapping if issubclass(origin, Mapping) else Iterable
+        return value if isinstance(value, container) else _refuse(value, origin.__name__, where)
+    if is_typeddict(kind):
+        kinds = _typed_dict(kind)
+        check_names(value, kinds, where)
+        return {name: accept(item, kinds[name], f"{where}: {name}") for name, item in value.items()}
+    simple = _SIMPLE.get(kind)
+    if simple is not None:
+        return simple(value, where)
+    if isinstance(kind, type) and not getattr(kind, "_is_protocol", False) and kind not in (Any, object):
+        return value if isinstance(value, kind) else _refuse(value, kind.__name__, where)
+    return value
+
+
+def _refuse(value: Any, expected: str, where: str) -> Any:
+    text = repr(value)
+    text = text if len(text) <= 80 else f"{text[:79]}…"
+    raise ArgumentError(f"{where} is {text}, of type {type(value).__name__}, where {expected} is wanted")
+
+
+def _one_of(value: Any, kinds: tuple[Any, ...], where: str) -> Any:
+    errors = []
+    for kind in kinds:
+        try:
+            return accept(value, kind, where)
+        except ArgumentError as e:
+            errors.append(e)
+    names = [getattr(kind, "__name__", str(kind)) for kind in kinds if kind is not types.NoneType]
+    raise errors[0] if len(names) == 1 else ArgumentError(f"{where} is {value!r}, where {' or '.join(names)} is wanted")
+
+
+def _tuple(value: Any, kinds: tuple[Any, ...], where: str) -> tuple[Any, ...]:
+    if isinstance(value, (str, bytes, os.PathLike, Mapping)) or not isinstance(value, Iterable):
+        raise ArgumentError(f"{where} is {value!r}, where a sequence is wanted: give ({value!r},)")
+    values = tuple(value)
+    if len(kinds) == 2 and kinds[1] is ...:
+        kinds = kinds[:1] * len(values)
+    if len(kinds) != len(values):
+        raise ArgumentError(f"{where} has {len(values)} values, where {len(kinds)} are wanted")
+    accepted = tuple(
+        accept(item, kind, f"{where}[{i}]") for i, (item, kind) in enumerate(zip(values, kinds, strict=True))
+    )
+    return value if isinstance(value, tuple) and all(map(operator.is_, accepted, value)) else accepted
+
+
+def _text(value: Any, where: str) -> str:
+    if isinstance(value, TensorType):
+        return value.name
+    return value if isinstance(value, str) else str(_refuse(value, "a name", where))
+
+
+def _path(value: Any, where: str) -> Path:
+    if isinstance(value, Path):
+        return value
+    return Path(value) if isinstance(value, (str, os.PathLike)) else Path(_refuse(value, "a path", where))
+
+
+def _truth(value: Any, where: str) -> bool:
+    if type(value).__name__ in ("bool", "bool_"):  # numpy's, too
+        return bool(value)
+    return bool(_refuse(value, "True or False", where))
+
+
+def _integer(value: Any, where: str) -> int:
+    if isinstance(value, bool) or not hasattr(value, "__index__"):
+        return int(_refuse(value, "a whole number", where))
+    return operator.index(value)
+
+
+def _number(value: Any, where: str) -> float:
+    if isinstance(value, bool) or not (hasattr(value, "__float__") or hasattr(value, "__index__")):
+        return float(_refuse(value, "a number", where))
+    return cast(float, value)
+
+
+def _none(value: Any, where: str) -> None:
+    if value is not None:
+        _refuse(value, "None", where)
+
+
+_SIMPLE: dict[Any, Callable[[Any, str], Any]] = {
+    str: _text,
+    Path: _path,
+    bool: _truth,
+    int: _integer,
+    float: _number,
+    types.NoneType: _none,
+    None: _none,
+}
+
+
+# ---------------------------------------------------------------- annotations
+
+
+@cache
+def _fields(kind: Any) -> dict[str, Any]:
+    return {f.name: _evaluate(f.type, kind.__module__) for f in fields(kind)}
+
+
+@cache
+def _typed_dict(kind: Any) -> dict[str, Any]:
+    return {name: _evaluate(hint, kind.__module__) for name, hint in kind.__annotations__.items()}
+
+
+@cache
+def _parameters(function: Any) -> tuple[dict[str, Any], dict[str, Any], inspect.Signature]:
+    """Return the kinds of parameters by name, of what ``**options`` may hold, and the signature."""
+    signature = inspect.signature(function)
+    kinds = dict[str, Any]()
+    options = dict[str, Any]()
+    for parameter in signature.parameters.values():
+        kind = _evaluate(parameter.annotation, function.__module__)
+        if parameter.kind is parameter.VAR_KEYWORD:
+            options = _typed_dict(get_args(kind)[0])
+        else:
+            kinds[parameter.name] = kind
+    return kinds, options, signature
+
+
+def _evaluate(annotation: Any, module: str) -> Any:
+    """Return an annotation as a type; Any if a name in it is known to type checkers only."""
+    if isinstance(annotation, ForwardRef):
+        annotation, module = annotation.__forward_arg__, annotation.__forward_module__ or module
+    if not isinstance(annotation, str):
+        return annotation
+    try:
+        return eval(annotation, vars(sys.modules[module]))  # noqa: S307 - our own source
+    except NameError:
+        return Any

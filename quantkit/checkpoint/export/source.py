@@ -1,0 +1,373 @@
+"""A GGUF file as the source of a checkpoint's tensors."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from itertools import dropwhile
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import numpy as np
+
+from quantkit.checkpoint.class_defaults import with_defaults
+from quantkit.checkpoint.config import Config, Json, unify_text_config
+from quantkit.checkpoint.export.biases import set_biases
+from quantkit.checkpoint.export.card import card_files
+from quantkit.checkpoint.export.classes import find_class, tensor_names_of
+from quantkit.checkpoint.export.comparison import compare_keys
+from quantkit.checkpoint.export.config import check_keys, make_config, nest_text_config, token_ids
+from quantkit.checkpoint.export.gguf_metadata import ModelMetadata, plain
+from quantkit.checkpoint.export.tensor_values import EncodedTensor, read_tensors
+from quantkit.checkpoint.export.tokenizer import tokenizer_files
+from quantkit.checkpoint.expressions import (
+    PIECE,
+    TYPE_BF16,
+    TYPE_F16,
+    TYPE_F32,
+    Expression,
+    as_f32,
+    cast,
+    from_f32,
+    read_f32,
+    size_of,
+    value_bytes,
+    values_in,
+)
+from quantkit.checkpoint.fusions import split_tensors
+from quantkit.checkpoint.general import SAMPLING
+from quantkit.checkpoint.policy import type_of
+from quantkit.checkpoint.pooling import pooling_files
+from quantkit.checkpoint.row import Architecture, HfClass
+from quantkit.checkpoint.tensor_names import TensorNames
+from quantkit.checkpoint.tensors import (
+    Context,
+    InverseContext,
+    Tensor,
+    apply_rules,
+    invert_rules,
+    named_tensors,
+    text_name,
+)
+from quantkit.errors import FormatError, QuantkitError, RecipeError, ResourceError, TypeNotSupported
+from quantkit.formats.gguf import Field, GGUFFile, TensorInfo
+from quantkit.formats.gguf.rules import short
+from quantkit.formats.ranges import U8
+from quantkit.formats.safetensors import StoredTensor
+from quantkit.types import TensorType
+
+#: What --outtype takes, by the dtype of transformers.
+DTYPES = {"f32": ("float32", TYPE_F32), "f16": ("float16", TYPE_F16), "bf16": ("bfloat16", TYPE_BF16)}
+#: What tensors of layers begin with; T5 has two stacks of them.
+_IN_LAYER = re.compile(r"(enc\.|dec\.)?blk\.(\d+)\.")
+#: What is renamed in every checkpoint (``tensors.text_name`` backwards).
+_RENAMED = ((r"e_score_correction\.bias$", "e_score_correction_bias"),)
+
+
+@dataclass
+class ExportSource:
+    """An open export: ``expressions`` has what each tensor is made of, ``files`` what lies beside the weights, as text.
+
+    ``origins``: of what tensors of the file each is made; of none if it is metadata there.
+    """
+
+    model: GGUFFile
+    architecture: str
+    dtype: str
+    expressions: dict[str, Expression]
+    origins: dict[str, tuple[StoredTensor, ...]]
+    files: dict[str, bytes]
+    notes: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.paths: tuple[Path, ...] = self.model.paths
+        #: A checkpoint has no metadata of this kind.
+        self.fields: dict[str, Field] = {}
+        self.tensors = {
+            name: TensorInfo(name, x.shape[::-1] or (1,), x.type, value_bytes(x.type, size_of(x)), 0, 0)
+            for name, x in self.expressions.items()
+        }
+
+    @property
+    def inputs(self) -> tuple[Path, ...]:
+        """See ``pipeline.source``."""
+        return self.model.inputs
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """Return ``default``: a checkpoint has no metadata of this kind."""
+        return default
+
+    def read(self, tensor: TensorInfo, out: U8, offset: int, readahead: int = 0) -> None:
+        """Fill ``out`` from byte ``offset`` of a tensor on. See ``pipeline.source``."""
+        self.expressions[tensor.name].read(values_in(tensor.type, offset), out, readahead)
+        if tensor.type is TYPE_F16 and not np.isfinite(out.view(np.float16)).all():
+            raise FormatError(
+                f"{self.where(tensor)}: tensor {short(tensor.name)} holds values beyond float16 or none at all: "
+                "--outtype bf16 or f32 takes them, if they are finite",
+                "QK-E305",
+            )
+
+    def place(self, tensor: TensorInfo) -> tuple[Path, int] | None:
+        """Return where a tensor lies as it is, or None if it has to be made."""
+        x = self.expressions[tensor.name]
+        return (x.path, x.info.offset) if isinstance(x, EncodedTensor) and x.info.nbytes == tensor.nbytes else None
+
+    def stored(self, tensor: TensorInfo) -> TensorInfo:
+        """Return the tensor: it is read as it is."""
+        return tensor
+
+    def where(self, tensor: TensorInfo) -> str:
+        """Return the file that a tensor is made from."""
+        part = next(self.expressions[tensor.name].parts(), None)
+        return str(self.paths[0] if part is None else part.path)
+
+    def fingerprint(self) -> str:
+        """Return a SHA-256 over the file and what is made of it."""
+        digest = hashlib.sha256(self.model.fingerprint().encode())
+        digest.update(f"{self.architecture} {self.dtype}".encode())
+        for name, data in self.files.items():
+            digest.update(name.encode() + data)
+        return digest.hexdigest()
+
+
+#: What functions of single classes meet where a file's metadata is of other types, shapes or lengths than a model's.
+_METADATA_ERRORS = (ArithmeticError, LookupError, TypeError, ValueError)
+
+
+def open_export(
+    model: GGUFFile, *, outtype: str = "auto", architecture: str | None = None, tokenizer: bool = True
+) -> ExportSource:
+    """Read a GGUF file as the checkpoint it may come from.
+
+    Args:
+        model: an open file.
+        outtype: f32, f16, bf16, or auto: the type of the first matrix that is one of them, else bf16.
+        architecture: the class of transformers, where an architecture has several.
+        tokenizer: also make the files of the tokenizer.
+
+    Raises:
+        FormatError: the file is broken, or not what its metadata says.
+        TypeNotSupported: an architecture, a key, a tensor, a type or a vocabulary that cannot be exported; why.
+    """
+    if outtype not in (*DTYPES, "auto"):
+        raise RecipeError(f"--outtype {outtype}: there are {', '.join(DTYPES)}, auto", "QK-E203")
+    try:
+        return _open(model, outtype, architecture, tokenizer=tokenizer)
+    except _METADATA_ERRORS as e:
+        reason = short(f"{type(e).__name__}: {e}")
+        raise FormatError(
+            f"{model.paths[0]}: its metadata is not that of a model of its architecture: {reason}", "QK-E123"
+        ) from e
+
+
+def _open(model: GGUFFile, outtype: str, architecture: str | None, *, tokenizer: bool) -> ExportSource:
+    """Read a GGUF file; arguments and errors as for ``open_export``, beside those of wrong metadata."""
+    meta = ModelMetadata(model, str(model.get("general.architecture")))
+    name, row, hf_class = find_class(meta, architecture)
+    dtype, target_type = DTYPES[_first_matrix_type(model) if outtype == "auto" else outtype]
+    values = nest_text_config(make_config(meta, name, row, hf_class, dtype), hf_class)
+    files = {
+        "config.json": _json(values),
+        "generation_config.json": _json(_generation_config(model)),
+        **pooling_files(meta),
+    }
+    files |= card_files(model)
+    notes = [hf_class.note] * bool(hf_class.note)
+    if hf_class.text_key or "vision_config" in values:
+        notes.append(
+            f"{name} also has a vision tower, which is in no file of a text model: only the text model is written, and "
+            "transformers makes a small tower of random numbers"
+        )
+    vocabulary_notes: list[str] = []
+    if tokenizer:
+        vocabulary_files, vocabulary_notes = tokenizer_files(model)
+        files |= vocabulary_files
+    with _temporary_folder(files, model) as folder:
+        config = Config(folder / "config.json", unify_text_config(with_defaults(values)))
+        row = replace(row.dispatch(config) or row, arch=meta.arch)
+        row.patch_config(config)
+        names = TensorNames(row.arch, row.layers(config))
+        kinds = tensor_names_of(row, hf_class)
+        parts, options = split_tensors(read_tensors(model, kinds), kinds, hf_class.names, config)
+        tensors = _tensors(meta, parts, row, hf_class, Context(config, names))
+        f32_names, as_stored = _check_round_trip(parts, row, tensors, Context(config, names), target_type)
+        set_biases(values[hf_class.text_key] if hf_class.text_key else values, name, tensors, meta.path)
+        files["config.json"] = _json(values)
+        notes += check_keys(model, row, config)  # last, for rules find values that are keys
+        notes += compare_keys(model, folder, row, config, tokenizer=tokenizer)
+    if options:
+        notes.append(f"the file's fused tensors are apart here; to have them again convert with {' '.join(options)}")
+    expressions: dict[str, Expression] = {}
+    origins: dict[str, tuple[StoredTensor, ...]] = {}
+    for tensor_name, x in sorted(tensors.items()):
+        origins[tensor_name] = tuple(dict.fromkeys(x.parts()))
+        expressions[tensor_name] = x if _keeps_type(x, as_stored) else _cast_tensor(x, target_type, f32_names)
+    return ExportSource(model, name, dtype, expressions, origins, files, notes + vocabulary_notes)
+
+
+@contextmanager
+def _temporary_folder(files: Mapping[str, bytes], model: GGUFFile) -> Iterator[Path]:
+    """Yield a directory with the small files of the checkpoint, which the way here reads; errors name the GGUF file."""
+    try:
+        with TemporaryDirectory(prefix="quantkit-export-") as name:
+            folder = Path(name)
+            for file_name, data in files.items():
+                (folder / file_name).parent.mkdir(exist_ok=True)
+                (folder / file_name).write_bytes(data)
+            try:
+                yield folder
+            except QuantkitError as e:
+                message = e.message.replace(str(folder / "config.json"), str(model.paths[0]))
+                raise type(e)(message.replace(str(folder), str(model.paths[0])), e.code) from None
+    except OSError as e:
+        raise ResourceError(
+            f"a temporary directory for config.json and the tokenizer: {e.strerror or e}", "QK-E405"
+        ) from None
+
+
+def _first_matrix_type(model: GGUFFile) -> str:
+    """Return the type of the first matrix that is none of blocks."""
+    matrices = [t.type for t in model.tensors.values() if len(t.shape) > 1]
+    if any(t not in (TYPE_F32, TYPE_F16, TYPE_BF16) for t in matrices):
+        return "bf16"
+    first = next((t for t in matrices if t is not TYPE_F32), TYPE_F32)
+    return first.name.lower()
+
+
+def _tensors(
+    meta: ModelMetadata, parts: dict[str, Expression], row: Architecture, hf_class: HfClass, context: Context
+) -> dict[str, Expression]:
+    """Return the tensors of a checkpoint by name."""
+    kinds = tensor_names_of(row, hf_class)
+    inverse = InverseContext(context.config, context.names, fused=hf_class.fused)
+    extra = {tensor.name_in_file or tensor.name for tensor in row.synthetic(context.config)}
+    tensors: dict[str, Expression] = {}
+    for name, x in parts.items():
+        if name in extra:
+            continue
+        match = _IN_LAYER.match(name)
+        file_tensor = Tensor(_checkpoint_name(context, name, kinds), x, int(match[2]) if match else None)
+        for original in invert_rules((*row.stored, *row.rules), file_tensor, inverse):
+            final = original.name
+            for pattern, replacement in (*_RENAMED, *hf_class.renames):
+                final = re.sub(pattern, replacement, final)
+            final = hf_class.rename_last(context.config, final)
+            if final in tensors:
+                raise context.fail(original, f"{final} would be there twice", "QK-E107")
+            tensors[final] = original.x
+    tensors |= {extra_tensor.name: extra_tensor.x for extra_tensor in hf_class.synthetic(meta)}
+    waiting = next((joined_name for _, joined_name in inverse.parts), None)
+    if waiting is not None:
+        raise FormatError(f"{context.config.path.parent}: a part of {waiting} is missing", "QK-E105")
+    return tensors
+
+
+def _checkpoint_name(context: Context, name: str, kinds: dict[str, str]) -> str:
+    """Return the checkpoint's name of a file's tensor, before rules are inverted."""
+    layer = _IN_LAYER.match(name)
+    stem = _IN_LAYER.sub(lambda match: f"{match[1] or ''}*", name)
+    for suffix in ("", ".weight", ".bias"):
+        pattern = kinds.get(stem.removesuffix(suffix)) if stem.endswith(suffix) else None
+        if pattern is not None:
+            return (pattern.replace("*", layer[2]) if layer else pattern) + suffix
+    raise TypeNotSupported(
+        f"{context.config.path.parent}: tensor {short(name)} has no place in a checkpoint of "
+        f"{context.config.architecture}",
+        "QK-E305",
+    )
+
+
+def _check_round_trip(
+    parts: dict[str, Expression],
+    row: Architecture,
+    tensors: dict[str, Expression],
+    context: Context,
+    target_type: TensorType,
+) -> tuple[set[str], set[str]]:
+    """Convert what was made once more: the same tensors, with the same shapes, must come out.
+
+    Return the names of what is F32 in a file of type ``target_type``, too, and of what has the type it is stored in.
+    """
+    stored: dict[str, Expression] = {}
+    for name, x in sorted(tensors.items()):
+        for item in apply_rules(row.stored, Tensor(name, x, None), context):
+            if (text := text_name(item.name)) is not None:
+                stored[text] = item.x
+    converted = dict(named_tensors(stored, row.rules, context, row.synthetic(context.config)))
+    converted_shapes = {name: t.x.shape for name, t in converted.items()}
+    have = {name: x.shape for name, x in parts.items()}
+    for name in (*have, *converted_shapes):
+        if _drop_leading_ones(have.get(name)) != _drop_leading_ones(converted_shapes.get(name)):
+            raise TypeNotSupported(
+                f"{context.config.path.parent}: tensor {short(name)}: {_shape(have.get(name))} in the file, "
+                f"{_shape(converted_shapes.get(name))} after converting the checkpoint: it would not be this model",
+                "QK-E305",
+            )
+    full = (
+        n for n, t in converted.items() if type_of(n, t.x, t.layer, context.names, target_type, t.file_type) is TYPE_F32
+    )
+    stored_as = (n for n, t in converted.items() if isinstance(t.file_type, TensorType) and t.file_type is not TYPE_F32)
+    return _origins(parts, full), _origins(parts, stored_as)
+
+
+def _origins(parts: dict[str, Expression], names: Iterable[str]) -> set[str]:
+    """Return the tensors of a file that parts of it are made of."""
+    return {part.name for name in names for part in parts[name].parts()}
+
+
+def _drop_leading_ones(shape: tuple[int, ...] | None) -> tuple[int, ...] | None:
+    """Return a shape, outermost first, without dimensions of 1 in front, which llama-quantize drops."""
+    return shape and tuple(dropwhile(lambda n: n == 1, shape))
+
+
+def _shape(shape: tuple[int, ...] | None) -> str:
+    return "missing" if shape is None else str(list(shape))
+
+
+def _cast_tensor(x: Expression, target_type: TensorType, f32_names: set[str]) -> Expression:
+    """Return a tensor in the wanted type; one of what files keep in F32 stays so if values would be lost."""
+    part = next(x.parts(), None)
+    if target_type is TYPE_F32 or x.type is not TYPE_F32 or part is not None and part.name not in f32_names:
+        return cast(x, target_type)
+    return cast(x, target_type) if _is_exact(x, target_type) else x
+
+
+def _keeps_type(x: Expression, as_stored: set[str]) -> bool:
+    """Return whether a tensor keeps its type: whole numbers, and floats that a file has in the checkpoint's type."""
+    part = next(x.parts(), None)
+    return (
+        x.type not in (TYPE_F32, TYPE_F16, TYPE_BF16)
+        or x.type is TYPE_BF16
+        and part is not None
+        and part.name in as_stored
+    )
+
+
+def _is_exact(x: Expression, target_type: TensorType) -> bool:
+    """Return whether a type holds all values exactly."""
+    for start in range(0, size_of(x), PIECE):
+        values = read_f32(x, start, min(PIECE, size_of(x) - start))
+        data = np.empty(value_bytes(target_type, values.size), np.uint8)
+        from_f32(target_type, values, data)
+        if not np.array_equal(as_f32(target_type, data), values):
+            return False
+    return True
+
+
+def _generation_config(model: GGUFFile) -> Json:
+    """Return generation_config.json: special tokens, and how to sample."""
+    values: Json = {name: number for name, number in token_ids(model).items() if number is not None}
+    for key, names, _ in SAMPLING:
+        if (value := model.get(f"general.sampling.{key}")) is not None:
+            values |= {"do_sample": True, names[-1]: plain(value)}
+    suppressed = model.get("tokenizer.ggml.suppress_tokens")
+    return values if suppressed is None else values | {"suppress_tokens": suppressed}
+
+
+def _json(value: Json) -> bytes:
+    return (json.dumps(value, indent=2, ensure_ascii=False) + "\n").encode()

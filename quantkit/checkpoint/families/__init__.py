@@ -1,1 +1,0 @@
-"""What rows of architectures.py cannot say: functions and rules that they name, a file for each family of models."""

@@ -1,0 +1,54 @@
+"""Arcee's AFM: dense, and a mixture of experts (Trinity).
+
+Facts of llama.cpp b11434, conversion/llama.py (ArceeModel), conversion/afmoe.py.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from quantkit.checkpoint.export import config_values
+from quantkit.checkpoint.models import llama
+from quantkit.checkpoint.pooling import set_pooling
+from quantkit.checkpoint.row import LAYER, Architecture, Copied, HfClass
+from quantkit.checkpoint.rules import Rename, StackExperts
+
+#: A bias of the router is stored without an ending.
+_ROUTER_BIAS = Rename(r"\.expert_bias$", ".expert_bias.bias")
+#: Of the order in which LlamaModel's children have them.
+_STACK_GATE_FIRST = StackExperts(weights=("gate_proj", "up_proj", "down_proj"))
+_EXPERT_WIDTH = Copied(".expert_feed_forward_length", "moe_intermediate_size")
+
+#: Model class -> how it is converted.
+ARCHITECTURES: dict[str, Architecture] = {
+    "ArceeForCausalLM": replace(llama.LLAMA, arch="arcee", keys=(*llama.LLAMA_KEYS, set_pooling)),
+    "AfmoeForCausalLM": Architecture(
+        "afmoe",
+        stored=(_ROUTER_BIAS,),
+        rules=(_STACK_GATE_FIRST,),
+        keys=(
+            *llama.LLAMA_KEYS,
+            Copied(".expert_shared_count", "num_shared_experts"),
+            _EXPERT_WIDTH,
+            Copied(".leading_dense_block_count", "num_dense_layers"),
+            Copied(".expert_weights_norm", "route_norm", "flag"),
+            Copied(".expert_weights_scale", "route_scale", "f32"),
+            Copied(".attention.sliding_window", "sliding_window"),
+        ),
+        vocab=llama.write_llama,
+        synthetic=llama.rope_factors,
+    ),
+}
+
+#: Model class -> how transformers has it.
+CLASSES: dict[str, HfClass] = {
+    "ArceeForCausalLM": HfClass("arcee"),
+    "AfmoeForCausalLM": HfClass(
+        "afmoe",
+        f"{LAYER}post_mlp_layernorm {LAYER}pre_mlp_layernorm {LAYER}mlp.expert_bias {LAYER}mlp.router.gate",
+        keys={".expert_count": "num_experts", ".expert_gating_func": "score_func"},
+        # llama.cpp scales embeddings, and has windows but in every fourth layer.
+        defaults={"mup_enabled": True, "global_attn_every_n_layers": 4},
+        config_setters=(config_values.SetEveryFourthFull(last=True), config_values.set_rope_parameters),
+    ),
+}

@@ -1,0 +1,79 @@
+"""BitNet b1.58.
+
+Facts of llama.cpp b11434, conversion/bitnet.py.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from quantkit.checkpoint.config import Config
+from quantkit.checkpoint.expressions import F32, PIECE, ByValue, Expression, read_f32, size_of
+from quantkit.checkpoint.keys import Keys
+from quantkit.checkpoint.row import Architecture, HfClass
+from quantkit.checkpoint.rules import Rename, Transform, unchanged
+from quantkit.checkpoint.tensors import Context, Tensor
+from quantkit.checkpoint.vocab.bpe import write_sentencepiece_or_bpe
+
+#: Of a checkpoint that `quantkit export` made: weights are what the model computes with, ternary or not.
+AS_COMPUTED_KEY = "quantkit_weights_as_computed"
+
+
+def round_to_ternary(tensor: Tensor, context: Context) -> Expression:
+    return tensor.x if context.config.get(AS_COMPUTED_KEY) else Ternary(tensor.x)
+
+
+BITNET_RULES = (
+    # microsoft/bitnet-b1.58-2B-4T's names, as transformers has them; convert_hf_to_gguf.py knows the older ones only.
+    Rename(r"self_attn\.attn_sub_norm", "self_attn.inner_attn_ln"),
+    Rename(r"mlp\.ffn_sub_norm", "mlp.ffn_layernorm"),
+    Transform(r"(self_attn\.[qkvo]_proj|mlp\.(gate|up|down)_proj)\.weight$", round_to_ternary, unchanged),
+)
+
+
+def set_linear_rope(keys: Keys, config: Config) -> None:
+    """Rope is scaled by one."""
+    keys.text(".rope.scaling.type", "linear")
+    keys.f32(".rope.scaling.factor", 1.0)
+
+
+@dataclass(frozen=True)
+class Ternary(ByValue):
+    """Weights as -1, 0 and 1 times the mean of their magnitudes: what the model computes with.
+
+    The mean is that of the whole tensor, which is read once for it. torch adds in another order and in float32, so the
+    last bit of the scale may differ.
+    """
+
+    @cached_property
+    def _inverse(self) -> np.float32:
+        n = size_of(self.x)
+        pieces = (read_f32(self.x, start, min(PIECE, n - start)) for start in range(0, n, PIECE))
+        total = sum(float(np.abs(piece).sum(dtype=np.float64)) for piece in pieces)
+        return np.float32(np.float32(1) / np.maximum(np.float32(total / n), np.float32(1e-5)))
+
+    def compute(self, x: F32) -> F32:
+        signs: F32 = np.clip(np.rint(x * self._inverse), -1, 1)
+        return signs / self._inverse
+
+
+_BITNET = Architecture("bitnet", rules=BITNET_RULES, keys=(set_linear_rope,), vocab=write_sentencepiece_or_bpe)
+
+#: Model class -> how it is converted.
+ARCHITECTURES: dict[str, Architecture] = {
+    "BitNetForCausalLM": _BITNET,
+    "BitnetForCausalLM": _BITNET,
+}
+
+#: Model class -> how transformers has it.
+CLASSES: dict[str, HfClass] = {
+    "BitNetForCausalLM": HfClass(
+        "bitnet",
+        defaults={AS_COMPUTED_KEY: True},
+        note="BitNet's weights are written as they are computed with, and `quantkit convert` leaves them so; to "
+        "transformers they are those of a plain model, whose activations are not rounded",
+    ),
+}

@@ -1,0 +1,163 @@
+"""DeciLM and Llama-Nemotron 49B to 253B, whose layers differ in width.
+
+Facts of llama.cpp b11434, conversion/deci.py.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from quantkit.checkpoint.config import Config, Json
+from quantkit.checkpoint.export.gguf_metadata import ModelMetadata
+from quantkit.checkpoint.expressions import Expression
+from quantkit.checkpoint.keys import Keys, set_base_keys
+from quantkit.checkpoint.models import llama
+from quantkit.checkpoint.row import LAYER, Architecture, Copied, HfClass
+from quantkit.checkpoint.rules import Transform, permute_rows, restore_rows
+from quantkit.checkpoint.tensors import Context, Tensor
+from quantkit.checkpoint.vocab.bpe import write_tokenizer_json
+from quantkit.checkpoint.vocab.tokenizer import Vocabulary
+from quantkit.errors import FormatError
+
+
+def _blocks(config: Config) -> list[Json]:
+    """Return block_configs, the hyperparameters of each layer."""
+    blocks = config["block_configs"]
+    if not isinstance(blocks, list) or len(blocks) != config.layers:
+        raise FormatError(f"{config.path}: block_configs is no list of {config.layers} layers", "QK-E112")
+    return blocks
+
+
+def _heads(config: Config, layer: int) -> tuple[int, int]:
+    """Return the heads of a layer, and those of its keys: none where attention was left out or made linear."""
+    n = config.number("num_attention_heads")
+    if (heads_per_layer := config.get("num_key_value_heads_per_layer")) is not None:
+        return n, heads_per_layer[layer]
+    if "block_configs" not in config:
+        return n, config.number("num_key_value_heads")
+    attention = _blocks(config)[layer]["attention"]
+    group = attention["n_heads_in_group"]
+    if group is None:
+        return (n if attention.get("replace_with_linear") is True else 0), 0
+    return n, n // group
+
+
+def _feed_forward_width(config: Config, layer: int) -> int:
+    """Return the width of a layer's feed forward: 0 where it was left out."""
+    width = int(2 * (_blocks(config)[layer]["ffn"]["ffn_mult"] or 0.0) * config.number("hidden_size") / 3)
+    return -(width // -256) * 256
+
+
+@dataclass(frozen=True)
+class PermuteHeads:
+    """Undoes the permutation of queries (``place`` 0) or keys (1) for rope."""
+
+    place: int
+    inverse: bool = False
+
+    def __call__(self, tensor: Tensor, context: Context) -> Expression:
+        heads = _heads(context.config, tensor.layer or 0)[self.place]
+        return (restore_rows if self.inverse else permute_rows)(tensor, heads)
+
+
+DECI_RULES = (
+    Transform(r"q_proj\.(weight|bias)$", PermuteHeads(0), PermuteHeads(0, inverse=True)),
+    Transform(r"k_proj\.(weight|bias)$", PermuteHeads(1), PermuteHeads(1, inverse=True)),
+)
+
+
+def set_deci_base(keys: Keys, config: Config, layers: int, file_type: int) -> None:
+    """Set the keys of DeciLM: where layers differ, an order of their own."""
+    if "block_configs" not in config:
+        set_base_keys(keys, config, layers, file_type)
+        Copied(".attention.head_count_kv", "num_key_value_heads_per_layer", "array")(keys, config)
+        return
+    if (theta := config.rope.get("rope_theta")) is not None:
+        keys.f32(".rope.freq_base", theta)
+    heads = [_heads(config, i) for i in range(config.layers)]
+    keys.array(".attention.head_count_kv", [n for _, n in heads])
+    keys.array(".attention.head_count", [n for n, _ in heads])
+    keys.array(".feed_forward_length", [_feed_forward_width(config, i) for i in range(config.layers)])
+    keys.u32(".block_count", layers)
+    keys.u32(".context_length", config["max_position_embeddings"])
+    keys.u32(".embedding_length", config["hidden_size"])
+    keys.f32(".attention.layer_norm_rms_epsilon", config["rms_norm_eps"])
+    width = config.number("hidden_size") // max(1, config.number("num_attention_heads"))
+    keys.u32(".attention.key_length", width)
+    keys.u32(".attention.value_length", width)
+    keys.u32("general.file_type", file_type)
+
+
+def write_deci(v: Vocabulary) -> None:
+    """Llama 3's BPE, or Llama's pieces in a tokenizer.json.
+
+    The reference tells them by the number of tokens, 128256 or not (DeciModel); of its models that is the same.
+    """
+    write_tokenizer_json(v)
+
+
+#: Model class -> how it is converted.
+ARCHITECTURES: dict[str, Architecture] = {
+    "DeciLMForCausalLM": Architecture(
+        "deci",
+        rules=DECI_RULES,
+        base=set_deci_base,
+        keys=llama.LLAMA_KEYS,
+        vocab=write_deci,
+        synthetic=llama.rope_factors,
+    ),
+}
+
+
+def _set_blocks(meta: ModelMetadata, config: Json) -> None:
+    """Set the configuration of each block, if blocks differ in more than heads of keys."""
+    heads, keys = meta.get(".attention.head_count"), meta.get(".attention.head_count_kv")
+    if not isinstance(heads, list):
+        config |= {"model_type": "deci", "num_key_value_heads_per_layer": meta.per_layer(".attention.head_count_kv")}
+        config["num_key_value_heads"] = max(config["num_key_value_heads_per_layer"])
+        return
+    width, keys = meta.number(".embedding_length"), meta.per_layer(".attention.head_count_kv")
+    widths = meta.per_layer(".feed_forward_length")
+    config |= {
+        "num_attention_heads": max(heads),
+        "num_key_value_heads": max(keys),
+        "intermediate_size": max(widths),
+        "block_configs": [
+            {"attention": _attention_block(n, of_keys), "ffn": _feed_forward_block(wide, width)}
+            for n, of_keys, wide in zip(heads, keys, widths, strict=True)
+        ],
+    }
+    config.pop("head_dim", None)
+
+
+def _attention_block(heads: int, keys: int) -> Json:
+    group = heads // keys if keys else None
+    return {"n_heads_in_group": group, "no_op": not heads, "replace_with_linear": bool(heads and not keys)}
+
+
+def _feed_forward_block(wide: int, width: int) -> Json:
+    """Return the multiplier of the width of the model that makes this width; both are rounded on the way."""
+    multiplier = next((m for n in range(17) if _round_width(m := round(1.5 * wide / width, n), width) == wide), None)
+    return {"ffn_mult": multiplier if wide else None, "no_op": not wide, "replace_with_linear": False}
+
+
+def _round_width(multiplier: float, width: int) -> int:
+    return -(int(2 * multiplier * width / 3) // -256) * 256
+
+
+def _rename_linear_output(config: Config, name: str) -> str:
+    """Layers with a matrix in place of attention have only that."""
+    match = re.fullmatch(r"model\.layers\.(\d+)\.self_attn\.o_proj\.weight", name)
+    if match is None or "block_configs" not in config:
+        return name
+    linear = config["block_configs"][int(match[1])]["attention"]["replace_with_linear"]
+    return name.replace(".o_proj.", ".linear_attn.") if linear else name
+
+
+#: Model class -> how transformers has it.
+CLASSES: dict[str, HfClass] = {
+    "DeciLMForCausalLM": HfClass(
+        "nemotron-nas", f"{LAYER}self_attn.o_proj", config_setters=(_set_blocks,), rename_last=_rename_linear_output
+    ),
+}

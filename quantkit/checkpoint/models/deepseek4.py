@@ -1,0 +1,238 @@
+"""DeepSeek V4: tensor names of its own, experts in 4 bits, layers whose experts a table chooses.
+
+Facts of llama.cpp b11434, conversion/deepseek.py.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from quantkit.checkpoint.config import Config, Json
+from quantkit.checkpoint.export.gguf_metadata import ModelMetadata
+from quantkit.checkpoint.expressions import TYPE_BF16, TYPE_F32, Expression, Stored
+from quantkit.checkpoint.keys import Keys
+from quantkit.checkpoint.policy import TYPE_Q8_0
+from quantkit.checkpoint.quantized.scheme import DecodedTensors
+from quantkit.checkpoint.row import Always, Architecture, Copied, HfClass, SetKeys
+from quantkit.checkpoint.rules import Drop, StackExperts
+from quantkit.checkpoint.tensor_names import file_name
+from quantkit.checkpoint.tensors import Context, OneWayRule, Tensor, layer_of
+from quantkit.checkpoint.vocab.bpe import write_bpe
+from quantkit.checkpoint.vocab.tokenizer import Vocabulary
+from quantkit.formats.ranges import U8
+from quantkit.formats.safetensors import StoredTensor
+from quantkit.types import TensorType, type_by_name
+
+_I32 = type_by_name("I32")
+_FLOAT8 = ("F8_E4M3", "F8_E5M2")
+#: Layers that predict more tokens are converted by --mtp there, not here.
+STORED = (Drop(r"^(aligner\.|image_|mtp\.)"),)
+
+
+@dataclass(frozen=True)
+class ExpertTable:
+    """A table of numbers of experts, which stay whole numbers."""
+
+    x: Stored
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.x.shape
+
+    @property
+    def type(self) -> TensorType:
+        return _I32
+
+    def read(self, start: int, out: U8, readahead: int = 0) -> None:
+        values = out.view(np.int32)
+        values[...] = self.x.raw(start, values.size)
+
+    def parts(self) -> Iterator[StoredTensor]:
+        yield self.x.tensor
+
+
+def reorder_tensors(weights: DecodedTensors, config: Config) -> DecodedTensors:
+    """Put tables first, then experts by the numbers of their layers."""
+    tables = {name: x for name, x in weights.tensors.items() if name.endswith(".ffn.gate.tid2eid")}
+    first = dict(sorted(weights.first.items(), key=lambda item: layer_of(item[0]) or 0))
+    first = dict(sorted(tables.items(), key=lambda item: layer_of(item[0]) or 0)) | first
+    return replace(weights, tensors={n: x for n, x in weights.tensors.items() if n not in tables}, first=first)
+
+
+#: Name -> kind and suffix: outside of layers, and in them.
+MODEL_NAMES = {
+    "embed.weight": "token_embd.weight",
+    "norm.weight": "output_norm.weight",
+    "head.weight": "output.weight",
+    "hc_head_fn": "output_hc_fn.weight",
+    "hc_head_base": "output_hc_base.weight",
+    "hc_head_scale": "output_hc_scale.weight",
+}
+
+LAYER_NAMES = {
+    **{
+        f"hc_{block}_{part}": f"hc_{block}_{part}.weight"
+        for block in ("attn", "ffn")
+        for part in ("fn", "base", "scale")
+    },
+    "attn.attn_sink": "attn_sinks.weight",
+    "attn.wq_a.weight": "attn_q_a.weight",
+    "attn.wq_b.weight": "attn_q_b.weight",
+    "attn.q_norm.weight": "attn_q_a_norm.weight",
+    "attn.wkv.weight": "attn_kv.weight",
+    "attn.kv_norm.weight": "attn_kv_a_norm.weight",
+    "attn.wo_a.weight": "attn_output_a.weight",
+    "attn.wo_b.weight": "attn_output_b.weight",
+    **{
+        f"attn.{indexer}compressor.{name}": f"{kind}_compressor_{part}.weight"
+        for indexer, kind in (("", "attn"), ("indexer.", "indexer"))
+        for name, part in (("ape", "ape"), ("wkv.weight", "kv"), ("wgate.weight", "gate"), ("norm.weight", "norm"))
+    },
+    "attn.indexer.wq_b.weight": "indexer.attn_q_b.weight",
+    "attn.indexer.weights_proj.weight": "indexer.proj.weight",
+    "attn_norm.weight": "attn_norm.weight",
+    "ffn_norm.weight": "ffn_norm.weight",
+    "ffn.gate.weight": "ffn_gate_inp.weight",
+    "ffn.gate.bias": "exp_probs_b.bias",
+    "ffn.gate.bias_vl": "exp_probs_b_vl.bias",
+    "ffn.gate.tid2eid": "ffn_gate_tid2eid.weight",
+    **{
+        f"ffn.{part}.{name}{end}": f"ffn_{kind}_{kinds}.weight"
+        for part, kinds, end in (("shared_experts", "shexp", ".weight"), ("experts", "exps", ""))
+        for name, kind in (("w1", "gate"), ("w2", "down"), ("w3", "up"))
+    },
+}
+
+
+@dataclass(frozen=True)
+class RenameTensors(OneWayRule):
+    """Tensors are named by this file's tables, and typed by how they are stored."""
+
+    def __call__(self, tensor: Tensor, context: Context) -> Iterable[Tensor] | None:
+        match = re.match(r"layers\.(\d{1,5})\.(.+)$", tensor.name)
+        if match is None:
+            name = MODEL_NAMES.get(tensor.name)
+        elif match[2] == "ffn.gate.bias" and int(match[1]) < context.config.number("num_hash_layers"):
+            return ()  # a table chooses there, whatever the scores
+        else:
+            name = LAYER_NAMES.get(match[2])
+            name = None if name is None else file_name("*" + name, int(match[1]))
+        if name is None:
+            return None
+        if tensor.name.endswith(".tid2eid") and isinstance(tensor.x, Stored):
+            return (replace(tensor, x=ExpertTable(tensor.x), name_in_file=name, file_type=_I32),)
+        return (replace(tensor, name_in_file=name, file_type=_type_of(tensor.x)),)
+
+
+def _type_of(x: Expression) -> TensorType | None:
+    """Return the type that a tensor of floats has in every file."""
+    part = next(iter(x.parts()))
+    if part.dtype in _FLOAT8 and len(x.shape) > 1:
+        return TYPE_Q8_0
+    return {"F32": TYPE_F32, "BF16": TYPE_BF16}.get(part.dtype) if x.type.block == 1 else None
+
+
+RULES = (
+    StackExperts(
+        weights=("w1", "w2", "w3"),
+        name="layers.{layer}.ffn.experts.{expert}.{weight}.weight",
+        merged="layers.{layer}.ffn.experts.{weight}",
+    ),
+    RenameTensors(),
+)
+
+
+def _set_attention(keys: Keys, config: Config) -> None:
+    layers, limit = config.layers, config["swiglu_limit"]
+    keys.array(".swiglu_clamp_exp", [limit] * layers)
+    keys.array(".swiglu_clamp_shexp", [limit] * layers)
+
+
+def _set_width(keys: Keys, config: Config) -> None:
+    keys.u32(".embedding_length_out", config.number("hidden_size") * config.number("hc_mult"))
+
+
+#: Of what is stored in 4 bits.
+_FILE_TYPE = Always("general.file_type", 38)
+
+KEYS: tuple[SetKeys, ...] = (
+    Copied(".rope.dimension_count", "qk_rope_head_dim", required=True),
+    Copied(".attention.q_lora_rank", "q_lora_rank", required=True),
+    Copied(".attention.sliding_window", "sliding_window", required=True),
+    Copied(".expert_feed_forward_length", "moe_intermediate_size", required=True),
+    Copied(".expert_shared_count", "n_shared_experts", required=True),
+    Copied(".expert_weights_scale", "routed_scaling_factor", "f32", required=True),
+    Copied(".expert_weights_norm", "norm_topk_prob", "flag", required=True),
+    _set_attention,
+    Copied(".attention.indexer.head_count", "index_n_heads", required=True),
+    Copied(".attention.indexer.key_length", "index_head_dim", required=True),
+    Copied(".attention.indexer.top_k", "index_topk", required=True),
+    Copied(".attention.output_group_count", "o_groups", required=True),
+    Copied(".attention.output_lora_rank", "o_lora_rank", required=True),
+    lambda keys, config: keys.array(".attention.compress_ratios", config["compress_ratios"]),
+    Copied(".attention.compress_rope_freq_base", "compress_rope_theta", "f32", required=True),
+    Copied(".hyper_connection.count", "hc_mult", required=True),
+    Copied(".hyper_connection.sinkhorn_iterations", "hc_sinkhorn_iters", required=True),
+    Copied(".hyper_connection.epsilon", "hc_eps", "f32", required=True),
+    Copied(".hash_layer_count", "num_hash_layers", required=True),
+    _set_width,
+    _FILE_TYPE,
+)
+
+#: Its place: before all others, where the reference sets a template of its own.
+TEMPLATE = Always("tokenizer.chat_template", "-", "text")
+
+
+def write_deepseek4(v: Vocabulary) -> None:
+    """BPE. Without a chat template the reference writes one of llama.cpp's own, we none (DeepseekV4Model)."""
+    write_bpe(v)
+    if v.keys.fields["tokenizer.chat_template"].value == "-":
+        v.keys.remove("tokenizer.chat_template")
+
+
+#: Model class -> how it is converted.
+ARCHITECTURES: dict[str, Architecture] = {
+    "DeepseekV4ForCausalLM": Architecture(
+        "deepseek4",
+        stored=STORED,
+        rules=RULES,
+        keys=KEYS,
+        vocab=write_deepseek4,
+        head_keys=(TEMPLATE,),
+        reorder=reorder_tensors,
+    ),
+}
+
+
+def _set_swiglu_limit(meta: ModelMetadata, config: Json) -> None:
+    """Set the clamp of experts."""
+    limits = meta.get(".swiglu_clamp_exp")
+    config["swiglu_limit"] = limits[0] if isinstance(limits, list) else limits
+
+
+_DEEPSEEK_4_CLASS = HfClass(
+    "deepseek_v4",
+    kinds={
+        **{kind: name for name, kind in MODEL_NAMES.items()},
+        **{f"*{kind}": f"layers.*.{name}" for name, kind in LAYER_NAMES.items()},
+    },
+    keys={
+        ".expert_count": "n_routed_experts",
+        ".attention.indexer.head_count": "index_n_heads",
+        ".attention.indexer.key_length": "index_head_dim",
+        ".attention.indexer.top_k": "index_topk",
+        ".attention.compress_ratios": "compress_ratios",
+        ".feed_forward_length": "dense_intermediate_size",  # to transformers the other is the width of experts
+    },
+    config_setters=(_set_swiglu_limit,),
+    note="layers that predict more tokens are in no file of this architecture: `quantkit convert` leaves them out",
+)
+
+#: Model class -> how transformers has it.
+CLASSES: dict[str, HfClass] = {
+    "DeepseekV4ForCausalLM": _DEEPSEEK_4_CLASS,
+}

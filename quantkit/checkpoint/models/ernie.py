@@ -1,0 +1,102 @@
+"""ERNIE 4.5, dense and with experts, and the text model of PaddleOCR-VL.
+
+Facts of llama.cpp b11434, conversion/ernie.py.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from quantkit.checkpoint.config import Config
+from quantkit.checkpoint.export import config_values
+from quantkit.checkpoint.keys import Keys
+from quantkit.checkpoint.row import Architecture, Copied, HfClass, SetKeys
+from quantkit.checkpoint.rules import Drop, Rename, Split, StackExperts
+from quantkit.checkpoint.vocab.sentencepiece import write_sentencepiece
+from quantkit.checkpoint.vocab.tokenizer import Vocabulary
+
+RENAME_MODEL = Rename(r"ernie\.", "model.", foreign=True)
+
+
+def _heads(config: Config) -> tuple[int, ...]:
+    """Return the rows of queries, keys and values in one matrix."""
+    width, shared = config.head_dim, config.number("num_key_value_heads")
+    return (config.number("num_attention_heads") * width, shared * width, shared * width)
+
+
+SPLIT_FUSED = (
+    Split(r"qkv_proj\.weight$", ("q_proj.weight", "k_proj.weight", "v_proj.weight"), sizes=_heads),
+    Split(r"up_gate_proj\.weight$", ("gate_proj.weight", "up_proj.weight")),
+)
+
+#: What predicts more tokens is not converted.
+DROP_MTP = Drop(r"^model\.mtp_(block|emb_norm|hidden_norm|linear_proj)\.\d+")
+EXPERTS = StackExperts(("gate_proj", "up_proj", "down_proj"))
+
+
+def _set_shared_width(keys: Keys, config: Config) -> None:
+    """Set the width of shared experts, and how many there are; that it depends on heads is the converter's."""
+    shared = config.get("moe_num_shared_experts")
+    if shared is None:
+        return
+    keys.u32(".expert_shared_count", shared)
+    if shared and config.get("intermediate_size") is not None and config.get("num_key_value_heads"):
+        width = config.number("intermediate_size") // config.number("num_key_value_heads")
+        keys.u32(".expert_shared_feed_forward_length", width)
+
+
+MOE_KEYS: tuple[SetKeys, ...] = (
+    Copied(".expert_count", "moe_num_experts", required=True),
+    Copied(".expert_used_count", "moe_k", required=True),
+    Copied(".interleave_moe_layer_step", "moe_layer_interval", required=True),
+    Copied(".leading_dense_block_count", "moe_layer_start_index", required=True),
+    Copied(".expert_feed_forward_length", "moe_intermediate_size"),
+    _set_shared_width,
+)
+
+
+def write_ernie(v: Vocabulary) -> None:
+    """SentencePiece, and whether a space is put before a text (Ernie4_5Model)."""
+    write_sentencepiece(v)
+    if "add_prefix_space" in v.tokenizer_config:
+        v.keys.flag("tokenizer.ggml.add_space_prefix", v.tokenizer_config["add_prefix_space"])
+
+
+_ERNIE = Architecture("ernie4_5", stored=(RENAME_MODEL,), rules=SPLIT_FUSED, vocab=write_ernie)
+
+#: Model class -> how it is converted.
+ARCHITECTURES: dict[str, Architecture] = {
+    "Ernie4_5ForCausalLM": _ERNIE,
+    "Ernie4_5_ForCausalLM": _ERNIE,
+    "Ernie4_5_MoeForCausalLM": replace(
+        _ERNIE,
+        arch="ernie4_5-moe",
+        stored=(DROP_MTP, RENAME_MODEL),
+        rules=(EXPERTS,),
+        keys=MOE_KEYS,
+    ),
+    "PaddleOCRVLForConditionalGeneration": Architecture(
+        "paddleocr", stored=(RENAME_MODEL,), rules=SPLIT_FUSED, vocab=write_ernie
+    ),
+}
+
+_IMAGE_SIZES = {"image_size": 28, "patch_size": 14}
+
+#: Model class -> how transformers has it.
+CLASSES: dict[str, HfClass] = {
+    "Ernie4_5ForCausalLM": HfClass("ernie4_5"),
+    "Ernie4_5_MoeForCausalLM": HfClass(
+        "ernie4_5_moe",
+        "model.layers.*.mlp.moe_statics.e_score_correction",
+        keys={
+            ".expert_count": "moe_num_experts",
+            ".expert_used_count": "moe_k",
+            ".leading_dense_block_count": "moe_layer_start_index",
+            ".expert_shared_count": "moe_num_shared_experts",
+        },
+    ),
+    "PaddleOCRVLForConditionalGeneration": HfClass(
+        "paddleocr_vl",
+        config_setters=(config_values.AddTower({"num_hidden_layers": 1, "num_attention_heads": 2, **_IMAGE_SIZES}),),
+    ),
+}

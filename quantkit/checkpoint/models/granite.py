@@ -1,0 +1,363 @@
+"""Granite: dense, mixtures of experts, with windows, hybrids with layers of Mamba 2; Bamba.
+
+Facts of llama.cpp b11434, conversion/granite.py and conversion/mamba.py (Mamba2Model).
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from quantkit.checkpoint.config import Config, Json
+from quantkit.checkpoint.export import config_values
+from quantkit.checkpoint.export.gguf_metadata import ModelMetadata
+from quantkit.checkpoint.expressions import Expression, Shaped
+from quantkit.checkpoint.keys import Keys
+from quantkit.checkpoint.models import llama, mamba
+from quantkit.checkpoint.row import LAYER, Architecture, Copied, HfClass, SetKeys, has_key
+from quantkit.checkpoint.rules import (
+    AssignKind,
+    Drop,
+    Rename,
+    Split,
+    Transform,
+    flatten,
+    log_of_negative,
+    negative_exp,
+    squeeze,
+    unsqueeze_channels,
+)
+from quantkit.checkpoint.tensors import Context, Tensor
+from quantkit.errors import FormatError
+from quantkit.formats.gguf.rules import short
+
+#: Parts of the models that also see and hear.
+DROP_OTHER_PARTS = Drop(r"^encoder\.|image_|layerwise_projectors|spatial_projectors")
+
+
+def drop_head_dim(config: Config) -> None:
+    """Granite's heads are always as wide as the model divided among them."""
+    config.values.pop("head_dim", None)
+
+
+GRANITE_KEYS: tuple[SetKeys, ...] = (
+    *llama.LLAMA_KEYS,
+    Copied(".attention.scale", "attention_multiplier", "f32", unless_zero=True),
+    Copied(".embedding_scale", "embedding_multiplier", "f32", unless_zero=True),
+    Copied(".residual_scale", "residual_multiplier", "f32", unless_zero=True),
+    Copied(".logit_scale", "logits_scaling", "f32", unless_zero=True),
+)
+
+MOE_KEYS: tuple[SetKeys, ...] = (
+    *GRANITE_KEYS,
+    Copied(".expert_shared_feed_forward_length", "shared_intermediate_size", unless_zero=True),
+)
+
+
+def _is_dense(config: Config) -> bool:
+    return not config.get("num_local_experts")
+
+
+#: Gate and up are stored in one: of experts, of the shared expert, and of models without any other.
+MOE_RULES = (
+    Split(
+        r"block_sparse_moe\.input_linear\.weight$",
+        ("mlp.experts.gate_proj.weight", "mlp.experts.up_proj.weight"),
+        -2,
+    ),
+    Split(
+        r"shared_mlp\.input_linear\.weight$",
+        ("mlp.shared_mlp.gate_proj.weight", "mlp.shared_mlp.up_proj.weight"),
+        -2,
+    ),
+    Rename(r"mlp\.shared_mlp\.(gate|up)_proj", r"mlp.\1_proj", when=_is_dense),
+    Rename(r"shared_mlp\.output_linear", "mlp.down_proj", when=_is_dense),
+    *llama.ROPE_PERMUTED,
+)
+
+
+def reshape_groups(tensor: Tensor, context: Context) -> Expression:
+    n = _group_count(context.config)
+    return Shaped(tensor.x, (n, _inner_size(context.config) // n))
+
+
+def as_column(tensor: Tensor, context: Context) -> Expression:
+    return Shaped(tensor.x, (*tensor.x.shape, 1))
+
+
+MAMBA_RULES = (
+    Transform(r"\.mamba\.conv1d\.weight$", squeeze, unsqueeze_channels),
+    Transform(r"\.mamba\.(A_log|D)$", as_column, flatten),
+    Transform(r"\.mamba\.norm\.weight$", reshape_groups, flatten),
+    Transform(r"\.A_log$", negative_exp, log_of_negative),
+)
+
+
+def prepare_hybrid(config: Config) -> None:
+    """As ``drop_head_dim``; the vocabulary is filled up to a multiple of eight tokens."""
+    drop_head_dim(config)
+    config.values["pad_vocab_size_multiple"] = 8 if _is_hybrid(config) else 1
+
+
+def set_mamba(keys: Keys, config: Config) -> None:
+    """Set what describes the layers of Mamba, and where they are: layers without heads of keys."""
+    for key, names in (
+        (".ssm.conv_kernel", "conv_kernel d_conv mamba_conv_kernel mamba_d_conv"),
+        (
+            ".ssm.state_size",
+            "state_size d_state state_dim ssm_state_size mamba_state_size mamba_d_state mamba_state_dim "
+            "mamba_ssm_state_size",
+        ),
+    ):
+        Copied(key, names, required=True)(keys, config)
+    keys.u32(".ssm.group_count", _group_count(config))
+    inner = _inner_size(config)
+    keys.u32(".ssm.inner_size", inner)
+    Copied(".ssm.time_step_rank", "n_heads num_heads mamba_n_heads mamba_num_heads", required=True)(keys, config)
+    attention = attention_layers(config)
+    heads = config.find("num_key_value_heads", "n_head_kv", "mamba_num_key_value_heads", "mamba_n_head_kv")
+    if rope := config.get("attn_rotary_emb"):
+        keys.u32(".rope.dimension_count", rope)
+    keys.array(".attention.head_count_kv", [heads if attends else 0 for attends in attention])
+    uses_rope = config.architecture == "BambaForCausalLM" or all(attention)
+    keys.flag(".rope.scaling.finetuned", uses_rope)
+    if not uses_rope:
+        keys.u32(".context_length", 1 << 20)
+    width = config.find("d_head", "mamba_d_head") or 64
+    if config.get("hidden_act") not in (None, "silu"):
+        raise FormatError(
+            f"{config.path}: hidden_act is {short(config.get('hidden_act'))}; only silu is run", "QK-E305"
+        )
+    if not isinstance(width, int) or inner % width:
+        raise FormatError(f"{config.path}: an inner size of {short(inner)} makes no heads of {short(width)}", "QK-E112")
+
+
+HYBRID_KEYS: tuple[SetKeys, ...] = (*MOE_KEYS, set_mamba)
+RENAME_SINKS = Rename(r"(sinks)$", r"\1.weight")
+
+
+def _set_windows(keys: Keys, config: Config) -> None:
+    kinds = config.get("layer_types")
+    slides = [kind == "sliding_attention" for kind in kinds] if kinds else [i % 4 != 0 for i in range(config.layers)]
+    keys.u32(".attention.sliding_window", config.get("sliding_window", 128))
+    keys.array(".attention.sliding_window_pattern", slides)
+    if turned := config.get("no_rope_layers"):
+        keys.array(".attention.rope_pattern", [bool(item) for item in turned])
+
+
+WINDOW_KEYS: tuple[SetKeys, ...] = (*GRANITE_KEYS, _set_windows)
+
+
+def attention_layers(config: Config) -> list[bool]:
+    """Return for each layer whether it has attention; the others are Mamba's."""
+    layers = config.layers
+    if kinds := config.get("layer_types"):
+        if not isinstance(kinds, list) or len(kinds) != layers:
+            raise FormatError(f"{config.path}: layer_types is {short(kinds)}, not a list of {layers} kinds", "QK-E112")
+        return [kind == "attention" for kind in kinds]
+    if indices := config.get("attn_layer_indices"):
+        if not isinstance(indices, list):
+            raise FormatError(f"{config.path}: attn_layer_indices is {short(indices)}, not a list", "QK-E112")
+        return [i in indices for i in range(layers)]
+    period = config.number("attn_layer_period")
+    return [bool(period) and i % period == config.number("attn_layer_offset") for i in range(layers)]
+
+
+def _is_hybrid(config: Config) -> bool:
+    return not all(attention_layers(config))
+
+
+def _inner_size(config: Config) -> int:
+    width = config.number("mamba_head_dim", "hidden_size", "d_model")
+    return config.number("expand", "num_heads", "mamba_expand", "mamba_num_heads") * width
+
+
+def _group_count(config: Config) -> int:
+    return config.number("n_groups", "num_groups", "mamba_n_groups", "mamba_num_groups")
+
+
+def hybrid_arch(config: Config) -> str:
+    """Return the architecture: models of the class without any layer of Mamba are plain Granite."""
+    if _is_hybrid(config):
+        return "granitehybrid"
+    experts = config.find(
+        "num_experts_per_tok",
+        "num_experts_per_token",
+        "mamba_num_experts_per_tok",
+        "mamba_num_experts_per_token",
+    )
+    return "granitemoe" if experts else "granite"
+
+
+#: Gate and up stay in one.
+WINDOW_EXPERTS = (
+    AssignKind(
+        r"block_sparse_moe\.(experts\.gate_up_proj|input_linear\.weight)$",
+        "*ffn_gate_up_exps",
+        ".weight",
+        "model.layers.*.block_sparse_moe.experts.gate_up_proj",
+    ),
+    AssignKind(
+        r"block_sparse_moe\.experts\.down_proj$",
+        "*ffn_down_exps",
+        ".weight",
+        "model.layers.*.block_sparse_moe.experts.down_proj",
+    ),
+    AssignKind(
+        r"shared_mlp\.input_linear\.weight$",
+        "*ffn_up_shexp",
+        ".weight",
+        "model.layers.*.shared_mlp.input_linear.weight",
+    ),
+    AssignKind(
+        r"shared_mlp\.output_linear\.weight$",
+        "*ffn_down_shexp",
+        ".weight",
+        "model.layers.*.shared_mlp.output_linear.weight",
+    ),
+)
+
+_GRANITE = replace(
+    llama.LLAMA,
+    arch="granite",
+    stored=(DROP_OTHER_PARTS,),
+    rules=llama.ROPE_PERMUTED,
+    keys=GRANITE_KEYS,
+    patch_config=drop_head_dim,
+)
+
+_GRANITE_MOE = replace(_GRANITE, arch="granitemoe", rules=MOE_RULES, keys=MOE_KEYS)
+
+_GRANITE_HYBRID: Architecture = replace(
+    _GRANITE_MOE,
+    arch="granitehybrid",
+    stored=(mamba.DT_BIAS, DROP_OTHER_PARTS),
+    rules=(*MAMBA_RULES, *MOE_RULES),
+    keys=HYBRID_KEYS,
+    vocab=mamba.write_mamba,
+    patch_config=prepare_hybrid,
+    dispatch=lambda config: replace(_GRANITE_HYBRID, arch=hybrid_arch(config)),
+)
+
+_GRANITE_SWA = Architecture(
+    "granite_swa",
+    stored=(RENAME_SINKS, DROP_OTHER_PARTS),
+    rules=llama.ROPE_PERMUTED,
+    keys=WINDOW_KEYS,
+    vocab=llama.write_llama,
+    patch_config=drop_head_dim,
+    synthetic=llama.rope_factors,
+)
+
+#: Model class -> how it is converted.
+ARCHITECTURES: dict[str, Architecture] = {
+    "GraniteForCausalLM": _GRANITE,
+    "GraniteMoeForCausalLM": _GRANITE_MOE,
+    "GraniteMoeSharedForCausalLM": _GRANITE_MOE,
+    "GraniteMoeHybridForCausalLM": _GRANITE_HYBRID,
+    "BambaForCausalLM": _GRANITE_HYBRID,
+    "GraniteSWAForCausalLM": _GRANITE_SWA,
+    "GraniteMoeSWAForCausalLM": replace(
+        _GRANITE_SWA,
+        rules=(*WINDOW_EXPERTS, *llama.ROPE_PERMUTED),
+        keys=(
+            *WINDOW_KEYS,
+            Copied(".expert_shared_feed_forward_length", "shared_intermediate_size", unless_zero=True),
+        ),
+    ),
+}
+
+
+def set_mamba_config(meta: ModelMetadata, config: Json) -> None:
+    """Set the sizes of Mamba's layers, and which layers are Mamba's."""
+    heads, inner = meta.number(".ssm.time_step_rank"), meta.number(".ssm.inner_size")
+    kv_heads = meta.per_layer(".attention.head_count_kv")
+    config |= {
+        "num_key_value_heads": max(kv_heads),
+        "layer_types": ["attention" if item else "mamba" for item in kv_heads],
+        "mamba_d_head": inner // max(1, heads),
+        "mamba_expand": inner // max(1, meta.number(".embedding_length")),
+        "mamba_conv_bias": meta.has_in_any_layer(".ssm_conv1d.bias"),
+        "mamba_proj_bias": meta.has_in_any_layer(".ssm_in.bias"),
+    }
+
+
+def set_position_embedding(meta: ModelMetadata, config: Json) -> None:
+    """Set whether there is rope (Granite's hybrids)."""
+    config["position_embedding_type"] = "rope" if meta.get(".rope.scaling.finetuned") else "nope"
+
+
+def set_attention_indices(meta: ModelMetadata, config: Json) -> None:
+    """Name the layers of attention by their numbers (Bamba)."""
+    kinds = config.pop("layer_types")
+    if meta.get(".attention.key_length") is None:
+        config.pop("head_dim", None)
+    config["attn_layer_indices"] = [i for i, kind in enumerate(kinds) if kind == "attention"]
+
+
+def set_rope_layers(meta: ModelMetadata, config: Json) -> None:
+    """Name the layers with rope, where the file lists them (Granite with windows)."""
+    turned = meta.flags(".attention.rope_pattern")
+    if turned is not None:
+        config["no_rope_layers"] = [int(item) for item in turned]
+
+
+_GRANITE_MOE_NAMES = (
+    "model.layers.*.block_sparse_moe.router.layer model.layers.*.block_sparse_moe.output_linear "
+    "model.layers.*.mlp.shared_mlp.gate_proj model.layers.*.mlp.shared_mlp.up_proj "
+    "model.layers.*.shared_mlp.output_linear"
+)
+
+_MAMBA_NAMES = " ".join(
+    f"model.layers.*.mamba.{name}" for name in ("in_proj", "conv1d", "dt_proj", "A_log", "D", "norm", "out_proj")
+)
+
+_FEED_FORWARD_NAMES = " ".join(f"model.layers.*.feed_forward.{w}_proj" for w in ("gate", "up", "down"))
+
+_MAMBA_KEYS = {
+    ".ssm.conv_kernel": "mamba_d_conv",
+    ".ssm.state_size": "mamba_d_state",
+    ".ssm.group_count": "mamba_n_groups",
+    ".ssm.time_step_rank": "mamba_n_heads",
+}
+
+
+def is_granite_hybrid(meta: ModelMetadata) -> bool:
+    """Return whether the file is a Granite hybrid, which, unlike Bamba, has no rope in layers of attention."""
+    return meta.get(".ssm.conv_kernel") is not None and (
+        meta.arch != "granitehybrid" or not meta.get(".rope.scaling.finetuned")
+    )
+
+
+_GRANITE_SWA_CLASS = HfClass("granite_swa", config_setters=(config_values.set_layer_types, set_rope_layers))
+
+#: Model class -> how transformers has it.
+CLASSES: dict[str, HfClass] = {
+    "GraniteMoeHybridForCausalLM": HfClass(
+        "granitemoehybrid",
+        f"{_GRANITE_MOE_NAMES} {_MAMBA_NAMES}",
+        defaults={"num_local_experts": 0, "num_experts_per_tok": 0},
+        keys=_MAMBA_KEYS,
+        config_setters=(set_mamba_config, set_position_embedding),
+        fused=True,
+        matches=is_granite_hybrid,
+        archs=("granite", "granitemoe"),
+    ),
+    "BambaForCausalLM": HfClass(
+        "bamba",
+        f"model.final_layernorm model.layers.*.pre_ff_layernorm {_FEED_FORWARD_NAMES} {_MAMBA_NAMES}",
+        keys={**_MAMBA_KEYS, ".rope.dimension_count": "attn_rotary_emb"},
+        config_setters=(set_mamba_config, set_attention_indices),
+    ),
+    "GraniteForCausalLM": HfClass("granite"),
+    "GraniteMoeSharedForCausalLM": HfClass(
+        "granitemoeshared", _GRANITE_MOE_NAMES, fused=True, matches=has_key("expert_shared_feed_forward_length")
+    ),
+    "GraniteMoeForCausalLM": HfClass("granitemoe", _GRANITE_MOE_NAMES, fused=True),
+    "GraniteMoeSWAForCausalLM": replace(
+        _GRANITE_SWA_CLASS,
+        model_type="granitemoe_swa",
+        names=f"{LAYER}block_sparse_moe.router {LAYER}mlp.experts.gate_up_proj",
+        matches=has_key("expert_count"),
+    ),
+    "GraniteSWAForCausalLM": _GRANITE_SWA_CLASS,
+}

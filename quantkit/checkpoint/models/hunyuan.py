@@ -1,0 +1,383 @@
+"""Hunyuan: dense, with experts, VL, 3, and 4 with DeepSeek's attention and hyper-connections.
+
+Facts of llama.cpp b11434, conversion/hunyuan.py, conversion/hy_v4.py.
+"""
+
+from __future__ import annotations
+
+from itertools import takewhile
+from typing import Any
+
+from quantkit.checkpoint.config import Config, Json, optional_json
+from quantkit.checkpoint.export import config_values
+from quantkit.checkpoint.export.gguf_metadata import ModelMetadata
+from quantkit.checkpoint.keys import GATING, Keys, layers_in_file, set_base_keys
+from quantkit.checkpoint.models import deepseek, qwen
+from quantkit.checkpoint.nextn import layers_with_nextn, set_nextn_layers
+from quantkit.checkpoint.row import LAYER, Architecture, Copied, HfClass, SetKeys, prefixed
+from quantkit.checkpoint.rules import TIED_OUTPUT, Drop, KeepF32, Rename, StackExperts
+from quantkit.checkpoint.vocab.bpe import write_bpe
+from quantkit.checkpoint.vocab.special import KINDS
+from quantkit.checkpoint.vocab.tiktoken import HUNYUAN, write_ranks
+from quantkit.checkpoint.vocab.tokenizer import Vocabulary
+from quantkit.errors import FormatError
+from quantkit.formats.gguf.rules import short
+
+#: Of rope that is scaled by alpha: what the model is made for, and the lengths that its config.json may say.
+_CONTEXT, _CONTEXT_LENGTHS = 256 * 1024, (32 * 1024, 256 * 1024)
+
+
+def _shared_value(config: Config, key: str) -> Any:
+    """Return the value that all layers have."""
+    values = config[key]
+    if not isinstance(values, list) or not values or any(value != values[0] for value in values):
+        raise FormatError(f"{config.path}: {key} is {short(values)}, not a list of one value for all layers", "QK-E112")
+    return values[0]
+
+
+def set_dense_base(keys: Keys, config: Config, layers: int, file_type: int) -> None:
+    """The base keys; num_experts, which some have, is not one of them."""
+    set_base_keys(keys, config.without("num_experts"), layers, file_type)
+
+
+def _set_experts(keys: Keys, config: Config) -> None:
+    keys.u32(".expert_shared_feed_forward_length", config["intermediate_size"])
+    keys.u32(".expert_feed_forward_length", _shared_value(config, "moe_intermediate_size"))
+    keys.u32(".expert_used_count", _shared_value(config, "moe_topk"))
+    keys.u32(".expert_shared_count", _shared_value(config, "num_shared_expert"))
+
+
+def _set_scaled_rope(keys: Keys, config: Config, alpha: float, width: int) -> None:
+    """Set a base that is scaled by alpha in place of a scale, and the length that is possible by it."""
+    rope = config.rope
+    if rope.get("rope_type") != "dynamic":
+        return
+    alpha, theta = rope.get("alpha", alpha), rope.get("rope_theta", 10000.0)
+    numbers = all(isinstance(item, (int, float)) for item in (alpha, theta))
+    if not numbers or not 0 < alpha < 1e9 or theta != 10000.0 or width <= 2:
+        raise FormatError(
+            f"{config.path}: rope is scaled by {short(alpha)} from {short(theta)}, which is not known", "QK-E305"
+        )
+    if config.get("max_position_embeddings") not in _CONTEXT_LENGTHS:
+        raise FormatError(
+            f"{config.path}: max_position_embeddings is {short(config.get('max_position_embeddings'))}; with dynamic "
+            f"rope only {_CONTEXT_LENGTHS[0]} and {_CONTEXT_LENGTHS[1]} are known",
+            "QK-E305",
+        )
+    keys.f32(".rope.freq_base", theta * (alpha ** (width / (width - 2))))
+    keys.text(".rope.scaling.type", "none")
+    keys.f32(".rope.scaling.factor", 1)
+    keys.u32(".rope.scaling.original_context_length", _CONTEXT)
+    keys.u32(".context_length", _CONTEXT)
+
+
+def _set_dense_rope(keys: Keys, config: Config) -> None:
+    if config.rope.get("rope_type") == "dynamic":
+        _set_scaled_rope(keys, config, 50, config.number("head_dim"))
+
+
+def _set_moe_rope(keys: Keys, config: Config) -> None:
+    width = config.number("hidden_size") // max(1, config.number("num_attention_heads"))
+    if config.rope.get("rope_type") == "dynamic" and (config.rope.get("alpha", 1000) != 1000 or width != 128):
+        alpha = short(config.rope.get("alpha"))
+        raise FormatError(
+            f"{config.path}: dynamic rope of alpha {alpha}, heads of {width}, which is not known", "QK-E305"
+        )
+    _set_scaled_rope(keys, config, 1000, width)
+
+
+DENSE_KEYS: tuple[SetKeys, ...] = (_set_dense_rope,)
+MOE_KEYS: tuple[SetKeys, ...] = (_set_experts, _set_moe_rope)
+
+
+def _set_v3(keys: Keys, config: Config) -> None:
+    width = config.number("moe_intermediate_size")
+    keys.u32(".expert_feed_forward_length", width)
+    keys.u32(".expert_shared_feed_forward_length", width * config.get("num_shared_experts", 1))
+    keys.flag(".expert_weights_norm", config.get("route_norm", True))
+    keys.f32(".expert_weights_scale", float(config.get("router_scaling_factor", 1.0)))
+    keys.u32(".expert_gating_func", GATING["sigmoid"])
+
+
+V3_KEYS: tuple[SetKeys, ...] = (_set_v3,)
+HY4_STORED = (Drop(r"^model\.mtp_layers\."),)
+
+HY4_RULES = (
+    TIED_OUTPUT,
+    deepseek.DropNextnLayers(),
+    Rename(r"(\.self_attn\.learnable_sink_param)$", r"\1.weight"),
+    Rename(r"(\.hc_head\.hc_head_(fn|base|scale))$", r"\1.weight"),
+    Rename(r"(\.hc_(attn|mlp)_layer\.hc_pre\.hc_(fn|base|scale))$", r"\1.weight"),
+    KeepF32(r"\.(hc_head\.hc_head|hc_pre\.hc)_fn\.weight$"),
+    KeepF32(r"^lm_head\.weight$", when=lambda config: bool(config.get("enable_lm_head_fp32", False))),
+    *qwen.SPLIT_FUSED_EXPERTS,
+    deepseek.SplitLatentHeads(),
+)
+
+
+def count_dense_layers(config: Config) -> None:
+    """Set the number of latent heads, and of the first layers, which are dense."""
+    config.values["num_key_value_heads"] = config.number("num_attention_heads")
+    kinds, meta = config.get("mlp_layer_types"), config.get("first_k_dense_replace")
+    if kinds is None and meta is None:
+        raise FormatError(f"{config.path}: it has neither first_k_dense_replace nor mlp_layer_types", "QK-E112")
+    first = meta if kinds is None else len(list(takewhile(lambda kind: kind == "dense", kinds)))
+    if (meta is not None and meta != first) or (kinds is not None and "dense" in kinds[first:]):
+        raise FormatError(
+            f"{config.path}: mlp_layer_types and first_k_dense_replace name no row of first layers", "QK-E112"
+        )
+    config.values["first_k_dense_replace"] = first
+
+
+def set_hy4_base(keys: Keys, config: Config, layers: int, file_type: int) -> None:
+    """The base keys; a single group of experts is none."""
+    single = config.get("n_group") == 1 and config.get("topk_group") == 1
+    deepseek.set_latent_base(keys, config.without("n_group", "topk_group") if single else config, layers, file_type)
+
+
+def _set_swiglu_limits(keys: Keys, config: Config) -> None:
+    keys.u32(".expert_gating_func", GATING["sigmoid"])
+    limit = float(config.get("swiglu_limit", 0.0) or 0.0)
+    if limit > 0:
+        keys.array(".swiglu_clamp_exp", [limit] * layers_in_file(keys))
+
+
+def _indexer_layers(config: Config) -> list[bool]:
+    """Return for each layer whether it has an indexer of its own; nothing if no layer has."""
+    kinds, layers = config.get("indexer_types"), config.layers
+    if kinds is None:
+        kinds = config.get("layer_types") or []
+        sparse = ("sparse_attention", "deepseek_sparse_attention")
+        return [kind in sparse for kind in kinds[:layers]] if any(kind in sparse for kind in kinds) else []
+    if len(kinds) < layers or set(kinds[:layers]) - {"full", "shared"} or kinds[:1] != ["full"]:
+        raise FormatError(
+            f"{config.path}: indexer_types must name full or shared for every layer, full for the first", "QK-E112"
+        )
+    return [kind == "full" for kind in kinds[:layers]]
+
+
+def _set_indexer(keys: Keys, config: Config) -> None:
+    if indexer_layers := _indexer_layers(config):
+        for set_key in deepseek.INDEXER:
+            set_key(keys, config)
+        keys.array(".attention.indexer.types", indexer_layers)
+
+
+HY4_KEYS: tuple[SetKeys, ...] = (
+    deepseek.set_latent_keys,
+    _set_swiglu_limits,
+    Copied(".hyper_connection.count", "hc_mult", required=True),
+    Copied(".hyper_connection.epsilon", "hc_eps", "f32", required=True),
+    Copied(".hyper_connection.magnitude", "hc_magnitude", "f32", required=True),
+    _set_indexer,
+)
+
+
+def name_xdrope(config: Config) -> None:
+    """Call rope of sections what it is: newer configurations call it dynamic (HunyuanVLTextModel)."""
+    rope = config.rope
+    if rope.get("rope_type") == "dynamic" and "mrope_section" in rope:
+        rope |= {"rope_type": "xdrope", "xdrope_section": rope["mrope_section"]}
+
+
+def _set_xdrope_sections(keys: Keys, config: Config) -> None:
+    rope = config.rope
+    if rope.get("rope_type") != "xdrope":
+        return
+    sections, length = rope.get("xdrope_section"), config.number("max_position_embeddings")
+    if not isinstance(sections, list):
+        raise FormatError(f"{config.path}: xdrope_section of rope is {short(sections)}, not a list", "QK-E112")
+    keys.f32(".rope.freq_base", float(rope["rope_theta"]))
+    keys.text(".rope.scaling.type", "none")
+    keys.f32(".rope.scaling.factor", float(rope.get("factor", 1)))
+    keys.f32(".rope.scaling.alpha", float(rope["alpha"]))
+    keys.u32(".rope.scaling.original_context_length", length)
+    keys.u32(".context_length", length)
+    keys.array(".rope.dimension_sections", sections)
+
+
+VL_KEYS: tuple[SetKeys, ...] = (*DENSE_KEYS, _set_xdrope_sections)
+
+
+def write_hunyuan_moe(v: Vocabulary) -> None:
+    """Hunyuan's ranks, without them tokenizer.json; its config.json names a wrong BOS (HunYuanMoEModel)."""
+    if not v.has(HUNYUAN.file):
+        write_bpe(v)
+        return
+    write_ranks(v, HUNYUAN)
+    v.keys.u32("tokenizer.ggml.bos_token_id", 127959)
+
+
+def write_hunyuan(v: Vocabulary) -> None:
+    """tokenizer.json, else Hunyuan's ranks; EOS and EOT as the configurations have them (HunYuanModel)."""
+    if v.has("tokenizer.json"):
+        pad = v.config.outer.get("pad_token_id") or 0
+        write_bpe(v, kinds=[kind for kind in KINDS if kind != "pad" or not isinstance(pad, int) or pad >= 0])
+    else:
+        write_ranks(v, HUNYUAN)
+        if v.config.get("hidden_size") == 4096:
+            v.keys.u32("tokenizer.ggml.bos_token_id", 127958)
+    if (end := v.config.get("eod_token_id")) is not None:
+        v.keys.u32("tokenizer.ggml.eos_token_id", end)
+    generation = optional_json(v.folder / "generation_config.json") or {}
+    ends = generation.get("eos_token_id")
+    if isinstance(ends, list) and len(ends) >= 2:
+        v.keys.u32("tokenizer.ggml.eot_token_id", ends[0])
+
+
+#: Model class -> how it is converted.
+ARCHITECTURES: dict[str, Architecture] = {
+    "HunYuanMoEV1ForCausalLM": Architecture(
+        "hunyuan-moe", rules=(TIED_OUTPUT, StackExperts()), keys=MOE_KEYS, vocab=write_hunyuan_moe
+    ),
+    "HunYuanDenseV1ForCausalLM": Architecture(
+        "hunyuan-dense",
+        rules=(TIED_OUTPUT,),
+        base=set_dense_base,
+        keys=DENSE_KEYS,
+        vocab=write_hunyuan,
+    ),
+    "HunYuanVLForConditionalGeneration": Architecture(
+        "hunyuan_vl",
+        rules=(TIED_OUTPUT,),
+        base=set_dense_base,
+        keys=VL_KEYS,
+        vocab=write_hunyuan,
+        patch_config=name_xdrope,
+    ),
+    "HYV3ForCausalLM": Architecture(
+        "hy_v3",
+        stored=(Rename(r"(\.layers\.\d+)\.final_layernorm\.", r"\1.shared_head.norm."),),
+        rules=(StackExperts(),),
+        keys=(*V3_KEYS, set_nextn_layers),
+        layers=layers_with_nextn,
+        nextn=True,
+    ),
+    "HYV4ForCausalLM": Architecture(
+        "hy_v4",
+        stored=HY4_STORED,
+        rules=HY4_RULES,
+        base=set_hy4_base,
+        keys=HY4_KEYS,
+        vocab=deepseek.write_deepseek,
+        patch_config=count_dense_layers,
+    ),
+}
+
+
+def set_scaled_base(meta: ModelMetadata, config: Json) -> None:
+    """A base that was scaled by alpha stands for a scale (Hunyuan)."""
+    base = meta.get(".rope.freq_base")
+    if meta.get(".rope.scaling.type") != "none" or base is None:
+        return
+    width, theta = meta.head_width, 10000.0
+    power = width / (width - 2) if width > 2 else 1.0
+    alpha = config_values.shortest_argument((base / theta) ** (1 / power), lambda x: theta * x**power)
+    config |= {"rope_theta": theta, "rope_scaling": {"type": "dynamic", "factor": 1.0, "alpha": alpha}}
+    config["rope_scaling"]["rope_type"] = "dynamic"
+
+
+def repeat_expert_values(meta: ModelMetadata, config: Json) -> None:
+    """Repeat values of experts for every layer (Hunyuan)."""
+    for name in ("moe_topk", "moe_intermediate_size", "num_shared_expert"):
+        config[name] = [config[name]] * config["num_hidden_layers"]
+
+
+def set_shared_expert_count(meta: ModelMetadata, config: Json) -> None:
+    """Set the number of shared experts, which follows from their total width (Hunyuan 3)."""
+    width = meta.number(".expert_shared_feed_forward_length")
+    config["num_shared_experts"] = width // max(1, meta.number(".expert_feed_forward_length"))
+
+
+_NORM_NAMES = "model.layers.*.self_attn.query_layernorm model.layers.*.self_attn.key_layernorm"
+_NO_GATING_KEY = {".expert_gating_func": ""}
+
+
+def _set_hyper_connections(meta: ModelMetadata, config: Json) -> None:
+    """Set the layers with experts, the clamp, and whether the head is F32."""
+    dense = meta.number(".leading_dense_block_count")
+    layers = range(meta.number(".block_count"))
+    config["mlp_layer_types"] = ["dense" if i < dense else "sparse" for i in layers]
+    limits = meta.get(".swiglu_clamp_exp")
+    config["swiglu_limit"] = limits[0] if limits else 0.0
+    tensors = meta.model.tensors
+    types = [tensors[name].type.name for name in ("output.weight", "token_embd.weight") if name in tensors]
+    config["enable_lm_head_fp32"] = types[:1] == ["F32"] and types[1:] != ["F32"]
+
+
+def _set_xdrope(meta: ModelMetadata, config: Json) -> None:
+    """Set xDRoPE: scaling, and the sections of a head (Hunyuan-VL)."""
+    config["rope_scaling"] = None
+    if (sections := meta.get(".rope.dimension_sections")) is not None:
+        config["rope_scaling"] = {
+            "type": "xdrope",
+            "rope_type": "xdrope",
+            "alpha": meta.get(".rope.scaling.alpha"),
+            "factor": meta.get(".rope.scaling.factor"),
+            "xdrope_section": sections,
+        }
+
+
+_HY_V4_CLASS = HfClass(
+    "hy_v4",
+    prefixed(LAYER, "self_attn.learnable_sink_param self_attn.linear_gate"),
+    keys={
+        ".attention.indexer.head_count": "index_n_heads",
+        ".attention.indexer.key_length": "index_head_dim",
+        ".attention.indexer.top_k": "index_topk",
+        ".expert_count": "n_routed_experts",
+        ".expert_gating_func": "",
+    },
+    defaults={"n_group": 1, "topk_group": 1, "norm_topk_prob": False},
+    config_setters=(
+        config_values.set_latent_widths,
+        config_values.set_indexer_types,
+        _set_hyper_connections,
+        config_values.set_rope_parameters,
+    ),
+    fused=True,
+)
+
+_HUNYUAN_CLASS = HfClass(
+    "hunyuan_vl",
+    prefixed(LAYER, "self_attn.query_layernorm self_attn.key_layernorm"),
+    defaults={"pad_token_id": -1},
+    config_setters=(_set_xdrope,),
+)
+
+#: Model class -> how transformers has it.
+CLASSES: dict[str, HfClass] = {
+    "HunYuanMoEV1ForCausalLM": HfClass(
+        "hunyuan_v1_moe",
+        f"{_NORM_NAMES} model.layers.*.mlp.gate.wg "
+        + " ".join(f"model.layers.*.mlp.shared_mlp.{w}_proj" for w in ("gate", "up", "down")),
+        keys={
+            ".expert_count": "num_experts",
+            ".expert_used_count": "moe_topk",
+            ".expert_shared_count": "num_shared_expert",
+            ".expert_feed_forward_length": "moe_intermediate_size",
+        },
+        config_setters=(set_scaled_base, repeat_expert_values),
+    ),
+    "HunYuanDenseV1ForCausalLM": HfClass("hunyuan_v1_dense", _NORM_NAMES, config_setters=(set_scaled_base,)),
+    "HYV3ForCausalLM": HfClass(
+        "hy_v3",
+        f"{LAYER}mlp.expert_bias {LAYER}mlp.router.gate "
+        + " ".join(f"{LAYER}mlp.shared_mlp.{w}_proj" for w in ("gate", "up", "down")),
+        keys={
+            ".expert_weights_norm": "route_norm",
+            ".expert_weights_scale": "router_scaling_factor",
+            ".expert_count": "num_experts",
+            ".expert_shared_count": "num_shared_experts",
+            **_NO_GATING_KEY,
+        },
+        config_setters=(
+            config_values.subtract_nextn_layers,
+            config_values.set_mlp_layer_types,
+            set_shared_expert_count,
+            config_values.set_rope_parameters,
+        ),
+    ),
+    "HYV4ForCausalLM": _HY_V4_CLASS,
+    "HunYuanVLForConditionalGeneration": _HUNYUAN_CLASS,
+}

@@ -1,0 +1,149 @@
+"""InternLM 2 and 3.
+
+Facts of llama.cpp b11434, conversion/internlm.py.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+
+from quantkit.checkpoint.config import optional_json
+from quantkit.checkpoint.expressions import concatenate, permute_heads, take
+from quantkit.checkpoint.models import llama
+from quantkit.checkpoint.row import LAYER, Architecture, HfClass, prefixed
+from quantkit.checkpoint.rules import restore_rows
+from quantkit.checkpoint.tensors import Context, InverseContext, Rule, Tensor
+from quantkit.checkpoint.vocab.sentencepiece import Piece, read_model, sentencepiece_tokens, set_pieces
+from quantkit.checkpoint.vocab.special import special_tokens
+from quantkit.checkpoint.vocab.tokenizer import CONTROL, UNUSED, USER_DEFINED, Vocabulary
+from quantkit.errors import FormatError
+from quantkit.formats.gguf.rules import short
+
+
+@dataclass(frozen=True)
+class SplitGroupedHeads(Rule):
+    """Heads of queries that share a key are stored before it and its values; all are put apart (InternLM2Model)."""
+
+    def __call__(self, tensor: Tensor, context: Context) -> Iterable[Tensor] | None:
+        if not tensor.name.endswith(".attention.wqkv.weight"):
+            return None
+        config, x = context.config, tensor.x
+        heads, keys = config.number("num_attention_heads"), config.number("num_key_value_heads")
+        per_group = heads // max(1, keys) + 2
+        width = config.number("hidden_size") // max(1, heads)
+        if not keys or heads % keys or width % 2 or x.shape[0] != keys * per_group * width:
+            raise context.fail(tensor, f"its shape {list(x.shape)} is not {heads} heads of {width}, {keys} of keys")
+        starts = [group * per_group * width for group in range(keys)]
+        q = take(x, 0, *(range(start, start + (per_group - 2) * width) for start in starts))
+        k, v = (
+            take(x, 0, *(range(start + place * width, start + (place + 1) * width) for start in starts))
+            for place in (per_group - 2, per_group - 1)
+        )
+        parts = (("q", permute_heads(q, heads)), ("k", permute_heads(k, keys)), ("v", v))
+        return [replace(tensor, name=f"blk.{tensor.layer}.attn_{letter}.weight", x=part) for letter, part in parts]
+
+    def invert(self, tensor: Tensor, context: InverseContext) -> Iterable[Tensor] | None:
+        """Put queries that share a key before it and its values."""
+        match = re.fullmatch(r"blk\.(\d+)\.attn_([qkv])\.weight", tensor.name)
+        if match is None:
+            return None
+        name = f"model.layers.{match[1]}.attention.wqkv.weight"
+        parts = context.parts.setdefault((id(self), name), {})
+        parts[match[2]] = tensor
+        if len(parts) < 3:
+            return ()
+        del context.parts[id(self), name]
+        heads, keys = context.config.number("num_attention_heads"), context.config.number("num_key_value_heads")
+        width, heads_per_key = context.config.number("hidden_size") // max(1, heads), heads // max(1, keys)
+        rows = [parts[part].x.shape[0] for part in "qkv"]
+        if not keys or heads % keys or rows != [heads * width, keys * width, keys * width]:
+            raise context.fail(tensor, f"{rows} rows are not {heads} heads of {width}, {keys} of keys")
+        x = concatenate([restore_rows(parts["q"], heads), restore_rows(parts["k"], keys), parts["v"].x])
+        starts = [(group * heads_per_key, heads + group, heads + keys + group) for group in range(keys)]
+        runs = [(q * width, (q + heads_per_key) * width, k * width, v * width) for q, k, v in starts]
+        order = [r for q, end, k, v in runs for r in (range(q, end), range(k, k + width), range(v, v + width))]
+        return (replace(tensor, name=name, x=take(x, 0, *order)),)
+
+
+def write_internlm3(v: Vocabulary) -> None:
+    """SentencePiece; the end of a turn ends a text (InternLM3Model)."""
+    tokens = sentencepiece_tokens(v)
+    set_pieces(v, tokens)
+    special = special_tokens(v.folder, n_tokens=len(tokens))
+    if "add_prefix_space" in v.tokenizer_config:
+        v.keys.flag("tokenizer.ggml.add_space_prefix", v.tokenizer_config["add_prefix_space"])
+    for number, entry in v.decoder_entries:
+        if entry.get("special") and entry["content"] == "<|im_end|>" and "eos" in special.ids:
+            special.ids["eos"] = number
+    special.write(v.keys)
+
+
+#: The end of a turn, which ends a text of chat models.
+_TURN = "<|im_end|>"
+
+
+def write_internlm2(v: Vocabulary) -> None:
+    """SentencePiece; what files add replaces pieces, or follows them (InternLM2Model)."""
+    path = v.folder / "tokenizer.model"
+    v.source = f"{path.name} is SentencePiece's, which is not run here"
+    model = read_model(path)
+    size = v.config.get("vocab_size", len(model.pieces))
+    if not isinstance(size, int) or isinstance(size, bool) or not 0 < size <= len(model.pieces):
+        raise FormatError(
+            f"{path}: it has {len(model.pieces)} tokens, and vocab_size of config.json is {short(size)}", "QK-E114"
+        )
+    tokens = [_without_zero(piece) for piece in model.pieces[:size]]
+    added = optional_json(v.folder / "added_tokens.json") or {}
+    tokens += [Piece(text, -1000.0, USER_DEFINED) for text in added]
+    end = None
+    for number, text, special in _added(v):
+        if number >= len(tokens):
+            raise FormatError(
+                f"{v.folder}: the added token {number} lies beyond the {len(tokens)} of {path.name}", "QK-E114"
+            )
+        end = number if text == _TURN else end
+        tokens[number] = Piece(text, -1000.0, CONTROL if special else USER_DEFINED)
+    set_pieces(v, tokens)
+    v.keys.flag("tokenizer.ggml.add_space_prefix", model.adds_prefix)
+    special_of_all = special_tokens(v.folder, n_tokens=len(tokens))
+    if end is not None:
+        special_of_all.ids["eos"] = end
+    special_of_all.write(v.keys)
+
+
+def _without_zero(piece: Piece) -> Piece:
+    """Return a piece that C can read; those for nothing are unused."""
+    text = "\U0001f409" if piece.text == "\0" else piece.text
+    return Piece(text, piece.score, UNUSED if piece.text.startswith("[UNUSED") else piece.type)
+
+
+def _added(v: Vocabulary) -> Iterator[tuple[int, str, bool]]:
+    for number, entry in v.decoder_entries:
+        yield number, entry["content"], bool(entry.get("special"))
+    if v.has("tokenizer.json"):
+        for token in v.added_in_json:
+            yield token.number, token.text, token.special
+
+
+#: Model class -> how it is converted.
+ARCHITECTURES: dict[str, Architecture] = {
+    "InternLM3ForCausalLM": Architecture(
+        "llama", rules=llama.ROPE_PERMUTED, keys=llama.LLAMA_KEYS, vocab=write_internlm3
+    ),
+    "InternLM2ForCausalLM": Architecture("internlm2", rules=(SplitGroupedHeads(),), vocab=write_internlm2),
+}
+
+_INTERN_2_CLASS = HfClass(
+    "internlm2",
+    "model.tok_embeddings output "
+    + prefixed(LAYER, "attention_norm ffn_norm attention.wo feed_forward.w1 feed_forward.w2 feed_forward.w3"),
+    kinds={f"*attn_{letter}": f"blk.*.attn_{letter}" for letter in "qkv"},
+    defaults={"bias": False},
+)
+
+#: Model class -> how transformers has it.
+CLASSES: dict[str, HfClass] = {
+    "InternLM2ForCausalLM": _INTERN_2_CLASS,
+}

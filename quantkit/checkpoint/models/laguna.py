@@ -1,0 +1,124 @@
+"""Laguna.
+
+Facts of llama.cpp b11434, conversion/laguna.py.
+"""
+
+from __future__ import annotations
+
+from itertools import takewhile
+
+from quantkit.checkpoint.config import Config, Json
+from quantkit.checkpoint.export import config_values
+from quantkit.checkpoint.export.gguf_metadata import ModelMetadata
+from quantkit.checkpoint.keys import GATING, Keys
+from quantkit.checkpoint.row import LAYER, Always, Architecture, Copied, HfClass, SetKeys
+from quantkit.checkpoint.rules import StackExperts
+from quantkit.checkpoint.vocab.bpe import write_bpe
+from quantkit.checkpoint.vocab.special import template_file
+from quantkit.checkpoint.vocab.tokenizer import CONTROL, Vocabulary
+from quantkit.errors import FormatError
+from quantkit.formats.gguf.rules import short
+
+#: Of the order in which LlamaModel's children have them.
+_STACK_GATE_FIRST = StackExperts(weights=("gate_proj", "up_proj", "down_proj"))
+
+
+def _set_heads(keys: Keys, config: Config) -> None:
+    keys.u32(".vocab_size", config["vocab_size"])
+    layers = config.layers
+    heads = config.get("num_attention_heads_per_layer") or [config.number("num_attention_heads")] * layers
+    if len(heads) != layers:
+        raise FormatError(
+            f"{config.path}: num_attention_heads_per_layer is {short(heads)}, not of {layers} layers", "QK-E112"
+        )
+    keys.array(".attention.head_count", heads)
+    _check_gates(config)
+    if window := config.get("sliding_window") or 0:
+        keys.u32(".attention.sliding_window", window)
+
+
+def _check_gates(config: Config) -> None:
+    """Refuse gates that other programs would read otherwise: those of single values must be called so."""
+    meta, kinds = config.get("gating"), config.get("gating_types")
+    gating = str(meta).replace("_", "-")
+    if gating not in ("per-element", "per-head") and meta is not True and not kinds:
+        raise FormatError(f"{config.path}: gating is {short(meta)}; known are per-head and per-element", "QK-E305")
+    if kinds and any("element" in str(kind) for kind in kinds) and gating != "per-element":
+        raise FormatError(f"{config.path}: gating_types has gates per element, but gating is {short(meta)}", "QK-E112")
+
+
+def _set_rope(keys: Keys, config: Config) -> None:
+    keys.u32(
+        ".leading_dense_block_count", len(list(takewhile(lambda kind: kind == "dense", config["mlp_layer_types"])))
+    )
+    width = config.number("head_dim")
+    keys.u32(".rope.dimension_count", int(width * config.rotary_part(1.0, rope=config.rope["full_attention"])))
+    if (sliding := config.rope.get("sliding_attention")) is not None:
+        keys.u32(".rope.dimension_count_swa", int(width * config.rotary_part(1.0, rope=sliding)))
+
+
+KEYS: tuple[SetKeys, ...] = (
+    _set_heads,
+    Copied(".expert_feed_forward_length", "moe_intermediate_size", required=True),
+    Copied(".expert_shared_feed_forward_length", "shared_expert_intermediate_size", required=True),
+    Always(".expert_weights_norm", True, "flag"),
+    Copied(".expert_weights_scale", "moe_routed_scaling_factor", "f32", required=True),
+    Always(".expert_gating_func", GATING["sigmoid"]),
+    _set_rope,
+)
+
+
+def write_laguna(v: Vocabulary) -> None:
+    """BPE; what ends an assistant's turn is a token for control (LagunaModel)."""
+    write_bpe(v)
+    tokens, types = (list(v.keys.fields[f"tokenizer.ggml.{key}"].value) for key in ("tokens", "token_type"))
+    turned = [CONTROL if text == "</assistant>" else kind for text, kind in zip(tokens, types, strict=True)]
+    v.keys.array("tokenizer.ggml.token_type", turned)
+    if v.has("chat_template.jinja"):
+        v.keys.text("tokenizer.chat_template", template_file(v.folder))
+    ends, bos = v.config.get("eos_token_id"), v.config.get("bos_token_id")
+    if isinstance(ends, list) and (end_tokens := [end for end in ends if end != bos]):
+        v.keys.u32("tokenizer.ggml.eot_token_id", end_tokens[0])
+
+
+#: Model class -> how it is converted.
+ARCHITECTURES: dict[str, Architecture] = {
+    "LagunaForCausalLM": Architecture("laguna", rules=(_STACK_GATE_FIRST,), keys=KEYS, vocab=write_laguna),
+}
+
+
+def set_heads_per_layer(meta: ModelMetadata, config: Json) -> None:
+    """Set the heads of each layer, and whether gates are of heads or single values (Laguna)."""
+    heads = meta.get(".attention.head_count")
+    heads_of_layers = heads if isinstance(heads, list) else [heads] * meta.number(".block_count")
+    config |= {"num_attention_heads": heads_of_layers[0], "num_attention_heads_per_layer": heads_of_layers}
+    gate = meta.model.tensors.get("blk.0.attn_gate.weight")
+    config["gating"] = "per-head" if gate is not None and gate.shape[1] == heads_of_layers[0] else "per-element"
+
+
+def set_two_eos(meta: ModelMetadata, config: Json) -> None:
+    """Name the token that ends a turn beside the one that ends a text (Laguna)."""
+    ids = [meta.model.get(f"tokenizer.ggml.{kind}_token_id") for kind in ("eot", "eos")]
+    if None not in ids:
+        config["eos_token_id"] = ids
+
+
+_NO_GATING_KEY = {".expert_gating_func": ""}
+
+#: Model class -> how transformers has it.
+CLASSES: dict[str, HfClass] = {
+    "LagunaForCausalLM": HfClass(
+        "laguna",
+        f"{LAYER}self_attn.g_proj {LAYER}mlp.experts.e_score_correction "
+        + " ".join(f"{LAYER}mlp.shared_expert.{w}_proj" for w in ("gate", "up", "down")),
+        keys={".leading_dense_block_count": "", ".expert_weights_norm": "", ".expert_count": "num_experts"}
+        | _NO_GATING_KEY,
+        config_setters=(
+            config_values.SetEveryFourthFull(),
+            config_values.set_mlp_layer_types,
+            set_heads_per_layer,
+            config_values.set_two_ropes,
+            set_two_eos,
+        ),
+    ),
+}

@@ -1,0 +1,178 @@
+"""LFM 2: short convolutions between layers of attention; also with experts.
+
+Facts of llama.cpp b11434, conversion/lfm2.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+from quantkit.checkpoint.config import Config, Json
+from quantkit.checkpoint.export.gguf_metadata import ModelMetadata
+from quantkit.checkpoint.expressions import Stored
+from quantkit.checkpoint.keys import GATING, Keys, set_base_keys
+from quantkit.checkpoint.pooling import set_pooling
+from quantkit.checkpoint.row import LAYER, Always, Architecture, Copied, HfClass, SetKeys, has_key
+from quantkit.checkpoint.rules import Drop, Rename, StackExperts, Transform, squeeze, unsqueeze_channels
+from quantkit.checkpoint.tensors import Tensor
+from quantkit.errors import FormatError
+from quantkit.formats.safetensors import read_header
+
+#: A bias of the router is stored without an ending.
+_ROUTER_BIAS = Rename(r"\.expert_bias$", ".expert_bias.bias")
+
+#: Of the models that also hear.
+LFM_STORED = (
+    Drop(r"audio|codebook|conformer|depth_embedding|depthformer|depth_linear"),
+    Rename(r"lfm\.", "model.", foreign=True),
+)
+
+SQUEEZE_CONVOLUTIONS = Transform(r"conv\.conv", squeeze, unsqueeze_channels)
+
+
+def set_hybrid_base(keys: Keys, config: Config, layers: int, file_type: int) -> None:
+    """The base keys; layers of convolutions have no heads of keys."""
+    heads = config.number("num_key_value_heads")
+    kv_heads = [0 if kind == "conv" else heads for kind in config["layer_types"]]
+    set_base_keys(keys, config.with_values({"num_key_value_heads": kv_heads}), layers, file_type)
+
+
+def _set_width(keys: Keys, config: Config) -> None:
+    width = config.number("block_ff_dim", "intermediate_size")
+    if config["block_auto_adjust_ff_dim"]:
+        width, multiple = int(2 * width / 3), config.number("block_multiple_of")
+        if (factor := config["block_ffn_dim_multiplier"]) is not None:
+            width = int(factor * width)
+        width = multiple * ((width + multiple - 1) // multiple)
+    keys.u32(".feed_forward_length", width)
+
+
+LFM_KEYS: tuple[SetKeys, ...] = (
+    Copied(".vocab_size", "vocab_size", required=True),
+    Copied(".shortconv.l_cache", "conv_L_cache", required=True),
+    Copied(".attention.layer_norm_rms_epsilon", "norm_eps", "f32", required=True),
+    _set_width,
+)
+
+BARE_NAMES = (Rename(r"^lfm2\.", ""), Rename(r"^(?!dense_2)", "model.", foreign=True))
+#: The layer behind the others, in a file of its own.
+_DENSE_NAME = "dense_2.weight"
+
+
+def dense_tensors(config: Config) -> Iterable[Tensor]:
+    """The layer that makes embeddings narrower, if there is one (LFM2ColBertModel)."""
+    if (x := _stored_dense(config)) is not None:
+        yield Tensor(_DENSE_NAME, x, None, _DENSE_NAME)
+
+
+def set_dense_width(keys: Keys, config: Config) -> None:
+    """Set how wide embeddings are behind that layer."""
+    if (x := _stored_dense(config)) is not None:
+        keys.u32(".embedding_length_out", x.shape[0])
+
+
+def _set_direction(keys: Keys, config: Config) -> None:
+    if config.architecture != "Lfm2Model":
+        keys.flag(".attention.causal", False)
+
+
+EMBEDDING_KEYS: tuple[SetKeys, ...] = (*LFM_KEYS, _set_direction, set_pooling)
+
+STACK_EXPERTS = StackExperts(
+    weights=("w1", "w2", "w3"),
+    name="model.layers.{layer}.feed_forward.experts.{expert}.{weight}.weight",
+    merged="layers.{layer}.feed_forward.experts.{weight}.weight",
+)
+
+MOE_KEYS: tuple[SetKeys, ...] = (
+    Copied(".expert_feed_forward_length", "moe_intermediate_size", required=True),
+    Copied(".leading_dense_block_count", "num_dense_layers", required=True),
+    Always(".expert_gating_func", GATING["sigmoid"]),
+    *LFM_KEYS[:2],
+)
+
+
+def _stored_dense(config: Config) -> Stored | None:
+    path = config.path.parent / "1_Dense" / "model.safetensors"
+    if not path.is_file():
+        return None
+    weight = read_header(path).get("linear.weight")
+    if weight is None:
+        raise FormatError(f"{path}: it has no linear.weight", "QK-E114")
+    return Stored(weight)
+
+
+_LFM_2 = Architecture("lfm2", stored=LFM_STORED, rules=(SQUEEZE_CONVOLUTIONS,), base=set_hybrid_base, keys=LFM_KEYS)
+
+_LFM_2_EMBEDDING = replace(
+    _LFM_2,
+    rules=(*BARE_NAMES, SQUEEZE_CONVOLUTIONS),
+    keys=EMBEDDING_KEYS,
+    synthetic=dense_tensors,
+    head_keys=(set_dense_width,),
+)
+
+#: Model class -> how it is converted.
+ARCHITECTURES: dict[str, Architecture] = {
+    "Lfm2Model": _LFM_2_EMBEDDING,
+    "Lfm2BidirectionalModel": _LFM_2_EMBEDDING,
+    "Lfm2BidirectionalForMaskedLM": _LFM_2_EMBEDDING,
+    "Lfm2ForCausalLM": _LFM_2,
+    "LFM2ForCausalLM": _LFM_2,
+    "Lfm2MoeForCausalLM": replace(
+        _LFM_2,
+        arch="lfm2moe",
+        stored=(_ROUTER_BIAS,),
+        rules=(SQUEEZE_CONVOLUTIONS, STACK_EXPERTS),
+        keys=MOE_KEYS,
+    ),
+}
+
+
+def set_convolution_layers(meta: ModelMetadata, config: Json) -> None:
+    """Name the layers of attention: those with heads of keys (LFM 2)."""
+    heads = config["num_key_value_heads"]
+    heads_of_layers = heads if isinstance(heads, list) else [heads] * meta.number(".block_count")
+    config |= {
+        "num_key_value_heads": max(heads_of_layers),
+        "layer_types": ["full_attention" if item else "conv" for item in heads_of_layers],
+        "conv_bias": meta.has_in_any_layer(".shortconv.conv.bias"),
+        "block_auto_adjust_ff_dim": False,
+    }
+    if "rope_theta" in config and config["model_type"] == "lfm2_moe":
+        config["rope_parameters"] = {"rope_type": "default", "rope_theta": config["rope_theta"]}
+
+
+_LFM_NAMES = (
+    "model.embedding_norm "
+    + " ".join(f"{LAYER}feed_forward.{name}" for name in ("w1", "w2", "w3", "gate", "expert_bias"))
+    + f" {LAYER}ffn_norm {LAYER}operator_norm "
+    + " ".join(f"{LAYER}self_attn.{name}" for name in ("q_layernorm", "k_layernorm", "out_proj"))
+    + " "
+    + " ".join(f"layers.*.feed_forward.experts.{name}" for name in ("w1", "w2", "w3"))
+)
+
+_NO_GATING_KEY = {".expert_gating_func": ""}
+_LFM_2_CLASS = HfClass("lfm2", _LFM_NAMES, config_setters=(set_convolution_layers,))
+
+#: Model class -> how transformers has it.
+CLASSES: dict[str, HfClass] = {
+    "Lfm2BidirectionalForMaskedLM": replace(
+        _LFM_2_CLASS,
+        renames=((r"^model\.", "lfm2."),),
+        matches=lambda meta: meta.get(".attention.causal") is False and meta.get(".pooling_type") is None,
+    ),
+    "Lfm2BidirectionalModel": replace(
+        _LFM_2_CLASS, renames=((r"^model\.", ""),), matches=lambda meta: meta.get(".attention.causal") is False
+    ),
+    "Lfm2Model": replace(_LFM_2_CLASS, renames=((r"^model\.", ""),), matches=has_key("pooling_type")),
+    "Lfm2ForCausalLM": _LFM_2_CLASS,
+    "Lfm2MoeForCausalLM": HfClass(
+        "lfm2_moe",
+        _LFM_NAMES,
+        keys={".expert_count": "num_experts", **_NO_GATING_KEY},
+        defaults={"norm_topk_prob": True, "use_expert_bias": True, "routed_scaling_factor": 1.0},
+        config_setters=(set_convolution_layers,),
+    ),
+}

@@ -1,0 +1,246 @@
+"""Llama 1 to 4, and classes that are Llama under another name.
+
+Facts of llama.cpp b11434, conversion/llama.py, conversion/llama4.py, conversion/nanbeige.py, conversion/januspro.py.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import replace
+
+import numpy as np
+
+from quantkit.checkpoint.config import Config, Json
+from quantkit.checkpoint.export.gguf_metadata import ModelMetadata
+from quantkit.checkpoint.expressions import Constant
+from quantkit.checkpoint.keys import Keys
+from quantkit.checkpoint.row import Architecture, Copied, HfClass, SetKeys
+from quantkit.checkpoint.rules import (
+    Drop,
+    Rename,
+    Split,
+    StackExperts,
+    Transform,
+    permute_keys,
+    permute_queries,
+    restore_keys,
+    restore_queries,
+    transpose,
+    transpose_stored,
+)
+from quantkit.checkpoint.tensors import Tensor
+from quantkit.checkpoint.vocab.bpe import write_bpe, write_tokenizer_json
+from quantkit.checkpoint.vocab.sentencepiece import write_sentencepiece
+from quantkit.checkpoint.vocab.special import special_tokens
+from quantkit.checkpoint.vocab.tekken import write_tekken
+from quantkit.checkpoint.vocab.tokenizer import Vocabulary
+from quantkit.errors import FormatError
+from quantkit.formats.gguf.rules import short
+
+ROPE_PERMUTED = (
+    Transform(r"q_proj\.(weight|bias)$", permute_queries, restore_queries),
+    Transform(r"k_proj\.(weight|bias)$", permute_keys, restore_keys),
+)
+
+STACK_MIXTRAL_EXPERTS = StackExperts(
+    weights=("w1", "w2", "w3"),
+    name="model.layers.{layer}.block_sparse_moe.experts.{expert}.{weight}.weight",
+    merged="layers.{layer}.feed_forward.experts.{weight}.weight",
+)
+
+
+def rope_factors(config: Config, factor: float = 8.0) -> Iterable[Tensor]:
+    """The factors of Llama 3's rope, as a tensor (LlamaModel.generate_extra_tensors).
+
+    torch computes a scalar divided by a tensor as the reciprocal times the scalar, in float32; so do we, and powers in
+    float64, rounded: equal for all released models.
+    """
+    rope = config.full_rope
+    if str(rope.get("rope_type", "")).lower() != "llama3":
+        return
+    try:
+        with np.errstate(divide="raise", over="raise", invalid="raise"):
+            values = _rope_factors(rope, config.head_dim, factor)
+    except (TypeError, ValueError, ArithmeticError) as e:
+        raise FormatError(
+            f"{config.path}: rope of Llama 3 with values that are none: {short(str(e))}", "QK-E112"
+        ) from None
+    yield Tensor("rope_freqs.weight", Constant(tuple(values)), None, "rope_freqs.weight")
+
+
+def set_rope_width(keys: Keys, config: Config) -> None:
+    """Rope turns whole heads (LlamaModel)."""
+    keys.u32(".rope.dimension_count", config.head_dim)
+
+
+LLAMA_KEYS: tuple[SetKeys, ...] = (Copied(".vocab_size", "vocab_size", required=True), set_rope_width)
+
+
+def _rope_factors(rope: Json, width: int, factor: float) -> list[float]:
+    f32 = np.float32
+    base = float(rope.get("rope_theta", 10000.0))
+    factor = rope.get("factor", factor)
+    low, high = rope.get("low_freq_factor", 1.0), rope.get("high_freq_factor", 4.0)
+    length = rope.get("original_max_position_embeddings", 8192)
+    long_wave, short_wave = length / low, length / high
+    exponents = np.arange(0, width, 2, dtype=f32) / f32(width)
+    frequencies = f32(1) / np.power(base, exponents.astype(np.float64)).astype(f32)
+    values = []
+    for frequency in frequencies:
+        wave = f32(1) / frequency * f32(2 * math.pi)
+        if wave < short_wave:
+            values.append(1.0)
+        elif wave > long_wave:
+            values.append(float(factor))
+        else:
+            smooth = (f32(1) / wave * f32(length) - f32(low)) / f32(high - low)
+            inverse = (f32(1) - smooth) / f32(factor) + smooth
+            values.append(float(f32(1) / inverse))
+    return values
+
+
+SPLIT_EXPERTS = (
+    Transform(r"experts\.(gate_up|down)_proj$", transpose, transpose_stored),
+    Split(r"experts\.gate_up_proj$", ("experts.gate_proj.weight", "experts.up_proj.weight"), -2),
+    Rename(r"experts\.down_proj$", "experts.down_proj.weight"),
+)
+
+
+def swap_widths(config: Config) -> None:
+    """Call the width of dense layers what it is called elsewhere; it is that of experts here."""
+    config.values["intermediate_size_moe"] = config["intermediate_size"]
+    config.values["intermediate_size"] = config["intermediate_size_mlp"]
+
+
+def _set_llama4_window(keys: Keys, config: Config) -> None:
+    """Set a window of 0 if no layer has chunked attention (MobileLLM)."""
+    types = config.get("layer_types")
+    if isinstance(types, list) and all(item == "full_attention" for item in types):
+        keys.u32(".attention.sliding_window", 0)
+
+
+LLAMA4_KEYS: tuple[SetKeys, ...] = (
+    Copied(".interleave_moe_layer_step", "interleave_moe_layer_step", required=True),
+    Copied(".expert_feed_forward_length", "intermediate_size_moe", required=True),
+    _set_llama4_window,
+)
+
+
+def set_loops(keys: Keys, config: Config) -> None:
+    """Set how often Nanbeige runs its layers."""
+    keys.u32(".num_loops", max(1, int(config.get("num_loops", 1) or 1)))
+    keys.flag(".skip_loop_final_norm", config.get("skip_loop_final_norm", False))
+
+
+#: Models that are saved without their head have names without what wraps the rest.
+BARE_NAMES = (Rename(r"^", "model."),)
+
+DROP_JANUS_PARTS = Drop(
+    r"^model\.(vision_model|aligner|vqmodel|generation_(embeddings|aligner|head))\.",
+)
+
+
+def write_llama(v: Vocabulary) -> None:
+    """SentencePiece, Llama's pieces in a tokenizer.json, or BPE: the first that there is (LlamaModel)."""
+    if v.has("tekken.json") and not v.has("tokenizer.json"):
+        write_tekken(v)
+        return
+    if v.tokenizer_config.get("add_prefix_space") is not None:
+        v.keys.flag("tokenizer.ggml.add_space_prefix", v.tokenizer_config["add_prefix_space"])
+    if v.has("tokenizer.model"):
+        write_sentencepiece(v)
+    else:
+        write_tokenizer_json(v)
+    size = v.config.get("vocab_size", 32000)
+    if size == 32016:  # CodeLlama
+        special = special_tokens(v.folder, kinds=("prefix", "suffix", "middle", "eot"))
+        for kind, number in (("prefix", 32007), ("suffix", 32008), ("middle", 32009), ("eot", 32010)):
+            special.set(kind, number)
+        special.write(v.keys)
+    if size == 49152:  # small Granite
+        v.keys.flag("tokenizer.ggml.add_bos_token", False)
+
+
+LLAMA = Architecture(
+    "llama",
+    stored=(Rename(r"text_model\.", ""),),
+    rules=(*ROPE_PERMUTED, STACK_MIXTRAL_EXPERTS),
+    keys=LLAMA_KEYS,
+    vocab=write_llama,
+    synthetic=rope_factors,
+)
+
+#: Model class -> how it is converted.
+ARCHITECTURES: dict[str, Architecture] = {
+    "LlamaForCausalLM": LLAMA,
+    "LLaMAForCausalLM": LLAMA,
+    "IQuestCoderForCausalLM": LLAMA,
+    "SmolLM3ForCausalLM": replace(LLAMA, arch="smollm3"),
+    **dict.fromkeys(
+        ("Llama4ForCausalLM", "Llama4ForConditionalGeneration"),
+        replace(
+            LLAMA,
+            arch="llama4",
+            rules=SPLIT_EXPERTS,
+            keys=(*LLAMA_KEYS, *LLAMA4_KEYS),
+            vocab=write_bpe,
+            patch_config=swap_widths,
+        ),
+    ),
+    "JanusForConditionalGeneration": replace(LLAMA, stored=(DROP_JANUS_PARTS, *LLAMA.stored)),
+    "LlamaBidirectionalModel": replace(LLAMA, arch="llama-embed"),
+    "LlavaForConditionalGeneration": LLAMA,
+    "VLlama3ForCausalLM": replace(
+        LLAMA, patch_config=lambda config: config.values.setdefault("num_attention_heads", 32)
+    ),
+    "LlamaModel": replace(LLAMA, rules=(*BARE_NAMES, *LLAMA.rules)),
+    "Sarashina2VisionForCausalLM": replace(LLAMA, stored=(Drop(r"^norm\."), Rename(r"^llm\.", ""), *LLAMA.stored)),
+    "NanbeigeForCausalLM": replace(LLAMA, arch="nanbeige", keys=(*LLAMA_KEYS, set_loops)),
+}
+
+
+def set_no_window(meta: ModelMetadata, config: Json) -> None:
+    """Set full attention for all layers of a file whose window is 0 (Llama 4)."""
+    if config.pop("sliding_window", None) == 0:
+        config["layer_types"] = ["full_attention"] * meta.number(".block_count")
+
+
+def set_qk_norm(meta: ModelMetadata, config: Json) -> None:
+    """Heads are normalized, but in the model of 128 experts (Llama 4)."""
+    config["use_qk_norm"] = meta.get(".expert_count") != 128
+
+
+_NO_WINDOW: Json = {"sliding_window": None}
+_BARE_NAMES = (r"^model\.", "")
+
+
+def _set_pooling_name(meta: ModelMetadata, config: Json) -> None:
+    """Set the pooling by this class's own name, too."""
+    config["pooling"] = {1: "avg", 2: "cls", 3: "last"}.get(meta.get(".pooling_type") or 1)
+
+
+#: Model class -> how transformers has it.
+CLASSES: dict[str, HfClass] = {
+    "LlamaForCausalLM": HfClass("llama"),
+    "SmolLM3ForCausalLM": HfClass("smollm3", defaults=_NO_WINDOW),
+    "Llama4ForCausalLM": HfClass(
+        "llama4_text",
+        " ".join(
+            f"model.layers.*.feed_forward.{part}{w}_proj"
+            for part in ("", "experts.", "shared_expert.")
+            for w in ("gate", "up", "down")
+        )
+        + " model.layers.*.feed_forward.router",
+        keys={
+            ".feed_forward_length": "intermediate_size_mlp",
+            ".expert_feed_forward_length": "intermediate_size",
+        },
+        config_setters=(set_no_window, set_qk_norm),
+        fused=True,
+    ),
+    "NanbeigeForCausalLM": HfClass(
+        "nanbeige", keys={".num_loops": "num_loops", ".skip_loop_final_norm": "skip_loop_final_norm"}
+    ),
+    "LlamaBidirectionalModel": HfClass("llama_bidirec", config_setters=(_set_pooling_name,), renames=(_BARE_NAMES,)),
+}

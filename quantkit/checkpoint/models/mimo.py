@@ -1,0 +1,144 @@
+"""MiMo V2.
+
+Facts of llama.cpp b11434, conversion/mimo.py (MimoV2Model).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass, replace
+
+from quantkit.checkpoint.config import Config, Json
+from quantkit.checkpoint.export import config_values
+from quantkit.checkpoint.export.gguf_metadata import ModelMetadata
+from quantkit.checkpoint.keys import Keys, layers_in_file
+from quantkit.checkpoint.row import LAYER, Architecture, Copied, HfClass, SetKeys
+from quantkit.checkpoint.rules import Rename, StackExperts
+from quantkit.checkpoint.tensors import Context, InverseContext, Rule, Tensor
+from quantkit.errors import FormatError, TypeNotSupported
+
+#: Of the order in which LlamaModel's children have them.
+_STACK_GATE_FIRST = StackExperts(weights=("gate_proj", "up_proj", "down_proj"))
+STORED = (Rename(r"(attention_sink(?!.*\.weight$).*)$", r"\1.weight"),)
+#: Layers that predict more tokens: of all releases, whose configurations do not say it.
+_MTP = 3
+
+
+def layers_with_mtp(config: Config) -> int:
+    """Return the number of layers, those that predict ahead included."""
+    return config.layers + _MTP
+
+
+@dataclass(frozen=True)
+class RenameMtpLayers(Rule):
+    """Layers that predict ahead are stored under mtp.; they follow the others."""
+
+    def __call__(self, tensor: Tensor, context: Context) -> Iterable[Tensor] | None:
+        before, separator, name = tensor.name.partition("model.mtp.layers.")
+        if before or not separator:
+            return None
+        number, _, tail = name.partition(".")
+        if not number.isdecimal() or int(number) >= _MTP:
+            raise context.fail(tensor, f"there are {_MTP} layers that predict more tokens")
+        return (replace(tensor, name=f"model.layers.{context.config.layers + int(number)}.{tail}"),)
+
+    def invert(self, tensor: Tensor, context: InverseContext) -> Iterable[Tensor] | None:
+        match = re.fullmatch(r"model\.layers\.(\d+)\.(.+)", tensor.name)
+        number = -1 if match is None else int(match[1]) - context.config.layers
+        return None if match is None or number < 0 else (replace(tensor, name=f"model.mtp.layers.{number}.{match[2]}"),)
+
+
+def refuse_sharded(config: Config, names: Collection[str]) -> None:
+    """Refuse what is stored in parts for several devices, scales of each part: the generic rules misread it."""
+    quantization = config.get("quantization_config") or {}
+    if any(name.endswith("qkv_proj.weight_scale_inv") for name in names):
+        raise TypeNotSupported(
+            f"{config.path}: float8 qkv_proj in parts of several devices is not converted", "QK-E305"
+        )
+    if isinstance(quantization, dict) and quantization.get("store_dtype") == "mxfp4":
+        raise TypeNotSupported(
+            f"{config.path}: MXFP4 experts of this model are not converted by this version", "QK-E305"
+        )
+
+
+def _set_layers(keys: Keys, config: Config) -> None:
+    for name in ("head_dim", "num_attention_heads", "v_head_dim"):
+        if config[f"swa_{name}"] != config[name]:
+            raise FormatError(f"{config.path}: swa_{name} is not {name}", "QK-E112")
+    if config["topk_method"] != "noaux_tc":
+        raise FormatError(f"{config.path}: topk_method is not noaux_tc", "QK-E305")
+    slides = [*config["hybrid_layer_pattern"], *[1] * _MTP][: layers_in_file(keys)]
+    full, sliding = config["num_key_value_heads"], config["swa_num_key_value_heads"]
+    keys.array(".attention.head_count_kv", [sliding if slide == 1 else full for slide in slides])
+    keys.u32(".attention.sliding_window", config["sliding_window"])
+    keys.array(".attention.sliding_window_pattern", slides)
+
+
+def _set_rope(keys: Keys, config: Config) -> None:
+    keys.u32(".rope.dimension_count", int(config.number("head_dim") * config.rotary_part(None)))
+    keys.f32(".attention.layer_norm_rms_epsilon", config.get("layernorm_epsilon", 1e-5))
+    if (scale := config.get("attention_value_scale")) is not None:
+        keys.f32(".attention.value_scale", float(scale))
+    if layers_in_file(keys) > config.layers:
+        keys.u32(".nextn_predict_layers", _MTP)
+
+
+KEYS: tuple[SetKeys, ...] = (
+    _set_layers,
+    Copied(".attention.value_length", "v_head_dim", required=True),
+    Copied(".expert_count", "n_routed_experts", required=True),
+    Copied(".expert_feed_forward_length", "moe_intermediate_size", required=True),
+    _set_rope,
+)
+
+_MIMO_2 = Architecture(
+    "mimo2",
+    stored=(*STORED, RenameMtpLayers()),
+    rules=(_STACK_GATE_FIRST,),
+    keys=KEYS,
+    layers=layers_with_mtp,
+    inspect_tensors=refuse_sharded,
+    nextn=True,
+)
+
+#: Model class -> how it is converted.
+ARCHITECTURES: dict[str, Architecture] = {
+    "MiMoV2FlashForCausalLM": _MIMO_2,
+    "MiMoV2ForCausalLM": _MIMO_2,
+}
+
+
+def set_hybrid_windows(meta: ModelMetadata, config: Json) -> None:
+    """Set heads of layers with and without a window (MiMo V2)."""
+    slides = (meta.flags(".attention.sliding_window_pattern") or [])[: config["num_hidden_layers"]]
+    heads = config["num_key_value_heads"]
+    of_kind = dict(zip(slides, heads, strict=False)) if isinstance(heads, list) else {}
+    kv_heads = {item: of_kind.get(item, max(heads) if isinstance(heads, list) else heads) for item in (False, True)}
+    config |= {
+        "hybrid_layer_pattern": [int(slide) for slide in slides],
+        "num_key_value_heads": kv_heads[False],
+        "swa_num_key_value_heads": kv_heads[True],
+        "swa_num_attention_heads": config["num_attention_heads"],
+        "swa_head_dim": config["head_dim"],
+        "swa_v_head_dim": config["v_head_dim"],
+    }
+
+
+#: Model class -> how transformers has it.
+CLASSES: dict[str, HfClass] = {
+    "MiMoV2FlashForCausalLM": HfClass(
+        "mimo_v2_flash",
+        f"{LAYER}self_attn.attention_sink_bias",
+        keys={
+            ".attention.layer_norm_rms_epsilon": "layernorm_epsilon",
+            ".rope.freq_base_swa": "swa_rope_theta",
+            ".attention.value_scale": "attention_value_scale",
+            ".nextn_predict_layers": "",
+            ".expert_count": "n_routed_experts",
+        },
+        defaults={"topk_method": "noaux_tc", "scoring_func": "sigmoid", "norm_topk_prob": True},
+        config_setters=(config_values.subtract_nextn_layers, set_hybrid_windows, config_values.set_rotary_part),
+        renames=((r"(\.attention_sink_bias)\.weight$", r"\1"),),
+    ),
+}

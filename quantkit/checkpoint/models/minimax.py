@@ -1,0 +1,216 @@
+"""MiniMax Text 01, M1, M2 and M3.
+
+Facts of llama.cpp b11434, conversion/minimax.py.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from itertools import takewhile
+
+from quantkit.checkpoint.config import Config, Json, optional_json
+from quantkit.checkpoint.export import config_values
+from quantkit.checkpoint.export.gguf_metadata import ModelMetadata
+from quantkit.checkpoint.expressions import read_f32
+from quantkit.checkpoint.keys import Keys
+from quantkit.checkpoint.row import LAYER, Always, Architecture, Copied, HfClass, SetKeys, prefixed
+from quantkit.checkpoint.rules import KeepF32, StackExperts, Transform, minus_one, plus_one
+from quantkit.checkpoint.tensors import Context, OneWayRule, Tensor
+from quantkit.checkpoint.vocab.bpe import write_bpe
+from quantkit.checkpoint.vocab.special import template_file
+from quantkit.checkpoint.vocab.tokenizer import Vocabulary
+from quantkit.errors import FormatError
+
+STACK_EXPERTS = StackExperts(
+    weights=("w1", "w2", "w3"),
+    name="model.layers.{layer}.block_sparse_moe.experts.{expert}.{weight}.weight",
+    merged="model.layers.{layer}.block_sparse_moe.experts.{weight}.weight",
+)
+
+M2_KEYS: tuple[SetKeys, ...] = (
+    Copied(".expert_feed_forward_length", "intermediate_size"),
+    Copied(".rope.dimension_count", "rotary_dim"),
+)
+
+M3_RULES = (Transform(r"norm\.weight$", plus_one, minus_one), KeepF32(r"\.self_attn\.index(er\.|_)"), STACK_EXPERTS)
+
+
+def _set_sparse(keys: Keys, config: Config) -> None:
+    sparse = config["sparse_attention_config"]
+    for key, name in (
+        ("head_count", "sparse_num_index_heads"),
+        ("key_length", "sparse_index_dim"),
+        ("top_k", "sparse_topk_blocks"),
+        ("block_size", "sparse_block_size"),
+        ("local_blocks", "sparse_local_block"),
+    ):
+        keys.u32(f".attention.indexer.{key}", sparse[name])
+    keys.u32(
+        ".leading_dense_block_count", len(list(takewhile(lambda frequency: frequency == 0, config["moe_layer_freq"])))
+    )
+
+
+M3_KEYS: tuple[SetKeys, ...] = (
+    *M2_KEYS,
+    Copied(".expert_shared_count", "n_shared_experts", required=True),
+    Copied(".expert_weights_scale", "routed_scaling_factor", "f32", required=True),
+    Always(".expert_weights_norm", True, "flag"),
+    _set_sparse,
+)
+
+
+@dataclass(frozen=True)
+class FindSilentTokens(OneWayRule):
+    """Tokens beside those of the model whose embeddings are zero are noted in the configuration: they must not come."""
+
+    def __call__(self, tensor: Tensor, context: Context) -> Iterable[Tensor] | None:
+        if tensor.name != "model.embed_tokens.weight" or len(tensor.x.shape) != 2:
+            return None
+        tokenizer = optional_json(context.config.path.parent / "tokenizer.json") or {}
+        model = tokenizer.get("model")
+        first = len(model.get("vocab") or ()) if isinstance(model, dict) else 0
+        rows, width = tensor.x.shape
+        zero_rows = [row for row in range(first, rows) if not read_f32(tensor.x, row * width, width).any()]
+        context.config.values["_silent"] = zero_rows
+        return None
+
+
+M1_RULES = (FindSilentTokens(), STACK_EXPERTS)
+
+
+def _set_m1(keys: Keys, config: Config) -> None:
+    keys.array("tokenizer.ggml.suppress_tokens", config.get("_silent") or [])
+    parts = ("full_attention", "linear_attention", "mlp")
+    alphas, betas = ({config[f"layernorm_{part}_{letter}"] for part in parts} for letter in ("alpha", "beta"))
+    if len(alphas) > 1 or betas != {1.0}:
+        raise FormatError(
+            f"{config.path}: layers add to what was before by several numbers; only one is known", "QK-E305"
+        )
+    keys.f32(".residual_scale", alphas.pop())
+    keys.u32(".rope.dimension_count", config["rotary_dim"])
+
+
+M1_KEYS: tuple[SetKeys, ...] = (_set_m1,)
+
+
+def write_minimax_m1(v: Vocabulary) -> None:
+    """BPE; chat_template.jinja counts, if there is one.
+
+    Without one the reference writes a template of llama.cpp's own, we that of the tokenizer (MiniMaxText01Model).
+    """
+    write_bpe(v)
+    if v.has("chat_template.jinja"):
+        v.keys.text("tokenizer.chat_template", template_file(v.folder))
+
+
+_MINIMAX_M2 = Architecture("minimax-m2", rules=(STACK_EXPERTS,), keys=M2_KEYS)
+_MINIMAX_M3 = Architecture("minimax-m3", rules=M3_RULES, keys=M3_KEYS)
+_MINIMAX_M1 = Architecture("minimax-01", rules=M1_RULES, keys=M1_KEYS, vocab=write_minimax_m1)
+
+#: Model class -> how it is converted.
+ARCHITECTURES: dict[str, Architecture] = {
+    "MiniMaxM2ForCausalLM": _MINIMAX_M2,
+    "MiniMaxM3SparseForCausalLM": _MINIMAX_M3,
+    "MiniMaxM3SparseForConditionalGeneration": _MINIMAX_M3,
+    "MiniMaxM1ForCausalLM": _MINIMAX_M1,
+    "MiniMaxText01ForCausalLM": _MINIMAX_M1,
+}
+
+
+def set_sparse_attention(meta: ModelMetadata, config: Json) -> None:
+    """Set the sparse attention, and the layers with experts (MiniMax M3)."""
+    names = {
+        "head_count": "sparse_num_index_heads",
+        "key_length": "sparse_index_dim",
+        "top_k": "sparse_topk_blocks",
+        "block_size": "sparse_block_size",
+        "local_blocks": "sparse_local_block",
+    }
+    config["sparse_attention_config"] = {name: meta.get(f".attention.indexer.{key}") for key, name in names.items()}
+    dense, layers = meta.number(".leading_dense_block_count"), range(meta.number(".block_count"))
+    sparse = [int(f"blk.{i}.indexer.q_proj.weight" in meta.model.tensors) for i in layers]
+    config["sparse_attention_config"]["sparse_attention_freq"] = sparse
+    config["moe_layer_freq"] = [int(i >= dense) for i in layers]
+    shared = next((t for name, t in meta.model.tensors.items() if name.endswith(".ffn_up_shexp.weight")), None)
+    if shared is not None:
+        config["shared_intermediate_size"] = shared.shape[1]
+
+
+_SPARSE_NAMES = " ".join(
+    f"model.layers.*.block_sparse_moe.{name}"
+    for name in ("gate", "e_score_correction", "experts.w1", "experts.w2", "experts.w3")
+)
+
+_IMAGE_SIZES = {"image_size": 28, "patch_size": 14}
+
+
+def _set_lightning_layers(meta: ModelMetadata, config: Json) -> None:
+    """Name the layers of lightning attention: they have queries, keys and values in one."""
+    linear = set(meta.layers_with("attn_qkv.weight"))
+    config["attn_type_list"] = [int(i not in linear) for i in range(meta.number(".block_count"))]
+    for part in ("full_attention", "linear_attention", "mlp"):
+        config |= {f"layernorm_{part}_alpha": meta.get(".residual_scale"), f"layernorm_{part}_beta": 1.0}
+
+
+def _rename_full_output(config: Config, name: str) -> str:
+    """Layers of full attention call their last matrix otherwise than those of lightning attention."""
+    match = re.fullmatch(r"(model\.layers\.(\d+)\.self_attn\.)out_proj(\..*)", name)
+    return name if match is None or not config["attn_type_list"][int(match[2])] else f"{match[1]}o_proj{match[3]}"
+
+
+_MINIMAX_M3_CLASS = HfClass(
+    "minimax_m3",
+    " ".join(
+        f"{LAYER}{name}"
+        for name in (
+            *(f"self_attn.index_{part}" for part in ("q_proj", "k_proj", "q_norm", "k_norm")),
+            *(f"block_sparse_moe.shared_experts.{w}_proj" for w in ("gate", "up", "down")),
+            *(f"block_sparse_moe.{item}" for item in ("gate", "e_score_correction")),
+            *(f"block_sparse_moe.experts.{w}" for w in ("w1", "w2", "w3")),
+        )
+    ),
+    keys={
+        ".feed_forward_length": "dense_intermediate_size",
+        ".leading_dense_block_count": "",
+        ".expert_weights_norm": "",
+    },
+    defaults={"use_gemma_norm": True, "use_qk_norm": True, "use_routing_bias": True, "qk_norm_type": "per_head"},
+    config_setters=(set_sparse_attention,),
+)
+
+_MINIMAX_M1_CLASS = HfClass(
+    "minimax_m1",
+    prefixed(
+        LAYER,
+        "block_sparse_moe.gate block_sparse_moe.experts.w1 block_sparse_moe.experts.w2 block_sparse_moe.experts.w3 "
+        "self_attn.norm self_attn.qkv_proj self_attn.out_proj self_attn.output_gate",
+    ),
+    keys={".rope.dimension_count": "rotary_dim"},
+    defaults={"postnorm": True},  # as llama.cpp computes it
+    config_setters=(_set_lightning_layers,),
+    rename_last=_rename_full_output,
+)
+
+#: Model class -> how transformers has it.
+CLASSES: dict[str, HfClass] = {
+    "MiniMaxM2ForCausalLM": HfClass(
+        "minimax_m2",
+        _SPARSE_NAMES,
+        defaults={"use_qk_norm": True, "use_routing_bias": True, "qk_norm_type": "per_layer"},
+    ),
+    "MiniMaxM3SparseForConditionalGeneration": replace(
+        _MINIMAX_M3_CLASS,
+        model_type="minimax_m3_vl_text",
+        config_setters=(
+            *_MINIMAX_M3_CLASS.config_setters,
+            config_values.AddTower({"num_hidden_layers": 1, "num_attention_heads": 2, **_IMAGE_SIZES}),
+        ),
+        renames=((r"^", "language_model."),),
+        text_key="text_config",
+        outer={"model_type": "minimax_m3_vl"},
+    ),
+    "MiniMaxM3SparseForCausalLM": _MINIMAX_M3_CLASS,
+    "MiniMaxM1ForCausalLM": _MINIMAX_M1_CLASS,
+}

@@ -1,0 +1,126 @@
+"""ModernBERT and EuroBERT.
+
+Facts of llama.cpp b11434, conversion/bert.py.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from quantkit.checkpoint.config import Json
+from quantkit.checkpoint.export import config_values
+from quantkit.checkpoint.export.gguf_metadata import ModelMetadata
+from quantkit.checkpoint.models import bert
+from quantkit.checkpoint.pooling import set_pooling
+from quantkit.checkpoint.row import Always, Architecture, Copied, HfClass, SetKeys, prefixed
+from quantkit.checkpoint.rules import Rename
+from quantkit.checkpoint.vocab.bpe import write_bpe
+from quantkit.checkpoint.vocab.tokenizer import NORMAL, USER_DEFINED, Vocabulary
+
+MODERN_KEYS: tuple[SetKeys, ...] = (
+    Copied(".attention.sliding_window", "local_attention", required=True),
+    Copied(".attention.sliding_window_pattern", "global_attn_every_n_layers"),
+    Always(".rope.scaling.type", "none", "text"),
+    Copied(".vocab_size", "vocab_size", required=True),
+    Copied(".hidden_activation", "hidden_activation", "text"),
+)
+
+EURO_KEYS: tuple[SetKeys, ...] = (
+    Always(".attention.causal", False, "flag"),
+    Always(".rope.scaling.type", "none", "text"),
+    set_pooling,
+)
+
+
+def write_modern_bert(v: Vocabulary) -> None:
+    """BPE with something before, between and behind texts (ModernBertModel)."""
+    for kind in ("bos", "eos", "sep"):
+        v.keys.flag(f"tokenizer.ggml.add_{kind}_token", True)
+    write_bpe(v)
+    if v.pre_name == "mmbert":
+        _normal_spaces(v)
+
+
+def _normal_spaces(v: Vocabulary) -> None:
+    """Make added tokens of spaces normal ones: they are never found in a text."""
+    tokens, types = (list(v.keys.fields[f"tokenizer.ggml.{key}"].value) for key in ("tokens", "token_type"))
+    for i, text in enumerate(tokens):
+        if types[i] == USER_DEFINED and text and not text.strip(" "):
+            tokens[i], types[i] = "\u2581" * len(text), NORMAL
+    v.keys.array("tokenizer.ggml.tokens", tokens)
+    v.keys.array("tokenizer.ggml.token_type", types)
+
+
+def write_euro_bert(v: Vocabulary) -> None:
+    """BPE with nothing before texts (EuroBertModel)."""
+    v.keys.flag("tokenizer.ggml.add_bos_token", False)
+    write_bpe(v)
+
+
+_MODERN_BERT = replace(
+    bert.BERT,
+    arch="modern-bert",
+    stored=(Rename(r"^model\.", ""), *bert.STORED),
+    keys=(*bert.KEYS, *MODERN_KEYS),
+    vocab=write_modern_bert,
+)
+
+_EURO_BERT = Architecture("eurobert", stored=(Rename(r"^model\.", ""),), keys=EURO_KEYS, vocab=write_euro_bert)
+
+#: Model class -> how it is converted.
+ARCHITECTURES: dict[str, Architecture] = {
+    "ModernBertModel": _MODERN_BERT,
+    "ModernBertForMaskedLM": _MODERN_BERT,
+    "ModernBertForSequenceClassification": _MODERN_BERT,
+    "EuroBertModel": _EURO_BERT,
+    "JinaEmbeddingsV5Model": _EURO_BERT,
+}
+
+
+def _set_biases(meta: ModelMetadata, config: Json) -> None:
+    """Set which biases there are, and the pooling of a classifier."""
+    config |= {
+        "attention_bias": meta.has_in_any_layer(".attn_qkv.bias"),
+        "mlp_bias": meta.has_in_any_layer(".ffn_up.bias"),
+        "norm_bias": meta.has_in_any_layer("_norm.bias"),
+        "classifier_bias": meta.has("cls.bias"),
+    }
+    if (kind := meta.get(".classifier.pooling_type")) in (1, 2):
+        config["classifier_pooling"] = ("mean", "cls")[kind - 1]
+
+
+_MODERN_CLASS = HfClass(
+    "modernbert",
+    "embeddings.tok_embeddings embeddings.norm final_norm head.dense head.norm "
+    + prefixed("layers.*.", "attn.Wqkv attn.Wo mlp.Wi mlp.Wo attn_norm mlp_norm"),
+    keys={
+        ".rope.freq_base": "global_rope_theta",
+        ".rope.freq_base_swa": "local_rope_theta",
+        ".attention.layer_norm_rms_epsilon": "norm_eps",
+        ".attention.layer_norm_epsilon": "layer_norm_eps",
+    },
+    defaults={"reference_compile": False},
+    config_setters=(bert.set_label_names, _set_biases),
+)
+
+_EURO_CLASS = HfClass(
+    "eurobert",
+    "embed_tokens norm "
+    + prefixed(
+        "layers.*.",
+        "self_attn.q_proj self_attn.k_proj self_attn.v_proj self_attn.o_proj mlp.gate_proj mlp.up_proj mlp.down_proj "
+        "input_layernorm post_attention_layernorm",
+    ),
+    config_setters=(config_values.set_rope_parameters,),
+)
+
+#: Model class -> how transformers has it.
+CLASSES: dict[str, HfClass] = {
+    "ModernBertForSequenceClassification": replace(
+        _MODERN_CLASS,
+        matches=lambda meta: meta.has("cls.output.weight"),
+        renames=((r"^(?!classifier|head)", "model."),),
+    ),
+    "ModernBertModel": _MODERN_CLASS,
+    "EuroBertModel": _EURO_CLASS,
+}

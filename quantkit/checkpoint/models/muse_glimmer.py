@@ -1,0 +1,119 @@
+"""Muse Glimmer (text).
+
+Facts of llama.cpp b11434, conversion/muse_glimmer.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+from quantkit.checkpoint.config import Config, Json
+from quantkit.checkpoint.export import config_values
+from quantkit.checkpoint.export.gguf_metadata import ModelMetadata
+from quantkit.checkpoint.expressions import Constant
+from quantkit.checkpoint.keys import Keys
+from quantkit.checkpoint.models import llama
+from quantkit.checkpoint.row import LAYER, Architecture, Copied, HfClass, SetKeys, prefixed
+from quantkit.checkpoint.rules import Transform, minus_one, plus_one
+from quantkit.checkpoint.tensors import Context, InverseContext, Rule, Tensor
+from quantkit.checkpoint.vocab.bpe import write_bpe
+from quantkit.checkpoint.vocab.tokenizer import Vocabulary
+from quantkit.errors import FormatError, TypeNotSupported
+from quantkit.formats.gguf.rules import short
+
+
+@dataclass(frozen=True)
+class AddQueryNorms(Rule):
+    """Queries and keys are normed without weights, queries scaled: weights of norms that do that come before them."""
+
+    def __call__(self, tensor: Tensor, context: Context) -> Iterable[Tensor] | None:
+        stem, separator, tail = tensor.name.partition(".self_attn.q_proj.")
+        if not separator or tail != "weight" or tensor.layer is None:
+            return None
+        config, rows = context.config, tensor.x.shape[0]
+        width, scale = config.number("head_dim"), float(config["qk_scale_factor"])
+        if width < 1 or rows % width:
+            raise FormatError(f"{config.path}: head_dim is {short(width)}, of {rows} rows of {tensor.name}", "QK-E112")
+        norms = (("q", scale), ("k", 1.0))
+        return (
+            *(
+                replace(tensor, name=f"{stem}.self_attn.{letter}_norm.weight", x=Constant((value,) * width))
+                for letter, value in norms
+            ),
+            tensor,
+        )
+
+    def invert(self, tensor: Tensor, context: InverseContext) -> Iterable[Tensor] | None:
+        """Leave out norms that only scale: config.json says by how much."""
+        return () if tensor.name.endswith((".self_attn.q_norm.weight", ".self_attn.k_norm.weight")) else None
+
+
+MUSE_RULES = (Transform(r"layernorm\.weight$", plus_one, minus_one), AddQueryNorms())
+
+
+def _set_muse_windows(keys: Keys, config: Config) -> None:
+    keys.u32(".attention.sliding_window", config["sliding_window"])
+    slides = [kind == "sliding_attention" for kind in config["layer_types"]]
+    keys.array(".attention.sliding_window_pattern", slides)
+
+
+MUSE_KEYS: tuple[SetKeys, ...] = (
+    Copied(".final_logit_softcapping", "final_logit_softcapping", "f32", required=True),
+    Copied(".logit_scale", "output_multiplier", "f32", required=True),
+    _set_muse_windows,
+)
+
+
+def write_muse(v: Vocabulary) -> None:
+    """BPE, with the end of a turn (MuseGlimmerModel)."""
+    write_bpe(v)
+    if (end := next((number for number, text in v.by_id.items() if text == "<|eot|>"), None)) is not None:
+        v.keys.u32("tokenizer.ggml.eot_token_id", end)
+
+
+#: Model class -> how it is converted.
+ARCHITECTURES: dict[str, Architecture] = {
+    "MuseGlimmerForConditionalGeneration": Architecture(
+        "muse-glimmer", rules=(*llama.ROPE_PERMUTED, *MUSE_RULES), keys=MUSE_KEYS, vocab=write_muse
+    ),
+}
+
+
+def _set_query_scale(meta: ModelMetadata, config: Json) -> None:
+    """Set the factor of queries; refuse norms that do more than scale."""
+    factors: dict[str, set[float]] = {"q": {1.0}, "k": {1.0}}
+    for letter in factors:
+        names = [name for name in meta.model.tensors if name.endswith(f".attn_{letter}_norm.weight")]
+        factors[letter] = {value for name in names for value in meta.values(name)} or {1.0}
+    if len(factors["q"]) > 1 or factors["k"] != {1.0}:
+        raise TypeNotSupported(
+            f"{meta.path}: norms of queries and keys do more than scale queries by one number, which is all that "
+            "config.json of this class can say",
+            "QK-E305",
+        )
+    config["qk_scale_factor"] = factors["q"].pop()
+
+
+_MUSE_CLASS = HfClass(
+    "muse_glimmer_text",
+    prefixed(
+        LAYER, "self_attn.gate_proj post_attention_layernorm pre_feedforward_layernorm post_feedforward_layernorm"
+    ),
+    keys={".logit_scale": "output_multiplier"},
+    config_setters=(
+        config_values.set_layer_types,
+        _set_query_scale,
+        config_values.AddTower(
+            {"num_hidden_layers": 1, "num_attention_heads": 2, "pos_emb_height": 4, "pos_emb_width": 4}
+        ),
+    ),
+    renames=((r"^model\.", "model.language_model."),),
+    text_key="text_config",
+    outer={"model_type": "muse_glimmer"},
+)
+
+#: Model class -> how transformers has it.
+CLASSES: dict[str, HfClass] = {
+    "MuseGlimmerForConditionalGeneration": _MUSE_CLASS,
+}

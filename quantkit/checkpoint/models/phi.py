@@ -1,0 +1,187 @@
+"""Phi 2, 3, 4 and Phi-3.5-MoE.
+
+Facts of llama.cpp b11434, conversion/phi.py.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import replace
+
+from quantkit.checkpoint.config import Config, Json
+from quantkit.checkpoint.export import config_values
+from quantkit.checkpoint.export.gguf_metadata import ModelMetadata
+from quantkit.checkpoint.expressions import Constant
+from quantkit.checkpoint.keys import Keys
+from quantkit.checkpoint.row import Architecture, Copied, HfClass, SetKeys
+from quantkit.checkpoint.rules import StackExperts
+from quantkit.checkpoint.tensors import Tensor
+from quantkit.checkpoint.vocab.bpe import write_bpe
+from quantkit.checkpoint.vocab.sentencepiece import phi_tokens, write_pieces
+from quantkit.checkpoint.vocab.tokenizer import Vocabulary
+from quantkit.errors import FormatError
+from quantkit.formats.gguf.rules import short
+
+
+def set_phi3_keys(keys: Keys, config: Config, layers: int, file_type: int) -> None:
+    """Set the keys of Phi 3 and later: an order of their own."""
+    length, original = _lengths(config)
+    keys.u32(".context_length", length)
+    keys.u32(".rope.scaling.original_context_length", original)
+    keys.u32(".embedding_length", config.number("hidden_size", "n_embd"))
+    keys.u32(".feed_forward_length", config["intermediate_size"])
+    keys.u32(".block_count", layers)
+    keys.u32(".attention.head_count", config.number("num_attention_heads", "n_head"))
+    keys.u32(".attention.head_count_kv", config.number("num_key_value_heads", "n_head_kv"))
+    keys.f32(".attention.layer_norm_rms_epsilon", config["rms_norm_eps"])
+    keys.u32(".rope.dimension_count", _rope_width(config))
+    keys.f32(".rope.freq_base", config.full_rope.get("rope_theta", 10000.0))
+    keys.u32("general.file_type", file_type)
+    # 0 tells Phi 4 from others of the architecture.
+    window = config.get("sliding_window")
+    keys.u32(".attention.sliding_window", 0 if window is None else window)
+
+
+def set_rope_attention(keys: Keys, config: Config) -> None:
+    """Set by what attention is multiplied where texts may be longer than those of training."""
+    if not _factors(config):
+        return
+    length, original = _lengths(config)
+    scale, kind = length / original, str(config.rope.get("rope_type", "")).lower()
+    if kind not in ("su", "longrope", "yarn"):
+        raise FormatError(
+            f"{config.path}: rope has factors, but its rope_type is {short(kind)}, not longrope or yarn", "QK-E112"
+        )
+    factor = 1.0
+    if scale > 1:
+        factor = 0.1 * math.log(scale) + 1 if kind == "yarn" else math.sqrt(1 + math.log(scale) / math.log(original))
+    keys.f32(".rope.scaling.attn_factor", factor)
+
+
+def long_rope(config: Config) -> Iterable[Tensor]:
+    """The factors of rope for long and for short texts, as tensors."""
+    for name, values in _factors(config).items():
+        yield Tensor(f"rope_factors_{name}.weight", Constant(values), None, f"rope_factors_{name}.weight")
+
+
+PHI_EXPERTS = StackExperts(
+    weights=("w1", "w2", "w3"),
+    name="model.layers.{layer}.block_sparse_moe.experts.{expert}.{weight}.weight",
+    merged="model.layers.{layer}.block_sparse_moe.experts.{weight}.weight",
+)
+
+PHIMOE_KEYS: tuple[SetKeys, ...] = (
+    Copied(".expert_used_count", "num_experts_per_tok num_experts_per_token", required=True),
+    Copied(".expert_count", "num_local_experts num_experts", required=True),
+)
+
+
+def _rope_width(config: Config) -> int:
+    heads = config.number("num_attention_heads", "n_head")
+    if not heads:
+        raise FormatError(f"{config.path}: num_attention_heads is 0", "QK-E112")
+    return int(config.rotary_part(1.0) * config.number("hidden_size", "n_embd")) // heads
+
+
+def _lengths(config: Config) -> tuple[int, int]:
+    """Return the length of contexts, and that of training.
+
+    A PhiMoE without rope_scaling was trained on the whole; convert_hf_to_gguf.py stops there.
+    """
+    length = config.number("n_positions", "max_position_embeddings")
+    original = config.rope.get("original_max_position_embeddings", length)
+    if not isinstance(original, int) or isinstance(original, bool) or original < 2:
+        raise FormatError(f"{config.path}: original_max_position_embeddings is {short(original)}", "QK-E112")
+    return length, original
+
+
+def set_phi2_keys(keys: Keys, config: Config, layers: int, file_type: int) -> None:
+    """Set the keys of Phi 2."""
+    width, heads = config.number("hidden_size", "n_embd"), config.number("num_attention_heads", "n_head")
+    keys.u32(".context_length", config.number("n_positions", "max_position_embeddings"))
+    keys.u32(".embedding_length", width)
+    keys.u32(".feed_forward_length", 4 * width)
+    keys.u32(".block_count", layers)
+    keys.u32(".attention.head_count", heads)
+    keys.u32(".attention.head_count_kv", heads)
+    keys.f32(".attention.layer_norm_epsilon", config.find("layer_norm_epsilon", "layer_norm_eps"))
+    keys.u32(".rope.dimension_count", _rope_width(config))
+    keys.u32("general.file_type", file_type)
+    keys.flag("tokenizer.ggml.add_bos_token", False)
+
+
+def _factors(config: Config) -> dict[str, tuple[float, ...]]:
+    """Return the factors of rope for long and short texts, {} where there are none."""
+    if not config.rope.get("long_factor"):
+        return {}
+    factors = {name: config.rope.get(f"{name}_factor") for name in ("long", "short")}
+    count = _rope_width(config) // 2
+    for name, values in factors.items():
+        if not isinstance(values, list) or len(values) != count or not all(isinstance(v, (int, float)) for v in values):
+            raise FormatError(
+                f"{config.path}: {name}_factor is {short(values)}, not a list of {count} numbers", "QK-E112"
+            )
+    return {name: tuple(map(float, values)) for name, values in factors.items() if isinstance(values, list)}
+
+
+def write_phi(v: Vocabulary) -> None:
+    """Phi 4 has a BPE vocabulary, others SentencePiece (Phi3MiniModel)."""
+    if v.tokenizer_config.get("tokenizer_class") == "GPT2Tokenizer" or not v.has("tokenizer.model"):
+        write_bpe(v)
+    else:
+        write_pieces(v, phi_tokens(v))
+
+
+_PHI3 = Architecture("phi3", base=set_phi3_keys, vocab=write_phi, head_keys=(set_rope_attention,), synthetic=long_rope)
+_PHIMOE = replace(_PHI3, arch="phimoe", rules=(PHI_EXPERTS,), keys=PHIMOE_KEYS)
+
+#: Model class -> how it is converted.
+ARCHITECTURES: dict[str, Architecture] = {
+    "PhiForCausalLM": Architecture("phi2", base=set_phi2_keys),
+    "Phi3ForCausalLM": _PHI3,
+    "Phi4ForCausalLMV": _PHI3,
+    # transformers saves the second name, which convert_hf_to_gguf.py does not know.
+    "PhiMoEForCausalLM": _PHIMOE,
+    "PhimoeForCausalLM": _PHIMOE,
+}
+
+
+def set_window_or_none(meta: ModelMetadata, config: Json) -> None:
+    """A window of 0 is none."""
+    config["sliding_window"] = config.get("sliding_window") or None
+
+
+def set_long_rope_scale(meta: ModelMetadata, config: Json) -> None:
+    """Set the factors of attention of Phi-3.5-MoE, for long and short texts."""
+    if rope := config["rope_scaling"]:
+        scale = meta.get(".rope.scaling.attn_factor")
+        rope |= {"rope_type": "longrope", "long_mscale": scale, "short_mscale": scale}
+        rope["original_max_position_embeddings"] = config["original_max_position_embeddings"]
+
+
+_FUSED_NAMES = "model.layers.*.self_attn.qkv_proj model.layers.*.mlp.gate_up_proj"
+
+_SPARSE_NAMES = " ".join(
+    f"model.layers.*.block_sparse_moe.{name}"
+    for name in ("gate", "e_score_correction", "experts.w1", "experts.w2", "experts.w3")
+)
+
+#: Model class -> how transformers has it.
+CLASSES: dict[str, HfClass] = {
+    "PhiForCausalLM": HfClass(
+        "phi",
+        "model.final_layernorm model.layers.*.self_attn.dense model.layers.*.mlp.fc1 model.layers.*.mlp.fc2",
+        config_setters=(config_values.set_rotary_part,),
+    ),
+    "Phi3ForCausalLM": HfClass(
+        "phi3",
+        _FUSED_NAMES,
+        config_setters=(config_values.set_rotary_part, config_values.set_long_rope, set_window_or_none),
+    ),
+    "PhimoeForCausalLM": HfClass(
+        "phimoe",
+        _SPARSE_NAMES,
+        config_setters=(config_values.set_long_rope, set_long_rope_scale, set_window_or_none),
+    ),
+}

@@ -1,0 +1,200 @@
+"""Qwen 1 to 3, their mixtures of experts, and the text models of their vision and audio models.
+
+Facts of llama.cpp b11434, conversion/qwen.py, conversion/qwen3vl.py, conversion/qwenvl.py.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from quantkit.checkpoint.config import Config, Json
+from quantkit.checkpoint.export import config_values
+from quantkit.checkpoint.export.gguf_metadata import ModelMetadata
+from quantkit.checkpoint.keys import Keys
+from quantkit.checkpoint.models import llama
+from quantkit.checkpoint.pooling import set_pooling
+from quantkit.checkpoint.row import Always, Architecture, Copied, HfClass, prefixed
+from quantkit.checkpoint.rules import Rename, Split, StackExperts, Transform, transpose, transpose_stored
+from quantkit.checkpoint.vocab.bpe import write_bpe, write_sentencepiece_or_bpe
+from quantkit.checkpoint.vocab.special import SpecialTokens
+from quantkit.checkpoint.vocab.tiktoken import QWEN, write_ranks
+from quantkit.checkpoint.vocab.tokenizer import Vocabulary
+from quantkit.errors import FormatError
+
+#: Experts that are stored as one tensor already; gate and up in one.
+SPLIT_FUSED_EXPERTS = (
+    Rename(r"(mlp\.experts\.down_proj)$", r"\1.weight"),
+    Split(
+        r"mlp\.experts\.gate_up_proj(\.weight)?$", ("mlp.experts.gate_proj.weight", "mlp.experts.up_proj.weight"), -2
+    ),
+)
+
+#: Experts of Qwen and those like it: each on its own, or all in one.
+STACK_EXPERTS = (*SPLIT_FUSED_EXPERTS, StackExperts())
+
+EXPERT_WIDTHS = (
+    Copied(".expert_feed_forward_length", "moe_intermediate_size", "count"),
+    Copied(".expert_shared_feed_forward_length", "shared_expert_intermediate_size"),
+)
+
+#: The names of Qwen 3 Omni's text model begin with it.
+UNWRAP_TEXT = (Rename(r"thinker\.", ""),)
+#: The layers whose outputs Qwen3-VL's vision tower adds to the text model, unless the configuration names them.
+_DEEPSTACK = (8, 16, 24)
+
+
+def set_deepstack(keys: Keys, config: Config) -> None:
+    """Set how many outputs of the vision tower the first layers add."""
+    vision = config.get("vision_config") or {}
+    layers = vision.get("deepstack_visual_indexes", _DEEPSTACK) if isinstance(vision, dict) else None
+    if not isinstance(layers, (list, tuple)):
+        raise FormatError(
+            f"{config.path}: vision_config does not list the layers of deepstack_visual_indexes", "QK-E112"
+        )
+    keys.u32(".n_deepstack_layers", len(layers))
+
+
+#: Those of Qwen3-VL are stored the other way round: [expert, in, out].
+VL_EXPERTS = (
+    Transform(r"mlp\.experts\.(down_proj|gate_up_proj)(\.weight)?$", transpose, transpose_stored),
+    *STACK_EXPERTS,
+)
+
+
+def write_omni(v: Vocabulary) -> None:
+    """BPE; texts begin and end with the end of a turn (Qwen3OmniMoeTextModel)."""
+    write_bpe(v)
+    number = next((number for number, entry in v.decoder_entries if entry["content"] == "<|im_end|>"), None)
+    if number is not None:
+        v.keys.u32("tokenizer.ggml.bos_token_id", number)
+        v.keys.u32("tokenizer.ggml.eos_token_id", number)
+
+
+def write_qwen(v: Vocabulary) -> None:
+    """Ranks; texts begin and end with one token, unless config.json says otherwise (TextModel._set_vocab_qwen)."""
+
+    def complete(special: SpecialTokens, ids: dict[str, int]) -> None:
+        end = ids["<|endoftext|>"]
+        for kind in ("unk",) if special.ids else ("bos", "eos", "unk"):
+            special.set(kind, end)
+
+    write_ranks(v, QWEN, complete)
+
+
+_QWEN2 = Architecture("qwen2", keys=(set_pooling,), vocab=write_sentencepiece_or_bpe)
+_QWEN3 = Architecture("qwen3", keys=(set_pooling,), vocab=write_sentencepiece_or_bpe)
+_QWEN3_MOE = Architecture("qwen3moe", rules=STACK_EXPERTS, keys=EXPERT_WIDTHS)
+_QWEN3_VL = Architecture(
+    "qwen3vl", stored=UNWRAP_TEXT, keys=(set_pooling, set_deepstack), vocab=write_sentencepiece_or_bpe
+)
+_QWEN3_VL_MOE = Architecture("qwen3vlmoe", stored=UNWRAP_TEXT, rules=VL_EXPERTS, keys=(*EXPERT_WIDTHS, set_deepstack))
+_QWEN2_VL = Architecture("qwen2vl", stored=UNWRAP_TEXT, vocab=write_sentencepiece_or_bpe)
+
+#: Model class -> how it is converted.
+ARCHITECTURES: dict[str, Architecture] = {
+    "Qwen2ForCausalLM": _QWEN2,
+    "KORMoForCausalLM": _QWEN2,
+    "DotsOCRForCausalLM": _QWEN2,
+    "Qwen2AudioForConditionalGeneration": _QWEN2,
+    "AudioFlamingo3ForConditionalGeneration": _QWEN2,
+    "Qwen2Model": replace(_QWEN2, rules=llama.BARE_NAMES),
+    "Qwen3ForCausalLM": _QWEN3,
+    "StepVLForConditionalGeneration": _QWEN3,
+    "Qwen3Model": replace(_QWEN3, rules=llama.BARE_NAMES),
+    "Qwen2MoeForCausalLM": Architecture("qwen2moe", rules=STACK_EXPERTS, keys=EXPERT_WIDTHS),
+    "Qwen3MoeForCausalLM": _QWEN3_MOE,
+    "Qwen3VLForConditionalGeneration": _QWEN3_VL,
+    "Qwen3VLMoeForConditionalGeneration": _QWEN3_VL_MOE,
+    "Qwen2VLForConditionalGeneration": _QWEN2_VL,
+    "Qwen2_5_VLForConditionalGeneration": _QWEN2_VL,
+    "Qwen2VLModel": _QWEN2_VL,
+    "Qwen2_5OmniModel": _QWEN2_VL,
+    "Qwen3OmniMoeForConditionalGeneration": Architecture(
+        "qwen3vlmoe",
+        stored=UNWRAP_TEXT,
+        rules=VL_EXPERTS,
+        keys=(*EXPERT_WIDTHS, Always(".n_deepstack_layers", 0)),
+        vocab=write_omni,
+    ),
+    "QWenLMHeadModel": Architecture("qwen", vocab=write_qwen),
+}
+
+
+def add_qwen2_tower(meta: ModelMetadata, config: Json) -> None:
+    """Describe a vision tower, which is in no file of a text model, as small as can be (Qwen2-VL)."""
+    width = meta.number(".embedding_length")
+    config["vision_config"] = {"depth": 1, "num_heads": 2} | (
+        {"embed_dim": 64, "hidden_size": width}
+        if config["model_type"] == "qwen2_vl"
+        else {"hidden_size": 64, "intermediate_size": 64, "out_hidden_size": width, "fullatt_block_indexes": [0]}
+    )
+    config.setdefault("rope_scaling", {})
+
+
+SHARED_EXPERT_NAMES = " ".join(f"model.layers.*.mlp.shared_expert.{w}_proj" for w in ("gate", "up", "down"))
+_LAYER = "transformer.h.*."
+
+
+def _set_qwen1_names(meta: ModelMetadata, config: Json) -> None:
+    """Set the values that only Qwen 1 has names for."""
+    config |= {
+        "seq_length": meta.number(".context_length"),
+        "kv_channels": meta.head_width,
+        "no_bias": True,
+        "use_dynamic_ntk": False,
+        "use_logn_attn": False,
+        "scale_attn_weights": True,
+    }
+
+
+_VL_CLASS = HfClass(
+    "qwen3_vl",
+    config_setters=(config_values.interleave_sections, config_values.add_deepstack_tower),
+    renames=((r"^model\.", "model.language_model."),),
+    text_key="text_config",
+)
+
+_QWEN_2_VL_CLASS = HfClass("qwen2_vl", config_setters=(add_qwen2_tower,))
+
+_QWEN_CLASS = HfClass(
+    "qwen",
+    "transformer.wte transformer.ln_f "
+    + prefixed(_LAYER, "ln_1 ln_2 attn.c_attn attn.c_proj mlp.w1 mlp.w2 mlp.c_proj"),
+    keys={
+        ".rope.freq_base": "rotary_emb_base",
+        ".attention.layer_norm_rms_epsilon": "rms_norm_eps",
+        ".attention.layer_norm_epsilon": "layer_norm_epsilon",
+    },
+    config_setters=(_set_qwen1_names,),
+)
+
+#: Model class -> how transformers has it.
+CLASSES: dict[str, HfClass] = {
+    "Qwen2ForCausalLM": HfClass("qwen2"),
+    "Qwen3ForCausalLM": HfClass("qwen3"),
+    "Qwen2MoeForCausalLM": HfClass(
+        "qwen2_moe",
+        SHARED_EXPERT_NAMES,
+        defaults={"norm_topk_prob": False},
+        config_setters=(config_values.set_dense_layers,),
+    ),
+    "Qwen3MoeForCausalLM": HfClass(
+        "qwen3_moe", defaults={"norm_topk_prob": True}, config_setters=(config_values.set_dense_layers,)
+    ),
+    "Qwen3VLForConditionalGeneration": replace(_VL_CLASS, model_type="qwen3_vl_text", outer={"model_type": "qwen3_vl"}),
+    "Qwen3VLMoeForConditionalGeneration": replace(
+        _VL_CLASS,
+        model_type="qwen3_vl_moe_text",
+        defaults={"norm_topk_prob": True},
+        config_setters=(
+            config_values.set_dense_layers,
+            config_values.interleave_sections,
+            config_values.add_deepstack_tower,
+        ),
+        fused=True,
+        outer={"model_type": "qwen3_vl_moe"},
+    ),
+    "Qwen2VLForConditionalGeneration": _QWEN_2_VL_CLASS,
+    "Qwen2_5_VLForConditionalGeneration": replace(_QWEN_2_VL_CLASS, model_type="qwen2_5_vl"),
+    "QWenLMHeadModel": _QWEN_CLASS,
+}

@@ -1,0 +1,320 @@
+"""Qwen3-Next and Qwen 3.5: linear attention between layers of attention, and MTP layers.
+
+Facts of llama.cpp b11434, conversion/qwen.py (_QwenMtpMixin, Qwen3NextModel).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass, replace
+
+from quantkit.checkpoint.config import Config, Json
+from quantkit.checkpoint.export import config_values
+from quantkit.checkpoint.export.gguf_metadata import ModelMetadata
+from quantkit.checkpoint.expressions import Expression, concatenate, take
+from quantkit.checkpoint.keys import Keys
+from quantkit.checkpoint.models import qwen
+from quantkit.checkpoint.nextn import MTP_NAMES, MtpRule
+from quantkit.checkpoint.row import Architecture, Copied, HfClass, SetKeys
+from quantkit.checkpoint.rules import (
+    Drop,
+    Rename,
+    Transform,
+    log_of_negative,
+    minus_one,
+    negative_exp,
+    plus_one,
+    squeeze,
+    unsqueeze_channels,
+)
+from quantkit.checkpoint.tensors import Context, InverseContext, Rule, Tensor
+from quantkit.errors import FormatError
+from quantkit.formats.gguf.rules import short
+
+#: How many there are; in the configuration of Qwen 3.5, in none of Qwen3-Next.
+_MTP_COUNT = "mtp_num_hidden_layers"
+_MTP = re.compile(r"^(?:model\.)?(?:language_model\.)?mtp\.(?:layers\.(\d{1,4})\.)?(.+)$")
+
+
+def count_mtp_layers(config: Config, names: Collection[str]) -> None:
+    """Set in the configuration how many MTP layers are stored.
+
+    convert_hf_to_gguf.py stops where Qwen3-Next has none (as every finetune that transformers saved), and where the
+    configuration of Qwen 3.5 speaks of one that is not stored it writes a file that does not load. Those that are
+    stored count here.
+    """
+    numbers = [int(match[1] or 0) for match in map(_MTP.match, names) if match]
+    config.values[_MTP_COUNT] = 1 + max(numbers, default=-1)
+
+
+def layers_with_mtp(config: Config) -> int:
+    """Return the number of layers, those that predict ahead included."""
+    return config.layers + config.number(_MTP_COUNT)
+
+
+@dataclass(frozen=True)
+class RenameMtpLayers(MtpRule):
+    """Layers that predict ahead are stored under mtp.; they follow the others."""
+
+    def __call__(self, tensor: Tensor, context: Context) -> Iterable[Tensor] | None:
+        match = _MTP.match(tensor.name)
+        if match is None:
+            return None
+        layer, tail = context.config.layers + int(match[1] or 0), match[2]
+        if match[1] is None:
+            stem, dot, suffix = tail.partition(".")
+            tail = MTP_NAMES.get(stem, stem) + dot + suffix
+        return (replace(tensor, name=f"model.layers.{layer}.{tail}"),)
+
+
+@dataclass(frozen=True)
+class SplitQkvzByHead(Rule):
+    """in_proj_qkvz of Qwen3-Next holds query, key, values and gates of one head of keys after another.
+
+    They become queries, keys and values of all heads, and the gates of all heads.
+    """
+
+    def __call__(self, tensor: Tensor, context: Context) -> Iterable[Tensor] | None:
+        if "in_proj_qkvz.weight" not in tensor.name:
+            return None
+        heads = _Heads.from_config(context.config)
+        widths = head_widths(context.config)
+        size = sum(widths)
+        if tensor.x.shape[:1] != (heads.keys * size,):
+            raise context.fail(tensor, f"its shape {list(tensor.x.shape)} is not that of {heads.keys} heads of {size}")
+        parts, start = [], 0
+        for width in widths:
+            parts.append([range(head * size + start, head * size + start + width) for head in range(heads.keys)])
+            start += width
+        query, key, value, gate = parts
+        qkv, z = (tensor.name.replace("in_proj_qkvz", name) for name in ("in_proj_qkv", "in_proj_z"))
+        return (
+            replace(tensor, name=qkv, x=take(tensor.x, 0, *query, *key, *value)),
+            replace(tensor, name=z, x=take(tensor.x, 0, *gate)),
+        )
+
+    def invert(self, tensor: Tensor, context: InverseContext) -> Iterable[Tensor] | None:
+        """Interleave queries, keys, values and gates by head."""
+        match = re.fullmatch(r"(.*\.)in_proj_(qkv|z)\.weight", tensor.name)
+        if match is None:
+            return None
+        joined_name = f"{match[1]}in_proj_qkvz.weight"
+        parts = context.parts.setdefault((id(self), joined_name), {})
+        parts[match[2]] = tensor
+        if len(parts) < 2:
+            return ()
+        x = concatenate((parts["qkv"].x, parts["z"].x))
+        del context.parts[id(self), joined_name]
+        order, start = [], 0
+        widths = head_widths(context.config)
+        keys = context.config.number("linear_num_key_heads")
+        if x.shape[0] != keys * sum(widths):
+            raise context.fail(tensor, f"{x.shape[0]} rows are not those of {keys} heads of {sum(widths)}")
+        for width in widths:
+            order.append([range(start + head * width, start + (head + 1) * width) for head in range(keys)])
+            start += keys * width
+        runs = [run for head in zip(*order, strict=True) for run in head]
+        return (replace(tensor, name=joined_name, x=take(x, 0, *runs)),)
+
+
+_RULES = (
+    Transform(r"\.A_log$", negative_exp, log_of_negative),
+    Rename(r"\.dt_bias$", ".dt_proj.bias"),
+    Transform(r"conv1d", squeeze, unsqueeze_channels),
+    Transform(r"(?<!linear_attn\.)norm\.weight$", plus_one, minus_one),
+    *qwen.STACK_EXPERTS,
+)
+
+#: Rules of Qwen3-Next.
+NEXT_RULES = (SplitQkvzByHead(), *_RULES)
+
+
+def set_linear_attention(keys: Keys, config: Config) -> None:
+    """Set what describes the layers of linear attention, and which they are."""
+    keys.u32(".ssm.conv_kernel", config["linear_conv_kernel_dim"])
+    keys.u32(".ssm.state_size", config["linear_key_head_dim"])
+    keys.u32(".ssm.group_count", config["linear_num_key_heads"])
+    keys.u32(".ssm.time_step_rank", config["linear_num_value_heads"])
+    keys.u32(".ssm.inner_size", config.number("linear_value_head_dim") * config.number("linear_num_value_heads"))
+    if (kinds := config.get("layer_types")) is not None:
+        if not isinstance(kinds, list) or len(kinds) != config.layers:
+            raise FormatError(
+                f"{config.path}: layer_types is {short(kinds)}, not a list of {config.layers} kinds", "QK-E112"
+            )
+        recurrent = [kind == "linear_attention" for kind in kinds]
+        keys.array(".attention.recurrent_layers", recurrent + [False] * config.number(_MTP_COUNT))
+    keys.u32(".full_attention_interval", config.get("full_attention_interval", 4))
+    keys.u32(".rope.dimension_count", int(config.head_dim * config.rotary_part(0.25)))
+
+
+NEXT_KEYS: tuple[SetKeys, ...] = (
+    *qwen.EXPERT_WIDTHS,
+    Copied(".nextn_predict_layers", _MTP_COUNT, unless_zero=True),
+    set_linear_attention,
+)
+
+
+@dataclass(frozen=True)
+class TileHeads:
+    """Orders heads of values along ``axis``: single rows, heads, or heads behind queries and keys; or undoes that."""
+
+    part: str
+    axis: int = 0
+    inverse: bool = False
+
+    def __call__(self, tensor: Tensor, context: Context) -> Expression:
+        heads, x = _Heads.from_config(context.config), tensor.x
+        if heads.values_per_key == 1:
+            return x
+        width = 1 if self.part == "rows" else heads.value_width
+        start = 2 * heads.query_rows if self.part == "behind queries" else 0
+        return heads.tile(x, self.axis, width, start, self.inverse)
+
+
+#: Rules of Qwen 3.5, where there are more heads of values than of keys.
+TILED_RULES = (
+    Transform(r"linear_attn\.in_proj_qkv\.", TileHeads("behind queries"), TileHeads("behind queries", inverse=True)),
+    Transform(r"linear_attn\.in_proj_z\.", TileHeads("heads"), TileHeads("heads", inverse=True)),
+    Transform(r"linear_attn\.(in_proj_[ab]\.|A_log|dt_bias)", TileHeads("rows"), TileHeads("rows", inverse=True)),
+    Transform(r"linear_attn\.conv1d", TileHeads("behind queries"), TileHeads("behind queries", inverse=True)),
+    Transform(r"linear_attn\.out_proj\.", TileHeads("heads", 1), TileHeads("heads", 1, inverse=True)),
+    *_RULES,
+)
+
+
+def set_sections(keys: Keys, config: Config) -> None:
+    """Qwen 3.5 always divides rope among time, height and width, also where its configuration does not say so."""
+    if "mrope_section" not in config.rope:
+        keys.array(".rope.dimension_sections", [11, 11, 10, 0])
+
+
+@dataclass(frozen=True)
+class _Heads:
+    """Heads of linear attention: so many of keys, each with ``values_per_key`` of values; their widths."""
+
+    keys: int
+    values_per_key: int
+    key_width: int
+    value_width: int
+
+    @classmethod
+    def from_config(cls, config: Config) -> _Heads:
+        keys, values = config.number("linear_num_key_heads"), config.number("linear_num_value_heads")
+        if not keys or values % keys:
+            raise FormatError(f"{config.path}: {values} heads of values for {keys} of keys", "QK-E112")
+        return cls(keys, values // keys, config.number("linear_key_head_dim"), config.number("linear_value_head_dim"))
+
+    @property
+    def query_rows(self) -> int:
+        """Rows of queries, and of keys."""
+        return self.keys * self.key_width
+
+    def tile(self, x: Expression, axis: int, width: int, start: int = 0, inverse: bool = False) -> Expression:
+        """Order heads of values, from ``start`` on along ``axis``, so that one of each key follow one another.
+
+        They are stored by key, as transformers repeats keys; ggml repeats them all at once. ``inverse``: the other way.
+        """
+        if x.shape[axis] != start + self.keys * self.values_per_key * width:
+            raise ValueError(f"{x.shape[axis]}, not {start} and {self.keys * self.values_per_key} heads of {width}")
+        outer, inner = (self.keys, self.values_per_key) if inverse else (self.values_per_key, self.keys)
+        heads = [j * outer + i for i in range(outer) for j in range(inner)]
+        moved = [range(start + head * width, start + (head + 1) * width) for head in heads]
+        return take(x, axis, range(start), *moved)
+
+
+def head_widths(config: Config) -> tuple[int, int, int, int]:
+    """Return the rows of query, key, values and gates of one head in in_proj_qkvz of Qwen3-Next."""
+    heads = _Heads.from_config(config)
+    values = heads.values_per_key * heads.value_width
+    return (heads.key_width, heads.key_width, values, values)
+
+
+_QWEN3_NEXT = Architecture(
+    "qwen3next",
+    stored=(RenameMtpLayers(),),
+    rules=NEXT_RULES,
+    keys=NEXT_KEYS,
+    layers=layers_with_mtp,
+    inspect_tensors=count_mtp_layers,
+    nextn=True,
+)
+
+_QWEN35 = replace(_QWEN3_NEXT, arch="qwen35", rules=TILED_RULES, keys=(*NEXT_KEYS, set_sections))
+_QWEN35_MOE = replace(_QWEN35, arch="qwen35moe")
+
+#: Model class -> how it is converted.
+ARCHITECTURES: dict[str, Architecture] = {
+    "Qwen3NextForCausalLM": _QWEN3_NEXT,
+    "Qwen3_5ForCausalLM": _QWEN35,
+    "Qwen3_5ForConditionalGeneration": _QWEN35,
+    "Qwen3_5MoeForCausalLM": _QWEN35_MOE,
+    "Qwen3_5MoeForConditionalGeneration": _QWEN35_MOE,
+    "MiniCPMV4_6ForConditionalGeneration": replace(
+        _QWEN35,
+        stored=(Drop(r"^(mtp|model\.merger\.)"), *_QWEN35.stored),
+        inspect_tensors=lambda config, names: count_mtp_layers(config, ()),
+    ),
+}
+
+
+def set_linear_attention_config(meta: ModelMetadata, config: Json) -> None:
+    """Set the sizes of linear attention, and the layers that have it (Qwen3-Next)."""
+    heads = meta.number(".ssm.time_step_rank")
+    config["linear_value_head_dim"] = meta.number(".ssm.inner_size") // max(1, heads)
+    recurrent = meta.flags(".attention.recurrent_layers")
+    if recurrent is not None:
+        kinds = ("full_attention", "linear_attention")
+        config["layer_types"] = [kinds[flag] for flag in recurrent[: config["num_hidden_layers"]]]
+
+
+_LINEAR_NAMES = " ".join(
+    f"model.layers.*.linear_attn.{name}"
+    for name in ("in_proj_qkv", "in_proj_z", "in_proj_a", "in_proj_b", "conv1d", "A_log", "dt_proj", "norm", "out_proj")
+)
+
+_LINEAR_KEYS = {
+    ".ssm.conv_kernel": "linear_conv_kernel_dim",
+    ".ssm.state_size": "linear_key_head_dim",
+    ".ssm.group_count": "linear_num_key_heads",
+    ".ssm.time_step_rank": "linear_num_value_heads",
+}
+
+_QWEN35_CLASS = HfClass(
+    "qwen3_5_text",
+    f"{_LINEAR_NAMES} {qwen.SHARED_EXPERT_NAMES}",
+    keys=_LINEAR_KEYS | {".expert_count": "num_experts"},
+    defaults={"mtp_num_hidden_layers": 0},
+    config_setters=(
+        config_values.subtract_nextn_layers,
+        set_linear_attention_config,
+        config_values.set_rotary_part,
+        config_values.interleave_sections,
+        config_values.set_rope_parameters,
+    ),
+)
+
+#: Model class -> how transformers has it.
+CLASSES: dict[str, HfClass] = {
+    "Qwen3NextForCausalLM": HfClass(
+        "qwen3_next",
+        f"{_LINEAR_NAMES} {qwen.SHARED_EXPERT_NAMES} model.layers.*.linear_attn.in_proj_qkvz",
+        defaults={"norm_topk_prob": True, "mtp_num_hidden_layers": 0},
+        keys=_LINEAR_KEYS,
+        config_setters=(
+            config_values.subtract_nextn_layers,
+            set_linear_attention_config,
+            config_values.set_rotary_part,
+            config_values.set_dense_layers,
+        ),
+    ),
+    "Qwen3_5ForCausalLM": _QWEN35_CLASS,
+    "Qwen3_5MoeForConditionalGeneration": replace(
+        _QWEN35_CLASS,
+        model_type="qwen3_5_moe_text",
+        config_setters=(*_QWEN35_CLASS.config_setters, config_values.add_deepstack_tower),
+        renames=((r"^model\.", "model.language_model."),),
+        text_key="text_config",
+        outer={"model_type": "qwen3_5_moe"},
+    ),
+}

@@ -1,0 +1,217 @@
+"""Step 3.5 and 3.7.
+
+Facts of llama.cpp b11434, conversion/step3.py (Step35Model).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from quantkit.checkpoint.config import Config, Json
+from quantkit.checkpoint.export import config_values
+from quantkit.checkpoint.export.gguf_metadata import ModelMetadata
+from quantkit.checkpoint.expressions import Constant, Expression
+from quantkit.checkpoint.keys import Keys, layers_in_file
+from quantkit.checkpoint.nextn import layers_with_nextn, set_nextn_layers
+from quantkit.checkpoint.row import LAYER, Architecture, Copied, HfClass, SetKeys, prefixed
+from quantkit.checkpoint.rules import Rename, Transform, minus_one, plus_one, squeeze, unchanged
+from quantkit.checkpoint.tensors import Context, Tensor
+from quantkit.errors import FormatError
+from quantkit.formats.gguf.rules import short
+
+STORED = (
+    Rename(r"(\.moe\.router_bias)$", r"\1.bias"),
+    Rename(r"(\.layers\.\d+)\.transformer\.", r"\1.", foreign=True),  # of some layers: see ``renames``
+    Rename(r"shared_head\.output", "shared_head.head"),
+)
+
+
+def squeeze_ones(tensor: Tensor, context: Context) -> Expression:
+    """Leave out dimensions of one, of matrices that have none as they are released."""
+    return squeeze(tensor, context)
+
+
+RULES = (
+    Transform(r"norm\.weight$", plus_one, minus_one),
+    Transform(r"\.(self_attn\.g_proj|moe\.(gate|up_proj|gate_proj|down_proj))\.weight$", squeeze_ones, unchanged),
+)
+
+
+def split_theta(config: Config) -> None:
+    """Of two bases of rope the second is that of layers that attend to a window."""
+    theta = config.get("rope_theta")
+    if isinstance(theta, list):
+        config.rope |= {"rope_theta": float(theta[0]), "sliding_attention": {"rope_theta": float(theta[1])}}
+
+
+def _set_layers(keys: Keys, config: Config) -> None:
+    n, sliding_config = layers_in_file(keys), config.get("attention_other_setting") or {}
+    slides = [kind == "sliding_attention" for kind in _pad(config.get("layer_types"), n, "full_attention")]
+    turned = _pad(config.get("partial_rotary_factors"), n, 0.5)
+    if turned != [1.0 if slide else 0.5 for slide in slides]:
+        raise FormatError(f"{config.path}: rope must turn heads with a window whole, others by half", "QK-E305")
+    for key, name in ((".attention.head_count", "heads"), (".attention.head_count_kv", "groups")):
+        full = config.number(f"num_attention_{name}")
+        sliding = sliding_config.get(f"num_attention_{name}", full)
+        keys.array(key, [sliding if slide else full for slide in slides])
+    keys.u32(".attention.sliding_window", config["sliding_window"])
+    keys.array(".attention.sliding_window_pattern", slides)
+    keys.u32(".attention.value_length", config["head_dim"])
+
+
+def _set_dense_layers(keys: Keys, config: Config) -> None:
+    layer_list = config.get("moe_layers_enum")
+    layers = (
+        sorted(int(i) for i in layer_list.split(",")) if isinstance(layer_list, str) and layer_list.strip() else [0]
+    )
+    keys.u32(".leading_dense_block_count", max(0, layers[0]))
+    keys.u32(".moe_every_n_layers", int(config.get("moe_every_n_layer", 1)))
+    keys.f32(".attention.layer_norm_rms_epsilon", config.get("rms_norm_eps", 1e-5))
+
+
+def _set_swiglu_limits(keys: Keys, config: Config) -> None:
+    for key, name in ((".swiglu_clamp_exp", "swiglu_limits"), (".swiglu_clamp_shexp", "swiglu_limits_shared")):
+        if (limits := config.get(name)) is not None:
+            numbers = [0.0 if limit is None else float(limit) for limit in limits]
+            keys.array(key, _pad(numbers, layers_in_file(keys), 0.0))
+
+
+KEYS: tuple[SetKeys, ...] = (
+    _set_layers,
+    Copied(".expert_count", "moe_num_experts", required=True),
+    Copied(".expert_used_count", "moe_top_k", required=True),
+    Copied(".expert_feed_forward_length", "moe_intermediate_size", required=True),
+    Copied(".expert_shared_feed_forward_length", "share_expert_dim", required=True),
+    Copied(".expert_weights_scale", "moe_router_scaling_factor", "f32"),
+    Copied(".expert_weights_norm", "norm_expert_weight", "flag"),
+    _set_dense_layers,
+    _set_swiglu_limits,
+    set_nextn_layers,
+)
+
+
+def rope_factors(config: Config) -> Iterable[Tensor]:
+    """The factors of Llama 3's rope for the part of a head that layers without a window turn; 1 for the rest."""
+    rope = config.full_rope
+    if str(rope.get("rope_type") or "").lower() != "llama3":
+        return
+    try:
+        with np.errstate(divide="raise", over="raise", invalid="raise"):
+            values = _rope_factors(rope, config)
+    except (TypeError, ValueError, ArithmeticError) as e:
+        raise FormatError(
+            f"{config.path}: rope of Llama 3 with values that are none: {short(str(e))}", "QK-E112"
+        ) from None
+    yield Tensor("rope_freqs.weight", Constant(values), None, "rope_freqs.weight")
+
+
+def _pad(values: Any, n: int, filler: Any) -> list[Any]:
+    return [*(values or []), *[filler] * n][:n]
+
+
+def _rope_factors(rope: Json, config: Config) -> tuple[float, ...]:
+    width, theta = config.head_dim, config.get("rope_theta", 10000.0)
+    base = float(theta[0] if isinstance(theta, list) else theta)
+    kinds = zip(config.get("layer_types") or [], config.get("partial_rotary_factors") or [], strict=False)
+    part = next((float(f) for kind, f in kinds if kind == "full_attention"), 0.5)
+    if not 0 < part <= 1:
+        raise ValueError(f"a share of {part} of a head is turned")
+    turned = int(width * part)
+    factor = float(rope.get("factor", 8.0))
+    low, high = float(rope.get("low_freq_factor", 1.0)), float(rope.get("high_freq_factor", 4.0))
+    length = int(rope.get("original_max_position_embeddings", 8192))
+    exponents = np.arange(0, turned, 2, dtype=np.float32) / np.float32(turned)
+    powers = np.power(base, exponents.astype(np.float64)).astype(np.float32)
+    values = []
+    for frequency in (np.float32(1) / powers).tolist():
+        wave = 2 * math.pi / frequency
+        if wave < length / high:
+            values.append(1.0)
+        elif wave > length / low:
+            values.append(factor)
+        else:
+            smooth = (length / wave - low) / (high - low)
+            values.append(1.0 / ((1.0 - smooth) / factor + smooth))
+    values += [1.0] * (width // 2 - len(values))
+    return tuple(float(np.float32(v)) for v in values)
+
+
+_STEP = Architecture(
+    "step35",
+    stored=STORED,
+    rules=RULES,
+    keys=KEYS,
+    layers=layers_with_nextn,
+    patch_config=split_theta,
+    synthetic=rope_factors,
+    nextn=True,
+)
+
+#: Model class -> how it is converted.
+ARCHITECTURES: dict[str, Architecture] = {
+    "Step3p5ForCausalLM": _STEP,
+    "Step3p7ForConditionalGeneration": _STEP,
+}
+
+
+def _set_step_layers(meta: ModelMetadata, config: Json) -> None:
+    """Set heads, rope and experts of layers with and without a window."""
+    slides = meta.flags(".attention.sliding_window_pattern") or []
+    sliding_config = {"attention_type": "sliding_attention", "head_dim": config["head_dim"]}
+    for name, key in (("heads", ".attention.head_count"), ("groups", ".attention.head_count_kv")):
+        of_kind = dict(zip(slides, meta.per_layer(key), strict=False))
+        largest = max(of_kind.values(), default=0)
+        config[f"num_attention_{name}"] = of_kind.get(False, largest)
+        sliding_config[f"num_attention_{name}"] = of_kind.get(True, largest)
+    theta = config.pop("rope_theta", 10000.0)
+    bases = (theta, config.pop("rope_local_base_freq", theta))
+    config |= {
+        "attention_other_setting": sliding_config,
+        "layer_types": ["sliding_attention" if slide else "full_attention" for slide in slides],
+        "partial_rotary_factors": [1.0 if slide else 0.5 for slide in slides],
+        "rope_theta": [bases[slide] for slide in slides],
+        "moe_layers_enum": ",".join(map(str, meta.layers_with("ffn_gate_inp.weight"))),
+    }
+
+
+_STEP_CLASS = HfClass(
+    "step3p5",
+    prefixed(
+        LAYER,
+        "self_attn.g_proj moe.gate moe.router_bias moe.gate_proj moe.up_proj moe.down_proj share_expert.gate_proj "
+        "share_expert.up_proj share_expert.down_proj",
+    ),
+    keys={
+        ".attention.head_count": "",
+        ".attention.head_count_kv": "",
+        ".leading_dense_block_count": "",
+        ".moe_every_n_layers": "moe_every_n_layer",
+        ".expert_gating_func": "moe_router_activation",
+        ".swiglu_clamp_exp": "swiglu_limits",
+        ".swiglu_clamp_shexp": "swiglu_limits_shared",
+    },
+    # What llama.cpp has in its code.
+    defaults={"use_head_wise_attn_gate": True, "use_moe_router_bias": True, "yarn_only_types": ["full_attention"]},
+    config_setters=(config_values.subtract_nextn_layers, _set_step_layers),
+    renames=((r"(\.layers\.\d+)\.(shared_head\.)", r"\1.transformer.\2"),),
+)
+
+#: Model class -> how transformers has it.
+CLASSES: dict[str, HfClass] = {
+    "Step3p7ForConditionalGeneration": replace(
+        _STEP_CLASS,
+        config_setters=(
+            *_STEP_CLASS.config_setters,
+            config_values.AddTower({"layers": 1, "heads": 2, "width": 64, "image_size": 56, "patch_size": 14}),
+        ),
+        not_null=("pad_token_id",),
+        text_key="text_config",
+        outer={"model_type": "step3p7"},
+    ),
+    "Step3p5ForCausalLM": _STEP_CLASS,
+}

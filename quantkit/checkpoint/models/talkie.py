@@ -1,0 +1,102 @@
+"""Talkie: norms without weights, factors beside matrices, heads that rotate the other way.
+
+Facts of llama.cpp b11434, conversion/talkie.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from quantkit.checkpoint.config import Config
+from quantkit.checkpoint.export.gguf_metadata import ModelMetadata
+from quantkit.checkpoint.expressions import Constant, Expression, Mapped, Shaped, concatenate, read_f32, size_of, take
+from quantkit.checkpoint.keys import Keys
+from quantkit.checkpoint.row import Always, Architecture, HfClass, SetKeys, prefixed
+from quantkit.checkpoint.rules import Rename, Transform
+from quantkit.checkpoint.tensors import Context, OneWayRule, Tensor
+
+#: Factors of what a part of a layer gives: the kind whose ``.scale`` each is.
+_GAINS = {"attn_gain": "attn_output", "mlp_gain": "ffn_down"}
+
+
+def negate_second_halves(tensor: Tensor, context: Context) -> Expression:
+    """Negate the second half of every head, so that columns turn as in other models."""
+    head, (rows, width) = context.config.number("head_dim"), tensor.x.shape
+    heads = Shaped(tensor.x, (rows // head, head, width))
+    first, second = take(heads, 1, range(head // 2)), take(heads, 1, range(head // 2, head))
+    return Shaped(concatenate((first, Mapped(second, "negative")), 1), tensor.x.shape)
+
+
+def as_rows(tensor: Tensor, context: Context) -> Expression:
+    """Give a factor of each head a row of its own."""
+    return Shaped(tensor.x, (*tensor.x.shape, 1))
+
+
+@dataclass(frozen=True)
+class ReadGains(OneWayRule):
+    """Factors of layers' parts become scales of their last matrices; that of logits a key."""
+
+    def __call__(self, tensor: Tensor, context: Context) -> Iterable[Tensor] | None:
+        if tensor.name == "lm_head_gain.w_g":
+            if size_of(tensor.x) != 1:
+                raise context.fail(tensor, "a factor of more than one value")
+            context.config.values["lm_head_gain"] = float(read_f32(tensor.x, 0, 1)[0])
+            return ()
+        for name, kind in _GAINS.items():
+            if tensor.layer is not None and tensor.name == f"model.blocks.{tensor.layer}.{name}.a_g":
+                return (replace(tensor, name_in_file=f"blk.{tensor.layer}.{kind}.scale"),)
+        return None
+
+
+def as_vector(tensor: Tensor, context: Context) -> Expression:
+    """Return one factor a head, without the dimension of its values."""
+    return Shaped(tensor.x, tensor.x.shape[:1])
+
+
+RULES = (
+    ReadGains(),
+    Transform(r"\.attn\.attn_(query|key)\.weight$", negate_second_halves, negate_second_halves),
+    Transform(r"\.head_gain\.head_g(\.weight)?$", as_rows, as_vector),
+    Rename(r"^(.*)(?<!\.weight)$", r"\1.weight", foreign=True),
+)
+
+#: What PyTorch takes where no epsilon is given.
+KEYS: tuple[SetKeys, ...] = (Always(".attention.layer_norm_rms_epsilon", float(np.finfo(np.float32).eps), "f32"),)
+
+
+def set_gain(keys: Keys, config: Config) -> None:
+    """Set the factor of logits."""
+    if "lm_head_gain" in config.values:
+        keys.f32(".logit_scale", config["lm_head_gain"])
+
+
+#: Model class -> how it is converted.
+ARCHITECTURES: dict[str, Architecture] = {
+    "TalkieForCausalLM": Architecture("talkie", rules=RULES, keys=KEYS, head_keys=(set_gain,)),
+}
+
+_LAYER = "model.blocks.*."
+
+
+def _make_gain(meta: ModelMetadata) -> Iterable[Tensor]:
+    """Make the factor of logits."""
+    yield Tensor("lm_head_gain.w_g", Constant((float(meta.get(".logit_scale") or 1.0),)), None)
+
+
+#: Model class -> how transformers has it.
+CLASSES: dict[str, HfClass] = {
+    "TalkieForCausalLM": HfClass(
+        "talkie",
+        "model.embed lm_head "
+        + prefixed(_LAYER, "attn.attn_query attn.attn_key attn.attn_value attn.attn_resid attn.head_gain.head_g")
+        + " "
+        + prefixed(_LAYER, "mlp.mlp_gate mlp.mlp_linear mlp.mlp_resid embed_skip.a_g"),
+        kinds={"*attn_output.scale": f"{_LAYER}attn_gain.a_g", "*ffn_down.scale": f"{_LAYER}mlp_gain.a_g"},
+        keys={".logit_scale": "", ".attention.layer_norm_rms_epsilon": ""},
+        renames=((r"\.(head_g|a_g)\.weight$", r".\1"), (r"^lm_head\.weight$", "lm_head")),
+        synthetic=_make_gain,
+    ),
+}

@@ -1,0 +1,67 @@
+"""Pooling of embeddings: the files of sentence-transformers to keys, and back."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from quantkit.checkpoint.config import Config, Json, read_json
+from quantkit.checkpoint.export.gguf_metadata import ModelMetadata
+from quantkit.checkpoint.keys import Keys
+from quantkit.errors import FormatError
+from quantkit.formats.outputs import read_text
+
+
+def _read_list(path: Path) -> list[Any]:
+    try:
+        value = json.loads(read_text(path).decode())
+    except (ValueError, RecursionError) as e:
+        raise FormatError(f"{path}: not JSON: {e}", "QK-E111") from None
+    return value if isinstance(value, list) else []
+
+
+_POOLING = {"mean": 1, "cls": 2, "lasttoken": 3}
+
+
+def set_pooling(keys: Keys, config: Config) -> None:
+    """Set the pooling, where the model is made for embeddings (TextModel._try_set_pooling_type)."""
+    folder = config.path.parent
+    modules = folder / "modules.json"
+    entries = _read_list(modules) if modules.is_file() else []
+    pools = (m for m in entries if isinstance(m, dict) and str(m.get("type", "")).endswith("Pooling"))
+    module = next(pools, None)
+    if module is not None:
+        path = folder / str(module.get("path", "")) / "config.json"
+        pooling = read_json(path)
+        modes = (
+            k
+            for name, k in (("mean_tokens", "mean"), ("cls_token", "cls"), ("lasttoken", "lasttoken"))
+            if pooling.get(f"pooling_mode_{name}")
+        )
+        mode = next(modes, pooling.get("pooling_mode"))
+        if mode not in _POOLING:
+            raise FormatError(f"{path}: only the pooling of {', '.join(_POOLING)} is known", "QK-E305")
+        keys.u32(".pooling_type", _POOLING[mode])
+    if (classifier := config.get("classifier_pooling")) is not None:
+        if classifier not in ("cls", "mean"):
+            raise FormatError(f"{config.path}: classifier_pooling is {classifier!r}; known are cls and mean", "QK-E305")
+        keys.u32(".classifier.pooling_type", _POOLING[classifier])
+
+
+def pooling_files(meta: ModelMetadata) -> dict[str, bytes]:
+    """Return the files by which sentence-transformers, and `quantkit convert`, know how tokens become one embedding."""
+    kind = {1: "mean_tokens", 2: "cls_token", 3: "lasttoken"}.get(meta.get(".pooling_type") or 0)
+    if kind is None:
+        return {}
+    pooling: Json = {"word_embedding_dimension": meta.number(".embedding_length")}
+    pooling |= {f"pooling_mode_{name}": name == kind for name in ("cls_token", "mean_tokens", "lasttoken")}
+    parts = (("", "Transformer"), ("1_Pooling", "Pooling"))
+    modules = [
+        {"idx": i, "name": str(i), "path": path, "type": f"sentence_transformers.models.{name}"}
+        for i, (path, name) in enumerate(parts)
+    ]
+    return {
+        name: (json.dumps(value, indent=2) + "\n").encode()
+        for name, value in (("modules.json", modules), ("1_Pooling/config.json", pooling))
+    }

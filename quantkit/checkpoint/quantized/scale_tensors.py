@@ -1,0 +1,71 @@
+"""Numbers that a file holds beside a tensor of NVFP4: the scale of the whole, for experts one of each.
+
+They follow the tensor through all that is done to it: stacked experts have all of theirs, a part that of the whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from quantkit.checkpoint.expressions import (
+    Concatenated,
+    Constant,
+    Expression,
+    Gathered,
+    Shaped,
+    Transposed,
+    read_f32,
+    size_of,
+)
+from quantkit.checkpoint.quantized.blocks import Nvfp4
+from quantkit.checkpoint.tensors import Tensor
+
+
+def add_scale_tensors(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    """Yield tensors by their names in the file, and behind each the scales that belong beside it there.
+
+    A scale that the model itself has of that name (Gemma 4's, of each expert) is multiplied into them.
+    """
+    pairs = list(tensors)
+    own_scales = {name: tensor for name, tensor in pairs if name.endswith(".scale")}
+    used = set()
+    for name, tensor in pairs:
+        if name in used:
+            continue
+        yield name, tensor
+        for end, values in outer_scales(tensor.x).items():
+            scale_name = name.removesuffix("weight") + end
+            if (own_scale := own_scales.get(scale_name)) is not None and size_of(own_scale.x) == len(values):
+                used.add(scale_name)
+                values = (np.array(values, np.float32) * read_f32(own_scale.x, 0, len(values))).tolist()
+            yield scale_name, replace(tensor, name=scale_name, x=Constant(tuple(values)))
+
+
+def outer_scales(x: Expression) -> dict[str, Sequence[float]]:
+    """Return the numbers that belong beside a tensor, by the end of their name: of NVFP4, one for each matrix.
+
+    What is 1 for all is left out: convert_hf_to_gguf.py's rule, so what a file holds depends on its values.
+    """
+    return {end: values for end, values in _outer(x).items() if not _all_one(values)}
+
+
+def _all_one(values: Sequence[float]) -> bool:
+    return abs(values[0] - 1.0) < 1e-6 if len(values) == 1 else np.allclose(values, 1.0, atol=1e-6)
+
+
+def _outer(x: Expression) -> dict[str, Sequence[float]]:
+    if x.type.name != "NVFP4":
+        return {}
+    if isinstance(x, Nvfp4):
+        return {"scale": x.scale.values, "input_scale": x.input_scale.values}
+    if isinstance(x, Concatenated):
+        parts = [_outer(item) for item in x.xs]
+        if len(x.shape) == len(x.xs[0].shape):  # along a dimension there is: the same scale for all, see joined
+            return parts[0]
+        return {end: [value for part in parts for value in part[end]] for end in parts[0]}
+    if isinstance(x, (Gathered, Shaped, Transposed)):
+        return _outer(x.x)
+    raise TypeError(f"{type(x).__name__} of NVFP4: what becomes of its scale?")

@@ -1,0 +1,59 @@
+"""A check that the written vocabulary tokenizes as the original: it compares the ids of a difficult text.
+
+A class of models says nothing about its tokenizer, and a name of a pre-tokenizer is a claim. What is written is run by
+the tokenizer that runs GGUF files, what was read by the package tokenizers or by ranks.
+"""
+
+from __future__ import annotations
+
+from itertools import zip_longest
+
+from quantkit.checkpoint.vocab.pre_tokenizers import TEXT, advice
+from quantkit.checkpoint.vocab.tokenizer import Vocabulary
+from quantkit.errors import FormatError, QuantkitError
+from quantkit.formats.gguf.rules import short
+from quantkit.formats.tokenizer import Tokenizer
+from quantkit.formats.tokenizer.vocab import KEY, Metadata
+
+#: How many ids a message shows.
+_MAX_SHOWN = 4
+
+
+def check_ids(v: Vocabulary, gguf: Metadata, allowed: bool) -> tuple[str, ...]:
+    """Compare the ids of a difficult text; return notes on what differs, or on why nothing was compared.
+
+    Raises FormatError: --pre makes them differ, unless that is ``allowed``. Without --pre it is llama.cpp that cannot
+    do what the tokenizer does: a name that a hash gave is the model's own there.
+    """
+    if isinstance(v.source, str):
+        return (f"ids are not checked: {v.source}",)
+    try:
+        text, expected = v.source()
+    except QuantkitError as e:
+        return (f"ids are not checked: {e.message}",)
+    try:
+        ids = Tokenizer.from_gguf(gguf).encode(text, add_special=False, parse_special=True).tolist()
+    except QuantkitError as e:
+        return (f"ids are not checked, for what is written does not run here: {e.message}",)
+    if ids == expected:
+        return ()
+    difference = _difference(v, gguf, ids, expected)
+    if v.pre is None or allowed or gguf.get(f"{KEY}model") != "gpt2":
+        return (difference,)
+    tried = advice(set(v.library.call("word_ends", TEXT)), bool(v.model.get("ignore_merges", False)))
+    raise FormatError(f"{difference} with --pre {v.pre}; {tried}; --allow-other-ids writes it as it is", "QK-E115")
+
+
+def _difference(v: Vocabulary, gguf: Metadata, ids: list[int], expected: list[int]) -> str:
+    position = next(i for i, (a, b) in enumerate(zip_longest(ids, expected)) if a != b)
+    tokens = gguf.get(f"{KEY}tokens")
+
+    def format_ids(token_ids: list[int]) -> str:
+        return ", ".join(
+            f"{i} {short(tokens[i]) if i < len(tokens) else '?'}" for i in token_ids[position : position + _MAX_SHOWN]
+        )
+
+    return (
+        f"{v.folder}: llama.cpp gives other ids to a difficult text than the checkpoint's tokenizer: "
+        f"from place {position} on {format_ids(ids)} instead of {format_ids(expected)}"
+    )

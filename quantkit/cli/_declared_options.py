@@ -1,0 +1,78 @@
+"""Command line options built from the declarations in ``quantkit.options``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import click
+from click.shell_completion import CompletionItem
+
+from quantkit.arguments import Option
+from quantkit.cli._options import SIZE, option
+from quantkit.cli._paths import IMATRIX_FILE, Place, complete_types
+
+#: Value of an option that is given without its optional file.
+NO_FILE = Path()
+
+
+class _OptionalFile(click.Path):
+    """A file, or nothing: ``NO_FILE``."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        return super().convert(value, param, ctx) if value else NO_FILE
+
+
+def _complete_folders(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+    return [CompletionItem(incomplete, type="dir")]
+
+
+#: Settings of click for kinds of options; a callable makes them of the declaration.
+_KINDS: dict[str, dict[str, Any]] = {
+    "type": {"metavar": "TYPE", "shell_complete": complete_types},
+    "imatrix": {"type": IMATRIX_FILE},
+    "covariances": {
+        "type": _OptionalFile(exists=True, dir_okay=False, path_type=Path),
+        "is_flag": False,
+        "flag_value": "",
+    },
+    "size": {"type": SIZE},
+    "layers": {},
+    "folder": {"shell_complete": _complete_folders},
+}
+
+
+def declared_options(
+    options: Any, groups: Collection[str], without: Collection[str] = ()
+) -> list[Callable[[Any], Any]]:
+    """Return a click option for each declaration of a dataclass, ordered by ``groups``, ``without`` some."""
+    declarations = [
+        (f, f.metadata["option"]) for f in fields(options) if "option" in f.metadata and f.name not in without
+    ]
+    order = list(groups)
+    declarations.sort(key=lambda pair: order.index(pair[1].group))
+    return [_click_option(f.name, str(f.type), f.default, declaration) for f, declaration in declarations]
+
+
+def _click_option(name: str, annotation: str, default: Any, declaration: Option) -> Callable[[Any], Any]:
+    settings: dict[str, Any] = {"group": declaration.group, "help": declaration.help}
+    if declaration.kind:
+        settings |= _KINDS[declaration.kind]
+    elif annotation == "bool":
+        settings |= {"is_flag": True} if default is False else {"default": default}
+    elif "Path" in annotation:
+        settings["type"] = Place(exists=True, dir_okay=False)
+    elif annotation.startswith("int"):
+        settings["type"] = click.IntRange(declaration.least)
+    if declaration.choices:
+        settings["type"] = click.Choice(declaration.choices, case_sensitive=False)
+    if annotation.startswith("tuple") and declaration.kind != "layers":
+        settings["multiple"] = True
+    elif isinstance(default, (str, int)) and not isinstance(default, bool):
+        settings |= {"default": default, "show_default": bool(default)}
+    if declaration.metavar is not None:
+        settings["metavar"] = declaration.metavar
+    names = declaration.flags or (f"--{name.replace('_', '-')}",)
+    return option(*names, *([] if "/" in names[0] else [name]), **settings)

@@ -1,0 +1,53 @@
+"""Optional packages: what each is for, and the line of pip that installs all that are missing."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib.util import find_spec
+
+from quantkit.errors import ResourceError
+
+
+@dataclass(frozen=True)
+class Extra:
+    """An extra of pyproject.toml, by ``name``: what it is for, and the names on PyPI of the modules that takes."""
+
+    name: str
+    purpose: str
+    packages: Mapping[str, str]
+
+    def missing(self) -> list[str]:
+        """Return the names on PyPI of what is not installed; nothing is imported."""
+        return [package for module, package in self.packages.items() if find_spec(module) is None]
+
+
+SEARCH = Extra("search", "search", {"scipy": "scipy"})
+REPORT = Extra("report", "reports", {"vl_convert": "vl-convert-python", "jinja2": "jinja2"})
+PLOT = Extra("plot", "plots", {"matplotlib": "matplotlib"})
+CHAT = Extra("run", "chat templates", {"jinja2": "jinja2"})
+PRE_TOKENIZER = Extra("convert", "pre-tokenizers without --pre", {"tokenizers": "tokenizers"})
+MODEL_CARD = Extra("convert", "the front matter of README.md", {"yaml": "pyyaml"})
+
+
+class MissingPackages(ResourceError):
+    """Optional packages of ``extras`` are not installed."""
+
+    default_code = "QK-E410"
+
+    extras: tuple[Extra, ...] = ()
+
+
+def missing_packages(*extras: Extra, hint: str = "") -> MissingPackages:
+    """Return the error that packages of these extras are missing, with one line of pip; ``hint``: another way."""
+    needs = "; ".join(f"{', '.join(e.missing() or e.packages.values())} (for {e.purpose})" for e in extras)
+    names = ",".join(sorted({extra.name for extra in extras}))
+    error = MissingPackages(f"not installed: {needs}: pip install 'gguf-quantkit[{names}]'{hint and f'; {hint}'}")
+    error.extras = extras
+    return error
+
+
+def check_extras(*extras: Extra, hint: str = "") -> None:
+    """Raise MissingPackages, which names all packages of these extras that are not installed."""
+    if missing := [extra for extra in extras if extra.missing()]:
+        raise missing_packages(*missing, hint=hint)

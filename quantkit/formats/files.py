@@ -1,0 +1,194 @@
+"""Inputs of this machine, held open: all that is read of one is of the file that was there when it was first looked at.
+
+A ``File`` is a ``Path``, as a ``URL`` is one, so what reads files takes it as it takes others. One that is replaced by
+another of its name is read on as it was. One that is written to, or cut, meanwhile is an error, told by its size and
+its times when ``check_unchanged`` asks, and always at the end.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import threading
+import weakref
+from collections import deque
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path, PosixPath
+from typing import IO, Any, NamedTuple
+
+from quantkit.errors import FormatError
+from quantkit.formats.remote import URL
+
+#: Descriptors kept open at once, the last ones: there may be thousands of shards. Who is opened again is compared.
+_OPEN = 128
+_REPLACED = "it was replaced by another file, or written to, while it was read; begin anew"
+
+
+class Stamp(NamedTuple):
+    """The identity of a file and of its contents: inode, size and times."""
+
+    inode: int
+    size: int
+    mtime_ns: int
+    ctime_ns: int
+
+    @classmethod
+    def from_status(cls, status: os.stat_result) -> Stamp:
+        """Return that of a file's status."""
+        return cls(status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns)
+
+
+class _Descriptor:
+    """A descriptor that is closed when its last user lets go of it."""
+
+    def __init__(self, path: str) -> None:
+        self.fd = -1
+        self.fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+
+    def __del__(self) -> None:
+        with suppress(OSError):
+            os.close(self.fd)
+
+
+_recent: deque[weakref.ref[File]] = deque()
+_lock = threading.Lock()
+
+
+class File(PosixPath):
+    """An input that is held: made by ``File.hold``; paths made of it are not. In another process it is held anew."""
+
+    _status: os.stat_result | None = None
+    _descriptor: _Descriptor | None = None
+    _is_held = False
+
+    @classmethod
+    def hold(cls, path: str | os.PathLike[str]) -> File:
+        """Open a file, to be read only as it is now. Raises OSError."""
+        file = cls(os.fspath(path))
+        file._is_held = True
+        file.descriptor()
+        return file
+
+    def __reduce__(self) -> Any:
+        return _reopen_file if self._is_held else Path, (os.fspath(self),)
+
+    @property
+    def is_held(self) -> bool:
+        return self._is_held
+
+    def absolute(self) -> File:
+        """Return the whole path, held as this one."""
+        path = File(os.path.abspath(self))
+        path._is_held, path._status = self._is_held, self._status
+        return path
+
+    def descriptor(self) -> _Descriptor:
+        """Return the open descriptor. Raises FormatError if it had to be opened again and another file has its name."""
+        if (descriptor := self._descriptor) is not None:
+            return descriptor
+        descriptor = _Descriptor(os.fspath(self))
+        status = os.fstat(descriptor.fd)
+        if self._status is None:
+            self._status = status
+        elif Stamp.from_status(status)[:3] != Stamp.from_status(self._status)[:3]:
+            raise FormatError(f"{self}: {_REPLACED}", "QK-E109")
+        self._descriptor = descriptor
+        with _lock:
+            _recent.append(weakref.ref(self))
+            while len(_recent) > _OPEN:
+                if (first := _recent.popleft()()) is not None:
+                    first._descriptor = None
+        return descriptor
+
+    @property
+    def stamp(self) -> Stamp:
+        """The stamp at the first access. Raises OSError."""
+        if self._status is None:
+            self.descriptor()
+        assert self._status is not None
+        return Stamp.from_status(self._status)
+
+    def open(self, mode: str = "r", *args: Any, **kwargs: Any) -> IO[Any]:  # type: ignore[override]
+        """Open it as ``Path.open`` does. Raises FormatError, too, if it is held and another file has its name."""
+        file: IO[Any] = super().open(mode, *args, **kwargs)
+        if (
+            self._is_held
+            and self._status
+            and Stamp.from_status(os.fstat(file.fileno()))[:3] != Stamp.from_status(self._status)[:3]
+        ):
+            file.close()
+            raise FormatError(f"{self}: {_REPLACED}", "QK-E109")
+        return file
+
+    def check(self) -> None:
+        """Raise FormatError if it was written to, or cut, since it was first looked at. Raises OSError."""
+        before, now = self._status, os.fstat(self.descriptor().fd)
+        if before is None or Stamp.from_status(before) == Stamp.from_status(now):
+            return
+        if Stamp.from_status(before)[:3] == Stamp.from_status(now)[:3] and self._has_moved(before, now):
+            return
+        raise FormatError(
+            f"{self}: it was written to while it was read ({_difference(before, now)}); begin anew", "QK-E109"
+        )
+
+    def _has_moved(self, before: os.stat_result, now: os.stat_result) -> bool:
+        """Return whether only names or permissions changed: to link or replace a file changes no byte of it."""
+        if any(getattr(before, name) != getattr(now, name) for name in ("st_nlink", "st_mode", "st_uid", "st_gid")):
+            return True
+        try:
+            return not os.path.samestat(os.stat(self), now)
+        except OSError:
+            return True
+
+
+def _reopen_file(path: str) -> File:
+    file = File(path)
+    file._is_held = True
+    return file
+
+
+def _difference(before: os.stat_result, now: os.stat_result) -> str:
+    if before.st_size != now.st_size:
+        return f"{now.st_size} bytes, not {before.st_size}"
+    return "its time of change is another"
+
+
+@contextmanager
+def open_input(path: Path) -> Iterator[int]:
+    """Yield a descriptor for pread, of a file that is held one of that same file. Raises FormatError, OSError."""
+    if isinstance(path, File) and path.is_held:
+        descriptor = path.descriptor()
+        yield descriptor.fd
+        return
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        yield fd
+    finally:
+        os.close(fd)
+
+
+def check_unchanged(paths: Iterable[Path]) -> None:
+    """Raise FormatError if an input is not what it was when it was first looked at. Raises OSError, too."""
+    for path in paths:
+        if isinstance(path, (URL, File)):
+            path.check()
+
+
+def hold(path: Path) -> Path:
+    """Return an input as it is to be read: a file of this machine held. Raises OSError."""
+    if isinstance(path, URL) or isinstance(path, File) and path.is_held:
+        return path
+    try:
+        return File.hold(path)
+    except ValueError as e:  # a name with a null byte
+        raise OSError(errno.EINVAL, str(e), str(path)) from None
+
+
+def stamp_of(path: Path) -> list[int | str]:
+    """Return the stamp of an input as JSON has it; of a URL its size and tag. Raises OSError."""
+    if isinstance(path, URL):
+        return [path.facts.size, path.facts.tag]
+    if isinstance(path, File) and path.is_held:
+        return list(path.stamp)
+    return list(Stamp.from_status(os.stat(path)))

@@ -1,0 +1,56 @@
+"""Folders that others may write to, too: nothing in them that is a link is followed.
+
+Every name is looked up in a folder that is open, one part at a time, so that nobody can put a link in its place
+meanwhile.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
+_FILE = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+
+
+@contextmanager
+def open_folder(root: Path, *names: str, make: bool = False) -> Iterator[int]:
+    """Yield a descriptor of the folder ``names`` lead to from ``root``, which itself may be a link.
+
+    ``make``: make those that are missing. Raises OSError, also where one is a link.
+    """
+    fd = os.open(root, _FOLDER)
+    try:
+        for name in names:
+            if make:
+                with suppress(FileExistsError):
+                    os.mkdir(name, dir_fd=fd)
+            inner = os.open(name, _FOLDER | os.O_NOFOLLOW, dir_fd=fd)
+            os.close(fd)
+            fd = inner
+        yield fd
+    finally:
+        os.close(fd)
+
+
+def open_file(name: str, flags: int, folder: int) -> int:
+    """Return a descriptor of a regular file in a folder that is open. Raises OSError, for links and pipes, too."""
+    fd = os.open(name, flags | _FILE, 0o666, dir_fd=folder)
+    if not stat.S_ISREG(os.fstat(fd).st_mode):
+        os.close(fd)
+        raise OSError(0, "no regular file", name)
+    return fd
+
+
+def regular_files(folder: int) -> dict[str, os.stat_result]:
+    """Return the regular files of a folder that is open, by name in order."""
+    files = {}
+    for name in sorted(os.listdir(folder)):
+        with suppress(OSError):
+            status = os.stat(name, dir_fd=folder, follow_symlinks=False)
+            if stat.S_ISREG(status.st_mode):
+                files[name] = status
+    return files

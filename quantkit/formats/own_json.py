@@ -1,0 +1,47 @@
+"""Files of JSON that quantkit writes and reads again: what is damaged, or was edited, is one error."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+from quantkit.errors import FormatError, QuantkitError
+from quantkit.formats.outputs import read_whole
+from quantkit.names import printable, shorten
+from quantkit.records import DAMAGE
+
+T = TypeVar("T")
+
+#: The largest file that is read: sensitivities of a thousand groups and forty types have 10 MiB.
+_MAX_BYTES = 256 << 20
+
+
+def read_own_json(path: Path, kind: str, make: Callable[[Any], T], max_bytes: int = _MAX_BYTES) -> T:
+    """Return ``make`` of the value in a file; a TypeError or the like from it means that the file is damaged.
+
+    Raises FormatError: "PATH: not WHAT (why)".
+    """
+    data = read_whole(path, max_bytes)
+    try:
+        return make(json.loads(data))
+    except (*DAMAGE, QuantkitError) as e:
+        raise FormatError(f"{path}: not {kind} ({shorten(printable(_damage(e)), 200)})", "QK-E122") from None
+
+
+def _damage(error: Exception) -> str:
+    """Return a description of the damage, in words about the file instead of Python's about an operation."""
+    if isinstance(error, QuantkitError):
+        return error.message
+    if isinstance(error, json.JSONDecodeError):
+        return f"no JSON in line {error.lineno}: {error.msg}"
+    if isinstance(error, UnicodeDecodeError):
+        return f"byte {error.start} is not UTF-8"
+    if isinstance(error, RecursionError):
+        return "lists or objects are nested too deeply"
+    if isinstance(error, KeyError):
+        return f"no key {error.args[0]!r}"
+    if isinstance(error, AttributeError | LookupError):
+        return "a value is of another kind"
+    return str(error)

@@ -1,0 +1,205 @@
+"""The options of `quantize`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from quantkit.arguments import Options, declarations, option
+from quantkit.kernels.formats import ENCODERS
+from quantkit.pipeline.presets import RULES
+from quantkit.pipeline.recipe import Rule
+
+#: More layers than any model has: a typing error must not become a list of billions.
+_MAX_LAYERS = 1 << 16
+#: Headings of --help.
+INPUT = "Input"
+TYPES = "Tensor types (the first that applies: own option, rule, class option, preset)"
+IMATRIX = "Importance matrix and error feedback"
+METADATA = "Metadata and shards"
+
+
+def _type(tensors: str) -> Any:
+    return option(None, f"Type of {tensors}.", TYPES, kind="type", example='"Q8_0"')
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QuantizeOptions(Options):
+    """Everything about a quantization but the two files and TYPE; names as on the command line.
+
+    Each option is declared here alone: the command line, the [quantize] table of cook.toml and their help follow. The
+    order is that in which provenance lists them. ``ready_rules`` are rules that need not be parsed, before all others.
+    """
+
+    rules: str | None = option(
+        None,
+        "Type rules, fallbacks and tensor order of llama.cpp (mainline) or ik_llama.cpp (ik).  [default: TYPE's own]",
+        TYPES,
+        choices=RULES,
+        example='"ik"',
+    )
+
+    imatrix: Path | None = option(None, "Importance matrix, GGUF or .dat.", IMATRIX, kind="imatrix")
+    include_weights: tuple[str, ...] = option(
+        (), "Use only imatrix entries with TEXT in the name.", IMATRIX, metavar="TEXT", example='["blk"]'
+    )
+    exclude_weights: tuple[str, ...] = option(
+        (), "Ignore imatrix entries with TEXT in the name.", IMATRIX, metavar="TEXT", example='["output"]'
+    )
+    ignore_imatrix_rules: bool = option(
+        False, "Allow low-bit types without an importance matrix.", IMATRIX, example="true"
+    )
+    hide_imatrix: bool = option(False, "Do not store the file name of the importance matrix.", IMATRIX, example="true")
+    feedback: Path | None = option(
+        None,
+        "GPTQ error feedback with covariances from `imatrix --covariance`, or, without FILE, from --calibrate.",
+        IMATRIX,
+        kind="covariances",
+        metavar="[COV.gguf]",
+    )
+    calibrate: tuple[Path, ...] = option(
+        (),
+        "GPTQ error feedback layer by layer, on the activations of this text or these chats; repeatable.",
+        IMATRIX,
+        metavar="TEXT|CHATS.jsonl",
+    )
+    calibrate_ctx: int = option(512, "Context size of a chunk of the --calibrate text.", IMATRIX, least=4)
+    calibrate_chunks: int | None = option(
+        None, "Use only the first N chunks of the --calibrate text.", IMATRIX, least=1, metavar="N"
+    )
+    balance: bool = option(
+        True,
+        "With --calibrate, equalize activation channels first, as SmoothQuant and AWQ do (the default). The model "
+        "computes the same.",
+        IMATRIX,
+        flags=("--balance/--no-balance",),
+        example="false",
+    )
+    refit_norms: bool = option(
+        False,
+        "With --calibrate, refit norm weights that no matrix follows to the quantized activations. Small gain.",
+        IMATRIX,
+        example="true",
+    )
+    like: Path | None = option(
+        None, "Copy the type of each tensor from this GGUF file instead of using TYPE.", TYPES, metavar="FILE"
+    )
+    ready_rules: tuple[Rule, ...] = ()
+    recipe: tuple[Path, ...] = option(
+        (),
+        "Recipe: a file of rules `regex = type`, one per line.",
+        TYPES,
+        flags=("-r", "--recipe"),
+        example='["my.recipe"]',
+    )
+    tensor_type: tuple[str, ...] = option(
+        (), "One rule; repeatable.", TYPES, kind="type", metavar="RE=TYPE", example='["attn_v=Q8_0"]'
+    )
+    tensor_type_file: tuple[Path, ...] = option(
+        (), "File of RE=TYPE words, as in llama-quantize.", TYPES, example='["types.txt"]'
+    )
+    custom_q: tuple[str, ...] = option(
+        (), "Rules in ik_llama.cpp's syntax.", TYPES, kind="type", metavar="RE=TYPE,..", example='["attn_v=q8_0"]'
+    )
+    output_tensor_type: str | None = _type("output.weight")
+    token_embedding_type: str | None = _type("the token embeddings")
+    per_layer_token_embedding_type: str | None = _type("the per-layer token embeddings (Gemma 3n and 4)")
+    extra_output_tensor: str | None = option(
+        None,
+        "Add a second output tensor of this type, which ik_llama.cpp drafts with.",
+        TYPES,
+        kind="type",
+        example='"Q4_0"',
+    )
+    ffn_gate_inp_type: str | None = option(
+        None, "Type of the MoE router, which otherwise stays as it is.", TYPES, kind="type", example='"Q8_0"'
+    )
+    attn_q_type: str | None = _type("all attn_q tensors")
+    attn_k_type: str | None = _type("all attn_k tensors")
+    attn_v_type: str | None = _type("all attn_v tensors")
+    attn_qkv_type: str | None = _type("all attn_qkv tensors")
+    attn_output_type: str | None = _type("all attn_output tensors")
+    ffn_gate_type: str | None = _type("all ffn_gate tensors, experts included")
+    ffn_up_type: str | None = _type("all ffn_up tensors, experts included")
+    ffn_down_type: str | None = _type("all ffn_down tensors, experts included")
+    pure: bool = option(
+        False,
+        "Ignore the preset's type rules: every matrix gets its base type, unless an option says otherwise.",
+        TYPES,
+        example="true",
+    )
+    leave_output_tensor: bool = option(False, "Do not quantize output.weight.", TYPES, example="true")
+    allow_requantize: bool = option(False, "Allow tensors that are quantized already.", INPUT)
+    allow_incomplete: bool = option(
+        False, "Write a model that no runtime loads: tensors are missing or contradict the metadata.", INPUT
+    )
+    fallback: str = option(
+        "next",
+        "For rows that do not divide into blocks: fail, use the next type as llama.cpp does, or TYPE.",
+        TYPES,
+        kind="type",
+        metavar="error|next|TYPE",
+        example='"error"',
+    )
+    encoder: str | None = option(
+        None,
+        "Encoder of types that both trees have.  [default: mainline (llama.cpp), ik if interleaved]",
+        TYPES,
+        choices=ENCODERS,
+        example='"ik"',
+    )
+    symmetric_q40: bool = option(
+        False, "Encode Q4_0 with levels -7..7; ignores the importance matrix.", TYPES, example="true"
+    )
+    merge_up_gate: bool = option(False, "Merge up and gate experts, as `quantkit merge-up-gate`.", INPUT)
+    split_up_gate: bool = option(False, "Split merged experts, as `quantkit split-up-gate`.", INPUT)
+    prune_layers: tuple[int, ...] = option(
+        (),
+        "Remove these layers (3,7-9) and renumber the rest.",
+        INPUT,
+        kind="layers",
+        metavar="L,L,..",
+        example='"3,7-9"',
+    )
+    repack: bool = option(False, "Interleave rows (Q4_K to Q4_K_R4), without changing a value.", INPUT)
+    unrepack: bool = option(False, "Undo the interleaving of rows (Q4_K_R4 to Q4_K).", INPUT)
+    repack_pattern: tuple[str, ...] = option((), "Repack only tensors that match.", INPUT, metavar="RE,RE,..")
+    override_kv: tuple[str, ...] = option(
+        (),
+        "Set a metadata key; T is int, float, bool, str, u8 .. f64; str:@FILE reads a file.",
+        METADATA,
+        metavar="KEY=T:V",
+        example='["general.name=str:My model"]',
+    )
+    keep_split: bool = option(False, "Write one output shard per input shard.", METADATA)
+    split_max_size: str | int | None = option(
+        None, "Start a new shard beyond this size (48G).", METADATA, kind="size", example='"48G"'
+    )
+    no_provenance: bool = option(
+        False,
+        "Write no quantkit.* keys and drop those of the input: exactly llama-quantize's file.",
+        METADATA,
+        example="true",
+    )
+
+
+def independent_of_search(name: str) -> bool:
+    """Return whether an option is independent of the decisions of a search: types, and the model itself."""
+    return name == "encoder" or declarations(QuantizeOptions)[name].group in (IMATRIX, METADATA)
+
+
+def parse_layers(text: str) -> tuple[int, ...]:
+    """Return the layers of --prune-layers: numbers and ranges such as 20-27, separated by commas. Raises ValueError."""
+    layers: set[int] = set()
+    for part in text.split(","):
+        first, _, last = part.strip().partition("-")
+        if not part.strip():
+            continue
+        if not first.isdecimal() or (last and not last.isdecimal()):
+            raise ValueError(f"{part!r} is neither a layer number nor a range")
+        begin, end = int(first), int(last or first)
+        if not begin <= end < _MAX_LAYERS:
+            raise ValueError(f"{part!r} is not a range of layers")
+        layers.update(range(begin, end + 1))
+    return tuple(sorted(layers))

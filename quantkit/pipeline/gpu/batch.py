@@ -1,0 +1,295 @@
+"""Batches of jobs through a slot of a GPU: read, encoded there, checked and written."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from itertools import groupby
+from typing import Any
+
+import numpy as np
+
+from quantkit.errors import FormatError, ResourceError
+from quantkit.formats.ranges import U8
+from quantkit.kernels.cuda.encode.encode import weighs
+from quantkit.kernels.cuda.encode.pipeline import Conversion, RowConversion, Segment, SlotMemory
+from quantkit.kernels.cuda.feedback.metric import DeviceMetric
+from quantkit.kernels.cuda.feedback.pinned_transfer import PinnedTransfer
+from quantkit.kernels.cuda.feedback.pipeline import FeedbackConversion, FeedbackSlot, RowRange, losses_of
+from quantkit.kernels.interleave import base_of
+from quantkit.kernels.levels import all_levels
+from quantkit.pipeline.feedback import MetricPool
+from quantkit.pipeline.gpu.choice import segment_of
+from quantkit.pipeline.gpu.queues import JobQueues
+from quantkit.pipeline.jobs import Job, JobResult, piece_rows
+from quantkit.pipeline.ledger import Work
+from quantkit.pipeline.row_slices import PlannedTensor
+from quantkit.pipeline.worker import F32, F64, SourceRows, Worker
+from quantkit.types import TensorType
+
+#: Seconds until a GPU counts as hanging, and weights that any GPU encodes in one second, whatever the type.
+PATIENCE, SLOWEST = 60.0, 1e6
+#: Multiply-adds of doubles that any GPU does in one second, for metrics.
+_SLOWEST_SUMS = 1e10
+
+
+@dataclass
+class Gpu:
+    """A GPU in a run: its device, the rows of a form in a batch, and the memory of each slot."""
+
+    name: str
+    device: Any
+    rows: Callable[[Conversion], int] = lambda form: 1
+    room: SlotMemory = SlotMemory(0, 0, 0, 0, 0)
+    slots: int = 0
+    disabled: bool = False
+    #: Whether waiting for it may never end.
+    hangs: bool = False
+    #: Metrics of matrices with feedback; those of a GPU that hangs are not freed.
+    metrics: MetricPool[DeviceMetric] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.metrics = MetricPool(0, lambda metric: None if self.hangs else metric.close())
+
+    def transfer(self, slot: FeedbackSlot) -> PinnedTransfer:
+        """Return the transfer of covariances to this GPU through a slot."""
+        return PinnedTransfer(
+            slot.device,
+            lambda sums: PATIENCE + max(self.slots, 1) * sums / _SLOWEST_SUMS,
+            lambda: self.disabled,
+        )
+
+    def limit(self, weights: int) -> float:
+        """Return the seconds that so many weights may take, others of the same size before them."""
+        return PATIENCE + max(self.slots, 1) * weights / SLOWEST
+
+
+@dataclass
+class Verification:
+    """The jobs that the CPU encodes again, by number, and the count of those done."""
+
+    sample: frozenset[int] = frozenset()
+    count: int = 0
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+
+class ReadBudget:
+    """Host memory for covariances on their way to GPUs: ``limit`` bytes, but always one."""
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._used = 0
+        self._changed = threading.Condition()
+
+    @contextmanager
+    def reserve(self, nbytes: int) -> Iterator[None]:
+        """Wait until there is room for so many bytes."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self._used or self._used + nbytes <= self._limit)
+            self._used += nbytes
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._used -= nbytes
+                self._changed.notify_all()
+
+
+#: A job's bytes, and the losses of rows encoded with feedback before and after.
+_Output = tuple[U8, tuple[F64, F64] | None]
+
+
+class BatchRunner:
+    """Runs jobs of one form through a slot of a GPU."""
+
+    def __init__(
+        self,
+        ledger: Work,
+        queues: JobQueues,
+        verification: Verification,
+        gpu: Gpu,
+        slot: FeedbackSlot,
+        worker: Worker,
+        read_budget: ReadBudget,
+        disable: Callable[[Gpu, BaseException], None],
+    ) -> None:
+        """disable: is called with the GPU and the error when it fails."""
+        self._ledger = ledger
+        self._queues = queues
+        self._verification = verification
+        self._gpu = gpu
+        self._slot = slot
+        self._worker = worker
+        self._disable = disable
+        self._read_budget = read_budget
+        self._interleaved_rows = np.empty(0, np.uint8)
+        self._transfer: PinnedTransfer | None = None
+
+    def run(self, form: Conversion, jobs: list[Job]) -> None:
+        """Read, encode, check and write jobs; those that a failing GPU leaves are queued again."""
+        read = self._read(form, jobs)
+        if not read:
+            return
+        to_encode = [job for job, _ in read]
+        try:
+            outputs = (
+                self._encode_with_feedback(form, to_encode)
+                if isinstance(form, FeedbackConversion)
+                else self._encode_plain(form, to_encode)
+            )
+            if self._gpu.disabled:  # its result cannot be trusted
+                raise ResourceError(f"{self._gpu.name} failed", "QK-E411")
+        except FormatError:
+            raise  # an invalid covariance: the CPU would fail, too
+        except Exception as e:  # any failure of the GPU: the CPU takes over
+            self._disable(self._gpu, e)
+            self._queues.requeue(form, to_encode)
+            return
+        if outputs is None:  # the CPU reports the place of the non-finite value
+            for job in to_encode:
+                self._ledger.finish(job, self._worker.run(job, self._tensor(job)))
+                self._queues.finish(1)
+            return
+        offset = 0
+        for (job, rows), (plain, losses) in zip(read, outputs, strict=True):
+            tensor = self._tensor(job)
+            target = plain if form.target is tensor.type else self._interleave(job, tensor.type, plain)
+            self._verify(job, tensor, target)
+            sums = self._worker.measure_error(
+                job, tensor, self._values(form, job, tensor, rows, offset), target, losses
+            )
+            self._ledger.finish(job, self._worker.finish(job, tensor, rows, target, sums))
+            self._queues.finish(1)
+            offset += job.rows * form.source.row_bytes(form.n)
+
+    def _encode_plain(self, form: Conversion, jobs: list[Job]) -> Iterator[_Output] | None:
+        """Encode jobs; return what each becomes, None if a value is not finite."""
+        assert isinstance(form, RowConversion)
+        segments = [
+            list(segment) for _, segment in groupby(jobs, key=lambda job: segment_of(self._tensor(job), job, form))
+        ]
+        self._slot.start(
+            form, [Segment(sum(j.rows for j in segment), self._weights(segment[0])) for segment in segments]
+        )
+        outputs = self._wait(form, jobs)
+        if outputs is None:
+            return None
+        row_bytes = form.target.row_bytes(form.n)
+        pairs = zip(segments, outputs, strict=True)
+        return ((rows, None) for segment, nbytes in pairs for rows in _split_rows(nbytes, segment, row_bytes))
+
+    def _encode_with_feedback(self, form: FeedbackConversion, jobs: list[Job]) -> Iterator[_Output] | None:
+        """Encode jobs of one matrix with feedback; return what each becomes, None if a value is not finite."""
+        self._transfer = self._transfer or self._gpu.transfer(self._slot)
+        first, tensor = jobs[0], self._tensor(jobs[0])
+        part = tensor.parts[first.part]
+        assert part.inputs is not None
+        inputs, transfer = part.inputs, self._transfer
+
+        def make() -> DeviceMetric:
+            with self._read_budget.reserve(inputs.metric_bytes // 2):
+                return inputs.metric_on(transfer, first.matrix, grouping)
+
+        levels = all_levels().get(tensor.type.name)
+        grouping = levels.grouping if levels is not None else None
+        self._slot.upload(form, sum(job.rows for job in jobs))
+        if self._wait(form, jobs) is None:
+            return None
+        per_row = form.n // form.columns
+        rows = [RowRange(job.rows * per_row, (part.source_row + job.row) * per_row) for job in jobs]
+        with self._gpu.metrics.lease(inputs, first.matrix, grouping, make) as metric:
+            importance = self._worker.importance_of(first, part, metric.importance)
+            self._slot.encode(form, rows, metric, importance if weighs(form.target) else importance[:0])
+            outputs = self._wait(form, jobs)
+        assert outputs is not None
+        losses = losses_of(outputs) if tensor.type.is_quantized else None
+        return self._with_losses(form, jobs, outputs[0], losses)
+
+    def _with_losses(
+        self, form: FeedbackConversion, jobs: list[Job], rows: U8, losses: tuple[F64, F64] | None
+    ) -> Iterator[_Output]:
+        row = 0
+        for job, data in zip(jobs, _split_rows(rows, jobs, form.target.row_bytes(form.n)), strict=True):
+            count = job.rows * form.n // form.columns
+            yield data, None if losses is None else (losses[0][row : row + count], losses[1][row : row + count])
+            row += count
+
+    def _wait(self, form: Conversion, jobs: list[Job]) -> list[U8] | None:
+        return self._slot.wait(self._gpu.limit(form.n * sum(job.rows for job in jobs)), lambda: self._gpu.disabled)
+
+    def _tensor(self, job: Job) -> PlannedTensor:
+        return self._ledger.plan.tensors[job.tensor]
+
+    def _read(self, form: Conversion, jobs: list[Job]) -> list[tuple[Job, SourceRows]]:
+        """Read rows into the slot, one job after the other; jobs that the cache serves are finished here."""
+        pending, offset = [], 0
+        for job in jobs:
+            tensor, nbytes = self._tensor(job), job.rows * form.source.row_bytes(form.n)
+            room, undecoded = self._slot.source[offset : offset + nbytes], self._is_undecoded(form, job)
+            rows = self._worker.read(job, tensor, room if undecoded else None)
+            if isinstance(rows, JobResult):
+                self._ledger.finish(job, rows)
+                self._queues.finish(1)
+                continue
+            if not undecoded:
+                for span, x in self._worker.decode(job, tensor, rows.source):
+                    room.view(np.float32).reshape(job.rows, form.n)[span] = x
+            pending.append((job, rows))
+            offset += nbytes
+        return pending
+
+    def _interleave(self, job: Job, t: TensorType, rows: U8) -> U8:
+        """Interleave a job's rows together, in a buffer that the next job's take."""
+        from quantkit.kernels.cpu.interleave import interleave_rows
+
+        if self._interleaved_rows.size < job.target_bytes:
+            self._interleaved_rows = np.empty(job.target_bytes, np.uint8)
+        target = self._interleaved_rows[: job.target_bytes]
+        interleave_rows(t, rows.reshape(job.rows, -1), target.reshape(job.rows, -1))
+        return target
+
+    def _is_undecoded(self, form: Conversion, job: Job) -> bool:
+        """Return whether rows go to the GPU as they are stored in the file."""
+        return form.source is self._tensor(job).parts[job.part].source.type
+
+    def _weights(self, job: Job) -> F32:
+        importance = self._worker.importance_of(job, self._tensor(job).parts[job.part])
+        return importance if weighs(base_of(self._tensor(job).type)) else importance[:0]
+
+    def _values(
+        self, form: Conversion, job: Job, tensor: PlannedTensor, rows: SourceRows, offset: int
+    ) -> Iterator[tuple[slice, F32]]:
+        """Yield the values of a job's rows; those that the CPU decoded are in the slot."""
+        if self._is_undecoded(form, job):
+            yield from self._worker.decode(job, tensor, rows.source)
+            return
+        x = self._slot.source[offset : offset + 4 * job.rows * form.n].view(np.float32).reshape(job.rows, form.n)
+        step = piece_rows(tensor.parts[job.part], tensor.type)
+        yield from ((slice(row, row + step), x[row : row + step]) for row in range(0, job.rows, step))
+
+    def _verify(self, job: Job, tensor: PlannedTensor, target: U8) -> None:
+        """Encode a sampled job on the CPU, too; ResourceError if the GPU's bytes differ."""
+        if (job.tensor, job.target_offset) not in self._queues.sampled_jobs:
+            return
+        expected = self._worker.convert_again(job, tensor)
+        wrong = np.flatnonzero((expected != target).reshape(job.rows, -1).any(axis=1))
+        if wrong.size:
+            first = tensor.parts[job.part].target_row + job.row
+            raise ResourceError(
+                f"{self._gpu.name} encodes as {tensor.type} what the CPU encodes to other bytes: tensor "
+                f"{tensor.name}, {wrong.size} of rows {first} to {first + job.rows - 1} of matrix {job.matrix}, first "
+                f"row {first + int(wrong[0])}; no output was written: use --backend cpu",
+                "QK-E411",
+            )
+        with self._verification.lock:
+            self._verification.count += 1
+
+
+def _split_rows(rows: U8, jobs: Sequence[Job], row_bytes: int) -> Iterator[U8]:
+    """Yield the bytes of each job of a segment."""
+    offset = 0
+    for job in jobs:
+        yield rows[offset : offset + job.rows * row_bytes]
+        offset += job.rows * row_bytes

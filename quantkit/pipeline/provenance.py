@@ -1,0 +1,67 @@
+"""Provenance of a file: the keys ``quantkit.*``, except ``quantkit.merge.*``, which undoing a merge reads.
+
+=============================  =========================================================================================
+``quantkit.quantize.*``        how the values were encoded: version, recipe, source, SHA-256 of the importance matrix
+``quantkit.feedback.*``        how errors were fed forward then
+``quantkit.calibration.*``     a sketch of the text that the importance matrix comes from (quantkit.calibration.overlap)
+``quantkit.copy.*``            what was copied since (COPY, --repack): version, recipe, source, an item for each copy
+``quantkit.source.*``          what the source said under the same names, before its values were encoded once more
+=============================  =========================================================================================
+
+A copy encodes nothing, so all of the source's keys still hold and stay. Where values are encoded, they are about the
+source, and move: ``quantkit.quantize.recipe`` becomes ``quantkit.source.quantize.recipe``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+
+from quantkit.formats.gguf import Field, ValueType
+from quantkit.formats.imatrix import Imatrix
+from quantkit.pipeline.metadata import Metadata
+
+_ROOT = "quantkit."
+_MERGE_RECORD = "quantkit.merge."
+_CALIBRATION = "quantkit.calibration."
+
+
+def is_provenance(key: str) -> bool:
+    return key.startswith(_ROOT) and not key.startswith(_MERGE_RECORD)
+
+
+def drop(metadata: Metadata) -> None:
+    """Remove all provenance."""
+    metadata.remove(*(f.key for f in metadata.fields() if is_provenance(f.key)))
+
+
+def record_quantization(
+    metadata: Metadata, facts: Mapping[str, str], imatrix: Imatrix | None, feedback: Iterable[Field]
+) -> None:
+    """Record how values were encoded, and move what the source says of itself to ``quantkit.source.*``.
+
+    Args:
+        facts: values by key, without ``quantkit.quantize.``.
+        imatrix: the importance matrix, whose sketch of its text is taken over, so that evaluations can warn.
+        feedback: fields ``quantkit.feedback.*``.
+    """
+    earlier = [f for f in metadata.fields() if is_provenance(f.key)]
+    drop(metadata)
+    for field in earlier:
+        metadata.set(replace(field, key=f"{_ROOT}source.{field.key.removeprefix(_ROOT)}"))
+    for field in imatrix.extra.values() if imatrix is not None else ():
+        if field.key.startswith(_CALIBRATION):
+            metadata.set(field)
+    for key, value in facts.items():
+        metadata.set(Field.of(f"quantkit.quantize.{key}", value, ValueType.STRING))
+    for field in feedback:
+        metadata.set(field)
+
+
+def record_copy(metadata: Metadata, facts: Mapping[str, str]) -> None:
+    """Record that the file is a copy; ``facts``: values by key, without ``quantkit.copy.``, items of their arrays."""
+    for name, value in facts.items():
+        key = f"quantkit.copy.{name}"
+        earlier = metadata.get(key)
+        values = list(earlier.value) if earlier is not None and earlier.item_type is ValueType.STRING else []
+        metadata.set(Field.of(key, [*values, value], ValueType.ARRAY, ValueType.STRING))

@@ -1,0 +1,111 @@
+"""Tensors of an output, planned: which rows of the source become theirs, and their place."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+from quantkit.formats.gguf import TensorInfo
+from quantkit.pipeline.feedback import Inputs, Refit
+from quantkit.pipeline.importance import RowImportance
+from quantkit.types import TensorType
+
+
+@dataclass(frozen=True, slots=True)
+class RowSlice:
+    """Rows of one source tensor that become rows of an output tensor.
+
+    In each of ``matrices`` matrices, ``rows`` rows of ``values`` values, from ``source_row`` of ``source_rows`` on,
+    become rows from ``target_row`` of ``target_rows`` on. A tensor that is copied or encoded whole has one part, merged
+    experts have two.
+    """
+
+    source: TensorInfo
+    #: Its importance, which some encoders ignore; None if there is none.
+    importance: RowImportance | None
+    values: int
+    matrices: int
+    rows: int
+    source_rows: int
+    target_rows: int
+    source_row: int = 0
+    target_row: int = 0
+    #: Covariance of its inputs, if it is encoded with feedback.
+    inputs: Inputs | None = None
+    #: Norm refit, for norm weights only.
+    refit: Refit | None = None
+
+    def is_copied(self, target: TensorType) -> bool:
+        """True if its bytes become those of a tensor of type ``target``."""
+        return self.source.type is target and self.inputs is None and self.refit is None
+
+    @property
+    def is_whole(self) -> bool:
+        """True if every row of the source becomes the same row of the output."""
+        return self.rows == self.source_rows == self.target_rows
+
+    @property
+    def row_alignment(self) -> int:
+        """The gcd of all row counts and offsets of this part: groups of rows must divide it."""
+        return math.gcd(self.rows, self.source_rows, self.target_rows, self.source_row, self.target_row)
+
+
+def whole_tensor(source: TensorInfo, importance: RowImportance | None = None) -> RowSlice:
+    """Return the one part of a tensor whose rows keep their places."""
+    matrices = importance.n_mat if importance is not None else 1
+    rows = math.prod(source.shape[1:]) // matrices
+    values = source.shape[0] if source.shape else 1
+    return RowSlice(source, importance, values, matrices, rows, rows, rows)
+
+
+def with_inputs(part: RowSlice, inputs: Inputs) -> RowSlice:
+    """Return a part that is encoded with feedback: matrix by matrix, even if no importance tells them apart."""
+    n = inputs.matrices
+    if part.is_whole and part.matrices != n:
+        rows = part.matrices * part.rows // n
+        part = replace(part, matrices=n, rows=rows, source_rows=rows, target_rows=rows)
+    return replace(part, inputs=inputs)
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedTensor:
+    """A tensor of the output: its source, its type and why, and its place."""
+
+    name: str
+    #: In ggml's order, innermost first.
+    shape: tuple[int, ...]
+    type: TensorType
+    reason: str
+    #: The requested type, if its blocks do not divide the rows and a fallback replaced it.
+    fallback_from: TensorType | None
+    parts: tuple[RowSlice, ...]
+    shard: int
+    #: Absolute byte offset in its shard's file.
+    offset: int
+    nbytes: int
+    #: Its encoder, "mainline" or "ik"; "" if it is copied or repacked.
+    encoder: str = ""
+
+    @property
+    def source(self) -> TensorInfo:
+        """The first source tensor."""
+        return self.parts[0].source
+
+    @property
+    def importance(self) -> RowImportance | None:
+        """The importance of the first part."""
+        return self.parts[0].importance
+
+    @property
+    def n_values(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def is_copy(self) -> bool:
+        """True if the bytes are copied."""
+        return all(part.is_copied(self.type) for part in self.parts)
+
+
+def group_of(part: RowSlice, target: TensorType) -> int:
+    """Return the rows that must stay together on the way from a part's type to ``target``; all are powers of two."""
+    return max(part.source.type.interleave, target.interleave)

@@ -1,0 +1,114 @@
+"""The kernels of a plan, each called once on a row of zeros: so they are loaded or compiled before the work begins."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from functools import partial
+
+import numpy as np
+import numpy.typing as npt
+
+from quantkit.kernels.first_run import Job
+from quantkit.kernels.interleave import base_of, is_interleaved, repacks
+from quantkit.kernels.tensor_scale import decoded_as
+from quantkit.pipeline.row_slices import PlannedTensor
+from quantkit.types import TensorType
+
+
+def kernel_calls(
+    tensors: Iterable[PlannedTensor], measure: bool, elsewhere: Collection[str] = frozenset()
+) -> list[Job]:
+    """Return calls of all kernels that encoding ``tensors`` will run; ``measure``: and measuring the error.
+
+    elsewhere: names of tensors that GPUs decode and encode, and that are only checked and measured here.
+    """
+    tensors = list(tensors)
+    changed = [
+        (part, t)
+        for t in tensors
+        for part in t.parts
+        if part.source.type is not t.type and not repacks(part.source.type, t.type)
+    ]
+    on_cpu = [(part, t) for part, t in changed if t.name not in elsewhere]
+    pairs = dict.fromkeys((part.source.type, t.type) for t in tensors for part in t.parts)
+    repacked = [pair for pair in pairs if repacks(*pair)]
+    sources = dict.fromkeys(decoded_as(p.source.type) for p, _ in (changed if measure else on_cpu))
+    targets = dict.fromkeys(t.type for _, t in changed)
+    encoders = dict.fromkeys((t.type, t.encoder, t.encoder == "ik" and p.importance is not None) for p, t in on_cpu)
+    checked_types = dict.fromkeys(t.type for t in tensors if base_of(t.type).scales)
+    return [
+        *(partial(_encode, *arguments) for arguments in encoders),
+        *(partial(_decode, t) for t in (sources | targets if measure else sources) if t.name != "F32"),
+        *(partial(_repack, *pair) for pair in repacked),
+        *(partial(_validate, t) for t in checked_types),
+        *([_first_nonfinite] if on_cpu else []),
+        *([_digest] if changed else []),
+        *([_measure] if changed and measure else []),
+    ]
+
+
+def first_calls() -> list[Job]:
+    """Return the call of a kernel that is nearly always needed: the first one to be loaded takes the compiler along."""
+    return [_first_nonfinite]
+
+
+def _shape(t: TensorType) -> tuple[int, int]:
+    """Return the rows and values of a small tensor."""
+    return t.interleave, max(t.block, 256)
+
+
+def _encode(t: TensorType, encoder_name: str, weighted: bool) -> None:
+    """Encode as type ``t``; some of ik_llama.cpp's encoders have a kernel of their own for weights."""
+    from quantkit.kernels.cpu.encode import encoder
+
+    rows, n = _shape(t)
+    weights, out = np.ones(n if weighted else 0, np.float32), np.zeros((rows, t.row_bytes(n)), np.uint8)
+    encoder(t, encoder_name or None)(np.zeros((rows, n), np.float32), weights, out, 0, rows)
+
+
+def _decode(t: TensorType) -> None:
+    from quantkit.kernels.cpu.unpack.dequantize import dequantize_rows
+
+    rows, n = _shape(t)
+    dequantize_rows(t, np.zeros((rows, t.row_bytes(n)), np.uint8), np.zeros((rows, n), np.float32))
+
+
+def _repack(source: TensorType, target: TensorType) -> None:
+    from quantkit.kernels.cpu.interleave import deinterleave_rows, interleave_rows
+
+    plain = base_of(target)
+
+    def rows(t: TensorType, interleaved: TensorType) -> npt.NDArray[np.uint8]:
+        count, n = _shape(interleaved)
+        return np.zeros((count, t.row_bytes(n)), np.uint8)
+
+    if is_interleaved(source):
+        deinterleave_rows(source, rows(source, source), rows(plain, source), plain)
+    if is_interleaved(target):
+        interleave_rows(target, rows(plain, target), rows(target, target))
+
+
+def _validate(t: TensorType) -> None:
+    from quantkit.kernels.cpu.encode.check import validate_rows
+
+    rows, n = _shape(t)
+    validate_rows(t, np.zeros((rows, t.row_bytes(n)), np.uint8))
+
+
+def _first_nonfinite() -> None:
+    from quantkit.kernels.cpu.encode.check import first_nonfinite_row
+
+    first_nonfinite_row(np.zeros((1, 256), np.float32), 0, 1)
+
+
+def _digest() -> None:
+    from quantkit.kernels.cpu.digest import digest_of
+
+    digest_of(np.zeros(8, np.uint8))
+
+
+def _measure() -> None:
+    from quantkit.kernels.cpu.encode.error import error_sums
+
+    x = np.zeros((1, 256), np.float32)
+    error_sums(x, x, np.zeros(0, np.float32))

@@ -1,0 +1,67 @@
+"""The process of a command: its standard descriptors, its garbage collector, and Ctrl-C, whatever that comes to."""
+
+from __future__ import annotations
+
+import gc
+import io
+import os
+import signal
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from types import FrameType
+
+#: Whether Ctrl-C was pressed: an exception may be of another kind by the time it gets to us.
+_STATE = {"interrupted": False}
+
+
+def note_interrupts() -> None:
+    """Record Ctrl-C for ``interruptible``; it still raises KeyboardInterrupt, unless it is ignored."""
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, _interrupt)
+
+
+def _interrupt(number: int, frame: FrameType | None) -> None:
+    _STATE["interrupted"] = True
+    signal.default_int_handler(number, frame)
+
+
+@contextmanager
+def interruptible() -> Iterator[None]:
+    """Raise KeyboardInterrupt for any error after Ctrl-C: packages make errors of an import, or a kernel, it ended."""
+    try:
+        yield
+    except Exception as e:
+        if not _STATE["interrupted"]:
+            raise
+        raise KeyboardInterrupt from e
+
+
+@contextmanager
+def no_collection() -> Iterator[None]:
+    """Do not look for garbage: where many objects are made that stay, a sixth to a third of the time goes there."""
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collects:
+            gc.enable()
+
+
+def open_descriptors() -> None:
+    """Give every standard descriptor that is closed to the null device, so that no file gets its number.
+
+    Standard streams print what their encoding lacks as escapes.
+    """
+    for number in range(3):
+        with suppress(OSError):
+            os.fstat(number)
+            continue
+        os.open(os.devnull, os.O_RDWR)  # the least number that is free
+    for name, number in (("stdout", 1), ("stderr", 2)):
+        stream = getattr(sys, name)
+        if stream is None:
+            setattr(sys, name, open(number, "w", encoding="utf-8", closefd=False))  # noqa: SIM115 - as long as we run
+        elif isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")

@@ -1,0 +1,151 @@
+"""Checkpoints are drawn the same everywhere, and what quantized ones store means what they say it does."""
+
+from __future__ import annotations
+
+import json
+import struct
+from importlib import import_module
+from pathlib import Path
+from pkgutil import iter_modules
+from typing import Any
+
+import numpy as np
+import pytest
+
+import checkpoints
+import quantized_checkpoints
+from quantkit.checkpoint import models
+from quantkit.checkpoint.registry import ARCHITECTURES, CLASSES
+from quantkit.checkpoint.tensor_names import KINDS
+
+DATA = Path(__file__).parents[1] / "data"
+ROOT = Path(__file__).parents[2]
+EXPECTED: dict[str, Any] = json.loads((DATA / "convert-sha256.json").read_text())
+NAMES = sorted(EXPECTED)
+
+
+def test_every_description_was_converted_or_is_known_not_to_be() -> None:
+    assert set(checkpoints.NAMES) - set(NAMES) == set()
+
+
+def _names_only() -> list[str]:
+    """Return the classes that are another class under a name of their own, and not exported."""
+    rows = list(ARCHITECTURES.values())
+    return [name for name, row in ARCHITECTURES.items() if name not in CLASSES and sum(r is row for r in rows) > 1]
+
+
+#: Classes that are looked for by name, because their text_config names another class.
+_OUTER = {"StepVLForConditionalGeneration", "UnlimitedOCRForCausalLM"}
+
+
+def test_a_class_that_is_only_a_name_takes_two_places() -> None:
+    """One row in its family's module, one in a table of checkpoints."""
+    product = [path.read_text() for path in sorted((ROOT / "quantkit").rglob("*.py"))]
+    tables = [path.read_text() for path in sorted((ROOT / "scripts").glob("checkpoint_table*.py"))]
+    names = _names_only()
+    assert len(names) > 50
+    for name in names:
+        places = [sum(text.count(f'"{name}"') for text in texts) for texts in (product, tables)]
+        assert places[0] == 1 + (name in _OUTER), name
+        assert places[1] <= 1, name
+
+
+def test_every_architecture_has_kinds_of_tensors() -> None:
+    archs = {row.arch for row in ARCHITECTURES.values()} | {arch for row in CLASSES.values() for arch in row.archs}
+    assert archs - KINDS.keys() == set(), "scripts/make_tensor_kinds.py --add enters them"
+    kinds = {kind.partition(":")[0] for text in KINDS.values() for kind in text.split()}
+    assert {"token_embd", "*attn_q", "*ffn_down_exps"} <= kinds
+
+
+def test_a_class_is_in_one_module() -> None:
+    modules = [import_module(f"quantkit.checkpoint.models.{m.name}") for m in iter_modules(models.__path__)]
+    names = [name for module in modules for name in module.ARCHITECTURES]
+    assert sorted(names) == sorted(ARCHITECTURES)
+    for module in modules:
+        assert getattr(module, "CLASSES", {}).keys() <= module.ARCHITECTURES.keys(), module.__name__
+
+
+def test_logits_are_those_of_described_checkpoints() -> None:
+    with np.load(DATA / "convert-logits.npz") as logits:
+        runs = {name for name in checkpoints.NAMES if checkpoints.describe(name).transformers}
+        assert set(logits) == runs
+        for name in runs:
+            config = checkpoints.describe(name).config
+            assert logits[name].shape == (4, config.get("text_config", config)["vocab_size"])
+            assert max(checkpoints.PROMPT) < logits[name].shape[1]
+
+
+def test_shards_hold_what_the_index_says(tmp_path: Path) -> None:
+    path = checkpoints.write_checkpoint("qwen3-moe", tmp_path)
+    index = json.loads((path / "model.safetensors.index.json").read_text())
+    found: dict[str, str] = {}
+    total = 0
+    for file in sorted(path.glob("model-*.safetensors")):
+        data = file.read_bytes()
+        (n,) = struct.unpack_from("<Q", data)
+        header = json.loads(data[8 : 8 + n])
+        del header["__metadata__"]
+        found |= dict.fromkeys(header, file.name)
+        assert len(data) == 8 + n + max(info["data_offsets"][1] for info in header.values())
+        total += len(data) - 8 - n
+    assert found == index["weight_map"]
+    assert total == index["metadata"]["total_size"]
+
+
+def test_patterns_expand_to_whole_grids_in_order_of_layers() -> None:
+    names = checkpoints.expand({"b.{0,2}.x.{9-10}.w": [2], "a": [1], "b.{1}.y": [3]})
+    assert names == [
+        ("a", (1,)),
+        ("b.0.x.9.w", (2,)),
+        ("b.0.x.10.w", (2,)),
+        ("b.1.y", (3,)),
+        ("b.2.x.9.w", (2,)),
+        ("b.2.x.10.w", (2,)),
+    ]
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_stored_floats_are_the_nearest(dtype: str) -> None:
+    x = checkpoints.draw("key", "w", (64, 64))
+    kind, shape, data = checkpoints.encode(x, dtype)
+    if kind == "BF16":
+        back = (np.frombuffer(data, "<u2").astype(np.uint32) << 16).view(np.float32)
+    else:
+        back = np.frombuffer(data, {"F16": "<f2", "F32": "<f4"}[kind]).astype(np.float32)
+    bound = {"BF16": 2.0**-8, "F16": 2.0**-11, "F32": 0.0}[kind]
+    assert shape == x.shape
+    assert np.all(np.abs(back - x.ravel()) <= np.maximum(np.abs(x.ravel()), 2.0**-14) * bound)
+
+
+#: Relative errors of schemes, root mean square, of evenly spread weights.
+ERRORS = {"fp8": 0.04, "mxfp4": 0.15, "nvfp4": 0.13, "int8": 0.006, "packed": 0.08, "gptq": 0.09, "awq": 0.08}
+
+
+#: The schemes of every checkpoint that has some; "numbers" are no weights.
+SCHEMES = [
+    pytest.param(name, scheme, id=f"{name}-{scheme['method']}")
+    for name in checkpoints.NAMES
+    if (quantized := checkpoints.describe(name).quantized)
+    for scheme in quantized.get("each", [quantized])
+    if scheme["method"] != "numbers"
+]
+
+
+@pytest.mark.parametrize(("name", "scheme"), SCHEMES)
+def test_quantized_weights_are_close_to_the_drawn_ones(name: str, scheme: dict[str, Any]) -> None:
+    scheme = dict(scheme)
+    method, bits = scheme.pop("method"), scheme.get("bits", 4)
+    stacked = method == "mxfp4" and not scheme.get("packed")
+    x = checkpoints.draw(name, "w", (2, 256, 64) if stacked else (128, 256))
+    options = {key: value for key, value in scheme.items() if key not in ("method", "targets", "but")}
+    _, weights = quantized_checkpoints.METHODS[method](x, **options)
+    error = float(np.sqrt(((weights - x) ** 2).mean() / (x**2).mean()))
+    bound = 0.7 if method == "bitnet" else ERRORS[method] * 2.0 ** max(0, 4 - bits)
+    assert error < (bound * 2 if "E5M2" in scheme.get("codes", "") else bound)
+
+
+def test_words_are_a_stream_of_bits() -> None:
+    values = np.arange(64).reshape(2, 32) % 8
+    words = quantized_checkpoints._words(values, 3, 1).view(np.uint32)
+    streams = [sum(int(word) << 32 * i for i, word in enumerate(row)) for row in words]
+    assert [[stream >> 3 * i & 7 for i in range(32)] for stream in streams] == values.tolist()

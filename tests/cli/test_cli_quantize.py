@@ -1,0 +1,437 @@
+"""The command line of quantize: what it takes, prints and returns."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import click
+import pytest
+from click.testing import CliRunner, Result
+
+from quantkit.cli import cli
+from quantkit.formats.gguf import open_gguf
+from small_models import llama_tensors, tensor_bytes, write_model
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model(tmp_path_factory.mktemp("llama") / "llama.gguf", llama_tensors())
+
+
+def run(*args: object) -> Result:
+    return CliRunner().invoke(cli, ["quantize", *map(str, args)])
+
+
+def test_the_order_of_llama_quantize(llama: Path, tmp_path: Path) -> None:
+    out = tmp_path / "o.gguf"
+    result = run(llama, out, "q8_0", 2)
+    assert result.exit_code == 0, result.output
+    assert "on 2 threads" in result.stdout
+    assert f"wrote {out}" in result.stdout
+    assert result.stderr.count("[") == 19
+    assert "blk.0.ffn_up.weight" in result.stderr
+
+
+def test_a_negative_number_of_threads_means_all(llama: Path, tmp_path: Path) -> None:
+    assert run(llama, tmp_path / "o.gguf", "q8_0", -1).exit_code == 0
+    assert run(llama, tmp_path / "p.gguf", "q8_0", "--prune-layers", -1).exit_code == 2
+
+
+def test_without_an_output_it_lies_beside_the_input(llama: Path) -> None:
+    result = run(llama, "7")
+    assert result.exit_code == 0, result.output
+    made = llama.with_name("ggml-model-Q8_0.gguf")
+    assert tensor_bytes(made)["output.weight"][0] == "Q8_0"
+    made.unlink()
+    for number, name in (("15", "Q4_K"), ("14", "Q4_K_S"), ("145", "IQ4_KS")):
+        assert f"ggml-model-{name}.gguf: " in run("--dry-run", llama, number).stdout
+
+
+def test_json_is_all_of_stdout(llama: Path, tmp_path: Path) -> None:
+    result = run("--json", llama, tmp_path / "o.gguf", "Q8_0")
+    summary = json.loads(result.stdout)
+    assert summary["bits_per_weight"] == pytest.approx(8.5, abs=0.1)
+    assert len(summary["tensors"]) == 19
+    assert {c["class"] for c in summary["classes"]} >= {"attn_q", "ffn_down", "output"}
+
+
+def test_rules_of_ik(llama: Path, tmp_path: Path) -> None:
+    def types(*args: object) -> dict[str, str]:
+        result = run("--dry-run", "--json", *args[:-1], llama, tmp_path / "o.gguf", args[-1])
+        plan = json.loads(result.stdout)
+        assert plan["rules"] == ("mainline" if args == ("Q4_0",) else "ik")
+        return {t["name"]: t["type"] for t in plan["tensors"]}
+
+    assert types("Q4_0")["output.weight"] == types("--rules", "ik", "Q4_0")["output.weight"] == "Q6_K"
+    found = types("IQ4_KS")
+    assert (found["output.weight"], found["blk.0.attn_q.weight"]) == ("Q6_K", "IQ4_KS")
+    assert types("--pure", "IQ4_KS")["output.weight"] == "IQ4_KS"
+    refused = run("--rules", "mainline", llama, tmp_path / "o.gguf", "IQ4_KS")
+    assert refused.exit_code == 1
+    assert "IQ4_KS is of ik_llama.cpp: llama.cpp has no rules for it; omit --rules mainline" in refused.stderr
+    assert run("--rules", "other", llama, tmp_path / "o.gguf", "Q4_0").exit_code == 2
+
+
+def test_a_dry_run_writes_nothing(llama: Path, tmp_path: Path) -> None:
+    result = run("--dry-run", llama, tmp_path / "o.gguf", "Q4_K_M")
+    assert result.exit_code == 0
+    assert "F16 -> Q6_K" in result.stdout
+    assert list(tmp_path.iterdir()) == []
+    plan = json.loads(run("--dry-run", "--json", llama, tmp_path / "o.gguf", "Q4_K_M").stdout)
+    assert sum(t["bytes"] for t in plan["tensors"]) < plan["files"][0]["bytes"]
+
+
+def test_the_encoder_of_ik_is_asked_for(llama: Path, tmp_path: Path) -> None:
+    plain, out = tmp_path / "plain.gguf", tmp_path / "o.gguf"
+    assert run(llama, plain, "IQ4_XS").exit_code == 0
+    planned = json.loads(run("--dry-run", "--json", "--encoder", "ik", llama, out, "IQ4_XS").stdout)["tensors"]
+    by = {t["name"]: (t["encoder"], t["reason"].endswith("; encoded as in ik_llama.cpp")) for t in planned}
+    assert by["blk.0.ffn_up.weight"] == ("ik", True)
+    assert by["output_norm.weight"] == (None, False)
+    assert run("--encoder", "ik", llama, out, "IQ4_XS").exit_code == 0
+    ours, mainlines = tensor_bytes(out), tensor_bytes(plain)
+    assert {name: t for name, (t, _) in ours.items()} == {name: t for name, (t, _) in mainlines.items()}
+    assert {name for name in ours if ours[name] != mainlines[name]} == {n for n, (whose, _) in by.items() if whose}
+    with open_gguf(out) as file:
+        assert "--encoder ik" in file.get("quantkit.quantize.recipe").splitlines()
+    idle = run("--dry-run", "--encoder", "ik", llama, out, "Q8_0", "--overwrite")
+    assert "note: --encoder ik changes nothing" in idle.stderr
+
+
+def test_error_is_measured_on_request(llama: Path, tmp_path: Path) -> None:
+    result = run("--measure-error", llama, tmp_path / "o.gguf", "Q8_0")
+    assert "rel. error" in result.stdout
+    assert "0.5" in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("args", "code", "message"),
+    [
+        (["IN"], 2, "expected IN.gguf [OUT.gguf] TYPE [THREADS]"),
+        (["IN", "OUT", "Q4_K_X"], 1, "did you mean"),
+        (["IN", "Q4_K_X"], 1, "did you mean"),
+        (["IN", "OUT", "Q8_0", "many"], 2, "THREADS must be a number"),
+        (["IN", "OUT", "Q8_0", "2", "3"], 2, "expected IN.gguf"),
+        (["none.gguf", "OUT", "Q8_0"], 1, "none.gguf"),
+        (["--prune-layers", "x", "IN", "OUT", "Q8_0"], 2, "neither a layer number nor a range"),
+        (["--prune-layers", "9", "IN", "OUT", "Q8_0"], 2, "there is no layer 9"),
+        (["--prune-layers", "1-99999999999", "IN", "OUT", "Q8_0"], 2, "not a range of layers"),
+        (["--prune-layers", "1-0", "IN", "OUT", "Q8_0"], 2, "not a range of layers"),
+        (["--keep-split", "--split-max-size", "1M", "IN", "OUT", "Q8_0"], 2, "exclude each other"),
+        (["--max-buffer-size", "0", "IN", "OUT", "Q8_0"], 2, "--max-buffer-size"),
+        (["--max-buffer-size", "8", "--max-ram", "1G", "IN", "OUT", "Q8_0"], 2, "give one of them"),
+        (["-j", "3", "IN", "OUT", "Q8_0", "2"], 2, "THREADS is 2 and --threads 3"),
+        (["--override-kv", "split.count=int:3", "IN", "OUT", "Q8_0"], 2, "--split-max-size"),
+        (["--max-ram", "lots", "IN", "OUT", "Q8_0"], 2, "is not a size"),
+        (["--custom-q", "attn_[=q8_0", "IN", "OUT", "Q8_0"], 2, "regular expression"),
+        (["--override-kv", "a", "IN", "OUT", "Q8_0"], 2, "KEY=TYPE:VALUE"),
+        (["--output-tensor-type", "q9", "IN", "OUT", "Q8_0"], 1, "--output-tensor-type: there is no tensor type 'q9'"),
+        (["--ffn-gate-inp-type", "nope", "IN", "OUT", "Q8_0"], 1, "nope"),
+        (["--encoder", "best", "IN", "OUT", "Q8_0"], 2, "'best' is not one of 'mainline', 'ik'"),
+        (["--fallback", "maybe", "IN", "OUT", "Q8_0"], 1, "maybe"),
+        (
+            ["--output-tensor-type", "i32", "IN", "OUT", "Q8_0"],
+            1,
+            "--output-tensor-type: I32 is not a type for weights",
+        ),
+        (["--attn-q-type", "q8_K", "IN", "OUT", "Q8_0"], 1, "--attn-q-type: Q8_K is not a type for weights"),
+        (
+            ["--extra-output-tensor", "q4_0", "--repack", "IN", "OUT"],
+            2,
+            "--extra-output-tensor has no meaning beside it",
+        ),
+    ],
+)
+def test_wrong_input_gets_one_clear_line(llama: Path, tmp_path: Path, args: list[str], code: int, message: str) -> None:
+    named = {"IN": str(llama), "OUT": str(tmp_path / "o.gguf")}
+    result = run(*(named.get(a, a) for a in args))
+    assert result.exit_code == code, result.output
+    assert message in result.stderr
+    assert "Traceback" not in result.output
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_buffer_size_that_llama_quantize_takes_is_taken(llama: Path, tmp_path: Path) -> None:
+    small = run("--max-buffer-size", 1, llama, tmp_path / "a.gguf", "Q8_0", 3)
+    assert small.exit_code == 0, small.output
+    assert "note: --max-buffer-size 1: 3 threads need at least 3.02 MiB" in small.stderr
+    large = run("--max-buffer-size", 64, llama, tmp_path / "b.gguf", "Q8_0", 3)
+    assert "note" not in large.stderr
+    assert (tmp_path / "a.gguf").read_bytes() == (tmp_path / "b.gguf").read_bytes()
+
+
+@pytest.mark.parametrize("fallback", ["ERROR", "Error"])
+def test_fallback_is_read_in_any_case(tmp_path: Path, fallback: str) -> None:
+    source = write_model(tmp_path / "s.gguf", {"blk.0.ffn_up.weight": ((320, 8), "F16")})
+    result = run("--fallback", fallback, source, tmp_path / "o.gguf", "Q4_K_S")
+    assert result.exit_code == 1
+    assert "pass --fallback next" in result.stderr
+    assert run("--fallback", "NEXT", source, tmp_path / "o.gguf", "Q4_K_S").exit_code == 0
+
+
+@pytest.fixture
+def odd(tmp_path: Path) -> Path:
+    """Return a model with rows that no K-quant divides, beside others that it does."""
+    shapes = {f"blk.{i}.ffn_{kind}.weight": (n, 8) for i in range(3) for kind, n in (("up", 288), ("down", 512))}
+    return write_model(tmp_path / "odd.gguf", {name: (shape, "F16") for name, shape in shapes.items()})
+
+
+@pytest.mark.parametrize("options", [(), ("--dry-run",)], ids=["run", "dry"])
+def test_fallbacks_are_one_line_of_the_summary(odd: Path, tmp_path: Path, options: tuple[str, ...]) -> None:
+    result = run(*options, "--pure", odd, tmp_path / "o.gguf", "Q3_K")
+    (line,) = (" ".join(line.split()) for line in result.stdout.splitlines() if line.startswith("fallback"))
+    assert "3 of 6 matrices: 3 Q3_K to Q4_0" in line
+    assert "rows of 288 do not divide into blocks of 256" in line
+    before, after = 3 * 288 * 8 * 110 / 256, 3 * 288 * 8 * 18 / 32
+    assert f"{(after - before):.0f} B more" in line or f"{(after - before) / 1024:.2f} KiB more" in line
+
+
+def test_fallbacks_are_in_json(odd: Path, tmp_path: Path) -> None:
+    for options in ((), ("--dry-run",)):
+        said = json.loads(run("--json", *options, "--pure", odd, tmp_path / f"{len(options)}.gguf", "Q3_K").stdout)
+        (fallback,) = said["fallbacks"]
+        assert (fallback["chosen"], fallback["type"], fallback["tensors"]) == ("Q3_K", "Q4_0", 3)
+        assert fallback["bytes"] == 3 * 288 * 8 * 18 // 32
+        assert fallback["chosen_bytes"] == 3 * round(288 * 8 * 110 / 256)
+    assert json.loads(run("--json", odd, tmp_path / "none.gguf", "Q8_0").stdout)["fallbacks"] == []
+
+
+def test_shards_of_an_earlier_run_are_mentioned(llama: Path, tmp_path: Path) -> None:
+    first = run("--split-max-size", 300_000, llama, tmp_path / "o.gguf", "Q8_0")
+    assert "next to the output" not in first.stderr
+    old = sorted(p.name for p in tmp_path.iterdir())
+    again = run("--overwrite", "--split-max-size", 300_000, llama, tmp_path / "o.gguf", "Q8_0")
+    assert "next to the output" not in again.stderr
+    (tmp_path / "o-2.gguf").touch()
+    other = run("--split-max-size", 150_000, llama, tmp_path / "o.gguf", "Q8_0")
+    assert f"next to the output, but not part of it: {old[0]} .. {old[-1]} ({len(old)} files), perhaps" in other.stderr
+    one = run(llama, tmp_path / "o.gguf", "Q8_0")
+    assert f"not part of it: {old[0]} .. " in one.stderr
+    assert {p.name for p in tmp_path.iterdir()} > {*old, "o.gguf"}
+
+
+#: Ctrl-C at the moment at which a module is imported.
+_INTERRUPTED = """
+import sys
+
+class Interrupt:
+    def find_spec(self, name, path=None, target=None):
+        if name == moment:
+            raise KeyboardInterrupt
+
+moment = sys.argv.pop(1)
+sys.meta_path.insert(0, Interrupt())
+from quantkit.__main__ import main
+main()
+"""
+
+
+@pytest.mark.parametrize("moment", ["click", "quantkit.cli.quantize", "numpy", "quantkit.formats.imatrix"])
+def test_ctrl_c_takes_one_line_while_all_is_being_imported(llama: Path, tmp_path: Path, moment: str) -> None:
+    command = [sys.executable, "-c", _INTERRUPTED, moment, "quantize", llama, tmp_path / "o.gguf", "Q8_0"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr.strip()) == (130, "interrupted")
+
+
+def test_rules_that_match_nothing_are_reported_first(llama: Path, tmp_path: Path) -> None:
+    result = run("--custom-q", "ffn_up_shexp=q8_0", "--dry-run", llama, tmp_path / "o.gguf", "Q4_0")
+    assert "note: QK-W" in result.stderr
+    assert "ffn_up_shexp" in result.stderr
+
+
+def test_a_recipe_decides(llama: Path, tmp_path: Path) -> None:
+    recipe = tmp_path / "my.recipe"
+    recipe.write_text("# attention\nattn_[qk] = q8_0\n\nblk\\.1\\. = q5_0  # the rest of layer 1\n")
+    result = run("--recipe", recipe, llama, tmp_path / "o.gguf", "Q4_0")
+    assert result.exit_code == 0, result.output
+    types = {name: t for name, (t, _) in tensor_bytes(tmp_path / "o.gguf").items()}
+    assert types["blk.1.attn_q.weight"] == "Q8_0"
+    assert types["blk.1.ffn_up.weight"] == "Q5_0"
+    assert types["blk.0.ffn_up.weight"] == "Q4_0"
+
+
+def test_killed_and_resumed(llama: Path, tmp_path: Path) -> None:
+    """A real process, really killed, at several moments."""
+    reference = tmp_path / "whole.gguf"
+    assert run(llama, reference, "Q4_0").exit_code == 0
+    out, command = tmp_path / "o.gguf", [sys.executable, "-m", "quantkit", "quantize"]
+    for delay in (0.3, 0.6, 0.9):
+        with subprocess.Popen(
+            [*command, "--resume", llama, out, "Q4_0"], stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL
+        ) as process:
+            time.sleep(delay)
+            os.kill(process.pid, signal.SIGKILL)
+    done = subprocess.run([*command, "--resume", "--overwrite", llama, out, "Q4_0"], capture_output=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert out.read_bytes() == reference.read_bytes()
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no /dev/full here")
+def test_a_full_disk_behind_stdout_gets_one_line() -> None:
+    with open("/dev/full", "wb") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "quantkit", "types"], stdout=full, stderr=subprocess.PIPE, check=False
+        )
+    assert done.returncode == 1
+    assert done.stderr == b"Error: No space left on device\n"
+
+
+def test_control_characters_of_names_are_escaped(tmp_path: Path) -> None:
+    source = write_model(tmp_path / "x.gguf", {**llama_tensors(), "blk.0.\x1b[31m\n.weight": ((256, 8), "F16")})
+    result = run("--dry-run", source, tmp_path / "o.gguf", "Q4_0")
+    assert result.exit_code == 0, result.output
+    assert "blk.0.\\x1b[31m\\n.weight" in result.stdout
+    assert "\x1b" not in result.output
+
+
+def test_partial_requant_makes_only_what_is_missing(llama: Path, tmp_path: Path) -> None:
+    assert run(llama, tmp_path / "s.gguf", "COPY", "--split-max-size", "300K").exit_code == 0
+    source, out = next(tmp_path.glob("s-00001-*")), tmp_path / "o.gguf"
+    command = ("--keep-split", "--partial-requant", source, out, "Q8_0")
+    assert run(*command).exit_code == 0
+    shards = sorted(tmp_path.glob("o-*.gguf"))
+    assert len(shards) > 3
+    before = [path.read_bytes() for path in shards]
+    kept = shards[0].stat().st_mtime_ns
+    shards[1].unlink()
+    shards[2].unlink()
+    result = run(*command)
+    assert (
+        f"--partial-requant: {len(shards) - 2} of {len(shards)} files of the output are there already" in result.stderr
+    )
+    assert [path.read_bytes() for path in shards] == before
+    assert shards[0].stat().st_mtime_ns == kept
+    assert run(*command).exit_code == 0
+    plan = json.loads(run("--json", *command).stdout)
+    assert plan["files"] == plan["tensors"] == []
+    assert not list(tmp_path.glob("*.part"))
+    # Other metadata are no reason to make a file again; other tensors are one to stop.
+    assert run("--no-provenance", *command).exit_code == 0
+    shards[3].write_bytes(shards[2].read_bytes())
+    refused = run(*command)
+    assert refused.exit_code == 1
+    assert f"{shards[3]} exists, but is not what would be written there" in " ".join(refused.stderr.split())
+    assert "give one of them" in run("--overwrite", *command).stderr
+
+
+def test_a_second_output(llama: Path, tmp_path: Path) -> None:
+    """As in ik_llama.cpp it lies behind the first one; an embedding serves if there is no output.weight."""
+    out = tmp_path / "o.gguf"
+    assert run("--rules", "ik", "--extra-output-tensor", "q4_0_r8", llama, out, "Q8_0").exit_code == 0
+    found = tensor_bytes(out)
+    assert list(found)[2:4] == ["output.weight", "output_extra.weight"]
+    assert found["output_extra.weight"][0] == "Q4_0_R8"
+    plain = tmp_path / "plain.gguf"
+    assert run("--output-tensor-type", "q4_0_r8", llama, plain, "Q8_0").exit_code == 0
+    assert tensor_bytes(plain)["output.weight"] == found["output_extra.weight"]
+    assert found["output.weight"][0] == "Q8_0"
+    again = run("--extra-output-tensor", "q4_0", "--allow-requantize", out, tmp_path / "p.gguf", "Q8_0")
+    assert again.exit_code == 2
+    assert "has an output_extra.weight already" in again.stderr
+    larger = run("--extra-output-tensor", "f32", llama, tmp_path / "p.gguf", "Q8_0")
+    assert "adds nothing: F32 is no smaller than output.weight, which is F16" in " ".join(larger.stderr.split())
+    assert "output_extra.weight" not in tensor_bytes(tmp_path / "p.gguf")
+    tensors = {name: t for name, t in llama_tensors().items() if name != "output.weight"}
+    tied = write_model(tmp_path / "tied.gguf", tensors)
+    for type_name in ("COPY", "Q8_0"):
+        made = run("--overwrite", "--extra-output-tensor", "q4_0", tied, out, type_name)
+        assert made.exit_code == 0, made.output
+        assert tensor_bytes(out)["output_extra.weight"][0] == "Q4_0"
+        assert "llama.cpp: does not load" in made.stdout
+
+
+def test_embeddings_per_layer_have_an_option(tmp_path: Path) -> None:
+    per_layer = "per_layer_token_embd.weight"
+    model = write_model(tmp_path / "m.gguf", {**llama_tensors(), per_layer: ((256, 64), "F16")})
+
+    def types(*args: object) -> list[str]:
+        result = run("--dry-run", "--json", "--per-layer-token-embedding-type", "q4_0_r8", *args, model, "Q8_0")
+        found = {t["name"]: t["type"] for t in json.loads(result.stdout)["tensors"]}
+        return [found[per_layer], found["token_embd.weight"]]
+
+    for rules in ("ik", "mainline"):
+        assert types("--rules", rules) == ["Q4_0", "Q8_0"]
+        assert types("--rules", rules, "--token-embedding-type", "q5_0") == ["Q4_0", "Q5_0"]
+        assert types("--rules", rules, "--custom-q", "per_layer=q5_1") == ["Q4_0", "Q8_0"]
+
+
+def test_symmetric_q4_0(llama: Path, tmp_path: Path) -> None:
+    plain, out = tmp_path / "plain.gguf", tmp_path / "o.gguf"
+    assert run(llama, plain, "Q4_0").exit_code == run("--symmetric-q40", llama, out, "Q4_0").exit_code == 0
+    planned = json.loads(run("--dry-run", "--json", "--overwrite", "--symmetric-q40", llama, out, "Q4_0").stdout)
+    by = {t["name"]: (t["encoder"], t["reason"].endswith("levels -7 .. 7")) for t in planned["tensors"]}
+    assert (by["blk.0.ffn_up.weight"], by["output.weight"]) == (("symmetric", True), ("mainline", False))
+    ours, usual = tensor_bytes(out), tensor_bytes(plain)
+    assert {n for n in ours if ours[n] != usual[n]} == {n for n, (_, symmetric) in by.items() if symmetric}
+    idle = run("--dry-run", "--symmetric-q40", llama, tmp_path / "p.gguf", "Q8_0")
+    assert "note: --symmetric-q40 changes nothing" in idle.stderr
+    assert "note: --slow-iq2ks changes nothing" in run("--dry-run", "--slow-iq2ks", llama, "Q8_0").stderr
+
+
+def options_of(program: Path, env: dict[str, str] | None = None) -> set[str]:
+    """Return the options that a llama-quantize lists in its help."""
+    done = subprocess.run([program, "--help"], capture_output=True, text=True, check=False, env=env)
+    return set(re.findall(r"(?<![\w-])--[a-z][\w-]+", done.stdout))
+
+
+#: ik_llama.cpp 8337e4cd3 has these, but the wheel's program is a little older.
+NEWER = {"--per-layer-token-embedding-type", "--extra-output-tensor", "--symmetric-q40", "--slow-iq2ks"}
+
+
+@pytest.mark.peer
+def test_every_option_of_the_peers_is_known(llama_bin: Path, ik_bin: Path) -> None:
+    libraries = f"{ik_bin.parents[1]}/ik_llama_cpp_python.libs:{ik_bin.parent}/lib"
+    theirs = options_of(llama_bin / "llama-quantize")
+    theirs |= options_of(ik_bin / "llama-quantize", {"LD_LIBRARY_PATH": libraries})
+    assert len(theirs) > 25
+    command = cli.get_command(click.Context(cli), "quantize")
+    assert command is not None
+    ours = {name for p in command.params for name in p.opts} | {"--help"}
+    assert theirs | NEWER <= ours
+
+
+def test_what_repack_leaves_is_said(llama: Path, tmp_path: Path) -> None:
+    def notes(*args: object) -> str:
+        result = run("--dry-run", *args, tmp_path / "o.gguf")
+        assert result.exit_code == 0, result.output
+        return " ".join(result.stderr.split())
+
+    said = notes("--repack", llama)
+    assert (
+        "--repack changes nothing: no tensor has a type and rows that can be interleaved note: 15 tensors stay F16"
+        in said
+    )
+    assert "which loses 3 bits of each value" in said
+    said = notes("--repack", "--repack-pattern", r"blk\.\d{1,2}\.attn_[q,k]\.,output_norm", llama)
+    assert "4 tensors stay F16" in said
+    assert "matches" in said
+    assert "F16" not in notes("--repack", "--repack-pattern", "token_embd,nothing", llama)
+    assert notes("--unrepack", llama).startswith("note: --unrepack changes nothing")
+    said = " ".join(run("--dry-run", llama, tmp_path / "o.gguf", "BF16_R16").stderr.split())
+    assert "AVX512-BF16 only" in said
+    assert "BF16_R16 cuts values off" in said
+    assert run(llama, tmp_path / "bf16.gguf", "BF16").stderr.count("note: ") == 0
+    said = notes("--repack", tmp_path / "bf16.gguf")
+    assert "AVX512-BF16 only" in said
+    assert "cuts" not in said
+
+
+def test_repack_needs_no_type_but_a_wrong_one_is_an_error(llama: Path, tmp_path: Path) -> None:
+    assert "ggml-model-REPACK.gguf: " in run("--dry-run", "--repack", llama).stdout
+    assert "ggml-model-Q4_K_R4.gguf: " in run("--dry-run", "--repack", llama, "Q4_K_R4").stdout
+    assert json.loads(run("--dry-run", "--json", "--unrepack", llama).stdout)["rules"] == ""
+    refused = run("--repack", llama, tmp_path / "o.gguf", "Q4_K_X")
+    assert refused.exit_code == 1
+    assert "did you mean" in refused.stderr
+
+
+def test_rules_and_encoders_are_named_in_any_case(llama: Path) -> None:
+    plan = json.loads(run("--dry-run", "--json", "--rules", "IK", "--encoder", "Ik", llama, "Q4_K_M").stdout)
+    assert (plan["rules"], {t["encoder"] for t in plan["tensors"]}) == ("ik", {"ik", None})

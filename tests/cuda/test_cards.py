@@ -1,0 +1,436 @@
+"""Cards as an executor: the CPU's file whatever happens to them. Cards are the shim's; all they do, they do late."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import fake_cupy
+import host_device
+import numpy as np
+import pytest
+from click.testing import CliRunner
+from test_quantize import StopAfter
+from tiny_checkpoints import write_checkpoint
+
+from quantkit.cli import cli
+from quantkit.convert import ConvertOptions, convert
+from quantkit.errors import FormatError, QuantkitError, RecipeError, ResourceError
+from quantkit.formats.gguf import open_gguf, write_gguf
+from quantkit.formats.imatrix import Imatrix, ImatrixEntry, write_imatrix
+from quantkit.kernels import quantize as encode
+from quantkit.kernels.cuda.core import device as devices
+from quantkit.kernels.cuda.encode import pipeline as on_card
+from quantkit.kernels.formats import ENCODERS, SYMMETRIC, has_encoder
+from quantkit.pipeline import jobs as jobs_module
+from quantkit.pipeline.feedback import UniformInputs
+from quantkit.pipeline.gpu import batch, choice
+from quantkit.pipeline.gpu import executor as cards
+from quantkit.quantize import QuantizeOptions, QuantizeResult, plan_quantize, quantize
+from quantkit.types import BY_NAME
+from small_models import llama_fields
+
+pytestmark = pytest.mark.skipif(host_device.compiler() is None, reason="no C++ compiler: install g++")
+
+N, ROWS = 256, 40
+#: Of each tensor: how it lies in the source, and what becomes of it. Interleaved rows the CPU decodes, or interleaves.
+KINDS = {
+    "blk.0.attn_q": ("BF16", "Q4_0"),
+    "blk.0.attn_k": ("F32", "Q4_K"),
+    "blk.0.attn_v": ("Q8_0", "Q6_K"),
+    "blk.0.attn_output": ("Q4_0_R8", "IQ3_S"),
+    "blk.0.ffn_up": ("F16", "Q4_0_R8"),
+    "blk.0.ffn_gate": ("F16", "F16"),
+    "blk.0.ffn_down_exps": ("BF16", "Q4_K"),
+}
+EXPERTS = 3
+RULES = QuantizeOptions(
+    tensor_type=tuple(f"{name.replace('.', '[.]')}={to}" for name, (_, to) in KINDS.items()), allow_requantize=True
+)
+
+
+class Told(StopAfter):
+    """An observer that keeps what is said, and interrupts the run when ``left`` tensors more are done."""
+
+    def __init__(self) -> None:
+        super().__init__(-1)
+        self.notes = list[str]()
+
+    def on_note(self, text: str) -> None:
+        self.notes.append(text)
+
+    def on_stage(self, stage: int, stages: int, tokens: int, total: int) -> None:
+        pass
+
+
+def rows_of(seed: int, count: int) -> np.ndarray:
+    return np.random.default_rng(seed).normal(0, 0.05, (count, N)).astype(np.float32)
+
+
+def write_source(path: Path, spoiled: str = "", kinds: dict[str, tuple[str, str]] = KINDS) -> Path:
+    """Write a model of tensors of some kinds; a value of the tensor ``spoiled`` is infinite."""
+    tensors: list[Any] = [("output_norm.weight", (N,), BY_NAME["F32"], np.ones(N, np.float32).tobytes())]
+    for seed, (name, (source, _)) in enumerate(kinds.items()):
+        rows = 128 if name == "token_embd" else ROWS
+        shape: tuple[int, ...] = (N, ROWS, EXPERTS) if "exps" in name else (N, rows)
+        x = rows_of(seed, int(np.prod(shape[1:])))
+        if name == spoiled:
+            x[ROWS - 1, 7] = np.inf
+        t = BY_NAME[source]
+        bits = x.view(np.uint32) >> np.uint32(16)
+        data = x if source == "F32" else bits.astype(np.uint16) if source == "BF16" else encode(x, t)
+        tensors.append((f"{name}.weight", shape, t, np.ascontiguousarray(data).tobytes()))
+    write_gguf(path, llama_fields(layers=1), tensors)
+    return path
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_source(tmp_path_factory.mktemp("cards") / "source.gguf")
+
+
+@pytest.fixture(scope="module")
+def imatrix(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Write importances: each expert has its own."""
+    rng, path = np.random.default_rng(3), tmp_path_factory.mktemp("imatrix") / "imatrix.gguf"
+    counts = {"blk.0.attn_q.weight": 1, "blk.0.attn_k.weight": 1, "blk.0.ffn_down_exps.weight": EXPERTS}
+    entries = {
+        name: ImatrixEntry(np.exp(rng.normal(0, 1, (n, N))).astype(np.float32), np.full(n, 4, np.int64), None, None)
+        for name, n in counts.items()
+    }
+    write_imatrix(path, Imatrix(path, entries, ["text"], 1, 512))
+    return path
+
+
+@pytest.fixture(scope="module")
+def wanted(source: Path, imatrix: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[bool, QuantizeResult]:
+    """The CPU's files, without importances and with."""
+    folder = tmp_path_factory.mktemp("wanted")
+    return {
+        weighted: quantize(source, folder / f"{weighted}.gguf", "Q8_0", options(imatrix, weighted))
+        for weighted in (False, True)
+    }
+
+
+def options(imatrix: Path, weighted: bool) -> QuantizeOptions:
+    return replace(RULES, imatrix=imatrix) if weighted else RULES
+
+
+@pytest.fixture(autouse=True)
+def two_cards(monkeypatch: pytest.MonkeyPatch) -> Iterator[fake_cupy.Trouble]:
+    """Two cards; jobs of few rows, so that there are several batches, and slots serve more than once."""
+    monkeypatch.setattr(jobs_module, "JOB", 4 * N)
+    monkeypatch.setattr(jobs_module, "PIECE", 2 * N)
+    monkeypatch.setattr(cards, "BATCH", 12 * N)
+    with fake_cupy.installed(monkeypatch):
+        yield fake_cupy.TROUBLE
+
+
+def on_cards(source: Path, out: Path, rules: QuantizeOptions = RULES, **more: Any) -> tuple[QuantizeResult, list[str]]:
+    """Quantize on cards, with two threads for what is not theirs; return the result and what was said."""
+    told = more.pop("observer", None) or Told()
+    given = {"backend": "cuda", "threads": 2, "overwrite": True, "observer": told, **more}
+    return quantize(source, out, "Q8_0", rules, **given), told.notes
+
+
+def same(result: QuantizeResult, wanted: QuantizeResult) -> bool:
+    """Tell whether two files have the same bytes; their names are no part of them."""
+    return result.paths[0].read_bytes() == wanted.paths[0].read_bytes()
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+def test_the_cpus_file(
+    source: Path, imatrix: Path, wanted: dict[bool, QuantizeResult], tmp_path: Path, weighted: bool
+) -> None:
+    result, notes = on_cards(
+        source, tmp_path / "o.gguf", options(imatrix, weighted), measure_error=True, verify=6, max_ram="64M"
+    )
+    assert same(result, wanted[weighted])
+    cpu = quantize(source, tmp_path / "cpu.gguf", "Q8_0", options(imatrix, weighted), measure_error=True)
+    assert result.run.sums == cpu.run.sums
+    assert notes[0] == ("--backend cuda: CUDA0, CUDA1 encode 6 tensors (rows of 1 are interleaved by the CPU)")
+    assert notes[1].startswith("--verify: the CPU encodes 6 of 70 jobs of the GPUs, too, drawn with seed ")
+    assert notes[2:] == ["--verify: 6 jobs have the CPU's bytes"]
+
+
+def test_both_cards_encode(
+    source: Path, wanted: dict[bool, QuantizeResult], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tables of a grid, of IQ3_S, are there before any lane reads them."""
+    seen, came = list[tuple[str, int]](), {f"CUDA{i}": threading.Event() for i in range(2)}
+    start = on_card.Slot.start
+
+    def noted(slot: on_card.Slot, form: on_card.RowConversion, segments: Any) -> None:
+        came[slot.device.name].set()
+        assert all(event.wait(60) for event in came.values())  # neither takes all before the other is there
+        seen.append((slot.device.name, sum(segment.rows for segment in segments)))
+        start(slot, form, segments)
+
+    monkeypatch.setattr(on_card.Slot, "start", noted)
+    assert same(on_cards(source, tmp_path / "o.gguf")[0], wanted[False])
+    assert {name for name, _ in seen} == {"CUDA0", "CUDA1"}
+    assert sum(rows for _, rows in seen) == 8 * ROWS
+    assert max(rows for _, rows in seen) == 12
+
+
+def test_memory_bounds_batches(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the host and of the card; less than a job takes is no room at all."""
+    rooms = list[on_card.SlotMemory]()
+    slot = on_card.Slot.__init__
+
+    def noted(self: on_card.Slot, device: Any, room: on_card.SlotMemory) -> None:
+        rooms.append(room)
+        slot(self, device, room)
+
+    monkeypatch.setattr(on_card.Slot, "__init__", noted)
+    monkeypatch.setattr(cards, "BATCH", 1 << 20)
+    plan = plan_quantize(source, tmp_path / "o.gguf", "Q8_0", RULES)
+    for ram in (jobs_module.least_ram(list(plan.tensors), 2 + 2 * cards.MIN_SLOTS), 900_000):
+        rooms.clear()
+        on_cards(source, tmp_path / "o.gguf", max_ram=ram)
+        threads = 2 * jobs_module.worker_ram(list(plan.tensors), 4 * N)
+        assert ram / 2 <= threads + 2 * cards.MIN_SLOTS * max(room.host for room in rooms) <= ram
+    rooms.clear()
+    on_cards(source, tmp_path / "o.gguf", max_vram=200_000)
+    assert max(room.device for room in rooms) * cards.MIN_SLOTS <= 200_000
+    _, notes = on_cards(source, tmp_path / "o.gguf", max_vram=10_000)
+    assert [note.partition(":")[0] for note in notes[1:]] == [
+        f"CUDA{i} is not used any more, others do its work" for i in range(2)
+    ]
+    assert "CUDA0 has too little memory: a job takes" in notes[1]
+
+
+@pytest.mark.parametrize("after", [0, 30, 90])
+def test_a_card_that_fails_hands_its_jobs_on(
+    source: Path, wanted: dict[bool, QuantizeResult], tmp_path: Path, two_cards: fake_cupy.Trouble, after: int
+) -> None:
+    """To the CPU, when it is the only one; it is lost once for all its slots."""
+    two_cards.left[1] = after
+    result, notes = on_cards(source, tmp_path / "o.gguf", devices=[1])
+    assert same(result, wanted[False])
+    assert notes[1:] == [
+        "CUDA1 is not used any more, others do its work: CUDA1 failed: "
+        "cudaErrorIllegalAddress: an illegal memory access was encountered"
+    ]
+
+
+@pytest.mark.parametrize("after", [{1: 20}, {0: 40, 1: 70}])
+def test_one_of_two_cards_fails_or_both(
+    source: Path,
+    wanted: dict[bool, QuantizeResult],
+    tmp_path: Path,
+    two_cards: fake_cupy.Trouble,
+    after: dict[int, int],
+) -> None:
+    two_cards.left |= after
+    result, _ = on_cards(source, tmp_path / "o.gguf", verify=3)
+    assert same(result, wanted[False])
+
+
+@pytest.mark.parametrize("names", [[1], [0, 1]])
+def test_a_card_that_hangs_is_given_up(
+    source: Path,
+    wanted: dict[bool, QuantizeResult],
+    tmp_path: Path,
+    two_cards: fake_cupy.Trouble,
+    names: list[int],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Whoever waited for it, or gave its memory back, would wait for ever: nobody does."""
+    monkeypatch.setattr(batch, "PATIENCE", 0.3)
+    monkeypatch.setattr(batch, "SLOWEST", 1e9)
+    two_cards.hangs[1] = 40
+    result, notes = on_cards(source, tmp_path / "o.gguf", devices=names)
+    assert same(result, wanted[False])
+    assert not two_cards.given_back
+    (lost,) = notes[1:]
+    assert lost.startswith(
+        "CUDA1 is not used any more, others do its work: CUDA1 does not answer: its work is not done "
+    )
+
+
+def test_time_in_which_nobody_looked_is_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process that was stopped for an hour does not take a card to hang."""
+    monkeypatch.setattr(devices, "monotonic", iter(range(0, 3600 * 9, 3600)).__next__)
+    monkeypatch.setattr(devices, "sleep", lambda seconds: None)
+    looks = iter([False] * 5 + [True])
+    assert devices.wait_for(looks.__next__, 60, lambda: False) is None
+    assert devices.wait_for(lambda: False, 1, lambda: False) == 2
+
+
+@pytest.mark.parametrize(("room", "lost"), [(2_000, 2), (60_000, 0)])
+def test_a_card_without_memory(
+    source: Path, tmp_path: Path, two_cards: fake_cupy.Trouble, room: int, lost: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Somebody else takes what was free a moment ago: fewer slots do, or none."""
+    rules = replace(RULES, tensor_type=tuple(rule.replace("IQ3_S", "Q4_K") for rule in RULES.tensor_type))
+    wanted = quantize(source, tmp_path / "cpu.gguf", "Q8_0", rules)
+    monkeypatch.setattr(cards, "VRAM_SHARE", 1000.0)
+    two_cards.room = room
+    result, notes = on_cards(source, tmp_path / "o.gguf", rules)
+    assert same(result, wanted)
+    assert sum("has no room for" in note for note in notes) == lost
+
+
+def test_wrong_bytes_are_found(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One bit in one row: nothing stands under the final name."""
+    wait = on_card.Slot.wait
+
+    def wrong(slot: on_card.Slot, *limits: Any) -> Any:
+        made = wait(slot, *limits)
+        if made is not None:
+            made[0][0] ^= 1
+        return made
+
+    monkeypatch.setattr(on_card.Slot, "wait", wrong)
+    out = tmp_path / "o.gguf"
+    with pytest.raises(
+        ResourceError,
+        match=r"CUDA\d encodes as \w+ what the CPU encodes to other bytes: tensor blk.*, 1 of rows \d+ to ",
+    ):
+        on_cards(source, out, verify=1000)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("name", ["blk.0.attn_q", "blk.0.attn_k"])
+def test_values_that_are_not_finite(tmp_path: Path, name: str) -> None:
+    source, said = write_source(tmp_path / "source.gguf", name), []
+    for backend in ("cpu", "cuda"):
+        with pytest.raises(FormatError) as e:
+            on_cards(source, tmp_path / "o.gguf", backend=backend)
+        said.append(str(e.value))
+    assert said[0] == said[1]
+    assert f"tensor {name}.weight, row {ROWS - 1}, column 7 is inf" in said[0]
+
+
+def test_a_run_goes_on_elsewhere(source: Path, wanted: dict[bool, QuantizeResult], tmp_path: Path) -> None:
+    """One that cards began, on the CPU, and the other way round."""
+    out = tmp_path / "o.gguf"
+    for first, then in (("cuda", "cpu"), ("cpu", "cuda")):
+        told = Told()
+        told.left = 3
+        with pytest.raises(KeyboardInterrupt):
+            on_cards(source, out, observer=told, backend=first, threads=1)
+        told = Told()
+        result, _ = on_cards(source, out, observer=told, backend=then, resume=True, overwrite=False)
+        assert same(result, wanted[False])
+        assert told.reused >= 2
+
+
+def test_the_cache_does_not_know_who_encoded(
+    source: Path, wanted: dict[bool, QuantizeResult], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "o.gguf"
+    for first, then in (("cuda", "cpu"), ("cpu", "cuda")):
+        folder = tmp_path / first
+        assert same(on_cards(source, out, backend=first, cache=folder)[0], wanted[False])
+        result, _ = on_cards(source, out, backend=then, cache=folder)
+        assert same(result, wanted[False])
+        assert result.run.cache is not None
+        assert (result.run.cache.hits, result.run.cache.stored) == (6, 0)
+        for memo in folder.rglob("memo*"):
+            memo.unlink()  # rows are read, and found by their digests
+        assert same(on_cards(source, out, backend=then, cache=folder)[0], wanted[False])
+
+
+def test_auto_says_what_it_chose(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = plan_quantize(source, tmp_path / "o.gguf", "Q8_0", RULES)
+    assert choice.gpus_for(plan, "cpu") == ((), "")
+    assert choice.gpus_for(plan, "auto", [1])[0] == ("CUDA1",)
+    with pytest.raises(RecipeError, match="--devices names GPUs"):
+        choice.gpus_for(plan, "cpu", [0])
+    with pytest.raises(ResourceError, match=r"--devices: there is no CUDA2; there are 2 CUDA devices"):
+        choice.gpus_for(plan, "auto", [0, 2])
+    tensor = next(t for t in plan.tensors if t.type.name == "Q4_K")
+    fed: Any = replace(tensor.parts[0], inputs=UniformInputs(256, 1))
+    assert choice.cpu_reason(tensor, tensor.parts[0]) is None
+    assert choice.cpu_reason(tensor, fed) is None
+    other = replace(tensor, type=BY_NAME["TQ2_0"])
+    monkeypatch.setattr(choice, "can_round", lambda t: False)
+    assert choice.cpu_reason(other, fed) == "no error feedback for TQ2_0 on GPUs"
+    assert choice.cpu_reason(replace(tensor, type=BY_NAME["F16"]), fed) == "no CUDA encoder for F16"
+    assert choice.cpu_reason(replace(tensor, encoder="ik"), tensor.parts[0]) is None
+    for name, encoder, search, interleaved in (("Q4_0", "symmetric", "symmetric", False), ("Q2_K_R4", "", "ik", True),
+                                         ("Q2_K_R4", "mainline", "", False), ("IQ1_M_R4", "", "", True)):  # fmt: skip
+        form = choice.conversion_of(replace(tensor, type=BY_NAME[name], encoder=encoder), tensor.parts[0], 0)
+        assert form is not None
+        assert (form.search, form.interleaved) == (search, interleaved)
+    monkeypatch.setattr(choice, "can_encode", lambda t, search="": False)
+    assert choice.gpus_for(plan, "auto") == (
+        (),
+        "--backend auto: the CPU does everything: no CUDA encoder for Q4_K (2), no CUDA encoder for IQ3_S (1), "
+        "no CUDA encoder for Q4_0 (1), no CUDA encoder for Q6_K (1), no CUDA encoder for Q4_0_R8 (1)",
+    )
+    monkeypatch.setattr(devices, "count_devices", lambda: 0)
+    monkeypatch.setattr(devices, "why_none", lambda: "CuPy finds no CUDA device")
+    assert choice.gpus_for(plan, "auto")[1].endswith("the CPU encodes everything: CuPy finds no CUDA device")
+    with pytest.raises(QuantkitError, match="--backend cuda: no GPU can be used: CuPy finds no CUDA device"):
+        choice.gpus_for(plan, "cuda")
+
+
+#: What only the CPU encodes: floats, of which a card would do nothing but carry them.
+NOT_ON_CARDS = {"F32", "F16", "BF16", "BF16_R16"}
+
+
+def test_cards_encode_all_else(source: Path, tmp_path: Path) -> None:
+    """Every type, by every search, with an importance and without. The list above only shrinks."""
+    plan = plan_quantize(source, tmp_path / "o.gguf", "Q8_0", RULES)
+    tensor = next(t for t in plan.tensors if t.type.name == "Q4_K")
+    odd: Any = SimpleNamespace(is_copied=lambda t: False, inputs=None, refit=None, source=tensor.parts[0].source)
+    refused = set()
+    for t in filter(has_encoder, BY_NAME.values()):
+        for search in (*ENCODERS, SYMMETRIC):
+            if choice.cpu_reason(replace(tensor, type=t, encoder=search), odd):
+                refused.add(t.name)
+    assert refused == NOT_ON_CARDS
+
+
+def test_on_the_command_line(source: Path, tmp_path: Path) -> None:
+    out, rules = tmp_path / "o.gguf", [f"--tensor-type={rule}" for rule in RULES.tensor_type]
+
+    def run(*more: str) -> Any:
+        return CliRunner().invoke(cli, ["quantize", str(source), str(out), "Q8_0", *rules, "--allow-requantize", *more])
+
+    done = run("--backend", "auto", "--devices", "CUDA1", "--verify", "2", "--max-vram", "1M")
+    assert done.exit_code == 0, done.output
+    assert "note: --backend auto: CUDA1 encodes " in done.output
+    assert "note: --verify: 2 jobs have the CPU's bytes" in done.output
+    first = out.read_bytes()
+    assert run("--overwrite").exit_code == 0
+    assert out.read_bytes() == first
+    assert "CUDA0, CUDA1 encode" in run("--backend", "cuda", "--dry-run").output
+    for wrong, why in ((["--verify", "2"], "--verify: of cards; give"), (["--devices", "one"], "is no list of cards")):
+        done = run(*wrong)
+        assert done.exit_code == 2
+        assert why in done.output
+    done = run("--backend", "cuda", "--ray", "local", "--overwrite", "--verify", "2")
+    assert done.exit_code == 2
+    assert "--devices and --verify are for the GPUs of this machine" in " ".join(done.output.split())
+
+
+def test_convert_encodes_on_cards(tmp_path: Path) -> None:
+    """Rows of a checkpoint are made while they are read, into pinned memory."""
+    folder = write_checkpoint(tmp_path / "Small-Moe")
+    found = []
+    for backend in ("cpu", "cuda"):
+        told = Told()
+        out = tmp_path / f"{backend}.gguf"
+        options = QuantizeOptions(pure=True)
+        convert(folder, out, "Q4_0", ConvertOptions(pre="gpt-2"), options, backend=backend, observer=told)
+        found.append(out.read_bytes())
+    assert found[0] == found[1]
+    assert "CUDA0, CUDA1 encode" in told.notes[0]
+
+
+def test_tensors_of_the_source_are_kinds_of_the_test(source: Path) -> None:
+    """Every way to a card is taken: as it is, decoded there, decoded here; and by the CPU."""
+    with open_gguf(source) as file:
+        plan = plan_quantize(source, source.with_name("o.gguf"), "Q8_0", RULES)
+        forms = {t.name: choice.conversion_of(t, t.parts[0], 0) for t in plan.tensors}
+        assert len(file.tensors) == len(forms)
+    ways = {name: form and form.source.name for name, form in forms.items()}
+    assert [ways[f"{name}.weight"] for name in KINDS] == ["BF16", "F32", "Q8_0", "F32", "F16", None, "BF16"]

@@ -1,0 +1,281 @@
+"""Error feedback on cards, the shim's: the CPU's file and figures, whatever happens to them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import fake_cupy
+import host_device
+import numpy as np
+import pytest
+from test_calibrate import MODEL, TEXT
+from test_cards import N, Told, write_source
+from test_feedback_files import EXPERTS, TOKENS, write_covariances
+
+from quantkit.errors import FormatError
+from quantkit.formats.gguf import Field, open_gguf, write_gguf
+from quantkit.formats.imatrix import Imatrix, ImatrixEntry, write_imatrix
+from quantkit.kernels.cuda.feedback import metric_kernels
+from quantkit.pipeline import jobs as jobs_module
+from quantkit.pipeline.feedback_report import FeedbackReport, feedback_report
+from quantkit.pipeline.gpu import batch, choice
+from quantkit.pipeline.gpu import executor as cards
+from quantkit.quantize import QuantizeOptions, QuantizeResult, plan_quantize, quantize
+
+pytestmark = pytest.mark.skipif(host_device.compiler() is None, reason="no C++ compiler: install g++")
+
+IMATRIX = "importance.gguf"
+#: Of each tensor: how it lies in the source, and what becomes of it.
+KINDS = {
+    "token_embd": ("F16", "Q4_0"),
+    "blk.0.attn_q": ("BF16", "Q4_K"),
+    "blk.0.attn_k": ("F32", "IQ4_XS"),
+    "blk.0.attn_v": ("Q8_0", "TQ1_0"),
+    "blk.0.attn_output": ("Q5_0_R4", "IQ2_S"),
+    "blk.0.ffn_down": ("F16", "Q4_0_R8"),
+    "blk.0.ffn_up_exps": ("BF16", "Q4_0"),
+}
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_source(tmp_path_factory.mktemp("cards") / "source.gguf", kinds=KINDS)
+
+
+@pytest.fixture(scope="module")
+def cov(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Write covariances, and an importance matrix beside them; each expert has its own."""
+    entries: dict[str, tuple[float, ...]] = {
+        "blk.0.attn_q.weight: blk.0.attn_k.weight blk.0.attn_v.weight": (5000,),
+        "blk.0.attn_output.weight:": (5000,),
+        "blk.0.ffn_down.weight:": (5000,),
+        "blk.0.ffn_up_exps.weight:": TOKENS,
+    }
+    path = write_covariances(tmp_path_factory.mktemp("cov") / "cov.gguf", entries)
+    rng, counts = np.random.default_rng(3), {"blk.0.attn_output.weight": 1, "blk.0.ffn_up_exps.weight": EXPERTS}
+    importance = {
+        name: ImatrixEntry(np.exp(rng.normal(0, 1, (n, N))).astype(np.float32), np.full(n, 4, np.int64), None, None)
+        for name, n in counts.items()
+    }
+    write_imatrix(path.with_name(IMATRIX), Imatrix(path, importance, ["text"], 1, 512))
+    return path
+
+
+def rules(cov: Path, **more: Any) -> QuantizeOptions:
+    types = tuple(f"{name.replace('.', '[.]')}={to}" for name, (_, to) in KINDS.items() if name != "token_embd")
+    return QuantizeOptions(
+        tensor_type=types, token_embedding_type="Q4_0", allow_requantize=True, feedback=cov,
+        imatrix=cov.with_name(IMATRIX), **more
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module", autouse=True)
+def pieces() -> Iterator[None]:
+    """Jobs of few rows, so that there are several batches of a matrix; figures are sums over pieces."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(jobs_module, "JOB", 16 * N)
+        patch.setattr(jobs_module, "PIECE", 8 * N)
+        patch.setattr(jobs_module, "TILE", 8)
+        patch.setattr(cards, "FEEDBACK_BATCH", 16 * N)
+        yield
+
+
+@pytest.fixture(scope="module")
+def wanted(pieces: None, source: Path, cov: Path, tmp_path_factory: pytest.TempPathFactory) -> QuantizeResult:
+    return quantize(source, tmp_path_factory.mktemp("wanted") / "o.gguf", "Q4_0", rules(cov), measure_error=True)
+
+
+@pytest.fixture(autouse=True)
+def two_cards(monkeypatch: pytest.MonkeyPatch) -> Iterator[fake_cupy.Trouble]:
+    with fake_cupy.installed(monkeypatch):
+        yield fake_cupy.TROUBLE
+
+
+def on_cards(source: Path, out: Path, options: QuantizeOptions, **more: Any) -> tuple[QuantizeResult, list[str]]:
+    told = more.pop("observer", None) or Told()
+    given = {"backend": "cuda", "threads": 2, "overwrite": True, "observer": told, **more}
+    return quantize(source, out, "Q4_0", options, **given), told.notes
+
+
+def report_of(result: QuantizeResult) -> FeedbackReport | None:
+    return feedback_report(result.plan, result.run.losses)
+
+
+def same(result: QuantizeResult, wanted: QuantizeResult) -> bool:
+    """Tell whether two files have the same bytes, and runs the same figures."""
+    assert report_of(result) == report_of(wanted)
+    return result.paths[0].read_bytes() == wanted.paths[0].read_bytes()
+
+
+def test_the_cpus_file(source: Path, cov: Path, wanted: QuantizeResult, tmp_path: Path) -> None:
+    """Also what the cache takes from cards."""
+    out, cache = tmp_path / "o.gguf", tmp_path / "cache"
+    result, notes = on_cards(source, out, rules(cov), measure_error=True, verify=6, cache=cache)
+    assert same(result, wanted)
+    again, _ = on_cards(source, out, rules(cov), measure_error=True, backend="cpu", cache=cache)
+    assert same(again, wanted)
+    assert again.run.cache is not None
+    assert again.run.cache.hits == again.run.cache.tensors == 7
+    assert notes[0] == "--backend cuda: CUDA0, CUDA1 encode 7 tensors (rows of 1 are interleaved by the CPU)"
+    assert notes[-1] == "--verify: 6 jobs have the CPU's bytes"
+
+
+def test_a_covariance_that_is_none_is_an_error(source: Path, cov: Path, tmp_path: Path) -> None:
+    """And values that are not finite: what the CPU says, and nothing else."""
+    broken = tmp_path / "broken.gguf"
+    broken.write_bytes(cov.read_bytes())
+    (tmp_path / IMATRIX).write_bytes(cov.with_name(IMATRIX).read_bytes())
+    with open_gguf(cov) as file:
+        at = file.tensors["blk.0.attn_q.weight.cov"].offset
+    with open(broken, "r+b") as f:
+        f.seek(at)
+        f.write(np.float32(1e-30).tobytes())
+        f.seek(at + 4 * 7)
+        f.write(np.float32(1e9).tobytes())
+    spoiled = write_source(tmp_path / "spoiled.gguf", "blk.0.attn_k", KINDS)
+    for options, model, why in ((rules(broken), source, "is no covariance"), (rules(cov), spoiled, "column 7 is inf")):
+        said = []
+        for backend in ("cpu", "cuda"):
+            with pytest.raises(FormatError, match=why) as e:
+                on_cards(model, tmp_path / "o.gguf", options, backend=backend)
+            said.append(str(e.value))
+        assert said[0] == said[1]
+    assert not (tmp_path / "o.gguf").exists()
+
+
+@pytest.mark.parametrize("after", [{0: 30, 1: 0}, {0: 90, 1: 150}])
+def test_cards_that_fail_hand_their_jobs_on(
+    source: Path, cov: Path, wanted: QuantizeResult, tmp_path: Path, two_cards: fake_cupy.Trouble, after: dict[int, int]
+) -> None:
+    """While a metric is made there, or rows are rounded; the CPU makes metrics of its own then."""
+    two_cards.left |= after
+    result, notes = on_cards(source, tmp_path / "o.gguf", rules(cov), measure_error=True)
+    assert same(result, wanted)
+    assert sum("is not used any more, others do its work" in note for note in notes) == 2
+
+
+def test_a_card_that_hangs_is_given_up(
+    source: Path, cov: Path, wanted: QuantizeResult, tmp_path: Path, two_cards: fake_cupy.Trouble,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.setattr(batch, "PATIENCE", 0.3)
+    monkeypatch.setattr(batch, "SLOWEST", 1e9)
+    two_cards.hangs[1] = 60
+    result, notes = on_cards(source, tmp_path / "o.gguf", rules(cov), measure_error=True, devices=[1])
+    assert same(result, wanted)
+    assert "CUDA1 does not answer" in notes[1]
+
+
+def test_memory_of_a_card_bounds_what_it_does(
+    source: Path, cov: Path, wanted: QuantizeResult, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Metrics that have no room are the CPU's; those that have are made again where not all have at once."""
+    made = list[int]()
+    make = metric_kernels.metric
+
+    def noted(*args: Any) -> Any:
+        made.append(1)
+        return make(*args)
+
+    monkeypatch.setattr(metric_kernels, "metric", noted)
+    metric = 32 * N * N
+    counts = []
+    for times in (20, 4, 1):
+        made.clear()
+        result, notes = on_cards(
+            source, tmp_path / "o.gguf", rules(cov), measure_error=True, max_vram=times * metric, devices=[0]
+        )
+        assert same(result, wanted), times
+        counts.append(len(made))
+        large = [note for note in notes if "does not fit into GPU memory" in note]
+        assert large == ["the CPU encodes blk.0.attn_k.weight .. (5 tensors): a covariance does not fit into GPU "
+                         "memory"] * (times == 1)  # fmt: skip
+    assert counts[0] == 5, "of each matrix once, of those of an input together"
+    assert counts[1] >= 5
+    assert counts[2] == 0
+
+
+@pytest.mark.parametrize(("first", "then"), [("cuda", "cpu"), ("cpu", "cuda")])
+def test_a_run_goes_on_elsewhere(
+    source: Path, cov: Path, wanted: QuantizeResult, tmp_path: Path, first: str, then: str
+) -> None:
+    out, told = tmp_path / "o.gguf", Told()
+    told.left = 3
+    with pytest.raises(KeyboardInterrupt):
+        on_cards(source, out, rules(cov), measure_error=True, observer=told, backend=first, threads=1)
+    told = Told()
+    more: dict[str, Any] = {"observer": told, "backend": then, "resume": True, "overwrite": False}
+    result, _ = on_cards(source, out, rules(cov), measure_error=True, **more)
+    assert same(result, wanted)
+    assert told.reused >= 2
+
+
+def test_what_cards_do_not_do_is_said(source: Path, cov: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = plan_quantize(source, tmp_path / "o.gguf", "Q4_0", rules(cov))
+    monkeypatch.setattr(choice, "can_round", lambda t: t.name != "Q4_0")
+    assert choice.gpus_for(plan, "auto")[1] == (
+        "--backend auto: CUDA0, CUDA1 encode 5 tensors (rows of 1 are interleaved by the CPU), the CPU 2 tensors: "
+        "no error feedback for Q4_0 on GPUs (2)"
+    )
+
+
+# ---------------------------------------------------------------- layer by layer
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The last layer of the model with half of its heads and experts, of which some columns are left."""
+    path = tmp_path_factory.mktemp("small") / "small.gguf"
+    with open_gguf(MODEL) as file:
+        tensors: list[Any] = []
+        cut = {"attn_q.weight": (2, 128), "attn_k.weight": (2, 64), "attn_v.weight": (2, 64),
+               "attn_output.weight": (1, 128)}  # fmt: skip
+        for name, info in file.tensors.items():
+            if name.startswith("blk.") and not name.startswith("blk.0."):
+                continue
+            x = file.data(name).view(np.uint8)
+            width = info.nbytes // int(np.prod(info.shape))
+            x = x.reshape(*info.shape[::-1], width)
+            kind = name.removeprefix("blk.0.")
+            if kind in cut:
+                axis, size = cut[kind]
+                x = x[:size] if axis == 2 else x[:, :size]
+            if "exps" in kind:
+                x = x[:4, :32] if "down" not in kind else x[:4, :, :32]
+            if kind == "ffn_gate_inp.weight":
+                x = x[:4]
+            shape = x.shape[:-1][::-1]
+            tensors.append((name, shape, info.type, np.ascontiguousarray(x).tobytes()))
+        changed = {"block_count": 1, "attention.head_count": 2, "attention.head_count_kv": 1, "expert_count": 4,
+                   "expert_feed_forward_length": 32, "feed_forward_length": 32}  # fmt: skip
+        fields = [
+            Field.of(key, changed[key.removeprefix("qwen3moe.")], field.type)
+            if key.removeprefix("qwen3moe.") in changed
+            else field
+            for key, field in file.fields.items()
+        ]
+        write_gguf(path, fields, tensors)
+    return path
+
+
+def test_layer_by_layer(small: Path, tmp_path: Path) -> None:
+    """Covariances of both streams, corrected targets, routers and experts; activations are the CPU's."""
+    text = tmp_path / "bottles.txt"
+    text.write_bytes(TEXT)
+    options = QuantizeOptions(
+        calibrate=(text,), calibrate_ctx=128, calibrate_chunks=5, token_embedding_type="BF16",
+        output_tensor_type="BF16", refit_norms=True,
+        tensor_type=("attn_k=IQ4_NL", "attn_output=Q4_0", "gate_exps=Q4_0", "down_exps=Q5_1", "blk=BF16"),
+    )  # fmt: skip
+    found = [
+        on_cards(small, tmp_path / f"{b}.gguf", options, backend=b, verify=int(b == "cuda")) for b in ("cpu", "cuda")
+    ]
+    assert same(found[1][0], found[0][0])
+    notes = found[1][1]
+    assert notes[0] == (
+        "--backend cuda: CUDA0, CUDA1 encode 5 tensors, the text runs through the model on the CPU: bytes are the same "
+        "on every backend"
+    )
+    assert notes.count("--verify: 1 jobs have the CPU's bytes") == 5

@@ -1,0 +1,209 @@
+"""Every kernel compiles for every generation of cards, down to machine code, and keeps its variables in registers."""
+
+from __future__ import annotations
+
+import importlib
+import re
+from collections.abc import Iterator
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import pytest
+import test_cuda_dot_forms
+import test_cuda_unpack
+from host_device import CACHE, digest
+from ptx.chosen import SIZES, TENSOR_CORES, TYPES
+from ptx.device import keep, nvrtc
+
+from quantkit.errors import ResourceError
+from quantkit.kernels.cuda.core.compile import compile_module, compile_options, machine_code, preamble, target_of
+from quantkit.kernels.cuda.core.kernel import SOURCES, Kernel
+from quantkit.units import round_up
+
+#: Every family of kernels; a .cu file without one here is found out below.
+FAMILIES = sorted(
+    ".".join(path.relative_to(SOURCES).with_suffix("").parts)
+    for path in SOURCES.rglob("*.py")
+    if path.stem != "__init__" and path.parent.name != "core" and "\ndef kernels() " in path.read_text()
+)
+
+#: The last one compiles all modules; for the others each macro that chooses code has each of its values once. sm_75 has
+#: other instructions, and registers for fewer columns; sm_80 has those of sm_90, but for early launches.
+CAPABILITIES = (75, 80, 90)
+SAME_CODE = SIZES | TYPES | {"ACTIVATION", "SHARED", "TEAM"}
+PASSED_OVER = {75: SAME_CODE - {"COLUMNS"}, 80: SAME_CODE | {"CACHE"}}
+
+#: All types in one module each: how they are unpacked, how they are multiplied otherwise.
+TOGETHER = (
+    Kernel(test_cuda_unpack.ALL, "unpack_all").bind(**test_cuda_unpack.EACH),
+    Kernel(test_cuda_dot_forms.ALL, "dot_forms_all"),
+)
+
+#: Bytes of registers that a family's kernels may put aside. mat_mat: 128 registers, so that two blocks run at once;
+#: a few values that do not change are put aside over its loop, and none within the inner ones. attention: q of long
+#: heads lies in registers, too; next to nothing is put aside in the loop over keys. mat_vec: a word, for 8 columns.
+#: feedback: what changes once for some columns, so that three blocks run at once; groups: some of the losses of 64
+#: lines of roots, which are read once, so that two do. trellis: two words, before sm_90, but of IQ3_KT.
+PUT_ASIDE = {
+    "encode.trellis": 8,
+    "matmul.mat_mat": 128,
+    "attention.attention": 256,
+    "matmul.mat_vec": 4,
+    "feedback.sweeps": 40,
+    "feedback.groups": 80,
+    "feedback.refine": 48,
+}
+
+#: Kernels with an array of words for sines of large angles (CUDA's own).
+REDUCES_ANGLES = {"rope_table"}
+
+
+#: Kernels, one of each module, and the names of all that are wanted of it.
+Modules = list[tuple[Kernel, list[str]]]
+
+
+def kernels(family: str) -> list[Kernel]:
+    """Return all kernels of a family, those of one module side by side."""
+    module = importlib.import_module(f"quantkit.kernels.cuda.{family}")
+    found: set[Kernel] = set(module.kernels())
+    return sorted(found, key=lambda op: (op.file, op.defines, op.name))
+
+
+def modules(family: str) -> Iterator[tuple[Kernel, list[str]]]:
+    """Yield a kernel of every module, and the names of all kernels wanted of it."""
+    for _, group in groupby(kernels(family), key=lambda op: (op.file, op.defines)):
+        members = list(group)
+        yield members[0], [op.name for op in members]
+
+
+def fits(kernel: Kernel, capability: int) -> bool:
+    """Tell whether a card runs a kernel: the 64 KiB of Turing hold no 64 keys of latent attention."""
+    macros = dict(kernel.defines)
+    return capability > 75 or (macros.get("HEAD_K"), macros.get("KEYS")) != ("576", "64")
+
+
+def some_of(found: Modules, capability: int) -> Modules:
+    """Return modules in which each kernel is, with and without each macro that chooses code, and each of its values."""
+    chosen, seen = Modules(), set[tuple[str, ...]]()
+    for kernel, names in found:
+        by_type = capability < 80 and (
+            kernel.file == TENSOR_CORES or "TILES" in dict(kernel.defines)
+        )  # of each type other instructions
+        passed_over = PASSED_OVER[capability] - (TYPES if by_type else set())
+        macros = [define for define in kernel.defines if define[0] not in passed_over]
+        of_it = {(kernel.file, *define) for define in macros}
+        of_it |= {(kernel.file, name, *(macro for macro, _ in macros)) for name in names}
+        if not of_it <= seen:
+            chosen.append((kernel, names))
+        seen |= of_it
+    return chosen
+
+
+def compiled(kernel: Kernel, capability: int) -> str:
+    """Return the compiler's report of a module, compiled to a cubin once for each version of the sources."""
+    version = nvrtc_or_skip().getVersion()
+    kept = CACHE.parent / "nvrtc" / f"{digest(preamble(kernel), compile_options(capability)[1:], version)}.log"
+    if not kept.exists():
+        code, log = compile_module(kernel, capability, "--ptxas-options=-v")
+        assert code.startswith(b"\x7fELF")
+        keep(kept, log.encode())
+    return kept.read_text()
+
+
+def nvrtc_or_skip() -> Any:
+    try:
+        return nvrtc()
+    except (ImportError, RuntimeError):
+        pytest.skip("no NVRTC: pip install cupy-cuda12x nvidia-cuda-nvrtc-cu12")
+
+
+def test_some_family_yields_kernels_of_every_source() -> None:
+    sources = {str(path.relative_to(SOURCES)) for path in SOURCES.rglob("*.cu")}
+    assert sources
+    assert sources <= {kernel.file for family in FAMILIES for kernel in kernels(family)}
+
+
+@pytest.mark.parametrize("capability", CAPABILITIES)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_kernels_compile_and_do_not_spill(family: str, capability: int, request: pytest.FixtureRequest) -> None:
+    wanted = [module for module in modules(family) if fits(module[0], capability)]
+    if capability != CAPABILITIES[-1] and not request.config.getoption("--all-ptx"):
+        wanted = some_of(wanted, capability)
+    for kernel, names in wanted:
+        log = compiled(kernel, capability)
+        for name in names:
+            assert f"'quantkit_{name}'" in log, f"{kernel}: no {name}"
+        framed = re.findall(r"for quantkit_(\w+)\n.*?(\d+) bytes stack frame, (\d+) bytes spill stores", log)
+        ours = [(name, int(frame), int(spilled)) for name, frame, spilled in framed if name in names]
+        too_much = [of for of in ours if of[2] > PUT_ASIDE.get(family, 0)]
+        assert not too_much, f"{kernel}: {too_much}"
+        copied = [of for of in ours if of[1] > round_up(of[2], 8) and of[0] not in REDUCES_ANGLES]
+        assert not copied, f"{kernel}: arguments, or an array, lie in each thread's memory: {copied}"
+
+
+@pytest.mark.parametrize("kernel", TOGETHER, ids=lambda kernel: kernel.name)
+def test_every_type_compiles_for_turing(kernel: Kernel) -> None:
+    assert f"'quantkit_{kernel.name}'" in compiled(kernel, CAPABILITIES[0])
+
+
+def test_machine_code_is_kept_until_a_source_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from quantkit.kernels.cuda.core import compile as compiling
+    from quantkit.kernels.cuda.layer.norms import norm
+
+    nvrtc_or_skip()
+    monkeypatch.setenv("QUANTKIT_CACHE", str(tmp_path))
+    kernel = norm("rms").kernel
+    code = machine_code(kernel, 90)
+    assert code.startswith(b"\x7fELF")
+    (kept,) = (tmp_path / "cuda").rglob("*.cubin")
+    monkeypatch.setattr(compiling, "compile_module", lambda *arguments: (b"another", ""))
+    assert machine_code(kernel, 90) == code
+    monkeypatch.setattr(compiling, "sources_hash", lambda: "of other sources")
+    assert machine_code(kernel, 90) == b"another"
+    assert len(list((tmp_path / "cuda").rglob("*.cubin"))) == 2
+
+
+@pytest.mark.parametrize(
+    ("capability", "known", "target"),
+    [
+        (90, (75, 80, 86, 89, 90), "sm_90"),
+        (121, (90, 100, 120, 121), "sm_121"),
+        (89, (75, 80, 86), "sm_86"),
+        (89, (75, 80, 86, 87), "sm_86"),  # an Orin's machine code is for Orin
+        (103, (90, 100, 101), "sm_100"),
+        (90, (75, 80, 86, 87, 89), "compute_89"),
+        (120, (80, 90, 100, 101, 103), "compute_103"),
+        (87, (75, 80, 86), "compute_86"),
+    ],
+)
+def test_a_card_newer_than_the_compiler(capability: int, known: tuple[int, ...], target: str) -> None:
+    assert target_of(capability, known) == target
+
+
+def test_a_card_too_old_for_the_compiler() -> None:
+    nvrtc_or_skip()
+    with pytest.raises(ResourceError, match=r"NVRTC \d+\.\d+ does not compile for a GPU of compute capability 7\.0"):
+        target_of(70, (75, 80))
+
+
+def test_ptx_is_what_a_newer_generation_gets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from quantkit.kernels.cuda.core import compile as compiling
+    from quantkit.kernels.cuda.layer.norms import norm
+
+    nvrtc_or_skip()
+    monkeypatch.setenv("QUANTKIT_CACHE", str(tmp_path))
+    kernel = norm("rms").kernel
+    for capability, known, begins in ((90, (75, 80, 86), b".target sm_86\n"), (89, (75, 80, 86), b"\x7fELF")):
+        monkeypatch.setattr(compiling, "_target", lambda of, known=known: target_of(of, known))
+        code = machine_code(kernel, capability)
+        assert begins in code
+        assert code.endswith(b"\0")
+        assert machine_code(kernel, capability) == code
+    assert sorted(path.suffix for path in (tmp_path / "cuda").rglob("*.*")) == [".cubin", ".ptx"]
+
+
+def test_a_source_that_does_not_compile_says_where() -> None:
+    nvrtc_or_skip()
+    with pytest.raises(RuntimeError, match=r"NO_SUCH_KIND.*undefined"):
+        compile_module(Kernel("layer/norms.cu", "norm").bind(KIND="NO_SUCH_KIND"), 90)

@@ -1,0 +1,365 @@
+"""The code that talks to CuPy, with the shim in CuPy's place; and that CuPy has what it asks for."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import sys
+import threading
+import time
+import types
+import warnings
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import fake_cupy
+import host_device
+import numpy as np
+import pytest
+
+from quantkit.errors import ResourceError
+from quantkit.kernels import first_run
+from quantkit.kernels.cuda.core import compile as compiling
+from quantkit.kernels.cuda.core import dependent_launch, uploads
+from quantkit.kernels.cuda.core import device as devices
+from quantkit.kernels.cuda.core.device import CUDADevice, Launch
+from quantkit.kernels.cuda.core.kernel import Kernel, Shape
+from quantkit.kernels.cuda.layer import elementwise, norms
+from zoo import expected, write_zoo
+
+pytestmark = pytest.mark.skipif(host_device.compiler() is None, reason="no C++ compiler: install g++")
+
+
+@pytest.fixture
+def cupy(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    with fake_cupy.installed(monkeypatch) as made:
+        yield made
+
+
+def launch(shape: Shape, **slots: int | float) -> Launch:
+    return Launch(shape.kernel, shape.grid, shape.kernel.block(**slots), shape.shared)
+
+
+def test_arrays_go_there_and_back(cupy: Any) -> None:
+    device = CUDADevice(0)
+    assert (device.name, device.capability, device.multiprocessors) == ("CUDA0", 90, 4)
+    x = np.arange(100, dtype=np.float32)
+    a, b = device.allocate(x.nbytes), device.allocate(x.nbytes)
+    device.upload(a, x)
+    device.copy(b, a, x.nbytes)
+    found = np.empty_like(x)
+    device.download(b, found)
+    assert np.array_equal(found, x)
+    device.zero(b, x.nbytes)
+    device.download(b, found)
+    assert not found.any()
+    device.free(a)
+    device.free(b)
+
+
+def test_an_array_may_change_after_its_upload(cupy: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The card reads the host's memory later, pinned or not."""
+    monkeypatch.setattr(uploads, "SLOT_BYTES", 256)
+    device = CUDADevice(0)
+    for x in (np.arange(1000, dtype=np.float32), device.host_array(1000, np.float32)):
+        x[:] = np.arange(1000)
+        a = device.allocate(x.nbytes)
+        for part in (slice(0, 3), slice(3, 1000)):  # beside one that waits in the same slot; more than all slots hold
+            device.upload(a + 4 * part.start, x[part])
+        x[:] = -1
+        found = np.empty_like(x)
+        device.download(a, found)
+        assert np.array_equal(found, np.arange(1000))
+
+
+def test_kernels_run_now_or_recorded(cupy: Any) -> None:
+    device = CUDADevice(0)
+    x = np.arange(64, dtype=np.float32)
+    a = device.allocate(x.nbytes)
+    device.upload(a, x)
+    doubled = launch(elementwise.scale(64, 1), x=a, out=a, width=64, rows=1, by=2.0)
+    normed = launch(
+        norms.norm("rms", 1), x=a, out=a, weight=0, bias=0, groups=1, group=64, per_row=1, n_weight=64, eps=0.0
+    )
+    device.prepare([doubled.kernel, normed.kernel])
+    device.run([doubled])
+    replay = device.record([doubled, doubled])
+    found = np.empty_like(x)
+    device.download(a, found)
+    assert np.array_equal(found, 8 * x), "recording runs them once, and never while it records"
+    replay()
+    replay()
+    device.download(a, found)
+    assert np.array_equal(found, 128 * x)
+    device.run([normed])
+    device.download(a, found)
+    np.testing.assert_allclose(found, x / np.sqrt(np.square(x).mean()), rtol=1e-6)
+    assert device.seconds(lambda: device.run([doubled])) > 0
+
+
+def test_products_by_cublas(cupy: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    libs = types.ModuleType("cupy_backends.cuda.libs")
+    for name in ("cupy_backends", "cupy_backends.cuda"):
+        monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
+    monkeypatch.setitem(sys.modules, "cupy_backends.cuda.libs", libs)
+    device, rng = CUDADevice(0), np.random.default_rng(1)
+    x, w, found = (rng.integers(-8, 8, shape).astype(np.float32) for shape in ((5, 16), (7, 16), (5, 7)))
+    at = [device.allocate(a.nbytes) for a in (x, w, found)]
+    for address, a in zip(at, (x, w), strict=False):
+        device.upload(address, (a.view(np.uint32) >> 16).astype(np.uint16))
+    with pytest.raises(ResourceError, match="needs cuBLAS"):
+        device.gemm_bf16(5, 7, 16, *at)
+    libs.cublas = fake_cupy.cublas()  # type: ignore[attr-defined]
+    device.gemm_bf16(5, 7, 16, *at)
+    device.download(at[2], found)
+    np.testing.assert_array_equal(found, x @ w.T)
+
+    def broken(*arguments: Any) -> None:
+        raise fake_cupy.CUBLASError("CUBLAS_STATUS_ARCH_MISMATCH")
+
+    libs.cublas.gemmEx = broken
+    with pytest.raises(ResourceError, match="cuBLAS, which fails on shim: CUBLAS_STATUS_ARCH_MISMATCH"):
+        device.gemm_bf16(5, 7, 16, *at)
+
+
+def test_launches_may_be_early(cupy: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    # include/cuda.h of CUDA 13: CUlaunchConfig, CUlaunchAttribute
+    assert (ctypes.sizeof(dependent_launch.LaunchConfig), dependent_launch.LaunchConfig.stream.offset) == (56, 32)
+    assert (ctypes.sizeof(dependent_launch.Attribute), dependent_launch.Attribute.value.offset) == (72, 8)
+    monkeypatch.setattr(dependent_launch, "driver", lambda: cupy.libcuda)
+    device = CUDADevice(0)
+    device.dependent_launches = True
+    x = np.arange(64, dtype=np.float32)
+    a = device.allocate(x.nbytes)
+    device.upload(a, x)
+    doubled = launch(elementwise.scale(64, 1), x=a, out=a, width=64, rows=1, by=2.0)
+    device.run([doubled, doubled])
+    device.record([doubled])()
+    found = np.empty_like(x)
+    device.download(a, found)
+    assert np.array_equal(found, 16 * x)
+
+
+def test_what_breaks_a_recording_is_named(cupy: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The end of a broken recording fails too, and says only that it is broken."""
+    device = CUDADevice(0)
+    a = device.allocate(256)
+    doubled = launch(elementwise.scale(64, 1), x=a, out=a, width=64, rows=1, by=2.0)
+    launch_kernel = cupy.cuda.driver.launchKernel
+
+    def broken(*arguments: Any) -> None:
+        if device.stream.captured is not None:
+            raise fake_cupy.CUDADriverError("CUDA_ERROR_OUT_OF_MEMORY")
+        launch_kernel(*arguments)
+
+    def end(stream: Any) -> None:
+        stream.captured = None
+        raise fake_cupy.CUDARuntimeError("cudaErrorStreamCaptureInvalidated")
+
+    monkeypatch.setattr(cupy.cuda.driver, "launchKernel", broken)
+    monkeypatch.setattr(fake_cupy.Stream, "end_capture", end)
+    with pytest.raises(ResourceError, match="CUDA0 failed: CUDA_ERROR_OUT_OF_MEMORY"):
+        device.record([doubled])
+    assert device.stream.captured is None
+    device.run([doubled])
+
+
+def test_shared_memory_that_a_source_declares_counts(cupy: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """47 KiB at its launch, and 2 KiB of its own, are more than a kernel has without asking."""
+    device = CUDADevice(0)
+    a = device.allocate(256)
+    doubled = launch(elementwise.scale(64, 1), x=a, out=a, width=64, rows=1, by=2.0)
+    monkeypatch.setitem(fake_cupy.DECLARED, "quantkit_scale", 2 << 10)
+    monkeypatch.setattr(fake_cupy, "MAY_ASK", {})
+    device.run([replace(doubled, shared=46 << 10)])
+    assert not fake_cupy.MAY_ASK
+    device.run([replace(doubled, shared=47 << 10)])
+    assert list(fake_cupy.MAY_ASK.values()) == [47 << 10]
+    with pytest.raises(ResourceError, match="scale needs 231424 bytes of shared memory, and CUDA0 has less"):
+        device.run([replace(doubled, shared=226 << 10)])
+
+
+def test_lanes_that_load_at_once_load_once(cupy: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each kernel may ask for the most that one of them does, whoever is the last to say so."""
+    device = CUDADevice(0)
+    a = device.allocate(256)
+    doubled = launch(elementwise.scale(64, 1), x=a, out=a, width=64, rows=1, by=2.0)
+    monkeypatch.setattr(fake_cupy, "MAY_ASK", {})
+    ask, most = cupy.cuda.driver.funcSetAttribute, list(range(60 << 10, 200 << 10, 20 << 10))
+
+    def slowly(f: int, attribute: int, value: int) -> None:
+        time.sleep(0.02 * (len(most) - most.index(value)))  # the largest would be the first
+        ask(f, attribute, value)
+
+    monkeypatch.setattr(cupy.cuda.driver, "funcSetAttribute", slowly)
+    lanes = [device.new_stream() for _ in most]
+    threads = [
+        threading.Thread(target=lane._allow_shared, args=(replace(doubled, shared=shared),))
+        for lane, shared in zip(lanes, most, strict=True)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert list(fake_cupy.MAY_ASK.values()) == [most[-1]]
+
+
+def test_modules_are_compiled_in_processes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """NVRTC compiles one at a time; who compiled is what is kept."""
+    monkeypatch.setenv("QUANTKIT_CACHE", str(tmp_path))
+    monkeypatch.setattr(compiling, "_target", lambda capability: "sm_90")
+    monkeypatch.setattr(compiling, "_version", lambda: "12.9")
+    monkeypatch.setattr(first_run, "available_cpus", lambda: 3)
+
+    def compile_module(*of: Any) -> tuple[bytes, str]:
+        time.sleep(0.2)
+        return str(os.getpid()).encode(), ""
+
+    monkeypatch.setattr(compiling, "compile_module", compile_module)
+    made = fake_cupy.module()
+    loaded: list[bytes] = []
+    made.cuda.function.Module = lambda: types.SimpleNamespace(load=loaded.append)
+    monkeypatch.setattr(devices, "_cupy", lambda: made)
+    monkeypatch.setattr(devices, "count_devices", lambda: 1)
+    CUDADevice(0).prepare([Kernel("layer/norms.cu", "norm").bind(KIND=i) for i in range(6)])
+    assert len(loaded) == 6
+    assert len(set(loaded)) > 1
+
+
+def test_a_device_that_is_full_says_so(cupy: Any) -> None:
+    with pytest.raises(ResourceError, match="CUDA0 has no room for 4294967296 bytes"):
+        CUDADevice(0).allocate(1 << 32)
+
+
+def test_what_a_card_that_broke_says_is_no_traceback(cupy: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever is asked of it next raises what went wrong before."""
+    device, array = CUDADevice(0), np.zeros(4, np.float32)
+    a = device.allocate(array.nbytes)
+
+    def broken(*arguments: Any) -> None:
+        raise fake_cupy.CUDARuntimeError("cudaErrorIllegalAddress")
+
+    for name in ("memcpyAsync", "memsetAsync"):
+        monkeypatch.setattr(cupy.cuda.runtime, name, broken)
+    monkeypatch.setattr(cupy.cuda, "alloc_pinned_memory", broken)
+    for ask in (
+        lambda: device.download(a, array),
+        lambda: device.zero(a, 4),
+        lambda: device.upload(a, array),
+        lambda: device.host_array(4, np.uint8),
+        lambda: device.new_stream().start_upload(a, array),
+    ):
+        with pytest.raises(ResourceError, match="CUDA0 failed: cudaErrorIllegalAddress"):
+            ask()
+
+
+def test_a_card_that_nobody_asked_for_is_left_alone(cupy: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What makes a card the current one makes a context there: half a gigabyte, refused on a card that is another's."""
+    used, use = set[int](), cupy.cuda.runtime.setDevice
+
+    def noted(card: int) -> None:
+        used.add(card)
+        use(card)
+
+    monkeypatch.setattr(cupy.cuda.runtime, "setDevice", noted)
+    device, x = CUDADevice(1), np.arange(64, dtype=np.float32)
+    a = device.allocate(x.nbytes)
+    device.upload(a, x)
+    device.synchronize()
+
+    def elsewhere() -> None:
+        lane = device.new_stream()
+        lane.run([launch(elementwise.scale(64, 1), x=a, out=a, width=64, rows=1, by=2.0)])
+        lane.wait()
+
+    thread = threading.Thread(target=elsewhere)
+    thread.start()
+    thread.join()
+    device.record([launch(elementwise.scale(64, 1), x=a, out=a, width=64, rows=1, by=2.0)])()
+    found = np.empty_like(x)
+    device.download(a, found)
+    assert np.array_equal(found, 8 * x)
+    assert used == {1}
+
+
+def test_memory_that_cupy_keeps_is_free(cupy: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model that is closed leaves its memory to CuPy's pool, which gives it to others when the driver has no more."""
+    kept = [600]
+    monkeypatch.setattr(cupy.cuda.runtime, "memGetInfo", lambda: (1000 - sum(kept), 1000))
+    monkeypatch.setattr(cupy.get_default_memory_pool(), "free_all_blocks", kept.clear)
+    assert CUDADevice(0).bytes_free() == 1000
+
+
+@pytest.mark.parametrize("nbytes", [1, 512, 513, 36 << 20, (4 << 20) + 1])
+def test_what_pinned_memory_takes_is_what_cupy_asks_for(nbytes: int) -> None:
+    try:
+        with warnings.catch_warnings(action="ignore"):
+            from cupy.cuda import PinnedMemoryPool
+    except ImportError:
+        pytest.skip("no CuPy: pip install cupy-cuda12x")
+    asked: list[int] = []
+
+    def driver(size: int) -> None:
+        asked.append(size)
+        raise MemoryError
+
+    with pytest.raises(MemoryError):
+        PinnedMemoryPool(driver).malloc(nbytes)
+    assert asked == [devices.pinned_bytes(nbytes)]
+
+
+def test_devices_that_are_not_there(cupy: Any) -> None:
+    assert devices.count_devices() == 2
+    with pytest.raises(ResourceError, match="no device CUDA2: there are 2 CUDA devices"):
+        devices.open_device("CUDA2")
+
+
+def test_a_whole_model_through_cupy_on_two_cards(cupy: Any, tmp_path: Path) -> None:
+    """The first card goes on with the next tokens before the second has copied what these became on the first."""
+    from libllama import nmse
+    from quantkit.model.engine import load
+    from quantkit.model.placement import cuda_devices, placement_of
+
+    tokens, logits = expected("qwen3moe-moe")
+    path = write_zoo("qwen3moe-moe", tmp_path / "model.gguf")
+    assert cuda_devices() == ("CUDA0", "CUDA1")
+    with load(path, kv_type="f32", n_ubatch=8, placement=placement_of("cuda", None, (), cuda_devices())) as model:
+        assert len(model.segments) == 2
+        session, last = model.session(64), np.arange(24) == 23
+        found = [session.decode(tokens[:24], outputs=last), *(session.decode(tokens[i : i + 1]) for i in range(24, 28))]
+        assert nmse(np.concatenate(found), logits[23:28]) <= 1e-8
+
+
+def test_cupy_has_what_is_asked_of_it() -> None:
+    try:
+        with warnings.catch_warnings(action="ignore"):
+            import cupy
+            from cupy.cuda import driver, function
+    except ImportError:
+        pytest.skip("no CuPy: pip install cupy-cuda12x")
+    assert "extra)" in driver.launchKernel.__doc__
+    assert driver.launchKernel.__doc__.count(",") == 10
+    assert hasattr(function.Function, "ptr")
+    assert "bytes cubin" in function.Module.load.__doc__
+    assert "int attribute, int value" in driver.funcSetAttribute.__doc__
+    assert {"load", "get_function"} <= set(dir(function.Module))
+    assert driver.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES == 8
+    assert "int attribute, intptr_t f" in driver.funcGetAttribute.__doc__
+    assert driver.CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES == 1
+    assert issubclass(driver.CUDADriverError, Exception)
+    assert "disable_timing" in cupy.cuda.Event.__doc__
+    assert {"getSupportedArchs", "getPTX", "getCUBIN"} <= set(dir(cupy.cuda.nvrtc))
+    assert cupy.cuda.runtime.eventQuery(0) not in (0, 600), "a number that says what is wrong"
+    runtime = {"memcpyAsync", "memsetAsync", "getDeviceCount", "getDeviceProperties", "driverGetVersion"}
+    runtime |= {"getDevice", "setDevice", "memGetInfo"}
+    constants = {"memcpyHostToDevice", "memcpyDeviceToHost", "memcpyDeviceToDevice", "CUDARuntimeError"}
+    assert runtime | constants <= set(dir(cupy.cuda.runtime))
+    assert {"begin_capture", "end_capture", "synchronize", "ptr"} <= set(dir(cupy.cuda.Stream)) | {"ptr"}
+    assert {"compute_capability", "cublas_handle"} <= set(dir(cupy.cuda.Device))
+    assert hasattr(cupy.cuda.graph.Graph, "launch")
+    for name in ("alloc", "alloc_pinned_memory", "Event", "get_elapsed_time"):
+        assert hasattr(cupy.cuda, name)
+    assert hasattr(cupy.get_default_memory_pool(), "free_all_blocks")
+    assert issubclass(cupy.cuda.memory.OutOfMemoryError, Exception)

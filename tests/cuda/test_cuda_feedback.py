@@ -1,0 +1,115 @@
+"""Error feedback on the device: the CPU's bytes and losses, given the same metric."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from device_memory import Memory
+from test_feedback import covariance, drawn
+
+from edge_rows import encode
+from quantkit.kernels.cpu.feedback.metric import Metric
+from quantkit.kernels.cpu.feedback.metric import metric as metric_of
+from quantkit.kernels.cpu.feedback.options import Rounding
+from quantkit.kernels.cpu.feedback.rounding import Rounded
+from quantkit.kernels.cpu.feedback.rounding import round_rows as on_cpu
+from quantkit.kernels.cuda.feedback.metric import upload
+from quantkit.kernels.cuda.feedback.rounding import can_round, round_rows, working_bytes
+from quantkit.kernels.cuda.feedback.rows import RowAddresses
+from quantkit.kernels.levels import Grouping, all_levels, levels_of
+from quantkit.types import BY_NAME, TensorType
+
+F32 = npt.NDArray[np.float32]
+TYPES = [of.type for of in all_levels().values() if of.grid is None]
+GROUPED = [of.type for of in all_levels().values() if of.grid is not None]
+#: One round and one sweep, as wide rows have; all that narrow ones have, but fewer sweeps.
+WIDE, NARROW = Rounding(max_sweeps=1, extra_rounds=0, neighbour_scales=False), Rounding(max_sweeps=2)
+
+
+@cache
+def metric(n: int, grouping: Grouping | None) -> Metric:
+    """Return the metric of rows of n values, for types that group columns so."""
+    return metric_of(covariance(4, n), 0.02, grouping=grouping)
+
+
+def reference(t: TensorType, x: F32, out: npt.NDArray[np.uint8]) -> None:
+    """Fill in the reference's bytes of rows."""
+    weights = np.ones(x.shape[1] if t.imatrix == "required" else 0, np.float32)
+    out[:] = encode(t, x, weights)
+
+
+def on_device(memory: Memory, t: TensorType, x: F32, how: Rounding, target: F32 | None, by: Metric) -> Rounded:
+    """Round rows; what is before and after their bytes, and losses, must stay as it was."""
+    rows, n = x.shape
+    made = np.full(rows * t.row_bytes(n) + 64, 255, np.uint8)
+    reference(t, x, made[:-64].reshape(rows, -1))
+    at = begin = memory.put(made)
+    if target is not None:
+        start = np.zeros((rows, t.row_bytes(n)), np.uint8)
+        reference(t, target, start)
+        begin = memory.put(start)
+    losses = [memory.room((rows + 1,), np.float64) for _ in range(2)]
+    to = memory.put(x if target is None else target)
+    held = upload(memory.device, by)
+    work = memory.room((working_bytes(t, rows, n, how),), np.uint8)
+    round_rows(memory.device, t, RowAddresses(rows, to, at, begin, *losses), held, how, work)
+    found = memory.get(at, made.shape, np.uint8)
+    held.close()
+    assert (found[-64:] == 255).all()
+    before, after = (memory.get(loss, (rows + 1,), np.float64) for loss in losses)
+    assert np.isnan([before[-1], after[-1]]).all()
+    return Rounded(found[:-64].reshape(rows, -1), before[:-1], after[:-1])
+
+
+def check(memory: Memory, t: TensorType, x: F32, how: Rounding, target: F32 | None = None) -> Rounded:
+    """Compare both; return what was found."""
+    by = metric(x.shape[1], levels_of(t).grouping)
+    found = on_device(memory, t, x, how, target, by)
+    wanted = on_cpu(t, x, lambda rows, out: reference(t, rows, out), by, how, target)
+    np.testing.assert_array_equal(found.before, wanted.before)
+    np.testing.assert_array_equal(found.after, wanted.after)
+    np.testing.assert_array_equal(found.rows, wanted.rows)
+    return found
+
+
+@pytest.mark.parametrize("t", TYPES, ids=str)
+def test_bytes_and_losses_are_the_cpus(memory: Memory, t: TensorType) -> None:
+    """Rows of two tiles, with all that narrow ones have; then three with a target, as wide ones are done."""
+    n = t.block if t.block > 64 else 3 * max(t.block, 32)
+    x = drawn(5, 33, n)
+    x[1], x[2, :32], x[3] = 0, 0, 40 * x[3]
+    found = check(memory, t, x, NARROW)
+    assert (found.after < found.before).mean() > 0.5
+    check(memory, t, x[4:7], WIDE, drawn(6, 3, n) / 8 + x[4:7])
+
+
+#: Another number of everything than usual: none of it changes the code, but the columns of a window.
+OTHERS = (
+    Rounding(sweeps=2, max_sweeps=1, passes=2, repeats=2),
+    Rounding(fits=False, neighbour_scales=False, extra_rounds=2, max_sweeps=1),
+)
+
+
+@pytest.mark.parametrize("t", [BY_NAME["Q4_K"], BY_NAME["IQ3_KS"]], ids=str)
+def test_rows_of_many_windows(memory: Memory, t: TensorType) -> None:
+    """Several super-blocks a row, as often as options say."""
+    for how in OTHERS:
+        check(memory, t, drawn(7, 2, 768), how)
+
+
+@pytest.mark.parametrize("t", GROUPED, ids=str)
+def test_groups_of_columns_choose_as_on_the_cpu(memory: Memory, t: TensorType) -> None:
+    """Rows of one tile, which start from a target's bytes; for two rounds and tiles the one of the fewest points."""
+    rows, how = (33, Rounding(rounds=2, sweeps=2)) if t.name == "IQ2_KL" else (3, Rounding())
+    x = drawn(5, rows, 256)
+    x[1], x[2, :32] = 0, 0
+    found = check(memory, t, x, how, drawn(6, rows, 256) / 8 + x)
+    assert (found.after < found.before).mean() > 0.5
+
+
+def test_every_generation_has_room_for_every_grid() -> None:
+    assert all(can_round(t, capability) for t in GROUPED for capability in (75, 80, 86, 90, 120))
+    assert not can_round(GROUPED[0], 0)

@@ -1,0 +1,33 @@
+"""What is between a file and the encoders of a card; the whole is tested by test_cards.py."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from device_memory import Memory
+
+from quantkit.kernels.cuda.encode.pipeline import RowConversion, SlotMemory, largest, memory_for, not_finite
+from quantkit.types import BY_NAME
+
+
+@pytest.mark.parametrize("n", [3, 1024, 2050])
+def test_values_that_are_not_finite_are_found(memory: Memory, n: int) -> None:
+    """Wherever they are; the largest and the smallest are finite."""
+    good = np.resize(np.array([0, -0.0, 1e-45, -3.4028235e38, 3.4028235e38], np.float32), n)
+    found = memory.put(np.zeros(1, np.int32))
+    memory.run(not_finite(n), x=memory.put(good), flag=found, n=n)
+    assert memory.get(found, (1,), np.int32)[0] == 0
+    for at, bad in ((0, np.nan), (n - 1, np.inf), (n // 2, -np.inf)):
+        x = good.copy()
+        x[at] = bad
+        found = memory.put(np.zeros(1, np.int32))
+        memory.run(not_finite(n), x=memory.put(x), flag=found, n=n)
+        assert memory.get(found, (1,), np.int32)[0] == 1
+
+
+def test_room_is_for_the_largest_form() -> None:
+    bf16, f32, q4 = (BY_NAME[name] for name in ("BF16", "F32", "Q4_0"))
+    forms = [RowConversion(bf16, q4, 512), RowConversion(f32, q4, 256)]
+    assert memory_for(forms[0], 10) == SlotMemory(10 * 1024, 4 * 512 * 10, 5120, 256, 256 + 10 * 288 + 16 * 10)
+    assert memory_for(forms[1], 10).values == 0, "nothing is to be decoded"
+    assert largest(forms, lambda form: 5120 // form.n) == memory_for(forms[0], 10) | memory_for(forms[1], 20)

@@ -1,0 +1,93 @@
+"""Plots: every format from awkward data, the same bytes for the same data, whole layers on the axis."""
+
+from __future__ import annotations
+
+import math
+import re
+import sys
+import xml.etree.ElementTree as ElementTree
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from click.testing import CliRunner
+
+from quantkit.cli import cli
+from quantkit.cli._plot import Figure, Line, LinePanel, MapPanel, Points, Scatter, check_plot, draw
+from quantkit.cli._plot_labels import place_labels
+from quantkit.errors import RecipeError
+
+pytest.importorskip("matplotlib")
+
+AWKWARD = Figure(
+    "$a_b &",
+    [
+        LinePanel("p", "y", [Line("a$<b>", [0, 1, 2], [1, math.nan, -1]), Line("b", [0], [0])], log=True),
+        LinePanel("q", "y", []),
+        MapPanel("m", "row", "unit", 1, np.array([[0.0, np.nan], [1, 9]])),
+    ],
+)
+
+
+def texts(svg: bytes) -> list[str]:
+    """Return what is written, which matplotlib also says in comments."""
+    ElementTree.fromstring(svg)
+    return re.findall("<!-- (.*?) -->", svg.decode())
+
+
+def test_a_matrix_as_svg(data: Path, tmp_path: Path) -> None:
+    out = tmp_path / "x.svg"
+    result = CliRunner().invoke(cli, ["imatrix", "show", str(data / "tiny-moe-imatrix.gguf"), "--plot", str(out)])
+    assert result.exit_code == 0, result.output
+    written = texts(out.read_bytes())
+    assert written.count("attn_k, attn_q, attn_v") == 1
+    assert [t for t in written if t.isdecimal()][:4] == ["0", "1", "2", "3"]
+    assert {"Tokens of each expert", "expert", "tokens / even share", "layer", "E[x²]"} <= set(written)
+    assert "never" not in written
+
+
+@pytest.mark.parametrize(("kind", "magic"), [("svg", b"<?xml"), ("png", b"\x89PNG"), ("pdf", b"%PDF")])
+def test_awkward_data_give_the_same_bytes_twice(kind: str, magic: bytes) -> None:
+    made = draw(AWKWARD, kind)
+    assert made.startswith(magic)
+    assert made == draw(AWKWARD, kind)
+
+
+def test_what_is_missing_is_said() -> None:
+    written = texts(draw(replace(AWKWARD, title="$a_b & 模型"), "svg"))
+    assert {"never", "no data", "a$&lt;b&gt;", "$a_b &amp; 模型"} <= set(written)
+
+
+def test_names_and_matplotlib_are_checked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, data: Path) -> None:
+    with pytest.raises(RecipeError, match=r"plots are .svg, .png or .pdf"):
+        check_plot(Path("x.gif"))
+    assert check_plot(Path("x.PNG")) == "png"
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    result = CliRunner().invoke(cli, ["imatrix", "show", str(data / "tiny-moe-imatrix.gguf"), "--plot", "x.svg"])
+    assert result.exit_code == 1
+    assert "pip install 'gguf-quantkit[plot]'" in result.output
+
+
+def test_labels_lie_apart_within_the_area() -> None:
+    rng = np.random.default_rng(4)
+    points, sizes, legend = rng.normal(200, 60, (40, 2)), np.full((40, 2), (35, 7)), (300.0, 300.0, 400.0, 400.0)
+    places = place_labels(points, sizes, (0, 0, 400, 400), [points[:3]], [legend])
+    centres = points + [(place.x, place.y) for place in places]
+    boxes = np.concatenate([np.concatenate([centres - sizes / 2, centres + sizes / 2], 1), [legend]])
+    assert boxes.min() >= 0
+    assert boxes.max() <= 400
+    low, high = np.maximum(boxes[:, None, :2], boxes[:, :2]), np.minimum(boxes[:, None, 2:], boxes[:, 2:])
+    assert np.array_equal((low < high).all(2), np.eye(len(boxes), dtype=bool))
+    assert any(place.has_leader for place in places)
+    assert not all(place.has_leader for place in places)
+
+
+def test_points_with_labels() -> None:
+    line, points = (
+        Points("line", [1, 2], [1, 200], is_line=True),
+        Points("p$", [1, 1, 2], [1, 1, 200], ["a", "b", "c$"]),
+    )
+    made = draw(Scatter("title", "x", "y", [line, points], "note"), "svg")
+    assert {"title", "x", "y", "line", "p$", "a", "b", "c$", "note", "200"} <= set(texts(made))
+    assert made == draw(Scatter("title", "x", "y", [line, points], "note"), "svg")

@@ -1,0 +1,899 @@
+"""Models in object stores: the same bytes as on this machine, or one error, whatever the network does.
+
+moto runs as a process of its own, once for the module; a proxy in front of it counts and breaks (object_store.py).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import random
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import pytest
+from click.testing import CliRunner, Result
+from fsspec.implementations.local import LocalFileSystem
+
+from checkpoints import write_checkpoint
+from object_store import FAULTS, STALL, Proxy, Request, hub, moto_server
+from quantkit.cli import cli
+from quantkit.errors import FormatError, QuantkitError, ResourceError
+from quantkit.formats.files import check_unchanged
+from quantkit.formats.gguf import open_gguf
+from quantkit.formats.imatrix import read_imatrix
+from quantkit.formats.outputs import check_apart, lock_path, read_whole
+from quantkit.formats.remote import URL, located, reader, retry, s3, stores
+from quantkit.formats.remote import url as url_module
+from quantkit.formats.remote.retry import Answer, Meaning, Patience, judge, with_retries
+from quantkit.pipeline import jobs, spool
+from quantkit.quantize import QuantizeOptions, quantize
+from small_models import llama_fields, llama_tensors, write_model
+
+SECRET, KEY = "hunter2-secret-key", "AKIAHUNTER2"
+PART = 64 << 10
+OPTIONS = QuantizeOptions(no_provenance=True)
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Proxy]:
+    """The proxy before a server with a bucket; environment and limits as these tests need them."""
+    with moto_server() as port, pytest.MonkeyPatch.context() as patch:
+        proxy = Proxy(port)
+        environment = {"AWS_ENDPOINT_URL": proxy.url, "AWS_ACCESS_KEY_ID": KEY, "AWS_SECRET_ACCESS_KEY": SECRET}
+        for name, value in {**environment, "AWS_DEFAULT_REGION": "us-east-1", "AWS_CONFIG_FILE": "/dev/null"}.items():
+            patch.setenv(name, value)
+        patch.setattr(retry, "SILENCE", 10.0)
+        patch.setattr(retry, "PATIENCE", Patience(attempts=6, first=0.02, longest=0.1, total_seconds=20))
+        patch.setattr(retry, "FIRST_LOOK", Patience(attempts=6, first=0.02, longest=0.1, total_seconds=20))
+        patch.setattr(s3, "PART", PART)
+        patch.setattr(reader, "BLOCK", 256 << 10)
+        stores._stores.clear()
+        call(proxy, "create_bucket")
+        yield proxy
+        stores._stores.clear()
+        proxy.close()
+
+
+@pytest.fixture
+def proxy(server: Proxy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Proxy]:
+    """The proxy, breaking nothing; an empty bucket, and a spool of this test."""
+    monkeypatch.setattr(url_module, "default_spool", lambda: tmp_path / "default-spool")
+    monkeypatch.setattr(reader, "_blocks", None)
+    server.clear()
+    for key in keys():
+        call(server, "delete_object", Key=key)
+    for upload in uploads():
+        call(server, "abort_multipart_upload", Key=upload["Key"], UploadId=upload["UploadId"])
+    server.clear()
+    yield server
+    server.clear()
+
+
+@pytest.fixture
+def large_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For files of many megabytes, where it does not matter where they are cut: requests are what takes long."""
+    monkeypatch.setattr(s3, "PART", 1 << 20)
+    monkeypatch.setattr(reader, "BLOCK", 1 << 20)
+
+
+def call(proxy: Proxy | None, method: str, **kwargs: Any) -> Any:
+    store = located("s3://models/x").store  # type: ignore[attr-defined]
+    return with_retries("the test", lambda: store._call(method, Bucket="models", **kwargs))
+
+
+def put(name: str, data: bytes | Path) -> str:
+    call(None, "put_object", Key=name, Body=data if isinstance(data, bytes) else data.read_bytes())
+    return f"s3://models/{name}"
+
+
+def get(name: str) -> bytes:
+    return URL(f"s3://models/{name}").read_bytes()
+
+
+def keys() -> list[str]:
+    return [found["Key"] for found in call(None, "list_objects_v2").get("Contents", ())]
+
+
+def uploads() -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = call(None, "list_multipart_uploads").get("Uploads", [])
+    return found
+
+
+def run(*args: object) -> Result:
+    return CliRunner().invoke(cli, list(map(str, args)))
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model of 5 MB."""
+    return write_model(tmp_path_factory.mktemp("model") / "model.gguf", llama_tensors(layers=4), llama_fields(layers=4))
+
+
+@pytest.fixture(scope="module")
+def expected(model: Path) -> bytes:
+    """What Q4_K_M of it is on this machine: 22 parts."""
+    out = model.with_name("q4.gguf")
+    quantize(model, out, "Q4_K_M", OPTIONS)
+    return out.read_bytes()
+
+
+# ---------------------------------------------------------------- names
+
+
+def test_a_url_is_a_path_with_names_of_its_own() -> None:
+    url = located("s3://bucket//deep/model-00001-of-00002.gguf")
+    assert isinstance(url, URL)
+    assert str(url) == "s3://bucket//deep/model-00001-of-00002.gguf"
+    assert (url.name, url.suffix, url.stem) == ("model-00001-of-00002.gguf", ".gguf", "model-00001-of-00002")
+    assert str(url.with_name("b.gguf")) == "s3://bucket//deep/b.gguf"
+    assert str(url.parent) == "s3://bucket//deep"
+    assert str(located("hf://org/model") / "config.json") == "hf://org/model/config.json"
+    assert located(url) is url
+    assert located("s3://b/k") == located("s3://b/k")
+    assert located("s3://b/k") != located("s3://b/l")
+    assert not isinstance(located("plain/s3:/x"), URL)
+    for text, path in {
+        **{"file:///x/m": "/x/m", "FILE://localhost/x/m": "/x/m", "local:///x/m": "/x/m", "file://m": "m"},
+        **{"file:///x/a%20b?c": "/x/a%20b?c", "file:///": "/"},
+    }.items():
+        assert located(text) == Path(path)
+        assert not isinstance(located(text), URL)
+
+
+SAME = {
+    "s3://b/x/m.gguf": ("s3a://b/x/m.gguf", "S3://b/x/m.gguf", "s3:///b/x/m.gguf", "s3://b/x/m.gguf/"),
+    "s3://b/m": ("s3://b/m?versionId=null", "s3n://b/m?versionId=3", "s3://b/m/"),
+    "gs://b/m": ("gcs://b/m", "GS://b/m//"),
+    "abfs://c@a.dfs.core.windows.net/m": ("az://c@a.dfs.core.windows.net/m", "ABFSS://c@a.dfs.core.windows.net/m"),
+    "sftp://h/x/m": ("ssh://h/x/m", "sftp://h/x/../x/./m", "sftp://h//x//m"),
+    "https://host/m": ("HTTPS://Host/m", "https://user:pass@host/m", "https://host/m?token=1"),
+}
+
+
+@pytest.mark.parametrize("text", SAME)
+def test_an_object_has_one_identity(text: str) -> None:
+    """So it is refused as its own output, and one lock is for all."""
+    url = located(text)
+    for other in map(located, SAME[text]):
+        assert isinstance(url, URL)
+        assert isinstance(other, URL)
+        assert other.identity == url.identity
+        assert lock_path(other) == lock_path(url)
+        with pytest.raises(ResourceError, match="is the input"):
+            check_apart([other], [url])
+    for apart in (f"{text}2", text.replace("m", "M"), text.replace("/m", "//n/m")):
+        check_apart([text], [apart])
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        f"s3://{KEY}:{SECRET}@bucket/m.gguf",
+        f"s3://{KEY}:aa/{SECRET}/bb@bucket/m.gguf",
+        f"S3A://{SECRET}@bucket/m.gguf",
+        f"gs://user:{SECRET}@bucket/m.gguf",
+        f"sftp://user:{SECRET}@host/m.gguf",
+        f"https://user:aa/{SECRET}@host/m.gguf",
+    ],
+)
+def test_an_address_with_a_password_is_refused_and_not_shown(text: str, tmp_path: Path, model: Path) -> None:
+    out = tmp_path / "o.gguf"
+    for args in (
+        *(("quantize", model, text, "Q8_0"), ("quantize", text, out, "Q8_0"), ("inspect", text)),
+        *(("imatrix", "merge", text, "-o", out), ("imatrix", "show", text), ("perplexity", "-m", text, "-p", "a")),
+        *(("quantize", model, out, "Q8_0", "--imatrix", text), ("perplexity", "-m", model, "-p", "a", "--json", text)),
+        *(("convert", text, out), ("compare", text, model), ("kld", "-m", model, "--base", text)),
+    ):
+        found = run(*args)
+        assert found.exit_code in (1, 2), found.output
+        assert SECRET not in found.output
+        assert "AWS_SECRET_ACCESS_KEY" in found.output
+        assert not isinstance(found.exception, ResourceError)
+    assert not list(tmp_path.iterdir())
+    for verb in (lambda: quantize(model, text, "Q8_0"), lambda: open_gguf(text), lambda: read_whole(text)):
+        with pytest.raises(ResourceError) as raised:
+            verb()
+        assert SECRET not in str(raised.value)
+
+
+def test_a_version_of_an_object_is_read_and_not_written(proxy: Proxy, model: Path) -> None:
+    call(None, "put_bucket_versioning", VersioningConfiguration={"Status": "Enabled"})
+    try:
+        name = put("v.gguf", b"first")
+        version = call(None, "head_object", Key="v.gguf")["VersionId"]
+        put("v.gguf", b"second")
+        assert URL(f"{name}?versionId={version}").read_bytes() == b"first"
+        assert URL(name).read_bytes() == b"second"
+        with pytest.raises(ResourceError, match="a version of an object"):
+            quantize(model, f"{name}?versionId={version}", "Q8_0", OPTIONS, overwrite=True)
+        assert URL(name).read_bytes() == b"second"
+    finally:
+        call(None, "put_bucket_versioning", VersioningConfiguration={"Status": "Suspended"})
+    assert not isinstance(located("s3://"), URL)
+
+
+def test_a_signed_address_is_not_shown() -> None:
+    url = located("https://user:pass@host/models/a.gguf?X-Amz-Signature=abc")
+    for text in (str(url), repr(url), os.fspath(url), str(url.with_name("b.gguf")), str(url.local)):  # type: ignore[attr-defined]
+        assert "abc" not in text
+        assert "pass" not in text
+    assert url.name == "a.gguf"
+    for text in ("gs://b/a?sig=abc", "abfs://c@a.dfs.core.windows.net/a?sig=abc", "s3://b/a?X-Amz-Signature=abc"):
+        assert "abc" not in str(located(text))
+    assert str(located("s3://b/a?versionId=3")) == "s3://b/a?versionId=3"
+    assert pickle.loads(pickle.dumps(url)).address == url.address  # type: ignore[attr-defined]
+
+
+def test_what_was_pinned_goes_to_other_processes(proxy: Proxy) -> None:
+    url = located(put("a", b"first"))
+    assert url.stat().st_size == 5
+    there = pickle.loads(pickle.dumps(url))
+    put("a", b"other")
+    with pytest.raises(FormatError, match="replaced"):
+        there.read_range(0, 5)
+
+
+# ---------------------------------------------------------------- failures and patience
+
+
+def test_retry_after_is_heeded_and_pauses_grow() -> None:
+    patience = Patience(first=1, longest=10)
+    assert patience.pause(1, 3.5) >= 3.5
+    drawn = {n: [patience.pause(n, None) for _ in range(200)] for n in (1, 3, 9)}
+    assert max(drawn[1]) <= 1
+    assert 1 < max(drawn[3]) <= 4
+    assert 4 < max(drawn[9]) <= 10
+    assert len(set(drawn[3])) > 100  # random, so that many clients do not come back at once
+
+
+def test_patience_ends_before_its_time_is_over() -> None:
+    asked = []
+
+    def busy() -> None:
+        asked.append(time.monotonic())
+        raise Answer(503, wait="30")
+
+    began = time.monotonic()
+    with pytest.raises(OSError, match=r"HTTP 503; given up after 1 attempts"):
+        with_retries("x", busy, Patience(total_seconds=5))
+    assert time.monotonic() - began < 2
+    with pytest.raises(OSError, match="after 3 attempts"):
+        with_retries("x", lambda: (_ for _ in ()).throw(ConnectionResetError()), Patience(attempts=3, first=0.01))
+
+
+@pytest.mark.parametrize(
+    ("failure", "meaning"),
+    [
+        (ConnectionResetError(), Meaning.RETRY),
+        (TimeoutError(), Meaning.RETRY),
+        (Answer(429), Meaning.RETRY),
+        (Answer(401), Meaning.DENIED),
+        (Answer(412), Meaning.CHANGED),
+        (PermissionError(), Meaning.DENIED),
+        (FileNotFoundError(), Meaning.MISSING),
+        (ValueError(SECRET), Meaning.UNKNOWN),
+    ],
+)
+def test_failures_are_told_apart(failure: Exception, meaning: Meaning) -> None:
+    verdict = judge(failure)
+    assert verdict.meaning is meaning
+    assert SECRET not in verdict.reason
+
+
+# ---------------------------------------------------------------- the same bytes
+
+
+def test_quantize_from_store_to_store(
+    proxy: Proxy, large_parts: None, tiny_moe: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With an importance matrix, errors measured and in shards; each object appears with the last request about it."""
+    source, imatrix = put("in/moe.gguf", tiny_moe), put("in/imatrix.gguf", data / "tiny-moe-imatrix.gguf")
+    more = ("IQ4_XS", "--no-provenance", "--hide-imatrix", "--split-max-size", "2M", "--measure-error", "--json")
+    local = run("quantize", tiny_moe, tmp_path / "q.gguf", "--imatrix", data / "tiny-moe-imatrix.gguf", *more)
+    made = run("quantize", source, "s3://models/out/q.gguf", "--imatrix", imatrix, *more, "--spool", tmp_path / "spool")
+    assert made.exit_code == 0, made.output
+    files = sorted(tmp_path.glob("q-*.gguf"))
+    assert len(files) > 1
+    assert [k for k in keys() if k.startswith("out/")] == [f"out/{f.name}" for f in files]
+    for file in files:
+        assert get(f"out/{file.name}") == file.read_bytes()
+    assert json.loads(made.stdout)["classes"] == json.loads(local.stdout)["classes"]
+    assert not list((tmp_path / "spool").iterdir())
+    assert uploads() == []
+    assert KEY not in made.output
+
+
+def test_provenance_differs_only_in_the_fingerprint(
+    proxy: Proxy, large_parts: None, tiny_moe: Path, tmp_path: Path
+) -> None:
+    source = put(tiny_moe.name, tiny_moe)
+    quantize(tiny_moe, tmp_path / "q.gguf", "Q8_0")
+    quantize(source, "s3://models/q.gguf", "Q8_0")
+    with open_gguf(tmp_path / "q.gguf") as a, open_gguf("s3://models/q.gguf") as b:
+        assert [k for k in a.fields if a.get(k) != b.get(k)] == ["quantkit.quantize.source.fingerprint"]
+
+
+def test_a_plan_reads_only_headers(proxy: Proxy, tiny_moe: Path) -> None:
+    source = put("moe.gguf", tiny_moe)
+    proxy.clear()
+    found = run("quantize", source, "s3://models/q.gguf", "Q4_K_M", "--dry-run", "--json")
+    assert found.exit_code == 0, found.output
+    assert json.loads(found.stdout)["refused"] is None
+    assert 100_000 < proxy.served <= 1 << 20  # of 18 MB
+    assert len(proxy.seen) < 10
+    assert not [r for r in proxy.seen if r.method in ("PUT", "POST", "DELETE")]
+    assert run("inspect", source).exit_code == 0
+    assert proxy.served <= 2 << 20
+
+
+def test_convert_from_store_to_store(proxy: Proxy, large_parts: None, tmp_path: Path) -> None:
+    folder = write_checkpoint("Mixtral-8x7B-chat-xl", tmp_path / "in")
+    for file in folder.iterdir():
+        put(f"hub/{folder.name}/{file.name}", file)
+    for type_name in ((), ("Q4_K", "--no-provenance")):
+        local = run("convert", folder, tmp_path / "local.gguf", *type_name, "--overwrite")
+        assert local.exit_code == 0, local.output
+        proxy.clear()
+        there = f"s3://models/hub/{folder.name}", "s3://models/out/m.gguf"
+        dry = run("convert", *there, *type_name, "--overwrite", "--dry-run")
+        assert dry.exit_code == 0, dry.output
+        made = run("convert", *there, *type_name, "--overwrite")
+        assert made.exit_code == 0, made.output
+        assert get("out/m.gguf") == (tmp_path / "local.gguf").read_bytes()
+    named = run("convert", there[0])
+    assert named.exit_code == 0, named.output
+    assert [k for k in keys() if k.endswith(".gguf") and k.startswith("hub/")]
+
+
+def test_merge_compare_and_importance(
+    proxy: Proxy, large_parts: None, tiny_moe: Path, data: Path, tmp_path: Path
+) -> None:
+    source, imatrix = put("moe.gguf", tiny_moe), put("imatrix.dat", data / "tiny-moe-imatrix.dat")
+    assert run("merge-up-gate", tiny_moe, tmp_path / "m.gguf").exit_code == 0
+    args = (source, "s3://models/m.gguf", "--imatrix", imatrix, "--imatrix-out", "s3://models/merged.dat")
+    made = run("merge-up-gate", *args)
+    assert made.exit_code == 0, made.output
+    assert get("m.gguf") == (tmp_path / "m.gguf").read_bytes()
+    compared = run("compare", "s3://models/m.gguf", tmp_path / "m.gguf")
+    assert compared.exit_code == 0, compared.output
+    assert "identical" in compared.output
+    assert run("imatrix", "show", imatrix).output == run(
+        "imatrix", "show", data / "tiny-moe-imatrix.dat"
+    ).output.replace(str(data / "tiny-moe-imatrix.dat"), imatrix)
+    both = run("imatrix", "merge", imatrix, imatrix, "-o", "s3://models/both.gguf")
+    assert both.exit_code == 0, both.output
+    assert read_imatrix("s3://models/both.gguf").chunk_count == 2 * read_imatrix(imatrix).chunk_count
+
+
+def test_split_sources_and_keeping_the_split(proxy: Proxy, large_parts: None, tiny_moe: Path, tmp_path: Path) -> None:
+    assert run("quantize", tiny_moe, tmp_path / "a.gguf", "COPY", "--split-max-size", "6M").exit_code == 0
+    shards = sorted(tmp_path.glob("a-*.gguf"))
+    for shard in shards:
+        put(shard.name, shard)
+    quantize(shards[0], tmp_path / "b.gguf", "Q8_0", QuantizeOptions(no_provenance=True, keep_split=True))
+    source = f"s3://models/{shards[1].name}"
+    quantize(source, "s3://models/b.gguf", "Q8_0", QuantizeOptions(no_provenance=True, keep_split=True))
+    for shard in tmp_path.glob("b-*.gguf"):
+        assert get(shard.name) == shard.read_bytes()
+    call(None, "delete_object", Key=shards[0].name)
+    with pytest.raises(FormatError, match="1 of . shards are missing"):
+        open_gguf(source)
+
+
+def test_the_cache_serves_objects(proxy: Proxy, model: Path, expected: bytes, tmp_path: Path) -> None:
+    """What is known of an object is neither read nor encoded again, until another takes its place."""
+    source, there = put("moe.gguf", model), dict[str, Any](cache=tmp_path / "cache", overwrite=True)
+    proxy.clear()
+    first = quantize(source, "s3://models/q.gguf", "Q4_K_M", OPTIONS, **there)
+    read = proxy.served
+    assert get("q.gguf") == expected
+    proxy.clear()
+    again = quantize(source, "s3://models/q.gguf", "Q4_K_M", OPTIONS, **there)
+    assert proxy.served < 0.6 * read  # the header, both ends of tensors, and norms, in blocks
+    assert get("q.gguf") == expected
+    assert first.run.cache is not None
+    assert again.run.cache is not None
+    assert first.run.cache.stored == first.run.cache.tensors == again.run.cache.hits > 20
+    data = bytearray(model.read_bytes())
+    with open_gguf(model) as opened:
+        at = opened.tensors["blk.1.ffn_up.weight"].offset
+    data[at + 600 : at + 602] = b"\0\0"  # of the same size, with the same ends of tensors
+    put("moe.gguf", bytes(data))
+    other = tmp_path / "in.gguf"
+    other.write_bytes(data)
+    quantize(other, tmp_path / "other.gguf", "Q4_K_M", OPTIONS)
+    changed = quantize(source, "s3://models/q.gguf", "Q4_K_M", OPTIONS, **there)
+    assert get("q.gguf") == (tmp_path / "other.gguf").read_bytes() != expected
+    assert changed.run.cache is not None
+    assert changed.run.cache.hits == changed.run.cache.tensors - 1
+
+
+# ---------------------------------------------------------------- a network that fails
+
+
+def now_and_then(fault: str, every: int = 4) -> Callable[[Request], str | None]:
+    """Return a fault that every fourth request of each kind meets, first ones included, none more than three times."""
+    counts, met = Counter[str](), Counter[tuple[object, ...]]()
+
+    def choose(request: Request) -> str | None:
+        kind = "part" if request.is_part else request.method
+        counts[kind] += 1
+        if fault in ("short", "cut") and request.method != "GET":
+            return None
+        if fault == "flip" and not request.is_part:
+            return None
+        said = request.headers.get("Range") or request.headers.get("range")
+        which = request.method, request.path, said, *request.query.get("partNumber", ())
+        if counts[kind] % every != 1 or met[which] == 3:
+            return None
+        met[which] += 1
+        return fault
+
+    return choose
+
+
+@pytest.mark.parametrize("fault", [f for f in FAULTS if f != "stall"])
+def test_faults_that_pass_change_nothing(proxy: Proxy, model: Path, expected: bytes, fault: str) -> None:
+    source = put("moe.gguf", model)
+    proxy.clear()
+    proxy.fault = now_and_then(fault)
+    quantize(source, "s3://models/q.gguf", "Q4_K_M", OPTIONS)
+    broken = [r for r in proxy.seen if r.fault]
+    proxy.clear()
+    assert len(broken) >= 5
+    assert get("q.gguf") == expected
+    for upload in uploads():  # one whose name was lost: there is nothing in it
+        assert fault == "lost"
+        assert "Parts" not in call(None, "list_parts", Key="q.gguf", UploadId=upload["UploadId"])
+
+
+def test_a_server_that_falls_silent(
+    proxy: Proxy, model: Path, expected: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(retry, "SILENCE", STALL / 2)
+    monkeypatch.setattr(stores, "_stores", {})
+    source = put("moe.gguf", model)
+    proxy.clear()
+    proxy.fault = lambda request: "stall" if len(proxy.seen) in (1, 9, 21) else None
+    quantize(source, "s3://models/q.gguf", "Q4_K_M", OPTIONS)
+    assert len([r for r in proxy.seen if r.fault]) == 3
+    proxy.clear()
+    assert get("q.gguf") == expected
+
+
+def test_all_faults_at_random(proxy: Proxy, model: Path, expected: bytes) -> None:
+    """The right file or one error, and a run that ended with an error goes on."""
+    source, drawn = put("moe.gguf", model), random.Random(3)
+    kinds, ended = ["reset", "lost", "503", "429", "cut", "short"], []
+    for turn in range(3):
+        proxy.clear()
+        proxy.fault = lambda request, share=0.15 * turn: drawn.choice(kinds) if drawn.random() < share else None
+        try:
+            quantize(source, f"s3://models/{turn}.gguf", "Q4_K_M", OPTIONS)
+            ended.append("whole")
+        except (OSError, QuantkitError) as e:
+            ended.append(str(e))
+            proxy.clear()
+            assert f"{turn}.gguf" not in keys()
+            quantize(source, f"s3://models/{turn}.gguf", "Q4_K_M", OPTIONS, resume=True)
+        proxy.clear()
+        assert get(f"{turn}.gguf") == expected
+    assert ended[0] == "whole"
+
+
+@pytest.mark.parametrize(("fault", "what"), [("503", "HTTP 503"), ("reset", "attempts"), ("flip", "damaged")])
+def test_uploads_that_never_succeed_are_one_error(
+    proxy: Proxy, model: Path, expected: bytes, fault: str, what: str
+) -> None:
+    source = put("moe.gguf", model)
+    proxy.clear()
+    proxy.fault = lambda r: fault if r.is_part and len([x for x in proxy.seen if x.is_part]) > 5 else None
+    began = time.monotonic()
+    with pytest.raises(OSError, match=what) as raised:
+        quantize(source, "s3://models/q.gguf", "Q4_K_M", OPTIONS)
+    assert time.monotonic() - began < 15
+    assert "secret-of-the-server" not in str(raised.value)
+    proxy.clear()
+    assert "q.gguf" not in keys()
+    assert len(uploads()) == 1  # kept for --resume
+    quantize(source, "s3://models/q.gguf", "Q4_K_M", OPTIONS, resume=True)
+    assert len([r for r in proxy.seen if r.is_part]) < -(-len(expected) // PART)
+    assert get("q.gguf") == expected
+    assert uploads() == []
+
+
+@pytest.mark.parametrize("fault", ["cut", "short", "429", "403"])
+def test_reads_that_never_succeed_are_one_error(proxy: Proxy, model: Path, fault: str) -> None:
+    source = put("moe.gguf", model)
+    proxy.clear()
+    proxy.fault = lambda r: fault if r.method == "GET" and r.path.endswith("moe.gguf") else None
+    with pytest.raises(FormatError, match="cannot be opened"):
+        open_gguf(source)
+    proxy.fault = lambda r: fault if r.method == "GET" and len(proxy.seen) > 14 else None
+    with pytest.raises(OSError, match=r"attempts|denied"):
+        quantize(source, "s3://models/q.gguf", "Q8_0", OPTIONS)
+    proxy.clear()
+    assert "q.gguf" not in keys()
+
+
+def test_small_files_are_checked_by_their_checksum(proxy: Proxy, data: Path) -> None:
+    name = put("imatrix.gguf", data / "tiny-moe-imatrix.gguf")
+    proxy.clear()
+    proxy.fault = lambda r: (
+        "flip" if r.method == "GET" and len([x for x in proxy.seen if x.method == "GET"]) == 0 else None
+    )
+    assert located(name).read_bytes() == (data / "tiny-moe-imatrix.gguf").read_bytes()
+    proxy.fault = lambda r: "flip" if r.method == "GET" else None
+    with pytest.raises(FormatError, match="arrives damaged: its md5"):
+        located(name).read_bytes()
+
+
+def test_an_object_that_is_replaced_is_one_error(proxy: Proxy, model: Path) -> None:
+    source, other = put("moe.gguf", model), model.read_bytes()[:-1] + b"\1"
+    proxy.clear()
+    replaced: list[bool] = []
+
+    def replace(request: Request) -> None:
+        if request.is_part and not replaced:
+            replaced.append(True)
+            proxy.before = lambda request: None
+            put("moe.gguf", other)
+
+    proxy.before = replace
+    with pytest.raises(FormatError, match=r"moe\.gguf: it was replaced by another object"):
+        quantize(source, "s3://models/q.gguf", "Q8_0", OPTIONS)
+    proxy.clear()
+    assert keys() == ["moe.gguf"]
+    assert uploads() == []
+
+
+# ---------------------------------------------------------------- killed, resumed, and two at a time
+
+_PROGRAM = """
+    from pathlib import Path
+    from quantkit.formats.remote import located, s3
+    from quantkit.quantize import QuantizeOptions, quantize
+    s3.PART = {part}
+    quantize({source!r}, located({output!r}, Path({spool!r})), "Q4_K_M", QuantizeOptions(no_provenance=True), threads=2)
+"""
+
+
+def killed_after(proxy: Proxy, source: str, parts: int) -> None:
+    """Run in another process, and kill it when it has uploaded some parts."""
+    where = {"source": source, "output": "s3://models/q.gguf", "spool": str(url_module.default_spool())}
+    process = subprocess.Popen([sys.executable, "-c", textwrap.dedent(_PROGRAM.format(part=PART, **where))])
+
+    def stop(request: Request) -> None:
+        if request.is_part and len([r for r in proxy.seen if r.is_part]) >= parts:
+            process.send_signal(signal.SIGKILL)
+
+    proxy.before = stop
+    assert process.wait(60) == -signal.SIGKILL
+    proxy.clear()
+
+
+@pytest.mark.parametrize("parts", [1, 14])
+def test_a_killed_run_goes_on_with_the_same_upload(
+    proxy: Proxy, model: Path, expected: bytes, parts: int, tmp_path: Path
+) -> None:
+    source = put("moe.gguf", model)
+    proxy.clear()
+    killed_after(proxy, source, parts)
+    assert "q.gguf" not in keys()
+    (upload,) = uploads()
+    there = {
+        p["PartNumber"] for p in call(None, "list_parts", Key="q.gguf", UploadId=upload["UploadId"]).get("Parts", ())
+    }
+    assert len(there) >= parts - spool.UPLOADERS
+    with pytest.raises(ResourceError, match="--resume continues it"):
+        quantize(source, "s3://models/q.gguf", "Q4_K_M", OPTIONS)
+    journal = next(url_module.default_spool().glob("*.journal")).read_text()
+    assert SECRET not in journal
+    assert KEY not in journal
+    noted = {note["part"] for line in journal.splitlines() if "part" in (note := json.loads(line).get("note", {}))}
+    proxy.clear()
+    result = quantize(source, "s3://models/q.gguf", "Q4_K_M", OPTIONS, resume=True)
+    again = {int(r.query["partNumber"][0]) for r in proxy.seen if r.is_part}
+    assert not [r for r in proxy.seen if r.method == "POST" and "uploads" in r.query]
+    assert again == set(range(1, -(-len(expected) // PART) + 1)) - noted
+    assert get("q.gguf") == expected
+    assert result.run.resumed >= (0 if parts < 14 else 1)
+    assert uploads() == []
+    assert not list(url_module.default_spool().iterdir())
+
+
+def test_resuming_measures_all_errors(proxy: Proxy, model: Path, expected: bytes) -> None:
+    source = put("moe.gguf", model)
+    whole = quantize(source, "s3://models/m.gguf", "Q4_K_M", OPTIONS, measure_error=True)
+    proxy.clear()
+    proxy.fault = lambda r: "403" if r.is_part and len([x for x in proxy.seen if x.is_part]) > 9 else None
+    with pytest.raises(PermissionError, match="access is denied"):
+        quantize(source, "s3://models/q.gguf", "Q4_K_M", OPTIONS, measure_error=True)
+    proxy.clear()
+    again = quantize(source, "s3://models/q.gguf", "Q4_K_M", OPTIONS, measure_error=True, resume=True)
+    assert again.run.sums == whole.run.sums
+    assert get("q.gguf") == expected
+
+
+def test_killed_between_the_last_part_and_its_name(proxy: Proxy, model: Path, expected: bytes) -> None:
+    source = put("moe.gguf", model)
+    proxy.clear()
+    proxy.fault = lambda r: "403" if r.method == "POST" and "uploadId" in r.query else None
+    with pytest.raises(PermissionError):
+        quantize(source, "s3://models/q.gguf", "Q4_K_M", OPTIONS)
+    assert "q.gguf" not in keys()
+    proxy.clear()
+    quantize(source, "s3://models/q.gguf", "Q4_K_M", OPTIONS, resume=True)
+    assert not [r for r in proxy.seen if r.is_part]
+    assert get("q.gguf") == expected
+
+
+def test_an_upload_the_store_has_forgotten_is_made_anew(proxy: Proxy, model: Path, expected: bytes) -> None:
+    source = put("moe.gguf", model)
+    proxy.clear()
+    proxy.fault = lambda r: "403" if r.is_part and len([x for x in proxy.seen if x.is_part]) > 9 else None
+    with pytest.raises(PermissionError):
+        quantize(source, "s3://models/q.gguf", "Q4_K_M", OPTIONS)
+    proxy.clear()
+    (upload,) = uploads()
+    call(None, "abort_multipart_upload", Key="q.gguf", UploadId=upload["UploadId"])
+    quantize(source, "s3://models/q.gguf", "Q4_K_M", OPTIONS, resume=True)
+    assert get("q.gguf") == expected
+
+
+def test_beginning_anew_aborts_what_was_left(proxy: Proxy, model: Path) -> None:
+    source = put("moe.gguf", model)
+    proxy.clear()
+    proxy.fault = lambda r: "403" if r.is_part and len([x for x in proxy.seen if x.is_part]) > 3 else None
+    with pytest.raises(PermissionError):
+        quantize(source, "s3://models/q.gguf", "Q4_K_M", OPTIONS)
+    proxy.clear()
+    assert len(uploads()) == 1
+    quantize(source, "s3://models/q.gguf", "Q8_0", OPTIONS, overwrite=True)
+    assert uploads() == []
+    assert keys() == ["moe.gguf", "q.gguf"]
+
+
+def test_two_runs_for_one_object(proxy: Proxy, model: Path, expected: bytes) -> None:
+    source = put("moe.gguf", model)
+    proxy.clear()
+    refused: list[str] = []
+
+    def second(request: Request) -> None:
+        if request.is_part and not refused:
+            refused.append("")
+            with pytest.raises(ResourceError) as raised:
+                quantize(source, "s3://models/q.gguf", "Q4_K_M", OPTIONS)
+            refused.append(str(raised.value))
+
+    proxy.before = second
+    quantize(source, "s3://models/q.gguf", "Q4_K_M", OPTIONS)
+    assert "another run is writing it" in refused[1]
+    proxy.clear()
+    assert get("q.gguf") == expected
+    with pytest.raises(ResourceError, match="exists; give another name, or --overwrite"):
+        quantize(source, "s3://models/q.gguf", "Q8_0", OPTIONS)
+    with pytest.raises(ResourceError, match="is the input itself"):
+        quantize(source, source, "Q8_0", OPTIONS, overwrite=True)
+
+
+def test_an_object_that_appears_meanwhile_is_not_replaced(proxy: Proxy, model: Path, expected: bytes) -> None:
+    source = put("moe.gguf", model)
+    proxy.clear()
+    appeared: list[bool] = []
+
+    def appear(request: Request) -> None:
+        if request.is_part and not appeared:
+            appeared.append(True)
+            put("q.gguf", b"of another machine")
+
+    proxy.before = appear
+    with pytest.raises(ResourceError, match="has appeared"):
+        quantize(source, "s3://models/q.gguf", "Q4_K_M", OPTIONS)
+    proxy.clear()
+    assert get("q.gguf") == b"of another machine"
+
+
+def test_the_spool_holds_what_is_under_way(proxy: Proxy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of an output of 12 MiB less than half lies on the disk at any time: ten parts wait, others are half written."""
+    shapes = {f"blk.{i}.ffn_up.weight": ((512, 2048), "F16") for i in range(6)}
+    source = write_model(tmp_path / "wide.gguf", shapes)
+    monkeypatch.setattr(s3, "PART", 1 << 18)
+    monkeypatch.setattr(jobs, "JOB", 1 << 18)
+    most = [0]
+
+    def look(request: Request) -> None:
+        if request.is_part:
+            held = [p.stat().st_blocks * 512 for p in (tmp_path / "spool").glob("*.part")]
+            most.append(sum(held))
+
+    proxy.before = look
+    there = put("in.gguf", source)
+    proxy.seen.clear()
+    quantize(there, located("s3://models/wide.gguf", tmp_path / "spool"), "COPY", OPTIONS, threads=2)
+    assert len(most) > 40
+    assert 0 < max(most) < source.stat().st_size / 2
+    assert sum(r.nbytes for r in proxy.seen if r.is_part) == URL("s3://models/wide.gguf").facts.size
+    assert proxy.served < source.stat().st_size + (2 << 20)  # each tensor once, and 1 MiB for the header
+
+
+# ---------------------------------------------------------------- clear errors
+
+
+@pytest.mark.parametrize(
+    ("source", "output", "message"),
+    [
+        ("s3://models/no.gguf", "s3://models/q.gguf", "no.gguf: cannot be opened: there is nothing of this name"),
+        ("s3://no-bucket/no.gguf", "s3://models/q.gguf", "there is no bucket no-bucket; make it first"),
+        ("moe", "s3://no-bucket/q.gguf", "there is no bucket no-bucket; make it first"),
+        ("moe", "https://host/q.gguf", "nothing can be written to https://"),
+        ("moe", "hf://org/model/q.gguf", "hf:// is only read here"),
+        ("moe", "s3://models", "a bucket; name an object in it"),
+        ("nothing://x/y", "s3://models/q.gguf", "no scheme that fsspec knows"),
+    ],
+)
+def test_what_is_wrong_is_said(proxy: Proxy, model: Path, source: str, output: str, message: str) -> None:
+    found = run("quantize", model if source == "moe" else source, output, "Q8_0")
+    assert found.exit_code == 1
+    assert message in " ".join(found.output.split())
+    assert SECRET not in found.output
+
+
+@pytest.mark.parametrize(
+    ("status", "message"), [("403", "access is denied (HTTP 403"), ("401", "access is denied (HTTP 401")]
+)
+def test_denied(proxy: Proxy, model: Path, status: str, message: str) -> None:
+    proxy.fault = lambda request: status
+    for args in (("inspect", "s3://models/m.gguf"), ("quantize", model, "s3://models/q.gguf", "Q8_0")):
+        found = run(*args)
+        assert found.exit_code == 1
+        assert message in found.output
+        assert "secret-of-the-server" not in found.output
+        assert KEY not in found.output
+
+
+@pytest.mark.parametrize(
+    ("scheme", "package", "pip"),
+    [
+        ("s3", "s3fs", "pip install 'gguf-quantkit[remote]' s3fs"),
+        ("gs", "gcsfs", "pip install 'gguf-quantkit[remote]' gcsfs"),
+        ("https", "aiohttp", "pip install 'gguf-quantkit[remote]'"),
+        ("hf", "huggingface_hub", "pip install 'gguf-quantkit[remote]' huggingface_hub"),
+        ("memory", "fsspec", "pip install 'gguf-quantkit[remote]'"),
+    ],
+)
+def test_missing_packages_are_named(monkeypatch: pytest.MonkeyPatch, scheme: str, package: str, pip: str) -> None:
+    monkeypatch.setitem(sys.modules, package, None)
+    monkeypatch.setattr(stores, "_stores", {})
+    with pytest.raises(ResourceError) as raised:
+        open_gguf(f"{scheme}://bucket/model.gguf")
+    assert raised.value.message.endswith(pip)
+    assert f"the package {package} is needed for {scheme}://" in raised.value.message
+
+
+def test_nodes_of_a_cluster_need_files(proxy: Proxy, model: Path) -> None:
+    with pytest.raises(ResourceError, match="--ray works on files that all nodes see"):
+        quantize(model, "s3://models/q.gguf", "Q8_0", OPTIONS, ray="local")
+
+
+def test_engines_need_files(proxy: Proxy) -> None:
+    found = run("perplexity", "-m", "s3://models/m.gguf", "-p", "x")
+    assert found.exit_code == 2
+    assert "needs a file of this machine" in found.output
+
+
+# ---------------------------------------------------------------- the web, and other stores
+
+
+def test_a_source_on_the_web(proxy: Proxy, model: Path, expected: bytes, tmp_path: Path) -> None:
+    put("moe.gguf", model)
+    call(None, "put_object_acl", Key="moe.gguf", ACL="public-read")
+    proxy.clear()
+    source = f"{proxy.url}/models/moe.gguf?token={SECRET}"
+    made = run("quantize", source, tmp_path / "q.gguf", "Q4_K_M", "--no-provenance", "--json")
+    assert made.exit_code == 0, made.output
+    assert SECRET not in made.output
+    assert (tmp_path / "q.gguf").read_bytes() == expected
+    proxy.fault = now_and_then("cut")
+    run("quantize", source, tmp_path / "r.gguf", "Q4_K_M", "--no-provenance")
+    assert (tmp_path / "r.gguf").read_bytes() == expected
+    proxy.clear()
+    shown = run("inspect", source, "--json")
+    assert SECRET not in shown.output
+    url = located(source)
+    assert url.stat().st_size == model.stat().st_size
+    put("moe.gguf", model.read_bytes()[:-1] + b"\1")
+    call(None, "put_object_acl", Key="moe.gguf", ACL="public-read")
+    with pytest.raises(FormatError, match="replaced by another object") as raised:
+        url.read_range(0, 100)  # type: ignore[attr-defined]
+    assert SECRET not in str(raised.value)
+    with pytest.raises(FormatError, match="there is nothing of this name"):
+        open_gguf(f"{proxy.url}/models/none.gguf")
+
+
+class Folders(LocalFileSystem):  # type: ignore[misc]
+    """A store that is a folder of this machine."""
+
+    protocol = "folders"
+
+
+@pytest.fixture(autouse=True)
+def folders() -> None:
+    fsspec.register_implementation("folders", Folders, clobber=True)
+
+
+def test_what_ends_with_the_process_is_no_output(model: Path) -> None:
+    output = URL("memory://out/q.gguf")
+    with pytest.raises(ResourceError, match="ends with this process"):
+        quantize(model, output, "Q8_0", OPTIONS)
+    output.store.upload_file(output, model)
+    assert open_gguf(output).tensors
+
+
+def test_other_stores(model: Path, expected: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(url_module, "default_spool", lambda: tmp_path / "default-spool")
+    base = f"folders://{tmp_path}/store"
+    source, output = URL(f"{base}/in/moe.gguf"), URL(f"{base}/out/q.gguf")
+    source.store.upload_file(source, model)
+    quantize(source, output, "Q4_K_M", OPTIONS)
+    assert URL(output.address).read_bytes() == expected
+    assert list(output.parent.listing or ()) == ["q.gguf"]
+    assert not list((tmp_path / "default-spool").iterdir())
+    with pytest.raises(ResourceError, match="exists"):
+        quantize(source, output, "Q8_0", OPTIONS)
+    assert not output.is_dir()
+    pinned = URL(source.address)
+    assert pinned.facts.size
+    pinned.store.upload_file(source, model.with_name("q4.gguf"))
+    with pytest.raises(FormatError, match="replaced"):
+        check_unchanged([pinned])
+
+
+def test_a_store_that_refuses_the_file_at_the_end(
+    model: Path, expected: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was made is kept in the spool, and nothing is made twice."""
+    monkeypatch.setattr(url_module, "default_spool", lambda: tmp_path / "default-spool")
+    monkeypatch.setattr(retry, "PATIENCE", Patience(attempts=2, first=0.01))
+    output = URL(f"folders://{tmp_path}/out/q.gguf")
+    fs = output.store.fs  # type: ignore[attr-defined]
+    with monkeypatch.context() as patch:
+        patch.setattr(fs, "mv", lambda *a: (_ for _ in ()).throw(ConnectionResetError()))
+        with pytest.raises(OSError, match="after 2 attempts"):
+            quantize(model, output, "Q4_K_M", OPTIONS)
+    assert not list((tmp_path / "out").iterdir())
+    result = quantize(model, output, "Q4_K_M", OPTIONS, resume=True)
+    assert result.run.resumed == len(result.plan.tensors)
+    assert (tmp_path / "out" / "q.gguf").read_bytes() == expected
+
+
+def test_a_checkpoint_of_a_hub(tmp_path: Path) -> None:
+    """In a process of its own: the Hub's address is read once, from the environment."""
+    folder = write_checkpoint("afmoe", tmp_path)
+    assert run("convert", folder, tmp_path / "local.gguf", "--pre", "llama3").exit_code == 0
+    program = """if True:
+        import sys
+        from click.testing import CliRunner
+        from quantkit.cli import cli
+        for name in sys.argv[2:]:
+            arguments = ["convert", f"hf://org/{name}", sys.argv[1], "--pre", "llama3", "--overwrite"]
+            found = CliRunner().invoke(cli, arguments)
+            print(found.exit_code, found.output, repr(found.exception))
+    """
+    with hub(folder) as address:
+        command = [sys.executable, "-c", program, str(tmp_path / "hub.gguf"), folder.name, "none"]
+        environment = {**os.environ, "HF_ENDPOINT": address, "HF_HUB_DISABLE_TELEMETRY": "1"}
+        ran = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert ran.stdout.startswith("0 "), ran.stdout + ran.stderr
+    assert (tmp_path / "hub.gguf").read_bytes() == (tmp_path / "local.gguf").read_bytes()
+    assert "\n1  FileNotFoundError(2, 'there is nothing of this name (HTTP 404)')" in ran.stdout

@@ -1,0 +1,123 @@
+"""safetensors: what is read, and that no header is believed."""
+
+from __future__ import annotations
+
+import json
+import random
+import struct
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from tiny_checkpoints import write_checkpoint, write_raw, write_safetensors
+
+from quantkit.errors import FormatError
+from quantkit.formats.safetensors import read_checkpoint, read_header
+
+
+def test_tensors_are_sorted_by_name(tmp_path: Path) -> None:
+    arrays: dict[str, npt.NDArray[Any]] = {"b": np.zeros((2, 3), np.float32), "a": np.ones(4, np.uint16)}
+    found = read_header(write_safetensors(tmp_path / "x.safetensors", arrays, order=False))
+    assert [(t.name, t.dtype, t.shape, t.nbytes) for t in found.values()] == [
+        ("a", "BF16", (4,), 8),
+        ("b", "F32", (2, 3), 24),
+    ]
+    data = (tmp_path / "x.safetensors").read_bytes()
+    assert data[found["a"].offset :][:8] == arrays["a"].tobytes()
+
+
+def entry(dtype: Any = "F32", shape: Any = (2,), offsets: Any = (0, 8)) -> Any:
+    return {"dtype": dtype, "shape": shape, "data_offsets": offsets}
+
+
+@pytest.mark.parametrize(
+    ("header", "message"),
+    [
+        ({"x": entry(dtype="F31")}, "dtype"),
+        ({"x": entry(dtype=["F32"])}, "dtype"),
+        ({"x": entry(shape=[-1])}, "shape"),
+        ({"x": entry(shape=[True])}, "shape"),
+        ({"x": entry(shape=2)}, "shape"),
+        ({"x": entry(shape=[1 << 62, 1 << 62])}, "shape"),
+        ({"x": entry(shape=[3])}, "takes 12 bytes"),
+        ({"x": entry(offsets=[0, 12])}, "takes 8 bytes"),
+        ({"x": entry(offsets=[8, 0])}, "offsets hold -8"),
+        ({"x": entry(offsets=[-8, 0])}, "offsets"),
+        ({"x": entry(offsets=[0])}, "offsets"),
+        ({"x": entry(offsets=[1 << 60, (1 << 60) + 8])}, "truncated"),
+        ({"x": entry(offsets=[16, 24])}, "truncated"),
+        ({"x": entry(), "y": entry(offsets=[4, 12])}, "'x' and 'y' lie in the same bytes"),
+        ({"x": 7}, "entry"),
+        ([], "no JSON object"),
+        ("{", "not JSON"),
+        ("[" * 100000, "not JSON"),
+        ('{"x": {}, "x": {}}', "'x' appears twice"),
+        (b"\xff\xfe", "not JSON"),
+    ],
+)
+def test_headers_that_lie(tmp_path: Path, header: Any, message: str) -> None:
+    text = header if isinstance(header, bytes) else header if isinstance(header, str) else json.dumps(header)
+    path = write_raw(tmp_path / "x.safetensors", text if isinstance(text, bytes) else text.encode(), bytes(16))
+    with pytest.raises(FormatError, match="x.safetensors") as e:
+        read_header(path)
+    assert message in e.value.message
+
+
+@pytest.mark.parametrize("data", [b"", b"1234567", struct.pack("<Q", 1 << 63), struct.pack("<Q", 9) + b"{}"])
+def test_lengths_that_lie(tmp_path: Path, data: bytes) -> None:
+    path = tmp_path / "x.safetensors"
+    path.write_bytes(data)
+    with pytest.raises(FormatError, match="a header of"):
+        read_header(path)
+
+
+def test_any_change_of_a_header_is_an_error_or_read(tmp_path: Path) -> None:
+    """Bytes changed at random: a FormatError or tensors within the file, nothing else."""
+    whole = write_safetensors(tmp_path / "a", {f"t{i}": np.zeros((2, i), np.float32) for i in range(1, 6)}).read_bytes()
+    rng, path = random.Random(1), tmp_path / "x.safetensors"
+    for _ in range(2000):
+        data = bytearray(whole)
+        for _ in range(rng.randint(1, 3)):
+            data[rng.randrange(len(data))] = rng.randrange(256)
+        path.write_bytes(data[: rng.randint(0, len(data))] if rng.random() < 0.2 else data)
+        try:
+            found = read_header(path)
+        except FormatError:
+            continue
+        assert all(0 <= t.offset <= t.offset + t.nbytes <= path.stat().st_size for t in found.values())
+
+
+def test_index_and_files_agree(tmp_path: Path) -> None:
+    folder = write_checkpoint(tmp_path / "m", shards=3)
+    assert len(read_checkpoint(folder)) == 3
+    index = folder / "model.safetensors.index.json"
+    good = json.loads(index.read_text())
+    first = next(iter(good["weight_map"]))
+
+    def refused(weight_map: Any, message: str) -> None:
+        index.write_text(json.dumps({"weight_map": weight_map}))
+        with pytest.raises(FormatError, match=message):
+            read_checkpoint(folder)
+
+    refused({k: v for k, v in good["weight_map"].items() if k != first}, "is not in model.safetensors.index.json")
+    refused(good["weight_map"] | {"more": "model-00001-of-00003.safetensors"}, "'more' is missing")
+    refused(good["weight_map"] | {first: "model-00003-of-00003.safetensors"}, "is here; .* has it in model-00003")
+    refused(good["weight_map"] | {first: "model-00009.safetensors"}, "files are missing: model-00009")
+    refused(good["weight_map"] | {first: "../m/model-00001-of-00003.safetensors"}, "no file beside the index")
+    refused({}, "no weight_map")
+    refused([], "no weight_map")
+
+
+def test_a_tensor_in_two_files(tmp_path: Path) -> None:
+    for name in ("model-1.safetensors", "model-2.safetensors"):
+        write_safetensors(tmp_path / name, {"x": np.zeros(2, np.float32)})
+    with pytest.raises(FormatError, match="'x' is also in model-1.safetensors"):
+        read_checkpoint(tmp_path)
+
+
+def test_no_files(tmp_path: Path) -> None:
+    (tmp_path / "pytorch_model.bin").touch()
+    with pytest.raises(FormatError, match="only pytorch_model.bin"):
+        read_checkpoint(tmp_path)

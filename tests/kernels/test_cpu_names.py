@@ -1,0 +1,41 @@
+"""Kernels are right on CPUs older than this one: what cpu_name_worker.py calls, compiled for AVX2 and SSE2.
+
+Encoders make the same bytes of awkward rows as on this one, which test_encode_ggml.py holds to ggml's.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from edge_rows import hashes
+from quantkit.types import BY_NAME
+
+HERE = Path(__file__).parents[1]
+#: Names and features; and what our code takes them for: the variables are no use if numba passes over them.
+CPUS = {
+    "avx2": ("haswell", "+avx2,+avx,+sse4.2,+sse4.1,+ssse3,+sse3,+f16c,+fma,+bmi,+bmi2,+popcnt,+lzcnt", "['avx2']"),
+    "sse2": ("x86-64", "", "[]"),
+}
+
+
+@pytest.mark.parametrize("cpu", CPUS)
+def test_kernels_compiled_for(cpu: str) -> None:
+    name, features, seen = CPUS[cpu]
+    environment = os.environ | {"NUMBA_CPU_NAME": name, "NUMBA_CPU_FEATURES": features}
+    environment["PYTHONPATH"] = os.pathsep.join(
+        [*(str(p) for p in HERE.iterdir() if p.is_dir()), str(HERE), str(HERE.parent)]
+    )
+    run = subprocess.run(
+        [sys.executable, HERE / "lib/cpu_name_worker.py"], env=environment, capture_output=True, text=True
+    )
+    assert run.returncode == 0, f"{cpu}: {run.stdout[-2000:]}\n{run.stderr[-8000:]}"
+    taken_for, found = run.stdout.splitlines()
+    assert taken_for.startswith(seen)
+    theirs = json.loads(found)
+    assert hashes(BY_NAME[name] for name in theirs) == theirs

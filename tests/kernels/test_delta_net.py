@@ -1,0 +1,203 @@
+"""Qwen3-Next and Qwen3.5: llama.cpp's logits for every variant, sequences in pieces, and what is refused."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tiny_models
+
+from libllama import Libllama, nmse
+from quantkit.errors import FormatError
+from quantkit.formats.gguf import open_gguf
+from quantkit.model import arch as table
+from quantkit.model.backends import Limits
+from quantkit.model.backends.reference import Reference
+from quantkit.model.batch import Batch
+from quantkit.model.graph import build_graph
+from quantkit.model.ops import Attention, DeltaNet
+
+HEADS, KV_HEADS, HEAD = 4, 2, 32
+STATE, K_HEADS, V_HEADS = 16, 2, 4
+YARN = {"rope.scaling.type": "yarn", "rope.scaling.factor": 4.0, "rope.scaling.original_context_length": 32}
+#: What a variant changes in the metadata, and in the tensors.
+VARIANTS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "next": ("qwen3next", {}, {}),
+    "next-ssm-in": ("qwen3next", {}, {"ssm_in": True}),
+    "next-one-key-head": ("qwen3next", {"ssm.group_count": 1}, {"k_heads": 1}),
+    "next-partial-rope": ("qwen3next", {"rope.dimension_count": 8}, {}),
+    "next-fused-qkv": ("qwen3next", {}, {"fused": True}),
+    "next-list": ("qwen3next", {"attention.recurrent_layers": [1, 0, 0, 1]}, {"recurrent": (1, 0, 0, 1)}),
+    "next-interval": ("qwen3next", {"full_attention_interval": 2}, {"recurrent": (1, 0, 1, 0)}),
+    "next-ignored-keys": ("qwen3next", {"expert_weights_scale": 1.7, "attention.scale": 0.3}, {}),
+    "next-yarn": ("qwen3next", YARN, {}),
+    "next-scales": ("qwen3next", {}, {"scales": True}),
+    "35moe": ("qwen35moe", {}, {}),
+    "35moe-partial-rope": ("qwen35moe", {"rope.dimension_count": 16, "rope.dimension_sections": [3, 3, 2, 0]}, {}),
+    "35moe-scales": ("qwen35moe", {}, {"scales": True}),
+    "35": ("qwen35", {}, {}),
+    "35-fourth-section": ("qwen35", {"rope.dimension_sections": [4, 4, 4, 4]}, {}),
+    "35-scales": ("qwen35", {}, {"scales": True}),
+}
+
+
+def qwen(
+    path: Path,
+    arch: str,
+    changes: dict[str, Any] | None = None,
+    *,
+    ssm_in: bool = False,
+    fused: bool = False,
+    scales: bool = False,
+    k_heads: int = K_HEADS,
+    recurrent: tuple[int, ...] = (1, 1, 1, 0),
+    seed: int = 1,
+    extra_shapes: tiny_models.Shapes | None = None,
+) -> Path:
+    """Write four layers."""
+    fields = {
+        **{"block_count": 4, "attention.head_count": HEADS, "attention.head_count_kv": KV_HEADS},
+        **{"attention.key_length": HEAD, "attention.value_length": HEAD, "rope.dimension_count": HEAD},
+        **{"ssm.inner_size": V_HEADS * STATE, "ssm.state_size": STATE, "ssm.time_step_rank": V_HEADS},
+        **{"ssm.group_count": k_heads, "ssm.conv_kernel": 4},
+        **({"rope.dimension_sections": [6, 5, 5, 0]} if arch != "qwen3next" else {}),
+    }
+    if arch != "qwen35":
+        fields |= {"expert_count": 8, "expert_used_count": 2, "expert_feed_forward_length": 32}
+        fields |= {"expert_shared_feed_forward_length": 40}
+    shapes = tiny_models.ends()
+    for layer, is_recurrent in enumerate(recurrent):
+        at = f"blk.{layer}."
+        shapes |= {
+            f"{at}attn_norm.weight": (tiny_models.N_EMBD,),
+            f"{at}post_attention_norm.weight": (tiny_models.N_EMBD,),
+        }
+        shapes |= delta_net(at, arch, ssm_in, k_heads) if is_recurrent else attention(at, fused)
+        if arch == "qwen35":
+            shapes |= tiny_models.dense(layer)
+        else:
+            shapes |= tiny_models.experts(layer, 8, 32, 40) | {f"{at}ffn_gate_inp_shexp.weight": (tiny_models.N_EMBD,)}
+    if scales:
+        shapes |= scale_shapes(arch, shapes)
+    return tiny_models.write(path, arch, fields | (changes or {}), shapes | (extra_shapes or {}), seed)
+
+
+def delta_net(at: str, arch: str, ssm_in: bool, k_heads: int) -> tiny_models.Shapes:
+    e, k, v = tiny_models.N_EMBD, k_heads * STATE, V_HEADS * STATE
+    shapes: tiny_models.Shapes = {
+        **{f"{at}ssm_conv1d.weight": (4, 2 * k + v), f"{at}ssm_dt.bias": (V_HEADS,), f"{at}ssm_a": (V_HEADS,)},
+        **{f"{at}ssm_norm.weight": (STATE,), f"{at}ssm_out.weight": (v, e)},
+    }
+    if ssm_in:
+        shapes |= {f"{at}ssm_in.weight": (e, 2 * k + 2 * v)}
+    else:
+        shapes |= {f"{at}attn_qkv.weight": (e, 2 * k + v), f"{at}attn_gate.weight": (e, v)}
+    if arch == "qwen3next":
+        return shapes | {f"{at}ssm_ba.weight": (e, 2 * V_HEADS)}
+    return shapes | {f"{at}ssm_alpha.weight": (e, V_HEADS), f"{at}ssm_beta.weight": (e, V_HEADS)}
+
+
+def attention(at: str, fused: bool) -> tiny_models.Shapes:
+    e, q, kv = tiny_models.N_EMBD, 2 * HEADS * HEAD, KV_HEADS * HEAD
+    shapes: tiny_models.Shapes = {f"{at}attn_output.weight": (HEADS * HEAD, e)}
+    shapes |= {f"{at}attn_q_norm.weight": (HEAD,), f"{at}attn_k_norm.weight": (HEAD,)}
+    if fused:
+        return shapes | {f"{at}attn_qkv.weight": (e, q + 2 * kv)}
+    return shapes | {f"{at}attn_q.weight": (e, q), f"{at}attn_k.weight": (e, kv), f"{at}attn_v.weight": (e, kv)}
+
+
+def scale_shapes(arch: str, shapes: tiny_models.Shapes) -> tiny_models.Shapes:
+    """Return a ``.scale`` for every tensor that llama.cpp reads one of."""
+    names = ("attn_qkv", "attn_gate", "attn_q", "attn_output", "ssm_out", "ffn_gate", "ffn_up", "ffn_down")
+    names += ("ffn_gate_shexp", "ffn_up_shexp", "ffn_down_shexp", "ssm_alpha", "ssm_beta")
+    per_expert = ("ffn_gate_exps", "ffn_up_exps", "ffn_down_exps")
+    actual: tiny_models.Shapes = {}
+    for tensor in shapes:
+        name = tensor.removesuffix(".weight").split(".")[-1]
+        if name in names or name in per_expert:
+            actual[tensor.removesuffix(".weight") + ".scale"] = (8,) if name in per_expert else (1,)
+    return actual
+
+
+@pytest.mark.peer
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_logits_are_those_of_llama_cpp(variant: str, tmp_path: Path, llama_bin: Path) -> None:
+    arch, changes, tensors = VARIANTS[variant]
+    path = qwen(tmp_path / "model.gguf", arch, changes, seed=len(variant), **tensors)
+    tokens = tiny_models.ids(70)
+    assert nmse(tiny_models.logits(path, tokens), Libllama(llama_bin).logits(path, tokens)) < 3e-11
+
+
+@pytest.mark.parametrize("arch", ["qwen3next", "qwen35moe", "qwen35"])
+def test_batches_and_sequences_do_not_matter(arch: str, tmp_path: Path) -> None:
+    path, first, second = qwen(tmp_path / "model.gguf", arch), tiny_models.ids(24), tiny_models.ids(24, 2)
+    whole = tiny_models.logits(path, first)
+    assert nmse(tiny_models.logits(path, first, (5, 1, 2, 16)), whole) < 1e-11
+    a, b = tiny_models.logits_of_two(path, first, second)
+    assert nmse(a, whole) < 1e-11
+    assert nmse(b, tiny_models.logits(path, second)) < 1e-11
+
+
+def test_a_sequence_that_begins_anew_finds_its_state_empty(tmp_path: Path) -> None:
+    tokens, at = tiny_models.ids(8), np.arange(8, dtype=np.int32)
+    with open_gguf(qwen(tmp_path / "model.gguf", "qwen35")) as source:
+        graph = build_graph(source)
+        program = Reference(source).compile(graph.ops, Limits(8))
+        seen = []
+        for _ in range(2):
+            program.run(Batch(tokens, at, np.zeros(8, np.int32), at))
+            seen.append(program.read(graph.logits))
+    np.testing.assert_array_equal(seen[0], seen[1])
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [({}, "ddda"), ({"full_attention_interval": 2}, "dada"), ({"attention.recurrent_layers": [0, 1, 1, 0]}, "adda")],
+)
+def test_layers_are_delta_nets_as_the_metadata_say(changes: dict[str, Any], expected: str, tmp_path: Path) -> None:
+    recurrent = tuple(int(c == "d") for c in expected)
+    with open_gguf(qwen(tmp_path / "model.gguf", "qwen35", changes, recurrent=recurrent)) as source:
+        ops = build_graph(source).ops
+    kinds = {op.layer: "d" if isinstance(op, DeltaNet) else "a" for op in ops if isinstance(op, DeltaNet | Attention)}
+    assert "".join(kinds[layer] for layer in range(4)) == expected
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"rope": "normal"}, {"tiled_heads": False}, {"activation": "gelu"}, {"norm": "layer"}]
+)
+def test_one_thing_wrong_changes_the_logits(
+    wrong: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the tests above could overlook if it did not matter; without tiled heads another tensor is wanted."""
+    path, tokens = qwen(tmp_path / "model.gguf", "qwen35moe"), tiny_models.ids(24)
+    right = tiny_models.logits(path, tokens)
+    monkeypatch.setitem(table.ARCHS, "qwen35moe", replace(table.ARCHS["qwen35moe"], **wrong))
+    if "tiled_heads" in wrong:
+        with pytest.raises(FormatError, match="ssm_ba"):
+            tiny_models.logits(path, tokens)
+    else:
+        assert nmse(tiny_models.logits(path, tokens), right) > 1e-6
+
+
+@pytest.mark.parametrize(
+    ("words", "changes", "extra_shapes"),
+    [
+        ("3 key heads, 4 value heads", {"ssm.group_count": 3}, {}),
+        ("do not fit together", {"ssm.inner_size": 60}, {}),
+        ("must be positive", {"full_attention_interval": 0}, {}),
+        ("2 elements, .* layer 2", {"attention.recurrent_layers": [1, 1]}, {}),
+        ("values 16", {"attention.value_length": 16}, {}),
+        ("attn_gate has 70 columns", {}, {"blk.0.attn_gate.weight": (tiny_models.N_EMBD, 70)}),
+        ("ssm_conv1d", {}, {"blk.0.ssm_conv1d.weight": (4, 100)}),
+        ("ssm.state_size", {"ssm.state_size": None}, {}),
+    ],
+)
+def test_what_does_not_fit_is_refused(
+    words: str, changes: dict[str, Any], extra_shapes: tiny_models.Shapes, tmp_path: Path
+) -> None:
+    path = qwen(tmp_path / "model.gguf", "qwen35", changes, extra_shapes=extra_shapes)
+    with open_gguf(path) as source, pytest.raises(FormatError, match=words):
+        build_graph(source)

@@ -1,0 +1,157 @@
+"""Every type with an encoder or a decoder: golden bytes both ways, round trips, and refusals."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import gguf
+import numpy as np
+import pytest
+from type_params import DECODED, ENCODED, GOLDEN, UNWEIGHTED, WEIGHTED
+
+from edge_rows import assert_same_bytes
+from quantkit.errors import FormatError, RecipeError, TypeNotSupported
+from quantkit.kernels import dequantize, quantize
+from quantkit.types import BY_NAME, TensorType
+
+#: What PyPI gguf decodes too.
+KINDS = {kind.name: kind for kind in [*gguf.quants._type_traits, gguf.GGMLQuantizationType.F32]}
+SHARED = [t for t in DECODED if t.name in KINDS]
+Golden = np.lib.npyio.NpzFile
+
+
+@pytest.mark.parametrize("t", [t for t in GOLDEN if t in UNWEIGHTED], ids=str)
+def test_golden_encoding(golden: Golden, t: TensorType) -> None:
+    key = f"{t.name}+imatrix" if t.imatrix == "ignored" and t.name not in golden else t.name
+    if key not in golden:
+        assert "mainline" in t.needs_imatrix, "llama-quantize makes such files, the golden bytes lack them"
+        return
+    assert_same_bytes(quantize(golden["x"], t), golden[key], t)
+
+
+@pytest.mark.parametrize("t", GOLDEN, ids=str)
+def test_golden_encoding_with_imatrix(golden: Golden, t: TensorType) -> None:
+    assert_same_bytes(quantize(golden["x"], t, golden["imatrix"]), golden[f"{t.name}+imatrix"], t)
+
+
+@pytest.mark.parametrize("t", SHARED, ids=str)
+def test_golden_decoding(golden: Golden, t: TensorType) -> None:
+    key = t.name if t.name in golden else f"{t.name}+imatrix"
+    data = golden[key] if key in golden else quantize(golden["x"], t)
+    want = gguf.dequantize(data, KINDS[t.name])
+    assert np.array_equal(dequantize(data, t, 1024).view(np.uint32), want.view(np.uint32))
+
+
+def test_golden_file_has_an_encoder_or_decoder_for_each_entry(golden: Golden) -> None:
+    names = {key.partition("+")[0] for key in golden} - {"x", "imatrix"}
+    assert {t.name for t in GOLDEN} <= names <= {t.name for t in DECODED}
+
+
+@pytest.mark.parametrize("t", WEIGHTED, ids=str)
+def test_an_imatrix_of_ones_and_none_differ_little_but_a_skewed_one_helps_its_columns(t: TensorType) -> None:
+    rng = np.random.default_rng(2)
+    n = 4 * t.block
+    x = rng.standard_normal((64, n)).astype(np.float32)
+    weights = np.ones(n, np.float32)
+    weights[::4] = 100
+
+    def error(imatrix: np.ndarray | None) -> float:
+        return float(((dequantize(quantize(x, t, imatrix), t, n) - x)[:, ::4] ** 2).mean())
+
+    ones = error(np.ones(n, np.float32))
+    none = error(None) if t in UNWEIGHTED else ones
+    assert error(weights) < 0.98 * none
+    assert ones < 1.3 * none
+
+
+@pytest.mark.parametrize("t", ENCODED, ids=str)
+def test_round_trip_error(t: TensorType) -> None:
+    x = np.random.default_rng(4).standard_normal((32, 4 * t.block if t.block > 1 else 100)).astype(np.float32)
+    ones = None if t in UNWEIGHTED else np.ones(x.shape[1], np.float32)
+    y = dequantize(quantize(x, t, ones), t, x.shape[1])
+    error = np.sqrt(((y - x) ** 2).mean())
+    # A bit halves the error, down to what the mantissas of BF16 and F16 hold; three levels or two are no fit at all.
+    crude = {"F32": 0.0, "F16": 3e-4, "BF16": 2.5e-3} | {c.name: 0.9 for c in ENCODED if c.bpw < 2.5}
+    limit = crude.get(t.name, 2 ** (1.5 - t.bpw))
+    assert error <= limit
+    assert error > limit / 6 or t.name == "F32"
+    again = dequantize(quantize(y, t, ones), t, x.shape[1])
+    assert np.sqrt(((again - y) ** 2).mean()) <= error + 1e-12, "what was encoded once encodes with more error"
+
+
+def test_leading_axes_are_rows_and_names_are_types() -> None:
+    x = np.random.default_rng(0).standard_normal((2, 3, 64)).astype(np.float32)
+    assert np.array_equal(quantize(x, "q8_0"), quantize(x.reshape(6, 64), BY_NAME["Q8_0"]))
+    assert quantize(x[0, 0], "Q8_0").shape == (1, 68)
+    assert quantize(x[:0], "Q8_0").shape == (0, 68)
+    assert dequantize(quantize(x, "Q8_0").reshape(2, 3, 68), "Q8_0", 64).shape == (6, 64)
+
+
+def test_strided_and_readonly_rows() -> None:
+    x = np.random.default_rng(0).standard_normal((4, 128)).astype(np.float32)
+    want = quantize(x[:, ::2].copy(), "Q4_0")
+    assert np.array_equal(quantize(x[:, ::2], "Q4_0"), want)
+    x.flags.writeable = want.flags.writeable = False
+    assert np.array_equal(quantize(x[:, ::2], "Q4_0"), want)
+    assert dequantize(want, "Q4_0", 64).shape == (4, 64)
+
+
+ROWS = np.ones((4, 256), np.float32)
+
+
+@pytest.mark.parametrize(
+    ("x", "name", "imatrix", "error", "message"),
+    [
+        (ROWS.astype(np.float64), "Q4_0", None, FormatError, r"x must be .* float32 .* not float64 \[4, 256\]"),
+        (ROWS.tolist(), "Q4_0", None, FormatError, "not list"),
+        (np.float32(1), "Q4_0", None, FormatError, "x must be an array"),
+        (ROWS[:, :0], "Q4_0", None, FormatError, "at least one block of 32"),
+        (ROWS[:, :40], "Q4_0", None, TypeNotSupported, "Q4_0 packs 32 values a block; rows of 40 do not divide"),
+        (ROWS, "Q4_9", None, TypeNotSupported, "did you mean"),
+        (ROWS, "Q8_1", None, TypeNotSupported, "no encoder for Q8_1"),
+        (ROWS, "Q4_K", np.ones(255, np.float32), FormatError, r"shape \[255\]; rows of 256 values need \[256\]"),
+        (ROWS, "Q4_K", np.ones((1, 256), np.float32), FormatError, r"shape \[1, 256\]"),
+        (ROWS, "Q4_K", np.full(256, np.nan, np.float32), FormatError, "importance matrix holds NaN"),
+        (ROWS * np.float32(1e30), "Q4_0", None, FormatError, "row 0 overflows the scales of Q4_0"),
+        (ROWS * np.float32(1e5), "F16", None, FormatError, "row 0 overflows"),
+    ],
+)
+def test_refusals(x: np.ndarray, name: str, imatrix: np.ndarray | None, error: type, message: str) -> None:
+    with pytest.raises(error, match=message):
+        quantize(x, name, imatrix)
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+def test_nonfinite_rows_are_refused_by_number(bad: float) -> None:
+    x = ROWS.copy()
+    x[2, 77] = bad
+    with pytest.raises(FormatError, match="row 2 holds NaN or Inf"):
+        quantize(x, "Q8_0")
+
+
+@pytest.mark.parametrize("t", [t for t in ENCODED if t not in UNWEIGHTED], ids=str)
+def test_types_that_require_an_imatrix(t: TensorType) -> None:
+    with pytest.raises(RecipeError, match=f"{t} cannot be encoded without an importance matrix"):
+        quantize(ROWS, t)
+    assert quantize(ROWS, t, np.ones(256, np.float32)).shape == (4, t.block_bytes)
+
+
+@pytest.mark.parametrize(
+    ("data", "name", "n", "error", "message"),
+    [
+        (np.zeros((2, 17), np.uint8), "Q4_0", 32, FormatError, "32 values of Q4_0 take rows of 18 bytes; data has 17"),
+        (np.zeros((2, 18), np.int8), "Q4_0", 32, FormatError, "data must be an array of uint8"),
+        (np.zeros((2, 18), np.uint8), "Q4_0", 33, TypeNotSupported, "do not divide"),
+        (np.zeros((2, 18), np.uint8), "Q4_0", 0, FormatError, "at least one block"),
+        (np.zeros((2, 68), np.uint8), "I8", 68, TypeNotSupported, "no decoder for I8"),
+    ],
+)
+def test_refusals_of_dequantize(data: np.ndarray, name: str, n: int, error: type, message: str) -> None:
+    with pytest.raises(error, match=message):
+        dequantize(data, name, n)
+
+
+def test_importing_quantkit_does_not_load_the_compiler() -> None:
+    code = "import sys, quantkit, quantkit.kernels; sys.exit('numba' in sys.modules or 'llvmlite' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -1,0 +1,250 @@
+"""LoRA adapters as PEFT saves them, of the checkpoints in tests/data/checkpoints, drawn without torch or PEFT.
+
+    python tests/lib/adapters.py OUT [NAME ...]
+
+writes OUT/NAME (adapter_config.json and adapter_model.safetensors). The bytes depend on nothing but the table here.
+scripts/make_lora_goldens.py asks PEFT itself whether it reads them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+import checkpoints
+
+Json = dict[str, Any]
+F32 = npt.NDArray[np.float32]
+
+_ATTENTION = r"self_attn\.[qkvo]_proj"
+_LINEAR = r"linear_attn\.(in_proj_\w+|out_proj)"
+_DENSE = rf"{_ATTENTION}|mlp\.(gate|up|down)_proj"
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """An adapter: of which checkpoint, which of its modules (a regular expression of PEFT's), and how."""
+
+    name: str
+    base: str
+    modules: str
+    rank: int = 8
+    alpha: float = 16
+    dtype: str = "float32"
+    #: Further keys of adapter_config.json.
+    config: Json = field(default_factory=dict)
+    #: Other files.
+    files: Json = field(default_factory=dict)
+    #: What it is converted to.
+    outtypes: tuple[str, ...] = ("f32",)
+    #: Whether the reference has the scale that PEFT has.
+    scaled_alike: bool = True
+    #: How modules are called there, where it differs from the checkpoint.
+    renamed: tuple[str, str] = ("", "")
+    #: What the reference misses in the configuration of the base.
+    base_config: Json = field(default_factory=dict)
+    #: Weights of the base and their shapes, where it is not described in tests/data/checkpoints.
+    shapes: dict[str, tuple[int, ...]] | None = None
+
+
+_CARD = """---
+base_model: meta/Llama-3.2-1B
+library_name: peft
+license: mit
+tags:
+- lora
+- test
+---
+# An adapter
+"""
+
+ADAPTERS = {
+    each.name: each
+    for each in (
+        Adapter("llama", "llama", _DENSE, rank=32, outtypes=("f32", "f16", "bf16", "q8_0")),
+        Adapter(
+            "llama-small", "llama", rf"{_ATTENTION}|lm_head|embed_tokens", dtype="float16", outtypes=("f32", "q8_0")
+        ),
+        Adapter("llama-embedding", "llama", "embed_tokens", dtype="bfloat16"),
+        Adapter("Llama-3.2-1B-lora-v0.2", "llama", r"[qv]_proj", dtype="bfloat16", files={"README.md": _CARD}),
+        Adapter("llama-rslora", "llama", _DENSE, config={"use_rslora": True}, scaled_alike=False),
+        Adapter(
+            "llama-patterns",
+            "llama",
+            _DENSE,
+            config={
+                "rank_pattern": {"q_proj": 4, r"layers\.1\..*down_proj": 12, "model.layers.2.mlp.up_proj": 16},
+                "alpha_pattern": {"v_proj": 32, r"layers\.1\..*down_proj": 7},
+            },
+            scaled_alike=False,
+        ),
+        Adapter(
+            "llama-rslora-patterns",
+            "llama",
+            _ATTENTION,
+            config={"use_rslora": True, "rank_pattern": {"q_proj": 4, "k_proj": 16}, "alpha_pattern": {"o_proj": 5}},
+            scaled_alike=False,
+        ),
+        Adapter("llama-alora", "llama", _ATTENTION, config={"alora_invocation_tokens": [577, 3, 1]}),
+        Adapter("mixtral", "mixtral", rf"{_ATTENTION}|experts\.\d+\.w[123]"),
+        Adapter("qwen2", "qwen2", _DENSE, dtype="bfloat16", outtypes=("f32", "bf16")),
+        Adapter("qwen3", "qwen3", _DENSE, dtype="bfloat16"),
+        Adapter("qwen3-moe", "qwen3-moe", rf"{_ATTENTION}|experts\.\d+\.(gate|up|down)_proj", outtypes=("f32", "bf16")),
+        Adapter("qwen3.5", "qwen3.5", rf"{_LINEAR}|{_ATTENTION}", base_config={"mtp_num_hidden_layers": 1}),
+        Adapter("qwen3-next", "qwen3-next", rf"{_LINEAR}|{_ATTENTION}", outtypes=()),  # the reference stops at it
+        Adapter("phi3", "phi3", r"qkv_proj|gate_up_proj|o_proj|down_proj"),
+        Adapter("ernie4.5-fused", "ernie4.5-fused", r"qkv_proj|up_gate_proj|o_proj|down_proj"),
+        Adapter("gemma2", "gemma2", _DENSE),
+        Adapter(
+            "gemma3-vl",
+            "gemma3-vl",
+            r"language_model.*self_attn\.[qkvo]_proj",
+            renamed=("language_model.model.", "model.language_model."),  # transformers' modules, and its files
+        ),
+        Adapter("glm4", "glm4", r"self_attn\.[qkvo]_proj|gate_up_proj|down_proj"),
+        Adapter("deepseek-v2", "deepseek-v2", r"self_attn\.(q_proj|kv_a_proj_with_mqa|o_proj)"),
+        Adapter("granite", "granite", _DENSE),
+        Adapter("mistral", "mistral", _ATTENTION),
+        Adapter("smollm3", "smollm3", _DENSE),
+        Adapter("gpt-oss", "gpt-oss", _ATTENTION),
+    )
+}
+
+
+def modules(what: Adapter) -> list[tuple[str, tuple[int, ...]]]:
+    """Return the modules that an adapter changes, and the shape of their weights, in the order of PEFT's file."""
+    found: list[tuple[str, tuple[int, ...]]] = []
+    described = what.shapes.items() if what.shapes else checkpoints.expand(checkpoints.describe(what.base).tensors)
+    for name, shape in described:
+        module = name.removesuffix(".weight")
+        if module != name and len(shape) == 2 and re.search(rf"(^|\.)({what.modules})$", module):
+            found.append((module, shape))
+    return found
+
+
+def rank_of(what: Adapter, module: str) -> int:
+    """Return the rank that adapter_config.json gives a module."""
+    return int(_pattern(what.config.get("rank_pattern", {}), module, what.rank))
+
+
+def scale_of(what: Adapter, module: str) -> float:
+    """Return by what PEFT multiplies B @ A."""
+    alpha, rank = _pattern(what.config.get("alpha_pattern", {}), module, what.alpha), rank_of(what, module)
+    return float(alpha / rank**0.5 if what.config.get("use_rslora") else alpha / rank)
+
+
+def _pattern(patterns: Mapping[str, float], module: str, default: float) -> float:
+    return next((value for key, value in patterns.items() if re.match(rf"(.*\.)?({key})$", module)), default)
+
+
+def factors(what: Adapter) -> dict[str, tuple[F32, F32]]:
+    """Return A [rank, in] and B [out, rank] of every module; of embeddings [rank, vocabulary] and [width, rank]."""
+    found = {}
+    for module, (rows, columns) in modules(what):
+        r = rank_of(what, module)
+        if module.endswith("embed_tokens"):
+            rows, columns = columns, rows
+        found[module] = (_drawn(what, f"{module}.A", (r, columns)), _drawn(what, f"{module}.B", (rows, r)))
+    return found
+
+
+def _drawn(what: Adapter, key: str, shape: tuple[int, ...]) -> F32:
+    x = checkpoints.draw(f"adapter/{what.name}/{key}", "w.weight", shape) * np.float32(0.25)
+    dtype, _, data = checkpoints.encode(x, what.dtype)
+    if dtype == "BF16":
+        return (np.frombuffer(data, "<u2").astype(np.uint32) << 16).view(np.float32).reshape(shape)
+    return np.frombuffer(data, "<f2" if dtype == "F16" else "<f4").astype(np.float32).reshape(shape)
+
+
+def delta(what: Adapter, module: str) -> npt.NDArray[np.float64]:
+    """Return what merging adds to the weight of a module, in float64."""
+    a, b = (x.astype(np.float64) for x in factors(what)[module])
+    product = b @ a * scale_of(what, module)
+    return product.T if module.endswith("embed_tokens") else product
+
+
+def tensors(what: Adapter) -> list[tuple[str, str, tuple[int, ...], bytes]]:
+    """Return name, dtype, shape and bytes of what the file holds."""
+    found = []
+    for module, pair in factors(what).items():
+        end = "lora_embedding_{}" if module.endswith("embed_tokens") else "lora_{}.weight"
+        module = module.replace(*what.renamed) if what.renamed[0] else module
+        for letter, x in zip("AB", pair, strict=True):
+            name = f"base_model.model.{module}.{end.format(letter)}"
+            found.append((name, *checkpoints.encode(np.ascontiguousarray(x), what.dtype)))
+    return sorted(found)
+
+
+def config(what: Adapter, base: str | None = None) -> Json:
+    """Return adapter_config.json."""
+    return {
+        "base_model_name_or_path": base,
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "inference_mode": True,
+        "init_lora_weights": True,
+        "lora_alpha": what.alpha,
+        "lora_dropout": 0.0,
+        "modules_to_save": None,
+        "peft_type": "LORA",
+        "r": what.rank,
+        "rank_pattern": {},
+        "alpha_pattern": {},
+        "target_modules": rf"(.*\.)?({what.modules})",
+        "task_type": "CAUSAL_LM",
+        "use_dora": False,
+        "use_rslora": False,
+        **what.config,
+    }
+
+
+def write_adapter(what: Adapter | str, out: Path, base: str | None = None) -> Path:
+    """Write an adapter as the directory out/name and return it."""
+    what = ADAPTERS[what] if isinstance(what, str) else what
+    path = out / what.name
+    path.mkdir(parents=True, exist_ok=True)
+    (path / "adapter_config.json").write_text(json.dumps(config(what, base), indent=2) + "\n", encoding="utf-8")
+    for name, text in what.files.items():
+        (path / name).write_text(text, encoding="utf-8")
+    checkpoints.write_safetensors(path / "adapter_model.safetensors", tensors(what))
+    return path
+
+
+def write_base(what: Adapter | str, out: Path) -> Path:
+    """Write what an adapter's conversion needs of its base, config.json alone, as out/base and return it."""
+    what = ADAPTERS[what] if isinstance(what, str) else what
+    path = out / what.base
+    path.mkdir(parents=True, exist_ok=True)
+    base = {**checkpoints.describe(what.base).config, **what.base_config}
+    (path / "config.json").write_text(json.dumps(base, indent=2) + "\n", encoding="utf-8")
+    return path
+
+
+def digest(what: Adapter) -> str:
+    """Return a SHA-256 of what an adapter holds."""
+    parts = [json.dumps(config(what), sort_keys=True).encode()]
+    for name, dtype, shape, data in tensors(what):
+        parts += [f"{name} {dtype} {shape}".encode(), data]
+    return hashlib.sha256(b"".join(hashlib.sha256(part).digest() for part in parts)).hexdigest()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("out", type=Path)
+    parser.add_argument("names", nargs="*", metavar="NAME", help="default: all")
+    args = parser.parse_args()
+    for name in args.names or ADAPTERS:
+        print(write_adapter(name, args.out))
+
+
+if __name__ == "__main__":
+    main()

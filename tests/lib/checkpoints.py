@@ -1,0 +1,542 @@
+"""Checkpoints: a small Hugging Face directory of every architecture, drawn from its description, without torch.
+
+    python tests/lib/checkpoints.py OUT [NAME ...]
+
+writes OUT/NAME. tests/data/checkpoints/NAME.json says what is in it (scripts/make_checkpoints.py writes it with
+transformers): config.json, names and shapes of the tensors, the tokenizer's kind. The bytes depend on nothing else:
+weights are raw Philox words, keyed by the tensor's name, in integer steps; vocabularies grow from merges.txt.
+"""
+
+from __future__ import annotations
+
+import argparse
+import base64
+import hashlib
+import itertools
+import json
+import math
+import re
+import struct
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+DESCRIPTIONS = Path(__file__).parents[1] / "data" / "checkpoints"
+NAMES = tuple(sorted(path.stem for path in DESCRIPTIONS.glob("*.json")))
+
+Json = dict[str, Any]
+Shape = tuple[int, ...]
+
+#: The 24 tokens after which transformers' logits are known; pieces and bytes in every vocabulary of 600 and more.
+PROMPT = tuple(int(i) for i in np.array([17, 300, 45, 401, 88, 265, 512, 33, 270, 350, 99, 420] * 2) + np.arange(24))
+
+
+#: Of these config.json says what no key of GGUF does, so it is lost: in the reference's files, too.
+LOST = {
+    "glm": {"rms_norm_eps"},  # always 1e-5
+    "gpt-oss": {"truncate"},  # yarn between dimensions that are no whole numbers
+    "gpt-oss-mxfp4": {"truncate"},
+    "granite-hybrid-dense": {"position_embedding_type"},  # hybrids of Granite do not rotate
+    "mellum": {"rope_parameters"},  # windowed layers rotate by the base of the others
+    "phi3": {"sliding_window"},
+    "phi3-sparse": {"sliding_window"},
+}
+
+
+def _is_lost(note: str) -> bool:
+    return "config.json: " in note and "llama.cpp" in note
+
+
+def settings_in(notes: Iterable[str]) -> set[str]:
+    """Return the settings that notes name: the first word behind the file."""
+    return {note.partition("config.json: ")[2].split(" ")[0] for note in notes if _is_lost(note)}
+
+
+@dataclass(frozen=True)
+class Description:
+    """What scripts/make_checkpoints.py wrote of a checkpoint."""
+
+    name: str
+    config: Json
+    #: Patterns of names to shapes, see expand().
+    tensors: dict[str, list[int]]
+    vocab: Json
+    dtype: str = "bfloat16"
+    #: Tensors stored as float32 all the same: ends of names.
+    f32: tuple[str, ...] = ()
+    shards: int = 1
+    #: The scheme of tests/lib/quantized_checkpoints.py that stores the projections.
+    quantized: Json | None = None
+    #: convert_hf_to_gguf.py cannot read that; what to expect is what it makes of meant().
+    formula: bool = False
+    #: Other files: README.md, generation_config.json, ...
+    files: dict[str, Any] = field(default_factory=dict)
+    #: What it is converted to, where not to all of them.
+    outtypes: tuple[str, ...] = ("f32", "f16", "bf16", "q8_0", "auto")
+    #: Options convert_hf_to_gguf.py needs, ours too.
+    options: tuple[str, ...] = ()
+    #: Its class of transformers, where config.json names another one.
+    model: str | None = None
+    #: Major version of transformers that runs it; None: none does.
+    transformers: int | None = 4
+
+    def convert_keywords(self) -> Json:
+        """Return the options of the conversion, by the names of quantkit.convert.ConvertOptions.
+
+        The reference writes some models that no runtime loads, and their bytes are compared, too.
+        """
+        given: Json = {"pre": self.vocab.get("pre"), "allow_other_ids": True, "allow_incomplete": True}
+        words = list(self.options)
+        while words:
+            name = words.pop(0).removeprefix("--").replace("-", "_")
+            given[name] = words.pop(0) if words and not words[0].startswith("--") else True
+        return given
+
+
+def describe(name: str) -> Description:
+    """Return the description of a checkpoint."""
+    text: Json = json.loads((DESCRIPTIONS / f"{name}.json").read_text())
+    for key in {"f32", "options", "outtypes"} & text.keys():
+        text[key] = tuple(text[key])
+    return Description(name=name, **text)
+
+
+def write_checkpoint(name: str, out: Path) -> Path:
+    """Write the checkpoint ``name`` as the directory out/name and return it."""
+    return write_description(describe(name), out)
+
+
+def write_description(what: Description, out: Path) -> Path:
+    """Write a checkpoint as the directory out/name and return it."""
+    path = out / what.name
+    path.mkdir(parents=True, exist_ok=True)
+    _write_json(path / "config.json", what.config)
+    for name, content in what.files.items():
+        _write_text(path / name, content)
+    for name, data in vocab_files(what.vocab).items():
+        (path / name).write_bytes(data)
+    write_shards(path, list(stored_tensors(what)), what.shards)
+    return path
+
+
+def digest(path: Path) -> str:
+    """Return the SHA-256 of all files of a directory and their names."""
+    files = sorted((f.relative_to(path).as_posix(), f.read_bytes()) for f in path.rglob("*") if f.is_file())
+    return hashlib.sha256(b"".join(hashlib.sha256(data).digest() + name.encode() for name, data in files)).hexdigest()
+
+
+def meant(what: Description) -> Description:
+    """Return a quantized checkpoint as a plain one: the float32 weights that its projections stand for."""
+    config = {key: value for key, value in what.config.items() if key != "quantization_config"}
+    return replace(what, config=config, quantized={**(what.quantized or {}), "dequantized": True})
+
+
+def stored_tensors(what: Description) -> Iterator[tuple[str, str, Shape, bytes]]:
+    """Yield name, safetensors' dtype, shape and bytes of every tensor, in the order of storage."""
+    if what.quantized is not None:
+        from quantized_checkpoints import quantize  # a scheme of its own
+    for name, shape in expand(what.tensors):
+        x = draw(f"{what.name}/{name}", name, shape)
+        if what.quantized is not None and (stored := quantize(what.quantized, name, x)) is not None:
+            yield from stored
+            continue
+        dtype = "float32" if name.endswith(what.f32 or ("\n",)) else what.dtype
+        yield name, *encode(x, dtype)
+
+
+def expand(tensors: Mapping[str, list[int]]) -> list[tuple[str, Shape]]:
+    """Return names and shapes of patterns such as ``layers.{0-3,5}.up``, layers in their order."""
+    names = []
+    for pattern, shape in tensors.items():
+        parts = re.split(r"\{([^}]*)\}", pattern)
+        choices = [_numbers(part) if i % 2 else [part] for i, part in enumerate(parts)]
+        names += [("".join(name), tuple(shape)) for name in itertools.product(*choices)]
+    return sorted(names, key=lambda item: [(int(p), "") if p.isdigit() else (-1, p) for p in item[0].split(".")])
+
+
+def _numbers(text: str) -> list[str]:
+    numbers: list[str] = []
+    for part in text.split(","):
+        low, _, high = part.partition("-")
+        numbers += map(str, range(int(low), int(high or low) + 1))
+    return numbers
+
+
+def draw(key: str, name: str, shape: Shape) -> npt.NDArray[np.float32]:
+    """Return float32 weights: even steps in [-1, 1), scaled and moved by what the tensor is."""
+    seed = int.from_bytes(hashlib.sha256(key.encode()).digest()[:16], "little")
+    n = int(np.prod(shape))
+    words = np.random.Philox(key=seed).random_raw((n + 3) // 4).astype("<u8").view("<u2")[:n]
+    u = ((words.astype(np.float32) - 32767.5) / np.float32(32768)).reshape(shape)
+    scale, shift = _spread(name, shape)
+    return u * np.float32(scale) + np.float32(shift)
+
+
+def _spread(name: str, shape: Shape) -> tuple[float, float]:
+    """Return half the width and the middle of a tensor's values."""
+    last = name.removesuffix(".weight").rsplit(".", 1)[-1]
+    if last == "A_log":
+        return 1.0, 1.25
+    if last == "sinks":
+        return 2.0, 0.0
+    if "e_score_correction" in name or "expert_bias" in name or "moe_statics" in name:
+        return 0.1, 0.0
+    if last.endswith("bias"):
+        return 0.2, 0.0
+    if len(shape) <= 1 or ("norm" in last and name.endswith("weight")):
+        return 0.4, 1.0
+    if "embed" in name or last in ("conv1d", "word_embeddings", "wte"):
+        return 1.0, 0.0
+    gain = 3.0 if last in ("gate", "router") or name.endswith("router.layer.weight") else 1.0
+    gain *= 1.5 if last in ("q_proj", "k_proj", "query_key_value", "qkv_proj") else 1.0
+    return gain * math.sqrt(3.0 / shape[-1]), 0.0
+
+
+def encode(x: npt.NDArray[np.float32], dtype: str) -> tuple[str, Shape, bytes]:
+    """Return safetensors' dtype, shape and bytes of weights in a float type of torch's name."""
+    if dtype == "bfloat16":
+        bits = x.view(np.uint32)
+        data = ((bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)).astype("<u2")
+        return "BF16", x.shape, data.tobytes()
+    if dtype == "float16":
+        return "F16", x.shape, x.astype("<f2").tobytes()
+    return "F32", x.shape, x.astype("<f4").tobytes()
+
+
+def write_shards(path: Path, tensors: list[tuple[str, str, Shape, bytes]], shards: int) -> None:
+    """Write model.safetensors, or that many shards of about the same size and their index."""
+    if shards == 1:
+        write_safetensors(path / "model.safetensors", tensors)
+        return
+    total, groups, done = sum(len(t[3]) for t in tensors), [[] for _ in range(shards)], 0  # type: ignore[var-annotated]
+    for tensor in tensors:
+        groups[min(shards - 1, done * shards // total)].append(tensor)
+        done += len(tensor[3])
+    index: dict[str, str] = {}
+    for number, group in enumerate(groups, 1):
+        file = f"model-{number:05d}-of-{shards:05d}.safetensors"
+        write_safetensors(path / file, group)
+        index.update((name, file) for name, *_ in group)
+    _write_json(path / "model.safetensors.index.json", {"metadata": {"total_size": total}, "weight_map": index})
+
+
+def write_safetensors(path: Path, tensors: list[tuple[str, str, Shape, bytes]]) -> None:
+    header: Json = {"__metadata__": {"format": "pt"}}
+    at = 0
+    for name, dtype, shape, data in tensors:
+        header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [at, at + len(data)]}
+        at += len(data)
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    with path.open("wb") as file:
+        file.write(struct.pack("<Q", len(text)) + text)
+        for *_, data in tensors:
+            file.write(data)
+
+
+def _write_text(path: Path, content: Any) -> None:
+    """Write a text, or a JSON object; one of a name without a suffix is a directory of texts."""
+    if isinstance(content, str):
+        path.write_text(content, encoding="utf-8", newline="\n")
+    elif path.suffix:
+        _write_json(path, content)
+    else:
+        path.mkdir(exist_ok=True)
+        for name, text in content.items():
+            _write_text(path / name, text)
+
+
+def _write_json(path: Path, content: Any) -> None:
+    path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8", newline="\n")
+
+
+# --- vocabularies ----------------------------------------------------------------------------------------------------
+
+
+def vocab_files(vocab: Json) -> dict[str, bytes]:
+    """Return the files of a tokenizer by name.
+
+    vocab: ``kind`` (a key of _KINDS), ``special`` and ``user`` (tokens after the pieces), ``config`` (keys of
+    tokenizer_config.json), and what the kinds read.
+    """
+    files = {name: data for name, data in _KINDS[vocab["kind"]](vocab).items() if name not in vocab.get("without", ())}
+    return {
+        name: data if isinstance(data, bytes) else (json.dumps(data, indent=1, ensure_ascii=False) + "\n").encode()
+        for name, data in files.items()
+    }
+
+
+def merges() -> list[tuple[str, str]]:
+    """Return the 320 merges, in the letters of byte-level BPE."""
+    lines = (DESCRIPTIONS / "merges.txt").read_text(encoding="utf-8").splitlines()[1:]
+    return [(a, b) for a, b in (line.split(" ") for line in lines)]
+
+
+def _byte_letters() -> dict[int, str]:
+    """Return GPT-2's letter of each byte, in the order of its vocabulary."""
+    plain = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [b for b in range(256) if b not in plain]
+    return {b: chr(b) for b in plain} | {b: chr(256 + i) for i, b in enumerate(others)}
+
+
+def _added(vocab: Json, first: int) -> list[Json]:
+    """Return the added tokens as tokenizer.json lists them."""
+    rows = [(text, True) for text in vocab.get("special", ())] + [(text, False) for text in vocab.get("user", ())]
+    return [
+        {"id": first + i, "content": text, "single_word": False, "lstrip": False, "rstrip": False}
+        | {"normalized": False, "special": special}
+        for i, (text, special) in enumerate(rows)
+    ]
+
+
+def _tokenizer_config(vocab: Json, added: list[Json]) -> Json:
+    decoder = {str(row["id"]): {key: row[key] for key in row if key != "id"} for row in added}
+    return {"added_tokens_decoder": decoder, **vocab.get("config", {})}
+
+
+def _bpe_vocab() -> dict[str, int]:
+    pieces = [*_byte_letters().values(), *(a + b for a, b in merges())]
+    return {piece: i for i, piece in enumerate(pieces)}
+
+
+def _bpe(vocab: Json) -> dict[str, Any]:
+    """Byte-level BPE: tokenizer.json and tokenizer_config.json."""
+    ids = _bpe_vocab()
+    added = _added(vocab, len(ids))
+    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
+    split = {"type": "Split", "pattern": {"Regex": _SPLIT}, "behavior": "Isolated", "invert": False}
+    parts = [split, byte_level | {"use_regex": False}]
+    post: Any = byte_level | {"trim_offsets": False}
+    if (bos := vocab.get("starts_with")) is not None:
+        start = {"SpecialToken": {"id": bos, "type_id": 0}}
+        one = {"id": next(row["id"] for row in added if row["content"] == bos)}
+        post = {
+            "type": "TemplateProcessing",
+            "single": [start, {"Sequence": {"id": "A", "type_id": 0}}],
+            "pair": [start, {"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 1}}],
+            "special_tokens": {bos: {"id": bos, "ids": [one["id"]], "tokens": [bos]}},
+        }
+    pairs: list[Any] = [list(pair) for pair in merges()]
+    model: Json = {"type": "BPE", "dropout": None, "unk_token": None, "continuing_subword_prefix": None}
+    model |= {"end_of_word_suffix": None, "fuse_unk": False, "byte_fallback": False}
+    model |= {"ignore_merges": vocab.get("ignore_merges", False), "vocab": ids}
+    model["merges"] = [" ".join(pair) for pair in pairs] if vocab.get("merges") == "strings" else pairs
+    tokenizer: Json = {"version": "1.0", "truncation": None, "padding": None, "added_tokens": added, "normalizer": None}
+    tokenizer["pre_tokenizer"] = (
+        {"type": "Sequence", "pretokenizers": parts} if vocab.get("split", True) else byte_level
+    )
+    tokenizer |= {"post_processor": post, "decoder": byte_level, "model": model}
+    return {"tokenizer.json": tokenizer, "tokenizer_config.json": _tokenizer_config(vocab, added)}
+
+
+#: Llama 3's.
+_SPLIT = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+"
+    r"|\s+(?!\S)|\s+"
+)
+
+
+def _texts() -> Iterator[tuple[str, tuple[str, str] | None]]:
+    """Yield pieces of text, spaces as U+2581, and the pair each is merged from: letters first."""
+    letters = {letter: byte for byte, letter in _byte_letters().items()}
+    seen = set()
+    for char in ["\u2581", *map(chr, range(33, 127)), "\u00e9", "\u00df", "\u4f60", "\u0433"]:
+        seen.add(char)
+        yield char, None
+    for a, b in merges():
+        raw = [bytes(letters[c] for c in part).decode("utf-8", "replace").replace(" ", "\u2581") for part in (a, b)]
+        piece = raw[0] + raw[1]
+        if all(part in seen for part in raw) and piece not in seen:
+            seen.add(piece)
+            yield piece, (raw[0], raw[1])
+
+
+def _spm_pieces(vocab: Json) -> list[tuple[str, float, int]]:
+    """Return text, score and type (SentencePiece's) of every piece."""
+    kinds = {"<unk>": 2} | dict.fromkeys(vocab.get("user_pieces", ()), 4) | dict.fromkeys(vocab.get("unused", ()), 5)
+    first = [(text, 0.0, kinds.get(text, 3)) for text in vocab.get("first", ("<unk>", "<s>", "</s>"))]
+    bytes_ = [(f"<0x{b:02X}>", 0.0, 6) for b in range(256)]
+    texts = [text for text, _ in _texts()]
+    chars = [text for text in texts if len(text) == 1]
+    merged = [text for text in texts if len(text) > 1][: vocab.get("pieces", 600) - len(first + bytes_ + chars)]
+    return first + bytes_ + [(text, -float(i), 1) for i, text in enumerate(merged + chars)]
+
+
+#: A map of one character, A to a, as SentencePiece's trainer makes it: a trie, and texts.
+_CHARSMAP = struct.pack("<257I", 1024, 0x10000, 0xD41, 0x80000000, *(i ^ 1 for i in range(3, 256))) + b"a\0"
+
+
+def _spm(vocab: Json) -> dict[str, Any]:
+    """SentencePiece BPE, or ``unigram``: ``file``, tokenizer_config.json and, of ``added``, added_tokens.json."""
+    pieces = _spm_pieces(vocab)
+    model = b"".join(_message(1, _message(1, t.encode()) + _f32(2, s) + _varint(3, kind)) for t, s, kind in pieces)
+    kind, charsmap = (1, _message(2, _CHARSMAP)) if vocab.get("unigram") else (2, b"")
+    model += _message(2, _varint(3, kind) + _varint(4, len(pieces)) + _varint(35, 1))
+    model += _message(3, _message(1, b"identity") + charsmap + _varint(3, 1) + _varint(4, 0) + _varint(5, 1))
+    added = _added(vocab, len(pieces))
+    own: list[Json] = [{"content": text, "special": kind != 4} for text, _, kind in pieces if kind in (2, 3, 4)]
+    listed = [row | {"id": [p[0] for p in pieces].index(row["content"])} for row in own]
+    config = _tokenizer_config(vocab, [*listed, *added])
+    files = {vocab.get("file", "tokenizer.model"): model, "tokenizer_config.json": config}
+    if vocab.get("added"):
+        files["added_tokens.json"] = {text: len(pieces) + len(added) + i for i, text in enumerate(vocab["added"])}
+    return files
+
+
+def _message(number: int, data: bytes) -> bytes:
+    """Return a length-delimited field of protocol buffers."""
+    return _number(number << 3 | 2) + _number(len(data)) + data
+
+
+def _varint(number: int, value: int) -> bytes:
+    return _number(number << 3) + _number(value)
+
+
+def _f32(number: int, value: float) -> bytes:
+    return _number(number << 3 | 5) + struct.pack("<f", value)
+
+
+def _number(value: int) -> bytes:
+    out = bytearray()
+    while value > 127:
+        out.append(value & 127 | 128)
+        value >>= 7
+    return bytes([*out, value])
+
+
+def _spm_bpe(vocab: Json) -> dict[str, Any]:
+    """SentencePiece's pieces as tokenizer.json: BPE with bytes to fall back on."""
+    ids = {text: i for i, (text, *_) in enumerate(_spm_pieces(vocab))}
+    special = [text for text, _, kind in _spm_pieces(vocab) if kind in (2, 3)]
+    user = [text for text, _, kind in _spm_pieces(vocab) if kind == 4]
+    added = [
+        {"id": ids[text], "content": text, "single_word": False, "lstrip": False, "rstrip": False}
+        | {"normalized": False, "special": text in special}
+        for text in special + user
+    ] + _added(vocab, len(ids))
+    model: Json = {"type": "BPE", "dropout": None, "unk_token": "<unk>", "continuing_subword_prefix": None}
+    model |= {"end_of_word_suffix": None, "fuse_unk": True, "byte_fallback": True, "ignore_merges": False, "vocab": ids}
+    model["merges"] = [list(pair) for text, pair in _texts() if pair is not None and text in ids]
+    space = {"type": "Replace", "pattern": {"String": " "}, "content": "\u2581"}
+    back = {"type": "Replace", "pattern": {"String": "\u2581"}, "content": " "}
+    decoder = {"type": "Sequence", "decoders": [back, {"type": "ByteFallback"}, {"type": "Fuse"}]}
+    tokenizer: Json = {
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": added,
+        "normalizer": space,
+    }
+    tokenizer |= {"pre_tokenizer": None, "post_processor": None, "decoder": decoder, "model": model}
+    return {"tokenizer.json": tokenizer, "tokenizer_config.json": _tokenizer_config(vocab, added)}
+
+
+def _tiktoken(vocab: Json) -> dict[str, Any]:
+    """Ranks of byte strings, a line each: ``file``, and tokenizer_config.json."""
+    letters = {letter: byte for byte, letter in _byte_letters().items()}
+    ids = _bpe_vocab()
+    lines = (base64.b64encode(bytes(letters[c] for c in text)) + b" %d\n" % i for text, i in ids.items())
+    return {vocab["file"]: b"".join(lines), "tokenizer_config.json": _tokenizer_config(vocab, _added(vocab, len(ids)))}
+
+
+def _wordpiece(vocab: Json) -> dict[str, Any]:
+    """WordPiece: tokenizer.json, or with ``list`` vocab.txt, and tokenizer_config.json; ``first``: before pieces."""
+    texts = [text for text, _ in _texts() if text != "\u2581" and text.isprintable()]
+    words = dict.fromkeys(text.removeprefix("\u2581") for text in texts if text.startswith("\u2581") or len(text) == 1)
+    inside = [f"##{text}" for text in texts if "\u2581" not in text]
+    first = vocab.get("first", ("[PAD]", "[unused0]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"))
+    ids = {text: i for i, text in enumerate([*first, *words, *inside][: vocab.get("pieces", 600)])}
+    special = {kind: f"[{kind.upper()}]" for kind in ("unk", "sep", "pad", "cls", "mask")}
+    flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
+    own = [{"id": ids[text], "content": text} | flags for text in first if text in special.values()]
+    added = own + _added(vocab, len(ids))
+    config = _tokenizer_config(vocab, added)
+    if vocab.get("list"):
+        return {"vocab.txt": "".join(f"{text}\n" for text in ids).encode(), "tokenizer_config.json": config}
+    cls, sep, a, b = (
+        *({"SpecialToken": {"id": special[kind], "type_id": 0}} for kind in ("cls", "sep")),
+        *({"Sequence": {"id": each, "type_id": i}} for i, each in enumerate("AB")),
+    )
+    numbers = {t: {"id": t, "ids": [ids[t]], "tokens": [t]} for t in (special["cls"], special["sep"])}
+    post = {"type": "TemplateProcessing", "single": [cls, a, sep], "pair": [cls, a, sep, b, sep]}
+    normalizer = {"type": "BertNormalizer", "clean_text": True, "handle_chinese_chars": True, "strip_accents": None}
+    model = {"type": "WordPiece", "unk_token": "[UNK]", "continuing_subword_prefix": "##"}
+    tokenizer: Json = {"version": "1.0", "truncation": None, "padding": None, "added_tokens": added}
+    tokenizer |= {"normalizer": normalizer | {"lowercase": True}, "pre_tokenizer": {"type": "BertPreTokenizer"}}
+    tokenizer |= {"post_processor": post | {"special_tokens": numbers}}
+    tokenizer |= {"decoder": {"type": "WordPiece", "prefix": "##", "cleanup": True}}
+    tokenizer |= {"model": model | {"max_input_chars_per_word": 100, "vocab": ids}}
+    return {"tokenizer.json": tokenizer, "tokenizer_config.json": config}
+
+
+def _unigram(vocab: Json) -> dict[str, Any]:
+    """Unigram as XLM-RoBERTa has it: tokenizer.json and tokenizer_config.json."""
+    first = ("<s>", "<pad>", "</s>", "<unk>")
+    pieces = [[text, 0.0] for text in first]
+    pieces += [[text, -2.5 - i / 8] for i, (text, _) in enumerate(_texts())][: vocab.get("pieces", 400)]
+    pieces.append(["<mask>", 0.0])
+    added = [
+        {"id": i, "content": text, "single_word": False, "lstrip": text == "<mask>", "rstrip": False}
+        | {"normalized": False, "special": True}
+        for i, text in [*enumerate(first), (len(pieces) - 1, "<mask>")]
+    ] + _added(vocab, len(pieces))
+    start, end = ({"SpecialToken": {"id": text, "type_id": 0}} for text in ("<s>", "</s>"))
+    a, b = ({"Sequence": {"id": each, "type_id": 0}} for each in "AB")
+    post = {"type": "TemplateProcessing", "single": [start, a, end], "pair": [start, a, end, end, b, end]}
+    numbers = {text: {"id": text, "ids": [first.index(text)], "tokens": [text]} for text in ("<s>", "</s>")}
+    space = {"type": "Metaspace", "replacement": "\u2581", "prepend_scheme": "always", "split": True}
+    tokenizer: Json = {"version": "1.0", "truncation": None, "padding": None, "added_tokens": added}
+    charsmap = base64.b64encode(_CHARSMAP).decode()
+    tokenizer |= {"normalizer": {"type": "Precompiled", "precompiled_charsmap": charsmap}, "pre_tokenizer": space}
+    tokenizer |= {"post_processor": post | {"special_tokens": numbers}, "decoder": space}
+    tokenizer |= {"model": {"type": "Unigram", "unk_id": 3, "vocab": pieces, "byte_fallback": False}}
+    return {"tokenizer.json": tokenizer, "tokenizer_config.json": _tokenizer_config(vocab, added)}
+
+
+def _plamo(vocab: Json) -> dict[str, Any]:
+    """PLaMo's list: tokenizer.jsonl, and tokenizer_config.json."""
+    names = {"unk": "UNKNOWN", "bos": "CONTROL", "eos": "CONTROL", "pad": "CONTROL", "op": "NORMAL"}
+    rows = [[f"<|plamo:{name}|>", 0.0, kind, None] for name, kind in names.items()]
+    rows += [[f"<0x{b:02X}>", 0.0, "BYTE", None] for b in range(256)]
+    rows += [[text, -float(i), "NORMAL", None] for i, (text, _) in enumerate(_texts())]
+    lines = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+    config = {f"{name}_token": f"<|plamo:{name}|>" for name in ("unk", "bos", "eos", "pad")}
+    return {"tokenizer.jsonl": lines.encode(), "tokenizer_config.json": config | vocab.get("config", {})}
+
+
+def _rwkv(vocab: Json) -> dict[str, Any]:
+    """RWKV's list of bytes: a line is a number, a literal, and its length."""
+    letters = {letter: byte for byte, letter in _byte_letters().items()}
+    tokens = [bytes([b]) for b in range(256)] + [bytes(letters[c] for c in a + b) for a, b in merges()]
+    lines = []
+    for i, token in enumerate(dict.fromkeys(tokens), 1):
+        try:
+            text = repr(token.decode())
+        except UnicodeDecodeError:
+            text = repr(token)
+        lines.append(f"{i} {text} {len(token)}\n")
+    data = "".join(lines).encode()
+    return {"rwkv_vocab_v20230424.txt": data, "tokenizer_config.json": vocab.get("config", {})}
+
+
+_KINDS = {
+    **{"wordpiece": _wordpiece, "bpe": _bpe, "spm": _spm, "spm_bpe": _spm_bpe, "tiktoken": _tiktoken},
+    **{"unigram": _unigram, "plamo": _plamo, "rwkv": _rwkv},
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("out", type=Path)
+    parser.add_argument("names", nargs="*", metavar="NAME", help="default: all")
+    args = parser.parse_args()
+    for name in args.names or NAMES:
+        print(write_checkpoint(name, args.out))
+
+
+if __name__ == "__main__":
+    main()

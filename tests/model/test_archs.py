@@ -1,0 +1,163 @@
+"""A model with all tensors that llama.cpp's loader takes gives llama.cpp's logits, or is refused with the reason; one
+that lacks a tensor, or has one that nothing uses, is refused."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+from arch_models import BOUND, MODELS, compare, label_of, sized
+
+from libllama import Libllama, nmse
+from quantkit.errors import FormatError, TypeNotSupported
+from quantkit.formats.gguf import Field, GGUFFile, TensorInfo, open_gguf, write_gguf
+from quantkit.model.arch import ARCHS
+from quantkit.model.builder import kind_of
+from quantkit.model.engine import load
+from quantkit.model.graph import build_graph
+from quantkit.types import BY_NAME
+from zoo import NAMES, ZOO, expected, write_hollow_zoo
+
+#: What llama.cpp takes and combines in a way of its own, or in none: the tensors that the error names.
+REFUSED = {
+    "mpt-dense": r"attn_q_norm",  # it draws norms of k alone, of which llama.cpp makes nothing
+    "refact-moe": r"ffn_gate_inp",  # its graph has no experts
+    "hy_v3-moe": r"blk\.0\.ffn_gate\.weight",  # dense layers beside experts
+    "mimo2-moe": r"blk\.0\.ffn_gate\.weight",
+    "step35-moe": r"blk\.0\.ffn_gate\.weight",
+}
+
+
+@pytest.mark.peer
+@pytest.mark.parametrize(("arch", "moe"), MODELS, ids=[label_of(*model) for model in MODELS])
+def test_all_tensors_of_the_loader_are_used_or_refused(llama_bin: Path, tmp_path: Path, arch: str, moe: bool) -> None:
+    error, reason = compare(Libllama(llama_bin), arch, moe, sized(arch, 1), tmp_path)
+    assert error <= BOUND
+    expected_reason = REFUSED.get(label_of(arch, moe), "not known" if arch not in ARCHS else "")
+    assert re.search(expected_reason, reason) if expected_reason else not reason
+
+
+# ---------------------------------------------------------------- missing, not used
+
+
+class Other:
+    """A model with other tensors: without those of a kind, or with more."""
+
+    def __init__(
+        self, source: GGUFFile, without: Callable[[str], bool] = lambda name: False, more: Mapping[str, TensorInfo] = {}
+    ) -> None:
+        self.source = source
+        self.tensors = {name: info for name, info in source.tensors.items() if not without(name)} | dict(more)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.source, name)
+
+
+def info(name: str, *shape: int) -> TensorInfo:
+    return TensorInfo(name, shape, BY_NAME["F32"], 4 * shape[0], 0, 0)
+
+
+@cache
+def optional() -> dict[str, list[str]]:
+    """Return, by model, the kinds of tensors without which llama.cpp b11434 loads it (scripts/check_archs.py)."""
+    kinds: dict[str, list[str]] = json.loads((ZOO / "optional.json").read_text())
+    return kinds
+
+
+#: llama.cpp needs them and here nothing is computed with them, or another tensor stands in.
+NOT_ASKED = {
+    ("gemma4-dense", "attn_v.weight"),
+    *(("minimax-m3-moe", f"indexer.{name}.weight") for name in ("q_proj", "k_proj", "q_norm", "k_norm")),
+}
+#: In place of these there can be others, which are then said to be missing.
+ALTERNATIVES = ("attn_qkv", "ffn_gate_up_exps", "time_mix_lerp_fused", "pre_ffw_norm_2", "layer_output_norm")
+#: Without these a layer of Deci is another.
+OF_DECI = ("attn_norm.weight", "ffn_norm.weight")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_without_a_tensor_that_llama_cpp_needs_there_is_no_model(tmp_path: Path, name: str) -> None:
+    with open_gguf(write_hollow_zoo(name, tmp_path / "z.gguf")) as source:
+        kinds = {kind_of(tensor) for tensor in source.tensors}
+        for kind in sorted(kinds - set(optional()[name])):
+            if (name, kind) in NOT_ASKED or kind.endswith("scale"):
+                continue
+            with pytest.raises((FormatError, TypeNotSupported)) as error:
+                build_graph(Other(source, lambda tensor, kind=kind: kind_of(tensor) == kind))  # type: ignore[arg-type,misc]
+            assert (
+                kind in str(error.value) or kind.startswith(ALTERNATIVES) or (name == "deci-dense" and kind in OF_DECI)
+            )
+
+
+@pytest.mark.parametrize("kind", ["attn_norm.weight", "ffn_norm.weight", "ffn_gate.weight", "attn_output.weight"])
+def test_one_missing_tensor_is_named(tmp_path: Path, kind: str) -> None:
+    with open_gguf(write_hollow_zoo("llama-dense", tmp_path / "z.gguf")) as source:
+        gone = f"blk.1.{kind}"
+        with pytest.raises(FormatError, match=f"no tensor {gone}, which"):
+            build_graph(Other(source, lambda tensor: tensor == gone))  # type: ignore[arg-type]
+
+
+def test_all_missing_tensors_are_counted(tmp_path: Path) -> None:
+    """Norms, q, k, v, output, gate, up and down of a layer, and two more; scales and biases are optional."""
+    gone = ("blk.1.", "token_embd", "output_norm")
+    with (
+        open_gguf(write_hollow_zoo("llama-dense", tmp_path / "z.gguf")) as source,
+        pytest.raises(FormatError, match=r"token_embd\.weight, blk\.1\..* \(11 tensors\)"),
+    ):
+        build_graph(Other(source, lambda name: name.startswith(gone)))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("model", "name"),
+    [
+        ("gemma-dense", "rope_factors_long.weight.old"),
+        ("mamba-dense", "rope_freqs.weight"),
+        ("llama-dense", "blk.99.attn_norm.weight"),
+        ("llama-dense", "blk.0.attn_q_a.scale"),
+        ("llama-dense", "blk.0.ffn_nrom.weight"),
+        ("llama-dense", "blk.1.nextn.eh_proj.weight"),
+        ("llama-dense", "cls.weight"),
+        ("gemma4-dense", "blk.0.attn_output.bias"),
+    ],
+)
+def test_a_tensor_that_is_not_used_is_named(tmp_path: Path, model: str, name: str) -> None:
+    with open_gguf(write_hollow_zoo(model, tmp_path / "z.gguf")) as source, pytest.raises(TypeNotSupported) as error:
+        build_graph(Other(source, more={name: info(name, 64)}))  # type: ignore[arg-type]
+    assert name in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("model", "name"),
+    [
+        ("dream-dense", "output.bias"),
+        ("qwen2vl-dense", "output.bias"),
+        ("mimo2-moe", "blk.0.attn_q.bias"),
+        ("falcon-h1-dense", "blk.0.attn_output.bias"),
+        ("llada-dense", "blk.1.ffn_up.bias"),
+        ("apertus-dense", "blk.0.attn_k_norm.bias"),
+    ],
+)
+def test_what_llama_cpp_does_not_use_changes_nothing_and_is_noted(
+    zoo: Callable[[str], Path], model: str, name: str
+) -> None:
+    tokens, wanted = expected(model)
+
+    def wrap(source: GGUFFile) -> Any:
+        return Other(source, more={name: info(name, 128)})
+
+    with load(zoo(model), kv_type="f32", threads=2, wrap=wrap) as opened:
+        assert nmse(opened.forward(tokens), wanted) <= BOUND
+        assert any(name in note for note in opened.notes)
+
+
+def test_a_file_beside_a_model_is_said_to_be_one(tmp_path: Path) -> None:
+    path = tmp_path / "mmproj.gguf"
+    fields = [Field.of("general.architecture", "clip"), Field.of("general.type", "mmproj")]
+    write_gguf(path, fields, [("v.blk.0.attn_q.weight", (4, 4), BY_NAME["F32"], bytes(64))])
+    with pytest.raises(FormatError, match="mmproj"):
+        load(path)

@@ -1,0 +1,69 @@
+"""The zoo is the one that llama.cpp's logits were computed from, and tests/lib/libllama.py computes them again."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from libllama import Libllama, LibllamaError, nmse
+from zoo import NAMES, expected, write_zoo
+
+#: SHA-256 of models drawn from seed 1.
+DRAWN = {
+    "deepseek2-moe": "1f7a7a97c6d571540b0762f0fedd0d010633a399bd88eac6ea1108cc1291dcb6",
+    "llama-dense": "0b77f68fa5a82d632a340bda80a2102c4db09432ee4dd21b4bd5866dc36ff282",
+    "qwen3next-moe": "fbbde454992fbb61f73c3be7f7b3f210e103954c90d92663c6fe04627e104719",
+}
+
+
+@pytest.mark.parametrize("name", DRAWN)
+def test_the_weights_are_those_of_the_logits(tmp_path: Path, name: str) -> None:
+    model = write_zoo(name, tmp_path / "z.gguf")
+    assert hashlib.sha256(model.read_bytes()).hexdigest() == DRAWN[name]
+
+
+def test_every_model_has_logits() -> None:
+    assert len(NAMES) == 123
+    for name in NAMES:
+        tokens, logits = expected(name)
+        assert logits.shape == (*tokens.shape, 128)
+        assert np.isfinite(logits).all()
+        assert logits.std() > 0.1
+
+
+@pytest.mark.peer
+@pytest.mark.parametrize("name", NAMES)
+def test_llama_cpp_gives_the_logits(zoo: Callable[[str], Path], llama_bin: Path, name: str) -> None:
+    tokens, logits = expected(name)
+    assert nmse(Libllama(llama_bin).logits(zoo(name), tokens), logits) <= 1e-8
+
+
+@pytest.mark.peer
+def test_sequences_and_batches_do_not_meet(llama_bin: Path, tmp_path: Path) -> None:
+    """A recurrent model, so that a cache that is not emptied would show."""
+    tokens, logits = expected("qwen3next-moe")
+    model, two = write_zoo("qwen3next-moe", tmp_path / "z.gguf"), np.stack([tokens, tokens[::-1]])
+    found = Libllama(llama_bin).logits(model, two[::-1], batch=7)
+    assert found.shape == (2, *logits.shape)
+    assert nmse(found[1], logits) <= 1e-8
+    assert nmse(found[0], logits) > 1e-2
+
+
+@pytest.mark.peer
+def test_another_seed_is_another_model(llama_bin: Path, tmp_path: Path) -> None:
+    tokens, logits = expected("llama-dense")
+    assert nmse(Libllama(llama_bin).logits(write_zoo("llama-dense", tmp_path / "z.gguf", 2), tokens), logits) > 0.1
+
+
+@pytest.mark.peer
+def test_what_the_library_refuses_is_an_error_with_its_words(llama_bin: Path, tmp_path: Path) -> None:
+    model = write_zoo("llama-dense", tmp_path / "z.gguf")
+    with pytest.raises(LibllamaError, match="wanted ids below 128"):
+        Libllama(llama_bin).logits(model, [1, 128])
+    model.write_bytes(model.read_bytes()[:100_000])
+    with pytest.raises(LibllamaError, match="the model was refused"):
+        Libllama(llama_bin).logits(model, [1, 2])

@@ -1,0 +1,220 @@
+"""Foreign code and grammars: whatever they do, it is one error that names the file, soon."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tiny_checkpoints import moe_arrays, moe_config, write_checkpoint
+
+from quantkit import patterns
+from quantkit.checkpoint import general
+from quantkit.checkpoint.vocab import tokenizer
+from quantkit.convert import ConvertOptions, plan_convert
+from quantkit.cook import config as cook_config
+from quantkit.cook import read_config
+from quantkit.errors import FormatError, QuantkitError, RecipeError
+from quantkit.foreign.child import Child, Limits
+from quantkit.formats.gguf import Field, open_gguf
+from quantkit.imatrix import texts
+from quantkit.imatrix.texts import chat_template
+from quantkit.pipeline.recipe import MAX_RULES, parse_custom_q, parse_recipe
+from small_models import llama_fields, llama_tensors, write_model
+
+#: Less than the usual limits, for tests.
+SHORT = Limits(seconds=1, memory=1 << 28, answers=1 << 22)
+
+
+class Words:
+    """A tokenizer with neither BOS nor EOS, for templates: rendering one asks for nothing else."""
+
+    bos = eos = None
+
+    def encode(self, text: str | bytes, *, add_special: bool = True, parse_special: bool = False) -> Any:
+        raise AssertionError("rendering a template does not tokenize")
+
+    def piece(self, token: int) -> bytes:
+        raise AssertionError("rendering a template does not tokenize")
+
+
+@pytest.mark.parametrize(
+    ("template", "says"),
+    [
+        ("{{ 9**(9**9) }}", "longer than 1 s"),
+        ("{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}", "longer than 1 s"),
+        ("{{ 'x' * 20000000000 }}", "MiB"),
+        ("{{ 'x' * 9000000 }}", "4.00 MiB"),
+        ("{{ 1 // 0 }}", "ZeroDivisionError"),
+        ("{{ 10.0 ** 1000 }}", "OverflowError"),
+        ("{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}", "RecursionError"),
+        ("{{ " + "(" * 3000 + "1" + ")" * 3000 + " }}", ""),
+        ("{% break %}", "SyntaxError"),
+        ("{{ x", "TemplateSyntaxError"),
+        ("{{ raise_exception('no system role') }}", "no system role"),
+        ("{{ ''.__class__.__mro__ }}", "SecurityError"),
+    ],
+)
+def test_a_template_cannot_decide_how_long_we_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, template: str, says: str
+) -> None:
+    monkeypatch.setattr(texts, "LIMITS", SHORT)
+    fields = [*llama_fields(), Field.of("tokenizer.chat_template", template)]
+    path = write_model(tmp_path / "m.gguf", llama_tensors(), fields)
+    with open_gguf(path) as source, chat_template(source, Words()) as child:
+        with pytest.raises(FormatError) as e:
+            child.call("render", [{"role": "user", "content": "a"}])
+        assert e.value.message.startswith(f"{path}: tokenizer.chat_template: ")
+        assert says in e.value.message
+        assert len(e.value.message) < 600
+        with pytest.raises(FormatError):  # and it stays so
+            child.call("render", [{"role": "user", "content": "a"}])
+
+
+def test_a_child_serves_many_calls_and_ends_with_its_user() -> None:
+    with Child("quantkit.foreign.template:Template", "t", "{{ messages[0].content }}{{ bos_token }}", {}) as child:
+        for text in ("a", "\udce9\n", "\u2028é" * 50_000):
+            assert child.call("render", [{"role": "user", "content": text}]) == text
+        process = child._process
+        assert process is not None
+        assert process.poll() is None
+    assert process.poll() is not None
+
+
+def test_limits_of_the_shell_stay() -> None:
+    """They are below ours, and no child may raise them."""
+    made = "Child('quantkit.foreign.grammars:Grammars', 't')"
+    code = f"from quantkit.foreign.child import Child; print({made}.call('toml', 'a=1'))"
+    command = f'ulimit -t 5; ulimit -v 900000; exec {sys.executable} -c "{code}"'
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=False, env=environment)
+    assert (done.stdout, done.stderr) == ("{'a': 1}\n", "")
+
+
+def test_no_descriptor_is_left(tmp_path: Path) -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    for _ in range(3):
+        with Child("quantkit.foreign.grammars:Grammars", "t") as child, pytest.raises(FormatError):
+            child.call("toml", "=")
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+# ---------------------------------------------------------------- checkpoints
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_checkpoint(tmp_path_factory.mktemp("m"), moe_config(num_hidden_layers=1), moe_arrays(layers=1))
+
+
+def edited(folder: Path, name: str, change: Callable[[dict[str, Any]], None]) -> str:
+    value = json.loads((folder / name).read_text())
+    change(value)
+    return json.dumps(value)
+
+
+def _abort(value: dict[str, Any]) -> None:
+    value["normalizer"] = {"type": "Precompiled", "precompiled_charsmap": "AAQAAGFiYw=="}
+
+
+def _grow(value: dict[str, Any]) -> None:
+    """Each step makes ten letters of one."""
+    step = {"type": "Replace", "pattern": {"String": "a"}, "content": "a" * 10}
+    value["normalizer"] = {"type": "Sequence", "normalizers": [step] * 12}
+
+
+@pytest.mark.parametrize("change", [_abort, _grow])
+def test_a_tokenizer_cannot_end_the_process(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch, change: Callable[[dict[str, Any]], None]
+) -> None:
+    monkeypatch.setattr(tokenizer, "LIMITS", Limits(seconds=10, memory=1 << 30))
+    path = checkpoint / "tokenizer.json"
+    before = path.read_text()
+    path.write_text(edited(checkpoint, "tokenizer.json", change))
+    try:
+        with pytest.raises(FormatError) as e:
+            plan_convert(checkpoint, None, None, ConvertOptions())
+    finally:
+        path.write_text(before)
+    assert e.value.message.startswith(f"{path}: ")
+
+
+def test_a_model_card_cannot_grow(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(general, "GRAMMAR", SHORT)
+    lines = ["a0: &a0 [x, x, x, x, x, x, x, x, x]"]
+    lines += [f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9)}]" for i in range(1, 12)]
+    path = checkpoint / "README.md"
+    path.write_text("\n".join(["---", *lines, "tags: *a11", "---", ""]))
+    try:
+        with pytest.raises(FormatError) as e:
+            plan_convert(checkpoint, None, None, ConvertOptions(pre="gpt-2"))
+    finally:
+        path.unlink()
+    assert e.value.message.startswith(f"{path}: its front matter: ")
+
+
+# ---------------------------------------------------------------- settings and recipes
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        ".".join(["a"] * 50_000) + " = 1",
+        "a = " + "[" * 100_000,
+        '"' + "k" * 100_000 + '" = 1',
+        "[convert]\n" + "x" * 100_000 + " = 1",
+        'model = "m"\ntargets = ["' + "Q" * 100_000 + '"]',
+        'model = "m"\nthreads = ' + "9" * 100_000,
+        'model = "m"\nthreads = ' + "[" * 300 + "]" * 300,
+        'model = "m"\ntargets = [' + ", ".join(f'"{2 + i / 10_000}bpw"' for i in range(10_000)) + "]",
+    ],
+    ids=["dotted", "nested", "key", "in a table", "target", "number", "value", "targets"],
+)
+def test_settings_cannot_grow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str) -> None:
+    monkeypatch.setattr(cook_config, "GRAMMAR", SHORT)
+    (tmp_path / "cook.toml").write_text(text)
+    with pytest.raises(QuantkitError) as e:
+        read_config(tmp_path / "cook.toml")
+    assert str(tmp_path / "cook.toml") in e.value.message
+    assert len(e.value.message) < 2000
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(patterns, "_CLOCK", patterns._Clock())
+    monkeypatch.setattr(patterns, "TIME_LIMIT", 0.2)
+
+
+@pytest.mark.usefixtures("clock")
+@pytest.mark.parametrize(
+    "pattern",
+    ["a{1000000000}", "(?:" * 6 + "a" + "){50}" * 6, "(?:ab|cd){999999999}", "x" * 10_000_000, "(" * 3000 + ")" * 3000],
+    ids=["count", "counts", "group", "10 MB", "nested"],
+)
+def test_a_pattern_cannot_grow_while_it_is_compiled(pattern: str) -> None:
+    with pytest.raises(RecipeError) as e:
+        parse_recipe(f"ok = q8_0\n{pattern} = q4_K\n", "mix.txt")
+    assert e.value.message.startswith("mix.txt:2: ")
+    assert len(e.value.message) < 1000
+
+
+@pytest.mark.usefixtures("clock")
+def test_slow_patterns_have_one_limit_together() -> None:
+    slow = r"(?:(\w)\1?|\w\w|\w|.)+[!-*]"
+    rules = parse_recipe("".join(f"{slow}{i} = q4_K\n" for i in range(1000)), "mix.txt")
+    with pytest.raises(RecipeError, match="takes too long"):
+        any(rule.matches("blk.12.ffn_gate_up_exps.weight") for rule in rules)
+    assert parse_recipe("attn_q = q4_K", "mix.txt")[0].matches("blk.0.attn_q.weight")
+
+
+def test_rules_are_cut_in_time_that_grows_with_their_length() -> None:
+    with pytest.raises(RecipeError) as e:
+        parse_custom_q(",".join(["a=b"] * 400_000))
+    assert len(e.value.message) < 1000
+    with pytest.raises(RecipeError, match=f"more than {MAX_RULES} rules"):
+        parse_custom_q(",".join(["a=q4_K"] * (MAX_RULES + 1)))

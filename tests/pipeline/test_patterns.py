@@ -1,0 +1,45 @@
+"""Users' regular expressions: every one comes to an end."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from quantkit import compare, inspect, patterns
+from quantkit.errors import RecipeError
+from quantkit.model.placement import Placement, parse_rules
+from quantkit.pipeline.recipe import parse_rule
+from small_models import llama_tensors, write_model
+
+ENDLESS = r"(?:(\w)\1?|\w\w|\w|.)+[!-*]"
+NAME = "blk.12.ffn_gate_up_exps.weight"
+
+
+@pytest.mark.parametrize("verb", ["recipe", "-ot", "inspect", "compare", "--ignore-metadata"])
+@pytest.mark.parametrize(("pattern", "says"), [(ENDLESS, "takes too long"), ("(", "not a regular expression")])
+def test_a_pattern_without_end_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, verb: str, pattern: str, says: str
+) -> None:
+    monkeypatch.setattr(patterns, "TIME_LIMIT", 0.05)
+    path = write_model(tmp_path / "m.gguf", llama_tensors())
+    calls = {
+        "recipe": lambda: parse_rule(f"{pattern}=q4_K", "mix.txt:3").matches(NAME),
+        "-ot": lambda: Placement(rules=parse_rules([f"{pattern}=CPU"])).tensor_device(NAME, 0, 1),
+        "inspect": lambda: inspect(path, tensors=pattern),
+        "compare": lambda: compare(path, path, tensors=pattern),
+        "--ignore-metadata": lambda: compare(path, path, ignore_metadata=[pattern]),
+    }
+    with pytest.raises(RecipeError, match=says) as e:
+        calls[verb]()
+    origin = {"recipe": "mix.txt:3", "inspect": "--tensors", "compare": "--tensors"}.get(verb, verb)
+    assert e.value.message.startswith(origin)
+    assert repr(pattern) in e.value.message
+
+
+def test_the_time_is_that_of_all_names_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(patterns, "TIME_LIMIT", 0.1)
+    slow = patterns.Pattern(ENDLESS, "-ot")
+    names = [f"blk.{n}.attn_q" for n in range(10**6)]
+    with pytest.raises(RecipeError, match="takes too long"):
+        any(map(slow.search, names))

@@ -1,0 +1,111 @@
+"""What quantize writes loads and computes in both runtimes."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import damage
+import sparse_models
+from libllama import Libllama
+from quantkit.merge import merge_up_gate
+from quantkit.quantize import QuantizeOptions, quantize
+from verdicts import libraries, verdicts
+
+#: Perplexity of the BF16 file on tests/data/tiny-moe-evaluation.txt; quantized files stay near it.
+NEAR = 0.15
+
+_IK = """
+import sys
+from ik_llama_cpp import IkLlama
+model = IkLlama(sys.argv[1], n_ctx=256, flash_attn=False, verbose=False, n_threads=2)
+print("TOKENS", *model.generate(model.tokenize("def main():\\n    import"), max_tokens=8))
+"""
+
+
+def perplexity(llama_bin: Path, model: Path, text: Path, *more: str) -> float:
+    command = [llama_bin / "llama-perplexity", "-m", model, "-f", text, "-c", "256", "-t", "2", "--chunks", "4", *more]
+    for _ in range(10):  # on a busy machine it sometimes ends before its log thread has printed the last line
+        done = subprocess.run(command, check=True, capture_output=True, text=True)
+        found = re.search(r"PPL = (\S+)", done.stdout + done.stderr)
+        if found is not None:
+            return float(found[1])
+    raise AssertionError(done.stdout + done.stderr)
+
+
+def ik_tokens(model: Path) -> list[str]:
+    done = subprocess.run([sys.executable, "-c", _IK, model], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    found = re.search(r"TOKENS (.*)", done.stdout)
+    assert found is not None
+    return found[1].split()
+
+
+@pytest.fixture(scope="module")
+def baseline(llama_bin: Path, tiny_moe: Path, data: Path) -> float:
+    return perplexity(llama_bin, tiny_moe, data / "tiny-moe-evaluation.txt")
+
+
+@pytest.mark.peer
+@pytest.mark.parametrize("type_name", ["Q4_K_M", "IQ4_XS", "MXFP4_MOE"])
+def test_llama_cpp_computes_with_the_file(
+    llama_bin: Path, baseline: float, data: Path, tiny_moe: Path, tmp_path: Path, type_name: str
+) -> None:
+    options = QuantizeOptions(imatrix=data / "tiny-moe-imatrix.gguf", ffn_gate_inp_type="q8_0")
+    quantize(tiny_moe, tmp_path / "o.gguf", type_name, options)
+    found = perplexity(llama_bin, tmp_path / "o.gguf", data / "tiny-moe-evaluation.txt")
+    assert found == pytest.approx(baseline, rel=NEAR)
+
+
+@pytest.mark.peer
+@pytest.mark.parametrize("type_name", ["Q4_K_M", "Q8_0", "IQ4_XS"])
+def test_ik_llama_cpp_generates_with_the_file(
+    ik_bin: Path, data: Path, tiny_moe: Path, tmp_path: Path, type_name: str
+) -> None:
+    options = QuantizeOptions(imatrix=data / "tiny-moe-imatrix.gguf", ffn_gate_inp_type="q8_0")
+    quantize(tiny_moe, tmp_path / "o.gguf", type_name, options)
+    assert len(ik_tokens(tmp_path / "o.gguf")) == 8
+
+
+@pytest.mark.peer
+def test_a_requantized_dense_model_loads(llama_bin: Path, smollm2: Path, data: Path, tmp_path: Path) -> None:
+    quantize(smollm2, tmp_path / "o.gguf", "Q4_K_M", QuantizeOptions(allow_requantize=True))
+    text = data / "tiny-moe-evaluation.txt"
+    before, after = (perplexity(llama_bin, m, text, "--chunks", "1") for m in (smollm2, tmp_path / "o.gguf"))
+    assert after == pytest.approx(before, rel=NEAR)
+
+
+@pytest.mark.peer
+@pytest.mark.parametrize("type_name", ["Q8_0", "Q4_K_M"])
+def test_merged_experts_load_where_the_report_says(
+    ik_bin: Path, llama_bin: Path, data: Path, tiny_moe: Path, tmp_path: Path, type_name: str
+) -> None:
+    apart, merged = tmp_path / "apart.gguf", tmp_path / "merged.gguf"
+    quantize(tiny_moe, apart, type_name)
+    merge = merge_up_gate(apart, merged)
+    assert list(merge.loads_merged.values()) == [False, True]
+    assert ik_tokens(merged) == ik_tokens(apart)
+    command = [llama_bin / "llama-perplexity", "-m", merged, "-f", data / "tiny-moe-evaluation.txt", "-c", "256"]
+    assert subprocess.run(command, capture_output=True, check=False).returncode != 0
+
+
+@pytest.fixture(scope="session")
+def loaders(llama_bin: Path, ik_lib: Path) -> dict[str, Libllama]:
+    return libraries()
+
+
+@pytest.mark.peer
+@pytest.mark.parametrize("seed", [None, 0], ids=["whole", "damaged"])
+@pytest.mark.parametrize("name", sparse_models.NAMES)
+def test_a_model_loads_where_the_verdict_says(loaders: dict[str, Libllama], name: str, seed: int | None) -> None:
+    model, label = sparse_models.model(name), "whole"
+    if seed is not None:
+        model, _, label = damage.damage(model, seed)
+    judged = verdicts(model, loaders)
+    assert {runtime: ours.loads for runtime, (ours, _) in judged.items()} == {
+        runtime: theirs.loads for runtime, (_, theirs) in judged.items()
+    }, f"{label}: {judged}"

@@ -1,0 +1,208 @@
+"""Names are the field's (docs/glossary.md): nouns for things, verbs for functions, no bare participle or pronoun."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+SOURCES = sorted((ROOT / "quantkit").rglob("*.py"))
+#: Words that say nothing of the thing they name. Not here: ``out`` (numpy's buffer), ``up``, ``gate`` and ``down`` (the
+#: tensors), ``before`` and ``after`` (two states), ``used`` (memory), ``merged`` (tensors), ``read`` (the verb).
+FORBIDDEN = {
+    # fmt: off
+    "found",
+    "made",
+    "kept",
+    "said",
+    "wanted",
+    "taken",
+    "given",
+    "seen",
+    "begun",
+    "there",
+    "here",
+    "together",
+    "alike",
+    "each",
+    "every",
+    "other",
+    "others",
+    "more",
+    "mine",
+    "ours",
+    "theirs",
+    "own",
+    "how",
+    "what",
+    "which",
+    "who",
+    "whose",
+    "this",
+    "that",
+    "these",
+    "those",
+    "held",
+    "listed",
+    "done",
+    "gone",
+    "named",
+    "older",
+    "newer",
+    "early",
+    "late",
+    "beside",
+    "besides",
+    "behind",
+    "ahead",
+    "told",
+    "asked",
+    "put",
+    "brought",
+    "written",
+    "shown",
+    "meant",
+    "known",
+    "fed",
+    "woven",
+    "drawn",
+    "chosen",
+    "got",
+    "gotten",
+    "sent",
+    "lost",
+    "broken",
+    "spelled",
+    "undone",
+    "ended",
+    "cut",
+    "of",
+    "by",
+    "to",
+    "into",
+    "onto",
+    "upon",
+    "at",
+    "again",
+    "never",
+    "ever",
+    "still",
+    "plus",
+    "bare",
+    "much",
+    "many",
+    "few",
+    "enough",
+    "some",
+    "rest",
+    "whole",
+    "same",
+    "unlike",
+    "otherwise",
+    "inside",
+    "outside",
+    "instead",
+    "meanwhile",
+    "afterwards",
+    "apart",
+    "around",
+    "across",
+    "along",
+    "near",
+    "far",
+    "away",
+    "back",
+    "forth",
+    "thus",
+    "so",
+    "yet",
+    "counted",
+    "measured",
+    "called",
+    "stopped",
+    "started",
+    "finished",
+    "planned",
+    "ran",
+    "failed",
+    "skipped",
+    "matched",
+    "filled",
+    "packed",
+    "unpacked",
+    "needed",
+    "joined",
+    "cooked",
+    "encoded",
+    "decoded",
+    "stretched",
+    "stretch",
+    "way",
+    "ways",
+    "thing",
+    "things",
+    "stuff",
+    "kitchen",
+    "dish",
+    "dishes",
+    "stands",
+    # fmt: on
+}
+#: Names that users type (options, keys of cook.toml, parameters and fields of documented functions), keys of files, and
+#: arguments of kernels that C++ shares or that tables name.
+EXCEPTIONS = {
+    "quantkit/cache.py": {"to"},
+    "quantkit/cli/cache.py": {"to"},
+    "quantkit/cli/recipe.py": {"to"},
+    "quantkit/cook/config.py": {"same"},
+    "quantkit/formats/gguf/fields.py": {"of"},
+    "quantkit/imatrix/collect.py": {"done"},
+    "quantkit/imatrix/coverage.py": {"never"},
+    "quantkit/imatrix/snapshot.py": {"done"},
+    "quantkit/kernels/cpu/layer/elementwise.py": {"by"},
+    "quantkit/kernels/cpu/layer/mixing.py": {"by", "to"},
+    "quantkit/kernels/cpu/layer/rope.py": {"back", "each"},
+    "quantkit/kernels/cpu/layer/route.py": {"chosen"},
+    "quantkit/kernels/cpu/layer/streams.py": {"across"},
+    "quantkit/kernels/cuda/encode/pipeline.py": {"other"},  # of __or__
+    "quantkit/kernels/cuda/feedback/groups.py": {"held"},
+    "quantkit/recipes/convert.py": {"to"},
+    "quantkit/recipes/write.py": {"others"},
+    "quantkit/report/data.py": {"made", "never"},
+    "quantkit/report/measure.py": {"known"},
+    "quantkit/search/options.py": {"same"},
+    "quantkit/sensitivity/measure.py": {"done", "together"},
+}
+
+
+def names(tree: ast.AST) -> Iterator[str]:
+    """Yield every name that a module defines: functions, classes, parameters, variables, attributes."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            yield node.name
+        elif isinstance(node, ast.arg):
+            yield node.arg
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            yield node.id
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            yield node.attr
+
+
+def bare_names(path: Path) -> set[str]:
+    """Return the forbidden words among the names that a module defines, its own among them."""
+    defined = {name.strip("_").lower() for name in names(ast.parse(path.read_text(encoding="utf-8")))}
+    return (defined | {path.stem.strip("_")}) & FORBIDDEN
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda path: path.relative_to(ROOT).as_posix())
+def test_names_are_nouns_and_verbs(path: Path) -> None:
+    module = path.relative_to(ROOT).as_posix()
+    assert bare_names(path) - EXCEPTIONS.get(module, set()) == set()
+
+
+@pytest.mark.parametrize("module", EXCEPTIONS)
+def test_exceptions_are_needed(module: str) -> None:
+    assert EXCEPTIONS[module] <= bare_names(ROOT / module)

@@ -1,0 +1,414 @@
+"""Calibration text: what is read, what is dropped, what is held out, and whether a text is recognized later."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import random
+from pathlib import Path
+
+import numpy as np
+import pytest
+from click.testing import CliRunner, Result
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from quantkit.calibration import Corpus, Sketch, calibration, merge_sketches, overlap, sketch, sketch_file, sketch_of
+from quantkit.calibration.documents import read_inputs, record_text
+from quantkit.calibration.heldout import HeldOut, find_held_out, held_out_warning, merge_held_out, read_held_out
+from quantkit.calibration.overlap import MAX_HASHES, SCALE, WORDS, shingles
+from quantkit.calibration.passages import Deduplicator, passage_hash, split_passages
+from quantkit.cli import cli
+from quantkit.errors import FormatError, QuantkitError, RecipeError
+from quantkit.formats.gguf import Field
+from quantkit.formats.imatrix import Imatrix, ImatrixEntry, read_imatrix, write_imatrix
+
+
+def prose(seed: int, words: int) -> str:
+    """Return paragraphs of made-up words; no two seeds share a shingle."""
+    rng = random.Random(seed)
+    vocabulary = [f"w{seed}x{i}" for i in range(400)]
+    paragraphs = [" ".join(rng.choices(vocabulary, k=60)) + "." for _ in range(words // 60)]
+    return "\n\n".join(paragraphs) + "\n"
+
+
+@pytest.fixture
+def texts(tmp_path: Path) -> Path:
+    folder = tmp_path / "texts"
+    folder.mkdir()
+    for i in range(12):
+        (folder / f"{i:02}.txt").write_text(prose(i, 1800))
+    return folder
+
+
+def run(*arguments: object, code: int = 0) -> Result:
+    result = CliRunner().invoke(cli, ["calibration", *map(str, arguments)])
+    assert result.exit_code == code, result.output
+    return result
+
+
+def passages(corpus: Corpus) -> tuple[set[str], set[str]]:
+    return set(corpus.calibration.passages), set(corpus.evaluation.passages)
+
+
+# --- the corpus ---
+
+
+def test_sizes_and_a_held_out_part_that_shares_nothing(texts: Path) -> None:
+    corpus = calibration([texts], size=60_000, heldout=0.1)
+    assert 0.9 * 54_000 < corpus.calibration.nbytes <= 54_000
+    assert 0.5 * 6_000 < corpus.evaluation.nbytes <= 6_000
+    chosen, held_out = passages(corpus)
+    assert not chosen & held_out
+    assert overlap(corpus.evaluation.text, corpus.calibration.text).share == 0
+    assert not set(shingles(corpus.evaluation.text).tolist()) & set(shingles(corpus.calibration.text).tolist())
+    source = "".join(path.read_text() for path in sorted(texts.iterdir()))
+    assert all(passage in source for passage in chosen | held_out)
+    assert corpus.notes == ()
+
+
+def test_the_same_bytes_whatever_the_names_and_their_order(texts: Path, tmp_path: Path) -> None:
+    first = calibration([texts], size=50_000, seed=7)
+    again = calibration([texts], size=50_000, seed=7)
+    other = tmp_path / "other"
+    other.mkdir()
+    for i, path in enumerate(sorted(texts.iterdir(), reverse=True)):
+        (other / f"name{i}.md").write_bytes(path.read_bytes().replace(b"\n", b"\r\n"))
+    renamed = calibration(sorted(other.iterdir(), reverse=True), size=50_000, seed=7)
+    assert first.calibration.text == again.calibration.text == renamed.calibration.text
+    assert first.evaluation.text == again.evaluation.text == renamed.evaluation.text
+    assert first.manifest() == again.manifest()
+    reseeded = calibration([texts], size=50_000, seed=8)
+    assert reseeded.calibration.text != first.calibration.text
+    assert reseeded.evaluation.text != first.evaluation.text
+
+
+def test_pinned_bytes(tmp_path: Path) -> None:
+    """A seed gives these bytes for ever: importance matrices name texts by their hashes."""
+    words = [f"w{i * i % 1009}" for i in range(12_000)]
+    text = "\n\n".join(" ".join(words[i : i + 60]) for i in range(0, len(words), 60))
+    (tmp_path / "a.txt").write_text(text)
+    corpus = calibration([tmp_path / "a.txt"], size=20_000, heldout=0.1, passage=500, seed=3)
+    assert corpus.calibration.sha256[:16] == "8e27718c3810f49f"
+    assert corpus.evaluation.sha256[:16] == "a7b116931b223549"
+
+
+def test_less_text_than_asked_for(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text(prose(1, 6000))
+    corpus = calibration([tmp_path / "a.txt"], size=10**6, heldout=0.1)
+    total = (tmp_path / "a.txt").stat().st_size
+    assert corpus.calibration.nbytes + corpus.evaluation.nbytes > 0.98 * total
+    assert 0.05 * total < corpus.evaluation.nbytes <= 0.1 * total
+    assert corpus.notes[0].startswith("there is less text than --size")
+    (tmp_path / "b.txt").write_text(prose(2, 120))
+    small = calibration([tmp_path / "b.txt"])
+    assert not small.evaluation.passages
+    assert small.notes[-1] == "the held-out part is too small for a single passage: no evaluation text"
+    assert not calibration([tmp_path / "a.txt"], heldout=0.0).evaluation.passages
+
+
+def test_repetitions_are_dropped(tmp_path: Path) -> None:
+    pieces = prose(1, 3000).split("\n\n")
+    near = [piece.replace("w1x1 ", "w1x2 ", 1).upper() for piece in pieces]
+    (tmp_path / "a.txt").write_text("\n\n".join(pieces))
+    (tmp_path / "b.txt").write_text("\n\n".join(pieces).replace(" ", "  "))
+    (tmp_path / "c.txt").write_text("\n\n".join(near))
+    one = calibration([tmp_path / "a.txt"], passage=600, heldout=0)
+    all_three = calibration([tmp_path / f"{name}.txt" for name in "abc"], passage=600, heldout=0)
+    kept = {passage_hash(p) for p in one.calibration.passages}
+    assert len(all_three.calibration.passages) <= 1.2 * len(kept)
+    assert all_three.dedup.exact_dropped + all_three.dedup.near_dropped > 1.7 * len(kept)
+    assert all_three.dedup.exact_dropped > 0
+    assert all_three.dedup.near_dropped > 0
+
+
+def test_copies_of_the_held_out_part_are_not_calibrated_on(texts: Path, tmp_path: Path) -> None:
+    first = calibration([texts], size=60_000, heldout=0.1)
+    quotes = [f"{prose(100 + i, 120)}{p[:200]}" for i, p in enumerate(first.evaluation.passages)]
+    (texts / "quotes.jsonl").write_text("".join(json.dumps({"text": q}) + "\n" for q in quotes))
+    again = calibration([texts], size=60_000, heldout=0.1)
+    assert overlap(again.evaluation.text, again.calibration.text).warning is None
+    chosen, held_out = passages(again)
+    shared = set(shingles("\n".join(held_out)).tolist())
+    for passage in chosen:
+        mine = shingles(passage).tolist()
+        assert len(shared.intersection(mine)) <= 0.1 * len(mine)
+
+
+def test_what_every_file_has_is_no_leak_that_is_warned_about(texts: Path) -> None:
+    license_text = " ".join(f"license{i}" for i in range(60))
+    for path in sorted(texts.iterdir()):
+        path.write_text(f"{license_text}\n\n{path.read_text()}")
+    corpus = calibration([texts], size=120_000, heldout=0.1)
+    assert corpus.calibration.nbytes > 0.8 * 108_000
+    held_out = set(shingles(corpus.evaluation.text).tolist())
+    assert len(held_out & set(shingles(corpus.calibration.text).tolist())) <= 0.005 * len(held_out)
+    assert overlap(corpus.evaluation.text, corpus.calibration.text).warning is None
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.text(alphabet=st.sampled_from("ab \n\té語𝄞"), max_size=400), st.integers(4, 64))
+def test_cutting_loses_nothing_but_space(text: str, size: int) -> None:
+    pieces = list(split_passages(text, size))
+    assert "".join("".join(piece.split()) for piece in pieces) == "".join(text.split())
+    assert all(0 < len(piece.encode()) <= size for piece in pieces)
+    assert all(piece == piece.strip("\n").rstrip() for piece in pieces)
+
+
+def test_passages_end_where_paragraphs_do() -> None:
+    text = "one two\nthree\n\nfour five six\nseven\n\neight"
+    assert list(split_passages(text, 24)) == ["one two\nthree", "four five six\nseven", "eight"]
+    assert list(split_passages("    indented\n    code\n", 100)) == ["    indented\n    code"]
+
+
+def test_seen() -> None:
+    seen = Deduplicator()
+    text = prose(1, 60)
+    assert seen.take(text, held_out=True)
+    assert not seen.take(text)
+    assert not seen.take(text.upper().replace(" ", "\n"))
+    assert seen.exact_dropped == 2
+    assert not seen.take(f"{prose(2, 60)} {' '.join(text.split()[:30])}")
+    assert seen.leak_dropped == 1
+    assert seen.take(prose(2, 60))
+    assert not seen.take(prose(2, 60) + " more")
+    assert seen.near_dropped == 1
+    assert seen.take("...")  # no words at all: only its own repetition is known
+    assert not seen.take("...")
+
+
+# --- documents ---
+
+
+@pytest.mark.parametrize(
+    ("record", "text"),
+    [
+        ({"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}]}, "hi\n\nho"),
+        ({"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "image"}]}]}, "a"),
+        ({"conversations": [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "ho"}]}, "hi\n\nho"),
+        ({"text": "plain", "content": "other"}, "plain"),
+        ({"content": "other"}, "other"),
+        ({"instruction": "do", "input": "", "output": "done"}, "do\n\ndone"),
+        ({"prompt": "p", "completion": "c"}, "p\n\nc"),
+        ("a string", "a string"),
+        ({"messages": []}, None),
+        ({"text": " "}, None),
+        ({"messages": [{"role": "user", "content": None}, 7]}, None),
+        ({"id": 1}, None),
+        (3, None),
+    ],
+)
+def test_records(record: object, text: str | None) -> None:
+    assert record_text(record) == text
+
+
+def test_folders_and_files(tmp_path: Path) -> None:
+    (tmp_path / "sub").mkdir()
+    (tmp_path / ".git").mkdir()
+    (tmp_path / "a.py").write_bytes(b"\xef\xbb\xbfprint(1)\r\n")
+    (tmp_path / "sub" / "b.md").write_text("# b")
+    (tmp_path / "sub" / "c.bin").write_bytes(b"a\0b")
+    (tmp_path / "sub" / "latin.txt").write_bytes(b"caf\xe9")
+    (tmp_path / ".git" / "config").write_text("hidden")
+    (tmp_path / ".hidden").write_text("hidden")
+    (tmp_path / "empty.txt").write_text("\n")
+    (tmp_path / "zero.txt").write_bytes(b"text" * 300 + b"\0.")
+    found = read_inputs([tmp_path])
+    assert [(f.path.name, f.documents) for f in found.files] == [
+        ("a.py", ["print(1)\n"]), ("empty.txt", []), ("b.md", ["# b"]), ("zero.txt", ["text" * 300 + "."]),
+    ]  # fmt: skip
+    assert (found.not_text, found.left_out) == (2, 0)
+    some = read_inputs([tmp_path], include=["*.md", "*.rst"])
+    assert ([f.path.name for f in some.files], some.left_out) == (["b.md"], 5)
+
+
+def test_unusable_inputs(tmp_path: Path) -> None:
+    (tmp_path / "latin.txt").write_bytes(b"caf\xe9")
+    (tmp_path / "a.jsonl").write_text('{"text": "a"}\n\n{"text": \n')
+    (tmp_path / "b.jsonl").write_text('{"id": 1}\n')
+    (tmp_path / "c.jsonl").write_text('{"text": "one two three"}\n{"id": 1}\n{"text": "\\ud800"}\n')
+    with pytest.raises(FormatError, match=r"latin.txt: not a text file \(no UTF-8 at byte 3\)"):
+        read_inputs([tmp_path / "latin.txt"])
+    with pytest.raises(FormatError, match="a.jsonl: line 3 is not JSON"):
+        read_inputs([tmp_path / "a.jsonl"])
+    with pytest.raises(
+        FormatError, match="b.jsonl: no record has a text; of each one of these keys is asked: messages"
+    ):
+        read_inputs([tmp_path / "b.jsonl"])
+    with pytest.raises(FormatError, match="none: cannot be read: No such file"):
+        read_inputs([tmp_path / "none"])
+    corpus = calibration([tmp_path / "c.jsonl"])
+    assert "c.jsonl: 1 records have no text and are left out, first line 2" in corpus.notes[0]
+    assert "?" in corpus.calibration.text
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(FormatError, match="no text in"):
+        calibration([tmp_path / "folder"])
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"heldout": 0.6}, "0 to 50 % of the size, not 60 %"),
+        ({"passage": 10}, "at least 64"),
+        ({"size": 1000}, "a size of 1000 bytes holds no passage of 2000 bytes"),
+    ],
+)
+def test_options_that_make_no_sense(texts: Path, options: dict[str, float], message: str) -> None:
+    with pytest.raises(RecipeError, match=message):
+        calibration([texts], **options)  # type: ignore[arg-type]
+
+
+# --- recognizing a text ---
+
+
+def test_shingles() -> None:
+    words = [f"w{i}" for i in range(20)]
+    found = shingles(" ".join(words))
+    assert found.size == 20 - WORDS + 1
+    assert np.array_equal(shingles("W0,  w1.\nw2; w3 w4 w5 w6 w7"), found[:1])
+    assert np.array_equal(shingles(" ".join(words[5:])), found[5:])
+    assert len(set(found.tolist())) == found.size
+    assert shingles("... !").size == 0
+    assert shingles("two words").size == 1
+    assert shingles("今天天气很好我们去公园").size == 11 - WORDS + 1
+
+
+@pytest.mark.parametrize("share", [0.0, 0.25, 1.0])
+def test_overlap_estimates_the_share(share: float) -> None:
+    evaluation = prose(1, 30_000).split("\n\n")
+    n = int(share * len(evaluation))
+    other = prose(2, 30_000)
+    found = overlap("\n\n".join(evaluation), "\n\n".join([*evaluation[:n], other]))
+    assert found.share == pytest.approx(share, abs=0.05)
+    assert found.sampled > 1000
+    assert not found.same_text
+    assert (found.warning is None) == (share == 0)
+    if share == 0.25:
+        assert "of this text was calibrated on" in (found.warning or "")
+
+
+def test_the_same_text_is_recognized_however_short() -> None:
+    assert "this very text" in (overlap("three short words", "three short words").warning or "")
+    assert overlap("three short words", "others").warning is None
+
+
+def test_sketches_are_thinned_and_still_compare() -> None:
+    rng = np.random.default_rng(1)
+    hashes = np.unique(rng.integers(0, 2**64 // SCALE, 3 * MAX_HASHES, np.uint64))
+    large = merge_sketches([Sketch(SCALE, hashes, ("a",))])
+    assert large.hashes.size <= MAX_HASHES
+    assert large.scale == 4 * SCALE
+    assert overlap(Sketch(SCALE, hashes, ("b",)), large).share == 1
+    assert overlap(large, [Sketch(SCALE, hashes[::2], ("b",)), Sketch(SCALE, hashes[1::2], ("c",))]).share == 1
+
+
+def imatrix_with(extra: dict[str, Field]) -> Imatrix:
+    entry = ImatrixEntry(np.ones((1, 4), np.float32), np.ones(1, np.int64))
+    return Imatrix(Path("x"), {"blk.0.attn_q.weight": entry}, ["t"], 1, 512, extra=extra)
+
+
+def test_an_imatrix_keeps_the_sketch(tmp_path: Path, texts: Path) -> None:
+    corpus = calibration([texts], tmp_path / "out", size=60_000)
+    made = sketch_file(tmp_path / "out" / "calibration.txt")
+    write_imatrix(tmp_path / "x.gguf", imatrix_with(made.fields()))
+    found = sketch_of(read_imatrix(tmp_path / "x.gguf"))
+    assert found is not None
+    assert (found.scale, found.sha256) == (SCALE, (corpus.calibration.sha256,))
+    assert np.array_equal(found.hashes, made.hashes)
+    assert overlap(corpus.calibration.text, found).same_text
+    assert overlap(corpus.evaluation.text, found).warning is None
+    assert overlap("\n\n".join(corpus.calibration.passages[:9]), found).share == 1
+    assert sketch_of(imatrix_with({})) is None
+
+
+@pytest.mark.parametrize("key", ["scale", "shingles", "sha256"])
+def test_a_false_sketch(key: str) -> None:
+    fields = sketch(prose(1, 300)).fields()
+    fields[f"quantkit.calibration.{key}"] = Field.of(f"quantkit.calibration.{key}", -1)
+    with pytest.raises(FormatError, match="are not as quantkit writes them"):
+        sketch_of(imatrix_with(fields))
+
+
+# --- what was held out ---
+
+
+def test_a_text_knows_what_its_corpus_held_out(tmp_path: Path, texts: Path) -> None:
+    out = tmp_path / "out"
+    corpus = calibration([texts], out, size=60_000, heldout=0.2)
+    of = {name: find_held_out(out / name, (out / name).read_bytes()) for name in ("calibration.txt", "evaluation.txt")}
+    for found in of.values():
+        assert found is not None
+        assert found.files == (str(out / "evaluation.txt"),)
+        assert found.sketch.sha256 == (corpus.evaluation.sha256,)
+        assert np.array_equal(found.sketch.hashes, sketch(corpus.evaluation.text).hashes)
+    assert find_held_out(out / "calibration.txt", b"another text") is None
+    assert find_held_out(texts / "00.txt", (texts / "00.txt").read_bytes()) is None
+    raw = (out / "calibration.txt").read_bytes()
+    (out / "evaluation.txt").write_text("changed")  # its hash is known all the same
+    gone = find_held_out(out / "calibration.txt", raw)
+    assert gone is not None
+    assert (gone.sketch.sha256, gone.sketch.hashes.size) == ((corpus.evaluation.sha256,), 0)
+    for other in ("{", "[]", json.dumps({"made_by": "others"}), json.dumps({"made_by": "quantkit calibration"})):
+        (out / "manifest.json").write_text(other)
+        assert find_held_out(out / "calibration.txt", raw) is None
+
+
+def test_nothing_held_out_is_nothing_to_warn_about(tmp_path: Path, texts: Path) -> None:
+    calibration([texts], tmp_path / "out", size=60_000, heldout=0)
+    path = tmp_path / "out" / "calibration.txt"
+    assert find_held_out(path, path.read_bytes()) is None
+
+
+def test_what_was_held_out_is_kept_in_metadata() -> None:
+    one, two = (HeldOut((name,), sketch(prose(seed, 3000))) for name, seed in (("a", 1), ("b", 2)))
+    both = merge_held_out([one, two, one])
+    assert both is not None
+    found = read_held_out(Path("x"), both.fields())
+    assert found is not None
+    assert found.files == ("a", "b")
+    assert found.sketch.sha256 == both.sketch.sha256
+    used = held_out_warning(Path("x"), {**both.fields(), **two.sketch.fields()})
+    assert used is not None
+    assert used.startswith("warning: x was computed on b, held out")
+    assert held_out_warning(Path("x"), {**both.fields(), **sketch(prose(3, 3000)).fields()}) is None
+    for broken in (
+        Field.of("quantkit.calibration.heldout.files", 1),
+        one.fields()["quantkit.calibration.heldout.files"],
+    ):
+        with pytest.raises(FormatError, match=r"heldout\.\* are not as quantkit writes them"):
+            read_held_out(Path("x"), both.fields() | {"quantkit.calibration.heldout.files": broken})
+
+
+# --- files and the command ---
+
+
+def test_files_and_manifest(tmp_path: Path, texts: Path) -> None:
+    out = tmp_path / "out"
+    output = run("-o", out, "--size", "50k", "--heldout", "10%", "--seed", 5, texts).output
+    manifest = json.loads((out / "manifest.json").read_text())
+    assert (manifest["seed"], manifest["size"], manifest["heldout"], manifest["passage"]) == (5, 50_000, 0.1, 2000)
+    for part in ("calibration", "evaluation"):
+        raw = (out / f"{part}.txt").read_bytes()
+        said = manifest[part]
+        assert said["sha256"] == hashlib.sha256(raw).hexdigest()
+        assert said["bytes"] == len(raw)
+        assert len(said["passages"]) == len(set(said["passages"])) > 0
+        assert said["sha256"][:16] in output
+    assert not set(manifest["calibration"]["passages"]) & set(manifest["evaluation"]["passages"])
+    assert [i["documents"] for i in manifest["inputs"]] == [1] * 12
+    assert "read: 12 files, 12 documents" in output
+    assert "exists; give another name, or --overwrite" in run("-o", out, texts, code=1).output
+    run("-o", out, "--overwrite", texts)
+    assert json.loads((out / "manifest.json").read_text())["seed"] == 0
+
+
+def test_json_and_errors(tmp_path: Path, texts: Path) -> None:
+    printed = run("-o", tmp_path / "out", "--json", "--include", "0*.txt", texts).output
+    manifest = json.loads(printed[printed.index("{") :])
+    assert manifest == json.loads((tmp_path / "out" / "manifest.json").read_text())
+    assert len(manifest["inputs"]) == 10
+    assert "is not a share; write 5% or 0.05" in run("-o", tmp_path / "o", "--heldout", "x", texts, code=2).output
+    assert "Missing argument" in run("-o", tmp_path / "o", code=2).output
+    assert "quantkit perplexity" in run("--help").output
+    with pytest.raises(QuantkitError, match="exists"):
+        calibration([texts], tmp_path / "out")

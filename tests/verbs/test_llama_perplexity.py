@@ -1,0 +1,185 @@
+"""Perplexity and divergence against llama-perplexity itself, on llama.cpp's own logits."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from libllama import Libllama
+from quantkit.cli.kld import chunk_line, statistics_text
+from quantkit.errors import FormatError
+from quantkit.evaluate import SaveLogits, kld, perplexity
+from quantkit.evaluate.passes import Session
+from quantkit.formats.logits import LlamaRows, open_logits
+
+F32 = npt.NDArray[np.float32]
+
+
+class LibllamaModel:
+    """llama.cpp's own logits, through ctypes, where an engine would compute them: whole windows, one batch each."""
+
+    notes: tuple[str, ...] = ()
+
+    def __init__(self, path: Path, llama_bin: Path, n_vocab: int = 4096) -> None:
+        self.path, self.n_vocab, self.n_ctx_train = path, n_vocab, 256
+        self.lib, self.n_ctx = Libllama(llama_bin, threads=1), 0
+
+    @property
+    def tokenizer(self) -> Any:
+        raise FormatError("none is needed")
+
+    def session(self, n_ctx: int, n_seq: int = 1) -> Session:
+        self.n_ctx = n_ctx
+        return self
+
+    def decode(
+        self,
+        tokens: npt.NDArray[np.int32],
+        sequences: npt.NDArray[np.int32] | int = 0,
+        outputs: npt.NDArray[np.bool_] | None = None,
+        consume: Callable[[int, F32], None] | None = None,
+    ) -> F32 | None:
+        assert consume is not None
+        assert outputs is not None
+        windows = tokens.reshape(-1, self.n_ctx)
+        found = self.lib.logits(self.path, windows, batch=self.n_ctx, flash_attn=False, kv="f32")
+        consume(0, found.reshape(-1, self.n_vocab)[outputs])
+        return None
+
+    def clear(self, sequence: int | None = None) -> None:
+        """Do nothing: every window is a process."""
+
+    def close(self) -> None:
+        """Do nothing."""
+
+
+def llama_perplexity(llama_bin: Path, last: str, *arguments: object) -> str:
+    """Run it so that it computes what Libllama does; return all it printed, up to its ``last`` line.
+
+    Its log is written by a thread that now and then is not done when the program ends: then it is run again.
+    """
+    same = ("-t", 1, "-fa", "off", "-ctk", "f32", "-ctv", "f32", "-b", 128, "-ub", 128)
+    environment = os.environ | {"LD_LIBRARY_PATH": str(llama_bin)}
+    command = [str(llama_bin / "llama-perplexity"), *map(str, arguments), *map(str, same)]
+    for _ in range(10):
+        done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=120, check=True)
+        if last in done.stdout + done.stderr:
+            return done.stdout + done.stderr
+    pytest.fail(f"llama-perplexity never printed {last!r}: {done.stdout}{done.stderr}")
+
+
+@pytest.fixture(scope="module")
+def peer(llama_bin: Path, tiny_moe: Path, data: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """llama-perplexity's base file of tiny-moe, a Q4_K_M file, and what it prints for both."""
+    folder = tmp_path_factory.mktemp("peer")
+    base, quantized = folder / "base.bin", folder / "q4.gguf"
+    text = data / "tiny-moe-evaluation.txt"
+    environment = os.environ | {"LD_LIBRARY_PATH": str(llama_bin)}
+    command = [llama_bin / "llama-quantize", tiny_moe, quantized, "Q4_K_M", "2"]
+    subprocess.run(command, capture_output=True, env=environment, check=True)
+    ppl = llama_perplexity(
+        llama_bin, "Final estimate", "-m", tiny_moe, "-f", text, "-c", 128, "--chunks", 4, "--save-all-logits", base
+    )
+    return {"folder": folder, "base": base, "quantized": quantized, "text": text, "ppl": ppl}
+
+
+@pytest.mark.peer
+def test_llama_cpps_base_file_is_ours(peer: dict[str, Any], llama_bin: Path, tiny_moe: Path) -> None:
+    theirs = open_logits(peer["base"])
+    path = peer["folder"] / "ours.bin"
+    tokens = theirs.chunks.tokens.ravel()
+    found = perplexity(LibllamaModel(tiny_moe, llama_bin), tokens=tokens, n_ctx=128, save_logits=SaveLogits(path))
+    final = re.search(r"Final estimate: PPL = ([\d.]+) \+/- ([\d.]+)", peer["ppl"])
+    assert final is not None
+    assert (f"{found.ppl.value:.4f}", f"{found.ppl.error:.5f}") == final.groups()
+    values = re.findall(r"\[\d\](\d+\.\d{4})", peer["ppl"])
+    assert [f"{e.value:.4f}" for e in found.running][-len(values) :] == values
+    ours = open_logits(path)
+    assert np.array_equal(ours.chunks.tokens, theirs.chunks.tokens)
+    for chunk in range(4):
+        a, b = (file.rows(chunk, 0, 63) for file in (ours, theirs))
+        assert isinstance(a, LlamaRows)
+        assert isinstance(b, LlamaRows)
+        assert np.array_equal(a.codes, b.codes)
+        assert np.array_equal(a.scale, b.scale)
+        # numpy's expf and glibc's may differ in the last bit, and so may the sum's logarithm.
+        assert np.abs(a.minimum.view(np.int32) - b.minimum.view(np.int32)).max() <= 1
+    llama = llama_perplexity(
+        llama_bin, "Same top p:", "-m", peer["quantized"], "-c", 128, "--kl-divergence", "--kl-divergence-base", path
+    )
+    _check_table(llama, LibllamaModel(peer["quantized"], llama_bin), path)
+
+
+@pytest.mark.peer
+def test_the_table_is_llama_cpps(peer: dict[str, Any], llama_bin: Path) -> None:
+    llama = llama_perplexity(
+        llama_bin,
+        "Same top p:",
+        "-m",
+        peer["quantized"],
+        "-c",
+        128,
+        "--kl-divergence",
+        "--kl-divergence-base",
+        peer["base"],
+    )
+    _check_table(llama, LibllamaModel(peer["quantized"], llama_bin), peer["base"])
+
+
+def _check_table(llama: str, model: LibllamaModel, base: Path) -> None:
+    """Compare every line of ours with llama.cpp's, and every number in it to one in the last digit."""
+    lines: list[str] = []
+    found = kld(model, base, progress=lambda now: lines.append(chunk_line(now.chunk, now.sums)))
+    ours = [line for line in (*lines, *statistics_text(found.sums).splitlines()) if line]
+    assert len(ours) == 4 + 37
+    theirs = [line.rstrip() for line in llama.splitlines()]
+    number = re.compile(r"-?\d+\.\d+")
+    for line in ours:
+        shape = number.sub("#", re.sub(" +", " ", line))
+        digits = number.findall(line)
+        candidates = [t for t in theirs if number.sub("#", re.sub(" +", " ", t)) == shape]
+        assert candidates, line
+        assert any(
+            all(
+                abs(float(a) - float(b)) <= 1.01 * 10.0 ** -len(a.split(".")[1]) for a, b in zip(digits, d, strict=True)
+            )
+            for d in (number.findall(t) for t in candidates)
+        ), (line, candidates)
+    equal = sum(line in theirs for line in ours)
+    assert equal >= 37
+
+
+@pytest.mark.peer
+def test_a_stride_is_llama_cpps_where_bos_plays_no_part(peer: dict[str, Any], llama_bin: Path, tiny_moe: Path) -> None:
+    # -c 128 -b 128 with a stride of 64 makes it 160 tokens of context, rounded up to 256.
+    llama = llama_perplexity(
+        llama_bin, "[3]", "-m", tiny_moe, "-f", peer["text"], "-c", 128, "--ppl-stride", 64, "--chunks", 3
+    )
+    value = re.findall(r"\[3\](\d+\.\d+)", llama)
+    tokens = Libllama(llama_bin, threads=1).tokenize(tiny_moe, peer["text"])
+    model = LibllamaModel(tiny_moe, llama_bin)
+    found = perplexity(model, tokens=tokens, n_ctx=256, stride=64, chunks=3)
+    assert value
+    assert found.ppl.value == pytest.approx(float(value[0]), abs=2e-3)
+
+
+@pytest.mark.peer
+def test_a_compact_base_gives_llama_cpps_divergence(peer: dict[str, Any], llama_bin: Path, tiny_moe: Path) -> None:
+    tokens = open_logits(peer["base"]).chunks.tokens.ravel()
+    quantized = LibllamaModel(peer["quantized"], llama_bin)
+    path = peer["folder"] / "compact"
+    saved = SaveLogits(path, "compact", top_k=1024)
+    perplexity(LibllamaModel(tiny_moe, llama_bin), tokens=tokens, n_ctx=128, save_logits=saved)
+    compact, whole = kld(quantized, path), kld(quantized, peer["base"])
+    mean, reference = compact.sums.kld.mean.value, whole.sums.kld.mean.value
+    assert abs(mean - reference) < compact.bound
+    assert mean == pytest.approx(reference, rel=0.01)
+    assert path.stat().st_size < 0.7 * peer["base"].stat().st_size

@@ -1,0 +1,386 @@
+"""The report: its numbers, what it takes from an earlier one, the page as text, the card."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+import yaml
+from click.testing import CliRunner
+
+from quantkit import ReportOptions, perplexity, quantize, report
+from quantkit.cli import cli
+from quantkit.errors import FormatError, RecipeError, ResourceError
+from quantkit.evaluate import Estimate, SaveLogits
+from quantkit.inspect import inspect
+from quantkit.quantize import QuantizeOptions
+from quantkit.report import Report, measure, read_data
+from quantkit.report.card import card_text
+from quantkit.report.charts import charts, short_names, text_colour
+from quantkit.report.conclusion import conclusion, perplexity_warning
+from quantkit.report.data import (
+    Base,
+    Costs,
+    Coverage,
+    File,
+    GroupCost,
+    Matrix,
+    ModelSummary,
+    Quality,
+    Quantile,
+    Speed,
+    Support,
+    TensorCoverage,
+    Text,
+)
+from quantkit.report.page import page_text, script_json
+from quantkit.report.provenance import provenance_rows, rebuild_command
+from quantkit.report.tables import costs_table, files_table
+from quantkit.sensitivity import Cost, Group, Sensitivity
+from quantkit.types import type_by_name
+from quantkit.units import PLUS_MINUS
+from zoo import write_zoo
+
+HOSTILE = "</script><script>alert(1)</script><img src=x onerror=alert(2)>\u2028`|*[x](http://e.vil)\u202e{{ 7 * 7 }}"
+
+
+def example(hostile: str = "", layers: int = 6) -> Report:
+    """Return a report with every part, of drawn numbers; ``hostile`` stands in every name."""
+    rng = np.random.default_rng(1)
+    kinds = ("attn_q", "ffn_down" + hostile, "ffn_up")
+    files = []
+    for i, name in enumerate(("Q2_K", "Q3_K", "Q4_K", "Q6_K")):
+        kld = 0.1 / 4**i
+        matrices = [
+            Matrix(f"blk.{layer}.{kind}.weight", kind, layer, name, 65536, 20000 + 9000 * i, float(kld), True)
+            for layer in range(layers)
+            for kind in kinds
+        ]
+        matrices.append(Matrix("token_embd.weight", "token_embd", None, "Q8_0", 1 << 20, 1 << 20, 0.005, False))
+        quality = Quality(
+            key="k",
+            n_scored=4000,
+            n_ctx=512,
+            chunks=16,
+            ppl=Estimate(30 * (1 + kld), 0.5),
+            ppl_base=Estimate(30, 0.5),
+            ppl_ratio=Estimate(1 + kld, kld / 10),
+            kld=Estimate(kld, kld / 20),
+            bound=1e-6,
+            same_top=Estimate(0.97 - kld, 0.004),
+            rms_p_diff=Estimate(kld, kld / 20),
+            quantiles=tuple(Quantile(s, kld * (0.2 / s) ** 0.7) for s in (0.9, 0.5, 0.1, 0.01)),
+        )
+        speeds = tuple(
+            Speed(t, Estimate(float(rng.uniform(80, 99)), 3.0), "a CPU, 2 threads") for t in ("pp512", "tg64")
+        )
+        file = File(
+            name=f"model{hostile}-{name}.gguf",
+            fingerprint=f"{i}",
+            shards=1,
+            nbytes=4_000_000 + 900_000 * i,
+            tensor_bytes=3_900_000 + 900_000 * i,
+            values=9_000_000,
+            preset=name,
+            by_type=((name, 18, 3_000_000), ("Q8_0", 1, 900_000)),
+            matrices=tuple(matrices),
+            support=(Support("llama.cpp", True, "loads"), Support("ik_llama.cpp", False, "does not load: " + hostile)),
+            provenance=(("quantize.imatrix.file", hostile or "im.gguf"),),
+            command=f"quantkit quantize model.gguf {hostile} {name}",
+            notes=(f"about 3 % of this text was calibrated on {hostile}",) if i == 0 else (),
+            quality=quality,
+            errors_key="e",
+            speeds=speeds,
+        )
+        files.append(file)
+    costs = [
+        GroupCost(
+            f"blk.{layer}.attn_q", "attn_q", layer, (f"blk.{layer}.attn_q.weight",), f.preset, 1e-3 / (i + 1), 1e-5
+        )
+        for layer in range(6)
+        for i, f in enumerate(files)
+    ]
+    covered = [
+        TensorCoverage(f"blk.{i}.{kind}.weight", kind, i, True, 8, int(i == 5), 0 if i == 5 else 90 * i, 99.0 * i)
+        for i in range(6)
+        for kind in kinds[1:]
+    ]
+    return Report(
+        title=f"A model{hostile}",
+        made="2026-01-01",
+        version="0",
+        model=ModelSummary(
+            "A model" + hostile, "llama", 9_000_000, None, (("layers", "6"),), (("general.license", "mit"),)
+        ),
+        files=tuple(files),
+        base=Base("base.gguf", "b", 18_000_000, ("BF16",)),
+        text=Text("text.txt" + hostile, "0" * 64, 12345),
+        imatrix=Coverage("im.gguf" + hostile, ("text" + hostile,), ("1" * 64,), 0.99, 100, tuple(covered)),
+        sensitivity=Costs("s.json", "held-out", tuple(costs)),
+    )
+
+
+def test_data_survive_a_file(tmp_path: Path) -> None:
+    made = example(HOSTILE)
+    path = tmp_path / "data.json"
+    path.write_text(made.to_json())
+    assert read_data(path) == made
+
+
+@pytest.mark.parametrize(
+    ("place", "value"), [("files", 1), ("kind", "other"), ("format", 2), ("title", None), ("more", 1), ("model", [])]
+)
+def test_other_data_are_refused(tmp_path: Path, place: str, value: object) -> None:
+    data = json.loads(example().to_json())
+    data[place] = value
+    path = tmp_path / "data.json"
+    path.write_text(json.dumps(data))
+    with pytest.raises(FormatError, match=re.escape(str(path))):
+        read_data(path)
+
+
+def test_names_cannot_leave_their_place_in_the_page() -> None:
+    text = page_text(example(HOSTILE))
+    plain = page_text(example())
+    assert text.count("<script") == plain.count("<script")
+    assert text.count("</script") == plain.count("</script")
+    assert text.count("<img") == plain.count("<img")  # in the library
+    assert "{{ 7" in text  # a template would make 49 of it
+    assert "\u2028" not in script_json(HOSTILE)
+    assert not set("<>&") & set(script_json(HOSTILE))
+    assert json.loads(script_json(HOSTILE)) == HOSTILE
+
+
+def test_the_page_asks_for_nothing() -> None:
+    text = page_text(example())
+    policy = re.search(r'Content-Security-Policy" content="([^"]*)"', text)
+    assert policy is not None
+    assert policy[1].startswith("default-src &#39;none&#39;")
+    assert "unsafe-eval" not in policy[1]
+    assert not re.search(r"<(?:link|img|iframe|object|embed)\b|\ssrc=|@import|url\(", text.partition("<script")[0])
+
+
+def test_tables_have_all_that_charts_show() -> None:
+    made = example()
+    text = page_text(made)
+    assert {c.name for c in charts(made)} >= {"chart-divergence", "chart-tokens", "chart-errors", "chart-coverage"}
+    for f, row in zip(made.files, files_table(made).rows, strict=True):
+        (cell,) = (c.text for c in row if c.value == f.quality.kld.value)  # type: ignore[union-attr]
+        value, _, wide = cell.partition(" ± ")
+        assert float(value) == pytest.approx(f.quality.kld.value, abs=float(wide) / 20)  # type: ignore[union-attr]
+        assert len(value.partition(".")[2]) == len(wide.partition(".")[2])
+        assert cell in text
+
+
+@pytest.mark.parametrize(
+    ("names", "labels"),
+    [
+        (["m-7B-a", "m-7B-b"], ["a", "b"]),
+        (["Model-Q4_K_M", "Model-Q4_K_S"], ["Q4_K_M", "Q4_K_S"]),
+        (["smol-iq2_m", "smol-iq2_xs"], ["iq2_m", "iq2_xs"]),
+        (["my_model_Q4_K_M", "my_model_Q4_K_S"], ["Q4_K_M", "Q4_K_S"]),
+        (["m.Q4_K_XL", "m.Q4_K_M"], ["Q4_K_XL", "Q4_K_M"]),
+        (["tiny-3.5bpw", "tiny-3.7bpw"], ["3.5bpw", "3.7bpw"]),
+        (["my_model", "my_other"], ["my_model", "my_other"]),
+        (["m-", "m-Q4_0"], ["m-", "m-Q4_0"]),
+    ],
+)
+def test_labels_are_cut_between_words(names: list[str], labels: list[str]) -> None:
+    files = [dataclasses.replace(f, name=f"{n}.gguf") for f, n in zip(example().files, names, strict=False)]
+    assert short_names(files) == labels
+
+
+def test_ink_has_contrast() -> None:
+    assert (text_colour("#440154"), text_colour("#fde725")) == ("#ffffff", "#000000")
+
+
+def measured_as(*values: tuple[int, float, float, float]) -> list[File]:
+    """Return files of sizes, divergences with standard errors, and ratios of perplexities."""
+    files = []
+    for f, (nbytes, kld, error, ratio) in zip(example().files, values, strict=False):
+        assert f.quality is not None
+        quality = dataclasses.replace(f.quality, kld=Estimate(kld, error), ppl_ratio=Estimate(ratio, 0.008))
+        files.append(dataclasses.replace(f, nbytes=nbytes, quality=quality))
+    return files
+
+
+@pytest.mark.parametrize(
+    ("values", "closest", "worse"),
+    [
+        # The newcomer's four: a damaged file whose perplexity is lower than the base's is never the one to take.
+        ([(31, 0.121, 0.004, 0.98), (34, 0.062, 0.002, 1.02), (57, 0.012, 0.001, 1.004)], "Q4_K", []),
+        ([(31, 0.062, 0.002, 1.02), (34, 0.121, 0.004, 0.98), (57, 0.012, 0.001, 1.004)], "Q4_K", [("Q3_K", "Q2_K")]),
+        ([(31, 0.020, 0.005, 1.0), (34, 0.012, 0.005, 1.0)], None, []),  # the intervals overlap
+        ([(31, 0.020, 0.0, 1.0), (34, 0.012, 0.0, 1.0)], None, []),  # nobody knows how exact they are
+        ([(31, 0.020, 0.001, 1.0)], None, []),
+    ],
+)
+def test_only_divergences_that_intervals_tell_apart_conclude(
+    values: list[tuple[int, float, float, float]], closest: str | None, worse: list[tuple[str, str]]
+) -> None:
+    sentences = conclusion(measured_as(*values))
+    expected = [(f"model-{closest}.gguf",)] if closest else []
+    expected += [(f"model-{larger}.gguf", f"model-{smaller}.gguf") for larger, smaller in worse]
+    assert [tuple(re.findall(r"model-\w+\.gguf", sentence)) for sentence in sentences] == expected
+
+
+def test_files_measured_on_other_texts_conclude_nothing() -> None:
+    first, *files = measured_as((31, 0.12, 0.004, 1.1), (57, 0.012, 0.001, 1.0))
+    assert first.quality is not None
+    assert conclusion([first, *files])
+    assert (
+        conclusion([dataclasses.replace(first, quality=dataclasses.replace(first.quality, key="other")), *files]) == []
+    )
+    assert conclusion([dataclasses.replace(first, quality=None), *files]) == []
+
+
+def test_a_perplexity_below_the_base_is_explained() -> None:
+    assert perplexity_warning(measured_as((31, 0.12, 0.004, 0.98), (57, 0.012, 0.001, 1.0)))
+    assert not perplexity_warning(example().files)
+
+
+def test_an_error_is_a_standard_error_and_a_size_binary_in_page_and_card() -> None:
+    made = example()
+    file = made.files[0]
+    assert file.quality is not None
+    assert file.quality.kld is not None
+    columns = [column.label for column in files_table(made).columns]
+    cells = dict(zip(columns, files_table(made).rows[0], strict=True))
+    assert float(cells["MiB"].text) == pytest.approx(file.nbytes / 2**20, abs=1e-3)
+    assert cells["KL divergence, nats"].text.endswith(f" ± {file.quality.kld.error:.4f}")
+    for text in (page_text(made), card_text(made)):
+        assert PLUS_MINUS in text
+        assert not re.search(r"\b[kMG]B\b", text.partition("<script")[0])
+    speeds = [cell.text for label, cell in cells.items() if label.endswith("tokens/s")]
+    assert speeds
+    assert not any("±" in text for text in speeds)  # a standard deviation, in its own column
+
+
+@pytest.mark.parametrize("hostile", ["", HOSTILE])
+def test_the_front_matter_of_a_card_is_yaml(hostile: str) -> None:
+    text = card_text(example(hostile))
+    _, front, body = text.split("---\n", 2)
+    found = yaml.safe_load(front)
+    assert found["base_model_relation"] == "quantized"
+    assert found["license"] == "mit"
+    assert "gguf" in found["tags"]
+    rows = [line for line in body.splitlines() if line.startswith("| ")]
+    cells = {len(re.findall(r"(?<!\\)\|", row)) for row in rows[:6]}
+    assert len(cells) == 1
+    assert "<img" not in body.partition("```")[0].replace("\\<", "")
+
+
+def test_a_page_from_data_alone_and_none_from_nothing(tmp_path: Path) -> None:
+    data, out = tmp_path / "kept.json", tmp_path / "page.html"
+    with pytest.raises(RecipeError, match="no files"):
+        report([], out)
+    data.write_text(example().to_json())
+    result = CliRunner().invoke(cli, ["report", str(out), "--data", str(data), "--card", str(tmp_path / "README.md")])
+    assert result.exit_code == 0, result.output
+    assert "chart-divergence" in out.read_text()
+    with pytest.raises(ResourceError, match="--overwrite"):
+        report([], out, data=data)
+
+
+def test_measured_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Files of the zoo against one of them; another run measures nothing, and says the same."""
+    base, logits = write_zoo("llama-dense", tmp_path / "base.gguf"), tmp_path / "base.logits"
+    tokens = np.random.default_rng(1).integers(0, 100, 16 * 24)
+    perplexity(base, tokens=tokens, n_ctx=16, save_logits=SaveLogits(logits, "compact"))
+    files = [tmp_path / "a-Q8_0.gguf", tmp_path / "a-Q4_0.gguf"]
+    for file in files:
+        quantize(base, file, file.stem[2:])
+    out = tmp_path / "page.html"
+    options = ReportOptions(logits=logits)
+    made = report(files, out, base=base, options=options)
+    assert all(f.quality is not None and f.quality.kld is not None for f in made.files)
+    first, second = (f.quality.kld.value for f in made.files)  # type: ignore[union-attr]
+    assert 0 < first < second
+    assert all(m.error is not None for f in made.files for m in f.matrices)
+    assert made.files[1].command.startswith("quantkit quantize base.gguf a-Q4_0.gguf Q4_0")
+    for name in ("kld", "perplexity", "compare"):
+        monkeypatch.delattr(measure, name)
+    again = report(files, out, base=base, options=options, overwrite=True)
+    assert again.files == made.files
+    assert report(files, out, overwrite=True).base == made.base
+
+
+def test_shards_are_one_model(tmp_path: Path) -> None:
+    """A pattern of names finds all of them; what is measured, and said of them, is that of the whole file."""
+    base, logits = write_zoo("llama-dense", tmp_path / "base.gguf"), tmp_path / "base.logits"
+    tokens = np.random.default_rng(1).integers(0, 100, 16 * 24)
+    perplexity(base, tokens=tokens, n_ctx=16, save_logits=SaveLogits(logits, "compact"))
+    whole = tmp_path / "whole.gguf"
+    quantize(base, whole, "Q8_0")
+    quantize(base, tmp_path / "parts.gguf", "Q8_0", QuantizeOptions(split_max_size=whole.stat().st_size // 3))
+    shards = sorted(tmp_path.glob("parts-*.gguf"))
+    assert len(shards) > 2
+    made = report(
+        [whole, *shards[1:], shards[0]], tmp_path / "page.html", base=base, options=ReportOptions(logits=logits)
+    )
+    one, parts = made.files
+    assert (parts.name, parts.shards, parts.nbytes) == (
+        shards[0].name,
+        len(shards),
+        sum(s.stat().st_size for s in shards),
+    )
+    assert (parts.matrices, parts.by_type, parts.values) == (one.matrices, one.by_type, one.values)
+    assert parts.quality is not None
+    assert parts.quality == one.quality
+    again = parts.command.split()[2:]
+    assert again[-2:] == ["parts.gguf", "Q8_0"]
+    for shard in shards:
+        shard.unlink()
+    result = CliRunner().invoke(cli, ["quantize", *again[:-3], str(base), str(tmp_path / again[-2]), again[-1]])
+    assert result.exit_code == 0, result.output
+    assert sorted(tmp_path.glob("parts-*.gguf")) == shards
+
+
+def test_what_was_guessed_is_told_from_what_was_measured(tmp_path: Path) -> None:
+    groups = tuple(Group(f"blk.{i}.attn_q", "attn_q", i, {f"blk.{i}.attn_q.weight": (256, 256)}) for i in range(3))
+    q2_k = type_by_name("Q2_K")
+    costs = (
+        Cost("blk.0.attn_q", q2_k, 1e-3, 1e-5, 0.0, 0.0, {"layer_error": 2e-3}),
+        Cost("blk.1.attn_q", q2_k, None, None, None, None, {"layer_error": 4e-3}),
+        Cost("blk.2.attn_q", q2_k, None, None, None, None, {"weighted_error": 5e-3}),
+    )
+    path = tmp_path / "s.json"
+    path.write_text(Sensitivity({}, {}, {}, groups, costs).to_json())
+    made = dataclasses.replace(example(), sensitivity=measure._costs(path))
+    table = costs_table(made)
+    assert [row[2].text for row in table.rows] == ["1", "≈ 4"]
+    assert "guessed" in table.caption
+    assert "guessed" not in costs_table(example()).caption
+
+
+def test_the_command_of_what_tells_nothing_or_little(tmp_path: Path) -> None:
+    """A file of llama-quantize names the importance matrix at most."""
+    found = dataclasses.replace(inspect(write_zoo("llama-dense", tmp_path / "q.gguf")), file_type_name="Q4_0")
+    assert rebuild_command(found) == ""
+    made = dataclasses.replace(found, provenance=(("quantize.imatrix.file", "/home/me/i.gguf"),))
+    assert rebuild_command(made) == "llama-quantize --imatrix i.gguf model-BF16.gguf q.gguf Q4_0"
+
+
+def test_the_command_of_what_was_calibrated(tmp_path: Path) -> None:
+    """No covariances were given; texts are named without their folders."""
+    recipe = "Q4_K_M\n--calibrate /home/me/a.txt,b.jsonl\n--calibrate-chunks 3\n^x$ = Q8_0"
+    facts = (("quantkit.quantize.recipe", recipe), ("quantkit.feedback.method", 2))
+    found = inspect(write_zoo("llama-dense", tmp_path / "q.gguf"))
+    made = dataclasses.replace(found, provenance=facts)
+    options = "--calibrate a.txt --calibrate b.jsonl --calibrate-chunks 3 --tensor-type '^x$=Q8_0'"
+    assert rebuild_command(made) == f"quantkit quantize {options} model-BF16.gguf q.gguf Q4_K_M"
+    assert "/home" not in str(provenance_rows(made))
+    fed = dataclasses.replace(made, provenance=(*facts, ("quantkit.feedback.covariance.name", "cov.gguf")))
+    assert "--feedback cov.gguf" in rebuild_command(fed)
+    copies = (
+        ("quantkit.copy.recipe", ["COPY\n--prune-layers 1", "COPY"]),
+        ("quantkit.copy.source.name", ["a.gguf", "b.gguf"]),
+    )
+    assert rebuild_command(dataclasses.replace(found, provenance=(("quantkit.quantize.recipe", "Q4_K"), *copies))) == (
+        "quantkit quantize model-BF16.gguf a.gguf Q4_K && quantkit quantize --prune-layers 1 a.gguf b.gguf COPY"
+        " && quantkit quantize b.gguf q.gguf COPY"
+    )

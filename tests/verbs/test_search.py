@@ -1,0 +1,650 @@
+"""Search: optima equal exhaustive search for every kind of constraint, and a recipe gives exactly what it promises."""
+
+from __future__ import annotations
+
+import csv
+import itertools
+import json
+import math
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from click.testing import CliRunner
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_feedback_files import write_covariances
+
+import quantkit
+from quantkit.cli import cli
+from quantkit.errors import QuantkitError, RecipeError, ResourceError, TypeNotSupported
+from quantkit.evaluate import SaveLogits
+from quantkit.formats.gguf import open_model
+from quantkit.model.cost import token_cost
+from quantkit.model.graph import build_graph
+from quantkit.names import tensor_class
+from quantkit.pipeline.facts import layer_of
+from quantkit.pipeline.recipe import parse_recipe
+from quantkit.quantize import QuantizeOptions, plan_quantize
+from quantkit.search import Check, SearchOptions, search
+from quantkit.search.combine import Combination, MeasuredAllocation, fit_combination
+from quantkit.search.find import Finder
+from quantkit.search.predict import Predictor
+from quantkit.search.solve import Exclusion, Limit, solve
+from quantkit.search.space import Space
+from quantkit.search.speeds import measure_speeds, read_speeds
+from quantkit.search.sweep import predict_plan
+from quantkit.sensitivity.file import Cost, Group, Sensitivity
+from quantkit.types import BY_NAME
+from small_models import llama_fields, llama_tensors, write_model
+from zoo import write_hollow_zoo
+
+TYPES = ("Q2_K", "Q3_K", "Q4_K", "Q6_K")
+
+
+def groups_of(path: Path, few: int | None = None) -> tuple[Group, ...]:
+    """Return a group for every matrix of a model, or for the first few."""
+    with open_model(path) as file:
+        found = [t for t in file.tensors.values() if len(t.shape) > 1 and "gate_inp" not in t.name]
+    return tuple(
+        Group(t.name.removesuffix(".weight"), tensor_class(t.name), max(layer_of(t.name), 0), {t.name: tuple(t.shape)})
+        for t in found[:few]
+    )
+
+
+def drawn(path: Path, types: Sequence[str] = TYPES, few: int | None = None, seed: int = 1, **more: Any) -> Sensitivity:
+    """Return costs drawn from a seed: a sensitivity of the group, times the square of the step of the type."""
+    groups, rng = groups_of(path, few), np.random.default_rng(seed)
+    costs = []
+    for group in groups:
+        own = math.exp(rng.normal(-4, 1.5))
+        for name in types:
+            kld = own * 4.0 ** -BY_NAME[name].bpw * math.exp(rng.normal(0, 0.5))
+            costs.append(Cost(group.name, BY_NAME[name], kld, 0.0, None, None))
+    return Sensitivity({"path": str(path), "name": path.name}, {}, more, groups, tuple(costs))
+
+
+@pytest.fixture(scope="module")
+def dense(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A llama of two layers."""
+    return write_model(tmp_path_factory.mktemp("dense") / "dense.gguf", llama_tensors())
+
+
+@pytest.fixture(scope="module")
+def moe(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A mixture of experts, of holes."""
+    return write_hollow_zoo("qwen3moe-moe", tmp_path_factory.mktemp("moe") / "moe.gguf")
+
+
+# --- the solver ---
+
+
+@dataclass(frozen=True)
+class Instance:
+    costs: list[np.ndarray[Any, Any]]
+    limits: list[Limit]
+
+    @property
+    def every(self) -> Iterator[tuple[int, ...]]:
+        return itertools.product(*(range(len(row)) for row in self.costs))
+
+    def cost(self, picks: Sequence[int]) -> float:
+        return math.fsum(row[i] for row, i in zip(self.costs, picks, strict=True))
+
+
+@st.composite
+def instances(draw: st.DrawFn) -> Instance:
+    counts = draw(st.lists(st.integers(1, 4), min_size=1, max_size=6))
+    scale = 10.0 ** draw(st.integers(-9, 3))
+    digits = draw(st.integers(0, 13))  # bytes of a small model, and of a very large one
+
+    def rows(value: st.SearchStrategy[Any], kind: Any) -> list[np.ndarray[Any, Any]]:
+        return [np.array(draw(st.lists(value, min_size=n, max_size=n)), kind) for n in counts]
+
+    costs = [row * scale for row in rows(st.floats(0, 1), np.float64)]
+    limits = []
+    for _ in range(draw(st.integers(0, 2))):
+        weights = rows(st.integers(0, 10**digits), np.int64)
+        least, most = (sum(int(f(row)) for row in weights) for f in (np.min, np.max))
+        limits.append(Limit(weights, draw(st.integers(least - 1, most + 1))))
+    return Instance(costs, limits)
+
+
+@given(instances(), st.integers(1, 3))
+@settings(max_examples=60)
+def test_solutions_are_those_of_exhaustive_search(of: Instance, least: int) -> None:
+    """The best answers, one after the other, none beyond a limit, none too near to one before it."""
+    apart: list[Exclusion] = []
+    for _ in range(3):
+        allowed = [
+            of.cost(picks)
+            for picks in of.every
+            if all(limit.total(picks) <= limit.most for limit in of.limits) and all(a.allows(picks) for a in apart)
+        ]
+        found = solve(of.costs, of.limits, exclusions=apart)
+        assert (found is None) == (not allowed)
+        if found is None:
+            return
+        assert all(limit.total(found.picks) <= limit.most for limit in of.limits)
+        assert all(a.allows(found.picks) for a in apart)
+        assert found.cost == pytest.approx(min(allowed), rel=1e-9, abs=1e-12 * max(row.max() for row in of.costs))
+        assert found.gap == 0
+        apart.append(Exclusion(found.picks, least))
+
+
+def test_a_large_instance_is_solved(capfd: pytest.CaptureFixture[str]) -> None:
+    """As many groups and types as a large model has; the bound of the relaxation is near. HiGHS prints nothing."""
+    rng = np.random.default_rng(1)
+    bits, values = np.sort(rng.uniform(1.6, 8.5, 12)), rng.choice([5e6, 2e7, 1e9], 300)
+    weights = [np.array([round(n * b / 8 / 32) * 32 for b in bits]) for n in values]
+    costs = [np.exp(rng.normal(0, 1)) * np.exp(-1.2 * bits) * np.exp(rng.normal(0, 0.2, 12)) for _ in values]
+    least, most = (sum(int(f(row)) for row in weights) for f in (np.min, np.max))
+    limit = Limit(weights, least + (most - least) * 2 // 5)
+    found = solve(costs, [limit])
+    assert found is not None
+    assert 0 <= limit.most - limit.total(found.picks) < 1e-5 * limit.most
+    assert capfd.readouterr().out == ""
+
+
+def test_the_best_so_far_is_returned_when_the_time_is_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    import scipy.optimize
+
+    class Nothing:
+        x, status, message = None, 1, "time"
+
+    rng = np.random.default_rng(3)
+    costs, weights = [rng.exponential(1, 4) for _ in range(6)], [rng.integers(1, 99, 4) for _ in range(6)]
+    limits = [Limit(weights, 200)]
+    optimum = solve(costs, limits)
+    monkeypatch.setattr(scipy.optimize, "milp", lambda *args, **kwargs: Nothing)
+    found = solve(costs, limits)
+    assert optimum is not None
+    assert found is not None
+    assert found.gap > 0
+    assert found.cost - found.gap <= optimum.cost <= found.cost
+
+
+def test_without_scipy_there_is_one_clear_line(dense: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "scipy", None)
+    with pytest.raises(ResourceError, match=r"pip install 'gguf-quantkit\[search\]'"):
+        search(drawn(dense), options=SearchOptions(target_bpw=4))
+
+
+# --- allocations ---
+
+#: Six groups: q, k, v of the first layer, up and gate, and down.
+SIX = (3, 4, 5, 7, 8, 9)
+
+
+def six(dense: Path) -> Sensitivity:
+    whole = drawn(dense)
+    groups = tuple(g for g in whole.groups if g.layer == 0 and g.kind.startswith(("attn_", "ffn_")))
+    groups = tuple(g for g in groups if g.kind != "attn_output")
+    names = {g.name for g in groups}
+    return replace(whole, groups=groups, costs=tuple(c for c in whole.costs if c.group in names))
+
+
+#: Each kind of constraint: options, and what it says of types by class and of totals, in other words.
+Types = Mapping[str, str]
+CONSTRAINTS: dict[str, tuple[dict[str, Any], Callable[[Types, int, float], bool]]] = {
+    "none": ({}, lambda types, read, seconds: True),
+    "types": ({"types": ("Q3_K", "q6_k")}, lambda types, read, seconds: set(types.values()) <= {"Q3_K", "Q6_K"}),
+    "allow": (
+        {"allow": ("attn_k=Q4_K", "attn_.*=Q2_K,Q6_K")},
+        lambda types, read, seconds: (
+            types["attn_k"] == "Q4_K" and {types["attn_q"], types["attn_v"]} <= {"Q2_K", "Q6_K"}
+        ),
+    ),
+    "at least": (
+        {"at_least": ("ffn_down=Q4_K",)},
+        lambda types, read, seconds: types["ffn_down"] in ("Q4_K", "Q6_K"),
+    ),
+    "at most": (
+        {"at_most": ("ffn_(up|gate)=Q3_K",)},
+        lambda types, read, seconds: {types["ffn_up"], types["ffn_gate"]} <= {"Q2_K", "Q3_K"},
+    ),
+    "up and gate": ({"same": ("up,gate",)}, lambda types, read, seconds: types["ffn_up"] == types["ffn_gate"]),
+    "q, k and v": (
+        {"same": ("q,k,v",)},
+        lambda types, read, seconds: len({types[f"attn_{part}"] for part in "qkv"}) == 1,
+    ),
+    "classes": ({"same": ("attn_q,ffn_down",)}, lambda types, read, seconds: types["attn_q"] == types["ffn_down"]),
+    "read": ({"max_read": 1_800_000}, lambda types, read, seconds: read <= 1_800_000),
+    "speed": (
+        {"min_speed": 610.0, "speeds": {"Q2_K": 1.0, "Q3_K": 1.5, "Q4_K": 3.0, "Q6_K": 2.0}},
+        lambda types, read, seconds: seconds <= 1 / 610,
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Every:
+    """All allocations of six groups to four types: types by class, bytes of data, bytes and seconds to read, kld."""
+
+    rows: list[tuple[Types, int, int, float, float]]
+
+    @classmethod
+    def of(cls, known: Sensitivity, path: Path, speeds: Mapping[str, float]) -> Every:
+        klds = {(c.group, c.type.name): c.kld or 0.0 for c in known.costs}
+        shapes = {g.name: next(iter(g.tensors.values())) for g in known.groups}
+        with open_model(path) as file:
+            rest = [t for t in file.tensors.values() if t.name.removesuffix(".weight") not in shapes]
+        row = {t.name: t.nbytes if t.name != "token_embd.weight" else t.nbytes // t.shape[1] for t in rest}
+        rows = []
+        for picked in itertools.product(TYPES, repeat=len(known.groups)):
+            chosen = dict(zip(shapes, picked, strict=True))
+            parts = {name: BY_NAME[t].tensor_bytes(shapes[name]) for name, t in chosen.items()}
+            types: Types = {group.kind: chosen[group.name] for group in known.groups}
+            slowest = min(speeds.values(), default=1.0)
+            seconds = sum(parts[name] / speeds.get(t, slowest) / 1e9 for name, t in chosen.items())
+            seconds += sum(row.values()) / slowest / 1e9
+            read = sum(parts.values()) + sum(row.values())
+            kld = math.fsum(klds[name, t] for name, t in chosen.items())
+            rows.append((types, sum(parts.values()) + sum(t.nbytes for t in rest), read, seconds, kld))
+        return cls(rows)
+
+
+@pytest.mark.parametrize("constraint", CONSTRAINTS)
+def test_allocations_are_those_of_exhaustive_search(dense: Path, constraint: str) -> None:
+    """Least divergence within some bits per weight, and fewest bytes within some divergence."""
+    more, holds = CONSTRAINTS[constraint]
+    known = six(dense)
+    every = Every.of(known, dense, more.get("speeds", {}))
+    allowed = [(nbytes, kld) for types, nbytes, read, seconds, kld in every.rows if holds(types, read, seconds)]
+    values = sum(math.prod(shape) for shape, _ in llama_tensors().values())
+    least, most = min(n for n, _ in allowed), max(n for n, _ in allowed)
+    for share in (0.0, 0.3, 0.7):
+        bpw = 8 * (least + share * (most - least)) / values + 1e-9
+        best = search(known, options=SearchOptions(target_bpw=bpw, **more)).best
+        assert best.kld == pytest.approx(min(kld for n, kld in allowed if n <= bpw * values / 8), rel=1e-9)
+        assert best.footprint.data <= bpw * values / 8
+        target = best.kld * 1.2
+        smallest = search(known, options=SearchOptions(target_kld=target, **more)).best
+        assert smallest.kld <= target
+        assert smallest.footprint.data == min(n for n, kld in allowed if kld <= target)
+
+
+def test_a_size_is_that_of_the_file_and_never_exceeded(dense: Path) -> None:
+    """Of all files that recipes of four groups make, none is better, but for the bytes of a header."""
+    known = drawn(dense, TYPES[:3], few=4)
+    with open_model(dense) as source:
+        finder = Finder(Space(known, source, SearchOptions(target_size=1)))
+        files = [
+            (
+                finder.space.plan(finder.space.main_type(picks), finder.space.rules(picks)).nbytes,
+                finder.space.kld(picks),
+            )
+            for picks in itertools.product(range(3), repeat=4)
+        ]
+        sizes = [nbytes for nbytes, _ in files]
+        for target in range(min(sizes), max(sizes), 9001):
+            found = finder.best_for_size(target)
+            assert found is not None
+            assert found.nbytes <= target
+            assert found.nbytes in sizes
+            assert found.kld >= min(kld for n, kld in files if n <= target) * (1 - 1e-9)
+            assert found.kld <= min((kld for n, kld in files if n <= target - 256), default=math.inf) * (1 + 1e-9)
+
+
+def test_a_recipe_gives_the_promised_file(dense: Path, tmp_path: Path) -> None:
+    """Read back, its rules are the same, its file has exactly the types and the size; tensors not measured stay."""
+    known = drawn(dense, few=12)
+    (tmp_path / "S.json").write_text(known.to_json())
+    out = tmp_path / "found.recipe"
+    line = ["search", "-s", str(tmp_path / "S.json"), "--target-size", "2M", "-o", str(out), "--json", "-"]
+    ran = CliRunner().invoke(cli, line)
+    assert ran.exit_code == 0, ran.output
+    told = json.loads(ran.stdout)["allocations"][0]
+    text = out.read_text()
+    assert f"{told['bytes']} bytes" in text
+    rules = parse_recipe(text, out.name)
+    assert [f"{rule.pattern} = {rule.type}" for rule in rules] == told["rules"]
+    made = quantkit.quantize(dense, tmp_path / "out.gguf", told["type"], QuantizeOptions(recipe=(out,)))
+    assert (tmp_path / "out.gguf").stat().st_size == told["bytes"] <= 2_000_000
+    types = {t.name: t.type.name for t in made.plan.tensors}
+    assert {g.name: types[f"{g.name}.weight"] for g in known.groups} == told["types"]
+    measured = {name for g in known.groups for name in g.tensors}
+    assert {t for name, t in types.items() if name not in measured} == {"F16", "F32"}
+
+
+def test_merged_experts_have_one_type_and_their_bytes(moe: Path) -> None:
+    found = search(drawn(moe), options=SearchOptions(target_bpw=4, merge_up_gate=True)).best
+    merged = [t for t in found.plan.tensors if "ffn_gate_up_exps" in t.name]
+    assert merged
+    for t in merged:
+        prefix = t.name.removesuffix("ffn_gate_up_exps.weight")
+        assert {found.types[f"{prefix}ffn_{part}_exps"] for part in ("gate", "up")} == {t.type}
+    apart = search(drawn(moe), options=SearchOptions(target_bpw=4, same=("up,gate",))).best
+    assert apart.kld == pytest.approx(found.kld)
+
+
+def test_rows_that_do_not_divide_count_as_what_they_become(tmp_path: Path) -> None:
+    tensors = {**llama_tensors(1, 256, 288), "output_norm.weight": ((256,), "F32")}
+    path = write_model(tmp_path / "odd.gguf", tensors, llama_fields(1, 256, 288))
+    found = search(drawn(path, ("Q4_K",)), options=SearchOptions(target_bpw=16)).best
+    types = {t.name: t.type.name for t in found.plan.tensors}
+    assert types["blk.0.ffn_down.weight"] == "Q5_0"
+    assert any(rule.type.name == "Q5_0" for rule in found.rules)
+
+
+@pytest.mark.parametrize("arch", ["llama-dense", "qwen3moe-moe", "gemma-dense", "deepseek2-moe", "olmoe-moe"])
+def test_bytes_read_for_a_token_are_those_of_the_graph(arch: str, tmp_path: Path) -> None:
+    path = write_hollow_zoo(arch, tmp_path / "zoo.gguf")
+    with open_model(path) as source:
+        space = Space(drawn(path), source, SearchOptions())
+        read = sum(space.footprint(t).read for t in space.plan("COPY", ()).tensors)
+        assert read == pytest.approx(token_cost(build_graph(source)).weight_bytes, rel=1e-4)  # rope factors
+
+
+# --- predictions ---
+
+
+def noisy(klds: Mapping[tuple[str, str], tuple[float, float]], **more: Any) -> Sensitivity:
+    groups = tuple(Group(name, "x", 0, {f"{name}.weight": (256, 1)}) for name in dict.fromkeys(g for g, _ in klds))
+    costs = tuple(Cost(g, BY_NAME[t], kld, error, None, None) for (g, t), (kld, error) in klds.items())
+    return Sensitivity({}, {}, more, groups, costs)
+
+
+def test_what_is_measured_well_stays_and_noise_is_taken_out() -> None:
+    rng = np.random.default_rng(5)
+    own, step = np.exp(rng.normal(0, 1, 40)), dict(zip(TYPES, (1.0, 0.3, 0.1, 0.01), strict=True))
+    truth = {(f"g{i}", t): own[i] * step[t] for i in range(40) for t in TYPES}
+    exact = Predictor(noisy({key: (value * math.exp(rng.normal(0, 0.3)), 0.0) for key, value in truth.items()}))
+    for key, (value, _) in exact._values.items():
+        assert exact.kld(key[0], key[1]) == pytest.approx(value, rel=1e-3)
+    poor = {key: (max(rng.normal(value, 0.05), 1e-9), 0.05) for key, value in truth.items()}
+    seen = Predictor(noisy(poor))
+    tiny = [key for key in truth if key[1] == "Q6_K"]
+    off = [abs(math.log((seen.kld(g, BY_NAME[t]) or 0) / truth[g, t])) for g, t in tiny]
+    raw = [abs(math.log(poor[key][0] / truth[key])) for key in tiny]
+    assert np.mean(off) < np.mean(raw) / 2
+    assert seen.kld("g0", BY_NAME["Q8_0"]) is None
+    del poor["g3", "Q4_K"]
+    assert Predictor(noisy(poor)).extrapolated_kld("g3", BY_NAME["Q4_K"]) == pytest.approx(truth["g3", "Q4_K"], rel=2)
+
+
+def test_kink_and_scale_come_from_allocations_that_were_measured_together() -> None:
+    rng, rule = np.random.default_rng(2), Combination(10**-2.5, 0.9, 6)
+    alone = {(f"g{i}", t): math.exp(rng.normal(-8, 1)) * 4.0**-n for i in range(20) for n, t in enumerate(TYPES)}
+    together = [
+        MeasuredAllocation({f"g{i}": BY_NAME[t] for i in range(20)},
+                 rule.total(math.fsum(rule.additive_part(alone[f"g{i}", t]) for i in range(20))), 0.0)
+        for t in TYPES
+    ]  # fmt: skip
+    found = fit_combination(together, lambda group, t: alone[group, t.name])
+    assert found.kink == pytest.approx(rule.kink)
+    assert found.scale == pytest.approx(rule.scale)
+    assert found.n == 4
+    assert found.total(found.inverse(0.01)) == pytest.approx(0.01)
+    assert fit_combination(together[:2], lambda group, t: alone[group, t.name]) == Combination()
+
+
+def test_a_divergence_is_reached_by_the_rule_that_was_fitted(dense: Path) -> None:
+    """What was measured together decides how groups add up, and so which size a divergence needs."""
+    plain = drawn(dense)
+    klds = {(c.group, c.type.name): c.kld or 0.0 for c in plain.costs}
+    rows = [
+        {"types": {g.name: t for g in plain.groups}, "kld": 0.5 * sum(klds[g.name, t] for g in plain.groups)}
+        for t in TYPES
+    ]
+    halved = replace(plain, settings={"together": rows})
+    target = SearchOptions(target_kld=1e-3)
+    first, second = search(plain, options=target).best, search(halved, options=target).best
+    assert second.nbytes < first.nbytes
+    assert second.kld <= 1e-3
+    assert second.kld == pytest.approx(0.5 * sum(klds[g, t.name] for g, t in second.types.items()), rel=1e-6)
+
+
+def test_costs_with_feedback_count_where_there_are_any(dense: Path) -> None:
+    known = drawn(dense, ("Q4_K", "Q6_K"), few=3)
+    first = known.costs[0]
+    fed = replace(known, costs=(*known.costs, replace(first, kld=1e-9, feedback=True)))
+    assert Predictor(fed).kld(first.group, first.type) == pytest.approx(first.kld)
+    assert Predictor(fed, feedback=True).kld(first.group, first.type) == pytest.approx(1e-9)
+    assert Predictor(fed, feedback=True).kld(known.costs[1].group, known.costs[1].type) is not None
+
+
+def test_a_file_made_with_feedback_has_its_size(dense: Path, tmp_path: Path) -> None:
+    """Its keys are in the header; types that it does not know are sized without it."""
+    cov = write_covariances(tmp_path / "cov.gguf", {"blk.0.attn_q.weight: blk.0.attn_k.weight": (5000,)})
+    known = drawn(dense, ("Q4_0", "Q8_0", "Q4_1"), few=6)
+    found = search(known, options=SearchOptions(target_size=2_400_000, feedback=cov)).best
+    quantkit.quantize(dense, tmp_path / "out.gguf", found.type_name, found.options, threads=2)
+    assert (tmp_path / "out.gguf").stat().st_size == found.nbytes <= 2_400_000
+
+
+def test_proxies_stand_for_what_was_not_measured(dense: Path) -> None:
+    known = drawn(dense)
+    some = tuple(
+        c if c.type.name == "Q4_K" else replace(c, kld=None, proxies={"bad": 1.0, "good": c.kld or 0.0})
+        for c in known.costs
+    )
+    seen = Predictor(replace(known, costs=some, settings={"rank_correlation": {"good": 0.9, "bad": 0.1}}))
+    poor = [c for c in some if c.kld is None]
+    assert seen.types == tuple(BY_NAME[t] for t in TYPES)
+    assert all((seen.kld(c.group, c.type) or 0) < 0.5 for c in poor)
+    only = replace(known, costs=tuple(replace(c, kld=None, proxies={"a": 0.0, "b": c.kld or 0.0}) for c in known.costs))
+    first = search(known, options=SearchOptions(target_bpw=4)).best
+    guessed = search(only, options=SearchOptions(target_bpw=4, proxy="b")).best
+    klds = {(c.group, c.type): c.kld or 0.0 for c in known.costs}
+    assert math.fsum(klds[pair] for pair in guessed.types.items()) < 1.5 * first.kld  # a guess is not taken as exact
+
+
+# --- the front, and what is measured ---
+
+
+def test_the_front_falls_and_has_the_presets(dense: Path, tmp_path: Path) -> None:
+    (tmp_path / "S.json").write_text(drawn(dense, ("Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K")).to_json())
+    line = ["search", "-s", str(tmp_path / "S.json"), "--points", "6", "--front", str(tmp_path / "front.csv")]
+    ran = CliRunner().invoke(cli, [*line, "--plot", str(tmp_path / "front.svg")])
+    assert ran.exit_code == 0, ran.output
+    rows = list(csv.DictReader((tmp_path / "front.csv").read_text().splitlines()))
+    searched = [(int(r["bytes"]), float(r["predicted_kld"])) for r in rows if r["kind"] == "search"]
+    presets = {r["name"]: (int(r["bytes"]), float(r["predicted_kld"])) for r in rows if r["kind"] == "preset"}
+    assert searched == sorted(searched, key=lambda point: (point[0], -point[1]))
+    assert all(b < a for (_, a), (_, b) in itertools.pairwise(searched))
+    assert {"Q2_K", "Q3_K_M", "Q4_K_M", "Q5_K_M"} <= presets.keys()
+    for nbytes, kld in presets.values():
+        assert any(n <= nbytes + 1024 and k <= kld * 1.001 for n, k in searched)  # a recipe is in the header
+    assert plan_quantize(dense, tmp_path / "q.gguf", "Q4_K_M").nbytes == presets["Q4_K_M"][0]
+    assert b"Q4_K_M" in (tmp_path / "front.svg").read_bytes()
+
+
+def test_the_best_few_are_measured_and_the_best_of_them_comes_first(tiny_moe: Path, tmp_path: Path) -> None:
+    quantkit.perplexity(tiny_moe, tokens=np.arange(2, 66), n_ctx=32, save_logits=SaveLogits(tmp_path / "base"))
+    check = Check(2, tmp_path / "base", folder=tmp_path)
+    told: list[str] = []
+    found = search(
+        drawn(tiny_moe, ("Q4_0", "Q8_0")), options=SearchOptions(target_bpw=5), check=check, progress=told.append
+    )
+    klds = [a.check.sums.kld.mean.value for a in found.allocations if a.check is not None]
+    assert len(klds) == 2
+    assert klds == sorted(klds)
+    assert found.allocations[0].types != found.allocations[1].types
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["base"]
+    assert len(told) == 3
+
+
+def test_what_is_quantized_already(dense: Path, tmp_path: Path) -> None:
+    """Only if that is allowed; the plan then is one that quantize takes."""
+    path = tmp_path / "q8_0.gguf"
+    quantkit.quantize(dense, path, "Q8_0", threads=1)
+    known, target = drawn(path, few=6), SearchOptions(target_bpw=8)
+    with pytest.raises(TypeNotSupported, match="--allow-requantize"):
+        search(known, options=target)
+    best = search(known, options=replace(target, allow_requantize=True)).best
+    assert best.bpw <= 8
+    assert {t.name for t in best.types.values()} <= set(TYPES)
+    assert best.options.allow_requantize
+
+
+def test_what_routers_flip_adds_up_as_squares(dense: Path) -> None:
+    """What is found for a size, and for a divergence, is the best of all allocations, or nearly; the rule says how bad
+    it is, a plan of the same types, too."""
+    known = drawn(dense, few=6, seed=5)
+    shares = {group.name: 0.05 + 0.9 * (i % 2) for i, group in enumerate(known.groups)}
+    known = replace(known, costs=tuple(replace(c, flips=shares[c.group]) for c in known.costs))
+
+    def total(space: Space, picks: Sequence[int]) -> float:
+        choices = [unit.choices[pick] for unit, pick in zip(space.choice_groups, picks, strict=True)]
+        return math.fsum(c.kld - c.flips for c in choices) + math.sqrt(math.fsum(c.squares for c in choices))
+
+    with open_model(dense) as source:
+        space = Space(known, source, SearchOptions())
+        sizes = [[c.footprint.padded for c in unit.choices] for unit in space.choice_groups]
+        most = space.fixed.padded + sum((row[0] + row[-1]) // 2 for row in sizes)
+        every = list(itertools.product(*map(range, map(len, sizes))))
+        limit = most + Finder(space).header_bytes
+        finder = Finder(Space(known, source, SearchOptions(target_size=limit)))
+        first, second = finder.best(2)
+        plain = finder.best_for_size(limit, costs=finder._klds)
+        by_kld = Finder(Space(known, source, SearchOptions(target_kld=first.kld)))
+        (smallest,) = by_kld.best(1)
+        assert predict_plan(space, first.plan) == pytest.approx(first.kld)
+    assert plain is not None
+    assert second.picks == plain.picks or first.picks == plain.picks
+    assert first.kld == pytest.approx(total(space, first.picks))
+    assert first.kld <= 1.02 * min(total(space, p) for p in every if space.total(p).padded <= most)
+    assert first.kld < 0.97 * total(space, plain.picks)
+    assert first.nbytes <= limit
+    least = min(space.total(p).padded for p in every if total(space, p) <= first.kld)
+    assert smallest.kld <= first.kld
+    assert smallest.footprint.padded <= 1.02 * least
+
+
+def test_of_several_the_second_is_the_best_for_plain_sums(dense: Path) -> None:
+    """Where a rule discounts small costs, and only for a size: for a divergence the rule is what counts."""
+    known = six(dense)
+    klds = {(c.group, c.type.name): c.kld or 0.0 for c in known.costs}
+    rule = Combination(0.1)
+    rows = [
+        {"types": {g.name: t for g in known.groups},
+         "kld": rule.total(math.fsum(rule.additive_part(klds[g.name, t]) for g in known.groups))}
+        for t in TYPES
+    ]  # fmt: skip
+    options = SearchOptions(target_bpw=11)
+    with open_model(dense) as source:
+        finder = Finder(Space(replace(known, settings={"together": rows}), source, options))
+        assert finder.space.combination.kink > 0
+        first, second = finder.best(2)
+        (plain,) = Finder(Space(known, source, options)).best(1)
+    assert first.kld <= second.kld
+    assert first.types != second.types
+    total = sum(klds[g, t.name] for g, t in second.types.items())
+    assert first.types == plain.types or total == pytest.approx(plain.kld)
+
+
+def test_speeds_are_measured_and_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    module = sys.modules[measure_speeds.__module__]
+    monkeypatch.setattr(module, "_SECONDS", 0.01)
+    monkeypatch.setattr(module, "_BYTES", 4 << 20)
+    assert measure_speeds([BY_NAME["Q4_K"]], threads=1).keys() == {"Q4_K"}
+    (tmp_path / "speeds.json").write_text('{"Q4_K": 18.5}')
+    assert read_speeds(tmp_path / "speeds.json") == {"Q4_K": 18.5}
+
+
+# --- what cannot be ---
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "too small": ({"target_size": 1000}, r"the smallest allocation of these types has \d+ bytes"),
+    "too few bits": ({"target_bpw": 1.0}, r"has \d\.\d+ bpw"),
+    "too good": ({"target_kld": 1e-30}, "the least that is predicted is"),
+    "too slow": ({"target_bpw": 4.0, "max_read": 1000}, "the least that a token can read is"),
+    "much too slow": ({"min_speed": 1e9, "speeds": dict.fromkeys(TYPES, 1.0)}, "the most tokens per second"),
+    "no speeds": ({"min_speed": 1.0}, "--speeds"),
+    "unknown type": ({"types": ("Q9_K",)}, "no tensor type 'Q9_K'"),
+    "type not measured": ({"types": ("Q5_K",)}, "Q5_K was not measured, only Q2_K"),
+    "integers": ({"types": ("I32",)}, "cannot be quantized to"),
+    "of the other tree": ({"types": ("IQ4_KS",), "runtime": "mainline"}, "not measured|has no IQ4_KS"),
+    "unknown runtime": ({"runtime": "vllm"}, "--runtime vllm"),
+    "unknown class": ({"allow": ("attn_z=Q4_K",)}, "no tensor matches; there are token_embd"),
+    "no type": ({"allow": ("attn_q=",)}, "write RE=TYPE"),
+    "broken regex": ({"allow": ("attn_(=Q4_K",)}, "not a regular expression"),
+    "nothing left": ({"at_least": ("attn_q=Q6_K",), "at_most": ("attn_q=Q4_K",)}, "can have no type"),
+    "two bounds": ({"at_least": ("attn_q=Q6_K,Q4_K",)}, "a bound is one type"),
+    "no class alike": ({"same": ("up,down,sideways",)}, "no class has a part 'sideways'"),
+    "one alike": ({"same": ("up",)}, "at least two classes"),
+    "none in common": ({"same": ("up,gate",), "allow": ("up=Q4_K", "gate=Q6_K")}, "have none in common"),
+    "below zero": ({"target_bpw": -1.0}, "must be above 0"),
+    "two targets": ({"target_bpw": 4.0, "target_kld": 1.0}, "give one of"),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_what_cannot_be_is_said_with_what_is_possible(dense: Path, what: str) -> None:
+    more, message = REFUSED[what]
+    target = {} if any(name.startswith("target") for name in more) else {"target_bpw": 4.0}
+    with pytest.raises((RecipeError, TypeNotSupported), match=message):
+        search(drawn(dense), options=SearchOptions(**{**target, **more}))
+
+
+def test_costs_of_another_model_are_refused(dense: Path, moe: Path, tmp_path: Path) -> None:
+    four = SearchOptions(target_bpw=4)
+    with pytest.raises(RecipeError, match=r"\[256, 64\], but \[256, 128\] was measured: .* of moe.gguf"):
+        search(drawn(moe), dense, four)
+    more = write_model(tmp_path / "more.gguf", llama_tensors(3), llama_fields(3))
+    with pytest.raises(RecipeError, match="there is no blk.2.attn_q.weight, which was measured"):
+        search(drawn(more), dense, four)
+    wider = write_model(tmp_path / "wide.gguf", llama_tensors(2, 512), llama_fields(2, 512))
+    with pytest.raises(RecipeError, match=r"\[512, 64\], but"):
+        search(drawn(dense), wider, four)
+    known = drawn(dense)
+    with pytest.raises(RecipeError, match="other weights than"):
+        search(replace(known, model={**known.model, "fingerprint": "0" * 64}), dense, four)
+    with pytest.raises(RecipeError, match="does not exist: name it with -m"):
+        search(replace(known, model={"path": str(tmp_path / "gone.gguf")}), None, four)
+    with pytest.raises(QuantkitError, match="two groups"):
+        search(replace(known, groups=(*known.groups, replace(known.groups[0], name="again"))), dense, four)
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ('"kld": 0', '"kld": NaN, "x": 0'),
+        ('"kld": 0', '"kld": NaN}, {"x": 0'),
+        ('"settings": {}', '"settings": []'),
+        ('"settings": {}', '"settings": {"together": 5}'),
+        ('"settings": {}', '"settings": {"together": [{"types": {"a": "Q4_K"}, "kld": "much"}]}'),
+        ('"model": {', '"model": 7, "was": {'),
+    ],
+)
+def test_a_hostile_file_is_refused_with_one_line(dense: Path, tmp_path: Path, old: str, new: str) -> None:
+    text = drawn(dense, few=2).to_json()
+    assert old in text
+    (tmp_path / "S.json").write_text(text.replace(old, new))
+    ran = CliRunner().invoke(cli, ["search", "-s", str(tmp_path / "S.json"), "-m", str(dense), "--target-bpw", "4"])
+    assert ran.exit_code == 1
+    assert ran.output.startswith("Error: ")
+    assert isinstance(ran.exception, SystemExit)
+
+
+def test_no_number_is_no_cost(dense: Path) -> None:
+    known = drawn(dense, few=2)
+    bad: Any
+    for bad in (math.nan, math.inf, "0.1"):
+        costs: Any = (replace(known.costs[0], kld=bad), *known.costs[1:])
+        with pytest.raises(QuantkitError, match="that is no number"):
+            search(replace(known, costs=costs), options=SearchOptions(target_bpw=15))
+
+
+def test_usage(dense: Path, tmp_path: Path) -> None:
+    (tmp_path / "S.json").write_text(drawn(dense, few=4).to_json())
+    first = ["search", "-s", str(tmp_path / "S.json")]
+    for more, message in (
+        ([], "give one of --target-size"),
+        (["--target-bpw", "4", "--check", "2"], "give both"),
+        (["--front", str(tmp_path / "front.txt")], ".csv or .json"),
+        (["--front", str(tmp_path / "front.csv"), "-o", str(tmp_path / "r")], "give its target"),
+        (["--target-bpw", "4", "-o", str(tmp_path / "S.json"), "--overwrite"], "is the input itself"),
+        (["--target-bpw", "4", "--plot", str(tmp_path / "a.gif")], ".svg, .png or .pdf"),
+    ):
+        ran = CliRunner().invoke(cli, [*first, *more])
+        assert ran.exit_code != 0
+        assert message in ran.output
+    printed = CliRunner().invoke(cli, [*first, "--target-bpw", "15"])
+    assert printed.exit_code == 0, printed.output
+    assert "make the file: quantkit quantize" in printed.output
