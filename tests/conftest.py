@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, settings
 
+from quantkit import patterns
 from quantkit.kernels import first_run
 from zoo import write_zoo
 
@@ -29,6 +30,13 @@ def package_dir(name: str) -> Path | None:
     """Return the folder of an installed package without importing it."""
     spec = importlib.util.find_spec(name)
     return Path(spec.origin).parent if spec and spec.origin else None
+
+
+@pytest.fixture
+def pattern_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Shorten the time that patterns have, and count none of what earlier tests of this process took."""
+    monkeypatch.setattr(patterns, "_CLOCK", patterns._Clock())
+    monkeypatch.setattr(patterns, "TIME_LIMIT", 0.3)
 
 
 @pytest.fixture(scope="session")

@@ -403,10 +403,10 @@ def test_on_the_command_line(source: Path, tmp_path: Path) -> None:
     assert run("--overwrite").exit_code == 0
     assert out.read_bytes() == first
     assert "CUDA0, CUDA1 encode" in run("--backend", "cuda", "--dry-run").output
-    for wrong, why in ((["--verify", "2"], "--verify: of cards; give"), (["--devices", "one"], "is no list of cards")):
-        done = run(*wrong)
+    for options, name in ((["--verify", "2"], "--verify"), (["--devices", "one"], "--devices")):
+        done = run(*options)
         assert done.exit_code == 2
-        assert why in done.output
+        assert name in done.output
     done = run("--backend", "cuda", "--ray", "local", "--overwrite", "--verify", "2")
     assert done.exit_code == 2
     assert "--devices and --verify are for the GPUs of this machine" in " ".join(done.output.split())

@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 from tiny_checkpoints import moe_arrays, moe_config, write_checkpoint
 
-from quantkit import patterns
 from quantkit.checkpoint import general
 from quantkit.checkpoint.vocab import tokenizer
 from quantkit.convert import ConvertOptions, plan_convert
@@ -184,13 +183,7 @@ def test_settings_cannot_grow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, t
     assert len(e.value.message) < 2000
 
 
-@pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(patterns, "_CLOCK", patterns._Clock())
-    monkeypatch.setattr(patterns, "TIME_LIMIT", 0.2)
-
-
-@pytest.mark.usefixtures("clock")
+@pytest.mark.usefixtures("pattern_limit")
 @pytest.mark.parametrize(
     "pattern",
     ["a{1000000000}", "(?:" * 6 + "a" + "){50}" * 6, "(?:ab|cd){999999999}", "x" * 10_000_000, "(" * 3000 + ")" * 3000],
@@ -203,7 +196,7 @@ def test_a_pattern_cannot_grow_while_it_is_compiled(pattern: str) -> None:
     assert len(e.value.message) < 1000
 
 
-@pytest.mark.usefixtures("clock")
+@pytest.mark.usefixtures("pattern_limit")
 def test_slow_patterns_have_one_limit_together() -> None:
     slow = r"(?:(\w)\1?|\w\w|\w|.)+[!-*]"
     rules = parse_recipe("".join(f"{slow}{i} = q4_K\n" for i in range(1000)), "mix.txt")

@@ -16,12 +16,10 @@ ENDLESS = r"(?:(\w)\1?|\w\w|\w|.)+[!-*]"
 NAME = "blk.12.ffn_gate_up_exps.weight"
 
 
+@pytest.mark.usefixtures("pattern_limit")
 @pytest.mark.parametrize("verb", ["recipe", "-ot", "inspect", "compare", "--ignore-metadata"])
 @pytest.mark.parametrize(("pattern", "says"), [(ENDLESS, "takes too long"), ("(", "not a regular expression")])
-def test_a_pattern_without_end_is_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, verb: str, pattern: str, says: str
-) -> None:
-    monkeypatch.setattr(patterns, "TIME_LIMIT", 0.05)
+def test_a_pattern_without_end_is_named(tmp_path: Path, verb: str, pattern: str, says: str) -> None:
     path = write_model(tmp_path / "m.gguf", llama_tensors())
     calls = {
         "recipe": lambda: parse_rule(f"{pattern}=q4_K", "mix.txt:3").matches(NAME),
@@ -37,8 +35,8 @@ def test_a_pattern_without_end_is_named(
     assert repr(pattern) in e.value.message
 
 
-def test_the_time_is_that_of_all_names_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(patterns, "TIME_LIMIT", 0.1)
+@pytest.mark.usefixtures("pattern_limit")
+def test_the_time_is_that_of_all_names_together() -> None:
     slow = patterns.Pattern(ENDLESS, "-ot")
     names = [f"blk.{n}.attn_q" for n in range(10**6)]
     with pytest.raises(RecipeError, match="takes too long"):

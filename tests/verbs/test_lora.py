@@ -22,7 +22,6 @@ import adapters
 import checkpoints
 from adapters import ADAPTERS, Adapter, write_adapter, write_base
 from gguf_digests import differences, digests
-from quantkit import patterns
 from quantkit.cli import cli
 from quantkit.convert import ConvertOptions, convert, plan_convert
 from quantkit.errors import FormatError, QuantkitError, RecipeError, ResourceError
@@ -328,6 +327,7 @@ def refusals(source: Path, llama: Path, message: str) -> None:
         assert len(said) < 600
 
 
+@pytest.mark.usefixtures("pattern_limit")
 @pytest.mark.parametrize(
     ("config", "message"),
     [
@@ -365,10 +365,7 @@ def refusals(source: Path, llama: Path, message: str) -> None:
     ],
     ids=str,
 )
-def test_what_is_more_than_factors(
-    llama: Path, tmp_path: Path, config: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(patterns, "TIME_LIMIT", 0.1)
+def test_what_is_more_than_factors(llama: Path, tmp_path: Path, config: dict[str, Any], message: str) -> None:
     refusals(edited(LLAMA, tmp_path, **config), llama, message)
 
 
