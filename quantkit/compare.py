@@ -26,7 +26,7 @@ import numpy.typing as npt
 
 from quantkit.arguments import checked
 from quantkit.cpus import available_cpus
-from quantkit.errors import RecipeError, ResourceError
+from quantkit.errors import RecipeError, ResourceError, os_error_code
 from quantkit.formats.files import check_unchanged
 from quantkit.formats.gguf import Field, GGUFFile, TensorInfo, open_gguf
 from quantkit.formats.gguf.rules import n_dims
@@ -399,7 +399,7 @@ def _read(path: Path, out: U8, offset: int) -> None:
     try:
         read_range(path, out, offset)
     except OSError as e:
-        raise ResourceError(f"{path}: cannot be read at byte {offset}: {e.strerror or e}", "QK-E405") from None
+        raise ResourceError(f"{path}: cannot be read at byte {offset}: {e.strerror or e}", os_error_code(e)) from None
 
 
 def _is_comparable(x: TensorInfo, y: TensorInfo) -> bool:

@@ -17,6 +17,7 @@ the library itself does not need click.
 
 from __future__ import annotations
 
+import errno
 from typing import NamedTuple, Self
 
 
@@ -100,6 +101,14 @@ CODES = {
 }
 # fmt: on
 
+_OS_ERROR_CODES = {
+    errno.ENOENT: "QK-E401",
+    errno.ENOTDIR: "QK-E401",
+    errno.ENOSPC: "QK-E406",
+    errno.EDQUOT: "QK-E406",
+    errno.ENOMEM: "QK-E407",
+}
+
 
 class QuantkitError(Exception):
     """Base of all errors shown without a traceback.
@@ -119,6 +128,11 @@ class QuantkitError(Exception):
     def extended(self, text: str) -> Self:
         """Return the same error with more words at the end."""
         return type(self)(self.message + text, self.code)
+
+
+def os_error_code(error: OSError) -> str:
+    """Return the code of an error of the operating system: no such file, no space, or another."""
+    return _OS_ERROR_CODES.get(error.errno or 0, "QK-E405")
 
 
 class FormatError(QuantkitError):

@@ -21,7 +21,7 @@ from quantkit.arguments import Options, checked
 from quantkit.checkpoint.export.classes import of_architecture
 from quantkit.checkpoint.export.source import ExportSource, open_export
 from quantkit.checkpoint.tensor_names import KINDS
-from quantkit.errors import RecipeError, ResourceError
+from quantkit.errors import RecipeError, ResourceError, os_error_code
 from quantkit.formats.gguf import Layout, TensorInfo, open_model
 from quantkit.formats.outputs import Output, atomic_write, check_apart, check_free, part_path, resolve_links
 from quantkit.formats.remote import located
@@ -229,7 +229,7 @@ def _make_folder(folder: Path) -> bool:
     except FileNotFoundError:
         raise ResourceError(f"{folder.parent}: no such directory; make it first", "QK-E401") from None
     except OSError as e:
-        raise ResourceError(f"{folder} cannot be made: {e.strerror or e}", "QK-E405") from None
+        raise ResourceError(f"{folder} cannot be made: {e.strerror or e}", os_error_code(e)) from None
     return True
 
 

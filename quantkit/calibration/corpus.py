@@ -24,7 +24,7 @@ from quantkit.arguments import checked
 from quantkit.calibration.documents import Inputs, read_inputs
 from quantkit.calibration.overlap import Sketch, sketch
 from quantkit.calibration.passages import Deduplicator, passage_hash, split_passages
-from quantkit.errors import FormatError, RecipeError, ResourceError
+from quantkit.errors import FormatError, RecipeError, ResourceError, os_error_code
 from quantkit.formats.outputs import Output, atomic_write, check_apart, check_free, read_whole
 from quantkit.formats.remote import located
 
@@ -249,7 +249,9 @@ def _write(folder: Path, corpus: Corpus, overwrite: bool) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as e:
-        raise ResourceError(f"{folder}: cannot be made: {e.strerror or e}; name another folder", "QK-E405") from None
+        raise ResourceError(
+            f"{folder}: cannot be made: {e.strerror or e}; name another folder", os_error_code(e)
+        ) from None
     with ExitStack() as stack:
         for name, text in texts.items():
             path = stack.enter_context(Output(folder / name, overwrite=overwrite)).path

@@ -57,7 +57,7 @@ def _read_cached(path: Path, changed: int, size: int) -> Json:
 
 def optional_json(path: Path) -> Json | None:
     """Return the object in a JSON file, or None if there is no such file."""
-    return read_json(path) if path.is_file() else None
+    return read_json(path) if path.exists() else None
 
 
 class Config:
@@ -192,9 +192,10 @@ def _architecture(path: Path, values: Mapping[str, Any]) -> str:
 def read_config(folder: Path) -> Config:
     """Return the configuration of a checkpoint. Raises FormatError."""
     path = folder / "config.json"
-    if not path.is_file():
-        problem = "it has no config.json, so this is no checkpoint" if folder.is_dir() else "no such directory"
-        raise FormatError(f"{folder}: {problem}", "QK-E101")
+    if not path.exists():
+        if not folder.is_dir():
+            raise FormatError(f"{folder}: no such directory", "QK-E401")
+        raise FormatError(f"{folder}: it has no config.json, so this is no checkpoint", "QK-E101")
     return Config(path, unify_text_config(with_defaults(read_json(path))))
 
 

@@ -248,7 +248,7 @@ def _override(general: General, overrides: Json) -> None:
 
 def read_card(path: Path) -> Json:
     """Return the front matter of a model card, {} without one."""
-    if not path.is_file():
+    if not path.exists():
         return {}
     lines = read_text(path).decode("utf-8", "replace").splitlines()
     if not lines or lines[0] != "---":

@@ -28,7 +28,7 @@ def set_pooling(keys: Keys, config: Config) -> None:
     """Set the pooling, where the model is made for embeddings (TextModel._try_set_pooling_type)."""
     folder = config.path.parent
     modules = folder / "modules.json"
-    entries = _read_list(modules) if modules.is_file() else []
+    entries = _read_list(modules) if modules.exists() else []
     pools = (m for m in entries if isinstance(m, dict) and str(m.get("type", "")).endswith("Pooling"))
     module = next(pools, None)
     if module is not None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from quantkit.cli._plot import Figure, Line, LinePanel, check_plot, draw
 from quantkit.cli._table import fold, table
-from quantkit.errors import QuantkitError, RecipeError
+from quantkit.errors import QuantkitError, RecipeError, os_error_code
 from quantkit.pipeline.feedback import TOKENS_PER_COLUMN
 from quantkit.pipeline.feedback_report import FeedbackReport, MatrixReport, TensorReport
 
@@ -97,7 +97,9 @@ def write_feedback_plot(report: FeedbackReport | None, name: str, path: Path) ->
     try:
         path.write_bytes(data)
     except OSError as e:
-        raise QuantkitError(f"{path}: {e.strerror or e}; the model is complete, only its plot is not", "QK-E405") from e
+        raise QuantkitError(
+            f"{path}: {e.strerror or e}; the model is complete, only its plot is not", os_error_code(e)
+        ) from e
 
 
 def feedback_figure(report: FeedbackReport, name: str) -> Figure:

@@ -10,14 +10,12 @@ from typing import TYPE_CHECKING, Any
 import click
 from click.shell_completion import CompletionItem
 
-from quantkit.formats.remote import URL, located
-
 if TYPE_CHECKING:
     from quantkit.pipeline.presets import Preset
 
 
 class Place(click.Path):
-    """A path, or a URL, unless it must be ``here``, on this machine."""
+    """A path, or a URL unless the file must be ``local``."""
 
     def __init__(self, *, local: bool = True, **options: Any) -> None:
         super().__init__(path_type=Path, **options)
@@ -25,6 +23,8 @@ class Place(click.Path):
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         """Return a path, or a URL, whose existence is checked when it is opened."""
+        from quantkit.formats.remote import URL, located  # not for the help of all commands
+
         place = located(value)
         if not isinstance(place, URL):
             return super().convert(os.fspath(place), param, ctx)

@@ -17,7 +17,7 @@ from tqdm import tqdm
 from quantkit.cli._feedback_report import feedback_lines
 from quantkit.cli._options import echo_notes
 from quantkit.cli._table import fold, table
-from quantkit.errors import QuantkitError
+from quantkit.errors import QuantkitError, os_error_code
 from quantkit.formats.outputs import part_path
 from quantkit.names import printable, tensor_class
 from quantkit.pipeline.cache.run_cache import CacheUse
@@ -230,7 +230,7 @@ class RunReport:
             click.echo(f"\ninterrupted; continue with the same command and --resume ({printable(part)})", err=True)
             sys.exit(130)
         except OSError as e:
-            raise QuantkitError(f"{e.filename or part}: {e.strerror or e}; {hint}", "QK-E405") from e
+            raise QuantkitError(f"{e.filename or part}: {e.strerror or e}; {hint}", os_error_code(e)) from e
 
     def on_resume(self, tensors: int, nbytes: int) -> None:
         """Print how much of the work an earlier run finished."""

@@ -26,7 +26,7 @@ from quantkit.cook.target_steps import (
     quantize_options,
     quantize_step,
 )
-from quantkit.errors import QualityGate, QuantkitError, RecipeError, ResourceError
+from quantkit.errors import QualityGate, QuantkitError, RecipeError, ResourceError, os_error_code
 from quantkit.extras import CHAT, REPORT, SEARCH, MissingPackages, check_extras, missing_packages
 from quantkit.formats.gguf import open_model
 from quantkit.formats.outputs import check_apart, drop_lock, take_lock
@@ -255,7 +255,7 @@ def _lock_folder(work: Path) -> Iterator[None]:
     except BlockingIOError:
         raise ResourceError(f"{work}: another cook is at work there; wait for it or stop it", "QK-E404") from None
     except OSError as e:
-        raise ResourceError(f"{work}: cannot be written: {e.strerror or e}", "QK-E405") from None
+        raise ResourceError(f"{work}: cannot be written: {e.strerror or e}", os_error_code(e)) from None
     try:
         yield
     finally:

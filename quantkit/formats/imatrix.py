@@ -33,7 +33,7 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from quantkit.errors import FormatError
+from quantkit.errors import FormatError, os_error_code
 from quantkit.formats.files import hold
 from quantkit.formats.gguf import Field, GGUFFile, TensorInfo, ValueType, open_gguf, write_gguf
 from quantkit.formats.outputs import atomic_write
@@ -162,7 +162,9 @@ def _open_file(path: Path) -> Iterator[Any]:
     try:
         file = path.open("rb")
     except OSError as error:
-        raise FormatError(f"{path}: the importance matrix cannot be opened: {error.strerror}", "QK-E405") from error
+        raise FormatError(
+            f"{path}: the importance matrix cannot be opened: {error.strerror}", os_error_code(error)
+        ) from error
     with file:
         yield file
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import BinaryIO, TextIO
 
-from quantkit.errors import FormatError, ResourceError
+from quantkit.errors import FormatError, ResourceError, os_error_code
 from quantkit.formats.gguf import parse_split_path, split_path
 from quantkit.formats.ranges import sync
 from quantkit.formats.remote import URL, located
@@ -80,7 +80,7 @@ def read_whole(path: str | Path, max_bytes: int = MAX_TEXT) -> bytes:
                 raise _too_large(path, max_bytes)
             return _read_bounded(file, path, max_bytes)
     except OSError as e:
-        raise FormatError(f"{path}: cannot be read: {e.strerror or e}", "QK-E405") from None
+        raise FormatError(f"{path}: cannot be read: {e.strerror or e}", os_error_code(e)) from None
 
 
 def _check_pipe(path: str | Path, mode: int) -> None:
@@ -177,7 +177,7 @@ def check_free(path: str | Path, *, overwrite: bool) -> None:
     except FileNotFoundError:
         return
     except OSError as e:
-        raise ResourceError(f"{path}: {e.strerror or e}; name another file", "QK-E405") from None
+        raise ResourceError(f"{path}: {e.strerror or e}; name another file", os_error_code(e)) from None
     if stat.S_ISDIR(mode):
         raise ResourceError(f"{path} is a directory; name a file", "QK-E120")
     if not stat.S_ISREG(mode):

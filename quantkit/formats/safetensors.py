@@ -24,7 +24,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from quantkit.errors import FormatError
+from quantkit.errors import FormatError, os_error_code
 from quantkit.formats.files import hold, open_input
 from quantkit.formats.gguf.rules import short
 from quantkit.formats.outputs import read_whole
@@ -107,7 +107,7 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
     try:
         path = hold(path)
     except OSError as e:
-        raise FormatError(f"{path}: cannot be read: {e.strerror or e}", "QK-E405") from None
+        raise FormatError(f"{path}: cannot be read: {e.strerror or e}", os_error_code(e)) from None
     size, header = _header(path)
     begin = 8 + len(header)
     entries = _json(path, header, "the header")
@@ -135,7 +135,7 @@ def _header(path: Path) -> tuple[int, bytes]:
             n = _header_bytes(path, size, os.pread(fd, 8, 0))
             header = os.pread(fd, n, 8)
     except OSError as e:
-        raise FormatError(f"{path}: cannot be read: {e.strerror or e}", "QK-E405") from None
+        raise FormatError(f"{path}: cannot be read: {e.strerror or e}", os_error_code(e)) from None
     if len(header) < n:
         raise FormatError(f"{path}: ends within its header", "QK-E103")
     return size, header
@@ -285,7 +285,7 @@ def _is_present(path: Path) -> bool:
     try:
         return path.exists() or path.is_symlink()
     except OSError as e:
-        raise FormatError(f"{path}: cannot be read: {e.strerror or e}", "QK-E405") from None
+        raise FormatError(f"{path}: cannot be read: {e.strerror or e}", os_error_code(e)) from None
 
 
 def _read_headers(paths: Sequence[Path]) -> list[dict[str, StoredTensor]]:
@@ -312,7 +312,7 @@ def _files(folder: Path, prefix: str) -> list[Path]:
         else:
             file_names = os.listdir(folder)
     except OSError as e:
-        raise FormatError(f"{folder}: cannot be read: {e.strerror or e}", "QK-E405") from None
+        raise FormatError(f"{folder}: cannot be read: {e.strerror or e}", os_error_code(e)) from None
     names = sorted(n for n in file_names if n.startswith(prefix) and n.endswith(".safetensors"))
     if not names:
         foreign = ", ".join(sorted(n for n in file_names if n.endswith((".bin", ".pth", ".pt", ".gguf")))[:3])

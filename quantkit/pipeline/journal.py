@@ -15,7 +15,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple
 
-from quantkit.errors import ResourceError
+from quantkit.errors import ResourceError, os_error_code
 from quantkit.records import DAMAGE
 
 
@@ -60,7 +60,7 @@ class Journal:
         try:
             self._file = open(path, "a+b")  # noqa: SIM115 - held until close()
         except OSError as e:
-            raise ResourceError(f"{path}: {e.strerror}; nothing was written", "QK-E405") from e
+            raise ResourceError(f"{path}: {e.strerror}; nothing was written", os_error_code(e)) from e
 
     def start(self) -> None:
         """Begin anew: forget what was there and write the first line."""

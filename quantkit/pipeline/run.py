@@ -17,7 +17,15 @@ from typing import Protocol, TypedDict, Unpack
 
 from quantkit.arguments import checked
 from quantkit.cpus import available_cpus
-from quantkit.errors import ClusterError, FormatError, QuantkitError, RecipeError, ResourceError, TypeNotSupported
+from quantkit.errors import (
+    ClusterError,
+    FormatError,
+    QuantkitError,
+    RecipeError,
+    ResourceError,
+    TypeNotSupported,
+    os_error_code,
+)
 from quantkit.formats.files import File, check_unchanged
 from quantkit.formats.outputs import Output, check_apart, check_free, sibling_path
 from quantkit.formats.ranges import Buffers
@@ -254,7 +262,7 @@ def _stamps(plan: Plan) -> list[list[int | str]]:
     try:
         return stamps_of((*plan.source.inputs, *open_files))
     except OSError as e:
-        raise FormatError(f"{e.filename}: cannot be read: {e.strerror or e}", "QK-E405") from None
+        raise FormatError(f"{e.filename}: cannot be read: {e.strerror or e}", os_error_code(e)) from None
 
 
 def _prepare(plan: Plan, target: RunTarget, journal: Journal, *, resume: bool, overwrite: bool) -> set[str]:
@@ -287,7 +295,7 @@ def _prepare(plan: Plan, target: RunTarget, journal: Journal, *, resume: bool, o
         _discard(target, journal)
         where = e.filename or plan.shards[0].path.parent
         raise ResourceError(
-            f"{where}: {e.strerror or e}; nothing was written: make room, or write elsewhere", "QK-E405"
+            f"{where}: {e.strerror or e}; nothing was written: make room, or write elsewhere", os_error_code(e)
         ) from e
     except BaseException:
         _discard(target, journal)

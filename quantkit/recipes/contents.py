@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from quantkit.errors import RecipeError
+from quantkit.errors import RecipeError, os_error_code
 from quantkit.formats.gguf import Field, GGUFFile, TensorInfo, open_gguf
 from quantkit.pipeline.choose import ModelFacts, Request, choose_types, iteration_order
 from quantkit.pipeline.presets import preset_by_name
@@ -77,7 +77,7 @@ def is_gguf(path: Path) -> bool:
         with path.open("rb") as file:
             return file.read(4) == b"GGUF"
     except OSError as e:
-        raise RecipeError(f"{path}: {e.strerror or e}", "QK-E405") from None
+        raise RecipeError(f"{path}: {e.strerror or e}", os_error_code(e)) from None
 
 
 def read_model(path: Path) -> Model:

@@ -11,7 +11,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from quantkit.errors import ResourceError
+from quantkit.errors import ResourceError, os_error_code
 from quantkit.formats.outputs import read_whole, sibling_path
 from quantkit.pipeline.content import Origin
 from quantkit.records import DAMAGE
@@ -48,7 +48,7 @@ class Journal:
         try:
             self._file = self.path.open("ab" if self.resumed else "wb")
         except OSError as e:
-            raise ResourceError(f"{self.path}: {e.strerror or e}", "QK-E405") from e
+            raise ResourceError(f"{self.path}: {e.strerror or e}", os_error_code(e)) from e
         if not self.resumed:
             self._append({"quantkit sensitivity": 1, "run": identity, "inputs": asdict(inputs_now)})
 
@@ -83,7 +83,9 @@ class Journal:
             self._file.write(json.dumps(entry).encode() + b"\n")
             self._file.flush()
         except OSError as e:
-            raise ResourceError(f"{self.path}: {e.strerror or e}; what is there can be resumed", "QK-E405") from e
+            raise ResourceError(
+                f"{self.path}: {e.strerror or e}; what is there can be resumed", os_error_code(e)
+            ) from e
 
     def close(self, *, remove: bool) -> None:
         """Close the file; ``remove`` it once the output is complete."""

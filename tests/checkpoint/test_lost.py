@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -142,6 +143,21 @@ def with_template(template: object) -> Callable[[Path], Path]:
     return write
 
 
+def without_tokenizer_config(folder: Path) -> Path:
+    """Write a checkpoint whose tokenizer is of its model's class: Qwen2."""
+    path = write_checkpoint(folder)
+    (path / "tokenizer_config.json").unlink()
+    return path
+
+
+def with_template_alone(folder: Path) -> Path:
+    path = without_tokenizer_config(folder)
+    tokens = path / "tokenizer.json"
+    tokens.write_text(tokens.read_text().replace("<|end|>", "<|endoftext|>"))
+    (path / "chat_template.jinja").write_text("{{ x }}")
+    return path
+
+
 def with_files(**files: str) -> Callable[[Path], Path]:
     """Return what writes a checkpoint with other JSON files."""
 
@@ -160,6 +176,7 @@ def with_files(**files: str) -> Callable[[Path], Path]:
         without_a_setting,
         with_template({"default": "{{ x }}"}),
         with_template(5),
+        with_template_alone,
         with_template([{"template": "{{ x }}"}]),
         with_files(tokenizer_config='{"tokenizer_class": "X"}', chat_template='{"chat_template": 5}'),
         with_files(generation_config='{"temperature": 0.6,'),
@@ -196,6 +213,21 @@ def test_a_template_that_names_none_blames_its_file(tmp_path: Path) -> None:
         folder = with_template(template)(tmp_path / "m")
         with pytest.raises(FormatError, match=r"tokenizer_config\.json"):
             plan_convert(folder, tmp_path / "x.gguf", None, ConvertOptions(pre="gpt-2"))
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["config.json", "tokenizer.json", "tokenizer_config.json", "README.md"],
+)
+def test_a_pipe_is_not_a_missing_file(name: str, tmp_path: Path) -> None:
+    """Also not one that the checkpoint can do without."""
+    folder = write_checkpoint(tmp_path / "m")
+    (folder / name).unlink(missing_ok=True)
+    os.mkfifo(folder / name)
+    with pytest.raises(FormatError) as e:
+        plan_convert(folder, tmp_path / "x.gguf", None, ConvertOptions(pre="gpt-2"))
+    assert e.value.code == "QK-E120"
+    assert name in e.value.message
 
 
 def test_of_a_vocabulary_alone_nothing_is_lost(tmp_path: Path) -> None:

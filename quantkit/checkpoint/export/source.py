@@ -54,7 +54,7 @@ from quantkit.checkpoint.tensors import (
     named_tensors,
     text_name,
 )
-from quantkit.errors import FormatError, QuantkitError, RecipeError, ResourceError, TypeNotSupported
+from quantkit.errors import FormatError, QuantkitError, RecipeError, ResourceError, TypeNotSupported, os_error_code
 from quantkit.formats.gguf import Field, GGUFFile, TensorInfo
 from quantkit.formats.gguf.rules import short
 from quantkit.formats.ranges import U8
@@ -226,7 +226,7 @@ def _temporary_folder(files: Mapping[str, bytes], model: GGUFFile) -> Iterator[P
                 raise type(e)(message.replace(str(folder), str(model.paths[0])), e.code) from None
     except OSError as e:
         raise ResourceError(
-            f"a temporary directory for config.json and the tokenizer: {e.strerror or e}", "QK-E405"
+            f"a temporary directory for config.json and the tokenizer: {e.strerror or e}", os_error_code(e)
         ) from None
 
 

@@ -19,7 +19,7 @@ from typing import Any
 from quantkit.checkpoint.config import Json, read_json
 from quantkit.checkpoint.expressions import Stored, Transposed
 from quantkit.checkpoint.lora.low_rank import LowRank
-from quantkit.errors import FormatError, RecipeError
+from quantkit.errors import FormatError, RecipeError, os_error_code
 from quantkit.formats.gguf.rules import short
 from quantkit.formats.safetensors import StoredTensor, read_header
 from quantkit.patterns import Pattern
@@ -87,7 +87,7 @@ class Adapter:
                 with open(path, "rb") as file:
                     digest.update(hashlib.file_digest(file, "sha256").digest())
             except OSError as e:
-                raise FormatError(f"{path}: cannot be read: {e.strerror or e}", "QK-E405") from None
+                raise FormatError(f"{path}: cannot be read: {e.strerror or e}", os_error_code(e)) from None
         return digest.hexdigest()
 
     def base(self) -> Path:
@@ -127,9 +127,10 @@ def read_adapter(path: Path, strength: float = 1.0) -> Adapter:
 
 def _config(path: Path) -> Json:
     where = path / CONFIG
-    if not where.is_file():
-        problem = f"it has no {CONFIG}, so this is no adapter of PEFT" if path.is_dir() else "no such directory"
-        raise FormatError(f"{path}: {problem}", "QK-E117")
+    if not where.exists():
+        if not path.is_dir():
+            raise FormatError(f"{path}: no such directory", "QK-E401")
+        raise FormatError(f"{path}: it has no {CONFIG}, so this is no adapter of PEFT", "QK-E117")
     if not (path / WEIGHTS).exists():
         hint = " only adapter_model.bin: load and save it with PEFT" if (path / "adapter_model.bin").exists() else ""
         raise FormatError(f"{path}: it has no {WEIGHTS}{',' if hint else ''}{hint}", "QK-E117")

@@ -76,7 +76,7 @@ def drop_unknown_tokens(tensor: Tensor, context: Context) -> Expression:
     """Leave out the rows of embeddings that no token has (Gemma3Model.modify_tensors)."""
     config = context.config
     folder = config.path.parent
-    tokenizer = {} if (folder / "tokenizer.model").is_file() else optional_json(folder / "tokenizer.json") or {}
+    tokenizer = {} if (folder / "tokenizer.model").exists() else optional_json(folder / "tokenizer.json") or {}
     model = tokenizer.get("model")
     if isinstance(model, dict):
         n = len(model.get("vocab") or ()) + len(tokenizer.get("added_tokens") or ())

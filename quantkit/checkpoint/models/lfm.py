@@ -95,7 +95,7 @@ MOE_KEYS: tuple[SetKeys, ...] = (
 
 def _stored_dense(config: Config) -> Stored | None:
     path = config.path.parent / "1_Dense" / "model.safetensors"
-    if not path.is_file():
+    if not path.exists():
         return None
     weight = read_header(path).get("linear.weight")
     if weight is None:

@@ -194,7 +194,7 @@ def _plamo_pieces(path: Path) -> list[Piece]:
 def write_plamo(v: Vocabulary) -> None:
     """Tokens of a tokenizer.jsonl (TextModel._set_vocab_plamo)."""
     path = v.folder / "tokenizer.jsonl"
-    if not path.is_file():
+    if not path.exists():
         raise FormatError(f"{v.folder}: it has no tokenizer.jsonl, so there is no vocabulary", "QK-E114")
     v.source = f"how {path.name} splits a text stands in a program beside it"
     pieces, size = _plamo_pieces(path), v.config.number("vocab_size")

@@ -272,7 +272,7 @@ def _rwkv_text(path: Path, number: int, line: str) -> str:
 def write_rwkv(v: Vocabulary) -> None:
     """Bytes, of the longest token that fits; two new lines end a turn (TextModel._set_vocab_rwkv_world)."""
     path = v.folder / _RWKV
-    if not path.is_file():
+    if not path.exists():
         raise FormatError(f"{v.folder}: it has no {_RWKV}, so there is no vocabulary", "QK-E114")
     v.source = f"how {path.name} splits a text stands in a program beside it"
     lines = read_whole(path, MAX_JSON).decode().removesuffix("\n").split("\n")

@@ -39,6 +39,8 @@ class SpecialTokens:
     add: dict[str, bool] = field(default_factory=dict)
     template: Any = None
     template_file: str = "tokenizer_config.json"
+    #: A file with a template that convert_hf_to_gguf.py does not read.
+    ignored_file: Path | None = None
     lowercase: bool | None = None
     strip_accents: bool | None = None
 
@@ -64,6 +66,11 @@ class SpecialTokens:
             if kind in ("bos", "eos", "sep"):
                 keys.flag(f"tokenizer.ggml.add_{kind}_token", value)
         write_template(keys, self.template, self.template_file)
+        if self.ignored_file is not None:
+            keys.omissions.append(
+                f"{self.ignored_file}: a chat template counts only beside a tokenizer_config.json: the file has no chat"
+                " template"
+            )
         for name, flag in (("lowercase", self.lowercase), ("strip_accents", self.strip_accents)):
             if flag is not None:
                 keys.flag(f"tokenizer.ggml.normalizer.{name}", flag)
@@ -108,7 +115,7 @@ def special_tokens(
     """Return the special tokens of a checkpoint's files; ``merges``: also the merges of a BPE vocabulary."""
     special = SpecialTokens(n_tokens, folder)
     path = folder / "tokenizer.json"
-    tokenizer = large_json(path) if path.is_file() else None
+    tokenizer = large_json(path) if path.exists() else None
     config = optional_json(folder / "tokenizer_config.json")
     kinds = list(kinds)
     added: list[Any] = []
@@ -122,6 +129,9 @@ def special_tokens(
     if config:
         special.template, special.template_file = _template(folder, config)
         _read_config(special, config, added, kinds)
+    else:
+        files = (folder / name for name in ("chat_template.jinja", "chat_template.json"))
+        special.ignored_file = next((file for file in files if file.exists()), None)
     _read_ids(special, optional_json(folder / "config.json") or {}, kinds)
     if merges and not special.merges:
         special.merges = _merges_txt(folder / "merges.txt")
@@ -147,7 +157,7 @@ def _merges(path: Path, tokenizer: Json) -> list[str]:
 
 
 def _merges_txt(path: Path) -> list[str]:
-    if not path.is_file():
+    if not path.exists():
         return []
     lines = read_text(path).decode("utf-8", "replace").split("\n")
     pairs = [line.split() for line in lines[1 if lines[0].startswith("#") else 0 :]]
@@ -276,7 +286,7 @@ def _template(folder: Path, config: Json) -> tuple[Any, str]:
     """Return the chat template, or a list of named ones, and its file: tokenizer_config.json before all others."""
     if "chat_template" in config:
         return config["chat_template"], "tokenizer_config.json"
-    if (folder / "chat_template.jinja").is_file():
+    if (folder / "chat_template.jinja").exists():
         text = _text(folder / "chat_template.jinja")
         templates = [
             {"name": path.stem, "template": _text(path)}

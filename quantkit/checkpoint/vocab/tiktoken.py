@@ -115,7 +115,7 @@ def _rank(ranks: Ranks, parts: list[bytes], i: int, below: int) -> int:
 def write_ranks(v: Vocabulary, kind: RankFile, complete: Complete = lambda special, ids: None) -> None:
     """Set the keys of such a vocabulary."""
     path = v.folder / kind.file
-    if not path.is_file():
+    if not path.exists():
         raise FormatError(
             f"{v.folder}: it has neither tokenizer.json nor {kind.file}, so there is no vocabulary", "QK-E114"
         )

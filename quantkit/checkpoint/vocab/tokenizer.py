@@ -82,7 +82,7 @@ class Vocabulary:
 
     def has(self, name: str) -> bool:
         """Return whether there is a file."""
-        return (self.folder / name).is_file()
+        return (self.folder / name).exists()
 
     @cached_property
     def tokenizer_config(self) -> Json:
@@ -93,7 +93,7 @@ class Vocabulary:
     def json(self) -> Json:
         """tokenizer.json; without one, what vocab.txt, or vocab.json and merges.txt make."""
         path = self.folder / "tokenizer.json"
-        if path.is_file():
+        if path.exists():
             return large_json(path)
         if self._is_list:
             return tokenizer_json.json_from_vocab_txt(self.folder, self.settings)
@@ -119,7 +119,7 @@ class Vocabulary:
             return self.folder / tokenizer_json.VOCAB_TXT
         return (
             path
-            if path.is_file() or not self.has(tokenizer_json.MERGES_FILES[0])
+            if path.exists() or not self.has(tokenizer_json.MERGES_FILES[0])
             else self.folder / tokenizer_json.MERGES_FILES[0]
         )
 
@@ -193,6 +193,13 @@ class Vocabulary:
                 enter(AddedToken(_NEXT, text, True, normalized))
         tokens.pop("", None)
         return tokens
+
+    @property
+    def named_texts(self) -> set[str]:
+        """Texts of the special tokens that tokenizer_config.json names."""
+        values = (*self.tokenizer_config.values(), *(entry for _, entry in self.decoder_entries))
+        contents = (value.get("content") if isinstance(value, dict) else value for value in values)
+        return {content for content in contents if isinstance(content, str)}
 
     @property
     def decoder_entries(self) -> list[tuple[int, Json]]:
@@ -408,13 +415,22 @@ def _check_named(v: Vocabulary, size: int) -> None:
     """Refuse tokens beyond the vocabulary that only tokenizer_config.json names: transformers adds them."""
     in_json = {token.text for token in v.added_in_json}
     token = next((t for t in v.added.values() if t.number >= size and t.text not in in_json), None)
-    if token is not None and token.text not in v.base:
+    if token is None or token.text in v.base:
+        return
+    where = v.folder / "tokenizer_config.json"
+    problem = (
+        f"which is not in {v.where.name}; as number {token.number} it has no place among the {size} tokens that "
+        "config.json speaks of (vocab_size)"
+    )
+    if token.text in _CLASS_TOKENS.get(v.class_name, {}).values() and token.text not in v.named_texts:
         raise FormatError(
-            f"{v.folder / 'tokenizer_config.json'}: it names the token {short(token.text)}, which is not in "
-            f"{v.where.name}; as number {token.number} it has no place among the {size} tokens that config.json speaks "
-            "of (vocab_size): correct its spelling, or remove it",
+            f"{where}: it does not name the special tokens, and those of {v.class_name} include "
+            f"{short(token.text)}, {problem}: add the file of the model, or name them",
             "QK-E114",
         )
+    raise FormatError(
+        f"{where}: it names the token {short(token.text)}, {problem}: correct its spelling, or remove it", "QK-E114"
+    )
 
 
 def checked_size(v: Vocabulary, size: Any, highest: int) -> int:

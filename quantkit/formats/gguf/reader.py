@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
-from quantkit.errors import FormatError, TypeNotSupported
+from quantkit.errors import FormatError, TypeNotSupported, os_error_code
 from quantkit.formats.files import hold, open_input
 from quantkit.formats.gguf.fields import SIZES, Field, ValueType, checked_alignment
 from quantkit.formats.gguf.rules import (
@@ -254,7 +254,7 @@ def map_file(path: Path) -> memoryview:
             with path.open("rb") as file:
                 return map_descriptor(file.fileno(), os.fstat(file.fileno()).st_size)
         except OSError as e:
-            raise FormatError(f"{path}: cannot be opened: {e.strerror or e}", "QK-E405") from None
+            raise FormatError(f"{path}: cannot be opened: {e.strerror or e}", os_error_code(e)) from None
     try:
         with open_input(path) as fd:
             status = os.fstat(fd)
@@ -265,9 +265,10 @@ def map_file(path: Path) -> memoryview:
             if status.st_size == 0:
                 raise FormatError(f"{path}: the file is empty", "QK-E103")
             return map_descriptor(fd, status.st_size)
-    except (OSError, ValueError) as e:
-        reason = e.strerror if isinstance(e, OSError) and e.strerror else str(e)
-        raise FormatError(f"{path}: cannot be opened: {reason}", "QK-E405") from None
+    except OSError as e:
+        raise FormatError(f"{path}: cannot be opened: {e.strerror or e}", os_error_code(e)) from None
+    except ValueError as e:
+        raise FormatError(f"{path}: cannot be opened: {e}", "QK-E405") from None
 
 
 def read_shard(path: Path, shard: int, header_only: bool) -> Shard:
@@ -279,7 +280,7 @@ def read_shard(path: Path, shard: int, header_only: bool) -> Shard:
         try:
             path = hold(path)
         except OSError as e:
-            raise FormatError(f"{path}: cannot be opened: {e.strerror or e}", "QK-E405") from None
+            raise FormatError(f"{path}: cannot be opened: {e.strerror or e}", os_error_code(e)) from None
         view = map_file(path)
         return _read_shard(_Cursor(path, view, len(view)), shard, header_only)
     try:
@@ -292,7 +293,7 @@ def read_shard(path: Path, shard: int, header_only: bool) -> Shard:
             except _NeedMore as more:
                 end = more.end
     except OSError as e:
-        raise FormatError(f"{path}: cannot be opened: {e.strerror or e}", "QK-E405") from None
+        raise FormatError(f"{path}: cannot be opened: {e.strerror or e}", os_error_code(e)) from None
 
 
 def _read_shard(cur: _Cursor, shard: int, header_only: bool) -> Shard:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from quantkit.errors import FormatError
+from quantkit.errors import FormatError, os_error_code
 from quantkit.formats.logits.chunks import Chunks
 from quantkit.formats.logits.compact import CODECS, CompactLogits, CompactRows, CompactWriter, join_rows
 from quantkit.formats.logits.llama import CLIPS, LlamaLogits, LlamaRows, LlamaSharer, LlamaWriter, encode_rows
@@ -55,5 +55,5 @@ def open_logits(path: str | Path) -> LogitsFile:
             if magic == kind.magic:
                 return kind(path)
     except OSError as e:
-        raise FormatError(f"{path}: cannot be read: {e.strerror or e}", "QK-E405") from e
+        raise FormatError(f"{path}: cannot be read: {e.strerror or e}", os_error_code(e)) from e
     raise FormatError(f"{path}: begins with {magic!r}: no base logits of llama.cpp ({LlamaLogits.magic!r}) or quantkit")

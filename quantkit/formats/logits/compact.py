@@ -47,7 +47,7 @@ from typing import Any, BinaryIO, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from quantkit.errors import FormatError, ResourceError
+from quantkit.errors import FormatError, ResourceError, os_error_code
 from quantkit.formats.logits.chunks import Chunks, check_header, read_tokens
 from quantkit.formats.ranges import read_range
 from quantkit.formats.remote import located
@@ -291,7 +291,7 @@ class CompactLogits:
         try:
             read_range(self.path, payload, offset)
         except OSError as e:
-            raise ResourceError(f"{where}: cannot be read: {e.strerror or e}", "QK-E405") from e
+            raise ResourceError(f"{where}: cannot be read: {e.strerror or e}", os_error_code(e)) from e
         if zlib.crc32(payload.data) != crc:
             raise FormatError(f"{where}: its checksum is wrong: the file is damaged", "QK-E122")
         raw = decompress(payload.tobytes(), raw_bytes, self.codec, where)

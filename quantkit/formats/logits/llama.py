@@ -24,7 +24,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from quantkit.errors import FormatError, ResourceError
+from quantkit.errors import FormatError, ResourceError, os_error_code
 from quantkit.formats.logits.chunks import Chunks, check_header, read_tokens, scored_rows
 from quantkit.formats.ranges import read_range, write_open, write_range
 from quantkit.formats.remote import located
@@ -139,7 +139,9 @@ class LlamaLogits:
         try:
             read_range(self.path, raw, offset)
         except OSError as e:
-            raise ResourceError(f"{self.path}: cannot be read at byte {offset}: {e.strerror or e}", "QK-E405") from e
+            raise ResourceError(
+                f"{self.path}: cannot be read at byte {offset}: {e.strerror or e}", os_error_code(e)
+            ) from e
         codes = raw.view("<u2").reshape(n, -1)
         header = codes[:, :4].copy().view("<f4")
         bad = np.flatnonzero(~np.isfinite(header).all(axis=1) | (header[:, 0] < 0))

@@ -12,13 +12,14 @@ import threading
 from collections import OrderedDict
 from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import IO, Any
-
-import numpy as np
-import numpy.typing as npt
+from typing import IO, TYPE_CHECKING, Any
 
 from quantkit.errors import FormatError
 from quantkit.formats.remote.common import Object
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
 
 #: Bytes of a request, requests under way at most, and bytes that are kept, beyond what --max-ram counts.
 BLOCK = 8 << 20
@@ -112,7 +113,7 @@ def read_into(
     for number, future in enumerate(futures, first):
         begin = start + number * step
         low, high = max(offset, begin), min(end, begin + step)
-        out[low - offset : high - offset] = np.frombuffer(future.result(), np.uint8, high - low, low - begin)
+        out.data[low - offset : high - offset] = memoryview(future.result())[low - begin : high - begin]
 
 
 def fetch(url: Object, file: IO[bytes]) -> None:

@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from quantkit.errors import ResourceError
+from quantkit.errors import ResourceError, os_error_code
 from quantkit.formats.cache_entry import EntryName, Header, parse_name
 from quantkit.formats.folders import open_file, open_folder, regular_files
 from quantkit.pipeline.cache.memo import Memo
@@ -246,7 +246,7 @@ def open_store(folder: Path, *, size: int | None = None, make: bool = True) -> S
             store.resize(size)
     except OSError as e:
         raise ResourceError(
-            f"{e.filename or folder}: {e.strerror or e}: {folder} cannot be the tensor cache", "QK-E405"
+            f"{e.filename or folder}: {e.strerror or e}: {folder} cannot be the tensor cache", os_error_code(e)
         ) from None
     return store
 
