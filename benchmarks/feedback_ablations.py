@@ -153,7 +153,6 @@ def rows(texts: Mapping[str, Path]) -> Iterator[Row]:
         yield Row(f"feedback: damping {value:g}", changes=damping(value))
     yield from calibrated_on("feedback", texts)
     yield Row("calibrate", True)
-    yield Row("calibrate: norms refit", True, options={"refit_norms": True})
     yield Row("calibrate: not balanced", True, NOT_BALANCED)
     yield Row("calibrate: balanced by half of the differences", True, {"quantkit.sequential.balance:SHARE": 0.5})
     yield Row("calibrate: damped as balanced alone", True, {f"{INPUTS}:DAMPING": 0.0, f"{INPUTS}:METRIC_DAMPING": 0.1})

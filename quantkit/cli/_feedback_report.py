@@ -32,8 +32,6 @@ def feedback_lines(report: FeedbackReport | None) -> list[str]:
         lines.append(f"{none} of {len(matrices)} matrices without feedback: fewer tokens than columns")
     if any(t.uniform for t in report.tensors):
         lines.append("embeddings: all columns weigh the same, for lack of a covariance; a row is one block")
-    if any(t.refit for t in report.tensors):
-        lines.append("F32: refit weights of norms; loss: squared error of their outputs")
     if report.without:
         count = f"{len(report.without)} tensor{'s' if len(report.without) > 1 else ''}"
         lines.append(f"{count} without feedback: {', '.join(dict.fromkeys(reason for *_, reason in report.without))}")
@@ -125,7 +123,7 @@ def _lines(report: FeedbackReport, *, relative: bool) -> list[Line]:
         value = t.after / rows if rows else None
         if relative:
             value = _ratio([t])
-        if t.layer >= 0 and value is not None and (relative or not t.refit):
+        if t.layer >= 0 and value is not None:
             points.setdefault(t.kind, {})[t.layer] = value
     return [
         Line(kind, sorted(ratios), [ratios[layer] for layer in sorted(ratios)])
@@ -138,7 +136,7 @@ def _token_lines(report: FeedbackReport) -> list[Line]:
     dense: dict[int, float] = {}
     experts: dict[int, list[float]] = {}
     for t in report.tensors:
-        if t.layer >= 0 and not t.refit:
+        if t.layer >= 0:
             ratios = [m.tokens / m.columns for m in t.matrices]
             if len(ratios) > 1:
                 experts[t.layer] = ratios

@@ -17,7 +17,6 @@ a token and layer.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
@@ -187,19 +186,6 @@ def inputs(graph: Graph, *, process_output: bool = False) -> list[Input]:
         names = (*(previous.names if previous else ()), op.weight.tensor.name)
         result[x, ids] = Input(x, ids, tuple(dict.fromkeys(names)), n_mat, previous.reader if previous else op, heads)
     return list(result.values())
-
-
-def norms(graph: Graph) -> list[Input]:
-    """Return the inputs of norms whose weight is used once and whose output no matrix multiplies, in order.
-
-    These are norms of queries and keys, and norms after attention or the feed-forward part.
-    """
-    multiplied = {op.x for op in graph.ops if isinstance(op, ops.MulMat | ops.MulMatHeads | ops.MulMatId)}
-    multiplied |= {op.x for op in graph.ops if isinstance(op, ops.SelectOutputs | ops.Repeat) and op.out in multiplied}
-    uses = Counter(m.tensor.name for op in graph.ops for m in op.matrices())
-    weighted = [(op, op.weight.tensor.name) for op in graph.ops if isinstance(op, ops.Norm) and op.weight is not None]
-    alone = [(op, name) for op, name in weighted if uses[name] == 1 and op.out not in multiplied]
-    return [Input(op.x, None, (name,), 1, op) for op, name in alone]
 
 
 def observe(graph: Graph, *, process_output: bool = False, all_experts: bool = False, latent: bool = True) -> Graph:

@@ -15,7 +15,7 @@ from collections.abc import Collection, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 
 from quantkit.model import ops
-from quantkit.model.observers import BY_ROW, Input, inputs, map_values, norms
+from quantkit.model.observers import BY_ROW, Input, inputs, map_values
 from quantkit.model.ops import Cache, Graph, Op, Value
 
 
@@ -39,11 +39,11 @@ class Stage:
 def find_cuts(graph: Graph, weights: Set[str]) -> list[CutPoint]:
     """Return the fewest cut points such that ``weights`` are only used after the cut point of their input.
 
-    Weights are those of matrices and norms. Of a weight that is used several times, only the first input counts.
+    Of a weight that is used several times, only the first input counts.
     """
     waiting: list[Input] = []
     covered = set[str]()
-    for item in (*norms(graph), *inputs(graph, process_output=True)):
+    for item in inputs(graph, process_output=True):
         if not covered.issuperset(weights & set(item.names)):
             waiting.append(item)
         covered.update(item.names)
@@ -83,8 +83,6 @@ def find_addends(graph: Graph, cut_point: CutPoint) -> list[list[tuple[Value, fl
 
 
 def _find_addends(item: Input, readers: Mapping[Value, list[Op]], available: Set[Value]) -> list[tuple[Value, float]]:
-    if isinstance(item.reader, ops.Norm):
-        return []
     value, factor = next(iter(item.reader.outputs())), 1.0
     addends: list[tuple[Value, float]] = []
     while len(readers.get(value, ())) == 1:

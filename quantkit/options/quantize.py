@@ -76,12 +76,6 @@ class QuantizeOptions(Options):
         flags=("--balance/--no-balance",),
         example="false",
     )
-    refit_norms: bool = option(
-        False,
-        "With --calibrate, refit norm weights that no matrix follows to the quantized activations. Small gain.",
-        IMATRIX,
-        example="true",
-    )
     like: Path | None = option(
         None, "Copy the type of each tensor from this GGUF file instead of using TYPE.", TYPES, metavar="FILE"
     )

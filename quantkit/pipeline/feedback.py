@@ -22,7 +22,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Generic, NamedTuple, Protocol, TypeVar
+from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -125,35 +125,6 @@ class Inputs(Protocol):
 
     def digest(self) -> str | None:
         """Return the SHA-256 of all that decides what a row becomes, but the row and the code; None if unknown."""
-
-
-class NormFactors(NamedTuple):
-    """Factors of a norm's weight, float32 [n]; ``before`` and ``after``: sums of squared errors of each output column
-    for a weight of 1, float64 [n].
-    """
-
-    factors: F32
-    before: F64
-    after: F64
-
-
-class Refit(Protocol):
-    """The inputs of a norm, to which its weight may be refit once its tokens are known."""
-
-    @property
-    def entry(self) -> str: ...
-
-    @property
-    def n(self) -> int: ...
-
-    @property
-    def tokens(self) -> tuple[int] | None: ...
-
-    def solve(self) -> NormFactors:
-        """Return the factors of least squared error, and that error.
-
-        Raises FormatError if the inputs of the norm are not finite.
-        """
 
 
 @dataclass(frozen=True, eq=False)
@@ -301,9 +272,6 @@ class InputProvider(Protocol):
     def inputs(self, tensor: str, entry: str, shape: Sequence[int]) -> Inputs:
         """Return the inputs of a tensor. Raises FormatError if its entry has another size."""
 
-    def refit(self, name: str) -> Refit | None:
-        """Return the refit of a source tensor, if it is a norm's weight that is refit."""
-
     def source(self, source: Source, exclude: Collection[str] = ()) -> Source:
         """Return the source with equalized columns, if any; tensors in ``exclude`` stay as they are."""
 
@@ -341,10 +309,6 @@ class CovarianceFile:
         tokens = tuple(int(t) for t in self.covariances.tokens(entry))
         self._tokens = max(self._tokens, *tokens)
         return RecordedInputs(entry, n, tokens, self.covariances.is_weighted(entry), self.covariances)
-
-    def refit(self, name: str) -> Refit | None:
-        """Return None: no tensor is refit."""
-        return None
 
     def source(self, source: Source, exclude: Collection[str] = ()) -> Source:
         """Return the source."""
@@ -387,7 +351,6 @@ class Feedback:
         self.without: dict[str, str] = {}
         self._inputs: list[Inputs] = []
         self._corrected: list[str] = []
-        self._refit: list[str] = []
 
     def lookup(self, tensor: str, name: str, shape: Sequence[int], target: TensorType) -> Inputs | None:
         """Return the inputs of a tensor that becomes ``target``; ``name`` is that of the source.
@@ -417,12 +380,6 @@ class Feedback:
         self._corrected.append(tensor)
         return self.provider.inputs(tensor, entry, shape)
 
-    def refit(self, tensor: str, name: str, target: TensorType) -> Refit | None:
-        """Return the refit of a tensor, if it is an F32 norm weight that is refit; ``name`` is that of the source."""
-        refit = self.provider.refit(name) if target.name == "F32" else None
-        self._refit += [tensor] * (refit is not None)
-        return refit
-
     def has_importance(self, name: str) -> bool:
         """Return whether the run computes the importance of a tensor's columns; ``name`` is that of the source."""
         return self.provider.corrects and entry_of(name, self.provider.entries) is not None
@@ -437,8 +394,6 @@ class Feedback:
         lines = [f"error feedback for {subject}, by {self.provider.name}", *few_tokens(self._inputs)]
         if self._corrected:
             lines.append(f"corrected for their inputs: {span(self._corrected)}")
-        if self._refit:
-            lines.append(f"refit to what they take: {span(self._refit)}")
         reasons: dict[str, list[str]] = {}
         for tensor, reason in self.without.items():
             reasons.setdefault(reason, []).append(tensor)

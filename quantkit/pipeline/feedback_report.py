@@ -20,8 +20,7 @@ class MatrixReport:
     """A matrix of a tensor: an expert, a head, or all of it.
 
     ``damping`` is None where too few tokens were seen. Losses are those of the reference's bytes and of those written,
-    in the metric of the damped covariance; of a refit norm weight, squared errors of its outputs. ``rows``: of the
-    matrix; ``better``: those better than the reference's.
+    in the metric of the damped covariance. ``rows``: of the matrix; ``better``: those better than the reference's.
     """
 
     part: int
@@ -39,8 +38,7 @@ class MatrixReport:
 class TensorReport:
     """A tensor that is encoded with feedback; ``layer`` is -1 outside of layers.
 
-    ``uniform``: its columns have equal weights, as those of embeddings, which have no covariance. ``refit``: it is the
-    weight of a norm, which is refit, not encoded.
+    ``uniform``: its columns have equal weights, as those of embeddings, which have no covariance.
     """
 
     name: str
@@ -48,7 +46,6 @@ class TensorReport:
     layer: int
     type: str
     uniform: bool
-    refit: bool
     matrices: tuple[MatrixReport, ...]
 
     @property
@@ -77,7 +74,6 @@ class FeedbackReport:
                     "layer": None if t.layer < 0 else t.layer,
                     "type": t.type,
                     "columns_alike": t.uniform,
-                    "refit": t.refit,
                     "loss_before": t.before,
                     "loss_after": t.after,
                     "matrices": [_matrix_dict(m) for m in t.matrices],
@@ -114,12 +110,7 @@ def feedback_report(plan: Plan, losses: Mapping[str, Sequence[MatrixLoss]]) -> F
 
 
 def _has_feedback(tensor: PlannedTensor) -> bool:
-    has_inputs = tensor.type.is_quantized and any(part.inputs is not None for part in tensor.parts)
-    return has_inputs or _is_refit(tensor)
-
-
-def _is_refit(tensor: PlannedTensor) -> bool:
-    return any(part.refit is not None for part in tensor.parts)
+    return tensor.type.is_quantized and any(part.inputs is not None for part in tensor.parts)
 
 
 def _tensor(tensor: PlannedTensor, losses: Sequence[MatrixLoss]) -> TensorReport:
@@ -129,14 +120,10 @@ def _tensor(tensor: PlannedTensor, losses: Sequence[MatrixLoss]) -> TensorReport
         matrices += _matrices(number, part, losses_by_matrix)
     uniform = any(part.inputs is not None and part.inputs.is_uniform for part in tensor.parts)
     kind = tensor_class(tensor.name)
-    layer, refit = layer_of(tensor.name), _is_refit(tensor)
-    return TensorReport(tensor.name, kind, layer, tensor.type.name, uniform, refit, tuple(matrices))
+    return TensorReport(tensor.name, kind, layer_of(tensor.name), tensor.type.name, uniform, tuple(matrices))
 
 
 def _matrices(number: int, part: RowSlice, losses: Mapping[tuple[int, int], MatrixLoss]) -> Iterable[MatrixReport]:
-    if part.refit is not None:
-        loss = losses.get((number, 0), MatrixLoss(number, 0, 0, 0, 0, 0))
-        yield MatrixReport(number, 0, loss.tokens, part.refit.n, 0.0, 1, int(loss.rows), loss.before, loss.after)
     if part.inputs is None:
         return
     n, tokens = part.inputs.n, part.inputs.tokens

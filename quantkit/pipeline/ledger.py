@@ -71,7 +71,7 @@ class _Tally:
             crc = NO_CRC if result.crc == NO_CRC else crc32_combine(crc, result.crc, job.target_bytes)
         by_matrix = list[list[float]]()
         for (part, matrix), s in sorted(losses.items()):
-            inputs = tensor.parts[part].inputs or tensor.parts[part].refit
+            inputs = tensor.parts[part].inputs
             if inputs is not None and inputs.tokens is not None:
                 by_matrix.append([part, matrix, inputs.tokens[matrix], s.loss_before, s.loss_after, s.rows_improved])
         checks = [result.source for _, result in results if result.source is not None]

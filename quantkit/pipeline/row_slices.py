@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass, replace
 
 from quantkit.formats.gguf import TensorInfo
-from quantkit.pipeline.feedback import Inputs, Refit
+from quantkit.pipeline.feedback import Inputs
 from quantkit.pipeline.importance import RowImportance
 from quantkit.types import TensorType
 
@@ -32,12 +32,10 @@ class RowSlice:
     target_row: int = 0
     #: Covariance of its inputs, if it is encoded with feedback.
     inputs: Inputs | None = None
-    #: Norm refit, for norm weights only.
-    refit: Refit | None = None
 
     def is_copied(self, target: TensorType) -> bool:
         """True if its bytes become those of a tensor of type ``target``."""
-        return self.source.type is target and self.inputs is None and self.refit is None
+        return self.source.type is target and self.inputs is None
 
     @property
     def is_whole(self) -> bool:

@@ -272,7 +272,7 @@ class Worker:
             piece_sums = self._encode_rows(job, tensor, part, x, rows_out[row:stop], part.source_row + job.row + row)
             if self.measure:
                 piece_sums += self._error(tensor, x, rows_out[row:stop], weights)
-            if self.measure or part.inputs is not None or part.refit is not None:
+            if self.measure or part.inputs is not None:
                 sums.append(piece_sums)
         return sums
 
@@ -281,11 +281,6 @@ class Worker:
         from quantkit.kernels.cpu.encode import encoder
 
         encode = encoder(tensor.type, tensor.encoder or None)
-        if part.refit is not None:
-            norm = part.refit.solve()
-            encode(x * norm.factors, self.weights_of(job, part), out, 0, len(x))
-            before, after = (np.square(x, dtype=np.float64) * squares for squares in (norm.before, norm.after))
-            return _losses(before.sum(axis=1), after.sum(axis=1))
         has_levels = tensor.type.name in all_levels() or not tensor.type.is_quantized
         if part.inputs is None or not has_levels or part.inputs.damping(job.matrix) is None:
             encode(x, self.importance_of(job, part), out, 0, len(x))

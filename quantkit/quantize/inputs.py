@@ -92,9 +92,7 @@ def feedback_of(
         return None if options.feedback is None else Feedback(CovarianceFile(options.feedback)), None, source
     from quantkit.sequential import Calibration, CalibrationInputs
 
-    text = Calibration(
-        options.calibrate, options.calibrate_ctx, options.calibrate_chunks, options.balance, options.refit_norms
-    )
+    text = Calibration(options.calibrate, options.calibrate_ctx, options.calibrate_chunks, options.balance)
     provider = CalibrationInputs(source.paths[0], text)
     return Feedback(provider), provider.executor, provider.source(source)
 
@@ -120,20 +118,15 @@ def with_feedback(draft: Draft, tensors: Sequence[OutputTensor]) -> list[OutputT
     original = draft.original_names()
     result = []
     for c in tensors:
-        inputs = refit = None
-        changed = ""
+        inputs, changed = None, ""
         name = original.get(c.name, c.name)
         if c.encoder:
             inputs = draft.feedback.lookup(c.name, name, c.shape, c.type)
         elif c.is_whole and c.parts[0].source.type is c.type:
             inputs = draft.feedback.lookup_corrected(c.name, name, c.shape, c.type)
-            refit = draft.feedback.refit(c.name, name, c.type)
-            if refit is not None:
-                changed = "; refit"
-            elif inputs is not None:
-                changed = "; corrected"
-        parts = (part if inputs is None else with_inputs(part, inputs) for part in c.parts)
-        result.append(replace(c, reason=c.reason + changed, parts=tuple(replace(part, refit=refit) for part in parts)))
+            changed = "; corrected" if inputs is not None else ""
+        parts = tuple(part if inputs is None else with_inputs(part, inputs) for part in c.parts)
+        result.append(replace(c, reason=c.reason + changed, parts=parts))
     draft.notes += draft.feedback.notes()
     return result
 

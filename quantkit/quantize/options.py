@@ -42,8 +42,6 @@ def check_options(type: str, options: QuantizeOptions) -> None:  # noqa: A002
             "--no-balance says how to calibrate, and there is nothing to calibrate on: give --calibrate a text",
             "QK-E202",
         )
-    if options.refit_norms and not options.calibrate:
-        raise RecipeError("--refit-norms needs to know what norms take: give --calibrate a text", "QK-E202")
     check_encoder(options.encoder)
     _check_repack(options)
 

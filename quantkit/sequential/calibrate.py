@@ -18,17 +18,14 @@ from quantkit.formats.gguf import ValueType
 from quantkit.formats.remote import URL
 from quantkit.imatrix.collect import ImatrixOptions, chunks_of
 from quantkit.model.engine import load
-from quantkit.model.observers import every_token, inputs, norms
+from quantkit.model.observers import every_token, inputs
 from quantkit.model.ops import Embed
-from quantkit.model.selection import without_selection
 from quantkit.names import span
-from quantkit.pipeline.feedback import Refit
 from quantkit.pipeline.source import Source
 from quantkit.pipeline.threads import Threads
 from quantkit.sequential.balance import BalancedSource, balance_factors
 from quantkit.sequential.executor import SequentialExecutor
 from quantkit.sequential.inputs import DAMPING, METRIC_DAMPING, RESIDUAL, TARGET_DAMPING, StageInputs
-from quantkit.sequential.norms import norm_inputs
 from quantkit.sequential.streams import Tokens
 
 #: Tokens per batch of a stage.
@@ -39,14 +36,13 @@ _BATCH = 2048
 class Calibration:
     """Texts and conversations (JSON Lines files), in at most ``chunks`` chunks of ``n_ctx`` tokens.
 
-    balance: equalize activations first (balance.py). refit_norms: refit weights of norms (norms.py).
+    balance: equalize activations first (balance.py).
     """
 
     files: tuple[Path, ...]
     n_ctx: int = 512
     chunks: int | None = None
     balance: bool = False
-    refit_norms: bool = False
 
     @property
     def texts(self) -> list[Path]:
@@ -79,8 +75,6 @@ class CalibrationInputs:
             windows, bos = text.windows.copy(), bos_of(loaded, self._notes)
             embeddings = {op.weight.tensor.name for op in loaded.unfused.ops if isinstance(op, Embed)}
             graph_inputs = inputs(loaded.unfused, process_output=True)
-            run = without_selection(loaded.unfused, calibration.n_ctx)
-            refit = norms(run) if calibration.refit_norms else []
         if bos is not None:
             windows[:, 0] = bos
         self.tokens = Tokens(windows, max(1, _BATCH // calibration.n_ctx))
@@ -92,8 +86,6 @@ class CalibrationInputs:
                     self.entries.setdefault(name, item.names[0])
         self._sizes = {item.names[0]: (item.n, item.n_mat) for item in reversed(graph_inputs)}
         self._inputs: dict[str, StageInputs] = {}
-        self._has_no_refit = calibration.refit_norms and not refit
-        self._norms = {norm.entry: norm for norm in map(norm_inputs, refit)}
         self._factors = balance_factors(model, windows, self.tokens.at_once) if calibration.balance else []
         self._balance = calibration.balance
         self._widened: set[str] = set()
@@ -101,8 +93,7 @@ class CalibrationInputs:
     @property
     def notes(self) -> list[str]:
         """Notes for the user."""
-        notes = [*self._notes, *([self._balance_note()] if self._balance else [])]
-        return [*notes, "--refit-norms: there is a matrix behind every norm"] if self._has_no_refit else notes
+        return [*self._notes, *([self._balance_note()] if self._balance else [])]
 
     def _balance_note(self) -> str:
         if not self._factors:
@@ -110,12 +101,8 @@ class CalibrationInputs:
         names, count = [item.takes for item in self._factors], sum(len(item.gives) for item in self._factors)
         return f"balanced: {span(names)} took factors over from {count} tensors behind them"
 
-    def refit(self, name: str) -> Refit | None:
-        """Return the refit of a tensor, None unless it is a norm's weight to refit."""
-        return self._norms.get(name)
-
     def source(self, source: Source, exclude: Collection[str] = ()) -> Source:
-        """Return the source, equalized if requested, except for factors that concern tensors of ``but``."""
+        """Return the source, equalized if requested, except for factors that concern tensors of ``exclude``."""
         self._factors = [item for item in self._factors if not {item.takes, *item.gives}.intersection(exclude)]
         self._widened = set()
         if not self._factors:
@@ -139,7 +126,6 @@ class CalibrationInputs:
         digest.update(self.tokens.windows.tobytes())
         for item in self._factors:
             digest.update(item.takes.encode() + item.values.tobytes())
-        digest.update("".join(f"refit {name}" for name in self._norms).encode())
         return digest.hexdigest()
 
     def inputs(self, tensor: str, entry: str, shape: Sequence[int]) -> StageInputs:
@@ -166,9 +152,8 @@ class CalibrationInputs:
             "damping.target": (TARGET_DAMPING, ValueType.FLOAT32),
             "residual": (RESIDUAL, ValueType.FLOAT32),
             "balanced": (len(self._factors), ValueType.UINT32),
-            "refit_norms": (len(self._norms), ValueType.UINT32),
         }
 
     def executor(self, threads: Threads) -> SequentialExecutor:
         """Return the executor of the plan's jobs."""
-        return SequentialExecutor(threads, self.model, self.tokens, {**self._inputs, **self._norms})
+        return SequentialExecutor(threads, self.model, self.tokens, self._inputs)

@@ -18,7 +18,6 @@ from quantkit.pipeline.plan import Plan
 from quantkit.pipeline.row_slices import PlannedTensor
 from quantkit.pipeline.threads import Threads
 from quantkit.sequential.inputs import StageInputs
-from quantkit.sequential.norms import NormInputs
 from quantkit.sequential.spill import Spill
 from quantkit.sequential.streams import Streams, Tokens
 
@@ -30,7 +29,7 @@ class SequentialExecutor:
     threads: Threads
     model: Path
     tokens: Tokens
-    inputs: Mapping[str, StageInputs | NormInputs]
+    inputs: Mapping[str, StageInputs]
 
     @property
     def count(self) -> int:
@@ -115,8 +114,7 @@ def _report_progress(ledger: Ledger, stage: int, stages: int, total: int, tokens
 
 
 def _calibrated_entries(tensor: PlannedTensor) -> set[str]:
-    inputs = (item for part in tensor.parts for item in (part.inputs, part.refit))
-    return {item.entry for item in inputs if isinstance(item, StageInputs | NormInputs)}
+    return {part.inputs.entry for part in tensor.parts if isinstance(part.inputs, StageInputs)}
 
 
 def _job_order(plan: Plan, job: Job) -> tuple[str, int, int, int]:

@@ -380,7 +380,7 @@ def test_cards_encode_all_else(source: Path, tmp_path: Path) -> None:
     """Every type, by every search, with an importance and without. The list above only shrinks."""
     plan = plan_quantize(source, tmp_path / "o.gguf", "Q8_0", RULES)
     tensor = next(t for t in plan.tensors if t.type.name == "Q4_K")
-    odd: Any = SimpleNamespace(is_copied=lambda t: False, inputs=None, refit=None, source=tensor.parts[0].source)
+    odd: Any = SimpleNamespace(is_copied=lambda t: False, inputs=None, source=tensor.parts[0].source)
     refused = set()
     for t in filter(has_encoder, BY_NAME.values()):
         for search in (*ENCODERS, SYMMETRIC):

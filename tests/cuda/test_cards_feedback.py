@@ -266,7 +266,7 @@ def test_layer_by_layer(small: Path, tmp_path: Path) -> None:
     text.write_bytes(TEXT)
     options = QuantizeOptions(
         calibrate=(text,), calibrate_ctx=128, calibrate_chunks=5, token_embedding_type="BF16",
-        output_tensor_type="BF16", refit_norms=True,
+        output_tensor_type="BF16",
         tensor_type=("attn_k=IQ4_NL", "attn_output=Q4_0", "gate_exps=Q4_0", "down_exps=Q5_1", "blk=BF16"),
     )  # fmt: skip
     found = [

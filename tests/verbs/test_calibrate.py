@@ -18,16 +18,13 @@ from quantkit.cli._run_report import DryRunReport
 from quantkit.errors import QuantkitError, RecipeError
 from quantkit.formats.gguf import open_gguf
 from quantkit.model.engine import load
-from quantkit.model.observers import every_token, inputs, norms
-from quantkit.model.ops import Embed, Graph, Norm, Observe, Value
-from quantkit.model.selection import without_selection
-from quantkit.pipeline.feedback_report import feedback_report
+from quantkit.model.observers import every_token, inputs
+from quantkit.model.ops import Embed, Graph, Observe, Value
 from quantkit.pipeline.plan import Plan
 from quantkit.quantize import QuantizeOptions, plan_quantize, quantize
 from quantkit.sequential.inputs import rounded_inputs
-from quantkit.sequential.norms import NormInputs
-from quantkit.sequential.spill import Place, Spill
-from quantkit.sequential.streams import SpilledInput, Streams, Tokens
+from quantkit.sequential.spill import Spill
+from quantkit.sequential.streams import Streams, Tokens
 from quantkit.types import BY_NAME
 from zoo import NAMES
 
@@ -48,7 +45,7 @@ def observed(path: Path, tokens: Tokens) -> dict[str, F32]:
 
     def rewrite(graph: Graph) -> Graph:
         graph = every_token(graph)
-        every = (*norms(graph), *inputs(graph, process_output=True))
+        every = inputs(graph, process_output=True)
         first = {item.names[0]: item.x for item in reversed(every)}  # loops have several
         after: dict[Value, list[Observe]] = {}
         for of, x in first.items():
@@ -67,12 +64,11 @@ def observed(path: Path, tokens: Tokens) -> dict[str, F32]:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_stages_give_what_the_whole_gives(zoo: Callable[[str], Path], name: str, tmp_path: Path) -> None:
-    """Both streams through the same file: what matrices and norms take is the same in both, and as in an uncut run."""
+    """Both streams through the same file: the inputs of matrices are the same in both, and as in an uncut run."""
     path = zoo(name)
     with load(path, threads=1, n_ctx=12, rewrite=every_token) as model:
         embeddings = {op.weight.tensor.name for op in model.unfused.ops if isinstance(op, Embed)}
-        run = without_selection(model.unfused, 12)
-        known = [*norms(run), *inputs(model.unfused, process_output=True)]
+        known = inputs(model.unfused, process_output=True)
         tokens = drawn(model.n_vocab)
     weights = {name for i in known for name in i.names} - embeddings
     whole, spill = observed(path, tokens), Spill(tmp_path / "spill", "", ())
@@ -123,17 +119,11 @@ def logits(path: Path) -> F32:
 def test_bytes_do_not_depend_on_how_it_runs(
     text: Path, small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Threads, memory, shards, a run that was killed in the middle of a stage or of its jobs: the same tensors, norms
-    refit among them, which lack less than before."""
+    """Threads, memory, shards, a run that was killed in the middle of a stage or of its jobs: the same tensors."""
     first, other = tmp_path / "first.gguf", tmp_path / "other.gguf"
-    options = partial(calibrated, text, refit_norms=True)
+    options = partial(calibrated, text)
     result = quantize(small, first, "Q4_K_M", options(), threads=2)
-    report = feedback_report(result.plan, result.run.losses)
-    refit = [t for t in report.tensors if t.refit] if report is not None else []
-    assert len(refit) == 4
-    assert all(t.type == "F32" and 0.5 < t.after / t.before < 1 for t in refit)
-    changed = [t.name for t in result.plan.tensors if t.reason.endswith(("; refit", "; corrected"))]
-    assert len(changed) == 6  # two routers
+    assert len([t for t in result.plan.tensors if t.reason.endswith("; corrected")]) == 2  # routers
     assert not list(tmp_path.glob("*.activations"))
 
     run = Streams.run
@@ -254,41 +244,11 @@ def test_inputs_are_rounded_as_products_round_them() -> None:
         assert np.abs(rounded - by_products).max() < 0.1 * np.abs(x - by_products).max()
 
 
-@pytest.mark.parametrize(("kind", "group", "n"), [("rms", 12, 12), ("layer", 12, 12), ("rms", 4, 12), ("rms", 4, 4)])
-def test_norms_are_refit_by_least_squares(tmp_path: Path, kind: str, group: int, n: int) -> None:
-    """Column by column, of rows as the norm gives them: of groups of columns, that share weights or do not."""
-    rng = np.random.default_rng(3)
-    plain = rng.standard_normal((50, 12)).astype(np.float32)
-    made = plain * np.linspace(0.5, 2, 12, dtype=np.float32) + rng.normal(0, 0.2, plain.shape).astype(np.float32)
-    spill, places = Spill(tmp_path / "s", "", ()), [Place(name, 12, 1, False) for name in ("made", "plain")]
-    spill.begin()
-    for place, rows in zip(places, (made, plain), strict=True):
-        spill.write(place, 0, rows)
-    x = Value("x", 12)
-    norm = NormInputs("norm", n, Norm(out=x, x=x, weight=None, eps=1e-5, kind=kind, group=group))
-    norm.attach(SpilledInput("norm", *places, None, None, 1, 1), spill, len(plain))
-    found = norm.solve()
-
-    def normalized(rows: F32) -> npt.NDArray[np.float64]:
-        groups = rows.astype(np.float64).reshape(-1, group)
-        groups -= groups.mean(axis=1, keepdims=True) * (kind == "layer")
-        return (groups / np.sqrt((groups**2).mean(axis=1, keepdims=True) + 1e-5)).reshape(-1, n)
-
-    right, wrong = normalized(plain), normalized(made)
-    best = [np.linalg.lstsq(wrong[:, [i]], right[:, i], rcond=None)[0][0] for i in range(n)]
-    assert np.allclose(found.factors, best, rtol=1e-6)
-    assert np.allclose(found.before, np.square(right - wrong).sum(axis=0))
-    assert np.allclose(found.after, np.square(right - wrong * found.factors).sum(axis=0))
-    assert (found.after < found.before).all()
-
-
 def test_what_cannot_be_calibrated_is_said(text: Path, tmp_path: Path) -> None:
     with pytest.raises(RecipeError, match="--feedback and --calibrate exclude each other"):
         plan_quantize(MODEL, tmp_path / "o.gguf", "Q4_K", calibrated(text, feedback=text))
     with pytest.raises(RecipeError, match="omit --ray"):
         quantize(MODEL, tmp_path / "o.gguf", "Q4_K", calibrated(text), ray="auto")
-    with pytest.raises(RecipeError, match="^--refit-norms needs to know"):
-        plan_quantize(MODEL, tmp_path / "o.gguf", "Q4_K", QuantizeOptions(refit_norms=True))
     with pytest.raises(RecipeError, match="^--no-balance says how to calibrate"):
         plan_quantize(MODEL, tmp_path / "o.gguf", "Q4_K", QuantizeOptions(balance=False))
     with pytest.raises(QuantkitError, match="nothing to calibrate on|not one chunk|no chunk"):

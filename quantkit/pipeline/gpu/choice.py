@@ -28,7 +28,7 @@ _F32 = BY_NAME["F32"]
 
 def cpu_reason(tensor: PlannedTensor, part: RowSlice) -> str | None:
     """Return the reason why a GPU does not encode a part, "" if it has nothing to encode; None if it does."""
-    if part.is_copied(tensor.type) or part.refit is not None or repacks(part.source.type, tensor.type):
+    if part.is_copied(tensor.type) or repacks(part.source.type, tensor.type):
         return ""
     if part.inputs is not None and not tensor.type.is_quantized:
         return None if tensor.type is _F32 and part.inputs.corrects else f"no CUDA encoder for {tensor.type}"
