@@ -229,7 +229,7 @@ def _notes(corpus: Corpus) -> Iterator[str]:
     inputs, size = corpus.inputs, corpus.options["size"]
     for file in inputs.files:
         if file.zeros:
-            yield f"{file.path}: {file.zeros} NUL byte{"s" if file.zeros > 1 else ""} dropped"
+            yield f"{file.path}: {file.zeros} NUL byte{'s' if file.zeros > 1 else ''} dropped"
         if file.n_skipped:
             first = f"first line {file.first_skipped}"
             yield f"{file.path}: {file.n_skipped} records have no text and are left out, {first}"
