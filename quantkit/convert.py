@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Unpack
 
 from quantkit.arguments import checked
-from quantkit.checkpoint import Checkpoint, open_checkpoint
+from quantkit.checkpoint import Checkpoint, OpenOptions, open_checkpoint
 from quantkit.checkpoint.fusions import FUSIONS
 from quantkit.checkpoint.general import fill_template
 from quantkit.checkpoint.lora.peft import parse_adapter
@@ -175,8 +175,7 @@ def _open(folder: str | Path, options: ConvertOptions, outtype: str) -> Checkpoi
         nextn = ONLY
     elif options.no_nextn:
         nextn = WITHOUT
-    opened = open_checkpoint(
-        folder,
+    open_options = OpenOptions(
         outtype="auto" if outtype == "none" else outtype,
         exact=exact,
         pre=options.pre,
@@ -191,6 +190,7 @@ def _open(folder: str | Path, options: ConvertOptions, outtype: str) -> Checkpoi
         lossless=options.lossless,
         adapters=[parse_adapter(str(adapter)) for adapter in options.merge_lora],
     )
+    opened = open_checkpoint(folder, open_options)
     losses = [*opened.omissions, *unsupported_settings(opened)]
     if losses and options.strict:
         raise TypeNotSupported(

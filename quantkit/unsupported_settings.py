@@ -16,9 +16,9 @@ from typing import Any
 import numpy as np
 
 from quantkit.checkpoint import Checkpoint
-from quantkit.checkpoint.checkpoint import VALUE_ERRORS
 from quantkit.checkpoint.config import Config, raw_config
 from quantkit.checkpoint.keys import GATING
+from quantkit.checkpoint.open import VALUE_ERRORS
 from quantkit.formats.gguf.rules import short
 from quantkit.model.arch import ARCHS, Arch, Window
 

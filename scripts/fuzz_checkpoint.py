@@ -124,12 +124,12 @@ def change(tree: Any, rng: random.Random) -> Any:
 
 def exercise(folder: Path) -> str:
     """Open a checkpoint and use all of it; return ``opened`` or ``refused``."""
-    from quantkit.checkpoint import open_checkpoint
+    from quantkit.checkpoint import OpenOptions, open_checkpoint
     from quantkit.errors import QuantkitError
     from quantkit.formats.gguf import layout_gguf
 
     try:
-        opened = open_checkpoint(folder, pre="gpt-2")
+        opened = open_checkpoint(folder, OpenOptions(pre="gpt-2"))
         layout_gguf(opened.fields.values(), [(t.name, t.shape, t.type) for t in opened.tensors.values()])
         for tensor in opened.tensors.values():
             read(opened, tensor)

@@ -14,6 +14,7 @@ would write. No weight is read before it is asked for; then rows are made from j
 
 from __future__ import annotations
 
-from quantkit.checkpoint.checkpoint import Checkpoint, open_checkpoint
+from quantkit.checkpoint.checkpoint import Checkpoint
+from quantkit.checkpoint.open import OpenOptions, open_checkpoint
 
-__all__ = ["Checkpoint", "open_checkpoint"]
+__all__ = ["Checkpoint", "OpenOptions", "open_checkpoint"]

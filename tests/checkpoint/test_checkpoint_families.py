@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import checkpoints
-from quantkit.checkpoint import Checkpoint, open_checkpoint
+from quantkit.checkpoint import Checkpoint, OpenOptions, open_checkpoint
 from quantkit.checkpoint.checkpoint import ConvertedTensor
 from quantkit.checkpoint.expressions import read_f32, size_of
 from quantkit.errors import FormatError, RecipeError
@@ -27,7 +27,7 @@ def opened(
     """Return a checkpoint of which config.json lacks some keys and has more."""
     config = {key: value for key, value in what.config.items() if key not in without} | (more or {})
     path = checkpoints.write_description(replace(what, config=config), out)
-    return open_checkpoint(path, pre=what.vocab.get("pre") or "gpt-2", allow_other_ids=True, **options)
+    return open_checkpoint(path, OpenOptions(pre=what.vocab.get("pre") or "gpt-2", allow_other_ids=True, **options))
 
 
 def values(made: ConvertedTensor) -> np.ndarray:

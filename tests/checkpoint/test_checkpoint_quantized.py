@@ -16,8 +16,8 @@ import numpy.typing as npt
 import pytest
 from tiny_checkpoints import bf16, moe_arrays, moe_config, write_checkpoint, write_raw
 
+from quantkit.checkpoint import OpenOptions, open_checkpoint
 from quantkit.checkpoint import expressions as ex
-from quantkit.checkpoint import open_checkpoint
 from quantkit.checkpoint.config import Config
 from quantkit.checkpoint.quantized import DecodedTensors, decode_tensors
 from quantkit.checkpoint.quantized.scale_tensors import add_scale_tensors, outer_scales
@@ -597,7 +597,7 @@ def test_a_model_without_a_loss(tmp_path: Path) -> None:
     assert (types["blk.0.ffn_up_exps.weight"], types["blk.0.attn_q.weight"]) == ("Q4_0", "Q8_0")
     noted = plan_convert(path, out, None, ConvertOptions(pre="gpt-2")).notes
     assert any("--lossless" in note for note in noted)
-    assert open_checkpoint(path, pre="gpt-2", lossless=True).notes == ()
+    assert open_checkpoint(path, OpenOptions(pre="gpt-2", lossless=True)).notes == ()
 
 
 def nvfp4_moe(folder: Path, **quantization: Any) -> Path:
@@ -615,7 +615,7 @@ def nvfp4_moe(folder: Path, **quantization: Any) -> Path:
 def test_experts_of_nvfp4_and_what_their_inputs_are(tmp_path: Path) -> None:
     layers = {"model.layers.1.mlp.experts": {"quant_algo": "W4A16_NVFP4"}}
     path = nvfp4_moe(tmp_path / "moe", quant_algo="MIXED_PRECISION", quantized_layers=layers)
-    opened = open_checkpoint(path, pre="gpt-2")
+    opened = open_checkpoint(path, OpenOptions(pre="gpt-2"))
     names = list(opened.tensors)
     assert names[:2] == ["blk.0.ffn_down_exps.weight", "blk.0.ffn_down_exps.scale"]
     scale = whole(opened.converted["blk.0.ffn_down_exps.scale"].expr)
@@ -646,7 +646,9 @@ def test_nvfp4_across_shards_comes_in_the_order_of_the_reference(tmp_path: Path)
             blobs.append(raw[t.offset : t.offset + t.nbytes])
             at += t.nbytes
         write_raw(path / f"model-0000{no}-of-00002.safetensors", json.dumps(entries).encode(), b"".join(blobs))
-    weights = [name for name, t in open_checkpoint(path, pre="gpt-2").tensors.items() if t.type.name == "NVFP4"]
+    weights = [
+        name for name, t in open_checkpoint(path, OpenOptions(pre="gpt-2")).tensors.items() if t.type.name == "NVFP4"
+    ]
     kinds = [("gate", 0), ("up", 0), ("down", 1), ("gate", 1), ("up", 1), ("down", 0)]
     assert weights == [f"blk.{layer}.ffn_{kind}_exps.weight" for kind, layer in kinds]
 
@@ -843,7 +845,7 @@ def test_configurations_that_are_none(tmp_path: Path, quantization: Any) -> None
 
 def test_experts_of_which_some_are_quantized(tmp_path: Path) -> None:
     path, want = quantized_moe(tmp_path / "moe")
-    opened = open_checkpoint(path, pre="gpt-2", lossless=True, exact=True)
+    opened = open_checkpoint(path, OpenOptions(pre="gpt-2", lossless=True, exact=True))
     made = opened.converted["blk.0.ffn_down_exps.weight"].expr
     some = ex.stack([*made.xs[:3], ex.as_floats(made.xs[3])])  # type: ignore[attr-defined]
     names = [f"model.layers.0.mlp.experts.{e}.down_proj.weight" for e in range(4)]

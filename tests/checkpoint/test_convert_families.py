@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from tiny_checkpoints import added_token, bf16, moe_arrays, moe_config, tokenizer, write_checkpoint
 
-from quantkit.checkpoint import Checkpoint, open_checkpoint
+from quantkit.checkpoint import Checkpoint, OpenOptions, open_checkpoint
 from quantkit.checkpoint.vocab import tiktoken
 from quantkit.errors import FormatError
 
@@ -146,7 +146,7 @@ def glm(**more: Any) -> dict[str, Any]:
 def test_a_vocabulary_without_its_special_tokens_is_refused(tmp_path: Path) -> None:
     folder = write_checkpoint(tmp_path, glm(), moe_arrays())
     with pytest.raises(FormatError, match=r"no token \[gMASK\]"):
-        open_checkpoint(folder, pre="glm4")
+        open_checkpoint(folder, OpenOptions(pre="glm4"))
 
 
 def test_special_tokens_of_glm_are_found(tmp_path: Path) -> None:
@@ -155,7 +155,7 @@ def test_special_tokens_of_glm_are_found(tmp_path: Path) -> None:
     for i, text in enumerate(("[gMASK]", "<|user|>", "<|endoftext|>", "<|observation|>")):
         vocab["added_tokens"].append(added_token(96 + i, text))
     (folder / "tokenizer.json").write_text(json.dumps(vocab))
-    opened = open_checkpoint(folder, pre="glm4")
+    opened = open_checkpoint(folder, OpenOptions(pre="glm4"))
     ids = [opened.get(f"tokenizer.ggml.{kind}_token_id") for kind in ("bos", "eot", "unknown", "eom", "eos")]
     assert ids == [96, 97, 98, 99, 95]
 
@@ -164,4 +164,4 @@ def test_special_tokens_of_glm_are_found(tmp_path: Path) -> None:
 def test_a_part_of_a_head_that_is_none_is_refused(tmp_path: Path, factor: object) -> None:
     folder = write_checkpoint(tmp_path, glm(partial_rotary_factor=factor), moe_arrays())
     with pytest.raises(FormatError, match="partial_rotary_factor"):
-        open_checkpoint(folder, pre="glm4")
+        open_checkpoint(folder, OpenOptions(pre="glm4"))

@@ -15,7 +15,7 @@ import math
 from collections.abc import Iterator
 from pathlib import Path
 
-from quantkit.checkpoint.checkpoint import Checkpoint, blame_config, converted_tensors, stored_tensors
+from quantkit.checkpoint.checkpoint import Checkpoint, converted_tensors
 from quantkit.checkpoint.config import Config, read_config
 from quantkit.checkpoint.expressions import Transposed
 from quantkit.checkpoint.general import ParameterCount, read_general
@@ -24,6 +24,7 @@ from quantkit.checkpoint.lora.low_rank import LowRank, factors_of, products_in
 from quantkit.checkpoint.lora.merge import check_copies, check_shape, copy_notes, text_weights
 from quantkit.checkpoint.lora.peft import CONFIG, Adapter, read_adapter
 from quantkit.checkpoint.nextn import WITH
+from quantkit.checkpoint.open import blame_config, stored_tensors
 from quantkit.checkpoint.policy import find_outtype
 from quantkit.checkpoint.quantized import decode_tensors
 from quantkit.checkpoint.registry import find_architecture
@@ -49,10 +50,11 @@ def open_adapter(folder: Path, *, base: Path | None = None, outtype: str = "f32"
         TypeNotSupported: an architecture that is not converted.
     """
     adapter = read_adapter(folder)
-    return _open(adapter.base() if base is None else base, adapter, outtype)
+    base = adapter.base() if base is None else base
+    with blame_config(base):
+        return _open(base, adapter, outtype)
 
 
-@blame_config
 def _open(base: Path, adapter: Adapter, outtype: str) -> Checkpoint:
     config = read_config(base)
     row = find_architecture(config)

@@ -1,0 +1,290 @@
+"""Open a checkpoint: configuration, stored tensors, weights, the tensors of the file, metadata, vocabulary.
+
+``open_checkpoint`` runs these steps in turn; each returns a record or values that later ones read.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from quantkit.checkpoint.checkpoint import FLOATS, Checkpoint, ConvertedTensor, converted_tensors
+from quantkit.checkpoint.config import Config, read_config
+from quantkit.checkpoint.expressions import Expression, Stored
+from quantkit.checkpoint.fusions import fuse_tensors
+from quantkit.checkpoint.general import General, ParameterCount, read_general
+from quantkit.checkpoint.keys import Keys
+from quantkit.checkpoint.lora.merge import AdapterSpec, identity, merge_adapters, notes_of, read_adapters
+from quantkit.checkpoint.lora.peft import Adapter
+from quantkit.checkpoint.nextn import ONLY, WITH, WITHOUT, check_nextn, is_nextn_tensor, is_selected
+from quantkit.checkpoint.policy import OutType, find_outtype
+from quantkit.checkpoint.quantized import DecodedTensors, decode_tensors, weights_only
+from quantkit.checkpoint.quantized.scale_tensors import add_scale_tensors
+from quantkit.checkpoint.registry import find_architecture
+from quantkit.checkpoint.row import Architecture
+from quantkit.checkpoint.tensor_names import TensorNames
+from quantkit.checkpoint.tensors import Context, named_tensors, text_name, text_tensors
+from quantkit.checkpoint.vocab.check import check_ids
+from quantkit.checkpoint.vocab.tokenizer import Vocabulary
+from quantkit.errors import FormatError
+from quantkit.formats.gguf.rules import short
+from quantkit.formats.remote import located
+from quantkit.formats.safetensors import StoredTensor, read_checkpoint
+from quantkit.process import no_collection
+
+#: Files beside the weights that decide metadata.
+_OTHER_FILES = (
+    "config.json",
+    "generation_config.json",
+    "README.md",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "tokenizer.model",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.jinja",
+    "chat_template.json",
+    "merges.txt",
+    "vocab.json",
+    "vocab.txt",
+    "model.safetensors.index.json",
+    "hf_quant_config.json",
+    "modules.json",
+    "spiece.model",
+    "sentencepiece.bpe.model",
+    "tiktoken.model",
+    "hy.tiktoken",
+    "qwen.tiktoken",
+    "tokenizer.jsonl",
+    "rwkv_vocab_v20230424.txt",
+    "tekken.json",
+)
+
+#: What functions of rows raise where a value of config.json is of another type than they take it for.
+VALUE_ERRORS = (TypeError, ValueError, KeyError, IndexError, AttributeError, ArithmeticError)
+
+
+@dataclass(frozen=True, kw_only=True)
+class OpenOptions:
+    """What a checkpoint is opened for."""
+
+    #: f32, f16, bf16, q8_0, tq1_0, tq2_0 or auto: the types of tensors, as convert_hf_to_gguf.py has them.
+    outtype: str = "auto"
+    #: Give tensors as they are stored or computed, not rounded to ``outtype``; those that are always F32 are.
+    exact: bool = False
+    #: Name of the pre-tokenizer, where its hash is not known.
+    pre: str | None = None
+    #: ``pre`` may make the file tokenize a text otherwise than the checkpoint does.
+    allow_other_ids: bool = False
+    #: general.name.
+    model_name: str | None = None
+    #: A JSON file of keys that override those of the model card.
+    metadata: Path | None = None
+    #: Layers that predict more tokens: ``with`` them, ``without``, or ``only`` them.
+    nextn: str = WITH
+    #: Options of ``fusions.FUSIONS``.
+    fuse: Collection[str] = ()
+    #: Matrices that are stored as float8 become Q8_0, whatever ``outtype`` is.
+    fp8_as_q8: bool = False
+    #: Metadata and vocabulary, no tensors.
+    vocab_only: bool = False
+    #: Keep quantized weights as blocks wherever that changes no value.
+    lossless: bool = False
+    #: Directories of LoRA adapters to merge into the weights, and the factors of their scales.
+    adapters: Sequence[AdapterSpec] = ()
+    #: Shards may be missing.
+    allow_incomplete: bool = False
+
+    @property
+    def kind(self) -> str:
+        """The part of the model that the file holds: "vocab", "mtp", or "" for all of it."""
+        if self.vocab_only:
+            return "vocab"
+        return "mtp" if self.nextn == ONLY else ""
+
+
+@dataclass(frozen=True)
+class _Model:
+    """The text model: its configuration, its row of the registry, its tensors by the names that they have there."""
+
+    path: Path
+    config: Config
+    row: Architecture
+    layers: int
+    context: Context
+    stored: dict[str, Expression]
+    #: The files of the tensors.
+    files: tuple[Path, ...]
+
+
+def open_checkpoint(folder: str | os.PathLike[str], options: OpenOptions | None = None) -> Checkpoint:
+    """Open the checkpoint in a directory with config.json, model*.safetensors and the files of the tokenizer.
+
+    Raises:
+        FormatError: a file is broken, missing or of another model; the message names file and tensor.
+        TypeNotSupported: an architecture or a quantization that is not converted.
+    """
+    options = options or OpenOptions()
+    path = located(folder)
+    with blame_config(path):
+        config = read_config(path)
+        row = find_architecture(config)
+        check_nextn(options.nextn, row, config)
+    indexed = _read_headers(path, options)
+    adapters = read_adapters(options.adapters)
+    with blame_config(path):
+        model = _select_tensors(path, config, row, indexed, options)
+        weights = _weights(model, adapters, options)
+        tensors, outtype = _convert_tensors(model, weights, options)
+        keys, general = _metadata(model, tensors, outtype, options)
+        vocabulary = Vocabulary(path, config, keys, options.pre)
+        with no_collection():
+            row.vocab(vocabulary)
+    files = [path / name for name in _OTHER_FILES if (path / name).is_file()]
+    files += [options.metadata] if options.metadata else []
+    files += [file for adapter in adapters for file in adapter.files]
+    checkpoint = Checkpoint(path, (*model.files, *files), keys.fields, tensors, outtype, identity(adapters))
+    checkpoint.general, checkpoint.kind, checkpoint.omissions = general, options.kind, tuple(keys.omissions)
+    with no_collection():
+        ids = check_ids(vocabulary, checkpoint, options.allow_other_ids)
+    checkpoint.notes = (*_lossless_note(weights, options), *notes_of(adapters, config), *ids)
+    return checkpoint
+
+
+@contextmanager
+def blame_config(folder: Path) -> Iterator[None]:
+    """Turn errors of values that have another type than the functions of a row take them for into FormatErrors."""
+    try:
+        yield
+    except VALUE_ERRORS as e:
+        path = folder / "config.json"
+        raise FormatError(f"{path}: a value is not what its architecture needs: {short(str(e))}", "QK-E112") from e
+
+
+def _read_headers(path: Path, options: OpenOptions) -> list[dict[str, StoredTensor]]:
+    if options.vocab_only and not any(path.glob("model*.safetensors*")):
+        return []
+    return read_checkpoint(path, allow_incomplete=options.allow_incomplete or options.vocab_only)
+
+
+def _select_tensors(
+    path: Path, config: Config, row: Architecture, indexed: list[dict[str, StoredTensor]], options: OpenOptions
+) -> _Model:
+    """Return the model of the stored tensors that the file is made of."""
+    names = {name for tensors in indexed for name in tensors}
+    row.patch_config(config)
+    row.inspect_tensors(config, {name for name in names if is_selected(text_name(name) or "", options.nextn, config)})
+    layers = config.layers if options.nextn == WITHOUT else row.layers(config)
+    context = Context(config, TensorNames(row.arch, layers))
+    stored = stored_tensors(indexed, row, context, options.nextn)
+    if options.kind == "mtp" and not any(is_nextn_tensor(name, config) for name in stored):
+        raise FormatError(f"{path}: it has no layers that predict more tokens: omit --mtp", "QK-E206")
+    files = tuple(file for tensors in indexed for file in {t.path for t in tensors.values()})
+    return _Model(path, config, row, layers, context, stored, files)
+
+
+def _weights(model: _Model, adapters: Sequence[Adapter], options: OpenOptions) -> DecodedTensors:
+    """Return the weights: decoded where they are quantized, with the adapters merged, in the order of the row."""
+    weights = DecodedTensors({})
+    if not options.vocab_only:
+        weights = decode_tensors(model.stored, model.config, lossless=options.lossless)
+    if adapters:
+        weights = merge_adapters(weights, adapters, model.row, model.context)
+    return model.row.reorder(weights, model.config)
+
+
+def _convert_tensors(
+    model: _Model, weights: DecodedTensors, options: OpenOptions
+) -> tuple[list[ConvertedTensor], OutType]:
+    """Return the tensors of the file in order, and its type."""
+    outtype = find_outtype(options.outtype, model.stored.values())
+    if options.vocab_only:
+        return [], outtype
+    row, context = model.row, model.context
+    parts = named_tensors(weights.tensors, row.rules, context, row.synthetic(model.config), weights.first)
+    parts = add_scale_tensors(fuse_tensors(parts, options.fuse, weights.tensors, context))
+    converted = converted_tensors(parts, context.names, outtype, options.exact, options.fp8_as_q8)
+    return converted, _as_stored(outtype, converted)
+
+
+def _metadata(
+    model: _Model, tensors: list[ConvertedTensor], outtype: OutType, options: OpenOptions
+) -> tuple[Keys, General]:
+    """Return the keys of the file but those of the vocabulary, and those of general.* as a record."""
+    row, config = model.row, model.config
+    keys = Keys(row.arch, config.path)
+    for write in () if options.vocab_only else row.head_keys:
+        write(keys, config)
+    count = ParameterCount.from_shapes((item.info.name, item.expr.shape) for item in tensors)
+    general = read_general(model.path, count, model_name=options.model_name, metadata=options.metadata)
+    keys.text("general.type", "model")
+    general.write(keys)
+    row.base(keys, config, model.layers, outtype.file_type)
+    for write in row.keys:
+        write(keys, config)
+    if options.nextn == WITHOUT:
+        keys.remove(".nextn_predict_layers")
+    keys.u32("general.quantization_version", 2)
+    _set_precision(keys, config, tensors)
+    return keys, general
+
+
+def _lossless_note(weights: DecodedTensors, options: OpenOptions) -> list[str]:
+    if options.lossless or not weights.lossless_count:
+        return []
+    return [
+        f"{weights.lossless_count} weights are symmetric integers with scales of groups: --lossless keeps them as Q4_0 "
+        "or Q8_0, with every value as it is"
+    ]
+
+
+#: Types of blocks in which tensors are kept -> llama.cpp's number of such files, their name.
+_BLOCK_FILE_TYPES = {"NVFP4": (39, "NVFP4"), "MXFP4": (38, "MXFP4_MOE"), "Q4_0": (2, "Q4_0"), "Q8_0": (7, "Q8_0")}
+
+
+def _as_stored(outtype: OutType, converted: list[ConvertedTensor]) -> OutType:
+    """Return the type of a file that keeps some tensors as stored blocks."""
+    types = {item.info.type.name for item in converted}
+    block_type = next((file_type for name, file_type in _BLOCK_FILE_TYPES.items() if name in types), None)
+    return (
+        outtype
+        if block_type is None or outtype.type not in FLOATS
+        else replace(outtype, file_type=block_type[0], name=block_type[1])
+    )
+
+
+def _set_precision(keys: Keys, config: Config, converted: list[ConvertedTensor]) -> None:
+    """Set which tensors' inputs are not to be rounded to 4 bits."""
+    modules = weights_only(config)
+    if not any(modules.values()):
+        return
+    names = []
+    for tensor in (tensor for tensor in converted if tensor.info.type.name == "NVFP4"):
+        module = tensor.source_name.removesuffix(".weight")
+        while module and module not in modules:
+            module = module.rpartition(".")[0]
+        if modules[module]:
+            names.append(tensor.info.name)
+    keys.array("general.tensor_extra.name", sorted(names))
+    keys.array("general.tensor_extra.prec_a4", [False] * len(names))
+
+
+def stored_tensors(
+    indexed: list[dict[str, StoredTensor]], row: Architecture, context: Context, nextn: str
+) -> dict[str, Expression]:
+    """Return the stored tensors of the text model, by the names they have there."""
+    stored: dict[str, Expression] = {}
+    for tensors in indexed:
+        for name, tensor in tensors.items():
+            for text, x in text_tensors(row.stored, name, Stored(tensor), context):
+                if not is_selected(text, nextn, context.config):
+                    continue
+                if text in stored:
+                    raise FormatError(
+                        f"{tensor.path}: tensor {short(name)}: two tensors are called {short(text)}", "QK-E107"
+                    )
+                stored[text] = x
+    return stored
