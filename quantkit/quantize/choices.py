@@ -20,7 +20,7 @@ from quantkit.pipeline.choose import (
 from quantkit.pipeline.plan import OutputTensor
 from quantkit.pipeline.recipe import Rule, parse_custom_q, parse_tensor_type, read_recipe, read_tensor_type_file
 from quantkit.pipeline.repack import Repack
-from quantkit.quantize.draft import Draft, ordered_tensors, regroup_tensors
+from quantkit.quantize.draft import Draft, ordered_tensors, with_groups
 from quantkit.quantize.options import type_of_option
 from quantkit.types import TensorType
 
@@ -61,8 +61,8 @@ def _rules(options: QuantizeOptions) -> list[Rule]:
     return rules
 
 
-def choose(draft: Draft, request: Request) -> tuple[list[OutputTensor], list[Choice]]:
-    """Choose the types; layers whose halves differ and keep their types cannot be merged, and are left alone."""
+def choose(draft: Draft, request: Request) -> tuple[Draft, list[OutputTensor], list[Choice]]:
+    """Choose the types; layers whose halves differ and keep their types cannot be merged: the draft has them apart."""
     unmerged: dict[str, str] = {}
     while True:
         tensors = ordered_tensors(draft)
@@ -71,14 +71,14 @@ def choose(draft: Draft, request: Request) -> tuple[list[OutputTensor], list[Cho
         choices = choose_types(facts, tensors, request, mixed)
         undecided = {t.parts[0].source.name for t, c in zip(tensors, choices, strict=True) if c.undecided}
         if not undecided:
-            return tensors, choices
-        for layer in draft.regrouped.changed:
+            return draft, tensors, choices
+        for layer in draft.groups.changed:
             if undecided.intersection(layer.tensors):
                 gate, up = (part.source.type for part in layer.outputs[0].parts)
                 unmerged[layer.prefix] = (
                     f"gate is {gate}, up is {up}, and {draft.preset} keeps both; a rule for {MERGED} can change that"
                 )
-        draft.regrouped = regroup_tensors(draft, unmerged)
+        draft = with_groups(draft, unmerged)
 
 
 def _types(tensor: OutputTensor) -> tuple[TensorType, ...]:
@@ -86,11 +86,10 @@ def _types(tensor: OutputTensor) -> tuple[TensorType, ...]:
     return tuple(dict.fromkeys(part.source.type for part in tensor.parts))
 
 
-def lint(draft: Draft, request: Request, tensors: Sequence[OutputTensor], choices: Sequence[Choice]) -> None:
-    """Note what was regrouped and what looks wrong; refuse to merge what the user gives two types."""
-    verb = "merge" if draft.options.merge_up_gate else "split"
-    draft.notes += draft.regrouped.report(verb)
-    for lint in lint_request(request, tensors, choices):
+def lint(draft: Draft, request: Request, tensors: Sequence[OutputTensor], choices: Sequence[Choice]) -> list[str]:
+    """Return notes on regrouped layers and on suspicious types; refuse to merge what the user gives two types."""
+    lints = lint_request(request, tensors, choices)
+    for lint in lints:
         if draft.options.merge_up_gate and lint.code in MERGE_LINTS:
             raise RecipeError(f"--merge-up-gate: {lint.message}, or omit --merge-up-gate", "QK-E211")
-        draft.notes.append(str(lint))
+    return [*draft.groups.report("merge" if draft.options.merge_up_gate else "split"), *map(str, lints)]

@@ -1,8 +1,8 @@
-"""A plan under construction."""
+"""A plan under construction: a record to which each step of ``plan_from`` returns a successor."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any
@@ -27,32 +27,36 @@ from quantkit.pipeline.threads import Threads
 from quantkit.quantize.options import type_of_option
 
 
-@dataclass
+@dataclass(frozen=True)
 class Draft:
-    """A plan under construction; ``regrouped``: the source's tensors, merged or split where that is asked for."""
+    """A plan under construction."""
 
     source: Source
     preset: Preset
     options: QuantizeOptions
-    regrouped: Regrouped = field(init=False)
+    #: Metadata of --override-kv, by key.
+    overrides: Mapping[str, Field] = field(default_factory=dict)
+    #: The source's tensors, merged or split where that is asked for.
+    regrouped: Regrouped | None = None
     imatrix: Imatrix | None = None
     importance: Importance | None = None
     like: ReferenceTypes | None = None
     feedback: Feedback | None = None
     executor: Callable[[Threads], Executor] | None = None
-    renamed: dict[str, str] = field(default_factory=dict)
-    notes: list[str] = field(default_factory=list)
+    #: Names of the output's tensors by those of the source's; pruned ones are missing.
+    renamed: Mapping[str, str] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
 
-    @cached_property
-    def overrides(self) -> dict[str, Field]:
-        overrides: dict[str, Field] = {}
-        for text in self.options.override_kv:
-            item = parse_override(text)
-            if (path := override_file(text)) is not None:
-                self.notes.append(f"--override-kv {item.key}: the text of {path}, {len(item.value)} characters")
-            overrides.pop(item.key, None)  # as in a file, a key that is set again moves to the end
-            overrides[item.key] = item
-        return overrides
+    def noted(self, lines: Iterable[str]) -> Draft:
+        """Return the draft with more notes; one that it has is not repeated."""
+        notes = [line for line in lines if line not in self.notes]
+        return replace(self, notes=(*self.notes, *notes)) if notes else self
+
+    @property
+    def groups(self) -> Regrouped:
+        """The source's tensors, regrouped. Raises AssertionError before ``with_groups``."""
+        assert self.regrouped is not None
+        return self.regrouped
 
     def key(self, key: str) -> Any:
         """Return a metadata key's value or None; overrides count, as when llama-quantize loads the source."""
@@ -72,7 +76,7 @@ class Draft:
     @property
     def adds_output(self) -> bool:
         """True if there is a second output that the source does not have."""
-        return EXTRA_OUTPUT not in self.source.tensors and any(t.name == EXTRA_OUTPUT for t in self.regrouped.tensors)
+        return EXTRA_OUTPUT not in self.source.tensors and any(t.name == EXTRA_OUTPUT for t in self.groups.tensors)
 
     def original_names(self) -> dict[str, str]:
         """Return the source names of output tensors, by whose inputs they are quantized."""
@@ -88,7 +92,22 @@ class Draft:
         return options.repack or options.unrepack or (options.rules or rules_of(self.preset)) == "ik"
 
 
-def check_source(draft: Draft) -> None:
+def start(source: Source, preset: Preset, options: QuantizeOptions, like: ReferenceTypes | None) -> Draft:
+    """Return the draft of a source with overridden metadata. Raises FormatError for what is no model."""
+    overrides: dict[str, Field] = {}
+    notes: list[str] = []
+    for text in options.override_kv:
+        item = parse_override(text)
+        if (path := override_file(text)) is not None:
+            notes.append(f"--override-kv {item.key}: the text of {path}, {len(item.value)} characters")
+        overrides.pop(item.key, None)  # as in a file, a key that is set again moves to the end
+        overrides[item.key] = item
+    draft = Draft(source, preset, options, overrides, like=like, notes=tuple(notes))
+    _check_source(draft)
+    return draft
+
+
+def _check_source(draft: Draft) -> None:
     """Refuse files that are no models: without an architecture nothing can be decided about them or load them."""
     arch = draft.key("general.architecture")
     if isinstance(arch, str) and arch:
@@ -104,25 +123,32 @@ def check_source(draft: Draft) -> None:
 # ---------------------------------------------------------------- the source's tensors
 
 
-def regroup_tensors(draft: Draft, leave: Mapping[str, str] | None = None) -> Regrouped:
-    """Return the source's tensors as they are taken up; ``leave`` names layers not to be merged, and why."""
+def with_groups(draft: Draft, leave: Mapping[str, str] | None = None) -> Draft:
+    """Return the draft with the source's tensors as they are encoded; ``leave``: layers not to be merged, and why."""
+    regrouped, note = _add_extra_output(draft, _regroup(draft, leave))
+    return replace(draft, regrouped=regrouped).noted(note)
+
+
+def _regroup(draft: Draft, leave: Mapping[str, str] | None) -> Regrouped:
     source, options = draft.source, draft.options
     if not options.merge_up_gate and not options.split_up_gate:
-        return _with_extra_output(draft, keep_groups(source, keep_split=options.keep_split, by_offset=not draft.as_ik))
+        return keep_groups(source, keep_split=options.keep_split, by_offset=not draft.as_ik)
     verb, decide = ("merge", partial(merge_layer, any_types=True)) if options.merge_up_gate else ("split", split_layer)
     try:
         result = regroup(source, decide, verb, keep_split=options.keep_split, leave=leave)
     except RecipeError as e:
         raise RecipeError(f"--{verb}-up-gate: {e.message}", e.code) from None
     # Without --keep-split those of a merged file's record are not kept, either.
-    return _with_extra_output(draft, result if options.keep_split else replace(result, shards=None))
+    return result if options.keep_split else replace(result, shards=None)
 
 
-def _with_extra_output(draft: Draft, regrouped: Regrouped) -> Regrouped:
-    """Add the tensor of --extra-output-tensor behind the one it is another encoding of, as in ik_llama.cpp."""
+def _add_extra_output(draft: Draft, regrouped: Regrouped) -> tuple[Regrouped, list[str]]:
+    """Add the tensor of --extra-output-tensor behind the one it is another encoding of, as in ik_llama.cpp; also return
+    a note if that gains nothing.
+    """
     option = draft.options.extra_output_tensor
     if option is None:
-        return regrouped
+        return regrouped, []
     target, by_name = type_of_option("extra_output_tensor", option), {t.name: t for t in regrouped.tensors}
     if EXTRA_OUTPUT in by_name:
         raise RecipeError(
@@ -139,9 +165,7 @@ def _with_extra_output(draft: Draft, regrouped: Regrouped) -> Regrouped:
     output_type = target if n % target.block == 0 else next_dividing(target, n, ik=True)
     if output_type.tensor_bytes(output.shape) >= output.nbytes:
         size = f"{output_type} is no smaller than {output.name}, which is {output.type}"
-        note = f"--extra-output-tensor adds nothing: {size}"
-        draft.notes += [note] if note not in draft.notes else []
-        return regrouped
+        return regrouped, [f"--extra-output-tensor adds nothing: {size}"]
     position = regrouped.tensors.index(output) + 1
     tensors = (*regrouped.tensors[:position], replace(output, name=EXTRA_OUTPUT), *regrouped.tensors[position:])
     shards = regrouped.shards and (
@@ -149,20 +173,20 @@ def _with_extra_output(draft: Draft, regrouped: Regrouped) -> Regrouped:
         regrouped.shards[position - 1],
         *regrouped.shards[position:],
     )
-    return replace(regrouped, tensors=tensors, shards=shards)
+    return replace(regrouped, tensors=tensors, shards=shards), []
 
 
 def ordered_tensors(draft: Draft) -> list[OutputTensor]:
     """Return the output's tensors in their order, that of the tree's llama-quantize, under the names they will have."""
-    tensors = [replace(t, name=draft.renamed[t.name]) for t in draft.regrouped.tensors if t.name in draft.renamed]
-    if draft.regrouped.shards is not None or draft.as_ik:
+    tensors = [replace(t, name=draft.renamed[t.name]) for t in draft.groups.tensors if t.name in draft.renamed]
+    if draft.groups.shards is not None or draft.as_ik:
         return tensors
     place = {name: i for i, name in enumerate(iteration_order(t.name for t in tensors))}
     return sorted(tensors, key=lambda t: place[t.name])
 
 
 def shards_of(draft: Draft) -> list[int] | None:
-    regrouped = draft.regrouped
+    regrouped = draft.groups
     if regrouped.shards is None:
         return None
     return [no for t, no in zip(regrouped.tensors, regrouped.shards, strict=True) if t.name in draft.renamed]

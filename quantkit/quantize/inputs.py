@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence, Set
 from dataclasses import replace
 
 from quantkit.calibration.heldout import held_out_warning
@@ -17,39 +17,45 @@ from quantkit.pipeline.importance import Importance, RowImportance, check_import
 from quantkit.pipeline.metadata import prune_names
 from quantkit.pipeline.plan import OutputTensor
 from quantkit.pipeline.row_slices import whole_tensor, with_inputs
-from quantkit.pipeline.run import Executor
 from quantkit.pipeline.source import Source
-from quantkit.pipeline.threads import Threads
-from quantkit.quantize.draft import Draft
+from quantkit.quantize.draft import Draft, with_groups
 from quantkit.types import TensorType
 
 
-def load_importance(draft: Draft) -> None:
-    options = draft.options
+def with_names(draft: Draft) -> Draft:
+    """Return the draft with the names of the output's tensors."""
     # Under both names, because layers may turn out to be left as they are.
-    names = dict.fromkeys([*draft.source.tensors, *(tensor.name for tensor in draft.regrouped.tensors)])
-    draft.renamed = prune_names(names, options.prune_layers)
+    names = dict.fromkeys([*draft.source.tensors, *(tensor.name for tensor in draft.groups.tensors)])
+    return replace(draft, renamed=prune_names(names, draft.options.prune_layers))
+
+
+def with_imatrix(draft: Draft) -> Draft:
+    """Return the draft with the importance matrix, if there is one."""
+    options = draft.options
     if options.imatrix is None:
         if options.include_weights or options.exclude_weights:
             raise RecipeError(
                 "--include-weights and --exclude-weights choose entries of an --imatrix, but none was given", "QK-E202"
             )
-        return
-    draft.imatrix = read_imatrix(options.imatrix, check=False)
-    warning = held_out_warning(draft.imatrix.path, draft.imatrix.extra)
-    draft.notes += [] if warning is None else [warning]
-    draft.importance = Importance(
-        draft.imatrix,
+        return draft
+    imatrix = read_imatrix(options.imatrix, check=False)
+    warning = held_out_warning(imatrix.path, imatrix.extra)
+    importance = Importance(
+        imatrix,
         include=options.include_weights,
         exclude=options.exclude_weights,
         original_names=draft.original_names(),
     )
+    return replace(draft, imatrix=imatrix, importance=importance).noted([] if warning is None else [warning])
 
 
 def with_importance(
     draft: Draft, request: Request, tensors: Sequence[OutputTensor], choices: Sequence[Choice]
-) -> list[OutputTensor]:
-    """Look up the importance of every encoded tensor; refuse types that need it where it is missing."""
+) -> tuple[list[OutputTensor], list[str]]:
+    """Look up the importance of every encoded tensor; refuse types that need it where it is missing.
+
+    Returns the tensors with their types, and notes on entries that are used, missing or not needed.
+    """
     result, lookups = [], []
     original, first_nextn = draft.original_names(), draft.first_nextn_layer
     for tensor, choice in zip(tensors, choices, strict=True):
@@ -75,46 +81,49 @@ def with_importance(
             )
         used = importance if importance is not None and importance.entry is not None else None
         result.append(_with_choice(tensor, choice, used, draft.options))
-    if draft.importance is not None and lookups:
-        coverage = draft.importance.coverage([t.name for t in draft.regrouped.tensors], lookups)
-        coverage.check()
-        draft.notes += coverage.lines()
-    return result
+    if draft.importance is None or not lookups:
+        return result, []
+    coverage = draft.importance.coverage([t.name for t in draft.groups.tensors], lookups)
+    coverage.check()
+    return result, coverage.lines()
 
 
-def feedback_of(
-    source: Source, options: QuantizeOptions
-) -> tuple[Feedback | None, Callable[[Threads], Executor] | None, Source]:
-    """Return error feedback from a file of covariances or from a calibration run, the executor of that run, and the
-    source.
+def with_feedback(draft: Draft) -> Draft:
+    """Return the draft with error feedback from a file of covariances, or from a calibration run and with its executor
+    and its equalized source.
     """
+    options = draft.options
     if not options.calibrate:
-        return None if options.feedback is None else Feedback(CovarianceFile(options.feedback)), None, source
+        if options.feedback is None:
+            return draft
+        return replace(draft, feedback=Feedback(CovarianceFile(options.feedback)))
     from quantkit.sequential import Calibration, CalibrationInputs
 
     text = Calibration(options.calibrate, options.calibrate_ctx, options.calibrate_chunks, options.balance)
-    provider = CalibrationInputs(source.paths[0], text)
-    return Feedback(provider), provider.executor, provider.source(source)
+    provider = CalibrationInputs(draft.source.paths[0], text)
+    source = provider.source(draft.source)
+    return replace(draft, feedback=Feedback(provider), executor=provider.executor, source=source)
 
 
-def exclude_plain_from_balancing(
-    draft: Draft, source: Source, tensors: Sequence[OutputTensor], choices: Sequence[Choice]
-) -> bool:
-    """Exclude tensors that are copied or become plain floats from equalization; return whether any was equalized."""
+def equalized_plain_names(draft: Draft, tensors: Sequence[OutputTensor], choices: Sequence[Choice]) -> set[str]:
+    """Return the names of equalized source tensors that are copied or become plain floats."""
     if draft.feedback is None:
-        return False
+        return set()
     provider = draft.feedback.provider
     plain = [t for t, c in zip(tensors, choices, strict=True) if not c.type.is_quantized]
-    names = {part.source.name for t in plain for part in t.parts if provider.widens(part.source.name)}
-    if names:
-        draft.source = provider.source(source, names)
-    return bool(names)
+    return {part.source.name for t in plain for part in t.parts if provider.widens(part.source.name)}
 
 
-def with_feedback(draft: Draft, tensors: Sequence[OutputTensor]) -> list[OutputTensor]:
-    """Look up the covariance of every encoded tensor, if there is error feedback."""
+def without_equalization(draft: Draft, source: Source, names: Set[str]) -> Draft:
+    """Return the draft of a source with the tensors ``names`` as they are stored."""
+    assert draft.feedback is not None
+    return with_groups(replace(draft, source=draft.feedback.provider.source(source, names)))
+
+
+def with_covariances(draft: Draft, tensors: Sequence[OutputTensor]) -> tuple[list[OutputTensor], list[str]]:
+    """Look up the covariance of every encoded tensor, if there is error feedback; also return notes on it."""
     if draft.feedback is None:
-        return list(tensors)
+        return list(tensors), []
     original = draft.original_names()
     result = []
     for c in tensors:
@@ -127,8 +136,7 @@ def with_feedback(draft: Draft, tensors: Sequence[OutputTensor]) -> list[OutputT
             changed = "; corrected" if inputs is not None else ""
         parts = tuple(part if inputs is None else with_inputs(part, inputs) for part in c.parts)
         result.append(replace(c, reason=c.reason + changed, parts=parts))
-    draft.notes += draft.feedback.notes()
-    return result
+    return result, draft.feedback.notes()
 
 
 _ENCODER_NOTES = {

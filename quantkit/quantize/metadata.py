@@ -43,10 +43,10 @@ _SEPARATE_OPTIONS = (
 )
 
 
-def metadata_of(draft: Draft, request: Request, tensors: Sequence[OutputTensor]) -> Metadata:
-    """Edit the source's metadata in llama-quantize's order of events."""
+def metadata_of(draft: Draft, request: Request, tensors: Sequence[OutputTensor]) -> tuple[Metadata, list[str]]:
+    """Edit the source's metadata in llama-quantize's order of events; also return notes on it."""
     source, options = draft.source, draft.options
-    metadata = Metadata(draft.regrouped.metadata.fields(), ik=draft.as_ik)
+    metadata, notes = Metadata(draft.groups.metadata.fields(), ik=draft.as_ik), list[str]()
     ftype = _copied_ftype(draft) if request.copy else draft.preset.ftype
     extra: list[Field] = []
     if draft.imatrix is not None and draft.importance is not None and (n := draft.importance.n_entries):
@@ -55,7 +55,7 @@ def metadata_of(draft: Draft, request: Request, tensors: Sequence[OutputTensor])
         )
     set_quantization(metadata, ftype, draft.overrides.values(), extra)
     if options.prune_layers:
-        draft.notes += prune_metadata(metadata, str(source.get("general.architecture")), options.prune_layers)
+        notes += prune_metadata(metadata, str(source.get("general.architecture")), options.prune_layers)
         prune_record(metadata, options.prune_layers)
     if options.no_provenance:
         provenance.drop(metadata)
@@ -63,7 +63,7 @@ def metadata_of(draft: Draft, request: Request, tensors: Sequence[OutputTensor])
         provenance.record_copy(metadata, _facts(draft, request))
     else:
         _record_quantization(metadata, draft, request)
-    return metadata
+    return metadata, notes
 
 
 def _record_quantization(metadata: Metadata, draft: Draft, request: Request) -> None:
@@ -85,7 +85,7 @@ def _copied_ftype(draft: Draft) -> int:
 
 def _source_ftype(draft: Draft) -> int:
     """Return the file type of a source; of one that does not say, llama.cpp's guess: the type of most tensors."""
-    source, tensors = draft.source, {tensor.name: tensor for tensor in draft.regrouped.tensors}
+    source, tensors = draft.source, {tensor.name: tensor for tensor in draft.groups.tensors}
     if draft.adds_output:
         del tensors[EXTRA_OUTPUT]
     stated = source.get("general.file_type")

@@ -23,14 +23,16 @@ from quantkit.pipeline.run import DEFAULT_MAX_RAM, RunOptions, RunResult, run_pl
 from quantkit.pipeline.runtimes import check_complete, is_known
 from quantkit.pipeline.source import Source
 from quantkit.quantize.choices import choose, lint, request_of
-from quantkit.quantize.draft import Draft, check_source, regroup_tensors, shards_of
+from quantkit.quantize.draft import Draft, shards_of, start, with_groups
 from quantkit.quantize.inputs import (
-    exclude_plain_from_balancing,
-    feedback_of,
+    equalized_plain_names,
     is_unusual_encoder,
-    load_importance,
+    with_covariances,
     with_feedback,
+    with_imatrix,
     with_importance,
+    with_names,
+    without_equalization,
 )
 from quantkit.quantize.metadata import metadata_of
 from quantkit.quantize.options import check_options, output_path, preset_of, size_of
@@ -81,24 +83,24 @@ def plan_from(
     if repack and type not in ("REPACK", "UNREPACK"):
         preset_of(type, options)  # a typing error, which would only be the name of the output
     like = None if options.like is None else read_reference_types(options.like)
-    draft = Draft(source, like.preset if like else preset_of("COPY" if repack else type, options), options, like=like)
-    check_source(draft)
+    preset = like.preset if like else preset_of("COPY" if repack else type, options)
+    draft = start(source, preset, options, like)
     if like is not None:
         like.check(str(draft.key("general.architecture")))
-    draft.feedback, draft.executor, draft.source = feedback_of(source, options)
-    draft.regrouped = regroup_tensors(draft)
-    load_importance(draft)
-    draft.like = None if like is None else like.pruned(draft.renamed)
+    draft = with_imatrix(with_names(with_groups(with_feedback(draft))))
+    if like is not None:
+        draft = replace(draft, like=like.pruned(draft.renamed))
     request = request_of(draft)
-    tensors, choices = choose(draft, request)
-    while exclude_plain_from_balancing(draft, source, tensors, choices):
-        draft.regrouped = regroup_tensors(draft)
-        tensors, choices = choose(draft, request)
-    lint(draft, request, tensors, choices)
+    draft, tensors, choices = choose(draft, request)
+    while names := equalized_plain_names(draft, tensors, choices):
+        draft, tensors, choices = choose(without_equalization(draft, source, names), request)
+    draft = draft.noted(lint(draft, request, tensors, choices))
     if draft.like is not None:
-        draft.notes += draft.like.notes([tensor.name for tensor in tensors])
-    outputs = with_feedback(draft, with_importance(draft, request, tensors, choices))
-    draft.notes += _notes(draft, request, choices, outputs)
+        draft = draft.noted(draft.like.notes([tensor.name for tensor in tensors]))
+    encoded, coverage = with_importance(draft, request, tensors, choices)
+    outputs, feedback_notes = with_covariances(draft, encoded)
+    metadata, metadata_notes = metadata_of(draft, request, outputs)
+    notes = (*coverage, *feedback_notes, *_notes(draft, request, choices, outputs), *metadata_notes)
     texts = [path for path in map(override_file, options.override_kv) if path is not None]
     # Those that are read on while the run lasts as they were opened.
     imatrix = options.imatrix if draft.imatrix is None else draft.imatrix.path
@@ -110,11 +112,11 @@ def plan_from(
     plan = plan_output(
         draft.source,
         output,
-        metadata_of(draft, request, outputs).fields(),
+        metadata.fields(),
         outputs,
         title=_title(draft),
         rules=_rules(request),
-        notes=draft.notes,
+        notes=(*draft.notes, *notes),
         shard_of=shards_of(draft),
         split_max_size=None if options.split_max_size is None else size_of(options.split_max_size),
         reads=[located(p) for p in files if p is not None],
@@ -126,7 +128,7 @@ def plan_from(
     plan = replace(
         plan,
         without_feedback=tuple(draft.feedback.without.items()),
-        feedback_notes=tuple(draft.feedback.notes()),
+        feedback_notes=tuple(feedback_notes),
     )
     return plan if draft.executor is None else replace(plan, executor=draft.executor)
 
