@@ -228,7 +228,7 @@ def _typed_dict(kind: Any) -> dict[str, Any]:
 
 @cache
 def _parameters(function: Any) -> tuple[dict[str, Any], dict[str, Any], inspect.Signature]:
-    """Return the kinds of parameters by name, of what ``**options`` may hold, and the signature."""
+    """Return the parameter types by name, the types of ``**options``, and the signature."""
     signature = inspect.signature(function)
     kinds = dict[str, Any]()
     options = dict[str, Any]()

@@ -225,7 +225,7 @@ _TURN = threading.Lock()
 
 
 def prestart_workers(address: str, threads: int | None, *, gpus: bool = False) -> None:
-    """Start the workers of ``pipeline.ray_tasks.RayExecutor`` and load what any job needs; return at once.
+    """Start the workers of ``pipeline.ray_tasks.RayExecutor`` and preload their kernels; return at once.
 
     gpus: nodes that have GPUs may use them. Raises ResourceError if no cluster answers.
     """
@@ -397,7 +397,7 @@ class Cluster:
         return run.nodes
 
     def _task(self, run: str, shared: Callable[[], Any]) -> Callable[[Node, Any], Any]:
-        """Return a function that sends a batch of a run to a node; "" is the run of what comes before one."""
+        """Return a function that sends a batch of a run to a node; run "" is the preparation before any run."""
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy as On
 
         remote = self._ray.remote(_work)

@@ -136,7 +136,7 @@ def _check_complete(plan: Plan, opened: Checkpoint, options: ConvertOptions) -> 
 
 
 def architectures() -> dict[str, str]:
-    """Return the classes that are converted, and what each is called in GGUF."""
+    """Return the supported model classes, with the GGUF architecture of each."""
     return {name: row.arch for name, row in sorted(ARCHITECTURES.items())}
 
 

@@ -153,7 +153,7 @@ class ResourceError(QuantkitError):
 
 
 class ClusterError(ResourceError):
-    """The nodes of a cluster are gone, or none can be used; a run that ends so keeps what is done."""
+    """The nodes of a cluster are gone, or none is usable; a run that fails with it keeps the finished tensors."""
 
     default_code = "QK-E450"
 

@@ -202,7 +202,7 @@ def _write_files(export_plan: ExportPlan) -> Iterator[None]:
 
 
 def _check_room(export_plan: ExportPlan) -> None:
-    """Refuse a disk on which the weights have room, and what comes last has not, unless a run has reserved its own."""
+    """Refuse a disk too small for the weights and the files beside them, unless an earlier run reserved them."""
     if any(part_path(shard.path).exists() for shard in export_plan.plan.shards):
         return
     need = export_plan.plan.nbytes + sum(map(len, export_plan.files.values()))

@@ -70,7 +70,7 @@ _SCALED_BY_ALPHA = frozenset({"hunyuan-dense", "hunyuan-moe", "hunyuan_vl"})
 
 @dataclass(frozen=True)
 class Model:
-    """A checkpoint that is converted: what its config.json says, and what a runtime learns of the file."""
+    """A checkpoint under conversion: its config.json, and the metadata that a runtime sees."""
 
     config: Config
     opened: Checkpoint
@@ -103,7 +103,7 @@ class Model:
 
 @dataclass(frozen=True)
 class Setting:
-    """A setting of config.json and what a runtime takes for it: ``assumed`` gives that value, ANY for every one.
+    """A setting of config.json and the value that a runtime assumes: ``assumed`` returns it, ANY for any value.
 
     ``names``: the first one present counts. ``archs``: the architectures concerned, all if empty. ``interpret``:
     returns the meaning of a value, None if it has none in this model. ``null`` is a value, too.

@@ -93,7 +93,7 @@ _FINGERPRINT_NAMES = {
 
 @dataclass(frozen=True)
 class ConvertedTensor:
-    """A tensor of the source: its place in the list, what it is made of, where that lies."""
+    """A converted tensor: its info, its expression, its source name and its target type."""
 
     info: TensorInfo
     expr: Expression
@@ -104,7 +104,7 @@ class ConvertedTensor:
 
 
 class Checkpoint:
-    """An open checkpoint. ``outtype``: the type of files it is opened for; ``general``: what the model is called.
+    """An open checkpoint. ``outtype``: the type of files it is opened for; ``general``: the values of general.*.
 
     ``kind`` is "vocab" or "mtp" if it is opened for that part of the model only.
 

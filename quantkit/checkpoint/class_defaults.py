@@ -40,7 +40,7 @@ def _disable_window(values: Json) -> None:
 
 
 def _derive_missing_head_dim(values: Json) -> None:
-    """Of a class that divides heads itself, but keeps what it is given, null also."""
+    """Derive head_dim if it is absent; a value from config.json, null included, is kept."""
     if "head_dim" not in values:
         _derive_head_dim(values)
 
@@ -112,7 +112,7 @@ def _bloom_hidden_size(values: Json) -> None:
 
 
 def _nest_text_config(values: Json) -> None:
-    """Qwen 2 VL's configurations were flat; the class puts what is of the text into a configuration of its own."""
+    """Move the flat settings of a Qwen 2 VL configuration into text_config, as its class does."""
     kind, text = f"{values['model_type']}_text", values.get("text_config")
     if not isinstance(text, dict):
         text = {k: v for k, v in values.items() if k not in ("vision_config", "text_config", "model_type")}
@@ -135,7 +135,7 @@ def _drop_eod_token(values: Json) -> None:
 
 
 def _filter_mpt_attention(values: Json) -> None:
-    """Keep what the class of MPT's attention knows: other keys are lost."""
+    """Keep only the attn_config keys that the MPT class accepts."""
     allowed = ("attn_type", "attn_pdrop", "attn_impl", "clip_qkv", "softmax_scale", "alibi", "alibi_bias_max")
     if isinstance(attention := values.get("attn_config"), dict):
         values["attn_config"] = {key: value for key, value in attention.items() if key in allowed}

@@ -123,7 +123,7 @@ class Config:
 
     @property
     def head_dim(self) -> int:
-        """The width of a head: head_dim, or what there is for each head."""
+        """The width of a head: head_dim, or hidden_size / num_attention_heads."""
         heads = self.number("num_attention_heads") if self.get("head_dim") is None else 1
         if not heads:
             raise FormatError(f"{self.path}: num_attention_heads is 0", "QK-E112")
@@ -199,7 +199,7 @@ def read_config(folder: Path) -> Config:
 
 
 def raw_config(folder: Path) -> Config:
-    """Return the configuration of a checkpoint without what its class fills in. Raises FormatError."""
+    """Return the configuration of a checkpoint without class defaults. Raises FormatError."""
     path = folder / "config.json"
     return Config(path, unify_text_config(read_json(path)))
 

@@ -369,7 +369,7 @@ class Gathered:
         out[...] = aligned[begin : begin + out.size]
 
     def _slices(self, base: int, slices: I64, inner: int, rows: U8) -> None:
-        """Read slices ``base + wanted``; neighbours at once, and near ones with what lies between."""
+        """Read ``slices`` relative to ``base``: adjacent ones in one read, close ones with the gaps between them."""
         low, high = int(slices.min()), int(slices.max()) + 1
         if high - low == len(slices) and (np.diff(slices) == 1).all():
             self.x.read((base + low) * inner, rows.reshape(-1))

@@ -111,7 +111,7 @@ def layers_in_file(keys: Keys) -> int:
 
 
 def set_base_keys(keys: Keys, config: Config, layers: int, file_type: int) -> None:
-    """Set what every text model has, ``layers`` of them; ``file_type`` is a number of llama.cpp's."""
+    """Set the keys common to all text models with ``layers`` layers; ``file_type`` is llama.cpp's number."""
     keys.u32(".block_count", layers)
     copied_keys = (
         (

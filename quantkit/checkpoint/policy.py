@@ -1,4 +1,4 @@
-"""The types of converted tensors: what convert_hf_to_gguf.py (b11434, ModelBase.prepare_tensors) makes of --outtype."""
+"""Types of converted tensors for each --outtype, as in convert_hf_to_gguf.py (b11434, ModelBase.prepare_tensors)."""
 
 from __future__ import annotations
 

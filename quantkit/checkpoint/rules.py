@@ -178,7 +178,7 @@ def log_of_negative(tensor: Tensor, context: Context) -> Expression:
 
 
 def transpose(tensor: Tensor, context: Context) -> Expression:
-    """Exchange the last two dimensions; a transposed view of what is stored becomes that again."""
+    """Transpose the last two dimensions; a transposed view returns its source."""
     return tensor.x.x if isinstance(tensor.x, Transposed) else Transposed(tensor.x)
 
 
@@ -299,7 +299,7 @@ class Split(Rule):
         return (replace(tensor, name=joined_name, x=x),)
 
     def _parts(self, size: int, config: Config) -> list[range]:
-        """Return the slices of each part; equal ones leave out what cannot be divided."""
+        """Return the rows of each part; equal parts omit a remainder."""
         n = len(self.names)
         if self.interleaved:
             return [range(i, size // n * n, n) for i in range(n)]

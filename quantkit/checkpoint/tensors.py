@@ -108,7 +108,7 @@ class Rule(ABC):
 
 
 class OneWayRule(Rule):
-    """A rule with nothing to undo: what it drops is in no file, or what it changes is read as it is."""
+    """A rule without an inverse: its tensors are absent from GGUF files, or are exported unchanged."""
 
     def invert(self, tensor: Tensor, context: InverseContext) -> Iterable[Tensor] | None:
         return None
@@ -151,7 +151,7 @@ _OTHER_PARTS = (
 
 
 def text_name(name: str) -> str | None:
-    """Return the name of a stored tensor without what wraps the text model, None if it belongs to another part."""
+    """Return a stored name without the text model's prefix; None if another part of the model owns the tensor."""
     if name.startswith(_OTHER_STARTS) or any(part in name for part in _OTHER_PARTS):
         return None
     if name.endswith("e_score_correction_bias"):
@@ -224,7 +224,7 @@ def _apply_to_weights(tensors: Iterable[Tensor], rules: Sequence[Rule], context:
 
 
 def _sort_by_parts(tensors: Iterable[Tensor], stored: Sequence[Tensor]) -> list[Tensor]:
-    """Return tensors in the order in which the last of what each is made of is stored.
+    """Sort tensors by the position of the last source tensor of each.
 
     So convert_hf_to_gguf.py writes what it repacks: the experts of a layer in one piece for each weight, as soon as all
     of that weight are there, which they need not be in the same shard.

@@ -251,7 +251,7 @@ def _options(values: Mapping[str, Any]) -> ImatrixOptions:
 
 
 class _Report(Watcher):
-    """Prints what llama-imatrix prints: seconds per pass, perplexity after every chunk."""
+    """Prints llama-imatrix's output: seconds per pass, perplexity after every chunk."""
 
     def __init__(self, ppl: bool, first_line: str | None) -> None:
         self.first_line = first_line

@@ -49,7 +49,7 @@ _JSON_KEYS = {
 
 
 class DamagedEntry(Exception):
-    """An entry is not what was written, or no entry at all."""
+    """An entry is damaged, or the file is no entry."""
 
 
 class EntryName(NamedTuple):
@@ -213,7 +213,7 @@ def source_digest(records: npt.NDArray[np.void]) -> str:
 
 
 def digest(data: U8, suffix: bytes = b"") -> bytes:
-    """Return the SHA-256 of a piece and what else belongs to it."""
+    """Return the SHA-256 of a piece followed by ``suffix``."""
     sha256 = hashlib.sha256(data.data)
     sha256.update(suffix)
     return sha256.digest()

@@ -1,4 +1,4 @@
-"""The file of covariances that ``quantkit imatrix --covariance`` writes, read: sums of x x^T of what weights multiply.
+"""Reader of files of ``quantkit imatrix --covariance``: sums of x x^T over the inputs of weights.
 
 ``imatrix/covariance_file.py`` describes and writes it.
 """
@@ -95,7 +95,7 @@ class Covariances:
         return self._digests[entry]
 
     def matrix(self, entry: str, number: int) -> F64:
-        """Return one matrix of an entry, float64 [n, n]; raise FormatError if it holds what no covariance does."""
+        """Return one matrix of an entry, float64 [n, n]; raise FormatError unless finite with a diagonal >= 0."""
         n, _ = self.shape(entry)
         raw = np.empty(4 * n * n, np.uint8)
         self._file.read(self._file.tensors[self._sums(entry)], raw, number * raw.size)

@@ -169,7 +169,7 @@ def open_input(path: Path) -> Iterator[int]:
 
 
 def check_unchanged(paths: Iterable[Path]) -> None:
-    """Raise FormatError if an input is not what it was when it was first looked at. Raises OSError, too."""
+    """Raise FormatError if an input has changed since it was first read. Raises OSError, too."""
     for path in paths:
         if isinstance(path, (URL, File)):
             path.check()

@@ -76,7 +76,7 @@ class ImatrixEntry:
 
 @dataclass(eq=False)
 class Imatrix:
-    """An importance matrix: entries by name, and what it is computed on."""
+    """An importance matrix: entries by name, and the datasets and chunks of its calibration."""
 
     path: Path
     entries: dict[str, ImatrixEntry]

@@ -1,4 +1,4 @@
-"""Whole files, read and written so that nothing is lost: what every command's inputs and outputs go through.
+"""Inputs and outputs of commands: checked for overlap, locked, and written whole or not at all.
 
 Before any work, ``check_apart`` refuses an output that is an input or another output, by whatever name. An ``Output``
 is then held as long as its run lasts, by a lock on OUT.lock, which a killed run leaves behind and nobody holds then.
@@ -84,7 +84,7 @@ def read_whole(path: str | Path, max_bytes: int = MAX_TEXT) -> bytes:
 
 
 def _check_pipe(path: str | Path, mode: int) -> None:
-    """Refuse what is neither a file nor a pipe that the shell has opened, which has no name in a folder."""
+    """Refuse a path that is neither a file nor a pipe opened by the shell (/proc/.., without a name in a folder)."""
     if stat.S_ISCHR(mode) or stat.S_ISBLK(mode):
         raise FormatError(f"{path}: a device, neither a file nor a pipe: name a file", "QK-E120")
     if not stat.S_ISFIFO(mode) or not os.path.realpath(path).startswith("/proc/"):

@@ -86,7 +86,7 @@ I32 = npt.NDArray[np.int32]
 
 @dataclass(frozen=True)
 class ImatrixOptions(Options):
-    """What to collect, and how to write it.
+    """Options of collection and of the output file.
 
     Args:
         n_ctx: tokens per chunk. n_batch: tokens per pass; max(1, n_batch // n_ctx) chunks run together.
@@ -563,7 +563,7 @@ class _Collector:
     # ------------------------------------------------ states
 
     def _save(self, before: int) -> None:
-        """Save what is due since chunk ``before``."""
+        """Save the snapshot and the copies that fell due since chunk ``before``."""
         if self.path is None or self.snapshot is None or self.progress.done == self.n:
             return
         n_done = self.progress.done

@@ -185,7 +185,7 @@ def _identity(model: Model, text: Chunks, options: ImatrixOptions, weighting: st
 
 
 def _budget(max_ram: int | None) -> int:
-    """Return the memory for sums, in bytes: ``max_ram``, or half of what is available."""
+    """Return the memory for sums, in bytes: ``max_ram``, or half of the available memory."""
     return available_memory() // 2 if max_ram is None else max_ram
 
 

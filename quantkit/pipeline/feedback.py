@@ -124,7 +124,7 @@ class Inputs(Protocol):
         """
 
     def digest(self) -> str | None:
-        """Return the SHA-256 of all that decides what a row becomes, but the row and the code; None if unknown."""
+        """Return the SHA-256 of a row's inputs other than its values and the code; None if unknown."""
 
 
 class NormFactors(NamedTuple):

@@ -1,4 +1,4 @@
-"""Jobs: some rows of one tensor, how they are cut, and what they come to. Any executor runs the same ones.
+"""Jobs: some rows of one tensor, how tensors are cut into them, and their results. Any executor runs the same jobs.
 
 A job reads only its own bytes of the source and writes only its own bytes of the output, so jobs may run in any order
 and on any number of threads, on the same file.
@@ -105,7 +105,7 @@ REPAIRED = "mended"
 
 
 class JobResult(NamedTuple):
-    """The CRC-32 of a job's bytes (or NO_CRC); records of what is to be kept; a digest of what was read, if it was.
+    """The result of a job: CRC-32 of its bytes (or NO_CRC), cache records, and a digest of the source rows.
 
     ``sums``: of each of its pieces in order, if they are measured or encoded with feedback. Pieces do not depend on how
     jobs are cut, so sums over them do not either.

@@ -63,7 +63,7 @@ class Journal:
             raise ResourceError(f"{path}: {e.strerror}; nothing was written", "QK-E405") from e
 
     def start(self) -> None:
-        """Begin anew: forget what was there and write the first line."""
+        """Empty the journal and write its first line."""
         self._file.truncate(0)
         self.crcs.clear()
         self.sources.clear()
@@ -79,7 +79,7 @@ class Journal:
         return self._inputs_before != self.inputs
 
     def record_inputs(self) -> None:
-        """Record that the source has what finished tensors were made of, though its files are others."""
+        """Record the inputs of a resumed run whose files differ but whose finished tensors are still valid."""
         self._append({"inputs": self.inputs})
 
     def read_notes(self) -> list[dict[str, Any]]:
@@ -92,7 +92,7 @@ class Journal:
         return notes
 
     def resume(self) -> bool:
-        """Take over what an earlier run of the same work did; False if the journal is of other work."""
+        """Load the entries of an earlier run of the same work; False if the journal is of other work."""
         self._file.seek(0)
         lines = self._file.read().split(b"\n")
         keep = 0
@@ -121,7 +121,7 @@ class Journal:
         self.sealed = self.sealed or "sealed" in entry
 
     def forget(self, name: str) -> None:
-        """Strike out a tensor whose bytes are not what they were."""
+        """Remove a tensor whose bytes no longer match."""
         del self.crcs[name]
 
     def add(self, tensors: dict[str, JournalEntry]) -> None:

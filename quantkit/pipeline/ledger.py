@@ -1,4 +1,4 @@
-"""The ledger of a run: which jobs are done, and what becomes of a tensor whose jobs all are.
+"""The ledger of a run: finished jobs, and the steps after the last job of a tensor.
 
 Results come from any executor, in any order. A tensor is journaled only after its bytes were flushed to the disk.
 """
@@ -36,7 +36,7 @@ class Progress(Protocol):
         """Report that a tensor is complete."""
 
     def on_note(self, text: str) -> None:
-        """Report what the user should know about the nodes of a cluster."""
+        """Report a note on the nodes of a cluster to the user."""
 
     def on_stage(self, stage: int, stages: int, tokens: int, total: int) -> None:
         """Report that so many tokens of a calibration, of ``total``, have gone through a stage of the model."""
@@ -167,7 +167,7 @@ class Ledger:
             yield from jobs
 
     def finish(self, job: Job, result: JobResult) -> None:
-        """Enter what a job gave; from any thread, once for each job."""
+        """Record a job's result; from any thread, once for each job."""
         tensor = self.plan.tensors[job.tensor]
         self.target.commit(tensor.shard, job.target_offset, job.target_bytes)
         with self._lock:

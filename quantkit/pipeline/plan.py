@@ -36,7 +36,7 @@ from quantkit.types import TensorType
 
 @dataclass(frozen=True, slots=True)
 class OutputTensor:
-    """A tensor of the output, not yet placed: what it is made of, its type and why."""
+    """A tensor of the output, not yet placed: its source rows, its type, and the reason for the type."""
 
     name: str
     shape: tuple[int, ...]

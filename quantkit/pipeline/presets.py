@@ -155,7 +155,7 @@ _RUNTIMES = {"mainline": "llama.cpp", "ik": "ik_llama.cpp"}
 
 
 def is_target(t: TensorType) -> bool:
-    """True if weights may have type ``t``, which excludes integers, f64, activation formats and what is in no file."""
+    """Return whether weights may have type ``t``: no integers, F64, activation formats or types absent from files."""
     return t.in_files and t.family not in ("integer", "activation") and t.name != "F64"
 
 

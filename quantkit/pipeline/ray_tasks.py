@@ -161,7 +161,7 @@ class RayExecutor:
 
 
 class _Jobs:
-    """The jobs of a ledger as work for a cluster: in batches, sized by what jobs of their kind took.
+    """The jobs of a ledger as work for a cluster: in batches, sized by the measured time of similar jobs.
 
     Threads of this process, on its own node, take single jobs.
     """
@@ -335,7 +335,7 @@ def _values(job: Job, tensor: PlannedTensor) -> int:
 
 
 def load() -> None:
-    """Load what any job needs, in a worker process that has nothing else to do."""
+    """Load the kernels in an idle worker process."""
     from quantkit.kernels.cpu.core.jit import kernel_folder
     from quantkit.kernels.first_run import compile_in_order
 
@@ -344,7 +344,7 @@ def load() -> None:
 
 
 def begin(shared: RunSpec, threads: int) -> Callable[[list[Job]], BatchResult]:
-    """Open source and output in a worker process, load its kernels, and return what runs a batch."""
+    """Open source and output in a worker process, load its kernels, and return a function that runs a batch."""
     _check_source(shared)
     if shared.backend == "cpu":
         return _ThreadBatches(shared, _open_output(shared), threads).run
@@ -424,7 +424,7 @@ class _ThreadBatches:
         ]
 
     def run(self, batch: list[Job]) -> BatchResult:
-        """Run jobs, flush what they wrote, and return their results."""
+        """Run jobs, flush the written data, and return the results."""
         results: dict[int, tuple[JobResult, float]] = {}
         failures: list[BaseException] = []
         numbers = iter(range(len(batch)))
@@ -463,7 +463,7 @@ class _GpuBatches:
         self._note = note
 
     def run(self, batch: list[Job]) -> BatchResult:
-        """Run jobs, flush what they wrote, and return their results."""
+        """Run jobs, flush the written data, and return the results."""
         began = time.perf_counter()
         with _flushing(self._shared, self._target, batch):
             results = self._gpus.run(batch, measure=self._shared.measure)

@@ -47,7 +47,7 @@ Entry = tuple[str, TensorType, Sequence[int]]
 
 @dataclass(frozen=True, slots=True)
 class Runtime:
-    """A runtime and a model: what keeps it from loading the file, and from running all of it on a GPU."""
+    """A runtime and a model: the problems that prevent loading, or running entirely on a GPU."""
 
     name: str
     #: Problems that prevent loading, in words; empty if it loads.

@@ -231,7 +231,7 @@ class MultipartFiles:
         return copy_range(file, self._files[shard].spool, begin, offset, nbytes)
 
     def sync(self, shards: Iterable[int]) -> None:
-        """Do nothing: what counts is what was uploaded."""
+        """Do nothing: only uploaded data counts."""
 
     def file(self, shard: int) -> Path | None:
         return None

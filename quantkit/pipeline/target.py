@@ -36,7 +36,7 @@ class LedgerTarget(Target, Protocol):
     """An output as the ledger sees it."""
 
     def file(self, shard: int) -> Path | None:
-        """Return the file that grows, or None if what was written to it cannot be read again."""
+        """Return the file that grows, or None if written data cannot be read again."""
 
     def can_skip(self, shard: int, offset: int, nbytes: int) -> bool:
         """Return whether a job may be skipped, because its bytes are already safe."""
@@ -70,7 +70,7 @@ class RunTarget(LedgerTarget, Protocol):
         """Give the finished files their names; those that have them are left alone."""
 
     def discard(self) -> None:
-        """Remove what was written."""
+        """Remove the written files."""
 
     def close(self) -> None:
         """Release the files, whether the run succeeded or not."""
@@ -143,7 +143,7 @@ class Files:
         return [0 if path is None else path.stat().st_size for path in paths] == self._sizes
 
     def publish(self) -> None:
-        """Give the finished files their names; what an earlier attempt renamed already is left alone."""
+        """Rename the finished files; those that an earlier attempt has renamed stay."""
         for path, part in self._files:
             if part.exists():
                 part.replace(path)
@@ -152,13 +152,13 @@ class Files:
         sync(self.folder)
 
     def discard(self) -> None:
-        """Remove what was written."""
+        """Remove the unfinished files."""
         for _, part in self._files:
             part.unlink(missing_ok=True)
 
 
 class OpenFiles:
-    """Files that another process reserved, held open: what is late never gets into files that took their place.
+    """Files that another process reserved, held open: late writes never reach files that replaced them.
 
     They are only written: a page that was read is kept, and NFS may write it back whole, over another machine's bytes.
     """

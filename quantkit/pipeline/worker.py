@@ -70,7 +70,7 @@ def source_digest(source: Source, index: int, tensor: PlannedTensor, values: int
 
 
 def origin_digest(tensor: PlannedTensor, digests: Sequence[int]) -> int:
-    """Return the digest of what a tensor is made of: of what its jobs read, and of covariances that a file has."""
+    """Return the digest of a tensor's inputs: the rows that its jobs read, and the covariances."""
     covariances = "".join(part.inputs.digest() or "" for part in tensor.parts if part.inputs is not None)
     return digest_of(np.frombuffer(np.array(digests, np.uint64).tobytes() + covariances.encode(), np.uint8))
 
@@ -111,7 +111,7 @@ class Worker:
         return self.finish(job, tensor, rows, target, sums)
 
     def read(self, job: Job, tensor: PlannedTensor, room: U8 | None = None) -> JobResult | SourceRows:
-        """Read a job's rows, into ``room`` if given, or take what the cache has of it, which ends the job."""
+        """Read a job's rows, into ``room`` if given, or copy the cached output, which completes the job."""
         part = tensor.parts[job.part]
         origin = "" if job.cached is None else FROM_ENCODER
         if job.cached is not None and job.cached.verified:
@@ -144,7 +144,7 @@ class Worker:
         return target, []
 
     def finish(self, job: Job, tensor: PlannedTensor, rows: SourceRows, target: U8, sums: list[ErrorSums]) -> JobResult:
-        """Check and write what was made of a job's rows, wherever it was made."""
+        """Check and write the encoded rows of a job, from any backend."""
         part = tensor.parts[job.part]
         self._check(job, tensor, part, target)
         self._write(job, tensor, part, target, part.is_copied(tensor.type))
@@ -214,7 +214,7 @@ class Worker:
         return [rows[offset : offset + step] for offset in range(0, rows.size, step)]
 
     def _copy_cached(self, job: Job, tensor: PlannedTensor, cached: Cached) -> tuple[JobResult | None, str]:
-        """Write what an entry of the cache has for a job; None if it is gone or damaged."""
+        """Write the cached output of a job; None if the entry is gone or damaged."""
         assert cached.entry is not None
         target = self._buffers.get("target", job.target_bytes)
         records = np.frombuffer(cached.records, RECORD)

@@ -82,12 +82,12 @@ def choose(draft: Draft, request: Request) -> tuple[list[OutputTensor], list[Cho
 
 
 def _types(tensor: OutputTensor) -> tuple[TensorType, ...]:
-    """Return the types of what a tensor is made of, each once."""
+    """Return the distinct types of a tensor's source tensors."""
     return tuple(dict.fromkeys(part.source.type for part in tensor.parts))
 
 
 def lint(draft: Draft, request: Request, tensors: Sequence[OutputTensor], choices: Sequence[Choice]) -> None:
-    """Note what was regrouped and what looks wrong; refuse to merge what the user gives two types."""
+    """Note regrouped tensors and lints; refuse to merge tensors that rules give two types."""
     verb = "merge" if draft.options.merge_up_gate else "split"
     draft.notes += draft.regrouped.report(verb)
     for lint in lint_request(request, tensors, choices):

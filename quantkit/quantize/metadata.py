@@ -1,4 +1,4 @@
-"""The metadata of the output, in llama-quantize's order of events, and what it says of its making."""
+"""The metadata of the output, in llama-quantize's order, and its provenance."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ def _facts(draft: Draft, request: Request) -> dict[str, str]:
 
 
 def _recipe(draft: Draft, request: Request) -> Iterator[str]:
-    """Yield what decides the bytes, a line each: TYPE, options, rules. Files are named without their folders."""
+    """Yield the settings that determine the bytes, one a line: TYPE, options, rules. Files without their folders."""
     options, default = draft.options, QuantizeOptions()
     yield draft.preset.name if options.like is None else f"--like {options.like.name}"
     for f in fields(QuantizeOptions):

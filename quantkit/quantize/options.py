@@ -17,7 +17,7 @@ from quantkit.units import parse_size
 
 
 def check_options(type: str, options: QuantizeOptions) -> None:  # noqa: A002
-    """Raise what is wrong with the options, before any file is opened."""
+    """Raise RecipeError for contradictory options, before any file is opened."""
     exclusive = (
         ("keep_split", "split_max_size"),
         ("merge_up_gate", "split_up_gate"),

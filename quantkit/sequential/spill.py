@@ -44,7 +44,7 @@ class Place:
 
 
 class Spill:
-    """A directory of such files, and ``state.json``, which lists what it holds after which stage.
+    """A directory of such files, and ``state.json``, which lists its files after each stage.
 
     The directory of a killed run is reused if its ``identity`` and model agree and no file in it has changed.
     """

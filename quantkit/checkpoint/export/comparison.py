@@ -1,4 +1,4 @@
-"""Metadata beside the architecture's, as it would be after converting the checkpoint again: what is lost is named."""
+"""Report the metadata outside the architecture that a conversion of the export would lose."""
 
 from __future__ import annotations
 

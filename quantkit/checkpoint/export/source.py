@@ -71,7 +71,7 @@ _RENAMED = ((r"e_score_correction\.bias$", "e_score_correction_bias"),)
 
 @dataclass
 class ExportSource:
-    """An open export: ``expressions`` has what each tensor is made of, ``files`` what lies beside the weights, as text.
+    """An open export: the ``expressions`` of its tensors, and the text ``files`` beside the weights.
 
     ``origins``: of what tensors of the file each is made; of none if it is metadata there.
     """
@@ -127,7 +127,7 @@ class ExportSource:
         return str(self.paths[0] if part is None else part.path)
 
     def fingerprint(self) -> str:
-        """Return a SHA-256 over the file and what is made of it."""
+        """Return a SHA-256 over the GGUF file and the exported files."""
         digest = hashlib.sha256(self.model.fingerprint().encode())
         digest.update(f"{self.architecture} {self.dtype}".encode())
         for name, data in self.files.items():
@@ -289,7 +289,7 @@ def _check_round_trip(
     context: Context,
     target_type: TensorType,
 ) -> tuple[set[str], set[str]]:
-    """Convert what was made once more: the same tensors, with the same shapes, must come out.
+    """Convert the exported tensors again and require the names and shapes of the GGUF file.
 
     Return the names of what is F32 in a file of type ``target_type``, too, and of what has the type it is stored in.
     """
@@ -330,7 +330,7 @@ def _shape(shape: tuple[int, ...] | None) -> str:
 
 
 def _cast_tensor(x: Expression, target_type: TensorType, f32_names: set[str]) -> Expression:
-    """Return a tensor in the wanted type; one of what files keep in F32 stays so if values would be lost."""
+    """Cast a tensor to ``target_type``; names in ``f32_names`` stay F32 if the cast would lose values."""
     part = next(x.parts(), None)
     if target_type is TYPE_F32 or x.type is not TYPE_F32 or part is not None and part.name not in f32_names:
         return cast(x, target_type)

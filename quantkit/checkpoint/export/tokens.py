@@ -156,6 +156,6 @@ def tokenizer_json(tokens: Tokens, **parts: Any) -> Json:
 
 
 def unknown(tokens: Tokens) -> str | None:
-    """Return the text of the token for what is not known."""
+    """Return the text of the unknown token."""
     texts = (text for text, kind in zip(tokens.texts, tokens.types, strict=True) if kind == UNKNOWN)
     return tokens.special().get("unk") or next(texts, None)

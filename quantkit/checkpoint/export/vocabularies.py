@@ -73,7 +73,7 @@ def write_unigram(tokens: Tokens) -> tuple[Json, dict[str, bytes]]:
 
 
 def _xlm_file(tokens: Tokens, pieces: list[Piece], normalizer_settings: NormalizerSettings) -> dict[str, bytes]:
-    """Return the model's file, if the vocabulary comes of one: what fills it up is counted otherwise then.
+    """Return sentencepiece.bpe.model for a vocabulary of XLM-R, which pads it with [PAD] tokens; else nothing.
 
     The file has three pieces where the vocabulary has four others.
     """

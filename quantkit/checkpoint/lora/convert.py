@@ -1,4 +1,4 @@
-"""An adapter as the GGUF file it converts to: what convert_lora_to_gguf.py (llama.cpp b11434) writes.
+"""Convert an adapter to a GGUF file, as convert_lora_to_gguf.py (llama.cpp b11434) does.
 
 Names and what becomes of factors follow from the rules of the base's architecture. The runtime multiplies by alpha /
 rank, the rank being that of the tensor, so a file has one alpha for all. Where PEFT has other scales than that program
@@ -124,7 +124,7 @@ def _count_changed_weights(factors: list[tuple[str, Tensor]]) -> int:
 def _check(
     adapter: Adapter, weights: dict[str, tuple[str, LowRank]], base: Path, row: Architecture, context: Context
 ) -> list[str]:
-    """Refuse products whose shapes are not those of the base, and what the runtime cannot do; return notes."""
+    """Refuse shapes that differ from the base's, and tensors that llama.cpp cannot adapt; return notes."""
     config = context.config
     if is_tied(config):
         for name, _ in weights.values():
@@ -186,7 +186,7 @@ _TO_WIDTH = ("o_proj", "down_proj", "w2")
 
 
 def _shape_mismatch(config: Config, text: str, shape: tuple[int, ...]) -> str:
-    """Return in words where the shape of a weight is not what a configuration says, "" if nowhere."""
+    """Describe the mismatch between a weight's shape and a configuration; "" if there is none."""
     width = config.find("hidden_size", "n_embd")
     last = text.removesuffix(".weight").rpartition(".")[2]
     if not isinstance(width, int):

@@ -60,7 +60,7 @@ class LowRank(RowWise):
 
     @property
     def scale(self) -> float:
-        """By what the product is multiplied: PEFT's scaling, times the strength."""
+        """The factor of the product: PEFT's scaling times the strength."""
         return self.alpha / self.rank * self.strength
 
     def fill(self, first: int, rows: U8) -> None:
@@ -164,7 +164,7 @@ def products_in(x: Expression) -> Iterator[LowRank]:
 
 
 def factors_of(x: Expression, alpha: float) -> tuple[Expression, Expression]:
-    """Return A and B of what rules made of products, such that B @ A * alpha / rank is it.
+    """Return A and B of an expression over low-rank products, such that x = B @ A * alpha / rank.
 
     Args:
         x: of shape [.., rows, columns].

@@ -139,7 +139,7 @@ def refuse_normed_head(config: Config) -> None:
 
 
 def is_attention_layer(config: Config, layer: int) -> bool:
-    """Return whether a layer has attention, not delta attention: the last of each group, and what follows."""
+    """Return whether a layer has full attention: the last of each group, and the layers after the last group."""
     layers, group = config.layers, config.number("layer_group_size")
     return layer >= layers // group * group or (layer + 1) % group == 0
 

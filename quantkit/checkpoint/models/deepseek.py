@@ -80,7 +80,7 @@ def set_latent_base(keys: Keys, config: Config, layers: int, file_type: int) -> 
 
 
 def set_latent_keys(keys: Keys, config: Config) -> None:
-    """Set the widths of the latent and of what is made of it, and the keys of experts (DeepseekV2Model)."""
+    """Set the widths of the latent and of its keys and values, and the keys of experts (DeepseekV2Model)."""
     _set_leading(keys, config)
     rank = config.number("kv_lora_rank") if "kv_lora_rank" in config else 512
     rope, nope = config.number("qk_rope_head_dim"), config.number("qk_nope_head_dim")

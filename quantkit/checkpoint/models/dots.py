@@ -76,7 +76,7 @@ class RenameMtpEmbedding(Rule):
 
 @dataclass(frozen=True)
 class RescaleLatentNorms(OneWayRule):
-    """Norms before the latents take what the model multiplies the latents by."""
+    """Multiply the factors of the latents into the norms before them."""
 
     def __call__(self, tensor: Tensor, context: Context) -> Iterable[Tensor] | None:
         config, name = context.config, tensor.name

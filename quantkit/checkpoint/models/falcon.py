@@ -72,7 +72,7 @@ _MULTIPLIERS: tuple[tuple[str, Sequence[tuple[str, int | None]]], ...] = (
 
 @dataclass(frozen=True)
 class ApplyMultipliers(OneWayRule):
-    """Weights take what the model multiplies by."""
+    """Multiply the model's multipliers into the weights."""
 
     def __call__(self, tensor: Tensor, context: Context) -> Iterable[Tensor] | None:
         config = context.config

@@ -119,7 +119,7 @@ def gemma4_rope(config: Config) -> Iterable[Tensor]:
 
 
 def set_gemma4_keys(keys: Keys, config: Config) -> None:
-    """Set what layers of the two kinds of attention have: widths, heads, rope, feed forward."""
+    """Set the widths, heads, rope and feed-forward of both kinds of attention layers."""
     shared, layers = config.number("num_kv_shared_layers"), config.layers
     keys.u32(".attention.shared_kv_layers", shared)
     keys.u32(".embedding_length_per_layer_input", config.get("hidden_size_per_layer_input") or 0)
@@ -221,7 +221,7 @@ GEMMA3N_KEYS: tuple[SetKeys, ...] = (set_gemma3_keys, _set_altup)
 
 
 def _of_full_layer(config: Config, name: str, key: str) -> Any:
-    """Return a value of the layers that attend to everything: ``name``, or what the first of them says of ``key``."""
+    """Return a value of the full-attention layers: ``name``, or ``key`` of the first of them in per_layer_config."""
     if (value := config.get(name)) is not None:
         return value
     layers, kinds = config.get("per_layer_config") or {}, config.get("layer_types") or []

@@ -99,7 +99,7 @@ def prepare_hybrid(config: Config) -> None:
 
 
 def set_mamba(keys: Keys, config: Config) -> None:
-    """Set what describes the layers of Mamba, and where they are: layers without heads of keys."""
+    """Set the keys of Mamba layers, and which layers they are: those with 0 KV heads."""
     for key, names in (
         (".ssm.conv_kernel", "conv_kernel d_conv mamba_conv_kernel mamba_d_conv"),
         (

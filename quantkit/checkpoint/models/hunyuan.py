@@ -174,7 +174,7 @@ HY4_KEYS: tuple[SetKeys, ...] = (
 
 
 def name_xdrope(config: Config) -> None:
-    """Call rope of sections what it is: newer configurations call it dynamic (HunyuanVLTextModel)."""
+    """Rename rope with sections to xdrope, which newer configurations call dynamic (HunyuanVLTextModel)."""
     rope = config.rope
     if rope.get("rope_type") == "dynamic" and "mrope_section" in rope:
         rope |= {"rope_type": "xdrope", "xdrope_section": rope["mrope_section"]}

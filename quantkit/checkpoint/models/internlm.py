@@ -85,7 +85,7 @@ _TURN = "<|im_end|>"
 
 
 def write_internlm2(v: Vocabulary) -> None:
-    """SentencePiece; what files add replaces pieces, or follows them (InternLM2Model)."""
+    """Write a SentencePiece vocabulary whose added tokens replace pieces, or follow them (InternLM2Model)."""
     path = v.folder / "tokenizer.model"
     v.source = f"{path.name} is SentencePiece's, which is not run here"
     model = read_model(path)

@@ -32,7 +32,7 @@ from quantkit.errors import TypeNotSupported
 
 @dataclass(frozen=True)
 class RenameSingleExpert(OneWayRule):
-    """Layers without experts may store what they have as the first one."""
+    """Rename expert 0 of a layer without experts to the dense feed-forward."""
 
     def __call__(self, tensor: Tensor, context: Context) -> Iterable[Tensor] | None:
         layer, first = tensor.layer, context.config.number("expert_layer_offset")

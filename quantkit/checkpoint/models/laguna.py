@@ -69,7 +69,7 @@ KEYS: tuple[SetKeys, ...] = (
 
 
 def write_laguna(v: Vocabulary) -> None:
-    """BPE; what ends an assistant's turn is a token for control (LagunaModel)."""
+    """Write a BPE vocabulary in which </assistant> is a control token (LagunaModel)."""
     write_bpe(v)
     tokens, types = (list(v.keys.fields[f"tokenizer.ggml.{key}"].value) for key in ("tokens", "token_type"))
     turned = [CONTROL if text == "</assistant>" else kind for text, kind in zip(tokens, types, strict=True)]

@@ -108,7 +108,7 @@ SPLIT_EXPERTS = (
 
 
 def swap_widths(config: Config) -> None:
-    """Call the width of dense layers what it is called elsewhere; it is that of experts here."""
+    """Swap to the usual keys: here intermediate_size is the experts' width, intermediate_size_mlp the dense layers'."""
     config.values["intermediate_size_moe"] = config["intermediate_size"]
     config.values["intermediate_size"] = config["intermediate_size_mlp"]
 

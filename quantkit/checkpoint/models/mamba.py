@@ -81,7 +81,7 @@ def _is_equal(a: Expression, b: Expression) -> bool:
 
 
 def _set_unused(keys: Keys, width: int) -> None:
-    """Set what runtimes ask for, and such models have not."""
+    """Set keys that runtimes require though Mamba does not use them."""
     keys.u32(".context_length", 1 << 20)
     keys.u32(".embedding_length", width)
     keys.u32(".feed_forward_length", 0)

@@ -50,7 +50,7 @@ class RenameMtpLayers(Rule):
 
 
 def refuse_sharded(config: Config, names: Collection[str]) -> None:
-    """Refuse what is stored in parts for several devices, scales of each part: the generic rules misread it."""
+    """Refuse tensors stored in parts for several devices, with scales a part: the generic rules misread them."""
     quantization = config.get("quantization_config") or {}
     if any(name.endswith("qkv_proj.weight_scale_inv") for name in names):
         raise TypeNotSupported(

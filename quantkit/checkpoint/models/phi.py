@@ -44,7 +44,7 @@ def set_phi3_keys(keys: Keys, config: Config, layers: int, file_type: int) -> No
 
 
 def set_rope_attention(keys: Keys, config: Config) -> None:
-    """Set by what attention is multiplied where texts may be longer than those of training."""
+    """Set the attention factor for contexts longer than the training's (longrope, yarn)."""
     if not _factors(config):
         return
     length, original = _lengths(config)

@@ -37,7 +37,7 @@ from quantkit.formats.outputs import read_whole
 
 @dataclass(frozen=True)
 class AddConstant:
-    """Adds what a norm adds to its weights."""
+    """Add the constant that a norm adds to its weights."""
 
     value: float
     inverse: bool = False

@@ -131,7 +131,7 @@ NEXT_RULES = (SplitQkvzByHead(), *_RULES)
 
 
 def set_linear_attention(keys: Keys, config: Config) -> None:
-    """Set what describes the layers of linear attention, and which they are."""
+    """Set the keys of linear-attention layers, and which layers they are."""
     keys.u32(".ssm.conv_kernel", config["linear_conv_kernel_dim"])
     keys.u32(".ssm.state_size", config["linear_key_head_dim"])
     keys.u32(".ssm.group_count", config["linear_num_key_heads"])

@@ -1,4 +1,4 @@
-"""Weights that are made row by row of what a quantizer stored: codes, what they stand for, and what scales them.
+"""Quantized weights decoded row by row: levels, their values, and their scales.
 
 ``Scaled`` is every scheme that ends in floats: values of codes (``Integers``, ``Float8``, ``Float4``), then steps, each
 of which subtracts, multiplies by or divides by the cell of a grid. All of it is float32, each step rounds once, in the

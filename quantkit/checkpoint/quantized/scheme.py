@@ -1,4 +1,4 @@
-"""The tensors of a quantized checkpoint: which of them belong together, and what a scheme makes of them."""
+"""Tensors of a quantized checkpoint: grouped by weight, and decoded by a scheme."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class DecodedTensors:
 
 @dataclass
 class SchemeReader:
-    """Stored tensors, and what a scheme has made of them so far."""
+    """The stored tensors of a checkpoint, and the weights decoded from them."""
 
     config: Config
     stored: Mapping[str, Expression]

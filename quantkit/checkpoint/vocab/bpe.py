@@ -145,7 +145,7 @@ def llama_hf_tokens(v: Vocabulary) -> list[Piece]:
 
 
 def write_tokenizer_json(v: Vocabulary) -> None:
-    """Set the keys of a tokenizer.json by what it is: Llama's pieces, else byte-level BPE."""
+    """Write the keys of tokenizer.json: Llama's pieces, or byte-level BPE."""
     v.run()
     if is_llama_hf(v):
         write_llama_hf(v)

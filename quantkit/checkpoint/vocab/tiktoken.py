@@ -156,7 +156,7 @@ def to_letters(token: bytes) -> str:
 
 
 def to_bytes(text: str) -> bytes:
-    """Return the bytes that byte-level BPE spells so. Raises ValueError for what it does not spell."""
+    """Return the bytes of a token of byte-level BPE. Raises ValueError if it is none."""
     try:
         return bytes(_BYTES[letter] for letter in text)
     except KeyError as e:

@@ -91,7 +91,7 @@ class Vocabulary:
 
     @cached_property
     def json(self) -> Json:
-        """tokenizer.json; without one, what vocab.txt, or vocab.json and merges.txt make."""
+        """tokenizer.json, or its equivalent from vocab.txt, or from vocab.json and merges.txt."""
         path = self.folder / "tokenizer.json"
         if path.is_file():
             return large_json(path)
@@ -215,14 +215,14 @@ class Vocabulary:
 
     @property
     def class_name(self) -> str:
-        """Its class in transformers, without what all are called: Llama, GPT2; "" if nothing names one."""
+        """The tokenizer's class in transformers without suffixes: Llama, GPT2; "" if unknown."""
         name = str(self.tokenizer_config.get("tokenizer_class") or "")
         name = name or _CLASS_OF_TYPE.get(str(self.config.outer.get("model_type")), "")
         return name.removesuffix("Fast").removesuffix("Tokenizer")
 
     @cached_property
     def settings(self) -> Json:
-        """tokenizer_config.json over special_tokens_map.json over what the class has."""
+        """tokenizer_config.json over special_tokens_map.json over the defaults of the class."""
         special_tokens = optional_json(self.folder / "special_tokens_map.json") or {}
         return {**_CLASS_TOKENS.get(self.class_name, {}), **special_tokens, **self.tokenizer_config}
 
@@ -323,7 +323,7 @@ class Vocabulary:
 
     @cached_property
     def pre_name(self) -> str:
-        """The name of the pre-tokenizer: that of --pre, or of the hash of what it makes of one text."""
+        """The name of the pre-tokenizer: --pre, or the name for a hash of the ids of a reference text."""
         if self.pre is not None:
             return self.pre
         digest = sha256(str(self.ids(TEXT, add_special_tokens=True)).encode()).hexdigest()

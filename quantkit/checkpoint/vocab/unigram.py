@@ -111,7 +111,7 @@ def _moved(v: Vocabulary, pieces: list[Piece]) -> list[Piece]:
 
 
 def _in_json(v: Vocabulary) -> tuple[PieceModel, list[Piece]]:
-    """Return the tokens of tokenizer.json, and what is done to texts before."""
+    """Return the model of tokenizer.json, with its normalizer, and its tokens."""
     entries = v.model.get("vocab")
     if v.model.get("type") != "Unigram" or not isinstance(entries, list):
         raise FormatError(

@@ -19,7 +19,7 @@ class Facts(NamedTuple):
 
 
 class Object(Protocol):
-    """An object by its URL, with what it was when it was first looked at."""
+    """An object at a URL, with its facts when it was first requested."""
 
     address: str
 

@@ -1,4 +1,4 @@
-"""S3, and what speaks as S3 does: MinIO, R2, Ceph, Google's XML interface.
+"""S3 and compatible stores: MinIO, R2, Ceph, Google's XML interface.
 
 s3fs finds bucket, region, endpoint and credentials (AWS_*, ~/.aws, FSSPEC_S3_*) and makes single requests; how often
 they are repeated is decided in ``retry`` alone. Each part that is uploaded goes with its MD5, which the server checks,
@@ -158,7 +158,7 @@ class S3:
             raise
 
     def begin(self, url: Object) -> str:
-        """Begin an upload in parts; return what it is called."""
+        """Start a multipart upload; return its id."""
         return str(self._request(url, "create_multipart_upload")["UploadId"])
 
     def upload(self, url: Object, upload: str, number: int, data: bytes) -> UploadedPart:
@@ -243,7 +243,7 @@ def _listing_facts(info: Mapping[str, Any]) -> Facts:
 
 
 def part_bytes(nbytes: int, usual: int) -> int:
-    """Return the length of the parts of an object: the usual one, or what makes at most ``MAX_PARTS`` of them."""
+    """Return the part size of an object: the usual one, or a larger one that keeps it within ``MAX_PARTS`` parts."""
     if nbytes > MAX_PARTS * MAX_PART:
         raise ResourceError(f"{nbytes} bytes are more than S3 holds in one object: give --split-max-size", "QK-E412")
     least = -(-nbytes // MAX_PARTS)

@@ -1,4 +1,4 @@
-"""Stores: what answers for the URLs of one scheme. fsspec and its file systems are imported when the first is asked."""
+"""Stores: one for each scheme of URLs. fsspec and its file systems are imported on first use."""
 
 from __future__ import annotations
 
@@ -158,7 +158,7 @@ _TAGS = (
 
 
 class FsspecStore:
-    """Any other file system of fsspec, by what all of them have."""
+    """Any other file system of fsspec, through the methods common to all."""
 
     def __init__(self, fs: Any, scheme: str) -> None:
         self.fs, self.scheme = fs, scheme

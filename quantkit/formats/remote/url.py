@@ -1,4 +1,4 @@
-"""A URL as a path: its names, what is known of the object there, and the folder it was found in."""
+"""A URL as a path: its names, the facts of its object, and the folder that lists it."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def located(place: str | os.PathLike[str], spool: Path | None = None) -> Path:
 
 
 def _normalize(scheme: str, location: str) -> str:
-    """Return the one address of what different ones may name. Raises ResourceError for one with a password."""
+    """Return the canonical address of a URL. Raises ResourceError for one with a password."""
     if scheme in _OBJECTS:
         location = location.lstrip("/")
     host, slash, path = location.partition("/")
@@ -115,7 +115,7 @@ class URL(PosixPath):
 
     @property
     def identity(self) -> str:
-        """The address without what does not decide which object is written: a version, slashes at its end."""
+        """The address without the parts that do not select the object: a version, slashes at its end."""
         web = self.scheme in _WEB
         base = self._text.removesuffix("?..") if web else self.address.partition(VERSION)[0]
         scheme, _, location = base.partition("://")
@@ -201,7 +201,7 @@ class URL(PosixPath):
         return self.store.entries(self)
 
     def _folder_facts(self) -> tuple[bool, Facts | None]:
-        """Return whether its folder is known, and what it says of this."""
+        """Return whether the folder is listed, and its facts of this object."""
         if self.folder is None or self.folder.listing is None:
             return False, None
         return True, self.folder.listing.get(self.name)
@@ -250,7 +250,7 @@ class URL(PosixPath):
         return self.glob("*")
 
     def check(self) -> None:
-        """Raise FormatError if the object is not what it was when it was pinned. Raises OSError, too."""
+        """Raise FormatError if the object has changed since it was pinned. Raises OSError, too."""
         if "facts" in self.__dict__ and self.store.facts(self)[:2] != self.facts[:2]:
             raise FormatError(f"{self}: it was replaced by another object while it was read; begin anew", "QK-E109")
 

@@ -105,7 +105,7 @@ _LINES = r"[^\n]+|[\n]+"
 
 @dataclass(frozen=True)
 class Pre:
-    """One way to split; the flags are what llama.cpp sets with the name."""
+    """A pre-tokenizer; the flags are those that llama.cpp sets with the name."""
 
     patterns: tuple[str, ...]
     ignore_merges: bool = False  #: a word that is a token is that token, whatever the merges

@@ -98,7 +98,7 @@ def _imported_modules(root: str) -> set[Path]:
 
 @cache
 def _imports(path: Path) -> tuple[str, ...]:
-    """Return the names that may be modules of kernels among what a file imports."""
+    """Return the kernel modules that a file may import, by name."""
 
     def names() -> Iterator[str]:
         for package, members, plain in _IMPORT.findall(path.read_text(encoding="utf-8")):

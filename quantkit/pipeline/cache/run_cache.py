@@ -333,13 +333,13 @@ class RunCache:
     # ------------------------------------------------------------ at the end
 
     def drop(self) -> None:
-        """Remove what jobs wrote to the cache and nobody asked for, because the run failed."""
+        """Remove unfinished cache entries of jobs, because the run failed."""
         for path in self._temporary.values():
             self.store.remove_temporary(path)
         self._temporary.clear()
 
     def close(self) -> CacheUse:
-        """Note the run in the cache, and return what it did."""
+        """Record the run in the cache, and return its use."""
         tensors, hits = len(self._parts), len(self._hits)
         use = CacheUse(
             folder=self.store.folder,

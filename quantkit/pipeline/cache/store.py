@@ -161,7 +161,7 @@ class Store:
         return sum(entry.nbytes for entry in self.entries())
 
     def clear_temporary(self, age: float = DAY) -> int:
-        """Remove what killed runs left behind, ``age`` seconds after it was last written; return how many files."""
+        """Remove temporary files last written ``age`` seconds ago or earlier; return their number."""
         removed = 0
         with suppress(OSError), open_folder(self.folder, _TEMPORARY) as folder:
             for name, status in regular_files(folder).items():
@@ -274,7 +274,7 @@ def _read_limit(folder: Path) -> int | None:
 
 
 def _read_head(root: Path, name: str, nbytes: int) -> bytes:
-    """Return at most ``nbytes`` bytes of a file in a folder, none of what is no file."""
+    """Return the first ``nbytes`` bytes of a file in a folder; empty if it is no file."""
     with suppress(OSError), open_folder(root) as folder, open(open_file(name, os.O_RDONLY, folder), "rb") as file:
         return file.read(nbytes)
     return b""

@@ -165,7 +165,7 @@ class BatchRunner:
             offset += job.rows * form.source.row_bytes(form.n)
 
     def _encode_plain(self, form: Conversion, jobs: list[Job]) -> Iterator[_Output] | None:
-        """Encode jobs; return what each becomes, None if a value is not finite."""
+        """Encode jobs; return the output of each, or None if a value is not finite."""
         assert isinstance(form, RowConversion)
         segments = [
             list(segment) for _, segment in groupby(jobs, key=lambda job: segment_of(self._tensor(job), job, form))
@@ -181,7 +181,7 @@ class BatchRunner:
         return ((rows, None) for segment, nbytes in pairs for rows in _split_rows(nbytes, segment, row_bytes))
 
     def _encode_with_feedback(self, form: FeedbackConversion, jobs: list[Job]) -> Iterator[_Output] | None:
-        """Encode jobs of one matrix with feedback; return what each becomes, None if a value is not finite."""
+        """Encode jobs of one matrix with feedback; return the output of each, or None if a value is not finite."""
         self._transfer = self._transfer or self._gpu.transfer(self._slot)
         first, tensor = jobs[0], self._tensor(jobs[0])
         part = tensor.parts[first.part]
