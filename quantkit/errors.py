@@ -141,7 +141,7 @@ class RecipeError(QuantkitError):
 
 
 class ArgumentError(RecipeError, TypeError):
-    """An argument that a function or its options do not know, or whose type is not one that they take."""
+    """An unknown argument of a function or its options, or one of a wrong type."""
 
     default_code = "QK-E210"
 

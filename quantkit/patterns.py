@@ -58,7 +58,7 @@ class _Clock:
             self._charged_at = now
 
     def reset(self) -> None:
-        """Begin anew."""
+        """Reset the clock."""
         self._spent = 0.0
 
 

@@ -153,7 +153,7 @@ def _format(value: object) -> str:
 
 
 def _tied(model: Model) -> object:
-    """Return True for language models whose file has no output weights: the embeddings are tied."""
+    """Return whether a language model's file lacks output weights: the embeddings are tied."""
     generates = model.config.architecture.endswith(("ForCausalLM", "LMHeadModel")) and model.arch not in _TIED
     return True if generates and "output.weight" not in model.opened.tensors else ANY
 
@@ -201,7 +201,7 @@ def _clamp(model: Model) -> object:
 
 
 def _query_scale(model: Model) -> object:
-    """Return the number whose root divides q . k: the largest Gemma 2 and 3 have the width of the model for a head."""
+    """Return the number whose root divides q . k: the largest Gemma 2 and 3 use width / heads."""
     largest = {"gemma2": 46, "gemma3": 62}.get(model.arch)
     is_largest = model.key("block_count") == largest
     return model.key("embedding_length") // model.heads if is_largest else model.head

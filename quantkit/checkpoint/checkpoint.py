@@ -151,12 +151,12 @@ class Checkpoint:
         self.converted[tensor.name].expr.read(values_in(tensor.type, offset), out, readahead)
 
     def place(self, tensor: TensorInfo) -> tuple[Path, int] | None:
-        """Return where a tensor lies as it is, or None if it has to be made."""
+        """Return the place of a tensor's bytes, or None if it is computed."""
         x = self.converted[tensor.name].expr
         return (x.tensor.path, x.tensor.offset) if isinstance(x, Stored) and x.tensor.nbytes == tensor.nbytes else None
 
     def stored(self, tensor: TensorInfo) -> TensorInfo:
-        """Return the tensor: it is read as it is."""
+        """Return the tensor unchanged."""
         return tensor
 
     def where(self, tensor: TensorInfo) -> str:

@@ -106,7 +106,7 @@ class ParameterCount:
 
     @classmethod
     def from_adapter(cls, total: int) -> ParameterCount:
-        """Count the weights that an adapter changes: negative, for it need not change all that a model has."""
+        """Count the weights that an adapter changes, as a negative number: it need not change all of the model."""
         return cls(-total, 0, 0, 0)
 
     @property

@@ -1,4 +1,4 @@
-"""Rules by which the tensors of a checkpoint become those of a GGUF file.
+"""Rules that convert the tensors of a checkpoint to those of a GGUF file.
 
 A rule is a function of one tensor: it returns what takes its place, in order, nothing if it drops or holds it back, or
 None if the tensor does not concern it. The rules of an architecture (``architectures.ROWS``) are applied one after
@@ -43,7 +43,7 @@ class Tensor:
 
 @dataclass
 class Context:
-    """Configuration and tensor names for rules; ``waiting``: tensors that wait for others, by rule and layer."""
+    """Configuration and tensor names for rules; ``waiting``: incomplete groups of tensors, by rule and layer."""
 
     config: Config
     names: TensorNames
@@ -56,7 +56,7 @@ class Context:
         return FormatError(f"{where}: tensor {short(tensor.name)}: {problem}", code)
 
     def name_in_file(self, tensor: Tensor) -> str:
-        """Return the GGUF name of a checkpoint's tensor. Raises FormatError if the architecture has no such tensor."""
+        """Return the GGUF name of a checkpoint's tensor. Raises FormatError if the architecture lacks it."""
         name, layers = self.names.find(tensor.name), self.names.layers
         if name is not None:
             return name
@@ -234,7 +234,7 @@ def _sort_by_parts(tensors: Iterable[Tensor], stored: Sequence[Tensor]) -> list[
 
 
 def apply_rules(rules: Sequence[Rule], tensor: Tensor, context: Context) -> list[Tensor]:
-    """Return the tensors that rules, one after another, make of a tensor."""
+    """Apply rules to a tensor, one after another, and return the results."""
     tensors = [tensor]
     for rule in rules:
         results = [(t, rule(t, context)) for t in tensors]

@@ -46,7 +46,7 @@ class Covariances:
 
     @cached_property
     def identity(self) -> str:
-        """A SHA-256 that tells these covariances from others: of the header, the counts and samples of the sums."""
+        """A SHA-256 that identifies these covariances: over the header, the counts and samples of the sums."""
         digest = hashlib.sha256(self._file.fingerprint().encode())
         for entry in dict.fromkeys(self.entries.values()):
             digest.update(self.tokens(entry).tobytes())
@@ -63,7 +63,7 @@ class Covariances:
         return n, matrices[0]
 
     def _sums(self, entry: str) -> str:
-        """Return the tensor of an entry's sums: those weighted by the router, if there are such."""
+        """Return the tensor of an entry's sums: those weighted by the router, if present."""
         for name in (f"{entry}.cov_router", f"{entry}.cov"):
             if name in self._file.tensors:
                 return name

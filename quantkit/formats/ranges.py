@@ -108,7 +108,7 @@ def write_open(fd: int, path: Path, data: U8, offset: int) -> None:
 
 
 def reserve(path: Path, nbytes: int) -> None:
-    """Make a file ``nbytes`` long, new or not, with room on the disk for all of it. Raises OSError."""
+    """Make a file ``nbytes`` long with its disk space allocated. Raises OSError."""
     fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
     try:
         try:

@@ -272,7 +272,7 @@ def _read_complete(
     files: Sequence[str | Path],
     names: Sequence[str],
 ) -> ImatrixResult | None:
-    """Return the result at ``path`` if it is the one that the resumed run would produce, as far as the file tells."""
+    """Return the result at ``path`` if its metadata match the resumed run's."""
     if not options.resume or options.overwrite or snapshot_path(path).exists() or not path.is_file():
         return None
     matrix, n = read_imatrix(path), len(names)
@@ -467,7 +467,7 @@ class _Collector:
 
     @property
     def _first(self) -> int:
-        """The first position whose logits are needed; none is without a likelihood."""
+        """The first position whose logits are needed; none without a likelihood."""
         return self.options.n_ctx // 2 if self.options.ppl else self.options.n_ctx - 1
 
     def _passes_on_nodes(self, recording: Recording, left: Sequence[int]) -> None:

@@ -372,7 +372,7 @@ class _Recorder:
         return [c for c in range(len(self.text.windows)) if c not in self.without]
 
     def _note_stored(self, units: list[Unit]) -> None:
-        """Record a pass whose results are in the file."""
+        """Record a pass whose results are stored."""
         self.stored_units += units
         self.current_units = []
         self.n_written += 1

@@ -63,7 +63,7 @@ _NO_COVARIANCE = "no covariance"
 
 
 def damping_of(tokens: int, n: int) -> float | None:
-    """Return the damping of a covariance of n columns; None if so few tokens are too few for feedback."""
+    """Return the damping of a covariance of n columns; None if it has too few tokens for feedback."""
     if tokens < n:
         return None
     return DAMPING if tokens >= TOKENS_PER_COLUMN * n else FEW_TOKENS_DAMPING
@@ -284,7 +284,7 @@ class InputProvider(Protocol):
 
     @property
     def path(self) -> Path | None:
-        """The file that is read on while the run lasts, if there is one."""
+        """The file that is read throughout the run, if any."""
 
     @property
     def notes(self) -> Sequence[str]: ...
@@ -368,7 +368,7 @@ class CovarianceFile:
 
 
 def entry_of(name: str, entries: Mapping[str, str]) -> str | None:
-    """Return the entry of a tensor, perhaps under the name of one that has the same inputs; None if there is none."""
+    """Return the entry of a tensor, or of another tensor with the same inputs; None if there is none."""
     if name in entries:
         return entries[name]
     prefix, dot, kind = name.removesuffix(".weight").rpartition(".")
@@ -540,7 +540,7 @@ class MetricPool(Generic[M]):
             del self._users[key]
 
     def _wait(self, key: _Key, need: int) -> M | None:
-        """Return a metric, or None once there is room to make it; it has a user from now on."""
+        """Return a metric, or None once there is memory to compute it; counts a user."""
         with self._changed:
             while True:
                 if key in self._ready:

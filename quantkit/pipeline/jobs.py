@@ -41,7 +41,7 @@ class Cached:
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """Rows ``row`` .. ``row + rows`` of one matrix of a part; in a copy a row may be any run of bytes.
+    """Rows ``row`` .. ``row + rows`` of one matrix of a part; in a copy a row is any run of bytes.
 
     ``source_offset`` counts from the beginning of the source tensor, ``target_offset`` from that of the output file.
     """
@@ -139,7 +139,7 @@ def cut_jobs(index: int, tensor: PlannedTensor, values: int) -> Iterator[Job]:
 
 
 def _has_plain_rows(part: RowSlice) -> bool:
-    """Return whether a tensor is nothing but consecutive rows, or groups of rows; I2_S has a tail."""
+    """Return whether a tensor consists of rows, or groups of rows, only; I2_S has a tail."""
     t = part.source.type
     return (
         (t.interleave == 1 or is_interleaved(t))
@@ -198,7 +198,7 @@ def least_ram(tensors: list[PlannedTensor], threads: int) -> int:
 
 
 def worker_ram(tensors: list[PlannedTensor], values: int) -> int:
-    """Return the bytes that a worker needs for jobs of so many values."""
+    """Return the memory of a worker for jobs of so many values."""
     return 12 * values + 8 * max(PIECE, _longest(tensors))
 
 

@@ -1,4 +1,4 @@
-"""The journal of a run: which tensors lie safely on the disk, so that a killed run goes on where it was.
+"""The journal of a run: the tensors that are safe on the disk, so that a killed run resumes.
 
 Beside ``OUT.gguf.part`` lies ``OUT.gguf.journal``: a line of JSON that identifies the run, then one for every tensor
 whose bytes were flushed to the disk before the line was written, then one that marks the output as complete. A line cut
@@ -145,11 +145,11 @@ class Journal:
             self.losses[name] = entry.losses
 
     def mark(self, text: str) -> None:
-        """Write a line by which a process elsewhere finds that it sees this journal, and so the files beside it."""
+        """Write a line that shows another process that it sees this journal, and so the same folder."""
         self._append({"mark": text})
 
     def note(self, entry: dict[str, Any]) -> None:
-        """Record something of the target, from any thread; a run that goes on finds it in ``notes``."""
+        """Record a note of the target, from any thread; a resumed run has it in ``notes``."""
         self.notes.append(entry)
         self._append({"note": entry})
 

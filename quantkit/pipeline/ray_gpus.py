@@ -16,7 +16,7 @@ from quantkit.pipeline.target import Target
 
 
 def workers_of(threads: int, gpus: int) -> int:
-    """Return the number of workers that share the memory of a node with so many threads and GPUs."""
+    """Return the number of workers that share a node's memory, for so many threads and GPUs."""
     return GpuExecutor(threads, [f"CUDA{i}" for i in range(gpus)]).count if gpus else threads
 
 

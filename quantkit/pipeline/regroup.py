@@ -183,7 +183,7 @@ def _only_recorded(source: Source, layers: list[Layer]) -> list[Layer]:
 
 
 def _replace(source: Source, changed: Iterable[Layer]) -> list[OutputTensor]:
-    """Return all tensors of the output; a new one takes the place of the first tensor it is made of."""
+    """Return all tensors of the output; a new one replaces its first source tensor."""
     outputs: dict[str, list[ExpertTensor]] = {}
     replaced: set[str] = set()
     position = {name: i for i, name in enumerate(source.tensors)}

@@ -111,7 +111,7 @@ def is_known(architecture: str) -> bool:
 
 
 def check_complete(fields: Mapping[str, Field], tensors: Iterable[Entry], subject: str, *, extra: bool = True) -> None:
-    """Raise FormatError if no runtime that knows the architecture finds in a header all that it needs.
+    """Raise FormatError if a header lacks something that every runtime of the architecture needs.
 
     ``subject`` names the file and, if it is known, the cause. ``extra``: refuse tensors that no runtime knows, too.
     """

@@ -62,7 +62,7 @@ def _rules(options: QuantizeOptions) -> list[Rule]:
 
 
 def choose(draft: Draft, request: Request) -> tuple[list[OutputTensor], list[Choice]]:
-    """Choose the types; layers whose halves differ and keep their types cannot be merged, and are left alone."""
+    """Choose the types; layers whose up and gate keep different types cannot be merged and stay."""
     unmerged: dict[str, str] = {}
     while True:
         tensors = ordered_tensors(draft)

@@ -89,7 +89,7 @@ class Draft:
 
 
 def check_source(draft: Draft) -> None:
-    """Refuse files that are no models: without an architecture nothing can be decided about them or load them."""
+    """Refuse files without an architecture: they are no models."""
     arch = draft.key("general.architecture")
     if isinstance(arch, str) and arch:
         return
@@ -119,7 +119,7 @@ def regroup_tensors(draft: Draft, leave: Mapping[str, str] | None = None) -> Reg
 
 
 def _with_extra_output(draft: Draft, regrouped: Regrouped) -> Regrouped:
-    """Add the tensor of --extra-output-tensor behind the one it is another encoding of, as in ik_llama.cpp."""
+    """Add --extra-output-tensor after the tensor that it encodes again, as in ik_llama.cpp."""
     option = draft.options.extra_output_tensor
     if option is None:
         return regrouped
@@ -153,7 +153,7 @@ def _with_extra_output(draft: Draft, regrouped: Regrouped) -> Regrouped:
 
 
 def ordered_tensors(draft: Draft) -> list[OutputTensor]:
-    """Return the output's tensors in their order, that of the tree's llama-quantize, under the names they will have."""
+    """Return the output's tensors in the order of the tree's llama-quantize, under their final names."""
     tensors = [replace(t, name=draft.renamed[t.name]) for t in draft.regrouped.tensors if t.name in draft.renamed]
     if draft.regrouped.shards is not None or draft.as_ik:
         return tensors

@@ -102,7 +102,7 @@ def feedback_of(
 def exclude_plain_from_balancing(
     draft: Draft, source: Source, tensors: Sequence[OutputTensor], choices: Sequence[Choice]
 ) -> bool:
-    """Exclude tensors that are copied or become plain floats from equalization; return whether any was equalized."""
+    """Exclude copied and plain tensors from equalization; return whether any was equalized."""
     if draft.feedback is None:
         return False
     provider = draft.feedback.provider

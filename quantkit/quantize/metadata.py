@@ -76,7 +76,7 @@ def _record_quantization(metadata: Metadata, draft: Draft, request: Request) -> 
 
 
 def _copied_ftype(draft: Draft) -> int:
-    """Return the file type of a copy; that of ik's interleaved preset, or from it, if rows are repacked."""
+    """Return the file type of a copy, mapped to or from its interleaved counterpart if rows are repacked."""
     ftype = _source_ftype(draft)
     if draft.options.repack or draft.options.unrepack:
         return repacked_ftype(ftype, draft.options.repack)
@@ -84,7 +84,7 @@ def _copied_ftype(draft: Draft) -> int:
 
 
 def _source_ftype(draft: Draft) -> int:
-    """Return the file type of a source; of one that does not say, llama.cpp's guess: the type of most tensors."""
+    """Return the file type of a source; without the key, llama.cpp's guess: the most frequent type."""
     source, tensors = draft.source, {tensor.name: tensor for tensor in draft.regrouped.tensors}
     if draft.adds_output:
         del tensors[EXTRA_OUTPUT]

@@ -19,7 +19,7 @@ _MAX_NAMES = 6
 
 
 def compare_keys(model: GGUFFile, folder: Path, row: Architecture, config: Config, *, tokenizer: bool) -> list[str]:
-    """Return notes on keys of a file that the checkpoint in ``folder`` does not say, or says otherwise."""
+    """Return notes on keys of a file that the checkpoint in ``folder`` lacks or changes."""
     keys = Keys(row.arch, config.path)
     read_general(folder, ParameterCount(0, 0, 0, 0)).write(keys)
     notes = _lost_keys("general.", model.fields, keys.fields)

@@ -113,12 +113,12 @@ class ExportSource:
             )
 
     def place(self, tensor: TensorInfo) -> tuple[Path, int] | None:
-        """Return where a tensor lies as it is, or None if it has to be made."""
+        """Return the place of a tensor's bytes, or None if it is computed."""
         x = self.expressions[tensor.name]
         return (x.path, x.info.offset) if isinstance(x, EncodedTensor) and x.info.nbytes == tensor.nbytes else None
 
     def stored(self, tensor: TensorInfo) -> TensorInfo:
-        """Return the tensor: it is read as it is."""
+        """Return the tensor unchanged."""
         return tensor
 
     def where(self, tensor: TensorInfo) -> str:
@@ -231,7 +231,7 @@ def _temporary_folder(files: Mapping[str, bytes], model: GGUFFile) -> Iterator[P
 
 
 def _first_matrix_type(model: GGUFFile) -> str:
-    """Return the type of the first matrix that is none of blocks."""
+    """Return "bf16" if any matrix is quantized, else the first matrix type other than F32, else "f32"."""
     matrices = [t.type for t in model.tensors.values() if len(t.shape) > 1]
     if any(t not in (TYPE_F32, TYPE_F16, TYPE_BF16) for t in matrices):
         return "bf16"
@@ -316,7 +316,7 @@ def _check_round_trip(
 
 
 def _origins(parts: dict[str, Expression], names: Iterable[str]) -> set[str]:
-    """Return the tensors of a file that parts of it are made of."""
+    """Return the tensors of a file that an expression reads."""
     return {part.name for name in names for part in parts[name].parts()}
 
 
@@ -360,7 +360,7 @@ def _is_exact(x: Expression, target_type: TensorType) -> bool:
 
 
 def _generation_config(model: GGUFFile) -> Json:
-    """Return generation_config.json: special tokens, and how to sample."""
+    """Return generation_config.json: special tokens and sampling parameters."""
     values: Json = {name: number for name, number in token_ids(model).items() if number is not None}
     for key, names, _ in SAMPLING:
         if (value := model.get(f"general.sampling.{key}")) is not None:

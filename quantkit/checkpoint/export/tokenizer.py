@@ -76,7 +76,7 @@ def _list_files(tokens: Tokens, kind: str) -> dict[str, bytes]:
 
 
 def _tokens_without_embedding(tokens: Tokens) -> Json:
-    """Return tokens for which there are no embeddings, by text (InternLM 2)."""
+    """Return added tokens without an embedding, by text (InternLM 2)."""
     table = tokens.model.tensors.get("token_embd.weight")
     first = len(tokens.texts) if table is None else table.shape[-1]
     return {text: number for number, text in enumerate(tokens.texts) if number >= first}
@@ -206,7 +206,7 @@ def _write_sentencepiece(tokens: Tokens) -> tuple[Json, dict[str, bytes]]:
 
 
 def _write_gemma4(tokens: Tokens) -> tuple[Json, dict[str, bytes]]:
-    """Gemma 4's: pieces of SentencePiece with merges of their own."""
+    """Write Gemma 4's vocabulary: SentencePiece's pieces with explicit merges."""
     pairs = [_pair(tokens, merge) for merge in tokens.merges()]
     if not pairs:
         raise FormatError(f"{tokens.where}: a BPE vocabulary without tokenizer.ggml.merges", "QK-E123")
@@ -273,7 +273,7 @@ def _normalizer_flags(tokens: Tokens) -> Json:
 
 
 def _bert_config(tokens: Tokens) -> Json:
-    """Return tokenizer_config.json of a BERT tokenizer, whose first token is CLS, not BOS."""
+    """Return tokenizer_config.json of a BERT tokenizer, with CLS as the first token, not BOS."""
     normalizer_settings = _normalizer_flags(tokens)
     config = {"tokenizer_class": "BertTokenizer", "tokenize_chinese_chars": True}
     config |= {"do_lower_case": normalizer_settings["lowercase"], "strip_accents": normalizer_settings["strip_accents"]}

@@ -117,7 +117,7 @@ def write_plamo(tokens: Tokens) -> dict[str, bytes]:
 
 
 def write_rwkv(tokens: Tokens) -> dict[str, bytes]:
-    """A line for each token but the first: its number, a literal of Python, how many bytes it has."""
+    """Write a line for each token but the first: number, Python literal, length in bytes."""
     lines = []
     for number, (text, kind) in enumerate(zip(tokens.texts, tokens.types, strict=True)):
         if number == 0 or kind == UNUSED:

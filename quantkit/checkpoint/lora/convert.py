@@ -95,7 +95,7 @@ def _factors(
     alpha: float,
     context: Context,
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield A and B of each tensor of the file. Raises FormatError if there is a product that is in none."""
+    """Yield A and B of each tensor of the file. Raises FormatError for a product that no tensor uses."""
     used: set[int] = set()
     for name, tensor in product_tensors:
         used.update(id(item) for item in products_in(tensor.x))
@@ -113,7 +113,7 @@ def _factors(
 
 
 def _count_changed_weights(factors: list[tuple[str, Tensor]]) -> int:
-    """Return how many weights the adapter changes, as gguf_writer.py counts them."""
+    """Count the weights that the adapter changes, as gguf_writer.py does."""
     shapes = [tensor.x.shape for _, tensor in factors]
     return sum(math.prod(b[:-1]) * a[-1] for a, b in zip(shapes[::2], shapes[1::2], strict=True))
 

@@ -132,7 +132,7 @@ def set_neo(keys: Keys, config: Config) -> None:
 
 
 def prepare_xlm(config: Config) -> None:
-    """The same; adapters in the file, each of which would be a file of its own, are not converted."""
+    """Limit the positions of XLM-R; refuse its task adapters, each of which would be a file of its own."""
     if config.get("lora_adaptations"):
         raise TypeNotSupported(
             f"{config.path}: it has adapters (lora_adaptations), which this version does not convert", "QK-E305"
@@ -362,7 +362,7 @@ def _set_jina_names(meta: ModelMetadata, config: Json) -> None:
 
 
 def _set_neo_width(meta: ModelMetadata, config: Json) -> None:
-    """Set the intermediate size, of which NeoBERT uses two thirds."""
+    """Set the intermediate size, 3/2 of the feed-forward width."""
     width = meta.number(".feed_forward_length")
     config["intermediate_size"] = -(-3 * width // 2)
 

@@ -22,7 +22,7 @@ from quantkit.checkpoint.tensors import Context, Tensor
 
 
 def set_exaone_rope(keys: Keys, config: Config) -> None:
-    """Set how much of a head rope turns (EXAONE 3)."""
+    """Set the rotary dimensions of a head (EXAONE 3)."""
     width = config.number("hidden_size") // max(1, config.number("num_attention_heads"))
     keys.u32(".rope.dimension_count", int(config.rotary_part(1.0) * width))
 

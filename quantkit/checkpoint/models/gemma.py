@@ -35,7 +35,7 @@ DROP_HEAD = Drop(r"^lm_head\.weight$")
 
 
 def set_gemma_keys(keys: Keys, config: Config, layers: int, file_type: int) -> None:
-    """Set the keys of Gemma 1 and 2: an order of their own."""
+    """Set the keys of Gemma 1 and 2, in the converter's order."""
     heads = config["num_attention_heads"]
     keys.u32(".context_length", config["max_position_embeddings"])
     keys.u32(".embedding_length", config["hidden_size"])
@@ -57,7 +57,7 @@ GEMMA2_KEYS: tuple[SetKeys, ...] = (
 
 
 def set_gemma3_keys(keys: Keys, config: Config) -> None:
-    """Set the keys of Gemma 3: some of the base ones have defaults of their own."""
+    """Set the keys of Gemma 3: some base keys have other defaults."""
     keys.u32(".context_length", config.get("max_position_embeddings", 131072))
     keys.u32(".attention.head_count", config.get("num_attention_heads", 8))
     keys.f32(".attention.layer_norm_rms_epsilon", config.get("rms_norm_eps", 1e-6))
@@ -108,7 +108,7 @@ GEMMA4_RULES = (
 
 
 def gemma4_rope(config: Config) -> Iterable[Tensor]:
-    """Give layers of full attention a rope that turns a part of each head: ggml's turns the rest by next to nothing."""
+    """Yield rope factors for full attention with partial rotation: ggml rotates the rest by almost 0."""
     rope = config.full_rope
     if rope.get("rope_type") != "proportional":
         raise FormatError(f"{config.path}: rope of full attention is {short(rope)}, not a proportional one", "QK-E305")
@@ -170,7 +170,7 @@ def pad_vocabulary(tensor: Tensor, context: Context) -> Expression:
 
 @dataclass(frozen=True)
 class StackProjections(Rule):
-    """Three projections become one tensor."""
+    """Stack three projections into one tensor."""
 
     pattern: str = r"(altup_(unembed_)?projections)\.([012])\.weight$"
 

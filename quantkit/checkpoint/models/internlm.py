@@ -114,7 +114,7 @@ def write_internlm2(v: Vocabulary) -> None:
 
 
 def _without_zero(piece: Piece) -> Piece:
-    """Return a piece that C can read; those for nothing are unused."""
+    """Return a piece with NUL replaced, which C cannot read; [UNUSED..] pieces become unused."""
     text = "\U0001f409" if piece.text == "\0" else piece.text
     return Piece(text, piece.score, UNUSED if piece.text.startswith("[UNUSED") else piece.type)
 

@@ -65,7 +65,7 @@ def _set_linear(keys: Keys, config: Config) -> None:
 
 
 def set_latent(keys: Keys, config: Config, *, values: bool = False) -> None:
-    """Set the sizes of latent attention; values: that of the rows as values, too."""
+    """Set the sizes of latent attention; ``values``: whether to set the value length of latent rows, too."""
     rank, rope = config.number("kv_lora_rank", "n_lora_kv"), config.number("qk_rope_head_dim", "n_rot")
     keys.u32(".attention.kv_lora_rank", rank)
     keys.u32(".rope.dimension_count", rope)
@@ -199,7 +199,7 @@ K3_KEYS: tuple[SetKeys, ...] = (
 
 
 def write_kimi_linear(v: Vocabulary) -> None:
-    """tokenizer.json, else Kimi's ranks, and the end of texts that the tokenizer names (KimiLinearModel)."""
+    """Write tokenizer.json's vocabulary, else Kimi's ranks, with the tokenizer's EOS (KimiLinearModel)."""
     if v.has("tokenizer.json") or not v.has(KIMI.file):
         write_bpe(v)
         return
@@ -212,7 +212,7 @@ def write_kimi_linear(v: Vocabulary) -> None:
 
 
 def write_kimi_k3(v: Vocabulary) -> None:
-    """As Kimi Linear's, but texts end where the configuration says (KimiK3Model)."""
+    """Write Kimi Linear's vocabulary with the configuration's EOS (KimiK3Model)."""
     write_kimi_linear(v)
     if (end := v.config.get("eos_token_id")) is not None:
         v.keys.u32("tokenizer.ggml.eos_token_id", end)

@@ -32,7 +32,7 @@ def layers_with_mtp(config: Config) -> int:
 
 @dataclass(frozen=True)
 class RenameMtpLayers(Rule):
-    """Layers that predict ahead are stored under mtp.; they follow the others."""
+    """Rename mtp.* to layers after the last."""
 
     def __call__(self, tensor: Tensor, context: Context) -> Iterable[Tensor] | None:
         before, separator, name = tensor.name.partition("model.mtp.layers.")

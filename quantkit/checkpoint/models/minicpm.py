@@ -74,7 +74,7 @@ ARCHITECTURES: dict[str, Architecture] = {
 
 
 def set_unscaled_rope(meta: ModelMetadata, config: Json) -> None:
-    """Factors of rope for long texts do not scale attention (MiniCPM)."""
+    """Set a rope scaling factor of 1: MiniCPM's long factors do not scale attention."""
     if rope := config["rope_scaling"]:
         rope |= {"factor": 1.0, "original_max_position_embeddings": meta.number(".context_length")}
 

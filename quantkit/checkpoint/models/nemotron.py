@@ -153,7 +153,7 @@ PUZZLE_STORED = (
 
 
 def prepare_puzzle(config: Config) -> None:
-    """Take the kinds of layers, and how many there are, from block_configs (NemotronHPuzzleModel)."""
+    """Derive the layer kinds and their number from block_configs (NemotronHPuzzleModel)."""
     config.values["layers_block_type"] = [block["block_type"] for block in config["block_configs"]]
     config.values.pop("hybrid_override_pattern", None)
     prepare_nemotron(config)

@@ -257,7 +257,7 @@ _RWKV = "rwkv_vocab_v20230424.txt"
 
 
 def _rwkv_text(path: Path, number: int, line: str) -> str:
-    """Return a token as Python writes bytes: a line is its number, a literal, and how many bytes it has."""
+    """Return a line of RWKV's vocabulary: number, Python literal, length in bytes."""
     try:
         _, *literal, length = line.split(" ")
         text = ast.literal_eval(" ".join(literal))

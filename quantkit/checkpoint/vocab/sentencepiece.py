@@ -44,7 +44,7 @@ class Piece(NamedTuple):
 
 @dataclass
 class PieceModel:
-    """A SentencePiece model: pieces, whether it is Unigram (else BPE), and how texts are normalized."""
+    """A SentencePiece model: its pieces, Unigram or BPE, and the normalization of texts."""
 
     pieces: list[Piece] = field(default_factory=list)
     is_unigram: bool = True
@@ -189,7 +189,7 @@ def _decoder_tokens(v: Vocabulary) -> Iterator[tuple[Path, int, str, bool]]:
 
 
 def _is_in_vocabulary(where: Path, number: object, size: int) -> bool:
-    """Return whether a token lies in the vocabulary; one beyond it is left out."""
+    """Return whether a token lies in the vocabulary; others are dropped."""
     if not isinstance(number, int) or isinstance(number, bool) or number < 0:
         raise FormatError(f"{where}: {short(number)} is no id of a token", "QK-E114")
     return number < size

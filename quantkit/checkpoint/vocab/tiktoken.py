@@ -83,7 +83,7 @@ def read_ranks(path: Path) -> Ranks:
 
 
 def merges_of(ranks: Ranks) -> Iterator[str]:
-    """Yield the two parts of every token that is made of two."""
+    """Yield the two parts of every token that is a merge."""
     for token, rank in ranks.items():
         if len(token) > 1:
             parts = merge_token(ranks, token, rank)

@@ -81,12 +81,12 @@ class Vocabulary:
         self.source: Callable[[], tuple[str, list[int]]] | str = "nothing here runs its tokenizer"
 
     def has(self, name: str) -> bool:
-        """Return whether there is a file."""
+        """Return whether a file exists."""
         return (self.folder / name).is_file()
 
     @cached_property
     def tokenizer_config(self) -> Json:
-        """tokenizer_config.json, {} if there is none."""
+        """tokenizer_config.json, {} if absent."""
         return optional_json(self.folder / "tokenizer_config.json") or {}
 
     @cached_property
@@ -167,12 +167,12 @@ class Vocabulary:
 
     @cached_property
     def added(self) -> dict[str, AddedToken]:
-        """Added tokens by their text: of tokenizer.json, of tokenizer_config.json, and special ones of neither."""
+        """Added tokens by text: from tokenizer.json, from tokenizer_config.json, and special tokens in neither."""
         tokens: dict[str, AddedToken] = {}
         next_id = len(self.base)
 
         def enter(token: AddedToken) -> None:
-            """Keep the id that a text has; without one, it goes behind all others."""
+            """Keep the id of a text; a new text gets the next free one."""
             nonlocal next_id
             number_in_model = (
                 tokens[token.text].number if token.text in tokens else self.base.get(token.text, token.number)
@@ -257,7 +257,7 @@ class Vocabulary:
 
     @cached_property
     def _child(self) -> Child:
-        """The process of ``library``, in which the tokenizer is as tokenizer.json says."""
+        """The process of ``library``, with the tokenizer of tokenizer.json loaded."""
 
         def data() -> bytes:
             if self.has("tokenizer.json"):
@@ -282,7 +282,7 @@ class Vocabulary:
 
     @property
     def _byte_level(self) -> dict[str, bool] | None:
-        """The pre-tokenizer instead of that of tokenizer.json, where tokenizer_config.json says otherwise."""
+        """The pre-tokenizer of tokenizer.json, unless tokenizer_config.json overrides it."""
         state = self.json.get("pre_tokenizer")
         add_space = bool(self.tokenizer_config.get("add_prefix_space", False))
         if (
@@ -295,7 +295,7 @@ class Vocabulary:
 
     @property
     def _bert_normalizer(self) -> dict[str, bool] | None:
-        """BERT's normalizer instead of that of tokenizer.json, where tokenizer_config.json says otherwise."""
+        """BERT's normalizer of tokenizer.json, unless tokenizer_config.json overrides it."""
         state = self.json.get("normalizer")
         if self.class_name not in tokenizer_json.CLASSES or not isinstance(state, dict):
             return None
@@ -384,7 +384,7 @@ def _are_ids(values: Collection[Any]) -> bool:
 
 
 def clean_up(text: str, config: Json) -> str:
-    """Remove spaces before punctuation, as transformers does where its configuration asks for it."""
+    """Remove spaces before punctuation, as transformers does with clean_up_tokenization_spaces."""
     if config.get("clean_up_tokenization_spaces", False):
         for mark in (".", "?", "!", ","):
             text = text.replace(f" {mark}", mark)
@@ -395,7 +395,7 @@ def clean_up(text: str, config: Json) -> str:
 
 
 def looks_special(text: str) -> bool:
-    """Return whether a token is a control token although it is not marked so."""
+    """Return whether a token is a control token although it is not marked as one."""
     return (
         text in ("<pad>", "<mask>", "<2mass>", "[@BOS@]")
         or (text.startswith("<|") and text.endswith("|>"))
@@ -442,7 +442,7 @@ def dump(value: Json) -> str:
 
 @dataclass(frozen=True)
 class AddedToken:
-    """A token beside those of the model in tokenizer.json."""
+    """An added token of tokenizer.json."""
 
     number: int
     text: str

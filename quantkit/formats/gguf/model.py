@@ -133,7 +133,7 @@ class GGUFFile:
         return self.paths[tensor.shard], tensor.offset
 
     def stored(self, tensor: TensorInfo) -> TensorInfo:
-        """Return the tensor: it is read as it is."""
+        """Return the tensor unchanged."""
         return tensor
 
     def where(self, tensor: TensorInfo) -> str:

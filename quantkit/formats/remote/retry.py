@@ -58,7 +58,7 @@ class Meaning(Enum):
 
 
 class Answer(Exception):
-    """An answer of a server that is no success, or not a good one."""
+    """A server's response with an error status, or an invalid one."""
 
     def __init__(self, status: int, message: str = "", wait: str | None = None, meaning: Meaning | None = None) -> None:
         super().__init__(message or f"HTTP {status}")

@@ -34,7 +34,7 @@ PART = 64 << 20
 
 @dataclass(frozen=True)
 class UploadedPart:
-    """A part that is there: its number, from 1, its entity tag and its length."""
+    """An uploaded part: its number, from 1, its entity tag and its length."""
 
     number: int
     tag: str
@@ -70,7 +70,7 @@ class S3:
         return run_on_loop(self.fs.loop, lambda: self.fs._call_s3(method, **kwargs))
 
     def _request(self, url: Object, method: str, patience: Patience | None = None, **kwargs: Any) -> Any:
-        """Return the answer to a request about an object; say which bucket is missing, if that is why."""
+        """Return the response to a request about an object; the error names a missing bucket."""
         try:
             return with_retries(url, lambda: self._call(method, **self._names(url), **kwargs), patience)
         except FileNotFoundError:
@@ -162,7 +162,7 @@ class S3:
         return str(self._request(url, "create_multipart_upload")["UploadId"])
 
     def upload(self, url: Object, upload: str, number: int, data: bytes) -> UploadedPart:
-        """Upload a part. Raises ProcessLookupError if there is no such upload any more."""
+        """Upload a part. Raises ProcessLookupError if the upload no longer exists."""
         md5 = hashlib.md5(data, usedforsecurity=False)
         arguments = {"UploadId": upload, "PartNumber": number, "ContentMD5": base64.b64encode(md5.digest()).decode()}
 
@@ -177,7 +177,7 @@ class S3:
         return with_retries(url, send)
 
     def list_parts(self, url: Object, upload: str) -> dict[int, UploadedPart] | None:
-        """Return the parts of an upload that are there; None if there is no such upload any more."""
+        """List the uploaded parts; None if the upload no longer exists."""
         parts: dict[int, UploadedPart] = {}
         after: dict[str, Any] = {}
         while True:

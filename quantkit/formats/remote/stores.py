@@ -32,7 +32,7 @@ _lock = threading.Lock()
 
 
 def store_of(url: Object) -> Store:
-    """Return the store of a URL. ResourceError if a package for it is missing, or nobody knows its scheme."""
+    """Return the store of a URL. Raises ResourceError if its package is missing or its scheme unknown."""
     key = os.getpid(), url.scheme  # connections do not survive a fork
     with _lock:
         if key not in _stores:
@@ -131,7 +131,7 @@ class Web:
 
 
 def _parse_headers(status: int, headers: Mapping[str, str]) -> tuple[Facts, bool]:
-    """Return the facts about the whole object in an answer, and whether the answer holds all of it."""
+    """Return the facts about the whole object in a response, and whether the response holds all of it."""
     tag = headers.get("ETag", "").removeprefix("W/") or headers.get("Last-Modified", "")
     if status == 200:
         return Facts(int(headers.get("Content-Length", 1 << 62)), tag), True

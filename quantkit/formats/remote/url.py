@@ -156,7 +156,7 @@ class URL(PosixPath):
         return URL(self._split()[0].rstrip("/").rpartition("/")[0], self.spool)
 
     def with_name(self, name: str) -> URL:
-        """Return its neighbour, by the same query: that of a signed address is for one object only."""
+        """Return a neighbour with the same query; a signed address has none, since its query is for one object."""
         base, query = self._split()
         return URL(f"{base.rstrip('/').rpartition('/')[0]}/{name}{query}", self.spool, self.folder)
 
@@ -178,7 +178,7 @@ class URL(PosixPath):
 
     @property
     def local(self) -> Path:
-        """The file of this machine that stands for it while it is written: its name begins those of all files of it."""
+        """The local file that stands for it while it is written; the names of its temporary files begin with it."""
         digest = hashlib.sha256(self.identity.encode()).hexdigest()
         return (self.spool or default_spool()) / f"{digest[:16]}-{self.identity.rpartition('/')[2][-100:]}"
 
@@ -237,7 +237,7 @@ class URL(PosixPath):
         )
 
     def glob(self, pattern: str, **options: Any) -> Generator[Path, None, None]:  # type: ignore[override]
-        """Yield the files in it whose names match; none if its store cannot list."""
+        """Yield the objects in it whose names match; none if its store cannot list."""
         from fnmatch import fnmatchcase
 
         try:
@@ -257,7 +257,7 @@ class URL(PosixPath):
     # ---------------------------------------------------------------- its bytes
 
     def read_range(self, begin: int, end: int) -> bytes:
-        """Return bytes of it by one request, repeated if need be. Raises FormatError, OSError."""
+        """Read a range by one request, retried if it fails. Raises FormatError, OSError."""
         return self.store.read(self, begin, end)
 
     def read_bytes(self) -> bytes:
@@ -290,7 +290,7 @@ def _restore_url(address: str, spool: Path | None, facts: Facts | None) -> URL:
 
 
 def default_spool() -> Path:
-    """Return where outputs for stores grow, unless told otherwise: a folder of the cache."""
+    """Return the default spool of outputs for stores: a folder of the cache."""
     configured = os.environ.get("QUANTKIT_CACHE")
     base = (
         Path(configured)

@@ -1,4 +1,4 @@
-r"""tokenizer.ggml.pre: how a BPE vocabulary's text is split into words, one row per name that llama.cpp b11434 knows.
+r"""tokenizer.ggml.pre: the split of text into words, one row per name that llama.cpp b11434 knows.
 
 A row has patterns that are applied one after the other, each to every word of the one before: a match becomes a word,
 and so does what lies between matches. Two kinds, told apart as llama.cpp does (unicode.cpp, unicode_regex_split):

@@ -130,7 +130,7 @@ def _file_digest(path: Path) -> str:
 
 
 def identity(source: Source, fingerprint: str, part: RowSlice, target: TensorType) -> str | None:
-    """Return a digest that identifies the source rows of a part without reading them; None if nothing does.
+    """Return a digest that identifies the source rows of a part without reading them; None if impossible.
 
     Files are identified by inode, size and times of change, not by path; objects in stores by their tag.
     ``fingerprint`` is the source's.
@@ -154,7 +154,7 @@ def identity(source: Source, fingerprint: str, part: RowSlice, target: TensorTyp
 
 
 def _identity_of(path: Path) -> list[int | str] | None:
-    """Return the stamp of one version of a file; None for an object in a store that nothing pins."""
+    """Return the stamp of one version of a file; None for an object in a store without a version."""
     if isinstance(path, URL):
         # A tag may be no more than a date, so here the address counts, too; that of a signed one without its signature.
         return [str(path), *stamp_of(path)] if path.facts.tag else None

@@ -47,7 +47,7 @@ class Memo:
             self._write([(identity, digest)], os.O_APPEND)
 
     def forget(self) -> None:
-        """Remove all that is known of this source."""
+        """Forget all digests of this source."""
         self._digests.clear()
         with suppress(OSError), self._open() as folder:
             for name in regular_files(folder):

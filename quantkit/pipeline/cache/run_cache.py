@@ -323,7 +323,7 @@ class RunCache:
         self._total += self._stored[-1]
 
     def _try(self, change: Callable[[], None]) -> None:
-        """Change the cache's folder; if that fails, nothing more is tried."""
+        """Change the cache's folder; after a failure, do nothing more."""
         if not self._failure:
             try:
                 change()

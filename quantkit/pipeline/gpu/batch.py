@@ -62,7 +62,7 @@ class Gpu:
         )
 
     def limit(self, weights: int) -> float:
-        """Return the seconds that so many weights may take, others of the same size before them."""
+        """Return the time limit of so many weights, in seconds, with the work of the other slots before them."""
         return PATIENCE + max(self.slots, 1) * weights / SLOWEST
 
 
@@ -85,7 +85,7 @@ class ReadBudget:
 
     @contextmanager
     def reserve(self, nbytes: int) -> Iterator[None]:
-        """Wait until there is room for so many bytes."""
+        """Wait until so many bytes are free."""
         with self._changed:
             self._changed.wait_for(lambda: not self._used or self._used + nbytes <= self._limit)
             self._used += nbytes
@@ -241,7 +241,7 @@ class BatchRunner:
         return pending
 
     def _interleave(self, job: Job, t: TensorType, rows: U8) -> U8:
-        """Interleave a job's rows together, in a buffer that the next job's take."""
+        """Interleave a job's rows in a buffer that the next job reuses."""
         from quantkit.kernels.cpu.interleave import interleave_rows
 
         if self._interleaved_rows.size < job.target_bytes:
