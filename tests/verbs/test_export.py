@@ -423,7 +423,7 @@ def test_what_a_file_says_of_itself_comes_back(model: Path, tmp_path: Path) -> N
 
 
 def test_values_of_i2_s_have_their_scale(tmp_path: Path) -> None:
-    data = i2_s.drawn()
+    data = i2_s.random_rows()
     with open_gguf(i2_s.model(tmp_path / "x.gguf", data)) as file:
         x = read_tensors(file, {})["blk.0.ffn_up.weight"]
         wanted = i2_s.values(data, size_of_tensor(x))
