@@ -25,7 +25,7 @@ import numpy as np
 import pytest
 from click.testing import CliRunner, Result
 from tiny_checkpoints import moe_arrays, write_checkpoint
-from type_params import ENCODED, ENCODERS
+from type_params import ENCODABLE, ENCODERS
 
 from conftest import DATA
 from quantkit.cache import prune_cache, show_cache, verify_cache
@@ -384,7 +384,7 @@ def test_other_importance_is_another_entry(tmp_path: Path) -> None:
     assert used(result)[0] < n
 
 
-@pytest.mark.parametrize("t", [t for t in ENCODED if t.imatrix == "ignored" and t.block > 1], ids=str)
+@pytest.mark.parametrize("t", [t for t in ENCODABLE if t.imatrix == "ignored" and t.block > 1], ids=str)
 def test_types_that_ignore_importance(t: Any) -> None:
     """Keys leave it out for these: the bytes do, too, whoever encodes."""
     n = max(256, t.block)
