@@ -113,7 +113,7 @@ def check_names(names: Iterable[str], allowed: Iterable[str], where: str) -> Non
 
 
 def accept(value: Any, kind: Any, where: str) -> Any:
-    """Return a value as an annotation wants it. Raises ArgumentError, which begins with ``where``."""
+    """Convert a value to its annotation. Raises ArgumentError, which begins with ``where``."""
     origin, arguments = get_origin(kind), get_args(kind)
     if origin in (Union, types.UnionType):
         return _one_of(value, arguments, where)
@@ -228,7 +228,7 @@ def _typed_dict(kind: Any) -> dict[str, Any]:
 
 @cache
 def _parameters(function: Any) -> tuple[dict[str, Any], dict[str, Any], inspect.Signature]:
-    """Return the kinds of parameters by name, of what ``**options`` may hold, and the signature."""
+    """Return the parameter types by name, the types of ``**options``, and the signature."""
     signature = inspect.signature(function)
     kinds = dict[str, Any]()
     options = dict[str, Any]()

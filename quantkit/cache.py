@@ -133,7 +133,7 @@ def _count(run: dict[str, object], key: str) -> int:
 
 @checked
 def prune_cache(folder: str | Path, *, to: int | str | None = None, older_than: float | None = None) -> Pruned:
-    """Remove what killed runs left behind for a day, and entries, the least recently used first.
+    """Remove temporary files of killed runs that are older than a day, and the least recently used entries.
 
     Args:
         folder: the cache.
@@ -180,7 +180,7 @@ def _remove_damaged(store: Store, damaged: list[tuple[StoredEntry, str]]) -> Ite
 
 
 def find_damage(path: Path) -> str:
-    """Read a whole entry; return what is wrong with it, or an empty string."""
+    """Read a whole entry; return a description of its damage, or an empty string."""
     buffers = Buffers()
     try:
         with Entry(path) as entry:

@@ -50,7 +50,7 @@ _ANSWER_SECONDS = 10.0
 
 
 class NodeRefusal(Exception):
-    """Raised on a node that cannot take part, and says why."""
+    """Raised on a node that cannot take part; the message is the reason."""
 
 
 @dataclass(eq=False)
@@ -73,7 +73,7 @@ class Node:
     own_cpus: int = 0
 
     def divide(self, cpus: int, width: int, *, gpus: bool = False) -> None:
-        """Give ``cpus`` of its CPUs to workers, at most ``width`` to each; where this process runs, it is one of them.
+        """Divide ``cpus`` CPUs among workers, at most ``width`` each; on the driver's node, one is this process.
 
         gpus: let one worker have all, with the GPUs, where there are some.
         """
@@ -87,7 +87,7 @@ class Node:
 
 
 class Work(Protocol):
-    """Work for a cluster: ``begin`` and ``shared`` go to every worker process, batches one by one.
+    """Work for a cluster: every worker process gets ``begin`` and ``shared`` once, then single batches.
 
     ``begin(shared, threads)`` returns a function from a batch to its result. It raises ``NodeRefusal`` where a node
     cannot take part, and QuantkitError for what no node can do.
@@ -207,7 +207,7 @@ def _print_to_stderr(data: dict[str, Any], **_: Any) -> None:
 
 @cache
 def _sources() -> str:
-    """Return the version, and a hash of all modules: nodes with others could make other bytes."""
+    """Return the version, and a hash of all modules: other versions could write other bytes."""
     root, digest = Path(__file__).parent, hashlib.sha256()
     for path in sorted(root.rglob("*.py")):
         digest.update(path.relative_to(root).as_posix().encode() + b"\0" + path.read_bytes())
@@ -225,7 +225,7 @@ _TURN = threading.Lock()
 
 
 def prestart_workers(address: str, threads: int | None, *, gpus: bool = False) -> None:
-    """Start the workers of ``pipeline.ray_tasks.RayExecutor`` and load what any job needs; return at once.
+    """Start the workers of ``pipeline.ray_tasks.RayExecutor`` and preload their kernels; return at once.
 
     gpus: nodes that have GPUs may use them. Raises ResourceError if no cluster answers.
     """
@@ -314,7 +314,7 @@ class Cluster:
                 ray._private.worker.print_to_stdstream = _print_to_stderr
 
     def leave(self) -> None:
-        """Disconnect this process, if one of these has connected it, while it does something else."""
+        """Disconnect this process in the background, if it is connected."""
         if not Cluster._connected_here:
             return
         Cluster._connected_here = False
@@ -344,7 +344,7 @@ class Cluster:
         }
 
     def prepare(self, function: str, threads: int | None, width: int, *, gpus: bool = False) -> None:
-        """Start the workers that ``Node.divide`` makes of each node, and call ``function``, MODULE:NAME, in them.
+        """Start the workers of ``Node.divide`` on each node, and call ``function``, MODULE:NAME, in them.
 
         It returns at once; batches sent before a worker is ready wait for it.
         """
@@ -397,7 +397,7 @@ class Cluster:
         return run.nodes
 
     def _task(self, run: str, shared: Callable[[], Any]) -> Callable[[Node, Any], Any]:
-        """Return a function that sends a batch of a run to a node; "" is the run of what comes before one."""
+        """Return a function that sends a batch of a run to a node; run "" is the preparation before any run."""
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy as On
 
         remote = self._ray.remote(_work)

@@ -223,7 +223,7 @@ def _ratio(error: float, square: float) -> float:
 
 
 def _shape(tensor: TensorInfo) -> tuple[int, ...]:
-    """Return the shape without trailing ones; that of a scalar is (1,)."""
+    """Return the shape without trailing ones; (1,) for a scalar."""
     return (*tensor.shape, 1)[: n_dims(tensor.shape)]
 
 

@@ -109,7 +109,7 @@ def plan_convert(
 
 
 def plan_opened(opened: Checkpoint, output: str | Path | None, options: ConvertOptions) -> Plan:
-    """Decide everything about a conversion without a type; ``options`` say how it is split."""
+    """Plan a conversion without a type, as a checkpoint is opened; ``options`` give the split."""
     outputs = [_output_tensor(opened, name) for name in opened.tensors]
     plan = plan_output(
         opened,
@@ -129,14 +129,14 @@ def plan_opened(opened: Checkpoint, output: str | Path | None, options: ConvertO
 
 
 def _check_complete(plan: Plan, opened: Checkpoint, options: ConvertOptions) -> Plan:
-    """Return a plan whose output is a whole model, or one that need not be; raise FormatError for another."""
+    """Return a plan of a whole model, or of a part that was asked for; raise FormatError for an incomplete one."""
     if not options.allow_incomplete and not opened.kind:
         check_complete({f.key: f for f in plan.fields}, plan.entries, str(opened.paths[0]))
     return plan
 
 
 def architectures() -> dict[str, str]:
-    """Return the classes that are converted, and what each is called in GGUF."""
+    """Return the supported model classes, with the GGUF architecture of each."""
     return {name: row.arch for name, row in sorted(ARCHITECTURES.items())}
 
 
@@ -201,7 +201,7 @@ def _open(folder: str | Path, options: ConvertOptions, outtype: str) -> Checkpoi
 
 
 def _lossless_rules(opened: Checkpoint) -> list[Rule]:
-    """Return rules for tensors that are blocks already: they stay so."""
+    """Return rules that keep tensors already stored as blocks."""
     blocks = [t for t in opened.tensors.values() if t.type.block > 1]
     return [Rule(f"^{re.escape(t.name)}$", t.type, "--lossless") for t in blocks]
 
@@ -239,7 +239,7 @@ def _shards(tensors: Sequence[OutputTensor], options: ConvertOptions) -> list[in
 
 
 def _output_path(opened: Checkpoint, output: str | Path | None, encoding: str) -> Path:
-    """Return the output's path; in a directory, the checkpoint's without one, the name that the model gives itself."""
+    """Return the output's path; for a directory, by default the checkpoint's, a name from the metadata."""
     folder = opened.paths[0] if output is None else located(output)
     if folder.is_dir():
         return folder / opened.general.file_name(None if opened.kind == "vocab" else encoding, kind=opened.kind)

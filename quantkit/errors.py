@@ -155,7 +155,7 @@ class RecipeError(QuantkitError):
 
 
 class ArgumentError(RecipeError, TypeError):
-    """An argument that a function or its options do not know, or whose type is not one that they take."""
+    """An unknown argument of a function or its options, or one of a wrong type."""
 
     default_code = "QK-E210"
 
@@ -167,7 +167,7 @@ class ResourceError(QuantkitError):
 
 
 class ClusterError(ResourceError):
-    """The nodes of a cluster are gone, or none can be used; a run that ends so keeps what is done."""
+    """The nodes of a cluster are gone, or none is usable; a run that fails with it keeps the finished tensors."""
 
     default_code = "QK-E450"
 

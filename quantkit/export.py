@@ -128,7 +128,7 @@ def plan_export(source: str | Path, folder: str | Path, options: ExportOptions |
 
 
 def exported_classes() -> dict[str, list[str]]:
-    """Return the architectures that are exported, and the classes of transformers that each may become."""
+    """Return the supported architectures, and the transformers classes of each."""
     return {arch: of_architecture(arch) for arch in sorted(KINDS) if of_architecture(arch)}
 
 
@@ -190,7 +190,7 @@ def run_export(
 
 @contextmanager
 def _write_files(export_plan: ExportPlan) -> Iterator[None]:
-    """Write the small files after the weights have their names; a config.json of other weights never exists beside
+    """Write the small files after the weights are renamed; a config.json of other weights never exists beside
     them.
     """
     for name in ("config.json", INDEX):
@@ -202,7 +202,7 @@ def _write_files(export_plan: ExportPlan) -> Iterator[None]:
 
 
 def _check_room(export_plan: ExportPlan) -> None:
-    """Refuse a disk on which the weights have room, and what comes last has not, unless a run has reserved its own."""
+    """Refuse a disk too small for the weights and the files beside them, unless an earlier run reserved them."""
     if any(part_path(shard.path).exists() for shard in export_plan.plan.shards):
         return
     need = export_plan.plan.nbytes + sum(map(len, export_plan.files.values()))
@@ -213,7 +213,7 @@ def _check_room(export_plan: ExportPlan) -> None:
 
 
 def _folders(export_plan: ExportPlan) -> list[Path]:
-    """Return the directories in which files will lie, the outermost first."""
+    """Return the directories of the files, the outermost first."""
     inner = {(export_plan.folder / name).parent for name in export_plan.files} - {export_plan.folder}
     return [export_plan.folder, *sorted(inner)]
 
@@ -234,7 +234,7 @@ def _make_folder(folder: Path) -> bool:
 
 
 def check_free_folder(export_plan: ExportPlan, *, resume: bool, overwrite: bool) -> None:
-    """Refuse a directory in which files would be destroyed, or others would be taken for parts of the checkpoint."""
+    """Refuse a directory with files that would be overwritten, or that would pass for parts of the checkpoint."""
     _check_writable(export_plan.folder)
     check_apart(export_plan.paths, export_plan.plan.source.paths)
     has_journal = os.path.exists(journal_path(export_plan.plan.shards[0].path))

@@ -1,4 +1,4 @@
-"""Optional packages: what each is for, and the line of pip that installs all that are missing."""
+"""Optional packages: the purpose of each extra, and the pip command for missing ones."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from quantkit.errors import ResourceError
 
 @dataclass(frozen=True)
 class Extra:
-    """An extra of pyproject.toml, by ``name``: what it is for, and the names on PyPI of the modules that takes."""
+    """An extra of pyproject.toml: its ``name``, its purpose, and PyPI names by module."""
 
     name: str
     purpose: str
     packages: Mapping[str, str]
 
     def missing(self) -> list[str]:
-        """Return the names on PyPI of what is not installed; nothing is imported."""
+        """Return the PyPI names of missing packages; nothing is imported."""
         return [package for module, package in self.packages.items() if find_spec(module) is None]
 
 

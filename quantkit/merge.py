@@ -1,4 +1,4 @@
-"""Merge up and gate experts, and take them apart: ``quantkit merge-up-gate`` and ``quantkit split-up-gate``.
+"""Merge and split up and gate experts: ``quantkit merge-up-gate`` and ``quantkit split-up-gate``.
 
 Each undoes the other exactly. `quantkit quantize --merge-up-gate` and `--split-up-gate` do the same on the way.
 """
@@ -107,7 +107,7 @@ def plan_merge_up_gate(
 def plan_split_up_gate(
     source: str | Path, output: str | Path, *, keep_split: bool = False, split_max_size: int | None = None
 ) -> MergePlan:
-    """Plan to take ``ffn_gate_up_exps`` apart; arguments and errors as for ``plan_merge_up_gate``.
+    """Plan splitting ``ffn_gate_up_exps``; arguments and errors as for ``plan_merge_up_gate``.
 
     A file that was merged here gets its order of tensors and its shards back; then only what was merged here is
     taken apart.

@@ -40,7 +40,7 @@ _COUNT = re.compile(r"\{(\d*)(?:,(\d*))?\}")
 
 
 class _Clock:
-    """The CPU time that patterns of this process took beyond what is usual."""
+    """The excess CPU time of this process's patterns."""
 
     def __init__(self) -> None:
         self._spent, self._charged_at = 0.0, time.monotonic()
@@ -51,14 +51,14 @@ class _Clock:
         return TIME_LIMIT - self._spent
 
     def charge(self, seconds: float) -> None:
-        """Count what a search or a compilation took too much, if anything."""
+        """Add the excess CPU time of a search or a compilation."""
         if seconds > 0:
             now = time.monotonic()
             self._spent = max(0.0, self._spent - _RECOVERY * (now - self._charged_at)) + seconds
             self._charged_at = now
 
     def reset(self) -> None:
-        """Begin anew."""
+        """Reset the clock."""
         self._spent = 0.0
 
 

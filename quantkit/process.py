@@ -1,4 +1,4 @@
-"""The process of a command: its standard descriptors, its garbage collector, and Ctrl-C, whatever that comes to."""
+"""The process of a command: standard descriptors, garbage collection and Ctrl-C."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def no_collection() -> Iterator[None]:
 
 
 def open_descriptors() -> None:
-    """Give every standard descriptor that is closed to the null device, so that no file gets its number.
+    """Open closed standard descriptors on the null device, so that no file gets their numbers.
 
     Standard streams print what their encoding lacks as escapes.
     """

@@ -64,7 +64,7 @@ class TensorType:
 
     @property
     def in_files(self) -> bool:
-        """False for Q8_K, whose size differs between the trees, and for ``ROWS``: no file holds them."""
+        """False for types that no file holds: Q8_K, whose size differs between the trees, and ``ROWS``."""
         return self.id != 15 and bool(self.ggml_name)
 
     @property

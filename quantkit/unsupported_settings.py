@@ -70,7 +70,7 @@ _SCALED_BY_ALPHA = frozenset({"hunyuan-dense", "hunyuan-moe", "hunyuan_vl"})
 
 @dataclass(frozen=True)
 class Model:
-    """A checkpoint that is converted: what its config.json says, and what a runtime learns of the file."""
+    """A checkpoint under conversion: its config.json, and the metadata that a runtime sees."""
 
     config: Config
     opened: Checkpoint
@@ -103,7 +103,7 @@ class Model:
 
 @dataclass(frozen=True)
 class Setting:
-    """A setting of config.json and what a runtime takes for it: ``assumed`` gives that value, ANY for every one.
+    """A setting of config.json and the value that a runtime assumes: ``assumed`` returns it, ANY for any value.
 
     ``names``: the first one present counts. ``archs``: the architectures concerned, all if empty. ``interpret``:
     returns the meaning of a value, None if it has none in this model. ``null`` is a value, too.
@@ -153,7 +153,7 @@ def _format(value: object) -> str:
 
 
 def _tied(model: Model) -> object:
-    """Return True for language models whose file has no output weights: the embeddings are tied."""
+    """Return whether a language model's file lacks output weights: the embeddings are tied."""
     generates = model.config.architecture.endswith(("ForCausalLM", "LMHeadModel")) and model.arch not in _TIED
     return True if generates and "output.weight" not in model.opened.tensors else ANY
 
@@ -201,7 +201,7 @@ def _clamp(model: Model) -> object:
 
 
 def _query_scale(model: Model) -> object:
-    """Return the number whose root divides q . k: the largest Gemma 2 and 3 have the width of the model for a head."""
+    """Return the number whose root divides q . k: the largest Gemma 2 and 3 use width / heads."""
     largest = {"gemma2": 46, "gemma3": 62}.get(model.arch)
     is_largest = model.key("block_count") == largest
     return model.key("embedding_length") // model.heads if is_largest else model.head

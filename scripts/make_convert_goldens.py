@@ -135,7 +135,7 @@ def reference_of(program: Any, what: checkpoints.Description, args: argparse.Nam
         row["check"] = check_hash(source / name)
     if what.formula:
         source /= "meant"
-        checkpoints.write_description(checkpoints.meant(what), source)
+        checkpoints.write_description(checkpoints.decoded(what), source)
     for outtype in [t for t in what.outtypes if not (what.formula and t == "auto")]:
         out = args.out / f"{name}-{outtype}.gguf"
         run_reference(program, what, source / name, outtype, out, ())

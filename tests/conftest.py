@@ -68,10 +68,10 @@ def llama_programs() -> Path | None:
 
 @pytest.fixture(scope="session")
 def llama_bin() -> Path:
-    found = llama_programs()
-    if found is None:
+    folder = llama_programs()
+    if folder is None:
         pytest.skip("llama.cpp's programs are not here: run scripts/peers, or set QUANTKIT_LLAMA_BIN")
-    return found
+    return folder
 
 
 @pytest.fixture(scope="session")
@@ -93,9 +93,9 @@ def ik_libraries() -> Path | None:
 @pytest.fixture(scope="session")
 def ik_lib(ik_bin: Path) -> Path:
     """The folder of its libggml.so and libllama.so."""
-    found = ik_libraries()
-    assert found is not None
-    return found
+    folder = ik_libraries()
+    assert folder is not None
+    return folder
 
 
 @pytest.fixture(scope="session")
@@ -177,20 +177,20 @@ def names_of(mark: pytest.Mark) -> list[str]:
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Run kernels for the GPU on the host shim, as PTX (tests/ptx), and on a card where there may be one."""
     everything = metafunc.config.getoption("--all-ptx")
-    ways = {"device": ["ptx"], "cuda_devices": list[str]()}
+    values = {"device": ["ptx"], "cuda_devices": list[str]()}
     if everything:
-        ways = {"device": ["ptx", "ptx75", "ptx80"], "cuda_devices": ["ptx"]}
-    own = {name for mark in metafunc.definition.iter_markers("parametrize") for name in names_of(mark)}
-    for fixture, ptx in ways.items():
-        if fixture in metafunc.fixturenames and fixture not in own:
+        values = {"device": ["ptx", "ptx75", "ptx80"], "cuda_devices": ["ptx"]}
+    parametrized = {name for mark in metafunc.definition.iter_markers("parametrize") for name in names_of(mark)}
+    for fixture, ptx in values.items():
+        if fixture in metafunc.fixturenames and fixture not in parametrized:
             metafunc.parametrize(fixture, ["host", *ptx, *CARDS], indirect=True)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave out all kernels at once, unless --all-ptx; for several workers, put the files that take longest first."""
     if "PYTEST_XDIST_WORKER" in os.environ:
-        known = known_seconds(config)
-        items.sort(key=lambda item: -known.get(item.path.name, 0))
+        durations = known_seconds(config)
+        items.sort(key=lambda item: -durations.get(item.path.name, 0))
     if config.getoption("--all-ptx"):
         return
     left_out = {i for i in items if i.name.startswith("test_every_kernel_is_understood")}
@@ -289,9 +289,9 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> Iterat
         terminalreporter.write_line(report())
     reasons = {report.longrepr[2] for report in terminalreporter.stats.get("skipped", []) if report.longrepr}
     for reason in sorted(r.removeprefix("Skipped: ") for r in reasons):
-        for word, what in MISSING.items():
+        for word, purpose in MISSING.items():
             if word in reason:
-                terminalreporter.write_line(f"{what}: {reason}", red=True, bold=True)
+                terminalreporter.write_line(f"{purpose}: {reason}", red=True, bold=True)
 
 
 def skip_unless_there(device: str) -> None:
@@ -349,11 +349,11 @@ def as_ptx(request: pytest.FixtureRequest, cases_as_ptx: Any) -> Iterator[object
     option = request.config.getoption
     if not option("--all-ptx") and not cases_as_ptx.wants(request.node):
         pytest.skip(ONE_CASE)
-    made = CountingDevice if option("--ptx-counts") else TwinDevice if option("--all-ptx") else PTXDevice
-    yield (found := made(int(request.param[3:] or 90)))
-    cases_as_ptx.ran_as_ptx(request.node, found.launched)
-    if isinstance(found, TwinDevice):
-        found.check()
+    kind = CountingDevice if option("--ptx-counts") else TwinDevice if option("--all-ptx") else PTXDevice
+    yield (device := kind(int(request.param[3:] or 90)))
+    cases_as_ptx.ran_as_ptx(request.node, device.launched)
+    if isinstance(device, TwinDevice):
+        device.check()
 
 
 @pytest.fixture
@@ -361,9 +361,9 @@ def memory(device: object) -> Iterator[object]:
     """Arrays on the device."""
     from device_memory import Memory
 
-    held = Memory(device)
-    yield held
-    held.close()
+    device_memory = Memory(device)
+    yield device_memory
+    device_memory.close()
 
 
 @pytest.fixture
@@ -379,7 +379,7 @@ def cuda_devices(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
     kind = HostDevice
     if request.param == "ptx":
         from ptx.device import PTXDevice as kind
-    made = {name: kind(name=name) for name in ("CUDA0", "CUDA1")}
-    monkeypatch.setattr("quantkit.kernels.cuda.core.device.open_device", made.__getitem__)
-    monkeypatch.setattr("quantkit.model.placement.cuda_devices", lambda: tuple(made))
-    return tuple(made)
+    devices = {name: kind(name=name) for name in ("CUDA0", "CUDA1")}
+    monkeypatch.setattr("quantkit.kernels.cuda.core.device.open_device", devices.__getitem__)
+    monkeypatch.setattr("quantkit.model.placement.cuda_devices", lambda: tuple(devices))
+    return tuple(devices)

@@ -16,9 +16,9 @@ ROOT = Path(__file__).resolve().parents[1]
 FOLDERS = ("quantkit", "tests", "scripts", "benchmarks")
 KINDS = ("py", "cu", "cuh", "npz", "md", "toml")
 #: Matches the name of a file, with or without folders: a whole one, without wildcards or <parts> to fill in.
-NAMED = re.compile(rf"(?<![\w*<>{{}}./-])((?:[\w-]+/)*[\w-]+\.(?:{'|'.join(KINDS)}))(?![\w*({{-])")
+FILE_NAME = re.compile(rf"(?<![\w*<>{{}}./-])((?:[\w-]+/)*[\w-]+\.(?:{'|'.join(KINDS)}))(?![\w*({{-])")
 #: Files of others, or of users.
-OTHERS = {
+EXTERNAL = {
     "constants.py",
     "convert_hf_to_gguf.py",
     "convert_hf_to_gguf_update.py",
@@ -32,11 +32,11 @@ OTHERS = {
     "pipe.toml",
 }
 #: Of llama.cpp's converter, and what checkpoints have.
-OTHERS |= {f"gguf-py/gguf/{name}.py" for name in ("constants", "metadata")} | {"README.md"}
-OTHERS |= {"gguf_writer.py", "quants.py", "tensor_mapping.py", "exaone.py", "stablelm.py", "starcoder.py"}
+EXTERNAL |= {f"gguf-py/gguf/{name}.py" for name in ("constants", "metadata")} | {"README.md"}
+EXTERNAL |= {"gguf_writer.py", "quants.py", "tensor_mapping.py", "exaone.py", "stablelm.py", "starcoder.py"}
 #: Of transformers, PEFT, AutoAWQ, and repositories of models.
-OTHERS |= {"tuners/lora/config.py", "tuners/lora/model.py", "tuners/lora/layer.py", "utils/other.py"}
-OTHERS |= {
+EXTERNAL |= {"tuners/lora/config.py", "tuners/lora/model.py", "tuners/lora/layer.py", "utils/other.py"}
+EXTERNAL |= {
     "convert_slow_tokenizer.py",
     "utils/packing_utils.py",
     "tokenization_hy.py",
@@ -47,7 +47,7 @@ OTHERS |= {
 FILES = {p.relative_to(ROOT).as_posix() for kind in KINDS for p in ROOT.rglob(f"*.{kind}") if ".venv" not in p.parts}
 FILES |= headers().keys()  # made when a module is compiled
 #: The same, and what remains of them without the first folders.
-KNOWN = {name[at:] for name in FILES for at in (0, *(i + 1 for i, letter in enumerate(name) if letter == "/"))}
+SUFFIXES = {name[start:] for name in FILES for start in (0, *(i + 1 for i, letter in enumerate(name) if letter == "/"))}
 SOURCES = sorted(p for f in FOLDERS for kind in ("py", "cu", "cuh") for p in (ROOT / f).rglob(f"*.{kind}"))
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")])
 
@@ -69,8 +69,8 @@ def prose(path: Path) -> Iterator[str]:
 
 
 def missing(text: str) -> set[str]:
-    named = {name for name in NAMED.findall(text) if not name.startswith("conversion/")} - OTHERS
-    return named - KNOWN
+    names = {name for name in FILE_NAME.findall(text) if not name.startswith("conversion/")} - EXTERNAL
+    return names - SUFFIXES
 
 
 @pytest.mark.parametrize("folder", FOLDERS)

@@ -17,7 +17,7 @@ FLOOR = {
     *("mapping", "process", "records"),
 }
 #: Modules of their own kind, neither floor nor verbs.
-APART = {"cluster"}
+STANDALONE = {"cluster"}
 ALLOWED = {
     "quantkit": {"version", "verbs", "errors", "model"},
     "version": set(),
@@ -123,28 +123,28 @@ def part_of(module: str) -> str:
     if len(names) == 1:
         return "quantkit"
     first = names[1]
-    if first in PACKAGES or first in FLOOR | APART:
+    if first in PACKAGES or first in FLOOR | STANDALONE:
         return first
     verb = (ROOT / f"{first}.py").exists() or (ROOT / first / "__init__.py").exists()
     return "verbs" if verb else "quantkit"
 
 
-def statements(of: ast.AST) -> Iterator[ast.AST]:
+def statements(node: ast.AST) -> Iterator[ast.AST]:
     """Yield all statements of a module, those within others too; no expressions, which are most of it."""
     for kind in ("body", "orelse", "finalbody", "handlers", "cases"):
-        for each in getattr(of, kind, ()):
-            yield each
-            yield from statements(each)
+        for child in getattr(node, kind, ()):
+            yield child
+            yield from statements(child)
 
 
 def imports(path: Path) -> set[str]:
-    found = set()
+    names = set()
     for node in statements(ast.parse(path.read_text())):
         if isinstance(node, ast.ImportFrom) and node.module:
-            found.update({node.module} | {f"{node.module}.{alias.name}" for alias in node.names})
+            names.update({node.module} | {f"{node.module}.{alias.name}" for alias in node.names})
         elif isinstance(node, ast.Import):
-            found.update(alias.name for alias in node.names)
-    return {m for m in found if m.split(".")[0] == "quantkit"}
+            names.update(alias.name for alias in node.names)
+    return {m for m in names if m.split(".")[0] == "quantkit"}
 
 
 def dotted(path: Path) -> str:
@@ -178,14 +178,14 @@ def test_imports_within_a_package(package: str) -> None:
     within = {child(name) for name in MODULES} - {""}
     assert package == "quantkit" or rows.keys() == within
     for name in MODULES:
-        own = child(name)
-        used = {child(module) for module in imported(name)} & rows.keys() - {own}
-        assert own not in rows or used <= rows[own], f"{name} imports {used - rows[own]}"
+        child_package = child(name)
+        used = {child(module) for module in imported(name)} & rows.keys() - {child_package}
+        assert child_package not in rows or used <= rows[child_package], f"{name} imports {used - rows[child_package]}"
 
 
 def test_there_are_no_import_circles() -> None:
     left = {name: {m for m in imported(name) if m != "quantkit" and not name.startswith(f"{m}.")} for name in MODULES}
-    while free := [name for name, found in left.items() if not found & left.keys()]:
+    while free := [name for name, dependencies in left.items() if not dependencies & left.keys()]:
         for name in free:
             del left[name]
     assert not left

@@ -83,9 +83,9 @@ def explained(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[str, 
     """How each script ends that is asked for help, and what it prints."""
     folder = tmp_path_factory.mktemp("help")
     command = [sys.executable, "-c", ASK, folder, *COMMANDS]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=300, check=True).stdout.split()
+    lines = subprocess.run(command, capture_output=True, text=True, timeout=300, check=True).stdout.split()
     texts = ([folder.joinpath(f"{path.name}.{kind}").read_text() for kind in ("out", "err")] for path in COMMANDS)
-    return {path.name: (code, out, err) for path, code, (out, err) in zip(COMMANDS, ended, texts, strict=True)}
+    return {path.name: (code, out, err) for path, code, (out, err) in zip(COMMANDS, lines, texts, strict=True)}
 
 
 @pytest.mark.parametrize("name", [path.name for path in COMMANDS])
@@ -191,8 +191,8 @@ def test_benchmark_names_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> Non
     bench = load("bench_quantize", monkeypatch)
     monkeypatch.setattr(bench, "llama_bin", lambda: None)
     monkeypatch.setattr(bench, "package_folder", lambda name: None)
-    found, missing = bench.libraries()
-    assert list(found) == ["quantkit"]
+    available, missing = bench.libraries()
+    assert list(available) == ["quantkit"]
     assert missing.keys() == {"ggml", "libgguf", "ik"}
     assert "scripts/peers" in missing["ggml"]
 
@@ -204,27 +204,27 @@ def test_benchmark_notices_other_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
     def encode(x: np.ndarray, weights: np.ndarray, out: np.ndarray, row0: int, row1: int) -> None:
         out[row0:row1] = 7
 
-    def other(x: np.ndarray, weights: np.ndarray, out: np.ndarray, row0: int, row1: int) -> None:
+    def encode_other(x: np.ndarray, weights: np.ndarray, out: np.ndarray, row0: int, row1: int) -> None:
         out[row0:row1] = 7
         out[3, 5] = 8
 
-    measured = bench.Bench(x, weights, 1, 0.01)
-    assert bench.differing_rows(bench.BY_NAME["Q8_0"], measured, weights, encode, encode) == 0
-    assert bench.differing_rows(bench.BY_NAME["Q8_0"], measured, weights, encode, other) == 1
+    measurement = bench.Bench(x, weights, 1, 0.01)
+    assert bench.differing_rows(bench.BY_NAME["Q8_0"], measurement, weights, encode, encode) == 0
+    assert bench.differing_rows(bench.BY_NAME["Q8_0"], measurement, weights, encode, encode_other) == 1
 
 
 def test_benchmark_of_engines_takes_the_faster_setting(monkeypatch: pytest.MonkeyPatch) -> None:
     bench = load("bench_engine", monkeypatch)
 
-    def measured(engine: str, setting: str, *seconds: float, reason: str = "") -> object:
+    def runner(engine: str, setting: str, *seconds: float, reason: str = "") -> object:
         return bench.Runner(engine, setting, None, None, {"tg": list(seconds), "read": [1, 1, 1]}, reason)
 
     runners = [
-        measured("quantkit", "mapped", 2, 3, 9),
-        measured("quantkit", "copied", 2, 2, 4),
-        measured("llama.cpp", "plain", 5, 5, 1),
-        measured("llama.cpp", "repacked", 4, 3, 2),
-        measured("ik_llama.cpp", "plain", reason="no such type"),
+        runner("quantkit", "mapped", 2, 3, 9),
+        runner("quantkit", "copied", 2, 2, 4),
+        runner("llama.cpp", "plain", 5, 5, 1),
+        runner("llama.cpp", "repacked", 4, 3, 2),
+        runner("ik_llama.cpp", "plain", reason="no such type"),
     ]
     assert bench.row("MoE", "tg", 64, runners) == "| MoE | tg64 | 32.0 copied | 50% | 21.3 repacked | 1.50x | - | - |"
     assert bench.header(["quantkit", "ik"]).startswith("| model | test | quantkit t/s | read | ik t/s | / ik |\n|---|")
@@ -244,9 +244,9 @@ def worker(engine: str, *arguments: str | Path, lines: str = "") -> subprocess.C
 
 
 def test_worker_runs_what_it_is_told(tiny_moe: Path) -> None:
-    found = worker("quantkit", tiny_moe, "--set", "mmap=0", lines="pp 8\ntg 2\n")
-    assert found.returncode == 0, found.stderr
-    ready, *seconds = found.stdout.split()
+    output = worker("quantkit", tiny_moe, "--set", "mmap=0", lines="pp 8\ntg 2\n")
+    assert output.returncode == 0, output.stderr
+    ready, *seconds = output.stdout.split()
     assert (ready, len(seconds)) == ("ready", 2)
     assert all(float(s) > 0 for s in seconds)
     assert "quantkit takes merge_up_gate and mmap" in worker("quantkit", tiny_moe, "--set", "speed=9").stderr
@@ -254,9 +254,9 @@ def test_worker_runs_what_it_is_told(tiny_moe: Path) -> None:
 
 @pytest.mark.peer
 def test_worker_runs_ik(tiny_moe: Path, ik_bin: Path) -> None:
-    found = worker("ik_llama.cpp", tiny_moe, lines="pp 8\ntg 2\n")
-    assert found.returncode == 0, found.stderr
-    assert [float(s) > 0 for s in found.stdout.split()[-2:]] == [True, True]
+    output = worker("ik_llama.cpp", tiny_moe, lines="pp 8\ntg 2\n")
+    assert output.returncode == 0, output.stderr
+    assert [float(s) > 0 for s in output.stdout.split()[-2:]] == [True, True]
     refused = worker("ik_llama.cpp", tiny_moe, "--set", "speed=9")
     assert refused.returncode == 1
     assert "no such parameter" in refused.stderr
@@ -264,8 +264,8 @@ def test_worker_runs_ik(tiny_moe: Path, ik_bin: Path) -> None:
 
 def test_profile_of_the_engine_names_what_runs(tiny_moe: Path) -> None:
     command = [sys.executable, ROOT / "benchmarks/profile_engine.py", tiny_moe, "--steps", "3", "--batch", "2"]
-    found = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120).stdout
-    rows = [line.split(" | ") for line in found.splitlines() if line.startswith("| ")][1:]
+    output = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120).stdout
+    rows = [line.split(" | ") for line in output.splitlines() if line.startswith("| ")][1:]
     assert sum(row[0].startswith("| UpGateId: gate_by_expert") for row in rows) == 1
     assert all(float(row[2]) > 0 for row in rows)
     assert [row[0] for row in rows if "mul_mat" in row[0] and row[4] == " |"] == []
@@ -297,11 +297,11 @@ def test_defaults_of_classes_are_those_of_their_parameters(monkeypatch: pytest.M
     class Base:
         def __init__(self, width: int = 1, heads: int = 2) -> None: ...
 
-    class Own(Base):
+    class Derived(Base):
         def __init__(self, width: int = 3, depth: int | None = None, *, vocab_size: int) -> None: ...
 
-    assert script.parameters(Own) == {"width": 3, "heads": 2, "depth": None}
-    monkeypatch.setattr(script, "class_of", lambda kind: Own)
+    assert script.parameters(Derived) == {"width": 3, "heads": 2, "depth": None}
+    monkeypatch.setattr(script, "class_of", lambda kind: Derived)
     assert script.defaults("own", ["width", "rope_scaling"], []) == {"width": 3, "rope_scaling": None}
     assert script.defaults("own", None, ["heads", "theta"]) == {"heads": 2}
 

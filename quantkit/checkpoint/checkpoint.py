@@ -50,7 +50,7 @@ _FINGERPRINT_NAMES = {
 
 @dataclass(frozen=True)
 class ConvertedTensor:
-    """A tensor of the source: its place in the list, what it is made of, where that lies."""
+    """A converted tensor: its info, its expression, its source name and its target type."""
 
     info: TensorInfo
     expr: Expression
@@ -61,7 +61,7 @@ class ConvertedTensor:
 
 
 class Checkpoint:
-    """An open checkpoint. ``outtype``: the type of files it is opened for; ``general``: what the model is called.
+    """An open checkpoint. ``outtype``: the type of files it is opened for; ``general``: the values of general.*.
 
     ``kind`` is "vocab" or "mtp" if it is opened for that part of the model only.
 
@@ -108,12 +108,12 @@ class Checkpoint:
         self.converted[tensor.name].expr.read(values_in(tensor.type, offset), out, readahead)
 
     def place(self, tensor: TensorInfo) -> tuple[Path, int] | None:
-        """Return where a tensor lies as it is, or None if it has to be made."""
+        """Return the place of a tensor's bytes, or None if it is computed."""
         x = self.converted[tensor.name].expr
         return (x.tensor.path, x.tensor.offset) if isinstance(x, Stored) and x.tensor.nbytes == tensor.nbytes else None
 
     def stored(self, tensor: TensorInfo) -> TensorInfo:
-        """Return the tensor: it is read as it is."""
+        """Return the tensor unchanged."""
         return tensor
 
     def where(self, tensor: TensorInfo) -> str:

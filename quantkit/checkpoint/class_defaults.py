@@ -40,7 +40,7 @@ def _disable_window(values: Json) -> None:
 
 
 def _derive_missing_head_dim(values: Json) -> None:
-    """Of a class that divides heads itself, but keeps what it is given, null also."""
+    """Derive head_dim if it is absent; a value from config.json, null included, is kept."""
     if "head_dim" not in values:
         _derive_head_dim(values)
 
@@ -94,14 +94,14 @@ def _llama4_layer_types(values: Json) -> None:
 
 
 def _falcon_kv_heads(values: Json) -> None:
-    """Falcon: as many heads of keys as of queries, unless it says otherwise; the old name of its width counts."""
+    """Falcon: KV heads default to the number of heads; the old name of the width counts."""
     values["hidden_size"] = values.get("n_embed") or values["hidden_size"]
     if values.get("num_kv_heads") is None:
         values["num_kv_heads"] = values.get("num_attention_heads")
 
 
 def _derive_dt_rank(values: Json) -> None:
-    """Jamba's time steps have a sixteenth of the width, unless it says how many."""
+    """Jamba: the rank of time steps defaults to 1/16 of the width."""
     if values.get("mamba_dt_rank") == "auto":
         values["mamba_dt_rank"] = -(values["hidden_size"] // -16)
 
@@ -112,7 +112,7 @@ def _bloom_hidden_size(values: Json) -> None:
 
 
 def _nest_text_config(values: Json) -> None:
-    """Qwen 2 VL's configurations were flat; the class puts what is of the text into a configuration of its own."""
+    """Move the flat settings of a Qwen 2 VL configuration into text_config, as its class does."""
     kind, text = f"{values['model_type']}_text", values.get("text_config")
     if not isinstance(text, dict):
         text = {k: v for k, v in values.items() if k not in ("vision_config", "text_config", "model_type")}
@@ -130,19 +130,19 @@ def _lfm2_layer_types(values: Json) -> None:
 
 
 def _drop_eod_token(values: Json) -> None:
-    """Hunyuan's classes take eod_token_id, and forget it."""
+    """Hunyuan: drop eod_token_id, which its classes ignore."""
     values.pop("eod_token_id", None)
 
 
 def _filter_mpt_attention(values: Json) -> None:
-    """Keep what the class of MPT's attention knows: other keys are lost."""
+    """Keep only the attn_config keys that the MPT class accepts."""
     allowed = ("attn_type", "attn_pdrop", "attn_impl", "clip_qkv", "softmax_scale", "alibi", "alibi_bias_max")
     if isinstance(attention := values.get("attn_config"), dict):
         values["attn_config"] = {key: value for key, value in attention.items() if key in allowed}
 
 
 def _default_labels(values: Json) -> None:
-    """Labels are counted by numbers; there are two without names unless something else is said."""
+    """Name labels by number; the default is two."""
     labels = values.get("id2label")
     if labels is None:
         values["id2label"] = {i: f"LABEL_{i}" for i in range(min(int(values.get("num_labels", 2)), 1 << 16))}
@@ -230,7 +230,7 @@ PARTS: dict[str, dict[str, str]] = {
 
 
 def with_defaults(values: Json, kind: str | None = None) -> Json:
-    """Return a configuration as AutoConfig gives it; of a type that it does not know, unchanged."""
+    """Return a configuration as AutoConfig does; unchanged if its type is unknown."""
     model_type = values.get("model_type", kind)
     if not isinstance(model_type, str) or model_type not in DEFAULTS:
         return dict(values)

@@ -34,7 +34,7 @@ _OUTER = {
 
 
 def read_json(path: Path, max_bytes: int = _MAX_SMALL) -> Json:
-    """Return the object in a JSON file of at most so many bytes. Raises FormatError."""
+    """Return the object in a JSON file of limited size. Raises FormatError."""
     try:
         value = json.loads(read_whole(path, max_bytes).decode("utf-8-sig"))
     except (ValueError, RecursionError) as e:
@@ -99,11 +99,11 @@ class Config:
         return self.values.get(key, default)
 
     def find(self, *keys: str) -> Any:
-        """Return the value of the first key that is there, None if none is."""
+        """Return the value of the first key present, None if all are absent."""
         return next((self.values[key] for key in keys if key in self.values), None)
 
     def number(self, *keys: str) -> int:
-        """Return the value of the first key that is there: a whole number, which the model cannot do without."""
+        """Return the whole number of the first key present. Raises FormatError if all are absent."""
         value = self.find(*keys)
         if value is None:
             raise FormatError(f"{self.path}: it has no {' or '.join(keys)}", "QK-E112")
@@ -123,7 +123,7 @@ class Config:
 
     @property
     def head_dim(self) -> int:
-        """The width of a head: head_dim, or what there is for each head."""
+        """The width of a head: head_dim, or hidden_size / num_attention_heads."""
         heads = self.number("num_attention_heads") if self.get("head_dim") is None else 1
         if not heads:
             raise FormatError(f"{self.path}: num_attention_heads is 0", "QK-E112")
@@ -134,7 +134,7 @@ class Config:
 
     @property
     def full_rope(self) -> Json:
-        """The parameters of rope of layers that attend to everything."""
+        """The rope parameters of full-attention layers."""
         rope = self.rope.get("full_attention", self.rope)
         return rope if isinstance(rope, dict) else {}
 
@@ -147,7 +147,7 @@ class Config:
         return part
 
     def _rope(self) -> Json:
-        """Return the parameters of rope; others of the configuration are mirrored into it (TextModel.__init__)."""
+        """Return the rope parameters, with top-level ones mirrored into them (TextModel.__init__)."""
         key = "rope_parameters" if "rope_parameters" in self else "rope_scaling"
         rope_values = self.get(key) or {}
         if not isinstance(rope_values, dict):
@@ -200,13 +200,13 @@ def read_config(folder: Path) -> Config:
 
 
 def raw_config(folder: Path) -> Config:
-    """Return the configuration of a checkpoint without what its class fills in. Raises FormatError."""
+    """Return the configuration of a checkpoint without class defaults. Raises FormatError."""
     path = folder / "config.json"
     return Config(path, unify_text_config(read_json(path)))
 
 
 def unify_text_config(values: Json) -> Json:
-    """Return a configuration with that of the text model as its text_config, whatever it is called."""
+    """Return a configuration with the text model's part as text_config, whatever its name."""
     for key, inner in (("llm_config", None), ("lm_config", None), ("thinker_config", "text_config")):
         if isinstance(values.get(key), dict):
             values["text_config"] = values[key] if inner is None else values[key].get(inner, {})

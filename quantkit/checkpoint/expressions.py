@@ -51,10 +51,10 @@ class Expression(Protocol):
         """The type of the values as ``read`` gives them."""
 
     def read(self, start: int, out: U8, readahead: int = 0) -> None:
-        """Fill ``out`` with values from ``start`` on; ``readahead`` bytes of them will be wanted next."""
+        """Fill ``out`` with values from ``start`` on; ``readahead`` more bytes will be read next."""
 
     def parts(self) -> Iterator[StoredTensor]:
-        """Yield the stored tensors it is made of."""
+        """Yield the stored tensors that it reads."""
 
 
 def size_of(x: Expression) -> int:
@@ -73,7 +73,7 @@ def value_bytes(t: TensorType, n: int) -> int:
 
 
 def values_in(t: TensorType, nbytes: int) -> int:
-    """Return how many values of a type are in so many bytes."""
+    """Return the number of values of a type in so many bytes."""
     return nbytes // t.block_bytes * t.block
 
 
@@ -119,7 +119,7 @@ def from_f32(t: TensorType, values: F32, out: U8) -> None:
 
 @dataclass(frozen=True)
 class Stored:
-    """A tensor as it is in its file; integers, F64 and float8 become float32."""
+    """A stored tensor; integers, F64 and float8 are converted to float32."""
 
     tensor: StoredTensor
 
@@ -239,7 +239,7 @@ class Shaped:
 
 @dataclass(frozen=True)
 class Concatenated:
-    """Tensors one behind the other along a dimension: concatenated, or of a new outermost dimension, stacked."""
+    """Tensors concatenated along a dimension, or stacked along a new outermost one."""
 
     xs: tuple[Expression, ...]
     shape: tuple[int, ...]
@@ -252,7 +252,7 @@ class Concatenated:
 
     @cached_property
     def _sizes(self) -> list[int]:
-        """The values that each gives before the next one's turn."""
+        """The number of values of each tensor for one index of the outer dimensions."""
         outer = math.prod(self.shape[: self.axis])
         return [size_of(x) // outer for x in self.xs]
 
@@ -288,7 +288,7 @@ def stack(xs: Sequence[Expression]) -> Concatenated:
 
 
 def concatenate(xs: Sequence[Expression], axis: int = 0) -> Concatenated:
-    """Return tensors one behind the other along ``axis``, counted from the outermost dimension."""
+    """Concatenate tensors along ``axis``, counted from the outermost dimension."""
     first = xs[0].shape
     one_scale = len({getattr(x, "scale", None) for x in xs}) == 1  # NVFP4 has one for a whole tensor
     xs = _with_one_type(xs) if one_scale else tuple(map(as_floats, xs))
@@ -369,7 +369,7 @@ class Gathered:
         out[...] = aligned[begin : begin + out.size]
 
     def _slices(self, base: int, slices: I64, inner: int, rows: U8) -> None:
-        """Read slices ``base + wanted``; neighbours at once, and near ones with what lies between."""
+        """Read ``slices`` relative to ``base``: adjacent ones in one read, close ones with the gaps between them."""
         low, high = int(slices.min()), int(slices.max()) + 1
         if high - low == len(slices) and (np.diff(slices) == 1).all():
             self.x.read((base + low) * inner, rows.reshape(-1))
@@ -395,7 +395,7 @@ def take(x: Expression, axis: int, *index: range) -> Expression:
 
 
 def _take_blocks(x: Expression, index: tuple[range, ...]) -> Expression:
-    """Return columns of a tensor of blocks: runs of whole blocks as such, others as floats."""
+    """Return columns of a tensor of blocks: whole blocks unchanged, others decoded to floats."""
     axis, unit = len(x.shape) - 1, math.gcd(x.shape[-1], *(end for r in index for end in (r.start, r.stop)))
     if unit % x.type.block or any(r.step != 1 for r in index):
         return Gathered(as_floats(x), axis, index)
@@ -482,7 +482,7 @@ def _exp(x: F32) -> F32:
 
 
 def _invert(x: F32, estimate: npt.NDArray[np.float64], function: Callable[[F32], F32]) -> F32:
-    """Return the argument near ``estimate`` that ``function`` maps to ``x``; of several the one of the fewest bits."""
+    """Return x0 near ``estimate`` with ``function``(x0) == ``x``; of several the one of fewest significant bits."""
     result = estimate.astype(np.float32)
     shortest, bits = result, result.view(np.uint32)
     for dropped in range(1, 23):
@@ -521,7 +521,7 @@ FUNCTIONS: dict[str, Callable[[F32], F32]] = {
 
 @dataclass(frozen=True)
 class ByValue(ABC):
-    """Values that are each made of one of ``x``, in float32; F16 stays F16."""
+    """An elementwise function of ``x``, in float32; F16 stays F16."""
 
     x: Expression
 

@@ -1,4 +1,4 @@
-"""Tensors of a file that become one: gate and up of experts, queries, keys and values.
+"""Fused tensors of a file: gate and up of experts; queries, keys and values.
 
 The options --fuse-gate-up-exps and --fuse-qkv of convert_hf_to_gguf.py (b11434, ModelBase.modify_tensors): what is
 fused comes where the last of its parts was. ``split_tensors`` is the inverse, for export.
@@ -23,7 +23,7 @@ _LAYER = re.compile(r"blk\.(\d+)\.")
 
 @dataclass(frozen=True)
 class Fusion:
-    """Tensors of the kinds ``parts`` in one layer become one of the kind ``fused``, along ``axis``."""
+    """Tensors of the kinds ``parts`` in one layer, concatenated along ``axis`` to one of the kind ``fused``."""
 
     option: str
     parts: tuple[str, ...]
@@ -132,7 +132,7 @@ def _complete_names(fusion: Fusion, names: TensorNames, stored: Iterable[str]) -
 def split_tensors(
     parts: Mapping[str, Expression], kinds: Mapping[str, str], class_names: str, config: Config
 ) -> tuple[dict[str, Expression], list[str]]:
-    """Return a file's tensors with fused ones in parts, and the options by which they become one again.
+    """Return a file's tensors with fused ones split, and the options that fuse them again.
 
     Args:
         parts: tensors by their names in the file.

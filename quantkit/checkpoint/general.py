@@ -1,4 +1,4 @@
-"""general.*: what a model is called and where it comes from, guessed as convert_hf_to_gguf.py (b11434) does.
+"""general.*: name and origin of a model, guessed as convert_hf_to_gguf.py (b11434) does.
 
 Sources, the first that knows: the front matter of README.md, _name_or_path of config.json, the name of the directory
 (gguf-py/gguf/metadata.py); generation_config.json gives sampling; --metadata overrides, and --model-name last.
@@ -106,7 +106,7 @@ class ParameterCount:
 
     @classmethod
     def from_adapter(cls, total: int) -> ParameterCount:
-        """Count the weights that an adapter changes: negative, for it need not change all that a model has."""
+        """Count the weights that an adapter changes, as a negative number: it need not change all of the model."""
         return cls(-total, 0, 0, 0)
 
     @property
@@ -331,7 +331,7 @@ def _from_name(general: General, model_id: str, total: int) -> None:
 
 
 def title_case(text: str) -> str:
-    """Return a name in words that begin with capitals, but for versions and what has capitals."""
+    """Capitalize the words of a name, except versions and words that already have capitals."""
 
     def capitalize(word: str) -> str:
         return word.title() if word.islower() and not re.match(r"^(v\d+(?:\.\d+)*|\d.*)$", word) else word
@@ -386,7 +386,7 @@ def split_name(model_id: str, total: int) -> Mapping[str, str | None]:
 
 
 def _kind_of(part: str, place: int, total: int) -> tuple[str, set[str]]:
-    """Return a part of a name, in its usual spelling, and what it is."""
+    """Return a part of a name in its usual spelling, and its kinds."""
     if _VERSION.fullmatch(part):
         return part, {"version"}
     if _TYPE.fullmatch(part):
@@ -412,7 +412,7 @@ def _kind_of(part: str, place: int, total: int) -> tuple[str, set[str]]:
 
 
 def _find_basename(parts: list[str], kinds: list[set[str]]) -> None:
-    """Mark the parts at the beginning as the basename, and what is still unknown as a finetune."""
+    """Mark the leading parts as the basename, and other parts of unknown kind as the finetune."""
     at_start = True
     for part, kind in zip(parts, kinds, strict=True):
         if at_start and ((not kind and part[0].isalpha()) or "version" in kind):

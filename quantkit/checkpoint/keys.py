@@ -34,7 +34,7 @@ class Keys:
 
     @contextmanager
     def blaming(self, path: Path) -> Iterator[None]:
-        """Blame a file for values that no key can hold: the one that they are from."""
+        """Name ``path`` in errors about the values set in this context."""
         self.where, before = path, self.where
         try:
             yield
@@ -74,7 +74,7 @@ class Keys:
             self._set(key, value, ValueType.STRING)
 
     def array(self, key: str, values: Sequence[Any]) -> None:
-        """Set a list, unless it is empty; the type of its items is that of the first."""
+        """Set a list, unless it is empty; its item type is that of the first."""
         if not len(values):
             return
         first = values[0]
@@ -85,7 +85,7 @@ class Keys:
         self._set(key, list(values), ValueType.ARRAY, item)
 
     def counts(self, key: str, values: Sequence[int]) -> None:
-        """Set a list of counts, none of them less than 0."""
+        """Set a list of counts, all >= 0."""
         self._set(key, list(values), ValueType.ARRAY, ValueType.UINT32)
 
     def octets(self, key: str, values: bytes) -> None:
@@ -94,7 +94,7 @@ class Keys:
             self._set(key, list(values), ValueType.ARRAY, ValueType.UINT8)
 
     def remove(self, key: str) -> None:
-        """Remove a key, if it is there."""
+        """Remove a key, if present."""
         self.fields.pop(f"{self.arch}{key}" if key.startswith(".") else key, None)
 
     def count(self, key: str, value: Any) -> None:
@@ -111,7 +111,7 @@ def layers_in_file(keys: Keys) -> int:
 
 
 def set_base_keys(keys: Keys, config: Config, layers: int, file_type: int) -> None:
-    """Set what every text model has, ``layers`` of them; ``file_type`` is a number of llama.cpp's."""
+    """Set the keys common to all text models with ``layers`` layers; ``file_type`` is llama.cpp's number."""
     keys.u32(".block_count", layers)
     copied_keys = (
         (
@@ -149,7 +149,7 @@ def set_base_keys(keys: Keys, config: Config, layers: int, file_type: int) -> No
 
 
 def set_rope_scaling(keys: Keys, config: Config) -> None:
-    """Set how rope is scaled: by a factor, YaRN or LongRoPE; the others do not become keys."""
+    """Set rope scaling: linear, YaRN or LongRoPE; other kinds have no keys."""
     rope = config.full_rope
     kind, factor = rope.get("rope_type"), rope.get("factor")
     if kind == "linear" and factor is not None:

@@ -44,7 +44,7 @@ _OPTION = {WITHOUT: "--no-nextn", ONLY: "--mtp"}
 
 
 def check_nextn(choice: str, row: Architecture, config: Config) -> None:
-    """Raise RecipeError for a choice that means nothing for this architecture."""
+    """Raise RecipeError for an MTP option that the architecture does not support."""
     if choice != WITH and not row.nextn:
         raise RecipeError(
             f"{config.path}: {config.architecture} has no layers that predict more tokens, or none that are "
@@ -67,7 +67,7 @@ def is_selected(name: str, choice: str, config: Config) -> bool:
 
 
 def nextn_layers(config: Config) -> int:
-    """Return how many layers predict more tokens: they follow the others."""
+    """Return the number of MTP layers, which follow the others."""
     n = config.number("num_nextn_predict_layers") if config.get("num_nextn_predict_layers") is not None else 0
     if n > _MAX_NEXTN:  # one that is stored may stand for all
         raise FormatError(f"{config.path}: num_nextn_predict_layers is {n}", "QK-E112")
@@ -80,13 +80,13 @@ def layers_with_nextn(config: Config) -> int:
 
 
 def set_nextn_layers(keys: Keys, config: Config) -> None:
-    """Set how many layers predict more tokens, if any do (GLM 4.7 Flash)."""
+    """Set the number of MTP layers, if any (GLM 4.7 Flash)."""
     if nextn_layers(config):
         keys.u32(".nextn_predict_layers", nextn_layers(config))
 
 
 class MtpRule(Rule):
-    """A rule for layers that are stored under mtp. and follow the others in a file; the inverse is one for all."""
+    """A rule for layers stored as mtp.* that follow the others in a file, with a common inverse."""
 
     def invert(self, tensor: Tensor, context: InverseContext) -> Iterable[Tensor] | None:
         match = re.fullmatch(r"model\.layers\.(\d+)\.(.+)", tensor.name)

@@ -1,4 +1,4 @@
-"""The types of converted tensors: what convert_hf_to_gguf.py (b11434, ModelBase.prepare_tensors) makes of --outtype."""
+"""Types of converted tensors for each --outtype, as in convert_hf_to_gguf.py (b11434, ModelBase.prepare_tensors)."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ _F16_KINDS = ("token_embd", "per_layer_token_embd", "output", "*altup_router", "
 
 
 def find_outtype(name: str, stored: Iterable[Expression]) -> OutType:
-    """Return the type of --outtype; for ``auto`` that of the first stored matrix that is BF16 or F16, else F16."""
+    """Return the type of --outtype; ``auto``: that of the first stored BF16 or F16 matrix, else F16."""
     if name in OUTTYPES:
         return OUTTYPES[name]
     if name != "auto":

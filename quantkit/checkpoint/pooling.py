@@ -50,7 +50,7 @@ def set_pooling(keys: Keys, config: Config) -> None:
 
 
 def pooling_files(meta: ModelMetadata) -> dict[str, bytes]:
-    """Return the files by which sentence-transformers, and `quantkit convert`, know how tokens become one embedding."""
+    """Return the sentence-transformers files that define the pooling of tokens into one embedding."""
     kind = {1: "mean_tokens", 2: "cls_token", 3: "lasttoken"}.get(meta.get(".pooling_type") or 0)
     if kind is None:
         return {}

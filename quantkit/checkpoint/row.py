@@ -1,4 +1,4 @@
-"""The rows of models (``models``): how checkpoints of a class become a GGUF file, and how that becomes one again."""
+"""Rows of model classes (``models``): conversion to GGUF, and its inverse for export."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ LAYER = "model.layers.*."
 
 @dataclass(frozen=True)
 class Copied:
-    """A key that is a value of config.json: of the first of ``names`` that is there and not null.
+    """A key copied from config.json: the first of ``names`` that is present and not null.
 
     ``kind`` is the method of ``Keys`` that writes it. ``required``: an error without it; ``unless_zero``: only if it is
     something else.

@@ -1,4 +1,4 @@
-"""The rules that rows of models (``models``) are made of, each with its inverse.
+"""Conversion rules for the tensors of ``models``, each with its inverse.
 
 See ``tensors`` for what a rule is. A rule that only one family needs is a class in that family's module; values and
 shapes change by a ``Transform``, which names the function and its inverse.
@@ -68,7 +68,7 @@ class Rename(Rule):
 
 @dataclass(frozen=True)
 class AssignKind(OneWayRule):
-    """Gives tensors whose names match ``pattern`` a ``kind`` that the name map cannot tell.
+    """Assigns a ``kind`` that the name map lacks to tensors whose names match ``pattern``.
 
     ``name``: the whole of such a name, ``*`` for the layer.
     """
@@ -86,7 +86,7 @@ class AssignKind(OneWayRule):
 
 @dataclass(frozen=True)
 class KeepF32(OneWayRule):
-    """Makes tensors whose names match ``pattern`` F32, whatever the type of the file."""
+    """Keeps tensors whose names match ``pattern`` in F32, whatever the type of the file."""
 
     pattern: str
     when: Callable[[Config], bool] = lambda config: True
@@ -98,7 +98,7 @@ class KeepF32(OneWayRule):
 
 @dataclass(frozen=True)
 class UseFileType(OneWayRule):
-    """Gives tensors whose names match ``pattern`` the type of the file, though their kind is F32."""
+    """Converts tensors whose names match ``pattern`` to the type of the file, though their kind is F32."""
 
     pattern: str
 
@@ -178,7 +178,7 @@ def log_of_negative(tensor: Tensor, context: Context) -> Expression:
 
 
 def transpose(tensor: Tensor, context: Context) -> Expression:
-    """Exchange the last two dimensions; a transposed view of what is stored becomes that again."""
+    """Transpose the last two dimensions; a transposed view returns its source."""
     return tensor.x.x if isinstance(tensor.x, Transposed) else Transposed(tensor.x)
 
 
@@ -203,12 +203,12 @@ def flatten(tensor: Tensor, context: Context) -> Expression:
 
 
 def flatten_experts(tensor: Tensor, context: Context) -> Expression:
-    """Return the matrices of all experts as one, one below the other."""
+    """Concatenate the matrices of all experts along their rows."""
     return Shaped(tensor.x, (size_of(tensor.x) // tensor.x.shape[-1], tensor.x.shape[-1]))
 
 
 def flatten_transposed_experts(tensor: Tensor, context: Context) -> Expression:
-    """Return the transposed matrices of all experts as one, one below the other."""
+    """Concatenate the transposed matrices of all experts along their rows."""
     return flatten_experts(replace(tensor, x=Transposed(tensor.x)), context)
 
 
@@ -238,7 +238,7 @@ def _key_head_count(config: Config) -> int:
 
 
 def permute_rows(tensor: Tensor, heads: int) -> Expression:
-    """Undo the permutation of the rows of so many heads for rope."""
+    """Invert the permutation of rows for rope, for so many heads."""
     x = tensor.x
     if not x.shape or heads < 1 or x.shape[0] % (2 * heads):
         raise ValueError(f"its rows make no {heads} heads")
@@ -246,7 +246,7 @@ def permute_rows(tensor: Tensor, heads: int) -> Expression:
 
 
 def restore_rows(tensor: Tensor, heads: int) -> Expression:
-    """Permute the rows of so many heads again: undoes ``permute_rows``."""
+    """Permute the rows for rope: the inverse of ``permute_rows``."""
     if heads < 1 or not tensor.x.shape or tensor.x.shape[0] % (2 * heads):
         raise ValueError(f"its rows make no {heads} heads")
     return restore_heads(tensor.x, heads)
@@ -254,7 +254,7 @@ def restore_rows(tensor: Tensor, heads: int) -> Expression:
 
 @dataclass(frozen=True)
 class Split(Rule):
-    """A tensor becomes parts along ``axis``, each under a name: ``pattern`` replaced by one of ``names``.
+    """Splits a tensor along ``axis``, with names ``pattern`` replaced by each of ``names``.
 
     They are equal, or of ``sizes``; ``interleaved``: the parts are every n-th slice, not runs of them. ``always``: all
     classes have them in one.
@@ -299,7 +299,7 @@ class Split(Rule):
         return (replace(tensor, name=joined_name, x=x),)
 
     def _parts(self, size: int, config: Config) -> list[range]:
-        """Return the slices of each part; equal ones leave out what cannot be divided."""
+        """Return the rows of each part; equal parts omit a remainder."""
         n = len(self.names)
         if self.interleaved:
             return [range(i, size // n * n, n) for i in range(n)]
@@ -314,7 +314,7 @@ EXPERT_COUNTS = ("moe_num_primary_experts", "num_local_experts", "num_experts", 
 
 @dataclass(frozen=True)
 class StackExperts(Rule):
-    """The experts of a layer, each with its own tensors, become one tensor for each of ``weights``, in that order.
+    """Stacks the experts of a layer into one tensor for each of ``weights``, in that order.
 
     They come where the last of them was. ``name`` is that of an expert's tensor, ``{layer}``, ``{expert}`` and
     ``{weight}`` left open; ``merged`` that of all. Every name in which ``marked`` is found must be one of them. There

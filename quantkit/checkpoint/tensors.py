@@ -1,4 +1,4 @@
-"""Rules by which the tensors of a checkpoint become those of a GGUF file.
+"""Rules that convert the tensors of a checkpoint to those of a GGUF file.
 
 A rule is a function of one tensor: it returns what takes its place, in order, nothing if it drops or holds it back, or
 None if the tensor does not concern it. The rules of an architecture (``architectures.ROWS``) are applied one after
@@ -43,7 +43,7 @@ class Tensor:
 
 @dataclass
 class Context:
-    """Configuration and tensor names for rules; ``waiting``: tensors that wait for others, by rule and layer."""
+    """Configuration and tensor names for rules; ``waiting``: incomplete groups of tensors, by rule and layer."""
 
     config: Config
     names: TensorNames
@@ -56,7 +56,7 @@ class Context:
         return FormatError(f"{where}: tensor {short(tensor.name)}: {problem}", code)
 
     def name_in_file(self, tensor: Tensor) -> str:
-        """Return the GGUF name of a checkpoint's tensor. Raises FormatError if the architecture has no such tensor."""
+        """Return the GGUF name of a checkpoint's tensor. Raises FormatError if the architecture lacks it."""
         name, layers = self.names.find(tensor.name), self.names.layers
         if name is not None:
             return name
@@ -108,7 +108,7 @@ class Rule(ABC):
 
 
 class OneWayRule(Rule):
-    """A rule with nothing to undo: what it drops is in no file, or what it changes is read as it is."""
+    """A rule without an inverse: its tensors are absent from GGUF files, or are exported unchanged."""
 
     def invert(self, tensor: Tensor, context: InverseContext) -> Iterable[Tensor] | None:
         return None
@@ -151,7 +151,7 @@ _OTHER_PARTS = (
 
 
 def text_name(name: str) -> str | None:
-    """Return the name of a stored tensor without what wraps the text model, None if it belongs to another part."""
+    """Return a stored name without the text model's prefix; None if another part of the model owns the tensor."""
     if name.startswith(_OTHER_STARTS) or any(part in name for part in _OTHER_PARTS):
         return None
     if name.endswith("e_score_correction_bias"):
@@ -224,7 +224,7 @@ def _apply_to_weights(tensors: Iterable[Tensor], rules: Sequence[Rule], context:
 
 
 def _sort_by_parts(tensors: Iterable[Tensor], stored: Sequence[Tensor]) -> list[Tensor]:
-    """Return tensors in the order in which the last of what each is made of is stored.
+    """Sort tensors by the position of the last source tensor of each.
 
     So convert_hf_to_gguf.py writes what it repacks: the experts of a layer in one piece for each weight, as soon as all
     of that weight are there, which they need not be in the same shard.
@@ -234,7 +234,7 @@ def _sort_by_parts(tensors: Iterable[Tensor], stored: Sequence[Tensor]) -> list[
 
 
 def apply_rules(rules: Sequence[Rule], tensor: Tensor, context: Context) -> list[Tensor]:
-    """Return the tensors that rules, one after another, make of a tensor."""
+    """Apply rules to a tensor, one after another, and return the results."""
     tensors = [tensor]
     for rule in rules:
         results = [(t, rule(t, context)) for t in tensors]

@@ -38,7 +38,7 @@ _IGNORED: tuple[tuple[tuple[str, ...], Any, str], ...] = (
 
 
 class Ignored(GroupedOption):
-    """An option that is accepted and changes nothing."""
+    """An option that is accepted and ignored."""
 
     def __init__(self, *args: Any, note: str, **kwargs: Any) -> None:
         super().__init__(*args, hidden=True, expose_value=False, callback=self._print_note, **kwargs)
@@ -50,7 +50,7 @@ class Ignored(GroupedOption):
 
 
 def ignored_options(function: F) -> F:
-    """Declare, for a command that runs a model, the options that change nothing."""
+    """Declare the ignored options of a command that runs a model."""
     for names, kind, note in reversed(_IGNORED):
         value: dict[str, Any] = {"is_flag": True} if kind is None else {"type": kind}
         optional_value = {"is_flag": False, "flag_value": "1"} if kind is _SWITCH else {}

@@ -1,4 +1,4 @@
-"""Placement of point labels, so that they neither overlap nor seem to belong to another point.
+"""Placement of point labels without overlaps or ambiguity.
 
 Every label has candidates around its point, near ones first. Its cost counts what it covers (labels, points, lines),
 what its leader crosses, its distance, and other points that are nearer to it. Labels are placed one after another, the

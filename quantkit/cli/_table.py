@@ -18,7 +18,7 @@ _FOLD, _NARROW = 20, 8
 
 
 def columns() -> int | None:
-    """Return COLUMNS, or the width of the terminal; None for pipes and files, where nothing folds."""
+    """Return COLUMNS, or the width of the terminal; None for pipes and files, where lines are not folded."""
     if os.environ.get("COLUMNS", "").isdecimal() or sys.stdout.isatty():
         return shutil.get_terminal_size().columns
     return None

@@ -142,7 +142,7 @@ def command(
 
 
 def _positionals(arguments: tuple[str, ...]) -> tuple[str, str | None, str | None, int | None]:
-    """Return DIR, OUT or None, TYPE or None, THREADS or None; what parses as a type is TYPE."""
+    """Return DIR, OUT or None, TYPE or None, THREADS or None; an argument that parses as a type is TYPE."""
     folder, remainder = arguments[0], list(arguments[1:])
     output = type_name = threads = None
     if remainder and (

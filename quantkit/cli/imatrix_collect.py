@@ -236,7 +236,7 @@ def _check_apart(output: Path | None, in_files: Sequence[Path], values: Mapping[
 
 
 def _check_covariance(values: Mapping[str, Any], options: ImatrixOptions) -> None:
-    """Check memory and disk before the hours that the importance matrix takes."""
+    """Check memory and disk before the importance matrix is computed, which takes hours."""
     from quantkit.imatrix.covariance import check_covariance
 
     check_covariance(values["model"], values["covariance"], options, values["weighting"], values["max_ram"])
@@ -251,7 +251,7 @@ def _options(values: Mapping[str, Any]) -> ImatrixOptions:
 
 
 class _Report(Watcher):
-    """Prints what llama-imatrix prints: seconds per pass, perplexity after every chunk."""
+    """Prints llama-imatrix's output: seconds per pass, perplexity after every chunk."""
 
     def __init__(self, ppl: bool, first_line: str | None) -> None:
         self.first_line = first_line

@@ -296,7 +296,7 @@ def _buffer_ram(plan: Plan, threads: int | None, mib: int) -> int:
 
 
 def _positionals(arguments: tuple[str, ...]) -> tuple[str, str | None, str, int | None]:
-    """Return IN, OUT or None, TYPE and THREADS; what parses as a type is TYPE, as in llama-quantize."""
+    """Return IN, OUT or None, TYPE and THREADS; an argument that parses as a type is TYPE, as in llama-quantize."""
     if len(arguments) < 2 or len(arguments) > 4:
         raise click.UsageError("expected IN.gguf [OUT.gguf] TYPE [THREADS]")
     source, remainder = arguments[0], list(arguments[1:])

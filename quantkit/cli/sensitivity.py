@@ -126,7 +126,7 @@ def command(
     threads: int | None,
     **values: Any,
 ) -> None:
-    """Measure what quantizing each group of tensors alone costs, in each of several types.
+    """Measure the divergence that quantizing each group of tensors alone causes, in each of several types.
 
     A cost is the KL divergence from the base model, and the change of ln(perplexity), on a held-out text: what
     `quantkit quantize` of that group alone and `quantkit kld` give, in a fraction of the time, since only the layers

@@ -323,7 +323,7 @@ def _assemble(
 
 
 def model_name(model: Path) -> str:
-    """Return the name of a model: that of its file or folder, without its type."""
+    """Return the name of a model: that of its file or folder without the type."""
     base = _SHARD.sub("", Path(os.path.abspath(model)).name.removesuffix(".gguf"))
     return _TYPE_SUFFIX.sub("", base) or "model"
 

@@ -22,7 +22,7 @@ Facts = dict[str, Any]
 
 
 class StepProgress(Protocol):
-    """Receiver of what a step reports while it runs."""
+    """Receiver of a step's progress."""
 
     def __call__(self, current: float, total: float, text: str = "") -> None:
         """Report that ``current`` of ``total`` units are done; ``text``: an intermediate result."""

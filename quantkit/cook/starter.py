@@ -92,7 +92,7 @@ def _comment(text: str) -> list[str]:
 def _key_lines(
     table: str, keys: Mapping[str, Key], values: Mapping[str, str], examples: Mapping[str, str]
 ) -> list[str]:
-    """Return the lines of keys, with help: assigned if there is a value, else an example that is commented out."""
+    """Return the lines of keys, with help: an assignment if there is a value, else a commented example."""
     lines = []
     for name, key in keys.items():
         value = values.get(table + name)

@@ -134,7 +134,7 @@ class State:
             return False
 
     def may_replace(self, path: Path) -> bool:
-        """Return whether a file may be replaced: a step wrote it, or was interrupted while it wrote it."""
+        """Return whether a file may be replaced: a step wrote it, or was interrupted while writing it."""
         return any(self._relative(path) in b.outputs for b in self.unfinished.values()) or self.is_unchanged(path)
 
     def _relative(self, path: Path) -> str:
@@ -172,7 +172,7 @@ class State:
     def finish(
         self, name: str, parts: Mapping[str, str], outputs: Iterable[Path], seconds: float, facts: Mapping[str, Any]
     ) -> None:
-        """Record the end of a step, whose outputs are complete."""
+        """Record the end of a step with complete outputs."""
         self.steps[name] = StepRecord(dict(parts), self.record(outputs), seconds, dict(facts))
         self.unfinished.pop(name, None)
         self.save()

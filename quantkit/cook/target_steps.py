@@ -123,12 +123,12 @@ class _Quantization:
         return tuple(shard.path for shard in self.plan().shards)
 
     def is_complete(self) -> bool:
-        """Return whether an interrupted run had written everything: it removes its journal last."""
+        """Return whether an interrupted run had finished: it removes its journal last."""
         return not any(journal_path(path).exists() for path in self.output_paths()[:1])
 
     @cached_property
     def cost(self) -> StepEstimate:
-        """The estimate, from the headers of the model; unknown if these do not suffice for a plan."""
+        """The estimate from the headers of the model; unknown if they do not suffice for a plan."""
         target = self.settings.target
         options = planning_options(self.options, recipe=target.goal is None)
         try:

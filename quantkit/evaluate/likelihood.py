@@ -250,7 +250,7 @@ class _LlamaSink:
             self.writer.sync()
 
     def save(self, rows: CompactRows) -> None:
-        """Do nothing: rows are written already."""
+        """Do nothing: rows are already written."""
 
     def node_sink(self) -> Callable[[], _LlamaSink]:
         """Return a constructor of sinks on nodes, which write to the same file."""

@@ -1,4 +1,4 @@
-"""Code and grammars that come with a file: each runs in a process of its own, with limits of time and memory.
+"""Foreign code and grammars from files, each run in a process with limits of time and memory.
 
 A chat template is a program, a tokenizer.json drives a package that aborts where its tables are broken, YAML and TOML
 grow while they are read, and a regular expression while it is compiled. ``child.Child`` is the one way in; the modules

@@ -120,7 +120,7 @@ class Child:
     # ---------------------------------------------------------------- one request
 
     def start(self) -> None:
-        """Begin to make the service, if that has not begun, and do not wait for it. Raises ResourceError."""
+        """Start the service in the background, unless it has started. Raises ResourceError."""
         if self._process is not None or self._error is not None:
             return
         paths = json.dumps([path or os.curdir for path in sys.path])

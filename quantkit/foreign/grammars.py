@@ -21,7 +21,7 @@ class Grammars:
         return tomllib.loads(text)
 
     def regex(self, text: str, flags: int) -> None:
-        """Compile a regular expression, which is all that is asked of it."""
+        """Compile a regular expression."""
         import regex
 
         with warnings.catch_warnings():

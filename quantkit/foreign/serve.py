@@ -41,13 +41,13 @@ def serve() -> None:
 
 
 def _limit(resource_id: int, limit: int) -> None:
-    """Set a soft limit of this process; one of CPU time counts from its beginning. What ``ulimit`` set stays."""
+    """Set a soft limit of this process, CPU time from the process's start; a lower limit of ``ulimit`` stays."""
     hard = resource.getrlimit(resource_id)[1]
     resource.setrlimit(resource_id, (limit if hard == resource.RLIM_INFINITY else min(limit, hard), hard))
 
 
 def _answer(answers: BinaryIO, function: Callable[..., Any], arguments: list[Any]) -> None:
-    """Send what a function returns, or why it does not."""
+    """Send the result of a function, or the reason for its failure."""
     try:
         answer = json.dumps({"value": function(*arguments)}, default=str)
     except BaseException as e:  # noqa: BLE001 - foreign code raises what it likes, and panics of Rust are no Exceptions

@@ -1,4 +1,4 @@
-"""An entry of the tensor cache: encoded rows of one tensor, as they stand in files, in a file of their own.
+"""Entries of the tensor cache: files with the encoded rows of one tensor.
 
 ==============  ==========================================================================================
 byte 0          a line of JSON (``Header``), a line with its SHA-256, spaces up to byte 4096
@@ -49,11 +49,11 @@ _JSON_KEYS = {
 
 
 class DamagedEntry(Exception):
-    """An entry is not what was written, or no entry at all."""
+    """An entry is damaged, or the file is no entry."""
 
 
 class EntryName(NamedTuple):
-    """The name of an entry: digests of how it was encoded, of its first piece of rows, and of all of them."""
+    """The name of an entry: digests of its encoding, of its first piece of source rows, and of all of them."""
 
     settings: str
     first_piece: str
@@ -103,7 +103,7 @@ class Pieces:
         return slice(first, first - (-rows // self.piece))
 
     def row_offset(self, matrix: int, row: int) -> int:
-        """Return the byte of an entry at which a row begins."""
+        """Return the byte offset of a row in an entry."""
         return DATA + (matrix * self.rows + row) * self.row_bytes
 
 
@@ -153,7 +153,7 @@ def parse_header(data: bytes) -> Header:
 
 
 class Entry:
-    """An open entry: a context. Raises DamagedEntry, and OSError if there is none or it cannot be read."""
+    """An open entry, a context manager. Raises DamagedEntry, and OSError if it is missing or unreadable."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -213,7 +213,7 @@ def source_digest(records: npt.NDArray[np.void]) -> str:
 
 
 def digest(data: U8, suffix: bytes = b"") -> bytes:
-    """Return the SHA-256 of a piece and what else belongs to it."""
+    """Return the SHA-256 of a piece followed by ``suffix``."""
     sha256 = hashlib.sha256(data.data)
     sha256.update(suffix)
     return sha256.digest()

@@ -1,4 +1,4 @@
-"""The file of covariances that ``quantkit imatrix --covariance`` writes, read: sums of x x^T of what weights multiply.
+"""Reader of files of ``quantkit imatrix --covariance``: sums of x x^T over the inputs of weights.
 
 ``imatrix/covariance_file.py`` describes and writes it.
 """
@@ -46,7 +46,7 @@ class Covariances:
 
     @cached_property
     def identity(self) -> str:
-        """A SHA-256 that tells these covariances from others: of the header, the counts and samples of the sums."""
+        """A SHA-256 that identifies these covariances: over the header, the counts and samples of the sums."""
         digest = hashlib.sha256(self._file.fingerprint().encode())
         for entry in dict.fromkeys(self.entries.values()):
             digest.update(self.tokens(entry).tobytes())
@@ -63,7 +63,7 @@ class Covariances:
         return n, matrices[0]
 
     def _sums(self, entry: str) -> str:
-        """Return the tensor of an entry's sums: those weighted by the router, if there are such."""
+        """Return the tensor of an entry's sums: those weighted by the router, if present."""
         for name in (f"{entry}.cov_router", f"{entry}.cov"):
             if name in self._file.tensors:
                 return name
@@ -95,7 +95,7 @@ class Covariances:
         return self._digests[entry]
 
     def matrix(self, entry: str, number: int) -> F64:
-        """Return one matrix of an entry, float64 [n, n]; raise FormatError if it holds what no covariance does."""
+        """Return one matrix of an entry, float64 [n, n]; raise FormatError unless finite with a diagonal >= 0."""
         n, _ = self.shape(entry)
         raw = np.empty(4 * n * n, np.uint8)
         self._file.read(self._file.tensors[self._sums(entry)], raw, number * raw.size)

@@ -1,4 +1,4 @@
-"""Inputs of this machine, held open: all that is read of one is of the file that was there when it was first looked at.
+"""Local inputs, held open: all reads are of the file that was opened first.
 
 A ``File`` is a ``Path``, as a ``URL`` is one, so what reads files takes it as it takes others. One that is replaced by
 another of its name is read on as it was. One that is written to, or cut, meanwhile is an error, told by its size and
@@ -35,12 +35,12 @@ class Stamp(NamedTuple):
 
     @classmethod
     def from_status(cls, status: os.stat_result) -> Stamp:
-        """Return that of a file's status."""
+        """Return the stamp of a file's status."""
         return cls(status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns)
 
 
 class _Descriptor:
-    """A descriptor that is closed when its last user lets go of it."""
+    """A descriptor that closes with its last user."""
 
     def __init__(self, path: str) -> None:
         self.fd = -1
@@ -56,7 +56,7 @@ _lock = threading.Lock()
 
 
 class File(PosixPath):
-    """An input that is held: made by ``File.hold``; paths made of it are not. In another process it is held anew."""
+    """A held input, created by ``File.hold``; paths derived from it are not held. Another process opens it again."""
 
     _status: os.stat_result | None = None
     _descriptor: _Descriptor | None = None
@@ -64,7 +64,7 @@ class File(PosixPath):
 
     @classmethod
     def hold(cls, path: str | os.PathLike[str]) -> File:
-        """Open a file, to be read only as it is now. Raises OSError."""
+        """Open a file for reading its present contents only. Raises OSError."""
         file = cls(os.fspath(path))
         file._is_held = True
         file.descriptor()
@@ -133,7 +133,7 @@ class File(PosixPath):
         )
 
     def _has_moved(self, before: os.stat_result, now: os.stat_result) -> bool:
-        """Return whether only names or permissions changed: to link or replace a file changes no byte of it."""
+        """Return whether only names or permissions changed: linking or replacing a file leaves its bytes."""
         if any(getattr(before, name) != getattr(now, name) for name in ("st_nlink", "st_mode", "st_uid", "st_gid")):
             return True
         try:
@@ -169,14 +169,14 @@ def open_input(path: Path) -> Iterator[int]:
 
 
 def check_unchanged(paths: Iterable[Path]) -> None:
-    """Raise FormatError if an input is not what it was when it was first looked at. Raises OSError, too."""
+    """Raise FormatError if an input has changed since it was first read. Raises OSError, too."""
     for path in paths:
         if isinstance(path, (URL, File)):
             path.check()
 
 
 def hold(path: Path) -> Path:
-    """Return an input as it is to be read: a file of this machine held. Raises OSError."""
+    """Return an input for reading; local files are held. Raises OSError."""
     if isinstance(path, URL) or isinstance(path, File) and path.is_held:
         return path
     try:

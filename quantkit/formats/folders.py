@@ -1,4 +1,4 @@
-"""Folders that others may write to, too: nothing in them that is a link is followed.
+"""Folders that others may write to: links in them are not followed.
 
 Every name is looked up in a folder that is open, one part at a time, so that nobody can put a link in its place
 meanwhile.

@@ -1,4 +1,4 @@
-"""Importance matrices: how strongly calibration drives each input column of each weight.
+"""Importance matrices: mean squared activations of each input column of each weight.
 
 For a weight W this is the sum of x^2 per input column x over all calibration tokens; a tensor of experts has one
 row per expert, each with its own token count. There are two formats, and one function reads both.
@@ -55,7 +55,7 @@ _MIN_DAT_ENTRY = 17
 
 
 def format_of(path: Path) -> Format:
-    """Return the format that a name asks for: .dat, or else GGUF."""
+    """Return the format for a file name: .dat, or else GGUF."""
     return "dat" if path.suffix.lower() == ".dat" else "gguf"
 
 
@@ -76,7 +76,7 @@ class ImatrixEntry:
 
 @dataclass(eq=False)
 class Imatrix:
-    """An importance matrix: entries by name, and what it is computed on."""
+    """An importance matrix: entries by name, and the datasets and chunks of its calibration."""
 
     path: Path
     entries: dict[str, ImatrixEntry]
@@ -185,7 +185,7 @@ class _Cursor:
         )
 
     def skip(self, n: int, item: str) -> int:
-        """Step over ``n`` bytes and return where they begin."""
+        """Skip ``n`` bytes and return their offset."""
         left = len(self.data) - self.offset
         if n > left:
             raise self.fail(f"{item} needs {n} bytes, the file has {left} left")

@@ -1,4 +1,4 @@
-"""Whole files, read and written so that nothing is lost: what every command's inputs and outputs go through.
+"""Inputs and outputs of commands: checked for overlap, locked, and written whole or not at all.
 
 Before any work, ``check_apart`` refuses an output that is an input or another output, by whatever name. An ``Output``
 is then held as long as its run lasts, by a lock on OUT.lock, which a killed run leaves behind and nobody holds then.
@@ -84,7 +84,7 @@ def read_whole(path: str | Path, max_bytes: int = MAX_TEXT) -> bytes:
 
 
 def _check_pipe(path: str | Path, mode: int) -> None:
-    """Refuse what is neither a file nor a pipe that the shell has opened, which has no name in a folder."""
+    """Refuse a path that is neither a file nor a pipe opened by the shell (/proc/.., without a name in a folder)."""
     if stat.S_ISCHR(mode) or stat.S_ISBLK(mode):
         raise FormatError(f"{path}: a device, neither a file nor a pipe: name a file", "QK-E120")
     if not stat.S_ISFIFO(mode) or not os.path.realpath(path).startswith("/proc/"):
@@ -97,18 +97,18 @@ def part_path(path: Path) -> Path:
 
 
 def lock_path(path: Path) -> Path:
-    """Return the file whose lock a run holds while it writes ``path``."""
+    """Return the lock file of a run that writes ``path``."""
     return sibling_path(path, ".lock")
 
 
 def sibling_path(path: Path, suffix: str) -> Path:
-    """Return a file beside an output; one for a store has them in the folder where it grows."""
+    """Return a file beside an output; for a store, in the spool folder."""
     place = path.local if isinstance(path, URL) else path
     return place.with_name(place.name + suffix)
 
 
 def resolve_links(path: str | Path) -> Path:
-    """Return where an output is to lie, and grow: at the end of links, if ``path`` is one."""
+    """Return the real path of an output, at the end of links."""
     path = located(path)
     if isinstance(path, URL):
         return path
@@ -157,7 +157,7 @@ def _identity(path: Path) -> tuple[object, ...]:
 
 
 def shards_of(path: Path) -> Iterator[Path]:
-    """Yield a file, then, if its name is that of a shard, those of all shards of the model, which need not be there."""
+    """Yield a file and, if its name is that of a shard, all shards of the model, whether they exist or not."""
     split = parse_split_path(path)
     yield path
     if split is not None and split[2] <= _MOST_SHARDS:
@@ -265,7 +265,7 @@ def drop_lock(path: Path, lock: int) -> None:
 
 @contextmanager
 def atomic_write(path: Path) -> Iterator[Path]:
-    """Yield where to write ``path``; the file gets its name at the end, and is gone if anything fails.
+    """Yield a temporary path for ``path``; it is renamed at the end, and removed on failure.
 
     Raises ResourceError for what the disk refuses.
     """

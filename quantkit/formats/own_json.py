@@ -1,4 +1,4 @@
-"""Files of JSON that quantkit writes and reads again: what is damaged, or was edited, is one error."""
+"""quantkit's own JSON files: one kind of error for damaged or edited ones."""
 
 from __future__ import annotations
 

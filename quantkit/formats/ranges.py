@@ -98,7 +98,7 @@ def write_range(path: Path, data: U8, offset: int, *, make: bool = False) -> Non
 
 
 def write_open(fd: int, path: Path, data: U8, offset: int) -> None:
-    """Write ``data`` at byte ``offset`` of a file that is open; ``path`` is what it is called. Raises OSError."""
+    """Write ``data`` at byte ``offset`` of an open file; ``path`` names it in errors. Raises OSError."""
     view, position = data.data, 0
     try:
         while position < len(view):
@@ -108,7 +108,7 @@ def write_open(fd: int, path: Path, data: U8, offset: int) -> None:
 
 
 def reserve(path: Path, nbytes: int) -> None:
-    """Make a file ``nbytes`` long, new or not, with room on the disk for all of it. Raises OSError."""
+    """Make a file ``nbytes`` long with its disk space allocated. Raises OSError."""
     fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
     try:
         try:
@@ -138,7 +138,7 @@ def copy_range(source: Path, target: Path, source_offset: int, target_offset: in
 
 
 def copy_open(source: Path, fd: int, target: Path, source_offset: int, target_offset: int, nbytes: int) -> bool:
-    """Do what ``copy_range`` does to a file that is open; ``target`` is what it is called."""
+    """Do ``copy_range`` into an open file; ``target`` names it in errors."""
     if isinstance(source, URL) or not hasattr(os, "copy_file_range"):
         return False
     try:
@@ -189,7 +189,7 @@ def crc32_range(path: Path, offset: int, nbytes: int) -> int:
 
 
 def punch(path: Path, offset: int, nbytes: int) -> None:
-    """Give the disk back what a range of a file takes, which is zeros then; nothing happens where that is unknown."""
+    """Deallocate a range of a file, which then reads as zeros; do nothing where fallocate is missing."""
     fallocate = getattr(ctypes.CDLL(None, use_errno=True), "fallocate", None)
     if fallocate is None:
         return

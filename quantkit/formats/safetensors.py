@@ -77,7 +77,7 @@ class StoredTensor:
     nbytes: int
 
     def __reduce__(self) -> tuple[object, tuple[object, ...]]:
-        """Pickle the whole path: another process has a directory of its own."""
+        """Pickle the absolute path: another process may have another working directory."""
         return StoredTensor, (self.name, self.dtype, self.shape, self.path.absolute(), self.offset, self.nbytes)
 
     @property
@@ -86,7 +86,7 @@ class StoredTensor:
 
 
 def _missing_shards(files: Iterable[Path]) -> list[str]:
-    """Return the names of shards that the names of others promise: NAME-00002-of-00002.safetensors."""
+    """Return the missing shards that the names of others imply: NAME-00002-of-00002.safetensors."""
     numbers: dict[tuple[str, int], set[int]] = {}
     for path in files:
         if match := _SHARD.fullmatch(path.name):
@@ -100,7 +100,7 @@ def _missing_shards(files: Iterable[Path]) -> list[str]:
 
 
 def read_header(path: Path) -> dict[str, StoredTensor]:
-    """Return the tensors of a file, sorted by name. Raises FormatError for anything that is not as it must be.
+    """Return the tensors of a file, sorted by name. Raises FormatError for any invalid header.
 
     Their path is a file that is held: see ``files``.
     """
@@ -142,7 +142,7 @@ def _header(path: Path) -> tuple[int, bytes]:
 
 
 def _header_bytes(path: Path, size: int, head: bytes) -> int:
-    """Return how long a header is, by the first 8 bytes of its file."""
+    """Return the length of a header from the first 8 bytes of its file."""
     if head.startswith(b"version "):
         raise FormatError(f"{path}: a Git LFS pointer: fetch the file itself (git lfs pull)", "QK-E101")
     n = int.from_bytes(head, "little")
@@ -154,7 +154,7 @@ def _header_bytes(path: Path, size: int, head: bytes) -> int:
 
 
 def _json(path: Path, data: bytes, kind: str) -> dict[str, Any]:
-    """Return a JSON object whose keys are all different."""
+    """Return a JSON object; duplicate keys are refused."""
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         entries = dict(pairs)
@@ -281,7 +281,7 @@ def _missing(names: Sequence[str], count: int) -> str:
 
 
 def _is_present(path: Path) -> bool:
-    """Return whether a name exists: a dangling link does, so that reading it is an error."""
+    """Return whether a name exists, dangling links included, so that reading one is an error."""
     try:
         return path.exists() or path.is_symlink()
     except OSError as e:
@@ -289,7 +289,7 @@ def _is_present(path: Path) -> bool:
 
 
 def _read_headers(paths: Sequence[Path]) -> list[dict[str, StoredTensor]]:
-    """Return the tensors of each file; those of a store are asked for together, for each answer takes its time."""
+    """Return the tensors of each file; requests to a store run in parallel to hide latency."""
     if not any(isinstance(path, URL) for path in paths):
         return [read_header(path) for path in paths]
     with ThreadPoolExecutor(_MAX_REQUESTS) as pool:

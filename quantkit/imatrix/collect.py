@@ -86,7 +86,7 @@ I32 = npt.NDArray[np.int32]
 
 @dataclass(frozen=True)
 class ImatrixOptions(Options):
-    """What to collect, and how to write it.
+    """Options of collection and of the output file.
 
     Args:
         n_ctx: tokens per chunk. n_batch: tokens per pass; max(1, n_batch // n_ctx) chunks run together.
@@ -272,7 +272,7 @@ def _read_complete(
     files: Sequence[str | Path],
     names: Sequence[str],
 ) -> ImatrixResult | None:
-    """Return the result at ``path`` if it is the one that the resumed run would produce, as far as the file tells."""
+    """Return the result at ``path`` if its metadata match the resumed run's."""
     if not options.resume or options.overwrite or snapshot_path(path).exists() or not path.is_file():
         return None
     matrix, n = read_imatrix(path), len(names)
@@ -467,7 +467,7 @@ class _Collector:
 
     @property
     def _first(self) -> int:
-        """The first position whose logits are needed; none is without a likelihood."""
+        """The first position whose logits are needed; none without a likelihood."""
         return self.options.n_ctx // 2 if self.options.ppl else self.options.n_ctx - 1
 
     def _passes_on_nodes(self, recording: Recording, left: Sequence[int]) -> None:
@@ -563,7 +563,7 @@ class _Collector:
     # ------------------------------------------------ states
 
     def _save(self, before: int) -> None:
-        """Save what is due since chunk ``before``."""
+        """Save the snapshot and the copies that fell due since chunk ``before``."""
         if self.path is None or self.snapshot is None or self.progress.done == self.n:
             return
         n_done = self.progress.done

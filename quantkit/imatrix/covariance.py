@@ -185,7 +185,7 @@ def _identity(model: Model, text: Chunks, options: ImatrixOptions, weighting: st
 
 
 def _budget(max_ram: int | None) -> int:
-    """Return the memory for sums, in bytes: ``max_ram``, or half of what is available."""
+    """Return the memory for sums, in bytes: ``max_ram``, or half of the available memory."""
     return available_memory() // 2 if max_ram is None else max_ram
 
 
@@ -372,7 +372,7 @@ class _Recorder:
         return [c for c in range(len(self.text.windows)) if c not in self.without]
 
     def _note_stored(self, units: list[Unit]) -> None:
-        """Record a pass whose results are in the file."""
+        """Record a pass whose results are stored."""
         self.stored_units += units
         self.current_units = []
         self.n_written += 1

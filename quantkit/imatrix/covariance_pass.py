@@ -25,7 +25,7 @@ from quantkit.units import format_size
 
 
 class Unit(NamedTuple):
-    """Some experts or heads of a weight's input: what passes consist of."""
+    """Some experts or heads of a weight's input: the work item of a pass."""
 
     name: str
     first: int
@@ -123,7 +123,7 @@ class CovarianceRecording:
 
 @dataclass(frozen=True)
 class PassContext:
-    """What every worker process needs: the model, the recording, its chunks, and the bytes of the sums of a unit."""
+    """The data of every worker process: the model, the recording, its chunks, and the bytes of a unit's sums."""
 
     model: NodeModel
     recording: CovarianceRecording

@@ -132,7 +132,7 @@ class Coverage:
         return tuple(_group(name, groups[name], self.of_model) for name in names)
 
     def check(self, floor: float) -> None:
-        """Raise QualityGate if the share is below ``floor`` (0 to 1), naming what is missing first."""
+        """Raise QualityGate if the share is below ``floor`` (0 to 1); the message lists the gaps first."""
         if self.share >= floor:
             return
         problems = [f"{t.name} has no entry" for t in self.missing]

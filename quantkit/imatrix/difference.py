@@ -24,7 +24,7 @@ from quantkit.imatrix.rows import EXPERTS, means, raw, split_experts
 
 @dataclass(frozen=True)
 class TensorDifference:
-    """One weight in both files; NaN if there is nothing to compare."""
+    """One weight in both files; NaN if the two cannot be compared."""
 
     name: str
     relative: float

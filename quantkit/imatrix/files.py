@@ -198,7 +198,7 @@ def convert(
     chunk_size: int | None = None,
     experts: Mapping[str, int] | None = None,
 ) -> MergeResult:
-    """Return ``imatrix`` prepared for write_imatrix in ``format``, and notes on what is lost.
+    """Return ``imatrix`` prepared for write_imatrix in ``format``, and notes on losses.
 
     To GGUF: counts per expert, statistics. To .dat: write_imatrix does the arithmetic (mean times ncall).
     """

@@ -1,4 +1,4 @@
-"""The experts inside an entry, whose number a .dat does not store.
+"""The experts in an entry, whose number a .dat does not store.
 
 A .dat entry of n_expert experts is one array of n_expert * n_in means times ncall. n_in follows from other entries of
 the layer, since the router and the up and gate experts have the same input:

@@ -62,7 +62,7 @@ class Chunks:
 
 @dataclass(frozen=True, eq=False)
 class TokenizedText:
-    """The tokens of one source, its text if there is one, and its corpus's held-out part."""
+    """The tokens of one source, its text if any, and its corpus's held-out part."""
 
     name: str
     tokens: I32

@@ -71,7 +71,7 @@ def _close(folder: Path) -> None:
 
 
 def _doubt(status: os.stat_result) -> str:
-    """Return why others could put code into a folder, or an empty string."""
+    """Return the reason why other users could put code into a folder, or an empty string."""
     if not stat.S_ISDIR(status.st_mode):
         return "it, or a folder above, is a link"
     if hasattr(os, "getuid") and status.st_uid != os.getuid():

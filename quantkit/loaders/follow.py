@@ -1,4 +1,4 @@
-"""A loader's table carried out over a file's header: what it would refuse.
+"""Run a loader's table over a file's header and collect the problems that it would refuse.
 
 The order is the loader's: keys, vocabulary, tensors. What contradicts itself in one stage makes the next meaningless,
 so the first stage with problems is the last.

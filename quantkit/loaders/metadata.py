@@ -40,7 +40,7 @@ class WrongKind(Exception):
 
 
 def read_key(fields: Mapping[str, Field], key: str, kind: str, length: int | None) -> Any:
-    """Return a key's value as a loader reads it, None if it takes the key for missing.
+    """Return a key's value as a loader reads it, None if the loader treats it as missing.
 
     ``kind`` is as in a table: "u32", "u32 array", "u32 vector", "u32[n]" (a scalar or n items), "u32 scalar", "length".
     ``length`` is n. Raises WrongKind where the loader refuses.

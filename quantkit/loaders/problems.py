@@ -21,7 +21,7 @@ class ProblemKind(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """A reason for which a file is refused: ``subject`` is a key or a tensor, ``detail`` what is wrong with it."""
+    """A reason for which a file is refused: ``subject`` is a key or a tensor, ``detail`` the fault."""
 
     kind: ProblemKind
     subject: str

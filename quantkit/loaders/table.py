@@ -37,7 +37,7 @@ _SET = re.compile(r"(?:set|let) (?P<field>\w+)(?:\[(?P<index>.+?)\])? = (?P<valu
 
 @dataclass(frozen=True, slots=True)
 class Loop:
-    """A variable and what it runs over."""
+    """A variable and the range of its values."""
 
     variable: str
     over: CodeType

@@ -49,7 +49,7 @@ _NORMALIZER = ("tokenizer.ggml.normalizer.lowercase", "tokenizer.ggml.normalizer
 
 @dataclass(frozen=True, slots=True)
 class Vocabulary:
-    """A vocabulary's size, and what is wrong with it."""
+    """A vocabulary's size and problems."""
 
     n_tokens: int
     n_token_types: int
@@ -82,7 +82,7 @@ def _problem(key: str, detail: str) -> Problem:
 
 
 def _problems(runtime: str, fields: Mapping[str, Field]) -> Iterator[Problem]:
-    """Yield what is wrong with a tokenizer."""
+    """Yield the problems of a tokenizer."""
     yield from _wrong_kinds(runtime, fields)
     model = _text(fields, _MODEL)
     if model is None:

@@ -325,7 +325,7 @@ class Programs:
             program.clear(sequence)
 
     def run(self, batch: Batch, inputs: Mapping[Value, Any]) -> None:
-        """Carry out all operations for a batch of at most ``n_ubatch`` tokens; inputs: those of the graph.
+        """Run all operations for a batch of at most ``n_ubatch`` tokens; inputs: those of the graph.
 
         Raises FormatError if the model's file has changed.
         """

@@ -63,7 +63,7 @@ _NO_COVARIANCE = "no covariance"
 
 
 def damping_of(tokens: int, n: int) -> float | None:
-    """Return the damping of a covariance of n columns; None if so few tokens are too few for feedback."""
+    """Return the damping of a covariance of n columns; None if it has too few tokens for feedback."""
     if tokens < n:
         return None
     return DAMPING if tokens >= TOKENS_PER_COLUMN * n else FEW_TOKENS_DAMPING
@@ -124,7 +124,7 @@ class Inputs(Protocol):
         """
 
     def digest(self) -> str | None:
-        """Return the SHA-256 of all that decides what a row becomes, but the row and the code; None if unknown."""
+        """Return the SHA-256 of a row's inputs other than its values and the code; None if unknown."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -255,7 +255,7 @@ class InputProvider(Protocol):
 
     @property
     def path(self) -> Path | None:
-        """The file that is read on while the run lasts, if there is one."""
+        """The file that is read throughout the run, if any."""
 
     @property
     def notes(self) -> Sequence[str]: ...
@@ -332,7 +332,7 @@ class CovarianceFile:
 
 
 def entry_of(name: str, entries: Mapping[str, str]) -> str | None:
-    """Return the entry of a tensor, perhaps under the name of one that has the same inputs; None if there is none."""
+    """Return the entry of a tensor, or of another tensor with the same inputs; None if there is none."""
     if name in entries:
         return entries[name]
     prefix, dot, kind = name.removesuffix(".weight").rpartition(".")
@@ -495,7 +495,7 @@ class MetricPool(Generic[M]):
             del self._users[key]
 
     def _wait(self, key: _Key, need: int) -> M | None:
-        """Return a metric, or None once there is room to make it; it has a user from now on."""
+        """Return a metric, or None once there is memory to compute it; counts a user."""
         with self._changed:
             while True:
                 if key in self._ready:

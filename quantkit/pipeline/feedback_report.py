@@ -59,7 +59,7 @@ class TensorReport:
 
 @dataclass(frozen=True)
 class FeedbackReport:
-    """All tensors with feedback, and why others that are encoded went without, by name and type."""
+    """Tensors with feedback, and the reasons why other encoded ones have none, by name and type."""
 
     tensors: tuple[TensorReport, ...]
     without: tuple[tuple[str, str, str], ...]

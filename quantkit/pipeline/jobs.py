@@ -1,4 +1,4 @@
-"""Jobs: some rows of one tensor, how they are cut, and what they come to. Any executor runs the same ones.
+"""Jobs: some rows of one tensor, how tensors are cut into them, and their results. Any executor runs the same jobs.
 
 A job reads only its own bytes of the source and writes only its own bytes of the output, so jobs may run in any order
 and on any number of threads, on the same file.
@@ -41,7 +41,7 @@ class Cached:
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """Rows ``row`` .. ``row + rows`` of one matrix of a part; in a copy a row may be any run of bytes.
+    """Rows ``row`` .. ``row + rows`` of one matrix of a part; in a copy a row is any run of bytes.
 
     ``source_offset`` counts from the beginning of the source tensor, ``target_offset`` from that of the output file.
     """
@@ -105,7 +105,7 @@ REPAIRED = "mended"
 
 
 class JobResult(NamedTuple):
-    """The CRC-32 of a job's bytes (or NO_CRC); records of what is to be kept; a digest of what was read, if it was.
+    """The result of a job: CRC-32 of its bytes (or NO_CRC), cache records, and a digest of the source rows.
 
     ``sums``: of each of its pieces in order, if they are measured or encoded with feedback. Pieces do not depend on how
     jobs are cut, so sums over them do not either.
@@ -139,7 +139,7 @@ def cut_jobs(index: int, tensor: PlannedTensor, values: int) -> Iterator[Job]:
 
 
 def _has_plain_rows(part: RowSlice) -> bool:
-    """Return whether a tensor is nothing but consecutive rows, or groups of rows; I2_S has a tail."""
+    """Return whether a tensor consists of rows, or groups of rows, only; I2_S has a tail."""
     t = part.source.type
     return (
         (t.interleave == 1 or is_interleaved(t))
@@ -198,7 +198,7 @@ def least_ram(tensors: list[PlannedTensor], threads: int) -> int:
 
 
 def worker_ram(tensors: list[PlannedTensor], values: int) -> int:
-    """Return the bytes that a worker needs for jobs of so many values."""
+    """Return the memory of a worker for jobs of so many values."""
     return 12 * values + 8 * max(PIECE, _longest(tensors))
 
 

@@ -1,4 +1,4 @@
-"""The journal of a run: which tensors lie safely on the disk, so that a killed run goes on where it was.
+"""The journal of a run: the tensors that are safe on the disk, so that a killed run resumes.
 
 Beside ``OUT.gguf.part`` lies ``OUT.gguf.journal``: a line of JSON that identifies the run, then one for every tensor
 whose bytes were flushed to the disk before the line was written, then one that marks the output as complete. A line cut
@@ -63,7 +63,7 @@ class Journal:
             raise ResourceError(f"{path}: {e.strerror}; nothing was written", os_error_code(e)) from e
 
     def start(self) -> None:
-        """Begin anew: forget what was there and write the first line."""
+        """Empty the journal and write its first line."""
         self._file.truncate(0)
         self.crcs.clear()
         self.sources.clear()
@@ -79,7 +79,7 @@ class Journal:
         return self._inputs_before != self.inputs
 
     def record_inputs(self) -> None:
-        """Record that the source has what finished tensors were made of, though its files are others."""
+        """Record the inputs of a resumed run whose files differ but whose finished tensors are still valid."""
         self._append({"inputs": self.inputs})
 
     def read_notes(self) -> list[dict[str, Any]]:
@@ -92,7 +92,7 @@ class Journal:
         return notes
 
     def resume(self) -> bool:
-        """Take over what an earlier run of the same work did; False if the journal is of other work."""
+        """Load the entries of an earlier run of the same work; False if the journal is of other work."""
         self._file.seek(0)
         lines = self._file.read().split(b"\n")
         keep = 0
@@ -121,7 +121,7 @@ class Journal:
         self.sealed = self.sealed or "sealed" in entry
 
     def forget(self, name: str) -> None:
-        """Strike out a tensor whose bytes are not what they were."""
+        """Remove a tensor whose bytes no longer match."""
         del self.crcs[name]
 
     def add(self, tensors: dict[str, JournalEntry]) -> None:
@@ -145,11 +145,11 @@ class Journal:
             self.losses[name] = entry.losses
 
     def mark(self, text: str) -> None:
-        """Write a line by which a process elsewhere finds that it sees this journal, and so the files beside it."""
+        """Write a line that shows another process that it sees this journal, and so the same folder."""
         self._append({"mark": text})
 
     def note(self, entry: dict[str, Any]) -> None:
-        """Record something of the target, from any thread; a run that goes on finds it in ``notes``."""
+        """Record a note of the target, from any thread; a resumed run has it in ``notes``."""
         self.notes.append(entry)
         self._append({"note": entry})
 

@@ -1,4 +1,4 @@
-"""The ledger of a run: which jobs are done, and what becomes of a tensor whose jobs all are.
+"""The ledger of a run: finished jobs, and the steps after the last job of a tensor.
 
 Results come from any executor, in any order. A tensor is journaled only after its bytes were flushed to the disk.
 """
@@ -36,10 +36,10 @@ class Progress(Protocol):
         """Report that a tensor is complete."""
 
     def on_note(self, text: str) -> None:
-        """Report what the user should know about the nodes of a cluster."""
+        """Report a note on the nodes of a cluster to the user."""
 
     def on_stage(self, stage: int, stages: int, tokens: int, total: int) -> None:
-        """Report that so many tokens of a calibration, of ``total``, have gone through a stage of the model."""
+        """Report that ``done`` of ``total`` calibration tokens have passed a stage of the model."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class NodeShare:
 
 @dataclass
 class _Tally:
-    """The results of one tensor's jobs, by offset, until all are there."""
+    """The results of one tensor's jobs, by offset, until they are complete."""
 
     missing: int
     results: dict[int, tuple[Job, JobResult]] = field(default_factory=dict)
@@ -100,7 +100,7 @@ class Work(Protocol):
 
 
 class Ledger:
-    """The work of a plan that is left, and its bookkeeping: a context whose thread flushes and journals tensors.
+    """The remaining work of a plan and its records: a context manager whose thread flushes and journals tensors.
 
     Leaving it waits until every complete tensor is journaled; with a ``cache``, it is cached before.
     """
@@ -141,7 +141,7 @@ class Ledger:
             raise self._failure
 
     def to_encode(self) -> list[PlannedTensor]:
-        """Return the tensors that need kernels: those that are neither journaled nor known to be in the cache."""
+        """Return the tensors that need kernels: neither journaled nor in the cache."""
         pending = (tensor for tensor in self.plan.tensors if tensor.name not in self.journal.crcs)
         return [tensor for tensor in pending if self.cache is None or not self.cache.is_known(tensor)]
 
@@ -167,7 +167,7 @@ class Ledger:
             yield from jobs
 
     def finish(self, job: Job, result: JobResult) -> None:
-        """Enter what a job gave; from any thread, once for each job."""
+        """Record a job's result; from any thread, once for each job."""
         tensor = self.plan.tensors[job.tensor]
         self.target.commit(tensor.shard, job.target_offset, job.target_bytes)
         with self._lock:
@@ -182,7 +182,7 @@ class Ledger:
                 self._complete(tensor, tally)
 
     def _complete(self, tensor: PlannedTensor, tally: _Tally) -> None:
-        """Enter a tensor all of whose bytes are written; the lock is held."""
+        """Record a completely written tensor; the caller holds the lock."""
         if self.observer is not None:
             self.observer.on_tensor(tensor)
         self._complete_tensors.put((tensor, tally))

@@ -1,4 +1,4 @@
-"""The metadata of an output: the source's, edited as llama-quantize does (``provenance`` adds how it was made).
+"""The metadata of an output: the source's, edited as llama-quantize does (``provenance`` adds the recipe).
 
 Setting a key moves it to the end of the list, as llama.cpp's gguf_set_val_* do, or leaves it in its place, as
 ik_llama.cpp's, so that headers are equal byte for byte.

@@ -1,4 +1,4 @@
-"""The plan: everything about an output, decided before its first byte is written.
+"""The plan: all decisions about an output, made before its first byte is written.
 
 The type of each tensor and why, the header, every offset, the exact size of every shard. A dry run only prints the
 plan; a run carries it out and decides nothing more.
@@ -36,7 +36,7 @@ from quantkit.types import TensorType
 
 @dataclass(frozen=True, slots=True)
 class OutputTensor:
-    """A tensor of the output, not yet placed: what it is made of, its type and why."""
+    """A tensor of the output, not yet placed: its source rows, its type, and the reason for the type."""
 
     name: str
     shape: tuple[int, ...]
@@ -169,7 +169,7 @@ def plan_output(
 
 
 def _leftovers(source: Source, paths: Sequence[Path]) -> list[str]:
-    """Return a note if other files named like the output's shards lie next to it, probably from an earlier run."""
+    """Return a note on files beside the output that are named like its shards, probably from an earlier run."""
 
     def prefix(path: Path) -> str:
         match = parse_split_path(path)

@@ -1,4 +1,4 @@
-"""Presets: the names TYPE may have in llama.cpp b11434 and ik_llama.cpp 8337e4cd3, and whose rules apply.
+"""Presets: names of TYPE in llama.cpp b11434 and ik_llama.cpp 8337e4cd3, and the tree whose rules apply.
 
 A *preset* (llama.cpp's ftype) is a base type and type rules, which are in type_rules.py. Names that both trees have
 follow llama.cpp's rules unless --rules ik is given; ik_llama.cpp's own names follow its rules.
@@ -155,7 +155,7 @@ _RUNTIMES = {"mainline": "llama.cpp", "ik": "ik_llama.cpp"}
 
 
 def is_target(t: TensorType) -> bool:
-    """True if weights may have type ``t``, which excludes integers, f64, activation formats and what is in no file."""
+    """Return whether weights may have type ``t``: no integers, F64, activation formats or types absent from files."""
     return t.in_files and t.family not in ("integer", "activation") and t.name != "F64"
 
 
@@ -190,7 +190,7 @@ def preset_by_name(text: str, tree: str | None = None) -> Preset:
 
 
 def rules_of(preset: Preset) -> str:
-    """Return the tree whose rules apply to ``preset`` unless --rules says otherwise: "mainline" or "ik"."""
+    """Return the tree whose rules apply to ``preset`` by default: "mainline" or "ik"."""
     return "ik" if preset.trees == "ik" else "mainline"
 
 
@@ -260,7 +260,7 @@ _REPACKED = {
 
 
 def repacked_ftype(ftype: int, interleaved: bool) -> int:
-    """Return general.file_type of a model after its rows were interleaved, or taken apart; the same if it has no pair.
+    """Return general.file_type after rows were interleaved or de-interleaved; unchanged if it has no counterpart.
 
     ik gives all sizes of Q3_K, Q4_K and Q5_K one number; back, it becomes that of the medium one.
     """
@@ -275,7 +275,7 @@ def repacked_ftype(ftype: int, interleaved: bool) -> int:
 
 
 def next_type(t: TensorType, *, ik: bool = False) -> TensorType:
-    """Return the type that replaces ``t`` where rows do not divide, in ik_llama.cpp or llama.cpp; it may not either."""
+    """Return the fallback for ``t`` where rows do not divide, in ik_llama.cpp or llama.cpp; it may not fit either."""
     stem = t.name.rsplit("_R", 1)[0]
     if t.trees == "mainline" or not (ik or t.trees == "ik"):
         name = FALLBACK.get(t.name, "F16")

@@ -38,7 +38,7 @@ def drop(metadata: Metadata) -> None:
 def record_quantization(
     metadata: Metadata, facts: Mapping[str, str], imatrix: Imatrix | None, feedback: Iterable[Field]
 ) -> None:
-    """Record how values were encoded, and move what the source says of itself to ``quantkit.source.*``.
+    """Record how values were encoded, and move the source's provenance to ``quantkit.source.*``.
 
     Args:
         facts: values by key, without ``quantkit.quantize.``.

@@ -16,7 +16,7 @@ from quantkit.pipeline.target import Target
 
 
 def workers_of(threads: int, gpus: int) -> int:
-    """Return the number of workers that share the memory of a node with so many threads and GPUs."""
+    """Return the number of workers that share a node's memory, for so many threads and GPUs."""
     return GpuExecutor(threads, [f"CUDA{i}" for i in range(gpus)]).count if gpus else threads
 
 
@@ -36,7 +36,7 @@ def choose_gpus(plan: Plan, backend: str, threads: int, workers: int) -> tuple[t
 
 
 class GpuBatches:
-    """Runs batches on GPUs, and on ``threads`` threads what GPUs do not encode."""
+    """Runs batches on GPUs, and types without a CUDA encoder on ``threads`` threads."""
 
     def __init__(
         self, plan: Plan, target: Target, names: Sequence[str], threads: int, max_ram: int, max_vram: int | None
@@ -49,7 +49,7 @@ class GpuBatches:
         self._executor = GpuExecutor(threads, names, max_vram=max_vram, say=self.notes.append, keep_metrics=True)
 
     def run(self, batch: Sequence[Job], *, measure: bool) -> list[JobResult]:
-        """Run jobs, and return their results. Raises what any of them raised."""
+        """Run jobs, and return their results. Raises the failure of any of them."""
         work = _Batch(self._plan, self._target, self._max_ram, batch)
         self._executor.run(work, measure=measure)
         if work.failure is not None:

@@ -1,4 +1,4 @@
-"""Nodes of a Ray cluster as an executor: each pulls batches of jobs, on files that all of them see.
+"""Nodes of a Ray cluster as an executor: each pulls batches of jobs on shared files.
 
 A worker process opens source and output once, and refuses if they are not the ones that the driver sees. It reports a
 batch when the bytes are on the disk, because nobody else can flush what is in its memory. Jobs write the same bytes at
@@ -75,7 +75,7 @@ class RunSpec:
 
 
 class BatchResult(NamedTuple):
-    """The result of a batch: those of its jobs, the seconds that a thread took for each, and notes for the user."""
+    """The results of a batch's jobs, the thread seconds of each, and notes for the user."""
 
     results: list[JobResult]
     seconds: list[float]
@@ -152,7 +152,7 @@ class RayExecutor:
             self.nodes = tuple(NodeShare(n.name, self.cpus_of(n), n.progress) for n in work.nodes if n.progress)
 
     def cpus_of(self, node: Node) -> int:
-        """Return the number of CPUs used of a node; one that joined late has no more memory than the others."""
+        """Return the number of CPUs used of a node; one that joined late has the same memory."""
         return min(self._cpus(node), self._max_cpus)
 
     def reserve_cpus(self, node: Node, is_needed: Callable[[], bool]) -> AbstractContextManager[bool]:
@@ -161,7 +161,7 @@ class RayExecutor:
 
 
 class _Jobs:
-    """The jobs of a ledger as work for a cluster: in batches, sized by what jobs of their kind took.
+    """The jobs of a ledger as work for a cluster: in batches, sized by the measured time of similar jobs.
 
     Threads of this process, on its own node, take single jobs.
     """
@@ -225,7 +225,7 @@ class _Jobs:
             return jobs or None
 
     def _pop(self) -> Job | None:
-        """Return the next job, if there is one."""
+        """Return the next job, if any."""
         job = self._returned.popleft() if self._returned else self._next
         if job is self._next and job is not None:
             self._next = next(self._jobs, None)
@@ -249,7 +249,7 @@ class _Jobs:
         self.ledger.finish(job, result)
 
     def _finish_batch(self, jobs: Iterable[Job]) -> None:
-        """Count one batch less in flight; ``jobs`` of it were not done."""
+        """Count a finished batch; ``jobs`` of it were returned undone."""
         with self._changed:
             self._returned.extend(jobs)
             self._n_out -= 1
@@ -327,7 +327,7 @@ def _kind(tensor: PlannedTensor) -> _Kind:
 
 
 def _values(job: Job, tensor: PlannedTensor) -> int:
-    """Return about how many values a job has."""
+    """Return the approximate number of values in a job."""
     return job.target_bytes * tensor.n_values // max(1, tensor.nbytes)
 
 
@@ -335,7 +335,7 @@ def _values(job: Job, tensor: PlannedTensor) -> int:
 
 
 def load() -> None:
-    """Load what any job needs, in a worker process that has nothing else to do."""
+    """Load the kernels in an idle worker process."""
     from quantkit.kernels.cpu.core.jit import kernel_folder
     from quantkit.kernels.first_run import compile_in_order
 
@@ -344,7 +344,7 @@ def load() -> None:
 
 
 def begin(shared: RunSpec, threads: int) -> Callable[[list[Job]], BatchResult]:
-    """Open source and output in a worker process, load its kernels, and return what runs a batch."""
+    """Open source and output in a worker process, load its kernels, and return a function that runs a batch."""
     _check_source(shared)
     if shared.backend == "cpu":
         return _ThreadBatches(shared, _open_output(shared), threads).run
@@ -399,7 +399,7 @@ def _open_output(shared: RunSpec) -> OpenFiles:
 
 @contextmanager
 def _exclusive(path: Path) -> Iterator[None]:
-    """Let one process of a machine at a time compile; the others find the kernels in the cache."""
+    """Let one process of a machine compile at a time; the others find the kernels in the cache."""
     fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
     try:
         with suppress(OSError):  # a file system without locks: they compile the same kernels
@@ -424,7 +424,7 @@ class _ThreadBatches:
         ]
 
     def run(self, batch: list[Job]) -> BatchResult:
-        """Run jobs, flush what they wrote, and return their results."""
+        """Run jobs, flush the written data, and return the results."""
         results: dict[int, tuple[JobResult, float]] = {}
         failures: list[BaseException] = []
         numbers = iter(range(len(batch)))
@@ -453,7 +453,7 @@ class _ThreadBatches:
 
 
 class _GpuBatches:
-    """Runs batches on GPUs and threads; a batch takes long enough that its start and end hardly count."""
+    """Runs batches on GPUs and threads; a batch is long enough to hide its start and end."""
 
     def __init__(self, shared: RunSpec, target: OpenFiles, threads: int, gpus: GpuBatches, note: str) -> None:
         self._shared = shared
@@ -463,7 +463,7 @@ class _GpuBatches:
         self._note = note
 
     def run(self, batch: list[Job]) -> BatchResult:
-        """Run jobs, flush what they wrote, and return their results."""
+        """Run jobs, flush the written data, and return the results."""
         began = time.perf_counter()
         with _flushing(self._shared, self._target, batch):
             results = self._gpus.run(batch, measure=self._shared.measure)
@@ -473,7 +473,7 @@ class _GpuBatches:
 
 @contextmanager
 def _flushing(shared: RunSpec, target: OpenFiles, batch: list[Job]) -> Iterator[None]:
-    """Flush files all the time, so that little is left in the end; then the rest."""
+    """Flush files continuously, so that little remains at the end."""
     shards, stop = {shared.tensors[job.tensor].shard for job in batch}, threading.Event()
     failures: list[OSError] = []  # the kernel tells of one only once
 

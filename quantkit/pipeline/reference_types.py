@@ -70,7 +70,7 @@ class ReferenceTypes:
         return replace(self, names={new: old for old, new in renamed.items()} if renumbered and has_all_layers else {})
 
     def find(self, t: TensorLike) -> tuple[TensorType, str] | None:
-        """Return the type of a tensor and why; None if the file has nothing like it.
+        """Return the type of a tensor and the reason; None if the file has no similar tensor.
 
         Experts that are merged here and apart there, or the other way round, have the same type. Raises FormatError if
         the shapes differ, RecipeError if halves do.
@@ -114,7 +114,7 @@ class ReferenceTypes:
 
 
 def read_reference_types(path: Path) -> ReferenceTypes:
-    """Read the pattern in a file, or in any shard of one. Raises FormatError if that is no model."""
+    """Read the types of a file, or of any shard of a model. Raises FormatError if it is no model."""
     with open_model(path) as file:
         tensors, ftype = dict(file.tensors), file.get("general.file_type")
         architecture = file.get("general.architecture")

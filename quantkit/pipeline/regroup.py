@@ -1,4 +1,4 @@
-"""A source with its up and gate experts merged or split: what merge-up-gate writes, and what quantize reads.
+"""A source with its up and gate experts merged or split, for merge-up-gate and for quantize.
 
 Nothing is moved yet: every tensor of the result refers to the rows of the source it is made of. merge-up-gate copies
 them, ``quantize --merge-up-gate`` encodes them.
@@ -53,7 +53,7 @@ class Regrouped:
         return ", ".join(f"{name}: {'yes' if loads else 'no'}" for name, loads in self.loads_merged.items())
 
     def report(self, verb: str) -> list[str]:
-        """Return sentences about what is merged or split (``verb``: "merge" or "split"), if anything."""
+        """Return sentences about the merged or split layers (``verb``: "merge" or "split"); empty if there are none."""
         if not self.changed:
             return []
         layers = f"{len(self.changed)} layers ({layer_names(self.changed)})"
@@ -183,7 +183,7 @@ def _only_recorded(source: Source, layers: list[Layer]) -> list[Layer]:
 
 
 def _replace(source: Source, changed: Iterable[Layer]) -> list[OutputTensor]:
-    """Return all tensors of the output; a new one takes the place of the first tensor it is made of."""
+    """Return all tensors of the output; a new one replaces its first source tensor."""
     outputs: dict[str, list[ExpertTensor]] = {}
     replaced: set[str] = set()
     position = {name: i for i, name in enumerate(source.tensors)}

@@ -1,4 +1,4 @@
-"""--repack and --unrepack: tensors whose rows are interleaved, or taken apart, without a value being touched.
+"""--repack and --unrepack: interleave rows, or undo it, without changing a value.
 
 As in ik_llama.cpp 8337e4cd3 (iqk_repacked_type) every tensor of a type that has an interleaved one is repacked, if its
 rows make whole groups and it is no embedding. F16 alone stays as it is: ik may make BF16_R16 of it, which loses bits.
@@ -39,7 +39,7 @@ class Repack:
         self.patterns = [Pattern(text, "--repack-pattern") for text in texts]
 
     def choose(self, t: TensorLike, rows: int) -> tuple[TensorType, Reason]:
-        """Return the type a tensor gets, and why; ``rows``: how many lie together wherever it may be cut."""
+        """Return a tensor's type and the reason; ``rows``: its contiguous rows, wherever it is cut."""
         if self.patterns and not any(pattern.search(t.name) for pattern in self.patterns):
             return t.type, _reason("no --repack-pattern matches")
         return self._interleave(t, rows) if self.interleaved else self._deinterleave(t)
@@ -87,7 +87,7 @@ class Repack:
 
 
 def bf16_r16_notes(changed: Iterable[tuple[TensorType, TensorType]]) -> list[str]:
-    """Return notes about BF16_R16, if a tensor becomes it."""
+    """Return notes on tensors that become BF16_R16."""
     sources = {have.name for have, want in changed if want.name == "BF16_R16" and have is not want}
     notes = ["BF16_R16 runs in ik_llama.cpp on CPUs with AVX512-BF16 only"] * bool(sources)
     if sources - {"BF16"}:

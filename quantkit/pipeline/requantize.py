@@ -23,7 +23,7 @@ _TENSORS, _ROWS = 3, 64
 
 
 class _Sums(NamedTuple):
-    """Sums over a sample, weighted by importance where there is one: of squared errors, and of squares."""
+    """Importance-weighted sums over a sample: squared errors, and squares."""
 
     error: float
     square: float
@@ -65,7 +65,7 @@ def _typical(t: TensorType, search: str) -> float | None:
 
 
 def _measure(file: Source, part: RowSlice, t: TensorType, encoder: str) -> Iterator[_Sums]:
-    """Yield the sums over some rows in the middle of a tensor; nothing if they cannot be encoded, as the run says."""
+    """Yield the sums over rows in the middle of a tensor; nothing if they cannot be encoded, which the run reports."""
     n, matrix = part.values, part.matrices // 2
     rows = min(_ROWS, part.source_rows)
     first = (part.source_rows - rows) // 2 // 16 * 16

@@ -1,4 +1,4 @@
-"""Tensors of an output, planned: which rows of the source become theirs, and their place."""
+"""Planned tensors of an output: their source rows and their place."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ class RowSlice:
     inputs: Inputs | None = None
 
     def is_copied(self, target: TensorType) -> bool:
-        """True if its bytes become those of a tensor of type ``target``."""
+        """Return whether its bytes are copied into a tensor of type ``target``."""
         return self.source.type is target and self.inputs is None
 
     @property
     def is_whole(self) -> bool:
-        """True if every row of the source becomes the same row of the output."""
+        """Return whether source and output rows are the same."""
         return self.rows == self.source_rows == self.target_rows
 
     @property
@@ -49,7 +49,7 @@ class RowSlice:
 
 
 def whole_tensor(source: TensorInfo, importance: RowImportance | None = None) -> RowSlice:
-    """Return the one part of a tensor whose rows keep their places."""
+    """Return the single part of a tensor whose rows keep their places."""
     matrices = importance.n_mat if importance is not None else 1
     rows = math.prod(source.shape[1:]) // matrices
     values = source.shape[0] if source.shape else 1

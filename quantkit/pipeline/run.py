@@ -119,7 +119,7 @@ def run_plan(
     publishing: Callable[[], AbstractContextManager[None]] = nullcontext,
     **options: Unpack[RunOptions],
 ) -> RunResult:
-    """Write the plan's output; on return it lies complete and synced under its final name.
+    """Write the plan's output; on return it is complete and synced under its final name.
 
     Args:
         plan: what to write.
@@ -231,7 +231,7 @@ def forecast_cache(plan: Plan, cache: str | Path | None, *, measure: bool = Fals
 
 
 def check_targets(plan: Plan, *, resume: bool = False, overwrite: bool = False) -> None:
-    """Refuse outputs that would destroy something, before anything is touched; ResourceError says which."""
+    """Refuse outputs that would destroy a file, before any is touched. Raises ResourceError."""
     check_apart([*(s.path for s in plan.shards), journal_path(plan.shards[0].path)], (*plan.source.paths, *plan.reads))
     has_journal = os.path.exists(journal_path(plan.shards[0].path))
     for shard in plan.shards:
@@ -304,7 +304,7 @@ def _prepare(plan: Plan, target: RunTarget, journal: Journal, *, resume: bool, o
 
 
 def _source_matches(plan: Plan, target: RunTarget, journal: Journal) -> bool:
-    """Return whether the source, whose files changed, still has the bytes that finished tensors were made of."""
+    """Return whether the source still has the bytes of finished tensors, although its files have changed."""
     buffers = Buffers()
     for index, tensor in enumerate(plan.tensors):
         if (crc := journal.crcs.get(tensor.name)) is None:
@@ -320,7 +320,7 @@ def _source_matches(plan: Plan, target: RunTarget, journal: Journal) -> bool:
 
 
 def _verify(plan: Plan, target: RunTarget, journal: Journal) -> None:
-    """Remove journaled tensors whose bytes on the disk are not those that were written."""
+    """Remove journaled tensors whose bytes on the disk have changed."""
     for index, tensor in enumerate(plan.tensors):
         if tensor.name not in journal.crcs or target.has(tensor.shard, tensor.offset, tensor.nbytes):
             continue

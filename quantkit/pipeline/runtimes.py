@@ -47,7 +47,7 @@ Entry = tuple[str, TensorType, Sequence[int]]
 
 @dataclass(frozen=True, slots=True)
 class Runtime:
-    """A runtime and a model: what keeps it from loading the file, and from running all of it on a GPU."""
+    """A runtime and a model: the problems that prevent loading, or running entirely on a GPU."""
 
     name: str
     #: Problems that prevent loading, in words; empty if it loads.
@@ -111,7 +111,7 @@ def is_known(architecture: str) -> bool:
 
 
 def check_complete(fields: Mapping[str, Field], tensors: Iterable[Entry], subject: str, *, extra: bool = True) -> None:
-    """Raise FormatError if no runtime that knows the architecture finds in a header all that it needs.
+    """Raise FormatError if a header lacks something that every runtime of the architecture needs.
 
     ``subject`` names the file and, if it is known, the cause. ``extra``: refuse tensors that no runtime knows, too.
     """

@@ -31,13 +31,13 @@ class Source(Protocol):
     def tensors(self) -> dict[str, TensorInfo]: ...
 
     def stored(self, tensor: TensorInfo) -> TensorInfo:
-        """Return a tensor as it is stored, which may be in fewer bits than it is read."""
+        """Return a tensor as stored, possibly in fewer bits than it is read."""
 
     def get(self, key: str, default: Any = None) -> Any:
         """Return the value of a metadata key, or ``default``."""
 
     def fingerprint(self) -> str:
-        """Return a SHA-256 that tells this source from others, without reading all of it."""
+        """Return a SHA-256 that identifies this source without reading all of it."""
 
     def read(self, tensor: TensorInfo, out: U8, offset: int, readahead: int = 0) -> None:
         """Fill ``out`` from byte ``offset`` of a tensor; the next ``readahead`` bytes will be read soon.
@@ -46,7 +46,7 @@ class Source(Protocol):
         """
 
     def place(self, tensor: TensorInfo) -> tuple[Path, int] | None:
-        """Return the file and the offset where the tensor lies byte for byte, or None if it is made while read."""
+        """Return the file and offset of the tensor's bytes, or None if it is computed."""
 
     def where(self, tensor: TensorInfo) -> str:
         """Return the file of a tensor, for messages."""

@@ -37,7 +37,7 @@ UPLOADERS, WAITING = 4, 4
 
 
 def open_target(plan: Plan, journal: Journal, *, measure: bool, overwrite: bool) -> RunTarget:
-    """Return the files of a plan to write to: beside their final names, or in the spool of a store."""
+    """Return the target files of a plan: beside their final names, or in the spool of a store."""
     paths = [shard.path for shard in plan.shards]
     sizes = [shard.layout.nbytes for shard in plan.shards]
     urls = [path for path in paths if isinstance(path, URL)]
@@ -87,7 +87,7 @@ def _has_length(url: URL, nbytes: int) -> bool:
 
 
 class _File:
-    """One file of an output: its spool, its upload, its parts, and how many bytes each of them still lacks."""
+    """One file of an output: its spool, its upload, its parts, and the missing bytes of each."""
 
     def __init__(self, url: URL, nbytes: int, ranges: Iterable[tuple[int, int]], step: int) -> None:
         self.url = url
@@ -104,7 +104,7 @@ class _File:
                 self.missing[part] += count
 
     def split(self, offset: int, nbytes: int) -> Iterable[tuple[int, int]]:
-        """Yield the parts, from 0, that a range lies in, and how many of its bytes are in each."""
+        """Yield the parts, from 0, that a range overlaps, and the bytes in each."""
         for part in range(offset // self.step, -(-(offset + nbytes) // self.step)):
             begin = part * self.step
             yield part, min(offset + nbytes, begin + self.step) - max(offset, begin)
@@ -159,7 +159,7 @@ class MultipartFiles:
     # ---------------------------------------------------------------- before jobs run
 
     def reserve(self, headers: Sequence[bytes]) -> None:
-        """Begin the uploads, or continue those of the journal."""
+        """Start the uploads, or resume those of the journal."""
         folder = self._files[0].spool.parent
         folder.mkdir(parents=True, exist_ok=True)
         self._find_uploaded()
@@ -231,7 +231,7 @@ class MultipartFiles:
         return copy_range(file, self._files[shard].spool, begin, offset, nbytes)
 
     def sync(self, shards: Iterable[int]) -> None:
-        """Do nothing: what counts is what was uploaded."""
+        """Do nothing: only uploaded data counts."""
 
     def file(self, shard: int) -> Path | None:
         return None
@@ -254,7 +254,7 @@ class MultipartFiles:
             raise self._failure
 
     def _queue(self, file: _File, part: int) -> None:
-        """Have a part uploaded; wait while too many others are to be."""
+        """Queue a part for upload; wait while the queue is full."""
         with self._free:
             if part in file.queued:
                 return

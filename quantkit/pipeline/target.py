@@ -26,7 +26,7 @@ class Target(Protocol):
         """Write bytes at ``offset``. Raises OSError."""
 
     def copy(self, shard: int, file: Path, begin: int, offset: int, nbytes: int) -> bool:
-        """Copy bytes from ``begin`` of ``file`` to ``offset`` by the kernel; False if it cannot."""
+        """Copy bytes from ``begin`` of ``file`` to ``offset`` in the kernel; False if it cannot."""
 
     def sync(self, shards: Iterable[int]) -> None:
         """Return when everything written so far is on the disk. Raises OSError."""
@@ -36,10 +36,10 @@ class LedgerTarget(Target, Protocol):
     """An output as the ledger sees it."""
 
     def file(self, shard: int) -> Path | None:
-        """Return the file that grows, or None if what was written to it cannot be read again."""
+        """Return the file that grows, or None if written data cannot be read again."""
 
     def can_skip(self, shard: int, offset: int, nbytes: int) -> bool:
-        """Return whether a job may be skipped, because its bytes are already safe."""
+        """Return whether a job may be skipped because its bytes are already safe."""
 
     def commit(self, shard: int, offset: int, nbytes: int) -> None:
         """Count these bytes as written, each once; may block. Raises OSError."""
@@ -61,16 +61,16 @@ class RunTarget(LedgerTarget, Protocol):
         """Return the CRC-32 of bytes that were written, or -1 if they are missing."""
 
     def is_whole(self) -> bool:
-        """Return whether everything of a sealed run exists, under either name."""
+        """Return whether all files of a sealed run exist, under either name."""
 
     def finish(self) -> None:
-        """Return when everything is where nothing can lose it. Raises OSError."""
+        """Complete the output durably. Raises OSError."""
 
     def publish(self) -> None:
         """Give the finished files their names; those that have them are left alone."""
 
     def discard(self) -> None:
-        """Remove what was written."""
+        """Remove the written files."""
 
     def close(self) -> None:
         """Release the files, whether the run succeeded or not."""
@@ -94,7 +94,7 @@ class Files:
         return self._files[0][0].parent
 
     def reserve(self, headers: Sequence[bytes]) -> None:
-        """Make every file as long as it will be, with its header, or say that the disk is too small."""
+        """Give every file its length and header. Raises ResourceError if the disk is too small."""
         have = sum(_allocated(part) for _, part in self._files)
         free, need = shutil.disk_usage(self.folder).free, sum(self._sizes) - have
         if need > free:
@@ -143,7 +143,7 @@ class Files:
         return [0 if path is None else path.stat().st_size for path in paths] == self._sizes
 
     def publish(self) -> None:
-        """Give the finished files their names; what an earlier attempt renamed already is left alone."""
+        """Rename the finished files; those that an earlier attempt has renamed stay."""
         for path, part in self._files:
             if part.exists():
                 part.replace(path)
@@ -152,13 +152,13 @@ class Files:
         sync(self.folder)
 
     def discard(self) -> None:
-        """Remove what was written."""
+        """Remove the unfinished files."""
         for _, part in self._files:
             part.unlink(missing_ok=True)
 
 
 class OpenFiles:
-    """Files that another process reserved, held open: what is late never gets into files that took their place.
+    """Files that another process reserved, held open: late writes never reach files that replaced them.
 
     They are only written: a page that was read is kept, and NFS may write it back whole, over another machine's bytes.
     """

@@ -43,7 +43,7 @@ F64 = npt.NDArray[np.float64]
 
 
 def _matches(cached: Cached, digests: list[bytes]) -> bool:
-    """Return whether an entry was made of pieces with these digests."""
+    """Return whether the pieces of an entry have these digests."""
     return np.frombuffer(cached.records, RECORD)["source"].tobytes() == b"".join(digests)
 
 
@@ -70,7 +70,7 @@ def source_digest(source: Source, index: int, tensor: PlannedTensor, values: int
 
 
 def origin_digest(tensor: PlannedTensor, digests: Sequence[int]) -> int:
-    """Return the digest of what a tensor is made of: of what its jobs read, and of covariances that a file has."""
+    """Return the digest of a tensor's inputs: the rows that its jobs read, and the covariances."""
     covariances = "".join(part.inputs.digest() or "" for part in tensor.parts if part.inputs is not None)
     return digest_of(np.frombuffer(np.array(digests, np.uint64).tobytes() + covariances.encode(), np.uint8))
 
@@ -111,7 +111,7 @@ class Worker:
         return self.finish(job, tensor, rows, target, sums)
 
     def read(self, job: Job, tensor: PlannedTensor, room: U8 | None = None) -> JobResult | SourceRows:
-        """Read a job's rows, into ``room`` if given, or take what the cache has of it, which ends the job."""
+        """Read a job's rows, into ``room`` if given, or copy the cached output, which completes the job."""
         part = tensor.parts[job.part]
         origin = "" if job.cached is None else FROM_ENCODER
         if job.cached is not None and job.cached.verified:
@@ -133,7 +133,7 @@ class Worker:
         return SourceRows(source, check, digests, origin)
 
     def convert(self, job: Job, tensor: PlannedTensor, source: U8) -> tuple[U8, list[ErrorSums]]:
-        """Return the bytes that the CPU makes of source rows, and error sums where they are wanted."""
+        """Encode source rows on the CPU; return the bytes, and error sums if they are wanted."""
         part = tensor.parts[job.part]
         if part.is_copied(tensor.type):
             return source, []
@@ -144,7 +144,7 @@ class Worker:
         return target, []
 
     def finish(self, job: Job, tensor: PlannedTensor, rows: SourceRows, target: U8, sums: list[ErrorSums]) -> JobResult:
-        """Check and write what was made of a job's rows, wherever it was made."""
+        """Check and write the encoded rows of a job, from any backend."""
         part = tensor.parts[job.part]
         self._check(job, tensor, part, target)
         self._write(job, tensor, part, target, part.is_copied(tensor.type))
@@ -161,7 +161,7 @@ class Worker:
         return JobResult(crc, tuple(sums), records, rows.origin, rows.check)
 
     def decode(self, job: Job, tensor: PlannedTensor, source: U8) -> Iterator[tuple[slice, F32]]:
-        """Yield source rows as float32, some at a time, in a buffer that the next ones take; and which they are."""
+        """Yield source rows as float32, some at a time in a reused buffer, and their range."""
         part = tensor.parts[job.part]
         rows, step = source.reshape(job.rows, -1), piece_rows(part, tensor.type)
         for row in range(0, job.rows, step):
@@ -196,13 +196,13 @@ class Worker:
         return [a + b for a, b in zip(sums, errors, strict=True)] if sums else errors
 
     def convert_again(self, job: Job, tensor: PlannedTensor) -> U8:
-        """Return the bytes that the CPU makes of a job's rows, read anew."""
+        """Read a job's rows again and return their encoding by the CPU."""
         source = self._buffers.get("source", job.rows * job.source_row)
         self.source.read(tensor.parts[job.part].source, source, job.source_offset)
         return self.convert(job, tensor, source)[0]
 
     def importance_of(self, job: Job, part: RowSlice, of_metric: F32 | None = None) -> F32:
-        """Return the importance for the job's encoder: of the importance matrix, else of the metric or the inputs."""
+        """Return the importance for the job's encoder: the importance matrix's, else the metric's or the inputs'."""
         if part.inputs is None or part.importance is not None:
             return self.weights_of(job, part)
         importance = part.inputs.importance(job.matrix) if of_metric is None else of_metric
@@ -214,7 +214,7 @@ class Worker:
         return [rows[offset : offset + step] for offset in range(0, rows.size, step)]
 
     def _copy_cached(self, job: Job, tensor: PlannedTensor, cached: Cached) -> tuple[JobResult | None, str]:
-        """Write what an entry of the cache has for a job; None if it is gone or damaged."""
+        """Write the cached output of a job; None if the entry is gone or damaged."""
         assert cached.entry is not None
         target = self._buffers.get("target", job.target_bytes)
         records = np.frombuffer(cached.records, RECORD)
@@ -305,7 +305,7 @@ class Worker:
         return _losses(result.before, result.after)
 
     def _repack(self, job: Job, tensor: PlannedTensor, part: RowSlice, source: U8, target: U8) -> None:
-        """Interleave rows, or take them apart, or both: not a value is touched."""
+        """Interleave rows, de-interleave them, or both, without changing a value."""
         from quantkit.kernels.cpu.interleave import deinterleave_rows, interleave_rows
 
         have, want = part.source.type, tensor.type
@@ -336,7 +336,7 @@ class Worker:
         return x
 
     def _with_row_scales(self, part: RowSlice, rows: U8) -> U8:
-        """Return rows whose scale lies at the end of their tensor as rows that begin with it."""
+        """Move row scales from the end of the tensor to the beginning of each row."""
         scale = np.frombuffer(self._tail(part), "<f4")[0]
         if not np.isfinite(scale):
             raise FormatError(

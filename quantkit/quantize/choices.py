@@ -62,7 +62,7 @@ def _rules(options: QuantizeOptions) -> list[Rule]:
 
 
 def choose(draft: Draft, request: Request) -> tuple[Draft, list[OutputTensor], list[Choice]]:
-    """Choose the types; layers whose halves differ and keep their types cannot be merged: the draft has them apart."""
+    """Choose the types; layers whose up and gate keep different types stay apart in the draft that is returned."""
     unmerged: dict[str, str] = {}
     while True:
         tensors = ordered_tensors(draft)
@@ -82,12 +82,12 @@ def choose(draft: Draft, request: Request) -> tuple[Draft, list[OutputTensor], l
 
 
 def _types(tensor: OutputTensor) -> tuple[TensorType, ...]:
-    """Return the types of what a tensor is made of, each once."""
+    """Return the distinct types of a tensor's source tensors."""
     return tuple(dict.fromkeys(part.source.type for part in tensor.parts))
 
 
 def lint(draft: Draft, request: Request, tensors: Sequence[OutputTensor], choices: Sequence[Choice]) -> list[str]:
-    """Return notes on regrouped layers and on suspicious types; refuse to merge what the user gives two types."""
+    """Return notes on regrouped tensors, and lints; refuse to merge tensors that rules give two types."""
     lints = lint_request(request, tensors, choices)
     for lint in lints:
         if draft.options.merge_up_gate and lint.code in MERGE_LINTS:

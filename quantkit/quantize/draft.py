@@ -108,7 +108,7 @@ def start(source: Source, preset: Preset, options: QuantizeOptions, like: Refere
 
 
 def _check_source(draft: Draft) -> None:
-    """Refuse files that are no models: without an architecture nothing can be decided about them or load them."""
+    """Refuse files without an architecture: they are no models."""
     arch = draft.key("general.architecture")
     if isinstance(arch, str) and arch:
         return
@@ -143,8 +143,8 @@ def _regroup(draft: Draft, leave: Mapping[str, str] | None) -> Regrouped:
 
 
 def _add_extra_output(draft: Draft, regrouped: Regrouped) -> tuple[Regrouped, list[str]]:
-    """Add the tensor of --extra-output-tensor behind the one it is another encoding of, as in ik_llama.cpp; also return
-    a note if that gains nothing.
+    """Add --extra-output-tensor after the tensor that it encodes again, as in ik_llama.cpp; also return a note if that
+    gains nothing.
     """
     option = draft.options.extra_output_tensor
     if option is None:
@@ -177,7 +177,7 @@ def _add_extra_output(draft: Draft, regrouped: Regrouped) -> tuple[Regrouped, li
 
 
 def ordered_tensors(draft: Draft) -> list[OutputTensor]:
-    """Return the output's tensors in their order, that of the tree's llama-quantize, under the names they will have."""
+    """Return the output's tensors in the order of the tree's llama-quantize, under their final names."""
     tensors = [replace(t, name=draft.renamed[t.name]) for t in draft.groups.tensors if t.name in draft.renamed]
     if draft.groups.shards is not None or draft.as_ik:
         return tensors

@@ -1,4 +1,4 @@
-"""The metadata of the output, in llama-quantize's order of events, and what it says of its making."""
+"""The metadata of the output, in llama-quantize's order, and its provenance."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def _record_quantization(metadata: Metadata, draft: Draft, request: Request) -> 
 
 
 def _copied_ftype(draft: Draft) -> int:
-    """Return the file type of a copy; that of ik's interleaved preset, or from it, if rows are repacked."""
+    """Return the file type of a copy, mapped to or from its interleaved counterpart if rows are repacked."""
     ftype = _source_ftype(draft)
     if draft.options.repack or draft.options.unrepack:
         return repacked_ftype(ftype, draft.options.repack)
@@ -84,7 +84,7 @@ def _copied_ftype(draft: Draft) -> int:
 
 
 def _source_ftype(draft: Draft) -> int:
-    """Return the file type of a source; of one that does not say, llama.cpp's guess: the type of most tensors."""
+    """Return the file type of a source; without the key, llama.cpp's guess: the most frequent type."""
     source, tensors = draft.source, {tensor.name: tensor for tensor in draft.groups.tensors}
     if draft.adds_output:
         del tensors[EXTRA_OUTPUT]
@@ -114,7 +114,7 @@ def _facts(draft: Draft, request: Request) -> dict[str, str]:
 
 
 def _recipe(draft: Draft, request: Request) -> Iterator[str]:
-    """Yield what decides the bytes, a line each: TYPE, options, rules. Files are named without their folders."""
+    """Yield the settings that determine the bytes, one a line: TYPE, options, rules. Files without their folders."""
     options, default = draft.options, QuantizeOptions()
     yield draft.preset.name if options.like is None else f"--like {options.like.name}"
     for f in fields(QuantizeOptions):

@@ -17,7 +17,7 @@ from quantkit.units import parse_size
 
 
 def check_options(type: str, options: QuantizeOptions) -> None:  # noqa: A002
-    """Raise what is wrong with the options, before any file is opened."""
+    """Raise RecipeError for contradictory options, before any file is opened."""
     exclusive = (
         ("keep_split", "split_max_size"),
         ("merge_up_gate", "split_up_gate"),
@@ -52,7 +52,7 @@ _WITH_REPACK |= {"keep_split", "split_max_size", "no_provenance", "allow_requant
 
 
 def _check_repack(options: QuantizeOptions) -> None:
-    """Refuse options about types beside --repack and --unrepack, and a pattern without them."""
+    """Refuse type options with --repack and --unrepack, and a pattern without them."""
     verb = "--repack" if options.repack else "--unrepack"
     if not (options.repack or options.unrepack):
         if options.repack_pattern:
@@ -94,7 +94,7 @@ def type_of_option(option: str, value: str) -> TensorType:
 
 
 def title_of(type_text: str, options: QuantizeOptions) -> str:
-    """Return the preset's name of TYPE; with --like, that of the file's general.file_type."""
+    """Return the preset name of TYPE; with --like, that of the file's general.file_type."""
     preset = (
         preset_by_name(type_text, options.rules) if options.like is None else read_reference_types(options.like).preset
     )
@@ -102,7 +102,7 @@ def title_of(type_text: str, options: QuantizeOptions) -> str:
 
 
 def output_path(source: str | Path, output: str | Path | None, type_text: str, options: QuantizeOptions) -> Path:
-    """Return the output's path; without one, ggml-model-TYPE.gguf beside the source, with the name of a number."""
+    """Return the output's path; by default ggml-model-TYPE.gguf beside the source, with the preset's name."""
     if output is not None:
         return resolve_links(output)
     if options.like is not None:

@@ -147,7 +147,7 @@ def _rules(request: Request) -> str:
 
 
 def _is_known(architecture: str) -> bool:
-    """Return whether a runtime has the architecture; files of others, such as image models, keep all dimensions."""
+    """Return whether a runtime has the architecture; other files, such as image models, keep all dimensions."""
     return is_known(architecture)
 
 

@@ -69,7 +69,7 @@ def _extract(model: Model, target: str, replace: Mapping[TensorType, TensorType]
 def _replace_types(
     types: Mapping[str, TensorType], target: str, replace: Mapping[TensorType, TensorType]
 ) -> tuple[dict[str, TensorType], dict[TensorType, list[str]]]:
-    """Return the types by name that a dialect has, and the names of the tensors of others, by type."""
+    """Return the types that a dialect supports, by tensor name, and the tensors of other types, by type."""
     result: dict[str, TensorType] = {}
     missing: dict[TensorType, list[str]] = {}
     for name, t in types.items():

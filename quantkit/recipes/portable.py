@@ -34,7 +34,7 @@ _TOKEN = re.compile(
 
 
 class NotPortable(Exception):
-    """A pattern that another program reads differently, or not at all; the message names the part."""
+    """A pattern that another program reads differently or not at all; the message names the part."""
 
 
 def _tokenize(text: str) -> list[tuple[str, str]]:

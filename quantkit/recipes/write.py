@@ -1,4 +1,4 @@
-"""``write_recipe``: types of tensors as few readable rules that give exactly these types."""
+"""``write_recipe``: tensor types as a few readable rules that give exactly these types."""
 
 from __future__ import annotations
 

@@ -83,7 +83,7 @@ def mark_safe(text: str) -> Any:
 
 
 def script_json(value: Any) -> str:
-    """Return JSON that cannot end its script element, nor a line of it."""
+    """Return JSON that ends neither its script element nor a line of it."""
     text = json.dumps(value, ensure_ascii=True, allow_nan=False, separators=(",", ":"))
     for letter in "<>&":
         text = text.replace(letter, f"\\u{ord(letter):04x}")

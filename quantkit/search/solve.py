@@ -249,7 +249,7 @@ class _Program:
 
 @contextmanager
 def _silence_stdout() -> Iterator[None]:
-    """Discard what HiGHS prints in spite of its settings, which would corrupt the output of --json."""
+    """Discard HiGHS's output to stdout, which ignores its settings and would corrupt --json."""
     sys.stdout.flush()
     libc = ctypes.CDLL(None)
     try:

@@ -238,7 +238,7 @@ class Encoder:
             return [result for results in pool.map(work, [s for s in shares if s]) for result in results]
 
     def close(self) -> list[str]:
-        """Record the run in the cache; return notes on what the cache did."""
+        """Record the run in the cache; return notes on cache hits."""
         uses = [cache.close() for cache in self._caches.values()]
         notes = list(dict.fromkeys(note for use in uses for note in use.notes))
         if n_cached := sum(use.hits for use in uses):

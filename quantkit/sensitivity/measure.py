@@ -1,4 +1,4 @@
-"""``sensitivity``: measure what quantizing each group of tensors alone costs, in each of several types.
+"""``sensitivity``: measure the divergence caused by quantizing each group of tensors alone, in each of several types.
 
 The run goes layer by layer. The base model runs a layer for a batch of windows; for each pair of a group and a type
 only the operations that depend on the group run again, then the later layers. So memory holds the model once, and the
@@ -129,7 +129,7 @@ def sensitivity(
     options: SensitivityOptions | None = None,
     progress: Progress | None = None,
 ) -> Sensitivity:
-    """Measure what quantizing each group of tensors alone costs on held-out text, and write it to ``out``.
+    """Measure the divergence on held-out text that quantizing each group alone causes, and write it to ``out``.
 
     Args:
         model: a GGUF file of full precision. files: texts, or ``tokens``, int32 [n].

@@ -84,7 +84,7 @@ class SequentialExecutor:
                 return
 
     def _resume_stage(self, ledger: Ledger, streams: Streams, spill: Spill, tensors: list[PlannedTensor]) -> int:
-        """Return the last stage whose end the files hold, if all tensors of earlier stages are encoded."""
+        """Return the last stage whose activations the files hold, if all tensors of earlier stages are encoded."""
         last_stage = spill.begin()
         earlier = {item.entry for stage in range(last_stage) for item in streams.inputs(stage)}
         if all(t.name in ledger.journal.crcs for t in tensors if _calibrated_entries(t) & earlier):

@@ -44,7 +44,7 @@ class Place:
 
 
 class Spill:
-    """A directory of such files, and ``state.json``, which lists what it holds after which stage.
+    """A directory of such files, and ``state.json``, which lists its files after each stage.
 
     The directory of a killed run is reused if its ``identity`` and model agree and no file in it has changed.
     """
@@ -60,7 +60,7 @@ class Spill:
         return self.folder / "state.json"
 
     def begin(self) -> int:
-        """Return the stage whose end the files hold, -1 if none; remove unusable files."""
+        """Return the stage whose activations the files hold, -1 if none; remove unusable files."""
         try:
             state = json.loads(self._state.read_bytes())
             is_whole = state["identity"] == self.identity and all(self._sum(n) == s for n, s in state["files"].items())

@@ -22,70 +22,78 @@ Json = dict[str, Any]
 
 
 def opened(
-    what: checkpoints.Description, out: Path, *, without: tuple[str, ...] = (), more: Json | None = None, **options: Any
+    description: checkpoints.Description,
+    out: Path,
+    *,
+    without: tuple[str, ...] = (),
+    changes: Json | None = None,
+    **options: Any,
 ) -> Checkpoint:
     """Return a checkpoint of which config.json lacks some keys and has more."""
-    config = {key: value for key, value in what.config.items() if key not in without} | (more or {})
-    path = checkpoints.write_description(replace(what, config=config), out)
-    return open_checkpoint(path, OpenOptions(pre=what.vocab.get("pre") or "gpt-2", allow_other_ids=True, **options))
+    config = {key: value for key, value in description.config.items() if key not in without} | (changes or {})
+    path = checkpoints.write_description(replace(description, config=config), out)
+    return open_checkpoint(
+        path, OpenOptions(pre=description.vocab.get("pre") or "gpt-2", allow_other_ids=True, **options)
+    )
 
 
-def values(made: ConvertedTensor) -> np.ndarray:
+def values(converted: ConvertedTensor) -> np.ndarray:
     """Return a tensor as float32."""
-    return read_f32(made.expr, 0, size_of(made.expr)).reshape(made.expr.shape)
+    return read_f32(converted.expr, 0, size_of(converted.expr)).reshape(converted.expr.shape)
 
 
 # --- Qwen3-Next, Qwen 3.5 --------------------------------------------------------------------------------------------
 
 
 def test_layers_that_predict_ahead_are_those_that_are_stored(tmp_path: Path) -> None:
-    found = opened(checkpoints.describe("qwen3-next-mtp"), tmp_path)
-    assert (found.get("qwen3next.block_count"), found.get("qwen3next.nextn_predict_layers")) == (5, 1)
-    assert len(found.get("qwen3next.attention.recurrent_layers")) == 5
-    assert "blk.4.nextn.eh_proj.weight" in found.tensors
+    checkpoint = opened(checkpoints.describe("qwen3-next-mtp"), tmp_path)
+    assert (checkpoint.get("qwen3next.block_count"), checkpoint.get("qwen3next.nextn_predict_layers")) == (5, 1)
+    assert len(checkpoint.get("qwen3next.attention.recurrent_layers")) == 5
+    assert "blk.4.nextn.eh_proj.weight" in checkpoint.tensors
 
 
 @pytest.mark.parametrize(("name", "arch"), [("qwen3-next", "qwen3next"), ("qwen3.5", "qwen35")])
 def test_a_model_without_layers_ahead_needs_no_option(name: str, arch: str, tmp_path: Path) -> None:
-    found = opened(checkpoints.describe(name), tmp_path, more={"mtp_num_hidden_layers": 1})
-    assert (found.get(f"{arch}.block_count"), found.get(f"{arch}.nextn_predict_layers")) == (4, None)
+    checkpoint = opened(checkpoints.describe(name), tmp_path, changes={"mtp_num_hidden_layers": 1})
+    assert (checkpoint.get(f"{arch}.block_count"), checkpoint.get(f"{arch}.nextn_predict_layers")) == (4, None)
 
 
 def test_no_nextn_leaves_layers_ahead_out(tmp_path: Path) -> None:
-    found = opened(checkpoints.describe("qwen3-next-mtp"), tmp_path, nextn="without")
-    assert (found.get("qwen3next.block_count"), found.get("qwen3next.nextn_predict_layers")) == (4, None)
-    assert not [name for name in found.tensors if name.startswith("blk.4.")]
+    checkpoint = opened(checkpoints.describe("qwen3-next-mtp"), tmp_path, nextn="without")
+    assert (checkpoint.get("qwen3next.block_count"), checkpoint.get("qwen3next.nextn_predict_layers")) == (4, None)
+    assert not [name for name in checkpoint.tensors if name.startswith("blk.4.")]
 
 
 def test_heads_of_values_that_keys_do_not_divide_are_refused(tmp_path: Path) -> None:
     with pytest.raises(FormatError, match="3 heads of values for 2 of keys"):
-        opened(checkpoints.describe("qwen3.5"), tmp_path, more={"linear_num_value_heads": 3})
+        opened(checkpoints.describe("qwen3.5"), tmp_path, changes={"linear_num_value_heads": 3})
 
 
 def test_projections_of_other_sizes_name_the_tensor(tmp_path: Path) -> None:
     with pytest.raises(FormatError, match=r"in_proj_qkvz.*not that of 2 heads of 512"):
-        opened(checkpoints.describe("qwen3-next"), tmp_path, more={"linear_value_head_dim": 96})
+        opened(checkpoints.describe("qwen3-next"), tmp_path, changes={"linear_value_head_dim": 96})
 
 
 # --- StableLM --------------------------------------------------------------------------------------------------------
 
 
 def with_norms(heads: int) -> checkpoints.Description:
-    what = checkpoints.describe("stablelm")
+    description = checkpoints.describe("stablelm")
     norms = {
-        f"model.layers.{{0-2}}.self_attn.{which}_layernorm.norms.{{0-{heads - 1}}}.weight": [64] for which in ("q", "k")
+        f"model.layers.{{0-2}}.self_attn.{letter}_layernorm.norms.{{0-{heads - 1}}}.weight": [64]
+        for letter in ("q", "k")
     }
-    return replace(what, tensors=what.tensors | norms)
+    return replace(description, tensors=description.tensors | norms)
 
 
 def test_norms_of_heads_become_one_tensor(tmp_path: Path) -> None:
-    what = with_norms(4)
-    found = opened(what, tmp_path)
+    description = with_norms(4)
+    checkpoint = opened(description, tmp_path)
     for kind, letter in (("attn_q_norm", "q"), ("attn_k_norm", "k")):
-        made = found.converted[f"blk.1.{kind}.weight"]
+        converted = checkpoint.converted[f"blk.1.{kind}.weight"]
         stored = [f"model.layers.1.self_attn.{letter}_layernorm.norms.{i}.weight" for i in range(4)]
-        expected = [checkpoints.draw(f"{what.name}/{name}", name, (64,)) for name in stored]
-        assert np.allclose(values(made), np.stack(expected), rtol=2**-8)
+        expected = [checkpoints.draw(f"{description.name}/{name}", name, (64,)) for name in stored]
+        assert np.allclose(values(converted), np.stack(expected), rtol=2**-8)
 
 
 def test_a_norm_that_is_missing_is_named(tmp_path: Path) -> None:
@@ -97,88 +105,97 @@ def test_a_norm_that_is_missing_is_named(tmp_path: Path) -> None:
 
 
 def test_phimoe_as_transformers_names_it(tmp_path: Path) -> None:
-    what = checkpoints.describe("phimoe")
-    found = opened(what, tmp_path, more={"architectures": ["PhimoeForCausalLM"]})
-    assert found.get("general.architecture") == "phimoe"
+    description = checkpoints.describe("phimoe")
+    checkpoint = opened(description, tmp_path, changes={"architectures": ["PhimoeForCausalLM"]})
+    assert checkpoint.get("general.architecture") == "phimoe"
 
 
 def test_phimoe_without_scaling_was_trained_on_the_whole(tmp_path: Path) -> None:
-    what = checkpoints.describe("phimoe")
-    found = opened(what, tmp_path, without=("rope_scaling", "original_max_position_embeddings"))
-    assert found.get("phimoe.rope.scaling.original_context_length") == found.get("phimoe.context_length") == 131072
-    assert "rope_factors_long.weight" not in found.tensors
+    description = checkpoints.describe("phimoe")
+    checkpoint = opened(description, tmp_path, without=("rope_scaling", "original_max_position_embeddings"))
+    assert (
+        checkpoint.get("phimoe.rope.scaling.original_context_length")
+        == checkpoint.get("phimoe.context_length")
+        == 131072
+    )
+    assert "rope_factors_long.weight" not in checkpoint.tensors
 
 
 @pytest.mark.parametrize("wrong", [[1.0] * 31, "1.0", [1.0] * 31 + ["x"]])
 def test_factors_of_rope_that_do_not_fit_are_refused(wrong: Any, tmp_path: Path) -> None:
-    what = checkpoints.describe("phi3-long")
-    rope = what.config["rope_scaling"] | {"short_factor": wrong}
+    description = checkpoints.describe("phi3-long")
+    rope = description.config["rope_scaling"] | {"short_factor": wrong}
     with pytest.raises(FormatError, match="short_factor is .* not a list of 32 numbers"):
-        opened(what, tmp_path, more={"rope_scaling": rope})
+        opened(description, tmp_path, changes={"rope_scaling": rope})
 
 
 # --- others ----------------------------------------------------------------------------------------------------------
 
 
 def test_cohere_turns_whole_heads_unless_it_is_said(tmp_path: Path) -> None:
-    what = checkpoints.describe("cohere2")
-    assert opened(what, tmp_path / "a", without=("rotary_pct",)).get("cohere2.rope.dimension_count") == 64
-    assert opened(what, tmp_path / "b", more={"rotary_pct": 0.5}).get("cohere2.rope.dimension_count") == 32
+    description = checkpoints.describe("cohere2")
+    assert opened(description, tmp_path / "a", without=("rotary_pct",)).get("cohere2.rope.dimension_count") == 64
+    assert opened(description, tmp_path / "b", changes={"rotary_pct": 0.5}).get("cohere2.rope.dimension_count") == 32
 
 
 def test_a_bias_must_be_zero_where_there_is_none(tmp_path: Path) -> None:
-    what = checkpoints.describe("cohere2")
+    description = checkpoints.describe("cohere2")
     with pytest.raises(FormatError, match=r"q_proj\.bias.*a bias that is not zero"):
-        opened(replace(what, tensors=what.tensors | {"model.layers.0.self_attn.q_proj.bias": [256]}), tmp_path)
+        opened(
+            replace(description, tensors=description.tensors | {"model.layers.0.self_attn.q_proj.bias": [256]}),
+            tmp_path,
+        )
 
 
 @pytest.mark.parametrize(
-    ("more", "without"), [({"mamba_norm_before_gate": True}, ()), ({}, ("mamba_norm_before_gate",))]
+    ("changes", "without"), [({"mamba_norm_before_gate": True}, ()), ({}, ("mamba_norm_before_gate",))]
 )
-def test_norms_before_the_gate_are_refused(more: Json, without: tuple[str, ...], tmp_path: Path) -> None:
+def test_norms_before_the_gate_are_refused(changes: Json, without: tuple[str, ...], tmp_path: Path) -> None:
     """What is missing is true in transformers; without such norms it says nothing."""
-    what = checkpoints.describe("falcon-h1")
+    description = checkpoints.describe("falcon-h1")
     with pytest.raises(FormatError, match="mamba_norm_before_gate is true"):
-        opened(what, tmp_path / "a", more=more, without=without)
-    plain = replace(what, tensors={name: shape for name, shape in what.tensors.items() if "mamba.norm" not in name})
-    opened(plain, tmp_path / "b", more=more | {"mamba_rms_norm": False}, without=without)
+        opened(description, tmp_path / "a", changes=changes, without=without)
+    plain = replace(
+        description, tensors={name: shape for name, shape in description.tensors.items() if "mamba.norm" not in name}
+    )
+    opened(plain, tmp_path / "b", changes=changes | {"mamba_rms_norm": False}, without=without)
 
 
 def test_olmo_with_a_window_of_null_has_none(tmp_path: Path) -> None:
-    found = opened(checkpoints.describe("olmo3"), tmp_path, more={"sliding_window": None})
-    assert found.get("olmo2.attention.sliding_window") is None
+    checkpoint = opened(checkpoints.describe("olmo3"), tmp_path, changes={"sliding_window": None})
+    assert checkpoint.get("olmo2.attention.sliding_window") is None
 
 
 def test_bitnet_by_the_names_of_transformers(tmp_path: Path) -> None:
-    what = checkpoints.describe("bitnet")
+    description = checkpoints.describe("bitnet")
     renamed = {
         name.replace("inner_attn_ln", "attn_sub_norm").replace("ffn_layernorm", "ffn_sub_norm"): shape
-        for name, shape in what.tensors.items()
+        for name, shape in description.tensors.items()
     }
-    found = opened(replace(what, tensors=renamed), tmp_path)
-    assert {"blk.0.attn_sub_norm.weight", "blk.0.ffn_sub_norm.weight"} <= found.tensors.keys()
+    checkpoint = opened(replace(description, tensors=renamed), tmp_path)
+    assert {"blk.0.attn_sub_norm.weight", "blk.0.ffn_sub_norm.weight"} <= checkpoint.tensors.keys()
     for name in ("blk.0.attn_q.weight", "blk.2.ffn_down.weight"):
-        assert len(np.unique(values(found.converted[name]))) == 3
+        assert len(np.unique(values(checkpoint.converted[name]))) == 3
 
 
 def test_gemma_4_says_how_wide_heads_are_or_is_refused(tmp_path: Path) -> None:
-    what = checkpoints.describe("gemma4")
+    description = checkpoints.describe("gemma4")
     with pytest.raises(FormatError, match="global_head_dim"):
-        opened(what, tmp_path, without=("per_layer_config", "global_head_dim"))
+        opened(description, tmp_path, without=("per_layer_config", "global_head_dim"))
 
 
 def test_a_qwen_with_another_rwkv_than_7_is_refused(tmp_path: Path) -> None:
     with pytest.raises(FormatError, match="wkv_version is 6; only 7 is known"):
-        opened(checkpoints.describe("arwkv7"), tmp_path, more={"wkv_version": 6})
+        opened(checkpoints.describe("arwkv7"), tmp_path, changes={"wkv_version": 6})
 
 
 # --- tensors made one ------------------------------------------------------------------------------------------------
 
 
 def test_gate_and_up_of_experts_lie_one_behind_the_other(tmp_path: Path) -> None:
-    what = checkpoints.describe("qwen3-next")
-    apart, fused = opened(what, tmp_path), opened(what, tmp_path, fuse=["--fuse-gate-up-exps"])
-    gate, up = (values(apart.converted[f"blk.1.ffn_{part}_exps.weight"]) for part in ("gate", "up"))
+    description = checkpoints.describe("qwen3-next")
+    separate, fused = opened(description, tmp_path), opened(description, tmp_path, fuse=["--fuse-gate-up-exps"])
+    gate, up = (values(separate.converted[f"blk.1.ffn_{part}_exps.weight"]) for part in ("gate", "up"))
     assert np.array_equal(values(fused.converted["blk.1.ffn_gate_up_exps.weight"]), np.concatenate([gate, up], axis=1))
     assert not [name for name in fused.tensors if "ffn_gate_exps" in name or "ffn_up_exps" in name]
 
@@ -189,10 +206,10 @@ def test_gate_and_up_stay_apart_where_they_must(tmp_path: Path) -> None:
 
 
 def test_queries_keys_and_values_become_one_with_all_their_biases_only(tmp_path: Path) -> None:
-    what = checkpoints.describe("qwen2")
-    fused = opened(what, tmp_path / "all", fuse=["--fuse-qkv"])
+    description = checkpoints.describe("qwen2")
+    fused = opened(description, tmp_path / "all", fuse=["--fuse-qkv"])
     assert {"blk.0.attn_qkv.weight", "blk.0.attn_qkv.bias"} <= fused.tensors.keys()
-    tensors = {name: shape for name, shape in what.tensors.items() if not name.endswith("k_proj.bias")}
-    apart = opened(replace(what, tensors=tensors), tmp_path / "some", fuse=["--fuse-qkv"])
-    assert {"blk.0.attn_q.weight", "blk.0.attn_q.bias"} <= apart.tensors.keys()
-    assert "blk.0.attn_qkv.weight" not in apart.tensors
+    tensors = {name: shape for name, shape in description.tensors.items() if not name.endswith("k_proj.bias")}
+    separate = opened(replace(description, tensors=tensors), tmp_path / "some", fuse=["--fuse-qkv"])
+    assert {"blk.0.attn_q.weight", "blk.0.attn_q.bias"} <= separate.tensors.keys()
+    assert "blk.0.attn_qkv.weight" not in separate.tensors

@@ -41,13 +41,13 @@ def write(
 ) -> tuple[dict[str, ex.Expression], Config]:
     """Write tensors and return them as they are stored, with the configuration of their checkpoint."""
     header: dict[str, Any] = {}
-    blobs, at = [], 0
+    blobs, offset = [], 0
     for name, part in parts.items():
         dtype, x = part if isinstance(part, tuple) else (_DTYPES[part.dtype.str[1:]], part)
         data = np.ascontiguousarray(x).tobytes()
-        header[name] = {"dtype": dtype, "shape": list(x.shape), "data_offsets": [at, at + len(data)]}
+        header[name] = {"dtype": dtype, "shape": list(x.shape), "data_offsets": [offset, offset + len(data)]}
         blobs.append(data)
-        at += len(data)
+        offset += len(data)
     path = write_raw(folder / "model.safetensors", json.dumps(header).encode(), b"".join(blobs))
     values: dict[str, Any] = {"architectures": ["LlamaForCausalLM"]}
     if quantization is not None:
@@ -60,15 +60,15 @@ def read(folder: Path, parts: Parts, quantization: dict[str, Any] | None, *, los
     return decode_tensors(stored, config, lossless=lossless)
 
 
-def whole(x: ex.Expression) -> Array:
+def full_array(x: ex.Expression) -> Array:
     """Return all values as float32, after any run of them was read and found to be the same."""
     n, block = ex.size_of(x), x.type.block
     data = ex.read_values(x, 0, n)
     rng, width = np.random.default_rng(1), x.type.block_bytes
     for _ in range(6):
         start, stop = sorted(int(i) for i in rng.integers(0, n // block + 1, 2))
-        got = ex.read_values(x, start * block, (stop - start) * block)
-        assert (got == data[start * width : stop * width]).all(), (start, stop)
+        block_values = ex.read_values(x, start * block, (stop - start) * block)
+        assert (block_values == data[start * width : stop * width]).all(), (start, stop)
     values = data.view(F32) if block == 1 else decode_rows(x.type, data.reshape(-1, width * (x.shape[-1] // block)))
     return values.reshape(x.shape)
 
@@ -130,18 +130,18 @@ FP8 = {"quant_method": "fp8", "weight_block_size": [4, 6]}
 
 def test_fp8_in_blocks_cut_at_the_edges(tmp_path: Path) -> None:
     codes, s = e4m3(10, 20), scales(3, 4)
-    got = read(tmp_path, {f"{W}.weight": ("F8_E4M3", codes), f"{W}.weight_scale_inv": s}, FP8)
-    assert list(got.tensors) == [f"{W}.weight"]
+    actual = read(tmp_path, {f"{W}.weight": ("F8_E4M3", codes), f"{W}.weight_scale_inv": s}, FP8)
+    assert list(actual.tensors) == [f"{W}.weight"]
     want = E4M3[codes] * spread(s, 4, 6)[:10, :20]
-    assert (bits_of(whole(got.tensors[f"{W}.weight"])) == bits_of(want)).all()
+    assert (bits_of(full_array(actual.tensors[f"{W}.weight"])) == bits_of(want)).all()
 
 
 def test_fp8_of_experts_in_one_tensor(tmp_path: Path) -> None:
     codes, s = e4m3(3, 10, 20), scales(3, 3, 4)
     parts: Parts = {"experts.gate_up_proj": ("F8_E4M3", codes), "experts.gate_up_proj_scale_inv": bf16(s)}
-    got = read(tmp_path, parts, FP8)
+    actual = read(tmp_path, parts, FP8)
     want = E4M3[codes] * spread(as_bf16(s), 4, 6)[:, :10, :20]
-    assert (bits_of(whole(got.tensors["experts.gate_up_proj"])) == bits_of(want)).all()
+    assert (bits_of(full_array(actual.tensors["experts.gate_up_proj"])) == bits_of(want)).all()
 
 
 @pytest.mark.parametrize(
@@ -164,10 +164,10 @@ def test_fp8_with_a_scale_of_rows_or_all(
     parts: Parts = {f"{W}.weight": ("F8_E5M2", codes), f"{W}.weight{end}": s, f"{W}.input_scale": np.array([3], F32)}
     if quantization is None:
         del parts[f"{W}.input_scale"]
-    got = read(tmp_path, parts, quantization)
-    assert list(got.tensors) == [f"{W}.weight"]
+    actual = read(tmp_path, parts, quantization)
+    assert list(actual.tensors) == [f"{W}.weight"]
     want = E5M2[codes] * (s[:, None] if shape == (8,) else s)
-    assert (bits_of(whole(got.tensors[f"{W}.weight"])) == bits_of(want)).all()
+    assert (bits_of(full_array(actual.tensors[f"{W}.weight"])) == bits_of(want)).all()
 
 
 def test_mxfp8_and_blocks_of_modelopt(tmp_path: Path) -> None:
@@ -175,17 +175,17 @@ def test_mxfp8_and_blocks_of_modelopt(tmp_path: Path) -> None:
     tiles, s = e4m3(200, 130), scales(2, 1, 2, 1)
     parts: Parts = {"a.weight": ("F8_E4M3", codes), "a.weight_scale": exponents}
     parts |= {"b.weight": ("F8_E4M3", tiles), "b.weight_scale": s}
-    got = read(tmp_path, parts, {"quant_method": "modelopt"}).tensors
-    assert (whole(got["a.weight"]) == E4M3[codes] * spread(powers(exponents), 1, 32)).all()
-    assert (whole(got["b.weight"]) == E4M3[tiles] * spread(s.reshape(2, 2), 128, 128)[:200, :130]).all()
+    actual = read(tmp_path, parts, {"quant_method": "modelopt"}).tensors
+    assert (full_array(actual["a.weight"]) == E4M3[codes] * spread(powers(exponents), 1, 32)).all()
+    assert (full_array(actual["b.weight"]) == E4M3[tiles] * spread(s.reshape(2, 2), 128, 128)[:200, :130]).all()
 
 
 def test_exponents_as_scales_of_blocks(tmp_path: Path) -> None:
     codes, s = e4m3(10, 20), rng().integers(110, 130, (3, 4)).astype(np.uint8)
     parts: Parts = {f"{W}.weight": ("F8_E4M3", codes), f"{W}.scale": ("F8_E8M0", s)}
-    got = read(tmp_path, parts, FP8)
+    actual = read(tmp_path, parts, FP8)
     want = E4M3[codes] * spread(powers(s), 4, 6)[:10, :20]
-    assert (whole(got.tensors[f"{W}.weight"]) == want).all()
+    assert (full_array(actual.tensors[f"{W}.weight"]) == want).all()
 
 
 # --- 4-bit floats ----------------------------------------------------------------------------------------------------
@@ -200,20 +200,20 @@ def test_mxfp4_of_gpt_oss_is_taken_as_it_is(tmp_path: Path) -> None:
     exponents = rng(2).integers(100, 140, (2, 6, 2)).astype(np.uint8)
     parts: Parts = {"norm": scales(4), "experts.down_proj_blocks": pairs(codes).reshape(2, 6, 2, 16)}
     parts["experts.down_proj_scales"] = exponents
-    got = read(tmp_path, parts, {"quant_method": "mxfp4"})
-    assert (list(got.first), list(got.tensors)) == (["experts.down_proj"], ["norm"])
+    actual = read(tmp_path, parts, {"quant_method": "mxfp4"})
+    assert (list(actual.first), list(actual.tensors)) == (["experts.down_proj"], ["norm"])
     want = E2M1[codes] * spread(powers(exponents), 1, 32)
-    x = got.first["experts.down_proj"]
+    x = actual.first["experts.down_proj"]
     assert isinstance(x, ex.Transposed)  # as transformers names it, [experts, in, out]
-    assert (whole(x) == want.swapaxes(1, 2)).all()
+    assert (full_array(x) == want.swapaxes(1, 2)).all()
     assert x.x.type.name == "MXFP4"
-    assert (whole(x.x) == want).all()
-    assert (whole(ex.as_floats(x.x)) == want).all()
+    assert (full_array(x.x) == want).all()
+    assert (full_array(ex.as_floats(x.x)) == want).all()
     odd = ex.take(x.x, 1, range(1, 6, 2))
     assert odd.type.name == "MXFP4"
-    assert (whole(odd) == want[:, 1::2]).all()
-    assert (whole(ex.take(x.x, -1, range(32, 64))) == want[..., 32:]).all()
-    assert (whole(ex.take(x.x, -1, range(0, 64, 2))) == want[..., ::2]).all()
+    assert (full_array(odd) == want[:, 1::2]).all()
+    assert (full_array(ex.take(x.x, -1, range(32, 64))) == want[..., 32:]).all()
+    assert (full_array(ex.take(x.x, -1, range(0, 64, 2))) == want[..., ::2]).all()
 
 
 @pytest.mark.parametrize(
@@ -229,10 +229,10 @@ def test_mxfp4_of_others(tmp_path: Path, quantization: dict[str, Any], names: tu
     codes = rng().integers(0, 16, (6, 96)).astype(np.uint8)
     exponents = rng(2).integers(100, 140, (6, 3)).astype(np.uint8)
     parts: Parts = {f"{W}.{names[0]}": pairs(codes), f"{W}.{names[1]}": (dtypes, exponents)}
-    got = read(tmp_path, parts, quantization)
+    actual = read(tmp_path, parts, quantization)
     want = E2M1[codes] * spread(powers(exponents), 1, 32)
-    assert (list(got.first), got.tensors) == ([f"{W}.weight"], {})
-    assert (whole(got.first[f"{W}.weight"]) == want).all()
+    assert (list(actual.first), actual.tensors) == ([f"{W}.weight"], {})
+    assert (full_array(actual.first[f"{W}.weight"]) == want).all()
 
 
 def nvfp4(columns: int = 128, scale: float = 0.25, rows: int = 4) -> tuple[Parts, Array]:
@@ -249,13 +249,15 @@ MODELOPT = {"quant_method": "modelopt", "quant_algo": "NVFP4"}
 
 def test_nvfp4_of_modelopt(tmp_path: Path) -> None:
     parts, want = nvfp4()
-    got = read(tmp_path, parts, MODELOPT)
-    x = got.first[f"{W}.weight"]
-    assert (x.type.name, got.tensors) == ("NVFP4", {})
-    assert (whole(x) == want).all()
+    actual = read(tmp_path, parts, MODELOPT)
+    x = actual.first[f"{W}.weight"]
+    assert (x.type.name, actual.tensors) == ("NVFP4", {})
+    assert (full_array(x) == want).all()
     assert outer_scales(x) == {"scale": (0.25,)}
-    assert (whole(ex.as_floats(x)) == want * F32(0.25)).all()
-    assert (whole(ex.permute_heads(x, 2)) == whole(x).reshape(2, 2, 1, -1).swapaxes(1, 2).reshape(want.shape)).all()
+    assert (full_array(ex.as_floats(x)) == want * F32(0.25)).all()
+    assert (
+        full_array(ex.permute_heads(x, 2)) == full_array(x).reshape(2, 2, 1, -1).swapaxes(1, 2).reshape(want.shape)
+    ).all()
 
 
 def test_nvfp4_of_compressed_tensors_divides(tmp_path: Path) -> None:
@@ -265,16 +267,18 @@ def test_nvfp4_of_compressed_tensors_divides(tmp_path: Path) -> None:
     quantization = {"quant_method": "compressed-tensors", "config_groups": {"a": {"weights": {"num_bits": 4}}}}
     x = read(tmp_path, parts, quantization).first[f"{W}.weight"]
     assert outer_scales(x) == {"scale": (float(F32(1) / F32(3)),)}
-    assert (whole(x) == want).all()
+    assert (full_array(x) == want).all()
 
 
 def test_a_scale_of_one_is_left_out(tmp_path: Path) -> None:
-    one, near = (read(_new(tmp_path, str(s)), nvfp4(scale=s)[0], MODELOPT).first[f"{W}.weight"] for s in (1, 1 + 5e-6))
+    one, neighbour = (
+        read(_new(tmp_path, str(s)), nvfp4(scale=s)[0], MODELOPT).first[f"{W}.weight"] for s in (1, 1 + 5e-6)
+    )
     assert outer_scales(one) == {}
-    assert list(outer_scales(near)) == ["scale"]
-    assert outer_scales(ex.stack([one, near])) == {}  # of experts, the tolerance is wider
-    other = read(_new(tmp_path, "c"), nvfp4(scale=0.5)[0], MODELOPT).first[f"{W}.weight"]
-    assert outer_scales(ex.stack([one, other])) == {"scale": [1, 0.5]}
+    assert list(outer_scales(neighbour)) == ["scale"]
+    assert outer_scales(ex.stack([one, neighbour])) == {}  # of experts, the tolerance is wider
+    half = read(_new(tmp_path, "c"), nvfp4(scale=0.5)[0], MODELOPT).first[f"{W}.weight"]
+    assert outer_scales(ex.stack([one, half])) == {"scale": [1, 0.5]}
 
 
 def _new(folder: Path, name: str) -> Path:
@@ -284,21 +288,21 @@ def _new(folder: Path, name: str) -> Path:
 
 def test_a_scale_of_the_model_is_multiplied_into_that_of_the_weight(tmp_path: Path) -> None:
     parts, _ = nvfp4()
-    got = read(tmp_path, parts | {"own": np.array([3, 5], F32)}, MODELOPT)
-    x = ex.stack([got.first[f"{W}.weight"]] * 2)
-    given = [("blk.0.down.weight", Tensor("a", x, 0)), ("blk.0.down.scale", Tensor("b", got.tensors["own"], 0))]
-    made = dict(add_scale_tensors(given))
-    assert list(made) == ["blk.0.down.weight", "blk.0.down.scale"]
-    assert whole(made["blk.0.down.scale"].x).tolist() == [0.75, 1.25]
+    actual = read(tmp_path, parts | {"own": np.array([3, 5], F32)}, MODELOPT)
+    x = ex.stack([actual.first[f"{W}.weight"]] * 2)
+    tensors = [("blk.0.down.weight", Tensor("a", x, 0)), ("blk.0.down.scale", Tensor("b", actual.tensors["own"], 0))]
+    scaled = dict(add_scale_tensors(tensors))
+    assert list(scaled) == ["blk.0.down.weight", "blk.0.down.scale"]
+    assert full_array(scaled["blk.0.down.scale"].x).tolist() == [0.75, 1.25]
 
 
 def test_nvfp4_that_blocks_cannot_hold_becomes_floats(tmp_path: Path) -> None:
     parts, want = nvfp4(48)
-    got = read(tmp_path, parts, MODELOPT)
-    x = got.tensors[f"{W}.weight"]
+    actual = read(tmp_path, parts, MODELOPT)
+    x = actual.tensors[f"{W}.weight"]
     assert x.type.name == "F32"
     assert outer_scales(x) == {}
-    assert (whole(x) == want * F32(0.25)).all()
+    assert (full_array(x) == want * F32(0.25)).all()
 
 
 def test_blocks_beside_floats_and_with_other_scales(tmp_path: Path) -> None:
@@ -308,9 +312,9 @@ def test_blocks_beside_floats_and_with_other_scales(tmp_path: Path) -> None:
     plain = write(_new(tmp_path, "c"), {"x": want}, None)[0]["x"]
     mixed = ex.stack([one, plain])
     assert (mixed.type.name, outer_scales(mixed)) == ("F32", {})
-    assert (whole(mixed) == [want * F32(0.25), want]).all()
+    assert (full_array(mixed) == [want * F32(0.25), want]).all()
     both = ex.concatenate([one, two])  # one scale cannot be for both
-    assert (whole(both) == np.concatenate([want * F32(0.25), want * F32(0.5)])).all()
+    assert (full_array(both) == np.concatenate([want * F32(0.25), want * F32(0.5)])).all()
     assert ex.concatenate([one, one]).type.name == "NVFP4"
 
 
@@ -334,12 +338,12 @@ def each_word(values: Array, bits: int, axis: int) -> Array:
     return np.moveaxis(words.astype(np.uint32).view(np.int32), -1, axis)
 
 
-def compressed(bits: int, group: int | None, **more: Any) -> dict[str, Any]:
-    weights = {"num_bits": bits, "type": "int", "group_size": group, "symmetric": True, **more}
+def compressed(bits: int, group: int | None, **options: Any) -> dict[str, Any]:
+    weights = {"num_bits": bits, "type": "int", "group_size": group, "symmetric": True, **options}
     return {"quant_method": "compressed-tensors", "config_groups": {"group_0": {"weights": weights}}}
 
 
-def packed(
+def packed_tensors(
     bits: int, group: int, rows: int = 10, columns: int = 96, pack: Callable[[Array, int, int], Array] = each_word
 ) -> tuple[Parts, Array, Array]:
     """Return the parts of a symmetric weight, its codes [rows, columns], its scales [rows, groups]."""
@@ -352,57 +356,57 @@ def packed(
 @pytest.mark.parametrize("pack", [each_word, stream])
 @pytest.mark.parametrize("bits", range(1, 9))
 def test_packed_integers_of_any_bits(tmp_path: Path, bits: int, pack: Callable[[Array, int, int], Array]) -> None:
-    parts, codes, s = packed(bits, 32, pack=pack)
-    got = read(tmp_path, {"norm": scales(3), **parts, "z": scales(3)}, compressed(bits, 32))
-    assert list(got.tensors) == ["norm", "z", f"{W}.weight"]
+    parts, codes, s = packed_tensors(bits, 32, pack=pack)
+    actual = read(tmp_path, {"norm": scales(3), **parts, "z": scales(3)}, compressed(bits, 32))
+    assert list(actual.tensors) == ["norm", "z", f"{W}.weight"]
     want = (codes - (1 << (bits - 1))).astype(F32) * spread(s, 1, 32)
-    assert (bits_of(whole(got.tensors[f"{W}.weight"])) == bits_of(want)).all()
+    assert (bits_of(full_array(actual.tensors[f"{W}.weight"])) == bits_of(want)).all()
 
 
 @pytest.mark.parametrize("bits", [3, 4, 8])
 @pytest.mark.parametrize("pack", [each_word, stream])
 def test_packed_zero_points(tmp_path: Path, bits: int, pack: Callable[[Array, int, int], Array]) -> None:
-    parts, codes, s = packed(bits, 24, rows=37, pack=pack)
+    parts, codes, s = packed_tensors(bits, 24, rows=37, pack=pack)
     zero = rng(9).integers(0, 1 << bits, s.shape)
     want = (codes - spread(zero, 1, 24)).astype(F32) * spread(s, 1, 24)
     for number, stored in enumerate((pack(zero, bits, 0), (zero - (1 << (bits - 1))).astype(np.int8))):
         with_zero = {**parts, f"{W}.weight_zero_point": stored}
-        got = read(_new(tmp_path, str(number)), with_zero, compressed(bits, 24, symmetric=False), lossless=True)
-        assert (bits_of(whole(got.tensors[f"{W}.weight"])) == bits_of(want)).all()
+        actual = read(_new(tmp_path, str(number)), with_zero, compressed(bits, 24, symmetric=False), lossless=True)
+        assert (bits_of(full_array(actual.tensors[f"{W}.weight"])) == bits_of(want)).all()
 
 
 @pytest.mark.parametrize("cells", ["channel", "row", "all"])
 def test_packed_with_a_scale_of_rows_or_all(tmp_path: Path, cells: str) -> None:
-    parts, codes, s = packed(4, 96)
+    parts, codes, s = packed_tensors(4, 96)
     stored = {"channel": s, "row": s[:, 0], "all": s[:1, 0]}[cells]
-    got = read(tmp_path, parts | {f"{W}.weight_scale": bf16(stored)}, compressed(4, None))
+    actual = read(tmp_path, parts | {f"{W}.weight_scale": bf16(stored)}, compressed(4, None))
     want = (codes - 8).astype(F32) * (s[:1] if cells == "all" else s)
-    assert (bits_of(whole(got.tensors[f"{W}.weight"])) == bits_of(want)).all()
+    assert (bits_of(full_array(actual.tensors[f"{W}.weight"])) == bits_of(want)).all()
 
 
 def test_packed_rows_that_words_and_groups_do_not_divide(tmp_path: Path) -> None:
-    parts, codes, s = packed(4, 32, columns=77)
-    got = read(tmp_path, parts, compressed(4, 32), lossless=True)
+    parts, codes, s = packed_tensors(4, 32, columns=77)
+    actual = read(tmp_path, parts, compressed(4, 32), lossless=True)
     want = (codes - 8).astype(F32) * spread(s, 1, 32)[:, :77]
-    assert (bits_of(whole(got.tensors[f"{W}.weight"])) == bits_of(want)).all()
+    assert (bits_of(full_array(actual.tensors[f"{W}.weight"])) == bits_of(want)).all()
 
 
 def test_packed_act_order(tmp_path: Path) -> None:
-    parts, codes, s = packed(4, 32)
+    parts, codes, s = packed_tensors(4, 32)
     index = rng(8).permutation(np.arange(96) // 32).astype(np.int32)
-    got = read(tmp_path, {**parts, f"{W}.weight_g_idx": index}, compressed(4, 32), lossless=True)
+    actual = read(tmp_path, {**parts, f"{W}.weight_g_idx": index}, compressed(4, 32), lossless=True)
     want = (codes - 8).astype(F32) * s[:, index]
-    assert (bits_of(whole(got.tensors[f"{W}.weight"])) == bits_of(want)).all()
+    assert (bits_of(full_array(actual.tensors[f"{W}.weight"])) == bits_of(want)).all()
 
 
 def test_groups_of_several_kinds(tmp_path: Path) -> None:
-    four, eight = packed(4, 32), packed(8, 96)
+    four, eight = packed_tensors(4, 32), packed_tensors(8, 96)
     quantization = compressed(4, 32)
     quantization["config_groups"]["group_1"] = compressed(8, None)["config_groups"]["group_0"]
     parts = {**four[0], **{name.replace("x_proj", "y_proj"): x for name, x in eight[0].items()}}
-    got = read(tmp_path, parts, quantization).tensors
-    assert (whole(got[f"{W}.weight"]) == (four[1] - 8).astype(F32) * spread(four[2], 1, 32)).all()
-    assert (whole(got["layers.0.y_proj.weight"]) == (eight[1] - 128).astype(F32) * eight[2]).all()
+    actual = read(tmp_path, parts, quantization).tensors
+    assert (full_array(actual[f"{W}.weight"]) == (four[1] - 8).astype(F32) * spread(four[2], 1, 32)).all()
+    assert (full_array(actual["layers.0.y_proj.weight"]) == (eight[1] - 128).astype(F32) * eight[2]).all()
 
 
 @pytest.mark.parametrize("zero", [False, True])
@@ -412,9 +416,9 @@ def test_plain_int8(tmp_path: Path, zero: bool, group: int) -> None:
     points = rng(2).integers(-20, 20, s.shape).astype(np.int8)
     parts: Parts = {f"{W}.weight": codes, f"{W}.weight_scale": s}
     parts |= {f"{W}.weight_zero_point": points} if zero else {}
-    got = read(tmp_path, parts, compressed(8, None, symmetric=not zero)).tensors
+    actual = read(tmp_path, parts, compressed(8, None, symmetric=not zero)).tensors
     want = (codes.astype(int) - (spread(points, 1, group) if zero else 0)).astype(F32) * spread(s, 1, group)
-    assert (bits_of(whole(got[f"{W}.weight"])) == bits_of(want)).all()
+    assert (bits_of(full_array(actual[f"{W}.weight"])) == bits_of(want)).all()
 
 
 def gptq(
@@ -434,8 +438,8 @@ def gptq(
     return parts, s[:, index].astype(F32) * (codes - zero[:, index]).astype(F32)
 
 
-def gptq_config(bits: int, **more: Any) -> dict[str, Any]:
-    return {"quant_method": "gptq", "bits": bits, "group_size": 32, "sym": False, **more}
+def gptq_config(bits: int, **options: Any) -> dict[str, Any]:
+    return {"quant_method": "gptq", "bits": bits, "group_size": 32, "sym": False, **options}
 
 
 @pytest.mark.parametrize("bits", [2, 3, 4, 8])
@@ -445,21 +449,21 @@ def gptq_config(bits: int, **more: Any) -> dict[str, Any]:
 def test_gptq(tmp_path: Path, bits: int, v2: bool, act_order: bool, lossless: bool) -> None:
     parts, want = gptq(bits, v2=v2, act_order=act_order)
     quantization = gptq_config(bits, checkpoint_format="gptq_v2" if v2 else "gptq")
-    got = read(tmp_path, {"norm": scales(3), **parts}, quantization, lossless=lossless).tensors
-    assert set(got) == {"norm", f"{W}.weight"}
-    assert (bits_of(whole(got[f"{W}.weight"])) == bits_of(want)).all()
+    actual = read(tmp_path, {"norm": scales(3), **parts}, quantization, lossless=lossless).tensors
+    assert set(actual) == {"norm", f"{W}.weight"}
+    assert (bits_of(full_array(actual[f"{W}.weight"])) == bits_of(want)).all()
 
 
 def test_gptq_without_an_index_and_with_bits_of_its_own(tmp_path: Path) -> None:
     parts, want = gptq(4)
-    eight, other = gptq(8)
-    own = {name.replace("x_proj", "y_proj"): x for name, x in eight.items()}
-    got = read(_new(tmp_path, "a"), {**parts, **own}, gptq_config(4, dynamic={"+:.*y_proj": {"bits": 8}})).tensors
-    assert (whole(got[f"{W}.weight"]) == want).all()
-    assert (whole(got["layers.0.y_proj.weight"]) == other).all()
+    eight, four = gptq(8)
+    y_proj = {name.replace("x_proj", "y_proj"): x for name, x in eight.items()}
+    actual = read(_new(tmp_path, "a"), {**parts, **y_proj}, gptq_config(4, dynamic={"+:.*y_proj": {"bits": 8}})).tensors
+    assert (full_array(actual[f"{W}.weight"]) == want).all()
+    assert (full_array(actual["layers.0.y_proj.weight"]) == four).all()
     del parts[f"{W}.g_idx"]
-    got = read(_new(tmp_path, "b"), parts, gptq_config(4)).tensors
-    assert (whole(got[f"{W}.weight"]) == want).all()
+    actual = read(_new(tmp_path, "b"), parts, gptq_config(4)).tensors
+    assert (full_array(actual[f"{W}.weight"]) == want).all()
 
 
 def test_many_columns_are_read_in_slabs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -469,7 +473,7 @@ def test_many_columns_are_read_in_slabs(tmp_path: Path, monkeypatch: pytest.Monk
     x = read(tmp_path, parts, gptq_config(4)).tensors[f"{W}.weight"]
     for row in (0, 3, 7, 60, 5):
         assert (ex.read_f32(x, row * 96, 3 * 96).reshape(3, 96) == want[row : row + 3]).all()
-    assert (whole(x) == want).all()
+    assert (full_array(x) == want).all()
 
 
 def awq_parts(zero: bool = True) -> Parts:
@@ -493,9 +497,9 @@ def awq_numbers(zero: bool) -> tuple[Array, Array, Array]:
 def test_awq(tmp_path: Path, zero: bool) -> None:
     parts, (codes, s, points) = awq_parts(zero), awq_numbers(zero)
     quantization = {"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": zero, "version": "GEMM"}
-    got = read(tmp_path, parts, quantization).tensors
+    actual = read(tmp_path, parts, quantization).tensors
     want = (codes - spread(points, 1, 32)).astype(F32) * spread(s, 1, 32).astype(F32)
-    assert (bits_of(whole(got[f"{W}.weight"])) == bits_of(want)).all()
+    assert (bits_of(full_array(actual[f"{W}.weight"])) == bits_of(want)).all()
 
 
 def test_bitnet(tmp_path: Path) -> None:
@@ -503,29 +507,29 @@ def test_bitnet(tmp_path: Path) -> None:
     data = (values << np.array([0, 2, 4, 6])[:, None, None]).sum(axis=0).astype(np.uint8)
     s = as_bf16(np.array([0.37], F32))
     parts: Parts = {f"{W}.weight": data, f"{W}.weight_scale": bf16(s)}
-    got = read(tmp_path, parts, {"quant_method": "bitnet"}).tensors
+    actual = read(tmp_path, parts, {"quant_method": "bitnet"}).tensors
     want = (values.reshape(20, 12) - 1).astype(F32) / s
-    assert (bits_of(whole(got[f"{W}.weight"])) == bits_of(want)).all()
+    assert (bits_of(full_array(actual[f"{W}.weight"])) == bits_of(want)).all()
 
 
 # --- without a loss --------------------------------------------------------------------------------------------------
 
 
-def kept(got: DecodedTensors) -> ex.Expression:
-    return got.tensors[f"{W}.weight"]
+def integer_weight(tensors: DecodedTensors) -> ex.Expression:
+    return tensors.tensors[f"{W}.weight"]
 
 
 @pytest.mark.parametrize("group", [32, 64, 192])
 @pytest.mark.parametrize(("bits", "type_name"), [(4, "Q4_0"), (8, "Q8_0")])
 def test_symmetric_integers_are_kept(tmp_path: Path, bits: int, type_name: str, group: int) -> None:
-    parts, codes, s = packed(bits, group, columns=192)
-    got = read(tmp_path, parts, compressed(bits, group), lossless=True)
-    assert kept(got).type.name == type_name
+    parts, codes, s = packed_tensors(bits, group, columns=192)
+    actual = read(tmp_path, parts, compressed(bits, group), lossless=True)
+    assert integer_weight(actual).type.name == type_name
     want = (codes - (1 << (bits - 1))).astype(F32) * spread(s, 1, group)
-    assert (whole(kept(got)) == want).all()
-    assert (bits_of(whole(ex.as_floats(kept(got)))) == bits_of(want)).all()
-    again = read(tmp_path, parts, compressed(bits, group))
-    assert (again.lossless_count, kept(again).type.name) == (1, "F32")
+    assert (full_array(integer_weight(actual)) == want).all()
+    assert (bits_of(full_array(ex.as_floats(integer_weight(actual)))) == bits_of(want)).all()
+    floats = read(tmp_path, parts, compressed(bits, group))
+    assert (floats.lossless_count, integer_weight(floats).type.name) == (1, "F32")
 
 
 @pytest.mark.parametrize("v2", [False, True])
@@ -533,34 +537,34 @@ def test_symmetric_integers_are_kept(tmp_path: Path, bits: int, type_name: str, 
 def test_gptq_is_kept(tmp_path: Path, bits: int, type_name: str, v2: bool) -> None:
     parts, want = gptq(bits, symmetric=True, v2=v2)
     quantization = gptq_config(bits, sym=True, checkpoint_format="gptq_v2" if v2 else "gptq")
-    got = read(tmp_path, parts, quantization, lossless=True)
-    assert kept(got).type.name == type_name
-    assert (whole(kept(got)) == want).all()
+    actual = read(tmp_path, parts, quantization, lossless=True)
+    assert integer_weight(actual).type.name == type_name
+    assert (full_array(integer_weight(actual)) == want).all()
     assert read(tmp_path, parts, quantization).lossless_count == 1
 
 
 def test_int8_is_kept(tmp_path: Path) -> None:
     codes, s = rng().integers(-128, 128, (10, 96)).astype(np.int8), as_bf16(scales(10, 1))
     parts: Parts = {f"{W}.weight": codes, f"{W}.weight_scale": bf16(s)}
-    got = read(tmp_path, parts, compressed(8, None), lossless=True)
-    assert kept(got).type.name == "Q8_0"
-    assert (whole(kept(got)) == codes.astype(F32) * s).all()
+    actual = read(tmp_path, parts, compressed(8, None), lossless=True)
+    assert integer_weight(actual).type.name == "Q8_0"
+    assert (full_array(integer_weight(actual)) == codes.astype(F32) * s).all()
 
 
 @pytest.mark.parametrize("why", ["scale", "columns", "group", "float32"])
 def test_what_would_change_is_not_kept(tmp_path: Path, why: str) -> None:
     group = 48 if why == "group" else 32
-    parts, codes, s = packed(4, group, columns=80 if why == "columns" else 96)
+    parts, codes, s = packed_tensors(4, group, columns=80 if why == "columns" else 96)
     if why == "scale":
         s[3, 1] = 2.0**-30
         parts[f"{W}.weight_scale"] = bf16(s)
     elif why == "float32":
         s = scales(*s.shape)
         parts[f"{W}.weight_scale"] = s
-    got = read(tmp_path, parts, compressed(4, group), lossless=True)
-    assert kept(got).type.name == "F32"
+    actual = read(tmp_path, parts, compressed(4, group), lossless=True)
+    assert integer_weight(actual).type.name == "F32"
     want = (codes - 8).astype(F32) * spread(s, 1, group)[:, : codes.shape[1]]
-    assert (bits_of(whole(kept(got))) == bits_of(want)).all()
+    assert (bits_of(full_array(integer_weight(actual))) == bits_of(want)).all()
 
 
 def quantized_moe(folder: Path, bits: int = 4) -> tuple[Path, dict[str, Array]]:
@@ -588,9 +592,9 @@ def test_a_model_without_a_loss(tmp_path: Path) -> None:
         for weight in ("down", "gate", "up"):
             t = file.tensors[f"blk.1.ffn_{weight}_exps.weight"]
             assert t.type.name == "Q4_0"
-            got = decode_rows(t.type, file.data(t).reshape(-1, t.type.row_bytes(t.shape[0])))
+            actual = decode_rows(t.type, file.data(t).reshape(-1, t.type.row_bytes(t.shape[0])))
             names = [f"model.layers.1.mlp.experts.{e}.{weight}_proj.weight" for e in range(4)]
-            assert (got.reshape(4, 256, 256) == np.stack([want[n] for n in names])).all()
+            assert (actual.reshape(4, 256, 256) == np.stack([want[n] for n in names])).all()
         assert file.tensors["blk.0.attn_q.weight"].type.name == "BF16"
     plan = plan_convert(path, out, "Q8_0", ConvertOptions(pre="gpt-2", lossless=True))
     types = {t.name: t.type.name for t in plan.tensors}
@@ -618,7 +622,7 @@ def test_experts_of_nvfp4_and_what_their_inputs_are(tmp_path: Path) -> None:
     opened = open_checkpoint(path, OpenOptions(pre="gpt-2"))
     names = list(opened.tensors)
     assert names[:2] == ["blk.0.ffn_down_exps.weight", "blk.0.ffn_down_exps.scale"]
-    scale = whole(opened.converted["blk.0.ffn_down_exps.scale"].expr)
+    scale = full_array(opened.converted["blk.0.ffn_down_exps.scale"].expr)
     arrays = [n for n in moe_arrays() if ".experts." in n]
     downs = [arrays.index(f"model.layers.0.mlp.experts.{e}.down_proj.weight") for e in range(4)]
     assert scale.tolist() == [0.5 + i for i in downs]
@@ -635,16 +639,16 @@ def test_nvfp4_across_shards_comes_in_the_order_of_the_reference(tmp_path: Path)
     path = nvfp4_moe(tmp_path / "moe")
     file = path / "model.safetensors"
     raw, header = file.read_bytes(), read_header(file)
-    late = {name for name in header if "layers.0.mlp.experts.3.down_proj" in name}
-    late |= {name for name in header if "layers.0.mlp.experts.0.gate_proj.weight_scale" in name}
+    last_names = {name for name in header if "layers.0.mlp.experts.3.down_proj" in name}
+    last_names |= {name for name in header if "layers.0.mlp.experts.0.gate_proj.weight_scale" in name}
     file.unlink()
-    for no, names in enumerate((header.keys() - late, late), 1):
-        at, entries, blobs = 0, dict[str, Any](), []
+    for no, names in enumerate((header.keys() - last_names, last_names), 1):
+        offset, entries, blobs = 0, dict[str, Any](), []
         for name in names:
             t = header[name]
-            entries[name] = {"dtype": t.dtype, "shape": list(t.shape), "data_offsets": [at, at + t.nbytes]}
+            entries[name] = {"dtype": t.dtype, "shape": list(t.shape), "data_offsets": [offset, offset + t.nbytes]}
             blobs.append(raw[t.offset : t.offset + t.nbytes])
-            at += t.nbytes
+            offset += t.nbytes
         write_raw(path / f"model-0000{no}-of-00002.safetensors", json.dumps(entries).encode(), b"".join(blobs))
     weights = [
         name for name, t in open_checkpoint(path, OpenOptions(pre="gpt-2")).tensors.items() if t.type.name == "NVFP4"
@@ -677,10 +681,10 @@ def test_rows_are_made_one_by_one(tmp_path: Path) -> None:
     quantization = {"quant_method": "fp8", "weight_block_size": [128, 128]}
     config = Config(tmp_path / "config.json", {"architectures": ["x"], "quantization_config": quantization})
     x = decode_tensors(stored, config).tensors["a.weight"]
-    into = np.empty(64 * columns * 4, np.uint8)
-    x.read(0, into[: 4 * columns])
+    out = np.empty(64 * columns * 4, np.uint8)
+    x.read(0, out[: 4 * columns])
     tracemalloc.start()
-    x.read(1000 * columns, into)
+    x.read(1000 * columns, out)
     assert tracemalloc.get_traced_memory()[1] < 2 << 20
     tracemalloc.stop()
 
@@ -690,8 +694,8 @@ def test_rows_are_made_one_by_one(tmp_path: Path) -> None:
 
 def _replaced(name: str, part: Array | tuple[str, Array] | None) -> Callable[[Parts], Parts]:
     def change(parts: Parts) -> Parts:
-        rest = {n: p for n, p in parts.items() if n != f"{W}.{name}"}
-        return rest if part is None else {**rest, f"{W}.{name}": part}
+        remainder = {n: p for n, p in parts.items() if n != f"{W}.{name}"}
+        return remainder if part is None else {**remainder, f"{W}.{name}": part}
 
     return change
 
@@ -741,18 +745,48 @@ HOSTILE: list[tuple[dict[str, Any], Parts, Callable[[Parts], Parts], str]] = [
     (MX, {f"{W}_blocks": U8, f"{W}_scales": U8[:, 0]}, lambda p: p, "_scales: U8"),
     (MX, {f"{W}_blocks": U8, f"{W}_scales": np.full((4, 2), 255, np.uint8)}, lambda p: p, "_scales: a scale is NaN"),
     (MX, {f"{W}_blocks": U8[..., :8], f"{W}_scales": U8[..., 0]}, lambda p: p, "no blocks of 16"),
-    (compressed(4, 32), packed(4, 32)[0], _replaced("weight_scale", None), "weight_scale is missing"),
-    (compressed(4, 32), packed(4, 32)[0], _replaced("weight_shape", None), "weight_shape is missing"),
-    (compressed(4, 32), packed(4, 32)[0], _replaced("weight_shape", np.array([10, 1 << 60], np.int64)), "weight_shape"),
-    (compressed(4, 32), packed(4, 32)[0], _replaced("weight_shape", np.array([-1, 96], np.int64)), "weight_shape"),
-    (compressed(4, 32), packed(4, 32)[0], _replaced("weight_shape", scales(2)), "weight_shape"),
-    (compressed(4, 32), packed(4, 32)[0], _replaced("weight_scale", scales(10, 4)), "fits no group of config_groups"),
-    (compressed(4, 32), packed(4, 32)[0], _replaced("weight_scale", _nan(10, 3)), "weight_scale: a scale is infinite"),
-    (compressed(4, 32), packed(4, 32)[0], _replaced("weight_g_idx", np.full(96, 3, np.int32)), "there are 3 groups"),
-    (compressed(4, 32), packed(4, 32)[0], _replaced("weight_g_idx", np.full(96, -1, np.int32)), "there are 3 groups"),
-    (compressed(4, 32), packed(4, 32)[0], _replaced("weight", scales(10, 96)), "which is there as well"),
-    (ASYMMETRIC, packed(4, 32)[0], lambda p: p, "weight_zero_point is missing"),
-    (ASYMMETRIC, packed(4, 32)[0], _replaced("weight_zero_point", np.zeros((5, 3), np.int32)), "zero points"),
+    (compressed(4, 32), packed_tensors(4, 32)[0], _replaced("weight_scale", None), "weight_scale is missing"),
+    (compressed(4, 32), packed_tensors(4, 32)[0], _replaced("weight_shape", None), "weight_shape is missing"),
+    (
+        compressed(4, 32),
+        packed_tensors(4, 32)[0],
+        _replaced("weight_shape", np.array([10, 1 << 60], np.int64)),
+        "weight_shape",
+    ),
+    (
+        compressed(4, 32),
+        packed_tensors(4, 32)[0],
+        _replaced("weight_shape", np.array([-1, 96], np.int64)),
+        "weight_shape",
+    ),
+    (compressed(4, 32), packed_tensors(4, 32)[0], _replaced("weight_shape", scales(2)), "weight_shape"),
+    (
+        compressed(4, 32),
+        packed_tensors(4, 32)[0],
+        _replaced("weight_scale", scales(10, 4)),
+        "fits no group of config_groups",
+    ),
+    (
+        compressed(4, 32),
+        packed_tensors(4, 32)[0],
+        _replaced("weight_scale", _nan(10, 3)),
+        "weight_scale: a scale is infinite",
+    ),
+    (
+        compressed(4, 32),
+        packed_tensors(4, 32)[0],
+        _replaced("weight_g_idx", np.full(96, 3, np.int32)),
+        "there are 3 groups",
+    ),
+    (
+        compressed(4, 32),
+        packed_tensors(4, 32)[0],
+        _replaced("weight_g_idx", np.full(96, -1, np.int32)),
+        "there are 3 groups",
+    ),
+    (compressed(4, 32), packed_tensors(4, 32)[0], _replaced("weight", scales(10, 96)), "which is there as well"),
+    (ASYMMETRIC, packed_tensors(4, 32)[0], lambda p: p, "weight_zero_point is missing"),
+    (ASYMMETRIC, packed_tensors(4, 32)[0], _replaced("weight_zero_point", np.zeros((5, 3), np.int32)), "zero points"),
     (compressed(8, None), {f"{W}.weight_scale": scales(10, 1)}, lambda p: p, "x_proj.weight is missing"),
     (gptq_config(4), gptq(4)[0], _replaced("scales", None), "scales is missing"),
     (gptq_config(4), gptq(4)[0], _replaced("qzeros", None), "qzeros is missing"),
@@ -787,7 +821,7 @@ HOSTILE: list[tuple[dict[str, Any], Parts, Callable[[Parts], Parts], str]] = [
         lambda p: p,
         "weight_zero_point is missing",
     ),
-    (compressed(4, 32, actorder="group"), packed(4, 32)[0], lambda p: p, "weight_g_idx is missing"),
+    (compressed(4, 32, actorder="group"), packed_tensors(4, 32)[0], lambda p: p, "weight_g_idx is missing"),
     (gptq_config(4, desc_act=True), gptq(4)[0], _replaced("g_idx", None), "g_idx is missing"),
     (AWQ, awq_parts(), _replaced("scales", None), "scales is missing"),
     (AWQ, awq_parts(), _replaced("qzeros", None), "qzeros is missing"),
@@ -795,7 +829,12 @@ HOSTILE: list[tuple[dict[str, Any], Parts, Callable[[Parts], Parts], str]] = [
     # one scale, where blocks or groups are promised
     *((FP8, _fp8_parts(), _replaced("weight_scale_inv", scales(*s)), "inv: scales") for s in ((1, 1), (1,), ())),
     (_in_blocks(), _fp8_parts("weight_scale"), _replaced("weight_scale", scales(1, 1)), "weight_scale: scales"),
-    (compressed(4, 32), packed(4, 32)[0], _replaced("weight_scale", scales(1, 1)), "fits no group of config_groups"),
+    (
+        compressed(4, 32),
+        packed_tensors(4, 32)[0],
+        _replaced("weight_scale", scales(1, 1)),
+        "fits no group of config_groups",
+    ),
     (
         {"quant_method": "modelopt", "quant_algo": "FP8_PB_WO"},
         {f"{W}.weight": ("F8_E4M3", e4m3(200, 130)), f"{W}.weight_scale": scales(1, 1)},
@@ -806,8 +845,8 @@ HOSTILE: list[tuple[dict[str, Any], Parts, Callable[[Parts], Parts], str]] = [
 
 
 def read_values(folder: Path, parts: Parts, quantization: dict[str, Any]) -> None:
-    got = read(folder, parts, quantization)
-    for x in (*got.first.values(), *got.tensors.values()):
+    actual = read(folder, parts, quantization)
+    for x in (*actual.first.values(), *actual.tensors.values()):
         ex.read_values(x.x if isinstance(x, ex.Transposed) else x, 0, ex.size_of(x))
 
 
@@ -846,11 +885,11 @@ def test_configurations_that_are_none(tmp_path: Path, quantization: Any) -> None
 def test_experts_of_which_some_are_quantized(tmp_path: Path) -> None:
     path, want = quantized_moe(tmp_path / "moe")
     opened = open_checkpoint(path, OpenOptions(pre="gpt-2", lossless=True, exact=True))
-    made = opened.converted["blk.0.ffn_down_exps.weight"].expr
-    some = ex.stack([*made.xs[:3], ex.as_floats(made.xs[3])])  # type: ignore[attr-defined]
+    expr = opened.converted["blk.0.ffn_down_exps.weight"].expr
+    mixture = ex.stack([*expr.xs[:3], ex.as_floats(expr.xs[3])])  # type: ignore[attr-defined]
     names = [f"model.layers.0.mlp.experts.{e}.down_proj.weight" for e in range(4)]
-    assert some.type.name == "F32"
-    assert (whole(some) == np.stack([want[n] for n in names])).all()
+    assert mixture.type.name == "F32"
+    assert (full_array(mixture) == np.stack([want[n] for n in names])).all()
 
 
 def test_errors_of_a_run_name_the_tensor(tmp_path: Path) -> None:
@@ -866,19 +905,19 @@ def test_errors_of_a_run_name_the_tensor(tmp_path: Path) -> None:
 
 
 #: What AutoAWQ and AutoGPTQ stored, and the weights as they dequantize them (scripts/make_packed_goldens.py).
-PACKED = np.load(Path(__file__).parents[1] / "data" / "packed.npz")
+REAL_CHECKPOINTS = np.load(Path(__file__).parents[1] / "data" / "packed.npz")
 
 
-@pytest.mark.parametrize("name", sorted({key.partition("/")[0] for key in PACKED}))
+@pytest.mark.parametrize("name", sorted({key.partition("/")[0] for key in REAL_CHECKPOINTS}))
 def test_what_real_packers_store_is_read_as_they_mean_it(name: str, tmp_path: Path) -> None:
     method, _, bits = name.removesuffix("-act").partition("-")
-    given = {"quant_method": method, "bits": int(bits or 4), "group_size": 32, "version": "gemm"}
-    keys = [key for key in PACKED if key.startswith(f"{name}/") and not key.endswith("/weight")]
-    found = read(tmp_path, {f"{W}.{key.partition('/')[2]}": PACKED[key] for key in keys}, given)
-    assert list(found.tensors) == [f"{W}.weight"]
-    values, wanted = whole_floats(found.tensors[f"{W}.weight"]), PACKED[f"{name}/weight"]
-    assert values.shape == wanted.shape
-    assert (values.astype(np.float16) == wanted).all()
+    settings = {"quant_method": method, "bits": int(bits or 4), "group_size": 32, "version": "gemm"}
+    keys = [key for key in REAL_CHECKPOINTS if key.startswith(f"{name}/") and not key.endswith("/weight")]
+    tensors = read(tmp_path, {f"{W}.{key.partition('/')[2]}": REAL_CHECKPOINTS[key] for key in keys}, settings)
+    assert list(tensors.tensors) == [f"{W}.weight"]
+    values, expected = whole_floats(tensors.tensors[f"{W}.weight"]), REAL_CHECKPOINTS[f"{name}/weight"]
+    assert values.shape == expected.shape
+    assert (values.astype(np.float16) == expected).all()
 
 
 def whole_floats(x: ex.Expression) -> Array:

@@ -78,17 +78,17 @@ def test_logits_are_those_of_described_checkpoints() -> None:
 def test_shards_hold_what_the_index_says(tmp_path: Path) -> None:
     path = checkpoints.write_checkpoint("qwen3-moe", tmp_path)
     index = json.loads((path / "model.safetensors.index.json").read_text())
-    found: dict[str, str] = {}
+    actual: dict[str, str] = {}
     total = 0
     for file in sorted(path.glob("model-*.safetensors")):
         data = file.read_bytes()
         (n,) = struct.unpack_from("<Q", data)
         header = json.loads(data[8 : 8 + n])
         del header["__metadata__"]
-        found |= dict.fromkeys(header, file.name)
+        actual |= dict.fromkeys(header, file.name)
         assert len(data) == 8 + n + max(info["data_offsets"][1] for info in header.values())
         total += len(data) - 8 - n
-    assert found == index["weight_map"]
+    assert actual == index["weight_map"]
     assert total == index["metadata"]["total_size"]
 
 
@@ -109,12 +109,12 @@ def test_stored_floats_are_the_nearest(dtype: str) -> None:
     x = checkpoints.draw("key", "w", (64, 64))
     kind, shape, data = checkpoints.encode(x, dtype)
     if kind == "BF16":
-        back = (np.frombuffer(data, "<u2").astype(np.uint32) << 16).view(np.float32)
+        decoded_values = (np.frombuffer(data, "<u2").astype(np.uint32) << 16).view(np.float32)
     else:
-        back = np.frombuffer(data, {"F16": "<f2", "F32": "<f4"}[kind]).astype(np.float32)
+        decoded_values = np.frombuffer(data, {"F16": "<f2", "F32": "<f4"}[kind]).astype(np.float32)
     bound = {"BF16": 2.0**-8, "F16": 2.0**-11, "F32": 0.0}[kind]
     assert shape == x.shape
-    assert np.all(np.abs(back - x.ravel()) <= np.maximum(np.abs(x.ravel()), 2.0**-14) * bound)
+    assert np.all(np.abs(decoded_values - x.ravel()) <= np.maximum(np.abs(x.ravel()), 2.0**-14) * bound)
 
 
 #: Relative errors of schemes, root mean square, of evenly spread weights.

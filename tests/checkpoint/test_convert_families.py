@@ -54,9 +54,9 @@ def latent(folder: Path, rows: int = 2 * (16 + 24), **config: Any) -> Path:
 
 def values(opened: Checkpoint, name: str) -> np.ndarray:
     info = opened.tensors[name]
-    into = np.empty(info.nbytes, np.uint8)
-    opened.read(info, into, 0)
-    return into.view(np.uint16).reshape(info.shape[::-1])
+    out = np.empty(info.nbytes, np.uint8)
+    opened.read(info, out, 0)
+    return out.view(np.uint16).reshape(info.shape[::-1])
 
 
 def plain_parts(ranks: dict[bytes, int], token: bytes, below: int) -> list[bytes]:
@@ -76,10 +76,10 @@ def test_merges_are_what_ranks_would_join() -> None:
         token = rng.integers(97, 101, rng.integers(2, 9)).astype(np.uint8).tobytes()
         tokens += [] if token in tokens else [token]
     ranks = {token: i for i, token in enumerate(tokens)}
-    found = [plain_parts(ranks, token, rank) for token, rank in ranks.items() if len(token) > 1]
-    expected = [f"{a[0].decode()} {a[1].decode()}" for a in found if len(a) == 2]
+    merges = [plain_parts(ranks, token, rank) for token, rank in ranks.items() if len(token) > 1]
+    expected = [f"{a[0].decode()} {a[1].decode()}" for a in merges if len(a) == 2]
     assert list(tiktoken.merges_of(ranks)) == expected
-    assert 20 < len(expected) < len(found)
+    assert 20 < len(expected) < len(merges)
 
 
 def test_ranks_become_a_vocabulary(tmp_path: Path) -> None:
@@ -101,7 +101,7 @@ def test_ranks_become_a_vocabulary(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("data", "what"),
+    ("data", "message"),
     [
         (b"dGg= 0\n!! 1\n", "line 2 is no token in Base64"),
         (b"dGg= 0 1\n", "line 1 is no token in Base64"),
@@ -112,10 +112,10 @@ def test_ranks_become_a_vocabulary(tmp_path: Path) -> None:
         (base64.b64encode(bytes(5000)) + b" 0\n", "line 1: a token of 5000 bytes"),
     ],
 )
-def test_a_broken_file_of_ranks_is_refused(tmp_path: Path, data: bytes, what: str) -> None:
+def test_a_broken_file_of_ranks_is_refused(tmp_path: Path, data: bytes, message: str) -> None:
     folder = latent(tmp_path)
     (folder / "tiktoken.model").write_bytes(data)
-    with pytest.raises(FormatError, match=what):
+    with pytest.raises(FormatError, match=message):
         open_checkpoint(folder)
 
 
@@ -137,9 +137,13 @@ def test_latent_heads_of_another_shape_are_refused(tmp_path: Path) -> None:
         open_checkpoint(latent(tmp_path, rows=64))
 
 
-def glm(**more: Any) -> dict[str, Any]:
+def glm(**options: Any) -> dict[str, Any]:
     return moe_config(
-        architectures=["Glm4MoeForCausalLM"], model_type="glm4_moe", n_routed_experts=4, first_k_dense_replace=0, **more
+        architectures=["Glm4MoeForCausalLM"],
+        model_type="glm4_moe",
+        n_routed_experts=4,
+        first_k_dense_replace=0,
+        **options,
     )
 
 

@@ -57,9 +57,9 @@ REFUSED = {
 #: rows as they are stored, the logits agree to 5e-12. So are Mamba 2's. Mellum's windowed layers turn by the base of
 #: the others, and HY V4 turns neighbouring columns, where transformers pairs them over half a head. Baichuan of other
 #: than 32 layers does not turn columns at all.
-UNLIKE = {"baichuan", "bamba", "hy-v4", "mamba2", "mellum"}
+DIFFERENT_LOGITS = {"baichuan", "bamba", "hy-v4", "mamba2", "mellum"}
 #: llama.cpp differs by 1e-7 from itself, with another batch: 22 layers that keep no sum of what came before.
-NEAR = {"gemma3n-deep": 1e-6}
+TOLERANCES = {"gemma3n-deep": 1e-6}
 SPLITS: dict[str, dict[str, Any]] = {
     "bf16 by size": {"split_max_size": "2M"},
     "bf16 by tensors": {"split_max_tensors": 10},
@@ -67,29 +67,29 @@ SPLITS: dict[str, dict[str, Any]] = {
 }
 
 
-def options_of(what: checkpoints.Description) -> ConvertOptions:
+def options_of(description: checkpoints.Description) -> ConvertOptions:
     """Return the options that a checkpoint was converted with by the reference."""
-    return ConvertOptions(**what.convert_keywords())
+    return ConvertOptions(**description.convert_keywords())
 
 
 @pytest.fixture(scope="module")
-def drawn(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Iterator[Path]:
+def checkpoint(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Iterator[Path]:
     """A checkpoint, drawn once for all tests of it: pytest runs those together."""
-    folder = tmp_path_factory.mktemp("drawn")
+    folder = tmp_path_factory.mktemp("checkpoint")
     yield checkpoints.write_checkpoint(request.param, folder)
     shutil.rmtree(folder)  # pytest would keep gigabytes of them
 
 
 @pytest.fixture(scope="module")
-def in_f32(drawn: Path) -> Callable[[], Path]:
+def in_f32(checkpoint: Path) -> Callable[[], Path]:
     """Return a function that gives the checkpoint in F32, converted at the first call."""
 
     @cache
-    def made() -> Path:
-        options = replace(options_of(checkpoints.describe(drawn.name)), outtype="f32")
-        return convert(drawn, drawn.parent / "f32.gguf", None, options).paths[0]
+    def f32_file() -> Path:
+        options = replace(options_of(checkpoints.describe(checkpoint.name)), outtype="f32")
+        return convert(checkpoint, checkpoint.parent / "f32.gguf", None, options).paths[0]
 
-    return made
+    return f32_file
 
 
 #: Its experts stay the blocks they are (test_checkpoint_quantized.py); the reference, which cannot read it, has floats.
@@ -100,52 +100,58 @@ FLOATS = [name for name in EXPECTED if name != BLOCKS]
 def of_each(names: Collection[str]) -> pytest.MarkDecorator:
     """Give a test every checkpoint: of the module's scope, so that pytest runs what shares one together."""
     pairs = [(name, name) for name in names]
-    return pytest.mark.parametrize(("name", "drawn"), pairs, indirect=["drawn"], ids=list(names), scope="module")
+    return pytest.mark.parametrize(
+        ("name", "checkpoint"), pairs, indirect=["checkpoint"], ids=list(names), scope="module"
+    )
 
 
 @of_each(FLOATS)
-def test_the_bytes_are_the_references(name: str, drawn: Path, in_f32: Callable[[], Path], tmp_path: Path) -> None:
-    assert checkpoints.digest(drawn) == EXPECTED[name]["checkpoint"], "another checkpoint than the reference converted"
-    what, out = checkpoints.describe(name), tmp_path / "out.gguf"
-    options, wrong = options_of(what), {}
-    for way, expected in EXPECTED[name].items():
+def test_the_bytes_are_the_references(name: str, checkpoint: Path, in_f32: Callable[[], Path], tmp_path: Path) -> None:
+    assert checkpoints.digest(checkpoint) == EXPECTED[name]["checkpoint"], (
+        "another checkpoint than the reference converted"
+    )
+    description, out = checkpoints.describe(name), tmp_path / "out.gguf"
+    options, wrong = options_of(description), {}
+    for outtype, expected in EXPECTED[name].items():
         if isinstance(expected, dict):
-            if way != "f32":
-                convert(drawn, out, None, replace(options, outtype=way), overwrite=True)
-            path = in_f32() if way == "f32" else out
+            if outtype != "f32":
+                convert(checkpoint, out, None, replace(options, outtype=outtype), overwrite=True)
+            path = in_f32() if outtype == "f32" else out
             if hashlib.sha256(path.read_bytes()).hexdigest() != expected["sha256"]:
                 with open_gguf(path) as file:
-                    wrong[way] = differences(expected, digests(path), list(file.tensors))
+                    wrong[outtype] = differences(expected, digests(path), list(file.tensors))
         elif isinstance(expected, list):
-            paths = convert(drawn, tmp_path / "split.gguf", None, replace(options, outtype="bf16", **SPLITS[way])).paths
+            paths = convert(
+                checkpoint, tmp_path / "split.gguf", None, replace(options, outtype="bf16", **SPLITS[outtype])
+            ).paths
             if [hashlib.sha256(path.read_bytes()).hexdigest() for path in paths] != expected:
-                wrong[way] = (
+                wrong[outtype] = (
                     f"{len(paths)} parts, not {len(expected)}" if len(paths) != len(expected) else "parts differ"
                 )
             for path in paths:
                 path.unlink()
     out.unlink(missing_ok=True)
-    assert {way: text for way, text in wrong.items() if not only_exponentials(text)} == {}
+    assert {outtype: text for outtype, text in wrong.items() if not only_exponentials(text)} == {}
 
 
 @of_each(EXPECTED)
-def test_only_what_no_key_holds_is_said_to_be_lost(name: str, drawn: Path, tmp_path: Path) -> None:
-    notes = plan_convert(drawn, tmp_path / "x.gguf", None, options_of(checkpoints.describe(name))).notes
-    assert checkpoints.settings_in(notes) == checkpoints.LOST.get(name, set())
+def test_only_what_no_key_holds_is_said_to_be_lost(name: str, checkpoint: Path, tmp_path: Path) -> None:
+    notes = plan_convert(checkpoint, tmp_path / "x.gguf", None, options_of(checkpoints.describe(name))).notes
+    assert checkpoints.settings_in(notes) == checkpoints.OMISSIONS.get(name, set())
 
 
-@pytest.mark.parametrize("drawn", [BLOCKS], indirect=True)
-def test_beside_blocks_that_are_kept_all_is_the_references(drawn: Path, in_f32: Callable[[], Path]) -> None:
-    assert checkpoints.digest(drawn) == EXPECTED[BLOCKS]["checkpoint"]
+@pytest.mark.parametrize("checkpoint", [BLOCKS], indirect=True)
+def test_beside_blocks_that_are_kept_all_is_the_references(checkpoint: Path, in_f32: Callable[[], Path]) -> None:
+    assert checkpoints.digest(checkpoint) == EXPECTED[BLOCKS]["checkpoint"]
     expected = EXPECTED[BLOCKS]["f32"]["tensors"]
     sums = {expected[i : i + 8] for i in range(0, len(expected), 8)}
     with open_gguf(in_f32()) as file:
         data = {t.name: file.data(t).tobytes() for t in file.tensors.values()}
-        kept = {t.name for t in file.tensors.values() if t.type.name == "MXFP4"}
+        blocks = {t.name for t in file.tensors.values() if t.type.name == "MXFP4"}
     assert len(data) == len(expected) // 8
-    other = {name for name, raw in data.items() if f"{zlib.crc32(raw + bytes(-len(raw) % 32)):08x}" not in sums}
-    assert other == kept
-    assert kept == {f"blk.{i}.ffn_{kind}_exps.weight" for i in (1, 2) for kind in ("down", "gate", "up")}
+    differences = {name for name, raw in data.items() if f"{zlib.crc32(raw + bytes(-len(raw) % 32)):08x}" not in sums}
+    assert differences == blocks
+    assert blocks == {f"blk.{i}.ffn_{kind}_exps.weight" for i in (1, 2) for kind in ("down", "gate", "up")}
 
 
 def only_exponentials(text: str) -> bool:
@@ -154,18 +160,20 @@ def only_exponentials(text: str) -> bool:
 
 
 @of_each(LOGITS)
-def test_the_logits_are_those_of_transformers(name: str, drawn: Path, in_f32: Callable[[], Path]) -> None:
+def test_the_logits_are_those_of_transformers(name: str, checkpoint: Path, in_f32: Callable[[], Path]) -> None:
     path = in_f32()
     if name in INCOMPLETE:
         with pytest.raises(FormatError):
             load(path)
         return
-    assert (nmse(last_logits(path), LOGITS[name]) <= BOUND) == (name not in UNLIKE)
+    assert (nmse(last_logits(path), LOGITS[name]) <= BOUND) == (name not in DIFFERENT_LOGITS)
 
 
 @pytest.mark.peer
 @of_each(LOGITS)
-def test_the_logits_are_those_of_llama_cpp(name: str, drawn: Path, in_f32: Callable[[], Path], llama_bin: Path) -> None:
+def test_the_logits_are_those_of_llama_cpp(
+    name: str, checkpoint: Path, in_f32: Callable[[], Path], llama_bin: Path
+) -> None:
     path = in_f32()
     tokens = np.array(checkpoints.PROMPT, np.int32)
     if name in REFUSED:
@@ -173,7 +181,7 @@ def test_the_logits_are_those_of_llama_cpp(name: str, drawn: Path, in_f32: Calla
             Libllama(llama_bin).logits(path, tokens)
         return
     with load(path, n_ctx=512, kv_type="f32") as model:
-        assert nmse(model.forward(tokens), Libllama(llama_bin).logits(path, tokens)) <= NEAR.get(name, 1e-8)
+        assert nmse(model.forward(tokens), Libllama(llama_bin).logits(path, tokens)) <= TOLERANCES.get(name, 1e-8)
 
 
 def last_logits(path: Path) -> Any:
@@ -183,9 +191,9 @@ def last_logits(path: Path) -> Any:
         return model.forward(np.array(checkpoints.PROMPT, np.int32))[-4:]
 
 
-@pytest.mark.parametrize("drawn", ["gpt-oss"], indirect=True)
+@pytest.mark.parametrize("checkpoint", ["gpt-oss"], indirect=True)
 def test_gpt_oss_differs_by_whole_dimensions_alone(
-    drawn: Path, in_f32: Callable[[], Path], monkeypatch: pytest.MonkeyPatch
+    checkpoint: Path, in_f32: Callable[[], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its yarn goes between dimensions that are no whole numbers (``truncate`` false); ggml's always are, and no key of
     GGUF says otherwise."""
@@ -201,15 +209,15 @@ def test_gpt_oss_differs_by_whole_dimensions_alone(
     assert nmse(last_logits(path), LOGITS["gpt-oss"]) <= 1e-10
 
 
-@pytest.mark.parametrize("drawn", ["mamba2"], indirect=True)
+@pytest.mark.parametrize("checkpoint", ["mamba2"], indirect=True)
 def test_mamba2_differs_by_its_norm_alone(
-    drawn: Path, in_f32: Callable[[], Path], monkeypatch: pytest.MonkeyPatch
+    checkpoint: Path, in_f32: Callable[[], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """transformers norms the whole row; llama.cpp norms groups, as mamba_ssm does, whose models these are."""
     norm = Builder.norm
 
-    def of_rows(b: Builder, x: Value, name: str, *, group: int = 0, **more: Any) -> Value:
-        return norm(b, x, name, group=0 if name == "ssm_norm" else group, **more)
+    def of_rows(b: Builder, x: Value, name: str, *, group: int = 0, **options: Any) -> Value:
+        return norm(b, x, name, group=0 if name == "ssm_norm" else group, **options)
 
     monkeypatch.setattr(Builder, "norm", of_rows)
     assert nmse(last_logits(in_f32()), LOGITS["mamba2"]) <= 1e-10
@@ -221,16 +229,16 @@ def with_its_own_base(row: Arch) -> Arch:
 
 
 @pytest.mark.parametrize(
-    ("drawn", "name", "arch", "change"),
+    ("checkpoint", "name", "arch", "change"),
     [
         ("mellum", "mellum", "mellum", with_its_own_base),  # llama.cpp passes over rope.freq_base_swa
         ("baichuan", "baichuan", "baichuan", lambda row: replace(row, rope_rules=replace(row.rope_rules, n_layers=0))),
         ("hy-v4", "hy-v4", "hy_v4", lambda row: replace(row, rope="neox", indexer="neox")),
     ],
-    indirect=["drawn"],
+    indirect=["checkpoint"],
 )
 def test_a_difference_is_of_one_number_alone(
-    drawn: Path,
+    checkpoint: Path,
     name: str,
     arch: str,
     change: Callable[[Arch], Arch],

@@ -25,14 +25,14 @@ SCRIPT = Path(__file__).parents[2] / "scripts" / "fuzz_checkpoint.py"
 
 def test_fuzz_script() -> None:
     """A thousand changed files: neither crash nor hang nor big allocation (10^6 by hand)."""
-    given = [sys.executable, str(SCRIPT), "--mutations", "1000", "--seed", "7"]
-    done = subprocess.run(given, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "0 failures" in done.stdout
+    command = [sys.executable, str(SCRIPT), "--mutations", "1000", "--seed", "7"]
+    process = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert process.returncode == 0, process.stdout + process.stderr
+    assert "0 failures" in process.stdout
 
 
 @pytest.mark.parametrize(
-    "more",
+    "changes",
     [
         {"num_experts": 0},
         {"architectures": ["x" * 3000]},
@@ -43,8 +43,8 @@ def test_fuzz_script() -> None:
     ],
     ids=str,
 )
-def test_values_of_other_kinds(tmp_path: Path, more: dict[str, Any]) -> None:
-    folder = write_checkpoint(tmp_path / "m", moe_config(**more), moe_arrays(layers=1))
+def test_values_of_other_kinds(tmp_path: Path, changes: dict[str, Any]) -> None:
+    folder = write_checkpoint(tmp_path / "m", moe_config(**changes), moe_arrays(layers=1))
     with pytest.raises(QuantkitError) as e:
         plan_convert(folder, tmp_path / "x.gguf", None, ConvertOptions(pre="gpt-2"))
     assert str(folder) in e.value.message
@@ -56,8 +56,8 @@ def _json(name: str, **values: Any) -> Callable[[Path], None]:
 
     def change(folder: Path) -> None:
         path = folder / name
-        found = json.loads(path.read_text()) if path.exists() else {}
-        path.write_text(json.dumps({**found, **values}))
+        config = json.loads(path.read_text()) if path.exists() else {}
+        path.write_text(json.dumps({**config, **values}))
 
     return change
 
@@ -70,7 +70,7 @@ def _card(text: str) -> Callable[[Path], None]:
 
 
 @pytest.mark.parametrize(
-    ("change", "file", "named"),
+    ("change", "file", "name"),
     [
         (_json("tokenizer_config.json", eos_token="<|nope|>"), "tokenizer_config.json", "<|nope|>"),
         (_json("config.json", pad_token_id=-1), "config.json", "pad_token_id"),
@@ -86,13 +86,13 @@ def _card(text: str) -> Callable[[Path], None]:
         (_json("config.json", num_hidden_layers=1), "config.json", "layers.1."),
     ],
 )
-def test_the_file_at_fault_is_blamed(tmp_path: Path, change: Callable[[Path], None], file: str, named: str) -> None:
+def test_the_file_at_fault_is_blamed(tmp_path: Path, change: Callable[[Path], None], file: str, name: str) -> None:
     folder = write_checkpoint(tmp_path / "m")
     change(folder)
     with pytest.raises(FormatError) as e:
         plan_convert(folder, tmp_path / "x.gguf", None, ConvertOptions(pre="gpt-2"))
     assert str(folder / file) in e.value.message
-    assert named in e.value.message
+    assert name in e.value.message
 
 
 def test_a_missing_expert_is_named(tmp_path: Path) -> None:
@@ -116,12 +116,12 @@ def test_a_shard_that_names_promise_is_missed(tmp_path: Path, number: int) -> No
 @pytest.mark.parametrize("index", [True, False])
 def test_the_shards_that_are_there_are_converted_if_asked(tmp_path: Path, index: bool) -> None:
     folder, options = write_checkpoint(tmp_path / "m", shards=3), ConvertOptions(pre="gpt-2", allow_incomplete=True)
-    whole = {t.name for t in plan_convert(folder, tmp_path / "x.gguf", None, options).tensors}
+    names = {t.name for t in plan_convert(folder, tmp_path / "x.gguf", None, options).tensors}
     (folder / "model-00003-of-00003.safetensors").unlink()
     if not index:
         (folder / "model.safetensors.index.json").unlink()
-    rest = {t.name for t in plan_convert(folder, tmp_path / "x.gguf", None, options).tensors}
-    assert set() < rest < whole
+    remainder = {t.name for t in plan_convert(folder, tmp_path / "x.gguf", None, options).tensors}
+    assert set() < remainder < names
 
 
 def test_a_shard_of_the_output_alone_is_missed(tmp_path: Path) -> None:
@@ -141,11 +141,11 @@ def test_an_empty_tokenizer_model_is_no_vocabulary(tmp_path: Path) -> None:
         plan_convert(folder, tmp_path / "x.gguf", None, ConvertOptions(pre="gpt-2"))
 
 
-@pytest.mark.parametrize(("option", "instead"), [("--remote", "hf://"), ("--dspark", "draft")])
-def test_what_is_refused_says_what_there_is(tmp_path: Path, option: str, instead: str) -> None:
-    done = CliRunner().invoke(cli, ["convert", str(tmp_path), option])
-    assert done.exit_code == 2
-    assert instead in done.stderr
+@pytest.mark.parametrize(("option", "alternative"), [("--remote", "hf://"), ("--dspark", "draft")])
+def test_what_is_refused_says_what_there_is(tmp_path: Path, option: str, alternative: str) -> None:
+    result = CliRunner().invoke(cli, ["convert", str(tmp_path), option])
+    assert result.exit_code == 2
+    assert alternative in result.stderr
     assert "DeepseekV4ForCausalLM" in CliRunner().invoke(cli, ["convert", "--list"]).stdout
 
 

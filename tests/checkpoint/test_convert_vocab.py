@@ -24,7 +24,7 @@ VOCAB = ConvertOptions(vocab_only=True)
 TEKKEN = "10805ca87b8132e4d56b11c8fd30ce0fb55904d81ef39c8378f161e8ca1b1297"
 
 
-def write_tekken(folder: Path, **more: Any) -> Path:
+def write_tekken(folder: Path, **options: Any) -> Path:
     """Write a Llama without weights whose tokens are in a tekken.json, 600 of them, 30 special."""
     folder.mkdir(parents=True)
     config = {
@@ -38,10 +38,10 @@ def write_tekken(folder: Path, **more: Any) -> Path:
         new = rng.choice(tokens) + rng.choice(tokens)
         if len(new) < 9 and new not in tokens:
             tokens.append(new)
-    listed = [{"rank": i, "token_bytes": base64.b64encode(t).decode(), "token_str": None} for i, t in enumerate(tokens)]
+    vocab = [{"rank": i, "token_bytes": base64.b64encode(t).decode(), "token_str": None} for i, t in enumerate(tokens)]
     sizes = {"num_vocab_tokens": 600, "default_vocab_size": 600, "default_num_special_tokens": 30}
-    data = {"config": {"pattern": r"\S+|\s+", "version": "v3", **sizes}, "vocab": listed}
-    (folder / "tekken.json").write_text(json.dumps({**data, **more}))
+    data = {"config": {"pattern": r"\S+|\s+", "version": "v3", **sizes}, "vocab": vocab}
+    (folder / "tekken.json").write_text(json.dumps({**data, **options}))
     return folder
 
 
@@ -54,7 +54,7 @@ _A = base64.b64encode(b"a").decode()
 
 
 @pytest.mark.parametrize(
-    ("more", "message"),
+    ("changes", "message"),
     [
         ({"config": None}, "config"),
         ({"config": {"default_vocab_size": 1 << 40, "default_num_special_tokens": 30}}, "default_vocab_size"),
@@ -68,9 +68,9 @@ _A = base64.b64encode(b"a").decode()
         ({"special_tokens": [{"token_str": "x"}]}, "<s>"),
     ],
 )
-def test_tekken_files_that_are_broken(tmp_path: Path, more: dict[str, Any], message: str) -> None:
+def test_tekken_files_that_are_broken(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
     with pytest.raises(FormatError) as e:
-        convert(write_tekken(tmp_path / "m", **more), tmp_path / "x.gguf", None, VOCAB)
+        convert(write_tekken(tmp_path / "m", **changes), tmp_path / "x.gguf", None, VOCAB)
     assert "tekken.json" in e.value.message
     assert message in e.value.message
 
@@ -78,22 +78,22 @@ def test_tekken_files_that_are_broken(tmp_path: Path, more: dict[str, Any], mess
 def write_pairs(folder: Path, class_name: str | None) -> Path:
     """Write a checkpoint with vocab.json and merges.txt instead of tokenizer.json."""
     write_checkpoint(folder, moe_config(model_type="none"))
-    made = tokenizer()["model"]
+    model = tokenizer()["model"]
     (folder / "tokenizer.json").unlink()
-    (folder / "vocab.json").write_text(json.dumps(made["vocab"]))
+    (folder / "vocab.json").write_text(json.dumps(model["vocab"]))
     (folder / "merges.txt").write_text("#version: 0.2\nt h\n\n")
     (folder / "added_tokens.json").write_text(json.dumps({"<|end|>": 95}))
-    said = {"tokenizer_class": class_name, "eos_token": "<|end|>", "unk_token": "<|end|>", "bos_token": "<|end|>"}
-    (folder / "tokenizer_config.json").write_text(json.dumps(said))
+    config = {"tokenizer_class": class_name, "eos_token": "<|end|>", "unk_token": "<|end|>", "bos_token": "<|end|>"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
     return folder
 
 
 @pytest.mark.parametrize("name", ["GPT2Tokenizer", "Qwen2Tokenizer"])
 def test_vocab_json_and_merges(tmp_path: Path, name: str) -> None:
     folder = write_pairs(tmp_path / "m", name)
-    more = {"pad_token": "<|end|>"}
-    given = json.loads((folder / "tokenizer_config.json").read_text())
-    (folder / "tokenizer_config.json").write_text(json.dumps(given | more))
+    changes = {"pad_token": "<|end|>"}
+    config = json.loads((folder / "tokenizer_config.json").read_text())
+    (folder / "tokenizer_config.json").write_text(json.dumps(config | changes))
     convert(folder, tmp_path / "x.gguf", None, replace(VOCAB, pre="gpt-2"))
     with open_gguf(tmp_path / "x.gguf") as file:
         tokens = file.get("tokenizer.ggml.tokens")
@@ -114,8 +114,8 @@ def test_what_to_try_for_an_unknown_hash(tmp_path: Path) -> None:
     with pytest.raises(FormatError, match=r"hash [0-9a-f]{64}.*--pre gpt-2 splits a difficult text as") as e:
         convert(folder, tmp_path / "x.gguf", None, VOCAB)
     assert "tokenizer.json" in e.value.message
-    made = tokenizer() | {"pre_tokenizer": {"type": "Digits", "individual_digits": True}}
-    (folder / "tokenizer.json").write_text(json.dumps(made))
+    changed_tokenizer = tokenizer() | {"pre_tokenizer": {"type": "Digits", "individual_digits": True}}
+    (folder / "tokenizer.json").write_text(json.dumps(changed_tokenizer))
     with pytest.raises(FormatError, match=r"nearest is --pre \S+, which ends \d+%"):
         convert(folder, tmp_path / "x.gguf", None, VOCAB)
 
@@ -182,13 +182,13 @@ def test_the_last_of_equal_words_counts(tmp_path: Path) -> None:
 
 def test_special_tokens_that_are_missing_follow_the_others(tmp_path: Path) -> None:
     """In the order in which transformers adds them; a vocabulary that they do not fit is refused."""
-    few = [word for word in WORDS if word not in ("[UNK]", "[MASK]")]
-    tokens, types, _ = pieces_of(write_bert(tmp_path / "m", "\n".join(few)), tmp_path / "x.gguf")
+    words = [word for word in WORDS if word not in ("[UNK]", "[MASK]")]
+    tokens, types, _ = pieces_of(write_bert(tmp_path / "m", "\n".join(words)), tmp_path / "x.gguf")
     assert tokens[8:] == ["[UNK]", "[MASK]", "▁[PAD10]", "▁[PAD11]"]
     assert types[8:] == [3, 3, 5, 5]
     with pytest.raises(FormatError, match=r"as number 9 .* \(vocab_size\)"):
         convert(
-            write_bert(tmp_path / "n", "\n".join(few), config={"vocab_size": 9}), tmp_path / "y.gguf", None, WORDPIECE
+            write_bert(tmp_path / "n", "\n".join(words), config={"vocab_size": 9}), tmp_path / "y.gguf", None, WORDPIECE
         )
 
 
@@ -207,14 +207,14 @@ def test_a_vocab_txt_that_is_no_text(tmp_path: Path) -> None:
 def test_a_tokenizer_without_its_token_for_what_is_unknown(tmp_path: Path) -> None:
     """The package tokenizers stops at a text of such characters."""
     folder = checkpoints.write_checkpoint("bert", tmp_path)
-    made = json.loads((folder / "tokenizer.json").read_text())
-    made["model"]["unk_token"] = "<none>"
-    (folder / "tokenizer.json").write_text(json.dumps(made))
+    values = json.loads((folder / "tokenizer.json").read_text())
+    values["model"]["unk_token"] = "<none>"
+    (folder / "tokenizer.json").write_text(json.dumps(values))
     with pytest.raises(FormatError, match=r"tokenizer.json: .*Missing \[UNK\] token"):
         convert(folder, tmp_path / "x.gguf", None, VOCAB)
 
 
-NAMED = [name for name in checkpoints.NAMES if checkpoints.describe(name).vocab["kind"] == "wordpiece"]
+WORDPIECE_NAMES = [name for name in checkpoints.NAMES if checkpoints.describe(name).vocab["kind"] == "wordpiece"]
 
 
 #: What a tokenizer.json may say of lengths; transformers, which hashes, truncates and pads as its caller says.
@@ -228,7 +228,7 @@ LENGTHS = {
 
 
 @pytest.mark.parametrize("lengths", [{}, LENGTHS], ids=["plain", "truncated and padded"])
-@pytest.mark.parametrize("name", NAMED)
+@pytest.mark.parametrize("name", WORDPIECE_NAMES)
 def test_the_hash_of_words_is_the_references(name: str, lengths: dict[str, Any], tmp_path: Path) -> None:
     expected = json.loads((Path(__file__).parents[1] / "data" / "convert-sha256.json").read_text())[name]["check"]
     folder = checkpoints.write_checkpoint(name, tmp_path)
@@ -312,8 +312,8 @@ def test_a_model_of_another_type_is_refused(name: str, kind: str, tmp_path: Path
     folder = checkpoints.write_checkpoint(name, tmp_path)
     (folder / "tokenizer.model").unlink(missing_ok=True)
     pieces: Any = [["a", 0.0]] if kind == "Unigram" else {"a": 0}
-    given = {"model": {"type": kind, "vocab": pieces, "merges": []}, "added_tokens": []}
-    (folder / "tokenizer.json").write_text(json.dumps(given))
+    values = {"model": {"type": kind, "vocab": pieces, "merges": []}, "added_tokens": []}
+    (folder / "tokenizer.json").write_text(json.dumps(values))
     with pytest.raises(FormatError, match=f"its model is '{kind}', but that of this class is"):
         convert(folder, tmp_path / "x.gguf", None, replace(VOCAB, pre="gpt-2"))
 

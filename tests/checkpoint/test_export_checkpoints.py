@@ -39,8 +39,8 @@ NAMES = [name for name in checkpoints.NAMES if name not in REFUSED]
 OWN_TOKENIZER = {"modernbert-classifier", "modernbert-classifier-sparse"}
 ADD_BOS, ADD_EOS, ADD_SEP = (f"tokenizer.ggml.add_{kind}_token" for kind in ("bos", "eos", "sep"))
 #: Files of ranks and tokenizer.model do not say what is put around texts, tokenizer.json does: what runtimes do anyway.
-SAID = {ADD_BOS: (None, True)}
-UNSAID = {ADD_BOS: (None, False), ADD_EOS: (None, False)}
+WITH_BOS = {ADD_BOS: (None, True)}
+WITHOUT_BOS = {ADD_BOS: (None, False), ADD_EOS: (None, False)}
 #: Checkpoint -> keys that are different after all, with both values.
 KEYS: dict[str, dict[str, tuple[Any, Any]]] = {
     **dict.fromkeys(
@@ -60,9 +60,11 @@ KEYS: dict[str, dict[str, tuple[Any, Any]]] = {
             *("paddleocr", "pangu", "phi3", "phi3-long", "phimoe", "user-pieces"),
             *("baichuan", "deci", "deci-7b", "gemma-embedding", "grok-1", "internlm2", "openelm", "plamo", "xverse"),
         ),
-        SAID,
+        WITH_BOS,
     ),
-    **dict.fromkeys(("hunyuan-moe", "kimi-k2", "kimi-k2-ct-int4", "kimi-k2-ct-mxfp4", "kimi-linear", "qwen"), UNSAID),
+    **dict.fromkeys(
+        ("hunyuan-moe", "kimi-k2", "kimi-k2-ct-int4", "kimi-k2-ct-mxfp4", "kimi-linear", "qwen"), WITHOUT_BOS
+    ),
     **dict.fromkeys(("mt5", "t5", "t5-encoder", "umt5"), {ADD_EOS: (None, True), ADD_SEP: (None, False)}),
     "xlm-roberta": {ADD_EOS: (None, True), ADD_SEP: (None, True)},
     # The class of the text model does not read what is never to be said: places of pictures and sounds.
@@ -80,7 +82,7 @@ KEYS: dict[str, dict[str, tuple[Any, Any]]] = {
     ),
 }
 #: Tensors of checkpoints that no file of the text model has, and layers that some converters leave out.
-APART = (
+OTHER_PARTS = (
     *("visual.", "vision", "multi_modal_projector.", "mm_projector.", "mtp.", "mtp_layers.", "audio_tower."),
     *("talker.", "code2wav.", "pooler.", "cls.predictions.", "model.aligner.", "model.generation_", "model.merger."),
     *("sam_model.", "model.projector.", "vqmodel.", "vit.", "masked_embedding.", ".rotary_emb.inv_freq"),
@@ -151,32 +153,32 @@ def folder(tmp_path: Path) -> Iterator[Path]:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_there_and_back(name: str, folder: Path) -> None:
-    what = checkpoints.describe(name)
-    drawn = checkpoints.write_checkpoint(name, folder / "drawn")
-    for outtype in outtypes(what):
-        back = there_and_back(what, drawn, outtype, folder / outtype)
-        config = json.loads((back / "config.json").read_text())
-        assert config["architectures"] == [CLASSES.get(name, what.config["architectures"][0])]
-        if what.quantized is None:
-            assert differences(what, stored_in(drawn), stored_in(back)) == []
+    description = checkpoints.describe(name)
+    checkpoint = checkpoints.write_checkpoint(name, folder / "drawn")
+    for outtype in outtypes(description):
+        output = there_and_back(description, checkpoint, outtype, folder / outtype)
+        config = json.loads((output / "config.json").read_text())
+        assert config["architectures"] == [CLASSES.get(name, description.config["architectures"][0])]
+        if description.quantized is None:
+            assert differences(description, stored_in(checkpoint), stored_in(output)) == []
 
 
-def outtypes(what: checkpoints.Description) -> tuple[str, ...]:
+def outtypes(description: checkpoints.Description) -> tuple[str, ...]:
     """Return bf16, as which plain checkpoints are stored; f32 where values are computed; both where one may hide."""
-    if what.name in QUANTIZED_ALONE or what.name in CHANGED:
+    if description.name in QUANTIZED_ALONE or description.name in CHANGED:
         return ("f32", "bf16")
-    plain = what.quantized is None and not what.name.endswith("-sparse") and what.name != "plamo"
-    return ("bf16",) if plain and what.dtype == "bfloat16" else ("f32",)
+    plain = description.quantized is None and not description.name.endswith("-sparse") and description.name != "plamo"
+    return ("bf16",) if plain and description.dtype == "bfloat16" else ("f32",)
 
 
-def there_and_back(what: checkpoints.Description, drawn: Path, outtype: str, folder: Path) -> Path:
+def there_and_back(description: checkpoints.Description, checkpoint: Path, outtype: str, folder: Path) -> Path:
     """Convert, export and convert again; return what was exported."""
     folder.mkdir()
-    options = replace(options_of(what), outtype=outtype)
-    convert(drawn, folder / "a.gguf", None, options, threads=1)
-    own = what.name in OWN_TOKENIZER
-    export(folder / "a.gguf", folder / "back", ExportOptions(outtype=outtype, tokenizer=not own), threads=1)
-    for path in drawn.glob("tokenizer*.json") if own else ():
+    options = replace(options_of(description), outtype=outtype)
+    convert(checkpoint, folder / "a.gguf", None, options, threads=1)
+    has_tokenizer = description.name in OWN_TOKENIZER
+    export(folder / "a.gguf", folder / "back", ExportOptions(outtype=outtype, tokenizer=not has_tokenizer), threads=1)
+    for path in checkpoint.glob("tokenizer*.json") if has_tokenizer else ():
         shutil.copy(path, folder / "back")
     with open_gguf(folder / "a.gguf") as a:
         has_name = a.get("tokenizer.ggml.model") in ("gpt2", "bert")
@@ -184,31 +186,31 @@ def there_and_back(what: checkpoints.Description, drawn: Path, outtype: str, fol
         convert(folder / "back", folder / "b.gguf", None, options, threads=1)
         with open_gguf(folder / "b.gguf") as b:
             assert differing_tensors(a, b) == []
-            assert differing_keys(a, b) == KEYS.get(what.name, {})
+            assert differing_keys(a, b) == KEYS.get(description.name, {})
     return folder / "back"
 
 
 def differing_tensors(a: GGUFFile, b: GGUFFile) -> list[str]:
     """Return the names of tensors that are not in both, or not the same there; blocks of the first as values."""
-    beside = {name for name in a.tensors if name.endswith((".scale", ".input_scale")) and name not in b.tensors}
+    scales = {name for name in a.tensors if name.endswith((".scale", ".input_scale")) and name not in b.tensors}
     names = dict.fromkeys((*a.tensors, *b.tensors))
-    return [name for name in names if name not in beside and not same(a, b, name, f"{name[:-6]}scale" in beside)]
+    return [name for name in names if name not in scales and not is_same(a, b, name, f"{name[:-6]}scale" in scales)]
 
 
-def same(a: GGUFFile, b: GGUFFile, name: str, scaled: bool) -> bool:
+def is_same(a: GGUFFile, b: GGUFFile, name: str, scaled: bool) -> bool:
     if name not in a.tensors or name not in b.tensors or a.tensors[name].shape != b.tensors[name].shape:
         return False
-    one, other = a.tensors[name], b.tensors[name]
-    if one.type is other.type:
-        return a.data(one).tobytes() == b.data(other).tobytes()
-    values = decoded(a, one)
+    one, second = a.tensors[name], b.tensors[name]
+    if one.type is second.type:
+        return a.data(one).tobytes() == b.data(second).tobytes()
+    values = decode_tensor(a, one)
     if scaled:
         scales = a.data(f"{name[:-6]}scale").view(np.float32)
         values = (values.reshape(scales.size, -1) * scales[:, None]).reshape(-1)
-    wanted = decoded(b, other)
-    if other.type.name == "BF16":
+    expected = decode_tensor(b, second)
+    if second.type.name == "BF16":
         values = bf16(values)
-    return one.type.block > 1 and np.array_equal(values, wanted)
+    return one.type.block > 1 and np.array_equal(values, expected)
 
 
 def bf16(x: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
@@ -217,36 +219,40 @@ def bf16(x: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
     return rounded
 
 
-def decoded(file: GGUFFile, t: TensorInfo) -> npt.NDArray[np.float32]:
+def decode_tensor(file: GGUFFile, t: TensorInfo) -> npt.NDArray[np.float32]:
     rows = file.data(t).reshape(-1, t.type.row_bytes(t.shape[0]))
     return dequantize(rows, t.type, t.shape[0]).reshape(-1)
 
 
 def differing_keys(a: GGUFFile, b: GGUFFile) -> dict[str, tuple[Any, Any]]:
-    own = [key for key in {**a.fields, **b.fields} if not key.startswith("general.")]
-    encoded = {key: [file.fields[key].encode() if key in file.fields else b"" for file in (a, b)] for key in own}
-    return {key: (a.get(key), b.get(key)) for key, (one, other) in encoded.items() if one != other}
+    keys = [key for key in {**a.fields, **b.fields} if not key.startswith("general.")]
+    values = {key: [file.fields[key].encode() if key in file.fields else b"" for file in (a, b)] for key in keys}
+    return {key: (a.get(key), b.get(key)) for key, (one, second) in values.items() if one != second}
 
 
 def stored_in(path: Path) -> dict[str, StoredTensor]:
     return {name: tensor for file in read_checkpoint(path) for name, tensor in file.items()}
 
 
-def differences(what: checkpoints.Description, a: dict[str, StoredTensor], b: dict[str, StoredTensor]) -> list[str]:
+def differences(
+    description: checkpoints.Description, a: dict[str, StoredTensor], b: dict[str, StoredTensor]
+) -> list[str]:
     """Return tensors of a checkpoint that were not exported, or are something else, and those it does not have."""
-    a = {name: t for name, t in a.items() if not any(part in name for part in APART) or name in b}
-    a, b = ({name.replace(WRAPPED.get(what.name, "\0"), ""): t for name, t in of.items()} for of in (a, b))
-    if (ending := DROPPED.get(what.name)) is not None:
-        a, b = ({name: t for name, t in of.items() if not name.endswith(ending)} for of in (a, b))
-    if what.name in LAST_LEFT_OUT:
+    a = {name: t for name, t in a.items() if not any(part in name for part in OTHER_PARTS) or name in b}
+    a, b = (
+        {name.replace(WRAPPED.get(description.name, "\0"), ""): t for name, t in tensors.items()} for tensors in (a, b)
+    )
+    if (ending := DROPPED.get(description.name)) is not None:
+        a, b = ({name: t for name, t in tensors.items() if not name.endswith(ending)} for tensors in (a, b))
+    if description.name in LAST_LEFT_OUT:
         a = {name: t for name, t in a.items() if name in b}
-    if what.config.get("tie_word_embeddings"):
+    if description.config.get("tie_word_embeddings"):
         a.pop("lm_head.weight", None)
-    if what.name in OTHER_NAMES:
-        return [] if len(a) == len(b) or what.name in FUSED else [f"{len(a)} tensors, {len(b)}"]
-    found = [name for name in {**a, **b} if (name in a) != (name in b)]
+    if description.name in OTHER_NAMES:
+        return [] if len(a) == len(b) or description.name in FUSED else [f"{len(a)} tensors, {len(b)}"]
+    names = [name for name in {**a, **b} if (name in a) != (name in b)]
     differ = [name for name in a if name in b and not equal(Stored(a[name]), Stored(b[name]))]
-    return found + [name for name in differ if not re.search(CHANGED.get(what.name, r"$^"), name)]
+    return names + [name for name in differ if not re.search(CHANGED.get(description.name, r"$^"), name)]
 
 
 def equal(x: Stored, y: Stored) -> bool:
@@ -254,9 +260,9 @@ def equal(x: Stored, y: Stored) -> bool:
 
 
 def test_what_is_not_exported_says_so(folder: Path) -> None:
-    said = r"'rwkv5' is not exported by this version: `quantkit export --list`"
+    message = r"'rwkv5' is not exported by this version: `quantkit export --list`"
     path = vocabs.write_vocab(folder / "a.gguf")
-    with open_gguf(path, header_only=True) as file, pytest.raises(TypeNotSupported, match=said):
+    with open_gguf(path, header_only=True) as file, pytest.raises(TypeNotSupported, match=message):
         find_class(ModelMetadata(file, "rwkv5"))
 
 
@@ -275,13 +281,13 @@ def test_every_architecture_is_exported() -> None:
 @pytest.mark.parametrize(("name", "error"), [("qwen3-moe-nvfp4", 1e-6), ("llama-nvfp4", 1e-6), ("gpt-oss-mxfp4", 0)])
 def test_floats_of_blocks_are_those_that_are_meant(name: str, error: float, folder: Path) -> None:
     """NVFP4's up to the order of two products."""
-    what = checkpoints.describe(name)
-    drawn = checkpoints.write_checkpoint(name, folder / "drawn")
-    convert(drawn, folder / "a.gguf", None, options_of(what))
+    description = checkpoints.describe(name)
+    checkpoint = checkpoints.write_checkpoint(name, folder / "drawn")
+    convert(checkpoint, folder / "a.gguf", None, options_of(description))
     export(folder / "a.gguf", folder / "back", ExportOptions(outtype="f32"))
-    meant = stored_in(checkpoints.write_description(checkpoints.meant(what), folder / "meant"))
-    found = stored_in(folder / "back")
-    assert meant.keys() == found.keys()
-    for key, tensor in meant.items():
-        x, y = (read_f32(Stored(t), 0, t.n_values) for t in (tensor, found[key]))
+    expected = stored_in(checkpoints.write_description(checkpoints.decoded(description), folder / "meant"))
+    actual = stored_in(folder / "back")
+    assert expected.keys() == actual.keys()
+    for key, tensor in expected.items():
+        x, y = (read_f32(Stored(t), 0, t.n_values) for t in (tensor, actual[key]))
         assert np.allclose(x, y, rtol=error, atol=0), key

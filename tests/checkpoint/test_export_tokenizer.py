@@ -33,13 +33,13 @@ CASELESS = {"tekken", "kimi-k2"}
 
 @cache
 def texts() -> list[str]:
-    found = [TEXT]
+    samples = [TEXT]
     for text in vocabs.TEXTS:
         try:
-            found.append(text.decode())
+            samples.append(text.decode())
         except UnicodeDecodeError:
             continue
-    return found
+    return samples
 
 
 def is_compared(name: str, text: str) -> bool:
@@ -60,23 +60,23 @@ def is_compared(name: str, text: str) -> bool:
 @cache
 def vocabulary() -> dict[str, Any]:
     """Return one that shows where words end, all parts of merges tokens."""
-    found = vocabs.telltale()
-    parts = (part for merge in found["merges"] for part in merge.split(" "))
-    tokens = list(dict.fromkeys((*found["tokens"], *parts)))
+    vocabulary_fields = vocabs.telltale()
+    parts = (part for merge in vocabulary_fields["merges"] for part in merge.split(" "))
+    tokens = list(dict.fromkeys((*vocabulary_fields["tokens"], *parts)))
     types = np.array([vocabs.CONTROL] + [vocabs.NORMAL] * (len(tokens) - 1), np.int32)
-    return {**found, "tokens": tokens, "token_type": Field.of(vocabs.KEY + "token_type", types)}
+    return {**vocabulary_fields, "tokens": tokens, "token_type": Field.of(vocabs.KEY + "token_type", types)}
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_ids_are_those_of_our_own(name: str, tmp_path: Path) -> None:
     path = vocabs.write_vocab(tmp_path / "x.gguf", pre=name, **vocabulary())
     with open_gguf(path, header_only=True) as file:
-        own = Tokenizer.from_gguf(file)
+        tokenizer = Tokenizer.from_gguf(file)
         files, notes = tokenizer_files(file)
-    theirs = HuggingFace.from_str(files["tokenizer.json"].decode())
+    peer = HuggingFace.from_str(files["tokenizer.json"].decode())
     compared = [text for text in texts() if is_compared(name, text)]
-    ids = {text: own.encode(text, add_special=True, parse_special=True).tolist() for text in compared}
-    assert [text for text in compared if theirs.encode(text).ids != ids[text]] == []
+    ids = {text: tokenizer.encode(text, add_special=True, parse_special=True).tolist() for text in compared}
+    assert [text for text in compared if peer.encode(text).ids != ids[text]] == []
     assert notes == []
     assert len(compared) > len(texts()) // 2
 
@@ -103,12 +103,12 @@ def test_merges_of_what_is_no_token_are_left_out(tmp_path: Path) -> None:
 def test_pieces(flags: dict[str, bool], tmp_path: Path) -> None:
     path = vocabs.spm(tmp_path / "x.gguf", **flags)
     with open_gguf(path, header_only=True) as file:
-        own = Tokenizer.from_gguf(file)
+        tokenizer = Tokenizer.from_gguf(file)
         files, _ = tokenizer_files(file)
-    theirs = HuggingFace.from_str(files["tokenizer.json"].decode())
+    peer = HuggingFace.from_str(files["tokenizer.json"].decode())
     plain = [text for text in texts() if "<" not in text and "\0" not in text]
-    ids = {text: own.encode(text, add_special=True).tolist() for text in plain}
-    assert [text for text in plain if theirs.encode(text).ids != ids[text]] == []
+    ids = {text: tokenizer.encode(text, add_special=True).tolist() for text in plain}
+    assert [text for text in plain if peer.encode(text).ids != ids[text]] == []
     assert len(plain) > 30
 
 
@@ -116,13 +116,13 @@ def test_pieces(flags: dict[str, bool], tmp_path: Path) -> None:
 def test_words(flags: dict[str, bool], tmp_path: Path) -> None:
     path = vocabs.wordpiece(tmp_path / "x.gguf", **flags)
     with open_gguf(path, header_only=True) as file:
-        own = Tokenizer.from_gguf(file)
+        tokenizer = Tokenizer.from_gguf(file)
         files, _ = tokenizer_files(file)
-    theirs = HuggingFace.from_str(files["tokenizer.json"].decode())
+    peer = HuggingFace.from_str(files["tokenizer.json"].decode())
     latin = [text for text in texts() if "<" not in text and max(text, default="") < "\u0250"]
     plain = [text for text in latin if max(map(len, text.split()), default=0) <= 100]  # llama.cpp has no such limit
-    ids = {text: own.encode(text, add_special=True).tolist() for text in plain}
-    assert [text for text in plain if theirs.encode(text).ids != ids[text]] == []
+    ids = {text: tokenizer.encode(text, add_special=True).tolist() for text in plain}
+    assert [text for text in plain if peer.encode(text).ids != ids[text]] == []
     assert len(plain) > 20
 
 
@@ -130,11 +130,11 @@ def test_a_plain_token_may_begin_texts(tmp_path: Path) -> None:
     """It is put before them, and is nothing special within them."""
     path = vocabs.spm(tmp_path / "x.gguf", bos_token_id=300)
     with open_gguf(path, header_only=True) as file:
-        own = Tokenizer.from_gguf(file)
+        tokenizer = Tokenizer.from_gguf(file)
         files, _ = tokenizer_files(file)
-    theirs = HuggingFace.from_str(files["tokenizer.json"].decode())
-    assert theirs.encode("some text").ids == own.encode("some text", add_special=True).tolist()
-    assert theirs.encode("some text").ids[0] == 300
+    peer = HuggingFace.from_str(files["tokenizer.json"].decode())
+    assert peer.encode("some text").ids == tokenizer.encode("some text", add_special=True).tolist()
+    assert peer.encode("some text").ids[0] == 300
     assert "bos_token" not in json.loads(files["tokenizer_config.json"])
 
 
@@ -150,5 +150,5 @@ def test_what_is_put_between_two_texts(flags: dict[str, bool], pair: str, tmp_pa
     with open_gguf(vocabs.wordpiece(tmp_path / "x.gguf", **flags), header_only=True) as file:
         files, _ = tokenizer_files(file)
     template = json.loads(files["tokenizer.json"])["post_processor"]["pair"]
-    found = [(each.get("SpecialToken") or each.get("Sequence"))["id"] for each in template]
-    assert " ".join(found).replace("A", "a").replace("B", "b") == pair
+    ids = [(item.get("SpecialToken") or item.get("Sequence"))["id"] for item in template]
+    assert " ".join(ids).replace("A", "a").replace("B", "b") == pair

@@ -50,10 +50,10 @@ CASES: dict[str, tuple[Any, npt.NDArray[Any]]] = {
 @pytest.mark.parametrize("name", CASES)
 def test_any_run_of_values(tmp_path: Path, name: str) -> None:
     stored = read_header(write_safetensors(tmp_path / "x.safetensors", ARRAYS))
-    make, wanted = CASES[name]
+    make, expected = CASES[name]
     x = make({key: ex.Stored(tensor) for key, tensor in stored.items()})
-    assert x.shape == wanted.shape
-    flat, rng = np.ascontiguousarray(wanted).reshape(-1).astype(np.float32), np.random.default_rng(1)
+    assert x.shape == expected.shape
+    flat, rng = np.ascontiguousarray(expected).reshape(-1).astype(np.float32), np.random.default_rng(1)
     for _ in range(80):
         start = int(rng.integers(0, flat.size))
         n = int(rng.integers(1, flat.size - start + 1))
@@ -63,11 +63,11 @@ def test_any_run_of_values(tmp_path: Path, name: str) -> None:
 
 def test_rounding_keeps_nan_and_rounds_to_even() -> None:
     x = np.array([1.00390625, 1.01171875, np.nan, -0.0, 3.4e38, 65504.0], np.float32)
-    into = np.empty(12, np.uint8)
-    ex.from_f32(ex.TYPE_BF16, x, into)
-    assert into.view(np.uint16).tolist() == [0x3F80, 0x3F82, 0x7FC0, 0x8000, 0x7F80, 0x4780]
-    ex.from_f32(ex.TYPE_F16, x[:2], into[:4])
-    assert into[:4].view(np.float16).tolist() == x[:2].astype(np.float16).tolist()
+    out = np.empty(12, np.uint8)
+    ex.from_f32(ex.TYPE_BF16, x, out)
+    assert out.view(np.uint16).tolist() == [0x3F80, 0x3F82, 0x7FC0, 0x8000, 0x7F80, 0x4780]
+    ex.from_f32(ex.TYPE_F16, x[:2], out[:4])
+    assert out[:4].view(np.float16).tolist() == x[:2].astype(np.float16).tolist()
 
 
 def test_float8() -> None:

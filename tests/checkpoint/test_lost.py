@@ -23,21 +23,21 @@ from quantkit.unsupported_settings import SETTINGS, unsupported_settings
 
 def changed(name: str, folder: Path, config: dict[str, Any]) -> Path:
     """Write a checkpoint of the goldens with other settings; None leaves one out."""
-    what = checkpoints.describe(name)
-    values = {key: value for key, value in {**what.config, **config}.items() if value != "left out"}
-    return checkpoints.write_description(replace(what, config=values), folder)
+    description = checkpoints.describe(name)
+    values = {key: value for key, value in {**description.config, **config}.items() if value != "left out"}
+    return checkpoints.write_description(replace(description, config=values), folder)
 
 
-def notes_of(name: str, folder: Path, config: dict[str, Any], **more: Any) -> tuple[str, ...]:
+def notes_of(name: str, folder: Path, config: dict[str, Any], **options: Any) -> tuple[str, ...]:
     path = changed(name, folder, config)
     pre = checkpoints.describe(name).vocab.get("pre")
     return plan_convert(
-        path, folder / "x.gguf", None, ConvertOptions(pre=pre, allow_other_ids=True, allow_incomplete=True, **more)
+        path, folder / "x.gguf", None, ConvertOptions(pre=pre, allow_other_ids=True, allow_incomplete=True, **options)
     ).notes
 
 
-def rope(kind: str, **more: Any) -> dict[str, Any]:
-    return {"rope_scaling": {"rope_type": kind, **more}}
+def rope(kind: str, **options: Any) -> dict[str, Any]:
+    return {"rope_scaling": {"rope_type": kind, **options}}
 
 
 WINDOW = {"sliding_window": 16, "use_sliding_window": True, "max_window_layers": 1, "layer_types": "left out"}
@@ -92,7 +92,9 @@ CASES: list[tuple[str, dict[str, Any], str]] = [
 
 @pytest.mark.parametrize(("name", "config", "setting"), CASES)
 def test_a_setting_that_no_key_holds_is_named(name: str, config: dict[str, Any], setting: str, tmp_path: Path) -> None:
-    assert checkpoints.settings_in(notes_of(name, tmp_path, config)) - checkpoints.LOST.get(name, set()) == {setting}
+    assert checkpoints.settings_in(notes_of(name, tmp_path, config)) - checkpoints.OMISSIONS.get(name, set()) == {
+        setting
+    }
 
 
 @pytest.mark.parametrize(
@@ -196,11 +198,11 @@ def test_strict_makes_an_error_of_the_note(
 
 
 def test_strict_on_the_command_line_and_in_a_cook(tmp_path: Path) -> None:
-    given = ["convert", str(without_a_setting(tmp_path / "m")), str(tmp_path / "x.gguf"), "--pre", "gpt-2"]
-    noted = CliRunner().invoke(cli, [*given, "--dry-run"])
+    arguments = ["convert", str(without_a_setting(tmp_path / "m")), str(tmp_path / "x.gguf"), "--pre", "gpt-2"]
+    noted = CliRunner().invoke(cli, [*arguments, "--dry-run"])
     assert noted.exit_code == 0
     assert "norm_topk_prob" in noted.stderr
-    refused = CliRunner().invoke(cli, [*given, "--strict"])
+    refused = CliRunner().invoke(cli, [*arguments, "--strict"])
     assert refused.exit_code == 1
     assert "norm_topk_prob" in refused.stderr
     assert not (tmp_path / "x.gguf").exists()

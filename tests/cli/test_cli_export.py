@@ -48,27 +48,27 @@ def test_a_dry_run_says_why_the_run_would_refuse(model: Path, tmp_path: Path) ->
 def test_json_is_all_of_stdout(model: Path, tmp_path: Path) -> None:
     """It says what is written as safetensors has it, and of which tensors of the file."""
     result = run("--json", model, tmp_path / "back")
-    found = json.loads(result.stdout)
+    output = json.loads(result.stdout)
     assert all(line.startswith("note: ") for line in result.stderr.splitlines())
-    assert found["class"] == "Qwen3MoeForCausalLM"
-    assert found["dtype"] == "bfloat16"
-    assert {Path(each["path"]).name: each["bytes"] for each in found["files"]} == {
+    assert output["class"] == "Qwen3MoeForCausalLM"
+    assert output["dtype"] == "bfloat16"
+    assert {Path(file["path"]).name: file["bytes"] for file in output["files"]} == {
         path.name: path.stat().st_size for path in (tmp_path / "back").iterdir()
     }
     (stored,) = read_checkpoint(tmp_path / "back")
-    assert {t["name"]: (tuple(t["shape"]), t["dtype"], t["offset"]) for t in found["tensors"]} == {
+    assert {t["name"]: (tuple(t["shape"]), t["dtype"], t["offset"]) for t in output["tensors"]} == {
         name: (t.shape, t.dtype, t.offset) for name, t in stored.items()
     }
-    sources = {t["name"]: t["sources"] for t in found["tensors"]}
+    sources = {t["name"]: t["sources"] for t in output["tensors"]}
     assert sources["model.layers.0.mlp.experts.1.up_proj.weight"] == ["blk.0.ffn_up_exps.weight"]
 
 
 def test_progress_and_summary(model: Path, tmp_path: Path) -> None:
     result = run(model, tmp_path / "back", "--max-shard-size", "300K", "-t", 2)
     assert result.exit_code == 0, result.output
-    shown = result.stderr.splitlines()
-    assert 0 < len(shown) <= 101
-    assert shown[-1].startswith("[100 %]")
+    lines = result.stderr.splitlines()
+    assert 0 < len(lines) <= 101
+    assert lines[-1].startswith("[100 %]")
     assert "files, " in result.stdout  # of many shards one line
     assert "on 2 threads" in result.stdout
     assert result.stdout.splitlines()[-1] == f"{tmp_path / 'back'} is a checkpoint of Qwen3MoeForCausalLM"
@@ -88,8 +88,8 @@ def test_errors_are_one_line(model: Path, tmp_path: Path) -> None:
 
 def test_what_only_the_text_model_holds_is_said(tmp_path: Path) -> None:
     """A class that also has a vision tower: it is in no file, and a note says so."""
-    drawn = checkpoints.write_checkpoint("qwen3-vl", tmp_path)
-    convert(drawn, tmp_path / "x.gguf", None, options_of(checkpoints.describe("qwen3-vl")))
+    checkpoint = checkpoints.write_checkpoint("qwen3-vl", tmp_path)
+    convert(checkpoint, tmp_path / "x.gguf", None, options_of(checkpoints.describe("qwen3-vl")))
     result = run(tmp_path / "x.gguf", tmp_path / "back", "--dry-run")
     assert "also has a vision tower" in result.stderr
     notes = json.loads(run(tmp_path / "x.gguf", tmp_path / "back", "--dry-run", "--json").stdout)["notes"]

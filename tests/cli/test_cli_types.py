@@ -23,8 +23,8 @@ def run(*arguments: str) -> str:
 
 
 def run_json(*arguments: str) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(run(*arguments, "--json"))
-    return found
+    output: dict[str, Any] = json.loads(run(*arguments, "--json"))
+    return output
 
 
 def test_every_type_has_a_row() -> None:
@@ -39,17 +39,17 @@ def test_every_type_has_a_row() -> None:
 
 @pytest.mark.parametrize("tree", ["mainline", "ik"])
 def test_one_tree(tree: str) -> None:
-    found = run_json("--tree", tree, "--presets")
-    assert {t["trees"] for t in found["types"]} == {tree, "both"}
-    assert [t["name"] for t in found["types"]] == [t.name for t in TYPES if t.is_in(tree)]
-    assert {p["trees"] for p in found["presets"]} == {tree, "both"}
+    output = run_json("--tree", tree, "--presets")
+    assert {t["trees"] for t in output["types"]} == {tree, "both"}
+    assert [t["name"] for t in output["types"]] == [t.name for t in TYPES if t.is_in(tree)]
+    assert {p["trees"] for p in output["presets"]} == {tree, "both"}
 
 
 def test_json_holds_the_whole_table() -> None:
-    found = run_json()
-    assert "presets" not in found
-    assert len(found["types"]) == len(TYPES)
-    for row in found["types"]:
+    output = run_json()
+    assert "presets" not in output
+    assert len(output["types"]) == len(TYPES)
+    for row in output["types"]:
         t = BY_NAME[row["name"]]
         assert (row["id"], row["ggml_name"], row["row_header"], row["interleave"]) == (
             t.id,
@@ -71,13 +71,13 @@ def test_encoders_and_decoders_are_those_there_are() -> None:
 def test_the_plot_shows_every_type_or_its_base(tmp_path: Path) -> None:
     run("--plot", str(tmp_path / "p.svg"))
     text = (tmp_path / "p.svg").read_text()
-    shown = {name for label in re.findall(r"<!-- ([A-Z0-9_, ]+) -->", text) for name in label.split(", ")}
+    names = {name for label in re.findall(r"<!-- ([A-Z0-9_, ]+) -->", text) for name in label.split(", ")}
     for t in TYPES:
         if has_encoder(t) and t.is_quantized and (t.trees != "none" or t.name in QUALITY):
             ratio = QUALITY[t.name].error / QUALITY[base_of(t).name].error if base_of(t).name in QUALITY else 0
-            assert t.name in shown or (base_of(t).name in shown and 0.98 < ratio < 1.02)
-    assert {"Q6_K_R4", "Q8_K_R8", "Q4_0_4X4", "IQ1_S_R4"} <= shown
-    assert not {"Q4_K_R4", "IQ2_K_R4", "BF16_R16"} & shown
+            assert t.name in names or (base_of(t).name in names and 0.98 < ratio < 1.02)
+    assert {"Q6_K_R4", "Q8_K_R8", "Q4_0_4X4", "IQ1_S_R4"} <= names
+    assert not {"Q4_K_R4", "IQ2_K_R4", "BF16_R16"} & names
 
 
 def test_presets() -> None:

@@ -95,5 +95,5 @@ def test_by_bash(tmp_path: Path) -> None:
         _quantkit_completion quantkit
         echo "${COMPREPLY[@]}"
     """
-    made = subprocess.run(["bash", "-c", script], env=environment, capture_output=True, text=True, check=True)
-    assert made.stdout == "q4_k_m q4_k_s q4_k_r4\n"
+    process = subprocess.run(["bash", "-c", script], env=environment, capture_output=True, text=True, check=True)
+    assert process.stdout == "q4_k_m q4_k_s q4_k_r4\n"

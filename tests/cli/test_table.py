@@ -16,9 +16,9 @@ ROWS = [(7, "blk.0.attn_q.weight", "1.5 %", "-", "256 x 8", "a reason"), (8, "ou
 
 def lines(monkeypatch: pytest.MonkeyPatch, room: str, **options: object) -> list[str]:
     monkeypatch.setenv("COLUMNS", room)
-    made = table(HEADER, ROWS, **{"left": (1, 5), **options}).splitlines()  # type: ignore[arg-type]
-    assert all(len(line) <= int(room or 999) for line in made)
-    return made
+    rows = table(HEADER, ROWS, **{"left": (1, 5), **options}).splitlines()  # type: ignore[arg-type]
+    assert all(len(line) <= int(room or 999) for line in rows)
+    return rows
 
 
 def test_a_table_without_a_terminal_has_a_line_a_row(monkeypatch: pytest.MonkeyPatch) -> None:

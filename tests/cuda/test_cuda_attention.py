@@ -160,7 +160,7 @@ class Model:
         return np.array([self._row(x, int(p), int(s)) for x, p, s in rows])
 
     def _row(self, q: Any, position: int, sequence: int) -> Any:
-        k, v = (kept[sequence * self.n_ctx + self.case.seen(position)] for kept in self.kept)
+        k, v = (kept[sequence * self.n_ctx + self.case.visible(position)] for kept in self.kept)
         return self.case.attend(q, position, k, v, self.sinks)
 
     def check(self, positions: Any, sequences: Any = 0, error: float = 1e-12, **choice: int | None) -> None:

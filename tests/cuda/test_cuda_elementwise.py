@@ -176,7 +176,7 @@ def test_glu(memory: Memory, a: Activation) -> None:
             memory, glu.glu(a, width, 4), (4, width), gate=g, up=0 if both else up, gate_width=gate_width, **slots
         )
         gate, other = np.split(g, 2, 1) if both else (np.repeat(g, width // gate_width, 1), up)
-        close(a, got, gated(a, gate, other), near=3e-6)
+        close(a, got, gated(a, gate, other), tolerance=3e-6)
 
 
 @pytest.mark.parametrize("a", [*KINDS, Activation("softplus")], ids=str)
@@ -184,7 +184,7 @@ def test_activate(memory: Memory, a: Activation) -> None:
     x = values(5, 83) * 5
     x[0, :6] = 0, -0.0, 88, -88, 20.5, 3e4
     got = launched(memory, glu.activate(a, 83, 5), x.shape, x=x, **glu.limits(a))
-    close(a, got, activated(a, x), near=3e-6)
+    close(a, got, activated(a, x), tolerance=3e-6)
 
 
 def test_gelu_leaves_its_table_at_ten(memory: Memory) -> None:

@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 from device_memory import Memory
-from test_feedback import covariance, drawn
+from test_feedback import covariance, random_values
 
 from edge_rows import encode
 from quantkit.kernels.cpu.feedback.metric import Metric
@@ -79,11 +79,11 @@ def check(memory: Memory, t: TensorType, x: F32, how: Rounding, target: F32 | No
 def test_bytes_and_losses_are_the_cpus(memory: Memory, t: TensorType) -> None:
     """Rows of two tiles, with all that narrow ones have; then three with a target, as wide ones are done."""
     n = t.block if t.block > 64 else 3 * max(t.block, 32)
-    x = drawn(5, 33, n)
+    x = random_values(5, 33, n)
     x[1], x[2, :32], x[3] = 0, 0, 40 * x[3]
     found = check(memory, t, x, NARROW)
     assert (found.after < found.before).mean() > 0.5
-    check(memory, t, x[4:7], WIDE, drawn(6, 3, n) / 8 + x[4:7])
+    check(memory, t, x[4:7], WIDE, random_values(6, 3, n) / 8 + x[4:7])
 
 
 #: Another number of everything than usual: none of it changes the code, but the columns of a window.
@@ -97,16 +97,16 @@ OTHERS = (
 def test_rows_of_many_windows(memory: Memory, t: TensorType) -> None:
     """Several super-blocks a row, as often as options say."""
     for how in OTHERS:
-        check(memory, t, drawn(7, 2, 768), how)
+        check(memory, t, random_values(7, 2, 768), how)
 
 
 @pytest.mark.parametrize("t", GROUPED, ids=str)
 def test_groups_of_columns_choose_as_on_the_cpu(memory: Memory, t: TensorType) -> None:
     """Rows of one tile, which start from a target's bytes; for two rounds and tiles the one of the fewest points."""
     rows, how = (33, Rounding(rounds=2, sweeps=2)) if t.name == "IQ2_KL" else (3, Rounding())
-    x = drawn(5, rows, 256)
+    x = random_values(5, rows, 256)
     x[1], x[2, :32] = 0, 0
-    found = check(memory, t, x, how, drawn(6, rows, 256) / 8 + x)
+    found = check(memory, t, x, how, random_values(6, rows, 256) / 8 + x)
     assert (found.after < found.before).mean() > 0.5
 
 

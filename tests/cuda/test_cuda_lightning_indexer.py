@@ -45,7 +45,7 @@ def check(memory: Memory, case: Case, positions: Any, n_ctx: int, each: int) -> 
     sequences = np.arange(len(q)) % 2
     got = run(memory, case, keys, q, weights, positions, sequences, n_ctx, each)
     rows = zip(q, weights, positions, sequences, strict=True)
-    want = [case.select(x, w, case.seen(keys, s, p, n_ctx)) for x, w, p, s in rows]
+    want = [case.select(x, w, case.visible_keys(keys, s, p, n_ctx)) for x, w, p, s in rows]
     np.testing.assert_array_equal(got, np.array(want))
 
 

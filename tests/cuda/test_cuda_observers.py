@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 from device_memory import Memory
-from observer_cases import N_EXPERT, N_USED, ROWS, check_by_expert, check_sums, drawn, experts
+from observer_cases import N_EXPERT, N_USED, ROWS, check_by_expert, check_sums, experts, random_rows
 from reference_op import batch_of, meaning, program
 
 from quantkit.kernels.cuda import observe
@@ -21,7 +21,7 @@ def zeros(memory: Memory, *shape: int, dtype: Any = np.float64) -> int:
 
 @pytest.mark.parametrize("width", [1, 24, 63, 130])
 def test_sums_of_columns_are_exact(memory: Memory, width: int) -> None:
-    x = drawn(width)
+    x = random_rows(width)
     sums, count, bad = (zeros(memory, 4, padded(width)), zeros(memory, 1), zeros(memory, 1))
     to = {"sums": sums, "count": count, "bad": bad, "width": width}
     parts = np.split(x, [1, 40])
@@ -55,7 +55,7 @@ def reference(op: Any, values: dict[Value, Any]) -> Any:
 @pytest.mark.parametrize("one_row_a_token", [True, False])
 @pytest.mark.parametrize("width", [40, 131])
 def test_sums_by_expert_are_exact(memory: Memory, width: int, one_row_a_token: bool) -> None:
-    x, ids = drawn(width, ROWS if one_row_a_token else ROWS * N_USED), experts()
+    x, ids = random_rows(width, ROWS if one_row_a_token else ROWS * N_USED), experts()
     sums, counts = zeros(memory, N_EXPERT, 4, padded(width)), zeros(memory, N_EXPERT)
     bad = zeros(memory, 1)
     slots = {"ids": memory.put(ids), "width": width, "rows": ROWS, "n_used": N_USED}
@@ -112,7 +112,7 @@ def test_covariance(memory: Memory, width: int, case: str) -> None:
 
 @pytest.mark.parametrize("width", [5, 300])
 def test_similarity(memory: Memory, width: int) -> None:
-    a, b = drawn(width, 9), drawn(width, 10)[1:]
+    a, b = random_rows(width, 9), random_rows(width, 10)[1:]
     a[4] = 0
     va, vb = Value("a", width), Value("b", width)
     total, count, bad, cosines = zeros(memory, 1), zeros(memory, 1), zeros(memory, 1), memory.room((9,), np.float64)
@@ -134,7 +134,7 @@ def test_similarity(memory: Memory, width: int) -> None:
 
 @pytest.mark.parametrize("wrong", [np.nan, np.inf, -np.inf])
 def test_rows_that_are_not_finite(memory: Memory, wrong: float) -> None:
-    x, bad = drawn(67, 21), zeros(memory, 1)
+    x, bad = random_rows(67, 21), zeros(memory, 1)
     x[0, 0] = 3e38
     memory.run(observe.not_finite(21), x=memory.put(x), width=67, rows=21, bad=bad)
     assert memory.get(bad, (1,), np.int64)[0] == 0

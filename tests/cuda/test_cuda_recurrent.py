@@ -114,7 +114,7 @@ def test_delta_net(memory: Memory, case: DeltaRule, batches: list[Tokens]) -> No
     "case",
     [
         *(Scan((1, 2), 64, 128), Scan((1, 1), 3, 256), Scan((2, 4), 40, 64), Scan((2, 2), 33, 22)),
-        *(Scan((1, 3), 8, 16), Scan((2, 2), 33, 16, bare=True)),
+        *(Scan((1, 3), 8, 16), Scan((2, 2), 33, 16, plain=True)),
     ],
     ids=str,
 )
@@ -146,7 +146,7 @@ def operation(case: Case, given: dict[str, Any], out: Value) -> Op:
     if isinstance(case, Scan):
         return SsmScan(**more, n_head=case.groups[1], n_group=case.groups[0])
     if isinstance(case, Wkv):
-        return ops.Wkv(**more, n_head=case.heads[0], **case.how)
+        return ops.Wkv(**more, n_head=case.heads[0], **case.flags)
     return DeltaNet(**more, n_k_head=case.heads[0], n_v_head=case.heads[1], scale=case.head_k**-0.5)
 
 

@@ -350,9 +350,9 @@ def test_a_big_vocabulary_is_decoded_lazily(tmp_path: Path) -> None:
     ],
 )
 def test_inferred_scalars(value: Any, kind: ValueType, raw: bytes) -> None:
-    made = Field.of("k", value)
-    assert (made.type, made.item_type, made.raw, made.count) == (kind, None, raw, 1)
-    assert made.value == value
+    field = Field.of("k", value)
+    assert (field.type, field.item_type, field.raw, field.count) == (kind, None, raw, 1)
+    assert field.value == value
 
 
 @pytest.mark.parametrize(
@@ -372,9 +372,9 @@ def test_inferred_scalars(value: Any, kind: ValueType, raw: bytes) -> None:
     ],
 )
 def test_inferred_arrays(value: Any, kind: ValueType) -> None:
-    made = Field.of("k", value)
-    assert (made.type, made.item_type, made.count) == (V.ARRAY, kind, len(value))
-    assert made.value == list(value)
+    field = Field.of("k", value)
+    assert (field.type, field.item_type, field.count) == (V.ARRAY, kind, len(value))
+    assert field.value == list(value)
 
 
 @pytest.mark.parametrize(
@@ -418,9 +418,9 @@ def test_values_that_do_not_fit(key: str, value: Any, kwargs: dict[str, Any], ex
 
 def test_array_is_for_numbers() -> None:
     assert Field.of("k", [True, False]).array.tolist() == [True, False]
-    for made in (Field.of("k", 1), Field.of("k", ["a"])):
+    for field in (Field.of("k", 1), Field.of("k", ["a"])):
         with pytest.raises(TypeError, match="not an array of numbers"):
-            _ = made.array
+            _ = field.array
 
 
 # ------------------------------------------------------------------------------------------ round trips
@@ -446,14 +446,14 @@ FILE_TYPES = [t for t in TYPES if t.in_files]
 @st.composite
 def tensors(draw: st.DrawFn) -> list[Tensor]:
     """Draw small tensors of any types, with any bytes in them."""
-    made = []
+    items = []
     for name in draw(st.lists(KEYS, max_size=4, unique=True)):
         kind = draw(st.sampled_from(FILE_TYPES))
         blocks, outer = draw(st.integers(1, 3)), draw(st.lists(st.integers(1, 3), max_size=2))
         shape = (kind.block * blocks, kind.interleave * draw(st.integers(1, 2)), *outer)
         data = np.random.default_rng(blocks).bytes(kind.tensor_bytes(shape))
-        made.append((name, shape, kind, data))
-    return made
+        items.append((name, shape, kind, data))
+    return items
 
 
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -475,12 +475,12 @@ def test_round_trip(
             assert (*read, 1, 1, 1)[:4] == (*shape, 1, 1, 1)[:4]
             assert len(read) == 1 or read[-1] > 1
             assert file.data(name).tobytes() == data
-        again = [(t.name, t.shape, t.type) for t in file.tensors.values()]
-        layout = layout_gguf(file.fields.values(), again, version=file.version, alignment=file.alignment)
-    whole = path.read_bytes()
-    assert layout.header == whole[: len(layout.header)]
+        actual = [(t.name, t.shape, t.type) for t in file.tensors.values()]
+        layout = layout_gguf(file.fields.values(), actual, version=file.version, alignment=file.alignment)
+    raw = path.read_bytes()
+    assert layout.header == raw[: len(layout.header)]
     assert layout.offsets == tuple(t.offset for t in file.tensors.values())
-    assert layout.nbytes == len(whole)
+    assert layout.nbytes == len(raw)
 
 
 # ------------------------------------------------------------------------------------------ refusals of the writer
@@ -601,9 +601,9 @@ def test_a_broken_shard_is_named(tmp_path: Path) -> None:
         open_gguf(paths[0])
 
 
-def read_first_bytes(file: GGUFFile, count: int, seen: list[int]) -> None:
+def read_first_bytes(file: GGUFFile, count: int, first_bytes: list[int]) -> None:
     for name in list(file.tensors)[:count]:
-        seen.append(int(file.data(name)[0]))
+        first_bytes.append(int(file.data(name)[0]))
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="counts /proc/self/fd")
@@ -611,13 +611,13 @@ def test_hundreds_of_shards_need_few_descriptors(tmp_path: Path) -> None:
     write_shards(tmp_path / "m", 300)
     before = len(os.listdir("/proc/self/fd"))
     with open_gguf(split_path(tmp_path / "m", 7, 300)) as file:
-        seen: list[int] = []
-        readers = [threading.Thread(target=read_first_bytes, args=(file, 256, seen)) for _ in range(2)]
+        first_bytes: list[int] = []
+        readers = [threading.Thread(target=read_first_bytes, args=(file, 256, first_bytes)) for _ in range(2)]
         for reader in readers:
             reader.start()
         for reader in readers:
             reader.join()
-        assert sorted(seen) == sorted(list(range(256)) * 2)
+        assert sorted(first_bytes) == sorted(list(range(256)) * 2)
         assert len(os.listdir("/proc/self/fd")) - before <= 200
     del file
     gc.collect()
@@ -655,15 +655,15 @@ def test_equal_to_pypi_gguf(tiny_moe: Path) -> None:
     """Every field and tensor of a real file, as PyPI gguf reads them."""
     reader = gguf.GGUFReader(tiny_moe)
     with open_gguf(tiny_moe) as file:
-        theirs = {k: f.contents() for k, f in reader.fields.items() if not k.startswith("GGUF.")}
-        assert {k: f.value for k, f in file.fields.items()} == theirs
+        expected = {k: f.contents() for k, f in reader.fields.items() if not k.startswith("GGUF.")}
+        assert {k: f.value for k, f in file.fields.items()} == expected
         assert len(file.tensors) == len(reader.tensors)
-        for peer, ours in zip(reader.tensors, file.tensors.values(), strict=True):
-            assert (ours.name, ours.type.id, ours.nbytes, ours.offset) == (
+        for peer, tensor in zip(reader.tensors, file.tensors.values(), strict=True):
+            assert (tensor.name, tensor.type.id, tensor.nbytes, tensor.offset) == (
                 peer.name, int(peer.tensor_type), peer.n_bytes, peer.data_offset,
             )  # fmt: skip
-            assert ours.shape == tuple(int(ne) for ne in peer.shape)
-            assert np.array_equal(file.data(ours), peer.data.reshape(-1).view(np.uint8))
+            assert tensor.shape == tuple(int(ne) for ne in peer.shape)
+            assert np.array_equal(file.data(tensor), peer.data.reshape(-1).view(np.uint8))
 
 
 def test_pypi_gguf_reads_ours(tmp_path: Path) -> None:
@@ -744,14 +744,14 @@ def test_ik_quantize_output_laid_out_again(kind: str, ik_bin: Path, tiny_moe: Pa
 def test_shards_of_llama_gguf_split(llama_bin: Path, tiny_moe: Path, tmp_path: Path) -> None:
     """Their shards open as the whole model, and they merge shards of ours."""
     run(llama_bin, "llama-gguf-split", "--split", "--split-max-tensors", "20", tiny_moe, tmp_path / "theirs")
-    with open_gguf(tiny_moe) as whole, open_gguf(split_path(tmp_path / "theirs", 1, 3)) as parts:
-        assert list(parts.tensors) == list(whole.tensors)
-        assert all(np.array_equal(parts.data(n), whole.data(n)) for n in whole.tensors)
+    with open_gguf(tiny_moe) as full, open_gguf(split_path(tmp_path / "theirs", 1, 3)) as parts:
+        assert list(parts.tensors) == list(full.tensors)
+        assert all(np.array_equal(parts.data(n), full.data(n)) for n in full.tensors)
         for i, path in enumerate(parts.paths):
             assert_same_shard(path, i, parts, tmp_path / "ours")
     run(llama_bin, "llama-gguf-split", "--merge", split_path(tmp_path / "ours", 0, 3), tmp_path / "merged.gguf")
-    with open_gguf(tiny_moe) as whole, open_gguf(tmp_path / "merged.gguf") as merged:
-        assert all(np.array_equal(merged.data(n), whole.data(n)) for n in whole.tensors)
+    with open_gguf(tiny_moe) as full, open_gguf(tmp_path / "merged.gguf") as merged:
+        assert all(np.array_equal(merged.data(n), full.data(n)) for n in full.tensors)
 
 
 def assert_same_shard(path: Path, no: int, model: GGUFFile, prefix: Path) -> None:
@@ -759,17 +759,17 @@ def assert_same_shard(path: Path, no: int, model: GGUFFile, prefix: Path) -> Non
     number, count, total = split_fields(no, len(model.paths), len(model.tensors))
     # gguf-split sets the count last; the first shard's fields are copied as they are
     fields = [number, total, count] if no else list(model.fields.values())
-    mine = [(t.name, t.shape, t.type, model.data(t)) for t in model.tensors.values() if t.shard == no]
+    actual = [(t.name, t.shape, t.type, model.data(t)) for t in model.tensors.values() if t.shard == no]
     out = split_path(prefix, no, len(model.paths))
-    write_gguf(out, fields, mine)
+    write_gguf(out, fields, actual)
     assert out.read_bytes() == path.read_bytes()
 
 
 def run(folder: Path, program: str, *args: object, libraries: Sequence[Path] = ()) -> None:
     env = {**os.environ, "LD_LIBRARY_PATH": ":".join(map(str, libraries))} if libraries else None
     command = [str(folder / program), *map(str, args)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, env=env)
-    assert done.returncode == 0, done.stderr[-2000:]
+    process = subprocess.run(command, capture_output=True, text=True, check=False, env=env)
+    assert process.returncode == 0, process.stderr[-2000:]
 
 
 # ------------------------------------------------------------------------------------------ the fuzz script
@@ -778,9 +778,9 @@ def run(folder: Path, program: str, *args: object, libraries: Sequence[Path] = (
 def test_fuzz_script(tmp_path: Path) -> None:
     """Two thousand mutated headers: neither crash nor hang nor big allocation (10^6 by hand)."""
     script = Path(__file__).parents[2] / "scripts" / "fuzz_gguf.py"
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, str(script), "--mutations", "2000", "--seed", "7"], capture_output=True, text=True, check=False
     )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "2000 mutated headers" in done.stdout
-    assert "0 failures" in done.stdout
+    assert process.returncode == 0, process.stdout + process.stderr
+    assert "2000 mutated headers" in process.stdout
+    assert "0 failures" in process.stdout

@@ -54,7 +54,7 @@ def write_file(path: Path, tensors: list[tuple[object, ...]], fields: list[Field
     return path
 
 
-def same(a: Imatrix, b: Imatrix) -> None:
+def assert_equal(a: Imatrix, b: Imatrix) -> None:
     assert (a.datasets, a.chunk_count, a.chunk_size, a.format) == (b.datasets, b.chunk_count, b.chunk_size, b.format)
     assert (a.n_layer_nextn, a.stats_schema) == (b.n_layer_nextn, b.stats_schema)
     assert sorted(a.entries) == sorted(b.entries)
@@ -166,7 +166,7 @@ def test_several_datasets_and_nextn_layers(tmp_path: Path) -> None:
     imatrix = read_imatrix(path)
     assert imatrix.datasets == ["a", "é", "c"]
     write_imatrix(tmp_path / "y.gguf", imatrix)
-    same(imatrix, read_imatrix(tmp_path / "y.gguf"))
+    assert_equal(imatrix, read_imatrix(tmp_path / "y.gguf"))
     write_imatrix(tmp_path / "y.dat", imatrix, "dat")
     assert read_imatrix(tmp_path / "y.dat").datasets == ["c"]  # the last one, as llama.cpp
 
@@ -207,9 +207,9 @@ def test_round_trip_is_exact(tmp_path_factory: pytest.TempPathFactory, kind: str
     imatrix = data.draw(imatrices(kind))
     path = tmp_path_factory.getbasetemp() / f"round-trip.{kind}"
     write_imatrix(path, imatrix, kind)  # type: ignore[arg-type]
-    back = read_imatrix(path)
-    assert list(back.entries) == sorted(imatrix.entries)
-    same(imatrix, back)
+    copy = read_imatrix(path)
+    assert list(copy.entries) == sorted(imatrix.entries)
+    assert_equal(imatrix, copy)
 
 
 @settings(max_examples=60, deadline=None)
@@ -218,10 +218,10 @@ def test_dat_to_gguf_changes_no_value(tmp_path_factory: pytest.TempPathFactory, 
     imatrix = data.draw(imatrices("dat"))
     path = tmp_path_factory.getbasetemp() / "converted.gguf"
     write_imatrix(path, imatrix)
-    back = read_imatrix(path)
-    assert back.chunk_size == 512
+    copy = read_imatrix(path)
+    assert copy.chunk_size == 512
     for name in imatrix.entries:
-        assert np.array_equal(imatrix.values(name), back.values(name))
+        assert np.array_equal(imatrix.values(name), copy.values(name))
 
 
 @settings(max_examples=60, deadline=None)
@@ -230,9 +230,9 @@ def test_gguf_to_dat_agrees_to_rounding(tmp_path_factory: pytest.TempPathFactory
     imatrix = data.draw(imatrices("gguf").filter(lambda m: all(e.counts.any() for e in m.entries.values())))
     path = tmp_path_factory.getbasetemp() / "converted.dat"
     write_imatrix(path, imatrix, "dat")
-    back = read_imatrix(path)
+    copy = read_imatrix(path)
     for name in imatrix.entries:
-        np.testing.assert_allclose(back.values(name), imatrix.values(name), rtol=3e-7, atol=1e-37)
+        np.testing.assert_allclose(copy.values(name), imatrix.values(name), rtol=3e-7, atol=1e-37)
 
 
 def test_experts_and_weights_without_tokens(tmp_path: Path) -> None:
@@ -243,10 +243,10 @@ def test_experts_and_weights_without_tokens(tmp_path: Path) -> None:
     imatrix = Imatrix(tmp_path / "x", entries, ["t"], 1, 2)
     assert imatrix.values("half").tolist() == [1] * 4 + [2] * 4
     write_imatrix(tmp_path / "x.dat", imatrix, "dat")
-    back = read_imatrix(tmp_path / "x.dat")
-    assert list(back.entries) == ["half"]  # llama.cpp leaves the other one out
-    assert back.entries["half"].counts.tolist() == [2]  # ceil(3 tokens / chunk of 2)
-    assert back.values("half").tolist() == [1] * 4 + [2] * 4
+    copy = read_imatrix(tmp_path / "x.dat")
+    assert list(copy.entries) == ["half"]  # llama.cpp leaves the other one out
+    assert copy.entries["half"].counts.tolist() == [2]  # ceil(3 tokens / chunk of 2)
+    assert copy.values("half").tolist() == [1] * 4 + [2] * 4
     write_imatrix(tmp_path / "x.gguf", imatrix)
     assert read_imatrix(tmp_path / "x.gguf").entries["none"].counts.tolist() == [0, 0]
     del imatrix.entries["half"]
@@ -259,7 +259,7 @@ def test_weights_survive_the_file_being_replaced(data: Path, tmp_path: Path) -> 
     shutil.copy(data / "tiny-moe-imatrix.gguf", path)
     imatrix = read_imatrix(path)
     write_imatrix(path, Imatrix(path, {"w": ImatrixEntry(ONE[None], np.array([1]))}))
-    same(imatrix, read_imatrix(data / "tiny-moe-imatrix.gguf"))
+    assert_equal(imatrix, read_imatrix(data / "tiny-moe-imatrix.gguf"))
 
 
 # --- what cannot be written ---
@@ -308,8 +308,8 @@ def test_misshapen_entries_are_a_programmers_error(tmp_path: Path, entry: Imatri
 # --- hostile .dat ---
 
 
-def patched(at: int, value: int) -> bytes:
-    return TINY_DAT[:at] + struct.pack("<i", value) + TINY_DAT[at + 4 :]
+def patched(offset: int, value: int) -> bytes:
+    return TINY_DAT[:offset] + struct.pack("<i", value) + TINY_DAT[offset + 4 :]
 
 
 @pytest.mark.parametrize(
@@ -459,9 +459,9 @@ def test_shapes_llama_cpp_reads(tmp_path: Path) -> None:
 
 def quantized(llama_bin: Path, model: Path, imatrix: Path, out: Path) -> dict[str, bytes]:
     command = [llama_bin / "llama-quantize", "--imatrix", imatrix, model, out, "Q4_K_M", "2"]
-    done = subprocess.run([str(part) for part in command], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
-    assert "did not find weights for blk" not in done.stdout + done.stderr
+    process = subprocess.run([str(part) for part in command], capture_output=True, text=True, check=False)
+    assert process.returncode == 0, process.stdout[-2000:] + process.stderr[-2000:]
+    assert "did not find weights for blk" not in process.stdout + process.stderr
     with open_gguf(out) as file:
         return {name: file.data(name).tobytes() for name in file.tensors}
 
@@ -475,14 +475,14 @@ def test_llama_quantize_reads_what_we_write(
     llama_bin: Path, tiny_moe: Path, data: Path, tmp_path: Path, source: str, kind: str
 ) -> None:
     """Equal tensor bytes from the original and from our copy, the last one converted from .dat to GGUF."""
-    ours = tmp_path / f"ours.{kind}"
+    path = tmp_path / f"ours.{kind}"
     imatrix = read_imatrix(data / source)
     del imatrix.stats_schema[:]
     for entry in imatrix.entries.values():
         entry.stats = None
-    write_imatrix(ours, imatrix, kind)  # type: ignore[arg-type]
+    write_imatrix(path, imatrix, kind)  # type: ignore[arg-type]
     a = quantized(llama_bin, tiny_moe, data / source, tmp_path / "a.gguf")
-    b = quantized(llama_bin, tiny_moe, ours, tmp_path / "b.gguf")
+    b = quantized(llama_bin, tiny_moe, path, tmp_path / "b.gguf")
     assert a == b
     plain = open_gguf(tiny_moe)
     assert any(a[name] != plain.data(name).tobytes() for name in a)

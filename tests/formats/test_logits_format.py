@@ -128,8 +128,8 @@ def test_a_file_encodes_again_to_itself(tmp_path: Path) -> None:
     assert isinstance(file, LlamaLogits)
     rows = file.rows(1, 0, ROWS)
     log_p = rows.log_probs()
-    again = encode_rows(log_p, log_sum_exp(log_p).astype(f32))
-    difference = again[:, 4:204].astype(int) - rows.codes.astype(int)
+    rerun = encode_rows(log_p, log_sum_exp(log_p).astype(f32))
+    difference = rerun[:, 4:204].astype(int) - rows.codes.astype(int)
     assert np.abs(difference).max() <= 1
 
 
@@ -138,9 +138,9 @@ def llama_bytes(tmp_path: Path) -> bytes:
     return (tmp_path / "good").read_bytes()
 
 
-def patched(raw: bytes, at: int, form: str, *values: float) -> bytes:
+def patched(raw: bytes, offset: int, form: str, *values: float) -> bytes:
     new = struct.pack(form, *values)
-    return raw[:at] + new + raw[at + len(new) :]
+    return raw[:offset] + new + raw[offset + len(new) :]
 
 
 START = 20 + 4 * N_CTX * N_CHUNKS
@@ -177,11 +177,11 @@ def test_broken_llama_cpp_files_are_refused(tmp_path: Path, damage: Callable[[by
 def test_scales_that_are_none_are_refused_with_their_place(tmp_path: Path, scale: float) -> None:
     path = tmp_path / "bad"
     row_bytes = 2 * (14 + 4)
-    at = START + (ROWS + 2) * row_bytes
-    path.write_bytes(patched(llama_bytes(tmp_path), at, "<f", scale))
+    offset = START + (ROWS + 2) * row_bytes
+    path.write_bytes(patched(llama_bytes(tmp_path), offset, "<f", scale))
     file = open_logits(path)
     file.rows(0, 0, ROWS)
-    with pytest.raises(FormatError, match=f"chunk 1, position 6, byte {at}"):
+    with pytest.raises(FormatError, match=f"chunk 1, position 6, byte {offset}"):
         file.rows(1, 1, ROWS)
 
 
@@ -216,15 +216,15 @@ def compact_rows(draw: st.DrawFn, n_vocab: int = 50, rows: int = ROWS) -> Compac
     )
 
 
-def same(a: CompactRows, b: CompactRows) -> bool:
+def is_same(a: CompactRows, b: CompactRows) -> bool:
     return all(np.array_equal(x, y) for x, y in zip(a, b, strict=True))
 
 
 @given(compact_rows())
 def test_compact_rows_survive(rows: CompactRows) -> None:
     raw = compact_format.pack_rows(rows)
-    assert same(compact_format.unpack_rows(raw, ROWS, 50, 20, "here"), rows)
-    assert same(join_rows([rows.slice(0, 1), rows.slice(1, ROWS)]), rows)
+    assert is_same(compact_format.unpack_rows(raw, ROWS, 50, 20, "here"), rows)
+    assert is_same(join_rows([rows.slice(0, 1), rows.slice(1, ROWS)]), rows)
 
 
 def random_rows(seed: int, n_vocab: int = 50, rows: int = ROWS) -> CompactRows:
@@ -254,8 +254,8 @@ def test_a_compact_file_is_read_in_any_order(tmp_path: Path, codec: str) -> None
     assert (file.model, file.fingerprint, file.top_k, file.codec) == ("bf16.gguf", "ab" * 32, 20, codec)
     assert np.array_equal(file.chunks.tokens, chunks(50).tokens)
     for chunk in (2, 0, 1, 1):
-        assert same(file.chunk(chunk), rows[chunk])
-        assert same(file.rows(chunk, 1, 3), rows[chunk].slice(1, 3))
+        assert is_same(file.chunk(chunk), rows[chunk])
+        assert is_same(file.rows(chunk, 1, 3), rows[chunk].slice(1, 3))
 
 
 def test_without_zstd_there_is_advice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -379,9 +379,9 @@ def test_any_damaged_byte_ends_in_an_error_or_in_numbers(tmp_path: Path, write: 
     write(tmp_path / "good")
     raw = (tmp_path / "good").read_bytes()
     rng = np.random.default_rng(3)
-    for at in range(0, len(raw), 3):
+    for offset in range(0, len(raw), 3):
         bad = bytearray(raw)
-        bad[at] ^= 1 << rng.integers(8)
+        bad[offset] ^= 1 << rng.integers(8)
         (tmp_path / "bad").write_bytes(bad)
         # What is raised but FormatError fails the test.
         with contextlib.suppress(FormatError):

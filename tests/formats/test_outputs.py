@@ -108,26 +108,26 @@ def alias(name: str, kind: str, folder: Path) -> Path | str:
         (folder / "sub").mkdir(exist_ok=True)
         url = {"url": "file://", "local url": "LOCAL://", "url of another place": "file://localhost"}[kind]
         return f"{url}{folder}/{'sub/../' * ('place' in kind)}{name}"
-    other = folder / f"alias{Path(name).suffix}"
+    link = folder / f"alias{Path(name).suffix}"
     if kind == "link":
-        other.symlink_to(name)
+        link.symlink_to(name)
     elif kind == "hard link" and (folder / name).exists():
-        other.hardlink_to(folder / name)
+        link.hardlink_to(folder / name)
     elif kind == "way round":
         (folder / "sub").mkdir()
-        other = folder / "sub" / ".." / name
+        link = folder / "sub" / ".." / name
     else:
-        other = Path(name)
-    return other
+        link = Path(name)
+    return link
 
 
-@pytest.mark.parametrize(("at", "command"), list(enumerate(CLASHES)), ids=CLASHES)
-def test_no_command_writes_over_its_own_files(at: int, command: str, folder: Path) -> None:
+@pytest.mark.parametrize(("position", "command"), list(enumerate(CLASHES)), ids=CLASHES)
+def test_no_command_writes_over_its_own_files(position: int, command: str, folder: Path) -> None:
     name = command.partition("=")[2].split()[0]
-    for kind in (ALIASES[at % 4], ALIASES[4 + at % 3]):
-        other = alias(name, kind, folder)
+    for kind in (ALIASES[position % 4], ALIASES[4 + position % 3]):
+        link = alias(name, kind, folder)
         before = contents(folder)
-        result = run(command.replace(f"={name}", str(other)))
+        result = run(command.replace(f"={name}", str(link)))
         assert result.exit_code == 1, result.output
         assert re.search("is the input .*itself|are one file", result.stderr), result.output
         assert contents(folder) == before
@@ -157,15 +157,15 @@ def test_a_local_url_is_a_path(folder: Path, kind: str) -> None:
 @pytest.mark.parametrize("kind", ALIASES)
 @pytest.mark.parametrize("name", ["m.gguf", "new"])
 def test_files_are_told_by_what_they_are(folder: Path, kind: str, name: str) -> None:
-    other = alias(name, kind, folder)
+    link = alias(name, kind, folder)
     with pytest.raises(ResourceError, match="are one file"):
-        check_apart([name, None, other])
+        check_apart([name, None, link])
     with pytest.raises(ResourceError, match="is the input"):
-        check_apart([other], [None, name])
+        check_apart([link], [None, name])
     for path_of in (part_path, lock_path):
         with pytest.raises(ResourceError, match="which grows as .* is the input"):
             check_apart(["x"], [path_of(Path("x"))])
-    check_apart(["x", "y"], [name, other])
+    check_apart(["x", "y"], [name, link])
 
 
 def test_all_shards_of_an_input_are_inputs(folder: Path) -> None:
@@ -206,38 +206,38 @@ OUTPUTS = (
 
 
 @contextmanager
-def in_the_way(what: str, path: Path) -> Iterator[str]:
+def in_the_way(obstacle: str, path: Path) -> Iterator[str]:
     """Put something where an output is to be; yield the words that name it."""
-    if what == "a file":
+    if obstacle == "a file":
         path.write_text("dear")
         yield "exists; give another name, or --overwrite"
-    elif what == "another run":
+    elif obstacle == "another run":
         with Output(path):
             yield "another run is writing it; wait for it or stop it"
-    elif what == "a loop":
+    elif obstacle == "a loop":
         path.symlink_to(path.name)
         yield "Too many levels of symbolic links"
-    elif what == "a pipe":
+    elif obstacle == "a pipe":
         os.mkfifo(path)
         yield "is no regular file"
-    elif what == "a folder":
+    elif obstacle == "a folder":
         path.mkdir()
         yield "is a directory"
 
 
-@pytest.mark.parametrize("what", ["a file", "another run", "a loop", "a pipe", "a folder", "nothing"])
+@pytest.mark.parametrize("obstacle", ["a file", "another run", "a loop", "a pipe", "a folder", "nothing"])
 @pytest.mark.parametrize("command", OUTPUTS)
 def test_every_output_is_looked_at_before_any_work(
-    command: str, what: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+    command: str, obstacle: str, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     out = folder / "out.svg"
-    if command == "logits -m m.gguf -p a -o OUT" and what == "another run":  # looked at when the model is there
+    if command == "logits -m m.gguf -p a -o OUT" and obstacle == "another run":  # looked at when the model is there
         install(monkeypatch, FakeModel(Path("m.gguf"), 100))
-    if what == "nothing":
+    if obstacle == "nothing":
         result = run(command, OUT=folder / "none" / "out.svg")
         assert "its folder does not exist; make it first" in result.stderr
     else:
-        with in_the_way(what, out) as words:
+        with in_the_way(obstacle, out) as words:
             before = {path.name: path.lstat().st_ino for path in folder.iterdir()}
             result = run(command, OUT=out)
             assert words in result.stderr, result.output
@@ -257,13 +257,13 @@ def test_a_dry_run_says_what_the_run_would_refuse(command: str, folder: Path) ->
 
 
 @pytest.mark.parametrize(
-    ("more", "name"), [("--save-frequency 4", "out.gguf.at_4"), ("--all-experts", "out.all-experts.gguf")]
+    ("option", "name"), [("--save-frequency 4", "out.gguf.at_4"), ("--all-experts", "out.all-experts.gguf")]
 )
-def test_what_a_collection_writes_beside_its_output_is_looked_at_too(folder: Path, more: str, name: str) -> None:
+def test_what_a_collection_writes_beside_its_output_is_looked_at_too(folder: Path, option: str, name: str) -> None:
     (folder / name).write_text("dear")
-    result = run(f"imatrix -m m.gguf -p a -o out.gguf {more}")
+    result = run(f"imatrix -m m.gguf -p a -o out.gguf {option}")
     assert f"{name} exists; give another name, or --overwrite" in result.stderr
-    result = run(f"imatrix -m m.gguf -f {name} -o out.gguf --overwrite {more}")
+    result = run(f"imatrix -m m.gguf -f {name} -o out.gguf --overwrite {option}")
     assert f"{name} is the input itself" in result.stderr
     assert (folder / name).read_text() == "dear"
 
@@ -348,11 +348,11 @@ def test_a_failed_write_keeps_what_was_there(tmp_path: Path) -> None:
 def test_an_output_is_held_by_one_run_at_a_time(tmp_path: Path) -> None:
     path = tmp_path / "x"
     lock_path(path).write_text("a lock file of somebody else's, such as poetry.lock")
-    with Output(path) as held:
+    with Output(path) as output:
         with pytest.raises(ResourceError, match="another run is writing it"), Output(path, overwrite=True):
             pass
         for text in ("once", "twice"):
-            with atomic_write(held.path) as part:
+            with atomic_write(output.path) as part:
                 part.write_text(text)
             assert path.read_text() == text
     assert lock_path(path).exists()
@@ -417,15 +417,15 @@ def test_a_pipe_that_nobody_writes_is_no_input(command: str, folder: Path) -> No
 
 def test_a_pipe_is_read_up_to_a_limit(tmp_path: Path) -> None:
     for size, fits in ((1000, True), (1001, False)):
-        there, back = os.pipe()
-        os.write(back, b"x" * size)
-        os.close(back)
+        read_fd, write_fd = os.pipe()
+        os.write(write_fd, b"x" * size)
+        os.close(write_fd)
         if fits:
-            assert len(read_whole(f"/dev/fd/{there}", 1000)) == size
+            assert len(read_whole(f"/dev/fd/{read_fd}", 1000)) == size
         else:
             with pytest.raises(FormatError, match="more than 1000 B"):
-                read_whole(f"/dev/fd/{there}", 1000)
-        os.close(there)
+                read_whole(f"/dev/fd/{read_fd}", 1000)
+        os.close(read_fd)
 
 
 @pytest.mark.parametrize(

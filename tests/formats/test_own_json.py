@@ -53,28 +53,28 @@ READERS: dict[str, tuple[Callable[[Path], str], Callable[[Path], object]]] = {
 }
 
 
-def places(value: Any, at: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+def places(value: Any, place: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
     """Yield the way to every value within a value of JSON."""
-    yield at
+    yield place
     for key, inner in value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ():
-        yield from places(inner, (*at, key))
+        yield from places(inner, (*place, key))
 
 
 def damaged(text: str) -> Iterator[bytes]:
-    whole = json.loads(text)
-    for at in list(places(whole))[1:]:
+    value = json.loads(text)
+    for place in list(places(value))[1:]:
         for wrong in (None, True, "x", [], {}, [[[]]], -1, 10**400, float("nan"), float("inf"), "\ud800"):
-            changed = copy.deepcopy(whole)
+            changed = copy.deepcopy(value)
             inner = changed
-            for key in at[:-1]:
+            for key in place[:-1]:
                 inner = inner[key]
-            inner[at[-1]] = wrong
+            inner[place[-1]] = wrong
             yield json.dumps(changed).encode()
 
 
-@pytest.mark.parametrize("what", READERS)
-def test_a_value_of_another_kind(tmp_path: Path, what: str) -> None:
-    make, read = READERS[what]
+@pytest.mark.parametrize("kind", READERS)
+def test_a_value_of_another_kind(tmp_path: Path, kind: str) -> None:
+    make, read = READERS[kind]
     text, path = make(tmp_path), tmp_path / "cook.json"
     path.write_text(text)
     read(path)
@@ -92,7 +92,7 @@ def test_a_value_of_another_kind(tmp_path: Path, what: str) -> None:
     assert refused >= 5
 
 
-@pytest.mark.parametrize("what", READERS)
+@pytest.mark.parametrize("kind", READERS)
 @pytest.mark.parametrize(
     "data",
     [
@@ -108,29 +108,29 @@ def test_a_value_of_another_kind(tmp_path: Path, what: str) -> None:
     ],
     ids=["nested", "NaN", "number", "bytes", "null", "list", "text", "empty", "object"],
 )
-def test_a_file_of_another_kind(tmp_path: Path, what: str, data: bytes) -> None:
+def test_a_file_of_another_kind(tmp_path: Path, kind: str, data: bytes) -> None:
     path = tmp_path / "cook.json"
     path.write_bytes(data)
-    if (what, data) == ("speeds", b"{}"):
+    if (kind, data) == ("speeds", b"{}"):
         return  # a table without a type
     with pytest.raises(FormatError) as e:
-        READERS[what][1](path)
+        READERS[kind][1](path)
     assert e.value.message.startswith(f"{path}: ")
     assert len(e.value.message) < 600
 
 
-@pytest.mark.parametrize("what", READERS)
-def test_what_is_no_file(tmp_path: Path, what: str) -> None:
+@pytest.mark.parametrize("kind", READERS)
+def test_what_is_no_file(tmp_path: Path, kind: str) -> None:
     path = tmp_path / "cook.json"
     os.mkfifo(path)
     with pytest.raises(FormatError, match="not a regular file"):
-        READERS[what][1](path)
+        READERS[kind][1](path)
     path.unlink()
     path.symlink_to("/dev/zero")
     with pytest.raises(FormatError, match="a device"):
-        READERS[what][1](path)
+        READERS[kind][1](path)
     path.unlink()
     with open(path, "wb") as file:
         file.truncate(1 << 40)
     with pytest.raises(FormatError, match="more than"):
-        READERS[what][1](path)
+        READERS[kind][1](path)

@@ -40,23 +40,23 @@ def test_a_matrix_as_svg(data: Path, tmp_path: Path) -> None:
     out = tmp_path / "x.svg"
     result = CliRunner().invoke(cli, ["imatrix", "show", str(data / "tiny-moe-imatrix.gguf"), "--plot", str(out)])
     assert result.exit_code == 0, result.output
-    written = texts(out.read_bytes())
-    assert written.count("attn_k, attn_q, attn_v") == 1
-    assert [t for t in written if t.isdecimal()][:4] == ["0", "1", "2", "3"]
-    assert {"Tokens of each expert", "expert", "tokens / even share", "layer", "E[x²]"} <= set(written)
-    assert "never" not in written
+    labels = texts(out.read_bytes())
+    assert labels.count("attn_k, attn_q, attn_v") == 1
+    assert [t for t in labels if t.isdecimal()][:4] == ["0", "1", "2", "3"]
+    assert {"Tokens of each expert", "expert", "tokens / even share", "layer", "E[x²]"} <= set(labels)
+    assert "never" not in labels
 
 
 @pytest.mark.parametrize(("kind", "magic"), [("svg", b"<?xml"), ("png", b"\x89PNG"), ("pdf", b"%PDF")])
 def test_awkward_data_give_the_same_bytes_twice(kind: str, magic: bytes) -> None:
-    made = draw(AWKWARD, kind)
-    assert made.startswith(magic)
-    assert made == draw(AWKWARD, kind)
+    image = draw(AWKWARD, kind)
+    assert image.startswith(magic)
+    assert image == draw(AWKWARD, kind)
 
 
 def test_what_is_missing_is_said() -> None:
-    written = texts(draw(replace(AWKWARD, title="$a_b & 模型"), "svg"))
-    assert {"never", "no data", "a$&lt;b&gt;", "$a_b &amp; 模型"} <= set(written)
+    labels = texts(draw(replace(AWKWARD, title="$a_b & 模型"), "svg"))
+    assert {"never", "no data", "a$&lt;b&gt;", "$a_b &amp; 模型"} <= set(labels)
 
 
 def test_names_and_matplotlib_are_checked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, data: Path) -> None:
@@ -88,6 +88,6 @@ def test_points_with_labels() -> None:
         Points("line", [1, 2], [1, 200], is_line=True),
         Points("p$", [1, 1, 2], [1, 1, 200], ["a", "b", "c$"]),
     )
-    made = draw(Scatter("title", "x", "y", [line, points], "note"), "svg")
-    assert {"title", "x", "y", "line", "p$", "a", "b", "c$", "note", "200"} <= set(texts(made))
-    assert made == draw(Scatter("title", "x", "y", [line, points], "note"), "svg")
+    image = draw(Scatter("title", "x", "y", [line, points], "note"), "svg")
+    assert {"title", "x", "y", "line", "p$", "a", "b", "c$", "note", "200"} <= set(texts(image))
+    assert image == draw(Scatter("title", "x", "y", [line, points], "note"), "svg")

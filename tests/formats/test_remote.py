@@ -91,7 +91,7 @@ def call(proxy: Proxy | None, method: str, **kwargs: Any) -> Any:
     return with_retries("the test", lambda: store._call(method, Bucket="models", **kwargs))
 
 
-def put(name: str, data: bytes | Path) -> str:
+def put_object(name: str, data: bytes | Path) -> str:
     call(None, "put_object", Key=name, Body=data if isinstance(data, bytes) else data.read_bytes())
     return f"s3://models/{name}"
 
@@ -101,12 +101,12 @@ def get(name: str) -> bytes:
 
 
 def keys() -> list[str]:
-    return [found["Key"] for found in call(None, "list_objects_v2").get("Contents", ())]
+    return [entry["Key"] for entry in call(None, "list_objects_v2").get("Contents", ())]
 
 
 def uploads() -> list[dict[str, Any]]:
-    found: list[dict[str, Any]] = call(None, "list_multipart_uploads").get("Uploads", [])
-    return found
+    entries: list[dict[str, Any]] = call(None, "list_multipart_uploads").get("Uploads", [])
+    return entries
 
 
 def run(*args: object) -> Result:
@@ -150,7 +150,7 @@ def test_a_url_is_a_path_with_names_of_its_own() -> None:
         assert not isinstance(located(text), URL)
 
 
-SAME = {
+ALIASES = {
     "s3://b/x/m.gguf": ("s3a://b/x/m.gguf", "S3://b/x/m.gguf", "s3:///b/x/m.gguf", "s3://b/x/m.gguf/"),
     "s3://b/m": ("s3://b/m?versionId=null", "s3n://b/m?versionId=3", "s3://b/m/"),
     "gs://b/m": ("gcs://b/m", "GS://b/m//"),
@@ -160,19 +160,19 @@ SAME = {
 }
 
 
-@pytest.mark.parametrize("text", SAME)
+@pytest.mark.parametrize("text", ALIASES)
 def test_an_object_has_one_identity(text: str) -> None:
     """So it is refused as its own output, and one lock is for all."""
     url = located(text)
-    for other in map(located, SAME[text]):
+    for alias in map(located, ALIASES[text]):
         assert isinstance(url, URL)
-        assert isinstance(other, URL)
-        assert other.identity == url.identity
-        assert lock_path(other) == lock_path(url)
+        assert isinstance(alias, URL)
+        assert alias.identity == url.identity
+        assert lock_path(alias) == lock_path(url)
         with pytest.raises(ResourceError, match="is the input"):
-            check_apart([other], [url])
-    for apart in (f"{text}2", text.replace("m", "M"), text.replace("/m", "//n/m")):
-        check_apart([text], [apart])
+            check_apart([alias], [url])
+    for neighbour in (f"{text}2", text.replace("m", "M"), text.replace("/m", "//n/m")):
+        check_apart([text], [neighbour])
 
 
 @pytest.mark.parametrize(
@@ -194,11 +194,11 @@ def test_an_address_with_a_password_is_refused_and_not_shown(text: str, tmp_path
         *(("quantize", model, out, "Q8_0", "--imatrix", text), ("perplexity", "-m", model, "-p", "a", "--json", text)),
         *(("convert", text, out), ("compare", text, model), ("kld", "-m", model, "--base", text)),
     ):
-        found = run(*args)
-        assert found.exit_code in (1, 2), found.output
-        assert SECRET not in found.output
-        assert "AWS_SECRET_ACCESS_KEY" in found.output
-        assert not isinstance(found.exception, ResourceError)
+        result = run(*args)
+        assert result.exit_code in (1, 2), result.output
+        assert SECRET not in result.output
+        assert "AWS_SECRET_ACCESS_KEY" in result.output
+        assert not isinstance(result.exception, ResourceError)
     assert not list(tmp_path.iterdir())
     for verb in (lambda: quantize(model, text, "Q8_0"), lambda: open_gguf(text), lambda: read_whole(text)):
         with pytest.raises(ResourceError) as raised:
@@ -209,9 +209,9 @@ def test_an_address_with_a_password_is_refused_and_not_shown(text: str, tmp_path
 def test_a_version_of_an_object_is_read_and_not_written(proxy: Proxy, model: Path) -> None:
     call(None, "put_bucket_versioning", VersioningConfiguration={"Status": "Enabled"})
     try:
-        name = put("v.gguf", b"first")
+        name = put_object("v.gguf", b"first")
         version = call(None, "head_object", Key="v.gguf")["VersionId"]
-        put("v.gguf", b"second")
+        put_object("v.gguf", b"second")
         assert URL(f"{name}?versionId={version}").read_bytes() == b"first"
         assert URL(name).read_bytes() == b"second"
         with pytest.raises(ResourceError, match="a version of an object"):
@@ -235,12 +235,12 @@ def test_a_signed_address_is_not_shown() -> None:
 
 
 def test_what_was_pinned_goes_to_other_processes(proxy: Proxy) -> None:
-    url = located(put("a", b"first"))
+    url = located(put_object("a", b"first"))
     assert url.stat().st_size == 5
-    there = pickle.loads(pickle.dumps(url))
-    put("a", b"other")
+    copy = pickle.loads(pickle.dumps(url))
+    put_object("a", b"other")
     with pytest.raises(FormatError, match="replaced"):
-        there.read_range(0, 5)
+        copy.read_range(0, 5)
 
 
 # ---------------------------------------------------------------- failures and patience
@@ -249,18 +249,18 @@ def test_what_was_pinned_goes_to_other_processes(proxy: Proxy) -> None:
 def test_retry_after_is_heeded_and_pauses_grow() -> None:
     patience = Patience(first=1, longest=10)
     assert patience.pause(1, 3.5) >= 3.5
-    drawn = {n: [patience.pause(n, None) for _ in range(200)] for n in (1, 3, 9)}
-    assert max(drawn[1]) <= 1
-    assert 1 < max(drawn[3]) <= 4
-    assert 4 < max(drawn[9]) <= 10
-    assert len(set(drawn[3])) > 100  # random, so that many clients do not come back at once
+    pauses = {n: [patience.pause(n, None) for _ in range(200)] for n in (1, 3, 9)}
+    assert max(pauses[1]) <= 1
+    assert 1 < max(pauses[3]) <= 4
+    assert 4 < max(pauses[9]) <= 10
+    assert len(set(pauses[3])) > 100  # random, so that many clients do not come back at once
 
 
 def test_patience_ends_before_its_time_is_over() -> None:
-    asked = []
+    pauses = []
 
     def busy() -> None:
-        asked.append(time.monotonic())
+        pauses.append(time.monotonic())
         raise Answer(503, wait="30")
 
     began = time.monotonic()
@@ -297,26 +297,28 @@ def test_quantize_from_store_to_store(
     proxy: Proxy, large_parts: None, tiny_moe: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With an importance matrix, errors measured and in shards; each object appears with the last request about it."""
-    source, imatrix = put("in/moe.gguf", tiny_moe), put("in/imatrix.gguf", data / "tiny-moe-imatrix.gguf")
-    more = ("IQ4_XS", "--no-provenance", "--hide-imatrix", "--split-max-size", "2M", "--measure-error", "--json")
-    local = run("quantize", tiny_moe, tmp_path / "q.gguf", "--imatrix", data / "tiny-moe-imatrix.gguf", *more)
-    made = run("quantize", source, "s3://models/out/q.gguf", "--imatrix", imatrix, *more, "--spool", tmp_path / "spool")
-    assert made.exit_code == 0, made.output
+    source, imatrix = put_object("in/moe.gguf", tiny_moe), put_object("in/imatrix.gguf", data / "tiny-moe-imatrix.gguf")
+    options = ("IQ4_XS", "--no-provenance", "--hide-imatrix", "--split-max-size", "2M", "--measure-error", "--json")
+    local = run("quantize", tiny_moe, tmp_path / "q.gguf", "--imatrix", data / "tiny-moe-imatrix.gguf", *options)
+    result = run(
+        "quantize", source, "s3://models/out/q.gguf", "--imatrix", imatrix, *options, "--spool", tmp_path / "spool"
+    )
+    assert result.exit_code == 0, result.output
     files = sorted(tmp_path.glob("q-*.gguf"))
     assert len(files) > 1
     assert [k for k in keys() if k.startswith("out/")] == [f"out/{f.name}" for f in files]
     for file in files:
         assert get(f"out/{file.name}") == file.read_bytes()
-    assert json.loads(made.stdout)["classes"] == json.loads(local.stdout)["classes"]
+    assert json.loads(result.stdout)["classes"] == json.loads(local.stdout)["classes"]
     assert not list((tmp_path / "spool").iterdir())
     assert uploads() == []
-    assert KEY not in made.output
+    assert KEY not in result.output
 
 
 def test_provenance_differs_only_in_the_fingerprint(
     proxy: Proxy, large_parts: None, tiny_moe: Path, tmp_path: Path
 ) -> None:
-    source = put(tiny_moe.name, tiny_moe)
+    source = put_object(tiny_moe.name, tiny_moe)
     quantize(tiny_moe, tmp_path / "q.gguf", "Q8_0")
     quantize(source, "s3://models/q.gguf", "Q8_0")
     with open_gguf(tmp_path / "q.gguf") as a, open_gguf("s3://models/q.gguf") as b:
@@ -324,14 +326,14 @@ def test_provenance_differs_only_in_the_fingerprint(
 
 
 def test_a_plan_reads_only_headers(proxy: Proxy, tiny_moe: Path) -> None:
-    source = put("moe.gguf", tiny_moe)
+    source = put_object("moe.gguf", tiny_moe)
     proxy.clear()
-    found = run("quantize", source, "s3://models/q.gguf", "Q4_K_M", "--dry-run", "--json")
-    assert found.exit_code == 0, found.output
-    assert json.loads(found.stdout)["refused"] is None
+    result = run("quantize", source, "s3://models/q.gguf", "Q4_K_M", "--dry-run", "--json")
+    assert result.exit_code == 0, result.output
+    assert json.loads(result.stdout)["refused"] is None
     assert 100_000 < proxy.served <= 1 << 20  # of 18 MB
-    assert len(proxy.seen) < 10
-    assert not [r for r in proxy.seen if r.method in ("PUT", "POST", "DELETE")]
+    assert len(proxy.requests) < 10
+    assert not [r for r in proxy.requests if r.method in ("PUT", "POST", "DELETE")]
     assert run("inspect", source).exit_code == 0
     assert proxy.served <= 2 << 20
 
@@ -339,30 +341,30 @@ def test_a_plan_reads_only_headers(proxy: Proxy, tiny_moe: Path) -> None:
 def test_convert_from_store_to_store(proxy: Proxy, large_parts: None, tmp_path: Path) -> None:
     folder = write_checkpoint("Mixtral-8x7B-chat-xl", tmp_path / "in")
     for file in folder.iterdir():
-        put(f"hub/{folder.name}/{file.name}", file)
+        put_object(f"hub/{folder.name}/{file.name}", file)
     for type_name in ((), ("Q4_K", "--no-provenance")):
         local = run("convert", folder, tmp_path / "local.gguf", *type_name, "--overwrite")
         assert local.exit_code == 0, local.output
         proxy.clear()
-        there = f"s3://models/hub/{folder.name}", "s3://models/out/m.gguf"
-        dry = run("convert", *there, *type_name, "--overwrite", "--dry-run")
+        paths = f"s3://models/hub/{folder.name}", "s3://models/out/m.gguf"
+        dry = run("convert", *paths, *type_name, "--overwrite", "--dry-run")
         assert dry.exit_code == 0, dry.output
-        made = run("convert", *there, *type_name, "--overwrite")
-        assert made.exit_code == 0, made.output
+        result = run("convert", *paths, *type_name, "--overwrite")
+        assert result.exit_code == 0, result.output
         assert get("out/m.gguf") == (tmp_path / "local.gguf").read_bytes()
-    named = run("convert", there[0])
-    assert named.exit_code == 0, named.output
+    rerun = run("convert", paths[0])
+    assert rerun.exit_code == 0, rerun.output
     assert [k for k in keys() if k.endswith(".gguf") and k.startswith("hub/")]
 
 
 def test_merge_compare_and_importance(
     proxy: Proxy, large_parts: None, tiny_moe: Path, data: Path, tmp_path: Path
 ) -> None:
-    source, imatrix = put("moe.gguf", tiny_moe), put("imatrix.dat", data / "tiny-moe-imatrix.dat")
+    source, imatrix = put_object("moe.gguf", tiny_moe), put_object("imatrix.dat", data / "tiny-moe-imatrix.dat")
     assert run("merge-up-gate", tiny_moe, tmp_path / "m.gguf").exit_code == 0
     args = (source, "s3://models/m.gguf", "--imatrix", imatrix, "--imatrix-out", "s3://models/merged.dat")
-    made = run("merge-up-gate", *args)
-    assert made.exit_code == 0, made.output
+    result = run("merge-up-gate", *args)
+    assert result.exit_code == 0, result.output
     assert get("m.gguf") == (tmp_path / "m.gguf").read_bytes()
     compared = run("compare", "s3://models/m.gguf", tmp_path / "m.gguf")
     assert compared.exit_code == 0, compared.output
@@ -379,7 +381,7 @@ def test_split_sources_and_keeping_the_split(proxy: Proxy, large_parts: None, ti
     assert run("quantize", tiny_moe, tmp_path / "a.gguf", "COPY", "--split-max-size", "6M").exit_code == 0
     shards = sorted(tmp_path.glob("a-*.gguf"))
     for shard in shards:
-        put(shard.name, shard)
+        put_object(shard.name, shard)
     quantize(shards[0], tmp_path / "b.gguf", "Q8_0", QuantizeOptions(no_provenance=True, keep_split=True))
     source = f"s3://models/{shards[1].name}"
     quantize(source, "s3://models/b.gguf", "Q8_0", QuantizeOptions(no_provenance=True, keep_split=True))
@@ -392,27 +394,27 @@ def test_split_sources_and_keeping_the_split(proxy: Proxy, large_parts: None, ti
 
 def test_the_cache_serves_objects(proxy: Proxy, model: Path, expected: bytes, tmp_path: Path) -> None:
     """What is known of an object is neither read nor encoded again, until another takes its place."""
-    source, there = put("moe.gguf", model), dict[str, Any](cache=tmp_path / "cache", overwrite=True)
+    source, settings = put_object("moe.gguf", model), dict[str, Any](cache=tmp_path / "cache", overwrite=True)
     proxy.clear()
-    first = quantize(source, "s3://models/q.gguf", "Q4_K_M", OPTIONS, **there)
+    first = quantize(source, "s3://models/q.gguf", "Q4_K_M", OPTIONS, **settings)
     read = proxy.served
     assert get("q.gguf") == expected
     proxy.clear()
-    again = quantize(source, "s3://models/q.gguf", "Q4_K_M", OPTIONS, **there)
+    rerun = quantize(source, "s3://models/q.gguf", "Q4_K_M", OPTIONS, **settings)
     assert proxy.served < 0.6 * read  # the header, both ends of tensors, and norms, in blocks
     assert get("q.gguf") == expected
     assert first.run.cache is not None
-    assert again.run.cache is not None
-    assert first.run.cache.stored == first.run.cache.tensors == again.run.cache.hits > 20
+    assert rerun.run.cache is not None
+    assert first.run.cache.stored == first.run.cache.tensors == rerun.run.cache.hits > 20
     data = bytearray(model.read_bytes())
     with open_gguf(model) as opened:
-        at = opened.tensors["blk.1.ffn_up.weight"].offset
-    data[at + 600 : at + 602] = b"\0\0"  # of the same size, with the same ends of tensors
-    put("moe.gguf", bytes(data))
-    other = tmp_path / "in.gguf"
-    other.write_bytes(data)
-    quantize(other, tmp_path / "other.gguf", "Q4_K_M", OPTIONS)
-    changed = quantize(source, "s3://models/q.gguf", "Q4_K_M", OPTIONS, **there)
+        offset = opened.tensors["blk.1.ffn_up.weight"].offset
+    data[offset + 600 : offset + 602] = b"\0\0"  # of the same size, with the same ends of tensors
+    put_object("moe.gguf", bytes(data))
+    path = tmp_path / "in.gguf"
+    path.write_bytes(data)
+    quantize(path, tmp_path / "other.gguf", "Q4_K_M", OPTIONS)
+    changed = quantize(source, "s3://models/q.gguf", "Q4_K_M", OPTIONS, **settings)
     assert get("q.gguf") == (tmp_path / "other.gguf").read_bytes() != expected
     assert changed.run.cache is not None
     assert changed.run.cache.hits == changed.run.cache.tensors - 1
@@ -421,7 +423,7 @@ def test_the_cache_serves_objects(proxy: Proxy, model: Path, expected: bytes, tm
 # ---------------------------------------------------------------- a network that fails
 
 
-def now_and_then(fault: str, every: int = 4) -> Callable[[Request], str | None]:
+def now_and_then(fault: str, period: int = 4) -> Callable[[Request], str | None]:
     """Return a fault that every fourth request of each kind meets, first ones included, none more than three times."""
     counts, met = Counter[str](), Counter[tuple[object, ...]]()
 
@@ -432,11 +434,11 @@ def now_and_then(fault: str, every: int = 4) -> Callable[[Request], str | None]:
             return None
         if fault == "flip" and not request.is_part:
             return None
-        said = request.headers.get("Range") or request.headers.get("range")
-        which = request.method, request.path, said, *request.query.get("partNumber", ())
-        if counts[kind] % every != 1 or met[which] == 3:
+        byte_range = request.headers.get("Range") or request.headers.get("range")
+        key = request.method, request.path, byte_range, *request.query.get("partNumber", ())
+        if counts[kind] % period != 1 or met[key] == 3:
             return None
-        met[which] += 1
+        met[key] += 1
         return fault
 
     return choose
@@ -444,13 +446,13 @@ def now_and_then(fault: str, every: int = 4) -> Callable[[Request], str | None]:
 
 @pytest.mark.parametrize("fault", [f for f in FAULTS if f != "stall"])
 def test_faults_that_pass_change_nothing(proxy: Proxy, model: Path, expected: bytes, fault: str) -> None:
-    source = put("moe.gguf", model)
+    source = put_object("moe.gguf", model)
     proxy.clear()
     proxy.fault = now_and_then(fault)
     quantize(source, "s3://models/q.gguf", "Q4_K_M", OPTIONS)
-    broken = [r for r in proxy.seen if r.fault]
+    faulty = [r for r in proxy.requests if r.fault]
     proxy.clear()
-    assert len(broken) >= 5
+    assert len(faulty) >= 5
     assert get("q.gguf") == expected
     for upload in uploads():  # one whose name was lost: there is nothing in it
         assert fault == "lost"
@@ -462,44 +464,44 @@ def test_a_server_that_falls_silent(
 ) -> None:
     monkeypatch.setattr(retry, "SILENCE", STALL / 2)
     monkeypatch.setattr(stores, "_stores", {})
-    source = put("moe.gguf", model)
+    source = put_object("moe.gguf", model)
     proxy.clear()
-    proxy.fault = lambda request: "stall" if len(proxy.seen) in (1, 9, 21) else None
+    proxy.fault = lambda request: "stall" if len(proxy.requests) in (1, 9, 21) else None
     quantize(source, "s3://models/q.gguf", "Q4_K_M", OPTIONS)
-    assert len([r for r in proxy.seen if r.fault]) == 3
+    assert len([r for r in proxy.requests if r.fault]) == 3
     proxy.clear()
     assert get("q.gguf") == expected
 
 
 def test_all_faults_at_random(proxy: Proxy, model: Path, expected: bytes) -> None:
     """The right file or one error, and a run that ended with an error goes on."""
-    source, drawn = put("moe.gguf", model), random.Random(3)
-    kinds, ended = ["reset", "lost", "503", "429", "cut", "short"], []
+    source, rng = put_object("moe.gguf", model), random.Random(3)
+    kinds, endings = ["reset", "lost", "503", "429", "cut", "short"], []
     for turn in range(3):
         proxy.clear()
-        proxy.fault = lambda request, share=0.15 * turn: drawn.choice(kinds) if drawn.random() < share else None
+        proxy.fault = lambda request, share=0.15 * turn: rng.choice(kinds) if rng.random() < share else None
         try:
             quantize(source, f"s3://models/{turn}.gguf", "Q4_K_M", OPTIONS)
-            ended.append("whole")
+            endings.append("whole")
         except (OSError, QuantkitError) as e:
-            ended.append(str(e))
+            endings.append(str(e))
             proxy.clear()
             assert f"{turn}.gguf" not in keys()
             quantize(source, f"s3://models/{turn}.gguf", "Q4_K_M", OPTIONS, resume=True)
         proxy.clear()
         assert get(f"{turn}.gguf") == expected
-    assert ended[0] == "whole"
+    assert endings[0] == "whole"
 
 
-@pytest.mark.parametrize(("fault", "what"), [("503", "HTTP 503"), ("reset", "attempts"), ("flip", "damaged")])
+@pytest.mark.parametrize(("fault", "message"), [("503", "HTTP 503"), ("reset", "attempts"), ("flip", "damaged")])
 def test_uploads_that_never_succeed_are_one_error(
-    proxy: Proxy, model: Path, expected: bytes, fault: str, what: str
+    proxy: Proxy, model: Path, expected: bytes, fault: str, message: str
 ) -> None:
-    source = put("moe.gguf", model)
+    source = put_object("moe.gguf", model)
     proxy.clear()
-    proxy.fault = lambda r: fault if r.is_part and len([x for x in proxy.seen if x.is_part]) > 5 else None
+    proxy.fault = lambda r: fault if r.is_part and len([x for x in proxy.requests if x.is_part]) > 5 else None
     began = time.monotonic()
-    with pytest.raises(OSError, match=what) as raised:
+    with pytest.raises(OSError, match=message) as raised:
         quantize(source, "s3://models/q.gguf", "Q4_K_M", OPTIONS)
     assert time.monotonic() - began < 15
     assert "secret-of-the-server" not in str(raised.value)
@@ -507,19 +509,19 @@ def test_uploads_that_never_succeed_are_one_error(
     assert "q.gguf" not in keys()
     assert len(uploads()) == 1  # kept for --resume
     quantize(source, "s3://models/q.gguf", "Q4_K_M", OPTIONS, resume=True)
-    assert len([r for r in proxy.seen if r.is_part]) < -(-len(expected) // PART)
+    assert len([r for r in proxy.requests if r.is_part]) < -(-len(expected) // PART)
     assert get("q.gguf") == expected
     assert uploads() == []
 
 
 @pytest.mark.parametrize("fault", ["cut", "short", "429", "403"])
 def test_reads_that_never_succeed_are_one_error(proxy: Proxy, model: Path, fault: str) -> None:
-    source = put("moe.gguf", model)
+    source = put_object("moe.gguf", model)
     proxy.clear()
     proxy.fault = lambda r: fault if r.method == "GET" and r.path.endswith("moe.gguf") else None
     with pytest.raises(FormatError, match="cannot be opened"):
         open_gguf(source)
-    proxy.fault = lambda r: fault if r.method == "GET" and len(proxy.seen) > 14 else None
+    proxy.fault = lambda r: fault if r.method == "GET" and len(proxy.requests) > 14 else None
     with pytest.raises(OSError, match=r"attempts|denied"):
         quantize(source, "s3://models/q.gguf", "Q8_0", OPTIONS)
     proxy.clear()
@@ -527,10 +529,10 @@ def test_reads_that_never_succeed_are_one_error(proxy: Proxy, model: Path, fault
 
 
 def test_small_files_are_checked_by_their_checksum(proxy: Proxy, data: Path) -> None:
-    name = put("imatrix.gguf", data / "tiny-moe-imatrix.gguf")
+    name = put_object("imatrix.gguf", data / "tiny-moe-imatrix.gguf")
     proxy.clear()
     proxy.fault = lambda r: (
-        "flip" if r.method == "GET" and len([x for x in proxy.seen if x.method == "GET"]) == 0 else None
+        "flip" if r.method == "GET" and len([x for x in proxy.requests if x.method == "GET"]) == 0 else None
     )
     assert located(name).read_bytes() == (data / "tiny-moe-imatrix.gguf").read_bytes()
     proxy.fault = lambda r: "flip" if r.method == "GET" else None
@@ -539,7 +541,7 @@ def test_small_files_are_checked_by_their_checksum(proxy: Proxy, data: Path) -> 
 
 
 def test_an_object_that_is_replaced_is_one_error(proxy: Proxy, model: Path) -> None:
-    source, other = put("moe.gguf", model), model.read_bytes()[:-1] + b"\1"
+    source, replacement = put_object("moe.gguf", model), model.read_bytes()[:-1] + b"\1"
     proxy.clear()
     replaced: list[bool] = []
 
@@ -547,7 +549,7 @@ def test_an_object_that_is_replaced_is_one_error(proxy: Proxy, model: Path) -> N
         if request.is_part and not replaced:
             replaced.append(True)
             proxy.before = lambda request: None
-            put("moe.gguf", other)
+            put_object("moe.gguf", replacement)
 
     proxy.before = replace
     with pytest.raises(FormatError, match=r"moe\.gguf: it was replaced by another object"):
@@ -574,7 +576,7 @@ def killed_after(proxy: Proxy, source: str, parts: int) -> None:
     process = subprocess.Popen([sys.executable, "-c", textwrap.dedent(_PROGRAM.format(part=PART, **where))])
 
     def stop(request: Request) -> None:
-        if request.is_part and len([r for r in proxy.seen if r.is_part]) >= parts:
+        if request.is_part and len([r for r in proxy.requests if r.is_part]) >= parts:
             process.send_signal(signal.SIGKILL)
 
     proxy.before = stop
@@ -586,15 +588,15 @@ def killed_after(proxy: Proxy, source: str, parts: int) -> None:
 def test_a_killed_run_goes_on_with_the_same_upload(
     proxy: Proxy, model: Path, expected: bytes, parts: int, tmp_path: Path
 ) -> None:
-    source = put("moe.gguf", model)
+    source = put_object("moe.gguf", model)
     proxy.clear()
     killed_after(proxy, source, parts)
     assert "q.gguf" not in keys()
     (upload,) = uploads()
-    there = {
+    stored_parts = {
         p["PartNumber"] for p in call(None, "list_parts", Key="q.gguf", UploadId=upload["UploadId"]).get("Parts", ())
     }
-    assert len(there) >= parts - spool.UPLOADERS
+    assert len(stored_parts) >= parts - spool.UPLOADERS
     with pytest.raises(ResourceError, match="--resume continues it"):
         quantize(source, "s3://models/q.gguf", "Q4_K_M", OPTIONS)
     journal = next(url_module.default_spool().glob("*.journal")).read_text()
@@ -603,9 +605,9 @@ def test_a_killed_run_goes_on_with_the_same_upload(
     noted = {note["part"] for line in journal.splitlines() if "part" in (note := json.loads(line).get("note", {}))}
     proxy.clear()
     result = quantize(source, "s3://models/q.gguf", "Q4_K_M", OPTIONS, resume=True)
-    again = {int(r.query["partNumber"][0]) for r in proxy.seen if r.is_part}
-    assert not [r for r in proxy.seen if r.method == "POST" and "uploads" in r.query]
-    assert again == set(range(1, -(-len(expected) // PART) + 1)) - noted
+    sent_parts = {int(r.query["partNumber"][0]) for r in proxy.requests if r.is_part}
+    assert not [r for r in proxy.requests if r.method == "POST" and "uploads" in r.query]
+    assert sent_parts == set(range(1, -(-len(expected) // PART) + 1)) - noted
     assert get("q.gguf") == expected
     assert result.run.resumed >= (0 if parts < 14 else 1)
     assert uploads() == []
@@ -613,20 +615,20 @@ def test_a_killed_run_goes_on_with_the_same_upload(
 
 
 def test_resuming_measures_all_errors(proxy: Proxy, model: Path, expected: bytes) -> None:
-    source = put("moe.gguf", model)
-    whole = quantize(source, "s3://models/m.gguf", "Q4_K_M", OPTIONS, measure_error=True)
+    source = put_object("moe.gguf", model)
+    full = quantize(source, "s3://models/m.gguf", "Q4_K_M", OPTIONS, measure_error=True)
     proxy.clear()
-    proxy.fault = lambda r: "403" if r.is_part and len([x for x in proxy.seen if x.is_part]) > 9 else None
+    proxy.fault = lambda r: "403" if r.is_part and len([x for x in proxy.requests if x.is_part]) > 9 else None
     with pytest.raises(PermissionError, match="access is denied"):
         quantize(source, "s3://models/q.gguf", "Q4_K_M", OPTIONS, measure_error=True)
     proxy.clear()
-    again = quantize(source, "s3://models/q.gguf", "Q4_K_M", OPTIONS, measure_error=True, resume=True)
-    assert again.run.sums == whole.run.sums
+    rerun = quantize(source, "s3://models/q.gguf", "Q4_K_M", OPTIONS, measure_error=True, resume=True)
+    assert rerun.run.sums == full.run.sums
     assert get("q.gguf") == expected
 
 
 def test_killed_between_the_last_part_and_its_name(proxy: Proxy, model: Path, expected: bytes) -> None:
-    source = put("moe.gguf", model)
+    source = put_object("moe.gguf", model)
     proxy.clear()
     proxy.fault = lambda r: "403" if r.method == "POST" and "uploadId" in r.query else None
     with pytest.raises(PermissionError):
@@ -634,14 +636,14 @@ def test_killed_between_the_last_part_and_its_name(proxy: Proxy, model: Path, ex
     assert "q.gguf" not in keys()
     proxy.clear()
     quantize(source, "s3://models/q.gguf", "Q4_K_M", OPTIONS, resume=True)
-    assert not [r for r in proxy.seen if r.is_part]
+    assert not [r for r in proxy.requests if r.is_part]
     assert get("q.gguf") == expected
 
 
 def test_an_upload_the_store_has_forgotten_is_made_anew(proxy: Proxy, model: Path, expected: bytes) -> None:
-    source = put("moe.gguf", model)
+    source = put_object("moe.gguf", model)
     proxy.clear()
-    proxy.fault = lambda r: "403" if r.is_part and len([x for x in proxy.seen if x.is_part]) > 9 else None
+    proxy.fault = lambda r: "403" if r.is_part and len([x for x in proxy.requests if x.is_part]) > 9 else None
     with pytest.raises(PermissionError):
         quantize(source, "s3://models/q.gguf", "Q4_K_M", OPTIONS)
     proxy.clear()
@@ -652,9 +654,9 @@ def test_an_upload_the_store_has_forgotten_is_made_anew(proxy: Proxy, model: Pat
 
 
 def test_beginning_anew_aborts_what_was_left(proxy: Proxy, model: Path) -> None:
-    source = put("moe.gguf", model)
+    source = put_object("moe.gguf", model)
     proxy.clear()
-    proxy.fault = lambda r: "403" if r.is_part and len([x for x in proxy.seen if x.is_part]) > 3 else None
+    proxy.fault = lambda r: "403" if r.is_part and len([x for x in proxy.requests if x.is_part]) > 3 else None
     with pytest.raises(PermissionError):
         quantize(source, "s3://models/q.gguf", "Q4_K_M", OPTIONS)
     proxy.clear()
@@ -665,7 +667,7 @@ def test_beginning_anew_aborts_what_was_left(proxy: Proxy, model: Path) -> None:
 
 
 def test_two_runs_for_one_object(proxy: Proxy, model: Path, expected: bytes) -> None:
-    source = put("moe.gguf", model)
+    source = put_object("moe.gguf", model)
     proxy.clear()
     refused: list[str] = []
 
@@ -688,14 +690,14 @@ def test_two_runs_for_one_object(proxy: Proxy, model: Path, expected: bytes) -> 
 
 
 def test_an_object_that_appears_meanwhile_is_not_replaced(proxy: Proxy, model: Path, expected: bytes) -> None:
-    source = put("moe.gguf", model)
+    source = put_object("moe.gguf", model)
     proxy.clear()
     appeared: list[bool] = []
 
     def appear(request: Request) -> None:
         if request.is_part and not appeared:
             appeared.append(True)
-            put("q.gguf", b"of another machine")
+            put_object("q.gguf", b"of another machine")
 
     proxy.before = appear
     with pytest.raises(ResourceError, match="has appeared"):
@@ -714,16 +716,16 @@ def test_the_spool_holds_what_is_under_way(proxy: Proxy, tmp_path: Path, monkeyp
 
     def look(request: Request) -> None:
         if request.is_part:
-            held = [p.stat().st_blocks * 512 for p in (tmp_path / "spool").glob("*.part")]
-            most.append(sum(held))
+            sizes = [p.stat().st_blocks * 512 for p in (tmp_path / "spool").glob("*.part")]
+            most.append(sum(sizes))
 
     proxy.before = look
-    there = put("in.gguf", source)
-    proxy.seen.clear()
-    quantize(there, located("s3://models/wide.gguf", tmp_path / "spool"), "COPY", OPTIONS, threads=2)
+    address = put_object("in.gguf", source)
+    proxy.requests.clear()
+    quantize(address, located("s3://models/wide.gguf", tmp_path / "spool"), "COPY", OPTIONS, threads=2)
     assert len(most) > 40
     assert 0 < max(most) < source.stat().st_size / 2
-    assert sum(r.nbytes for r in proxy.seen if r.is_part) == URL("s3://models/wide.gguf").facts.size
+    assert sum(r.nbytes for r in proxy.requests if r.is_part) == URL("s3://models/wide.gguf").facts.size
     assert proxy.served < source.stat().st_size + (2 << 20)  # each tensor once, and 1 MiB for the header
 
 
@@ -743,10 +745,10 @@ def test_the_spool_holds_what_is_under_way(proxy: Proxy, tmp_path: Path, monkeyp
     ],
 )
 def test_what_is_wrong_is_said(proxy: Proxy, model: Path, source: str, output: str, message: str) -> None:
-    found = run("quantize", model if source == "moe" else source, output, "Q8_0")
-    assert found.exit_code == 1
-    assert message in " ".join(found.output.split())
-    assert SECRET not in found.output
+    result = run("quantize", model if source == "moe" else source, output, "Q8_0")
+    assert result.exit_code == 1
+    assert message in " ".join(result.output.split())
+    assert SECRET not in result.output
 
 
 @pytest.mark.parametrize(
@@ -755,11 +757,11 @@ def test_what_is_wrong_is_said(proxy: Proxy, model: Path, source: str, output: s
 def test_denied(proxy: Proxy, model: Path, status: str, message: str) -> None:
     proxy.fault = lambda request: status
     for args in (("inspect", "s3://models/m.gguf"), ("quantize", model, "s3://models/q.gguf", "Q8_0")):
-        found = run(*args)
-        assert found.exit_code == 1
-        assert message in found.output
-        assert "secret-of-the-server" not in found.output
-        assert KEY not in found.output
+        result = run(*args)
+        assert result.exit_code == 1
+        assert message in result.output
+        assert "secret-of-the-server" not in result.output
+        assert KEY not in result.output
 
 
 @pytest.mark.parametrize(
@@ -787,32 +789,32 @@ def test_nodes_of_a_cluster_need_files(proxy: Proxy, model: Path) -> None:
 
 
 def test_engines_need_files(proxy: Proxy) -> None:
-    found = run("perplexity", "-m", "s3://models/m.gguf", "-p", "x")
-    assert found.exit_code == 2
-    assert "needs a file of this machine" in found.output
+    result = run("perplexity", "-m", "s3://models/m.gguf", "-p", "x")
+    assert result.exit_code == 2
+    assert "needs a file of this machine" in result.output
 
 
 # ---------------------------------------------------------------- the web, and other stores
 
 
 def test_a_source_on_the_web(proxy: Proxy, model: Path, expected: bytes, tmp_path: Path) -> None:
-    put("moe.gguf", model)
+    put_object("moe.gguf", model)
     call(None, "put_object_acl", Key="moe.gguf", ACL="public-read")
     proxy.clear()
     source = f"{proxy.url}/models/moe.gguf?token={SECRET}"
-    made = run("quantize", source, tmp_path / "q.gguf", "Q4_K_M", "--no-provenance", "--json")
-    assert made.exit_code == 0, made.output
-    assert SECRET not in made.output
+    result = run("quantize", source, tmp_path / "q.gguf", "Q4_K_M", "--no-provenance", "--json")
+    assert result.exit_code == 0, result.output
+    assert SECRET not in result.output
     assert (tmp_path / "q.gguf").read_bytes() == expected
     proxy.fault = now_and_then("cut")
     run("quantize", source, tmp_path / "r.gguf", "Q4_K_M", "--no-provenance")
     assert (tmp_path / "r.gguf").read_bytes() == expected
     proxy.clear()
-    shown = run("inspect", source, "--json")
-    assert SECRET not in shown.output
+    output = run("inspect", source, "--json")
+    assert SECRET not in output.output
     url = located(source)
     assert url.stat().st_size == model.stat().st_size
-    put("moe.gguf", model.read_bytes()[:-1] + b"\1")
+    put_object("moe.gguf", model.read_bytes()[:-1] + b"\1")
     call(None, "put_object_acl", Key="moe.gguf", ACL="public-read")
     with pytest.raises(FormatError, match="replaced by another object") as raised:
         url.read_range(0, 100)  # type: ignore[attr-defined]
@@ -893,7 +895,7 @@ def test_a_checkpoint_of_a_hub(tmp_path: Path) -> None:
     with hub(folder) as address:
         command = [sys.executable, "-c", program, str(tmp_path / "hub.gguf"), folder.name, "none"]
         environment = {**os.environ, "HF_ENDPOINT": address, "HF_HUB_DISABLE_TELEMETRY": "1"}
-        ran = subprocess.run(command, env=environment, capture_output=True, text=True)
-    assert ran.stdout.startswith("0 "), ran.stdout + ran.stderr
+        process = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert process.stdout.startswith("0 "), process.stdout + process.stderr
     assert (tmp_path / "hub.gguf").read_bytes() == (tmp_path / "local.gguf").read_bytes()
-    assert "\n1  FileNotFoundError(2, 'there is nothing of this name (HTTP 404)')" in ran.stdout
+    assert "\n1  FileNotFoundError(2, 'there is nothing of this name (HTTP 404)')" in process.stdout

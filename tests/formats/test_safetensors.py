@@ -19,13 +19,13 @@ from quantkit.formats.safetensors import read_checkpoint, read_header
 
 def test_tensors_are_sorted_by_name(tmp_path: Path) -> None:
     arrays: dict[str, npt.NDArray[Any]] = {"b": np.zeros((2, 3), np.float32), "a": np.ones(4, np.uint16)}
-    found = read_header(write_safetensors(tmp_path / "x.safetensors", arrays, order=False))
-    assert [(t.name, t.dtype, t.shape, t.nbytes) for t in found.values()] == [
+    tensors = read_header(write_safetensors(tmp_path / "x.safetensors", arrays, order=False))
+    assert [(t.name, t.dtype, t.shape, t.nbytes) for t in tensors.values()] == [
         ("a", "BF16", (4,), 8),
         ("b", "F32", (2, 3), 24),
     ]
     data = (tmp_path / "x.safetensors").read_bytes()
-    assert data[found["a"].offset :][:8] == arrays["a"].tobytes()
+    assert data[tensors["a"].offset :][:8] == arrays["a"].tobytes()
 
 
 def entry(dtype: Any = "F32", shape: Any = (2,), offsets: Any = (0, 8)) -> Any:
@@ -75,18 +75,20 @@ def test_lengths_that_lie(tmp_path: Path, data: bytes) -> None:
 
 def test_any_change_of_a_header_is_an_error_or_read(tmp_path: Path) -> None:
     """Bytes changed at random: a FormatError or tensors within the file, nothing else."""
-    whole = write_safetensors(tmp_path / "a", {f"t{i}": np.zeros((2, i), np.float32) for i in range(1, 6)}).read_bytes()
+    original = write_safetensors(
+        tmp_path / "a", {f"t{i}": np.zeros((2, i), np.float32) for i in range(1, 6)}
+    ).read_bytes()
     rng, path = random.Random(1), tmp_path / "x.safetensors"
     for _ in range(2000):
-        data = bytearray(whole)
+        data = bytearray(original)
         for _ in range(rng.randint(1, 3)):
             data[rng.randrange(len(data))] = rng.randrange(256)
         path.write_bytes(data[: rng.randint(0, len(data))] if rng.random() < 0.2 else data)
         try:
-            found = read_header(path)
+            tensors = read_header(path)
         except FormatError:
             continue
-        assert all(0 <= t.offset <= t.offset + t.nbytes <= path.stat().st_size for t in found.values())
+        assert all(0 <= t.offset <= t.offset + t.nbytes <= path.stat().st_size for t in tensors.values())
 
 
 def test_index_and_files_agree(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ UNREPACK = QuantizeOptions(unrepack=True)
 N, ROWS = 384, 24
 
 
-def drawn(rows: int = ROWS, n: int = N, scale: float = 0.37) -> np.ndarray:
+def random_rows(rows: int = ROWS, n: int = N, scale: float = 0.37) -> np.ndarray:
     """Return the bytes of a tensor of I2_S: random levels, a scale, padding."""
     rng = np.random.default_rng(5)
     levels = rng.integers(0, 256, rows * n // 4, dtype=np.uint8)
@@ -42,7 +42,7 @@ def model(path: Path, data: np.ndarray, shape: tuple[int, ...] = (N, ROWS)) -> P
 @pytest.mark.peer
 def test_the_values_are_those_of_ik(ik_bin: Path) -> None:
     lib = ctypes.CDLL(str(ik_bin.parent / "lib/libggml.so"))
-    data, out = drawn(), np.empty(N * ROWS, np.float32)
+    data, out = random_rows(), np.empty(N * ROWS, np.float32)
     lib.dequantize_row_ms_i2s(
         data.ctypes.data_as(ctypes.c_void_p), out.ctypes.data_as(ctypes.c_void_p), ctypes.c_int64(out.size)
     )
@@ -52,31 +52,31 @@ def test_the_values_are_those_of_ik(ik_bin: Path) -> None:
 @pytest.mark.parametrize("shape", [(N, ROWS), (N, ROWS // 3, 3)])
 def test_unrepack_keeps_every_value(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shape: tuple[int, ...]) -> None:
     monkeypatch.setattr(jobs_module, "JOB", 5 * N)  # several jobs, each with the same tail
-    quantize(model(tmp_path / "a.gguf", drawn(), shape), tmp_path / "b.gguf", "COPY", UNREPACK)
+    quantize(model(tmp_path / "a.gguf", random_rows(), shape), tmp_path / "b.gguf", "COPY", UNREPACK)
     kind, data = tensor_bytes(tmp_path / "b.gguf")["blk.0.ffn_up.weight"]
     assert kind == "IQ2_BN"
-    found = dequantize(np.frombuffer(data, np.uint8).reshape(ROWS, -1), "IQ2_BN", N)
-    np.testing.assert_array_equal(found.reshape(-1), values(drawn(), N * ROWS))
+    actual = dequantize(np.frombuffer(data, np.uint8).reshape(ROWS, -1), "IQ2_BN", N)
+    np.testing.assert_array_equal(actual.reshape(-1), values(random_rows(), N * ROWS))
 
 
 def test_other_types_are_made_of_the_values(tmp_path: Path) -> None:
-    source = model(tmp_path / "a.gguf", drawn())
+    source = model(tmp_path / "a.gguf", random_rows())
     with pytest.raises(TypeNotSupported, match="--allow-requantize"):
         plan_quantize(source, tmp_path / "b.gguf", "F32")
     quantize(source, tmp_path / "b.gguf", "F32", QuantizeOptions(allow_requantize=True))
     kind, data = tensor_bytes(tmp_path / "b.gguf")["blk.0.ffn_up.weight"]
     assert kind == "F32"
-    np.testing.assert_array_equal(np.frombuffer(data, np.float32), values(drawn(), N * ROWS))
+    np.testing.assert_array_equal(np.frombuffer(data, np.float32), values(random_rows(), N * ROWS))
 
 
 def test_rows_that_share_a_block_are_refused(tmp_path: Path) -> None:
-    source = model(tmp_path / "a.gguf", drawn(8, 64), (64, 8))
+    source = model(tmp_path / "a.gguf", random_rows(8, 64), (64, 8))
     with pytest.raises(TypeNotSupported, match="rows of 64 values do not divide into its blocks of 128"):
         quantize(source, tmp_path / "b.gguf", "COPY", UNREPACK)
 
 
 def test_a_scale_that_is_no_number_is_refused(tmp_path: Path) -> None:
-    source = model(tmp_path / "a.gguf", drawn(scale=np.nan))
+    source = model(tmp_path / "a.gguf", random_rows(scale=np.nan))
     with pytest.raises(FormatError, match=r"blk.0.ffn_up.weight has a scale of nan"):
         quantize(source, tmp_path / "b.gguf", "COPY", UNREPACK)
     assert not (tmp_path / "b.gguf").exists()

@@ -98,8 +98,8 @@ def test_hypothesis_texts_against_libllama(llama_bin: Path, files: dict[str, Pat
     def body(texts: list[str | bytes]) -> None:
         data = [t if isinstance(t, bytes) else t.encode("utf-8", "replace") for t in texts]
         data = [t for t in data if not any(byte >= 0xF4 for byte in t)]
-        asked = [(t, *vocabs.flags(i)) for i, t in enumerate(data)]
-        for path, ids in zip(names, ask(llama_bin, [(path, asked) for path in names], anew=True), strict=True):
+        questions = [(t, *vocabs.flags(i)) for i, t in enumerate(data)]
+        for path, ids in zip(names, ask(llama_bin, [(path, questions) for path in names], anew=True), strict=True):
             check(path, data, ids)
 
     body()
@@ -112,8 +112,8 @@ def test_random_texts_against_libllama(llama_bin: Path, files: dict[str, Path], 
     once = {EXPECTED["vocabularies"][name]: path for name, path in files.items()}
     paths = [*once.values(), smollm2]
     texts = vocabs.random_texts(11, 150, words)
-    asked = [(text, *vocabs.flags(i)) for i, text in enumerate(texts)]
-    for path, ids in zip(paths, ask(llama_bin, [(path, asked) for path in paths]), strict=True):
+    questions = [(text, *vocabs.flags(i)) for i, text in enumerate(texts)]
+    for path, ids in zip(paths, ask(llama_bin, [(path, questions) for path in paths]), strict=True):
         check(path, texts, ids)
 
 
@@ -171,7 +171,7 @@ def test_merges_are_by_rank_then_from_the_left() -> None:
 @given(st.lists(st.text("ab \U0001f999\n", max_size=5), max_size=20))
 def test_seam_pairs_are_the_characters_beside_the_first_space(merges: list[str]) -> None:
     places = [(merge, merge.find(" ", 1)) for merge in merges]
-    expected = "".join(merge[at - 1] + merge[at + 1] for merge, at in places if 0 < at < len(merge) - 1)
+    expected = "".join(merge[place - 1] + merge[place + 1] for merge, place in places if 0 < place < len(merge) - 1)
     assert _seam_pairs(merges) == expected
 
 
@@ -411,8 +411,8 @@ def test_smollm2_against_llama_tokenize(smollm2: Path, llama_bin: Path, tmp_path
     text = tmp_path / "text"
     text.write_bytes("<|im_start|>user\nHow's  \u4e16\u754c?<|im_end|>\n\tdef f(): 12345\r\n".encode())
     command = [llama_bin / "llama-tokenize", "-m", smollm2, "-f", text, "--ids", "--log-disable", *options]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    process = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
     ids = load(smollm2).encode(
         text.read_bytes(), add_special="--no-bos" not in options, parse_special="--no-parse-special" not in options
     )
-    assert json.loads(done.stdout.strip().splitlines()[-1]) == ids.tolist()
+    assert json.loads(process.stdout.strip().splitlines()[-1]) == ids.tolist()

@@ -113,7 +113,7 @@ class Model:
         return np.array(rows)
 
     def _row(self, q: Array, position: int, sequence: int) -> npt.NDArray[np.float64]:
-        cells = sequence * self.n_ctx + self.case.seen(position)
+        cells = sequence * self.n_ctx + self.case.visible(position)
         k = self.kept("k", cells)
         v = k[:, :, : self.case.head_v] if self.case.mla else self.kept("v", cells)
         return self.case.attend(q, position, k, v, self.sinks)

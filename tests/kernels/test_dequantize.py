@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from blocks import random_rows, row_scales
 from numba.core import types as numba_types
-from type_params import DECODED
+from type_params import DECODABLE
 
 from quantkit.errors import TypeNotSupported
 from quantkit.kernels.cpu.core import jit
@@ -25,9 +25,9 @@ from quantkit.kernels.formats import BLOCK_TYPES, format_of, has_decoder
 from quantkit.kernels.reference import decode_rows as reference
 from quantkit.types import BY_NAME, ROWS, TYPES
 
-SMALL = [t for t in DECODED if t.block < 256]
+SMALL = [t for t in DECODABLE if t.block < 256]
 
-by_name = pytest.mark.parametrize("t", DECODED, ids=str)
+by_name = pytest.mark.parametrize("t", DECODABLE, ids=str)
 
 
 def decode(t, data):
@@ -56,11 +56,11 @@ def by_gguf(t, data):
 
 def test_all_of_mainline_s_types_are_decoded():
     mainline = {t.name for t in TYPES if t.is_in("mainline") and t.family not in ("activation", "integer")} - {"F64"}
-    assert {t.name for t in DECODED if t.is_in("mainline")} == mainline
+    assert {t.name for t in DECODABLE if t.is_in("mainline")} == mainline
 
 
 def test_gguf_decodes_all_but_two_of_them():
-    cannot = {t.name for t in DECODED if t.is_in("mainline") and by_gguf(t, random_rows(t, 1, t.block)) is None}
+    cannot = {t.name for t in DECODABLE if t.is_in("mainline") and by_gguf(t, random_rows(t, 1, t.block)) is None}
     assert cannot <= {"Q1_0", "Q2_0"}
 
 
@@ -107,7 +107,7 @@ def ggml_decode(lib, t, data):
 
 
 @pytest.mark.peer
-@pytest.mark.parametrize("t", [t for t in DECODED if t.name != "F32" and t.is_in("mainline")], ids=str)
+@pytest.mark.parametrize("t", [t for t in DECODABLE if t.name != "F32" and t.is_in("mainline")], ids=str)
 def test_equal_to_llama_cpp(t, llama_bin, golden):
     lib = ctypes.CDLL(str(llama_bin / "libggml-base.so"))
     samples = [golden[k] for k in (t.name, f"{t.name}+imatrix") if k in golden]
@@ -125,7 +125,7 @@ class InitParams(ctypes.Structure):
 
 
 @pytest.mark.peer
-@pytest.mark.parametrize("t", [t for t in DECODED if t.trees == "ik" and t not in ROWS], ids=str)
+@pytest.mark.parametrize("t", [t for t in DECODABLE if t.trees == "ik" and t not in ROWS], ids=str)
 def test_equal_to_ik_llama_cpp(t, ik_bin, golden):
     lib = ctypes.CDLL(str(ik_bin.parent / "lib/libggml.so"))
     lib.ggml_init.argtypes, lib.ggml_init.restype = [InitParams], ctypes.c_void_p
@@ -201,9 +201,9 @@ print(json.dumps(stats))
 
 
 def test_another_process_reads_no_byte_too_many_and_compiles_nothing():
-    for t in DECODED:
+    for t in DECODABLE:
         decode(t, random_rows(t, 1, 256))
-    names = [t.name for t in DECODED]
+    names = [t.name for t in DECODABLE]
     command = [sys.executable, "-c", GUARDED, str(jit.kernel_folder()), *names]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode == 77:

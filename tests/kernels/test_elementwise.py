@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from blocks import random_rows
 from op_runner import run_operation
-from type_params import DECODED, DECODED_ALIKE
+from type_params import DECODABLE, DECODED_ALIKE
 
 from quantkit.errors import TypeNotSupported
 from quantkit.kernels import dequantize
@@ -217,7 +217,7 @@ def test_embeddings_of_every_kind_of_type(t):
 
 
 def test_types_without_a_decoder_have_no_embeddings():
-    missing = [t for t in TYPES if t not in DECODED]
+    missing = [t for t in TYPES if t not in DECODABLE]
     assert missing
     with pytest.raises(TypeNotSupported):
         embed(missing[0])

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from numba import njit
-from type_params import ENCODED
+from type_params import ENCODABLE
 
 from edge_rows import NO_WEIGHTS, encode
 from quantkit.kernels import dequantize
@@ -20,7 +20,7 @@ from quantkit.kernels.tables import table
 from quantkit.types import TensorType
 
 f32 = np.float32
-OWN = [t for t in ENCODED if t.trees == "ik" and t.family == "ik_quant"]
+OWN = [t for t in ENCODABLE if t.trees == "ik" and t.family == "ik_quant"]
 LEVELS = [(n, getattr(ik_levels, f"IQ{n}")) for n in (2, 3, 4, 5, 6)]
 
 

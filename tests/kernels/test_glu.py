@@ -80,8 +80,8 @@ def values(seed: int, *shape: int) -> F32:
 @pytest.mark.parametrize("a", [*KINDS, Activation("softplus")], ids=str)
 def test_the_reference_agrees_with_numpy(a: Activation) -> None:
     gate, up = values(1, 6, 1061), values(2, 6, 1061)
-    close(a, reference.activate(a, gate), activated(a, gate), near=3e-6)
-    close(a, reference.gate(a, gate, up), gated(a, gate, up), near=3e-5)
+    close(a, reference.activate(a, gate), activated(a, gate), tolerance=3e-6)
+    close(a, reference.gate(a, gate, up), gated(a, gate, up), tolerance=3e-5)
 
 
 @pytest.mark.parametrize("a", KINDS, ids=str)

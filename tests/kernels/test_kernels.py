@@ -8,7 +8,7 @@ import sys
 import gguf
 import numpy as np
 import pytest
-from type_params import DECODED, ENCODED, GOLDEN, UNWEIGHTED, WEIGHTED
+from type_params import DECODABLE, ENCODABLE, GOLDEN, UNWEIGHTED, WEIGHTED
 
 from edge_rows import assert_same_bytes
 from quantkit.errors import FormatError, RecipeError, TypeNotSupported
@@ -17,7 +17,7 @@ from quantkit.types import BY_NAME, TensorType
 
 #: What PyPI gguf decodes too.
 KINDS = {kind.name: kind for kind in [*gguf.quants._type_traits, gguf.GGMLQuantizationType.F32]}
-SHARED = [t for t in DECODED if t.name in KINDS]
+SHARED = [t for t in DECODABLE if t.name in KINDS]
 Golden = np.lib.npyio.NpzFile
 
 
@@ -45,7 +45,7 @@ def test_golden_decoding(golden: Golden, t: TensorType) -> None:
 
 def test_golden_file_has_an_encoder_or_decoder_for_each_entry(golden: Golden) -> None:
     names = {key.partition("+")[0] for key in golden} - {"x", "imatrix"}
-    assert {t.name for t in GOLDEN} <= names <= {t.name for t in DECODED}
+    assert {t.name for t in GOLDEN} <= names <= {t.name for t in DECODABLE}
 
 
 @pytest.mark.parametrize("t", WEIGHTED, ids=str)
@@ -65,14 +65,14 @@ def test_an_imatrix_of_ones_and_none_differ_little_but_a_skewed_one_helps_its_co
     assert ones < 1.3 * none
 
 
-@pytest.mark.parametrize("t", ENCODED, ids=str)
+@pytest.mark.parametrize("t", ENCODABLE, ids=str)
 def test_round_trip_error(t: TensorType) -> None:
     x = np.random.default_rng(4).standard_normal((32, 4 * t.block if t.block > 1 else 100)).astype(np.float32)
     ones = None if t in UNWEIGHTED else np.ones(x.shape[1], np.float32)
     y = dequantize(quantize(x, t, ones), t, x.shape[1])
     error = np.sqrt(((y - x) ** 2).mean())
     # A bit halves the error, down to what the mantissas of BF16 and F16 hold; three levels or two are no fit at all.
-    crude = {"F32": 0.0, "F16": 3e-4, "BF16": 2.5e-3} | {c.name: 0.9 for c in ENCODED if c.bpw < 2.5}
+    crude = {"F32": 0.0, "F16": 3e-4, "BF16": 2.5e-3} | {c.name: 0.9 for c in ENCODABLE if c.bpw < 2.5}
     limit = crude.get(t.name, 2 ** (1.5 - t.bpw))
     assert error <= limit
     assert error > limit / 6 or t.name == "F32"
@@ -130,7 +130,7 @@ def test_nonfinite_rows_are_refused_by_number(bad: float) -> None:
         quantize(x, "Q8_0")
 
 
-@pytest.mark.parametrize("t", [t for t in ENCODED if t not in UNWEIGHTED], ids=str)
+@pytest.mark.parametrize("t", [t for t in ENCODABLE if t not in UNWEIGHTED], ids=str)
 def test_types_that_require_an_imatrix(t: TensorType) -> None:
     with pytest.raises(RecipeError, match=f"{t} cannot be encoded without an importance matrix"):
         quantize(ROWS, t)

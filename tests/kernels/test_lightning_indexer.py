@@ -58,7 +58,7 @@ def run(
 
 def expected(case: Case, keys: Any, q: Any, weights: Any, positions: Any, sequences: Any) -> Any:
     rows = zip(q, weights, positions, np.broadcast_to(sequences, len(q)), strict=True)
-    return np.array([case.select(x, w, case.seen(keys, s, p, N_CTX)) for x, w, p, s in rows])
+    return np.array([case.select(x, w, case.visible_keys(keys, s, p, N_CTX)) for x, w, p, s in rows])
 
 
 @pytest.mark.parametrize("name", CASES)

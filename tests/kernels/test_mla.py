@@ -176,7 +176,9 @@ def test_old_files_of_glm_4_7_lite_route_by_sigmoid(layers: int, tokens: int, ga
         }
     values |= {"block_count": layers, "expert_gating_func": None, "leading_dense_block_count": 0}
     zeros = {name: np.zeros(ne[::-1], np.float32) for name, ne in shapes.items()}
-    with open_gguf(tiny_models.write(tmp_path / "model.gguf", "deepseek2", values, shapes, own=zeros)) as source:
+    with open_gguf(
+        tiny_models.write(tmp_path / "model.gguf", "deepseek2", values, shapes, extra_fields=zeros)
+    ) as source:
         gatings = {op.routing.gating for op in build_graph(source).ops if type(op).__name__ == "Route"}
     assert gatings == {gating}
 

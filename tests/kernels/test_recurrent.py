@@ -91,7 +91,9 @@ def test_delta_net(case: DeltaRule, batches: list[Tokens]) -> None:
 
 @batches
 @pytest.mark.parametrize(
-    "case", [Scan((1, 4), 64, 128), Scan((2, 6), 80, 16), Scan((3, 3), 23, 9), Scan((2, 2), 80, 32, bare=True)], ids=str
+    "case",
+    [Scan((1, 4), 64, 128), Scan((2, 6), 80, 16), Scan((3, 3), 23, 9), Scan((2, 2), 80, 32, plain=True)],
+    ids=str,
 )
 def test_ssm_scan(case: Scan, batches: list[Tokens]) -> None:
     check(Layer(case, 2), case, batches, 1e-12, of_state=1e-12)

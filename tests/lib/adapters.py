@@ -68,8 +68,8 @@ tags:
 """
 
 ADAPTERS = {
-    each.name: each
-    for each in (
+    item.name: item
+    for item in (
         Adapter("llama", "llama", _DENSE, rank=32, outtypes=("f32", "f16", "bf16", "q8_0")),
         Adapter(
             "llama-small", "llama", rf"{_ATTENTION}|lm_head|embed_tokens", dtype="float16", outtypes=("f32", "q8_0")
@@ -120,71 +120,76 @@ ADAPTERS = {
 }
 
 
-def modules(what: Adapter) -> list[tuple[str, tuple[int, ...]]]:
+def modules(adapter: Adapter) -> list[tuple[str, tuple[int, ...]]]:
     """Return the modules that an adapter changes, and the shape of their weights, in the order of PEFT's file."""
-    found: list[tuple[str, tuple[int, ...]]] = []
-    described = what.shapes.items() if what.shapes else checkpoints.expand(checkpoints.describe(what.base).tensors)
+    names: list[tuple[str, tuple[int, ...]]] = []
+    described = (
+        adapter.shapes.items() if adapter.shapes else checkpoints.expand(checkpoints.describe(adapter.base).tensors)
+    )
     for name, shape in described:
         module = name.removesuffix(".weight")
-        if module != name and len(shape) == 2 and re.search(rf"(^|\.)({what.modules})$", module):
-            found.append((module, shape))
-    return found
+        if module != name and len(shape) == 2 and re.search(rf"(^|\.)({adapter.modules})$", module):
+            names.append((module, shape))
+    return names
 
 
-def rank_of(what: Adapter, module: str) -> int:
+def rank_of(adapter: Adapter, module: str) -> int:
     """Return the rank that adapter_config.json gives a module."""
-    return int(_pattern(what.config.get("rank_pattern", {}), module, what.rank))
+    return int(_pattern(adapter.config.get("rank_pattern", {}), module, adapter.rank))
 
 
-def scale_of(what: Adapter, module: str) -> float:
+def scale_of(adapter: Adapter, module: str) -> float:
     """Return by what PEFT multiplies B @ A."""
-    alpha, rank = _pattern(what.config.get("alpha_pattern", {}), module, what.alpha), rank_of(what, module)
-    return float(alpha / rank**0.5 if what.config.get("use_rslora") else alpha / rank)
+    alpha, rank = _pattern(adapter.config.get("alpha_pattern", {}), module, adapter.alpha), rank_of(adapter, module)
+    return float(alpha / rank**0.5 if adapter.config.get("use_rslora") else alpha / rank)
 
 
 def _pattern(patterns: Mapping[str, float], module: str, default: float) -> float:
     return next((value for key, value in patterns.items() if re.match(rf"(.*\.)?({key})$", module)), default)
 
 
-def factors(what: Adapter) -> dict[str, tuple[F32, F32]]:
+def factors(adapter: Adapter) -> dict[str, tuple[F32, F32]]:
     """Return A [rank, in] and B [out, rank] of every module; of embeddings [rank, vocabulary] and [width, rank]."""
-    found = {}
-    for module, (rows, columns) in modules(what):
-        r = rank_of(what, module)
+    values = {}
+    for module, (rows, columns) in modules(adapter):
+        r = rank_of(adapter, module)
         if module.endswith("embed_tokens"):
             rows, columns = columns, rows
-        found[module] = (_drawn(what, f"{module}.A", (r, columns)), _drawn(what, f"{module}.B", (rows, r)))
-    return found
+        values[module] = (
+            _random_values(adapter, f"{module}.A", (r, columns)),
+            _random_values(adapter, f"{module}.B", (rows, r)),
+        )
+    return values
 
 
-def _drawn(what: Adapter, key: str, shape: tuple[int, ...]) -> F32:
-    x = checkpoints.draw(f"adapter/{what.name}/{key}", "w.weight", shape) * np.float32(0.25)
-    dtype, _, data = checkpoints.encode(x, what.dtype)
+def _random_values(adapter: Adapter, key: str, shape: tuple[int, ...]) -> F32:
+    x = checkpoints.draw(f"adapter/{adapter.name}/{key}", "w.weight", shape) * np.float32(0.25)
+    dtype, _, data = checkpoints.encode(x, adapter.dtype)
     if dtype == "BF16":
         return (np.frombuffer(data, "<u2").astype(np.uint32) << 16).view(np.float32).reshape(shape)
     return np.frombuffer(data, "<f2" if dtype == "F16" else "<f4").astype(np.float32).reshape(shape)
 
 
-def delta(what: Adapter, module: str) -> npt.NDArray[np.float64]:
+def delta(adapter: Adapter, module: str) -> npt.NDArray[np.float64]:
     """Return what merging adds to the weight of a module, in float64."""
-    a, b = (x.astype(np.float64) for x in factors(what)[module])
-    product = b @ a * scale_of(what, module)
+    a, b = (x.astype(np.float64) for x in factors(adapter)[module])
+    product = b @ a * scale_of(adapter, module)
     return product.T if module.endswith("embed_tokens") else product
 
 
-def tensors(what: Adapter) -> list[tuple[str, str, tuple[int, ...], bytes]]:
+def tensors(adapter: Adapter) -> list[tuple[str, str, tuple[int, ...], bytes]]:
     """Return name, dtype, shape and bytes of what the file holds."""
-    found = []
-    for module, pair in factors(what).items():
+    items = []
+    for module, pair in factors(adapter).items():
         end = "lora_embedding_{}" if module.endswith("embed_tokens") else "lora_{}.weight"
-        module = module.replace(*what.renamed) if what.renamed[0] else module
+        module = module.replace(*adapter.renamed) if adapter.renamed[0] else module
         for letter, x in zip("AB", pair, strict=True):
             name = f"base_model.model.{module}.{end.format(letter)}"
-            found.append((name, *checkpoints.encode(np.ascontiguousarray(x), what.dtype)))
-    return sorted(found)
+            items.append((name, *checkpoints.encode(np.ascontiguousarray(x), adapter.dtype)))
+    return sorted(items)
 
 
-def config(what: Adapter, base: str | None = None) -> Json:
+def config(adapter: Adapter, base: str | None = None) -> Json:
     """Return adapter_config.json."""
     return {
         "base_model_name_or_path": base,
@@ -192,47 +197,47 @@ def config(what: Adapter, base: str | None = None) -> Json:
         "fan_in_fan_out": False,
         "inference_mode": True,
         "init_lora_weights": True,
-        "lora_alpha": what.alpha,
+        "lora_alpha": adapter.alpha,
         "lora_dropout": 0.0,
         "modules_to_save": None,
         "peft_type": "LORA",
-        "r": what.rank,
+        "r": adapter.rank,
         "rank_pattern": {},
         "alpha_pattern": {},
-        "target_modules": rf"(.*\.)?({what.modules})",
+        "target_modules": rf"(.*\.)?({adapter.modules})",
         "task_type": "CAUSAL_LM",
         "use_dora": False,
         "use_rslora": False,
-        **what.config,
+        **adapter.config,
     }
 
 
-def write_adapter(what: Adapter | str, out: Path, base: str | None = None) -> Path:
+def write_adapter(adapter: Adapter | str, out: Path, base: str | None = None) -> Path:
     """Write an adapter as the directory out/name and return it."""
-    what = ADAPTERS[what] if isinstance(what, str) else what
-    path = out / what.name
+    adapter = ADAPTERS[adapter] if isinstance(adapter, str) else adapter
+    path = out / adapter.name
     path.mkdir(parents=True, exist_ok=True)
-    (path / "adapter_config.json").write_text(json.dumps(config(what, base), indent=2) + "\n", encoding="utf-8")
-    for name, text in what.files.items():
+    (path / "adapter_config.json").write_text(json.dumps(config(adapter, base), indent=2) + "\n", encoding="utf-8")
+    for name, text in adapter.files.items():
         (path / name).write_text(text, encoding="utf-8")
-    checkpoints.write_safetensors(path / "adapter_model.safetensors", tensors(what))
+    checkpoints.write_safetensors(path / "adapter_model.safetensors", tensors(adapter))
     return path
 
 
-def write_base(what: Adapter | str, out: Path) -> Path:
+def write_base(adapter: Adapter | str, out: Path) -> Path:
     """Write what an adapter's conversion needs of its base, config.json alone, as out/base and return it."""
-    what = ADAPTERS[what] if isinstance(what, str) else what
-    path = out / what.base
+    adapter = ADAPTERS[adapter] if isinstance(adapter, str) else adapter
+    path = out / adapter.base
     path.mkdir(parents=True, exist_ok=True)
-    base = {**checkpoints.describe(what.base).config, **what.base_config}
+    base = {**checkpoints.describe(adapter.base).config, **adapter.base_config}
     (path / "config.json").write_text(json.dumps(base, indent=2) + "\n", encoding="utf-8")
     return path
 
 
-def digest(what: Adapter) -> str:
+def digest(adapter: Adapter) -> str:
     """Return a SHA-256 of what an adapter holds."""
-    parts = [json.dumps(config(what), sort_keys=True).encode()]
-    for name, dtype, shape, data in tensors(what):
+    parts = [json.dumps(config(adapter), sort_keys=True).encode()]
+    for name, dtype, shape, data in tensors(adapter):
         parts += [f"{name} {dtype} {shape}".encode(), data]
     return hashlib.sha256(b"".join(hashlib.sha256(part).digest() for part in parts)).hexdigest()
 

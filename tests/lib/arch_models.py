@@ -96,16 +96,16 @@ def sized(arch: str, seed: int) -> Size:
     if seed == 1:
         return size
     rng = random.Random(f"{arch} {seed}")
-    more: dict[str, int] = {"ff": 32 * rng.randint(3, 14), "vocab": max(size.vocab, rng.randint(40, 300))}
+    sizes: dict[str, int] = {"ff": 32 * rng.randint(3, 14), "vocab": max(size.vocab, rng.randint(40, 300))}
     if arch not in ("gemma3n", "deepseek4", "hrm_text", "llama4"):
-        more["layers"] = size.layers + rng.randint(0, 3)
-    more["experts"] = rng.choice((2, 4, 6))
-    more["used"] = rng.randint(1, more["experts"])
+        sizes["layers"] = size.layers + rng.randint(0, 3)
+    sizes["experts"] = rng.choice((2, 4, 6))
+    sizes["used"] = rng.randint(1, sizes["experts"])
     if arch not in FIXED:
         head = rng.choice((64, 96, 128))
-        more["heads"] = rng.choice((2, 4))
-        more["embd"] = head * more["heads"]
-    return replace(size, **more)
+        sizes["heads"] = rng.choice((2, 4))
+        sizes["embd"] = head * sizes["heads"]
+    return replace(size, **sizes)
 
 
 def keys_of(arch: str, moe: bool, size: Size) -> dict[str, Any]:
@@ -128,7 +128,7 @@ def keys_of(arch: str, moe: bool, size: Size) -> dict[str, Any]:
         keys["rope.dimension_count"] = 0 if arch == "glm5-next" else 64
     if moe:
         keys |= _experts(arch, size)
-    return keys | _own(arch, size, head)
+    return keys | _extra_fields(arch, size, head)
 
 
 def _attention(arch: str, size: Size) -> dict[str, Any]:
@@ -143,8 +143,8 @@ def _attention(arch: str, size: Size) -> dict[str, Any]:
         **{"indexer.top_k": 131072, "indexer.block_size": 4, "indexer.kpool": 4, "indexer.kpool_select_tail": True},
         **{"indexer.local_blocks": 1},
     }
-    listed = arch in LISTED_WINDOWS
-    keys["sliding_window_pattern"] = [i % 2 for i in range(size.layers)] if listed else 2
+    has_list = arch in LISTED_WINDOWS
+    keys["sliding_window_pattern"] = [i % 2 for i in range(size.layers)] if has_list else 2
     if arch in LATENT:
         keys |= {"key_length": 512 if arch == "glm5-next" else 576, "value_length": 512}
         keys |= {"key_length_mla": 192, "value_length_mla": 128}
@@ -174,7 +174,7 @@ def _experts(arch: str, size: Size) -> dict[str, Any]:
     }
 
 
-def _own(arch: str, size: Size, head: int) -> dict[str, Any]:
+def _extra_fields(arch: str, size: Size, head: int) -> dict[str, Any]:
     """Return what one architecture has, or has otherwise."""
     streams = {"hyper_connection.count": 4, "hyper_connection.epsilon": 1e-6}
     weights = {"expert_weights_scale": 1.0, "expert_weights_norm": True, "swiglu_clamp_exp": 10.0}
@@ -226,11 +226,11 @@ def tokens_of(size: Size, n: int) -> np.ndarray:
 
 
 def _fields(arch: str, moe: bool, size: Size) -> list[Field]:
-    named = {
+    fields = {
         key[1:] if key.startswith(".") else f"{arch}.{key}": value for key, value in keys_of(arch, moe, size).items()
     }
     ends = {"general.architecture": arch, "tokenizer.ggml.model": "no_vocab"}
-    return [Field.of(key, value) for key, value in (ends | named).items()]
+    return [Field.of(key, value) for key, value in (ends | fields).items()]
 
 
 def compare(library: Libllama, arch: str, moe: bool, size: Size, folder: Path, n: int = 40) -> tuple[float, str]:
@@ -246,8 +246,8 @@ def compare(library: Libllama, arch: str, moe: bool, size: Size, folder: Path, n
     except QuantkitError as e:
         return 0.0, str(e)
     tokens = tokens_of(size, n)
-    wanted = library.logits(model, tokens)
+    expected = library.logits(model, tokens)
     with opened:
-        error = nmse(opened.forward(tokens), wanted)
-    by_one = library.logits(model, tokens, batch=1) if error > BOUND else wanted
-    return (0.0 if error <= 30 * nmse(by_one, wanted) else error), ""
+        error = nmse(opened.forward(tokens), expected)
+    by_one = library.logits(model, tokens, batch=1) if error > BOUND else expected
+    return (0.0 if error <= 30 * nmse(by_one, expected) else error), ""

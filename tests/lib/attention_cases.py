@@ -31,7 +31,7 @@ class Case:
     def scale(self) -> float:
         return self.head_k**-0.5
 
-    def seen(self, position: int) -> npt.NDArray[np.int64]:
+    def visible(self, position: int) -> npt.NDArray[np.int64]:
         """Return the positions that a token sees."""
         first = 0
         if self.mask == "sliding":
@@ -46,13 +46,13 @@ class Case:
         """Return the rows of ``selected``: the positions that each token sees, then -1."""
         out = np.full((len(positions), self.selected), -1, np.int32)
         for i, position in enumerate(positions if self.selected else ()):
-            seen = self.seen(int(position))
-            out[i, : len(seen)] = seen
+            row_positions = self.visible(int(position))
+            out[i, : len(row_positions)] = row_positions
         return out
 
     def attend(self, q: Any, position: int, k: Doubles, v: Doubles, sinks: Any) -> Doubles:
         """Return a token's output; k and v: [seen, n_head_kv, head], what the cache holds of what it sees."""
-        out, before = [], self.seen(position) - position
+        out, before = [], self.visible(position) - position
         for h, x in enumerate(q.reshape(self.n_head, self.head_k).astype(np.float64)):
             kv = h // (self.n_head // self.n_head_kv)
             s = k[:, kv] @ x * np.float32(self.scale)
@@ -74,8 +74,8 @@ def slope(largest: float, head: int, n_head: int) -> float:
     return float((2.0 ** (-largest / 2 / n)) ** (2 * (head - n) + 1))
 
 
-def nmse(got: npt.NDArray[np.floating], want: Doubles) -> float:
-    return float(((got - want) ** 2).sum() / (want**2).sum())
+def nmse(actual: npt.NDArray[np.floating], want: Doubles) -> float:
+    return float(((actual - want) ** 2).sum() / (want**2).sum())
 
 
 #: Arguments of a case.

@@ -25,9 +25,9 @@ def random_rows(
     rows = rng.integers(0, 256, (*outer, t.row_bytes(n)), dtype=np.uint8)
     blocks = rows[..., t.row_header :].reshape(-1, t.block_bytes)
     heads = rows[..., : t.row_header].reshape(-1, max(1, t.row_header))
-    for of_row, kind, at in t.fields:
-        of = heads if of_row else blocks
-        _finite(of, kind, at, rng) if scale is None else _sensible(of, kind, at, rng, scale)
+    for of_row, kind, offset in t.fields:
+        part = heads if of_row else blocks
+        _finite(part, kind, offset, rng) if scale is None else _sensible(part, kind, offset, rng, scale)
     rows[..., : t.row_header] = heads.reshape(*outer, t.row_header)
     rows[..., t.row_header :] = blocks.reshape(*outer, -1)
     return rows
@@ -46,37 +46,37 @@ def row_scales(t: TensorType, rows: U8) -> npt.NDArray[np.float32]:
     return np.ascontiguousarray(rows[:, : np.dtype(dtype).itemsize]).view(dtype).astype(np.float32)
 
 
-def _sensible(of: U8, kind: str, at: int, rng: Any, scale: tuple[float, float]) -> None:
-    drawn = rng.uniform(*scale, len(of))
+def _sensible(data: U8, kind: str, offset: int, rng: Any, scale: tuple[float, float]) -> None:
+    values = rng.uniform(*scale, len(data))
     low, high = floor(log2(scale[0])), floor(log2(scale[1]))
     if kind == "nibbles":  # IQ1_M: the four digits of a half float lie at the top of four words
-        words, halves = of[:, at : at + 8].view("<u2"), drawn.astype(np.float16).view(np.uint16)
+        words, halves = data[:, offset : offset + 8].view("<u2"), values.astype(np.float16).view(np.uint16)
         words[:] = (words & 0x0FFF) | ((halves[:, None] >> np.array([0, 4, 8, 12], np.uint16) & 15) << 12)
     elif kind == "e8m0":
-        of[:, at] = rng.integers(128 + low, 129 + high, len(of))
+        data[:, offset] = rng.integers(128 + low, 129 + high, len(data))
     elif kind == "ue4m3":
-        of[:, at] = rng.integers(max(8, 64 + 8 * low), max(32, 72 + 8 * high), len(of))
+        data[:, offset] = rng.integers(max(8, 64 + 8 * low), max(32, 72 + 8 * high), len(data))
     else:
         dtype = {"f16": np.float16, "f32": np.float32, "bf16": None}[kind]
-        bits = drawn.astype(dtype) if dtype else (drawn.astype(np.float32).view(np.uint32) >> 16).astype(np.uint16)
-        of[:, at : at + bits.itemsize] = bits[:, None].view(np.uint8)
+        bits = values.astype(dtype) if dtype else (values.astype(np.float32).view(np.uint32) >> 16).astype(np.uint16)
+        data[:, offset : offset + bits.itemsize] = bits[:, None].view(np.uint8)
 
 
-def _finite(blocks: U8, kind: str, at: int, rng: Any) -> None:
+def _finite(blocks: U8, kind: str, offset: int, rng: Any) -> None:
     special = rng.random(len(blocks)) < 0.1
     if kind == "nibbles":  # IQ1_M: the top digits of four words
-        words = blocks[:, at : at + 8].view("<u2")
+        words = blocks[:, offset : offset + 8].view("<u2")
         words[:, 3] = np.where((words[:, 3] & 0x7000) == 0x7000, words[:, 3] & 0xBFFF, words[:, 3])
     elif kind == "e8m0":  # from 253 on, the largest values overflow
-        blocks[blocks[:, at] > 252, at] = 252
-        blocks[special, at] = rng.integers(0, 3, special.sum())
+        blocks[blocks[:, offset] > 252, offset] = 252
+        blocks[special, offset] = rng.integers(0, 3, special.sum())
     elif kind == "ue4m3":
-        blocks[special, at] = rng.choice([0, 1, 7, 8, 0x7E, 0x7F, 0x80, 0x88, 0xFF], special.sum())
+        blocks[special, offset] = rng.choice([0, 1, 7, 8, 0x7E, 0x7F, 0x80, 0x88, 0xFF], special.sum())
     elif kind == "f32":
-        bits = blocks[:, at : at + 4].view("<u4")[:, 0]
+        bits = blocks[:, offset : offset + 4].view("<u4")[:, 0]
         bits[...] = np.where((bits & 0x78000000) == 0x78000000, bits & 0xBFFFFFFF, bits)  # times a level, too
     else:
         inf = {"f16": 0x7C00, "bf16": 0x7F80}[kind]
-        bits = blocks[:, at : at + 2].view("<u2")[:, 0]
+        bits = blocks[:, offset : offset + 2].view("<u2")[:, 0]
         bits[special] = rng.choice([0, 0x8000, 1, 0x8001, inf - 1, 0x8000 | (inf - 1)], special.sum())
         bits[...] = np.where((bits & inf) == inf, bits & 0xBFFF, bits)

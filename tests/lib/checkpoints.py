@@ -36,7 +36,7 @@ PROMPT = tuple(int(i) for i in np.array([17, 300, 45, 401, 88, 265, 512, 33, 270
 
 
 #: Of these config.json says what no key of GGUF does, so it is lost: in the reference's files, too.
-LOST = {
+OMISSIONS = {
     "glm": {"rms_norm_eps"},  # always 1e-5
     "gpt-oss": {"truncate"},  # yarn between dimensions that are no whole numbers
     "gpt-oss-mxfp4": {"truncate"},
@@ -89,12 +89,12 @@ class Description:
 
         The reference writes some models that no runtime loads, and their bytes are compared, too.
         """
-        given: Json = {"pre": self.vocab.get("pre"), "allow_other_ids": True, "allow_incomplete": True}
+        settings: Json = {"pre": self.vocab.get("pre"), "allow_other_ids": True, "allow_incomplete": True}
         words = list(self.options)
         while words:
             name = words.pop(0).removeprefix("--").replace("-", "_")
-            given[name] = words.pop(0) if words and not words[0].startswith("--") else True
-        return given
+            settings[name] = words.pop(0) if words and not words[0].startswith("--") else True
+        return settings
 
 
 def describe(name: str) -> Description:
@@ -110,16 +110,16 @@ def write_checkpoint(name: str, out: Path) -> Path:
     return write_description(describe(name), out)
 
 
-def write_description(what: Description, out: Path) -> Path:
+def write_description(description: Description, out: Path) -> Path:
     """Write a checkpoint as the directory out/name and return it."""
-    path = out / what.name
+    path = out / description.name
     path.mkdir(parents=True, exist_ok=True)
-    _write_json(path / "config.json", what.config)
-    for name, content in what.files.items():
+    _write_json(path / "config.json", description.config)
+    for name, content in description.files.items():
         _write_text(path / name, content)
-    for name, data in vocab_files(what.vocab).items():
+    for name, data in vocab_files(description.vocab).items():
         (path / name).write_bytes(data)
-    write_shards(path, list(stored_tensors(what)), what.shards)
+    write_shards(path, list(stored_tensors(description)), description.shards)
     return path
 
 
@@ -129,22 +129,22 @@ def digest(path: Path) -> str:
     return hashlib.sha256(b"".join(hashlib.sha256(data).digest() + name.encode() for name, data in files)).hexdigest()
 
 
-def meant(what: Description) -> Description:
+def decoded(description: Description) -> Description:
     """Return a quantized checkpoint as a plain one: the float32 weights that its projections stand for."""
-    config = {key: value for key, value in what.config.items() if key != "quantization_config"}
-    return replace(what, config=config, quantized={**(what.quantized or {}), "dequantized": True})
+    config = {key: value for key, value in description.config.items() if key != "quantization_config"}
+    return replace(description, config=config, quantized={**(description.quantized or {}), "dequantized": True})
 
 
-def stored_tensors(what: Description) -> Iterator[tuple[str, str, Shape, bytes]]:
+def stored_tensors(description: Description) -> Iterator[tuple[str, str, Shape, bytes]]:
     """Yield name, safetensors' dtype, shape and bytes of every tensor, in the order of storage."""
-    if what.quantized is not None:
+    if description.quantized is not None:
         from quantized_checkpoints import quantize  # a scheme of its own
-    for name, shape in expand(what.tensors):
-        x = draw(f"{what.name}/{name}", name, shape)
-        if what.quantized is not None and (stored := quantize(what.quantized, name, x)) is not None:
+    for name, shape in expand(description.tensors):
+        x = draw(f"{description.name}/{name}", name, shape)
+        if description.quantized is not None and (stored := quantize(description.quantized, name, x)) is not None:
             yield from stored
             continue
-        dtype = "float32" if name.endswith(what.f32 or ("\n",)) else what.dtype
+        dtype = "float32" if name.endswith(description.f32 or ("\n",)) else description.dtype
         yield name, *encode(x, dtype)
 
 
@@ -212,10 +212,10 @@ def write_shards(path: Path, tensors: list[tuple[str, str, Shape, bytes]], shard
     if shards == 1:
         write_safetensors(path / "model.safetensors", tensors)
         return
-    total, groups, done = sum(len(t[3]) for t in tensors), [[] for _ in range(shards)], 0  # type: ignore[var-annotated]
+    total, groups, nbytes = sum(len(t[3]) for t in tensors), [[] for _ in range(shards)], 0  # type: ignore[var-annotated]
     for tensor in tensors:
-        groups[min(shards - 1, done * shards // total)].append(tensor)
-        done += len(tensor[3])
+        groups[min(shards - 1, nbytes * shards // total)].append(tensor)
+        nbytes += len(tensor[3])
     index: dict[str, str] = {}
     for number, group in enumerate(groups, 1):
         file = f"model-{number:05d}-of-{shards:05d}.safetensors"
@@ -226,10 +226,10 @@ def write_shards(path: Path, tensors: list[tuple[str, str, Shape, bytes]], shard
 
 def write_safetensors(path: Path, tensors: list[tuple[str, str, Shape, bytes]]) -> None:
     header: Json = {"__metadata__": {"format": "pt"}}
-    at = 0
+    offset = 0
     for name, dtype, shape, data in tensors:
-        header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [at, at + len(data)]}
-        at += len(data)
+        header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [offset, offset + len(data)]}
+        offset += len(data)
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     with path.open("wb") as file:
@@ -279,8 +279,8 @@ def merges() -> list[tuple[str, str]]:
 def _byte_letters() -> dict[int, str]:
     """Return GPT-2's letter of each byte, in the order of its vocabulary."""
     plain = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    others = [b for b in range(256) if b not in plain]
-    return {b: chr(b) for b in plain} | {b: chr(256 + i) for i, b in enumerate(others)}
+    remainder = [b for b in range(256) if b not in plain]
+    return {b: chr(b) for b in plain} | {b: chr(256 + i) for i, b in enumerate(remainder)}
 
 
 def _added(vocab: Json, first: int) -> list[Json]:
@@ -343,15 +343,15 @@ _SPLIT = (
 def _texts() -> Iterator[tuple[str, tuple[str, str] | None]]:
     """Yield pieces of text, spaces as U+2581, and the pair each is merged from: letters first."""
     letters = {letter: byte for byte, letter in _byte_letters().items()}
-    seen = set()
+    texts = set()
     for char in ["\u2581", *map(chr, range(33, 127)), "\u00e9", "\u00df", "\u4f60", "\u0433"]:
-        seen.add(char)
+        texts.add(char)
         yield char, None
     for a, b in merges():
         raw = [bytes(letters[c] for c in part).decode("utf-8", "replace").replace(" ", "\u2581") for part in (a, b)]
         piece = raw[0] + raw[1]
-        if all(part in seen for part in raw) and piece not in seen:
-            seen.add(piece)
+        if all(part in texts for part in raw) and piece not in texts:
+            texts.add(piece)
             yield piece, (raw[0], raw[1])
 
 
@@ -378,9 +378,9 @@ def _spm(vocab: Json) -> dict[str, Any]:
     model += _message(2, _varint(3, kind) + _varint(4, len(pieces)) + _varint(35, 1))
     model += _message(3, _message(1, b"identity") + charsmap + _varint(3, 1) + _varint(4, 0) + _varint(5, 1))
     added = _added(vocab, len(pieces))
-    own: list[Json] = [{"content": text, "special": kind != 4} for text, _, kind in pieces if kind in (2, 3, 4)]
-    listed = [row | {"id": [p[0] for p in pieces].index(row["content"])} for row in own]
-    config = _tokenizer_config(vocab, [*listed, *added])
+    entries: list[Json] = [{"content": text, "special": kind != 4} for text, _, kind in pieces if kind in (2, 3, 4)]
+    rows = [row | {"id": [p[0] for p in pieces].index(row["content"])} for row in entries]
+    config = _tokenizer_config(vocab, [*rows, *added])
     files = {vocab.get("file", "tokenizer.model"): model, "tokenizer_config.json": config}
     if vocab.get("added"):
         files["added_tokens.json"] = {text: len(pieces) + len(added) + i for i, text in enumerate(vocab["added"])}
@@ -422,8 +422,8 @@ def _spm_bpe(vocab: Json) -> dict[str, Any]:
     model |= {"end_of_word_suffix": None, "fuse_unk": True, "byte_fallback": True, "ignore_merges": False, "vocab": ids}
     model["merges"] = [list(pair) for text, pair in _texts() if pair is not None and text in ids]
     space = {"type": "Replace", "pattern": {"String": " "}, "content": "\u2581"}
-    back = {"type": "Replace", "pattern": {"String": "\u2581"}, "content": " "}
-    decoder = {"type": "Sequence", "decoders": [back, {"type": "ByteFallback"}, {"type": "Fuse"}]}
+    to_space = {"type": "Replace", "pattern": {"String": "\u2581"}, "content": " "}
+    decoder = {"type": "Sequence", "decoders": [to_space, {"type": "ByteFallback"}, {"type": "Fuse"}]}
     tokenizer: Json = {
         "version": "1.0",
         "truncation": None,
@@ -447,19 +447,19 @@ def _wordpiece(vocab: Json) -> dict[str, Any]:
     """WordPiece: tokenizer.json, or with ``list`` vocab.txt, and tokenizer_config.json; ``first``: before pieces."""
     texts = [text for text, _ in _texts() if text != "\u2581" and text.isprintable()]
     words = dict.fromkeys(text.removeprefix("\u2581") for text in texts if text.startswith("\u2581") or len(text) == 1)
-    inside = [f"##{text}" for text in texts if "\u2581" not in text]
+    continuations = [f"##{text}" for text in texts if "\u2581" not in text]
     first = vocab.get("first", ("[PAD]", "[unused0]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"))
-    ids = {text: i for i, text in enumerate([*first, *words, *inside][: vocab.get("pieces", 600)])}
+    ids = {text: i for i, text in enumerate([*first, *words, *continuations][: vocab.get("pieces", 600)])}
     special = {kind: f"[{kind.upper()}]" for kind in ("unk", "sep", "pad", "cls", "mask")}
     flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
-    own = [{"id": ids[text], "content": text} | flags for text in first if text in special.values()]
-    added = own + _added(vocab, len(ids))
+    special_added = [{"id": ids[text], "content": text} | flags for text in first if text in special.values()]
+    added = special_added + _added(vocab, len(ids))
     config = _tokenizer_config(vocab, added)
     if vocab.get("list"):
         return {"vocab.txt": "".join(f"{text}\n" for text in ids).encode(), "tokenizer_config.json": config}
     cls, sep, a, b = (
         *({"SpecialToken": {"id": special[kind], "type_id": 0}} for kind in ("cls", "sep")),
-        *({"Sequence": {"id": each, "type_id": i}} for i, each in enumerate("AB")),
+        *({"Sequence": {"id": letter, "type_id": i}} for i, letter in enumerate("AB")),
     )
     numbers = {t: {"id": t, "ids": [ids[t]], "tokens": [t]} for t in (special["cls"], special["sep"])}
     post = {"type": "TemplateProcessing", "single": [cls, a, sep], "pair": [cls, a, sep, b, sep]}
@@ -485,7 +485,7 @@ def _unigram(vocab: Json) -> dict[str, Any]:
         for i, text in [*enumerate(first), (len(pieces) - 1, "<mask>")]
     ] + _added(vocab, len(pieces))
     start, end = ({"SpecialToken": {"id": text, "type_id": 0}} for text in ("<s>", "</s>"))
-    a, b = ({"Sequence": {"id": each, "type_id": 0}} for each in "AB")
+    a, b = ({"Sequence": {"id": letter, "type_id": 0}} for letter in "AB")
     post = {"type": "TemplateProcessing", "single": [start, a, end], "pair": [start, a, end, end, b, end]}
     numbers = {text: {"id": text, "ids": [first.index(text)], "tokens": [text]} for text in ("<s>", "</s>")}
     space = {"type": "Metaspace", "replacement": "\u2581", "prepend_scheme": "always", "split": True}

@@ -27,7 +27,7 @@ import test_kernels
 import test_matmul
 import test_observers
 import test_simd
-from type_params import DECODED, ENCODED, ONE_OF_EACH
+from type_params import DECODABLE, ENCODABLE, ONE_OF_EACH
 
 from conftest import golden_bytes, names_of
 from edge_rows import hashes
@@ -44,7 +44,7 @@ OPERATIONS = ("F16", "BF16", "Q4_0", "Q8_0", "Q3_K", "Q4_K", "MXFP4", "IQ4_NL", 
 #: Of CPUs with AVX2 there are many. SSE2 takes what no other has, the portable form of these operations.
 TYPES = ONE_OF_EACH if "avx2" in FEATURES else [BY_NAME[name] for name in OPERATIONS]
 if os.environ.get("QUANTKIT_ALL"):
-    TYPES = DECODED
+    TYPES = DECODABLE
 PRODUCTS = ["Q4_K", "IQ4_XS", "F16", "IQ3_K", "IQ2_KT"]
 if "avx2" in FEATURES:
     PRODUCTS += ["Q8_0", "Q5_1", "Q6_0", "IQ3_XXS"]
@@ -91,9 +91,9 @@ def cases(test: Test, only: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """Yield the parameters of a test's cases."""
     marks = [mark for mark in getattr(test, "pytestmark", []) if mark.name == "parametrize"]
     lists = [[(names_of(mark), values) for values in mark.args[1]] for mark in marks]
-    for chosen in itertools.product(*lists):
+    for combination in itertools.product(*lists):
         case: dict[str, Any] = {}
-        for names, values in chosen:
+        for names, values in combination:
             values = getattr(values, "values", values)
             case |= dict(zip(names, values if len(names) > 1 else [values], strict=True))
         if all(case[name] in values for name, values in only.items()):
@@ -102,26 +102,26 @@ def cases(test: Test, only: dict[str, Any]) -> Iterator[dict[str, Any]]:
 
 def main() -> int:
     """Run all; return how many failed."""
-    failed = count = 0
+    failures = count = 0
     with tempfile.TemporaryDirectory() as folder:
         fixtures = {
             "golden": golden_bytes(),
             "zoo": lambda name: write_zoo(name, Path(folder) / f"{name}.gguf"),
         }
         for test, only in TESTS:
-            wanted = {name: fixtures[name] for name in inspect.signature(test).parameters if name in fixtures}
-            found = list(cases(test, only))
-            assert found, f"{test.__name__} has no case {only}"
-            for case in found:
+            arguments = {name: fixtures[name] for name in inspect.signature(test).parameters if name in fixtures}
+            calls = list(cases(test, only))
+            assert calls, f"{test.__name__} has no case {only}"
+            for case in calls:
                 count += 1
                 try:
-                    test(**case, **wanted)
+                    test(**case, **arguments)
                 except Exception:
-                    failed += 1
+                    failures += 1
                     print(f"{test.__name__} {case}\n{traceback.format_exc()}", file=sys.stderr)
     print(sorted(FEATURES & {"avx2", "avx512f"}), count)
-    print(json.dumps(hashes(t for t in TYPES if t in ENCODED)), flush=True)
-    return failed
+    print(json.dumps(hashes(t for t in TYPES if t in ENCODABLE)), flush=True)
+    return failures
 
 
 if __name__ == "__main__":

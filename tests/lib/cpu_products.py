@@ -41,9 +41,11 @@ class Rows:
         team, tokens = TEAMS[threads], len(x) // per
         batch = Batch(team, tokens)
         batch.set(np.zeros(tokens, np.int32))
-        made = activations.quantize(self.kind)
-        block = made.block(batch=batch.address, x=address_of(x), out=address_of(self.bytes), n=n, rows_of=0, per=per)
-        Tape(team, batch, [(made, block)]).run()
+        quantizer = activations.quantize(self.kind)
+        block = quantizer.block(
+            batch=batch.address, x=address_of(x), out=address_of(self.bytes), n=n, rows_of=0, per=per
+        )
+        Tape(team, batch, [(quantizer, block)]).run()
 
     def part(self, byte: int, count: int, dtype: Any) -> Any:
         """Return a field of all units, [rows, units * count]."""

@@ -87,8 +87,8 @@ def rows_of(x: Any, t: TensorType) -> tuple[Any, Any, Any]:
     return rows, values[:, :n], excess[:, : n // 32]
 
 
-def check(got: Any, want: Any) -> None:
-    error = np.square(got - want).sum() / np.square(want).sum()
+def check(actual: Any, want: Any) -> None:
+    error = np.square(actual - want).sum() / np.square(want).sum()
     assert error < 1e-12, error
 
 
@@ -132,9 +132,9 @@ def check_mul_mat(memory: Memory, shape: Shape, t: TensorType, n_in: int, n_out:
             shape, **place, rows=rows, w=weights, row_bytes=w.shape[1], n_in=n_in, n_out=n_out, out=out,
             out_stride=4 * stride, bias=b, scale=s,
         )  # fmt: skip
-        got = memory.get(out, (rows, stride))
-        check(got[:, :n_out], want)
-        assert np.isnan(got[:, n_out:]).all()
+        actual = memory.get(out, (rows, stride))
+        check(actual[:, :n_out], want)
+        assert np.isnan(actual[:, n_out:]).all()
 
 
 def check_heads(memory: Memory, shape: Shape, t: TensorType, n_in: int, n_out: int, rows: int, heads: int) -> None:
@@ -148,20 +148,20 @@ def check_heads(memory: Memory, shape: Shape, t: TensorType, n_in: int, n_out: i
         w=memory.put(w), row_bytes=w.shape[2], head_bytes=w[0].nbytes, heads=heads, n_in=n_in, n_out=n_out,
         out=out, out_stride=4 * heads * room, out_head_bytes=4 * room,
     )  # fmt: skip
-    found = memory.get(out, (rows, heads, room))
+    actual = memory.get(out, (rows, heads, room))
     check(
-        found[..., :n_out], np.stack([products(w[h], t, values[h::heads], excess[h::heads]) for h in range(heads)], 1)
+        actual[..., :n_out], np.stack([products(w[h], t, values[h::heads], excess[h::heads]) for h in range(heads)], 1)
     )
-    assert np.isnan(found[..., n_out:]).all()
+    assert np.isnan(actual[..., n_out:]).all()
 
 
-def check_gated(got: Any, a: Activation, g: Any, u: Any) -> None:
+def check_gated(actual: Any, a: Activation, g: Any, u: Any) -> None:
     want = gated(a, g.astype(f32), u.astype(f32))
     if a.kind in ("gelu", "gelu_quick"):  # through half precision: a last bit of the product is one of a half
-        np.testing.assert_allclose(got, want, rtol=1.1e-3, atol=1e-4)
-        assert np.mean(np.abs(got - want) > 1e-5 * np.abs(want)) < 0.1
+        np.testing.assert_allclose(actual, want, rtol=1.1e-3, atol=1e-4)
+        assert np.mean(np.abs(actual - want) > 1e-5 * np.abs(want)) < 0.1
     else:
-        check(got, want)
+        check(actual, want)
 
 
 def check_up_gate(memory: Memory, shape: Shape, t: TensorType, a: Activation, n_in: int, n_out: int, rows: int) -> None:
@@ -188,13 +188,13 @@ def check_up_gate(memory: Memory, shape: Shape, t: TensorType, a: Activation, n_
 def plan_for(memory: Memory, ids: Any, n_expert: int) -> dict[str, int]:
     """Make a plan; return the slots of products by expert."""
     rows, n_used = ids.shape
-    plan, at = memory.room((moe.plan_bytes(n_expert, n_used, rows),), np.uint8), memory.put(ids)
+    plan, address = memory.room((moe.plan_bytes(n_expert, n_used, rows),), np.uint8), memory.put(ids)
     card = memory.device.capability
     memory.run(
-        moe.bucket(n_expert, card), plan=plan, ids=at, rows=rows, n_used=n_used, n_expert=n_expert,
+        moe.bucket(n_expert, card), plan=plan, ids=address, rows=rows, n_used=n_used, n_expert=n_expert,
         runs=moe.bucket_runs(n_expert, card),
     )  # fmt: skip
-    return {"rows": rows, "ids": at, "plan": plan, "n_expert": n_expert, "n_used": n_used}
+    return {"rows": rows, "ids": address, "plan": plan, "n_expert": n_expert, "n_used": n_used}
 
 
 def no_plan(memory: Memory, ids: Any, n_expert: int) -> dict[str, int]:
@@ -225,15 +225,15 @@ def check_up_gate_id(
     pairs: dict[str, int], merged: bool,
 ) -> None:  # fmt: skip
     """Check gated products by expert. merged: an expert's gate rows, then its up rows, in one tensor."""
-    rng, of, n_expert = np.random.default_rng(9), ids.ravel(), pairs["n_expert"]
+    rng, experts, n_expert = np.random.default_rng(9), ids.ravel(), pairs["n_expert"]
     w = draw_weights(t, (n_expert, 2, n_out, n_in), rng)
     place, values, excess = put_rows(memory, rng.standard_normal((len(ids), n_in)).astype(f32), t)
     gate, up = (products_by_expert(w[:, i], t, values, excess, ids) for i in range(2))
     bias, half = rng.standard_normal((n_expert, 2, n_out)).astype(f32), w[0, 0].nbytes
     scale = rng.uniform(0.5, 2, (2, n_expert)).astype(f32) / f32(up.std())
     if merged:
-        at = memory.put(w)
-        weights = {"gate": at, "up": at + half, "gate_expert_bytes": 2 * half, "up_expert_bytes": 2 * half}
+        address = memory.put(w)
+        weights = {"gate": address, "up": address + half, "gate_expert_bytes": 2 * half, "up_expert_bytes": 2 * half}
     else:
         weights = {"gate": memory.put(w[:, 0]), "up": memory.put(w[:, 1])}
         weights |= {"gate_expert_bytes": half, "up_expert_bytes": half}
@@ -243,5 +243,5 @@ def check_up_gate_id(
         out=out, up_bias=b + 4 * n_out, gate_bias=b, up_bias_stride=8 * n_out, gate_bias_stride=8 * n_out,
         up_scale=s, gate_scale=s + 4 * n_expert, **limits(a),
     )  # fmt: skip
-    up, gate = up * scale[0, of, None] + bias[of, 1], gate * scale[1, of, None] + bias[of, 0]
+    up, gate = up * scale[0, experts, None] + bias[experts, 1], gate * scale[1, experts, None] + bias[experts, 0]
     check_gated(memory.get(out, up.shape), a, gate, up)

@@ -27,88 +27,88 @@ Change = tuple[Model, str]
 Damage = Callable[[Model, random.Random], Change | None]
 
 
-def damage(whole: Model, seed: int) -> tuple[Model, str, str]:
+def damage(model: Model, seed: int) -> tuple[Model, str, str]:
     """Return the model with one damage, the kind of it and a line that says what it is."""
-    rng = random.Random(f"{whole.name} {seed}")
+    rng = random.Random(f"{model.name} {seed}")
     kinds, weights = zip(*DAMAGES.items(), strict=True)
     while True:
         kind = rng.choices(kinds, weights)[0]
-        change = kind(whole, rng)
-        if change is not None and change[0].layout() != whole.layout():
+        change = kind(model, rng)
+        if change is not None and change[0].layout() != model.layout():
             return change[0], kind.__name__, change[1]
 
 
-def _with_tensors(whole: Model, tensors: Sequence[Tensor]) -> Model:
-    return replace(whole, tensors=tuple(tensors))
+def _with_tensors(model: Model, tensors: Sequence[Tensor]) -> Model:
+    return replace(model, tensors=tuple(tensors))
 
 
-def _with_tensor(whole: Model, old: Tensor, *new: Tensor) -> Model:
+def _with_tensor(model: Model, old: Tensor, *new: Tensor) -> Model:
     """Return the model with a tensor replaced by others, or by none."""
-    at = whole.tensors.index(old)
-    return _with_tensors(whole, [*whole.tensors[:at], *new, *whole.tensors[at + 1 :]])
+    index = model.tensors.index(old)
+    return _with_tensors(model, [*model.tensors[:index], *new, *model.tensors[index + 1 :]])
 
 
-def _with_field(whole: Model, old: Field, *new: Field) -> Model:
-    at = whole.fields.index(old)
-    return replace(whole, fields=(*whole.fields[:at], *new, *whole.fields[at + 1 :]))
+def _with_field(model: Model, old: Field, *new: Field) -> Model:
+    index = model.fields.index(old)
+    return replace(model, fields=(*model.fields[:index], *new, *model.fields[index + 1 :]))
 
 
-def remove_tensor(whole: Model, rng: random.Random) -> Change | None:
-    if not whole.tensors:
+def remove_tensor(model: Model, rng: random.Random) -> Change | None:
+    if not model.tensors:
         return None
-    tensor = rng.choice(whole.tensors)
-    return _with_tensor(whole, tensor), f"without {tensor}"
+    tensor = rng.choice(model.tensors)
+    return _with_tensor(model, tensor), f"without {tensor}"
 
 
-def remove_tensors_of_a_kind(whole: Model, rng: random.Random) -> Change | None:
-    kinds = sorted({re.sub(r"\.\d+\.", ".*.", t.name) for t in whole.tensors if ".0." in t.name or ".1." in t.name})
+def remove_tensors_of_a_kind(model: Model, rng: random.Random) -> Change | None:
+    kinds = sorted({re.sub(r"\.\d+\.", ".*.", t.name) for t in model.tensors if ".0." in t.name or ".1." in t.name})
     if not kinds:
         return None
     kind = rng.choice(kinds)
-    rest = [t for t in whole.tensors if re.sub(r"\.\d+\.", ".*.", t.name) != kind]
-    return _with_tensors(whole, rest), f"without all {kind}"
+    remainder = [t for t in model.tensors if re.sub(r"\.\d+\.", ".*.", t.name) != kind]
+    return _with_tensors(model, remainder), f"without all {kind}"
 
 
-def remove_layer(whole: Model, rng: random.Random) -> Change | None:
-    layers = sorted({m[0] for t in whole.tensors if (m := re.match(r".*?blk\.\d+\.", t.name))})
+def remove_layer(model: Model, rng: random.Random) -> Change | None:
+    layers = sorted({m[0] for t in model.tensors if (m := re.match(r".*?blk\.\d+\.", t.name))})
     if not layers:
         return None
     layer = rng.choice(layers)
-    rest = [t for t in whole.tensors if not t.name.startswith(layer)]
-    return _with_tensors(whole, rest), f"without the layer {layer}"
+    remainder = [t for t in model.tensors if not t.name.startswith(layer)]
+    return _with_tensors(model, remainder), f"without the layer {layer}"
 
 
-def misspell_tensor(whole: Model, rng: random.Random) -> Change | None:
-    if not whole.tensors:
+def misspell_tensor(model: Model, rng: random.Random) -> Change | None:
+    if not model.tensors:
         return None
-    tensor = rng.choice(whole.tensors)
+    tensor = rng.choice(model.tensors)
     name = _misspelt(tensor.name, rng)
-    if name in {t.name for t in whole.tensors}:
+    if name in {t.name for t in model.tensors}:
         return None
-    return _with_tensor(whole, tensor, replace(tensor, name=name)), f"{tensor.name} is called {name}"
+    return _with_tensor(model, tensor, replace(tensor, name=name)), f"{tensor.name} is called {name}"
 
 
 def _misspelt(text: str, rng: random.Random) -> str:
     """Return a text with one slip: a letter missing, twice, exchanged with the next, or of the other case."""
     if not text:
         return "x"
-    at = rng.randrange(len(text))
+    index = rng.randrange(len(text))
     return rng.choice(
         [
-            text[:at] + text[at + 1 :],
-            text[:at] + text[at] + text[at:],
-            text[:at] + text[at : at + 2][::-1] + text[at + 2 :],
-            text[:at] + text[at].swapcase() + text[at + 1 :],
+            text[:index] + text[index + 1 :],
+            text[:index] + text[index] + text[index:],
+            text[:index] + text[index : index + 2][::-1] + text[index + 2 :],
+            text[:index] + text[index].swapcase() + text[index + 1 :],
         ]
     )
 
 
-def add_tensor(whole: Model, rng: random.Random) -> Change | None:
+def add_tensor(model: Model, rng: random.Random) -> Change | None:
     """Add a tensor: of an unknown name, a bias or a scale for a weight, or what other models have."""
-    if not whole.tensors:
+    if not model.tensors:
         return None
-    like = rng.choice(whole.tensors)
-    embeddings = next((t.shape for t in whole.tensors if t.name == "token_embd.weight"), (64, 128))
+    like = rng.choice(model.tensors)
+    embeddings = next((t.shape for t in model.tensors if t.name == "token_embd.weight"), (64, 128))
     new = rng.choice(
         [
             Tensor("blk.0.unknown.weight", like.shape, 0),
@@ -124,57 +124,57 @@ def add_tensor(whole: Model, rng: random.Random) -> Change | None:
             Tensor("blk.0." + "x" * 70, (32,), 0),
         ]
     )
-    if new.name in {t.name for t in whole.tensors}:
+    if new.name in {t.name for t in model.tensors}:
         return None
-    return _with_tensors(whole, [*whole.tensors, new]), f"with {new}"
+    return _with_tensors(model, [*model.tensors, new]), f"with {new}"
 
 
-def repeat_tensor(whole: Model, rng: random.Random) -> Change | None:
-    if not whole.tensors:
+def repeat_tensor(model: Model, rng: random.Random) -> Change | None:
+    if not model.tensors:
         return None
-    tensor = rng.choice(whole.tensors)
-    return _with_tensors(whole, [*whole.tensors, tensor]), f"{tensor.name} twice"
+    tensor = rng.choice(model.tensors)
+    return _with_tensors(model, [*model.tensors, tensor]), f"{tensor.name} twice"
 
 
-def change_dimension(whole: Model, rng: random.Random) -> Change | None:
-    if not whole.tensors:
+def change_dimension(model: Model, rng: random.Random) -> Change | None:
+    if not model.tensors:
         return None
-    tensor = rng.choice(whole.tensors)
+    tensor = rng.choice(model.tensors)
     i, shape = rng.randrange(len(tensor.shape)), list(tensor.shape)
     shape[i] = rng.choice([shape[i] + 1, shape[i] - 1, 2 * shape[i], shape[i] // 2, shape[i] + 32])
     if shape[i] < 1:
         return None
-    return _with_shape(whole, tensor, shape)
+    return _with_shape(model, tensor, shape)
 
 
-def change_rank(whole: Model, rng: random.Random) -> Change | None:
+def change_rank(model: Model, rng: random.Random) -> Change | None:
     """Exchange two dimensions, or give a tensor one more or one less."""
-    if not whole.tensors:
+    if not model.tensors:
         return None
-    tensor = rng.choice(whole.tensors)
+    tensor = rng.choice(model.tensors)
     shape = list(tensor.shape)
     variants = [[*shape, 1], [*shape, 2], shape[:-1], shape[::-1], [1, *shape], [math.prod(shape)]]
     new = rng.choice(variants)
-    return _with_shape(whole, tensor, new) if 0 < len(new) <= 4 else None
+    return _with_shape(model, tensor, new) if 0 < len(new) <= 4 else None
 
 
-def _with_shape(whole: Model, tensor: Tensor, shape: Sequence[int]) -> Change:
+def _with_shape(model: Model, tensor: Tensor, shape: Sequence[int]) -> Change:
     new = replace(tensor, shape=tuple(shape))
-    return _with_tensor(whole, tensor, new), f"{tensor} is {list(shape)}"
+    return _with_tensor(model, tensor, new), f"{tensor} is {list(shape)}"
 
 
 #: Ids that neither tree has, that it had once, or that are no types of weights.
 STRANGE_TYPES = (4, 5, 31, 36, 24, 25, 26, 27, 28, 999)
 
 
-def change_type(whole: Model, rng: random.Random) -> Change | None:
-    if not whole.tensors:
+def change_type(model: Model, rng: random.Random) -> Change | None:
+    if not model.tensors:
         return None
-    tensor = rng.choice(whole.tensors)
+    tensor = rng.choice(model.tensors)
     usual = [0, 1, 30, 8, 2, 12, 14]
     new = rng.choice([rng.choice(usual), rng.choice([t.id for t in TYPES]), rng.choice(STRANGE_TYPES)])
     kind = _type_name(new)
-    return _with_tensor(whole, tensor, replace(tensor, type=new)), f"{tensor} is of the type {kind}"
+    return _with_tensor(model, tensor, replace(tensor, type=new)), f"{tensor} is of the type {kind}"
 
 
 def _type_name(number: int) -> str:
@@ -184,70 +184,70 @@ def _type_name(number: int) -> str:
         return str(number)
 
 
-def move_data(whole: Model, rng: random.Random) -> Change | None:
+def move_data(model: Model, rng: random.Random) -> Change | None:
     """Leave bytes between two tensors."""
-    if not whole.tensors:
+    if not model.tensors:
         return None
-    tensor, gap = rng.choice(whole.tensors), rng.choice([32, 64, 8])
-    return _with_tensor(whole, tensor, replace(tensor, gap=gap)), f"{gap} bytes before the data of {tensor.name}"
+    tensor, gap = rng.choice(model.tensors), rng.choice([32, 64, 8])
+    return _with_tensor(model, tensor, replace(tensor, gap=gap)), f"{gap} bytes before the data of {tensor.name}"
 
 
-def cut_data(whole: Model, rng: random.Random) -> Change | None:
-    if not whole.tensors:
+def cut_data(model: Model, rng: random.Random) -> Change | None:
+    if not model.tensors:
         return None
-    header, nbytes = whole.layout()
-    cut = rng.choice([1, 32, (nbytes - len(header)) // 2])
-    return replace(whole, cut=cut), f"the last {cut} bytes are missing"
+    header, nbytes = model.layout()
+    n_bytes = rng.choice([1, 32, (nbytes - len(header)) // 2])
+    return replace(model, n_missing=n_bytes), f"the last {n_bytes} bytes are missing"
 
 
 # --- keys
 
 
-def _key(whole: Model, rng: random.Random) -> Field:
+def _key(model: Model, rng: random.Random) -> Field:
     """Return a field: of the architecture, of the tokenizer, or another."""
-    arch = [f for f in whole.fields if f.key.startswith(f"{whole.architecture}.")]
-    vocab = [f for f in whole.fields if f.key.startswith("tokenizer.")]
-    other = [f for f in whole.fields if f not in arch and f not in vocab]
-    groups = [(group, weight) for group, weight in ((arch, 6), (vocab, 3), (other, 1)) if group]
+    arch = [f for f in model.fields if f.key.startswith(f"{model.architecture}.")]
+    vocab = [f for f in model.fields if f.key.startswith("tokenizer.")]
+    general = [f for f in model.fields if f not in arch and f not in vocab]
+    groups = [(group, weight) for group, weight in ((arch, 6), (vocab, 3), (general, 1)) if group]
     return rng.choice(rng.choices([g for g, _ in groups], [w for _, w in groups])[0])
 
 
-def remove_key(whole: Model, rng: random.Random) -> Change | None:
-    item = _key(whole, rng)
-    return _with_field(whole, item), f"without the key {item.key}"
+def remove_key(model: Model, rng: random.Random) -> Change | None:
+    item = _key(model, rng)
+    return _with_field(model, item), f"without the key {item.key}"
 
 
-def misspell_key(whole: Model, rng: random.Random) -> Change | None:
-    item = _key(whole, rng)
+def misspell_key(model: Model, rng: random.Random) -> Change | None:
+    item = _key(model, rng)
     key = _misspelt(item.key, rng)
-    if not key or key in {f.key for f in whole.fields}:
+    if not key or key in {f.key for f in model.fields}:
         return None
-    return _with_field(whole, item, replace(item, key=key)), f"the key {item.key} is called {key}"
+    return _with_field(model, item, replace(item, key=key)), f"the key {item.key} is called {key}"
 
 
-def repeat_key(whole: Model, rng: random.Random) -> Change | None:
-    item = _key(whole, rng)
-    return _with_field(whole, item, item, item), f"the key {item.key} twice"
+def repeat_key(model: Model, rng: random.Random) -> Change | None:
+    item = _key(model, rng)
+    return _with_field(model, item, item, item), f"the key {item.key} twice"
 
 
-def change_kind(whole: Model, rng: random.Random) -> Change | None:
+def change_kind(model: Model, rng: random.Random) -> Change | None:
     """Give a value another kind, as near to it as that can hold."""
-    item = _key(whole, rng)
+    item = _key(model, rng)
     value = item.value
     if item.type is ValueType.ARRAY:
         assert item.item_type is not None
         kinds = [kind for kind in (*SIZES, ValueType.STRING) if kind is not item.item_type]
         if value and rng.random() < 0.25:
             first = Field.of(item.key, value[0], item.item_type)
-            return _with_field(whole, item, first), f"{item.key} is its first item"
+            return _with_field(model, item, first), f"{item.key} is its first item"
         kind = rng.choice(kinds)
         new = _field(item.key, kind, [_as(kind, v) for v in value], array=True)
-        return _with_field(whole, item, new), f"{item.key}, {item.describe()}, is an array of {kind.name}"
+        return _with_field(model, item, new), f"{item.key}, {item.describe()}, is an array of {kind.name}"
     if rng.random() < 0.2:
         new = _field(item.key, item.type, [value] * rng.choice([0, 1, 2, 3]), array=True)
-        return _with_field(whole, item, new), f"{item.key}, {item.describe()}, is {new.describe()}"
+        return _with_field(model, item, new), f"{item.key}, {item.describe()}, is {new.describe()}"
     kind = rng.choice([kind for kind in (*SIZES, ValueType.STRING) if kind is not item.type])
-    return _with_field(whole, item, _field(item.key, kind, [_as(kind, value)])), (
+    return _with_field(model, item, _field(item.key, kind, [_as(kind, value)])), (
         f"{item.key} = {str(value)[:40]!r}, {item.describe()}, is {kind.name}"
     )
 
@@ -272,14 +272,14 @@ def _field(key: str, kind: ValueType, values: Sequence[Any], *, array: bool = Fa
     return Field.of(key, values[0], kind)
 
 
-def change_value(whole: Model, rng: random.Random) -> Change | None:
+def change_value(model: Model, rng: random.Random) -> Change | None:
     """Give a key another value of its kind."""
-    item = _key(whole, rng)
+    item = _key(model, rng)
     if item.type is ValueType.ARRAY:
-        return _change_array(whole, item, rng)
-    value = _other_value(whole, item, rng)
+        return _change_array(model, item, rng)
+    value = _other_value(model, item, rng)
     new = Field.of(item.key, value, item.type)
-    return _with_field(whole, item, new), f"{item.key} = {str(value)[:40]!r}, not {str(item.value)[:40]!r}"
+    return _with_field(model, item, new), f"{item.key} = {str(value)[:40]!r}, not {str(item.value)[:40]!r}"
 
 
 #: Other values of keys that are words.
@@ -291,7 +291,7 @@ WORDS = {
 }
 
 
-def _other_value(whole: Model, item: Field, rng: random.Random) -> Any:
+def _other_value(model: Model, item: Field, rng: random.Random) -> Any:
     value = item.value
     if isinstance(value, bool):
         return not value
@@ -301,27 +301,27 @@ def _other_value(whole: Model, item: Field, rng: random.Random) -> Any:
     if isinstance(value, float):
         return rng.choice([0.0, -value, 2 * value, math.nan, math.inf])
     bits = 8 * SIZES[item.type] - (item.type.name.startswith("INT"))
-    others = [value + 1, value - 1, 2 * value, value // 2, 0, 1, value + 64]
-    return rng.choice([n for n in others if 0 <= n < 1 << bits] or [value])
+    values = [value + 1, value - 1, 2 * value, value // 2, 0, 1, value + 64]
+    return rng.choice([n for n in values if 0 <= n < 1 << bits] or [value])
 
 
-def _change_array(whole: Model, item: Field, rng: random.Random) -> Change | None:
+def _change_array(model: Model, item: Field, rng: random.Random) -> Change | None:
     assert item.item_type is not None
     values = list(item.value)
     n = len(values)
-    how = rng.choice(["shorter", "half", "empty", "longer", "changed", "repeated"])
-    if how == "changed" and n:
+    change = rng.choice(["shorter", "half", "empty", "longer", "changed", "repeated"])
+    if change == "changed" and n:
         i = rng.randrange(n)
         single = Field.of(item.key, values[i], item.item_type)
-        values[i] = _other_value(whole, single, rng)
-    elif how == "repeated" and n > 1:
+        values[i] = _other_value(model, single, rng)
+    elif change == "repeated" and n > 1:
         values[rng.randrange(n)] = values[0]
     else:
         values = {"shorter": values[:-1], "half": values[: n // 2], "empty": [], "longer": [*values, *values[-1:]]}.get(
-            how, values
+            change, values
         )
     new = _field(item.key, item.item_type, values, array=True)
-    return _with_field(whole, item, new), f"{item.key}, {item.describe()}, is {how}: {new.describe()}"
+    return _with_field(model, item, new), f"{item.key}, {item.describe()}, is {change}: {new.describe()}"
 
 
 #: Keys that some models have: without the architecture where they begin with a dot.
@@ -350,12 +350,12 @@ ADDITIONAL_KEYS: tuple[tuple[str, Any, ValueType], ...] = (
 )
 
 
-def add_key(whole: Model, rng: random.Random) -> Change | None:
+def add_key(model: Model, rng: random.Random) -> Change | None:
     key, value, kind = rng.choice(ADDITIONAL_KEYS)
-    key = whole.architecture + key if key.startswith(".") else key
-    if key in {f.key for f in whole.fields}:
+    key = model.architecture + key if key.startswith(".") else key
+    if key in {f.key for f in model.fields}:
         return None
-    return replace(whole, fields=(*whole.fields, Field.of(key, value, kind))), f"with the key {key} = {value!r}"
+    return replace(model, fields=(*model.fields, Field.of(key, value, kind))), f"with the key {key} = {value!r}"
 
 
 #: Every kind of damage, and how often it is drawn.
@@ -385,9 +385,9 @@ def main() -> None:
     parser.add_argument("name", choices=NAMES, metavar="NAME")
     parser.add_argument("seeds", nargs="*", type=int, default=range(20), metavar="SEED")
     options = parser.parse_args()
-    whole = model(options.name)
+    original = model(options.name)
     for seed in options.seeds:
-        print(seed, *damage(whole, seed)[1:], sep="\t")
+        print(seed, *damage(original, seed)[1:], sep="\t")
 
 
 if __name__ == "__main__":

@@ -39,9 +39,9 @@ class Memory:
     def batch(self, tokens: Any, positions: Any, sequences: Any = 0, outputs: Any = (), n_ctx: int = 64) -> int:
         """Make the batch block of device.cuh; return its address."""
         ids = np.asarray(tokens, np.int32)
-        of = np.broadcast_to(np.asarray(sequences, np.int32), ids.shape)
+        row_sequences = np.broadcast_to(np.asarray(sequences, np.int32), ids.shape)
         rows = np.asarray(outputs, np.int32)
-        parts = [self.put(np.asarray(a, np.int32)) for a in (ids, positions, of, rows)]
+        parts = [self.put(np.asarray(a, np.int32)) for a in (ids, positions, row_sequences, rows)]
         return self.put(np.array([len(ids), len(rows), *parts, n_ctx], np.int64))
 
     def run(self, shape: Shape, **slots: int | float) -> None:

@@ -147,14 +147,14 @@ def ggml_encode(folder: Path, t: TensorType, x: np.ndarray, weights: np.ndarray 
     """Return ggml_quantize_chunk's bytes, uint8 [rows, row_bytes]."""
     x = np.ascontiguousarray(x, np.float32)
 
-    def asked() -> np.ndarray:
+    def encode() -> np.ndarray:
         out = np.empty((len(x), t.row_bytes(x.shape[1])), np.uint8)
         importance = weights.ctypes.data if weights.size else None
         ggml(folder).ggml_quantize_chunk(t.id, x.ctypes.data, out.ctypes.data, 0, *x.shape, importance)
         return out
 
     # The tables of a grid take ggml seconds.
-    return array_answer(asked, peer(folder), t.id, x, weights) if FORMATS[t.name].grid else asked()
+    return array_answer(encode, peer(folder), t.id, x, weights) if FORMATS[t.name].grid else encode()
 
 
 def encode(t: TensorType, x: np.ndarray, weights: np.ndarray = NO_WEIGHTS, encoder: str | None = None) -> np.ndarray:
@@ -169,26 +169,26 @@ def encode(t: TensorType, x: np.ndarray, weights: np.ndarray = NO_WEIGHTS, encod
 
 def hashes(types: Iterable[TensorType]) -> dict[str, str]:
     """Return a hash of what each type's encoder makes of awkward rows, with weights and without."""
-    found = {}
+    digests = {}
     for t in types:
-        made, n = hashlib.sha256(), 3 * t.block if t.is_quantized else 33
+        digest, n = hashlib.sha256(), 3 * t.block if t.is_quantized else 33
         for seed, huge in enumerate((1e30, 1e12, 1e20, 1e37)):
             for weights in weights_for(t, awkward_imatrix(n, seed)):
                 x = within_reach(t, awkward_rows(n, seed, huge), weights)
-                made.update(encode(t, x, weights).tobytes())
-        found[t.name] = made.hexdigest()
-    return found
+                digest.update(encode(t, x, weights).tobytes())
+        digests[t.name] = digest.hexdigest()
+    return digests
 
 
-def assert_same_bytes(ours: np.ndarray, theirs: np.ndarray, t: TensorType) -> None:
+def assert_same_bytes(actual: np.ndarray, expected: np.ndarray, t: TensorType) -> None:
     """Fail with the row, the block and the bytes where two encodings part."""
-    if np.array_equal(ours, theirs):
+    if np.array_equal(actual, expected):
         return
-    row, byte = np.argwhere(ours != theirs)[0]
+    row, byte = np.argwhere(actual != expected)[0]
     block = byte // t.block_bytes
-    at = slice(block * t.block_bytes, (block + 1) * t.block_bytes)
-    count = len(np.unique(np.argwhere(ours != theirs)[:, 0]))
+    span = slice(block * t.block_bytes, (block + 1) * t.block_bytes)
+    count = len(np.unique(np.argwhere(actual != expected)[:, 0]))
     raise AssertionError(
-        f"{t.name}: {count} of {len(ours)} rows differ, first row {row}, block {block}:\n"
-        f"ours   {ours[row, at].tobytes().hex()}\ntheirs {theirs[row, at].tobytes().hex()}"
+        f"{t.name}: {count} of {len(actual)} rows differ, first row {row}, block {block}:\n"
+        f"ours   {actual[row, span].tobytes().hex()}\ntheirs {expected[row, span].tobytes().hex()}"
     )

@@ -40,7 +40,7 @@ class Trouble:
     left: dict[int, int] = field(default_factory=dict)
     hangs: dict[int, int] = field(default_factory=dict)
     room: int | None = None
-    taken: dict[int, int] = field(default_factory=dict)
+    allocated: dict[int, int] = field(default_factory=dict)
     given_back: int = 0
 
     def strike(self, card: int) -> None:
@@ -55,22 +55,22 @@ class Trouble:
 TROUBLE = Trouble()
 
 
-class _Here(threading.local):
+class _ThreadState(threading.local):
     """The current card and stream of a thread."""
 
     card = 0
     stream: Stream | None = None
 
 
-HERE = _Here()
+THREAD_STATE = _ThreadState()
 
 
 class Memory:
     """What alloc returns; given back when nobody holds it."""
 
     def __init__(self, shim: host_device.HostDevice, nbytes: int) -> None:
-        self._shim, self._nbytes, self._card, self._trouble = shim, nbytes, HERE.card, TROUBLE
-        TROUBLE.taken[self._card] = TROUBLE.taken.get(self._card, 0) + nbytes
+        self._shim, self._nbytes, self._card, self._trouble = shim, nbytes, THREAD_STATE.card, TROUBLE
+        TROUBLE.allocated[self._card] = TROUBLE.allocated.get(self._card, 0) + nbytes
         self.ptr = shim.allocate(nbytes - PADDING)
 
     def __del__(self) -> None:
@@ -82,7 +82,7 @@ class Memory:
             except WaitsForEver:  # a pool takes it back all the same, but who asks for memory next may wait
                 self._trouble.given_back += 1
                 return
-            self._trouble.taken[self._card] -= self._nbytes
+            self._trouble.allocated[self._card] -= self._nbytes
             self._shim.free(self.ptr)
 
 
@@ -92,17 +92,17 @@ class Stream:
     def __init__(self, non_blocking: bool = False) -> None:
         assert non_blocking
         Stream.all.append(self)
-        self.ptr, self.card, self.trouble = 6 + len(Stream.all), HERE.card, TROUBLE
+        self.ptr, self.card, self.trouble = 6 + len(Stream.all), THREAD_STATE.card, TROUBLE
         self.captured: list[Work] | None = None
         self.waiting: list[Work] = []
 
     def __enter__(self) -> Stream:
-        assert HERE.card == self.card
-        self.before, HERE.stream = HERE.stream, self
+        assert THREAD_STATE.card == self.card
+        self.before, THREAD_STATE.stream = THREAD_STATE.stream, self
         return self
 
     def __exit__(self, *error: object) -> None:
-        HERE.stream = self.before
+        THREAD_STATE.stream = self.before
 
     def do(self, work: Work) -> None:
         """Do it some time, or record it."""
@@ -197,7 +197,7 @@ class Event:
         stream.do(self._passed)
 
     def _passed(self) -> None:
-        self.at = time.perf_counter()
+        self.time = time.perf_counter()
 
     def synchronize(self) -> None:
         if self.stream is not None:
@@ -238,25 +238,25 @@ def _query(event: int) -> int:
 
 
 def _set_device(card: int) -> None:
-    HERE.card = card
+    THREAD_STATE.card = card
 
 
-def _move(to: int, source: int, nbytes: int) -> None:
-    ctypes.memmove(to, source, nbytes)
+def _move(target: int, source: int, nbytes: int) -> None:
+    ctypes.memmove(target, source, nbytes)
 
 
-def _fill(to: int, value: int, nbytes: int) -> None:
-    ctypes.memset(to, value, nbytes)
+def _fill(target: int, value: int, nbytes: int) -> None:
+    ctypes.memset(target, value, nbytes)
 
 
 def module(devices: int = 1, room: int = 1 << 30) -> Any:
     """Return a module that can stand for cupy; room: bytes that may be had at once."""
     global TROUBLE
-    TROUBLE, HERE.card = Trouble(), 0
+    TROUBLE, THREAD_STATE.card = Trouble(), 0
     shim = host_device.HostDevice()
     runtime = types.SimpleNamespace(
         getDeviceCount=lambda: devices,
-        getDevice=lambda: HERE.card,
+        getDevice=lambda: THREAD_STATE.card,
         setDevice=_set_device,
         getDeviceProperties=lambda index: {"multiProcessorCount": 4, "name": b"shim"},
         driverGetVersion=lambda: 12000,
@@ -268,22 +268,26 @@ def module(devices: int = 1, room: int = 1 << 30) -> Any:
         eventQuery=_query,
     )
 
-    def here(stream: int) -> Stream:
-        assert HERE.stream is not None
-        assert stream == HERE.stream.ptr
-        assert HERE.card == HERE.stream.card
-        return HERE.stream
+    def current_stream(stream: int) -> Stream:
+        assert THREAD_STATE.stream is not None
+        assert stream == THREAD_STATE.stream.ptr
+        assert THREAD_STATE.card == THREAD_STATE.stream.card
+        return THREAD_STATE.stream
 
-    def memcpy(to: int, source: int, nbytes: int, kind: int, stream: int) -> None:
-        assert here(stream).captured is None
-        here(stream).do(partial(_move, to, source, nbytes))
+    def memcpy(target: int, source: int, nbytes: int, kind: int, stream: int) -> None:
+        assert current_stream(stream).captured is None
+        current_stream(stream).do(partial(_move, target, source, nbytes))
 
-    def memset(to: int, value: int, nbytes: int, stream: int) -> None:
-        assert here(stream).captured is None
-        here(stream).do(partial(_fill, to, value, nbytes))
+    def memset(target: int, value: int, nbytes: int, stream: int) -> None:
+        assert current_stream(stream).captured is None
+        current_stream(stream).do(partial(_fill, target, value, nbytes))
 
     def alloc(nbytes: int) -> Memory:
-        if nbytes > room or TROUBLE.room is not None and TROUBLE.taken.get(HERE.card, 0) + nbytes > TROUBLE.room:
+        if (
+            nbytes > room
+            or TROUBLE.room is not None
+            and TROUBLE.allocated.get(THREAD_STATE.card, 0) + nbytes > TROUBLE.room
+        ):
             raise OutOfMemoryError(f"{nbytes} bytes")
         return Memory(shim, nbytes)
 
@@ -295,15 +299,15 @@ def module(devices: int = 1, room: int = 1 << 30) -> Any:
             raise CUDADriverError("CUDA_ERROR_INVALID_VALUE: invalid argument")
         assert not extra
         block = ctypes.cast(params, ctypes.POINTER(ctypes.c_void_p))[0]
-        kept = ctypes.create_string_buffer(ctypes.string_at(block, ARGUMENT_BYTES[params]))
+        arguments = ctypes.create_string_buffer(ctypes.string_at(block, ARGUMENT_BYTES[params]))
 
         def work() -> None:
             grid, threads = (ctypes.c_uint * 3)(gx, gy, gz), (ctypes.c_uint * 3)(bx, by, bz)
             shim._runtime.host_launch(
-                ctypes.c_void_p(f), name.encode(), grid, threads, ctypes.c_uint64(shared), kept, 0
+                ctypes.c_void_p(f), name.encode(), grid, threads, ctypes.c_uint64(shared), arguments, 0
             )
 
-        here(stream).do(work)
+        current_stream(stream).do(work)
 
     def launch_kernel_ex(config: Any, f: int, params: int, extra: None) -> int:
         c = config._obj
@@ -340,7 +344,7 @@ def module(devices: int = 1, room: int = 1 << 30) -> Any:
         alloc_pinned_memory=bytearray,
         memory=types.SimpleNamespace(OutOfMemoryError=OutOfMemoryError),
         Event=Event,
-        get_elapsed_time=lambda a, b: 1e3 * (b.at - a.at),
+        get_elapsed_time=lambda a, b: 1e3 * (b.time - a.time),
     )
     libcuda, pool = types.SimpleNamespace(cuLaunchKernelEx=launch_kernel_ex), types.SimpleNamespace()
     pool.free_all_blocks = lambda: None  # memory is given back at once
@@ -350,8 +354,8 @@ def module(devices: int = 1, room: int = 1 << 30) -> Any:
 @contextmanager
 def installed(monkeypatch: pytest.MonkeyPatch, count: int = 2) -> Iterator[Any]:
     """Let it take CuPy's place, with so many cards; what NVRTC would compile is kept as its text."""
-    made = module(devices=count)
-    monkeypatch.setattr(devices, "_cupy", lambda: made)
+    fake = module(devices=count)
+    monkeypatch.setattr(devices, "_cupy", lambda: fake)
     monkeypatch.setattr(devices, "machine_code", lambda kernel, capability: preamble(kernel).encode())
 
     class Arguments(devices._Arguments):
@@ -360,11 +364,11 @@ def installed(monkeypatch: pytest.MonkeyPatch, count: int = 2) -> Iterator[Any]:
             ARGUMENT_BYTES[self.address] = len(block)
 
     monkeypatch.setattr(devices, "_Arguments", Arguments)
-    known = devices.count_devices, devices.open_device
-    for function in known:
+    functions = devices.count_devices, devices.open_device
+    for function in functions:
         function.cache_clear()
-    yield made
-    for function in known:
+    yield fake
+    for function in functions:
         function.cache_clear()
 
 
@@ -378,8 +382,8 @@ def cublas() -> Any:
         assert (handle, transa, transb, lda, ldb, ldc) == (Context.cublas_handle, 1, 0, k, k, m)
         assert (a_type, b_type, c_type, compute_type, algorithm) == (14, 14, 0, 68, -1)
         assert [ctypes.cast(p, ctypes.POINTER(ctypes.c_float))[0] for p in (alpha, beta)] == [1, 0]
-        assert HERE.stream is not None
-        assert HERE.stream.captured is None
+        assert THREAD_STATE.stream is not None
+        assert THREAD_STATE.stream.captured is None
 
         def matrix(address: int, rows: int) -> Any:
             bits = np.frombuffer(ctypes.string_at(address, 2 * rows * k), np.uint16).astype(np.uint32)
@@ -389,11 +393,11 @@ def cublas() -> Any:
             out = np.ascontiguousarray(matrix(b, n) @ matrix(a, m).T)  # columns of cuBLAS are our rows
             ctypes.memmove(c, out.ctypes.data, out.nbytes)
 
-        HERE.stream.do(work)
+        THREAD_STATE.stream.do(work)
 
     def set_stream(handle: int, stream: int) -> None:
-        assert HERE.stream is not None
-        assert (handle, stream) == (Context.cublas_handle, HERE.stream.ptr)
+        assert THREAD_STATE.stream is not None
+        assert (handle, stream) == (Context.cublas_handle, THREAD_STATE.stream.ptr)
 
     return types.SimpleNamespace(gemmEx=gemm, setStream=set_stream, CUBLASError=CUBLASError)
 

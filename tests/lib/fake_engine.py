@@ -61,11 +61,11 @@ class FakeSession:
         self.model.calls.append(len(tokens))
         if consume is None:
             return self.model.after(keys)
-        at = 0
-        while at < len(keys):  # blocks of awkward sizes
-            block = self.model.after(keys[at : at + 1 + (7 * at + 3) % 23])
-            consume(at, block)
-            at += len(block)
+        offset = 0
+        while offset < len(keys):  # blocks of awkward sizes
+            block = self.model.after(keys[offset : offset + 1 + (7 * offset + 3) % 23])
+            consume(offset, block)
+            offset += len(block)
             block.fill(np.nan)
         return None
 

@@ -20,48 +20,48 @@ def digests(path: Path) -> Json:
         "bytes": len(data),
         "metadata": f"{zlib.crc32(data[24:kv]):08x}",
         "infos": f"{zlib.crc32(data[kv:infos]):08x}",
-        "tensors": "".join(f"{zlib.crc32(data[start + at : start + end]):08x}" for at, end in tensors),
+        "tensors": "".join(f"{zlib.crc32(data[start + offset : start + end]):08x}" for offset, end in tensors),
     }
 
 
 def gguf_parts(data: bytes) -> tuple[int, int, int, list[tuple[int, int]]]:
     """Return where metadata and infos end, where tensor data begins, and every tensor's padded place in it."""
     n_tensors, n_kv = struct.unpack_from("<QQ", data, 8)
-    sizes, at = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}, 24
+    sizes, offset = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}, 24
 
-    def skip(at: int, kind: int) -> int:
+    def skip(offset: int, kind: int) -> int:
         if kind == 8:
-            return at + 8 + int.from_bytes(data[at : at + 8], "little")
+            return offset + 8 + int.from_bytes(data[offset : offset + 8], "little")
         if kind != 9:
-            return at + sizes[kind]
-        item, n = struct.unpack_from("<IQ", data, at)
-        at += 12
+            return offset + sizes[kind]
+        item, n = struct.unpack_from("<IQ", data, offset)
+        offset += 12
         if item in sizes:
-            return at + sizes[item] * int(n)
+            return offset + sizes[item] * int(n)
         for _ in range(n):
-            at = skip(at, item)
-        return at
+            offset = skip(offset, item)
+        return offset
 
     for _ in range(n_kv):
-        at = skip(at, 8)
-        at = skip(at + 4, struct.unpack_from("<I", data, at)[0])
-    kv, offsets = at, []
+        offset = skip(offset, 8)
+        offset = skip(offset + 4, struct.unpack_from("<I", data, offset)[0])
+    kv, offsets = offset, []
     for _ in range(n_tensors):
-        at = skip(at, 8)
-        (n_dims,) = struct.unpack_from("<I", data, at)
-        at += 4 + 8 * n_dims + 4
-        offsets.append(struct.unpack_from("<Q", data, at)[0])
-        at += 8
-    start = at + -at % 32
-    return kv, at, start, list(zip(offsets, [*offsets[1:], len(data) - start], strict=True))
+        offset = skip(offset, 8)
+        (n_dims,) = struct.unpack_from("<I", data, offset)
+        offset += 4 + 8 * n_dims + 4
+        offsets.append(struct.unpack_from("<Q", data, offset)[0])
+        offset += 8
+    start = offset + -offset % 32
+    return kv, offset, start, list(zip(offsets, [*offsets[1:], len(data) - start], strict=True))
 
 
-def differences(expected: Json, found: Json, names: list[str]) -> str:
+def differences(expected: Json, actual: Json, names: list[str]) -> str:
     """Return in words where two files differ; names: of the tensors of the one found, in its order."""
-    if expected["sha256"] == found["sha256"]:
+    if expected["sha256"] == actual["sha256"]:
         return ""
-    parts = [f"{key} differ" for key in ("metadata", "infos") if expected[key] != found[key]]
-    a, b = (split(x["tensors"]) for x in (expected, found))
+    parts = [f"{key} differ" for key in ("metadata", "infos") if expected[key] != actual[key]]
+    a, b = (split(x["tensors"]) for x in (expected, actual))
     if len(a) != len(b):
         parts.append(f"{len(b)} tensors, not {len(a)}")
     else:

@@ -63,12 +63,12 @@ def gated(a: Activation, gate: F32, up: F32) -> F64:
     return activated(a, gate) * (u + (a.kind == "swiglu_oai"))
 
 
-def close(a: Activation, got: F32, want: F64, near: float = 1e-7) -> None:
-    """Compare; near: how much is lost where 1 + tanh cancels."""
+def close(a: Activation, actual: F32, want: F64, tolerance: float = 1e-7) -> None:
+    """Compare; tolerance: how much is lost where 1 + tanh cancels."""
     if a.kind in ("gelu", "gelu_quick"):
         # A result on the border of two half floats may fall either way, but seldom.
-        wrong = np.abs(got - want) > 1e-6 * np.abs(want) + near
+        wrong = np.abs(actual - want) > 1e-6 * np.abs(want) + tolerance
         assert wrong.mean() < 1e-2
-        np.testing.assert_allclose(got, want, rtol=1.2e-3, atol=max(1e-6, 3 * near))
+        np.testing.assert_allclose(actual, want, rtol=1.2e-3, atol=max(1e-6, 3 * tolerance))
     else:
-        np.testing.assert_allclose(got, want, rtol=2e-6, atol=5e-6 if a.kind in ("gelu_erf", "softplus") else 1e-6)
+        np.testing.assert_allclose(actual, want, rtol=2e-6, atol=5e-6 if a.kind in ("gelu_erf", "softplus") else 1e-6)

@@ -48,23 +48,23 @@ def drawn_up(
     *,
     tied: bool = False,
     n: int = 512,
-    outside: Sequence[str] = ("per_layer_token_embd", "position_embd"),
+    global_names: Sequence[str] = ("per_layer_token_embd", "position_embd"),
     rows: int = 16,
-    **more: Any,
+    **options: Any,
 ) -> tuple[dict[str, Any], list[Tensor]]:
     """Return the metadata and tensors of a model; ``sizes`` are layers, heads, kv heads and experts.
 
-    Rows have ``n`` values, and matrices ``rows`` rows; ``more`` are keys of the architecture.
+    Rows have ``n`` values, and matrices ``rows`` rows; ``options`` are keys of the architecture.
     """
     n_layer, n_head, n_head_kv, n_expert = sizes
     metadata: dict[str, Any] = {"general.architecture": arch, f"{arch}.block_count": n_layer}
-    keys = {**COMMON, "attention.head_count": n_head, "attention.head_count_kv": n_head_kv, **more}
+    keys = {**COMMON, "attention.head_count": n_head, "attention.head_count_kv": n_head_kv, **options}
     keys = {key: value for key, value in keys.items() if n_expert or not key.startswith("expert")}
     keys |= {"expert_count": n_expert} if n_expert else {}
     metadata |= {f"{arch}.{key}": value for key, value in keys.items()}
     tensors = [Tensor("token_embd.weight", (n, 64)), Tensor("output_norm.weight", (n,))]
     tensors += [] if tied else [Tensor("output.weight", (n, 64))]
-    tensors += [Tensor(f"{name}.weight", (512, 8)) for name in outside]
+    tensors += [Tensor(f"{name}.weight", (512, 8)) for name in global_names]
     for i in range(n_layer):
         for part in parts:
             shape = (n if "down" not in part else 1024, rows, max(n_expert, 1))

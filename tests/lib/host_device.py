@@ -74,17 +74,17 @@ def version() -> str:
 @cache
 def _included(text: str) -> dict[str, str]:
     """Return all files that a text includes, CUDA's sources, the generated ones and the shim's, each with its text."""
-    found: dict[str, str] = {}
+    files: dict[str, str] = {}
     for name in re.findall(r'^ *# *include "(.*)"', text, re.MULTILINE):
         places = [folder / name for folder in (SOURCES, SHIM) if (folder / name).exists()]
         body = places[0].read_text() if places else headers()[name]
-        found |= {name: body, **_included(body)}
-    return found
+        files |= {name: body, **_included(body)}
+    return files
 
 
-def digest(text: str, *more: object) -> str:
+def digest(text: str, *items: object) -> str:
     """Return a name for what is made of a text, of all that it includes, and of more."""
-    parts = [text, *(body for _, body in sorted(_included(text).items())), *map(str, more)]
+    parts = [text, *(body for _, body in sorted(_included(text).items())), *map(str, items)]
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:32]
 
 
@@ -103,17 +103,17 @@ def make_library(library: Path, text: str, flags: Sequence[str], libraries: Sequ
     assert command is not None, "no C++ compiler"
     library.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=library.parent) as folder:
-        unit, made = Path(folder) / "unit.cpp", Path(folder) / "unit.so"
+        unit, output = Path(folder) / "unit.cpp", Path(folder) / "unit.so"
         unit.write_text(text)
         for name, generated in headers().items():
             header = Path(folder) / name
             header.parent.mkdir(exist_ok=True)
             header.write_text(generated)
         flags = [*flags, f"-I{folder}", f"-Wl,-soname,{library.name}", RUNPATH]
-        arguments = [command, *flags, str(unit), *map(str, libraries), "-o", str(made)]
-        done = subprocess.run(arguments, capture_output=True, text=True)
-        assert done.returncode == 0, f"{done.stderr[-6000:]}\n{text[:300]}"
-        made.rename(library)
+        arguments = [command, *flags, str(unit), *map(str, libraries), "-o", str(output)]
+        process = subprocess.run(arguments, capture_output=True, text=True)
+        assert process.returncode == 0, f"{process.stderr[-6000:]}\n{text[:300]}"
+        output.rename(library)
     return library
 
 
@@ -210,9 +210,9 @@ class HostDevice:
         )
 
     def record(self, launches: Sequence[Launch]) -> Callable[[], None]:
-        kept = list(launches)
-        self.run(kept)
-        return lambda: self.run(kept)
+        recorded_launches = list(launches)
+        self.run(recorded_launches)
+        return lambda: self.run(recorded_launches)
 
     def synchronize(self) -> None:
         pass

@@ -90,32 +90,34 @@ class IkGgml:
         """Return the type to which weights are brought for a product with ``rows`` rows of activations."""
         return BY_ID[self.c.iqk_dequant_type(t.id, rows)]
 
-    def to_format(self, x: F32, of: TensorType) -> U8:
+    def to_format(self, x: F32, kind: TensorType) -> U8:
         """Return rows of x in a format of activations, uint8 [rows, bytes]."""
-        convert = FROM_FLOAT(self.c.ggml_internal_get_type_traits(of.id).from_float)
-        out = np.zeros((len(x), self.c.ggml_row_size(of.id, x.shape[1])), np.uint8)
-        for row, to in zip(x, out, strict=True):
+        convert = FROM_FLOAT(self.c.ggml_internal_get_type_traits(kind.id).from_float)
+        out = np.zeros((len(x), self.c.ggml_row_size(kind.id, x.shape[1])), np.uint8)
+        for row, row_out in zip(x, out, strict=True):
             row = np.ascontiguousarray(row)
-            convert(row.ctypes.data, to.ctypes.data, x.shape[1])
+            convert(row.ctypes.data, row_out.ctypes.data, x.shape[1])
         return out
 
-    def values(self, rows: U8, of: TensorType, n: int) -> F64:
+    def values(self, rows: U8, kind: TensorType, n: int) -> F64:
         """Return what ``n`` activations in a format stand for, float64 [rows, n]."""
-        dtype, at, scales, levels, block = LAYOUTS[of.name]
+        dtype, offset, scales, levels, block = LAYOUTS[kind.name]
         blocks = rows.reshape(len(rows) * n // block, -1)
-        d = np.ascontiguousarray(blocks[:, at : at + scales * np.dtype(dtype).itemsize]).view(dtype)
+        d = np.ascontiguousarray(blocks[:, offset : offset + scales * np.dtype(dtype).itemsize]).view(dtype)
         if dtype == "<u2":  # bfloat16
             d = (d.astype(np.uint32) << 16).view(np.float32)
         q = np.ascontiguousarray(blocks[:, levels : levels + block]).view(np.int8)
-        found: F64 = (q.astype(np.float64) * np.repeat(d.astype(np.float64), block // scales, axis=1)).reshape(-1, n)
-        return found
+        decoded_values: F64 = (q.astype(np.float64) * np.repeat(d.astype(np.float64), block // scales, axis=1)).reshape(
+            -1, n
+        )
+        return decoded_values
 
     def product(self, w: U8, t: TensorType, x: F32) -> F32:
         """Return x w^T of rows of weights, uint8 [n_out, row_bytes], and of activations, float32 [rows, n]."""
-        of = self.activations_of(t)
-        y, out = self.to_format(x, of), np.zeros((len(x), len(w)), np.float32)
+        kind = self.activations_of(t)
+        y, out = self.to_format(x, kind), np.zeros((len(x), len(w)), np.float32)
         w, n = np.ascontiguousarray(w), x.shape[1]
-        a, b = (t.id, w.ctypes.data, w.shape[1]), (of.id, y.ctypes.data, y.shape[1])
-        done = self.c.iqk_mul_mat(len(w), len(x), n, *a, *b, out.ctypes.data, len(w), 0, 1)
-        assert done, f"iqk_mul_mat refuses {t} with {of}"
+        a, b = (t.id, w.ctypes.data, w.shape[1]), (kind.id, y.ctypes.data, y.shape[1])
+        status = self.c.iqk_mul_mat(len(w), len(x), n, *a, *b, out.ctypes.data, len(w), 0, 1)
+        assert status, f"iqk_mul_mat refuses {t} with {kind}"
         return out

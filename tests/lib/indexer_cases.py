@@ -31,7 +31,7 @@ class Case:
         q.reshape(n, self.n_head, self.head)[:, :, ::32] = 0
         return q.astype(np.float32), weights.astype(np.float32), keys.astype(np.float32)
 
-    def seen(self, keys: Any, sequence: int, position: int, n_ctx: int) -> Any:
+    def visible_keys(self, keys: Any, sequence: int, position: int, n_ctx: int) -> Any:
         """Return those of all sequences' keys that a token sees."""
         first = sequence * (n_ctx // self.ratio)
         return keys[first : first + (position + 1) // self.ratio]
@@ -41,8 +41,8 @@ class Case:
         out = np.full(self.n_selected, -1, np.int32)
         scores = np.maximum(keys.astype(np.float64) @ q.reshape(self.n_head, self.head).T.astype(np.float64), 0)
         scores = (scores * weights.astype(np.float64)).sum(-1) * self.scale
-        chosen = np.sort(np.lexsort((np.arange(len(scores)), -scores))[: self.n_selected])
-        out[: len(chosen)] = chosen
+        positions = np.sort(np.lexsort((np.arange(len(scores)), -scores))[: self.n_selected])
+        out[: len(positions)] = positions
         return out
 
 

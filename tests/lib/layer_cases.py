@@ -75,7 +75,7 @@ def route_inputs(r: Routing, rows: int, with_bias: bool) -> tuple[Any, Any]:
     return logits, rng.standard_normal(r.n_expert).astype(np.float32) * 0.1 if with_bias else None
 
 
-def route_expected(r: Routing, logits: Any, bias: Any = None, chosen: Any = None) -> tuple[Any, Any]:
+def route_expected(r: Routing, logits: Any, bias: Any = None, experts: Any = None) -> tuple[Any, Any]:
     """Return ids, and weights in double; experts are chosen by probabilities in float32, or elsewhere."""
     x = logits.astype(np.float64)
     e = np.exp(x - x.max(axis=1, keepdims=True))
@@ -87,11 +87,11 @@ def route_expected(r: Routing, logits: Any, bias: Any = None, chosen: Any = None
     if r.n_group > 1:
         groups = choice.reshape(len(x), r.n_group, -1)
         scores = np.sort(groups, axis=2)[:, :, -2:].sum(axis=2)
-        kept = np.argsort(-scores, axis=1, kind="stable")[:, : r.n_group_used]
+        best_groups = np.argsort(-scores, axis=1, kind="stable")[:, : r.n_group_used]
         masked = np.full_like(groups, -np.inf)
-        np.put_along_axis(masked, kept[:, :, None], np.take_along_axis(groups, kept[:, :, None], 1), 1)
+        np.put_along_axis(masked, best_groups[:, :, None], np.take_along_axis(groups, best_groups[:, :, None], 1), 1)
         choice = masked.reshape(choice.shape)
-    ids = np.argsort(-choice, axis=1, kind="stable")[:, : r.n_used] // r.share if chosen is None else chosen
+    ids = np.argsort(-choice, axis=1, kind="stable")[:, : r.n_used] // r.share if experts is None else experts
     weights = np.take_along_axis(probs, ids, 1).astype(np.float64)
     if r.gating == "softmax_weight":
         weights = np.exp(weights - weights.max(axis=1, keepdims=True))
@@ -104,10 +104,10 @@ def route_expected(r: Routing, logits: Any, bias: Any = None, chosen: Any = None
 def check_chosen(routed: Any) -> None:
     """Experts that are chosen elsewhere have their weights."""
     r = Routing(24, 3, "sqrt_softplus", norm=True)
-    logits, chosen = route_inputs(r, 5, False)[0], np.array([[4, 23, 0], [1, 2, 3]] * 2 + [[9, 8, 7]], np.int32)
-    ids, weights = routed(r, logits, chosen=chosen)
-    want = route_expected(r, logits, chosen=chosen)
-    np.testing.assert_array_equal(ids, chosen)
+    logits, experts = route_inputs(r, 5, False)[0], np.array([[4, 23, 0], [1, 2, 3]] * 2 + [[9, 8, 7]], np.int32)
+    ids, weights = routed(r, logits, chosen=experts)
+    want = route_expected(r, logits, experts=experts)
+    np.testing.assert_array_equal(ids, experts)
     np.testing.assert_allclose(weights, want[1], rtol=3e-6)
 
 

@@ -136,14 +136,14 @@ class Libllama:
         rows = self._run(keys, keys, ["--tensors"])
         return {str(row["name"]): tuple(int(n) for n in row["ne"][: row["n_dims"]]) for row in rows}
 
-    def _run(self, model: Path, given: Path, options: Sequence[str]) -> npt.NDArray[Any]:
-        question = (peer(self.lib), Path(__file__), self.ik, self.threads, list(options), model, given)
-        return array_answer(lambda: self._compute(model, given, options), *question)
+    def _run(self, model: Path, inputs: Path, options: Sequence[str]) -> npt.NDArray[Any]:
+        question = (peer(self.lib), Path(__file__), self.ik, self.threads, list(options), model, inputs)
+        return array_answer(lambda: self._compute(model, inputs, options), *question)
 
-    def _compute(self, model: Path, given: Path, options: Sequence[str]) -> npt.NDArray[Any]:
+    def _compute(self, model: Path, inputs: Path, options: Sequence[str]) -> npt.NDArray[Any]:
         with tempfile.TemporaryDirectory() as folder:
             out, log = Path(folder, "out.npy"), Path(folder, "log")
-            arguments = [str(model), str(given), str(out), "--threads", str(self.threads), *options]
+            arguments = [str(model), str(inputs), str(out), "--threads", str(self.threads), *options]
             status = _server(self.lib.resolve(), self.ik).run(arguments, log, self.timeout)
             if status != 0:
                 text = log.read_text(errors="replace")
@@ -203,9 +203,9 @@ def _server(lib: Path, ik: bool) -> Server:
     return Server(lib, ik)
 
 
-def nmse(found: npt.ArrayLike, expected: npt.ArrayLike) -> float:
+def nmse(actual: npt.ArrayLike, expected: npt.ArrayLike) -> float:
     """Return the mean square of the error over the mean square of what was expected."""
-    a, b = np.asarray(found, np.float64), np.asarray(expected, np.float64)
+    a, b = np.asarray(actual, np.float64), np.asarray(expected, np.float64)
     if a.shape != b.shape:
         raise ValueError(f"shapes {a.shape} and {b.shape}")
     return float(np.square(a - b).sum() / np.square(b).sum())
@@ -220,8 +220,8 @@ def perplexity(logits: Logits, tokens: Ids) -> float:
     x = logits[..., first:-1, :].astype(np.float64)
     top = x.max(-1, keepdims=True)
     log_sum = top[..., 0] + np.log(np.exp(x - top).sum(-1))
-    chosen = np.take_along_axis(x, tokens[..., first + 1 :, None], -1)[..., 0]
-    return float(np.exp(np.mean(log_sum - chosen)))
+    scores = np.take_along_axis(x, tokens[..., first + 1 :, None], -1)[..., 0]
+    return float(np.exp(np.mean(log_sum - scores)))
 
 
 # ---------------------------------------------------------------- the child's side
@@ -363,9 +363,9 @@ NEWER_CONTEXT_FIELDS: dict[str, list[tuple[str, Any]]] = {
 }
 
 
-def with_fields(old: Any, more: dict[str, list[tuple[str, Any]]]) -> type[Structure]:
+def with_fields(old: Any, extra: dict[str, list[tuple[str, Any]]]) -> type[Structure]:
     """Return a struct with more fields, each list behind a field of the old one."""
-    fields = [(name, kind) for field in old._fields_ for name, kind in (field, *more.get(field[0], ()))]
+    fields = [(name, kind) for field in old._fields_ for name, kind in (field, *extra.get(field[0], ()))]
     return type(old.__name__, (Structure,), {"_fields_": fields})
 
 
@@ -396,21 +396,21 @@ class Ik:
         return model
 
 
-def defaults(function: Any, kind: type[Structure], known: dict[str, Any]) -> Any:
+def defaults(function: Any, kind: type[Structure], values: dict[str, Any]) -> Any:
     """Call llama_*_default_params; end the process if the struct is not the library's."""
     function.restype, function.argtypes = kind, []
     params = function()
-    wrong = {name: getattr(params, name) for name, value in known.items() if getattr(params, name) != value}
+    wrong = {name: getattr(params, name) for name, value in values.items() if getattr(params, name) != value}
     if wrong:
         sys.exit(f"{kind.__name__} is not this library's: its defaults read {wrong}")
     return params
 
 
-def open_model(api: Mainline | Ik, path: Path, vocab_only: bool = False, **more: Any) -> int:
-    """Return a model; ``more``: fields of its parameters."""
+def open_model(api: Mainline | Ik, path: Path, vocab_only: bool = False, **fields: Any) -> int:
+    """Return a model; ``fields``: fields of its parameters."""
     api.c.llama_backend_init()
     params = defaults(api.c.llama_model_default_params, api.ModelParams, MODEL_DEFAULTS | api.own_model_defaults)
-    for name, value in {"n_gpu_layers": 0, "vocab_only": vocab_only, **more}.items():
+    for name, value in {"n_gpu_layers": 0, "vocab_only": vocab_only, **fields}.items():
         setattr(params, name, value)
     load = api.c.llama_model_load_from_file
     load.restype, load.argtypes = c_void_p, [c_char_p, api.ModelParams]
@@ -421,8 +421,8 @@ def open_model(api: Mainline | Ik, path: Path, vocab_only: bool = False, **more:
     return int(model)
 
 
-def open_context(api: Mainline | Ik, model: int, n: int, options: argparse.Namespace, **more: Any) -> int:
-    """Return a context for sequences of n tokens; ``more``: fields of its parameters.
+def open_context(api: Mainline | Ik, model: int, n: int, options: argparse.Namespace, **fields: Any) -> int:
+    """Return a context for sequences of n tokens; ``fields``: fields of its parameters.
 
     Its size is rounded up to 256, as the libraries do themselves.
     """
@@ -433,7 +433,7 @@ def open_context(api: Mainline | Ik, model: int, n: int, options: argparse.Names
         **{"n_threads": options.threads, "n_threads_batch": options.threads, "offload_kqv": False},
         **{"type_k": kv, "type_v": kv},
     }
-    for name, value in (settings | api.settings(bool(options.flash_attn)) | more).items():
+    for name, value in (settings | api.settings(bool(options.flash_attn)) | fields).items():
         setattr(params, name, value)
     create = api.c.llama_init_from_model
     create.restype, create.argtypes = c_void_p, [c_void_p, api.ContextParams]
@@ -483,15 +483,15 @@ def tensors_of(api: Mainline, lib: Path, keys: Path) -> npt.NDArray[Any]:
     return np.array(list(rows.values()), TENSOR)
 
 
-def batch_of(api: Mainline | Ik, tokens: Ids, start: int, wanted: Sequence[int]) -> Any:
-    """Return a llama_batch of tokens from the position ``start`` on; wanted: 1 for each that needs logits."""
+def batch_of(api: Mainline | Ik, tokens: Ids, start: int, outputs: Sequence[int]) -> Any:
+    """Return a llama_batch of tokens from the position ``start`` on; outputs: 1 for each that needs logits."""
     n, sequence = len(tokens), c_int32(0)
     batch = api.Batch(n)
     batch.token = (c_int32 * n)(*tokens.tolist())
     batch.pos = (c_int32 * n)(*range(start, start + n))
     batch.n_seq_id = (c_int32 * n)(*[1] * n)
     batch.seq_id = (POINTER(c_int32) * n)(*[ctypes.pointer(sequence)] * n)
-    batch.logits = (c_int8 * n)(*wanted)
+    batch.logits = (c_int8 * n)(*outputs)
     return batch
 
 
@@ -518,10 +518,10 @@ def compute(api: Mainline | Ik, model: int, n_vocab: int, options: argparse.Name
     n = tokens.shape[-1]
     context = open_context(api, model, n, options)
     out = np.empty((tokens.size // n, n, n_vocab), np.float32)
-    for sequence, into in zip(tokens.reshape(-1, n), out, strict=True):
+    for sequence, row_out in zip(tokens.reshape(-1, n), out, strict=True):
         api.clear(context)
         for start in range(0, n, options.batch):
-            into[start : start + options.batch] = decode(
+            row_out[start : start + options.batch] = decode(
                 api, context, sequence[start : start + options.batch], start, n_vocab
             )
     return out.reshape(*tokens.shape, n_vocab)

@@ -39,19 +39,19 @@ def ask(lib: Path, requests: Sequence[tuple[Path, Sequence[Request] | str]], *, 
         for path, texts in requests
     ]
     if anew:
-        return json.loads(_asked(lib, plain))  # type: ignore[no-any-return]
-    given = [x if isinstance(x, str) else [(text, *flags) for text, *flags in x] for _, x in requests]
+        return json.loads(_run(lib, plain))  # type: ignore[no-any-return]
+    inputs = [x if isinstance(x, str) else [(text, *flags) for text, *flags in x] for _, x in requests]
     question = (peer(lib), *(Path(path) for path in (__file__, libllama.__file__)), *(path for path, _ in requests))
-    return json.loads(answer(lambda: _asked(lib, plain), *question, given))  # type: ignore[no-any-return]
+    return json.loads(answer(lambda: _run(lib, plain), *question, inputs))  # type: ignore[no-any-return]
 
 
-def _asked(lib: Path, plain: list[Any]) -> bytes:
+def _run(lib: Path, plain: list[Any]) -> bytes:
     command = [sys.executable, __file__, "--lib", str(lib)]
-    done = subprocess.run(command, input=json.dumps(plain).encode(), capture_output=True, timeout=300, check=False)
-    if done.returncode != 0:
-        log = done.stderr.decode(errors="replace")
-        raise RuntimeError(f"libllama.so ended with {done.returncode}: {log[-2000:]}")
-    return done.stdout
+    process = subprocess.run(command, input=json.dumps(plain).encode(), capture_output=True, timeout=300, check=False)
+    if process.returncode != 0:
+        log = process.stderr.decode(errors="replace")
+        raise RuntimeError(f"libllama.so ended with {process.returncode}: {log[-2000:]}")
+    return process.stdout
 
 
 class Vocabs:
@@ -71,23 +71,23 @@ class Vocabs:
             c[f"llama_vocab_{name}"].restype = c_bool
         c.llama_token_to_piece.argtypes = [c_void_p, c_int32, c_char_p, c_int32, c_int32, c_bool]
 
-    def answer(self, path: str, asked: list[list[Any]] | str) -> list[Any] | None:
-        known = MODEL_DEFAULTS | self.api.own_model_defaults
-        params = defaults(self.c.llama_model_default_params, self.api.ModelParams, known)
+    def answer(self, path: str, questions: list[list[Any]] | str) -> list[Any] | None:
+        model_defaults = MODEL_DEFAULTS | self.api.own_model_defaults
+        params = defaults(self.c.llama_model_default_params, self.api.ModelParams, model_defaults)
         params.n_gpu_layers, params.vocab_only = 0, True
         model = self.c.llama_model_load_from_file(os.fsencode(path), params)
         if not model:
             return None
         vocab = self.c.llama_model_get_vocab(model)
-        found: list[Any]
-        if isinstance(asked, str):
+        answers: list[Any]
+        if isinstance(questions, str):
             names = ("bos", "eos", "get_add_bos", "get_add_eos")
-            found = [int(self.c[f"llama_vocab_{name}"](c_void_p(vocab))) for name in names]
-            found += [self.piece(vocab, i) for i in range(self.c.llama_vocab_n_tokens(vocab))]
+            answers = [int(self.c[f"llama_vocab_{name}"](c_void_p(vocab))) for name in names]
+            answers += [self.piece(vocab, i) for i in range(self.c.llama_vocab_n_tokens(vocab))]
         else:
-            found = [self.tokenize(vocab, bytes.fromhex(text), *flags) for text, *flags in asked]
+            answers = [self.tokenize(vocab, bytes.fromhex(text), *flags) for text, *flags in questions]
         self.c.llama_model_free(model)
-        return found
+        return answers
 
     def tokenize(self, vocab: int, text: bytes, add_special: bool, parse_special: bool) -> list[int]:
         size = 4 * len(text) + 16  # a byte may become U+FFFD, three tokens
@@ -109,7 +109,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--lib", type=Path, required=True, metavar="DIR", help="the folder of libllama.so")
     vocabs = Vocabs(parser.parse_args().lib.resolve())
-    json.dump([vocabs.answer(path, asked) for path, asked in json.load(sys.stdin)], sys.stdout)
+    json.dump([vocabs.answer(path, questions) for path, questions in json.load(sys.stdin)], sys.stdout)
 
 
 if __name__ == "__main__":

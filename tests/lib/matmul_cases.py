@@ -40,10 +40,10 @@ def products(w: Any, t: TensorType, values: Any, excess: Any) -> Any:
     return y
 
 
-def routed(rows: int, n_used: int, of: Any, seed: Any = 5) -> Any:
-    """Return the ids of the experts of rows, int32 [rows, n_used]; ``of``: how many there are, or which."""
+def routed(rows: int, n_used: int, experts: Any, seed: Any = 5) -> Any:
+    """Return the ids of the experts of rows, int32 [rows, n_used]; ``experts``: how many there are, or which."""
     rng = np.random.default_rng(seed)
-    return np.array([rng.permutation(of)[:n_used] for _ in range(rows)], np.int32)
+    return np.array([rng.permutation(experts)[:n_used] for _ in range(rows)], np.int32)
 
 
 def products_by_expert(w: Any, t: TensorType, values: Any, excess: Any, ids: Any) -> Any:

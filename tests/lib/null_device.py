@@ -23,11 +23,11 @@ class NullDevice:
     name, capability, multiprocessors = "CUDA0", 90, 132
 
     def __init__(self) -> None:
-        self._at, self.launches = 1 << 40, list[Launch]()
+        self._end, self.launches = 1 << 40, list[Launch]()
 
     def allocate(self, nbytes: int) -> int:
-        self._at += (nbytes // 256 + 2) * 256
-        return self._at - (nbytes // 256 + 2) * 256
+        self._end += (nbytes // 256 + 2) * 256
+        return self._end - (nbytes // 256 + 2) * 256
 
     def free(self, address: int) -> None:
         pass

@@ -54,7 +54,7 @@ class Proxy:
 
     def __init__(self, port: int) -> None:
         self.upstream = port
-        self.seen: list[Request] = []
+        self.requests: list[Request] = []
         self.fault: Callable[[Request], str | None] = lambda request: None
         self.before: Callable[[Request], None] = lambda request: None
         proxy = self
@@ -71,7 +71,7 @@ class Proxy:
 
     def clear(self) -> None:
         """Forget what was seen, and break nothing."""
-        self.seen.clear()
+        self.requests.clear()
         self.fault, self.before = lambda request: None, lambda request: None
 
     def close(self) -> None:
@@ -82,7 +82,7 @@ class Proxy:
     @property
     def served(self) -> int:
         """Bytes of objects that were given to clients."""
-        return sum(r.served for r in self.seen if r.method == "GET")
+        return sum(r.served for r in self.requests if r.method == "GET")
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -103,7 +103,7 @@ class _Handler(BaseHTTPRequestHandler):
         owner = self.owner
         owner.before(request)
         fault = request.fault = owner.fault(request)
-        owner.seen.append(request)
+        owner.requests.append(request)
         if fault == "stall":
             time.sleep(STALL)
         if fault in ("reset", "stall"):
@@ -177,13 +177,13 @@ def moto_server() -> Iterator[int]:
         lines = []
         for line in server.stderr:
             lines.append(line)
-            if found := re.search(r"Running on http://[^:]+:(\d+)", line):
+            if match := re.search(r"Running on http://[^:]+:(\d+)", line):
                 break
         else:
             raise AssertionError("".join(lines))
         drain = threading.Thread(target=lambda: [None for _ in server.stderr or ()])
         drain.start()
-        yield int(found[1])
+        yield int(match[1])
     finally:
         server.kill()
         server.wait()
@@ -221,10 +221,10 @@ class _HubHandler(BaseHTTPRequestHandler):
             return self._answer(
                 404, b"{}", {"X-Error-Code": "EntryNotFound" if "/resolve/" in path else "RepoNotFound"}
             )
-        data, asked = file.read_bytes(), re.fullmatch(r"bytes=(\d+)-(\d+)", self.headers.get("Range") or "")
-        if asked is None:
+        data, byte_range = file.read_bytes(), re.fullmatch(r"bytes=(\d+)-(\d+)", self.headers.get("Range") or "")
+        if byte_range is None:
             return self._answer(200, data, commit)
-        begin, end = int(asked[1]), min(int(asked[2]) + 1, len(data))
+        begin, end = int(byte_range[1]), min(int(byte_range[2]) + 1, len(data))
         return self._answer(206, data[begin:end], {**commit, "Content-Range": f"bytes {begin}-{end - 1}/{len(data)}"})
 
     do_HEAD = do_GET

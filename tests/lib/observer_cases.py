@@ -11,7 +11,7 @@ from matmul_cases import routed
 ROWS, N_EXPERT, N_USED = 70, 6, 3
 
 
-def drawn(width: int, rows: int = ROWS) -> Any:
+def random_rows(width: int, rows: int = ROWS) -> Any:
     rng = np.random.default_rng(width)
     return (rng.normal(size=(rows, width)) * np.exp(4 * rng.normal(size=(rows, width)))).astype(np.float32)
 
@@ -21,13 +21,13 @@ def experts() -> Any:
     return routed(ROWS, N_USED, N_EXPERT - 1)
 
 
-def check_sums(got: Any, x: Any) -> None:
+def check_sums(actual: Any, x: Any) -> None:
     """Compare sums [4, padded], of squares and of values, two parts each, with those of columns of x."""
     width = x.shape[1]
-    for parts, power in ((got[:2], 2), (got[2:], 1)):
+    for parts, power in ((actual[:2], 2), (actual[2:], 1)):
         exact = [math.fsum(float(v) ** power for v in column) for column in x.T]
         assert np.array_equal(parts[0, :width] + parts[1, :width], exact)
-    assert not got[:, width:].any()
+    assert not actual[:, width:].any()
 
 
 def check_by_expert(sums: Any, counts: Any, x: Any, ids: Any) -> None:

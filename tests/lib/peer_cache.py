@@ -82,14 +82,14 @@ def answer(ask: Callable[[], bytes], *question: object) -> bytes:
     try:
         return path.read_bytes()
     except OSError:
-        found = ask()
-    if len(found) > LARGEST:
-        return found
+        data = ask()
+    if len(data) > LARGEST:
+        return data
     CACHE.mkdir(parents=True, exist_ok=True)
     with tempfile.NamedTemporaryFile(dir=CACHE, delete=False) as file:
-        file.write(found)
+        file.write(data)
     os.replace(file.name, path)
-    return found
+    return data
 
 
 def array_answer(ask: Callable[[], npt.NDArray[Any]], *question: object) -> npt.NDArray[Any]:
@@ -99,8 +99,8 @@ def array_answer(ask: Callable[[], npt.NDArray[Any]], *question: object) -> npt.
         np.save(out := io.BytesIO(), ask())
         return out.getvalue()
 
-    found: npt.NDArray[Any] = np.load(io.BytesIO(answer(saved, *question)))
-    return found
+    array: npt.NDArray[Any] = np.load(io.BytesIO(answer(saved, *question)))
+    return array
 
 
 def file_answer(command: Sequence[str | Path], out: Path, environment: Mapping[str, str] | None = None) -> Path:
@@ -112,7 +112,7 @@ def file_answer(command: Sequence[str | Path], out: Path, environment: Mapping[s
     assert isinstance(program, Path)
     assert out in words
 
-    def made() -> bytes:
+    def make() -> bytes:
         subprocess.run(command, check=True, capture_output=True, env=environment)
         return out.read_bytes()
 
@@ -120,5 +120,5 @@ def file_answer(command: Sequence[str | Path], out: Path, environment: Mapping[s
     names = ["OUT" if word == out else str(word) for word in words]
     folders = [program.parent, *map(Path, (environment or {}).get("LD_LIBRARY_PATH", "").split(":"))]
     peers = [peer(folder) for folder in folders if folder != Path()]
-    out.write_bytes(answer(made, *peers, program.name, names, *files))
+    out.write_bytes(answer(make, *peers, program.name, names, *files))
     return out

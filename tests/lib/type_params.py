@@ -9,30 +9,30 @@ from quantkit.kernels.formats import FORMATS, has_decoder, has_encoder
 from quantkit.kernels.interleave import is_interleaved
 from quantkit.types import BY_NAME
 
-ENCODED = [t for t in BY_NAME.values() if has_encoder(t) and not is_interleaved(t)]
-DECODED = [t for t in BY_NAME.values() if has_decoder(t) and not is_interleaved(t)]
+ENCODABLE = [t for t in BY_NAME.values() if has_encoder(t) and not is_interleaved(t)]
+DECODABLE = [t for t in BY_NAME.values() if has_decoder(t) and not is_interleaved(t)]
 #: Those that libggml encodes, too, and those that use an importance matrix.
-GGMLS = [t for t in ENCODED if t.is_in("mainline")]
-WEIGHTED = [t for t in ENCODED if t.imatrix != "ignored"]
+GGMLS = [t for t in ENCODABLE if t.is_in("mainline")]
+WEIGHTED = [t for t in ENCODABLE if t.imatrix != "ignored"]
 #: Those that work without one.
-UNWEIGHTED = [t for t in ENCODED if t.imatrix != "required"]
+UNWEIGHTED = [t for t in ENCODABLE if t.imatrix != "required"]
 #: For what is written once over unpackers: floats, and one type of each family, block and kind of row.
 DECODED_ALIKE = list(
-    {(t.family, t.block, t.row_header > 0, t.name if t.block == 1 else ""): t for t in DECODED}.values()
+    {(t.family, t.block, t.row_header > 0, t.name if t.block == 1 else ""): t for t in DECODABLE}.values()
 )
 #: One of each way to decode and to search: the levels of a family's types differ otherwise, not the code.
 ONE_OF_EACH = list(
     {
         (t.family, t.block, t.row_header, t.imatrix, t.name if (f := FORMATS.get(t.name)) is None or f.is_float
          else (f.span, f.mins, f.grid > 0)): t
-        for t in DECODED
+        for t in DECODABLE
     }.values()
 )  # fmt: skip
 #: Types with a search of our own: not the reference's bytes, but no larger error (test_encode_trellis.py).
-SEARCHED = [t for t in ENCODED if t.family == "trellis"]
+SEARCHED = [t for t in ENCODABLE if t.family == "trellis"]
 #: Floats are their own specification: test_encode_corners.py. Single rows are in no file: ik's bytes are those of four.
 #: A type of neither tree has no reference.
-GOLDEN = [t for t in ENCODED if t.family != "float" and t not in SEARCHED and t.in_files and t.trees != "none"]
+GOLDEN = [t for t in ENCODABLE if t.family != "float" and t not in SEARCHED and t.in_files and t.trees != "none"]
 #: Types that both trees encode, but ik_llama.cpp by a search of its own; and all encoders, as type and name.
-IK_ENCODED = [t for t in ENCODED if t.name in FORMATS and FORMATS[t.name].ik_encoder]
-ENCODERS = [(t, "mainline") for t in ENCODED] + [(t, "ik") for t in IK_ENCODED] + [(BY_NAME["Q4_0"], "symmetric")]
+IK_ENCODED = [t for t in ENCODABLE if t.name in FORMATS and FORMATS[t.name].ik_encoder]
+ENCODERS = [(t, "mainline") for t in ENCODABLE] + [(t, "ik") for t in IK_ENCODED] + [(BY_NAME["Q4_0"], "symmetric")]

@@ -70,22 +70,22 @@ NEWER_MODELS = frozenset({
 
 def libraries() -> dict[str, Libllama]:
     """Return the runtimes that are here, by name."""
-    here = {"llama.cpp": llama_programs(), "ik_llama.cpp": ik_libraries()}
-    return {name: Libllama(folder, ik=name.startswith("ik")) for name, folder in here.items() if folder}
+    folders = {"llama.cpp": llama_programs(), "ik_llama.cpp": ik_libraries()}
+    return {name: Libllama(folder, ik=name.startswith("ik")) for name, folder in folders.items() if folder}
 
 
 def verdicts(model: Model, runtimes: Mapping[str, Libllama]) -> dict[str, tuple[Verdict, Verdict]]:
     """Return quantkit's verdict and the library's, by the runtime's name, for each that is no older than the model."""
     with file_of(model) as path:
-        ours = quantkit_verdicts(path)
+        own_verdicts = quantkit_verdicts(path)
         return {
-            name: (ours[name], runtime_verdict(path, model, library))
+            name: (own_verdicts[name], runtime_verdict(path, model, library))
             for name, library in runtimes.items()
-            if name in ours and not is_too_old(library, model)
+            if name in own_verdicts and not is_too_old(library, model)
         }
 
 
 def is_too_old(library: Libllama, model: Model) -> bool:
     """Return whether a library is the wheel's, and the model newer than that."""
-    newer = model.architecture in NOT_IN_THE_WHEEL or model.name in NEWER_MODELS
-    return library.ik and newer and "QUANTKIT_IK_LIB" not in os.environ
+    is_newer = model.architecture in NOT_IN_THE_WHEEL or model.name in NEWER_MODELS
+    return library.ik and is_newer and "QUANTKIT_IK_LIB" not in os.environ

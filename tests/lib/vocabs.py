@@ -105,15 +105,15 @@ def _pieces() -> list[str]:
     """Return tiny-moe's tokens as text, as far as they are, spaces as U+2581."""
     with open_gguf(DATA / "tiny-moe-bf16.gguf", header_only=True) as file:
         letters = file.get(KEY + "tokens")
-    found = []
+    pieces = []
     for token in letters:
         if all(letter in LETTER_BYTES for letter in token):
             data = bytes(LETTER_BYTES[letter] for letter in token)
             try:
-                found.append(data.decode().replace(" ", "\u2581"))
+                pieces.append(data.decode().replace(" ", "\u2581"))
             except UnicodeDecodeError:
                 continue
-    return found
+    return pieces
 
 
 _EXTRA = [
@@ -146,8 +146,8 @@ def spm(path: Path, **values: Any) -> Path:
     tokens, types = _with_types(special, [*_pieces(), *_EXTRA])
     scores = np.array([-(i // 3) / 7 for i in range(len(tokens))], np.float32)
     ids = {"bos_token_id": 1, "eos_token_id": 2, "unknown_token_id": 0}
-    own = {"model": "llama", "pre": None, "merges": None, "add_bos_token": None, **ids}
-    return write_vocab(path, **{**own, "tokens": tokens, "token_type": types, "scores": scores, **values})
+    defaults = {"model": "llama", "pre": None, "merges": None, "add_bos_token": None, **ids}
+    return write_vocab(path, **{**defaults, "tokens": tokens, "token_type": types, "scores": scores, **values})
 
 
 def wordpiece(path: Path, **values: Any) -> Path:
@@ -157,8 +157,8 @@ def wordpiece(path: Path, **values: Any) -> Path:
     starts = [c for c in map(chr, range(33, 127)) if not c.isalpha() or ord(c) % 4]
     tokens, types = _with_types(special, [*low, *("\u2581" + c for c in starts), "\u2581e", "\u2581\u754c"])
     ids = {"bos_token_id": 2, "seperator_token_id": 3, "unknown_token_id": 1, "eos_token_id": None, "cls_token_id": 2}
-    own = {"model": "bert", "pre": "bert-bge", "merges": None, "scores": None, **ids}
-    return write_vocab(path, **{**own, "tokens": tokens, "token_type": types, **values})
+    defaults = {"model": "bert", "pre": "bert-bge", "merges": None, "scores": None, **ids}
+    return write_vocab(path, **{**defaults, "tokens": tokens, "token_type": types, **values})
 
 
 def unigram(path: Path, **values: Any) -> Path:
@@ -167,9 +167,9 @@ def unigram(path: Path, **values: Any) -> Path:
     tokens, types = _with_types(special, [*_pieces(), *_EXTRA])
     scores = np.array([-(len(t) * 2 + i % 7) / 3 if i > 2 else 0 for i, t in enumerate(tokens)], np.float32)
     ids = {"bos_token_id": 0, "eos_token_id": 1, "unknown_token_id": 2, "add_bos_token": True}
-    own = {"model": "t5", "pre": None, "merges": None, "add_space_prefix": True, **ids}
-    own |= {"tokens": tokens, "token_type": types, "scores": scores, "remove_extra_whitespaces": True}
-    return write_vocab(path, **{**own, "precompiled_charsmap": charsmap(), **values})
+    defaults = {"model": "t5", "pre": None, "merges": None, "add_space_prefix": True, **ids}
+    defaults |= {"tokens": tokens, "token_type": types, "scores": scores, "remove_extra_whitespaces": True}
+    return write_vocab(path, **{**defaults, "precompiled_charsmap": charsmap(), **values})
 
 
 def rwkv(path: Path, **values: Any) -> Path:
@@ -190,8 +190,8 @@ def rwkv(path: Path, **values: Any) -> Path:
     ]
     tokens = ["<|endoftext|>", *(f"\\x{byte:02x}" for byte in range(256)), *words]
     types = np.array([CONTROL] + [NORMAL] * (len(tokens) - 1), np.int32)
-    own = {"model": "rwkv", "pre": None, "merges": None, "tokens": tokens, "unknown_token_id": None}
-    return write_vocab(path, **{**own, "token_type": Field.of(KEY + "token_type", types), **values})
+    defaults = {"model": "rwkv", "pre": None, "merges": None, "tokens": tokens, "unknown_token_id": None}
+    return write_vocab(path, **{**defaults, "token_type": Field.of(KEY + "token_type", types), **values})
 
 
 def charsmap(spaces: bool = False) -> Field:
@@ -225,11 +225,11 @@ def _double_array(trie: dict[int, Any]) -> np.ndarray:
     used = {0}
     todo: list[tuple[int, dict[int, Any]]] = [(0, trie)]
     while todo:
-        at, node = todo.pop()
+        index, node = todo.pop()
         base = next(b for b in range(1, len(array)) if all(b ^ byte not in used and b ^ byte for byte in node))
         used |= {base ^ byte for byte in node}
         # The root's base is its own; another node's is found from where the node is.
-        array[at] |= np.uint32((base ^ at) << 10 | (0x100 if 0 in node else 0))
+        array[index] |= np.uint32((base ^ index) << 10 | (0x100 if 0 in node else 0))
         for byte, child in node.items():
             if byte == 0:
                 array[base] = 0x80000000 | child
@@ -241,31 +241,31 @@ def _double_array(trie: dict[int, Any]) -> np.ndarray:
 
 def vocabularies(folder: Path) -> dict[str, Path]:
     """Write every vocabulary and return its path by name: BPE's are named by their pre-tokenizers."""
-    found = {}
+    paths = {}
     # llama.cpp ends on a space where the model is not "whitespace" too.
     for number, name in enumerate(sorted(PRE.keys() - {"whitespace"})):
-        found[f"pre {name}"] = write_vocab(folder / f"pre{number}.gguf", pre=name or None, **telltale())
-    found["tiny-moe"] = DATA / "tiny-moe-bf16.gguf"
-    found["gemma4"] = raw_bpe(folder / "raw.gguf", model="gemma4", pre=None)
+        paths[f"pre {name}"] = write_vocab(folder / f"pre{number}.gguf", pre=name or None, **telltale())
+    paths["tiny-moe"] = DATA / "tiny-moe-bf16.gguf"
+    paths["gemma4"] = raw_bpe(folder / "raw.gguf", model="gemma4", pre=None)
     for name in ("sarvam-moe", "mmbert", "granite-embed-multi-311m"):
-        found[f"raw {name}"] = raw_bpe(folder / f"raw-{name}.gguf", pre=name)
-    found["raw whitespace"] = raw_bpe(folder / "blank.gguf", model="whitespace", pre="whitespace")
+        paths[f"raw {name}"] = raw_bpe(folder / f"raw-{name}.gguf", pre=name)
+    paths["raw whitespace"] = raw_bpe(folder / "blank.gguf", model="whitespace", pre="whitespace")
     for name, make in (("spm", spm), ("wordpiece", wordpiece), ("unigram", unigram), ("rwkv", rwkv)):
-        found[name] = make(folder / f"{name}.gguf")
+        paths[name] = make(folder / f"{name}.gguf")
     off = Field.of(KEY + "normalizer.lowercase", False)
-    kept = Field.of(KEY + "normalizer.strip_accents", False)
-    found["spm plain"] = spm(folder / "spm2.gguf", add_space_prefix=False, add_eos_token=True)
-    found["spm phi-3"] = spm(folder / "spm3.gguf", **{"general.name": "Phi-3 mini"})
-    found["wordpiece cased"] = wordpiece(folder / "cased.gguf", **{"normalizer.lowercase": off})
-    found["wordpiece accents"] = wordpiece(folder / "accents.gguf", **{"normalizer.strip_accents": kept})
-    found["unigram spaces"] = unigram(
+    field = Field.of(KEY + "normalizer.strip_accents", False)
+    paths["spm plain"] = spm(folder / "spm2.gguf", add_space_prefix=False, add_eos_token=True)
+    paths["spm phi-3"] = spm(folder / "spm3.gguf", **{"general.name": "Phi-3 mini"})
+    paths["wordpiece cased"] = wordpiece(folder / "cased.gguf", **{"normalizer.lowercase": off})
+    paths["wordpiece accents"] = wordpiece(folder / "accents.gguf", **{"normalizer.strip_accents": field})
+    paths["unigram spaces"] = unigram(
         folder / "unigram2.gguf", remove_extra_whitespaces=False, precompiled_charsmap=charsmap(spaces=True)
     )
-    found["unigram bare"] = unigram(folder / "unigram3.gguf", precompiled_charsmap=None, add_space_prefix=None)
-    found["lstrip"] = write_vocab(folder / "lstrip.gguf", pre="jina-v2-de", **corrected(["<mask>", "<user>"]))
-    found["corrected"] = write_vocab(folder / "corrected.gguf", **corrected(ODD_TOKENS))
-    found["harmony"] = write_vocab(folder / "harmony.gguf", pre="gpt-4o", **corrected(HARMONY))
-    return found
+    paths["unigram bare"] = unigram(folder / "unigram3.gguf", precompiled_charsmap=None, add_space_prefix=None)
+    paths["lstrip"] = write_vocab(folder / "lstrip.gguf", pre="jina-v2-de", **corrected(["<mask>", "<user>"]))
+    paths["corrected"] = write_vocab(folder / "corrected.gguf", **corrected(ODD_TOKENS))
+    paths["harmony"] = write_vocab(folder / "harmony.gguf", pre="gpt-4o", **corrected(HARMONY))
+    return paths
 
 
 @cache
@@ -280,11 +280,13 @@ def telltale() -> dict[str, Any]:
         plain = text.decode(errors="replace").replace(" ", "\u2581")
         pairs |= {a + b for kind in (letters, plain) for a, b in zip(kind, kind[1:], strict=False) if " " not in a + b}
         words |= {word for word in re.findall(r"\S{3,8}", letters.replace("\u0120", " \u0120")) if "\0" not in word}
-    joined = sorted(pair for pair in pairs if "\n" not in pair and "\0" not in pair)
-    random.Random(5).shuffle(joined)
-    tokens = list(dict.fromkeys(["<|endoftext|>", *BYTE_LETTERS.values(), *joined, "\u0120" * 3, *sorted(words)]))
+    ordered_pairs = sorted(pair for pair in pairs if "\n" not in pair and "\0" not in pair)
+    random.Random(5).shuffle(ordered_pairs)
+    tokens = list(
+        dict.fromkeys(["<|endoftext|>", *BYTE_LETTERS.values(), *ordered_pairs, "\u0120" * 3, *sorted(words)])
+    )
     types = np.array([CONTROL] + [NORMAL] * (len(tokens) - 1), np.int32)
-    merges = [f"{pair[0]} {pair[1]}" for pair in joined] + ["\u0120\u0120 \u0120"]
+    merges = [f"{pair[0]} {pair[1]}" for pair in ordered_pairs] + ["\u0120\u0120 \u0120"]
     return {"tokens": tokens, "token_type": Field.of(KEY + "token_type", types), "merges": merges}
 
 
@@ -327,12 +329,12 @@ def raw_bpe(path: Path, **values: Any) -> Path:
     }
     pieces = [piece for piece in _pieces() if "\n" not in piece]
     tokens, types = _with_types(special, [*pieces, *_EXTRA, "\n", "\n\n", "\n\n\n"])
-    known = set(tokens)
+    vocabulary = set(tokens)
     merges = [
-        f"{token[:at]} {token[at:]}"
+        f"{token[:split]} {token[split:]}"
         for token in tokens
-        for at in range(1, len(token))
-        if token not in special and "\n" not in token and {token[:at], token[at:]} <= known
+        for split in range(1, len(token))
+        if token not in special and "\n" not in token and {token[:split], token[split:]} <= vocabulary
     ]
     ids = {"bos_token_id": 2, "eos_token_id": 1, "unknown_token_id": 3}
     return write_vocab(path, **{**ids, "tokens": tokens, "token_type": types, "merges": merges, **values})
@@ -342,15 +344,15 @@ def main() -> None:
     from llama_tokenize import ask
 
     with tempfile.TemporaryDirectory() as folder:
-        found = vocabularies(Path(folder))
-        asked = [(text, *flags(number)) for number, text in enumerate(TEXTS)]
-        answers = ask(Path(sys.argv[1]), [(path, asked) for path in found.values()])
+        paths = vocabularies(Path(folder))
+        questions = [(text, *flags(number)) for number, text in enumerate(TEXTS)]
+        answers = ask(Path(sys.argv[1]), [(path, questions) for path in paths.values()])
     rows: dict[tuple[int, ...], int] = {}
-    refused = [name for name, ids in zip(found, answers, strict=True) if ids is None]
+    refused = [name for name, ids in zip(paths, answers, strict=True) if ids is None]
     if refused:
         sys.exit(f"llama.cpp refuses {refused}")
     table = {}
-    for name, ids in zip(found, answers, strict=True):
+    for name, ids in zip(paths, answers, strict=True):
         table[name] = rows.setdefault(tuple(crc(text) for text in ids), len(rows))
     IDS.parent.mkdir(exist_ok=True)
     lines = ",\n".join(json.dumps(row, separators=(",", ":")) for row in rows)

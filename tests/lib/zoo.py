@@ -73,39 +73,39 @@ def _logits() -> dict[str, npt.NDArray[Any]]:
 def tensor_infos(head: bytes) -> Iterator[tuple[str, tuple[int, ...], int]]:
     """Yield name, ne and offset of every tensor of a GGUF v3 header."""
     n_tensors, n_kv = struct.unpack_from("<QQ", head, 8)
-    at = 24
+    position = 24
     for _ in range(n_kv):
-        _, at = _string(head, at)
-        at = _skip(head, at + 4, *struct.unpack_from("<I", head, at))
+        _, position = _string(head, position)
+        position = _skip(head, position + 4, *struct.unpack_from("<I", head, position))
     for _ in range(n_tensors):
-        name, at = _string(head, at)
-        (n_dims,) = struct.unpack_from("<I", head, at)
-        ne = struct.unpack_from(f"<{n_dims}Q", head, at + 4)
-        kind, offset = struct.unpack_from("<IQ", head, at + 4 + 8 * n_dims)
+        name, position = _string(head, position)
+        (n_dims,) = struct.unpack_from("<I", head, position)
+        ne = struct.unpack_from(f"<{n_dims}Q", head, position + 4)
+        kind, offset = struct.unpack_from("<IQ", head, position + 4 + 8 * n_dims)
         if kind != (_I32 if name.endswith(TABLE) else _F32):
             raise ValueError(f"{name} is of type {kind}")
-        at += 16 + 8 * n_dims
+        position += 16 + 8 * n_dims
         yield name, ne, offset
 
 
-def _string(head: bytes, at: int) -> tuple[str, int]:
-    (n,) = struct.unpack_from("<Q", head, at)
-    return head[at + 8 : at + 8 + n].decode(), at + 8 + n
+def _string(head: bytes, position: int) -> tuple[str, int]:
+    (n,) = struct.unpack_from("<Q", head, position)
+    return head[position + 8 : position + 8 + n].decode(), position + 8 + n
 
 
-def _skip(head: bytes, at: int, kind: int) -> int:
+def _skip(head: bytes, position: int, kind: int) -> int:
     """Return where a metadata value of a type ends."""
     if kind == _STRING:
-        return _string(head, at)[1]
+        return _string(head, position)[1]
     if kind != _ARRAY:
-        return at + _SIZES[kind]
-    item, n = struct.unpack_from("<IQ", head, at)
-    at += 12
+        return position + _SIZES[kind]
+    item, n = struct.unpack_from("<IQ", head, position)
+    position += 12
     if item in _SIZES:
-        return at + int(n) * _SIZES[item]
+        return position + int(n) * _SIZES[item]
     for _ in range(n):
-        at = _skip(head, at, item)
-    return at
+        position = _skip(head, position, item)
+    return position
 
 
 def draw(name: str, ne: tuple[int, ...], seed: int) -> npt.NDArray[Any]:

@@ -82,7 +82,7 @@ def model(
     shapes |= {"output_hc_scale.weight": (1,)}
     for i, ratio in enumerate(RATIOS):
         shapes |= layer(i, ratio, i < fields["hash_layer_count"])
-    return tiny_models.write(path, "deepseek4", fields, shapes | (more or {}), own=own)
+    return tiny_models.write(path, "deepseek4", fields, shapes | (more or {}), extra_fields=own)
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import test_mla
-from observer_cases import N_EXPERT, N_USED, ROWS, check_by_expert, check_sums, drawn, experts
+from observer_cases import N_EXPERT, N_USED, ROWS, check_by_expert, check_sums, experts, random_rows
 from tiny_models import ids as token_ids
 
 from libllama import nmse
@@ -50,7 +50,7 @@ def batch_of(team: Team) -> Batch:
 @pytest.mark.parametrize("width", [1, 24, 40, 63, 256])
 @pytest.mark.parametrize("threads", [1, 3])
 def test_sums_of_columns_are_exact(width: int, threads: int) -> None:
-    x, team = drawn(width), Team(threads)
+    x, team = random_rows(width), Team(threads)
     sums, count, bad = np.zeros((1, 4, padded(width))), np.zeros(1, np.int64), np.zeros(threads, np.int64)
     batch = batch_of(team)
     slots = {"sums": address_of(sums), "count": address_of(count), "bad": address_of(bad)}
@@ -71,7 +71,7 @@ def test_sums_of_columns_are_exact(width: int, threads: int) -> None:
 @pytest.mark.parametrize("threads", [1, 2])
 def test_sums_by_expert_are_exact(one_row_a_token: bool, threads: int) -> None:
     width, team, ids = 40, Team(threads), experts()
-    x = drawn(width, ROWS if one_row_a_token else ROWS * N_USED)
+    x = random_rows(width, ROWS if one_row_a_token else ROWS * N_USED)
     plan = np.zeros(moe.plan_bytes(N_EXPERT, N_USED, 128) // 4, np.int32)
     sums, counts = np.zeros((N_EXPERT, 4, width)), np.zeros(N_EXPERT, np.int64)
     bad, batch = np.zeros(threads, np.int64), batch_of(team)

@@ -21,7 +21,15 @@ F32 = npt.NDArray[np.float32]
 MODEL = Path(__file__).parents[1] / "data" / "tiny-moe-bf16.gguf"
 
 #: Norms behind and beside products, latent attention, experts of several kinds, recurrent layers, further tokens.
-SOME = ("cohere2-dense", "deepseek2-moe", "gemma2-dense", "glm4moe-moe", "gpt-oss-moe", "llama4-moe", "qwen3next-moe")
+ZOO_NAMES = (
+    "cohere2-dense",
+    "deepseek2-moe",
+    "gemma2-dense",
+    "glm4moe-moe",
+    "gpt-oss-moe",
+    "llama4-moe",
+    "qwen3next-moe",
+)
 
 
 def find_sites(path: Path) -> list[ScaleSite]:
@@ -38,16 +46,16 @@ def find_sites(path: Path) -> list[ScaleSite]:
         return sites
 
 
-def drawn(path: Path, sites: list[ScaleSite]) -> list[Factors]:
+def draw_factors(path: Path, sites: list[ScaleSite]) -> list[Factors]:
     """Return random powers of two for all places."""
     rng = np.random.default_rng(3)
     with open_model(path) as file:
         shapes = {name: tensor.shape for name, tensor in file.tensors.items()}
-    made = []
+    items = []
     for site in sites:
-        by = np.exp2(rng.integers(-3, 4, (site.n_mat, shapes[site.consumers[0]][0]))).astype(np.float32)
-        made.append(Factors(site.producer, site.consumers, by, len(shapes[site.producer]) > 1))
-    return made
+        values = np.exp2(rng.integers(-3, 4, (site.n_mat, shapes[site.consumers[0]][0]))).astype(np.float32)
+        items.append(Factors(site.producer, site.consumers, values, len(shapes[site.producer]) > 1))
+    return items
 
 
 def logits(path: Path) -> F32:
@@ -58,18 +66,18 @@ def logits(path: Path) -> F32:
 def both_logits(path: Path, factors: list[Factors], out: Path) -> tuple[F32, F32]:
     with open_model(path) as file:
         run_quantize(plan_from(BalancedSource(file, factors), out, "COPY", QuantizeOptions()), threads=1)
-    with open_model(path) as file, open_model(out) as made:
-        changed = {name for name in file.tensors if not np.array_equal(file.data(name), made.data(name))}
+    with open_model(path) as file, open_model(out) as balanced_file:
+        changed = {name for name in file.tensors if not np.array_equal(file.data(name), balanced_file.data(name))}
     assert changed == {name for site in factors for name in (site.takes, *site.gives)}
     return logits(path), logits(out)
 
 
-@pytest.mark.parametrize("name", SOME)
+@pytest.mark.parametrize("name", ZOO_NAMES)
 def test_logits_are_the_same(zoo: Callable[[str], Path], name: str, tmp_path: Path) -> None:
     path = zoo(name)
     sites = find_sites(path)
     assert sites
-    before, after = both_logits(path, drawn(path, sites), tmp_path / "balanced.gguf")
+    before, after = both_logits(path, draw_factors(path, sites), tmp_path / "balanced.gguf")
     assert (before == after).all()
 
 
@@ -90,9 +98,9 @@ def test_columns_come_to_more_alike_sizes(zoo: Callable[[str], Path], tmp_path: 
     """A quarter of the differences goes; a column never used keeps its size. The file becomes F32 where it must."""
     assert (factors_of(np.array([1, 1, 1, 0.0])) == 1).all()
     sizes = np.array([0.25, 1, 4, 16, 1e-3])
-    made = factors_of(np.append(sizes**2, [0]))
-    assert np.allclose(np.ptp(np.log(made[:5] * sizes)), 0.75 * np.ptp(np.log(sizes)))
-    assert made[5] == 1
+    balanced = factors_of(np.append(sizes**2, [0]))
+    assert np.allclose(np.ptp(np.log(balanced[:5] * sizes)), 0.75 * np.ptp(np.log(sizes)))
+    assert balanced[5] == 1
     text = MODEL.with_name("tiny-moe-evaluation.txt").read_bytes()
     with load(MODEL, threads=1) as model:
         tokens = np.asarray(model.tokenizer.encode(text), np.int32)[:512].reshape(4, 128)
@@ -102,13 +110,16 @@ def test_columns_come_to_more_alike_sizes(zoo: Callable[[str], Path], tmp_path: 
         source = BalancedSource(file, factors)
         tensor = source.tensors["blk.2.ffn_up_exps.weight"]
         assert tensor.type.name == "F32"
-        some = np.empty(4 * 700, np.uint8)
-        source.read(tensor, some, 4 * (256 * 256 * 3 + 1000))
+        buffer = np.empty(4 * 700, np.uint8)
+        source.read(tensor, buffer, 4 * (256 * 256 * 3 + 1000))
         bits = file.data(tensor.name).view(np.uint16).reshape(-1)[256 * 256 * 3 + 1000 :][:700]
     row, column = (np.arange(1000, 1700) // 256, np.arange(1000, 1700) % 256)
-    by = {site.takes: site.values for site in factors}
-    by_row, by_column = by["blk.2.ffn_up_exps.weight"][3, row], by["blk.2.ffn_norm.weight"][0, column]
-    assert np.allclose(some.view(np.float32), (bits.astype(np.uint32) << 16).view(np.float32) * by_row / by_column)
+    factors_by_norm = {site.takes: site.values for site in factors}
+    by_row, by_column = (
+        factors_by_norm["blk.2.ffn_up_exps.weight"][3, row],
+        factors_by_norm["blk.2.ffn_norm.weight"][0, column],
+    )
+    assert np.allclose(buffer.view(np.float32), (bits.astype(np.uint32) << 16).view(np.float32) * by_row / by_column)
     path = zoo("qwen3moe-moe")
     before, after = both_logits(path, balance_factors(path, tokens % 128, 2), tmp_path / "balanced.gguf")
     assert np.square(before - after).mean() < 1e-8 * np.square(before).mean()

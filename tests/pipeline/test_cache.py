@@ -25,7 +25,7 @@ import numpy as np
 import pytest
 from click.testing import CliRunner, Result
 from tiny_checkpoints import moe_arrays, write_checkpoint
-from type_params import ENCODED, ENCODERS
+from type_params import ENCODABLE, ENCODERS
 
 from conftest import DATA
 from quantkit.cache import prune_cache, show_cache, verify_cache
@@ -70,8 +70,8 @@ def pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(jobs_module, "JOB", 3 * 4096)
 
 
-def plain(source: Path, out: Path, type_name: str, **more: Any) -> bytes:
-    quantize(source, out, type_name, overwrite=True, **more)
+def plain(source: Path, out: Path, type_name: str, **options: Any) -> bytes:
+    quantize(source, out, type_name, overwrite=True, **options)
     return out.read_bytes()
 
 
@@ -102,9 +102,9 @@ def entry_of(folder: Path, tensor: str) -> Path:
     raise AssertionError(tensor)
 
 
-def flip(path: Path, at: int) -> None:
+def flip(path: Path, offset: int) -> None:
     data = bytearray(path.read_bytes())
-    data[at] ^= 0x40
+    data[offset] ^= 0x40
     path.write_bytes(data)
 
 
@@ -114,12 +114,12 @@ def flip(path: Path, at: int) -> None:
 @pytest.mark.usefixtures("pieces")
 def test_bytes_do_not_depend_on_the_cache(llama: Path, tmp_path: Path) -> None:
     cache, out = tmp_path / "cache", tmp_path / "o.gguf"
-    whole = plain(llama, out, "Q4_0")
+    expected = plain(llama, out, "Q4_0")
     assert used(cached(llama, out, "Q4_0", cache)) == (0, ENCODES)
-    assert out.read_bytes() == whole
+    assert out.read_bytes() == expected
     for threads in (1, 3):
         assert used(cached(llama, out, "Q4_0", cache, threads=threads)) == (ENCODES, 0)
-        assert out.read_bytes() == whole
+        assert out.read_bytes() == expected
     assert not verify_cache(cache).damaged
     assert list(open_store(cache).temporary()) == []
 
@@ -129,9 +129,9 @@ def test_a_second_recipe_encodes_what_it_changes(llama: Path, tmp_path: Path) ->
     cache, out = tmp_path / "cache", tmp_path / "o.gguf"
     cached(llama, out, "Q4_0", cache)
     options = QuantizeOptions(attn_v_type="Q5_0")
-    whole = plain(llama, out, "Q4_0", options=options)
+    expected = plain(llama, out, "Q4_0", options=options)
     assert used(cached(llama, out, "Q4_0", cache, options)) == (ENCODES - 2, 2)
-    assert out.read_bytes() == whole
+    assert out.read_bytes() == expected
     assert used(cached(llama, out, "Q4_0", cache)) == (ENCODES, 0)
 
 
@@ -140,11 +140,11 @@ def test_what_is_taken_is_not_read(llama: Path, tmp_path: Path, monkeypatch: pyt
     cache, out, read = tmp_path / "cache", tmp_path / "o.gguf", dict[str, int]()
     plain_read = GGUFFile.read
 
-    def counted(self: GGUFFile, tensor: Any, into: Any, at: int, ahead: int = 0) -> None:
-        read[tensor.name] = read.get(tensor.name, 0) + into.size
-        plain_read(self, tensor, into, at, ahead)
+    def count_read(self: GGUFFile, tensor: Any, out: Any, offset: int, readahead: int = 0) -> None:
+        read[tensor.name] = read.get(tensor.name, 0) + out.size
+        plain_read(self, tensor, out, offset, readahead)
 
-    monkeypatch.setattr(GGUFFile, "read", counted)
+    monkeypatch.setattr(GGUFFile, "read", count_read)
     cached(llama, out, "Q4_0", cache)
     with open_gguf(llama) as file:
         assert read == {t.name: t.nbytes for t in file.tensors.values()}
@@ -161,9 +161,9 @@ def test_without_its_memory_rows_are_digested_and_found(llama: Path, tmp_path: P
     cache, out = tmp_path / "cache", tmp_path / "o.gguf"
     cached(llama, out, "Q4_0", cache)
     copy = shutil.copyfile(llama, tmp_path / "copy.gguf")
-    whole = plain(copy, out, "Q4_0")
+    expected = plain(copy, out, "Q4_0")
     assert used(cached(copy, out, "Q4_0", cache)) == (ENCODES, 0)
-    assert out.read_bytes() == whole
+    assert out.read_bytes() == expected
     shutil.rmtree(cache / "sources")
     assert used(cached(copy, out, "Q4_0", cache)) == (ENCODES, 0)
 
@@ -171,71 +171,71 @@ def test_without_its_memory_rows_are_digested_and_found(llama: Path, tmp_path: P
 @pytest.mark.usefixtures("pieces")
 def test_models_with_the_same_ends_are_told_apart(llama: Path, tmp_path: Path) -> None:
     """A fingerprint sees both ends of tensors only; digests see all rows, also where only the last piece differs."""
-    cache, out, other = tmp_path / "cache", tmp_path / "o.gguf", tmp_path / "other.gguf"
+    cache, out, changed_path = tmp_path / "cache", tmp_path / "o.gguf", tmp_path / "other.gguf"
     cached(llama, out, "Q4_0", cache)
     data = bytearray(llama.read_bytes())
     with open_gguf(llama) as file:
         t = file.tensors["blk.1.ffn_down.weight"]
         fingerprint = file.fingerprint()
-    at = t.offset + t.nbytes - 5000
-    data[at : at + 2] = np.float16(0.75).tobytes()
-    other.write_bytes(data)
-    with open_gguf(other) as file:
+    offset = t.offset + t.nbytes - 5000
+    data[offset : offset + 2] = np.float16(0.75).tobytes()
+    changed_path.write_bytes(data)
+    with open_gguf(changed_path) as file:
         assert file.fingerprint() == fingerprint
-    whole = plain(other, out, "Q4_0")
-    result = cached(other, out, "Q4_0", cache)
+    expected = plain(changed_path, out, "Q4_0")
+    result = cached(changed_path, out, "Q4_0", cache)
     assert used(result) == (ENCODES - 1, 1)
-    assert out.read_bytes() == whole
+    assert out.read_bytes() == expected
 
 
 @pytest.mark.usefixtures("pieces")
-@pytest.mark.parametrize("how", ["time put back", "no trace"])
+@pytest.mark.parametrize("case", ["time put back", "no trace"])
 def test_a_source_that_changed_in_secret_is_noticed(
-    llama: Path, tmp_path: Path, how: str, monkeypatch: pytest.MonkeyPatch
+    llama: Path, tmp_path: Path, case: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Even where size and both ends stay, and where no time changes, either: then as soon as a row has to be read."""
-    if how == "no trace":
+    if case == "no trace":
         monkeypatch.setattr(keys, "stamp_of", lambda path: [path.stat().st_size])
     cache, out, source = tmp_path / "cache", tmp_path / "o.gguf", tmp_path / "s.gguf"
     shutil.copyfile(llama, source)
     cached(source, out, "Q4_0", cache)
     times, name = source.stat(), "blk.1.ffn_down.weight"
     with open_gguf(source) as file:
-        at = file.tensors[name].offset + file.tensors[name].nbytes - 6000
+        offset = file.tensors[name].offset + file.tensors[name].nbytes - 6000
     with open(source, "r+b") as file:
-        file.seek(at)
+        file.seek(offset)
         file.write(np.float16(0.75).tobytes())
     os.utime(source, ns=(times.st_atime_ns, times.st_mtime_ns))
     path = entry_of(cache, name)
     with Entry(path) as entry:  # its last piece is to be encoded again, beside those that are taken
         flip(path, BEGIN + entry.header.pieces.nbytes - 1)
-    if how == "no trace":
+    if case == "no trace":
         with pytest.raises(FormatError, match=r"ffn_down.weight is not what it was .* run again"):
             cached(source, out, "Q4_0", cache)
-    whole = plain(source, out, "Q4_0")
+    expected = plain(source, out, "Q4_0")
     assert used(cached(source, out, "Q4_0", cache))[0] == ENCODES - 1
-    assert out.read_bytes() == whole
+    assert out.read_bytes() == expected
 
 
 def test_measured_errors_are_kept(llama: Path, tmp_path: Path, pieces: None) -> None:
     cache, out = tmp_path / "cache", tmp_path / "o.gguf"
-    measured = quantize(llama, out, "Q4_0", measure_error=True).run.sums
+    sums = quantize(llama, out, "Q4_0", measure_error=True).run.sums
     cached(llama, out, "Q4_0", cache)
     assert used(cached(llama, out, "Q4_0", cache, measure_error=True)) == (0, ENCODES)
-    again = cached(llama, out, "Q4_0", cache, measure_error=True)
-    assert used(again) == (ENCODES, 0)
-    assert again.run.sums == measured
+    rerun = cached(llama, out, "Q4_0", cache, measure_error=True)
+    assert used(rerun) == (ENCODES, 0)
+    assert rerun.run.sums == sums
     assert used(cached(llama, out, "Q4_0", cache)) == (ENCODES, 0)
 
 
 @pytest.mark.parametrize("type_name", ["Q4_K_R4", "IQ4_KS", "Q8_0_R8"])
 def test_types_of_every_kind(llama: Path, tmp_path: Path, type_name: str, pieces: None) -> None:
     cache, out = tmp_path / "cache", tmp_path / "o.gguf"
-    whole = plain(llama, out, type_name)
-    _, kept = used(cached(llama, out, type_name, cache))
-    assert kept >= 10
-    assert used(cached(llama, out, type_name, cache)) == (kept, 0)
-    assert out.read_bytes() == whole
+    expected = plain(llama, out, type_name)
+    _, records = used(cached(llama, out, type_name, cache))
+    assert records >= 10
+    assert used(cached(llama, out, type_name, cache)) == (records, 0)
+    assert out.read_bytes() == expected
 
 
 def test_copies_and_rounded_values_are_not_kept(llama: Path, tmp_path: Path) -> None:
@@ -244,10 +244,10 @@ def test_copies_and_rounded_values_are_not_kept(llama: Path, tmp_path: Path) -> 
         use = use_of(cached(llama, out, type_name, cache))
         assert (use.tensors, use.stored) == (0, 0)
     cached(llama, tmp_path / "q4.gguf", "Q4_0", cache)
-    kept = len(entries(cache))
-    assert kept == ENCODES
+    count = len(entries(cache))
+    assert count == ENCODES
     quantize(tmp_path / "q4.gguf", out, "REPACK", QuantizeOptions(repack=True), cache=cache, overwrite=True)
-    assert len(entries(cache)) == kept
+    assert len(entries(cache)) == count
 
 
 def test_a_scale_behind_the_rows_counts(tmp_path: Path) -> None:
@@ -261,11 +261,11 @@ def test_a_scale_behind_the_rows_counts(tmp_path: Path) -> None:
         data[-32:] = 0
         data[-32:-28] = np.frombuffer(np.float32(scale).tobytes(), np.uint8)
         write_gguf(path, llama_fields(), [("blk.0.ffn_up.weight", shape, t, data.tobytes())])
-        whole = plain(path, out, "Q8_0", options=options)
+        expected = plain(path, out, "Q8_0", options=options)
         assert used(cached(path, out, "Q8_0", cache, options)) == (0, 1)
         assert used(cached(path, out, "Q8_0", cache, options)) == (1, 0)
-        assert out.read_bytes() == whole
-        outputs.append(whole)
+        assert out.read_bytes() == expected
+        outputs.append(expected)
     assert outputs[0] != outputs[1]
 
 
@@ -279,13 +279,13 @@ IMATRIX = DATA / "tiny-moe-imatrix.gguf"
 def test_merged_experts_are_made_of_what_halves_left(tmp_path: Path) -> None:
     """Parts are kept, not tensors: gate and up, encoded apart, serve a file that merges them."""
     cache, out = tmp_path / "cache", tmp_path / "o.gguf"
-    apart = cached(MOE, out, "Q4_0", cache, QuantizeOptions(imatrix=IMATRIX, pure=True))
+    separate = cached(MOE, out, "Q4_0", cache, QuantizeOptions(imatrix=IMATRIX, pure=True))
     options = QuantizeOptions(imatrix=IMATRIX, pure=True, merge_up_gate=True)
-    whole = plain(MOE, out, "Q4_0", options=options)
+    expected = plain(MOE, out, "Q4_0", options=options)
     result = cached(MOE, out, "Q4_0", cache, options)
-    assert out.read_bytes() == whole
+    assert out.read_bytes() == expected
     assert used(result) == (use_of(result).tensors, 0)
-    assert use_of(result).tensors < use_of(apart).tensors
+    assert use_of(result).tensors < use_of(separate).tensors
     shutil.rmtree(cache)
     cached(MOE, out, "Q4_0", cache, options)
     assert used(cached(MOE, out, "Q4_0", cache, QuantizeOptions(imatrix=IMATRIX, pure=True)))[1] == 0
@@ -313,43 +313,43 @@ def test_checkpoints(tmp_path: Path) -> None:
     cache, out = tmp_path / "cache", tmp_path / "o.gguf"
     pre = ConvertOptions(pre="gpt-2")
 
-    def run(type_name: str | None = "Q4_0", options: ConvertOptions = pre, **more: Any) -> QuantizeResult:
-        return convert(folder, out, type_name, options, overwrite=True, **more)
+    def run(type_name: str | None = "Q4_0", options: ConvertOptions = pre, **run_options: Any) -> QuantizeResult:
+        return convert(folder, out, type_name, options, overwrite=True, **run_options)
 
     run()
-    whole = out.read_bytes()
-    kept = used(run(cache=cache))[1]
-    assert kept > 10
-    assert out.read_bytes() == whole
-    assert used(run(cache=cache)) == (kept, 0)
-    assert out.read_bytes() == whole
+    expected = out.read_bytes()
+    n_tensors = used(run(cache=cache))[1]
+    assert n_tensors > 10
+    assert out.read_bytes() == expected
+    assert used(run(cache=cache)) == (n_tensors, 0)
+    assert out.read_bytes() == expected
     # Stacked experts of another value: those tensors alone are encoded.
     arrays = moe_arrays()
     arrays["model.layers.1.mlp.experts.2.down_proj.weight"][7] = 0x3F80
     write_checkpoint(folder, shards=3, arrays=arrays)
-    assert used(run(cache=cache)) == (kept - 1, 1)
-    assert out.read_bytes() != whole
+    assert used(run(cache=cache)) == (n_tensors - 1, 1)
+    assert out.read_bytes() != expected
     # Rounded otherwise on the way, rows are others.
     run(options=replace(pre, intermediate="f16"))
-    whole = out.read_bytes()
+    expected = out.read_bytes()
     run(options=replace(pre, intermediate="f16"), cache=cache)
-    assert out.read_bytes() == whole
+    assert out.read_bytes() == expected
     # A conversion alone encodes, too.
     run(None, replace(pre, outtype="q8_0"))
-    whole = out.read_bytes()
-    kept = used(run(None, replace(pre, outtype="q8_0"), cache=cache))[1]
-    assert used(run(None, replace(pre, outtype="q8_0"), cache=cache)) == (kept, 0)
-    assert kept
-    assert out.read_bytes() == whole
+    expected = out.read_bytes()
+    n_tensors = used(run(None, replace(pre, outtype="q8_0"), cache=cache))[1]
+    assert used(run(None, replace(pre, outtype="q8_0"), cache=cache)) == (n_tensors, 0)
+    assert n_tensors
+    assert out.read_bytes() == expected
 
 
 def test_shards(llama: Path, tmp_path: Path) -> None:
     cache, options = tmp_path / "cache", QuantizeOptions(split_max_size=60_000)
     cached(llama, tmp_path / "one.gguf", "Q4_0", cache)
-    whole = quantize(llama, tmp_path / "a.gguf", "Q4_0", options).paths
+    expected = quantize(llama, tmp_path / "a.gguf", "Q4_0", options).paths
     result = cached(llama, tmp_path / "b.gguf", "Q4_0", cache, options)
     assert used(result) == (ENCODES, 0)
-    assert [p.read_bytes() for p in result.paths] == [p.read_bytes() for p in whole]
+    assert [p.read_bytes() for p in result.paths] == [p.read_bytes() for p in expected]
 
 
 # ---------------------------------------------------------------- what decides the bytes
@@ -358,50 +358,50 @@ def test_shards(llama: Path, tmp_path: Path) -> None:
 def test_other_importance_is_another_entry(tmp_path: Path) -> None:
     from quantkit.formats.imatrix import read_imatrix, write_imatrix
 
-    cache, out, other = tmp_path / "cache", tmp_path / "o.gguf", tmp_path / "other.gguf"
+    cache, out, changed_path = tmp_path / "cache", tmp_path / "o.gguf", tmp_path / "other.gguf"
     name = "blk.1.ffn_down_exps.weight"
     imatrix = read_imatrix(IMATRIX)
     changed = replace(imatrix.entries[name], sums=imatrix.entries[name].sums * np.linspace(1, 2, 1, dtype=np.float32))
     changed.sums.reshape(-1)[5] *= 3
-    write_imatrix(other, replace(imatrix, entries={**imatrix.entries, name: changed}), imatrix.format)
-    one, two = (QuantizeOptions(imatrix=path, pure=True) for path in (IMATRIX, other))
+    write_imatrix(changed_path, replace(imatrix, entries={**imatrix.entries, name: changed}), imatrix.format)
+    one, two = (QuantizeOptions(imatrix=path, pure=True) for path in (IMATRIX, changed_path))
     n = used(cached(MOE, out, "Q4_0", cache, one))[1]
     assert used(cached(MOE, out, "Q4_0", cache, one)) == (n, 0)
-    whole = plain(MOE, out, "Q4_0", options=two)
+    expected = plain(MOE, out, "Q4_0", options=two)
     assert used(cached(MOE, out, "Q4_0", cache, two)) == (n - 1, 1)
-    assert out.read_bytes() == whole
-    whole = plain(MOE, out, "Q4_0", options=QuantizeOptions(pure=True))
+    assert out.read_bytes() == expected
+    expected = plain(MOE, out, "Q4_0", options=QuantizeOptions(pure=True))
     cached(MOE, out, "Q4_0", cache, QuantizeOptions(pure=True))
-    assert out.read_bytes() == whole
+    assert out.read_bytes() == expected
     # Q8_0 ignores it.
     n = used(cached(MOE, out, "Q8_0", cache, one))[1]
     assert used(cached(MOE, out, "Q8_0", cache, two)) == (n, 0)
     # But not the errors, which are weighted by it.
-    measured = quantize(MOE, out, "Q8_0", two, overwrite=True, measure_error=True).run.sums
+    sums = quantize(MOE, out, "Q8_0", two, overwrite=True, measure_error=True).run.sums
     cached(MOE, out, "Q8_0", cache, one, measure_error=True)
     result = cached(MOE, out, "Q8_0", cache, two, measure_error=True)
-    assert result.run.sums == measured
+    assert result.run.sums == sums
     assert used(result)[0] < n
 
 
-@pytest.mark.parametrize("t", [t for t in ENCODED if t.imatrix == "ignored" and t.block > 1], ids=str)
+@pytest.mark.parametrize("t", [t for t in ENCODABLE if t.imatrix == "ignored" and t.block > 1], ids=str)
 def test_types_that_ignore_importance(t: Any) -> None:
     """Keys leave it out for these: the bytes do, too, whoever encodes."""
     n = max(256, t.block)
     x = np.random.default_rng(1).normal(0, 1, (4, n)).astype(np.float32)
     importance = np.random.default_rng(2).uniform(0.01, 9, n).astype(np.float32)
-    for whose in [by for have, by in ENCODERS if have is t]:
-        assert (encode(x, t, None, whose) == encode(x, t, importance, whose)).all()
+    for encoder in [name for have, name in ENCODERS if have is t]:
+        assert (encode(x, t, None, encoder) == encode(x, t, importance, encoder)).all()
 
 
 def test_another_encoder_is_another_entry(llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cache, out = tmp_path / "cache", tmp_path / "o.gguf"
     cached(llama, out, "Q4_0", cache)
     for options in (QuantizeOptions(encoder="ik"), QuantizeOptions(symmetric_q40=True)):
-        whole = plain(llama, out, "Q4_0", options=options)
+        expected = plain(llama, out, "Q4_0", options=options)
         assert used(cached(llama, out, "Q4_0", cache, options))[1] >= ENCODES - 2
-        assert out.read_bytes() == whole
-    monkeypatch.setattr(keys, "encoder_digest", lambda source, target, fed: "other code")
+        assert out.read_bytes() == expected
+    monkeypatch.setattr(keys, "encoder_digest", lambda source, target, feedback: "other code")
     assert used(cached(llama, out, "Q4_0", cache)) == (0, ENCODES)
 
 
@@ -431,8 +431,8 @@ def test_changed_sources_of_an_encoder_are_another_one(tmp_path: Path, monkeypat
         path = root / name
         data = path.read_bytes()
         path.write_bytes(data + b"\n")
-        found = digests()
-        assert (found[0] != before[0], found[1] != before[1]) == changes, name
+        after = digests()
+        assert (after[0] != before[0], after[1] != before[1]) == changes, name
         path.write_bytes(data)
     keys._imports.cache_clear()
     keys._file_digest.cache_clear()
@@ -468,26 +468,28 @@ print(sorted(str(path) for path in loaded - seen[0]))
     ("source", "target"), [("BF16", "Q4_K"), ("Q6_K", "IQ2_KS"), ("F32", "IQ1_S"), ("F16", "Q4_K_R4")]
 )
 def test_all_code_that_an_encoder_loads_counts(source: str, target: str) -> None:
-    done = subprocess.run([sys.executable, "-c", REACHED, source, target], check=True, capture_output=True, text=True)
-    assert done.stdout.strip() == "[]"
+    process = subprocess.run(
+        [sys.executable, "-c", REACHED, source, target], check=True, capture_output=True, text=True
+    )
+    assert process.stdout.strip() == "[]"
 
 
 def test_every_type_has_a_digest() -> None:
-    found = {keys.encoder_digest(BY_NAME["BF16"], t) for t in BY_NAME.values() if has_encoder(t) and t.block > 1} | {
+    actual = {keys.encoder_digest(BY_NAME["BF16"], t) for t in BY_NAME.values() if has_encoder(t) and t.block > 1} | {
         keys.encoder_digest(t, BY_NAME["Q4_0"]) for t in BY_NAME.values() if has_decoder(t)
     }
-    assert len(found) > 10
+    assert len(actual) > 10
 
 
 # ---------------------------------------------------------------- damage
 
 
-def spoil(path: Path, how: str) -> None:
+def spoil(path: Path, damage: str) -> None:
     """Damage an entry of Q4_0."""
     data = path.read_bytes()
     header = parse_header(data[:BEGIN])
     record = BEGIN + header.pieces.nbytes
-    match how:
+    match damage:
         case "rows":
             flip(path, BEGIN + header.pieces.nbytes // 2)
         case "header":
@@ -507,8 +509,8 @@ def spoil(path: Path, how: str) -> None:
         case "longer":
             path.write_bytes(data + b"\0")
         case "another entry":
-            other = next(p for p in path.parent.parent.rglob("*-*") if p != path)
-            shutil.copyfile(other, path)
+            neighbour = next(p for p in path.parent.parent.rglob("*-*") if p != path)
+            shutil.copyfile(neighbour, path)
         case "pipe":
             path.unlink()
             os.mkfifo(path)
@@ -546,37 +548,37 @@ DAMAGE = (
 
 
 @pytest.mark.usefixtures("pieces")
-@pytest.mark.parametrize("known", [True, False])
-@pytest.mark.parametrize("how", DAMAGE)
-def test_a_damaged_entry_is_made_anew(llama: Path, tmp_path: Path, how: str, known: bool) -> None:
+@pytest.mark.parametrize("with_memo", [True, False])
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_a_damaged_entry_is_made_anew(llama: Path, tmp_path: Path, damage: str, with_memo: bool) -> None:
     cache, out, name = tmp_path / "cache", tmp_path / "o.gguf", "blk.0.ffn_down.weight"
     cached(llama, out, "Q4_0", cache)
-    whole = out.read_bytes()
+    expected = out.read_bytes()
     path = entry_of(cache, name)
-    spoil(path, how)
-    if not known:
+    spoil(path, damage)
+    if not with_memo:
         shutil.rmtree(cache / "sources")
     result = cached(llama, out, "Q4_0", cache)
-    assert out.read_bytes() == whole
+    assert out.read_bytes() == expected
     # A link is nobody's entry, and a folder is left alone.
-    assert used(result) == (ENCODES - 1, how != "folder")
-    assert use_of(result).damaged == (how not in ("link",))
-    assert any("damaged" in note for note in use_of(result).notes) == (how != "link")
-    assert used(cached(llama, out, "Q4_0", cache))[0] == ENCODES - (how == "folder")
-    assert out.read_bytes() == whole
+    assert used(result) == (ENCODES - 1, damage != "folder")
+    assert use_of(result).damaged == (damage not in ("link",))
+    assert any("damaged" in note for note in use_of(result).notes) == (damage != "link")
+    assert used(cached(llama, out, "Q4_0", cache))[0] == ENCODES - (damage == "folder")
+    assert out.read_bytes() == expected
 
 
 @pytest.mark.usefixtures("pieces")
 def test_verify_finds_what_is_damaged(llama: Path, tmp_path: Path) -> None:
     cache = tmp_path / "cache"
-    for how in DAMAGE:
+    for damage in DAMAGE:
         cached(llama, tmp_path / "o.gguf", "Q4_0", cache)
         path = entry_of(cache, "blk.0.ffn_down.weight")
-        spoil(path, how)
-        found = verify_cache(cache)
+        spoil(path, damage)
+        result = verify_cache(cache)
         # What is no file is no entry.
-        assert [Path(p) for p, _ in found.damaged] == [path] * (how not in ("pipe", "link", "folder")), how
-        assert found.entries == ENCODES - (how in ("pipe", "link", "folder"))
+        assert [Path(p) for p, _ in result.damaged] == [path] * (damage not in ("pipe", "link", "folder")), damage
+        assert result.entries == ENCODES - (damage in ("pipe", "link", "folder"))
         assert not verify_cache(cache).damaged
         shutil.rmtree(cache)
 
@@ -584,7 +586,7 @@ def test_verify_finds_what_is_damaged(llama: Path, tmp_path: Path) -> None:
 def test_random_damage_never_reaches_the_output(llama: Path, tmp_path: Path, pieces: None) -> None:
     cache, out, rng = tmp_path / "cache", tmp_path / "o.gguf", random.Random(5)
     cached(llama, out, "Q4_0", cache)
-    whole = out.read_bytes()
+    expected = out.read_bytes()
     for _ in range(12):
         for path in entries(cache):
             match rng.randrange(4):
@@ -593,10 +595,10 @@ def test_random_damage_never_reaches_the_output(llama: Path, tmp_path: Path, pie
                 case 1:
                     os.truncate(path, rng.randrange(path.stat().st_size))
                 case 2:
-                    at, data = rng.randrange(path.stat().st_size), path.read_bytes()
-                    path.write_bytes(data[:at] + rng.randbytes(8) + data[at + 8 :])
+                    offset, data = rng.randrange(path.stat().st_size), path.read_bytes()
+                    path.write_bytes(data[:offset] + rng.randbytes(8) + data[offset + 8 :])
         cached(llama, out, "Q4_0", cache, threads=rng.randrange(1, 4))
-        assert out.read_bytes() == whole
+        assert out.read_bytes() == expected
     assert not verify_cache(cache).damaged
 
 
@@ -607,7 +609,7 @@ def test_hostile_files_are_passed_over(llama: Path, tmp_path: Path) -> None:
     """Nothing in the folder is interpreted, beyond JSON of numbers and texts, nor waited for."""
     cache, out = tmp_path / "cache", tmp_path / "o.gguf"
     cached(llama, out, "Q4_0", cache)
-    whole = out.read_bytes()
+    expected = out.read_bytes()
     evil = pickle.dumps(Unpickled())
     [source] = (cache / "sources").iterdir()
     [memo] = source.iterdir()
@@ -623,7 +625,7 @@ def test_hostile_files_are_passed_over(llama: Path, tmp_path: Path) -> None:
     (cache / "entries" / "zz").symlink_to(tmp_path)
     result = cached(llama, out, "Q4_0", cache)
     assert use_of(result).hits >= ENCODES - 1  # of one, the digest was made up
-    assert out.read_bytes() == whole
+    assert out.read_bytes() == expected
     assert show_cache(cache).tensors == use_of(result).tensors
     assert (cache / "entries" / "00" / "evil.pickle").exists()
     prune_cache(cache, to=0)
@@ -634,28 +636,28 @@ def test_hostile_files_are_passed_over(llama: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["tmp", "entries", "entries/xx", "sources", "sources/xx", "runs.jsonl"])
 def test_links_in_the_folder_are_not_followed(llama: Path, tmp_path: Path, name: str) -> None:
     """What they lead to is neither read nor written, moved, or removed; its old files would be the first to go."""
-    cache, out, outside = tmp_path / "cache", tmp_path / "o.gguf", tmp_path / "outside"
+    cache, out, target = tmp_path / "cache", tmp_path / "o.gguf", tmp_path / "outside"
     cached(llama, out, "Q4_0", cache)
-    whole = out.read_bytes()
+    expected = out.read_bytes()
     folder = next((cache / Path(name).parent).iterdir()) if name.endswith("xx") else cache / name
-    folder.rename(outside)
-    folder.symlink_to(outside)
-    inner = sorted(outside.rglob("*"))
-    victim = outside / "dear" if outside.is_dir() else outside
-    if outside.is_dir():
+    folder.rename(target)
+    folder.symlink_to(target)
+    inner = sorted(target.rglob("*"))
+    victim = target / "dear" if target.is_dir() else target
+    if target.is_dir():
         victim.write_bytes(b"dear")
     for path in (victim, *inner):
         os.utime(path, (0, 0))
     before = {path: (path.is_file() and path.read_bytes(), path.stat().st_mtime) for path in (victim, *inner)}
     result = cached(llama, out, "Q4_0", cache)
-    assert out.read_bytes() == whole
+    assert out.read_bytes() == expected
     if name in ("tmp", "runs.jsonl"):
         assert any("is not written to" in note for note in use_of(result).notes) == (name == "runs.jsonl")
     show_cache(cache)
     verify_cache(cache)
     prune_cache(cache, to=0)
     assert {path: (path.is_file() and path.read_bytes(), path.stat().st_mtime) for path in before} == before
-    assert sorted(outside.rglob("*")) == sorted({*inner, *([victim] if outside.is_dir() else [])})
+    assert sorted(target.rglob("*")) == sorted({*inner, *([victim] if target.is_dir() else [])})
 
 
 class Unpickled:
@@ -699,9 +701,9 @@ def test_a_folder_that_takes_nothing_is_still_read(
     """Read-only, somebody else's, full: what is there serves, the rest is encoded, with one note."""
     cache, out = tmp_path / "cache", tmp_path / "o.gguf"
     cached(llama, out, "Q4_0", cache, QuantizeOptions(attn_v_type="Q5_0"))
-    whole = plain(llama, out, "Q4_0")
+    expected = plain(llama, out, "Q4_0")
 
-    def refuse(*args: object, **more: object) -> Any:
+    def refuse(*args: object, **options: object) -> Any:
         raise OSError(number, os.strerror(number), str(cache))
 
     with monkeypatch.context() as patch:
@@ -712,7 +714,7 @@ def test_a_folder_that_takes_nothing_is_still_read(
         patch.setattr(os, "utime", refuse)
         result = cached(llama, out, "Q4_0", cache)
     assert used(result) == (ENCODES - 2, 0)
-    assert out.read_bytes() == whole
+    assert out.read_bytes() == expected
     [note] = use_of(result).notes
     assert os.strerror(number) in note
     assert not list(open_store(cache).temporary())
@@ -722,12 +724,12 @@ def test_a_folder_that_takes_nothing_is_still_read(
 def test_outputs_that_cannot_be_read_again(llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In a store, say: jobs write what they encode to the cache themselves."""
     cache, out = tmp_path / "cache", tmp_path / "o.gguf"
-    whole = plain(llama, out, "Q4_0")
+    expected = plain(llama, out, "Q4_0")
     monkeypatch.setattr(Files, "file", lambda self, shard: None)
     assert used(cached(llama, out, "Q4_0", cache)) == (0, ENCODES)
     assert not verify_cache(cache).damaged
     assert used(cached(llama, out, "Q4_0", cache)) == (ENCODES, 0)
-    assert out.read_bytes() == whole
+    assert out.read_bytes() == expected
     flip(entry_of(cache, "blk.0.ffn_up.weight"), BEGIN)
     assert used(cached(llama, out, "Q4_0", cache)) == (ENCODES - 1, 0)
     assert used(cached(llama, out, "Q4_0", cache)) == (ENCODES - 1, 1)
@@ -750,15 +752,15 @@ def test_outputs_that_cannot_be_read_again(llama: Path, tmp_path: Path, monkeypa
     assert not list(open_store(cache).temporary())
     write = write_range
     monkeypatch.setattr(worker, "write_range", refuse)
-    whole = plain(llama, out, "Q5_0")
+    expected = plain(llama, out, "Q5_0")
     assert used(cached(llama, out, "Q5_0", cache))[1] == 0
-    assert out.read_bytes() == whole
+    assert out.read_bytes() == expected
     assert not list(open_store(cache).temporary())
 
 
 def test_a_disk_that_fills_up_leaves_nothing_half(llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cache, out, copied = tmp_path / "cache", tmp_path / "o.gguf", 0
-    whole = plain(llama, out, "Q4_0")
+    expected = plain(llama, out, "Q4_0")
     from quantkit.pipeline.cache import store as store_module
 
     copy = store_module._copy
@@ -772,7 +774,7 @@ def test_a_disk_that_fills_up_leaves_nothing_half(llama: Path, tmp_path: Path, m
 
     monkeypatch.setattr(store_module, "_copy", fills_up)
     result = cached(llama, out, "Q4_0", cache)
-    assert out.read_bytes() == whole
+    assert out.read_bytes() == expected
     assert used(result) == (0, 4)
     assert len(use_of(result).notes) == 1
     assert len(entries(cache)) == 4
@@ -785,7 +787,7 @@ def test_permissions(llama: Path, other_user: Path) -> None:
     source, cache, out = other_user / "llama.gguf", other_user / "cache", other_user / "o.gguf"
     shutil.copyfile(llama, source)
     cached(source, out, "Q4_0", cache)
-    whole = out.read_bytes()
+    expected = out.read_bytes()
     other_q5 = plain(source, out, "Q5_0")
     folders = [p for p in [cache, *cache.rglob("*")] if p.is_dir()]
     for folder in folders:
@@ -795,12 +797,12 @@ def test_permissions(llama: Path, other_user: Path) -> None:
         assert (used(result)[1], out.read_bytes() == other_q5) == (0, True)
         assert any("is not written to" in note for note in use_of(result).notes)
         assert used(cached(source, out, "Q4_0", cache)) == (ENCODES, 0)
-        assert out.read_bytes() == whole
+        assert out.read_bytes() == expected
     for path in entries(cache):
         path.chmod(0o200)
     with as_nobody():
         assert used(cached(source, out, "Q4_0", cache)) == (0, 0)
-        assert out.read_bytes() == whole
+        assert out.read_bytes() == expected
     for folder in folders:
         folder.chmod(0o755)
     cache.chmod(0o300)
@@ -852,9 +854,9 @@ def test_the_least_recently_used_go_first(llama: Path, tmp_path: Path) -> None:
     limit = (size - sum(g.nbytes for g in show_cache(cache).groups if g.type == "Q5_0") + q8) * 100 // 94
     result = cached(llama, out, "Q8_0", cache, cache_size=limit)
     assert used(result) == (0, ENCODES)
-    found = show_cache(cache)
-    assert found.nbytes <= limit == found.limit
-    types = {g.type: g.entries for g in found.groups}
+    report = show_cache(cache)
+    assert report.nbytes <= limit == report.limit
+    types = {g.type: g.entries for g in report.groups}
     assert (types["Q4_0"], types["Q8_0"]) == (before["Q4_0"], ENCODES)
     assert types.get("Q5_0", 0) < before["Q5_0"]
     assert used(cached(llama, out, "Q4_0", cache)) == (ENCODES, 0)
@@ -865,11 +867,11 @@ def test_a_run_does_not_evict_its_own(llama: Path, tmp_path: Path) -> None:
     """What does not fit is not kept: else a model larger than the cache would find nothing the next time."""
     cache, out = tmp_path / "cache", tmp_path / "o.gguf"
     result = cached(llama, out, "Q4_0", cache, cache_size=200_000)
-    taken, kept = used(result)
-    assert (taken, 0 < kept < ENCODES) == (0, True)
+    hits, stored = used(result)
+    assert (hits, 0 < stored < ENCODES) == (0, True)
     assert any("is full" in note and "--cache-size" in note for note in use_of(result).notes)
     assert show_cache(cache).nbytes <= 200_000
-    assert used(cached(llama, out, "Q4_0", cache))[0] == kept
+    assert used(cached(llama, out, "Q4_0", cache))[0] == stored
     # For what is larger than the whole cache nothing goes.
     left = entries(cache)
     assert used(cached(llama, out, "Q8_0", cache, cache_size=show_cache(cache).nbytes))[1] < ENCODES
@@ -889,7 +891,7 @@ def test_entries_that_vanish_are_made_again(llama: Path, tmp_path: Path, monkeyp
     """Another run evicts what this one is about to take, at any moment."""
     cache, out = tmp_path / "cache", tmp_path / "o.gguf"
     cached(llama, out, "Q4_0", cache)
-    whole = out.read_bytes()
+    expected = out.read_bytes()
     jobs, plain_jobs = 0, Ledger.jobs
 
     def evicted(self: Ledger) -> Iterator[Any]:
@@ -901,10 +903,10 @@ def test_entries_that_vanish_are_made_again(llama: Path, tmp_path: Path, monkeyp
             yield job
 
     monkeypatch.setattr(Ledger, "jobs", evicted)
-    taken, kept = used(cached(llama, out, "Q4_0", cache))
-    assert out.read_bytes() == whole
-    assert 0 < taken < ENCODES
-    assert taken + kept == ENCODES
+    hits, stored = used(cached(llama, out, "Q4_0", cache))
+    assert out.read_bytes() == expected
+    assert 0 < hits < ENCODES
+    assert hits + stored == ENCODES
 
 
 def test_prune(llama: Path, tmp_path: Path) -> None:
@@ -915,8 +917,8 @@ def test_prune(llama: Path, tmp_path: Path) -> None:
         os.utime(path, (time.time() - 10 * 86400,) * 2)
     size = sum(path.stat().st_size for path in entries(cache))
     assert prune_cache(cache).removed == 0
-    done = prune_cache(cache, older_than=9 * 86400)
-    assert (done.removed, done.entries, done.removed_bytes + done.nbytes) == (5, ENCODES - 5, size)
+    result = prune_cache(cache, older_than=9 * 86400)
+    assert (result.removed, result.entries, result.removed_bytes + result.nbytes) == (5, ENCODES - 5, size)
     assert not any(path.exists() for path in old)
     assert prune_cache(cache, to="100K").nbytes <= 100_000
     assert prune_cache(cache, to=0).entries == 0
@@ -946,10 +948,10 @@ def test_many_processes_share_a_cache(llama: Path, tmp_path: Path) -> None:
             prune_cache(cache, to=400_000)
             assert not verify_cache(cache).damaged
         time.sleep(0.1)
-    said = [run.communicate()[1] for run in runs]
-    assert [run.returncode for run in runs] == [0] * 3, said
-    whole = plain(llama, tmp_path / "o.gguf", "Q4_0", options=options)
-    assert all((tmp_path / f"{i}.gguf").read_bytes() == whole for i in range(3))
+    outputs = [run.communicate()[1] for run in runs]
+    assert [run.returncode for run in runs] == [0] * 3, outputs
+    expected = plain(llama, tmp_path / "o.gguf", "Q4_0", options=options)
+    assert all((tmp_path / f"{i}.gguf").read_bytes() == expected for i in range(3))
     assert not verify_cache(cache).damaged
     assert not list(open_store(cache).temporary())
 
@@ -969,9 +971,9 @@ def test_killed_runs_leave_nothing_that_is_believed(llama: Path, tmp_path: Path)
                 path.unlink()
     assert not verify_cache(cache).damaged
     for type_name in types:
-        whole = plain(llama, out, type_name)
+        expected = plain(llama, out, type_name)
         cached(llama, out, type_name, cache)
-        assert out.read_bytes() == whole
+        assert out.read_bytes() == expected
 
 
 def test_what_killed_runs_left_is_removed_after_a_day(llama: Path, tmp_path: Path) -> None:
@@ -991,7 +993,7 @@ def test_what_killed_runs_left_is_removed_after_a_day(llama: Path, tmp_path: Pat
 def test_resume_with_and_without(llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An interrupted run has kept what it journaled; its journal agrees with what a resume finds."""
     cache, out = tmp_path / "cache", tmp_path / "o.gguf"
-    whole = plain(llama, out, "Q4_0")
+    expected = plain(llama, out, "Q4_0")
     out.unlink()
 
     class Stop:
@@ -1011,7 +1013,7 @@ def test_resume_with_and_without(llama: Path, tmp_path: Path, monkeypatch: pytes
             quantize(llama, out, "Q4_0", cache=folders[0], threads=1, observer=Stop())
         result = quantize(llama, out, "Q4_0", cache=folders[1], resume=True)
         assert result.run.resumed > 0
-        assert out.read_bytes() == whole
+        assert out.read_bytes() == expected
         out.unlink()
     assert not verify_cache(cache).damaged
 
@@ -1041,20 +1043,20 @@ def test_the_journal_has_the_crc_of_what_was_taken(
 @pytest.mark.usefixtures("pieces")
 def test_jobs_are_whole_pieces_and_can_be_sent(llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An executor on other machines needs nothing but the job."""
-    cache, sent = tmp_path / "cache", list[jobs_module.Job]()
+    cache, jobs = tmp_path / "cache", list[jobs_module.Job]()
     cached(llama, tmp_path / "o.gguf", "Q4_0", cache)
     run = worker.Worker.run
 
     def send(self: worker.Worker, job: jobs_module.Job, tensor: row_slices.PlannedTensor) -> jobs_module.JobResult:
-        sent.append(job)
+        jobs.append(job)
         result: jobs_module.JobResult = pickle.loads(pickle.dumps(run(self, pickle.loads(pickle.dumps(job)), tensor)))
         return result
 
     monkeypatch.setattr(worker.Worker, "run", send)
     cached(llama, tmp_path / "o.gguf", "Q4_0", cache)
-    encoded = [job for job in sent if job.cached is not None]
-    assert len(encoded) > 3 * ENCODES
-    assert all(job.cached is not None and job.cached.verified for job in encoded)
+    encoder_jobs = [job for job in jobs if job.cached is not None]
+    assert len(encoder_jobs) > 3 * ENCODES
+    assert all(job.cached is not None and job.cached.verified for job in encoder_jobs)
 
 
 def test_too_little_memory_is_said(llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -1082,9 +1084,9 @@ def test_a_header_is_read_as_it_was_written() -> None:
     data = header.encode()
     assert len(data) == BEGIN
     assert parse_header(data) == header
-    for at in range(0, 400, 7):
+    for offset in range(0, 400, 7):
         with pytest.raises(DamagedEntry):
-            parse_header(data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :])
+            parse_header(data[:offset] + bytes([data[offset] ^ 1]) + data[offset + 1 :])
     assert RECORD.itemsize == 104
     assert cache_entry.parse_name("x") is None
 
@@ -1112,12 +1114,12 @@ def test_the_command_line(llama: Path, tmp_path: Path, monkeypatch: pytest.Monke
     dry = ("quantize", "--dry-run", "--cache", "c", llama, "o.gguf", "Q4_0")
     assert f"from the cache c: 0 of {ENCODES} tensors that would be encoded\n" in invoke(*dry).stdout
     assert not Path("c").exists()
-    done = invoke("quantize", "--cache", "c", "--cache-size", "2M", llama, "o.gguf", "Q4_0")
-    assert f"0 of {ENCODES} tensors from the cache c, 0 B; kept {ENCODES} for other runs" in done.stdout
+    result = invoke("quantize", "--cache", "c", "--cache-size", "2M", llama, "o.gguf", "Q4_0")
+    assert f"0 of {ENCODES} tensors from the cache c, 0 B; kept {ENCODES} for other runs" in result.stdout
     assert f"from the cache c: {ENCODES} of {ENCODES} tensors that would be encoded\n" in invoke(*dry).stdout
-    again = ("quantize", "--json", "--overwrite", llama, "o.gguf", "Q4_0")
-    assert json.loads(invoke(*again, QUANTKIT_TENSOR_CACHE="c").stdout)["cache"]["taken"] == ENCODES
-    assert "cache" not in json.loads(invoke(*again, QUANTKIT_TENSOR_CACHE="").stdout)
+    arguments = ("quantize", "--json", "--overwrite", llama, "o.gguf", "Q4_0")
+    assert json.loads(invoke(*arguments, QUANTKIT_TENSOR_CACHE="c").stdout)["cache"]["taken"] == ENCODES
+    assert "cache" not in json.loads(invoke(*arguments, QUANTKIT_TENSOR_CACHE="").stdout)
     damaged_entry = entry_of(Path("c"), "output.weight")
     flip(damaged_entry, 5)
     assert f"from the cache c: {ENCODES - 1} of {ENCODES} tensors" in invoke(*dry).stdout
@@ -1127,13 +1129,13 @@ def test_the_command_line(llama: Path, tmp_path: Path, monkeypatch: pytest.Monke
     unread = json.loads(invoke(*dry[:4], "--json", copy, "o.gguf", "Q4_0").stdout)["cache"]
     assert (unread["taken"], unread["unread"]) == (0, ENCODES)
 
-    shown = invoke("cache", "show", "c").stdout
-    assert f"{ENCODES} tensors, " in shown
-    assert " of 1.91 MiB (" in shown
-    assert f"2 runs took {ENCODES} of {2 * ENCODES} tensors (50%) from it" in shown
-    assert "llama.gguf  Q4_0" in shown
-    found = json.loads(invoke("cache", "show", "--json", QUANTKIT_TENSOR_CACHE="c").stdout)
-    assert (found["entries"], found["limit"], found["taken"]) == (ENCODES, 2_000_000, ENCODES)
+    text = invoke("cache", "show", "c").stdout
+    assert f"{ENCODES} tensors, " in text
+    assert " of 1.91 MiB (" in text
+    assert f"2 runs took {ENCODES} of {2 * ENCODES} tensors (50%) from it" in text
+    assert "llama.gguf  Q4_0" in text
+    output = json.loads(invoke("cache", "show", "--json", QUANTKIT_TENSOR_CACHE="c").stdout)
+    assert (output["entries"], output["limit"], output["taken"]) == (ENCODES, 2_000_000, ENCODES)
     assert f"{ENCODES} tensors" in invoke("cache", "verify", "c", "-j", 2).stdout
     flip(entries(Path("c"))[0], BEGIN)
     damaged = invoke("cache", "verify", "c", "--json")
@@ -1190,7 +1192,7 @@ def test_threads_that_prepare_and_evict(tmp_path: Path) -> None:
     file.write_bytes(os.urandom(9000))
     pieces = Pieces(1, 90, 100, 90)
 
-    def put(i: int) -> None:
+    def add_entry(i: int) -> None:
         header = Header(f"{i % 7:064x}", f"{i % 5:064x}", pieces)
         name = cache_entry.EntryName(header.settings, "0" * 16, header.source)
         store.make_room(13_200, set())
@@ -1199,10 +1201,10 @@ def test_threads_that_prepare_and_evict(tmp_path: Path) -> None:
         list(store.entries())
 
     with ThreadPoolExecutor(8) as pool:
-        list(pool.map(put, range(200)))
+        list(pool.map(add_entry, range(200)))
     assert store.nbytes() <= 50_000 + 8 * 13_200
-    for kept in store.entries():
-        with Entry(kept.path) as entry:
+    for remaining in store.entries():
+        with Entry(remaining.path) as entry:
             data = np.empty(9000, np.uint8)
             entry.read(data, BEGIN)
             assert data.tobytes() == file.read_bytes()
@@ -1213,8 +1215,8 @@ def test_an_error_of_the_run_is_the_same(llama: Path, tmp_path: Path) -> None:
     source, cache = tmp_path / "nan.gguf", tmp_path / "cache"
     data = bytearray(llama.read_bytes())
     with open_gguf(llama) as file:
-        at = file.tensors["blk.1.attn_k.weight"].offset
-    data[at : at + 2] = np.float16(np.nan).tobytes()
+        offset = file.tensors["blk.1.attn_k.weight"].offset
+    data[offset : offset + 2] = np.float16(np.nan).tobytes()
     source.write_bytes(data)
     messages = []
     for folder in (None, cache, cache):

@@ -37,7 +37,7 @@ Change = Callable[[Path], None]
 OPTIONS, PRE = QuantizeOptions(no_provenance=True), ConvertOptions(pre="gpt-2")
 
 
-class At:
+class Position:
     """An observer that acts once, when some tensors are finished."""
 
     def __init__(self, tensors: int, act: Callable[[], None]) -> None:
@@ -73,11 +73,11 @@ def other_bytes(path: Path) -> bytes:
                 first, last = -(-ends // size) * size, (tensor.nbytes - ends) // size * size
                 middle = slice(tensor.offset + first, tensor.offset + last)
                 data[middle] = np.frombuffer(data[middle], f"V{size}")[::-1].tobytes()
-    other = path.with_name(f"{path.name}.other")
-    other.write_bytes(data)
-    with open_gguf(other) as file:
+    copy = path.with_name(f"{path.name}.other")
+    copy.write_bytes(data)
+    with open_gguf(copy) as file:
         assert file.fingerprint() == before
-    other.unlink()
+    copy.unlink()
     return bytes(data)
 
 
@@ -95,19 +95,19 @@ def overwrite_secretly(path: Path) -> None:
     os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
 
 
-def cut(path: Path) -> None:
+def truncate(path: Path) -> None:
     os.truncate(path, path.stat().st_size // 2)
 
 
 def replace(path: Path) -> None:
     """Put another file in its place, with the same time."""
-    other, status = path.with_name("other"), path.stat()
-    other.write_bytes(other_bytes(path))
-    os.utime(other, ns=(status.st_atime_ns, status.st_mtime_ns))
-    other.replace(path)
+    copy, status = path.with_name("other"), path.stat()
+    copy.write_bytes(other_bytes(path))
+    os.utime(copy, ns=(status.st_atime_ns, status.st_mtime_ns))
+    copy.replace(path)
 
 
-WRITTEN: list[Change] = [overwrite, overwrite_secretly, cut]
+IN_PLACE: list[Change] = [overwrite, overwrite_secretly, truncate]
 
 
 @pytest.fixture
@@ -117,11 +117,11 @@ def model(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("type_name", ["Q4_K_M", "COPY"])
-@pytest.mark.parametrize("change", WRITTEN)
+@pytest.mark.parametrize("change", IN_PLACE)
 def test_a_source_that_is_written_to_is_an_error(model: Path, tmp_path: Path, type_name: str, change: Change) -> None:
     out = tmp_path / "o.gguf"
     with pytest.raises(FormatError, match=r"m\.gguf: .*(written to|truncated)"):
-        quantize(model, out, type_name, OPTIONS, threads=1, observer=At(3, lambda: change(model)))
+        quantize(model, out, type_name, OPTIONS, threads=1, observer=Position(3, lambda: change(model)))
     assert [path.name for path in tmp_path.iterdir()] == ["in"]
 
 
@@ -130,13 +130,13 @@ def test_a_source_that_is_replaced_is_read_on(
     model: Path, tmp_path: Path, descriptors: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It is open; where it had to be opened again, another file of its name is an error."""
-    out, whole = tmp_path / "o.gguf", tmp_path / "whole.gguf"
-    quantize(model, whole, "Q4_K_M", OPTIONS)
+    out, expected = tmp_path / "o.gguf", tmp_path / "whole.gguf"
+    quantize(model, expected, "Q4_K_M", OPTIONS)
     monkeypatch.setattr(files_module, "_OPEN", descriptors)
-    observer = At(3, lambda: replace(model))
+    observer = Position(3, lambda: replace(model))
     if descriptors:
         quantize(model, out, "Q4_K_M", OPTIONS, threads=1, observer=observer)
-        assert out.read_bytes() == whole.read_bytes()
+        assert out.read_bytes() == expected.read_bytes()
     else:
         with pytest.raises(FormatError, match="replaced by another file"):
             quantize(model, out, "Q4_K_M", OPTIONS, threads=1, observer=observer)
@@ -155,21 +155,21 @@ def move(path: Path) -> None:
 @pytest.mark.parametrize("change", [link, move, lambda path: path.chmod(0o444), Path.unlink])
 def test_names_and_rights_are_no_content(model: Path, tmp_path: Path, change: Change) -> None:
     quantize(model, tmp_path / "whole.gguf", "Q8_0", OPTIONS)
-    quantize(model, tmp_path / "o.gguf", "Q8_0", OPTIONS, threads=1, observer=At(3, lambda: change(model)))
+    quantize(model, tmp_path / "o.gguf", "Q8_0", OPTIONS, threads=1, observer=Position(3, lambda: change(model)))
     assert (tmp_path / "o.gguf").read_bytes() == (tmp_path / "whole.gguf").read_bytes()
 
 
 @pytest.mark.parametrize("change", [overwrite, overwrite_secretly, replace])
 @pytest.mark.parametrize("type_name", ["Q4_K_M", "COPY"])
 def test_a_run_does_not_go_on_with_another_source(model: Path, tmp_path: Path, type_name: str, change: Change) -> None:
-    out, whole = tmp_path / "o.gguf", tmp_path / "whole.gguf"
+    out, expected = tmp_path / "o.gguf", tmp_path / "whole.gguf"
     with pytest.raises(KeyboardInterrupt):
-        quantize(model, out, type_name, OPTIONS, threads=1, observer=At(8, interrupt))
+        quantize(model, out, type_name, OPTIONS, threads=1, observer=Position(8, interrupt))
     change(model)
     result = quantize(model, out, type_name, OPTIONS, resume=True)
     assert result.run.resumed == 0
-    quantize(model, whole, type_name, OPTIONS)
-    assert out.read_bytes() == whole.read_bytes()
+    quantize(model, expected, type_name, OPTIONS)
+    assert out.read_bytes() == expected.read_bytes()
 
 
 @pytest.mark.parametrize("cuts", [{}, {"max_ram": 20 << 20}])
@@ -178,31 +178,35 @@ def test_a_run_goes_on_with_a_copy_of_its_source(
     model: Path, tmp_path: Path, type_name: str, cuts: dict[str, int]
 ) -> None:
     """Whatever the memory was, and is: what was read is compared as it was cut."""
-    out, whole = tmp_path / "o.gguf", tmp_path / "whole.gguf"
-    quantize(model, whole, type_name, OPTIONS)
+    out, expected = tmp_path / "o.gguf", tmp_path / "whole.gguf"
+    quantize(model, expected, type_name, OPTIONS)
     with pytest.raises(KeyboardInterrupt):
-        quantize(model, out, type_name, OPTIONS, threads=1, observer=At(8, interrupt), **cuts)  # type: ignore[arg-type]
+        quantize(model, out, type_name, OPTIONS, threads=1, observer=Position(8, interrupt), **cuts)  # type: ignore[arg-type]
     copy = model.with_name("copy")
     shutil.copy(model, copy)
     copy.replace(model)
     for turn in range(2):
-        observer = At(1, interrupt if turn == 0 else lambda: None)
+        observer = Position(1, interrupt if turn == 0 else lambda: None)
         try:
             quantize(model, out, type_name, OPTIONS, threads=1, resume=True, observer=observer)
         except KeyboardInterrupt:
             assert turn == 0
         assert observer.reused >= 6
-    assert out.read_bytes() == whole.read_bytes()
+    assert out.read_bytes() == expected.read_bytes()
 
 
 @pytest.mark.parametrize("is_other", [True, False])
 def test_a_run_does_not_go_on_with_other_covariances(model: Path, tmp_path: Path, is_other: bool) -> None:
     """Of the same header, counts and ends; with a copy it does."""
     names = [f"blk.{layer}.attn_{kind}.weight:" for layer in (0, 1) for kind in "qkv"]
-    cov, out, whole = write_covariances(tmp_path / "cov", dict.fromkeys(names, (5000,))), tmp_path / "o", tmp_path / "w"
+    cov, out, expected = (
+        write_covariances(tmp_path / "cov", dict.fromkeys(names, (5000,))),
+        tmp_path / "o",
+        tmp_path / "w",
+    )
     options, identity = QuantizeOptions(feedback=cov), Covariances(cov).identity
     with pytest.raises(KeyboardInterrupt):
-        quantize(model, out, "Q4_0", options, threads=1, observer=At(8, interrupt))
+        quantize(model, out, "Q4_0", options, threads=1, observer=Position(8, interrupt))
     shutil.copy(cov, tmp_path / "copy")
     if is_other:
         with open_gguf(cov) as file, (tmp_path / "copy").open("r+b") as copy:
@@ -214,8 +218,8 @@ def test_a_run_does_not_go_on_with_other_covariances(model: Path, tmp_path: Path
     assert Covariances(cov).identity == identity
     resumed = quantize(model, out, "Q4_0", options, resume=True).run.resumed
     assert (resumed == 0) is is_other
-    quantize(model, whole, "Q4_0", options)
-    assert out.read_bytes() == whole.read_bytes()
+    quantize(model, expected, "Q4_0", options)
+    assert out.read_bytes() == expected.read_bytes()
 
 
 # ---------------------------------------------------------------- runs of a model that are resumed
@@ -228,8 +232,8 @@ CHUNKS = {"n_ctx": 16, "n_batch": 16}
 class Steps(Watcher):
     """Counts the steps of a run, and acts at one of them."""
 
-    def __init__(self, at: int = 0, act: Callable[[], None] = interrupt) -> None:
-        self.count, self.at, self.act = 0, at, act
+    def __init__(self, stop: int = 0, act: Callable[[], None] = interrupt) -> None:
+        self.count, self.stop, self.act = 0, stop, act
 
     def __call__(self, now: CovarianceProgress | SensitivityProgress) -> None:
         if not isinstance(now, SensitivityProgress) or now.text.startswith("measure"):
@@ -237,7 +241,7 @@ class Steps(Watcher):
 
     def on_chunk(self, *now: object) -> None:
         self.count += 1
-        if self.count == self.at:
+        if self.count == self.stop:
             self.act()
 
 
@@ -259,31 +263,35 @@ def run_sensitivity(model: Path, out: Path, steps: Steps, resume: bool) -> None:
     sensitivity(model, out, tokens=IDS, options=options, progress=steps)
 
 
-@pytest.fixture(params=[(run_imatrix, 5), (run_covariance, 18), (run_sensitivity, 5)], ids=lambda of: of[0].__name__)
-def begun(request: pytest.FixtureRequest, zoo: Callable[[str], Path], tmp_path: Path) -> tuple[Run, Path, Path]:
+@pytest.fixture(
+    params=[(run_imatrix, 5), (run_covariance, 18), (run_sensitivity, 5)], ids=lambda case: case[0].__name__
+)
+def interrupted_run(
+    request: pytest.FixtureRequest, zoo: Callable[[str], Path], tmp_path: Path
+) -> tuple[Run, Path, Path]:
     """Return a verb, its model, and the output of a run of it that was interrupted."""
-    run, at = request.param
+    run, stop = request.param
     model, out = tmp_path / "m.gguf", tmp_path / "out"
     shutil.copy(zoo("llama-dense"), model)
     with pytest.raises(KeyboardInterrupt):
-        run(model, out, Steps(at), False)
+        run(model, out, Steps(stop), False)
     return run, model, out
 
 
 @pytest.mark.parametrize("change", [overwrite_secretly, replace])
-def test_a_run_of_a_model_does_not_go_on_with_another(begun: tuple[Run, Path, Path], change: Change) -> None:
-    run, model, out = begun
-    own, steps = model.read_bytes(), Steps()
+def test_a_run_of_a_model_does_not_go_on_with_another(interrupted_run: tuple[Run, Path, Path], change: Change) -> None:
+    run, model, out = interrupted_run
+    original, steps = model.read_bytes(), Steps()
     change(model)
     with pytest.raises(QuantkitError, match="model, text or options"):
         run(model, out, steps, True)
     assert steps.count == 0
-    model.write_bytes(own)
+    model.write_bytes(original)
     run(model, out, Steps(), True)  # nothing was lost
 
 
-def test_a_result_stands_while_its_model_does(begun: tuple[Run, Path, Path], tmp_path: Path) -> None:
-    run, model, out = begun
+def test_a_result_stands_while_its_model_does(interrupted_run: tuple[Run, Path, Path], tmp_path: Path) -> None:
+    run, model, out = interrupted_run
     run(model, out, Steps(), True)
     before, steps = out.read_bytes(), Steps()
     shutil.copy(model, tmp_path / "copy")
@@ -304,15 +312,15 @@ def test_all_passes_for_covariances_are_of_one_model(zoo: Callable[[str], Path],
     assert [path.name for path in tmp_path.iterdir()] == ["m.gguf"]
 
 
-def test_a_run_of_a_model_goes_on_with_a_copy(begun: tuple[Run, Path, Path], tmp_path: Path) -> None:
-    run, model, out = begun
+def test_a_run_of_a_model_goes_on_with_a_copy(interrupted_run: tuple[Run, Path, Path], tmp_path: Path) -> None:
+    run, model, out = interrupted_run
     copy = tmp_path / "copy"
     shutil.copy(model, copy)
     copy.replace(model)
-    steps, whole = Steps(), Steps()
+    steps, full_steps = Steps(), Steps()
     run(model, out, steps, True)
-    run(model, tmp_path / "whole", whole, False)
-    assert 0 < steps.count < whole.count
+    run(model, tmp_path / "whole", full_steps, False)
+    assert 0 < steps.count < full_steps.count
     if run is not run_sensitivity:
         assert out.read_bytes() == (tmp_path / "whole").read_bytes()
     else:
@@ -329,10 +337,10 @@ def test_a_report_measures_a_file_that_changed_anew(zoo: Callable[[str], Path], 
         perplexity(base, tokens=IDS, n_ctx=16, save_logits=SaveLogits(path, "llama.cpp"))
 
     def numbers() -> tuple[Estimate | None, list[float | None]]:
-        made = report([file], tmp_path / "o.html", base=base, options=ReportOptions(logits=logits), overwrite=True)
-        quality = made.files[0].quality
+        result = report([file], tmp_path / "o.html", base=base, options=ReportOptions(logits=logits), overwrite=True)
+        quality = result.files[0].quality
         assert quality is not None
-        return quality.kld, [matrix.error for matrix in made.files[0].matrices]
+        return quality.kld, [matrix.error for matrix in result.files[0].matrices]
 
     save(logits)
     kld, errors = numbers()
@@ -364,7 +372,7 @@ def test_an_importance_matrix_that_is_written_to_is_an_error(model: Path, tmp_pa
             file.write(b"\0" * 64)
 
     with pytest.raises(FormatError, match=r"i\.gguf: it was written to"):
-        quantize(model, out, "Q4_K_M", QuantizeOptions(imatrix=imatrix), threads=1, observer=At(3, change))
+        quantize(model, out, "Q4_K_M", QuantizeOptions(imatrix=imatrix), threads=1, observer=Position(3, change))
     assert not out.exists()
 
 
@@ -383,7 +391,7 @@ def test_the_ways_from_and_to_a_checkpoint(tmp_path: Path, verb: str, change: st
         target.write_bytes(data)
         target.replace(read)
 
-    def run(out: Path, observer: At | None = None) -> None:
+    def run(out: Path, observer: Position | None = None) -> None:
         if verb == "convert":
             convert(source, out / "y.gguf", None, PRE, threads=1, observer=observer)
         else:
@@ -394,13 +402,13 @@ def test_the_ways_from_and_to_a_checkpoint(tmp_path: Path, verb: str, change: st
     run(outs[1])
     outs[0].mkdir()
     if change == "replaced":
-        run(outs[0], At(1, act))
+        run(outs[0], Position(1, act))
         assert {path.name: path.read_bytes() for path in outs[0].iterdir()} == {
             path.name: path.read_bytes() for path in outs[1].iterdir()
         }
     else:
         with pytest.raises(FormatError, match=f"{read.name}: it was written to"):
-            run(outs[0], At(1, act))
+            run(outs[0], Position(1, act))
         assert not list(outs[0].iterdir())
 
 
@@ -413,9 +421,9 @@ def test_a_model_that_runs_reads_the_file_that_it_opened(zoo: Callable[[str], Pa
     with load(path, threads=1) as model:
         expected = model.forward(tokens)
     with load(path, threads=1) as model:
-        other = tmp_path / "other"
-        other.write_bytes(path.read_bytes()[:-4096] + b"\1" * 4096)
-        other.replace(path)
+        copy = tmp_path / "other"
+        copy.write_bytes(path.read_bytes()[:-4096] + b"\1" * 4096)
+        copy.replace(path)
         assert np.array_equal(model.forward(tokens), expected)
 
 
@@ -447,10 +455,10 @@ def test_digests_tell_bytes_apart() -> None:
     digests = {digest_of(data[:n].copy()) for n in range(len(data))}
     assert len(digests) == len(data)
     assert digest_of(data[1:]) == digest_of(data[1:].copy())  # wherever it lies
-    for at in range(len(data)):
-        data[at] ^= 1
+    for offset in range(len(data)):
+        data[offset] ^= 1
         digests.add(digest_of(data))
-        data[at] ^= 1
+        data[offset] ^= 1
     assert len(digests) == 2 * len(data)
 
 
@@ -471,5 +479,5 @@ def test_only_our_mappings_are_mended(tmp_path: Path) -> None:
     """
     path = tmp_path / "x"
     path.write_bytes(b"x" * (1 << 20))
-    ran = subprocess.run([sys.executable, "-c", program, str(path)], capture_output=True, text=True, timeout=60)
-    assert (ran.returncode, ran.stdout) == (-signal.SIGBUS, "4096 4096\n")
+    process = subprocess.run([sys.executable, "-c", program, str(path)], capture_output=True, text=True, timeout=60)
+    assert (process.returncode, process.stdout) == (-signal.SIGBUS, "4096 4096\n")

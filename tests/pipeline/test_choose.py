@@ -73,11 +73,11 @@ def read_schema(text: str) -> tuple[dict[str, int], dict[str, tuple[str, dict[st
     for line in text.splitlines():
         if line.startswith("["):
             name, base = line[1:].split("] ")
-            others: dict[str, str] = {}
-            sections[name] = (base, others)
+            types: dict[str, str] = {}
+            sections[name] = (base, types)
         elif line and not line.startswith("#"):
             tensor, _, type_name = line.rpartition(" ")
-            others[tensor] = type_name
+            types[tensor] = type_name
     return numbers, sections
 
 
@@ -92,7 +92,7 @@ def snapshot_tensors(names: list[str], n_embd: int, rows: dict[str, int]) -> lis
 @pytest.mark.parametrize("model", SNAPSHOTS)
 def test_types_equal_llama_cpps_snapshots(model: str, schemas: dict[str, str]) -> None:
     numbers, sections = read_schema(schemas[model])
-    names = {name for _, others in sections.values() for name in others}
+    names = {name for _, tensor_types in sections.values() for name in tensor_types}
     arch, rows = SNAPSHOTS[model]
     tensors = snapshot_tensors(iteration_order(names), numbers["n_embd"], rows)
     metadata = {
@@ -104,11 +104,11 @@ def test_types_equal_llama_cpps_snapshots(model: str, schemas: dict[str, str]) -
     }
     facts = ModelFacts.from_metadata(metadata, tensors)
     assert len(sections) == 33
-    for preset, (base, others) in sections.items():
+    for preset, (base, tensor_types) in sections.items():
         request = Request(preset_by_name(preset))
         assert request.preset.base == type_by_name(base)
-        chosen = {c.name: c.type for c in choose_types(facts, tensors, request)}
-        assert chosen == {name: type_by_name(others.get(name, base)) for name in chosen}, preset
+        actual = {c.name: c.type for c in choose_types(facts, tensors, request)}
+        assert actual == {name: type_by_name(tensor_types.get(name, base)) for name in actual}, preset
 
 
 # --- against llama-quantize --dry-run ------------------------------------------------------------------------
@@ -149,14 +149,14 @@ _DRY = re.compile(r"^\[ *\d+/ *\d+\] +(\S+) +- \[[ \d,]+\], type = +(\w+), size 
 def dry_run(llama_bin: Path, model: Path, preset: str, *options: str) -> dict[str, TensorType]:
     """Return what llama-quantize would do, in its order; empty where it gives up."""
 
-    def asked() -> bytes:
+    def ask() -> bytes:
         args = [llama_bin / "llama-quantize", *options, "--dry-run", model, preset]
         run = subprocess.run(args, capture_output=True, check=False)
         assert not run.returncode or b"no tensor type fallback is defined" in run.stderr, run.stderr[-2000:]
         return b"" if run.returncode else run.stderr
 
     question = "llama-quantize --dry-run", header(model), preset, *map(file_or_word, options)
-    text = answer(asked, peer(llama_bin), *question).decode()
+    text = answer(ask, peer(llama_bin), *question).decode()
     return {name: type_by_name(new or old) for name, old, new in _DRY.findall(text)}
 
 
@@ -167,12 +167,12 @@ def choose(metadata: dict[str, Any], tensors: Sequence[Tensor], preset: str, **o
     return choose_types(facts, ordered, Request(preset_by_name(preset), **options))
 
 
-def assert_equal(llama_bin: Path, path: Path, preset: str, ours: list[Choice], *options: str) -> int:
-    theirs = dry_run(llama_bin, path, preset, *options)
-    if theirs:
-        assert [c.name for c in ours] == list(theirs)
-        assert {c.name: c.type for c in ours} == theirs, (preset, options)
-    return len(theirs)
+def assert_equal(llama_bin: Path, path: Path, preset: str, choices: list[Choice], *options: str) -> int:
+    expected = dry_run(llama_bin, path, preset, *options)
+    if expected:
+        assert [c.name for c in choices] == list(expected)
+        assert {c.name: c.type for c in choices} == expected, (preset, options)
+    return len(expected)
 
 
 @pytest.mark.peer
@@ -196,8 +196,8 @@ def test_types_of_the_zoo_as_llama_quantize(name: str, llama_bin: Path, tmp_path
         metadata = {key: model.get(key) for key in model.fields}
         tensors = [Tensor(t.name, t.shape, t.type) for t in model.tensors.values()]
     for preset in ("Q4_K_M", "Q3_K_L", "Q2_K", "Q5_K_S", "IQ4_XS", "MXFP4_MOE"):
-        ours = choose(metadata, tensors, preset)
-        assert assert_equal(llama_bin, tmp_path / "m.gguf", preset, ours) == len(tensors)
+        choices = choose(metadata, tensors, preset)
+        assert assert_equal(llama_bin, tmp_path / "m.gguf", preset, choices) == len(tensors)
 
 
 RULES = (r"attn_V=q5_K", r"blk\.(1|2)\.ffn=iq4_xs", r"per_layer=q6_K", "ffn_gate=f16", "output=q8_0", "^output=q5_1")
@@ -227,8 +227,8 @@ def test_options_as_llama_quantize(index: int, llama_bin: Path, tmp_path: Path) 
     imatrix = ("--imatrix", str(tmp_path / "i.dat"))
     for preset in ("Q4_K_M", "Q3_K_M", "IQ3_XXS", "IQ2_M", "MXFP4_MOE", "Q4_0", "IQ4_XS"):
         for options, fields in [((), {}), *OPTIONS]:
-            ours = choose(metadata, tensors, preset, **fields, has_imatrix=True)
-            assert assert_equal(llama_bin, tmp_path / "m.gguf", preset, ours, *imatrix, *options) == len(tensors)
+            choices = choose(metadata, tensors, preset, **fields, has_imatrix=True)
+            assert assert_equal(llama_bin, tmp_path / "m.gguf", preset, choices, *imatrix, *options) == len(tensors)
 
 
 # --- names and facts -----------------------------------------------------------------------------------------
@@ -290,9 +290,9 @@ SMALL = [Tensor(f"{name}.weight", (512, 64)) for name in NAMES]
 FACTS = ModelFacts("qwen3moe", 16, n_expert=16, n_head=8, n_head_kv=4)
 
 
-def chosen(preset: str, tensors: Sequence[Tensor] = SMALL, **options: Any) -> dict[str, Choice]:
-    found = choose_types(FACTS, tensors, Request(preset_by_name(preset), **options))
-    return {c.name.removesuffix(".weight").removeprefix("blk.0."): c for c in found}
+def choose_by_name(preset: str, tensors: Sequence[Tensor] = SMALL, **options: Any) -> dict[str, Choice]:
+    choices = choose_types(FACTS, tensors, Request(preset_by_name(preset), **options))
+    return {c.name.removesuffix(".weight").removeprefix("blk.0."): c for c in choices}
 
 
 def rules(text: str) -> tuple[recipe.Rule, ...]:
@@ -302,35 +302,35 @@ def rules(text: str) -> tuple[recipe.Rule, ...]:
 @pytest.mark.parametrize("preset", ["Q4_K_M", "COPY", "F16", "IQ4_KS", "MXFP4_MOE"])
 @pytest.mark.parametrize("pure", [False, True])
 def test_precedence(preset: str, pure: bool) -> None:
-    found = chosen(
+    choices = choose_by_name(
         preset, pure=pure, rules=rules("token|output$|attn_k|gate_inp = q6_K\n.*output.weight = q5_K"),
         token_embedding_type=t("Q8_0"), output_tensor_type=t("Q5_1"), ffn_gate_inp_type=t("Q4_1"),
         attn_k_type=t("Q4_0"), attn_q_type=t("Q5_0"), ffn_gate_type=t("Q3_K"),
     )  # fmt: skip
-    assert found["token_embd"].type.name == "Q8_0"
-    assert found["output"].type.name == "Q5_1"
-    assert found["ffn_gate_inp"].type.name == "Q4_1"
-    assert found["attn_k"].type.name == "Q6_K"
-    assert found["attn_output"].type.name == "Q5_K"
-    assert found["attn_q"].type.name == "Q5_0"
-    assert found["ffn_gate_exps"].type.name == found["ffn_gate_shexp"].type.name == "Q3_K"
-    assert [found[x].step for x in ("output", "attn_k", "attn_q")] == ["option", "rule", "class"]
-    assert found["attn_k"].reason_text == "rule token|output$|attn_k|gate_inp = Q6_K (mix.txt:1)"
+    assert choices["token_embd"].type.name == "Q8_0"
+    assert choices["output"].type.name == "Q5_1"
+    assert choices["ffn_gate_inp"].type.name == "Q4_1"
+    assert choices["attn_k"].type.name == "Q6_K"
+    assert choices["attn_output"].type.name == "Q5_K"
+    assert choices["attn_q"].type.name == "Q5_0"
+    assert choices["ffn_gate_exps"].type.name == choices["ffn_gate_shexp"].type.name == "Q3_K"
+    assert [choices[x].step for x in ("output", "attn_k", "attn_q")] == ["option", "rule", "class"]
+    assert choices["attn_k"].reason_text == "rule token|output$|attn_k|gate_inp = Q6_K (mix.txt:1)"
     base = preset_by_name(preset).base
     if pure and base is not None:
-        assert found["ffn_up"].type == base
+        assert choices["ffn_up"].type == base
 
 
 def test_copy_keeps_what_nothing_names() -> None:
-    found = chosen("COPY", ffn_gate_inp_type=t("Q8_0"))
-    assert {name for name, c in found.items() if not c.copied} == {"ffn_gate_inp"}
+    choices = choose_by_name("COPY", ffn_gate_inp_type=t("Q8_0"))
+    assert {name for name, c in choices.items() if not c.copied} == {"ffn_gate_inp"}
 
 
 def test_per_layer_embeddings_obey_a_rule_of_their_own() -> None:
     tensors = [Tensor("token_embd.weight", (512, 8)), Tensor("per_layer_token_embd.weight", (512, 8))]
-    found = chosen("Q4_K_M", tensors, token_embedding_type=t("Q8_0"), rules=rules("token_embd = q5_K"))
-    assert found["token_embd"].type.name == "Q8_0"
-    assert found["per_layer_token_embd"].type.name == "Q5_K"
+    choices = choose_by_name("Q4_K_M", tensors, token_embedding_type=t("Q8_0"), rules=rules("token_embd = q5_K"))
+    assert choices["token_embd"].type.name == "Q8_0"
+    assert choices["per_layer_token_embd"].type.name == "Q5_K"
 
 
 @pytest.mark.parametrize("preset", MAINLINE)
@@ -340,11 +340,11 @@ def test_the_router_is_opened_by_its_option_alone(preset: str) -> None:
         Tensor("blk.0.ffn_gate_inp.bias", (64, 2)), Tensor("blk.0.ffn_gate_inp_shexp.weight", (512,)),
         Tensor("blk.2.ffn_gate_inp.weight", (512, 1)),
     ]  # fmt: skip
-    closed = chosen(preset, tensors, rules=rules(".* = q4_0"))
+    closed = choose_by_name(preset, tensors, rules=rules(".* = q4_0"))
     assert all(c.copied for c in closed.values())
     assert "--ffn-gate-inp-type" in closed["ffn_gate_inp"].reason_text
     assert "mix.txt:1" in closed["ffn_gate_inp"].reason_text
-    opened = chosen(preset, tensors, ffn_gate_inp_type=t("Q8_0"))
+    opened = choose_by_name(preset, tensors, ffn_gate_inp_type=t("Q8_0"))
     assert [c.type.name for c in opened.values()] == ["Q8_0", "F16", "F32", "F32", "F32"]
     assert opened["blk.1.ffn_gate_inp"].fallback_from == t("Q8_0")
     assert "rows of 500" in opened["blk.1.ffn_gate_inp"].reason_text
@@ -352,10 +352,10 @@ def test_the_router_is_opened_by_its_option_alone(preset: str) -> None:
 
 def test_merged_experts_take_one_type_for_both_halves() -> None:
     merged = [Tensor("blk.0.ffn_gate_up_exps.weight", (512, 64, 16)), Tensor("blk.0.ffn_up_shexp.weight", (512, 64))]
-    assert chosen("Q4_K_M", merged, ffn_up_type=t("Q5_K"))["ffn_gate_up_exps"].type.name == "Q5_K"
-    both = chosen("Q4_K_M", merged, ffn_up_type=t("Q5_K"), ffn_gate_type=t("Q5_K"))
+    assert choose_by_name("Q4_K_M", merged, ffn_up_type=t("Q5_K"))["ffn_gate_up_exps"].type.name == "Q5_K"
+    both = choose_by_name("Q4_K_M", merged, ffn_up_type=t("Q5_K"), ffn_gate_type=t("Q5_K"))
     assert both["ffn_gate_up_exps"].type.name == "Q5_K"
-    torn = chosen("Q4_K_M", merged, ffn_up_type=t("Q5_K"), ffn_gate_type=t("Q6_K"))
+    torn = choose_by_name("Q4_K_M", merged, ffn_up_type=t("Q5_K"), ffn_gate_type=t("Q6_K"))
     assert torn["ffn_gate_up_exps"].type.name == "Q4_K"
     assert "differ" in torn["ffn_gate_up_exps"].reason_text
     assert torn["ffn_up_shexp"].type.name == "Q5_K"
@@ -378,8 +378,8 @@ def test_a_tensor_of_several_types() -> None:
         request = Request(preset_by_name(preset), **options)
         return choose_types(FACTS, [tensor], request, {tensor.name: mixed})[0]
 
-    same = choice("Q8_0")
-    assert (same.copied, same.requantized, same.undecided) == (False, False, False)
+    choice_of_both = choice("Q8_0")
+    assert (choice_of_both.copied, choice_of_both.requantized, choice_of_both.undecided) == (False, False, False)
     assert choice("COPY").undecided
     assert not choice("COPY", rules=rules("gate_up = q8_0")).undecided
     with pytest.raises(TypeNotSupported, match="Q8_0 and F16 to Q4_K"):
@@ -399,9 +399,9 @@ def test_a_tensor_of_several_types() -> None:
     ],
 )
 def test_never_quantized(name: str, why: str) -> None:
-    [found] = choose_types(FACTS, [Tensor(name, (512, 512))], Request(preset_by_name("Q4_K_M")))
-    assert found.copied
-    assert why in found.reason_text
+    [result] = choose_types(FACTS, [Tensor(name, (512, 512))], Request(preset_by_name("Q4_K_M")))
+    assert result.copied
+    assert why in result.reason_text
 
 
 def test_what_is_never_quantized_where() -> None:
@@ -422,17 +422,17 @@ def test_integers_and_vectors_stay() -> None:
 
 
 def test_reasons_are_given_for_all() -> None:
-    found = chosen("Q4_K_M")
-    assert found["attn_v"].reason_text == "Q4_K_M: attn_v, favoured layer"
-    assert found["attn_q"].reason_text == "base of Q4_K_M"
-    assert all(c.reason_text for c in found.values())
+    choices = choose_by_name("Q4_K_M")
+    assert choices["attn_v"].reason_text == "Q4_K_M: attn_v, favoured layer"
+    assert choices["attn_q"].reason_text == "base of Q4_K_M"
+    assert all(c.reason_text for c in choices.values())
 
 
 # --- rows that do not divide, and interleaved types ----------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    ("preset", "n", "fallback", "found"),
+    ("preset", "n", "fallback", "type_name"),
     [
         ("Q4_K_S", 320, "next", "Q5_0"),
         ("Q4_K_S", 300, "next", "F16"),
@@ -443,9 +443,9 @@ def test_reasons_are_given_for_all() -> None:
         ("IQ5_K", 320, "next", "Q6_0"),
     ],
 )
-def test_fallback(preset: str, n: int, fallback: str, found: str) -> None:
+def test_fallback(preset: str, n: int, fallback: str, type_name: str) -> None:
     [c] = choose_types(FACTS, [Tensor("blk.0.x.weight", (n, 8))], Request(preset_by_name(preset), fallback=fallback))
-    assert c.type.name == found
+    assert c.type.name == type_name
     assert c.fallback_from == preset_by_name(preset).base
     assert f"rows of {n}" in c.reason_text
     assert ("llama-quantize would stop" in c.reason_text) is (preset in ("Q1_0", "NVFP4"))
@@ -453,8 +453,8 @@ def test_fallback(preset: str, n: int, fallback: str, found: str) -> None:
 
 def test_fallback_reaches_explicit_types_too() -> None:
     tensors = [Tensor("output.weight", (320, 8)), Tensor("token_embd.weight", (320, 8))]
-    found = chosen("Q8_0", tensors, output_tensor_type=t("Q6_K"), rules=rules("token = q4_K"))
-    assert [c.type.name for c in found.values()] == ["Q8_0", "Q5_0"]
+    choices = choose_by_name("Q8_0", tensors, output_tensor_type=t("Q6_K"), rules=rules("token = q4_K"))
+    assert [c.type.name for c in choices.values()] == ["Q8_0", "Q5_0"]
 
 
 def test_fallback_error_names_the_tensors() -> None:
@@ -470,12 +470,12 @@ def test_interleaved_types_where_rows_make_no_groups() -> None:
         Tensor("blk.0.a.weight", (512, 6)),
         Tensor("blk.0.b.weight", (512, 8, 3)),
     ]
-    [small] = chosen("IQ1_S_R4", [Tensor("blk.0.a.weight", (96, 6))], pure=True).values()
+    [small] = choose_by_name("IQ1_S_R4", [Tensor("blk.0.a.weight", (96, 6))], pure=True).values()
     assert (small.type.name, small.fallback_from) == ("IQ4_NL", t("IQ1_S_R4"))
-    found = list(chosen("IQ4_KS_R4", tensors, pure=True).values())
-    assert [c.type.name for c in found] == ["IQ4_KS", "IQ4_KS", "IQ4_KS_R4"]
-    assert found[1].fallback_from == t("IQ4_KS_R4")
-    for c, x in zip(found, tensors, strict=True):
+    choices = list(choose_by_name("IQ4_KS_R4", tensors, pure=True).values())
+    assert [c.type.name for c in choices] == ["IQ4_KS", "IQ4_KS", "IQ4_KS_R4"]
+    assert choices[1].fallback_from == t("IQ4_KS_R4")
+    for c, x in zip(choices, tensors, strict=True):
         assert c.type.tensor_bytes(x.shape) > 0
 
 
@@ -487,8 +487,8 @@ def test_requantizing_must_be_allowed() -> None:
     request = Request(preset_by_name("Q4_K_S"))
     with pytest.raises(TypeNotSupported, match=r"already quantized: blk.1.a.weight \(Q4_1 to Q4_K\)"):
         choose_types(FACTS, tensors, request)
-    found = choose_types(FACTS, tensors, replace(request, allow_requantize=True))
-    assert [c.copied for c in found] == [True, False]
+    choices = choose_types(FACTS, tensors, replace(request, allow_requantize=True))
+    assert [c.copied for c in choices] == [True, False]
     assert all(c.copied for c in choose_types(FACTS, tensors, Request(preset_by_name("COPY"))))
 
 

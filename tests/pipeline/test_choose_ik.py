@@ -76,8 +76,8 @@ MODELS: dict[str, tuple[str, tuple[int, int, int, int], tuple[str, ...], dict[st
 
 def make_model(name: str) -> tuple[dict[str, Any], list[Tensor]]:
     """Return metadata and tensors in the order of the file, which is not the sorted one: ik counts as it goes."""
-    arch, sizes, parts, more = MODELS[name]
-    metadata, tensors = drawn_up(arch, sizes, parts, **{"outside": ("per_layer_token_embd",), **more})
+    arch, sizes, parts, extra_fields = MODELS[name]
+    metadata, tensors = drawn_up(arch, sizes, parts, **{"outside": ("per_layer_token_embd",), **extra_fields})
     random.Random(name).shuffle(tensors)
     return metadata, tensors
 
@@ -182,10 +182,10 @@ def test_types_equal_ik_llama_cpps_snapshots(model: str) -> None:
         preset, option, importance = head.split("/")
         if i % 3 != turn and (option or model not in IN_FULL):
             continue
-        ours = choose(metadata, tensors, preset, has_imatrix=importance == "imatrix", **OPTIONS[option][1])
-        ours.sort(key=by_part)
-        theirs = [readable(c.name, name) for c, name in zip(ours, lengthened(text), strict=True)]
-        assert [c.type.ggml_name for c in ours] == theirs, head
+        choices = choose(metadata, tensors, preset, has_imatrix=importance == "imatrix", **OPTIONS[option][1])
+        choices.sort(key=by_part)
+        expected = [readable(c.name, name) for c, name in zip(choices, lengthened(text), strict=True)]
+        assert [c.type.ggml_name for c in choices] == expected, head
 
 
 # --- against the llama-quantize of the wheel -----------------------------------------------------------------
@@ -197,21 +197,21 @@ _NEW = re.compile(r"converting to (\w+) \.\.")
 def dry_run(ik_bin: Path, model: Path, preset: str, *options: str) -> dict[str, str]:
     """Return what ik's llama-quantize would do: ggml's name of every tensor's type."""
 
-    def asked() -> bytes:
+    def run() -> bytes:
         libraries = f"{ik_bin.parents[1]}/ik_llama_cpp_python.libs:{ik_bin}/../lib"
         args = [ik_bin / "llama-quantize", "--ignore-imatrix-rules", *options, "--dry-run", model, preset, "1"]
         env = os.environ | {"LD_LIBRARY_PATH": libraries}
         return subprocess.run(args, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, check=True, env=env).stdout
 
     question = "llama-quantize --dry-run", header(model), preset, *map(file_or_word, options)
-    text = answer(asked, peer(ik_bin), peer(ik_bin.parent / "lib"), *question).decode()
-    found: dict[str, str] = {}
+    text = answer(run, peer(ik_bin), peer(ik_bin.parent / "lib"), *question).decode()
+    types: dict[str, str] = {}
     for line in text.splitlines():
         if head := _HEAD.match(line):
-            name, found[head[1]] = head[1], head[2]
+            name, types[head[1]] = head[1], head[2]
         if new := _NEW.search(line):
-            found[name] = new[1]
-    return found
+            types[name] = new[1]
+    return types
 
 
 @pytest.mark.peer
@@ -230,9 +230,9 @@ def test_types_equal_ik_llama_quantizes(model: str, ik_bin: Path, tmp_path: Path
             continue
         words, fields = OPTIONS[option if comparable(preset, option) else ""]
         imatrix = ("--imatrix", str(tmp_path / "i.dat")) if i % 3 else ()
-        ours = choose(metadata, tensors, preset, has_imatrix=bool(imatrix), **fields)
-        theirs = dry_run(ik_bin, tmp_path / "m.gguf", preset, *imatrix, *words)
-        assert {c.name: c.type.ggml_name for c in ours} == theirs, (preset, option)
+        choices = choose(metadata, tensors, preset, has_imatrix=bool(imatrix), **fields)
+        expected = dry_run(ik_bin, tmp_path / "m.gguf", preset, *imatrix, *words)
+        assert {c.name: c.type.ggml_name for c in choices} == expected, (preset, option)
 
 
 # --- what is ours --------------------------------------------------------------------------------------------
@@ -247,10 +247,10 @@ def small(preset: str, **options: Any) -> dict[str, Choice]:
 
 
 def test_class_options_apply_where_ik_applies_them() -> None:
-    found = small("IQ4_KS", attn_k_type=BY_NAME["Q8_0"], attn_q_type=BY_NAME["Q6_K"])
-    assert (found["blk.0.attn_kv_b"].type.name, found["blk.0.attn_qkv"].type.name) == ("Q8_0", "Q6_K")
-    found = small("IQ4_KS", attn_qkv_type=BY_NAME["Q5_K"], attn_q_type=BY_NAME["Q6_K"])
-    assert found["blk.0.attn_qkv"].type.name == "Q5_K"
+    choices = small("IQ4_KS", attn_k_type=BY_NAME["Q8_0"], attn_q_type=BY_NAME["Q6_K"])
+    assert (choices["blk.0.attn_kv_b"].type.name, choices["blk.0.attn_qkv"].type.name) == ("Q8_0", "Q6_K")
+    choices = small("IQ4_KS", attn_qkv_type=BY_NAME["Q5_K"], attn_q_type=BY_NAME["Q6_K"])
+    assert choices["blk.0.attn_qkv"].type.name == "Q5_K"
 
 
 @pytest.mark.parametrize(
@@ -263,7 +263,7 @@ def test_a_class_option_that_ik_ignores_is_a_lint(preset: str, option: str, lint
     facts = ModelFacts.from_metadata(METADATA, SMALL, ik=True)
     choices = choose_types(facts, SMALL, request)
     assert sum(c.step == "class" for c in choices) == 1
-    assert any(found.code == "QK-W016" for found in lint_request(request, SMALL, choices)) is lint
+    assert any(item.code == "QK-W016" for item in lint_request(request, SMALL, choices)) is lint
 
 
 def test_what_ik_ignores_with_pure_is_a_lint() -> None:
@@ -276,12 +276,12 @@ def test_what_ik_ignores_with_pure_is_a_lint() -> None:
 
 
 def test_reasons() -> None:
-    found = small("IQ3_KL")
-    assert found["blk.0.attn_v"].reason_text == "IQ3_KL: attn_v"
-    assert found["blk.0.ffn_down"].reason_text == "IQ3_KL: ffn_down, favoured layer"
-    assert found["output"].reason_text == "IQ3_KL: output"
-    assert found["token_embd"].reason_text == "base of IQ3_KL"
-    assert all(c.reason_text for c in found.values())
+    choices = small("IQ3_KL")
+    assert choices["blk.0.attn_v"].reason_text == "IQ3_KL: attn_v"
+    assert choices["blk.0.ffn_down"].reason_text == "IQ3_KL: ffn_down, favoured layer"
+    assert choices["output"].reason_text == "IQ3_KL: output"
+    assert choices["token_embd"].reason_text == "base of IQ3_KL"
+    assert all(c.reason_text for c in choices.values())
 
 
 def test_ik_keeps_less() -> None:

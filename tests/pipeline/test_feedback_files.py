@@ -70,23 +70,25 @@ def cov(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_covariances(tmp_path_factory.mktemp("cov") / "cov.gguf", entries)
 
 
-def made(source: Path, out: Path, cov: Path, type_name: str = "Q4_0", **more: Any) -> tuple[bytes, FeedbackReport]:
-    options = QuantizeOptions(feedback=cov, **more.pop("options", {}))
-    result = quantize(source, out, type_name, options, overwrite="resume" not in more, **more)
-    return out.read_bytes(), of(result)
+def encode(
+    source: Path, out: Path, cov: Path, type_name: str = "Q4_0", **settings: Any
+) -> tuple[bytes, FeedbackReport]:
+    options = QuantizeOptions(feedback=cov, **settings.pop("options", {}))
+    result = quantize(source, out, type_name, options, overwrite="resume" not in settings, **settings)
+    return out.read_bytes(), report_of(result)
 
 
-def of(result: QuantizeResult) -> FeedbackReport:
-    found = feedback_report(result.plan, result.run.losses)
-    assert found is not None
-    return found
+def report_of(result: QuantizeResult) -> FeedbackReport:
+    report = feedback_report(result.plan, result.run.losses)
+    assert report is not None
+    return report
 
 
 def test_the_report_says_what_fell_back_and_why(moe: Path, cov: Path, tmp_path: Path) -> None:
     out = tmp_path / "o.gguf"
     result = quantize(moe, out, "Q4_0", QuantizeOptions(feedback=cov, tensor_type=("attn_k=TQ1_0",)))
-    found, plain = of(result), tensor_bytes(quantize(moe, tmp_path / "p.gguf", "Q4_0").paths[0])
-    by_name = {t.name: t for t in found.tensors}
+    report, plain = report_of(result), tensor_bytes(quantize(moe, tmp_path / "p.gguf", "Q4_0").paths[0])
+    by_name = {t.name: t for t in report.tensors}
     assert set(by_name) == {
         *(f"blk.0.{kind}.weight" for kind in ("attn_q", "attn_v", "ffn_gate_exps", "ffn_up_exps")),
         "output.weight", "token_embd.weight",
@@ -98,17 +100,17 @@ def test_the_report_says_what_fell_back_and_why(moe: Path, cov: Path, tmp_path: 
     assert tensor_bytes(out)["blk.0.ffn_up_exps.weight"][0] == kind == "Q4_0"
     third = len(rows) // 3
     assert tensor_bytes(out)["blk.0.ffn_up_exps.weight"][1][2 * third :] == rows[2 * third :]
-    why = {name: reason for name, _, reason in found.without}
+    why = {name: reason for name, _, reason in report.without}
     assert why["blk.0.attn_k.weight"] == "levels of TQ1_0 are not chosen one by one in this version"
     assert why["blk.0.ffn_down.weight"] == "no covariance"
-    lines = "\n".join(feedback_lines(found))
+    lines = "\n".join(feedback_lines(report))
     assert "2 of 10 matrices without feedback: fewer tokens than columns" in lines
     assert "5 tensors without feedback: " in lines
     summary = RunReport(result.plan, quiet=True)
-    said = json.loads(json.dumps(summary.as_dict(result)))["feedback"]
-    assert said == json.loads(json.dumps(found.as_dict()))
-    assert [m["why_without"] for m in said["tensors"][-1]["matrices"]] == [None, None, "fewer tokens than columns"]
-    assert all(line in summary.text(result) for line in feedback_lines(found))
+    output = json.loads(json.dumps(summary.as_dict(result)))["feedback"]
+    assert output == json.loads(json.dumps(report.as_dict()))
+    assert [m["why_without"] for m in output["tensors"][-1]["matrices"]] == [None, None, "fewer tokens than columns"]
+    assert all(line in summary.text(result) for line in feedback_lines(report))
 
 
 def test_the_same_figures_whoever_does_the_work(
@@ -116,16 +118,16 @@ def test_the_same_figures_whoever_does_the_work(
 ) -> None:
     """Any number of threads, jobs of any size, the cache, and a run that goes on with another's work."""
     out, cache = tmp_path / "o.gguf", tmp_path / "cache"
-    whole = made(moe, out, cov, threads=1)
+    expected = encode(moe, out, cov, threads=1)
     monkeypatch.setattr(jobs_module, "JOB", 1 << 14)
-    assert made(moe, out, cov, threads=3) == whole
+    assert encode(moe, out, cov, threads=3) == expected
     monkeypatch.undo()
-    assert made(moe, out, cov, threads=2, cache=cache) == whole
-    assert made(moe, out, cov, threads=2, cache=cache, measure_error=True)[0] == whole[0]
-    taken = quantize(moe, out, "Q4_0", QuantizeOptions(feedback=cov), overwrite=True, cache=cache)
-    assert taken.run.cache is not None
-    assert taken.run.cache.hits == taken.run.cache.tensors
-    assert (out.read_bytes(), of(taken)) == whole
+    assert encode(moe, out, cov, threads=2, cache=cache) == expected
+    assert encode(moe, out, cov, threads=2, cache=cache, measure_error=True)[0] == expected[0]
+    result = quantize(moe, out, "Q4_0", QuantizeOptions(feedback=cov), overwrite=True, cache=cache)
+    assert result.run.cache is not None
+    assert result.run.cache.hits == result.run.cache.tensors
+    assert (out.read_bytes(), report_of(result)) == expected
     out.unlink()
     add, count = Journal.add, [0]
 
@@ -138,17 +140,17 @@ def test_the_same_figures_whoever_does_the_work(
     with monkeypatch.context() as patch:
         patch.setattr(Journal, "add", killed)
         with pytest.raises(KeyboardInterrupt):
-            made(moe, out, cov, threads=1, resume=True)
+            encode(moe, out, cov, threads=1, resume=True)
     resumed = quantize(moe, out, "Q4_0", QuantizeOptions(feedback=cov), resume=True)
     assert resumed.run.resumed > 4
-    assert (out.read_bytes(), of(resumed)) == whole
+    assert (out.read_bytes(), report_of(resumed)) == expected
 
 
 def test_merged_experts_have_the_losses_of_both_halves(moe: Path, cov: Path, tmp_path: Path) -> None:
-    apart = {t.name: t for t in made(moe, tmp_path / "a.gguf", cov)[1].tensors}
-    found = made(moe, tmp_path / "m.gguf", cov, options={"merge_up_gate": True})[1]
-    (merged,) = (t for t in found.tensors if t.name == "blk.0.ffn_gate_up_exps.weight")
-    gate, up = (apart[f"blk.0.ffn_{half}_exps.weight"] for half in ("gate", "up"))
+    separate = {t.name: t for t in encode(moe, tmp_path / "a.gguf", cov)[1].tensors}
+    report = encode(moe, tmp_path / "m.gguf", cov, options={"merge_up_gate": True})[1]
+    (merged,) = (t for t in report.tensors if t.name == "blk.0.ffn_gate_up_exps.weight")
+    gate, up = (separate[f"blk.0.ffn_{half}_exps.weight"] for half in ("gate", "up"))
     assert [(m.before, m.after, m.better) for m in merged.matrices] == [
         (m.before, m.after, m.better) for m in (*gate.matrices, *up.matrices)
     ]
@@ -156,17 +158,17 @@ def test_merged_experts_have_the_losses_of_both_halves(moe: Path, cov: Path, tmp
 
 def test_the_file_says_how_it_was_made(moe: Path, cov: Path, tmp_path: Path) -> None:
     out = tmp_path / "o.gguf"
-    made(moe, out, cov)
+    encode(moe, out, cov)
     with open_gguf(out) as file:
-        said = {k.removeprefix("quantkit.feedback."): f.value for k, f in file.fields.items() if ".feedback." in k}
-    assert said["method"] == feedback.METHOD
-    assert said["covariance.name"] == "cov.gguf"
-    assert len(said["covariance.fingerprint"]) == 64
-    assert said["damping"] == pytest.approx(0.02)
-    assert (said["tokens"], said["matrices"], said["matrices.without"], said["tensors.without"]) == (5000, 9, 2, 4)
+        facts = {k.removeprefix("quantkit.feedback."): f.value for k, f in file.fields.items() if ".feedback." in k}
+    assert facts["method"] == feedback.METHOD
+    assert facts["covariance.name"] == "cov.gguf"
+    assert len(facts["covariance.fingerprint"]) == 64
+    assert facts["damping"] == pytest.approx(0.02)
+    assert (facts["tokens"], facts["matrices"], facts["matrices.without"], facts["tensors.without"]) == (5000, 9, 2, 4)
     assert "cov.gguf" in CliRunner().invoke(cli, ["inspect", str(out)]).stdout
     quantize(out, tmp_path / "again.gguf", "Q4_1", QuantizeOptions(allow_requantize=True))
-    made(moe, tmp_path / "exact.gguf", cov, options={"no_provenance": True})
+    encode(moe, tmp_path / "exact.gguf", cov, options={"no_provenance": True})
     for name in ("again", "exact"):
         with open_gguf(tmp_path / f"{name}.gguf") as file:
             assert not [key for key in file.fields if key.startswith("quantkit.feedback.")]
@@ -184,36 +186,38 @@ def test_a_cache_knows_what_decides_the_bytes(
     assert keys.encoder_digest(f16, q4_0, True) != keys.encoder_digest(f16, q4_0, False)
     cache, out = tmp_path / "cache", tmp_path / "o.gguf"
 
-    def taken(cov: Path | None) -> tuple[int, int]:
+    def counts(cov: Path | None) -> tuple[int, int]:
         run = quantize(moe, out, "Q4_0", QuantizeOptions(feedback=cov), overwrite=True, cache=cache).run
         assert run.cache is not None
         return run.cache.hits, run.cache.stored
 
-    assert taken(None) == (0, 11)
-    assert taken(cov) == (4, 7)  # those without a covariance are the same
-    other = write_covariances(tmp_path / "other.gguf", {"blk.0.attn_q.weight:": (5000,), "output.weight:": (5000,)})
+    assert counts(None) == (0, 11)
+    assert counts(cov) == (4, 7)  # those without a covariance are the same
+    changed_cov = write_covariances(
+        tmp_path / "other.gguf", {"blk.0.attn_q.weight:": (5000,), "output.weight:": (5000,)}
+    )
     copy = tmp_path / "copy.gguf"
     copy.write_bytes(cov.read_bytes())
-    assert taken(copy) == (11, 0)
-    assert taken(other) == (10, 1)  # attn_q has the first that is drawn, as before
+    assert counts(copy) == (11, 0)
+    assert counts(changed_cov) == (10, 1)  # attn_q has the first that is drawn, as before
     monkeypatch.setattr(feedback, "DAMPING", 0.03)
-    assert taken(cov)[1] == 6  # of embeddings nothing is damped
+    assert counts(cov)[1] == 6  # of embeddings nothing is damped
     monkeypatch.undo()
-    assert taken(cov) == (11, 0)
+    assert counts(cov) == (11, 0)
 
 
 def test_a_pattern_at_higher_quality(moe: Path, cov: Path, tmp_path: Path) -> None:
     pattern, out = tmp_path / "p.gguf", tmp_path / "o.gguf"
     quantize(moe, pattern, "Q4_0", QuantizeOptions(tensor_type=("attn_q=Q5_0", "exps=Q4_1")))
-    found = made(moe, out, cov, "LIKE", options={"like": pattern})[1]
+    report = encode(moe, out, cov, "LIKE", options={"like": pattern})[1]
     assert {n: t for n, (t, _) in tensor_bytes(out).items()} == {n: t for n, (t, _) in tensor_bytes(pattern).items()}
-    assert all(t.after < 0.9 * t.before for t in found.tensors if t.kind != "token_embd")
+    assert all(t.after < 0.9 * t.before for t in report.tensors if t.kind != "token_embd")
 
 
 def test_embeddings(moe: Path, cov: Path, tmp_path: Path) -> None:
     """All columns count alike: the plain error is less. As the output they have its covariance, which is recorded."""
     out = tmp_path / "o.gguf"
-    (embedding,) = (t for t in made(moe, out, cov)[1].tensors if t.kind == "token_embd")
+    (embedding,) = (t for t in encode(moe, out, cov)[1].tensors if t.kind == "token_embd")
     assert embedding.uniform
     assert embedding.after < embedding.before
     with open_gguf(moe) as file:
@@ -222,12 +226,12 @@ def test_embeddings(moe: Path, cov: Path, tmp_path: Path) -> None:
     tied, recorded = write_zoo("gemma2-dense", tmp_path / "tied.gguf"), tmp_path / "tied-cov.gguf"
     text = np.random.default_rng(3).integers(0, 128, 600)
     covariance(tied, (), recorded, tokens=text, options=ImatrixOptions(n_ctx=64, process_output=True))
-    (embedding,) = (t for t in made(tied, out, recorded, options=SMALL)[1].tensors if t.kind == "token_embd")
+    (embedding,) = (t for t in encode(tied, out, recorded, options=SMALL)[1].tensors if t.kind == "token_embd")
     assert not embedding.uniform
     assert embedding.matrices[0].tokens == 576
     covariance(tied, (), tmp_path / "less.gguf", tokens=text, options=ImatrixOptions(n_ctx=64))
     (embedding,) = (
-        t for t in made(tied, out, tmp_path / "less.gguf", options=SMALL)[1].tensors if t.kind == "token_embd"
+        t for t in encode(tied, out, tmp_path / "less.gguf", options=SMALL)[1].tensors if t.kind == "token_embd"
     )
     assert embedding.uniform
 
@@ -235,8 +239,8 @@ def test_embeddings(moe: Path, cov: Path, tmp_path: Path) -> None:
 def test_inputs_travel(moe: Path, cov: Path, tmp_path: Path) -> None:
     """To the nodes of a cluster: by the name of the file."""
     plan = plan_quantize(moe, tmp_path / "o.gguf", "Q4_0", QuantizeOptions(feedback=cov))
-    there = pickle.loads(pickle.dumps(plan.tensors))
-    pairs = [(t.parts[0].inputs, u.parts[0].inputs) for t, u in zip(plan.tensors, there, strict=True)]
+    tensors = pickle.loads(pickle.dumps(plan.tensors))
+    pairs = [(t.parts[0].inputs, u.parts[0].inputs) for t, u in zip(plan.tensors, tensors, strict=True)]
     assert [(a and a.digest()) for a, _ in pairs] == [(b and b.digest()) for _, b in pairs]
     assert sum(a is not None for a, _ in pairs) == 7
 
@@ -256,4 +260,4 @@ def test_the_plot(moe: Path, cov: Path, tmp_path: Path) -> None:
 def test_a_file_that_helps_nothing_is_an_error(moe: Path, tmp_path: Path) -> None:
     cov = write_covariances(tmp_path / "c.gguf", {"blk.7.attn_q.weight:": (5000,)})
     with pytest.raises(QuantkitError, match="helps no tensor that is encoded: no covariance"):
-        made(moe, tmp_path / "o.gguf", cov, options={"token_embedding_type": "F16"})
+        encode(moe, tmp_path / "o.gguf", cov, options={"token_embedding_type": "F16"})

@@ -87,12 +87,12 @@ def test_a_child_serves_many_calls_and_ends_with_its_user() -> None:
 
 def test_limits_of_the_shell_stay() -> None:
     """They are below ours, and no child may raise them."""
-    made = "Child('quantkit.foreign.grammars:Grammars', 't')"
-    code = f"from quantkit.foreign.child import Child; print({made}.call('toml', 'a=1'))"
+    expression = "Child('quantkit.foreign.grammars:Grammars', 't')"
+    code = f"from quantkit.foreign.child import Child; print({expression}.call('toml', 'a=1'))"
     command = f'ulimit -t 5; ulimit -v 900000; exec {sys.executable} -c "{code}"'
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
-    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=False, env=environment)
-    assert (done.stdout, done.stderr) == ("{'a': 1}\n", "")
+    process = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=False, env=environment)
+    assert (process.stdout, process.stderr) == ("{'a': 1}\n", "")
 
 
 def test_no_descriptor_is_left(tmp_path: Path) -> None:

@@ -41,20 +41,20 @@ def test_exact_names_of_a_real_model(data: Path, tiny_moe: Path, kind: str) -> N
     model = open_gguf(tiny_moe)
     matrices = {name: t for name, t in model.tensors.items() if len(t.shape) > 1 and "norm" not in name}
     finds = [importance.lookup(name, t.shape) for name, t in matrices.items()]
-    for found in finds:
-        shape = matrices[found.tensor].shape
-        if found.entry is None:
-            assert found.tensor in ("token_embd.weight", "output.weight")
-            assert found.weights is None
+    for item in finds:
+        shape = matrices[item.tensor].shape
+        if item.entry is None:
+            assert item.tensor in ("token_embd.weight", "output.weight")
+            assert item.weights is None
             continue
-        assert (found.entry, found.alias, found.notes, found.ones) == (found.tensor, None, (), 0)
-        weights = found.weights
+        assert (item.entry, item.alias, item.notes, item.ones) == (item.tensor, None, (), 0)
+        weights = item.weights
         assert weights is not None
         assert weights.dtype == np.float32
         assert weights.flags.c_contiguous
         assert weights.flags.aligned
         assert weights.shape == (shape[2] if len(shape) == 3 else 1, shape[0])
-        assert np.array_equal(weights.reshape(-1), imatrix.values(found.tensor))
+        assert np.array_equal(weights.reshape(-1), imatrix.values(item.tensor))
     coverage = importance.coverage(model.tensors, finds)
     assert (len(coverage.used), coverage.unused, coverage.n_matching) == (32, (), 32)
     assert coverage.lines()[0].endswith(": 32 of 32 entries used, 2 tensors quantized without importance")
@@ -62,43 +62,43 @@ def test_exact_names_of_a_real_model(data: Path, tiny_moe: Path, kind: str) -> N
 
 
 def test_experts_are_rows() -> None:
-    found = Importance(matrix(ffn_down_exps=entry(3, 4, counts=[1, 2, 0]))).lookup(blk("ffn_down_exps"), (4, 9, 3))
-    assert found.weights is not None
-    assert found.weights.tolist() == [[2, 3, 4, 5], [3, 3.5, 4, 4.5], [1, 1, 1, 1]]
-    assert found.ones == 1
-    assert found.notes == ("1 of 3 experts saw no calibration token: all their columns weigh the same",)
+    result = Importance(matrix(ffn_down_exps=entry(3, 4, counts=[1, 2, 0]))).lookup(blk("ffn_down_exps"), (4, 9, 3))
+    assert result.weights is not None
+    assert result.weights.tolist() == [[2, 3, 4, 5], [3, 3.5, 4, 4.5], [1, 1, 1, 1]]
+    assert result.ones == 1
+    assert result.notes == ("1 of 3 experts saw no calibration token: all their columns weigh the same",)
 
 
 @pytest.mark.parametrize("value", [0, 1e-39])
 def test_zeros_are_named(value: float) -> None:
     """An encoder to which no weight counts writes zeros; the bytes stay the reference's, but a note says so."""
-    zeros = replace(made := entry(3, 4), sums=made.sums * np.array([[1], [value / 5], [1]], np.float32))
+    zeros = replace(original := entry(3, 4), sums=original.sums * np.array([[1], [value / 5], [1]], np.float32))
     dense = ImatrixEntry(np.full((1, 4), value, np.float32), np.array([1]))
     importance = Importance(matrix(ffn_down_exps=zeros, attn_q=dense))
     finds = [importance.lookup(blk("ffn_down_exps"), (4, 9, 3)), importance.lookup(blk("attn_q"), (4, 9))]
-    coverage = importance.coverage([found.tensor for found in finds], finds)
+    coverage = importance.coverage([item.tensor for item in finds], finds)
     assert coverage.odd == tuple(finds)
-    experts, whole = coverage.lines()[1:]
+    experts, summary = coverage.lines()[1:]
     assert "entry blk.0.ffn_down_exps.weight is zero throughout for 1 of 3 experts" in experts
-    assert "entry blk.0.attn_q.weight is zero throughout: " in whole
-    assert whole.endswith("--exclude-weights blk.0.attn_q.weight")
+    assert "entry blk.0.attn_q.weight is zero throughout: " in summary
+    assert summary.endswith("--exclude-weights blk.0.attn_q.weight")
 
 
 def test_experts_without_tokens_are_seen_in_a_dat_too(tmp_path: Path) -> None:
     write_imatrix(tmp_path / "x.dat", matrix(ffn_down_exps=entry(3, 4, counts=[0, 7, 0])), "dat")
     importance = Importance(read_imatrix(tmp_path / "x.dat"))
-    found = importance.lookup(blk("ffn_down_exps"), (4, 9, 3))
-    assert found.ones == 2
-    assert importance.coverage([found.tensor], [found]).odd == (found,)
+    result = importance.lookup(blk("ffn_down_exps"), (4, 9, 3))
+    assert result.ones == 2
+    assert importance.coverage([result.tensor], [result]).odd == (result,)
 
 
 def test_groups_of_rows() -> None:
     """DeepSeek V4's output matrix multiplies groups of heads, which are its rows' and no dimension of their own."""
     groups = Importance(matrix(attn_output_a=entry(3, 4)))
-    found = groups.lookup(blk("attn_output_a"), (4, 6))
-    assert found.n_mat == 3
-    assert found.weights is not None
-    assert found.weights.shape == (3, 4)
+    result = groups.lookup(blk("attn_output_a"), (4, 6))
+    assert result.n_mat == 3
+    assert result.weights is not None
+    assert result.weights.shape == (3, 4)
     with pytest.raises(FormatError, match="has 12 values"):
         groups.lookup(blk("attn_output_a"), (4, 7))
 
@@ -106,10 +106,10 @@ def test_groups_of_rows() -> None:
 def test_heads_of_mla_and_a_fourth_dimension() -> None:
     importance = Importance(matrix(attn_k_b=entry(1, 12)))
     for shape in ((4, 5, 3), (2, 5, 3, 2), (12, 5), (12,)):
-        found = importance.lookup(blk("attn_k_b"), shape)
-        assert found.weights is not None
-        assert found.weights.reshape(-1).tolist() == list(range(2, 14))
-        assert found.weights.shape[1] == shape[0]
+        result = importance.lookup(blk("attn_k_b"), shape)
+        assert result.weights is not None
+        assert result.weights.reshape(-1).tolist() == list(range(2, 14))
+        assert result.weights.shape[1] == shape[0]
 
 
 @pytest.mark.parametrize(
@@ -124,9 +124,9 @@ def test_wrong_sizes_are_refused_never_broadcast(shape: tuple[int, ...], needs: 
 
 @pytest.mark.parametrize("name", ["token_embd.weight", "per_layer_token_embd.weight"])
 def test_token_embeddings_of_another_size_go_without(name: str) -> None:
-    found = Importance(Imatrix(Path("x"), {name: entry(1, 4)})).lookup(name, (8, 100))
-    assert (found.entry, found.weights) == (None, None)
-    assert "has 4 values" in found.notes[0]
+    result = Importance(Imatrix(Path("x"), {name: entry(1, 4)})).lookup(name, (8, 100))
+    assert (result.entry, result.weights) == (None, None)
+    assert "has 4 values" in result.notes[0]
     assert Importance(Imatrix(Path("x"), {name: entry(1, 8)})).lookup(name, (8, 100)).weights is not None
 
 
@@ -166,13 +166,13 @@ def test_every_alias(alias: object) -> None:
     experts = 3 if kind.endswith("_exps") else 1
     importance = Importance(matrix(**{source: entry(experts, 4)}))
     shape = (4, 9, 3) if experts == 3 else (4, 9)
-    found = importance.lookup(blk(kind), shape)
-    assert (found.entry, found.alias) == (blk(source), alias)
-    assert found.weights is not None
-    assert found.weights.tolist() == entry(experts, 4).sums.tolist()
+    result = importance.lookup(blk(kind), shape)
+    assert (result.entry, result.alias) == (blk(source), alias)
+    assert result.weights is not None
+    assert result.weights.tolist() == entry(experts, 4).sums.tolist()
     quality = "exact" if alias.exact else "approximate"  # type: ignore[attr-defined]
-    assert found.notes[0].startswith(f"has no entry of its own and uses that of {blk(source)} ({quality}: ")
-    assert found in importance.coverage([blk(kind)], [found]).aliased
+    assert result.notes[0].startswith(f"has no entry of its own and uses that of {blk(source)} ({quality}: ")
+    assert result in importance.coverage([blk(kind)], [result]).aliased
 
 
 def test_only_attention_over_the_compressed_cache_is_approximate() -> None:
@@ -189,10 +189,10 @@ def test_the_exact_name_comes_first_then_the_merged_one() -> None:
 
 def test_an_alias_of_another_size_is_passed_over_and_reported() -> None:
     # attn_v_b of 3 heads; the entry of attn_kv_b has one row: ik_llama.cpp stops here, broadcasting would be a guess
-    found = Importance(matrix(attn_kv_b=entry(1, 4))).lookup(blk("attn_v_b"), (4, 9, 3))
-    assert found.entry is None
-    assert "cannot use blk.0.attn_kv_b.weight" in found.notes[0]
-    assert "has 4 values, not 4 x 3 = 12" in found.notes[0]
+    result = Importance(matrix(attn_kv_b=entry(1, 4))).lookup(blk("attn_v_b"), (4, 9, 3))
+    assert result.entry is None
+    assert "cannot use blk.0.attn_kv_b.weight" in result.notes[0]
+    assert "has 4 values, not 4 x 3 = 12" in result.notes[0]
     both = matrix(ffn_gate_up_exps=entry(1, 4), ffn_up_exps=entry(2, 4))
     assert Importance(both).lookup(blk("ffn_gate_exps"), (4, 9, 2)).entry == blk("ffn_up_exps")
 
@@ -200,22 +200,22 @@ def test_an_alias_of_another_size_is_passed_over_and_reported() -> None:
 @pytest.mark.parametrize("name", ["blk.0.ffn_gate.bias", "blk.0.ffn_gate_inp.weight", "blk.0.cross_attn_q.weight"])
 def test_what_has_no_alias(name: str) -> None:
     imatrix = matrix(ffn_up=entry(1, 4), ffn_up_exps=entry(1, 4), attn_qkv=entry(1, 4))
-    found = Importance(imatrix).lookup(name, (4, 9))
-    assert (found.entry, found.notes) == (None, ("the importance matrix has no entry for it",))
+    result = Importance(imatrix).lookup(name, (4, 9))
+    assert (result.entry, result.notes) == (None, ("the importance matrix has no entry for it",))
 
 
-@pytest.mark.parametrize("kept", ["ffn_up_exps", "ffn_gate_exps"])
-def test_merged_and_unmerged_on_a_real_matrix(data: Path, kept: str) -> None:
+@pytest.mark.parametrize("halves", ["ffn_up_exps", "ffn_gate_exps"])
+def test_merged_and_unmerged_on_a_real_matrix(data: Path, halves: str) -> None:
     """Gate, up and merged tensors have one importance: what the aliases rest on, shown on llama.cpp's data."""
     imatrix = read_imatrix(data / "tiny-moe-imatrix.gguf")
-    dropped = "ffn_gate_exps" if kept == "ffn_up_exps" else "ffn_up_exps"
+    dropped = "ffn_gate_exps" if halves == "ffn_up_exps" else "ffn_up_exps"
     full = imatrix.values("blk.2." + dropped + ".weight").reshape(8, 256)
     del imatrix.entries[f"blk.2.{dropped}.weight"]
     importance = Importance(imatrix)
     for name in (dropped, "ffn_gate_up_exps"):
-        found = importance.lookup(f"blk.2.{name}.weight", (256, 512, 8))
-        assert found.weights is not None
-        assert np.array_equal(found.weights, full)
+        result = importance.lookup(f"blk.2.{name}.weight", (256, 512, 8))
+        assert result.weights is not None
+        assert np.array_equal(result.weights, full)
 
 
 # --- filters ---
@@ -226,8 +226,8 @@ def test_filters_take_substrings_and_repeat() -> None:
     assert Importance(imatrix, include=["ffn_up", "attn"]).names == (blk("ffn_up"), blk("attn_q"))
     assert Importance(imatrix, exclude=["ffn_up", "attn"]).names == (blk("ffn_down"),)
     assert Importance(imatrix).n_entries == 3
-    found = Importance(imatrix, exclude=["attn"]).lookup(blk("attn_q"), (4, 9))
-    assert found.notes == ("its entry is excluded by --exclude-weights",)
+    result = Importance(imatrix, exclude=["attn"]).lookup(blk("attn_q"), (4, 9))
+    assert result.notes == ("its entry is excluded by --exclude-weights",)
 
 
 def test_filters_exclude_each_other() -> None:
@@ -265,11 +265,11 @@ NEEDY = [t for t in TYPES if t.imatrix == "required" or t.needs_imatrix]
 
 
 def test_layers_that_predict_ahead_say_how_to_get_theirs() -> None:
-    found = Importance(matrix(ffn_up=entry(1, 4))).lookup("blk.46.ffn_up.weight", (4, 9))
+    result = Importance(matrix(ffn_up=entry(1, 4))).lookup("blk.46.ffn_up.weight", (4, 9))
     with pytest.raises(RecipeError, match=r"imatrix --nextn.*--tensor-type 'blk\\\.46\\\.="):
-        check_importance(found, "blk.46.ffn_up.weight", type_by_name("IQ2_XXS"), predicts=True)
+        check_importance(result, "blk.46.ffn_up.weight", type_by_name("IQ2_XXS"), predicts=True)
     with pytest.raises(RecipeError) as e:
-        check_importance(found, "blk.46.ffn_up.weight", type_by_name("IQ2_XXS"))
+        check_importance(result, "blk.46.ffn_up.weight", type_by_name("IQ2_XXS"))
     assert "--nextn" not in e.value.message
 
 
@@ -302,19 +302,19 @@ def test_q2_k_in_a_q2_k_s_file() -> None:
 
 
 def test_the_refusal_says_what_is_missing_and_who_demands_it() -> None:
-    found = Importance(matrix(ffn_down=entry(1, 4))).lookup(blk("ffn_up"), (4, 9))
+    result = Importance(matrix(ffn_down=entry(1, 4))).lookup(blk("ffn_up"), (4, 9))
     iq2_s, iq2_xxs = type_by_name("IQ2_S"), type_by_name("IQ2_XXS")
     with pytest.raises(
         RecipeError, match=r"'blk.0.ffn_up.weight' cannot be quantized to IQ2_S: .*no entry for it; .*allows it"
     ):
-        check_importance(found, found.tensor, iq2_s)
-    check_importance(found, found.tensor, iq2_s, ignore_rules=True)
+        check_importance(result, result.tensor, iq2_s)
+    check_importance(result, result.tensor, iq2_s, ignore_rules=True)
     with pytest.raises(
         RecipeError, match=r"no --imatrix was given; the IQ2_XXS encoder.*even with --ignore-imatrix-rules"
     ):
-        check_importance(None, found.tensor, iq2_xxs, ignore_rules=True)
-    there = Importance(matrix(ffn_up=entry(1, 4))).lookup(blk("ffn_up"), (4, 9))
-    check_importance(there, there.tensor, iq2_xxs)
+        check_importance(None, result.tensor, iq2_xxs, ignore_rules=True)
+    rerun = Importance(matrix(ffn_up=entry(1, 4))).lookup(blk("ffn_up"), (4, 9))
+    check_importance(rerun, rerun.tensor, iq2_xxs)
 
 
 # --- coverage ---
@@ -328,8 +328,8 @@ def test_coverage_names_strangers_gaps_and_loans() -> None:
     assert coverage.used == (blk("ffn_up"),)
     # the router is in the model though not quantized; attn_q would have served attn_qkv
     assert coverage.unused == (blk("ssm_in"),)
-    assert [found.tensor for found in coverage.without] == [blk("ffn_down")]
-    assert [found.tensor for found in coverage.aliased] == [blk("ffn_gate")]
+    assert [item.tensor for item in coverage.without] == [blk("ffn_down")]
+    assert [item.tensor for item in coverage.aliased] == [blk("ffn_gate")]
     coverage.check()
     assert coverage.lines() == [
         "importance matrix calib.gguf: 1 of 4 entries used, 2 not needed, 1 of tensors this model does not have, "
@@ -354,18 +354,18 @@ def test_the_matrix_of_another_model_is_refused() -> None:
 @pytest.mark.parametrize("name", ["IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S", "IQ4_XS", "Q2_K"])
 def test_llama_quantize_refuses_the_same_types(llama_bin: Path, tiny_moe: Path, tmp_path: Path, name: str) -> None:
     command = [llama_bin / "llama-quantize", "--tensor-type", f"blk.0.ffn_up_exps={name}", tiny_moe, tmp_path / "x"]
-    done = subprocess.run([*map(str, command), "Q8_0", "2"], capture_output=True, text=True, check=False)
+    process = subprocess.run([*map(str, command), "Q8_0", "2"], capture_output=True, text=True, check=False)
     refused = importance_requirement(blk("ffn_up_exps"), type_by_name(name), preset="Q8_0") is not None
-    assert (done.returncode != 0) == refused
-    assert ("requires an imatrix" in done.stdout + done.stderr) == refused
+    assert (process.returncode != 0) == refused
+    assert ("requires an imatrix" in process.stdout + process.stderr) == refused
 
 
 @pytest.mark.peer
 def test_llama_quantize_refuses_the_same_sizes(llama_bin: Path, tiny_moe: Path, data: Path, tmp_path: Path) -> None:
     imatrix = read_imatrix(data / "tiny-moe-imatrix.gguf")
     name = "blk.1.ffn_up_exps.weight"
-    whole = imatrix.entries[name]
-    imatrix.entries[name] = ImatrixEntry(whole.sums[:1], whole.counts[:1])  # one row for eight experts
+    full_entry = imatrix.entries[name]
+    imatrix.entries[name] = ImatrixEntry(full_entry.sums[:1], full_entry.counts[:1])  # one row for eight experts
     write_imatrix(tmp_path / "short.gguf", imatrix)
     command = [
         llama_bin / "llama-quantize",
@@ -376,8 +376,8 @@ def test_llama_quantize_refuses_the_same_sizes(llama_bin: Path, tiny_moe: Path, 
         "Q4_K",
         "2",
     ]
-    done = subprocess.run([*map(str, command)], capture_output=True, text=True, check=False)
-    assert done.returncode != 0
-    assert "imatrix size 256 is different from tensor size 2048" in done.stdout + done.stderr
+    process = subprocess.run([*map(str, command)], capture_output=True, text=True, check=False)
+    assert process.returncode != 0
+    assert "imatrix size 256 is different from tensor size 2048" in process.stdout + process.stderr
     with pytest.raises(FormatError, match="has 256 values.*needs 256 x 8 = 2048"):
         Importance(read_imatrix(tmp_path / "short.gguf")).lookup(name, (256, 256, 8))

@@ -64,21 +64,21 @@ def test_a_recipe_s_file_is_a_pattern_too(llama: Path, tmp_path: Path) -> None:
     with open_gguf(out) as file:
         assert file.get("general.file_type") == 2
         assert file.get("quantkit.quantize.recipe").splitlines() == ["--like p.gguf"]
-    found = like(llama, pattern, out, tensor_type=(".*=Q6_K",), leave_output_tensor=True)
-    assert found["output_norm.weight"] == "F32"
-    assert found["output.weight"] == "F16"
-    assert {found[name] for name in found if "norm" not in name and name != "output.weight"} == {"Q6_K"}
+    actual = like(llama, pattern, out, tensor_type=(".*=Q6_K",), leave_output_tensor=True)
+    assert actual["output_norm.weight"] == "F32"
+    assert actual["output.weight"] == "F16"
+    assert {actual[name] for name in actual if "norm" not in name and name != "output.weight"} == {"Q6_K"}
 
 
 def test_experts_may_be_merged_in_one_and_apart_in_the_other(tmp_path: Path) -> None:
-    source, apart, out = moe(tmp_path / "m.gguf"), tmp_path / "apart.gguf", tmp_path / "o.gguf"
-    quantize(source, apart, "Q4_0", QuantizeOptions(tensor_type=("ffn_down_exps=Q5_1",)))
+    source, separate, out = moe(tmp_path / "m.gguf"), tmp_path / "apart.gguf", tmp_path / "o.gguf"
+    quantize(source, separate, "Q4_0", QuantizeOptions(tensor_type=("ffn_down_exps=Q5_1",)))
     merged, merged_source = tmp_path / "merged.gguf", tmp_path / "ms.gguf"
-    merge_up_gate(apart, merged)
+    merge_up_gate(separate, merged)
     merge_up_gate(source, merged_source)
-    assert like(source, merged, out) == types(apart)
-    assert like(merged_source, apart, out) == types(merged) == like(source, apart, out, merge_up_gate=True)
-    assert like(merged_source, merged, out, split_up_gate=True) == types(apart)
+    assert like(source, merged, out) == types(separate)
+    assert like(merged_source, separate, out) == types(merged) == like(source, separate, out, merge_up_gate=True)
+    assert like(merged_source, merged, out, split_up_gate=True) == types(separate)
     torn = tmp_path / "torn.gguf"
     quantize(source, torn, "Q4_0", QuantizeOptions(tensor_type=("ffn_up_exps=Q5_1",)))
     with pytest.raises(QuantkitError, match="merged they can have only one type"):
@@ -87,10 +87,10 @@ def test_experts_may_be_merged_in_one_and_apart_in_the_other(tmp_path: Path) -> 
 
 
 def test_layers_that_are_pruned_need_not_be_in_the_pattern(llama: Path, tmp_path: Path) -> None:
-    whole, less, out = tmp_path / "w.gguf", tmp_path / "l.gguf", tmp_path / "o.gguf"
-    quantize(llama, whole, "Q4_0", QuantizeOptions(tensor_type=("blk.1.=Q5_1",)))
+    full, less, out = tmp_path / "w.gguf", tmp_path / "l.gguf", tmp_path / "o.gguf"
+    quantize(llama, full, "Q4_0", QuantizeOptions(tensor_type=("blk.1.=Q5_1",)))
     quantize(llama, less, "Q8_0", QuantizeOptions(prune_layers=(0,)))
-    assert like(llama, whole, out, prune_layers=(0,))["blk.0.attn_q.weight"] == "Q5_1"
+    assert like(llama, full, out, prune_layers=(0,))["blk.0.attn_q.weight"] == "Q5_1"
     assert like(llama, less, out, prune_layers=(0,))["blk.0.attn_q.weight"] == "Q8_0"
 
 
@@ -98,20 +98,20 @@ def test_what_differs_is_an_error_or_a_note(llama: Path, tmp_path: Path) -> None
     pattern, out = tmp_path / "p.gguf", tmp_path / "o.gguf"
     quantize(llama, pattern, "Q4_0")
 
-    def planned(tensors: dict[str, tuple[tuple[int, ...], str]], options: QuantizeOptions | None = None) -> list[str]:
+    def notes_of(tensors: dict[str, tuple[tuple[int, ...], str]], options: QuantizeOptions | None = None) -> list[str]:
         source = write_model(tmp_path / "m.gguf", tensors)
         return list(plan_quantize(source, out, "LIKE", options or QuantizeOptions(like=pattern)).notes)
 
-    more = llama_tensors() | {"blk.1.attn_gate.weight": ((256, 256), "F16")}
+    with_gate = llama_tensors() | {"blk.1.attn_gate.weight": ((256, 256), "F16")}
     with pytest.raises(QuantkitError, match=r"has no such tensors: blk.1.attn_gate.weight .*rules or options"):
-        planned(more)
+        notes_of(with_gate)
     rule = QuantizeOptions(like=pattern, tensor_type=("attn_gate=Q4_0",))
-    assert not planned(more, rule)
+    assert not notes_of(with_gate, rule)
     fewer = llama_tensors()
     del fewer["output.weight"]
-    assert [note for note in planned(fewer) if "also has output.weight, which" in note]
+    assert [note for note in notes_of(fewer) if "also has output.weight, which" in note]
     with pytest.raises(QuantkitError, match=r"weight is 256 x 64 there and 256 x 96 here"):
-        planned(llama_tensors(vocab=96))
+        notes_of(llama_tensors(vocab=96))
     with pytest.raises(QuantkitError, match="of architecture llama, the model of qwen3"):
         plan_quantize(
             write_model(tmp_path / "q.gguf", llama_tensors(), llama_fields(general__architecture="qwen3")),
@@ -149,10 +149,10 @@ def test_a_checkpoint_has_a_pattern_too(tmp_path: Path) -> None:
     convert(folder, pattern, "Q5_0", PRE, QuantizeOptions(**EXACT))
     convert(folder, out, "LIKE", PRE, QuantizeOptions(like=pattern, **EXACT))
     assert out.read_bytes() == pattern.read_bytes()
-    found = run("convert", "--pre", "gpt-2", "--like", pattern, "--merge-up-gate", folder, tmp_path / "m.gguf")
-    assert found.exit_code == 0, found.output
+    result = run("convert", "--pre", "gpt-2", "--like", pattern, "--merge-up-gate", folder, tmp_path / "m.gguf")
+    assert result.exit_code == 0, result.output
     merged = types(tmp_path / "m.gguf")
     assert merged["blk.0.ffn_gate_up_exps.weight"] == "Q5_0"
     assert {name: t for name, t in merged.items() if "gate_up" not in name}.items() < types(pattern).items()
-    found = run("convert", "--pre", "gpt-2", "--dry-run", "--like", pattern, folder, "Q8_0")
-    assert "omit Q8_0" in found.output
+    result = run("convert", "--pre", "gpt-2", "--dry-run", "--like", pattern, folder, "Q8_0")
+    assert "omit Q8_0" in result.output

@@ -46,7 +46,7 @@ def test_whole_models_load_in_llama_cpp(name: str) -> None:
         shapes = {t.name: t.shape for t in file.tensors.values()}
         assert load("llama.cpp", file.fields, shapes) == ()
         less = [{n: shape for n, shape in shapes.items() if n != name} for name in shapes]
-        refused = sum(bool(load("llama.cpp", file.fields, rest)) for rest in less)
+        refused = sum(bool(load("llama.cpp", file.fields, remaining_tensors)) for remaining_tensors in less)
         assert refused > len(shapes) // 8  # the others are optional, scales above all
         extra = load("llama.cpp", file.fields, {**shapes, "surplus.weight": (4,)})
         assert extra == (Problem(ProblemKind.UNKNOWN, "surplus.weight"),)

@@ -35,9 +35,9 @@ def sha256(path: Path) -> str:
 def exchange(source: Path, path: Path) -> Path:
     """Give the gate experts of ``source`` the weights of its up experts, and the other way round."""
     with open_gguf(source) as opened:
-        other = {n: n.replace("ffn_up_exps", "ffn_gate_exps") for n in opened.tensors if "ffn_up_exps" in n}
-        other |= {gate: up for up, gate in other.items()}
-        tensors = [(n, t.shape, t.type, opened.data(other.get(n, n))) for n, t in opened.tensors.items()]
+        partners = {n: n.replace("ffn_up_exps", "ffn_gate_exps") for n in opened.tensors if "ffn_up_exps" in n}
+        partners |= {gate: up for up, gate in partners.items()}
+        tensors = [(n, t.shape, t.type, opened.data(partners.get(n, n))) for n, t in opened.tensors.items()]
         write_gguf(path, opened.fields.values(), tensors)
     return path
 
@@ -53,8 +53,8 @@ def test_apart_and_merged_again_it_computes_the_same(zoo: Zoo, llama_bin: Path, 
     split_up_gate(files[0], files[1])
     merge = merge_up_gate(files[1], files[2])
     assert merge.loads_merged[MAINLINE]
-    with open_gguf(files[1]) as apart:
-        assert not any("ffn_gate_up_exps" in tensor for tensor in apart.tensors)
+    with open_gguf(files[1]) as separate:
+        assert not any("ffn_gate_up_exps" in tensor for tensor in separate.tensors)
     assert sha256(files[2]) == sha256(files[0]) != sha256(files[1])
     for file in files:
         assert nmse(Libllama(llama_bin).logits(file, tokens), logits) <= 1e-8
@@ -120,14 +120,14 @@ def chunks(ik: Libllama, tiny_moe: Path, data: Path) -> Ids:
 def test_merged_experts_have_the_perplexity_of_separate_ones(
     ik: Libllama, chunks: Ids, llama_bin: Path, tiny_moe: Path, data: Path, tmp_path: Path, type_name: str
 ) -> None:
-    apart, merged = tmp_path / "apart.gguf", tmp_path / "merged.gguf"
-    quantize(tiny_moe, apart, type_name, QuantizeOptions(imatrix=data / "tiny-moe-imatrix.gguf"))
-    assert dict(merge_up_gate(apart, merged).loads_merged) == {MAINLINE: False, IK: True}
-    merge_up_gate(exchange(apart, tmp_path / "wrong.gguf"), tmp_path / "up-first.gguf")
-    separate = ik.logits(apart, chunks)
-    together = ik.logits(merged, chunks)
-    before, after = perplexity(separate, chunks), perplexity(together, chunks)
-    assert nmse(together, separate) <= 1e-8
+    separate_file, merged = tmp_path / "apart.gguf", tmp_path / "merged.gguf"
+    quantize(tiny_moe, separate_file, type_name, QuantizeOptions(imatrix=data / "tiny-moe-imatrix.gguf"))
+    assert dict(merge_up_gate(separate_file, merged).loads_merged) == {MAINLINE: False, IK: True}
+    merge_up_gate(exchange(separate_file, tmp_path / "wrong.gguf"), tmp_path / "up-first.gguf")
+    separate = ik.logits(separate_file, chunks)
+    merged_logits = ik.logits(merged, chunks)
+    before, after = perplexity(separate, chunks), perplexity(merged_logits, chunks)
+    assert nmse(merged_logits, separate) <= 1e-8
     assert after == pytest.approx(before, rel=1e-5)
     assert 30 < before < 40
     assert perplexity(ik.logits(tmp_path / "up-first.gguf", chunks), chunks) > 5 * before
@@ -139,8 +139,8 @@ def test_merged_experts_have_the_perplexity_of_separate_ones(
 def test_merged_experts_generate_as_separate_ones(ik: Libllama, chunks: Ids, tiny_moe: Path, tmp_path: Path) -> None:
     """One token at a time, where other kernels are at work."""
     merge_up_gate(tiny_moe, tmp_path / "merged.gguf")
-    separate, together = (ik.logits(file, chunks[0, :64], batch=1) for file in (tiny_moe, tmp_path / "merged.gguf"))
-    assert nmse(together, separate) <= 1e-8
+    separate, merged = (ik.logits(file, chunks[0, :64], batch=1) for file in (tiny_moe, tmp_path / "merged.gguf"))
+    assert nmse(merged, separate) <= 1e-8
 
 
 @pytest.mark.peer

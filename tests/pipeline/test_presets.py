@@ -41,19 +41,19 @@ def test_a_number_belongs_to_one_preset_of_a_tree() -> None:
 
 @pytest.mark.parametrize(("name", "number"), re.findall(r"(\w+) (\d+)\s", LLAMA_CPP))
 def test_mainline_names_and_numbers(name: str, number: str) -> None:
-    found = preset_by_name(name)
-    assert found.ftype == int(number)
-    assert found.mixes
-    assert preset_by_name(number) == found == preset_by_name(f" {name.lower()} ")
+    preset = preset_by_name(name)
+    assert preset.ftype == int(number)
+    assert preset.mixes
+    assert preset_by_name(number) == preset == preset_by_name(f" {name.lower()} ")
 
 
 @pytest.mark.peer
 def test_numbers_as_llama_quantize_lists_them(llama_bin: Path) -> None:
     text = subprocess.run([llama_bin / "llama-quantize", "--help"], capture_output=True, text=True, check=False).stdout
-    listed = re.findall(r"^ +(\d+) +or +(\w+) *:", text, re.MULTILINE)
-    assert len(listed) == 38
+    rows = re.findall(r"^ +(\d+) +or +(\w+) *:", text, re.MULTILINE)
+    assert len(rows) == 38
     assert "COPY" in text
-    for number, name in listed:
+    for number, name in rows:
         assert preset_by_name(name).ftype == int(number)
 
 
@@ -61,11 +61,11 @@ def test_numbers_as_llama_quantize_lists_them(llama_bin: Path) -> None:
 def test_names_as_ik_lists_them(ik_bin: Path) -> None:
     env = {"LD_LIBRARY_PATH": f"{ik_bin.parents[1]}/ik_llama_cpp_python.libs:{ik_bin.parent}/lib"}
     run = subprocess.run([ik_bin / "llama-quantize", "--help"], capture_output=True, text=True, check=False, env=env)
-    listed = re.findall(r"^ +(\d+) +or +(\w+) *:", run.stdout, re.MULTILINE)
-    assert len(listed) > 70
-    ours = {p.name: p.ftype for p in IK}
-    for number, name in listed:
-        assert ours[PRESET_ALIASES.get(name, name)] == int(number)
+    rows = re.findall(r"^ +(\d+) +or +(\w+) *:", run.stdout, re.MULTILINE)
+    assert len(rows) > 70
+    numbers = {p.name: p.ftype for p in IK}
+    for number, name in rows:
+        assert numbers[PRESET_ALIASES.get(name, name)] == int(number)
 
 
 @pytest.mark.parametrize(
@@ -79,9 +79,9 @@ def test_names_as_ik_lists_them(ik_bin: Path) -> None:
     ],
 )
 def test_types_without_a_mixture(text: str, name: str, ftype: int, base: str) -> None:
-    found = preset_by_name(text)
-    assert (found.name, found.ftype, found.base) == (name, ftype, BY_NAME[base])
-    assert not found.mixes
+    preset = preset_by_name(text)
+    assert (preset.name, preset.ftype, preset.base) == (name, ftype, BY_NAME[base])
+    assert not preset.mixes
 
 
 @pytest.mark.parametrize("t", [t for t in TYPES if presets.is_target(t)], ids=str)
@@ -101,9 +101,9 @@ def test_every_type_for_weights_is_a_name(t: object) -> None:
     ],
 )
 def test_mixtures_of_ik(text: str, name: str, ftype: int, base: str) -> None:
-    found = preset_by_name(text)
-    assert (found.name, found.ftype, found.base, found.mixes) == (name, ftype, BY_NAME[base], True)
-    assert presets.rules_of(found) == "ik"
+    preset = preset_by_name(text)
+    assert (preset.name, preset.ftype, preset.base, preset.mixes) == (name, ftype, BY_NAME[base], True)
+    assert presets.rules_of(preset) == "ik"
 
 
 def test_rules_of_a_tree() -> None:
@@ -165,8 +165,8 @@ def test_tables_name_only_presets_types_and_conditions() -> None:
 
 def test_pick_takes_the_first_row_that_holds() -> None:
     place = Place(i=0, n=32, facts=ModelFacts("llama", 32, n_head=32, n_head_kv=8), has_imatrix=False)
-    found = type_rules.pick(type_rules_llama.ATTN_V["Q2_K"], place)
-    assert found == (BY_NAME["Q4_K"], "4+ heads a kv head")
+    result = type_rules.pick(type_rules_llama.ATTN_V["Q2_K"], place)
+    assert result == (BY_NAME["Q4_K"], "4+ heads a kv head")
     assert type_rules.pick((), place) is None
     assert type_rules.holds("first 8th, no imatrix", place)
     assert not type_rules.holds("first 8th, imatrix", place)

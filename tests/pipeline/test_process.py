@@ -21,50 +21,51 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_model(tmp_path_factory.mktemp("m") / "é日.gguf", tensors)
 
 
-def shell(command: str, **more: str) -> subprocess.CompletedProcess[bytes]:
-    environment = {**os.environ, "PYTHONPATH": ROOT, **more}
+def shell(command: str, **variables: str) -> subprocess.CompletedProcess[bytes]:
+    environment = {**os.environ, "PYTHONPATH": ROOT, **variables}
     return subprocess.run(["bash", "-c", command], capture_output=True, check=False, env=environment)
 
 
 def test_a_closed_output_takes_no_file(model: Path, tmp_path: Path) -> None:
     """Descriptor 1 is free, so that without care the output would be it, and take what is printed."""
     quantkit = " ".join(QUANTKIT)
-    done = shell(f"{quantkit} inspect '{model}' >&- && {quantkit} quantize '{model}' {tmp_path}/o.gguf Q8_0 >&- 2>&-")
-    assert (done.returncode, done.stderr) == (0, b"")
-    done = shell(f"{quantkit} quantize '{model}' {tmp_path}/p.gguf Q8_0")
+    process = shell(
+        f"{quantkit} inspect '{model}' >&- && {quantkit} quantize '{model}' {tmp_path}/o.gguf Q8_0 >&- 2>&-"
+    )
+    assert (process.returncode, process.stderr) == (0, b"")
+    process = shell(f"{quantkit} quantize '{model}' {tmp_path}/p.gguf Q8_0")
     assert (tmp_path / "o.gguf").read_bytes() == (tmp_path / "p.gguf").read_bytes()
 
 
 def test_a_closed_input_is_named(model: Path) -> None:
-    done = shell(f"{' '.join(QUANTKIT)} perplexity -m '{model}' -f - <&-")
-    assert done.returncode == 1
-    assert b"standard input is closed" in done.stderr
-    assert b"Traceback" not in done.stderr
+    process = shell(f"{' '.join(QUANTKIT)} perplexity -m '{model}' -f - <&-")
+    assert process.returncode == 1
+    assert b"standard input is closed" in process.stderr
+    assert b"Traceback" not in process.stderr
 
 
 def test_what_the_terminal_cannot_show_is_escaped(model: Path) -> None:
     for encoding in ("ascii", "latin-1"):
         inspect = f"{' '.join(QUANTKIT)} inspect '{model}'"
-        done = shell(f"{inspect} && {' '.join(QUANTKIT)} types", PYTHONIOENCODING=encoding)
-        assert (done.returncode, done.stderr) == (0, b"")
-    assert rb"\u65e5.gguf" in done.stdout
-    done = shell(
+        process = shell(f"{inspect} && {' '.join(QUANTKIT)} types", PYTHONIOENCODING=encoding)
+        assert (process.returncode, process.stderr) == (0, b"")
+    assert rb"\u65e5.gguf" in process.stdout
+    process = shell(
         f"{' '.join(QUANTKIT)} quantize '{model}' /tmp/none/o.gguf Q4_K_M --dry-run", PYTHONIOENCODING="latin-1"
     )
-    assert done.returncode == 0
-    assert b"Traceback" not in done.stderr
-    assert b"\x1b" not in done.stdout + done.stderr
+    assert process.returncode == 0
+    assert b"Traceback" not in process.stderr
+    assert b"\x1b" not in process.stdout + process.stderr
 
 
 def test_a_folder_that_is_gone_is_named(tmp_path: Path) -> None:
-    gone = tmp_path / "gone"
-    gone.mkdir()
-    done = shell(
-        f"cd {gone} && rmdir {gone} && {sys.executable} -c 'from quantkit.__main__ import main; main()' inspect m.gguf"
-    )
-    assert done.returncode == 1
-    assert b"the working directory was removed" in done.stderr
-    assert len(done.stderr.splitlines()) == 1
+    folder = tmp_path / "gone"
+    folder.mkdir()
+    program = f"{sys.executable} -c 'from quantkit.__main__ import main; main()'"
+    process = shell(f"cd {folder} && rmdir {folder} && {program} inspect m.gguf")
+    assert process.returncode == 1
+    assert b"the working directory was removed" in process.stderr
+    assert len(process.stderr.splitlines()) == 1
 
 
 #: Ctrl-C that a package makes an error of its own of, as numpy's import does, and numba's compiler.
@@ -90,5 +91,7 @@ main()
 @pytest.mark.parametrize(("module", "error"), [("quantkit.inspect", "ImportError"), ("numpy", "RuntimeError")])
 def test_ctrl_c_is_no_error_of_another_kind(model: Path, module: str, error: str) -> None:
     command = [sys.executable, "-c", _SWALLOWED, module, error, "inspect", str(model)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, env={**os.environ, "PYTHONPATH": ROOT})
-    assert (done.returncode, done.stderr.strip()) == (130, "interrupted")
+    process = subprocess.run(
+        command, capture_output=True, text=True, check=False, env={**os.environ, "PYTHONPATH": ROOT}
+    )
+    assert (process.returncode, process.stderr.strip()) == (130, "interrupted")

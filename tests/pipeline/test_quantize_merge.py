@@ -92,7 +92,7 @@ def test_tiny_moe(tmp_path: Path, data: Path, tiny_moe: Path, type_name: str, im
 
 
 @pytest.mark.parametrize(
-    "more",
+    "changes",
     [
         {"prune_layers": (1,)},
         {"split_max_size": 1_000_000},
@@ -103,9 +103,9 @@ def test_tiny_moe(tmp_path: Path, data: Path, tiny_moe: Path, type_name: str, im
     ],
     ids=str,
 )
-def test_options_mean_the_same(tmp_path: Path, data: Path, tiny_moe: Path, more: dict[str, object]) -> None:
+def test_options_mean_the_same(tmp_path: Path, data: Path, tiny_moe: Path, changes: dict[str, object]) -> None:
     source = quantize(tiny_moe, tmp_path / "s.gguf", "COPY", replace(PLAIN, split_max_size=3_000_000)).paths[2]
-    options = replace(PLAIN, imatrix=data / "tiny-moe-imatrix.gguf", **more)  # type: ignore[arg-type]
+    options = replace(PLAIN, imatrix=data / "tiny-moe-imatrix.gguf", **changes)  # type: ignore[arg-type]
     assert_one_pass_is_two(tmp_path / "merge", source, "Q4_K_M", options)
     merged = next(p for p in (tmp_path / "merge").glob("between*.gguf"))
     assert_one_pass_is_two(tmp_path / "split", merged, "Q4_K_M", options, "split")
@@ -146,14 +146,14 @@ def test_any_model(
 def test_importance_may_have_either_name(tmp_path: Path, data: Path, tiny_moe: Path) -> None:
     separate, merged = data / "tiny-moe-imatrix.gguf", tmp_path / "merged.gguf"
     write_imatrix(merged, merge_imatrix(separate), "gguf")
-    made = []
+    outputs = []
     for name, path in (("a", separate), ("b", merged)):
         options = QuantizeOptions(imatrix=path, merge_up_gate=True)
-        made.append(tensor_bytes(quantize(tiny_moe, tmp_path / name, "Q4_K_M", options).paths[0]))
-    assert made[0] == made[1]
+        outputs.append(tensor_bytes(quantize(tiny_moe, tmp_path / name, "Q4_K_M", options).paths[0]))
+    assert outputs[0] == outputs[1]
     without = quantize(tiny_moe, tmp_path / "c", "Q4_K_M", QuantizeOptions(merge_up_gate=True))
     name = "blk.0.ffn_gate_up_exps.weight"
-    assert tensor_bytes(without.paths[0])[name] != made[0][name]
+    assert tensor_bytes(without.paths[0])[name] != outputs[0][name]
 
 
 def test_what_is_merged_on_the_way_comes_apart_again(tmp_path: Path, tiny_moe: Path) -> None:
@@ -161,10 +161,10 @@ def test_what_is_merged_on_the_way_comes_apart_again(tmp_path: Path, tiny_moe: P
     for prune in ((), (1,)):
         options = replace(PLAIN, prune_layers=prune)
         merged = quantize(tiny_moe, tmp_path / "m", "Q8_0", replace(options, merge_up_gate=True), overwrite=True)
-        apart = split_up_gate(merged.paths[0], tmp_path / "s", overwrite=True).plan.shards[0].path
+        path = split_up_gate(merged.paths[0], tmp_path / "s", overwrite=True).plan.shards[0].path
         direct = quantize(tiny_moe, tmp_path / "d", "Q8_0", options, overwrite=True).paths[0]
-        assert tensor_bytes(apart) == tensor_bytes(direct)
-        with open_gguf(apart) as file, open_gguf(tiny_moe) as source:
+        assert tensor_bytes(path) == tensor_bytes(direct)
+        with open_gguf(path) as file, open_gguf(tiny_moe) as source:
             assert not any(key.startswith("quantkit.") for key in file.fields)
             if not prune:
                 assert list(file.tensors) == list(source.tensors)
@@ -173,8 +173,8 @@ def test_what_is_merged_on_the_way_comes_apart_again(tmp_path: Path, tiny_moe: P
 @pytest.mark.parametrize("record", [["blk.7.ffn_up_exps.weight"], [1, 2], "text", 5], ids=str)
 def test_a_record_of_something_else_does_not_outlive_pruning(tmp_path: Path, record: object) -> None:
     source = model(tmp_path / "s.gguf", fields=[*FIELDS, Field.of("quantkit.merge.tensors", record)])
-    made = quantize(source, tmp_path / "o.gguf", "Q8_0", QuantizeOptions(prune_layers=(1,))).paths[0]
-    with open_gguf(made) as file:
+    path = quantize(source, tmp_path / "o.gguf", "Q8_0", QuantizeOptions(prune_layers=(1,))).paths[0]
+    with open_gguf(path) as file:
         assert file.get("quantkit.merge.tensors") is None
 
 
@@ -182,8 +182,8 @@ def test_the_file_says_what_was_done(tmp_path: Path, tiny_moe: Path) -> None:
     merged = quantize(tiny_moe, tmp_path / "m", "Q8_0", QuantizeOptions(merge_up_gate=True)).paths[0]
     with open_gguf(merged) as file:
         assert file.get("quantkit.quantize.recipe") == "Q8_0\n--merge-up-gate"
-    apart = quantize(merged, tmp_path / "s", "COPY", QuantizeOptions(split_up_gate=True)).paths[0]
-    with open_gguf(apart) as file:
+    path = quantize(merged, tmp_path / "s", "COPY", QuantizeOptions(split_up_gate=True)).paths[0]
+    with open_gguf(path) as file:
         assert file.get("quantkit.quantize.recipe") == "Q8_0\n--merge-up-gate"
         assert file.get("quantkit.copy.recipe") == ["COPY\n--split-up-gate"]
 
@@ -201,19 +201,19 @@ def test_halves_of_different_types_are_encoded_from_their_own(
     options = replace(PLAIN, allow_requantize=True)
     wide = merge_up_gate(source, tmp_path / "w.gguf", reencode="F32").plan.shards[0].path
     want = tensor_bytes(quantize(wide, tmp_path / "a.gguf", type_name, options).paths[0])
-    made = quantize(source, tmp_path / "b.gguf", type_name, replace(options, merge_up_gate=True))
-    got, halves = tensor_bytes(made.paths[0]), tensor_bytes(source)
-    for name, (t, raw) in got.items():
+    result = quantize(source, tmp_path / "b.gguf", type_name, replace(options, merge_up_gate=True))
+    actual, halves = tensor_bytes(result.paths[0]), tensor_bytes(source)
+    for name, (t, raw) in actual.items():
         if type_name not in (gate, up) or "gate_up" not in name:
             assert (t, raw) == want[name], name
     for layer in (0, 2):
-        t, raw = got[f"blk.{layer}.ffn_gate_up_exps.weight"]
+        t, raw = actual[f"blk.{layer}.ffn_gate_up_exps.weight"]
         size = len(raw) // 4
-        for at, half in enumerate(("gate", "up")):
+        for position, half in enumerate(("gate", "up")):
             was, before = halves[f"blk.{layer}.ffn_{half}_exps.weight"]
             if was == t:
-                assert [raw[2 * e * size + at * size :][:size] for e in (0, 1)] == [before[:size], before[size:]]
-    tensor = next(t for t in made.plan.tensors if t.name == "blk.0.ffn_gate_up_exps.weight")
+                assert [raw[2 * e * size + position * size :][:size] for e in (0, 1)] == [before[:size], before[size:]]
+    tensor = next(t for t in result.plan.tensors if t.name == "blk.0.ffn_gate_up_exps.weight")
     assert tensor.reason.startswith(f"merged from {gate} and {up}; ")
 
 
@@ -324,5 +324,5 @@ def test_it_can_be_interrupted_and_resumed(tmp_path: Path, tiny_moe: Path) -> No
     with pytest.raises(KeyboardInterrupt):
         quantize(tiny_moe, out, "Q4_K_M", options, threads=1, observer=StopAfter())
     assert quantize(tiny_moe, out, "Q4_K_M", options, resume=True).run.resumed > 10
-    whole = quantize(tiny_moe, tmp_path / "w.gguf", "Q4_K_M", options).paths[0]
-    assert out.read_bytes() == whole.read_bytes()
+    full = quantize(tiny_moe, tmp_path / "w.gguf", "Q4_K_M", options).paths[0]
+    assert out.read_bytes() == full.read_bytes()

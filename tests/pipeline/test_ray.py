@@ -93,7 +93,7 @@ def both_work(monkeypatch: pytest.MonkeyPatch) -> None:
     took, gave = threading.Event(), threading.Event()
     take, give = ray_tasks._Jobs._next_job, ray_tasks._Jobs.batch
 
-    def taken(jobs: ray_tasks._Jobs) -> jobs_module.Job | None:
+    def take_job(jobs: ray_tasks._Jobs) -> jobs_module.Job | None:
         if took.is_set():
             gave.wait(60)
         job = take(jobs)
@@ -102,26 +102,26 @@ def both_work(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def batch(jobs: ray_tasks._Jobs, node: Node) -> list[jobs_module.Job] | None:
         took.wait(60)
-        found = give(jobs, node)
+        jobs_of_batch = give(jobs, node)
         gave.set()
-        return found
+        return jobs_of_batch
 
-    monkeypatch.setattr(ray_tasks._Jobs, "_next_job", taken)
+    monkeypatch.setattr(ray_tasks._Jobs, "_next_job", take_job)
     monkeypatch.setattr(ray_tasks._Jobs, "batch", batch)
 
 
 class Watch:
-    """An observer that calls ``at`` with what was written so far."""
+    """An observer that calls ``on_bytes`` with what was written so far."""
 
-    def __init__(self, at: Callable[[int], None] = lambda nbytes: None) -> None:
-        self.at, self.nbytes, self.texts = at, 0, list[str]()
+    def __init__(self, on_bytes: Callable[[int], None] = lambda nbytes: None) -> None:
+        self.on_bytes, self.nbytes, self.texts = on_bytes, 0, list[str]()
 
     def on_resume(self, tensors: int, nbytes: int) -> None:
         pass
 
     def on_write(self, nbytes: int) -> None:
         self.nbytes += nbytes
-        self.at(self.nbytes)
+        self.on_bytes(self.nbytes)
 
     def on_tensor(self, tensor: object) -> None:
         pass
@@ -137,9 +137,9 @@ def same_bytes(a: Source, b: Source) -> None:
     """Two sources give the same tensors."""
     assert list(a.tensors) == list(b.tensors)
     assert a.fingerprint() == b.fingerprint()
-    one, other = Buffers(), Buffers()
+    one, second = Buffers(), Buffers()
     for name, tensor in a.tensors.items():
-        x, y = one.get("x", tensor.nbytes), other.get("x", tensor.nbytes)
+        x, y = one.get("x", tensor.nbytes), second.get("x", tensor.nbytes)
         a.read(tensor, x, 0)
         b.read(b.tensors[name], y, 0)
         assert np.array_equal(x, y), name
@@ -160,11 +160,11 @@ def test_a_plan_and_its_source_travel(tmp_path: Path, monkeypatch: pytest.Monkey
                 same_bytes(opened, source)
         assert [(t.name, t.type, t.offset) for t in tensors] == [(t.name, t.type, t.offset) for t in plan.tensors]
         assert all(a.type is b.type for a, b in zip(tensors, plan.tensors, strict=True))
-        found = [
+        actual = [
             (a.importance, b.importance) for a, b in zip(tensors, plan.tensors, strict=True) if b.importance is not None
         ]
-        assert found
-        assert all(np.array_equal(a.weights, b.weights) for a, b in found)
+        assert actual
+        assert all(np.array_equal(a.weights, b.weights) for a, b in actual)
 
 
 @pytest.mark.parametrize("name", ["qwen3-moe", "deepseek-v3", "gpt-oss"])
@@ -183,15 +183,15 @@ def test_a_checkpoint_travels(name: str, tmp_path: Path, monkeypatch: pytest.Mon
 
 def test_quantize_gives_the_bytes_of_threads(nodes: Any, tmp_path: Path, small_jobs: None, both_work: None) -> None:
     a, b = tmp_path / "a.gguf", tmp_path / "b.gguf"
-    ours = quantize(MODEL, a, "Q4_K_M", WITH_IMATRIX, measure_error=True)
-    theirs = quantize(MODEL, b, "Q4_K_M", WITH_IMATRIX, measure_error=True, ray="auto")
+    by_threads = quantize(MODEL, a, "Q4_K_M", WITH_IMATRIX, measure_error=True)
+    by_nodes = quantize(MODEL, b, "Q4_K_M", WITH_IMATRIX, measure_error=True, ray="auto")
     assert a.read_bytes() == b.read_bytes()
-    assert ours.run.sums == theirs.run.sums
-    assert not ours.run.nodes
-    assert sorted(node.cpus for node in theirs.run.nodes) == [1, 2]
-    assert theirs.threads == 3
-    assert all(node.nbytes for node in theirs.run.nodes)
-    assert sum(node.nbytes for node in theirs.run.nodes) == sum(t.nbytes for t in theirs.plan.tensors)
+    assert by_threads.run.sums == by_nodes.run.sums
+    assert not by_threads.run.nodes
+    assert sorted(node.cpus for node in by_nodes.run.nodes) == [1, 2]
+    assert by_nodes.threads == 3
+    assert all(node.nbytes for node in by_nodes.run.nodes)
+    assert sum(node.nbytes for node in by_nodes.run.nodes) == sum(t.nbytes for t in by_nodes.plan.tensors)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["a.gguf", "b.gguf"]
 
 
@@ -221,58 +221,58 @@ def test_convert_and_merge_give_the_bytes_of_threads(nodes: Any, tmp_path: Path)
 def test_nodes_use_the_cache(nodes: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its folder may be given as it is called from here."""
     monkeypatch.chdir(tmp_path)
-    ours = quantize(MODEL, "a.gguf", "Q4_0", cache="cache")
-    theirs = quantize(MODEL, "b.gguf", "Q4_0", cache="cache", ray="auto")
+    by_threads = quantize(MODEL, "a.gguf", "Q4_0", cache="cache")
+    by_nodes = quantize(MODEL, "b.gguf", "Q4_0", cache="cache", ray="auto")
     assert Path("a.gguf").read_bytes() == Path("b.gguf").read_bytes()
-    assert ours.run.cache is not None
-    assert theirs.run.cache is not None
-    assert ours.run.cache.stored == theirs.run.cache.hits == theirs.run.cache.tensors > 0
-    assert theirs.run.cache.damaged == 0
+    assert by_threads.run.cache is not None
+    assert by_nodes.run.cache is not None
+    assert by_threads.run.cache.stored == by_nodes.run.cache.hits == by_nodes.run.cache.tensors > 0
+    assert by_nodes.run.cache.damaged == 0
 
 
-class Stopped(Exception):
+class Interruption(Exception):
     pass
 
 
 def stop_after(share: float, total: int) -> Callable[[int], None]:
-    def at(nbytes: int) -> None:
+    def stop(nbytes: int) -> None:
         if nbytes > share * total:
-            raise Stopped
+            raise Interruption
 
-    return at
+    return stop
 
 
 @pytest.mark.parametrize(("first", "second"), [("auto", None), (None, "auto")])
 def test_a_run_is_resumed_by_either(
     first: str | None, second: str | None, nodes: Any, tmp_path: Path, small_jobs: None
 ) -> None:
-    whole, out = tmp_path / "whole.gguf", tmp_path / "o.gguf"
-    quantize(MODEL, whole, "Q4_K_M", WITH_IMATRIX)
-    watch = Watch(stop_after(0.6, whole.stat().st_size))
-    with pytest.raises(Stopped):
+    expected, out = tmp_path / "whole.gguf", tmp_path / "o.gguf"
+    quantize(MODEL, expected, "Q4_K_M", WITH_IMATRIX)
+    watch = Watch(stop_after(0.6, expected.stat().st_size))
+    with pytest.raises(Interruption):
         quantize(MODEL, out, "Q4_K_M", WITH_IMATRIX, observer=watch, ray=first)
     result = quantize(MODEL, out, "Q4_K_M", WITH_IMATRIX, resume=True, ray=second)
     assert 0 < result.run.resumed < len(result.plan.tensors)
-    assert out.read_bytes() == whole.read_bytes()
+    assert out.read_bytes() == expected.read_bytes()
 
 
 def test_perplexity_and_kld_give_the_figures_of_one_machine(nodes: Any, tmp_path: Path) -> None:
     model, tokens = write_zoo("qwen3moe-moe", tmp_path / "m.gguf"), np.arange(32 * 9) % 97
-    how: dict[str, Any] = {"n_ctx": 32, "n_batch": 64}
-    ours = perplexity(model, tokens=tokens, save_logits=SaveLogits(tmp_path / "base"), **how)
-    theirs = perplexity(model, tokens=tokens, nodes=Nodes(), **how)
+    settings: dict[str, Any] = {"n_ctx": 32, "n_batch": 64}
+    actual = perplexity(model, tokens=tokens, save_logits=SaveLogits(tmp_path / "base"), **settings)
+    by_nodes = perplexity(model, tokens=tokens, nodes=Nodes(), **settings)
     choices = [
-        note for note in theirs.notes if re.match("node .*: --backend auto: the CPU, as CuPy|.* need CuPy", note)
+        note for note in by_nodes.notes if re.match("node .*: --backend auto: the CPU, as CuPy|.* need CuPy", note)
     ]
     assert len(choices) == 2
-    notes = tuple(note for note in theirs.notes if note not in choices)
-    assert replace(ours, seconds=0, saved=None) == replace(theirs, seconds=0, notes=notes)
-    other = write_zoo("qwen3moe-moe", tmp_path / "other.gguf")
-    kept = {"n_batch": 64}
-    for each in (kld(other, tmp_path / "base", nodes=Nodes(), **kept),):
-        alone = kld(other, tmp_path / "base", **kept)
-        assert each.sums.kld == alone.sums.kld
-        assert each.sums.rms_p_diff == alone.sums.rms_p_diff
+    notes = tuple(note for note in by_nodes.notes if note not in choices)
+    assert replace(actual, seconds=0, saved=None) == replace(by_nodes, seconds=0, notes=notes)
+    second_model = write_zoo("qwen3moe-moe", tmp_path / "other.gguf")
+    batch_size = {"n_batch": 64}
+    for result in (kld(second_model, tmp_path / "base", nodes=Nodes(), **batch_size),):
+        alone = kld(second_model, tmp_path / "base", **batch_size)
+        assert result.sums.kld == alone.sums.kld
+        assert result.sums.rms_p_diff == alone.sums.rms_p_diff
 
 
 @pytest.mark.parametrize("kind", ["llama.cpp", "compact"])
@@ -280,8 +280,8 @@ def test_saved_logits_are_those_of_one_machine(kind: str, nodes: Any, tmp_path: 
     model, tokens = write_zoo("qwen3moe-moe", tmp_path / "m.gguf"), np.arange(32 * 9) % 97
     for sub, run in (("a", {}), ("b", {"nodes": Nodes()})):
         save = SaveLogits(tmp_path / sub, kind, top_k=20)
-        found = perplexity(model, tokens=tokens, n_ctx=32, n_batch=64, save_logits=save, **run)  # type: ignore[arg-type]
-        assert found.saved == tmp_path / sub
+        result = perplexity(model, tokens=tokens, n_ctx=32, n_batch=64, save_logits=save, **run)  # type: ignore[arg-type]
+        assert result.saved == tmp_path / sub
     assert (tmp_path / "a").read_bytes() == (tmp_path / "b").read_bytes()
     assert sorted(p.name for p in tmp_path.iterdir()) == ["a", "b", "m.gguf"]
 
@@ -290,43 +290,45 @@ def test_covariances_are_those_of_one_machine(nodes: Any, tmp_path: Path) -> Non
     """A run that is stopped, too, whoever goes on with it."""
     model, tokens = write_zoo("qwen3moe-moe", tmp_path / "m.gguf"), np.random.default_rng(1).integers(0, 97, 32 * 6)
     options, out = ImatrixOptions(n_ctx=32, n_batch=64), tmp_path / "c.gguf"
-    how: dict[str, Any] = {"tokens": tokens, "options": options, "max_ram": 12 << 20}
-    alone = covariance(model, (), tmp_path / "whole.gguf", **how)
-    theirs = covariance(model, (), out, nodes=Nodes(), **how)
-    assert theirs.n_passes >= alone.n_passes > 3
+    settings: dict[str, Any] = {"tokens": tokens, "options": options, "max_ram": 12 << 20}
+    alone = covariance(model, (), tmp_path / "whole.gguf", **settings)
+    by_nodes = covariance(model, (), out, nodes=Nodes(), **settings)
+    assert by_nodes.n_passes >= alone.n_passes > 3
     assert out.read_bytes() == (tmp_path / "whole.gguf").read_bytes()
-    ways: list[dict[str, Any]] = [{"nodes": Nodes()}, {}]
-    for first, second in (ways, ways[::-1]):
+    executors: list[dict[str, Any]] = [{"nodes": Nodes()}, {}]
+    for first, second in (executors, executors[::-1]):
         out.unlink()
-        with pytest.raises(Stopped):
-            covariance(model, (), out, progress=stop_at_pass(3), **first, **how)
-        again = covariance(model, (), out, **second, **how | {"options": replace(options, resume=True)})
-        assert again.resumed[0] >= 2
+        with pytest.raises(Interruption):
+            covariance(model, (), out, progress=stop_at_pass(3), **first, **settings)
+        rerun = covariance(model, (), out, **second, **settings | {"options": replace(options, resume=True)})
+        assert rerun.resumed[0] >= 2
         assert out.read_bytes() == (tmp_path / "whole.gguf").read_bytes()
     assert sorted(p.name for p in tmp_path.iterdir()) == ["c.gguf", "m.gguf", "whole.gguf"]
 
 
 def stop_at_pass(number: int) -> Callable[[CovarianceProgress], None]:
-    def at(now: CovarianceProgress) -> None:
+    def stop(now: CovarianceProgress) -> None:
         if now.number >= number:
-            raise Stopped
+            raise Interruption
 
-    return at
+    return stop
 
 
 @pytest.mark.parametrize(
-    "more", [{}, {"all_experts": True, "output_frequency": 2}, {"nextn": True}], ids=["plain", "all-experts", "nextn"]
+    "changes",
+    [{}, {"all_experts": True, "output_frequency": 2}, {"nextn": True}],
+    ids=["plain", "all-experts", "nextn"],
 )
-def test_an_importance_matrix_is_that_of_one_machine(more: dict[str, Any], nodes: Any, tmp_path: Path) -> None:
+def test_an_importance_matrix_is_that_of_one_machine(changes: dict[str, Any], nodes: Any, tmp_path: Path) -> None:
     write: Callable[[Path], Path] = partial(write_zoo, "qwen3moe-moe")
-    if "nextn" in more:
+    if "nextn" in changes:
         write = partial(predicting, arch="glm4moe", own=True)
     model, tokens = write(tmp_path / "m.gguf"), np.random.default_rng(1).integers(0, 97, 32 * 9)
-    options = ImatrixOptions(n_ctx=32, n_batch=64, **more)
+    options = ImatrixOptions(n_ctx=32, n_batch=64, **changes)
     for sub, run in (("a", {}), ("b", {"nodes": Nodes()})):
         (tmp_path / sub).mkdir()
-        found = imatrix(model, (), tmp_path / sub / "i.gguf", tokens=tokens, options=options, **run)  # type: ignore[arg-type]
-        assert found.ppl is not None
+        result = imatrix(model, (), tmp_path / sub / "i.gguf", tokens=tokens, options=options, **run)  # type: ignore[arg-type]
+        assert result.ppl is not None
     files = sorted(p.name for p in (tmp_path / "a").iterdir())
     assert files == sorted(p.name for p in (tmp_path / "b").iterdir())
     assert all((tmp_path / "a" / f).read_bytes() == (tmp_path / "b" / f).read_bytes() for f in files)
@@ -340,20 +342,20 @@ class StopAfter(Watcher):
 
     def on_chunk(self, chunk: int, n_chunks: int, ppl: object) -> None:
         if chunk >= self.last:
-            raise Stopped
+            raise Interruption
 
 
 @pytest.mark.parametrize("first", ["nodes", "threads"])
 def test_a_collection_is_resumed_by_either(first: str, nodes: Any, tmp_path: Path) -> None:
     model, tokens = write_zoo("qwen3moe-moe", tmp_path / "m.gguf"), np.random.default_rng(1).integers(0, 97, 32 * 12)
     options = ImatrixOptions(n_ctx=32, n_batch=64, output_frequency=2)
-    ways: dict[str, Any] = {"nodes": {"nodes": Nodes()}, "threads": {}}
+    executors: dict[str, Any] = {"nodes": {"nodes": Nodes()}, "threads": {}}
     imatrix(model, (), tmp_path / "whole.gguf", tokens=tokens, options=options)
     out = tmp_path / "i.gguf"
-    with pytest.raises(Stopped):
-        imatrix(model, (), out, tokens=tokens, options=options, watcher=StopAfter(9), **ways.pop(first))
+    with pytest.raises(Interruption):
+        imatrix(model, (), out, tokens=tokens, options=options, watcher=StopAfter(9), **executors.pop(first))
     assert out.with_name("i.gguf.state").exists()
-    (second,) = ways.values()
+    (second,) = executors.values()
     imatrix(model, (), out, tokens=tokens, options=replace(options, resume=True), **second)
     assert out.read_bytes() == (tmp_path / "whole.gguf").read_bytes()
 
@@ -364,31 +366,31 @@ def test_chunks_that_are_no_numbers_are_left_out(nodes: Any, tmp_path: Path) -> 
     tokens = np.random.default_rng(1).integers(0, 97, 32 * 8)
     tokens[3 * 32 + 5] = tokens[6 * 32 + 9] = 120
     options = ImatrixOptions(n_ctx=32, n_batch=64, output_frequency=2)
-    theirs = imatrix(bad, (), tmp_path / "b.gguf", tokens=tokens, options=options, nodes=Nodes())
-    ours = imatrix(bad, (), tmp_path / "a.gguf", tokens=tokens, options=options)
-    assert ours.dropped.keys() == {3, 6}
-    assert theirs.dropped == ours.dropped
-    assert theirs.imatrix is not None
-    assert ours.imatrix is not None
-    for name, entry in ours.imatrix.entries.items():
-        np.testing.assert_allclose(theirs.imatrix.entries[name].sums, entry.sums, rtol=1e-5)
+    by_nodes = imatrix(bad, (), tmp_path / "b.gguf", tokens=tokens, options=options, nodes=Nodes())
+    by_threads = imatrix(bad, (), tmp_path / "a.gguf", tokens=tokens, options=options)
+    assert by_threads.dropped.keys() == {3, 6}
+    assert by_nodes.dropped == by_threads.dropped
+    assert by_nodes.imatrix is not None
+    assert by_threads.imatrix is not None
+    for name, entry in by_threads.imatrix.entries.items():
+        np.testing.assert_allclose(by_nodes.imatrix.entries[name].sums, entry.sums, rtol=1e-5)
 
 
 def test_sums_are_added_as_by_one(tmp_path: Path) -> None:
     """Whatever was lost is in the low parts."""
     rng = np.random.default_rng(1)
     x = rng.normal(0, 1, 3000) * 10.0 ** rng.integers(-9, 9, 3000)
-    to = {"sums": np.zeros((1, 4, 1)), "counts": np.zeros(1, np.int64)}
+    totals = {"sums": np.zeros((1, 4, 1)), "counts": np.zeros(1, np.int64)}
     for value in x:
         part = np.zeros((1, 4, 1))
         part[0, 0], part[0, 2] = value * value, value
-        add_sums(to, {"sums": part, "counts": np.ones(1, np.int64)}, columns=True)
+        add_sums(totals, {"sums": part, "counts": np.ones(1, np.int64)}, columns=True)
     from fractions import Fraction
 
     exact = sum(Fraction(float(v)) for v in x), sum(Fraction(float(v) * float(v)) for v in x)
-    assert float(to["sums"][0, 2, 0] + to["sums"][0, 3, 0]) == float(exact[0])
-    assert float(to["sums"][0, 0, 0] + to["sums"][0, 1, 0]) == float(exact[1])
-    assert to["counts"][0] == 3000
+    assert float(totals["sums"][0, 2, 0] + totals["sums"][0, 3, 0]) == float(exact[0])
+    assert float(totals["sums"][0, 0, 0] + totals["sums"][0, 1, 0]) == float(exact[1])
+    assert totals["counts"][0] == 3000
 
 
 # ---------------------------------------------------------------- what a node refuses
@@ -440,12 +442,12 @@ def test_a_late_worker_does_not_write_into_what_took_its_place(tmp_path: Path) -
 
 
 def test_a_node_refuses_another_model(tmp_path: Path) -> None:
-    there = NodeModel.from_path(MODEL, Nodes(), {})
-    there.check()
+    node_model = NodeModel.from_path(MODEL, Nodes(), {})
+    node_model.check()
     with pytest.raises(NodeRefusal, match="is another file there"):
-        replace(there, fingerprint="another").check()
+        replace(node_model, fingerprint="another").check()
     with pytest.raises(NodeRefusal, match="cannot be read there"):
-        replace(there, path=tmp_path / "none.gguf").check()
+        replace(node_model, path=tmp_path / "none.gguf").check()
 
 
 # ---------------------------------------------------------------- what happens to nodes
@@ -484,14 +486,14 @@ def begin_refusing(refusing: set[str], threads: int) -> Callable[[int], str]:
 
 
 def test_a_node_that_refuses_is_named_and_left_out(nodes: Any) -> None:
-    there = Cluster().nodes()
-    bad, good = sorted(there)
+    nodes_by_id = Cluster().nodes()
+    bad, good = sorted(nodes_by_id)
     numbers = Numbers(6, begin_refusing, {bad})
     Cluster().run(numbers)
     assert set(numbers.results) == set(range(6))
     assert set(numbers.results.values()) == {good}
-    assert numbers.texts == [f"warning: node {there[bad].name} is not used: its disk is another"]
-    with pytest.raises(ClusterError, match=f"no node can be used: .*{there[bad].name}: its disk is another"):
+    assert numbers.texts == [f"warning: node {nodes_by_id[bad].name} is not used: its disk is another"]
+    with pytest.raises(ClusterError, match=f"no node can be used: .*{nodes_by_id[bad].name}: its disk is another"):
         Cluster().run(Numbers(6, begin_refusing, {bad, good}))
 
 
@@ -514,9 +516,9 @@ def test_a_slow_node_gets_less(nodes: Any) -> None:
     slow, fast = sorted(Cluster().nodes())
     numbers = Numbers(40, begin_slow, slow)
     Cluster().run(numbers)
-    done = list(numbers.results.values())
-    assert len(done) == 40
-    assert 1 <= done.count(slow) < done.count(fast) / 3
+    workers = list(numbers.results.values())
+    assert len(workers) == 40
+    assert 1 <= workers.count(slow) < workers.count(fast) / 3
 
 
 def begin_failing(kind: str, threads: int) -> Callable[[int], None]:
@@ -561,15 +563,15 @@ def begin_without_room(shared: Any, threads: int) -> Callable[[Any], Any]:
 def test_a_node_without_room_ends_a_run_that_is_kept(
     nodes: Any, tmp_path: Path, small_jobs: None, both_work: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    whole, out = tmp_path / "whole.gguf", tmp_path / "o.gguf"
-    quantize(MODEL, whole, "Q4_0")
+    expected, out = tmp_path / "whole.gguf", tmp_path / "o.gguf"
+    quantize(MODEL, expected, "Q4_0")
     with monkeypatch.context() as patch:
         patch.setattr(ray_tasks, "begin", begin_without_room)
         with pytest.raises(ClusterError, match=r"node .*: /out/x.part: No space left on device; it was tried 3 times"):
             quantize(MODEL, out, "Q4_0", ray="auto")
     assert out.with_name("o.gguf.journal").exists()
     quantize(MODEL, out, "Q4_0", resume=True)
-    assert out.read_bytes() == whole.read_bytes()
+    assert out.read_bytes() == expected.read_bytes()
 
 
 def begin_dying(folder: Path, threads: int) -> Callable[[int], int]:
@@ -598,9 +600,9 @@ def test_other_sources_are_refused(nodes: Any, monkeypatch: pytest.MonkeyPatch) 
 def test_a_broken_source_fails_as_on_threads(nodes: Any, tmp_path: Path) -> None:
     source = write_model(tmp_path / "s.gguf", llama_tensors())
     with open_model(source) as opened:
-        at = opened.tensors["blk.1.ffn_up.weight"].offset
+        offset = opened.tensors["blk.1.ffn_up.weight"].offset
     with source.open("r+b") as file:
-        file.seek(at)
+        file.seek(offset)
         file.write(b"\xff\x7f")
     with pytest.raises(FormatError, match=r"blk.1.ffn_up.weight, row 0, column 0 is nan.* \(on node "):
         quantize(source, tmp_path / "o.gguf", "Q4_0", ray="auto")
@@ -612,8 +614,8 @@ def with_cards(begin: str, shared: Any, threads: int) -> Any:
     sys.path[:0] = [str(DATA.parent), str(DATA.parent / "lib")]
     import fake_cupy
 
-    given = os.environ.get("CUDA_VISIBLE_DEVICES", "")
-    fake_cupy.installed(pytest.MonkeyPatch(), len(given.split(",")) if given else 0).__enter__()
+    before = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    fake_cupy.installed(pytest.MonkeyPatch(), len(before.split(",")) if before else 0).__enter__()
     module, _, name = begin.partition(":")
     return getattr(importlib.import_module(module), name)(shared, threads)
 
@@ -626,21 +628,21 @@ def test_a_node_uses_the_cards_that_ray_gives_it(nodes: Any, tmp_path: Path, mon
     give, gave = ray_tasks._Jobs.batch, threading.Event()
 
     def batch(jobs: ray_tasks._Jobs, node: Node) -> list[jobs_module.Job] | None:
-        found = give(jobs, node)
+        jobs_of_batch = give(jobs, node)
         gave.set()
-        return found
+        return jobs_of_batch
 
     take = ray_tasks._Jobs._next_job
     monkeypatch.setattr(ray_tasks._Jobs, "batch", batch)
     monkeypatch.setattr(ray_tasks._Jobs, "_next_job", lambda jobs: take(jobs) if gave.wait(60) else None)
-    source, whole, out = write_source(tmp_path / "s.gguf"), tmp_path / "whole.gguf", tmp_path / "o.gguf"
+    source, expected, out = write_source(tmp_path / "s.gguf"), tmp_path / "whole.gguf", tmp_path / "o.gguf"
     options = QuantizeOptions(pure=True, allow_requantize=True)
-    quantize(source, whole, "Q4_0", options)
+    quantize(source, expected, "Q4_0", options)
     names = [node.name for node in sorted(Cluster().nodes().values(), key=lambda node: node.gpus)]
     for backend in ("auto", "cuda"):
         watch = Watch()
         result = quantize(source, out, "Q4_0", options, overwrite=True, observer=watch, ray="auto", backend=backend)
-        assert out.read_bytes() == whole.read_bytes()
+        assert out.read_bytes() == expected.read_bytes()
         worked = [node.name for node in result.run.nodes]
         assert names[1] in worked
         assert backend == "auto" or names[0] not in worked
@@ -668,34 +670,34 @@ def test_a_model_runs_on_the_cards_that_ray_gives_a_node(
     imatrix(model, (), tmp_path / "cpu", tokens=tokens, options=options)
     sums = read_imatrix(tmp_path / "cpu").entries
     for backend in ("auto", "cuda"):
-        there, chosen = Nodes(backend=backend), f"node {names[0]}: --backend {backend}: CUDA0"
-        scored = perplexity(model, tokens=tokens, n_ctx=16, n_batch=16, nodes=there)
-        assert chosen in scored.notes
+        gpu_nodes, note = Nodes(backend=backend), f"node {names[0]}: --backend {backend}: CUDA0"
+        scored = perplexity(model, tokens=tokens, n_ctx=16, n_batch=16, nodes=gpu_nodes)
+        assert note in scored.notes
         assert scored.log_ppl != alone.log_ppl, "the CPU's to the last bit: no card was used"
         np.testing.assert_allclose(scored.log_ppl, alone.log_ppl, rtol=1e-5)
-        apart = kld(model, tmp_path / "base", nodes=there, n_batch=16)
-        assert chosen in apart.notes
-        assert apart.sums.kld.mean.value == pytest.approx(on_cpu.sums.kld.mean.value, abs=1e-6)
-        assert apart.sums.kld != on_cpu.sums.kld
-        recorded = imatrix(model, (), tmp_path / backend, tokens=tokens, options=options, nodes=there)
-        assert chosen in recorded.notes
+        divergence = kld(model, tmp_path / "base", nodes=gpu_nodes, n_batch=16)
+        assert note in divergence.notes
+        assert divergence.sums.kld.mean.value == pytest.approx(on_cpu.sums.kld.mean.value, abs=1e-6)
+        assert divergence.sums.kld != on_cpu.sums.kld
+        recorded = imatrix(model, (), tmp_path / backend, tokens=tokens, options=options, nodes=gpu_nodes)
+        assert note in recorded.notes
         for name, entry in read_imatrix(tmp_path / backend).entries.items():
             np.testing.assert_allclose(entry.sums, sums[name].sums, rtol=1e-3, atol=1e-6)
             assert np.array_equal(entry.counts, sums[name].counts)
 
 
 def test_a_node_chooses_what_it_works_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    there = NodeModel.from_path(MODEL, Nodes(backend="auto"), {})
+    node_model = NodeModel.from_path(MODEL, Nodes(backend="auto"), {})
     with fake_cupy.installed(monkeypatch, 1):
-        assert there.placement_note() == "--backend auto: CUDA0"
-        placement = there.load_options(1)["placement"]
+        assert node_model.placement_note() == "--backend auto: CUDA0"
+        placement = node_model.load_options(1)["placement"]
         assert placement is not None
         assert placement.requested_devices() == {"CUDA0"}
-        assert replace(there, nodes=Nodes(backend="cpu")).placement_note() == ""
+        assert replace(node_model, nodes=Nodes(backend="cpu")).placement_note() == ""
     with fake_cupy.installed(monkeypatch, 0):
-        assert there.placement_note() == "--backend auto: the CPU, as CuPy finds no CUDA device"
+        assert node_model.placement_note() == "--backend auto: the CPU, as CuPy finds no CUDA device"
         with pytest.raises(NodeRefusal, match="CUDA0"):
-            replace(there, nodes=Nodes(backend="cuda")).load_options(1)
+            replace(node_model, nodes=Nodes(backend="cuda")).load_options(1)
         plan = plan_quantize(MODEL, tmp_path / "o.gguf", "Q4_0")
         with pytest.raises(NodeRefusal, match="--backend cuda: no GPU can be used: CuPy finds no CUDA device"):
             choose_gpus(plan, "cuda", 1, 1)
@@ -716,27 +718,27 @@ def test_nodes_may_go_and_come(nodes: Any, tmp_path: Path, small_jobs: None, mon
     """One is killed in the middle, another joins: the same bytes, and each is named."""
     monkeypatch.setattr(jobs_module, "JOB", 1 << 14)
     monkeypatch.setattr(cluster_module, "_LOOK_SECONDS", 0.0)
-    whole, out = tmp_path / "whole.gguf", tmp_path / "o.gguf"
-    quantize(MODEL, whole, "Q4_K_M", WITH_IMATRIX)
+    expected, out = tmp_path / "whole.gguf", tmp_path / "o.gguf"
+    quantize(MODEL, expected, "Q4_K_M", WITH_IMATRIX)
     before = set(Cluster().nodes())
 
-    begun, changed = threading.Event(), threading.Event()
+    first_batch, changed = threading.Event(), threading.Event()
 
     def wait(nbytes: int) -> None:
-        begun.set()
+        first_batch.set()
         changed.wait()
 
     watch, plan = Watch(wait), plan_quantize(MODEL, out, "Q4_K_M", WITH_IMATRIX)
     with ThreadPoolExecutor(1) as aside:
         running = aside.submit(run_quantize, plan, observer=watch, ray="auto")
-        begun.wait(60)
+        first_batch.wait(60)
         (second,) = nodes.worker_nodes
         nodes.remove_node(second, allow_graceful=False)
         nodes.add_node(**SMALL)
         wait_for(lambda: len(before & set(Cluster().nodes())) == len(set(Cluster().nodes()) - before) == 1)
         changed.set()
         running.result()
-    assert out.read_bytes() == whole.read_bytes()
+    assert out.read_bytes() == expected.read_bytes()
     assert any("is gone" in text for text in watch.texts), watch.texts
 
 
@@ -750,11 +752,13 @@ def test_without_ray_it_is_said_how_to_get_it(tmp_path: Path, monkeypatch: pytes
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("given", [["--ray"], ["--ray", "auto"]])
-def test_ray_may_be_given_bare(given: list[str], nodes: Any, tmp_path: Path, small_jobs: None, both_work: None) -> None:
+@pytest.mark.parametrize("arguments", [["--ray"], ["--ray", "auto"]])
+def test_ray_may_be_given_bare(
+    arguments: list[str], nodes: Any, tmp_path: Path, small_jobs: None, both_work: None
+) -> None:
     """What follows it is an address only if it looks like one."""
     out = tmp_path / "o.gguf"
-    result = CliRunner().invoke(cli, ["merge-up-gate", *given, str(MODEL), str(out)])
+    result = CliRunner().invoke(cli, ["merge-up-gate", *arguments, str(MODEL), str(out)])
     assert result.exit_code == 0, result.output
     assert "2 nodes: " in result.output
     assert plan_merge_up_gate(MODEL, tmp_path / "other.gguf").plan.nbytes == out.stat().st_size
@@ -780,7 +784,7 @@ class Stub:
     def is_initialized(self) -> bool:
         return self.connected
 
-    def init(self, **how: object) -> None:
+    def init(self, **options: object) -> None:
         assert self.may.wait(60)
         self.connected = True
         self.threads.append(threading.current_thread().name)
@@ -793,17 +797,17 @@ class Stub:
 
 def test_connecting_and_leaving_keep_nobody_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
     """But for the next who needs the cluster."""
-    ray, done = Stub(), list[object]()
+    ray, results = Stub(), list[object]()
     monkeypatch.setattr(Cluster, "_connected_here", False)
     monkeypatch.setattr(cluster_module, "_ray", lambda: ray)
     monkeypatch.setattr(cluster_module, "_check_answers", lambda address: True)
     monkeypatch.setattr("atexit.register", lambda function: None)
-    cluster_module.connect_async("auto", done.append)
+    cluster_module.connect_async("auto", results.append)
     assert not ray.connected
     ray.may.set()
     Cluster()
     assert ray.connected
-    assert len(done) == 1
+    assert len(results) == 1
     ray.may.clear()
     Cluster().leave()
     assert ray.connected

@@ -91,7 +91,7 @@ def test_errors_name_the_place(text: str, says: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("pattern", "name", "found"),
+    ("pattern", "name", "matches"),
     [
         ("attn_q", "blk.3.attn_q.weight", True),
         ("ATTN_Q", "blk.3.attn_q.weight", True),
@@ -105,8 +105,8 @@ def test_errors_name_the_place(text: str, says: str) -> None:
         ("[[:s:][:D:]]", "blk.a", False),
     ],
 )
-def test_matching(pattern: str, name: str, found: bool) -> None:
-    assert recipe.parse_rule(f"{pattern}=q4_K", "x").matches(name) is found
+def test_matching(pattern: str, name: str, matches: bool) -> None:
+    assert recipe.parse_rule(f"{pattern}=q4_K", "x").matches(name) is matches
 
 
 def test_the_first_rule_decides() -> None:
@@ -117,7 +117,7 @@ def test_the_first_rule_decides() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "names", "found"),
+    ("text", "names", "expected"),
     [
         ("attn_v=q6_K", DENSE, []),
         ("attn_w=q6_K", DENSE, ["QK-W001"]),
@@ -144,8 +144,8 @@ def test_the_first_rule_decides() -> None:
         ("ffn_gate_up_exps=q6_K", ["blk.0.ffn_gate_exps.weight", "blk.0.ffn_up_exps.weight"], ["QK-W001"]),
     ],
 )
-def test_lints(text: str, names: list[str], found: list[str]) -> None:
-    assert codes(text, names) == found
+def test_lints(text: str, names: list[str], expected: list[str]) -> None:
+    assert codes(text, names) == expected
 
 
 @pytest.mark.parametrize(

@@ -22,18 +22,18 @@ MODELS = {
 }
 #: Types of both trees, and those only one has.
 BOTH = ("Q2_K", "IQ3_XXS", "Q4_K", "IQ4_XS", "Q5_K", "Q6_K", "Q8_0")
-OWN = {"llama.cpp": ("TQ2_0",), "ik": ("IQ4_KS", "IQ2_KL", "Q6_0")}
+TREE_TYPES = {"llama.cpp": ("TQ2_0",), "ik": ("IQ4_KS", "IQ2_KL", "Q6_0")}
 
 
-def made(name: str, folder: Path, own: tuple[str, ...]) -> tuple[Path, dict[str, TensorType]]:
+def make_model(name: str, folder: Path, tree_types: tuple[str, ...]) -> tuple[Path, dict[str, TensorType]]:
     """Write a model, and return it with a type for each of its matrices: by class and layer, as cooks give them."""
     arch, sizes, parts = MODELS[name]
-    metadata, tensors = drawn_up(arch, sizes, parts, outside=())
+    metadata, tensors = drawn_up(arch, sizes, parts, global_names=())
     write_sparse(folder / "model.gguf", metadata, tensors)
-    rng, types = random.Random(name), list(map(type_by_name, (*BOTH, *own)))
-    asked = [tensor for tensor in tensors if is_asked(tensor)]
+    rng, types = random.Random(name), list(map(type_by_name, (*BOTH, *tree_types)))
+    quantizable = [tensor for tensor in tensors if is_asked(tensor)]
     return folder / "model.gguf", {
-        t.name: rng.choice(types) if rng.random() < 0.1 else types[number_of(t) % len(types)] for t in asked
+        t.name: rng.choice(types) if rng.random() < 0.1 else types[number_of(t) % len(types)] for t in quantizable
     }
 
 
@@ -45,35 +45,35 @@ def number_of(tensor: Tensor) -> int:
 
 def is_asked(tensor: Tensor) -> bool:
     """Tell whether both programs ask rules about a tensor: of vectors and routers they do not."""
-    asked = len(tensor.shape) > 1 and tensor.name.endswith("weight")
-    return asked and not any(part in tensor.name for part in ("norm", "ffn_gate_inp"))
+    is_quantizable = len(tensor.shape) > 1 and tensor.name.endswith("weight")
+    return is_quantizable and not any(part in tensor.name for part in ("norm", "ffn_gate_inp"))
 
 
 def converted(types: dict[str, TensorType], model: Path, dialect: str) -> str:
     """Return a recipe of ours, converted to a dialect and proved on the model."""
     recipe = model.with_name("ours.recipe")
-    others = [name for name in read_model(model).tensors if name not in types]
-    recipe.write_text(write_recipe(types, ["types of a test"], "ours", others=others))
-    found = convert(recipe, dialect, model=model)
-    assert found.proved_tensors
-    return found.text
+    remainder = [name for name in read_model(model).tensors if name not in types]
+    recipe.write_text(write_recipe(types, ["types of a test"], "ours", others=remainder))
+    result = convert(recipe, dialect, model=model)
+    assert result.proved_tensors
+    return result.text
 
 
 @pytest.mark.peer
 @pytest.mark.parametrize("name", MODELS)
 def test_llama_quantize_gives_the_types(name: str, llama_bin: Path, tmp_path: Path) -> None:
-    model, types = made(name, tmp_path, OWN["llama.cpp"])
+    model, types = make_model(name, tmp_path, TREE_TYPES["llama.cpp"])
     rules = tmp_path / "rules"
     rules.write_text(converted(types, model, "llama.cpp"))
-    found = llama_quantize(llama_bin, model, "Q4_K_M", "--tensor-type-file", str(rules))
-    assert {name: found[name] for name in types} == types
+    actual = llama_quantize(llama_bin, model, "Q4_K_M", "--tensor-type-file", str(rules))
+    assert {name: actual[name] for name in types} == types
 
 
 @pytest.mark.peer
 @pytest.mark.parametrize("name", ["qwen3moe", "llama"])
 def test_iks_llama_quantize_gives_the_types(name: str, ik_bin: Path, tmp_path: Path) -> None:
-    model, types = made(name, tmp_path, OWN["ik"])
+    model, types = make_model(name, tmp_path, TREE_TYPES["ik"])
     lines = converted(types, model, "ik").splitlines()
     rules = [word for line in lines if not line.startswith("#") for word in ("--custom-q", line)]
-    found = ik_quantize(ik_bin, model, "Q4_K_M", *rules)
-    assert {name: found[name] for name in types} == {name: t.ggml_name for name, t in types.items()}
+    actual = ik_quantize(ik_bin, model, "Q4_K_M", *rules)
+    assert {name: actual[name] for name in types} == {name: t.ggml_name for name, t in types.items()}

@@ -17,7 +17,7 @@ from quantkit.quantize import QuantizeOptions, quantize
 from verdicts import libraries, verdicts
 
 #: Perplexity of the BF16 file on tests/data/tiny-moe-evaluation.txt; quantized files stay near it.
-NEAR = 0.15
+TOLERANCE = 0.15
 
 _IK = """
 import sys
@@ -27,22 +27,35 @@ print("TOKENS", *model.generate(model.tokenize("def main():\\n    import"), max_
 """
 
 
-def perplexity(llama_bin: Path, model: Path, text: Path, *more: str) -> float:
-    command = [llama_bin / "llama-perplexity", "-m", model, "-f", text, "-c", "256", "-t", "2", "--chunks", "4", *more]
+def perplexity(llama_bin: Path, model: Path, text: Path, *arguments: str) -> float:
+    command = [
+        llama_bin / "llama-perplexity",
+        "-m",
+        model,
+        "-f",
+        text,
+        "-c",
+        "256",
+        "-t",
+        "2",
+        "--chunks",
+        "4",
+        *arguments,
+    ]
     for _ in range(10):  # on a busy machine it sometimes ends before its log thread has printed the last line
-        done = subprocess.run(command, check=True, capture_output=True, text=True)
-        found = re.search(r"PPL = (\S+)", done.stdout + done.stderr)
-        if found is not None:
-            return float(found[1])
-    raise AssertionError(done.stdout + done.stderr)
+        process = subprocess.run(command, check=True, capture_output=True, text=True)
+        match = re.search(r"PPL = (\S+)", process.stdout + process.stderr)
+        if match is not None:
+            return float(match[1])
+    raise AssertionError(process.stdout + process.stderr)
 
 
 def ik_tokens(model: Path) -> list[str]:
-    done = subprocess.run([sys.executable, "-c", _IK, model], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[-2000:]
-    found = re.search(r"TOKENS (.*)", done.stdout)
-    assert found is not None
-    return found[1].split()
+    process = subprocess.run([sys.executable, "-c", _IK, model], capture_output=True, text=True, check=False)
+    assert process.returncode == 0, process.stderr[-2000:]
+    match = re.search(r"TOKENS (.*)", process.stdout)
+    assert match is not None
+    return match[1].split()
 
 
 @pytest.fixture(scope="module")
@@ -57,8 +70,8 @@ def test_llama_cpp_computes_with_the_file(
 ) -> None:
     options = QuantizeOptions(imatrix=data / "tiny-moe-imatrix.gguf", ffn_gate_inp_type="q8_0")
     quantize(tiny_moe, tmp_path / "o.gguf", type_name, options)
-    found = perplexity(llama_bin, tmp_path / "o.gguf", data / "tiny-moe-evaluation.txt")
-    assert found == pytest.approx(baseline, rel=NEAR)
+    actual = perplexity(llama_bin, tmp_path / "o.gguf", data / "tiny-moe-evaluation.txt")
+    assert actual == pytest.approx(baseline, rel=TOLERANCE)
 
 
 @pytest.mark.peer
@@ -76,7 +89,7 @@ def test_a_requantized_dense_model_loads(llama_bin: Path, smollm2: Path, data: P
     quantize(smollm2, tmp_path / "o.gguf", "Q4_K_M", QuantizeOptions(allow_requantize=True))
     text = data / "tiny-moe-evaluation.txt"
     before, after = (perplexity(llama_bin, m, text, "--chunks", "1") for m in (smollm2, tmp_path / "o.gguf"))
-    assert after == pytest.approx(before, rel=NEAR)
+    assert after == pytest.approx(before, rel=TOLERANCE)
 
 
 @pytest.mark.peer
@@ -84,11 +97,11 @@ def test_a_requantized_dense_model_loads(llama_bin: Path, smollm2: Path, data: P
 def test_merged_experts_load_where_the_report_says(
     ik_bin: Path, llama_bin: Path, data: Path, tiny_moe: Path, tmp_path: Path, type_name: str
 ) -> None:
-    apart, merged = tmp_path / "apart.gguf", tmp_path / "merged.gguf"
-    quantize(tiny_moe, apart, type_name)
-    merge = merge_up_gate(apart, merged)
+    separate, merged = tmp_path / "apart.gguf", tmp_path / "merged.gguf"
+    quantize(tiny_moe, separate, type_name)
+    merge = merge_up_gate(separate, merged)
     assert list(merge.loads_merged.values()) == [False, True]
-    assert ik_tokens(merged) == ik_tokens(apart)
+    assert ik_tokens(merged) == ik_tokens(separate)
     command = [llama_bin / "llama-perplexity", "-m", merged, "-f", data / "tiny-moe-evaluation.txt", "-c", "256"]
     assert subprocess.run(command, capture_output=True, check=False).returncode != 0
 
@@ -106,6 +119,6 @@ def test_a_model_loads_where_the_verdict_says(loaders: dict[str, Libllama], name
     if seed is not None:
         model, _, label = damage.damage(model, seed)
     judged = verdicts(model, loaders)
-    assert {runtime: ours.loads for runtime, (ours, _) in judged.items()} == {
-        runtime: theirs.loads for runtime, (_, theirs) in judged.items()
+    assert {runtime: verdict.loads for runtime, (verdict, _) in judged.items()} == {
+        runtime: verdict.loads for runtime, (_, verdict) in judged.items()
     }, f"{label}: {judged}"

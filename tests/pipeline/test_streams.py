@@ -20,8 +20,8 @@ def values(*shape: int, seed: int = 1) -> Any:
     return np.random.default_rng(seed).normal(0.5, 2, shape).astype(np.float32)
 
 
-def close(got: Any, want: Any) -> None:
-    np.testing.assert_allclose(got, want, rtol=2e-6, atol=4e-6)
+def close(actual: Any, want: Any) -> None:
+    np.testing.assert_allclose(actual, want, rtol=2e-6, atol=4e-6)
 
 
 def stream_weights(rows: int) -> tuple[dict[str, Any], list[Any]]:
@@ -38,26 +38,26 @@ def stream_weights(rows: int) -> tuple[dict[str, Any], list[Any]]:
 @pytest.mark.parametrize("rows", [1, 5])
 def test_stream_weights(rows: int, threads: int) -> None:
     slots, want = stream_weights(rows)
-    across = want[2].reshape(rows, 4, 4)
-    assert np.abs(across.sum(2) - 1).max() < 0.02  # columns were the last, and are rows here
-    made = {"before": np.zeros((rows, 4), np.float32), "after": np.zeros((rows, 4), np.float32)}
+    mixing = want[2].reshape(rows, 4, 4)
+    assert np.abs(mixing.sum(2) - 1).max() < 0.02  # columns were the last, and are rows here
+    outs = {"before": np.zeros((rows, 4), np.float32), "after": np.zeros((rows, 4), np.float32)}
     team = Team(threads)
-    batch, made["across"] = Batch(team, rows), np.zeros((rows, 16), np.float32)
+    batch, outs["across"] = Batch(team, rows), np.zeros((rows, 16), np.float32)
     batch.set(np.zeros(rows))
-    of = {k: address_of(v) if isinstance(v, np.ndarray) else v for k, v in (slots | made).items()}
-    block = cpu.stream_weights.block(batch=batch.address, rows_of=N_TOKENS, per=1, **of)
+    slots_by_name = {k: address_of(v) if isinstance(v, np.ndarray) else v for k, v in (slots | outs).items()}
+    block = cpu.stream_weights.block(batch=batch.address, rows_of=N_TOKENS, per=1, **slots_by_name)
     Tape(team, batch, [(cpu.stream_weights, block)]).run()
-    for got, wanted in zip(made.values(), want, strict=True):
-        close(got, wanted)
+    for actual, expected in zip(outs.values(), want, strict=True):
+        close(actual, expected)
 
 
 def test_stream_weights_on_the_device(memory: Memory) -> None:
     for rows in (1, 9):
         slots, want = stream_weights(rows)
         outs = {name: memory.room((rows + 1, n)) for name, n in (("before", 4), ("after", 4), ("across", 16))}
-        at = {k: memory.put(v) if isinstance(v, np.ndarray) else v for k, v in slots.items()}
-        memory.run(cuda.stream_weights(rows), rows=rows, **outs, **at)
-        for (name, out), wanted in zip(outs.items(), want, strict=True):
-            got = memory.get(out, (rows + 1, 16 if name == "across" else 4))
-            assert np.isnan(got[-1]).all()
-            close(got[:-1], wanted)
+        addresses = {k: memory.put(v) if isinstance(v, np.ndarray) else v for k, v in slots.items()}
+        memory.run(cuda.stream_weights(rows), rows=rows, **outs, **addresses)
+        for (name, out), expected in zip(outs.items(), want, strict=True):
+            actual = memory.get(out, (rows + 1, 16 if name == "across" else 4))
+            assert np.isnan(actual[-1]).all()
+            close(actual[:-1], expected)

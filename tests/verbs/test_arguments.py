@@ -23,8 +23,8 @@ from small_models import write_model
 ROOT = Path(__file__).parents[2]
 Q4_K = BY_NAME["Q4_K"]
 PUBLIC = [getattr(quantkit, name) for name in quantkit.__all__ if name != "__version__"]
-VERBS = [each for each in PUBLIC if inspect.isfunction(each)]
-OPTIONS = [each for each in PUBLIC if inspect.isclass(each) and issubclass(each, Options)] + [ExportOptions]
+VERBS = [value for value in PUBLIC if inspect.isfunction(value)]
+OPTIONS = [value for value in PUBLIC if inspect.isclass(value) and issubclass(value, Options)] + [ExportOptions]
 
 
 def needs(verb: Any) -> dict[str, Any]:
@@ -43,7 +43,7 @@ def test_no_verb_swallows_a_name_that_it_does_not_know(verb: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("verb", "name", "meant"),
+    ("verb", "name", "suggestion"),
     [
         ("quantize", "backened", "backend"),
         ("quantize", "thread", "threads"),
@@ -57,9 +57,9 @@ def test_no_verb_swallows_a_name_that_it_does_not_know(verb: Any) -> None:
         ("load", "kv_typ", "kv_type"),
     ],
 )
-def test_what_was_meant_is_suggested(verb: str, name: str, meant: str) -> None:
+def test_what_was_meant_is_suggested(verb: str, name: str, suggestion: str) -> None:
     function = getattr(quantkit, verb)
-    with pytest.raises(ArgumentError, match=f"did you mean '{meant}'") as caught:
+    with pytest.raises(ArgumentError, match=f"did you mean '{suggestion}'") as caught:
         function(**needs(function), **{name: 1})
     assert isinstance(caught.value, QuantkitError)
     assert caught.value.exit_code == 2
@@ -74,7 +74,7 @@ SEQUENCES = [
 ]
 
 
-@pytest.mark.parametrize(("verb", "name"), SEQUENCES, ids=lambda each: getattr(each, "__name__", each))
+@pytest.mark.parametrize(("verb", "name"), SEQUENCES, ids=lambda value: getattr(value, "__name__", value))
 def test_one_text_is_no_sequence_of_verbs(verb: Any, name: str) -> None:
     with pytest.raises(ArgumentError, match=f"{name} is 'a.txt'"):
         verb(**{**needs(verb), name: "a.txt"})
@@ -84,7 +84,7 @@ FIELDS = [(kind, f.name, str(f.type)) for kind in OPTIONS for f in kind.__datacl
 
 
 @pytest.mark.parametrize(
-    ("kind", "name"), [(k, n) for k, n, t in FIELDS if t.startswith("tuple[")], ids=lambda each: str(each)
+    ("kind", "name"), [(k, n) for k, n, t in FIELDS if t.startswith("tuple[")], ids=lambda value: str(value)
 )
 def test_one_text_is_no_sequence_of_options(kind: Any, name: str) -> None:
     with pytest.raises(ArgumentError, match=name):
@@ -109,7 +109,7 @@ def test_options_take_types_and_any_sequence() -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "given"),
+    ("kind", "arguments"),
     [
         (quantkit.QuantizeOptions, {"pure": "yes"}),
         (quantkit.QuantizeOptions, {"calibrate_ctx": "512"}),
@@ -121,9 +121,9 @@ def test_options_take_types_and_any_sequence() -> None:
         (SaveLogits, {"path": None}),
     ],
 )
-def test_values_of_another_type_are_refused(kind: Any, given: dict[str, Any]) -> None:
-    with pytest.raises(ArgumentError, match=re.escape(next(iter(given)))):
-        kind(**given)
+def test_values_of_another_type_are_refused(kind: Any, arguments: dict[str, Any]) -> None:
+    with pytest.raises(ArgumentError, match=re.escape(next(iter(arguments)))):
+        kind(**arguments)
 
 
 def test_numbers_of_numpy_are_numbers() -> None:
@@ -159,5 +159,5 @@ def test_the_readme_example_is_typed(tmp_path: Path) -> None:
     (tmp_path / "example.py").write_text(example)
     command = [sys.executable, "-m", "mypy", "--strict", "--config-file", str(ROOT / "pyproject.toml")]
     command += ["--follow-imports=silent", "--cache-dir", str(tmp_path / "cache"), str(tmp_path / "example.py")]
-    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    assert ended.returncode == 0, ended.stdout + ended.stderr
+    process = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert process.returncode == 0, process.stdout + process.stderr

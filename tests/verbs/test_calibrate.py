@@ -31,35 +31,35 @@ from zoo import NAMES
 F32 = npt.NDArray[np.float32]
 
 
-def drawn(n_vocab: int, windows: int = 3, n_ctx: int = 12) -> Tokens:
+def random_tokens(n_vocab: int, windows: int = 3, n_ctx: int = 12) -> Tokens:
     ids = np.random.default_rng(5).integers(0, n_vocab, (windows, n_ctx), np.int32)
     return Tokens(ids, 2)
 
 
 def observed(path: Path, tokens: Tokens) -> dict[str, F32]:
     """Return every weight's input, as a run shows it that is not cut, by the name of the first weight."""
-    found: dict[str, list[F32]] = {}
+    rows: dict[str, list[F32]] = {}
 
-    def look(of: str, x: F32, ids: Any) -> None:
-        found.setdefault(of, []).append(x.copy())
+    def look(name: str, x: F32, ids: Any) -> None:
+        rows.setdefault(name, []).append(x.copy())
 
     def rewrite(graph: Graph) -> Graph:
         graph = every_token(graph)
-        every = inputs(graph, process_output=True)
-        first = {item.names[0]: item.x for item in reversed(every)}  # loops have several
+        observed_inputs = inputs(graph, process_output=True)
+        first = {item.names[0]: item.x for item in reversed(observed_inputs)}  # loops have several
         after: dict[Value, list[Observe]] = {}
-        for of, x in first.items():
-            after.setdefault(x, []).append(Observe(x=x, label=of))
-        listed = [each for op in graph.ops for each in (op, *(look for v in op.outputs() for look in after.get(v, ())))]
-        return replace(graph, ops=tuple(listed))
+        for name, x in first.items():
+            after.setdefault(x, []).append(Observe(x=x, label=name))
+        ops = [node for op in graph.ops for node in (op, *(look for v in op.outputs() for look in after.get(v, ())))]
+        return replace(graph, ops=tuple(ops))
 
     n_ctx = tokens.windows.shape[1]
     with load(path, threads=1, n_ctx=n_ctx, n_ubatch=2 * n_ctx, observer=look, rewrite=rewrite) as model:
         for first in range(0, len(tokens.windows), 2):
             windows = tokens.windows[first : first + 2]
-            of = np.repeat(np.arange(len(windows), dtype=np.int32), n_ctx)
-            model.session(n_ctx, 2).decode(windows.reshape(-1), of, np.zeros(windows.size, bool))
-    return {of: np.concatenate(parts) for of, parts in found.items()}
+            sequences = np.repeat(np.arange(len(windows), dtype=np.int32), n_ctx)
+            model.session(n_ctx, 2).decode(windows.reshape(-1), sequences, np.zeros(windows.size, bool))
+    return {name: np.concatenate(parts) for name, parts in rows.items()}
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -68,22 +68,22 @@ def test_stages_give_what_the_whole_gives(zoo: Callable[[str], Path], name: str,
     path = zoo(name)
     with load(path, threads=1, n_ctx=12, rewrite=every_token) as model:
         embeddings = {op.weight.tensor.name for op in model.unfused.ops if isinstance(op, Embed)}
-        known = inputs(model.unfused, process_output=True)
-        tokens = drawn(model.n_vocab)
-    weights = {name for i in known for name in i.names} - embeddings
-    whole, spill = observed(path, tokens), Spill(tmp_path / "spill", "", ())
+        items = inputs(model.unfused, process_output=True)
+        tokens = random_tokens(model.n_vocab)
+    weights = {name for i in items for name in i.names} - embeddings
+    expected, spill = observed(path, tokens), Spill(tmp_path / "spill", "", ())
     assert spill.begin() == -1
-    seen: set[str] = set()
+    names: set[str] = set()
     with Streams(path, weights, tokens, spill, 1) as streams:
         streams.open_output(path, weights)
         for stage in range(len(streams)):
-            streams.run(stage, lambda done: None)
-            for each in streams.inputs(stage):
-                x, plain = (spill.map_rows(place, tokens.count) for place in (each.x, each.plain))
-                assert (x == plain).all(), each.entry
-                assert (x == whole[each.entry].reshape(x.shape)).all(), each.entry
-                seen.add(each.entry)
-    assert seen == {i.names[0] for i in known if not weights.isdisjoint(i.names)}
+            streams.run(stage, lambda tokens: None)
+            for item in streams.inputs(stage):
+                x, plain = (spill.map_rows(place, tokens.count) for place in (item.x, item.plain))
+                assert (x == plain).all(), item.entry
+                assert (x == expected[item.entry].reshape(x.shape)).all(), item.entry
+                names.add(item.entry)
+    assert names == {i.names[0] for i in items if not weights.isdisjoint(i.names)}
 
 
 # ---------------------------------------------------------------- a whole run
@@ -107,8 +107,8 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def calibrated(text: Path, **more: Any) -> QuantizeOptions:
-    return QuantizeOptions(calibrate=(text,), calibrate_ctx=128, **more)
+def calibrated(text: Path, **options: Any) -> QuantizeOptions:
+    return QuantizeOptions(calibrate=(text,), calibrate_ctx=128, **options)
 
 
 def logits(path: Path) -> F32:
@@ -120,7 +120,7 @@ def test_bytes_do_not_depend_on_how_it_runs(
     text: Path, small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Threads, memory, shards, a run that was killed in the middle of a stage or of its jobs: the same tensors."""
-    first, other = tmp_path / "first.gguf", tmp_path / "other.gguf"
+    first, second = tmp_path / "first.gguf", tmp_path / "other.gguf"
     options = partial(calibrated, text)
     result = quantize(small, first, "Q4_K_M", options(), threads=2)
     assert len([t for t in result.plan.tensors if t.reason.endswith("; corrected")]) == 2  # routers
@@ -137,11 +137,11 @@ def test_bytes_do_not_depend_on_how_it_runs(
 
     monkeypatch.setattr(Streams, "run", killed)
     with pytest.raises(KeyboardInterrupt):
-        quantize(small, other, "Q4_K_M", options(), threads=1, max_ram=16 << 20)
-    again = quantize(small, other, "Q4_K_M", options(), threads=1, max_ram=16 << 20, resume=True)
-    assert other.read_bytes() == first.read_bytes()
+        quantize(small, second, "Q4_K_M", options(), threads=1, max_ram=16 << 20)
+    rerun = quantize(small, second, "Q4_K_M", options(), threads=1, max_ram=16 << 20, resume=True)
+    assert second.read_bytes() == first.read_bytes()
     assert stages == [*range(4), *range(3, max(stages) + 1)]  # it goes on with the stage
-    assert again.run.resumed > 6  # tensors of the stages before
+    assert rerun.run.resumed > 6  # tensors of the stages before
     stages.clear()
     shards, split = tmp_path / "split.gguf", options(split_max_size="2M")
     with pytest.raises(KeyboardInterrupt):
@@ -150,8 +150,8 @@ def test_bytes_do_not_depend_on_how_it_runs(
     # Activations of a run that goes on, but not what it encoded: all is done again.
     quantize(small, shards, "Q4_K_M", split, threads=2, overwrite=True)
     assert not list(tmp_path.glob("*.activations"))
-    with open_gguf(first) as one, open_gguf(next(tmp_path.glob("split-00001-of-*"))) as cut:
-        assert all((one.data(name) == cut.data(name)).all() for name in one.tensors)
+    with open_gguf(first) as one, open_gguf(next(tmp_path.glob("split-00001-of-*"))) as shard:
+        assert all((one.data(name) == shard.data(name)).all() for name in one.tensors)
 
 
 def test_activations_of_another_model_are_not_gone_on_with(
@@ -172,12 +172,12 @@ def test_activations_of_another_model_are_not_gone_on_with(
         patch.setattr(Streams, "run", killed)
         with pytest.raises(KeyboardInterrupt):
             quantize(model, out, "Q4_K_M", options, threads=1)
-    with open_gguf(model) as file, model.open("r+b") as written:
+    with open_gguf(model) as file, model.open("r+b") as target:
         embeddings = file.tensors["token_embd.weight"]
         row = embeddings.nbytes // embeddings.shape[1]
         ends = -(-4096 // row)
-        written.seek(embeddings.offset + ends * row)
-        written.write(file.data(embeddings).reshape(-1, row)[ends:-ends][::-1].tobytes())
+        target.seek(embeddings.offset + ends * row)
+        target.write(file.data(embeddings).reshape(-1, row)[ends:-ends][::-1].tobytes())
     quantize(model, out, "Q4_K_M", options, threads=1, resume=True)
     quantize(model, fresh, "Q4_K_M", options, threads=1)
     assert out.read_bytes() == fresh.read_bytes()
@@ -198,20 +198,20 @@ def test_it_is_closer_than_an_importance_matrix(text: Path, tmp_path: Path, pres
     Of the first and the last layer: the errors of the one reach the other through layers that have none. By the median:
     a few tokens that are sent to other experts, by however little, make most of the mean.
     """
-    kept: dict[str, Any] = {"tensor_type": (r"blk\.[12]\.=bf16",)}
+    rules: dict[str, Any] = {"tensor_type": (r"blk\.[12]\.=bf16",)}
     imatrix, calibration = (MODEL.with_name(f"tiny-moe-{name}") for name in ("imatrix.gguf", "calibration.txt"))
-    quantize(MODEL, tmp_path / "plain.gguf", preset, QuantizeOptions(imatrix=imatrix, **kept))
-    quantize(MODEL, tmp_path / "made.gguf", preset, calibrated(calibration, calibrate_chunks=60, **kept))
+    quantize(MODEL, tmp_path / "plain.gguf", preset, QuantizeOptions(imatrix=imatrix, **rules))
+    quantize(MODEL, tmp_path / "made.gguf", preset, calibrated(calibration, calibrate_chunks=60, **rules))
     full = logits(MODEL)
-    plain, made = (np.median(np.square(logits(tmp_path / f"{n}.gguf") - full)) for n in ("plain", "made"))
-    assert made < (0.4 if preset == "Q2_K" else 0.6) * plain
+    plain, calibrated_error = (np.median(np.square(logits(tmp_path / f"{n}.gguf") - full)) for n in ("plain", "made"))
+    assert calibrated_error < (0.4 if preset == "Q2_K" else 0.6) * plain
 
 
 def test_what_is_balanced(tmp_path: Path) -> None:
     """All by itself, without what is kept as it is; an importance matrix counts what columns are multiplied by."""
 
-    def plan(preset: str = "Q4_K_M", **more: Any) -> Plan:
-        return plan_quantize(MODEL, tmp_path / "o.gguf", preset, calibrated(text, calibrate_chunks=20, **more))
+    def plan(preset: str = "Q4_K_M", **options: Any) -> Plan:
+        return plan_quantize(MODEL, tmp_path / "o.gguf", preset, calibrated(text, calibrate_chunks=20, **options))
 
     def widened(plan: Plan) -> set[str]:
         return {t.name for t in plan.tensors if t.source.type.name == "F32" and t.type.is_quantized}
@@ -223,15 +223,17 @@ def test_what_is_balanced(tmp_path: Path) -> None:
     assert "17.54 MiB (16.02 bits per weight) -> 5.64 MiB" in DryRunReport(all_of_it).text()
     assert not widened(none)
     assert [t.nbytes for t in all_of_it.tensors] == [t.nbytes for t in none.tensors]
-    said = "balanced: blk.0.attn_norm.weight .. output_norm.weight (13 tensors) took factors over from 29 tensors"
-    assert any(note.startswith(said) for note in all_of_it.notes)
-    kept = plan(tensor_type=(r"blk\.[12]\.=bf16",), leave_output_tensor=True)
-    assert widened(kept) == {name for name in widened(all_of_it) if name.startswith(("blk.0.", "blk.3."))}
+    message = "balanced: blk.0.attn_norm.weight .. output_norm.weight (13 tensors) took factors over from 29 tensors"
+    assert any(note.startswith(message) for note in all_of_it.notes)
+    plan_of_layer_0 = plan(tensor_type=(r"blk\.[12]\.=bf16",), leave_output_tensor=True)
+    assert widened(plan_of_layer_0) == {name for name in widened(all_of_it) if name.startswith(("blk.0.", "blk.3."))}
     name = "blk.2.ffn_down_exps.weight"
-    found, before = (next(t.importance for t in p.tensors if t.name == name) for p in (all_of_it, none))
-    assert found is not None
+    balanced, before = (next(t.importance for t in p.tensors if t.name == name) for p in (all_of_it, none))
+    assert balanced is not None
     assert before is not None
-    spreads = [np.ptp(np.log(each.weights[3])) for each in (found, before) if each.weights is not None]
+    spreads = [
+        np.ptp(np.log(importance.weights[3])) for importance in (balanced, before) if importance.weights is not None
+    ]
     assert spreads[0] < 0.82 * spreads[1]
 
 

@@ -58,26 +58,26 @@ def test_sizes_and_a_held_out_part_that_shares_nothing(texts: Path) -> None:
     corpus = calibration([texts], size=60_000, heldout=0.1)
     assert 0.9 * 54_000 < corpus.calibration.nbytes <= 54_000
     assert 0.5 * 6_000 < corpus.evaluation.nbytes <= 6_000
-    chosen, held_out = passages(corpus)
-    assert not chosen & held_out
+    calibration_part, held_out = passages(corpus)
+    assert not calibration_part & held_out
     assert overlap(corpus.evaluation.text, corpus.calibration.text).share == 0
     assert not set(shingles(corpus.evaluation.text).tolist()) & set(shingles(corpus.calibration.text).tolist())
     source = "".join(path.read_text() for path in sorted(texts.iterdir()))
-    assert all(passage in source for passage in chosen | held_out)
+    assert all(passage in source for passage in calibration_part | held_out)
     assert corpus.notes == ()
 
 
 def test_the_same_bytes_whatever_the_names_and_their_order(texts: Path, tmp_path: Path) -> None:
     first = calibration([texts], size=50_000, seed=7)
-    again = calibration([texts], size=50_000, seed=7)
-    other = tmp_path / "other"
-    other.mkdir()
+    rerun = calibration([texts], size=50_000, seed=7)
+    folder = tmp_path / "other"
+    folder.mkdir()
     for i, path in enumerate(sorted(texts.iterdir(), reverse=True)):
-        (other / f"name{i}.md").write_bytes(path.read_bytes().replace(b"\n", b"\r\n"))
-    renamed = calibration(sorted(other.iterdir(), reverse=True), size=50_000, seed=7)
-    assert first.calibration.text == again.calibration.text == renamed.calibration.text
-    assert first.evaluation.text == again.evaluation.text == renamed.evaluation.text
-    assert first.manifest() == again.manifest()
+        (folder / f"name{i}.md").write_bytes(path.read_bytes().replace(b"\n", b"\r\n"))
+    renamed = calibration(sorted(folder.iterdir(), reverse=True), size=50_000, seed=7)
+    assert first.calibration.text == rerun.calibration.text == renamed.calibration.text
+    assert first.evaluation.text == rerun.evaluation.text == renamed.evaluation.text
+    assert first.manifest() == rerun.manifest()
     reseeded = calibration([texts], size=50_000, seed=8)
     assert reseeded.calibration.text != first.calibration.text
     assert reseeded.evaluation.text != first.evaluation.text
@@ -109,15 +109,15 @@ def test_less_text_than_asked_for(tmp_path: Path) -> None:
 
 def test_repetitions_are_dropped(tmp_path: Path) -> None:
     pieces = prose(1, 3000).split("\n\n")
-    near = [piece.replace("w1x1 ", "w1x2 ", 1).upper() for piece in pieces]
+    variants = [piece.replace("w1x1 ", "w1x2 ", 1).upper() for piece in pieces]
     (tmp_path / "a.txt").write_text("\n\n".join(pieces))
     (tmp_path / "b.txt").write_text("\n\n".join(pieces).replace(" ", "  "))
-    (tmp_path / "c.txt").write_text("\n\n".join(near))
+    (tmp_path / "c.txt").write_text("\n\n".join(variants))
     one = calibration([tmp_path / "a.txt"], passage=600, heldout=0)
     all_three = calibration([tmp_path / f"{name}.txt" for name in "abc"], passage=600, heldout=0)
-    kept = {passage_hash(p) for p in one.calibration.passages}
-    assert len(all_three.calibration.passages) <= 1.2 * len(kept)
-    assert all_three.dedup.exact_dropped + all_three.dedup.near_dropped > 1.7 * len(kept)
+    hashes = {passage_hash(p) for p in one.calibration.passages}
+    assert len(all_three.calibration.passages) <= 1.2 * len(hashes)
+    assert all_three.dedup.exact_dropped + all_three.dedup.near_dropped > 1.7 * len(hashes)
     assert all_three.dedup.exact_dropped > 0
     assert all_three.dedup.near_dropped > 0
 
@@ -126,13 +126,13 @@ def test_copies_of_the_held_out_part_are_not_calibrated_on(texts: Path, tmp_path
     first = calibration([texts], size=60_000, heldout=0.1)
     quotes = [f"{prose(100 + i, 120)}{p[:200]}" for i, p in enumerate(first.evaluation.passages)]
     (texts / "quotes.jsonl").write_text("".join(json.dumps({"text": q}) + "\n" for q in quotes))
-    again = calibration([texts], size=60_000, heldout=0.1)
-    assert overlap(again.evaluation.text, again.calibration.text).warning is None
-    chosen, held_out = passages(again)
+    rerun = calibration([texts], size=60_000, heldout=0.1)
+    assert overlap(rerun.evaluation.text, rerun.calibration.text).warning is None
+    calibration_part, held_out = passages(rerun)
     shared = set(shingles("\n".join(held_out)).tolist())
-    for passage in chosen:
-        mine = shingles(passage).tolist()
-        assert len(shared.intersection(mine)) <= 0.1 * len(mine)
+    for passage in calibration_part:
+        hashes = shingles(passage).tolist()
+        assert len(shared.intersection(hashes)) <= 0.1 * len(hashes)
 
 
 def test_what_every_file_has_is_no_leak_that_is_warned_about(texts: Path) -> None:
@@ -162,19 +162,19 @@ def test_passages_end_where_paragraphs_do() -> None:
 
 
 def test_seen() -> None:
-    seen = Deduplicator()
+    deduplicator = Deduplicator()
     text = prose(1, 60)
-    assert seen.take(text, held_out=True)
-    assert not seen.take(text)
-    assert not seen.take(text.upper().replace(" ", "\n"))
-    assert seen.exact_dropped == 2
-    assert not seen.take(f"{prose(2, 60)} {' '.join(text.split()[:30])}")
-    assert seen.leak_dropped == 1
-    assert seen.take(prose(2, 60))
-    assert not seen.take(prose(2, 60) + " more")
-    assert seen.near_dropped == 1
-    assert seen.take("...")  # no words at all: only its own repetition is known
-    assert not seen.take("...")
+    assert deduplicator.take(text, held_out=True)
+    assert not deduplicator.take(text)
+    assert not deduplicator.take(text.upper().replace(" ", "\n"))
+    assert deduplicator.exact_dropped == 2
+    assert not deduplicator.take(f"{prose(2, 60)} {' '.join(text.split()[:30])}")
+    assert deduplicator.leak_dropped == 1
+    assert deduplicator.take(prose(2, 60))
+    assert not deduplicator.take(prose(2, 60) + " more")
+    assert deduplicator.near_dropped == 1
+    assert deduplicator.take("...")  # no words at all: only its own repetition is known
+    assert not deduplicator.take("...")
 
 
 # --- documents ---
@@ -213,13 +213,13 @@ def test_folders_and_files(tmp_path: Path) -> None:
     (tmp_path / ".hidden").write_text("hidden")
     (tmp_path / "empty.txt").write_text("\n")
     (tmp_path / "zero.txt").write_bytes(b"text" * 300 + b"\0.")
-    found = read_inputs([tmp_path])
-    assert [(f.path.name, f.documents) for f in found.files] == [
+    texts = read_inputs([tmp_path])
+    assert [(f.path.name, f.documents) for f in texts.files] == [
         ("a.py", ["print(1)\n"]), ("empty.txt", []), ("b.md", ["# b"]), ("zero.txt", ["text" * 300 + "."]),
     ]  # fmt: skip
-    assert (found.not_text, found.left_out) == (2, 0)
-    some = read_inputs([tmp_path], include=["*.md", "*.rst"])
-    assert ([f.path.name for f in some.files], some.left_out) == (["b.md"], 5)
+    assert (texts.not_text, texts.left_out) == (2, 0)
+    subset = read_inputs([tmp_path], include=["*.md", "*.rst"])
+    assert ([f.path.name for f in subset.files], subset.left_out) == (["b.md"], 5)
 
 
 def test_unusable_inputs(tmp_path: Path) -> None:
@@ -263,11 +263,11 @@ def test_options_that_make_no_sense(texts: Path, options: dict[str, float], mess
 
 def test_shingles() -> None:
     words = [f"w{i}" for i in range(20)]
-    found = shingles(" ".join(words))
-    assert found.size == 20 - WORDS + 1
-    assert np.array_equal(shingles("W0,  w1.\nw2; w3 w4 w5 w6 w7"), found[:1])
-    assert np.array_equal(shingles(" ".join(words[5:])), found[5:])
-    assert len(set(found.tolist())) == found.size
+    hashes = shingles(" ".join(words))
+    assert hashes.size == 20 - WORDS + 1
+    assert np.array_equal(shingles("W0,  w1.\nw2; w3 w4 w5 w6 w7"), hashes[:1])
+    assert np.array_equal(shingles(" ".join(words[5:])), hashes[5:])
+    assert len(set(hashes.tolist())) == hashes.size
     assert shingles("... !").size == 0
     assert shingles("two words").size == 1
     assert shingles("今天天气很好我们去公园").size == 11 - WORDS + 1
@@ -277,14 +277,14 @@ def test_shingles() -> None:
 def test_overlap_estimates_the_share(share: float) -> None:
     evaluation = prose(1, 30_000).split("\n\n")
     n = int(share * len(evaluation))
-    other = prose(2, 30_000)
-    found = overlap("\n\n".join(evaluation), "\n\n".join([*evaluation[:n], other]))
-    assert found.share == pytest.approx(share, abs=0.05)
-    assert found.sampled > 1000
-    assert not found.same_text
-    assert (found.warning is None) == (share == 0)
+    unrelated = prose(2, 30_000)
+    actual = overlap("\n\n".join(evaluation), "\n\n".join([*evaluation[:n], unrelated]))
+    assert actual.share == pytest.approx(share, abs=0.05)
+    assert actual.sampled > 1000
+    assert not actual.same_text
+    assert (actual.warning is None) == (share == 0)
     if share == 0.25:
-        assert "of this text was calibrated on" in (found.warning or "")
+        assert "of this text was calibrated on" in (actual.warning or "")
 
 
 def test_the_same_text_is_recognized_however_short() -> None:
@@ -309,15 +309,15 @@ def imatrix_with(extra: dict[str, Field]) -> Imatrix:
 
 def test_an_imatrix_keeps_the_sketch(tmp_path: Path, texts: Path) -> None:
     corpus = calibration([texts], tmp_path / "out", size=60_000)
-    made = sketch_file(tmp_path / "out" / "calibration.txt")
-    write_imatrix(tmp_path / "x.gguf", imatrix_with(made.fields()))
-    found = sketch_of(read_imatrix(tmp_path / "x.gguf"))
-    assert found is not None
-    assert (found.scale, found.sha256) == (SCALE, (corpus.calibration.sha256,))
-    assert np.array_equal(found.hashes, made.hashes)
-    assert overlap(corpus.calibration.text, found).same_text
-    assert overlap(corpus.evaluation.text, found).warning is None
-    assert overlap("\n\n".join(corpus.calibration.passages[:9]), found).share == 1
+    sketch = sketch_file(tmp_path / "out" / "calibration.txt")
+    write_imatrix(tmp_path / "x.gguf", imatrix_with(sketch.fields()))
+    actual = sketch_of(read_imatrix(tmp_path / "x.gguf"))
+    assert actual is not None
+    assert (actual.scale, actual.sha256) == (SCALE, (corpus.calibration.sha256,))
+    assert np.array_equal(actual.hashes, sketch.hashes)
+    assert overlap(corpus.calibration.text, actual).same_text
+    assert overlap(corpus.evaluation.text, actual).warning is None
+    assert overlap("\n\n".join(corpus.calibration.passages[:9]), actual).share == 1
     assert sketch_of(imatrix_with({})) is None
 
 
@@ -335,21 +335,23 @@ def test_a_false_sketch(key: str) -> None:
 def test_a_text_knows_what_its_corpus_held_out(tmp_path: Path, texts: Path) -> None:
     out = tmp_path / "out"
     corpus = calibration([texts], out, size=60_000, heldout=0.2)
-    of = {name: find_held_out(out / name, (out / name).read_bytes()) for name in ("calibration.txt", "evaluation.txt")}
-    for found in of.values():
-        assert found is not None
-        assert found.files == (str(out / "evaluation.txt"),)
-        assert found.sketch.sha256 == (corpus.evaluation.sha256,)
-        assert np.array_equal(found.sketch.hashes, sketch(corpus.evaluation.text).hashes)
+    held_out_parts = {
+        name: find_held_out(out / name, (out / name).read_bytes()) for name in ("calibration.txt", "evaluation.txt")
+    }
+    for held_out in held_out_parts.values():
+        assert held_out is not None
+        assert held_out.files == (str(out / "evaluation.txt"),)
+        assert held_out.sketch.sha256 == (corpus.evaluation.sha256,)
+        assert np.array_equal(held_out.sketch.hashes, sketch(corpus.evaluation.text).hashes)
     assert find_held_out(out / "calibration.txt", b"another text") is None
     assert find_held_out(texts / "00.txt", (texts / "00.txt").read_bytes()) is None
     raw = (out / "calibration.txt").read_bytes()
     (out / "evaluation.txt").write_text("changed")  # its hash is known all the same
-    gone = find_held_out(out / "calibration.txt", raw)
-    assert gone is not None
-    assert (gone.sketch.sha256, gone.sketch.hashes.size) == ((corpus.evaluation.sha256,), 0)
-    for other in ("{", "[]", json.dumps({"made_by": "others"}), json.dumps({"made_by": "quantkit calibration"})):
-        (out / "manifest.json").write_text(other)
+    missing = find_held_out(out / "calibration.txt", raw)
+    assert missing is not None
+    assert (missing.sketch.sha256, missing.sketch.hashes.size) == ((corpus.evaluation.sha256,), 0)
+    for text in ("{", "[]", json.dumps({"made_by": "others"}), json.dumps({"made_by": "quantkit calibration"})):
+        (out / "manifest.json").write_text(text)
         assert find_held_out(out / "calibration.txt", raw) is None
 
 
@@ -363,20 +365,20 @@ def test_what_was_held_out_is_kept_in_metadata() -> None:
     one, two = (HeldOut((name,), sketch(prose(seed, 3000))) for name, seed in (("a", 1), ("b", 2)))
     both = merge_held_out([one, two, one])
     assert both is not None
-    found = read_held_out(Path("x"), both.fields())
-    assert found is not None
-    assert found.files == ("a", "b")
-    assert found.sketch.sha256 == both.sketch.sha256
+    actual = read_held_out(Path("x"), both.fields())
+    assert actual is not None
+    assert actual.files == ("a", "b")
+    assert actual.sketch.sha256 == both.sketch.sha256
     used = held_out_warning(Path("x"), {**both.fields(), **two.sketch.fields()})
     assert used is not None
     assert used.startswith("warning: x was computed on b, held out")
     assert held_out_warning(Path("x"), {**both.fields(), **sketch(prose(3, 3000)).fields()}) is None
-    for broken in (
+    for fields in (
         Field.of("quantkit.calibration.heldout.files", 1),
         one.fields()["quantkit.calibration.heldout.files"],
     ):
         with pytest.raises(FormatError, match=r"heldout\.\* are not as quantkit writes them"):
-            read_held_out(Path("x"), both.fields() | {"quantkit.calibration.heldout.files": broken})
+            read_held_out(Path("x"), both.fields() | {"quantkit.calibration.heldout.files": fields})
 
 
 # --- files and the command ---
@@ -389,11 +391,11 @@ def test_files_and_manifest(tmp_path: Path, texts: Path) -> None:
     assert (manifest["seed"], manifest["size"], manifest["heldout"], manifest["passage"]) == (5, 50_000, 0.1, 2000)
     for part in ("calibration", "evaluation"):
         raw = (out / f"{part}.txt").read_bytes()
-        said = manifest[part]
-        assert said["sha256"] == hashlib.sha256(raw).hexdigest()
-        assert said["bytes"] == len(raw)
-        assert len(said["passages"]) == len(set(said["passages"])) > 0
-        assert said["sha256"][:16] in output
+        record = manifest[part]
+        assert record["sha256"] == hashlib.sha256(raw).hexdigest()
+        assert record["bytes"] == len(raw)
+        assert len(record["passages"]) == len(set(record["passages"])) > 0
+        assert record["sha256"][:16] in output
     assert not set(manifest["calibration"]["passages"]) & set(manifest["evaluation"]["passages"])
     assert [i["documents"] for i in manifest["inputs"]] == [1] * 12
     assert "read: 12 files, 12 documents" in output

@@ -32,8 +32,8 @@ def run(*arguments: object) -> Result:
 
 
 def write(path: Path, tensors: Mapping[str, Tensor], fields: Sequence[Field] | None = None) -> Path:
-    given = [(name, shape, BY_NAME[t], x.tobytes()) for name, (shape, t, x) in tensors.items()]
-    write_gguf(path, llama_fields() if fields is None else fields, given)
+    tensors_of_file = [(name, shape, BY_NAME[t], x.tobytes()) for name, (shape, t, x) in tensors.items()]
+    write_gguf(path, llama_fields() if fields is None else fields, tensors_of_file)
     return path
 
 
@@ -106,8 +106,8 @@ def test_metadata_that_differs(tmp_path: Path) -> None:
     text = "x" * 3000
     a = with_fields(tmp_path / "a", same=1, gone="was", t=1, s="one", long=text + "A" + text, f=0.5, n=[1, 2, 3, 4])
     b = with_fields(tmp_path / "b", same=1, new=True, t=-1, s="two", long=text + "B" + text, f=0.25, n=[1, 5, 3])
-    found = compare(a, b)
-    assert [(d.key, d.kind) for d in found.metadata or ()] == [
+    comparison = compare(a, b)
+    assert [(d.key, d.kind) for d in comparison.metadata or ()] == [
         ("gone", "removed"),
         *((key, "changed") for key in ("t", "s", "long", "f", "n")),
         ("new", "added"),
@@ -169,10 +169,10 @@ def test_missing_tensors_and_shapes(pair: Pair) -> None:
         {"blk.0.ffn_gate_exps.weight": f32(x), "blk.0.ffn_up_exps.weight": f32(x), "s": f32(x)},
         {"blk.0.ffn_gate_up_exps.weight": f32(np.concatenate([x, x])), "s": f32(x.reshape(8, 32))},
     )
-    found = compare(a, b)
-    assert [t.name for t in found.only_a] == ["blk.0.ffn_gate_exps.weight", "blk.0.ffn_up_exps.weight"]
-    assert [t.name for t in found.only_b] == ["blk.0.ffn_gate_up_exps.weight"]
-    assert [(t.difference, t.note, t.error) for t in found.tensors or ()] == [("shape", "the shapes differ", None)]
+    comparison = compare(a, b)
+    assert [t.name for t in comparison.only_a] == ["blk.0.ffn_gate_exps.weight", "blk.0.ffn_up_exps.weight"]
+    assert [t.name for t in comparison.only_b] == ["blk.0.ffn_gate_up_exps.weight"]
+    assert [(t.difference, t.note, t.error) for t in comparison.tensors or ()] == [("shape", "the shapes differ", None)]
     result = run(a, b)
     assert result.exit_code == 1
     assert "only in A: 2" in result.output
@@ -190,8 +190,8 @@ def test_one_byte_at_the_very_end_is_found(pair: Pair) -> None:
     x = normal(1100, 257)
     y = x.copy()
     y[-1, -1] += 0.5
-    found = compare(*pair({"a": f32(x)}, {"a": f32(y)}))
-    (only,) = found.tensors or ()
+    comparison = compare(*pair({"a": f32(x)}, {"a": f32(y)}))
+    (only,) = comparison.tensors or ()
     assert only.difference == "bytes"
     assert only.error is not None
     assert only.error.largest == pytest.approx(0.5)
@@ -209,17 +209,17 @@ def test_the_error_of_another_type(pair: Pair, n: int) -> None:
     quantized = random_q8_0(7, n, seed=n)
     y = dequantize(quantized[2].reshape(7, -1), "Q8_0", n)
     a, b = pair({"blk.0.ffn_up.weight": f32(x)}, {"blk.0.ffn_up.weight": quantized})
-    found = compare(a, b)
-    (only,) = found.tensors or ()
+    comparison = compare(a, b)
+    (only,) = comparison.tensors or ()
     assert only.difference == "type"
     assert only.error is not None
     assert only.error.relative == pytest.approx(expected(x, y), rel=1e-12)
     assert only.error.largest == np.abs(y - x).max()
     assert only.error.weighted_relative is None
-    assert found.classes[0].types == "F32 -> Q8_0"
-    other = (compare(b, a).tensors or ())[0].error
-    assert other is not None
-    assert other.relative == pytest.approx(expected(y, x), rel=1e-12)
+    assert comparison.classes[0].types == "F32 -> Q8_0"
+    reverse = (compare(b, a).tensors or ())[0].error
+    assert reverse is not None
+    assert reverse.relative == pytest.approx(expected(y, x), rel=1e-12)
 
 
 @pytest.fixture
@@ -244,8 +244,8 @@ def test_the_weighted_error(pair: Pair, imatrix: Path, piece: int, monkeypatch: 
         {"blk.0.ffn_up_exps.weight": f32(x), "blk.0.attn_q.weight": f32(x[0]), "output.weight": f32(x[1])},
         {"blk.0.ffn_up_exps.weight": f32(y), "blk.0.attn_q.weight": f32(x[0]), "output.weight": f32(y[1])},
     )
-    found = compare(a, b, imatrix=imatrix)
-    experts, dense, output = found.tensors or ()
+    comparison = compare(a, b, imatrix=imatrix)
+    experts, dense, output = comparison.tensors or ()
     w = read_imatrix(imatrix).values("blk.0.ffn_up_exps.weight").reshape(2, 1, 512).astype(np.float64)
     assert dense.identical
     assert experts.error is not None
@@ -253,11 +253,11 @@ def test_the_weighted_error(pair: Pair, imatrix: Path, piece: int, monkeypatch: 
     assert experts.error.weighted_relative == pytest.approx(expected(x, y, w), rel=1e-12)
     assert output.error is not None
     assert output.error.weighted_relative is None
-    assert found.total is not None
-    assert found.total.error is not None
+    assert comparison.total is not None
+    assert comparison.total.error is not None
     # The total's weighted error is that of the tensors with importance; its plain error that of all that differ.
-    assert found.total.error.weighted_relative == experts.error.weighted_relative
-    assert found.total.error.relative == pytest.approx(
+    assert comparison.total.error.weighted_relative == experts.error.weighted_relative
+    assert comparison.total.error.relative == pytest.approx(
         expected(np.concatenate([x, x[1:]]), np.concatenate([y, y[1:]])), rel=1e-12
     )
     text = run(a, b, "--imatrix", imatrix)
@@ -358,7 +358,7 @@ def test_progress_ends_at_its_end(pair: Pair) -> None:
     tensors = {"a": f32(x), "q": random_q8_0(4, 64, 1), "s": f32(x)}
     compare(*pair(tensors, {"a": f32(y), "q": f32(normal(4, 64)), "s": f32(x)}), progress=lambda *c: calls.append(c))
     assert calls[-1][0] == calls[-1][1] > 0
-    assert [done for done, _ in calls] == sorted(done for done, _ in calls)
+    assert [position for position, _ in calls] == sorted(position for position, _ in calls)
 
 
 # --- the command ---
@@ -370,9 +370,9 @@ def test_usage(tiny_moe: Path, tmp_path: Path) -> None:
     assert run(tiny_moe, tiny_moe, "--metadata-only", "--tensors", "x").exit_code == 2
     assert run(tiny_moe, tiny_moe, "--tensors", "nothing").exit_code == 2
     assert run(tiny_moe, tiny_moe, "--ignore-metadata", "(").exit_code == 2
-    broken = tmp_path / "broken.gguf"
-    broken.write_bytes(b"GGUF")
-    for files in ((tiny_moe, broken), (broken, tiny_moe), (tiny_moe, tmp_path / "none")):
+    path = tmp_path / "broken.gguf"
+    path.write_bytes(b"GGUF")
+    for files in ((tiny_moe, path), (path, tiny_moe), (tiny_moe, tmp_path / "none")):
         result = run(*files)
         assert result.exit_code == 2
         assert result.output.startswith("Error: ")
@@ -384,15 +384,15 @@ def test_usage(tiny_moe: Path, tmp_path: Path) -> None:
 def test_json_and_per_tensor(pair: Pair) -> None:
     x = normal(2, 64)
     a, b = pair({"blk.0.attn_q.weight": f32(x), "n": f32(x)}, {"blk.0.attn_q.weight": f32(x * 2), "n": f32(x)})
-    found = json.loads(run(a, b, "--json").output)
-    assert found["identical"] is False
-    assert [(t["name"], t["differs_in"]) for t in found["tensors"]] == [("blk.0.attn_q.weight", "bytes"), ("n", None)]
-    assert found["classes"][0]["error"] == {
+    output = json.loads(run(a, b, "--json").output)
+    assert output["identical"] is False
+    assert [(t["name"], t["differs_in"]) for t in output["tensors"]] == [("blk.0.attn_q.weight", "bytes"), ("n", None)]
+    assert output["classes"][0]["error"] == {
         "relative": 1.0,
         "largest": float(np.abs(x).max()),
         "weighted_relative": None,
     }
-    assert found["total"]["identical"] == 1
+    assert output["total"]["identical"] == 1
     lines = [" ".join(line.split()) for line in run(a, b, "--per-tensor").output.splitlines()]
     assert f"blk.0.attn_q.weight F32 bytes 100.000 % {np.abs(x).max():.3g}" in lines
     assert "n F32 identical" in lines
@@ -403,5 +403,5 @@ def test_only_some_tensors(pair: Pair) -> None:
     x = normal(2, 64)
     a, b = pair({"a": f32(x), "b": f32(x)}, {"a": f32(x), "b": f32(x + 1)})
     assert run(a, b, "--tensors", "^a$").exit_code == 0
-    found: Comparison = compare(a, b, tensors="b")
-    assert [t.name for t in found.tensors or ()] == ["b"]
+    comparison: Comparison = compare(a, b, tensors="b")
+    assert [t.name for t in comparison.tensors or ()] == ["b"]

@@ -102,8 +102,8 @@ def test_memory_and_threads_do_not_matter(moe: Path, tmp_path: Path) -> None:
 def test_an_interrupted_run_goes_on(
     moe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, type_name: str | None
 ) -> None:
-    whole, out, jobs = tmp_path / "whole.gguf", tmp_path / "out.gguf", 0
-    convert(moe, whole, type_name, PRE, PLAIN if type_name else None)
+    full, out, jobs = tmp_path / "whole.gguf", tmp_path / "out.gguf", 0
+    convert(moe, full, type_name, PRE, PLAIN if type_name else None)
     run = Worker.run
 
     def stop(self: Worker, job: Any, tensor: Any) -> Any:
@@ -114,14 +114,14 @@ def test_an_interrupted_run_goes_on(
         return run(self, job, tensor)
 
     monkeypatch.setattr(Worker, "run", stop)
-    given = PLAIN if type_name else None
+    rules = PLAIN if type_name else None
     with pytest.raises(KeyboardInterrupt):
-        convert(moe, out, type_name, PRE, given, threads=1)
+        convert(moe, out, type_name, PRE, rules, threads=1)
     monkeypatch.setattr(Worker, "run", run)
     assert not out.exists()
-    result = convert(moe, out, type_name, PRE, given, resume=True, threads=1)
+    result = convert(moe, out, type_name, PRE, rules, resume=True, threads=1)
     assert result.run.resumed > 0
-    assert out.read_bytes() == whole.read_bytes()
+    assert out.read_bytes() == full.read_bytes()
 
 
 def test_another_source_does_not_go_on(tmp_path: Path) -> None:
@@ -142,10 +142,10 @@ def test_another_source_does_not_go_on(tmp_path: Path) -> None:
 def test_splits(moe: Path, tmp_path: Path, options: ConvertOptions, n: int) -> None:
     paths = convert(moe, tmp_path / "x.gguf", None, options).paths
     convert(moe, tmp_path / "whole.gguf", None, PRE)
-    with open_gguf(paths[0]) as split, open_gguf(tmp_path / "whole.gguf") as whole:
+    with open_gguf(paths[0]) as split, open_gguf(tmp_path / "whole.gguf") as full:
         assert len(paths) == n
-        assert list(split.tensors) == list(whole.tensors)
-        assert all(split.data(name).tobytes() == whole.data(name).tobytes() for name in whole.tensors)
+        assert list(split.tensors) == list(full.tensors)
+        assert all(split.data(name).tobytes() == full.data(name).tobytes() for name in full.tensors)
         first = sum(t.shard == 0 for t in split.tensors.values())
         assert (first == 0) == options.no_tensor_first_split
 
@@ -156,7 +156,7 @@ def test_the_name_of_the_output(moe: Path, tmp_path: Path) -> None:
     assert plan_convert(moe, tmp_path / "a-{ftype}.gguf", None, PRE).shards[0].path == tmp_path / "a-bf16.gguf"
 
 
-def broken(tmp_path: Path, config: dict[str, Any] | None = None, **arrays: Any) -> Path:
+def write_broken(tmp_path: Path, config: dict[str, Any] | None = None, **arrays: Any) -> Path:
     changed = {k: v for k, v in {**moe_arrays(), **arrays}.items() if v is not None}
     return write_checkpoint(tmp_path / "broken", config, changed)
 
@@ -176,14 +176,14 @@ _EXPERT = "model.layers.1.mlp.experts.2.up_proj.weight"
 )
 def test_tensors_that_do_not_fit(tmp_path: Path, arrays: dict[str, Any], message: str) -> None:
     with pytest.raises(FormatError, match=r"model\.safetensors: tensor") as e:
-        plan_convert(broken(tmp_path, **arrays), tmp_path / "x.gguf", None, PRE)
+        plan_convert(write_broken(tmp_path, **arrays), tmp_path / "x.gguf", None, PRE)
     assert message in e.value.message
 
 
 def test_values_that_are_not_finite(tmp_path: Path) -> None:
     bad = bf16(np.full((256, 256), np.nan, np.float32))
-    given: dict[str, Any] = {_EXPERT: bad}
-    folder = broken(tmp_path, None, **given)
+    arrays: dict[str, Any] = {_EXPERT: bad}
+    folder = write_broken(tmp_path, None, **arrays)
     for type_name in (None, "Q4_K_M"):
         with pytest.raises(FormatError, match=r"ffn_up_exps"):
             convert(folder, tmp_path / "x.gguf", type_name, PRE)
@@ -191,7 +191,7 @@ def test_values_that_are_not_finite(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("more", "error", "message"),
+    ("changes", "error", "message"),
     [
         ({"architectures": ["Nonsense"]}, TypeNotSupported, "--list"),
         ({"architectures": "Qwen3MoeForCausalLM"}, FormatError, "architectures"),
@@ -208,16 +208,16 @@ def test_values_that_are_not_finite(tmp_path: Path) -> None:
     ],
 )
 def test_configurations_that_do_not_fit(
-    tmp_path: Path, more: dict[str, Any], error: type[QuantkitError], message: str
+    tmp_path: Path, changes: dict[str, Any], error: type[QuantkitError], message: str
 ) -> None:
     with pytest.raises(error) as e:
-        plan_convert(broken(tmp_path, moe_config(**more)), tmp_path / "x.gguf", None, PRE)
+        plan_convert(write_broken(tmp_path, moe_config(**changes)), tmp_path / "x.gguf", None, PRE)
     assert message in e.value.message
     assert "config.json" in e.value.message or "tokenizer.json" in e.value.message
 
 
 @pytest.mark.parametrize(
-    ("name", "within", "more", "message"),
+    ("name", "within", "changes", "message"),
     [
         # A stored layer stands for all that predict: a number alone would make a million tensors.
         (
@@ -233,28 +233,28 @@ def test_configurations_that_do_not_fit(
     ids=lambda x: x if isinstance(x, str) else "",
 )
 def test_numbers_alone_take_no_memory(
-    tmp_path: Path, name: str, within: str, more: dict[str, Any], message: str
+    tmp_path: Path, name: str, within: str, changes: dict[str, Any], message: str
 ) -> None:
     """Found by scripts/fuzz_checkpoint.py --all."""
-    drawn = checkpoints.write_checkpoint(name, tmp_path)
-    config = json.loads((drawn / "config.json").read_text())
-    (config[within] if within else config).update(more)
-    (drawn / "config.json").write_text(json.dumps(config))
+    checkpoint = checkpoints.write_checkpoint(name, tmp_path)
+    config = json.loads((checkpoint / "config.json").read_text())
+    (config[within] if within else config).update(changes)
+    (checkpoint / "config.json").write_text(json.dumps(config))
     with pytest.raises(FormatError) as e:
-        plan_convert(drawn, tmp_path / "x.gguf", None, PRE)
+        plan_convert(checkpoint, tmp_path / "x.gguf", None, PRE)
     assert message in e.value.message
     assert len(e.value.message) < 500
 
 
 def test_options_that_do_not_go_together(moe: Path, tmp_path: Path) -> None:
-    for type_name, options, given in (
+    for type_name, options, settings in (
         (None, replace(PRE, intermediate="none"), None),
         (None, PRE, QuantizeOptions(pure=True)),
         ("Q4_K_M", replace(PRE, outtype="f16"), None),
         ("Q4_K_M", PRE, QuantizeOptions(keep_split=True)),
     ):
         with pytest.raises(RecipeError):
-            plan_convert(moe, tmp_path / "x.gguf", type_name, options, given)
+            plan_convert(moe, tmp_path / "x.gguf", type_name, options, settings)
 
 
 def test_no_input_is_replaced(tmp_path: Path) -> None:
@@ -274,8 +274,8 @@ def test_command_line(moe: Path, tmp_path: Path) -> None:
     out = tmp_path / "x.gguf"
     plan = json.loads(run(moe, out, "q4_k_m", "--pre", "gpt-2", "--dry-run", "--json"))
     assert not out.exists()
-    done = json.loads(run(moe, out, "q4_k_m", "--pre", "gpt-2", "--json"))
-    assert plan["files"] == done["files"] == [{"path": str(out), "bytes": out.stat().st_size}]
+    output = json.loads(run(moe, out, "q4_k_m", "--pre", "gpt-2", "--json"))
+    assert plan["files"] == output["files"] == [{"path": str(out), "bytes": out.stat().st_size}]
     run(moe, tmp_path / "y.gguf", "--outtype", "q8_0", "--pre", "gpt-2", "--split-max-size", "1M", "--model-name", "Me")
     with open_gguf(next(tmp_path.glob("y-00001*"))) as file:
         assert file.get("general.name") == "Me"
@@ -334,8 +334,8 @@ def test_tiny_moe_comes_back(tmp_path: Path) -> None:
     script, data = (Path(__file__).parents[2] / name for name in ("scripts/make_tiny_checkpoint.py", "tests/data"))
     subprocess.run([sys.executable, str(script), str(tmp_path / "tiny-moe")], check=True)
     convert(tmp_path / "tiny-moe", tmp_path / "x.gguf", None, PRE)
-    with open_gguf(tmp_path / "x.gguf") as made, open_gguf(data / "tiny-moe-bf16.gguf") as file:
-        assert set(made.tensors) == set(file.tensors)
-        assert all(made.data(name).tobytes() == file.data(name).tobytes() for name in file.tensors)
+    with open_gguf(tmp_path / "x.gguf") as converted, open_gguf(data / "tiny-moe-bf16.gguf") as file:
+        assert set(converted.tensors) == set(file.tensors)
+        assert all(converted.data(name).tobytes() == file.data(name).tobytes() for name in file.tensors)
         keys = [key for key in file.fields if key.startswith(("qwen3moe.", "tokenizer."))]
-        assert {key: made.get(key) for key in keys} == {key: file.get(key) for key in keys}
+        assert {key: converted.get(key) for key in keys} == {key: file.get(key) for key in keys}

@@ -24,7 +24,7 @@ from quantkit.errors import FormatError, RecipeError
 from quantkit.formats.gguf import open_gguf
 from quantkit.formats.safetensors import StoredTensor
 
-THEIRS = json.loads((Path(__file__).parents[1] / "data/convert-hf-options.json").read_text())["options"]
+PEER_OPTIONS = json.loads((Path(__file__).parents[1] / "data/convert-hf-options.json").read_text())["options"]
 PRE = ConvertOptions(pre="gpt-2")
 
 
@@ -33,7 +33,7 @@ def moe(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_checkpoint(tmp_path_factory.mktemp("checkpoint") / "Small-Moe")
 
 
-@pytest.mark.parametrize("name", THEIRS)
+@pytest.mark.parametrize("name", PEER_OPTIONS)
 def test_every_option_is_there_or_refused(name: str, moe: Path) -> None:
     options = {n: p for p in command.params if isinstance(p, click.Option) for n in (*p.opts, *p.secondary_opts)}
     assert name in options
@@ -46,8 +46,8 @@ def test_every_option_is_there_or_refused(name: str, moe: Path) -> None:
 
 
 def test_options_without_effect_say_so(moe: Path, tmp_path: Path) -> None:
-    given = ["--no-lazy", "--use-temp-file", "--verbose", "--dry-run", "--pre", "gpt-2", "--outfile"]
-    result = CliRunner().invoke(cli, ["convert", str(moe), *given, str(tmp_path / "x.gguf")])
+    arguments = ["--no-lazy", "--use-temp-file", "--verbose", "--dry-run", "--pre", "gpt-2", "--outfile"]
+    result = CliRunner().invoke(cli, ["convert", str(moe), *arguments, str(tmp_path / "x.gguf")])
     assert result.exit_code == 0
     assert result.stderr.count("changes nothing") == 3
     assert "x.gguf" in result.stdout
@@ -63,9 +63,9 @@ def test_a_vocabulary_alone(moe: Path, tmp_path: Path) -> None:
     (weightless / "model.safetensors").unlink()
     convert(weightless, tmp_path / "x.gguf", None, replace(options, outtype="bf16"))
     convert(moe, tmp_path / "whole.gguf", None, PRE)
-    with open_gguf(path) as file, open_gguf(tmp_path / "whole.gguf") as whole:
+    with open_gguf(path) as file, open_gguf(tmp_path / "whole.gguf") as full:
         assert not file.tensors
-        assert list(file.fields) == [key for key in whole.fields if key != "general.size_label"]
+        assert list(file.fields) == [key for key in full.fields if key != "general.size_label"]
         assert path.read_bytes() == (tmp_path / "x.gguf").read_bytes()
         size = 24 + sum(len(field.encode()) for field in file.fields.values())
     assert path.stat().st_size == size  # the reference writes nothing behind the last key
@@ -76,14 +76,14 @@ def test_fused_queries_keys_and_values(moe: Path, tmp_path: Path) -> None:
     arrays = moe_arrays()
     with open_gguf(tmp_path / "x.gguf") as file:
         for i in range(2):
-            apart = [arrays[f"model.layers.{i}.self_attn.{w}_proj.weight"].tobytes() for w in "qkv"]
-            assert file.data(f"blk.{i}.attn_qkv.weight").tobytes() == b"".join(apart)
+            separate = [arrays[f"model.layers.{i}.self_attn.{w}_proj.weight"].tobytes() for w in "qkv"]
+            assert file.data(f"blk.{i}.attn_qkv.weight").tobytes() == b"".join(separate)
         assert not any(name.endswith(("attn_q.weight", "attn_k.weight", "attn_v.weight")) for name in file.tensors)
 
 
 def test_layers_that_lack_a_part_are_not_fused(tmp_path: Path) -> None:
-    more = {"model.layers.0.self_attn.q_proj.bias": np.zeros(256, np.float32)}
-    folder = write_checkpoint(tmp_path / "m", arrays={**moe_arrays(), **more})
+    biases = {"model.layers.0.self_attn.q_proj.bias": np.zeros(256, np.float32)}
+    folder = write_checkpoint(tmp_path / "m", arrays={**moe_arrays(), **biases})
     plan = plan_convert(folder, tmp_path / "x.gguf", None, replace(PRE, fuse_qkv=True))
     names = {t.name for t in plan.tensors}
     assert {"blk.0.attn_q.weight", "blk.0.attn_q.bias", "blk.1.attn_qkv.weight"} <= names
@@ -109,7 +109,7 @@ def test_fused_gate_and_up(moe: Path, tmp_path: Path, monkeypatch: pytest.Monkey
         assert file.tensors["blk.1.ffn_gate_up_exps.weight"].shape == (256, 512, 4)
 
 
-def _ahead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def _write_mtp(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Return a checkpoint whose last layer predicts ahead, and enter its row."""
     row = registry.ARCHITECTURES["Qwen3MoeForCausalLM"]
     changed = replace(
@@ -123,19 +123,19 @@ def _ahead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_layers_that_predict_ahead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = _ahead(tmp_path, monkeypatch)
+    folder = _write_mtp(tmp_path, monkeypatch)
     plain = write_checkpoint(
         tmp_path / "plain" / "Ahead",
         arrays={name: x for name, x in moe_arrays(layers=3).items() if ".layers.2." not in name},
     )
-    for name, source, more in (
+    for name, source, options in (
         ("all", folder, {}),
         ("without", folder, {"no_nextn": True}),
         ("plain", plain, {"no_nextn": True}),
         ("only", folder, {"mtp": True}),
     ):
-        given: dict[str, Any] = more
-        convert(source, tmp_path / f"{name}.gguf", None, replace(PRE, **given))
+        settings: dict[str, Any] = options
+        convert(source, tmp_path / f"{name}.gguf", None, replace(PRE, **settings))
     files = {name: open_gguf(tmp_path / f"{name}.gguf") for name in ("all", "without", "only")}
     assert (tmp_path / "without.gguf").read_bytes() == (tmp_path / "plain.gguf").read_bytes()
     assert [f.get("qwen3moe.block_count") for f in files.values()] == [3, 2, 3]
@@ -147,15 +147,15 @@ def test_layers_that_predict_ahead(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 
 def test_a_model_that_predicts_nothing_ahead(moe: Path, tmp_path: Path) -> None:
-    for more, option in (({"mtp": True}, "--mtp"), ({"no_nextn": True}, "--no-nextn")):
+    for options, option in (({"mtp": True}, "--mtp"), ({"no_nextn": True}, "--no-nextn")):
         with pytest.raises(RecipeError, match=option):
-            plan_convert(moe, tmp_path / "x.gguf", None, replace(PRE, **more))
+            plan_convert(moe, tmp_path / "x.gguf", None, replace(PRE, **options))
     with pytest.raises(RecipeError, match="exclude each other"):
         plan_convert(moe, tmp_path / "x.gguf", None, replace(PRE, mtp=True, no_nextn=True))
 
 
 def test_only_layers_that_are_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    _ahead(tmp_path, monkeypatch)
+    _write_mtp(tmp_path, monkeypatch)
     folder = write_checkpoint(tmp_path / "none", moe_config(num_nextn_predict_layers=1))
     with pytest.raises(FormatError, match="no layers that predict"):
         plan_convert(folder, tmp_path / "x.gguf", None, replace(PRE, mtp=True))
@@ -163,42 +163,42 @@ def test_only_layers_that_are_not_there(tmp_path: Path, monkeypatch: pytest.Monk
 
 @pytest.mark.parametrize("name", ["fp8_as_q8", "vocab_only"])
 def test_options_without_a_type(moe: Path, tmp_path: Path, name: str) -> None:
-    given: dict[str, Any] = {name: True}
+    settings: dict[str, Any] = {name: True}
     with pytest.raises(RecipeError, match="without TYPE"):
-        plan_convert(moe, tmp_path / "x.gguf", "Q8_0", replace(PRE, **given))
+        plan_convert(moe, tmp_path / "x.gguf", "Q8_0", replace(PRE, **settings))
 
 
 def test_joined_along_another_dimension(tmp_path: Path) -> None:
     rng = np.random.default_rng(3)
     arrays = [rng.normal(size=(3, n, 8)).astype(np.float32) for n in (2, 5, 1)]
-    path, at, parts = tmp_path / "x", 0, []
+    path, offset, parts = tmp_path / "x", 0, []
     path.write_bytes(b"".join(a.tobytes() for a in arrays))
     for a in arrays:
-        parts.append(Stored(StoredTensor("x", "F32", a.shape, path, at, a.nbytes)))
-        at += a.nbytes
-    whole = np.concatenate(arrays, 1).reshape(-1)
+        parts.append(Stored(StoredTensor("x", "F32", a.shape, path, offset, a.nbytes)))
+        offset += a.nbytes
+    full = np.concatenate(arrays, 1).reshape(-1)
     x = concatenate(parts, 1)
     assert x.shape == (3, 8, 8)
-    for start, n in ((0, whole.size), (5, 40), (63, 2), (100, 92)):
-        assert (read_values(x, start, n).view(np.float32) == whole[start : start + n]).all()
-    same = stack([parts[0], parts[0]])
-    assert (read_values(same, 0, 96).view(np.float32) == np.stack([arrays[0]] * 2).reshape(-1)).all()
+    for start, n in ((0, full.size), (5, 40), (63, 2), (100, 92)):
+        assert (read_values(x, start, n).view(np.float32) == full[start : start + n]).all()
+    twice = stack([parts[0], parts[0]])
+    assert (read_values(twice, 0, 96).view(np.float32) == np.stack([arrays[0]] * 2).reshape(-1)).all()
 
 
-@pytest.mark.parametrize("way", [None, "Q4_K_M", "IQ4_XS", "MXFP4_MOE"])
+@pytest.mark.parametrize("type_name", [None, "Q4_K_M", "IQ4_XS", "MXFP4_MOE"])
 @pytest.mark.parametrize("name", ["qwen3-moe", "deepseek-v32", "gemma3n", "t5", "plamo2"])
-def test_a_dry_run_says_the_bytes_that_are_written(name: str, way: str | None, tmp_path: Path) -> None:
+def test_a_dry_run_says_the_bytes_that_are_written(name: str, type_name: str | None, tmp_path: Path) -> None:
     """Also where all weights are holes (all checkpoints: scripts/check_dry_run.py)."""
-    what, out = checkpoints.describe(name), tmp_path / "out.gguf"
-    drawn = checkpoints.write_description(what, tmp_path)
-    options = ConvertOptions(**what.convert_keywords(), outtype="auto" if way else "f16")
-    said = plan_convert(drawn, out, way, options).shards[0].layout.nbytes
-    convert(drawn, out, way, options)
-    assert out.stat().st_size == said
+    description, out = checkpoints.describe(name), tmp_path / "out.gguf"
+    checkpoint = checkpoints.write_description(description, tmp_path)
+    options = ConvertOptions(**description.convert_keywords(), outtype="auto" if type_name else "f16")
+    nbytes = plan_convert(checkpoint, out, type_name, options).shards[0].layout.nbytes
+    convert(checkpoint, out, type_name, options)
+    assert out.stat().st_size == nbytes
     out.unlink()
-    for path in drawn.glob("*.safetensors"):
+    for path in checkpoint.glob("*.safetensors"):
         size = path.stat().st_size
         with path.open("r+b") as file:
             file.truncate(8 + int.from_bytes(file.read(8), "little"))
             file.truncate(size)
-    assert plan_convert(drawn, out, way, options).shards[0].layout.nbytes == said
+    assert plan_convert(checkpoint, out, type_name, options).shards[0].layout.nbytes == nbytes

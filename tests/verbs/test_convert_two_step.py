@@ -46,9 +46,9 @@ def test_one_pass_is_two_programs(llama_bin: Path, tmp_path: Path, name: str) ->
     (between,) = convert(folder, tmp_path / "between.gguf", None, options).paths
     imatrix = drawn_imatrix(tmp_path / "imatrix.gguf", between)
     for preset in ("Q4_K_M", PRESETS.get(name, "MXFP4_MOE")):
-        want, got = tmp_path / f"want-{preset}.gguf", tmp_path / f"got-{preset}.gguf"
+        want, actual = tmp_path / f"want-{preset}.gguf", tmp_path / f"got-{preset}.gguf"
         command = list(map(str, (llama_bin / "llama-quantize", "--imatrix", imatrix, between, want, preset, 2)))
-        done = subprocess.run(command, capture_output=True, text=True, errors="replace")
-        assert done.returncode == 0, done.stderr[-2000:]
-        convert(folder, got, preset, options, QuantizeOptions(imatrix=imatrix, no_provenance=True))
-        assert got.read_bytes() == want.read_bytes(), preset
+        process = subprocess.run(command, capture_output=True, text=True, errors="replace")
+        assert process.returncode == 0, process.stderr[-2000:]
+        convert(folder, actual, preset, options, QuantizeOptions(imatrix=imatrix, no_provenance=True))
+        assert actual.read_bytes() == want.read_bytes(), preset

@@ -57,16 +57,16 @@ MODEL = DATA / "tiny-moe-bf16.gguf"
     ],
 )
 def test_targets(text: str, goal: tuple[str, float] | None, part: str) -> None:
-    found = parse_target(text)
-    assert (found.goal is None) == (goal is None)
-    if found.goal is not None and goal is not None:
-        assert (found.goal.kind, found.goal.value) == pytest.approx(goal)
-    assert found.file_suffix == part
-    assert (found.feedback, found.calibrate) == ("+feedback" in text, "+calibrate" in text)
+    target = parse_target(text)
+    assert (target.goal is None) == (goal is None)
+    if target.goal is not None and goal is not None:
+        assert (target.goal.kind, target.goal.value) == pytest.approx(goal)
+    assert target.file_suffix == part
+    assert (target.feedback, target.calibrate) == ("+feedback" in text, "+calibrate" in text)
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         ("Q4_KM", "did you mean Q4_K_M?"),
         ("12", "12G or 12bpw"),
@@ -78,8 +78,8 @@ def test_targets(text: str, goal: tuple[str, float] | None, part: str) -> None:
         ("", "there is no preset"),
     ],
 )
-def test_targets_that_are_none(text: str, said: str) -> None:
-    with pytest.raises(RecipeError, match=re.escape(said)):
+def test_targets_that_are_none(text: str, message: str) -> None:
+    with pytest.raises(RecipeError, match=re.escape(message)):
         parse_target(text)
 
 
@@ -87,11 +87,11 @@ def test_targets_that_are_none(text: str, said: str) -> None:
 @settings(max_examples=100, deadline=None)
 def test_no_target_breaks_the_parser(text: str) -> None:
     try:
-        found = parse_target(text)
+        target = parse_target(text)
     except RecipeError:
         return
-    assert (found.preset is None) != (found.goal is None)
-    assert "/" not in found.file_suffix
+    assert (target.preset is None) != (target.goal is None)
+    assert "/" not in target.file_suffix
 
 
 def configured(**top: Any) -> Config:
@@ -99,16 +99,16 @@ def configured(**top: Any) -> Config:
 
 
 def test_defaults_and_paths() -> None:
-    made = configured(calibration={"text": ["a.txt", "/b"]}, imatrix={"chunks": "all"}, check={"chunks": 7})
-    assert made.model == Path("folder/m.gguf")
-    assert (made.output, made.work) == (Path("folder/m-cooked"), Path("folder/m-cooked/work"))
-    assert made.calibration.text == (Path("folder/a.txt"), Path("/b"))
-    assert (made.imatrix.chunks, made.check.chunks, made.name) == (None, 7, "m")
+    config = configured(calibration={"text": ["a.txt", "/b"]}, imatrix={"chunks": "all"}, check={"chunks": 7})
+    assert config.model == Path("folder/m.gguf")
+    assert (config.output, config.work) == (Path("folder/m-cooked"), Path("folder/m-cooked/work"))
+    assert config.calibration.text == (Path("folder/a.txt"), Path("/b"))
+    assert (config.imatrix.chunks, config.check.chunks, config.name) == (None, 7, "m")
     assert configured(model="Qwen3-30B-bf16-00001-of-00002.gguf").name == "Qwen3-30B"
 
 
 @pytest.mark.parametrize(
-    ("top", "said"),
+    ("top", "message"),
     [
         ({"taragets": "Q4_K_M"}, "taragets: there is no such key; did you mean targets?"),
         ({"chunks": 3}, "it is a key of [imatrix] and [check] and [sensitivity]"),
@@ -130,8 +130,8 @@ def test_defaults_and_paths() -> None:
         ({"name": "a\nb"}, "one line"),
     ],
 )
-def test_what_is_wrong_is_named(top: dict[str, Any], said: str) -> None:
-    with pytest.raises(RecipeError, match=re.escape(said)) as e:
+def test_what_is_wrong_is_named(top: dict[str, Any], message: str) -> None:
+    with pytest.raises(RecipeError, match=re.escape(message)) as e:
         configured(**top)
     assert e.value.message.startswith("cook.toml: ")
 
@@ -139,23 +139,25 @@ def test_what_is_wrong_is_named(top: dict[str, Any], said: str) -> None:
 TABLES = {name: list(keys_of(table)) for name, table in config_module.TABLES.items()}
 TABLES["target"] = [*config_module.TARGET_KEYS, *keys_of(QuantizeOptions)]
 SCALARS = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=12) | st.sampled_from(["1M", "5%"])
-VALUES = st.recursive(SCALARS, lambda each: st.lists(each, max_size=3) | st.dictionaries(st.text(max_size=5), each))
+VALUES = st.recursive(
+    SCALARS, lambda values: st.lists(values, max_size=3) | st.dictionaries(st.text(max_size=5), values)
+)
 
 
 @given(st.sampled_from(sorted(TABLES)).flatmap(lambda t: st.tuples(st.just(t), st.sampled_from(TABLES[t]))), VALUES)
 @settings(max_examples=100, deadline=None)
-def test_hostile_values(at: tuple[str, str], value: Any) -> None:
-    table, name = at
+def test_hostile_values(place: tuple[str, str], value: Any) -> None:
+    table, name = place
     inner = {name: value}
     try:
-        made = configured(**{table: [{"target": "Q8_0", **inner}] if table == "target" else inner})
+        config = configured(**{table: [{"target": "Q8_0", **inner}] if table == "target" else inner})
     except RecipeError as e:
-        said = e.message
+        message = e.message
     else:
-        assert all(made.options(each) is not None for each in made.targets)
-        said = "cook.toml: "
-    assert said.startswith("cook.toml: ")
-    assert said.isprintable()
+        assert all(config.options(target) is not None for target in config.targets)
+        message = "cook.toml: "
+    assert message.startswith("cook.toml: ")
+    assert message.isprintable()
 
 
 @given(st.binary(max_size=40) | st.text(max_size=60).map(str.encode))
@@ -174,18 +176,22 @@ def test_the_starter_has_every_key_and_its_default(tmp_path: Path) -> None:
     assert "qwen3moe, 4 layers, 8 experts" in text
     plain = config_from(tomllib.loads(text), "cook.toml", tmp_path)
     assert len(plain.targets) == 3
-    every = re.sub(r"(?m)^# ((\w+ = \S|\[\[).*)", r"\1", text)
-    keys = tomllib.loads(every)
+    uncommented = re.sub(r"(?m)^# ((\w+ = \S|\[\[).*)", r"\1", text)
+    keys = tomllib.loads(uncommented)
     for table, table_type in config_module.TABLES.items():
         assert keys_of(table_type).keys() == keys[table].keys()
     assert keys_of(config_module.TopSettings).keys() == keys.keys() - config_module.TABLES.keys() - {"target"}
-    made = config_from(keys, "cook.toml", tmp_path)
-    assert (made.name, made.output, made.work) == (plain.name, plain.output, plain.work)
+    config = config_from(keys, "cook.toml", tmp_path)
+    assert (config.name, config.output, config.work) == (plain.name, plain.output, plain.work)
     for table in ("check", "sensitivity", "report", "runtime", "merge_up_gate", "threads"):
-        default, shown = getattr(plain, table), getattr(made, table)
+        default, table_values = getattr(plain, table), getattr(config, table)
         for example in ("types", "ctx"):
-            shown = replace(shown, **{example: getattr(default, example)}) if hasattr(shown, example) else shown
-        assert shown == default, table
+            table_values = (
+                replace(table_values, **{example: getattr(default, example)})
+                if hasattr(table_values, example)
+                else table_values
+            )
+        assert table_values == default, table
 
 
 def test_texts_are_divided_at_blank_lines() -> None:
@@ -205,8 +211,8 @@ def test_conversations_alone_are_all_that_an_imatrix_reads(tmp_path: Path) -> No
     chat.write_text('{"messages": []}\n')
     off = {"run": False}
     keys = {"targets": "Q8_0", "calibration": {"chat": [str(chat)]}, "check": off, "report": off}
-    planned = plan_cook(config_from({"model": str(MODEL), **keys}, "cook.toml", tmp_path))
-    (step,) = [step for step in planned.steps if step.name == "imatrix"]
+    cook_plan = plan_cook(config_from({"model": str(MODEL), **keys}, "cook.toml", tmp_path))
+    (step,) = [step for step in cook_plan.steps if step.name == "imatrix"]
     assert set(step.inputs.values()) == {MODEL, chat}
 
 
@@ -217,34 +223,34 @@ class Line:
     """A line of steps a -> b -> c over files, which write what they read, and an option."""
 
     def __init__(self, folder: Path) -> None:
-        self.folder, self.options, self.ran = folder, {"a": 1, "b": 1, "c": 1}, list[str]()
+        self.folder, self.options, self.log = folder, {"a": 1, "b": 1, "c": 1}, list[str]()
         self.fails: Callable[[str, str], None] = lambda name, when: None
         (folder / "in").write_text("in")
 
     def steps(self) -> list[Step]:
         return [self.step("a", "in"), self.step("b", "a"), self.step("c", "b")]
 
-    def step(self, name: str, of: str) -> Step:
+    def step(self, name: str, key: str) -> Step:
         out = self.folder / name
 
         def run(tell: StepProgress) -> Facts:
-            self.ran.append(name)
+            self.log.append(name)
             self.fails(name, "begun")
             (self.folder / f"{name}.part").write_text(
-                (self.folder / of).read_text() + f" {name}{self.options[name] % 10}"
+                (self.folder / key).read_text() + f" {name}{self.options[name] % 10}"
             )
             self.fails(name, "written")
             (self.folder / f"{name}.part").replace(out)
             self.fails(name, "renamed")
             return {}
 
-        inputs = {of: self.folder / of}
+        inputs = {key: self.folder / key}
         return Step(name, name, inputs, {"option": self.options[name]}, (out,), run, is_complete=lambda: True)
 
     def cook(self) -> list[str]:
-        self.ran.clear()
+        self.log.clear()
         run_steps(self.steps(), State(self.folder), NullObserver())
-        return list(self.ran)
+        return list(self.log)
 
     def standing(self) -> list[str]:
         return [d.step.name for d in decide(self.steps(), State(self.folder)) if d.up_to_date]
@@ -286,18 +292,18 @@ def test_content_is_all_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, p
     files[0].parent.mkdir(exist_ok=True)
     for file in files:
         file.write_bytes(bytes(10_000))
-    named = tmp_path / "a" if place == "folder" else files[0]
-    digests = {State(tmp_path).digest(named)}
-    for at in (0, 4095, 5000, 9999):
+    path = tmp_path / "a" if place == "folder" else files[0]
+    digests = {State(tmp_path).digest(path)}
+    for offset in (0, 4095, 5000, 9999):
         with files[-1].open("r+b") as raw:
-            raw.seek(at)
+            raw.seek(offset)
             raw.write(b"x")
-        digests.add(State(tmp_path).digest(named))
+        digests.add(State(tmp_path).digest(path))
     assert len(digests) == 5
     for file in files:
         shutil.copy(file, tmp_path / "copy")
         (tmp_path / "copy").replace(file)
-    assert State(tmp_path).digest(named) in digests
+    assert State(tmp_path).digest(path) in digests
 
 
 def test_a_plan_reads_no_file_that_no_step_knows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -308,9 +314,9 @@ def test_a_plan_reads_no_file_that_no_step_knows(tmp_path: Path, monkeypatch: py
     state.save()
     file.write_bytes(bytes(101))
     assert State(tmp_path, planning=True).digest(file) == State(tmp_path).digest(file)
-    (other := tmp_path / "n.gguf").write_bytes(bytes(100))
+    (stranger := tmp_path / "n.gguf").write_bytes(bytes(100))
     monkeypatch.setattr(content_module, "content_digest", None)  # nothing may call it
-    assert State(tmp_path, planning=True).digest(other)
+    assert State(tmp_path, planning=True).digest(stranger)
 
 
 def test_why_a_step_runs(tmp_path: Path) -> None:
@@ -337,17 +343,17 @@ def test_a_kill_at_any_point(tmp_path: Path, name: str, when: str) -> None:
         line = Line(tmp_path)
         line.options = dict.fromkeys("abc", value)
 
-        def fail(at: str, moment: str) -> None:
-            if (at, moment) == (name, when):
+        def fail(step: str, moment: str) -> None:
+            if (step, moment) == (name, when):
                 raise Killed
 
         line.fails = fail
         with pytest.raises(Killed):
             line.cook()
         line.fails = lambda name, when: None
-        again = line.cook()
+        rerun = line.cook()
         after = ["a", "b", "c"][["a", "b", "c"].index(name) :]
-        assert again == (after[1:] if when == "renamed" else after)
+        assert rerun == (after[1:] if when == "renamed" else after)
         assert (tmp_path / "c").read_text() == f"in a{value} b{value} c{value}"
 
 
@@ -395,13 +401,13 @@ def small(targets: Any = ("Q4_K_M", "IQ4_XS"), **tables: Any) -> Config:
 
 
 @pytest.fixture
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def work_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Be in a folder of one's own."""
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
 
-def made(folder: Path) -> dict[str, bytes]:
+def files_of(folder: Path) -> dict[str, bytes]:
     """Return the files of a cook that others may have, and what decided them."""
     work = folder / "out/work"
     files = [
@@ -419,20 +425,22 @@ def _timeless(path: Path) -> bytes:
 
 
 @pytest.fixture(scope="module")
-def cooked(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def cook_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return the folder of a finished cook, which no test changes."""
     folder = tmp_path_factory.mktemp("cooked")
     with chdir(folder):
         result = cook(small())
-    assert [dish.path.name for dish in result.targets] == ["moe-Q4_K_M.gguf", "moe-IQ4_XS.gguf"]
-    assert all(dish.kld is not None and 0 < dish.kld < 1 for dish in result.targets)
+    assert [target.path.name for target in result.targets] == ["moe-Q4_K_M.gguf", "moe-IQ4_XS.gguf"]
+    assert all(target.kld is not None and 0 < target.kld < 1 for target in result.targets)
     assert len(result.executed) == 7
     assert not list(folder.rglob("*.lock"))
     return folder
 
 
-def test_the_files_are_those_of_the_commands(cooked: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(cooked)
+def test_the_files_are_those_of_the_commands(
+    cook_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(cook_folder)
     work = Path("out/work")
     by_hand = tmp_path / "imatrix.gguf"
     options = ImatrixOptions(n_ctx=64, chunks=2)
@@ -441,9 +449,9 @@ def test_the_files_are_those_of_the_commands(cooked: Path, tmp_path: Path, monke
     for preset in ("Q4_K_M", "IQ4_XS"):
         out = tmp_path / f"{preset}.gguf"
         quantize(MODEL, out, preset, QuantizeOptions(imatrix=work / "imatrix.gguf"), threads=1)
-        assert out.read_bytes() == (cooked / f"out/moe-{preset}.gguf").read_bytes()
-        found = kld(out, work / "base.logits", threads=1).sums.kld.mean.value
-        assert found == json.loads((work / f"checks/{preset}.json").read_text())["kld"]["value"]
+        assert out.read_bytes() == (cook_folder / f"out/moe-{preset}.gguf").read_bytes()
+        divergence = kld(out, work / "base.logits", threads=1).sums.kld.mean.value
+        assert divergence == json.loads((work / f"checks/{preset}.json").read_text())["kld"]["value"]
 
 
 @pytest.mark.parametrize(
@@ -477,41 +485,41 @@ def test_the_files_are_those_of_the_commands(cooked: Path, tmp_path: Path, monke
     ],
 )
 def test_which_steps_a_change_makes_run(
-    cooked: Path, monkeypatch: pytest.MonkeyPatch, tables: dict[str, Any], runs: str
+    cook_folder: Path, monkeypatch: pytest.MonkeyPatch, tables: dict[str, Any], runs: str
 ) -> None:
-    monkeypatch.chdir(cooked)
-    before = {path: path.stat().st_mtime_ns for path in cooked.rglob("*")}
-    planned = plan_cook(small(**tables))
-    assert [d.step.name for d in planned.decisions if not d.up_to_date] == (runs.split(", ") if runs else [])
-    assert {path: path.stat().st_mtime_ns for path in cooked.rglob("*")} == before
+    monkeypatch.chdir(cook_folder)
+    before = {path: path.stat().st_mtime_ns for path in cook_folder.rglob("*")}
+    cook_plan = plan_cook(small(**tables))
+    assert [d.step.name for d in cook_plan.decisions if not d.up_to_date] == (runs.split(", ") if runs else [])
+    assert {path: path.stat().st_mtime_ns for path in cook_folder.rglob("*")} == before
 
 
 class Killer(NullObserver):
     """Kills a cook at one moment of one step, or where the next one starts."""
 
     def __init__(self, step: str, moment: str) -> None:
-        self.step, self.moment, self.now, self.seen = step, moment, "", False
+        self.step, self.moment, self.now, self.has_reached = step, moment, "", False
 
     def skip(self, number: int, count: int, decision: Decision) -> None:
-        self.seen |= decision.step.name == self.step
+        self.has_reached |= decision.step.name == self.step
 
     def start(self, number: int, count: int, decision: Decision) -> None:
         self.now = decision.step.name
         self._meet("started")
 
-    def progress(self, done: float, total: float, text: str) -> None:
+    def progress(self, current: float, total: float, text: str) -> None:
         self._meet("progress")
 
     def finish(self, number: int, count: int, step: Step, record: StepRecord) -> None:
         self._meet("finished")
 
     def _meet(self, moment: str) -> None:
-        if (self.now, moment) == (self.step, self.moment) or (self.seen and self.now != self.step):
+        if (self.now, moment) == (self.step, self.moment) or (self.has_reached and self.now != self.step):
             raise KeyboardInterrupt
-        self.seen |= self.now == self.step
+        self.has_reached |= self.now == self.step
 
 
-def test_a_killed_cook_goes_on_to_the_same_bytes(cooked: Path, here: Path) -> None:
+def test_a_killed_cook_goes_on_to_the_same_bytes(cook_folder: Path, work_folder: Path) -> None:
     """Killed at the start, within and at the end of every step in turn, each run going on where the last one was."""
     config = small()
     killed = list[str]()
@@ -523,31 +531,31 @@ def test_a_killed_cook_goes_on_to_the_same_bytes(cooked: Path, here: Path) -> No
                 killed.append(f"{moment} {step}")
     assert len(killed) >= 18
     assert cook(config).executed == ()
-    assert made(here) == made(cooked)
-    assert not [path for path in here.rglob("*") if path.suffix in (".part", ".journal", ".state")]
+    assert files_of(work_folder) == files_of(cook_folder)
+    assert not [path for path in work_folder.rglob("*") if path.suffix in (".part", ".journal", ".state")]
 
 
-def test_a_change_after_a_kill_starts_over(cooked: Path, here: Path) -> None:
+def test_a_change_after_a_kill_starts_over(cook_folder: Path, work_folder: Path) -> None:
     """What was half done with other options is thrown away."""
-    other = small(imatrix={"chunks": 3}, quantize={"tensor_type": ["ffn_down=Q8_0"]})
+    config = small(imatrix={"chunks": 3}, quantize={"tensor_type": ["ffn_down=Q8_0"]})
     for step in ("imatrix", "base", "quantize Q4_K_M", "check Q4_K_M"):
         with pytest.raises(KeyboardInterrupt):
-            cook(other, observer=Killer(step, "progress"))
+            cook(config, observer=Killer(step, "progress"))
     cook(small())
-    assert made(here) == made(cooked)
+    assert files_of(work_folder) == files_of(cook_folder)
 
 
-def test_what_is_in_the_way(here: Path) -> None:
-    (here / "out").mkdir()
-    mine = here / "out/moe-IQ4_XS.gguf"
-    mine.write_bytes(b"mine")
+def test_what_is_in_the_way(work_folder: Path) -> None:
+    (work_folder / "out").mkdir()
+    path = work_folder / "out/moe-IQ4_XS.gguf"
+    path.write_bytes(b"mine")
     with pytest.raises(ResourceError, match="quantkit cook did not make it"):
         cook(small(check={"run": False}))
-    assert mine.read_bytes() == b"mine"
-    assert (here / "out/moe-Q4_K_M.gguf").exists()
+    assert path.read_bytes() == b"mine"
+    assert (work_folder / "out/moe-Q4_K_M.gguf").exists()
 
 
-def test_a_goal_is_searched_and_met(here: Path) -> None:
+def test_a_goal_is_searched_and_met(work_folder: Path) -> None:
     """A size is kept to the byte, by a recipe that quantize takes; another goal searches anew and measures nothing."""
     most = 5_200_000
     config = small(["5.2M"], search={"candidates": 2, "same": ["up,gate"]}, merge_up_gate=True)
@@ -556,36 +564,36 @@ def test_a_goal_is_searched_and_met(here: Path) -> None:
         *("texts", "imatrix", "base", "sensitivity", "candidates", "search 5.2M", "quantize 5.2M", "check 5.2M"),
     )
     assert 0.9 * most < result.targets[0].nbytes <= most
-    found = json.loads((here / "out/work/recipes/5.2M.json").read_text())
-    assert found["nbytes"] == result.targets[0].nbytes
-    assert found["candidates"] == 2
-    other = cook(small(["4.5bpw"], search={"candidates": 2, "same": ["up,gate"]}, merge_up_gate=True))
-    assert other.executed == ("search 4.5bpw", "quantize 4.5bpw", "check 4.5bpw")
+    output = json.loads((work_folder / "out/work/recipes/5.2M.json").read_text())
+    assert output["nbytes"] == result.targets[0].nbytes
+    assert output["candidates"] == 2
+    second = cook(small(["4.5bpw"], search={"candidates": 2, "same": ["up,gate"]}, merge_up_gate=True))
+    assert second.executed == ("search 4.5bpw", "quantize 4.5bpw", "check 4.5bpw")
 
 
-def test_a_search_needs_its_extra(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_search_needs_its_extra(work_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "scipy", None)
     with pytest.raises(ResourceError, match=r"gguf-quantkit\[search\]"):
         cook(small(["4bpw"]))
-    assert not list(here.iterdir())
+    assert not list(work_folder.iterdir())
     assert cook(small(["Q8_0"], imatrix={"run": False}, check={"run": False})).executed == ("quantize Q8_0",)
 
 
-def test_files_in_parts(here: Path) -> None:
+def test_files_in_parts(work_folder: Path) -> None:
     """Shards are known when they are planned; fewer of them do not leave the check of more behind."""
     first = cook(small(["Q8_0"], quantize={"split_max_size": "4M"}))
-    assert [path.name for path in sorted((here / "out").glob("*.gguf"))] == [
+    assert [path.name for path in sorted((work_folder / "out").glob("*.gguf"))] == [
         f"moe-Q8_0-0000{i}-of-00003.gguf" for i in (1, 2, 3)
     ]
     assert first.targets[0].nbytes > 9 << 20
     assert cook(small(["Q8_0"], quantize={"split_max_size": "4M"})).executed == ()
-    again = cook(small(["Q8_0"], quantize={"split_max_size": "6M"}))
-    assert again.executed == ("quantize Q8_0", "check Q8_0")
-    assert again.targets[0].path.name == "moe-Q8_0-00001-of-00002.gguf"
-    assert again.targets[0].kld == first.targets[0].kld
+    rerun = cook(small(["Q8_0"], quantize={"split_max_size": "6M"}))
+    assert rerun.executed == ("quantize Q8_0", "check Q8_0")
+    assert rerun.targets[0].path.name == "moe-Q8_0-00001-of-00002.gguf"
+    assert rerun.targets[0].kld == first.targets[0].kld
 
 
-def test_one_cook_at_a_time(here: Path) -> None:
+def test_one_cook_at_a_time(work_folder: Path) -> None:
     class Second(NullObserver):
         def start(self, number: int, count: int, decision: Decision) -> None:
             with pytest.raises(ResourceError, match="another cook is at work there"):
@@ -596,14 +604,14 @@ def test_one_cook_at_a_time(here: Path) -> None:
         cook(small(), observer=Second())
 
 
-def test_a_gate_fails_when_everything_is_made(cooked: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(cooked)
+def test_a_gate_fails_when_everything_is_made(cook_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(cook_folder)
     with pytest.raises(QualityGate, match="above 0.0001"):
         cook(small([], target=[{"target": "Q4_K_M", "max_kld": 1e-4}]))
 
 
 @pytest.mark.parametrize(
-    ("tables", "error", "said"),
+    ("tables", "error", "message"),
     [
         ({"model": "missing.gguf"}, ResourceError, "there is no such model"),
         ({"model": str(DATA / "tiny-moe-imatrix.gguf")}, QuantkitError, "no general.architecture"),
@@ -616,58 +624,60 @@ def test_a_gate_fails_when_everything_is_made(cooked: Path, monkeypatch: pytest.
         ({"output": str(MODEL / "x")}, ResourceError, "is a file"),
     ],
 )
-def test_nothing_begins_that_cannot_end(here: Path, tables: dict[str, Any], error: type[Exception], said: str) -> None:
-    with pytest.raises(error, match=re.escape(said)):
+def test_nothing_begins_that_cannot_end(
+    work_folder: Path, tables: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=re.escape(message)):
         cook(small(**tables))
-    assert not list(here.iterdir())
+    assert not list(work_folder.iterdir())
 
 
-def test_no_text_says_what_needs_one(here: Path) -> None:
+def test_no_text_says_what_needs_one(work_folder: Path) -> None:
     config = config_from({"model": str(MODEL), "targets": "Q4_K_M"}, "cook.toml", Path())
     with pytest.raises(RecipeError, match=r"the importance matrix, the check need one: give some MB of what the model"):
         plan_cook(config)
     without = {"imatrix": {"run": False}, "check": {"run": False}, "report": {"run": False}}
-    planned = plan_cook(config_from({"model": str(MODEL), "targets": "Q4_K_M", **without}, "cook.toml", Path()))
-    assert [step.name for step in planned.steps] == ["quantize Q4_K_M"]
+    cook_plan = plan_cook(config_from({"model": str(MODEL), "targets": "Q4_K_M", **without}, "cook.toml", Path()))
+    assert [step.name for step in cook_plan.steps] == ["quantize Q4_K_M"]
 
 
-def test_the_report_comes_last_and_stands(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_report_comes_last_and_stands(work_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = small(["Q8_0", "Q4_0"], imatrix={"run": False}, report={"run": True})
     monkeypatch.setattr(import_module("quantkit.report.measure"), "kld", None)  # checks have measured it
-    found = cook(config)
-    assert found.executed[-1] == "report"
-    assert [path.name for path in found.reports] == ["report.html", "README.md"]
-    numbers = read_data(here / "out/work/report.json")
-    checked = [json.loads((here / f"out/work/checks/{name}.json").read_bytes()) for name in ("Q8_0", "Q4_0")]
+    result = cook(config)
+    assert result.executed[-1] == "report"
+    assert [path.name for path in result.reports] == ["report.html", "README.md"]
+    numbers = read_data(work_folder / "out/work/report.json")
+    checked = [json.loads((work_folder / f"out/work/checks/{name}.json").read_bytes()) for name in ("Q8_0", "Q4_0")]
     assert [f.quality.kld.value for f in numbers.files if f.quality and f.quality.kld] == pytest.approx(
-        [each["kld"]["value"] for each in checked]
+        [check["kld"]["value"] for check in checked]
     )
     assert all(f.quality.quantiles for f in numbers.files if f.quality)
     assert cook(config).executed == ()
     assert cook(replace(config, targets=config.targets[:1])).executed == ("report",)
-    (here / "out/README.md").write_text("by hand")
+    (work_folder / "out/README.md").write_text("by hand")
     with pytest.raises(ResourceError, match="changed since"):
         cook(config)
 
 
-def test_a_calibrated_target_takes_the_chunks_of_the_importance_matrix(here: Path) -> None:
-    planned = plan_cook(small(["Q2_K+calibrate"]))
-    step = next(step for step in planned.steps if step.name == "quantize Q2_K-calibrate")
+def test_a_calibrated_target_takes_the_chunks_of_the_importance_matrix(work_folder: Path) -> None:
+    cook_plan = plan_cook(small(["Q2_K+calibrate"]))
+    step = next(step for step in cook_plan.steps if step.name == "quantize Q2_K-calibrate")
     assert (step.options["calibrate_ctx"], step.options["calibrate_chunks"]) == (64, 2)
 
 
-def test_a_corpus_of_folders(here: Path) -> None:
-    (here / "src").mkdir()
+def test_a_corpus_of_folders(work_folder: Path) -> None:
+    (work_folder / "src").mkdir()
     text = (DATA / "tiny-moe-calibration.txt").read_text()
     for i in range(4):
-        (here / f"src/{i}.txt").write_text(text[i * 20000 : (i + 1) * 20000])
+        (work_folder / f"src/{i}.txt").write_text(text[i * 20000 : (i + 1) * 20000])
     corpus = {"calibration": {"text": "src", "evaluation": None, "size": "60K", "heldout": "20%"}}
     corpus["calibration"].pop("evaluation")
     config = replace(
         small(), calibration=config_from({"model": "m", "targets": "Q8_0", **corpus}, "x", Path()).calibration
     )
     cook(config)
-    texts = here / "out/work/texts"
+    texts = work_folder / "out/work/texts"
     assert sorted(path.name for path in texts.iterdir()) == [
         *("calibration.txt", "check.txt", "evaluation.txt", "manifest.json", "sensitivity.txt")
     ]
@@ -678,21 +688,21 @@ def test_a_corpus_of_folders(here: Path) -> None:
         plan_cook(replace(config, output=Path("src/out")))
 
 
-@pytest.mark.parametrize("what", ["pipe", "zero"])
-@pytest.mark.parametrize("at", ["calibration.text", "calibration.chat", "calibration.evaluation", "imatrix.file"])
-def test_what_is_read_is_a_file(here: Path, at: str, what: str) -> None:
+@pytest.mark.parametrize("message", ["pipe", "zero"])
+@pytest.mark.parametrize("place", ["calibration.text", "calibration.chat", "calibration.evaluation", "imatrix.file"])
+def test_what_is_read_is_a_file(work_folder: Path, place: str, message: str) -> None:
     os.mkfifo("pipe")
     Path("zero").symlink_to("/dev/zero")
     top: dict[str, Any] = {"model": str(MODEL), "targets": "Q8_0", "calibration": {"text": str(MODEL)}}
-    table, key = at.split(".")
-    top[table] = {**top.get(table, {}), key: str(here / what)}
-    with pytest.raises(ResourceError, match=f"{what}: not a regular file"):
+    table, key = place.split(".")
+    top[table] = {**top.get(table, {}), key: str(work_folder / message)}
+    with pytest.raises(ResourceError, match=f"{message}: not a regular file"):
         plan_cook(config_from(top, "cook.toml", Path()))
 
 
-def test_a_checkpoint_is_converted_once(here: Path) -> None:
-    checkpoint = write_checkpoint("qwen3-moe", here)
-    text = here / "text.txt"
+def test_a_checkpoint_is_converted_once(work_folder: Path) -> None:
+    checkpoint = write_checkpoint("qwen3-moe", work_folder)
+    text = work_folder / "text.txt"
     text.write_text("one two three four five\n\n" * 400)
     shared = {"calibration": {"text": str(text), "evaluation": str(text)}, **SMALL}
     top = {"model": str(checkpoint), "targets": "Q8_0", "output": "out", "threads": 1, **shared}
@@ -714,58 +724,60 @@ def run(*arguments: str, code: int = 0) -> str:
     return result.output
 
 
-def test_the_command_line(cooked: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_command_line(cook_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A cook that stands, by options and by a file: the same steps; nothing is written by --dry-run."""
-    monkeypatch.chdir(cooked)
+    monkeypatch.chdir(cook_folder)
     texts = ["-f", str(DATA / "tiny-moe-calibration.txt"), "--evaluation", str(DATA / "tiny-moe-evaluation.txt")]
-    said = run(str(MODEL), "Q4_K_M", "3.5bpw", *texts, "--no-report", "-o", "out", "--dry-run")
-    assert "dry run: nothing was written" in said
-    assert "changed: chunks, ctx" in said
-    planned = json.loads(run(str(MODEL), "Q8_0", *texts, "--no-report", "-o", "new", "--dry-run", "--json"))
-    assert [step["name"] for step in planned["steps"]] == ["texts", "imatrix", "base", "quantize Q8_0", "check Q8_0"]
+    text = run(str(MODEL), "Q4_K_M", "3.5bpw", *texts, "--no-report", "-o", "out", "--dry-run")
+    assert "dry run: nothing was written" in text
+    assert "changed: chunks, ctx" in text
+    output = json.loads(run(str(MODEL), "Q8_0", *texts, "--no-report", "-o", "new", "--dry-run", "--json"))
+    assert [step["name"] for step in output["steps"]] == ["texts", "imatrix", "base", "quantize Q8_0", "check Q8_0"]
     assert not Path("new").exists()
     assert "--threads" in run("cook.toml", "-t", "3", code=2)
     assert "did you mean Q4_K_M" in run(str(MODEL), "Q4_KM", code=2)
     assert "nothing to cook" in run(str(MODEL), code=2)
 
 
-def test_init_writes_a_file_that_runs(here: Path) -> None:
+def test_init_writes_a_file_that_runs(work_folder: Path) -> None:
     assert "wrote cook.toml" in run("init", "-m", str(MODEL))
     assert "exists" in run("init", code=1)
     assert "wrote other.toml" in run("init", "other.toml")
     assert "ends with .toml" in run("init", str(MODEL), code=2)
     assert "--threads is no option of init" in run("init", "x.toml", "-t", "2", code=2)
     assert "--output is no option of init" in run("init", "x.toml", "-o", "x", code=2)
-    assert '"path/to/texts"' in (here / "cook.toml").read_text()
-    texts, more = (str(DATA / f"tiny-moe-{kind}.txt") for kind in ("calibration", "evaluation"))
-    run("init", "-m", str(MODEL), "-f", texts, "-f", more, "--overwrite")
-    assert f'text = ["{texts}", "{more}"]' in (here / "cook.toml").read_text()
-    run("init", "-m", str(MODEL), "-f", texts, "--evaluation", more, "--overwrite")
-    settings = tomllib.loads((here / "cook.toml").read_text())["calibration"]
-    assert settings == {"text": [texts], "evaluation": more}
-    said = run("cook.toml", "Q8_0", "--dry-run")
-    assert "quantize Q8_0" in said
-    (texts := here / ("f" * 200)).write_text("text")
-    run("init", "-m", str(MODEL), "-f", str(texts), "--evaluation", more, "--overwrite")
-    assert tomllib.loads((here / "cook.toml").read_text())["calibration"]["text"] == [texts.name]
+    assert '"path/to/texts"' in (work_folder / "cook.toml").read_text()
+    texts, evaluation = (str(DATA / f"tiny-moe-{kind}.txt") for kind in ("calibration", "evaluation"))
+    run("init", "-m", str(MODEL), "-f", texts, "-f", evaluation, "--overwrite")
+    assert f'text = ["{texts}", "{evaluation}"]' in (work_folder / "cook.toml").read_text()
+    run("init", "-m", str(MODEL), "-f", texts, "--evaluation", evaluation, "--overwrite")
+    settings = tomllib.loads((work_folder / "cook.toml").read_text())["calibration"]
+    assert settings == {"text": [texts], "evaluation": evaluation}
+    text = run("cook.toml", "Q8_0", "--dry-run")
+    assert "quantize Q8_0" in text
+    (texts := work_folder / ("f" * 200)).write_text("text")
+    run("init", "-m", str(MODEL), "-f", str(texts), "--evaluation", evaluation, "--overwrite")
+    assert tomllib.loads((work_folder / "cook.toml").read_text())["calibration"]["text"] == [texts.name]
 
 
-def test_the_command_reports_and_is_interrupted_cleanly(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_command_reports_and_is_interrupted_cleanly(work_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     lines = ["imatrix = {ctx = 64, chunks = 2}", "check = {ctx = 64, chunks = 2}", "report = {run = false}"]
     texts = f'calibration = {{text = "{DATA}/tiny-moe-calibration.txt", evaluation = "{DATA}/tiny-moe-evaluation.txt"}}'
-    (here / "c.toml").write_text("\n".join([f'model = "{MODEL}"', 'targets = "Q8_0"', "threads = 1", texts, *lines]))
+    (work_folder / "c.toml").write_text(
+        "\n".join([f'model = "{MODEL}"', 'targets = "Q8_0"', "threads = 1", texts, *lines])
+    )
     with monkeypatch.context() as patched:
         patched.setattr(target_steps, "run_quantize", interrupt)
-        said = run("c.toml", code=130)
-    assert "interrupted in quantize Q8_0; the same command continues from there" in said
-    said = run("c.toml")
-    assert PLUS_MINUS in said
-    assert "[2/5] imatrix: up to date" in said
-    assert "[4/5] quantize Q8_0: tiny-moe-Q8_0.gguf (was interrupted)" in said
-    assert "2 steps ran" in said
-    found = json.loads(run("c.toml", "--json"))
-    assert found["ran"] == []
-    assert 0 < found["files"][0]["kld"] < 0.01
+        text = run("c.toml", code=130)
+    assert "interrupted in quantize Q8_0; the same command continues from there" in text
+    text = run("c.toml")
+    assert PLUS_MINUS in text
+    assert "[2/5] imatrix: up to date" in text
+    assert "[4/5] quantize Q8_0: tiny-moe-Q8_0.gguf (was interrupted)" in text
+    assert "2 steps ran" in text
+    output = json.loads(run("c.toml", "--json"))
+    assert output["ran"] == []
+    assert 0 < output["files"][0]["kld"] < 0.01
 
 
 def interrupt(*arguments: Any, **options: Any) -> None:

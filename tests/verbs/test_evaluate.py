@@ -53,13 +53,13 @@ def nll_by_the_letter(
     model: FakeModel, tokens: npt.NDArray[np.int32], n_ctx: int, step: int, first: int, bos: int | None = None
 ) -> list[float]:
     """Return the negative log-likelihoods of all scored tokens, a window at a time."""
-    found = []
+    likelihoods = []
     for begin in range(0, len(tokens) - n_ctx + 1, step):
         window = tokens[begin : begin + n_ctx].tolist()
-        fed = window if bos is None else [bos, *window[1:]]
-        log_p = log_softmax(model.forward(fed))
-        found += [-log_p[j, window[j + 1]] for j in range(first, n_ctx - 1)]
-    return found
+        inputs = window if bos is None else [bos, *window[1:]]
+        log_p = log_softmax(model.forward(inputs))
+        likelihoods += [-log_p[j, window[j + 1]] for j in range(first, n_ctx - 1)]
+    return likelihoods
 
 
 def ppl_by_the_letter(nll: list[float]) -> tuple[float, float]:
@@ -76,27 +76,27 @@ def ppl_by_the_letter(nll: list[float]) -> tuple[float, float]:
 def test_perplexity_is_its_definition_in_any_batching(gguf: Path, n_ctx: int, n_batch: int, bos: int | None) -> None:
     tokens = some_tokens(137)
     model = FakeModel(gguf, V, bos=bos)
-    found = perplexity(model, tokens=tokens, n_ctx=n_ctx, n_batch=n_batch, threads=2)
+    result = perplexity(model, tokens=tokens, n_ctx=n_ctx, n_batch=n_batch, threads=2)
     nll = nll_by_the_letter(model, tokens, n_ctx, n_ctx, n_ctx // 2, bos)
-    assert found.ppl == pytest.approx(ppl_by_the_letter(nll), rel=1e-6)
-    assert found.n_scored == len(nll) == (137 // n_ctx) * (n_ctx - 1 - n_ctx // 2)
-    assert found.bos == bos
-    per_chunk = len(nll) // found.n_chunks
+    assert result.ppl == pytest.approx(ppl_by_the_letter(nll), rel=1e-6)
+    assert result.n_scored == len(nll) == (137 // n_ctx) * (n_ctx - 1 - n_ctx // 2)
+    assert result.bos == bos
+    per_chunk = len(nll) // result.n_chunks
     running = [ppl_by_the_letter(nll[:n])[0] for n in range(per_chunk, len(nll) + 1, per_chunk)]
-    assert [e.value for e in found.running] == pytest.approx(running, rel=1e-6)
+    assert [e.value for e in result.running] == pytest.approx(running, rel=1e-6)
 
 
 def test_several_sequences_run_in_one_pass(gguf: Path) -> None:
     model = FakeModel(gguf, V)
-    found = perplexity(model, tokens=some_tokens(16 * 7), n_ctx=16, n_batch=50)
-    assert found.n_seq == 3
+    result = perplexity(model, tokens=some_tokens(16 * 7), n_ctx=16, n_batch=50)
+    assert result.n_seq == 3
     assert model.calls == [48, 48, 16]
 
 
 def test_only_so_many_chunks(gguf: Path) -> None:
     model = FakeModel(gguf, V)
-    found = perplexity(model, tokens=some_tokens(16 * 7), n_ctx=16, n_batch=16, chunks=2)
-    assert (found.n_chunks, found.n_scored, model.calls) == (2, 14, [16, 16])
+    result = perplexity(model, tokens=some_tokens(16 * 7), n_ctx=16, n_batch=16, chunks=2)
+    assert (result.n_chunks, result.n_scored, model.calls) == (2, 14, [16, 16])
     assert perplexity(model, tokens=some_tokens(16 * 7), n_ctx=16, chunks=99).n_chunks == 7
 
 
@@ -105,20 +105,20 @@ def test_only_so_many_chunks(gguf: Path) -> None:
 def test_with_a_stride_every_token_is_scored_once_after_bos(gguf: Path, bos: int | None, stride: int) -> None:
     tokens, n_ctx = some_tokens(70), 16
     model = FakeModel(gguf, V, bos=bos)
-    found = perplexity(model, tokens=tokens, n_ctx=n_ctx, n_batch=40, stride=stride)
+    result = perplexity(model, tokens=tokens, n_ctx=n_ctx, n_batch=40, stride=stride)
     n = -(-(70 - n_ctx) // stride)
     nll = nll_by_the_letter(model, tokens[: (n - 1) * stride + n_ctx], n_ctx, stride, n_ctx - stride - 1, bos)
-    assert found.n_chunks == n
-    assert found.n_scored == n * stride == len(nll)
-    assert found.ppl == pytest.approx(ppl_by_the_letter(nll), rel=1e-6)
+    assert result.n_chunks == n
+    assert result.n_scored == n * stride == len(nll)
+    assert result.ppl == pytest.approx(ppl_by_the_letter(nll), rel=1e-6)
 
 
 def test_a_text_is_tokenized_with_its_special_tokens(gguf: Path) -> None:
     model = FakeModel(gguf, V, bos=7)
-    found = perplexity(model, "abcdefghijklmnopqrstuvwxyz", n_ctx=8)
+    result = perplexity(model, "abcdefghijklmnopqrstuvwxyz", n_ctx=8)
     ids = np.array([7, *range(97, 123)], np.int32)
-    assert found.n_tokens == 27
-    assert found.ppl.value == pytest.approx(ppl_by_the_letter(nll_by_the_letter(model, ids, 8, 8, 4, 7))[0], rel=1e-6)
+    assert result.n_tokens == 27
+    assert result.ppl.value == pytest.approx(ppl_by_the_letter(nll_by_the_letter(model, ids, 8, 8, 4, 7))[0], rel=1e-6)
 
 
 def test_ids_need_no_tokenizer(gguf: Path) -> None:
@@ -157,7 +157,7 @@ def test_what_cannot_be_evaluated_is_said(gguf: Path, arguments: dict[str, Any],
         perplexity(FakeModel(gguf, V), **arguments)
 
 
-class _Broken(FakeModel):
+class _FailingModel(FakeModel):
     """Computes NaN after some prefix."""
 
     def after(self, keys: list[list[int]]) -> F32:
@@ -169,7 +169,9 @@ class _Broken(FakeModel):
 @pytest.mark.parametrize("form", ["llama.cpp", "compact"])
 def test_logits_that_are_none_end_the_run_and_leave_no_file(gguf: Path, tmp_path: Path, form: str) -> None:
     with pytest.raises(QuantkitError, match="NaN or Inf instead of logits"):
-        perplexity(_Broken(gguf, V), tokens=some_tokens(64), n_ctx=16, save_logits=SaveLogits(tmp_path / "base", form))
+        perplexity(
+            _FailingModel(gguf, V), tokens=some_tokens(64), n_ctx=16, save_logits=SaveLogits(tmp_path / "base", form)
+        )
     assert not list(tmp_path.iterdir())
 
 
@@ -198,9 +200,9 @@ def kld_by_the_letter(x: F32, base: LlamaRows, row: int, token: int) -> tuple[fl
     for i, value in enumerate(log_p):
         if value > -16:
             total += float(f32(np.exp(value) * f32(f32(value - x[i]) + shift)))
-    same = max(range(len(x)), key=lambda i: x[i]) == max(range(len(x)), key=lambda i: log_p[i])
+    same_top = max(range(len(x)), key=lambda i: x[i]) == max(range(len(x)), key=lambda i: log_p[i])
     nll_base = f32(-log_p[token])
-    return float(nll), float(nll_base), total, float(f32(np.exp(-nll) - np.exp(-nll_base))), float(same)
+    return float(nll), float(nll_base), total, float(f32(np.exp(-nll) - np.exp(-nll_base))), float(same_top)
 
 
 @pytest.mark.parametrize("clip", [16, 24])
@@ -214,10 +216,10 @@ def test_scores_are_llama_cpp_by_the_letter(clip: int, spread: float) -> None:
     raw = encode_rows(p, softmax(p).log_total.astype(f32), clip)
     header = raw[:, :4].copy().view(f32)
     base = LlamaRows(header[:, 0], header[:, 1], raw[:, 4 : 4 + V])
-    found = compare_with_llama(q, base, following)
+    result = compare_with_llama(q, base, following)
     expected = np.array([kld_by_the_letter(q[i], base, i, int(following[i])) for i in range(6)])
-    assert np.abs(np.array(found[:5]).T - expected).max() < 3e-6 * max(1, np.abs(expected).max())
-    assert not found.bound.any()
+    assert np.abs(np.array(result[:5]).T - expected).max() < 3e-6 * max(1, np.abs(expected).max())
+    assert not result.bound.any()
 
 
 def test_what_a_base_leaves_out_may_be_impossible() -> None:
@@ -240,32 +242,32 @@ def test_a_base_has_the_text_and_what_the_model_predicted(
     model = FakeModel(gguf, V, bos=bos)
     base = open_logits(save(model, tmp_path / "base"))
     assert np.array_equal(base.chunks.tokens.ravel(), some_tokens(16 * 9))
-    found = kld(model, base, n_batch=n_batch, n_ctx=16)
-    assert abs(found.sums.kld.mean.value) < 2e-4
-    assert found.sums.same_top_p == (1, 0)
-    assert found.sums.nll.ppl.value == pytest.approx(found.sums.nll_base.ppl.value, rel=1e-3)
-    assert found.sums.n == 9 * 7
+    result = kld(model, base, n_batch=n_batch, n_ctx=16)
+    assert abs(result.sums.kld.mean.value) < 2e-4
+    assert result.sums.same_top_p == (1, 0)
+    assert result.sums.nll.ppl.value == pytest.approx(result.sums.nll_base.ppl.value, rel=1e-3)
+    assert result.sums.n == 9 * 7
 
 
 def test_divergence_is_its_definition(gguf: Path, tmp_path: Path) -> None:
-    model, other = FakeModel(gguf, V, bos=3), FakeModel(gguf, V, bos=3, noise=0.3)
-    found = kld(other, save(model, tmp_path / "base"), n_batch=50)
+    model, noisy = FakeModel(gguf, V, bos=3), FakeModel(gguf, V, bos=3, noise=0.3)
+    result = kld(noisy, save(model, tmp_path / "base"), n_batch=50)
     expected = []
     for chunk in some_tokens(16 * 9).reshape(-1, 16):
-        fed = [3, *chunk[1:].tolist()]
-        p, q = log_softmax(model.forward(fed)), log_softmax(other.forward(fed))
+        tokens_of_chunk = [3, *chunk[1:].tolist()]
+        p, q = log_softmax(model.forward(tokens_of_chunk)), log_softmax(noisy.forward(tokens_of_chunk))
         expected += (np.exp(p) * (p - q)).sum(-1)[8:15].tolist()
-    assert found.sums.kld.mean.value == pytest.approx(np.mean(expected), rel=1e-3)
-    assert np.allclose(np.concatenate(found.sums.klds), expected, atol=2e-3)
-    assert found.sums.kld_distribution()["Maximum"] == pytest.approx(max(expected), rel=1e-2)
+    assert result.sums.kld.mean.value == pytest.approx(np.mean(expected), rel=1e-3)
+    assert np.allclose(np.concatenate(result.sums.klds), expected, atol=2e-3)
+    assert result.sums.kld_distribution()["Maximum"] == pytest.approx(max(expected), rel=1e-2)
 
 
 def test_only_so_many_chunks_of_a_base(gguf: Path, tmp_path: Path) -> None:
     base = save(FakeModel(gguf, V), tmp_path / "base")
-    seen: list[KldProgress] = []
-    found = kld(FakeModel(gguf, V, noise=0.2), base, chunks=4, n_batch=48, progress=seen.append)
-    assert (found.n_chunks, found.chunks_in_base, found.sums.n) == (4, 9, 28)
-    assert [s.chunk for s in seen] == [1, 2, 3, 4]
+    events: list[KldProgress] = []
+    result = kld(FakeModel(gguf, V, noise=0.2), base, chunks=4, n_batch=48, progress=events.append)
+    assert (result.n_chunks, result.chunks_in_base, result.sums.n) == (4, 9, 28)
+    assert [s.chunk for s in events] == [1, 2, 3, 4]
 
 
 def test_a_base_of_another_model_is_refused(gguf: Path, tmp_path: Path) -> None:
@@ -298,16 +300,16 @@ def test_the_compact_bound_holds_for_every_position(top_k: int, noise: float, re
     q[::7] = rng.permuted(q[::7], axis=1)
     following = rng.integers(0, V, 40, dtype=np.int32)
     base = most_probable(p, softmax(p), following, top_k, residual)
-    found = compare_with_compact(q, base, following)
+    result = compare_with_compact(q, base, following)
     log_p, log_q = log_softmax(p), log_softmax(q)
     true = (np.exp(log_p) * (log_p - log_q)).sum(1)
-    assert (np.abs(found.kld - true) <= found.bound).all()
+    assert (np.abs(result.kld - true) <= result.bound).all()
     if top_k == V and not residual:
-        assert np.abs(found.kld - true).max() < 1e-6
+        assert np.abs(result.kld - true).max() < 1e-6
     rows = np.arange(40)
-    assert np.allclose(found.nll, -log_q[rows, following], atol=1e-5)
-    assert np.allclose(found.nll_base, -log_p[rows, following], atol=1e-5)
-    assert np.array_equal(found.same_top, p.argmax(1) == q.argmax(1))
+    assert np.allclose(result.nll, -log_q[rows, following], atol=1e-5)
+    assert np.allclose(result.nll_base, -log_p[rows, following], atol=1e-5)
+    assert np.array_equal(result.same_top, p.argmax(1) == q.argmax(1))
 
 
 def test_the_compact_bound_is_reached() -> None:
@@ -317,11 +319,11 @@ def test_the_compact_bound_is_reached() -> None:
     q[0, 15] = -9
     base = most_probable(p, softmax(p), np.zeros(1, np.int32), 5, 0)
     assert base.ids.tolist() == [10, 11, 12, 13, 14]
-    found = compare_with_compact(q, base, np.zeros(1, np.int32))
+    result = compare_with_compact(q, base, np.zeros(1, np.int32))
     log_p, log_q = log_softmax(p), log_softmax(q)
     true = float((np.exp(log_p) * (log_p - log_q)).sum())
-    error = true - float(found.kld[0])
-    assert 0.99 * found.bound[0] < error <= found.bound[0]
+    error = true - float(result.kld[0])
+    assert 0.99 * result.bound[0] < error <= result.bound[0]
 
 
 def test_of_equal_tops_the_first_counts() -> None:
@@ -339,10 +341,10 @@ def test_compact_rows_keep_what_they_say() -> None:
     for i in range(5):
         ids = rows.ids[rows.starts[i] : rows.starts[i + 1]]
         assert set(ids) == set(np.argsort(-p[i])[: ids.size])
-        rest = 1 - p[i, ids].sum()
-        assert rows.residual[i] == pytest.approx(rest, rel=1e-4)
+        residual = 1 - p[i, ids].sum()
+        assert rows.residual[i] == pytest.approx(residual, rel=1e-4)
         # One token fewer would leave too much, unless the limit was reached.
-        assert ids.size == 500 or rest <= 0.05 < rest + p[i, ids].min()
+        assert ids.size == 500 or residual <= 0.05 < residual + p[i, ids].min()
     assert np.allclose(rows.log_sum_exp, np.log(np.exp(x.astype(np.float64)).sum(1)))
 
 
@@ -360,20 +362,20 @@ def test_largest_are_the_largest(n: int, k: int, kind: str) -> None:
         x = np.sort(x)
     elif kind == "comb":
         x[::64] += 100  # all that a sample may see
-    found = largest(x, k)
+    actual = largest(x, k)
     # A stable sort keeps the first of equals first.
-    assert found.tolist() == sorted(np.argsort(-x, kind="stable")[:k].tolist())
+    assert actual.tolist() == sorted(np.argsort(-x, kind="stable")[:k].tolist())
 
 
 def test_a_compact_base_agrees_with_the_whole_one(gguf: Path, tmp_path: Path) -> None:
-    model, other = FakeModel(gguf, V, bos=3), FakeModel(gguf, V, bos=3, noise=0.3)
-    whole = kld(other, save(model, tmp_path / "whole", clip=24))
-    compact = kld(other, save(model, tmp_path / "compact", format="compact", top_k=200))
+    model, noisy = FakeModel(gguf, V, bos=3), FakeModel(gguf, V, bos=3, noise=0.3)
+    full = kld(noisy, save(model, tmp_path / "whole", clip=24))
+    compact = kld(noisy, save(model, tmp_path / "compact", format="compact", top_k=200))
     assert compact.base_model == "fake.gguf"
     mean = compact.sums.kld.mean.value
-    assert abs(mean - whole.sums.kld.mean.value) < 1e-3
-    assert compact.sums.nll_base.ppl.value == pytest.approx(whole.sums.nll_base.ppl.value, rel=1e-3)
-    assert compact.sums.same_top_p == whole.sums.same_top_p
+    assert abs(mean - full.sums.kld.mean.value) < 1e-3
+    assert compact.sums.nll_base.ppl.value == pytest.approx(full.sums.nll_base.ppl.value, rel=1e-3)
+    assert compact.sums.same_top_p == full.sums.same_top_p
     file = open_logits(tmp_path / "compact")
     assert isinstance(file, CompactLogits)
     assert len(file.fingerprint) == 64 != file.fingerprint.count("0")
@@ -412,8 +414,10 @@ def test_running_sums_are_the_formulas_of_llama_cpp() -> None:
     nll, nll_base, kld_values, p_diff = (rng.gamma(2, 1, 1000).astype(f32) for _ in range(4))
     sums = KldSums()
     for part in (slice(0, 300), slice(300, 1000)):
-        same = np.arange(1000)[part] % 4 > 0
-        scores = Scores(nll[part], nll_base[part], kld_values[part].astype(np.float64), p_diff[part], same, same * 0.5)
+        same_top = np.arange(1000)[part] % 4 > 0
+        scores = Scores(
+            nll[part], nll_base[part], kld_values[part].astype(np.float64), p_diff[part], same_top, same_top * 0.5
+        )
         sums.add(scores)
 
     def mean_error(x: F32) -> tuple[float, float]:
@@ -507,19 +511,19 @@ def loads(gguf: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[d
 
 @pytest.mark.usefixtures("loads")
 def test_perplexity_prints_as_llama_perplexity(tmp_path: Path) -> None:
-    found = perplexity(FakeModel(tmp_path / "a.gguf", V), tokens=some_tokens(20 * 32), n_ctx=32)
+    expected = perplexity(FakeModel(tmp_path / "a.gguf", V), tokens=some_tokens(20 * 32), n_ctx=32)
     result = run("perplexity", "-m", tmp_path / "a.gguf", "--tokens", f"@{tmp_path}/ids.i32", "-c", 32)
     assert result.exit_code == 0, result.output
-    assert f"Final estimate: PPL = {found.ppl.value:.4f} +/- {found.ppl.error:.5f}" in result.stdout
+    assert f"Final estimate: PPL = {expected.ppl.value:.4f} +/- {expected.ppl.error:.5f}" in result.stdout
     assert re.findall(r"^\[(\d+)\]([\d.]+), \+/- [\d.]+$", result.stdout, re.MULTILINE) == [
-        (str(i), f"{e.value:.4f}") for i, e in enumerate(found.running, 1)
+        (str(i), f"{e.value:.4f}") for i, e in enumerate(expected.running, 1)
     ]
     rows = run(
         *("perplexity", "-m", tmp_path / "a.gguf", "--tokens", f"@{tmp_path}/ids.i32", "-c", 32),
         *("--ppl-output-type", 1, "--chunks", 2),
     ).stdout.splitlines()
     assert [row.split()[0] for row in rows[:2]] == ["0", "32"]
-    assert float(rows[1].split()[2]) == pytest.approx(math.log(found.running[1].value), abs=1e-5)
+    assert float(rows[1].split()[2]) == pytest.approx(math.log(expected.running[1].value), abs=1e-5)
 
 
 def test_options_reach_the_engine(tmp_path: Path, loads: list[dict[str, Any]]) -> None:
@@ -552,16 +556,16 @@ def test_options_reach_the_engine(tmp_path: Path, loads: list[dict[str, Any]]) -
         "max_vram": None,
         "cublas": False,
     }
-    rest = {
+    settings = {
         "merge_up_gate": True,
         "fusion": Fusion(True, False, False, False),
         "placement": Placement(0, (("exps", "CPU"),)),
     }
-    assert loads == [{**expected, **rest}] * 2
+    assert loads == [{**expected, **settings}] * 2
 
 
 @pytest.mark.parametrize(
-    ("theirs", "ours", "says"),
+    ("peer_options", "options", "says"),
     [
         (("-fa",), (), "note: -fa changes nothing: attention is always computed in blocks"),
         (("-fa", "1", "--mlock"), (), "note: --mlock changes nothing: weights are never locked"),
@@ -585,17 +589,21 @@ def test_options_reach_the_engine(tmp_path: Path, loads: list[dict[str, Any]]) -
     ],
 )
 def test_options_as_the_peers_spell_them(
-    tmp_path: Path, loads: list[dict[str, Any]], theirs: tuple[Any, ...], ours: tuple[Any, ...] | None, says: str
+    tmp_path: Path,
+    loads: list[dict[str, Any]],
+    peer_options: tuple[Any, ...],
+    options: tuple[Any, ...] | None,
+    says: str,
 ) -> None:
     common = ("perplexity", "-c", 4, "-m", tmp_path / "a.gguf", "--tokens", "1,2,3,4,5,6,7,8,9")
-    result = run(*common, *theirs)
+    result = run(*common, *peer_options)
     assert says in result.stderr
-    if ours is None:
+    if options is None:
         assert result.exit_code in (1, 2), result.output
         assert "Traceback" not in result.output
         return
     assert result.exit_code == 0, result.output
-    assert run(*common, *ours).exit_code == 0
+    assert run(*common, *options).exit_code == 0
     assert loads[0] == loads[1]
 
 
@@ -620,13 +628,13 @@ def test_perplexity_as_json(tmp_path: Path) -> None:
     common = ("perplexity", "-m", tmp_path / "a.gguf", "-f", text, "-c", 8, "--json")
     printed = run(*common, "-")
     assert printed.exit_code == 0, printed.output
-    found = json.loads(printed.stdout)
+    output = json.loads(printed.stdout)
     # The newline at the end is no part of the text.
-    assert (found["n_tokens"], found["n_chunks"], found["n_scored"], found["bos"]) == (31, 3, 9, None)
-    assert found["ppl"]["value"] > 1
-    assert len(found["running"]) == 3
+    assert (output["n_tokens"], output["n_chunks"], output["n_scored"], output["bos"]) == (31, 3, 9, None)
+    assert output["ppl"]["value"] > 1
+    assert len(output["running"]) == 3
     assert run(*common, tmp_path / "o.json").exit_code == 0
-    assert json.loads((tmp_path / "o.json").read_text())["ppl"] == found["ppl"]
+    assert json.loads((tmp_path / "o.json").read_text())["ppl"] == output["ppl"]
 
 
 @pytest.mark.usefixtures("loads")
@@ -638,19 +646,19 @@ def test_kld_prints_all_statistics(tmp_path: Path, form: tuple[object, ...]) -> 
     assert str(base) in saved.stdout
     result = run("kld", "-m", tmp_path / "b.gguf", "--base", base, "--json", tmp_path / "o.json")
     assert result.exit_code == 0, result.output
-    found = kld(FakeModel(tmp_path / "b.gguf", V, noise=0.2), base)
-    assert statistics_text(found.sums) in result.stdout
-    assert chunk_line(20, found.sums) in result.stdout
+    expected = kld(FakeModel(tmp_path / "b.gguf", V, noise=0.2), base)
+    assert statistics_text(expected.sums) in result.stdout
+    assert chunk_line(20, expected.sums) in result.stdout
     assert ("The base keeps a part of the vocabulary" in result.stdout) == (form[0] != "--clip")
-    spelled = ("perplexity", "-m", tmp_path / "b.gguf", "--kl-divergence", "--tokens", "1,2")
-    theirs = run(*spelled, "--kl-divergence-base", base)
-    assert statistics_text(found.sums) in theirs.stdout
-    assert f"note: -f, -p and --tokens are ignored: {base} contains its text" in theirs.stderr
-    assert "--kl-divergence needs --kl-divergence-base FILE" in run(*spelled).stderr
-    written = json.loads((tmp_path / "o.json").read_text())
-    assert written["kld"] == {"value": found.sums.kld.mean.value, "error": found.sums.kld.mean.error}
-    assert written["kld_percentiles"]["Maximum"] == found.sums.kld_distribution()["Maximum"]
-    assert set(written["p_diff_percentiles"]) >= {"75.0%", "Median", "0.1%", "Minimum"}
+    command = ("perplexity", "-m", tmp_path / "b.gguf", "--kl-divergence", "--tokens", "1,2")
+    peer_run = run(*command, "--kl-divergence-base", base)
+    assert statistics_text(expected.sums) in peer_run.stdout
+    assert f"note: -f, -p and --tokens are ignored: {base} contains its text" in peer_run.stderr
+    assert "--kl-divergence needs --kl-divergence-base FILE" in run(*command).stderr
+    output = json.loads((tmp_path / "o.json").read_text())
+    assert output["kld"] == {"value": expected.sums.kld.mean.value, "error": expected.sums.kld.mean.error}
+    assert output["kld_percentiles"]["Maximum"] == expected.sums.kld_distribution()["Maximum"]
+    assert set(output["p_diff_percentiles"]) >= {"75.0%", "Median", "0.1%", "Minimum"}
     assert json.loads(run("kld", "-m", tmp_path / "b.gguf", "--base", base, "--json", "-").stdout)["n_chunks"] == 20
 
 
@@ -694,11 +702,11 @@ def test_exit_codes_and_messages(
 
 
 @pytest.mark.usefixtures("loads")
-@pytest.mark.parametrize("given", ["5,6,7", "@three.i32"])
-def test_logits_of_ids(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: str) -> None:
+@pytest.mark.parametrize("ids", ["5,6,7", "@three.i32"])
+def test_logits_of_ids(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ids: str) -> None:
     monkeypatch.chdir(tmp_path)
     np.array([5, 6, 7], "<i4").tofile("three.i32")
-    result = run("logits", "-m", tmp_path / "a.gguf", "--tokens", given, "-o", "o.npy", "--json", "-")
+    result = run("logits", "-m", tmp_path / "a.gguf", "--tokens", ids, "-o", "o.npy", "--json", "-")
     assert result.exit_code == 0, result.output
     assert json.loads(result.stdout)["n_tokens"] == 3
     out = np.load("o.npy")
@@ -720,11 +728,11 @@ def test_the_engine_keeps_the_contract(tiny_moe: Path, data: Path, tmp_path: Pat
     numpy_backend = Placement(99, ((".*", "REFERENCE"),), ("REFERENCE",))
     text = (data / "tiny-moe-evaluation.txt").read_bytes()
     with load(tiny_moe, kv_type="f32", placement=numpy_backend) as model:
-        found = perplexity(model, text, n_ctx=32, n_batch=64, chunks=3, save_logits=SaveLogits(tmp_path / "base"))
+        result = perplexity(model, text, n_ctx=32, n_batch=64, chunks=3, save_logits=SaveLogits(tmp_path / "base"))
         nll = []
         for chunk in model.tokenizer.encode(text)[:96].reshape(3, 32):
             log_p = log_softmax(model.forward(chunk))
             nll += [-log_p[j, chunk[j + 1]] for j in range(16, 31)]
-        assert found.ppl == pytest.approx(ppl_by_the_letter(nll), rel=1e-5)
+        assert result.ppl == pytest.approx(ppl_by_the_letter(nll), rel=1e-5)
         assert abs(kld(model, tmp_path / "base", n_batch=20).sums.kld.mean.value) < 1e-4
         assert np.allclose(logits(model, tokens=[5, 6, 7], n_batch=2), model.forward([5, 6, 7]), atol=1e-3)

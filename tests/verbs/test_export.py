@@ -51,8 +51,8 @@ def test_there_and_back(model: Path, tmp_path: Path, max_shard_size: str) -> Non
         for name, t in a.tensors.items():
             assert (t.type, t.shape) == (b.tensors[name].type, b.tensors[name].shape)
             assert a.data(name).tobytes() == b.data(name).tobytes()
-        own = [key for key in a.fields if not key.startswith("general.")]
-        assert {key: a.fields[key].encode() for key in own} == {key: b.fields[key].encode() for key in own}
+        keys = [key for key in a.fields if not key.startswith("general.")]
+        assert {key: a.fields[key].encode() for key in keys} == {key: b.fields[key].encode() for key in keys}
 
 
 @pytest.mark.parametrize("type_name", ["Q8_0", "Q4_K_M", "Q4_0_R8", "IQ4_XS", "IQ4_K", "MXFP4", "NVFP4", "TQ2_0"])
@@ -89,10 +89,10 @@ class Stopping:
 
     def __init__(self, after: int) -> None:
         self.left = after
-        self.kept = 0
+        self.n_resumed = 0
 
     def on_resume(self, tensors: int, nbytes: int) -> None:
-        self.kept = tensors
+        self.n_resumed = tensors
 
     def on_write(self, nbytes: int) -> None:
         pass
@@ -114,7 +114,7 @@ def test_a_run_that_was_ended_goes_on(model: Path, tmp_path: Path) -> None:
         export(model, tmp_path / "back", options)
     went_on = Stopping(0)
     export(model, tmp_path / "back", options, resume=True, observer=went_on)
-    assert went_on.kept > 0
+    assert went_on.n_resumed > 0
     names = sorted(path.name for path in (tmp_path / "whole").iterdir())
     assert sorted(path.name for path in (tmp_path / "back").iterdir()) == names
     assert all((tmp_path / "back" / n).read_bytes() == (tmp_path / "whole" / n).read_bytes() for n in names)
@@ -131,16 +131,16 @@ def test_a_run_that_is_killed_while_files_get_their_names(
     """What is under a final name is whole, config.json is never beside other weights, and --resume ends the run."""
     options, folder = ExportOptions(max_shard_size="1500K"), tmp_path / "back"
     export(model, tmp_path / "whole", options)
-    whole = {path.name: path.read_bytes() for path in (tmp_path / "whole").iterdir()}
-    other = ExportOptions(max_shard_size="1500K", outtype="f16")
+    expected = {path.name: path.read_bytes() for path in (tmp_path / "whole").iterdir()}
+    f16_options = ExportOptions(max_shard_size="1500K", outtype="f16")
     rename = Path.replace
-    for number in range(len(whole)):
+    for number in range(len(expected)):
         shutil.rmtree(folder, ignore_errors=True)
         old = {}
         if replaces:
-            export(model, folder, other)
+            export(model, folder, f16_options)
             old = {path.name: path.read_bytes() for path in folder.iterdir()}
-            assert old.keys() == whole.keys()
+            assert old.keys() == expected.keys()
         left = [number]
 
         def stopping(path: Path, target: Path, left: list[int] = left) -> Path:
@@ -153,20 +153,20 @@ def test_a_run_that_is_killed_while_files_get_their_names(
         with pytest.raises(Killed):
             export(model, folder, options, overwrite=replaces)
         monkeypatch.undo()
-        there = {path.name: path.read_bytes() for path in folder.iterdir() if path.name in whole}
-        assert all(data in (whole[name], old.get(name)) for name, data in there.items())
-        if "config.json" in there:
-            weights = [name for name in whole if name.endswith(".safetensors")]
-            assert all(there[name] == whole[name] for name in weights)
+        files = {path.name: path.read_bytes() for path in folder.iterdir() if path.name in expected}
+        assert all(data in (expected[name], old.get(name)) for name, data in files.items())
+        if "config.json" in files:
+            weights = [name for name in expected if name.endswith(".safetensors")]
+            assert all(files[name] == expected[name] for name in weights)
         export(model, folder, options, resume=True)
-        assert {path.name: path.read_bytes() for path in folder.iterdir()} == whole
+        assert {path.name: path.read_bytes() for path in folder.iterdir()} == expected
 
 
 def test_a_disk_on_which_only_the_weights_have_room(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    planned = plan_export(model, tmp_path / "back")
-    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=planned.plan.nbytes + 100))
+    export_plan = plan_export(model, tmp_path / "back")
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=export_plan.plan.nbytes + 100))
     with pytest.raises(ResourceError, match="are needed and .* are free"):
         export(model, tmp_path / "back")
     assert not (tmp_path / "back").exists()
@@ -190,13 +190,13 @@ def test_what_lies_beside_the_file_does_not_matter(model: Path, tmp_path: Path) 
 
 def test_how_tokens_become_one_embedding_is_written(model: Path, tmp_path: Path) -> None:
     """A model for embeddings brings the files of sentence-transformers, and converted again has its key."""
-    drawn = checkpoints.write_checkpoint("bert", tmp_path / "drawn")
+    checkpoint = checkpoints.write_checkpoint("bert", tmp_path / "drawn")
     # The checkpoint states fewer key heads than its matrices hold, which llama.cpp's loader refuses for BERT.
-    own = ConvertOptions(pre="jina-v2-en", outtype="f32", allow_incomplete=True)
-    convert(drawn, tmp_path / "x.gguf", None, own)
+    options = ConvertOptions(pre="jina-v2-en", outtype="f32", allow_incomplete=True)
+    convert(checkpoint, tmp_path / "x.gguf", None, options)
     export(tmp_path / "x.gguf", tmp_path / "back")
     assert json.loads((tmp_path / "back/1_Pooling/config.json").read_text())["pooling_mode_mean_tokens"] is True
-    convert(tmp_path / "back", tmp_path / "y.gguf", None, own)
+    convert(tmp_path / "back", tmp_path / "y.gguf", None, options)
     with open_gguf(tmp_path / "y.gguf") as file:
         assert file.get("bert.pooling_type") == 1
 
@@ -208,25 +208,25 @@ def test_sizes_of_shards(size: str, model: Path, tmp_path: Path) -> None:
     files = sorted((tmp_path / "back").glob("*.safetensors"))
     stored = read_checkpoint(tmp_path / "back")
     most = size_of(size)
-    held = [[t.nbytes for t in tensors.values()] for tensors in stored]
-    assert all(sum(sizes) <= most or len(sizes) == 1 for sizes in held)
+    tensor_sizes = [[t.nbytes for t in tensors.values()] for tensors in stored]
+    assert all(sum(sizes) <= most or len(sizes) == 1 for sizes in tensor_sizes)
     index = tmp_path / "back" / "model.safetensors.index.json"
     assert index.exists() == (len(files) > 1)
     if index.exists():
-        found = json.loads(index.read_text())
-        assert found["metadata"]["total_size"] == sum(map(sum, held))
-        assert set(found["weight_map"].values()) == {path.name for path in files}
+        index_values = json.loads(index.read_text())
+        assert index_values["metadata"]["total_size"] == sum(map(sum, tensor_sizes))
+        assert set(index_values["weight_map"].values()) == {path.name for path in files}
 
 
 def test_a_failed_export_leaves_nothing(model: Path, tmp_path: Path) -> None:
-    broken = tmp_path / "broken.gguf"
+    path = tmp_path / "broken.gguf"
     data = bytearray(model.read_bytes())
     with open_gguf(model) as file:
-        at = file.tensors["blk.0.ffn_down_exps.weight"].offset
-    data[at : at + 2] = np.array([0x7F80], np.uint16).tobytes()
-    broken.write_bytes(data)
+        offset = file.tensors["blk.0.ffn_down_exps.weight"].offset
+    data[offset : offset + 2] = np.array([0x7F80], np.uint16).tobytes()
+    path.write_bytes(data)
     with pytest.raises(QuantkitError, match="finite"):
-        export(broken, tmp_path / "back")
+        export(path, tmp_path / "back")
     assert not (tmp_path / "back").exists()
 
 
@@ -260,8 +260,8 @@ _HEADS = "attn_q attn_k attn_v attn_output"
 
 
 def converted(name: str, folder: Path) -> Path:
-    what = checkpoints.describe(name)
-    options = ConvertOptions(**what.convert_keywords(), outtype="f32")
+    description = checkpoints.describe(name)
+    options = ConvertOptions(**description.convert_keywords(), outtype="f32")
     convert(checkpoints.write_checkpoint(name, folder / "drawn"), folder / "x.gguf", None, options, threads=1)
     return folder / "x.gguf"
 
@@ -270,7 +270,7 @@ def with_biases(model: Path, kinds: str) -> list[str]:
     """Add biases to weights of all layers that have them; return their names."""
     with open_gguf(model) as file:
         tensors = [(t.name, t.shape, t.type, file.data(t).tobytes()) for t in file.tensors.values()]
-        beside = {
+        biases = {
             t.name.replace(".weight", ".bias"): t.shape[1]
             for t in file.tensors.values()
             if t.name.endswith(tuple(f".{kind}.weight" for kind in kinds.split()))
@@ -278,8 +278,8 @@ def with_biases(model: Path, kinds: str) -> list[str]:
         }
         fields = list(file.fields.values())
     f32 = BY_NAME["F32"]
-    write_gguf(model, fields, [*tensors, *((n, (w,), f32, np.ones(w, "<f4").tobytes()) for n, w in beside.items())])
-    return list(beside)
+    write_gguf(model, fields, [*tensors, *((n, (w,), f32, np.ones(w, "<f4").tobytes()) for n, w in biases.items())])
+    return list(biases)
 
 
 @pytest.mark.parametrize("name", ["qwen3-next", "kimi-linear", "granite-hybrid", "falcon-h1"])
@@ -287,8 +287,8 @@ def test_dimensions_that_llama_quantize_drops_are_back(name: str, tmp_path: Path
     path = converted(name, tmp_path)
     shapes = {t.name: t.shape for t in plan_export(path, tmp_path / "a").opened.tensors.values()}
     quantize(path, tmp_path / "q.gguf", "F16")
-    made = plan_export(tmp_path / "q.gguf", tmp_path / "b").opened.tensors
-    assert {t.name: t.shape for t in made.values()} == shapes
+    tensors = plan_export(tmp_path / "q.gguf", tmp_path / "b").opened.tensors
+    assert {t.name: t.shape for t in tensors.values()} == shapes
 
 
 @pytest.mark.parametrize(
@@ -310,8 +310,8 @@ def test_biases_have_their_switch(name: str, kinds: str, switches: str, tmp_path
     plan = plan_export(model, tmp_path / "back")
     assert len(plan.opened.tensors) == len(before) + len(added) > len(before)
     config = json.loads(plan.files["config.json"])
-    known = {"attention_bias", "attention_out_bias", "mlp_bias", "projectors_bias", "qkv_bias", "use_bias"}
-    assert {key for key in known if config.get(key)} == set(switches.split())
+    all_switches = {"attention_bias", "attention_out_bias", "mlp_bias", "projectors_bias", "qkv_bias", "use_bias"}
+    assert {key for key in all_switches if config.get(key)} == set(switches.split())
 
 
 @pytest.mark.parametrize(
@@ -335,11 +335,11 @@ def test_biases_that_no_switch_makes_are_refused(name: str, kind: str, tmp_path:
 def test_the_table_of_biases_is_that_of_transformers(data: Path) -> None:
     """As scripts/record_biases.py reads it from sources; some classes are made of another's layers."""
     recorded = json.loads((data / "biases.json").read_text())
-    others = {"LlamaBidirectionalModel": "LlamaForCausalLM", "Gemma4AssistantForCausalLM": "Gemma4ForCausalLM"}
+    aliases = {"LlamaBidirectionalModel": "LlamaForCausalLM", "Gemma4AssistantForCausalLM": "Gemma4ForCausalLM"}
     for name, biases in BIASES.items():
-        given = {switch: set(modules) for switch, modules in recorded[others.get(name, name)].items()}
+        modules_by_switch = {switch: set(modules) for switch, modules in recorded[aliases.get(name, name)].items()}
         for switch, modules in biases.items():
-            assert set(modules.split()) <= given[switch], (name, switch)
+            assert set(modules.split()) <= modules_by_switch[switch], (name, switch)
     # Their tensors have other names than in transformers.
     assert recorded.keys() - BIASES.keys() == {"DeepseekV4ForCausalLM", "NomicBertModel"}
 
@@ -362,25 +362,25 @@ def test_rope_of_llama_3_follows_from_its_factors(
     rope = {"rope_type": "llama3", "factor": factor, "low_freq_factor": low, "high_freq_factor": high}
     rope["original_max_position_embeddings"] = length
     config = checkpoints.describe("llama").config | {"head_dim": width, "rope_theta": theta, "rope_scaling": rope}
-    given = Config(tmp_path / "config.json", config)
+    config_of_model = Config(tmp_path / "config.json", config)
     row = ARCHITECTURES["LlamaForCausalLM"]
-    (x,) = (t.x for t in row.synthetic(given) if t.name_in_file == FREQUENCIES)
+    (x,) = (t.x for t in row.synthetic(config_of_model) if t.name_in_file == FREQUENCIES)
     values = read_f32(x, 0, width // 2)
-    said = SimpleNamespace(model=SimpleNamespace(data=lambda _: values.view(np.uint8)), path="file")
+    meta = SimpleNamespace(model=SimpleNamespace(data=lambda _: values.view(np.uint8)), path="file")
     del config["rope_scaling"]
-    found = llama3_rope(said, row, config)  # type: ignore[arg-type]
-    (x,) = (t.x for t in row.synthetic(Config(tmp_path / "config.json", config | {"rope_scaling": found})))
+    actual = llama3_rope(meta, row, config)  # type: ignore[arg-type]
+    (x,) = (t.x for t in row.synthetic(Config(tmp_path / "config.json", config | {"rope_scaling": actual})))
     assert np.array_equal(read_f32(x, 0, width // 2), values)
     if (low, high, factor) == (1.0, 4.0, 8.0):
-        assert found == rope
+        assert actual == rope
 
 
 def test_rope_factors_of_another_kind_are_refused(tmp_path: Path) -> None:
     values = np.linspace(1, 8, 64, dtype=np.float32)
-    said = SimpleNamespace(model=SimpleNamespace(data=lambda _: values.view(np.uint8)), path="file")
+    meta = SimpleNamespace(model=SimpleNamespace(data=lambda _: values.view(np.uint8)), path="file")
     config = checkpoints.describe("llama").config | {"head_dim": 128}
     with pytest.raises(TypeNotSupported, match="its factors are none"):
-        llama3_rope(said, ARCHITECTURES["LlamaForCausalLM"], config)  # type: ignore[arg-type]
+        llama3_rope(meta, ARCHITECTURES["LlamaForCausalLM"], config)  # type: ignore[arg-type]
 
 
 def test_what_a_file_says_of_itself_comes_back(model: Path, tmp_path: Path) -> None:
@@ -400,43 +400,46 @@ def test_what_a_file_says_of_itself_comes_back(model: Path, tmp_path: Path) -> N
     with open_gguf(model) as file:
         tensors = [(t.name, t.shape, t.type, file.data(t).tobytes()) for t in file.tensors.values()]
         fields = {key: field for key, field in file.fields.items() if not key.startswith("general.name")}
-    own = [Field.of(f"general.{key}", value) for key, value in {**texts, **numbers, **lists}.items()]
-    own += [Field.of("general.sampling.mirostat", 2, ValueType.INT32), Field.of("general.sampling.temp", 0.7)]
-    own += [Field.of("tokenizer.ggml.mask_token_id", 7), Field.of("tokenizer.ggml.add_eos_token", True)]
+    general_fields = [Field.of(f"general.{key}", value) for key, value in {**texts, **numbers, **lists}.items()]
+    general_fields += [
+        Field.of("general.sampling.mirostat", 2, ValueType.INT32),
+        Field.of("general.sampling.temp", 0.7),
+    ]
+    general_fields += [Field.of("tokenizer.ggml.mask_token_id", 7), Field.of("tokenizer.ggml.add_eos_token", True)]
     path = tmp_path / "said.gguf"
-    write_gguf(path, [*fields.values(), *own], tensors)
+    write_gguf(path, [*fields.values(), *general_fields], tensors)
     plan = plan_export(path, tmp_path / "back")
     assert not [note for note in plan.plan.notes if "longer" in note or "otherwise" in note]
     export(path, tmp_path / "back")
     convert(tmp_path / "back", tmp_path / "y.gguf", None, PRE)
     with open_gguf(tmp_path / "y.gguf") as file:
-        assert {f.key: file.get(f.key) for f in own} == {f.key: f.value for f in own}
+        assert {f.key: file.get(f.key) for f in general_fields} == {f.key: f.value for f in general_fields}
     types = [*fields["tokenizer.ggml.token_type"].value[:-1], 5]
-    lost = [
+    missing = [
         Field.of("general.url", "https://x"),
         Field.of("tokenizer.ggml.token_type", types, item_type=ValueType.INT32),
     ]
-    write_gguf(path, [*({**fields, **{f.key: f for f in lost}}).values()], tensors)
+    write_gguf(path, [*({**fields, **{f.key: f for f in missing}}).values()], tensors)
     notes = "\n".join(plan_export(path, tmp_path / "b").plan.notes)
     assert "general.url" in notes
     assert "tokenizer.ggml.token_type" in notes
 
 
 def test_values_of_i2_s_have_their_scale(tmp_path: Path) -> None:
-    data = i2_s.drawn()
+    data = i2_s.random_rows()
     with open_gguf(i2_s.model(tmp_path / "x.gguf", data)) as file:
         x = read_tensors(file, {})["blk.0.ffn_up.weight"]
-        wanted = i2_s.values(data, size_of_tensor(x))
-        assert np.array_equal(read_f32(x, 0, wanted.size), wanted.reshape(-1))
-        assert np.array_equal(read_f32(x, 300, 1000), wanted.reshape(-1)[300:1300])
+        expected = i2_s.values(data, size_of_tensor(x))
+        assert np.array_equal(read_f32(x, 0, expected.size), expected.reshape(-1))
+        assert np.array_equal(read_f32(x, 300, 1000), expected.reshape(-1)[300:1300])
 
 
 @pytest.mark.parametrize("value", [0, 1 << 31, [3, 1], "x", 1.5, True, ["a", "b"], None])
 def test_metadata_of_no_model_is_an_error(value: object, model: Path) -> None:
     """Whatever a key says, of whatever type: an error for people, or a model."""
     with open_gguf(model) as file:
-        own = [key for key in file.fields if key.startswith(("qwen3moe.", "tokenizer.ggml."))]
-    for key in own:
+        keys = [key for key in file.fields if key.startswith(("qwen3moe.", "tokenizer.ggml."))]
+    for key in keys:
         with open_gguf(model) as file:
             del file.fields[key]
             if value is not None:

@@ -35,8 +35,8 @@ def asked_for(error: MissingPackages) -> set[str]:
 
 @pytest.mark.parametrize("extra", ALL, ids=lambda extra: f"{extra.name}-{extra.purpose}")
 def test_pyproject_brings_what_an_extra_needs(extra: Extra) -> None:
-    brought = {re.split(r"[><=\[]", each)[0] for each in DECLARED["optional-dependencies"][extra.name]}
-    assert set(extra.packages.values()) <= brought
+    packages = {re.split(r"[><=\[]", requirement)[0] for requirement in DECLARED["optional-dependencies"][extra.name]}
+    assert set(extra.packages.values()) <= packages
     (everything,) = DECLARED["optional-dependencies"]["all"]
     assert extra.name in re.findall(r"\w+", everything)
 
@@ -79,11 +79,11 @@ def test_a_cook_names_what_the_checkpoint_needs_too(tmp_path: Path, monkeypatch:
 def test_commands_with_a_plot_name_both(tmp_path: Path, data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = data / "tiny-moe-bf16.gguf"
     hide(monkeypatch, SEARCH, PLOT, CHAT)
-    known = tmp_path / "s.json"
-    known.write_text("{}")
+    path = tmp_path / "s.json"
+    path.write_text("{}")
     lines = {
-        "search": ["search", "-s", str(known), "--front", "front.csv", "--plot", "x.svg"],
-        "run": ["imatrix", "-m", str(model), "--chat", str(known), "--layer-similarity", "--plot", "x.svg"],
+        "search": ["search", "-s", str(path), "--front", "front.csv", "--plot", "x.svg"],
+        "run": ["imatrix", "-m", str(model), "--chat", str(path), "--layer-similarity", "--plot", "x.svg"],
     }
     for extra, line in lines.items():
         result = CliRunner().invoke(cli, line)
@@ -98,10 +98,10 @@ def test_help_alone_keeps_its_lines(
     from quantkit.cli import main
 
     monkeypatch.setattr(sys, "argv", ["quantkit", *command])
-    with pytest.raises(SystemExit) as ended:
+    with pytest.raises(SystemExit) as exit_info:
         main()
     lines = capsys.readouterr().err.splitlines()
-    assert ended.value.code == 2
+    assert exit_info.value.code == 2
     assert lines[0].startswith("Usage: quantkit")
     assert len(lines) > 8
     assert "\\n" not in "".join(lines)

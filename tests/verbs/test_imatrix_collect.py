@@ -31,8 +31,8 @@ TOKENS = np.random.default_rng(1).integers(0, 100, N_CTX * N).astype(np.int32)
 RUN: dict[str, Any] = {"kv_type": "f32"}
 
 
-def options(**more: Any) -> ImatrixOptions:
-    return ImatrixOptions(**({"n_ctx": N_CTX, "n_batch": 2 * N_CTX, "output_frequency": 2} | more))
+def options(**changes: Any) -> ImatrixOptions:
+    return ImatrixOptions(**({"n_ctx": N_CTX, "n_batch": 2 * N_CTX, "output_frequency": 2} | changes))
 
 
 @pytest.fixture(scope="module")
@@ -40,57 +40,57 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_zoo("qwen3moe-moe", tmp_path_factory.mktemp("zoo") / "model.gguf")
 
 
-def run(model: Path, out: Path, tokens: np.ndarray = TOKENS, watcher: Watcher | None = None, **more: Any):
-    return imatrix(model, (), out, tokens=tokens, options=options(**more), watcher=watcher, **RUN)
+def run(model: Path, out: Path, tokens: np.ndarray = TOKENS, watcher: Watcher | None = None, **changes: Any):
+    return imatrix(model, (), out, tokens=tokens, options=options(**changes), watcher=watcher, **RUN)
 
 
 # ---------------------------------------------------------------- the same whatever the way
 
 
 def test_threads_and_the_order_of_chunks_change_nothing(model: Path, tmp_path: Path) -> None:
-    whole = imatrix(
+    expected = imatrix(
         model, (), tmp_path / "a.gguf", tokens=TOKENS, options=options(n_batch=N_CTX), threads=1, kv_type="f32"
     ).imatrix
     mixed = TOKENS.reshape(N, N_CTX)[::-1].reshape(-1)
-    other = imatrix(
+    permuted = imatrix(
         model, (), tmp_path / "b.gguf", tokens=mixed, options=options(n_batch=N_CTX), threads=2, kv_type="f32"
     )
-    assert whole is not None
-    assert other.imatrix is not None
-    for name, entry in whole.entries.items():
-        assert np.array_equal(entry.sums, other.imatrix.entries[name].sums), name
-        assert np.array_equal(entry.counts, other.imatrix.entries[name].counts), name
-        assert np.array_equal(entry.in_sum, other.imatrix.entries[name].in_sum), name  # type: ignore[arg-type]
+    assert expected is not None
+    assert permuted.imatrix is not None
+    for name, entry in expected.entries.items():
+        assert np.array_equal(entry.sums, permuted.imatrix.entries[name].sums), name
+        assert np.array_equal(entry.counts, permuted.imatrix.entries[name].counts), name
+        assert np.array_equal(entry.in_sum, permuted.imatrix.entries[name].in_sum), name  # type: ignore[arg-type]
 
 
 class StopAfter(Watcher):
     """Interrupts a run."""
 
     def __init__(self, chunk: int) -> None:
-        self.at, self.first = chunk, 0
+        self.chunk, self.first = chunk, 0
 
     def on_start(self, first: int, n_chunks: int, n_seq: int, notes: Any) -> None:
         self.first = first
 
     def on_chunk(self, chunk: int, n_chunks: int, ppl: Any) -> None:
-        if chunk == self.at:
+        if chunk == self.chunk:
             raise KeyboardInterrupt
 
 
 @pytest.mark.parametrize("often", [2, 3, 0])
 def test_a_resumed_run_makes_the_same_file(often: int, model: Path, tmp_path: Path) -> None:
     out = tmp_path / "out.gguf"
-    whole = run(model, out, output_frequency=often)
+    full = run(model, out, output_frequency=often)
     expected = out.read_bytes()
     out.unlink()
     with pytest.raises(KeyboardInterrupt):
         run(model, out, watcher=StopAfter(7), output_frequency=often)
     assert out.with_name("out.gguf.state").exists() == out.exists() == bool(often)
-    again = StopAfter(0)
-    resumed = run(model, out, watcher=again, resume=True, output_frequency=often)
-    assert again.first == {2: 6, 3: 6, 0: 0}[often]
+    watcher = StopAfter(0)
+    resumed = run(model, out, watcher=watcher, resume=True, output_frequency=often)
+    assert watcher.first == {2: 6, 3: 6, 0: 0}[often]
     assert out.read_bytes() == expected
-    assert resumed.ppl == whole.ppl
+    assert resumed.ppl == full.ppl
     assert [p.name for p in tmp_path.iterdir()] == ["out.gguf"]
 
 
@@ -98,17 +98,17 @@ def test_a_state_of_another_run_is_not_gone_on_from(model: Path, tmp_path: Path)
     out = tmp_path / "out.gguf"
     with pytest.raises(KeyboardInterrupt):
         run(model, out, watcher=StopAfter(7))
-    other = TOKENS[::-1].copy()
+    reversed_tokens = TOKENS[::-1].copy()
     with pytest.raises(QuantkitError, match="the state of another run"):
-        run(model, out, other, resume=True)
-    again = StopAfter(0)
-    run(model, out, other, watcher=again, resume=True, overwrite=True)
-    assert again.first == 0
+        run(model, out, reversed_tokens, resume=True)
+    watcher = StopAfter(0)
+    run(model, out, reversed_tokens, watcher=watcher, resume=True, overwrite=True)
+    assert watcher.first == 0
     before = out.read_bytes()
-    there = run(model, out, other, resume=True)
-    assert (there.was_complete, there.n_chunks) == (True, N)
+    result = run(model, out, reversed_tokens, resume=True)
+    assert (result.was_complete, result.n_chunks) == (True, N)
     with pytest.raises(QuantkitError, match="no state beside it"):
-        run(model, out, other, resume=True, n_ctx=2 * N_CTX, n_batch=4 * N_CTX)
+        run(model, out, reversed_tokens, resume=True, n_ctx=2 * N_CTX, n_batch=4 * N_CTX)
     assert out.read_bytes() == before
 
 
@@ -121,7 +121,7 @@ def test_an_intermediate_file_is_that_of_fewer_chunks(model: Path, tmp_path: Pat
 
 def test_two_texts_are_two_files_merged(model: Path, tmp_path: Path) -> None:
     one, two = run(model, tmp_path / "1.gguf", chunks=3), run(model, tmp_path / "2.gguf", from_chunk=3)
-    whole, both = run(model, tmp_path / "3.gguf").imatrix, merge([one.imatrix, two.imatrix]).imatrix  # type: ignore[list-item]
+    expected, both = run(model, tmp_path / "3.gguf").imatrix, merge([one.imatrix, two.imatrix]).imatrix  # type: ignore[list-item]
     added = imatrix(
         model,
         (),
@@ -131,12 +131,12 @@ def test_two_texts_are_two_files_merged(model: Path, tmp_path: Path) -> None:
         in_files=[tmp_path / "1.gguf"],
         **RUN,
     ).imatrix
-    assert whole is not None
+    assert expected is not None
     assert added is not None
-    for name, entry in whole.entries.items():
-        for found in (both.entries[name], added.entries[name]):
-            assert np.array_equal(entry.counts, found.counts)
-            np.testing.assert_allclose(entry.sums, found.sums, rtol=1e-4, atol=1e-6)
+    for name, entry in expected.entries.items():
+        for merged_entry in (both.entries[name], added.entries[name]):
+            assert np.array_equal(entry.counts, merged_entry.counts)
+            np.testing.assert_allclose(entry.sums, merged_entry.sums, rtol=1e-4, atol=1e-6)
     assert (added.chunk_count, added.chunk_size) == (N, N_CTX)
 
 
@@ -159,10 +159,10 @@ def spoilt(source: Path, target: Path, tensor: str, row: int, value: float) -> P
 
 class Dropped(Watcher):
     def __init__(self) -> None:
-        self.seen: list[tuple[int, int]] = []
+        self.chunks: list[tuple[int, int]] = []
 
     def on_drop(self, chunk: int, why: str, back_to: int) -> None:
-        self.seen.append((chunk, back_to))
+        self.chunks.append((chunk, back_to))
 
 
 @pytest.mark.parametrize("ppl", [True, False])
@@ -170,22 +170,22 @@ def test_a_chunk_with_nan_is_found_and_left_out(ppl: bool, model: Path, tmp_path
     bad = spoilt(model, tmp_path / "bad.gguf", "token_embd.weight", 120, np.nan)
     tokens, watcher = TOKENS.copy(), Dropped()
     tokens[3 * N_CTX + 5] = tokens[6 * N_CTX + 9] = 120
-    found = run(bad, tmp_path / "out.gguf", tokens, watcher=watcher, ppl=ppl)
-    assert watcher.seen == [(3, 2), (6, 5)]
-    assert found.dropped == {
+    result = run(bad, tmp_path / "out.gguf", tokens, watcher=watcher, ppl=ppl)
+    assert watcher.chunks == [(3, 2), (6, 5)]
+    assert result.dropped == {
         3: "the input of blk.0.attn_q.weight at position 5",
         6: "the input of blk.0.attn_q.weight at position 9",
     }
-    kept = np.delete(TOKENS.reshape(N, N_CTX), [3, 6], axis=0)
-    clean = run(bad, tmp_path / "clean.gguf", kept.reshape(-1), ppl=ppl)
-    assert found.imatrix is not None
+    finite = np.delete(TOKENS.reshape(N, N_CTX), [3, 6], axis=0)
+    clean = run(bad, tmp_path / "clean.gguf", finite.reshape(-1), ppl=ppl)
+    assert result.imatrix is not None
     assert clean.imatrix is not None
-    assert found.n_chunks == found.imatrix.chunk_count == clean.n_chunks == 6
-    assert found.ppl == pytest.approx(clean.ppl)
+    assert result.n_chunks == result.imatrix.chunk_count == clean.n_chunks == 6
+    assert result.ppl == pytest.approx(clean.ppl)
     for name, entry in clean.imatrix.entries.items():
-        np.testing.assert_allclose(found.imatrix.entries[name].sums, entry.sums, rtol=1e-5)
+        np.testing.assert_allclose(result.imatrix.entries[name].sums, entry.sums, rtol=1e-5)
     lines = read_imatrix(tmp_path / "out.gguf").extra[DROPPED_KEY].value
-    assert lines == [f"{chunk + 1}: {why}" for chunk, why in found.dropped.items()]
+    assert lines == [f"{chunk + 1}: {why}" for chunk, why in result.dropped.items()]
 
 
 def test_a_model_of_nothing_but_nan_is_refused(model: Path, tmp_path: Path) -> None:
@@ -205,42 +205,42 @@ def test_merged_experts_get_all_names(model: Path, tmp_path: Path) -> None:
     assert separate is not None
     gate = separate.entries["blk.0.ffn_gate_exps.weight"]
     for names, kinds in ((None, 3), ("merged", 1), ("separate", 2), ("both", 3)):
-        made = run(merged, tmp_path / f"as-{names}.gguf", names=names).imatrix
-        assert made is not None
-        of = [
+        imatrix_of_names = run(merged, tmp_path / f"as-{names}.gguf", names=names).imatrix
+        assert imatrix_of_names is not None
+        entries = [
             n
-            for n in made.entries
+            for n in imatrix_of_names.entries
             if n.startswith("blk.0.ffn_gate_") and "exps" in n or n.startswith("blk.0.ffn_up_exps")
         ]
-        assert len(of) == kinds
-        for name in of:
-            assert np.array_equal(made.entries[name].counts, gate.counts)
-            np.testing.assert_allclose(made.entries[name].sums, gate.sums, rtol=1e-5)
+        assert len(entries) == kinds
+        for name in entries:
+            assert np.array_equal(imatrix_of_names.entries[name].counts, gate.counts)
+            np.testing.assert_allclose(imatrix_of_names.entries[name].sums, gate.sums, rtol=1e-5)
 
 
 def test_all_experts_go_to_a_file_of_their_own(model: Path, tmp_path: Path) -> None:
-    found = run(model, tmp_path / "out.gguf", all_experts=True)
+    result = run(model, tmp_path / "out.gguf", all_experts=True)
     plain = run(model, tmp_path / "plain.gguf")
     assert (tmp_path / "out.gguf").read_bytes() == (tmp_path / "plain.gguf").read_bytes()
-    assert found.all_experts == tmp_path / "out.all-experts.gguf"
-    every = read_imatrix(found.all_experts)
-    assert every.extra[ALL_EXPERTS_KEY].value is True
+    assert result.all_experts == tmp_path / "out.all-experts.gguf"
+    all_matrix = read_imatrix(result.all_experts)
+    assert all_matrix.extra[ALL_EXPERTS_KEY].value is True
     assert plain.imatrix is not None
-    assert every.entries.keys() == plain.imatrix.entries.keys()
-    for name, entry in every.entries.items():
+    assert all_matrix.entries.keys() == plain.imatrix.entries.keys()
+    for name, entry in all_matrix.entries.items():
         assert (entry.counts == N * N_CTX).all()
         assert entry.sums.shape == plain.imatrix.entries[name].sums.shape
 
 
 @pytest.mark.parametrize("name", ["llama4-moe", "cohere2-dense"])
 def test_all_experts_of_weighted_inputs_and_of_none(name: str, tmp_path: Path) -> None:
-    found = run(write_zoo(name, tmp_path / "model.gguf"), tmp_path / "out.gguf", all_experts=True)
+    result = run(write_zoo(name, tmp_path / "model.gguf"), tmp_path / "out.gguf", all_experts=True)
     if name == "cohere2-dense":
-        assert found.all_experts is None
-        assert any("has no experts" in note for note in found.notes)
+        assert result.all_experts is None
+        assert any("has no experts" in note for note in result.notes)
         return
-    assert found.all_experts is not None
-    entries = read_imatrix(found.all_experts).entries
+    assert result.all_experts is not None
+    entries = read_imatrix(result.all_experts).entries
     assert entries.keys() == read_imatrix(tmp_path / "out.gguf").entries.keys()
     gate = entries["blk.1.ffn_gate_exps.weight"]
     assert gate.sums.shape[0] == gate.counts.size > 1
@@ -249,14 +249,14 @@ def test_all_experts_of_weighted_inputs_and_of_none(name: str, tmp_path: Path) -
 
 
 def test_empty_experts_are_reported_and_filled_in_the_file_only(model: Path, tmp_path: Path) -> None:
-    few = {"tokens": TOKENS[:N_CTX], "options": options(fill="mean")}
-    found = imatrix(model, (), tmp_path / "out.gguf", **few, **RUN)
-    assert found.coverage is not None
-    never = {t.name: t.never for t in found.coverage.tensors if t.never}
-    filled = filled_experts(read_imatrix(tmp_path / "out.gguf"))
-    assert {name: len(experts) for name, experts in filled.items()} == never
+    settings = {"tokens": TOKENS[:N_CTX], "options": options(fill="mean")}
+    result = imatrix(model, (), tmp_path / "out.gguf", **settings, **RUN)
+    assert result.coverage is not None
+    n_empty = {t.name: t.never for t in result.coverage.tensors if t.never}
+    n_filled = filled_experts(read_imatrix(tmp_path / "out.gguf"))
+    assert {name: len(experts) for name, experts in n_filled.items()} == n_empty
     with pytest.raises(QualityGate):
-        found.coverage.check(1.0 if never else 1.1)
+        result.coverage.check(1.0 if n_empty else 1.1)
 
 
 def test_an_interrupted_command_says_how_to_go_on(
@@ -268,9 +268,9 @@ def test_an_interrupted_command_says_how_to_go_on(
 
     monkeypatch.setattr("quantkit.cli.imatrix_collect._Report.on_chunk", interrupt)
     arguments = ["-m", tiny_moe, "-f", data / "tiny-moe-evaluation.txt", "-o", tmp_path / "o.gguf", "-c", 64, "-b", 64]
-    stopped = quantkit(*arguments, "-ofreq", 2)
-    assert stopped.exit_code == 130
-    assert stopped.stderr.endswith("interrupted; continue with the same command and --resume\n")
+    result = quantkit(*arguments, "-ofreq", 2)
+    assert result.exit_code == 130
+    assert result.stderr.endswith("interrupted; continue with the same command and --resume\n")
     arguments[5] = tmp_path / "other.gguf"
     assert "--resume" not in quantkit(*arguments, "-ofreq", 0).stderr  # there is nothing to go on from
 
@@ -294,24 +294,24 @@ def test_experts_merged_while_loading_are_those_of_a_merged_file(model: Path, tm
     imatrix(model, (), tmp_path / "2.gguf", tokens=TOKENS, options=options(), merge_up_gate=True, **RUN)
     both = [tmp_path / "1.gguf", tmp_path / "2.gguf"]
     digests = [read_imatrix(path).extra[MODEL_KEY].value for path in both]
-    one, other = (path.read_bytes().replace(of.encode(), b"") for path, of in zip(both, digests, strict=True))
-    assert one == other
+    one, second = (path.read_bytes().replace(digest.encode(), b"") for path, digest in zip(both, digests, strict=True))
+    assert one == second
     assert digests[0] != digests[1]  # of the files
 
 
 def test_chunks_of_files_to_join_are_as_long_as_they_say(model: Path, tmp_path: Path) -> None:
     run(model, tmp_path / "1.gguf")
-    for more, size in (([], N_CTX), (["-c", 2 * N_CTX], 2 * N_CTX)):
-        quantkit("--in-file", tmp_path / "1.gguf", "-o", tmp_path / f"{size}.gguf", *more)
-        found = read_imatrix(tmp_path / f"{size}.gguf")
-        assert (found.chunk_size, found.chunk_count) == (size, N * N_CTX // size)
+    for arguments, size in (([], N_CTX), (["-c", 2 * N_CTX], 2 * N_CTX)):
+        quantkit("--in-file", tmp_path / "1.gguf", "-o", tmp_path / f"{size}.gguf", *arguments)
+        matrix = read_imatrix(tmp_path / f"{size}.gguf")
+        assert (matrix.chunk_size, matrix.chunk_count) == (size, N * N_CTX // size)
 
 
 # ---------------------------------------------------------------- refused
 
 
 @pytest.mark.parametrize(
-    ("more", "words"),
+    ("changes", "words"),
     [
         ({"options": options(), "fusion": Fusion()}, "fusion is off by"),
         ({"options": options(n_batch=50)}, "no multiple"),
@@ -321,19 +321,19 @@ def test_chunks_of_files_to_join_are_as_long_as_they_say(model: Path, tmp_path: 
         ({"options": options(n_ctx=512)}, "not one chunk of 512"),
     ],
 )
-def test_what_cannot_be_is_refused(more: dict[str, Any], words: str, model: Path, tmp_path: Path) -> None:
+def test_what_cannot_be_is_refused(changes: dict[str, Any], words: str, model: Path, tmp_path: Path) -> None:
     with pytest.raises(QuantkitError, match=words):
-        imatrix(model, (), tmp_path / "out.gguf", **{"tokens": TOKENS, **RUN, **more})
+        imatrix(model, (), tmp_path / "out.gguf", **{"tokens": TOKENS, **RUN, **changes})
     assert not list(tmp_path.iterdir())
 
 
 def test_nothing_but_similarity_may_be_fused(model: Path) -> None:
     with pytest.raises(RecipeError, match="nothing to collect"):
         imatrix(model, (), None, tokens=TOKENS, options=options(), **RUN)
-    found = imatrix(model, (), None, tokens=TOKENS, options=options(layer_similarity=True), fusion=Fusion(), **RUN)
-    assert (found.imatrix, found.path) == (None, None)
-    assert [s.layer for s in found.similarity] == [0, 1]
-    assert all(-1 <= x <= 1 for s in found.similarity for x in s[1:])
+    result = imatrix(model, (), None, tokens=TOKENS, options=options(layer_similarity=True), fusion=Fusion(), **RUN)
+    assert (result.imatrix, result.path) == (None, None)
+    assert [s.layer for s in result.similarity] == [0, 1]
+    assert all(-1 <= x <= 1 for s in result.similarity for x in s[1:])
 
 
 # ---------------------------------------------------------------- conversations
@@ -364,7 +364,7 @@ def test_conversations_go_through_the_template(chatty: Path, tiny_moe: Path, dat
     ]
     chats.write_text("\n".join(map(json.dumps, lines)) + "\n")
     options = ImatrixOptions(n_ctx=64, overwrite=True)
-    found = imatrix(chatty, (), tmp_path / "chat.gguf", chat=[chats], options=options)
+    result = imatrix(chatty, (), tmp_path / "chat.gguf", chat=[chats], options=options)
     with open_gguf(tiny_moe) as file:
         from quantkit.formats.tokenizer import Tokenizer
 
@@ -376,11 +376,11 @@ def test_conversations_go_through_the_template(chatty: Path, tiny_moe: Path, dat
         f"{bos}<|user|>{words[3000:]}<|assistant|>b",
     ]
     ids = np.concatenate([tokenizer.encode(text, add_special=False, parse_special=True) for text in texts])
-    same = imatrix(chatty, (), tmp_path / "ids.gguf", tokens=ids, options=options)
-    assert found.imatrix is not None
-    assert same.imatrix is not None
-    for name, entry in found.imatrix.entries.items():
-        assert np.array_equal(entry.sums, same.imatrix.entries[name].sums)
+    expected = imatrix(chatty, (), tmp_path / "ids.gguf", tokens=ids, options=options)
+    assert result.imatrix is not None
+    assert expected.imatrix is not None
+    for name, entry in result.imatrix.entries.items():
+        assert np.array_equal(entry.sums, expected.imatrix.entries[name].sums)
     assert "quantkit.calibration.sha256" in read_imatrix(tmp_path / "chat.gguf").extra
 
 
@@ -420,15 +420,15 @@ def test_evaluations_warn_of_text_that_was_calibrated_on(
         for text, tokens in zip(texts, ids, strict=True):
             base = tmp_path / f"{hidden}-{text is texts[0]}.bin"
             save = SaveLogits(base, "compact", top_k=8)
-            found = [
+            results = [
                 perplexity(out, text, n_ctx=64, chunks=1),
                 perplexity(out, tokens=tokens, n_ctx=64, save_logits=save),
                 kld(out, base),
             ]
-            warned = [any("was calibrated on" in note for note in each.notes) for each in found]
+            warned = [any("was calibrated on" in note for note in result.notes) for result in results]
             assert warned == 3 * [text is texts[0] and not hidden]
-    shown = quantkit_("kld", "-m", tmp_path / "False.gguf", "--base", tmp_path / "False-True.bin")
-    assert shown.startswith("warning: about ")
+    output = quantkit_("kld", "-m", tmp_path / "False.gguf", "--base", tmp_path / "False-True.bin")
+    assert output.startswith("warning: about ")
 
 
 def quantkit_(*arguments: object) -> str:
@@ -447,43 +447,43 @@ def corpus_of(folder: Path, data: Path) -> Path:
 def test_calibrating_on_what_a_corpus_held_out_is_warned_about(tiny_moe: Path, data: Path, tmp_path: Path) -> None:
     corpus = corpus_of(tmp_path / "corpus", data)
     held_out = corpus / "evaluation.txt"
-    few = {"options": ImatrixOptions(n_ctx=64, chunks=2, ppl=False)}
-    right = imatrix(tiny_moe, [corpus / "calibration.txt"], tmp_path / "right.gguf", **few)
-    wrong = imatrix(tiny_moe, [corpus / "calibration.txt", held_out], tmp_path / "wrong.gguf", **few)
+    settings = {"options": ImatrixOptions(n_ctx=64, chunks=2, ppl=False)}
+    right = imatrix(tiny_moe, [corpus / "calibration.txt"], tmp_path / "right.gguf", **settings)
+    wrong = imatrix(tiny_moe, [corpus / "calibration.txt", held_out], tmp_path / "wrong.gguf", **settings)
     copy = tmp_path / "copy.txt"
     copy.write_bytes(b"Another beginning.\n" + held_out.read_bytes())
-    moved = imatrix(tiny_moe, [copy], tmp_path / "moved.gguf", **few)
-    said = f"was computed on {held_out}, held out by quantkit calibration"
-    assert not any("held out" in note for each in (right, moved) for note in each.notes)
-    assert any(note.startswith("warning: ") and said in note for note in wrong.notes)
+    moved = imatrix(tiny_moe, [copy], tmp_path / "moved.gguf", **settings)
+    message = f"was computed on {held_out}, held out by quantkit calibration"
+    assert not any("held out" in note for result in (right, moved) for note in result.notes)
+    assert any(note.startswith("warning: ") and message in note for note in wrong.notes)
 
     def warned(imatrix: Path) -> list[str]:
         plan = plan_quantize(tiny_moe, tmp_path / "q.gguf", "Q4_K", QuantizeOptions(imatrix=imatrix))
         return [note for note in plan.notes if "held out" in note]
 
     assert not warned(tmp_path / "right.gguf")
-    assert [said in note for note in warned(tmp_path / "wrong.gguf")] == [True]
+    assert [message in note for note in warned(tmp_path / "wrong.gguf")] == [True]
     # Nothing tells where the copy is from, until it meets an importance matrix that knows the corpus.
     assert not warned(tmp_path / "moved.gguf")
-    joined = quantkit("merge", tmp_path / "right.gguf", tmp_path / "moved.gguf", "-o", tmp_path / "joined.gguf")
-    assert "warning: the merged importance matrix was computed on about 100 % of" in joined.stderr
+    merge_result = quantkit("merge", tmp_path / "right.gguf", tmp_path / "moved.gguf", "-o", tmp_path / "joined.gguf")
+    assert "warning: the merged importance matrix was computed on about 100 % of" in merge_result.stderr
     assert [f"about 100 % of {held_out}" in note for note in warned(tmp_path / "joined.gguf")] == [True]
     dry = quantkit_(
         "quantize", "--dry-run", "--imatrix", tmp_path / "wrong.gguf", tiny_moe, tmp_path / "q.gguf", "Q4_K"
     )
-    shown = quantkit("show", tmp_path / "wrong.gguf").output
-    assert "held out  " in shown
-    assert f"texts     sha256 {hashlib.sha256((corpus / 'calibration.txt').read_bytes()).hexdigest()[:16]}" in shown
-    assert f"warning: {tmp_path / 'wrong.gguf'} was computed on" in shown
+    text = quantkit("show", tmp_path / "wrong.gguf").output
+    assert "held out  " in text
+    assert f"texts     sha256 {hashlib.sha256((corpus / 'calibration.txt').read_bytes()).hexdigest()[:16]}" in text
+    assert f"warning: {tmp_path / 'wrong.gguf'} was computed on" in text
     assert f"\nwarning: {tmp_path / 'wrong.gguf'} was computed on {held_out}" in f"\n{dry}"
 
 
 def test_the_hash_that_is_recorded_is_that_of_the_file(tiny_moe: Path, data: Path, tmp_path: Path) -> None:
     text = corpus_of(tmp_path / "corpus", data) / "calibration.txt"
     options = ImatrixOptions(n_ctx=64, chunks=1, ppl=False)
-    made = imatrix(tiny_moe, [text], tmp_path / "i.gguf", options=options).imatrix
-    assert made is not None
-    assert made.extra["quantkit.calibration.sha256"].value == [hashlib.sha256(text.read_bytes()).hexdigest()]
+    matrix = imatrix(tiny_moe, [text], tmp_path / "i.gguf", options=options).imatrix
+    assert matrix is not None
+    assert matrix.extra["quantkit.calibration.sha256"].value == [hashlib.sha256(text.read_bytes()).hexdigest()]
 
 
 # ---------------------------------------------------------------- the command
@@ -504,17 +504,20 @@ def test_the_command_tells_what_there_is(tiny_moe: Path, data: Path, tmp_path: P
         assert words in result.stdout
     assert (tmp_path / "plot.svg").read_text().startswith("<?xml")
     assert "exists" in quantkit(*arguments).output
-    finished = quantkit(*arguments, "--resume")
-    assert (finished.exit_code, finished.output) == (0, f"{out} is complete; nothing to resume after 5 chunks\n")
+    resumed_result = quantkit(*arguments, "--resume")
+    assert (resumed_result.exit_code, resumed_result.output) == (
+        0,
+        f"{out} is complete; nothing to resume after 5 chunks\n",
+    )
     assert quantkit(*arguments, "--overwrite", "--no-ppl", "--require-coverage", "1").exit_code in (0, 3)
     typed = ["-m", tiny_moe, "-p", text.read_text()[:1500], "-o", tmp_path / "typed.gguf", "-c", 64]
     peers_names = ["--n-gpu-layers", 0, "--cache-type-k", "f32", "--override-tensor", "exps=CPU"]
     assert quantkit(*typed, *peers_names).exit_code == 0
     assert read_imatrix(tmp_path / "typed.gguf").datasets == ["prompt"]
-    shown = quantkit("--show-statistics", "--in-file", out)
-    assert "Statistics of weights" in shown.output
-    joined = quantkit("--in-file", f"{out},{out}", "-o", tmp_path / "joined.dat")
-    assert joined.exit_code == 0
+    statistics = quantkit("--show-statistics", "--in-file", out)
+    assert "Statistics of weights" in statistics.output
+    merge_result = quantkit("--in-file", f"{out},{out}", "-o", tmp_path / "joined.dat")
+    assert merge_result.exit_code == 0
     assert read_imatrix(tmp_path / "joined.dat").format == "dat"
 
 
@@ -549,12 +552,12 @@ def calibrated(tiny_moe: Path, data: Path, tmp_path_factory: pytest.TempPathFact
     ("reference", "limit"), [("imatrix.gguf", 1e-2), ("imatrix.dat", 1e-2), ("imatrix-ik.dat", 3e-2)]
 )
 def test_tiny_moe_is_as_both_runtimes_have_it(reference: str, limit: float, calibrated: Path, data: Path) -> None:
-    ours, theirs = read_imatrix(calibrated), read_imatrix(data / f"tiny-moe-{reference}")
-    assert ours.entries.keys() == theirs.entries.keys()
-    assert ours.chunk_count == theirs.chunk_count == 343
-    found = difference(theirs, ours, min_tokens=1000)
-    assert not found.beyond(limit)
-    assert all(t.n_skipped == 0 and (t.counts is None or t.counts < 1e-3) for t in found.tensors)
+    actual, expected = read_imatrix(calibrated), read_imatrix(data / f"tiny-moe-{reference}")
+    assert actual.entries.keys() == expected.entries.keys()
+    assert actual.chunk_count == expected.chunk_count == 343
+    differences = difference(expected, actual, min_tokens=1000)
+    assert not differences.beyond(limit)
+    assert all(t.n_skipped == 0 and (t.counts is None or t.counts < 1e-3) for t in differences.tensors)
 
 
 #: An encoder's search jumps: adding up in float32 as llama-imatrix does, and not exactly, alone changes 0.9 % of the
@@ -563,16 +566,16 @@ def test_tiny_moe_is_as_both_runtimes_have_it(reference: str, limit: float, cali
 def test_a_model_quantized_with_it_is_the_same(
     preset: str, least: float, calibrated: Path, tiny_moe: Path, data: Path, tmp_path: Path
 ) -> None:
-    ours, theirs = tmp_path / "ours.gguf", tmp_path / "theirs.gguf"
-    for path, matrix in ((ours, calibrated), (theirs, data / "tiny-moe-imatrix.gguf")):
+    actual, expected = tmp_path / "ours.gguf", tmp_path / "theirs.gguf"
+    for path, matrix in ((actual, calibrated), (expected, data / "tiny-moe-imatrix.gguf")):
         quantize(tiny_moe, path, preset, QuantizeOptions(imatrix=matrix), threads=2)
-    same = total = 0
-    with open_gguf(ours) as a, open_gguf(theirs) as b:
+    n_equal = total = 0
+    with open_gguf(actual) as a, open_gguf(expected) as b:
         for name, t in a.tensors.items():
             assert b.tensors[name].type is t.type
             if t.type.block > 1:
                 blocks = [f.data(name).reshape(-1, t.type.row_bytes(t.type.block)) for f in (a, b)]
-                same += int((blocks[0] == blocks[1]).all(axis=1).sum())
+                n_equal += int((blocks[0] == blocks[1]).all(axis=1).sum())
                 total += len(blocks[0])
     assert total > 10_000
-    assert same / total >= least
+    assert n_equal / total >= least

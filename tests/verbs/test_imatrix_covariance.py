@@ -24,7 +24,7 @@ covariances = sys.modules["quantkit.imatrix.covariance"]
 
 
 #: Memory for all sums at once, and for a part of them at a time.
-ALL, FEW = 1 << 30, 30_000_000
+ALL, SMALL = 1 << 30, 30_000_000
 
 
 @pytest.fixture(scope="module")
@@ -33,7 +33,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def whole(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], bytes]:
+def expected_bytes(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], bytes]:
     """Return a function that gives the file of an uninterrupted run, by its memory; chunk 4 is left out."""
 
     @cache
@@ -47,9 +47,9 @@ def whole(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[in
 
 def test_covariances_in_many_passes_are_those_of_one(model: Path, tmp_path: Path) -> None:
     one = covariance(model, (), tmp_path / "1.gguf", tokens=TOKENS, options=options(), max_ram=ALL, **RUN)
-    many = covariance(model, (), tmp_path / "2.gguf", tokens=TOKENS, options=options(), max_ram=FEW, **RUN)
+    passes = covariance(model, (), tmp_path / "2.gguf", tokens=TOKENS, options=options(), max_ram=SMALL, **RUN)
     assert one.n_passes == 1
-    assert many.n_passes > 3
+    assert passes.n_passes > 3
     with open_gguf(tmp_path / "1.gguf") as a, open_gguf(tmp_path / "2.gguf") as b:
         assert a.tensors.keys() == b.tensors.keys()
         assert any(name.endswith(".cov_router") for name in a.tensors)
@@ -67,8 +67,8 @@ def test_covariances_in_many_passes_are_those_of_one(model: Path, tmp_path: Path
     [
         (ALL, 2, [(1, 5), (1, 7)]),
         (ALL, 0, [(1, 7)]),
-        (FEW, 2, [(3, 5)]),
-        (FEW, 2, [(2, 1)]),
+        (SMALL, 2, [(3, 5)]),
+        (SMALL, 2, [(2, 1)]),
     ],
 )
 def test_resumed_covariances_make_the_same_file(
@@ -76,40 +76,40 @@ def test_resumed_covariances_make_the_same_file(
     often: int,
     stops: list[tuple[int, int]],
     model: Path,
-    whole: Callable[[int], bytes],
+    expected_bytes: Callable[[int], bytes],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(covariances, "_SAVE_SHARE", 1e9)  # save whenever it is due, however long it takes
-    out, made = tmp_path / "out.gguf", options(output_frequency=often)
+    out, settings = tmp_path / "out.gguf", options(output_frequency=often)
     run: dict[str, Any] = {"tokens": TOKENS, "max_ram": max_ram, **RUN}
-    for i, at in enumerate(stops):
+    for i, stop_at in enumerate(stops):
 
-        def stop(now: CovarianceProgress, at: tuple[int, int] = at) -> None:
-            if (now.number, now.chunk) >= at:
+        def stop(now: CovarianceProgress, stop_at: tuple[int, int] = stop_at) -> None:
+            if (now.number, now.chunk) >= stop_at:
                 raise KeyboardInterrupt
 
-        begun = {"without": (4,)} if i == 0 else {}
+        limits = {"without": (4,)} if i == 0 else {}
         with pytest.raises(KeyboardInterrupt):
-            covariance(model, (), out, options=replace(made, resume=i > 0), progress=stop, **begun, **run)
+            covariance(model, (), out, options=replace(settings, resume=i > 0), progress=stop, **limits, **run)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out.gguf.part", "out.gguf.state"]
     with pytest.raises(QuantkitError, match="go on with --resume, or start over with --overwrite"):
-        covariance(model, (), out, options=made, **run)
-    seen: list[CovarianceProgress] = []
-    found = covariance(model, (), out, options=replace(made, resume=True), progress=seen.append, **run)
-    assert out.read_bytes() == whole(max_ram)
+        covariance(model, (), out, options=settings, **run)
+    events: list[CovarianceProgress] = []
+    result = covariance(model, (), out, options=replace(settings, resume=True), progress=events.append, **run)
+    assert out.read_bytes() == expected_bytes(max_ram)
     assert [path.name for path in tmp_path.iterdir()] == ["out.gguf"]
     # Chunks of a pass are done in twos, and there are 7; what was interrupted was not saved any more.
     number, chunk = stops[-1]
-    assert found.resumed == (number - 1, (chunk - 1) // 2 * 2 if often else 0)
-    assert (seen[0].number, seen[0].n_passes) == (number, found.n_passes)
-    assert seen[0].chunk == min(7, found.resumed[1] + 2)
+    assert result.resumed == (number - 1, (chunk - 1) // 2 * 2 if often else 0)
+    assert (events[0].number, events[0].n_passes) == (number, result.n_passes)
+    assert events[0].chunk == min(7, result.resumed[1] + 2)
 
 
 def test_covariances_go_on_under_another_limit_but_not_with_another_text(
-    model: Path, whole: Callable[[int], bytes], tmp_path: Path
+    model: Path, expected_bytes: Callable[[int], bytes], tmp_path: Path
 ) -> None:
-    out, run = tmp_path / "out.gguf", {"max_ram": FEW, **RUN}
+    out, run = tmp_path / "out.gguf", {"max_ram": SMALL, **RUN}
 
     def stop(now: CovarianceProgress) -> None:
         if now.number == 3:
@@ -121,21 +121,21 @@ def test_covariances_go_on_under_another_limit_but_not_with_another_text(
         covariance(model, (), out, tokens=TOKENS[::-1].copy(), options=options(resume=True), **run)
     with pytest.raises(QuantkitError, match="left out other chunks"):
         covariance(model, (), out, tokens=TOKENS, options=options(resume=True), without=(1,), **run)
-    found = covariance(model, (), out, tokens=TOKENS, options=options(resume=True), max_ram=ALL, **RUN)
-    assert found.resumed == (2, 0)
-    assert found.n_passes == 3
-    assert out.read_bytes() == whole(FEW)
+    result = covariance(model, (), out, tokens=TOKENS, options=options(resume=True), max_ram=ALL, **RUN)
+    assert result.resumed == (2, 0)
+    assert result.n_passes == 3
+    assert out.read_bytes() == expected_bytes(SMALL)
 
 
 def test_covariances_that_cannot_be_are_refused_before_the_imatrix(model: Path, tmp_path: Path) -> None:
     out, cov = tmp_path / "i.gguf", tmp_path / "cov.gguf"
     arguments = ["-m", model, "--tokens", ",".join(map(str, TOKENS)), "-c", N_CTX, "-o", out, "-t", 1]
-    for more, words in (
+    for changes, words in (
         (["--covariance", cov, "--max-ram", "100"], "--max-ram leaves"),
         (["--covariance", out], "are one file"),
         (["--covariance", tmp_path / "no" / "cov.gguf"], "its folder does not exist"),
     ):
-        result = quantkit(*arguments, *more)
+        result = quantkit(*arguments, *changes)
         assert result.exit_code != 0
         assert words in result.output
         assert not list(tmp_path.iterdir())
@@ -151,7 +151,7 @@ def test_the_command_resumes_covariances_after_a_complete_imatrix(
     ids = ",".join(map(str, tokens))
     arguments = ["-m", bad, "--tokens", ids, "-c", N_CTX, "-t", 1, "-o", out, "--covariance", cov]
     assert quantkit(*arguments).exit_code == 0
-    whole = [path.read_bytes() for path in (out, cov)]
+    expected = [path.read_bytes() for path in (out, cov)]
     out.unlink()
     cov.unlink()
 
@@ -167,5 +167,5 @@ def test_the_command_resumes_covariances_after_a_complete_imatrix(
     assert result.exit_code == 0, result.output
     assert "is complete; continuing with the covariances" in result.output
     assert f"{cov} is complete; nothing to resume" in quantkit(*arguments, "--resume").output
-    assert [path.read_bytes() for path in (out, cov)] == whole
+    assert [path.read_bytes() for path in (out, cov)] == expected
     assert not list(tmp_path.glob("*.state"))

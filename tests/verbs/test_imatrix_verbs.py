@@ -57,9 +57,9 @@ class Tensor:
 
 
 def moe_tensors(layers: int = 2) -> list[Tensor]:
-    found = [Tensor("token_embd.weight", (N_EMBD, 100)), Tensor("output.weight", (N_EMBD, 100))]
+    tensors = [Tensor("token_embd.weight", (N_EMBD, 100)), Tensor("output.weight", (N_EMBD, 100))]
     for i in range(layers):
-        found += [
+        tensors += [
             Tensor(f"blk.{i}.attn_norm.weight", (N_EMBD,), BY_NAME["F32"]),
             Tensor(f"blk.{i}.attn_q.weight", (N_EMBD, 64)),
             Tensor(f"blk.{i}.ffn_gate_inp.weight", (N_EMBD, N_EXPERT), BY_NAME["F32"]),
@@ -67,7 +67,7 @@ def moe_tensors(layers: int = 2) -> list[Tensor]:
             Tensor(f"blk.{i}.ffn_up_exps.weight", (N_EMBD, N_FF, N_EXPERT)),
             Tensor(f"blk.{i}.ffn_down_exps.weight", (N_FF, N_EMBD, N_EXPERT)),
         ]
-    return found
+    return tensors
 
 
 def entry(x: ARRAY, routed: npt.NDArray[np.bool_] | None = None) -> ImatrixEntry:
@@ -88,29 +88,29 @@ class Run:
     layers: int = 2
 
     def activations(self) -> dict[str, tuple[ARRAY, npt.NDArray[np.bool_] | None]]:
-        rng, tokens, found = np.random.default_rng(self.seed), 256 * self.chunks, {}
+        rng, tokens, rows = np.random.default_rng(self.seed), 256 * self.chunks, {}
         for i in range(self.layers):
             x, h = rng.normal(0.1, 1 + i, (tokens, N_EMBD)), rng.normal(0, 0.5, (tokens, N_FF))
             routed = rng.random((tokens, N_EXPERT)) < [0.5, 0.3, 0.2, 0.1]
             routed[:, N_EXPERT - self.empty :] = False
-            found |= {f"blk.{i}.{kind}.weight": (x, None) for kind in ("attn_q", "ffn_gate_inp")}
-            found |= {f"blk.{i}.ffn_{kind}_exps.weight": (x, routed) for kind in ("gate", "up")}
-            found[f"blk.{i}.ffn_down_exps.weight"] = (h, routed)
-        return found
+            rows |= {f"blk.{i}.{kind}.weight": (x, None) for kind in ("attn_q", "ffn_gate_inp")}
+            rows |= {f"blk.{i}.ffn_{kind}_exps.weight": (x, routed) for kind in ("gate", "up")}
+            rows[f"blk.{i}.ffn_down_exps.weight"] = (h, routed)
+        return rows
 
     def imatrix(self) -> Imatrix:
-        entries = {name: entry(*given) for name, given in self.activations().items()}
+        entries = {name: entry(*arguments) for name, arguments in self.activations().items()}
         return Imatrix(Path(f"run-{self.seed}"), entries, [f"text-{self.seed}"], self.chunks, 256)
 
 
 def both(*runs: Run) -> Imatrix:
     """One run over the texts of all."""
-    given = [run.activations() for run in runs]
+    activations = [run.activations() for run in runs]
     entries = {}
-    for name in given[0]:
-        routed = [g[name][1] for g in given]
+    for name in activations[0]:
+        routed = [g[name][1] for g in activations]
         mask = None if routed[0] is None else np.concatenate([r for r in routed if r is not None])
-        entries[name] = entry(np.concatenate([g[name][0] for g in given]), mask)
+        entries[name] = entry(np.concatenate([g[name][0] for g in activations]), mask)
     datasets, chunks = [f"text-{run.seed}" for run in runs], sum(run.chunks for run in runs)
     return Imatrix(Path("both"), entries, datasets, chunks, 256)
 
@@ -120,7 +120,7 @@ def saved(path: Path, imatrix: Imatrix, kind: Any = "gguf") -> Imatrix:
     return read_imatrix(path)
 
 
-def near(a: Imatrix, b: Imatrix, rel: float = 1e-6) -> None:
+def assert_close(a: Imatrix, b: Imatrix, rel: float = 1e-6) -> None:
     assert (a.datasets, a.chunk_count, a.chunk_size) == (b.datasets, b.chunk_count, b.chunk_size)
     assert a.entries.keys() == b.entries.keys()
     for name, x in a.entries.items():
@@ -143,9 +143,9 @@ def run(*arguments: object, code: int = 0) -> Result:
 
 def test_statistics_are_those_llama_imatrix_stored(data: Path) -> None:
     imatrix = read_imatrix(data / "tiny-moe-imatrix.gguf")
-    found = statistics(imatrix)
-    assert len(found.tensors) == 32
-    for t in found.tensors:
+    result = statistics(imatrix)
+    assert len(result.tensors) == 32
+    for t in result.tensors:
         stored = imatrix.entries[t.name].stats
         assert stored is not None
         np.testing.assert_allclose(t.row(), stored, rtol=3e-7, equal_nan=True, err_msg=t.name)
@@ -154,15 +154,15 @@ def test_statistics_are_those_llama_imatrix_stored(data: Path) -> None:
 def test_statistics_by_hand() -> None:
     """Two tokens of (1, 0) and (3, 4): E[x] = (2, 2), E[x^2] = (5, 8)."""
     x = np.array([[1.0, 0.0], [3.0, 4.0]])
-    made = Imatrix(Path("x"), {"blk.0.attn_q.weight": entry(x), "blk.1.attn_q.weight": entry(2 * x)}, ["t"], 1, 2)
-    first, second = statistics(made).tensors
+    matrix = Imatrix(Path("x"), {"blk.0.attn_q.weight": entry(x), "blk.1.attn_q.weight": entry(2 * x)}, ["t"], 1, 2)
+    first, second = statistics(matrix).tensors
     assert (first.sum_sq, first.mean, first.std_deviation, first.elements) == (13, 2, 0, 2)
     share = np.array([5, 8]) / 13
     assert first.h_norm == pytest.approx(100 * -(share * np.log2(share)).sum(), rel=1e-6)
     assert math.isnan(first.gain)
     assert (second.gain, second.cossim, second.l2_dist) == (2, 1, pytest.approx(math.sqrt(8)))
     assert math.isnan(second.pearson)  # nothing varies
-    layers = statistics(made).layers
+    layers = statistics(matrix).layers
     assert [(layer.label, layer.sum_sq) for layer in layers] == [("0", 13), ("1", 52)]
 
 
@@ -180,11 +180,11 @@ def test_a_gap_between_layers_and_empty_entries_are_noted() -> None:
     entries = Run(1, layers=3).imatrix().entries
     entries = {n: e for n, e in entries.items() if not n.startswith("blk.1.")}
     none = ImatrixEntry(np.zeros((1, 4), np.float32), np.zeros(1, np.int64))
-    found = statistics(Imatrix(Path("x"), {**entries, "blk.0.attn_k.weight": none}, [], 1, 8))
-    assert found.layers == ()
-    assert "blk.0.attn_k.weight: no tokens, no statistics" in found.notes
-    assert any(note.startswith("layers are missing between 0 and 2") for note in found.notes)
-    assert next(t for t in found.tensors if t.name == "blk.2.attn_q.weight").pair.n == N_EMBD
+    result = statistics(Imatrix(Path("x"), {**entries, "blk.0.attn_k.weight": none}, [], 1, 8))
+    assert result.layers == ()
+    assert "blk.0.attn_k.weight: no tokens, no statistics" in result.notes
+    assert any(note.startswith("layers are missing between 0 and 2") for note in result.notes)
+    assert next(t for t in result.tensors if t.name == "blk.2.attn_q.weight").pair.n == N_EMBD
 
 
 def awkward() -> dict[str, Imatrix]:
@@ -223,19 +223,19 @@ def tables(output: str) -> tuple[list[list[str]], list[list[str]]]:
 @pytest.mark.peer
 @pytest.mark.parametrize("case", ["tiny-moe.gguf", "tiny-moe.dat", "ik.dat", *awkward()])
 def test_show_prints_llama_imatrix_s_figures(llama_bin: Path, data: Path, tmp_path: Path, case: str) -> None:
-    known = {"tiny-moe.gguf": "tiny-moe-imatrix.gguf", "tiny-moe.dat": "tiny-moe-imatrix.dat"}
-    path = data / {**known, "ik.dat": "tiny-moe-imatrix-ik.dat"}.get(case, "")
+    references = {"tiny-moe.gguf": "tiny-moe-imatrix.gguf", "tiny-moe.dat": "tiny-moe-imatrix.dat"}
+    path = data / {**references, "ik.dat": "tiny-moe-imatrix-ik.dat"}.get(case, "")
     if path == data:
         path = tmp_path / "x.gguf"
         write_imatrix(path, awkward()[case])
     command = [llama_bin / "llama-imatrix", "-m", "none", "--show-statistics", "--in-file", path]
-    theirs = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    ours = run("show", "--per-tensor", path).output
-    expected = tables(theirs[theirs.index("Computing tensor") :].replace("(", "\n("))
-    found = tables(ours[ours.index("Statistics of weights") :])
+    peer_output = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    output = run("show", "--per-tensor", path).output
+    expected = tables(peer_output[peer_output.index("Computing tensor") :].replace("(", "\n("))
+    actual_tables = tables(output[output.index("Statistics of weights") :])
     assert len(expected[0]) > 8
     assert len(expected[1]) >= 4
-    for theirs_rows, our_rows in zip(expected, found, strict=True):
+    for theirs_rows, our_rows in zip(expected, actual_tables, strict=True):
         assert len(theirs_rows) == len(our_rows)
         for a, b in zip(theirs_rows, our_rows, strict=True):
             assert a[0] == b[0]
@@ -252,10 +252,10 @@ def test_all_is_there(data: Path, tiny_moe: Path) -> None:
     with open_gguf(tiny_moe) as file:
         tensors, names = tuple(file.tensors.values()), set(file.tensors)
     for name in ("tiny-moe-imatrix.gguf", "tiny-moe-imatrix.dat", "tiny-moe-imatrix-ik.dat"):
-        found = coverage(read_imatrix(data / name), tensors, arch="qwen3moe")
-        assert (found.share, found.missing, found.strangers, found.aliased) == (1, (), (), ())
-        assert {t.name for t in found.tensors} <= names
-        assert sum(t.experts for t in found.tensors) == 3 * 4 * 8
+        result = coverage(read_imatrix(data / name), tensors, arch="qwen3moe")
+        assert (result.share, result.missing, result.strangers, result.aliased) == (1, (), (), ())
+        assert {t.name for t in result.tensors} <= names
+        assert sum(t.experts for t in result.tensors) == 3 * 4 * 8
     by_layer = coverage(read_imatrix(data / "tiny-moe-imatrix.gguf"), tensors, arch="qwen3moe").by_layer()
     assert [(g.name, g.expected, g.present, g.missing) for g in by_layer] == [(str(i), 8, 8, 0) for i in range(4)]
     assert by_layer[0].tokens_min == 15066
@@ -263,41 +263,41 @@ def test_all_is_there(data: Path, tiny_moe: Path) -> None:
 
 def test_what_fusion_loses_is_missing_or_served_by_its_other_half() -> None:
     """ik_llama.cpp's fused operations record the up tensor alone."""
-    made = Run(1).imatrix()
-    fused = {n: e for n, e in made.entries.items() if "gate_exps" not in n}
-    found = coverage(replace(made, entries=fused), moe_tensors())
-    assert found.missing == ()
-    assert [t.name for t in found.aliased] == [f"blk.{i}.ffn_gate_exps.weight" for i in range(2)]
-    assert {t.entry for t in found.aliased} == {f"blk.{i}.ffn_up_exps.weight" for i in range(2)}
+    matrix = Run(1).imatrix()
+    fused = {n: e for n, e in matrix.entries.items() if "gate_exps" not in n}
+    result = coverage(replace(matrix, entries=fused), moe_tensors())
+    assert result.missing == ()
+    assert [t.name for t in result.aliased] == [f"blk.{i}.ffn_gate_exps.weight" for i in range(2)]
+    assert {t.entry for t in result.aliased} == {f"blk.{i}.ffn_up_exps.weight" for i in range(2)}
     without = {n: e for n, e in fused.items() if "up_exps" not in n}
-    found = coverage(replace(made, entries=without), moe_tensors())
+    result = coverage(replace(matrix, entries=without), moe_tensors())
     names = [f"blk.{i}.ffn_{half}_exps.weight" for i in range(2) for half in ("gate", "up")]
-    assert [t.name for t in found.missing] == names
-    assert found.share == (2 * (2 + 4)) / (2 * (2 + 12))
-    assert {g.name: (g.expected, g.present, g.missing) for g in found.by_class()}["ffn_up_exps"] == (2, 0, 2)
+    assert [t.name for t in result.missing] == names
+    assert result.share == (2 * (2 + 4)) / (2 * (2 + 12))
+    assert {g.name: (g.expected, g.present, g.missing) for g in result.by_class()}["ffn_up_exps"] == (2, 0, 2)
     with pytest.raises(QualityGate, match=r"coverage is 42.86 %, 90 % was demanded: blk.0.ffn_gate_exps.weight has no"):
-        found.check(0.9)
-    found.check(0.42)
+        result.check(0.9)
+    result.check(0.42)
 
 
 def test_experts_never_and_hardly_hit() -> None:
-    found = coverage(Run(2, empty=1).imatrix(), moe_tensors(), hardly=130)
+    result = coverage(Run(2, empty=1).imatrix(), moe_tensors(), hardly=130)
     counts = Run(2, empty=1).imatrix().entries["blk.0.ffn_up_exps.weight"].counts
-    t = next(t for t in found.tensors if t.name == "blk.0.ffn_up_exps.weight")
+    t = next(t for t in result.tensors if t.name == "blk.0.ffn_up_exps.weight")
     assert (t.experts, t.never, t.hardly) == (4, 1, int(((counts > 0) & (counts < 130)).sum()))
     assert t.hardly > 0
-    group = {g.name: g for g in found.by_class()}["ffn_up_exps"]
+    group = {g.name: g for g in result.by_class()}["ffn_up_exps"]
     assert (group.experts, group.never, group.tokens_min) == (8, 2, 0)
-    assert found.share == 1 - 6 / 28
+    assert result.share == 1 - 6 / 28
 
 
 def test_zeros_are_shown(tmp_path: Path) -> None:
-    made = Run(1).imatrix()
+    matrix = Run(1).imatrix()
     for name, rows in (("blk.1.ffn_up_exps.weight", [2]), ("blk.0.attn_q.weight", [0])):
-        sums = made.entries[name].sums.copy()
+        sums = matrix.entries[name].sums.copy()
         sums[rows] = 1e-40
-        made.entries[name] = replace(made.entries[name], sums=sums)
-    write_imatrix(tmp_path / "x.gguf", made)
+        matrix.entries[name] = replace(matrix.entries[name], sums=sums)
+    write_imatrix(tmp_path / "x.gguf", matrix)
     out = run("show", tmp_path / "x.gguf").output
     assert (
         "entries of zeros only, which ruin a quantization: 2\n"
@@ -306,34 +306,34 @@ def test_zeros_are_shown(tmp_path: Path) -> None:
 
 
 def test_bad_values_are_found_and_located() -> None:
-    made = Run(1).imatrix()
-    sums = made.entries["blk.1.ffn_up_exps.weight"].sums.copy()
+    matrix = Run(1).imatrix()
+    sums = matrix.entries["blk.1.ffn_up_exps.weight"].sums.copy()
     sums[2, 3], sums[3, 1], sums[3, 2] = np.nan, -1, np.inf
-    made.entries["blk.1.ffn_up_exps.weight"] = replace(made.entries["blk.1.ffn_up_exps.weight"], sums=sums)
+    matrix.entries["blk.1.ffn_up_exps.weight"] = replace(matrix.entries["blk.1.ffn_up_exps.weight"], sums=sums)
     for tensors in (None, moe_tensors()):
-        found = coverage(made, tensors)
-        bad = [t for t in found.tensors if t.bad_values]
+        result = coverage(matrix, tensors)
+        bad = [t for t in result.tensors if t.bad_values]
         assert [(t.name, t.bad_values, t.bad_expert) for t in bad] == [("blk.1.ffn_up_exps.weight", 3, 2)]
-        assert found.share < 1
+        assert result.share < 1
 
 
 def test_other_models_and_wrong_sizes() -> None:
-    made = Run(1).imatrix()
-    made.entries["blk.7.attn_q.weight"] = made.entries["blk.0.attn_q.weight"]
-    made.entries["output.weight"] = made.entries["blk.0.attn_q.weight"]
-    made.entries["blk.0.attn_q.weight"] = entry(np.ones((4, 8)))
-    found = coverage(made, moe_tensors())
-    assert [t.name for t in found.strangers] == ["blk.7.attn_q.weight"]
-    assert [t.name for t in found.missing] == ["blk.0.attn_q.weight"]
-    assert "has 8 values" in found.missing[0].notes[0]
-    assert next(t for t in found.tensors if t.name == "output.weight").expected is None
-    wanted = coverage(made, moe_tensors(), process_output=True)
-    assert next(t for t in wanted.tensors if t.name == "output.weight").expected
+    matrix = Run(1).imatrix()
+    matrix.entries["blk.7.attn_q.weight"] = matrix.entries["blk.0.attn_q.weight"]
+    matrix.entries["output.weight"] = matrix.entries["blk.0.attn_q.weight"]
+    matrix.entries["blk.0.attn_q.weight"] = entry(np.ones((4, 8)))
+    result = coverage(matrix, moe_tensors())
+    assert [t.name for t in result.strangers] == ["blk.7.attn_q.weight"]
+    assert [t.name for t in result.missing] == ["blk.0.attn_q.weight"]
+    assert "has 8 values" in result.missing[0].notes[0]
+    assert next(t for t in result.tensors if t.name == "output.weight").expected is None
+    with_output = coverage(matrix, moe_tensors(), process_output=True)
+    assert next(t for t in with_output.tensors if t.name == "output.weight").expected
 
 
 def test_a_dat_tells_no_tokens(tmp_path: Path) -> None:
-    found = coverage(saved(tmp_path / "x.dat", Run(2, empty=1).imatrix(), "dat"), moe_tensors())
-    group = {g.name: g for g in found.by_class()}["ffn_down_exps"]
+    result = coverage(saved(tmp_path / "x.dat", Run(2, empty=1).imatrix(), "dat"), moe_tensors())
+    group = {g.name: g for g in result.by_class()}["ffn_down_exps"]
     assert (group.experts, group.never, group.tokens_min, group.tokens_median) == (8, 2, None, None)
 
 
@@ -342,15 +342,15 @@ def test_what_is_expected_of_every_architecture(name: str) -> None:
     """All matrices but embeddings, output, convolutions and small ones (Gemma 3n, RWKV); peers record the same."""
     head = (ZOO / "headers" / f"{name}.head").read_bytes()
     tensors = [Tensor(t, tuple(ne)) for t, ne, _ in tensor_infos(head)]
-    wanted = {t.name for t in expected_tensors(tensors, name.rpartition("-")[0])}
+    names = {t.name for t in expected_tensors(tensors, name.rpartition("-")[0])}
     matrices = {t.name for t in tensors if len(t.shape) > 1 and re.match(r"(blk\..*|output_hc_fn\.)weight$", t.name)}
     small = re.compile(  # never quantized
         r"ssm_conv1d|shortconv\.conv|_norm|indexer\.[qk]_proj|altup|laurel|tid2eid|compressor_ape|mix_(lerp|first|\w+_w\d|[wavg]\d)"
     )
-    assert {n for n in matrices - wanted if not small.search(n)} == set()
-    assert wanted <= matrices
-    more = {t.name for t in expected_tensors(tensors, "", process_output=True)} - wanted
-    assert more == ({"output.weight"} & {t.name for t in tensors} or {"token_embd.weight"})
+    assert {n for n in matrices - names if not small.search(n)} == set()
+    assert names <= matrices
+    outputs = {t.name for t in expected_tensors(tensors, "", process_output=True)} - names
+    assert outputs == ({"output.weight"} & {t.name for t in tensors} or {"token_embd.weight"})
 
 
 # --- merging ---
@@ -358,14 +358,14 @@ def test_what_is_expected_of_every_architecture(name: str) -> None:
 
 @pytest.mark.parametrize("runs", [(Run(1),), (Run(1), Run(2, 3)), (Run(1, empty=2), Run(2, 1, empty=1), Run(3))])
 def test_merged_is_one_run_over_all_texts(runs: tuple[Run, ...]) -> None:
-    near(merge([r.imatrix() for r in runs]).imatrix, both(*runs))
+    assert_close(merge([r.imatrix() for r in runs]).imatrix, both(*runs))
 
 
 @settings(max_examples=20, deadline=None)
 @given(st.permutations([Run(1), Run(2, 1, 1), Run(3, 3, 2)]))
 def test_order_and_grouping_do_not_matter(runs: list[Run]) -> None:
     a, b, c = (r.imatrix() for r in runs)
-    near(merge([a, b, c]).imatrix, merge([a, merge([b, c]).imatrix]).imatrix)
+    assert_close(merge([a, b, c]).imatrix, merge([a, merge([b, c]).imatrix]).imatrix)
     one, two = merge([a, b, c]).imatrix, merge([c, b, a]).imatrix
     for name in one.entries:
         assert np.array_equal(one.entries[name].sums, two.entries[name].sums)
@@ -374,13 +374,13 @@ def test_order_and_grouping_do_not_matter(runs: list[Run]) -> None:
 def test_the_given_matrices_stay_as_they_are() -> None:
     a, b = Run(1).imatrix(), Run(1).imatrix()
     merge([a, Run(2).imatrix()])
-    near(a, b, 0)
+    assert_close(a, b, 0)
 
 
 def test_statistics_of_the_merged_are_new() -> None:
     a, b = with_stats(Run(1).imatrix()), with_stats(Run(2).imatrix())
-    made = merge([a, b]).imatrix
-    row = made.entries["blk.1.attn_q.weight"].stats
+    matrix = merge([a, b]).imatrix
+    row = matrix.entries["blk.1.attn_q.weight"].stats
     assert row is not None
     np.testing.assert_allclose(
         row,
@@ -392,17 +392,17 @@ def test_statistics_of_the_merged_are_new() -> None:
 def test_dat_files_weigh_by_calls_and_know_empty_experts(tmp_path: Path) -> None:
     a, b = Run(1, 2, empty=1), Run(2, 2)
     one = saved(tmp_path / "a.dat", a.imatrix(), "dat")
-    made = merge([one, b.imatrix()])
-    assert any("a .dat has no token counts: one call weighs 256 tokens" in note for note in made.notes)
-    assert any("in_sum" in note for note in made.notes)
-    down = made.imatrix.entries["blk.0.ffn_down_exps.weight"]
-    theirs = b.imatrix().entries["blk.0.ffn_down_exps.weight"]
+    result = merge([one, b.imatrix()])
+    assert any("a .dat has no token counts: one call weighs 256 tokens" in note for note in result.notes)
+    assert any("in_sum" in note for note in result.notes)
+    down = result.imatrix.entries["blk.0.ffn_down_exps.weight"]
+    expected = b.imatrix().entries["blk.0.ffn_down_exps.weight"]
     # Nothing was invented for the expert that the .dat has no tokens for ...
-    assert down.counts[3] == theirs.counts[3]
-    np.testing.assert_allclose(down.sums[3], theirs.sums[3], rtol=1e-6)
+    assert down.counts[3] == expected.counts[3]
+    np.testing.assert_allclose(down.sums[3], expected.sums[3], rtol=1e-6)
     # ... and dense weights, of which the .dat knows all, are as if it were a GGUF.
     want = both(a, b).entries["blk.0.attn_q.weight"]
-    dense = made.imatrix.entries["blk.0.attn_q.weight"]
+    dense = result.imatrix.entries["blk.0.attn_q.weight"]
     assert dense.counts.tolist() == want.counts.tolist()
     np.testing.assert_allclose(dense.sums, want.sums, rtol=1e-6)
 
@@ -410,12 +410,12 @@ def test_dat_files_weigh_by_calls_and_know_empty_experts(tmp_path: Path) -> None
 def test_two_dats_make_one(tmp_path: Path) -> None:
     one = saved(tmp_path / "a.dat", Run(1).imatrix(), "dat")
     two = saved(tmp_path / "b.dat", Run(2, 4).imatrix(), "dat")
-    made = merge([one, two], chunk_size=256).imatrix
-    assert (made.datasets, made.chunk_count, made.chunk_size) == (["text-1", "text-2"], 6, 256)
-    dense, want = made.entries["blk.1.attn_q.weight"], both(Run(1), Run(2, 4)).entries["blk.1.attn_q.weight"]
+    matrix = merge([one, two], chunk_size=256).imatrix
+    assert (matrix.datasets, matrix.chunk_count, matrix.chunk_size) == (["text-1", "text-2"], 6, 256)
+    dense, want = matrix.entries["blk.1.attn_q.weight"], both(Run(1), Run(2, 4)).entries["blk.1.attn_q.weight"]
     assert dense.counts.tolist() == [6 * 256]
     np.testing.assert_allclose(dense.sums, want.sums, rtol=1e-6)
-    assert made.entries["blk.1.ffn_up_exps.weight"].counts.size == N_EXPERT
+    assert matrix.entries["blk.1.ffn_up_exps.weight"].counts.size == N_EXPERT
 
 
 def test_one_count_for_all_experts_is_spread(tmp_path: Path) -> None:
@@ -423,8 +423,8 @@ def test_one_count_for_all_experts_is_spread(tmp_path: Path) -> None:
     dat = saved(tmp_path / "a.dat", Run(1, empty=1).imatrix(), "dat")
     one_count = saved(tmp_path / "a.gguf", dat)
     assert one_count.entries["blk.0.ffn_up_exps.weight"].counts.size == 1
-    made = merge([one_count, Run(2).imatrix()], chunk_size=512).imatrix.entries["blk.0.ffn_up_exps.weight"]
-    assert made.counts[3] == Run(2).imatrix().entries["blk.0.ffn_up_exps.weight"].counts[3]
+    merged_entry = merge([one_count, Run(2).imatrix()], chunk_size=512).imatrix.entries["blk.0.ffn_up_exps.weight"]
+    assert merged_entry.counts[3] == Run(2).imatrix().entries["blk.0.ffn_up_exps.weight"].counts[3]
 
 
 def test_different_shapes_name_the_tensor() -> None:
@@ -442,16 +442,16 @@ def test_different_shapes_name_the_tensor() -> None:
 def test_what_only_one_file_has_is_kept_and_noted() -> None:
     a, b = Run(1).imatrix(), Run(2).imatrix()
     del b.entries["blk.0.attn_q.weight"]
-    made = merge([a, b])
-    assert "blk.0.attn_q.weight: no entry in run-2" in made.notes
-    assert np.array_equal(made.imatrix.entries["blk.0.attn_q.weight"].sums, a.entries["blk.0.attn_q.weight"].sums)
+    result = merge([a, b])
+    assert "blk.0.attn_q.weight: no entry in run-2" in result.notes
+    assert np.array_equal(result.imatrix.entries["blk.0.attn_q.weight"].sums, a.entries["blk.0.attn_q.weight"].sums)
 
 
 def test_chunks_of_other_sizes_count_by_tokens() -> None:
     a, b = Run(1, 2).imatrix(), replace(Run(2, 2).imatrix(), chunk_size=512)
-    made = merge([a, b])
-    assert (made.imatrix.chunk_count, made.imatrix.chunk_size) == (6, 256)
-    assert "run-2: chunks of 512 tokens are counted as chunks of 256" in made.notes
+    result = merge([a, b])
+    assert (result.imatrix.chunk_count, result.imatrix.chunk_size) == (6, 256)
+    assert "run-2: chunks of 512 tokens are counted as chunks of 256" in result.notes
 
 
 def test_the_same_file_twice_is_noted(tmp_path: Path) -> None:
@@ -462,14 +462,16 @@ def test_the_same_file_twice_is_noted(tmp_path: Path) -> None:
 def test_what_is_known_of_the_texts_is_joined() -> None:
     texts = [" ".join(np.random.default_rng(i).choice(["a", "b", "c", "d", "e"], 3000)) for i in range(2)]
     a, b = (replace(Run(i).imatrix(), extra=sketch(text).fields()) for i, text in enumerate(texts))
-    made = merge([a, b])
-    joined = sketch_of(made.imatrix)
-    assert joined is not None
-    assert joined.sha256 == (*sketch(texts[0]).sha256, *sketch(texts[1]).sha256)
-    assert not made.notes
-    more = merge([a, Run(3).imatrix(), replace(b, extra={**b.extra, "quantkit.x": Field.of("quantkit.x", 1)})])
-    assert "the text of 1 of 3 files is not known to overlap checks" in more.notes
-    assert "keys that differ between the files are dropped: quantkit.x" in more.notes
+    result = merge([a, b])
+    merged_sketch = sketch_of(result.imatrix)
+    assert merged_sketch is not None
+    assert merged_sketch.sha256 == (*sketch(texts[0]).sha256, *sketch(texts[1]).sha256)
+    assert not result.notes
+    merge_of_three = merge(
+        [a, Run(3).imatrix(), replace(b, extra={**b.extra, "quantkit.x": Field.of("quantkit.x", 1)})]
+    )
+    assert "the text of 1 of 3 files is not known to overlap checks" in merge_of_three.notes
+    assert "keys that differ between the files are dropped: quantkit.x" in merge_of_three.notes
 
 
 # --- conversion ---
@@ -480,50 +482,50 @@ def test_there_and_back(tmp_path: Path) -> None:
     first = Run(5, empty=1).imatrix()
     one = saved(tmp_path / "a.gguf", first)
     dat = saved(tmp_path / "a.dat", convert(one, "dat").imatrix, "dat")
-    made = convert(dat, "gguf", chunk_size=256)
-    back = saved(tmp_path / "b.gguf", made.imatrix)
+    result = convert(dat, "gguf", chunk_size=256)
+    copy = saved(tmp_path / "b.gguf", result.imatrix)
     for name in one.entries:
-        np.testing.assert_allclose(back.values(name), one.values(name), rtol=3e-7)
+        np.testing.assert_allclose(copy.values(name), one.values(name), rtol=3e-7)
         np.testing.assert_allclose(dat.values(name), one.values(name), rtol=3e-7)
-        before, after = one.entries[name].counts, back.entries[name].counts
+        before, after = one.entries[name].counts, copy.entries[name].counts
         assert before.shape == after.shape
         assert ((before == 0) == (after == 0)).all()
         assert (after >= before).all()
-    assert (back.chunk_count, back.chunk_size, back.datasets) == (2, 256, ["text-5"])
-    assert back.stats_schema
-    assert len(made.notes) == 1
-    assert made.notes[0].startswith("a .dat has no token counts: one call weighs 256 tokens (--chunk-size)")
+    assert (copy.chunk_count, copy.chunk_size, copy.datasets) == (2, 256, ["text-5"])
+    assert copy.stats_schema
+    assert len(result.notes) == 1
+    assert result.notes[0].startswith("a .dat has no token counts: one call weighs 256 tokens (--chunk-size)")
 
 
 def test_what_is_lost_in_a_dat_is_said() -> None:
-    made = with_stats(replace(Run(1, empty=1).imatrix(), datasets=["a", "b"], n_layer_nextn=1))
-    made.entries["blk.0.attn_k.weight"] = ImatrixEntry(np.zeros((1, 4), np.float32), np.zeros(1, np.int64))
-    notes = convert(apply_fill(made, "mean"), "dat").notes
+    matrix = with_stats(replace(Run(1, empty=1).imatrix(), datasets=["a", "b"], n_layer_nextn=1))
+    matrix.entries["blk.0.attn_k.weight"] = ImatrixEntry(np.zeros((1, 4), np.float32), np.zeros(1, np.int64))
+    notes = convert(apply_fill(matrix, "mean"), "dat").notes
     assert notes[0] == (
         "a .dat has no place for: tokens per expert of 6 entries, chunk size, sums of activations (in_sum), statistics,"
         " all but the last of 2 datasets, quantkit.imatrix.fill, quantkit.imatrix.filled, number of prediction layers"
     )
     assert notes[1] == "1 entries without a token are left out: blk.0.attn_k.weight"
-    assert convert(made, "dat").notes[2] == "experts without tokens become ones in 6 entries"
-    assert convert(made, "gguf").notes == ()
+    assert convert(matrix, "dat").notes[2] == "experts without tokens become ones in 6 entries"
+    assert convert(matrix, "gguf").notes == ()
 
 
 def test_experts_of_a_dat_need_a_clue(tmp_path: Path, tiny_moe: Path, data: Path) -> None:
-    made = Run(1, empty=1).imatrix()
-    entries = {n: e for n, e in made.entries.items() if "exps" in n}
-    dat = saved(tmp_path / "x.dat", replace(made, entries=entries), "dat")
+    matrix = Run(1, empty=1).imatrix()
+    entries = {n: e for n, e in matrix.entries.items() if "exps" in n}
+    dat = saved(tmp_path / "x.dat", replace(matrix, entries=entries), "dat")
     assert (
         "nothing tells how many experts blk.0.ffn_down_exps.weight has (6 such entries)"
         in convert(dat, "gguf").notes[1]
     )
-    known = convert(dat, "gguf", experts=dict.fromkeys(entries, N_EXPERT))
-    assert len(known.notes) == 1
-    assert known.imatrix.entries["blk.0.ffn_up_exps.weight"].counts[3] == 0
+    result = convert(dat, "gguf", experts=dict.fromkeys(entries, N_EXPERT))
+    assert len(result.notes) == 1
+    assert result.imatrix.entries["blk.0.ffn_up_exps.weight"].counts[3] == 0
     with pytest.raises(FormatError, match="64 values are not those of 7 experts"):
         raw(dat, experts={"blk.0.ffn_down_exps.weight": 7})
-    ours = tmp_path / "y.gguf"
-    run("convert", "-m", tiny_moe, data / "tiny-moe-imatrix-ik.dat", ours)
-    assert read_imatrix(ours).entries["blk.2.ffn_down_exps.weight"].sums.shape == (8, 256)
+    path = tmp_path / "y.gguf"
+    run("convert", "-m", tiny_moe, data / "tiny-moe-imatrix-ik.dat", path)
+    assert read_imatrix(path).entries["blk.2.ffn_down_exps.weight"].sums.shape == (8, 256)
 
 
 def test_zeros_of_ik_s_script_are_no_tokens(tmp_path: Path) -> None:
@@ -535,53 +537,53 @@ def test_zeros_of_ik_s_script_are_no_tokens(tmp_path: Path) -> None:
 
 
 def test_names_of_merged_experts() -> None:
-    made = with_stats(Run(1).imatrix())
-    merged = with_names(made, "merged")
+    matrix = with_stats(Run(1).imatrix())
+    merged = with_names(matrix, "merged")
     assert sorted(n for n in merged.entries if "blk.0.ffn" in n) == [
         "blk.0.ffn_down_exps.weight", "blk.0.ffn_gate_inp.weight", "blk.0.ffn_gate_up_exps.weight",
     ]  # fmt: skip
     separate = with_names(merged, "separate")
-    near(separate, made, 0)
+    assert_close(separate, matrix, 0)
     all_names = with_names(merged, "both")
-    assert all_names.entries.keys() == merged.entries.keys() | made.entries.keys()
+    assert all_names.entries.keys() == merged.entries.keys() | matrix.entries.keys()
     assert all(e.stats is not None for e in all_names.entries.values())
     assert with_names(all_names, "merged").entries.keys() == merged.entries.keys()
     # An own name beats what another could give.
-    own = {**merged.entries, "blk.0.ffn_gate_exps.weight": entry(np.ones((2, N_EMBD)), np.ones((2, 4), bool))}
-    kept = with_names(replace(merged, entries=own), "both").entries["blk.0.ffn_gate_exps.weight"]
-    assert kept.counts.tolist() == [2] * 4
+    entries = {**merged.entries, "blk.0.ffn_gate_exps.weight": entry(np.ones((2, N_EMBD)), np.ones((2, 4), bool))}
+    entry_of_gate = with_names(replace(merged, entries=entries), "both").entries["blk.0.ffn_gate_exps.weight"]
+    assert entry_of_gate.counts.tolist() == [2] * 4
     with pytest.raises(RecipeError, match="merged, separate or both"):
-        with_names(made, "other")
+        with_names(matrix, "other")
 
 
 # --- fills ---
 
 
 def emptied(*experts: int) -> Imatrix:
-    made = Run(6).imatrix()
-    for name, e in made.entries.items():
+    matrix = Run(6).imatrix()
+    for name, e in matrix.entries.items():
         if "exps" in name:
             for array in (e.sums, e.counts, e.in_sum):
                 assert array is not None
                 array[list(experts)] = 0
-    return made
+    return matrix
 
 
 @pytest.mark.parametrize("policy", FILLS)
 def test_fills_are_recorded_and_taken_back(tmp_path: Path, policy: str) -> None:
     before = emptied(1, 3)
-    filled = saved(tmp_path / "x.gguf", apply_fill(before, policy))
-    near(before, emptied(1, 3), 0)  # the given one is untouched
+    after = saved(tmp_path / "x.gguf", apply_fill(before, policy))
+    assert_close(before, emptied(1, 3), 0)  # the given one is untouched
     if policy == "none":
-        assert not filled.extra
+        assert not after.extra
     else:
-        assert filled.extra["quantkit.imatrix.fill"].value == policy
-        assert filled_experts(filled) == {n: (1, 3) for n in before.entries if "exps" in n}
-        assert filled.entries["blk.0.ffn_up_exps.weight"].counts[[1, 3]].tolist() == [1, 1]
-    near(without_fill(filled), before, 0)
-    near(merge([filled, Run(7).imatrix()]).imatrix, merge([before, Run(7).imatrix()]).imatrix, 0)
-    assert coverage(filled).share == coverage(before).share < 1
-    near(apply_fill(apply_fill(filled, "ones"), "none"), before, 0)
+        assert after.extra["quantkit.imatrix.fill"].value == policy
+        assert filled_experts(after) == {n: (1, 3) for n in before.entries if "exps" in n}
+        assert after.entries["blk.0.ffn_up_exps.weight"].counts[[1, 3]].tolist() == [1, 1]
+    assert_close(without_fill(after), before, 0)
+    assert_close(merge([after, Run(7).imatrix()]).imatrix, merge([before, Run(7).imatrix()]).imatrix, 0)
+    assert coverage(after).share == coverage(before).share < 1
+    assert_close(apply_fill(apply_fill(after, "ones"), "none"), before, 0)
 
 
 def test_what_a_fill_gives() -> None:
@@ -589,8 +591,8 @@ def test_what_a_fill_gives() -> None:
     e = before.entries["blk.0.ffn_down_exps.weight"]
 
     def values(policy: str) -> ARRAY:
-        filled = apply_fill(before, policy)
-        return filled.values("blk.0.ffn_down_exps.weight").reshape(N_EXPERT, -1)[[1, 2]].astype(np.float64)
+        after = apply_fill(before, policy)
+        return after.values("blk.0.ffn_down_exps.weight").reshape(N_EXPERT, -1)[[1, 2]].astype(np.float64)
 
     assert (values("ones") == 1).all()
     assert (values("none") == 1).all()
@@ -607,19 +609,19 @@ def test_what_a_fill_gives() -> None:
 
 
 def test_renaming_keeps_a_fill_and_its_record(tmp_path: Path) -> None:
-    filled = apply_fill(emptied(1), "neighbour")
-    merged = with_names(filled, "merged")
+    before = apply_fill(emptied(1), "neighbour")
+    merged = with_names(before, "merged")
     assert filled_experts(merged)["blk.0.ffn_gate_up_exps.weight"] == (1,)
-    near(without_fill(with_names(merged, "separate")), emptied(1), 0)
-    write_imatrix(tmp_path / "x.gguf", filled)
+    assert_close(without_fill(with_names(merged, "separate")), emptied(1), 0)
+    write_imatrix(tmp_path / "x.gguf", before)
     assert filled_experts(merge_imatrix(tmp_path / "x.gguf")) == filled_experts(merged)
 
 
 @pytest.mark.parametrize("line", ["blk.0.ffn_up_exps.weight: 9", "blk.9.x: 1", "blk.0.ffn_up_exps.weight: a", "x"])
 def test_a_false_record_of_a_fill(line: str) -> None:
-    made = replace(Run(1).imatrix(), extra={"quantkit.imatrix.filled": Field.of("quantkit.imatrix.filled", [line])})
+    matrix = replace(Run(1).imatrix(), extra={"quantkit.imatrix.filled": Field.of("quantkit.imatrix.filled", [line])})
     with pytest.raises(FormatError, match="names no expert of the file"):
-        filled_experts(made)
+        filled_experts(matrix)
 
 
 # --- differences ---
@@ -631,24 +633,24 @@ def test_differences() -> None:
     e = b.entries["blk.1.ffn_up_exps.weight"]
     e.sums[2] *= 2
     del b.entries["blk.0.attn_q.weight"]
-    found = difference(a, b)
-    assert (found.only_a, found.only_b) == (("blk.0.attn_q.weight",), ())
-    t = next(t for t in found.tensors if t.name == "blk.1.ffn_up_exps.weight")
+    result = difference(a, b)
+    assert (result.only_a, result.only_b) == (("blk.0.attn_q.weight",), ())
+    t = next(t for t in result.tensors if t.name == "blk.1.ffn_up_exps.weight")
     assert (t.worst, t.worst_relative, t.counts) == (2, pytest.approx(1), 0)
     assert 0 < t.relative < 1
     assert t.cosine < 1
-    assert [r.split(":")[0] for r in found.beyond(0.5)] == ["blk.0.attn_q.weight", "blk.1.ffn_up_exps.weight"]
+    assert [r.split(":")[0] for r in result.beyond(0.5)] == ["blk.0.attn_q.weight", "blk.1.ffn_up_exps.weight"]
     assert difference(b, a).only_b == ("blk.0.attn_q.weight",)
 
 
 def test_differences_of_counts_and_empty_experts() -> None:
-    found = difference(Run(1, empty=1).imatrix(), Run(1).imatrix())
-    t = next(t for t in found.tensors if "down" in t.name)
+    result = difference(Run(1, empty=1).imatrix(), Run(1).imatrix())
+    t = next(t for t in result.tensors if "down" in t.name)
     assert (t.counts, t.one_sided, t.n_skipped, t.relative) == (1, 1, 1, 0)
-    assert any("1 experts have tokens in one file only" in r for r in found.beyond(1))
-    few = difference(Run(1).imatrix(), Run(1).imatrix(), min_tokens=10**6)
-    assert all(t.note and math.isnan(t.relative) for t in few.tensors)
-    assert len(few.beyond(1)) == len(few.tensors)
+    assert any("1 experts have tokens in one file only" in r for r in result.beyond(1))
+    without_tokens = difference(Run(1).imatrix(), Run(1).imatrix(), min_tokens=10**6)
+    assert all(t.note and math.isnan(t.relative) for t in without_tokens.tensors)
+    assert len(without_tokens.beyond(1)) == len(without_tokens.tensors)
 
 
 def test_nan_is_never_within_a_limit() -> None:
@@ -661,9 +663,9 @@ def test_nan_is_never_within_a_limit() -> None:
 
 def test_formats_compare(data: Path) -> None:
     gguf, dat = (read_imatrix(data / f"tiny-moe-imatrix.{kind}") for kind in ("gguf", "dat"))
-    found = difference(gguf, dat)
-    assert found.beyond(1e-6) == []
-    assert all(t.tokens_a is None and t.counts is None for t in found.tensors)
+    result = difference(gguf, dat)
+    assert result.beyond(1e-6) == []
+    assert all(t.tokens_a is None and t.counts is None for t in result.tensors)
 
 
 # --- the command ---
@@ -693,13 +695,13 @@ def test_show_tells_what_is_missing(data: Path, tmp_path: Path, tiny_moe: Path) 
 
 def test_show_as_json(tmp_path: Path) -> None:
     write_imatrix(tmp_path / "x.gguf", apply_fill(emptied(1), "mean"))
-    found = json.loads(run("show", "--json", tmp_path / "x.gguf").output)
-    assert (found["fill"], found["chunk_size"], found["coverage"]["of_model"]) == ("mean", 256, False)
-    tensor = next(t for t in found["coverage"]["tensors"] if t["name"] == "blk.0.ffn_up_exps.weight")
+    output = json.loads(run("show", "--json", tmp_path / "x.gguf").output)
+    assert (output["fill"], output["chunk_size"], output["coverage"]["of_model"]) == ("mean", 256, False)
+    tensor = next(t for t in output["coverage"]["tensors"] if t["name"] == "blk.0.ffn_up_exps.weight")
     assert tensor["tokens"][1] == 0
     assert tensor["experts_never_hit"] == 1
-    assert {layer["label"] for layer in found["statistics"]["layers"]} == {"0", "1"}
-    assert found["statistics"]["tensors"][0]["gain"] == "nan"
+    assert {layer["label"] for layer in output["statistics"]["layers"]} == {"0", "1"}
+    assert output["statistics"]["tensors"][0]["gain"] == "nan"
 
 
 def test_merge_command(tmp_path: Path) -> None:
@@ -707,23 +709,23 @@ def test_merge_command(tmp_path: Path) -> None:
     write_imatrix(tmp_path / "b.gguf", Run(2).imatrix())
     out = run("merge", tmp_path / "a.gguf", tmp_path / "b.gguf", "-o", tmp_path / "c.gguf").output
     assert "10 entries, 4 chunks of 256 tokens" in out
-    near(read_imatrix(tmp_path / "c.gguf"), both(Run(1), Run(2)))
-    again = run("merge", tmp_path / "a.gguf", "-o", tmp_path / "c.gguf", code=1).output
-    assert "exists; give another name, or --overwrite" in again
+    assert_close(read_imatrix(tmp_path / "c.gguf"), both(Run(1), Run(2)))
+    rerun = run("merge", tmp_path / "a.gguf", "-o", tmp_path / "c.gguf", code=1).output
+    assert "exists; give another name, or --overwrite" in rerun
     run("merge", tmp_path / "a.gguf", "-o", tmp_path / "c.dat", "--names", "merged")
-    made = read_imatrix(tmp_path / "c.dat")
-    assert made.format == "dat"
-    assert "blk.0.ffn_gate_up_exps.weight" in made.entries
+    matrix = read_imatrix(tmp_path / "c.dat")
+    assert matrix.format == "dat"
+    assert "blk.0.ffn_gate_up_exps.weight" in matrix.entries
 
 
 @pytest.mark.parametrize("kind", ["gguf", "dat"])
 @pytest.mark.parametrize("value", [np.nan, np.inf, -1.0])
 def test_values_that_calibration_cannot_give_are_not_passed_on(tmp_path: Path, value: float, kind: Any) -> None:
     good, bad, out = (tmp_path / f"{name}.{kind}" for name in ("good", "bad", "out"))
-    made = Run(1).imatrix()
-    write_imatrix(good, made, kind)
-    made.entries["blk.1.ffn_up_exps.weight"].sums[1, 3] = value
-    write_imatrix(bad, made, kind)
+    matrix = Run(1).imatrix()
+    write_imatrix(good, matrix, kind)
+    matrix.entries["blk.1.ffn_up_exps.weight"].sums[1, 3] = value
+    write_imatrix(bad, matrix, kind)
     for command in (
         ("merge", good, bad, "-o", out),
         ("convert", bad, out),
@@ -738,14 +740,14 @@ def test_values_that_calibration_cannot_give_are_not_passed_on(tmp_path: Path, v
 
 
 def test_sums_of_activations_may_be_negative_but_must_be_finite(tmp_path: Path) -> None:
-    made = Run(1).imatrix()
-    in_sum = made.entries["blk.0.attn_q.weight"].in_sum
+    matrix = Run(1).imatrix()
+    in_sum = matrix.entries["blk.0.attn_q.weight"].in_sum
     assert in_sum is not None
     in_sum[0, 2] = -4
-    near(saved(tmp_path / "a.gguf", made), made, 0)
+    assert_close(saved(tmp_path / "a.gguf", matrix), matrix, 0)
     in_sum[0, 2] = np.inf
     with pytest.raises(FormatError, match="entry 'blk.0.attn_q.weight': value 2 of 32 is inf"):
-        saved(tmp_path / "b.gguf", made)
+        saved(tmp_path / "b.gguf", matrix)
 
 
 def test_convert_command(tmp_path: Path) -> None:
@@ -754,28 +756,28 @@ def test_convert_command(tmp_path: Path) -> None:
     assert "note: a .dat has no place for: tokens per expert of 6 entries" in result.output
     result = run("convert", "--chunk-size", 256, "--fill", "neighbour", tmp_path / "a.dat", tmp_path / "b.gguf")
     assert "note: 6 experts without tokens filled in 6 entries" in result.output
-    back = read_imatrix(tmp_path / "b.gguf")
-    assert back.extra["quantkit.imatrix.fill"].value == "neighbour"
-    rows = back.values("blk.0.ffn_up_exps.weight").reshape(N_EXPERT, -1)
+    copy = read_imatrix(tmp_path / "b.gguf")
+    assert copy.extra["quantkit.imatrix.fill"].value == "neighbour"
+    rows = copy.values("blk.0.ffn_up_exps.weight").reshape(N_EXPERT, -1)
     np.testing.assert_allclose(rows[0], rows[1], rtol=1e-6)
     assert run("convert", tmp_path / "none", tmp_path / "c.dat", code=1).output.startswith("Error:")
 
 
 def test_diff_command(data: Path, tmp_path: Path) -> None:
-    ours = data / "tiny-moe-imatrix.gguf"
-    run("diff", ours, data / "tiny-moe-imatrix-ik.dat")
-    assert "all within 0.05" in run("diff", "--fail-above", 0.05, ours, data / "tiny-moe-imatrix-ik.dat").output
-    out = run("diff", "--fail-above", 1e-3, ours, data / "tiny-moe-imatrix-ik.dat", code=1).output
+    path = data / "tiny-moe-imatrix.gguf"
+    run("diff", path, data / "tiny-moe-imatrix-ik.dat")
+    assert "all within 0.05" in run("diff", "--fail-above", 0.05, path, data / "tiny-moe-imatrix-ik.dat").output
+    out = run("diff", "--fail-above", 1e-3, path, data / "tiny-moe-imatrix-ik.dat", code=1).output
     assert "beyond 0.001:" in out
-    found = json.loads(run("diff", "--json", "--fail-above", 0, ours, ours).output)
-    assert found["beyond"] == []
-    assert found["tensors"][0]["cosine"] == pytest.approx(1)
-    run("diff", ours, tmp_path / "none", code=2)
+    output = json.loads(run("diff", "--json", "--fail-above", 0, path, path).output)
+    assert output["beyond"] == []
+    assert output["tensors"][0]["cosine"] == pytest.approx(1)
+    run("diff", path, tmp_path / "none", code=2)
 
 
 def test_help_and_no_command() -> None:
-    listed = run("--help").output
-    assert all(f"\n  {name} " in listed for name in ("show", "diff", "merge", "convert"))
+    text = run("--help").output
+    assert all(f"\n  {name} " in text for name in ("show", "diff", "merge", "convert"))
     for name in ("show", "diff", "merge", "convert"):
         assert f"quantkit imatrix {name}" in run(name, "--help").output
 
@@ -786,9 +788,9 @@ def test_help_and_no_command() -> None:
 def llama(program: Path, *arguments: object, libraries: Mapping[str, str] | None = None) -> str:
     command = [str(program), *map(str, arguments)]
     environment = {**os.environ, **(libraries or {})}
-    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
-    return done.stdout + done.stderr
+    process = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+    assert process.returncode == 0, process.stdout[-2000:] + process.stderr[-2000:]
+    return process.stdout + process.stderr
 
 
 @pytest.fixture(scope="module")
@@ -804,25 +806,25 @@ def calibrated(llama_bin: Path, tiny_moe: Path, data: Path, tmp_path_factory: py
 
 @pytest.mark.peer
 def test_merged_equals_a_run_of_llama_imatrix_over_both_texts(calibrated: Path) -> None:
-    first, second, whole = (read_imatrix(calibrated / f"{name}.gguf") for name in ("first", "second", "whole"))
-    made = merge([first, second])
-    assert made.notes == ()
-    assert made.imatrix.chunk_count == whole.chunk_count == 6
-    assert difference(whole, made.imatrix).beyond(1e-5) == []
-    for name, e in whole.entries.items():
-        assert e.counts.tolist() == made.imatrix.entries[name].counts.tolist()
+    first, second, full = (read_imatrix(calibrated / f"{name}.gguf") for name in ("first", "second", "whole"))
+    result = merge([first, second])
+    assert result.notes == ()
+    assert result.imatrix.chunk_count == full.chunk_count == 6
+    assert difference(full, result.imatrix).beyond(1e-5) == []
+    for name, e in full.entries.items():
+        assert e.counts.tolist() == result.imatrix.entries[name].counts.tolist()
 
 
 @pytest.mark.peer
 def test_merging_writes_llama_imatrix_s_bytes(llama_bin: Path, calibrated: Path, tmp_path: Path) -> None:
     files = [calibrated / "first.gguf", calibrated / "second.gguf"]
-    given = [part for file in files for part in ("--in-file", file)]
-    llama(llama_bin / "llama-imatrix", "-m", "none", *given, "-o", tmp_path / "theirs.gguf")
+    arguments = [part for file in files for part in ("--in-file", file)]
+    llama(llama_bin / "llama-imatrix", "-m", "none", *arguments, "-o", tmp_path / "theirs.gguf")
     run("merge", *files, "-o", tmp_path / "ours.gguf")
-    theirs, ours = read_imatrix(tmp_path / "theirs.gguf"), read_imatrix(tmp_path / "ours.gguf")
-    assert (theirs.datasets, theirs.chunk_count, theirs.stats_schema) == (ours.datasets, 6, ours.stats_schema)
-    for name, e in theirs.entries.items():
-        f = ours.entries[name]
+    expected, actual = read_imatrix(tmp_path / "theirs.gguf"), read_imatrix(tmp_path / "ours.gguf")
+    assert (expected.datasets, expected.chunk_count, expected.stats_schema) == (actual.datasets, 6, actual.stats_schema)
+    for name, e in expected.entries.items():
+        f = actual.entries[name]
         assert np.array_equal(e.sums, f.sums)
         assert np.array_equal(e.counts, f.counts)
         assert e.in_sum is not None
@@ -835,14 +837,14 @@ def test_merging_writes_llama_imatrix_s_bytes(llama_bin: Path, calibrated: Path,
 
 @pytest.mark.peer
 def test_a_dat_is_llama_imatrix_s_bytes(llama_bin: Path, calibrated: Path, tmp_path: Path) -> None:
-    given = ("--in-file", calibrated / "second.gguf", "-c", 256, "--output-format", "dat")
-    llama(llama_bin / "llama-imatrix", "-m", "none", *given, "-o", tmp_path / "theirs.dat")
+    arguments = ("--in-file", calibrated / "second.gguf", "-c", 256, "--output-format", "dat")
+    llama(llama_bin / "llama-imatrix", "-m", "none", *arguments, "-o", tmp_path / "theirs.dat")
     run("convert", calibrated / "second.gguf", tmp_path / "ours.dat")
     assert (tmp_path / "ours.dat").read_bytes() == (tmp_path / "theirs.dat").read_bytes()
 
 
 @pytest.fixture(scope="module")
-def written(data: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+def matrices(data: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Files as every command writes them, of one importance matrix."""
     folder, source = tmp_path_factory.mktemp("written"), data / "tiny-moe-imatrix.gguf"
     run("convert", source, folder / "a.dat")
@@ -866,34 +868,34 @@ def same_bytes(a: dict[str, bytes], b: dict[str, bytes]) -> float:
 
 @pytest.mark.peer
 def test_llama_quantize_takes_what_we_write(
-    llama_bin: Path, tiny_moe: Path, data: Path, tmp_path: Path, written: dict[str, Path]
+    llama_bin: Path, tiny_moe: Path, data: Path, tmp_path: Path, matrices: dict[str, Path]
 ) -> None:
     program = llama_bin / "llama-quantize"
     llama(program, "--imatrix", data / "tiny-moe-imatrix.gguf", tiny_moe, tmp_path / "want", "Q3_K_M", 1)
     want = tensors_of(tmp_path / "want")
-    for name, path in written.items():
-        said = llama(program, "--imatrix", path, tiny_moe, tmp_path / "got", "Q3_K_M", 1)
-        assert "did not find weights for blk" not in said
+    for name, path in matrices.items():
+        output = llama(program, "--imatrix", path, tiny_moe, tmp_path / "got", "Q3_K_M", 1)
+        assert "did not find weights for blk" not in output
         share = same_bytes(want, tensors_of(tmp_path / "got"))
         assert share == 1 if name in ("c.gguf", "d.gguf") else share > 0.995, name
-        said = llama(llama_bin / "llama-imatrix", "-m", "none", "--in-file", path, "-o", tmp_path / "again.gguf")
+        output = llama(llama_bin / "llama-imatrix", "-m", "none", "--in-file", path, "-o", tmp_path / "again.gguf")
         assert read_imatrix(tmp_path / "again.gguf").entries.keys() == read_imatrix(path).entries.keys()
 
 
 @pytest.mark.peer
 def test_ik_llama_quantize_takes_our_dats(
-    ik_bin: Path, tiny_moe: Path, data: Path, tmp_path: Path, written: dict[str, Path]
+    ik_bin: Path, tiny_moe: Path, data: Path, tmp_path: Path, matrices: dict[str, Path]
 ) -> None:
     libraries = {"LD_LIBRARY_PATH": f"{ik_bin.parents[1]}/ik_llama_cpp_python.libs:{ik_bin.parent}/lib"}
     dat = data / "tiny-moe-imatrix.dat"
-    assert written["a.dat"].read_bytes() == dat.read_bytes()
-    made = []
-    for path in (dat, written["e.dat"]):
+    assert matrices["a.dat"].read_bytes() == dat.read_bytes()
+    outputs = []
+    for path in (dat, matrices["e.dat"]):
         out = tmp_path / path.name
         arguments = ("--imatrix", path, tiny_moe, out, "Q3_K_S", 1)
-        said = llama(ik_bin / "llama-quantize", *arguments, libraries=libraries)
-        assert "did not find weights for blk" not in said
-        made.append(tensors_of(out))
-    assert difference(read_imatrix(dat), read_imatrix(written["e.dat"])).beyond(1e-7) == []
+        output = llama(ik_bin / "llama-quantize", *arguments, libraries=libraries)
+        assert "did not find weights for blk" not in output
+        outputs.append(tensors_of(out))
+    assert difference(read_imatrix(dat), read_imatrix(matrices["e.dat"])).beyond(1e-7) == []
     # The last bit of a weight decides between equally good scales; ik's search meets many of them.
-    assert same_bytes(*made) > 0.95
+    assert same_bytes(*outputs) > 0.95

@@ -27,8 +27,8 @@ def run(*arguments: object) -> Result:
 def run_json(*arguments: object) -> dict[str, Any]:
     result = run(*arguments, "--json")
     assert result.exit_code == 0, result.output
-    found: dict[str, Any] = json.loads(result.output)
-    return found
+    output: dict[str, Any] = json.loads(result.output)
+    return output
 
 
 def write_split(path: Path) -> list[Path]:
@@ -41,21 +41,21 @@ def write_split(path: Path) -> list[Path]:
 
 
 def test_the_tiny_moe_by_its_facts(tiny_moe: Path) -> None:
-    found = inspect(tiny_moe)
-    assert (found.version, found.alignment, found.file_bytes) == (3, 32, 18526240)
-    assert (found.architecture, found.name, found.file_type, found.file_type_name) == (
+    summary = inspect(tiny_moe)
+    assert (summary.version, summary.alignment, summary.file_bytes) == (3, 32, 18526240)
+    assert (summary.architecture, summary.name, summary.file_type, summary.file_type_name) == (
         "qwen3moe",
         "tiny-moe",
         32,
         "BF16",
     )
-    assert {f.label: f.value for f in found.facts}.items() >= {"layers": 4, "experts": 8, "vocabulary": 4096}.items()
-    assert [(g.name, g.tensors, g.bpw) for g in found.by_type] == [("BF16", 30, 16.0), ("F32", 21, 32.0)]
-    assert found.total.nbytes == sum(g.nbytes for g in found.by_class) == sum(t.nbytes for t in found.tensors)
+    assert {f.label: f.value for f in summary.facts}.items() >= {"layers": 4, "experts": 8, "vocabulary": 4096}.items()
+    assert [(g.name, g.tensors, g.bpw) for g in summary.by_type] == [("BF16", 30, 16.0), ("F32", 21, 32.0)]
+    assert summary.total.nbytes == sum(g.nbytes for g in summary.by_class) == sum(t.nbytes for t in summary.tensors)
     # 8 experts, 2 used: of 3 x 256 x 256 x 8 x 4 weights of experts a quarter is active.
-    assert found.active_values == found.total.values - 3 * 256 * 256 * 8 * 4 * 3 // 4
-    assert (found.merged_layers, found.unmerged_layers) == (0, 4)
-    assert all(runtime.loads for runtime in found.runtimes)
+    assert summary.active_values == summary.total.values - 3 * 256 * 256 * 8 * 4 * 3 // 4
+    assert (summary.merged_layers, summary.unmerged_layers) == (0, 4)
+    assert all(runtime.loads for runtime in summary.runtimes)
 
 
 def test_the_text_tells_it_all(tiny_moe: Path) -> None:
@@ -92,9 +92,9 @@ def test_what_is_shown_can_be_chosen(tiny_moe: Path) -> None:
 
 
 def test_json_has_every_tensor_and_full_arrays_on_demand(tiny_moe: Path) -> None:
-    found = run_json(tiny_moe)
-    assert len(found["tensors"]) == found["model_tensors"] == 51
-    assert found["tensors"][0] == {
+    output = run_json(tiny_moe)
+    assert len(output["tensors"]) == output["model_tensors"] == 51
+    assert output["tensors"][0] == {
         "name": "token_embd.weight",
         "shape": [256, 4096],
         "type": "BF16",
@@ -102,7 +102,7 @@ def test_json_has_every_tensor_and_full_arrays_on_demand(tiny_moe: Path) -> None
         "offset": 132128,
         "shard": 0,
     }
-    tokens = {f["key"]: f for f in found["metadata"]}["tokenizer.ggml.tokens"]
+    tokens = {f["key"]: f for f in output["metadata"]}["tokenizer.ggml.tokens"]
     assert (tokens["count"], len(tokens["value"]), tokens["cut"]) == (4096, 8, True)
     tokens = {f["key"]: f for f in run_json(tiny_moe, "--metadata", "full")["metadata"]}["tokenizer.ggml.tokens"]
     assert (len(tokens["value"]), tokens["cut"]) == (4096, False)
@@ -110,9 +110,9 @@ def test_json_has_every_tensor_and_full_arrays_on_demand(tiny_moe: Path) -> None
 
 
 def test_an_importance_matrix(data: Path) -> None:
-    found = inspect(data / "tiny-moe-imatrix.gguf")
-    assert (found.kind, found.architecture, found.active_values) == ("imatrix", "", None)
-    assert {f.label: f.value or f.counts for f in found.facts} == {
+    summary = inspect(data / "tiny-moe-imatrix.gguf")
+    assert (summary.kind, summary.architecture, summary.active_values) == ("imatrix", "", None)
+    assert {f.label: f.value or f.counts for f in summary.facts} == {
         "calibration data": (("calibration.txt", 1),),
         "chunks": 343,
         "chunk size": 256,
@@ -124,9 +124,9 @@ def test_an_importance_matrix(data: Path) -> None:
 
 def test_any_shard_shows_the_whole_model(tmp_path: Path) -> None:
     paths = write_split(tmp_path)
-    found = inspect(paths[1])
-    assert [s.path for s in found.shards] == paths
-    assert [(t.name, t.shard) for t in found.tensors] == [(f"blk.{i}.ffn_up.weight", i) for i in range(3)]
+    summary = inspect(paths[1])
+    assert [s.path for s in summary.shards] == paths
+    assert [(t.name, t.shard) for t in summary.tensors] == [(f"blk.{i}.ffn_up.weight", i) for i in range(3)]
     output = run(paths[2]).output
     assert "3 shards" in output
     assert " ".join(output.splitlines()[4].split()) == "shard 3 model-00003-of-00003.gguf: 1 tensors, 416 B"
@@ -194,10 +194,10 @@ def test_what_runtimes_do_with_headers(tiny_moe: Path, zoo: Callable[[str], Path
 def test_a_verdict_that_was_not_checked_says_so(data: Path) -> None:
     """An importance matrix is no model; of an architecture alone nothing is known but its types."""
     field = Field.of("general.architecture", "qwen3")
-    found = runtimes({field.key: field}, [("a", BY_NAME["Q4_K"], (256, 4))])
-    assert [r.loads for r in found] == [False, False]
-    assert [r.as_dict()["loads"] for r in found] == [None, None]
-    assert all(str(r).startswith("not checked: ") for r in found)
+    verdicts = runtimes({field.key: field}, [("a", BY_NAME["Q4_K"], (256, 4))])
+    assert [r.loads for r in verdicts] == [False, False]
+    assert [r.as_dict()["loads"] for r in verdicts] == [None, None]
+    assert all(str(r).startswith("not checked: ") for r in verdicts)
     clip = Field.of("general.architecture", "clip")
     assert all(str(r).startswith("not checked: ") for r in runtimes({clip.key: clip}, []))
 
@@ -209,8 +209,8 @@ def test_provenance_and_per_layer_values(tmp_path: Path) -> None:
         Field.of("llama.expert_count", 0),
     ]
     path = write_model(tmp_path / "m.gguf", {"output_norm.weight": ((4,), "F32")}, fields)
-    found = inspect(path)
-    assert found.provenance == (
+    summary = inspect(path)
+    assert summary.provenance == (
         ("quantize.imatrix.file", "im.gguf"),
         ("quantkit.quantize.recipe", "Q4_K_M\nx = Q8_0"),
     )
@@ -248,11 +248,11 @@ def test_a_missing_body_only_with_header_only(tmp_path: Path) -> None:
 
 
 def test_broken_files_and_patterns(tmp_path: Path, tiny_moe: Path) -> None:
-    broken = tmp_path / "broken.gguf"
-    broken.write_bytes(b"GGUF" + bytes(7))
+    path = tmp_path / "broken.gguf"
+    path.write_bytes(b"GGUF" + bytes(7))
     with pytest.raises(FormatError, match=r"broken\.gguf"):
-        inspect(broken)
-    assert run(broken).exit_code == run(tmp_path / "none.gguf").exit_code == run(tmp_path).exit_code == 1
+        inspect(path)
+    assert run(path).exit_code == run(tmp_path / "none.gguf").exit_code == run(tmp_path).exit_code == 1
     with pytest.raises(RecipeError, match="is found in the name of none of the 51 tensors"):
         inspect(tiny_moe, tensors="nothing")
     assert run(tiny_moe, "--tensors", "(").exit_code == 2
@@ -283,8 +283,8 @@ def test_metadata_of_unexpected_types(tmp_path: Path) -> None:
     ]
     path = tmp_path / "odd.gguf"
     write_gguf(path, fields, [("a.weight", (4,), BY_NAME["F32"], bytes(16))])
-    found = inspect(path)
-    assert (found.kind, found.name, found.file_type, found.active_values) == ("", "", None, None)
+    summary = inspect(path)
+    assert (summary.kind, summary.name, summary.file_type, summary.active_values) == ("", "", None, None)
     lines = [" ".join(line.split()) for line in run(path).output.splitlines()]
     assert {"layers nan", "experts many", "experts used 1, 2"} <= set(lines)
     assert run_json(path)["facts"]["llama.block_count"] == "nan"
@@ -326,9 +326,9 @@ def test_first_items_of_nothing() -> None:
 
 def test_sums_of_a_model_by_hand(tmp_path: Path) -> None:
     tensors = llama_tensors(layers=2)
-    found = inspect(write_model(tmp_path / "m.gguf", tensors))
+    summary = inspect(write_model(tmp_path / "m.gguf", tensors))
     sizes = {n: int(np.prod(shape)) * (4 if t == "F32" else 2) for n, (shape, t) in tensors.items()}
-    assert found.total.nbytes == sum(sizes.values())
-    by_class = {g.name: g for g in found.by_class}
+    assert summary.total.nbytes == sum(sizes.values())
+    by_class = {g.name: g for g in summary.by_class}
     assert by_class["attn_q"].nbytes == sizes["blk.0.attn_q.weight"] + sizes["blk.1.attn_q.weight"]
     assert by_class["attn_q"].types == ("F16",)

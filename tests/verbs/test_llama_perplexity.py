@@ -50,8 +50,8 @@ class LibllamaModel:
         assert consume is not None
         assert outputs is not None
         windows = tokens.reshape(-1, self.n_ctx)
-        found = self.lib.logits(self.path, windows, batch=self.n_ctx, flash_attn=False, kv="f32")
-        consume(0, found.reshape(-1, self.n_vocab)[outputs])
+        logits = self.lib.logits(self.path, windows, batch=self.n_ctx, flash_attn=False, kv="f32")
+        consume(0, logits.reshape(-1, self.n_vocab)[outputs])
         return None
 
     def clear(self, sequence: int | None = None) -> None:
@@ -66,14 +66,14 @@ def llama_perplexity(llama_bin: Path, last: str, *arguments: object) -> str:
 
     Its log is written by a thread that now and then is not done when the program ends: then it is run again.
     """
-    same = ("-t", 1, "-fa", "off", "-ctk", "f32", "-ctv", "f32", "-b", 128, "-ub", 128)
+    common = ("-t", 1, "-fa", "off", "-ctk", "f32", "-ctv", "f32", "-b", 128, "-ub", 128)
     environment = os.environ | {"LD_LIBRARY_PATH": str(llama_bin)}
-    command = [str(llama_bin / "llama-perplexity"), *map(str, arguments), *map(str, same)]
+    command = [str(llama_bin / "llama-perplexity"), *map(str, arguments), *map(str, common)]
     for _ in range(10):
-        done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=120, check=True)
-        if last in done.stdout + done.stderr:
-            return done.stdout + done.stderr
-    pytest.fail(f"llama-perplexity never printed {last!r}: {done.stdout}{done.stderr}")
+        process = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=120, check=True)
+        if last in process.stdout + process.stderr:
+            return process.stdout + process.stderr
+    pytest.fail(f"llama-perplexity never printed {last!r}: {process.stdout}{process.stderr}")
 
 
 @pytest.fixture(scope="module")
@@ -93,19 +93,19 @@ def peer(llama_bin: Path, tiny_moe: Path, data: Path, tmp_path_factory: pytest.T
 
 @pytest.mark.peer
 def test_llama_cpps_base_file_is_ours(peer: dict[str, Any], llama_bin: Path, tiny_moe: Path) -> None:
-    theirs = open_logits(peer["base"])
+    expected = open_logits(peer["base"])
     path = peer["folder"] / "ours.bin"
-    tokens = theirs.chunks.tokens.ravel()
-    found = perplexity(LibllamaModel(tiny_moe, llama_bin), tokens=tokens, n_ctx=128, save_logits=SaveLogits(path))
+    tokens = expected.chunks.tokens.ravel()
+    result = perplexity(LibllamaModel(tiny_moe, llama_bin), tokens=tokens, n_ctx=128, save_logits=SaveLogits(path))
     final = re.search(r"Final estimate: PPL = ([\d.]+) \+/- ([\d.]+)", peer["ppl"])
     assert final is not None
-    assert (f"{found.ppl.value:.4f}", f"{found.ppl.error:.5f}") == final.groups()
+    assert (f"{result.ppl.value:.4f}", f"{result.ppl.error:.5f}") == final.groups()
     values = re.findall(r"\[\d\](\d+\.\d{4})", peer["ppl"])
-    assert [f"{e.value:.4f}" for e in found.running][-len(values) :] == values
-    ours = open_logits(path)
-    assert np.array_equal(ours.chunks.tokens, theirs.chunks.tokens)
+    assert [f"{e.value:.4f}" for e in result.running][-len(values) :] == values
+    actual = open_logits(path)
+    assert np.array_equal(actual.chunks.tokens, expected.chunks.tokens)
     for chunk in range(4):
-        a, b = (file.rows(chunk, 0, 63) for file in (ours, theirs))
+        a, b = (file.rows(chunk, 0, 63) for file in (actual, expected))
         assert isinstance(a, LlamaRows)
         assert isinstance(b, LlamaRows)
         assert np.array_equal(a.codes, b.codes)
@@ -137,15 +137,15 @@ def test_the_table_is_llama_cpps(peer: dict[str, Any], llama_bin: Path) -> None:
 def _check_table(llama: str, model: LibllamaModel, base: Path) -> None:
     """Compare every line of ours with llama.cpp's, and every number in it to one in the last digit."""
     lines: list[str] = []
-    found = kld(model, base, progress=lambda now: lines.append(chunk_line(now.chunk, now.sums)))
-    ours = [line for line in (*lines, *statistics_text(found.sums).splitlines()) if line]
-    assert len(ours) == 4 + 37
-    theirs = [line.rstrip() for line in llama.splitlines()]
+    result = kld(model, base, progress=lambda now: lines.append(chunk_line(now.chunk, now.sums)))
+    actual = [line for line in (*lines, *statistics_text(result.sums).splitlines()) if line]
+    assert len(actual) == 4 + 37
+    expected = [line.rstrip() for line in llama.splitlines()]
     number = re.compile(r"-?\d+\.\d+")
-    for line in ours:
+    for line in actual:
         shape = number.sub("#", re.sub(" +", " ", line))
         digits = number.findall(line)
-        candidates = [t for t in theirs if number.sub("#", re.sub(" +", " ", t)) == shape]
+        candidates = [t for t in expected if number.sub("#", re.sub(" +", " ", t)) == shape]
         assert candidates, line
         assert any(
             all(
@@ -153,7 +153,7 @@ def _check_table(llama: str, model: LibllamaModel, base: Path) -> None:
             )
             for d in (number.findall(t) for t in candidates)
         ), (line, candidates)
-    equal = sum(line in theirs for line in ours)
+    equal = sum(line in expected for line in actual)
     assert equal >= 37
 
 
@@ -166,9 +166,9 @@ def test_a_stride_is_llama_cpps_where_bos_plays_no_part(peer: dict[str, Any], ll
     value = re.findall(r"\[3\](\d+\.\d+)", llama)
     tokens = Libllama(llama_bin, threads=1).tokenize(tiny_moe, peer["text"])
     model = LibllamaModel(tiny_moe, llama_bin)
-    found = perplexity(model, tokens=tokens, n_ctx=256, stride=64, chunks=3)
+    result = perplexity(model, tokens=tokens, n_ctx=256, stride=64, chunks=3)
     assert value
-    assert found.ppl.value == pytest.approx(float(value[0]), abs=2e-3)
+    assert result.ppl.value == pytest.approx(float(value[0]), abs=2e-3)
 
 
 @pytest.mark.peer
@@ -178,8 +178,8 @@ def test_a_compact_base_gives_llama_cpps_divergence(peer: dict[str, Any], llama_
     path = peer["folder"] / "compact"
     saved = SaveLogits(path, "compact", top_k=1024)
     perplexity(LibllamaModel(tiny_moe, llama_bin), tokens=tokens, n_ctx=128, save_logits=saved)
-    compact, whole = kld(quantized, path), kld(quantized, peer["base"])
-    mean, reference = compact.sums.kld.mean.value, whole.sums.kld.mean.value
+    compact, full = kld(quantized, path), kld(quantized, peer["base"])
+    mean, reference = compact.sums.kld.mean.value, full.sums.kld.mean.value
     assert abs(mean - reference) < compact.bound
     assert mean == pytest.approx(reference, rel=0.01)
     assert path.stat().st_size < 0.7 * peer["base"].stat().st_size

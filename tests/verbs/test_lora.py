@@ -41,16 +41,16 @@ LLAMA = ADAPTERS["llama"]
 
 def read_all(path: Path) -> dict[str, F32]:
     """Return the tensors of a file, outermost dimension first."""
-    found = {}
+    tensors = {}
     with open_gguf(path) as file:
         for t in file.tensors.values():
             rows = file.data(t.name).reshape(int(np.prod(t.shape[1:])), -1)
-            found[t.name] = dequantize(rows, t.type, t.shape[0]).reshape(t.shape[::-1])
-    return found
+            tensors[t.name] = dequantize(rows, t.type, t.shape[0]).reshape(t.shape[::-1])
+    return tensors
 
 
-def options_of(name: str, **more: Any) -> ConvertOptions:
-    return ConvertOptions(**checkpoints.describe(name).convert_keywords(), **more)
+def options_of(name: str, **options: Any) -> ConvertOptions:
+    return ConvertOptions(**checkpoints.describe(name).convert_keywords(), **options)
 
 
 @pytest.fixture(scope="module")
@@ -63,68 +63,72 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("name", EXPECTED)
 def test_the_bytes_are_the_references(name: str, tmp_path: Path) -> None:
-    what, out = ADAPTERS[name], tmp_path / "out.gguf"
-    assert adapters.digest(what) == EXPECTED[name]["adapter"]
-    source, base = write_adapter(what, tmp_path / "a"), write_base(what, tmp_path / "b")
+    adapter, out = ADAPTERS[name], tmp_path / "out.gguf"
+    assert adapters.digest(adapter) == EXPECTED[name]["adapter"]
+    source, base = write_adapter(adapter, tmp_path / "a"), write_base(adapter, tmp_path / "b")
     wrong = {}
-    for outtype in what.outtypes:
+    for outtype in adapter.outtypes:
         convert_lora(source, out, base=base, outtype=outtype, overwrite=True)
         with open_gguf(out) as file:
             wrong[outtype] = differences(EXPECTED[name][outtype], digests(out), list(file.tensors))
             alpha = float(file.get("adapter.lora.alpha"))
-    if what.scaled_alike:
+    if adapter.scaled_alike:
         assert not any(wrong.values())
         return
     parts = set(wrong["f32"].split("; "))
-    assert ("metadata differ" in parts) == bool(what.config.get("use_rslora"))
+    assert ("metadata differ" in parts) == bool(adapter.config.get("use_rslora"))
     assert all(part.endswith("lora_b differs") for part in parts - {"metadata differ"})
-    assert alpha == pytest.approx(what.alpha * (what.rank**0.5 if what.config.get("use_rslora") else 1), rel=1e-7)
+    assert alpha == pytest.approx(
+        adapter.alpha * (adapter.rank**0.5 if adapter.config.get("use_rslora") else 1), rel=1e-7
+    )
 
 
 def test_every_adapter_has_an_answer() -> None:
-    assert {name for name, what in ADAPTERS.items() if what.outtypes} == set(EXPECTED)
+    assert {name for name, adapter in ADAPTERS.items() if adapter.outtypes} == set(EXPECTED)
 
 
 @pytest.mark.parametrize("name", [name for name in ADAPTERS if name != "llama-alora"])
 def test_a_file_beside_its_model_is_the_merged_model(name: str, tmp_path: Path) -> None:
     """What the runtime adds, B @ A * alpha / rank, is what merging adds: names, rows and scales are right in both."""
-    what = ADAPTERS[name]
-    base = checkpoints.write_checkpoint(what.base, tmp_path)
-    source, out = write_adapter(what, tmp_path / "a"), tmp_path / "out.gguf"
+    adapter = ADAPTERS[name]
+    base = checkpoints.write_checkpoint(adapter.base, tmp_path)
+    source, out = write_adapter(adapter, tmp_path / "a"), tmp_path / "out.gguf"
     convert_lora(source, out, base=base)
     paths = tmp_path / "base.gguf", tmp_path / "merged.gguf"
-    convert(base, paths[0], None, options_of(what.base, outtype="f32"))
-    convert(base, paths[1], None, options_of(what.base, outtype="f32", merge_lora=(str(source),)))
+    convert(base, paths[0], None, options_of(adapter.base, outtype="f32"))
+    convert(base, paths[1], None, options_of(adapter.base, outtype="f32", merge_lora=(str(source),)))
     plain, merged = map(read_all, paths)
     factors = read_all(out)
     with open_gguf(out) as file:
         alpha = float(file.get("adapter.lora.alpha"))
-    changed = {each.removesuffix(".lora_a") for each in factors if each.endswith(".lora_a")}
+    changed = {
+        name_of_factor.removesuffix(".lora_a") for name_of_factor in factors if name_of_factor.endswith(".lora_a")
+    }
     assert plain.keys() == merged.keys()
     assert len(factors) == 2 * len(changed)
-    for each, x in plain.items():
-        if each not in changed:
-            assert np.array_equal(x, merged[each]), each
+    for name_of_factor, x in plain.items():
+        if name_of_factor not in changed:
+            assert np.array_equal(x, merged[name_of_factor]), name_of_factor
             continue
-        a, b = (factors[f"{each}.lora_{letter}"].astype(np.float64) for letter in "ab")
-        added = a @ b.swapaxes(-1, -2) if each == "token_embd.weight" else b @ a
-        assert np.abs(x + added * alpha / b.shape[-1] - merged[each]).max() < 1e-6, each
-        assert np.abs(x - merged[each]).max() > 1e-3
+        a, b = (factors[f"{name_of_factor}.lora_{letter}"].astype(np.float64) for letter in "ab")
+        added = a @ b.swapaxes(-1, -2) if name_of_factor == "token_embd.weight" else b @ a
+        assert np.abs(x + added * alpha / b.shape[-1] - merged[name_of_factor]).max() < 1e-6, name_of_factor
+        assert np.abs(x - merged[name_of_factor]).max() > 1e-3
 
 
 @pytest.mark.parametrize("name", ["llama-patterns", "llama-rslora-patterns"])
 def test_only_weights_with_another_scale_get_another_b(name: str, tmp_path: Path) -> None:
-    what, out = ADAPTERS[name], tmp_path / "out.gguf"
-    convert_lora(write_adapter(what, tmp_path), out, base=write_base(what, tmp_path / "b"))
-    found = read_all(out)
-    default = what.alpha * (what.rank**0.5 if what.config.get("use_rslora") else 1.0)
-    for module, (_, b) in adapters.factors(what).items():
+    adapter, out = ADAPTERS[name], tmp_path / "out.gguf"
+    convert_lora(write_adapter(adapter, tmp_path), out, base=write_base(adapter, tmp_path / "b"))
+    tensors = read_all(out)
+    default = adapter.alpha * (adapter.rank**0.5 if adapter.config.get("use_rslora") else 1.0)
+    for module, (_, b) in adapters.factors(adapter).items():
         if module.endswith(("v_proj", "down_proj", "o_proj")):  # whose rows keep their order
             kind = {"v_proj": "attn_v", "down_proj": "ffn_down", "o_proj": "attn_output"}[module.rpartition(".")[2]]
-            mine = found[f"blk.{module.split('.')[2]}.{kind}.weight.lora_b"]
-            factor = adapters.scale_of(what, module) * adapters.rank_of(what, module) / default
-            assert np.allclose(mine, b * np.float32(factor), rtol=1e-6, atol=0)
-            assert abs(factor - 1) > 1e-9 or np.array_equal(mine, b)
+            actual = tensors[f"blk.{module.split('.')[2]}.{kind}.weight.lora_b"]
+            factor = adapters.scale_of(adapter, module) * adapters.rank_of(adapter, module) / default
+            assert np.allclose(actual, b * np.float32(factor), rtol=1e-6, atol=0)
+            assert abs(factor - 1) > 1e-9 or np.array_equal(actual, b)
 
 
 def test_the_base_may_be_named_by_the_adapter(tmp_path: Path) -> None:
@@ -141,36 +145,36 @@ def test_the_base_may_be_named_by_the_adapter(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("name", "dtype"), [("llama", "F16"), ("qwen2", "BF16"), ("llama-small", "F16")])
 def test_outtype_auto(name: str, dtype: str, tmp_path: Path) -> None:
     """That of the first matrix; the reference stops there."""
-    what = ADAPTERS[name]
-    source, base = write_adapter(what, tmp_path / "a"), write_base(what, tmp_path)
+    adapter = ADAPTERS[name]
+    source, base = write_adapter(adapter, tmp_path / "a"), write_base(adapter, tmp_path)
     assert {t.type.name for t in plan_convert_lora(source, base=base, outtype="auto").tensors} == {dtype}
     assert plan_convert_lora(source, base=base, outtype="auto").shards[0].path.parent == source
 
 
 def test_the_name_of_the_output(tmp_path: Path) -> None:
-    what = ADAPTERS["Llama-3.2-1B-lora-v0.2"]
-    plan = plan_convert_lora(write_adapter(what, tmp_path), base=write_base(what, tmp_path / "b"))
+    adapter = ADAPTERS["Llama-3.2-1B-lora-v0.2"]
+    plan = plan_convert_lora(write_adapter(adapter, tmp_path), base=write_base(adapter, tmp_path / "b"))
     assert plan.shards[0].path.name == "Llama-3.2-1B-v0.2-F32-LoRA.gguf"
 
 
 # --- merging ---------------------------------------------------------------------------------------------------------
 
 
-def merged_with(base: Path, name: str, given: tuple[str, ...], out: Path, **run: Any) -> dict[str, F32]:
-    convert(base, out, None, options_of(name, outtype="f32", merge_lora=given), overwrite=True, **run)
+def merged_with(base: Path, name: str, adapter_options: tuple[str, ...], out: Path, **run: Any) -> dict[str, F32]:
+    convert(base, out, None, options_of(name, outtype="f32", merge_lora=adapter_options), overwrite=True, **run)
     return read_all(out)
 
 
 def test_what_is_merged_is_the_product(tmp_path: Path) -> None:
     """Against float64, for an architecture that leaves rows and columns as they are."""
-    what = ADAPTERS["qwen2"]
-    base, source = checkpoints.write_checkpoint("qwen2", tmp_path), write_adapter(what, tmp_path / "a")
+    adapter = ADAPTERS["qwen2"]
+    base, source = checkpoints.write_checkpoint("qwen2", tmp_path), write_adapter(adapter, tmp_path / "a")
     plain = merged_with(base, "qwen2", (), tmp_path / "x.gguf")
-    for given, strength in (((f"{source}",), 1.0), ((f"{source}:-0.5",), -0.5), ((f"{source}", f"{source}:2"), 3.0)):
-        merged = merged_with(base, "qwen2", given, tmp_path / "x.gguf")
+    for options, strength in (((f"{source}",), 1.0), ((f"{source}:-0.5",), -0.5), ((f"{source}", f"{source}:2"), 3.0)):
+        merged = merged_with(base, "qwen2", options, tmp_path / "x.gguf")
         for module, name in (("self_attn.q_proj", "attn_q"), ("mlp.down_proj", "ffn_down"), ("mlp.up_proj", "ffn_up")):
-            wanted = plain[f"blk.1.{name}.weight"] + strength * adapters.delta(what, f"model.layers.1.{module}")
-            assert np.abs(merged[f"blk.1.{name}.weight"] - wanted).max() < 3e-7
+            expected = plain[f"blk.1.{name}.weight"] + strength * adapters.delta(adapter, f"model.layers.1.{module}")
+            assert np.abs(merged[f"blk.1.{name}.weight"] - expected).max() < 3e-7
 
 
 @pytest.mark.parametrize(
@@ -183,9 +187,9 @@ def test_every_value_is_a_sum_in_the_order_of_the_rank(rows: int, columns: int, 
     total = b[:, :1] * a[0]
     for k in range(1, rank):
         total = total + b[:, k : k + 1] * a[k]
-    wanted = x + total * np.float32(1.7)
+    expected = x + total * np.float32(1.7)
     add_low_rank(x, strips(a), b, np.float32(1.7))
-    assert np.array_equal(x, wanted)
+    assert np.array_equal(x, expected)
 
 
 QUANTIZED = ("llama-gptq", "llama-ct-int4-asym", "llama-fp8-e5m2", "llama-nvfp4", "llama-ct-int8")
@@ -193,27 +197,34 @@ QUANTIZED = ("llama-gptq", "llama-ct-int4-asym", "llama-fp8-e5m2", "llama-nvfp4"
 
 @pytest.mark.parametrize("name", QUANTIZED)
 def test_quantized_weights_are_decoded_before(name: str, tmp_path: Path) -> None:
-    what = replace(LLAMA, base=name)
-    source = str(write_adapter(what, tmp_path / "a"))
+    adapter = replace(LLAMA, base=name)
+    source = str(write_adapter(adapter, tmp_path / "a"))
     about = checkpoints.describe(name)
     base = checkpoints.write_description(about, tmp_path)
-    meant = checkpoints.write_description(checkpoints.meant(about), tmp_path / "meant")
-    found = merged_with(base, name, (source,), tmp_path / "x.gguf")
-    wanted = merged_with(meant, name, (source,), tmp_path / "x.gguf")
-    assert found.keys() - wanted.keys() == set()
-    changed = [each for each in wanted if re.search(r"blk\.\d+\.(attn_[qkv]|attn_output|ffn_\w+)\.weight", each)]
-    assert len(changed) >= len(adapters.modules(what))
+    decoded_base = checkpoints.write_description(checkpoints.decoded(about), tmp_path / "meant")
+    actual = merged_with(base, name, (source,), tmp_path / "x.gguf")
+    expected = merged_with(decoded_base, name, (source,), tmp_path / "x.gguf")
+    assert actual.keys() - expected.keys() == set()
+    changed = [
+        name_of_weight
+        for name_of_weight in expected
+        if re.search(r"blk\.\d+\.(attn_[qkv]|attn_output|ffn_\w+)\.weight", name_of_weight)
+    ]
+    assert len(changed) >= len(adapters.modules(adapter))
     # NVFP4 is meant as code times both scales, in whatever order.
-    assert all(np.abs(found[each] - wanted[each]).max() <= (name == "llama-nvfp4") * 1e-7 for each in changed)
+    assert all(
+        np.abs(actual[name_of_weight] - expected[name_of_weight]).max() <= (name == "llama-nvfp4") * 1e-7
+        for name_of_weight in changed
+    )
 
 
 def test_experts_of_a_quantized_checkpoint(tmp_path: Path) -> None:
     """Some experts of a stack are changed, all of it becomes floats; other stacks stay the blocks they are."""
     name = "qwen3-moe-nvfp4"
-    what = replace(ADAPTERS["qwen3-moe"], base=name, modules=r"layers\.1\.mlp\.experts\.[02]\.up_proj")
+    adapter = replace(ADAPTERS["qwen3-moe"], base=name, modules=r"layers\.1\.mlp\.experts\.[02]\.up_proj")
     base = checkpoints.write_checkpoint(name, tmp_path)
     out = tmp_path / "x.gguf"
-    convert(base, out, None, options_of(name, merge_lora=(str(write_adapter(what, tmp_path / "a")),)))
+    convert(base, out, None, options_of(name, merge_lora=(str(write_adapter(adapter, tmp_path / "a")),)))
     with open_gguf(out) as file:
         types = {t.name: t.type.name for t in file.tensors.values() if "_exps.weight" in t.name}
         assert "blk.1.ffn_up_exps.scale" not in file.tensors
@@ -223,32 +234,32 @@ def test_experts_of_a_quantized_checkpoint(tmp_path: Path) -> None:
 
 def test_one_pass_is_merging_and_then_quantizing(tmp_path: Path) -> None:
     """Against a checkpoint that holds the merged weights, as PEFT's merge_and_unload saves one."""
-    what = ADAPTERS["qwen3"]
-    base, source = checkpoints.write_checkpoint("qwen3", tmp_path / "b"), write_adapter(what, tmp_path / "a")
+    adapter = ADAPTERS["qwen3"]
+    base, source = checkpoints.write_checkpoint("qwen3", tmp_path / "b"), write_adapter(adapter, tmp_path / "a")
     merged_with(base, "qwen3", (str(source),), tmp_path / "merged.gguf")
     export(tmp_path / "merged.gguf", tmp_path / "merged", ExportOptions(outtype="f32", tokenizer=False))
     for file in base.iterdir():
         if file.suffix != ".safetensors" and "index" not in file.name:
             (tmp_path / "merged" / file.name).write_bytes(file.read_bytes())
-    given = QuantizeOptions(no_provenance=True)
-    for folder, more in ((base, (str(source),)), (tmp_path / "merged", ())):
-        options = options_of("qwen3", intermediate="none", merge_lora=more, model_name="x")
-        convert(folder, tmp_path / f"{len(more)}.gguf", "Q4_K_M", options, given)
+    quantize_options = QuantizeOptions(no_provenance=True)
+    for folder, adapter_options in ((base, (str(source),)), (tmp_path / "merged", ())):
+        options = options_of("qwen3", intermediate="none", merge_lora=adapter_options, model_name="x")
+        convert(folder, tmp_path / f"{len(adapter_options)}.gguf", "Q4_K_M", options, quantize_options)
     with open_gguf(tmp_path / "0.gguf") as a, open_gguf(tmp_path / "1.gguf") as b:
         assert list(a.tensors) == list(b.tensors)
         assert all(a.data(name).tobytes() == b.data(name).tobytes() for name in a.tensors)
 
 
 def test_memory_and_threads_do_not_matter(llama: Path, tmp_path: Path) -> None:
-    given = (str(write_adapter(ADAPTERS["llama-small"], tmp_path)), str(write_adapter(LLAMA, tmp_path)))
-    options = options_of("llama", merge_lora=given)
-    ways: tuple[Any, ...] = ({"threads": 1}, {"threads": 3, "max_ram": "4MiB"}, {"threads": 2, "max_ram": "16MiB"})
+    adapter_options = (str(write_adapter(ADAPTERS["llama-small"], tmp_path)), str(write_adapter(LLAMA, tmp_path)))
+    options = options_of("llama", merge_lora=adapter_options)
+    settings: tuple[Any, ...] = ({"threads": 1}, {"threads": 3, "max_ram": "4MiB"}, {"threads": 2, "max_ram": "16MiB"})
     for type_name in (None, "Q4_K_M"):
-        found = set()
-        for run in ways:
+        outputs = set()
+        for run in settings:
             convert(llama, tmp_path / "x.gguf", type_name, options, overwrite=True, **run)
-            found.add((tmp_path / "x.gguf").read_bytes())
-        assert len(found) == 1
+            outputs.add((tmp_path / "x.gguf").read_bytes())
+        assert len(outputs) == 1
 
 
 def test_another_adapter_does_not_go_on(llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -272,8 +283,8 @@ def test_another_adapter_does_not_go_on(llama: Path, tmp_path: Path, monkeypatch
         convert(llama, out, None, options_of("llama"), resume=True)
     file, data = source / "adapter_model.safetensors", (source / "adapter_model.safetensors").read_bytes()
     middle = read_header(file)["base_model.model.model.layers.1.mlp.up_proj.lora_A.weight"]
-    at = middle.offset + middle.nbytes // 2 + 1
-    file.write_bytes(data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :])
+    offset = middle.offset + middle.nbytes // 2 + 1
+    file.write_bytes(data[:offset] + bytes([data[offset] ^ 1]) + data[offset + 1 :])
     with pytest.raises(ResourceError, match="is of other work"):
         convert(llama, out, None, options_of("llama", merge_lora=(str(source),)), resume=True)
     file.write_bytes(data)
@@ -282,8 +293,8 @@ def test_another_adapter_does_not_go_on(llama: Path, tmp_path: Path, monkeypatch
 
 def test_tied_embeddings(tmp_path: Path) -> None:
     """Merged they change the output, too, as in PEFT; a file of its own for them is not possible."""
-    what = replace(ADAPTERS["llama-embedding"], base="llama-tied")
-    base, source = checkpoints.write_checkpoint("llama-tied", tmp_path), write_adapter(what, tmp_path / "a")
+    adapter = replace(ADAPTERS["llama-embedding"], base="llama-tied")
+    base, source = checkpoints.write_checkpoint("llama-tied", tmp_path), write_adapter(adapter, tmp_path / "a")
     plan = plan_convert(base, tmp_path / "x.gguf", None, options_of("llama-tied", merge_lora=(str(source),)))
     assert any("both change" in note for note in plan.notes)
     with pytest.raises(FormatError, match=r"tie_word_embeddings.*--merge-lora"):
@@ -299,18 +310,18 @@ def lm_head(tmp_path: Path) -> Path:
 # --- what is refused -------------------------------------------------------------------------------------------------
 
 
-def edited(what: Adapter, path: Path, **config: Any) -> Path:
+def edited(adapter: Adapter, path: Path, **config: Any) -> Path:
     """Write an adapter with other values in adapter_config.json."""
-    source = write_adapter(what, path)
-    (source / "adapter_config.json").write_text(json.dumps({**adapters.config(what), **config}))
+    source = write_adapter(adapter, path)
+    (source / "adapter_config.json").write_text(json.dumps({**adapters.config(adapter), **config}))
     return source
 
 
-def rewritten(what: Adapter, path: Path, tensors: Any) -> Path:
+def rewritten(adapter: Adapter, path: Path, tensors: Any) -> Path:
     """Write an adapter with what ``tensors`` makes of its list of name, dtype, shape and bytes."""
-    source = write_adapter(what, path)
-    found = {t[0].removeprefix("base_model.model."): t for t in adapters.tensors(what)}
-    checkpoints.write_safetensors(source / "adapter_model.safetensors", list(tensors(found).values()))
+    source = write_adapter(adapter, path)
+    tensors_by_name = {t[0].removeprefix("base_model.model."): t for t in adapters.tensors(adapter)}
+    checkpoints.write_safetensors(source / "adapter_model.safetensors", list(tensors(tensors_by_name).values()))
     return source
 
 
@@ -321,10 +332,10 @@ def refusals(source: Path, llama: Path, message: str) -> None:
         plan_convert_lora(source, base=llama)
     with pytest.raises(QuantkitError, match=message) as second:
         plan_convert(llama, source.parent / "x.gguf", None, merging)
-    for said in (first.value.message, second.value.message):
-        assert str(source) in said
-        assert "\n" not in said
-        assert len(said) < 600
+    for text in (first.value.message, second.value.message):
+        assert str(source) in text
+        assert "\n" not in text
+        assert len(text) < 600
 
 
 @pytest.mark.usefixtures("pattern_limit")
@@ -374,19 +385,19 @@ Q = "model.layers.1.self_attn.q_proj"
 
 def without(name: str) -> Any:
     """Return a change of the tensors of a file: one less."""
-    return lambda found: {key: t for key, t in found.items() if key != name}
+    return lambda tensors: {key: t for key, t in tensors.items() if key != name}
 
 
-def with_tensor(name: str, shape: tuple[int, ...], dtype: str = "F32", instead: str | None = None) -> Any:
+def with_tensor(name: str, shape: tuple[int, ...], dtype: str = "F32", replaced: str | None = None) -> Any:
     """Return a change: a tensor of zeros, more or in the place of another one."""
     size = int(np.prod(shape)) * {"F32": 4, "F16": 2, "I8": 1}[dtype]
-    made = (f"base_model.model.{name}", dtype, shape, bytes(size))
-    return lambda found: {key: t for key, t in found.items() if key not in (name, instead)} | {name: made}
+    tensor = (f"base_model.model.{name}", dtype, shape, bytes(size))
+    return lambda tensors: {key: t for key, t in tensors.items() if key not in (name, replaced)} | {name: tensor}
 
 
-def renamed(by: str) -> Any:
-    return lambda found: {
-        key: (f"base_model.model.{key.replace(Q, by)}", *t[1:]) if Q in key else t for key, t in found.items()
+def renamed(prefix: str) -> Any:
+    return lambda tensors: {
+        key: (f"base_model.model.{key.replace(Q, prefix)}", *t[1:]) if Q in key else t for key, t in tensors.items()
     }
 
 
@@ -411,7 +422,7 @@ def renamed(by: str) -> Any:
         (renamed("model.layers.9.self_attn.q_proj"), "no such weight"),
         (renamed("model.layers.1.self_attn.other_proj"), "no such weight"),
         (renamed("visual.blocks.1.attn.q_proj"), "no part of the text model"),
-        (lambda found: {}, "no factors"),
+        (lambda tensors: {}, "no factors"),
     ],
 )
 def test_tensors_that_do_not_fit(llama: Path, tmp_path: Path, change: Any, message: str) -> None:
@@ -436,7 +447,7 @@ def test_shapes_that_the_configuration_contradicts(tmp_path: Path, change: Any, 
 
 
 @pytest.mark.parametrize(
-    ("what", "message"),
+    ("adapter", "message"),
     [
         (Adapter("latent", "deepseek-v2", "kv_b_proj"), "no product of two matrices any more"),
         (Adapter("some", "qwen3-moe", r"experts\.[01]\.up_proj"), "wait for others of their layer"),
@@ -449,13 +460,13 @@ def test_shapes_that_the_configuration_contradicts(tmp_path: Path, change: Any, 
     ],
     ids=lambda x: getattr(x, "name", ""),
 )
-def test_what_llama_cpp_cannot_have_beside_a_model(what: Adapter, message: str, tmp_path: Path) -> None:
+def test_what_llama_cpp_cannot_have_beside_a_model(adapter: Adapter, message: str, tmp_path: Path) -> None:
     """All of it can be merged."""
-    source = write_adapter(what, tmp_path / "a")
+    source = write_adapter(adapter, tmp_path / "a")
     with pytest.raises(FormatError, match=message):
-        plan_convert_lora(source, base=write_base(what, tmp_path))
-    base = checkpoints.write_checkpoint(what.base, tmp_path)
-    plan_convert(base, tmp_path / "x.gguf", None, options_of(what.base, merge_lora=(str(source),)))
+        plan_convert_lora(source, base=write_base(adapter, tmp_path))
+    base = checkpoints.write_checkpoint(adapter.base, tmp_path)
+    plan_convert(base, tmp_path / "x.gguf", None, options_of(adapter.base, merge_lora=(str(source),)))
 
 
 def test_copies_of_base_weights_are_left_out(llama: Path, tmp_path: Path) -> None:
@@ -492,8 +503,8 @@ def test_files_that_are_missing_or_cut(llama: Path, tmp_path: Path) -> None:
     (source / "adapter_model.bin").write_bytes(b"")
     refusals(source, llama, "load and save it with PEFT")
     file.write_bytes(data)
-    for broken in ("", "[]", "{", text[:-3], "1" * 5000, '{"peft_type": "LORA"'):
-        config.write_text(broken)
+    for content in ("", "[]", "{", text[:-3], "1" * 5000, '{"peft_type": "LORA"'):
+        config.write_text(content)
         refusals(source, llama, "not JSON|not a JSON object")
     config.unlink()
     refusals(source, llama, "no adapter of PEFT")
@@ -503,16 +514,16 @@ def test_files_that_are_missing_or_cut(llama: Path, tmp_path: Path) -> None:
 
 def test_changed_files_are_refused_or_read(llama: Path, tmp_path: Path) -> None:
     """Headers and configurations with bytes changed at random: a plan, or one of our errors."""
-    what = Adapter("small", "llama", r"layers\.0\.self_attn\.[qk]_proj", rank=2)
-    source = write_adapter(what, tmp_path)
+    adapter = Adapter("small", "llama", r"layers\.0\.self_attn\.[qk]_proj", rank=2)
+    source = write_adapter(adapter, tmp_path)
     random = np.random.default_rng(5)
     for name, part in (("adapter_model.safetensors", slice(0, 900)), ("adapter_config.json", slice(None))):
         good = (source / name).read_bytes()
         refused = 0
         for _ in range(150):
             data = bytearray(good)
-            for at in random.integers(0, len(good[part]), random.integers(1, 5)):
-                data[at] = random.choice(bytearray(b'0123456789-[]{},:"enulltrufasA B')) if at > 8 else at
+            for offset in random.integers(0, len(good[part]), random.integers(1, 5)):
+                data[offset] = random.choice(bytearray(b'0123456789-[]{},:"enulltrufasA B')) if offset > 8 else offset
             (source / name).write_bytes(data)
             try:
                 plan_convert_lora(source, base=llama)
@@ -528,10 +539,10 @@ def test_a_value_that_is_none_is_the_adapters(llama: Path, tmp_path: Path, facto
     """A NaN in a factor is no fault of the weight that it is added to."""
     name = f"{Q}.lora_{factor}.weight"
 
-    def with_nan(found: Any) -> Any:
-        full, dtype, shape, data = found[name]
+    def with_nan(tensors: Any) -> Any:
+        full, dtype, shape, data = tensors[name]
         nan = np.full(1, np.nan, {"F32": np.float32, "F16": np.float16}.get(dtype, np.float32)).tobytes()
-        return {**found, name: (full, dtype, shape, (b"\xc0\x7f" if dtype == "BF16" else nan) + data[len(nan) :])}
+        return {**tensors, name: (full, dtype, shape, (b"\xc0\x7f" if dtype == "BF16" else nan) + data[len(nan) :])}
 
     source = rewritten(LLAMA, tmp_path, with_nan)
     with pytest.raises(FormatError) as e:
@@ -576,29 +587,29 @@ def test_no_input_is_replaced(llama: Path, tmp_path: Path) -> None:
 def test_command_lines(llama: Path, tmp_path: Path) -> None:
     source, out = write_adapter(LLAMA, tmp_path), tmp_path / "{ftype}.gguf"
     run = CliRunner()
-    given = ["convert-lora", str(source), str(out), "--base", str(llama)]
-    planned = json.loads(run.invoke(cli, [*given, "--dry-run", "--json"]).stdout)
+    arguments = ["convert-lora", str(source), str(out), "--base", str(llama)]
+    output = json.loads(run.invoke(cli, [*arguments, "--dry-run", "--json"]).stdout)
     assert not (tmp_path / "f32.gguf").exists()
-    done = run.invoke(cli, [*given, "--json"])
-    assert done.exit_code == 0, done.output
-    assert json.loads(done.stdout)["files"][0]["bytes"] == (tmp_path / "f32.gguf").stat().st_size
-    assert planned["files"][0]["bytes"] == (tmp_path / "f32.gguf").stat().st_size
+    result = run.invoke(cli, [*arguments, "--json"])
+    assert result.exit_code == 0, result.output
+    assert json.loads(result.stdout)["files"][0]["bytes"] == (tmp_path / "f32.gguf").stat().st_size
+    assert output["files"][0]["bytes"] == (tmp_path / "f32.gguf").stat().st_size
     assert digests(tmp_path / "f32.gguf")["sha256"] == EXPECTED["llama"]["f32"]["sha256"]
-    again = run.invoke(cli, given)
-    assert again.exit_code == 1
-    assert "exists" in again.stderr
+    rerun = run.invoke(cli, arguments)
+    assert rerun.exit_code == 1
+    assert "exists" in rerun.stderr
     for options, message in (
         (["--base-model-id", "a/b"], "--base DIR"),
         (["--bigendian"], "little-endian"),
         (["--outfile", "y.gguf"], "give one of them"),
     ):
-        refused = run.invoke(cli, [*given, *options])
+        refused = run.invoke(cli, [*arguments, *options])
         assert refused.exit_code == 2
         assert message in " ".join(refused.stderr.split())
     merging = ["convert", str(llama), str(tmp_path / "m.gguf"), "--pre", "llama-bpe", "--allow-other-ids"]
-    done = run.invoke(cli, [*merging, "--merge-lora", f"{source}:0.5", "--merge-lora", str(source), "--json"])
-    assert done.exit_code == 0, done.output
-    assert done.stderr.count("merged into 21 weights") == 2
+    result = run.invoke(cli, [*merging, "--merge-lora", f"{source}:0.5", "--merge-lora", str(source), "--json"])
+    assert result.exit_code == 0, result.output
+    assert result.stderr.count("merged into 21 weights") == 2
 
 
 @pytest.mark.peer
@@ -608,7 +619,7 @@ def test_llama_cpp_runs_a_file_as_the_merged_model(llama_bin: Path, data: Path, 
     base = tmp_path / "tiny-moe"
     subprocess.run([sys.executable, str(script), str(base)], check=True)
     shapes = {t.name: t.shape for path in sorted(base.glob("*.safetensors")) for t in read_header(path).values()}
-    what = Adapter(
+    adapter = Adapter(
         "tuned",
         "tiny-moe",
         r"self_attn\.[qkvo]_proj|mlp\.experts\.\d+\.(gate|up|down)_proj",
@@ -616,17 +627,17 @@ def test_llama_cpp_runs_a_file_as_the_merged_model(llama_bin: Path, data: Path, 
         config={"use_rslora": True, "rank_pattern": {"q_proj": 4}, "alpha_pattern": {"v_proj": 12}},
         shapes=shapes,
     )
-    source, factors = write_adapter(what, tmp_path), tmp_path / "lora.gguf"
+    source, factors = write_adapter(adapter, tmp_path), tmp_path / "lora.gguf"
     convert_lora(source, factors, base=base)
     plain, merged = tmp_path / "plain.gguf", tmp_path / "merged.gguf"
     convert(base, plain, None, ConvertOptions(pre="gpt-2", outtype="f32"))
     convert(base, merged, None, ConvertOptions(pre="gpt-2", outtype="f32", merge_lora=(str(source),)))
     text = ("-f", data / "tiny-moe-evaluation.txt", "-c", 128, "--chunks", 4)
-    found = []
-    for model, more in ((plain, ()), (plain, ("--lora", factors)), (merged, ())):
-        printed = llama_perplexity(llama_bin, "Final estimate", "-m", model, *more, *text)
+    logits = []
+    for model, options in ((plain, ()), (plain, ("--lora", factors)), (merged, ())):
+        printed = llama_perplexity(llama_bin, "Final estimate", "-m", model, *options, *text)
         match = re.search(r"Final estimate: PPL = ([\d.]+)", printed)
         assert match is not None
-        found.append(float(match[1]))
-    assert found[1] == pytest.approx(found[2], rel=2e-4)
-    assert abs(found[0] / found[2] - 1) > 1e-2
+        logits.append(float(match[1]))
+    assert logits[1] == pytest.approx(logits[2], rel=2e-4)
+    assert abs(logits[0] / logits[2] - 1) > 1e-2

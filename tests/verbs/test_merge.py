@@ -27,7 +27,7 @@ FIELDS = [Field.of("general.architecture", "qwen3moe"), Field.of("qwen3moe.block
 Tensor = tuple[str, tuple[int, ...], TensorType, bytes]
 
 
-def some(name: str, shape: tuple[int, ...], t: TensorType, seed: int) -> Tensor:
+def random_tensor(name: str, shape: tuple[int, ...], t: TensorType, seed: int) -> Tensor:
     """Return a tensor of random bytes in which no scale is infinite."""
     data = np.random.default_rng(seed).integers(0, 64, t.tensor_bytes(shape), np.uint8)
     return name, shape, t, data.tobytes()
@@ -37,14 +37,16 @@ def experts(
     t: TensorType, n_ff: int, n_expert: int, *, n_embd: int | None = None, bias: bool = True, layers: int = 2
 ) -> list[Tensor]:
     n_embd, tensors = n_embd or t.block, []
-    tensors.append(some("token_embd.weight", (8, 4), BY_NAME["F32"], 99))
+    tensors.append(random_tensor("token_embd.weight", (8, 4), BY_NAME["F32"], 99))
     for i in range(layers):
         for j, half in enumerate(("down", "gate", "up")):
             shape = (n_embd, n_ff, n_expert)
-            tensors.append(some(f"blk.{i}.ffn_{half}_exps.weight", shape, t, 10 * i + j))
+            tensors.append(random_tensor(f"blk.{i}.ffn_{half}_exps.weight", shape, t, 10 * i + j))
             if bias:
-                tensors.append(some(f"blk.{i}.ffn_{half}_exps.bias", (n_ff, n_expert), BY_NAME["F32"], 10 * i + j + 5))
-        tensors.append(some(f"blk.{i}.ffn_norm.weight", (8,), BY_NAME["F32"], i))
+                tensors.append(
+                    random_tensor(f"blk.{i}.ffn_{half}_exps.bias", (n_ff, n_expert), BY_NAME["F32"], 10 * i + j + 5)
+                )
+        tensors.append(random_tensor(f"blk.{i}.ffn_norm.weight", (8,), BY_NAME["F32"], i))
     return tensors
 
 
@@ -63,9 +65,9 @@ def test_merge_then_split_is_the_identity_for_every_type(tmp_path: Path, t: Tens
     source = tmp_path / "s.gguf"
     # Q8_K_R8 is taken apart in units of 256 values, BF16_R16 in pairs.
     write_gguf(source, FIELDS, experts(t, 2 * t.interleave, 3, n_embd=256 if t.interleave > 1 else None))
-    merged, back = round_trip(source, tmp_path)
+    merged, split_path = round_trip(source, tmp_path)
     before, after = tensor_bytes(source), tensor_bytes(merged)
-    assert back.read_bytes() == source.read_bytes()
+    assert split_path.read_bytes() == source.read_bytes()
     half = len(before["blk.0.ffn_gate_exps.weight"][1]) // 3
     for e in range(3):
         gate = before["blk.0.ffn_gate_exps.weight"][1][e * half : (e + 1) * half]
@@ -96,26 +98,29 @@ def test_the_identity_holds_for_any_shape_and_over_shards(
         shards = quantize(source, tmp_path / "many.gguf", "COPY", options).paths
     merged = plan_merge_up_gate(shards[-1], tmp_path / "merged.gguf", keep_split=keep)
     carry_out(merged)
-    back = plan_split_up_gate(merged.plan.shards[0].path, tmp_path / "back.gguf")
-    carry_out(back)
-    assert len(back.plan.shards) == len(shards)
-    for ours, theirs in zip(back.plan.shards, shards, strict=True):
-        assert ours.path.read_bytes() == theirs.read_bytes()
+    split_plan = plan_split_up_gate(merged.plan.shards[0].path, tmp_path / "back.gguf")
+    carry_out(split_plan)
+    assert len(split_plan.plan.shards) == len(shards)
+    for split_shard, original in zip(split_plan.plan.shards, shards, strict=True):
+        assert split_shard.path.read_bytes() == original.read_bytes()
 
 
 def test_split_then_merge_is_the_identity_too(tmp_path: Path) -> None:
     """A file that was merged elsewhere: other tensors between, no record of ours."""
     merged = tmp_path / "m.gguf"
     t = BY_NAME["Q8_0"]
-    tensors = [some("blk.0.ffn_gate_up_exps.weight", (32, 6, 4), t, 1), some("blk.0.x", (8,), BY_NAME["F32"], 2)]
-    write_gguf(merged, FIELDS, [*tensors, some("blk.1.ffn_gate_up_exps.weight", (32, 6, 4), t, 3)])
-    apart = carry_out(plan_split_up_gate(merged, tmp_path / "s.gguf"))
-    assert list(tensor_bytes(apart)) == [
+    tensors = [
+        random_tensor("blk.0.ffn_gate_up_exps.weight", (32, 6, 4), t, 1),
+        random_tensor("blk.0.x", (8,), BY_NAME["F32"], 2),
+    ]
+    write_gguf(merged, FIELDS, [*tensors, random_tensor("blk.1.ffn_gate_up_exps.weight", (32, 6, 4), t, 3)])
+    separate = carry_out(plan_split_up_gate(merged, tmp_path / "s.gguf"))
+    assert list(tensor_bytes(separate)) == [
         *("blk.0.ffn_gate_exps.weight", "blk.0.ffn_up_exps.weight", "blk.0.x"),
         *("blk.1.ffn_gate_exps.weight", "blk.1.ffn_up_exps.weight"),
     ]
-    again = carry_out(plan_merge_up_gate(apart, tmp_path / "again.gguf"))
-    assert again.read_bytes() == merged.read_bytes()
+    merged_again = carry_out(plan_merge_up_gate(separate, tmp_path / "again.gguf"))
+    assert merged_again.read_bytes() == merged.read_bytes()
 
 
 def test_merged_experts_take_the_place_of_the_first_half(tmp_path: Path, zoo: Callable[[str], Path]) -> None:
@@ -129,23 +134,23 @@ def test_merged_experts_take_the_place_of_the_first_half(tmp_path: Path, zoo: Ca
 def test_only_what_was_merged_here_is_taken_apart(tmp_path: Path) -> None:
     t, source = BY_NAME["F16"], tmp_path / "s.gguf"
     tensors = experts(t, 4, 2, layers=1, bias=False)
-    write_gguf(source, FIELDS, [*tensors, some("blk.1.ffn_gate_up_exps.weight", (1, 8, 2), t, 7)])
-    _, back = round_trip(source, tmp_path)
-    assert back.read_bytes() == source.read_bytes()
+    write_gguf(source, FIELDS, [*tensors, random_tensor("blk.1.ffn_gate_up_exps.weight", (1, 8, 2), t, 7)])
+    _, split_path = round_trip(source, tmp_path)
+    assert split_path.read_bytes() == source.read_bytes()
 
 
 def test_a_quantized_merge_comes_apart_in_the_order_of_its_source(tmp_path: Path, tiny_moe: Path) -> None:
     merged = carry_out(plan_merge_up_gate(tiny_moe, tmp_path / "m.gguf"))
     quantize(merged, tmp_path / "q.gguf", "Q8_0", QuantizeOptions(no_provenance=True))
-    apart = carry_out(plan_split_up_gate(tmp_path / "q.gguf", tmp_path / "s.gguf"))
+    separate = carry_out(plan_split_up_gate(tmp_path / "q.gguf", tmp_path / "s.gguf"))
     quantize(tiny_moe, tmp_path / "direct.gguf", "Q8_0", QuantizeOptions(no_provenance=True))
-    assert list(tensor_bytes(apart)) == list(tensor_bytes(tiny_moe))
-    assert tensor_bytes(apart) == tensor_bytes(tmp_path / "direct.gguf")
+    assert list(tensor_bytes(separate)) == list(tensor_bytes(tiny_moe))
+    assert tensor_bytes(separate) == tensor_bytes(tmp_path / "direct.gguf")
 
 
 def test_up_first_experts_are_turned_around(tmp_path: Path) -> None:
     source = tmp_path / "old.gguf"
-    write_gguf(source, FIELDS, [some("blk.0.ffn_up_gate_exps.weight", (32, 4, 2), BY_NAME["Q8_0"], 1)])
+    write_gguf(source, FIELDS, [random_tensor("blk.0.ffn_up_gate_exps.weight", (32, 4, 2), BY_NAME["Q8_0"], 1)])
     turned = tensor_bytes(carry_out(plan_merge_up_gate(source, tmp_path / "new.gguf")))
     raw = tensor_bytes(source)["blk.0.ffn_up_gate_exps.weight"][1]
     rows = [raw[i * 34 : (i + 1) * 34] for i in range(8)]
@@ -157,9 +162,9 @@ def test_halves_of_different_types_are_left_alone_or_encoded_again(tmp_path: Pat
     source, shape = tmp_path / "s.gguf", (64, 3, 2)
     rng = np.random.default_rng(1)
     gate, up = (rng.normal(0, 0.1, shape[::-1]).astype(np.float32) for _ in range(2))
-    named = [("blk.0.ffn_gate_exps.weight", shape, BY_NAME["F32"], gate.tobytes())]
-    named.append(("blk.0.ffn_up_exps.weight", shape, BY_NAME["F16"], up.astype(np.float16).tobytes()))
-    write_gguf(source, FIELDS, [*named, *experts(BY_NAME["F32"], 2, 2, layers=2, bias=False)[5:]])
+    tensors_of_file = [("blk.0.ffn_gate_exps.weight", shape, BY_NAME["F32"], gate.tobytes())]
+    tensors_of_file.append(("blk.0.ffn_up_exps.weight", shape, BY_NAME["F16"], up.astype(np.float16).tobytes()))
+    write_gguf(source, FIELDS, [*tensors_of_file, *experts(BY_NAME["F32"], 2, 2, layers=2, bias=False)[5:]])
     left = plan_merge_up_gate(source, tmp_path / "o.gguf")
     assert [layer.prefix for layer in left.refused] == ["blk.0."]
     assert "--reencode" in left.refused[0].refusal
@@ -175,12 +180,16 @@ def test_halves_of_different_types_are_left_alone_or_encoded_again(tmp_path: Pat
         (lambda t: [x for x in t if "ffn_up" not in x[0]], "it has no ffn_up_exps.weight"),
         (lambda t: [x for x in t if "gate_exps.bias" not in x[0]], "only one half has a bias"),
         (lambda t: [x for x in t if "_exps" not in x[0]], "it has no "),
-        (lambda t: [*t, some("blk.0.ffn_gate_exps.scale", (2,), BY_NAME["F32"], 1)], "no runtime has a name"),
-        (lambda t: [*t, some("blk.0.ffn_gate_exps.zero", (2,), BY_NAME["F32"], 1)], "have no such tensor"),
-        (lambda t: [*t, some("blk.0.ffn_gate_up_exps.weight", (1, 4, 2), BY_NAME["F32"], 1)], "beside the halves"),
+        (lambda t: [*t, random_tensor("blk.0.ffn_gate_exps.scale", (2,), BY_NAME["F32"], 1)], "no runtime has a name"),
+        (lambda t: [*t, random_tensor("blk.0.ffn_gate_exps.zero", (2,), BY_NAME["F32"], 1)], "have no such tensor"),
+        (
+            lambda t: [*t, random_tensor("blk.0.ffn_gate_up_exps.weight", (1, 4, 2), BY_NAME["F32"], 1)],
+            "beside the halves",
+        ),
         (
             lambda t: [
-                some(f"blk.0.ffn_{half}_exps.weight", (1, 2, 2, 2), BY_NAME["F32"], 1) for half in ("gate", "up")
+                random_tensor(f"blk.0.ffn_{half}_exps.weight", (1, 2, 2, 2), BY_NAME["F32"], 1)
+                for half in ("gate", "up")
             ],
             "more dimensions than experts have",
         ),
@@ -196,7 +205,7 @@ def test_what_cannot_be_merged_is_named(tmp_path: Path, change: object, message:
 
 def test_interleaved_rows_must_divide(tmp_path: Path) -> None:
     t = BY_NAME["Q4_K_R4"]
-    merged = [some("blk.0.ffn_gate_up_exps.weight", (256, 4, 2), t, 1)]
+    merged = [random_tensor("blk.0.ffn_gate_up_exps.weight", (256, 4, 2), t, 1)]
     write_gguf(tmp_path / "m.gguf", FIELDS, merged)
     with pytest.raises(RecipeError, match="cannot be halved"):
         plan_split_up_gate(tmp_path / "m.gguf", tmp_path / "o.gguf")
@@ -211,9 +220,11 @@ def test_merged_twice_is_said(tmp_path: Path, tiny_moe: Path) -> None:
 
 
 def test_the_later_half_may_lie_in_a_later_shard(tmp_path: Path) -> None:
-    named = [some(f"blk.0.{n}.weight", (8, 2, 2), BY_NAME["F32"], 1) for n in ("ffn_up_exps", "a", "ffn_gate_exps")]
+    tensors_of_file = [
+        random_tensor(f"blk.0.{n}.weight", (8, 2, 2), BY_NAME["F32"], 1) for n in ("ffn_up_exps", "a", "ffn_gate_exps")
+    ]
     shards = [split_path(tmp_path / "s", no, 3) for no in range(3)]
-    for no, tensor in enumerate(named):
+    for no, tensor in enumerate(tensors_of_file):
         write_gguf(shards[no], [*(FIELDS if no == 0 else ()), *split_fields(no, 3, 3)], [tensor])
     merged = plan_merge_up_gate(shards[0], tmp_path / "m.gguf", keep_split=True)
     assert [(x.name, x.shard) for x in merged.plan.tensors] == [
@@ -221,9 +232,9 @@ def test_the_later_half_may_lie_in_a_later_shard(tmp_path: Path) -> None:
         ("blk.0.a.weight", 1),
     ]
     carry_out(merged)
-    back = plan_split_up_gate(merged.plan.shards[1].path, tmp_path / "back.gguf")
-    carry_out(back)
-    assert [s.path.read_bytes() for s in back.plan.shards] == [path.read_bytes() for path in shards]
+    split_plan = plan_split_up_gate(merged.plan.shards[1].path, tmp_path / "back.gguf")
+    carry_out(split_plan)
+    assert [s.path.read_bytes() for s in split_plan.plan.shards] == [path.read_bytes() for path in shards]
 
 
 def test_shards_are_kept_where_the_record_knows_none(tmp_path: Path, tiny_moe: Path) -> None:
@@ -231,14 +242,14 @@ def test_shards_are_kept_where_the_record_knows_none(tmp_path: Path, tiny_moe: P
     options = QuantizeOptions(split_max_size=4_000_000, no_provenance=True)
     shards = quantize(merged, tmp_path / "q.gguf", "Q8_0", options).paths
     assert len(shards) > 2
-    kept = plan_split_up_gate(shards[0], tmp_path / "s.gguf", keep_split=True)
-    assert len(kept.plan.shards) == len(shards)
-    carry_out(kept)
+    split_plan = plan_split_up_gate(shards[0], tmp_path / "s.gguf", keep_split=True)
+    assert len(split_plan.plan.shards) == len(shards)
+    carry_out(split_plan)
     one = plan_split_up_gate(shards[0], tmp_path / "s.gguf")
     assert len(one.plan.shards) == 1
     carry_out(one)
-    with open_gguf(kept.plan.shards[0].path) as many, open_gguf(one.plan.shards[0].path) as single:
-        assert {n: many.data(n).tobytes() for n in many.tensors} == {
+    with open_gguf(split_plan.plan.shards[0].path) as sharded, open_gguf(one.plan.shards[0].path) as single:
+        assert {n: sharded.data(n).tobytes() for n in sharded.tensors} == {
             n: single.data(n).tobytes() for n in single.tensors
         }
     with pytest.raises(RecipeError, match="exclude each other"):
@@ -267,16 +278,16 @@ def run(*args: object) -> Result:
 
 
 def test_the_commands_undo_each_other(tmp_path: Path, data: Path, tiny_moe: Path) -> None:
-    m, s, im, back = (tmp_path / n for n in ("m.gguf", "s.gguf", "im.gguf", "back.gguf"))
+    m, s, im, split_path = (tmp_path / n for n in ("m.gguf", "s.gguf", "im.gguf", "back.gguf"))
     imatrix = data / "tiny-moe-imatrix.gguf"
     merged = run("merge-up-gate", "--imatrix", imatrix, "--imatrix-out", im, tiny_moe, m)
     assert merged.exit_code == 0, merged.output
     assert "4 layers" in merged.stdout
     assert "llama.cpp b11434: no, ik_llama.cpp 8337e4cd3: yes" in merged.stdout
-    split = run("split-up-gate", "--json", "--imatrix", im, "--imatrix-out", back, m, s)
+    split = run("split-up-gate", "--json", "--imatrix", im, "--imatrix-out", split_path, m, s)
     assert json.loads(split.stdout)["written"]
     assert s.read_bytes() == tiny_moe.read_bytes()
-    assert back.read_bytes() == imatrix.read_bytes()
+    assert split_path.read_bytes() == imatrix.read_bytes()
     assert split_imatrix(im).entries.keys() == read_imatrix(imatrix).entries.keys()
 
 
@@ -292,7 +303,7 @@ def test_a_dry_run_and_refusals_write_nothing(tmp_path: Path, tiny_moe: Path) ->
 
 
 def test_metadata_is_as_before_and_the_record_is_gone(tmp_path: Path, tiny_moe: Path) -> None:
-    merged, back = round_trip(tiny_moe, tmp_path)
-    with open_gguf(merged) as m, open_gguf(back) as b, open_gguf(tiny_moe) as t:
+    merged, split_path = round_trip(tiny_moe, tmp_path)
+    with open_gguf(merged) as m, open_gguf(split_path) as b, open_gguf(tiny_moe) as t:
         assert m.get("quantkit.merge.tensors") == list(t.tensors)
         assert [f.encode() for f in b.fields.values()] == [f.encode() for f in t.fields.values()]

@@ -48,13 +48,13 @@ def sha256(path: Path) -> str:
 def test_the_bytes_do_not_depend_on_threads_or_memory(
     llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, threads: int, piece: int, job: int
 ) -> None:
-    whole = tmp_path / "whole.gguf"
-    quantize(llama, whole, "Q4_K_M", threads=1)
+    full = tmp_path / "whole.gguf"
+    quantize(llama, full, "Q4_K_M", threads=1)
     monkeypatch.setattr(jobs, "PIECE", piece)
     monkeypatch.setattr(jobs, "JOB", job)
-    cut = tmp_path / "cut.gguf"
-    quantize(llama, cut, "Q4_K_M", threads=threads)
-    assert sha256(whole) == sha256(cut)
+    truncated_path = tmp_path / "cut.gguf"
+    quantize(llama, truncated_path, "Q4_K_M", threads=threads)
+    assert sha256(full) == sha256(truncated_path)
 
 
 def test_the_plan_is_the_file(llama: Path, tmp_path: Path) -> None:
@@ -127,8 +127,8 @@ def test_files_of_image_models_keep_their_dimensions(tmp_path: Path, type_name: 
         assert {name: file.tensors[name].shape for name in ODD_SHAPES} == ODD_SHAPES
         assert {name: file.data(name).tobytes() for name in ODD_SHAPES} == {name: data[name] for name in ODD_SHAPES}
         assert file.tensors["img.weight"].type.name == ("F32" if type_name == "COPY" else "Q8_0")
-    found = compare(tmp_path / "image.gguf", split[0])
-    assert {t.name: t.identical for t in found.tensors} == dict.fromkeys(ODD_SHAPES, True) | {
+    result = compare(tmp_path / "image.gguf", split[0])
+    assert {t.name: t.identical for t in result.tensors} == dict.fromkeys(ODD_SHAPES, True) | {
         "img.weight": type_name == "COPY"
     }
     write_odd_shapes(tmp_path / "text.gguf", "llama")
@@ -136,8 +136,8 @@ def test_files_of_image_models_keep_their_dimensions(tmp_path: Path, type_name: 
     with open_gguf(tmp_path / "p.gguf") as file:
         shapes = {name: file.tensors[name].shape for name in ODD_SHAPES}
     assert shapes == ODD_SHAPES | {"scale": (1,), "last": (2,)}
-    shown = CliRunner().invoke(cli, ["inspect", str(split[0])]).output
-    assert {"scalar", "3 x 3 x 2 x 4 x 5"} <= set(re.split("  +", shown))
+    text = CliRunner().invoke(cli, ["inspect", str(split[0])]).output
+    assert {"scalar", "3 x 3 x 2 x 4 x 5"} <= set(re.split("  +", text))
 
 
 # ---------------------------------------------------------------- metadata
@@ -165,10 +165,10 @@ def quantized(llama: Path, data: Path, tmp_path: Path) -> Path:
     home = tmp_path / "home" / "cook"
     home.mkdir(parents=True)
     imatrix = read_imatrix(data / "tiny-moe-imatrix.gguf")
-    said = Field.of("quantkit.calibration.scale", 16)
+    field = Field.of("quantkit.calibration.scale", 16)
     entries = {"blk.0.attn_q.weight": imatrix.entries["blk.0.attn_q.weight"]}
-    made = replace(imatrix, entries=entries, datasets=[str(home / "text.txt")], extra={said.key: said})
-    write_imatrix(home / "im.gguf", made)
+    matrix = replace(imatrix, entries=entries, datasets=[str(home / "text.txt")], extra={field.key: field})
+    write_imatrix(home / "im.gguf", matrix)
     options = QuantizeOptions(imatrix=home / "im.gguf", override_kv=("general.name=str:Mine", "a.b=int:1"))
     quantize(llama, tmp_path / "q.gguf", "Q8_0", options)
     return tmp_path / "q.gguf"
@@ -191,29 +191,31 @@ def test_a_copy_keeps_what_the_source_says_of_its_making(quantized: Path, tmp_pa
             ["q.gguf", split[0].name, "joined.gguf"],
         ),
     ):
-        found = keys_of(path)
-        copy = {key: found.pop(key) for key in list(found) if key.startswith("quantkit.copy.")}
-        assert found == origin
+        keys = keys_of(path)
+        copy = {key: keys.pop(key) for key in list(keys) if key.startswith("quantkit.copy.")}
+        assert keys == origin
         assert keys_of(path, "quantize.imatrix") == imatrix
         assert copy["quantkit.copy.recipe"] == recipes
         assert copy["quantkit.copy.source.name"] == names
-        assert [len(each) for each in copy["quantkit.copy.source.fingerprint"]] == [64] * len(names)
+        assert [len(digest) for digest in copy["quantkit.copy.source.fingerprint"]] == [64] * len(names)
         assert len(copy["quantkit.copy.version"]) == len(names)
 
 
 def test_what_is_encoded_again_says_what_its_source_said(quantized: Path, tmp_path: Path) -> None:
     quantize(quantized, tmp_path / "copy.gguf", "COPY")
-    again = QuantizeOptions(allow_requantize=True)
-    quantize(tmp_path / "copy.gguf", tmp_path / "again.gguf", "Q4_0", again)
-    found = keys_of(tmp_path / "again.gguf")
+    options = QuantizeOptions(allow_requantize=True)
+    quantize(tmp_path / "copy.gguf", tmp_path / "again.gguf", "Q4_0", options)
+    keys = keys_of(tmp_path / "again.gguf")
     before = keys_of(tmp_path / "copy.gguf")
     moved = {f"quantkit.source.{key.removeprefix('quantkit.')}": value for key, value in before.items()}
     assert moved["quantkit.source.quantize.recipe"].startswith("Q8_0")
-    own = {key: value for key, value in found.items() if key not in moved}
-    assert found == own | moved
-    assert sorted(own) == [f"quantkit.quantize.{k}" for k in ("recipe", "source.fingerprint", "source.name", "version")]
-    assert own["quantkit.quantize.source.name"] == "copy.gguf"
-    rule = replace(again, tensor_type=("ffn_down=q4_0",))  # COPY of all others
+    new_keys = {key: value for key, value in keys.items() if key not in moved}
+    assert keys == new_keys | moved
+    assert sorted(new_keys) == [
+        f"quantkit.quantize.{k}" for k in ("recipe", "source.fingerprint", "source.name", "version")
+    ]
+    assert new_keys["quantkit.quantize.source.name"] == "copy.gguf"
+    rule = replace(options, tensor_type=("ffn_down=q4_0",))  # COPY of all others
     quantize(quantized, tmp_path / "part.gguf", "COPY", rule)
     assert keys_of(tmp_path / "part.gguf")["quantkit.quantize.recipe"].startswith("COPY\n--allow-requantize\nffn_down")
     assert keys_of(tmp_path / "part.gguf")["quantkit.source.quantize.recipe"].startswith("Q8_0")
@@ -321,9 +323,9 @@ def test_too_little_memory_is_said(llama: Path, tmp_path: Path) -> None:
 def test_a_value_that_is_not_finite_is_located(tmp_path: Path, value: float, type_name: str) -> None:
     source = write_model(tmp_path / "s.gguf", llama_tensors())
     with open_gguf(source) as file:
-        at = file.tensors["blk.1.ffn_up.weight"].offset + (77 * 256 + 5) * 2
+        offset = file.tensors["blk.1.ffn_up.weight"].offset + (77 * 256 + 5) * 2
     with source.open("r+b") as raw:
-        raw.seek(at)
+        raw.seek(offset)
         raw.write(np.float16(value).tobytes())
     refused(FormatError, r"blk\.1\.ffn_up\.weight, row 77", source, tmp_path / "o.gguf", type_name)
     assert [p.name for p in tmp_path.iterdir()] == ["s.gguf"]
@@ -364,8 +366,8 @@ def test_every_preset_has_a_plan(preset: Preset, tiny_moe: Path, data: Path, tmp
     if preset.base is not None:
         assert preset.base in {t.type for t in plan.tensors}
         if preset.trees == "both":
-            again = plan_quantize(tiny_moe, tmp_path / "o.gguf", preset.name, replace(options, rules="ik"))
-            assert again.rules == "ik"
+            second_plan = plan_quantize(tiny_moe, tmp_path / "o.gguf", preset.name, replace(options, rules="ik"))
+            assert second_plan.rules == "ik"
 
 
 def test_a_missing_encoder_stops_the_run_not_the_plan(
@@ -495,13 +497,13 @@ def test_an_interrupted_run_goes_on(llama: Path, tmp_path: Path, tensors: int) -
 
 @pytest.mark.parametrize("tensors", range(1, 7))
 def test_empty_tensors_are_resumed(tmp_path: Path, tensors: int) -> None:
-    source, out, whole = (tmp_path / name for name in ("s.gguf", "o.gguf", "whole.gguf"))
+    source, out, full = (tmp_path / name for name in ("s.gguf", "o.gguf", "whole.gguf"))
     write_odd_shapes(source, "wan")
-    quantize(source, whole, "Q8_0")
+    quantize(source, full, "Q8_0")
     with pytest.raises(KeyboardInterrupt):
         quantize(source, out, "Q8_0", threads=1, observer=StopAfter(tensors))
     quantize(source, out, "Q8_0", resume=True)
-    assert sha256(out) == sha256(whole)
+    assert sha256(out) == sha256(full)
 
 
 def test_damaged_bytes_are_made_again(llama: Path, tmp_path: Path) -> None:
@@ -549,14 +551,14 @@ def test_a_torn_journal_line_is_ignored(llama: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("line", [b"5", b"[]", b'{"tensor": "a"}', b'{"tensor": [], "crc32": 1, "sums": []}', b"\xff"])
-@pytest.mark.parametrize("at", [0, 1])
-def test_a_journal_of_nonsense_is_read_no_further(llama: Path, tmp_path: Path, line: bytes, at: int) -> None:
+@pytest.mark.parametrize("position", [0, 1])
+def test_a_journal_of_nonsense_is_read_no_further(llama: Path, tmp_path: Path, line: bytes, position: int) -> None:
     quantize(llama, tmp_path / "whole.gguf", "Q4_K_M")
     out = tmp_path / "o.gguf"
     interrupted(llama, out, 8)
     journal = run_module.journal_path(out)
     lines = journal.read_bytes().splitlines()
-    journal.write_bytes(b"\n".join([*lines[:at], line, *lines[at:], b""]))
+    journal.write_bytes(b"\n".join([*lines[:position], line, *lines[position:], b""]))
     quantize(llama, out, "Q4_K_M", resume=True)
     assert sha256(out) == sha256(tmp_path / "whole.gguf")
 
@@ -598,8 +600,10 @@ def test_other_work_is_not_resumed(llama: Path, tmp_path: Path) -> None:
 def test_another_encoder_is_other_work_even_without_provenance(llama: Path, tmp_path: Path) -> None:
     """The header and all sizes are the same: only the fingerprint tells them apart."""
     plans = {
-        by: plan_quantize(llama, tmp_path / "o.gguf", "IQ4_XS", QuantizeOptions(encoder=by, no_provenance=True))
-        for by in ("mainline", "ik")
+        encoder: plan_quantize(
+            llama, tmp_path / "o.gguf", "IQ4_XS", QuantizeOptions(encoder=encoder, no_provenance=True)
+        )
+        for encoder in ("mainline", "ik")
     }
     assert plans["mainline"].shards[0].layout.header == plans["ik"].shards[0].layout.header
     assert plans["mainline"].fingerprint != plans["ik"].fingerprint
@@ -647,10 +651,10 @@ def test_tiny_moe_is_the_file_of_ik_llama_quantize(data: Path, tiny_moe: Path, t
     type_name, _, imatrix = head.partition("+")
     dat = tmp_path / "i.dat"
     write_imatrix(dat, read_imatrix(data / "tiny-moe-imatrix.gguf"), "dat")
-    given: dict[str, Any] = {"imatrix": dat, "hide_imatrix": True} if imatrix else {}
+    settings: dict[str, Any] = {"imatrix": dat, "hide_imatrix": True} if imatrix else {}
     if words:
-        given[words[0].removeprefix("--").replace("-", "_")] = words[1] if len(words) > 1 else True
-    options = QuantizeOptions(rules="ik", encoder="ik", no_provenance=True, **given)
+        settings[words[0].removeprefix("--").replace("-", "_")] = words[1] if len(words) > 1 else True
+    options = QuantizeOptions(rules="ik", encoder="ik", no_provenance=True, **settings)
     quantize(tiny_moe, tmp_path / "o.gguf", type_name, options)
     assert sha256(tmp_path / "o.gguf") == IK_EXPECTED[case]
 
@@ -667,20 +671,20 @@ def test_whole_files_equal_llama_quantize(
     llama_bin: Path, data: Path, tiny_moe: Path, tmp_path: Path, type_name: str, imatrix: bool
 ) -> None:
     flags = ["--imatrix", str(data / "tiny-moe-imatrix.gguf")] if imatrix else []
-    theirs, ours = tmp_path / "theirs.gguf", tmp_path / "ours.gguf"
-    file_answer([llama_bin / "llama-quantize", *flags, tiny_moe, theirs, type_name, "2"], theirs)
+    expected, actual = tmp_path / "theirs.gguf", tmp_path / "ours.gguf"
+    file_answer([llama_bin / "llama-quantize", *flags, tiny_moe, expected, type_name, "2"], expected)
     options = QuantizeOptions(imatrix=data / "tiny-moe-imatrix.gguf" if imatrix else None, no_provenance=True)
-    quantize(tiny_moe, ours, type_name, options)
-    assert tensor_bytes(ours) == tensor_bytes(theirs)
-    assert ours.read_bytes() == theirs.read_bytes()
+    quantize(tiny_moe, actual, type_name, options)
+    assert tensor_bytes(actual) == tensor_bytes(expected)
+    assert actual.read_bytes() == expected.read_bytes()
 
 
 @pytest.mark.peer
 def test_a_quantized_source_equals_llama_quantize(llama_bin: Path, smollm2: Path, tmp_path: Path) -> None:
-    theirs, ours = tmp_path / "theirs.gguf", tmp_path / "ours.gguf"
-    file_answer([llama_bin / "llama-quantize", "--allow-requantize", smollm2, theirs, "Q4_K_M", "2"], theirs)
-    quantize(smollm2, ours, "Q4_K_M", QuantizeOptions(allow_requantize=True, no_provenance=True))
-    assert ours.read_bytes() == theirs.read_bytes()
+    expected, actual = tmp_path / "theirs.gguf", tmp_path / "ours.gguf"
+    file_answer([llama_bin / "llama-quantize", "--allow-requantize", smollm2, expected, "Q4_K_M", "2"], expected)
+    quantize(smollm2, actual, "Q4_K_M", QuantizeOptions(allow_requantize=True, no_provenance=True))
+    assert actual.read_bytes() == expected.read_bytes()
 
 
 def _ik(ik_bin: Path, *args: object) -> None:
@@ -718,14 +722,14 @@ def test_whole_files_equal_ik_llama_quantize(
 ) -> None:
     """ik keeps the source's order of tensors and keys, which llama.cpp does not: --rules ik is about the file, too."""
     type_name, flags, options = IK_CASES[case]
-    dat, ours, theirs = tmp_path / "i.dat", tmp_path / "ours.gguf", tmp_path / "theirs.gguf"
+    dat, actual, expected = tmp_path / "i.dat", tmp_path / "ours.gguf", tmp_path / "theirs.gguf"
     if "imatrix" in options:
         write_imatrix(dat, read_imatrix(data / "tiny-moe-imatrix.gguf"), "dat")
         options = {**options, "imatrix": dat}
-    _ik(ik_bin, *(dat if flag == "I" else flag for flag in flags), tiny_moe, theirs, type_name, "2")
-    quantize(tiny_moe, ours, type_name, QuantizeOptions(rules="ik", no_provenance=True, **options))
-    assert tensor_bytes(ours) == tensor_bytes(theirs)
-    assert ours.read_bytes() == theirs.read_bytes()
+    _ik(ik_bin, *(dat if flag == "I" else flag for flag in flags), tiny_moe, expected, type_name, "2")
+    quantize(tiny_moe, actual, type_name, QuantizeOptions(rules="ik", no_provenance=True, **options))
+    assert tensor_bytes(actual) == tensor_bytes(expected)
+    assert actual.read_bytes() == expected.read_bytes()
 
 
 @pytest.mark.peer
@@ -745,9 +749,9 @@ def test_kept_shards_equal_ik_llama_quantize(ik_bin: Path, tiny_moe: Path, tmp_p
     split = quantize(tiny_moe, tmp_path / "s.gguf", "COPY", plain).paths
     _ik(ik_bin, "--keep-split", split[0], tmp_path / "theirs.gguf", "Q8_0", "2")
     options = QuantizeOptions(rules="ik", keep_split=True, no_provenance=True)
-    ours = quantize(split[0], tmp_path / "ours.gguf", "Q8_0", options).paths
-    assert len(ours) == len(split) > 2
-    for path in ours:
+    actual = quantize(split[0], tmp_path / "ours.gguf", "Q8_0", options).paths
+    assert len(actual) == len(split) > 2
+    for path in actual:
         assert path.read_bytes() == Path(str(path).replace("ours", "theirs")).read_bytes()
 
 
@@ -764,11 +768,11 @@ def test_a_file_by_iks_rules_keeps_the_order_of_the_source(llama: Path, tmp_path
 
 @pytest.mark.peer
 def test_the_router_equals_ik_llama_quantize(ik_bin: Path, tiny_moe: Path, tmp_path: Path) -> None:
-    theirs, ours, without = (tmp_path / f"{n}.gguf" for n in ("theirs", "ours", "without"))
-    _ik(ik_bin, "--ffn-gate-inp-type", "q8_0", tiny_moe, theirs, "Q8_0", "2")
-    quantize(tiny_moe, ours, "Q8_0", QuantizeOptions(ffn_gate_inp_type="q8_0"))
+    expected, actual, without = (tmp_path / f"{n}.gguf" for n in ("theirs", "ours", "without"))
+    _ik(ik_bin, "--ffn-gate-inp-type", "q8_0", tiny_moe, expected, "Q8_0", "2")
+    quantize(tiny_moe, actual, "Q8_0", QuantizeOptions(ffn_gate_inp_type="q8_0"))
     quantize(tiny_moe, without, "Q8_0")
-    a, b, c = tensor_bytes(ours), tensor_bytes(theirs), tensor_bytes(without)
+    a, b, c = tensor_bytes(actual), tensor_bytes(expected), tensor_bytes(without)
     routers = [name for name in a if name.endswith("ffn_gate_inp.weight")]
     assert len(routers) == 4
     assert all(a[name] == b[name] and a[name][0] == "Q8_0" for name in routers)

@@ -37,7 +37,7 @@ EXPECTED: dict[str, Any] = json.loads((Path(__file__).parents[1] / "data/real-vo
 VOCAB = ConvertOptions(vocab_only=True)
 #: llama.cpp, and so the file, tokenizes otherwise than the checkpoint: it knows no case of letters beyond ASCII, or no
 #: merges of pieces, whose scores are all the same in the reference's files.
-UNLIKE = {"gemini-llama", "gemma3-llama", "gptoss", "llama2"}
+DIFFERENT_IDS = {"gemini-llama", "gemma3-llama", "gptoss", "llama2"}
 #: Nothing here runs what splits their texts.
 UNCHECKED = {"mistral-v1", "mistral-v3", "mistral-v7", "qwen"}
 
@@ -48,42 +48,42 @@ pytestmark = pytest.mark.skipif(
 
 
 @pytest.fixture(scope="module")
-def written(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, tuple[str, ...]]]:
+def vocabularies(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, tuple[str, ...]]]:
     """Every vocabulary converted, with the notes of its plan."""
     folder = tmp_path_factory.mktemp("vocabularies")
-    found = {}
+    outputs = {}
     for name in real_files.VOCABULARIES:
         source, out = real_files.write_vocabulary(name, folder), folder / f"{name}.gguf"
         plan = plan_convert(source, out, None, VOCAB)
         run_quantize(plan)
-        found[name] = out, tuple(plan.notes)
-    return found
+        outputs[name] = out, tuple(plan.notes)
+    return outputs
 
 
-def test_the_bytes_are_the_references(written: dict[str, tuple[Path, tuple[str, ...]]]) -> None:
+def test_the_bytes_are_the_references(vocabularies: dict[str, tuple[Path, tuple[str, ...]]]) -> None:
     assert EXPECTED.keys() == real_files.VOCABULARIES.keys()
-    sums = {name: {"sha256": hashlib.sha256(path.read_bytes()).hexdigest()} for name, (path, _) in written.items()}
+    sums = {name: {"sha256": hashlib.sha256(path.read_bytes()).hexdigest()} for name, (path, _) in vocabularies.items()}
     assert sums == EXPECTED
 
 
-def test_notes_say_which_tokenize_otherwise(written: dict[str, tuple[Path, tuple[str, ...]]]) -> None:
-    about = {name: [note for note in notes if re.search(r"\bids\b", note)] for name, (_, notes) in written.items()}
+def test_notes_say_which_tokenize_otherwise(vocabularies: dict[str, tuple[Path, tuple[str, ...]]]) -> None:
+    about = {name: [note for note in notes if re.search(r"\bids\b", note)] for name, (_, notes) in vocabularies.items()}
     assert {name for name, notes in about.items() if any("not checked" in note for note in notes)} == UNCHECKED
-    assert {name for name, notes in about.items() if any("instead of" in note for note in notes)} == UNLIKE
-    assert {name for name, notes in about.items() if notes} == UNLIKE | UNCHECKED
+    assert {name for name, notes in about.items() if any("instead of" in note for note in notes)} == DIFFERENT_IDS
+    assert {name for name, notes in about.items() if notes} == DIFFERENT_IDS | UNCHECKED
 
 
-def test_ids_are_llama_cpps(written: dict[str, tuple[Path, tuple[str, ...]]], llama_bin: Path) -> None:
+def test_ids_are_llama_cpps(vocabularies: dict[str, tuple[Path, tuple[str, ...]]], llama_bin: Path) -> None:
     texts = [TEXT.encode(), *TEXTS[::4], *random_texts(7, 12)]
-    asked = [(text, *flags(number)) for number, text in enumerate(texts)]
-    answers = ask(llama_bin, [(path, asked) for path, _ in written.values()])
-    for (name, (path, _)), expected in zip(written.items(), answers, strict=True):
+    questions = [(text, *flags(number)) for number, text in enumerate(texts)]
+    answers = ask(llama_bin, [(path, questions) for path, _ in vocabularies.values()])
+    for (name, (path, _)), expected in zip(vocabularies.items(), answers, strict=True):
         assert expected is not None, f"llama.cpp refuses {name}"
         with open_gguf(path) as file:
             tokenizer = Tokenizer.from_gguf(file)
-        for (text, add_special, parse_special), ids in zip(asked, expected, strict=True):
-            ours = tokenizer.encode(text, add_special=add_special, parse_special=parse_special)
-            assert ours.tolist() == ids, f"{name}: {text!r}"
+        for (text, add_special, parse_special), ids in zip(questions, expected, strict=True):
+            actual = tokenizer.encode(text, add_special=add_special, parse_special=parse_special)
+            assert actual.tolist() == ids, f"{name}: {text!r}"
 
 
 def test_a_whole_model_is_read_and_quantized_anew(tmp_path: Path, llama_bin: Path, data: Path) -> None:
@@ -95,16 +95,16 @@ def test_a_whole_model_is_read_and_quantized_anew(tmp_path: Path, llama_bin: Pat
     compared = compare(copy, real_files.GEMMA)
     assert not compared.only_a
     assert not compared.only_b
-    same = ("-fa", "off", "-ctk", "f32", "-ctv", "f32", "-b", "128", "-ub", "128", "-c", "128", "--chunks", "2")
-    command = [str(llama_bin / "llama-perplexity"), "-m", str(copy), "-f", str(text), "-t", "2", *same]
+    common = ("-fa", "off", "-ctk", "f32", "-ctv", "f32", "-b", "128", "-ub", "128", "-c", "128", "--chunks", "2")
+    command = [str(llama_bin / "llama-perplexity"), "-m", str(copy), "-f", str(text), "-t", "2", *common]
     environment = os.environ | {"LD_LIBRARY_PATH": str(llama_bin)}
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300, check=True)
-    theirs = re.search(r"Final estimate: PPL = ([0-9.]+)", done.stdout + done.stderr)
-    assert theirs is not None
+    process = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300, check=True)
+    expected = re.search(r"Final estimate: PPL = ([0-9.]+)", process.stdout + process.stderr)
+    assert expected is not None
     run = ["perplexity", "-m", str(copy), "-f", str(text), "-c", "128", "--chunks", "2", "-ctk", "f32", "-ctv", "f32"]
-    ours = re.search(r"Final estimate: PPL = ([0-9.]+)", CliRunner().invoke(cli, run).output)
-    assert ours is not None
-    assert float(ours[1]) == pytest.approx(float(theirs[1]), rel=1e-4)
+    actual = re.search(r"Final estimate: PPL = ([0-9.]+)", CliRunner().invoke(cli, run).output)
+    assert actual is not None
+    assert float(actual[1]) == pytest.approx(float(expected[1]), rel=1e-4)
 
 
 @pytest.fixture(scope="module")
@@ -117,10 +117,10 @@ def exported(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_a_whole_model_comes_back_from_its_checkpoint(exported: Path, tmp_path: Path) -> None:
     """Values and keys are those of a BF16 copy; only the RoPE base that the file leaves to its loader is added."""
-    back, copy = tmp_path / "back.gguf", tmp_path / "copy.gguf"
-    convert(exported, back)
+    output, copy = tmp_path / "back.gguf", tmp_path / "copy.gguf"
+    convert(exported, output)
     quantize(real_files.GEMMA, copy, "BF16", QuantizeOptions(allow_requantize=True, no_provenance=True))
-    compared = compare(copy, back, error=False)
+    compared = compare(copy, output, error=False)
     assert {change.key: change.kind for change in compared.metadata or ()} == {"gemma3.rope.freq_base_swa": "added"}
     assert (compared.only_a, compared.only_b) == ((), ())
     assert [tensor.name for tensor in compared.tensors or () if not tensor.identical] == []
@@ -152,9 +152,9 @@ def test_a_whole_model_is_cooked(exported: Path, tmp_path: Path, data: Path) -> 
     keys = {"targets": ["Q8_0"], "output": "cooked", "calibration": text, **steps}
     with pytest.raises(RecipeError):
         plan_cook(config_from({"model": str(real_files.GEMMA), **keys}, "cook.toml", tmp_path))
-    (dish,) = cook(config_from({"model": str(exported), **keys}, "cook.toml", tmp_path)).targets
-    assert dish.kld is not None
-    assert 0 < dish.kld < 0.01
-    ours = quantkit_verdicts(dish.path)
-    theirs = {name: library.load(dish.path).loads for name, library in libraries().items()}
-    assert theirs == {name: ours[name].loads for name in theirs} == dict.fromkeys(theirs, True)
+    (target,) = cook(config_from({"model": str(exported), **keys}, "cook.toml", tmp_path)).targets
+    assert target.kld is not None
+    assert 0 < target.kld < 0.01
+    verdicts = quantkit_verdicts(target.path)
+    expected = {name: library.load(target.path).loads for name, library in libraries().items()}
+    assert expected == {name: verdicts[name].loads for name in expected} == dict.fromkeys(expected, True)

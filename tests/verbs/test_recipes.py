@@ -52,12 +52,14 @@ def test_numbers_as_a_pattern(numbers: set[int]) -> None:
 
 @settings(deadline=None)
 @given(st.dictionaries(NAMES, TYPES, max_size=40), st.sets(NAMES, max_size=20), st.sampled_from(DIALECTS))
-def test_written_rules_give_exactly_the_types(types: dict[str, TensorType], more: set[str], dialect: str) -> None:
-    others = more - types.keys()
-    text = write_recipe(types, ["a line"], dialect, others=others)
+def test_written_rules_give_exactly_the_types(
+    types: dict[str, TensorType], extra_names: set[str], dialect: str
+) -> None:
+    strangers = extra_names - types.keys()
+    text = write_recipe(types, ["a line"], dialect, others=strangers)
     read = parse_rules(text, "r", dialect)
     assert read.comments == (() if dialect == "llama.cpp" else ("a line",))
-    assert read.types([*types, *others]) == {**types, **dict.fromkeys(others)}
+    assert read.types([*types, *strangers]) == {**types, **dict.fromkeys(strangers)}
 
 
 def test_rules_are_few_and_readable() -> None:
@@ -144,7 +146,7 @@ THIREUS = r"""## Model head & embeddings
 """
 
 
-def put(folder: Path, text: str) -> Path:
+def write_recipe_file(folder: Path, text: str) -> Path:
     path = folder / "r.recipe"
     path.write_text(text)
     return path
@@ -180,24 +182,24 @@ MIXED = "\\Dttn = Q6_K\nblk.1 = iq2_ks\n(?<=gate)_exps = iq3_k\nFFN = iq4_ks\n"
 
 
 @pytest.mark.parametrize("text", [SCRIPT, THIREUS, MIXED])
-@pytest.mark.parametrize("to", ["ours", "ik", "thireus"])
-def test_converted_recipes_give_the_same_types(text: str, to: str, big: Path, tmp_path: Path) -> None:
-    made = convert(put(tmp_path, text), to, model=big)
+@pytest.mark.parametrize("dialect", ["ours", "ik", "thireus"])
+def test_converted_recipes_give_the_same_types(text: str, dialect: str, big: Path, tmp_path: Path) -> None:
+    result = convert(write_recipe_file(tmp_path, text), dialect, model=big)
     model = read_model(big)
-    assert not made.omitted
-    assert made.proved_tensors == len(model.tensors)
-    assert parse_rules(made.text, "made", to).types(model.tensors) == parse_rules(text, "r").types(model.tensors)
+    assert not result.omitted
+    assert result.proved_tensors == len(model.tensors)
+    assert parse_rules(result.text, "made", dialect).types(model.tensors) == parse_rules(text, "r").types(model.tensors)
 
 
 def test_types_a_tree_lacks_are_left_out_or_replaced(big: Path, tmp_path: Path) -> None:
-    path = put(tmp_path, "attn = iq6_k\nffn = q4_K\n")
-    made = convert(path, "llama.cpp", model=big)
-    assert made.text == "ffn=q4_k\n"
-    assert len(made.omitted) == 1
-    assert "llama.cpp has no IQ6_K" in made.notes[0]
-    made = convert(path, "llama.cpp", model=big, replace={BY_NAME["IQ6_K"]: BY_NAME["Q6_K"]})
-    assert made.text == "attn=q6_k\nffn=q4_k\n"
-    assert not made.omitted
+    path = write_recipe_file(tmp_path, "attn = iq6_k\nffn = q4_K\n")
+    result = convert(path, "llama.cpp", model=big)
+    assert result.text == "ffn=q4_k\n"
+    assert len(result.omitted) == 1
+    assert "llama.cpp has no IQ6_K" in result.notes[0]
+    result = convert(path, "llama.cpp", model=big, replace={BY_NAME["IQ6_K"]: BY_NAME["Q6_K"]})
+    assert result.text == "attn=q6_k\nffn=q4_k\n"
+    assert not result.omitted
 
 
 #: What patterns are put together from: what engines read in the same way, and what some do not.
@@ -226,26 +228,26 @@ PARTS = st.sampled_from(
 
 @settings(deadline=None, max_examples=150)
 @given(st.lists(st.tuples(st.lists(PARTS, min_size=1, max_size=5), TYPES), max_size=4), st.sets(NAMES, max_size=12))
-def test_any_rules_there_and_back(drawn: list[tuple[list[str], TensorType]], names: set[str]) -> None:
+def test_any_rules_there_and_back(rule_lists: list[tuple[list[str], TensorType]], names: set[str]) -> None:
     rules = []
-    for parts, t in drawn:
+    for parts, t in rule_lists:
         try:
             rules.append(Rule("".join(parts), t, "r"))
         except RecipeError:
             continue
-    known = {name: None for name in names if name.islower()}
-    model = Model(Path("m"), "llama", known, 1, 0, 0, 0, {})  # type: ignore[arg-type]
+    model_types = {name: None for name in names if name.islower()}
+    model = Model(Path("m"), "llama", model_types, 1, 0, 0, 0, {})  # type: ignore[arg-type]
     recipe = Recipe("r", "ours", tuple(rules))
-    for to in ("llama.cpp", "ik", "thireus"):
-        there = convert_rules(recipe, to, model, {})
-        read = parse_rules(there.text, "there", to)
-        assert read.types(known) == recipe.types(known)
-        back = convert_rules(read, "ours", model, {})
-        assert parse_rules(back.text, "back", "ours").types(known) == recipe.types(known)
+    for dialect in ("llama.cpp", "ik", "thireus"):
+        converted_rules = convert_rules(recipe, dialect, model, {})
+        read = parse_rules(converted_rules.text, "there", dialect)
+        assert read.types(model_types) == recipe.types(model_types)
+        copy = convert_rules(read, "ours", model, {})
+        assert parse_rules(copy.text, "back", "ours").types(model_types) == recipe.types(model_types)
 
 
 @pytest.mark.parametrize(
-    ("pattern", "dialect", "made"),
+    ("pattern", "dialect", "expected"),
     [
         (r"\Dttn", "llama.cpp", "[^[:digit:]]ttn"),
         (r"\Dttn", "ik", r"\Dttn"),
@@ -256,8 +258,8 @@ def test_any_rules_there_and_back(drawn: list[tuple[list[str], TensorType]], nam
         ("ATTN", "ik", "attn"),
     ],
 )
-def test_rewritten(pattern: str, dialect: str, made: str) -> None:
-    assert rewrite(pattern, dialect) == made
+def test_rewritten(pattern: str, dialect: str, expected: str) -> None:
+    assert rewrite(pattern, dialect) == expected
 
 
 @pytest.mark.parametrize(
@@ -292,40 +294,40 @@ def test_llama_cpp_lowers_patterns_and_ik_does_not() -> None:
     ],
 )
 def test_lint(text: str, codes: list[str], big: Path, tmp_path: Path) -> None:
-    assert [f.code for f in lint(put(tmp_path, text), model=big)] == codes
+    assert [f.code for f in lint(write_recipe_file(tmp_path, text), model=big)] == codes
 
 
 def test_lint_without_a_model(tmp_path: Path) -> None:
-    assert [f.code for f in lint(put(tmp_path, "a = iq4_ks"), runtime="mainline")] == ["QK-W020"]
-    found = lint(put(tmp_path, "(?<=a)b=q4_K,c=q4_K"))
-    assert [(f.code, f.severity) for f in found] == [("QK-W028", "error")]
+    assert [f.code for f in lint(write_recipe_file(tmp_path, "a = iq4_ks"), runtime="mainline")] == ["QK-W020"]
+    lints = lint(write_recipe_file(tmp_path, "(?<=a)b=q4_K,c=q4_K"))
+    assert [(f.code, f.severity) for f in lints] == [("QK-W028", "error")]
 
 
 def test_rows_that_do_not_divide_are_told(tmp_path: Path) -> None:
     fields = [Field.of("general.architecture", "llama"), Field.of("llama.block_count", 1)]
     infos = [("blk.0.ffn_down.weight", (96, 64), BY_NAME["F16"]), ("blk.0.attn_q.weight", (256, 60), BY_NAME["F16"])]
     model = write_hollow(tmp_path / "m.gguf", fields, infos, {})
-    found = lint(put(tmp_path, "ffn = q4_K\nattn = q4_0_r8\n"), model=model)
-    assert [f.code for f in found] == ["QK-W021", "QK-W021"]
-    assert "Q4_K becomes Q5_0: rows of 96 do not divide into blocks of 256" in found[0].message + found[1].message
+    lints = lint(write_recipe_file(tmp_path, "ffn = q4_K\nattn = q4_0_r8\n"), model=model)
+    assert [f.code for f in lints] == ["QK-W021", "QK-W021"]
+    assert "Q4_K becomes Q5_0: rows of 96 do not divide into blocks of 256" in lints[0].message + lints[1].message
 
 
 def test_show_by_class_and_device(big: Path, tmp_path: Path) -> None:
-    path = put(tmp_path, THIREUS)
-    found = show(path, model=big, gpu_layers=1000, overrides=["_exps=CPU"])
-    assert found.contents.exact
-    assert {s.name: s.tensors for s in found.by_device} == {"CPU": 3 * LAYERS + 1, "CUDA0": 6 * LAYERS + 2}
-    experts = next(s for s in found.by_class if s.name == "ffn_up_exps")
+    path = write_recipe_file(tmp_path, THIREUS)
+    table = show(path, model=big, gpu_layers=1000, overrides=["_exps=CPU"])
+    assert table.contents.exact
+    assert {s.name: s.tensors for s in table.by_device} == {"CPU": 3 * LAYERS + 1, "CUDA0": 6 * LAYERS + 2}
+    experts = next(s for s in table.by_class if s.name == "ffn_up_exps")
     assert (experts.types, experts.token_bytes) == (("IQ3_K", "IQ2_KS"), experts.nbytes * 8 // EXPERTS)
-    assert sum(s.nbytes for s in found.by_layer) == found.total.nbytes
+    assert sum(s.nbytes for s in table.by_layer) == table.total.nbytes
     one = show(path, model=big, gpu_layers=1000, cpu_moe=True)
-    assert one.by_device == found.by_device
-    some = show(path, model=big, gpu_layers=1000, n_cpu_moe=10)
-    assert {s.name: s.tensors for s in some.by_device}["CPU"] == 31
+    assert one.by_device == table.by_device
+    partial_table = show(path, model=big, gpu_layers=1000, n_cpu_moe=10)
+    assert {s.name: s.tensors for s in partial_table.by_device}["CPU"] == 31
     assert not show(big).contents.tensors[0].type.is_quantized
-    for more in ({"cpu_moe": True, "n_cpu_moe": 3}, {"overrides": ["exps"]}):
+    for options in ({"cpu_moe": True, "n_cpu_moe": 3}, {"overrides": ["exps"]}):
         with pytest.raises(RecipeError):
-            show(path, model=big, **more)
+            show(path, model=big, **options)
 
 
 def test_of_a_file_and_back(tmp_path: Path) -> None:
@@ -334,11 +336,11 @@ def test_of_a_file_and_back(tmp_path: Path) -> None:
     options = QuantizeOptions(tensor_type=("attn_k=q8_0", "attn_v=q5_0"), token_embedding_type="q5_0")
     quantize(model, out, "Q4_0", options)
     recipe = tmp_path / "theirs.recipe"
-    for to in DIALECTS:
-        recipe.write_text(convert(out, to).text)
-        assert diff(recipe, out, model=model).identical, to
-    with open_gguf(out) as made:
-        types = {name: t.type for name, t in made.tensors.items()}
+    for dialect in DIALECTS:
+        recipe.write_text(convert(out, dialect).text)
+        assert diff(recipe, out, model=model).identical, dialect
+    with open_gguf(out) as quantized:
+        types = {name: t.type for name, t in quantized.tensors.items()}
     assert {t.name: t.type for t in show(out).contents.tensors} == types
     assert show(recipe, model=model, title="Q4_0").total.nbytes == show(out).total.nbytes
     recipe.write_text("attn_k = q6_K\n")
@@ -351,7 +353,7 @@ def test_the_command(big: Path, tmp_path: Path) -> None:
         result = CliRunner().invoke(cli, ["recipe", *map(str, arguments)], env={"COLUMNS": "80"})
         return result.exit_code, result.stdout
 
-    path = put(tmp_path, THIREUS)
+    path = write_recipe_file(tmp_path, THIREUS)
     code, text = run("show", path, "-m", big, "-ngl", "all", "--n-cpu-moe", "40", "--layers")
     assert code == 0
     assert max(map(len, text.splitlines())) <= 80
@@ -359,10 +361,10 @@ def test_the_command(big: Path, tmp_path: Path) -> None:
     assert json.loads(text)["exact"] is True
     assert run("lint", path, "-m", big, "--imatrix", path) == (0, "nothing found\n")
     assert run("lint", path, "--for", "mainline")[0] == 1
-    other = tmp_path / "ik.txt"
-    assert run("convert", path, other, "--to", "ik", "-m", big)[0] == 0
-    assert run("diff", path, other, "-m", big)[0] == 0
-    assert run("diff", path, put(tmp_path / "..", "a = q4_K\n"))[0] == 1
+    second = tmp_path / "ik.txt"
+    assert run("convert", path, second, "--to", "ik", "-m", big)[0] == 0
+    assert run("diff", path, second, "-m", big)[0] == 0
+    assert run("diff", path, write_recipe_file(tmp_path / "..", "a = q4_K\n"))[0] == 1
     assert run("diff", path, big)[0] == 1
     assert run("convert", path, "-", "--to", "llama.cpp")[0] == 1
 

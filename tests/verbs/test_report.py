@@ -125,10 +125,10 @@ def example(hostile: str = "", layers: int = 6) -> Report:
 
 
 def test_data_survive_a_file(tmp_path: Path) -> None:
-    made = example(HOSTILE)
+    numbers = example(HOSTILE)
     path = tmp_path / "data.json"
-    path.write_text(made.to_json())
-    assert read_data(path) == made
+    path.write_text(numbers.to_json())
+    assert read_data(path) == numbers
 
 
 @pytest.mark.parametrize(
@@ -165,10 +165,10 @@ def test_the_page_asks_for_nothing() -> None:
 
 
 def test_tables_have_all_that_charts_show() -> None:
-    made = example()
-    text = page_text(made)
-    assert {c.name for c in charts(made)} >= {"chart-divergence", "chart-tokens", "chart-errors", "chart-coverage"}
-    for f, row in zip(made.files, files_table(made).rows, strict=True):
+    numbers = example()
+    text = page_text(numbers)
+    assert {c.name for c in charts(numbers)} >= {"chart-divergence", "chart-tokens", "chart-errors", "chart-coverage"}
+    for f, row in zip(numbers.files, files_table(numbers).rows, strict=True):
         (cell,) = (c.text for c in row if c.value == f.quality.kld.value)  # type: ignore[union-attr]
         value, _, wide = cell.partition(" ± ")
         assert float(value) == pytest.approx(f.quality.kld.value, abs=float(wide) / 20)  # type: ignore[union-attr]
@@ -244,15 +244,15 @@ def test_a_perplexity_below_the_base_is_explained() -> None:
 
 
 def test_an_error_is_a_standard_error_and_a_size_binary_in_page_and_card() -> None:
-    made = example()
-    file = made.files[0]
+    numbers = example()
+    file = numbers.files[0]
     assert file.quality is not None
     assert file.quality.kld is not None
-    columns = [column.label for column in files_table(made).columns]
-    cells = dict(zip(columns, files_table(made).rows[0], strict=True))
+    columns = [column.label for column in files_table(numbers).columns]
+    cells = dict(zip(columns, files_table(numbers).rows[0], strict=True))
     assert float(cells["MiB"].text) == pytest.approx(file.nbytes / 2**20, abs=1e-3)
     assert cells["KL divergence, nats"].text.endswith(f" ± {file.quality.kld.error:.4f}")
-    for text in (page_text(made), card_text(made)):
+    for text in (page_text(numbers), card_text(numbers)):
         assert PLUS_MINUS in text
         assert not re.search(r"\b[kMG]B\b", text.partition("<script")[0])
     speeds = [cell.text for label, cell in cells.items() if label.endswith("tokens/s")]
@@ -264,10 +264,10 @@ def test_an_error_is_a_standard_error_and_a_size_binary_in_page_and_card() -> No
 def test_the_front_matter_of_a_card_is_yaml(hostile: str) -> None:
     text = card_text(example(hostile))
     _, front, body = text.split("---\n", 2)
-    found = yaml.safe_load(front)
-    assert found["base_model_relation"] == "quantized"
-    assert found["license"] == "mit"
-    assert "gguf" in found["tags"]
+    values = yaml.safe_load(front)
+    assert values["base_model_relation"] == "quantized"
+    assert values["license"] == "mit"
+    assert "gguf" in values["tags"]
     rows = [line for line in body.splitlines() if line.startswith("| ")]
     cells = {len(re.findall(r"(?<!\\)\|", row)) for row in rows[:6]}
     assert len(cells) == 1
@@ -296,17 +296,17 @@ def test_measured_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         quantize(base, file, file.stem[2:])
     out = tmp_path / "page.html"
     options = ReportOptions(logits=logits)
-    made = report(files, out, base=base, options=options)
-    assert all(f.quality is not None and f.quality.kld is not None for f in made.files)
-    first, second = (f.quality.kld.value for f in made.files)  # type: ignore[union-attr]
+    result = report(files, out, base=base, options=options)
+    assert all(f.quality is not None and f.quality.kld is not None for f in result.files)
+    first, second = (f.quality.kld.value for f in result.files)  # type: ignore[union-attr]
     assert 0 < first < second
-    assert all(m.error is not None for f in made.files for m in f.matrices)
-    assert made.files[1].command.startswith("quantkit quantize base.gguf a-Q4_0.gguf Q4_0")
+    assert all(m.error is not None for f in result.files for m in f.matrices)
+    assert result.files[1].command.startswith("quantkit quantize base.gguf a-Q4_0.gguf Q4_0")
     for name in ("kld", "perplexity", "compare"):
         monkeypatch.delattr(measure, name)
-    again = report(files, out, base=base, options=options, overwrite=True)
-    assert again.files == made.files
-    assert report(files, out, overwrite=True).base == made.base
+    rerun = report(files, out, base=base, options=options, overwrite=True)
+    assert rerun.files == result.files
+    assert report(files, out, overwrite=True).base == result.base
 
 
 def test_shards_are_one_model(tmp_path: Path) -> None:
@@ -314,15 +314,15 @@ def test_shards_are_one_model(tmp_path: Path) -> None:
     base, logits = write_zoo("llama-dense", tmp_path / "base.gguf"), tmp_path / "base.logits"
     tokens = np.random.default_rng(1).integers(0, 100, 16 * 24)
     perplexity(base, tokens=tokens, n_ctx=16, save_logits=SaveLogits(logits, "compact"))
-    whole = tmp_path / "whole.gguf"
-    quantize(base, whole, "Q8_0")
-    quantize(base, tmp_path / "parts.gguf", "Q8_0", QuantizeOptions(split_max_size=whole.stat().st_size // 3))
+    full = tmp_path / "whole.gguf"
+    quantize(base, full, "Q8_0")
+    quantize(base, tmp_path / "parts.gguf", "Q8_0", QuantizeOptions(split_max_size=full.stat().st_size // 3))
     shards = sorted(tmp_path.glob("parts-*.gguf"))
     assert len(shards) > 2
-    made = report(
-        [whole, *shards[1:], shards[0]], tmp_path / "page.html", base=base, options=ReportOptions(logits=logits)
+    report_result = report(
+        [full, *shards[1:], shards[0]], tmp_path / "page.html", base=base, options=ReportOptions(logits=logits)
     )
-    one, parts = made.files
+    one, parts = report_result.files
     assert (parts.name, parts.shards, parts.nbytes) == (
         shards[0].name,
         len(shards),
@@ -331,11 +331,13 @@ def test_shards_are_one_model(tmp_path: Path) -> None:
     assert (parts.matrices, parts.by_type, parts.values) == (one.matrices, one.by_type, one.values)
     assert parts.quality is not None
     assert parts.quality == one.quality
-    again = parts.command.split()[2:]
-    assert again[-2:] == ["parts.gguf", "Q8_0"]
+    arguments = parts.command.split()[2:]
+    assert arguments[-2:] == ["parts.gguf", "Q8_0"]
     for shard in shards:
         shard.unlink()
-    result = CliRunner().invoke(cli, ["quantize", *again[:-3], str(base), str(tmp_path / again[-2]), again[-1]])
+    result = CliRunner().invoke(
+        cli, ["quantize", *arguments[:-3], str(base), str(tmp_path / arguments[-2]), arguments[-1]]
+    )
     assert result.exit_code == 0, result.output
     assert sorted(tmp_path.glob("parts-*.gguf")) == shards
 
@@ -350,8 +352,8 @@ def test_what_was_guessed_is_told_from_what_was_measured(tmp_path: Path) -> None
     )
     path = tmp_path / "s.json"
     path.write_text(Sensitivity({}, {}, {}, groups, costs).to_json())
-    made = dataclasses.replace(example(), sensitivity=measure._costs(path))
-    table = costs_table(made)
+    numbers = dataclasses.replace(example(), sensitivity=measure._costs(path))
+    table = costs_table(numbers)
     assert [row[2].text for row in table.rows] == ["1", "≈ 4"]
     assert "guessed" in table.caption
     assert "guessed" not in costs_table(example()).caption
@@ -359,28 +361,32 @@ def test_what_was_guessed_is_told_from_what_was_measured(tmp_path: Path) -> None
 
 def test_the_command_of_what_tells_nothing_or_little(tmp_path: Path) -> None:
     """A file of llama-quantize names the importance matrix at most."""
-    found = dataclasses.replace(inspect(write_zoo("llama-dense", tmp_path / "q.gguf")), file_type_name="Q4_0")
-    assert rebuild_command(found) == ""
-    made = dataclasses.replace(found, provenance=(("quantize.imatrix.file", "/home/me/i.gguf"),))
-    assert rebuild_command(made) == "llama-quantize --imatrix i.gguf model-BF16.gguf q.gguf Q4_0"
+    summary = dataclasses.replace(inspect(write_zoo("llama-dense", tmp_path / "q.gguf")), file_type_name="Q4_0")
+    assert rebuild_command(summary) == ""
+    changed_summary = dataclasses.replace(summary, provenance=(("quantize.imatrix.file", "/home/me/i.gguf"),))
+    assert rebuild_command(changed_summary) == "llama-quantize --imatrix i.gguf model-BF16.gguf q.gguf Q4_0"
 
 
 def test_the_command_of_what_was_calibrated(tmp_path: Path) -> None:
     """No covariances were given; texts are named without their folders."""
     recipe = "Q4_K_M\n--calibrate /home/me/a.txt,b.jsonl\n--calibrate-chunks 3\n^x$ = Q8_0"
     facts = (("quantkit.quantize.recipe", recipe), ("quantkit.feedback.method", 2))
-    found = inspect(write_zoo("llama-dense", tmp_path / "q.gguf"))
-    made = dataclasses.replace(found, provenance=facts)
+    summary = inspect(write_zoo("llama-dense", tmp_path / "q.gguf"))
+    changed_summary = dataclasses.replace(summary, provenance=facts)
     options = "--calibrate a.txt --calibrate b.jsonl --calibrate-chunks 3 --tensor-type '^x$=Q8_0'"
-    assert rebuild_command(made) == f"quantkit quantize {options} model-BF16.gguf q.gguf Q4_K_M"
-    assert "/home" not in str(provenance_rows(made))
-    fed = dataclasses.replace(made, provenance=(*facts, ("quantkit.feedback.covariance.name", "cov.gguf")))
-    assert "--feedback cov.gguf" in rebuild_command(fed)
+    assert rebuild_command(changed_summary) == f"quantkit quantize {options} model-BF16.gguf q.gguf Q4_K_M"
+    assert "/home" not in str(provenance_rows(changed_summary))
+    with_feedback = dataclasses.replace(
+        changed_summary, provenance=(*facts, ("quantkit.feedback.covariance.name", "cov.gguf"))
+    )
+    assert "--feedback cov.gguf" in rebuild_command(with_feedback)
     copies = (
         ("quantkit.copy.recipe", ["COPY\n--prune-layers 1", "COPY"]),
         ("quantkit.copy.source.name", ["a.gguf", "b.gguf"]),
     )
-    assert rebuild_command(dataclasses.replace(found, provenance=(("quantkit.quantize.recipe", "Q4_K"), *copies))) == (
+    assert rebuild_command(
+        dataclasses.replace(summary, provenance=(("quantkit.quantize.recipe", "Q4_K"), *copies))
+    ) == (
         "quantkit quantize model-BF16.gguf a.gguf Q4_K && quantkit quantize --prune-layers 1 a.gguf b.gguf COPY"
         " && quantkit quantize b.gguf q.gguf COPY"
     )

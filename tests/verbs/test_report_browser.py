@@ -74,9 +74,9 @@ def show(browser: Any, page: Path, *, theme: str = "light", width: int = WIDE) -
 def test_every_chart_is_drawn(opened: Any) -> None:
     script = """return Object.fromEntries([...document.querySelectorAll(".chart")].map(
         (c) => [c.id, c.querySelectorAll("svg .role-mark path, svg .role-mark line, svg .role-mark rect").length]))"""
-    drawn = opened.execute_script(script)
-    assert drawn.keys() == {chart.name for chart in charts(example())}
-    assert all(drawn.values()), drawn
+    n_charts = opened.execute_script(script)
+    assert n_charts.keys() == {chart.name for chart in charts(example())}
+    assert all(n_charts.values()), n_charts
     labels = opened.execute_script(
         """return [...document.querySelectorAll("#chart-divergence .role-mark text")]
         .filter((t) => t.textContent && t.getAttribute("opacity") !== "0").map((t) => t.textContent)"""
@@ -103,10 +103,10 @@ def test_axe_finds_nothing(opened: Any, page: Path, theme: str) -> None:
     assert AXE.origin is not None
     opened.execute_script(Path(AXE.origin).with_name("axe.min.js").read_text(encoding="utf-8"))
     run = "const done = arguments[1]; axe.run(document, {runOnly: arguments[0]}).then(done)"
-    found = opened.execute_async_script(run, TAGS)
-    assert len(found["passes"]) > 20
-    assert "target-size" in {rule["id"] for rule in found["passes"]}  # of WCAG 2.2
-    bad = [(v["id"], [n["html"][:200] for n in v["nodes"][:3]]) for v in found["violations"]]
+    violations = opened.execute_async_script(run, TAGS)
+    assert len(violations["passes"]) > 20
+    assert "target-size" in {rule["id"] for rule in violations["passes"]}  # of WCAG 2.2
+    bad = [(v["id"], [n["html"][:200] for n in v["nodes"][:3]]) for v in violations["violations"]]
     assert bad == []
 
 
@@ -126,11 +126,11 @@ def test_nothing_is_wider_than_a_phone(opened: Any, page: Path) -> None:
 def test_the_keyboard_reaches_everything(opened: Any) -> None:
     script = """return [...document.querySelectorAll("a, button, select, summary, [tabindex='0']")]
         .filter((e) => e.checkVisibility()).length"""
-    wanted, seen = opened.execute_script(script), set()
-    for _ in range(wanted):
+    elements, names = opened.execute_script(script), set()
+    for _ in range(elements):
         ActionChains(opened).send_keys(Keys.TAB).perform()
-        seen.add(opened.switch_to.active_element.id)
-    assert len(seen) == wanted
+        names.add(opened.switch_to.active_element.id)
+    assert len(names) == elements
 
 
 def test_headings_sort_by_number_and_say_so(opened: Any) -> None:
@@ -165,5 +165,5 @@ def test_a_deep_model_is_drawn(opened: Any, tmp_path: Path) -> None:
 
 
 def test_it_prints(opened: Any) -> None:
-    made = opened.execute_cdp_cmd("Page.printToPDF", {"printBackground": False})
-    assert base64.b64decode(made["data"]).startswith(b"%PDF-")
+    pdf = opened.execute_cdp_cmd("Page.printToPDF", {"printBackground": False})
+    assert base64.b64decode(pdf["data"]).startswith(b"%PDF-")

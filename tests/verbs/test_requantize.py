@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from type_params import DECODED
+from type_params import DECODABLE
 
 from quantkit.formats.gguf import write_gguf
 from quantkit.kernels import dequantize, quantize
@@ -32,14 +32,14 @@ def model(path: Path, t: TensorType) -> tuple[Path, np.ndarray]:
 @pytest.mark.parametrize("t", [t for t in TYPES if is_measured(t) and t.is_quantized], ids=str)
 def test_any_type_is_a_source(t: TensorType, tmp_path: Path) -> None:
     source, x = model(tmp_path / "m.gguf", t)
-    again = "Q5_0" if base_of(t).name == "Q4_0" else "Q4_0"
-    result = quantize_file(source, tmp_path / "o.gguf", again, QuantizeOptions(allow_requantize=True))
+    second_type = "Q5_0" if base_of(t).name == "Q4_0" else "Q4_0"
+    result = quantize_file(source, tmp_path / "o.gguf", second_type, QuantizeOptions(allow_requantize=True))
     data = np.frombuffer(tensor_bytes(tmp_path / "o.gguf")["blk.0.ffn_up.weight"][1], np.uint8).reshape(96, -1)
-    assert np.array_equal(data, quantize(x, again))
+    assert np.array_equal(data, quantize(x, second_type))
     (note,) = [n for n in result.plan.notes if "re-quantizing" in n]
-    error = 100 * np.linalg.norm(dequantize(data, again, N)[16:80] - x[16:80]) / np.linalg.norm(x[16:80])
-    assert f"1 tensor from {t} to {again} adds an error of {error:.3g} % (measured)" in note
-    assert re.search(rf"typically [\d.]+ %; {again} of the original weights loses [\d.]+ %$", note)
+    error = 100 * np.linalg.norm(dequantize(data, second_type, N)[16:80] - x[16:80]) / np.linalg.norm(x[16:80])
+    assert f"1 tensor from {t} to {second_type} adds an error of {error:.3g} % (measured)" in note
+    assert re.search(rf"typically [\d.]+ %; {second_type} of the original weights loses [\d.]+ %$", note)
 
 
 @pytest.mark.parametrize(("target", "encoder"), [("Q6_K_R4", None), ("Q6_K_R4", "mainline"), ("Q6_K", "ik")])
@@ -52,7 +52,7 @@ def test_what_the_original_would_lose_is_by_the_same_search(tmp_path: Path, targ
 
 
 def test_what_loses_nothing_twice_is_not_mentioned(tmp_path: Path) -> None:
-    names = {t.name: t for t in DECODED}
+    names = {t.name: t for t in DECODABLE}
     for t, target in (("F16", "Q4_0"), ("Q8_0", "F16"), ("Q8_0", "COPY")):
         source, _ = model(tmp_path / f"{t}.gguf", names[t])
         plan = plan_quantize(source, tmp_path / "o.gguf", target, QuantizeOptions(allow_requantize=True))

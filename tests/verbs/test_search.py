@@ -46,26 +46,28 @@ from zoo import write_hollow_zoo
 TYPES = ("Q2_K", "Q3_K", "Q4_K", "Q6_K")
 
 
-def groups_of(path: Path, few: int | None = None) -> tuple[Group, ...]:
+def groups_of(path: Path, limit: int | None = None) -> tuple[Group, ...]:
     """Return a group for every matrix of a model, or for the first few."""
     with open_model(path) as file:
-        found = [t for t in file.tensors.values() if len(t.shape) > 1 and "gate_inp" not in t.name]
+        tensors = [t for t in file.tensors.values() if len(t.shape) > 1 and "gate_inp" not in t.name]
     return tuple(
         Group(t.name.removesuffix(".weight"), tensor_class(t.name), max(layer_of(t.name), 0), {t.name: tuple(t.shape)})
-        for t in found[:few]
+        for t in tensors[:limit]
     )
 
 
-def drawn(path: Path, types: Sequence[str] = TYPES, few: int | None = None, seed: int = 1, **more: Any) -> Sensitivity:
+def random_costs(
+    path: Path, types: Sequence[str] = TYPES, limit: int | None = None, seed: int = 1, **options: Any
+) -> Sensitivity:
     """Return costs drawn from a seed: a sensitivity of the group, times the square of the step of the type."""
-    groups, rng = groups_of(path, few), np.random.default_rng(seed)
+    groups, rng = groups_of(path, limit), np.random.default_rng(seed)
     costs = []
     for group in groups:
-        own = math.exp(rng.normal(-4, 1.5))
+        scale = math.exp(rng.normal(-4, 1.5))
         for name in types:
-            kld = own * 4.0 ** -BY_NAME[name].bpw * math.exp(rng.normal(0, 0.5))
+            kld = scale * 4.0 ** -BY_NAME[name].bpw * math.exp(rng.normal(0, 0.5))
             costs.append(Cost(group.name, BY_NAME[name], kld, 0.0, None, None))
-    return Sensitivity({"path": str(path), "name": path.name}, {}, more, groups, tuple(costs))
+    return Sensitivity({"path": str(path), "name": path.name}, {}, options, groups, tuple(costs))
 
 
 @pytest.fixture(scope="module")
@@ -89,7 +91,7 @@ class Instance:
     limits: list[Limit]
 
     @property
-    def every(self) -> Iterator[tuple[int, ...]]:
+    def choices(self) -> Iterator[tuple[int, ...]]:
         return itertools.product(*(range(len(row)) for row in self.costs))
 
     def cost(self, picks: Sequence[int]) -> float:
@@ -116,24 +118,27 @@ def instances(draw: st.DrawFn) -> Instance:
 
 @given(instances(), st.integers(1, 3))
 @settings(max_examples=60)
-def test_solutions_are_those_of_exhaustive_search(of: Instance, least: int) -> None:
+def test_solutions_are_those_of_exhaustive_search(instance: Instance, least: int) -> None:
     """The best answers, one after the other, none beyond a limit, none too near to one before it."""
-    apart: list[Exclusion] = []
+    exclusions: list[Exclusion] = []
     for _ in range(3):
         allowed = [
-            of.cost(picks)
-            for picks in of.every
-            if all(limit.total(picks) <= limit.most for limit in of.limits) and all(a.allows(picks) for a in apart)
+            instance.cost(picks)
+            for picks in instance.choices
+            if all(limit.total(picks) <= limit.most for limit in instance.limits)
+            and all(a.allows(picks) for a in exclusions)
         ]
-        found = solve(of.costs, of.limits, exclusions=apart)
-        assert (found is None) == (not allowed)
-        if found is None:
+        solution = solve(instance.costs, instance.limits, exclusions=exclusions)
+        assert (solution is None) == (not allowed)
+        if solution is None:
             return
-        assert all(limit.total(found.picks) <= limit.most for limit in of.limits)
-        assert all(a.allows(found.picks) for a in apart)
-        assert found.cost == pytest.approx(min(allowed), rel=1e-9, abs=1e-12 * max(row.max() for row in of.costs))
-        assert found.gap == 0
-        apart.append(Exclusion(found.picks, least))
+        assert all(limit.total(solution.picks) <= limit.most for limit in instance.limits)
+        assert all(a.allows(solution.picks) for a in exclusions)
+        assert solution.cost == pytest.approx(
+            min(allowed), rel=1e-9, abs=1e-12 * max(row.max() for row in instance.costs)
+        )
+        assert solution.gap == 0
+        exclusions.append(Exclusion(solution.picks, least))
 
 
 def test_a_large_instance_is_solved(capfd: pytest.CaptureFixture[str]) -> None:
@@ -144,9 +149,9 @@ def test_a_large_instance_is_solved(capfd: pytest.CaptureFixture[str]) -> None:
     costs = [np.exp(rng.normal(0, 1)) * np.exp(-1.2 * bits) * np.exp(rng.normal(0, 0.2, 12)) for _ in values]
     least, most = (sum(int(f(row)) for row in weights) for f in (np.min, np.max))
     limit = Limit(weights, least + (most - least) * 2 // 5)
-    found = solve(costs, [limit])
-    assert found is not None
-    assert 0 <= limit.most - limit.total(found.picks) < 1e-5 * limit.most
+    solution = solve(costs, [limit])
+    assert solution is not None
+    assert 0 <= limit.most - limit.total(solution.picks) < 1e-5 * limit.most
     assert capfd.readouterr().out == ""
 
 
@@ -161,17 +166,17 @@ def test_the_best_so_far_is_returned_when_the_time_is_up(monkeypatch: pytest.Mon
     limits = [Limit(weights, 200)]
     optimum = solve(costs, limits)
     monkeypatch.setattr(scipy.optimize, "milp", lambda *args, **kwargs: Nothing)
-    found = solve(costs, limits)
+    solution = solve(costs, limits)
     assert optimum is not None
-    assert found is not None
-    assert found.gap > 0
-    assert found.cost - found.gap <= optimum.cost <= found.cost
+    assert solution is not None
+    assert solution.gap > 0
+    assert solution.cost - solution.gap <= optimum.cost <= solution.cost
 
 
 def test_without_scipy_there_is_one_clear_line(dense: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "scipy", None)
     with pytest.raises(ResourceError, match=r"pip install 'gguf-quantkit\[search\]'"):
-        search(drawn(dense), options=SearchOptions(target_bpw=4))
+        search(random_costs(dense), options=SearchOptions(target_bpw=4))
 
 
 # --- allocations ---
@@ -181,11 +186,11 @@ SIX = (3, 4, 5, 7, 8, 9)
 
 
 def six(dense: Path) -> Sensitivity:
-    whole = drawn(dense)
-    groups = tuple(g for g in whole.groups if g.layer == 0 and g.kind.startswith(("attn_", "ffn_")))
+    all_costs = random_costs(dense)
+    groups = tuple(g for g in all_costs.groups if g.layer == 0 and g.kind.startswith(("attn_", "ffn_")))
     groups = tuple(g for g in groups if g.kind != "attn_output")
     names = {g.name for g in groups}
-    return replace(whole, groups=groups, costs=tuple(c for c in whole.costs if c.group in names))
+    return replace(all_costs, groups=groups, costs=tuple(c for c in all_costs.costs if c.group in names))
 
 
 #: Each kind of constraint: options, and what it says of types by class and of totals, in other words.
@@ -222,57 +227,57 @@ CONSTRAINTS: dict[str, tuple[dict[str, Any], Callable[[Types, int, float], bool]
 
 
 @dataclass(frozen=True)
-class Every:
+class Exhaustive:
     """All allocations of six groups to four types: types by class, bytes of data, bytes and seconds to read, kld."""
 
     rows: list[tuple[Types, int, int, float, float]]
 
     @classmethod
-    def of(cls, known: Sensitivity, path: Path, speeds: Mapping[str, float]) -> Every:
-        klds = {(c.group, c.type.name): c.kld or 0.0 for c in known.costs}
-        shapes = {g.name: next(iter(g.tensors.values())) for g in known.groups}
+    def from_costs(cls, costs: Sensitivity, path: Path, speeds: Mapping[str, float]) -> Exhaustive:
+        klds = {(c.group, c.type.name): c.kld or 0.0 for c in costs.costs}
+        shapes = {g.name: next(iter(g.tensors.values())) for g in costs.groups}
         with open_model(path) as file:
-            rest = [t for t in file.tensors.values() if t.name.removesuffix(".weight") not in shapes]
-        row = {t.name: t.nbytes if t.name != "token_embd.weight" else t.nbytes // t.shape[1] for t in rest}
+            fixed_tensors = [t for t in file.tensors.values() if t.name.removesuffix(".weight") not in shapes]
+        row = {t.name: t.nbytes if t.name != "token_embd.weight" else t.nbytes // t.shape[1] for t in fixed_tensors}
         rows = []
-        for picked in itertools.product(TYPES, repeat=len(known.groups)):
-            chosen = dict(zip(shapes, picked, strict=True))
-            parts = {name: BY_NAME[t].tensor_bytes(shapes[name]) for name, t in chosen.items()}
-            types: Types = {group.kind: chosen[group.name] for group in known.groups}
+        for picked in itertools.product(TYPES, repeat=len(costs.groups)):
+            types_by_name = dict(zip(shapes, picked, strict=True))
+            parts = {name: BY_NAME[t].tensor_bytes(shapes[name]) for name, t in types_by_name.items()}
+            types: Types = {group.kind: types_by_name[group.name] for group in costs.groups}
             slowest = min(speeds.values(), default=1.0)
-            seconds = sum(parts[name] / speeds.get(t, slowest) / 1e9 for name, t in chosen.items())
+            seconds = sum(parts[name] / speeds.get(t, slowest) / 1e9 for name, t in types_by_name.items())
             seconds += sum(row.values()) / slowest / 1e9
             read = sum(parts.values()) + sum(row.values())
-            kld = math.fsum(klds[name, t] for name, t in chosen.items())
-            rows.append((types, sum(parts.values()) + sum(t.nbytes for t in rest), read, seconds, kld))
+            kld = math.fsum(klds[name, t] for name, t in types_by_name.items())
+            rows.append((types, sum(parts.values()) + sum(t.nbytes for t in fixed_tensors), read, seconds, kld))
         return cls(rows)
 
 
 @pytest.mark.parametrize("constraint", CONSTRAINTS)
 def test_allocations_are_those_of_exhaustive_search(dense: Path, constraint: str) -> None:
     """Least divergence within some bits per weight, and fewest bytes within some divergence."""
-    more, holds = CONSTRAINTS[constraint]
-    known = six(dense)
-    every = Every.of(known, dense, more.get("speeds", {}))
-    allowed = [(nbytes, kld) for types, nbytes, read, seconds, kld in every.rows if holds(types, read, seconds)]
+    options, holds = CONSTRAINTS[constraint]
+    costs = six(dense)
+    exhaustive = Exhaustive.from_costs(costs, dense, options.get("speeds", {}))
+    allowed = [(nbytes, kld) for types, nbytes, read, seconds, kld in exhaustive.rows if holds(types, read, seconds)]
     values = sum(math.prod(shape) for shape, _ in llama_tensors().values())
     least, most = min(n for n, _ in allowed), max(n for n, _ in allowed)
     for share in (0.0, 0.3, 0.7):
         bpw = 8 * (least + share * (most - least)) / values + 1e-9
-        best = search(known, options=SearchOptions(target_bpw=bpw, **more)).best
+        best = search(costs, options=SearchOptions(target_bpw=bpw, **options)).best
         assert best.kld == pytest.approx(min(kld for n, kld in allowed if n <= bpw * values / 8), rel=1e-9)
         assert best.footprint.data <= bpw * values / 8
         target = best.kld * 1.2
-        smallest = search(known, options=SearchOptions(target_kld=target, **more)).best
+        smallest = search(costs, options=SearchOptions(target_kld=target, **options)).best
         assert smallest.kld <= target
         assert smallest.footprint.data == min(n for n, kld in allowed if kld <= target)
 
 
 def test_a_size_is_that_of_the_file_and_never_exceeded(dense: Path) -> None:
     """Of all files that recipes of four groups make, none is better, but for the bytes of a header."""
-    known = drawn(dense, TYPES[:3], few=4)
+    costs = random_costs(dense, TYPES[:3], limit=4)
     with open_model(dense) as source:
-        finder = Finder(Space(known, source, SearchOptions(target_size=1)))
+        finder = Finder(Space(costs, source, SearchOptions(target_size=1)))
         files = [
             (
                 finder.space.plan(finder.space.main_type(picks), finder.space.rules(picks)).nbytes,
@@ -282,60 +287,60 @@ def test_a_size_is_that_of_the_file_and_never_exceeded(dense: Path) -> None:
         ]
         sizes = [nbytes for nbytes, _ in files]
         for target in range(min(sizes), max(sizes), 9001):
-            found = finder.best_for_size(target)
-            assert found is not None
-            assert found.nbytes <= target
-            assert found.nbytes in sizes
-            assert found.kld >= min(kld for n, kld in files if n <= target) * (1 - 1e-9)
-            assert found.kld <= min((kld for n, kld in files if n <= target - 256), default=math.inf) * (1 + 1e-9)
+            allocation = finder.best_for_size(target)
+            assert allocation is not None
+            assert allocation.nbytes <= target
+            assert allocation.nbytes in sizes
+            assert allocation.kld >= min(kld for n, kld in files if n <= target) * (1 - 1e-9)
+            assert allocation.kld <= min((kld for n, kld in files if n <= target - 256), default=math.inf) * (1 + 1e-9)
 
 
 def test_a_recipe_gives_the_promised_file(dense: Path, tmp_path: Path) -> None:
     """Read back, its rules are the same, its file has exactly the types and the size; tensors not measured stay."""
-    known = drawn(dense, few=12)
-    (tmp_path / "S.json").write_text(known.to_json())
+    costs = random_costs(dense, limit=12)
+    (tmp_path / "S.json").write_text(costs.to_json())
     out = tmp_path / "found.recipe"
     line = ["search", "-s", str(tmp_path / "S.json"), "--target-size", "2M", "-o", str(out), "--json", "-"]
-    ran = CliRunner().invoke(cli, line)
-    assert ran.exit_code == 0, ran.output
-    told = json.loads(ran.stdout)["allocations"][0]
+    result = CliRunner().invoke(cli, line)
+    assert result.exit_code == 0, result.output
+    allocation = json.loads(result.stdout)["allocations"][0]
     text = out.read_text()
-    assert f"{told['bytes']} bytes" in text
+    assert f"{allocation['bytes']} bytes" in text
     rules = parse_recipe(text, out.name)
-    assert [f"{rule.pattern} = {rule.type}" for rule in rules] == told["rules"]
-    made = quantkit.quantize(dense, tmp_path / "out.gguf", told["type"], QuantizeOptions(recipe=(out,)))
-    assert (tmp_path / "out.gguf").stat().st_size == told["bytes"] <= 2_000_000
-    types = {t.name: t.type.name for t in made.plan.tensors}
-    assert {g.name: types[f"{g.name}.weight"] for g in known.groups} == told["types"]
-    measured = {name for g in known.groups for name in g.tensors}
-    assert {t for name, t in types.items() if name not in measured} == {"F16", "F32"}
+    assert [f"{rule.pattern} = {rule.type}" for rule in rules] == allocation["rules"]
+    quantized = quantkit.quantize(dense, tmp_path / "out.gguf", allocation["type"], QuantizeOptions(recipe=(out,)))
+    assert (tmp_path / "out.gguf").stat().st_size == allocation["bytes"] <= 2_000_000
+    types = {t.name: t.type.name for t in quantized.plan.tensors}
+    assert {g.name: types[f"{g.name}.weight"] for g in costs.groups} == allocation["types"]
+    measured_names = {name for g in costs.groups for name in g.tensors}
+    assert {t for name, t in types.items() if name not in measured_names} == {"F16", "F32"}
 
 
 def test_merged_experts_have_one_type_and_their_bytes(moe: Path) -> None:
-    found = search(drawn(moe), options=SearchOptions(target_bpw=4, merge_up_gate=True)).best
-    merged = [t for t in found.plan.tensors if "ffn_gate_up_exps" in t.name]
+    allocation = search(random_costs(moe), options=SearchOptions(target_bpw=4, merge_up_gate=True)).best
+    merged = [t for t in allocation.plan.tensors if "ffn_gate_up_exps" in t.name]
     assert merged
     for t in merged:
         prefix = t.name.removesuffix("ffn_gate_up_exps.weight")
-        assert {found.types[f"{prefix}ffn_{part}_exps"] for part in ("gate", "up")} == {t.type}
-    apart = search(drawn(moe), options=SearchOptions(target_bpw=4, same=("up,gate",))).best
-    assert apart.kld == pytest.approx(found.kld)
+        assert {allocation.types[f"{prefix}ffn_{part}_exps"] for part in ("gate", "up")} == {t.type}
+    separate = search(random_costs(moe), options=SearchOptions(target_bpw=4, same=("up,gate",))).best
+    assert separate.kld == pytest.approx(allocation.kld)
 
 
 def test_rows_that_do_not_divide_count_as_what_they_become(tmp_path: Path) -> None:
     tensors = {**llama_tensors(1, 256, 288), "output_norm.weight": ((256,), "F32")}
     path = write_model(tmp_path / "odd.gguf", tensors, llama_fields(1, 256, 288))
-    found = search(drawn(path, ("Q4_K",)), options=SearchOptions(target_bpw=16)).best
-    types = {t.name: t.type.name for t in found.plan.tensors}
+    allocation = search(random_costs(path, ("Q4_K",)), options=SearchOptions(target_bpw=16)).best
+    types = {t.name: t.type.name for t in allocation.plan.tensors}
     assert types["blk.0.ffn_down.weight"] == "Q5_0"
-    assert any(rule.type.name == "Q5_0" for rule in found.rules)
+    assert any(rule.type.name == "Q5_0" for rule in allocation.rules)
 
 
 @pytest.mark.parametrize("arch", ["llama-dense", "qwen3moe-moe", "gemma-dense", "deepseek2-moe", "olmoe-moe"])
 def test_bytes_read_for_a_token_are_those_of_the_graph(arch: str, tmp_path: Path) -> None:
     path = write_hollow_zoo(arch, tmp_path / "zoo.gguf")
     with open_model(path) as source:
-        space = Space(drawn(path), source, SearchOptions())
+        space = Space(random_costs(path), source, SearchOptions())
         read = sum(space.footprint(t).read for t in space.plan("COPY", ()).tensors)
         assert read == pytest.approx(token_cost(build_graph(source)).weight_bytes, rel=1e-4)  # rope factors
 
@@ -343,26 +348,26 @@ def test_bytes_read_for_a_token_are_those_of_the_graph(arch: str, tmp_path: Path
 # --- predictions ---
 
 
-def noisy(klds: Mapping[tuple[str, str], tuple[float, float]], **more: Any) -> Sensitivity:
+def noisy(klds: Mapping[tuple[str, str], tuple[float, float]], **options: Any) -> Sensitivity:
     groups = tuple(Group(name, "x", 0, {f"{name}.weight": (256, 1)}) for name in dict.fromkeys(g for g, _ in klds))
     costs = tuple(Cost(g, BY_NAME[t], kld, error, None, None) for (g, t), (kld, error) in klds.items())
-    return Sensitivity({}, {}, more, groups, costs)
+    return Sensitivity({}, {}, options, groups, costs)
 
 
 def test_what_is_measured_well_stays_and_noise_is_taken_out() -> None:
     rng = np.random.default_rng(5)
-    own, step = np.exp(rng.normal(0, 1, 40)), dict(zip(TYPES, (1.0, 0.3, 0.1, 0.01), strict=True))
-    truth = {(f"g{i}", t): own[i] * step[t] for i in range(40) for t in TYPES}
+    scales, step = np.exp(rng.normal(0, 1, 40)), dict(zip(TYPES, (1.0, 0.3, 0.1, 0.01), strict=True))
+    truth = {(f"g{i}", t): scales[i] * step[t] for i in range(40) for t in TYPES}
     exact = Predictor(noisy({key: (value * math.exp(rng.normal(0, 0.3)), 0.0) for key, value in truth.items()}))
     for key, (value, _) in exact._values.items():
         assert exact.kld(key[0], key[1]) == pytest.approx(value, rel=1e-3)
     poor = {key: (max(rng.normal(value, 0.05), 1e-9), 0.05) for key, value in truth.items()}
-    seen = Predictor(noisy(poor))
+    predictor = Predictor(noisy(poor))
     tiny = [key for key in truth if key[1] == "Q6_K"]
-    off = [abs(math.log((seen.kld(g, BY_NAME[t]) or 0) / truth[g, t])) for g, t in tiny]
+    off = [abs(math.log((predictor.kld(g, BY_NAME[t]) or 0) / truth[g, t])) for g, t in tiny]
     raw = [abs(math.log(poor[key][0] / truth[key])) for key in tiny]
     assert np.mean(off) < np.mean(raw) / 2
-    assert seen.kld("g0", BY_NAME["Q8_0"]) is None
+    assert predictor.kld("g0", BY_NAME["Q8_0"]) is None
     del poor["g3", "Q4_K"]
     assert Predictor(noisy(poor)).extrapolated_kld("g3", BY_NAME["Q4_K"]) == pytest.approx(truth["g3", "Q4_K"], rel=2)
 
@@ -370,22 +375,22 @@ def test_what_is_measured_well_stays_and_noise_is_taken_out() -> None:
 def test_kink_and_scale_come_from_allocations_that_were_measured_together() -> None:
     rng, rule = np.random.default_rng(2), Combination(10**-2.5, 0.9, 6)
     alone = {(f"g{i}", t): math.exp(rng.normal(-8, 1)) * 4.0**-n for i in range(20) for n, t in enumerate(TYPES)}
-    together = [
+    measurements = [
         MeasuredAllocation({f"g{i}": BY_NAME[t] for i in range(20)},
                  rule.total(math.fsum(rule.additive_part(alone[f"g{i}", t]) for i in range(20))), 0.0)
         for t in TYPES
     ]  # fmt: skip
-    found = fit_combination(together, lambda group, t: alone[group, t.name])
-    assert found.kink == pytest.approx(rule.kink)
-    assert found.scale == pytest.approx(rule.scale)
-    assert found.n == 4
-    assert found.total(found.inverse(0.01)) == pytest.approx(0.01)
-    assert fit_combination(together[:2], lambda group, t: alone[group, t.name]) == Combination()
+    fit = fit_combination(measurements, lambda group, t: alone[group, t.name])
+    assert fit.kink == pytest.approx(rule.kink)
+    assert fit.scale == pytest.approx(rule.scale)
+    assert fit.n == 4
+    assert fit.total(fit.inverse(0.01)) == pytest.approx(0.01)
+    assert fit_combination(measurements[:2], lambda group, t: alone[group, t.name]) == Combination()
 
 
 def test_a_divergence_is_reached_by_the_rule_that_was_fitted(dense: Path) -> None:
     """What was measured together decides how groups add up, and so which size a divergence needs."""
-    plain = drawn(dense)
+    plain = random_costs(dense)
     klds = {(c.group, c.type.name): c.kld or 0.0 for c in plain.costs}
     rows = [
         {"types": {g.name: t for g in plain.groups}, "kld": 0.5 * sum(klds[g.name, t] for g in plain.groups)}
@@ -400,37 +405,37 @@ def test_a_divergence_is_reached_by_the_rule_that_was_fitted(dense: Path) -> Non
 
 
 def test_costs_with_feedback_count_where_there_are_any(dense: Path) -> None:
-    known = drawn(dense, ("Q4_K", "Q6_K"), few=3)
-    first = known.costs[0]
-    fed = replace(known, costs=(*known.costs, replace(first, kld=1e-9, feedback=True)))
-    assert Predictor(fed).kld(first.group, first.type) == pytest.approx(first.kld)
-    assert Predictor(fed, feedback=True).kld(first.group, first.type) == pytest.approx(1e-9)
-    assert Predictor(fed, feedback=True).kld(known.costs[1].group, known.costs[1].type) is not None
+    costs = random_costs(dense, ("Q4_K", "Q6_K"), limit=3)
+    first = costs.costs[0]
+    with_feedback = replace(costs, costs=(*costs.costs, replace(first, kld=1e-9, feedback=True)))
+    assert Predictor(with_feedback).kld(first.group, first.type) == pytest.approx(first.kld)
+    assert Predictor(with_feedback, feedback=True).kld(first.group, first.type) == pytest.approx(1e-9)
+    assert Predictor(with_feedback, feedback=True).kld(costs.costs[1].group, costs.costs[1].type) is not None
 
 
 def test_a_file_made_with_feedback_has_its_size(dense: Path, tmp_path: Path) -> None:
     """Its keys are in the header; types that it does not know are sized without it."""
     cov = write_covariances(tmp_path / "cov.gguf", {"blk.0.attn_q.weight: blk.0.attn_k.weight": (5000,)})
-    known = drawn(dense, ("Q4_0", "Q8_0", "Q4_1"), few=6)
-    found = search(known, options=SearchOptions(target_size=2_400_000, feedback=cov)).best
-    quantkit.quantize(dense, tmp_path / "out.gguf", found.type_name, found.options, threads=2)
-    assert (tmp_path / "out.gguf").stat().st_size == found.nbytes <= 2_400_000
+    costs = random_costs(dense, ("Q4_0", "Q8_0", "Q4_1"), limit=6)
+    allocation = search(costs, options=SearchOptions(target_size=2_400_000, feedback=cov)).best
+    quantkit.quantize(dense, tmp_path / "out.gguf", allocation.type_name, allocation.options, threads=2)
+    assert (tmp_path / "out.gguf").stat().st_size == allocation.nbytes <= 2_400_000
 
 
 def test_proxies_stand_for_what_was_not_measured(dense: Path) -> None:
-    known = drawn(dense)
-    some = tuple(
+    costs = random_costs(dense)
+    partial_costs = tuple(
         c if c.type.name == "Q4_K" else replace(c, kld=None, proxies={"bad": 1.0, "good": c.kld or 0.0})
-        for c in known.costs
+        for c in costs.costs
     )
-    seen = Predictor(replace(known, costs=some, settings={"rank_correlation": {"good": 0.9, "bad": 0.1}}))
-    poor = [c for c in some if c.kld is None]
-    assert seen.types == tuple(BY_NAME[t] for t in TYPES)
-    assert all((seen.kld(c.group, c.type) or 0) < 0.5 for c in poor)
-    only = replace(known, costs=tuple(replace(c, kld=None, proxies={"a": 0.0, "b": c.kld or 0.0}) for c in known.costs))
-    first = search(known, options=SearchOptions(target_bpw=4)).best
+    predictor = Predictor(replace(costs, costs=partial_costs, settings={"rank_correlation": {"good": 0.9, "bad": 0.1}}))
+    poor = [c for c in partial_costs if c.kld is None]
+    assert predictor.types == tuple(BY_NAME[t] for t in TYPES)
+    assert all((predictor.kld(c.group, c.type) or 0) < 0.5 for c in poor)
+    only = replace(costs, costs=tuple(replace(c, kld=None, proxies={"a": 0.0, "b": c.kld or 0.0}) for c in costs.costs))
+    first = search(costs, options=SearchOptions(target_bpw=4)).best
     guessed = search(only, options=SearchOptions(target_bpw=4, proxy="b")).best
-    klds = {(c.group, c.type): c.kld or 0.0 for c in known.costs}
+    klds = {(c.group, c.type): c.kld or 0.0 for c in costs.costs}
     assert math.fsum(klds[pair] for pair in guessed.types.items()) < 1.5 * first.kld  # a guess is not taken as exact
 
 
@@ -438,10 +443,10 @@ def test_proxies_stand_for_what_was_not_measured(dense: Path) -> None:
 
 
 def test_the_front_falls_and_has_the_presets(dense: Path, tmp_path: Path) -> None:
-    (tmp_path / "S.json").write_text(drawn(dense, ("Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K")).to_json())
+    (tmp_path / "S.json").write_text(random_costs(dense, ("Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K")).to_json())
     line = ["search", "-s", str(tmp_path / "S.json"), "--points", "6", "--front", str(tmp_path / "front.csv")]
-    ran = CliRunner().invoke(cli, [*line, "--plot", str(tmp_path / "front.svg")])
-    assert ran.exit_code == 0, ran.output
+    result = CliRunner().invoke(cli, [*line, "--plot", str(tmp_path / "front.svg")])
+    assert result.exit_code == 0, result.output
     rows = list(csv.DictReader((tmp_path / "front.csv").read_text().splitlines()))
     searched = [(int(r["bytes"]), float(r["predicted_kld"])) for r in rows if r["kind"] == "search"]
     presets = {r["name"]: (int(r["bytes"]), float(r["predicted_kld"])) for r in rows if r["kind"] == "preset"}
@@ -457,26 +462,29 @@ def test_the_front_falls_and_has_the_presets(dense: Path, tmp_path: Path) -> Non
 def test_the_best_few_are_measured_and_the_best_of_them_comes_first(tiny_moe: Path, tmp_path: Path) -> None:
     quantkit.perplexity(tiny_moe, tokens=np.arange(2, 66), n_ctx=32, save_logits=SaveLogits(tmp_path / "base"))
     check = Check(2, tmp_path / "base", folder=tmp_path)
-    told: list[str] = []
-    found = search(
-        drawn(tiny_moe, ("Q4_0", "Q8_0")), options=SearchOptions(target_bpw=5), check=check, progress=told.append
+    messages: list[str] = []
+    result = search(
+        random_costs(tiny_moe, ("Q4_0", "Q8_0")),
+        options=SearchOptions(target_bpw=5),
+        check=check,
+        progress=messages.append,
     )
-    klds = [a.check.sums.kld.mean.value for a in found.allocations if a.check is not None]
+    klds = [a.check.sums.kld.mean.value for a in result.allocations if a.check is not None]
     assert len(klds) == 2
     assert klds == sorted(klds)
-    assert found.allocations[0].types != found.allocations[1].types
+    assert result.allocations[0].types != result.allocations[1].types
     assert sorted(p.name for p in tmp_path.iterdir()) == ["base"]
-    assert len(told) == 3
+    assert len(messages) == 3
 
 
 def test_what_is_quantized_already(dense: Path, tmp_path: Path) -> None:
     """Only if that is allowed; the plan then is one that quantize takes."""
     path = tmp_path / "q8_0.gguf"
     quantkit.quantize(dense, path, "Q8_0", threads=1)
-    known, target = drawn(path, few=6), SearchOptions(target_bpw=8)
+    costs, target = random_costs(path, limit=6), SearchOptions(target_bpw=8)
     with pytest.raises(TypeNotSupported, match="--allow-requantize"):
-        search(known, options=target)
-    best = search(known, options=replace(target, allow_requantize=True)).best
+        search(costs, options=target)
+    best = search(costs, options=replace(target, allow_requantize=True)).best
     assert best.bpw <= 8
     assert {t.name for t in best.types.values()} <= set(TYPES)
     assert best.options.allow_requantize
@@ -485,53 +493,53 @@ def test_what_is_quantized_already(dense: Path, tmp_path: Path) -> None:
 def test_what_routers_flip_adds_up_as_squares(dense: Path) -> None:
     """What is found for a size, and for a divergence, is the best of all allocations, or nearly; the rule says how bad
     it is, a plan of the same types, too."""
-    known = drawn(dense, few=6, seed=5)
-    shares = {group.name: 0.05 + 0.9 * (i % 2) for i, group in enumerate(known.groups)}
-    known = replace(known, costs=tuple(replace(c, flips=shares[c.group]) for c in known.costs))
+    costs = random_costs(dense, limit=6, seed=5)
+    shares = {group.name: 0.05 + 0.9 * (i % 2) for i, group in enumerate(costs.groups)}
+    costs = replace(costs, costs=tuple(replace(c, flips=shares[c.group]) for c in costs.costs))
 
     def total(space: Space, picks: Sequence[int]) -> float:
         choices = [unit.choices[pick] for unit, pick in zip(space.choice_groups, picks, strict=True)]
         return math.fsum(c.kld - c.flips for c in choices) + math.sqrt(math.fsum(c.squares for c in choices))
 
     with open_model(dense) as source:
-        space = Space(known, source, SearchOptions())
+        space = Space(costs, source, SearchOptions())
         sizes = [[c.footprint.padded for c in unit.choices] for unit in space.choice_groups]
         most = space.fixed.padded + sum((row[0] + row[-1]) // 2 for row in sizes)
-        every = list(itertools.product(*map(range, map(len, sizes))))
+        all_picks = list(itertools.product(*map(range, map(len, sizes))))
         limit = most + Finder(space).header_bytes
-        finder = Finder(Space(known, source, SearchOptions(target_size=limit)))
+        finder = Finder(Space(costs, source, SearchOptions(target_size=limit)))
         first, second = finder.best(2)
         plain = finder.best_for_size(limit, costs=finder._klds)
-        by_kld = Finder(Space(known, source, SearchOptions(target_kld=first.kld)))
+        by_kld = Finder(Space(costs, source, SearchOptions(target_kld=first.kld)))
         (smallest,) = by_kld.best(1)
         assert predict_plan(space, first.plan) == pytest.approx(first.kld)
     assert plain is not None
     assert second.picks == plain.picks or first.picks == plain.picks
     assert first.kld == pytest.approx(total(space, first.picks))
-    assert first.kld <= 1.02 * min(total(space, p) for p in every if space.total(p).padded <= most)
+    assert first.kld <= 1.02 * min(total(space, p) for p in all_picks if space.total(p).padded <= most)
     assert first.kld < 0.97 * total(space, plain.picks)
     assert first.nbytes <= limit
-    least = min(space.total(p).padded for p in every if total(space, p) <= first.kld)
+    least = min(space.total(p).padded for p in all_picks if total(space, p) <= first.kld)
     assert smallest.kld <= first.kld
     assert smallest.footprint.padded <= 1.02 * least
 
 
 def test_of_several_the_second_is_the_best_for_plain_sums(dense: Path) -> None:
     """Where a rule discounts small costs, and only for a size: for a divergence the rule is what counts."""
-    known = six(dense)
-    klds = {(c.group, c.type.name): c.kld or 0.0 for c in known.costs}
+    costs = six(dense)
+    klds = {(c.group, c.type.name): c.kld or 0.0 for c in costs.costs}
     rule = Combination(0.1)
     rows = [
-        {"types": {g.name: t for g in known.groups},
-         "kld": rule.total(math.fsum(rule.additive_part(klds[g.name, t]) for g in known.groups))}
+        {"types": {g.name: t for g in costs.groups},
+         "kld": rule.total(math.fsum(rule.additive_part(klds[g.name, t]) for g in costs.groups))}
         for t in TYPES
     ]  # fmt: skip
     options = SearchOptions(target_bpw=11)
     with open_model(dense) as source:
-        finder = Finder(Space(replace(known, settings={"together": rows}), source, options))
+        finder = Finder(Space(replace(costs, settings={"together": rows}), source, options))
         assert finder.space.combination.kink > 0
         first, second = finder.best(2)
-        (plain,) = Finder(Space(known, source, options)).best(1)
+        (plain,) = Finder(Space(costs, source, options)).best(1)
     assert first.kld <= second.kld
     assert first.types != second.types
     total = sum(klds[g, t.name] for g, t in second.types.items())
@@ -574,31 +582,31 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
-@pytest.mark.parametrize("what", REFUSED)
-def test_what_cannot_be_is_said_with_what_is_possible(dense: Path, what: str) -> None:
-    more, message = REFUSED[what]
-    target = {} if any(name.startswith("target") for name in more) else {"target_bpw": 4.0}
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_cannot_be_is_said_with_what_is_possible(dense: Path, case: str) -> None:
+    options, message = REFUSED[case]
+    target = {} if any(name.startswith("target") for name in options) else {"target_bpw": 4.0}
     with pytest.raises((RecipeError, TypeNotSupported), match=message):
-        search(drawn(dense), options=SearchOptions(**{**target, **more}))
+        search(random_costs(dense), options=SearchOptions(**{**target, **options}))
 
 
 def test_costs_of_another_model_are_refused(dense: Path, moe: Path, tmp_path: Path) -> None:
     four = SearchOptions(target_bpw=4)
     with pytest.raises(RecipeError, match=r"\[256, 64\], but \[256, 128\] was measured: .* of moe.gguf"):
-        search(drawn(moe), dense, four)
-    more = write_model(tmp_path / "more.gguf", llama_tensors(3), llama_fields(3))
+        search(random_costs(moe), dense, four)
+    larger_model = write_model(tmp_path / "more.gguf", llama_tensors(3), llama_fields(3))
     with pytest.raises(RecipeError, match="there is no blk.2.attn_q.weight, which was measured"):
-        search(drawn(more), dense, four)
+        search(random_costs(larger_model), dense, four)
     wider = write_model(tmp_path / "wide.gguf", llama_tensors(2, 512), llama_fields(2, 512))
     with pytest.raises(RecipeError, match=r"\[512, 64\], but"):
-        search(drawn(dense), wider, four)
-    known = drawn(dense)
+        search(random_costs(dense), wider, four)
+    costs = random_costs(dense)
     with pytest.raises(RecipeError, match="other weights than"):
-        search(replace(known, model={**known.model, "fingerprint": "0" * 64}), dense, four)
+        search(replace(costs, model={**costs.model, "fingerprint": "0" * 64}), dense, four)
     with pytest.raises(RecipeError, match="does not exist: name it with -m"):
-        search(replace(known, model={"path": str(tmp_path / "gone.gguf")}), None, four)
+        search(replace(costs, model={"path": str(tmp_path / "gone.gguf")}), None, four)
     with pytest.raises(QuantkitError, match="two groups"):
-        search(replace(known, groups=(*known.groups, replace(known.groups[0], name="again"))), dense, four)
+        search(replace(costs, groups=(*costs.groups, replace(costs.groups[0], name="again"))), dense, four)
 
 
 @pytest.mark.parametrize(
@@ -613,28 +621,28 @@ def test_costs_of_another_model_are_refused(dense: Path, moe: Path, tmp_path: Pa
     ],
 )
 def test_a_hostile_file_is_refused_with_one_line(dense: Path, tmp_path: Path, old: str, new: str) -> None:
-    text = drawn(dense, few=2).to_json()
+    text = random_costs(dense, limit=2).to_json()
     assert old in text
     (tmp_path / "S.json").write_text(text.replace(old, new))
-    ran = CliRunner().invoke(cli, ["search", "-s", str(tmp_path / "S.json"), "-m", str(dense), "--target-bpw", "4"])
-    assert ran.exit_code == 1
-    assert ran.output.startswith("Error: ")
-    assert isinstance(ran.exception, SystemExit)
+    result = CliRunner().invoke(cli, ["search", "-s", str(tmp_path / "S.json"), "-m", str(dense), "--target-bpw", "4"])
+    assert result.exit_code == 1
+    assert result.output.startswith("Error: ")
+    assert isinstance(result.exception, SystemExit)
 
 
 def test_no_number_is_no_cost(dense: Path) -> None:
-    known = drawn(dense, few=2)
+    measured_costs = random_costs(dense, limit=2)
     bad: Any
     for bad in (math.nan, math.inf, "0.1"):
-        costs: Any = (replace(known.costs[0], kld=bad), *known.costs[1:])
+        costs: Any = (replace(measured_costs.costs[0], kld=bad), *measured_costs.costs[1:])
         with pytest.raises(QuantkitError, match="that is no number"):
-            search(replace(known, costs=costs), options=SearchOptions(target_bpw=15))
+            search(replace(measured_costs, costs=costs), options=SearchOptions(target_bpw=15))
 
 
 def test_usage(dense: Path, tmp_path: Path) -> None:
-    (tmp_path / "S.json").write_text(drawn(dense, few=4).to_json())
+    (tmp_path / "S.json").write_text(random_costs(dense, limit=4).to_json())
     first = ["search", "-s", str(tmp_path / "S.json")]
-    for more, message in (
+    for arguments, message in (
         ([], "give one of --target-size"),
         (["--target-bpw", "4", "--check", "2"], "give both"),
         (["--front", str(tmp_path / "front.txt")], ".csv or .json"),
@@ -642,9 +650,9 @@ def test_usage(dense: Path, tmp_path: Path) -> None:
         (["--target-bpw", "4", "-o", str(tmp_path / "S.json"), "--overwrite"], "is the input itself"),
         (["--target-bpw", "4", "--plot", str(tmp_path / "a.gif")], ".svg, .png or .pdf"),
     ):
-        ran = CliRunner().invoke(cli, [*first, *more])
-        assert ran.exit_code != 0
-        assert message in ran.output
+        result = CliRunner().invoke(cli, [*first, *arguments])
+        assert result.exit_code != 0
+        assert message in result.output
     printed = CliRunner().invoke(cli, [*first, "--target-bpw", "15"])
     assert printed.exit_code == 0, printed.output
     assert "make the file: quantkit quantize" in printed.output

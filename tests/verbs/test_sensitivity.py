@@ -46,18 +46,18 @@ def ids_of(path: Path) -> npt.NDArray[np.int32]:
     return np.random.default_rng(3).integers(0, n_vocab, N_CTX * CHUNKS, np.int32)
 
 
-def options(**more: object) -> SensitivityOptions:
-    given = {"types": ("Q4_0",), "n_ctx": N_CTX, "n_batch": 3 * N_CTX, **more}
-    return SensitivityOptions(**given)  # type: ignore[arg-type]
+def options(**changes: object) -> SensitivityOptions:
+    settings = {"types": ("Q4_0",), "n_ctx": N_CTX, "n_batch": 3 * N_CTX, **changes}
+    return SensitivityOptions(**settings)  # type: ignore[arg-type]
 
 
 def with_groups(model: Path, groups: Sequence[Group], name: str, base: Path, folder: Path) -> tuple[float, float]:
     """Return what quantizing groups and measuring the file gives: divergence, and ln(perplexity)."""
-    made = folder / "with.gguf"
+    path = folder / "with.gguf"
     rules = tuple(f"^{t.replace('.', '[.]')}$={name}" for group in groups for t in group.tensors)
-    quantize(model, made, "COPY", QuantizeOptions(tensor_type=rules), overwrite=True, threads=2)
-    found = perplexity(made, tokens=ids_of(model), n_ctx=N_CTX)
-    return kld(made, base).sums.kld.mean.value, found.log_ppl.value
+    quantize(model, path, "COPY", QuantizeOptions(tensor_type=rules), overwrite=True, threads=2)
+    result = perplexity(path, tokens=ids_of(model), n_ctx=N_CTX)
+    return kld(path, base).sums.kld.mean.value, result.log_ppl.value
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -66,15 +66,15 @@ def test_costs_are_those_of_files(zoo: Callable[[str], Path], name: str, tmp_pat
     model, base = zoo(name), tmp_path / "base"
     ids = ids_of(model)
     # All windows at once, as kld has them: a product of few rows is computed in another order than one of many.
-    found = sensitivity(model, tmp_path / "s.json", tokens=ids, options=options(n_batch=512))
-    assert read_sensitivity(tmp_path / "s.json") == found
-    whole = SaveLogits(base, "compact", top_k=1 << 20, residual=0)
-    before = perplexity(model, tokens=ids, n_ctx=N_CTX, save_logits=whole).log_ppl.value
-    costs = {c.group: c for c in found.costs}
-    assert costs.keys() == {g.name for g in found.groups}
-    last = max(g.layer for g in found.groups if g.layer is not None)
+    result = sensitivity(model, tmp_path / "s.json", tokens=ids, options=options(n_batch=512))
+    assert read_sensitivity(tmp_path / "s.json") == result
+    save = SaveLogits(base, "compact", top_k=1 << 20, residual=0)
+    before = perplexity(model, tokens=ids, n_ctx=N_CTX, save_logits=save).log_ppl.value
+    costs = {c.group: c for c in result.costs}
+    assert costs.keys() == {g.name for g in result.groups}
+    last = max(g.layer for g in result.groups if g.layer is not None)
     kinds: dict[str, Group] = {}
-    for group in found.groups:  # of each class one, of changing layers
+    for group in result.groups:  # of each class one, of changing layers
         if group.kind not in kinds or group.layer == (last if len(kinds) % 2 else 1):
             kinds[group.kind] = group
     for group in kinds.values():
@@ -84,20 +84,20 @@ def test_costs_are_those_of_files(zoo: Callable[[str], Path], name: str, tmp_pat
         assert cost.ln_ppl == pytest.approx(after - before, abs=1e-12), group.name  # the logits, bit for bit
         assert cost.kld is not None
         assert cost.kld > 0, group.name
-    (together,) = found.settings["together"]
-    assert together["types"] == {group.name: "Q4_0" for group in found.groups}
-    divergence, after = with_groups(model, found.groups, "Q4_0", base, tmp_path)
-    assert together["kld"] == pytest.approx(divergence, rel=1e-4, abs=2e-6)
-    assert together["ln_ppl"] == pytest.approx(after - before, abs=1e-12)
+    (uniform,) = result.settings["together"]
+    assert uniform["types"] == {group.name: "Q4_0" for group in result.groups}
+    divergence, after = with_groups(model, result.groups, "Q4_0", base, tmp_path)
+    assert uniform["kld"] == pytest.approx(divergence, rel=1e-4, abs=2e-6)
+    assert uniform["ln_ppl"] == pytest.approx(after - before, abs=1e-12)
 
 
 @pytest.fixture(scope="module")
 def observed(zoo: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """An importance matrix and covariances of qwen3moe-moe: of experts there are too few tokens."""
     model, folder = zoo("qwen3moe-moe"), tmp_path_factory.mktemp("observed")
-    ids, seen = np.tile(ids_of(model), 5), ImatrixOptions(n_ctx=N_CTX, n_batch=8 * N_CTX)
-    imatrix(model, (), folder / "imatrix.gguf", tokens=ids, options=seen)
-    covariance(model, (), folder / "cov.gguf", tokens=ids, options=seen)
+    ids, settings = np.tile(ids_of(model), 5), ImatrixOptions(n_ctx=N_CTX, n_batch=8 * N_CTX)
+    imatrix(model, (), folder / "imatrix.gguf", tokens=ids, options=settings)
+    covariance(model, (), folder / "cov.gguf", tokens=ids, options=settings)
     return folder / "imatrix.gguf", folder / "cov.gguf"
 
 
@@ -109,38 +109,38 @@ def test_bytes_are_those_of_quantize(
     model, (imatrix, cov) = zoo("qwen3moe-moe"), observed
     encoding = Encoding(imatrix, cov)
     group = next(g for g in groups_of(model, encoding, "class-layer") if g.kind == kind)
-    rules, made, notes = tuple(f"{name}=Q4_0" for name in group.tensors), set[bytes](), list[list[str]]()
-    for pair in (Pair(group, type_by_name("Q4_0"), fed) for fed in (False, True)):
-        how = QuantizeOptions(imatrix=imatrix, feedback=cov if pair.feedback else None, tensor_type=rules)
-        quantize(model, tmp_path / "q.gguf", "COPY", how, threads=2, overwrite=True)
+    rules, encodings, notes = tuple(f"{name}=Q4_0" for name in group.tensors), set[bytes](), list[list[str]]()
+    for pair in (Pair(group, type_by_name("Q4_0"), has_feedback) for has_feedback in (False, True)):
+        quantize_options = QuantizeOptions(imatrix=imatrix, feedback=cov if pair.feedback else None, tensor_type=rules)
+        quantize(model, tmp_path / "q.gguf", "COPY", quantize_options, threads=2, overwrite=True)
         for _ in range(2):
             store = open_store(tmp_path / "cache")
             encoder = Encoder(model, [pair], encoding, 2, 1 << 28, store)
-            found = encoder.encode(pair, tmp_path)
+            encoded_group = encoder.encode(pair, tmp_path)
             notes.append(encoder.close())
-            with open_gguf(tmp_path / "q.gguf") as written:
-                for name, (info, data) in found.data.items():
+            with open_gguf(tmp_path / "q.gguf") as file:
+                for name, (info, data) in encoded_group.data.items():
                     assert info.type.name == "Q4_0"
-                    assert (written.data(name) == data).all()
-            assert 0 < found.sums.error < found.sums.square
-        made.add(b"".join(data.tobytes() for _, data in found.data.values()))
+                    assert (file.data(name) == data).all()
+            assert 0 < encoded_group.sums.error < encoded_group.sums.square
+        encodings.add(b"".join(data.tobytes() for _, data in encoded_group.data.values()))
         assert not pair.feedback or encoder.has_feedback(pair) == (kind == "attn_q")
-    assert len(made) == (2 if kind == "attn_q" else 1)
-    assert ["came from the cache" in " ".join(each) for each in notes] == [False, True] * 2
+    assert len(encodings) == (2 if kind == "attn_q" else 1)
+    assert ["came from the cache" in " ".join(texts) for texts in notes] == [False, True] * 2
 
 
 def test_costs_with_feedback(zoo: Callable[[str], Path], observed: tuple[Path, Path], tmp_path: Path) -> None:
     model, fed_too = zoo("qwen3moe-moe"), options(feedback=observed[1])
-    found = sensitivity(model, tmp_path / "s.json", tokens=ids_of(model), options=fed_too)
-    fed = {c.group: c for c in found.costs if c.feedback}
-    assert {g.name for g in found.groups if g.kind == "attn_q"} <= fed.keys()
-    plain = {c.group: c for c in found.costs if not c.feedback}
-    assert plain.keys() == {g.name for g in found.groups}
-    for name, cost in fed.items():
+    result = sensitivity(model, tmp_path / "s.json", tokens=ids_of(model), options=fed_too)
+    feedback_costs = {c.group: c for c in result.costs if c.feedback}
+    assert {g.name for g in result.groups if g.kind == "attn_q"} <= feedback_costs.keys()
+    plain = {c.group: c for c in result.costs if not c.feedback}
+    assert plain.keys() == {g.name for g in result.groups}
+    for name, cost in feedback_costs.items():
         assert cost.kld
         assert cost.kld != plain[name].kld
         assert 0 < cost.proxies["covariance_loss"] < plain[name].proxies["covariance_loss"]
-    assert found.settings["together"][0]["types"].keys() == plain.keys()
+    assert result.settings["together"][0]["types"].keys() == plain.keys()
 
 
 def test_command(tiny_moe: Path, tmp_path: Path) -> None:
@@ -150,13 +150,13 @@ def test_command(tiny_moe: Path, tmp_path: Path) -> None:
     command += ["--proxies-only", "--cache", str(tmp_path / "cache"), "-o"]
     python = [sys.executable, "-m", "quantkit"]
     subprocess.run([*python, *command, tmp_path / "1.json", "--max-ram", "4M"], input=text, check=True)
-    ended = CliRunner().invoke(cli, [*command, str(tmp_path / "2.json"), "--no-together"], input=text)
-    assert ended.exit_code == 0, ended.output
-    assert "of 30 encoded tensors came from the cache" in ended.stderr
-    found = [read_sensitivity(tmp_path / name) for name in ("1.json", "2.json")]
-    assert not any("cache" in note for each in found for note in each.settings["notes"])
-    assert [each.text["sha256"] for each in found] == 2 * [[hashlib.sha256(text).hexdigest()]]
-    assert found[0].costs == found[1].costs
+    process_result = CliRunner().invoke(cli, [*command, str(tmp_path / "2.json"), "--no-together"], input=text)
+    assert process_result.exit_code == 0, process_result.output
+    assert "of 30 encoded tensors came from the cache" in process_result.stderr
+    results = [read_sensitivity(tmp_path / name) for name in ("1.json", "2.json")]
+    assert not any("cache" in note for costs_of_run in results for note in costs_of_run.settings["notes"])
+    assert [costs_of_run.text["sha256"] for costs_of_run in results] == 2 * [[hashlib.sha256(text).hexdigest()]]
+    assert results[0].costs == results[1].costs
 
 
 _SLOW = """
@@ -182,8 +182,8 @@ def test_resumes_after_a_kill(zoo: Callable[[str], Path], tmp_path: Path) -> Non
     ids = ids_of(model)
     np.save(tmp_path / "ids.npy", ids)
     command = [sys.executable, "-c", _SLOW, str(model), str(tmp_path / "ids.npy"), str(out)]
-    ended = subprocess.run(command, env={**os.environ}, check=False)
-    assert ended.returncode == -signal.SIGKILL
+    process = subprocess.run(command, env={**os.environ}, check=False)
+    assert process.returncode == -signal.SIGKILL
     assert not out.exists()
     with pytest.raises(ResourceError, match="--resume"):
         sensitivity(model, out, tokens=ids, options=options(types=both))
@@ -193,18 +193,18 @@ def test_resumes_after_a_kill(zoo: Callable[[str], Path], tmp_path: Path) -> Non
     resumed = sensitivity(
         model, out, tokens=ids, options=options(types=both, resume=True), progress=lambda now: steps.append(now.text)
     )
-    whole = sensitivity(model, tmp_path / "other.json", tokens=ids, options=options(types=both))
-    assert resumed.costs == whole.costs
-    assert resumed.settings["together"] == whole.settings["together"]
-    assert sum(s.startswith("measure") for s in steps) == 2 * len(whole.costs) - 20
+    full = sensitivity(model, tmp_path / "other.json", tokens=ids, options=options(types=both))
+    assert resumed.costs == full.costs
+    assert resumed.settings["together"] == full.settings["together"]
+    assert sum(s.startswith("measure") for s in steps) == 2 * len(full.costs) - 20
     assert {p.name for p in tmp_path.iterdir()} == {"ids.npy", "other.json", "s.json"}
-    again = sensitivity(model, out, tokens=ids, options=options(types=both, resume=True), progress=_never)
-    assert again == resumed
+    rerun = sensitivity(model, out, tokens=ids, options=options(types=both, resume=True), progress=_fail)
+    assert rerun == resumed
     with pytest.raises(ResourceError, match="exists"):
         sensitivity(model, out, tokens=ids, options=options(types=both))
 
 
-def _never(now: object) -> None:
+def _fail(now: object) -> None:
     raise AssertionError(now)
 
 
@@ -212,37 +212,37 @@ def test_proxies_only_measures_one_type_of_each_group(zoo: Callable[[str], Path]
     """And all of them together, to which search fits how costs combine."""
     model = zoo("qwen3-dense")
     three = options(types=("Q4_0", "Q5_0", "Q8_0"), proxies_only=True, groups="tensor")
-    found = sensitivity(model, tmp_path / "s.json", tokens=ids_of(model), options=three)
-    for group in found.groups:
-        costs = {c.type.name: c for c in found.costs if c.group == group.name}
+    result = sensitivity(model, tmp_path / "s.json", tokens=ids_of(model), options=three)
+    for group in result.groups:
+        costs = {c.type.name: c for c in result.costs if c.group == group.name}
         assert [name for name, c in costs.items() if c.kld is not None] == ["Q5_0"]
         guessed = [costs[name].proxies["weighted_error"] for name in ("Q4_0", "Q5_0", "Q8_0")]
         assert guessed == sorted(guessed, reverse=True)
         assert guessed[1] == pytest.approx(costs["Q5_0"].kld)
-    assert fit_combination(read_measured_allocations(found), Predictor(found).extrapolated_kld).n == 3
+    assert fit_combination(read_measured_allocations(result), Predictor(result).extrapolated_kld).n == 3
 
 
 def test_full_runs_leave_the_others_to_the_ends_of_their_layers(zoo: Callable[[str], Path], tmp_path: Path) -> None:
     model, both = zoo("gemma3n-dense"), ("Q4_0", "Q8_0")
     ids = ids_of(model)
-    whole = sensitivity(model, tmp_path / "all.json", tokens=ids, options=options(types=both, together=False))
-    some = options(types=both, together=False, full_runs=1)
-    found = sensitivity(model, tmp_path / "some.json", tokens=ids, options=some)
-    of = {(c.group, c.type): c for c in whole.costs}
-    guessed = [c for c in found.costs if c.kld is None]
-    assert all(c.kld == of[c.group, c.type].kld for c in found.costs if c.kld is not None)
-    assert len(guessed) > len(found.groups) / 2
+    full = sensitivity(model, tmp_path / "all.json", tokens=ids, options=options(types=both, together=False))
+    partial_options = options(types=both, together=False, full_runs=1)
+    result = sensitivity(model, tmp_path / "some.json", tokens=ids, options=partial_options)
+    costs_by_pair = {(c.group, c.type): c for c in full.costs}
+    guessed = [c for c in result.costs if c.kld is None]
+    assert all(c.kld == costs_by_pair[c.group, c.type].kld for c in result.costs if c.kld is not None)
+    assert len(guessed) > len(result.groups) / 2
     assert {c.type.name for c in guessed} == {"Q8_0"}
     assert "output" not in {c.group for c in guessed}  # its layer ends with the model
     for cost in guessed:
-        coarser = of[cost.group, type_by_name("Q4_0")].kld
+        coarser = costs_by_pair[cost.group, type_by_name("Q4_0")].kld
         assert coarser is not None
         assert 0 < cost.proxies["layer_error"] < coarser
-    assert 0 < whole.settings["rank_correlation"]["layer_error"] <= 1
-    assert Predictor(found).types == Predictor(whole).types
-    again = options(types=both, full_runs=2, resume=True)
+    assert 0 < full.settings["rank_correlation"]["layer_error"] <= 1
+    assert Predictor(result).types == Predictor(full).types
+    resume_options = options(types=both, full_runs=2, resume=True)
     with pytest.raises(ResourceError, match="not what this run would make"):
-        sensitivity(model, tmp_path / "some.json", tokens=ids, options=again)
+        sensitivity(model, tmp_path / "some.json", tokens=ids, options=resume_options)
 
 
 def test_guesses_follow_the_rule_of_all_groups() -> None:
@@ -259,14 +259,14 @@ def test_guesses_follow_the_rule_of_all_groups() -> None:
             costs[pair] = Cost(
                 group.name, pair.type, *((truth[pair], 0.01 * truth[pair], 0, 0) if is_measured else [None] * 4)
             )
-    made = with_layer_errors(costs, errors)
-    for pair, cost in made.items():
-        told = [p for p in costs if p.group is pair.group and p is not pair and costs[p].kld is not None]
-        if not told:
+    predictions = with_layer_errors(costs, errors)
+    for pair, cost in predictions.items():
+        measured_pairs = [p for p in costs if p.group is pair.group and p is not pair and costs[p].kld is not None]
+        if not measured_pairs:
             assert "layer_error" not in cost.proxies
             continue
-        near = 0.05 if len(told) == 2 else 0.3  # a group of one type has the kink that suits all
-        assert cost.proxies["layer_error"] == pytest.approx(truth[pair], rel=near)
+        tolerance = 0.05 if len(measured_pairs) == 2 else 0.3  # a group of one type has the kink that suits all
+        assert cost.proxies["layer_error"] == pytest.approx(truth[pair], rel=tolerance)
         flips = kink * math.sqrt(errors[pair])
         assert cost.flips == pytest.approx(flips / (errors[pair] + flips), rel=0.3)
     alone = {p: c for p, c in costs.items() if p.type.name != "Q4_K"}  # one of each group: in proportion to errors
@@ -279,28 +279,28 @@ def test_guesses_follow_the_rule_of_all_groups() -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "types", "runs"), [(None, 4, None), (None, 5, 2), (3, 4, 3), (-1, 9, None), (9, 5, 9)]
+    ("full_runs", "types", "runs"), [(None, 4, None), (None, 5, 2), (3, 4, 3), (-1, 9, None), (9, 5, 9)]
 )
-def test_how_many_types_run_in_full(given: int | None, types: int, runs: int | None) -> None:
-    assert full_runs_of(given, types) == runs
+def test_how_many_types_run_in_full(full_runs: int | None, types: int, runs: int | None) -> None:
+    assert full_runs_of(full_runs, types) == runs
 
 
 def test_a_class_in_all_layers(zoo: Callable[[str], Path], observed: tuple[Path, Path], tmp_path: Path) -> None:
     """And what an importance matrix tells of experts, which have one type whatever the groups."""
     model, base = zoo("qwen3moe-moe"), tmp_path / "base"
-    whole = SaveLogits(base, "compact", top_k=1 << 20, residual=0)
-    perplexity(model, tokens=ids_of(model), n_ctx=N_CTX, save_logits=whole)
-    how = options(groups="class", together=False, n_batch=512, imatrix=observed[0])
-    found = sensitivity(model, tmp_path / "s.json", tokens=ids_of(model), options=how)
-    assert "ffn_down_exps" in {g.name for g in found.groups}
-    group, cost = next((g, c) for g, c in zip(found.groups, found.costs, strict=True) if g.name == "attn_v")
+    save = SaveLogits(base, "compact", top_k=1 << 20, residual=0)
+    perplexity(model, tokens=ids_of(model), n_ctx=N_CTX, save_logits=save)
+    class_options = options(groups="class", together=False, n_batch=512, imatrix=observed[0])
+    result = sensitivity(model, tmp_path / "s.json", tokens=ids_of(model), options=class_options)
+    assert "ffn_down_exps" in {g.name for g in result.groups}
+    group, cost = next((g, c) for g, c in zip(result.groups, result.costs, strict=True) if g.name == "attn_v")
     assert len(group.tensors) > 1
     assert group.layer is None
     rules = tuple(f"^{name}$=Q4_0" for name in group.tensors)
     quantize(model, tmp_path / "q.gguf", "COPY", QuantizeOptions(tensor_type=rules, imatrix=observed[0]), threads=2)
     assert cost.kld == pytest.approx(kld(tmp_path / "q.gguf", base, threads=2).sums.kld.mean.value, rel=1e-4, abs=2e-6)
-    experts = found.settings["experts"]
-    assert experts.keys() == {g.name for g in found.groups if g.name.endswith("_exps")}
+    experts = result.settings["experts"]
+    assert experts.keys() == {g.name for g in result.groups if g.name.endswith("_exps")}
     for row in experts.values():
         assert all(sum(shares) == pytest.approx(1, abs=1e-3) for shares in row["shares"].values())
         assert 0 <= row["rare_tokens"] <= 0.5
@@ -320,17 +320,20 @@ def test_rank_correlation_of_proxies() -> None:
     pairs = [Pair(Group(f"g{i}", "g", i, {}), type_by_name(t)) for i in range(3) for t in ("Q4_0", "Q5_0", "Q8_0")]
     costs = {p: Cost(p.group.name, p.type, k * 1.0, 0, 0, 0) for k, p in enumerate(pairs, 1)}
     sums = {p: ErrorSums(1, k, 1, k) for k, p in enumerate(pairs, 1)}
-    made = with_proxies(costs, sums, {pairs[1], pairs[4], pairs[7]})
-    assert rank_correlations(made, {pairs[1], pairs[4], pairs[7]}) == {"weighted_error": 1, "relative_error": 1}
+    costs_of_pairs = with_proxies(costs, sums, {pairs[1], pairs[4], pairs[7]})
+    assert rank_correlations(costs_of_pairs, {pairs[1], pairs[4], pairs[7]}) == {
+        "weighted_error": 1,
+        "relative_error": 1,
+    }
 
 
 def test_what_cannot_be_measured(zoo: Callable[[str], Path], tmp_path: Path) -> None:
     model, out = zoo("qwen3-dense"), tmp_path / "s.json"
     ids = ids_of(model)
 
-    def refused(error: type[QuantkitError], match: str, **more: object) -> None:
+    def refused(error: type[QuantkitError], match: str, **changes: object) -> None:
         with pytest.raises(error, match=match):
-            sensitivity(model, out, tokens=more.pop("tokens", ids), options=options(**more))  # type: ignore[arg-type]
+            sensitivity(model, out, tokens=changes.pop("tokens", ids), options=options(**changes))  # type: ignore[arg-type]
 
     refused(TypeNotSupported, "Q9_Z", types=("Q9_Z",))
     refused(TypeNotSupported, "interleaves", types=("Q4_0_R8",))

@@ -25,7 +25,7 @@ _MOST_RELATED = 1 << 10
 
 
 def card_files(model: GGUFFile) -> dict[str, bytes]:
-    """Return README.md, if a file says anything that belongs into it."""
+    """Return README.md if the metadata have anything for it."""
     lines = [f"{key}: {_yaml(value)}" for key, value in _entries(model)]
     return {"README.md": "\n".join(["---", *lines, "---", ""]).encode("utf-8", "replace")} if lines else {}
 
@@ -44,7 +44,7 @@ def _entries(model: GGUFFile) -> Iterator[tuple[str, Any]]:
 
 
 def _related(model: GGUFFile, prefix: str) -> Any:
-    """Return ORGANIZATION/NAME of another model or a dataset, if that says all that is known, else all of it."""
+    """Return a short text for another model or a dataset if it parses to all of its fields, else the fields."""
     entry = {name: value for name in RELATED if (value := model.get(prefix + name)) is not None}
     address = str(entry.get("repo_url", ""))
     short = (address.removeprefix("https://huggingface.co/"), address)

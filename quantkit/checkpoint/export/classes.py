@@ -27,12 +27,12 @@ _ORDER = ("model.layers.*.self_attn.", "model.layers.*.mlp.", "model.layers.*.",
 
 
 def of_architecture(arch: object) -> list[str]:
-    """Return the classes that files of an architecture may be of."""
+    """Return the model classes of an architecture."""
     return [name for name, hf_class in CLASSES.items() if arch in (ARCHITECTURES[name].arch, *hf_class.archs)]
 
 
 def find_class(meta: ModelMetadata, name: str | None = None) -> tuple[str, Architecture, HfClass]:
-    """Return the class of a file, its row and how it spells.
+    """Return the model class of a file, its architecture and its HF names.
 
     Args:
         meta: what the file says.

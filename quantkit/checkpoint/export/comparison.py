@@ -1,4 +1,4 @@
-"""Metadata beside the architecture's, as it would be after converting the checkpoint again: what is lost is named."""
+"""Report the metadata outside the architecture that a conversion of the export would lose."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _MAX_NAMES = 6
 
 
 def compare_keys(model: GGUFFile, folder: Path, row: Architecture, config: Config, *, tokenizer: bool) -> list[str]:
-    """Return notes on keys of a file that the checkpoint in ``folder`` does not say, or says otherwise."""
+    """Return notes on keys of a file that the checkpoint in ``folder`` lacks or changes."""
     keys = Keys(row.arch, config.path)
     read_general(folder, ParameterCount(0, 0, 0, 0)).write(keys)
     notes = _lost_keys("general.", model.fields, keys.fields)

@@ -1,4 +1,4 @@
-"""config.json of what a GGUF file says: the keys of a row (``keys``), read backwards.
+"""config.json from the metadata of a GGUF file: the key rules of an architecture, inverted.
 
 What a class gives a key of many names is the one that its configuration has (``class_defaults``). Whatever is made here
 is read by the way here again (``check_keys``), so a key that it does not carry is found.
@@ -156,7 +156,7 @@ def _rope_scaling(meta: ModelMetadata, row: Architecture, config: Json) -> Json 
 
 
 def check_keys(model: GGUFFile, row: Architecture, config: Config) -> list[str]:
-    """Read a configuration as the way here does, and return what it says beyond the file, as notes.
+    """Convert a configuration back to keys; return notes on keys that the file does not have.
 
     Raises TypeNotSupported for keys of the architecture that it does not say, or says otherwise.
     """

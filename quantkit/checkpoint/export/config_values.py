@@ -16,7 +16,7 @@ from quantkit.checkpoint.export.gguf_metadata import ModelMetadata
 
 
 def shortest_argument(value: float, function: Callable[[float], float]) -> float:
-    """Return the argument of the fewest digits for which ``function`` gives float32 ``value``."""
+    """Return the argument with the fewest digits for which ``function`` gives float32 ``value``."""
     inverse = value
     for digits in range(17):
         inverse = float(f"{value:.{digits}e}")
@@ -122,7 +122,7 @@ class AddTower:
 
 
 def subtract_nextn_layers(meta: ModelMetadata, config: Json) -> None:
-    """Layers that predict more tokens are not counted among the others."""
+    """Subtract the MTP layers from num_hidden_layers."""
     config["num_hidden_layers"] -= meta.get(".nextn_predict_layers") or 0
 
 

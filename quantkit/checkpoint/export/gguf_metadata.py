@@ -33,7 +33,7 @@ class ModelMetadata:
         return str(self.model.paths[0])
 
     def get(self, key: str) -> Any:
-        """Return a value as JSON has it, None if the file does not say it."""
+        """Return a value as JSON, None if the key is absent."""
         field = self.model.fields.get(f"{self.arch}{key}")
         return None if field is None else plain(field.value)
 
@@ -52,7 +52,7 @@ class ModelMetadata:
         return [bool(item) for item in value] if isinstance(value, list) else None
 
     def has(self, name: str) -> bool:
-        """Return whether there is a tensor of this name; without a layer, in the first."""
+        """Return whether the file has a tensor; without a layer number, of the first layer."""
         return name in self.model.tensors or f"blk.0.{name}" in self.model.tensors
 
     def has_in_any_layer(self, ending: str) -> bool:
@@ -64,7 +64,7 @@ class ModelMetadata:
         return [i for i in range(self.number(".block_count")) if f"blk.{i}.{name}" in self.model.tensors]
 
     def per_layer(self, key: str) -> list[int]:
-        """Return a count of each layer, which files say once if all have the same."""
+        """Return a count for each layer; files store one number if all are equal."""
         value = self.get(key)
         return (
             [int(item) for item in value]

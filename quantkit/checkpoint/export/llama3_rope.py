@@ -35,7 +35,7 @@ _LOWS = (1.0, 2.0, 3.0, 4.0, 5.0, 0.5, 8.0, 10.0)
 
 
 def llama3_rope(meta: ModelMetadata, row: Architecture, config: Json) -> Json:
-    """Return the parameters that make just the factors of a file. Raises TypeNotSupported if there are none."""
+    """Return the parameters that give exactly the file's factors. Raises TypeNotSupported if there are none."""
     values = meta.model.data(FREQUENCIES).view(np.float32)
     base_config = {"rope_theta": 10000.0, "head_dim": 2 * values.size, **config}
 

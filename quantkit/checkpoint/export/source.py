@@ -71,7 +71,7 @@ _RENAMED = ((r"e_score_correction\.bias$", "e_score_correction_bias"),)
 
 @dataclass
 class ExportSource:
-    """An open export: ``expressions`` has what each tensor is made of, ``files`` what lies beside the weights, as text.
+    """An open export: the ``expressions`` of its tensors, and the text ``files`` beside the weights.
 
     ``origins``: of what tensors of the file each is made; of none if it is metadata there.
     """
@@ -113,12 +113,12 @@ class ExportSource:
             )
 
     def place(self, tensor: TensorInfo) -> tuple[Path, int] | None:
-        """Return where a tensor lies as it is, or None if it has to be made."""
+        """Return the place of a tensor's bytes, or None if it is computed."""
         x = self.expressions[tensor.name]
         return (x.path, x.info.offset) if isinstance(x, EncodedTensor) and x.info.nbytes == tensor.nbytes else None
 
     def stored(self, tensor: TensorInfo) -> TensorInfo:
-        """Return the tensor: it is read as it is."""
+        """Return the tensor unchanged."""
         return tensor
 
     def where(self, tensor: TensorInfo) -> str:
@@ -127,7 +127,7 @@ class ExportSource:
         return str(self.paths[0] if part is None else part.path)
 
     def fingerprint(self) -> str:
-        """Return a SHA-256 over the file and what is made of it."""
+        """Return a SHA-256 over the GGUF file and the exported files."""
         digest = hashlib.sha256(self.model.fingerprint().encode())
         digest.update(f"{self.architecture} {self.dtype}".encode())
         for name, data in self.files.items():
@@ -231,7 +231,7 @@ def _temporary_folder(files: Mapping[str, bytes], model: GGUFFile) -> Iterator[P
 
 
 def _first_matrix_type(model: GGUFFile) -> str:
-    """Return the type of the first matrix that is none of blocks."""
+    """Return "bf16" if any matrix is quantized, else the first matrix type other than F32, else "f32"."""
     matrices = [t.type for t in model.tensors.values() if len(t.shape) > 1]
     if any(t not in (TYPE_F32, TYPE_F16, TYPE_BF16) for t in matrices):
         return "bf16"
@@ -289,7 +289,7 @@ def _check_round_trip(
     context: Context,
     target_type: TensorType,
 ) -> tuple[set[str], set[str]]:
-    """Convert what was made once more: the same tensors, with the same shapes, must come out.
+    """Convert the exported tensors again and require the names and shapes of the GGUF file.
 
     Return the names of what is F32 in a file of type ``target_type``, too, and of what has the type it is stored in.
     """
@@ -316,7 +316,7 @@ def _check_round_trip(
 
 
 def _origins(parts: dict[str, Expression], names: Iterable[str]) -> set[str]:
-    """Return the tensors of a file that parts of it are made of."""
+    """Return the tensors of a file that an expression reads."""
     return {part.name for name in names for part in parts[name].parts()}
 
 
@@ -330,7 +330,7 @@ def _shape(shape: tuple[int, ...] | None) -> str:
 
 
 def _cast_tensor(x: Expression, target_type: TensorType, f32_names: set[str]) -> Expression:
-    """Return a tensor in the wanted type; one of what files keep in F32 stays so if values would be lost."""
+    """Cast a tensor to ``target_type``; names in ``f32_names`` stay F32 if the cast would lose values."""
     part = next(x.parts(), None)
     if target_type is TYPE_F32 or x.type is not TYPE_F32 or part is not None and part.name not in f32_names:
         return cast(x, target_type)
@@ -360,7 +360,7 @@ def _is_exact(x: Expression, target_type: TensorType) -> bool:
 
 
 def _generation_config(model: GGUFFile) -> Json:
-    """Return generation_config.json: special tokens, and how to sample."""
+    """Return generation_config.json: special tokens and sampling parameters."""
     values: Json = {name: number for name, number in token_ids(model).items() if number is not None}
     for key, names, _ in SAMPLING:
         if (value := model.get(f"general.sampling.{key}")) is not None:

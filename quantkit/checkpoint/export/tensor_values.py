@@ -40,7 +40,7 @@ _RANKS_OF = {"kimi-linear": {"*ssm_a": 4}}
 
 @dataclass(frozen=True)
 class EncodedTensor:
-    """A tensor as it is in its file; of other types than F32, F16, BF16 and I32 the decoded values, float32.
+    """A tensor as stored; types other than F32, F16, BF16 and I32 are decoded to float32.
 
     ``scales``: what they are multiplied by, all by one number or each of the matrices by its own.
     """

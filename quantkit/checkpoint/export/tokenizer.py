@@ -76,14 +76,14 @@ def _list_files(tokens: Tokens, kind: str) -> dict[str, bytes]:
 
 
 def _tokens_without_embedding(tokens: Tokens) -> Json:
-    """Return tokens for which there are no embeddings, by text (InternLM 2)."""
+    """Return added tokens without an embedding, by text (InternLM 2)."""
     table = tokens.model.tensors.get("token_embd.weight")
     first = len(tokens.texts) if table is None else table.shape[-1]
     return {text: number for number, text in enumerate(tokens.texts) if number >= first}
 
 
 def _dump(value: Json) -> bytes:
-    """Return an object as JSON, an entry a line: Python indents what is deeper slowly, and vocabularies are long."""
+    """Return a JSON object with one entry a line: Python's indent is slow on long vocabularies."""
     try:
         return _lines(value, ensure_ascii=False).encode()
     except UnicodeEncodeError:  # bytes of a token that are no UTF-8
@@ -148,7 +148,7 @@ def _write_bpe(tokens: Tokens) -> tuple[Json, dict[str, bytes]]:
 
 
 def _usable_merges(tokens: Tokens, vocab: dict[str, int], pairs: list[list[str]]) -> list[list[str]]:
-    """Leave out merges of or to what is no token: with them the file would not load."""
+    """Return the merges whose parts and result are tokens: the others would keep the file from loading."""
     usable = [pair for pair in pairs if pair[0] in vocab and pair[1] in vocab and "".join(pair) in vocab]
     if len(usable) < len(pairs):
         tokens.notes.append(f"{len(pairs) - len(usable)} merges of what is no token are left out of tokenizer.json")
@@ -206,7 +206,7 @@ def _write_sentencepiece(tokens: Tokens) -> tuple[Json, dict[str, bytes]]:
 
 
 def _write_gemma4(tokens: Tokens) -> tuple[Json, dict[str, bytes]]:
-    """Gemma 4's: pieces of SentencePiece with merges of their own."""
+    """Write Gemma 4's vocabulary: SentencePiece's pieces with explicit merges."""
     pairs = [_pair(tokens, merge) for merge in tokens.merges()]
     if not pairs:
         raise FormatError(f"{tokens.where}: a BPE vocabulary without tokenizer.ggml.merges", "QK-E123")
@@ -233,7 +233,7 @@ _WORD_START, _CONTINUES = "\u2581", "##"
 
 
 def _write_wordpiece(tokens: Tokens) -> tuple[Json, dict[str, bytes]]:
-    """WordPiece: in a file what begins a word is marked, in a tokenizer.json what continues one."""
+    """Write a WordPiece tokenizer.json; GGUF marks the starts of words, tokenizer.json the continuations."""
     tokens.texts = [_mark_continuation(*token) for token in zip(tokens.texts, tokens.types, strict=True)]
     tokens.added_types = (CONTROL, USER_DEFINED)
     tokenizer = tokenizer_json(
@@ -260,7 +260,7 @@ def _write_wordpiece(tokens: Tokens) -> tuple[Json, dict[str, bytes]]:
 
 
 def _mark_continuation(text: str, kind: int) -> str:
-    """Return a token of a file, where what begins a word is marked, as tokenizer.json has it."""
+    """Convert a token from GGUF's mark at the start of a word to WordPiece's mark of a continuation."""
     if kind == CONTROL:
         return text
     return text.removeprefix(_WORD_START) if text.startswith(_WORD_START) else _CONTINUES + text
@@ -273,7 +273,7 @@ def _normalizer_flags(tokens: Tokens) -> Json:
 
 
 def _bert_config(tokens: Tokens) -> Json:
-    """Return tokenizer_config.json of a BERT tokenizer, whose first token is CLS, not BOS."""
+    """Return tokenizer_config.json of a BERT tokenizer, with CLS as the first token, not BOS."""
     normalizer_settings = _normalizer_flags(tokens)
     config = {"tokenizer_class": "BertTokenizer", "tokenize_chinese_chars": True}
     config |= {"do_lower_case": normalizer_settings["lowercase"], "strip_accents": normalizer_settings["strip_accents"]}

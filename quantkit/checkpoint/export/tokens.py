@@ -60,7 +60,7 @@ class Tokens:
         return value if isinstance(value, bool) else None
 
     def text_of(self, kind: str) -> str | None:
-        """Return the text of the token of a kind, None if there is none."""
+        """Return the text of a special token, None if the file has none."""
         number = self.model.get(f"tokenizer.ggml.{ID_NAMES.get(kind, kind)}_token_id")
         return self.texts[number] if isinstance(number, int) and number < len(self.texts) else None
 
@@ -105,7 +105,7 @@ class Tokens:
 def template(
     tokens: Tokens, defaults: tuple[bool, bool], *, words: bool = False, separates: bool | None = None
 ) -> Json | None:
-    """Return the post-processor that adds BOS and EOS, where the file, or else ``defaults``, ask for them.
+    """Return the post-processor that adds BOS and EOS, if the metadata, or else ``defaults``, enable them.
 
     They may be plain tokens, whose texts are nothing special within a text. ``words``: of WordPiece, whose texts end
     with a separator, and have both whatever the file says. ``separates``: another one lies between two texts, if the
@@ -148,7 +148,7 @@ def template(
 
 
 def tokenizer_json(tokens: Tokens, **parts: Any) -> Json:
-    """Return a tokenizer.json of ``parts``, whose model is BPE unless it says otherwise."""
+    """Return a tokenizer.json of ``parts``; the model defaults to BPE."""
     model: Json = {"type": "BPE", "dropout": None, "unk_token": None, "continuing_subword_prefix": None}
     model |= {"end_of_word_suffix": None, "fuse_unk": False, "byte_fallback": False, "ignore_merges": False}
     tokenizer = {"version": "1.0", "truncation": None, "padding": None, "added_tokens": tokens.added()}
@@ -156,6 +156,6 @@ def tokenizer_json(tokens: Tokens, **parts: Any) -> Json:
 
 
 def unknown(tokens: Tokens) -> str | None:
-    """Return the text of the token for what is not known."""
+    """Return the text of the unknown token."""
     texts = (text for text, kind in zip(tokens.texts, tokens.types, strict=True) if kind == UNKNOWN)
     return tokens.special().get("unk") or next(texts, None)

@@ -73,7 +73,7 @@ def write_unigram(tokens: Tokens) -> tuple[Json, dict[str, bytes]]:
 
 
 def _xlm_file(tokens: Tokens, pieces: list[Piece], normalizer_settings: NormalizerSettings) -> dict[str, bytes]:
-    """Return the model's file, if the vocabulary comes of one: what fills it up is counted otherwise then.
+    """Return sentencepiece.bpe.model for a vocabulary of XLM-R, which pads it with [PAD] tokens; else nothing.
 
     The file has three pieces where the vocabulary has four others.
     """
@@ -117,7 +117,7 @@ def write_plamo(tokens: Tokens) -> dict[str, bytes]:
 
 
 def write_rwkv(tokens: Tokens) -> dict[str, bytes]:
-    """A line for each token but the first: its number, a literal of Python, how many bytes it has."""
+    """Write a line for each token but the first: number, Python literal, length in bytes."""
     lines = []
     for number, (text, kind) in enumerate(zip(tokens.texts, tokens.types, strict=True)):
         if number == 0 or kind == UNUSED:

@@ -1,4 +1,4 @@
-"""LoRA adapters as PEFT saves them: what they hold, as a file of their own, and merged into a checkpoint.
+"""LoRA adapters as PEFT saves them: read, convert to GGUF, or merge into a checkpoint.
 
 * ``low_rank``: an expression that is the product of two factors; rules are applied to it as to any tensor.
 * ``peft``: reads and checks a directory of PEFT.

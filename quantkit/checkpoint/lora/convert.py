@@ -1,4 +1,4 @@
-"""An adapter as the GGUF file it converts to: what convert_lora_to_gguf.py (llama.cpp b11434) writes.
+"""Convert an adapter to a GGUF file, as convert_lora_to_gguf.py (llama.cpp b11434) does.
 
 Names and what becomes of factors follow from the rules of the base's architecture. The runtime multiplies by alpha /
 rank, the rank being that of the tensor, so a file has one alpha for all. Where PEFT has other scales than that program
@@ -97,7 +97,7 @@ def _factors(
     alpha: float,
     context: Context,
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield A and B of each tensor of the file. Raises FormatError if there is a product that is in none."""
+    """Yield A and B of each tensor of the file. Raises FormatError for a product that no tensor uses."""
     used: set[int] = set()
     for name, tensor in product_tensors:
         used.update(id(item) for item in products_in(tensor.x))
@@ -115,7 +115,7 @@ def _factors(
 
 
 def _count_changed_weights(factors: list[tuple[str, Tensor]]) -> int:
-    """Return how many weights the adapter changes, as gguf_writer.py counts them."""
+    """Count the weights that the adapter changes, as gguf_writer.py does."""
     shapes = [tensor.x.shape for _, tensor in factors]
     return sum(math.prod(b[:-1]) * a[-1] for a, b in zip(shapes[::2], shapes[1::2], strict=True))
 
@@ -126,7 +126,7 @@ def _count_changed_weights(factors: list[tuple[str, Tensor]]) -> int:
 def _check(
     adapter: Adapter, weights: dict[str, tuple[str, LowRank]], base: Path, row: Architecture, context: Context
 ) -> list[str]:
-    """Refuse products whose shapes are not those of the base, and what the runtime cannot do; return notes."""
+    """Refuse shapes that differ from the base's, and tensors that llama.cpp cannot adapt; return notes."""
     config = context.config
     if is_tied(config):
         for name, _ in weights.values():
@@ -188,7 +188,7 @@ _TO_WIDTH = ("o_proj", "down_proj", "w2")
 
 
 def _shape_mismatch(config: Config, text: str, shape: tuple[int, ...]) -> str:
-    """Return in words where the shape of a weight is not what a configuration says, "" if nowhere."""
+    """Describe the mismatch between a weight's shape and a configuration; "" if there is none."""
     width = config.find("hidden_size", "n_embd")
     last = text.removesuffix(".weight").rpartition(".")[2]
     if not isinstance(width, int):

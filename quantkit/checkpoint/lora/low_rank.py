@@ -60,7 +60,7 @@ class LowRank(RowWise):
 
     @property
     def scale(self) -> float:
-        """By what the product is multiplied: PEFT's scaling, times the strength."""
+        """The factor of the product: PEFT's scaling times the strength."""
         return self.alpha / self.rank * self.strength
 
     def fill(self, first: int, rows: U8) -> None:
@@ -80,7 +80,7 @@ class LowRank(RowWise):
 
 
 def _rows(x: Expression, first: int, n: int) -> F32:
-    """Return rows of a factor; of one that is stored the other way round it is cheaper to hold all."""
+    """Return rows of a factor; a transposed factor is read whole, which is cheaper."""
     if isinstance(x, Transposed):
         return np.ascontiguousarray(_cached(_read_factor, x)[first : first + n])
     return _check_finite(x, read_f32(x, first * x.shape[1], n * x.shape[1])).reshape(n, x.shape[1])
@@ -91,7 +91,7 @@ def _read_factor(x: Expression) -> F32:
 
 
 def _check_finite(x: Expression, values: F32) -> F32:
-    """Return values of a factor. Raises FormatError for one that is not finite, before the weight takes the blame."""
+    """Return values of a factor. Raises FormatError if not finite, so that the error names the factor."""
     if not np.isfinite(values).all():
         part = next(x.parts())
         raise FormatError(
@@ -153,7 +153,7 @@ def add_products(x: Expression, products: tuple[LowRank, ...]) -> Expression:
 
 
 def products_in(x: Expression) -> Iterator[LowRank]:
-    """Yield the products that an expression is made of."""
+    """Yield the low-rank products in an expression."""
     if isinstance(x, LowRank):
         yield x
     elif isinstance(x, Concatenated):
@@ -164,7 +164,7 @@ def products_in(x: Expression) -> Iterator[LowRank]:
 
 
 def factors_of(x: Expression, alpha: float) -> tuple[Expression, Expression]:
-    """Return A and B of what rules made of products, such that B @ A * alpha / rank is it.
+    """Return A and B of an expression over low-rank products, such that x = B @ A * alpha / rank.
 
     Args:
         x: of shape [.., rows, columns].

@@ -96,7 +96,7 @@ def merge_adapters(
 
 
 def check_shape(adapter: Adapter, name: str, product: LowRank, shape: tuple[int, ...] | None, base: Path) -> None:
-    """Refuse a product whose weight is not there (None), or is of another shape."""
+    """Refuse a product whose weight is missing (None) or has another shape."""
     if shape is None:
         raise adapter.fail(name, f"{base} has no such weight: is the adapter of another model?")
     if shape != product.shape:

@@ -75,7 +75,7 @@ class Adapter:
 
     @property
     def one_alpha(self) -> float:
-        """The alpha that most weights have, so that theirs need no other values."""
+        """The common alpha of all weights, or the adapter's if they differ."""
         alphas = {value.alpha for value in self.weights.values()}
         return alphas.pop() if len(alphas) == 1 else self.alpha
 
@@ -91,7 +91,7 @@ class Adapter:
         return digest.hexdigest()
 
     def base(self) -> Path:
-        """Return the directory that the adapter names as its base. Raises FormatError if it is none."""
+        """Return the directory that the adapter names as its base. Raises FormatError if it is not a directory."""
         name = self.config.get("base_model_name_or_path")
         if isinstance(name, str) and name and "\0" not in name and Path(name).is_dir():
             return Path(name)
@@ -102,7 +102,7 @@ class Adapter:
         )
 
     def fail(self, name: str, problem: str) -> FormatError:
-        """Return an error about a weight of it."""
+        """Return an error about one of the adapter's weights."""
         return FormatError(f"{self.path / WEIGHTS}: tensor {short(name)}: {problem}", "QK-E117")
 
 
@@ -238,7 +238,7 @@ def _pairs(path: Path, header: dict[str, StoredTensor]) -> tuple[dict[str, _Pair
 
 
 def _describe_foreign(name: str) -> str:
-    """Return a description of a tensor that is no factor."""
+    """Describe a tensor that is not a factor."""
     if ".lora_magnitude_vector" in name:
         return f"belongs to DoRA, {_MERGE_IT}"
     if re.search(r"\.lora_[AB]\.(?!weight$)", name):

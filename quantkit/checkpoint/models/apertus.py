@@ -23,7 +23,7 @@ _XIELU = ("alpha_n", "alpha_p", "beta", "eps")
 
 @dataclass(frozen=True)
 class ReadActivations(OneWayRule):
-    """The parameters of each layer's xIELU become metadata: they are kept in the configuration."""
+    """Store the xIELU parameters of each layer in the configuration, from which they become metadata."""
 
     def __call__(self, tensor: Tensor, context: Context) -> Iterable[Tensor] | None:
         match = re.search(r"\.act_fn\.(\w+)$", tensor.name)

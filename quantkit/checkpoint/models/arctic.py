@@ -12,7 +12,7 @@ from quantkit.checkpoint.vocab.tokenizer import CONTROL, UNKNOWN, USER_DEFINED, 
 
 
 def write_arctic(v: Vocabulary) -> None:
-    """SentencePiece, in which tokenizer_config.json gives tokens other names (ArcticModel)."""
+    """Write a SentencePiece vocabulary with tokens renamed by tokenizer_config.json (ArcticModel)."""
     tokens, unknown = plain_tokens(v), v.tokenizer_config.get("unk_token")
     for number, entry in v.decoder_entries:
         if number < len(tokens):

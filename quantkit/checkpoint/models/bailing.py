@@ -131,7 +131,7 @@ MOE_KEYS: tuple[SetKeys, ...] = (
 
 
 def refuse_normed_head(config: Config) -> None:
-    """Refuse models whose output matrix is to be divided by the norms of its columns, sums of torch's own order."""
+    """Refuse models that divide the output matrix by its column norms, which depend on torch's order of sums."""
     if config.get("norm_head"):
         raise TypeNotSupported(
             f"{config.path}: norm_head is true; such a model is not converted by this version", "QK-E305"
@@ -139,13 +139,13 @@ def refuse_normed_head(config: Config) -> None:
 
 
 def is_attention_layer(config: Config, layer: int) -> bool:
-    """Return whether a layer has attention, not delta attention: the last of each group, and what follows."""
+    """Return whether a layer has full attention: the last of each group, and the layers after the last group."""
     layers, group = config.layers, config.number("layer_group_size")
     return layer >= layers // group * group or (layer + 1) % group == 0
 
 
 def set_sections(keys: Keys, config: Config) -> None:
-    """Set how many pairs of rope stand for time, height and width."""
+    """Set the number of rope pairs for time, height and width."""
     sections = list(config["mrope_section"][:3])
     if 2 * sum(sections) != config.number("qk_rope_head_dim"):
         raise FormatError(f"{config.path}: mrope_section is {sections}, not all pairs of qk_rope_head_dim", "QK-E112")
@@ -206,7 +206,7 @@ ARCHITECTURES: dict[str, Architecture] = {
 
 
 def set_shared_expert_width(meta: ModelMetadata, config: Json) -> None:
-    """Set the width of shared experts, if it is not that of others (Bailing)."""
+    """Set the width of shared experts, if it differs from that of routed ones (Bailing)."""
     width = meta.get(".expert_shared_feed_forward_length")
     if width is not None and width != config["moe_intermediate_size"] * config["num_shared_experts"]:
         config["moe_shared_expert_intermediate_size"] = width
@@ -220,7 +220,7 @@ def _set_layer_groups(meta: ModelMetadata, config: Json) -> None:
 
 
 def _rename_output(config: Config, name: str) -> str:
-    """Layers of attention call their last matrix otherwise than those of delta attention."""
+    """Rename the output matrix of full attention, which differs from that of delta attention."""
     match = re.fullmatch(r"(model\.layers\.(\d+)\.attention\.)(?:dense|o_proj)(\..*)", name)
     if match is None:
         return name

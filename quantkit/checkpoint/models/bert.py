@@ -1,4 +1,4 @@
-"""BERT and what has its layers: DistilBERT, RoBERTa, XLM-R, Nomic, Jina and NeoBERT.
+"""BERT and its variants: DistilBERT, RoBERTa, XLM-R, Nomic, Jina and NeoBERT.
 
 Facts of llama.cpp b11434, conversion/bert.py.
 """
@@ -79,7 +79,7 @@ _NOMIC = {
 
 
 def prepare_nomic(config: Config) -> None:
-    """Set the context for which it was trained; refuse what llama.cpp does not run (NomicBertModel)."""
+    """Set the training context; refuse settings that llama.cpp does not run (NomicBertModel)."""
     if _is_unigram(config):
         cut_positions(config)
     experts = has_experts(config)
@@ -123,7 +123,7 @@ NOMIC_EXPERT_KEYS: tuple[SetKeys, ...] = (
 
 
 def set_neo(keys: Keys, config: Config) -> None:
-    """Set what NeoBERT's configuration does not say, or says of two matrices in one (NeoBert)."""
+    """Set the constants of NeoBERT, and its feed-forward width, 2/3 of intermediate_size (NeoBert)."""
     keys.u32(".feed_forward_length", int(2 * config.number("intermediate_size") / 3))
     keys.f32(".rope.freq_base", 10000.0)
     keys.text(".rope.scaling.type", "none")
@@ -132,7 +132,7 @@ def set_neo(keys: Keys, config: Config) -> None:
 
 
 def prepare_xlm(config: Config) -> None:
-    """The same; adapters in the file, each of which would be a file of its own, are not converted."""
+    """Limit the positions of XLM-R; refuse its task adapters, each of which would be a file of its own."""
     if config.get("lora_adaptations"):
         raise TypeNotSupported(
             f"{config.path}: it has adapters (lora_adaptations), which this version does not convert", "QK-E305"
@@ -297,7 +297,7 @@ def refuse_classifier(meta: ModelMetadata, config: Json) -> None:
 
 
 def add_unused_position_count(meta: ModelMetadata, config: Json) -> None:
-    """Count the positions, too, that no token has: those before and of what fills texts up (RoBERTa)."""
+    """Add the unused positions to max_position_embeddings: those up to the padding id (RoBERTa)."""
     pad = meta.model.get("tokenizer.ggml.padding_token_id")
     config["max_position_embeddings"] += 0 if pad is None else 1 + pad
 
@@ -362,7 +362,7 @@ def _set_jina_names(meta: ModelMetadata, config: Json) -> None:
 
 
 def _set_neo_width(meta: ModelMetadata, config: Json) -> None:
-    """Set the intermediate size, of which NeoBERT uses two thirds."""
+    """Set the intermediate size, 3/2 of the feed-forward width."""
     width = meta.number(".feed_forward_length")
     config["intermediate_size"] = -(-3 * width // 2)
 

@@ -42,7 +42,7 @@ def set_linear_rope(keys: Keys, config: Config) -> None:
 
 @dataclass(frozen=True)
 class Ternary(ByValue):
-    """Weights as -1, 0 and 1 times the mean of their magnitudes: what the model computes with.
+    """Ternary weights times their mean magnitude, as the model computes them.
 
     The mean is that of the whole tensor, which is read once for it. torch adds in another order and in float32, so the
     last bit of the scale may differ.

@@ -22,7 +22,7 @@ _MAX_HEADS = 1 << 16
 
 @dataclass(frozen=True)
 class RepeatFirstHead:
-    """A norm of heads is that of the first, its halves in turns, once for each of ``heads``."""
+    """Repeat the norm of the first head for all ``heads``, its halves interleaved."""
 
     heads: str
 

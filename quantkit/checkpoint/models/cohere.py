@@ -22,7 +22,7 @@ from quantkit.formats.gguf.rules import short
 
 @dataclass(frozen=True)
 class DropZeroBiases(OneWayRule):
-    """Biases are dropped, for llama.cpp adds none; so they must be zero, which is why they are read here."""
+    """Drop biases after checking that they are zero: llama.cpp adds none."""
 
     def __call__(self, tensor: Tensor, context: Context) -> Iterable[Tensor] | None:
         if not tensor.name.endswith(".bias"):
@@ -44,7 +44,7 @@ def set_no_scaling(keys: Keys, config: Config) -> None:
 
 
 def set_rope_width(keys: Keys, config: Config) -> None:
-    """Set how much of a head rope turns.
+    """Set the rotary dimensions of a head.
 
     transformers does not save rotary_pct, without which convert_hf_to_gguf.py stops; its own model turns whole heads.
     """

@@ -25,7 +25,7 @@ def _attention_config(config: Config, key: str) -> Json:
 
 
 def split_experts(tensor: Tensor, context: Context) -> Expression:
-    """Put experts apart, which are one under the other (DBRX)."""
+    """Split stacked experts (DBRX)."""
     config = context.config
     ffn_config = config.with_values(_attention_config(config, "ffn_config"))
     return Shaped(
@@ -34,7 +34,7 @@ def split_experts(tensor: Tensor, context: Context) -> Expression:
 
 
 def split_transposed_experts(tensor: Tensor, context: Context) -> Expression:
-    """Put experts apart that are stored the other way round (DBRX)."""
+    """Split and transpose stacked experts (DBRX)."""
     return Transposed(split_experts(tensor, context))
 
 
@@ -48,7 +48,7 @@ DBRX_RULES = (
 
 
 def set_dbrx_base(keys: Keys, config: Config, layers: int, file_type: int) -> None:
-    """Set the keys of DBRX: an order of their own."""
+    """Set the base keys of DBRX, in the converter's order."""
     ffn, attention = _attention_config(config, "ffn_config"), _attention_config(config, "attn_config")
     keys.u32(".block_count", layers)
     keys.u32(".context_length", config["max_seq_len"])

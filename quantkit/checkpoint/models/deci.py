@@ -30,7 +30,7 @@ def _blocks(config: Config) -> list[Json]:
 
 
 def _heads(config: Config, layer: int) -> tuple[int, int]:
-    """Return the heads of a layer, and those of its keys: none where attention was left out or made linear."""
+    """Return the heads and KV heads of a layer: 0 where attention is absent or linear."""
     n = config.number("num_attention_heads")
     if (heads_per_layer := config.get("num_key_value_heads_per_layer")) is not None:
         return n, heads_per_layer[layer]
@@ -68,7 +68,7 @@ DECI_RULES = (
 
 
 def set_deci_base(keys: Keys, config: Config, layers: int, file_type: int) -> None:
-    """Set the keys of DeciLM: where layers differ, an order of their own."""
+    """Set the base keys of DeciLM, per layer where layers differ, in the converter's order."""
     if "block_configs" not in config:
         set_base_keys(keys, config, layers, file_type)
         Copied(".attention.head_count_kv", "num_key_value_heads_per_layer", "array")(keys, config)

@@ -32,7 +32,7 @@ def latent_widths(config: Config, layer: int | None) -> tuple[int, int, int]:
 
 @dataclass(frozen=True)
 class SplitLatentHeads(Rule):
-    """kv_b_proj, which makes keys and values of the latent, becomes k_b_proj, transposed per head, and v_b_proj."""
+    """Split kv_b_proj, which maps the latent to keys and values, into k_b_proj, transposed per head, and v_b_proj."""
 
     widths: Callable[[Config, int | None], tuple[int, int, int]] = latent_widths
 
@@ -74,13 +74,13 @@ LATENT_RULES = (TIED_OUTPUT, StackExperts(), SplitLatentHeads())
 
 
 def set_latent_base(keys: Keys, config: Config, layers: int, file_type: int) -> None:
-    """The base keys of a model whose heads share one latent: a single head of keys and values."""
+    """Set the base keys of latent attention: one KV head."""
     changed = {"num_key_value_heads": 1, "rms_norm_eps": config.get("rms_norm_eps", 1e-6)}
     set_base_keys(keys, config.with_values(changed), layers, file_type)
 
 
 def set_latent_keys(keys: Keys, config: Config) -> None:
-    """Set the widths of the latent and of what is made of it, and the keys of experts (DeepseekV2Model)."""
+    """Set the widths of the latent and of its keys and values, and the keys of experts (DeepseekV2Model)."""
     _set_leading(keys, config)
     rank = config.number("kv_lora_rank") if "kv_lora_rank" in config else 512
     rope, nope = config.number("qk_rope_head_dim"), config.number("qk_nope_head_dim")
@@ -114,7 +114,7 @@ class DropNextnLayers(OneWayRule):
 
 
 def set_mha_keys(keys: Keys, config: Config) -> None:
-    """The same of a model whose heads have keys and values of their own (DeepSeek-OCR)."""
+    """Set the keys of a model with multi-head attention instead of a latent (DeepSeek-OCR)."""
     _set_leading(keys, config)
     _set_experts(keys, config)
     keys.u32(".rope.dimension_count", config.number("qk_rope_head_dim"))
@@ -188,7 +188,7 @@ def is_ocr(config: Config) -> bool:
 
 
 def write_deepseek(v: Vocabulary) -> None:
-    """tokenizer.json, else Kimi's ranks (DeepseekV2Model)."""
+    """Write tokenizer.json's vocabulary, else Kimi's tiktoken ranks (DeepseekV2Model)."""
     if v.has("tokenizer.json") or not v.has(KIMI.file):
         write_bpe(v)
     else:
@@ -196,7 +196,7 @@ def write_deepseek(v: Vocabulary) -> None:
 
 
 def write_deepseek_32(v: Vocabulary) -> None:
-    """BPE that begins with BOS, which tokenizer_config.json has to say (DeepseekV32Model)."""
+    """Write a BPE vocabulary that requires add_bos_token of tokenizer_config.json (DeepseekV32Model)."""
     if not v.tokenizer_config.get("add_bos_token", v.class_name == "Llama"):
         raise FormatError(
             f"{v.folder / 'tokenizer_config.json'}: add_bos_token is not true, but texts of this model begin with BOS: "
@@ -255,7 +255,7 @@ ARCHITECTURES: dict[str, Architecture] = {
 
 
 def set_topk_method(meta: ModelMetadata, config: Json) -> None:
-    """Set how experts are chosen (DeepSeek V2)."""
+    """Set the expert selection method (DeepSeek V2)."""
     config["topk_method"] = "group_limited_greedy" if config["n_group"] > 1 else "greedy"
 
 
@@ -272,7 +272,7 @@ def is_softmax_gated(meta: ModelMetadata) -> bool:
 
 
 def _set_mha_widths(meta: ModelMetadata, config: Json) -> None:
-    """Set multi-head attention: heads have keys and values of their own."""
+    """Set the widths of multi-head attention."""
     config |= {
         "use_mla": False,
         **dict.fromkeys(("kv_lora_rank", "q_lora_rank")),

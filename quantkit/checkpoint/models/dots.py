@@ -44,7 +44,7 @@ _REQUIRED = {
 
 
 def inspect_tensors(config: Config, names: Collection[str]) -> None:
-    """Set in the configuration whether there is an MTP layer, which only tensor names tell."""
+    """Record in the configuration whether the checkpoint has an MTP layer, which only tensor names show."""
     config.values["num_nextn_predict_layers"] = int(any(n.endswith("model.mtp.embed_tokens.weight") for n in names))
     wrong = [key for key, value in _REQUIRED.items() if config.get(key, value) != value]
     same_rope_width = config["swa_qk_rope_head_dim"] == config["qk_rope_head_dim"]
@@ -76,7 +76,7 @@ class RenameMtpEmbedding(Rule):
 
 @dataclass(frozen=True)
 class RescaleLatentNorms(OneWayRule):
-    """Norms before the latents take what the model multiplies the latents by."""
+    """Multiply the factors of the latents into the norms before them."""
 
     def __call__(self, tensor: Tensor, context: Context) -> Iterable[Tensor] | None:
         config, name = context.config, tensor.name
@@ -101,7 +101,7 @@ DOTS3_RULES = (
 
 
 def set_dots3_base(keys: Keys, config: Config, layers: int, file_type: int) -> None:
-    """The base keys, heads of each layer; head_dim means nothing."""
+    """Set the base keys with heads per layer; head_dim has no meaning here."""
     heads = [_latent_widths(config, layer)[0] for layer in range(layers)]
     deepseek.set_latent_base(
         keys, config.without("head_dim").with_values({"num_attention_heads": heads}), layers, file_type

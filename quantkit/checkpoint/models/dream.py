@@ -21,7 +21,7 @@ DIFFUSION_KEYS: tuple[SetKeys, ...] = (
 
 
 def write_dream(v: Vocabulary) -> None:
-    """SentencePiece, else BPE (DreamModel)."""
+    """Write a SentencePiece vocabulary, else BPE (DreamModel)."""
     if v.has("tokenizer.model"):
         write_sentencepiece(v)
     else:

@@ -35,7 +35,7 @@ EXPERTS = StackExperts(("gate_proj", "up_proj", "down_proj"))
 
 
 def _set_shared_width(keys: Keys, config: Config) -> None:
-    """Set the width of shared experts, and how many there are; that it depends on heads is the converter's."""
+    """Set the number of shared experts and their width, intermediate_size / KV heads as in the converter."""
     shared = config.get("moe_num_shared_experts")
     if shared is None:
         return

@@ -22,7 +22,7 @@ from quantkit.checkpoint.tensors import Context, Tensor
 
 
 def set_exaone_rope(keys: Keys, config: Config) -> None:
-    """Set how much of a head rope turns (EXAONE 3)."""
+    """Set the rotary dimensions of a head (EXAONE 3)."""
     width = config.number("hidden_size") // max(1, config.number("num_attention_heads"))
     keys.u32(".rope.dimension_count", int(config.rotary_part(1.0) * width))
 
@@ -50,7 +50,7 @@ exaone4_rope = partial(llama.rope_factors, factor=16.0)
 
 @dataclass(frozen=True)
 class RenameMtpLayers(MtpRule):
-    """Layers that predict more tokens are stored under mtp.; what is beside them is of each (ExaoneMoEModel)."""
+    """Rename mtp.* to layers after the last; the tensors that MTP layers share are copied to each (ExaoneMoEModel)."""
 
     def __call__(self, tensor: Tensor, context: Context) -> Iterable[Tensor] | None:
         match = re.match(r"mtp\.(?:layers\.(\d{1,4})|(\w+))\.(.+)$", tensor.name)

@@ -21,7 +21,7 @@ from quantkit.errors import FormatError, TypeNotSupported
 
 
 def split_groups(tensor: Tensor, context: Context) -> Expression:
-    """Put queries, keys and values apart, which are stored by heads of keys."""
+    """Split queries, keys and values, which are stored by groups of KV heads."""
     return gpt_neox.split_qkv_groups(tensor.x, *_group_sizes(context.config))
 
 
@@ -48,7 +48,7 @@ def set_falcon_base(keys: Keys, config: Config, layers: int, file_type: int) -> 
 
 
 def _group_sizes(config: Config) -> tuple[int, int]:
-    """Return how many groups there are, and how many heads are in each."""
+    """Return the number of groups, and of heads in each, key and value included."""
     heads, keys = config.number("num_attention_heads", "n_head"), config.find("num_kv_heads", "n_head_kv") or 1
     return keys, heads // keys + 2
 
@@ -72,7 +72,7 @@ _MULTIPLIERS: tuple[tuple[str, Sequence[tuple[str, int | None]]], ...] = (
 
 @dataclass(frozen=True)
 class ApplyMultipliers(OneWayRule):
-    """Weights take what the model multiplies by."""
+    """Multiply the model's multipliers into the weights."""
 
     def __call__(self, tensor: Tensor, context: Context) -> Iterable[Tensor] | None:
         config = context.config
@@ -114,7 +114,7 @@ FALCON_H1_RULES = (
 
 
 def set_falcon_h1_base(keys: Keys, config: Config, layers: int, file_type: int) -> None:
-    """Set the keys of Falcon H1: an order of their own."""
+    """Set the base keys of Falcon H1, in the converter's order."""
     inner, head = config.number("mamba_d_ssm"), config.find("mamba_d_head", "head_dim") or 64
     keys.u32(".context_length", config.get("max_position_embeddings", 0))
     keys.u32(".embedding_length", config.number("hidden_size", "d_model", "dim"))
@@ -131,7 +131,7 @@ def set_falcon_h1_base(keys: Keys, config: Config, layers: int, file_type: int) 
 
 
 def refuse_norm_before_gate(config: Config) -> None:
-    """Refuse norms that come before the gate: no key says so, and every runtime has them after it."""
+    """Refuse norms before the gate: no key describes them, and runtimes apply the norm after the gate."""
     if config.get("mamba_rms_norm") and config.get("mamba_norm_before_gate", True):
         raise FormatError(
             f"{config.path}: mamba_norm_before_gate is true, which GGUF cannot say: llama.cpp norms what the gate "
@@ -170,7 +170,7 @@ ARCHITECTURES: dict[str, Architecture] = {
 
 
 def refuse_single_norm(meta: ModelMetadata, config: Json) -> None:
-    """Refuse the first Falcons, whose layers have one norm for both: they are spelled otherwise."""
+    """Refuse the first Falcons, whose layers have one norm for attention and feed-forward, under other names."""
     if not meta.has("attn_norm_2.weight"):
         raise TypeNotSupported(
             f"{meta.path}: a Falcon of the first architecture is not exported by this version", "QK-E304"

@@ -35,7 +35,7 @@ DROP_HEAD = Drop(r"^lm_head\.weight$")
 
 
 def set_gemma_keys(keys: Keys, config: Config, layers: int, file_type: int) -> None:
-    """Set the keys of Gemma 1 and 2: an order of their own."""
+    """Set the keys of Gemma 1 and 2, in the converter's order."""
     heads = config["num_attention_heads"]
     keys.u32(".context_length", config["max_position_embeddings"])
     keys.u32(".embedding_length", config["hidden_size"])
@@ -57,7 +57,7 @@ GEMMA2_KEYS: tuple[SetKeys, ...] = (
 
 
 def set_gemma3_keys(keys: Keys, config: Config) -> None:
-    """Set the keys of Gemma 3: some of the base ones have defaults of their own."""
+    """Set the keys of Gemma 3: some base keys have other defaults."""
     keys.u32(".context_length", config.get("max_position_embeddings", 131072))
     keys.u32(".attention.head_count", config.get("num_attention_heads", 8))
     keys.f32(".attention.layer_norm_rms_epsilon", config.get("rms_norm_eps", 1e-6))
@@ -108,7 +108,7 @@ GEMMA4_RULES = (
 
 
 def gemma4_rope(config: Config) -> Iterable[Tensor]:
-    """Give layers of full attention a rope that turns a part of each head: ggml's turns the rest by next to nothing."""
+    """Yield rope factors for full attention with partial rotation: ggml rotates the rest by almost 0."""
     rope = config.full_rope
     if rope.get("rope_type") != "proportional":
         raise FormatError(f"{config.path}: rope of full attention is {short(rope)}, not a proportional one", "QK-E305")
@@ -119,7 +119,7 @@ def gemma4_rope(config: Config) -> Iterable[Tensor]:
 
 
 def set_gemma4_keys(keys: Keys, config: Config) -> None:
-    """Set what layers of the two kinds of attention have: widths, heads, rope, feed forward."""
+    """Set the widths, heads, rope and feed-forward of both kinds of attention layers."""
     shared, layers = config.number("num_kv_shared_layers"), config.layers
     keys.u32(".attention.shared_kv_layers", shared)
     keys.u32(".embedding_length_per_layer_input", config.get("hidden_size_per_layer_input") or 0)
@@ -170,7 +170,7 @@ def pad_vocabulary(tensor: Tensor, context: Context) -> Expression:
 
 @dataclass(frozen=True)
 class StackProjections(Rule):
-    """Three projections become one tensor."""
+    """Stack three projections into one tensor."""
 
     pattern: str = r"(altup_(unembed_)?projections)\.([012])\.weight$"
 
@@ -221,7 +221,7 @@ GEMMA3N_KEYS: tuple[SetKeys, ...] = (set_gemma3_keys, _set_altup)
 
 
 def _of_full_layer(config: Config, name: str, key: str) -> Any:
-    """Return a value of the layers that attend to everything: ``name``, or what the first of them says of ``key``."""
+    """Return a value of the full-attention layers: ``name``, or ``key`` of the first of them in per_layer_config."""
     if (value := config.get(name)) is not None:
         return value
     layers, kinds = config.get("per_layer_config") or {}, config.get("layer_types") or []

@@ -66,7 +66,7 @@ MOE_KEYS: tuple[SetKeys, ...] = (
 
 
 def set_chat_base(keys: Keys, config: Config, layers: int, file_type: int) -> None:
-    """Set the keys of ChatGLM: an order of their own (ChatGLMModel)."""
+    """Set the keys of ChatGLM, in the converter's order (ChatGLMModel)."""
     width = config.number("hidden_size", "n_embd", "n_embed")
     heads = config.number("n_head", "num_attention_heads")
     keys.u32(".context_length", config.get("seq_length", width))
@@ -86,7 +86,7 @@ def set_chat_base(keys: Keys, config: Config, layers: int, file_type: int) -> No
 
 
 def _reorder(tensor: Tensor, context: Context, order: Callable[[int, int], Sequence[range]]) -> Expression:
-    """Return rows of which ``order`` chooses those that rope turns, by the first of a head and their number."""
+    """Return rows of which ``order`` permutes the rotary ones, from the first of a head and their number."""
     config, x = context.config, tensor.x
     if "mrope_section" not in config.rope:
         return x
@@ -100,7 +100,7 @@ def _reorder(tensor: Tensor, context: Context, order: Callable[[int, int], Seque
 
 
 def set_indexer_types(keys: Keys, config: Config) -> None:
-    """Set which layers of GLM 5 have an indexer of their own, and which take the tokens of another layer's."""
+    """Set which layers of GLM 5 have an indexer, and which reuse another layer's tokens."""
     types = config.get("indexer_types")
     if types is not None:
         if not isinstance(types, list):

@@ -34,7 +34,7 @@ def set_gpt2_base(keys: Keys, config: Config, layers: int, file_type: int) -> No
 
 @dataclass(frozen=True)
 class JoinQkv(Rule):
-    """Queries, keys and values become one tensor, where the last of them was."""
+    """Concatenate queries, keys and values to one tensor, at the place of the last of them."""
 
     def __call__(self, tensor: Tensor, context: Context) -> Iterable[Tensor] | None:
         stem, separator, tail = tensor.name.partition(".self_attn.")

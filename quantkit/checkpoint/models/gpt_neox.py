@@ -25,7 +25,7 @@ def split_qkv_groups(x: Expression, groups: int, group_heads: int) -> Expression
 
 
 def split_heads(tensor: Tensor, context: Context) -> Expression:
-    """Put queries, keys and values of all heads apart, which are stored head by head."""
+    """Split queries, keys and values, which are stored head by head."""
     return split_qkv_groups(tensor.x, context.config.number("n_head", "num_attention_heads"), 3)
 
 
@@ -52,7 +52,7 @@ SPLIT_HEADS = (Transform(r"attention\.query_key_value\.(weight|bias)$", split_he
 
 
 def set_neox_base(keys: Keys, config: Config, layers: int, file_type: int) -> None:
-    """Set the keys of GPT-NeoX; it says no file type."""
+    """Set the base keys of GPT-NeoX, without a file type."""
     width, heads = config.number("hidden_size"), config.number("num_attention_heads")
     keys.u32(".context_length", config["max_position_embeddings"])
     keys.u32(".embedding_length", width)

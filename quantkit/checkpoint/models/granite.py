@@ -99,7 +99,7 @@ def prepare_hybrid(config: Config) -> None:
 
 
 def set_mamba(keys: Keys, config: Config) -> None:
-    """Set what describes the layers of Mamba, and where they are: layers without heads of keys."""
+    """Set the keys of Mamba layers, and which layers they are: those with 0 KV heads."""
     for key, names in (
         (".ssm.conv_kernel", "conv_kernel d_conv mamba_conv_kernel mamba_d_conv"),
         (
@@ -148,7 +148,7 @@ WINDOW_KEYS: tuple[SetKeys, ...] = (*GRANITE_KEYS, _set_windows)
 
 
 def attention_layers(config: Config) -> list[bool]:
-    """Return for each layer whether it has attention; the others are Mamba's."""
+    """Return for each layer whether it has attention; others are Mamba layers."""
     layers = config.layers
     if kinds := config.get("layer_types"):
         if not isinstance(kinds, list) or len(kinds) != layers:
@@ -282,7 +282,7 @@ def set_mamba_config(meta: ModelMetadata, config: Json) -> None:
 
 
 def set_position_embedding(meta: ModelMetadata, config: Json) -> None:
-    """Set whether there is rope (Granite's hybrids)."""
+    """Set whether the model uses rope (Granite's hybrids)."""
     config["position_embedding_type"] = "rope" if meta.get(".rope.scaling.finetuned") else "nope"
 
 
@@ -322,7 +322,7 @@ _MAMBA_KEYS = {
 
 
 def is_granite_hybrid(meta: ModelMetadata) -> bool:
-    """Return whether the file is a Granite hybrid, which, unlike Bamba, has no rope in layers of attention."""
+    """Return whether the file is a Granite hybrid, whose attention layers, unlike Bamba's, have no rope."""
     return meta.get(".ssm.conv_kernel") is not None and (
         meta.arch != "granitehybrid" or not meta.get(".rope.scaling.finetuned")
     )

@@ -62,7 +62,7 @@ ARCHITECTURES: dict[str, Architecture] = {
 
 
 def _set_grok_rope(meta: ModelMetadata, config: Json) -> None:
-    """Set rope scaling by the single keys that Grok has for it."""
+    """Set rope scaling from Grok's separate keys."""
     rope = config.pop("rope_scaling", None) or {}
     if rope.get("rope_type") != "yarn":
         return

@@ -36,7 +36,7 @@ def _shared_value(config: Config, key: str) -> Any:
 
 
 def set_dense_base(keys: Keys, config: Config, layers: int, file_type: int) -> None:
-    """The base keys; num_experts, which some have, is not one of them."""
+    """Set the base keys without num_experts, which dense models may have, too."""
     set_base_keys(keys, config.without("num_experts"), layers, file_type)
 
 
@@ -116,7 +116,7 @@ HY4_RULES = (
 
 
 def count_dense_layers(config: Config) -> None:
-    """Set the number of latent heads, and of the first layers, which are dense."""
+    """Set the number of latent heads and of leading dense layers."""
     config.values["num_key_value_heads"] = config.number("num_attention_heads")
     kinds, meta = config.get("mlp_layer_types"), config.get("first_k_dense_replace")
     if kinds is None and meta is None:
@@ -130,7 +130,7 @@ def count_dense_layers(config: Config) -> None:
 
 
 def set_hy4_base(keys: Keys, config: Config, layers: int, file_type: int) -> None:
-    """The base keys; a single group of experts is none."""
+    """Set the base keys; a single expert group is omitted."""
     single = config.get("n_group") == 1 and config.get("topk_group") == 1
     deepseek.set_latent_base(keys, config.without("n_group", "topk_group") if single else config, layers, file_type)
 
@@ -143,7 +143,7 @@ def _set_swiglu_limits(keys: Keys, config: Config) -> None:
 
 
 def _indexer_layers(config: Config) -> list[bool]:
-    """Return for each layer whether it has an indexer of its own; nothing if no layer has."""
+    """Return for each layer whether it has an indexer; empty if none has."""
     kinds, layers = config.get("indexer_types"), config.layers
     if kinds is None:
         kinds = config.get("layer_types") or []
@@ -174,7 +174,7 @@ HY4_KEYS: tuple[SetKeys, ...] = (
 
 
 def name_xdrope(config: Config) -> None:
-    """Call rope of sections what it is: newer configurations call it dynamic (HunyuanVLTextModel)."""
+    """Rename rope with sections to xdrope, which newer configurations call dynamic (HunyuanVLTextModel)."""
     rope = config.rope
     if rope.get("rope_type") == "dynamic" and "mrope_section" in rope:
         rope |= {"rope_type": "xdrope", "xdrope_section": rope["mrope_section"]}
@@ -209,7 +209,7 @@ def write_hunyuan_moe(v: Vocabulary) -> None:
 
 
 def write_hunyuan(v: Vocabulary) -> None:
-    """tokenizer.json, else Hunyuan's ranks; EOS and EOT as the configurations have them (HunYuanModel)."""
+    """Write tokenizer.json's vocabulary, else Hunyuan's ranks; EOS and EOT of the configurations (HunYuanModel)."""
     if v.has("tokenizer.json"):
         pad = v.config.outer.get("pad_token_id") or 0
         write_bpe(v, kinds=[kind for kind in KINDS if kind != "pad" or not isinstance(pad, int) or pad >= 0])

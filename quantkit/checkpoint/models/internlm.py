@@ -85,7 +85,7 @@ _TURN = "<|im_end|>"
 
 
 def write_internlm2(v: Vocabulary) -> None:
-    """SentencePiece; what files add replaces pieces, or follows them (InternLM2Model)."""
+    """Write a SentencePiece vocabulary whose added tokens replace pieces, or follow them (InternLM2Model)."""
     path = v.folder / "tokenizer.model"
     v.source = f"{path.name} is SentencePiece's, which is not run here"
     model = read_model(path)
@@ -114,7 +114,7 @@ def write_internlm2(v: Vocabulary) -> None:
 
 
 def _without_zero(piece: Piece) -> Piece:
-    """Return a piece that C can read; those for nothing are unused."""
+    """Return a piece with NUL replaced, which C cannot read; [UNUSED..] pieces become unused."""
     text = "\U0001f409" if piece.text == "\0" else piece.text
     return Piece(text, piece.score, UNUSED if piece.text.startswith("[UNUSED") else piece.type)
 

@@ -30,12 +30,12 @@ def _number(config: Config, *names: str) -> float:
 
 
 def scale_embeddings(tensor: Tensor, context: Context) -> Expression:
-    """Multiply embeddings by what JAIS has for them."""
+    """Multiply the embeddings by JAIS's scale."""
     return Multiplied(tensor.x, _number(context.config, "mup_embeddings_scale", "embeddings_scale"))
 
 
 def scale_output(tensor: Tensor, context: Context) -> Expression:
-    """Multiply the rows of logits by what JAIS has for them."""
+    """Multiply the output matrix by JAIS's scale of the logits."""
     config = context.config
     if "mup_output_alpha" in config:
         scale = _number(config, "mup_output_alpha") * _number(config, "mup_width_scale")

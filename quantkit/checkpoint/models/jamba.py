@@ -32,7 +32,7 @@ from quantkit.errors import TypeNotSupported
 
 @dataclass(frozen=True)
 class RenameSingleExpert(OneWayRule):
-    """Layers without experts may store what they have as the first one."""
+    """Rename expert 0 of a layer without experts to the dense feed-forward."""
 
     def __call__(self, tensor: Tensor, context: Context) -> Iterable[Tensor] | None:
         layer, first = tensor.layer, context.config.number("expert_layer_offset")
@@ -55,7 +55,7 @@ JAMBA_RULES = (
 
 
 def set_jamba_base(keys: Keys, config: Config, layers: int, file_type: int) -> None:
-    """Set the keys of Jamba: an order of their own."""
+    """Set the base keys of Jamba, in the converter's order."""
     width, heads = config.number("hidden_size", "mamba_d_model"), config["num_key_value_heads"]
     offset, period = config.number("attn_layer_offset"), max(1, config.number("attn_layer_period"))
     attends = [i >= offset and (i - offset) % period == 0 for i in range(layers)]

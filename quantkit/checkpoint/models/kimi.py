@@ -34,7 +34,7 @@ def as_convolution(tensor: Tensor, context: Context) -> Expression:
 
 
 def as_three_dimensions(tensor: Tensor, context: Context) -> Expression:
-    """Make a convolution of single channels of what llama.cpp has in four dimensions."""
+    """Reshape a depthwise convolution from llama.cpp's four dimensions to three."""
     return Shaped(tensor.x, (size_of(tensor.x) // tensor.x.shape[-1], 1, tensor.x.shape[-1]))
 
 
@@ -65,7 +65,7 @@ def _set_linear(keys: Keys, config: Config) -> None:
 
 
 def set_latent(keys: Keys, config: Config, *, values: bool = False) -> None:
-    """Set the sizes of latent attention; values: that of the rows as values, too."""
+    """Set the sizes of latent attention; ``values``: whether to set the value length of latent rows, too."""
     rank, rope = config.number("kv_lora_rank", "n_lora_kv"), config.number("qk_rope_head_dim", "n_rot")
     keys.u32(".attention.kv_lora_rank", rank)
     keys.u32(".rope.dimension_count", rope)
@@ -102,7 +102,7 @@ def _has_latents(config: Config, layer: int) -> bool:
 
 @dataclass(frozen=True)
 class MergeResidualScores(Rule):
-    """A norm and a projection to one value, of what the layers before gave, become their product."""
+    """Merge a norm and a projection to one value into their elementwise product."""
 
     pattern: str = r"(self_attention_res|mlp_res|output_attn_res)_(norm|proj)\.weight$"
 
@@ -125,7 +125,7 @@ class MergeResidualScores(Rule):
         return (replace(tensor, x=Product(norm.x, proj.x), name_in_file=name),)
 
     def invert(self, tensor: Tensor, context: InverseContext) -> Iterable[Tensor] | None:
-        """Make a norm of ones, which leaves all to the projection, of what both are multiplied."""
+        """Split into a norm of ones and a projection that holds the product."""
         if not tensor.name.endswith("_res_proj.weight"):
             return None
         n = size_of(tensor.x)
@@ -199,7 +199,7 @@ K3_KEYS: tuple[SetKeys, ...] = (
 
 
 def write_kimi_linear(v: Vocabulary) -> None:
-    """tokenizer.json, else Kimi's ranks, and the end of texts that the tokenizer names (KimiLinearModel)."""
+    """Write tokenizer.json's vocabulary, else Kimi's ranks, with the tokenizer's EOS (KimiLinearModel)."""
     if v.has("tokenizer.json") or not v.has(KIMI.file):
         write_bpe(v)
         return
@@ -212,7 +212,7 @@ def write_kimi_linear(v: Vocabulary) -> None:
 
 
 def write_kimi_k3(v: Vocabulary) -> None:
-    """As Kimi Linear's, but texts end where the configuration says (KimiK3Model)."""
+    """Write Kimi Linear's vocabulary with the configuration's EOS (KimiK3Model)."""
     write_kimi_linear(v)
     if (end := v.config.get("eos_token_id")) is not None:
         v.keys.u32("tokenizer.ggml.eos_token_id", end)
@@ -238,7 +238,7 @@ ARCHITECTURES: dict[str, Architecture] = {
 
 
 def _set_delta_attention(meta: ModelMetadata, config: Json) -> None:
-    """Name the layers of both kinds of attention, counted from one, and say what heads of delta attention have."""
+    """List the layers of both kinds of attention, counted from 1, and set the heads of delta attention."""
     attends = [bool(n) for n in meta.per_layer(".attention.head_count_kv")]
     beta = next((t for name, t in meta.model.tensors.items() if name.endswith(".ssm_beta.weight")), None)
     linear: Json = {

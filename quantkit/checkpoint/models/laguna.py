@@ -38,7 +38,7 @@ def _set_heads(keys: Keys, config: Config) -> None:
 
 
 def _check_gates(config: Config) -> None:
-    """Refuse gates that other programs would read otherwise: those of single values must be called so."""
+    """Refuse gates whose kind is ambiguous: per-element gates must be named as such."""
     meta, kinds = config.get("gating"), config.get("gating_types")
     gating = str(meta).replace("_", "-")
     if gating not in ("per-element", "per-head") and meta is not True and not kinds:
@@ -69,7 +69,7 @@ KEYS: tuple[SetKeys, ...] = (
 
 
 def write_laguna(v: Vocabulary) -> None:
-    """BPE; what ends an assistant's turn is a token for control (LagunaModel)."""
+    """Write a BPE vocabulary in which </assistant> is a control token (LagunaModel)."""
     write_bpe(v)
     tokens, types = (list(v.keys.fields[f"tokenizer.ggml.{key}"].value) for key in ("tokens", "token_type"))
     turned = [CONTROL if text == "</assistant>" else kind for text, kind in zip(tokens, types, strict=True)]
@@ -97,7 +97,7 @@ def set_heads_per_layer(meta: ModelMetadata, config: Json) -> None:
 
 
 def set_two_eos(meta: ModelMetadata, config: Json) -> None:
-    """Name the token that ends a turn beside the one that ends a text (Laguna)."""
+    """Set the two end tokens, of a turn and of a text (Laguna)."""
     ids = [meta.model.get(f"tokenizer.ggml.{kind}_token_id") for kind in ("eot", "eos")]
     if None not in ids:
         config["eos_token_id"] = ids

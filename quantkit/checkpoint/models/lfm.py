@@ -61,13 +61,13 @@ _DENSE_NAME = "dense_2.weight"
 
 
 def dense_tensors(config: Config) -> Iterable[Tensor]:
-    """The layer that makes embeddings narrower, if there is one (LFM2ColBertModel)."""
+    """Yield the dense layer that narrows the embeddings, if present (LFM2ColBertModel)."""
     if (x := _stored_dense(config)) is not None:
         yield Tensor(_DENSE_NAME, x, None, _DENSE_NAME)
 
 
 def set_dense_width(keys: Keys, config: Config) -> None:
-    """Set how wide embeddings are behind that layer."""
+    """Set the width of the embeddings after that layer."""
     if (x := _stored_dense(config)) is not None:
         keys.u32(".embedding_length_out", x.shape[0])
 

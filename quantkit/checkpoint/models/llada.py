@@ -42,7 +42,7 @@ LLADA_KEYS: tuple[SetKeys, ...] = (set_pooling, _set_llada)
 
 
 def write_llada(v: Vocabulary) -> None:
-    """BPE that begins with BOS (LLaDAModel)."""
+    """Write a BPE vocabulary with BOS (LLaDAModel)."""
     write_bpe(v, as_listed=True)
     v.keys.flag("tokenizer.ggml.add_bos_token", True)
 

@@ -108,7 +108,7 @@ SPLIT_EXPERTS = (
 
 
 def swap_widths(config: Config) -> None:
-    """Call the width of dense layers what it is called elsewhere; it is that of experts here."""
+    """Swap to the usual keys: here intermediate_size is the experts' width, intermediate_size_mlp the dense layers'."""
     config.values["intermediate_size_moe"] = config["intermediate_size"]
     config.values["intermediate_size"] = config["intermediate_size_mlp"]
 
@@ -128,7 +128,7 @@ LLAMA4_KEYS: tuple[SetKeys, ...] = (
 
 
 def set_loops(keys: Keys, config: Config) -> None:
-    """Set how often Nanbeige runs its layers."""
+    """Set the number of loops over Nanbeige's layers."""
     keys.u32(".num_loops", max(1, int(config.get("num_loops", 1) or 1)))
     keys.flag(".skip_loop_final_norm", config.get("skip_loop_final_norm", False))
 
@@ -142,7 +142,7 @@ DROP_JANUS_PARTS = Drop(
 
 
 def write_llama(v: Vocabulary) -> None:
-    """SentencePiece, Llama's pieces in a tokenizer.json, or BPE: the first that there is (LlamaModel)."""
+    """Write SentencePiece, Llama's pieces of a tokenizer.json, or BPE: the first available (LlamaModel)."""
     if v.has("tekken.json") and not v.has("tokenizer.json"):
         write_tekken(v)
         return
@@ -201,7 +201,7 @@ ARCHITECTURES: dict[str, Architecture] = {
 
 
 def set_no_window(meta: ModelMetadata, config: Json) -> None:
-    """Set full attention for all layers of a file whose window is 0 (Llama 4)."""
+    """Set full attention for all layers if the window is 0 (Llama 4)."""
     if config.pop("sliding_window", None) == 0:
         config["layer_types"] = ["full_attention"] * meta.number(".block_count")
 

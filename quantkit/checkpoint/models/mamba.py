@@ -53,7 +53,7 @@ MAMBA_RULES = (
 
 
 def set_mamba_base(keys: Keys, config: Config, layers: int, file_type: int) -> None:
-    """Set the keys of Mamba: an order of their own."""
+    """Set the base keys of Mamba, in the converter's order."""
     width = config.number("hidden_size", "d_model")
     inner = config.find("intermediate_size", "d_inner") or 2 * width
     if inner != 2 * width:
@@ -81,7 +81,7 @@ def _is_equal(a: Expression, b: Expression) -> bool:
 
 
 def _set_unused(keys: Keys, width: int) -> None:
-    """Set what runtimes ask for, and such models have not."""
+    """Set keys that runtimes require though Mamba does not use them."""
     keys.u32(".context_length", 1 << 20)
     keys.u32(".embedding_length", width)
     keys.u32(".feed_forward_length", 0)
@@ -109,7 +109,7 @@ MAMBA2_RULES = (
 
 
 def set_mamba2_base(keys: Keys, config: Config, layers: int, file_type: int) -> None:
-    """Set the keys of Mamba 2: an order of their own."""
+    """Set the base keys of Mamba 2, in the converter's order."""
     width, expand = config.number("hidden_size", "d_model", "dim"), config.find("mamba_expand", "expand") or 2
     inner = config.find("mamba_d_ssm", "intermediate_size", "d_inner") or expand * width
     head = config.find("mamba_d_head", "head_dim") or 64
@@ -139,7 +139,7 @@ def write_mamba(v: Vocabulary) -> None:
 
 
 def write_mamba1(v: Vocabulary) -> None:
-    """tokenizer.json, else SentencePiece, filled up to a multiple of pad_vocab_size_multiple tokens (MambaModel)."""
+    """Write tokenizer.json's vocabulary, else SentencePiece, padded to pad_vocab_size_multiple (MambaModel)."""
     size, multiple = v.config["vocab_size"], v.config.get("pad_vocab_size_multiple", 8)
     if not isinstance(multiple, int) or isinstance(multiple, bool) or multiple < 1:
         raise FormatError(f"{v.config.path}: pad_vocab_size_multiple is {multiple!r}", "QK-E112")
@@ -164,7 +164,7 @@ ARCHITECTURES: dict[str, Architecture] = {
 
 
 def set_mamba_sizes(meta: ModelMetadata, config: Json) -> None:
-    """Set the sizes of Mamba's layers, of models that have no others."""
+    """Set the sizes of Mamba layers in models without other layers."""
     inner, width = meta.number(".ssm.inner_size"), meta.number(".embedding_length")
     config |= {"expand": inner // max(1, width), "intermediate_size": inner}
     heads = meta.get(".ssm.time_step_rank")

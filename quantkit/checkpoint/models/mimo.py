@@ -32,7 +32,7 @@ def layers_with_mtp(config: Config) -> int:
 
 @dataclass(frozen=True)
 class RenameMtpLayers(Rule):
-    """Layers that predict ahead are stored under mtp.; they follow the others."""
+    """Rename mtp.* to layers after the last."""
 
     def __call__(self, tensor: Tensor, context: Context) -> Iterable[Tensor] | None:
         before, separator, name = tensor.name.partition("model.mtp.layers.")
@@ -50,7 +50,7 @@ class RenameMtpLayers(Rule):
 
 
 def refuse_sharded(config: Config, names: Collection[str]) -> None:
-    """Refuse what is stored in parts for several devices, scales of each part: the generic rules misread it."""
+    """Refuse tensors stored in parts for several devices, with scales a part: the generic rules misread them."""
     quantization = config.get("quantization_config") or {}
     if any(name.endswith("qkv_proj.weight_scale_inv") for name in names):
         raise TypeNotSupported(

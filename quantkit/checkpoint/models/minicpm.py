@@ -20,7 +20,7 @@ from quantkit.errors import FormatError
 
 
 def set_minicpm_scales(keys: Keys, config: Config) -> None:
-    """Set what MiniCPM multiplies embeddings, layers and logits by."""
+    """Set MiniCPM's scales of embeddings, residuals and logits."""
     keys.f32(".embedding_scale", float(config["scale_emb"]))
     keys.f32(".residual_scale", config["scale_depth"] / config.layers**0.5)
     keys.f32(".logit_scale", config["hidden_size"] / config["dim_model_base"])
@@ -46,7 +46,7 @@ def set_minicpm3_base(keys: Keys, config: Config, layers: int, file_type: int) -
 
 
 def rope_factors(config: Config) -> Iterable[Tensor]:
-    """The factors of MiniCPM's rope, long and short, for what rope turns of a head."""
+    """Yield MiniCPM's long and short rope factors, one for every two rotated values of a head."""
     width = config.number("qk_rope_head_dim") if "qk_rope_head_dim" in config else config.without("head_dim").head_dim
     kinds = [(kind, config.rope.get(f"{kind}_factor")) for kind in ("long", "short")]
     if not any(factors for _, factors in kinds):
@@ -74,7 +74,7 @@ ARCHITECTURES: dict[str, Architecture] = {
 
 
 def set_unscaled_rope(meta: ModelMetadata, config: Json) -> None:
-    """Factors of rope for long texts do not scale attention (MiniCPM)."""
+    """Set a rope scaling factor of 1: MiniCPM's long factors do not scale attention."""
     if rope := config["rope_scaling"]:
         rope |= {"factor": 1.0, "original_max_position_embeddings": meta.number(".context_length")}
 

@@ -63,7 +63,7 @@ M3_KEYS: tuple[SetKeys, ...] = (
 
 @dataclass(frozen=True)
 class FindSilentTokens(OneWayRule):
-    """Tokens beside those of the model whose embeddings are zero are noted in the configuration: they must not come."""
+    """Record added tokens with zero embeddings in the configuration: the model must not generate them."""
 
     def __call__(self, tensor: Tensor, context: Context) -> Iterable[Tensor] | None:
         if tensor.name != "model.embed_tokens.weight" or len(tensor.x.shape) != 2:
@@ -96,7 +96,7 @@ M1_KEYS: tuple[SetKeys, ...] = (_set_m1,)
 
 
 def write_minimax_m1(v: Vocabulary) -> None:
-    """BPE; chat_template.jinja counts, if there is one.
+    """Write a BPE vocabulary; chat_template.jinja takes precedence.
 
     Without one the reference writes a template of llama.cpp's own, we that of the tokenizer (MiniMaxText01Model).
     """
@@ -155,7 +155,7 @@ def _set_lightning_layers(meta: ModelMetadata, config: Json) -> None:
 
 
 def _rename_full_output(config: Config, name: str) -> str:
-    """Layers of full attention call their last matrix otherwise than those of lightning attention."""
+    """Rename the output matrix of full attention, which differs from that of lightning attention."""
     match = re.fullmatch(r"(model\.layers\.(\d+)\.self_attn\.)out_proj(\..*)", name)
     return name if match is None or not config["attn_type_list"][int(match[2])] else f"{match[1]}o_proj{match[3]}"
 

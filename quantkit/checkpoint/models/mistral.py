@@ -18,7 +18,7 @@ from quantkit.errors import FormatError
 
 
 def set_scaling(keys: Keys, config: Config) -> None:
-    """Of Ministral 3: how YaRN and the temperature of attention are scaled."""
+    """Set YaRN and the attention temperature (Ministral 3)."""
     if config.get("model_type") != "ministral3":
         return
     rope = config.rope
@@ -66,7 +66,7 @@ _NO_WINDOW: Json = {"sliding_window": None}
 
 
 def has_no_key_length(meta: ModelMetadata) -> bool:
-    """Return whether the file has no key length, as of Mistral's configurations with head_dim null."""
+    """Return whether the file has no key length, as Mistral's configurations with a null head_dim."""
     return meta.get(".attention.key_length") is None and not meta.has("rope_freqs.weight")
 
 

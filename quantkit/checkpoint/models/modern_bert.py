@@ -52,7 +52,7 @@ def _normal_spaces(v: Vocabulary) -> None:
 
 
 def write_euro_bert(v: Vocabulary) -> None:
-    """BPE with nothing before texts (EuroBertModel)."""
+    """Write a BPE vocabulary without BOS (EuroBertModel)."""
     v.keys.flag("tokenizer.ggml.add_bos_token", False)
     write_bpe(v)
 

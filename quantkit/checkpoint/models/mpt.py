@@ -17,7 +17,7 @@ from quantkit.checkpoint.vocab.tokenizer import Vocabulary
 
 
 def set_mpt_base(keys: Keys, config: Config, layers: int, file_type: int) -> None:
-    """Set the keys of MPT; it says no file type."""
+    """Set the base keys of MPT, without a file type."""
     attention, width = config["attn_config"], config.number("d_model")
     keys.u32(".context_length", config["max_seq_len"])
     keys.u32(".embedding_length", width)

@@ -45,7 +45,7 @@ class AddQueryNorms(Rule):
         )
 
     def invert(self, tensor: Tensor, context: InverseContext) -> Iterable[Tensor] | None:
-        """Leave out norms that only scale: config.json says by how much."""
+        """Drop norms that only scale: config.json has their factor."""
         return () if tensor.name.endswith((".self_attn.q_norm.weight", ".self_attn.k_norm.weight")) else None
 
 

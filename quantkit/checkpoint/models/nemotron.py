@@ -153,7 +153,7 @@ PUZZLE_STORED = (
 
 
 def prepare_puzzle(config: Config) -> None:
-    """Take the kinds of layers, and how many there are, from block_configs (NemotronHPuzzleModel)."""
+    """Derive the layer kinds and their number from block_configs (NemotronHPuzzleModel)."""
     config.values["layers_block_type"] = [block["block_type"] for block in config["block_configs"]]
     config.values.pop("hybrid_override_pattern", None)
     prepare_nemotron(config)
@@ -201,7 +201,7 @@ def set_nemotron(keys: Keys, config: Config) -> None:
 
 
 def write_nemotron(v: Vocabulary) -> None:
-    """SentencePiece, of which no file says what pads (NemotronModel)."""
+    """Write a SentencePiece vocabulary with the padding and unknown ids that no file has (NemotronModel)."""
     write_sentencepiece(v)
     v.keys.u32("tokenizer.ggml.padding_token_id", 0)
     v.keys.u32("tokenizer.ggml.unknown_token_id", 1)
@@ -249,7 +249,7 @@ ARCHITECTURES: dict[str, Architecture] = {
 
 
 def _set_layer_pattern(meta: ModelMetadata, config: Json) -> None:
-    """Name the layers by letters, and say what those of Mamba have."""
+    """Set hybrid_override_pattern, a letter a layer, and the settings of Mamba layers."""
     attends, ffn_widths = meta.per_layer(".attention.head_count_kv"), meta.per_layer(".feed_forward_length")
     moe, layers = meta.get(".expert_count") is not None, range(config["num_hidden_layers"])
     heads = meta.number(".ssm.time_step_rank")

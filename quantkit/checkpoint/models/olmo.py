@@ -20,7 +20,7 @@ def set_olmo_norms(keys: Keys, config: Config) -> None:
 
 
 def set_window_pattern(keys: Keys, config: Config) -> None:
-    """Set the window of OLMo 3, and which layers have it: all but every fourth, if the configuration does not say.
+    """Set the window of OLMo 3 and its layers: by default all but every fourth.
 
     A window of null is none, as of OLMo 2; convert_hf_to_gguf.py stops there.
     """
@@ -35,7 +35,7 @@ def set_window_pattern(keys: Keys, config: Config) -> None:
 
 
 def set_epsilon(keys: Keys, config: Config) -> None:
-    """OLMoE's norms have this epsilon whatever its configuration says."""
+    """Set OLMoE's constant epsilon: its norms ignore the configuration's."""
     keys.f32(".attention.layer_norm_rms_epsilon", 1e-5)
 
 

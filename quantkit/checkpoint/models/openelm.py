@@ -75,7 +75,7 @@ ELM_RULES = (SplitGateUp(),)
 
 
 def set_elm_base(keys: Keys, config: Config, layers: int, file_type: int) -> None:
-    """Set the keys of OpenELM, whose layers differ."""
+    """Set the base keys of OpenELM, per layer."""
     widths: list[Any] = [_elm_widths(config), config["num_query_heads"], config["num_kv_heads"]]
     if any(not isinstance(width, list) or len(width) != layers for width in widths):
         raise FormatError(

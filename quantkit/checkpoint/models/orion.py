@@ -12,7 +12,7 @@ from quantkit.checkpoint.vocab.sentencepiece import write_sentencepiece
 
 
 def set_orion_base(keys: Keys, config: Config, layers: int, file_type: int) -> None:
-    """Set the keys of Orion, whose rms_norm_eps is of norms that are none of root mean squares."""
+    """Set the base keys of Orion; its rms_norm_eps is the epsilon of layer norms."""
     heads = config.number("num_attention_heads")
     keys.u32("general.file_type", file_type)
     keys.text(".tensor_data_layout", "Meta AI original pth")

@@ -25,7 +25,7 @@ from quantkit.formats.gguf.rules import short
 
 
 def set_phi3_keys(keys: Keys, config: Config, layers: int, file_type: int) -> None:
-    """Set the keys of Phi 3 and later: an order of their own."""
+    """Set the keys of Phi 3 and later, in the converter's order."""
     length, original = _lengths(config)
     keys.u32(".context_length", length)
     keys.u32(".rope.scaling.original_context_length", original)
@@ -44,7 +44,7 @@ def set_phi3_keys(keys: Keys, config: Config, layers: int, file_type: int) -> No
 
 
 def set_rope_attention(keys: Keys, config: Config) -> None:
-    """Set by what attention is multiplied where texts may be longer than those of training."""
+    """Set the attention factor for contexts longer than the training's (longrope, yarn)."""
     if not _factors(config):
         return
     length, original = _lengths(config)
@@ -85,7 +85,7 @@ def _rope_width(config: Config) -> int:
 
 
 def _lengths(config: Config) -> tuple[int, int]:
-    """Return the length of contexts, and that of training.
+    """Return the context length and the training context length.
 
     A PhiMoE without rope_scaling was trained on the whole; convert_hf_to_gguf.py stops there.
     """
@@ -126,7 +126,7 @@ def _factors(config: Config) -> dict[str, tuple[float, ...]]:
 
 
 def write_phi(v: Vocabulary) -> None:
-    """Phi 4 has a BPE vocabulary, others SentencePiece (Phi3MiniModel)."""
+    """Write Phi 4's BPE vocabulary, else SentencePiece (Phi3MiniModel)."""
     if v.tokenizer_config.get("tokenizer_class") == "GPT2Tokenizer" or not v.has("tokenizer.model"):
         write_bpe(v)
     else:
@@ -148,7 +148,7 @@ ARCHITECTURES: dict[str, Architecture] = {
 
 
 def set_window_or_none(meta: ModelMetadata, config: Json) -> None:
-    """A window of 0 is none."""
+    """Set sliding_window to null if it is 0."""
     config["sliding_window"] = config.get("sliding_window") or None
 
 

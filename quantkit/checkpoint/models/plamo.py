@@ -37,7 +37,7 @@ from quantkit.formats.outputs import read_whole
 
 @dataclass(frozen=True)
 class AddConstant:
-    """Adds what a norm adds to its weights."""
+    """Add the constant that a norm adds to its weights."""
 
     value: float
     inverse: bool = False
@@ -63,7 +63,7 @@ PLAMO2_RULES = (
 
 
 def set_plamo2_base(keys: Keys, config: Config, layers: int, file_type: int) -> None:
-    """Set the keys of PLaMo 2: an order of their own."""
+    """Set the base keys of PLaMo 2, in the converter's order."""
     get, width = config.get, config.get("hidden_size_per_head", 128)
     keys.u32(".vocab_size", config["vocab_size"])
     if get("mamba_enabled", True):
@@ -126,7 +126,7 @@ _WIDTH = 128
 
 @dataclass(frozen=True)
 class ReorderHeads:
-    """Orders heads, along ``axis``, so that those that share a key are behind each other: stored, they are apart."""
+    """Reorder heads along ``axis`` so that those that share a KV head are adjacent."""
 
     axis: int
     inverse: bool = False
@@ -147,7 +147,7 @@ PLAMO_RULES = (
 
 
 def set_plamo_base(keys: Keys, config: Config, layers: int, file_type: int) -> None:
-    """Set the keys of PLaMo 1; those of its heads of keys in config.json are wrong."""
+    """Set the base keys of PLaMo 1, with its real number of KV heads: config.json's is wrong."""
     keys.u32(".context_length", 4096)
     keys.u32(".embedding_length", config["hidden_size"])
     keys.u32(".feed_forward_length", config["intermediate_size"])
@@ -218,7 +218,7 @@ def write_plamo(v: Vocabulary) -> None:
 
 
 def write_plamo3(v: Vocabulary) -> None:
-    """The same with a chat template, of which chat_template.jinja counts (Plamo3Model)."""
+    """Write PLaMo's vocabulary with a chat template; chat_template.jinja takes precedence (Plamo3Model)."""
     write_plamo(v)
     template = v.tokenizer_config.get("chat_template")
     v.keys.text("tokenizer.chat_template", template_file(v.folder) if v.has("chat_template.jinja") else template)

@@ -44,7 +44,7 @@ _DEEPSTACK = (8, 16, 24)
 
 
 def set_deepstack(keys: Keys, config: Config) -> None:
-    """Set how many outputs of the vision tower the first layers add."""
+    """Set the number of vision features that the first layers add."""
     vision = config.get("vision_config") or {}
     layers = vision.get("deepstack_visual_indexes", _DEEPSTACK) if isinstance(vision, dict) else None
     if not isinstance(layers, (list, tuple)):
@@ -62,7 +62,7 @@ VL_EXPERTS = (
 
 
 def write_omni(v: Vocabulary) -> None:
-    """BPE; texts begin and end with the end of a turn (Qwen3OmniMoeTextModel)."""
+    """Write a BPE vocabulary with the end of a turn as BOS and EOS (Qwen3OmniMoeTextModel)."""
     write_bpe(v)
     number = next((number for number, entry in v.decoder_entries if entry["content"] == "<|im_end|>"), None)
     if number is not None:
@@ -71,7 +71,7 @@ def write_omni(v: Vocabulary) -> None:
 
 
 def write_qwen(v: Vocabulary) -> None:
-    """Ranks; texts begin and end with one token, unless config.json says otherwise (TextModel._set_vocab_qwen)."""
+    """Write tiktoken ranks; BOS and EOS default to one token (TextModel._set_vocab_qwen)."""
 
     def complete(special: SpecialTokens, ids: dict[str, int]) -> None:
         end = ids["<|endoftext|>"]

@@ -38,7 +38,7 @@ _MTP = re.compile(r"^(?:model\.)?(?:language_model\.)?mtp\.(?:layers\.(\d{1,4})\
 
 
 def count_mtp_layers(config: Config, names: Collection[str]) -> None:
-    """Set in the configuration how many MTP layers are stored.
+    """Record the number of stored MTP layers in the configuration.
 
     convert_hf_to_gguf.py stops where Qwen3-Next has none (as every finetune that transformers saved), and where the
     configuration of Qwen 3.5 speaks of one that is not stored it writes a file that does not load. Those that are
@@ -55,7 +55,7 @@ def layers_with_mtp(config: Config) -> int:
 
 @dataclass(frozen=True)
 class RenameMtpLayers(MtpRule):
-    """Layers that predict ahead are stored under mtp.; they follow the others."""
+    """Rename mtp.* to layers after the last."""
 
     def __call__(self, tensor: Tensor, context: Context) -> Iterable[Tensor] | None:
         match = _MTP.match(tensor.name)
@@ -131,7 +131,7 @@ NEXT_RULES = (SplitQkvzByHead(), *_RULES)
 
 
 def set_linear_attention(keys: Keys, config: Config) -> None:
-    """Set what describes the layers of linear attention, and which they are."""
+    """Set the keys of linear-attention layers, and which layers they are."""
     keys.u32(".ssm.conv_kernel", config["linear_conv_kernel_dim"])
     keys.u32(".ssm.state_size", config["linear_key_head_dim"])
     keys.u32(".ssm.group_count", config["linear_num_key_heads"])
@@ -184,14 +184,14 @@ TILED_RULES = (
 
 
 def set_sections(keys: Keys, config: Config) -> None:
-    """Qwen 3.5 always divides rope among time, height and width, also where its configuration does not say so."""
+    """Set rope sections for time, height and width, which Qwen 3.5 always uses."""
     if "mrope_section" not in config.rope:
         keys.array(".rope.dimension_sections", [11, 11, 10, 0])
 
 
 @dataclass(frozen=True)
 class _Heads:
-    """Heads of linear attention: so many of keys, each with ``values_per_key`` of values; their widths."""
+    """Heads of linear attention: key heads, ``values_per_key`` value heads for each, and their widths."""
 
     keys: int
     values_per_key: int
@@ -211,7 +211,7 @@ class _Heads:
         return self.keys * self.key_width
 
     def tile(self, x: Expression, axis: int, width: int, start: int = 0, inverse: bool = False) -> Expression:
-        """Order heads of values, from ``start`` on along ``axis``, so that one of each key follow one another.
+        """Reorder value heads along ``axis``, from ``start`` on: the first of every key head, then the second, etc.
 
         They are stored by key, as transformers repeats keys; ggml repeats them all at once. ``inverse``: the other way.
         """

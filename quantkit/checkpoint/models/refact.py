@@ -15,7 +15,7 @@ from quantkit.checkpoint.vocab.tokenizer import Vocabulary
 
 
 def _refact_width(config: Config) -> int:
-    """Return the width of feed forward, which the configuration does not say."""
+    """Return the feed-forward width, which config.json lacks."""
     return -(int(8 * config.number("n_embd") / 3) // -256) * 256
 
 
@@ -49,7 +49,7 @@ def set_refact_base(keys: Keys, config: Config, layers: int, file_type: int) -> 
 
 
 def write_refact(v: Vocabulary) -> None:
-    """BPE with tokens to fill in the middle, for which there are no keys any more (RefactModel)."""
+    """Write a BPE vocabulary with fill-in-the-middle tokens, whose keys are deprecated (RefactModel)."""
     write_bpe(v)
     special = special_tokens(v.folder, kinds=("prefix", "suffix", "middle", "eot"))
     special.template = None

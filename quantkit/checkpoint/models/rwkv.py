@@ -44,7 +44,7 @@ _LOW_RANK_NAMES = {"1": "_lora.lora.0.weight", "2": "_lora.lora.2.weight", "0": 
 
 @dataclass(frozen=True)
 class ConvertMixing7(Rule):
-    """Names, what is stored the other way round, and what the first layer has of no use."""
+    """Rename and transpose the tensors of RWKV 7; drop those that its first layer does not use."""
 
     def __call__(self, tensor: Tensor, context: Context) -> Iterable[Tensor] | None:
         first, low_rank = tensor.layer == 0, "_lora.lora" in tensor.name
@@ -79,7 +79,7 @@ class ConvertMixing7(Rule):
         return (_fuse_vectors(pending, list(parts), tensor),) if len(pending) == len(parts) else ()
 
     def invert(self, tensor: Tensor, context: InverseContext) -> Iterable[Tensor] | None:
-        """Take what is mixed apart, and give single parameters the shapes they had."""
+        """Split the fused mix vectors, and restore the shapes of single parameters."""
         match = re.fullmatch(r"(model\.layers\.\d+\.)attention\.(\w+)\.weight", tensor.name)
         hybrid = context.config.get("model_type") == "rwkv_hybrid"
         if match is None:
@@ -142,7 +142,7 @@ QWEN_ORDER = (3, 1, 2, 0, 4)
 
 @dataclass(frozen=True)
 class ConvertMixing6(Rule):
-    """Names, and what is stored the other way round; ``reordered``: the five parts of two matrices are."""
+    """Rename and transpose the tensors of RWKV 6; ``reordered``: permute the five parts of time_maa_w1 and _w2."""
 
     reordered: bool = False
 
@@ -173,7 +173,7 @@ class ConvertMixing6(Rule):
         return x
 
     def invert(self, tensor: Tensor, context: InverseContext) -> Iterable[Tensor] | None:
-        """Take what is mixed apart, turn matrices context, and multiply by what every few layers were divided by."""
+        """Split the fused mix vectors, transpose matrices, and undo the division of every few layers."""
         stem, dot, kind = tensor.name.rpartition(".")
         if tensor.name.endswith(".time_maa_fused.weight"):
             return _split_vectors(tensor.x, [f"{stem.removesuffix('fused')}{item}" for item in MIX_ORDER], tensor)
@@ -257,7 +257,7 @@ _RWKV = "rwkv_vocab_v20230424.txt"
 
 
 def _rwkv_text(path: Path, number: int, line: str) -> str:
-    """Return a token as Python writes bytes: a line is its number, a literal, and how many bytes it has."""
+    """Return a line of RWKV's vocabulary: number, Python literal, length in bytes."""
     try:
         _, *literal, length = line.split(" ")
         text = ast.literal_eval(" ".join(literal))

@@ -44,7 +44,7 @@ ARCHITECTURES: dict[str, Architecture] = {
 
 
 def set_window_layout(meta: ModelMetadata, config: Json) -> None:
-    """List which layers have a window and rope, all but every fourth from the first, and how experts are chosen."""
+    """Set the layers with window and rope, all but every fourth from the first, and the gating function."""
     layers, slides = range(meta.number(".block_count")), meta.get(".attention.sliding_window") is not None
     config |= {
         "moe_primary_router_apply_softmax": meta.get(".expert_gating_func") == 1,

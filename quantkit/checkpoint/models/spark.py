@@ -14,7 +14,7 @@ from quantkit.errors import FormatError
 
 
 def set_spark(keys: Keys, config: Config) -> None:
-    """Set the windows of Spark 2.5, and what rope turns of heads with and without."""
+    """Set the windows of Spark 2.5, and the rotary widths of heads in layers with and without a window."""
     gate = config.get("gate_attn_act_mode"), config.get("headwise_attn_output_gate"), config.get("hidden_act")
     kinds = config["layer_types"]
     if gate != ("sigmoid", True, "gelu") or len(kinds) != config.layers:

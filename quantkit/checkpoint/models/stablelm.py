@@ -20,7 +20,7 @@ from quantkit.checkpoint.tensors import Context, InverseContext, Rule, Tensor
 
 @dataclass(frozen=True)
 class StackHeadNorms(Rule):
-    """Norms of single heads become one tensor, a row for each.
+    """Stack the norms of single heads into one tensor, one row a head.
 
     convert_hf_to_gguf.py means to do that and drops them: it converts no StableLM that has them (2-12B).
     """
@@ -62,7 +62,7 @@ class StackHeadNorms(Rule):
 
 
 def set_stablelm_keys(keys: Keys, config: Config, layers: int, file_type: int) -> None:
-    """Set the keys of StableLM: an order of their own."""
+    """Set the keys of StableLM, in the converter's order."""
     heads = config.number("num_attention_heads")
     keys.u32(".context_length", config["max_position_embeddings"])
     keys.u32(".embedding_length", config["hidden_size"])
@@ -89,7 +89,7 @@ ARCHITECTURES: dict[str, Architecture] = {
 
 @dataclass(frozen=True)
 class SetFlag:
-    """``name`` of config.json is true if there is such a tensor: of the whole model, or of its first layer."""
+    """Set ``name`` of config.json to whether the model, or its first layer, has such a tensor."""
 
     name: str
     tensor: str

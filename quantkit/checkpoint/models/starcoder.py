@@ -11,7 +11,7 @@ from quantkit.checkpoint.row import Architecture, HfClass
 
 
 def set_starcoder_keys(keys: Keys, config: Config, layers: int, file_type: int) -> None:
-    """Set the keys of the first StarCoder, whose heads of queries have one of keys and values."""
+    """Set the keys of the first StarCoder, with one KV head."""
     set_n_embd_keys(keys, config, layers, file_type, 1)
 
 

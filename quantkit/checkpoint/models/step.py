@@ -43,7 +43,7 @@ RULES = (
 
 
 def split_theta(config: Config) -> None:
-    """Of two bases of rope the second is that of layers that attend to a window."""
+    """Split two rope bases: the second is that of sliding-window layers."""
     theta = config.get("rope_theta")
     if isinstance(theta, list):
         config.rope |= {"rope_theta": float(theta[0]), "sliding_attention": {"rope_theta": float(theta[1])}}

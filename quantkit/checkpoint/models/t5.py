@@ -20,7 +20,7 @@ _EMBEDDINGS = ("decoder.embed_tokens.weight", "encoder.embed_tokens.weight", "sh
 
 @dataclass(frozen=True)
 class ShareEmbeddings(OneWayRule):
-    """Embeddings are stored under several names; the first of them counts, for both parts."""
+    """Use the first of several names of the shared embeddings for encoder and decoder."""
 
     def __call__(self, tensor: Tensor, context: Context) -> Iterable[Tensor] | None:
         if tensor.name not in _EMBEDDINGS:
@@ -33,7 +33,7 @@ RULES = (ShareEmbeddings(),)
 
 
 def set_base(keys: Keys, config: Config, layers: int, file_type: int) -> None:
-    """Set the keys of T5: an order of their own."""
+    """Set the base keys of T5, in the converter's order."""
     length, epsilon = config.get("n_positions"), config["layer_norm_epsilon"]
     has_decoder = keys.arch == "t5"
     keys.u32(".context_length", 512 if length is None else length)
@@ -67,7 +67,7 @@ ARCHITECTURES: dict[str, Architecture] = {
 
 
 def _set_gated(meta: ModelMetadata, config: Json) -> None:
-    """Set whether feed forward is gated, and whether there is a decoder."""
+    """Set whether the feed-forward is gated, and whether the model has a decoder."""
     has_decoder = meta.arch == "t5"
     gated = any(name.endswith(".ffn_gate.weight") for name in meta.model.tensors)
     config |= {"feed_forward_proj": "gated-gelu" if gated else "relu", "is_encoder_decoder": has_decoder}
@@ -76,7 +76,7 @@ def _set_gated(meta: ModelMetadata, config: Json) -> None:
 
 
 def _rename_gated(config: Config, name: str) -> str:
-    """The matrix beside gates is called otherwise than one alone."""
+    """Rename the up matrix of a gated feed-forward, which differs from an ungated one."""
     gated = config.get("feed_forward_proj") == "gated-gelu"
     return name.replace(".DenseReluDense.wi.", ".DenseReluDense.wi_1.") if gated else name
 

@@ -23,7 +23,7 @@ _GAINS = {"attn_gain": "attn_output", "mlp_gain": "ffn_down"}
 
 
 def negate_second_halves(tensor: Tensor, context: Context) -> Expression:
-    """Negate the second half of every head, so that columns turn as in other models."""
+    """Negate the second half of every head, which reverses the direction of rotation."""
     head, (rows, width) = context.config.number("head_dim"), tensor.x.shape
     heads = Shaped(tensor.x, (rows // head, head, width))
     first, second = take(heads, 1, range(head // 2)), take(heads, 1, range(head // 2, head))
@@ -31,13 +31,13 @@ def negate_second_halves(tensor: Tensor, context: Context) -> Expression:
 
 
 def as_rows(tensor: Tensor, context: Context) -> Expression:
-    """Give a factor of each head a row of its own."""
+    """Reshape one factor a head to one row a head."""
     return Shaped(tensor.x, (*tensor.x.shape, 1))
 
 
 @dataclass(frozen=True)
 class ReadGains(OneWayRule):
-    """Factors of layers' parts become scales of their last matrices; that of logits a key."""
+    """Turn the gains of layers into scales of their last matrices, and the gain of logits into a key."""
 
     def __call__(self, tensor: Tensor, context: Context) -> Iterable[Tensor] | None:
         if tensor.name == "lm_head_gain.w_g":

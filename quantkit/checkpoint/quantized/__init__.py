@@ -1,4 +1,4 @@
-"""Checkpoints whose weights are quantized already: how each scheme is decoded while it is read.
+"""Quantized checkpoints: decoding of each scheme while the weights are read.
 
 A scheme takes what belongs together out of the stored tensors (``scheme``): codes, scales, zero points; and puts one
 expression in their place. ``SCHEMES`` holds them by the quant_method of config.json; what it does not hold is refused
@@ -34,7 +34,7 @@ SCHEMES: dict[str, Callable[[SchemeReader], None]] = {
 
 
 def quantization_of(config: Config) -> dict[str, Any]:
-    """Return how the checkpoint is quantized, {} if it is not.
+    """Return quantization_config, {} if the checkpoint is not quantized.
 
     hf_quant_config.json (ModelOpt) comes before config.json, if that does not say everything.
     """
@@ -68,7 +68,7 @@ def decode_tensors(stored: Mapping[str, Expression], config: Config, *, lossless
 
 
 def _guess_method(stored: Mapping[str, Expression]) -> str | None:
-    """Return the scheme of a checkpoint that names none: 8-bit floats beside scales cannot be anything else."""
+    """Guess the scheme of a checkpoint that names none: 8-bit floats with scales are fp8."""
     for name, x in stored.items():
         scaled = isinstance(x, Stored) and x.tensor.dtype in fp8.FLOATS
         if scaled and any(f"{name}{end}" in stored for end in ("_scale_inv", "_scale")):
@@ -77,7 +77,7 @@ def _guess_method(stored: Mapping[str, Expression]) -> str | None:
 
 
 def _refuse_mlx(stored: Mapping[str, Expression]) -> None:
-    """Refuse weights as MLX quantizes them: 32-bit words, with scales and biases of groups beside them."""
+    """Refuse MLX's format: 32-bit words with scales and biases for each group."""
     for name, x in stored.items():
         if isinstance(x, Stored) and x.tensor.dtype == "U32" and f"{name.removesuffix('.weight')}.scales" in stored:
             raise TypeNotSupported(
@@ -87,7 +87,7 @@ def _refuse_mlx(stored: Mapping[str, Expression]) -> None:
 
 
 def weights_only(config: Config) -> dict[str, bool]:
-    """Return which modules have weights of 4 bits but inputs of 16 (W4A16_NVFP4), by name; "" is all others."""
+    """Return by module whether it is weight-only (W4A16_NVFP4: inputs of 16 bits); "" stands for all others."""
     settings = quantization_of(config)
     layers = settings.get("quantized_layers") or {}
     if not isinstance(layers, dict):

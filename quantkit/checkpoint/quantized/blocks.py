@@ -1,4 +1,4 @@
-"""Weights whose codes and scales become ggml's blocks as they are: no value changes, bits only move.
+"""Codes and scales repacked into ggml's blocks without changing a value.
 
 ``MXFP4`` and ``NVFP4`` as convert_hf_to_gguf.py writes them; ``Q4_0`` and ``Q8_0`` of symmetric integers, which it does
 not do. Each knows the floats that it stands for (``floats``), for where blocks cannot go.
@@ -78,7 +78,7 @@ class Mxfp4(RowWise):
 
 @dataclass(frozen=True)
 class Outer:
-    """A number of a whole tensor, or of each of its matrices, that is stored beside it."""
+    """A number stored for a whole tensor, or for each of its matrices."""
 
     values: tuple[float, ...]
     tensor: StoredTensor | None = None
@@ -205,13 +205,13 @@ def _half_scales(scales: Grid, first: int, blocks: Sequence[int], group: int) ->
 
 
 def fits_half(values: F32) -> bool:
-    """Return whether float16 holds all of the values exactly."""
+    """Return whether all values are exact in float16."""
     with np.errstate(over="ignore"):
         return bool((values.astype(np.float16).astype(np.float32) == values).all())
 
 
 def scales_fit(grid: Grid) -> bool:
-    """Return whether float16 holds all scales of a grid; only those of another type have to be read."""
+    """Return whether all scales of a grid are exact in float16; only those of wider types are read."""
     if grid.tensor.dtype == "F16":
         return True
     rows, columns = grid.cells.shape

@@ -182,7 +182,7 @@ def _candidates(reader: SchemeReader, groups: list[Arguments], columns: int) -> 
 
 
 def _packing_of(bits: int, columns: int, words: int) -> Packing | None:
-    """Return how so many columns lie in so many words, None if they cannot."""
+    """Return the packing of columns into words, None if their numbers do not match."""
     return next((p for p in (Packing(bits), Packing(bits, dense=True)) if p.words_of(columns) == words), None)
 
 

@@ -95,7 +95,7 @@ def add_nvfp4(reader: SchemeReader, stored_name: str, base: str, codes: StoredTe
 
 
 def _outer(reader: SchemeReader, base: str, matrices: int, name: str, inverse: str) -> Outer | None:
-    """Return the numbers under one of two names, of which the second holds reciprocals; None if there are none."""
+    """Return the numbers under one of two names, the second holding reciprocals; None if both are absent."""
     t, divides = reader.optional(f"{base}.{name}"), False
     if t is None:
         t, divides = reader.optional(f"{base}.{inverse}"), True

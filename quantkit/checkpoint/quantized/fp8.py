@@ -56,7 +56,7 @@ def decode(reader: SchemeReader) -> None:
 
 
 def read_block_size(reader: SchemeReader, block_size: Any) -> tuple[int, int] | None:
-    """Return rows and columns of a block, None if there are none."""
+    """Return the rows and columns of a block, None without blocks."""
     if block_size is None:
         return None
     if (

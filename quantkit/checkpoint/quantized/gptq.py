@@ -93,7 +93,7 @@ def _in_order(columns: int, group: int) -> I64:
 
 
 def _only_value(grid: Grid) -> int | None:
-    """Return the value that all cells of a grid have, None if there are several."""
+    """Return the common value of all cells of a grid, None if they differ."""
     rows = grid.cells.shape[0]
     first = int(grid.cells.rows(0, 1)[0, 0])
     step = max(1, (1 << 18) // max(1, grid.cells.shape[1]))

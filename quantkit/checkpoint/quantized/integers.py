@@ -55,7 +55,7 @@ def decode_integers(
 
 
 def groups_of(scale: StoredTensor, shape: tuple[int, int], have: tuple[int, ...], group: int) -> int:
-    """Return how many columns share a scale, of scales ``have``, [rows or 1, groups]. Raises FormatError.
+    """Return the columns that share a scale, for scales of shape ``have``, [rows or 1, groups]. Raises FormatError.
 
     ``group`` is what the configuration says; 0 or less: a row.
     """

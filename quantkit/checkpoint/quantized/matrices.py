@@ -1,4 +1,4 @@
-"""Stored tensors as matrices of numbers, read by rows: codes as they are packed, and the grids of scales beside them.
+"""Stored tensors as matrices, read by rows: packed codes, and grids of scales.
 
 A matrix here has the rows of the weight it belongs to, whichever way it is stored: ``Columns`` reads a stored matrix
 across, ``UnpackedRows`` and ``UnpackedColumns`` take small integers out of 32-bit words. ``rows(first, n)`` gives a new
@@ -94,7 +94,7 @@ def read_all(t: StoredTensor) -> Array:
 
 @dataclass(frozen=True)
 class Rows:
-    """A stored tensor as the matrix of its rows; outer dimensions one behind the other."""
+    """A stored tensor as a matrix of its rows, outer dimensions concatenated."""
 
     tensor: StoredTensor
 
@@ -132,7 +132,7 @@ class Columns:
         return slab[first - begin : first - begin + n]
 
     def _slab(self, first: int, n: int) -> tuple[int, Array]:
-        """Return columns around those asked for, as rows, and which is the first of them."""
+        """Return a slab of columns that covers those requested, as rows, and the number of its first column."""
         t = self.tensor
         if not hasattr(_cache, "slabs"):
             _cache.slabs = OrderedDict()
@@ -179,16 +179,16 @@ class Packing:
 
     @property
     def words(self) -> int:
-        """Words after which the pattern begins anew."""
+        """Words in one period of the pattern."""
         return self.bits if self.dense and 32 % self.bits else 1
 
     @property
     def values(self) -> int:
-        """Values in so many words."""
+        """Values in one period."""
         return 32 * self.words // self.bits
 
     def words_of(self, n: int) -> int:
-        """Return how many words ``n`` values take."""
+        """Return the number of words for ``n`` values."""
         return -(-n * self.bits // 32) if self.words > 1 else -(-n // self.values)
 
     def take(self, words: npt.NDArray[np.uint32], i: int) -> npt.NDArray[np.uint8]:

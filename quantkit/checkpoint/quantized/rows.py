@@ -1,4 +1,4 @@
-"""Weights that are made row by row of what a quantizer stored: codes, what they stand for, and what scales them.
+"""Quantized weights decoded row by row: levels, their values, and their scales.
 
 ``Scaled`` is every scheme that ends in floats: values of codes (``Integers``, ``Float8``, ``Float4``), then steps, each
 of which subtracts, multiplies by or divides by the cell of a grid. All of it is float32, each step rounds once, in the
@@ -35,11 +35,11 @@ class RowWise(ABC):
 
     @abstractmethod
     def fill(self, first: int, rows: U8) -> None:
-        """Fill ``rows``, [n, bytes of a row], with rows from ``first`` on; outer dimensions one behind the other."""
+        """Fill ``rows``, [n, row bytes], from row ``first`` on; outer dimensions are concatenated."""
 
     @abstractmethod
     def parts(self) -> Iterator[StoredTensor]:
-        """Yield the stored tensors it is made of."""
+        """Yield the stored tensors that it reads."""
 
     def read(self, start: int, out: U8, readahead: int = 0) -> None:
         """Fill ``out`` with values from ``start`` on; see ``Expression``."""
@@ -151,7 +151,7 @@ class Step:
     index: StoredTensor | None = None
 
     def apply(self, first: int, x: F32) -> None:
-        """Change ``x``, [n, columns], which are rows from ``first`` on."""
+        """Apply the step to ``x``, [n, columns], the rows from ``first`` on."""
         operation: Any = getattr(np, self.operation)
         n, columns = x.shape
         cells = self.grid.read(first, n)

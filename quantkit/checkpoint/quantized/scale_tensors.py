@@ -1,4 +1,4 @@
-"""Numbers that a file holds beside a tensor of NVFP4: the scale of the whole, for experts one of each.
+"""Scale tensors of NVFP4: one for a whole tensor, or one an expert.
 
 They follow the tensor through all that is done to it: stacked experts have all of theirs, a part that of the whole.
 """
@@ -25,7 +25,7 @@ from quantkit.checkpoint.tensors import Tensor
 
 
 def add_scale_tensors(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-    """Yield tensors by their names in the file, and behind each the scales that belong beside it there.
+    """Yield tensors by their GGUF names, each followed by its scales.
 
     A scale that the model itself has of that name (Gemma 4's, of each expert) is multiplied into them.
     """
@@ -45,7 +45,7 @@ def add_scale_tensors(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[s
 
 
 def outer_scales(x: Expression) -> dict[str, Sequence[float]]:
-    """Return the numbers that belong beside a tensor, by the end of their name: of NVFP4, one for each matrix.
+    """Return the scales of an NVFP4 tensor, one a matrix, by the suffix of their name.
 
     What is 1 for all is left out: convert_hf_to_gguf.py's rule, so what a file holds depends on its values.
     """

@@ -1,4 +1,4 @@
-"""The tensors of a quantized checkpoint: which of them belong together, and what a scheme makes of them."""
+"""Tensors of a quantized checkpoint: grouped by weight, and decoded by a scheme."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class DecodedTensors:
 
 @dataclass
 class SchemeReader:
-    """Stored tensors, and what a scheme has made of them so far."""
+    """The stored tensors of a checkpoint, and the weights decoded from them."""
 
     config: Config
     stored: Mapping[str, Expression]
@@ -57,12 +57,12 @@ class SchemeReader:
                 yield name.removesuffix(end), x.tensor
 
     def peek(self, name: str) -> StoredTensor | None:
-        """Return a stored tensor, None if there is none."""
+        """Return a stored tensor, None if absent."""
         x = self.stored.get(name)
         return x.tensor if isinstance(x, Stored) else None
 
     def optional(self, name: str) -> StoredTensor | None:
-        """Return a tensor that belongs to another, None if there is none; it is not a tensor of its own any more."""
+        """Take a tensor that belongs to another, None if absent; it is no longer a tensor of the model."""
         tensor = self.peek(name)
         if tensor is not None:
             self._used.add(name)
@@ -76,11 +76,11 @@ class SchemeReader:
         return companion
 
     def drop(self, *ends: str) -> None:
-        """Leave out tensors whose names end like this: scales of activations, mostly, computed at run time."""
+        """Drop tensors with this suffix: mostly scales of activations, which runtimes compute."""
         self._used.update(name for name in self.stored if name.endswith(ends))
 
     def add(self, stored_name: str, name: str, x: Expression, where: str = "here") -> None:
-        """Make ``x`` the tensor ``name``; ``stored_name`` is that of its codes.
+        """Add the expression ``x`` as tensor ``name``; ``stored_name`` is that of its codes.
 
         ``where``: "here", in the place of those codes; "first" or "last", before or behind all that is not made so.
         """
@@ -108,7 +108,7 @@ class SchemeReader:
         return DecodedTensors(tensors | self._last, self._first, self.lossless_count)
 
     def number(self, key: str, default: int | None = None, table: Mapping[str, Any] | None = None) -> int:
-        """Return a whole number of quantization_config (or of a part of it). Raises FormatError."""
+        """Return a whole number of quantization_config, or of a part of it. Raises FormatError."""
         value = (self.settings if table is None else table).get(key, default)
         if not isinstance(value, int) or isinstance(value, bool):
             raise FormatError(
@@ -125,7 +125,7 @@ def matrix_shape(t: StoredTensor) -> tuple[int, ...]:
 
 
 def block_grid(weight: StoredTensor, shape: tuple[int, ...], t: StoredTensor, block: tuple[int, int] | None) -> Grid:
-    """Return the grid of a weight's scales; how many rows each is for follows from its shape.
+    """Return the grid of a weight's scales; the rows of a cell follow from its shape.
 
     Args:
         weight: the stored weight, for messages.
@@ -158,7 +158,7 @@ def block_grid(weight: StoredTensor, shape: tuple[int, ...], t: StoredTensor, bl
 
 
 def weight_rows(shape: tuple[int, ...]) -> int:
-    """Return the rows of a weight, those of all matrices."""
+    """Return the rows of a weight, summed over its matrices."""
     n = 1
     for size in shape[:-1]:
         n *= size

@@ -86,7 +86,7 @@ def write_bpe(
 
 
 def write_sentencepiece_or_bpe(v: Vocabulary) -> None:
-    """tokenizer.model if there is one, else tokenizer.json (Qwen2Model)."""
+    """Write tokenizer.model if present, else tokenizer.json (Qwen2Model)."""
     if v.has("tokenizer.model"):
         write_sentencepiece(v)
     else:
@@ -97,7 +97,7 @@ _BYTE = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 
 
 def is_llama_hf(v: Vocabulary) -> bool:
-    """Return whether the tokenizer.json is one of these; else it is byte-level BPE."""
+    """Return whether tokenizer.json holds Llama's pieces; else it is byte-level BPE."""
     model = v.model
     decoder = v.json.get("decoder")
     if model.get("type") != "BPE" or not model.get("byte_fallback", False):
@@ -145,7 +145,7 @@ def llama_hf_tokens(v: Vocabulary) -> list[Piece]:
 
 
 def write_tokenizer_json(v: Vocabulary) -> None:
-    """Set the keys of a tokenizer.json by what it is: Llama's pieces, else byte-level BPE."""
+    """Write the keys of tokenizer.json: Llama's pieces, or byte-level BPE."""
     v.run()
     if is_llama_hf(v):
         write_llama_hf(v)
@@ -163,7 +163,7 @@ _CONTINUES, _WORD_START = "##", "\u2581"
 
 
 def write_wordpiece(v: Vocabulary) -> None:
-    """Set the keys of a WordPiece vocabulary, and how many types of tokens there are."""
+    """Set the keys of a WordPiece vocabulary, and the number of token types."""
     tokens, types = bpe_tokens(v)
     set_token_types(v)
     v.keys.text("tokenizer.ggml.model", "bert")
@@ -174,7 +174,7 @@ def write_wordpiece(v: Vocabulary) -> None:
 
 
 def set_token_types(v: Vocabulary) -> None:
-    """Set how many types of tokens there are: first text, second text."""
+    """Set the number of token types: first text, second text."""
     v.keys.u32("tokenizer.ggml.token_type_count", v.config.get("type_vocab_size", 1))
 
 
@@ -185,6 +185,6 @@ def _piece(text: str, kind: int) -> str:
 
 
 def write_nomic_words(v: Vocabulary) -> None:
-    """WordPiece, as its tokenizer.json says (NomicBertModel)."""
+    """Write a WordPiece vocabulary from tokenizer.json (NomicBertModel)."""
     v.check_model("WordPiece")
     write_wordpiece(v)

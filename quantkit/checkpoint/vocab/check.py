@@ -20,7 +20,7 @@ _MAX_SHOWN = 4
 
 
 def check_ids(v: Vocabulary, gguf: Metadata, allowed: bool) -> tuple[str, ...]:
-    """Compare the ids of a difficult text; return notes on what differs, or on why nothing was compared.
+    """Compare the ids of a difficult text; return notes on differences, or on why nothing was compared.
 
     Raises FormatError: --pre makes them differ, unless that is ``allowed``. Without --pre it is llama.cpp that cannot
     do what the tokenizer does: a name that a hash gave is the model's own there.

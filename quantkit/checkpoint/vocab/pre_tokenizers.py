@@ -1,4 +1,4 @@
-"""Names of pre-tokenizers by the SHA-256 of the ids they give for one text, and the nearest where no hash matches.
+"""Names of pre-tokenizers by the SHA-256 of the ids of one text, and the nearest name for unknown hashes.
 
 Facts of llama.cpp b11434 (conversion/base.py, get_vocab_base_pre): hash -> the name in tokenizer.ggml.pre, and the
 model whose tokenizer was hashed. Of two names that have one hash there, the later is here, as there.
@@ -211,7 +211,7 @@ _MAX_ALTERNATIVES = 4
 
 
 def nearest(ends: set[int], ignore_merges: bool) -> tuple[float, list[str]]:
-    """Return the share of words that end in the same places, at best, and the names of those that are so near.
+    """Return the highest share of words with equal ends, and the pre-tokenizers that reach it.
 
     Of several with one share those come first that look up whole words as the tokenizer does (``ignore_merges``).
     """

@@ -44,7 +44,7 @@ class Piece(NamedTuple):
 
 @dataclass
 class PieceModel:
-    """A SentencePiece model: pieces, whether it is Unigram (else BPE), and how texts are normalized."""
+    """A SentencePiece model: its pieces, Unigram or BPE, and the normalization of texts."""
 
     pieces: list[Piece] = field(default_factory=list)
     is_unigram: bool = True
@@ -129,7 +129,7 @@ def _varint(data: bytes, position: int) -> tuple[int, int]:
 
 
 def sentencepiece_tokens(v: Vocabulary) -> list[Piece]:
-    """Return all tokens: the pieces, then what added_tokens.json and tokenizer_config.json put in their places."""
+    """Return all tokens: the pieces, some replaced by added_tokens.json and tokenizer_config.json."""
     tokens = _pad_tokens(v, "vocab_size_per_layer_input", "vocab_size")
     for where, number, text, special in _decoder_tokens(v):
         if _is_in_vocabulary(where, number, len(tokens)):
@@ -141,7 +141,7 @@ def sentencepiece_tokens(v: Vocabulary) -> list[Piece]:
 
 
 def phi_tokens(v: Vocabulary) -> list[Piece]:
-    """Return all tokens of Phi 3, where only what is marked so is a token for control, also in tokenizer.json."""
+    """Return the tokens of Phi 3, where only tokens marked special are control tokens, in tokenizer.json, too."""
     tokens = _pad_tokens(v, "vocab_size")
     added = [(v.where, t.number, t.text, t.special) for t in v.added_in_json] if v.has("tokenizer.json") else []
     for where, number, text, special in (*_decoder_tokens(v), *added):
@@ -189,14 +189,14 @@ def _decoder_tokens(v: Vocabulary) -> Iterator[tuple[Path, int, str, bool]]:
 
 
 def _is_in_vocabulary(where: Path, number: object, size: int) -> bool:
-    """Return whether a token lies in the vocabulary; one beyond it is left out."""
+    """Return whether a token lies in the vocabulary; others are dropped."""
     if not isinstance(number, int) or isinstance(number, bool) or number < 0:
         raise FormatError(f"{where}: {short(number)} is no id of a token", "QK-E114")
     return number < size
 
 
 def set_pieces(v: Vocabulary, tokens: list[Piece], model: str = "llama") -> None:
-    """Set the keys of pieces, none of special tokens; ``model``: what runs them."""
+    """Set the keys of pieces, without special tokens; ``model`` is tokenizer.ggml.model."""
     v.keys.text("tokenizer.ggml.model", model)
     v.keys.text("tokenizer.ggml.pre", "default")
     v.keys.array("tokenizer.ggml.tokens", [piece.text for piece in tokens])

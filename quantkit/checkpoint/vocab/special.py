@@ -77,7 +77,7 @@ class SpecialTokens:
 
 
 def write_template(keys: Keys, template: Any, file: str = "tokenizer_config.json") -> None:
-    """Set a chat template of a file, or a list of named ones; what is neither is lost."""
+    """Set a chat template, or a list of named ones; any other value is omitted with a note."""
     where = keys.where.with_name(file)
     if template is not None and not isinstance(template, (str, list)):
         keys.omissions.append(f"{where}: chat_template is {short(template)}, no text: the file has no chat template")
@@ -191,7 +191,7 @@ def _read_post_processor(special: SpecialTokens, tokenizer: Json, config: Json |
 
 
 class _PostProcessor:
-    """Reads post-processors; ``bos``, ``eos``, ``cls`` and ``sep`` are what tokenizer_config.json calls so."""
+    """Reads post-processors; ``bos``, ``eos``, ``cls`` and ``sep`` come from tokenizer_config.json."""
 
     def __init__(self, special: SpecialTokens, config: Json | None, kinds: list[str]) -> None:
         self.special = special

@@ -83,7 +83,7 @@ def read_ranks(path: Path) -> Ranks:
 
 
 def merges_of(ranks: Ranks) -> Iterator[str]:
-    """Yield the two parts of every token that is made of two."""
+    """Yield the two parts of every token that is a merge."""
     for token, rank in ranks.items():
         if len(token) > 1:
             parts = merge_token(ranks, token, rank)
@@ -156,7 +156,7 @@ def to_letters(token: bytes) -> str:
 
 
 def to_bytes(text: str) -> bytes:
-    """Return the bytes that byte-level BPE spells so. Raises ValueError for what it does not spell."""
+    """Return the bytes of a token of byte-level BPE. Raises ValueError if it is none."""
     try:
         return bytes(_BYTES[letter] for letter in text)
     except KeyError as e:

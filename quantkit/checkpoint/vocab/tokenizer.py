@@ -81,17 +81,17 @@ class Vocabulary:
         self.source: Callable[[], tuple[str, list[int]]] | str = "nothing here runs its tokenizer"
 
     def has(self, name: str) -> bool:
-        """Return whether there is a file."""
+        """Return whether a file exists."""
         return (self.folder / name).exists()
 
     @cached_property
     def tokenizer_config(self) -> Json:
-        """tokenizer_config.json, {} if there is none."""
+        """tokenizer_config.json, {} if absent."""
         return optional_json(self.folder / "tokenizer_config.json") or {}
 
     @cached_property
     def json(self) -> Json:
-        """tokenizer.json; without one, what vocab.txt, or vocab.json and merges.txt make."""
+        """tokenizer.json, or its equivalent from vocab.txt, or from vocab.json and merges.txt."""
         path = self.folder / "tokenizer.json"
         if path.exists():
             return large_json(path)
@@ -167,12 +167,12 @@ class Vocabulary:
 
     @cached_property
     def added(self) -> dict[str, AddedToken]:
-        """Added tokens by their text: of tokenizer.json, of tokenizer_config.json, and special ones of neither."""
+        """Added tokens by text: from tokenizer.json, from tokenizer_config.json, and special tokens in neither."""
         tokens: dict[str, AddedToken] = {}
         next_id = len(self.base)
 
         def enter(token: AddedToken) -> None:
-            """Keep the id that a text has; without one, it goes behind all others."""
+            """Keep the id of a text; a new text gets the next free one."""
             nonlocal next_id
             number_in_model = (
                 tokens[token.text].number if token.text in tokens else self.base.get(token.text, token.number)
@@ -222,14 +222,14 @@ class Vocabulary:
 
     @property
     def class_name(self) -> str:
-        """Its class in transformers, without what all are called: Llama, GPT2; "" if nothing names one."""
+        """The tokenizer's class in transformers without suffixes: Llama, GPT2; "" if unknown."""
         name = str(self.tokenizer_config.get("tokenizer_class") or "")
         name = name or _CLASS_OF_TYPE.get(str(self.config.outer.get("model_type")), "")
         return name.removesuffix("Fast").removesuffix("Tokenizer")
 
     @cached_property
     def settings(self) -> Json:
-        """tokenizer_config.json over special_tokens_map.json over what the class has."""
+        """tokenizer_config.json over special_tokens_map.json over the defaults of the class."""
         special_tokens = optional_json(self.folder / "special_tokens_map.json") or {}
         return {**_CLASS_TOKENS.get(self.class_name, {}), **special_tokens, **self.tokenizer_config}
 
@@ -264,7 +264,7 @@ class Vocabulary:
 
     @cached_property
     def _child(self) -> Child:
-        """The process of ``library``, in which the tokenizer is as tokenizer.json says."""
+        """The process of ``library``, with the tokenizer of tokenizer.json loaded."""
 
         def data() -> bytes:
             if self.has("tokenizer.json"):
@@ -289,7 +289,7 @@ class Vocabulary:
 
     @property
     def _byte_level(self) -> dict[str, bool] | None:
-        """The pre-tokenizer instead of that of tokenizer.json, where tokenizer_config.json says otherwise."""
+        """The pre-tokenizer of tokenizer.json, unless tokenizer_config.json overrides it."""
         state = self.json.get("pre_tokenizer")
         add_space = bool(self.tokenizer_config.get("add_prefix_space", False))
         if (
@@ -302,7 +302,7 @@ class Vocabulary:
 
     @property
     def _bert_normalizer(self) -> dict[str, bool] | None:
-        """BERT's normalizer instead of that of tokenizer.json, where tokenizer_config.json says otherwise."""
+        """BERT's normalizer of tokenizer.json, unless tokenizer_config.json overrides it."""
         state = self.json.get("normalizer")
         if self.class_name not in tokenizer_json.CLASSES or not isinstance(state, dict):
             return None
@@ -330,7 +330,7 @@ class Vocabulary:
 
     @cached_property
     def pre_name(self) -> str:
-        """The name of the pre-tokenizer: that of --pre, or of the hash of what it makes of one text."""
+        """The name of the pre-tokenizer: --pre, or the name for a hash of the ids of a reference text."""
         if self.pre is not None:
             return self.pre
         digest = sha256(str(self.ids(TEXT, add_special_tokens=True)).encode()).hexdigest()
@@ -391,7 +391,7 @@ def _are_ids(values: Collection[Any]) -> bool:
 
 
 def clean_up(text: str, config: Json) -> str:
-    """Remove spaces before punctuation, as transformers does where its configuration asks for it."""
+    """Remove spaces before punctuation, as transformers does with clean_up_tokenization_spaces."""
     if config.get("clean_up_tokenization_spaces", False):
         for mark in (".", "?", "!", ","):
             text = text.replace(f" {mark}", mark)
@@ -402,7 +402,7 @@ def clean_up(text: str, config: Json) -> str:
 
 
 def looks_special(text: str) -> bool:
-    """Return whether a token is a control token although it is not marked so."""
+    """Return whether a token is a control token although it is not marked as one."""
     return (
         text in ("<pad>", "<mask>", "<2mass>", "[@BOS@]")
         or (text.startswith("<|") and text.endswith("|>"))
@@ -458,7 +458,7 @@ def dump(value: Json) -> str:
 
 @dataclass(frozen=True)
 class AddedToken:
-    """A token beside those of the model in tokenizer.json."""
+    """An added token of tokenizer.json."""
 
     number: int
     text: str

@@ -78,7 +78,7 @@ def write_xlm(v: Vocabulary) -> None:
 
 
 def write_nomic(v: Vocabulary) -> None:
-    """WordPiece or Unigram, as its tokenizer.json says (NomicBertModel)."""
+    """Write the WordPiece or Unigram vocabulary of tokenizer.json (NomicBertModel)."""
     if v.model_type == "Unigram":
         write_xlm(v)
     else:
@@ -86,7 +86,7 @@ def write_nomic(v: Vocabulary) -> None:
 
 
 def _size(v: Vocabulary, n: int) -> int:
-    """Return how many tokens there are: ``n``, or as many as the configuration says if that is more."""
+    """Return the vocabulary size: the larger of ``n`` and the configuration's."""
     size = v.config.get("vocab_size", 0)
     if not isinstance(size, int) or isinstance(size, bool) or size > min(MAX_TOKENS, n + MAX_PADDING):
         raise FormatError(f"{v.config.path}: vocab_size is {short(size)}, of {n} tokens", "QK-E112")
@@ -111,7 +111,7 @@ def _moved(v: Vocabulary, pieces: list[Piece]) -> list[Piece]:
 
 
 def _in_json(v: Vocabulary) -> tuple[PieceModel, list[Piece]]:
-    """Return the tokens of tokenizer.json, and what is done to texts before."""
+    """Return the model of tokenizer.json, with its normalizer, and its tokens."""
     entries = v.model.get("vocab")
     if v.model.get("type") != "Unigram" or not isinstance(entries, list):
         raise FormatError(

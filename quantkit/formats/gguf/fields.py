@@ -96,7 +96,7 @@ class Field:
         return array
 
     def __reduce__(self) -> tuple[object, tuple[object, ...]]:
-        """Pickle the bytes themselves, which may be those of a mapped file."""
+        """Pickle a copy of the bytes, which may belong to a mapped file."""
         return Field, (self.key, self.type, self.item_type, bytes(self.raw))
 
     @property

@@ -57,7 +57,7 @@ class GGUFFile:
         self._lock = threading.Lock()
 
     def __getstate__(self) -> dict[str, Any]:
-        """Pickle what was read; another process, with a directory of its own, maps the files anew."""
+        """Pickle the header with absolute paths; the receiving process maps the files again."""
         return {**self.__dict__, "paths": tuple(path.absolute() for path in self.paths), "_maps": None, "_lock": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -93,7 +93,7 @@ class GGUFFile:
         return np.frombuffer(view, np.uint8, info.nbytes, info.offset)
 
     def check(self) -> None:
-        """Raise FormatError if a file was written to, or cut, since it was opened: views show what it is now."""
+        """Raise FormatError if a file has changed since it was opened: memory maps would show the new bytes."""
         if not self._grows:
             check_unchanged(self.paths)
 
@@ -133,7 +133,7 @@ class GGUFFile:
         return self.paths[tensor.shard], tensor.offset
 
     def stored(self, tensor: TensorInfo) -> TensorInfo:
-        """Return the tensor: it is read as it is."""
+        """Return the tensor unchanged."""
         return tensor
 
     def where(self, tensor: TensorInfo) -> str:

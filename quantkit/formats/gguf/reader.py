@@ -61,7 +61,7 @@ class TensorInfo:
 
 
 class _NeedMore(Exception):
-    """The header goes on behind the bytes at hand: those up to ``end`` are needed."""
+    """The header needs the bytes up to ``end``, which are not read yet."""
 
     def __init__(self, end: int) -> None:
         super().__init__(end)
@@ -85,7 +85,7 @@ class _Cursor:
         return self.size - self.pos
 
     def fail(self, problem: str, offset: int | None = None, code: str = "QK-E102") -> FormatError:
-        """Return an error at a byte, that of the cursor if no ``offset`` is given."""
+        """Return an error at byte ``offset``, by default the cursor's."""
         return FormatError(f"{self.path}: {problem}, at byte {self.pos if offset is None else offset}", code)
 
     def skip(self, n: int, item: str) -> None:

@@ -49,7 +49,7 @@ def check_key(key: str, kind: str = "key", error: type[FormatError | RecipeError
 
 
 def n_dims(shape: Sequence[int]) -> int:
-    """Return the number of dimensions without trailing ones, at least 1, as ggml_n_dims does for what is not empty."""
+    """Return the number of dimensions without trailing ones, at least 1, as ggml_n_dims does."""
     return max((i + 1 for i, ne in enumerate(shape) if ne != 1), default=1)
 
 

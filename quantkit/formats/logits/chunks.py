@@ -39,7 +39,7 @@ class Chunks:
 
     @property
     def rows(self) -> int:
-        """Scored positions of a chunk; what its last token predicts is unknown."""
+        """Scored positions of a chunk; the target of its last token is unknown."""
         return scored_rows(self.n_ctx)
 
     def sha256(self) -> bytes:

@@ -208,5 +208,5 @@ class LlamaSharer(LlamaWriter):
         write_open(self._fd, self.path, data, offset)
 
     def sync(self) -> None:
-        """Return when what was written is on the disk, where other machines see it. Raises OSError."""
+        """Flush written data to the disk, where other machines see it. Raises OSError."""
         os.fdatasync(self._fd)

@@ -1,4 +1,4 @@
-"""Files in object stores and on the web, by URL: ``s3://``, ``gs://``, ``hf://``, ``https://``, all that fsspec knows.
+"""Files in object stores and on the web, by URL: ``s3://``, ``gs://``, ``hf://``, ``https://``, all schemes of fsspec.
 
 A ``URL`` is a ``Path``, so what reads files takes it as it takes others; ``formats.ranges`` reads its ranges and
 ``formats.outputs`` its texts. ``located`` makes one of what a user wrote.

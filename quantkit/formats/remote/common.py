@@ -19,7 +19,7 @@ class Facts(NamedTuple):
 
 
 class Object(Protocol):
-    """An object by its URL, with what it was when it was first looked at."""
+    """An object at a URL, with its facts when it was first requested."""
 
     address: str
 
@@ -30,26 +30,26 @@ class Object(Protocol):
     def facts(self) -> Facts: ...
 
     def read_range(self, begin: int, end: int) -> bytes:
-        """Return bytes of it. Raises FormatError, OSError."""
+        """Return a range of bytes. Raises FormatError, OSError."""
 
 
 class Store(Protocol):
-    """A store that URLs name. All methods may be called from any thread."""
+    """A store for URLs. All methods may be called from any thread."""
 
     def facts(self, url: Object) -> Facts:
         """Return the facts about an object now. Raises FileNotFoundError, PermissionError, other OSErrors."""
 
     def entries(self, url: Object) -> dict[str, Facts | None] | None:
-        """Return the objects in a folder, None for each folder; None if that cannot be told. Raises OSError."""
+        """Return the objects in a folder, None for each folder; None if unknown. Raises OSError."""
 
     def read(self, url: Object, begin: int, end: int) -> bytes:
         """Return bytes of the object that was pinned. Raises FormatError if it is another one now, OSError."""
 
     def check_writable(self, url: Object) -> None:
-        """Raise ResourceError if nothing can be written there, as far as that can be told."""
+        """Raise ResourceError if the store is known to be read-only."""
 
     def upload_file(self, url: Object, file: Path) -> None:
-        """Write a whole file, under another name until all of it is there. Raises OSError."""
+        """Write a whole file, under a temporary name until it is complete. Raises OSError."""
 
 
 def pinned_length(data: bytes, begin: int, end: int) -> bytes:

@@ -1,4 +1,4 @@
-"""Reading ahead: objects come in blocks of 8 MiB, a few of them at a time, and are shared by all threads.
+"""Reading ahead: blocks of 8 MiB, a few requested at a time, shared by all threads.
 
 A job reads a MiB or two. Over a network a request costs as much as several of those, so what is read are whole blocks,
 those that will be wanted next before they are, and each once while it is among the last ones.
@@ -117,7 +117,7 @@ def read_into(
 
 
 def fetch(url: Object, file: IO[bytes]) -> None:
-    """Copy a whole object into a file; its checksum is compared if the store has one of all of it.
+    """Copy a whole object into a file; its checksum is compared if the store has one of the whole object.
 
     Raises FormatError, OSError.
     """
@@ -138,7 +138,7 @@ def fetch(url: Object, file: IO[bytes]) -> None:
 
 
 def _blocks_in_order(url: Object) -> Iterable[bytes]:
-    """Yield an object in blocks, a few of which are under way."""
+    """Yield an object in blocks, with a few requests in flight."""
     size, cache = url.facts.size, blocks()
     pool: list[Future[Any]] = []
     starts = iter(range(0, size, BLOCK))
@@ -159,7 +159,7 @@ class Prefix:
         self.data = b""
 
     def read_to(self, end: int) -> bytes:
-        """Return at least ``end`` bytes, if there are that many."""
+        """Read up to byte ``end``, or to the end of the object."""
         have = len(self.data)
         end = min(self.size, max(end, 4 * have, 1 << 20))
         if end > have:

@@ -1,4 +1,4 @@
-"""Requests that fail: what the failure means, which of them are repeated, and when.
+"""Failed requests: the meaning of a failure, whether it is retried, and when.
 
 Exceptions of many libraries arrive here (botocore, aiohttp, httpx, fsspec's file systems), so they are told by status,
 by the codes of S3 and by the names of their classes, not by importing them. No text of theirs is shown: it may hold
@@ -58,7 +58,7 @@ class Meaning(Enum):
 
 
 class Answer(Exception):
-    """An answer of a server that is no success, or not a good one."""
+    """A server's response with an error status, or an invalid one."""
 
     def __init__(self, status: int, message: str = "", wait: str | None = None, meaning: Meaning | None = None) -> None:
         super().__init__(message or f"HTTP {status}")
@@ -69,7 +69,7 @@ class Answer(Exception):
 
 
 class BrokenAnswer(Exception):
-    """An answer that is not what it must be: cut off, or damaged on the way. The request is repeated."""
+    """A truncated or damaged response. The request is repeated."""
 
 
 class Verdict(NamedTuple):
@@ -175,7 +175,7 @@ def _judge_answer(status: int, code: str, wait: str | None) -> Verdict:
 
 
 def _chain(e: BaseException) -> Iterator[BaseException]:
-    """Yield an exception and what it was raised from."""
+    """Yield an exception and the exceptions that caused it."""
     error: BaseException | None = e
     for _ in range(8):
         if error is None:

@@ -1,4 +1,4 @@
-"""S3, and what speaks as S3 does: MinIO, R2, Ceph, Google's XML interface.
+"""S3 and compatible stores: MinIO, R2, Ceph, Google's XML interface.
 
 s3fs finds bucket, region, endpoint and credentials (AWS_*, ~/.aws, FSSPEC_S3_*) and makes single requests; how often
 they are repeated is decided in ``retry`` alone. Each part that is uploaded goes with its MD5, which the server checks,
@@ -34,7 +34,7 @@ PART = 64 << 20
 
 @dataclass(frozen=True)
 class UploadedPart:
-    """A part that is there: its number, from 1, its entity tag and its length."""
+    """An uploaded part: its number, from 1, its entity tag and its length."""
 
     number: int
     tag: str
@@ -70,7 +70,7 @@ class S3:
         return run_on_loop(self.fs.loop, lambda: self.fs._call_s3(method, **kwargs))
 
     def _request(self, url: Object, method: str, patience: Patience | None = None, **kwargs: Any) -> Any:
-        """Return the answer to a request about an object; say which bucket is missing, if that is why."""
+        """Return the response to a request about an object; the error names a missing bucket."""
         try:
             return with_retries(url, lambda: self._call(method, **self._names(url), **kwargs), patience)
         except FileNotFoundError:
@@ -158,11 +158,11 @@ class S3:
             raise
 
     def begin(self, url: Object) -> str:
-        """Begin an upload in parts; return what it is called."""
+        """Start a multipart upload; return its id."""
         return str(self._request(url, "create_multipart_upload")["UploadId"])
 
     def upload(self, url: Object, upload: str, number: int, data: bytes) -> UploadedPart:
-        """Upload a part. Raises ProcessLookupError if there is no such upload any more."""
+        """Upload a part. Raises ProcessLookupError if the upload no longer exists."""
         md5 = hashlib.md5(data, usedforsecurity=False)
         arguments = {"UploadId": upload, "PartNumber": number, "ContentMD5": base64.b64encode(md5.digest()).decode()}
 
@@ -177,7 +177,7 @@ class S3:
         return with_retries(url, send)
 
     def list_parts(self, url: Object, upload: str) -> dict[int, UploadedPart] | None:
-        """Return the parts of an upload that are there; None if there is no such upload any more."""
+        """List the uploaded parts; None if the upload no longer exists."""
         parts: dict[int, UploadedPart] = {}
         after: dict[str, Any] = {}
         while True:
@@ -243,7 +243,7 @@ def _listing_facts(info: Mapping[str, Any]) -> Facts:
 
 
 def part_bytes(nbytes: int, usual: int) -> int:
-    """Return the length of the parts of an object: the usual one, or what makes at most ``MAX_PARTS`` of them."""
+    """Return the part size of an object: the usual one, or a larger one that keeps it within ``MAX_PARTS`` parts."""
     if nbytes > MAX_PARTS * MAX_PART:
         raise ResourceError(f"{nbytes} bytes are more than S3 holds in one object: give --split-max-size", "QK-E412")
     least = -(-nbytes // MAX_PARTS)

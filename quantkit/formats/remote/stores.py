@@ -1,4 +1,4 @@
-"""Stores: what answers for the URLs of one scheme. fsspec and its file systems are imported when the first is asked."""
+"""Stores: one for each scheme of URLs. fsspec and its file systems are imported on first use."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _lock = threading.Lock()
 
 
 def store_of(url: Object) -> Store:
-    """Return the store of a URL. ResourceError if a package for it is missing, or nobody knows its scheme."""
+    """Return the store of a URL. Raises ResourceError if its package is missing or its scheme unknown."""
     key = os.getpid(), url.scheme  # connections do not survive a fork
     with _lock:
         if key not in _stores:
@@ -131,7 +131,7 @@ class Web:
 
 
 def _parse_headers(status: int, headers: Mapping[str, str]) -> tuple[Facts, bool]:
-    """Return the facts about the whole object in an answer, and whether the answer holds all of it."""
+    """Return the facts about the whole object in a response, and whether the response holds all of it."""
     tag = headers.get("ETag", "").removeprefix("W/") or headers.get("Last-Modified", "")
     if status == 200:
         return Facts(int(headers.get("Content-Length", 1 << 62)), tag), True
@@ -158,7 +158,7 @@ _TAGS = (
 
 
 class FsspecStore:
-    """Any other file system of fsspec, by what all of them have."""
+    """Any other file system of fsspec, through the methods common to all."""
 
     def __init__(self, fs: Any, scheme: str) -> None:
         self.fs, self.scheme = fs, scheme

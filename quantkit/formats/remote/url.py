@@ -1,4 +1,4 @@
-"""A URL as a path: its names, what is known of the object there, and the folder it was found in."""
+"""A URL as a path: its names, the facts of its object, and the folder that lists it."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def located(place: str | os.PathLike[str], spool: Path | None = None) -> Path:
 
 
 def _normalize(scheme: str, location: str) -> str:
-    """Return the one address of what different ones may name. Raises ResourceError for one with a password."""
+    """Return the canonical address of a URL. Raises ResourceError for one with a password."""
     if scheme in _OBJECTS:
         location = location.lstrip("/")
     host, slash, path = location.partition("/")
@@ -115,7 +115,7 @@ class URL(PosixPath):
 
     @property
     def identity(self) -> str:
-        """The address without what does not decide which object is written: a version, slashes at its end."""
+        """The address without the parts that do not select the object: a version, slashes at its end."""
         web = self.scheme in _WEB
         base = self._text.removesuffix("?..") if web else self.address.partition(VERSION)[0]
         scheme, _, location = base.partition("://")
@@ -156,7 +156,7 @@ class URL(PosixPath):
         return URL(self._split()[0].rstrip("/").rpartition("/")[0], self.spool)
 
     def with_name(self, name: str) -> URL:
-        """Return its neighbour, by the same query: that of a signed address is for one object only."""
+        """Return a neighbour with the same query; a signed address has none, since its query is for one object."""
         base, query = self._split()
         return URL(f"{base.rstrip('/').rpartition('/')[0]}/{name}{query}", self.spool, self.folder)
 
@@ -178,7 +178,7 @@ class URL(PosixPath):
 
     @property
     def local(self) -> Path:
-        """The file of this machine that stands for it while it is written: its name begins those of all files of it."""
+        """The local file that stands for it while it is written; the names of its temporary files begin with it."""
         digest = hashlib.sha256(self.identity.encode()).hexdigest()
         return (self.spool or default_spool()) / f"{digest[:16]}-{self.identity.rpartition('/')[2][-100:]}"
 
@@ -201,7 +201,7 @@ class URL(PosixPath):
         return self.store.entries(self)
 
     def _folder_facts(self) -> tuple[bool, Facts | None]:
-        """Return whether its folder is known, and what it says of this."""
+        """Return whether the folder is listed, and its facts of this object."""
         if self.folder is None or self.folder.listing is None:
             return False, None
         return True, self.folder.listing.get(self.name)
@@ -237,7 +237,7 @@ class URL(PosixPath):
         )
 
     def glob(self, pattern: str, **options: Any) -> Generator[Path, None, None]:  # type: ignore[override]
-        """Yield the files in it whose names match; none if its store cannot list."""
+        """Yield the objects in it whose names match; none if its store cannot list."""
         from fnmatch import fnmatchcase
 
         try:
@@ -250,14 +250,14 @@ class URL(PosixPath):
         return self.glob("*")
 
     def check(self) -> None:
-        """Raise FormatError if the object is not what it was when it was pinned. Raises OSError, too."""
+        """Raise FormatError if the object has changed since it was pinned. Raises OSError, too."""
         if "facts" in self.__dict__ and self.store.facts(self)[:2] != self.facts[:2]:
             raise FormatError(f"{self}: it was replaced by another object while it was read; begin anew", "QK-E109")
 
     # ---------------------------------------------------------------- its bytes
 
     def read_range(self, begin: int, end: int) -> bytes:
-        """Return bytes of it by one request, repeated if need be. Raises FormatError, OSError."""
+        """Read a range by one request, retried if it fails. Raises FormatError, OSError."""
         return self.store.read(self, begin, end)
 
     def read_bytes(self) -> bytes:
@@ -290,7 +290,7 @@ def _restore_url(address: str, spool: Path | None, facts: Facts | None) -> URL:
 
 
 def default_spool() -> Path:
-    """Return where outputs for stores grow, unless told otherwise: a folder of the cache."""
+    """Return the default spool of outputs for stores: a folder of the cache."""
     configured = os.environ.get("QUANTKIT_CACHE")
     base = (
         Path(configured)

@@ -37,7 +37,7 @@ LETTER_BYTES = {letter: byte for byte, letter in BYTE_LETTERS.items()}
 
 
 def pre_of(vocab: Vocab) -> Pre:
-    """Return how to split text for this file; FormatError for an unknown name."""
+    """Return the pre-tokenizer of this file; FormatError for an unknown name."""
     name = "gemma4" if vocab.model == "gemma4" else vocab.source.get(KEY + "pre", "")
     if not isinstance(name, str) or name not in PRE:
         raise FormatError(

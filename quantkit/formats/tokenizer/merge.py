@@ -23,7 +23,7 @@ _SHORT = 48
 
 
 def merge(symbols: list[str], order: Mapping[str, float], between: str) -> list[str]:
-    """Return the symbols after all merges; ``symbols`` may be changed.
+    """Return the symbols after all merges; may modify ``symbols``.
 
     The order of merges is that of llama.cpp b11434 llama-vocab.cpp, llm_tokenizer_bpe_session and _spm_session.
     """
@@ -48,7 +48,7 @@ def _merge_short(symbols: list[str], order: Mapping[str, float], between: str) -
 
 
 def _merge_long(symbols: list[str], order: Mapping[str, float], between: str) -> list[str]:
-    """The same with a heap: a symbol merged into its left neighbour becomes "", and stale pairs are skipped."""
+    """Merge with a heap: a symbol merged into its left neighbour becomes "", and stale pairs are skipped."""
     count, rank = len(symbols), order.get
     left, right = list(range(-1, count - 1)), list(range(1, count + 1))
     heap: list[tuple[float, int, int, int]] = []
@@ -76,7 +76,7 @@ def _merge_long(symbols: list[str], order: Mapping[str, float], between: str) ->
 
 
 def ids_of(symbols: Iterable[str], ids: Mapping[str, int], parts: Callable[[str], Iterable[int]]) -> list[int]:
-    """Return the ids of symbols; of one that is no token, those of its parts."""
+    """Return the ids of symbols; a symbol that is no token gives those of its parts."""
     out: list[int] = []
     for symbol in symbols:
         token_id = ids.get(symbol)
@@ -143,7 +143,7 @@ class WordCache:
 
 
 def longest_by_start(tokens: Iterable[AnyStr]) -> dict[AnyStr, int]:
-    """Return the length of the longest token that begins with each two characters (or is one), to end searches."""
+    """Return the length of the longest token with each two-character prefix, to end searches."""
     longest: dict[AnyStr, int] = {}
     for token in tokens:
         start = token[:2]

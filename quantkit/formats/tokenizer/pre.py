@@ -1,4 +1,4 @@
-r"""tokenizer.ggml.pre: how a BPE vocabulary's text is split into words, one row per name that llama.cpp b11434 knows.
+r"""tokenizer.ggml.pre: the split of text into words, one row per name that llama.cpp b11434 knows.
 
 A row has patterns that are applied one after the other, each to every word of the one before: a match becomes a word,
 and so does what lies between matches. Two kinds, told apart as llama.cpp does (unicode.cpp, unicode_regex_split):
@@ -105,7 +105,7 @@ _LINES = r"[^\n]+|[\n]+"
 
 @dataclass(frozen=True)
 class Pre:
-    """One way to split; the flags are what llama.cpp sets with the name."""
+    """A pre-tokenizer; the flags are those that llama.cpp sets with the name."""
 
     patterns: tuple[str, ...]
     ignore_merges: bool = False  #: a word that is a token is that token, whatever the merges

@@ -20,7 +20,7 @@ class Rwkv:
     """Ids of a text by longest matches of bytes."""
 
     def __init__(self, vocab: Vocab) -> None:
-        """Raises FormatError: an escape that is none."""
+        """Raises FormatError for an invalid escape."""
         self._vocab = vocab
         self._pieces = [_unescape(text.encode("utf-8", "surrogateescape"), vocab.path) for text in vocab.tokens]
         self._ids = {piece: i for i, piece in enumerate(self._pieces) if piece}

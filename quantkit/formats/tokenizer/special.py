@@ -1,4 +1,4 @@
-"""Find special tokens in a text, before anything else.
+"""Find special tokens in a text before it is tokenized.
 
 User-defined tokens are always found, control and unknown ones only where a text may hold special tokens
 (``parse_special``). The longest token goes first, through the whole text, and what it leaves is searched for the
@@ -48,7 +48,7 @@ class SpecialTokens:
         return fragments
 
     def _candidates(self, text: bytes) -> list[int]:
-        """Return the tokens all of whose adjacent bytes are adjacent in the text."""
+        """Return the tokens all of whose adjacent byte pairs occur in the text."""
         if not self._texts or not text:
             return []
         present = np.zeros(1 << 16, bool)

@@ -76,7 +76,7 @@ def _segments(ends: Iterable[int]) -> Iterator[tuple[int, int]]:
 
 
 def _matches(pattern: re.Pattern[str], text: str, ends: Sequence[int]) -> list[int]:
-    """Return the ends of all matches and of what lies between them, segment by segment."""
+    """Return the ends of all matches and of the gaps between them, segment by segment."""
     out: list[int] = []
     for start, end in _segments(ends):
         position = start
@@ -92,7 +92,7 @@ def _matches(pattern: re.Pattern[str], text: str, ends: Sequence[int]) -> list[i
 
 
 def _threes_after(collapsed: str, ends: Sequence[int]) -> list[int]:
-    """llama.cpp b11434 unicode.cpp unicode_regex_split_custom_afmoe: no cut between digits and what lies before."""
+    """llama.cpp b11434 unicode.cpp unicode_regex_split_custom_afmoe: no split between digits and the text before."""
     numbers = re.compile(_NUMBERS)
     out: list[int] = []
     for start, end in _segments(ends):

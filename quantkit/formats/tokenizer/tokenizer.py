@@ -1,4 +1,4 @@
-"""The tokenizer of a GGUF file: special tokens, then the file's model on what lies between them."""
+"""The tokenizer of a GGUF file: special tokens, then the tokenizer model on the text between them."""
 
 from __future__ import annotations
 

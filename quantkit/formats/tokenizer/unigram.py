@@ -56,7 +56,7 @@ class Charsmap:
         return (node >> 10) << ((node & 1 << 9) >> 6)
 
     def longest(self, text: bytes, start: int) -> tuple[int, bytes] | None:
-        """Return the length of the longest prefix at ``start`` that is replaced, and by what."""
+        """Return the length of the longest prefix at ``start`` with a replacement, and that replacement."""
         node, replacement = self._base(0), None
         for position in range(start, len(text)):
             byte = text[position]
@@ -212,7 +212,7 @@ class Unigram:
         return tokens, longest_by_start(tokens)
 
     def _edges_of_bytes(self, text: bytes) -> list[Edge]:
-        """The same for what is no UTF-8: a character is as long as its first byte says, whatever follows."""
+        """Return the edges of invalid UTF-8: the first byte alone gives a character's length."""
         tokens, lengths = self._by_bytes
         edges: list[Edge] = []
         start = 0

@@ -47,7 +47,7 @@ class Reference:
         self._weights: dict[Matrix, Floats] = {}
 
     def compile(self, ops: Sequence[Op], limits: Limits, leaves: Sequence[Value] = ()) -> ReferenceProgram:
-        """Return a program of these operations; caches are float32 whatever the limits say."""
+        """Return a program of these operations; its caches are always float32."""
         return ReferenceProgram(self, ops, limits.n_ctx, limits.n_seq)
 
     def close(self) -> None:
@@ -86,7 +86,7 @@ class ReferenceProgram:
                 self.accumulators[op.label] = new_accumulator(op)
 
     def run(self, batch: Batch) -> None:
-        """Carry out all operations for a batch; afterwards ``read`` gives the values."""
+        """Run all operations for a batch; afterwards ``read`` returns the values."""
         self.batch = batch
         for op in self.ops:
             RUN[type(op)](self, op)

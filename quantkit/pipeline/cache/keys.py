@@ -98,7 +98,7 @@ def _imported_modules(root: str) -> set[Path]:
 
 @cache
 def _imports(path: Path) -> tuple[str, ...]:
-    """Return the names that may be modules of kernels among what a file imports."""
+    """Return the kernel modules that a file may import, by name."""
 
     def names() -> Iterator[str]:
         for package, members, plain in _IMPORT.findall(path.read_text(encoding="utf-8")):
@@ -130,7 +130,7 @@ def _file_digest(path: Path) -> str:
 
 
 def identity(source: Source, fingerprint: str, part: RowSlice, target: TensorType) -> str | None:
-    """Return a digest that identifies the source rows of a part without reading them; None if nothing does.
+    """Return a digest that identifies the source rows of a part without reading them; None if impossible.
 
     Files are identified by inode, size and times of change, not by path; objects in stores by their tag.
     ``fingerprint`` is the source's.
@@ -154,7 +154,7 @@ def identity(source: Source, fingerprint: str, part: RowSlice, target: TensorTyp
 
 
 def _identity_of(path: Path) -> list[int | str] | None:
-    """Return the stamp of one version of a file; None for an object in a store that nothing pins."""
+    """Return the stamp of one version of a file; None for an object in a store without a version."""
     if isinstance(path, URL):
         # A tag may be no more than a date, so here the address counts, too; that of a signed one without its signature.
         return [str(path), *stamp_of(path)] if path.facts.tag else None

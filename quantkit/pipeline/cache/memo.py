@@ -1,4 +1,4 @@
-"""Digests of sources that were read before, so that a second recipe need not read what it takes from the cache.
+"""Digests of source tensors from earlier runs, so that cache hits need not read the source.
 
 Each source has a folder, in which each run writes a file of its own. A line is an identity (``keys.identity``), a
 digest, and the CRC-32 of both; damaged lines are ignored.
@@ -37,7 +37,7 @@ class Memo:
             os.utime(folder)  # sources in use are not forgotten
 
     def get(self, identity: str | None) -> str | None:
-        """Return the digest of what has this identity, if it is known."""
+        """Return the digest of an identity, None if it is unknown."""
         return None if identity is None else self._digests.get(identity)
 
     def add(self, identity: str, digest: str) -> None:
@@ -47,7 +47,7 @@ class Memo:
             self._write([(identity, digest)], os.O_APPEND)
 
     def forget(self) -> None:
-        """Remove all that is known of this source."""
+        """Forget all digests of this source."""
         self._digests.clear()
         with suppress(OSError), self._open() as folder:
             for name in regular_files(folder):

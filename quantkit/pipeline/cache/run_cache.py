@@ -323,7 +323,7 @@ class RunCache:
         self._total += self._stored[-1]
 
     def _try(self, change: Callable[[], None]) -> None:
-        """Change the cache's folder; if that fails, nothing more is tried."""
+        """Change the cache's folder; after a failure, do nothing more."""
         if not self._failure:
             try:
                 change()
@@ -333,13 +333,13 @@ class RunCache:
     # ------------------------------------------------------------ at the end
 
     def drop(self) -> None:
-        """Remove what jobs wrote to the cache and nobody asked for, because the run failed."""
+        """Remove unfinished cache entries of jobs, because the run failed."""
         for path in self._temporary.values():
             self.store.remove_temporary(path)
         self._temporary.clear()
 
     def close(self) -> CacheUse:
-        """Note the run in the cache, and return what it did."""
+        """Record the run in the cache, and return its use."""
         tensors, hits = len(self._parts), len(self._hits)
         use = CacheUse(
             folder=self.store.folder,

@@ -1,4 +1,4 @@
-"""The folder of a tensor cache. It may be shared by users, and by machines on one file system.
+"""The folder of a tensor cache, which users, and machines on one file system, may share.
 
     cache.json               its size limit
     entries/ab/HOW-FIRST-SOURCE    a tensor's encoded rows (formats/cache_entry.py)
@@ -124,7 +124,7 @@ class Store:
             return target.tell()
 
     def touch(self, path: Path) -> None:
-        """Enter that an entry was used; nothing if it cannot be."""
+        """Record the use of an entry; errors are ignored."""
         with suppress(OSError), open_folder(self.folder, _ENTRIES, path.parent.name) as folder:
             os.utime(path.name, dir_fd=folder, follow_symlinks=False)
 
@@ -161,7 +161,7 @@ class Store:
         return sum(entry.nbytes for entry in self.entries())
 
     def clear_temporary(self, age: float = DAY) -> int:
-        """Remove what killed runs left behind, ``age`` seconds after it was last written; return how many files."""
+        """Remove temporary files last written ``age`` seconds ago or earlier; return their number."""
         removed = 0
         with suppress(OSError), open_folder(self.folder, _TEMPORARY) as folder:
             for name, status in regular_files(folder).items():
@@ -201,7 +201,7 @@ class Store:
 
     @contextmanager
     def _new_file(self, *names: str) -> Iterator[BinaryIO]:
-        """Yield a new file that gets its name, in folders of the cache, when all of it is on the disk."""
+        """Yield a new file that is renamed into the cache when it is complete on the disk."""
         temporary = self.make_temporary()
         with open_folder(self.folder, _TEMPORARY) as folder:
             try:
@@ -229,7 +229,7 @@ class Store:
 
 
 def open_store(folder: Path, *, size: int | None = None, make: bool = True) -> Store:
-    """Open a cache; ``make``: a new one where there is none, in an empty folder. ``size``: set its limit.
+    """Open a cache; ``make``: create a missing one, in an empty folder. ``size``: set its limit.
 
     The default limit is a quarter of the free disk space. Raises ResourceError if the folder is not a cache.
     """
@@ -252,7 +252,7 @@ def open_store(folder: Path, *, size: int | None = None, make: bool = True) -> S
 
 
 def _read_limit(folder: Path) -> int | None:
-    """Return the size limit of a cache, or None if the folder is empty; ResourceError if it is something else."""
+    """Return the size limit of a cache, or None if the folder is empty; ResourceError if it is no cache."""
     names = set(os.listdir(folder))
     if _CONFIG not in names:
         if names - {_TEMPORARY}:
@@ -274,14 +274,14 @@ def _read_limit(folder: Path) -> int | None:
 
 
 def _read_head(root: Path, name: str, nbytes: int) -> bytes:
-    """Return at most ``nbytes`` bytes of a file in a folder, none of what is no file."""
+    """Return the first ``nbytes`` bytes of a file in a folder; empty if it is no file."""
     with suppress(OSError), open_folder(root) as folder, open(open_file(name, os.O_RDONLY, folder), "rb") as file:
         return file.read(nbytes)
     return b""
 
 
 def _copy(source: int, target: int, offset: int, nbytes: int) -> None:
-    """Append a range of a file to another, by the kernel where it can: then extents may be shared."""
+    """Append a range of a file to another, in the kernel if possible, which may share extents."""
     end = os.lseek(target, 0, os.SEEK_END)
     copied = 0
     with suppress(OSError, AttributeError):

@@ -62,7 +62,7 @@ class Gpu:
         )
 
     def limit(self, weights: int) -> float:
-        """Return the seconds that so many weights may take, others of the same size before them."""
+        """Return the time limit of so many weights, in seconds, with the work of the other slots before them."""
         return PATIENCE + max(self.slots, 1) * weights / SLOWEST
 
 
@@ -85,7 +85,7 @@ class ReadBudget:
 
     @contextmanager
     def reserve(self, nbytes: int) -> Iterator[None]:
-        """Wait until there is room for so many bytes."""
+        """Wait until so many bytes are free."""
         with self._changed:
             self._changed.wait_for(lambda: not self._used or self._used + nbytes <= self._limit)
             self._used += nbytes
@@ -165,7 +165,7 @@ class BatchRunner:
             offset += job.rows * form.source.row_bytes(form.n)
 
     def _encode_plain(self, form: Conversion, jobs: list[Job]) -> Iterator[_Output] | None:
-        """Encode jobs; return what each becomes, None if a value is not finite."""
+        """Encode jobs; return the output of each, or None if a value is not finite."""
         assert isinstance(form, RowConversion)
         segments = [
             list(segment) for _, segment in groupby(jobs, key=lambda job: segment_of(self._tensor(job), job, form))
@@ -181,7 +181,7 @@ class BatchRunner:
         return ((rows, None) for segment, nbytes in pairs for rows in _split_rows(nbytes, segment, row_bytes))
 
     def _encode_with_feedback(self, form: FeedbackConversion, jobs: list[Job]) -> Iterator[_Output] | None:
-        """Encode jobs of one matrix with feedback; return what each becomes, None if a value is not finite."""
+        """Encode jobs of one matrix with feedback; return the output of each, or None if a value is not finite."""
         self._transfer = self._transfer or self._gpu.transfer(self._slot)
         first, tensor = jobs[0], self._tensor(jobs[0])
         part = tensor.parts[first.part]
@@ -241,7 +241,7 @@ class BatchRunner:
         return pending
 
     def _interleave(self, job: Job, t: TensorType, rows: U8) -> U8:
-        """Interleave a job's rows together, in a buffer that the next job's take."""
+        """Interleave a job's rows in a buffer that the next job reuses."""
         from quantkit.kernels.cpu.interleave import interleave_rows
 
         if self._interleaved_rows.size < job.target_bytes:

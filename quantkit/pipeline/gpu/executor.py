@@ -112,7 +112,7 @@ class GpuExecutor(Threads):
             self.say(f"{gpu.name} is not used any more, others do its work: {reason}")
 
     def release(self, gpus: Sequence[Gpu]) -> None:
-        """Release the memory of GPUs on which nothing is in flight."""
+        """Release the memory of GPUs without work in flight."""
         for gpu in gpus:
             if gpu.hangs:
                 abandon(gpu.metrics)
@@ -175,7 +175,7 @@ class GpuExecutor(Threads):
             )
 
     def _draw_verification(self, ledger: Work, values: int) -> Verification:
-        """Draw the jobs to be encoded again; the same ones for a plan, as far as nothing of it is done."""
+        """Choose the jobs to be encoded twice; the same for each run of a plan from its beginning."""
         if not self._verify:
             return Verification()
         names, count = {t.name for t in ledger.to_encode()}, 0
@@ -232,7 +232,7 @@ class _GpuRun:
         return self._forms[key]
 
     def _cpu_reason(self, part: RowSlice, form: Conversion) -> str | None:
-        """Return the reason why the GPUs of this run do not encode rows of a form; None if they do."""
+        """Return the reason why this run's GPUs do not encode rows of a form; None if they do."""
         if not isinstance(form, FeedbackConversion) or part.inputs is None:
             return None
         if part.inputs.metric_bytes > self._metric_limit:

@@ -32,7 +32,7 @@ _ATTENTION = Kernel("attention/attention.cu", "attention")
 
 @dataclass(frozen=True)
 class Attention:
-    """A launch, how many parts of the keys it makes, bytes of scratch, and the launch that combines them or None."""
+    """A launch, its number of key parts, bytes of scratch, and the launch that combines the parts, or None."""
 
     attend: Shape
     splits: int
@@ -184,7 +184,7 @@ def _tensor_shared(levels: bool, head_k: int, head_v: int, mla: bool, rows: int,
 
 
 def _tensor_resident(warps: int, columns: int, longest: int) -> int:
-    """Return how many blocks the registers hold at once, by NVRTC's reports."""
+    """Return the number of blocks that fit the registers at once, by NVRTC's reports."""
     if warps * columns > 4:
         return 1
     if longest > 128:

@@ -21,7 +21,7 @@ def scratch_bytes(n_ctx: int, tokens: int) -> int:
 
 
 def tokens_at_once(n_ctx: int, n_ubatch: int) -> int:
-    """Return how many tokens are taken at a time."""
+    """Return the number of tokens in a launch."""
     return max(1, min(n_ubatch, SCRATCH // (4 * n_ctx)))
 
 

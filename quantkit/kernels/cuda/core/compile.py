@@ -134,7 +134,7 @@ def _nvrtc() -> Any:
 
 
 def _keep(path: Path, code: bytes) -> None:
-    """Write a file, whole or not at all; where nothing can be written it is compiled anew each time."""
+    """Write a file whole or not at all; where the folder is not writable, kernels are compiled each time."""
     part = path.with_suffix(f".{os.getpid()}-{id(code)}")
     try:
         part.write_bytes(code)

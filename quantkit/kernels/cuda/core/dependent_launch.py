@@ -38,7 +38,7 @@ class LaunchConfig(ctypes.Structure):
 def launch_dependent(
     function: int, grid: tuple[int, int, int], threads: int, shared: int, stream: int, arguments: int
 ) -> None:
-    """Launch a kernel that may begin before the one before it on the stream ends.
+    """Launch a kernel that may start before its predecessor on the stream ends.
 
     arguments: the address of the array of pointers to its arguments.
 

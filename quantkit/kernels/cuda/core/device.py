@@ -51,11 +51,11 @@ def pinned_bytes(nbytes: int) -> int:
 
 
 class DeviceHangs(ResourceError):
-    """A device does not finish: nothing that waits for it, as freeing its memory does, may be called any more."""
+    """A device hangs: nothing that waits for it, such as freeing its memory, may be called any more."""
 
 
 def wait_for(is_done: Callable[[], bool], seconds: float, given_up: Callable[[], bool]) -> float | None:
-    """Poll until something is done; return None if it is, else the seconds waited.
+    """Poll until ``done``; return None, or the seconds waited if it never is.
 
     Time in which this process did not run is no time: the device's work may not have been seen to end.
     """
@@ -96,7 +96,7 @@ class Device(Protocol):
     multiprocessors: int
 
     def allocate(self, nbytes: int) -> int:
-        """Return the address of new memory, 256-byte aligned, contents undefined; ResourceError if there is none."""
+        """Return the address of new memory, 256-byte aligned, contents undefined; ResourceError without space."""
 
     def free(self, address: int) -> None:
         """Free memory."""
@@ -143,7 +143,7 @@ def _cupy() -> Any:
 
 @cache
 def count_devices() -> int:
-    """Return how many CUDA devices there are; 0 without CuPy or a driver."""
+    """Return the number of CUDA devices; 0 without CuPy or a driver."""
     try:
         return int(_cupy().cuda.runtime.getDeviceCount())
     except Exception:  # whatever a broken installation raises: there is no device to be used
@@ -151,7 +151,7 @@ def count_devices() -> int:
 
 
 def why_none() -> str:
-    """Return, in a line, why there is no CUDA device."""
+    """Return the reason why there is no CUDA device, one line."""
     try:
         cupy = _cupy()
     except ResourceError as e:
@@ -413,7 +413,7 @@ class CUDADevice:
             runtime.memcpyAsync(target, source, nbytes, runtime.memcpyDeviceToDevice, self.stream.ptr)
 
     def seconds(self, work: Callable[[], None]) -> float:
-        """Return how long the device takes for ``work``."""
+        """Return the duration of ``work`` on the device."""
         cuda = self._cupy.cuda
         with self.current():
             start, end = cuda.Event(), cuda.Event()
@@ -431,7 +431,7 @@ class CUDADevice:
 
     @contextmanager
     def current(self) -> Iterator[None]:
-        """Make this device and its stream CuPy's current ones; ResourceError for whatever CUDA says there."""
+        """Make this device and its stream CuPy's current ones; CUDA errors become ResourceError."""
         try:
             self._use()
             with self.stream:

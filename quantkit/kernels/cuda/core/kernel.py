@@ -1,4 +1,4 @@
-"""A kernel of a .cu file for Python: its file, its macros, how its arguments are packed.
+"""Kernels of .cu files for Python: file, macros, and packing of arguments.
 
 The source says which arguments a kernel takes and how many threads a block has (device.cuh shows the form); they are
 read from there. Arguments are one struct, passed by value, of 8-byte members: pointers,
@@ -52,7 +52,7 @@ class Kernel:
         raise ValueError(f"{self.file} has no KERNEL({self.name}, threads)")
 
     def block(self, **values: int | float) -> bytes:
-        """Pack the arguments; all must be given, and no others.
+        """Pack the arguments: all of them, and no others.
 
         Raises:
             ValueError: an argument is missing, or unknown.
@@ -63,7 +63,7 @@ class Kernel:
         return self.template(**values).pack({})
 
     def template(self, **values: int | float) -> Template:
-        """Pack those arguments that do not change from launch to launch; the others are 0."""
+        """Pack the arguments that are constant over launches; the others are 0."""
         slots = self.slots
         where = {name: (_STRUCT_FORMATS[kind], 8 * i) for i, (name, kind) in enumerate(slots.items())}
         return Template(where, Template(where, bytes(8 * len(slots))).pack(values))
@@ -71,13 +71,13 @@ class Kernel:
 
 @dataclass(frozen=True)
 class Template:
-    """The arguments of launches, packed, and how and where each of them is."""
+    """Packed arguments of launches, and the type and offset of each."""
 
     where: dict[str, tuple[str, int]]
     block: bytes
 
     def pack(self, values: Mapping[str, int | float]) -> bytes:
-        """Return the arguments with some of them; KeyError for a name that is unknown."""
+        """Return the packed arguments with ``values`` filled in; KeyError for an unknown name."""
         block = bytearray(self.block)
         for name, value in values.items():
             format_, offset = self.where[name]
@@ -96,7 +96,7 @@ class Shape:
 
 @cache
 def _bound(kernel: Kernel, defines: tuple[tuple[str, str | int], ...]) -> Kernel:
-    """Return one object for equal ones, so that lookups are done once."""
+    """Return one object for equal ones, so that lookups happen once."""
     values = {name: str(value) for name, value in defines}
     return Kernel(kernel.file, kernel.name, tuple(sorted({**dict(kernel.defines), **values}.items())))
 

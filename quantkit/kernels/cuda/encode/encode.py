@@ -46,7 +46,7 @@ _FEWER_LANES |= {f"{name}_IK": 64 for name in ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "
 
 
 def _by_row(t: TensorType) -> bool:
-    """Return whether weights come of the mean square of a whole row, not of a block's."""
+    """Return whether weights derive from the mean square of a row, not of a block."""
     return t.family == "legacy"
 
 
@@ -81,7 +81,7 @@ def mean_squares(t: TensorType, rows: int) -> Shape:
 
 
 def working_bytes(t: TensorType, rows: int, n: int, weighted: bool = True) -> int:
-    """Return the bytes that encoding rows of n values takes besides them, with an importance or without."""
+    """Return the scratch bytes for encoding rows of n values, with an importance or without."""
     if is_trellis(t):
         return trellis_working_bytes(t, rows, n)
     if is_grid_row(t):

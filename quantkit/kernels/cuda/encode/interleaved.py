@@ -34,7 +34,7 @@ def is_guarded(t: TensorType, weighted: bool) -> bool:
 
 
 def changing_kernels(t: TensorType, weighted: bool) -> list[Kernel]:
-    """Return the kernel that changes rows, if any does."""
+    """Return the kernel that interleaves rows, if the type needs one."""
     name, _, always = _CHANGED.get(t.name, ("", 1, False))
     return [Kernel("encode/interleaved.cu", name)] if name and (always or not weighted) else []
 

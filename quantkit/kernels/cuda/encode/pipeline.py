@@ -40,7 +40,7 @@ _F32 = BY_NAME["F32"]
 
 
 class Stream(Device, Protocol):
-    """A stream of a device, as one thread uses it: in order, beside other streams."""
+    """A stream of a device for one thread: in order, parallel to other streams."""
 
     def start_upload(self, address: int, data: npt.NDArray[Any]) -> None:
         """Copy pinned memory to the device some time before ``wait`` returns."""
@@ -85,7 +85,7 @@ class RowConversion(NamedTuple):
         return SEGMENTS
 
     def memory(self, rows: int) -> SlotMemory:
-        """Return the room that so many rows need."""
+        """Return the memory for so many rows."""
         return memory_for(self, rows)
 
 
@@ -155,7 +155,7 @@ def memory_for(form: RowConversion, rows: int) -> SlotMemory:
 
 
 def can_encode(t: TensorType, search: str = "") -> bool:
-    """Return whether GPUs encode type t; ``search``: another than that of its own tree."""
+    """Return whether GPUs encode type t; ``search``: an encoder other than its own tree's."""
     return t.name in encoders(search) or is_q8_k(t)
 
 
@@ -216,7 +216,7 @@ class Slot:
         d.start_download(self._out, self._download[:offset])
 
     def _load(self, form: RowConversion, rows: int) -> int:
-        """Return the address of rows as float32, once they are there; ``_out`` says whether all values are finite."""
+        """Return the address of rows as float32, once uploaded; ``_out`` holds whether all values are finite."""
         d, n = self.device, form.n
         d.start_upload(self._source, self.source[: rows * form.source.row_bytes(n)])
         x = self._source if form.source is _F32 else self._decode(form, rows)
@@ -280,7 +280,7 @@ class Slot:
 
 
 def largest(forms: Sequence[Conversion], rows: Callable[[Conversion], int]) -> SlotMemory:
-    """Return room for so many rows of each form."""
+    """Return the memory for so many rows of each form."""
     room = SlotMemory(0, 0, 0, 0, 0)
     for form in forms:
         room = room | form.memory(rows(form))

@@ -65,7 +65,7 @@ def tree_macros(t: TensorType) -> dict[str, str | int]:
 
 
 def points_offset(t: TensorType) -> int:
-    """Return where the points begin in ``lines``."""
+    """Return the offset of the points in ``lines``."""
     tree = tree_of(t.name).tree
     return tree.points - tree.lines
 

@@ -45,7 +45,7 @@ def _field(kind: str) -> Ints:
 
 
 def _enter(sources: npt.NDArray[np.uint32], kind: int, fields: Bits | None) -> None:
-    """Note of which item, and which of its bits, the bits of fields are."""
+    """Record the item and bit of each field bit."""
     if fields is None:
         return
     items, bits = np.indices(fields.shape)

@@ -55,7 +55,7 @@ def has_codebooks(layout: Levels) -> bool:
 def read_codes(
     on: TreeTables, fields: Tables, layout: Levels, rows: int, n: int, source: int, addresses: Addresses
 ) -> Launch:
-    """Return the launch that sets the codes of groups, and the classes of sub-blocks, to those of bytes."""
+    """Return the launch that decodes bytes to the codes of groups and the classes of sub-blocks."""
     t = layout.type
     return launch(
         _shape("read_codes", rows),
@@ -75,7 +75,7 @@ def read_codes(
 
 
 def q_of_codes(on: TreeTables, layout: Levels, rows: int, n: int, addresses: Addresses) -> Launch:
-    """Return the launch that sets the integers of groups to those of codes."""
+    """Return the launch that converts codes to the integers of groups."""
     return launch(_shape("q_of_codes", rows), **_codes(on, layout, rows, n, addresses), q=addresses["q"])
 
 
@@ -93,7 +93,7 @@ def _codes(on: TreeTables, layout: Levels, rows: int, n: int, addresses: Address
 def set_scales(
     fields: Tables, layout: Levels, rows: int, n: int, addresses: Addresses, *, stored: bool = False
 ) -> Launch:
-    """Return the launch that sets scales to those of factors and d; ``stored``: as they are in bytes."""
+    """Return the launch that computes scales from factors and d; ``stored``: rounded as in bytes."""
     arrays = _select(addresses, "shift", "d", "factor_index", "scale", "minimum", "inverse")
     return launch(
         _shape("set_scales", rows),
@@ -106,7 +106,7 @@ def set_scales(
 
 
 def losses(on: TreeTables, layout: Levels, rows: int, n: int, order: int, h: int, addresses: Addresses) -> list[Launch]:
-    """Return the launches that set v, g, e and the losses of tiles to those of codes and scales."""
+    """Return the launches that compute v, g, e and the losses of tiles from codes and scales."""
     tree, size = tree_of(layout.type.name).tree, tree_of(layout.type.name).grid.size
     arrays = _select(addresses, "codes", "x", "scale", "minimum", "v", "e")
     points = on.lines + points_offset(layout.type)
@@ -119,7 +119,7 @@ def losses(on: TreeTables, layout: Levels, rows: int, n: int, order: int, h: int
 
 
 def copy_losses(rows: int, before: int, after: int, addresses: Addresses) -> Launch:
-    """Return the launch that sets the losses of rows, before and after, to those of tiles."""
+    """Return the launch that copies the losses, before and after, from tiles to rows."""
     shape = Shape(Kernel(_FILE, "copy_losses"), (-(-rows // 256), 1, 1))
     return launch(shape, loss=addresses["loss"], before=before, after=after, rows=rows)
 

@@ -77,7 +77,7 @@ def _shared_bytes(t: TensorType, HELD: int, KEEPS_SQUARE: int) -> int:  # noqa: 
 
 
 def has_room(t: TensorType, capability: int) -> bool:
-    """Return whether devices of a compute capability have the shared memory that a type's grid takes."""
+    """Return whether devices of a compute capability have enough shared memory for a type's grid."""
     return _sizes(t)["SHARED_BYTES"] <= shared_of_block(capability)
 
 
@@ -101,7 +101,7 @@ def _order(grouping: Grouping, n: int) -> tuple[Ints, Ints]:
 
 
 def group_lines(layout: Levels, n: int) -> dict[str, int]:
-    """Return how many lines of a tile each array has, in the order in which they lie in working memory."""
+    """Return the number of lines a tile of each array has, in the order of working memory."""
     assert layout.grid is not None
     subs = n // layout.span
     lines = dict.fromkeys(("x", "levels", "v", "g", "e", "c"), n)

@@ -49,7 +49,7 @@ class DeviceMetric:
 
 
 def upload(device: Device, metric: Metric) -> DeviceMetric:
-    """Copy a host's metric to a device; ResourceError if there is no room."""
+    """Copy a host's metric to a device; ResourceError if memory does not suffice."""
     owned: list[int] = []
 
     def upload_array(array: npt.NDArray[Any] | None) -> int:

@@ -55,7 +55,7 @@ class PinnedTransfer:
         return out
 
     def run(self, launches: Sequence[Launch], work: float = 0) -> None:
-        """Carry out launches of so many multiply-adds, and wait for them."""
+        """Run launches of so many multiply-adds, and wait for them."""
         self.stream.run(launches)
         self.wait(work)
 
@@ -82,14 +82,14 @@ class PinnedTransfer:
 
 
 class Allocations:
-    """Memory of a device: that of work that is going on."""
+    """Device memory of the work in flight."""
 
     def __init__(self, transfer: PinnedTransfer) -> None:
         self._transfer = transfer
         self.owned: list[int] = []
 
     def allocate(self, nbytes: int, zero: bool = False) -> int:
-        """Return the address of new memory; ResourceError if there is none."""
+        """Return the address of new memory; ResourceError if there is not enough."""
         address = self._transfer.device.allocate(nbytes)
         self.owned.append(address)
         if zero:
@@ -110,7 +110,7 @@ class Allocations:
                 self._transfer.device.free(address)
 
     def release(self, addresses: Sequence[int]) -> list[int]:
-        """Give back all but these, and return them: they are somebody else's from now on."""
+        """Free all but these, and return them: the caller owns them now."""
         self.free(*(address for address in self.owned if address not in addresses))
         released, self.owned = self.owned, []
         return released

@@ -79,7 +79,7 @@ class FeedbackConversion(NamedTuple):
             _kernels_of(self, device)
 
     def memory(self, rows: int) -> SlotMemory:
-        """Return the room that so many rows need."""
+        """Return the memory for so many rows."""
         nbytes, of_metric = rows * self.target.row_bytes(self.n), rows * self.n // self.columns
         out = HEAD + round_up(nbytes, ALIGNED) + 16 * of_metric
         values = 0 if self.source is _F32 else rows * self.n
@@ -95,7 +95,7 @@ class FeedbackConversion(NamedTuple):
 
 
 class _KernelRecorder:
-    """A stand-in for a device that records the kernels that are launched; tables go to the device, if there is one."""
+    """A stand-in for a device that records launched kernels; tables are uploaded if there is a device."""
 
     name = ""
     capability = 90

@@ -51,13 +51,13 @@ def _levels_of(t: TensorType) -> Levels:
 
 
 def _room(layout: Levels, rows: int, n: int, rounding: Rounding) -> dict[str, int]:
-    """Return the bytes of each array of rows, in the order in which they lie in working memory."""
+    """Return the bytes of each array of rows, in the order of working memory."""
     line, lines = 4 * ROWS * tiles(rows), group_lines(layout, n) if layout.grid else _lines(layout, n, rounding)
     return {name: round_up(line * count, _ALIGNED) for name, count in lines.items()}
 
 
 def _lines(layout: Levels, n: int, rounding: Rounding) -> dict[str, int]:
-    """Return how many lines of a tile each array has."""
+    """Return the number of lines of a tile in each array."""
     subs = n // layout.span
     lines = dict.fromkeys(("x", "levels", "v", "e"), n)
     lines |= dict.fromkeys(("scale", "minimum", "inverse", "m", "shift", "factor_index"), subs)

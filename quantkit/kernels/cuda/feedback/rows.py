@@ -57,7 +57,7 @@ def to_lanes(rows: int, n: int, x: int, out: int) -> Launch:
 
 
 def read_scales(on: Tables, layout: Levels, rows: int, n: int, source: int, addresses: dict[str, int]) -> Launch:
-    """Return the launch that sets the scales of tiles to those of bytes."""
+    """Return the launch that decodes the scales of tiles from bytes."""
 
     def bits(fields: Bits | None) -> int:
         return 0 if fields is None else fields.shape[1]

@@ -25,7 +25,7 @@ _MOST = 64
 
 
 def tiles(rows: int) -> int:
-    """Return how many tiles rows are."""
+    """Return the number of tiles of so many rows."""
     return -(-rows // ROWS)
 
 

@@ -27,12 +27,12 @@ PART = 1024
 
 
 def over_all(kernel: Kernel, width: int, rows: int) -> Shape:
-    """Return the shape of a kernel that takes all elements in order."""
+    """Return the grid of a kernel over all elements in order."""
     return Shape(kernel, (max(1, -(-width * rows // PART)), 1, 1))
 
 
 def over_rows(kernel: Kernel, width: int, rows: int) -> Shape:
-    """Return the shape of a kernel whose blocks are (row, part of the columns)."""
+    """Return the grid of a kernel whose blocks are (row, part of the columns)."""
     return Shape(kernel, (max(1, rows), -(-width // PART), 1))
 
 

@@ -48,7 +48,7 @@ def per_head(kind: str, rows: int, sizes: Sequence[tuple[int, int]]) -> Shape:
 
 
 def _room(longest: int) -> int:
-    """Return the values of shared memory that a piece takes: whole 16 bytes."""
+    """Return the shared memory of a piece in values, a multiple of 16 bytes."""
     return -(-longest // 4) * 4
 
 

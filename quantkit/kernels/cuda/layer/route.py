@@ -1,4 +1,4 @@
-"""Routing on the device: route.cu. Which experts, how much each counts; rows before and after the experts.
+"""Routing on the device (route.cu): experts, their weights, and the rows before and after them.
 
     route      ids weights logits bias chosen rows n_expert n_used n_group n_group_used gating norm share scale
                sum_floor
@@ -34,7 +34,7 @@ def route(routing: Routing, rows: int) -> Shape:
 
 
 def shared_of_token(routing: Routing) -> int:
-    """Return the bytes of shared memory that a token takes."""
+    """Return the shared memory of a token in bytes."""
     return 4 * (2 * routing.n_expert + max(routing.n_used, routing.n_group))
 
 

@@ -14,7 +14,7 @@ OF_ROWS = ("q8_kv", "q8_k64")
 
 
 def row_bytes(kind: str, n: int) -> int:
-    """Return the bytes of a row of ``n`` activations in a format; f32 rows are those of the value itself."""
+    """Return the bytes of a row of ``n`` activations in a format; f32 rows are not copied."""
     if kind in ("f32", "f16", "bf16"):
         return 4 * n
     return -(-n // 256) * Q8_UNIT

@@ -28,7 +28,7 @@ _ONE_EACH = 495
 
 
 def _lanes(t: TensorType, n_in: int, n_out: int) -> int:
-    """Return how many lanes share a row of weights."""
+    """Return the number of lanes that share a row of weights."""
     if format_of(t).is_float:
         lanes, steps = 32, n_in * t.block_bytes // 16 / 64  # at least two loads of 16 bytes a lane
     else:
@@ -48,7 +48,7 @@ def _lanes_of_warp(parts: int) -> int:
 
 
 def _rows(t: TensorType, lanes: int, n_out: int, columns: int, matrices: int) -> int:
-    """Return how many rows of each of one or two matrices a team computes at once, all with the same activations."""
+    """Return the number of rows of each of one or two matrices that a team computes at once, of one x."""
     # As many as fit the registers; the fewer the bits, the more it matters that rows share what is done for x.
     bits = 8 * t.block_bytes / t.block
     parts = format_of(t).blocks_per_lane
@@ -77,7 +77,7 @@ def _rows(t: TensorType, lanes: int, n_out: int, columns: int, matrices: int) ->
 
 
 def _most_rows(bits: float, parts: int, fourfold: bool) -> int:
-    """Return how many rows of one column fit the registers of a warp's lanes."""
+    """Return the number of rows of one column that fit the registers of a warp's lanes."""
     if fourfold:
         return 5
     if bits >= 1.75:
@@ -88,7 +88,7 @@ def _most_rows(bits: float, parts: int, fourfold: bool) -> int:
 
 
 def _tiles(t: TensorType, lanes: int, n_out: int, columns: int, matrices: int) -> int:
-    """Return how many tiles of 16 rows of each matrix a team computes at once by tensor cores; 0: none."""
+    """Return the number of tiles of 16 rows of each matrix that a team computes at once by tensor cores; 0: none."""
     if not (format_of(t).tiles and columns == 1 and lanes <= 32):
         return 0
     # As in _rows: the fewer the bits, the more it matters. With 8 lanes four tiles do not fit the registers.
@@ -165,13 +165,13 @@ def up_gate_id_to(t: TensorType, activation: Activation, n_in: int, n_out: int, 
 
 
 def rows_of_block(kernel: Kernel) -> int:
-    """Return how many rows of weights a block of threads has."""
+    """Return the rows of weights of a thread block."""
     macros = dict(kernel.defines)
     return int(macros["ROWS"]) * 32 * _WARPS // int(macros["LANES"])
 
 
 def kernels() -> Iterator[Kernel]:
-    """Yield a kernel of every type, and of some types those that differ in anything else."""
+    """Yield one kernel of every type, and further variants of some types."""
     silu = Activation("silu")
     for t in (BY_NAME[name] for name in sorted(decoders())):
         yield mul_mat(t, 4096, 16384).kernel

@@ -33,7 +33,7 @@ def plan_bytes(n_expert: int, n_used: int, rows: int) -> int:
 
 
 def bucket_runs(n_expert: int, capability: int = 90) -> int:
-    """Return into how many runs, a warp and its counters each, pairs are divided: as many as shared memory holds.
+    """Return the number of runs into which pairs are divided: as many warps with counters as shared memory holds.
 
     Raises:
         ResourceError: it does not hold one.

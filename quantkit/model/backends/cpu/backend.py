@@ -69,7 +69,7 @@ class CPUBackend:
         return CPUProgram(self, ops, limits, leaves)
 
     def close(self) -> None:
-        """Do nothing: weights belong to the file, threads end with the team."""
+        """Do nothing: the file owns the weights, and the team its threads."""
 
 
 class CPUProgram(Boundary):

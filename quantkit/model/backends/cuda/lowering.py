@@ -53,7 +53,7 @@ class KernelEntry(Entry):
 
 @dataclass(eq=False)
 class WorkEntry(Entry):
-    """A Python step for more than FEW_ROWS rows, counted as those of a launch; it gets their number and its slots."""
+    """A Python step for more than FEW_ROWS rows, counted as a launch; it gets their number and its slots."""
 
     work: Callable[[int, Mapping[str, int | float]], None] = lambda rows, slots: None
     outputs: bool = False
