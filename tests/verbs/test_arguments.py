@@ -16,7 +16,6 @@ import quantkit
 from quantkit.arguments import Options, accept
 from quantkit.errors import ArgumentError, QuantkitError
 from quantkit.evaluate import SaveLogits
-from quantkit.export import ExportOptions
 from quantkit.types import BY_NAME
 from small_models import write_model
 
@@ -24,7 +23,7 @@ ROOT = Path(__file__).parents[2]
 Q4_K = BY_NAME["Q4_K"]
 PUBLIC = [getattr(quantkit, name) for name in quantkit.__all__ if name != "__version__"]
 VERBS = [each for each in PUBLIC if inspect.isfunction(each)]
-OPTIONS = [each for each in PUBLIC if inspect.isclass(each) and issubclass(each, Options)] + [ExportOptions]
+OPTIONS = [each for each in PUBLIC if inspect.isclass(each) and issubclass(each, Options)]
 
 
 def needs(verb: Any) -> dict[str, Any]:
