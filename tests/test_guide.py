@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from guide import GUIDES, ROOT, steps
+from guide import GUIDES, ROOT, step, steps
 
 TESTS = Path(__file__).parent
 PAGES = {name: (ROOT / name).read_text(encoding="utf-8") for name in ("ARCHITECTURE.md", "README.md")}
@@ -51,7 +51,8 @@ def test_layers_have_every_part() -> None:
     table = PAGES["ARCHITECTURE.md"].split("\n## Layers\n")[1].split("\n\n`kernels/cpu`")[0]
     parts = {p.name for p in (ROOT / "quantkit").glob("[a-z]*.py")}
     parts |= {f"{p.parent.name}/" for p in (ROOT / "quantkit").glob("*/__init__.py")}
-    assert parts - set(places(table)) == set()
+    missing = parts - set(places(table))
+    assert not missing, f"{missing}: {step('Add a command', 8)}"
 
 
 def test_places_of_answers_are_there() -> None:

@@ -102,7 +102,7 @@ FOLDED_TO_F16 = 16
 
 def _format(name: str, family: str, activations: str, **fields: Any) -> Format:
     if name not in BY_NAME:
-        raise LookupError(f"{name} has a record of kernels, but no row in quantkit/types.py (CONTRIBUTING.md, step 1)")
+        raise LookupError(f"{name} has a record here and no row in quantkit/types.py: see CONTRIBUTING.md, Add a type")
     return Format(BY_NAME[name], family, activations, **fields)
 
 

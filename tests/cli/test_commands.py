@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 
 import click
@@ -29,6 +30,10 @@ OF_GROUPS = {"imatrix_collect", "imatrix_diff", "imatrix_show"}
 how = partial(step, "Add a command")
 
 
+def file_of(name: str) -> Path:
+    return ROOT / f"quantkit/cli/{name.replace('-', '_')}.py"
+
+
 def leaves(name: str, command: click.Command) -> Iterator[tuple[str, click.Command]]:
     """Yield a command, or those of a group, by their whole names."""
     if not isinstance(command, click.Group):
@@ -40,8 +45,10 @@ def leaves(name: str, command: click.Command) -> Iterator[tuple[str, click.Comma
             yield from leaves(f"{name} {own}", child)
 
 
-ALL = dict(leaves("", cli.cli))
-each = pytest.mark.parametrize("name", ALL, ids=str.strip)
+ROOT_GROUP = click.Context(cli.cli)
+THERE = {name: cli.cli.get_command(ROOT_GROUP, name) for name in COMMANDS if file_of(name).exists()}
+ALL = dict(leaf for name, command in THERE.items() if command is not None for leaf in leaves(name, command))
+each = pytest.mark.parametrize("name", ALL)
 
 
 @pytest.mark.parametrize("name", COMMANDS)
@@ -54,6 +61,8 @@ def test_names_of_the_package_have_modules() -> None:
     """The functions are there, and of type checkers' imports as of the others."""
     names = set(quantkit.__all__) - {"__version__"}
     assert names == quantkit._HOME.keys(), how(2)
+    missing = [name for name in names if find_spec(f"quantkit.{quantkit._HOME[name]}") is None]
+    assert not missing, f"{missing}: {how(1)}"
     assert all(hasattr(quantkit, name) for name in names), how(1)
     source = (ROOT / "quantkit/__init__.py").read_text()
     block = source.split("if TYPE_CHECKING:\n")[1].split("\n__all__")[0]
@@ -69,15 +78,15 @@ def test_a_file_of_cli_is_a_command() -> None:
 @each
 def test_help_lists_options_by_group(name: str) -> None:
     command = ALL[name]
-    assert isinstance(command, GroupedCommand), how(4, command=name.strip())
+    assert isinstance(command, GroupedCommand), how(4, command=name)
     options = [p for p in command.params if isinstance(p, click.Option)]
-    assert all(isinstance(option, GroupedOption) for option in options), how(4, command=name.strip())
+    assert all(isinstance(option, GroupedOption) for option in options), how(4, command=name)
 
 
 @each
 def test_paths_may_be_urls(name: str) -> None:
     bare = [p.name for p in ALL[name].params if isinstance(p.type, click.Path) and not isinstance(p.type, Place)]
-    assert not bare, f"{bare}: {how(5, command=name.strip())}"
+    assert not bare, f"{bare}: {how(5, command=name)}"
 
 
 @pytest.mark.parametrize("name", COMMANDS)

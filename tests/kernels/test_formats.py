@@ -63,8 +63,8 @@ def functions(path: Path) -> set[str]:
 
 def test_a_record_without_a_type_is_an_error() -> None:
     assert "types.py" in step("Add a type", 1)
-    with pytest.raises(LookupError, match="step 1"):
-        formats._format("Q4_X", "legacy", "q8_0")
+    with pytest.raises(LookupError, match="Add a type"):
+        formats._format("NO_TYPE", "legacy", "q8_0")
 
 
 @pytest.mark.parametrize("t", [t for t in TYPES if not is_interleaved(t)], ids=str)
