@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from quantkit.cook import cook, plan_cook
     from quantkit.errors import QuantkitError
     from quantkit.evaluate import kld, logits, perplexity
+    from quantkit.export import ExportOptions, export, plan_export
     from quantkit.imatrix import ImatrixOptions, imatrix
     from quantkit.inspect import inspect
     from quantkit.lora import convert_lora, plan_convert_lora
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "ConvertOptions",
+    "ExportOptions",
     "ImatrixOptions",
     "QuantizeOptions",
     "QuantkitError",
@@ -48,6 +50,7 @@ __all__ = [
     "convert",
     "convert_lora",
     "cook",
+    "export",
     "imatrix",
     "inspect",
     "kld",
@@ -58,6 +61,7 @@ __all__ = [
     "plan_convert",
     "plan_convert_lora",
     "plan_cook",
+    "plan_export",
     "plan_quantize",
     "prune_cache",
     "quantize",
@@ -76,6 +80,7 @@ __all__ = [
 #: The module of every name above.
 _HOME = {
     "ConvertOptions": "options.convert",
+    "ExportOptions": "export",
     "ImatrixOptions": "imatrix",
     "QuantizeOptions": "options.quantize",
     "QuantkitError": "errors",
@@ -88,6 +93,7 @@ _HOME = {
     "convert": "convert",
     "convert_lora": "lora",
     "cook": "cook",
+    "export": "export",
     "imatrix": "imatrix",
     "inspect": "inspect",
     "kld": "evaluate",
@@ -98,6 +104,7 @@ _HOME = {
     "plan_convert": "convert",
     "plan_convert_lora": "lora",
     "plan_cook": "cook",
+    "plan_export": "export",
     "plan_quantize": "quantize",
     "prune_cache": "cache",
     "quantize": "quantize",

@@ -24,7 +24,7 @@ from gpu import cases, encoding  # noqa: E402
 from quantkit.formats.gguf import open_gguf  # noqa: E402
 from quantkit.kernels import quantize  # noqa: E402
 from quantkit.kernels.cpu.interleave import deinterleave_rows  # noqa: E402
-from quantkit.kernels.formats import FORMATS  # noqa: E402
+from quantkit.kernels.formats import BLOCK_TYPES, has_encoder  # noqa: E402
 from quantkit.model.backends.cpu.backend import CPUBackend  # noqa: E402
 from quantkit.model.engine import load  # noqa: E402
 from quantkit.types import BY_NAME, TensorType  # noqa: E402
@@ -64,7 +64,7 @@ def encoded(names: list[str]) -> None:
     """Enter digests of the random rows of types, all that are encoded without ``names``, into gpu-encode.json."""
     path = encoding.EXPECTED
     found = json.loads(path.read_text()) if path.exists() else {}
-    for name in names or [n for n, of in FORMATS.items() if of.encodes and of.type.block > 1]:
+    for name in names or [t.name for t in BLOCK_TYPES if has_encoder(t)]:
         for case in encoding.parity_cases(BY_NAME[name]):
             found[case.key] = encoding.digests(of_cpu(case, BY_NAME[name]))
         print(name, flush=True)

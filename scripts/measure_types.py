@@ -1,4 +1,7 @@
-"""Measure the types that can be encoded (quality.is_measured) and write the table.
+"""Measure types that can be encoded (quality.is_measured) and enter them in the table; all others stay as they are.
+
+    scripts/measure_types.py TYPE ..
+    scripts/measure_types.py --all
 
 The sample, and the table, are in quantkit/pipeline/quality.py. Run it on a machine where nothing else runs: speeds are
 of one core.
@@ -6,16 +9,18 @@ of one core.
 
 from __future__ import annotations
 
+import argparse
 import re
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
 
 from quantkit.kernels.cpu.encode import encoder
 from quantkit.pipeline import quality
-from quantkit.types import TYPES, TensorType
+from quantkit.types import TYPES, TensorType, type_by_name
 
 TARGET = Path(quality.__file__)
 
@@ -34,19 +39,35 @@ def mweights_per_second(t: TensorType) -> float:
     return x.size / best / 1e6
 
 
-def line(t: TensorType) -> str:
-    """Return a type's line of the table."""
+def measured(t: TensorType) -> quality.Quality:
+    """Measure a type."""
     rate = mweights_per_second(t)
-    speed = next(name for name, least in quality.SPEEDS.items() if rate >= least)
     print(f"{t.name:10} {rate:8.1f} Mweights/s", file=sys.stderr, flush=True)
-    return f'    "{t.name}": Quality({quality.weighted_error(t):.4g}, "{speed}"),\n'
+    speed = next(name for name, least in quality.SPEEDS.items() if rate >= least)
+    return quality.Quality(quality.weighted_error(t), speed)
+
+
+def with_figures(text: str, figures: Mapping[str, quality.Quality]) -> str:
+    """Return the source of the table with the lines of these types new, in the order of ``TYPES``."""
+    found = re.search(r"(?<=QUALITY: dict\[str, Quality\] = \{\n).*?(?=\}\n)", text, re.DOTALL)
+    assert found is not None
+    lines = {line.split('"')[1]: line for line in found[0].splitlines(keepends=True)}
+    lines |= {name: f'    "{name}": Quality({q.error:.4g}, "{q.speed}"),\n' for name, q in figures.items()}
+    table = "".join(lines[t.name] for t in TYPES if t.name in lines)
+    return text[: found.start()] + table + text[found.end() :]
 
 
 def main() -> None:
-    """Rewrite the table."""
-    table = "".join(line(t) for t in TYPES if quality.is_measured(t))
-    found = re.compile(r"(QUALITY: dict\[str, Quality\] = \{\n).*?(\}\n)", re.DOTALL)
-    TARGET.write_text(found.sub(lambda m: m[1] + table + m[2], TARGET.read_text()))
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("types", nargs="*", type=type_by_name, metavar="TYPE")
+    parser.add_argument("--all", action="store_true", help="every type that can be encoded")
+    options = parser.parse_args()
+    if bool(options.types) == options.all:
+        parser.error("give types, or --all")
+    if missing := [t.name for t in options.types if not quality.is_measured(t)]:
+        parser.error(f"there is no encoder for {', '.join(missing)}")
+    types = options.types or [t for t in TYPES if quality.is_measured(t)]
+    TARGET.write_text(with_figures(TARGET.read_text(), {t.name: measured(t) for t in types}))
 
 
 if __name__ == "__main__":

@@ -84,5 +84,14 @@ def test_files_that_pages_name_exist(page: Path) -> None:
     assert not missing(page.read_text(encoding="utf-8"))
 
 
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
+def test_functions_that_pages_name_exist(page: Path) -> None:
+    """Named behind their file."""
+    for name, function in re.findall(r"`([\w/]+\.py): (\w+)`", page.read_text(encoding="utf-8")):
+        sources = [p.read_text(encoding="utf-8") for p in SOURCES if p.as_posix().endswith(f"/{name}")]
+        defined = rf"^(?:def |class ){function}\b|^{function}\b.* = "
+        assert any(re.search(defined, text, re.MULTILINE) for text in sources), f"{name}: {function}"
+
+
 def test_a_missing_file_is_found() -> None:
     assert missing("see kernels/cpu/core/jit.py, attention.cuh and no_such.py, x*.py, {name}.py") == {"no_such.py"}

@@ -306,6 +306,42 @@ def test_defaults_of_classes_are_those_of_their_parameters(monkeypatch: pytest.M
     assert script.defaults("own", None, ["heads", "theta"]) == {"heads": 2}
 
 
+def test_one_type_is_measured_and_others_keep_their_figures(monkeypatch: pytest.MonkeyPatch) -> None:
+    script = load("measure_types", monkeypatch)
+    before = script.TARGET.read_text()
+    after = script.with_figures(before, {"Q4_K": script.quality.Quality(1.23456, "slow")})
+    changed = [(a, b) for a, b in zip(before.splitlines(), after.splitlines(), strict=True) if a != b]
+    assert [b for _, b in changed] == ['    "Q4_K": Quality(1.235, "slow"),']
+    assert [a.split('"')[1] for a, _ in changed] == ["Q4_K"]
+
+
+def test_a_missing_type_takes_its_place_in_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    script = load("measure_types", monkeypatch)
+    whole = script.TARGET.read_text()
+    line = next(line for line in whole.splitlines(keepends=True) if '"Q4_K": Quality' in line)
+    found = script.with_figures(whole.replace(line, ""), {"Q4_K": script.quality.QUALITY["Q4_K"]})
+    assert found == whole
+
+
+@pytest.mark.peer
+def test_golden_bytes_of_a_type_are_the_references(
+    monkeypatch: pytest.MonkeyPatch, llama_bin: Path, tmp_path: Path
+) -> None:
+    """A type whose bytes are lost is entered again; nothing else changes."""
+    script = load("make_golden_bytes", monkeypatch)
+    with np.load(script.DATA / "golden-mainline.npz") as file:
+        known = dict(file)
+    np.savez(
+        tmp_path / "golden-mainline.npz", allow_pickle=False, **{k: v for k, v in known.items() if "Q4_K" not in k}
+    )
+    monkeypatch.setattr(script, "DATA", tmp_path)
+    assert script.enter(script.type_by_name("Q4_K"), "mainline", llama_bin).keys() == {"Q4_K", "Q4_K+imatrix"}
+    with np.load(tmp_path / "golden-mainline.npz") as file:
+        assert sorted(file.files) == sorted(known)
+        assert all(np.array_equal(file[key], data) for key, data in known.items())
+    assert not script.enter(script.type_by_name("Q4_K"), "mainline", llama_bin)
+
+
 def test_the_page_of_errors_is_up_to_date(monkeypatch: pytest.MonkeyPatch) -> None:
     script = load("make_error_page", monkeypatch)
     assert script.PAGE.read_text(encoding="utf-8") == script.error_page(), "run scripts/make_error_page.py"

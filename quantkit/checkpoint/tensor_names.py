@@ -11,6 +11,8 @@ import json
 import re
 from pathlib import Path
 
+from quantkit.errors import TypeNotSupported
+
 #: Architecture -> the kinds of its tensors, in a text: tensor_kinds.json, which scripts/make_tensor_kinds.py makes.
 KINDS: dict[str, str] = json.loads((Path(__file__).parent / "tensor_kinds.json").read_bytes())
 #: Kind -> what it is called in checkpoints, without .weight and .bias. Of two kinds of an architecture with one name,
@@ -514,6 +516,12 @@ class TensorNames:
     """The names of one architecture's tensors."""
 
     def __init__(self, arch: str, layers: int) -> None:
+        """Raise TypeNotSupported for an architecture whose tensors are not known."""
+        if arch not in KINDS:
+            raise TypeNotSupported(
+                f"this version does not know which tensors the architecture {arch} has: tensor_kinds.json lacks it",
+                "QK-E304",
+            )
         self.arch, self.kinds = arch, KINDS[arch].split()
         self.layers = layers
         self._kind_of: dict[str, str] = {}

@@ -18,7 +18,7 @@ from quantkit.cli._paths import IMATRIX_FILE, Place, complete_types
 NO_FILE = Path()
 
 
-class _OptionalFile(click.Path):
+class _OptionalFile(Place):
     """A file, or nothing: ``NO_FILE``."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
@@ -34,7 +34,7 @@ _KINDS: dict[str, dict[str, Any]] = {
     "type": {"metavar": "TYPE", "shell_complete": complete_types},
     "imatrix": {"type": IMATRIX_FILE},
     "covariances": {
-        "type": _OptionalFile(exists=True, dir_okay=False, path_type=Path),
+        "type": _OptionalFile(exists=True, dir_okay=False),
         "is_flag": False,
         "flag_value": "",
     },

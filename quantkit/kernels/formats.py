@@ -1,16 +1,9 @@
 """THE kernels' registry of types: one record per type that can be decoded.
 
-``quantkit.types`` describes the bytes on disk; a record here, the kernels for them. To add a type:
-
-1. its row in ``types.TYPES`` (all types of both trees have one), with the fields of ``scales``;
-2. its record below;
-3. ``decode_<type>`` in reference.py, the specification;
-4. ``unpack_<type>`` in cpu/unpack/<family>.py, and ``encode_<type>`` in cpu/encode/<family>.py if it has an encoder;
-   ``encode_<type>_ik`` beside it if ik_llama.cpp's search differs;
-5. ``struct <TYPE>`` in cuda/unpack/<family>.cuh; all.cuh includes the file of a new family.
-
-Everything else follows: commands, activation formats, products, embeddings, the traits of the CUDA struct
-(generated.py), checks of files, tests, scripts. Optional and by name: a specialized dot product
+``quantkit.types`` describes the bytes on disk; a record here, the kernels for them. CONTRIBUTING.md, "Add a type",
+lists the places of a type. Whether it has an unpacker, an encoder, and one after ik_llama.cpp's search, no record says:
+the functions are there or not. Everything else follows: commands, activation formats, products, embeddings, the traits
+of the CUDA struct (generated.py), checks of files, tests, scripts. Optional and by name: a specialized dot product
 (cpu/matmul/type_dots.py, cuda/unpack/dot_forms.cuh).
 
 A *unit* is 256 values, what an unpacker unpacks at once. *Row headers*: rows of a type with ``row:f32@0`` (or f16) in
@@ -26,8 +19,12 @@ base type, whose bytes, taken apart, they hold. That of IQ1_S_R4 and IQ1_M_R4 is
 from __future__ import annotations
 
 import importlib
+import re
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
 from typing import Any
 
 from quantkit.errors import RecipeError, TypeNotSupported
@@ -45,8 +42,6 @@ class Format:
     type: TensorType
     #: The file that implements it in cpu/encode, cpu/unpack and cuda/unpack.
     family: str
-    #: Whether there is an encoder; every type here has a decoder.
-    encodes: bool
     #: The format of its activations (cpu/matmul/activations.py), as in llama.cpp, or in ik_llama.cpp if only that has
     #: it.
     activations: str
@@ -70,8 +65,6 @@ class Format:
     blocks_per_lane: int = 1
     #: CUDA, one row: how many rows of weights fit the registers beside it, if fewer than its bits allow (mat_vec.py).
     max_rows_in_registers: int = 0
-    #: Whether both trees encode it, but ik_llama.cpp by a search of its own.
-    ik_encoder: bool = False
     #: CUDA: two types with the same name here can share a launch: the same activations, little shared memory.
     launch_group: str = ""
 
@@ -91,6 +84,11 @@ class Format:
         bits = self.type.block_bytes | self.type.row_header | 16
         return bits & -bits
 
+    @property
+    def ik_encoder(self) -> bool:
+        """Whether both trees encode it, but ik_llama.cpp by a search of its own."""
+        return _is_defined("encode", self, "_ik")
+
 
 #: Whose search an encoder follows; they differ in types that both trees have (``Format.ik_encoder``), and in what
 #: interleaved types hold of them.
@@ -102,66 +100,67 @@ SYMMETRIC = "symmetric"
 FOLDED_TO_F16 = 16
 
 
-def _format(name: str, family: str, encodes: bool, activations: str, **fields: Any) -> Format:
-    return Format(BY_NAME[name], family, encodes, activations, **fields)
+def _format(name: str, family: str, activations: str, **fields: Any) -> Format:
+    if name not in BY_NAME:
+        raise LookupError(f"{name} has a record here and no row in quantkit/types.py: see CONTRIBUTING.md, Add a type")
+    return Format(BY_NAME[name], family, activations, **fields)
 
 
 _MINS: dict[str, Any] = {"mins": True, "signed": False}
-_IK: dict[str, Any] = {"ik_encoder": True}
 
-#: Every type that can be decoded, by name; fields not given have ``Format``'s defaults.
+#: Every type with kernels, by name; fields not given have ``Format``'s defaults.
 FORMATS: dict[str, Format] = {
     f.type.name: f
     for f in (
-        _format("F32", "floats", True, "f32", span=1),
-        _format("F16", "floats", True, "f16", span=1),
-        _format("BF16", "floats", True, "bf16", span=1),
-        _format("Q4_0", "legacy", True, "q8_0", **_IK),
-        _format("Q4_1", "legacy", True, "q8_1", **_MINS, **_IK),
-        _format("Q5_0", "legacy", True, "q8_0", **_IK),
-        _format("Q5_1", "legacy", True, "q8_1", **_MINS, **_IK),
-        _format("Q8_0", "legacy", True, "q8_0"),
-        _format("Q6_0", "legacy", True, "q8_2"),
-        _format("Q8_KV", "legacy", True, "q8_kv"),
-        _format("Q2_K", "k_quants", True, "q8_k", **_MINS, **_IK, span=16, folded_scale_bytes=1, launch_group="K"),
-        _format("Q3_K", "k_quants", True, "q8_k", **_IK, span=16, folded_scale_bytes=1, launch_group="K"),
-        _format("Q4_K", "k_quants", True, "q8_k", **_MINS, **_IK, launch_group="K"),
-        _format("Q5_K", "k_quants", True, "q8_k", **_MINS, **_IK, launch_group="K"),
-        _format("Q6_K", "k_quants", True, "q8_k", **_IK, span=16, folded_scale_bytes=2, launch_group="K"),
-        _format("IQ1_S", "i_quants", True, "q8_k", grid=2048, blocks_per_lane=2),
-        _format("IQ1_M", "i_quants", True, "q8_k", **_IK, span=16, folded_scale_bytes=2, grid=2048, blocks_per_lane=2),
-        _format("IQ1_S_ROW", "i_quants", True, "q8_0", grid=2048),
-        _format("IQ1_M_ROW", "i_quants", True, "q8_0", span=16, folded_scale_bytes=FOLDED_TO_F16, grid=2048),
-        _format("IQ2_XXS", "i_quants", True, "q8_k", grid=256, blocks_per_lane=2),
-        _format("IQ2_XS", "i_quants", True, "q8_k", **_IK, span=16, folded_scale_bytes=2, grid=512, blocks_per_lane=2),
-        _format("IQ2_S", "i_quants", True, "q8_k", span=16, folded_scale_bytes=2, grid=1024, blocks_per_lane=2),
-        _format("IQ3_XXS", "i_quants", True, "q8_k", grid=256, blocks_per_lane=2),
-        _format("IQ3_S", "i_quants", True, "q8_k", grid=512, blocks_per_lane=2),
-        _format("IQ4_NL", "i_quants", True, "q8_0", **_IK),
-        _format("IQ4_XS", "i_quants", True, "q8_k", **_IK, launch_group="K"),
-        _format("TQ1_0", "ternary", True, "q8_k", folded_scale_bytes=1, blocks_per_lane=2),
-        _format("TQ2_0", "ternary", True, "q8_k", folded_scale_bytes=1, blocks_per_lane=2),
-        _format("Q2_0", "ternary", True, "q8_0"),
-        _format("Q1_0", "binary", True, "q8_0"),
-        _format("MXFP4", "fp4", True, "q8_0"),
-        _format("NVFP4", "fp4", True, "q8_0", span=16, folded_scale_bytes=FOLDED_TO_F16),
-        _format("IQ1_BN", "bitnet", True, "q8_k64", blocks_per_lane=2, max_rows_in_registers=4),
-        _format("IQ2_BN", "bitnet", True, "q8_k64", blocks_per_lane=2),
-        _format("IQ2_K", "ik_quants", True, "q8_k", span=16, folded_scale_bytes=2, launch_group="K"),
-        _format("IQ3_K", "ik_quants", True, "q8_k", span=16, folded_scale_bytes=2, launch_group="K"),
-        _format("IQ4_K", "ik_quants", True, "q8_k", span=16, folded_scale_bytes=2, launch_group="K"),
-        _format("IQ5_K", "ik_quants", True, "q8_k", span=16, folded_scale_bytes=2, launch_group="K"),
-        _format("IQ6_K", "ik_quants", True, "q8_k", span=16, folded_scale_bytes=2, launch_group="K"),
-        _format("IQ2_KS", "ik_quants", True, "q8_k", launch_group="K"),
-        _format("IQ3_KS", "ik_quants", True, "q8_k", launch_group="K"),
-        _format("IQ4_KS", "ik_quants", True, "q8_k", launch_group="K"),
-        _format("IQ5_KS", "ik_quants", True, "q8_k", launch_group="K"),
-        _format("IQ4_KSS", "ik_quants", True, "q8_k", launch_group="K"),
-        _format("IQ2_KL", "ik_quants", True, "q8_k", blocks_per_lane=2, launch_group="K"),
-        _format("IQ1_KT", "trellis", True, "q8_2", byte_replicated=True, tiles=True),
-        _format("IQ2_KT", "trellis", True, "q8_2", row_scale_gain=1.05, byte_replicated=True, tiles=True),
-        _format("IQ3_KT", "trellis", True, "q8_2", row_scale_gain=1.01, tiles=True),
-        _format("IQ4_KT", "trellis", True, "q8_2", byte_replicated=True),
+        _format("F32", "floats", "f32", span=1),
+        _format("F16", "floats", "f16", span=1),
+        _format("BF16", "floats", "bf16", span=1),
+        _format("Q4_0", "legacy", "q8_0"),
+        _format("Q4_1", "legacy", "q8_1", **_MINS),
+        _format("Q5_0", "legacy", "q8_0"),
+        _format("Q5_1", "legacy", "q8_1", **_MINS),
+        _format("Q8_0", "legacy", "q8_0"),
+        _format("Q6_0", "legacy", "q8_2"),
+        _format("Q8_KV", "legacy", "q8_kv"),
+        _format("Q2_K", "k_quants", "q8_k", **_MINS, span=16, folded_scale_bytes=1, launch_group="K"),
+        _format("Q3_K", "k_quants", "q8_k", span=16, folded_scale_bytes=1, launch_group="K"),
+        _format("Q4_K", "k_quants", "q8_k", **_MINS, launch_group="K"),
+        _format("Q5_K", "k_quants", "q8_k", **_MINS, launch_group="K"),
+        _format("Q6_K", "k_quants", "q8_k", span=16, folded_scale_bytes=2, launch_group="K"),
+        _format("IQ1_S", "i_quants", "q8_k", grid=2048, blocks_per_lane=2),
+        _format("IQ1_M", "i_quants", "q8_k", span=16, folded_scale_bytes=2, grid=2048, blocks_per_lane=2),
+        _format("IQ1_S_ROW", "i_quants", "q8_0", grid=2048),
+        _format("IQ1_M_ROW", "i_quants", "q8_0", span=16, folded_scale_bytes=FOLDED_TO_F16, grid=2048),
+        _format("IQ2_XXS", "i_quants", "q8_k", grid=256, blocks_per_lane=2),
+        _format("IQ2_XS", "i_quants", "q8_k", span=16, folded_scale_bytes=2, grid=512, blocks_per_lane=2),
+        _format("IQ2_S", "i_quants", "q8_k", span=16, folded_scale_bytes=2, grid=1024, blocks_per_lane=2),
+        _format("IQ3_XXS", "i_quants", "q8_k", grid=256, blocks_per_lane=2),
+        _format("IQ3_S", "i_quants", "q8_k", grid=512, blocks_per_lane=2),
+        _format("IQ4_NL", "i_quants", "q8_0"),
+        _format("IQ4_XS", "i_quants", "q8_k", launch_group="K"),
+        _format("TQ1_0", "ternary", "q8_k", folded_scale_bytes=1, blocks_per_lane=2),
+        _format("TQ2_0", "ternary", "q8_k", folded_scale_bytes=1, blocks_per_lane=2),
+        _format("Q2_0", "ternary", "q8_0"),
+        _format("Q1_0", "binary", "q8_0"),
+        _format("MXFP4", "fp4", "q8_0"),
+        _format("NVFP4", "fp4", "q8_0", span=16, folded_scale_bytes=FOLDED_TO_F16),
+        _format("IQ1_BN", "bitnet", "q8_k64", blocks_per_lane=2, max_rows_in_registers=4),
+        _format("IQ2_BN", "bitnet", "q8_k64", blocks_per_lane=2),
+        _format("IQ2_K", "ik_quants", "q8_k", span=16, folded_scale_bytes=2, launch_group="K"),
+        _format("IQ3_K", "ik_quants", "q8_k", span=16, folded_scale_bytes=2, launch_group="K"),
+        _format("IQ4_K", "ik_quants", "q8_k", span=16, folded_scale_bytes=2, launch_group="K"),
+        _format("IQ5_K", "ik_quants", "q8_k", span=16, folded_scale_bytes=2, launch_group="K"),
+        _format("IQ6_K", "ik_quants", "q8_k", span=16, folded_scale_bytes=2, launch_group="K"),
+        _format("IQ2_KS", "ik_quants", "q8_k", launch_group="K"),
+        _format("IQ3_KS", "ik_quants", "q8_k", launch_group="K"),
+        _format("IQ4_KS", "ik_quants", "q8_k", launch_group="K"),
+        _format("IQ5_KS", "ik_quants", "q8_k", launch_group="K"),
+        _format("IQ4_KSS", "ik_quants", "q8_k", launch_group="K"),
+        _format("IQ2_KL", "ik_quants", "q8_k", blocks_per_lane=2, launch_group="K"),
+        _format("IQ1_KT", "trellis", "q8_2", byte_replicated=True, tiles=True),
+        _format("IQ2_KT", "trellis", "q8_2", row_scale_gain=1.05, byte_replicated=True, tiles=True),
+        _format("IQ3_KT", "trellis", "q8_2", row_scale_gain=1.01, tiles=True),
+        _format("IQ4_KT", "trellis", "q8_2", byte_replicated=True),
     )
 }
 
@@ -173,23 +172,44 @@ BLOCK_TYPES: tuple[TensorType, ...] = tuple(f.type for f in FORMATS.values() if 
 INTERLEAVED_ENCODERS = ("Q8_K_R8", "Q8_K_R16")
 
 
+#: Matches the definition of an encoder or an unpacker at the beginning of a line.
+_DEFINITION = re.compile(r"^(?:def )?((?:encode|unpack)_\w+)\b", re.MULTILINE)
+
+
+@cache
+def _definitions(verb: str, family: str) -> frozenset[str]:
+    """Return the names that a family's file defines; importing it would load the compiler."""
+    path = Path(__file__).parent / "cpu" / verb / f"{family}.py"
+    return frozenset(_DEFINITION.findall(path.read_text(encoding="utf-8")) if path.is_file() else ())
+
+
+def _is_defined(verb: str, spec: Format, suffix: str = "") -> bool:
+    """Return whether ``encode_<type>`` or ``unpack_<type>`` is in its family's file, or was added to the module."""
+    name = f"{verb}_{spec.type.name.lower()}{suffix}"
+    module = sys.modules.get(f"quantkit.kernels.cpu.{verb}.{spec.family}")
+    return name in _definitions(verb, spec.family) or hasattr(module, name)
+
+
 def has_decoder(t: TensorType) -> bool:
     """Return whether rows of type ``t`` can be decoded and multiplied: an interleaved type as its base type."""
-    return base_of(t).name in FORMATS
+    spec = FORMATS.get(base_of(t).name)
+    return spec is not None and (spec.is_float or _is_defined("unpack", spec))
 
 
 def has_encoder(t: TensorType) -> bool:
     """Return whether rows can be encoded as type ``t``."""
     base = base_of(t)
-    if base is not t:
-        exact = layout_of(t).is_exact and base.name in FORMATS and FORMATS[base.name].encodes
-        return exact or t.name in INTERLEAVED_ENCODERS
-    return t.name in FORMATS and FORMATS[t.name].encodes
+    if t.name in INTERLEAVED_ENCODERS:
+        return True
+    if base is not t and not layout_of(t).is_exact:
+        return False
+    return base.name in FORMATS and _is_defined("encode", FORMATS[base.name])
 
 
 def format_of(t: TensorType, function: str = "decoder") -> Format:
     """Return the record of type ``t``; raise TypeNotSupported, naming the missing ``function``, if there is none."""
-    if t.name not in FORMATS or (function == "encoder" and not FORMATS[t.name].encodes):
+    exists = has_encoder if function == "encoder" else has_decoder
+    if t.name not in FORMATS or not exists(t):
         raise TypeNotSupported(
             f"there is no {function} for {t.name} in this version; `quantkit types` shows which exist", "QK-E302"
         )

@@ -97,6 +97,7 @@ def _forward(b: Builder) -> Value:
         x = gemma3n.merge_streams(b, x)
     elif b.arch.hyper_connections:
         x = hyper_connections.merge_streams(b, x)
+    x = x if x.outputs else b.select_outputs(x)
     x = b.norm(x, b.arch.output_norm)
     logits = b.mul_mat(x, "output" if b.has("output.weight") else "token_embd", out="logits", base_name="output")
     return _logits(b, logits)

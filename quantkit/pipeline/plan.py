@@ -240,6 +240,11 @@ def check_kernels(tensors: Sequence[OutputTensor | PlannedTensor]) -> None:
                 )
             if not has_decoder(decoded_as(have)):
                 raise TypeNotSupported(f"tensor {c.name} is {have}, for which this version has no decoder", "QK-E302")
+            if not has_decoder(decoded_as(c.type)):
+                raise TypeNotSupported(
+                    f"tensor {c.name}: this version has no decoder for {c.type} ({c.reason}), so none to read it",
+                    "QK-E302",
+                )
 
 
 def _place(c: OutputTensor, shard: int, offset: int) -> PlannedTensor:

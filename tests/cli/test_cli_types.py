@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
+from guide import step
 from quantkit.cli import cli
 from quantkit.kernels.formats import has_decoder, has_encoder
 from quantkit.kernels.interleave import base_of
@@ -68,10 +69,16 @@ def test_encoders_and_decoders_are_those_there_are() -> None:
             assert (row["weighted_error"] is None, row["encoding"] is None) == (not row["encoder"],) * 2
 
 
+def shown_in(plot: Path) -> set[str]:
+    """Return the types that a plot names."""
+    return {n for label in re.findall(r"<!-- ([A-Z0-9_, ]+) -->", plot.read_text()) for n in label.split(", ")}
+
+
 def test_the_plot_shows_every_type_or_its_base(tmp_path: Path) -> None:
     run("--plot", str(tmp_path / "p.svg"))
-    text = (tmp_path / "p.svg").read_text()
-    names = {name for label in re.findall(r"<!-- ([A-Z0-9_, ]+) -->", text) for name in label.split(", ")}
+    names = shown_in(tmp_path / "p.svg")
+    in_docs = shown_in(Path(__file__).parents[2] / "docs/types.svg")
+    assert {n for n in names if n in BY_NAME and BY_NAME[n].trees != "none"} <= in_docs, step("Add a type", 12)
     for t in TYPES:
         if has_encoder(t) and t.is_quantized and (t.trees != "none" or t.name in QUALITY):
             ratio = QUALITY[t.name].error / QUALITY[base_of(t).name].error if base_of(t).name in QUALITY else 0

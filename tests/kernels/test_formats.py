@@ -1,4 +1,8 @@
-"""The registry of types: every record has its functions, and a type is at home in few places, which are counted."""
+"""The registry of types: every record has its functions, and a type is at home in few places, which are counted.
+
+A forgotten step of CONTRIBUTING.md, "Add a type", fails here or in test_quality.py, test_kernels.py, test_cli_types.py,
+test_gpu_check.py and test_cards.py.
+"""
 
 from __future__ import annotations
 
@@ -12,24 +16,44 @@ import numpy as np
 import pytest
 from blocks import random_rows
 
+import quantkit
+from guide import step
 from quantkit.errors import TypeNotSupported
 from quantkit.kernels import formats, reference
 from quantkit.kernels.cuda.core.generated import headers
 from quantkit.kernels.cuda.unpack import decoders
-from quantkit.kernels.formats import BLOCK_TYPES, FORMATS, Format, cpu_function, format_of
-from quantkit.types import BY_NAME, ROWS, TensorType
+from quantkit.kernels.formats import BLOCK_TYPES, FORMATS, Format, cpu_function, format_of, has_encoder
+from quantkit.kernels.interleave import is_interleaved
+from quantkit.types import BY_NAME, ROWS, TYPES, TensorType
+from small_models import llama_tensors, write_model
 
 KERNELS = Path(formats.__file__).parent
 PRODUCT = KERNELS.parent
 
-#: What a record's family is made of: where its functions are looked for.
+#: Where the functions of a record's family are looked for.
 CPU = {verb: KERNELS / "cpu" / verb for verb in ("encode", "unpack")}
+#: Types without a record, and why.
+WITHOUT_KERNELS = {
+    **dict.fromkeys(("I8", "I16", "I32", "I64", "F64"), "tables and positions, which are copied"),
+    **dict.fromkeys(("Q8_1", "Q8_K", "Q8_0_X4", "Q8_1_X4", "Q8_2_X4"), "activations, which no file holds"),
+    **dict.fromkeys(("Q8_K16", "Q8_K32", "Q8_K64", "Q8_K128", "Q8_KR8"), "activations, which no file holds"),
+    "I2_S": "taken apart to IQ2_BN: kernels/tensor_scale.py",
+}
+#: Types with a record and without an encoder, and why.
+WITHOUT_ENCODER: dict[str, str] = {}
 
 by_record = pytest.mark.parametrize("of", FORMATS.values(), ids=lambda of: of.type.name)
 
 
+def how(number: int, of: Format) -> str:
+    """Return a step of the guide for a type."""
+    return step("Add a type", number, type=of.type.name.lower(), TYPE=of.type.name, family=of.family)
+
+
 def functions(path: Path) -> set[str]:
     """Return the names that a module defines, without importing it."""
+    if not path.exists():
+        return set()
     body = ast.parse(path.read_text()).body
     made = {n.name for n in body if isinstance(n, ast.FunctionDef)}
     return made | {
@@ -37,30 +61,61 @@ def functions(path: Path) -> set[str]:
     }
 
 
-@by_record
-def test_a_record_has_its_functions(of: Format, golden: dict[str, np.ndarray]) -> None:
-    """One encoder if it encodes, one unpacker on either side, a reference; none that the registry does not know of.
+def test_a_record_without_a_type_is_an_error() -> None:
+    assert "types.py" in step("Add a type", 1)
+    with pytest.raises(LookupError, match="Add a type"):
+        formats._format("NO_TYPE", "legacy", "q8_0")
 
-    A type of neither tree may lack a CUDA twin, and there is nobody whose bytes it could have.
-    """
+
+@pytest.mark.parametrize("t", [t for t in TYPES if not is_interleaved(t)], ids=str)
+def test_a_type_has_a_record_or_a_reason(t: TensorType) -> None:
+    assert (t.name in FORMATS) != (t.name in WITHOUT_KERNELS), f"{t}: {step('Add a type', 2)}"
+
+
+@pytest.mark.parametrize("t", [t for t in TYPES if t.interleave > 1], ids=str)
+def test_an_interleaved_type_has_a_layout(t: TensorType) -> None:
+    assert is_interleaved(t), f"{t}: {step('Add a type', 8)}"
+
+
+@by_record
+def test_a_record_has_its_functions(of: Format) -> None:
+    """A type of neither tree may lack a CUDA twin."""
     name, cuda = of.type.name.lower(), KERNELS / f"cuda/unpack/{of.family}.cuh"
-    assert hasattr(reference, f"decode_{name}")
-    encoders = CPU["encode"] / f"{of.family}.py"
-    made = functions(encoders) if encoders.exists() else set()
-    assert (f"encode_{name}" in made) == of.encodes
-    assert (f"encode_{name}_ik" in made) == of.ik_encoder
-    assert not of.ik_encoder or (of.encodes and of.type.trees == "both")
-    own = of.type.trees == "none"
-    if not own or of.type.name in decoders():
-        assert f"struct {of.type.name} : traits::{of.type.name} {{" in cuda.read_text()
-        assert f'#include "unpack/{of.family}.cuh"' in (KERNELS / "cuda/unpack/all.cuh").read_text()
+    assert of.is_float or f"unpack_{name}" in functions(CPU["unpack"] / f"{of.family}.py"), how(3, of)
+    made = functions(CPU["encode"] / f"{of.family}.py")
+    assert (f"encode_{name}" in made) != (of.type.name in WITHOUT_ENCODER), how(4, of)
+    assert has_encoder(of.type) == (f"encode_{name}" in made)
+    assert of.ik_encoder == (f"encode_{name}_ik" in made)
+    assert not of.ik_encoder or of.type.trees == "both"
+    assert hasattr(reference, f"decode_{name}"), how(5, of)
+    if of.type.trees != "none" or of.type.name in decoders():
+        assert cuda.is_file(), how(6, of)
+        assert f"struct {of.type.name} : traits::{of.type.name} {{" in cuda.read_text(), how(6, of)
+        assert f'#include "unpack/{of.family}.cuh"' in (KERNELS / "cuda/unpack/all.cuh").read_text(), how(6, of)
     assert f"struct {of.type.name} {{ static const int BLOCK = {of.type.block}, " in headers()["unpack/traits.cuh"]
     assert of.type.in_files != (of.type in ROWS)
     if not of.is_float:
-        assert f"unpack_{name}" in functions(CPU["unpack"] / f"{of.family}.py")
-        assert own or {of.type.name, f"{of.type.name}+imatrix"} & golden.keys()
         assert of.span in (16, 32)
         assert of.unit_bytes <= 320  # what skeletons keep of a row's end
+
+
+@pytest.mark.parametrize(("verb", "function"), [("encode", "encoder"), ("unpack", "decoder")])
+def test_a_type_without_a_function_is_refused_before_the_journal(
+    verb: str, function: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The file of a family tells, not the record; nothing is left of the run."""
+    defined = formats._definitions
+
+    def other(asked: str, family: str) -> frozenset[str]:
+        return defined(asked, family) - {f"{verb}_q4_0"}
+
+    monkeypatch.setattr(formats, "_definitions", other)
+    monkeypatch.delattr(f"quantkit.kernels.cpu.{verb}.legacy.{verb}_q4_0")
+    source = write_model(tmp_path / "s.gguf", llama_tensors(1))
+    with pytest.raises(TypeNotSupported, match=f"no {function} for Q4_0") as error:
+        quantkit.quantize(source, tmp_path / "o.gguf", "Q4_0")
+    assert error.value.code == "QK-E302"
+    assert [path.name for path in tmp_path.iterdir()] == ["s.gguf"]
 
 
 def test_no_function_without_a_record() -> None:
@@ -98,7 +153,7 @@ def test_a_type_is_at_home_in_six_places(name: str) -> None:
     of = FORMATS[name]
     places = {place.format(of.family) for place in PLACES}
     found = naming(of.type)
-    assert places - found <= ({f"kernels/cpu/encode/{of.family}.py"} if not of.encodes else set())
+    assert not places - found
     on_cuda = {f"kernels/cuda/encode/{of.family}.cuh"}
     assert not found - places - OPTIONAL - on_cuda - NAMED_AS_EXAMPLES.get(name, set())
 

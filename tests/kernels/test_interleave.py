@@ -17,6 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from conftest import DATA
+from guide import step
 from quantkit.cli import cli
 from quantkit.compare import compare
 from quantkit.errors import FormatError, RecipeError, ResourceError, TypeNotSupported
@@ -89,9 +90,9 @@ def test_golden_bytes_of_the_base_type_become_those_of_the_interleaved(name: str
 def test_golden_bytes_are_there_for_all_that_ik_encodes() -> None:
     proven = {n.partition("+")[0] for n in GOLDEN if n.endswith("/base")} | {n.partition("+")[0] for n in GOLDEN}
     arm = {"Q4_0_4X4", "Q4_0_4X8", "Q4_0_8X8"}
-    assert {t.name for t in INTERLEAVED} - {n.removesuffix("/base") for n in proven} == arm | {
-        "MXFP4_R8", "BF16_R16", "Q8_K_R16",
-    }  # fmt: skip
+    known = arm | {"MXFP4_R8", "BF16_R16", "Q8_K_R16"}
+    missing = {t.name for t in INTERLEAVED} - {n.removesuffix("/base") for n in proven}
+    assert missing == known, step("Add a type", 9, TYPE=" ".join(missing ^ known))
 
 
 @any_exact
@@ -434,8 +435,8 @@ def test_the_bytes_do_not_depend_on_threads_or_memory(
     made = tensor_bytes(tmp_path / "a.gguf")["blk.0.ffn_gate_up_exps.weight"]
     both = np.concatenate([x, -x], axis=1).reshape(-1, 256)
     assert made == (name, encode(both, t).tobytes())
-    for step, options in (("b", UNREPACK), ("c", REPACK), ("d", QuantizeOptions())):
-        quantize(tmp_path / f"{chr(ord(step) - 1)}.gguf", tmp_path / f"{step}.gguf", "COPY", options, threads=threads)
+    for stem, options in (("b", UNREPACK), ("c", REPACK), ("d", QuantizeOptions())):
+        quantize(tmp_path / f"{chr(ord(stem) - 1)}.gguf", tmp_path / f"{stem}.gguf", "COPY", options, threads=threads)
     assert tensor_bytes(tmp_path / "b.gguf")["blk.0.ffn_gate_up_exps.weight"][0] == base_of(t).name
     assert tensor_bytes(tmp_path / "c.gguf") == tensor_bytes(tmp_path / "d.gguf") == tensor_bytes(tmp_path / "a.gguf")
 

@@ -28,7 +28,7 @@ def own(monkeypatch: pytest.MonkeyPatch) -> TensorType:
     t = TensorType(OWN_IDS[0], "R4_0", "r4_0", 32, 18, 0, 1, "legacy", "none", "used", "", "f16@0")
     monkeypatch.setitem(types.BY_NAME, t.name, t)
     monkeypatch.setitem(types.BY_ID, t.id, t)
-    monkeypatch.setitem(formats.FORMATS, t.name, formats.Format(t, "legacy", True, "q8_0"))
+    monkeypatch.setitem(formats.FORMATS, t.name, formats.Format(t, "legacy", "q8_0"))
     for module, verb in ((reference, "decode"), (encoders, "encode"), (unpackers, "unpack")):
         monkeypatch.setattr(module, f"{verb}_r4_0", getattr(module, f"{verb}_q4_0"), raising=False)
     return t

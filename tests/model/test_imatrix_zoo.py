@@ -16,6 +16,7 @@ import test_mla
 from peer_cache import answer, peer
 from tiny_models import Shapes, ends, write
 
+from guide import step
 from quantkit.formats.gguf import Field, ValueType, open_gguf, write_gguf
 from quantkit.formats.imatrix import ImatrixEntry, read_imatrix
 from quantkit.imatrix import ImatrixOptions, expected_tensors, imatrix
@@ -98,7 +99,7 @@ def test_every_quantizable_weight_of_every_architecture_gets_an_entry(tmp_path: 
         missing = {t.name for t in wanted} - entries
         assert missing == NEVER_MULTIPLIED.get(name, set()), name
         seen.add(arch)
-    assert seen == set(ARCHS), "an architecture without a model here: draw one"
+    assert seen == set(ARCHS), f"{seen ^ set(ARCHS)}: {step('Add an architecture', 3)}, or a model in DRAWN"
 
 
 # ---------------------------------------------------------------- beside llama-imatrix

@@ -16,7 +16,6 @@ import quantkit
 from quantkit.arguments import Options, accept
 from quantkit.errors import ArgumentError, QuantkitError
 from quantkit.evaluate import SaveLogits
-from quantkit.export import ExportOptions
 from quantkit.types import BY_NAME
 from small_models import write_model
 
@@ -24,7 +23,7 @@ ROOT = Path(__file__).parents[2]
 Q4_K = BY_NAME["Q4_K"]
 PUBLIC = [getattr(quantkit, name) for name in quantkit.__all__ if name != "__version__"]
 VERBS = [value for value in PUBLIC if inspect.isfunction(value)]
-OPTIONS = [value for value in PUBLIC if inspect.isclass(value) and issubclass(value, Options)] + [ExportOptions]
+OPTIONS = [value for value in PUBLIC if inspect.isclass(value) and issubclass(value, Options)]
 
 
 def needs(verb: Any) -> dict[str, Any]:

@@ -1,0 +1,88 @@
+"""Enter the reference's bytes of a type in tests/data/golden-*.npz, which tests of encoders and decoders compare with.
+
+    scripts/make_golden_bytes.py TYPE --lib DIR
+
+Bytes of a type of llama.cpp are llama.cpp b11434's, those of ik_llama.cpp's own types ik_llama.cpp 8337e4cd3's, built
+without FMA. A type of both trees that ik_llama.cpp encodes by another search has both: --tree ik enters what differs.
+The rows and the importance matrix are in golden-mainline.npz. All other entries stay as they are.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from quantkit.kernels.interleave import is_interleaved
+from quantkit.types import TensorType, type_by_name
+
+DATA = Path(__file__).parents[1] / "tests" / "data"
+U8 = npt.NDArray[np.uint8]
+#: The library of each tree that has ggml_quantize_chunk.
+LIBRARIES = {"mainline": "libggml-base.so", "ik": "libggml.so"}
+
+
+def file_of(t: TensorType, tree: str) -> Path:
+    """Return the file that has a type's bytes as a tree encodes it."""
+    if is_interleaved(t):
+        return DATA / "golden-interleaved.npz"
+    if tree == "ik" and t.trees == "both":
+        return DATA / "golden-ik-shared.npz"
+    return DATA / f"golden-{tree}.npz"
+
+
+def encoded(library: ctypes.CDLL, t: TensorType, x: Any, importance: Any) -> U8:
+    """Return the bytes of ggml_quantize_chunk; ik_llama.cpp's has one argument more."""
+    i64, pointer = ctypes.c_int64, ctypes.c_void_p
+    library.ggml_quantize_chunk.argtypes = [ctypes.c_int, pointer, pointer, i64, i64, i64, pointer, pointer]
+    out = np.zeros((len(x), t.row_bytes(x.shape[1])), np.uint8)
+    weights = None if importance is None else importance.ctypes.data
+    library.ggml_quantize_chunk(t.id, x.ctypes.data, out.ctypes.data, 0, *x.shape, weights, None)
+    return out
+
+
+def without(found: dict[str, U8], known: dict[str, U8]) -> dict[str, U8]:
+    """Return what is found and not known."""
+    return {key: data for key, data in found.items() if key not in known or not np.array_equal(known[key], data)}
+
+
+def enter(t: TensorType, tree: str, folder: Path) -> dict[str, U8]:
+    """Enter the bytes of a type, and return those that are new or others than before."""
+    library = ctypes.CDLL(str(folder / LIBRARIES[tree]))
+    with np.load(DATA / "golden-mainline.npz") as mainline:
+        known = dict(mainline)
+    x, importance = np.ascontiguousarray(known["x"]), np.ascontiguousarray(known["imatrix"])
+    found = {f"{t.name}+imatrix": encoded(library, t, x, importance)}
+    if not t.needs_imatrix and t.imatrix != "required":
+        found[t.name] = encoded(library, t, x, None)
+    path = file_of(t, tree)
+    with np.load(path) as file:
+        entries = dict(file)
+    if path.name == "golden-ik-shared.npz":
+        found = without(found, known)
+    changed = without(found, entries)
+    if changed:
+        np.savez_compressed(path, allow_pickle=False, **entries | changed)
+    return changed
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("type", type=type_by_name, metavar="TYPE")
+    parser.add_argument("--lib", type=Path, required=True, help=f"directory of {' or '.join(LIBRARIES.values())}")
+    parser.add_argument("--tree", choices=list(LIBRARIES), help="whose search, if both trees have the type")
+    options = parser.parse_args()
+    t, tree = options.type, options.tree or ("ik" if options.type.trees == "ik" else "mainline")
+    if not t.is_in(tree):
+        sys.exit(f"{t} is no type of {tree}: there are no bytes of a reference")
+    changed = enter(t, tree, options.lib)
+    print(f"{file_of(t, tree).name}: {', '.join(changed) or 'nothing changed'}")
+
+
+if __name__ == "__main__":
+    main()

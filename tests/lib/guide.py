@@ -1,0 +1,29 @@
+"""The steps of CONTRIBUTING.md: a test that finds one forgotten quotes it."""
+
+from __future__ import annotations
+
+import re
+from functools import cache
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+#: Titles of the guides whose steps are tables.
+GUIDES = ("Add a type", "Add an architecture", "Add a class to `convert`", "Add a command")
+
+
+@cache
+def steps(title: str) -> dict[int, tuple[str, str]]:
+    """Return the steps of a guide: where, and what."""
+    text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    section = text.split(f"\n## {title}\n")[1].split("\n## ")[0]
+    rows = re.findall(r"^\| (\d+) \| (.+?) \| (.+?) \|$", section, re.MULTILINE)
+    return {int(number): (place, what) for number, place, what in rows}
+
+
+def step(title: str, number: int, **names: str) -> str:
+    """Return a step as a message; ``names`` fill its placeholders: ``type="q4_0"`` that of <type>."""
+    place, what = steps(title)[number]
+    text = f'CONTRIBUTING.md, "{title}", step {number}: {place}: {what}'
+    for name, value in names.items():
+        text = text.replace(f"<{name}>", value)
+    return text

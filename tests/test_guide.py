@@ -1,0 +1,84 @@
+"""The guides and maps of the tree are those of the tree: CONTRIBUTING.md, ARCHITECTURE.md, README.md."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from guide import GUIDES, ROOT, step, steps
+
+TESTS = Path(__file__).parent
+PAGES = {name: (ROOT / name).read_text(encoding="utf-8") for name in ("ARCHITECTURE.md", "README.md")}
+#: What a guide's placeholders stand for, where any file of a folder may be meant.
+PLACEHOLDER = re.compile(r"<\w+>|\bNAME\b")
+
+
+def places(cell: str) -> list[str]:
+    """Return the paths that a cell of a table names, with wildcards for placeholders."""
+    return [PLACEHOLDER.sub("*", text) for text in re.findall(r"`([\w./<>*-]+)`", cell) if "/" in text or "." in text]
+
+
+def quoted(title: str) -> set[int]:
+    """Return the steps of a guide that some test quotes: ``step(title, 1)``, or ``how(1)`` where that is meant."""
+    found: set[int] = set()
+    for path in TESTS.rglob("test_*.py"):
+        text = path.read_text(encoding="utf-8")
+        named = re.escape(title)
+        found |= {int(n) for n in re.findall(rf"""step\(["']{named}["'], (\d+)""", text)}
+        if re.search(rf"""step[(,] ?["']{named}["']""", text):
+            found |= {int(n) for n in re.findall(r"\bhow\((\d+)", text)}
+    return found
+
+
+@pytest.mark.parametrize("title", GUIDES)
+def test_places_of_a_guide_are_there(title: str) -> None:
+    assert list(steps(title)) == list(range(1, len(steps(title)) + 1))
+    for place, what in steps(title).values():
+        assert places(place), place
+        for name in places(place) + [name for name in places(what) if "/" in name]:
+            assert any(ROOT.glob(name)), name
+
+
+@pytest.mark.parametrize("title", GUIDES)
+def test_every_step_is_quoted_by_a_test(title: str) -> None:
+    """One that is forgotten fails that test."""
+    assert quoted(title) == steps(title).keys()
+
+
+def test_layers_have_every_part() -> None:
+    table = PAGES["ARCHITECTURE.md"].split("\n## Layers\n")[1].split("\n\n`kernels/cpu`")[0]
+    parts = {p.name for p in (ROOT / "quantkit").glob("[a-z]*.py")}
+    parts |= {f"{p.parent.name}/" for p in (ROOT / "quantkit").glob("*/__init__.py")}
+    missing = parts - set(places(table))
+    assert not missing, f"{missing}: {step('Add a command', 8)}"
+
+
+def test_places_of_answers_are_there() -> None:
+    """In the table of ARCHITECTURE.md, paths of the package."""
+    table = PAGES["ARCHITECTURE.md"].split("\n## Where is ..?\n")[1].split("\n## ")[0]
+    cells = re.findall(r"^\| [^|]+ \| (.+) \|$", table, re.MULTILINE)
+    named = [name for cell in cells for name in re.findall(r"`([\w./]+/[\w.]*)", cell)]
+    assert len(named) > len(cells) > 5
+    assert not [name for name in named if not (ROOT / "quantkit" / name).exists()]
+
+
+def tree() -> dict[str, str]:
+    """Return the folders of README's tree, by path, each with what is said of it."""
+    block = PAGES["README.md"].split("## How it is built\n\n```\n")[1].split("```")[0]
+    found: dict[str, str] = {}
+    above: list[str] = []
+    for line in block.splitlines():
+        indent, name, text = re.match(r"( *)(\S+/) +(.+)", line).groups()  # type: ignore[union-attr]
+        above[len(indent) // 2 :] = [name]
+        found["".join(above)] = text
+    return found
+
+
+def test_the_tree_of_the_readme_is_whole() -> None:
+    """All folders at the top, and all packages of quantkit; of those within packages some."""
+    folders = {"quantkit/", "benchmarks/", "docs/", "scripts/", "tests/"}
+    packages = {f"quantkit/{p.parent.name}/" for p in (ROOT / "quantkit").glob("*/__init__.py")}
+    assert tree().keys() >= folders | packages
+    assert not [name for name in tree() if not (ROOT / name).is_dir()]
