@@ -1,10 +1,10 @@
-"""More of the table of checkpoints: encoders, which make embeddings (quantkit/checkpoint/models/bert.py)."""
+"""The table of checkpoints, continued: encoders, which make embeddings (quantkit/checkpoint/models/bert.py)."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from checkpoint_table_named import named, of, written
+from checkpoint_table_decoders import named, of, written
 
 from checkpoint_table import Json, bpe, spm
 

@@ -20,9 +20,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from checkpoint_table_decoders import NAMED
 from checkpoint_table_encoders import ENCODERS
-from checkpoint_table_named import NAMED
-from checkpoint_table_others import OTHERS
+from checkpoint_table_mixtures import OTHERS
 
 from checkpoint_table import BASE, QUANTIZED, ROWS, SPARSE, VARIANTS, Json, Quantized, Row, Variant
 

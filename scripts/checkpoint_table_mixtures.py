@@ -1,8 +1,8 @@
-"""More of the table of checkpoints: large mixtures, old models, text models of those that also see and hear."""
+"""The table of checkpoints, continued: large mixtures, old models, text models of multimodal ones."""
 
 from __future__ import annotations
 
-from checkpoint_table_named import (
+from checkpoint_table_decoders import (
     ATTENTION,
     CHAT,
     DENSE,

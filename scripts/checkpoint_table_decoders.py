@@ -1,4 +1,4 @@
-"""More of the table of checkpoints: classes that few know, and decoders of before Llama.
+"""The table of checkpoints, continued: rare classes, and decoders before Llama.
 
 Their models are narrow: bytes are what is compared, and logits where the engine runs them (``runs``). Those of
 ``written`` are of classes that neither version of transformers has: config.json has what the converter reads, names and
