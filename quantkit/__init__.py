@@ -22,17 +22,20 @@ if TYPE_CHECKING:
     from quantkit.cook import cook, plan_cook
     from quantkit.errors import QuantkitError
     from quantkit.evaluate import kld, logits, perplexity
-    from quantkit.export import ExportOptions, export, plan_export
+    from quantkit.export import export, plan_export
     from quantkit.imatrix import ImatrixOptions, imatrix
     from quantkit.inspect import inspect
     from quantkit.lora import convert_lora, plan_convert_lora
     from quantkit.merge import merge_up_gate, split_up_gate
     from quantkit.model.engine import load
+    from quantkit.options.export import ExportOptions
+    from quantkit.options.search import SearchOptions
+    from quantkit.options.sensitivity import SensitivityOptions
     from quantkit.quantize import QuantizeOptions, plan_quantize, quantize
     from quantkit.recipes import write_recipe
     from quantkit.report import ReportOptions, report
-    from quantkit.search import SearchOptions, search, search_front
-    from quantkit.sensitivity import SensitivityOptions, read_sensitivity, sensitivity
+    from quantkit.search import search, search_front
+    from quantkit.sensitivity import read_sensitivity, sensitivity
 
 __all__ = [
     "ConvertOptions",
@@ -80,13 +83,13 @@ __all__ = [
 #: The module of every name above.
 _HOME = {
     "ConvertOptions": "options.convert",
-    "ExportOptions": "export",
+    "ExportOptions": "options.export",
     "ImatrixOptions": "imatrix",
     "QuantizeOptions": "options.quantize",
     "QuantkitError": "errors",
     "ReportOptions": "report",
-    "SearchOptions": "search",
-    "SensitivityOptions": "sensitivity",
+    "SearchOptions": "options.search",
+    "SensitivityOptions": "options.sensitivity",
     "bench": "bench",
     "calibration": "calibration",
     "compare": "compare",

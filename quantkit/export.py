@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Unpack
 
-from quantkit.arguments import Options, checked
+from quantkit.arguments import checked
 from quantkit.checkpoint.export.classes import of_architecture
 from quantkit.checkpoint.export.source import ExportSource, open_export
 from quantkit.checkpoint.tensor_names import KINDS
@@ -26,6 +26,7 @@ from quantkit.formats.gguf import Layout, TensorInfo, open_model
 from quantkit.formats.outputs import Output, atomic_write, check_apart, check_free, part_path, resolve_links
 from quantkit.formats.remote import located
 from quantkit.formats.safetensors import layout_safetensors
+from quantkit.options.export import ExportOptions
 from quantkit.pipeline.plan import Plan, PlannedShard
 from quantkit.pipeline.row_slices import PlannedTensor, whole_tensor
 from quantkit.pipeline.run import DEFAULT_MAX_RAM, RunOptions, RunResult, journal_path, run_plan
@@ -35,21 +36,7 @@ from quantkit.units import format_size
 from quantkit.version import __version__
 
 #: Where transformers begins a new shard.
-DEFAULT_SHARD = "5GB"
 INDEX = "model.safetensors.index.json"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ExportOptions(Options):
-    """Everything about an export but input and directory; names as on the command line.
-
-    ``outtype``: f32, f16, bf16 or auto. ``architecture``: the class of transformers, where an architecture has several.
-    """
-
-    outtype: str = "auto"
-    architecture: str | None = None
-    tokenizer: bool = True
-    max_shard_size: int | str = DEFAULT_SHARD
 
 
 @dataclass(frozen=True)

@@ -173,7 +173,7 @@ EXCEPTIONS = {
     "quantkit/recipes/write.py": {"others"},
     "quantkit/report/data.py": {"made", "never"},
     "quantkit/report/measure.py": {"known"},
-    "quantkit/search/options.py": {"same"},
+    "quantkit/options/search.py": {"same"},
     "quantkit/sensitivity/measure.py": {"done", "together"},
 }
 

@@ -11,7 +11,7 @@ import click
 from click.shell_completion import CompletionItem
 
 from quantkit.arguments import Option
-from quantkit.cli._options import SIZE, option
+from quantkit.cli._options import CHUNKS, SIZE, option
 from quantkit.cli._paths import IMATRIX_FILE, Place, complete_types
 
 #: Value of an option that is given without its optional file.
@@ -29,6 +29,10 @@ def _complete_folders(ctx: click.Context, param: click.Parameter, incomplete: st
     return [CompletionItem(incomplete, type="dir")]
 
 
+def _split_names(ctx: click.Context, param: click.Parameter, value: str | None) -> tuple[str, ...]:
+    return tuple(part.strip() for part in (value or "").split(",") if part.strip())
+
+
 #: Settings of click for kinds of options; a callable makes them of the declaration.
 _KINDS: dict[str, dict[str, Any]] = {
     "type": {"metavar": "TYPE", "shell_complete": complete_types},
@@ -39,8 +43,12 @@ _KINDS: dict[str, dict[str, Any]] = {
         "flag_value": "",
     },
     "size": {"type": SIZE},
+    "chunks": {"type": CHUNKS},
     "layers": {},
     "folder": {"shell_complete": _complete_folders},
+    "types": {"callback": _split_names, "shell_complete": complete_types, "multiple": False},
+    "rule": {"shell_complete": complete_types},
+    "share": {"type": click.FloatRange(0)},
 }
 
 
@@ -66,11 +74,13 @@ def _click_option(name: str, annotation: str, default: Any, declaration: Option)
         settings["type"] = Place(exists=True, dir_okay=False)
     elif annotation.startswith("int"):
         settings["type"] = click.IntRange(declaration.least)
+    elif annotation.startswith("float"):
+        settings["type"] = click.FloatRange(0, min_open=True)
     if declaration.choices:
         settings["type"] = click.Choice(declaration.choices, case_sensitive=False)
     if annotation.startswith("tuple") and declaration.kind != "layers":
-        settings["multiple"] = True
-    elif isinstance(default, (str, int)) and not isinstance(default, bool):
+        settings.setdefault("multiple", True)
+    elif isinstance(default, (str, int, float)) and not isinstance(default, bool):
         settings |= {"default": default, "show_default": bool(default)}
     if declaration.metavar is not None:
         settings["metavar"] = declaration.metavar

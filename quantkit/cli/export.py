@@ -8,12 +8,13 @@ from typing import Any
 
 import click
 
-from quantkit.cli._options import SIZE, GroupedCommand, echo_notes, option, options, plan_options, setting
+from quantkit.arguments import declarations
+from quantkit.cli._declared_options import declared_options
+from quantkit.cli._options import GroupedCommand, echo_notes, option, options, plan_options
 from quantkit.cli._paths import MODEL_FILE, Place
 from quantkit.cli._table import table
 from quantkit.cpus import available_cpus
-
-_CHECKPOINT = "Checkpoint"
+from quantkit.options.export import CHECKPOINT, ExportOptions
 
 
 def _list_all(ctx: click.Context, param: click.Parameter, value: bool) -> None:
@@ -27,32 +28,15 @@ def _list_all(ctx: click.Context, param: click.Parameter, value: bool) -> None:
 
 
 _export_options = options(
-    option(
-        "--outtype",
-        group=_CHECKPOINT,
-        type=click.Choice(("f32", "f16", "bf16", "auto"), case_sensitive=False),
-        default="auto",
-        help="Data type; auto: that of the matrices, bf16 if quantized.  [default: auto]",
-    ),
-    option(
-        "--class",
-        "architecture",
-        group=_CHECKPOINT,
-        metavar="NAME",
-        help="Model class, if the architecture has several.",
-    ),
+    *declared_options(ExportOptions, (CHECKPOINT,)),
     option(
         "--list",
-        group=_CHECKPOINT,
+        group=CHECKPOINT,
         is_flag=True,
         is_eager=True,
         expose_value=False,
         callback=_list_all,
         help="List supported architectures.",
-    ),
-    option("--no-tokenizer", group=_CHECKPOINT, is_flag=True, help="Omit the tokenizer's files."),
-    setting(
-        "--max-shard-size", group=_CHECKPOINT, type=SIZE, default="5GB", help="Start a new shard beyond this size."
     ),
     plan_options,
 )
@@ -65,10 +49,6 @@ _export_options = options(
 def command(
     source: Path,
     folder: Path,
-    outtype: str,
-    architecture: str | None,
-    no_tokenizer: bool,
-    max_shard_size: int,
     dry_run: bool,
     as_json: bool,
     **run: Any,
@@ -80,12 +60,10 @@ def command(
     `quantkit convert` would not restore exactly is refused.
     """
     from quantkit.cli._export_report import ExportProgress, ExportReport
-    from quantkit.export import ExportOptions, plan_export, refusal, run_export
+    from quantkit.export import plan_export, refusal, run_export
 
-    options = ExportOptions(
-        outtype=outtype, architecture=architecture, tokenizer=not no_tokenizer, max_shard_size=max_shard_size
-    )
-    export = plan_export(source, folder, options)
+    requested = ExportOptions(**{name: run.pop(name) for name in declarations(ExportOptions)})
+    export = plan_export(source, folder, requested)
     echo_notes(export.plan.notes)
     report = ExportReport(export)
     if dry_run:

@@ -9,24 +9,24 @@ import shlex
 import sys
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import fields
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
 import click
 
+from quantkit.cli._declared_options import declared_options
 from quantkit.cli._evaluation import json_option, report
 from quantkit.cli._options import (
     CACHE_VARIABLE,
-    SIZE,
     GroupedCommand,
     claim,
     echo_notes,
     option,
+    options,
     setting,
 )
-from quantkit.cli._paths import IMATRIX_FILE, MODEL_FILE, Place, complete_types
+from quantkit.cli._paths import MODEL_FILE, Place
 from quantkit.cli._plot import Points, Scatter, check_plot, draw
 from quantkit.cli._table import table
 from quantkit.errors import ResourceError
@@ -34,150 +34,79 @@ from quantkit.extras import SEARCH
 from quantkit.formats.outputs import atomic_write, check_apart, read_whole
 from quantkit.formats.remote import located
 from quantkit.names import printable
+from quantkit.options.search import LIMITS, MODEL, SOLVER, TARGET
 from quantkit.recipes.dialects import text_of
 from quantkit.search import Allocation, Check, Front, SearchOptions, SearchResult, search, search_front
 from quantkit.search.find import load_measurements, model_path, with_imatrix
-from quantkit.search.options import RUNTIMES
 from quantkit.search.restrict import option_type
 from quantkit.sensitivity.file import Sensitivity
 from quantkit.units import PLUS_MINUS, format_seconds, format_size, size_unit
 
-_MODEL = "Model"
-_TARGET = "Target (exactly one)"
-_LIMITS = "Constraints"
 _CHECK = "Verification"
 _FRONT = "Pareto front"
 _OUT = "Output"
 _FILE = Place(exists=True, dir_okay=False)
 _NEW = Place(dir_okay=False)
-_POSITIVE = click.FloatRange(0, min_open=True)
-_RE: dict[str, Any] = {"group": _LIMITS, "multiple": True, "shell_complete": complete_types}
 
 
-def _split_names(ctx: click.Context, param: click.Parameter, value: str | None) -> tuple[str, ...]:
-    return tuple(part.strip() for part in (value or "").split(",") if part.strip())
+_search_options = options(
+    option("-s", "--sensitivity", group=MODEL, type=_FILE, required=True, help="Output of `quantkit sensitivity`."),
+    option(
+        "-m",
+        "--model",
+        group=MODEL,
+        type=MODEL_FILE,
+        help="Model; only its header is read.  [default: the measured one]",
+    ),
+    *declared_options(SearchOptions, (MODEL, TARGET, LIMITS, SOLVER)),
+    option(
+        "--speeds",
+        group=LIMITS,
+        type=_FILE,
+        metavar="FILE",
+        help="For --min-speed: GB/s by type, as JSON.  [default: measured]",
+    ),
+    option(
+        "--check",
+        group=_CHECK,
+        type=click.IntRange(1),
+        metavar="N",
+        help="Quantize and measure the N best allocations, and take the best.",
+    ),
+    option("--base", group=_CHECK, type=_FILE, help="For --check: base logits of perplexity --save-all-logits."),
+    option("--chunks", group=_CHECK, type=click.IntRange(1), metavar="N", help="For --check: number of chunks."),
+    option(
+        "--cache",
+        group=_CHECK,
+        type=Place(file_okay=False),
+        metavar="DIR",
+        envvar=CACHE_VARIABLE,
+        help="For --check: cache of encoded tensors.",
+    ),
+    option(
+        "--front",
+        "front_to",
+        group=_FRONT,
+        type=_NEW,
+        metavar="FILE",
+        help="Write the best allocation of each size, and the presets: .csv or .json.",
+    ),
+    setting("--points", group=_FRONT, type=click.IntRange(2), default=48, help="Number of sizes."),
+    option("--plot", group=_FRONT, type=_NEW, metavar="FILE", help="Plot the front: .svg, .png or .pdf."),
+    option(
+        "-o",
+        "--output",
+        group=_OUT,
+        type=_NEW,
+        help="Recipe to write, for `quantkit quantize -r`.  [default: print it]",
+    ),
+    option("-t", "--threads", group=_OUT, type=click.IntRange(0), help="Threads; 0 or by default, all CPUs."),
+    json_option,
+)
 
 
 @click.command("search", cls=GroupedCommand)
-@option("-s", "--sensitivity", group=_MODEL, type=_FILE, required=True, help="Output of `quantkit sensitivity`.")
-@option(
-    "-m",
-    "--model",
-    group=_MODEL,
-    type=MODEL_FILE,
-    help="Model; only its header is read.  [default: the measured one]",
-)
-@option(
-    "--imatrix",
-    group=_MODEL,
-    type=IMATRIX_FILE,
-    help="Importance matrix for quantizing.  [default: that of the measurement]",
-)
-@option(
-    "--feedback",
-    group=_MODEL,
-    type=_FILE,
-    metavar="COV.gguf",
-    help="Quantize with --feedback: use the costs measured with it.",
-)
-@option("--merge-up-gate", group=_MODEL, is_flag=True, help="Quantize with --merge-up-gate.")
-@option("--allow-requantize", group=_MODEL, is_flag=True, help="Accept tensors that are quantized already.")
-@option("--target-size", group=_TARGET, type=SIZE, help="Largest size of the whole file: 12.3G, 11.5GiB.")
-@option("--target-bpw", group=_TARGET, type=_POSITIVE, help="Most bits per weight of the tensors.")
-@option("--target-kld", group=_TARGET, type=_POSITIVE, help="Largest predicted divergence, at the least size.")
-@option(
-    "--types",
-    group=_LIMITS,
-    callback=_split_names,
-    metavar="TYPE,TYPE,..",
-    shell_complete=complete_types,
-    help="Types to choose from.  [default: all measured ones]",
-)
-@option(
-    "--runtime",
-    group=_LIMITS,
-    type=click.Choice(RUNTIMES, case_sensitive=False),
-    help="Only types that llama.cpp, ik_llama.cpp, or both load.",
-)
-@option(
-    "--allow",
-    **_RE,
-    metavar="RE=TYPE,..",
-    help="Types allowed for matching tensors; the first match applies.",
-)
-@option("--at-least", **_RE, metavar="RE=TYPE", help="At least the bits per weight of TYPE.")
-@option("--at-most", **_RE, metavar="RE=TYPE", help="At most the bits per weight of TYPE.")
-@option(
-    "--same",
-    group=_LIMITS,
-    multiple=True,
-    metavar="A,B",
-    help="The same type within a layer for classes, or parts of their names: up,gate; q,k,v.",
-)
-@option("--max-read", group=_LIMITS, type=SIZE, help="Most bytes of weights read per token; of experts those in use.")
-@option(
-    "--min-speed",
-    group=_LIMITS,
-    type=_POSITIVE,
-    metavar="T/S",
-    help="Tokens per second that reading weights must allow on this machine.",
-)
-@option(
-    "--speeds",
-    group=_LIMITS,
-    type=_FILE,
-    metavar="FILE",
-    help="For --min-speed: GB/s by type, as JSON.  [default: measured]",
-)
-@option("--proxy", group=_LIMITS, metavar="NAME", help="Proxy to use where no divergence was measured.")
-@option(
-    "--check",
-    group=_CHECK,
-    type=click.IntRange(1),
-    metavar="N",
-    help="Quantize and measure the N best allocations, and take the best.",
-)
-@option("--base", group=_CHECK, type=_FILE, help="For --check: base logits of perplexity --save-all-logits.")
-@option(
-    "--chunks",
-    group=_CHECK,
-    type=click.IntRange(1),
-    metavar="N",
-    help="For --check: number of chunks.",
-)
-@option(
-    "--cache",
-    group=_CHECK,
-    type=Place(file_okay=False),
-    metavar="DIR",
-    envvar=CACHE_VARIABLE,
-    help="For --check: cache of encoded tensors.",
-)
-@option(
-    "--front",
-    "front_to",
-    group=_FRONT,
-    type=_NEW,
-    metavar="FILE",
-    help="Write the best allocation of each size, and the presets: .csv or .json.",
-)
-@setting("--points", group=_FRONT, type=click.IntRange(2), default=48, help="Number of sizes.")
-@option("--plot", group=_FRONT, type=_NEW, metavar="FILE", help="Plot the front: .svg, .png or .pdf.")
-@option(
-    "-o", "--output", group=_OUT, type=_NEW, help="Recipe to write, for `quantkit quantize -r`.  [default: print it]"
-)
-@setting(
-    "--time-limit", group=_OUT, type=_POSITIVE, default=60.0, metavar="SECONDS", help="Time limit of each allocation."
-)
-@setting(
-    "--gap",
-    group=_OUT,
-    type=click.FloatRange(0),
-    default=0.0,
-    help="Relative distance from the optimum at which to stop.",
-)
-@option("-t", "--threads", group=_OUT, type=click.IntRange(0), help="Threads; 0 or by default, all CPUs.")
-@json_option
+@_search_options
 def command(
     sensitivity: Path,
     model: Path | None,
@@ -207,7 +136,6 @@ def command(
     quantkit quantize model-bf16.gguf out.gguf Q4_K -r model.recipe --imatrix im.gguf
     quantkit search -s S.json --imatrix im.gguf --front front.csv --plot front.svg
     """
-    option_names = {f.name for f in fields(SearchOptions)}
     targets = [name for name in ("target_size", "target_bpw", "target_kld") if values[name] is not None]
     _check_usage(targets, check, base, output, front_to, plot)
     kind = None if plot is None else check_plot(plot, SEARCH)
@@ -221,8 +149,7 @@ def command(
     say = _say(quiet=json_to == "-")
     if values["min_speed"] is not None:
         values["speeds"] = _speeds(speeds, sensitivities, values["types"], threads, say)
-    requested = SearchOptions(**{name: value for name, value in values.items() if name in option_names})
-    options = with_imatrix(requested, sensitivities, sensitivity, source)
+    requested = with_imatrix(SearchOptions(**values), sensitivities, sensitivity, source)
     result: dict[str, Any] = {}
     text: list[str] = []
     if targets:
@@ -230,7 +157,7 @@ def command(
         if check is not None and base is not None:
             folder = None if output is None else output.parent
             verification = Check(check, base, chunks=chunks, threads=threads or None, cache=cache, folder=folder)
-        outcome = search(sensitivities, source, options, check=verification, progress=say)
+        outcome = search(sensitivities, source, requested, check=verification, progress=say)
         echo_notes(outcome.notes)
         recipe = _recipe(outcome, sensitivity, source)
         _write(output, recipe)
@@ -239,7 +166,7 @@ def command(
             _text(outcome, recipe) if output is None else f"{_text(outcome)}\n{_command(outcome.best, source, output)}"
         )
     if front_to is not None or plot is not None:
-        front_result = search_front(sensitivities, source, options, points=points, progress=say)
+        front_result = search_front(sensitivities, source, requested, points=points, progress=say)
         echo_notes(front_result.notes)
         rows = _rows(front_result)
         if front_to is not None:

@@ -12,31 +12,32 @@ from typing import Any
 import click
 from tqdm import tqdm
 
-from quantkit.cli._evaluation import KV_NAMES, KV_TYPES, OUT, RUN, TEXT, TEXT_FILE, model_option, parse_kv_type
+from quantkit.cli._declared_options import declared_options
+from quantkit.cli._evaluation import KV_NAMES, KV_TYPES, OUT, TEXT_FILE, model_option, parse_kv_type
 from quantkit.cli._options import (
-    CHUNKS,
-    SIZE,
     GroupedCommand,
     cache_arguments,
     cache_option,
     cache_size_option,
     echo_notes,
     option,
+    options,
     setting,
     threads_option,
 )
 from quantkit.cli._paths import Place
 from quantkit.cli._table import table
 from quantkit.names import printable
+from quantkit.options.sensitivity import MEASUREMENT, RUN, TEXT
 from quantkit.sensitivity import Cost, Sensitivity, SensitivityOptions, SensitivityProgress, sensitivity
-from quantkit.sensitivity.encode import GROUPS
 from quantkit.sensitivity.experts import experts_summary
-from quantkit.sensitivity.measure import ALL_FULL_TYPES, FULL_RUNS, TYPES
 from quantkit.units import format_seconds, format_size
 
-_MEASURE = "Measurement"
 #: Most groups that are listed.
 _MAX_ROWS = 12
+
+
+_declared = options(*declared_options(SensitivityOptions, (TEXT, MEASUREMENT, RUN)))
 
 
 @click.command("sensitivity", cls=GroupedCommand)
@@ -51,47 +52,7 @@ _MAX_ROWS = 12
     multiple=True,
     help="Held-out text, - for stdin; repeatable. Not the text of the importance matrix.",
 )
-@setting("-c", "--ctx-size", "n_ctx", group=TEXT, type=click.IntRange(4), default=512, help="Tokens per chunk.")
-@option("--chunks", group=TEXT, type=CHUNKS, default=-1, help="Number of chunks; -1 (default): all.")
-@option("--types", group=_MEASURE, metavar="TYPES", help=f"Types, separated by commas. Default: {','.join(TYPES)}.")
-@setting(
-    "--groups",
-    group=_MEASURE,
-    type=click.Choice(GROUPS),
-    default=GROUPS[0],
-    help="Tensors of a group: those of a class in a layer, those of a class in all layers, or a single one. All "
-    "experts of a tensor have one type.",
-)
-@option(
-    "--imatrix",
-    group=_MEASURE,
-    type=Place(exists=True, dir_okay=False),
-    help="Importance matrix, as for quantize; some types need one.",
-)
-@option(
-    "--feedback",
-    group=_MEASURE,
-    metavar="COV",
-    type=Place(exists=True, dir_okay=False),
-    help="Covariances, to also measure types with error feedback.",
-)
-@option(
-    "--full-runs",
-    group=_MEASURE,
-    type=click.IntRange(-1),
-    metavar="N",
-    help="Types of each group to run to the end of the model, -1 for all; costs of the others are predicted from the "
-    f"error at the end of their layer. Default: all of up to {ALL_FULL_TYPES} types, {FULL_RUNS} of more.",
-)
-@option("--proxies-only", group=_MEASURE, is_flag=True, help="Measure one type of each group, predict the others.")
-@option(
-    "--together/--no-together",
-    group=_MEASURE,
-    default=True,
-    help="Also measure all groups in each type at once, to learn how costs combine.",
-)
-@option("--allow-requantize", group=_MEASURE, is_flag=True, help="Accept tensors that are quantized already.")
-@setting("-b", "--batch-size", "n_batch", group=RUN, type=click.IntRange(1), default=4096, help="Tokens per batch.")
+@_declared
 @threads_option
 @setting(
     *KV_NAMES,
@@ -102,7 +63,6 @@ _MAX_ROWS = 12
     callback=parse_kv_type,
     help="Type of both K and V cache.",
 )
-@option("--max-ram", group=RUN, type=SIZE, metavar="SIZE", help="Memory for weights; the rest is streamed.")
 @cache_option
 @cache_size_option
 @option("--resume", group=RUN, is_flag=True, help="Continue an interrupted run.")
@@ -119,7 +79,6 @@ _MAX_ROWS = 12
 def command(
     model: Path,
     files: tuple[Path, ...],
-    types: str | None,
     output: Path,
     cache: Path | None,
     cache_size: int | None,
@@ -139,11 +98,10 @@ def command(
     quantkit sensitivity -m model-bf16.gguf -f heldout.txt --imatrix imatrix.gguf --full-runs -1 -o S.json
     quantkit sensitivity -m model-bf16.gguf -f heldout.txt --types Q4_K,Q8_0 --proxies-only -o S.json
     """
-    names = () if types is None else tuple(name.strip() for name in types.split(",") if name.strip())
     cache_arguments(cache, cache_size)  # refuses a size without a cache
-    options = SensitivityOptions(types=names, threads=threads or None, cache=cache, cache_size=cache_size, **values)
+    requested = SensitivityOptions(threads=threads or None, cache=cache, cache_size=cache_size, **values)
     with closing(_Bar()) as bar:
-        result = sensitivity(model, output, files, options=options, progress=bar.update)
+        result = sensitivity(model, output, files, options=requested, progress=bar.update)
     echo_notes(result.settings["notes"])
     click.echo("\n".join(_lines(result, output)))
 

@@ -41,7 +41,7 @@ from quantkit.formats.outputs import read_whole
 from quantkit.formats.remote import located
 from quantkit.options.convert import ConvertOptions
 from quantkit.options.quantize import QuantizeOptions, independent_of_search
-from quantkit.sensitivity.encode import GROUPS
+from quantkit.options.sensitivity import GROUPS
 
 #: Largest file of settings in bytes, and the most targets.
 _MAX_BYTES, _MAX_TARGETS = 1 << 20, 200

@@ -1,4 +1,4 @@
-"""Options of `quantize` and `convert`, each declared once: for Python, the command line, cook.toml and their help.
+"""Options of verbs, each declared once: for Python, the command line, cook.toml and their help.
 
 Nothing heavy is imported here, so that --help is printed at once.
 """

@@ -16,8 +16,8 @@ from quantkit.errors import FormatError, RecipeError, ResourceError
 from quantkit.extras import SEARCH, check_extras
 from quantkit.formats.gguf import open_model
 from quantkit.formats.remote import located
+from quantkit.options.search import SearchOptions
 from quantkit.search.allocation import Allocation, Check, measure
-from quantkit.search.options import SearchOptions
 from quantkit.search.solve import Answer, Exclusion, Limit, Weights, solve
 from quantkit.search.space import Space
 from quantkit.sensitivity.file import Sensitivity, read_sensitivity

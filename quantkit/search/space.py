@@ -17,6 +17,7 @@ from typing import Any
 
 from quantkit.errors import RecipeError
 from quantkit.kernels.formats import has_encoder
+from quantkit.options.search import SearchOptions
 from quantkit.pipeline.facts import half_names, layer_of
 from quantkit.pipeline.plan import Plan
 from quantkit.pipeline.presets import is_target, preset_by_name
@@ -27,7 +28,6 @@ from quantkit.pipeline.source import Source
 from quantkit.quantize import QuantizeOptions, plan_from
 from quantkit.recipes import rules_for
 from quantkit.search.combine import fit_combination, read_measured_allocations
-from quantkit.search.options import SearchOptions
 from quantkit.search.predict import Predictor
 from quantkit.search.restrict import Restrictions, option_type, tie_groups
 from quantkit.sensitivity.file import Group, Sensitivity

@@ -13,12 +13,12 @@ import numpy as np
 from quantkit.arguments import checked
 from quantkit.errors import RecipeError, TypeNotSupported
 from quantkit.formats.gguf import open_model
+from quantkit.options.search import SearchOptions
 from quantkit.pipeline.facts import half_names
 from quantkit.pipeline.plan import Plan
 from quantkit.pipeline.presets import PRESETS, Preset
 from quantkit.search.allocation import Allocation
 from quantkit.search.find import Finder, load_measurements, model_path, sensitivity_files, with_imatrix
-from quantkit.search.options import SearchOptions
 from quantkit.search.space import Space
 from quantkit.sensitivity.file import Sensitivity
 from quantkit.types import TensorType

@@ -15,8 +15,9 @@ file              the JSON file that search, report and cook read
 
 from __future__ import annotations
 
+from quantkit.options.sensitivity import SensitivityOptions
 from quantkit.sensitivity.file import Cost, Group, Sensitivity, read_sensitivity
-from quantkit.sensitivity.measure import SensitivityOptions, SensitivityProgress, sensitivity
+from quantkit.sensitivity.measure import SensitivityProgress, sensitivity
 
 __all__ = [
     "Cost",

@@ -23,6 +23,7 @@ from quantkit.kernels.first_run import compile_in_order
 from quantkit.kernels.formats import has_encoder
 from quantkit.kernels.interleave import is_interleaved
 from quantkit.names import tensor_class
+from quantkit.options.sensitivity import GROUPS
 from quantkit.pipeline.cache.run_cache import RunCache
 from quantkit.pipeline.cache.store import Store
 from quantkit.pipeline.importance import Importance, importance_requirement
@@ -36,7 +37,6 @@ from quantkit.sensitivity.file import Group
 from quantkit.sensitivity.variants import Overrides
 from quantkit.types import TensorType, type_by_name
 
-GROUPS = ("class-layer", "class", "tensor")
 #: A type that fits rows of any usual length: a plan with it tells which tensors are encoded at all.
 _PROBE = "F16"
 

@@ -13,7 +13,7 @@ import shutil
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from quantkit.arguments import Options, checked
+from quantkit.arguments import checked
 from quantkit.cpus import available_cpus
 from quantkit.errors import RecipeError, ResourceError
 from quantkit.evaluate.likelihood import split_chunks
@@ -35,6 +35,7 @@ from quantkit.model.batch import Batch
 from quantkit.model.engine import Model, load
 from quantkit.model.selection import without_selection
 from quantkit.names import span
+from quantkit.options.sensitivity import ALL_FULL_TYPES, FULL_RUNS, TYPES, SensitivityOptions
 from quantkit.pipeline.cache.store import open_store
 from quantkit.pipeline.content import FileRecord
 from quantkit.pipeline.feedback import CovarianceFile
@@ -65,46 +66,10 @@ from quantkit.version import __version__
 
 I32 = npt.NDArray[np.int32]
 
-#: Default types; those that need an importance matrix are left out without one.
-TYPES = ("IQ1_M", "IQ2_XXS", "IQ2_S", "Q2_K", "IQ3_XXS", "Q3_K", "IQ4_XS", "Q4_K", "Q5_K", "Q6_K", "Q8_0")
-#: Default number of types of each group that run to the end of the model, and up to how many types all of them do.
-FULL_RUNS, ALL_FULL_TYPES = 2, 4
 #: Journal key of the base model's likelihood.
 BASE: Key = ("", "", "base")
 #: Memory for the logits of a batch, in bytes: the base's logits and probabilities.
 _LOGITS = 256 << 20
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SensitivityOptions(Options):
-    """Types, amount of text and method of a measurement.
-
-    types: by name; none for ``TYPES``. groups: ``class-layer``, ``class`` or ``tensor``. feedback: a file of
-    covariances; types that support it are also encoded with error feedback. n_ctx: tokens of a chunk. chunks: None for
-    all. n_batch: tokens that go through the layers together. full_runs: types of each group that run to the end of the
-    model, -1 for all, None for two if there are more than four types; costs of the others follow from the error at the
-    end of their layer, and their ``Cost.kld`` is None. proxies_only: measure one type of each group, predict the
-    others. together: also measure the model with all groups in each type, which shows how costs combine.
-    """
-
-    types: tuple[str, ...] = ()
-    imatrix: Path | None = None
-    groups: str = "class-layer"
-    feedback: Path | None = None
-    n_ctx: int = 512
-    chunks: int | None = None
-    n_batch: int = 4096
-    kv_type: str = "f16"
-    full_runs: int | None = None
-    proxies_only: bool = False
-    together: bool = True
-    allow_requantize: bool = False
-    threads: int | None = None
-    max_ram: int | None = None
-    cache: Path | None = None
-    cache_size: int | None = None
-    resume: bool = False
-    overwrite: bool = False
 
 
 class SensitivityProgress(NamedTuple):

@@ -27,10 +27,11 @@ from quantkit.checkpoint.registry import ARCHITECTURES
 from quantkit.checkpoint.registry import CLASSES as HF_CLASSES
 from quantkit.convert import convert
 from quantkit.errors import TypeNotSupported
-from quantkit.export import ExportOptions, export, plan_export
+from quantkit.export import export, plan_export
 from quantkit.formats.gguf import GGUFFile, TensorInfo, open_gguf
 from quantkit.formats.safetensors import StoredTensor, read_checkpoint
 from quantkit.kernels import dequantize
+from quantkit.options.export import ExportOptions
 
 #: Checkpoint -> why what it becomes is refused.
 REFUSED = {"bert-classifier": "no file holds that"}

@@ -24,10 +24,11 @@ from quantkit.checkpoint.expressions import size_of as size_of_tensor
 from quantkit.checkpoint.registry import ARCHITECTURES
 from quantkit.convert import ConvertOptions, convert
 from quantkit.errors import FormatError, QuantkitError, ResourceError, TypeNotSupported
-from quantkit.export import ExportOptions, export, plan_export
+from quantkit.export import export, plan_export
 from quantkit.formats.gguf import Field, ValueType, open_gguf, write_gguf
 from quantkit.formats.safetensors import read_checkpoint
 from quantkit.kernels import dequantize
+from quantkit.options.export import ExportOptions
 from quantkit.pipeline.row_slices import PlannedTensor
 from quantkit.quantize import QuantizeOptions, quantize, size_of
 from quantkit.types import BY_NAME

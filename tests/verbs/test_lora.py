@@ -25,12 +25,13 @@ from gguf_digests import differences, digests
 from quantkit.cli import cli
 from quantkit.convert import ConvertOptions, convert, plan_convert
 from quantkit.errors import FormatError, QuantkitError, RecipeError, ResourceError
-from quantkit.export import ExportOptions, export
+from quantkit.export import export
 from quantkit.formats.gguf import open_gguf
 from quantkit.formats.safetensors import read_header
 from quantkit.kernels import dequantize
 from quantkit.kernels.cpu.low_rank import add_low_rank, strips
 from quantkit.lora import convert_lora, plan_convert_lora
+from quantkit.options.export import ExportOptions
 from quantkit.pipeline.worker import Worker
 from quantkit.quantize import QuantizeOptions
 

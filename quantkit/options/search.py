@@ -1,0 +1,93 @@
+"""The options of `search`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from quantkit.arguments import Options, option
+from quantkit.errors import RecipeError
+
+#: Values of --runtime.
+RUNTIMES = ("mainline", "ik", "both")
+#: Headings of --help.
+MODEL = "Model"
+TARGET = "Target (exactly one)"
+LIMITS = "Constraints"
+SOLVER = "Solver"
+
+
+def _limit(help: str, metavar: str) -> Any:  # noqa: A002
+    return option((), help, LIMITS, kind="rule", metavar=metavar)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SearchOptions(Options):
+    """Target and constraints of a search; names as on the command line. Each option is declared here alone.
+
+    ``target_size`` and ``max_read`` are bytes. ``allow``, ``at_least`` and ``at_most`` restrict groups with a tensor
+    whose name matches; of each kind the first that matches counts. ``speeds``: GB/s at which types are read; one that
+    is not in the table counts as the slowest. The names of ``imatrix`` and ``feedback`` are part of the file's size.
+    """
+
+    target_size: int | None = option(None, "Largest size of the whole file: 12.3G, 11.5GiB.", TARGET, kind="size")
+    target_bpw: float | None = option(None, "Most bits per weight of the tensors.", TARGET)
+    target_kld: float | None = option(None, "Largest predicted divergence, at the least size.", TARGET)
+
+    types: tuple[str, ...] = option(
+        (), "Types to choose from.  [default: all measured ones]", LIMITS, kind="types", metavar="TYPE,TYPE,.."
+    )
+    runtime: str | None = option(
+        None, "Only types that llama.cpp, ik_llama.cpp, or both load.", LIMITS, choices=RUNTIMES
+    )
+    allow: tuple[str, ...] = _limit("Types allowed for matching tensors; the first match applies.", "RE=TYPE,..")
+    at_least: tuple[str, ...] = _limit("At least the bits per weight of TYPE.", "RE=TYPE")
+    at_most: tuple[str, ...] = _limit("At most the bits per weight of TYPE.", "RE=TYPE")
+    same: tuple[str, ...] = option(
+        (),
+        "The same type within a layer for classes, or parts of their names: up,gate; q,k,v.",
+        LIMITS,
+        metavar="A,B",
+    )
+    max_read: int | None = option(
+        None, "Most bytes of weights read per token; of experts those in use.", LIMITS, kind="size"
+    )
+    min_speed: float | None = option(
+        None, "Tokens per second that reading weights must allow on this machine.", LIMITS, metavar="T/S"
+    )
+    speeds: Mapping[str, float] = field(default_factory=dict)
+    proxy: str | None = option(None, "Proxy to use where no divergence was measured.", LIMITS, metavar="NAME")
+
+    imatrix: Path | None = option(
+        None, "Importance matrix for quantizing.  [default: that of the measurement]", MODEL, kind="imatrix"
+    )
+    feedback: Path | None = option(
+        None, "Quantize with --feedback: use the costs measured with it.", MODEL, metavar="COV.gguf"
+    )
+    merge_up_gate: bool = option(False, "Quantize with --merge-up-gate.", MODEL)
+    allow_requantize: bool = option(False, "Accept tensors that are quantized already.", MODEL)
+
+    time_limit: float = option(60.0, "Time limit of each allocation.", SOLVER, metavar="SECONDS")
+    gap: float = option(0.0, "Relative distance from the optimum at which to stop.", SOLVER, kind="share")
+
+    def check(self) -> None:
+        """Raise RecipeError for values out of range."""
+        if self.runtime not in (None, *RUNTIMES):
+            raise RecipeError(f"--runtime {self.runtime}: there are {', '.join(RUNTIMES)}", "QK-E203")
+        positive = ("target_size", "target_bpw", "target_kld", "max_read", "min_speed", "time_limit")
+        for name in positive:
+            value = getattr(self, name)
+            if value is not None and not value > 0:
+                raise RecipeError(f"--{name.replace('_', '-')} {value} must be above 0", "QK-E203")
+        if self.min_speed is not None and not self.speeds:
+            raise RecipeError("--min-speed needs the speeds of types on this machine: --speeds FILE", "QK-E202")
+
+    def check_target(self) -> None:
+        """Raise RecipeError unless there is exactly one target."""
+        targets = [name for name in ("target_size", "target_bpw", "target_kld") if getattr(self, name) is not None]
+        if len(targets) != 1:
+            raise RecipeError(
+                "give one of --target-size, --target-bpw and --target-kld", "QK-E201" if targets else "QK-E202"
+            )
