@@ -25,54 +25,56 @@ PRODUCT = KERNELS.parent
 #: What a record's family is made of: where its functions are looked for.
 CPU = {verb: KERNELS / "cpu" / verb for verb in ("encode", "unpack")}
 
-by_record = pytest.mark.parametrize("of", FORMATS.values(), ids=lambda of: of.type.name)
+by_record = pytest.mark.parametrize("record", FORMATS.values(), ids=lambda record: record.type.name)
 
 
 def functions(path: Path) -> set[str]:
     """Return the names that a module defines, without importing it."""
     body = ast.parse(path.read_text()).body
-    made = {n.name for n in body if isinstance(n, ast.FunctionDef)}
-    return made | {
+    names = {n.name for n in body if isinstance(n, ast.FunctionDef)}
+    return names | {
         target.id for n in body if isinstance(n, ast.Assign) for target in n.targets if isinstance(target, ast.Name)
     }
 
 
 @by_record
-def test_a_record_has_its_functions(of: Format, golden: dict[str, np.ndarray]) -> None:
+def test_a_record_has_its_functions(record: Format, golden: dict[str, np.ndarray]) -> None:
     """One encoder if it encodes, one unpacker on either side, a reference; none that the registry does not know of.
 
     A type of neither tree may lack a CUDA twin, and there is nobody whose bytes it could have.
     """
-    name, cuda = of.type.name.lower(), KERNELS / f"cuda/unpack/{of.family}.cuh"
+    name, cuda = record.type.name.lower(), KERNELS / f"cuda/unpack/{record.family}.cuh"
     assert hasattr(reference, f"decode_{name}")
-    encoders = CPU["encode"] / f"{of.family}.py"
-    made = functions(encoders) if encoders.exists() else set()
-    assert (f"encode_{name}" in made) == of.encodes
-    assert (f"encode_{name}_ik" in made) == of.ik_encoder
-    assert not of.ik_encoder or (of.encodes and of.type.trees == "both")
-    own = of.type.trees == "none"
-    if not own or of.type.name in decoders():
-        assert f"struct {of.type.name} : traits::{of.type.name} {{" in cuda.read_text()
-        assert f'#include "unpack/{of.family}.cuh"' in (KERNELS / "cuda/unpack/all.cuh").read_text()
-    assert f"struct {of.type.name} {{ static const int BLOCK = {of.type.block}, " in headers()["unpack/traits.cuh"]
-    assert of.type.in_files != (of.type in ROWS)
-    if not of.is_float:
-        assert f"unpack_{name}" in functions(CPU["unpack"] / f"{of.family}.py")
-        assert own or {of.type.name, f"{of.type.name}+imatrix"} & golden.keys()
-        assert of.span in (16, 32)
-        assert of.unit_bytes <= 320  # what skeletons keep of a row's end
+    encoders = CPU["encode"] / f"{record.family}.py"
+    encoder_names = functions(encoders) if encoders.exists() else set()
+    assert (f"encode_{name}" in encoder_names) == record.encodes
+    assert (f"encode_{name}_ik" in encoder_names) == record.ik_encoder
+    assert not record.ik_encoder or (record.encodes and record.type.trees == "both")
+    is_own = record.type.trees == "none"
+    if not is_own or record.type.name in decoders():
+        assert f"struct {record.type.name} : traits::{record.type.name} {{" in cuda.read_text()
+        assert f'#include "unpack/{record.family}.cuh"' in (KERNELS / "cuda/unpack/all.cuh").read_text()
+    assert (
+        f"struct {record.type.name} {{ static const int BLOCK = {record.type.block}, " in headers()["unpack/traits.cuh"]
+    )
+    assert record.type.in_files != (record.type in ROWS)
+    if not record.is_float:
+        assert f"unpack_{name}" in functions(CPU["unpack"] / f"{record.family}.py")
+        assert is_own or {record.type.name, f"{record.type.name}+imatrix"} & golden.keys()
+        assert record.span in (16, 32)
+        assert record.unit_bytes <= 320  # what skeletons keep of a row's end
 
 
 def test_no_function_without_a_record() -> None:
     """A type's functions that nobody finds would be dead code."""
-    known = {of.type.name.lower() for of in FORMATS.values()}
+    type_names = {record.type.name.lower() for record in FORMATS.values()}
     for verb, folder in CPU.items():
         prefix = f"{verb}_"
-        found = {
+        functions_by_type = {
             n.removeprefix(prefix) for path in folder.glob("*.py") for n in functions(path) if n.startswith(prefix)
         }
-        assert {n for n in found if n.upper() in BY_NAME} <= known
-    assert {n.removeprefix("decode_") for n in vars(reference) if n.startswith("decode_")} == known | {"rows"}
+        assert {n for n in functions_by_type if n.upper() in BY_NAME} <= type_names
+    assert {n.removeprefix("decode_") for n in vars(reference) if n.startswith("decode_")} == type_names | {"rows"}
 
 
 #: A type's places, {}: its family. Optional: where a common form is not the fastest one, and rows interleaved.
@@ -95,12 +97,12 @@ def naming(t: TensorType) -> set[str]:
 @pytest.mark.parametrize("name", ["IQ4_KS", "IQ2_KL", "IQ1_BN", "NVFP4", "Q1_0"])
 def test_a_type_is_at_home_in_six_places(name: str) -> None:
     """Before the registry it was 10 places for any type, and up to 8 more sets of types for some."""
-    of = FORMATS[name]
-    places = {place.format(of.family) for place in PLACES}
-    found = naming(of.type)
-    assert places - found <= ({f"kernels/cpu/encode/{of.family}.py"} if not of.encodes else set())
-    on_cuda = {f"kernels/cuda/encode/{of.family}.cuh"}
-    assert not found - places - OPTIONAL - on_cuda - NAMED_AS_EXAMPLES.get(name, set())
+    record = FORMATS[name]
+    places = {place.format(record.family) for place in PLACES}
+    actual = naming(record.type)
+    assert places - actual <= ({f"kernels/cpu/encode/{record.family}.py"} if not record.encodes else set())
+    on_cuda = {f"kernels/cuda/encode/{record.family}.cuh"}
+    assert not actual - places - OPTIONAL - on_cuda - NAMED_AS_EXAMPLES.get(name, set())
 
 
 #: Files that name a type as an example: in comments, or to compile one of each way (``operations``).
@@ -134,9 +136,9 @@ def test_alignment_is_what_every_row_and_block_keeps() -> None:
     }  # fmt: skip
 
 
-@pytest.mark.parametrize(("name", "verb", "what"), [("IQ4_K_R4", "unpack", "unpacker"), ("Q8_1", "encode", "encoder")])
-def test_what_is_missing_is_named(name: str, verb: str, what: str) -> None:
-    with pytest.raises(TypeNotSupported, match=f"there is no {what} for {name}"):
+@pytest.mark.parametrize(("name", "verb", "text"), [("IQ4_K_R4", "unpack", "unpacker"), ("Q8_1", "encode", "encoder")])
+def test_what_is_missing_is_named(name: str, verb: str, text: str) -> None:
+    with pytest.raises(TypeNotSupported, match=f"there is no {text} for {name}"):
         cpu_function(verb, BY_NAME[name])
 
 

@@ -7,11 +7,11 @@ import pytest
 from quantkit.pipeline.quality import QUALITY, SPEEDS, is_measured, weighted_error
 from quantkit.types import BY_NAME, TYPES, TensorType
 
-MEASURED = [t for t in TYPES if is_measured(t)]
+QUALITY_TYPES = [t for t in TYPES if is_measured(t)]
 
 
 def test_every_type_is_measured() -> None:
-    assert list(QUALITY) == [t.name for t in MEASURED]
+    assert list(QUALITY) == [t.name for t in QUALITY_TYPES]
     assert {q.speed for q in QUALITY.values()} <= SPEEDS.keys()
 
 
@@ -23,6 +23,6 @@ def test_interleaved_types_have_figures_of_their_own() -> None:
     assert QUALITY["BF16_R16"].error > 1.9 * QUALITY["BF16"].error
 
 
-@pytest.mark.parametrize("t", MEASURED, ids=str)
+@pytest.mark.parametrize("t", QUALITY_TYPES, ids=str)
 def test_errors_are_what_was_measured(t: TensorType) -> None:
     assert weighted_error(t) == pytest.approx(QUALITY[t.name].error, rel=1e-3)
