@@ -314,9 +314,9 @@ def skip_unless_there(device: str) -> None:
 @pytest.fixture(scope="session")
 def cases_as_ptx() -> object:
     """What is run as PTX, too."""
-    from ptx.chosen import Chosen
+    from ptx.chosen import ChosenNodes
 
-    return Chosen()
+    return ChosenNodes()
 
 
 @pytest.fixture

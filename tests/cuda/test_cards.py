@@ -50,11 +50,12 @@ KINDS = {
 }
 EXPERTS = 3
 RULES = QuantizeOptions(
-    tensor_type=tuple(f"{name.replace('.', '[.]')}={to}" for name, (_, to) in KINDS.items()), allow_requantize=True
+    tensor_type=tuple(f"{name.replace('.', '[.]')}={target}" for name, (_, target) in KINDS.items()),
+    allow_requantize=True,
 )
 
 
-class Told(StopAfter):
+class NoteObserver(StopAfter):
     """An observer that keeps what is said, and interrupts the run when ``left`` tensors more are done."""
 
     def __init__(self) -> None:
@@ -108,7 +109,7 @@ def imatrix(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def wanted(source: Path, imatrix: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[bool, QuantizeResult]:
+def expected(source: Path, imatrix: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[bool, QuantizeResult]:
     """The CPU's files, without importances and with."""
     folder = tmp_path_factory.mktemp("wanted")
     return {
@@ -131,26 +132,28 @@ def two_cards(monkeypatch: pytest.MonkeyPatch) -> Iterator[fake_cupy.Trouble]:
         yield fake_cupy.TROUBLE
 
 
-def on_cards(source: Path, out: Path, rules: QuantizeOptions = RULES, **more: Any) -> tuple[QuantizeResult, list[str]]:
+def on_cards(
+    source: Path, out: Path, rules: QuantizeOptions = RULES, **options: Any
+) -> tuple[QuantizeResult, list[str]]:
     """Quantize on cards, with two threads for what is not theirs; return the result and what was said."""
-    told = more.pop("observer", None) or Told()
-    given = {"backend": "cuda", "threads": 2, "overwrite": True, "observer": told, **more}
-    return quantize(source, out, "Q8_0", rules, **given), told.notes
+    observer = options.pop("observer", None) or NoteObserver()
+    settings = {"backend": "cuda", "threads": 2, "overwrite": True, "observer": observer, **options}
+    return quantize(source, out, "Q8_0", rules, **settings), observer.notes
 
 
-def same(result: QuantizeResult, wanted: QuantizeResult) -> bool:
+def is_same(result: QuantizeResult, expected: QuantizeResult) -> bool:
     """Tell whether two files have the same bytes; their names are no part of them."""
-    return result.paths[0].read_bytes() == wanted.paths[0].read_bytes()
+    return result.paths[0].read_bytes() == expected.paths[0].read_bytes()
 
 
 @pytest.mark.parametrize("weighted", [False, True])
 def test_the_cpus_file(
-    source: Path, imatrix: Path, wanted: dict[bool, QuantizeResult], tmp_path: Path, weighted: bool
+    source: Path, imatrix: Path, expected: dict[bool, QuantizeResult], tmp_path: Path, weighted: bool
 ) -> None:
     result, notes = on_cards(
         source, tmp_path / "o.gguf", options(imatrix, weighted), measure_error=True, verify=6, max_ram="64M"
     )
-    assert same(result, wanted[weighted])
+    assert is_same(result, expected[weighted])
     cpu = quantize(source, tmp_path / "cpu.gguf", "Q8_0", options(imatrix, weighted), measure_error=True)
     assert result.run.sums == cpu.run.sums
     assert notes[0] == ("--backend cuda: CUDA0, CUDA1 encode 6 tensors (rows of 1 are interleaved by the CPU)")
@@ -159,23 +162,23 @@ def test_the_cpus_file(
 
 
 def test_both_cards_encode(
-    source: Path, wanted: dict[bool, QuantizeResult], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    source: Path, expected: dict[bool, QuantizeResult], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Tables of a grid, of IQ3_S, are there before any lane reads them."""
-    seen, came = list[tuple[str, int]](), {f"CUDA{i}": threading.Event() for i in range(2)}
+    events, came = list[tuple[str, int]](), {f"CUDA{i}": threading.Event() for i in range(2)}
     start = on_card.Slot.start
 
     def noted(slot: on_card.Slot, form: on_card.RowConversion, segments: Any) -> None:
         came[slot.device.name].set()
         assert all(event.wait(60) for event in came.values())  # neither takes all before the other is there
-        seen.append((slot.device.name, sum(segment.rows for segment in segments)))
+        events.append((slot.device.name, sum(segment.rows for segment in segments)))
         start(slot, form, segments)
 
     monkeypatch.setattr(on_card.Slot, "start", noted)
-    assert same(on_cards(source, tmp_path / "o.gguf")[0], wanted[False])
-    assert {name for name, _ in seen} == {"CUDA0", "CUDA1"}
-    assert sum(rows for _, rows in seen) == 8 * ROWS
-    assert max(rows for _, rows in seen) == 12
+    assert is_same(on_cards(source, tmp_path / "o.gguf")[0], expected[False])
+    assert {name for name, _ in events} == {"CUDA0", "CUDA1"}
+    assert sum(rows for _, rows in events) == 8 * ROWS
+    assert max(rows for _, rows in events) == 12
 
 
 def test_memory_bounds_batches(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -207,12 +210,12 @@ def test_memory_bounds_batches(source: Path, tmp_path: Path, monkeypatch: pytest
 
 @pytest.mark.parametrize("after", [0, 30, 90])
 def test_a_card_that_fails_hands_its_jobs_on(
-    source: Path, wanted: dict[bool, QuantizeResult], tmp_path: Path, two_cards: fake_cupy.Trouble, after: int
+    source: Path, expected: dict[bool, QuantizeResult], tmp_path: Path, two_cards: fake_cupy.Trouble, after: int
 ) -> None:
     """To the CPU, when it is the only one; it is lost once for all its slots."""
     two_cards.left[1] = after
     result, notes = on_cards(source, tmp_path / "o.gguf", devices=[1])
-    assert same(result, wanted[False])
+    assert is_same(result, expected[False])
     assert notes[1:] == [
         "CUDA1 is not used any more, others do its work: CUDA1 failed: "
         "cudaErrorIllegalAddress: an illegal memory access was encountered"
@@ -222,20 +225,20 @@ def test_a_card_that_fails_hands_its_jobs_on(
 @pytest.mark.parametrize("after", [{1: 20}, {0: 40, 1: 70}])
 def test_one_of_two_cards_fails_or_both(
     source: Path,
-    wanted: dict[bool, QuantizeResult],
+    expected: dict[bool, QuantizeResult],
     tmp_path: Path,
     two_cards: fake_cupy.Trouble,
     after: dict[int, int],
 ) -> None:
     two_cards.left |= after
     result, _ = on_cards(source, tmp_path / "o.gguf", verify=3)
-    assert same(result, wanted[False])
+    assert is_same(result, expected[False])
 
 
 @pytest.mark.parametrize("names", [[1], [0, 1]])
 def test_a_card_that_hangs_is_given_up(
     source: Path,
-    wanted: dict[bool, QuantizeResult],
+    expected: dict[bool, QuantizeResult],
     tmp_path: Path,
     two_cards: fake_cupy.Trouble,
     names: list[int],
@@ -246,10 +249,10 @@ def test_a_card_that_hangs_is_given_up(
     monkeypatch.setattr(batch, "SLOWEST", 1e9)
     two_cards.hangs[1] = 40
     result, notes = on_cards(source, tmp_path / "o.gguf", devices=names)
-    assert same(result, wanted[False])
+    assert is_same(result, expected[False])
     assert not two_cards.given_back
-    (lost,) = notes[1:]
-    assert lost.startswith(
+    (note,) = notes[1:]
+    assert note.startswith(
         "CUDA1 is not used any more, others do its work: CUDA1 does not answer: its work is not done "
     )
 
@@ -263,18 +266,23 @@ def test_time_in_which_nobody_looked_is_no_time(monkeypatch: pytest.MonkeyPatch)
     assert devices.wait_for(lambda: False, 1, lambda: False) == 2
 
 
-@pytest.mark.parametrize(("room", "lost"), [(2_000, 2), (60_000, 0)])
+@pytest.mark.parametrize(("room", "n_failed"), [(2_000, 2), (60_000, 0)])
 def test_a_card_without_memory(
-    source: Path, tmp_path: Path, two_cards: fake_cupy.Trouble, room: int, lost: int, monkeypatch: pytest.MonkeyPatch
+    source: Path,
+    tmp_path: Path,
+    two_cards: fake_cupy.Trouble,
+    room: int,
+    n_failed: int,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Somebody else takes what was free a moment ago: fewer slots do, or none."""
     rules = replace(RULES, tensor_type=tuple(rule.replace("IQ3_S", "Q4_K") for rule in RULES.tensor_type))
-    wanted = quantize(source, tmp_path / "cpu.gguf", "Q8_0", rules)
+    expected = quantize(source, tmp_path / "cpu.gguf", "Q8_0", rules)
     monkeypatch.setattr(cards, "VRAM_SHARE", 1000.0)
     two_cards.room = room
     result, notes = on_cards(source, tmp_path / "o.gguf", rules)
-    assert same(result, wanted)
-    assert sum("has no room for" in note for note in notes) == lost
+    assert is_same(result, expected)
+    assert sum("has no room for" in note for note in notes) == n_failed
 
 
 def test_wrong_bytes_are_found(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -282,10 +290,10 @@ def test_wrong_bytes_are_found(source: Path, tmp_path: Path, monkeypatch: pytest
     wait = on_card.Slot.wait
 
     def wrong(slot: on_card.Slot, *limits: Any) -> Any:
-        made = wait(slot, *limits)
-        if made is not None:
-            made[0][0] ^= 1
-        return made
+        data = wait(slot, *limits)
+        if data is not None:
+            data[0][0] ^= 1
+        return data
 
     monkeypatch.setattr(on_card.Slot, "wait", wrong)
     out = tmp_path / "o.gguf"
@@ -299,43 +307,43 @@ def test_wrong_bytes_are_found(source: Path, tmp_path: Path, monkeypatch: pytest
 
 @pytest.mark.parametrize("name", ["blk.0.attn_q", "blk.0.attn_k"])
 def test_values_that_are_not_finite(tmp_path: Path, name: str) -> None:
-    source, said = write_source(tmp_path / "source.gguf", name), []
+    source, notes = write_source(tmp_path / "source.gguf", name), []
     for backend in ("cpu", "cuda"):
         with pytest.raises(FormatError) as e:
             on_cards(source, tmp_path / "o.gguf", backend=backend)
-        said.append(str(e.value))
-    assert said[0] == said[1]
-    assert f"tensor {name}.weight, row {ROWS - 1}, column 7 is inf" in said[0]
+        notes.append(str(e.value))
+    assert notes[0] == notes[1]
+    assert f"tensor {name}.weight, row {ROWS - 1}, column 7 is inf" in notes[0]
 
 
-def test_a_run_goes_on_elsewhere(source: Path, wanted: dict[bool, QuantizeResult], tmp_path: Path) -> None:
+def test_a_run_goes_on_elsewhere(source: Path, expected: dict[bool, QuantizeResult], tmp_path: Path) -> None:
     """One that cards began, on the CPU, and the other way round."""
     out = tmp_path / "o.gguf"
     for first, then in (("cuda", "cpu"), ("cpu", "cuda")):
-        told = Told()
-        told.left = 3
+        observer = NoteObserver()
+        observer.left = 3
         with pytest.raises(KeyboardInterrupt):
-            on_cards(source, out, observer=told, backend=first, threads=1)
-        told = Told()
-        result, _ = on_cards(source, out, observer=told, backend=then, resume=True, overwrite=False)
-        assert same(result, wanted[False])
-        assert told.reused >= 2
+            on_cards(source, out, observer=observer, backend=first, threads=1)
+        observer = NoteObserver()
+        result, _ = on_cards(source, out, observer=observer, backend=then, resume=True, overwrite=False)
+        assert is_same(result, expected[False])
+        assert observer.reused >= 2
 
 
 def test_the_cache_does_not_know_who_encoded(
-    source: Path, wanted: dict[bool, QuantizeResult], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    source: Path, expected: dict[bool, QuantizeResult], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     out = tmp_path / "o.gguf"
     for first, then in (("cuda", "cpu"), ("cpu", "cuda")):
         folder = tmp_path / first
-        assert same(on_cards(source, out, backend=first, cache=folder)[0], wanted[False])
+        assert is_same(on_cards(source, out, backend=first, cache=folder)[0], expected[False])
         result, _ = on_cards(source, out, backend=then, cache=folder)
-        assert same(result, wanted[False])
+        assert is_same(result, expected[False])
         assert result.run.cache is not None
         assert (result.run.cache.hits, result.run.cache.stored) == (6, 0)
         for memo in folder.rglob("memo*"):
             memo.unlink()  # rows are read, and found by their digests
-        assert same(on_cards(source, out, backend=then, cache=folder)[0], wanted[False])
+        assert is_same(on_cards(source, out, backend=then, cache=folder)[0], expected[False])
 
 
 def test_auto_says_what_it_chose(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -347,13 +355,13 @@ def test_auto_says_what_it_chose(source: Path, tmp_path: Path, monkeypatch: pyte
     with pytest.raises(ResourceError, match=r"--devices: there is no CUDA2; there are 2 CUDA devices"):
         choice.gpus_for(plan, "auto", [0, 2])
     tensor = next(t for t in plan.tensors if t.type.name == "Q4_K")
-    fed: Any = replace(tensor.parts[0], inputs=UniformInputs(256, 1))
+    with_feedback: Any = replace(tensor.parts[0], inputs=UniformInputs(256, 1))
     assert choice.cpu_reason(tensor, tensor.parts[0]) is None
-    assert choice.cpu_reason(tensor, fed) is None
-    other = replace(tensor, type=BY_NAME["TQ2_0"])
+    assert choice.cpu_reason(tensor, with_feedback) is None
+    of_another_type = replace(tensor, type=BY_NAME["TQ2_0"])
     monkeypatch.setattr(choice, "can_round", lambda t: False)
-    assert choice.cpu_reason(other, fed) == "no error feedback for TQ2_0 on GPUs"
-    assert choice.cpu_reason(replace(tensor, type=BY_NAME["F16"]), fed) == "no CUDA encoder for F16"
+    assert choice.cpu_reason(of_another_type, with_feedback) == "no error feedback for TQ2_0 on GPUs"
+    assert choice.cpu_reason(replace(tensor, type=BY_NAME["F16"]), with_feedback) == "no CUDA encoder for F16"
     assert choice.cpu_reason(replace(tensor, encoder="ik"), tensor.parts[0]) is None
     for name, encoder, search, interleaved in (("Q4_0", "symmetric", "symmetric", False), ("Q2_K_R4", "", "ik", True),
                                          ("Q2_K_R4", "mainline", "", False), ("IQ1_M_R4", "", "", True)):  # fmt: skip
@@ -393,38 +401,40 @@ def test_cards_encode_all_else(source: Path, tmp_path: Path) -> None:
 def test_on_the_command_line(source: Path, tmp_path: Path) -> None:
     out, rules = tmp_path / "o.gguf", [f"--tensor-type={rule}" for rule in RULES.tensor_type]
 
-    def run(*more: str) -> Any:
-        return CliRunner().invoke(cli, ["quantize", str(source), str(out), "Q8_0", *rules, "--allow-requantize", *more])
+    def run(*arguments: str) -> Any:
+        return CliRunner().invoke(
+            cli, ["quantize", str(source), str(out), "Q8_0", *rules, "--allow-requantize", *arguments]
+        )
 
-    done = run("--backend", "auto", "--devices", "CUDA1", "--verify", "2", "--max-vram", "1M")
-    assert done.exit_code == 0, done.output
-    assert "note: --backend auto: CUDA1 encodes " in done.output
-    assert "note: --verify: 2 jobs have the CPU's bytes" in done.output
+    result = run("--backend", "auto", "--devices", "CUDA1", "--verify", "2", "--max-vram", "1M")
+    assert result.exit_code == 0, result.output
+    assert "note: --backend auto: CUDA1 encodes " in result.output
+    assert "note: --verify: 2 jobs have the CPU's bytes" in result.output
     first = out.read_bytes()
     assert run("--overwrite").exit_code == 0
     assert out.read_bytes() == first
     assert "CUDA0, CUDA1 encode" in run("--backend", "cuda", "--dry-run").output
     for options, name in ((["--verify", "2"], "--verify"), (["--devices", "one"], "--devices")):
-        done = run(*options)
-        assert done.exit_code == 2
-        assert name in done.output
-    done = run("--backend", "cuda", "--ray", "local", "--overwrite", "--verify", "2")
-    assert done.exit_code == 2
-    assert "--devices and --verify are for the GPUs of this machine" in " ".join(done.output.split())
+        result = run(*options)
+        assert result.exit_code == 2
+        assert name in result.output
+    result = run("--backend", "cuda", "--ray", "local", "--overwrite", "--verify", "2")
+    assert result.exit_code == 2
+    assert "--devices and --verify are for the GPUs of this machine" in " ".join(result.output.split())
 
 
 def test_convert_encodes_on_cards(tmp_path: Path) -> None:
     """Rows of a checkpoint are made while they are read, into pinned memory."""
     folder = write_checkpoint(tmp_path / "Small-Moe")
-    found = []
+    outputs = []
     for backend in ("cpu", "cuda"):
-        told = Told()
+        observer = NoteObserver()
         out = tmp_path / f"{backend}.gguf"
         options = QuantizeOptions(pure=True)
-        convert(folder, out, "Q4_0", ConvertOptions(pre="gpt-2"), options, backend=backend, observer=told)
-        found.append(out.read_bytes())
-    assert found[0] == found[1]
-    assert "CUDA0, CUDA1 encode" in told.notes[0]
+        convert(folder, out, "Q4_0", ConvertOptions(pre="gpt-2"), options, backend=backend, observer=observer)
+        outputs.append(out.read_bytes())
+    assert outputs[0] == outputs[1]
+    assert "CUDA0, CUDA1 encode" in observer.notes[0]
 
 
 def test_tensors_of_the_source_are_kinds_of_the_test(source: Path) -> None:
@@ -433,5 +443,5 @@ def test_tensors_of_the_source_are_kinds_of_the_test(source: Path) -> None:
         plan = plan_quantize(source, source.with_name("o.gguf"), "Q8_0", RULES)
         forms = {t.name: choice.conversion_of(t, t.parts[0], 0) for t in plan.tensors}
         assert len(file.tensors) == len(forms)
-    ways = {name: form and form.source.name for name, form in forms.items()}
-    assert [ways[f"{name}.weight"] for name in KINDS] == ["BF16", "F32", "Q8_0", "F32", "F16", None, "BF16"]
+    sources_by_name = {name: form and form.source.name for name, form in forms.items()}
+    assert [sources_by_name[f"{name}.weight"] for name in KINDS] == ["BF16", "F32", "Q8_0", "F32", "F16", None, "BF16"]

@@ -11,7 +11,7 @@ import host_device
 import numpy as np
 import pytest
 from test_calibrate import MODEL, TEXT
-from test_cards import N, Told, write_source
+from test_cards import N, NoteObserver, write_source
 from test_feedback_files import EXPERTS, TOKENS, write_covariances
 
 from quantkit.errors import FormatError
@@ -63,11 +63,11 @@ def cov(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def rules(cov: Path, **more: Any) -> QuantizeOptions:
-    types = tuple(f"{name.replace('.', '[.]')}={to}" for name, (_, to) in KINDS.items() if name != "token_embd")
+def rules(cov: Path, **settings: Any) -> QuantizeOptions:
+    types = tuple(f"{name.replace('.', '[.]')}={target}" for name, (_, target) in KINDS.items() if name != "token_embd")
     return QuantizeOptions(
         tensor_type=types, token_embedding_type="Q4_0", allow_requantize=True, feedback=cov,
-        imatrix=cov.with_name(IMATRIX), **more
+        imatrix=cov.with_name(IMATRIX), **settings
     )  # fmt: skip
 
 
@@ -83,7 +83,7 @@ def pieces() -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def wanted(pieces: None, source: Path, cov: Path, tmp_path_factory: pytest.TempPathFactory) -> QuantizeResult:
+def expected(pieces: None, source: Path, cov: Path, tmp_path_factory: pytest.TempPathFactory) -> QuantizeResult:
     return quantize(source, tmp_path_factory.mktemp("wanted") / "o.gguf", "Q4_0", rules(cov), measure_error=True)
 
 
@@ -93,102 +93,107 @@ def two_cards(monkeypatch: pytest.MonkeyPatch) -> Iterator[fake_cupy.Trouble]:
         yield fake_cupy.TROUBLE
 
 
-def on_cards(source: Path, out: Path, options: QuantizeOptions, **more: Any) -> tuple[QuantizeResult, list[str]]:
-    told = more.pop("observer", None) or Told()
-    given = {"backend": "cuda", "threads": 2, "overwrite": True, "observer": told, **more}
-    return quantize(source, out, "Q4_0", options, **given), told.notes
+def on_cards(source: Path, out: Path, options: QuantizeOptions, **settings: Any) -> tuple[QuantizeResult, list[str]]:
+    observer = settings.pop("observer", None) or NoteObserver()
+    all_settings = {"backend": "cuda", "threads": 2, "overwrite": True, "observer": observer, **settings}
+    return quantize(source, out, "Q4_0", options, **all_settings), observer.notes
 
 
 def report_of(result: QuantizeResult) -> FeedbackReport | None:
     return feedback_report(result.plan, result.run.losses)
 
 
-def same(result: QuantizeResult, wanted: QuantizeResult) -> bool:
+def is_same(result: QuantizeResult, expected: QuantizeResult) -> bool:
     """Tell whether two files have the same bytes, and runs the same figures."""
-    assert report_of(result) == report_of(wanted)
-    return result.paths[0].read_bytes() == wanted.paths[0].read_bytes()
+    assert report_of(result) == report_of(expected)
+    return result.paths[0].read_bytes() == expected.paths[0].read_bytes()
 
 
-def test_the_cpus_file(source: Path, cov: Path, wanted: QuantizeResult, tmp_path: Path) -> None:
+def test_the_cpus_file(source: Path, cov: Path, expected: QuantizeResult, tmp_path: Path) -> None:
     """Also what the cache takes from cards."""
     out, cache = tmp_path / "o.gguf", tmp_path / "cache"
     result, notes = on_cards(source, out, rules(cov), measure_error=True, verify=6, cache=cache)
-    assert same(result, wanted)
-    again, _ = on_cards(source, out, rules(cov), measure_error=True, backend="cpu", cache=cache)
-    assert same(again, wanted)
-    assert again.run.cache is not None
-    assert again.run.cache.hits == again.run.cache.tensors == 7
+    assert is_same(result, expected)
+    rerun, _ = on_cards(source, out, rules(cov), measure_error=True, backend="cpu", cache=cache)
+    assert is_same(rerun, expected)
+    assert rerun.run.cache is not None
+    assert rerun.run.cache.hits == rerun.run.cache.tensors == 7
     assert notes[0] == "--backend cuda: CUDA0, CUDA1 encode 7 tensors (rows of 1 are interleaved by the CPU)"
     assert notes[-1] == "--verify: 6 jobs have the CPU's bytes"
 
 
 def test_a_covariance_that_is_none_is_an_error(source: Path, cov: Path, tmp_path: Path) -> None:
     """And values that are not finite: what the CPU says, and nothing else."""
-    broken = tmp_path / "broken.gguf"
-    broken.write_bytes(cov.read_bytes())
+    path = tmp_path / "broken.gguf"
+    path.write_bytes(cov.read_bytes())
     (tmp_path / IMATRIX).write_bytes(cov.with_name(IMATRIX).read_bytes())
     with open_gguf(cov) as file:
-        at = file.tensors["blk.0.attn_q.weight.cov"].offset
-    with open(broken, "r+b") as f:
-        f.seek(at)
+        offset = file.tensors["blk.0.attn_q.weight.cov"].offset
+    with open(path, "r+b") as f:
+        f.seek(offset)
         f.write(np.float32(1e-30).tobytes())
-        f.seek(at + 4 * 7)
+        f.seek(offset + 4 * 7)
         f.write(np.float32(1e9).tobytes())
     spoiled = write_source(tmp_path / "spoiled.gguf", "blk.0.attn_k", KINDS)
-    for options, model, why in ((rules(broken), source, "is no covariance"), (rules(cov), spoiled, "column 7 is inf")):
-        said = []
+    for options, model, why in ((rules(path), source, "is no covariance"), (rules(cov), spoiled, "column 7 is inf")):
+        notes = []
         for backend in ("cpu", "cuda"):
             with pytest.raises(FormatError, match=why) as e:
                 on_cards(model, tmp_path / "o.gguf", options, backend=backend)
-            said.append(str(e.value))
-        assert said[0] == said[1]
+            notes.append(str(e.value))
+        assert notes[0] == notes[1]
     assert not (tmp_path / "o.gguf").exists()
 
 
 @pytest.mark.parametrize("after", [{0: 30, 1: 0}, {0: 90, 1: 150}])
 def test_cards_that_fail_hand_their_jobs_on(
-    source: Path, cov: Path, wanted: QuantizeResult, tmp_path: Path, two_cards: fake_cupy.Trouble, after: dict[int, int]
+    source: Path,
+    cov: Path,
+    expected: QuantizeResult,
+    tmp_path: Path,
+    two_cards: fake_cupy.Trouble,
+    after: dict[int, int],
 ) -> None:
     """While a metric is made there, or rows are rounded; the CPU makes metrics of its own then."""
     two_cards.left |= after
     result, notes = on_cards(source, tmp_path / "o.gguf", rules(cov), measure_error=True)
-    assert same(result, wanted)
+    assert is_same(result, expected)
     assert sum("is not used any more, others do its work" in note for note in notes) == 2
 
 
 def test_a_card_that_hangs_is_given_up(
-    source: Path, cov: Path, wanted: QuantizeResult, tmp_path: Path, two_cards: fake_cupy.Trouble,
+    source: Path, cov: Path, expected: QuantizeResult, tmp_path: Path, two_cards: fake_cupy.Trouble,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     monkeypatch.setattr(batch, "PATIENCE", 0.3)
     monkeypatch.setattr(batch, "SLOWEST", 1e9)
     two_cards.hangs[1] = 60
     result, notes = on_cards(source, tmp_path / "o.gguf", rules(cov), measure_error=True, devices=[1])
-    assert same(result, wanted)
+    assert is_same(result, expected)
     assert "CUDA1 does not answer" in notes[1]
 
 
 def test_memory_of_a_card_bounds_what_it_does(
-    source: Path, cov: Path, wanted: QuantizeResult, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    source: Path, cov: Path, expected: QuantizeResult, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Metrics that have no room are the CPU's; those that have are made again where not all have at once."""
-    made = list[int]()
+    sizes = list[int]()
     make = metric_kernels.metric
 
     def noted(*args: Any) -> Any:
-        made.append(1)
+        sizes.append(1)
         return make(*args)
 
     monkeypatch.setattr(metric_kernels, "metric", noted)
     metric = 32 * N * N
     counts = []
     for times in (20, 4, 1):
-        made.clear()
+        sizes.clear()
         result, notes = on_cards(
             source, tmp_path / "o.gguf", rules(cov), measure_error=True, max_vram=times * metric, devices=[0]
         )
-        assert same(result, wanted), times
-        counts.append(len(made))
+        assert is_same(result, expected), times
+        counts.append(len(sizes))
         large = [note for note in notes if "does not fit into GPU memory" in note]
         assert large == ["the CPU encodes blk.0.attn_k.weight .. (5 tensors): a covariance does not fit into GPU "
                          "memory"] * (times == 1)  # fmt: skip
@@ -199,17 +204,17 @@ def test_memory_of_a_card_bounds_what_it_does(
 
 @pytest.mark.parametrize(("first", "then"), [("cuda", "cpu"), ("cpu", "cuda")])
 def test_a_run_goes_on_elsewhere(
-    source: Path, cov: Path, wanted: QuantizeResult, tmp_path: Path, first: str, then: str
+    source: Path, cov: Path, expected: QuantizeResult, tmp_path: Path, first: str, then: str
 ) -> None:
-    out, told = tmp_path / "o.gguf", Told()
-    told.left = 3
+    out, observer = tmp_path / "o.gguf", NoteObserver()
+    observer.left = 3
     with pytest.raises(KeyboardInterrupt):
-        on_cards(source, out, rules(cov), measure_error=True, observer=told, backend=first, threads=1)
-    told = Told()
-    more: dict[str, Any] = {"observer": told, "backend": then, "resume": True, "overwrite": False}
-    result, _ = on_cards(source, out, rules(cov), measure_error=True, **more)
-    assert same(result, wanted)
-    assert told.reused >= 2
+        on_cards(source, out, rules(cov), measure_error=True, observer=observer, backend=first, threads=1)
+    observer = NoteObserver()
+    settings: dict[str, Any] = {"observer": observer, "backend": then, "resume": True, "overwrite": False}
+    result, _ = on_cards(source, out, rules(cov), measure_error=True, **settings)
+    assert is_same(result, expected)
+    assert observer.reused >= 2
 
 
 def test_what_cards_do_not_do_is_said(source: Path, cov: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -230,7 +235,7 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("small") / "small.gguf"
     with open_gguf(MODEL) as file:
         tensors: list[Any] = []
-        cut = {"attn_q.weight": (2, 128), "attn_k.weight": (2, 64), "attn_v.weight": (2, 64),
+        shapes = {"attn_q.weight": (2, 128), "attn_k.weight": (2, 64), "attn_v.weight": (2, 64),
                "attn_output.weight": (1, 128)}  # fmt: skip
         for name, info in file.tensors.items():
             if name.startswith("blk.") and not name.startswith("blk.0."):
@@ -239,8 +244,8 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
             width = info.nbytes // int(np.prod(info.shape))
             x = x.reshape(*info.shape[::-1], width)
             kind = name.removeprefix("blk.0.")
-            if kind in cut:
-                axis, size = cut[kind]
+            if kind in shapes:
+                axis, size = shapes[kind]
                 x = x[:size] if axis == 2 else x[:, :size]
             if "exps" in kind:
                 x = x[:4, :32] if "down" not in kind else x[:4, :, :32]
@@ -269,11 +274,11 @@ def test_layer_by_layer(small: Path, tmp_path: Path) -> None:
         output_tensor_type="BF16",
         tensor_type=("attn_k=IQ4_NL", "attn_output=Q4_0", "gate_exps=Q4_0", "down_exps=Q5_1", "blk=BF16"),
     )  # fmt: skip
-    found = [
+    outputs = [
         on_cards(small, tmp_path / f"{b}.gguf", options, backend=b, verify=int(b == "cuda")) for b in ("cpu", "cuda")
     ]
-    assert same(found[1][0], found[0][0])
-    notes = found[1][1]
+    assert is_same(outputs[1][0], outputs[0][0])
+    notes = outputs[1][1]
     assert notes[0] == (
         "--backend cuda: CUDA0, CUDA1 encode 5 tensors, the text runs through the model on the CPU: bytes are the same "
         "on every backend"

@@ -23,7 +23,7 @@ OF_FORMAT = {
 ROWS = 11
 
 
-def wanted(kind: str, x: npt.NDArray[np.float32]) -> npt.NDArray[np.uint8]:
+def expected(kind: str, x: npt.NDArray[np.float32]) -> npt.NDArray[np.uint8]:
     """Return the rows the device should make, from those of the CPU: bytes [rows, row_bytes]."""
     with np.errstate(all="ignore"):
         rows = Rows(BY_NAME[OF_FORMAT[kind]], x)
@@ -53,9 +53,9 @@ def test_rows_equal_the_cpus(memory: Memory, kind: str, n: int, gap: int, lead: 
     out = memory.room((ROWS + 1, row_bytes), np.uint8)
     slots = {"rows": ROWS, "x": memory.put(spread) + 4 * lead, "x_stride": 4 * (n + gap), "n": n, "out": out}
     memory.run(activations.quantize(kind, n, ROWS), **slots)
-    got = memory.get(out, (ROWS + 1, row_bytes), np.uint8)
-    np.testing.assert_array_equal(got[:ROWS], wanted(kind, x))
-    assert (got[ROWS] == 255).all()
+    actual = memory.get(out, (ROWS + 1, row_bytes), np.uint8)
+    np.testing.assert_array_equal(actual[:ROWS], expected(kind, x))
+    assert (actual[ROWS] == 255).all()
 
 
 def test_every_format_is_known() -> None:

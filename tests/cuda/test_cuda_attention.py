@@ -40,9 +40,9 @@ def test_cache_bytes_are_ggmls(memory: Memory, kind: str) -> None:
     )
     cells = sequences * n_ctx + positions
     for address, x in zip(caches, (k, v), strict=True):
-        got = memory.get(address, (3 * n_ctx, cache.row_bytes(kind, x.shape[1])), np.uint8)
-        np.testing.assert_array_equal(got[cells], encode(x, kind)[0])
-        assert (np.delete(got, cells, axis=0) == 255).all()
+        actual = memory.get(address, (3 * n_ctx, cache.row_bytes(kind, x.shape[1])), np.uint8)
+        np.testing.assert_array_equal(actual[cells], encode(x, kind)[0])
+        assert (np.delete(actual, cells, axis=0) == 255).all()
 
 
 def test_rows_of_odd_widths_and_without_values(memory: Memory) -> None:
@@ -58,9 +58,9 @@ def test_rows_of_odd_widths_and_without_values(memory: Memory) -> None:
         k_width=60,
         v_width=0,
     )
-    got = memory.get(address, (8, 60), np.float16)
-    np.testing.assert_array_equal(got[[5, 0, 2]], x.astype(np.float16))
-    assert np.isnan(got[[1, 3, 4, 6, 7]]).all()
+    actual = memory.get(address, (8, 60), np.float16)
+    np.testing.assert_array_equal(actual[[5, 0, 2]], x.astype(np.float16))
+    assert np.isnan(actual[[1, 3, 4, 6, 7]]).all()
 
 
 def encode(x: Any, kind: str) -> tuple[Any, Any]:
@@ -88,7 +88,7 @@ class Model:
     def __init__(self, memory: Memory, case: Case, lengths: Sequence[int], n_ctx: int) -> None:
         self.memory, self.case, self.n_ctx = memory, case, n_ctx
         rng = np.random.default_rng(len(lengths) + n_ctx)
-        self.kept, self.caches = [], []
+        self.cells, self.caches = [], []
         for head in (case.head_k, case.head_v):
             x = rng.normal(0, 1.5, (len(lengths) * n_ctx, case.n_head_kv * head)).astype(np.float32)
             x[:, : case.head_k // 2] += np.float32(case.grows) * np.tile(np.arange(n_ctx), len(lengths))[:, None]
@@ -96,24 +96,26 @@ class Model:
             data = data.copy()
             for s, n in enumerate(lengths):
                 data[s * n_ctx + n : (s + 1) * n_ctx] = 255
-            self.kept.append(values.reshape(len(values), case.n_head_kv, head).astype(np.float64))
+            self.cells.append(values.reshape(len(values), case.n_head_kv, head).astype(np.float64))
             self.caches.append(memory.put(data))
         self.sinks = rng.normal(0, 2, case.n_head).astype(np.float32)
         if case.mla:
-            self.caches[1], self.kept[1] = 0, self.kept[0][:, :, : case.head_v]
+            self.caches[1], self.cells[1] = 0, self.cells[0][:, :, : case.head_v]
 
-    def run(self, q: Any, positions: Any, sequences: Any, way: int | None = None, splits: int | None = None) -> Any:
+    def run(
+        self, q: Any, positions: Any, sequences: Any, algorithm: int | None = None, splits: int | None = None
+    ) -> Any:
         case, n, memory = self.case, len(q), self.memory
         sizes = (case.n_head, case.n_head_kv, case.head_k, case.head_v)
-        of = memory.device.capability
-        more: dict[str, Any] = {"mla": case.mla, "selected": case.selected, "capability": of}
-        chosen = attention(case.kind, *sizes, n, self.n_ctx, algorithm=way, splits=splits, **more)
+        capability = memory.device.capability
+        options: dict[str, Any] = {"mla": case.mla, "selected": case.selected, "capability": capability}
+        plan = attention(case.kind, *sizes, n, self.n_ctx, algorithm=algorithm, splits=splits, **options)
         out = memory.room((n, case.n_head * case.head_v))
         sinks = memory.put(self.sinks) if case.sinks else 0
-        scratch = memory.room((chosen.scratch,), np.uint8) if chosen.scratch else 0
-        shared = {"out": out, "sinks": sinks, "splits": chosen.splits, "scratch": scratch}
+        scratch = memory.room((plan.scratch,), np.uint8) if plan.scratch else 0
+        shared = {"out": out, "sinks": sinks, "splits": plan.splits, "scratch": scratch}
         memory.run(
-            chosen.attend,
+            plan.attend,
             batch=memory.batch(np.zeros(n), positions, sequences, n_ctx=self.n_ctx),
             rows=n,
             q=memory.put(q),
@@ -131,28 +133,28 @@ class Model:
             ratio=0,
             **shared,
         )
-        if chosen.combine is not None:
+        if plan.combine is not None:
             shared |= {"rows": n * case.n_head, "n_head": case.n_head, "head_v": case.head_v}
-            memory.run(chosen.combine, **shared)
-            joined = combine_to(chosen, case.head_v)
-            if joined is not None:
-                self.check_format(joined, out, n, shared)
+            memory.run(plan.combine, **shared)
+            combined = combine_to(plan, case.head_v)
+            if combined is not None:
+                self.check_format(combined, out, n, shared)
         return memory.get(out, (n, case.n_head * case.head_v))
 
-    def check_format(self, joined: Shape, out: int, n: int, slots: dict[str, Any]) -> None:
+    def check_format(self, combined: Shape, out: int, n: int, slots: dict[str, Any]) -> None:
         """What brings its result to a format, rows of all heads or of one, gives the bits that two kernels give."""
         memory, width = self.memory, self.case.n_head * self.case.head_v
         for q_width, form in ((width, "q8_k"), (self.case.head_v, "q8_0"), (width, "f16")):
             rows, units = n * width // q_width, -(-q_width // 256)
             size = rows, activations.row_bytes(form, q_width)
-            want, found, again = memory.room(size, np.uint8), memory.room(size, np.uint8), memory.room((n, width))
+            want, actual, rerun = memory.room(size, np.uint8), memory.room(size, np.uint8), memory.room((n, width))
             counters = memory.put(np.zeros(rows * units, np.int32))
             of_rows = {"rows": rows, "x": out, "x_stride": 4 * q_width, "n": q_width, "out": want}
             memory.run(activations.quantize(form, q_width, rows), **of_rows)
-            to = {"format": activations.KINDS.index(form), "quantized": found, "counters": counters}
-            memory.run(joined, **{**slots, **to, "q_width": q_width, "out": again})
-            assert np.array_equal(memory.get(found, size, np.uint8), memory.get(want, size, np.uint8))
-            assert np.array_equal(memory.get(again, (n, width)), memory.get(out, (n, width)))
+            format_slots = {"format": activations.KINDS.index(form), "quantized": actual, "counters": counters}
+            memory.run(combined, **{**slots, **format_slots, "q_width": q_width, "out": rerun})
+            assert np.array_equal(memory.get(actual, size, np.uint8), memory.get(want, size, np.uint8))
+            assert np.array_equal(memory.get(rerun, (n, width)), memory.get(out, (n, width)))
             assert not memory.get(counters, (rows * units,), np.int32).any()
 
     def expected(self, q: Any, positions: Any, sequences: Any) -> Any:
@@ -160,25 +162,25 @@ class Model:
         return np.array([self._row(x, int(p), int(s)) for x, p, s in rows])
 
     def _row(self, q: Any, position: int, sequence: int) -> Any:
-        k, v = (kept[sequence * self.n_ctx + self.case.visible(position)] for kept in self.kept)
+        k, v = (part[sequence * self.n_ctx + self.case.visible(position)] for part in self.cells)
         return self.case.attend(q, position, k, v, self.sinks)
 
     def check(self, positions: Any, sequences: Any = 0, error: float = 1e-12, **choice: int | None) -> None:
         rng = np.random.default_rng(len(positions))
         q = rng.normal(0, 1.5, (len(positions), self.case.n_head * self.case.head_k)).astype(np.float32)
-        got, want = self.run(q, positions, sequences, **choice), self.expected(q, positions, sequences)
-        assert np.isfinite(got).all(), (self.case, choice)
-        assert nmse(got, want) < error, (self.case, choice, nmse(got, want))
+        actual, want = self.run(q, positions, sequences, **choice), self.expected(q, positions, sequences)
+        assert np.isfinite(actual).all(), (self.case, choice)
+        assert nmse(actual, want) < error, (self.case, choice, nmse(actual, want))
 
 
-FEATURES = {name: Case(**of) for name, of in attention_cases.FEATURES.items()}
+FEATURES = {name: Case(**settings) for name, settings in attention_cases.FEATURES.items()}
 WAYS_AND_KINDS = [(VECTOR, "f32"), (TILE, "f32"), (TENSOR, "f16"), (TENSOR, "q8_0")]
-WAYS = pytest.mark.parametrize(("way", "kind"), WAYS_AND_KINDS)
+ALGORITHMS = pytest.mark.parametrize(("algorithm", "kind"), WAYS_AND_KINDS)
 
 
 #: What combines features meets every way; each of them alone, which then tells where a mistake is, one way.
 EVERY_WAY = ("plain", "one", "all", "chunked_all", "selected")
-WITH_FEATURES = [(name, way, kind) for name in EVERY_WAY for way, kind in WAYS_AND_KINDS]
+WITH_FEATURES = [(name, algorithm, kind) for name in EVERY_WAY for algorithm, kind in WAYS_AND_KINDS]
 WITH_FEATURES += [
     ("sliding", VECTOR, "f32"),
     ("alibi", VECTOR, "f32"),
@@ -188,13 +190,13 @@ WITH_FEATURES += [
 ]
 
 
-@pytest.mark.parametrize(("name", "way", "kind"), WITH_FEATURES)
-def test_features(memory: Memory, name: str, way: int, kind: str) -> None:
+@pytest.mark.parametrize(("name", "algorithm", "kind"), WITH_FEATURES)
+def test_features(memory: Memory, name: str, algorithm: int, kind: str) -> None:
     model = Model(memory, replace(FEATURES[name], kind=kind), (5, 130), 140)
-    model.check([129], 1, way=way, splits=1)
-    model.check([63, 64, 65, 127, 128], 1, way=way, splits=3)
-    if way != VECTOR:
-        model.check(np.arange(111, 130), 1, way=way, splits=1)
+    model.check([129], 1, way=algorithm, splits=1)
+    model.check([63, 64, 65, 127, 128], 1, way=algorithm, splits=3)
+    if algorithm != VECTOR:
+        model.check(np.arange(111, 130), 1, way=algorithm, splits=1)
 
 
 SHAPES = {
@@ -216,12 +218,14 @@ def skip_without_room(memory: Memory, head_k: int) -> None:
         pytest.skip("this device has too little shared memory for long heads on tensor cores")
 
 
-@pytest.mark.parametrize(("name", "way"), [(name, way) for name, (_, ways) in SHAPES.items() for way in ways])
-def test_shapes(memory: Memory, name: str, way: int) -> None:
-    if way == TENSOR:
+@pytest.mark.parametrize(
+    ("name", "algorithm"), [(name, algorithm) for name, (_, algorithms) in SHAPES.items() for algorithm in algorithms]
+)
+def test_shapes(memory: Memory, name: str, algorithm: int) -> None:
+    if algorithm == TENSOR:
         skip_without_room(memory, SHAPES[name][0].head_k)
-    model = Model(memory, replace(SHAPES[name][0], kind="f16" if way == TENSOR else "f32"), (70,), 70)
-    model.check([68, 3, 40], way=way, splits=2)
+    model = Model(memory, replace(SHAPES[name][0], kind="f16" if algorithm == TENSOR else "f32"), (70,), 70)
+    model.check([68, 3, 40], way=algorithm, splits=2)
 
 
 @pytest.mark.parametrize(
@@ -255,89 +259,97 @@ def test_scales_of_any_size(memory: Memory) -> None:
         x[rng.permutation(90)[:30], 1] *= 1e-4
         data, values = encode(x.reshape(90, 2 * head).astype(np.float32), "q8_0")
         model.caches[side] = memory.put(data)
-        model.kept[side] = values.reshape(90, 2, head).astype(np.float64)
+        model.cells[side] = values.reshape(90, 2, head).astype(np.float64)
     q = rng.normal(0, 1.5, (5, 256)).astype(np.float32)
-    got, want = (
-        f(q, [85, 20, 6, 89, 2], [0] * 5) for f in (lambda *x: model.run(*x, way=TENSOR, splits=1), model.expected)
+    actual, want = (
+        f(q, [85, 20, 6, 89, 2], [0] * 5)
+        for f in (lambda *x: model.run(*x, algorithm=TENSOR, splits=1), model.expected)
     )
     for block in range(8):
-        assert nmse(got[:, 32 * block :][:, :32], want[:, 32 * block :][:, :32]) < 1e-11
+        assert nmse(actual[:, 32 * block :][:, :32], want[:, 32 * block :][:, :32]) < 1e-11
 
 
 @pytest.mark.parametrize("kind", ["f16", "q8_0"])
-@pytest.mark.parametrize("way", [VECTOR, TILE])
-def test_cache_types(memory: Memory, kind: str, way: int) -> None:
+@pytest.mark.parametrize("algorithm", [VECTOR, TILE])
+def test_cache_types(memory: Memory, kind: str, algorithm: int) -> None:
     """Compared with what the cache holds: its rounding is no error of attention."""
-    Model(memory, replace(FEATURES["all"], kind=kind), (100,), 100).check([70, 71, 72, 99], way=way)
+    Model(memory, replace(FEATURES["all"], kind=kind), (100,), 100).check([70, 71, 72, 99], way=algorithm)
 
 
-@pytest.mark.parametrize(("kind", "way"), [("f16", VECTOR), ("q8_0", TILE)])
-def test_values_within_the_keys(memory: Memory, kind: str, way: int) -> None:
-    Model(memory, Case(12, 1, 96, 64, mla=True, kind=kind), (100,), 100).check([70, 99], way=way)
+@pytest.mark.parametrize(("kind", "algorithm"), [("f16", VECTOR), ("q8_0", TILE)])
+def test_values_within_the_keys(memory: Memory, kind: str, algorithm: int) -> None:
+    Model(memory, Case(12, 1, 96, 64, mla=True, kind=kind), (100,), 100).check([70, 99], way=algorithm)
 
 
-@WAYS
-def test_sequences_in_one_batch(memory: Memory, way: int, kind: str) -> None:
+@ALGORITHMS
+def test_sequences_in_one_batch(memory: Memory, algorithm: int, kind: str) -> None:
     """Interleaved, in runs, in any order, and many of one token each; none sees another."""
     lengths = (90, 40, 1, 90)
     model = Model(memory, Case(4, 2, kind=kind, mask="sliding", window=40, sinks=True), lengths, 96)
-    every = [(p, s) for s in range(4) for p in range(lengths[s])]
-    shuffled = [every[i] for i in np.random.default_rng(3).permutation(len(every))[:40]]
+    tokens = [(p, s) for s in range(4) for p in range(lengths[s])]
+    shuffled = [tokens[i] for i in np.random.default_rng(3).permutation(len(tokens))[:40]]
     runs = [(p, s) for s in (3, 0, 1) for p in range(20, 34)]
     for rows in (shuffled, runs, [(89, 0), (39, 1), (0, 2), (89, 3)], [(5, 1), (4, 1), (0, 2), (80, 0)]):
         positions, sequences = np.array(rows).T
-        model.check(positions, sequences, way=way, splits=1 + len(rows) % 3)
+        model.check(positions, sequences, way=algorithm, splits=1 + len(rows) % 3)
 
 
-@WAYS
+@ALGORITHMS
 @pytest.mark.parametrize("splits", [1, 5, 128])
-def test_long_contexts_in_parts(memory: Memory, way: int, kind: str, splits: int) -> None:
+def test_long_contexts_in_parts(memory: Memory, algorithm: int, kind: str, splits: int) -> None:
     """The same number of parts at any depth: most are empty at the beginning."""
     model = Model(memory, Case(4, 2, sinks=True, kind=kind), (1500,), 1500)
     for position in (0, 31, 64, 1499) if splits > 1 else (1499,):
-        model.check([position], way=way, splits=splits)
+        model.check([position], way=algorithm, splits=splits)
     if splits != 5:
         return
     windowed = Model(memory, Case(4, 2, mask="sliding", window=1000, kind=kind), (1500,), 1500)
-    windowed.check([1400, 1401], way=way, splits=splits)
+    windowed.check([1400, 1401], way=algorithm, splits=splits)
 
 
-@WAYS
+@ALGORITHMS
 @pytest.mark.parametrize("grows", [0.05, -0.05])
-def test_parts_of_very_different_scores(memory: Memory, way: int, kind: str, grows: float) -> None:
+def test_parts_of_very_different_scores(memory: Memory, algorithm: int, kind: str, grows: float) -> None:
     """Parts are merged relative to the largest score of all, first part or last: no overflow, nothing lost."""
     model = Model(memory, Case(2, 1, sinks=True, kind=kind, grows=grows), (600,), 600)
     q = np.ones((1, 128), np.float32)
     want = model.expected(q, [599], [0])
     for splits in (1, 6):
-        assert nmse(model.run(q, [599], 0, way=way, splits=splits), want) < 1e-9  # scores of 100 and more as float32
+        assert (
+            nmse(model.run(q, [599], 0, algorithm=algorithm, splits=splits), want) < 1e-9
+        )  # scores of 100 and more as float32
 
 
-@WAYS
-def test_rows_of_any_size(memory: Memory, way: int, kind: str) -> None:
+@ALGORITHMS
+def test_rows_of_any_size(memory: Memory, algorithm: int, kind: str) -> None:
     """Scores of 1e4, rows of nothing, and so small that halves would not hold them."""
     model = Model(memory, Case(2, 1, sinks=True, kind=kind), (90,), 90)
     q = np.random.default_rng(5).normal(0, 1.5, (6, 128)).astype(np.float32)
     q *= np.array([[1000], [0], [1e-30], [1e-42], [1], [30]], np.float32)
     q[4, ::2] *= 1e-6
     positions = np.arange(80, 86)
-    got, want = model.run(q, positions, 0, way=way, splits=1), model.expected(q, positions, 0)
-    assert np.isfinite(got).all()
+    actual, want = model.run(q, positions, 0, algorithm=algorithm, splits=1), model.expected(q, positions, 0)
+    assert np.isfinite(actual).all()
     for i in range(6):
-        assert nmse(got[i], want[i]) < (1e-7 if i == 0 else 1e-11), i
+        assert nmse(actual[i], want[i]) < (1e-7 if i == 0 else 1e-11), i
 
 
 def test_the_way_follows_from_the_rows() -> None:
-    def way(kind: str, rows: int, group: int = 8, head: int = 128, **more: int) -> int:
-        chosen = attention(kind, 4 * group, 4, head, head, rows, 4096, **more)
-        assert (chosen.combine is None) == (chosen.splits == 1)
-        return int(dict(chosen.attend.kernel.defines)["WAY"])
+    def chosen_algorithm(kind: str, rows: int, group: int = 8, head: int = 128, **options: int) -> int:
+        plan = attention(kind, 4 * group, 4, head, head, rows, 4096, **options)
+        assert (plan.combine is None) == (plan.splits == 1)
+        return int(dict(plan.attend.kernel.defines)["WAY"])
 
-    assert [way("f16", rows, 2) for rows in (1, 2, 512)] == [VECTOR, TENSOR, TENSOR]
-    assert [way("q8_0", rows, 2) for rows in (1, 2, 512)] == [VECTOR, TENSOR, TENSOR]
-    assert [way("f32", rows) for rows in (1, 2, 3, 512)] == [VECTOR, VECTOR, TILE, TILE]
-    assert way("f16", 512, head=20) == TILE
-    assert [way("f16", 512, head=256, capability=c) for c in (75, 80, 86, 90)] == [TENSOR, TENSOR, TENSOR, TENSOR]
+    assert [chosen_algorithm("f16", rows, 2) for rows in (1, 2, 512)] == [VECTOR, TENSOR, TENSOR]
+    assert [chosen_algorithm("q8_0", rows, 2) for rows in (1, 2, 512)] == [VECTOR, TENSOR, TENSOR]
+    assert [chosen_algorithm("f32", rows) for rows in (1, 2, 3, 512)] == [VECTOR, VECTOR, TILE, TILE]
+    assert chosen_algorithm("f16", 512, head=20) == TILE
+    assert [chosen_algorithm("f16", 512, head=256, capability=c) for c in (75, 80, 86, 90)] == [
+        TENSOR,
+        TENSOR,
+        TENSOR,
+        TENSOR,
+    ]
     assert attention("f16", 128, 1, 576, 512, 512, 4096, mla=True, capability=75).attend.shared <= 64 << 10
 
 

@@ -62,8 +62,8 @@ def test_token_by_token_is_the_sequence(zoo: Zoo, name: str, cuda_devices: Devic
     with open_zoo(zoo, name, everywhere("CUDA0")) as model:
         session = model.session(300)  # so many cells that attention goes in parts
         pieces = [tokens[i : i + 1] for i in range(4)] + [tokens[4:14], *(tokens[i : i + 1] for i in range(14, 17))]
-        found = np.concatenate([session.decode(piece) for piece in pieces])
-        assert nmse(found, logits[:17]) <= BOUND
+        actual = np.concatenate([session.decode(piece) for piece in pieces])
+        assert nmse(actual, logits[:17]) <= BOUND
         session.rewind(0, 6)
         assert nmse(session.decode(tokens[6:17]), logits[6:17]) <= BOUND
 
@@ -74,12 +74,12 @@ def test_token_by_token_is_the_sequence(zoo: Zoo, name: str, cuda_devices: Devic
 )
 def test_fused_and_unfused_agree(zoo: Zoo, name: str, cuda_devices: Devices) -> None:
     tokens = tokens_and_logits(name)[0]
-    found = []
+    actual = []
     for fusion in (Fusion(), Fusion.none()):
         with open_zoo(zoo, name, everywhere("CUDA0"), fusion=fusion) as model:
             session = model.session(40)
-            found.append(np.concatenate([session.decode(part) for part in (tokens[:12], tokens[12:15])]))
-    assert nmse(found[0], found[1]) <= 1e-10
+            actual.append(np.concatenate([session.decode(part) for part in (tokens[:12], tokens[12:15])]))
+    assert nmse(actual[0], actual[1]) <= 1e-10
 
 
 @pytest.mark.parametrize("name", ["qwen3moe-moe", "gpt-oss-moe"])
@@ -97,9 +97,9 @@ def test_sequences_do_not_see_each_other(zoo: Zoo, name: str, cuda_devices: Devi
     with open_zoo(zoo, name, everywhere("CUDA0")) as model:
         session = model.session(32, n_seq=3)
         both = np.stack([tokens[:16], tokens[:16]], 1).reshape(-1)
-        found = session.decode(both, np.tile(np.array([2, 0], np.int32), 16))
-        assert nmse(found[0::2], logits[:16]) <= BOUND
-        assert nmse(found[1::2], logits[:16]) <= BOUND
+        actual = session.decode(both, np.tile(np.array([2, 0], np.int32), 16))
+        assert nmse(actual[0::2], logits[:16]) <= BOUND
+        assert nmse(actual[1::2], logits[:16]) <= BOUND
         session.clear(2)
         assert nmse(session.decode(tokens[:9], 2), logits[:9]) <= BOUND
         assert nmse(session.decode(tokens[16:20], 0), logits[16:20]) <= BOUND
@@ -108,12 +108,12 @@ def test_sequences_do_not_see_each_other(zoo: Zoo, name: str, cuda_devices: Devi
 @pytest.mark.parametrize(("name", "kv_type"), [("qwen3moe-moe", "q8_0"), ("gemma2-dense", "f16")])
 def test_caches_of_other_types_agree_with_the_cpus(zoo: Zoo, name: str, kv_type: str, cuda_devices: Devices) -> None:
     tokens = tokens_and_logits(name)[0][:24]
-    found = []
+    actual = []
     for placement in (everywhere("CUDA0"), Placement()):
         with open_zoo(zoo, name, placement, kv_type=kv_type) as model:
             session = model.session(200)
-            found.append(np.concatenate([session.decode(part) for part in (tokens[:14], tokens[14:15], tokens[15:])]))
-    assert nmse(found[0], found[1]) <= 1e-7
+            actual.append(np.concatenate([session.decode(part) for part in (tokens[:14], tokens[14:15], tokens[15:])]))
+    assert nmse(actual[0], actual[1]) <= 1e-7
 
 
 # ---------------------------------------------------------------- placements
@@ -138,8 +138,8 @@ def test_any_tensor_on_any_device(zoo: Zoo, name: str, rules: str, cuda_devices:
     with open_zoo(zoo, name, everywhere("CUDA0", rules=rules)) as model:
         assert len(model.segments) > 1
         session = model.session(32)
-        found = np.concatenate([session.decode(part) for part in (tokens[:10], tokens[10:11], tokens[11:12])])
-        assert nmse(found, logits[:12]) <= BOUND
+        actual = np.concatenate([session.decode(part) for part in (tokens[:10], tokens[10:11], tokens[11:12])])
+        assert nmse(actual, logits[:12]) <= BOUND
 
 
 def test_issue_861_up_and_gate_on_the_gpu_down_on_the_cpu(zoo: Zoo, cuda_devices: Devices) -> None:
@@ -192,8 +192,8 @@ def test_caches_that_layers_of_two_devices_read(zoo: Zoo, layers: int, cuda_devi
     tokens, logits = tokens_and_logits("gemma4-dense")
     with open_zoo(zoo, "gemma4-dense", Placement(layers)) as model:
         session = model.session(32)
-        found = np.concatenate([session.decode(part) for part in (tokens[:9], tokens[9:10], tokens[10:14])])
-        assert nmse(found, logits[:14]) <= BOUND
+        actual = np.concatenate([session.decode(part) for part in (tokens[:9], tokens[9:10], tokens[10:14])])
+        assert nmse(actual, logits[:14]) <= BOUND
 
 
 @pytest.mark.parametrize("budget", [0, 2_000_000])
@@ -202,8 +202,8 @@ def test_weights_beyond_the_budget_are_sent_for_every_batch(zoo: Zoo, budget: in
     with open_zoo(zoo, "qwen3moe-moe", everywhere("CUDA0"), max_vram=budget) as model:
         assert any("more than --max-vram" in note for note in model.notes)
         session = model.session(64)
-        found = np.concatenate([session.decode(part) for part in (tokens[:12], tokens[12:13], tokens[13:14])])
-        assert nmse(found, logits[:14]) <= BOUND
+        actual = np.concatenate([session.decode(part) for part in (tokens[:12], tokens[12:13], tokens[13:14])])
+        assert nmse(actual, logits[:14]) <= BOUND
         weights = model.backend("CUDA0").weights  # type: ignore[attr-defined]
         assert weights.nbytes <= budget
         assert weights._staged
@@ -232,20 +232,20 @@ def everything(graph: Any) -> Any:
 @pytest.mark.parametrize("name", ["qwen3moe-moe", "deepseek2-moe", "cohere2-dense"])
 def test_sums_are_those_of_the_reference(zoo: Zoo, name: str, cuda_devices: Devices) -> None:
     tokens = tokens_and_logits(name)[0][:24]
-    found = []
+    actual = []
     for placement in (everywhere("CUDA0"), everywhere("REFERENCE")):
         with open_zoo(zoo, name, placement, fusion=Fusion.none(), rewrite=everything) as model:
             session = model.session(64)
             for part in (tokens[:14], tokens[14:15], tokens[15:]):
                 session.decode(part)
             assert not session.take_not_finite()
-            found.append({of: {k: v.copy() for k, v in a.items()} for of, a in session.accumulators.items()})
-    ours, theirs = found
-    assert ours.keys() == theirs.keys()
-    for of, arrays in ours.items():
-        assert np.array_equal(arrays["counts"], theirs[of]["counts"])
+            actual.append({label: {k: v.copy() for k, v in a.items()} for label, a in session.accumulators.items()})
+    sums, expected = actual
+    assert sums.keys() == expected.keys()
+    for label, arrays in sums.items():
+        assert np.array_equal(arrays["counts"], expected[label]["counts"])
         for key in arrays.keys() - {"counts"}:
-            a, b = (x[:, ::2] + x[:, 1::2] if key == "sums" else x for x in (arrays[key], theirs[of][key]))
+            a, b = (x[:, ::2] + x[:, 1::2] if key == "sums" else x for x in (arrays[key], expected[label][key]))
             np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4 * np.abs(b).max())
 
 
@@ -254,14 +254,14 @@ def test_sums_that_are_cleared_begin_anew(zoo: Zoo, cuda_devices: Devices) -> No
     with open_zoo(zoo, "cohere2-dense", everywhere("CUDA0"), fusion=Fusion.none(), rewrite=observe) as model:
         session = model.session(64)
         session.decode(tokens[:16])
-        once = {of: a["sums"].copy() for of, a in session.accumulators.items()}
+        once = {label: a["sums"].copy() for label, a in session.accumulators.items()}
         for arrays in session.accumulators.values():
             for array in arrays.values():
                 array[:] = 0
         session.clear()
         session.decode(tokens[:16])
-        for of, arrays in session.accumulators.items():
-            assert np.array_equal(arrays["sums"], once[of])
+        for label, arrays in session.accumulators.items():
+            assert np.array_equal(arrays["sums"], once[label])
 
 
 def with_observers(graph: Graph) -> Graph:
@@ -277,41 +277,41 @@ def with_observers(graph: Graph) -> Graph:
 
 def test_an_observer_sees_what_it_sees_on_the_cpu(zoo: Zoo, cuda_devices: Devices) -> None:
     tokens = tokens_and_logits("qwen3moe-moe")[0][:10]
-    seen: list[dict[str, Any]] = []
+    records: list[dict[str, Any]] = []
     for placement in (everywhere("CUDA0"), Placement()):
         names: dict[str, Any] = {}
-        seen.append(names)
+        records.append(names)
 
-        def look(of: str, x: Any, ids: Any, names: dict[str, Any] = names) -> None:
-            names[of] = np.array(x), None if ids is None else np.array(ids)
+        def look(label: str, x: Any, ids: Any, names: dict[str, Any] = names) -> None:
+            names[label] = np.array(x), None if ids is None else np.array(ids)
 
         with open_zoo(zoo, "qwen3moe-moe", placement, observer=look, rewrite=with_observers) as model:
             model.forward(tokens)
-    assert seen[0].keys() == seen[1].keys()
-    assert len(seen[0]) > 10
-    for name, (x, ids) in seen[0].items():
-        assert nmse(x, seen[1][name][0]) <= 1e-9
-        assert (ids is None) == (seen[1][name][1] is None)
-        assert ids is None or np.array_equal(ids, seen[1][name][1])
+    assert records[0].keys() == records[1].keys()
+    assert len(records[0]) > 10
+    for name, (x, ids) in records[0].items():
+        assert nmse(x, records[1][name][0]) <= 1e-9
+        assert (ids is None) == (records[1][name][1] is None)
+        assert ids is None or np.array_equal(ids, records[1][name][1])
 
 
 def test_covariances_are_those_of_the_cpu(zoo: Zoo, cuda_devices: Devices) -> None:
-    def some(graph: Graph) -> Graph:
-        found = inputs(every_token(graph))
-        wanted = [CovarianceRequest(item.names[0], (0, item.n_mat)) for item in found if item.reader.layer == 0]
-        return up_to_layer(covariances(graph, wanted), 0)
+    def record(graph: Graph) -> Graph:
+        items = inputs(every_token(graph))
+        requests = [CovarianceRequest(item.names[0], (0, item.n_mat)) for item in items if item.reader.layer == 0]
+        return up_to_layer(covariances(graph, requests), 0)
 
     tokens = tokens_and_logits("qwen3moe-moe")[0][:30]
-    found = []
+    sums = []
     for placement in (everywhere("CUDA0"), Placement()):
-        with open_zoo(zoo, "qwen3moe-moe", placement, fusion=Fusion.none(), rewrite=some) as model:
+        with open_zoo(zoo, "qwen3moe-moe", placement, fusion=Fusion.none(), rewrite=record) as model:
             session = model.session(64)
             session.decode(tokens, outputs=np.zeros(30, bool))
-            found.append({of: {k: v.copy() for k, v in a.items()} for of, a in session.accumulators.items()})
-    assert any("weighted" in arrays for arrays in found[0].values())
-    for of, arrays in found[0].items():
+            sums.append({label: {k: v.copy() for k, v in a.items()} for label, a in session.accumulators.items()})
+    assert any("weighted" in arrays for arrays in sums[0].values())
+    for label, arrays in sums[0].items():
         for key, array in arrays.items():
-            np.testing.assert_allclose(array, found[1][of][key], rtol=1e-4, atol=1e-5 * np.abs(array).max())
+            np.testing.assert_allclose(array, sums[1][label][key], rtol=1e-4, atol=1e-5 * np.abs(array).max())
 
 
 # ---------------------------------------------------------------- the command line

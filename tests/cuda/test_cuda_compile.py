@@ -35,8 +35,8 @@ SAME_CODE = SIZES | TYPES | {"ACTIVATION", "SHARED", "TEAM"}
 PASSED_OVER = {75: SAME_CODE - {"COLUMNS"}, 80: SAME_CODE | {"CACHE"}}
 
 #: All types in one module each: how they are unpacked, how they are multiplied otherwise.
-TOGETHER = (
-    Kernel(test_cuda_unpack.ALL, "unpack_all").bind(**test_cuda_unpack.EACH),
+SHARED_MODULES = (
+    Kernel(test_cuda_unpack.ALL, "unpack_all").bind(**test_cuda_unpack.SAMPLE_TYPES),
     Kernel(test_cuda_dot_forms.ALL, "dot_forms_all"),
 )
 
@@ -66,8 +66,8 @@ Modules = list[tuple[Kernel, list[str]]]
 def kernels(family: str) -> list[Kernel]:
     """Return all kernels of a family, those of one module side by side."""
     module = importlib.import_module(f"quantkit.kernels.cuda.{family}")
-    found: set[Kernel] = set(module.kernels())
-    return sorted(found, key=lambda op: (op.file, op.defines, op.name))
+    names: set[Kernel] = set(module.kernels())
+    return sorted(names, key=lambda op: (op.file, op.defines, op.name))
 
 
 def modules(family: str) -> Iterator[tuple[Kernel, list[str]]]:
@@ -83,10 +83,10 @@ def fits(kernel: Kernel, capability: int) -> bool:
     return capability > 75 or (macros.get("HEAD_K"), macros.get("KEYS")) != ("576", "64")
 
 
-def some_of(found: Modules, capability: int) -> Modules:
+def some_of(all_modules: Modules, capability: int) -> Modules:
     """Return modules in which each kernel is, with and without each macro that chooses code, and each of its values."""
-    chosen, seen = Modules(), set[tuple[str, ...]]()
-    for kernel, names in found:
+    selection, kinds = Modules(), set[tuple[str, ...]]()
+    for kernel, names in all_modules:
         by_type = capability < 80 and (
             kernel.file == TENSOR_CORES or "TILES" in dict(kernel.defines)
         )  # of each type other instructions
@@ -94,21 +94,21 @@ def some_of(found: Modules, capability: int) -> Modules:
         macros = [define for define in kernel.defines if define[0] not in passed_over]
         of_it = {(kernel.file, *define) for define in macros}
         of_it |= {(kernel.file, name, *(macro for macro, _ in macros)) for name in names}
-        if not of_it <= seen:
-            chosen.append((kernel, names))
-        seen |= of_it
-    return chosen
+        if not of_it <= kinds:
+            selection.append((kernel, names))
+        kinds |= of_it
+    return selection
 
 
 def compiled(kernel: Kernel, capability: int) -> str:
     """Return the compiler's report of a module, compiled to a cubin once for each version of the sources."""
     version = nvrtc_or_skip().getVersion()
-    kept = CACHE.parent / "nvrtc" / f"{digest(preamble(kernel), compile_options(capability)[1:], version)}.log"
-    if not kept.exists():
+    log_path = CACHE.parent / "nvrtc" / f"{digest(preamble(kernel), compile_options(capability)[1:], version)}.log"
+    if not log_path.exists():
         code, log = compile_module(kernel, capability, "--ptxas-options=-v")
         assert code.startswith(b"\x7fELF")
-        keep(kept, log.encode())
-    return kept.read_text()
+        keep(log_path, log.encode())
+    return log_path.read_text()
 
 
 def nvrtc_or_skip() -> Any:
@@ -127,22 +127,22 @@ def test_some_family_yields_kernels_of_every_source() -> None:
 @pytest.mark.parametrize("capability", CAPABILITIES)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_kernels_compile_and_do_not_spill(family: str, capability: int, request: pytest.FixtureRequest) -> None:
-    wanted = [module for module in modules(family) if fits(module[0], capability)]
+    selection = [module for module in modules(family) if fits(module[0], capability)]
     if capability != CAPABILITIES[-1] and not request.config.getoption("--all-ptx"):
-        wanted = some_of(wanted, capability)
-    for kernel, names in wanted:
+        selection = some_of(selection, capability)
+    for kernel, names in selection:
         log = compiled(kernel, capability)
         for name in names:
             assert f"'quantkit_{name}'" in log, f"{kernel}: no {name}"
         framed = re.findall(r"for quantkit_(\w+)\n.*?(\d+) bytes stack frame, (\d+) bytes spill stores", log)
-        ours = [(name, int(frame), int(spilled)) for name, frame, spilled in framed if name in names]
-        too_much = [of for of in ours if of[2] > PUT_ASIDE.get(family, 0)]
+        frames = [(name, int(frame), int(spilled)) for name, frame, spilled in framed if name in names]
+        too_much = [entry for entry in frames if entry[2] > PUT_ASIDE.get(family, 0)]
         assert not too_much, f"{kernel}: {too_much}"
-        copied = [of for of in ours if of[1] > round_up(of[2], 8) and of[0] not in REDUCES_ANGLES]
+        copied = [entry for entry in frames if entry[1] > round_up(entry[2], 8) and entry[0] not in REDUCES_ANGLES]
         assert not copied, f"{kernel}: arguments, or an array, lie in each thread's memory: {copied}"
 
 
-@pytest.mark.parametrize("kernel", TOGETHER, ids=lambda kernel: kernel.name)
+@pytest.mark.parametrize("kernel", SHARED_MODULES, ids=lambda kernel: kernel.name)
 def test_every_type_compiles_for_turing(kernel: Kernel) -> None:
     assert f"'quantkit_{kernel.name}'" in compiled(kernel, CAPABILITIES[0])
 
@@ -156,7 +156,7 @@ def test_machine_code_is_kept_until_a_source_changes(tmp_path: Path, monkeypatch
     kernel = norm("rms").kernel
     code = machine_code(kernel, 90)
     assert code.startswith(b"\x7fELF")
-    (kept,) = (tmp_path / "cuda").rglob("*.cubin")
+    (cubin,) = (tmp_path / "cuda").rglob("*.cubin")
     monkeypatch.setattr(compiling, "compile_module", lambda *arguments: (b"another", ""))
     assert machine_code(kernel, 90) == code
     monkeypatch.setattr(compiling, "sources_hash", lambda: "of other sources")
@@ -165,7 +165,7 @@ def test_machine_code_is_kept_until_a_source_changes(tmp_path: Path, monkeypatch
 
 
 @pytest.mark.parametrize(
-    ("capability", "known", "target"),
+    ("capability", "targets", "target"),
     [
         (90, (75, 80, 86, 89, 90), "sm_90"),
         (121, (90, 100, 120, 121), "sm_121"),
@@ -177,8 +177,8 @@ def test_machine_code_is_kept_until_a_source_changes(tmp_path: Path, monkeypatch
         (87, (75, 80, 86), "compute_86"),
     ],
 )
-def test_a_card_newer_than_the_compiler(capability: int, known: tuple[int, ...], target: str) -> None:
-    assert target_of(capability, known) == target
+def test_a_card_newer_than_the_compiler(capability: int, targets: tuple[int, ...], target: str) -> None:
+    assert target_of(capability, targets) == target
 
 
 def test_a_card_too_old_for_the_compiler() -> None:
@@ -194,8 +194,10 @@ def test_ptx_is_what_a_newer_generation_gets(tmp_path: Path, monkeypatch: pytest
     nvrtc_or_skip()
     monkeypatch.setenv("QUANTKIT_CACHE", str(tmp_path))
     kernel = norm("rms").kernel
-    for capability, known, begins in ((90, (75, 80, 86), b".target sm_86\n"), (89, (75, 80, 86), b"\x7fELF")):
-        monkeypatch.setattr(compiling, "_target", lambda of, known=known: target_of(of, known))
+    for capability, targets, begins in ((90, (75, 80, 86), b".target sm_86\n"), (89, (75, 80, 86), b"\x7fELF")):
+        monkeypatch.setattr(
+            compiling, "_target", lambda capability_asked, targets=targets: target_of(capability_asked, targets)
+        )
         code = machine_code(kernel, capability)
         assert begins in code
         assert code.endswith(b"\0")

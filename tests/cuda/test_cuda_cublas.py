@@ -25,9 +25,9 @@ def gemms(monkeypatch: pytest.MonkeyPatch, cuda_devices: Devices) -> list[int]:
     device, rows = devices.open_device("CUDA0"), list[int]()
     gemm = device.gemm_bf16
 
-    def noted(n: int, *rest: Any) -> None:
+    def noted(n: int, *arguments: Any) -> None:
         rows.append(n)
-        gemm(n, *rest)
+        gemm(n, *arguments)
 
     monkeypatch.setattr(device, "gemm_bf16", noted)
     return rows
@@ -45,15 +45,15 @@ def weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_products_of_every_kind(weights: Path, gemms: list[int], name: str, bound: float, max_vram: int | None) -> None:
     """BF16 differs in the order of sums alone; F32 is not for cuBLAS; few rows never are."""
     with open_gguf(weights) as source:
-        found = []
+        results = []
         for cublas in (False, True):
             backend = CUDABackend(source, devices.open_device("CUDA0"), cublas=cublas, max_vram=max_vram)
-            found.append(dict(cases.run_products(backend, source, name)))
+            results.append(dict(cases.run_products(backend, source, name)))
             backend.close()
             assert bool(gemms) == (cublas and name != "F32")
-    for case, own in found[0].items():
-        few = int(case.split()[-1]) <= 8
-        assert nmse(found[1][case], own) <= (1e-13 if few else bound), case
+    for case, result in results[0].items():
+        is_few = int(case.split()[-1]) <= 8
+        assert nmse(results[1][case], result) <= (1e-13 if is_few else bound), case
     if gemms:
         _, ids = cases.inputs(40)
         by_expert = [n for n in np.bincount(ids.ravel()) if n]
@@ -64,12 +64,12 @@ def test_products_of_every_kind(weights: Path, gemms: list[int], name: str, boun
 def test_models(tmp_path: Path, model: str, gemms: list[int]) -> None:
     """Biases, gates with limits, batches of several sizes; bf16 has 8 bits, a rounded router may choose otherwise."""
     path, tokens = cases.retyped(tmp_path, "Q8_0", model), cases.retyped_tokens()
-    found = []
+    results = []
     for cublas in (False, True):
         with load(path, placement=Placement(ALL_LAYERS, (), ("CUDA0",), embeddings=True), cublas=cublas) as opened:
             session = opened.session(64)
-            found.append(np.concatenate([session.decode(part) for part in (tokens[:20], tokens[20:21], tokens[21:])]))
+            results.append(np.concatenate([session.decode(part) for part in (tokens[:20], tokens[20:21], tokens[21:])]))
     assert max(gemms) == 20
     assert min(gemms) < 20
-    errors = [nmse(a, b) for a, b in zip(*found, strict=True)]
+    errors = [nmse(a, b) for a, b in zip(*results, strict=True)]
     assert 1e-9 < float(np.median(errors)) < 1e-2

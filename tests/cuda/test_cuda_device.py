@@ -34,8 +34,8 @@ pytestmark = pytest.mark.skipif(host_device.compiler() is None, reason="no C++ c
 
 @pytest.fixture
 def cupy(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    with fake_cupy.installed(monkeypatch) as made:
-        yield made
+    with fake_cupy.installed(monkeypatch) as fake:
+        yield fake
 
 
 def launch(shape: Shape, **slots: int | float) -> Launch:
@@ -49,12 +49,12 @@ def test_arrays_go_there_and_back(cupy: Any) -> None:
     a, b = device.allocate(x.nbytes), device.allocate(x.nbytes)
     device.upload(a, x)
     device.copy(b, a, x.nbytes)
-    found = np.empty_like(x)
-    device.download(b, found)
-    assert np.array_equal(found, x)
+    actual = np.empty_like(x)
+    device.download(b, actual)
+    assert np.array_equal(actual, x)
     device.zero(b, x.nbytes)
-    device.download(b, found)
-    assert not found.any()
+    device.download(b, actual)
+    assert not actual.any()
     device.free(a)
     device.free(b)
 
@@ -69,9 +69,9 @@ def test_an_array_may_change_after_its_upload(cupy: Any, monkeypatch: pytest.Mon
         for part in (slice(0, 3), slice(3, 1000)):  # beside one that waits in the same slot; more than all slots hold
             device.upload(a + 4 * part.start, x[part])
         x[:] = -1
-        found = np.empty_like(x)
-        device.download(a, found)
-        assert np.array_equal(found, np.arange(1000))
+        actual = np.empty_like(x)
+        device.download(a, actual)
+        assert np.array_equal(actual, np.arange(1000))
 
 
 def test_kernels_run_now_or_recorded(cupy: Any) -> None:
@@ -86,16 +86,16 @@ def test_kernels_run_now_or_recorded(cupy: Any) -> None:
     device.prepare([doubled.kernel, normed.kernel])
     device.run([doubled])
     replay = device.record([doubled, doubled])
-    found = np.empty_like(x)
-    device.download(a, found)
-    assert np.array_equal(found, 8 * x), "recording runs them once, and never while it records"
+    actual = np.empty_like(x)
+    device.download(a, actual)
+    assert np.array_equal(actual, 8 * x), "recording runs them once, and never while it records"
     replay()
     replay()
-    device.download(a, found)
-    assert np.array_equal(found, 128 * x)
+    device.download(a, actual)
+    assert np.array_equal(actual, 128 * x)
     device.run([normed])
-    device.download(a, found)
-    np.testing.assert_allclose(found, x / np.sqrt(np.square(x).mean()), rtol=1e-6)
+    device.download(a, actual)
+    np.testing.assert_allclose(actual, x / np.sqrt(np.square(x).mean()), rtol=1e-6)
     assert device.seconds(lambda: device.run([doubled])) > 0
 
 
@@ -105,23 +105,23 @@ def test_products_by_cublas(cupy: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
     monkeypatch.setitem(sys.modules, "cupy_backends.cuda.libs", libs)
     device, rng = CUDADevice(0), np.random.default_rng(1)
-    x, w, found = (rng.integers(-8, 8, shape).astype(np.float32) for shape in ((5, 16), (7, 16), (5, 7)))
-    at = [device.allocate(a.nbytes) for a in (x, w, found)]
-    for address, a in zip(at, (x, w), strict=False):
+    x, w, actual = (rng.integers(-8, 8, shape).astype(np.float32) for shape in ((5, 16), (7, 16), (5, 7)))
+    addresses = [device.allocate(a.nbytes) for a in (x, w, actual)]
+    for address, a in zip(addresses, (x, w), strict=False):
         device.upload(address, (a.view(np.uint32) >> 16).astype(np.uint16))
     with pytest.raises(ResourceError, match="needs cuBLAS"):
-        device.gemm_bf16(5, 7, 16, *at)
+        device.gemm_bf16(5, 7, 16, *addresses)
     libs.cublas = fake_cupy.cublas()  # type: ignore[attr-defined]
-    device.gemm_bf16(5, 7, 16, *at)
-    device.download(at[2], found)
-    np.testing.assert_array_equal(found, x @ w.T)
+    device.gemm_bf16(5, 7, 16, *addresses)
+    device.download(addresses[2], actual)
+    np.testing.assert_array_equal(actual, x @ w.T)
 
-    def broken(*arguments: Any) -> None:
+    def fail(*arguments: Any) -> None:
         raise fake_cupy.CUBLASError("CUBLAS_STATUS_ARCH_MISMATCH")
 
-    libs.cublas.gemmEx = broken
+    libs.cublas.gemmEx = fail
     with pytest.raises(ResourceError, match="cuBLAS, which fails on shim: CUBLAS_STATUS_ARCH_MISMATCH"):
-        device.gemm_bf16(5, 7, 16, *at)
+        device.gemm_bf16(5, 7, 16, *addresses)
 
 
 def test_launches_may_be_early(cupy: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -137,9 +137,9 @@ def test_launches_may_be_early(cupy: Any, monkeypatch: pytest.MonkeyPatch) -> No
     doubled = launch(elementwise.scale(64, 1), x=a, out=a, width=64, rows=1, by=2.0)
     device.run([doubled, doubled])
     device.record([doubled])()
-    found = np.empty_like(x)
-    device.download(a, found)
-    assert np.array_equal(found, 16 * x)
+    actual = np.empty_like(x)
+    device.download(a, actual)
+    assert np.array_equal(actual, 16 * x)
 
 
 def test_what_breaks_a_recording_is_named(cupy: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -149,7 +149,7 @@ def test_what_breaks_a_recording_is_named(cupy: Any, monkeypatch: pytest.MonkeyP
     doubled = launch(elementwise.scale(64, 1), x=a, out=a, width=64, rows=1, by=2.0)
     launch_kernel = cupy.cuda.driver.launchKernel
 
-    def broken(*arguments: Any) -> None:
+    def fail(*arguments: Any) -> None:
         if device.stream.captured is not None:
             raise fake_cupy.CUDADriverError("CUDA_ERROR_OUT_OF_MEMORY")
         launch_kernel(*arguments)
@@ -158,7 +158,7 @@ def test_what_breaks_a_recording_is_named(cupy: Any, monkeypatch: pytest.MonkeyP
         stream.captured = None
         raise fake_cupy.CUDARuntimeError("cudaErrorStreamCaptureInvalidated")
 
-    monkeypatch.setattr(cupy.cuda.driver, "launchKernel", broken)
+    monkeypatch.setattr(cupy.cuda.driver, "launchKernel", fail)
     monkeypatch.setattr(fake_cupy.Stream, "end_capture", end)
     with pytest.raises(ResourceError, match="CUDA0 failed: CUDA_ERROR_OUT_OF_MEMORY"):
         device.record([doubled])
@@ -213,15 +213,15 @@ def test_modules_are_compiled_in_processes(monkeypatch: pytest.MonkeyPatch, tmp_
     monkeypatch.setattr(compiling, "_version", lambda: "12.9")
     monkeypatch.setattr(first_run, "available_cpus", lambda: 3)
 
-    def compile_module(*of: Any) -> tuple[bytes, str]:
+    def compile_module(*arguments: Any) -> tuple[bytes, str]:
         time.sleep(0.2)
         return str(os.getpid()).encode(), ""
 
     monkeypatch.setattr(compiling, "compile_module", compile_module)
-    made = fake_cupy.module()
+    fake = fake_cupy.module()
     loaded: list[bytes] = []
-    made.cuda.function.Module = lambda: types.SimpleNamespace(load=loaded.append)
-    monkeypatch.setattr(devices, "_cupy", lambda: made)
+    fake.cuda.function.Module = lambda: types.SimpleNamespace(load=loaded.append)
+    monkeypatch.setattr(devices, "_cupy", lambda: fake)
     monkeypatch.setattr(devices, "count_devices", lambda: 1)
     CUDADevice(0).prepare([Kernel("layer/norms.cu", "norm").bind(KIND=i) for i in range(6)])
     assert len(loaded) == 6
@@ -238,12 +238,12 @@ def test_what_a_card_that_broke_says_is_no_traceback(cupy: Any, monkeypatch: pyt
     device, array = CUDADevice(0), np.zeros(4, np.float32)
     a = device.allocate(array.nbytes)
 
-    def broken(*arguments: Any) -> None:
+    def fail(*arguments: Any) -> None:
         raise fake_cupy.CUDARuntimeError("cudaErrorIllegalAddress")
 
     for name in ("memcpyAsync", "memsetAsync"):
-        monkeypatch.setattr(cupy.cuda.runtime, name, broken)
-    monkeypatch.setattr(cupy.cuda, "alloc_pinned_memory", broken)
+        monkeypatch.setattr(cupy.cuda.runtime, name, fail)
+    monkeypatch.setattr(cupy.cuda, "alloc_pinned_memory", fail)
     for ask in (
         lambda: device.download(a, array),
         lambda: device.zero(a, 4),
@@ -278,17 +278,17 @@ def test_a_card_that_nobody_asked_for_is_left_alone(cupy: Any, monkeypatch: pyte
     thread.start()
     thread.join()
     device.record([launch(elementwise.scale(64, 1), x=a, out=a, width=64, rows=1, by=2.0)])()
-    found = np.empty_like(x)
-    device.download(a, found)
-    assert np.array_equal(found, 8 * x)
+    actual = np.empty_like(x)
+    device.download(a, actual)
+    assert np.array_equal(actual, 8 * x)
     assert used == {1}
 
 
 def test_memory_that_cupy_keeps_is_free(cupy: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """A model that is closed leaves its memory to CuPy's pool, which gives it to others when the driver has no more."""
-    kept = [600]
-    monkeypatch.setattr(cupy.cuda.runtime, "memGetInfo", lambda: (1000 - sum(kept), 1000))
-    monkeypatch.setattr(cupy.get_default_memory_pool(), "free_all_blocks", kept.clear)
+    pool_bytes = [600]
+    monkeypatch.setattr(cupy.cuda.runtime, "memGetInfo", lambda: (1000 - sum(pool_bytes), 1000))
+    monkeypatch.setattr(cupy.get_default_memory_pool(), "free_all_blocks", pool_bytes.clear)
     assert CUDADevice(0).bytes_free() == 1000
 
 
@@ -299,15 +299,15 @@ def test_what_pinned_memory_takes_is_what_cupy_asks_for(nbytes: int) -> None:
             from cupy.cuda import PinnedMemoryPool
     except ImportError:
         pytest.skip("no CuPy: pip install cupy-cuda12x")
-    asked: list[int] = []
+    sizes: list[int] = []
 
     def driver(size: int) -> None:
-        asked.append(size)
+        sizes.append(size)
         raise MemoryError
 
     with pytest.raises(MemoryError):
         PinnedMemoryPool(driver).malloc(nbytes)
-    assert asked == [devices.pinned_bytes(nbytes)]
+    assert sizes == [devices.pinned_bytes(nbytes)]
 
 
 def test_devices_that_are_not_there(cupy: Any) -> None:
@@ -328,8 +328,11 @@ def test_a_whole_model_through_cupy_on_two_cards(cupy: Any, tmp_path: Path) -> N
     with load(path, kv_type="f32", n_ubatch=8, placement=placement_of("cuda", None, (), cuda_devices())) as model:
         assert len(model.segments) == 2
         session, last = model.session(64), np.arange(24) == 23
-        found = [session.decode(tokens[:24], outputs=last), *(session.decode(tokens[i : i + 1]) for i in range(24, 28))]
-        assert nmse(np.concatenate(found), logits[23:28]) <= 1e-8
+        actual = [
+            session.decode(tokens[:24], outputs=last),
+            *(session.decode(tokens[i : i + 1]) for i in range(24, 28)),
+        ]
+        assert nmse(np.concatenate(actual), logits[23:28]) <= 1e-8
 
 
 def test_cupy_has_what_is_asked_of_it() -> None:

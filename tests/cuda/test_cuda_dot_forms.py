@@ -41,5 +41,5 @@ def test_a_form_is_exact(memory: Memory, name: str, several: int) -> None:
             memory.run(Shape(kernel, (1, 1, 1)), **slots, type=NAMES.index(name), several=several)
             shares = memory.get(out, (32,))
             shares = shares[~np.isnan(shares)].astype(np.float64)
-            got = shares.reshape(2, -1).sum(1)
-            np.testing.assert_allclose(got, want, rtol=0, atol=2e-7 * np.abs(shares).sum())
+            actual = shares.reshape(2, -1).sum(1)
+            np.testing.assert_allclose(actual, want, rtol=0, atol=2e-7 * np.abs(shares).sum())

@@ -34,9 +34,9 @@ def on_device(
     out, work = memory.room((size + 64,), np.uint8), memory.room((working_bytes(t, rows, n),), np.uint8)
     importance = memory.put(weights) if weights.size else 0
     encode_rows(memory.device, t, memory.put(x), rows, n, out, importance, work, search=search, interleaved=interleaved)
-    found = memory.get(out, (size + 64,), np.uint8)
-    assert (found[size:] == 255).all()
-    return found[:size].reshape(rows, -1)
+    actual = memory.get(out, (size + 64,), np.uint8)
+    assert (actual[size:] == 255).all()
+    return actual[:size].reshape(rows, -1)
 
 
 @pytest.mark.parametrize(("t", "search"), ENCODERS, ids=str)
@@ -51,8 +51,8 @@ def test_bytes_are_the_cpus(memory: Memory, t: TensorType, search: str, monkeypa
     at_once = 2 if as_ptx else 6
     monkeypatch.setattr(trellis, "_WORK", at_once * trellis.trellis_working_bytes(t, 1, n) if searched else 0)
     for i, weights in enumerate((NO_WEIGHTS, awkward_imatrix(n, 5))):
-        some = slice(None) if not searched else slice(9 * i, None, 18) if as_ptx else slice(None, None, 3)
-        x = within_reach(t, awkward_rows(n, 5)[some], weights)
+        selection = slice(None) if not searched else slice(9 * i, None, 18) if as_ptx else slice(None, None, 3)
+        x = within_reach(t, awkward_rows(n, 5)[selection], weights)
         np.testing.assert_array_equal(on_device(memory, t, x, weights, search), on_cpu(t, x, weights, search or None))
 
 
@@ -139,11 +139,11 @@ def test_interleaved_rows_are_iks(memory: Memory, t: TensorType) -> None:
         if not weights.size and base.imatrix == "required":
             continue
         x = interleaved_rows(base, weights)
-        found, wanted = np.empty((len(x), t.row_bytes(512)), np.uint8), on_cpu(t, x, weights, "ik")
-        interleave_rows(t, on_device(memory, base, x, weights, search, True), found)
-        np.testing.assert_array_equal(found, wanted)
-        interleave_rows(t, on_cpu(base, x, weights, "ik"), found)
-        changed += int((found != wanted).sum())
+        actual, expected = np.empty((len(x), t.row_bytes(512)), np.uint8), on_cpu(t, x, weights, "ik")
+        interleave_rows(t, on_device(memory, base, x, weights, search, True), actual)
+        np.testing.assert_array_equal(actual, expected)
+        interleave_rows(t, on_cpu(base, x, weights, "ik"), actual)
+        changed += int((actual != expected).sum())
     assert changed
 
 

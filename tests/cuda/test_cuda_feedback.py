@@ -23,8 +23,8 @@ from quantkit.kernels.levels import Grouping, all_levels, levels_of
 from quantkit.types import BY_NAME, TensorType
 
 F32 = npt.NDArray[np.float32]
-TYPES = [of.type for of in all_levels().values() if of.grid is None]
-GROUPED = [of.type for of in all_levels().values() if of.grid is not None]
+TYPES = [layout.type for layout in all_levels().values() if layout.grid is None]
+GROUPED = [layout.type for layout in all_levels().values() if layout.grid is not None]
 #: One round and one sweep, as wide rows have; all that narrow ones have, but fewer sweeps.
 WIDE, NARROW = Rounding(max_sweeps=1, extra_rounds=0, neighbour_scales=False), Rounding(max_sweeps=2)
 
@@ -41,38 +41,42 @@ def reference(t: TensorType, x: F32, out: npt.NDArray[np.uint8]) -> None:
     out[:] = encode(t, x, weights)
 
 
-def on_device(memory: Memory, t: TensorType, x: F32, how: Rounding, target: F32 | None, by: Metric) -> Rounded:
+def on_device(
+    memory: Memory, t: TensorType, x: F32, rounding: Rounding, target: F32 | None, metric_of_x: Metric
+) -> Rounded:
     """Round rows; what is before and after their bytes, and losses, must stay as it was."""
     rows, n = x.shape
-    made = np.full(rows * t.row_bytes(n) + 64, 255, np.uint8)
-    reference(t, x, made[:-64].reshape(rows, -1))
-    at = begin = memory.put(made)
+    rows_out = np.full(rows * t.row_bytes(n) + 64, 255, np.uint8)
+    reference(t, x, rows_out[:-64].reshape(rows, -1))
+    address = begin = memory.put(rows_out)
     if target is not None:
         start = np.zeros((rows, t.row_bytes(n)), np.uint8)
         reference(t, target, start)
         begin = memory.put(start)
     losses = [memory.room((rows + 1,), np.float64) for _ in range(2)]
-    to = memory.put(x if target is None else target)
-    held = upload(memory.device, by)
-    work = memory.room((working_bytes(t, rows, n, how),), np.uint8)
-    round_rows(memory.device, t, RowAddresses(rows, to, at, begin, *losses), held, how, work)
-    found = memory.get(at, made.shape, np.uint8)
-    held.close()
-    assert (found[-64:] == 255).all()
+    target_address = memory.put(x if target is None else target)
+    device_metric = upload(memory.device, metric_of_x)
+    work = memory.room((working_bytes(t, rows, n, rounding),), np.uint8)
+    round_rows(
+        memory.device, t, RowAddresses(rows, target_address, address, begin, *losses), device_metric, rounding, work
+    )
+    data = memory.get(address, rows_out.shape, np.uint8)
+    device_metric.close()
+    assert (data[-64:] == 255).all()
     before, after = (memory.get(loss, (rows + 1,), np.float64) for loss in losses)
     assert np.isnan([before[-1], after[-1]]).all()
-    return Rounded(found[:-64].reshape(rows, -1), before[:-1], after[:-1])
+    return Rounded(data[:-64].reshape(rows, -1), before[:-1], after[:-1])
 
 
-def check(memory: Memory, t: TensorType, x: F32, how: Rounding, target: F32 | None = None) -> Rounded:
+def check(memory: Memory, t: TensorType, x: F32, rounding: Rounding, target: F32 | None = None) -> Rounded:
     """Compare both; return what was found."""
-    by = metric(x.shape[1], levels_of(t).grouping)
-    found = on_device(memory, t, x, how, target, by)
-    wanted = on_cpu(t, x, lambda rows, out: reference(t, rows, out), by, how, target)
-    np.testing.assert_array_equal(found.before, wanted.before)
-    np.testing.assert_array_equal(found.after, wanted.after)
-    np.testing.assert_array_equal(found.rows, wanted.rows)
-    return found
+    metric_of_x = metric(x.shape[1], levels_of(t).grouping)
+    actual = on_device(memory, t, x, rounding, target, metric_of_x)
+    expected = on_cpu(t, x, lambda rows, out: reference(t, rows, out), metric_of_x, rounding, target)
+    np.testing.assert_array_equal(actual.before, expected.before)
+    np.testing.assert_array_equal(actual.after, expected.after)
+    np.testing.assert_array_equal(actual.rows, expected.rows)
+    return actual
 
 
 @pytest.mark.parametrize("t", TYPES, ids=str)
@@ -81,13 +85,13 @@ def test_bytes_and_losses_are_the_cpus(memory: Memory, t: TensorType) -> None:
     n = t.block if t.block > 64 else 3 * max(t.block, 32)
     x = random_values(5, 33, n)
     x[1], x[2, :32], x[3] = 0, 0, 40 * x[3]
-    found = check(memory, t, x, NARROW)
-    assert (found.after < found.before).mean() > 0.5
+    actual = check(memory, t, x, NARROW)
+    assert (actual.after < actual.before).mean() > 0.5
     check(memory, t, x[4:7], WIDE, random_values(6, 3, n) / 8 + x[4:7])
 
 
 #: Another number of everything than usual: none of it changes the code, but the columns of a window.
-OTHERS = (
+ROUNDINGS = (
     Rounding(sweeps=2, max_sweeps=1, passes=2, repeats=2),
     Rounding(fits=False, neighbour_scales=False, extra_rounds=2, max_sweeps=1),
 )
@@ -96,18 +100,18 @@ OTHERS = (
 @pytest.mark.parametrize("t", [BY_NAME["Q4_K"], BY_NAME["IQ3_KS"]], ids=str)
 def test_rows_of_many_windows(memory: Memory, t: TensorType) -> None:
     """Several super-blocks a row, as often as options say."""
-    for how in OTHERS:
-        check(memory, t, random_values(7, 2, 768), how)
+    for rounding in ROUNDINGS:
+        check(memory, t, random_values(7, 2, 768), rounding)
 
 
 @pytest.mark.parametrize("t", GROUPED, ids=str)
 def test_groups_of_columns_choose_as_on_the_cpu(memory: Memory, t: TensorType) -> None:
     """Rows of one tile, which start from a target's bytes; for two rounds and tiles the one of the fewest points."""
-    rows, how = (33, Rounding(rounds=2, sweeps=2)) if t.name == "IQ2_KL" else (3, Rounding())
+    rows, rounding = (33, Rounding(rounds=2, sweeps=2)) if t.name == "IQ2_KL" else (3, Rounding())
     x = random_values(5, rows, 256)
     x[1], x[2, :32] = 0, 0
-    found = check(memory, t, x, how, random_values(6, rows, 256) / 8 + x)
-    assert (found.after < found.before).mean() > 0.5
+    actual = check(memory, t, x, rounding, random_values(6, rows, 256) / 8 + x)
+    assert (actual.after < actual.before).mean() > 0.5
 
 
 def test_every_generation_has_room_for_every_grid() -> None:

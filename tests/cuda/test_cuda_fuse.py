@@ -36,13 +36,13 @@ def opened(path: Path, **options: Any) -> Model:
 
 def fused_and_not(path: Path, tokens: Any, **options: Any) -> list[Any]:
     """Return the logits of a batch and two tokens after it, launches fused, and not."""
-    found, parts = list[Any](), (tokens[:-2], tokens[-2:-1], tokens[-1:])
+    results, parts = list[Any](), (tokens[:-2], tokens[-2:-1], tokens[-1:])
     for launches in (True, False):
         with opened(path, fusion=Fusion(launches=launches), **options) as model:
             assert any(d.fused for d in model.decisions if d.kind == "row_epilogue") == launches
             session = model.session(16)
-            found.append(np.concatenate([session.decode(part) for part in parts]))
-    return found
+            results.append(np.concatenate([session.decode(part) for part in parts]))
+    return results
 
 
 # ---------------------------------------------------------------- the same values
@@ -109,12 +109,12 @@ def test_a_cache_in_several_parts(zoo: Zoo, tmp_path: Path, preset: str, cuda_de
     path = tmp_path / "model.gguf"
     quantkit.quantize(zoo("qwen3moe-moe"), path, preset)
     tokens = np.tile(expected("qwen3moe-moe")[0], 4)[:90]
-    found = []
+    results = []
     for placement in (EVERYTHING, Placement()):
         with load(path, kv_type="f32", placement=placement) as model:
             session = model.session(256)
-            found.append(np.concatenate([session.decode(part) for part in (tokens[:87], *tokens[87:, None])]))
-    assert nmse(found[0], found[1]) <= (1e-10 if preset == "F32" else 1e-5)
+            results.append(np.concatenate([session.decode(part) for part in (tokens[:87], *tokens[87:, None])]))
+    assert nmse(results[0], results[1]) <= (1e-10 if preset == "F32" else 1e-5)
 
 
 # ---------------------------------------------------------------- decisions
@@ -123,12 +123,12 @@ def test_a_cache_in_several_parts(zoo: Zoo, tmp_path: Path, preset: str, cuda_de
 def test_every_decision_says_what_and_why(zoo: Zoo, tmp_path: Path, cuda_devices: Devices) -> None:
     path = tmp_path / "quantized.gguf"
     quantkit.quantize(zoo("qwen2moe-moe"), path, "Q8_0", QuantizeOptions(custom_q=("ffn_down_shexp=q5_1",)))
-    alike = ("up+gate: 2", "MoE up+gate: 2", "q/k/v: 4", "router and choice: 2", "per-head operations: 2")
-    alike += ("row epilogues: 5", "activation formats: 6")
+    summaries = ("up+gate: 2", "MoE up+gate: 2", "q/k/v: 4", "router and choice: 2", "per-head operations: 2")
+    summaries += ("row epilogues: 5", "activation formats: 6")
     with opened(path) as model:
         *lines, of_shared_experts = summary(model.decisions)
         assert model.notes == (of_shared_experts,)
-    assert lines == [f"fused {line} of {line[-1]}" for line in alike]
+    assert lines == [f"fused {line} of {line[-1]}" for line in summaries]
     assert of_shared_experts == "fused shared experts: 2 of 4 (2 not: no kernel multiplies by Q8_0 and Q5_1)"
     with opened(path, fusion=Fusion(launches=False)) as model:
         off = {d.kind for d in model.decisions if d.reason == SWITCHED_OFF}
@@ -154,32 +154,32 @@ def watched(graph: Graph, values: set[str]) -> Graph:
 @pytest.mark.parametrize("name", ["qwen3moe-moe", "gemma3-dense", "bailingmoe2-moe", "deepseek2-moe", "qwen3next-moe"])
 def test_what_is_looked_at_is_there(zoo: Zoo, name: str, cuda_devices: Devices) -> None:
     """Whatever part of the values somebody sees, they and the logits are those of a run in which all are seen."""
-    tokens, every = expected(name)[0][:4], list[Value]()
+    tokens, values = expected(name)[0][:4], list[Value]()
 
     def collect(graph: Graph) -> Graph:
-        every.extend(v for op in graph.ops for v in op.outputs() if not v.integer)
+        values.extend(v for op in graph.ops for v in op.outputs() if not v.integer)
         return graph
 
     with opened(zoo(name), rewrite=collect) as model:
         logits = model.forward(tokens)
-    names, want = [v.name for v in every], dict[str, Any]()
+    names, want = [v.name for v in values], dict[str, Any]()
     for seed in (None, 1, 2, 3):
-        chosen = set(names)
+        labels = set(names)
         if seed is not None:
-            chosen = {
+            labels = {
                 n for n, take in zip(names, np.random.default_rng(seed).random(len(names)) < 0.2, strict=True) if take
             }
-        seen: dict[str, Any] = {}
+        records: dict[str, Any] = {}
 
-        def look(of: str, x: Any, ids: Any, seen: dict[str, Any] = seen) -> None:
-            seen[of] = np.array(x)
+        def look(label: str, x: Any, ids: Any, records: dict[str, Any] = records) -> None:
+            records[label] = np.array(x)
 
-        def some(graph: Graph, chosen: set[str] = chosen) -> Graph:
-            return watched(graph, chosen)
+        def observe(graph: Graph, labels: set[str] = labels) -> Graph:
+            return watched(graph, labels)
 
-        with opened(zoo(name), observer=look, rewrite=some) as model:
+        with opened(zoo(name), observer=look, rewrite=observe) as model:
             assert nmse(model.forward(tokens), logits) <= 1e-12
-        assert seen.keys() == chosen
-        want = want or seen
-        for key, x in seen.items():
+        assert records.keys() == labels
+        want = want or records
+        for key, x in records.items():
             assert nmse(x, want[key]) <= 1e-12, key

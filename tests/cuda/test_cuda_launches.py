@@ -290,10 +290,10 @@ def of_a_token(monkeypatch: pytest.MonkeyPatch, path: Path, n_tokens: int = 1, n
     return launches_of(monkeypatch, write_quantized(path, path.with_suffix(".q8.gguf"), "Q8_0"), n_tokens, n_ctx)
 
 
-def write_quantized(path: Path, to: Path, name: str) -> Path:
+def write_quantized(path: Path, target: Path, name: str) -> Path:
     """Write the file that a model is quantized to, but with holes for weights: nobody computes with them."""
-    (shard,) = quantkit.plan_quantize(path, to, name).shards
-    return write_layout(to, shard.layout)
+    (shard,) = quantkit.plan_quantize(path, target, name).shards
+    return write_layout(target, shard.layout)
 
 
 @pytest.fixture
@@ -344,12 +344,12 @@ def test_latent_attention(variant: str, first: str, tmp_path: Path, monkeypatch:
     assert names[2 : 2 + len(first.split())] == first.split()
 
 
-@pytest.mark.parametrize(("variant", "more"), [("next", ""), ("next-ssm-in", "per_head "), ("35", "")])
-def test_delta_nets(variant: str, more: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("variant", "variant_key"), [("next", ""), ("next-ssm-in", "per_head "), ("35", "")])
+def test_delta_nets(variant: str, variant_key: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Old files have q, k, v and z of each key head side by side."""
     arch, changes, tensors = test_delta_net.VARIANTS[variant]
     path = test_delta_net.qwen(tmp_path / "model.gguf", arch, changes, **tensors)
-    names, first = of_a_token(monkeypatch, path), DELTA.replace("convolve", f"{more}convolve").split()
+    names, first = of_a_token(monkeypatch, path), DELTA.replace("convolve", f"{variant_key}convolve").split()
     assert names[2 : 2 + len(first)] == first
 
 
@@ -371,16 +371,16 @@ def test_q_k_and_v_may_be_of_two_types(zoo: Zoo, tmp_path: Path, monkeypatch: py
 @pytest.mark.parametrize("name", ["qwen3moe-moe", "deepseek2-moe", "qwen3next-moe", "llama4-moe"])
 def test_many_tokens_take_kernels_for_many(zoo: Zoo, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is done for one token in one launch is not left out for more, nor done twice."""
-    few, many = (of_a_token(monkeypatch, zoo(name), n) for n in (8, 9))
-    for names in (few, many):
+    short, long = (of_a_token(monkeypatch, zoo(name), n) for n in (8, 9))
+    for names in (short, long):
         assert not {"up_gate_shared_expert", "mul_mat_shared_expert"}.intersection(names)
         assert names.count("delta_net") == ("next" in name)
-    assert "mul_mats_route" in few
-    assert "route" not in few
-    assert "mul_mats_route" not in many
-    assert "route" in many
+    assert "mul_mats_route" in short
+    assert "route" not in short
+    assert "mul_mats_route" not in long
+    assert "route" in long
     for kind in ("up_gate_id", "mul_mat_id"):
-        of_few, of_many = ([n for n in names if n.removesuffix("_to") == kind] for names in (few, many))
+        of_few, of_many = ([n for n in names if n.removesuffix("_to") == kind] for names in (short, long))
         assert len(of_few) == len(of_many) > 0
 
 
@@ -390,12 +390,12 @@ def test_every_switch_shows_in_the_launches(zoo: Zoo, monkeypatch: pytest.Monkey
     plain, no_qkv = (launches_of(monkeypatch, path, fusion=Fusion(qkv=on)) for on in (True, False))
     assert plain.count("mul_mats") > 0 == no_qkv.count("mul_mats")
     assert len(no_qkv) > len(plain)
-    own = launches_of(monkeypatch, path, fusion=Fusion(launches=False))
-    assert {"mul_mats", "up_gate", "up_gate_id", "norm", "rope", "cache_write", "route", "add"} <= set(own)
-    assert not {"per_head", "row_epilogue", "mul_mats_route", "up_gate_shared_expert"}.intersection(own)
+    single_launches = launches_of(monkeypatch, path, fusion=Fusion(launches=False))
+    assert {"mul_mats", "up_gate", "up_gate_id", "norm", "rope", "cache_write", "route", "add"} <= set(single_launches)
+    assert not {"per_head", "row_epilogue", "mul_mats_route", "up_gate_shared_expert"}.intersection(single_launches)
     nothing = launches_of(monkeypatch, path, fusion=Fusion.none())
     assert not {"mul_mats", "up_gate", "up_gate_id"}.intersection(nothing)
-    assert len(nothing) > len(own) > len(no_qkv)
+    assert len(nothing) > len(single_launches) > len(no_qkv)
 
 
 # ---------------------------------------------------------------- what a batch costs before its launches
@@ -430,11 +430,11 @@ class NotedDevice(NullDevice):
 
 def test_a_new_length_is_launched_while_it_is_packed(zoo: Zoo, monkeypatch: pytest.MonkeyPatch) -> None:
     """Then recorded; and a token sends no more than its own words."""
-    device, packed, launch = NotedDevice(), list[int](), CUDAProgram._launch
+    device, n_packed, launch = NotedDevice(), list[int](), CUDAProgram._launch
 
-    def noted(self: CUDAProgram, *of: Any) -> Launch | None:
-        packed.append(len(device.launches))
-        return launch(self, *of)
+    def noted(self: CUDAProgram, *arguments: Any) -> Launch | None:
+        n_packed.append(len(device.launches))
+        return launch(self, *arguments)
 
     monkeypatch.setattr(CUDAProgram, "_launch", noted)
     with load_on(monkeypatch, device, zoo("qwen3moe-moe"), n_ubatch=512) as model:
@@ -445,11 +445,11 @@ def test_a_new_length_is_launched_while_it_is_packed(zoo: Zoo, monkeypatch: pyte
         of_a_run = len(device.launches)
         assert device.uploads == [80]
         assert sum(device.runs) == of_a_run > 16 == device.runs[0]
-        assert {0, 16} <= set(packed)  # the first are on their way when the last are packed
-        packed.clear()
+        assert {0, 16} <= set(n_packed)  # the first are on their way when the last are packed
+        n_packed.clear()
         for _ in range(3):
             session.decode(np.ones(1, np.int32))
-        assert not packed
+        assert not n_packed
         assert device.runs[-3:] == [of_a_run] * 3
 
 

@@ -16,37 +16,48 @@ from quantkit.types import BY_NAME
 
 
 def run(
-    memory: Memory, case: Case, keys: Any, q: Any, weights: Any, positions: Any, sequences: Any, n_ctx: int, each: int
+    memory: Memory,
+    case: Case,
+    keys: Any,
+    q: Any,
+    weights: Any,
+    positions: Any,
+    sequences: Any,
+    n_ctx: int,
+    n_at_once: int,
 ) -> Any:
-    """Return the selected positions, ``each`` tokens at a time."""
+    """Return the selected positions, ``n_at_once`` tokens at a time."""
     n = len(q)
     cache = keys if case.kind == "f32" else quantize(keys, BY_NAME[case.kind.upper()])
     shared = {"batch": memory.batch(np.zeros(n), positions, sequences, n_ctx=n_ctx), "rows": n}
     shared |= {
         "n_selected": case.n_selected,
         "ratio": case.ratio,
-        "scores": memory.room((scratch_bytes(n_ctx, each),), np.uint8),
+        "scores": memory.room((scratch_bytes(n_ctx, n_at_once),), np.uint8),
     }
     out = memory.room((n, case.n_selected), np.int32)
-    of: dict[str, Any] = {"q": memory.put(q), "weights": memory.put(weights), "k_cache": memory.put(cache)}
-    of |= {"n_head": case.n_head, "scale": case.scale}
-    for first in range(0, n + each, each):  # once more than there are
-        scores, select = indexer_scores(case.kind, case.head, n_ctx, first, each, n), indexer_select(first, each, n)
+    slots: dict[str, Any] = {"q": memory.put(q), "weights": memory.put(weights), "k_cache": memory.put(cache)}
+    slots |= {"n_head": case.n_head, "scale": case.scale}
+    for first in range(0, n + n_at_once, n_at_once):  # once more than there are
+        scores, select = (
+            indexer_scores(case.kind, case.head, n_ctx, first, n_at_once, n),
+            indexer_select(first, n_at_once, n),
+        )
         assert (scores is None) == (select is None) == (first >= n)
         if scores is not None and select is not None:
-            memory.run(scores, first=first, **of, **shared)
+            memory.run(scores, first=first, **slots, **shared)
             memory.run(select, first=first, out=out, **shared)
     return memory.get(out, (n, case.n_selected), np.int32)
 
 
-def check(memory: Memory, case: Case, positions: Any, n_ctx: int, each: int) -> None:
+def check(memory: Memory, case: Case, positions: Any, n_ctx: int, n_at_once: int) -> None:
     keys = case.draw(2 * n_ctx, 1)[2]
     q, weights, _ = case.draw(len(positions), len(positions))
     sequences = np.arange(len(q)) % 2
-    got = run(memory, case, keys, q, weights, positions, sequences, n_ctx, each)
+    actual = run(memory, case, keys, q, weights, positions, sequences, n_ctx, n_at_once)
     rows = zip(q, weights, positions, sequences, strict=True)
     want = [case.select(x, w, case.visible_keys(keys, s, p, n_ctx)) for x, w, p, s in rows]
-    np.testing.assert_array_equal(got, np.array(want))
+    np.testing.assert_array_equal(actual, np.array(want))
 
 
 @pytest.mark.parametrize("name", CASES)

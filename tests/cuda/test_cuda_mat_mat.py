@@ -20,7 +20,7 @@ from quantkit.types import BY_NAME, TensorType
 
 def test_blocks_fit_the_shared_memory_of_every_device() -> None:
     """Two at once, as registers do: on sm_80 some of middle tiles only."""
-    for t in (of.type for of in FORMATS.values()):
+    for t in (record.type for record in FORMATS.values()):
         assert mat_mat.shared_bytes(t, mat_mat.SMALL) <= 48 << 10
         assert all(mat_mat.tile_for(t, 4096, 512, 1, c) == mat_mat.LARGE for c in (90, 100))
         for card in (75, 80, 86, 87, 89, 90, 100, 103, 120, 121):
@@ -122,9 +122,9 @@ def test_every_scale_of_nvfp4(memory: Memory) -> None:
     w = draw_weights(t, (n_out, n_in), rng).reshape(n_out, -1, t.block_bytes)
     w[..., :4] = np.arange(n_out, dtype=np.uint8)[:, None, None] + rng.integers(0, 2, (n_out, 4, 4), np.uint8) * 128
     x = rng.standard_normal((rows, n_in)).astype(f32)
-    got, want = multiplied(memory, t, w.reshape(n_out, -1), x)
+    actual, want = multiplied(memory, t, w.reshape(n_out, -1), x)
     for row in range(n_out):  # each by itself: scales differ by 2^17
-        assert not want[:, row].any() or np.abs(got[:, row] - want[:, row]).max() < 1e-5 * np.abs(want[:, row]).max()
+        assert not want[:, row].any() or np.abs(actual[:, row] - want[:, row]).max() < 1e-5 * np.abs(want[:, row]).max()
 
 
 def test_a_row_does_not_depend_on_the_others(memory: Memory) -> None:
@@ -165,8 +165,8 @@ def test_up_gate_agrees_with_numpy(
 ROUTED = [(40, 2, 3, 3), (9, 3, 8, 5), (140, 1, 2, 1)]
 
 
-def some_experts(rows: int, n_used: int, n_expert: int, chosen: int) -> Any:
-    return routed(rows, n_used, np.random.default_rng(8).permutation(n_expert)[:chosen])
+def some_experts(rows: int, n_used: int, n_expert: int, n_chosen: int) -> Any:
+    return routed(rows, n_used, np.random.default_rng(8).permutation(n_expert)[:n_chosen])
 
 
 @pytest.mark.parametrize(

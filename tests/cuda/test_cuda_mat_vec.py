@@ -107,8 +107,8 @@ def test_a_row_does_not_depend_on_its_companions(memory: Memory, name: str) -> N
     common = {"x_stride": place["x_stride"], "w": weights, "row_bytes": w.shape[1], "n_in": n_in, "n_out": n_out}
     common |= {"out_stride": 4 * n_out, "bias": 0, "scale": 0}
     for i in range(8):
-        at = {"x": place["x"] + i * place["x_stride"], "out": alone + 4 * n_out * i}
-        memory.run(mat_vec.mul_mat(t, n_in, n_out, 1), rows=1, **at, **common)
+        addresses = {"x": place["x"] + i * place["x_stride"], "out": alone + 4 * n_out * i}
+        memory.run(mat_vec.mul_mat(t, n_in, n_out, 1), rows=1, **addresses, **common)
     want = memory.get(alone, (8, n_out))
     for rows in (3, 8):
         memory.run(mat_vec.mul_mat(t, n_in, n_out, rows), rows=rows, x=place["x"], out=out, **common)

@@ -57,12 +57,14 @@ def test_a_router_chooses(memory: Memory, name: str, rows: int, groups: int) -> 
     ]
     both = mat_vec_same_input.slots([{**matrix, "bias": 0, "scale": 0} for matrix in matrices])
     common = {"rows": rows, "n_in": n_in, "n_first": 2, **place, "row_bytes": t.row_bytes(n_in), "other_row_bytes": 0}
-    chosen = {"logits": matrices[1]["out"], "bias": bias, **routing.slots()}
-    found, want = ([memory.room((rows, 6), np.int32), memory.room((rows, 6))] for _ in range(2))
+    router_slots = {"logits": matrices[1]["out"], "bias": bias, **routing.slots()}
+    actual, want = ([memory.room((rows, 6), np.int32), memory.room((rows, 6))] for _ in range(2))
     shape = mat_vec_same_input.mul_mats_route([t, t], n_in, n_outs, routing, rows)
     for _ in range(2):
-        memory.run(shape, **common, **both, **chosen, ids=found[0], weights=found[1], counter=counter)
-        memory.run(route.route(routing, rows), **chosen, chosen=0, rows=rows, ids=want[0], weights=want[1])
-        for ours, theirs in zip(found, want, strict=True):
-            assert np.array_equal(memory.get(ours, (rows, 6), np.uint32), memory.get(theirs, (rows, 6), np.uint32))
+        memory.run(shape, **common, **both, **router_slots, ids=actual[0], weights=actual[1], counter=counter)
+        memory.run(route.route(routing, rows), **router_slots, chosen=0, rows=rows, ids=want[0], weights=want[1])
+        for address, expected_address in zip(actual, want, strict=True):
+            assert np.array_equal(
+                memory.get(address, (rows, 6), np.uint32), memory.get(expected_address, (rows, 6), np.uint32)
+            )
         assert memory.get(counter, (1,), np.int32)[0] == 0

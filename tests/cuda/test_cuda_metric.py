@@ -43,17 +43,21 @@ def test_the_factor_is_the_cpus(memory: Memory, n: int) -> None:
     raised = np.diagonal(h) * 1.01
     r = h[np.ix_(order, order)]
     np.fill_diagonal(r, raised[order])
-    wanted = np.triu(on_cpu.cholesky(r.copy()))
-    at, by, bad = memory.room((n, n), np.float64), memory.room((2, n), np.float64), memory.put(np.zeros(1, np.int64))
-    run(memory, factor.permute(memory.put(h), memory.put(raised), memory.put(order), at, n))
-    run(memory, *factor.cholesky(at, by, bad, n))
+    expected = np.triu(on_cpu.cholesky(r.copy()))
+    address, pivots, bad = (
+        memory.room((n, n), np.float64),
+        memory.room((2, n), np.float64),
+        memory.put(np.zeros(1, np.int64)),
+    )
+    run(memory, factor.permute(memory.put(h), memory.put(raised), memory.put(order), address, n))
+    run(memory, *factor.cholesky(address, pivots, bad, n))
     assert memory.get(bad, (1,), np.int64)[0] == 0
-    assert (np.triu(memory.get(at, (n, n), np.float64)) == wanted).all()
-    assert (memory.get(by, (2, n), np.float64)[1] == 1 / np.diagonal(wanted)).all()
+    assert (np.triu(memory.get(address, (n, n), np.float64)) == expected).all()
+    assert (memory.get(pivots, (2, n), np.float64)[1] == 1 / np.diagonal(expected)).all()
     r[70, 70] = 0
     with pytest.raises(np.linalg.LinAlgError, match=f"column 70 of {n}"):
         on_cpu.cholesky(r.copy())
-    run(memory, *factor.cholesky(memory.put(r), by, bad, n))
+    run(memory, *factor.cholesky(memory.put(r), pivots, bad, n))
     assert memory.get(bad, (1,), np.int64)[0] == 71
 
 
@@ -65,108 +69,112 @@ def test_what_is_solved_is_the_cpus(memory: Memory, n: int, m: int) -> None:
     for rows in (300, 40):
         x, z = (rng.standard_normal((rows, width)).astype(np.float32) for width in (n, m))
         sums.add(x, z)
-        at = memory.put(x)
-        run(memory, products.products(at, at, square, rows, n, n))
-        run(memory, products.products(at, memory.put(z), cross, rows, n, m))
+        address = memory.put(x)
+        run(memory, products.products(address, address, square, rows, n, n))
+        run(memory, products.products(address, memory.put(z), cross, rows, n, m))
     run(memory, products.mirror(square, n))
     sums.finish()
     assert (memory.get(square, (n, n), np.float64) == sums.square).all()
     assert (sums.cross == memory.get(cross, (n, m), np.float64).T).all()
-    wanted = times_inverse(sums.cross, sums.square, 0.05)
+    expected = times_inverse(sums.cross, sums.square, 0.05)
     raised = np.diagonal(sums.square) + 0.05 * np.diagonal(sums.square).mean()
-    r, by, bad = memory.room((n, n), np.float64), memory.room((2, n), np.float64), memory.put(np.zeros(1, np.int64))
+    r, pivots, bad = memory.room((n, n), np.float64), memory.room((2, n), np.float64), memory.put(np.zeros(1, np.int64))
     run(memory, factor.permute(square, memory.put(raised), memory.put(np.arange(n, dtype=np.int32)), r, n))
-    run(memory, *factor.cholesky(r, by, bad, n), *factor.solve(cross, r, by + 8 * n, m, n))
-    assert (wanted == memory.get(cross, (n, m), np.float64).T).all()
+    run(memory, *factor.cholesky(r, pivots, bad, n), *factor.solve(cross, r, pivots + 8 * n, m, n))
+    assert (expected == memory.get(cross, (n, m), np.float64).T).all()
     rows, first = 20, m - 20
     out = memory.room((rows, n))
     run(memory, packing.to_f32(cross, out, n, rows, first, m))
-    assert (memory.get(out, (rows, n)) == wanted[first:].astype(np.float32)).all()
+    assert (memory.get(out, (rows, n)) == expected[first:].astype(np.float32)).all()
     if m >= n:
-        packed = memory.room((n // 4, n, 4))
-        run(memory, packing.pack_columns(cross, packed, n, stride=m, transposed=True))
-        assert (memory.get(packed, (n // 4, n, 4)) == pack_columns(wanted[:n])).all()
+        packed_columns = memory.room((n // 4, n, 4))
+        run(memory, packing.pack_columns(cross, packed_columns, n, stride=m, transposed=True))
+        assert (memory.get(packed_columns, (n // 4, n, 4)) == pack_columns(expected[:n])).all()
 
 
 def test_targets_are_the_cpus(memory: Memory) -> None:
     rng, rows, n = np.random.default_rng(4), 70, 96
     x, offset = (rng.standard_normal((rows, n)).astype(np.float32) for _ in range(2))
-    packed = pack_columns(rng.standard_normal((n, n)).astype(np.float32))
-    wanted, out, places = corrected_on_cpu(x, packed), memory.room((rows, n)), [memory.put(a) for a in (x, packed)]
+    packed_columns = pack_columns(rng.standard_normal((n, n)).astype(np.float32))
+    expected, out, places = (
+        corrected_on_cpu(x, packed_columns),
+        memory.room((rows, n)),
+        [memory.put(a) for a in (x, packed_columns)],
+    )
     run(memory, products.correct(*places, 0, out, rows, n))
-    assert (memory.get(out, (rows, n)) == wanted).all()
+    assert (memory.get(out, (rows, n)) == expected).all()
     run(memory, products.correct(*places, memory.put(offset), out, rows, n))
-    assert (memory.get(out, (rows, n)) == wanted + offset).all()
+    assert (memory.get(out, (rows, n)) == expected + offset).all()
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 def test_sums_that_are_not_finite_are_found(memory: Memory, bad: float) -> None:
-    sums, found = np.full(700, 1e300), memory.put(np.zeros(1, np.int32))
-    run(memory, products.not_finite_sum(memory.put(sums), found, 700))
-    assert memory.get(found, (1,), np.int32)[0] == 0
+    sums, flag = np.full(700, 1e300), memory.put(np.zeros(1, np.int32))
+    run(memory, products.not_finite_sum(memory.put(sums), flag, 700))
+    assert memory.get(flag, (1,), np.int32)[0] == 0
     sums[-1] = bad
-    run(memory, products.not_finite_sum(memory.put(sums), found, 700))
-    assert memory.get(found, (1,), np.int32)[0] == 1
+    run(memory, products.not_finite_sum(memory.put(sums), flag, 700))
+    assert memory.get(flag, (1,), np.int32)[0] == 1
 
 
-def same(memory: Memory, made: DeviceMetric, wanted: Metric) -> None:
+def assert_same(memory: Memory, actual: DeviceMetric, expected: Metric) -> None:
     """Compare all that a metric has."""
-    assert made.n == wanted.n
-    groups = wanted.groups
+    assert actual.n == expected.n
+    groups = expected.groups
     for name, array in (
-        *((name, getattr(wanted, name)) for name in ("columns", "u", "pivots", "h", "per_diagonal")),
-        *((name, getattr(wanted, name)) for name in ("correction", "offset")),
+        *((name, getattr(expected, name)) for name in ("columns", "u", "pivots", "h", "per_diagonal")),
+        *((name, getattr(expected, name)) for name in ("correction", "offset")),
         ("groups_feedback", None if groups is None else groups.feedback),
         ("groups_descent", None if groups is None else groups.descent),
     ):
-        address = getattr(made, name)
+        address = getattr(actual, name)
         assert (address == 0) == (array is None), name
         if array is not None:
             assert (memory.get(address, array.shape, array.dtype) == array).all(), name
-    assert made.grouping == (None if groups is None else groups.grouping)
-    if wanted.importance is not None:
-        assert made.importance is not None
-        assert (made.importance == wanted.importance).all()
-    held = len(made.owned)
+    assert actual.grouping == (None if groups is None else groups.grouping)
+    if expected.importance is not None:
+        assert actual.importance is not None
+        assert (actual.importance == expected.importance).all()
+    n_owned = len(actual.owned)
     assert (
-        held
-        == len(set(made.owned))
-        == 5 + (wanted.correction is not None) + (wanted.offset is not None) + 2 * (groups is not None)
+        n_owned
+        == len(set(actual.owned))
+        == 5 + (expected.correction is not None) + (expected.offset is not None) + 2 * (groups is not None)
     )
-    made.close()
+    actual.close()
 
 
 @pytest.mark.parametrize("grouping", [None, Grouping(8), levels_of(BY_NAME["IQ4_KSS"]).grouping], ids=["", "8", "kss"])
 def test_a_metric_is_the_cpus(memory: Memory, grouping: Grouping | None) -> None:
     h = covariance(5, 256)
     carrier = PinnedTransfer(memory.device.new_stream())
-    same(memory, metric_kernels.metric(carrier, h, 0.02, grouping), metric(h, 0.02, 1, grouping))
+    assert_same(memory, metric_kernels.metric(carrier, h, 0.02, grouping), metric(h, 0.02, 1, grouping))
     h[9] = h[:, 9] = 0
     h[9, 9] = -1e3
-    said = []
+    lines = []
     for make in (partial(metric_kernels.metric, carrier), metric):
         with pytest.raises(np.linalg.LinAlgError, match="not positive definite: column") as e:
             make(h, 0.0, grouping=grouping)
-        said.append(str(e.value))
-    assert said[0] == said[1]
+        lines.append(str(e.value))
+    assert lines[0] == lines[1]
 
 
 def watched(device: Any, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Return the bytes that a device gives away from now on: those it has not got back, and the most at any time."""
-    sizes, found, allocate, free = dict[int, int](), [0, 0], device.allocate, device.free
+    sizes, peaks, allocate, free = dict[int, int](), [0, 0], device.allocate, device.free
 
     def give(nbytes: int) -> int:
         sizes[address := allocate(nbytes)] = nbytes
-        found[:] = found[0] + nbytes, max(found[1], found[0] + nbytes)
+        peaks[:] = peaks[0] + nbytes, max(peaks[1], peaks[0] + nbytes)
         return int(address)
 
     def take(address: int) -> None:
         free(address)
-        found[0] -= sizes.pop(address)
+        peaks[0] -= sizes.pop(address)
 
     monkeypatch.setattr(device, "allocate", give)
     monkeypatch.setattr(device, "free", take)
-    return found
+    return peaks
 
 
 @pytest.mark.parametrize("residual", [0, 384])
@@ -180,22 +188,24 @@ def test_a_metric_of_two_streams_is_the_cpus(memory: Memory, residual: int, monk
     mixed = rng.standard_normal((n, n)) * np.exp(rng.standard_normal(n))
     x = (rng.standard_normal((tokens, n)) @ mixed).astype(np.float32)
     z = rng.standard_normal((tokens, n + residual)).astype(np.float32) + 0.1 * x[:, :1]
-    seen = StageInputs("blk.0.ffn_down.weight", n, 1)
-    seen.tokens, share = (tokens,), np.ones((tokens, 1), np.float32)
+    stage = StageInputs("blk.0.ffn_down.weight", n, 1)
+    stage.tokens, share = (tokens,), np.ones((tokens, 1), np.float32)
     counts = rng.uniform(0.5, 2, (tokens, 1)).astype(np.float32)
     rows = [(x[:400], x[:400] + z[:400, :n]), (x[400:], x[400:] + z[400:, :n])]
-    at = np.split(np.arange(tokens), [400])
-    monkeypatch.setattr(seen, "_stage", types.SimpleNamespace(source=None))
-    monkeypatch.setattr(stage_inputs, "_width", lambda seen: residual)
-    monkeypatch.setattr(seen, "_rows", lambda matrix: ((x, y, a, share[a]) for (x, y), a in zip(rows, at, strict=True)))
-    monkeypatch.setattr(seen, "_targets", lambda tokens: (z[tokens, n:], counts[tokens]))
-    carrier, given = PinnedTransfer(memory.device.new_stream()), watched(memory.device, monkeypatch)
-    made = seen.metric_on(carrier, 0)
-    assert given[0] <= seen.metric_bytes // 4
-    assert given[1] <= seen.metric_bytes
-    same(memory, made, seen.build_metric(0, 1))
-    assert given[0] == 0
+    batches = np.split(np.arange(tokens), [400])
+    monkeypatch.setattr(stage, "_stage", types.SimpleNamespace(source=None))
+    monkeypatch.setattr(stage_inputs, "_width", lambda stage: residual)
+    monkeypatch.setattr(
+        stage, "_rows", lambda matrix: ((x, y, a, share[a]) for (x, y), a in zip(rows, batches, strict=True))
+    )
+    monkeypatch.setattr(stage, "_targets", lambda tokens: (z[tokens, n:], counts[tokens]))
+    carrier, peak = PinnedTransfer(memory.device.new_stream()), watched(memory.device, monkeypatch)
+    actual = stage.metric_on(carrier, 0)
+    assert peak[0] <= stage.metric_bytes // 4
+    assert peak[1] <= stage.metric_bytes
+    assert_same(memory, actual, stage.build_metric(0, 1))
+    assert peak[0] == 0
     x[3, 3] = np.inf
-    for make in (partial(seen.metric_on, carrier), partial(seen.build_metric, threads=1)):
+    for make in (partial(stage.metric_on, carrier), partial(stage.build_metric, threads=1)):
         with pytest.raises(FormatError, match=r"the inputs of blk.0.ffn_down.weight are not finite"):
             make(0)

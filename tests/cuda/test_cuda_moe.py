@@ -18,28 +18,28 @@ from quantkit.kernels.parameters import MAX_EXPERTS
 
 def read_plan(plan: Any, pairs: int, n_expert: int, tokens: int) -> tuple[Any, Any]:
     """Return the list of pairs, and the tiles as (expert, its pairs)."""
-    listed = plan[16 : 16 + pairs]
-    at = 16 + -(-pairs // 4) * 4 + (0 if tokens == 32 else 4 * moe.most_tiles(pairs, n_expert, 32))
+    pairs_listed = plan[16 : 16 + pairs]
+    tiles_begin = 16 + -(-pairs // 4) * 4 + (0 if tokens == 32 else 4 * moe.most_tiles(pairs, n_expert, 32))
     count = plan[moe.TILES.index(tokens)]
-    tiles = plan[at : at + 4 * count].reshape(-1, 4)
-    return listed, [(e, listed[first : first + n].tolist()) for e, first, n, _ in tiles]
+    tiles = plan[tiles_begin : tiles_begin + 4 * count].reshape(-1, 4)
+    return pairs_listed, [(e, pairs_listed[first : first + n].tolist()) for e, first, n, _ in tiles]
 
 
 @pytest.mark.parametrize(
-    ("rows", "n_used", "n_expert", "chosen"),
+    ("rows", "n_used", "n_expert", "n_chosen"),
     [(9, 2, 8, 8), (150, 3, 40, 33), (333, 1, 3, 1), (1, 4, 70, 70), (70, 8, 128, 128)],
 )
 def test_a_plan_has_every_pair_once_by_expert(
-    memory: Memory, rows: int, n_used: int, n_expert: int, chosen: int
+    memory: Memory, rows: int, n_used: int, n_expert: int, n_chosen: int
 ) -> None:
     rng = np.random.default_rng(5)
     # Some experts have no pair; of one alone, it is the last.
-    of = rng.permutation(n_expert)[:chosen] if chosen > 1 else np.array([n_expert - 1])
-    ids, size = routed(rows, n_used, of, rng), moe.plan_bytes(n_expert, n_used, rows)
-    got, flat = memory.get(plan_for(memory, ids, n_expert)["plan"], (size // 4,), np.int32), ids.ravel()
+    experts = rng.permutation(n_expert)[:n_chosen] if n_chosen > 1 else np.array([n_expert - 1])
+    ids, size = routed(rows, n_used, experts, rng), moe.plan_bytes(n_expert, n_used, rows)
+    actual, flat = memory.get(plan_for(memory, ids, n_expert)["plan"], (size // 4,), np.int32), ids.ravel()
     for tokens in moe.TILES:
-        listed, tiles = read_plan(got, flat.size, n_expert, tokens)
-        np.testing.assert_array_equal(listed, np.argsort(flat, kind="stable"))
+        plan_pairs, tiles = read_plan(actual, flat.size, n_expert, tokens)
+        np.testing.assert_array_equal(plan_pairs, np.argsort(flat, kind="stable"))
         assert len(tiles) <= moe.most_tiles(flat.size, n_expert, tokens)
         want = [
             (e, pairs[i : i + tokens].tolist())
@@ -60,9 +60,9 @@ def test_so_many_experts_that_few_warps_have_counters(memory: Memory) -> None:
     rows, n_used, n_expert = 40, 3, MAX_EXPERTS
     ids = routed(rows, n_used, n_expert, np.random.default_rng(5))
     plan = plan_for(memory, ids, n_expert)["plan"]
-    got = memory.get(plan, (moe.plan_bytes(n_expert, n_used, rows) // 4,), np.int32)
-    listed, tiles = read_plan(got, ids.size, n_expert, 32)
-    np.testing.assert_array_equal(listed, np.argsort(ids.ravel(), kind="stable"))
+    actual = memory.get(plan, (moe.plan_bytes(n_expert, n_used, rows) // 4,), np.int32)
+    pairs, tiles = read_plan(actual, ids.size, n_expert, 32)
+    np.testing.assert_array_equal(pairs, np.argsort(ids.ravel(), kind="stable"))
     assert [e for e, _ in tiles] == np.unique(ids).tolist()
 
 
@@ -71,8 +71,8 @@ def test_rows_go_into_the_order_of_a_plan_and_back(memory: Memory, per_token: bo
     rows, n_used, n_expert, width, rng = 21, 3, 5, 70, np.random.default_rng(6)
     ids = routed(rows, n_used, n_expert, rng)
     pairs, order = rows * n_used, np.argsort(ids.ravel(), kind="stable")
-    planned = plan_for(memory, ids, n_expert)
-    plan, at = planned["plan"], planned["ids"]
+    plan_slots = plan_for(memory, ids, n_expert)
+    plan, ids_address = plan_slots["plan"], plan_slots["ids"]
     x = rng.standard_normal((rows if per_token else pairs, width)).astype(np.float32)
     x_per, gathered = n_used if per_token else 1, memory.room((pairs, width), np.uint16)
     memory.run(moe.gather(pairs), plan=plan, x=memory.put(x), out=gathered, rows=pairs, x_per=x_per, width=width)
@@ -84,10 +84,10 @@ def test_rows_go_into_the_order_of_a_plan_and_back(memory: Memory, per_token: bo
     y, out = rng.standard_normal((pairs, width)).astype(np.float32), memory.room((pairs, width))
     bias = rng.standard_normal((n_expert, width + 1)).astype(np.float32)
     scale = rng.standard_normal(n_expert).astype(np.float32)
-    b, s, of = memory.put(bias), memory.put(scale), ids.ravel()[order]
-    for given, want in (((0, 0), y), ((b, s), y * scale[of, None] + bias[of, :width])):
+    b, s, experts = memory.put(bias), memory.put(scale), ids.ravel()[order]
+    for scaling, want in (((0, 0), y), ((b, s), y * scale[experts, None] + bias[experts, :width])):
         memory.run(
-            moe.scatter(pairs), plan=plan, ids=at, x=memory.put(y), out=out, rows=pairs, width=width, bias=given[0],
-            bias_stride=4 * (width + 1), scale=given[1],
+            moe.scatter(pairs), plan=plan, ids=ids_address, x=memory.put(y), out=out, rows=pairs, width=width,
+            bias=scaling[0], bias_stride=4 * (width + 1), scale=scaling[1],
         )  # fmt: skip
         np.testing.assert_array_equal(memory.get(out, (pairs, width))[order], want)

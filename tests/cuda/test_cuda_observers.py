@@ -23,16 +23,16 @@ def zeros(memory: Memory, *shape: int, dtype: Any = np.float64) -> int:
 def test_sums_of_columns_are_exact(memory: Memory, width: int) -> None:
     x = random_rows(width)
     sums, count, bad = (zeros(memory, 4, padded(width)), zeros(memory, 1), zeros(memory, 1))
-    to = {"sums": sums, "count": count, "bad": bad, "width": width}
+    targets = {"sums": sums, "count": count, "bad": bad, "width": width}
     parts = np.split(x, [1, 40])
     for part in parts:
-        memory.run(observe.sum_columns(width), x=memory.put(part), rows=len(part), **to)
+        memory.run(observe.sum_columns(width), x=memory.put(part), rows=len(part), **targets)
     check_sums(memory.get(sums, (4, padded(width)), np.float64), x)
     assert memory.get(count, (1,), np.int64)[0] == ROWS
     assert memory.get(bad, (1,), np.int64)[0] == 0
     x[41, width - 1] = np.nan
     x[50, 0] = np.inf
-    memory.run(observe.sum_columns(width), x=memory.put(x), rows=ROWS, **to)
+    memory.run(observe.sum_columns(width), x=memory.put(x), rows=ROWS, **targets)
     assert memory.get(bad, (1,), np.int64)[0] == 42
 
 
@@ -41,15 +41,15 @@ def test_what_cancels_is_kept(memory: Memory) -> None:
     sums = zeros(memory, 4, 8)
     slots = {"count": zeros(memory, 1), "bad": zeros(memory, 1), "width": 1}
     memory.run(observe.sum_columns(1), x=memory.put(x), rows=len(x), sums=sums, **slots)
-    got = memory.get(sums, (4, 8), np.float64)
-    assert got[2, 0] + got[3, 0] == 9 + 9 * 2.0**-40
+    actual = memory.get(sums, (4, 8), np.float64)
+    assert actual[2, 0] + actual[3, 0] == 9 + 9 * 2.0**-40
 
 
 def reference(op: Any, values: dict[Value, Any]) -> Any:
-    made = program(op)
-    made.values.update(values)
-    made.run(batch_of(np.arange(ROWS)))
-    return made.accumulators[op.label]
+    compiled = program(op)
+    compiled.values.update(values)
+    compiled.run(batch_of(np.arange(ROWS)))
+    return compiled.accumulators[op.label]
 
 
 @pytest.mark.parametrize("one_row_a_token", [True, False])
@@ -62,14 +62,14 @@ def test_sums_by_expert_are_exact(memory: Memory, width: int, one_row_a_token: b
     slots |= {"x_per": N_USED if one_row_a_token else 1, "sums": sums, "counts": counts, "bad": bad}
     shape = observe.sum_columns_id(width, N_EXPERT)
     memory.run(shape, x=memory.put(x), **slots)
-    got = memory.get(sums, (N_EXPERT, 4, padded(width)), np.float64)
+    actual = memory.get(sums, (N_EXPERT, 4, padded(width)), np.float64)
     assert memory.get(bad, (1,), np.int64)[0] == 0
-    counted = memory.get(counts, (N_EXPERT,), np.int64)
-    check_by_expert(got, counted, x, ids)
+    actual_counts = memory.get(counts, (N_EXPERT,), np.int64)
+    check_by_expert(actual, actual_counts, x, ids)
     vx, vi = Value("x", width, per=1 if one_row_a_token else N_USED), Value("ids", N_USED, integer=True)
     want = reference(SumColumns(x=vx, label="w", names=("w",), ids=vi, n_mat=N_EXPERT), {vx: x, vi: ids})
-    np.testing.assert_array_equal(counted, want["counts"])
-    np.testing.assert_allclose(got[:, 0] + got[:, 1], want["sums"][:, 0], rtol=1e-12)
+    np.testing.assert_array_equal(actual_counts, want["counts"])
+    np.testing.assert_allclose(actual[:, 0] + actual[:, 1], want["sums"][:, 0], rtol=1e-12)
     x[17 if one_row_a_token else 17 * N_USED + 2, 8] = -np.inf
     memory.run(shape, x=memory.put(x), **slots)
     assert (memory.get(bad, (1,), np.int64)[0] - 1) // N_USED == 17
@@ -89,22 +89,22 @@ def test_covariance(memory: Memory, width: int, case: str) -> None:
     else:
         op = Covariance(x=vx, label="w", names=("w",), ids=vi, weights=vw, experts=(first, end))
     n = 1 if dense else end - first
-    to = {name: zeros(memory, n, width, width) for name in ("sums", "weighted")}
+    targets = {name: zeros(memory, n, width, width) for name in ("sums", "weighted")}
     counts, weight = zeros(memory, n), zeros(memory, n)
     slots = {"x": memory.put(x), "width": width, "rows": ROWS, "n_used": 1 if dense else N_USED}
     slots |= {"ids": 0 if dense else memory.put(ids), "first": 0 if dense else first}
     slots["x_per"] = N_USED if case == "one row a token" else 1
     shape = observe.covariance(width, n)
     for _ in range(2):  # sums are added to
-        memory.run(shape, sums=to["sums"], counts=counts, weights=0, weight=0, **slots)
+        memory.run(shape, sums=targets["sums"], counts=counts, weights=0, weight=0, **slots)
         if not dense:
             w = memory.put(weights)
-            memory.run(shape, sums=to["weighted"], counts=0, weights=w, weight=weight, **slots)
+            memory.run(shape, sums=targets["weighted"], counts=0, weights=w, weight=weight, **slots)
     want = reference(op, {vx: x, vi: ids, vw: weights})
     for name in ("sums", "weighted")[: 1 if dense else 2]:
-        got = memory.get(to[name], (n, width, width), np.float64)
-        np.testing.assert_allclose(got, 2 * want[name], rtol=1e-12, atol=1e-12)
-        assert np.array_equal(got, got.transpose(0, 2, 1))
+        actual = memory.get(targets[name], (n, width, width), np.float64)
+        np.testing.assert_allclose(actual, 2 * want[name], rtol=1e-12, atol=1e-12)
+        assert np.array_equal(actual, actual.transpose(0, 2, 1))
     np.testing.assert_array_equal(memory.get(counts, (n,), np.int64), 2 * want["counts"])
     if not dense:
         np.testing.assert_allclose(memory.get(weight, (n,), np.float64), 2 * want["weight"], rtol=1e-13)
@@ -145,8 +145,8 @@ def test_rows_that_are_not_finite(memory: Memory, wrong: float) -> None:
 
 def test_count_up(memory: Memory) -> None:
     like, out = Value("x", 4), Value("ids", 7, integer=True)
-    at = memory.room((41, 7), np.int32)
-    memory.run(observe.count_up(7, 40), out=at, first=5, n_used=7, rows=40)
-    got = memory.get(at, (41, 7), np.int32)
-    np.testing.assert_array_equal(got[:-1], meaning(CountUp(out=out, like=like, first=5), {}, rows=40))
-    assert (got[-1] == -1).all()
+    address = memory.room((41, 7), np.int32)
+    memory.run(observe.count_up(7, 40), out=address, first=5, n_used=7, rows=40)
+    actual = memory.get(address, (41, 7), np.int32)
+    np.testing.assert_array_equal(actual[:-1], meaning(CountUp(out=out, like=like, first=5), {}, rows=40))
+    assert (actual[-1] == -1).all()

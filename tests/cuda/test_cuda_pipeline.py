@@ -14,15 +14,15 @@ from quantkit.types import BY_NAME
 def test_values_that_are_not_finite_are_found(memory: Memory, n: int) -> None:
     """Wherever they are; the largest and the smallest are finite."""
     good = np.resize(np.array([0, -0.0, 1e-45, -3.4028235e38, 3.4028235e38], np.float32), n)
-    found = memory.put(np.zeros(1, np.int32))
-    memory.run(not_finite(n), x=memory.put(good), flag=found, n=n)
-    assert memory.get(found, (1,), np.int32)[0] == 0
-    for at, bad in ((0, np.nan), (n - 1, np.inf), (n // 2, -np.inf)):
+    flag = memory.put(np.zeros(1, np.int32))
+    memory.run(not_finite(n), x=memory.put(good), flag=flag, n=n)
+    assert memory.get(flag, (1,), np.int32)[0] == 0
+    for index, bad in ((0, np.nan), (n - 1, np.inf), (n // 2, -np.inf)):
         x = good.copy()
-        x[at] = bad
-        found = memory.put(np.zeros(1, np.int32))
-        memory.run(not_finite(n), x=memory.put(x), flag=found, n=n)
-        assert memory.get(found, (1,), np.int32)[0] == 1
+        x[index] = bad
+        flag = memory.put(np.zeros(1, np.int32))
+        memory.run(not_finite(n), x=memory.put(x), flag=flag, n=n)
+        assert memory.get(flag, (1,), np.int32)[0] == 1
 
 
 def test_room_is_for_the_largest_form() -> None:

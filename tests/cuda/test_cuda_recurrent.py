@@ -73,11 +73,11 @@ class Layer:
             **{name: self.memory.put(x) for name, x in values.items()},
             **self.slots,
         )
-        got = self.memory.get(out, (n + 1, self.case.n_out))
-        assert np.isnan(got[-1]).all()
-        return got[:-1]
+        actual = self.memory.get(out, (n + 1, self.case.n_out))
+        assert np.isnan(actual[-1]).all()
+        return actual[:-1]
 
-    def kept(self) -> Any:
+    def read_state(self) -> Any:
         return self.memory.get(self.state, (N_SEQ, self.case.empty.size))
 
 
@@ -136,18 +136,18 @@ def test_wkv(memory: Memory, case: Wkv, batches: list[Tokens]) -> None:
     check(Layer(memory, case), case, batches, 1e-12, of_state=1e-12)
 
 
-def operation(case: Case, given: dict[str, Any], out: Value) -> Op:
-    """Return the operation of a case; given: its values and weights."""
-    more: dict[str, Any] = given | {"out": out, "state": State("s", case.empty.size)}
+def operation(case: Case, settings: dict[str, Any], out: Value) -> Op:
+    """Return the operation of a case; settings: its values and weights."""
+    slots: dict[str, Any] = settings | {"out": out, "state": State("s", case.empty.size)}
     if isinstance(case, Convolution):
-        return Convolve(**more)
+        return Convolve(**slots)
     if isinstance(case, Columns):
-        return ColumnScan(**more)
+        return ColumnScan(**slots)
     if isinstance(case, Scan):
-        return SsmScan(**more, n_head=case.groups[1], n_group=case.groups[0])
+        return SsmScan(**slots, n_head=case.groups[1], n_group=case.groups[0])
     if isinstance(case, Wkv):
-        return ops.Wkv(**more, n_head=case.heads[0], **case.flags)
-    return DeltaNet(**more, n_k_head=case.heads[0], n_v_head=case.heads[1], scale=case.head_k**-0.5)
+        return ops.Wkv(**slots, n_head=case.heads[0], **case.flags)
+    return DeltaNet(**slots, n_k_head=case.heads[0], n_v_head=case.heads[1], scale=case.head_k**-0.5)
 
 
 @pytest.mark.parametrize(
@@ -169,7 +169,7 @@ def test_as_the_reference_does(memory: Memory, case: Case) -> None:
     for tokens in MIXED[:4]:
         inputs = case.draw(rng, len(tokens))
         reference.values.update({values[name]: x for name, x in inputs.items()})
-        reference.run(batch_of([at for _, at in tokens], [s for s, _ in tokens]))
+        reference.run(batch_of([position for _, position in tokens], [s for s, _ in tokens]))
         assert nmse(layer.run(tokens, inputs), reference.values[out]) < 1e-12
 
 

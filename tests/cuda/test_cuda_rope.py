@@ -20,7 +20,7 @@ def test_angles(memory: Memory, name: str, with_factors: bool) -> None:
     config, pairs = ROPES[name], ROPES[name].n_rot // 2
     factors = np.linspace(1, 8, pairs).astype(f32) if with_factors else None
     positions = np.array([0, 1, 2, 77, 1000, 4095, 131071], np.int32)
-    each, back = (5, 1) if with_factors else (1, 0)
+    period, inverse = (5, 1) if with_factors else (1, 0)
     out = memory.room((len(positions), pairs, 2))
     memory.run(
         rope.rope_table(len(positions), pairs),
@@ -28,16 +28,16 @@ def test_angles(memory: Memory, name: str, with_factors: bool) -> None:
         out=out,
         rows=len(positions),
         pairs=pairs,
-        each=each,
-        back=back,
+        each=period,
+        back=inverse,
         constants=memory.put(rope_constants(config, factors)),
         **rope_scalars(config),
     )
-    got = memory.get(out, (len(positions), pairs, 2))
-    cos, sin = rope_angles(config, positions // each * each, factors)
-    want = np.stack([cos, -sin if back else sin], -1)
-    np.testing.assert_allclose(got[:6], want[:6], atol=2e-6)
-    np.testing.assert_allclose(got[6], want[6], atol=2e-2)  # a step of its angle is 2^-6 itself
+    actual = memory.get(out, (len(positions), pairs, 2))
+    cos, sin = rope_angles(config, positions // period * period, factors)
+    want = np.stack([cos, -sin if inverse else sin], -1)
+    np.testing.assert_allclose(actual[:6], want[:6], atol=2e-6)
+    np.testing.assert_allclose(actual[6], want[6], atol=2e-2)  # a step of its angle is 2^-6 itself
 
 
 @pytest.mark.parametrize("kind", rope.KINDS)

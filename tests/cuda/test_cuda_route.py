@@ -16,7 +16,7 @@ from quantkit.kernels.parameters import MAX_EXPERTS
 from quantkit.model.ops import Combine, Repeat, Routing, Value
 
 
-def routed(memory: Memory, r: Routing, logits: Any, bias: Any = None, chosen: Any = None) -> tuple[Any, Any]:
+def routed(memory: Memory, r: Routing, logits: Any, bias: Any = None, experts: Any = None) -> tuple[Any, Any]:
     n = len(logits)
     ids, weights = memory.room((n + 1, r.n_used), np.int32), memory.room((n + 1, r.n_used))
     memory.run(
@@ -25,14 +25,14 @@ def routed(memory: Memory, r: Routing, logits: Any, bias: Any = None, chosen: An
         weights=weights,
         logits=memory.put(logits),
         bias=0 if bias is None else memory.put(bias),
-        chosen=0 if chosen is None else memory.put(chosen),
+        chosen=0 if experts is None else memory.put(experts),
         rows=n,
         **r.slots(),
     )
-    got = memory.get(ids, (n + 1, r.n_used), np.int32), memory.get(weights, (n + 1, r.n_used))
-    assert (got[0][-1] == -1).all()
-    assert np.isnan(got[1][-1]).all()
-    return got[0][:-1], got[1][:-1]
+    actual = memory.get(ids, (n + 1, r.n_used), np.int32), memory.get(weights, (n + 1, r.n_used))
+    assert (actual[0][-1] == -1).all()
+    assert np.isnan(actual[1][-1]).all()
+    return actual[0][:-1], actual[1][:-1]
 
 
 @pytest.mark.parametrize("with_bias", [False, True])
@@ -90,13 +90,13 @@ def test_repeat_and_combine(memory: Memory, width: int, weighted: bool) -> None:
     out = memory.room((n + 1, width))
     memory.run(combine(width, n), x=memory.put(parts), out=out, **slots)
     want = meaning(Combine(out=Value("out", width), x=p, weights=w if weighted else None), values, rows=n)
-    got = memory.get(out, (n + 1, width))
-    np.testing.assert_array_equal(got[:-1], want)
-    assert np.isnan(got[-1]).all()
+    actual = memory.get(out, (n + 1, width))
+    np.testing.assert_array_equal(actual[:-1], want)
+    assert np.isnan(actual[-1]).all()
     if weighted:
         out = memory.room((n * n_used + 1, width))
         memory.run(repeat(width, n_used, n), x=memory.put(x), out=out, **slots)
         want = meaning(Repeat(out=Value("out", width, per=n_used), x=v, weights=w), values, rows=n)
-        got = memory.get(out, (n * n_used + 1, width))
-        np.testing.assert_array_equal(got[:-1], want)
-        assert np.isnan(got[-1]).all()
+        actual = memory.get(out, (n * n_used + 1, width))
+        np.testing.assert_array_equal(actual[:-1], want)
+        assert np.isnan(actual[-1]).all()

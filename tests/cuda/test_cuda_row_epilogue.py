@@ -29,10 +29,10 @@ class OneByOne:
         self.memory.run(elementwise.add(self.width, self.rows), **slots)
         return out
 
-    def scale(self, x: int, by: float) -> int:
+    def scale(self, x: int, factor: float) -> int:
         out = self.room()
         slots = {"x": x, "out": out, "width": self.width, "rows": self.rows}
-        self.memory.run(elementwise.scale(self.width, self.rows), by=by, **slots)
+        self.memory.run(elementwise.scale(self.width, self.rows), by=factor, **slots)
         return out
 
     def combine(self, x: int, weights: int, n_used: int) -> int:
@@ -53,8 +53,8 @@ class OneByOne:
         return out
 
     def epilogue(self, x: int, **slots: Any) -> None:
-        given = {**row_epilogue.NOTHING, "batch": 0, "rows": self.rows, "width": self.width, "x": x, **slots}
-        self.memory.run(row_epilogue.row_epilogue(self.width, self.rows), **given)
+        all_slots = {**row_epilogue.NOTHING, "batch": 0, "rows": self.rows, "width": self.width, "x": x, **slots}
+        self.memory.run(row_epilogue.row_epilogue(self.width, self.rows), **all_slots)
 
     def get(self, address: int) -> Any:
         return self.memory.get(address, (self.rows, self.width), np.uint32)
@@ -66,28 +66,36 @@ SIZES = [(1, 256), (3, 200), (2, 1030), (2, 2048)]
 @pytest.mark.parametrize(("rows", "width"), SIZES)
 def test_everything_at_once(memory: Memory, rows: int, width: int) -> None:
     rng, n_used = np.random.default_rng(width), 3
-    at = OneByOne(memory, rows, width)
+    kernels = OneByOne(memory, rows, width)
     x = memory.put(rng.standard_normal((rows * n_used, width)).astype(np.float32))
     weights = memory.put(rng.random((rows, n_used)).astype(np.float32))
-    plus, too = (memory.put(rng.standard_normal((rows, width)).astype(np.float32)) for _ in range(2))
+    addend, too = (memory.put(rng.standard_normal((rows, width)).astype(np.float32)) for _ in range(2))
     w, b, w2 = (memory.put(rng.standard_normal(width).astype(np.float32)) for _ in range(3))
     for kind, post, form in (("rms", -1, "q8_k"), ("layer", 0, "q8_0"), ("l2", -1, "q8_1"), ("rms", 1, "bf16")):
         of_norm = {"kind": norms.KINDS.index(kind), "weight": w, "bias": b if kind == "layer" else 0, "eps": 1e-5}
-        t = at.combine(x, weights, n_used)
+        t = kernels.combine(x, weights, n_used)
         if post >= 0:
-            t = at.norm(t, kind=post, weight=w2, bias=b, eps=1e-6)
-        y = at.add(too, at.scale(at.add(plus, t), 0.3))
-        z = at.norm(y, **of_norm)
-        q = at.quantize(form, z)
+            t = kernels.norm(t, kind=post, weight=w2, bias=b, eps=1e-6)
+        y = kernels.add(too, kernels.scale(kernels.add(addend, t), 0.3))
+        z = kernels.norm(y, **of_norm)
+        q = kernels.quantize(form, z)
         size = rows, activations.row_bytes(form, width)
-        found = at.room(), at.room(), memory.room(size, np.uint8)
+        actual = kernels.room(), kernels.room(), memory.room(size, np.uint8)
         of_post = {"post_kind": post, "post_weight": w2, "post_bias": b, "post_eps": 1e-6}
-        joined = {**of_norm, **of_post, "weights": weights, "n_used": n_used, "plus": plus, "plus_too": too, "by": 0.3}
-        joined |= {"format": row_epilogue.format_of(form), "quantized": found[2]}
-        at.epilogue(x, sum=found[0], normed=found[1], **joined)
-        assert np.array_equal(at.get(found[0]), at.get(y))
-        assert np.array_equal(at.get(found[1]), at.get(z))
-        assert np.array_equal(memory.get(found[2], size, np.uint8), memory.get(q, size, np.uint8))
+        all_slots = {
+            **of_norm,
+            **of_post,
+            "weights": weights,
+            "n_used": n_used,
+            "plus": addend,
+            "plus_too": too,
+            "by": 0.3,
+        }
+        all_slots |= {"format": row_epilogue.format_of(form), "quantized": actual[2]}
+        kernels.epilogue(x, sum=actual[0], normed=actual[1], **all_slots)
+        assert np.array_equal(kernels.get(actual[0]), kernels.get(y))
+        assert np.array_equal(kernels.get(actual[1]), kernels.get(z))
+        assert np.array_equal(memory.get(actual[2], size, np.uint8), memory.get(q, size, np.uint8))
 
 
 @pytest.mark.parametrize("form", activations.KINDS)
@@ -95,43 +103,43 @@ def test_everything_at_once(memory: Memory, rows: int, width: int) -> None:
 def test_a_sum_and_its_format_alone(memory: Memory, rows: int, width: int, form: str) -> None:
     """No norm; the sum lies where one of its parts was."""
     rng = np.random.default_rng(3)
-    at = OneByOne(memory, rows, width)
-    x, plus = (memory.put(rng.standard_normal((rows, width)).astype(np.float32)) for _ in range(2))
-    y = at.add(x, plus)
-    q = at.quantize(form, y)
+    kernels = OneByOne(memory, rows, width)
+    x, addend = (memory.put(rng.standard_normal((rows, width)).astype(np.float32)) for _ in range(2))
+    y = kernels.add(x, addend)
+    q = kernels.quantize(form, y)
     size = rows, activations.row_bytes(form, width)
-    found = memory.room(size, np.uint8)
-    at.epilogue(x, plus=plus, sum=plus, format=row_epilogue.format_of(form), quantized=found)
-    assert np.array_equal(at.get(plus), at.get(y))
-    assert np.array_equal(memory.get(found, size, np.uint8), memory.get(q, size, np.uint8))
+    actual = memory.room(size, np.uint8)
+    kernels.epilogue(x, plus=addend, sum=addend, format=row_epilogue.format_of(form), quantized=actual)
+    assert np.array_equal(kernels.get(addend), kernels.get(y))
+    assert np.array_equal(memory.get(actual, size, np.uint8), memory.get(q, size, np.uint8))
 
 
 @pytest.mark.parametrize("plain", [False, True])
 def test_a_plain_sum_of_experts(memory: Memory, plain: bool) -> None:
     rng, rows, width, n_used = np.random.default_rng(4), 3, 200, 4
-    at = OneByOne(memory, rows, width)
+    kernels = OneByOne(memory, rows, width)
     x = memory.put(rng.standard_normal((rows * n_used, width)).astype(np.float32))
     weights = 0 if plain else memory.put(rng.random((rows, n_used)).astype(np.float32))
-    out = at.room()
-    at.epilogue(x, weights=weights, n_used=n_used, sum=out)
-    assert np.array_equal(at.get(out), at.get(at.combine(x, weights, n_used)))
+    out = kernels.room()
+    kernels.epilogue(x, weights=weights, n_used=n_used, sum=out)
+    assert np.array_equal(kernels.get(out), kernels.get(kernels.combine(x, weights, n_used)))
 
 
 def test_a_gate_and_rows_that_are_outputs(memory: Memory) -> None:
     rng, rows, width = np.random.default_rng(5), 3, 300
-    at = OneByOne(memory, rows, width)
-    x, plus = (rng.standard_normal((7, width)).astype(np.float32) for _ in range(2))
+    kernels = OneByOne(memory, rows, width)
+    x, addend = (rng.standard_normal((7, width)).astype(np.float32) for _ in range(2))
     gate, outputs = rng.standard_normal((rows, 1)).astype(np.float32), np.array([1, 2, 6])
-    limits, gated = glu.limits(Activation("sigmoid")), at.room()
-    slots = {"gate": memory.put(gate), "up": memory.put(plus[:rows]), "width": width, "gate_width": 1, "rows": rows}
+    limits, gated = glu.limits(Activation("sigmoid")), kernels.room()
+    slots = {"gate": memory.put(gate), "up": memory.put(addend[:rows]), "width": width, "gate_width": 1, "rows": rows}
     memory.run(glu.glu(Activation("sigmoid"), width, rows), out=gated, **slots, **limits)
-    out = at.room()
-    at.epilogue(memory.put(x[:rows]), plus=slots["up"], gate=slots["gate"], sum=out)
-    assert np.array_equal(at.get(out), at.get(at.add(memory.put(x[:rows]), gated)))
+    out = kernels.room()
+    kernels.epilogue(memory.put(x[:rows]), plus=slots["up"], gate=slots["gate"], sum=out)
+    assert np.array_equal(kernels.get(out), kernels.get(kernels.add(memory.put(x[:rows]), gated)))
     batch = memory.batch(range(7), range(7), outputs=outputs)
-    at.epilogue(memory.put(x), plus_too=memory.put(plus), selected=1, batch=batch, sum=out)
-    want = at.add(memory.put(x[outputs]), memory.put(plus[outputs]))
-    assert np.array_equal(at.get(out), at.get(want))
+    kernels.epilogue(memory.put(x), plus_too=memory.put(addend), selected=1, batch=batch, sum=out)
+    want = kernels.add(memory.put(x[outputs]), memory.put(addend[outputs]))
+    assert np.array_equal(kernels.get(out), kernels.get(want))
 
 
 @pytest.mark.parametrize("kind", ["rms", "layer", "l2"])
@@ -140,10 +148,10 @@ def test_norms_of_rows_agree_with_numpy(memory: Memory, kind: str, rows: int, wi
     rng = np.random.default_rng(5)
     x = rng.standard_normal((rows, width)).astype(np.float32) + 0.5
     weight, bias = rng.standard_normal((2, width)).astype(np.float32)
-    at = OneByOne(memory, rows, width)
+    kernels = OneByOne(memory, rows, width)
     slots = {"kind": norms.KINDS.index(kind), "eps": 1e-5, "weight": memory.put(weight), "bias": memory.put(bias)}
-    found = memory.get(at.norm(memory.put(x), **slots), (rows, width))
-    np.testing.assert_allclose(found, normed(x, kind, width, weight, bias), rtol=2e-6, atol=2e-6)
+    actual = memory.get(kernels.norm(memory.put(x), **slots), (rows, width))
+    np.testing.assert_allclose(actual, normed(x, kind, width, weight, bias), rtol=2e-6, atol=2e-6)
 
 
 def test_rows_that_are_too_wide_are_refused() -> None:

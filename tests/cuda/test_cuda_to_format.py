@@ -19,13 +19,13 @@ SILU = Activation("silu")
 NO_BOTH = dict.fromkeys(("up_bias", "gate_bias", "up_scale", "gate_scale"), 0)
 
 
-def brought(memory: Memory, kind: str, out: int, n: int, rows: int) -> Any:
+def to_format(memory: Memory, kind: str, out: int, n: int, rows: int) -> Any:
     """Return rows of a result brought to a format by the kernel that does nothing else."""
     size = rows, activations.row_bytes(kind, n)
-    to = memory.room(size, np.uint8)
-    slots = {"rows": rows, "x": out, "x_stride": 4 * n, "n": n, "out": to}
+    target = memory.room(size, np.uint8)
+    slots = {"rows": rows, "x": out, "x_stride": 4 * n, "n": n, "out": target}
     memory.run(activations.quantize(kind, n, rows), **slots)
-    return memory.get(to, size, np.uint8)
+    return memory.get(target, size, np.uint8)
 
 
 class Format:
@@ -40,7 +40,7 @@ class Format:
 
     def check(self, out: int) -> None:
         """The same bytes as from the result in memory, and counters that may be used again."""
-        want = brought(self.memory, self.kind, out, self.n, self.rows)
+        want = to_format(self.memory, self.kind, out, self.n, self.rows)
         assert np.array_equal(self.memory.get(self.quantized, self.size, np.uint8), want)
         assert not self.memory.get(self.counters, (self.rows * -(-self.n // 256),), np.int32).any()
 
@@ -54,12 +54,12 @@ def test_up_gate(memory: Memory, name: str, n_in: int, n_out: int, kind: str) ->
     place, _, _ = put_rows(memory, rng.standard_normal((1, n_in)).astype(f32), t)
     slots = {"rows": 1, **place, "up": memory.put(up), "gate": memory.put(gate), "row_bytes": up.shape[1], "n_in": n_in}
     slots |= {"n_out": n_out, "out_stride": 4 * n_out, **NO_BOTH, **limits(SILU)}
-    plain, out, to = memory.room((1, n_out)), memory.room((1, n_out)), Format(memory, kind, n_out, 1)
+    plain, out, target = memory.room((1, n_out)), memory.room((1, n_out)), Format(memory, kind, n_out, 1)
     memory.run(mat_vec.up_gate(t, SILU, n_in, n_out), **slots, out=plain)
     for _ in range(2):
-        memory.run(mat_vec.up_gate_to(t, SILU, n_in, n_out), **slots, out=out, **to.slots)
+        memory.run(mat_vec.up_gate_to(t, SILU, n_in, n_out), **slots, out=out, **target.slots)
         assert np.array_equal(memory.get(out, (1, n_out)), memory.get(plain, (1, n_out)))
-        to.check(plain)
+        target.check(plain)
 
 
 def test_up_gate_of_experts(memory: Memory) -> None:
@@ -72,11 +72,11 @@ def test_up_gate_of_experts(memory: Memory) -> None:
     slots |= {"up_expert_bytes": up[0].nbytes, "gate_expert_bytes": up[0].nbytes, "up_bias_stride": 0, **NO_BOTH}
     slots |= {"gate_bias_stride": 0, **limits(SILU)}
     rows = tokens * n_used
-    plain, out, to = memory.room((rows, n_out)), memory.room((rows, n_out)), Format(memory, "q8_1", n_out, rows)
+    plain, out, target = memory.room((rows, n_out)), memory.room((rows, n_out)), Format(memory, "q8_1", n_out, rows)
     memory.run(mat_vec.up_gate_id(t, SILU, n_in, n_out, tokens, n_used), **slots, out=plain)
-    memory.run(mat_vec.up_gate_id_to(t, SILU, n_in, n_out, tokens, n_used), **slots, out=out, **to.slots)
+    memory.run(mat_vec.up_gate_id_to(t, SILU, n_in, n_out, tokens, n_used), **slots, out=out, **target.slots)
     assert np.array_equal(memory.get(out, (rows, n_out)), memory.get(plain, (rows, n_out)))
-    to.check(plain)
+    target.check(plain)
 
 
 @pytest.mark.parametrize(
@@ -89,13 +89,13 @@ def test_mul_mat_heads(memory: Memory, n_in: int, n_out: int, heads: int, kind: 
     slots = {"rows": 1, "x": place["x"], "x_stride": heads * place["x_stride"], "x_head_bytes": place["x_stride"]}
     slots |= {"w": memory.put(w), "row_bytes": w.shape[2], "head_bytes": w[0].nbytes, "heads": heads, "n_in": n_in}
     slots |= {"n_out": n_out, "out_stride": 4 * width, "out_head_bytes": 4 * n_out}
-    plain, out, to = memory.room((1, width)), memory.room((1, width)), Format(memory, kind, width, 1)
+    plain, out, target = memory.room((1, width)), memory.room((1, width)), Format(memory, kind, width, 1)
     memory.run(mat_vec.mul_mat_heads(t, n_in, n_out, 1, heads), **slots, out=plain)
     shape = mat_vec.mul_mat_heads_to(t, n_in, n_out, heads)
     assert shape is not None
-    memory.run(shape, **slots, out=out, **to.slots)
+    memory.run(shape, **slots, out=out, **target.slots)
     assert np.array_equal(memory.get(out, (1, width)), memory.get(plain, (1, width)))
-    to.check(plain)
+    target.check(plain)
 
 
 def test_heads_that_do_not_make_up_a_unit_are_left_to_another_launch() -> None:
@@ -105,12 +105,12 @@ def test_heads_that_do_not_make_up_a_unit_are_left_to_another_launch() -> None:
 # ---------------------------------------------------------------- a shared expert beside the experts
 
 #: Types of experts and of the shared one, values of a row, and rows of both.
-BESIDE = [("Q8_0", "Q8_0", 64, 40, 300), ("Q4_K", "Q6_K", 512, 70, 30), ("F32", "F32", 100, 9, 20)]
+SHARED_CASES = [("Q8_0", "Q8_0", 64, 40, 300), ("Q4_K", "Q6_K", 512, 70, 30), ("F32", "F32", 100, 9, 20)]
 
 
-@pytest.mark.parametrize(("name", "other", "n_in", "n_out", "dense_n_out"), BESIDE)
-def test_up_gate_beside(memory: Memory, name: str, other: str, n_in: int, n_out: int, dense_n_out: int) -> None:
-    t, dense, rng, n_used = BY_NAME[name], BY_NAME[other], np.random.default_rng(4), 3
+@pytest.mark.parametrize(("name", "dense_name", "n_in", "n_out", "dense_n_out"), SHARED_CASES)
+def test_up_gate_beside(memory: Memory, name: str, dense_name: str, n_in: int, n_out: int, dense_n_out: int) -> None:
+    t, dense, rng, n_used = BY_NAME[name], BY_NAME[dense_name], np.random.default_rng(4), 3
     up, gate = draw_weights(t, (2, 5, n_out, n_in), rng)
     dense_up, dense_gate = draw_weights(dense, (2, dense_n_out, n_in), rng)
     ids, biases = np.array([4, 0, 2], np.int32), rng.standard_normal((4, dense_n_out)).astype(f32)
@@ -126,16 +126,16 @@ def test_up_gate_beside(memory: Memory, name: str, other: str, n_in: int, n_out:
     slots |= {"dense_row_bytes": dense_up.shape[1], "dense_up_scale": 0, "dense_gate_scale": 0}
     slots |= {"dense_up_bias": memory.put(biases[0]), "dense_gate_bias": memory.put(biases[1])}
     units = -(-n_out // 256), -(-dense_n_out // 256)
-    to = Format(memory, "f16", n_out, n_used), Format(memory, "q8_k", dense_n_out, 1)
+    target = Format(memory, "f16", n_out, n_used), Format(memory, "q8_k", dense_n_out, 1)
     counters = memory.put(np.zeros(n_used * units[0] + units[1], np.int32))
-    kinds = [activations.KINDS.index(form.kind) for form in to]
+    kinds = [activations.KINDS.index(form.kind) for form in target]
     slots |= {"format": kinds[0], "dense_format": kinds[1]}
-    slots |= {"quantized": to[0].quantized, "dense_quantized": to[1].quantized}
+    slots |= {"quantized": target[0].quantized, "dense_quantized": target[1].quantized}
     shape = mat_vec_shared_expert.up_gate(t, dense, SILU, n_in, n_out, n_used, dense_n_out)
     memory.run(shape, **slots, counters=counters)
 
-    def product(w: Any, of: Any) -> Any:
-        return products(w, of, values, excess)[0]
+    def product(w: Any, inputs: Any) -> Any:
+        return products(w, inputs, values, excess)[0]
 
     def gated(g: Any, u: Any) -> Any:
         return g / (1 + np.exp(np.minimum(-g, 700))) * u
@@ -144,20 +144,20 @@ def test_up_gate_beside(memory: Memory, name: str, other: str, n_in: int, n_out:
     check(memory.get(outs[0], (n_used, n_out)), np.stack(y))
     shared = gated(product(dense_gate, dense) + biases[1], product(dense_up, dense) + biases[0])
     check(memory.get(outs[1], (1, dense_n_out))[0], shared)
-    for form, out in zip(to, outs, strict=True):
+    for form, out in zip(target, outs, strict=True):
         form.check(out)
     assert not memory.get(counters, (n_used * units[0] + units[1],), np.int32).any()
     memory.run(shape, **{**slots, "format": -1, "dense_format": -1}, counters=0)
 
 
-@pytest.mark.parametrize(("name", "other", "n_in", "n_out", "dense_n_out"), BESIDE)
-def test_mul_mat_beside(memory: Memory, name: str, other: str, n_in: int, n_out: int, dense_n_out: int) -> None:
+@pytest.mark.parametrize(("name", "dense_name", "n_in", "n_out", "dense_n_out"), SHARED_CASES)
+def test_mul_mat_beside(memory: Memory, name: str, dense_name: str, n_in: int, n_out: int, dense_n_out: int) -> None:
     """Inputs of the shared expert are longer than those of the experts, each of which has its own."""
-    t, dense, rng, n_used, dense_n_in = BY_NAME[name], BY_NAME[other], np.random.default_rng(5), 3, 2 * n_in
+    t, dense, rng, n_used, dense_n_in = BY_NAME[name], BY_NAME[dense_name], np.random.default_rng(5), 3, 2 * n_in
     w, dense_w = draw_weights(t, (5, n_out, n_in), rng), draw_weights(dense, (dense_n_out, dense_n_in), rng)
     ids, bias = np.array([4, 0, 2], np.int32), rng.standard_normal((5, n_out)).astype(f32)
     place, values, excess = put_rows(memory, rng.standard_normal((n_used, n_in)).astype(f32), t)
-    other_place, others, other_excess = put_rows(memory, rng.standard_normal((1, dense_n_in)).astype(f32), dense)
+    other_place, dense_address, other_excess = put_rows(memory, rng.standard_normal((1, dense_n_in)).astype(f32), dense)
     outs = memory.room((n_used, n_out)), memory.room((1, dense_n_out))
     slots = {"rows": 1, **place, "x_per": 1, "ids": memory.put(ids), "plan": 0, "n_expert": 5, "n_used": n_used}
     slots |= {"w": memory.put(w), "row_bytes": w.shape[2], "expert_bytes": w[0].nbytes, "n_in": n_in, "n_out": n_out}
@@ -167,4 +167,4 @@ def test_mul_mat_beside(memory: Memory, name: str, other: str, n_in: int, n_out:
     slots |= {"dense_scale": memory.put(np.array([0.75], f32))}
     memory.run(mat_vec_shared_expert.mul_mat(t, dense, n_in, n_out, n_used, dense_n_out), **slots)
     check(memory.get(outs[0], (n_used, n_out)), products_by_expert(w, t, values, excess, ids) + bias[ids])
-    check(memory.get(outs[1], (1, dense_n_out)), 0.75 * products(dense_w, dense, others, other_excess))
+    check(memory.get(outs[1], (1, dense_n_out)), 0.75 * products(dense_w, dense, dense_address, other_excess))

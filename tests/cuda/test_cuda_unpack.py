@@ -18,23 +18,23 @@ from quantkit.kernels.formats import FORMATS
 from quantkit.kernels.reference import decode_rows as reference
 from quantkit.types import BY_NAME, TensorType
 
-UNPACKED = [t for t in formats.BLOCK_TYPES if t.name in decoders()]
+UNPACK_TYPES = [t for t in formats.BLOCK_TYPES if t.name in decoders()]
 #: All types in one module; the product compiles one for each type.
 ALL = str(Path(__file__).parents[1] / "kernels/unpack_all.cu")
-FLOATS = [of.type for of in FORMATS.values() if of.is_float]
-INDEX = {t: i for i, t in enumerate([*UNPACKED, *FLOATS])}
-EACH = {
+FLOATS = [record.type for record in FORMATS.values() if record.is_float]
+INDEX = {t: i for i, t in enumerate([*UNPACK_TYPES, *FLOATS])}
+SAMPLE_TYPES = {
     f"{name}(DO)": " ".join(f"DO({INDEX[t]}, {t})" for t in types)
-    for name, types in (("EACH_TYPE", UNPACKED), ("EACH_FLOAT", FLOATS))
+    for name, types in (("EACH_TYPE", UNPACK_TYPES), ("EACH_FLOAT", FLOATS))
 }
 
-by_name = pytest.mark.parametrize("t", UNPACKED, ids=str)
+by_name = pytest.mark.parametrize("t", UNPACK_TYPES, ids=str)
 
 
-def assert_same_bits(got: npt.NDArray[Any], wanted: npt.NDArray[Any]) -> None:
+def assert_same_bits(actual: npt.NDArray[Any], expected: npt.NDArray[Any]) -> None:
     """Compare bits, so that 0.0 and -0.0 differ."""
-    kind = f"u{got.itemsize}"
-    np.testing.assert_array_equal(got.view(kind), np.ascontiguousarray(wanted).view(kind), strict=True)
+    kind = f"u{actual.itemsize}"
+    np.testing.assert_array_equal(actual.view(kind), np.ascontiguousarray(expected).view(kind), strict=True)
 
 
 def unpack(memory: Memory, t: TensorType, blocks: npt.NDArray[np.uint8], shared_grid: bool) -> Any:
@@ -42,7 +42,7 @@ def unpack(memory: Memory, t: TensorType, blocks: npt.NDArray[np.uint8], shared_
     parts = len(blocks) * t.block // 32
     out = memory.room((parts, 12))
     slots = {"w": memory.put(blocks), "out": out, "blocks": len(blocks), "type": INDEX[t], "shared_grid": shared_grid}
-    memory.run(Shape(Kernel(ALL, "unpack_all").bind(**EACH), (1, 1, 1)), **slots)
+    memory.run(Shape(Kernel(ALL, "unpack_all").bind(**SAMPLE_TYPES), (1, 1, 1)), **slots)
     words = memory.get(out, (parts, 12))
     return np.ascontiguousarray(words[:, :8]).view(np.int8).reshape(parts, 2, 16), words[:, 8:10], words[:, 10:]
 
@@ -50,15 +50,15 @@ def unpack(memory: Memory, t: TensorType, blocks: npt.NDArray[np.uint8], shared_
 @by_name
 def test_levels_scales_and_minimums_make_the_values(memory: Memory, t: TensorType, golden: Any) -> None:
     key = t.name if t.name in golden else f"{t.name}+imatrix"
-    known = [golden[key][:2]] if key in golden else []  # none of a type of neither tree
-    rows, of = np.concatenate([random_rows(t, 8, 1024, seed=1), *known]), FORMATS[t.name]
+    golden_rows = [golden[key][:2]] if key in golden else []  # none of a type of neither tree
+    rows, record = np.concatenate([random_rows(t, 8, 1024, seed=1), *golden_rows]), FORMATS[t.name]
     for shared_grid in (False, True):
         levels, scales, mins = unpack(memory, t, blocks_of(t, rows), shared_grid)
-        assert np.isnan(mins).all() == (not of.mins)
-        if of.span > 16:
+        assert np.isnan(mins).all() == (not record.mins)
+        if record.span > 16:
             assert_same_bits(scales[:, 0].copy(), scales[:, 1])
         values = (row_scales(t, rows).repeat(32, 0) * scales)[:, :, None] * levels.astype(np.float32)
-        if of.mins:
+        if record.mins:
             values = values - mins[:, :, None]
         assert_same_bits(values.reshape(len(rows), -1), reference(t, rows))
 
@@ -66,7 +66,7 @@ def test_levels_scales_and_minimums_make_the_values(memory: Memory, t: TensorTyp
 # ---------------------------------------------------------------- rows
 
 
-@pytest.mark.parametrize("t", [*UNPACKED, *FLOATS], ids=str)
+@pytest.mark.parametrize("t", [*UNPACK_TYPES, *FLOATS], ids=str)
 def test_rows_of_every_type(memory: Memory, t: TensorType) -> None:
     """Rows and tokens' rows; from an address that is aligned to no more than the type's blocks are."""
     n = {1: 77, 32: 96, 64: 192, 128: 384, 256: 768}[t.block]
@@ -75,12 +75,12 @@ def test_rows_of_every_type(memory: Memory, t: TensorType) -> None:
     tokens, scale = np.array([10, 0, 3, 3, 7], np.int32), np.float32(0.7)
     w, ids = memory.put(data), memory.put(tokens)
     common = {"row_bytes": data.shape[1], "n": n, "out_stride": 4 * n, "type": INDEX[t]}
-    run = Shape(Kernel(ALL, "write_all").bind(**EACH), (11 * -(-n // 32) // 256 + 1, 1, 1))
+    run = Shape(Kernel(ALL, "write_all").bind(**SAMPLE_TYPES), (11 * -(-n // 32) // 256 + 1, 1, 1))
     out = memory.room((12, n))
     memory.run(run, w=w, out=out, rows=11, tokens=0, scale=1, **common)
-    got = memory.get(out, (12, n))
-    assert_same_bits(got[:11], want)
-    assert np.isnan(got[11]).all()
+    actual = memory.get(out, (12, n))
+    assert_same_bits(actual[:11], want)
+    assert np.isnan(actual[11]).all()
     out = memory.room((5, n))
     memory.run(run, w=w, out=out, rows=5, tokens=ids, scale=float(scale), **common)
     assert_same_bits(memory.get(out, (5, n)), want[tokens] * scale)
@@ -102,19 +102,19 @@ def test_kernels_of_one_type(memory: Memory, name: str) -> None:
     want = reference(t, data)
     w, gap = memory.put(data), 32
     with np.errstate(over="ignore"):
-        wanted = {"f32": want, "f16": want.astype(np.float16), "bf16": bf16(want)}
-    for to, kind in enumerate(dequantize.OUTPUTS):
-        values = wanted[kind]
+        expected = {"f32": want, "f16": want.astype(np.float16), "bf16": bf16(want)}
+    for output_index, kind in enumerate(dequantize.OUTPUTS):
+        values = expected[kind]
         stride = values.itemsize * n + gap
         out = memory.room((rows, stride), np.uint8)
         run = dequantize.dequantize(t, n, rows)
-        memory.run(run, w=w, row_bytes=data.shape[1], rows=rows, n=n, out=out, out_stride=stride, to=to)
-        got = memory.get(out, (rows, stride), np.uint8)
-        assert_same_bits(np.ascontiguousarray(got[:, :-gap]).view(values.dtype), values)
-        assert (got[:, -gap:] == 255).all()
+        memory.run(run, w=w, row_bytes=data.shape[1], rows=rows, n=n, out=out, out_stride=stride, to=output_index)
+        actual = memory.get(out, (rows, stride), np.uint8)
+        assert_same_bits(np.ascontiguousarray(actual[:, :-gap]).view(values.dtype), values)
+        assert (actual[:, -gap:] == 255).all()
     tokens = [5, 36, 0]
     out, batch = memory.room((3, n)), memory.batch(tokens, [0, 1, 2])
     slots = {"batch": batch, "w": w, "row_bytes": data.shape[1], "rows": 3, "n": n, "out": out, "out_stride": 4 * n}
-    for by_position, named in enumerate((tokens, [0, 1, 2])):
+    for by_position, rows_of_tokens in enumerate((tokens, [0, 1, 2])):
         memory.run(dequantize.embed(t, n, 3), **slots, scale=2.5, by_position=by_position)
-        assert_same_bits(memory.get(out, (3, n)), want[named] * np.float32(2.5))
+        assert_same_bits(memory.get(out, (3, n)), want[rows_of_tokens] * np.float32(2.5))

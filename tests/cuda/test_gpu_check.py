@@ -40,9 +40,9 @@ check.use_shim()
 from quantkit.kernels.cuda.core.device import open_device
 speed._CARD[:] = [speed.Card(open_device("CUDA0"), 1.0, float(sys.argv[2]))]
 speed.SIZES = speed.Sizes(
-    matrix_bytes=1 << 18, in_turn=2, in_graph=2, few=(1, 4), n_in=512, dense=256, wide=288, tokens=12, experts=4,
-    used=2, expert_in=256, expert_out=256, heads=4, vocab=96, gates=(1, 12), depths=(100,), latent_heads=2, layers=1,
-    single=1, repetitions=1, of_products=1, of_model=1, types=("Q8_0", "F16", "IQ2_KT"), caches=("f16",),
+    matrix_bytes=1 << 18, in_turn=2, in_graph=2, token_counts=(1, 4), n_in=512, dense=256, wide=288, tokens=12,
+    experts=4, used=2, expert_in=256, expert_out=256, heads=4, vocab=96, gates=(1, 12), depths=(100,), latent_heads=2,
+    layers=1, single=1, repetitions=1, of_products=1, of_model=1, types=("Q8_0", "F16", "IQ2_KT"), caches=("f16",),
 )
 from pathlib import Path
 import time
@@ -51,7 +51,7 @@ run = check.Run(folder / "out.md", folder, time.time() + 1e6, ("Q4_0", "NVFP4", 
 speed.GATED_TYPES = ("Q4_K",)
 for step in sys.argv[3:]:
     check.STEPS[step](run)
-sys.exit(run.failed)
+sys.exit(run.n_failed)
 """
 
 
@@ -77,9 +77,9 @@ def gpu_check(*arguments: object) -> subprocess.CompletedProcess[str]:
 
 
 def test_it_needs_numpy_and_cupy_only() -> None:
-    done = python(BLOCK + 'sys.path[:0] = ["tests", "tests/lib"]\nfrom gpu import check\nprint(len(check.STEPS))')
-    assert done.returncode == 0, done.stderr
-    assert int(done.stdout) >= 10
+    process = python(BLOCK + 'sys.path[:0] = ["tests", "tests/lib"]\nfrom gpu import check\nprint(len(check.STEPS))')
+    assert process.returncode == 0, process.stderr
+    assert int(process.stdout) >= 10
 
 
 def test_without_a_card_it_says_so() -> None:
@@ -87,10 +87,10 @@ def test_without_a_card_it_says_so() -> None:
 
     if count_devices():
         pytest.skip("there is a CUDA device")
-    done = gpu_check()
-    assert done.returncode == 1
-    assert done.stderr.startswith("gpu_check: no CUDA device: ")
-    assert "Traceback" not in done.stderr
+    process = gpu_check()
+    assert process.returncode == 1
+    assert process.stderr.startswith("gpu_check: no CUDA device: ")
+    assert "Traceback" not in process.stderr
 
 
 STEPS = ("--only", "products", "placements", "encoding", "parity", "rounding", "metrics", "pipeline")
@@ -99,8 +99,8 @@ STEPS = ("--only", "products", "placements", "encoding", "parity", "rounding", "
 @needs_compiler
 def test_checks_pass_on_the_shim_and_are_recorded(tmp_path: Path) -> None:
     out = tmp_path / "results.md"
-    done = gpu_check("--shim", "--out", out, "--types", "Q8_0", *STEPS)
-    assert done.returncode == 0, done.stdout + done.stderr
+    process = gpu_check("--shim", "--out", out, "--types", "Q8_0", *STEPS)
+    assert process.returncode == 0, process.stdout + process.stderr
     text = out.read_text()
     assert "products beside the CPU backend: 1 done, worst NMSE" in text
     assert "placements: 7 mixtures" in text
@@ -114,17 +114,17 @@ def test_checks_pass_on_the_shim_and_are_recorded(tmp_path: Path) -> None:
 
 @needs_compiler
 def test_models_of_the_zoo_in_parts_or_at_once(tmp_path: Path) -> None:
-    code = ON_SHIM + "run.only = {'zoo': ('llada-dense', 'qwen2-dense')}\ncheck.zoo(run)\nsys.exit(run.failed)"
-    done = python(code, tmp_path)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "zoo models in F32 beside llama.cpp, fused and unfused: 2 done, worst NMSE" in done.stdout
+    code = ON_SHIM + "run.only = {'zoo': ('llada-dense', 'qwen2-dense')}\ncheck.zoo(run)\nsys.exit(run.n_failed)"
+    process = python(code, tmp_path)
+    assert process.returncode == 0, process.stdout + process.stderr
+    assert "zoo models in F32 beside llama.cpp, fused and unfused: 2 done, worst NMSE" in process.stdout
 
 
 @needs_compiler
 def test_whole_files_with_error_feedback(tmp_path: Path) -> None:
     out = tmp_path / "results.md"
-    done = gpu_check("--shim", "--out", out, "--types", "Q4_K", "--only", "feedback")
-    assert done.returncode == 0, done.stdout + done.stderr
+    process = gpu_check("--shim", "--out", out, "--types", "Q4_K", "--only", "feedback")
+    assert process.returncode == 0, process.stdout + process.stderr
     text = out.read_text()
     assert text.count("error feedback: a MoE of 0.2 M weights, F16, with covariances; 2 cards") == 1
     assert "--backend cuda: CUDA0, CUDA1 encode 9 tensors\n" in text
@@ -143,12 +143,12 @@ def test_a_wrong_result_fails(tmp_path: Path) -> None:
         "    return data\n"
         "cases.blocks = off\n"
         "check.carry_out(run, ['products'])\n"
-        "print(run.failed)\n"
+        "print(run.n_failed)\n"
     )
-    done = python(code, tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert "FAILED products: Q8_0, dense, 1" in done.stdout
-    assert int(done.stdout.split()[-1]) >= 3
+    process = python(code, tmp_path)
+    assert process.returncode == 0, process.stderr
+    assert "FAILED products: Q8_0, dense, 1" in process.stdout
+    assert int(process.stdout.split()[-1]) >= 3
 
 
 CHILD = """
@@ -168,13 +168,13 @@ def prepare():
     run.say("prepares")
     if run.todo("unready", ["second"]): os.kill(os.getpid(), signal.SIGSEGV)
 def unready():
-    run.each("unready", ["good"], part)
+    run.for_each("unready", ["good"], part)
     prepare()
-    run.each("unready", ["second"], part)
-run.do("step", lambda: run.each("step", ["good", "crash", "wrong", "hang", "lose", "last"], part))
+    run.for_each("unready", ["second"], part)
+run.do("step", lambda: run.for_each("step", ["good", "crash", "wrong", "hang", "lose", "last"], part))
 run.do("unready", unready)
 run.do("worse", lambda: 1 / 0)
-run.do("later", lambda: run.each("later", ["good"], part))
+run.do("later", lambda: run.for_each("later", ["good"], part))
 """
 
 
@@ -245,11 +245,11 @@ def test_an_old_numba_is_said_once(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 @needs_compiler
 def test_measurements_run(tmp_path: Path) -> None:
-    done = python(SMALL, tmp_path, 1.0, "mat-vec", "mat-mat", "fused", "attention", "model", "encode", "cores")
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert done.stdout.count("\n") >= 20
-    assert "nan" not in done.stdout
-    assert "no cuBLAS" not in done.stdout
+    process = python(SMALL, tmp_path, 1.0, "mat-vec", "mat-mat", "fused", "attention", "model", "encode", "cores")
+    assert process.returncode == 0, process.stderr[-3000:]
+    assert process.stdout.count("\n") >= 20
+    assert "nan" not in process.stdout
+    assert "no cuBLAS" not in process.stdout
 
 
 def test_one_token_is_timed_on_tensor_cores(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -258,18 +258,20 @@ def test_one_token_is_timed_on_tensor_cores(monkeypatch: pytest.MonkeyPatch) -> 
     from gpu import speed
     from quantkit.kernels.formats import FORMATS
 
-    for of in FORMATS.values():
-        tiles = ["TILES" in dict(shape.kernel.defines) for shape in speed.vec_shapes(of.type)]
-        assert tiles == [of.tiles, *[False] * len(speed.SIZES.few[1:]), of.tiles, of.tiles], of.type.name
+    for record in FORMATS.values():
+        tiles = ["TILES" in dict(shape.kernel.defines) for shape in speed.vec_shapes(record.type)]
+        assert tiles == [record.tiles, *[False] * len(speed.SIZES.token_counts[1:]), record.tiles, record.tiles], (
+            record.type.name
+        )
 
 
 @needs_compiler
 def test_without_cublas_only_what_is_beside_it_is_missing(tmp_path: Path) -> None:
     without = SMALL.replace("speed._CARD", "type(open_device('CUDA0')).gemm_bf16 = None\nspeed._CARD")
-    done = python(without, tmp_path, "nan", "mat-mat", "model")
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert "nan" not in done.stdout
-    assert done.stdout.count("| no cuBLAS |") >= 2
+    process = python(without, tmp_path, "nan", "mat-mat", "model")
+    assert process.returncode == 0, process.stderr[-3000:]
+    assert "nan" not in process.stdout
+    assert process.stdout.count("| no cuBLAS |") >= 2
 
 
 def test_the_card_without_cublas(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -293,11 +295,11 @@ def test_what_matters_most_comes_first(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.syspath_prepend(ROOT / "scripts")
     from gpu import check
 
-    done: list[str] = []
+    order: list[str] = []
     parts = {"zoo": ["llama-dense", "rare"], "model": ["no fused MoE", "all fused"], "early": ["llama-dense"]}
 
     def step(name: str) -> Callable[[check.Run], None]:
-        return lambda run: run.each(name, parts[name], lambda part: done.append(f"{name}: {part}"))
+        return lambda run: run.for_each(name, parts[name], lambda part: order.append(f"{name}: {part}"))
 
     steps = check.STEPS
     monkeypatch.setattr(check, "STEPS", {name: step(name) for name in parts})
@@ -305,11 +307,11 @@ def test_what_matters_most_comes_first(tmp_path: Path, monkeypatch: pytest.Monke
     run = check.Run(tmp_path / "out.md", tmp_path, time.time() + 1e6, ())
     check.carry_out(run, list(parts))
     run.file.close()
-    assert done == [
+    assert order == [
         "zoo: llama-dense", "model: all fused", "zoo: rare", "model: no fused MoE", "early: llama-dense"
     ]  # fmt: skip
-    known = {name for name in check.FIRST if "," not in name} | {"attention"}
-    assert known <= set(steps) == set(check._ALL)
+    steps_of_first = {name for name in check.FIRST if "," not in name} | {"attention"}
+    assert steps_of_first <= set(steps) == set(check._ALL)
 
 
 #: What NVIDIA's program prints, by tool and step; it also runs what it is given.
@@ -345,27 +347,27 @@ def test_what_a_sanitizer_finds_is_a_failure(tmp_path: Path, monkeypatch: pytest
     sanitizer.sanitizer(run)
     run.file.close()
     lines = [line for line in (tmp_path / "out.md").read_text().splitlines() if not line.startswith("=")]
-    hazards, ended = "========= RACECHECK SUMMARY:", "the process ended with"
+    hazards, end_text = "========= RACECHECK SUMMARY:", "the process ended with"
     refused = "it ended with 255: ========= Error: Device not supported. Please refer to the documentation"
     assert [line.removesuffix(", 0 s") for line in lines] == [
         "NOT RUN: sanitizer: compute-sanitizer is not here: pip install nvidia-cuda-sanitizer-api",
         "sanitizer: memcheck products: nothing found",
         "sanitizer: racecheck products: nothing found",
         f"NOT RUN: sanitizer: memcheck zoo: {refused}",
-        f"FAILED sanitizer: racecheck zoo: {hazards} 2 hazards displayed (2 errors, 0 warnings); {ended} 0",
+        f"FAILED sanitizer: racecheck zoo: {hazards} 2 hazards displayed (2 errors, 0 warnings); {end_text} 0",
         f"NOT RUN: sanitizer: memcheck encoding: {refused}",
         f"NOT RUN: sanitizer: racecheck encoding: {refused}",
-        f"FAILED sanitizer: memcheck products, all: ========= ERROR SUMMARY: 3 errors; {ended} 0",
+        f"FAILED sanitizer: memcheck products, all: ========= ERROR SUMMARY: 3 errors; {end_text} 0",
         "sanitizer: racecheck products, all: nothing found",
         f"NOT RUN: sanitizer: memcheck zoo, all: {refused}",
-        f"FAILED sanitizer: racecheck zoo, all: {hazards} 0 hazards displayed (0 errors, 0 warnings); {ended} 1",
+        f"FAILED sanitizer: racecheck zoo, all: {hazards} 0 hazards displayed (0 errors, 0 warnings); {end_text} 1",
         "FAILED zoo: llama-dense",
         f"NOT RUN: sanitizer: memcheck encoding, all: {refused}",
         f"NOT RUN: sanitizer: racecheck encoding, all: {refused}",
     ]
-    asked = log.read_text().splitlines()
-    assert len(asked) == 12
-    assert all("--sanitized" in line and "--types Q4_K" in line for line in asked)
+    commands = log.read_text().splitlines()
+    assert len(commands) == 12
+    assert all("--sanitized" in line and "--types Q4_K" in line for line in commands)
 
 
 def test_a_long_compilation_shows_that_it_goes_on(tmp_path: Path) -> None:
@@ -389,8 +391,8 @@ def test_a_file_that_is_written_shows_that_it_goes_on(tmp_path: Path, monkeypatc
     """A model of 18 GB takes minutes on a slow disk; one that stands still shows nothing."""
     from gpu.run import Run
 
-    run, path, shown = Run(tmp_path / "out.md", tmp_path, time.time() + 60, ()), tmp_path / "model", list[str]()
-    monkeypatch.setattr(run, "moves", shown.append)
+    run, path, lines = Run(tmp_path / "out.md", tmp_path, time.time() + 60, ()), tmp_path / "model", list[str]()
+    monkeypatch.setattr(run, "moves", lines.append)
     with run.growing(path, 0.01), path.open("wb") as file:
         file.truncate(1 << 20)  # which takes no room yet
         for _ in range(2):
@@ -400,14 +402,14 @@ def test_a_file_that_is_written_shows_that_it_goes_on(tmp_path: Path, monkeypatc
             os.fsync(file.fileno())
         time.sleep(0.2)
     run.file.close()
-    assert shown == ["model: 64.00 KiB", "model: 128.00 KiB"]
+    assert lines == ["model: 64.00 KiB", "model: 128.00 KiB"]
 
 
 @needs_compiler
 def test_parity_compares_both_searches_of_a_type(tmp_path: Path) -> None:
     out = tmp_path / "results.md"
-    done = gpu_check("--shim", "--out", out, "--types", "Q3_K", "--only", "parity")
-    assert done.returncode == 0, done.stdout + done.stderr
+    process = gpu_check("--shim", "--out", out, "--types", "Q3_K", "--only", "parity")
+    assert process.returncode == 0, process.stdout + process.stderr
     assert "random rows: 4 cases of 64 x 2048 values have the CPU's bytes" in out.read_text()
 
 
@@ -421,12 +423,12 @@ def test_digests_are_of_the_cpus_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
     from quantkit.kernels.formats import INTERLEAVED_ENCODERS
     from quantkit.types import BY_NAME
 
-    kept = json.loads(encoding.EXPECTED.read_text())
+    recorded = json.loads(encoding.EXPECTED.read_text())
     names = {name for search in SEARCHES for name in encoders(search)} | {*INTERLEAVED_ENCODERS}
     for t in map(BY_NAME.__getitem__, sorted(names)):
         for case in encoding.parity_cases(t):
-            found = encoding.digests(of_cpu(replace(case, x=case.x[:16]), t), rows=16)
-            assert kept.get(case.key, "").startswith(found), step("Add a type", 10, TYPE=t.name)
+            actual = encoding.digests(of_cpu(replace(case, x=case.x[:16]), t), rows=16)
+            assert recorded.get(case.key, "").startswith(actual), step("Add a type", 10, TYPE=t.name)
 
 
 def test_expected_values_are_the_cpu_backends(tmp_path: Path) -> None:
@@ -436,13 +438,17 @@ def test_expected_values_are_the_cpu_backends(tmp_path: Path) -> None:
     from quantkit.model.engine import load
 
     path = cases.write_products(tmp_path / "products.gguf")
-    with np.load(ROOT / "tests/data/gpu-expected.npz") as kept:
+    with np.load(ROOT / "tests/data/gpu-expected.npz") as recorded:
         with open_gguf(path) as source:
             backend = CPUBackend(source, 1)
             for name in cases.TYPES:
-                for case, found in cases.run_products(backend, source, name):
-                    assert cases.nmse(found, kept[case]) <= cases.BOUND / 10, f"{case}: scripts/make_gpu_expected.py"
+                for case, actual in cases.run_products(backend, source, name):
+                    assert cases.nmse(actual, recorded[case]) <= cases.BOUND / 10, (
+                        f"{case}: scripts/make_gpu_expected.py"
+                    )
         for name in cases.RETYPED[1]:
             with load(cases.retyped(tmp_path, name), kv_type="f16") as model:
-                assert cases.nmse(model.forward(cases.retyped_tokens()), kept[f"retyped {name}"]) <= cases.BOUND_MODEL
+                assert (
+                    cases.nmse(model.forward(cases.retyped_tokens()), recorded[f"retyped {name}"]) <= cases.BOUND_MODEL
+                )
     assert (ROOT / "tests/data/gpu-expected.npz").stat().st_size < 10_000_000

@@ -71,9 +71,9 @@ def run(body: str, words: Any) -> Any:
     memory.device._runtime.host_launch(
         library.quantkit_try, b"try", grid, block, ctypes.c_uint64(0), (ctypes.c_int64 * 2)(x, out), 0
     )
-    got = memory.get(out, words.shape, np.uint64)
+    actual = memory.get(out, words.shape, np.uint64)
     memory.close()
-    return got
+    return actual
 
 
 # ---------------------------------------------------------------- what is not known
@@ -115,9 +115,9 @@ def test_an_unknown_directive_is_an_error() -> None:
 def test_every_kernel_is_understood(family: str, capability: int) -> None:
     """Of all families: --all-ptx."""
     for operation, names in modules(family):
-        found = module_of(operation.file, operation.defines, capability)
+        module = module_of(operation.file, operation.defines, capability)
         for name in names:
-            assert "quantkit_" in translate(found, f"quantkit_{name}")
+            assert "quantkit_" in translate(module, f"quantkit_{name}")
 
 
 # ---------------------------------------------------------------- instructions
@@ -142,11 +142,11 @@ def bits(x: Any) -> int:
 
 def towards(x: Fraction, direction: int) -> Any:
     """Return the f32 nearest to x (direction 1); the nearest not beyond it (0), or not above it (-1)."""
-    near = nearest(x)
-    got = Fraction(float(near))
-    if direction == 0 and abs(got) > abs(x):
-        return np.nextafter(near, f32(0))
-    return np.nextafter(near, f32(-np.inf)) if direction == -1 and got > x else near
+    nearest_value = nearest(x)
+    actual = Fraction(float(nearest_value))
+    if direction == 0 and abs(actual) > abs(x):
+        return np.nextafter(nearest_value, f32(0))
+    return np.nextafter(nearest_value, f32(-np.inf)) if direction == -1 and actual > x else nearest_value
 
 
 def nearest(x: Fraction) -> Any:
@@ -184,9 +184,9 @@ def prmt(a: int, b: int, c: int) -> int:
 
 
 def bfi(a: int, b: int, c: int, d: int, size: int) -> int:
-    at, n = c & 255, d & 255
-    mask = ((1 << n) - 1) << at
-    return ((b & ~mask) | (a << at & mask)) & ((1 << size) - 1)
+    start, n = c & 255, d & 255
+    mask = ((1 << n) - 1) << start
+    return ((b & ~mask) | (a << start & mask)) & ((1 << size) - 1)
 
 
 def to_s32(x: float, rounding: Callable[[float], Any]) -> int:
@@ -354,12 +354,12 @@ def test_instructions_are_what_the_document_says() -> None:
     )
     store = "mul.lo.s64 %rd5, %rd8, 1; st.global.u32 [%rd5], %r4;"
     for text, meaning in MEANINGS.items():
-        got = run(f"{load_all} mov.u32 %r4, 0; {text} {store}", words)[:, 0] & np.uint64(M32)
+        actual = run(f"{load_all} mov.u32 %r4, 0; {text} {store}", words)[:, 0] & np.uint64(M32)
         with np.errstate(all="ignore"):
-            for (a, b, c), result in zip(words[:, :3].tolist(), got.tolist(), strict=True):
+            for (a, b, c), result in zip(words[:, :3].tolist(), actual.tolist(), strict=True):
                 want = meaning(a, b, c)
-                same = want is None or int(want) == result or (want == 0x7FFFFFFF and np.isnan(single(result)))
-                assert same, f"{text} {a:#x} {b:#x} {c:#x}: {result:#x}, not {want:#x}"
+                is_same = want is None or int(want) == result or (want == 0x7FFFFFFF and np.isnan(single(result)))
+                assert is_same, f"{text} {a:#x} {b:#x} {c:#x}: {result:#x}, not {want:#x}"
 
 
 def test_shuffles_keep_to_their_segments() -> None:
@@ -376,8 +376,8 @@ def test_shuffles_keep_to_their_segments() -> None:
     for text, source in cases.items():
         body = f"ld.global.u32 %r1, [%rd7]; shfl.sync.{text}, -1; st.global.u32 [%rd8], %r4;"
         body += "selp.u32 %r5, 1, 0, %p1; st.global.u32 [%rd8+8], %r5;"
-        got = run(body, words)
-        assert got[:, 0].tolist() == [source(i) for i in range(32)], text
+        actual = run(body, words)
+        assert actual[:, 0].tolist() == [source(i) for i in range(32)], text
     vote = "ld.global.u32 %r1, [%rd7]; setp.gt.u32 %p1, %r1, 29; vote.sync.ballot.b32 %r4, %p1, -1;"
     assert set(run(vote + "st.global.u32 [%rd8], %r4;", words)[:, 0].tolist()) == {3 << 30}
 

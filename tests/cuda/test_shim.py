@@ -54,28 +54,30 @@ for order in {orders}:
 
 
 def run(
-    tmp_path: Path, body: str, orders: Sequence[int] = (0,), early: bool = False
+    tmp_path: Path, body: str, orders: Sequence[int] = (0,), dependent: bool = False
 ) -> subprocess.CompletedProcess[str]:
     text = tmp_path / "broken.cu"
-    head = HEAD.replace("KERNEL", "KERNEL_THAT_WAITS") if early else HEAD
+    head = HEAD.replace("KERNEL", "KERNEL_THAT_WAITS") if dependent else HEAD
     text.write_text(head + body + "\n}\n")
-    code = RUN.format(tests=str(Path(__file__).parents[1] / "lib"), text=str(text), orders=list(orders), early=early)
+    code = RUN.format(
+        tests=str(Path(__file__).parents[1] / "lib"), text=str(text), orders=list(orders), early=dependent
+    )
     return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_mistakes_end_the_process_with_a_reason(tmp_path: Path, mistake: str) -> None:
     body, message = MISTAKES[mistake]
-    done = run(tmp_path, body)
-    assert done.returncode != 0
-    assert any(part in done.stderr for part in message.split("|")), done.stderr[-3000:]
+    process = run(tmp_path, body)
+    assert process.returncode != 0
+    assert any(part in process.stderr for part in message.split("|")), process.stderr[-3000:]
 
 
 def outputs(tmp_path: Path, body: str, orders: Sequence[int] = range(8)) -> set[str]:
     """Return what a kernel makes in some orders."""
-    done = run(tmp_path, body, orders)
-    assert done.returncode == 0, done.stderr
-    return set(done.stdout.splitlines())
+    process = run(tmp_path, body, orders)
+    assert process.returncode == 0, process.stderr
+    return set(process.stdout.splitlines())
 
 
 def test_a_missing_barrier_gives_another_result_in_another_order(tmp_path: Path) -> None:
@@ -101,7 +103,7 @@ def test_what_nobody_wrote_to_shared_memory_shows(tmp_path: Path) -> None:
 
 def test_an_early_launch_waits_for_the_one_before(tmp_path: Path) -> None:
     uses = "a.x[threadIdx.x] += 1;"
-    assert run(tmp_path, f"wait_for_previous(); {uses}", early=True).returncode == 0
-    assert "use-after-poison" in run(tmp_path, f"{uses} wait_for_previous();", early=True).stderr
-    forgets = run(tmp_path, "if (threadIdx.x == 40) return; wait_for_previous();", early=True)
+    assert run(tmp_path, f"wait_for_previous(); {uses}", dependent=True).returncode == 0
+    assert "use-after-poison" in run(tmp_path, f"{uses} wait_for_previous();", dependent=True).stderr
+    forgets = run(tmp_path, "if (threadIdx.x == 40) return; wait_for_previous();", dependent=True)
     assert "has not waited" in forgets.stderr

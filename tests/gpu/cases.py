@@ -51,16 +51,16 @@ def blocks(t: TensorType, count: int, seed: int, largest: float = 64) -> npt.NDA
             "BF16": (values.view(np.uint32) >> 16).astype(np.uint16),
         }
         return raw[t.name].view(np.uint8).reshape(count, t.block_bytes)
-    found: list[npt.NDArray[np.uint8]] = []
+    parts: list[npt.NDArray[np.uint8]] = []
     have = 0
     while have < count:
-        drawn = rng.integers(0, 256, (4 * count, t.block_bytes), np.uint8)
+        bytes_of_blocks = rng.integers(0, 256, (4 * count, t.block_bytes), np.uint8)
         with np.errstate(all="ignore"):
-            most = np.abs(decode_rows(t, with_heads(t, drawn))).max(axis=1)
-            good = drawn[np.isfinite(most) & (most < largest) & (most > 1e-3)]
-        found.append(good)
+            most = np.abs(decode_rows(t, with_heads(t, bytes_of_blocks))).max(axis=1)
+            good = bytes_of_blocks[np.isfinite(most) & (most < largest) & (most > 1e-3)]
+        parts.append(good)
         have += len(good)
-    return np.concatenate(found)[:count]
+    return np.concatenate(parts)[:count]
 
 
 def with_heads(t: TensorType, rows: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint8]:
@@ -73,8 +73,8 @@ def with_heads(t: TensorType, rows: npt.NDArray[np.uint8]) -> npt.NDArray[np.uin
 
 def tensor(t: TensorType, shape: Sequence[int], seed: int, largest: float = 64) -> bytes:
     """Draw a tensor's data."""
-    drawn = blocks(t, int(np.prod(shape)) // t.block, seed, largest)
-    return with_heads(t, drawn.reshape(int(np.prod(shape[1:])), -1)).tobytes()
+    data = blocks(t, int(np.prod(shape)) // t.block, seed, largest)
+    return with_heads(t, data.reshape(int(np.prod(shape[1:])), -1)).tobytes()
 
 
 def write_products(path: Path) -> Path:
@@ -105,7 +105,7 @@ class Products:
     outs: tuple[Value, ...]
 
     @staticmethod
-    def of(source: GGUFFile, name: str) -> Products:
+    def from_file(source: GGUFFile, name: str) -> Products:
         """Return the cases of a type: dense, fused, by expert, fused by expert with a merged tensor's halves."""
 
         def matrix(part: str, rows: tuple[int, int] | None = None) -> Matrix:
@@ -150,19 +150,19 @@ def inputs(rows: int) -> tuple[Floats, npt.NDArray[np.int32]]:
 
 def run_products(backend: Backend, source: GGUFFile, name: str) -> Iterator[tuple[str, Floats]]:
     """Yield the name and result of every case of a type."""
-    cases = Products.of(source, name)
+    cases = Products.from_file(source, name)
     program = backend.compile(cases.ops, Limits(n_ctx=max(ROWS), n_ubatch=max(ROWS)), cases.outs)
     for rows in ROWS:
         x, ids = inputs(rows)
-        at = np.arange(rows, dtype=np.int32)
+        positions = np.arange(rows, dtype=np.int32)
         program.write(cases.x, x)
         program.write(cases.ids, ids)
-        program.run(Batch(at * 0, at, at * 0, at))
+        program.run(Batch(positions * 0, positions, positions * 0, positions))
         for out in cases.outs:
             yield f"{name}, {out.name}, {rows}", np.array(program.read(out))
 
 
-def encoded(
+def encode(
     device: Any,
     t: TensorType,
     x: Floats,
@@ -178,22 +178,33 @@ def encoded(
     """
     rows, n = x.shape
     out = np.empty(rows * t.row_bytes(n), np.uint8)
-    at = [device.allocate(size) for size in (x.nbytes, out.nbytes, 4 * n, working_bytes(t, rows, n) or 1)]
+    addresses = [device.allocate(size) for size in (x.nbytes, out.nbytes, 4 * n, working_bytes(t, rows, n) or 1)]
     try:
-        device.upload(at[0], x)
+        device.upload(addresses[0], x)
         if importance is not None:
-            device.upload(at[2], importance)
+            device.upload(addresses[2], importance)
 
         def work() -> None:
-            weights = at[2] if importance is not None else 0
-            encode_rows(device, t, at[0], rows, n, at[1], weights, at[3], search=search, interleaved=interleaved)
+            weights = addresses[2] if importance is not None else 0
+            encode_rows(
+                device,
+                t,
+                addresses[0],
+                rows,
+                n,
+                addresses[1],
+                weights,
+                addresses[3],
+                search=search,
+                interleaved=interleaved,
+            )
 
         work()
         if repeat is not None:
             repeat(work)
-        device.download(at[1], out)
+        device.download(addresses[1], out)
     finally:
-        for address in at:
+        for address in addresses:
             device.free(address)
     return out
 
@@ -206,9 +217,9 @@ BOUND = 1e-10
 BOUND_MODEL = 2e-3
 
 
-def nmse(found: Any, wanted: Any) -> float:
+def nmse(actual: Any, expected: Any) -> float:
     """Return the mean squared error, divided by the mean square of what is wanted."""
-    a, b = np.asarray(found, np.float64), np.asarray(wanted, np.float64)
+    a, b = np.asarray(actual, np.float64), np.asarray(expected, np.float64)
     return float(np.square(a - b).mean() / np.square(b).mean())
 
 
@@ -226,11 +237,11 @@ def launched_early() -> Iterator[None]:
     from quantkit.kernels.cuda.core import device
 
     card: Any = device.open_device("CUDA0")
-    card.early = True
+    card.dependent_launches = True
     try:
         yield
     finally:
-        card.early = False
+        card.dependent_launches = False
 
 
 #: Tensors on the host, by numpy's backend, which needs no compiler.
@@ -255,8 +266,8 @@ def retyped(folder: Path, name: str, model: str = RETYPED[0]) -> Path:
     with open_gguf(plain) as file:
         tensors: list[tuple[str, tuple[int, ...], TensorType, Any]] = []
         for i, (key, info) in enumerate(file.tensors.items()):
-            kept = len(info.shape) < 2 or ".ffn_gate_inp." in key or key.startswith("token_embd")
-            if kept or info.shape[0] % t.block:
+            is_plain = len(info.shape) < 2 or ".ffn_gate_inp." in key or key.startswith("token_embd")
+            if is_plain or info.shape[0] % t.block:
                 tensors.append((key, info.shape, info.type, file.data(info).tobytes()))
             else:
                 tensors.append((key, info.shape, t, tensor(t, info.shape, 100 + i, largest=0.25)))

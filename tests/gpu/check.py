@@ -60,20 +60,20 @@ def products(run: Run) -> None:
         backend = CUDABackend(source, open_device("CUDA0"))
 
         def of_type(name: str) -> None:
-            for case, found in cases.run_products(backend, source, name):
-                error = nmse(found, run.expected[case])
+            for case, actual in cases.run_products(backend, source, name):
+                error = nmse(actual, run.expected[case])
                 worst.append((error if np.isfinite(error) else np.inf, name))
                 run.check(f"products: {case}", error, cases.BOUND)
 
-        run.each("products", run.types, of_type)
+        run.for_each("products", run.types, of_type)
         backend.close()
     _say_worst(run, "products beside the CPU backend", worst)
 
 
-def _say_worst(run: Run, what: str, errors: list[tuple[float, str]]) -> None:
+def _say_worst(run: Run, label: str, errors: list[tuple[float, str]]) -> None:
     if errors:
         value, name = max(errors)
-        run.say(f"{what}: {len({name for _, name in errors})} done, worst NMSE {value:.2g} ({name})")
+        run.say(f"{label}: {len({name for _, name in errors})} done, worst NMSE {value:.2g} ({name})")
 
 
 def zoo(run: Run) -> None:
@@ -81,30 +81,30 @@ def zoo(run: Run) -> None:
     _zoo(run, "zoo", {"fused": Fusion(), "unfused": Fusion.none()})
 
 
-def early(run: Run) -> None:
+def dependent_launches(run: Run) -> None:
     """The same once more, with launches that begin before the one before them is done."""
     with launched_early():
         _zoo(run, "early", {"early launches": Fusion()})
 
 
-def _zoo(run: Run, step: str, ways: dict[str, Fusion]) -> None:
+def _zoo(run: Run, step: str, fusions: dict[str, Fusion]) -> None:
     worst: list[tuple[float, str]] = []
 
     def of_model(name: str) -> None:
         tokens, logits = expected(name)
         path = write_zoo(name, run.folder / f"{name}.gguf")
-        for what, fusion in ways.items():
+        for label, fusion in fusions.items():
             with load(path, kv_type="f32", fusion=fusion, placement=on_card()) as model:
                 session = model.session(64)
                 parts = np.split(tokens, [] if model.is_bidirectional else [40, 41, 42, 43])
-                found = np.concatenate([session.decode(part) for part in parts])
-                error = nmse(found, logits)
+                actual = np.concatenate([session.decode(part) for part in parts])
+                error = nmse(actual, logits)
                 worst.append((error if np.isfinite(error) else np.inf, name))
-                run.check(f"{step}: {name}, {what}", error, 1e-8)
+                run.check(f"{step}: {name}, {label}", error, 1e-8)
         path.unlink()
 
-    run.each(step, NAMES, of_model)
-    _say_worst(run, f"zoo models in F32 beside llama.cpp, {' and '.join(ways)}", worst)
+    run.for_each(step, NAMES, of_model)
+    _say_worst(run, f"zoo models in F32 beside llama.cpp, {' and '.join(fusions)}", worst)
 
 
 def quantized(run: Run) -> None:
@@ -113,32 +113,32 @@ def quantized(run: Run) -> None:
     def of_type(name: str) -> None:
         path = cases.retyped(run.folder, name)
         with load(path, kv_type="f16", placement=on_card()) as model:
-            found = model.forward(cases.retyped_tokens())
-        wanted = run.expected[f"retyped {name}"]
-        error, best = nmse(found, wanted), min(nmse(a, b) for a, b in zip(found, wanted, strict=True))
+            actual = model.forward(cases.retyped_tokens())
+        expected = run.expected[f"retyped {name}"]
+        error, best = nmse(actual, expected), min(nmse(a, b) for a, b in zip(actual, expected, strict=True))
         run.check(f"quantized: {name}", error, cases.BOUND_MODEL)
         run.check(f"quantized: {name}, the closest token", best, cases.BOUND)
         run.say(f"{cases.RETYPED[0]} in {name} beside the CPU backend: NMSE {error:.2g}, closest token {best:.2g}")
 
-    run.each("quantized", cases.RETYPED[1], of_type)
+    run.for_each("quantized", cases.RETYPED[1], of_type)
 
 
 def tiny_moe(run: Run) -> None:
     """Perplexity of a trained MoE beside the CPU backend's."""
     tokens, cpu = run.expected["tiny-moe tokens"], float(run.expected["tiny-moe perplexity"])
 
-    def perplexity(what: str) -> None:
-        if what == "cuBLAS" and not speed.has_cublas():
+    def perplexity(label: str) -> None:
+        if label == "cuBLAS" and not speed.has_cublas():
             run.say(f"{NOT_RUN}, there is no cuBLAS: tiny-moe by cuBLAS")
             return
         file = ROOT / "tests/data/tiny-moe-bf16.gguf"
-        with load(file, placement=on_card(), cublas=what == "cuBLAS") as model:
+        with load(file, placement=on_card(), cublas=label == "cuBLAS") as model:
             ppl = cases.perplexity(model, tokens)
-        run.check(f"tiny-moe, {what}: perplexity away from the CPU's", abs(ppl / cpu - 1), 1e-3)
-        away = f"{ppl / cpu - 1:+.3%}"
-        run.say(f"tiny-moe BF16, {what}, perplexity of {tokens.size} tokens: {ppl:.4f}, CPU {cpu:.4f} ({away})")
+        run.check(f"tiny-moe, {label}: perplexity away from the CPU's", abs(ppl / cpu - 1), 1e-3)
+        difference = f"{ppl / cpu - 1:+.3%}"
+        run.say(f"tiny-moe BF16, {label}, perplexity of {tokens.size} tokens: {ppl:.4f}, CPU {cpu:.4f} ({difference})")
 
-    run.each("tiny-moe", ("own products", "cuBLAS"), perplexity)
+    run.for_each("tiny-moe", ("own products", "cuBLAS"), perplexity)
 
 
 def placements(run: Run) -> None:
@@ -147,20 +147,20 @@ def placements(run: Run) -> None:
         return
     tokens, logits = expected("qwen3moe-moe")
     path = write_zoo("qwen3moe-moe", run.folder / "placed.gguf")
-    done = []
+    labels = []
 
-    def placed(what: str) -> None:
-        vram = 2_000_000 if what == "--max-vram" else None
-        rules = cases.PLACEMENTS.get(what, ())
+    def placed(label: str) -> None:
+        vram = 2_000_000 if label == "--max-vram" else None
+        rules = cases.PLACEMENTS.get(label, ())
         with load(path, kv_type="f32", placement=on_card(rules), max_vram=vram) as model:
             session = model.session(64)
-            found = np.concatenate([session.decode(part) for part in (tokens[:12], tokens[12:13])])
-        if run.check(f"placements: {what}", nmse(found, logits[:13]), 1e-8):
-            done.append(what)
+            actual = np.concatenate([session.decode(part) for part in (tokens[:12], tokens[12:13])])
+        if run.check(f"placements: {label}", nmse(actual, logits[:13]), 1e-8):
+            labels.append(label)
 
-    run.each("placements", [*cases.PLACEMENTS, "--max-vram"], placed)
-    if done:
-        run.say(f"placements: {len(done)} mixtures of card and host are right")
+    run.for_each("placements", [*cases.PLACEMENTS, "--max-vram"], placed)
+    if labels:
+        run.say(f"placements: {len(labels)} mixtures of card and host are right")
 
 
 CHECKS: dict[str, Callable[[Run], None]] = {
@@ -169,7 +169,7 @@ CHECKS: dict[str, Callable[[Run], None]] = {
     "quantized": quantized,
     "tiny-moe": tiny_moe,
     "placements": placements,
-    "early": early,
+    "early": dependent_launches,
     "encoding": encoding.goldens,
     "parity": encoding.parity,
     "rounding": rounding.rounding,
@@ -219,13 +219,13 @@ FIRST: dict[str, Sequence[str]] = {
 # ---------------------------------------------------------------- all of it
 
 
-def carry_out(run: Run, names: Sequence[str], *, few: bool = False) -> None:
+def carry_out(run: Run, names: Sequence[str], *, only_first: bool = False) -> None:
     """Do steps, all of whose parts are begun once, FIRST's before.
 
-    few: only FIRST's.
+    only_first: only FIRST's.
     """
-    first = [name for of in FIRST for name in names if of.partition(",")[0] == name]
-    for i, name in enumerate(first if few else [*first, *names]):
+    first = [name for step in FIRST for name in names if step.partition(",")[0] == name]
+    for i, name in enumerate(first if only_first else [*first, *names]):
         run.only = FIRST if i < len(first) else {}
         began = time.monotonic()
         run.do(name, partial(STEPS[name], run))
@@ -270,14 +270,16 @@ def use_shim() -> None:
     import quantkit.kernels.cuda.core.device as device
     import quantkit.model.placement as devices
 
-    made: dict[str, Any] = {name: host_device.HostDevice(name=name) for name in ("CUDA0", "CUDA1")}
-    device.open_device = made.__getitem__  # type: ignore[assignment]
-    device.count_devices = lambda: len(made)  # type: ignore[assignment]
+    host_devices: dict[str, Any] = {name: host_device.HostDevice(name=name) for name in ("CUDA0", "CUDA1")}
+    device.open_device = host_devices.__getitem__  # type: ignore[assignment]
+    device.count_devices = lambda: len(host_devices)  # type: ignore[assignment]
     rounding.SIZES = rounding.Sizes(3, 64, 8192, 96, repetitions=0)
     encoding.FILE = encoding.File(0, make_moe.Model(1, 2, 1, 256, 256, 2, 1, 128, 256), 2)
     feedback.FILE = feedback.File(make_moe.Model(1, 3, 1, 256, 32, 1, 1, 128, 16))
-    speed._CARD[:] = [speed.Card(made["CUDA0"], math.nan, 1.0)]  # nothing is measured, and products by cuBLAS are
-    devices.cuda_devices = lambda: tuple(made)
+    speed._CARD[:] = [
+        speed.Card(host_devices["CUDA0"], math.nan, 1.0)
+    ]  # nothing is measured, and products by cuBLAS are
+    devices.cuda_devices = lambda: tuple(host_devices)
 
 
 def without_pool() -> None:
@@ -317,8 +319,8 @@ def main() -> None:
     if options.sanitized:
         without_pool()
     tell(run.moves)  # a line a module: a process that compiles for minutes does not hang
-    carry_out(run, options.only, few=options.first)
-    sys.exit(1 if options.sanitized and run.failed else 0)
+    carry_out(run, options.only, only_first=options.first)
+    sys.exit(1 if options.sanitized and run.n_failed else 0)
 
 
 if __name__ == "__main__":

@@ -50,7 +50,7 @@ DATA = Path(__file__).resolve().parents[1] / "data"
 EXPECTED = DATA / "gpu-encode.json"
 
 #: Random rows: how many, how long, and how many have a digest together.
-ROWS, N, TOGETHER = 64, 2048, 8
+ROWS, N, N_INTERLEAVED = 64, 2048, 8
 
 #: What libgguf's CUDA extension takes for 11008 x 4096 weights on an RTX 3090, ms; without importance, except of types
 #: that require one (hlky/libgguf 08a43366: its page of benchmarks, and `make_imatrix` of the script for them).
@@ -78,7 +78,7 @@ class Case:
         return self.search or None
 
 
-def ways(t: TensorType) -> list[bool]:
+def weightings(t: TensorType) -> list[bool]:
     """Return how a type is encoded: without importance, with, or both."""
     return [*([] if t.imatrix == "required" else [False]), *([True] if weighs(t) else [])]
 
@@ -99,10 +99,10 @@ def random_rows(t: TensorType) -> Floats:
     """Draw rows of a type, float32 [ROWS, N]: bell-shaped, of many scales, with outliers and runs of zeros."""
     bits = np.random.PCG64([11, t.id]).random_raw(ROWS * N).view(np.int16).reshape(ROWS, N, 4)
     x = np.ldexp(bits.astype(np.int32).sum(-1).astype(np.float32), -17)
-    more = np.random.PCG64([12, t.id]).random_raw(ROWS * N).view(np.uint32).reshape(ROWS, N, 2)
-    x = np.ldexp(x, np.where(more[..., 0] % 97 == 0, 3, 0))
-    x = np.ldexp(x, more[:, :1, 1].astype(np.int32) % 24 - 16)
-    x.reshape(ROWS, N // 64, 64)[more[:, ::64, 0] % 31 == 0] = 0
+    wide_bits = np.random.PCG64([12, t.id]).random_raw(ROWS * N).view(np.uint32).reshape(ROWS, N, 2)
+    x = np.ldexp(x, np.where(wide_bits[..., 0] % 97 == 0, 3, 0))
+    x = np.ldexp(x, wide_bits[:, :1, 1].astype(np.int32) % 24 - 16)
+    x.reshape(ROWS, N // 64, 64)[wide_bits[:, ::64, 0] % 31 == 0] = 0
     x[1::16] = np.rint(x[1::16] * 4) / 4  # ties
     return np.ascontiguousarray(x, np.float32)
 
@@ -115,7 +115,7 @@ def random_importance(t: TensorType) -> Floats:
 
 def digests(data: npt.NDArray[np.uint8], rows: int = ROWS) -> str:
     """Return a short digest of the bytes of each TOGETHER rows, one behind the other."""
-    parts = np.ascontiguousarray(data.reshape(rows // TOGETHER, -1))
+    parts = np.ascontiguousarray(data.reshape(rows // N_INTERLEAVED, -1))
     return " ".join(hashlib.sha256(part.tobytes()).hexdigest()[:12] for part in parts)
 
 
@@ -123,52 +123,52 @@ def parity_cases(t: TensorType) -> Iterator[Case]:
     """Yield the cases of a type."""
     x = random_rows(t)
     for search, interleaved in searches(t):
-        for weighted in ways(t):
-            whole = f" of {interleaved.name}" if interleaved else ""
-            key = f"{t.name}{search and f' by {search}'}{whole}{'+imatrix' * weighted}"
+        for weighted in weightings(t):
+            suffix = f" of {interleaved.name}" if interleaved else ""
+            key = f"{t.name}{search and f' by {search}'}{suffix}{'+imatrix' * weighted}"
             yield Case(key, x, random_importance(t) if weighted else None, search, interleaved)
 
 
 # ---------------------------------------------------------------- checks
 
 
-def _prepared(device: devices.Device, names: Sequence[str], every: bool) -> None:
-    """Compile the encoders of types, several at once; ``every``: those of all searches."""
-    wanted = [
+def _prepared(device: devices.Device, names: Sequence[str], all_types: bool) -> None:
+    """Compile the encoders of types, several at once; ``all_types``: those of all searches."""
+    types = [
         kernel
         for name in names
-        for search, interleaved in (searches(BY_NAME[name]) if every else [("", None)])
-        for weighted in ways(BY_NAME[name])
+        for search, interleaved in (searches(BY_NAME[name]) if all_types else [("", None)])
+        for weighted in weightings(BY_NAME[name])
         for kernel in kernels_of(BY_NAME[name], weighted, search, interleaved is not None)
     ]
-    device.prepare(list(dict.fromkeys(wanted)))
+    device.prepare(list(dict.fromkeys(types)))
 
 
-def _each_type(run: Run, step: str, work: Callable[[str], None], every: bool = False) -> None:
+def _each_type(run: Run, step: str, work: Callable[[str], None], all_types: bool = False) -> None:
     """Do a part of a step for each type that is asked for and has an encoder, all compiled before."""
     names = (*encoders(), *INTERLEAVED_ENCODERS)
     todo = run.todo(step, [name for name in names if base_of(BY_NAME[name]).name in run.types])
     if "IQ4_KT" in todo and run.lacks_numba(f"{step}: IQ4_KT"):  # its lists of points are made with it
         todo.remove("IQ4_KT")
     if todo:
-        _prepared(the_card().device, todo, every)
-        run.each(step, todo, work)
+        _prepared(the_card().device, todo, all_types)
+        run.for_each(step, todo, work)
 
 
 def goldens(run: Run) -> None:
     """Encoders beside the golden bytes of llama.cpp and ik_llama.cpp."""
     golden: dict[str, Any] = {}
     for tree in ("mainline", "ik"):
-        with np.load(DATA / f"golden-{tree}.npz") as kept:
-            golden |= {name: kept[name] for name in kept.files}
+        with np.load(DATA / f"golden-{tree}.npz") as arrays:
+            golden |= {name: arrays[name] for name in arrays.files}
     right: list[str] = []
 
     def of_type(name: str) -> None:
         for key, importance in ((name, None), (f"{name}+imatrix", golden["imatrix"])):
             t = BY_NAME[name]
             if key in golden and t.family != "trellis" and t.in_files:  # not a search of our own, nor four rows at once
-                found = cases.encoded(the_card().device, t, golden["x"], importance)
-                if run.check(f"encoding: {key}, bytes that differ", float((found != golden[key].ravel()).sum()), 0):
+                actual = cases.encode(the_card().device, t, golden["x"], importance)
+                if run.check(f"encoding: {key}, bytes that differ", float((actual != golden[key].ravel()).sum()), 0):
                     right.append(key)
 
     _each_type(run, "encoding", of_type)
@@ -184,20 +184,22 @@ def parity(run: Run) -> None:
     def of_type(name: str) -> None:
         for case in parity_cases(BY_NAME[name]):
             key = case.key
-            made = cases.encoded(
+            data = cases.encode(
                 the_card().device, BY_NAME[name], case.x, case.importance,
                 search=case.search, interleaved=case.interleaved is not None,
             )  # fmt: skip
-            found = digests(made)
+            actual = digests(data)
             if key not in expected:
                 run.fail(f"parity: {key} has no digests: scripts/make_gpu_expected.py --encode {name}")
                 continue
-            wrong = [at for at, (a, b) in enumerate(zip(found.split(), expected[key].split(), strict=True)) if a != b]
-            where = f"parts of {TOGETHER} rows that differ, {wrong} of {ROWS // TOGETHER}"
+            wrong = [
+                index for index, (a, b) in enumerate(zip(actual.split(), expected[key].split(), strict=True)) if a != b
+            ]
+            where = f"parts of {N_INTERLEAVED} rows that differ, {wrong} of {ROWS // N_INTERLEAVED}"
             if run.check(f"parity: {key}, {where}", len(wrong), 0):
                 right.append(key)
 
-    _each_type(run, "parity", of_type, every=True)
+    _each_type(run, "parity", of_type, all_types=True)
     if right:
         run.say(f"random rows: {len(right)} cases of {ROWS} x {N} values have the CPU's bytes")
 
@@ -254,14 +256,14 @@ def pipeline(run: Run) -> None:
                 f"\npipeline: a MoE of {weights / 1e9:.2f} G weights, F16, {machine()}; to read and write its {size} "
                 f"takes {seconds:.1f} s"
             )
-        type_name, weighted, more = RECIPES[name]
+        type_name, weighted, extra_options = RECIPES[name]
         options = QuantizeOptions(imatrix=imatrix if weighted else None)
-        both_ways(run, f"pipeline: {name}", source, type_name, options, weights, **more)
+        both_ways(run, f"pipeline: {name}", source, type_name, options, weights, **extra_options)
 
-    run.each("pipeline", todo, of_recipe, needs=60)
+    run.for_each("pipeline", todo, of_recipe, needs=60)
 
 
-class _Told:
+class _NoteObserver:
     """An observer: shows that something goes on, and keeps what is said."""
 
     def __init__(self, run: Run) -> None:
@@ -286,7 +288,7 @@ class _Told:
 
 def is_first(run: Run, step: str) -> bool:
     """Tell whether the part of a step that has been begun is its first one, of all processes."""
-    return sum(key.startswith(f"{step}: ") for key in run.begun) == 1
+    return sum(key.startswith(f"{step}: ") for key in run.started_steps) == 1
 
 
 def machine() -> str:
@@ -295,52 +297,54 @@ def machine() -> str:
 
 
 def both_ways(
-    run: Run, what: str, source: Path, type_name: str, options: QuantizeOptions, weights: int, **more: Any
+    run: Run, label: str, source: Path, type_name: str, options: QuantizeOptions, weights: int, **run_options: Any
 ) -> tuple[QuantizeResult, QuantizeResult]:
-    """Quantize a file on cards, which ``more`` is for, and on the CPU; note bytes that differ, and cards that fail."""
-    told = _Told(run)
-    by_cards = _quantized(source, type_name, options, told, backend="cuda", verify=FILE.verify, **more)
-    by_cpu = _quantized(source, type_name, options, told, backend="cpu")
+    """Quantize a file on GPUs, with ``run_options``, and on the CPU; note bytes that differ, and GPUs that fail."""
+    observer = _NoteObserver(run)
+    by_cards = _quantized(source, type_name, options, observer, backend="cuda", verify=FILE.verify, **run_options)
+    by_cpu = _quantized(source, type_name, options, observer, backend="cpu")
     (on_cards,), (on_cpu,) = by_cards.paths, by_cpu.paths
-    run.check(f"{what}, bytes that differ from the CPU's", _bytes_that_differ(on_cards, on_cpu), 0)
-    run.check(f"{what}, cards that were lost", sum("not used" in note for note in told.notes), 0)
+    run.check(f"{label}, bytes that differ from the CPU's", _bytes_that_differ(on_cards, on_cpu), 0)
+    run.check(f"{label}, cards that were lost", sum("not used" in note for note in observer.notes), 0)
     for path in (on_cards, on_cpu):
         path.unlink()
     cards, cpu = by_cards.run.seconds, by_cpu.run.seconds
     speed = f"{weights / cards / 1e9:.3g} Gweights/s"
-    run.say(f"{what}: cards {cards:.2f} s, {speed}; CPU {cpu:.2f} s, {cpu / cards:.2f} times as long")
+    run.say(f"{label}: cards {cards:.2f} s, {speed}; CPU {cpu:.2f} s, {cpu / cards:.2f} times as long")
     return by_cards, by_cpu
 
 
 def _quantized(
-    source: Path, type_name: str, options: QuantizeOptions, told: _Told, *, backend: str, **more: Any
+    source: Path, type_name: str, options: QuantizeOptions, observer: _NoteObserver, *, backend: str, **run_options: Any
 ) -> QuantizeResult:
     from quantkit.quantize import quantize
 
     out = source.with_name(f"{backend}.gguf")
     return quantize(
-        source, out, type_name, options, max_ram="2G", overwrite=True, observer=told, backend=backend, **more
+        source, out, type_name, options, max_ram="2G", overwrite=True, observer=observer, backend=backend, **run_options
     )
 
 
 def _copied(source: Path) -> float:
     """Return the seconds that it takes to read a file and to write it."""
     began, copy = time.perf_counter(), source.with_name("copy")
-    with source.open("rb") as read, copy.open("wb") as written:
+    with source.open("rb") as read, copy.open("wb") as target:
         while data := read.read(16 << 20):
-            written.write(data)
+            target.write(data)
     seconds = time.perf_counter() - began
     copy.unlink()
     return seconds
 
 
-def _bytes_that_differ(one: Path, other: Path) -> float:
+def _bytes_that_differ(one: Path, second: Path) -> float:
     """Return how many bytes of two files differ; inf if one is longer."""
-    if one.stat().st_size != other.stat().st_size:
+    if one.stat().st_size != second.stat().st_size:
         return math.inf
-    a, b = (np.memmap(path, np.uint8, "r") for path in (one, other))
+    a, b = (np.memmap(path, np.uint8, "r") for path in (one, second))
     step = 64 << 20
-    return float(sum((a[at : at + step] != b[at : at + step]).sum() for at in range(0, a.size, step)))
+    return float(
+        sum((a[offset : offset + step] != b[offset : offset + step]).sum() for offset in range(0, a.size, step))
+    )
 
 
 # ---------------------------------------------------------------- speed
@@ -361,7 +365,7 @@ def speed(run: Run) -> None:
         t, cells = BY_NAME[name], []
         peer = ""
         for weighted in (False, True):
-            if weighted not in ways(t):
+            if weighted not in weightings(t):
                 cells.append("")
                 continue
             seconds, size = _timed(t, x, importance if weighted else None)
@@ -388,7 +392,7 @@ def _timed(t: TensorType, x: Floats, importance: Floats | None) -> tuple[float, 
     def repeat(work: Callable[[], None]) -> None:
         times.append(peak.timed(the_card().device, work, measured.SIZES.of_products))
 
-    size = cases.encoded(the_card().device, t, x, importance, repeat).size
+    size = cases.encode(the_card().device, t, x, importance, repeat).size
     return times[0], size
 
 
@@ -405,12 +409,12 @@ def cores(run: Run) -> None:
 
     def of_type(name: str) -> None:
         t = BY_NAME[name]
-        weighted = False not in ways(t)
-        of = importance if weighted else None
-        card, core = x.size / _timed(t, x, of)[0] / 1e6, _of_core(t, x, of)
+        weighted = False not in weightings(t)
+        importance_of_type = importance if weighted else None
+        card, core = x.size / _timed(t, x, importance_of_type)[0] / 1e6, _of_core(t, x, importance_of_type)
         run.say(f"| {name} | {'yes' if weighted else 'no'} | {card:.0f} | {core:.2f} | {card / core:.0f} |")
 
-    run.each("cores", names, of_type, needs=30)
+    run.for_each("cores", names, of_type, needs=30)
 
 
 def _of_core(t: TensorType, x: Floats, importance: Floats | None) -> float:

@@ -64,17 +64,17 @@ def _covariances(model: make_moe.Model) -> Iterator[tuple[str, tuple[int, ...], 
 
 def _source(folder: Path) -> tuple[Path, Path, Path]:
     """Return the model, its covariances and its importance matrix; written once."""
-    path, cov, imatrix = (folder / f"fed{what}.gguf" for what in ("", "-cov", "-imatrix"))
+    path, cov, imatrix = (folder / f"fed{suffix}.gguf" for suffix in ("", "-cov", "-imatrix"))
     if not imatrix.exists():
         model = FILE.shapes
         make_moe.write_model(path, model, "f16", make_moe.tokenizer_fields(None), 1, available_cpus())
         lines = [
-            f"blk.{i}.{kind}.weight: " + " ".join(f"blk.{i}.{other}.weight" for other in others)
+            f"blk.{i}.{kind}.weight: " + " ".join(f"blk.{i}.{other_kind}.weight" for other_kind in shared_kinds)
             for i in range(model.layers)
-            for kind, others in _SHARED.items()
+            for kind, shared_kinds in _SHARED.items()
         ]
-        of = Field.of("quantkit.covariance.inputs", lines, ValueType.ARRAY, ValueType.STRING)
-        write_gguf(cov, [Field.of("general.type", "covariance"), of], list(_covariances(model)))
+        field = Field.of("quantkit.covariance.inputs", lines, ValueType.ARRAY, ValueType.STRING)
+        write_gguf(cov, [Field.of("general.type", "covariance"), field], list(_covariances(model)))
         write_imatrix(imatrix, make_moe.random_imatrix(imatrix, model, 1))
     return path, cov, imatrix
 
@@ -97,7 +97,7 @@ def feedback(run: Run) -> None:
             run.say(f"\nerror feedback: a MoE of {weights / 1e6:.1f} M weights, F16, with covariances; {machine()}")
         options = QuantizeOptions(feedback=cov, imatrix=imatrix if RECIPES[name] else None)
         both = both_ways(run, f"feedback: {name}", source, name, options, weights)
-        on_cards, on_cpu = (feedback_report(made.plan, made.run.losses) for made in both)
+        on_cards, on_cpu = (feedback_report(result.plan, result.run.losses) for result in both)
         run.check(f"feedback: {name}, losses that differ from the CPU's", on_cpu is None or on_cards != on_cpu, 0)
 
-    run.each("feedback", todo, of_recipe, needs=90)
+    run.for_each("feedback", todo, of_recipe, needs=90)

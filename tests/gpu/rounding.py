@@ -55,7 +55,7 @@ def _metric(n: int, grouping: Grouping | None) -> Any:
     return metric(inputs.T @ inputs, 0.02, grouping=grouping)
 
 
-def _rounded(name: str, x: Floats, made: npt.NDArray[np.uint8], repetitions: int = 0) -> tuple[Rounded, float]:
+def _rounded(name: str, x: Floats, rows_out: npt.NDArray[np.uint8], repetitions: int = 0) -> tuple[Rounded, float]:
     """Return what a card makes of the reference's bytes of rows, and the seconds it takes, if they are measured."""
     from quantkit.kernels.cpu.feedback.options import Rounding
     from quantkit.kernels.cpu.feedback.rounding import Rounded
@@ -65,24 +65,31 @@ def _rounded(name: str, x: Floats, made: npt.NDArray[np.uint8], repetitions: int
     from quantkit.kernels.levels import levels_of
 
     device, t, (rows, n) = the_card().device, BY_NAME[name], x.shape
-    by = upload(device, _metric(n, levels_of(t).grouping))
-    sizes = (x.nbytes, made.nbytes, 8 * rows, 8 * rows, working_bytes(t, rows, n))
-    at = [device.allocate(size) for size in sizes]
-    out = Rounded(made.copy(), np.empty(rows), np.empty(rows))
+    device_metric = upload(device, _metric(n, levels_of(t).grouping))
+    sizes = (x.nbytes, rows_out.nbytes, 8 * rows, 8 * rows, working_bytes(t, rows, n))
+    addresses = [device.allocate(size) for size in sizes]
+    out = Rounded(rows_out.copy(), np.empty(rows), np.empty(rows))
     try:
-        device.upload(at[0], x)
+        device.upload(addresses[0], x)
 
         def work() -> None:
-            round_rows(device, t, RowAddresses(rows, at[0], at[1], at[1], at[2], at[3]), by, Rounding(), at[4])
+            round_rows(
+                device,
+                t,
+                RowAddresses(rows, addresses[0], addresses[1], addresses[1], addresses[2], addresses[3]),
+                device_metric,
+                Rounding(),
+                addresses[4],
+            )
 
-        device.upload(at[1], made)
+        device.upload(addresses[1], rows_out)
         work()
-        for address, array in zip(at[1:4], (out.rows, out.before, out.after), strict=True):
+        for address, array in zip(addresses[1:4], (out.rows, out.before, out.after), strict=True):
             device.download(address, array)
         seconds = peak.timed(device, work, repetitions, 1) if repetitions else 0.0
     finally:
-        by.close()
-        for address in at:
+        device_metric.close()
+        for address in addresses:
             device.free(address)
     return out, seconds
 
@@ -93,12 +100,12 @@ def _prepare(names: Sequence[str]) -> None:
     from quantkit.kernels.cuda.encode.pipeline import RowConversion
     from quantkit.kernels.cuda.feedback.pipeline import FeedbackConversion
 
-    found = dict[Kernel, None]()
+    kernels = dict[Kernel, None]()
     for t in map(BY_NAME.__getitem__, names):
         n = max(SIZES.n, t.block)
         form = FeedbackConversion(RowConversion(BY_NAME["F32"], t, n), n, False, Rounding())
-        found |= dict.fromkeys(form.kernels([t.imatrix == "required"]))
-    the_card().device.prepare(list(found))
+        kernels |= dict.fromkeys(form.kernels([t.imatrix == "required"]))
+    the_card().device.prepare(list(kernels))
 
 
 def rounding(run: Run) -> None:
@@ -114,34 +121,34 @@ def rounding(run: Run) -> None:
     names = [name for name in all_levels() if name in run.types and can_round(BY_NAME[name], capability)]
     right: list[str] = []
 
-    def drawn(name: str, rows: int, n: int) -> tuple[Floats, npt.NDArray[np.uint8]]:
+    def random_rows(name: str, rows: int, n: int) -> tuple[Floats, npt.NDArray[np.uint8]]:
         t = BY_NAME[name]
         x = np.random.default_rng(t.id).standard_normal((rows, max(n, t.block))).astype(np.float32)
         importance = np.ones(x.shape[1], np.float32) if t.imatrix == "required" else None
-        return x, cases.encoded(the_card().device, t, x, importance).reshape(rows, -1)
+        return x, cases.encode(the_card().device, t, x, importance).reshape(rows, -1)
 
     def of_type(name: str) -> None:
-        x, made = drawn(name, SIZES.rows, SIZES.n)
-        found, _ = _rounded(name, x, made)
+        x, reference = random_rows(name, SIZES.rows, SIZES.n)
+        actual, _ = _rounded(name, x, reference)
 
-        def encode(some: Floats, out: npt.NDArray[np.uint8]) -> None:
-            out[:] = made
+        def encode(rows: Floats, out: npt.NDArray[np.uint8]) -> None:
+            out[:] = reference
 
-        by = _metric(x.shape[1], levels_of(BY_NAME[name]).grouping)
-        wanted = round_rows(BY_NAME[name], x, encode, by, Rounding())
-        wrong = int((found.rows != wanted.rows).sum())
-        off = int((found.before != wanted.before).sum() + (found.after != wanted.after).sum())
-        same = run.check(f"rounding: {name}, bytes that differ from the CPU's", wrong, 0)
-        if run.check(f"rounding: {name}, losses that differ from the CPU's", off, 0) and same:
+        metric_of_x = _metric(x.shape[1], levels_of(BY_NAME[name]).grouping)
+        expected = round_rows(BY_NAME[name], x, encode, metric_of_x, Rounding())
+        wrong = int((actual.rows != expected.rows).sum())
+        off = int((actual.before != expected.before).sum() + (actual.after != expected.after).sum())
+        is_same = run.check(f"rounding: {name}, bytes that differ from the CPU's", wrong, 0)
+        if run.check(f"rounding: {name}, losses that differ from the CPU's", off, 0) and is_same:
             right.append(name)
         if SIZES.repetitions:
-            x, made = drawn(name, SIZES.timed_rows, SIZES.timed_n)
-            seconds = _rounded(name, x, made, SIZES.repetitions)[1]
+            x, reference = random_rows(name, SIZES.timed_rows, SIZES.timed_n)
+            seconds = _rounded(name, x, reference, SIZES.repetitions)[1]
             run.say(f"rounding {len(x)} x {x.shape[1]} as {name}: {x.size / seconds / 1e9:.2f} Gweights/s")
 
     todo = run.todo("rounding", names)
     _prepare(todo)
-    run.each("rounding", todo, of_type)
+    run.for_each("rounding", todo, of_type)
     if right:
         run.say(f"error feedback: {SIZES.rows} rows of {len(right)} types have the CPU's bytes and losses")
 
@@ -161,17 +168,17 @@ def metrics(run: Run) -> None:
         carrier = PinnedTransfer(device.new_stream())
         metric(h, 0.02)  # what is compiled at first use
         began = time.perf_counter()
-        wanted = metric(h, 0.02, available_cpus())
+        expected = metric(h, 0.02, available_cpus())
         on_cpu, began = time.perf_counter() - began, time.perf_counter()
-        made = metric_kernels.metric(carrier, h, 0.02)
+        actual = metric_kernels.metric(carrier, h, 0.02)
         seconds, wrong = time.perf_counter() - began, 0
         for field in ("columns", "u", "pivots", "h", "per_diagonal"):
-            array = getattr(wanted, field)
-            found = np.empty_like(array)
-            device.download(getattr(made, field), found)
-            wrong += int((found != array).sum())
-        made.close()
+            array = getattr(expected, field)
+            copy = np.empty_like(array)
+            device.download(getattr(actual, field), copy)
+            wrong += int((copy != array).sum())
+        actual.close()
         run.check(f"metrics: {n} columns, numbers that differ from the CPU's", wrong, 0)
         run.say(f"a metric of {n} columns: {1e3 * seconds:.1f} ms, {available_cpus()} CPUs {1e3 * on_cpu:.1f} ms")
 
-    run.each("metrics", run.todo("metrics", ["n", "timed_n"]), of_size)
+    run.for_each("metrics", run.todo("metrics", ["n", "timed_n"]), of_size)

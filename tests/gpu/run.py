@@ -25,7 +25,7 @@ from quantkit.units import format_size
 EXPECTED = Path(__file__).resolve().parents[1] / "data/gpu-expected.npz"
 
 #: The exit code of a process whose card no longer answers. One that came to the end has 0, whatever it found.
-LOST = 3
+EXIT_LOST = 3
 
 #: Seconds without a new part or line after which a process hangs.
 PATIENCE = 120.0
@@ -33,13 +33,13 @@ PATIENCE = 120.0
 #: What is noted when a step begins, and when a process was lost before a part of it began.
 _BEFORE, _WITHOUT = "before ", "without "
 
-FAILED, NOT_RUN = "FAILED", "NOT RUN"
+FAIL_MARK, NOT_RUN = "FAILED", "NOT RUN"
 
 #: What the CPU's kernels need; images of cards have all sorts.
 NUMBA = (0, 68)
 
 #: Parts that are named where many were not run.
-NAMED = 6
+MAX_NAMES = 6
 
 
 class Run:
@@ -53,7 +53,7 @@ class Run:
         self.folder, self.until, self.types = work, until, types
         self.begun_file = work / "begun"
         before = self.begun_file.read_text().splitlines() if self.begun_file.exists() else []
-        self.begun, self.failed = set(before), 0
+        self.started_steps, self.n_failed = set(before), 0
         #: The parts of each step that are done now, where not all of them are (check.FIRST).
         self.only: Mapping[str, Sequence[str]] = {}
         self.expected: Any = np.load(EXPECTED) if EXPECTED.exists() else {}
@@ -73,16 +73,16 @@ class Run:
         self.file.write(line + "\n")
         self.file.flush()
 
-    def fail(self, what: str) -> None:
+    def fail(self, label: str) -> None:
         """Say that something is wrong."""
-        self.failed += 1
-        self.say(f"{FAILED} {what}")
+        self.n_failed += 1
+        self.say(f"{FAIL_MARK} {label}")
 
-    def check(self, what: str, value: float, bound: float) -> bool:
+    def check(self, label: str, value: float, bound: float) -> bool:
         """Note a failure if a value is beyond its bound, or no number."""
         good = bool(value <= bound)
         if not good:
-            self.fail(f"{what}: {value:.3g}, bound {bound:g}")
+            self.fail(f"{label}: {value:.3g}, bound {bound:g}")
         return good
 
     def moves(self, line: str) -> None:
@@ -91,13 +91,13 @@ class Run:
         self.begun_file.touch()
 
     @contextmanager
-    def growing(self, path: Path, every: float = 5.0) -> Iterator[None]:
+    def growing(self, path: Path, period: float = 5.0) -> Iterator[None]:
         """Show that a file grows on the disk, as long as it does."""
-        done = threading.Event()
+        finish = threading.Event()
 
         def look() -> None:
             blocks = 0
-            while not done.wait(every):
+            while not finish.wait(period):
                 if path.exists() and path.stat().st_blocks > blocks:
                     blocks = path.stat().st_blocks
                     self.moves(f"{path.name}: {format_size(512 * blocks)}")
@@ -107,12 +107,12 @@ class Run:
         try:
             yield
         finally:
-            done.set()
+            finish.set()
             thread.join()
 
     def do(self, step: str, work: Callable[[], None]) -> None:
         """Do a step, unless a process was lost in what it does before its parts; what breaks there is a failure."""
-        if f"{_WITHOUT}{step}" in self.begun:
+        if f"{_WITHOUT}{step}" in self.started_steps:
             return
         self._note(f"{_BEFORE}{step}")
         try:
@@ -121,59 +121,59 @@ class Run:
             self._broke(step, e)
 
     def _note(self, line: str) -> None:
-        self.begun.add(line)
+        self.started_steps.add(line)
         with self.begun_file.open("a") as file:
             file.write(line + "\n")
 
-    def _broke(self, what: str, why: Exception) -> None:
+    def _broke(self, label: str, why: Exception) -> None:
         """Say so; another process goes on if there is no card any more."""
-        self.fail(f"{what} broke: {type(why).__name__}: {why}")
+        self.fail(f"{label} broke: {type(why).__name__}: {why}")
         self.say("".join(traceback.format_exception(why, limit=8)).rstrip())
         if not card_answers():
             self.say("the card no longer answers: a new process goes on")
-            raise SystemExit(LOST) from None
+            raise SystemExit(EXIT_LOST) from None
 
-    def lacks_numba(self, what: str) -> bool:
+    def lacks_numba(self, label: str) -> bool:
         """Tell whether the CPU's kernels cannot be run here, and say, once, what is not run without them."""
         why = why_no_numba()
-        if why is not None and f"{what}: {why}" not in self.begun:
-            self.begun.add(f"{what}: {why}")
-            self.say(f"{NOT_RUN}, {why}: {what}")
+        if why is not None and f"{label}: {why}" not in self.started_steps:
+            self.started_steps.add(f"{label}: {why}")
+            self.say(f"{NOT_RUN}, {why}: {label}")
         return why is not None
 
     def todo(self, step: str, names: Iterable[str]) -> list[str]:
         """Return the parts of a step that are to be done now and have not been begun."""
-        chosen = [name for name in names if name in self.only.get(step, [name])]
-        return [name for name in chosen if f"{step}: {name}" not in self.begun]
+        names_chosen = [name for name in names if name in self.only.get(step, [name])]
+        return [name for name in names_chosen if f"{step}: {name}" not in self.started_steps]
 
-    def each(self, step: str, names: Iterable[str], work: Callable[[str], None], needs: float = 10) -> None:
+    def for_each(self, step: str, names: Iterable[str], work: Callable[[str], None], needs: float = 10) -> None:
         """Do the parts of a step that have not been begun; ``needs``: seconds that must be left for one.
 
         A part that breaks is a failure, and the next one follows, if there still is a card.
         """
-        late = []
+        names_left = []
         for name in self.todo(step, names):
             key = f"{step}: {name}"
             if self.left < needs:
-                late.append(name)
+                names_left.append(name)
                 continue
             self._note(key)
             try:
                 work(name)
             except Exception as e:  # whatever it is, the rest is to be measured
                 self._broke(key, e)
-        if late:
-            more = f" and {len(late) - NAMED} more" if len(late) > NAMED else ""
-            self.say(f"{NOT_RUN}, no time left: {step}: {', '.join(late[:NAMED])}{more}")
+        if names_left:
+            suffix = f" and {len(names_left) - MAX_NAMES} more" if len(names_left) > MAX_NAMES else ""
+            self.say(f"{NOT_RUN}, no time left: {step}: {', '.join(names_left[:MAX_NAMES])}{suffix}")
 
 
 def why_no_numba() -> str | None:
     """Return why the CPU's kernels cannot be run here; None if they can."""
     if importlib.util.find_spec("numba") is None:
         return "numba is not here"
-    found = importlib.metadata.version("numba")
-    if tuple(map(int, found.split(".")[:2])) < NUMBA:
-        return f"numba {found} is older than {'.'.join(map(str, NUMBA))}"
+    version = importlib.metadata.version("numba")
+    if tuple(map(int, version.split(".")[:2])) < NUMBA:
+        return f"numba {version} is older than {'.'.join(map(str, NUMBA))}"
     return None
 
 
@@ -190,8 +190,8 @@ def card_answers() -> bool:
 
 def watch(command: Sequence[str], out: Path, work: Path, until: float, patience: float = PATIENCE) -> None:
     """Start a process that does the work, again after each one that was lost, until one comes to the end."""
-    begun = work / "begun"
-    begun.touch()
+    begun_path = work / "begun"
+    begun_path.touch()
 
     def say(line: str) -> None:
         print(line, flush=True)
@@ -199,13 +199,13 @@ def watch(command: Sequence[str], out: Path, work: Path, until: float, patience:
             file.write(line + "\n")
 
     while True:
-        before = begun.read_text()
-        ended = _watched(command, (out, begun), until + 60, patience)
-        if ended == "ended with 0":
+        before = begun_path.read_text()
+        end_reason = _watched(command, (out, begun_path), until + 60, patience)
+        if end_reason == "ended with 0":
             return
-        key = begun.read_text().splitlines()[-1] if begun.read_text() != before else ""
-        if ended != f"ended with {LOST}":
-            say(f"{FAILED} {key or 'before any new part'}: the process {ended}")
+        key = begun_path.read_text().splitlines()[-1] if begun_path.read_text() != before else ""
+        if end_reason != f"ended with {EXIT_LOST}":
+            say(f"{FAIL_MARK} {key or 'before any new part'}: the process {end_reason}")
         if not key or key.startswith(_WITHOUT) or time.time() > until:
             say(f"{NOT_RUN}: what comes after it")
             return
@@ -214,9 +214,9 @@ def watch(command: Sequence[str], out: Path, work: Path, until: float, patience:
 def verdict(text: str) -> str:
     """Return the last line of results: what failed, and whether anything was left out."""
     lines = text.splitlines()
-    failed, left_out = (sum(line.startswith(mark) for line in lines) for mark in (FAILED, NOT_RUN))
-    if failed:
-        return f"{failed} FAILED"
+    n_failed, left_out = (sum(line.startswith(mark) for line in lines) for mark in (FAIL_MARK, NOT_RUN))
+    if n_failed:
+        return f"{n_failed} FAILED"
     return "what was run passed, NOT everything was run" if left_out else "all checks passed"
 
 
@@ -230,11 +230,11 @@ def _watched(command: Sequence[str], files: Sequence[Path], until: float, patien
             return f"ended with {code}" if code >= 0 else f"was ended by signal {-code}"
         except subprocess.TimeoutExpired:
             moved = max(began, *(file.stat().st_mtime for file in files))
-            late = time.time() > until
-            if late or time.time() - moved > patience:
+            is_late = time.time() > until
+            if is_late or time.time() - moved > patience:
                 process.kill()
                 process.wait()
-                return "was out of time" if late else f"had not moved for {patience:.0f} s"
+                return "was out of time" if is_late else f"had not moved for {patience:.0f} s"
         except BaseException:
             process.kill()
             raise

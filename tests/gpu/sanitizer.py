@@ -25,19 +25,19 @@ STEPS = ("products", "zoo", "encoding")
 #: Where it is where it is not on PATH: with NVIDIA's compiler, or as the wheel nvidia-cuda-sanitizer-api.
 PLACES = ("/usr/local/cuda/bin", *(f"{path}/nvidia/cu13/bin" for path in sys.path))
 #: The most lines of a report that are shown, and the seconds between two signs of life.
-SHOWN, SIGN = 16, 20.0
+MAX_LINES, SIGN = 16, 20.0
 
 
 def sanitizer(run: Run) -> None:
     """Products, zoo models and encoders, watched by memcheck and racecheck."""
     program = shutil.which("compute-sanitizer") or shutil.which("compute-sanitizer", path=":".join(PLACES))
-    parts = [f"{tool} {step}{more}" for more in ("", ", all") for step in STEPS for tool in TOOLS]
+    parts = [f"{tool} {step}{suffix}" for suffix in ("", ", all") for step in STEPS for tool in TOOLS]
     if not run.todo("sanitizer", parts):
         return
     if program is None:
         run.say(f"{NOT_RUN}: sanitizer: compute-sanitizer is not here: pip install nvidia-cuda-sanitizer-api")
         return
-    run.each("sanitizer", parts, lambda part: _watched(run, program, part), needs=60)
+    run.for_each("sanitizer", parts, lambda part: _watched(run, program, part), needs=60)
 
 
 def _watched(run: Run, program: str, part: str) -> None:
@@ -58,25 +58,25 @@ def _watched(run: Run, program: str, part: str) -> None:
             except subprocess.TimeoutExpired:
                 continue
     finally:
-        ended = process.poll()
+        returncode = process.poll()
         process.kill()
         process.wait()
-    _told(run, part, ended, log.read_text(errors="replace"), time.monotonic() - began)
+    _report(run, part, returncode, log.read_text(errors="replace"), time.monotonic() - began)
     shutil.rmtree(folder)
 
 
-def _told(run: Run, part: str, ended: int | None, log: str, seconds: float) -> None:
+def _report(run: Run, part: str, returncode: int | None, log: str, seconds: float) -> None:
     """Say what a run came to: it passed, it failed, or it was none."""
     report = [line for line in log.splitlines() if line.startswith("=====")]
-    found = TOOLS[part.split()[0]].search(log)
-    if ended is None:
+    match = TOOLS[part.split()[0]].search(log)
+    if returncode is None:
         run.say(f"{NOT_RUN} to the end, no time left: sanitizer: {part}")
-    elif found is None:
+    elif match is None:
         last = (report or log.splitlines() or [""])[-1]
-        run.say(f"{NOT_RUN}: sanitizer: {part}: it ended with {ended}: {last}")
-    elif int(found[1]) or ended:
+        run.say(f"{NOT_RUN}: sanitizer: {part}: it ended with {returncode}: {last}")
+    elif int(match[1]) or returncode:
         wrong = [line for line in log.splitlines() if line.startswith("FAILED")]
-        run.fail(f"sanitizer: {part}: {found[0]}; the process ended with {ended}")
-        run.say("\n".join([*wrong, *report][:SHOWN]))
+        run.fail(f"sanitizer: {part}: {match[0]}; the process ended with {returncode}")
+        run.say("\n".join([*wrong, *report][:MAX_LINES]))
     else:
         run.say(f"sanitizer: {part}: nothing found, {seconds:.0f} s")

@@ -54,7 +54,7 @@ class Sizes:
     matrix_bytes: int = 64 << 20
     in_turn: int = 4
     in_graph: int = 12
-    few: tuple[int, ...] = (1, 2, 4, 8)
+    token_counts: tuple[int, ...] = (1, 2, 4, 8)
     n_in: int = 4096
     dense: int = 4096
     wide: int = 11008
@@ -132,7 +132,7 @@ def has_cublas() -> bool:
 
 def card(run: Run) -> None:
     """The card's name, and its copy bandwidth and bf16 GEMM rate."""
-    run.each("card", ["card"], lambda name: _say_card(run))
+    run.for_each("card", ["card"], lambda name: _say_card(run))
 
 
 def _say_card(run: Run) -> None:
@@ -148,12 +148,12 @@ class Bench:
 
     def __init__(self) -> None:
         self.device = the_card().device
-        self._held: list[int] = []
+        self._addresses: list[int] = []
 
     def room(self, nbytes: int, fill: np.ndarray[Any, Any] | None = None) -> int:
         """Return new memory, filled with a pattern repeated, or zeros."""
         address = int(self.device.allocate(nbytes))
-        self._held.append(address)
+        self._addresses.append(address)
         if fill is None:
             self.device.zero(address, nbytes)
         else:
@@ -196,7 +196,7 @@ class Bench:
 
     def __exit__(self, *error: object) -> None:
         self.device.synchronize()
-        for address in self._held:
+        for address in self._addresses:
             self.device.free(address)
 
 
@@ -208,9 +208,9 @@ def _rows(t: TensorType, n_in: int, count: int) -> np.ndarray[Any, Any]:
 
 def launch(shape: Shape, **slots: int | float) -> Launch:
     """Return a launch with its slots packed; those the kernel does not have are left out."""
-    wanted = shape.kernel.slots
-    given = {name: value for name, value in slots.items() if name in wanted}
-    return Launch(shape.kernel, shape.grid, shape.kernel.block(**given), shape.shared)
+    names = shape.kernel.slots
+    arguments = {name: value for name, value in slots.items() if name in names}
+    return Launch(shape.kernel, shape.grid, shape.kernel.block(**arguments), shape.shared)
 
 
 LIMITS = {"alpha": 1.702, "gate_limit": 0.0, "act_limit": 0.0, "up_limit": 0.0}
@@ -226,7 +226,7 @@ NO_BIAS = {
 def vec_shapes(t: TensorType) -> list[Shape]:
     """Return how to multiply large matrices, by tokens, and small ones, alone and as up and gate."""
     n_in, n_out = SIZES.n_in, SIZES.matrix_bytes // t.row_bytes(SIZES.n_in)
-    large = [mat_vec.mul_mat(t, n_in, n_out, rows) for rows in SIZES.few]
+    large = [mat_vec.mul_mat(t, n_in, n_out, rows) for rows in SIZES.token_counts]
     return [*large, mat_vec.mul_mat(t, n_in, SIZES.dense), mat_vec.up_gate(t, SILU, n_in, SIZES.dense)]
 
 
@@ -236,50 +236,50 @@ def mat_vec_speed(run: Run) -> None:
     Other tokens and sizes have other kernels: those of one type are held to each other.
     """
     c, s = the_card(), SIZES
-    n_in, few, todo = s.n_in, s.few, run.todo("mat-vec", s.types)
+    n_in, counts, todo = s.n_in, s.token_counts, run.todo("mat-vec", s.types)
     if not todo:
         return
 
     c.device.prepare([shape.kernel for t in map(BY_NAME.__getitem__, todo) for shape in vec_shapes(t)])
     title = f"mat-vec: GB/s of weights read (share of copy), {n_in} columns"
     run.say(f"\n{title}, {format_size(s.matrix_bytes)}, by tokens; one token, {s.dense} rows\n")
-    run.say(f"| type | {' | '.join(map(str, few))} | {s.dense} rows | up+gate |\n|---|{'---|' * (len(few) + 2)}")
+    run.say(f"| type | {' | '.join(map(str, counts))} | {s.dense} rows | up+gate |\n|---|{'---|' * (len(counts) + 2)}")
 
     def of_type(name: str) -> None:
         t = BY_NAME[name]
         row_bytes = t.row_bytes(n_in)
-        n_out, cells, found = s.matrix_bytes // row_bytes, list[str](), list[np.ndarray[Any, Any]]()
+        n_out, cells, outputs = s.matrix_bytes // row_bytes, list[str](), list[np.ndarray[Any, Any]]()
         fitting = n_out // s.dense
         with Bench() as b:
             large = [{"w": b.weights(t, n_in, n_out)} for _ in range(s.in_turn)]
-            small = [{"w": of["w"] + i * s.dense * row_bytes} for of in large for i in range(fitting)]
-            pairs = [{"up": up["w"], "gate": of["w"]} for up, of in zip(small[::2], small[1::2], strict=True)]
-            x, stride = b.activations(t, n_in, max(few))
-            out = b.room(4 * max(few) * n_out)
-            sizes = [*((rows, n_out, large) for rows in few), (1, s.dense, small), (1, s.dense, pairs)]
+            small = [{"w": slots["w"] + i * s.dense * row_bytes} for slots in large for i in range(fitting)]
+            pairs = [{"up": up["w"], "gate": slots["w"]} for up, slots in zip(small[::2], small[1::2], strict=True)]
+            x, stride = b.activations(t, n_in, max(counts))
+            out = b.room(4 * max(counts) * n_out)
+            sizes = [*((rows, n_out, large) for rows in counts), (1, s.dense, small), (1, s.dense, pairs)]
             for shape, (rows, count, matrices) in zip(vec_shapes(t), sizes, strict=True):
                 lists = [
                     [
                         launch(
-                            shape, **of, rows=rows, x=x, x_stride=stride, row_bytes=row_bytes, n_in=n_in, n_out=count,
-                            out=out, out_stride=4 * count, **LIMITS, **NO_BIAS,
+                            shape, **slots, rows=rows, x=x, x_stride=stride, row_bytes=row_bytes, n_in=n_in,
+                            n_out=count, out=out, out_stride=4 * count, **LIMITS, **NO_BIAS,
                         )
                     ]
-                    for of in matrices
+                    for slots in matrices
                 ]  # fmt: skip
                 gb_s = len(matrices[0]) * count * row_bytes / b.seconds(*lists) / 1e9
                 cells.append(f"{gb_s:.0f} ({gb_s / c.copy_gb_s:.0%})")
-                found.append(np.empty(count, np.float32))
-                b.device.download(out, found[-1])
+                outputs.append(np.empty(count, np.float32))
+                b.device.download(out, outputs[-1])
         # All large matrices are the same, and the last small ones are the end of one.
-        up, gate = (found[0][i * s.dense :][: s.dense].astype(np.float64) for i in (max(fitting - 2, 0), fitting - 1))
+        up, gate = (outputs[0][i * s.dense :][: s.dense].astype(np.float64) for i in (max(fitting - 2, 0), fitting - 1))
         with np.errstate(over="ignore"):
-            wanted = [*found[:1] * len(few), gate, up * gate / (1 + np.exp(-gate))]
-        for what, one, other in zip((*few, "few rows", "up+gate"), found, wanted, strict=True):
-            run.check(f"mat-vec: {name}, {what}, beside one token", cases.nmse(one, other), cases.BOUND)
+            expected = [*outputs[:1] * len(counts), gate, up * gate / (1 + np.exp(-gate))]
+        for label, one, second in zip((*counts, "few rows", "up+gate"), outputs, expected, strict=True):
+            run.check(f"mat-vec: {name}, {label}, beside one token", cases.nmse(one, second), cases.BOUND)
         run.say(f"| {name} | {' | '.join(cells)} |")
 
-    run.each("mat-vec", SIZES.types, of_type, needs=20)
+    run.for_each("mat-vec", SIZES.types, of_type, needs=20)
 
 
 def mat_mat_speed(run: Run) -> None:
@@ -311,10 +311,10 @@ def mat_mat_speed(run: Run) -> None:
 
     def of_type(name: str) -> None:
         t = BY_NAME[name]
-        found = [*_dense(run, t, s.tokens, s.dense, s.dense), *_experts(run, t, s.tokens), _gated_experts(t, s.tokens)]
-        run.say(f"| {name} | {' | '.join(map(_of_gemm, found))} |")
+        cells = [*_dense(run, t, s.tokens, s.dense, s.dense), *_experts(run, t, s.tokens), _gated_experts(t, s.tokens)]
+        run.say(f"| {name} | {' | '.join(map(_of_gemm, cells))} |")
 
-    run.each("mat-mat", s.types, of_type, needs=20)
+    run.for_each("mat-mat", s.types, of_type, needs=20)
 
 
 def _of_gemm(tflops: float) -> str:
@@ -337,31 +337,31 @@ def _dense(run: Run, t: TensorType, rows: int, n_in: int, n_out: int) -> tuple[f
         rate = flops / b.seconds([one]) / 1e12
         if not has_cublas():
             return rate, math.nan
-        other = _by_cublas(b, t, w, rows, n_in, n_out)
-        found, wanted = (np.empty((rows, n_out), np.float32) for _ in range(2))
-        b.device.download(out, found)
-        b.device.download(other[0], wanted)
-        run.check(f"mat-mat: {t.name} beside bf16 and cuBLAS", cases.nmse(found, wanted), 1e-3)
-        return rate, flops / other[1] / 1e12
+        cublas = _by_cublas(b, t, w, rows, n_in, n_out)
+        outputs, expected = (np.empty((rows, n_out), np.float32) for _ in range(2))
+        b.device.download(out, outputs)
+        b.device.download(cublas[0], expected)
+        run.check(f"mat-mat: {t.name} beside bf16 and cuBLAS", cases.nmse(outputs, expected), 1e-3)
+        return rate, flops / cublas[1] / 1e12
 
 
 def _by_cublas(b: Bench, t: TensorType, w: int, rows: int, n_in: int, n_out: int) -> tuple[int, float]:
     """Unpack weights to bf16 and multiply; return where the result is, and the seconds of both."""
     plain = b.activations(BY_NAME["F32"], n_in, rows)[0]  # the same values, not quantized
-    x, unpacked, out = (b.room(size) for size in (2 * rows * n_in, 2 * n_out * n_in, 4 * rows * n_out))
-    to = dequantize.OUTPUTS.index("bf16")
+    x, unpacked_weights, out = (b.room(size) for size in (2 * rows * n_in, 2 * n_out * n_in, 4 * rows * n_out))
+    output_kind = dequantize.OUTPUTS.index("bf16")
 
     def unpacking(kind: TensorType, source: int, target: int, count: int) -> Launch:
         return launch(
             dequantize.dequantize(kind, n_in, count, for_product=True), w=source, out=target,
-            row_bytes=kind.row_bytes(n_in), rows=count, n=n_in, out_stride=2 * n_in, to=to,
+            row_bytes=kind.row_bytes(n_in), rows=count, n=n_in, out_stride=2 * n_in, to=output_kind,
         )  # fmt: skip
 
     b.device.run([unpacking(BY_NAME["F32"], plain, x, rows)])
 
     def work() -> None:
-        b.device.run([unpacking(t, w, unpacked, n_out)])
-        b.device.gemm_bf16(rows, n_out, n_in, x, unpacked, out)
+        b.device.run([unpacking(t, w, unpacked_weights, n_out)])
+        b.device.gemm_bf16(rows, n_out, n_in, x, unpacked_weights, out)
 
     return out, peak.timed(b.device, work, SIZES.of_products)
 
@@ -369,20 +369,20 @@ def _by_cublas(b: Bench, t: TensorType, w: int, rows: int, n_in: int, n_out: int
 def _expert_slots(b: Bench, t: TensorType, rows: int) -> dict[str, int]:
     """Return the slots of products by expert of so many tokens: up and gate, and their results (out and other)."""
     n_in, n_out, n_expert, n_used = SIZES.expert_in, SIZES.expert_out, SIZES.experts, SIZES.used
-    each = n_out * t.row_bytes(n_in)
+    expert_bytes = n_out * t.row_bytes(n_in)
     x, stride = b.activations(t, n_in, rows)
     plan = b.room(moe.plan_bytes(n_expert, n_used, rows))
     up, gate = (b.weights(t, n_in, n_expert * n_out) for _ in range(2))
     slots = {
-        "rows": rows, "x": x, "x_stride": stride, "x_per": n_used, "ids": b.room(4 * rows * n_used, _chosen(rows)),
+        "rows": rows, "x": x, "x_stride": stride, "x_per": n_used, "ids": b.room(4 * rows * n_used, _random_ids(rows)),
         "plan": plan, "n_expert": n_expert, "n_used": n_used, "row_bytes": t.row_bytes(n_in), "n_in": n_in,
-        "n_out": n_out, "up": up, "gate": gate, "w": up, "expert_bytes": each, "up_expert_bytes": each,
-        "gate_expert_bytes": each, "runs": moe.bucket_runs(n_expert, b.device.capability),
+        "n_out": n_out, "up": up, "gate": gate, "w": up, "expert_bytes": expert_bytes, "up_expert_bytes": expert_bytes,
+        "gate_expert_bytes": expert_bytes, "runs": moe.bucket_runs(n_expert, b.device.capability),
     }  # fmt: skip
     return {**slots, **{name: b.room(4 * rows * n_used * n_out) for name in ("out", "other")}}
 
 
-def _chosen(rows: int, seed: int = 1) -> np.ndarray[Any, Any]:
+def _random_ids(rows: int, seed: int = 1) -> np.ndarray[Any, Any]:
     """Draw the experts of each token."""
     rng = np.random.default_rng(seed)
     return np.stack([rng.permutation(SIZES.experts)[: SIZES.used] for _ in range(rows)]).astype(np.int32)
@@ -391,8 +391,13 @@ def _chosen(rows: int, seed: int = 1) -> np.ndarray[Any, Any]:
 def _expert_launches(b: Bench, t: TensorType, rows: int, fused: bool) -> list[list[Launch]]:
     """Return up and gate of all experts for so many tokens; of few, several times, with other experts."""
     slots, ids = _expert_slots(b, t, rows), 4 * rows * SIZES.used
-    some = [slots["ids"], *(b.room(ids, _chosen(rows, seed)) for seed in range(2, 1 + _turns(rows, SIZES.in_graph)))]
-    return [_of_experts(b, {**slots, **LIMITS, **NO_BIAS, "ids": chosen}, t, rows, fused) for chosen in some]
+    id_lists = [
+        slots["ids"],
+        *(b.room(ids, _random_ids(rows, seed)) for seed in range(2, 1 + _turns(rows, SIZES.in_graph))),
+    ]
+    return [
+        _of_experts(b, {**slots, **LIMITS, **NO_BIAS, "ids": launch_ids}, t, rows, fused) for launch_ids in id_lists
+    ]
 
 
 def _turns(rows: int, turns: int) -> int:
@@ -402,18 +407,18 @@ def _turns(rows: int, turns: int) -> int:
 
 def _of_experts(b: Bench, slots: dict[str, Any], t: TensorType, rows: int, fused: bool) -> list[Launch]:
     n_in, n_out, n_expert, n_used = SIZES.expert_in, SIZES.expert_out, SIZES.experts, SIZES.used
-    few = rows <= 8
-    first = [] if few else [launch(moe.bucket(n_expert, b.device.capability), **slots)]
+    is_few = rows <= 8
+    first = [] if is_few else [launch(moe.bucket(n_expert, b.device.capability), **slots)]
     if fused:
         shape = (
             mat_vec.up_gate_id(t, SILU, n_in, n_out, rows, n_used)
-            if few
+            if is_few
             else mat_mat.up_gate_id(t, SILU, n_in, n_out, rows, n_used, n_expert, b.device.capability)
         )
         return [*first, launch(shape, **slots)]
     shape = (
         mat_vec.mul_mat_id(t, n_in, n_out, rows, n_used)
-        if few
+        if is_few
         else mat_mat.mul_mat_id(t, n_in, n_out, rows, n_used, n_expert, b.device.capability)
     )
     products = [launch(shape, **slots), launch(shape, **{**slots, "w": slots["gate"], "out": slots["other"]})]
@@ -441,28 +446,28 @@ def _experts(run: Run, t: TensorType, rows: int) -> tuple[float, float]:
             return rate, math.nan
         info = TensorInfo("experts", (*sizes, s.experts), t, t.tensor_bytes((*sizes, s.experts)), 0, 0)
         counts = ExpertCounts()
-        counts.per_expert = np.bincount(_chosen(rows).ravel(), minlength=s.experts).tolist()
-        at = {
+        counts.per_expert = np.bincount(_random_ids(rows).ravel(), minlength=s.experts).tolist()
+        plan_slots = {
             "x": b.room(2 * pairs * s.expert_in), "w": slots["w"], "out": b.room(4 * pairs * s.expert_out),
             "unpacked": b.room(2 * s.expert_in * s.expert_out),
         }  # fmt: skip
         x = {"x": b.activations(BY_NAME["F32"], s.expert_in, rows)[0], "x_per": s.used, "width": s.expert_in}
-        gather = launch(moe.gather(pairs), **{**slots, **x, "rows": pairs, "out": at["x"]})
-        ending = {"x": at["out"], "out": slots["other"], "rows": pairs, "width": s.expert_out}
+        gather = launch(moe.gather(pairs), **{**slots, **x, "rows": pairs, "out": plan_slots["x"]})
+        ending = {"x": plan_slots["out"], "out": slots["other"], "rows": pairs, "width": s.expert_out}
         scatter = launch(moe.scatter(pairs), **{**slots, **ending})
         experts = ExpertProducts(b.device, Matrix(info), counts)
 
         def work() -> None:
             b.device.run([launches[0], gather])
-            experts(rows, at)
+            experts(rows, plan_slots)
             b.device.run([scatter])
 
-        other = flops / peak.timed(b.device, work, SIZES.of_products) / 1e12
-        found, wanted = (np.empty((pairs, s.expert_out), np.float32) for _ in range(2))
-        b.device.download(slots["out"], found)
-        b.device.download(slots["other"], wanted)
-        run.check(f"mat-mat: {t.name} by expert beside bf16 and cuBLAS", cases.nmse(found, wanted), 1e-3)
-        return rate, other
+        cublas = flops / peak.timed(b.device, work, SIZES.of_products) / 1e12
+        outputs, expected = (np.empty((pairs, s.expert_out), np.float32) for _ in range(2))
+        b.device.download(slots["out"], outputs)
+        b.device.download(slots["other"], expected)
+        run.check(f"mat-mat: {t.name} by expert beside bf16 and cuBLAS", cases.nmse(outputs, expected), 1e-3)
+        return rate, cublas
 
 
 def _dense_gates(b: Bench, t: TensorType, rows: int, fused: bool) -> list[list[Launch]]:
@@ -478,13 +483,15 @@ def _dense_gate(b: Bench, t: TensorType, rows: int, fused: bool) -> list[Launch]
         "rows": rows, "x": x, "x_stride": stride, "row_bytes": t.row_bytes(n_in), "n_in": n_in, "n_out": n_out,
         "out_stride": 4 * n_out, **LIMITS, **NO_BIAS,
     }  # fmt: skip
-    few, card_is = rows <= 8, b.device.capability
+    is_few, card_is = rows <= 8, b.device.capability
     if fused:
         shape = (
-            mat_vec.up_gate(t, SILU, n_in, n_out, rows) if few else mat_mat.up_gate(t, SILU, n_in, n_out, rows, card_is)
+            mat_vec.up_gate(t, SILU, n_in, n_out, rows)
+            if is_few
+            else mat_mat.up_gate(t, SILU, n_in, n_out, rows, card_is)
         )
         return [launch(shape, **common, up=up, gate=gate, out=outs[0])]
-    shape = mat_vec.mul_mat(t, n_in, n_out, rows) if few else mat_mat.mul_mat(t, n_in, n_out, rows, card_is)
+    shape = mat_vec.mul_mat(t, n_in, n_out, rows) if is_few else mat_mat.mul_mat(t, n_in, n_out, rows, card_is)
     products = [launch(shape, **common, w=w, out=out) for w, out in zip((up, gate), outs[:2], strict=True)]
     act = launch(
         glu.glu(SILU, n_out, rows), rows=rows, gate=outs[1], up=outs[0], out=outs[2], width=n_out, gate_width=n_out,
@@ -502,8 +509,8 @@ def fused_speed(run: Run) -> None:
     run.say(f"| what, by tokens | {' | '.join(map(str, SIZES.gates))} |\n|---|{'---|' * len(SIZES.gates)}")
     makers = {"dense": _dense_gates, "experts": _expert_launches}
 
-    def of_type(what: str) -> None:
-        name, _, kind = what.partition(", ")
+    def of_type(label: str) -> None:
+        name, _, kind = label.partition(", ")
         cells = []
         for rows in SIZES.gates:
             times = []
@@ -512,9 +519,9 @@ def fused_speed(run: Run) -> None:
                     launches = makers[kind](b, BY_NAME[name], rows, fused)
                     times.append(b.seconds(*launches, repetitions=SIZES.repetitions))
             cells.append(f"{times[0] / times[1]:.2f}")
-        run.say(f"| {what} | {' | '.join(cells)} |")
+        run.say(f"| {label} | {' | '.join(cells)} |")
 
-    run.each("fused", parts, of_type, needs=20)
+    run.for_each("fused", parts, of_type, needs=20)
 
 
 @dataclass(frozen=True)
@@ -552,12 +559,12 @@ def _attention_speed(run: Run, h: Heads, kinds: tuple[str, ...]) -> None:
         rate = SIZES.tokens**2 * h.n * (h.k + h.v) / seconds / 1e12
         run.say(f"- {kind}, prompt of {SIZES.tokens}: {1e3 * seconds:.2f} ms, {rate:.0f} TFLOP/s")
 
-    run.each(step, kinds, of_kind, needs=20)
+    run.for_each(step, kinds, of_kind, needs=20)
 
 
 def _attend(kind: str, h: Heads, rows: int, n_ctx: int) -> float:
     sizes = h.n, h.kv, h.k, h.v
-    way = attention.attention(kind, *sizes, rows, n_ctx, mla=h.latent, capability=the_card().device.capability)
+    plan = attention.attention(kind, *sizes, rows, n_ctx, mla=h.latent, capability=the_card().device.capability)
     with Bench() as b:
         positions = np.arange(n_ctx - rows, n_ctx, dtype=np.int32)
         arrays = [b.room(4 * rows, positions * 0), b.room(4 * rows, positions), b.room(4 * rows, positions * 0)]
@@ -577,14 +584,14 @@ def _attend(kind: str, h: Heads, rows: int, n_ctx: int) -> float:
             "batch": batch, "rows": rows, "q": b.room(4 * rows * h.n * h.k, noise.astype(np.float32)),
             "out": b.room(4 * rows * h.n * h.v), "n_head": h.n, "n_head_kv": h.kv, "head_v": h.v,
             "scale": h.k**-0.5, "softcap": 0.0, "sinks": 0, "mask": 0, "window": 0, "alibi": 0.0,
-            "splits": way.splits, "scratch": b.room(max(256, way.scratch)), "selected": 0, "n_selected": 0,
+            "splits": plan.splits, "scratch": b.room(max(256, plan.scratch)), "selected": 0, "n_selected": 0,
             "ratio": 0,
         }  # fmt: skip
         lists = []
         for keys, values in caches:
-            lists.append([launch(way.attend, **slots, k_cache=keys, v_cache=values)])
-            if way.combine is not None:
-                lists[-1].append(launch(way.combine, **{**slots, "rows": rows * h.n}))
+            lists.append([launch(plan.attend, **slots, k_cache=keys, v_cache=values)])
+            if plan.combine is not None:
+                lists[-1].append(launch(plan.combine, **{**slots, "rows": rows * h.n}))
         return b.seconds(*lists, repetitions=SIZES.repetitions)
 
 
@@ -647,12 +654,12 @@ def _rate(session: Session, n: int, one_by_one: bool) -> float:
     return statistics.median(rates[1:])
 
 
-def _written(run: Run, router: str) -> Path:
+def _write_model(run: Run, router: str) -> Path:
     """Return the model with a router of this type, written once; there is room for one."""
     path = run.folder / f"moe-{router}.gguf"
     if not path.exists():
-        for other in run.folder.glob("moe-*"):
-            other.unlink()
+        for old_path in run.folder.glob("moe-*"):
+            old_path.unlink()
         part = path.with_suffix(".part")
         with run.growing(part):
             write_moe(part, "Q4_K", router).rename(path)
@@ -682,27 +689,27 @@ def model_speed(run: Run) -> None:
     run.say(f"| switches | prompt {n} t/s | of the GEMM rate | generation t/s | of copy |\n|---|---|---|---|---|")
     rates: dict[str, tuple[float, float]] = {}
 
-    def with_setting(what: str) -> None:
-        router = "Q8_0" if what == "router Q8_0" else "F32"
-        with load(_written(run, router), n_ubatch=n, placement=cases.on_card(), **SETTINGS[what]) as model:
+    def with_setting(label: str) -> None:
+        router = "Q8_0" if label == "router Q8_0" else "F32"
+        with load(_write_model(run, router), n_ubatch=n, placement=cases.on_card(), **SETTINGS[label]) as model:
             session = model.session(n + SIZES.single + 16)
-            with cases.launched_early() if "early" in what else nullcontext():
-                rates[what] = _rate(session, n, False), _rate(session, SIZES.single, True)
+            with cases.launched_early() if "early" in label else nullcontext():
+                rates[label] = _rate(session, n, False), _rate(session, SIZES.single, True)
             cost = token_cost(model.graph, "f16", 80)
-            prompt, single = rates[what]
+            prompt, single = rates[label]
             of_gemm = 2 * cost.mul_adds * prompt / 1e12 / c.gemm_tflops
             of_copy = cost.bytes * single / 1e9 / c.copy_gb_s
             share = f"{of_gemm:.1%}" if has_cublas() else "no cuBLAS"
-            run.say(f"| {what} | {prompt:.0f} | {share} | {single:.0f} | {of_copy:.1%} |")
+            run.say(f"| {label} | {prompt:.0f} | {share} | {single:.0f} | {of_copy:.1%} |")
 
-    run.each("model", SETTINGS, with_setting, needs=40)
+    run.for_each("model", SETTINGS, with_setting, needs=40)
     _gains(run, rates)
 
 
 def _gains(run: Run, rates: dict[str, tuple[float, float]]) -> None:
     """Print ratios beside those that ik_llama.cpp's changes brought there."""
     run.say()
-    for title, with_it, without, which in (
+    for title, with_it, without, unit in (
         ("MoE up+gate, prompt", "all fused", "no fused MoE", 0),
         ("MoE up+gate, 1 token", "all fused", "no fused MoE", 1),
         ("merged, prompt", "merged", "all fused", 0),
@@ -711,7 +718,7 @@ def _gains(run: Run, rates: dict[str, tuple[float, float]]) -> None:
         ("fused launches, 1 token", "all fused", "no fused launches", 1),
     ):
         if with_it in rates and without in rates:
-            gain = rates[with_it][which] / rates[without][which] - 1
+            gain = rates[with_it][unit] / rates[without][unit] - 1
             run.say(f"- {title}: {gain:+.1%} (ik_llama.cpp: {IKS[title]})")
 
 

@@ -96,11 +96,11 @@ class Model:
         assert np.isnan(self.out[n:]).all()
         return self.out[:n].copy()
 
-    def kept(self, which: str, cells: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
+    def cells(self, part: str, cells: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
         """What the cache holds of some cells, float64 [cells, n_head_kv, head]."""
         case = self.case
-        data, t = (self.k_cache, self.k_type) if which == "k" else (self.v_cache, self.v_type)
-        head = case.head_k if which == "k" else case.head_v
+        data, t = (self.k_cache, self.k_type) if part == "k" else (self.v_cache, self.v_type)
+        head = case.head_k if part == "k" else case.head_v
         rows = np.ascontiguousarray(data[cells])
         n = case.n_head_kv * head
         values = rows.view(np.float32) if t.name == "F32" else dequantize(rows, t, n)
@@ -114,8 +114,8 @@ class Model:
 
     def _row(self, q: Array, position: int, sequence: int) -> npt.NDArray[np.float64]:
         cells = sequence * self.n_ctx + self.case.visible(position)
-        k = self.kept("k", cells)
-        v = k[:, :, : self.case.head_v] if self.case.mla else self.kept("v", cells)
+        k = self.cells("k", cells)
+        v = k[:, :, : self.case.head_v] if self.case.mla else self.cells("v", cells)
         return self.case.attend(q, position, k, v, self.sinks)
 
 
@@ -128,16 +128,16 @@ def draw(case: Case, n: int, seed: int) -> tuple[Array, Array, Array]:
 
 def check(case: Case, batches: tuple[int, ...], n_ctx: int = 512, threads: int = 2) -> None:
     """Feed one sequence in batches and compare every output."""
-    model, done = Model(case, 2, n_ctx, threads), 0
+    model, n_done = Model(case, 2, n_ctx, threads), 0
     for i, n in enumerate(batches):
         q, k, v = draw(case, n, i)
-        positions = np.arange(done, done + n)
-        got = model.run(q, k, v, positions, 1)
-        assert nmse(got, model.expected(q, positions, 1)) < 1e-12, (case, n)
-        done += n
+        positions = np.arange(n_done, n_done + n)
+        actual = model.run(q, k, v, positions, 1)
+        assert nmse(actual, model.expected(q, positions, 1)) < 1e-12, (case, n)
+        n_done += n
 
 
-FEATURES = {name: Case(**of) for name, of in attention_cases.FEATURES.items()}
+FEATURES = {name: Case(**settings) for name, settings in attention_cases.FEATURES.items()}
 
 
 @pytest.mark.parametrize("name", FEATURES)
@@ -210,8 +210,8 @@ def test_cache_bytes_are_ggmls(kind: str, threads: int) -> None:
     for cache, x in ((model.k_cache, k), (model.v_cache, v)):
         want = x.view(np.uint8) if kind == "F32" else quantize(x, BY_NAME[kind])
         np.testing.assert_array_equal(cache[cells], want)
-        rest = np.setdiff1d(np.arange(len(cache)), cells)
-        assert (cache[rest] == 255).all()
+        untouched = np.setdiff1d(np.arange(len(cache)), cells)
+        assert (cache[untouched] == 255).all()
 
 
 @pytest.mark.parametrize("kind", ["F32", "F16", "Q8_0"])
@@ -219,15 +219,15 @@ def test_sequences_in_one_batch(kind: str) -> None:
     """Interleaved, in runs, and many of one token each; none sees another."""
     case = Case(8, 2, k_type=kind, v_type=kind, mask="sliding", window=40)
     model = Model(case, 4, 128)
-    at = np.zeros(4, int)
+    next_positions = np.zeros(4, int)
     orders = [np.arange(60) % 2, np.repeat([3, 0, 2], 25), np.arange(4), np.arange(4), np.array([1, 1, 2, 0, 0, 1])]
     for i, sequences in enumerate(orders):
         positions = np.empty(len(sequences), int)
         for j, s in enumerate(sequences):
-            positions[j], at[s] = at[s], at[s] + 1
+            positions[j], next_positions[s] = next_positions[s], next_positions[s] + 1
         q, k, v = draw(case, len(sequences), i)
-        got = model.run(q, k, v, positions, sequences)
-        assert nmse(got, model.expected(q, positions, sequences)) < 1e-12
+        actual = model.run(q, k, v, positions, sequences)
+        assert nmse(actual, model.expected(q, positions, sequences)) < 1e-12
 
 
 @pytest.mark.parametrize("n", [3, 40])
@@ -237,8 +237,8 @@ def test_whole_sequences(n: int) -> None:
     model = Model(case, 2, 128)
     sequences, positions = np.arange(2 * n) % 2, np.arange(2 * n) // 2
     q, k, v = draw(case, 2 * n, n)
-    got = model.run(q, k, v, positions, sequences)
-    assert nmse(got, model.expected(q, np.full(2 * n, n - 1), sequences)) < 1e-12
+    actual = model.run(q, k, v, positions, sequences)
+    assert nmse(actual, model.expected(q, np.full(2 * n, n - 1), sequences)) < 1e-12
 
 
 DEEP = {
@@ -252,7 +252,7 @@ DEEP = {
 @pytest.mark.parametrize("name", DEEP)
 def test_depths_where_the_keys_are_split(name: str) -> None:
     """From 512 keys on there are parts, at 8192 more than 512 keys a part; every thread count gives the same bits."""
-    case, n_ctx, found = DEEP[name], 9000, []
+    case, n_ctx, outputs = DEEP[name], 9000, []
     for threads in (1, 2, 5):
         model, outs = Model(case, 2, n_ctx, threads), []
         for start in range(0, n_ctx - 512, 512):
@@ -264,21 +264,21 @@ def test_depths_where_the_keys_are_split(name: str) -> None:
             outs.append(model.run(q, k, v, positions, 1))
             if threads == 1:
                 assert nmse(outs[-1], model.expected(q, positions, 1)) < 1e-12, depth
-        found.append(np.concatenate(outs))
-    np.testing.assert_array_equal(found[0], found[1])
-    np.testing.assert_array_equal(found[0], found[2])
+        outputs.append(np.concatenate(outs))
+    np.testing.assert_array_equal(outputs[0], outputs[1])
+    np.testing.assert_array_equal(outputs[0], outputs[2])
 
 
 @pytest.mark.parametrize("name", ["plain", "all", "chunked_all", "selected"])
 def test_every_thread_count_gives_the_same_bits(name: str) -> None:
-    found = []
+    outputs = []
     for threads in (1, 2, 3, 7):
         model, outs = Model(FEATURES[name], 2, 256, threads), []
         for i, (start, n) in enumerate(((0, 100), (100, 1), (101, 33))):
             outs.append(model.run(*draw(FEATURES[name], n, i), start + np.arange(n), 1))
-        found.append(np.concatenate(outs))
-    for other in found[1:]:
-        np.testing.assert_array_equal(found[0], other)
+        outputs.append(np.concatenate(outs))
+    for output in outputs[1:]:
+        np.testing.assert_array_equal(outputs[0], output)
 
 
 @pytest.mark.parametrize("name", ["plain", "all", "selected"])
@@ -293,8 +293,8 @@ def test_batches_of_one_and_of_many_agree(name: str) -> None:
             for i in range(0, 128, size)
         ]
         outs.append(np.concatenate(parts).astype(np.float64))
-    for other in outs[1:]:
-        assert nmse(other, outs[0]) < 2e-13
+    for output in outs[1:]:
+        assert nmse(output, outs[0]) < 2e-13
 
 
 def test_large_scores_do_not_overflow() -> None:
@@ -303,9 +303,9 @@ def test_large_scores_do_not_overflow() -> None:
     q, k, v = draw(case, 100, 2)
     q *= 100
     k *= 100
-    got = model.run(q, k, v, np.arange(100))
-    assert np.isfinite(got).all()
-    assert nmse(got, model.expected(q, np.arange(100))) < 1e-9  # scores of 1e5 as float32
+    actual = model.run(q, k, v, np.arange(100))
+    assert np.isfinite(actual).all()
+    assert nmse(actual, model.expected(q, np.arange(100))) < 1e-9  # scores of 1e5 as float32
 
 
 @pytest.mark.parametrize("grows", [1, -1])
@@ -319,16 +319,16 @@ def test_parts_of_very_different_scores(grows: int) -> None:
         steps = np.arange(start, start + 400) if grows > 0 else n - np.arange(start, start + 400)
         model.fill(k * 0.1 + steps[:, None].astype(np.float32) / 40, v, start + np.arange(400))
     _, k, v = draw(case, 1, 1)
-    got = model.run(q, k, v, [n - 1])
-    assert nmse(got, model.expected(q, [n - 1])) < 1e-9  # scores of 300 as float32
+    actual = model.run(q, k, v, [n - 1])
+    assert nmse(actual, model.expected(q, [n - 1])) < 1e-9  # scores of 300 as float32
 
 
 def test_tokens_of_a_batch_may_come_in_any_order() -> None:
     model = Model(Case(), 1, 128)
     q, k, v = draw(Case(), 90, 2)
     positions = np.random.default_rng(0).permutation(90)
-    got = model.run(q, k, v, positions)
-    assert nmse(got, model.expected(q, positions)) < 1e-12
+    actual = model.run(q, k, v, positions)
+    assert nmse(actual, model.expected(q, positions)) < 1e-12
 
 
 def test_scratch_does_not_grow_with_the_context() -> None:

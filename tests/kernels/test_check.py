@@ -46,12 +46,12 @@ def test_every_checked_field(t: TensorType, field: tuple[bool, str, int]) -> Non
     blocks = 300 if t.block == 1 else 5
     for block in (0, blocks // 2, blocks - 1):
         data = np.zeros((4, t.row_bytes(blocks * t.block)), np.uint8)
-        at = field_at(t, data, 2, block, field)
-        at[:] = mask
+        offset = field_at(t, data, 2, block, field)
+        offset[:] = mask
         assert validate_rows(t, data) == 2
-        at[:] = ~mask
+        offset[:] = ~mask
         assert validate_rows(t, data) == -1
-        at[:] = mask & (mask - mask.dtype.type(1))  # all bits of the mask but one
+        offset[:] = mask & (mask - mask.dtype.type(1))  # all bits of the mask but one
         assert validate_rows(t, data) == -1
 
 

@@ -70,10 +70,10 @@ def test_fields_are_numbers_functions_and_records() -> None:
 
 
 def test_equal_content_is_one_type_and_different_content_another() -> None:
-    same = Settings(3, Offset(5), _square)
-    assert ConstantsType(SQUARES) == ConstantsType(same)
-    others = (Settings(4, Offset(5), _square), Settings(3, Offset(6), _square), Settings(3, Offset(5), _negative))
-    assert len({ConstantsType(other) for other in (SQUARES, *others)}) == 4
+    twin = Settings(3, Offset(5), _square)
+    assert ConstantsType(SQUARES) == ConstantsType(twin)
+    variants = (Settings(4, Offset(5), _square), Settings(3, Offset(6), _square), Settings(3, Offset(5), _negative))
+    assert len({ConstantsType(variant) for variant in (SQUARES, *variants)}) == 4
 
 
 def test_a_misspelt_field_does_not_compile() -> None:

@@ -16,7 +16,7 @@ import pytest
 from edge_rows import hashes
 from quantkit.types import BY_NAME
 
-HERE = Path(__file__).parents[1]
+TESTS = Path(__file__).parents[1]
 #: Names and features; and what our code takes them for: the variables are no use if numba passes over them.
 CPUS = {
     "avx2": ("haswell", "+avx2,+avx,+sse4.2,+sse4.1,+ssse3,+sse3,+f16c,+fma,+bmi,+bmi2,+popcnt,+lzcnt", "['avx2']"),
@@ -26,16 +26,16 @@ CPUS = {
 
 @pytest.mark.parametrize("cpu", CPUS)
 def test_kernels_compiled_for(cpu: str) -> None:
-    name, features, seen = CPUS[cpu]
+    name, features, cpu_features = CPUS[cpu]
     environment = os.environ | {"NUMBA_CPU_NAME": name, "NUMBA_CPU_FEATURES": features}
     environment["PYTHONPATH"] = os.pathsep.join(
-        [*(str(p) for p in HERE.iterdir() if p.is_dir()), str(HERE), str(HERE.parent)]
+        [*(str(p) for p in TESTS.iterdir() if p.is_dir()), str(TESTS), str(TESTS.parent)]
     )
     run = subprocess.run(
-        [sys.executable, HERE / "lib/cpu_name_worker.py"], env=environment, capture_output=True, text=True
+        [sys.executable, TESTS / "lib/cpu_name_worker.py"], env=environment, capture_output=True, text=True
     )
     assert run.returncode == 0, f"{cpu}: {run.stdout[-2000:]}\n{run.stderr[-8000:]}"
-    taken_for, found = run.stdout.splitlines()
-    assert taken_for.startswith(seen)
-    theirs = json.loads(found)
-    assert hashes(BY_NAME[name] for name in theirs) == theirs
+    taken_for, output = run.stdout.splitlines()
+    assert taken_for.startswith(cpu_features)
+    expected = json.loads(output)
+    assert hashes(BY_NAME[name] for name in expected) == expected

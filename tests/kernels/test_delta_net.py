@@ -70,43 +70,53 @@ def qwen(
         fields |= {"expert_shared_feed_forward_length": 40}
     shapes = tiny_models.ends()
     for layer, is_recurrent in enumerate(recurrent):
-        at = f"blk.{layer}."
+        prefix = f"blk.{layer}."
         shapes |= {
-            f"{at}attn_norm.weight": (tiny_models.N_EMBD,),
-            f"{at}post_attention_norm.weight": (tiny_models.N_EMBD,),
+            f"{prefix}attn_norm.weight": (tiny_models.N_EMBD,),
+            f"{prefix}post_attention_norm.weight": (tiny_models.N_EMBD,),
         }
-        shapes |= delta_net(at, arch, ssm_in, k_heads) if is_recurrent else attention(at, fused)
+        shapes |= delta_net(prefix, arch, ssm_in, k_heads) if is_recurrent else attention(prefix, fused)
         if arch == "qwen35":
             shapes |= tiny_models.dense(layer)
         else:
-            shapes |= tiny_models.experts(layer, 8, 32, 40) | {f"{at}ffn_gate_inp_shexp.weight": (tiny_models.N_EMBD,)}
+            shapes |= tiny_models.experts(layer, 8, 32, 40) | {
+                f"{prefix}ffn_gate_inp_shexp.weight": (tiny_models.N_EMBD,)
+            }
     if scales:
         shapes |= scale_shapes(arch, shapes)
     return tiny_models.write(path, arch, fields | (changes or {}), shapes | (extra_shapes or {}), seed)
 
 
-def delta_net(at: str, arch: str, ssm_in: bool, k_heads: int) -> tiny_models.Shapes:
+def delta_net(prefix: str, arch: str, ssm_in: bool, k_heads: int) -> tiny_models.Shapes:
     e, k, v = tiny_models.N_EMBD, k_heads * STATE, V_HEADS * STATE
     shapes: tiny_models.Shapes = {
-        **{f"{at}ssm_conv1d.weight": (4, 2 * k + v), f"{at}ssm_dt.bias": (V_HEADS,), f"{at}ssm_a": (V_HEADS,)},
-        **{f"{at}ssm_norm.weight": (STATE,), f"{at}ssm_out.weight": (v, e)},
+        **{
+            f"{prefix}ssm_conv1d.weight": (4, 2 * k + v),
+            f"{prefix}ssm_dt.bias": (V_HEADS,),
+            f"{prefix}ssm_a": (V_HEADS,),
+        },
+        **{f"{prefix}ssm_norm.weight": (STATE,), f"{prefix}ssm_out.weight": (v, e)},
     }
     if ssm_in:
-        shapes |= {f"{at}ssm_in.weight": (e, 2 * k + 2 * v)}
+        shapes |= {f"{prefix}ssm_in.weight": (e, 2 * k + 2 * v)}
     else:
-        shapes |= {f"{at}attn_qkv.weight": (e, 2 * k + v), f"{at}attn_gate.weight": (e, v)}
+        shapes |= {f"{prefix}attn_qkv.weight": (e, 2 * k + v), f"{prefix}attn_gate.weight": (e, v)}
     if arch == "qwen3next":
-        return shapes | {f"{at}ssm_ba.weight": (e, 2 * V_HEADS)}
-    return shapes | {f"{at}ssm_alpha.weight": (e, V_HEADS), f"{at}ssm_beta.weight": (e, V_HEADS)}
+        return shapes | {f"{prefix}ssm_ba.weight": (e, 2 * V_HEADS)}
+    return shapes | {f"{prefix}ssm_alpha.weight": (e, V_HEADS), f"{prefix}ssm_beta.weight": (e, V_HEADS)}
 
 
-def attention(at: str, fused: bool) -> tiny_models.Shapes:
+def attention(prefix: str, fused: bool) -> tiny_models.Shapes:
     e, q, kv = tiny_models.N_EMBD, 2 * HEADS * HEAD, KV_HEADS * HEAD
-    shapes: tiny_models.Shapes = {f"{at}attn_output.weight": (HEADS * HEAD, e)}
-    shapes |= {f"{at}attn_q_norm.weight": (HEAD,), f"{at}attn_k_norm.weight": (HEAD,)}
+    shapes: tiny_models.Shapes = {f"{prefix}attn_output.weight": (HEADS * HEAD, e)}
+    shapes |= {f"{prefix}attn_q_norm.weight": (HEAD,), f"{prefix}attn_k_norm.weight": (HEAD,)}
     if fused:
-        return shapes | {f"{at}attn_qkv.weight": (e, q + 2 * kv)}
-    return shapes | {f"{at}attn_q.weight": (e, q), f"{at}attn_k.weight": (e, kv), f"{at}attn_v.weight": (e, kv)}
+        return shapes | {f"{prefix}attn_qkv.weight": (e, q + 2 * kv)}
+    return shapes | {
+        f"{prefix}attn_q.weight": (e, q),
+        f"{prefix}attn_k.weight": (e, kv),
+        f"{prefix}attn_v.weight": (e, kv),
+    }
 
 
 def scale_shapes(arch: str, shapes: tiny_models.Shapes) -> tiny_models.Shapes:
@@ -134,23 +144,23 @@ def test_logits_are_those_of_llama_cpp(variant: str, tmp_path: Path, llama_bin: 
 @pytest.mark.parametrize("arch", ["qwen3next", "qwen35moe", "qwen35"])
 def test_batches_and_sequences_do_not_matter(arch: str, tmp_path: Path) -> None:
     path, first, second = qwen(tmp_path / "model.gguf", arch), tiny_models.ids(24), tiny_models.ids(24, 2)
-    whole = tiny_models.logits(path, first)
-    assert nmse(tiny_models.logits(path, first, (5, 1, 2, 16)), whole) < 1e-11
+    expected = tiny_models.logits(path, first)
+    assert nmse(tiny_models.logits(path, first, (5, 1, 2, 16)), expected) < 1e-11
     a, b = tiny_models.logits_of_two(path, first, second)
-    assert nmse(a, whole) < 1e-11
+    assert nmse(a, expected) < 1e-11
     assert nmse(b, tiny_models.logits(path, second)) < 1e-11
 
 
 def test_a_sequence_that_begins_anew_finds_its_state_empty(tmp_path: Path) -> None:
-    tokens, at = tiny_models.ids(8), np.arange(8, dtype=np.int32)
+    tokens, positions = tiny_models.ids(8), np.arange(8, dtype=np.int32)
     with open_gguf(qwen(tmp_path / "model.gguf", "qwen35")) as source:
         graph = build_graph(source)
         program = Reference(source).compile(graph.ops, Limits(8))
-        seen = []
+        outputs = []
         for _ in range(2):
-            program.run(Batch(tokens, at, np.zeros(8, np.int32), at))
-            seen.append(program.read(graph.logits))
-    np.testing.assert_array_equal(seen[0], seen[1])
+            program.run(Batch(tokens, positions, np.zeros(8, np.int32), positions))
+            outputs.append(program.read(graph.logits))
+    np.testing.assert_array_equal(outputs[0], outputs[1])
 
 
 @pytest.mark.parametrize(

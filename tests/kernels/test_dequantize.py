@@ -38,9 +38,9 @@ def decode(t, data):
     return out
 
 
-def assert_same_bits(got, wanted):
+def assert_same_bits(actual, expected):
     """Compare bits, so that 0.0 and -0.0 differ."""
-    np.testing.assert_array_equal(got.view(np.uint32), np.ascontiguousarray(wanted).view(np.uint32), strict=True)
+    np.testing.assert_array_equal(actual.view(np.uint32), np.ascontiguousarray(expected).view(np.uint32), strict=True)
 
 
 def by_gguf(t, data):
@@ -69,22 +69,22 @@ def test_golden_bytes(t, golden):
     keys = [key for key in (t.name, f"{t.name}+imatrix") if key in golden]
     assert keys
     for key in keys:
-        got = decode(t, golden[key])
-        assert_same_bits(got, reference(t, golden[key]))
-        other = by_gguf(t, golden[key])
-        if other is not None:
-            assert_same_bits(got, other)
+        actual = decode(t, golden[key])
+        assert_same_bits(actual, reference(t, golden[key]))
+        peer = by_gguf(t, golden[key])
+        if peer is not None:
+            assert_same_bits(actual, peer)
 
 
 @by_name
 def test_random_blocks(t):
     data = random_rows(t, 21, 1024)
-    got = decode(t, data)
-    assert not np.isnan(got).any()
-    assert_same_bits(got, reference(t, data))
-    other = by_gguf(t, data)
-    if other is not None:
-        assert_same_bits(got, other)
+    actual = decode(t, data)
+    assert not np.isnan(actual).any()
+    assert_same_bits(actual, reference(t, data))
+    peer = by_gguf(t, data)
+    if peer is not None:
+        assert_same_bits(actual, peer)
 
 
 @pytest.mark.parametrize("t", SMALL, ids=str)
@@ -130,28 +130,28 @@ def test_equal_to_ik_llama_cpp(t, ik_bin, golden):
     lib = ctypes.CDLL(str(ik_bin.parent / "lib/libggml.so"))
     lib.ggml_init.argtypes, lib.ggml_init.restype = [InitParams], ctypes.c_void_p
     assert lib.ggml_init(InitParams(1 << 20, None, False))  # makes the table that halves are widened by
-    known = [golden[key] for key in (t.name, f"{t.name}+imatrix") if key in golden]
-    for row in np.concatenate([*known, random_rows(t, 64, 1024)]):
+    golden_rows = [golden[key] for key in (t.name, f"{t.name}+imatrix") if key in golden]
+    for row in np.concatenate([*golden_rows, random_rows(t, 64, 1024)]):
         # A row by itself: the library counts blocks, and knows nothing of the next header.
-        ours = decode(t, row[None])
+        actual = decode(t, row[None])
         if t.name in ("IQ1_BN", "IQ2_BN"):  # its decoders take blocks and leave the scale to the caller
-            theirs = row_scales(t, row[None]) * ggml_decode(lib, t, np.ascontiguousarray(row[None, t.row_header :]))
-            assert_same_bits(ours, theirs)
+            expected = row_scales(t, row[None]) * ggml_decode(lib, t, np.ascontiguousarray(row[None, t.row_header :]))
+            assert_same_bits(actual, expected)
         elif t.name == "IQ6_K":
-            assert_like_iq6_k(row, ours, ggml_decode(lib, t, row[None]))
+            assert_like_iq6_k(row, actual, ggml_decode(lib, t, row[None]))
         elif t.name in MINUS_ZEROS:
-            assert_same_bits(ours + np.float32(0), ggml_decode(lib, t, row[None]) + np.float32(0))
+            assert_same_bits(actual + np.float32(0), ggml_decode(lib, t, row[None]) + np.float32(0))
         else:
-            assert_same_bits(ours, ggml_decode(lib, t, row[None]))
+            assert_same_bits(actual, ggml_decode(lib, t, row[None]))
 
 
-def assert_like_iq6_k(row, ours, theirs):
+def assert_like_iq6_k(row, actual, expected):
     """ik's products, and its CUDA decoder, read a table; dequantize_row_iq6_k the polynomial that was rounded to it."""
     blocks = row.reshape(-1, BY_NAME["IQ6_K"].block_bytes)
     d = np.ascontiguousarray(blocks[:, :2]).view(np.float16).astype(np.float32)
     scales = (d * np.ascontiguousarray(blocks[:, 4:20]).view(np.int8)).reshape(-1, 1)
-    apart = np.abs(ours.reshape(-1, 16) - theirs.reshape(-1, 16))
-    assert (apart <= 0.5 * np.abs(scales)).all()
+    difference = np.abs(actual.reshape(-1, 16) - expected.reshape(-1, 16))
+    assert (difference <= 0.5 * np.abs(scales)).all()
 
 
 # ---------------------------------------------------------------- memory
@@ -166,10 +166,10 @@ def test_unaligned_read_only_and_strided_rows_run_the_one_compiled_version(t, tm
     with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped:
         view = np.frombuffer(mapped, np.uint8)[3:].reshape(rows, row_bytes + 5)[:, :row_bytes]
         assert not view.flags.writeable
-        got = decode(t, view)
+        actual = decode(t, view)
         del view
-    assert_same_bits(got, decode(t, data))
-    assert_same_bits(got, reference(t, data))
+    assert_same_bits(actual, decode(t, data))
+    assert_same_bits(actual, reference(t, data))
     if t.name != "F32":
         assert len(rows_decoder(t).signatures) == 1
 
@@ -205,19 +205,19 @@ def test_another_process_reads_no_byte_too_many_and_compiles_nothing():
         decode(t, random_rows(t, 1, 256))
     names = [t.name for t in DECODABLE]
     command = [sys.executable, "-c", GUARDED, str(jit.kernel_folder()), *names]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode == 77:
+    process = subprocess.run(command, capture_output=True, text=True, check=False)
+    if process.returncode == 77:
         pytest.skip("kernel sources were edited while the tests ran: another cache")
-    assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout) == {name: [1, 0] for name in names if name != "F32"}
+    assert process.returncode == 0, process.stderr
+    assert json.loads(process.stdout) == {name: [1, 0] for name in names if name != "F32"}
 
 
 # ---------------------------------------------------------------- the contract of unpackers
 
 
-def unpacked(made, data):
+def unpack(unpack_units, data):
     """Return int8 levels [256], scales [16] and mins [16] (zeros where the type has none) of a unit at byte 3."""
-    unpack, has_mins = made.function, made.format.mins
+    unpack, has_mins = unpack_units.function, unpack_units.format.mins
 
     @numba.njit
     def run(address, out):
@@ -240,8 +240,8 @@ def unpacked(made, data):
 
 def contract(t):
     """Return what types of a family have in common, to whom unpackers hand levels and scales in the same way."""
-    of = format_of(t)
-    return t.family, t.block, t.row_header > 0, of.span, of.mins, of.signed
+    record = format_of(t)
+    return t.family, t.block, t.row_header > 0, record.span, record.mins, record.signed
 
 
 CONTRACTS = {contract(t): t for t in BLOCK_TYPES}
@@ -249,14 +249,14 @@ CONTRACTS = {contract(t): t for t in BLOCK_TYPES}
 
 @pytest.mark.parametrize("t", CONTRACTS.values(), ids=str)
 def test_levels_and_scales_in_registers_make_the_values(t):
-    made, of = unpacker(t), format_of(t)
-    assert of.unit_bytes * t.block == 256 * t.block_bytes
+    unpack_units, record = unpacker(t), format_of(t)
+    assert record.unit_bytes * t.block == 256 * t.block_bytes
     data = random_rows(t, 1, 256, seed=5)
-    levels, scales, mins = unpacked(made, data[0, t.row_header :])
-    assert of.span == 16 or np.array_equal(scales[::2], scales[1::2])
-    assert of.signed or levels.min() >= 0
+    levels, scales, mins = unpack(unpack_units, data[0, t.row_header :])
+    assert record.span == 16 or np.array_equal(scales[::2], scales[1::2])
+    assert record.signed or levels.min() >= 0
     values = (row_scales(t, data) * scales[:, None]) * levels.reshape(16, 16).astype(np.float32)
-    if of.mins:
+    if record.mins:
         values = values - mins[:, None]
     assert_same_bits(values.reshape(1, 256), reference(t, data))
 

@@ -40,7 +40,7 @@ def test_add(shape, threads):
 @threads
 @shapes
 @pytest.mark.parametrize(
-    ("name", "by", "want"),
+    ("name", "settings", "want"),
     [
         ("scale", 0.37, lambda x: x * f32(0.37)),
         ("shift", 0.37, lambda x: x + f32(0.37)),
@@ -48,11 +48,13 @@ def test_add(shape, threads):
         ("softcap", 3.0, lambda x: 3 * np.tanh(x.astype(np.float64) / 3)),
     ],
 )
-def test_maps(name, by, want, shape, threads):
+def test_maps(name, settings, want, shape, threads):
     x = values(*shape)
     operation = getattr(elementwise, name)
     for slots in ({"x": x}, {"x": "out", "start_with": x}):
-        out = run_operation(operation, shape, threads=threads, width=shape[1], rows_of=N_TOKENS, per=1, by=by, **slots)
+        out = run_operation(
+            operation, shape, threads=threads, width=shape[1], rows_of=N_TOKENS, per=1, by=settings, **slots
+        )
         np.testing.assert_allclose(out, want(x), rtol=3e-7 if name == "softcap" else 0)
 
 
@@ -72,9 +74,9 @@ def test_softplus(shape, threads):
 def test_xielu(shape, threads, eps):
     x = values(*shape)
     x.flat[0] = -1e-4  # where e^x - 1 - x cancels
-    given = {"alpha_n": 0.75, "alpha_p": 1.25, "beta": 0.5, "eps": eps}
+    constants = {"alpha_n": 0.75, "alpha_p": 1.25, "beta": 0.5, "eps": eps}
     out = run_operation(
-        elementwise.xielu, shape, threads=threads, x=x, width=shape[1], rows_of=N_TOKENS, per=1, **given
+        elementwise.xielu, shape, threads=threads, x=x, width=shape[1], rows_of=N_TOKENS, per=1, **constants
     )
     z = x.astype(np.float64)
     want = np.where(z > 0, 1.25 * z * z, 0.75 * (np.expm1(np.minimum(z, f32(eps))) - z)) + 0.5 * z
@@ -94,14 +96,14 @@ def test_rows_of_outputs_and_rows_of_experts(threads):
 @threads
 @pytest.mark.parametrize("outputs", [False, True])
 def test_scale_by_position(outputs, threads):
-    positions, wanted = np.arange(40) * 777, np.arange(5, 25)
-    rows = wanted if outputs else np.arange(40)
+    positions, picks = np.arange(40) * 777, np.arange(5, 25)
+    rows = picks if outputs else np.arange(40)
     x = values(len(rows), 300)
     out = run_operation(
         elementwise.scale_by_position,
         x.shape,
         threads=threads,
-        batch={"tokens": np.zeros(40), "positions": positions, "outputs": wanted},
+        batch={"tokens": np.zeros(40), "positions": positions, "outputs": picks},
         x=x,
         width=300,
         rows_of=int(outputs),
@@ -180,16 +182,16 @@ def test_join(a_groups, b_groups, period_a, period_b, threads):
 
 @threads
 def test_select_outputs(threads):
-    x, wanted = values(100, 300), np.array([99, 3, 4, 50] * 10)
+    x, indices = values(100, 300), np.array([99, 3, 4, 50] * 10)
     out = run_operation(
         elementwise.select_outputs,
         (40, 300),
         threads=threads,
-        batch={"tokens": np.zeros(100), "outputs": wanted},
+        batch={"tokens": np.zeros(100), "outputs": indices},
         x=x,
         width=300,
     )
-    np.testing.assert_array_equal(out, x[wanted])
+    np.testing.assert_array_equal(out, x[indices])
 
 
 @pytest.mark.parametrize("t", DECODED_ALIKE, ids=str)
@@ -198,15 +200,15 @@ def test_embeddings_of_every_kind_of_type(t):
     weight = random_rows(t, n_vocab, width)
     tokens = np.array([0, 19, 7, 7, *range(20)] * 2)
     rows = dequantize(weight, t, width)
-    for threads, scale, by in ((1, 1.0, "token"), (3, 0.5, "token"), (2, 1.0, "position")):
+    for threads, scale, rows_by in ((1, 1.0, "token"), (3, 0.5, "token"), (2, 1.0, "position")):
         bytes_each = embed_scratch_bytes(t, width)
         out = run_operation(
             embed(t),
             (len(tokens), width),
             threads=threads,
-            batch={"tokens": tokens[::-1].copy(), "positions": tokens[::-1].copy(), f"{by}s": tokens},
+            batch={"tokens": tokens[::-1].copy(), "positions": tokens[::-1].copy(), f"{rows_by}s": tokens},
             weight=weight,
-            rows_by=elementwise.ROWS_BY[by],
+            rows_by=elementwise.ROWS_BY[rows_by],
             row_bytes=weight.shape[1],
             width=width,
             scale=scale,

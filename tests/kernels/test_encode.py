@@ -18,42 +18,44 @@ from quantkit.kernels.cpu.encode import encoder
 from quantkit.types import TensorType
 
 #: Types whose blocks are coded one by one, whatever the rest of the row.
-BY_BLOCK = [(t, by) for t, by in ENCODERS if t.is_quantized and not t.row_header]
+BY_BLOCK = [(t, encoder_name) for t, encoder_name in ENCODERS if t.is_quantized and not t.row_header]
 #: Those that weigh by the mean square of a whole row.
 BY_ROW = "legacy"
 
 
 #: IQ4_KT searches for seconds; other trellis types show the same.
-ROWS = [(3, t, by) for t, by in ENCODERS] + [(40, t, by) for t, by in ENCODERS if t.name != "IQ4_KT"]
+ROWS = [(3, t, encoder_name) for t, encoder_name in ENCODERS] + [
+    (40, t, encoder_name) for t, encoder_name in ENCODERS if t.name != "IQ4_KT"
+]
 
 
-@pytest.mark.parametrize(("blocks", "t", "by"), ROWS, ids=str)
-def test_every_row_range_gives_the_same_bytes(blocks: int, t: TensorType, by: str) -> None:
+@pytest.mark.parametrize(("blocks", "t", "encoder_name"), ROWS, ids=str)
+def test_every_row_range_gives_the_same_bytes(blocks: int, t: TensorType, encoder_name: str) -> None:
     """Importance begins anew with each row, wherever in a batch that is; other rows stay as they were."""
     n = blocks * t.block if t.is_quantized else 12 * blocks + 1
     x = np.tile(awkward_rows(n, 5, 1e3), (2, 1))[:41]
     for w in weights_for(t, awkward_imatrix(n, 5)):
-        whole = encode(t, x, w, by)
+        expected = encode(t, x, w, encoder_name)
         for row0, row1 in ((0, 1), (3, 20), (7, 40), (40, 41), (5, 5)):
-            out = np.full_like(whole, 0x5A)
-            encoder(t, by)(x, w, out, row0, row1)
-            assert_same_bytes(out[row0:row1], whole[row0:row1], t)
+            out = np.full_like(expected, 0x5A)
+            encoder(t, encoder_name)(x, w, out, row0, row1)
+            assert_same_bytes(out[row0:row1], expected[row0:row1], t)
             assert (out[:row0] == 0x5A).all()
             assert (out[row1:] == 0x5A).all()
 
 
-@pytest.mark.parametrize(("t", "by"), BY_BLOCK, ids=str)
-def test_golden_blocks_do_not_depend_on_their_batch(t: TensorType, by: str) -> None:
+@pytest.mark.parametrize(("t", "encoder_name"), BY_BLOCK, ids=str)
+def test_golden_blocks_do_not_depend_on_their_batch(t: TensorType, encoder_name: str) -> None:
     """A row of 43 blocks, as full batches and a part of one, and block by block."""
     rng, n = np.random.default_rng(0), t.block
     x = (rng.standard_normal(43 * n) * np.exp(rng.standard_normal(43 * n) / 2)).astype(np.float32)[None]
     x[0, 5 * n : 6 * n] = 0
-    drawn = NO_WEIGHTS if t.family == BY_ROW else np.exp(rng.standard_normal(43 * n)).astype(np.float32)
-    for weights in weights_for(t, drawn):
-        whole = encode(t, x, weights, by).reshape(43, -1)
+    weights_of_rows = NO_WEIGHTS if t.family == BY_ROW else np.exp(rng.standard_normal(43 * n)).astype(np.float32)
+    for weights in weights_for(t, weights_of_rows):
+        expected = encode(t, x, weights, encoder_name).reshape(43, -1)
         for b in range(43):
             part = slice(b * n, b * n + n)
-            assert_same_bytes(encode(t, x[:, part], weights[part], by), whole[b : b + 1], t)
+            assert_same_bytes(encode(t, x[:, part], weights[part], encoder_name), expected[b : b + 1], t)
 
 
 def before_a_wall(array: np.ndarray) -> np.ndarray:
@@ -68,12 +70,12 @@ def before_a_wall(array: np.ndarray) -> np.ndarray:
     return copy
 
 
-@pytest.mark.parametrize(("t", "by"), ENCODERS, ids=str)
-def test_no_byte_too_many_is_read_or_written(t: TensorType, by: str) -> None:
+@pytest.mark.parametrize(("t", "encoder_name"), ENCODERS, ids=str)
+def test_no_byte_too_many_is_read_or_written(t: TensorType, encoder_name: str) -> None:
     """Batches that are not full end with the rows. A fault ends the process, and the run with this test's name."""
     n = 3 * t.block if t.is_quantized else 37
     x = awkward_rows(n, 2, 1e3)[:3]
     for weights in weights_for(t, awkward_imatrix(n, 2)):
         out = before_a_wall(np.zeros((len(x), t.row_bytes(n)), np.uint8))
-        encoder(t, by)(before_a_wall(x), before_a_wall(weights) if weights.size else weights, out, 0, len(x))
-        assert_same_bytes(out, encode(t, x, weights, by), t)
+        encoder(t, encoder_name)(before_a_wall(x), before_a_wall(weights) if weights.size else weights, out, 0, len(x))
+        assert_same_bytes(out, encode(t, x, weights, encoder_name), t)

@@ -72,8 +72,8 @@ def test_a_row_of_fp4_values_is_kept(name: str) -> None:
         blocks, half = data.reshape(3, 2, 36), 8
         assert (blocks[..., :4] == 7 << 3).all()
         nibbles = blocks[..., 4:].reshape(-1, half)
-    got = np.concatenate([nibbles & 15, nibbles >> 4], axis=1)
-    assert np.array_equal(got.ravel(), levels.ravel())
+    actual = np.concatenate([nibbles & 15, nibbles >> 4], axis=1)
+    assert np.array_equal(actual.ravel(), levels.ravel())
 
 
 def test_a_tie_goes_to_the_lower_magnitude_and_minus_zero_is_never_written() -> None:

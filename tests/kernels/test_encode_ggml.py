@@ -57,8 +57,8 @@ def test_any_importance_equals_ggml(llama_bin: Path, t: TensorType) -> None:
         for n in (256, 1280):
             weights = make(np.random.default_rng(seed), n).astype(np.float32)
             x = within_reach(t, awkward_rows(n, seed), weights)
-            ours, theirs = encode(t, x, weights), ggml_encode(llama_bin, t, x, weights)
-            assert np.array_equal(ours, theirs), f"{t.name}, importance: {kind}, rows of {n}"
+            actual, expected = encode(t, x, weights), ggml_encode(llama_bin, t, x, weights)
+            assert np.array_equal(actual, expected), f"{t.name}, importance: {kind}, rows of {n}"
 
 
 @pytest.mark.parametrize("t", GGMLS, ids=str)
@@ -99,8 +99,8 @@ def tops_around_every_power(rng: Any) -> Corner:
     """log2f of a float just below 2^k may be k: how many do so depends on k. From denormals to the largest float."""
     bits = np.concatenate([np.arange(23), (np.arange(1, 256) << 23) - 1])
     bits[:23] = 1 << bits[:23]
-    near = (bits[:, None] + np.concatenate([np.arange(-100, 4, 3), np.arange(-12, 4)])).ravel()
-    tops = near[(near >= 0) & (near < 0x7F800000)].astype(np.uint32).view(f32)
+    neighbours = (bits[:, None] + np.concatenate([np.arange(-100, 4, 3), np.arange(-12, 4)])).ravel()
+    tops = neighbours[(neighbours >= 0) & (neighbours < 0x7F800000)].astype(np.uint32).view(f32)
     x = np.clip(rng.standard_normal((len(tops), 64)) / 3, -1, 1).astype(f32) * tops[:, None]
     x[:, ::16] = rng.choice([-1, 1], (len(tops), 4)) * tops[:, None]
     yield x, NO_WEIGHTS

@@ -20,19 +20,19 @@ from quantkit.kernels.tables import table
 from quantkit.types import TensorType
 
 f32 = np.float32
-OWN = [t for t in ENCODABLE if t.trees == "ik" and t.family == "ik_quant"]
+IK_QUANTS = [t for t in ENCODABLE if t.trees == "ik" and t.family == "ik_quant"]
 LEVELS = [(n, getattr(ik_levels, f"IQ{n}")) for n in (2, 3, 4, 5, 6)]
 
 
-def around(points: np.ndarray) -> np.ndarray:
+def neighbours_of(points: np.ndarray) -> np.ndarray:
     """Return the points and the floats up to 40 before and after each."""
-    near = [points.astype(f32)]
+    parts = [points.astype(f32)]
     for end in (f32(-1e9), f32(1e9)):
-        step = near[0]
+        step = parts[0]
         for _ in range(40):
             step = np.nextafter(step, end)
-            near.append(step)
-    return np.concatenate(near)
+            parts.append(step)
+    return np.concatenate(parts)
 
 
 def ik_level(v: np.ndarray, values: np.ndarray, plain: bool) -> np.ndarray:
@@ -47,7 +47,7 @@ def ik_level(v: np.ndarray, values: np.ndarray, plain: bool) -> np.ndarray:
 @pytest.mark.parametrize("shifted", [False, True])
 def test_every_value_finds_its_level(bits: int, levels: Levels, shifted: bool) -> None:
     values = table("kvalues_iq4nl" if bits == 4 else f"kvalues_iq{bits}nl").astype(f32) + f32(shifted * levels.shift_by)
-    v = np.concatenate([around((values[1:] + values[:-1]) / 2), np.linspace(-140, 140, 100003).astype(f32)])
+    v = np.concatenate([neighbours_of((values[1:] + values[:-1]) / 2), np.linspace(-140, 140, 100003).astype(f32)])
     v = np.concatenate([v, np.array([1e9, -1e9, -3e38], f32), np.zeros(-(len(v) + 3) % 16, f32)])
     round_any = levels.round_any
 
@@ -55,9 +55,9 @@ def test_every_value_finds_its_level(bits: int, levels: Levels, shifted: bool) -
     def run(v, level, value):  # type: ignore[no-untyped-def]
         for i in range(0, 4 * v.size, 64):
             x = load(f32x16, v, i)
-            found = round_any(x, (x == x) if shifted else (x != x))  # noqa: PLR0124
-            store(level, i, found[0])
-            store(value, i, found[1])
+            levels = round_any(x, (x == x) if shifted else (x != x))  # noqa: PLR0124
+            store(level, i, levels[0])
+            store(value, i, levels[1])
 
     level, value = np.zeros(len(v), np.int32), np.zeros(len(v), f32)
     run(v, level, value)
@@ -85,7 +85,7 @@ def ik_encode(ik_bin: Path) -> Callable[[TensorType, np.ndarray, np.ndarray], np
 
 
 @pytest.mark.peer
-@pytest.mark.parametrize("t", OWN, ids=str)
+@pytest.mark.parametrize("t", IK_QUANTS, ids=str)
 @pytest.mark.parametrize("weighted", [False, True])
 def test_nearly_the_bytes_of_a_build_with_fma(
     t: TensorType, weighted: bool, ik_encode: Callable[[TensorType, np.ndarray, np.ndarray], np.ndarray]
@@ -94,8 +94,8 @@ def test_nearly_the_bytes_of_a_build_with_fma(
     rng = np.random.default_rng(7)
     x = (rng.standard_t(4, (48, 1280)) * np.exp(rng.standard_normal((48, 1)))).astype(f32)
     weights = rng.chisquare(2, 1280).astype(f32) if weighted else NO_WEIGHTS
-    ours, theirs = encode(t, x, weights), ik_encode(t, x, weights)
-    assert (ours == theirs).mean() > 0.92
+    actual, expected = encode(t, x, weights), ik_encode(t, x, weights)
+    assert (actual == expected).mean() > 0.92
     w = weights if weighted else f32(1)
-    error, their_error = (float((w * (dequantize(data, t, 1280) - x) ** 2).sum()) for data in (ours, theirs))
+    error, their_error = (float((w * (dequantize(data, t, 1280) - x) ** 2).sum()) for data in (actual, expected))
     assert error < 1.001 * their_error

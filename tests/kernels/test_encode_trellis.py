@@ -40,8 +40,8 @@ def weights_of(x: np.ndarray, importance: np.ndarray) -> np.ndarray:
 
 def errors(t: TensorType, x: np.ndarray, importance: np.ndarray, data: np.ndarray) -> np.ndarray:
     y = dequantize(data, t, x.shape[1]).astype(np.float64)
-    found: np.ndarray = (weights_of(x, importance) * (x - y) ** 2).sum(-1)
-    return found
+    squares: np.ndarray = (weights_of(x, importance) * (x - y) ** 2).sum(-1)
+    return squares
 
 
 #: Our error over ik_llama.cpp's, at most: of all rows of a kind, and of any row.
@@ -53,22 +53,22 @@ KINDS, SIZES = ("gauss", "laplace", "t3", "outliers"), {256: 24, 1024: 8, 4096: 
 def random_rows(kind: str, n: int) -> np.ndarray:
     """Return the rows whose errors, as ik_llama.cpp encodes them, are in tests/data/trellis-errors.npz."""
     rng, rows = np.random.default_rng([n, *kind.encode()]), SIZES[n]
-    drawn = {
+    rows_by_kind = {
         "gauss": lambda: rng.standard_normal((rows, n)),
         "laplace": lambda: rng.laplace(size=(rows, n)),
         "t3": lambda: rng.standard_t(3, (rows, n)),
         "outliers": lambda: rng.standard_normal((rows, n)) * np.where(rng.random((rows, n)) < 0.01, 8, 1),
     }[kind]()
-    return (0.02 * drawn).astype(f32)
+    return (0.02 * rows_by_kind).astype(f32)
 
 
 def random_importance(n: int) -> np.ndarray:
     return np.exp(np.random.default_rng(n).standard_normal(n)).astype(f32)
 
 
-def assert_no_larger(ours: np.ndarray, theirs: np.ndarray) -> None:
-    assert ours.sum() <= TOTAL * theirs.sum(), ours.sum() / theirs.sum()
-    assert (ours <= ROW * theirs + 1e-30).all(), (ours / theirs).max()
+def assert_no_larger(actual: np.ndarray, expected: np.ndarray) -> None:
+    assert actual.sum() <= TOTAL * expected.sum(), actual.sum() / expected.sum()
+    assert (actual <= ROW * expected + 1e-30).all(), (actual / expected).max()
 
 
 GOLDEN_KEYS = [f"{t.name}{suffix}" for t in SEARCHED for suffix in ("", "+imatrix")]
@@ -78,8 +78,8 @@ GOLDEN_KEYS.remove("IQ1_KT")
 @pytest.mark.parametrize("key", GOLDEN_KEYS)
 def test_the_error_of_golden_rows_is_no_larger_than_the_references(golden: dict[str, np.ndarray], key: str) -> None:
     t, importance = BY_NAME[key.partition("+")[0]], golden["imatrix"] if "+" in key else NO_WEIGHTS
-    theirs = errors(t, golden["x"], importance, golden[key])
-    assert_no_larger(errors(t, golden["x"], importance, encode(t, golden["x"], importance)), theirs)
+    expected = errors(t, golden["x"], importance, golden[key])
+    assert_no_larger(errors(t, golden["x"], importance, encode(t, golden["x"], importance)), expected)
 
 
 @pytest.fixture(scope="module")
@@ -95,8 +95,8 @@ def test_the_error_of_random_rows_is_no_larger_than_the_references(
 ) -> None:
     for n in SIZES:
         x, importance = random_rows(kind, n), random_importance(n) if suffix else NO_WEIGHTS
-        theirs = reference_errors[f"{t.name}{suffix} {kind} {n}"]
-        assert_no_larger(errors(t, x, importance, encode(t, x, importance)), theirs)
+        expected = reference_errors[f"{t.name}{suffix} {kind} {n}"]
+        assert_no_larger(errors(t, x, importance, encode(t, x, importance)), expected)
 
 
 def spread_rows() -> tuple[np.ndarray, np.ndarray]:
@@ -119,11 +119,11 @@ def test_values_of_unequal_weights_are_searched_for_more_deeply(
 def test_the_error_scales_with_the_row(t: TensorType) -> None:
     """A power of two changes nothing but the row's scale: from small to near the largest float."""
     x = np.random.default_rng(0).standard_normal((2, 256)).astype(f32)
-    whole = encode(t, x, NO_WEIGHTS)
+    expected = encode(t, x, NO_WEIGHTS)
     for power in (-10, 40, 100, 120):
         scaled = encode(t, np.ldexp(x, power), NO_WEIGHTS)
-        assert np.array_equal(scaled[:, 4:], whole[:, 4:])
-        assert np.array_equal(scaled[:, :4].copy().view(f32), np.ldexp(whole[:, :4].copy().view(f32), power))
+        assert np.array_equal(scaled[:, 4:], expected[:, 4:])
+        assert np.array_equal(scaled[:, :4].copy().view(f32), np.ldexp(expected[:, :4].copy().view(f32), power))
 
 
 @pytest.mark.parametrize("t", SEARCHED, ids=str)
@@ -151,17 +151,17 @@ def test_lines_listed_for_a_query_hold_its_nearest_points() -> None:
     lines = book.points.view(np.int16).reshape(2, 2048, 2, 16, 2).swapaxes(2, 3).reshape(2, 2048, 16, 4).astype(f32)
     y = (37 * rng.standard_normal((300, 4))).clip(-140, 140).astype(f32)
     weights = (37**2 / 2 + y * y) * rng.uniform(0.5, 1.5, y.shape).astype(f32)
-    side, of = 2 * LEVELS, np.array(RANGE_OF)[np.minimum(abs(y) // 8, 15).astype(int)]
-    buckets = np.where(y < 0, LEVELS - 1 - of, LEVELS + of) @ side ** np.arange(3, -1, -1)
-    found = np.zeros((2, 33))
-    for which in range(2):
+    side, ranges = 2 * LEVELS, np.array(RANGE_OF)[np.minimum(abs(y) // 8, 15).astype(int)]
+    buckets = np.where(y < 0, LEVELS - 1 - ranges, LEVELS + ranges) @ side ** np.arange(3, -1, -1)
+    hits = np.zeros((2, 33))
+    for side_index in range(2):
         for query, weight, bucket in zip(y, weights, buckets, strict=True):
-            errors_of_lines = ((lines[which] - query) ** 2 @ weight).min(1)
-            listed = book.lists.reshape(2, side**4, -1)[which, bucket].astype(int) - 2048 * which
-            assert len(set(listed)) == 32
-            found[which] += [errors_of_lines.min(), *np.minimum.accumulate(errors_of_lines[listed])]
-    assert (found[:, 12] < 1.02 * found[:, 0]).all()
-    assert (found[:, 32] < 1.005 * found[:, 0]).all()
+            errors_of_lines = ((lines[side_index] - query) ** 2 @ weight).min(1)
+            listed_lines = book.lists.reshape(2, side**4, -1)[side_index, bucket].astype(int) - 2048 * side_index
+            assert len(set(listed_lines)) == 32
+            hits[side_index] += [errors_of_lines.min(), *np.minimum.accumulate(errors_of_lines[listed_lines])]
+    assert (hits[:, 12] < 1.02 * hits[:, 0]).all()
+    assert (hits[:, 32] < 1.005 * hits[:, 0]).all()
 
 
 @pytest.mark.parametrize(
@@ -175,8 +175,8 @@ def test_a_codebook_holds_every_point_once(count: int, size: int, magnitudes: bo
     kind = np.uint8 if size == 8 else np.int16
     lines = book.points.view(kind).reshape(books * count // 16, -1, 16, size // 2)[:, :2].swapaxes(1, 2)
     assert np.array_equal(np.sort(book.indices.reshape(books, -1), axis=1), np.tile(np.arange(count), (books, 1)))
-    at = book.indices + np.repeat(np.arange(books) * count, count)
-    assert np.array_equal(lines.reshape(-1, size).astype(int) - bias, levels[at])
+    positions = book.indices + np.repeat(np.arange(books) * count, count)
+    assert np.array_equal(lines.reshape(-1, size).astype(int) - bias, levels[positions])
 
 
 #: Bindings: a scan, two ways.
@@ -185,30 +185,55 @@ plain: Any = None
 
 
 @helper
-def rank_every_line(steps: Any, lines: Any, first: int, energy: float, known: float, s: int, near: int) -> None:
+def rank_every_line(steps: Any, lines: Any, first: int, energy: float, least: float, s: int, n_near: int) -> None:
     """Rank as trellis_search.rank_all does, all points."""
     for i in range(0, 64 * len(steps.ends) - 64, 64):
         store(s, search.BEST + i, splat(i32x16, search.MOST))
     for number in range(first, first + steps.lines):
-        search.rank_line(steps, lines[0], number, energy, f32(search.KNOWN_ERROR) / known, s)
+        search.rank_line(steps, lines[0], number, energy, f32(search.KNOWN_ERROR) / least, s)
     for i in range(0, 64 * len(steps.ends) - 64, 64):
         best = load(i32x16, s, search.BEST + i) & np.int32((1 << search.NUMBER) - 1)
         store(s, search.BEST + i, (best << 4) | search.lanes16())
 
 
-def scan_groups(x, w, book, inverse, error, points, extents, kept, scratch):  # type: ignore[no-untyped-def]
+def scan_groups(x, w, book, inverse, error, points, extents, survivors, scratch):  # type: ignore[no-untyped-def]
     """Scan for each group, pruned into kept[0] and plainly into kept[1]."""
     lines = address(points), 0, 0, 0, address(extents)
     for i in range(len(x)):
-        of, weights, width = address(x) + 4 * x.shape[1] * i, address(w) + 4 * x.shape[1] * i, kept.shape[3]
-        for which in range(2):
-            s, to = (address(scratch) + 63) // 64 * 64, address(kept) + 4 * 3 * width * (len(x) * which + i)
-            if which == 0:
+        x_address, weights, width = address(x) + 4 * x.shape[1] * i, address(w) + 4 * x.shape[1] * i, survivors.shape[3]
+        for half in range(2):
+            s, survivors_address = (
+                (address(scratch) + 63) // 64 * 64,
+                address(survivors) + 4 * 3 * width * (len(x) * half + i),
+            )
+            if half == 0:
                 search.scan(
-                    pruned, book[i], inverse[i], of, weights, error[i], lines, s, to, width, len(pruned.ends) - 1
+                    pruned,
+                    book[i],
+                    inverse[i],
+                    x_address,
+                    weights,
+                    error[i],
+                    lines,
+                    s,
+                    survivors_address,
+                    width,
+                    len(pruned.ends) - 1,
                 )
             else:
-                search.scan(plain, book[i], inverse[i], of, weights, error[i], lines, s, to, width, len(plain.ends) - 1)
+                search.scan(
+                    plain,
+                    book[i],
+                    inverse[i],
+                    x_address,
+                    weights,
+                    error[i],
+                    lines,
+                    s,
+                    survivors_address,
+                    width,
+                    len(plain.ends) - 1,
+                )
 
 
 def hostile_groups(rng: np.random.Generator, size: int, magnitudes: bool) -> tuple[np.ndarray, np.ndarray]:
@@ -244,9 +269,9 @@ def test_a_scan_that_skips_points_finds_the_same(
     inverse = rng.choice([-1.0, 1.0] if not magnitudes else [1.0], len(x)).astype(f32)
     error = ((w * x * x).sum(1) * 10.0 ** rng.uniform(-4, 0, len(x))).astype(f32)
     error[::50], error[1::50], error[2::50] = 0, error[1::50] * f32(1e-9), f32(np.inf)
-    kept, scratch = np.zeros((2, len(x), 3, width), f32), np.zeros(search.SCRATCH // 4 + 32, f32)
-    kept.view(np.int32)[:, :, 2] = rng.integers(books * count, size=(len(x), width))
-    both(x, w, rng.integers(books, size=len(x)), inverse, error, tree.points, tree.extents, kept, scratch)
-    found = kept.view(np.int32)[..., : search.SURVIVORS * ranges]
-    assert np.array_equal(found[0], found[1])
-    assert len(np.unique(found[0, :, 2])) > 1000
+    survivors, scratch = np.zeros((2, len(x), 3, width), f32), np.zeros(search.SCRATCH // 4 + 32, f32)
+    survivors.view(np.int32)[:, :, 2] = rng.integers(books * count, size=(len(x), width))
+    both(x, w, rng.integers(books, size=len(x)), inverse, error, tree.points, tree.extents, survivors, scratch)
+    lists = survivors.view(np.int32)[..., : search.SURVIVORS * ranges]
+    assert np.array_equal(lists[0], lists[1])
+    assert len(np.unique(lists[0, :, 2])) > 1000

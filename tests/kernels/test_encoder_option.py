@@ -34,18 +34,18 @@ def golden_ik() -> Golden:
 
 @pytest.mark.parametrize("t", IK_ENCODED, ids=str)
 def test_golden_encoding_of_ik(golden: Golden, golden_ik: Golden, t: TensorType) -> None:
-    weighted, theirs = quantize(golden["x"], t, golden["imatrix"], encoder="ik"), golden_ik[f"{t.name}+imatrix"]
+    weighted, expected = quantize(golden["x"], t, golden["imatrix"], encoder="ik"), golden_ik[f"{t.name}+imatrix"]
     if t.name == "IQ1_M":
-        weighted, theirs = (data[~with_dead_sub_blocks(golden["x"])] for data in by_block(t, weighted, theirs))
-        assert len(theirs) > 150
-    assert_same_bytes(weighted, theirs, t)
+        weighted, expected = (data[~with_dead_sub_blocks(golden["x"])] for data in by_block(t, weighted, expected))
+        assert len(expected) > 150
+    assert_same_bytes(weighted, expected, t)
     if t.name in golden:
         plain = quantize(golden["x"], t, encoder="ik")
         assert_same_bytes(plain, golden_ik[t.name] if t.name in golden_ik else golden[t.name], t)
 
 
 def by_block(t: TensorType, *data: np.ndarray) -> list[np.ndarray]:
-    return [each.reshape(-1, t.block_bytes) for each in data]
+    return [rows.reshape(-1, t.block_bytes) for rows in data]
 
 
 def with_dead_sub_blocks(x: np.ndarray) -> np.ndarray:
@@ -56,14 +56,14 @@ def with_dead_sub_blocks(x: np.ndarray) -> np.ndarray:
 
 def test_iq1_m_shifts_sub_blocks_of_zeros_up(golden: Golden, golden_ik: Golden) -> None:
     """ik's bytes for them depend on the rows before: only their shifts and the fit of d to them may differ."""
-    t, some = BY_NAME["IQ1_M"], with_dead_sub_blocks(golden["x"])
-    ours = quantize(golden["x"], t, golden["imatrix"], encoder="ik")
-    ours, theirs = (data[some] for data in by_block(t, ours, golden_ik["IQ1_M+imatrix"]))
-    assert np.array_equal(ours[:, :32], theirs[:, :32])
-    assert np.array_equal(ours[:, 32:48] & 0x77, theirs[:, 32:48] & 0x77)
-    dead = np.abs(golden["x"]).reshape(-1, 16, 16).max(axis=2)[some] < 1e-7
-    assert np.array_equal(ours[:, 32:48][~dead], theirs[:, 32:48][~dead])
-    assert not (ours[:, 32:48][dead] & 0x88).any()
+    t, selection = BY_NAME["IQ1_M"], with_dead_sub_blocks(golden["x"])
+    actual = quantize(golden["x"], t, golden["imatrix"], encoder="ik")
+    actual, expected = (data[selection] for data in by_block(t, actual, golden_ik["IQ1_M+imatrix"]))
+    assert np.array_equal(actual[:, :32], expected[:, :32])
+    assert np.array_equal(actual[:, 32:48] & 0x77, expected[:, 32:48] & 0x77)
+    dead = np.abs(golden["x"]).reshape(-1, 16, 16).max(axis=2)[selection] < 1e-7
+    assert np.array_equal(actual[:, 32:48][~dead], expected[:, 32:48][~dead])
+    assert not (actual[:, 32:48][dead] & 0x88).any()
 
 
 def test_golden_file_is_of_the_types_with_two_encoders(golden_ik: Golden) -> None:
@@ -72,10 +72,10 @@ def test_golden_file_is_of_the_types_with_two_encoders(golden_ik: Golden) -> Non
 
 def test_types_without_a_second_encoder_have_the_same_one() -> None:
     x = np.random.default_rng(3).standard_normal((2, 512)).astype(np.float32)
-    for name, own in (("Q8_0", "mainline"), ("IQ4_KS", "ik")):
-        for by in (None, "ik", "mainline"):
-            assert encoder_for(BY_NAME[name], by) == own
-            assert np.array_equal(quantize(x, name, encoder=by), quantize(x, name))
+    for name, default_encoder in (("Q8_0", "mainline"), ("IQ4_KS", "ik")):
+        for encoder in (None, "ik", "mainline"):
+            assert encoder_for(BY_NAME[name], encoder) == default_encoder
+            assert np.array_equal(quantize(x, name, encoder=encoder), quantize(x, name))
     with pytest.raises(RecipeError, match="there is no encoder 'best': give mainline or ik"):
         quantize(x, "Q8_0", encoder="best")
 
@@ -89,8 +89,8 @@ def symmetric_q4_0(x: np.ndarray) -> np.ndarray:
         shifted = blocks * inverse + np.float32(8.5)
     # A block so small that 1 / d is infinite: in C its levels become 0.
     levels = np.where(np.isfinite(shifted), np.minimum(shifted, 15), 0).astype(np.uint8)
-    packed = levels[:, :16] | levels[:, 16:] << 4
-    return np.concatenate([d.astype(np.float16).view(np.uint8), packed], axis=1).reshape(len(x), -1)
+    nibbles = levels[:, :16] | levels[:, 16:] << 4
+    return np.concatenate([d.astype(np.float16).view(np.uint8), nibbles], axis=1).reshape(len(x), -1)
 
 
 def test_symmetric_q4_0(golden: Golden) -> None:
@@ -101,11 +101,11 @@ def test_symmetric_q4_0(golden: Golden) -> None:
     interleaved = np.empty_like(want)
     interleave_rows(BY_NAME["Q4_0_R8"], want, interleaved)
     assert_same_bytes(quantize(x, "Q4_0_R8", encoder="symmetric"), interleaved, BY_NAME["Q4_0_R8"])
-    inside = np.abs(x).reshape(-1, 32).max(axis=1) > 1e-30
-    assert (want.reshape(-1, 18)[inside, 2:] & 15).min() == (want.reshape(-1, 18)[inside, 2:] >> 4).min() == 1
+    nonzero = np.abs(x).reshape(-1, 32).max(axis=1) > 1e-30
+    assert (want.reshape(-1, 18)[nonzero, 2:] & 15).min() == (want.reshape(-1, 18)[nonzero, 2:] >> 4).min() == 1
 
 
-def drawn(t: TensorType) -> tuple[np.ndarray, np.ndarray]:
+def random_rows(t: TensorType) -> tuple[np.ndarray, np.ndarray]:
     """Return rows of trained models' kind, heavy-tailed and of many sizes, and an importance."""
     rng = np.random.default_rng(t.id)
     x = rng.standard_t(5, (96, 1024)) * np.exp(rng.standard_normal((96, 1)))
@@ -120,9 +120,11 @@ def weighted_error(t: TensorType, x: np.ndarray, data: np.ndarray, weights: np.n
 @pytest.mark.parametrize("t", IK_ENCODED, ids=str)
 def test_the_weighted_error_is_no_larger_than_mainlines(t: TensorType) -> None:
     """Scales of super-blocks and fudge factors stand between the search and this error, hence the margin."""
-    x, weights = drawn(t)
-    ours, mainlines = (weighted_error(t, x, encode(t, x, weights, by), weights) for by in ("ik", "mainline"))
-    assert ours < 1.01 * mainlines
+    x, weights = random_rows(t)
+    actual, mainlines = (
+        weighted_error(t, x, encode(t, x, weights, encoder), weights) for encoder in ("ik", "mainline")
+    )
+    assert actual < 1.01 * mainlines
 
 
 # ---------------------------------------------------------------- beside the wheel's library
@@ -154,23 +156,23 @@ def opened(folder: Path) -> ctypes.CDLL:
 
 
 def encoded_there(wheel: Path, t: TensorType, x: np.ndarray, weights: np.ndarray) -> np.ndarray:
-    def asked() -> np.ndarray:
+    def encode_with_wheel() -> np.ndarray:
         out = np.empty((len(x), t.row_bytes(x.shape[1])), np.uint8)
-        given = weights.ctypes.data if weights.size else None
-        opened(wheel).ggml_quantize_chunk(t.id, x.ctypes.data, out.ctypes.data, 0, *x.shape, given, None)
+        weights_address = weights.ctypes.data if weights.size else None
+        opened(wheel).ggml_quantize_chunk(t.id, x.ctypes.data, out.ctypes.data, 0, *x.shape, weights_address, None)
         return out
 
-    return array_answer(asked, peer(wheel), t.id, x, weights)
+    return array_answer(encode_with_wheel, peer(wheel), t.id, x, weights)
 
 
 @pytest.mark.peer
 @pytest.mark.parametrize("t", IK_ENCODED, ids=str)
 def test_random_rows_like_the_wheels(wheel: Path, t: TensorType) -> None:
-    x, importance = drawn(t)
+    x, importance = random_rows(t)
     for weights in (importance, *((NO_WEIGHTS,) if t in UNWEIGHTED else ())):
-        ours, theirs = encode(t, x, weights, "ik"), encoded_there(wheel, t, x, weights)
-        assert (ours == theirs).mean() > 0.92
-        errors = [weighted_error(t, x, data, weights if weights.size else np.ones(1024)) for data in (ours, theirs)]
+        actual, expected = encode(t, x, weights, "ik"), encoded_there(wheel, t, x, weights)
+        assert (actual == expected).mean() > 0.92
+        errors = [weighted_error(t, x, data, weights if weights.size else np.ones(1024)) for data in (actual, expected)]
         assert errors[0] == pytest.approx(errors[1], rel=2e-2)
 
 
@@ -182,11 +184,11 @@ def test_formats_of_their_own_nearly_as_the_wheels(wheel: Path, name: str, weigh
     rng, n = np.random.default_rng(7), 32 * 37
     x = (rng.standard_t(5, (96, n)) * np.exp(rng.standard_normal((96, 1)))).astype(np.float32)
     weights = rng.chisquare(2, n).astype(np.float32) if weighted else NO_WEIGHTS
-    ours = quantize(x, name, weights if weighted else None)
-    theirs = encoded_there(wheel, BY_NAME[name], x, weights)
-    assert (ours == theirs).mean() > 0.97
+    actual = quantize(x, name, weights if weighted else None)
+    expected = encoded_there(wheel, BY_NAME[name], x, weights)
+    assert (actual == expected).mean() > 0.97
     w = weights if weighted else np.ones(n)
-    errors = [weighted_error(BY_NAME[name], x, data, w) for data in (ours, theirs)]
+    errors = [weighted_error(BY_NAME[name], x, data, w) for data in (actual, expected)]
     assert errors[0] == pytest.approx(errors[1], rel=5e-3)
 
 
@@ -199,8 +201,8 @@ INTERLEAVED = [t for t in map(BY_NAME.__getitem__, BASES) if base_of(t) in IK_EN
 @pytest.mark.parametrize("t", INTERLEAVED, ids=str)
 def test_interleaved_types_take_it_of_their_base_type(t: TensorType) -> None:
     """By default; llama.cpp's if it is asked for."""
-    x, weights = drawn(t)
-    for by in (None, "ik", "mainline"):
+    x, weights = random_rows(t)
+    for encoder in (None, "ik", "mainline"):
         want = np.empty((len(x), t.row_bytes(x.shape[1])), np.uint8)
-        interleave_rows(t, encode(base_of(t), x, weights, by or "ik"), want)
-        assert_same_bytes(encode(t, x, weights, by), want, t)
+        interleave_rows(t, encode(base_of(t), x, weights, encoder or "ik"), want)
+        assert_same_bytes(encode(t, x, weights, encoder), want, t)

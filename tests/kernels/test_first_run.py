@@ -53,7 +53,7 @@ def test_a_process_that_ends_early_leaves_its_kernel_to_this_one(tmp_path: Path)
 
 def children() -> set[str]:
     """Return the processes that this one has started and not waited for."""
-    return {pid for each in Path("/proc/self/task").glob("*/children") for pid in each.read_text().split()}
+    return {pid for path in Path("/proc/self/task").glob("*/children") for pid in path.read_text().split()}
 
 
 def test_an_error_is_this_processs_own_and_no_process_is_left(tmp_path: Path) -> None:
@@ -71,8 +71,8 @@ def test_the_clock_stands_still_while_kernels_compile() -> None:
     began = working_seconds()
     time.sleep(0.05)
     with compiling():
-        inside = working_seconds()
+        during = working_seconds()
         time.sleep(0.2)
-        assert working_seconds() == inside
+        assert working_seconds() == during
     time.sleep(0.05)
     assert 0.1 <= working_seconds() - began < 0.25

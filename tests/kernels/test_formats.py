@@ -42,12 +42,13 @@ WITHOUT_KERNELS = {
 #: Types with a record and without an encoder, and why.
 WITHOUT_ENCODER: dict[str, str] = {}
 
-by_record = pytest.mark.parametrize("of", FORMATS.values(), ids=lambda of: of.type.name)
+by_record = pytest.mark.parametrize("record", FORMATS.values(), ids=lambda record: record.type.name)
 
 
-def how(number: int, of: Format) -> str:
+def guide_step(number: int, record: Format) -> str:
     """Return a step of the guide for a type."""
-    return step("Add a type", number, type=of.type.name.lower(), TYPE=of.type.name, family=of.family)
+    name = record.type.name
+    return step("Add a type", number, type=name.lower(), TYPE=name, family=record.family)
 
 
 def functions(path: Path) -> set[str]:
@@ -55,8 +56,8 @@ def functions(path: Path) -> set[str]:
     if not path.exists():
         return set()
     body = ast.parse(path.read_text()).body
-    made = {n.name for n in body if isinstance(n, ast.FunctionDef)}
-    return made | {
+    names = {n.name for n in body if isinstance(n, ast.FunctionDef)}
+    return names | {
         target.id for n in body if isinstance(n, ast.Assign) for target in n.targets if isinstance(target, ast.Name)
     }
 
@@ -78,25 +79,31 @@ def test_an_interleaved_type_has_a_layout(t: TensorType) -> None:
 
 
 @by_record
-def test_a_record_has_its_functions(of: Format) -> None:
+def test_a_record_has_its_functions(record: Format) -> None:
     """A type of neither tree may lack a CUDA twin."""
-    name, cuda = of.type.name.lower(), KERNELS / f"cuda/unpack/{of.family}.cuh"
-    assert of.is_float or f"unpack_{name}" in functions(CPU["unpack"] / f"{of.family}.py"), how(3, of)
-    made = functions(CPU["encode"] / f"{of.family}.py")
-    assert (f"encode_{name}" in made) != (of.type.name in WITHOUT_ENCODER), how(4, of)
-    assert has_encoder(of.type) == (f"encode_{name}" in made)
-    assert of.ik_encoder == (f"encode_{name}_ik" in made)
-    assert not of.ik_encoder or of.type.trees == "both"
-    assert hasattr(reference, f"decode_{name}"), how(5, of)
-    if of.type.trees != "none" or of.type.name in decoders():
-        assert cuda.is_file(), how(6, of)
-        assert f"struct {of.type.name} : traits::{of.type.name} {{" in cuda.read_text(), how(6, of)
-        assert f'#include "unpack/{of.family}.cuh"' in (KERNELS / "cuda/unpack/all.cuh").read_text(), how(6, of)
-    assert f"struct {of.type.name} {{ static const int BLOCK = {of.type.block}, " in headers()["unpack/traits.cuh"]
-    assert of.type.in_files != (of.type in ROWS)
-    if not of.is_float:
-        assert of.span in (16, 32)
-        assert of.unit_bytes <= 320  # what skeletons keep of a row's end
+    name, cuda = record.type.name.lower(), KERNELS / f"cuda/unpack/{record.family}.cuh"
+    assert record.is_float or f"unpack_{name}" in functions(CPU["unpack"] / f"{record.family}.py"), guide_step(
+        3, record
+    )
+    encoder_names = functions(CPU["encode"] / f"{record.family}.py")
+    assert (f"encode_{name}" in encoder_names) != (record.type.name in WITHOUT_ENCODER), guide_step(4, record)
+    assert has_encoder(record.type) == (f"encode_{name}" in encoder_names)
+    assert record.ik_encoder == (f"encode_{name}_ik" in encoder_names)
+    assert not record.ik_encoder or record.type.trees == "both"
+    assert hasattr(reference, f"decode_{name}"), guide_step(5, record)
+    if record.type.trees != "none" or record.type.name in decoders():
+        assert cuda.is_file(), guide_step(6, record)
+        assert f"struct {record.type.name} : traits::{record.type.name} {{" in cuda.read_text(), guide_step(6, record)
+        assert f'#include "unpack/{record.family}.cuh"' in (KERNELS / "cuda/unpack/all.cuh").read_text(), guide_step(
+            6, record
+        )
+    assert (
+        f"struct {record.type.name} {{ static const int BLOCK = {record.type.block}, " in headers()["unpack/traits.cuh"]
+    )
+    assert record.type.in_files != (record.type in ROWS)
+    if not record.is_float:
+        assert record.span in (16, 32)
+        assert record.unit_bytes <= 320  # what skeletons keep of a row's end
 
 
 @pytest.mark.parametrize(("verb", "function"), [("encode", "encoder"), ("unpack", "decoder")])
@@ -104,12 +111,12 @@ def test_a_type_without_a_function_is_refused_before_the_journal(
     verb: str, function: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The file of a family tells, not the record; nothing is left of the run."""
-    defined = formats._definitions
+    definitions = formats._definitions
 
-    def other(asked: str, family: str) -> frozenset[str]:
-        return defined(asked, family) - {f"{verb}_q4_0"}
+    def incomplete_definitions(kind: str, family: str) -> frozenset[str]:
+        return definitions(kind, family) - {f"{verb}_q4_0"}
 
-    monkeypatch.setattr(formats, "_definitions", other)
+    monkeypatch.setattr(formats, "_definitions", incomplete_definitions)
     monkeypatch.delattr(f"quantkit.kernels.cpu.{verb}.legacy.{verb}_q4_0")
     source = write_model(tmp_path / "s.gguf", llama_tensors(1))
     with pytest.raises(TypeNotSupported, match=f"no {function} for Q4_0") as error:
@@ -120,14 +127,14 @@ def test_a_type_without_a_function_is_refused_before_the_journal(
 
 def test_no_function_without_a_record() -> None:
     """A type's functions that nobody finds would be dead code."""
-    known = {of.type.name.lower() for of in FORMATS.values()}
+    type_names = {record.type.name.lower() for record in FORMATS.values()}
     for verb, folder in CPU.items():
         prefix = f"{verb}_"
-        found = {
+        functions_by_type = {
             n.removeprefix(prefix) for path in folder.glob("*.py") for n in functions(path) if n.startswith(prefix)
         }
-        assert {n for n in found if n.upper() in BY_NAME} <= known
-    assert {n.removeprefix("decode_") for n in vars(reference) if n.startswith("decode_")} == known | {"rows"}
+        assert {n for n in functions_by_type if n.upper() in BY_NAME} <= type_names
+    assert {n.removeprefix("decode_") for n in vars(reference) if n.startswith("decode_")} == type_names | {"rows"}
 
 
 #: A type's places, {}: its family. Optional: where a common form is not the fastest one, and rows interleaved.
@@ -150,12 +157,12 @@ def naming(t: TensorType) -> set[str]:
 @pytest.mark.parametrize("name", ["IQ4_KS", "IQ2_KL", "IQ1_BN", "NVFP4", "Q1_0"])
 def test_a_type_is_at_home_in_six_places(name: str) -> None:
     """Before the registry it was 10 places for any type, and up to 8 more sets of types for some."""
-    of = FORMATS[name]
-    places = {place.format(of.family) for place in PLACES}
-    found = naming(of.type)
-    assert not places - found
-    on_cuda = {f"kernels/cuda/encode/{of.family}.cuh"}
-    assert not found - places - OPTIONAL - on_cuda - NAMED_AS_EXAMPLES.get(name, set())
+    record = FORMATS[name]
+    places = {place.format(record.family) for place in PLACES}
+    actual = naming(record.type)
+    assert not places - actual
+    on_cuda = {f"kernels/cuda/encode/{record.family}.cuh"}
+    assert not actual - places - OPTIONAL - on_cuda - NAMED_AS_EXAMPLES.get(name, set())
 
 
 #: Files that name a type as an example: in comments, or to compile one of each way (``operations``).
@@ -189,9 +196,9 @@ def test_alignment_is_what_every_row_and_block_keeps() -> None:
     }  # fmt: skip
 
 
-@pytest.mark.parametrize(("name", "verb", "what"), [("IQ4_K_R4", "unpack", "unpacker"), ("Q8_1", "encode", "encoder")])
-def test_what_is_missing_is_named(name: str, verb: str, what: str) -> None:
-    with pytest.raises(TypeNotSupported, match=f"there is no {what} for {name}"):
+@pytest.mark.parametrize(("name", "verb", "text"), [("IQ4_K_R4", "unpack", "unpacker"), ("Q8_1", "encode", "encoder")])
+def test_what_is_missing_is_named(name: str, verb: str, text: str) -> None:
+    with pytest.raises(TypeNotSupported, match=f"there is no {text} for {name}"):
         cpu_function(verb, BY_NAME[name])
 
 

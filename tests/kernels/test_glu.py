@@ -30,8 +30,8 @@ def run_function(x: F32, y: F32) -> None:
 
 
 run_exp, run_sigmoid, run_tanh, run_erf, run_softplus = (
-    specialize(run_function, name, kernel, function=of)
-    for name, of in (("exp", exp), ("sigmoid", sigmoid), ("tanh", tanh), ("erf", erf), ("softplus", softplus))
+    specialize(run_function, name, kernel, function=op)
+    for name, op in (("exp", exp), ("sigmoid", sigmoid), ("tanh", tanh), ("erf", erf), ("softplus", softplus))
 )
 
 

@@ -105,8 +105,8 @@ def test_the_cpu_agrees(variant: str, folder: Path) -> None:
     with load(path, kv_type="f32", threads=2) as model:
         session = model.session(N)
         parts = (tokens[:20], tokens[20:21], tokens[21:])
-        got = np.concatenate([session.decode(part) for part in parts])
-    assert nmse(got, want) < 1e-11
+        actual = np.concatenate([session.decode(part) for part in parts])
+    assert nmse(actual, want) < 1e-11
 
 
 @pytest.mark.parametrize("variant", ["deepseek32-yarn", "glm-dsa-shared"])
@@ -114,8 +114,8 @@ def test_the_device_agrees(variant: str, folder: Path, cuda_devices: tuple[str, 
     path, tokens = model_of(folder, variant), tiny_models.ids(N)
     with load(path, kv_type="f32", placement=Placement(ALL_LAYERS, (), cuda_devices[:1], embeddings=True)) as model:
         session = model.session(N)
-        got = np.concatenate([session.decode(part) for part in (tokens[:14], tokens[14:15], tokens[15:17])])
-    assert nmse(got, tiny_models.logits(path, tokens)[:17]) < 1e-9
+        actual = np.concatenate([session.decode(part) for part in (tokens[:14], tokens[14:15], tokens[15:17])])
+    assert nmse(actual, tiny_models.logits(path, tokens)[:17]) < 1e-9
 
 
 def test_layers_on_several_devices_share_what_is_selected(folder: Path) -> None:
@@ -128,10 +128,10 @@ def test_layers_on_several_devices_share_what_is_selected(folder: Path) -> None:
 
 def test_batches_and_sequences_do_not_matter(folder: Path) -> None:
     path, first, second = model_of(folder, "glm-dsa-shared"), tiny_models.ids(24), tiny_models.ids(24, 2)
-    whole = tiny_models.logits(path, first)
-    assert nmse(tiny_models.logits(path, first, (5, 1, 18)), whole) < 1e-12
+    expected = tiny_models.logits(path, first)
+    assert nmse(tiny_models.logits(path, first, (5, 1, 18)), expected) < 1e-12
     both = tiny_models.logits_of_two(path, first, second)
-    assert nmse(both[0], whole) < 1e-12
+    assert nmse(both[0], expected) < 1e-12
     assert nmse(both[1], tiny_models.logits(path, second)) < 1e-12
 
 
@@ -141,17 +141,17 @@ def test_short_sequences_have_no_selection(folder: Path) -> None:
     with load(path, kv_type="f32") as model:
         for n_ctx in (TOP_K, TOP_K + 1):
             session = model.session(n_ctx)
-            listed = [op for segment in session._programs._segments for op in segment.ops]
-            read = {m.tensor.name for op in listed for m in op.matrices() if ".indexer." in m.tensor.name}
-            actual = [type(op) for op in listed]
+            ops = [op for segment in session._programs._segments for op in segment.ops]
+            read = {m.tensor.name for op in ops for m in op.matrices() if ".indexer." in m.tensor.name}
+            actual = [type(op) for op in ops]
             assert (LightningIndexer in actual, bool(read)) == (n_ctx > TOP_K,) * 2
             assert actual.count(CacheWrite) == (4 if n_ctx == TOP_K else 6)
             assert nmse(session.decode(tokens), tiny_models.logits(path, tokens)) < 1e-11  # type: ignore[arg-type]
     with load(path, kv_type="f32", rewrite=observe) as model:
         session = model.session(TOP_K)
         session.decode(tokens)
-        listed = [op for segment in session._programs._segments for op in segment.ops]
-        names = {name for op in listed if isinstance(op, SumColumns) for name in op.names}
+        ops = [op for segment in session._programs._segments for op in segment.ops]
+        names = {name for op in ops if isinstance(op, SumColumns) for name in op.names}
         assert {f"blk.{i}.indexer.{name}.weight" for i in (0, 2) for name in ("attn_k", "attn_q_b", "proj")} <= names
 
 
@@ -160,9 +160,9 @@ def test_what_a_token_reads(folder: Path) -> None:
         graph = build_graph(source)
     assert sum(isinstance(op, LightningIndexer) for op in graph.ops) == 2
     assert [op.selected is not None for op in graph.ops if isinstance(op, Attention)] == [True] * 4
-    few, many = (token_cost(graph, "f32", depth).cache_bytes for depth in (TOP_K, 200))
-    assert few == 4 * TOP_K * 4 * (RANK + ROT)
-    assert many == few + 2 * 200 * 4 * HEAD
+    short, long = (token_cost(graph, "f32", depth).cache_bytes for depth in (TOP_K, 200))
+    assert short == 4 * TOP_K * 4 * (RANK + ROT)
+    assert long == short + 2 * 200 * 4 * HEAD
 
 
 @pytest.mark.parametrize(

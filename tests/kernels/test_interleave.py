@@ -60,10 +60,10 @@ def interleaved(t: TensorType, rows: U8) -> U8:
     return out
 
 
-def apart(t: TensorType, rows: U8, to: TensorType | None = None) -> U8:
+def deinterleave(t: TensorType, rows: U8, target: TensorType | None = None) -> U8:
     n = (rows.shape[1] - t.row_header) // t.block_bytes * t.block
-    out = np.empty((len(rows), (to or base_of(t)).row_bytes(n)), np.uint8)
-    deinterleave_rows(t, np.ascontiguousarray(rows), out, to)
+    out = np.empty((len(rows), (target or base_of(t)).row_bytes(n)), np.uint8)
+    deinterleave_rows(t, np.ascontiguousarray(rows), out, target)
     return out
 
 
@@ -84,7 +84,7 @@ def sensible(t: TensorType, rows: int, n: int) -> U8:
 def test_golden_bytes_of_the_base_type_become_those_of_the_interleaved(name: str) -> None:
     t, base = BY_NAME[name.partition("+")[0]], GOLDEN[f"{name}/base"]
     np.testing.assert_array_equal(interleaved(t, base), GOLDEN[name][:16])
-    np.testing.assert_array_equal(apart(t, GOLDEN[name][:16]), base)
+    np.testing.assert_array_equal(deinterleave(t, GOLDEN[name][:16]), base)
 
 
 def test_golden_bytes_are_there_for_all_that_ik_encodes() -> None:
@@ -106,9 +106,9 @@ def test_both_directions_are_exact_inverses(t: TensorType, data: st.DataObject) 
     plain = rng.integers(0, 256, (rows, layout.base.row_bytes(n)), dtype=np.uint8)
     if layout.base.name == "Q8_KV":  # its sum is counted again
         plain[:, 4:8] = plain[:, 8:].view(np.int8).sum(axis=1, dtype=np.int32)[:, None].view(np.uint8)
-    np.testing.assert_array_equal(apart(t, interleaved(t, plain)), plain)
+    np.testing.assert_array_equal(deinterleave(t, interleaved(t, plain)), plain)
     tangled = rng.integers(0, 256, (rows, t.row_bytes(n)), dtype=np.uint8)
-    np.testing.assert_array_equal(interleaved(t, apart(t, tangled)), tangled)
+    np.testing.assert_array_equal(interleaved(t, deinterleave(t, tangled)), tangled)
 
 
 @any_exact
@@ -141,7 +141,7 @@ def test_dwords_alternate(t: TensorType) -> None:
 
 def test_pairs_of_bf16_are_enough() -> None:
     t, rows = BY_NAME["BF16_R16"], np.arange(32 * 68, dtype=np.uint8).reshape(32, 68)
-    np.testing.assert_array_equal(apart(t, interleaved(t, rows)), rows)
+    np.testing.assert_array_equal(deinterleave(t, interleaved(t, rows)), rows)
     np.testing.assert_array_equal(
         interleaved(t, rows)[:16].reshape(17, 16, 4), rows[:16].reshape(16, 17, 4).swapaxes(0, 1)
     )
@@ -163,8 +163,8 @@ def test_rows_of_q8_kv_are_interleaved_as_they_are_encoded(n: int) -> None:
     t, x = BY_NAME["Q8_KV_R8"], np.random.default_rng(n).standard_normal((32, n)).astype(np.float32)
     x[9], x[10], x[11] = 0, 1e-45, x[11] * 1e-42
     out, rows = np.zeros((32, t.row_bytes(n)), np.uint8), np.zeros((32, base_of(t).row_bytes(n)), np.uint8)
-    for kind, to in ((t, out), (base_of(t), rows)):
-        encoder(kind, "ik")(x, np.zeros(0, np.float32), to, 8, 24)
+    for kind, buffer in ((t, out), (base_of(t), rows)):
+        encoder(kind, "ik")(x, np.zeros(0, np.float32), buffer, 8, 24)
     assert not out[:8].any()
     assert not out[24:].any()
     np.testing.assert_array_equal(out[8:24], interleaved(t, rows[8:24]))
@@ -179,7 +179,7 @@ def test_what_cannot_be_interleaved_is_refused() -> None:
     with pytest.raises(TypeNotSupported, match="IQ1_M_R4 cannot be taken apart into rows of IQ1_M"):
         layout_of(BY_NAME["IQ1_M_R4"], row_type=BY_NAME["IQ1_M"])
     with pytest.raises(ValueError, match="whole groups of 4"):
-        apart(BY_NAME["Q4_K_R4"], np.zeros((6, 144), np.uint8))
+        deinterleave(BY_NAME["Q4_K_R4"], np.zeros((6, 144), np.uint8))
 
 
 def test_which_types_repack() -> None:
@@ -234,7 +234,7 @@ def ik_library(ik_bin: Path) -> ctypes.CDLL:
 @pytest.mark.parametrize("t", [t for t in INTERLEAVED if has_decoder(t)], ids=str)
 def test_values_are_those_of_the_base_type(t: TensorType) -> None:
     rows = sensible(t, 2 * t.interleave, 768)
-    np.testing.assert_array_equal(dequantize(rows, t, 768), dequantize(apart(t, rows), base_of(t), 768))
+    np.testing.assert_array_equal(dequantize(rows, t, 768), dequantize(deinterleave(t, rows), base_of(t), 768))
     with pytest.raises(FormatError, match="not whole groups"):
         dequantize(rows[:-1], t, 768)
 
@@ -252,7 +252,7 @@ def test_q8_k_is_a_scale_and_levels(name: str) -> None:
 
 def test_iq1_s_r4_is_iq1_s_with_a_scale_per_row() -> None:
     t, s = BY_NAME["IQ1_S_R4"], BY_NAME["IQ1_S"]
-    rows = apart(t, GOLDEN["IQ1_S_R4+imatrix"], s)
+    rows = deinterleave(t, GOLDEN["IQ1_S_R4+imatrix"], s)
     np.testing.assert_array_equal(dequantize(rows, s, 1024), dequantize(GOLDEN["IQ1_S_R4+imatrix"], t, 1024))
     blocks = rows.reshape(48, 4, 50)
     assert (blocks[..., :2] == blocks[:, :1, :2]).all()
@@ -266,11 +266,11 @@ def test_values_are_iks(t: TensorType, ik_bin: Path) -> None:
     decode = getattr(lib, f"dequantize_row_{t.ggml_name}")
     decode.argtypes, decode.restype = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64], None
     n, rows = 768, sensible(t, 3 * t.interleave, 768)
-    theirs = np.empty((len(rows), n), np.float32)
+    expected = np.empty((len(rows), n), np.float32)
     for row in range(0, len(rows), t.interleave):
         group = np.ascontiguousarray(rows[row : row + t.interleave])
-        decode(group.ctypes.data, theirs[row:].ctypes.data, t.interleave * n)
-    np.testing.assert_array_equal(dequantize(rows, t, n), theirs)
+        decode(group.ctypes.data, expected[row:].ctypes.data, t.interleave * n)
+    np.testing.assert_array_equal(dequantize(rows, t, n), expected)
 
 
 @any_exact
@@ -279,9 +279,9 @@ def test_a_scale_that_is_not_finite_is_found(t: TensorType) -> None:
     assert base.scales
     rows = random_rows(base, 2 * t.interleave, n, scale=(0.5, 1))
     assert validate_rows(t, interleaved(t, rows)) == -1
-    of_row, kind, at = base.fields[-1]
+    of_row, kind, offset = base.fields[-1]
     bad = {"f16": [0, 0x7C], "f32": [0, 0, 0x80, 0x7F], "bf16": [0x80, 0x7F], "e8m0": [0xFF]}[kind]
-    start = at if of_row else base.row_header + at
+    start = offset if of_row else base.row_header + offset
     rows[t.interleave + 1, start : start + len(bad)] = bad
     assert validate_rows(t, interleaved(t, rows)) == t.interleave + 1
 
@@ -289,34 +289,34 @@ def test_a_scale_that_is_not_finite_is_found(t: TensorType) -> None:
 # ---------------------------------------------------------------- encoders
 
 #: All that is encoded as in ik, with and without importance; where it is ignored, the file has the bytes once.
-ENCODED = [n for n in GOLDEN if "/" not in n]
+GOLDEN_TYPES = [n for n in GOLDEN if "/" not in n]
 
 
-@pytest.mark.parametrize("name", ENCODED)
+@pytest.mark.parametrize("name", GOLDEN_TYPES)
 def test_encoders_give_iks_bytes(name: str, golden: dict[str, np.ndarray]) -> None:
     """By default. Three values make a row of Q2_K_R4 ternary, tiny products silence importances, and Q8_K overflows."""
     t, _, weighted = name.partition("+")
-    found = encode(golden["x"], t, golden["imatrix"] if weighted else None)
+    actual = encode(golden["x"], t, golden["imatrix"] if weighted else None)
     if t == "IQ1_M_R4":  # the first half of zeros in a group has the shift that the group before ended with
-        differ = found ^ GOLDEN[name]
+        differ = actual ^ GOLDEN[name]
         assert differ[differ != 0].tolist() == [0x88]
-        found ^= differ
-    np.testing.assert_array_equal(found, GOLDEN[name])
+        actual ^= differ
+    np.testing.assert_array_equal(actual, GOLDEN[name])
     if not weighted and f"{name}+imatrix" not in GOLDEN:
         np.testing.assert_array_equal(encode(golden["x"], t, golden["imatrix"]), GOLDEN[name])
 
 
-@pytest.mark.parametrize("by", ["mainline", "ik"])
+@pytest.mark.parametrize("encoder", ["mainline", "ik"])
 @pytest.mark.parametrize("t", [t for t in EXACT if has_encoder(t)], ids=str)
-def test_encoding_is_encoding_the_base_type_and_repacking(t: TensorType, by: str) -> None:
+def test_encoding_is_encoding_the_base_type_and_repacking(t: TensorType, encoder: str) -> None:
     x = np.random.default_rng(1).standard_normal((3 * t.interleave, 512)).astype(np.float32)
-    if t.name == "BF16_R16" and by == "ik":
+    if t.name == "BF16_R16" and encoder == "ik":
         x = (x.view(np.uint32) & 0xFFFF0000).view(np.float32)  # other values it cuts off, and BF16 rounds
     weights = np.random.default_rng(2).chisquare(3, 512).astype(np.float32)
     for w in (None, weights) if t.imatrix != "ignored" else (None,):
         if w is None and "required" in (t.imatrix, base_of(t).imatrix):
             continue
-        np.testing.assert_array_equal(encode(x, t, w, by), interleaved(t, encode(x, base_of(t), w, by)))
+        np.testing.assert_array_equal(encode(x, t, w, encoder), interleaved(t, encode(x, base_of(t), w, encoder)))
 
 
 @pytest.mark.parametrize("t", [t for t in EXACT if has_encoder(t)], ids=str)
@@ -326,10 +326,10 @@ def test_whose_encoder(t: TensorType) -> None:
     assert encoder_for(t, "mainline") == ("mainline" if base_of(t).trees == "both" else "ik")
 
 
-@pytest.mark.parametrize(("by", "value"), [(None, 1.0), ("ik", 1.0), ("mainline", 1.0078125)])
-def test_bf16_r16_cuts_values_off(by: str | None, value: float) -> None:
+@pytest.mark.parametrize(("encoder", "value"), [(None, 1.0), ("ik", 1.0), ("mainline", 1.0078125)])
+def test_bf16_r16_cuts_values_off(encoder: str | None, value: float) -> None:
     x = np.full((16, 2), 1.00585938, np.float32)
-    assert dequantize(encode(x, "BF16_R16", encoder=by), "BF16_R16", 2)[0, 0] == value
+    assert dequantize(encode(x, "BF16_R16", encoder=encoder), "BF16_R16", 2)[0, 0] == value
 
 
 def test_no_encoder_is_said() -> None:
@@ -353,11 +353,11 @@ REPACK, UNREPACK = (QuantizeOptions(no_provenance=True, **{verb: True}) for verb
 
 
 def test_there_and_back_again_is_the_same_file(q4: Path, tmp_path: Path) -> None:
-    there, back = tmp_path / "there.gguf", tmp_path / "back.gguf"
-    quantize(q4, there, "COPY", REPACK)
-    quantize(there, back, "COPY", UNREPACK)
-    assert back.read_bytes() == q4.read_bytes()
-    with open_gguf(there) as file:
+    repacked_path, plain_path = tmp_path / "there.gguf", tmp_path / "back.gguf"
+    quantize(q4, repacked_path, "COPY", REPACK)
+    quantize(repacked_path, plain_path, "COPY", UNREPACK)
+    assert plain_path.read_bytes() == q4.read_bytes()
+    with open_gguf(repacked_path) as file:
         types = {name: t.type.name for name, t in file.tensors.items()}
         assert file.get("general.file_type") == 214
     assert types["token_embd.weight"] == "Q4_K"
@@ -368,13 +368,13 @@ def test_there_and_back_again_is_the_same_file(q4: Path, tmp_path: Path) -> None
 
 @pytest.mark.peer
 def test_a_repacked_file_is_iks(q4: Path, tmp_path: Path, ik_bin: Path) -> None:
-    ours, theirs = tmp_path / "ours.gguf", tmp_path / "theirs.gguf"
+    actual, expected = tmp_path / "ours.gguf", tmp_path / "theirs.gguf"
     for ours_only, options in (((), []), (("attn,_exps",), ["--repack-pattern", "attn,_exps"])):
-        quantize(q4, ours, "COPY", QuantizeOptions(no_provenance=True, repack=True, repack_pattern=ours_only),
+        quantize(q4, actual, "COPY", QuantizeOptions(no_provenance=True, repack=True, repack_pattern=ours_only),
                  overwrite=True)  # fmt: skip
-        subprocess.run([ik_bin / "llama-quantize", "--repack", *options, q4, theirs, "Q4_K_R4"], check=True,
+        subprocess.run([ik_bin / "llama-quantize", "--repack", *options, q4, expected, "Q4_K_R4"], check=True,
                        capture_output=True)  # fmt: skip
-        assert ours.read_bytes() == theirs.read_bytes()
+        assert actual.read_bytes() == expected.read_bytes()
 
 
 _KILLED = """
@@ -396,26 +396,26 @@ quantize(*sys.argv[1:3], "COPY", QuantizeOptions(repack=True), threads=1, observ
 
 
 def test_a_killed_repack_goes_on(q4: Path, tmp_path: Path) -> None:
-    whole, out, options = tmp_path / "whole.gguf", tmp_path / "o.gguf", QuantizeOptions(repack=True)
-    quantize(q4, whole, "COPY", options)
+    full, out, options = tmp_path / "whole.gguf", tmp_path / "o.gguf", QuantizeOptions(repack=True)
+    quantize(q4, full, "COPY", options)
     killed = subprocess.run([sys.executable, "-c", _KILLED, q4, out], check=False)
     assert killed.returncode == -signal.SIGKILL
     assert not out.exists()
     with pytest.raises(ResourceError, match="is of other work"):
         quantize(q4, out, "COPY", QuantizeOptions(repack=True, repack_pattern=("attn",)), resume=True)
     assert quantize(q4, out, "COPY", options, resume=True).run.resumed > 0
-    assert out.read_bytes() == whole.read_bytes()
+    assert out.read_bytes() == full.read_bytes()
 
 
 def test_kept_shards_there_and_back(q4: Path, tmp_path: Path) -> None:
     options = QuantizeOptions(split_max_size=1_000_000, no_provenance=True)
     split = quantize(q4, tmp_path / "split.gguf", "COPY", options).paths
     assert len(split) > 4
-    there = quantize(split[0], tmp_path / "there.gguf", "COPY", replace(REPACK, keep_split=True)).paths
-    back = quantize(there[-1], tmp_path / "back.gguf", "COPY", replace(UNREPACK, keep_split=True)).paths
-    assert [path.read_bytes() for path in back] == [path.read_bytes() for path in split]
+    repacked_paths = quantize(split[0], tmp_path / "there.gguf", "COPY", replace(REPACK, keep_split=True)).paths
+    plain_paths = quantize(repacked_paths[-1], tmp_path / "back.gguf", "COPY", replace(UNREPACK, keep_split=True)).paths
+    assert [path.read_bytes() for path in plain_paths] == [path.read_bytes() for path in split]
     quantize(split[1], tmp_path / "one.gguf", "COPY", REPACK)
-    assert tensor_bytes(there[0]) == tensor_bytes(tmp_path / "one.gguf")
+    assert tensor_bytes(repacked_paths[0]) == tensor_bytes(tmp_path / "one.gguf")
 
 
 @pytest.mark.parametrize(("threads", "piece", "job"), [(1, 1 << 17, 1 << 20), (3, 300, 1000)])
@@ -432,9 +432,9 @@ def test_the_bytes_do_not_depend_on_threads_or_memory(
               for half, sign in (("gate", 1), ("up", -1))]  # fmt: skip
     write_gguf(tmp_path / "x.gguf", fields, halves)
     quantize(tmp_path / "x.gguf", tmp_path / "a.gguf", name, QuantizeOptions(merge_up_gate=True), threads=threads)
-    made = tensor_bytes(tmp_path / "a.gguf")["blk.0.ffn_gate_up_exps.weight"]
+    tensor = tensor_bytes(tmp_path / "a.gguf")["blk.0.ffn_gate_up_exps.weight"]
     both = np.concatenate([x, -x], axis=1).reshape(-1, 256)
-    assert made == (name, encode(both, t).tobytes())
+    assert tensor == (name, encode(both, t).tobytes())
     for stem, options in (("b", UNREPACK), ("c", REPACK), ("d", QuantizeOptions())):
         quantize(tmp_path / f"{chr(ord(stem) - 1)}.gguf", tmp_path / f"{stem}.gguf", "COPY", options, threads=threads)
     assert tensor_bytes(tmp_path / "b.gguf")["blk.0.ffn_gate_up_exps.weight"][0] == base_of(t).name
@@ -489,7 +489,7 @@ def test_layouts_of_arm_come_apart_and_go_together_as_iks(tmp_path: Path) -> Non
         quantize(tmp_path / f"{name}.gguf", tmp_path / f"{name}-apart.gguf", "COPY", UNREPACK)
         quantize(tmp_path / f"{name}-apart.gguf", tmp_path / f"{name}-again.gguf", "COPY", QuantizeOptions(repack=True))
         kinds = [tensor_bytes(tmp_path / f"{name}{end}.gguf") for end in ("", "-apart", "-again")]
-        assert [of["blk.0.attn_q.weight"][0] for of in kinds] == [name, "Q4_0", "Q4_0_R8"]
+        assert [tensors["blk.0.attn_q.weight"][0] for tensors in kinds] == [name, "Q4_0", "Q4_0_R8"]
         assert kinds[1] == tensor_bytes(tmp_path / "plain.gguf")
 
 
@@ -508,7 +508,7 @@ def test_formats_of_their_own_come_apart_where_another_type_has_their_values(tmp
     before, after = (tensor_bytes(tmp_path / f"{name}.gguf") for name in "bc")
     values = [
         dequantize(np.frombuffer(data, np.uint8).reshape(4, -1), kind, 256)
-        for kind, data in (each["blk.0.attn_q.weight"] for each in (before, after))
+        for kind, data in (tensors["blk.0.attn_q.weight"] for tensors in (before, after))
     ]
     np.testing.assert_array_equal(*values)
     plan = plan_quantize(tmp_path / "c.gguf", tmp_path / "d.gguf", "COPY", REPACK)
@@ -517,8 +517,8 @@ def test_formats_of_their_own_come_apart_where_another_type_has_their_values(tmp
 
 def test_compare_measures_interleaved_tensors(q4: Path, tmp_path: Path) -> None:
     quantize(q4, tmp_path / "r.gguf", "COPY", REPACK)
-    found = {t.a.name: t for t in compare(q4, tmp_path / "r.gguf").tensors}
-    error = found["blk.0.ffn_up_exps.weight"].error
+    tensors_by_name = {t.a.name: t for t in compare(q4, tmp_path / "r.gguf").tensors}
+    error = tensors_by_name["blk.0.ffn_up_exps.weight"].error
     assert error is not None
     assert (error.sums.error, error.largest) == (0, 0)
 
@@ -541,8 +541,8 @@ def test_options_that_contradict_are_refused(q4: Path, tmp_path: Path, options: 
 @pytest.mark.parametrize("arguments", [["r.gguf"], ["r.gguf", "Q4_K_R4"], ["r.gguf", "Q4_K_R4", "2"]])
 def test_type_may_be_left_away(q4: Path, tmp_path: Path, arguments: list[str]) -> None:
     out = tmp_path / "r.gguf"
-    ran = CliRunner().invoke(cli, ["quantize", "--repack", str(q4), str(out), *arguments[1:]])
-    assert ran.exit_code == 0, ran.output
+    result = CliRunner().invoke(cli, ["quantize", "--repack", str(q4), str(out), *arguments[1:]])
+    assert result.exit_code == 0, result.output
     assert tensor_bytes(out)["output.weight"][0] == "Q6_K_R4"
 
 
@@ -559,8 +559,8 @@ def test_the_engine_computes_the_same(q4: Path, tmp_path: Path) -> None:
             logits.append(model.forward([1, 5, 9, 100, 7]))
             notes = [note for note in model.notes if "row-interleaved (Q4_K_R4, Q5_K_R4, Q6_K_R4, Q8_0_R8)" in note]
             assert len(notes) == (path != q4)
-    for found in logits[1:]:
-        np.testing.assert_array_equal(found, logits[0])
+    for actual in logits[1:]:
+        np.testing.assert_array_equal(actual, logits[0])
 
 
 @pytest.mark.parametrize("name", ["IQ1_S_R4", "IQ1_M_R4"])

@@ -46,15 +46,15 @@ for name in sys.argv[1:]:
 def run(code: str, cache: Path, *arguments: str) -> None:
     paths = os.pathsep.join([os.getcwd(), str(Path(__file__).parent), str(Path(__file__).parents[1] / "lib")])
     environment = os.environ | {"QUANTKIT_CACHE": str(cache), "PYTHONPATH": paths}
-    done = subprocess.run([sys.executable, "-c", code, *arguments], env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-2000:]
+    process = subprocess.run([sys.executable, "-c", code, *arguments], env=environment, capture_output=True, text=True)
+    assert process.returncode == 0, process.stderr[-2000:]
 
 
 def named_code(data: bytes) -> Iterator[tuple[str, bytes]]:
     """Yield name and code of every function that a little-endian ELF64 file shows to others."""
-    (at,) = struct.unpack_from("<Q", data, 40)
+    (table_offset,) = struct.unpack_from("<Q", data, 40)
     size, count = struct.unpack_from("<HH", data, 58)
-    sections = [struct.unpack_from("<IIQQQQIIQQ", data, at + size * i) for i in range(count)]
+    sections = [struct.unpack_from("<IIQQQQIIQQ", data, table_offset + size * i) for i in range(count)]
     for _, kind, _, _, offset, length, link, *_ in sections:
         if kind != 2:  # SHT_SYMTAB
             continue
@@ -73,14 +73,14 @@ def test_processes_that_compile_in_different_orders_share_no_name_for_different_
     run(LOOK_UP, tmp_path, "Q4_0", "Q4_1", "IQ4_NL", "Q8_0", "BF16")
     objects = [path.read_bytes() for path in tmp_path.rglob("*.nbc")]
     assert len(objects) >= 8
-    seen: dict[str, bytes] = {}
+    code_by_name: dict[str, bytes] = {}
     for data in objects:
         functions = dict(named_code(data[data.index(b"\x7fELF") :]))
         # Names that only wrappers have: all else is the object's own.
         assert functions
         assert all(name.startswith(("cfunc.", "_ZN7cpython")) for name in functions)
         for name, code in functions.items():
-            assert seen.setdefault(name, code) == code, name
+            assert code_by_name.setdefault(name, code) == code, name
 
 
 def scaled(x: float) -> float:
@@ -145,10 +145,10 @@ def test_a_folder_that_others_can_fill_is_not_loaded_from(places: Path, monkeypa
     assert f"{base}/kernels/1 is not used for compiled kernels: others may write" in capfd.readouterr().err
     module._safe_folder.cache_clear()
     private.chmod(0o770)  # and neither is the private one once others could fill it
-    own = cache_folder("kernels", "1")
-    assert own.parent.parent.parent == places / "tmp"
-    assert own.parent.parent.name.startswith("quantkit-")
-    assert own.parent.parent.stat().st_mode & 0o777 == 0o700
+    own_folder = cache_folder("kernels", "1")
+    assert own_folder.parent.parent.parent == places / "tmp"
+    assert own_folder.parent.parent.name.startswith("quantkit-")
+    assert own_folder.parent.parent.stat().st_mode & 0o777 == 0o700
     module._safe_folder.cache_clear()
     base.chmod(0o700)
     assert cache_folder("kernels", "1") == base / "kernels/1"
@@ -195,6 +195,6 @@ def test_threads_that_make_kernels_share_the_folder() -> None:
 
     before = config.CACHE_DIR
     with ThreadPoolExecutor(3) as pool:
-        found = list(pool.map(lambda seconds: to_cache(make, seconds), (0.05, 0.02, 0.01)))
-    assert found == [(str(kernel_folder()),) * 2] * 3
+        results = list(pool.map(lambda seconds: to_cache(make, seconds), (0.05, 0.02, 0.01)))
+    assert results == [(str(kernel_folder()),) * 2] * 3
     assert before == config.CACHE_DIR

@@ -78,8 +78,8 @@ def test_round_trip_error(t: TensorType) -> None:
     limit = crude.get(t.name, 2 ** (1.5 - t.bpw))
     assert error <= limit
     assert error > limit / 6 or t.name == "F32"
-    again = dequantize(quantize(y, t, ones), t, x.shape[1])
-    assert np.sqrt(((again - y) ** 2).mean()) <= error + 1e-12, "what was encoded once encodes with more error"
+    rerun = dequantize(quantize(y, t, ones), t, x.shape[1])
+    assert np.sqrt(((rerun - y) ** 2).mean()) <= error + 1e-12, "what was encoded once encodes with more error"
 
 
 def test_leading_axes_are_rows_and_names_are_types() -> None:

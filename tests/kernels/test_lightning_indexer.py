@@ -68,17 +68,17 @@ def test_positions(name: str) -> None:
     for positions in ([1400], np.arange(45), [6, 1499, 19, 20, 700, 512, 511]):
         q, weights, _ = case.draw(len(positions), len(positions))
         sequences = np.arange(len(q)) % 2
-        got = run(case, keys, q, weights, positions, sequences)
-        np.testing.assert_array_equal(got, expected(case, keys, q, weights, positions, sequences))
+        actual = run(case, keys, q, weights, positions, sequences)
+        np.testing.assert_array_equal(actual, expected(case, keys, q, weights, positions, sequences))
 
 
 @pytest.mark.parametrize("kind", ["f16", "q8_0"])
 def test_cache_types(kind: str) -> None:
     case = replace(CASES["plain"], kind=kind)
     q, weights, keys = case.draw(N_CTX, 2)
-    at = np.array([10, 99, 1300])
-    got = run(case, keys, q[at], weights[at], at)
-    np.testing.assert_array_equal(got, expected(case, keys, q[at], weights[at], at, 0))
+    picks = np.array([10, 99, 1300])
+    actual = run(case, keys, q[picks], weights[picks], picks)
+    np.testing.assert_array_equal(actual, expected(case, keys, q[picks], weights[picks], picks, 0))
 
 
 def test_every_thread_count_gives_the_same_bits() -> None:
@@ -89,10 +89,10 @@ def test_every_thread_count_gives_the_same_bits() -> None:
     weights = rng.normal(0, 1, (70, case.n_head)).astype(np.float32)
     keys[[5, 900]], weights[3, 2] = np.nan, np.nan
     positions = rng.permutation(N_CTX)[:70]
-    found = [run(case, keys, q, weights, positions, threads=threads) for threads in (1, 2, 5)]
-    np.testing.assert_array_equal(found[0], found[1])
-    np.testing.assert_array_equal(found[0], found[2])
-    for row, position in zip(found[0], positions, strict=True):
-        chosen = row[row >= 0]
-        assert len(chosen) == min(position + 1, case.n_selected)
-        assert (np.diff(chosen) > 0).all()
+    outputs = [run(case, keys, q, weights, positions, threads=threads) for threads in (1, 2, 5)]
+    np.testing.assert_array_equal(outputs[0], outputs[1])
+    np.testing.assert_array_equal(outputs[0], outputs[2])
+    for row, position in zip(outputs[0], positions, strict=True):
+        positions_of_row = row[row >= 0]
+        assert len(positions_of_row) == min(position + 1, case.n_selected)
+        assert (np.diff(positions_of_row) > 0).all()

@@ -72,13 +72,17 @@ def hybrid(
         fields |= {"expert_shared_feed_forward_length": 40, "feed_forward_length": 32}
     shapes = tiny_models.ends()
     for layer, is_mamba in enumerate(recurrent):
-        at = f"blk.{layer}."
-        shapes |= {f"{at}attn_norm.weight": (tiny_models.N_EMBD,), f"{at}ffn_norm.weight": (tiny_models.N_EMBD,)}
-        shapes |= mamba(at, groups, ssm_heads, d_state, taps) if is_mamba else attention(at, biases)
+        prefix = f"blk.{layer}."
+        shapes |= {
+            f"{prefix}attn_norm.weight": (tiny_models.N_EMBD,),
+            f"{prefix}ffn_norm.weight": (tiny_models.N_EMBD,),
+        }
+        shapes |= mamba(prefix, groups, ssm_heads, d_state, taps) if is_mamba else attention(prefix, biases)
         shapes |= tiny_models.experts(layer, n_expert, 32, 40) if n_expert else tiny_models.dense(layer)
         if biases:
             shapes |= {
-                f"{at}ffn_{of}.bias": (tiny_models.N_EMBD if of == "down" else 48,) for of in ("gate", "up", "down")
+                f"{prefix}ffn_{part}.bias": (tiny_models.N_EMBD if part == "down" else 48,)
+                for part in ("gate", "up", "down")
             }
     if not shared:
         shapes = {name: shape for name, shape in shapes.items() if "_shexp" not in name}
@@ -88,21 +92,29 @@ def hybrid(
     return tiny_models.write(path, "granitehybrid", fields | (changes or {}), shapes | (extra_shapes or {}), seed)
 
 
-def mamba(at: str, groups: int, heads: int, d_state: int, taps: int) -> tiny_models.Shapes:
+def mamba(prefix: str, groups: int, heads: int, d_state: int, taps: int) -> tiny_models.Shapes:
     e, mixed = tiny_models.N_EMBD, WIDTH + 2 * groups * d_state
     return {
-        **{f"{at}ssm_in.weight": (e, WIDTH + mixed + heads), f"{at}ssm_out.weight": (WIDTH, e)},
-        **{f"{at}ssm_conv1d.weight": (taps, mixed), f"{at}ssm_conv1d.bias": (mixed,), f"{at}ssm_dt.bias": (heads,)},
-        **{f"{at}ssm_a": (1, heads), f"{at}ssm_d": (1, heads), f"{at}ssm_norm.weight": (WIDTH // groups, groups)},
+        **{f"{prefix}ssm_in.weight": (e, WIDTH + mixed + heads), f"{prefix}ssm_out.weight": (WIDTH, e)},
+        **{
+            f"{prefix}ssm_conv1d.weight": (taps, mixed),
+            f"{prefix}ssm_conv1d.bias": (mixed,),
+            f"{prefix}ssm_dt.bias": (heads,),
+        },
+        **{
+            f"{prefix}ssm_a": (1, heads),
+            f"{prefix}ssm_d": (1, heads),
+            f"{prefix}ssm_norm.weight": (WIDTH // groups, groups),
+        },
     }
 
 
-def attention(at: str, biases: bool) -> tiny_models.Shapes:
+def attention(prefix: str, biases: bool) -> tiny_models.Shapes:
     e, q, kv = tiny_models.N_EMBD, HEADS * HEAD, KV_HEADS * HEAD
-    shapes: tiny_models.Shapes = {f"{at}attn_output.weight": (q, e), f"{at}attn_q.weight": (e, q)}
-    shapes |= {f"{at}attn_k.weight": (e, kv), f"{at}attn_v.weight": (e, kv)}
+    shapes: tiny_models.Shapes = {f"{prefix}attn_output.weight": (q, e), f"{prefix}attn_q.weight": (e, q)}
+    shapes |= {f"{prefix}attn_k.weight": (e, kv), f"{prefix}attn_v.weight": (e, kv)}
     if biases:
-        shapes |= {f"{at}attn_{of}.bias": (n,) for of, n in (("q", q), ("k", kv), ("v", kv), ("output", e))}
+        shapes |= {f"{prefix}attn_{part}.bias": (n,) for part, n in (("q", q), ("k", kv), ("v", kv), ("output", e))}
     return shapes
 
 
@@ -123,10 +135,10 @@ def test_batches_and_sequences_do_not_matter(variant: str, tmp_path: Path) -> No
         tiny_models.ids(24),
         tiny_models.ids(24, 2),
     )
-    whole = tiny_models.logits(path, first)
-    assert nmse(tiny_models.logits(path, first, (5, 1, 2, 16)), whole) < 1e-11
+    expected = tiny_models.logits(path, first)
+    assert nmse(tiny_models.logits(path, first, (5, 1, 2, 16)), expected) < 1e-11
     a, b = tiny_models.logits_of_two(path, first, second)
-    assert nmse(a, whole) < 1e-11
+    assert nmse(a, expected) < 1e-11
     assert nmse(b, tiny_models.logits(path, second)) < 1e-11
 
 
@@ -143,7 +155,7 @@ def test_on_the_cpu_batches_and_sequences_do_not_matter(tmp_path: Path) -> None:
     """Prompts, single tokens, two sequences by turns, and one that begins anew."""
     path, first, second = hybrid(tmp_path / "model.gguf"), tiny_models.ids(24), tiny_models.ids(24, 2)
     with load(path, kv_type="f32", threads=2) as model:
-        wanted, session = [model.forward(tokens) for tokens in (first, second)], model.session(64, n_seq=2)
+        expected, session = [model.forward(tokens) for tokens in (first, second)], model.session(64, n_seq=2)
         for _ in range(2):
             actual: list[list[Any]] = [[], []]
             for begin, end in ((0, 5), (5, 6), (6, 7), (7, 24)):
@@ -152,7 +164,7 @@ def test_on_the_cpu_batches_and_sequences_do_not_matter(tmp_path: Path) -> None:
                 assert logits is not None
                 actual[0].append(logits[0::2])
                 actual[1].append(logits[1::2])
-            for rows, logits in zip(actual, wanted, strict=True):
+            for rows, logits in zip(actual, expected, strict=True):
                 assert nmse(np.concatenate(rows), logits) < 1e-11
             session.clear()
 
@@ -268,10 +280,10 @@ def test_other_shapes_are_refused_or_harmless(change: str, tmp_path: Path) -> No
         shapes = {t.name: t.shape for t in source.tensors.values() if t.name.startswith("blk.1.ssm")}
     assert len(shapes) == 8
     for name, shape in shapes.items():
-        other = CHANGES[change](shape)
-        if other == shape or min(other) < 1:
+        changed_shape = CHANGES[change](shape)
+        if changed_shape == shape or min(changed_shape) < 1:
             continue
-        changed(path, tmp_path / "x.gguf", name, other)
+        changed(path, tmp_path / "x.gguf", name, changed_shape)
         try:
             with load(tmp_path / "x.gguf", kv_type="f32") as model:
                 model.forward([1, 2, 3])

@@ -63,13 +63,13 @@ def multiply(t, data, n_out, rows, threads=1, bias=None, scale=None, pad=3, at_o
     batch = Batch(team, MOST)
     batch.set(np.zeros(count, np.int32))
     out = np.full((count, n_out + pad), -7, np.float32)
-    each = -(-scratch_bytes(t, n_in) // 64) * 64
-    scratch = aligned(threads * each)
+    scratch_size = -(-scratch_bytes(t, n_in) // 64) * 64
+    scratch = aligned(threads * scratch_size)
     block = mul_mat.block(
         batch=batch.address, x=address_of(rows.bytes), x_stride=rows.stride, w=address_of(data),
         row_bytes=data.strides[0], products=products_of(t), n_in=n_in, n_out=n_out, out=address_of(out),
         out_stride=out.strides[0], rows_of=0, per=1, bias=0 if bias is None else address_of(bias),
-        scale=0 if scale is None else address_of(scale), scratch=address_of(scratch), scratch_bytes=each,
+        scale=0 if scale is None else address_of(scale), scratch=address_of(scratch), scratch_bytes=scratch_size,
         at_once=at_once,
     )  # fmt: skip
     Tape(team, batch, [(mul_mat, block)]).run()
@@ -87,11 +87,11 @@ def shapes(t):
 def test_products(name):
     t, rng = BY_NAME[name], np.random.default_rng(1)
     for n_out, n_in in shapes(t):
-        every = (n_out, n_in) == shapes(t)[-1]
+        all_forms = (n_out, n_in) == shapes(t)[-1]
         data = weights(t, n_out, n_in)
         x = (rng.standard_normal((64, n_in)) * np.exp(rng.standard_normal(n_in))).astype(np.float32)
         want, magnitudes = expected(t, data, Rows(t, x))
-        for count in (1, 2, 3, 4, 5, 7, 8, 13, 33, 61, 64) if every else (1, 3, 5, 61):
+        for count in (1, 2, 3, 4, 5, 7, 8, 13, 33, 61, 64) if all_forms else (1, 3, 5, 61):
             out = multiply(t, data, n_out, Rows(t, x[:count]))
             worst = np.max(np.abs(out - want[:count]) / magnitudes[:count])
             assert worst < 5e-7, f"{n_out} x {n_in}, {count} rows: {worst}"
@@ -115,9 +115,9 @@ def test_what_the_cache_holds_changes_no_bit(name):
     """Panels are unpacked again for the next rows: two blocks and three rows, in one, two and three parts."""
     t = BY_NAME[name]
     data, rows = weights(t, 70, 512), Rows(t, np.random.default_rng(7).standard_normal((MOST, 512)).astype(np.float32))
-    together = multiply(t, data, 70, rows, at_once=3 * BLOCK)
+    batched = multiply(t, data, 70, rows, at_once=3 * BLOCK)
     for at_once in (BLOCK, 2 * BLOCK):
-        assert np.array_equal(multiply(t, data, 70, rows, threads=2, at_once=at_once), together)
+        assert np.array_equal(multiply(t, data, 70, rows, threads=2, at_once=at_once), batched)
 
 
 def test_rows_in_the_cache(monkeypatch):
@@ -133,10 +133,10 @@ def test_a_product_hardly_depends_on_its_company(name):
     t = BY_NAME[name]
     data = weights(t, 64, 2048)
     x = np.random.default_rng(3).standard_normal((64, 2048)).astype(np.float32)
-    many = multiply(t, data, 64, Rows(t, x))
+    full = multiply(t, data, 64, Rows(t, x))
     for count in (1, 4):
-        few = multiply(t, data, 64, Rows(t, x[:count]))
-        assert np.mean((few - many[:count]) ** 2) < 1e-12 * np.mean(many**2)
+        partial = multiply(t, data, 64, Rows(t, x[:count]))
+        assert np.mean((partial - full[:count]) ** 2) < 1e-12 * np.mean(full**2)
 
 
 @pytest.mark.parametrize("count", [1, 9])
@@ -185,18 +185,18 @@ def test_up_gate(kind, count, up_name, gate_name):
     team, out = TEAMS[threads], np.zeros((count, n_out), np.float32)
     batch = Batch(team, MOST)
     batch.set(np.zeros(count, np.int32))
-    each = up_gate_scratch_bytes(up_type, gate_type, n_in)
-    scratch = aligned(threads * each)
+    scratch_size = up_gate_scratch_bytes(up_type, gate_type, n_in)
+    scratch = aligned(threads * scratch_size)
     op = up_gate(a)
     block = op.block(
         batch=batch.address, **slots, n_in=n_in, n_out=n_out, out=address_of(out), out_stride=out.strides[0],
-        rows_of=0, per=1, scratch=address_of(scratch), scratch_bytes=each, at_once=BLOCK, **limits(a),
+        rows_of=0, per=1, scratch=address_of(scratch), scratch_bytes=scratch_size, at_once=BLOCK, **limits(a),
     )  # fmt: skip
     Tape(team, batch, [(op, block)]).run()
     g, u = np.minimum(plain["gate"], 40), np.clip(plain["up"], -30, 30)
-    alpha, plus = (1.702, 1) if kind == "swiglu_oai" else (1, 0)
+    alpha, offset = (1.702, 1) if kind == "swiglu_oai" else (1, 0)
     with np.errstate(over="ignore"):  # e^-x is infinite where the activation is 0
-        gated = g / (1 + np.exp(-alpha * g)) * (u + plus)
+        gated = g / (1 + np.exp(-alpha * g)) * (u + offset)
     assert np.allclose(out, gated, rtol=2e-5, atol=1e-5)
 
 
@@ -216,19 +216,21 @@ def test_quantized_activations_are_ggmls(kind, name, size, field, n, llama_bin):
     # Levels of denormals whose scale is 0 do not matter; sums under an infinite one are no numbers.
     x = awkward_rows(n) if kind == "q8_k" else np.delete(awkward_rows(n), [3, 8], 0)
     rows = Rows(t, x)
-    ours, scales = rows.part(0, 256, np.int8), rows.part(SCALES, 16, np.float32)
+    actual, scales = rows.part(0, 256, np.int8), rows.part(SCALES, 16, np.float32)
     for i, row in enumerate(x):
-        theirs = np.zeros((n // block, size), np.uint8)
-        getattr(library, name)(ctypes.c_void_p(address_of(row)), ctypes.c_void_p(address_of(theirs)), ctypes.c_int64(n))
-        levels = theirs[:, field : field + block].view(np.int8).reshape(-1)
-        assert np.array_equal(ours[i, :n], levels)
-        assert not ours[i, n:].any()
-        d = theirs[:, :2].copy().view("<f2") if block == 32 else theirs[:, :4].copy().view("<f4")
+        expected = np.zeros((n // block, size), np.uint8)
+        getattr(library, name)(
+            ctypes.c_void_p(address_of(row)), ctypes.c_void_p(address_of(expected)), ctypes.c_int64(n)
+        )
+        levels = expected[:, field : field + block].view(np.int8).reshape(-1)
+        assert np.array_equal(actual[i, :n], levels)
+        assert not actual[i, n:].any()
+        d = expected[:, :2].copy().view("<f2") if block == 32 else expected[:, :4].copy().view("<f4")
         d = np.repeat(d.reshape(-1).astype(np.float32), block // 16)
         assert np.array_equal(scales[i, : n // 16], d)
         totals = levels.reshape(-1, 16).sum(1, dtype=np.int64)
         if kind == "q8_1":
-            s = theirs[:, 2:4].copy().view("<f2").reshape(-1).astype(np.float32)
+            s = expected[:, 2:4].copy().view("<f2").reshape(-1).astype(np.float32)
             assert np.array_equal(rows.part(SUMS, 16, np.float32)[i, : n // 16 : 2], s)
         else:
             assert np.array_equal(rows.part(SUMS, 16, np.float32)[i, : n // 16], d * totals.astype(np.float32))

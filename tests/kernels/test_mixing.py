@@ -31,12 +31,12 @@ def on_cpu(operation: Any, width: int, rows: int, n_threads: int, slots: dict[st
 
 
 def on_device(memory: Memory, launch: Any, width: int, rows: int, slots: dict[str, Any]) -> Any:
-    to = memory.room((rows + 1, width))
-    at = {k: memory.put(v) if isinstance(v, np.ndarray) else v for k, v in slots.items()}
-    memory.run(launch, out=to, width=width, rows=rows, **at)
-    got = memory.get(to, (rows + 1, width))
-    assert np.isnan(got[-1]).all(), "a row behind the value was written"
-    return got[:-1]
+    out = memory.room((rows + 1, width))
+    addresses = {k: memory.put(v) if isinstance(v, np.ndarray) else v for k, v in slots.items()}
+    memory.run(launch, out=out, width=width, rows=rows, **addresses)
+    actual = memory.get(out, (rows + 1, width))
+    assert np.isnan(actual[-1]).all(), "a row behind the value was written"
+    return actual[:-1]
 
 
 def exceed(rows: int, width: int) -> tuple[dict[str, Any], Any]:
@@ -53,40 +53,40 @@ def to_length(rows: int, group: int, n: int) -> tuple[dict[str, Any], Any]:
 
 
 def mix(rows: int, group: int, n: int, m: int) -> tuple[dict[str, Any], Any]:
-    given = {
+    arrays = {
         "x": values(rows, n * group),
         "weights": values(rows, n * m, seed=2),
         "base": values(rows, m * group, seed=3),
     }
-    named = {name: Value(name, array.shape[1]) for name, array in given.items()}
-    op = Mix(out=Value("out", m * group), n=n, offset=0.75, **named)
-    want = meaning(op, {named[name]: array for name, array in given.items()}, rows=rows)
-    return given | {"group": group, "n": n, "offset": 0.75}, want
+    values_by_name = {name: Value(name, array.shape[1]) for name, array in arrays.items()}
+    op = Mix(out=Value("out", m * group), n=n, offset=0.75, **values_by_name)
+    want = meaning(op, {values_by_name[name]: array for name, array in arrays.items()}, rows=rows)
+    return arrays | {"group": group, "n": n, "offset": 0.75}, want
 
 
-def lerp(rows: int, group: int, n: int, of: str = "by weights") -> tuple[dict[str, Any], Any]:
+def lerp(rows: int, group: int, n: int, form: str = "by weights") -> tuple[dict[str, Any], Any]:
     """of: what says how far."""
-    given: dict[str, Any] = {"x": values(rows, group), "to": values(rows, group, seed=2), "n": group}
-    by, weights = values(n * group, seed=3), values(rows, n * group, seed=4)
-    x, to, w = Value("x", group), Value("to", group), Value("w", n * group)
-    m = matrix(by)
-    has = {"by": m if "by" in of else None, "weights": w if "weights" in of else None}
-    op = Lerp(out=Value("out", n * group), x=x, target=to, vector=has["by"], weights=has["weights"])  # type: ignore[arg-type]
-    arrays = {x: given["x"], to: given["to"], w: weights}
-    given |= {"by": by if "by" in of else 0, "weights": weights if "weights" in of else 0}
-    return given, meaning(op, arrays, rows=rows, weights={m: by})
+    inputs: dict[str, Any] = {"x": values(rows, group), "to": values(rows, group, seed=2), "n": group}
+    weights_of_x, weights = values(n * group, seed=3), values(rows, n * group, seed=4)
+    x, value_to, w = Value("x", group), Value("to", group), Value("w", n * group)
+    m = matrix(weights_of_x)
+    has = {"by": m if "by" in form else None, "weights": w if "weights" in form else None}
+    op = Lerp(out=Value("out", n * group), x=x, target=value_to, vector=has["by"], weights=has["weights"])  # type: ignore[arg-type]
+    arrays = {x: inputs["x"], value_to: inputs["to"], w: weights}
+    inputs |= {"by": weights_of_x if "by" in form else 0, "weights": weights if "weights" in form else 0}
+    return inputs, meaning(op, arrays, rows=rows, weights={m: weights_of_x})
 
 
 def bonus(rows: int, head: int, n: int) -> tuple[dict[str, Any], Any]:
-    given = {name: values(rows, n * head, seed=i) for i, name in enumerate("xrkv")}
-    named, vector = {name: Value(name, n * head) for name in given}, values(n * head, seed=5)
-    op = Bonus(out=Value("out", n * head), vector=matrix(vector), head=head, **named)
-    want = meaning(op, {named[name]: x for name, x in given.items()}, rows=rows, weights={op.vector: vector})
-    return {**given, "vector": vector, "head": head}, want
+    arrays = {name: values(rows, n * head, seed=i) for i, name in enumerate("xrkv")}
+    values_by_name, vector = {name: Value(name, n * head) for name in arrays}, values(n * head, seed=5)
+    op = Bonus(out=Value("out", n * head), vector=matrix(vector), head=head, **values_by_name)
+    want = meaning(op, {values_by_name[name]: x for name, x in arrays.items()}, rows=rows, weights={op.vector: vector})
+    return {**arrays, "vector": vector, "head": head}, want
 
 
-def close(got: Any, want: Any) -> None:
-    np.testing.assert_allclose(got, want, rtol=2e-6, atol=4e-6)
+def close(actual: Any, want: Any) -> None:
+    np.testing.assert_allclose(actual, want, rtol=2e-6, atol=4e-6)
 
 
 @threads
@@ -116,10 +116,10 @@ def test_mix(group: int, n: int, m: int, threads: int) -> None:
 
 
 @threads
-@pytest.mark.parametrize("of", ["by", "weights", "by weights"])
+@pytest.mark.parametrize("form", ["by", "weights", "by weights"])
 @pytest.mark.parametrize("group", GROUPS)
-def test_lerp(group: int, of: str, threads: int) -> None:
-    slots, want = lerp(3, group, 5, of)
+def test_lerp(group: int, form: str, threads: int) -> None:
+    slots, want = lerp(3, group, 5, form)
     close(on_cpu(cpu.lerp, 5 * group, 3, threads, slots), want)
 
 
@@ -141,9 +141,9 @@ def test_on_the_device(memory: Memory, group: int) -> None:
         for n, m in ((4, 4), (1, 4), (3, 2)):
             slots, want = mix(rows, group, n, m)
             close(on_device(memory, cuda.mix(m * group, rows), m * group, rows, slots), want)
-        for of in ("by", "weights", "by weights"):
-            slots, want = lerp(rows, group, 5, of)
+        for form in ("by", "weights", "by weights"):
+            slots, want = lerp(rows, group, 5, form)
             close(on_device(memory, cuda.lerp(5 * group, rows), 5 * group, rows, slots), want)
         slots, want = bonus(rows, group, 3)
-        got = on_device(memory, cuda.bonus(3 * rows), 3 * group, rows, slots)
-        np.testing.assert_allclose(got, want, rtol=2e-5, atol=2e-4 * group**0.5)
+        actual = on_device(memory, cuda.bonus(3 * rows), 3 * group, rows, slots)
+        np.testing.assert_allclose(actual, want, rtol=2e-5, atol=2e-4 * group**0.5)

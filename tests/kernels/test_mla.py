@@ -56,7 +56,7 @@ def deepseek2(
     probs_b: bool = True,
     seed: int = 1,
     extra_shapes: tiny_models.Shapes | None = None,
-    own: dict[str, Any] | None = None,
+    extra_fields: dict[str, Any] | None = None,
 ) -> Path:
     """Write two layers, the first dense."""
     fields = {
@@ -73,26 +73,29 @@ def deepseek2(
         shapes |= tiny_models.dense(layer) if layer == 0 else tiny_models.experts(layer, fields["expert_count"], 32, 32)
     if probs_b:
         shapes["blk.1.exp_probs_b.bias"] = (fields["expert_count"],)
-    return tiny_models.write(path, arch, fields, shapes | (extra_shapes or {}), seed, own)
+    return tiny_models.write(path, arch, fields, shapes | (extra_shapes or {}), seed, extra_fields)
 
 
 def attention(layer: int, absorbed: bool, q_a: bool) -> tiny_models.Shapes:
-    e, at = tiny_models.N_EMBD, f"blk.{layer}."
+    e, prefix = tiny_models.N_EMBD, f"blk.{layer}."
     shapes: tiny_models.Shapes = {
-        f"{at}attn_norm.weight": (e,),
-        f"{at}ffn_norm.weight": (e,),
-        f"{at}attn_kv_a_norm.weight": (RANK,),
-        f"{at}attn_kv_a_mqa.weight": (e, RANK + ROT),
-        f"{at}attn_output.weight": (HEADS * V, e),
+        f"{prefix}attn_norm.weight": (e,),
+        f"{prefix}ffn_norm.weight": (e,),
+        f"{prefix}attn_kv_a_norm.weight": (RANK,),
+        f"{prefix}attn_kv_a_mqa.weight": (e, RANK + ROT),
+        f"{prefix}attn_output.weight": (HEADS * V, e),
     }
     if q_a:
-        shapes |= {f"{at}attn_q_a.weight": (e, Q_RANK), f"{at}attn_q_a_norm.weight": (Q_RANK,)}
-        shapes |= {f"{at}attn_q_b.weight": (Q_RANK, HEADS * K)}
+        shapes |= {f"{prefix}attn_q_a.weight": (e, Q_RANK), f"{prefix}attn_q_a_norm.weight": (Q_RANK,)}
+        shapes |= {f"{prefix}attn_q_b.weight": (Q_RANK, HEADS * K)}
     else:
-        shapes |= {f"{at}attn_q.weight": (e, HEADS * K)}
+        shapes |= {f"{prefix}attn_q.weight": (e, HEADS * K)}
     if absorbed:
-        return shapes | {f"{at}attn_k_b.weight": (K - ROT, RANK, HEADS), f"{at}attn_v_b.weight": (RANK, V, HEADS)}
-    return shapes | {f"{at}attn_kv_b.weight": (RANK, HEADS * (K - ROT + V))}
+        return shapes | {
+            f"{prefix}attn_k_b.weight": (K - ROT, RANK, HEADS),
+            f"{prefix}attn_v_b.weight": (RANK, V, HEADS),
+        }
+    return shapes | {f"{prefix}attn_kv_b.weight": (RANK, HEADS * (K - ROT + V))}
 
 
 def plain(path: Path, arch: str, changes: dict[str, Any] | None = None, seed: int = 1) -> Path:
@@ -185,14 +188,14 @@ def test_old_files_of_glm_4_7_lite_route_by_sigmoid(layers: int, tokens: int, ga
 
 def both_forms(folder: Path) -> tuple[Path, Path]:
     """Write one model, expanded and absorbed."""
-    rng, own, other = np.random.default_rng(4), {}, {}
+    rng, absorbed, plain = np.random.default_rng(4), {}, {}
     for layer in range(2):
         k_b = rng.standard_normal((HEADS, K - ROT, RANK)).astype(np.float32) / 6
         v_b = rng.standard_normal((HEADS, V, RANK)).astype(np.float32) / 6
-        own[f"blk.{layer}.attn_kv_b.weight"] = np.concatenate([k_b, v_b], 1).reshape(-1, RANK)
-        other |= {f"blk.{layer}.attn_k_b.weight": k_b.transpose(0, 2, 1), f"blk.{layer}.attn_v_b.weight": v_b}
-    expanded = deepseek2(folder / "expanded.gguf", YARN, absorbed=False, own=own)
-    return expanded, deepseek2(folder / "absorbed.gguf", YARN, own=other)
+        absorbed[f"blk.{layer}.attn_kv_b.weight"] = np.concatenate([k_b, v_b], 1).reshape(-1, RANK)
+        plain |= {f"blk.{layer}.attn_k_b.weight": k_b.transpose(0, 2, 1), f"blk.{layer}.attn_v_b.weight": v_b}
+    expanded = deepseek2(folder / "expanded.gguf", YARN, absorbed=False, extra_fields=absorbed)
+    return expanded, deepseek2(folder / "absorbed.gguf", YARN, extra_fields=plain)
 
 
 def test_absorbed_and_expanded_forms_give_the_same_logits(tmp_path: Path) -> None:
@@ -207,10 +210,10 @@ def test_batches_and_sequences_do_not_matter(absorbed: bool, tmp_path: Path) -> 
         tiny_models.ids(24),
         tiny_models.ids(24, 2),
     )
-    whole = tiny_models.logits(path, first)
-    assert nmse(tiny_models.logits(path, first, (5, 1, 18)), whole) < 1e-11
+    expected = tiny_models.logits(path, first)
+    assert nmse(tiny_models.logits(path, first, (5, 1, 18)), expected) < 1e-11
     a, b = tiny_models.logits_of_two(path, first, second)
-    assert nmse(a, whole) < 1e-11
+    assert nmse(a, expected) < 1e-11
     assert nmse(b, tiny_models.logits(path, second)) < 1e-11
 
 

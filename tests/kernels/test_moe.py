@@ -42,7 +42,7 @@ class Experts:
     data: U8
 
     @classmethod
-    def of(cls, name: str, n_expert: int, n_out: int, n_in: int, seed: int = 1) -> Experts:
+    def random(cls, name: str, n_expert: int, n_out: int, n_in: int, seed: int = 1) -> Experts:
         t = BY_NAME[name]
         if not has_encoder(t):
             rng = np.random.default_rng(seed)
@@ -108,12 +108,12 @@ class Layer:
         )  # fmt: skip
 
     def up_gate(self, up: Experts, gate: Experts, a: Activation = SILU, **slots: int) -> F32:
-        rest = dict.fromkeys(
+        unused_slots = dict.fromkeys(
             ("up_bias", "gate_bias", "up_bias_stride", "gate_bias_stride", "up_scale", "gate_scale"), 0
         )
         return self.run(
             up_gate_id(a), up.n_out, row_bytes=up.data.strides[1], **up.slots("up"), **gate.slots("gate"),
-            **{**rest, **slots}, **limits(a),
+            **{**unused_slots, **slots}, **limits(a),
         )  # fmt: skip
 
     def expected(self, w: Experts) -> npt.NDArray[np.float64]:
@@ -125,24 +125,24 @@ def inputs(rows: int, n: int, seed: int = 9) -> F32:
     return np.random.default_rng(seed).standard_normal((rows, n)).astype(np.float32)
 
 
-def assert_close(got: F32, want: npt.NDArray[np.float64]) -> None:
+def assert_close(actual: F32, want: npt.NDArray[np.float64]) -> None:
     scale = np.sqrt(np.mean(want**2))
-    np.testing.assert_allclose(got, want, rtol=0, atol=1.6e-5 * scale)
+    np.testing.assert_allclose(actual, want, rtol=0, atol=1.6e-5 * scale)
 
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_every_type_both_paths(name: str) -> None:
     n_in = 512 if BY_NAME[name].block == 256 else 384
-    w = Experts.of(name, 3, 40, n_in)
+    w = Experts.random(name, 3, 40, n_in)
     ids = routed(13, 2, 3)
     ids[:10, 0], ids[:10, 1] = 0, 2  # many for experts 0 and 2, few for 1
     ids[10:] = [[1, 0], [1, 2], [2, 1]]
     layer = Layer(w.type, inputs(13, n_in), ids, 3)
     counts = np.bincount(ids.reshape(-1))
     assert counts[0] >= MIN_PANEL > counts[1] > 0
-    got = layer.mul_mat(w)
-    assert_close(got, layer.expected(w))
-    gate = Experts.of(name, 3, 40, n_in, seed=2)
+    actual = layer.mul_mat(w)
+    assert_close(actual, layer.expected(w))
+    gate = Experts.random(name, 3, 40, n_in, seed=2)
     fused = layer.up_gate(w, gate)
     assert_close(fused, silu(layer.expected(gate)) * layer.expected(w))
 
@@ -155,25 +155,25 @@ def silu(x: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
 @pytest.mark.parametrize("threads", [1, 3])
 @pytest.mark.parametrize("tokens", [1, 2, 7, 8, 33, 200])
 def test_numbers_of_tokens(tokens: int, threads: int) -> None:
-    w = Experts.of("Q4_K", 16, 72, 512)
+    w = Experts.random("Q4_K", 16, 72, 512)
     ids, x = routed(tokens, 4, 16), inputs(tokens, 512)
     layer = Layer(w.type, x, ids, 16)
-    got = layer.mul_mat(w)
-    assert_close(got, layer.expected(w))
-    again = Layer(w.type, x, ids, 16, threads).mul_mat(w, twice=True)
-    assert again.tobytes() == got.tobytes()
+    actual = layer.mul_mat(w)
+    assert_close(actual, layer.expected(w))
+    rerun = Layer(w.type, x, ids, 16, threads).mul_mat(w, twice=True)
+    assert rerun.tobytes() == actual.tobytes()
 
 
 @pytest.mark.parametrize("tokens", [1, 5, 40])
 def test_one_row_of_x_a_pair(tokens: int) -> None:
-    w = Experts.of("Q6_K", 8, 33, 256)
+    w = Experts.random("Q6_K", 8, 33, 256)
     layer = Layer(w.type, inputs(tokens * 3, 256), routed(tokens, 3, 8), 8)
     assert_close(layer.mul_mat(w), layer.expected(w))
 
 
 @pytest.mark.parametrize("name", ["Q4_K", "IQ4_NL"])
 def test_skewed_routing(name: str) -> None:
-    w = Experts.of(name, 64, 48, 256)
+    w = Experts.random(name, 64, 48, 256)
     for ids in (np.full((130, 1), 63), np.full((3, 1), 0), np.array([[5, 60]] * 70)):
         layer = Layer(w.type, inputs(len(ids), 256), ids.astype(np.int32), 64, 3)
         assert_close(layer.mul_mat(w), layer.expected(w))
@@ -182,7 +182,7 @@ def test_skewed_routing(name: str) -> None:
 @pytest.mark.parametrize("tokens", [1, 6, 50])
 @pytest.mark.parametrize("name", ["Q4_K", "Q8_0", "IQ4_XS"])
 def test_merged_halves_equal_separate_ones_to_the_bit(name: str, tokens: int) -> None:
-    gate, up = Experts.of(name, 6, 56, 512, seed=1), Experts.of(name, 6, 56, 512, seed=2)
+    gate, up = Experts.random(name, 6, 56, 512, seed=1), Experts.random(name, 6, 56, 512, seed=2)
     merged = Experts(gate.type, 512, np.concatenate([gate.data, up.data], axis=1))
     layer = Layer(gate.type, inputs(tokens, 512), routed(tokens, 3, 6), 6)
     separate = layer.up_gate(up, gate)
@@ -207,13 +207,13 @@ def test_merged_halves_equal_separate_ones_to_the_bit(name: str, tokens: int) ->
 
 @pytest.mark.parametrize("tokens", [1, 6, 50])
 def test_biases_and_scales(tokens: int) -> None:
-    gate, up = Experts.of("MXFP4", 5, 40, 256, seed=1), Experts.of("MXFP4", 5, 40, 256, seed=2)
+    gate, up = Experts.random("MXFP4", 5, 40, 256, seed=1), Experts.random("MXFP4", 5, 40, 256, seed=2)
     rng = np.random.default_rng(3)
     biases = rng.standard_normal((5, 80)).astype(np.float32) * 10  # merged: gate's, then up's
     scales = rng.uniform(0.1, 0.4, (2, 5)).astype(np.float32)
     a = Activation("swiglu_oai", gate_limit=7.0, up_limit=7.0)
     layer = Layer(up.type, inputs(tokens, 256), routed(tokens, 2, 5), 5)
-    got = layer.up_gate(
+    actual = layer.up_gate(
         up, gate, a, gate_bias=address_of(biases), up_bias=address_of(biases) + 160, gate_bias_stride=320,
         up_bias_stride=320, gate_scale=address_of(scales), up_scale=address_of(scales) + 20,
     )  # fmt: skip
@@ -221,18 +221,18 @@ def test_biases_and_scales(tokens: int) -> None:
     g = layer.expected(gate) * scales[0][e, None] + biases[e, :40]
     u = layer.expected(up) * scales[1][e, None] + biases[e, 40:]
     g = np.minimum(g, 7)
-    assert_close(got, g / (1 + np.exp(-1.702 * g)) * (np.clip(u, -7, 7) + 1))
-    own = np.ascontiguousarray(biases[:, :40])
-    got = layer.mul_mat(gate, own, scales[0])
-    assert_close(got, layer.expected(gate) * scales[0][e, None] + own[e])
+    assert_close(actual, g / (1 + np.exp(-1.702 * g)) * (np.clip(u, -7, 7) + 1))
+    own_biases = np.ascontiguousarray(biases[:, :40])
+    actual = layer.mul_mat(gate, own_biases, scales[0])
+    assert_close(actual, layer.expected(gate) * scales[0][e, None] + own_biases[e])
 
 
 @pytest.mark.parametrize("kind", ["gelu", "relu", "relu_sqr", "gelu_quick"])
 def test_other_activations(kind: str) -> None:
-    gate, up = Experts.of("Q8_0", 4, 32, 64, seed=1), Experts.of("Q8_0", 4, 32, 64, seed=2)
+    gate, up = Experts.random("Q8_0", 4, 32, 64, seed=1), Experts.random("Q8_0", 4, 32, 64, seed=2)
     a = Activation(kind)
     layer = Layer(up.type, inputs(9, 64), routed(9, 2, 4), 4)
-    got = layer.up_gate(up, gate, a)
+    actual = layer.up_gate(up, gate, a)
     g, u = layer.mul_mat(gate), layer.mul_mat(up)
     op, out = glu(a), np.empty_like(g)
     block = op.block(
@@ -240,7 +240,7 @@ def test_other_activations(kind: str) -> None:
         rows_of=0, per=2, **limits(a),
     )  # fmt: skip
     Tape(layer.team, layer.batch, [(op, block)]).run()
-    assert out.tobytes() == got.tobytes()
+    assert out.tobytes() == actual.tobytes()
 
 
 @pytest.mark.parametrize("tokens", [1, 100])

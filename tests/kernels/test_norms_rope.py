@@ -59,7 +59,7 @@ def test_zeros_and_tiny_rows_are_normal_numbers():
         assert (out[0] == 0).all()
 
 
-def table_of(config, positions, factors=None, threads=1, each=1, back=0):
+def table_of(config, positions, factors=None, threads=1, period=1, inverse=0):
     pairs = config.n_rot // 2
     return run_operation(
         rope_table,
@@ -67,8 +67,8 @@ def table_of(config, positions, factors=None, threads=1, each=1, back=0):
         threads=threads,
         batch={"tokens": np.zeros(len(positions)), "positions": positions},
         pairs=pairs,
-        each=each,
-        back=back,
+        each=period,
+        back=inverse,
         constants=rope_constants(config, factors),
         **rope_scalars(config),
     ).reshape(len(positions), pairs, 2)
@@ -89,7 +89,7 @@ def test_angles(name, with_factors, threads):
 
 def test_angles_of_blocks_and_back():
     config, positions = ROPES["yarn"], np.array([0, 5, 7, 8, 4095], np.int32)
-    table = table_of(config, positions, each=4, back=1)
+    table = table_of(config, positions, period=4, inverse=1)
     np.testing.assert_array_equal(table, table_of(config, positions // 4 * 4) * np.array([1, -1], f32))
 
 
@@ -106,8 +106,8 @@ def test_yarn_by_its_formula():
     assert 0 < low < high < 31
     for i in range(32):
         theta = 5 * 150000 ** (-2 * i / 64)
-        kept = 1 - min(1, max(0, (i - low) / (high - low)))
-        theta = theta * kept + theta / 32 * (1 - kept)
+        ramp = 1 - min(1, max(0, (i - low) / (high - low)))
+        theta = theta * ramp + theta / 32 * (1 - ramp)
         np.testing.assert_allclose(table[i], [mscale * math.cos(theta), mscale * math.sin(theta)], rtol=3e-6, atol=1e-6)
 
 
@@ -128,6 +128,6 @@ def test_pairs_of_the_fourth_section_stay():
 def test_turning(kind, rows, heads, head, start, n_rot, threads):
     x, table, want = turn(kind, rows, heads, head, start, n_rot)
     slots = {"width": x.shape[1], "head": head, "start": start, "n_rot": n_rot, "rows_of": N_TOKENS, "per": 1}
-    for more in ({"x": x}, {"x": "out", "start_with": x}):
-        out = run_operation(rope(kind), x.shape, threads=threads, table=table.copy(), **slots, **more)
+    for slots_of_x in ({"x": x}, {"x": "out", "start_with": x}):
+        out = run_operation(rope(kind), x.shape, threads=threads, table=table.copy(), **slots, **slots_of_x)
         np.testing.assert_allclose(out, want, atol=1e-6)

@@ -23,7 +23,7 @@ from small_models import llama_tensors, write_model
 
 
 @pytest.fixture
-def own(monkeypatch: pytest.MonkeyPatch) -> TensorType:
+def own_type(monkeypatch: pytest.MonkeyPatch) -> TensorType:
     """Register a type with the blocks of Q4_0, in the places that CONTRIBUTING.md names, but for CUDA."""
     t = TensorType(OWN_IDS[0], "R4_0", "r4_0", 32, 18, 0, 1, "legacy", "none", "used", "", "f16@0")
     monkeypatch.setitem(types.BY_NAME, t.name, t)
@@ -41,38 +41,38 @@ def run(*arguments: object) -> str:
 
 
 @pytest.mark.parametrize("rules", [(), ("--rules", "ik")], ids=["", "ik"])
-def test_no_runtime_loads_it(own: TensorType, tmp_path: Path, rules: tuple[str, ...]) -> None:
+def test_no_runtime_loads_it(own_type: TensorType, tmp_path: Path, rules: tuple[str, ...]) -> None:
     source, out, twin = write_model(tmp_path / "s.gguf", llama_tensors(1)), tmp_path / "o.gguf", tmp_path / "t.gguf"
-    said = json.loads(run("quantize", "--json", *rules, source, out, own))
-    assert any("R4_0" in note and "no runtime" in note for note in said["notes"])
-    seen = json.loads(run("inspect", "--json", out))
-    for runtimes in (said["runtimes"], seen["runtimes"]):
+    output = json.loads(run("quantize", "--json", *rules, source, out, own_type))
+    assert any("R4_0" in note and "no runtime" in note for note in output["notes"])
+    summary = json.loads(run("inspect", "--json", out))
+    for runtimes in (output["runtimes"], summary["runtimes"]):
         assert {name: verdict["loads"] for name, verdict in runtimes.items()} == {
             "llama.cpp": False,
             "ik_llama.cpp": False,
         }
         assert {tuple(verdict["unknown_types"]) for verdict in runtimes.values()} == {("R4_0",)}
     run("quantize", *rules, source, twin, "--pure", "Q4_0")
-    with open_gguf(out) as ours, open_gguf(twin) as theirs:
+    with open_gguf(out) as file, open_gguf(twin) as twin_file:
         name = "blk.0.ffn_down.weight"
-        assert ours.tensors[name].type is own
-        assert bytes(ours.data(ours.tensors[name])) == bytes(theirs.data(theirs.tensors[name]))
+        assert file.tensors[name].type is own_type
+        assert bytes(file.data(file.tensors[name])) == bytes(twin_file.data(twin_file.tensors[name]))
 
 
-def test_it_is_of_no_tree(own: TensorType) -> None:
-    assert not own.is_in("mainline")
-    assert not own.is_in("ik")
-    assert preset_by_name("r4_0", "ik").base is own
+def test_it_is_of_no_tree(own_type: TensorType) -> None:
+    assert not own_type.is_in("mainline")
+    assert not own_type.is_in("ik")
+    assert preset_by_name("r4_0", "ik").base is own_type
 
 
-def test_without_a_cuda_twin_the_cpu_does_it(own: TensorType) -> None:
-    assert not can_decode(own)
-    assert not can_encode(own)
+def test_without_a_cuda_twin_the_cpu_does_it(own_type: TensorType) -> None:
+    assert not can_decode(own_type)
+    assert not can_encode(own_type)
 
 
-def test_cards_refuse_it_in_a_model(own: TensorType) -> None:
+def test_cards_refuse_it_in_a_model(own_type: TensorType) -> None:
     with pytest.raises(TypeNotSupported, match="no CUDA twin"):
-        Weights(None, None, None).place([_Op(TensorInfo("blk.0.attn_q.weight", (32, 1), own, 18, 0, 0))])  # type: ignore[arg-type,list-item]
+        Weights(None, None, None).place([_Op(TensorInfo("blk.0.attn_q.weight", (32, 1), own_type, 18, 0, 0))])  # type: ignore[arg-type,list-item]
 
 
 class _Op:

@@ -8,14 +8,14 @@ from guide import step
 from quantkit.pipeline.quality import QUALITY, SPEEDS, is_measured, weighted_error
 from quantkit.types import BY_NAME, TYPES, TensorType
 
-MEASURED = [t for t in TYPES if is_measured(t)]
+QUALITY_TYPES = [t for t in TYPES if is_measured(t)]
 
 
 def test_every_type_is_measured() -> None:
     """One of neither tree may lack its figures."""
-    missing = [t.name for t in MEASURED if t.trees != "none" and t.name not in QUALITY]
+    missing = [t.name for t in QUALITY_TYPES if t.trees != "none" and t.name not in QUALITY]
     assert not missing, step("Add a type", 11, TYPE=" ".join(missing))
-    assert list(QUALITY) == [t.name for t in MEASURED if t.name in QUALITY], "the table has the order of TYPES"
+    assert list(QUALITY) == [t.name for t in QUALITY_TYPES if t.name in QUALITY], "the table has the order of TYPES"
     assert {q.speed for q in QUALITY.values()} <= SPEEDS.keys()
 
 
@@ -27,6 +27,6 @@ def test_interleaved_types_have_figures_of_their_own() -> None:
     assert QUALITY["BF16_R16"].error > 1.9 * QUALITY["BF16"].error
 
 
-@pytest.mark.parametrize("t", [t for t in MEASURED if t.name in QUALITY], ids=str)
+@pytest.mark.parametrize("t", [t for t in QUALITY_TYPES if t.name in QUALITY], ids=str)
 def test_errors_are_what_was_measured(t: TensorType) -> None:
     assert weighted_error(t) == pytest.approx(QUALITY[t.name].error, rel=1e-3)

@@ -58,7 +58,7 @@ class Layer:
         assert np.isnan(self.out[n:]).all()
         return self.out[:n].copy()
 
-    def kept(self) -> Array:
+    def read_state(self) -> Array:
         return self.state
 
 
@@ -119,8 +119,10 @@ def test_how_batches_of_a_scan_are_cut_changes_no_bit(case: Case) -> None:
     outs = []
     for size in (40, 1, 7):
         layer, parts = Layer(case, 2), range(0, 40, size)
-        cut = [(i, {name: x[i : i + size] for name, x in values.items()}) for i in parts]
-        outs.append(np.vstack([layer.run([(0, i + j) for j in range(len(next(iter(x.values()))))], x) for i, x in cut]))
+        batches = [(i, {name: x[i : i + size] for name, x in values.items()}) for i in parts]
+        outs.append(
+            np.vstack([layer.run([(0, i + j) for j in range(len(next(iter(x.values()))))], x) for i, x in batches])
+        )
     np.testing.assert_array_equal(outs[0], outs[1])
     np.testing.assert_array_equal(outs[0], outs[2])
 
@@ -130,11 +132,11 @@ def run_all(threads: int, size: int) -> Array:
     cases: list[Case] = [DeltaRule((2, 4), 64, 128), Convolution(512, 4), Scan((2, 8), 64, 64), Columns(200, 16)]
     cases.append(DeltaRule((2, 2), 64, 128, by_row=True))
     cases += [Wkv((4, 2), 64, "q"), Wkv((3, 3), 64, "7")]
-    drawn = [case.draw(np.random.default_rng(i), 40) for i, case in enumerate(cases)]
+    inputs = [case.draw(np.random.default_rng(i), 40) for i, case in enumerate(cases)]
     layers, outs = [Layer(case, threads) for case in cases], []
     for i in range(0, 40, size):
         tokens = [(0, p) for p in range(i, min(40, i + size))]
-        parts = [{name: x[i : i + size] for name, x in values.items()} for values in drawn]
+        parts = [{name: x[i : i + size] for name, x in values.items()} for values in inputs]
         outs.append(np.hstack([layer.run(tokens, part) for layer, part in zip(layers, parts, strict=True)]))
     return np.concatenate(outs)
 

@@ -26,14 +26,14 @@ def run(operation, tokens: int, threads: int = 2, **slots: float) -> None:
 
 
 def routed(
-    r: Routing, logits: F32, bias: F32 | None = None, threads: int = 2, chosen: I32 | None = None
+    r: Routing, logits: F32, bias: F32 | None = None, threads: int = 2, experts: I32 | None = None
 ) -> tuple[I32, F32]:
     tokens = len(logits)
     ids = np.full((tokens + 1, r.n_used), -7, np.int32)
     weights = np.full((tokens + 1, r.n_used), -7, np.float32)
     run(
         route, tokens, threads, ids=address_of(ids), weights=address_of(weights), logits=address_of(logits),
-        bias=0 if bias is None else address_of(bias), chosen=0 if chosen is None else address_of(chosen), **r.slots(),
+        bias=0 if bias is None else address_of(bias), chosen=0 if experts is None else address_of(experts), **r.slots(),
     )  # fmt: skip
     assert (ids[tokens] == -7).all()
     assert (weights[tokens] == -7).all()
@@ -50,13 +50,13 @@ def test_route(r: Routing, with_bias: bool) -> None:
         ids=Value("ids", r.n_used, integer=True), weights=Value("weights", r.n_used), logits=v, bias=m, routing=r
     )
     want_ids, want_weights = route_expected(r, logits, bias)
-    for found in ((ids, weights), meaning(op, {v: logits}, rows=len(logits), weights={m: bias} if m else {})):
-        np.testing.assert_array_equal(found[0], want_ids)
-        np.testing.assert_allclose(found[1], want_weights, rtol=3e-6)
+    for actual in ((ids, weights), meaning(op, {v: logits}, rows=len(logits), weights={m: bias} if m else {})):
+        np.testing.assert_array_equal(actual[0], want_ids)
+        np.testing.assert_allclose(actual[1], want_weights, rtol=3e-6)
     for threads in (1, 3):
-        again = routed(r, logits, bias, threads)
-        assert again[0].tobytes() == ids.tobytes()
-        assert again[1].tobytes() == weights.tobytes()
+        rerun = routed(r, logits, bias, threads)
+        assert rerun[0].tobytes() == ids.tobytes()
+        assert rerun[1].tobytes() == weights.tobytes()
 
 
 def test_experts_that_are_chosen_elsewhere() -> None:

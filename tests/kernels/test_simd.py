@@ -67,16 +67,16 @@ def test_load_and_store_anywhere(name: str) -> None:
     vt = VECTORS[name]
 
     @njit
-    def copy(source, at, target, to):  # type: ignore[no-untyped-def]
-        store(target, to, load(vt, source, at))
+    def copy(source, offset, target, target_offset):  # type: ignore[no-untyped-def]
+        store(target, target_offset, load(vt, source, offset))
 
     nbytes = sample(vt, 0).nbytes
     source = np.random.default_rng(1).integers(0, 256, nbytes + 9, np.uint8)
-    for at, to in ((0, 0), (1, 3), (9, 5)):
+    for offset, target_offset in ((0, 0), (1, 3), (9, 5)):
         target = np.zeros(nbytes + 9, np.uint8)
-        copy(source, at, target, to)
+        copy(source, offset, target, target_offset)
         want = np.zeros_like(target)
-        want[to : to + nbytes] = source[at : at + nbytes]
+        want[target_offset : target_offset + nbytes] = source[offset : offset + nbytes]
         assert same_bits(target, want)
     target = np.zeros(nbytes + 9, np.uint8)
     copy(source.ctypes.data, 9, target.ctypes.data, 5)  # raw addresses
@@ -87,9 +87,9 @@ def test_scalars_at_odd_bytes() -> None:
     kinds = (np.int8, np.uint8, np.int16, np.uint16, np.int32, np.uint32, np.int64, np.uint64, np.float32, np.float64)
 
     @njit
-    def move(kind, source, at, target, to):  # type: ignore[no-untyped-def]
-        value = simd.load(kind, source, at)
-        simd.store(target, to, value)
+    def move(kind, source, offset, target, target_offset):  # type: ignore[no-untyped-def]
+        value = simd.load(kind, source, offset)
+        simd.store(target, target_offset, value)
         return value
 
     source = np.random.default_rng(2).integers(1, 120, 32, np.uint8)
@@ -106,8 +106,8 @@ def test_scalars_at_odd_bytes() -> None:
 @pytest.mark.parametrize("kind", [np.uint8, np.uint16, np.uint32, np.uint64])
 def test_load_line(kind: type) -> None:
     @njit
-    def find(source, at, value):  # type: ignore[no-untyped-def]
-        return mask_bits(simd.load_line(kind, source, at) == value)
+    def find(source, offset, value):  # type: ignore[no-untyped-def]
+        return mask_bits(simd.load_line(kind, source, offset) == value)
 
     source = np.arange(80, dtype=np.uint8)
     lanes = np.frombuffer(source[5:69].tobytes(), kind)
@@ -248,21 +248,21 @@ def test_constants_and_shuffles() -> None:
     vt = simd.i32x16
 
     @njit
-    def op(a, b, out, few):  # type: ignore[no-untyped-def]
+    def op(a, b, out, short_out):  # type: ignore[no-untyped-def]
         v, w = load(vt, a, 0), load(vt, b, 0)
         store(out, 0, _constant())
         store(out, 64, _reverse(v))
         store(out, 128, _zip(v, w))
-        store(few, 0, _narrow(v))
+        store(short_out, 0, _narrow(v))
         return extract(v, 6)
 
     a, b = np.arange(16, dtype=np.int32), np.arange(100, 116, dtype=np.int32)
-    out, few = np.zeros((3, 16), np.int32), np.zeros(4, np.int32)
-    assert op(a, b, out, few) == 6
+    out, short_out = np.zeros((3, 16), np.int32), np.zeros(4, np.int32)
+    assert op(a, b, out, short_out) == 6
     assert out[0].tolist() == list(range(5, 21))
     assert out[1].tolist() == a[::-1].tolist()
     assert out[2].tolist() == np.stack([a[:8], b[:8]], 1).ravel().tolist()
-    assert few.tolist() == [3, 3, 0, 15]
+    assert short_out.tolist() == [3, 3, 0, 15]
 
 
 # ---------------------------------------------------------------- operators
@@ -292,8 +292,8 @@ def test_arithmetic(name: str) -> None:
     three = dtype.type(3)
     with np.errstate(over="ignore"):
         want = [a + b, a - b, a * b, np.negative(a), a + three, three - a]
-    for got, expected in zip(out, want, strict=False):
-        assert same_bits(got, expected)
+    for actual, expected in zip(out, want, strict=False):
+        assert same_bits(actual, expected)
     if vt.is_float:
         assert same_bits(out[6], a / b)
 
@@ -335,8 +335,8 @@ def test_bits_and_shifts(name: str) -> None:
     a[:2] = np.iinfo(a.dtype).min, np.iinfo(a.dtype).max  # arithmetic or logical shift?
     out = np.zeros((6, vt.lanes), a.dtype)
     op(a, b, out)
-    for got, expected in zip(out, [a & b, a | b, a ^ b, ~a, a << 3, a >> 3], strict=True):
-        assert same_bits(got, expected)
+    for actual, expected in zip(out, [a & b, a | b, a ^ b, ~a, a << 3, a >> 3], strict=True):
+        assert same_bits(actual, expected)
 
 
 @pytest.mark.parametrize("name", ["f32x16", "i32x16", "u8x64", "i8x64", "u16x32"])
@@ -359,8 +359,8 @@ def test_comparisons(name: str) -> None:
         a[3], b[4] = np.iinfo(a.dtype).max, np.iinfo(a.dtype).min
     ops = (operator.lt, operator.gt, operator.le, operator.ge, operator.eq, operator.ne)
     first, second = op(a, b)
-    for got, compare in zip(first + second, ops, strict=True):
-        assert got == sum(1 << lane for lane in range(vt.lanes) if compare(a[lane], b[lane])), compare
+    for actual, compare in zip(first + second, ops, strict=True):
+        assert actual == sum(1 << lane for lane in range(vt.lanes) if compare(a[lane], b[lane])), compare
 
 
 def test_select_and_masks() -> None:
@@ -407,8 +407,8 @@ def test_vmax_and_vmin_are_the_macros_of_c() -> None:
     a = np.array([1, 2, nan, 1, nan, -0.0, 0.0, np.inf] * 2, np.float32)
     b = np.array([2, 1, 1, nan, nan, 0.0, -0.0, 1] * 2, np.float32)
     for op, compare in ((simd.vmax, operator.gt), (simd.vmin, operator.lt)):
-        got = apply(op, simd.f32x16, np.dtype(np.float32), 16, a, b)
-        assert same_bits(got, np.where(compare(a, b), a, b))
+        actual = apply(op, simd.f32x16, np.dtype(np.float32), 16, a, b)
+        assert same_bits(actual, np.where(compare(a, b), a, b))
     for name in ("i32x16", "u8x64", "i8x64"):
         vt = VECTORS[name]
         a, b = sample(vt, 18), sample(vt, 19)
@@ -452,12 +452,12 @@ def test_rounding() -> None:
     f32x16 = simd.f32x16
 
     @njit
-    def op(a, whole, even, away, scalar):  # type: ignore[no-untyped-def]
+    def op(a, to_int, even, to_away, scalar):  # type: ignore[no-untyped-def]
         for i in range(0, a.size, 16):
             v = load(f32x16, a, 4 * i)
-            store(whole, 4 * i, simd.nearest_int(v))
+            store(to_int, 4 * i, simd.nearest_int(v))
             store(even, 4 * i, simd.round_even(v))
-            store(away, 4 * i, simd.round_away(v))
+            store(to_away, 4 * i, simd.round_away(v))
         for i in range(a.size):
             scalar[i] = simd.nearest_int(a[i])
 
@@ -466,13 +466,13 @@ def test_rounding() -> None:
     x = np.concatenate([halves, big, -big, big + np.float32(0.5), np.float32(0.5) - big])
     x = np.concatenate([np.nextafter(x, -np.inf), x, np.nextafter(x, np.inf)]).astype(np.float32)
     x = np.resize(x, x.size // 16 * 16)
-    whole, away, scalar = (np.zeros(x.size, np.int32) for _ in range(3))
+    to_int, to_away, scalar = (np.zeros(x.size, np.int32) for _ in range(3))
     even = np.zeros(x.size, np.float32)
-    op(x, whole, even, away, scalar)
-    assert np.array_equal(whole, np.rint(x))
+    op(x, to_int, even, to_away, scalar)
+    assert np.array_equal(to_int, np.rint(x))
     assert np.array_equal(even, np.rint(x))
-    assert same_bits(scalar, whole)
-    assert np.array_equal(away, np.trunc(x.astype(np.float64) + np.copysign(0.5, x)))
+    assert same_bits(scalar, to_int)
+    assert np.array_equal(to_away, np.trunc(x.astype(np.float64) + np.copysign(0.5, x)))
 
 
 def test_nearest_int_wraps_around_as_ggmls() -> None:
@@ -560,17 +560,17 @@ def test_tables_of_constants(n: int) -> None:
 
 def test_transpositions() -> None:
     @njit
-    def op(a, near, apart):  # type: ignore[no-untyped-def]
-        simd.transpose16(a, 4, 80, near, 64)
-        simd.transpose16_apart(a, 4, 80, apart, 0, 128)
+    def op(a, adjacent, distant):  # type: ignore[no-untyped-def]
+        simd.transpose16(a, 4, 80, adjacent, 64)
+        simd.transpose16_apart(a, 4, 80, distant, 0, 128)
 
     a = np.random.default_rng(23).standard_normal((16, 20)).astype(np.float32)
-    near, apart = np.zeros((17, 16), np.float32), np.zeros((16, 32), np.float32)
-    op(a, near, apart)
-    assert same_bits(near[1:], np.ascontiguousarray(a[:, 1:17].T))
-    assert not near[0].any()
-    assert same_bits(np.ascontiguousarray(apart[:, :16]), np.ascontiguousarray(a[:, 1:17].T))
-    assert not apart[:, 16:].any()
+    adjacent, distant = np.zeros((17, 16), np.float32), np.zeros((16, 32), np.float32)
+    op(a, adjacent, distant)
+    assert same_bits(adjacent[1:], np.ascontiguousarray(a[:, 1:17].T))
+    assert not adjacent[0].any()
+    assert same_bits(np.ascontiguousarray(distant[:, :16]), np.ascontiguousarray(a[:, 1:17].T))
+    assert not distant[:, 16:].any()
 
 
 def test_row_extremes() -> None:
@@ -614,11 +614,11 @@ def test_dot4_is_exact(first: str) -> None:
 
 @pytest.mark.parametrize("lanes", [4, 8, 16])
 def test_dot2_is_exact(lanes: int) -> None:
-    at, vt = simd.VecType(simd.i32x16.elem, lanes), simd.VecType(simd.i16x32.elem, 2 * lanes)
+    acc_type, vt = simd.VecType(simd.i32x16.elem, lanes), simd.VecType(simd.i16x32.elem, 2 * lanes)
 
     @njit
     def op(acc, x, y, out):  # type: ignore[no-untyped-def]
-        store(out, 0, simd.dot2(load(at, acc, 0), load(vt, x, 0), load(vt, y, 0)))
+        store(out, 0, simd.dot2(load(acc_type, acc, 0), load(vt, x, 0), load(vt, y, 0)))
 
     rng = np.random.default_rng(32)
     x, y = (rng.integers(-20000, 20000, 2 * lanes).astype(np.int16) for _ in range(2))
@@ -687,9 +687,9 @@ def test_stack_bytes_are_aligned_and_the_callers_own() -> None:
     def op(out):  # type: ignore[no-untyped-def]
         space = simd.stack_bytes(64)
         store(space, 0, splat(simd.f32x16, np.float32(1)))
-        rest, v = inner(np.float32(2))
+        remainder, v = inner(np.float32(2))
         store(out, 0, load(simd.f32x16, space, 0) + v)
-        return rest, space % 64
+        return remainder, space % 64
 
     out = np.zeros(16, np.float32)
     assert op(out) == (0, 0)

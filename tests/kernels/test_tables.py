@@ -32,17 +32,17 @@ MAGNITUDES = {
 def documented() -> dict[str, tuple[str, tuple[int, ...]]]:
     """Return name -> (dtype, shape) as the table in tables.py's docstring says."""
     rows = (line.split() for line in (tables.__doc__ or "").splitlines() if " int8 " in line or " uint8 " in line)
-    found = {}
-    for name, dtype, *rest in rows:
-        shape = " ".join(rest).split("]")[0].strip("[")
-        found[name] = (dtype, tuple(int(n) for n in shape.split(",")))
-    return found
+    tables_by_name = {}
+    for name, dtype, *words in rows:
+        shape = " ".join(words).split("]")[0].strip("[")
+        tables_by_name[name] = (dtype, tuple(int(n) for n in shape.split(",")))
+    return tables_by_name
 
 
 def test_the_file_holds_what_the_docstring_says():
     with np.load(tables.PATH) as npz:
-        held = {**npz, **tables.IK}
-    assert {name: (values.dtype.name, values.shape) for name, values in held.items()} == documented()
+        arrays = {**npz, **tables.IK}
+    assert {name: (values.dtype.name, values.shape) for name, values in arrays.items()} == documented()
 
 
 def test_the_script_writes_the_same_bytes_again(tmp_path):
@@ -54,9 +54,9 @@ def test_the_script_writes_the_same_bytes_again(tmp_path):
 
 def words_of(name: str) -> npt.NDArray[np.uint32]:
     """Return the words of a table of tables.cuh."""
-    found = re.search(rf"\b{name}(?:\[\d+\] =)? ?\{{(.*?)\}};", HEADER)
-    assert found is not None
-    return np.array([int(w, 16) for w in re.findall(r"0x[0-9a-f]+", found[1])], np.uint32)
+    match = re.search(rf"\b{name}(?:\[\d+\] =)? ?\{{(.*?)\}};", HEADER)
+    assert match is not None
+    return np.array([int(w, 16) for w in re.findall(r"0x[0-9a-f]+", match[1])], np.uint32)
 
 
 @pytest.mark.parametrize(

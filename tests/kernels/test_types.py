@@ -37,11 +37,11 @@ def test_single_rows_are_for_kernels_alone(t: TensorType) -> None:
     )
 
 
-@pytest.mark.parametrize("theirs", GGUF, ids=lambda t: t.name)
-def test_sizes_are_those_of_gguf(theirs: gguf.GGMLQuantizationType) -> None:
-    ours = BY_ID[theirs.value]
-    assert ours.name == theirs.name
-    assert (ours.block, ours.block_bytes) == gguf.GGML_QUANT_SIZES[theirs]
+@pytest.mark.parametrize("peer", GGUF, ids=lambda t: t.name)
+def test_sizes_are_those_of_gguf(peer: gguf.GGMLQuantizationType) -> None:
+    own_type = BY_ID[peer.value]
+    assert own_type.name == peer.name
+    assert (own_type.block, own_type.block_bytes) == gguf.GGML_QUANT_SIZES[peer]
 
 
 @pytest.mark.parametrize("t", TYPES, ids=str)

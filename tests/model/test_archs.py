@@ -73,14 +73,17 @@ def test_all_tensors_of_the_loader_are_used_or_refused(llama_bin: Path, tmp_path
 # ---------------------------------------------------------------- missing, not used
 
 
-class Other:
+class ChangedFile:
     """A model with other tensors: without those of a kind, or with more."""
 
     def __init__(
-        self, source: GGUFFile, without: Callable[[str], bool] = lambda name: False, more: Mapping[str, TensorInfo] = {}
+        self,
+        source: GGUFFile,
+        without: Callable[[str], bool] = lambda name: False,
+        extra: Mapping[str, TensorInfo] = {},
     ) -> None:
         self.source = source
-        self.tensors = {name: info for name, info in source.tensors.items() if not without(name)} | dict(more)
+        self.tensors = {name: info for name, info in source.tensors.items() if not without(name)} | dict(extra)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.source, name)
@@ -116,7 +119,7 @@ def test_without_a_tensor_that_llama_cpp_needs_there_is_no_model(tmp_path: Path,
             if (name, kind) in NOT_ASKED or kind.endswith("scale"):
                 continue
             with pytest.raises((FormatError, TypeNotSupported)) as error:
-                build_graph(Other(source, lambda tensor, kind=kind: kind_of(tensor) == kind))  # type: ignore[arg-type,misc]
+                build_graph(ChangedFile(source, lambda tensor, kind=kind: kind_of(tensor) == kind))  # type: ignore[arg-type,misc]
             assert (
                 kind in str(error.value) or kind.startswith(ALTERNATIVES) or (name == "deci-dense" and kind in OF_DECI)
             )
@@ -125,19 +128,19 @@ def test_without_a_tensor_that_llama_cpp_needs_there_is_no_model(tmp_path: Path,
 @pytest.mark.parametrize("kind", ["attn_norm.weight", "ffn_norm.weight", "ffn_gate.weight", "attn_output.weight"])
 def test_one_missing_tensor_is_named(tmp_path: Path, kind: str) -> None:
     with open_gguf(write_hollow_zoo("llama-dense", tmp_path / "z.gguf")) as source:
-        gone = f"blk.1.{kind}"
-        with pytest.raises(FormatError, match=f"no tensor {gone}, which"):
-            build_graph(Other(source, lambda tensor: tensor == gone))  # type: ignore[arg-type]
+        missing = f"blk.1.{kind}"
+        with pytest.raises(FormatError, match=f"no tensor {missing}, which"):
+            build_graph(ChangedFile(source, lambda tensor: tensor == missing))  # type: ignore[arg-type]
 
 
 def test_all_missing_tensors_are_counted(tmp_path: Path) -> None:
     """Norms, q, k, v, output, gate, up and down of a layer, and two more; scales and biases are optional."""
-    gone = ("blk.1.", "token_embd", "output_norm")
+    prefixes = ("blk.1.", "token_embd", "output_norm")
     with (
         open_gguf(write_hollow_zoo("llama-dense", tmp_path / "z.gguf")) as source,
         pytest.raises(FormatError, match=r"token_embd\.weight, blk\.1\..* \(11 tensors\)"),
     ):
-        build_graph(Other(source, lambda name: name.startswith(gone)))  # type: ignore[arg-type]
+        build_graph(ChangedFile(source, lambda name: name.startswith(prefixes)))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -155,7 +158,7 @@ def test_all_missing_tensors_are_counted(tmp_path: Path) -> None:
 )
 def test_a_tensor_that_is_not_used_is_named(tmp_path: Path, model: str, name: str) -> None:
     with open_gguf(write_hollow_zoo(model, tmp_path / "z.gguf")) as source, pytest.raises(TypeNotSupported) as error:
-        build_graph(Other(source, more={name: info(name, 64)}))  # type: ignore[arg-type]
+        build_graph(ChangedFile(source, extra={name: info(name, 64)}))  # type: ignore[arg-type]
     assert name in str(error.value)
 
 
@@ -173,13 +176,13 @@ def test_a_tensor_that_is_not_used_is_named(tmp_path: Path, model: str, name: st
 def test_what_llama_cpp_does_not_use_changes_nothing_and_is_noted(
     zoo: Callable[[str], Path], model: str, name: str
 ) -> None:
-    tokens, wanted = expected(model)
+    tokens, logits = expected(model)
 
     def wrap(source: GGUFFile) -> Any:
-        return Other(source, more={name: info(name, 128)})
+        return ChangedFile(source, extra={name: info(name, 128)})
 
     with load(zoo(model), kv_type="f32", threads=2, wrap=wrap) as opened:
-        assert nmse(opened.forward(tokens), wanted) <= BOUND
+        assert nmse(opened.forward(tokens), logits) <= BOUND
         assert any(name in note for note in opened.notes)
 
 

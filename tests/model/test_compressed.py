@@ -51,18 +51,18 @@ def layer(number: int, ratio: int, hashed: bool) -> tiny_models.Shapes:
         shapes |= {f"{kind}_compressor_ape": (width, ratio), f"{kind}_compressor_norm": (head,)}
     if ratio == 4:
         shapes |= {"indexer.proj": (e, INDEX_HEADS), "indexer.attn_q_b": (RANK, INDEX_HEADS * INDEX_HEAD)}
-    for of in ("attn", "ffn"):
-        shapes |= {f"hc_{of}_fn": (4 * e, 24), f"hc_{of}_base": (24,), f"hc_{of}_scale": (3,)}
-    named = {f"blk.{number}.{name}.weight": ne for name, ne in shapes.items()}
+    for part in ("attn", "ffn"):
+        shapes |= {f"hc_{part}_fn": (4 * e, 24), f"hc_{part}_base": (24,), f"hc_{part}_scale": (3,)}
+    shapes_by_name = {f"blk.{number}.{name}.weight": ne for name, ne in shapes.items()}
     table = {f"blk.{number}.{TABLE}": (2, 128)} if hashed else {f"blk.{number}.exp_probs_b.bias": (N_EXPERT,)}
-    return named | tiny_models.experts(number, N_EXPERT, 32, 32) | table
+    return shapes_by_name | tiny_models.experts(number, N_EXPERT, 32, 32) | table
 
 
 def model(
     path: Path,
     changes: dict[str, Any] | None = None,
-    more: tiny_models.Shapes | None = None,
-    own: dict[str, Any] | None = None,
+    extra_shapes: tiny_models.Shapes | None = None,
+    extra_fields: dict[str, Any] | None = None,
 ) -> Path:
     """Write four layers: blocks that are selected, all blocks, none, all."""
     fields: dict[str, Any] = {
@@ -82,7 +82,7 @@ def model(
     shapes |= {"output_hc_scale.weight": (1,)}
     for i, ratio in enumerate(RATIOS):
         shapes |= layer(i, ratio, i < fields["hash_layer_count"])
-    return tiny_models.write(path, "deepseek4", fields, shapes | (more or {}), extra_fields=own)
+    return tiny_models.write(path, "deepseek4", fields, shapes | (extra_shapes or {}), extra_fields=extra_fields)
 
 
 @pytest.fixture(scope="module")
@@ -108,8 +108,8 @@ def test_the_cpu_agrees(folder: Path) -> None:
     with load(path, kv_type="f32", threads=2) as loaded:
         for n_ctx in (N, 512):
             session = loaded.session(n_ctx)
-            got = np.concatenate([session.decode(part) for part in np.split(tokens, [130, 131, 133, 200])])
-            assert nmse(got, want) < 1e-11
+            actual = np.concatenate([session.decode(part) for part in np.split(tokens, [130, 131, 133, 200])])
+            assert nmse(actual, want) < 1e-11
 
 
 def test_the_device_agrees(folder: Path, cuda_devices: tuple[str, ...]) -> None:
@@ -117,8 +117,8 @@ def test_the_device_agrees(folder: Path, cuda_devices: tuple[str, ...]) -> None:
     placement = Placement(ALL_LAYERS, (), cuda_devices[:1], embeddings=True)
     with load(path, kv_type="f32", placement=placement) as loaded:
         session = loaded.session(133)
-        got = np.concatenate([session.decode(part) for part in np.split(tokens, [126, 127, 131])])
-    assert nmse(got, tiny_models.logits(path, tokens)) < 1e-9
+        actual = np.concatenate([session.decode(part) for part in np.split(tokens, [126, 127, 131])])
+    assert nmse(actual, tiny_models.logits(path, tokens)) < 1e-9
 
 
 def test_layers_on_several_devices(folder: Path) -> None:
@@ -131,32 +131,32 @@ def test_layers_on_several_devices(folder: Path) -> None:
 def test_sequences_do_not_matter(folder: Path) -> None:
     path, first, second = model_of(folder, "plain"), tiny_models.ids(140), tiny_models.ids(140, 2)
     both = tiny_models.logits_of_two(path, first, second)
-    for got, tokens in zip(both, (first, second), strict=True):
-        assert nmse(got, tiny_models.logits(path, tokens)) < 1e-12
+    for actual, tokens in zip(both, (first, second), strict=True):
+        assert nmse(actual, tiny_models.logits(path, tokens)) < 1e-12
     with load(path, kv_type="f32", threads=2) as loaded:
         session = loaded.session(140, n_seq=2)
         for i, part in enumerate(np.split(np.arange(140), [40, 129])):
             for s, tokens in enumerate((first, second)):
-                got = session.decode(tokens[part], s)
-                assert got is not None
-                assert nmse(got, both[s][part]) < 1e-11, i
+                actual = session.decode(tokens[part], s)
+                assert actual is not None
+                assert nmse(actual, both[s][part]) < 1e-11, i
 
 
 def test_short_sequences_have_no_selection(folder: Path) -> None:
     path, n = model_of(folder, "plain"), 4 * TOP_K + 3
 
-    def listed(n_ctx: int) -> list[Op]:
+    def ops_of(n_ctx: int) -> list[Op]:
         session = loaded.session(n_ctx)
-        got = session.decode(tiny_models.ids(n))
-        assert got is not None
-        assert nmse(got, tiny_models.logits(path, tiny_models.ids(n))) < 1e-11
+        actual = session.decode(tiny_models.ids(n))
+        assert actual is not None
+        assert nmse(actual, tiny_models.logits(path, tiny_models.ids(n))) < 1e-11
         return [op for segment in session._programs._segments for op in segment.ops]
 
     with load(path, kv_type="f32") as loaded:
-        few, more = listed(n), listed(n + 1)
-    for found, indexers, widths in ((few, 0, (TOP_K, 0, 0)), (more, 1, (TOP_K, 0, 0))):
-        assert sum(isinstance(op, LightningIndexer) for op in found) == indexers
-        assert tuple(op.out.width - WINDOW for op in found if isinstance(op, WindowAndBlocks)) == widths
+        short, long = ops_of(n), ops_of(n + 1)
+    for ops, indexers, widths in ((short, 0, (TOP_K, 0, 0)), (long, 1, (TOP_K, 0, 0))):
+        assert sum(isinstance(op, LightningIndexer) for op in ops) == indexers
+        assert tuple(op.out.width - WINDOW for op in ops if isinstance(op, WindowAndBlocks)) == widths
 
 
 def test_what_a_token_reads(folder: Path) -> None:
@@ -168,7 +168,7 @@ def test_what_a_token_reads(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "changes", "more", "error"),
+    ("words", "changes", "extra_shapes", "error"),
     [
         ("compress_ratios is 8 for layer 0", {"attention.compress_ratios": [8, 128, 0, 128]}, {}, TypeNotSupported),
         ("none for layer 3", {"attention.compress_ratios": [4, 128, 0]}, {}, FormatError),
@@ -186,16 +186,16 @@ def test_what_a_token_reads(folder: Path) -> None:
     ],
 )
 def test_what_does_not_fit_is_refused(
-    words: str, changes: dict[str, Any], more: tiny_models.Shapes, error: type[Exception], tmp_path: Path
+    words: str, changes: dict[str, Any], extra_shapes: tiny_models.Shapes, error: type[Exception], tmp_path: Path
 ) -> None:
-    with open_gguf(model(tmp_path / "m.gguf", changes, more)) as source, pytest.raises(error, match=words):
+    with open_gguf(model(tmp_path / "m.gguf", changes, extra_shapes)) as source, pytest.raises(error, match=words):
         build_graph(source)
 
 
 def test_a_table_of_what_there_is_not_is_refused(tmp_path: Path) -> None:
     table = np.tile(np.array([0, 1], np.int32), (128, 1))
     table[100] = [3, N_EXPERT]
-    path = model(tmp_path / "m.gguf", own={f"blk.0.{TABLE}": table})
+    path = model(tmp_path / "m.gguf", extra_fields={f"blk.0.{TABLE}": table})
     with load(path, kv_type="f32") as loaded, pytest.raises(FormatError, match="run from 0 to 8, not from 0 to 7"):
         loaded.forward(tiny_models.ids(3))
 
@@ -211,7 +211,7 @@ class Compression:
     def __init__(self, width: int, overlap: bool) -> None:
         self.width, self.wide, self.overlap = width, width * (1 + overlap), overlap
         self.ape = np.random.default_rng(width).normal(0, 1, (self.ratio, self.wide)).astype(np.float32)
-        self.seen: dict[int, list[Any]] = {}
+        self.history: dict[int, list[Any]] = {}
         self.slots = {"width": width, "ratio": self.ratio, "overlap": int(overlap)}
         self.state = np.full((N_SEQ, (9 if overlap else 3) * width), np.nan, np.float32)
 
@@ -220,16 +220,16 @@ class Compression:
         rng, want = np.random.default_rng(len(tokens)), []
         kv, score = rng.normal(0, 2, (2, len(tokens), self.wide)).astype(np.float32)
         for t, (sequence, position) in enumerate(tokens):
-            before = self.seen.setdefault(sequence, [])
+            before = self.history.setdefault(sequence, [])
             del before[position:]
             before.append((kv[t], score[t] + self.ape[position % self.ratio]))
             want.append(self.row(before) if len(before) % self.ratio == 0 else np.zeros(self.width))
         return kv, score, np.array(want)
 
-    def row(self, seen: list[Any]) -> Any:
-        parts = [np.array(seen[-self.ratio :], np.float64)[:, :, -self.width :]]
-        if self.overlap and len(seen) > self.ratio:
-            parts.append(np.array(seen[-2 * self.ratio : -self.ratio], np.float64)[:, :, : self.width])
+    def row(self, rows: list[Any]) -> Any:
+        parts = [np.array(rows[-self.ratio :], np.float64)[:, :, -self.width :]]
+        if self.overlap and len(rows) > self.ratio:
+            parts.append(np.array(rows[-2 * self.ratio : -self.ratio], np.float64)[:, :, : self.width])
         kv, score = np.concatenate(parts).swapaxes(0, 1)
         weights = np.exp(score - score.max(0))
         return (kv * weights).sum(0) / weights.sum(0)
@@ -272,6 +272,6 @@ def test_rows_of_blocks_on_the_device(memory: Memory, width: int, overlap: bool,
             **fixed,
             **case.slots,
         )
-        got = memory.get(out, (len(tokens) + 1, width))
-        np.testing.assert_allclose(got[:-1], want, atol=3e-6)
-        assert np.isnan(got[-1]).all()
+        actual = memory.get(out, (len(tokens) + 1, width))
+        np.testing.assert_allclose(actual[:-1], want, atol=3e-6)
+        assert np.isnan(actual[-1]).all()

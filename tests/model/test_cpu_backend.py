@@ -86,18 +86,18 @@ BATCHES = [
 class Tensors:
     """Tensors to be written to a file, drawn as they are named."""
 
-    made: dict = field(default_factory=dict)
+    by_name: dict = field(default_factory=dict)
     rng: np.random.Generator = field(default_factory=lambda: np.random.default_rng(11))
 
     def add(self, name, *shape, kind="F32", mean=0.0):
         values = self.rng.normal(mean, 1 if len(shape) == 1 else shape[0] ** -0.5, shape[::-1]).astype(f32)
         t = type_by_name(kind)
         data = quantize(values.reshape(-1, shape[0]), t, None) if kind != "F32" else values
-        self.made[name] = (name, shape, t, data.tobytes())
+        self.by_name[name] = (name, shape, t, data.tobytes())
         return name
 
     def open(self, path):
-        write_gguf(path, [], self.made.values())
+        write_gguf(path, [], self.by_name.values())
         return open_gguf(path)
 
 
@@ -106,8 +106,8 @@ def embedded(*ops):
     return [lambda m: Embed(out=X, weight=m("embd"), scale=1.5), *ops]
 
 
-def out(width, per=1, **more):
-    return Value("out", width, per, **more)
+def out(width, per=1, **options):
+    return Value("out", width, per, **options)
 
 
 def simple(make, width=N_EMBD, **fields):
@@ -123,7 +123,7 @@ def rope(config, head, start=0):
     )
 
 
-def attention(**more):
+def attention(**options):
     q, k, v = Value("q", 8 * 16), Value("k", 2 * 16), Value("v", 2 * 16)
     cache = Cache("cache", k.width, v.width)
     heads = {"n_head": 8, "n_head_kv": 2, "head_k": 16, "head_v": 16, "scale": 0.25}
@@ -133,7 +133,7 @@ def attention(**more):
         ),
         lambda m: CacheWrite(cache=cache, k=k, v=v),
         lambda m: Attention(
-            out=out(128), q=q, cache=cache, **heads, **{k: f(m) if callable(f) else f for k, f in more.items()}
+            out=out(128), q=q, cache=cache, **heads, **{k: f(m) if callable(f) else f for k, f in options.items()}
         ),
     )
 
@@ -231,8 +231,8 @@ def _by_expert(*, fused):
     def halves(m):
         tensor, bias = m("gate_up").tensor, m("gate_up.bias").tensor
         parts = {"gate": (0, 40), "up": (40, 80)}
-        made = {name: Matrix(tensor, part) for name, part in parts.items()}
-        return made | {f"{name}_bias": Matrix(bias, columns=part) for name, part in parts.items()}
+        matrices = {name: Matrix(tensor, part) for name, part in parts.items()}
+        return matrices | {f"{name}_bias": Matrix(bias, columns=part) for name, part in parts.items()}
 
     silu = Activation("silu")
     middle = [
@@ -307,25 +307,25 @@ def _column_scan():
 
 
 def _rwkv():
-    before, far, wide = Value("before", N_EMBD), Value("far", N_EMBD), Value("wide", 2 * N_EMBD)
+    before, last, wide = Value("before", N_EMBD), Value("far", N_EMBD), Value("wide", 2 * N_EMBD)
     parts = [Value(name, 32) for name in ("r", "g", "k", "v", "removed", "rate")]
     normed, r, g, k, v, removed, rate = Value("normed", N_EMBD), *parts
-    found = Value("found", 32)
+    gate = Value("found", 32)
     return embedded(
         lambda m: Previous(out=before, x=X, state=State("before", N_EMBD)),
-        lambda m: Lerp(out=far, x=X, target=before, vector=m("vector")),
-        lambda m: Join(out=wide, a=X, b=far, period_a=N_EMBD, period_b=N_EMBD),
+        lambda m: Lerp(out=last, x=X, target=before, vector=m("vector")),
+        lambda m: Join(out=wide, a=X, b=last, period_a=N_EMBD, period_b=N_EMBD),
         lambda m: Lerp(out=Value("both", 2 * N_EMBD), x=X, target=before, vector=m("vector2"), weights=wide),
-        lambda m: Norm(out=normed, x=far, weight=None, eps=1e-6, kind="l2", group=16),
+        lambda m: Norm(out=normed, x=last, weight=None, eps=1e-6, kind="l2", group=16),
         *(
-            lambda m, at=at, part=part: Take(out=part, x=normed, start=8 * at, period=N_EMBD)
-            for at, part in enumerate(parts)
+            lambda m, index=index, part=part: Take(out=part, x=normed, start=8 * index, period=N_EMBD)
+            for index, part in enumerate(parts)
         ),
         lambda m: Wkv(
-            **{"out": found, "r": r, "g": g, "k": k, "v": v, "removed": removed, "rate": rate, "n_head": 2},
+            **{"out": gate, "r": r, "g": g, "k": k, "v": v, "removed": removed, "rate": rate, "n_head": 2},
             **{"state": State("wkv", 32 * 16), "bound": 0.6},
         ),
-        lambda m: Bonus(out=out(32), x=found, r=r, k=k, v=v, vector=m("narrow"), head=16),
+        lambda m: Bonus(out=out(32), x=gate, r=r, k=k, v=v, vector=m("narrow"), head=16),
     )
 
 
@@ -413,14 +413,14 @@ def test_operations_mean_what_the_reference_says(name, source):
     value = ops[-1].outputs()[0]
     want = run_all(Reference(source).compile(ops, LIMITS, [value]), value)
     for threads in (1, 2, 3):
-        got = run_all(CPUBackend(source, threads).compile(ops, LIMITS, [value]), value)
+        actual = run_all(CPUBackend(source, threads).compile(ops, LIMITS, [value]), value)
         tolerance = ROUNDED.get(name, 3e-6)
-        for a, b in zip(got, want, strict=True):
+        for a, b in zip(actual, want, strict=True):
             assert a.shape == b.shape
             np.testing.assert_allclose(a, b, rtol=tolerance, atol=tolerance)
         if threads == 1:
-            first = got
-        for a, b in zip(got, first, strict=True):
+            first = actual
+        for a, b in zip(actual, first, strict=True):
             np.testing.assert_array_equal(a, b)
 
 
@@ -432,24 +432,24 @@ def test_values_of_every_step_survive_in_place_and_reuse(source):
     values = [X]
     for i in range(60):
         a, b = (values[max(0, len(values) - 1 - int(rng.integers(0, 9)))] for _ in range(2))
-        made = Value(f"v{i}", N_EMBD)
+        result = Value(f"v{i}", N_EMBD)
         kinds = [
-            Add(out=made, a=a, b=b),
-            Scale(out=made, x=a, factor=-0.9),
-            Clamp(out=made, x=a, limit=2.0),
-            Norm(out=made, x=b, weight=None, eps=1e-5, group=N_EMBD),
+            Add(out=result, a=a, b=b),
+            Scale(out=result, x=a, factor=-0.9),
+            Clamp(out=result, x=a, limit=2.0),
+            Norm(out=result, x=b, weight=None, eps=1e-5, group=N_EMBD),
         ]
         ops.append(kinds[int(rng.integers(0, 4))])
-        values.append(made)
+        values.append(result)
     leaves = [values[i] for i in (5, 23, 24, 59, 60)]
     want = Reference(source).compile(ops, LIMITS, leaves)
     for threads in (1, 2):
-        got = CPUBackend(source, threads).compile(ops, LIMITS, leaves)
+        actual = CPUBackend(source, threads).compile(ops, LIMITS, leaves)
         for batch in BATCHES:
             want.run(batch)
-            got.run(batch)
+            actual.run(batch)
             for value in leaves:
-                np.testing.assert_allclose(got.read(value), want.read(value), rtol=1e-5, atol=1e-5)
+                np.testing.assert_allclose(actual.read(value), want.read(value), rtol=1e-5, atol=1e-5)
 
 
 def entry(*uses, in_place=None, independent=False):
@@ -490,13 +490,13 @@ def test_a_group_without_barriers_writes_nowhere_that_it_reads():
 def test_segments_pass_values_by_read_and_write(source):
     ops = graph_of("gated", source)
     value = ops[-1].outputs()[0]
-    whole = run_all(CPUBackend(source, 2).compile(ops, LIMITS, [value]), value)
-    for cut in range(1, len(ops)):
-        first, second = ops[:cut], ops[cut:]
+    expected = run_all(CPUBackend(source, 2).compile(ops, LIMITS, [value]), value)
+    for split in range(1, len(ops)):
+        first, second = ops[:split], ops[split:]
         crossing = [v for op in first for v in op.outputs() if any(v in o.inputs() for o in second)]
         one = Reference(source).compile(first, LIMITS, crossing)
         two = CPUBackend(source, 2).compile(second, LIMITS, [value])
-        for batch, want in zip(BATCHES, whole, strict=True):
+        for batch, want in zip(BATCHES, expected, strict=True):
             one.run(batch)
             for v in crossing:
                 two.write(v, one.read(v))
@@ -510,30 +510,30 @@ def test_observers_see_values_before_they_are_overwritten(source):
     scaled = Value("scaled", N_EMBD)
     ops[2:2] = [Observe(x=X, label="blk.0.ffn_gate_inp.weight")]
     ops += [Scale(out=scaled, x=X, factor=2.0), Observe(x=X, label="again", ids=ids)]
-    seen: list = []
+    records: list = []
 
-    def look(of, x, chosen):
-        seen.append((of, x.copy(), None if chosen is None else chosen.copy()))
+    def look(label, x, ids):
+        records.append((label, x.copy(), None if ids is None else ids.copy()))
 
     program = CPUBackend(source, 2, observer=look).compile(ops, LIMITS, [scaled])
     program.run(BATCHES[0])
     embedded = Reference(source)
     expected = embedded.compile(ops, LIMITS, [X])
     expected.run(BATCHES[0])
-    assert [of for of, _, _ in seen] == ["blk.0.ffn_gate_inp.weight", "again"]
-    for _, x, _ in seen:
+    assert [label for label, _, _ in records] == ["blk.0.ffn_gate_inp.weight", "again"]
+    for _, x, _ in records:
         np.testing.assert_allclose(x, expected.read(X), rtol=1e-6)
-    np.testing.assert_array_equal(seen[1][2], expected.read(ids))
-    assert seen[1][2].dtype == np.int32
+    np.testing.assert_array_equal(records[1][2], expected.read(ids))
+    assert records[1][2].dtype == np.int32
     # Without an observer nothing is cut.
     assert len(CPUBackend(source, 2).compile(ops, LIMITS, [scaled])._steps) == 1
 
 
 def test_activations_are_quantized_once(source):
     ops = graph_of("mul_mat_f16", source)
-    again = Value("again", 200)
-    ops.append(MulMat(out=again, x=X, weight=ops[-1].weight))
-    program = CPUBackend(source, 1).compile(ops, LIMITS, [again])
+    second = Value("again", 200)
+    ops.append(MulMat(out=second, x=X, weight=ops[-1].weight))
+    program = CPUBackend(source, 1).compile(ops, LIMITS, [second])
     names = [t.name for t in program.profile(BATCHES[0])]
     assert len(names) == 4
     assert sum("round" in name for name in names) == 1
@@ -557,9 +557,9 @@ def test_programs_go_when_nobody_holds_them(source):
         backend = CPUBackend(source, 1, observer=lambda *_: None)
         program = backend.compile([*ops, Observe(x=ops[-1].out, label="x")], LIMITS, [ops[-1].out])
         program.run(BATCHES[0])
-        gone = weakref.ref(program)
+        reference = weakref.ref(program)
         del program
-        assert gone() is None
+        assert reference() is None
     finally:
         gc.enable()
 

@@ -22,7 +22,7 @@ from zoo import expected
 
 TOKENS = expected("qwen3moe-moe")[0]
 #: Worlds apart from what a wrong computation gives, yet above what another order of summation gives.
-SAME = 1e-11
+MAX_NMSE = 1e-11
 
 
 def open_zoo(zoo: Callable[[str], Path], name: str, **options: Any) -> Model:
@@ -43,10 +43,10 @@ def open_zoo(zoo: Callable[[str], Path], name: str, **options: Any) -> Model:
 def test_pieces_of_a_sequence_are_the_sequence(zoo: Callable[[str], Path], name: str, pieces: tuple[int, ...]) -> None:
     with open_zoo(zoo, name) as model:
         session = model.session(64)
-        parts, at = [], 0
+        parts, start = [], 0
         for n in pieces:
-            parts.append(session.decode(TOKENS[at : at + n]))
-            at += n
+            parts.append(session.decode(TOKENS[start : start + n]))
+            start += n
         assert nmse(np.concatenate(parts), expected(name)[1]) <= 1e-8  # type: ignore[arg-type]
 
 
@@ -54,14 +54,16 @@ def test_pieces_of_a_sequence_are_the_sequence(zoo: Callable[[str], Path], name:
 def test_sequences_do_not_see_each_other(zoo: Callable[[str], Path], name: str) -> None:
     with open_zoo(zoo, name) as model:
         session = model.session(40, n_seq=3)
-        of = np.tile([2, 0, 1], 20).astype(np.int32)[:60]
+        sequences = np.tile([2, 0, 1], 20).astype(np.int32)[:60]
         tokens = TOKENS[np.arange(60) % 64]
-        mixed = session.decode(tokens, of)
+        mixed = session.decode(tokens, sequences)
         assert mixed is not None
         for sequence in range(3):
-            alone = model.forward(tokens[of == sequence])
+            alone = model.forward(tokens[sequences == sequence])
             # gelu is looked up in half precision: a last bit before it may be a step of its table.
-            assert nmse(mixed[of == sequence], alone) <= (1e-8 if model.arch in ("gemma4", "starcoder") else SAME)
+            assert nmse(mixed[sequences == sequence], alone) <= (
+                1e-8 if model.arch in ("gemma4", "starcoder") else MAX_NMSE
+            )
 
 
 def test_small_batches_of_the_engine_change_nothing(zoo: Callable[[str], Path]) -> None:
@@ -71,16 +73,16 @@ def test_small_batches_of_the_engine_change_nothing(zoo: Callable[[str], Path]) 
 
 def test_only_wanted_logits_come_and_in_order(zoo: Callable[[str], Path]) -> None:
     with open_zoo(zoo, "qwen3moe-moe", n_ubatch=10) as model:
-        every = model.forward(TOKENS)
-        wanted = np.arange(64) % 3 == 1
-        some = model.session(64).decode(TOKENS, outputs=wanted)
-        assert some is not None
-        assert nmse(some, every[wanted]) <= SAME
+        all_logits = model.forward(TOKENS)
+        mask = np.arange(64) % 3 == 1
+        selection = model.session(64).decode(TOKENS, outputs=mask)
+        assert selection is not None
+        assert nmse(selection, all_logits[mask]) <= MAX_NMSE
         blocks: list[tuple[int, Any]] = []
-        result = model.session(64).decode(TOKENS, outputs=wanted, consume=lambda i, x: blocks.append((i, x.copy())))
+        result = model.session(64).decode(TOKENS, outputs=mask, consume=lambda i, x: blocks.append((i, x.copy())))
         assert result is None
         assert [i for i, _ in blocks] == np.cumsum([0, *(len(x) for _, x in blocks)])[:-1].tolist()
-        assert np.array_equal(np.concatenate([x for _, x in blocks]), some)
+        assert np.array_equal(np.concatenate([x for _, x in blocks]), selection)
 
 
 def test_no_wanted_logits_is_no_error(zoo: Callable[[str], Path]) -> None:
@@ -89,9 +91,9 @@ def test_no_wanted_logits_is_no_error(zoo: Callable[[str], Path]) -> None:
         none = session.decode(TOKENS[:40], outputs=np.zeros(40, bool))
         assert none is not None
         assert none.shape == (0, 128)
-        rest = session.decode(TOKENS[40:])
-        assert rest is not None
-        assert nmse(rest, expected("qwen3moe-moe")[1][40:]) <= 1e-8
+        remainder = session.decode(TOKENS[40:])
+        assert remainder is not None
+        assert nmse(remainder, expected("qwen3moe-moe")[1][40:]) <= 1e-8
 
 
 def test_a_sequence_goes_back_and_on(zoo: Callable[[str], Path]) -> None:
@@ -99,10 +101,10 @@ def test_a_sequence_goes_back_and_on(zoo: Callable[[str], Path]) -> None:
         session = model.session(64)
         first = session.decode(TOKENS)
         assert session.rewind(0, 20)
-        again = session.decode(TOKENS[20:])
+        rerun = session.decode(TOKENS[20:])
         assert first is not None
-        assert again is not None
-        assert nmse(again, first[20:]) <= SAME
+        assert rerun is not None
+        assert nmse(rerun, first[20:]) <= MAX_NMSE
 
 
 def test_a_recurrent_sequence_goes_back_to_its_beginning_only(zoo: Callable[[str], Path]) -> None:
@@ -111,10 +113,10 @@ def test_a_recurrent_sequence_goes_back_to_its_beginning_only(zoo: Callable[[str
         first = session.decode(TOKENS)
         assert not session.rewind(0, 20)
         assert session.rewind(0, 0)
-        again = session.decode(TOKENS)
+        rerun = session.decode(TOKENS)
         assert first is not None
-        assert again is not None
-        assert np.array_equal(first, again)
+        assert rerun is not None
+        assert np.array_equal(first, rerun)
 
 
 @pytest.mark.parametrize(
@@ -196,8 +198,8 @@ def test_logits_do_not_depend_on_placement(zoo: Callable[[str], Path], name: str
 
 
 def test_up_and_gate_apart_are_not_fused_and_it_is_said(zoo: Callable[[str], Path]) -> None:
-    apart = Placement(rules=parse_rules([r"blk\.0\.ffn_up_exps=REFERENCE"]))
-    with open_zoo(zoo, "qwen3moe-moe", placement=apart) as model:
+    placement = Placement(rules=parse_rules([r"blk\.0\.ffn_up_exps=REFERENCE"]))
+    with open_zoo(zoo, "qwen3moe-moe", placement=placement) as model:
         kinds = [type(op) for op in model.graph.ops if op.layer == 0]
         assert UpGateId not in kinds
         assert kinds.count(MulMatId) == 3
@@ -286,11 +288,11 @@ def test_weights_in_memory_give_the_logits_of_the_mapped_file(zoo: Callable[[str
     with open_zoo(zoo, "qwen3moe-moe", merge_up_gate=merge_up_gate) as model:
         expected = model.forward(TOKENS)
     with open_zoo(zoo, "qwen3moe-moe", merge_up_gate=merge_up_gate, mmap=False) as model:
-        found = model.forward(TOKENS)
+        actual = model.forward(TOKENS)
         data = model.source.data("blk.0.attn_q.weight")
         assert pages(data) is None
         assert model.source.data("blk.0.attn_q.weight") is data
-    np.testing.assert_array_equal(found, expected)
+    np.testing.assert_array_equal(actual, expected)
     with pytest.raises(RecipeError, match="--no-mmap copies all weights"):
         open_zoo(zoo, "qwen3moe-moe", mmap=False, max_ram=1 << 20)
 
@@ -300,8 +302,8 @@ def test_a_model_tells_what_could_not_be_fused_or_merged(zoo: Callable[[str], Pa
         assert model.notes == ()
     with open_zoo(zoo, "qwen3moe-moe", fusion=Fusion.none()) as model:
         assert model.notes == ()
-    apart = Placement(rules=parse_rules([r"blk\.0\.ffn_up_exps=REFERENCE"]))
-    with open_zoo(zoo, "qwen3moe-moe", placement=apart) as model:
+    placement = Placement(rules=parse_rules([r"blk\.0\.ffn_up_exps=REFERENCE"]))
+    with open_zoo(zoo, "qwen3moe-moe", placement=placement) as model:
         assert model.notes == ("fused MoE up+gate: 1 of 2 (1 not: gate and up lie on CPU and REFERENCE)",)
     with open_zoo(zoo, "olmoe-moe", merge_up_gate=True) as model:
         assert len(model.notes) == 2

@@ -40,10 +40,12 @@ CHANGES: dict[str, Callable[[Shape], Shape]] = {
 LARGE = 1 << 18
 
 
-def written(path: Path, opened: GGUFFile, fields: Iterable[Field], infos: Sequence[Info], own: dict[str, Any]) -> None:
-    """Write a model with the small tensors of another, and with ``own`` ones."""
+def write_changed(
+    path: Path, opened: GGUFFile, fields: Iterable[Field], infos: Sequence[Info], arrays: dict[str, Any]
+) -> None:
+    """Write a model with the small tensors of another, and with ``arrays`` ones."""
     small = {t.name: opened.data(t) for t in opened.tensors.values() if t.nbytes <= LARGE}
-    write_hollow(path, fields, infos, small | own)
+    write_hollow(path, fields, infos, small | arrays)
 
 
 def changed(source: Path, path: Path, name: str, shape: Shape, t: TensorType | None = None) -> None:
@@ -52,17 +54,17 @@ def changed(source: Path, path: Path, name: str, shape: Shape, t: TensorType | N
         kind = t or old.type
         infos = [(n, i.shape, i.type) if n != name else (n, shape, kind) for n, i in opened.tensors.items()]
         data = np.resize(opened.data(old), kind.row_bytes(shape[0]) * math.prod(shape[1:]))
-        written(path, opened, opened.fields.values(), infos, {name: data})
+        write_changed(path, opened, opened.fields.values(), infos, {name: data})
 
 
 def names(path: Path) -> Iterator[tuple[str, Shape]]:
     """Yield one tensor of every kind and shape, not of the first layer."""
-    seen = set[tuple[str, Shape]]()
+    shapes = set[tuple[str, Shape]]()
     with open_gguf(path) as opened:
         for info in opened.tensors.values():
             kind = re.sub(r"^blk\.\d+", "blk", info.name), info.shape
-            if not info.name.startswith("blk.0.") and kind not in seen:
-                seen.add(kind)
+            if not info.name.startswith("blk.0.") and kind not in shapes:
+                shapes.add(kind)
                 yield info.name, info.shape
 
 
@@ -73,10 +75,10 @@ def test_other_shapes_are_refused_or_harmless(
 ) -> None:
     refused = 0
     for name, shape in names(zoo(model)):
-        other = CHANGES[change](shape)
-        if other == shape or min(other) < 1:
+        changed_shape = CHANGES[change](shape)
+        if changed_shape == shape or min(changed_shape) < 1:
             continue
-        changed(zoo(model), tmp_path / "x.gguf", name, other)
+        changed(zoo(model), tmp_path / "x.gguf", name, changed_shape)
         try:
             with load(tmp_path / "x.gguf", kv_type="f32") as opened:
                 opened.forward([1, 2, 3])
@@ -154,7 +156,7 @@ def test_metadata_that_do_not_fit_are_refused(
         full = key[1:] if key.startswith(".") else f"{model.rpartition('-')[0]}.{key}"
         fields = [Field.of(full, value) if f.key == full else f for f in opened.fields.values()]
         infos = [(t.name, t.shape, t.type) for t in opened.tensors.values()]
-        written(tmp_path / "x.gguf", opened, fields, infos, {})
+        write_changed(tmp_path / "x.gguf", opened, fields, infos, {})
     with pytest.raises(QuantkitError):
         load(tmp_path / "x.gguf").forward([1, 2, 3])
 

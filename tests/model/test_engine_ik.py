@@ -50,16 +50,16 @@ from quantkit.types import BY_NAME, TYPES, TensorType
 pytestmark = pytest.mark.peer
 
 #: Its formats of activations that are ours: Q8_K32 has other sums, and levels mirrored are the same values.
-ALIKE = {"Q8_K": "q8_k", "Q8_K32": "q8_k", "Q8_2_X4": "q8_2", "Q8_KV": "q8_kv", "Q8_K64": "q8_k64"}
+COMMON_FORMATS = {"Q8_K": "q8_k", "Q8_K32": "q8_k", "Q8_2_X4": "q8_2", "Q8_KV": "q8_kv", "Q8_K64": "q8_k64"}
 #: Types whose levels, made unsigned, are too large for products of pairs in 16 bits; by how much they were raised.
 OVERFLOWING = {"IQ5_KS": 128, "IQ4_KSS": 128}
 #: The same in a library that is built for AVX-512 with VNNI.
 WIDE_OVERFLOWING = (*OVERFLOWING, "IQ4_K", "IQ5_K", "IQ6_K", "IQ4_KS")
 
-WRITTEN = [t for t in TYPES if t.trees == "ik" and t.block > 1 and has_decoder(t) and has_encoder(t)]
+ENCODABLE = [t for t in TYPES if t.trees == "ik" and t.block > 1 and has_decoder(t) and has_encoder(t)]
 #: Those it has no products for (Q4_0_4X4 and its like), or did not have yet when the wheel was built.
 MISSING = ("Q4_0_4X4", "Q4_0_4X8", "Q4_0_8X8", "MXFP4_R8", "Q8_K_R16")
-MULTIPLIED = [t for t in WRITTEN if t.name not in MISSING]
+MULTIPLIED = [t for t in ENCODABLE if t.name not in MISSING]
 
 N, ROWS, OUT = 512, 8, 64
 
@@ -74,12 +74,12 @@ def overflows(ik: IkGgml, t: TensorType) -> bool:
     return t.name in (WIDE_OVERFLOWING if ik.has_vnni else OVERFLOWING)
 
 
-def alike(ik: IkGgml, t: TensorType) -> bool:
+def has_common_format(ik: IkGgml, t: TensorType) -> bool:
     """Tell whether both multiply weights of type ``t`` with the same activations."""
-    return ALIKE.get(ik.activations_of(t).name) == activation_format(base_of(t))
+    return COMMON_FORMATS.get(ik.activations_of(t).name) == activation_format(base_of(t))
 
 
-def drawn(t: TensorType, rows: int = ROWS) -> tuple[Any, Any]:
+def random_inputs(t: TensorType, rows: int = ROWS) -> tuple[Any, Any]:
     """Return weights, uint8 [OUT, row_bytes], and activations, float32 [rows, N], as uneven as a model's."""
     rng = np.random.default_rng(t.id)
     x = rng.standard_normal((rows, N)) * np.exp(0.5 * rng.standard_normal(N))
@@ -87,37 +87,37 @@ def drawn(t: TensorType, rows: int = ROWS) -> tuple[Any, Any]:
     return quantize(w, t, np.ones(N, np.float32)), x.astype(np.float32)
 
 
-def ours(w: Any, t: TensorType, x: Any) -> tuple[Any, Any]:
+def product(w: Any, t: TensorType, x: Any) -> tuple[Any, Any]:
     """Return our product, in double, and that of the decoded weights with the activations as they are."""
     base = base_of(t)
-    apart = w
+    weights = w
     if is_interleaved(t):
-        deinterleave_rows(t, w, apart := np.empty((len(w), base.row_bytes(N)), np.uint8))
+        deinterleave_rows(t, w, weights := np.empty((len(w), base.row_bytes(N)), np.uint8))
     rows = Rows(base, x)
-    return products(apart, base, *rows.values()), products(apart, base, x.astype(np.float64), np.zeros((len(x), 0)))
+    return products(weights, base, *rows.values()), products(weights, base, x.astype(np.float64), np.zeros((len(x), 0)))
 
 
 @pytest.mark.parametrize("t", MULTIPLIED, ids=str)
 def test_products(ik: IkGgml, t: TensorType) -> None:
-    w, x = drawn(t, 31 if overflows(ik, t) else ROWS)
-    found, exact = ours(w, t, x)
-    theirs = ik.product(w, t, x)
+    w, x = random_inputs(t, 31 if overflows(ik, t) else ROWS)
+    actual, exact = product(w, t, x)
+    expected = ik.product(w, t, x)
     if overflows(ik, t):
         if t.name in OVERFLOWING:
-            assert nmse(theirs, overflowing(w, t, x)) < 1e-12
-        assert nmse(theirs, exact) > (3 if t.name in OVERFLOWING else 1.2) * nmse(found, exact)
-    elif alike(ik, t):
-        assert nmse(theirs, found) < 1e-12
+            assert nmse(expected, overflowing(w, t, x)) < 1e-12
+        assert nmse(expected, exact) > (3 if t.name in OVERFLOWING else 1.2) * nmse(actual, exact)
+    elif has_common_format(ik, t):
+        assert nmse(expected, actual) < 1e-12
     else:
-        assert nmse(found, exact) < 1.25 * nmse(theirs, exact)
+        assert nmse(actual, exact) < 1.25 * nmse(expected, exact)
 
 
 @pytest.mark.parametrize("t", MULTIPLIED, ids=str)
 def test_products_with_many_rows(ik: IkGgml, t: TensorType) -> None:
     """Weights that are not rounded again are at least as near to the decoded ones."""
-    w, x = drawn(t, 64)
-    found, exact = ours(w, t, x)
-    assert nmse(found, exact) < 1.02 * nmse(ik.product(w, t, x), exact)
+    w, x = random_inputs(t, 64)
+    actual, exact = product(w, t, x)
+    assert nmse(actual, exact) < 1.02 * nmse(ik.product(w, t, x), exact)
 
 
 def overflowing(w: Any, t: TensorType, x: Any) -> Any:
@@ -150,7 +150,7 @@ LOADED = [t for t in MULTIPLIED if "_BN" not in t.name]
 #: Interleaved ones are multiplied as their base types; of the others one of each family and kind of row, and what
 #: overflows. Products of each type are compared above; QUANTKIT_ALL=1 takes all.
 KINDS = {(t.family, t.row_header, t.name in OVERFLOWING): t for t in LOADED if not is_interleaved(t)}
-CHOSEN = LOADED if os.environ.get("QUANTKIT_ALL") else list(KINDS.values())
+TEST_TYPES = LOADED if os.environ.get("QUANTKIT_ALL") else list(KINDS.values())
 
 
 def logits(path: Path, tokens: Any) -> Any:
@@ -159,9 +159,9 @@ def logits(path: Path, tokens: Any) -> Any:
         return np.stack([model.forward(sequence) for sequence in tokens])
 
 
-def by_row(found: Any, wanted: Any) -> Any:
+def by_row(actual: Any, expected: Any) -> Any:
     """Return the NMSE of each row."""
-    a, b = (x.reshape(-1, x.shape[-1]).astype(np.float64) for x in (found, wanted))
+    a, b = (x.reshape(-1, x.shape[-1]).astype(np.float64) for x in (actual, expected))
     return np.square(a - b).sum(1) / np.square(b).sum(1)
 
 
@@ -173,7 +173,7 @@ def one_layer(tiny_moe: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@pytest.mark.parametrize("t", CHOSEN, ids=str)
+@pytest.mark.parametrize("t", TEST_TYPES, ids=str)
 def test_logits(tmp_path: Path, ik_lib: Path, ik: IkGgml, one_layer: Path, t: TensorType) -> None:
     """All matrices in this type, embeddings too; but its IQ6_K there are decoded by a polynomial, not by the table."""
     embeddings = "Q8_0" if base_of(t).name == "IQ6_K" else None
@@ -185,15 +185,15 @@ def test_logits(tmp_path: Path, ik_lib: Path, ik: IkGgml, one_layer: Path, t: Te
     with load(path) as model:
         text = (DATA / "tiny-moe-evaluation.txt").read_text()[:1000]
         tokens = np.asarray(model.tokenizer.encode(text)[:64], np.int32)
-    single, few = tokens.reshape(64, 1), tokens.reshape(16, 4)
+    single, batches_of_4 = tokens.reshape(64, 1), tokens.reshape(16, 4)
     peer = Libllama(ik_lib, ik=True)
-    found, theirs = logits(path, single), peer.logits(path, single, batch=1)
-    if overflows(ik, t) or not alike(ik, t):
-        assert nmse(found, theirs) < 5e-3
+    actual, expected = logits(path, single), peer.logits(path, single, batch=1)
+    if overflows(ik, t) or not has_common_format(ik, t):
+        assert nmse(actual, expected) < 5e-3
         return
-    assert nmse(found, theirs) < 1e-4
-    assert np.median(by_row(found, theirs)) < 1e-11
-    assert np.median(by_row(logits(path, few), peer.logits(path, few, batch=4))) < 1e-11
+    assert nmse(actual, expected) < 1e-4
+    assert np.median(by_row(actual, expected)) < 1e-11
+    assert np.median(by_row(logits(path, batches_of_4), peer.logits(path, batches_of_4, batch=4))) < 1e-11
 
 
 def with_long_rows(tiny_moe: Path, path: Path) -> Path:
@@ -223,12 +223,12 @@ def test_logits_of_ternary_types(tmp_path: Path, ik_lib: Path, ik: IkGgml, tiny_
     path, tokens = tmp_path / "m.gguf", np.arange(100, 148, dtype=np.int32)[:, None]
     rule = quantkit.QuantizeOptions(custom_q=(f"ffn_down_exps={name.lower()}",), pure=True, no_provenance=True)
     quantkit.quantize(with_long_rows(tiny_moe, tmp_path / "long.gguf"), path, "Q6_0", rule)
-    found, theirs = logits(path, tokens), Libllama(ik_lib, ik=True).logits(path, tokens, batch=1)
-    if not alike(ik, BY_NAME[name]):
-        assert nmse(found, theirs) < 1e-3
+    actual, expected = logits(path, tokens), Libllama(ik_lib, ik=True).logits(path, tokens, batch=1)
+    if not has_common_format(ik, BY_NAME[name]):
+        assert nmse(actual, expected) < 1e-3
         return
-    assert nmse(found, theirs) < 1e-4
-    assert np.median(by_row(found, theirs)) < 1e-11
+    assert nmse(actual, expected) < 1e-4
+    assert np.median(by_row(actual, expected)) < 1e-11
 
 
 # ---------------------------------------------------------------- perplexity
@@ -236,24 +236,24 @@ def test_logits_of_ternary_types(tmp_path: Path, ik_lib: Path, ik: IkGgml, tiny_
 #: What ik_llama.cpp's llama-perplexity gives tiny-moe quantized by its llama-quantize: -c 256, 228 chunks; importance
 #: by llama.cpp, the router in Q8_0. BF16 has 30.3366 there, here and in llama.cpp 30.28. Others are compared with what
 #: the wheel's library gives the wheel's file, 12 chunks.
-LISTED = {"IQ4_KS": 30.5527, "IQ2_KT": None, "IQ2_KS": None}
+EXPECTED_PPL = {"IQ4_KS": 30.5527, "IQ2_KT": None, "IQ2_KS": None}
 
 
-@pytest.mark.parametrize("name", LISTED)
+@pytest.mark.parametrize("name", EXPECTED_PPL)
 def test_perplexity(tmp_path: Path, ik_bin: Path, tiny_moe: Path, name: str) -> None:
     path, folder = tmp_path / "m.gguf", ik_bin.parent
     environment = {"LD_LIBRARY_PATH": f"{folder}/lib:{folder.parent}/ik_llama_cpp_python.libs", "PATH": "/usr/bin:/bin"}
     options = ["--imatrix", DATA / "tiny-moe-imatrix.dat", "--ffn-gate-inp-type", "q8_0"]
     command = [ik_bin / "llama-quantize", *options, tiny_moe, path, name, "2"]
     file_answer(command, path, environment)
-    text, listed, chunks = (DATA / "tiny-moe-evaluation-whole.txt").read_bytes(), LISTED[name], None
-    if listed is None:
+    text, expected_ppl, chunks = (DATA / "tiny-moe-evaluation-whole.txt").read_bytes(), EXPECTED_PPL[name], None
+    if expected_ppl is None:
         with load(path) as model:
             tokens = np.asarray(model.tokenizer.encode(text.decode()), np.int32)[: 12 * 256].reshape(12, 256)
         library, chunks = Libllama(folder / "lib", ik=True), len(tokens)
 
-        def theirs() -> bytes:
+        def run_peer() -> bytes:
             return str(perplexity(library.logits(path, tokens, batch=256), tokens)).encode()
 
-        listed = float(answer(theirs, "perplexity", peer(folder / "lib"), path, tokens))
-    assert quantkit.perplexity(path, text, n_ctx=256, chunks=chunks).ppl.value == pytest.approx(listed, rel=3e-3)
+        expected_ppl = float(answer(run_peer, "perplexity", peer(folder / "lib"), path, tokens))
+    assert quantkit.perplexity(path, text, n_ctx=256, chunks=chunks).ppl.value == pytest.approx(expected_ppl, rel=3e-3)

@@ -27,7 +27,7 @@ TYPES = ("Q8_0", "Q4_K_S", "IQ4_XS") if os.environ.get("QUANTKIT_ALL") else ("Q8
 TOKENS = expected(NAMES[0])[0]
 
 #: Enough of them for every kind of layer; QUANTKIT_ALL=1 takes all.
-SOME = (
+SAMPLE = (
     "llama-dense",
     "gemma2-dense",
     "qwen3moe-moe",
@@ -37,7 +37,7 @@ SOME = (
     "phi3-dense",
     "starcoder2-dense",
 )
-CHOSEN = NAMES if os.environ.get("QUANTKIT_ALL") else SOME
+TEST_NAMES = NAMES if os.environ.get("QUANTKIT_ALL") else SAMPLE
 
 #: As near as llama.cpp is to itself means: within twice its own difference, or this.
 FLOOR = 1e-6
@@ -48,19 +48,25 @@ SHARE = 0.6
 
 def error(path: Path, peer: Libllama) -> tuple[float, float]:
     """Return our difference to llama.cpp, the nearest of batches of 1 and 64, and its own between these."""
-    together, single = peer.logits(path, TOKENS, batch=64), peer.logits(path, TOKENS, batch=1)
+    batched, single = peer.logits(path, TOKENS, batch=64), peer.logits(path, TOKENS, batch=1)
     with load(path, kv_type="f32") as model:
         session = model.session(len(TOKENS))
-        ours = [model.forward(TOKENS), np.concatenate([session.decode(token[None]) for token in TOKENS])]  # type: ignore[misc]
-    return min(nmse(a, b) for a in ours for b in (together, single)), nmse(single, together)
+        logits = [model.forward(TOKENS), np.concatenate([session.decode(token[None]) for token in TOKENS])]  # type: ignore[misc]
+    return min(nmse(a, b) for a in logits for b in (batched, single)), nmse(single, batched)
 
 
 @pytest.mark.parametrize("preset", TYPES)
 def test_logits_are_as_near_as_llama_cpp_is_to_itself(tmp_path: Path, llama_bin: Path, preset: str) -> None:
-    path, found = tmp_path / "model.gguf", {}
-    for name in CHOSEN:
+    path, errors = tmp_path / "model.gguf", {}
+    for name in TEST_NAMES:
         quantkit.quantize(write_zoo(name, tmp_path / "f32.gguf"), path, preset, overwrite=True)
-        found[name] = error(path, Libllama(llama_bin))
-    within = [name for name, (ours, own) in found.items() if ours <= max(2 * own, FLOOR)]
-    assert len(within) >= SHARE * len(CHOSEN), found
-    assert all(ours <= max(2 * own, 1e-3) for ours, own in found.values()), found
+        errors[name] = error(path, Libllama(llama_bin))
+    within = [
+        name
+        for name, (error_of_ours, error_of_peer) in errors.items()
+        if error_of_ours <= max(2 * error_of_peer, FLOOR)
+    ]
+    assert len(within) >= SHARE * len(TEST_NAMES), errors
+    assert all(error_of_ours <= max(2 * error_of_peer, 1e-3) for error_of_ours, error_of_peer in errors.values()), (
+        errors
+    )

@@ -115,7 +115,7 @@ class Changed:
 
 
 #: As many as windows, of 32, do not hide from; and where there are none.
-SOME, FEW = TOKENS[:40], TOKENS[:12]
+LONG_TOKENS, SHORT_TOKENS = TOKENS[:40], TOKENS[:12]
 
 
 def tokens_for(graph: Graph) -> Ints:
@@ -123,7 +123,9 @@ def tokens_for(graph: Graph) -> Ints:
     masks = {(op.mask, op.window) for op in graph.ops if isinstance(op, Attention)}
     if any(mask == "whole" for mask, _ in masks):
         return TOKENS
-    return SOME if any(mask != "causal" and window < len(SOME) for mask, window in masks) else FEW
+    return (
+        LONG_TOKENS if any(mask != "causal" and window < len(LONG_TOKENS) for mask, window in masks) else SHORT_TOKENS
+    )
 
 
 def logits(reference: Reference, graph: Graph, tokens: Ints) -> Floats:
@@ -144,12 +146,12 @@ def rewritten(graph: Graph, change: Callable[[Op], list[Op] | None]) -> Graph | 
     return replace(graph, ops=tuple(ops)) if changed else None
 
 
-def same(op: Op, x: Value, out: Value) -> list[Op]:
+def copy_op(op: Op, x: Value, out: Value) -> list[Op]:
     return [Scale(layer=op.layer, out=out, x=x, factor=1.0)]
 
 
 def no_rope(op: Op) -> list[Op] | None:
-    return same(op, op.x, op.out) if isinstance(op, Rope) else None
+    return copy_op(op, op.x, op.out) if isinstance(op, Rope) else None
 
 
 def other_rope(op: Op) -> list[Op] | None:
@@ -175,8 +177,8 @@ def gate_and_up_swapped(op: Op) -> list[Op] | None:
 def other_activation(op: Op) -> list[Op] | None:
     if not isinstance(op, Glu | Activate):
         return None
-    others = {"silu": "gelu", "gelu": "silu", "swiglu_oai": "silu", "relu": "silu", "sigmoid": "relu"}
-    kind = others.get(op.activation.kind)
+    replacements = {"silu": "gelu", "gelu": "silu", "swiglu_oai": "silu", "relu": "silu", "sigmoid": "relu"}
+    kind = replacements.get(op.activation.kind)
     return None if kind is None else [replace(op, activation=replace(op.activation, kind=kind))]
 
 
@@ -188,17 +190,17 @@ def no_limits(op: Op) -> list[Op] | None:
 
 
 def no_shift(op: Op) -> list[Op] | None:
-    return same(op, op.x, op.out) if isinstance(op, Shift) else None
+    return copy_op(op, op.x, op.out) if isinstance(op, Shift) else None
 
 
 def no_head_norm(op: Op) -> list[Op] | None:
-    named = isinstance(op, Norm) and op.weight is not None and ("_q_norm" in op.weight.tensor.name)
-    return same(op, op.x, op.out) if isinstance(op, Norm) and named else None
+    is_head_norm = isinstance(op, Norm) and op.weight is not None and ("_q_norm" in op.weight.tensor.name)
+    return copy_op(op, op.x, op.out) if isinstance(op, Norm) and is_head_norm else None
 
 
 def no_window(op: Op) -> list[Op] | None:
     # Windows wider than the tokens here cannot be missed.
-    if not isinstance(op, Attention) or op.mask in ("causal", "whole") or op.window >= len(SOME):
+    if not isinstance(op, Attention) or op.mask in ("causal", "whole") or op.window >= len(LONG_TOKENS):
         return None
     return [replace(op, mask="causal")]
 
@@ -220,7 +222,7 @@ def other_factor(op: Op) -> list[Op] | None:
 
 
 def own_length(op: Op) -> list[Op] | None:
-    return same(op, op.x, op.out) if isinstance(op, ToLength) else None
+    return copy_op(op, op.x, op.out) if isinstance(op, ToLength) else None
 
 
 def no_offset(op: Op) -> list[Op] | None:
@@ -228,7 +230,7 @@ def no_offset(op: Op) -> list[Op] | None:
 
 
 def other_mixture(op: Op) -> list[Op] | None:
-    return same(op, op.base, op.out) if isinstance(op, Mix) and op.n > 1 else None
+    return copy_op(op, op.base, op.out) if isinstance(op, Mix) and op.n > 1 else None
 
 
 def no_bias(op: Op) -> list[Op] | None:
@@ -245,11 +247,11 @@ def other_norm(op: Op) -> list[Op] | None:
 
 
 def no_clamp(op: Op) -> list[Op] | None:
-    return same(op, op.x, op.out) if isinstance(op, Clamp) else None
+    return copy_op(op, op.x, op.out) if isinstance(op, Clamp) else None
 
 
 def no_vector(op: Op) -> list[Op] | None:
-    return same(op, op.x, op.out) if isinstance(op, MultiplyBy) else None
+    return copy_op(op, op.x, op.out) if isinstance(op, MultiplyBy) else None
 
 
 def positions_of_tokens(op: Op) -> list[Op] | None:
@@ -263,11 +265,11 @@ def other_layers_input(op: Op) -> list[Op] | None:
 
 
 def no_token_before(op: Op) -> list[Op] | None:
-    return same(op, op.x, op.out) if isinstance(op, Previous | Bonus) else None
+    return copy_op(op, op.x, op.out) if isinstance(op, Previous | Bonus) else None
 
 
 def all_of_it(op: Op) -> list[Op] | None:
-    return same(op, op.x, op.out) if isinstance(op, Lerp) and op.out.width == op.x.width else None
+    return copy_op(op, op.x, op.out) if isinstance(op, Lerp) and op.out.width == op.x.width else None
 
 
 def nothing_removed(op: Op) -> list[Op] | None:
@@ -279,7 +281,7 @@ def other_decays(op: Op) -> list[Op] | None:
 
 
 def no_convolution(op: Op) -> list[Op] | None:
-    return same(op, op.x, op.out) if isinstance(op, Convolve) else None
+    return copy_op(op, op.x, op.out) if isinstance(op, Convolve) else None
 
 
 def other_reads(op: Op) -> list[Op] | None:
@@ -332,8 +334,8 @@ def mutants(source: GGUFFile) -> Iterator[tuple[str, Graph]]:
     arch = source.get("general.architecture")
     hashed = any(isinstance(op, Lookup) for op in graph.ops)  # its tables say how many experts a token has
     if source.get(f"{arch}.expert_count") and not hashed:
-        more = Changed(source, expert_used_count=lambda n: n + 1)
-        yield "one_expert_more", build_graph(more)  # type: ignore[arg-type]
+        changed = Changed(source, expert_used_count=lambda n: n + 1)
+        yield "one_expert_more", build_graph(changed)  # type: ignore[arg-type]
     if not any(isinstance(op, Rope) for op in graph.ops):
         return
     base = Changed(
@@ -346,8 +348,8 @@ def mutants(source: GGUFFile) -> Iterator[tuple[str, Graph]]:
 def test_a_mutant_misses_the_bound_by_far(zoo: Callable[[str], Path], name: str) -> None:
     with open_gguf(zoo(name)) as source:
         tokens = tokens_for(build_graph(source))
-        wanted = expected(name)[: len(tokens)]
+        expected_logits = expected(name)[: len(tokens)]
         reference = Reference(source)  # decodes each weight once
-        missed = {mutant: nmse(logits(reference, graph, tokens), wanted) for mutant, graph in mutants(source)}
+        missed = {mutant: nmse(logits(reference, graph, tokens), expected_logits) for mutant, graph in mutants(source)}
     assert len(missed) >= 4
     assert {mutant: error for mutant, error in missed.items() if not error > 100 * BOUND} == {}

@@ -56,7 +56,7 @@ def chameleon(path: Path) -> Path:
 
 
 #: Models drawn for the architectures that are not in the zoo.
-DRAWN: dict[str, Callable[[Path], Path]] = {
+WRITERS: dict[str, Callable[[Path], Path]] = {
     "chameleon": chameleon,
     "deepseek2-absorbed": test_mla.deepseek2,
     "deepseek2-expanded": lambda path: test_mla.deepseek2(path, absorbed=False),
@@ -85,21 +85,21 @@ NEVER_MULTIPLIED = {"qwen3next-moe": {"blk.0.ssm_in.weight"}}
 
 def headers(folder: Path) -> Iterator[tuple[str, Path]]:
     yield from ((name, ZOO / "headers" / f"{name}.head") for name in NAMES)
-    yield from ((name, drawn(folder / f"{name}.gguf")) for name, drawn in DRAWN.items())
+    yield from ((name, write(folder / f"{name}.gguf")) for name, write in WRITERS.items())
 
 
 def test_every_quantizable_weight_of_every_architecture_gets_an_entry(tmp_path: Path) -> None:
-    seen = set()
+    archs = set()
     for name, path in headers(tmp_path):
         with open_gguf(path, header_only=True) as source:
             arch = str(source.get("general.architecture"))
             graph = observe(build_graph(source), process_output=True)
-            wanted = expected_tensors(source.tensors.values(), arch, process_output=True)
+            names = expected_tensors(source.tensors.values(), arch, process_output=True)
         entries = {entry for op in graph.ops if isinstance(op, SumColumns) for entry in op.names}
-        missing = {t.name for t in wanted} - entries
+        missing = {t.name for t in names} - entries
         assert missing == NEVER_MULTIPLIED.get(name, set()), name
-        seen.add(arch)
-    assert seen == set(ARCHS), f"{seen ^ set(ARCHS)}: {step('Add an architecture', 3)}, or a model in DRAWN"
+        archs.add(arch)
+    assert archs == set(ARCHS), f"{archs ^ set(ARCHS)}: {step('Add an architecture', 3)}, or a model in DRAWN"
 
 
 # ---------------------------------------------------------------- beside llama-imatrix
@@ -132,11 +132,11 @@ def with_tokenizer(source: Path, target: Path) -> Path:
 
 
 @pytest.mark.peer
-@pytest.mark.parametrize("name", [name for name in (*NAMES, *DRAWN) if name not in DIES])
+@pytest.mark.parametrize("name", [name for name in (*NAMES, *WRITERS) if name not in DIES])
 def test_sums_are_those_of_llama_imatrix(
     name: str, zoo: Callable[[str], Path], tmp_path: Path, llama_bin: Path
 ) -> None:
-    plain = DRAWN[name](tmp_path / "plain.gguf") if name in DRAWN else zoo(name)
+    plain = WRITERS[name](tmp_path / "plain.gguf") if name in WRITERS else zoo(name)
     model, text = with_tokenizer(plain, tmp_path / "model.gguf"), tmp_path / "text.txt"
     text.write_text(TEXT)
     n_batch = N_CTX if name in ONE_AT_A_TIME else 2 * N_CTX
@@ -157,37 +157,39 @@ def test_sums_are_those_of_llama_imatrix(
     ]
     out = tmp_path / "theirs.gguf"
 
-    def asked() -> bytes:
+    def run_peer() -> bytes:
         program = [llama_bin / "llama-imatrix", "-m", model, "-f", text, "-o", out]
-        done = subprocess.run([*program, *options], capture_output=True, text=True, timeout=120)
-        assert done.returncode == 0, done.stderr[-2000:]
+        process = subprocess.run([*program, *options], capture_output=True, text=True, timeout=120)
+        assert process.returncode == 0, process.stderr[-2000:]
         return out.read_bytes()
 
-    out.write_bytes(answer(asked, peer(llama_bin), "llama-imatrix", options, model, text))
-    theirs = read_imatrix(out)
+    out.write_bytes(answer(run_peer, peer(llama_bin), "llama-imatrix", options, model, text))
+    expected = read_imatrix(out)
     settings = ImatrixOptions(n_ctx=N_CTX, n_batch=n_batch, process_output=True)
-    ours = imatrix(model, [text], tmp_path / "ours.gguf", options=settings, kv_type="f32", threads=2)
-    assert ours.imatrix is not None
+    actual = imatrix(model, [text], tmp_path / "ours.gguf", options=settings, kv_type="f32", threads=2)
+    assert actual.imatrix is not None
     # Beside its entries there are only other names of the same data, inputs of latent attention's other form, and
     # those of weights outside of all layers, and RWKV's small ones, which llama.cpp's quantizer leaves alone.
-    more = ours.imatrix.entries.keys() - theirs.entries.keys()
-    assert not theirs.entries.keys() - ours.imatrix.entries.keys()
-    assert {entry.removesuffix(".weight").rpartition(".")[2] for entry in more} <= MORE
-    for entry, found in theirs.entries.items():
-        agree(entry, ours.imatrix.entries[entry], found, SCALED.get((name, entry), 1))
+    extra = actual.imatrix.entries.keys() - expected.entries.keys()
+    assert not expected.entries.keys() - actual.imatrix.entries.keys()
+    assert {entry.removesuffix(".weight").rpartition(".")[2] for entry in extra} <= EXTRA_KINDS
+    for entry, peer_entry in expected.entries.items():
+        agree(entry, actual.imatrix.entries[entry], peer_entry, SCALED.get((name, entry), 1))
 
 
 #: MiniCPM 3: llama.cpp scales what the output matrix multiplies, here the logits are; encoders see no difference.
 SCALED = {("minicpm3", "output.weight"): 256 / 64}
-MORE = {"attn_k_b", "attn_v_b", "attn_kv_b", "ssm_in", "ffn_gate_exps", "ffn_up_exps", "per_layer_model_proj"}
-MORE |= {"altup_proj", "altup_unembd_proj", "output_hc_fn", "time_mix_w2"}
+EXTRA_KINDS = {"attn_k_b", "attn_v_b", "attn_kv_b", "ssm_in", "ffn_gate_exps", "ffn_up_exps", "per_layer_model_proj"}
+EXTRA_KINDS |= {"altup_proj", "altup_unembd_proj", "output_hc_fn", "time_mix_w2"}
 
 
-def agree(name: str, ours: ImatrixEntry, theirs: ImatrixEntry, scale: float) -> None:
-    assert np.array_equal(ours.counts, theirs.counts), name
-    a, b = ours.sums.astype(np.float64) * scale**2, theirs.sums.astype(np.float64)
+def agree(name: str, actual: ImatrixEntry, expected: ImatrixEntry, scale: float) -> None:
+    assert np.array_equal(actual.counts, expected.counts), name
+    a, b = actual.sums.astype(np.float64) * scale**2, expected.sums.astype(np.float64)
     assert a.shape == b.shape, name
     assert np.sqrt(np.square(a - b).sum() / np.square(b).sum()) < TOLERANCE, name
-    assert theirs.in_sum is not None
-    assert ours.in_sum is not None
-    assert np.abs(scale * ours.in_sum - theirs.in_sum).max() <= TOLERANCE * np.sqrt(b.max() * theirs.counts.max()), name
+    assert expected.in_sum is not None
+    assert actual.in_sum is not None
+    assert np.abs(scale * actual.in_sum - expected.in_sum).max() <= TOLERANCE * np.sqrt(
+        b.max() * expected.counts.max()
+    ), name

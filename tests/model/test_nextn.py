@@ -29,32 +29,32 @@ from zoo import draw, write_zoo
 
 E, N_CTX = tiny_models.N_EMBD, 32
 #: Tensors that a prediction layer may have of its own, or else takes the model's.
-OWN = {"embed_tokens": (E, 128), "shared_head_norm": (E,), "shared_head_head": (E, 128)}
+HEAD_SHAPES = {"embed_tokens": (E, 128), "shared_head_norm": (E,), "shared_head_head": (E, 128)}
 FAMILIES = ("qwen35", "qwen35moe", "qwen3next", "deepseek2", "glm4moe", "deepseek32", "glm-dsa")
 
 
-def joint(layer: int, n_embd: int, own: bool) -> tiny_models.Shapes:
+def joint(layer: int, n_embd: int, has_head: bool) -> tiny_models.Shapes:
     """Return what a prediction layer has more than another layer."""
     shapes: tiny_models.Shapes = {"eh_proj": (2 * n_embd, n_embd), "enorm": (n_embd,), "hnorm": (n_embd,)}
-    if own:
-        shapes |= {name: (n_embd, *ne[1:]) for name, ne in OWN.items()}
+    if has_head:
+        shapes |= {name: (n_embd, *ne[1:]) for name, ne in HEAD_SHAPES.items()}
     return {f"blk.{layer}.nextn.{name}.weight": ne for name, ne in shapes.items()}
 
 
-def predicting(path: Path, arch: str, own: bool) -> Path:
+def predicting(path: Path, arch: str, has_head: bool) -> Path:
     """Write a small model of an architecture with a prediction layer."""
     if arch == "glm4moe":
-        return glm(path, own)
+        return glm(path, has_head)
     if arch == "deepseek2":
-        extra_shapes = test_mla.attention(2, True, True) | tiny_models.experts(2, 8, 32, 32) | joint(2, E, own)
+        extra_shapes = test_mla.attention(2, True, True) | tiny_models.experts(2, 8, 32, 32) | joint(2, E, has_head)
         return test_mla.deepseek2(path, {"block_count": 3, "nextn_predict_layers": 1}, extra_shapes=extra_shapes)
     if arch in ("deepseek32", "glm-dsa"):
-        extra_shapes = test_indexer.layer(4) | joint(4, E, own)
+        extra_shapes = test_indexer.layer(4) | joint(4, E, has_head)
         # llama.cpp's prediction layer sees all keys, ours as many as the model's other layers do.
         changes = {"block_count": 5, "nextn_predict_layers": 1, "attention.indexer.top_k": N_CTX}
         return test_indexer.sparse(path, arch, changes, extra_shapes)
     extra_shapes = {"blk.4.attn_norm.weight": (E,), "blk.4.post_attention_norm.weight": (E,)}
-    extra_shapes |= test_delta_net.attention("blk.4.", False) | joint(4, E, own)
+    extra_shapes |= test_delta_net.attention("blk.4.", False) | joint(4, E, has_head)
     if arch == "qwen35":
         extra_shapes |= tiny_models.dense(4)
     else:
@@ -62,7 +62,7 @@ def predicting(path: Path, arch: str, own: bool) -> Path:
     return test_delta_net.qwen(path, arch, {"block_count": 5, "nextn_predict_layers": 1}, extra_shapes=extra_shapes)
 
 
-def glm(path: Path, own: bool) -> Path:
+def glm(path: Path, has_head: bool) -> Path:
     """Add a layer to the zoo's GLM, with the shapes of its last one."""
     with open_gguf(write_zoo("glm4moe-moe", path.with_suffix(".zoo"))) as source:
         n, n_embd = source.get("glm4moe.block_count"), source.get("glm4moe.embedding_length")
@@ -71,7 +71,7 @@ def glm(path: Path, own: bool) -> Path:
             for name, t in source.tensors.items()
             if name.startswith(f"blk.{n - 1}.")
         }
-        shapes |= joint(n, n_embd, own)
+        shapes |= joint(n, n_embd, has_head)
         # With sections llama.cpp's prediction layer, which knows none, ends the program.
         left_out = ("glm4moe.nextn_predict_layers", "glm4moe.rope.dimension_sections")
         fields = [f for key, f in source.fields.items() if key not in left_out]
@@ -89,15 +89,15 @@ def alone(source: Path, target: Path, *, trunk: bool) -> Path:
         arch, layer = model.get("general.architecture"), f"blk.{nextn_layers(model)[0]}."
         changes = {f"{arch}.block_count": int(layer[4:-1]), f"{arch}.nextn_predict_layers": 0} if trunk else {}
         fields = [Field.of(key, changes[key], f.type) if key in changes else f for key, f in model.fields.items()]
-        kept = [n for n in model.tensors if not n.startswith("blk.") or n.startswith(layer) is not trunk]
-        data = [(n, model.tensors[n].shape, model.tensors[n].type, model.data(n).tobytes()) for n in kept]
+        names = [n for n in model.tensors if not n.startswith("blk.") or n.startswith(layer) is not trunk]
+        data = [(n, model.tensors[n].shape, model.tensors[n].type, model.data(n).tobytes()) for n in names]
         write_gguf(target, fields, data)
     return target
 
 
 @pytest.mark.parametrize("arch", FAMILIES)
 def test_every_weight_of_a_prediction_layer_gets_an_entry(arch: str, tmp_path: Path) -> None:
-    path, tokens = predicting(tmp_path / "model.gguf", arch, own=True), tiny_models.ids(4 * N_CTX)
+    path, tokens = predicting(tmp_path / "model.gguf", arch, has_head=True), tiny_models.ids(4 * N_CTX)
     run: dict[str, Any] = {"tokens": tokens, "kv_type": "f32"}
     options = ImatrixOptions(n_ctx=N_CTX, n_batch=2 * N_CTX, overwrite=True)
     without = imatrix(path, (), tmp_path / "out.gguf", options=options, **run)
@@ -109,30 +109,34 @@ def test_every_weight_of_a_prediction_layer_gets_an_entry(arch: str, tmp_path: P
     outcome = imatrix(path, (), tmp_path / "out.gguf", options=nextn, **run)
     assert outcome.coverage is not None
     assert not outcome.coverage.missing
-    made = read_imatrix(tmp_path / "out.gguf")
-    assert made.n_layer_nextn == 1
-    assert made.entries.keys() - {t.name for t in without.coverage.missing} >= without.imatrix.entries.keys()  # type: ignore[union-attr]
+    matrix = read_imatrix(tmp_path / "out.gguf")
+    assert matrix.n_layer_nextn == 1
+    assert matrix.entries.keys() - {t.name for t in without.coverage.missing} >= without.imatrix.entries.keys()  # type: ignore[union-attr]
     for name, entry in without.imatrix.entries.items():  # type: ignore[union-attr]
-        assert np.array_equal(entry.sums, made.entries[name].sums), name
-    head = next(e for name, e in made.entries.items() if "shared_head_head" in name)
+        assert np.array_equal(entry.sums, matrix.entries[name].sums), name
+    head = next(e for name, e in matrix.entries.items() if "shared_head_head" in name)
     assert head.counts == [4 * (N_CTX - 1)]
 
 
 def test_batches_below_a_chunk_and_threads_change_nothing(tmp_path: Path) -> None:
-    path, tokens, outcome = predicting(tmp_path / "model.gguf", "qwen35", own=False), tiny_models.ids(4 * N_CTX), []
+    path, tokens, outcome = (
+        predicting(tmp_path / "model.gguf", "qwen35", has_head=False),
+        tiny_models.ids(4 * N_CTX),
+        [],
+    )
     for n_batch, threads in ((N_CTX, 1), (4 * N_CTX, 2), (16, 2)):
         options = ImatrixOptions(n_ctx=N_CTX, n_batch=n_batch, nextn=True, overwrite=True)
-        made = imatrix(path, (), tmp_path / "o.gguf", tokens=tokens, options=options, threads=threads, kv_type="f32")
-        assert made.imatrix is not None
-        outcome.append(made.imatrix.entries)
+        result = imatrix(path, (), tmp_path / "o.gguf", tokens=tokens, options=options, threads=threads, kv_type="f32")
+        assert result.imatrix is not None
+        outcome.append(result.imatrix.entries)
     for name, entry in outcome[0].items():
-        for other in outcome[1:]:
-            assert np.array_equal(entry.counts, other[name].counts)
-            np.testing.assert_allclose(entry.sums, other[name].sums, rtol=1e-4, atol=1e-5, err_msg=name)
+        for repeat in outcome[1:]:
+            assert np.array_equal(entry.counts, repeat[name].counts)
+            np.testing.assert_allclose(entry.sums, repeat[name].sums, rtol=1e-4, atol=1e-5, err_msg=name)
 
 
 def test_a_resumed_run_and_one_without_a_bad_chunk_make_the_same_file(tmp_path: Path) -> None:
-    path, tokens = predicting(tmp_path / "model.gguf", "glm4moe", own=False), tiny_models.ids(6 * N_CTX)
+    path, tokens = predicting(tmp_path / "model.gguf", "glm4moe", has_head=False), tiny_models.ids(6 * N_CTX)
     bad = spoilt(path, tmp_path / "bad.gguf", "blk.2.nextn.hnorm.weight", 0, 1.0)  # the same, but another file
     run: dict[str, Any] = {"kv_type": "f32"}
     options = ImatrixOptions(n_ctx=N_CTX, n_batch=N_CTX, nextn=True, output_frequency=2)
@@ -147,7 +151,7 @@ def test_a_resumed_run_and_one_without_a_bad_chunk_make_the_same_file(tmp_path: 
 
 
 def test_a_chunk_that_only_the_prediction_layer_cannot_take_is_left_out(tmp_path: Path) -> None:
-    path, tokens = predicting(tmp_path / "model.gguf", "qwen35", own=True), tiny_models.ids(6 * N_CTX)
+    path, tokens = predicting(tmp_path / "model.gguf", "qwen35", has_head=True), tiny_models.ids(6 * N_CTX)
     tokens[tokens == 120] = 1
     tokens[3 * N_CTX + 5] = 120
     bad = spoilt(path, tmp_path / "bad.gguf", "blk.4.nextn.embed_tokens.weight", 120, np.nan)
@@ -158,36 +162,36 @@ def test_a_chunk_that_only_the_prediction_layer_cannot_take_is_left_out(tmp_path
 
 
 @pytest.mark.peer
-@pytest.mark.parametrize("own", [False, True])
+@pytest.mark.parametrize("has_head", [False, True])
 @pytest.mark.parametrize("arch", FAMILIES)
-def test_sums_are_those_of_llama_imatrix(arch: str, own: bool, tmp_path: Path, llama_bin: Path) -> None:
-    model = with_tokenizer(predicting(tmp_path / "plain.gguf", arch, own), tmp_path / "model.gguf")
+def test_sums_are_those_of_llama_imatrix(arch: str, has_head: bool, tmp_path: Path, llama_bin: Path) -> None:
+    model = with_tokenizer(predicting(tmp_path / "plain.gguf", arch, has_head), tmp_path / "model.gguf")
     (tmp_path / "text.txt").write_text(TEXT)
-    theirs = llama_imatrix(llama_bin, tmp_path, "-m", model, "--nextn")
+    expected = llama_imatrix(llama_bin, tmp_path, "-m", model, "--nextn")
     options = ImatrixOptions(n_ctx=N_CTX, n_batch=2 * N_CTX, nextn=True, process_output=True)
-    if (arch, own) == ("qwen3next", False):
+    if (arch, has_head) == ("qwen3next", False):
         # No row of it is an output then, and llama.cpp's Qwen3-Next goes on with outputs only: no token for experts.
-        theirs.entries = {name: entry for name, entry in theirs.entries.items() if entry.counts.any()}
-        assert not any(name.startswith("blk.4.ffn_down") for name in theirs.entries)
+        expected.entries = {name: entry for name, entry in expected.entries.items() if entry.counts.any()}
+        assert not any(name.startswith("blk.4.ffn_down") for name in expected.entries)
     compare(
-        imatrix(model, [tmp_path / "text.txt"], tmp_path / "o.gguf", options=options, kv_type="f32").imatrix, theirs
+        imatrix(model, [tmp_path / "text.txt"], tmp_path / "o.gguf", options=options, kv_type="f32").imatrix, expected
     )
 
 
 @pytest.mark.peer
 def test_a_prediction_layer_in_a_file_of_its_own(tmp_path: Path, llama_bin: Path) -> None:
-    whole = with_tokenizer(predicting(tmp_path / "plain.gguf", "qwen35", True), tmp_path / "whole.gguf")
-    trunk, draft = alone(whole, tmp_path / "t.gguf", trunk=True), alone(whole, tmp_path / "d.gguf", trunk=False)
+    full = with_tokenizer(predicting(tmp_path / "plain.gguf", "qwen35", True), tmp_path / "whole.gguf")
+    trunk, draft = alone(full, tmp_path / "t.gguf", trunk=True), alone(full, tmp_path / "d.gguf", trunk=False)
     (tmp_path / "text.txt").write_text(TEXT)
-    theirs = llama_imatrix(llama_bin, tmp_path, "-m", trunk, "-md", draft)
+    expected = llama_imatrix(llama_bin, tmp_path, "-m", trunk, "-md", draft)
     result = quantkit("-m", trunk, "-md", draft, "-f", tmp_path / "text.txt", "-o", tmp_path / "o.gguf", *NUMBERS)
     assert result.exit_code == 0, result.output
     assert "names no weight" not in result.output
-    compare(read_imatrix(tmp_path / "o.gguf"), theirs)
+    compare(read_imatrix(tmp_path / "o.gguf"), expected)
     for arguments, words in (
         (["-m", draft], "holds a prediction layer alone"),
         (["-m", trunk, "-md", trunk], "is no file with a prediction layer alone"),
-        (["-m", whole, "-md", draft], "has a prediction layer of its own"),
+        (["-m", full, "-md", draft], "has a prediction layer of its own"),
     ):
         refused = quantkit(*arguments, "--nextn", "-f", tmp_path / "text.txt", "-o", tmp_path / "x.gguf", *NUMBERS)
         assert refused.exit_code != 0
@@ -205,24 +209,24 @@ def llama_imatrix(program: Path, folder: Path, *arguments: object) -> Any:
     out = folder / "theirs.gguf"
     command = [program / "llama-imatrix", "-f", folder / "text.txt", "-o", out, *arguments, *NUMBERS]
     command += ["-ctv", "f32", "-fa", "off"]
-    done = subprocess.run([str(part) for part in command], capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr[-2000:]
+    process = subprocess.run([str(part) for part in command], capture_output=True, text=True, timeout=120)
+    assert process.returncode == 0, process.stderr[-2000:]
     return read_imatrix(out)
 
 
-def compare(ours: Any, theirs: Any) -> None:
-    assert ours.n_layer_nextn == theirs.n_layer_nextn == 1
-    assert any(".nextn.eh_proj" in name for name in theirs.entries)
-    assert not theirs.entries.keys() - ours.entries.keys()
-    for name, entry in theirs.entries.items():
-        agree(name, ours.entries[name], entry, 1)
+def compare(actual: Any, expected: Any) -> None:
+    assert actual.n_layer_nextn == expected.n_layer_nextn == 1
+    assert any(".nextn.eh_proj" in name for name in expected.entries)
+    assert not expected.entries.keys() - actual.entries.keys()
+    for name, entry in expected.entries.items():
+        agree(name, actual.entries[name], entry, 1)
 
 
 # ---------------------------------------------------------------- what cannot be
 
 
 def test_what_is_no_known_prediction_layer_is_refused(tmp_path: Path) -> None:
-    path = predicting(tmp_path / "model.gguf", "qwen35", own=False)
+    path = predicting(tmp_path / "model.gguf", "qwen35", has_head=False)
     for changes, words in (
         ({"qwen35.nextn_predict_layers": 2, "qwen35.block_count": 6}, "2 prediction layers"),
         ({"general.architecture": "qwen3"}, "are not supported"),

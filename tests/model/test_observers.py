@@ -148,19 +148,19 @@ def test_backends_agree_and_logits_stay(name: str, tmp_path: Path) -> None:
     for device in ("CPU", "REFERENCE"):
         with open_zoo(tmp_path, name, everything, device) as model:
             session = model.session(64)
-            some = session.decode(tokens, outputs=np.arange(64) % 3 == 1)
-            assert nmse(some, logits[np.arange(64) % 3 == 1]) < 1e-8  # type: ignore[arg-type]
+            selection = session.decode(tokens, outputs=np.arange(64) % 3 == 1)
+            assert nmse(selection, logits[np.arange(64) % 3 == 1]) < 1e-8  # type: ignore[arg-type]
             assert not session.take_not_finite()
-            actual[device] = {of: {k: v.copy() for k, v in a.items()} for of, a in session.accumulators.items()}
-    ours, theirs = actual["CPU"], actual["REFERENCE"]
-    assert ours.keys() == theirs.keys()
-    for of, accumulator in ours.items():
-        assert np.array_equal(accumulator["counts"], theirs[of]["counts"])
+            actual[device] = {label: {k: v.copy() for k, v in a.items()} for label, a in session.accumulators.items()}
+    cpu_sums, reference_sums = actual["CPU"], actual["REFERENCE"]
+    assert cpu_sums.keys() == reference_sums.keys()
+    for label, accumulator in cpu_sums.items():
+        assert np.array_equal(accumulator["counts"], reference_sums[label]["counts"])
         if "total" in accumulator:
-            assert accumulator["total"] == pytest.approx(theirs[of]["total"], rel=1e-5)
+            assert accumulator["total"] == pytest.approx(reference_sums[label]["total"], rel=1e-5)
         else:
-            assert nmse(accumulator["sums"][:, :2].sum(1), theirs[of]["sums"][:, :2].sum(1)) < 1e-8
-    assert all(a["counts"][0] == 64 for a in ours.values() if a["counts"].size == 1)
+            assert nmse(accumulator["sums"][:, :2].sum(1), reference_sums[label]["sums"][:, :2].sum(1)) < 1e-8
+    assert all(a["counts"][0] == 64 for a in cpu_sums.values() if a["counts"].size == 1)
 
 
 @pytest.mark.parametrize("name", ["qwen3moe-moe", "deepseek2-moe"])
@@ -169,13 +169,13 @@ def test_all_experts_holds_what_the_chosen_ones_saw(name: str, tmp_path: Path) -
     with open_zoo(tmp_path, name, everything) as model:
         session = model.session(64)
         session.decode(tokens)
-        every = [of for of in session.accumulators if of.startswith(ALL_EXPERTS) and "down" in of]
-        assert every
-        for of in every:
-            accumulator, chosen = session.accumulators[of], session.accumulators[of.removeprefix(ALL_EXPERTS)]
+        labels = [label for label in session.accumulators if label.startswith(ALL_EXPERTS) and "down" in label]
+        assert labels
+        for label in labels:
+            accumulator, routed = session.accumulators[label], session.accumulators[label.removeprefix(ALL_EXPERTS)]
             assert (accumulator["counts"] == 64).all()
-            assert chosen["counts"].sum() < 64 * chosen["counts"].size
-            assert (accumulator["sums"][:, 0] >= chosen["sums"][:, 0] * (1 - 1e-6) - 1e-9).all()
+            assert routed["counts"].sum() < 64 * routed["counts"].size
+            assert (accumulator["sums"][:, 0] >= routed["sums"][:, 0] * (1 - 1e-6) - 1e-9).all()
 
 
 def choosing(name: str, n_used: int | None, path: Path) -> Path:
@@ -193,20 +193,20 @@ def choosing(name: str, n_used: int | None, path: Path) -> Path:
 @pytest.mark.parametrize("name", ["qwen3moe-moe", "llama4-moe", "gpt-oss-moe"])
 def test_all_experts_is_a_model_that_chooses_all(name: str, n_used: int, tmp_path: Path) -> None:
     """In its first layer with experts; what comes after sees another model's results."""
-    tokens, actual, seen = expected(name)[0], [], {}
+    tokens, actual, ids_by_layer = expected(name)[0], [], {}
     for path in (choosing(name, n_used, tmp_path / "some.gguf"), choosing(name, None, tmp_path / "all.gguf")):
         with load(path, kv_type="f32", threads=2, fusion=Fusion.none(), rewrite=everything) as model:
             session = model.session(64)
             session.decode(tokens)
-            actual.append({of: {k: v.copy() for k, v in a.items()} for of, a in session.accumulators.items()})
+            actual.append({label: {k: v.copy() for k, v in a.items()} for label, a in session.accumulators.items()})
             sums = [op for op in model.graph.ops if isinstance(op, SumColumns) and not op.label.startswith(ALL_EXPERTS)]
-            seen = {name: op.label for op in sums for name in op.names}
-    every, chosen = actual
-    layer = min(int(of.split(".")[1]) for of in chosen if of.startswith("blk.") and "down_exps" in of)
-    compared = [of for of in every if of.startswith(f"{ALL_EXPERTS}blk.{layer}.")]
+            ids_by_layer = {name: op.label for op in sums for name in op.names}
+    all_sums, routed_sums = actual
+    layer = min(int(label.split(".")[1]) for label in routed_sums if label.startswith("blk.") and "down_exps" in label)
+    compared = [label for label in all_sums if label.startswith(f"{ALL_EXPERTS}blk.{layer}.")]
     assert len(compared) == 2
-    for of in compared:
-        a, b = every[of], chosen[seen[of.removeprefix(ALL_EXPERTS)]]
+    for label in compared:
+        a, b = all_sums[label], routed_sums[ids_by_layer[label.removeprefix(ALL_EXPERTS)]]
         assert (a["counts"] == 64).all()
         assert (b["counts"] == 64).all()
         np.testing.assert_allclose(np.broadcast_to(a["sums"], b["sums"].shape)[:, 0], b["sums"][:, 0], rtol=1e-6)
@@ -229,11 +229,11 @@ def test_both_forms_of_latent_attention_record_the_same(tmp_path: Path) -> None:
         with load(path, kv_type="f32", threads=2, fusion=Fusion.none(), rewrite=observe) as model:
             session = model.session(40)
             session.decode(token_ids(40))
-            actual.append({of: a["sums"][:, 0].copy() for of, a in session.accumulators.items()})
+            actual.append({label: a["sums"][:, 0].copy() for label, a in session.accumulators.items()})
     for name in ("attn_k_b", "attn_v_b", "attn_kv_b"):
         for layer in range(2):
-            of = f"blk.{layer}.{name}.weight"
-            assert nmse(actual[0][of], actual[1][of]) < 1e-9, of
+            label = f"blk.{layer}.{name}.weight"
+            assert nmse(actual[0][label], actual[1][label]) < 1e-9, label
     of_heads = {"attn_k_b": (heads, k - rot), "attn_v_b": (heads, rank), "attn_kv_b": (1, rank)}
     sums = actual[0]
     required = [
@@ -245,16 +245,18 @@ def test_both_forms_of_latent_attention_record_the_same(tmp_path: Path) -> None:
         with load(path, kv_type="f32", threads=2, fusion=Fusion.none(), rewrite=see) as model:
             session = model.session(40)
             session.decode(token_ids(40))
-            actual.append({of: a["sums"].copy() for of, a in session.accumulators.items()})
+            actual.append({label: a["sums"].copy() for label, a in session.accumulators.items()})
             assert all((a["counts"] == 40).all() for a in session.accumulators.values())
     for name, (n, columns) in of_heads.items():
         for layer in range(2):
-            of = f"blk.{layer}.{name}.weight"
-            a, b = (each[f"{of} 0"] for each in actual)
+            label = f"blk.{layer}.{name}.weight"
+            a, b = (form_sums[f"{label} 0"] for form_sums in actual)
             assert a.shape == b.shape == (n, columns, columns)
-            assert nmse(a, b) < 1e-9, of
+            assert nmse(a, b) < 1e-9, label
             # The diagonal is what an importance matrix has, head by head side by side.
-            np.testing.assert_allclose(np.diagonal(a, axis1=1, axis2=2).ravel(), sums[of][0, : n * columns], rtol=1e-6)
+            np.testing.assert_allclose(
+                np.diagonal(a, axis1=1, axis2=2).ravel(), sums[label][0, : n * columns], rtol=1e-6
+            )
 
 
 def test_a_fused_graph_shows_no_inputs(tmp_path: Path) -> None:
@@ -270,10 +272,10 @@ def test_similarity_does_not_depend_on_fusion(tmp_path: Path) -> None:
         with open_zoo(tmp_path, "qwen3moe-moe", similarity, fusion=fusion) as model:
             session = model.session(64)
             session.decode(tokens, outputs=np.zeros(64, bool))
-            means.append({of: float(a["total"][0]) / 64 for of, a in session.accumulators.items()})
+            means.append({label: float(a["total"][0]) / 64 for label, a in session.accumulators.items()})
             assert all(a["counts"] == 64 for a in session.accumulators.values())
     assert means[0] == pytest.approx(means[1], rel=1e-6)
-    assert {of.split()[0] for of in means[0]} == {"layer", "attention", "feed-forward"}
+    assert {label.split()[0] for label in means[0]} == {"layer", "attention", "feed-forward"}
 
 
 def test_outputs_are_chosen_just_before_the_output_matrix(tmp_path: Path) -> None:
@@ -281,8 +283,8 @@ def test_outputs_are_chosen_just_before_the_output_matrix(tmp_path: Path) -> Non
         graph = build_graph(source)
     assert sum(isinstance(op, SelectOutputs) for op in graph.ops) > 1
     ops = every_token(graph).ops
-    at = [i for i, op in enumerate(ops) if isinstance(op, SelectOutputs)]
-    assert at == [len(ops) - 2]
+    indices = [i for i, op in enumerate(ops) if isinstance(op, SelectOutputs)]
+    assert indices == [len(ops) - 2]
 
 
 @pytest.mark.parametrize("name", ["qwen3moe-moe", "deepseek2-moe", "cohere2-dense", "qwen3next-moe", "llama4-moe"])
@@ -294,16 +296,16 @@ def test_rows_that_nobody_looks_at_are_left_out_and_nothing_changes(name: str, l
         with open_zoo(tmp_path, name, rewrite) as model:
             session = model.session(64)
             assert nmse(session.decode(tokens, outputs=required), logits[required]) < 1e-8  # type: ignore[arg-type]
-            actual.append({of: {k: v.copy() for k, v in a.items()} for of, a in session.accumulators.items()})
+            actual.append({label: {k: v.copy() for k, v in a.items()} for label, a in session.accumulators.items()})
             down = [op for op in model.graph.ops if isinstance(op, MulMat | MulMatId) and "ffn_down" in str(op.weight)]
             last = max(op.layer for op in down)
             of_all = {op.x.outputs for op in down if op.layer < last}, {op.x.outputs for op in down if op.layer == last}
     # The similarity of layers looks at what comes out of the last one, too.
     assert of_all == ({False}, {look is observe})
     assert actual[0].keys() == actual[1].keys()
-    for of, arrays in actual[0].items():
-        for what, array in arrays.items():
-            assert np.array_equal(array, actual[1][of][what]), (of, what)
+    for label, arrays in actual[0].items():
+        for key, array in arrays.items():
+            assert np.array_equal(array, actual[1][label][key]), (label, key)
 
 
 def test_covariances_have_the_sums_of_squares_on_their_diagonal(tmp_path: Path) -> None:
@@ -311,17 +313,22 @@ def test_covariances_have_the_sums_of_squares_on_their_diagonal(tmp_path: Path) 
     with open_zoo(tmp_path, "qwen3moe-moe", observe) as model:
         session = model.session(64)
         session.decode(tokens)
-        sums = {of: a["sums"][:, 0].copy() for of, a in session.accumulators.items()}
+        sums = {label: a["sums"][:, 0].copy() for label, a in session.accumulators.items()}
         actual = inputs(every_token(model.graph))
     required = [CovarianceRequest(item.names[0], (0, item.n_mat)) for item in actual if item.reader.layer == 0]
     with open_zoo(tmp_path, "qwen3moe-moe", lambda graph: up_to_layer(covariances(graph, required), 0)) as model:
         session = model.session(64)
         session.decode(tokens, outputs=np.zeros(64, bool))
-        for each in required:
-            to = session.accumulators[f"{each.name} {each.experts[0]}"]
-            width = to["sums"].shape[1]
-            np.testing.assert_allclose(np.diagonal(to["sums"], axis1=1, axis2=2), sums[each.name][:, :width], rtol=1e-9)
-            if "weighted" in to:
-                share = to["weight"] / np.maximum(1, to["counts"])
-                assert ((share > 0) == (to["counts"] > 0)).all()
-                assert (np.trace(to["weighted"], axis1=1, axis2=2) <= np.trace(to["sums"], axis1=1, axis2=2)).all()
+        for request in required:
+            accumulator = session.accumulators[f"{request.name} {request.experts[0]}"]
+            width = accumulator["sums"].shape[1]
+            np.testing.assert_allclose(
+                np.diagonal(accumulator["sums"], axis1=1, axis2=2), sums[request.name][:, :width], rtol=1e-9
+            )
+            if "weighted" in accumulator:
+                share = accumulator["weight"] / np.maximum(1, accumulator["counts"])
+                assert ((share > 0) == (accumulator["counts"] > 0)).all()
+                assert (
+                    np.trace(accumulator["weighted"], axis1=1, axis2=2)
+                    <= np.trace(accumulator["sums"], axis1=1, axis2=2)
+                ).all()

@@ -36,14 +36,14 @@ def test_what_an_operation_writes_are_fields(kind: type[Op]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("table", "wanted"),
+    ("table", "expected"),
     [(check.CHECK, OPS | FUSED), (reference.RUN, OPS), (cpu.LOWER, OPS), (cuda.LOWER, OPS | FUSED)],
     ids=["check", "reference", "cpu", "cuda"],
 )
-def test_every_operation_has_a_row(table: OpTable, wanted: set[type[Op]]) -> None:
+def test_every_operation_has_a_row(table: OpTable, expected: set[type[Op]]) -> None:
     assert len(OPS) > 30
     assert len(FUSED) > 7
-    assert table.keys() == wanted
+    assert table.keys() == expected
 
 
 class Strange(Op):
@@ -59,13 +59,13 @@ def test_an_unknown_operation_does_not_run(zoo: Zoo) -> None:
 def test_what_an_observer_breaks_does_not_run(zoo: Zoo, fusion: Fusion) -> None:
     """The graph fitted when it was built."""
 
-    def broken(graph: Graph) -> Graph:
+    def break_graph(graph: Graph) -> Graph:
         return replace(
             graph, ops=tuple(replace(op, n_head=1 << 20) if isinstance(op, ops.Attention) else op for op in graph.ops)
         )
 
     with pytest.raises(FormatError, match="do not fit together: Attention"):
-        load(zoo("llama-dense"), rewrite=broken, fusion=fusion)
+        load(zoo("llama-dense"), rewrite=break_graph, fusion=fusion)
 
 
 def test_fused_operations_are_checked(zoo: Zoo) -> None:
@@ -74,8 +74,8 @@ def test_fused_operations_are_checked(zoo: Zoo) -> None:
     check.check_ops(fused)
     for op in fused:
         if isinstance(op, fuse.per_head.PerHead):
-            (target, chain), *others = op.chains
-            wrong = replace(op, chains=((target, replace(chain, columns=chain.columns.relocate(1, 0))), *others))
+            (target, chain), *remainder = op.chains
+            wrong = replace(op, chains=((target, replace(chain, columns=chain.columns.relocate(1, 0))), *remainder))
         elif isinstance(op, fuse.row_epilogue.RowEpilogue):
             wrong = replace(op, gate=op.x)
         else:

@@ -51,18 +51,18 @@ class Changed:
         return getattr(self.source, name)
 
     def get(self, key: str, default: Any = None) -> Any:
-        found = self.changed.get(key.partition(".")[2], self)
-        if found is self:
+        value = self.changed.get(key.partition(".")[2], self)
+        if value is self:
             return self.source.get(key, default)
-        return default if found is None else found
+        return default if value is None else value
 
 
-def refusals(source: GGUFFile, others: Iterator[Changed]) -> int:
+def refusals(source: GGUFFile, changed_files: Iterator[Changed]) -> int:
     """Build the graph of each; return how many are refused, all of them by an error that is shown as it is."""
     refused = 0
-    for other in others:
+    for changed_file in changed_files:
         try:
-            build_graph(other)  # type: ignore[arg-type]
+            build_graph(changed_file)  # type: ignore[arg-type]
         except QuantkitError:
             refused += 1
     return refused
@@ -71,10 +71,10 @@ def refusals(source: GGUFFile, others: Iterator[Changed]) -> int:
 @pytest.mark.parametrize("name", MODELS)
 def test_metadata_that_say_something_else_are_refused_or_harmless(name: str) -> None:
     with open_gguf(ZOO / "headers" / f"{name}.head", header_only=True) as source:
-        given = (key for key in KEYS if source.get(f"{source.get('general.architecture')}.{key}") is not None)
+        keys = (key for key in KEYS if source.get(f"{source.get('general.architecture')}.{key}") is not None)
         values = (None, 0, 1, -1, 3, 7, 1 << 40, 0.5, float("nan"), [], [0, 0], [1, -2, 0, 3, 1], "x")
-        others = (Changed(source, {key: value}) for key in given for value in values)
-        assert refusals(source, others) > 20
+        changed_files = (Changed(source, {key: value}) for key in keys for value in values)
+        assert refusals(source, changed_files) > 20
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -83,10 +83,12 @@ def test_shapes_that_are_others_are_refused(name: str) -> None:
         for tensor in source.tensors.values():
             if tensor.name in UNREAD:
                 continue
-            first, *rest = tensor.shape
-            shapes = [(first + 1, *rest), (*tensor.shape[:-1], tensor.shape[-1] * 2)]
-            others = ({**source.tensors, tensor.name: replace(tensor, shape=shape)} for shape in shapes)
-            assert refusals(source, (Changed(source, {}, other) for other in others)) >= 1, tensor.name
+            first, *remainder = tensor.shape
+            shapes = [(first + 1, *remainder), (*tensor.shape[:-1], tensor.shape[-1] * 2)]
+            tensor_dicts = ({**source.tensors, tensor.name: replace(tensor, shape=shape)} for shape in shapes)
+            assert refusals(source, (Changed(source, {}, tensors_of_file) for tensors_of_file in tensor_dicts)) >= 1, (
+                tensor.name
+            )
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -133,5 +135,5 @@ def test_more_rows_than_may_decay_by_themselves() -> None:
 
 def wider(tensor: TensorInfo, old: int, new: int) -> TensorInfo:
     """Return a tensor of delta attention with other dimensions."""
-    at = re.search(r"attn_[qkv]\.|attn_output|ssm_", tensor.name) and not tensor.name.startswith("blk.1.")
-    return replace(tensor, shape=tuple(new if n == old else n for n in tensor.shape)) if at else tensor
+    is_wide = re.search(r"attn_[qkv]\.|attn_output|ssm_", tensor.name) and not tensor.name.startswith("blk.1.")
+    return replace(tensor, shape=tuple(new if n == old else n for n in tensor.shape)) if is_wide else tensor

@@ -88,14 +88,14 @@ def run(source, max_ram):
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="resident pages are read from Linux's /proc")
 def test_resident_weights_stay_within_the_budget_and_numbers_the_same(source):
-    whole, all_of_it, streams = run(source, None)
+    expected, all_of_it, streams = run(source, None)
     assert not streams
     assert all_of_it > 0.9 * LAYERS * LAYER
     for budget in (1.2 * LAYER, 3.5 * LAYER):  # operations by themselves; layers, some of which stay
         result, resident, streams = run(source, int(budget))
         assert streams
         assert resident < budget + MIB
-        np.testing.assert_array_equal(result, whole)
+        np.testing.assert_array_equal(result, expected)
     assert run(source, 2 * LAYERS * LAYER)[2] is False
     assert os.path.getsize(source.paths[0]) > LAYERS * LAYER
 
@@ -116,7 +116,7 @@ def test_the_first_stages_stay_as_far_as_the_budget_goes(source):
     for budget in (2 * LAYER, 3 * LAYER, 5.5 * LAYER, LAYERS * LAYER):
         plan = stages(ops, int(budget))
         goes = mark_streamed(plan, int(budget))
-        stay = sum(stage.nbytes for stage, gone in zip(plan, goes, strict=True) if not gone)
+        stay = sum(stage.nbytes for stage, is_dropped in zip(plan, goes, strict=True) if not is_dropped)
         assert goes == sorted(goes)
         if budget < LAYERS * LAYER:
             most = max(stage.nbytes for stage in plan)
@@ -140,10 +140,10 @@ def moe(tmp_path_factory):
 
 def decode(path, max_ram):
     """Return logits of a prompt and of a few tokens one by one, and the most file pages above those of the start."""
-    most, done = [0], threading.Event()
+    most, finish = [0], threading.Event()
 
     def watch():
-        while not done.wait(0.0005):
+        while not finish.wait(0.0005):
             most[0] = max(most[0], resident_file_pages())
 
     with load(path, threads=2, max_ram=max_ram) as model:
@@ -155,16 +155,16 @@ def decode(path, max_ram):
         watcher = threading.Thread(target=watch)
         watcher.start()
         logits = [session.decode(part) for part in (np.arange(40), [7], [8])]
-        done.set()
+        finish.set()
         watcher.join()
         return np.concatenate(logits), most[0] - before
 
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="resident pages are read from Linux's /proc")
 def test_a_moe_larger_than_the_budget_has_the_same_logits(moe):
-    whole, all_of_it = decode(moe, None)
+    expected, all_of_it = decode(moe, None)
     assert all_of_it > 0.9 * moe.stat().st_size
     for budget in (12 * MIB, 40 * MIB):
         logits, resident = decode(moe, budget)
-        np.testing.assert_array_equal(logits, whole)
+        np.testing.assert_array_equal(logits, expected)
         assert resident < budget + 2 * MIB

@@ -149,10 +149,10 @@ def test_threads_end_with_their_team():
     team = Team(3)
     batch, total = Batch(team, 1), np.zeros(1, np.int64)
     Tape(team, batch, [(count, count.block(batch=batch.address, total=address_of(total)))]).run()
-    ours = set(threading.enumerate()) - before
-    assert len(ours) == 2
+    threads = set(threading.enumerate()) - before
+    assert len(threads) == 2
     del team
-    for thread in ours:
+    for thread in threads:
         thread.join(5)
         assert not thread.is_alive()
 
@@ -185,12 +185,12 @@ os._exit(0 if total[0] == 20 else 1)
 """
 
 
-HERE = Path(__file__).parent
+FOLDER = Path(__file__).parent
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this system")
 def test_a_forked_process_has_threads_of_its_own():
-    env = {**os.environ, "PYTHONPATH": f"{os.getcwd()}:{HERE}:{HERE.parent}/lib"}
+    env = {**os.environ, "PYTHONPATH": f"{os.getcwd()}:{FOLDER}:{FOLDER.parent}/lib"}
     subprocess.run([sys.executable, "-c", FORK], env=env, check=True, timeout=60)
 
 

@@ -17,17 +17,17 @@ from zoo import NAMES, ZOO, expected, write_zoo
 how = partial(step, "Add an architecture")
 
 #: SHA-256 of models drawn from seed 1.
-DRAWN = {
+WRITERS = {
     "deepseek2-moe": "1f7a7a97c6d571540b0762f0fedd0d010633a399bd88eac6ea1108cc1291dcb6",
     "llama-dense": "0b77f68fa5a82d632a340bda80a2102c4db09432ee4dd21b4bd5866dc36ff282",
     "qwen3next-moe": "fbbde454992fbb61f73c3be7f7b3f210e103954c90d92663c6fe04627e104719",
 }
 
 
-@pytest.mark.parametrize("name", DRAWN)
+@pytest.mark.parametrize("name", WRITERS)
 def test_the_weights_are_those_of_the_logits(tmp_path: Path, name: str) -> None:
     model = write_zoo(name, tmp_path / "z.gguf")
-    assert hashlib.sha256(model.read_bytes()).hexdigest() == DRAWN[name]
+    assert hashlib.sha256(model.read_bytes()).hexdigest() == WRITERS[name]
 
 
 def test_every_model_has_logits() -> None:
@@ -53,10 +53,10 @@ def test_sequences_and_batches_do_not_meet(llama_bin: Path, tmp_path: Path) -> N
     """A recurrent model, so that a cache that is not emptied would show."""
     tokens, logits = expected("qwen3next-moe")
     model, two = write_zoo("qwen3next-moe", tmp_path / "z.gguf"), np.stack([tokens, tokens[::-1]])
-    found = Libllama(llama_bin).logits(model, two[::-1], batch=7)
-    assert found.shape == (2, *logits.shape)
-    assert nmse(found[1], logits) <= 1e-8
-    assert nmse(found[0], logits) > 1e-2
+    actual = Libllama(llama_bin).logits(model, two[::-1], batch=7)
+    assert actual.shape == (2, *logits.shape)
+    assert nmse(actual[1], logits) <= 1e-8
+    assert nmse(actual[0], logits) > 1e-2
 
 
 @pytest.mark.peer

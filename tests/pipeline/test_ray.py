@@ -322,7 +322,7 @@ def stop_at_pass(number: int) -> Callable[[CovarianceProgress], None]:
 def test_an_importance_matrix_is_that_of_one_machine(changes: dict[str, Any], nodes: Any, tmp_path: Path) -> None:
     write: Callable[[Path], Path] = partial(write_zoo, "qwen3moe-moe")
     if "nextn" in changes:
-        write = partial(predicting, arch="glm4moe", own=True)
+        write = partial(predicting, arch="glm4moe", has_head=True)
     model, tokens = write(tmp_path / "m.gguf"), np.random.default_rng(1).integers(0, 97, 32 * 9)
     options = ImatrixOptions(n_ctx=32, n_batch=64, **changes)
     for sub, run in (("a", {}), ("b", {"nodes": Nodes()})):

@@ -34,35 +34,35 @@ def kinds(launched: set[tuple[Kernel, int]]) -> Kinds:
 
 def _choices(kernel: Kernel) -> tuple[object, ...]:
     macros = dict(kernel.defines)
-    chosen = tuple(define for define in kernel.defines if define[0] not in SIZES | TYPES)
+    defines = tuple(define for define in kernel.defines if define[0] not in SIZES | TYPES)
     if kernel.file == TENSOR_CORES:  # the shared memory that a tile and a type take is a size, too
-        return macros["TOKENS"], macros.get("ACTIVATION"), _way(macros["TYPE"])
-    return (*chosen, macros["TYPE"]) if "TILES" in macros else chosen
+        return macros["TOKENS"], macros.get("ACTIVATION"), _unpack_form(macros["TYPE"])
+    return (*defines, macros["TYPE"]) if "TILES" in macros else defines
 
 
-def _way(name: str) -> tuple[object, ...]:
+def _unpack_form(name: str) -> tuple[object, ...]:
     """Return how tensor cores multiply by a type; other types of the same way differ in their unpacker."""
-    of = FORMATS[name]
-    return of.span, of.mins, of.folded_scale_bytes, of.grid > 0, name if of.is_float else ""
+    record = FORMATS[name]
+    return record.span, record.mins, record.folded_scale_bytes, record.grid > 0, name if record.is_float else ""
 
 
-class Chosen:
+class ChosenNodes:
     """Keeps what cases launched on the shim, and which kernels of each file ran as PTX."""
 
     def __init__(self) -> None:
         self._on_shim: dict[tuple[object, ...], Kinds] = {}
-        self._done: dict[Path, Kinds] = {}
+        self._kinds_by_path: dict[Path, Kinds] = {}
 
     def ran_on_shim(self, node: Any, launched: set[tuple[Kernel, int]]) -> None:
         self._on_shim[_case(node)] = kinds(launched)
 
     def ran_as_ptx(self, node: Any, launched: set[tuple[Kernel, int]]) -> None:
-        self._done.setdefault(node.path, set()).update(kinds(launched))
+        self._kinds_by_path.setdefault(node.path, set()).update(kinds(launched))
 
     def wants(self, node: Any) -> bool:
         """Tell whether a case has a kernel that none before it had; one that did not run on the shim is wanted."""
-        found = self._on_shim.get(_case(node))
-        return found is None or bool(found - self._done.get(node.path, set()))
+        lines = self._on_shim.get(_case(node))
+        return lines is None or bool(lines - self._kinds_by_path.get(node.path, set()))
 
 
 def _case(node: Any) -> tuple[object, ...]:

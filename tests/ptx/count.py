@@ -44,8 +44,8 @@ class CountingDevice(PTXDevice):
         super().launch(launch, order)
         n = _machine().ptx_end_count(rows.ctypes.data, ROOM)
         for line, shared, *numbers in rows[:n].tolist():
-            at = (launch.kernel, self.capability, line, bool(shared))
-            COUNTS.setdefault(at, Counter()).update(dict(zip(NAMES, numbers, strict=True)))
+            key = (launch.kernel, self.capability, line, bool(shared))
+            COUNTS.setdefault(key, Counter()).update(dict(zip(NAMES, numbers, strict=True)))
 
 
 def instructions(kernel: Kernel, capability: int) -> dict[int, str]:
@@ -60,19 +60,19 @@ def report() -> str:
     kernels = dict.fromkeys((kernel, capability) for kernel, capability, *_ in COUNTS)
     for kernel, capability in kernels:
         text = instructions(kernel, capability)
-        found = [(k[2], k[3], c) for k, c in COUNTS.items() if k[:2] == (kernel, capability)]
+        counts = [(k[2], k[3], c) for k, c in COUNTS.items() if k[:2] == (kernel, capability)]
         defines = " ".join(f"{k}={v}" for k, v in kernel.defines)
         lines.append(f"\n{kernel.file} {kernel.name} {defines} sm_{capability}")
         for shared in (True, False):
-            of = [(line, c) for line, s, c in found if s == shared]
-            total: Counter[str] = sum((c for _, c in of), Counter())
+            line_counts = [(line, c) for line, s, c in counts if s == shared]
+            total: Counter[str] = sum((c for _, c in line_counts), Counter())
             lines.append(f"  {'shared' if shared else 'global'}: {_numbers(total, shared)}")
             by_kind: dict[str, Counter[str]] = {}
-            for line, c in of:
+            for line, c in line_counts:
                 by_kind.setdefault(text[line].split()[0], Counter()).update(c)
             for kind, c in sorted(by_kind.items(), key=lambda item: -item[1]["parts"]):
                 lines.append(f"    {kind:44s} {_numbers(c, shared)}")
-            worst = sorted(of, key=lambda item: item[1]["least"] - item[1]["parts"])
+            worst = sorted(line_counts, key=lambda item: item[1]["least"] - item[1]["parts"])
             for line, c in worst[:6]:
                 if c["parts"] > c["least"]:
                     lines.append(f"      line {line:6d} {text[line][:70]:70s} {_numbers(c, shared)}")
@@ -80,6 +80,6 @@ def report() -> str:
 
 
 def _numbers(c: Counter[str], shared: bool) -> str:
-    what = "wavefronts" if shared else "sectors"
+    unit = "wavefronts" if shared else "sectors"
     ratio = c["parts"] / max(1, c["least"])
-    return f"{c['requests']:9d} requests {c['parts']:10d} {what}, {ratio:5.2f} of the least"
+    return f"{c['requests']:9d} requests {c['parts']:10d} {unit}, {ratio:5.2f} of the least"

@@ -22,7 +22,7 @@ from quantkit.kernels.cuda.core.compile import compile_options, create_program, 
 from quantkit.kernels.cuda.core.device import Launch
 from quantkit.kernels.cuda.core.kernel import Kernel
 
-HERE = Path(__file__).parent
+FOLDER = Path(__file__).parent
 
 #: Code that is checked where it touches memory needs no sanitizers of its own. What is read before it is written is
 #: neither zero nor what was there by chance.
@@ -74,17 +74,17 @@ def ptx_of(file: str, defines: tuple[tuple[str, str], ...], capability: int) -> 
     compiler = nvrtc()
     *options, _ = compile_options(capability)
     options.append(f"-arch=compute_{capability}")
-    kept = CACHE.parent / "ptx" / f"{digest(preamble(kernel), options[1:], compiler.getVersion())}.ptx"
-    if not kept.exists():
+    path = CACHE.parent / "ptx" / f"{digest(preamble(kernel), options[1:], compiler.getVersion())}.ptx"
+    if not path.exists():
         program = create_program(compiler, kernel)
         try:
             compiler.compileProgram(program, tuple(options))
-            keep(kept, bytes(compiler.getPTX(program)))
+            keep(path, bytes(compiler.getPTX(program)))
         except compiler.NVRTCError as e:
             raise RuntimeError(f"{kernel}: {compiler.getProgramLog(program)}") from e
         finally:
             compiler.destroyProgram(program)
-    return kept.read_text().rstrip("\0")
+    return path.read_text().rstrip("\0")
 
 
 @cache
@@ -99,7 +99,7 @@ def module_of(file: str, defines: tuple[tuple[str, str], ...], capability: int) 
 @cache
 def machine() -> Path:
     """Return machine.cpp as a library, compiled as the shim is: with sanitizers."""
-    text = "\n".join((HERE / name).read_text() for name in ("machine.h", "machine.cpp"))
+    text = "\n".join((FOLDER / name).read_text() for name in ("machine.h", "machine.cpp"))
     text = text.replace('#include "machine.h"', "").replace("#pragma once", "")
     return host_device.build(text, 900, host_device._runtime_path())
 
@@ -107,18 +107,18 @@ def machine() -> Path:
 @cache
 def translator() -> str:
     """Return the text of what makes a library of PTX."""
-    files = [HERE / name for name in ("machine.h", "parse.py", "instructions.py", "translate.py")]
+    files = [FOLDER / name for name in ("machine.h", "parse.py", "instructions.py", "translate.py")]
     return "".join(f.read_text() for f in files)
 
 
-def build(text: str, entry: str, *more: str) -> Path:
-    """Return the library of one entry of a module of PTX; more: flags of the compiler."""
-    name = digest(text, entry, translator(), machine().name, host_device.version(), [*FLAGS, *more])
+def build(text: str, entry: str, *flags: str) -> Path:
+    """Return the library of one entry of a module of PTX; flags: flags of the compiler."""
+    name = digest(text, entry, translator(), machine().name, host_device.version(), [*FLAGS, *flags])
     library = CACHE.parent / "ptx" / f"{name}.so"
     if library.exists():
         return library
     libraries = [machine(), host_device._runtime_path()]
-    return host_device.make_library(library, translate(parsed(text), entry), [*FLAGS, *more, f"-I{HERE}"], libraries)
+    return host_device.make_library(library, translate(parsed(text), entry), [*FLAGS, *flags, f"-I{FOLDER}"], libraries)
 
 
 @cache
@@ -127,16 +127,16 @@ def load(library: Path) -> ctypes.CDLL:
 
 
 @cache
-def library_of(kernel: Kernel, capability: int, *more: str) -> ctypes.CDLL:
+def library_of(kernel: Kernel, capability: int, *flags: str) -> ctypes.CDLL:
     """Return a kernel's library."""
-    return load(build(ptx_of(kernel.file, kernel.defines, capability), f"quantkit_{kernel.name}", *more))
+    return load(build(ptx_of(kernel.file, kernel.defines, capability), f"quantkit_{kernel.name}", *flags))
 
 
 class PTXDevice(HostDevice):
     """HostDevice, but a kernel is what NVRTC makes of it for a compute capability."""
 
     #: More flags that kernels are compiled with.
-    more: tuple[str, ...] = ()
+    flags: tuple[str, ...] = ()
 
     def run(self, launches: Sequence[Launch]) -> None:
         for launch in launches:
@@ -146,7 +146,7 @@ class PTXDevice(HostDevice):
 
     def shared_of(self, launch: Launch) -> int:
         """Return the shared memory of a block: what the source declares, and behind it what the launch asks for."""
-        library = library_of(launch.kernel, self.capability, *self.more)
+        library = library_of(launch.kernel, self.capability, *self.flags)
         declared = ctypes.c_uint.in_dll(library, "shared_bytes").value
         assert declared <= 48 << 10, f"{launch.kernel} declares {declared} bytes of shared memory"
         return -(-declared // 16) * 16 + launch.shared if launch.shared else declared
@@ -155,7 +155,7 @@ class PTXDevice(HostDevice):
         """Run one kernel, its threads in an order of the shim's."""
         kernel, shared = launch.kernel, self.shared_of(launch)
         check_launch(launch, self.capability)
-        library = library_of(kernel, self.capability, *self.more)
+        library = library_of(kernel, self.capability, *self.flags)
         at_most = ctypes.c_uint.in_dll(library, "threads_at_most").value
         assert shared <= SHARED_KIB[self.capability] << 10, f"{kernel}: {shared} bytes of shared memory"
         assert kernel.threads <= at_most, f"{kernel}: {kernel.threads} threads of {at_most}"

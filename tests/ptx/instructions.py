@@ -166,5 +166,5 @@ def memory_access(opcode: str) -> tuple[str, int, str] | None:
         parts.pop(0)
     if parts and parts[0] in ("v2", "v4"):
         count = int(parts.pop(0)[1])
-    known = first in ("ld", "st") and not parts and kind[1:].isdigit()
-    return (space, count, kind) if known and kind[0] in "bsuf" and int(kind[1:]) in (8, 16, 32, 64) else None
+    is_known = first in ("ld", "st") and not parts and kind[1:].isdigit()
+    return (space, count, kind) if is_known and kind[0] in "bsuf" and int(kind[1:]) in (8, 16, 32, 64) else None

@@ -72,10 +72,10 @@ _HEADER = re.compile(
 
 def variable(text: str) -> Variable:
     """Return what a declaration declares."""
-    found = _VARIABLE.fullmatch(text)
-    if found is None:
+    match = _VARIABLE.fullmatch(text)
+    if match is None:
         raise PTXError(f"not a declaration: {text[:120]}")
-    space, align, kind, name, count, values = found.groups()
+    space, align, kind, name, count, values = match.groups()
     size = int(kind[1:]) // 8
     numbers = tuple(v.strip() for v in values.strip("{} ").split(",")) if values else ()
     return Variable(space, kind, name, int(align or size), int(count or 0) if count is not None else 1, numbers)
@@ -87,37 +87,37 @@ def _blanks(text: str) -> str:
 
 def statements(text: str, line: int) -> Iterator[Statement]:
     """Take a body apart, without its outer braces."""
-    at = 0
+    position = 0
     while True:
-        space = re.match(r"\s*", text[at:])
+        space = re.match(r"\s*", text[position:])
         assert space is not None
         line += space[0].count("\n")
-        at += len(space[0])
-        if at == len(text):
+        position += len(space[0])
+        if position == len(text):
             return
-        label = _LABEL.match(text, at)
-        if text[at] in "{}":
-            end, found = at + 1, text[at]
+        label = _LABEL.match(text, position)
+        if text[position] in "{}":
+            end, mark = position + 1, text[position]
         elif label:
-            end, found = label.end(), label[0]
+            end, mark = label.end(), label[0]
         else:
-            end = text.find(";", at) + 1
+            end = text.find(";", position) + 1
             if not end:
                 raise PTXError(f"line {line}: no semicolon")
-            found = _blanks(text[at : end - 1])
-        if found:
-            yield Statement(line, found)
-        line += text[at:end].count("\n")
-        at = end
+            mark = _blanks(text[position : end - 1])
+        if mark:
+            yield Statement(line, mark)
+        line += text[position:end].count("\n")
+        position = end
 
 
 def _end_of_body(text: str, start: int) -> int:
     """Return the place of the brace that closes the one at ``start``."""
     depth = 0
-    for found in re.finditer(r"[{}]", text[start:]):
-        depth += 1 if found[0] == "{" else -1
+    for match in re.finditer(r"[{}]", text[start:]):
+        depth += 1 if match[0] == "{" else -1
         if not depth:
-            return start + found.start()
+            return start + match.start()
     raise PTXError("a brace is not closed")
 
 
@@ -128,39 +128,39 @@ def _variables(text: str) -> list[Variable]:
 def parse(text: str) -> Module:
     """Read a file of PTX."""
     text = re.sub(r"//[^\n]*", "", text)
-    module, at = Module("", {}, {}), 0
-    while found := re.compile(r"\s*(?=\S)").match(text, at):
-        at = found.end()
-        word = re.compile(r"\.version [\d.]+|\.target (\w+)|\.address_size 64").match(text, at)
+    module, position = Module("", {}, {}), 0
+    while match := re.compile(r"\s*(?=\S)").match(text, position):
+        position = match.end()
+        word = re.compile(r"\.version [\d.]+|\.target (\w+)|\.address_size 64").match(text, position)
         if word:
             module.target = word[1] or module.target
-            at = word.end()
+            position = word.end()
             continue
-        semicolon, brace = text.find(";", at), text.find("{", at)
-        if re.compile(r"(\.visible\s+)?\.(entry|func)\b").match(text, at):
+        semicolon, brace = text.find(";", position), text.find("{", position)
+        if re.compile(r"(\.visible\s+)?\.(entry|func)\b").match(text, position):
             end = min(e for e in (semicolon, brace) if e >= 0)
-            header = _HEADER.fullmatch(_blanks(text[at:end]))
+            header = _HEADER.fullmatch(_blanks(text[position:end]))
             if header is None:
-                raise PTXError(f"not the head of a function: {_blanks(text[at:end])}")
-            at = end + 1
+                raise PTXError(f"not the head of a function: {_blanks(text[position:end])}")
+            position = end + 1
             if end == brace:
                 function = _function(header)
-                at = _end_of_body(text, brace) + 1
+                position = _end_of_body(text, brace) + 1
                 line = text.count("\n", 0, brace + 1) + 1
-                function.body = list(statements(text[brace + 1 : at - 1], line))
+                function.body = list(statements(text[brace + 1 : position - 1], line))
                 module.functions[function.name] = function
         else:
-            declared = variable(_blanks(text[at:semicolon]))
+            declared = variable(_blanks(text[position:semicolon]))
             module.variables[declared.name] = declared
-            at = semicolon + 1
+            position = semicolon + 1
     return module
 
 
 def _function(header: re.Match[str]) -> Function:
-    rest, threads = header["rest"], 0
-    if found := re.search(r"\.maxntid (\d+), 1, 1", rest):
-        threads = int(found[1])
-    unknown = re.sub(r"\.maxntid \d+, 1, 1|\.minnctapersm \d+|\s", "", rest)
+    suffix, threads = header["rest"], 0
+    if match := re.search(r"\.maxntid (\d+), 1, 1", suffix):
+        threads = int(match[1])
+    unknown = re.sub(r"\.maxntid \d+, 1, 1|\.minnctapersm \d+|\s", "", suffix)
     if unknown:
         raise PTXError(f"unknown directives of {header['name']}: {unknown}")
     return Function(

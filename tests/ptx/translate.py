@@ -38,8 +38,8 @@ def signed(kind: str) -> str:
 
 def immediate(text: str, kind: str) -> str:
     """Return a constant of a type."""
-    if found := re.fullmatch(r"0([fd])([0-9A-F]+)", text):
-        bits, wide = int(found[2], 16), found[1] == "d"
+    if match := re.fullmatch(r"0([fd])([0-9A-F]+)", text):
+        bits, wide = int(match[2], 16), match[1] == "d"
         if kind != ("f64" if wide else "f32"):
             raise PTXError(f"{text} as {kind}")
         value: float = struct.unpack("<d" if wide else "<f", bits.to_bytes(8 if wide else 4, "little"))[0]
@@ -77,11 +77,11 @@ class Translator:
     arrays: dict[str, Variable] = field(default_factory=dict)
     used: dict[str, Variable] = field(default_factory=dict)
     shared: dict[str, int] = field(default_factory=dict)
-    called: set[str] = field(default_factory=set)
+    callees: set[str] = field(default_factory=set)
     line: int = 0
 
     @cached_property
-    def early(self) -> bool:
+    def is_dependent(self) -> bool:
         """Whether the next launch may begin before this one is done: all threads must wait for the one before, then."""
         return any("griddepcontrol.launch_dependents" in s.text for s in self.function.body)
 
@@ -142,18 +142,18 @@ class Translator:
             return f"(uint64_t)V_{name}"
         if name not in self.module.variables:
             raise PTXError(f"unknown variable {name}")
-        found = self.module.variables[name]
-        self.used[name] = found
-        if found.space == "shared":
+        entry = self.module.variables[name]
+        self.used[name] = entry
+        if entry.space == "shared":
             raise PTXError(f"{name}: shared memory is laid out before")
         return f"(uint64_t)V_{name}"
 
     def address(self, text: str) -> str:
         """Return what [register + offset] means, 64 bits."""
-        found = re.fullmatch(r"\[([%$\w]+)(?:\+(-?\d+))?\]", text)
-        if found is None:
+        match = re.fullmatch(r"\[([%$\w]+)(?:\+(-?\d+))?\]", text)
+        if match is None:
             raise PTXError(f"not an address: {text}")
-        base, offset = found[1], int(found[2] or 0)
+        base, offset = match[1], int(match[2] or 0)
         if base in self.registers:
             value = self.source(base, "b64" if self.kind(base) == "b64" else "b32")
         else:
@@ -179,10 +179,10 @@ class Translator:
     def declaration(self, text: str) -> str:
         if re.fullmatch(r'\.pragma "(nounroll|used_bytes_mask \d+)"', text):
             return ""
-        if found := re.fullmatch(r"\.reg \.(\w+) (.*)", text):
-            kind = storage(found[1])
+        if match := re.fullmatch(r"\.reg \.(\w+) (.*)", text):
+            kind = storage(match[1])
             names = []
-            for name in split_operands(found[2]):
+            for name in split_operands(match[2]):
                 if several := re.fullmatch(r"(%\w+)<(\d+)>", name):
                     names += [f"{several[1]}{i}" for i in range(int(several[2]))]
                 else:
@@ -206,8 +206,8 @@ class Translator:
         return f"COUNT({self.line}) {self.operation(text)}"
 
     def operation(self, text: str) -> str:
-        opcode, _, rest = text.partition(" ")
-        operands = split_operands(rest)
+        opcode, _, operands_text = text.partition(" ")
+        operands = split_operands(operands_text)
         if opcode in VALUES:
             return self.value(opcode, operands)
         if opcode.startswith(("ld.", "st.")):
@@ -231,36 +231,36 @@ class Translator:
             return self.store(operands[0], sources[0], result)
         return self.store(operands[0], f"{opcode.replace('.', '_')}({', '.join(sources)})", result)
 
-    def pack(self, bits: int, to: str, value: str) -> str:
+    def pack(self, bits: int, target: str, value: str) -> str:
         """mov of two halves, the low one first; `_` takes none."""
-        half, by = f"b{bits // 2}", bits // 2
-        if to.startswith("{"):
-            low, high = vector(to)
-            whole = self.source(value, f"b{bits}")
-            lower, upper = (f"({c_type(half)})({part})" for part in (whole, f"{whole} >> {by}"))
+        half, n_bits = f"b{bits // 2}", bits // 2
+        if target.startswith("{"):
+            low, high = vector(target)
+            source = self.source(value, f"b{bits}")
+            lower, upper = (f"({c_type(half)})({part})" for part in (source, f"{source} >> {n_bits}"))
             return f"{{ {self.store(low, lower, half)} {self.store(high, upper, half)} }}"
         low, high = (f"({c_type(f'b{bits}')}){self.source(part, half)}" for part in vector(value))
-        return self.store(to, f"({high} << {by} | {low})", f"b{bits}")
+        return self.store(target, f"({high} << {n_bits} | {low})", f"b{bits}")
 
     def memory(self, opcode: str, operands: list[str]) -> str:
-        found = memory_access(opcode)
-        if found is None or len(operands) != 2:
+        access = memory_access(opcode)
+        if access is None or len(operands) != 2:
             raise PTXError(f"unknown instruction {opcode}")
-        space, count, kind = found
+        space, count, kind = access
         size = int(kind[1:]) // 8
         load = opcode.startswith("ld.")
         registers, place = operands if load else operands[::-1]
         values = vector(registers) if count > 1 else [registers]
         if len(values) != count:
             raise PTXError(f"{opcode} of {registers}")
-        held = f"at_{space}_{'ld' if load else 'st'}({self.address(place)}, {size * count}, {self.line})"
+        access_code = f"at_{space}_{'ld' if load else 'st'}({self.address(place)}, {size * count}, {self.line})"
         kind = kind if kind[0] == "s" else storage(kind)
         type_ = c_type(kind)
         if load:
             gets = " ".join(self.store(v, f"GET({type_}, q, {i})", kind) for i, v in enumerate(values))
-            return f"{{ const uint8_t* q = {held}; {gets} }}"
+            return f"{{ const uint8_t* q = {access_code}; {gets} }}"
         puts = " ".join(f"PUT({type_}, q, {i}, {self.source(v, kind)});" for i, v in enumerate(values))
-        return f"{{ uint8_t* q = {held}; {puts} }}"
+        return f"{{ uint8_t* q = {access_code}; {puts} }}"
 
     def collective(self, opcode: str, operands: list[str]) -> str:
         name = opcode.replace(".", "_")
@@ -275,27 +275,27 @@ class Translator:
             return f"{{ uint32_t x[4]; {name}(x, {self.address(operands[1])}, {self.line}); {stores} }}"
         if opcode in VOTES:
             result, kind = VOTES[opcode]
-            given = f"{self.source(operands[1], kind)}, {self.source(operands[2], 'b32')}"
-            return self.store(operands[0], f"{name}({given})", result)
-        to, *sources = operands
-        lane, there = to.split("|") if "|" in to else (to, "_")
-        given = ", ".join(self.source(s, "b32") for s in sources)
+            arguments = f"{self.source(operands[1], kind)}, {self.source(operands[2], 'b32')}"
+            return self.store(operands[0], f"{name}({arguments})", result)
+        target, *sources = operands
+        lane, in_range = target.split("|") if "|" in target else (target, "_")
+        arguments = ", ".join(self.source(s, "b32") for s in sources)
         if len(sources) != 4:
             raise PTXError(f"{opcode} with {len(sources)} sources")
-        stores = f"{self.store(lane, 'x', 'b32')} {self.store(there, 'there', 'pred')}"
-        return f"{{ bool there; const uint32_t x = {name}({given}, there); {stores} }}"
+        stores = f"{self.store(lane, 'x', 'b32')} {self.store(in_range, 'there', 'pred')}"
+        return f"{{ bool there; const uint32_t x = {name}({arguments}, there); {stores} }}"
 
     def mma(self, opcode: str, operands: list[str]) -> str:
         registers = [vector(o) for o in operands]
         if tuple(map(len, registers)) != MMA[opcode]:
             raise PTXError(f"{opcode} of {operands}")
         d, *sources = registers
-        given = " ".join(
-            f"const uint32_t {name}[] = {{{', '.join(self.source(r, 'b32') for r in of)}}};"
-            for name, of in zip("abc", sources, strict=True)
+        declarations = " ".join(
+            f"const uint32_t {name}[] = {{{', '.join(self.source(r, 'b32') for r in registers_of_source)}}};"
+            for name, registers_of_source in zip("abc", sources, strict=True)
         )
         stores = " ".join(self.store(r, f"d[{i}]", "b32") for i, r in enumerate(d))
-        return f"{{ {given} uint32_t d[4]; {opcode.replace('.', '_')}(d, a, b, c, {self.line}); {stores} }}"
+        return f"{{ {declarations} uint32_t d[4]; {opcode.replace('.', '_')}(d, a, b, c, {self.line}); {stores} }}"
 
     def atomic(self, opcode: str, operands: list[str]) -> str:
         _, space, operation, kind = opcode.split(".")
@@ -307,11 +307,11 @@ class Translator:
 
     def copy(self, opcode: str, operands: list[str]) -> str:
         if opcode in COPIES:
-            to, source, size = operands
+            target, source, size = operands
             if int(size) not in COPIES[opcode]:
                 raise PTXError(f"{opcode} of {size} bytes")
             return (
-                f"host_copy_async(at_shared_st({self.address(to)}, {size}, {self.line}), "
+                f"host_copy_async(at_shared_st({self.address(target)}, {size}, {self.line}), "
                 f"at_global_ld({self.address(source)}, {size}, {self.line}), {size});"
             )
         if opcode == "cp.async.wait_group" and len(operands) == 1:
@@ -326,7 +326,7 @@ class Translator:
         if opcode in ("bra", "bra.uni") and len(operands) == 1:
             return f"goto {operands[0].lstrip('$')};"
         if opcode == "ret" and not operands:
-            return "host_check_waited(); return;" if self.early else "return;"
+            return "host_check_waited(); return;" if self.is_dependent else "return;"
         if opcode == "trap" and not operands:
             return f"ptx_trap({self.line});"
         if opcode == "bar.sync" and operands == ["0"]:
@@ -338,9 +338,9 @@ class Translator:
         if opcode in NOTHING and not operands:
             return ""
         if opcode == "call.uni" and len(operands) == 3:
-            to, name, given = operands
-            self.called.add(name)
-            arguments = [f"V_{part}" for o in (to, given) for part in split_operands(o.strip("() "))]
+            target, name, parameters = operands
+            self.callees.add(name)
+            arguments = [f"V_{part}" for o in (target, parameters) for part in split_operands(o.strip("() "))]
             return f"F_{name}({', '.join(arguments)});"
         raise PTXError(f"unknown instruction {opcode} {', '.join(operands)}")
 
@@ -349,15 +349,15 @@ class Translator:
     def lay_out_shared(self) -> int:
         """Give shared variables that the function names their addresses; return the bytes of those with a size."""
         words = set(re.findall(r"[$\w]+", " ".join(s.text for s in self.function.body)))
-        own = [variable(s.text) for s in self.function.body if s.text.startswith(".shared")]
-        found = own + [v for v in self.module.variables.values() if v.space == "shared"]
-        at = 0
-        for v in sorted((v for v in found if v.name in words), key=lambda v: v.count == 0):
+        declared = [variable(s.text) for s in self.function.body if s.text.startswith(".shared")]
+        variables = declared + [v for v in self.module.variables.values() if v.space == "shared"]
+        offset = 0
+        for v in sorted((v for v in variables if v.name in words), key=lambda v: v.count == 0):
             align = max(v.align, 16 if v.count == 0 else 1)
-            at = -(-at // align) * align
-            self.shared[v.name] = BASE + at
-            at += v.bytes
-        return at
+            offset = -(-offset // align) * align
+            self.shared[v.name] = BASE + offset
+            offset += v.bytes
+        return offset
 
     def body(self) -> str:
         """Return the C++ of the body."""
@@ -387,14 +387,14 @@ def translate(module: Module, name: str) -> str:
     (parameters,) = main.function.parameters
     body = f'extern "C" void {name}(uint8_t* V_{parameters.name}) {{\n{main.body()}}}\n'
     used, functions, threads = dict(main.used), "", main.function.threads
-    for callee in sorted(main.called):
+    for callee in sorted(main.callees):
         translator = Translator(module, module.functions[callee])
         v = [*translator.function.returned, *translator.function.parameters]
         functions += (
             f"static void F_{callee}({', '.join(f'uint8_t* V_{p.name}' for p in v)}) {{\n{translator.body()}}}\n"
         )
         used |= translator.used
-        if translator.called or translator.shared:
+        if translator.callees or translator.shared:
             raise PTXError(f"{callee} calls others")
     return "\n".join(
         [

@@ -21,7 +21,7 @@ from quantkit.kernels.cuda.core.kernel import Kernel
 
 #: What tells a kernel that does not give the same bits, and how far it may be from them; where limits cut values, but
 #: not the errors of the sums that they are.
-OPEN, NEAR, NEAR_LIMITED = re.compile(r"(ex2|rcp)\.approx|mma\.sync\S+\.f32$|__cudart_sin_cos_coeffs"), 2e-6, 4e-5
+OPEN, TOLERANCE, NEAR_LIMITED = re.compile(r"(ex2|rcp)\.approx|mma\.sync\S+\.f32$|__cudart_sin_cos_coeffs"), 2e-6, 4e-5
 
 
 def is_exact(kernel: Kernel, capability: int) -> bool:
@@ -30,9 +30,9 @@ def is_exact(kernel: Kernel, capability: int) -> bool:
     return not any(OPEN.search(statement.text.split(" {")[0]) for statement in body)
 
 
-def near(kernel: Kernel) -> float:
+def tolerance_of(kernel: Kernel) -> float:
     """Return how far a kernel that is not exact may be; limits come with an activation."""
-    return NEAR_LIMITED if "ACTIVATION" in dict(kernel.defines) else NEAR
+    return NEAR_LIMITED if "ACTIVATION" in dict(kernel.defines) else TOLERANCE
 
 
 @dataclass(frozen=True)
@@ -48,13 +48,13 @@ class Difference:
 class TwinDevice(PTXDevice):
     """Keeps what PTX leaves. differences: of all launches so far that were not the same."""
 
-    def __init__(self, *arguments: Any, **more: Any) -> None:
-        super().__init__(*arguments, **more)
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
         self.differences: list[Difference] = []
 
     def check(self) -> None:
         """Fail if a launch was not what it had to be."""
-        wrong = [d for d in self.differences if d.exact or d.relative > near(d.kernel)]
+        wrong = [d for d in self.differences if d.exact or d.relative > tolerance_of(d.kernel)]
         assert not wrong, wrong
 
     def launch(self, launch: Launch, order: int) -> None:
@@ -82,15 +82,15 @@ class TwinDevice(PTXDevice):
         n = len(shim) // 4 * 4
         shim, ptx = shim[:n], ptx[:n]
         words = [a.view(np.uint32) for a in (shim, ptx)]
-        other = (words[0] != words[1]) & _differ_beside_nan(shim, ptx).reshape(-1, 2).any(1)
-        if not other.any():
+        mismatch = (words[0] != words[1]) & _differ_beside_nan(shim, ptx).reshape(-1, 2).any(1)
+        if not mismatch.any():
             return
-        a, b = (w[other].view(np.float32).astype(np.float64) for w in words)
+        a, b = (w[mismatch].view(np.float32).astype(np.float64) for w in words)
         with np.errstate(all="ignore"):
             largest = np.abs(words[0].view(np.float32)[np.isfinite(words[0].view(np.float32))]).max(initial=0.0)
             relative = np.nan_to_num(np.abs(a - b), nan=np.inf).max() / (float(largest) or 1.0)
         self.differences.append(
-            Difference(kernel, int(other.sum()), float(relative), is_exact(kernel, self.capability))
+            Difference(kernel, int(mismatch.sum()), float(relative), is_exact(kernel, self.capability))
         )
 
 
