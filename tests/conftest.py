@@ -212,6 +212,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if "PYTEST_XDIST_WORKER" in os.environ:
         known = known_seconds(config)
         items.sort(key=lambda item: -known.get(item.path.name, 0))
+    whole = config.args_source == pytest.Config.ArgsSource.TESTPATHS and not config.option.keyword
+    missing = QUICK - {item.nodeid for item in items}
+    if config.option.markexpr == "quick" and whole and missing:
+        raise pytest.UsageError(f"no such tests: {missing}; scripts/choose_quick.py chooses others")
     if config.getoption("--all-ptx"):
         return
     left_out = {i for i in items if i.name.startswith("test_every_kernel_is_understood")}
