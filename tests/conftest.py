@@ -17,6 +17,7 @@ from hypothesis import HealthCheck, settings
 
 from quantkit import patterns
 from quantkit.kernels import first_run
+from quick import quick_tests
 from zoo import write_zoo
 
 # A busy machine is slow, not wrong.
@@ -186,11 +187,35 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
             metafunc.parametrize(fixture, ["host", *ptx, *CARDS], indirect=True)
 
 
+#: The tests of ``-m quick``: one that runs it for each module of quantkit.
+QUICK = quick_tests()
+#: Files with quick tests, and that of the table.
+QUICK_FILES = {test.partition("::")[0] for test in QUICK} | {"tests/test_quick.py"}
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Leave files without quick tests alone, if only these are asked for: importing all takes longer than the tests."""
+    known = collection_path.is_file() and collection_path.is_relative_to(config.rootpath)
+    if config.option.markexpr != "quick" or not known:
+        return None
+    return True if collection_path.relative_to(config.rootpath).as_posix() not in QUICK_FILES else None
+
+
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """Mark the quick tests, those of the table among them."""
+    if item.nodeid in QUICK or item.nodeid.startswith("tests/test_quick.py::"):
+        item.add_marker("quick")
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave out all kernels at once, unless --all-ptx; for several workers, put the files that take longest first."""
     if "PYTEST_XDIST_WORKER" in os.environ:
         durations = known_seconds(config)
         items.sort(key=lambda item: -durations.get(item.path.name, 0))
+    runs_all = config.args_source == pytest.Config.ArgsSource.TESTPATHS and not config.option.keyword
+    missing = QUICK - {item.nodeid for item in items}
+    if config.option.markexpr == "quick" and runs_all and missing:
+        raise pytest.UsageError(f"no such tests: {missing}; scripts/choose_quick.py chooses others")
     if config.getoption("--all-ptx"):
         return
     left_out = {i for i in items if i.name.startswith("test_every_kernel_is_understood")}
@@ -229,7 +254,7 @@ def known_seconds(config: pytest.Config) -> dict[str, float]:
 def keep_seconds(reporter: pytest.TerminalReporter) -> None:
     """Remember how long each file took, if all tests were run."""
     config = reporter.config
-    if config.args_source != pytest.Config.ArgsSource.TESTPATHS or config.getoption("keyword"):
+    if config.args_source != pytest.Config.ArgsSource.TESTPATHS or config.option.keyword or config.option.markexpr:
         return
     seconds: dict[str, float] = {}
     for report in itertools.chain(*reporter.stats.values()):

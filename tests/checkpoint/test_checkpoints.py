@@ -24,7 +24,7 @@ from quantkit.checkpoint.class_defaults import DEFAULTS
 from quantkit.checkpoint.export.classes import of_architecture
 from quantkit.checkpoint.registry import ARCHITECTURES, CLASSES
 from quantkit.checkpoint.tensor_names import KINDS
-from quantkit.convert import plan_convert
+from quantkit.convert import ConvertOptions, plan_convert
 from quantkit.errors import TypeNotSupported
 
 DATA = Path(__file__).parents[1] / "data"
@@ -79,6 +79,29 @@ def test_every_model_type_has_defaults() -> None:
 def test_every_architecture_is_exported() -> None:
     missing = {row.arch for row in ARCHITECTURES.values() if not of_architecture(row.arch)}
     assert not missing, f"{missing}: {how(7)}"
+
+
+def families() -> dict[str, str]:
+    """Return a checkpoint for each module of models, the one with the shortest description."""
+    found: dict[str, str] = {}
+    for name in sorted(checkpoints.NAMES, key=lambda name: (DATA / "checkpoints" / f"{name}.json").stat().st_size):
+        (model,) = checkpoints.describe(name).config["architectures"]
+        module = next(m for m in iter_modules(models.__path__) if model in family_of(m.name).ARCHITECTURES)
+        found.setdefault(module.name, name)
+    return found
+
+
+def family_of(name: str) -> Any:
+    return import_module(f"quantkit.checkpoint.models.{name}")
+
+
+@pytest.mark.parametrize(("family", "name"), sorted(families().items()))
+def test_a_family_has_a_plan(family: str, name: str, tmp_path: Path) -> None:
+    """What becomes of it is known by its bytes: test_convert_goldens.py."""
+    what = checkpoints.describe(name)
+    folder = checkpoints.write_description(what, tmp_path)
+    plan = plan_convert(folder, tmp_path / "o.gguf", None, ConvertOptions(**what.convert_keywords()))
+    assert plan.tensors
 
 
 def test_every_checkpoint_was_converted_by_the_reference() -> None:

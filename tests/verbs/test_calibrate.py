@@ -154,6 +154,16 @@ def test_bytes_do_not_depend_on_how_it_runs(
         assert all((one.data(name) == shard.data(name)).all() for name in one.tensors)
 
 
+def test_a_single_matrix_is_calibrated(text: Path, small: Path, tmp_path: Path) -> None:
+    rules = (r"blk\.1\.attn_v=q4_K", "blk=bf16", "token_embd=bf16", "output=bf16")
+    options = calibrated(text, calibrate_chunks=2, balance=False, tensor_type=rules)
+    result = quantize(small, tmp_path / "o.gguf", "Q4_K_M", options, threads=1)
+    report = feedback_report(result.plan, result.run.losses)
+    assert report is not None
+    assert [(t.name, t.type) for t in report.tensors] == [("blk.1.attn_v.weight", "Q4_K")]
+    assert report.tensors[0].after < report.tensors[0].before
+
+
 def test_activations_of_another_model_are_not_gone_on_with(
     text: Path, small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

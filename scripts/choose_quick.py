@@ -1,0 +1,100 @@
+"""Enter in tests/quick.json which test of `pytest -m quick` runs each module of quantkit, the cheapest that does.
+
+    scripts/choose_quick.py [TEST ..]    files or tests to choose from; without any, those that are chosen are run again
+
+Modules that none of these runs keep their test; what has none is printed. A test counts if it passes within --limit.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import threading
+import time
+from collections.abc import Generator
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+os.environ["OPENBLAS_NUM_THREADS"] = "1"
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT), str(ROOT / "tests/lib")]
+
+from quick import COMPILED, ELSEWHERE, PACKAGE, TARGET, called, modules  # noqa: E402
+
+#: The modules that Python calls in the process of a test.
+MODULES = set(modules()) - COMPILED.keys() - ELSEWHERE.keys()
+
+
+class Recorder:
+    """A plugin of pytest: the modules whose functions each test calls, and its seconds."""
+
+    def __init__(self, limit: float) -> None:
+        self.limit, self.prefix = limit, f"{PACKAGE}/"
+        self.modules: dict[str, set[str]] = {}
+        self.seconds: dict[str, float] = {}
+        self._files: set[str] = set()
+        self._failed: set[str] = set()
+
+    def _called(self, frame: FrameType, event: str, argument: Any) -> None:
+        if event == "call":
+            self._files.add(frame.f_code.co_filename)
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_protocol(self, item: pytest.Item) -> Generator[None, object, object]:
+        """Watch a test and the fixtures that are made for it."""
+        self._files.clear()
+        began = time.perf_counter()
+        threading.setprofile(self._called)
+        sys.setprofile(self._called)
+        try:
+            result = yield
+        finally:
+            sys.setprofile(None)
+            threading.setprofile(None)
+        seconds = time.perf_counter() - began
+        if seconds <= self.limit and item.nodeid not in self._failed:
+            self.modules[item.nodeid] = {f.removeprefix(self.prefix) for f in self._files if f.startswith(self.prefix)}
+            self.seconds[item.nodeid] = seconds
+        return result
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        """Leave out what fails or is skipped."""
+        if not report.passed:
+            self._failed.add(report.nodeid)
+
+
+def chosen(recorder: Recorder, known: dict[str, str]) -> dict[str, str]:
+    """Return a test for each module: few tests, and cheap ones; a module keeps one that was not run now."""
+    found = {module: test for module, test in known.items() if module in MODULES and test not in recorder.modules}
+    left = MODULES - found.keys()
+    while left:
+        gains = {test: len(modules & left) for test, modules in recorder.modules.items() if modules & left}
+        if not gains:
+            break
+        best = max(gains, key=lambda test: gains[test] / (recorder.seconds[test] + 0.05))
+        found |= dict.fromkeys(recorder.modules[best] & left, best)
+        left -= recorder.modules[best]
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("tests", nargs="*", metavar="TEST")
+    parser.add_argument("--limit", type=float, default=3, help="seconds that a test may take  [default: 3]")
+    options = parser.parse_args()
+    os.chdir(ROOT)
+    recorder, known = Recorder(options.limit), called()
+    pytest.main(["-q", "-m", "not peer and not gpu", *(options.tests or sorted(set(known.values())))], [recorder])
+    found = chosen(recorder, known)
+    TARGET.write_text(json.dumps(found, indent=0, sort_keys=True) + "\n")
+    print(f"{len(found)} modules, {len(set(found.values()))} tests; without one: {sorted(MODULES - found.keys())}")
+
+
+if __name__ == "__main__":
+    main()
