@@ -20,6 +20,7 @@ from quantkit.formats.gguf import open_gguf
 from quantkit.model.engine import load
 from quantkit.model.observers import every_token, inputs
 from quantkit.model.ops import Embed, Graph, Observe, Value
+from quantkit.pipeline.feedback_report import feedback_report
 from quantkit.pipeline.plan import Plan
 from quantkit.quantize import QuantizeOptions, plan_quantize, quantize
 from quantkit.sequential.inputs import rounded_inputs
