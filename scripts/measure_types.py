@@ -45,8 +45,8 @@ def line(t: TensorType) -> str:
 def main() -> None:
     """Rewrite the table."""
     table = "".join(line(t) for t in TYPES if quality.is_measured(t))
-    found = re.compile(r"(QUALITY: dict\[str, Quality\] = \{\n).*?(\}\n)", re.DOTALL)
-    TARGET.write_text(found.sub(lambda m: m[1] + table + m[2], TARGET.read_text()))
+    table_pattern = re.compile(r"(QUALITY: dict\[str, Quality\] = \{\n).*?(\}\n)", re.DOTALL)
+    TARGET.write_text(table_pattern.sub(lambda m: m[1] + table + m[2], TARGET.read_text()))
 
 
 if __name__ == "__main__":

@@ -314,7 +314,7 @@ def skip_unless_there(device: str) -> None:
 @pytest.fixture(scope="session")
 def cases_as_ptx() -> object:
     """What is run as PTX, too."""
-    from ptx.chosen import ChosenNodes
+    from ptx.selection import ChosenNodes
 
     return ChosenNodes()
 
