@@ -32,7 +32,7 @@ def name_what_is_new() -> None:
             setattr(getattr(gguf, kind), name, 1_000_000 + place)
 
 
-def tune(given: argparse.Namespace, folder: Path) -> int:
+def tune(args: argparse.Namespace, folder: Path) -> int:
     """Leave a GGUF file in a folder; return the number of windows."""
     name_what_is_new()
     import torch
@@ -42,19 +42,19 @@ def tune(given: argparse.Namespace, folder: Path) -> int:
     )
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    if given.pre:
+    if args.pre:
         get_conversion()  # its copy of llama.cpp's converter, which it imports by this name
-        sys.modules["conversion.base"].TextModel.get_vocab_base_pre = lambda _self, _tokenizer: given.pre
-    tokenizer = AutoTokenizer.from_pretrained(given.checkpoint)
-    ids = tokenizer(given.calibration.read_text())["input_ids"]
-    windows = [ids[i : i + given.ctx] for i in range(0, len(ids) - given.ctx + 1, given.ctx)][: given.chunks]
+        sys.modules["conversion.base"].TextModel.get_vocab_base_pre = lambda _self, _tokenizer: args.pre
+    tokenizer = AutoTokenizer.from_pretrained(args.checkpoint)
+    ids = tokenizer(args.calibration.read_text())["input_ids"]
+    windows = [ids[i : i + args.ctx] for i in range(0, len(ids) - args.ctx + 1, args.ctx)][: args.chunks]
     data = [{"input_ids": x, "attention_mask": torch.ones_like(x)} for x in torch.tensor(windows).split(1)]
-    model = AutoModelForCausalLM.from_pretrained(given.checkpoint, dtype=torch.float32)
+    model = AutoModelForCausalLM.from_pretrained(args.checkpoint, dtype=torch.float32)
     tuned = AutoRound(
-        model, tokenizer, scheme=given.format, dataset=data, seqlen=given.ctx, nsamples=len(windows),
-        iters=given.iters, device_map="cpu", seed=1,
+        model, tokenizer, scheme=args.format, dataset=data, seqlen=args.ctx, nsamples=len(windows),
+        iters=args.iters, device_map="cpu", seed=1,
     )  # fmt: skip
-    tuned.quantize_and_save(str(folder), format=given.format)
+    tuned.quantize_and_save(str(folder), format=args.format)
     return len(windows)
 
 
@@ -68,15 +68,15 @@ def main() -> None:
     p.add_argument("--ctx", type=int, default=256)
     p.add_argument("--chunks", type=int, metavar="N")
     p.add_argument("--iters", type=int, default=200, help="steps of tuning for each layer; 0: none")
-    given = p.parse_args()
-    folder = given.output.with_suffix(".auto-round")
+    args = p.parse_args()
+    folder = args.output.with_suffix(".auto-round")
     folder.mkdir(parents=True, exist_ok=True)
     began = time.perf_counter()
-    windows = tune(given, folder)
-    made = max(folder.rglob("*.gguf"), key=lambda path: path.stat().st_mtime)
-    shutil.move(made, given.output)
+    windows = tune(args, folder)
+    output = max(folder.rglob("*.gguf"), key=lambda path: path.stat().st_mtime)
+    shutil.move(output, args.output)
     shutil.rmtree(folder)
-    print(f"{given.output}: {given.output.stat().st_size} bytes, {windows} windows of {given.ctx} tokens, "
+    print(f"{args.output}: {args.output.stat().st_size} bytes, {windows} windows of {args.ctx} tokens, "
           f"{time.perf_counter() - began:.0f} s")  # fmt: skip
 
 

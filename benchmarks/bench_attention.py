@@ -180,16 +180,25 @@ def recurrent(team: Team, rounds: int) -> None:
         np.zeros((3, 8192), np.float32),
         np.ones((8192, 4), np.float32),
     )
-    named = {"q": q, "k": k, "v": v, "g": g, "beta": beta, "out": out, "state": state}
+    arrays_by_name = {"q": q, "k": k, "v": v, "g": g, "beta": beta, "out": out, "state": state}
     shape = {"n_k_head": 16, "n_v_head": 32, "head_k": 128, "head_v": 128, "scale": 128**-0.5, "tiled": 0}
-    delta = delta_net.block(batch=batch.address, **{name: address_of(a) for name, a in named.items()}, **shape)
-    named = {"x": x, "out": out, "weight": weight, "state": taps}
-    addresses = {name: address_of(a) for name, a in named.items()}
+    delta = delta_net.block(batch=batch.address, **{name: address_of(a) for name, a in arrays_by_name.items()}, **shape)
+    arrays_by_name = {"x": x, "out": out, "weight": weight, "state": taps}
+    addresses = {name: address_of(a) for name, a in arrays_by_name.items()}
     conv = convolve.block(batch=batch.address, **addresses, bias=0, taps=4, width=8192)
     a, d, bias = np.full(48, -1.0, np.float32), np.ones(48, np.float32), np.full(48, -2.0, np.float32)
-    named = {"x": x, "z": v, "b": q, "c": k, "dt": np.ones((n_max, 48), np.float32), "dt_bias": bias, "a": a, "d": d}
-    named |= {"out": out, "state": np.zeros(48 * 128 * 64, np.float32)}
-    addresses = {name: address_of(of) for name, of in named.items()}
+    arrays_by_name = {
+        "x": x,
+        "z": v,
+        "b": q,
+        "c": k,
+        "dt": np.ones((n_max, 48), np.float32),
+        "dt_bias": bias,
+        "a": a,
+        "d": d,
+    }
+    arrays_by_name |= {"out": out, "state": np.zeros(48 * 128 * 64, np.float32)}
+    addresses = {name: address_of(array) for name, array in arrays_by_name.items()}
     scan = ssm_scan.block(batch=batch.address, **addresses, n_head=48, n_group=1, head=64, d_state=128)
     flops = {delta_net: 32 * 128 * 128 * 7, ssm_scan: 48 * 128 * 64 * 5}
     for n in (1, n_max):

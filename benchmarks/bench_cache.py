@@ -28,10 +28,10 @@ from quantkit.cpus import available_cpus
 from quantkit.units import format_size
 
 FIRST, KEEPING = "first recipe", "first recipe, empty cache"
-SECOND, CACHED, KNOWN = "second recipe", "second recipe, cache of the first", "the same again"
+SECOND, CACHED, REPEAT = "second recipe", "second recipe, cache of the first", "the same again"
 COPIED = "the same of a copy, digested first"
 #: Rows of the table, and what each is compared with.
-ROWS = {FIRST: FIRST, KEEPING: FIRST, SECOND: SECOND, CACHED: SECOND, KNOWN: SECOND, COPIED: SECOND}
+ROWS = {FIRST: FIRST, KEEPING: FIRST, SECOND: SECOND, CACHED: SECOND, REPEAT: SECOND, COPIED: SECOND}
 
 
 def entries(cache: Path) -> set[Path]:
@@ -48,20 +48,22 @@ class Bench:
         if not self.copy.exists():
             (shutil.copytree if model.is_dir() else shutil.copyfile)(model, self.copy)
         self.results: dict[str, list[Outcome]] = {name: [] for name in ROWS}
-        self.taken: dict[str, str] = {}
+        self.hits_by_name: dict[str, str] = {}
 
-    def run(self, name: str, *more: str, model: Path | None = None) -> Path:
-        """Run a recipe as ``name``; ``more``: its options."""
-        recipe = "second" if self.options.second[0] in more else "first"
-        out = self.work / f"{recipe}{'-cached' * ('--cache' in more)}.gguf"
+    def run(self, name: str, *options: str, model: Path | None = None) -> Path:
+        """Run a recipe as ``name``; ``options``: its options."""
+        recipe = "second" if self.options.second[0] in options else "first"
+        out = self.work / f"{recipe}{'-cached' * ('--cache' in options)}.gguf"
         verb = ["convert", "--pre", "qwen2"] if self.options.checkpoint else ["quantize"]
-        given = ["--imatrix", str(self.imatrix)] if self.imatrix else []
-        given += ["--overwrite", "--no-provenance", "--json", "-j", str(self.options.threads)]
+        imatrix_options = ["--imatrix", str(self.imatrix)] if self.imatrix else []
+        imatrix_options += ["--overwrite", "--no-provenance", "--json", "-j", str(self.options.threads)]
         os.sync()  # dirty pages of the program before do not count
-        outcome = run(quantkit(*verb, *given, *more, model or self.model, out, self.options.to)).checked(name)
+        outcome = run(quantkit(*verb, *imatrix_options, *options, model or self.model, out, self.options.to)).checked(
+            name
+        )
         self.results[name].append(outcome)
         if use := json.loads(outcome.stdout).get("cache"):
-            self.taken[name] = f"{use['taken']} of {use['tensors']}"
+            self.hits_by_name[name] = f"{use['taken']} of {use['tensors']}"
         return out
 
     def turn(self) -> list[str]:
@@ -76,12 +78,12 @@ class Bench:
         one, two = self.run(SECOND, *second), self.run(CACHED, *second, *cache)
         wrong += [SECOND] if sha256(one) != sha256(two) else []
         two.unlink()
-        whole = sha256(one)
-        for name, model in ((KNOWN, self.model), (COPIED, self.copy)):
+        expected = sha256(one)
+        for name, model in ((REPEAT, self.model), (COPIED, self.copy)):
             out = self.run(name, *second, *cache, model=model)
-            wrong += [name] if sha256(out) != whole else []
+            wrong += [name] if sha256(out) != expected else []
             out.unlink()
-            if name == KNOWN:
+            if name == REPEAT:
                 for path in entries(self.cache) - left:  # the copy is to find what the first recipe left
                     path.unlink()
                 shutil.rmtree(self.cache / "sources")
@@ -95,8 +97,8 @@ class Bench:
             outcomes = self.results[name]
             runs, peak = ", ".join(f"{o.seconds:.2f}" for o in outcomes), max(o.peak_rss for o in outcomes)
             ratio = f"{seconds[name] / seconds[base]:.2f}x"
-            taken = self.taken.get(name, "")
-            print(f"| {name} | {seconds[name]:.2f} s | {runs} | {format_size(peak)} | {taken} | {ratio} |")
+            hits = self.hits_by_name.get(name, "")
+            print(f"| {name} | {seconds[name]:.2f} s | {runs} | {format_size(peak)} | {hits} | {ratio} |")
 
 
 def parser() -> argparse.ArgumentParser:
@@ -135,8 +137,8 @@ def main() -> None:
         bench.turn()
         bench.results = {name: [] for name in ROWS}
         wrong = [name for _ in range(options.rounds) for name in bench.turn()]
-        what = f"{model.name}, to {options.to}, then with {options.second[0]}"
-        print(f"\n{what}, {options.threads} threads, ", end="")
+        title = f"{model.name}, to {options.to}, then with {options.second[0]}"
+        print(f"\n{title}, {options.threads} threads, ", end="")
         print(f"median of {options.rounds} runs in turns; {machine()}\n")
         bench.report()
         print(f"\noutputs with and without the cache: {'DIFFERENT' if wrong else 'identical, byte for byte'}")

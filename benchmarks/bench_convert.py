@@ -26,19 +26,19 @@ from quantkit.cpus import available_cpus
 from quantkit.units import format_size, parse_size
 
 #: Bytes that a process may use beyond --max-ram, and how many times as fast it is asked to be.
-ALLOWANCE, ASKED = 300 * 1000**2, 8
-OURS, CONVERT, QUANTIZE = "quantkit convert to {to}", "convert_hf_to_gguf.py", "llama-quantize to {to}"
+ALLOWANCE, N_PROBES = 300 * 1000**2, 8
+QUANTKIT, CONVERT, QUANTIZE = "quantkit convert to {to}", "convert_hf_to_gguf.py", "llama-quantize to {to}"
 COPY, COPY_OURS, DRY = "cp of the BF16 file", "quantkit convert to BF16", "quantkit convert --dry-run"
 
 
 def commands(options: argparse.Namespace, work: Path, model: Path) -> dict[str, list[str]]:
     """Return what is run in a turn, in order, by name."""
     between, copy, threads = work / "between.gguf", work / "copy.gguf", str(options.threads)
-    given = ["--overwrite", "--max-ram", options.max_ram, "-j", threads]
+    arguments = ["--overwrite", "--max-ram", options.max_ram, "-j", threads]
     first = {DRY: quantkit("convert", model, work / "ours.gguf", options.to, "--dry-run")}
     second = {
-        OURS: quantkit("convert", model, work / "ours.gguf", options.to, "--no-provenance", *given),
-        COPY_OURS: quantkit("convert", model, copy, *given),
+        QUANTKIT: quantkit("convert", model, work / "ours.gguf", options.to, "--no-provenance", *arguments),
+        COPY_OURS: quantkit("convert", model, copy, *arguments),
     }
     folder = llama_bin()
     if options.ours:
@@ -48,17 +48,17 @@ def commands(options: argparse.Namespace, work: Path, model: Path) -> dict[str, 
     if options.llama is None:
         sys.exit("--llama: the source tree of llama.cpp is needed, or --ours")
     converter = [options.python, options.llama / "convert_hf_to_gguf.py", model, "--outfile", between]
-    theirs = {
+    peer_commands = {
         CONVERT: [str(part) for part in converter],
         QUANTIZE: [
             str(part) for part in (folder / "llama-quantize", between, work / "theirs.gguf", options.to, threads)
         ],
         COPY: ["cp", str(between), str(work / "cp.gguf")],
     }
-    return first | second | theirs
+    return first | second | peer_commands
 
 
-def measured(options: argparse.Namespace, work: Path, model: Path) -> dict[str, list[Outcome]]:
+def measure(options: argparse.Namespace, work: Path, model: Path) -> dict[str, list[Outcome]]:
     """Run all in turns; the first turn warms up."""
     results: dict[str, list[Outcome]] = {}
     for turn in range(options.rounds + 1):
@@ -79,17 +79,17 @@ def report(results: dict[str, list[Outcome]], options: argparse.Namespace) -> li
         runs, peak = ", ".join(f"{o.seconds:.2f}" for o in outcomes), max(o.peak_rss for o in outcomes)
         print(f"| {name.format(to=options.to)} | {seconds[name]:.2f} s | {runs} | {format_size(peak)} |")
     wrong = []
-    beyond = max(o.peak_rss for name in (OURS, COPY_OURS) for o in results[name]) - parse_size(options.max_ram)
+    beyond = max(o.peak_rss for name in (QUANTKIT, COPY_OURS) for o in results[name]) - parse_size(options.max_ram)
     print(f"\npeak RSS beyond --max-ram {options.max_ram}: {format_size(max(0, beyond))}")
     if beyond > ALLOWANCE:
         wrong.append(f"peak RSS is --max-ram + {format_size(beyond)}, more than + {format_size(ALLOWANCE)}")
     if CONVERT in seconds:
-        ratio = (seconds[CONVERT] + seconds[QUANTIZE]) / seconds[OURS]
+        ratio = (seconds[CONVERT] + seconds[QUANTIZE]) / seconds[QUANTKIT]
         alone, cp = seconds[CONVERT] / seconds[COPY_OURS], seconds[COPY_OURS] / seconds[COPY]
         print(f"in one pass {ratio:.2f} times as fast as the two programs")
         print(f"the conversion alone {alone:.2f} times as fast as convert_hf_to_gguf.py, {cp:.2f} times the time of cp")
-        if ratio < ASKED:
-            wrong.append(f"{ratio:.2f} times as fast as the two programs; {ASKED} are asked")
+        if ratio < N_PROBES:
+            wrong.append(f"{ratio:.2f} times as fast as the two programs; {N_PROBES} are asked")
     return wrong
 
 
@@ -119,12 +119,12 @@ def main() -> None:
         total = sum(path.stat().st_size for path in model.glob("*.safetensors"))
         print(f"\n{model.name}, {format_size(total)}, to {options.to}, {options.threads} threads, ", end="")
         print(f"median of {options.rounds} runs in turns; {machine()}\n", flush=True)
-        wrong = report(measured(options, work, model), options)
+        wrong = report(measure(options, work, model), options)
         if not options.ours:
-            for ours, theirs in (("ours.gguf", "theirs.gguf"), ("copy.gguf", "between.gguf")):
-                if sha256(work / ours) != sha256(work / theirs):
-                    wrong.append(f"{ours} and {theirs} differ")
-            print("outputs: identical, byte for byte" if not any("differ" in each for each in wrong) else "")
+            for output, peer_output in (("ours.gguf", "theirs.gguf"), ("copy.gguf", "between.gguf")):
+                if sha256(work / output) != sha256(work / peer_output):
+                    wrong.append(f"{output} and {peer_output} differ")
+            print("outputs: identical, byte for byte" if not any("differ" in text for text in wrong) else "")
         for name in ("ours", "theirs", "copy", "between"):
             (work / f"{name}.gguf").unlink(missing_ok=True)
     if wrong:

@@ -60,15 +60,15 @@ def blocks(t: TensorType, rows: int, n: int) -> U8:
 
 def measure(t: TensorType, library: ctypes.CDLL, rounds: int, rows: int, n: int) -> str:
     """Return a table row: Mweights/s of quantkit's, ggml's and gguf's decoder."""
-    data, out, other = blocks(t, rows, n), np.empty((rows, n), np.float32), np.empty((rows, n), np.float32)
+    data, out, peer_out = blocks(t, rows, n), np.empty((rows, n), np.float32), np.empty((rows, n), np.float32)
     decoders: dict[str, Decode | None] = {
         "quantkit": lambda d, o: dequantize_rows(t, d, o),
         "ggml": ggml_decoder(t, library),
         "gguf": gguf_decoder(t),
     }
     dequantize_rows(t, data, out)
-    ggml_decoder(t, library)(data, other)
-    if not np.array_equal(out.view(np.uint32), other.view(np.uint32)):
+    ggml_decoder(t, library)(data, peer_out)
+    if not np.array_equal(out.view(np.uint32), peer_out.view(np.uint32)):
         raise SystemExit(f"{t}: our values differ from ggml's")
     seconds: dict[str, list[float]] = {name: [] for name in decoders}
     for _ in range(rounds):

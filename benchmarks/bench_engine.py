@@ -106,15 +106,21 @@ def reason_of(returncode: int, log: str) -> str:
 
 def engines() -> list[str]:
     """Return the engines that are here, quantkit first."""
-    here = {"quantkit": True, "llama.cpp": llama_bin() is not None, "ik_llama.cpp": package_folder("ik_llama_cpp")}
-    return [engine for engine in SETTINGS if here[engine]]
+    available = {"quantkit": True, "llama.cpp": llama_bin() is not None, "ik_llama.cpp": package_folder("ik_llama_cpp")}
+    return [engine for engine in SETTINGS if available[engine]]
 
 
 def start(engine: str, setting: str, model: Path, options: argparse.Namespace) -> Runner:
     """Start a process that loads a model."""
-    given = SETTINGS[engine][setting]
+    settings = SETTINGS[engine][setting]
     worker = [sys.executable, Path(__file__).with_name("engine_worker.py"), engine, "-m", model]
-    worker += ["-t", options.threads, "-c", max(options.prompt, options.gen), *(["--set", *given] if given else [])]
+    worker += [
+        "-t",
+        options.threads,
+        "-c",
+        max(options.prompt, options.gen),
+        *(["--set", *settings] if settings else []),
+    ]
     log = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115 - the runner reads it
     pipe = subprocess.PIPE
     process = subprocess.Popen([str(w) for w in worker], stdin=pipe, stdout=pipe, stderr=log, text=True)
@@ -123,21 +129,21 @@ def start(engine: str, setting: str, model: Path, options: argparse.Namespace) -
 
 def measure(model: Path, options: argparse.Namespace) -> list[Runner]:
     """Run all in turns, in rotated order, and return them with their samples."""
-    found = [start(engine, setting, model, options) for engine in engines() for setting in SETTINGS[engine]]
+    runners = [start(engine, setting, model, options) for engine in engines() for setting in SETTINGS[engine]]
     tests = [(test, n) for test, n in zip(TESTS, (options.prompt, options.gen), strict=True) if n]
-    for runner in found:
+    for runner in runners:
         runner.ready()
         for test, n in tests:
             runner.turn(test, n, timed=False)
     for turn in range(options.rounds):
         for test, n in tests:
-            for i in range(len(found)):
-                found[(turn + i) % len(found)].turn(test, n)
+            for i in range(len(runners)):
+                runners[(turn + i) % len(runners)].turn(test, n)
         if options.gen:
-            found[0].turn("read", options.gen)
-    for runner in found:
+            runners[0].turn("read", options.gen)
+    for runner in runners:
         runner.process.kill()
-    return found
+    return runners
 
 
 def header(names: Sequence[str]) -> str:
@@ -146,21 +152,21 @@ def header(names: Sequence[str]) -> str:
     return f"| {' | '.join(cells)} |\n|{'---|' * len(cells)}"
 
 
-def ratio(test: str, mine: Runner, other: Runner, by: str = "") -> float:
-    """Return the median, over rounds, of how many times as fast as another one is; ``by``: the other's test."""
-    pairs = zip(mine.samples[test], other.samples[by or test], strict=True)
-    return statistics.median(theirs / ours for ours, theirs in pairs)
+def ratio(test: str, runner: Runner, peer: Runner, peer_test: str = "") -> float:
+    """Return the median, over rounds, of how many times as fast as another one is; ``peer_test``: the other's test."""
+    pairs = zip(runner.samples[test], peer.samples[peer_test or test], strict=True)
+    return statistics.median(peer_seconds / seconds for seconds, peer_seconds in pairs)
 
 
-def row(name: str, test: str, n: int, measured: Sequence[Runner]) -> str:
+def row(name: str, test: str, n: int, runners: Sequence[Runner]) -> str:
     """Return a row of the table: of every engine its faster setting."""
-    by_engine = [[r for r in measured if r.engine == e] for e in dict.fromkeys(r.engine for r in measured)]
-    mine, *peers = [min(settings, key=lambda r: r.seconds(test)) for settings in by_engine]
-    read = f"{ratio(test, mine, measured[0], 'read'):.0%}" if test == "tg" else ""
-    cells = [name, f"{test}{n}", f"{n / mine.seconds(test):.1f} {mine.setting}", read]
+    by_engine = [[r for r in runners if r.engine == e] for e in dict.fromkeys(r.engine for r in runners)]
+    fastest, *peers = [min(settings, key=lambda r: r.seconds(test)) for settings in by_engine]
+    read = f"{ratio(test, fastest, runners[0], 'read'):.0%}" if test == "tg" else ""
+    cells = [name, f"{test}{n}", f"{n / fastest.seconds(test):.1f} {fastest.setting}", read]
     for peer in peers:
         cells += ["-", "-"] if peer.reason else [f"{n / peer.seconds(test):.1f} {peer.setting}"]
-        cells += [] if peer.reason else [f"{ratio(test, mine, peer):.2f}x"]
+        cells += [] if peer.reason else [f"{ratio(test, fastest, peer):.2f}x"]
     return f"| {' | '.join(cells)} |"
 
 
@@ -169,13 +175,13 @@ def compare(models: Sequence[tuple[str, Path]], options: argparse.Namespace) -> 
     print(header(engines()))
     reasons: dict[str, None] = {}
     for name, model in models:
-        measured = measure(model, options)
-        if measured[0].reason:
-            sys.exit(f"quantkit, {name}: {measured[0].reason}")
+        runners = measure(model, options)
+        if runners[0].reason:
+            sys.exit(f"quantkit, {name}: {runners[0].reason}")
         for test, n in zip(TESTS, (options.prompt, options.gen), strict=True):
             if n:
-                print(row(name, test, n, measured), flush=True)
-        reasons |= dict.fromkeys(f"{r.engine}, {name}: {r.reason}" for r in measured if r.reason)
+                print(row(name, test, n, runners), flush=True)
+        reasons |= dict.fromkeys(f"{r.engine}, {name}: {r.reason}" for r in runners if r.reason)
     print("\n" + "\n".join(reasons) if reasons else "")
 
 
@@ -187,9 +193,9 @@ def quantized(options: argparse.Namespace, folder: Path, kind: str, router: str 
     source, imatrix = folder / f"moe-{options.layers}-F16.gguf", folder / f"moe-{options.layers}-imatrix.gguf"
     if not source.exists() or not imatrix.exists():
         make_moe(source, "--layers", str(options.layers), "--imatrix", str(imatrix))
-    given = ["--ffn-gate-inp-type", router] if router else []
-    made = run(quantkit("quantize", "--imatrix", imatrix, *given, source, out, kind)).checked("quantize")
-    print(f"{out}: {made.seconds:.0f} s", flush=True)
+    router_options = ["--ffn-gate-inp-type", router] if router else []
+    outcome = run(quantkit("quantize", "--imatrix", imatrix, *router_options, source, out, kind)).checked("quantize")
+    print(f"{out}: {outcome.seconds:.0f} s", flush=True)
     return out
 
 

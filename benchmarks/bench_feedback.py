@@ -66,12 +66,12 @@ def covariance(n: int, seed: int) -> F64:
 
 def best(run: Callable[[], object], rounds: int = 3, clock: Callable[[], float] = time.thread_time) -> float:
     """Return the shortest of some runs."""
-    found = []
+    times = []
     for _ in range(rounds):
         begin = clock()
         run()
-        found.append(clock() - begin)
-    return min(found)
+        times.append(clock() - begin)
+    return min(times)
 
 
 @contextmanager
@@ -88,13 +88,13 @@ def timed(module: Any, names: list[str], clock: Callable[[], float] = time.threa
 
         return run
 
-    kept = {name: getattr(module, name) for name in names}
-    for name, function in kept.items():
+    functions = {name: getattr(module, name) for name in names}
+    for name, function in functions.items():
         setattr(module, name, wrap(name, function))
     try:
         yield spent
     finally:
-        for name, function in kept.items():
+        for name, function in functions.items():
             setattr(module, name, function)
 
 
@@ -102,9 +102,9 @@ def peak_mib() -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 
 
-def line(what: str, seconds: float, operations: float = 0, beside: str = "") -> None:
+def line(label: str, seconds: float, operations: float = 0, suffix: str = "") -> None:
     rate = f"{operations / seconds / 1e9:8.1f} GFLOP/s" if operations else ""
-    print(f"  {what:<24}{seconds:10.3f} s{rate}{beside}", flush=True)
+    print(f"  {label:<24}{seconds:10.3f} s{rate}{suffix}", flush=True)
 
 
 def inputs_of(args: argparse.Namespace, n: int) -> tuple[F64, F32]:
@@ -115,14 +115,14 @@ def inputs_of(args: argparse.Namespace, n: int) -> tuple[F64, F32]:
     from quantkit.formats.gguf import open_model
     from quantkit.kernels.reference import decode_rows
 
-    found, model = Covariances(args.covariance), open_model(args.model)
+    covariances, model = Covariances(args.covariance), open_model(args.model)
     tensor = model.tensors[args.tensor]
     raw = np.empty(tensor.nbytes, np.uint8)
     model.read(tensor, raw, 0)
     rows = raw.reshape(-1, tensor.type.row_bytes(tensor.shape[0]))
     first = args.matrix * tensor.shape[1]
     x = decode_rows(tensor.type, rows[first : first + min(args.rows, tensor.shape[1])])
-    return found.matrix(found.entries[args.tensor], args.matrix), x.astype(np.float32)
+    return covariances.matrix(covariances.entries[args.tensor], args.matrix), x.astype(np.float32)
 
 
 def bench_decomposition(h: F64, threads: int) -> Any:
@@ -136,12 +136,12 @@ def bench_decomposition(h: F64, threads: int) -> Any:
     with timed(metrics, ["cholesky"], time.process_time) as spent:
         begin = time.process_time()
         metric = metrics.metric(h, DAMPING)
-        whole = time.process_time() - begin
+        cpu_seconds = time.process_time() - begin
     print(f"  a metric takes {8 * n * n / 2**20:.0f} MiB; while it is made {peak_mib() - before:.0f} more than before")
     damped = h + DAMPING * np.diagonal(h).mean() * np.eye(n)
     lapack = best(lambda: np.linalg.cholesky(damped), 1)
     line("Cholesky", spent["cholesky"], operations, f"   LAPACK {operations / lapack / 1e9:.1f}")
-    line("rest of the metric", whole - spent["cholesky"])
+    line("rest of the metric", cpu_seconds - spent["cholesky"])
     if threads > 1:
         line(f"metric, {threads} threads", best(lambda: metrics.metric(h, DAMPING, threads), 1, time.perf_counter))
     return metric
@@ -169,7 +169,7 @@ def bench_width(args: argparse.Namespace, n: int) -> None:
     variances = np.percentile(np.diagonal(h), [0, 50, 99, 100])
     print(f"\n{n} columns, {rows} rows; variances: {', '.join(f'{v:.2g}' for v in variances)}", flush=True)
     blas = products_of_blas(h, x[:64])
-    metric, how = bench_decomposition(h, args.threads), Rounding(sweeps=args.sweeps, max_sweeps=args.sweeps)
+    metric, options = bench_decomposition(h, args.threads), Rounding(sweeps=args.sweeps, max_sweeps=args.sweeps)
     weights = np.diagonal(h).astype(np.float32)
     del h
     for name in args.types.split(","):
@@ -178,28 +178,30 @@ def bench_width(args: argparse.Namespace, n: int) -> None:
         encoder(t)(x, weights, plain, 0, rows)
 
         def rounded(share: slice, t: Any = t, plain: U8 = plain) -> Any:
-            return rounding.round_rows(t, x[share], lambda _, out: np.copyto(out, plain[share]), metric, how)
+            return rounding.round_rows(t, x[share], lambda _, out: np.copyto(out, plain[share]), metric, options)
 
-        made = rounded(slice(None))  # compiles
+        result = rounded(slice(None))  # compiles
         with timed(rounding, list(PHASES)) as spent:
-            whole, by_phase = 1e9, dict(spent)
+            fastest, by_phase = 1e9, dict(spent)
             for _ in range(args.rounds):
                 spent.clear()
                 now = best(partial(rounded, slice(None)), 1)
-                if now < whole:
-                    whole, by_phase = now, dict(spent)
-        before, after, kept = made.before.sum(), made.after.sum(), (made.after < made.before).mean()
-        print(f"  {name}: loss {before:.4g} to {after:.4g} ({after / before:.3f}), better in {kept:.1%} of rows")
-        for phase, what in PHASES.items():
+                if now < fastest:
+                    fastest, by_phase = now, dict(spent)
+        before, after, share_improved = result.before.sum(), result.after.sum(), (result.after < result.before).mean()
+        print(
+            f"  {name}: loss {before:.4g} to {after:.4g} ({after / before:.3f}), better in {share_improved:.1%} of rows"
+        )
+        for phase, label in PHASES.items():
             passes = args.sweeps if phase == "refine" else 1
-            line(what, by_phase[phase], passes * OPERATIONS[phase] * n * n * rows, f"   BLAS {blas:.1f}")
-        line("unpacking and packing", whole - sum(by_phase.values()))
-        each = -(-rows // args.threads // 64) * 64
-        shares = [slice(i, min(i + each, rows)) for i in range(0, rows, each)]
+            line(label, by_phase[phase], passes * OPERATIONS[phase] * n * n * rows, f"   BLAS {blas:.1f}")
+        line("unpacking and packing", fastest - sum(by_phase.values()))
+        rows_of_thread = -(-rows // args.threads // 64) * 64
+        shares = [slice(i, min(i + rows_of_thread, rows)) for i in range(0, rows, rows_of_thread)]
         with ThreadPoolExecutor(args.threads) as pool:
             clock = best(partial(all_of, pool, rounded, shares), args.rounds, time.perf_counter)
         millions = rows * n / 1e6
-        print(f"  {name}: {whole / millions:.4f} s of one thread, {clock / millions:.4f} s on {args.threads} threads "
+        print(f"  {name}: {fastest / millions:.4f} s of one thread, {clock / millions:.4f} s on {args.threads} threads "
               f"for a million weights; peak memory {peak_mib():.0f} MiB", flush=True)  # fmt: skip
 
 

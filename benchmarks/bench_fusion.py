@@ -26,7 +26,7 @@ from quantkit.model.fusion import Fusion
 def variants(quantized_router: Path, plain_router: Path | None) -> dict[str, dict[str, Any]]:
     """Return the options of every variant; the first is the baseline."""
     base: dict[str, Any] = {"path": quantized_router}
-    found: dict[str, dict[str, Any]] = {
+    settings: dict[str, dict[str, Any]] = {
         "all fused": base,
         "MoE up+gate not fused": base | {"fusion": Fusion(moe=False)},
         "q/k/v not fused": base | {"fusion": Fusion(qkv=False)},
@@ -35,17 +35,17 @@ def variants(quantized_router: Path, plain_router: Path | None) -> dict[str, dic
         "merged at load, not fused": base | {"merge_up_gate": True, "fusion": Fusion(moe=False)},
     }
     if plain_router is not None:
-        found["router as in the other file"] = {"path": plain_router}
-    return found
+        settings["router as in the other file"] = {"path": plain_router}
+    return settings
 
 
 def once(session: Session, prompt: Any, single: Any) -> tuple[float, float]:
     """Return the seconds of a prompt and of the single tokens after it."""
     session.clear()
-    wanted = np.zeros(len(prompt), bool)
-    wanted[-1] = True
+    mask = np.zeros(len(prompt), bool)
+    mask[-1] = True
     began = time.perf_counter()
-    session.decode(prompt, outputs=wanted)
+    session.decode(prompt, outputs=mask)
     middle = time.perf_counter()
     for token in single:
         session.decode(token[None])

@@ -50,15 +50,15 @@ RATIOS = (("observed", "prompt"), ("observed", "every token"), ("observed+ppl", 
 
 def seconds_of(session: Session, chunk: npt.NDArray[np.int32], outputs: slice) -> float:
     """Return the seconds of a chunk with the logits of ``outputs``."""
-    wanted = np.zeros(len(chunk), bool)
-    wanted[outputs] = True
+    mask = np.zeros(len(chunk), bool)
+    mask[outputs] = True
     session.clear()
     start = CLOCK[0]()
-    session.decode(chunk, outputs=wanted, consume=lambda *_: None)
+    session.decode(chunk, outputs=mask, consume=lambda *_: None)
     return CLOCK[0]() - start
 
 
-def ours(models: dict[str, Model], chunks: npt.NDArray[np.int32], rounds: int) -> dict[str, list[float]]:
+def measure_quantkit(models: dict[str, Model], chunks: npt.NDArray[np.int32], rounds: int) -> dict[str, list[float]]:
     """Return the seconds of every chunk, in order, for every kind of run."""
     sessions = {name: model.session(chunks.shape[1]) for name, model in models.items()}
     seconds: dict[str, list[float]] = {name: [] for name in sessions}
@@ -68,12 +68,12 @@ def ours(models: dict[str, Model], chunks: npt.NDArray[np.int32], rounds: int) -
                 took = seconds_of(session, chunk, KINDS[name][1](len(chunk)))
                 if turn:
                     seconds[name].append(took)
-    held = sum(a.nbytes for parts in sessions["observed"].accumulators.values() for a in parts.values())
-    print(f"sums: {held / 2**20:.1f} MiB")
+    nbytes = sum(a.nbytes for parts in sessions["observed"].accumulators.values() for a in parts.values())
+    print(f"sums: {nbytes / 2**20:.1f} MiB")
     return seconds
 
 
-def theirs(program: Path, model: Path, text: Path, n_ctx: int, chunks: int, threads: int) -> float:
+def measure_peer(program: Path, model: Path, text: Path, n_ctx: int, chunks: int, threads: int) -> float:
     """Return llama-imatrix's tokens per second, from the extra time of more chunks."""
     took = []
     with tempfile.TemporaryDirectory() as folder:
@@ -95,29 +95,29 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--cpu", action="store_true", help="measure the CPU time of one thread, for a busy machine")
-    given = parser.parse_args()
-    if given.cpu:
-        given.threads, CLOCK[0] = 1, time.process_time
+    args = parser.parse_args()
+    if args.cpu:
+        args.threads, CLOCK[0] = 1, time.process_time
     models = {
-        name: load(given.model, n_ctx=given.ctx, threads=given.threads, fusion=Fusion.none(), rewrite=rewrite)
+        name: load(args.model, n_ctx=args.ctx, threads=args.threads, fusion=Fusion.none(), rewrite=rewrite)
         for name, (rewrite, _) in KINDS.items()
     }
-    n = given.ctx * given.chunks
-    if given.text is not None:
-        ids = models["prompt"].tokenizer.encode(given.text.read_bytes())[:n]
+    n = args.ctx * args.chunks
+    if args.text is not None:
+        ids = models["prompt"].tokenizer.encode(args.text.read_bytes())[:n]
     else:
         ids = np.random.default_rng(1).integers(0, models["prompt"].n_vocab, n).astype(np.int32)
-    took = ours(models, ids[: len(ids) // given.ctx * given.ctx].reshape(-1, given.ctx), given.rounds)
-    speed = {name: given.ctx / statistics.median(times) for name, times in took.items()}
+    took = measure_quantkit(models, ids[: len(ids) // args.ctx * args.ctx].reshape(-1, args.ctx), args.rounds)
+    speed = {name: args.ctx / statistics.median(times) for name, times in took.items()}
     for name, tokens in speed.items():
         print(f"{name:<12} {tokens:9.1f} t/s")
-    for name, other in RATIOS:
+    for name, baseline in RATIOS:
         # Adjacent in time, so that other load affects both.
-        ratios = [b / a for a, b in zip(took[name], took[other], strict=True)]
-        print(f"{name:<12} {statistics.median(ratios):6.3f}x of {other}")
+        ratios = [b / a for a, b in zip(took[name], took[baseline], strict=True)]
+        print(f"{name:<12} {statistics.median(ratios):6.3f}x of {baseline}")
     program = llama_bin()
-    if given.text is not None and program is not None and (program / "llama-imatrix").exists():
-        peer = theirs(program / "llama-imatrix", given.model, given.text, given.ctx, given.chunks, given.threads)
+    if args.text is not None and program is not None and (program / "llama-imatrix").exists():
+        peer = measure_peer(program / "llama-imatrix", args.model, args.text, args.ctx, args.chunks, args.threads)
         print(f"llama-imatrix {peer:8.1f} t/s   observed is {speed['observed'] / peer:.2f}x")
 
 

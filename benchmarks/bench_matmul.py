@@ -60,9 +60,9 @@ class _InitParams(ctypes.Structure):
 
 
 def _function(library: ctypes.CDLL, name: str, result: Any, *arguments: Any) -> Callable[..., Any]:
-    made = getattr(library, name)
-    made.restype, made.argtypes = result, arguments
-    return made  # type: ignore[no-any-return]
+    function = getattr(library, name)
+    function.restype, function.argtypes = result, arguments
+    return function  # type: ignore[no-any-return]
 
 
 class Ggml:
@@ -107,15 +107,15 @@ class Ggml:
 
     def graphs(self, t: TensorType, w: U8, x: F32) -> dict[str, Graph]:
         """Return the ways to compute a product, by the name of the weights' form."""
-        made = {"": Graph(self, t, w, x)}
+        graphs_by_name = {"": Graph(self, t, w, x)}
         interleaved = interleaved_of(t)
         if self.peer == "llama" and t.name in REPACKED:
-            made["repacked"] = Graph(self, t, w, x, self.repacked())
+            graphs_by_name["repacked"] = Graph(self, t, w, x, self.repacked())
         elif self.peer == "ik" and interleaved is not None and interleaved.trees == "ik":
             rows = np.empty((len(w), interleaved.row_bytes(x.shape[1])), np.uint8)
             interleave_rows(interleaved, w, rows)
-            made[interleaved.name] = Graph(self, interleaved, rows, x)
-        return made
+            graphs_by_name[interleaved.name] = Graph(self, interleaved, rows, x)
+        return graphs_by_name
 
 
 class Graph:
@@ -150,28 +150,30 @@ class Graph:
             self.ggml.free_context(context)
 
 
-class Ours:
+class Quantkit:
     """The same as a tape of two operations."""
 
     def __init__(self, team: Team, t: TensorType, w: U8, x: F32) -> None:
         kind, n_in = activation_format(t), x.shape[1]
         batch = Batch(team, len(x))
         batch.set(np.zeros(len(x), np.int32))
-        stride, each = row_bytes(kind, n_in), -(-scratch_bytes(t, n_in) // 64) * 64
+        stride, scratch_size = row_bytes(kind, n_in), -(-scratch_bytes(t, n_in) // 64) * 64
         self.out = np.empty((len(x), len(w)), np.float32)
         rows = x if kind == "f32" else _aligned(stride * len(x))
-        scratch = _aligned(each * team.threads)
+        scratch = _aligned(scratch_size * team.threads)
         product = mul_mat.block(
             batch=batch.address, x=address_of(rows), x_stride=stride, w=address_of(w), row_bytes=w.shape[1],
             products=products_of(t), n_in=n_in, n_out=len(w), out=address_of(self.out), out_stride=4 * len(w),
-            rows_of=0, per=1, bias=0, scale=0, scratch=address_of(scratch), scratch_bytes=each,
+            rows_of=0, per=1, bias=0, scale=0, scratch=address_of(scratch), scratch_bytes=scratch_size,
             at_once=cached_rows(stride),
         )  # fmt: skip
         entries = [(mul_mat, product)]
         if kind != "f32":
-            made = activations.quantize(kind)
-            block = made.block(batch=batch.address, x=address_of(x), out=address_of(rows), n=n_in, rows_of=0, per=1)
-            entries.insert(0, (made, block))
+            quantizer = activations.quantize(kind)
+            block = quantizer.block(
+                batch=batch.address, x=address_of(x), out=address_of(rows), n=n_in, rows_of=0, per=1
+            )
+            entries.insert(0, (quantizer, block))
         self.tape, self._keep = Tape(team, batch, entries), (w, x, rows, scratch)
 
     def run(self) -> None:
@@ -186,19 +188,19 @@ def _aligned(n: int) -> U8:
 
 def weights(t: TensorType, n_out: int, n_in: int) -> U8:
     """Return rows of a type: random bytes with small scales, tiled."""
-    some = random_rows(t, min(n_out, 256), n_in, scale=(0.005, 0.02))
-    return np.ascontiguousarray(np.resize(some, (n_out, some.shape[1])))
+    sample = random_rows(t, min(n_out, 256), n_in, scale=(0.005, 0.02))
+    return np.ascontiguousarray(np.resize(sample, (n_out, sample.shape[1])))
 
 
 @kernel
 def read_all(data: int, n: int, out: int) -> None:
     """Sum n bytes, as dwords."""
     a = b = c = d = splat(i32x16, 0)
-    for at in range(0, n - 255, 256):
+    for offset in range(0, n - 255, 256):
         for line in range(4):
-            prefetch(data, at + 4096 + 64 * line)
-        a, b = a + load(i32x16, data, at), b + load(i32x16, data, at + 64)
-        c, d = c + load(i32x16, data, at + 128), d + load(i32x16, data, at + 192)
+            prefetch(data, offset + 4096 + 64 * line)
+        a, b = a + load(i32x16, data, offset), b + load(i32x16, data, offset + 64)
+        c, d = c + load(i32x16, data, offset + 128), d + load(i32x16, data, offset + 192)
     store(out, 0, a + b + c + d)
 
 
@@ -217,26 +219,26 @@ def measure(ggml: Ggml, team: Team, t: TensorType, shape: tuple[int, int], count
     n_in, n_out = shape
     w = weights(t, n_out // 32 * 32, n_in)
     x = np.random.default_rng(2).standard_normal((count, n_in)).astype(np.float32)
-    ours, reader = Ours(team, t, w, x), Bandwidth(w)
+    product, reader = Quantkit(team, t, w, x), Bandwidth(w)
     graphs = ggml.graphs(t, w, x)
     clock = time.thread_time if team.threads == 1 else time.perf_counter
-    runs: Sequence[Ours | Graph | Bandwidth] = (ours, reader, *graphs.values())
+    runs: Sequence[Quantkit | Graph | Bandwidth] = (product, reader, *graphs.values())
     best = [float("inf")] * len(runs)
     for _ in range(rounds):
         for i, run in enumerate(runs):
             began = clock()
             run.run()
             best[i] = min(best[i], clock() - began)
-    theirs = graphs[""].result()
-    error = np.mean((ours.out - theirs) ** 2, dtype=np.float64) / np.mean(theirs**2, dtype=np.float64)
+    expected = graphs[""].result()
+    error = np.mean((product.out - expected) ** 2, dtype=np.float64) / np.mean(expected**2, dtype=np.float64)
     for graph in graphs.values():
         graph.free()
     work = w.nbytes / 1e9 if count == 1 else 2 * count * w.shape[0] * n_in / 1e9
     speed, bandwidth, *speeds = (work / seconds for seconds in best)
     fastest = max(range(len(speeds)), key=speeds.__getitem__)
     form, ratio = f" {list(graphs)[fastest]}".rstrip(), speed / speeds[fastest]
-    beside = f" {w.shape[0] * n_in / best[0] / 1e9:.1f} | {bandwidth:.1f} |" if count == 1 else ""
-    return f"| {t.name} | {speed:.1f} | {speeds[fastest]:.1f}{form} | {ratio:.2f} |{beside} {error:.0e} |"
+    suffix = f" {w.shape[0] * n_in / best[0] / 1e9:.1f} | {bandwidth:.1f} |" if count == 1 else ""
+    return f"| {t.name} | {speed:.1f} | {speeds[fastest]:.1f}{form} | {ratio:.2f} |{suffix} {error:.0e} |"
 
 
 def main() -> None:
@@ -255,9 +257,9 @@ def main() -> None:
     types = options.types.split(",") if options.types else [n for n in FORMATS if BY_NAME[n].trees in ("both", tree)]
     n_in, n_out = map(int, options.shape.split("x"))
     for count in map(int, options.rows.split(",")):
-        unit, beside = ("GB/s", " Gweights/s | bandwidth |") if count == 1 else ("GFLOP/s", "")
+        unit, columns = ("GB/s", " Gweights/s | bandwidth |") if count == 1 else ("GFLOP/s", "")
         print(f"\n{count} rows of {n_in}, {options.threads} threads, {unit}\n")
-        print(f"| type | quantkit | {options.peer} | ratio |{beside} NMSE |\n|" + "---|" * (7 if beside else 5))
+        print(f"| type | quantkit | {options.peer} | ratio |{columns} NMSE |\n|" + "---|" * (7 if columns else 5))
         for t in (BY_NAME[name] for name in types):
             rows = (options.megabytes << 20) // t.row_bytes(n_in) if count == 1 else n_out
             print(measure(ggml, team, t, (n_in, rows), count, options.rounds), flush=True)

@@ -48,8 +48,8 @@ def main() -> None:
         print("| program | wall time | all runs | peak RSS | / cp |\n|---|---|---|---|---|")
         base = statistics.median(seconds["cp"])
         for name, runs in seconds.items():
-            median, each = statistics.median(runs), ", ".join(f"{s:.2f}" for s in runs)
-            print(f"| {name} | {median:.2f} s | {each} | {rss[name] / 2**20:.0f} MiB | {median / base:.2f}x |")
+            median, times = statistics.median(runs), ", ".join(f"{s:.2f}" for s in runs)
+            print(f"| {name} | {median:.2f} s | {times} | {rss[name] / 2**20:.0f} MiB | {median / base:.2f}x |")
 
 
 if __name__ == "__main__":

@@ -82,8 +82,8 @@ class Layer:
         self.scratch = space(team.threads * self.scratch_bytes)
 
     def entry(self, op: Any, **slots: float) -> tuple[Any, npt.NDArray[np.int64]]:
-        given = {"batch": self.batch.address, "rows_of": 0, **slots}
-        return op, op.block(**{name: given[name] for name in op.slots})
+        all_slots = {"batch": self.batch.address, "rows_of": 0, **slots}
+        return op, op.block(**{name: all_slots[name] for name in op.slots})
 
     def product(self, w: U8, n_in: int, out: F32) -> tuple[Any, npt.NDArray[np.int64]]:
         down = n_in == N_FF
@@ -105,22 +105,22 @@ class Layer:
             "scratch_bytes": self.scratch_bytes,
         }
 
-    def gated(self, how: str, merged: U8) -> list[tuple[Any, npt.NDArray[np.int64]]]:
-        if how == "fused" or how == "fused merged":
+    def gated(self, form: str, merged: U8) -> list[tuple[Any, npt.NDArray[np.int64]]]:
+        if form == "fused" or form == "fused merged":
             half = N_FF * merged.strides[1]
-            whole = how == "fused merged"
+            is_merged = form == "fused merged"
             return [
                 self.entry(
                     up_gate_id(SILU), out=address_of(self.h), products=products_of(self.t), n_out=N_FF,
-                    gate=address_of(merged if whole else self.gate),
-                    up=address_of(merged) + half if whole else address_of(self.up),
-                    row_bytes=merged.strides[1], gate_expert_bytes=(merged if whole else self.gate).strides[0],
-                    up_expert_bytes=(merged if whole else self.up).strides[0],
+                    gate=address_of(merged if is_merged else self.gate),
+                    up=address_of(merged) + half if is_merged else address_of(self.up),
+                    row_bytes=merged.strides[1], gate_expert_bytes=(merged if is_merged else self.gate).strides[0],
+                    up_expert_bytes=(merged if is_merged else self.up).strides[0],
                     **dict.fromkeys(("up_bias", "gate_bias", "up_bias_stride", "gate_bias_stride"), 0),
                     up_scale=0, gate_scale=0, **self.common(False), **limits(SILU),
                 )
             ]  # fmt: skip
-        if how == "merged":
+        if form == "merged":
             products, gate, up = [self.product(merged, WIDTH, self.both)], self.both, 0
         else:
             products = [self.product(self.gate, WIDTH, self.gates), self.product(self.up, WIDTH, self.ups)]
@@ -131,7 +131,7 @@ class Layer:
         )  # fmt: skip
         return [*products, tail]
 
-    def tape(self, how: str, merged: U8, with_combine: bool = False) -> Tape:
+    def tape(self, form: str, merged: U8, with_combine: bool = False) -> Tape:
         entries = []
         for run in self.ids:
             entries += [
@@ -140,7 +140,7 @@ class Layer:
                     per=1,
                 ),
                 self.entry(bucket, plan=address_of(self.plan), ids=address_of(run), n_expert=N_EXPERT, n_used=N_USED),
-                *self.gated(how, merged),
+                *self.gated(form, merged),
                 self.entry(
                     quantize_activations(self.kind), x=address_of(self.h), out=address_of(self.quantized_h), n=N_FF,
                     per=N_USED,
@@ -207,9 +207,9 @@ class Ggml:
         self.plan.work_data = address_of(self.work)
 
     def tensor(self, data: npt.NDArray[Any], kind: int, *ne: int) -> c_void_p:
-        made = c_void_p(self.base.ggml_new_tensor_3d(self.context, c_int(kind), *map(c_int64, ne)))
-        self.fill(made, data)
-        return made
+        tensor = c_void_p(self.base.ggml_new_tensor_3d(self.context, c_int(kind), *map(c_int64, ne)))
+        self.fill(tensor, data)
+        return tensor
 
     def fill(self, tensor: c_void_p, data: npt.NDArray[Any]) -> None:
         ctypes.memmove(self.base.ggml_get_data(tensor), data.ctypes.data, data.nbytes)
@@ -247,18 +247,18 @@ def bench(t: TensorType, tokens: int, threads: int, rounds: int, peer: bool) -> 
     ids = np.array([[rng.permutation(N_EXPERT)[:N_USED] for _ in range(tokens)] for _ in range(repeats)], np.int32)
     layer = Layer(t, Team(threads), rng.standard_normal((tokens, WIDTH)).astype(np.float32), ids, weights)
     hows = ("fused", "fused merged", "merged", "separate")
-    tapes = {how: layer.tape(how, merged) for how in hows}
-    runs: dict[str, Callable[[], object]] = {how: tape.run for how, tape in tapes.items()}
+    tapes = {form: layer.tape(form, merged) for form in hows}
+    runs: dict[str, Callable[[], object]] = {form: tape.run for form, tape in tapes.items()}
     if peer:
         ggml = Ggml(layer, threads)
         ggml.run()
         want = ggml.result()
         runs["ggml"] = ggml.run
-        for how, tape in tapes.items():
+        for form, tape in tapes.items():
             tape.run()
             nmse = np.sum((layer.y.astype(np.float64) - want) ** 2) / np.sum(want.astype(np.float64) ** 2)
             if not nmse < 1e-6:
-                raise SystemExit(f"{t.name} {how}: NMSE against ggml is {nmse:.2g}")
+                raise SystemExit(f"{t.name} {form}: NMSE against ggml is {nmse:.2g}")
     # One thread is measured in CPU time, which other programs disturb less.
     ms = medians(runs, rounds, time.thread_time if threads == 1 else time.perf_counter)
     touched = sum(len(np.unique(run)) for run in ids) * sum(w[0].nbytes for w in weights)

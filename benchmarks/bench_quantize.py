@@ -67,22 +67,26 @@ class Library:
     """An implementation: its description, and its encoder of a type (None if it has none)."""
 
     name: str
-    what: str
+    description: str
     encoder: Callable[[TensorType], Encode | None]
 
 
-def ours(by: str | None) -> Library:
+def quantkit_library(encoder_name: str | None) -> Library:
     """quantkit's kernels."""
     from quantkit.kernels.cpu.encode import encoder
 
-    return Library("quantkit", f"our kernels, --encoder {by}" if by else "our kernels", lambda t: encoder(t, by))
+    return Library(
+        "quantkit",
+        f"our kernels, --encoder {encoder_name}" if encoder_name else "our kernels",
+        lambda t: encoder(t, encoder_name),
+    )
 
 
 class _InitParams(ctypes.Structure):
     _fields_ = (("mem_size", ctypes.c_size_t), ("mem_buffer", ctypes.c_void_p), ("no_alloc", ctypes.c_bool))
 
 
-def through_ctypes(name: str, what: str, path: Path, trees: tuple[str, ...]) -> Library:
+def through_ctypes(name: str, description: str, path: Path, trees: tuple[str, ...]) -> Library:
     """Return ggml_quantize_chunk of a libggml; ctypes releases the GIL while it runs."""
     library = ctypes.CDLL(str(path))
     # Fills the f16 tables of trees that still have them.
@@ -103,7 +107,7 @@ def through_ctypes(name: str, what: str, path: Path, trees: tuple[str, ...]) -> 
 
         return encode
 
-    return Library(name, what, encoder)
+    return Library(name, description, encoder)
 
 
 def libgguf() -> Library:
@@ -123,26 +127,26 @@ def libgguf() -> Library:
     return Library("libgguf", "libgguf 0.2.2, its C++ encoders on the CPU", encoder)
 
 
-def libraries(by: str = "mainline") -> tuple[dict[str, Library], dict[str, str]]:
-    """Return the available libraries by name, and why the others are missing; ``by``: our encoder."""
-    found, missing = {"quantkit": ours(by)}, {}
+def libraries(encoder_name: str = "mainline") -> tuple[dict[str, Library], dict[str, str]]:
+    """Return the available libraries by name, and why the others are missing; ``encoder_name``: our encoder."""
+    available, missing = {"quantkit": quantkit_library(encoder_name)}, {}
     folder = llama_bin()
     if folder is not None:
-        what = "llama.cpp b11434, ggml_quantize_chunk of libggml-base.so"
-        found["ggml"] = through_ctypes("ggml", what, folder / "libggml-base.so", ("both", "mainline"))
+        description = "llama.cpp b11434, ggml_quantize_chunk of libggml-base.so"
+        available["ggml"] = through_ctypes("ggml", description, folder / "libggml-base.so", ("both", "mainline"))
     else:
         missing["ggml"] = "llama.cpp is not here: run scripts/peers, or set QUANTKIT_LLAMA_BIN"
     if package_folder("libgguf") is not None:
-        found["libgguf"] = libgguf()
+        available["libgguf"] = libgguf()
     else:
         missing["libgguf"] = "the wheel libgguf is not installed: run scripts/test once"
     ik = package_folder("ik_llama_cpp")
     if ik is not None:
-        what = "ik_llama.cpp, ggml_quantize_chunk of libggml.so in the wheel ik-llama-cpp-python 0.1.5"
-        found["ik"] = through_ctypes("ik", what, ik / "lib" / "libggml.so", ("both", "ik"))
+        description = "ik_llama.cpp, ggml_quantize_chunk of libggml.so in the wheel ik-llama-cpp-python 0.1.5"
+        available["ik"] = through_ctypes("ik", description, ik / "lib" / "libggml.so", ("both", "ik"))
     else:
         missing["ik"] = "the wheel ik-llama-cpp-python is not installed: run scripts/test once"
-    return found, missing
+    return available, missing
 
 
 # --- one encoder ---
@@ -235,10 +239,10 @@ def differing_rows(t: TensorType, bench: Bench, weights: Any, a: Encode, b: Enco
 
 
 def contest(
-    t: TensorType, bench: Bench, weights: Any, found: dict[str, Library], threads: int
+    t: TensorType, bench: Bench, weights: Any, available: dict[str, Library], threads: int
 ) -> dict[str, Contestant]:
     """Run all encoders of type ``t`` in turns."""
-    everybody = {name: library.encoder(t) for name, library in found.items()}
+    everybody = {name: library.encoder(t) for name, library in available.items()}
     contestants = {name: Contestant(name, encode) for name, encode in everybody.items() if encode is not None}
     out = np.empty((bench.total_rows, t.row_bytes(bench.x.shape[1])), np.uint8)
     out.fill(0)  # touches the pages, or the first encoder would pay for them
@@ -302,12 +306,12 @@ def row(t: TensorType, with_imatrix: bool, threads: int, c: dict[str, Contestant
 
 def bench_types(options: argparse.Namespace, write: Output) -> None:
     """Print the table; exit with 1 if quantkit's bytes differ from ggml's."""
-    found, missing = libraries(options.encoder)
+    available, missing = libraries(options.encoder)
     x, weights = matrix(options.rows, options.columns)
     bench, none = Bench(x, weights, options.rounds, options.seconds), np.empty(0, np.float32)
     write(f"Mweights/s, median of {options.rounds} rounds; {options.rows} x {options.columns} float32; {machine()}\n")
-    for library in found.values():
-        write(f"- {library.name}: {library.what}")
+    for library in available.values():
+        write(f"- {library.name}: {library.description}")
     for name, why in missing.items():
         write(f"- {name}: MISSING, its columns are empty ({why})")
     write("\n| type | imatrix | threads | quantkit | ggml | libgguf | ik | / ggml | / libgguf | / ik |")
@@ -319,25 +323,25 @@ def bench_types(options: argparse.Namespace, write: Output) -> None:
             label = t.name + (" with imatrix" if with_imatrix else "")
             try:
                 if options.encoder != "ik":
-                    problems += compare_bytes(t, label, bench, importance, found)
+                    problems += compare_bytes(t, label, bench, importance, available)
                 for threads in options.threads:
-                    write(row(t, with_imatrix, threads, contest(t, bench, importance, found, threads)))
+                    write(row(t, with_imatrix, threads, contest(t, bench, importance, available, threads)))
             except (ImportError, AttributeError) as e:
                 problems.append(f"{label}: our encoder cannot be loaded: {e}")
     for threads in options.threads:
-        for what, rate in memory_rates(bench, threads).items():
-            write(f"| {what} | - | {threads} | {rate / 1e6:.1f} | | | | | | |")
+        for rate_name, rate in memory_rates(bench, threads).items():
+            write(f"| {rate_name} | - | {threads} | {rate / 1e6:.1f} | | | | | | |")
     if problems:
         sys.exit("\n".join(problems))
 
 
-def compare_bytes(t: TensorType, label: str, bench: Bench, weights: Any, found: dict[str, Library]) -> list[str]:
+def compare_bytes(t: TensorType, label: str, bench: Bench, weights: Any, available: dict[str, Library]) -> list[str]:
     """Return the differences of quantkit's bytes from ggml's."""
-    theirs = found["ggml"].encoder(t) if "ggml" in found else None
-    own = found["quantkit"].encoder(t)
-    if theirs is None or own is None:
+    reference = available["ggml"].encoder(t) if "ggml" in available else None
+    encoder = available["quantkit"].encoder(t)
+    if reference is None or encoder is None:
         return []
-    wrong = differing_rows(t, bench, weights, own, theirs)
+    wrong = differing_rows(t, bench, weights, encoder, reference)
     return [f"{label}: {wrong} of 64 rows differ from ggml's"] if wrong else []
 
 
@@ -349,11 +353,11 @@ def type_list(text: str) -> list[TensorType]:
         raise argparse.ArgumentTypeError(f"there is no tensor type {e}") from None
 
 
-def all_types(by: str | None) -> list[TensorType]:
+def all_types(encoder_name: str | None) -> list[TensorType]:
     """Return every type with an encoder, except floats that are a plain copy; by ik, those it encodes differently."""
     from quantkit.kernels.formats import FORMATS, has_encoder
 
-    if by == "ik":
+    if encoder_name == "ik":
         return [f.type for f in FORMATS.values() if f.ik_encoder]
     return [t for t in TYPES if has_encoder(t) and t.name != "F32"]
 
@@ -366,13 +370,13 @@ def same_tensors(a: GGUFFile, b: GGUFFile) -> str:
     if list(a.tensors) != list(b.tensors):
         return "other tensors, or another order"
     for name, tensor in a.tensors.items():
-        other = b.tensors[name]
-        if (tensor.type, tensor.shape) != (other.type, other.shape):
-            return f"{name}: {tensor.type} {tensor.shape} against {other.type} {other.shape}"
-        if not np.array_equal(a.data(tensor), b.data(other)):
+        peer_tensor = b.tensors[name]
+        if (tensor.type, tensor.shape) != (peer_tensor.type, peer_tensor.shape):
+            return f"{name}: {tensor.type} {tensor.shape} against {peer_tensor.type} {peer_tensor.shape}"
+        if not np.array_equal(a.data(tensor), b.data(peer_tensor)):
             return f"{name}: other bytes"
         a.forget(tensor)
-        b.forget(other)
+        b.forget(peer_tensor)
     return ""
 
 
@@ -382,19 +386,28 @@ def whole_file(options: argparse.Namespace, write: Output) -> None:
     with work_folder(options.work) as work:
         source, imatrix = work / "model.gguf", work / "imatrix.gguf"
         if options.model:
-            source, given = options.model, ["--imatrix", str(options.imatrix)] if options.imatrix else []
+            source, imatrix_options = options.model, ["--imatrix", str(options.imatrix)] if options.imatrix else []
         else:
             make_moe(source, "--size", options.size, "--imatrix", str(imatrix))
-            given = ["--imatrix", str(imatrix)] if options.with_imatrix else []
+            imatrix_options = ["--imatrix", str(imatrix)] if options.with_imatrix else []
         threads = str(max(options.threads))
         outputs = {"quantkit": work / "ours.gguf", "llama-quantize": work / "theirs.gguf"}
-        commands = {"quantkit": quantkit("quantize", *given, "-j", threads, source, outputs["quantkit"], options.to)}
+        commands = {
+            "quantkit": quantkit("quantize", *imatrix_options, "-j", threads, source, outputs["quantkit"], options.to)
+        }
         if folder is not None:
-            theirs = [folder / "llama-quantize", *given, source, outputs["llama-quantize"], options.to, threads]
-            commands["llama-quantize"] = [str(a) for a in theirs]
+            peer_command = [
+                folder / "llama-quantize",
+                *imatrix_options,
+                source,
+                outputs["llama-quantize"],
+                options.to,
+                threads,
+            ]
+            commands["llama-quantize"] = [str(a) for a in peer_command]
         results = race(commands, outputs, options.rounds)
         write(f"\n{source.name}, {format_size(source.stat().st_size)}, to {options.to}, {threads} threads, ", end="")
-        write(f"{'with' if given else 'no'} imatrix, median of {options.rounds} runs in turns; {machine()}\n")
+        write(f"{'with' if imatrix_options else 'no'} imatrix, median of {options.rounds} runs in turns; {machine()}\n")
         report(results, write)
         if folder is None:
             write("\nllama-quantize: MISSING, so nothing is compared: run scripts/peers, or set QUANTKIT_LLAMA_BIN")

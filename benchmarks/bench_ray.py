@@ -37,36 +37,38 @@ JOB, VALUE = 1 << 20, 2
 
 
 @dataclass(frozen=True)
-class Measured:
+class Measurement:
     """Medians of wall time and CPU time, in seconds."""
 
     wall: float
     cpu: float
 
 
-def measured(
-    options: argparse.Namespace, cluster: LocalCluster, model: Path, to: str, ways: Mapping[str, list[str]]
-) -> dict[str, Measured]:
+def measure(
+    options: argparse.Namespace, cluster: LocalCluster, model: Path, type_name: str, executors: Mapping[str, list[str]]
+) -> dict[str, Measurement]:
     """Return the seconds of each way; exits if their outputs differ."""
-    found: dict[str, list[Measured]] = {name: [] for name in ways}
+    results: dict[str, list[Measurement]] = {name: [] for name in executors}
     sums: dict[str, str] = {}
     for turn in range(options.rounds + 1):
-        for name, extra in ways.items():
+        for name, extra in executors.items():
             output = options.folder / "out.gguf"
             os.sync()  # dirty pages of the program before do not count
             before = cluster.cpu_seconds()
-            outcome = run(quantkit("quantize", "--json", "--overwrite", *extra, model, output, to)).checked(name)
-            more = cluster.cpu_seconds() - before if "--ray" in extra else 0.0
+            outcome = run(quantkit("quantize", "--json", "--overwrite", *extra, model, output, type_name)).checked(name)
+            cluster_seconds = cluster.cpu_seconds() - before if "--ray" in extra else 0.0
             if turn:
-                found[name].append(Measured(outcome.seconds, outcome.cpu_seconds + more))
+                results[name].append(Measurement(outcome.seconds, outcome.cpu_seconds + cluster_seconds))
             else:
                 sums[name] = sha256(output)
             output.unlink()
     if len(set(sums.values())) != 1:
         sys.exit(f"outputs differ: {sums}")
     return {
-        name: Measured(statistics.median(m.wall for m in each), statistics.median(m.cpu for m in each))
-        for name, each in found.items()
+        name: Measurement(
+            statistics.median(m.wall for m in measurements), statistics.median(m.cpu for m in measurements)
+        )
+        for name, measurements in results.items()
     }
 
 
@@ -104,17 +106,17 @@ def main() -> None:
         starts = []
         for layout in [[]] if options.one_node else [[], [[cpu] for cpu in cpus]]:
             with LocalCluster(folder, layout, head=[] if layout else cpus) as cluster:
-                ways = {"threads": ["--threads", str(len(cpus))], "Ray": ["--ray", cluster.address]}
-                start = {name: m.wall for name, m in measured(options, cluster, small, "Q4_0", ways).items()}
+                executors = {"threads": ["--threads", str(len(cpus))], "Ray": ["--ray", cluster.address]}
+                start = {name: m.wall for name, m in measure(options, cluster, small, "Q4_0", executors).items()}
                 nodes = len(layout) or 1
                 starts.append(f"{nodes} node{'s' * (nodes > 1)}: {start['Ray']:.2f} s")
-                for to in options.to:
-                    found = measured(options, cluster, model, to, ways)
-                    ours, theirs = found["Ray"], found["threads"]
-                    told = predicted(nbytes, theirs.wall, start, batches=bool(layout))
+                for type_name in options.to:
+                    results = measure(options, cluster, model, type_name, executors)
+                    ray, local = results["Ray"], results["threads"]
+                    guess = predicted(nbytes, local.wall, start, batches=bool(layout))
                     print(
-                        f"| {to} | {nodes} | {theirs.wall:.2f} | {ours.wall:.2f} | {ours.wall / theirs.wall:.2f} "
-                        f"| {theirs.cpu:.1f} | {ours.cpu:.1f} | {told:.2f} | {100 * (told / ours.wall - 1):+.0f} % |",
+                        f"| {type_name} | {nodes} | {local.wall:.2f} | {ray.wall:.2f} | {ray.wall / local.wall:.2f} "
+                        f"| {local.cpu:.1f} | {ray.cpu:.1f} | {guess:.2f} | {100 * (guess / ray.wall - 1):+.0f} % |",
                         flush=True,
                     )
         print(f"\na model of 100 MB: {start['threads']:.2f} s on threads; with Ray on {', on '.join(starts)}")

@@ -44,42 +44,42 @@ class Alone:
 class Bench:
     """A model, its base logits, and a folder of files."""
 
-    def __init__(self, given: argparse.Namespace, folder: Path) -> None:
-        self.given, self.folder = given, folder
+    def __init__(self, args: argparse.Namespace, folder: Path) -> None:
+        self.args, self.folder = args, folder
         self.options = SensitivityOptions(
-            types=tuple(given.types.split(",")),
-            imatrix=given.imatrix,
-            n_ctx=given.n_ctx,
-            chunks=given.chunks,
-            full_runs=given.full_runs,
-            threads=given.threads,
+            types=tuple(args.types.split(",")),
+            imatrix=args.imatrix,
+            n_ctx=args.n_ctx,
+            chunks=args.chunks,
+            full_runs=args.full_runs,
+            threads=args.threads,
             overwrite=True,
         )
-        text = given.text.read_bytes().removesuffix(b"\n")
+        text = args.text.read_bytes().removesuffix(b"\n")
         saved = SaveLogits(folder / "base", "compact", top_k=1 << 20, residual=0)
-        how = {"n_ctx": given.n_ctx, "chunks": given.chunks, "threads": given.threads}
-        perplexity(given.model, text, **how, save_logits=saved)
+        settings = {"n_ctx": args.n_ctx, "chunks": args.chunks, "threads": args.threads}
+        perplexity(args.model, text, **settings, save_logits=saved)
 
-    def together(self) -> tuple[Sensitivity, float]:
+    def measure_together(self) -> tuple[Sensitivity, float]:
         """Return what a run over all pairs measures, and its seconds a pair."""
         began = time.perf_counter()
-        found = sensitivity(self.given.model, self.folder / "S.json", [self.given.text], options=self.options)
-        return found, (time.perf_counter() - began) / len(found.costs)
+        result = sensitivity(self.args.model, self.folder / "S.json", [self.args.text], options=self.options)
+        return result, (time.perf_counter() - began) / len(result.costs)
 
-    def alone(self, found: Sensitivity, costs: Sequence[Cost], into: Alone) -> None:
+    def alone(self, result: Sensitivity, costs: Sequence[Cost], totals: Alone) -> None:
         """Quantize each group alone, and measure the file."""
         for cost in costs:
-            group = next(g for g in found.groups if g.name == cost.group)
+            group = next(g for g in result.groups if g.name == cost.group)
             rules = tuple(f"^{name.replace('.', '[.]')}$={cost.type}" for name in group.tensors)
-            out, how = self.folder / "q.gguf", QuantizeOptions(imatrix=self.given.imatrix, tensor_type=rules)
+            out, options = self.folder / "q.gguf", QuantizeOptions(imatrix=self.args.imatrix, tensor_type=rules)
             began = time.perf_counter()
-            quantize(self.given.model, out, "COPY", how, overwrite=True, threads=self.given.threads)
+            quantize(self.args.model, out, "COPY", options, overwrite=True, threads=self.args.threads)
             quantized = time.perf_counter()
-            divergence = kld(out, self.folder / "base", threads=self.given.threads).sums.kld.mean.value
-            ended = time.perf_counter()
-            into.both += ended - began
-            into.measuring += ended - quantized
-            into.divergences.append((cost, divergence))
+            divergence = kld(out, self.folder / "base", threads=self.args.threads).sums.kld.mean.value
+            end = time.perf_counter()
+            totals.both += end - began
+            totals.measuring += end - quantized
+            totals.divergences.append((cost, divergence))
 
 
 def main() -> None:
@@ -94,41 +94,41 @@ def main() -> None:
     parser.add_argument("--full-runs", type=int, metavar="N", help="types of a group that run to the end of the model")
     parser.add_argument("--rounds", type=int, default=1, metavar="N")
     parser.add_argument("--threads", type=int)
-    given = parser.parse_args()
+    args = parser.parse_args()
     print(machine(), flush=True)
     with tempfile.TemporaryDirectory() as folder:
-        bench = Bench(given, Path(folder))
-        bench.options = replace(bench.options, chunks=min(given.chunks, 4096 // given.n_ctx), together=False)
-        found, _ = bench.together()  # kernels are compiled, files are read
-        bench.options = replace(bench.options, chunks=given.chunks, together=True)
-        step = max(1, len(found.costs) // (given.pairs * given.rounds))
-        costs = found.costs[step // 2 :: step][: given.pairs * given.rounds]
-        bench.alone(found, costs[:1], Alone())
-        every, ours = Alone(), []
-        for number in range(given.rounds):
-            before, now = every.measuring, costs[number :: given.rounds]
-            bench.alone(found, now[: len(now) // 2], every)
-            found, seconds = bench.together()
-            ours.append(seconds)
-            bench.alone(found, now[len(now) // 2 :], every)
-            long = (every.measuring - before) / len(now)
+        bench = Bench(args, Path(folder))
+        bench.options = replace(bench.options, chunks=min(args.chunks, 4096 // args.n_ctx), together=False)
+        result, _ = bench.measure_together()  # kernels are compiled, files are read
+        bench.options = replace(bench.options, chunks=args.chunks, together=True)
+        step = max(1, len(result.costs) // (args.pairs * args.rounds))
+        costs = result.costs[step // 2 :: step][: args.pairs * args.rounds]
+        bench.alone(result, costs[:1], Alone())
+        totals, seconds_together = Alone(), []
+        for number in range(args.rounds):
+            before, now = totals.measuring, costs[number :: args.rounds]
+            bench.alone(result, now[: len(now) // 2], totals)
+            result, seconds = bench.measure_together()
+            seconds_together.append(seconds)
+            bench.alone(result, now[len(now) // 2 :], totals)
+            long = (totals.measuring - before) / len(now)
             print(f"round {number + 1}: {seconds:.3f} and {long:.3f} s a pair, {long / seconds:.2f}x", flush=True)
-    _report(found, sum(ours) / len(ours), every)
+    _report(result, sum(seconds_together) / len(seconds_together), totals)
 
 
-def _report(found: Sensitivity, ours: float, alone: Alone) -> None:
-    full = {(c.group, c.type): c.kld for c in found.costs if c.kld is not None}
+def _report(result: Sensitivity, seconds_together: float, alone: Alone) -> None:
+    full = {(c.group, c.type): c.kld for c in result.costs if c.kld is not None}
     print(
-        f"sensitivity: {len(found.costs)} pairs, {len(full)} in full, {ours:.3f} s a pair, "
-        f"{ours * len(found.costs):.1f} s in all"
+        f"sensitivity: {len(result.costs)} pairs, {len(full)} in full, {seconds_together:.3f} s a pair, "
+        f"{seconds_together * len(result.costs):.1f} s in all"
     )
-    for what, seconds in (("kld alone", alone.measuring), ("quantize and kld", alone.both)):
-        print(f"{what}: {seconds / alone.n:.3f} s a pair, {seconds / alone.n / ours:.2f} times as long")
-    apart = [
+    for label, seconds in (("kld alone", alone.measuring), ("quantize and kld", alone.both)):
+        print(f"{label}: {seconds / alone.n:.3f} s a pair, {seconds / alone.n / seconds_together:.2f} times as long")
+    differences = [
         abs(divergence - full[c.group, c.type]) for c, divergence in alone.divergences if (c.group, c.type) in full
     ]
-    print(f"divergences of {len(apart)} pairs in full differ by {max(apart, default=math.nan):.2e} at most")
-    guesses, off = Predictor(found), []
+    print(f"divergences of {len(differences)} pairs in full differ by {max(differences, default=math.nan):.2e} at most")
+    guesses, off = Predictor(result), []
     for cost, divergence in alone.divergences:
         guess = guesses.kld(cost.group, cost.type)
         if (cost.group, cost.type) not in full and guess and divergence > 0:
@@ -136,7 +136,7 @@ def _report(found: Sensitivity, ours: float, alone: Alone) -> None:
     if off:
         root = math.sqrt(math.fsum(x * x for x in off) / len(off))
         print(f"{len(off)} guesses are off by a factor of {math.exp(root):.2f}, in the root mean square of logarithms")
-    for name, value in found.settings["rank_correlation"].items():
+    for name, value in result.settings["rank_correlation"].items():
         print(f"{name}: rank correlation {value:.3f}")
 
 

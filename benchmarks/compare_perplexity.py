@@ -25,20 +25,20 @@ TYPES = ("F16", "Q8_0", "Q4_K_M", "IQ4_XS", "IQ2_XXS")
 
 
 def llama(folder: Path, program: str, *args: object) -> str:
-    done = subprocess.run(
+    process = subprocess.run(
         [folder / program, *map(str, args)], stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False
     )
-    if done.returncode != 0:
-        sys.exit(f"{program} failed:\n{done.stdout[-2000:]}{done.stderr[-4000:]}")
-    return done.stdout + done.stderr
+    if process.returncode != 0:
+        sys.exit(f"{program} failed:\n{process.stdout[-2000:]}{process.stderr[-4000:]}")
+    return process.stdout + process.stderr
 
 
 def llama_perplexity(folder: Path, model: Path, text: Path, ctx: int, chunks: int, *options: str) -> float:
     for _ in range(8):  # it may end before its log is written
-        said = llama(folder, "llama-perplexity", "-m", model, "-f", text, "-c", ctx, "--chunks", chunks, *options)
-        found = re.search(r"Final estimate: PPL = ([0-9.]+)", said)
-        if found:
-            return float(found[1])
+        output = llama(folder, "llama-perplexity", "-m", model, "-f", text, "-c", ctx, "--chunks", chunks, *options)
+        match = re.search(r"Final estimate: PPL = ([0-9.]+)", output)
+        if match:
+            return float(match[1])
     sys.exit(f"llama-perplexity never printed its estimate for {model}")
 
 
@@ -72,13 +72,13 @@ def main() -> None:
         for source in (options.smollm2, options.tiny_moe):
             for name in options.types:
                 model = make(folder, options.llama, source, name, text)
-                ours = quantkit.perplexity(model, text.read_text(), n_ctx=options.ctx, chunks=options.chunks).ppl.value
+                ppl = quantkit.perplexity(model, text.read_text(), n_ctx=options.ctx, chunks=options.chunks).ppl.value
                 plain, usual = (
                     llama_perplexity(options.llama, model, text, options.ctx, options.chunks, *extra)
                     for extra in (("--no-repack",), ())
                 )
-                shares = f"{ours / plain - 1:+.3%} | {ours / usual - 1:+.3%}"
-                print(f"| {source.stem} | {name} | {ours:.4f} | {plain:.4f} | {usual:.4f} | {shares} |", flush=True)
+                shares = f"{ppl / plain - 1:+.3%} | {ppl / usual - 1:+.3%}"
+                print(f"| {source.stem} | {name} | {ppl:.4f} | {plain:.4f} | {usual:.4f} | {shares} |", flush=True)
                 model.unlink()
 
 

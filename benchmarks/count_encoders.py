@@ -46,7 +46,7 @@ CONVERTS = re.compile(r"cvt\.[^ ]*\bf(16|32|64)\b|div\.rn\.f|rcp\.|sqrt\.|ex2\."
 class Counting(PTXDevice):
     """Adds up what warps execute: all instructions by kernel, and those that load, store or shuffle, or convert."""
 
-    more = ("-DCOUNTED",)
+    flags = ("-DCOUNTED",)
 
     def __init__(self) -> None:
         super().__init__(CAPABILITY)
@@ -54,7 +54,7 @@ class Counting(PTXDevice):
         self.executed, self.loads, self.conversions = Counter[str](), 0.0, 0.0
 
     def launch(self, launch: Launch, order: int) -> None:
-        library = library_of(launch.kernel, CAPABILITY, *self.more)
+        library = library_of(launch.kernel, CAPABILITY, *self.flags)
         threads = launch.grid[0] * launch.kernel.threads
         if threads > len(self._lines):
             self._lines = np.empty((threads, LINES), np.uint32)
@@ -62,15 +62,15 @@ class Counting(PTXDevice):
         used = self._lines[:threads]
         used[:] = 0
         super().launch(launch, order)
-        found = used.reshape(-1, 32, LINES).max(1).sum(0, dtype=np.int64)
+        executed = used.reshape(-1, 32, LINES).max(1).sum(0, dtype=np.int64)
         text = instructions(launch.kernel, CAPABILITY)
-        for line in np.flatnonzero(found).tolist():
+        for line in np.flatnonzero(executed).tolist():
             if not text[line].startswith(("mov.", "cvta.")):
-                self.executed[launch.kernel.name] += int(found[line])
+                self.executed[launch.kernel.name] += int(executed[line])
             if text[line].startswith(LOADS):
-                self.loads += int(found[line])
+                self.loads += int(executed[line])
             if CONVERTS.match(text[line]):
-                self.conversions += int(found[line])
+                self.conversions += int(executed[line])
 
 
 def count(t: TensorType, rows: int, n: int, weighted: bool) -> tuple[dict[str, float], float, float]:
@@ -101,10 +101,14 @@ def main() -> None:
     print("|---|---|---|---|---|---|---|")
     for name in options.types:
         t = BY_NAME[name]
-        found, loads, conversions = count(t, rows, n, (options.importance or t.imatrix == "required") and weighs(t))
-        total = sum(found.values())
+        by_kernel, loads, conversions = count(t, rows, n, (options.importance or t.imatrix == "required") and weighs(t))
+        total = sum(by_kernel.values())
         rate = 32 * options.multiprocessors * options.clock / max(total / 4, loads, 2 * conversions)
-        parts = ", ".join(f"{kernel} {each:.0f}" for kernel, each in found.items()) if len(found) > 1 else ""
+        parts = (
+            ", ".join(f"{kernel} {count_of_kernel:.0f}" for kernel, count_of_kernel in by_kernel.items())
+            if len(by_kernel) > 1
+            else ""
+        )
         counts = f"{total:.0f} | {parts} | {loads:.0f} | {conversions:.0f}"
         print(f"| {name} | {counts} | {rate:.0f} | {WEIGHTS / rate / 1e6:.2f} |", flush=True)
 

@@ -33,14 +33,14 @@ def count(t: TensorType, n: int) -> tuple[Counter[str], float, float]:
     """Return how many instructions of warps a tile takes in each kernel, and how many of them load or convert."""
     rng, memory = np.random.default_rng(0), Memory(device := Counting())
     inputs = rng.standard_normal((2 * n, n)) * np.exp(0.5 * rng.standard_normal(n))
-    by = upload(device, metric(inputs.T @ inputs, 0.02, grouping=levels_of(t).grouping))
+    device_metric = upload(device, metric(inputs.T @ inputs, 0.02, grouping=levels_of(t).grouping))
     x = rng.standard_normal((ROWS, n)).astype(np.float32)
-    made = encode(t, x, np.ones(n if t.imatrix == "required" else 0, np.float32))
-    at, to = memory.put(made), memory.put(x)
+    data = encode(t, x, np.ones(n if t.imatrix == "required" else 0, np.float32))
+    address, target = memory.put(data), memory.put(x)
     before, after = (memory.room((ROWS,), np.float64) for _ in range(2))
     work = memory.room((working_bytes(t, ROWS, n),), np.uint8)
-    round_rows(device, t, RowAddresses(ROWS, to, at, at, before, after), by, Rounding(), work)
-    by.close()
+    round_rows(device, t, RowAddresses(ROWS, target, address, address, before, after), device_metric, Rounding(), work)
+    device_metric.close()
     memory.close()
     return device.executed, device.loads, device.conversions
 
@@ -58,7 +58,7 @@ def main() -> None:
         n = options.n
         total = sum(executed.values())
         rate = ROWS * n * options.multiprocessors * options.clock / max(total / 4, loads, 2 * conversions)
-        parts = ", ".join(f"{kernel} {each / n:.0f}" for kernel, each in executed.items())
+        parts = ", ".join(f"{kernel} {n_executed / n:.0f}" for kernel, n_executed in executed.items())
         print(f"| {name} | {total / n:.0f} | {parts} | {loads / n:.0f} | {rate:.2f} |", flush=True)
 
 

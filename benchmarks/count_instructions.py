@@ -136,16 +136,16 @@ def loops(text: str, kernel: str) -> Iterator[list[str]]:
             labels[label[1]] = len(lines)
         elif instruction := re.match(r"\s*/\*[0-9a-f]{4,}\*/\s+(?:\{ )?(.*?);", line):
             lines.append(re.sub(r"^@!?U?P\w+\s+", "", instruction[1].strip()))
-            if (back := re.search(r"BRA.*`\((\.L_\w+)\)", lines[-1])) and back[1] in labels:
-                yield lines[labels[back[1]] :]
+            if (branch := re.search(r"BRA.*`\((\.L_\w+)\)", lines[-1])) and branch[1] in labels:
+                yield lines[labels[branch[1]] :]
 
 
 def main_loop(text: str, kernel: Kernel) -> list[str]:
     """Return the longest loop with byte products, or with float products if there is none."""
-    found = list(loops(text, kernel.name))
-    products = [loop for loop in found if any(line.startswith(("IDP", "IMMA")) for line in loop)]
-    wanted = products or [loop for loop in found if any(line.startswith("FFMA") for line in loop)]
-    return max(wanted, key=lambda loop: len(loop))
+    all_loops = list(loops(text, kernel.name))
+    products = [loop for loop in all_loops if any(line.startswith(("IDP", "IMMA")) for line in loop)]
+    candidates = products or [loop for loop in all_loops if any(line.startswith("FFMA") for line in loop)]
+    return max(candidates, key=lambda loop: len(loop))
 
 
 def wavefronts(instruction: str) -> float:
@@ -177,13 +177,13 @@ def count(kernel: Kernel, t: TensorType, capability: int, nvdisasm: str) -> Coun
     macros = dict(kernel.defines)
     rows = int(macros["ROWS"]) * (2 if "ACTIVATION" in macros else 1)
     rows *= format_of(t).blocks_per_lane
-    found = re.search(rf"quantkit_{kernel.name}'.*?Used (\d+) registers", log, re.S)
-    wanted, words = lookups(t)
+    match = re.search(rf"quantkit_{kernel.name}'.*?Used (\d+) registers", log, re.S)
+    n_lookups, words = lookups(t)
 
     by_pipe = {pipe: sum(opcodes[name] for name in names.split()) / rows for pipe, names in PIPES.items()}
-    more = wanted * (of_random_words(words, capability) - 1) if wanted else 0
-    by_pipe |= {"issue": len(loop) / rows, "LSU": sum(map(wavefronts, loop)) / rows + more}
-    return Counts(int(found[1]) if found else 0, rows, by_pipe, opcodes)
+    extra = n_lookups * (of_random_words(words, capability) - 1) if n_lookups else 0
+    by_pipe |= {"issue": len(loop) / rows, "LSU": sum(map(wavefronts, loop)) / rows + extra}
+    return Counts(int(match[1]) if match else 0, rows, by_pipe, opcodes)
 
 
 def print_layers(names: list[str], card: Card, options: argparse.Namespace) -> None:

@@ -47,20 +47,20 @@ class Quantkit:
     def __init__(self, options: argparse.Namespace) -> None:
         from quantkit.model.engine import load
 
-        known = ("merge_up_gate", "mmap")
-        given: dict[str, Any] = {name: bool(value) for name, value in options.set.items()}
-        if unknown := [name for name in given if name not in known]:
-            sys.exit(f"--set {unknown[0]}: quantkit takes {' and '.join(known)}")
-        self.model = load(options.model, threads=options.threads, **given)
+        names = ("merge_up_gate", "mmap")
+        options_of_load: dict[str, Any] = {name: bool(value) for name, value in options.set.items()}
+        if unknown := [name for name in options_of_load if name not in names]:
+            sys.exit(f"--set {unknown[0]}: quantkit takes {' and '.join(names)}")
+        self.model = load(options.model, threads=options.threads, **options_of_load)
         self.session = self.model.session(options.n_ctx)
         self.n_vocab = self.model.n_vocab
 
     def prepare(self, batches: Sequence[I32]) -> Callable[[], None]:
-        wanted = [np.arange(len(batch)) == len(batch) - 1 for batch in batches]
+        masks = [np.arange(len(batch)) == len(batch) - 1 for batch in batches]
 
         def compute() -> None:
             self.session.clear()
-            for batch, outputs in zip(batches, wanted, strict=True):
+            for batch, outputs in zip(batches, masks, strict=True):
                 self.session.decode(batch, outputs=outputs)
 
         return compute
@@ -89,30 +89,30 @@ class Library:
 
     def prepare(self, batches: Sequence[I32]) -> Callable[[], None]:
         starts = np.cumsum([0, *map(len, batches)])
-        made = [
+        llama_batches = [
             batch_of(self.api, batch, int(start), [0] * (len(batch) - 1) + [1])
             for batch, start in zip(batches, starts, strict=False)
         ]
 
         def compute() -> None:
             self.api.clear(self.context)
-            for batch in made:
+            for batch in llama_batches:
                 decode_batch(self.api, self.context, batch)
                 self.api.c.llama_synchronize(self.context)
 
         return compute
 
 
-def settings_of(api: Mainline | Ik, given: dict[str, int]) -> tuple[dict[str, Any], dict[str, Any]]:
+def settings_of(api: Mainline | Ik, values: dict[str, int]) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return settings as fields of the model's and of the context's parameters; exits for unknown ones."""
-    found: tuple[dict[str, Any], dict[str, Any]] = ({}, {})
-    for name, value in given.items():
-        at = [i for i, kind in enumerate((api.ModelParams, api.ContextParams)) if hasattr(kind, name)]
-        if not at:
+    settings: tuple[dict[str, Any], dict[str, Any]] = ({}, {})
+    for name, value in values.items():
+        kinds = [i for i, kind in enumerate((api.ModelParams, api.ContextParams)) if hasattr(kind, name)]
+        if not kinds:
             sys.exit(f"--set {name}: this library has no such parameter")
-        for i in at:
-            found[i][name] = value
-    return found
+        for i in kinds:
+            settings[i][name] = value
+    return settings
 
 
 def library_folder(engine: str) -> Path:

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from feedback_kld import Comparison, Measured, arguments, ratio
+from feedback_kld import Comparison, Measurement, arguments, ratio
 from processes import machine, work_folder
 
 from quantkit.imatrix.covariance import Weighting, covariance
@@ -77,21 +77,21 @@ def damping(value: float) -> Changes:
     return {f"{FEEDBACK}:DAMPING": value, f"{FEEDBACK}:FEW_TOKENS_DAMPING": value, f"{INPUTS}:DAMPING": value}
 
 
-def order(of: Callable[[Any], Any]) -> Changes:
+def order(permutation: Callable[[Any], Any]) -> Changes:
     """Visit columns in the order that a function of their variances gives."""
 
     def visited(variances: Any, grouping: Any) -> Any:
         if grouping is not None:
             raise SystemExit("columns that are rounded together have an order of their own: take K types")
-        return of(variances)
+        return permutation(variances)
 
     return {f"{METRIC}:visited": visited}
 
 
-def without_feedback(columns: Any, x: Any, u: Any, *rest: Any) -> None:
+def without_feedback(columns: Any, x: Any, u: Any, *arguments: Any) -> None:
     """Round every value by itself, as ``feed`` does with a covariance that has no correlations."""
-    error_feedback(columns, x, np.zeros_like(u), *rest)
-    v, e, c = rest[-3:]
+    error_feedback(columns, x, np.zeros_like(u), *arguments)
+    v, e, c = arguments[-3:]
     residuals(columns, x, v, u, e, c)
 
 
@@ -99,19 +99,19 @@ def no_correction(cross: Any, *_: Any) -> Any:
     return np.zeros_like(cross)
 
 
-def unweighted(seen: Callable[[Streams, int], list[SpilledInput]]) -> Callable[[Streams, int], list[SpilledInput]]:
+def unweighted(inputs: Callable[[Streams, int], list[SpilledInput]]) -> Callable[[Streams, int], list[SpilledInput]]:
     """Count every token of an expert alike."""
-    return lambda streams, stage: [replace(s, weights=None) for s in seen(streams, stage)]
+    return lambda streams, stage: [replace(s, weights=None) for s in inputs(streams, stage)]
 
 
-def regardless_of_norms(rest: Callable[..., Any]) -> Callable[..., Any]:
+def regardless_of_norms(function: Callable[..., Any]) -> Callable[..., Any]:
     """Count errors alike, whatever the norm divides the stream by to which they are added."""
 
-    def counted(self: StageInputs, tokens: Any) -> tuple[Any, Any]:
-        total, counts = rest(self, tokens)
+    def count(self: StageInputs, tokens: Any) -> tuple[Any, Any]:
+        total, counts = function(self, tokens)
         return total, np.ones_like(counts)
 
-    return counted
+    return count
 
 
 NO_SWEEPS: dict[str, int] = {"sweeps": 0, "most": 0}
@@ -126,12 +126,12 @@ ONE_ROUND = {
 TARGET = {f"{INPUTS}:times_inverse": no_correction}
 PLAIN_EMBEDDINGS = {f"{FEEDBACK}:_is_read_by_row": lambda *_: False}
 PLAIN_ROUTERS = {f"{FEEDBACK}:Feedback.lookup_corrected": lambda *_: None}
-ALIKE = {f"{STREAMS}:Streams.inputs": unweighted(Streams.inputs)}
+UNWEIGHTED = {f"{STREAMS}:Streams.inputs": unweighted(Streams.inputs)}
 NATURAL = order(lambda variances: np.arange(len(variances)))
 #: As GPTQ was published: inputs of the layers quantized so far, as they are and not balanced, their outputs not
 #: corrected, all tokens alike, columns as they come, damping 0.01, one round, scales as they are at first.
 GPTQ = {
-    **TARGET, **PLAIN_ROUTERS, **PLAIN_EMBEDDINGS, **NOT_BALANCED, **NOT_ROUNDED, **ALIKE, **NORMS, **NATURAL,
+    **TARGET, **PLAIN_ROUTERS, **PLAIN_EMBEDDINGS, **NOT_BALANCED, **NOT_ROUNDED, **UNWEIGHTED, **NORMS, **NATURAL,
     **damping(0.01), f"{INPUTS}:METRIC_DAMPING": 0.0, **ONE_ROUND,
 }  # fmt: skip
 
@@ -165,7 +165,7 @@ def rows(texts: Mapping[str, Path]) -> Iterator[Row]:
     yield Row("calibrate: the whole residual", True, {f"{INPUTS}:RESIDUAL": 1.0})
     yield Row("calibrate: routers left alone", True, PLAIN_ROUTERS)
     yield Row("calibrate: fed once, no sweeps", True, rounding(**NO_SWEEPS))
-    yield Row("calibrate: tokens of an expert alike", True, ALIKE)
+    yield Row("calibrate: tokens of an expert alike", True, UNWEIGHTED)
     yield Row("calibrate: embeddings by the reference", True, PLAIN_EMBEDDINGS)
     for value in (0.02, 0.3):
         yield Row(f"calibrate: damping {value:g}", True, damping(value))
@@ -174,39 +174,39 @@ def rows(texts: Mapping[str, Path]) -> Iterator[Row]:
     yield from calibrated_on("calibrate", texts)
 
 
-def calibrated_on(way: str, texts: Mapping[str, Path]) -> Iterator[Row]:
+def calibrated_on(variant: str, texts: Mapping[str, Path]) -> Iterator[Row]:
     """Yield rows of fewer and of more tokens, and of other texts."""
     for tokens in TOKENS:
-        yield Row(f"{way}: {tokens} tokens", way == "calibrate", chunks=tokens)
+        yield Row(f"{variant}: {tokens} tokens", variant == "calibrate", chunks=tokens)
     for name, path in texts.items():
-        yield Row(f"{way}: text: {name}", way == "calibrate", text=path)
+        yield Row(f"{variant}: text: {name}", variant == "calibrate", text=path)
 
 
 class Ablations:
     """Rows made and measured."""
 
     def __init__(self, compared: Comparison) -> None:
-        self.compared, self.given, self.folder = compared, compared.given, compared.folder
-        self._ways = compared.ways()
+        self.compared, self.args, self.folder = compared, compared.args, compared.folder
+        self._variants = compared.variants()
 
     def _options(self, row: Row) -> QuantizeOptions:
-        text = row.text or self.given.calibration
-        chunks = self.given.chunks if row.chunks is None else row.chunks // self.given.ctx
+        text = row.text or self.args.calibration
+        chunks = self.args.chunks if row.chunks is None else row.chunks // self.args.ctx
         if row.calibrate:
-            return replace(self._ways["calibrate"], calibrate=(text,), calibrate_chunks=chunks, **row.options)
+            return replace(self._variants["calibrate"], calibrate=(text,), calibrate_chunks=chunks, **row.options)
         if (row.text, row.chunks, row.weighting) == (None, None, "both"):
-            return self._ways["feedback"]
-        path, how = self.folder / "other-cov.gguf", replace(self.compared.text, chunks=chunks, overwrite=True)
-        covariance(self.given.model, [text], path, options=how, weighting=row.weighting)
-        return replace(self._ways["feedback"], feedback=path)
+            return self._variants["feedback"]
+        path, text_options = self.folder / "other-cov.gguf", replace(self.compared.text, chunks=chunks, overwrite=True)
+        covariance(self.args.model, [text], path, options=text_options, weighting=row.weighting)
+        return replace(self._variants["feedback"], feedback=path)
 
-    def reference(self, preset: str) -> Measured:
-        return self.compared.made(preset, self._ways["imatrix"])
+    def reference(self, preset: str) -> Measurement:
+        return self.compared.make(preset, self._variants["imatrix"])
 
-    def measured(self, row: Row, presets: list[str]) -> list[Measured]:
+    def measure(self, row: Row, presets: list[str]) -> list[Measurement]:
         options = self._options(row)
         with changed(row.changes):
-            return [self.compared.made(preset, options) for preset in presets]
+            return [self.compared.make(preset, options) for preset in presets]
 
 
 def main() -> None:
@@ -214,20 +214,20 @@ def main() -> None:
     p.set_defaults(presets="Q4_K_M,Q2_K", tensor_type=[])
     p.add_argument("--text", action="append", default=[], metavar="NAME=FILE", help="also calibrate on this")
     p.add_argument("--rows", default="", metavar="RE", help="only rows whose name matches")
-    given = p.parse_args()
-    presets = given.presets.split(",")
-    texts = {name: Path(path) for name, path in (pair.split("=", 1) for pair in given.text)}
+    args = p.parse_args()
+    presets = args.presets.split(",")
+    texts = {name: Path(path) for name, path in (pair.split("=", 1) for pair in args.text)}
     print(machine(), flush=True)
     with work_folder(None) as folder:
-        ablations = Ablations(Comparison(given, folder))
+        ablations = Ablations(Comparison(args, folder))
         first = [ablations.reference(preset) for preset in presets]
         print(f"| | {' | ratio | '.join(presets)} | ratio |\n|---|{'---|' * (2 * len(presets))}")
         print("| imatrix | " + " | | ".join(m.text for m in first) + " | |", flush=True)
         for row in rows(texts):
-            if not re.search(given.rows, row.name):
+            if not re.search(args.rows, row.name):
                 continue
-            found = ablations.measured(row, presets)
-            cells = [c for m, base in zip(found, first, strict=True) for c in (m.text, ratio(m, base))]
+            measurements = ablations.measure(row, presets)
+            cells = [c for m, base in zip(measurements, first, strict=True) for c in (m.text, ratio(m, base))]
             print(f"| {row.name} | {' | '.join(cells)} |", flush=True)
 
 

@@ -19,19 +19,19 @@ def main() -> None:
     p = arguments()
     p.add_argument("files", nargs="+", metavar="NAME=FILE.gguf")
     p.set_defaults(tensor_type=[])
-    given = p.parse_args()
+    args = p.parse_args()
     print(machine(), flush=True)
     with work_folder(None) as folder:
-        compared = Comparison(given, folder)
-        ways = compared.ways()
+        compared = Comparison(args, folder)
+        variants = compared.variants()
         print("| file | made by | KLD | ratio | same top token | PPL |\n|---|---|---|---|---|---|")
-        for name, path in (pair.split("=", 1) for pair in given.files):
-            theirs = compared.measured(Path(path))
-            print(f"| {name} | | {theirs.text} | | {100 * theirs.same_top:.1f} | {theirs.ppl:.3f} |", flush=True)
-            for way, options in ways.items():
-                ours = compared.made("LIKE", replace(options, like=Path(path)))
-                print(f"| | {way} | {ours.text} | {ratio(ours, theirs)} | {100 * ours.same_top:.1f} | {ours.ppl:.3f} |",
-                      flush=True)  # fmt: skip
+        for name, path in (pair.split("=", 1) for pair in args.files):
+            baseline = compared.measure(Path(path))
+            print(f"| {name} | | {baseline.text} | | {100 * baseline.same_top:.1f} | {baseline.ppl:.3f} |", flush=True)
+            for variant, options in variants.items():
+                result = compared.make("LIKE", replace(options, like=Path(path)))
+                cells = f"{result.text} | {ratio(result, baseline)} | {100 * result.same_top:.1f} | {result.ppl:.3f}"
+                print(f"| | {variant} | {cells} |", flush=True)
 
 
 if __name__ == "__main__":

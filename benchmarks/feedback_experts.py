@@ -50,32 +50,32 @@ def correlate(path: Path) -> None:
 
 def spectrum(h: F64) -> str:
     """Say how the eigenvalues of a covariance fall: the share of the first hundredth and the first tenth of them."""
-    found = np.sort(np.linalg.eigvalsh(h))[::-1]
-    shares = [found[: max(1, len(found) // part)].sum() / found.sum() for part in (100, 10)]
+    values = np.sort(np.linalg.eigvalsh(h))[::-1]
+    shares = [values[: max(1, len(values) // part)].sum() / values.sum() for part in (100, 10)]
     return " / ".join(f"{share:.0%}" for share in shares)
 
 
-def took(what: str, outcome: Outcome) -> None:
+def took(label: str, outcome: Outcome) -> None:
     """Print what a process took."""
-    done = outcome.checked(what)
-    print(f"{what}: {done.seconds:.0f} s, {done.cpu_seconds:.0f} s of processors, peak memory "
-          f"{done.peak_rss / 2**20:.0f} MiB", flush=True)  # fmt: skip
+    checked_outcome = outcome.checked(label)
+    print(f"{label}: {checked_outcome.seconds:.0f} s, {checked_outcome.cpu_seconds:.0f} s of processors, peak memory "
+          f"{checked_outcome.peak_rss / 2**20:.0f} MiB", flush=True)  # fmt: skip
 
 
 def rows(report: dict[str, Any], columns: dict[str, int]) -> Iterator[str]:
     """Yield a row of the table for each tensor."""
     for tensor in report["tensors"]:
-        fed = [m for m in tensor["matrices"] if m["damping"] is not None]
-        ratios = np.array([m["loss_after"] / m["loss_before"] for m in fed])
-        if not len(fed) or not np.isfinite(ratios).all():
-            yield f"| {tensor['name']} | {tensor['type']} | {len(fed)} of {len(tensor['matrices'])} | no figures |"
+        matrices = [m for m in tensor["matrices"] if m["damping"] is not None]
+        ratios = np.array([m["loss_after"] / m["loss_before"] for m in matrices])
+        if not len(matrices) or not np.isfinite(ratios).all():
+            yield f"| {tensor['name']} | {tensor['type']} | {len(matrices)} of {len(tensor['matrices'])} | no figures |"
             continue
         tokens = np.percentile([m["tokens"] for m in tensor["matrices"]], [0, 50, 100])
-        better = sum(m["rows_better"] for m in fed) / sum(m["rows"] for m in fed)
+        better = sum(m["rows_better"] for m in matrices) / sum(m["rows"] for m in matrices)
         spread = f"{ratios.min():.3f} to {ratios.max():.3f}"
         yield (
             f"| {tensor['name']} | {columns.get(tensor['name'], 0)} | {tensor['type']} | "
-            f"{len(fed)} of {len(tensor['matrices'])} | {' / '.join(f'{t:.0f}' for t in tokens)} | "
+            f"{len(matrices)} of {len(tensor['matrices'])} | {' / '.join(f'{t:.0f}' for t in tokens)} | "
             f"{np.exp(np.log(ratios).mean()):.3f} | {spread} | {better:.2%} |"
         )
 
@@ -90,33 +90,33 @@ def main() -> None:
     p.add_argument("--types", default="Q4_K,Q2_K")
     p.add_argument("--max-ram", default="4G")
     p.add_argument("--folder", type=Path, help="keep the files here")
-    given = p.parse_args()
+    args = p.parse_args()
     print(machine(), flush=True)
-    with work_folder(given.folder) as folder:
+    with work_folder(args.folder) as folder:
         model, sums, im = folder / "moe.gguf", folder / "cov.gguf", folder / "im.gguf"
-        make_moe(model, *(f"--{name}={getattr(given, name)}" for name in ("layers", "experts", "ff")))
+        make_moe(model, *(f"--{name}={getattr(args, name)}" for name in ("layers", "experts", "ff")))
         correlate(model)
         took("imatrix --covariance", run(quantkit(
-            "imatrix", "-m", model, "-f", given.text, "-o", im, "--covariance", sums, "--covariance-of", "router",
-            "-c", "512", "--chunks", str(given.tokens // 512), "--max-ram", given.max_ram, "--no-ppl", "--overwrite",
+            "imatrix", "-m", model, "-f", args.text, "-o", im, "--covariance", sums, "--covariance-of", "router",
+            "-c", "512", "--chunks", str(args.tokens // 512), "--max-ram", args.max_ram, "--no-ppl", "--overwrite",
         )))  # fmt: skip
-        known = Covariances(sums)
-        for entry in dict.fromkeys(known.entries.values()):
-            print(f"  {entry}: {known.shape(entry)[0]} columns, the largest 1 % / 10 % of the eigenvalues are "
-                  f"{spectrum(known.matrix(entry, 0))} of their sum", flush=True)  # fmt: skip
+        covariances = Covariances(sums)
+        for entry in dict.fromkeys(covariances.entries.values()):
+            print(f"  {entry}: {covariances.shape(entry)[0]} columns, the largest 1 % / 10 % of the eigenvalues are "
+                  f"{spectrum(covariances.matrix(entry, 0))} of their sum", flush=True)  # fmt: skip
         columns = {name: tensor.shape[0] for name, tensor in open_model(model).tensors.items()}
         print(f"{sums.name}: {sums.stat().st_size / 2**20:.0f} MiB")
-        whole = perplexity(model, given.text.read_bytes(), n_ctx=512, chunks=4).ppl.value
-        for name in given.types.split(","):
+        base_ppl = perplexity(model, args.text.read_bytes(), n_ctx=512, chunks=4).ppl.value
+        for name in args.types.split(","):
             out = folder / "out.gguf"
-            done = run(quantkit("quantize", "--imatrix", im, "--feedback", sums, "--pure", "--max-ram", given.max_ram,
+            outcome = run(quantkit("quantize", "--imatrix", im, "--feedback", sums, "--pure", "--max-ram", args.max_ram,
                                 "--overwrite", "--json", model, out, name))  # fmt: skip
-            took(f"quantize --feedback, {name}", done)
+            took(f"quantize --feedback, {name}", outcome)
             print("| tensor | columns | type | fed | tokens, least / median / most | loss | of single matrices | rows "
                   "better |\n|---|---|---|---|---|---|---|---|")  # fmt: skip
-            print("\n".join(rows(json.loads(done.stdout)["feedback"], columns)), flush=True)
-            found = perplexity(out, given.text.read_bytes(), n_ctx=512, chunks=4).ppl.value
-            print(f"perplexity of 4 chunks: {found:.1f}, of the source {whole:.1f}", flush=True)
+            print("\n".join(rows(json.loads(outcome.stdout)["feedback"], columns)), flush=True)
+            ppl = perplexity(out, args.text.read_bytes(), n_ctx=512, chunks=4).ppl.value
+            print(f"perplexity of 4 chunks: {ppl:.1f}, of the source {base_ppl:.1f}", flush=True)
 
 
 if __name__ == "__main__":

@@ -38,7 +38,7 @@ PRESETS = "Q4_K_M,IQ4_XS,MXFP4,Q3_K_M,Q2_K,IQ3_XXS,IQ2_XXS,IQ2_KS,IQ4_KS"
 
 
 @dataclass(frozen=True)
-class Measured:
+class Measurement:
     """A file: divergence of each token, f32 [n], the share of equal top tokens, seconds to make it."""
 
     klds: npt.NDArray[np.float32]
@@ -52,9 +52,9 @@ class Measured:
         return f"{mean:.5f} ± {error:.5f}"
 
 
-def ratio(of: Measured, to: Measured) -> str:
+def ratio(measurement: Measurement, base: Measurement) -> str:
     """Return the ratio of two means over the same tokens, with its interval of 95 %."""
-    a, b = of.klds.astype(np.float64), to.klds.astype(np.float64)
+    a, b = measurement.klds.astype(np.float64), base.klds.astype(np.float64)
     value = a.mean() / b.mean()
     error = (a - value * b).std() / b.mean() / math.sqrt(len(a))
     return f"{value:.3f} ± {1.96 * error:.3f}"
@@ -63,67 +63,67 @@ def ratio(of: Measured, to: Measured) -> str:
 class Comparison:
     """Files made of a model in several ways, and compared with it, in a folder."""
 
-    def __init__(self, given: argparse.Namespace, folder: Path) -> None:
-        self.given, self.folder, self.out = given, folder, folder / "out.gguf"
-        self.text = ImatrixOptions(n_ctx=given.ctx, chunks=given.chunks, process_output=True)
+    def __init__(self, args: argparse.Namespace, folder: Path) -> None:
+        self.args, self.folder, self.out = args, folder, folder / "out.gguf"
+        self.text = ImatrixOptions(n_ctx=args.ctx, chunks=args.chunks, process_output=True)
         base = SaveLogits(folder / "base")
-        text, how = given.evaluation.read_bytes(), {"n_ctx": given.ctx, "chunks": given.evaluation_chunks}
-        quantkit.perplexity(given.model, text, **how, save_logits=base, threads=given.threads)
+        text, settings = args.evaluation.read_bytes(), {"n_ctx": args.ctx, "chunks": args.evaluation_chunks}
+        quantkit.perplexity(args.model, text, **settings, save_logits=base, threads=args.threads)
 
-    def ways(self) -> dict[str, QuantizeOptions]:
+    def variants(self) -> dict[str, QuantizeOptions]:
         """Record an importance matrix and covariances; return what uses them."""
-        given, folder = self.given, self.folder
-        imatrix(given.model, [given.calibration], folder / "im.gguf", options=replace(self.text, ppl=False))
-        covariance(given.model, [given.calibration], folder / "cov.gguf", options=self.text)
-        plain = QuantizeOptions(allow_requantize=True, imatrix=folder / "im.gguf", tensor_type=tuple(given.tensor_type))
-        chunks = {"calibrate_ctx": given.ctx, "calibrate_chunks": given.chunks}
-        calibrate = replace(plain, imatrix=None, calibrate=(given.calibration,), **chunks)
-        others = {"calibrate --no-balance": replace(calibrate, balance=False)}
+        args, folder = self.args, self.folder
+        imatrix(args.model, [args.calibration], folder / "im.gguf", options=replace(self.text, ppl=False))
+        covariance(args.model, [args.calibration], folder / "cov.gguf", options=self.text)
+        plain = QuantizeOptions(allow_requantize=True, imatrix=folder / "im.gguf", tensor_type=tuple(args.tensor_type))
+        chunks = {"calibrate_ctx": args.ctx, "calibrate_chunks": args.chunks}
+        calibrate = replace(plain, imatrix=None, calibrate=(args.calibration,), **chunks)
+        extra = {"calibrate --no-balance": replace(calibrate, balance=False)}
         return {
             "imatrix": plain,
             "feedback": replace(plain, feedback=folder / "cov.gguf"),
             "calibrate": calibrate,
-            **(others if getattr(given, "no_balance", False) else {}),
+            **(extra if getattr(args, "no_balance", False) else {}),
         }
 
-    def made(self, preset: str, options: QuantizeOptions) -> Measured:
+    def make(self, preset: str, options: QuantizeOptions) -> Measurement:
         """Quantize and compare."""
         name, *types = preset.split(":")
         options = replace(options, tensor_type=(*options.tensor_type, *types))
         began = time.perf_counter()
-        quantize(self.given.model, self.out, name, options, overwrite=True, threads=self.given.threads)
-        return self.measured(self.out, time.perf_counter() - began)
+        quantize(self.args.model, self.out, name, options, overwrite=True, threads=self.args.threads)
+        return self.measure(self.out, time.perf_counter() - began)
 
-    def measured(self, path: Path, seconds: float = math.nan) -> Measured:
+    def measure(self, path: Path, seconds: float = math.nan) -> Measurement:
         """Compare a file with the full-precision model."""
-        sums = quantkit.kld(path, self.folder / "base", threads=self.given.threads).sums
-        return Measured(np.concatenate(sums.klds), sums.same_top_p.value, sums.nll.ppl.value, seconds)
+        sums = quantkit.kld(path, self.folder / "base", threads=self.args.threads).sums
+        return Measurement(np.concatenate(sums.klds), sums.same_top_p.value, sums.nll.ppl.value, seconds)
 
 
 class LlamaCpp:
     """What llama-perplexity says of the same files, on the same text."""
 
-    def __init__(self, given: argparse.Namespace, folder: Path) -> None:
-        self.given, self.base = given, folder / "llama.cpp-base"
-        self._run(given.model)
+    def __init__(self, args: argparse.Namespace, folder: Path) -> None:
+        self.args, self.base = args, folder / "llama.cpp-base"
+        self._run(args.model)
 
     def _run(self, model: Path, *options: str) -> str:
-        given = self.given
-        chunks = () if given.evaluation_chunks is None else ("--chunks", given.evaluation_chunks)
-        threads = () if given.threads is None else ("-t", given.threads)
+        args = self.args
+        chunks = () if args.evaluation_chunks is None else ("--chunks", args.evaluation_chunks)
+        threads = () if args.threads is None else ("-t", args.threads)
         return llama(
-            given.llama_cpp, "llama-perplexity", "-m", model, "-f", given.evaluation, "-c", given.ctx,
+            args.llama_cpp, "llama-perplexity", "-m", model, "-f", args.evaluation, "-c", args.ctx,
             *chunks, *threads, "--kl-divergence-base", self.base, *options,
         )  # fmt: skip
 
-    def said(self, model: Path) -> list[str]:
+    def statistics(self, model: Path) -> list[str]:
         """Return mean divergence, the share of equal top tokens and perplexity, as printed; "-" if it does not load."""
         if not quantkit.inspect(model).runtimes[0].loads:
             return ["-"] * 3
         text = self._run(model, "--kl-divergence")
         patterns = [r"Mean\s+KLD:\s*(\S+ ± +\S+)", r"Same top p:\s*(\S+)", r"Mean PPL\(Q\)\s*:\s*(\S+)"]
-        found = [re.search(pattern, text) for pattern in patterns]
-        return [re.sub(r" +", " ", m[1]) if m else "?" for m in found]
+        matches = [re.search(pattern, text) for pattern in patterns]
+        return [re.sub(r" +", " ", m[1]) if m else "?" for m in matches]
 
 
 def arguments() -> argparse.ArgumentParser:
@@ -141,13 +141,13 @@ def arguments() -> argparse.ArgumentParser:
     return p
 
 
-def row(preset: str, of: Mapping[str, Measured]) -> str:
+def row(preset: str, measurements: Mapping[str, Measurement]) -> str:
     """Return a row of the table."""
-    first, *others = of.values()
-    cells = [c for m in others for c in (m.text, ratio(m, first))]
-    top = " / ".join(f"{100 * m.same_top:.1f}" for m in of.values())
-    ppl = " / ".join(f"{m.ppl:.3f}" for m in of.values())
-    seconds = " / ".join(f"{m.seconds:.0f}" for m in of.values())
+    first, *remainder = measurements.values()
+    cells = [c for m in remainder for c in (m.text, ratio(m, first))]
+    top = " / ".join(f"{100 * m.same_top:.1f}" for m in measurements.values())
+    ppl = " / ".join(f"{m.ppl:.3f}" for m in measurements.values())
+    seconds = " / ".join(f"{m.seconds:.0f}" for m in measurements.values())
     return f"| {preset} | {first.text} | {' | '.join(cells)} | {top} | {ppl} | {seconds} |"
 
 
@@ -156,27 +156,27 @@ def main() -> None:
     p.add_argument("--tensor-type", action="append", default=[], metavar="RE=TYPE")
     p.add_argument("--no-balance", action="store_true", help="also --calibrate --no-balance")
     p.add_argument("--llama-cpp", type=Path, metavar="BIN", help="folder of llama.cpp's programs")
-    given = p.parse_args()
+    args = p.parse_args()
     print(machine(), flush=True)
     with work_folder(None) as folder:
-        compared = Comparison(given, folder)
-        theirs = LlamaCpp(given, folder) if given.llama_cpp else None
-        said = []
-        ways = compared.ways()
-        others = "".join(f" `--{way}` | ratio |" for way in ways if way != "imatrix")
-        print(f"| preset | imatrix |{others} same top token | PPL | seconds |")
-        print("|---|---|" + "---|---|" * (len(ways) - 1) + "---|---|---|", flush=True)
-        for preset in given.presets.split(","):
-            found = {}
-            for way, options in ways.items():
-                found[way] = compared.made(preset, options)
-                if theirs is not None:
-                    ours = f"{found[way].text} | {100 * found[way].same_top:.2f} | {found[way].ppl:.3f}"
-                    said.append(f"| {preset} | {way} | {ours} | {' | '.join(theirs.said(compared.out))} |")
-            print(row(preset, found), flush=True)
-        if said:
+        compared = Comparison(args, folder)
+        peer = LlamaCpp(args, folder) if args.llama_cpp else None
+        lines = []
+        variants = compared.variants()
+        header = "".join(f" `--{variant}` | ratio |" for variant in variants if variant != "imatrix")
+        print(f"| preset | imatrix |{header} same top token | PPL | seconds |")
+        print("|---|---|" + "---|---|" * (len(variants) - 1) + "---|---|---|", flush=True)
+        for preset in args.presets.split(","):
+            measurements = {}
+            for variant, options in variants.items():
+                measurements[variant] = result = compared.make(preset, options)
+                if peer is not None:
+                    cells = f"{result.text} | {100 * result.same_top:.2f} | {result.ppl:.3f}"
+                    lines.append(f"| {preset} | {variant} | {cells} | {' | '.join(peer.statistics(compared.out))} |")
+            print(row(preset, measurements), flush=True)
+        if lines:
             print("\n| preset | | KLD, quantkit | same top token | PPL | KLD, llama.cpp | same top token | PPL |")
-            print("|---|---|---|---|---|---|---|---|\n" + "\n".join(said))
+            print("|---|---|---|---|---|---|---|---|\n" + "\n".join(lines))
 
 
 if __name__ == "__main__":

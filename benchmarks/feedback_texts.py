@@ -44,20 +44,20 @@ def pages(language: str) -> Iterator[str]:
     if shutil.which("man") is None:
         sys.exit("man is not installed: manual pages are set by it")
     for file in sorted(Path(f"/usr/share/man/{language}").glob("man[18]/*.gz")):
-        done = subprocess.run(["man", "-E", "UTF-8", "-P", "cat", file], capture_output=True, text=True, check=False,
+        process = subprocess.run(["man", "-E", "UTF-8", "-P", "cat", file], capture_output=True, text=True, check=False,
                               env={"MANWIDTH": "80", "PATH": "/usr/bin:/bin", "LANG": "C.UTF-8"})  # fmt: skip
-        yield re.sub(".\b", "", done.stdout)
+        yield re.sub(".\b", "", process.stdout)
 
 
 def up_to(size: int, texts: Iterable[str]) -> str:
     """Return texts, one after the other, until they are so many bytes."""
-    taken, total = [], 0
+    pages_taken, total = [], 0
     for text in texts:
-        taken.append(text)
+        pages_taken.append(text)
         total += len(text.encode())
         if total > size:
             break
-    return "\n\n".join(taken)
+    return "\n\n".join(pages_taken)
 
 
 def main() -> None:

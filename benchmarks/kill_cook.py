@@ -68,11 +68,11 @@ class Reference:
 
 def files_of(folder: Path) -> dict[str, str]:
     """Return a digest of every file of a cook but its state; of its cache of tensors, of the entries."""
-    found = {str(path.relative_to(folder)): path for path in sorted(folder.rglob("*")) if path.is_file()}
+    files = {str(path.relative_to(folder)): path for path in sorted(folder.rglob("*")) if path.is_file()}
     cache = "work/tensors/"
     return {
         name: digest(path)
-        for name, path in found.items()
+        for name, path in files.items()
         if path.name != "cook.json" and (not name.startswith(cache) or name.startswith(f"{cache}entries/"))
     }
 
@@ -91,45 +91,45 @@ def timeless(data: Any) -> Any:
     return [timeless(value) for value in data] if isinstance(data, list) else data
 
 
-def config_of(given: argparse.Namespace) -> str:
+def config_of(args: argparse.Namespace) -> str:
     """Return the configuration of the cook."""
-    names = {name: json.dumps(str(getattr(given, name).resolve())) for name in ("model", "calibration", "evaluation")}
-    return CONFIG.format(**names, targets=json.dumps(given.targets.split(",")), threads=given.threads)
+    names = {name: json.dumps(str(getattr(args, name).resolve())) for name in ("model", "calibration", "evaluation")}
+    return CONFIG.format(**names, targets=json.dumps(args.targets.split(",")), threads=args.threads)
 
 
-def reference(given: argparse.Namespace, folder: Path) -> Reference:
+def reference(args: argparse.Namespace, folder: Path) -> Reference:
     """Cook undisturbed, after a cook that compiles the kernels unless they are."""
     config, out = folder / "cook.toml", folder / "out"
-    config.write_text(config_of(given))
+    config.write_text(config_of(args))
     command = quantkit("cook", config)
-    for what in ("the reference",) if given.compiled else ("the first cook", "the reference"):
+    for label in ("the reference",) if args.compiled else ("the first cook", "the reference"):
         shutil.rmtree(out, ignore_errors=True)
-        outcome = run(command).checked(what)
+        outcome = run(command).checked(label)
     return Reference(command, out, files_of(out), outcome.seconds)
 
 
-def trial(of: Reference, rng: random.Random, most: int) -> tuple[list[float], str]:
+def trial(expected: Reference, rng: random.Random, most: int) -> tuple[list[float], str]:
     """Kill a cook, go on, compare; return the seconds of each run before its kill, and what is wrong."""
-    shutil.rmtree(of.folder)
+    shutil.rmtree(expected.folder)
     delays: list[float] = []
     times = rng.randint(1, most)
     for _ in range(times):
-        delay = rng.uniform(0, of.seconds * min(1, 2 / times))
-        outcome = run(of.command, watch=kill_after(delay))
+        delay = rng.uniform(0, expected.seconds * min(1, 2 / times))
+        outcome = run(expected.command, watch=kill_after(delay))
         if outcome.returncode == 0:
             break
         if outcome.returncode != -9:
             return delays, f"ended with {outcome.returncode} before its kill: {outcome.stderr.strip()[-500:]}"
         delays.append(delay)
-    outcome = run(of.command)
+    outcome = run(expected.command)
     if outcome.returncode != 0:
         return delays, f"the last run ended with {outcome.returncode}: {outcome.stderr.strip()[-500:]}"
-    found = files_of(of.folder)
-    if left := [name for name in found if Path(name).suffix in UNFINISHED]:
+    files = files_of(expected.folder)
+    if left := [name for name in files if Path(name).suffix in UNFINISHED]:
         return delays, f"left behind: {', '.join(left)}"
-    names = sorted(found.keys() | of.files.keys())
-    other = [name for name in names if found.get(name) != of.files.get(name)]
-    return delays, f"other files: {', '.join(other)}" if other else ""
+    names = sorted(files.keys() | expected.files.keys())
+    differences = [name for name in names if files.get(name) != expected.files.get(name)]
+    return delays, f"other files: {', '.join(differences)}" if differences else ""
 
 
 def main() -> None:
@@ -144,17 +144,17 @@ def main() -> None:
     p.add_argument("--compiled", action="store_true", help="kernels are compiled: cook the reference at once")
     p.add_argument("--seed", type=int, default=1)
     p.add_argument("--work", type=Path, metavar="FOLDER", help="folder of the files (default: a temporary one)")
-    given = p.parse_args()
-    rng, wrong, kills = random.Random(given.seed), 0, 0
-    with work_folder(given.work) as folder:
-        of = reference(given, folder)
-        print(f"{machine()}\nreference: {of.seconds:.1f} s, {len(of.files)} files", flush=True)
-        for number in range(1, given.trials + 1):
-            delays, why = trial(of, rng, given.kills)
+    args = p.parse_args()
+    rng, wrong, kills = random.Random(args.seed), 0, 0
+    with work_folder(args.work) as folder:
+        expected = reference(args, folder)
+        print(f"{machine()}\nreference: {expected.seconds:.1f} s, {len(expected.files)} files", flush=True)
+        for number in range(1, args.trials + 1):
+            delays, why = trial(expected, rng, args.kills)
             wrong, kills = wrong + bool(why), kills + len(delays)
             after = ", ".join(f"{delay:.1f} s" for delay in delays) or "nothing: it had ended"
             print(f"{number:4d}  killed after {after}; {f'WRONG: {why}' if why else 'same files'}", flush=True)
-    print(f"{given.trials} trials, {kills} kills: {given.trials - wrong} with identical files, {wrong} wrong")
+    print(f"{args.trials} trials, {kills} kills: {args.trials - wrong} with identical files, {wrong} wrong")
     sys.exit(1 if wrong or not kills else 0)
 
 

@@ -41,12 +41,12 @@ class Killed:
 
 def trial(case: Case, cluster: LocalCluster, kind: str, rng: random.Random, threads: list[str]) -> Killed:
     """Kill, resume where that is needed, compare."""
-    done, hit = Trial([rng.uniform(0, case.seconds)]), [False]
+    result, hit = Trial([rng.uniform(0, case.seconds)]), [False]
     case.clear()
 
     def watch(process: subprocess.Popen[bytes]) -> None:
         """Kill a worker, or a node, after some time; if no worker does anything, the next that does."""
-        time.sleep(done.delays[0])
+        time.sleep(result.delays[0])
         if kind == "node":
             hit[0] = _is_alive(process.pid)
             number = cluster.kill_node(rng)
@@ -56,16 +56,16 @@ def trial(case: Case, cluster: LocalCluster, kind: str, rng: random.Random, thre
             hit[0] = cluster.kill_worker(rng)
             time.sleep(0.02)
 
-    outcome = run(case.command, watch=kill_after(done.delays[0]) if kind == "driver" else watch)
+    outcome = run(case.command, watch=kill_after(result.delays[0]) if kind == "driver" else watch)
     if kind == "driver" and outcome.returncode == -9:
         hit[0] = True
-        again = [*case.command, "--resume"] if rng.random() < 0.5 else [*threads, "--resume"]
-        check(case, done, None if case.complete else run(again))
+        command = [*case.command, "--resume"] if rng.random() < 0.5 else [*threads, "--resume"]
+        check(case, result, None if case.complete else run(command))
     else:
-        check(case, done, outcome)
+        check(case, result, outcome)
     if kind == "node":
         cluster.wait(len(cluster.cpus))
-    return Killed(kind, done, hit[0])
+    return Killed(kind, result, hit[0])
 
 
 def _is_alive(pid: int) -> bool:
@@ -95,10 +95,10 @@ def main() -> None:
         outcome = run([*command, "--overwrite"]).checked("the second run on the cluster")
         tensors = len(json.loads(outcome.stdout)["tensors"])
         case = Case(command, output, expected, tensors, outcome.seconds)
-        same = sha256(output) == expected
+        is_same = sha256(output) == expected
         print(f"{machine()}\nreference: {outcome.seconds:.2f} s on {len(halves)} nodes and the driver, ", end="")
         print(f"{tensors} tensors, ", end="")
-        print("the bytes of threads" if same else "OTHER BYTES than threads", flush=True)
+        print("the bytes of threads" if is_same else "OTHER BYTES than threads", flush=True)
         killed: list[Killed] = []
         missed = 0
         while len(killed) < options.trials:
@@ -115,14 +115,14 @@ def main() -> None:
                 flush=True,
             )
         case.clear()
-    wrong = sum(bool(each.trial.wrong) for each in killed)
-    kinds = ", ".join(f"{n} {kind}s" for kind, n in Counter(each.kind for each in killed).items())
-    reused = [each.trial.reused / tensors for each in killed if each.kind == "driver"]
+    wrong = sum(bool(record.trial.wrong) for record in killed)
+    kinds = ", ".join(f"{n} {kind}s" for kind, n in Counter(record.kind for record in killed).items())
+    reused = [record.trial.reused / tensors for record in killed if record.kind == "driver"]
     print(
         f"{len(killed)} trials ({kinds}): {len(killed) - wrong} identical SHA-256, {wrong} wrong; a resume found "
         f"{sum(reused) / max(1, len(reused)):.0%} of the tensors on average; {missed} kills hit nothing: not counted"
     )
-    sys.exit(1 if wrong or not same else 0)
+    sys.exit(1 if wrong or not is_same else 0)
 
 
 if __name__ == "__main__":

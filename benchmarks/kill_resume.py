@@ -60,11 +60,11 @@ class Case:
         for path in self.output.parent.glob(self.output.name + "*"):
             shutil.rmtree(path) if path.is_dir() else path.unlink()
 
-    def found(self) -> str:
+    def result(self) -> str:
         """Return the SHA-256 of the output."""
         return sha256(self.output)
 
-    def broken(self) -> str:
+    def damage(self) -> str:
         """Return what a killed run has left that should not be there; a single file is not there before it is whole."""
         return ""
 
@@ -85,15 +85,15 @@ class Folder(Case):
     def clear(self) -> None:
         shutil.rmtree(self.output, ignore_errors=True)
 
-    def found(self) -> str:
+    def result(self) -> str:
         return of_folder(self.output)
 
-    def broken(self) -> str:
+    def damage(self) -> str:
         """Return which file is not whole, or that weights are missing beside config.json."""
-        there = hashes(self.output)
-        wrong = [name for name, found in self.files.items() if there.get(name, found) != found]
+        digests = hashes(self.output)
+        wrong = [name for name, digest in self.files.items() if digests.get(name, digest) != digest]
         weights = [name for name in self.files if name.endswith(".safetensors")]
-        if "config.json" in there and any(name not in there for name in weights):
+        if "config.json" in digests and any(name not in digests for name in weights):
             wrong.append("config.json without all weights")
         return f"under a final name: {', '.join(wrong)}" if wrong else ""
 
@@ -128,43 +128,43 @@ def kill_after(delay: float) -> Callable[[subprocess.Popen[bytes]], None]:
     return watch
 
 
-def trial(case: Case, rng: random.Random, again: float) -> Trial:
+def trial(case: Case, rng: random.Random, resume_share: float) -> Trial:
     """Kill, resume, compare."""
-    done = Trial([])
+    result = Trial([])
     arguments: list[str] = []
     case.clear()
-    while not done.delays or (len(done.delays) < MAX_KILLS and not case.complete and rng.random() < again):
+    while not result.delays or (len(result.delays) < MAX_KILLS and not case.complete and rng.random() < resume_share):
         delay = rng.uniform(0, case.seconds)
         outcome = run([*case.command, *arguments], watch=kill_after(delay))
         if outcome.returncode == 0:
-            if done.delays:
-                check(case, done, outcome)
-                return done
+            if result.delays:
+                check(case, result, outcome)
+                return result
             case.clear()
             continue
         if outcome.returncode != -9:
-            done.wrong = f"ended with {outcome.returncode} before its kill: {outcome.stderr.strip()[-500:]}"
-            return done
-        done.delays.append(delay)
-        if wrong := case.broken():
-            done.wrong = wrong
-            return done
+            result.wrong = f"ended with {outcome.returncode} before its kill: {outcome.stderr.strip()[-500:]}"
+            return result
+        result.delays.append(delay)
+        if wrong := case.damage():
+            result.wrong = wrong
+            return result
         arguments = ["--resume"]
-    check(case, done, None if case.complete else run([*case.command, "--resume"]))
-    return done
+    check(case, result, None if case.complete else run([*case.command, "--resume"]))
+    return result
 
 
-def check(case: Case, done: Trial, resume: Outcome | None) -> None:
+def check(case: Case, result: Trial, resume: Outcome | None) -> None:
     """Compare the result of the last resume with the expected one."""
     if resume is not None and resume.returncode != 0:
-        done.wrong = f"the resume ended with {resume.returncode}: {resume.stderr.strip()[-500:]}"
+        result.wrong = f"the resume ended with {resume.returncode}: {resume.stderr.strip()[-500:]}"
         return
-    done.reused = case.tensors if resume is None else json.loads(resume.stdout)["resumed_tensors"]
-    found = case.found()
-    if found != case.sha256:
-        done.wrong = f"SHA-256 {found}, not {case.sha256}"
+    result.reused = case.tensors if resume is None else json.loads(resume.stdout)["resumed_tensors"]
+    text = case.result()
+    if text != case.sha256:
+        result.wrong = f"SHA-256 {text}, not {case.sha256}"
     elif case.leftovers():
-        done.wrong = f"left behind: {', '.join(case.leftovers())}"
+        result.wrong = f"left behind: {', '.join(case.leftovers())}"
 
 
 def reference(model: Path, output: Path, options: argparse.Namespace) -> Case:
@@ -215,12 +215,12 @@ def main() -> None:
         )
         trials = []
         for number in range(1, options.trials + 1):
-            done = trial(case, rng, options.again)
-            trials.append(done)
-            delays = ", ".join(f"{delay:.2f} s" for delay in done.delays)
-            verdict = f"WRONG: {done.wrong}" if done.wrong else "same bytes"
+            result = trial(case, rng, options.again)
+            trials.append(result)
+            delays = ", ".join(f"{delay:.2f} s" for delay in result.delays)
+            verdict = f"WRONG: {result.wrong}" if result.wrong else "same bytes"
             print(
-                f"{number:4d}  killed after {delays}; reused {done.reused}/{case.tensors} tensors; {verdict}",
+                f"{number:4d}  killed after {delays}; reused {result.reused}/{case.tensors} tensors; {verdict}",
                 flush=True,
             )
         case.clear()

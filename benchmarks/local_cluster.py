@@ -140,11 +140,11 @@ def _title(pid: int) -> str:
 
 
 def _descendants(pid: int) -> list[int]:
-    found: list[int] = []
+    pids: list[int] = []
     with contextlib.suppress(OSError):
         for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
-            found += [int(child), *_descendants(int(child))]
-    return found
+            pids += [int(child), *_descendants(int(child))]
+    return pids
 
 
 def _kill(process: subprocess.Popen[bytes]) -> None:

@@ -36,7 +36,7 @@ LEAST = 0.03
 
 
 @dataclass(frozen=True)
-class Measured:
+class Measurement:
     """A row of the table: bits per weight of the file, our perplexity, its rise over BF16 in percent, llama.cpp's.
 
     rules: "by ik" if they are not those of the preset's tree.
@@ -44,72 +44,72 @@ class Measured:
 
     preset: Preset
     bits: float
-    ours: float
+    ppl: float
     rise: float
-    theirs: float
+    peer_ppl: float
     rules: str = ""
 
     def __str__(self) -> str:
-        peer = "" if math.isnan(self.theirs) else f"{self.theirs:.4f} | {self.ours / self.theirs - 1:+.3%}"
+        peer = "" if math.isnan(self.peer_ppl) else f"{self.peer_ppl:.4f} | {self.ppl / self.peer_ppl - 1:+.3%}"
         tree = self.rules or self.preset.trees
-        head = f"| {self.preset.name} | {tree} | {self.bits:.3f} | {self.ours:.4f} | {self.rise:+.2f}"
+        head = f"| {self.preset.name} | {tree} | {self.bits:.3f} | {self.ppl:.4f} | {self.rise:+.2f}"
         return f"{head} | {peer or ' | '} |"
 
 
-def evaluate(path: Path, given: argparse.Namespace) -> tuple[float, float]:
+def evaluate(path: Path, args: argparse.Namespace) -> tuple[float, float]:
     """Return our perplexity, and llama.cpp's (NaN where it does not load the file)."""
-    text = given.text.read_bytes()
-    ours = quantkit.perplexity(path, text, n_ctx=given.ctx, chunks=given.chunks).ppl.value
-    loads = given.llama is not None and inspect(path).runtimes[0].loads
-    llama = (given.llama, path, given.text, given.ctx, given.chunks, "--no-repack", "-t", str(given.threads))
-    theirs = llama_perplexity(*llama) if loads else math.nan
-    return ours, theirs
+    text = args.text.read_bytes()
+    ppl = quantkit.perplexity(path, text, n_ctx=args.ctx, chunks=args.chunks).ppl.value
+    loads = args.llama is not None and inspect(path).runtimes[0].loads
+    llama = (args.llama, path, args.text, args.ctx, args.chunks, "--no-repack", "-t", str(args.threads))
+    peer_ppl = llama_perplexity(*llama) if loads else math.nan
+    return ppl, peer_ppl
 
 
-def measure(given: argparse.Namespace) -> Iterator[Measured]:
+def measure(args: argparse.Namespace) -> Iterator[Measurement]:
     """Quantize and evaluate the chosen presets, and print the table."""
     print(machine())
-    base, llamas = evaluate(BF16, given)
-    print(f"BF16: {base:.4f}, llama.cpp {llamas:.4f}; {given.text.name}, -c {given.ctx} --chunks {given.chunks}\n")
+    base, llamas = evaluate(BF16, args)
+    print(f"BF16: {base:.4f}, llama.cpp {llamas:.4f}; {args.text.name}, -c {args.ctx} --chunks {args.chunks}\n")
     print("| preset | tree | bits per weight | perplexity | rise, % | llama.cpp | ours / its |")
     print("|---|---|---:|---:|---:|---:|---:|")
     imatrix = DATA / "tiny-moe-imatrix.gguf"
-    options = quantkit.QuantizeOptions(imatrix=imatrix, no_provenance=True, rules=given.rules)
+    options = quantkit.QuantizeOptions(imatrix=imatrix, no_provenance=True, rules=args.rules)
     for preset in PRESETS:
         if preset.base is None or not preset.base.is_quantized or not has_encoder(preset.base):
             continue
-        if given.presets and preset.name not in given.presets:
+        if args.presets and preset.name not in args.presets:
             continue
-        if given.rules and preset.trees != "both":
+        if args.rules and preset.trees != "both":
             continue
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / "model.gguf"
             quantkit.quantize(BF16, path, preset.name, options)
             bits = inspect(path).total.bpw
-            ours, theirs = evaluate(path, given)
-        row = Measured(preset, bits, ours, 100 * (ours / base - 1), theirs, "by ik" if given.rules else "")
+            ppl, peer_ppl = evaluate(path, args)
+        row = Measurement(preset, bits, ppl, 100 * (ppl / base - 1), peer_ppl, "by ik" if args.rules else "")
         print(row, flush=True)
         yield row
 
 
-def read_table(path: Path) -> Iterator[Measured]:
+def read_table(path: Path) -> Iterator[Measurement]:
     """Yield the rows of a table that was printed before."""
     number = r" *([-+]?[0-9.]+) *\|"
     row = re.compile(rf"\| (\w+) \| (?:both|mainline|ik) \|{number}{number}{number}")
     for name, *numbers in row.findall(path.read_text()):
-        bits, ours, rise = map(float, numbers)
-        yield Measured(preset_by_name(name), bits, ours, rise, math.nan)
+        bits, ppl, rise = map(float, numbers)
+        yield Measurement(preset_by_name(name), bits, ppl, rise, math.nan)
 
 
-def _same_place(one: Measured, other: Measured) -> bool:
-    return abs(one.bits - other.bits) < 0.002 and abs(one.rise - other.rise) < 0.025
+def _same_place(one: Measurement, second: Measurement) -> bool:
+    return abs(one.bits - second.bits) < 0.002 and abs(one.rise - second.rise) < 0.025
 
 
-def figure(found: list[Measured]) -> Scatter:
+def figure(measurements: list[Measurement]) -> Scatter:
     """Return size against the rise of perplexity; interleaved presets only where they are not those of single rows."""
-    plain = [m for m in found if m.preset.base is not None and m.preset.base.interleave == 1]
-    shown = plain + [m for m in found if m not in plain and not any(_same_place(m, other) for other in plain)]
-    place = {m: (m.bits, max(m.rise, LEAST)) for m in shown}
+    plain = [m for m in measurements if m.preset.base is not None and m.preset.base.interleave == 1]
+    points = plain + [m for m in measurements if m not in plain and not any(_same_place(m, second) for second in plain)]
+    place = {m: (m.bits, max(m.rise, LEAST)) for m in points}
     best: list[tuple[float, float]] = []
     for bits, rise in sorted(place.values()):
         if not best or rise < best[-1][1]:
@@ -117,10 +117,10 @@ def figure(found: list[Measured]) -> Scatter:
     x, y = zip(*best, strict=True)
     kinds = [Points("no smaller one is better", x, y, is_line=True)]
     for name, trees in (("both trees", "both"), ("llama.cpp", "mainline"), ("ik_llama.cpp", "ik")):
-        some = [m for m in shown if m.preset.trees == trees]
-        if some:
-            x, y = zip(*(place[m] for m in some), strict=True)
-            kinds.append(Points(name, x, y, [m.preset.name for m in some]))
+        points_of_tree = [m for m in points if m.preset.trees == trees]
+        if points_of_tree:
+            x, y = zip(*(place[m] for m in points_of_tree), strict=True)
+            kinds.append(Points(name, x, y, [m.preset.name for m in points_of_tree]))
     title = "Size and quality of tiny-moe, a small mixture of experts, at every preset"
     note = "the further down and left, the better"
     return Scatter(title, "bits per weight of the file", "rise of perplexity over BF16, %", kinds, note)
@@ -137,12 +137,12 @@ def main() -> None:
     parser.add_argument("--rules", choices=["ik"], help="presets of both trees by ik_llama.cpp's rules")
     parser.add_argument("--table", type=Path, help="do not measure, read the table in this file")
     parser.add_argument("--plot", type=Path, help="draw size against perplexity: .svg, .png, .pdf")
-    given = parser.parse_args()
-    kind = check_plot(given.plot) if given.plot else ""
-    found = list(read_table(given.table) if given.table else measure(given))
-    if given.plot:
-        given.plot.parent.mkdir(exist_ok=True)
-        given.plot.write_bytes(draw(figure(found), kind))
+    args = parser.parse_args()
+    kind = check_plot(args.plot) if args.plot else ""
+    measurements = list(read_table(args.table) if args.table else measure(args))
+    if args.plot:
+        args.plot.parent.mkdir(exist_ok=True)
+        args.plot.write_bytes(draw(figure(measurements), kind))
 
 
 if __name__ == "__main__":

@@ -33,10 +33,10 @@ class Outcome:
     #: Of all its threads, in the kernel, too.
     cpu_seconds: float = 0.0
 
-    def checked(self, what: str) -> Outcome:
+    def checked(self, label: str) -> Outcome:
         """Return self, or exit with the output of the process."""
         if self.returncode != 0:
-            sys.exit(f"{what} failed with {self.returncode}:\n{self.stdout[-2000:]}{self.stderr[-4000:]}")
+            sys.exit(f"{label} failed with {self.returncode}:\n{self.stdout[-2000:]}{self.stderr[-4000:]}")
         return self
 
 
@@ -95,11 +95,11 @@ def sha256(path: Path) -> str:
 
 
 @contextlib.contextmanager
-def work_folder(given: Path | None) -> Iterator[Path]:
+def work_folder(path: Path | None) -> Iterator[Path]:
     """Yield a folder for large files: the given one, which is kept, or a temporary one."""
-    if given is not None:
-        given.mkdir(parents=True, exist_ok=True)
-        yield given
+    if path is not None:
+        path.mkdir(parents=True, exist_ok=True)
+        yield path
         return
     with tempfile.TemporaryDirectory(prefix="quantkit-") as folder:
         yield Path(folder)

@@ -46,25 +46,25 @@ def weight_bytes(timing: Timing, tokens: int) -> float:
 
 def kinds_of(timings: Sequence[Timing], microseconds: Sequence[float], tokens: int) -> dict[str, Kind]:
     """Return the sums over all entries of a kind, in the order of the tape."""
-    found: dict[str, Kind] = {}
-    for timing, each in zip(timings, microseconds, strict=True):
-        kind = found.setdefault(f"{type(timing.op).__name__}: {timing.name}", Kind())
+    kinds: dict[str, Kind] = {}
+    for timing, duration in zip(timings, microseconds, strict=True):
+        kind = kinds.setdefault(f"{type(timing.op).__name__}: {timing.name}", Kind())
         kind.entries += 1
-        kind.microseconds += each
+        kind.microseconds += duration
         kind.weight_bytes += weight_bytes(timing, tokens)
-    return found
+    return kinds
 
 
 def measure(program: CPUProgram, batches: Sequence[Batch]) -> tuple[list[Timing], Any, float]:
     """Return the entries, their median microseconds, and the median microseconds of whole steps."""
-    runs, whole = [], []
+    runs, totals = [], []
     for batch, another in zip(batches[::2], batches[1::2], strict=True):  # of the same one weights would be in caches
         began = time.perf_counter_ns()
         program.run(batch)
-        whole.append((time.perf_counter_ns() - began) / 1e3)
+        totals.append((time.perf_counter_ns() - began) / 1e3)
         runs.append(program.profile(another))
     entries = np.median([[timing.nanoseconds for timing in run] for run in runs], axis=0) / 1e3
-    return runs[0], entries, float(np.median(whole))
+    return runs[0], entries, float(np.median(totals))
 
 
 def batches_of(n_vocab: int, options: argparse.Namespace) -> list[Batch]:
@@ -91,7 +91,7 @@ def main() -> None:
         assert isinstance(program, CPUProgram)
         for batch in batches[:2]:
             program.run(batch)
-        timings, microseconds, whole = measure(program, batches)
+        timings, microseconds, all_seconds = measure(program, batches)
     print(f"{options.model.name}, {options.steps} steps of {options.batch}, {options.threads} threads; {machine()}\n")
     print("| operation: entry | entries | us | share | GB/s |\n|---|---|---|---|---|")
     total = sum(microseconds)
@@ -99,7 +99,7 @@ def main() -> None:
         speed = f"{kind.weight_bytes / kind.microseconds / 1e3:.1f}" if kind.weight_bytes else ""
         share = kind.microseconds / total
         print(f"| {name} | {kind.entries} | {kind.microseconds:.1f} | {share:.1%} | {speed} |")
-    print(f"\nentries {total:.0f} us, a whole step {whole:.0f} us")
+    print(f"\nentries {total:.0f} us, a whole step {all_seconds:.0f} us")
 
 
 if __name__ == "__main__":

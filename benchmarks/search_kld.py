@@ -26,7 +26,7 @@ from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
-from feedback_kld import Measured, ratio
+from feedback_kld import Measurement, ratio
 from processes import machine, work_folder
 
 import quantkit
@@ -44,7 +44,7 @@ from quantkit.search.sweep import predict_plan
 from quantkit.sensitivity.file import Cost, Sensitivity, read_sensitivity
 from quantkit.types import TensorType
 
-FED, CALIBRATED, WEIGHTS = "feedback", "calibrated", "error of weights"
+FEEDBACK, CALIBRATED, WEIGHTS = "feedback", "calibrated", "error of weights"
 PRESETS = "Q5_K_M,Q4_K_M,IQ4_XS,Q3_K_M,IQ3_XXS,Q2_K,IQ2_XXS"
 
 
@@ -55,75 +55,78 @@ class Row:
     kind: str
     nbytes: int
     predicted: float
-    measured: Measured
+    actual: Measurement
 
     @property
     def mean(self) -> float:
-        return float(self.measured.klds.mean(dtype=np.float64))
+        return float(self.actual.klds.mean(dtype=np.float64))
 
 
 class Runs:
     """Files made, measured and replaced, in a folder that has the base logits."""
 
-    def __init__(self, given: argparse.Namespace, folder: Path) -> None:
-        self.given, self.folder = given, folder
-        with quantkit.load(given.model) as model:
-            tokens = np.asarray(model.tokenizer.encode(given.text.read_bytes()))
-        first, rest = tokens[: given.skip * given.ctx], tokens[given.skip * given.ctx :]
+    def __init__(self, args: argparse.Namespace, folder: Path) -> None:
+        self.args, self.folder = args, folder
+        with quantkit.load(args.model) as model:
+            tokens = np.asarray(model.tokenizer.encode(args.text.read_bytes()))
+        first, remainder = tokens[: args.skip * args.ctx], tokens[args.skip * args.ctx :]
         base = SaveLogits(folder / "base")
-        quantkit.perplexity(given.model, tokens=rest, n_ctx=given.ctx, chunks=given.chunks, save_logits=base)
-        if given.check > 1:
-            quantkit.perplexity(given.model, tokens=first, n_ctx=given.ctx, save_logits=SaveLogits(folder / "first"))
+        quantkit.perplexity(args.model, tokens=remainder, n_ctx=args.ctx, chunks=args.chunks, save_logits=base)
+        if args.check > 1:
+            quantkit.perplexity(args.model, tokens=first, n_ctx=args.ctx, save_logits=SaveLogits(folder / "first"))
 
     def plan(self, type_name: str, options: QuantizeOptions) -> Plan:
-        return plan_quantize(self.given.model, self.folder / "out.gguf", type_name, options)
+        return plan_quantize(self.args.model, self.folder / "out.gguf", type_name, options)
 
     def sums(self, plan: Plan, base: str = "base") -> KldSums:
         """Make a file, and return its divergence on the text, or on the ``first`` chunks of it."""
-        run_quantize(plan, overwrite=True, threads=self.given.threads, cache=self.folder / "cache")
-        return quantkit.kld(self.folder / "out.gguf", self.folder / base, threads=self.given.threads).sums
+        run_quantize(plan, overwrite=True, threads=self.args.threads, cache=self.folder / "cache")
+        return quantkit.kld(self.folder / "out.gguf", self.folder / base, threads=self.args.threads).sums
 
     def best(self, finder: Finder, nbytes: int) -> Allocation | None:
         """Return the best allocation of a size; of several that are checked that which measures best."""
-        if self.given.check < 2:
+        if self.args.check < 2:
             return finder.best_for_size(nbytes)
         finder.options = replace(finder.options, target_size=nbytes)
-        found = list(finder.best(self.given.check))
-        return min(found, key=lambda each: self.sums(self.plan(each.type_name, each.options), "first").kld.mean.value)
+        candidates = list(finder.best(self.args.check))
+        return min(
+            candidates,
+            key=lambda candidate: self.sums(self.plan(candidate.type_name, candidate.options), "first").kld.mean.value,
+        )
 
     def row(self, kind: str, plan: Plan, expected: float) -> Row:
         sums = self.sums(plan)
-        found = Measured(np.concatenate(sums.klds), sums.same_top_p.value, sums.nll.ppl.value, 0.0)
-        return Row(kind, plan.nbytes, expected, found)
+        measurement = Measurement(np.concatenate(sums.klds), sums.same_top_p.value, sums.nll.ppl.value, 0.0)
+        return Row(kind, plan.nbytes, expected, measurement)
 
 
-def by_error_of_weights(known: Sensitivity, given: argparse.Namespace, folder: Path) -> Sensitivity:
+def by_error_of_weights(measured_costs: Sensitivity, args: argparse.Namespace, folder: Path) -> Sensitivity:
     """Return costs that are weighted squared errors of weights, summed over each group."""
-    costs, owner = [], {name: group.name for group in known.groups for name in group.tensors}
+    costs, owner = [], {name: group.name for group in measured_costs.groups for name in group.tensors}
     types: dict[TensorType, list[str]] = {}
-    for cost in known.costs:
+    for cost in measured_costs.costs:
         types.setdefault(cost.type, []).append(cost.group)
     for t, groups in types.items():
         sums = dict.fromkeys(groups, 0.0)
-        for compared in _compared(t, [n for n, g in owner.items() if g in sums], given, folder):
+        for compared in _compared(t, [n for n, g in owner.items() if g in sums], args, folder):
             if compared.error is not None and compared.name in owner:
-                each = compared.error.sums
-                sums[owner[compared.name]] += each.weighted_error if compared.error.weighted else each.error
+                error_sums = compared.error.sums
+                sums[owner[compared.name]] += error_sums.weighted_error if compared.error.weighted else error_sums.error
         # Scaled to be small: the divergence of a group is less than a nat.
         costs += [Cost(group, t, total * 1e-9, 0.0, None, None) for group, total in sums.items()]
-    return replace(known, costs=tuple(costs), settings={})
+    return replace(measured_costs, costs=tuple(costs), settings={})
 
 
 def _compared(
-    t: TensorType, names: Sequence[str], given: argparse.Namespace, folder: Path
+    t: TensorType, names: Sequence[str], args: argparse.Namespace, folder: Path
 ) -> Iterator[TensorComparison]:
     path, rules = folder / "out.gguf", tuple(Rule(f"^{name}$", t, "benchmark") for name in names)
-    options = QuantizeOptions(ready_rules=rules, imatrix=given.imatrix)
-    run_quantize(plan_quantize(given.model, path, "COPY", options), overwrite=True, cache=folder / "cache")
-    yield from quantkit.compare(given.model, path, metadata=False, imatrix=given.imatrix).tensors or ()
+    options = QuantizeOptions(ready_rules=rules, imatrix=args.imatrix)
+    run_quantize(plan_quantize(args.model, path, "COPY", options), overwrite=True, cache=folder / "cache")
+    yield from quantkit.compare(args.model, path, metadata=False, imatrix=args.imatrix).tensors or ()
 
 
-def drawn(space: Space, count: int) -> Iterator[tuple[int, ...]]:
+def random_allocations(space: Space, count: int) -> Iterator[tuple[int, ...]]:
     """Yield allocations drawn at random, each around some number of bits."""
     rng = np.random.default_rng(1)
     bits = [np.array([c.footprint.data for c in unit.choices], float) for unit in space.choice_groups]
@@ -138,7 +141,7 @@ def drawn(space: Space, count: int) -> Iterator[tuple[int, ...]]:
 
 def spearman(a: npt.ArrayLike, b: npt.ArrayLike) -> float:
     """Return the correlation of the ranks."""
-    first, second = (np.argsort(np.argsort(np.asarray(each))) for each in (a, b))
+    first, second = (np.argsort(np.argsort(np.asarray(values))) for values in (a, b))
     return float(np.corrcoef(first, second)[0, 1])
 
 
@@ -146,8 +149,8 @@ def picture(rows: Sequence[Row]) -> Scatter:
     """Return predicted against measured divergence, both on logarithmic axes, with the line where they are equal."""
     kinds = []
     for kind in dict.fromkeys(row.kind for row in rows):
-        some = [row for row in rows if row.kind == kind]
-        kinds.append(Points(kind, [row.predicted for row in some], [row.mean for row in some]))
+        rows_of_kind = [row for row in rows if row.kind == kind]
+        kinds.append(Points(kind, [row.predicted for row in rows_of_kind], [row.mean for row in rows_of_kind]))
     both = [value for row in rows for value in (row.predicted, row.mean)]
     ends = [min(both), max(both)]
     kinds.append(Points("equal", ends, ends, is_line=True))
@@ -155,20 +158,22 @@ def picture(rows: Sequence[Row]) -> Scatter:
     return Scatter("Predicted and measured divergence", *axes, kinds, log_x=True)
 
 
-def columns_of(label: str, given: argparse.Namespace) -> list[str]:
+def columns_of(label: str, args: argparse.Namespace) -> list[str]:
     """Return the columns of a search: its files, and those that are calibrated, if these are wanted of it."""
-    best = label.endswith(FED) if given.feedback is not None else label != WEIGHTS
+    best = label.endswith(FEEDBACK) if args.feedback is not None else label != WEIGHTS
     return (
-        [label, f"{label.removesuffix(f', {FED}')}, {CALIBRATED}"] if best and given.calibrate is not None else [label]
+        [label, f"{label.removesuffix(f', {FEEDBACK}')}, {CALIBRATED}"]
+        if best and args.calibrate is not None
+        else [label]
     )
 
 
-def options_of(column: str, found: Allocation, given: argparse.Namespace) -> QuantizeOptions:
+def options_of(column: str, allocation: Allocation, args: argparse.Namespace) -> QuantizeOptions:
     """Return how the file of a column is made."""
     if not column.endswith(CALIBRATED):
-        return found.options
-    how = {"calibrate_ctx": given.ctx, "calibrate_chunks": given.calibrate_chunks}
-    return replace(found.options, feedback=None, calibrate=(given.calibrate,), **how)
+        return allocation.options
+    calibration = {"calibrate_ctx": args.ctx, "calibrate_chunks": args.calibrate_chunks}
+    return replace(allocation.options, feedback=None, calibrate=(args.calibrate,), **calibration)
 
 
 def main() -> None:
@@ -190,57 +195,57 @@ def main() -> None:
     p.add_argument("--chunks", type=int, metavar="N")
     p.add_argument("--threads", type=int)
     p.add_argument("--plot", type=Path, metavar="FILE")
-    given = p.parse_args()
-    kind = None if given.plot is None else check_plot(given.plot)
+    args = p.parse_args()
+    kind = None if args.plot is None else check_plot(args.plot)
     print(machine(), flush=True)
-    known = read_sensitivity(given.sensitivity)
-    fed_costs = any(cost.feedback for cost in known.costs)
-    with work_folder(None) as folder, open_model(given.model) as source:
-        runs = Runs(given, folder)
+    costs = read_sensitivity(args.sensitivity)
+    fed_costs = any(cost.feedback for cost in costs.costs)
+    with work_folder(None) as folder, open_model(args.model) as source:
+        runs = Runs(args, folder)
         spaces: dict[str, Space] = {}
-        for runtime in given.runtimes.split(","):
-            options = SearchOptions(imatrix=given.imatrix, runtime=runtime or None)
+        for runtime in args.runtimes.split(","):
+            options = SearchOptions(imatrix=args.imatrix, runtime=runtime or None)
             label = f"searched, {runtime}" if runtime else "searched"
-            spaces[label] = Space(known, source, options)
-            if given.feedback is not None:
-                spaces[f"{label}, {FED}"] = Space(known, source, replace(options, feedback=given.feedback))
+            spaces[label] = Space(costs, source, options)
+            if args.feedback is not None:
+                spaces[f"{label}, {FEEDBACK}"] = Space(costs, source, replace(options, feedback=args.feedback))
         space = next(iter(spaces.values()))
-        if not given.no_weights:
-            spaces[WEIGHTS] = Space(by_error_of_weights(known, given, folder), source, space.options)
-        columns = [column for label in spaces for column in columns_of(label, given)]
+        if not args.no_weights:
+            spaces[WEIGHTS] = Space(by_error_of_weights(costs, args, folder), source, space.options)
+        columns = [column for label in spaces for column in columns_of(label, args)]
         rows: list[Row] = []
         print(f"| preset | bytes | its divergence | {' | ratio | '.join(columns)} | ratio |")
         print(f"|---|---|---|{'---|---|' * len(columns)}")
-        for name in given.presets.split(","):
-            plan = runs.plan(name, QuantizeOptions(imatrix=given.imatrix))
+        for name in args.presets.split(","):
+            plan = runs.plan(name, QuantizeOptions(imatrix=args.imatrix))
             first = runs.row("preset", plan, predict_plan(space, plan) or math.nan)
             rows.append(first)
-            cells = [name, str(plan.nbytes), first.measured.text]
-            for label, of in spaces.items():
-                found = runs.best(Finder(of), plan.nbytes)
-                if found is None:
-                    cells += ["-", "-"] * len(columns_of(label, given))
+            cells = [name, str(plan.nbytes), first.actual.text]
+            for label, space_of_label in spaces.items():
+                allocation = runs.best(Finder(space_of_label), plan.nbytes)
+                if allocation is None:
+                    cells += ["-", "-"] * len(columns_of(label, args))
                     continue
-                for column in columns_of(label, given):
-                    plan_of = runs.plan(found.type_name, options_of(column, found, given))
-                    plain = column == label and not label.endswith(FED)
-                    known_by = space if label == WEIGHTS else of  # whose own costs are no divergences
+                for column in columns_of(label, args):
+                    plan_of = runs.plan(allocation.type_name, options_of(column, allocation, args))
+                    plain = column == label and not label.endswith(FEEDBACK)
+                    known_by = space if label == WEIGHTS else space_of_label  # whose own costs are no divergences
                     expected = predict_plan(known_by, plan_of) if plain or column == label and fed_costs else None
                     rows.append(runs.row(column, plan_of, expected or math.nan))
-                    cells += [rows[-1].measured.text, ratio(rows[-1].measured, first.measured)]
+                    cells += [rows[-1].actual.text, ratio(rows[-1].actual, first.actual)]
                     print(f"{name}, {column}: {cells[-2]}, {cells[-1]}", file=sys.stderr, flush=True)
             print(f"| {' | '.join(cells)} |", flush=True)
-        for picks in drawn(space, given.random):
+        for picks in random_allocations(space, args.random):
             title = space.main_type(picks)
             plan = runs.plan(title, space.quantize_options(title, space.rules(picks)))
             rows.append(runs.row("random", plan, space.kld(picks)))
     rows = [row for row in rows if math.isfinite(row.predicted)]
-    told = [row.predicted for row in rows], [row.mean for row in rows]
-    off = np.log(told[1]) - np.log(told[0])
-    print(f"\n{len(rows)} files: rank correlation of predicted and measured {spearman(*told):.4f};")
+    figures = [row.predicted for row in rows], [row.mean for row in rows]
+    off = np.log(figures[1]) - np.log(figures[0])
+    print(f"\n{len(rows)} files: rank correlation of predicted and measured {spearman(*figures):.4f};")
     print(f"measured / predicted {math.exp(off.mean()):.3f}, spread of that a factor of {math.exp(off.std()):.3f}")
     if kind is not None:
-        given.plot.write_bytes(draw(picture(rows), kind))
+        args.plot.write_bytes(draw(picture(rows), kind))
 
 
 if __name__ == "__main__":

@@ -58,11 +58,13 @@ def _loads_without(library: Libllama, source: GGUFFile, kind: str, folder: Path)
 
 def write_optional(library: Libllama, folder: Path) -> None:
     """Enter the optional kinds of every model of the zoo."""
-    found = {}
+    values = {}
     for name in NAMES:
         with open_gguf(write_zoo(name, folder / "whole.gguf")) as source:
-            found[name] = optional_kinds(library, source, folder)
-    rows = ",\n".join(f"{json.dumps(name)}:{json.dumps(kinds, separators=(',', ':'))}" for name, kinds in found.items())
+            values[name] = optional_kinds(library, source, folder)
+    rows = ",\n".join(
+        f"{json.dumps(name)}:{json.dumps(kinds, separators=(',', ':'))}" for name, kinds in values.items()
+    )
     (ZOO / "optional.json").write_text(f"{{{rows}}}\n")
 
 

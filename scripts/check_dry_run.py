@@ -25,16 +25,16 @@ from quantkit.convert import ConvertOptions, convert, plan_convert  # noqa: E402
 from quantkit.errors import QuantkitError  # noqa: E402
 
 #: TYPE of the command line; None: --outtype f16.
-WAYS = (None, "Q4_K_M", "IQ4_XS", "MXFP4_MOE")
+TYPE_NAMES = (None, "Q4_K_M", "IQ4_XS", "MXFP4_MOE")
 #: A head that is the embeddings' again, tokens never said, scales of one: what is written depends on values.
 BY_VALUES = {"falcon-mamba", "minimax-m1", "qwen3-nvfp4-trivial"}
 
 
-def planned(folder: Path, out: Path, way: str | None, options: ConvertOptions) -> int:
+def planned_bytes(folder: Path, out: Path, type_name: str | None, options: ConvertOptions) -> int:
     """Return the bytes that a dry run says."""
-    report = DryRunReport(plan_convert(folder, out, way, options), None).as_dict()
+    report = DryRunReport(plan_convert(folder, out, type_name, options), None).as_dict()
     files: list[dict[str, int]] = report["files"]
-    return sum(each["bytes"] for each in files)
+    return sum(file["bytes"] for file in files)
 
 
 def empty(folder: Path) -> None:
@@ -49,47 +49,51 @@ def empty(folder: Path) -> None:
 
 def check(name: str, folder: Path) -> list[str]:
     """Return what is wrong with a checkpoint."""
-    what = checkpoints.describe(name)
-    drawn = checkpoints.write_checkpoint(name, folder)
+    description = checkpoints.describe(name)
+    checkpoint = checkpoints.write_checkpoint(name, folder)
     names = ("pre", "no_nextn", "fuse_gate_up_exps", "fuse_qkv", "allow_incomplete")
-    options = ConvertOptions(**{name: getattr(options_of(what), name) for name in names})
+    options = ConvertOptions(**{name: getattr(options_of(description), name) for name in names})
     wrong, sizes = [], {}
-    for way in WAYS:
-        given = options if way else replace(options, outtype="f16", fuse_gate_up_exps=False, fuse_qkv=False)
+    for type_name in TYPE_NAMES:
+        checked_options = (
+            options if type_name else replace(options, outtype="f16", fuse_gate_up_exps=False, fuse_qkv=False)
+        )
         try:
-            sizes[way] = planned(drawn, folder / "a.gguf", way, given)
-            paths = convert(drawn, folder / "a.gguf", way, given, overwrite=True).paths
+            sizes[type_name] = planned_bytes(checkpoint, folder / "a.gguf", type_name, checked_options)
+            paths = convert(checkpoint, folder / "a.gguf", type_name, checked_options, overwrite=True).paths
         except QuantkitError as e:
-            print(f"    {name} {way or 'f16'}: {str(e)[:120]}")
-            sizes.pop(way, None)
+            print(f"    {name} {type_name or 'f16'}: {str(e)[:120]}")
+            sizes.pop(type_name, None)
             continue
-        written = sum(path.stat().st_size for path in paths)
-        if written != sizes[way]:
-            wrong.append(f"{way or 'f16'}: {sizes[way]} said, {written} written")
+        nbytes = sum(path.stat().st_size for path in paths)
+        if nbytes != sizes[type_name]:
+            wrong.append(f"{type_name or 'f16'}: {sizes[type_name]} said, {nbytes} written")
         for path in paths:
             path.unlink()
-    empty(drawn)
-    for way, size in sizes.items():
-        given = options if way else replace(options, outtype="f16", fuse_gate_up_exps=False, fuse_qkv=False)
+    empty(checkpoint)
+    for type_name, size in sizes.items():
+        checked_options = (
+            options if type_name else replace(options, outtype="f16", fuse_gate_up_exps=False, fuse_qkv=False)
+        )
         try:
-            other = planned(drawn, folder / "a.gguf", way, given)
+            in_folder = planned_bytes(checkpoint, folder / "a.gguf", type_name, checked_options)
         except QuantkitError as e:
-            print(f"    {name} {way or 'f16'} without weights: {str(e)[:120]}")
+            print(f"    {name} {type_name or 'f16'} without weights: {str(e)[:120]}")
             continue
-        if other != size and name not in BY_VALUES:
-            wrong.append(f"{way or 'f16'}: {size}, but {other} without weights")
+        if in_folder != size and name not in BY_VALUES:
+            wrong.append(f"{type_name or 'f16'}: {size}, but {in_folder} without weights")
     return wrong
 
 
 def main() -> None:
-    failed = 0
+    n_failed = 0
     for name in sys.argv[1:] or checkpoints.NAMES:
         with tempfile.TemporaryDirectory() as folder:
             if wrong := check(name, Path(folder)):
-                failed += 1
+                n_failed += 1
                 print(f"{name}: {'; '.join(wrong)}", flush=True)
-    print(f"{failed} differ")
-    sys.exit(failed > 0)
+    print(f"{n_failed} differ")
+    sys.exit(n_failed > 0)
 
 
 if __name__ == "__main__":

@@ -38,7 +38,7 @@ TEXTS = (
 #: Of classes that transformers has as remote code only.
 _REMOTE = ("bailing-moe-v2",)
 #: transformers' class of this name is another: without experts.
-_OTHER = ("nomic-bert-moe",)
+_NOT_RUN = ("nomic-bert-moe",)
 #: Originals that transformers does not load, for they are drawn with a part of a tower, without a head, or as remote
 #: code has them: what was exported of them is run alone.
 _ALONE = (
@@ -50,7 +50,7 @@ _ALONE = (
 _LOADED = ("gemma4-assistant",)
 #: Checkpoint -> what the original's config.json would have to say to be what its file is: as llama.cpp computes it, or
 #: as its converter reads it.
-_SAID: dict[str, dict[str, Any]] = {
+_OVERRIDES: dict[str, dict[str, Any]] = {
     "afmoe": {"mup_enabled": True},
     "falcon-h1": {"mamba_norm_before_gate": False},
     "gemma3n": {"tie_word_embeddings": True},
@@ -62,7 +62,7 @@ _SAID: dict[str, dict[str, Any]] = {
     "minicpm3": {"rope_scaling": {"factor": 1.0}, "scale_emb": 12, "dim_model_base": 256, "scale_depth": 1.4},
 }
 #: What one of the two has and the other has not: parts that no file of a text model holds.
-_APART = (
+_OPTIONAL_KEYS = (
     *("mtp.", "model.visual.", "vision_tower.", "model.vision", "multi_modal_", "model.multi_modal_", "lm_head."),
     *("model.projector.", "pooler.", "cls.predictions.", "model.vqmodel."),
 )
@@ -75,9 +75,9 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_intermixed_args()
     names = args.names or [name for name in checkpoints.NAMES if checkpoints.describe(name).quantized is None]
-    failed = (write if args.what == "write" else compare)(names, args.out)
-    if failed:
-        sys.exit(f"{len(failed)} are not the same: {' '.join(failed)}")
+    n_failed = (write if args.what == "write" else compare)(names, args.out)
+    if n_failed:
+        sys.exit(f"{len(n_failed)} are not the same: {' '.join(n_failed)}")
 
 
 def write(names: list[str], out: Path) -> list[str]:
@@ -90,13 +90,13 @@ def write(names: list[str], out: Path) -> list[str]:
 
     refused = []
     for name in names:
-        drawn = checkpoints.write_checkpoint(name, out / "drawn")
+        checkpoint = checkpoints.write_checkpoint(name, out / "drawn")
         model, exported = out / f"{name}.gguf", out / "exported" / name
         options = ConvertOptions(**checkpoints.describe(name).convert_keywords(), outtype="f32")
         shutil.rmtree(exported, ignore_errors=True)
         exported.parent.mkdir(exist_ok=True)
         try:
-            convert(drawn, model, None, options, overwrite=True)
+            convert(checkpoint, model, None, options, overwrite=True)
             export(model, exported)
             with open_gguf(model) as file:
                 tokenizer = Tokenizer.from_gguf(file)
@@ -117,57 +117,60 @@ def compare(names: list[str], out: Path) -> list[str]:
 
     torch.set_num_threads(1)
     transformers.logging.set_verbosity_error()
-    failed = []
+    failures = []
     for name in names:
-        what = checkpoints.describe(name)
+        description = checkpoints.describe(name)
         exported = out / "exported" / name
-        if not exported.exists() or not is_run(what, exported):
+        if not exported.exists() or not is_run(description, exported):
             continue
         try:
-            nmse, notes = compared(out / "drawn" / name, exported, what)
+            nmse, notes = compared(out / "drawn" / name, exported, description)
             ok = nmse <= BOUND
             print("same" if ok else "DIFFERENT", name, f"{nmse:.1e}", *notes, sep="  ", flush=True)
         except Exception as error:
             ok = False
             print("FAILED", name, type(error).__name__, str(error)[:300], sep="  ", flush=True)
             traceback.print_exc()
-        failed += [] if ok else [name]
-    return failed
+        failures += [] if ok else [name]
+    return failures
 
 
-def is_run(what: checkpoints.Description, exported: Path) -> bool:
+def is_run(description: checkpoints.Description, exported: Path) -> bool:
     """Tell whether this version of transformers has the class, of the original and of what was exported of it."""
     import transformers
 
     version = int(transformers.__version__.split(".")[0])
-    if what.transformers is not None:
-        return what.transformers == version and what.name not in _REMOTE
+    if description.transformers is not None:
+        return description.transformers == version and description.name not in _REMOTE
     names = json.loads((exported / "config.json").read_text())["architectures"]
-    names += [] if what.name in _ALONE else [what.model or what.config["architectures"][0]]
-    return all(hasattr(transformers, name) for name in names) and what.name not in _OTHER
+    names += [] if description.name in _ALONE else [description.model or description.config["architectures"][0]]
+    return all(hasattr(transformers, name) for name in names) and description.name not in _NOT_RUN
 
 
-def compared(drawn: Path, exported: Path, what: checkpoints.Description) -> tuple[float, list[str]]:
+def compared(checkpoint: Path, exported: Path, description: checkpoints.Description) -> tuple[float, list[str]]:
     """Return the NMSE of what was exported against the original, and what is worth saying."""
     import torch
 
-    if what.name in _LOADED:
+    if description.name in _LOADED:
         loaded(exported)
         return 0.0, ["loaded", *tokenizer_notes(exported)]
-    if what.name in _ALONE:
+    if description.name in _ALONE:
         logits = computed(loaded(exported), torch.tensor([checkpoints.PROMPT]))
         return 0.0 if torch.isfinite(logits).all() else float("nan"), ["alone", *tokenizer_notes(exported)]
-    ours = loaded(exported)
-    bare = type(ours).__name__ if type(ours).__name__.endswith("Model") else what.model
-    theirs = loaded(said_otherwise(drawn, _SAID[what.name]) if what.name in _SAID else drawn, bare)
+    exported_model = loaded(exported)
+    class_name = type(exported_model).__name__ if type(exported_model).__name__.endswith("Model") else description.model
+    original_model = loaded(
+        said_otherwise(checkpoint, _OVERRIDES[description.name]) if description.name in _OVERRIDES else checkpoint,
+        class_name,
+    )
     with torch.no_grad():
-        logits = [computed(model, torch.tensor([checkpoints.PROMPT])) for model in (theirs, ours)]
+        logits = [computed(model, torch.tensor([checkpoints.PROMPT])) for model in (original_model, exported_model)]
     if not torch.isfinite(logits[0]).all():
         raise ValueError("not finite")
-    a, b = theirs.state_dict(), ours.state_dict()
+    a, b = original_model.state_dict(), exported_model.state_dict()
     shared = {key.split("language_model.")[-1].removeprefix("model."): x for key, x in a.items()}
-    mine = {key.split("language_model.")[-1].removeprefix("model."): x for key, x in b.items()}
-    differ = [key for key in shared if key in mine and not torch.equal(shared[key], mine[key])]
+    tensors_by_name = {key.split("language_model.")[-1].removeprefix("model."): x for key, x in b.items()}
+    differ = [key for key in shared if key in tensors_by_name and not torch.equal(shared[key], tensors_by_name[key])]
     differ = [key for key in differ if not key.startswith(("visual.", "vision", "multi_modal_"))]
     notes = [f"{len(differ)} weights differ: {differ[:3]}"] if differ else []
     return float(((logits[0] - logits[1]) ** 2).sum() / (logits[0] ** 2).sum()), notes + tokenizer_notes(exported)
@@ -175,40 +178,42 @@ def compared(drawn: Path, exported: Path, what: checkpoints.Description) -> tupl
 
 def computed(model: Any, prompt: Any) -> Any:
     """Return logits, or what an encoder makes of each token."""
-    known = inspect.signature(model.forward).parameters
-    given = {"use_cache": False} if "use_cache" in known else {}
-    if "decoder_input_ids" in known:
-        given["decoder_input_ids"] = prompt
-    made = model(prompt, **given)
-    return made.logits if hasattr(made, "logits") else made.last_hidden_state
+    parameters = inspect.signature(model.forward).parameters
+    keywords = {"use_cache": False} if "use_cache" in parameters else {}
+    if "decoder_input_ids" in parameters:
+        keywords["decoder_input_ids"] = prompt
+    output = model(prompt, **keywords)
+    return output.logits if hasattr(output, "logits") else output.last_hidden_state
 
 
-def said_otherwise(drawn: Path, said: dict[str, Any]) -> Path:
+def said_otherwise(checkpoint: Path, changes: dict[str, Any]) -> Path:
     """Return a checkpoint that differs from another in what config.json says."""
-    folder = drawn.with_name(f"{drawn.name}.said")
+    folder = checkpoint.with_name(f"{checkpoint.name}.said")
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()
-    for path in drawn.iterdir():
+    for path in checkpoint.iterdir():
         (folder / path.name).symlink_to(path.absolute())
-    config = json.loads((drawn / "config.json").read_text())
-    changed = {key: {**config[key], **value} if isinstance(value, dict) else value for key, value in said.items()}
+    config = json.loads((checkpoint / "config.json").read_text())
+    changed = {key: {**config[key], **value} if isinstance(value, dict) else value for key, value in changes.items()}
     (folder / "config.json").unlink()
     (folder / "config.json").write_text(json.dumps(config | changed))
     return folder
 
 
-def loaded(path: Path, named: str | None = None) -> Any:
+def loaded(path: Path, class_name: str | None = None) -> Any:
     """Return a model in float32; every weight of it must be there."""
     import torch
     import transformers
 
-    cls = getattr(transformers, named or json.loads((path / "config.json").read_text())["architectures"][0])
+    cls = getattr(transformers, class_name or json.loads((path / "config.json").read_text())["architectures"][0])
     model, info = cls.from_pretrained(
         path, dtype=torch.float32, attn_implementation="eager", output_loading_info=True, local_files_only=True
     )
     layers = getattr(model.config, "num_hidden_layers", None)
     for key in ("missing_keys", "unexpected_keys", "mismatched_keys"):
-        bad = [each for each in map(str, info[key]) if not each.startswith((*_APART, f"model.layers.{layers}."))]
+        bad = [
+            item for item in map(str, info[key]) if not item.startswith((*_OPTIONAL_KEYS, f"model.layers.{layers}."))
+        ]
         if bad:
             raise ValueError(f"{key}: {bad[:5]}")
     return model.eval()
@@ -219,11 +224,11 @@ def tokenizer_notes(exported: Path) -> list[str]:
     import transformers
 
     tokenizer = transformers.AutoTokenizer.from_pretrained(exported)
-    found = [tokenizer(text).input_ids for text in TEXTS]
+    id_lists = [tokenizer(text).input_ids for text in TEXTS]
     expected = json.loads((exported / "ids.json").read_text())
     return [
         f"ids of text {i}: {a[:12]}, not {b[:12]}"
-        for i, (a, b) in enumerate(zip(found, expected, strict=True))
+        for i, (a, b) in enumerate(zip(id_lists, expected, strict=True))
         if a != b
     ]
 

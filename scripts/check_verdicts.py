@@ -42,12 +42,12 @@ class Case:
     kind: str
     damage: str
     runtime: str
-    ours: Verdict
-    theirs: Verdict
+    verdict: Verdict
+    expected: Verdict
 
     @property
     def agree(self) -> bool:
-        return self.ours.loads == self.theirs.loads
+        return self.verdict.loads == self.expected.loads
 
 
 def draw(options: argparse.Namespace) -> Iterator[tuple[str, int | None, str, str, sparse_models.Model]]:
@@ -55,10 +55,10 @@ def draw(options: argparse.Namespace) -> Iterator[tuple[str, int | None, str, st
     names = [name for name in sparse_models.NAMES if options.model in name]
     for name in names if not options.damaged else []:
         yield name, None, "whole", "", sparse_models.model(name)
-    drawn = ((name, seed) for seed in itertools.count(options.seed) for name in names)
-    cases = ((name, seed, *damage.damage(sparse_models.model(name), seed)) for name, seed in drawn)
-    chosen = ((name, seed, kind, text, m) for name, seed, m, kind, text in cases if kind in options.only)
-    yield from itertools.islice(chosen, options.count)
+    pairs = ((name, seed) for seed in itertools.count(options.seed) for name in names)
+    cases = ((name, seed, *damage.damage(sparse_models.model(name), seed)) for name, seed in pairs)
+    selection = ((name, seed, kind, text, m) for name, seed, m, kind, text in cases if kind in options.only)
+    yield from itertools.islice(selection, options.count)
 
 
 def judge(options: argparse.Namespace) -> Iterator[Case]:
@@ -66,8 +66,8 @@ def judge(options: argparse.Namespace) -> Iterator[Case]:
     if missing := set(RUNTIMES) - set(runtimes):
         sys.exit(f"{', '.join(sorted(missing))} is not here: scripts/peers builds llama.cpp, ik_llama.cpp's is a wheel")
     for name, seed, kind, text, model in draw(options):
-        for runtime, (ours, theirs) in verdicts(model, runtimes).items():
-            yield Case(name, model.architecture, seed, kind, text, runtime, ours, theirs)
+        for runtime, (verdict, expected) in verdicts(model, runtimes).items():
+            yield Case(name, model.architecture, seed, kind, text, runtime, verdict, expected)
 
 
 def agreement(cases: list[Case]) -> str:
@@ -86,8 +86,8 @@ ALL = "(all)"
 
 def counts(cases: list[Case]) -> list[int]:
     """Return how many cases there are, load, agree, load by our verdict alone, and by theirs alone."""
-    wrong = Counter(case.ours.loads for case in cases if not case.agree)
-    loads = sum(case.theirs.loads for case in cases)
+    wrong = Counter(case.verdict.loads for case in cases if not case.agree)
+    loads = sum(case.expected.loads for case in cases)
     return [len(cases), loads, len(cases) - wrong.total(), wrong[True], wrong[False]]
 
 
@@ -113,8 +113,8 @@ def main() -> None:
     wrong = [case for case in cases if not case.agree]
     for case in wrong:
         print(f"\n{case.name} {'whole' if case.seed is None else case.seed} ({case.architecture}): {case.damage}")
-        for who, verdict in (("quantkit", case.ours), (case.runtime, case.theirs)):
-            print(f"    {who}: {'loads' if verdict.loads else verdict.why[:300]}")
+        for program, verdict in (("quantkit", case.verdict), (case.runtime, case.expected)):
+            print(f"    {program}: {'loads' if verdict.loads else verdict.why[:300]}")
     sys.exit(1 if wrong else 0)
 
 

@@ -25,7 +25,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests/lib")]
 
-from quick import COMPILED, ELSEWHERE, PACKAGE, TARGET, called, modules  # noqa: E402
+from quick import COMPILED, ELSEWHERE, PACKAGE, TARGET, modules, quick_test_of  # noqa: E402
 
 #: The modules that Python calls in the process of a test.
 MODULES = set(modules()) - COMPILED.keys() - ELSEWHERE.keys()
@@ -39,9 +39,9 @@ class Recorder:
         self.modules: dict[str, set[str]] = {}
         self.seconds: dict[str, float] = {}
         self._files: set[str] = set()
-        self._failed: set[str] = set()
+        self._failures: set[str] = set()
 
-    def _called(self, frame: FrameType, event: str, argument: Any) -> None:
+    def _record(self, frame: FrameType, event: str, argument: Any) -> None:
         if event == "call":
             self._files.add(frame.f_code.co_filename)
 
@@ -50,15 +50,15 @@ class Recorder:
         """Watch a test and the fixtures that are made for it."""
         self._files.clear()
         began = time.perf_counter()
-        threading.setprofile(self._called)
-        sys.setprofile(self._called)
+        threading.setprofile(self._record)
+        sys.setprofile(self._record)
         try:
             result = yield
         finally:
             sys.setprofile(None)
             threading.setprofile(None)
         seconds = time.perf_counter() - began
-        if seconds <= self.limit and item.nodeid not in self._failed:
+        if seconds <= self.limit and item.nodeid not in self._failures:
             self.modules[item.nodeid] = {f.removeprefix(self.prefix) for f in self._files if f.startswith(self.prefix)}
             self.seconds[item.nodeid] = seconds
         return result
@@ -66,21 +66,21 @@ class Recorder:
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """Leave out what fails or is skipped."""
         if not report.passed:
-            self._failed.add(report.nodeid)
+            self._failures.add(report.nodeid)
 
 
-def chosen(recorder: Recorder, known: dict[str, str]) -> dict[str, str]:
+def choose_tests(recorder: Recorder, entries: dict[str, str]) -> dict[str, str]:
     """Return a test for each module: few tests, and cheap ones; a module keeps one that was not run now."""
-    found = {module: test for module, test in known.items() if module in MODULES and test not in recorder.modules}
-    left = MODULES - found.keys()
+    tests = {module: test for module, test in entries.items() if module in MODULES and test not in recorder.modules}
+    left = MODULES - tests.keys()
     while left:
         gains = {test: len(modules & left) for test, modules in recorder.modules.items() if modules & left}
         if not gains:
             break
         best = max(gains, key=lambda test: gains[test] / (recorder.seconds[test] + 0.05))
-        found |= dict.fromkeys(recorder.modules[best] & left, best)
+        tests |= dict.fromkeys(recorder.modules[best] & left, best)
         left -= recorder.modules[best]
-    return found
+    return tests
 
 
 def main() -> None:
@@ -89,11 +89,11 @@ def main() -> None:
     parser.add_argument("--limit", type=float, default=3, help="seconds that a test may take  [default: 3]")
     options = parser.parse_args()
     os.chdir(ROOT)
-    recorder, known = Recorder(options.limit), called()
-    pytest.main(["-q", "-m", "not peer and not gpu", *(options.tests or sorted(set(known.values())))], [recorder])
-    found = chosen(recorder, known)
-    TARGET.write_text(json.dumps(found, indent=0, sort_keys=True) + "\n")
-    print(f"{len(found)} modules, {len(set(found.values()))} tests; without one: {sorted(MODULES - found.keys())}")
+    recorder, entries = Recorder(options.limit), quick_test_of()
+    pytest.main(["-q", "-m", "not peer and not gpu", *(options.tests or sorted(set(entries.values())))], [recorder])
+    tests = choose_tests(recorder, entries)
+    TARGET.write_text(json.dumps(tests, indent=0, sort_keys=True) + "\n")
+    print(f"{len(tests)} modules, {len(set(tests.values()))} tests; without one: {sorted(MODULES - tests.keys())}")
 
 
 if __name__ == "__main__":

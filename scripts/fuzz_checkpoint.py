@@ -81,44 +81,44 @@ def mutated_json(data: bytes, rng: random.Random) -> bytes:
     return json.dumps(tree, ensure_ascii=rng.random() < 0.5).encode("utf-8", "surrogatepass")
 
 
-def places(tree: Any, found: list[tuple[Any, Any]], depth: int = 0) -> list[tuple[Any, Any]]:
+def places(tree: Any, pairs: list[tuple[Any, Any]], depth: int = 0) -> list[tuple[Any, Any]]:
     """Return containers in a tree with each of their keys: all of a small one."""
-    if len(found) > 2000 or depth > 20:
-        return found
+    if len(pairs) > 2000 or depth > 20:
+        return pairs
     items = list(tree.items()) if isinstance(tree, dict) else list(enumerate(tree)) if isinstance(tree, list) else []
     for key, value in items[:40] + items[-4:]:
-        found.append((tree, key))
-        places(value, found, depth + 1)
-    return found
+        pairs.append((tree, key))
+        places(value, pairs, depth + 1)
+    return pairs
 
 
 def change(tree: Any, rng: random.Random) -> Any:
     """Return a tree with one change: a value, a key, a copy of something elsewhere."""
-    found = places(tree, [])
-    if not found:
+    pairs = places(tree, [])
+    if not pairs:
         return rng.choice(VALUES)
-    inside, key = rng.choice(found)
+    container, key = rng.choice(pairs)
     kind = rng.randrange(7)
     if kind <= 2:
-        inside[key] = (
+        container[key] = (
             copy.deepcopy(rng.choice((*VALUES, *EDGES)))
             if rng.random() < 0.8
             else rng.choice((-1, 1)) * rng.choice(EDGES)
         )
     elif kind == 3:
-        del inside[key]
+        del container[key]
     elif kind == 4:
-        other, where = rng.choice(found)
-        inside[key] = copy.deepcopy(other[where]) if where in range(len(other)) or where in other else None
-    elif kind == 5 and isinstance(inside, dict):
-        inside[rng.choice([k for d, k in found if isinstance(d, dict)])] = inside.pop(key)
-    elif isinstance(inside[key], int) and not isinstance(inside[key], bool):
-        inside[key] += rng.choice((-1, 1, 7, 256))
+        second, where = rng.choice(pairs)
+        container[key] = copy.deepcopy(second[where]) if where in range(len(second)) or where in second else None
+    elif kind == 5 and isinstance(container, dict):
+        container[rng.choice([k for d, k in pairs if isinstance(d, dict)])] = container.pop(key)
+    elif isinstance(container[key], int) and not isinstance(container[key], bool):
+        container[key] += rng.choice((-1, 1, 7, 256))
     else:
-        deep: Any = inside[key]
+        deep: Any = container[key]
         for _ in range(rng.choice((1, 100))):
             deep = [deep]
-        inside[key] = deep
+        container[key] = deep
     return tree
 
 
@@ -145,9 +145,9 @@ def read(opened: Any, tensor: Any) -> None:
     import numpy as np
 
     row = tensor.type.row_bytes(tensor.shape[0])
-    into = np.empty(row, np.uint8)
-    for at in {0, tensor.nbytes - row}:
-        opened.read(tensor, into, at)
+    out = np.empty(row, np.uint8)
+    for offset in {0, tensor.nbytes - row}:
+        opened.read(tensor, out, offset)
 
 
 def seeds(folder: Path) -> list[Seed]:
@@ -200,30 +200,30 @@ def more_seeds(folder: Path) -> list[Seed]:
     """Write a checkpoint of every architecture, and return their configurations."""
     import checkpoints
 
-    found = []
+    seeds = []
     for name in checkpoints.NAMES:
         where = checkpoints.write_checkpoint(name, folder / "more")
-        found.append(Seed(where, "config.json", (where / "config.json").read_bytes()))
-    return found
+        seeds.append(Seed(where, "config.json", (where / "config.json").read_bytes()))
+    return seeds
 
 
 def _field(data: bytes) -> bytes:
     return b"\x0a" + bytes([len(data)]) + data
 
 
-class Inside:
+class LocalService:
     """A ``foreign.child.Child`` without a process, which takes longer to start than a case."""
 
     def __init__(
         self,
         service: str,
-        what: str,
+        name: str,
         *arguments: Any,
         limits: Limits | None = None,
         data: Callable[[], bytes] | None = None,
     ) -> None:
-        self.service, self.what, self.arguments, self.limits, self.data = service, what, arguments, limits, data
-        self.made: Any = None
+        self.service, self.name, self.arguments, self.limits, self.data = service, name, arguments, limits, data
+        self.instance: Any = None
 
     def start(self) -> None:
         """Do nothing: the service is made by the first call."""
@@ -231,15 +231,15 @@ class Inside:
     def call(self, method: str, *arguments: Any) -> Any:
         """Return what a method answers; whatever it raises is a refusal."""
         try:
-            if self.made is None:
+            if self.instance is None:
                 module, _, name = self.service.partition(":")
                 data = [] if self.data is None else [self.data()]
-                self.made = getattr(importlib.import_module(module), name)(*data, *self.arguments)
-            return getattr(self.made, method)(*arguments)
+                self.instance = getattr(importlib.import_module(module), name)(*data, *self.arguments)
+            return getattr(self.instance, method)(*arguments)
         except (KeyboardInterrupt, MemoryError, Hang):
             raise
         except BaseException as e:  # panics of tokenizers are not Exceptions
-            raise FormatError(f"{self.what}: {e}") from None
+            raise FormatError(f"{self.name}: {e}") from None
 
 
 def run_one(seed: Seed, data: bytes, limit: float, watch: bool) -> tuple[str, str]:
@@ -273,14 +273,14 @@ def main() -> None:
     parser.add_argument("--memory", type=int, default=192, metavar="MIB", help="address space beyond that at the start")
     parser.add_argument("--keep", type=Path, default=Path("fuzz-failures"), help="folder for failing files")
     options = parser.parse_args()
-    library.Child = Inside  # type: ignore[assignment,attr-defined]
+    library.Child = LocalService  # type: ignore[assignment,attr-defined]
     rng, totals, slowest = random.Random(options.seed), Counter[str](), 0.0
     shared = Path("/dev/shm")
     with tempfile.TemporaryDirectory(dir=shared if shared.is_dir() else None) as folder:
         starts = seeds(Path(folder))
         for seed in starts:  # imports everything before the cap, and must work
-            if (found := run_one(seed, seed.data, 60.0, True)) != ("opened", ""):
-                sys.exit(f"{seed.folder.name} as it is: {found}")
+            if (result := run_one(seed, seed.data, 60.0, True)) != ("opened", ""):
+                sys.exit(f"{seed.folder.name} as it is: {result}")
         if options.all:
             starts += [s for s in more_seeds(Path(folder)) if run_one(s, s.data, 60.0, False)[0] == "opened"]
             print(f"{len(starts)} files to change", flush=True)
@@ -300,10 +300,10 @@ def main() -> None:
                     print(f"case {i}, {seed.folder.name}/{seed.file}: {why[:300]}", file=sys.stderr)
         except KeyboardInterrupt:
             print("stopped early: ", end="")
-    done, seconds = totals.total(), time.perf_counter() - began
+    n_total, seconds = totals.total(), time.perf_counter() - began
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-    print(f"{done} checkpoints with a changed file, seed {options.seed}: {totals['opened']} opened, ", end="")
-    print(f"{totals['refused']} refused, {totals['failed']} failures; {done / seconds:.0f}/s, ", end="")
+    print(f"{n_total} checkpoints with a changed file, seed {options.seed}: {totals['opened']} opened, ", end="")
+    print(f"{totals['refused']} refused, {totals['failed']} failures; {n_total / seconds:.0f}/s, ", end="")
     print(
         f"slowest {slowest * 1000:.1f} ms, peak RSS {peak:.0f} MiB under a cap of {options.memory} MiB above the start"
     )

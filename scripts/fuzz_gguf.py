@@ -95,26 +95,26 @@ def mutate(data: bytes, rng: random.Random) -> bytes:
     out = bytearray(data)
     for _ in range(rng.choice((1, 1, 1, 2, 4))):
         n = len(out)
-        at = rng.randrange(n) if n else 0
+        offset = rng.randrange(n) if n else 0
         kind = rng.randrange(8)
         if kind == 0 and n:
-            out[at] ^= 1 << rng.randrange(8)
+            out[offset] ^= 1 << rng.randrange(8)
         elif kind == 1 and n:
-            out[at] = rng.randrange(256)
+            out[offset] = rng.randrange(256)
         elif kind == 2:
-            out[at : at + 8] = struct.pack("<Q", rng.choice((*EDGES, n, n - at if n > at else 0)))
+            out[offset : offset + 8] = struct.pack("<Q", rng.choice((*EDGES, n, n - offset if n > offset else 0)))
         elif kind == 3:
-            out[at : at + 4] = struct.pack(
+            out[offset : offset + 4] = struct.pack(
                 "<I", rng.choice((*EDGES[:16], 0x7FFFFFFF, 0xFFFFFFFF, n, rng.randrange(420)))
             )
         elif kind == 4:
-            del out[at : at + rng.choice((1, 4, 8, rng.randrange(1, 64)))]
+            del out[offset : offset + rng.choice((1, 4, 8, rng.randrange(1, 64)))]
         elif kind == 5:
-            out[at:at] = out[at : at + rng.randrange(1, 64)]
+            out[offset:offset] = out[offset : offset + rng.randrange(1, 64)]
         elif kind == 6:
-            out[at:at] = rng.randbytes(rng.choice((1, 4, 8, 16)))
+            out[offset:offset] = rng.randbytes(rng.choice((1, 4, 8, 16)))
         else:
-            del out[at:]
+            del out[offset:]
     return bytes(out)
 
 
@@ -182,10 +182,10 @@ def mutations(count: int, seed: int, limit: float, memory_mb: int, keep: Path) -
                     print(f"case {i}: {why}", file=sys.stderr)
         except KeyboardInterrupt:
             print("stopped early: ", end="")
-    done, seconds = totals.total(), time.perf_counter() - began
+    n_total, seconds = totals.total(), time.perf_counter() - began
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-    print(f"{done} mutated headers, seed {seed}: {totals['opened']} opened, {totals['refused']} refused, ", end="")
-    print(f"{totals['failed']} failures; {done / seconds:.0f}/s, slowest {slowest * 1000:.1f} ms, ", end="")
+    print(f"{n_total} mutated headers, seed {seed}: {totals['opened']} opened, {totals['refused']} refused, ", end="")
+    print(f"{totals['failed']} failures; {n_total / seconds:.0f}/s, slowest {slowest * 1000:.1f} ms, ", end="")
     print(f"peak RSS {peak:.0f} MiB under a cap of {memory_mb} MiB above the start")
     return totals["failed"]
 
@@ -219,9 +219,9 @@ def main() -> None:
     parser.add_argument("--limit", type=float, default=5.0, metavar="SECONDS", help="CPU time of one case")
     parser.add_argument("--memory", type=int, default=64, metavar="MIB", help="address space beyond that at the start")
     parser.add_argument("--keep", type=Path, default=Path("fuzz-failures"), help="folder for failing files")
-    options, rest = parser.parse_known_args()
+    options, remainder = parser.parse_known_args()
     if options.mutations is None:
-        with_atheris(rest)
+        with_atheris(remainder)
     elif mutations(options.mutations, options.seed, options.limit, options.memory, options.keep):
         sys.exit(1)
 

@@ -66,8 +66,8 @@ def saved(row: Row) -> tuple[Json, dict[str, list[int]]]:
         (file,) = Path(out).glob("*.safetensors")
         with file.open("rb") as stored:
             header = json.loads(stored.read(struct.unpack("<Q", stored.read(8))[0]))
-        written = json.loads((Path(out) / "config.json").read_text())
-    return written, {name: info["shape"] for name, info in header.items() if name != "__metadata__"}
+        saved_config = json.loads((Path(out) / "config.json").read_text())
+    return saved_config, {name: info["shape"] for name, info in header.items() if name != "__metadata__"}
 
 
 def compact(tensors: dict[str, list[int]]) -> dict[str, list[int]]:
@@ -117,32 +117,32 @@ def describe_quantized(row: Quantized) -> Json:
 
 def describe_variant(row: Variant) -> Json:
     """Return the description of a variant."""
-    what: Json = json.loads((DATA / f"{row.base}.json").read_text())
+    description: Json = json.loads((DATA / f"{row.base}.json").read_text())
     for key in ("config", "vocab"):
-        what[key] = what[key] | getattr(row, key)
+        description[key] = description[key] | getattr(row, key)
     if row.files:
-        what["files"] = row.files
+        description["files"] = row.files
     if row.options:
-        what["options"] = row.options
-    return what | {"transformers": None, "outtypes": list(row.outtypes)}
+        description["options"] = row.options
+    return description | {"transformers": None, "outtypes": list(row.outtypes)}
 
 
 def describe_sparse(base: str) -> Json:
     """Return a description without the keys of config.json that have the value of their class's default."""
     import transformers
 
-    what: Json = json.loads((DATA / f"{base}.json").read_text())
-    config = what["config"]
+    description: Json = json.loads((DATA / f"{base}.json").read_text())
+    config = description["config"]
     defaults = transformers.AutoConfig.for_model(config["model_type"]).to_dict()
-    kept = ("architectures", "model_type", "vocab_size", "num_hidden_layers", "tie_word_embeddings")
-    what["config"] = {k: v for k, v in config.items() if k in kept or k not in defaults or defaults[k] != v}
-    return what | {"transformers": None, "outtypes": ["bf16"]}
+    keys = ("architectures", "model_type", "vocab_size", "num_hidden_layers", "tie_word_embeddings")
+    description["config"] = {k: v for k, v in config.items() if k in keys or k not in defaults or defaults[k] != v}
+    return description | {"transformers": None, "outtypes": ["bf16"]}
 
 
-def text_of(what: Json) -> str:
+def text_of(description: Json) -> str:
     """Return JSON: a line per key, of objects in it a line per key, too."""
     lines = []
-    for key, value in what.items():
+    for key, value in description.items():
         if isinstance(value, dict) and value:
             inner = ",\n".join(f"  {json.dumps(k)}: {json.dumps(v, ensure_ascii=False)}" for k, v in value.items())
             lines.append(f" {json.dumps(key)}: {{\n{inner}\n }}")
@@ -158,7 +158,7 @@ def main() -> None:
     import transformers
 
     version = int(transformers.__version__.split(".")[0])
-    failed = 0
+    n_failed = 0
     jobs = {row.name: partial(describe, row) for row in ROWS + NAMED + ENCODERS + OTHERS if row.version in (0, version)}
     jobs |= {row.name: partial(describe_quantized, row) for row in QUANTIZED}
     jobs |= {row.name: partial(describe_variant, row) for row in VARIANTS}
@@ -170,12 +170,12 @@ def main() -> None:
         try:
             text = text_of(job())
         except Exception as error:  # the others can be made all the same
-            failed += 1
+            n_failed += 1
             print(f"{name}: {type(error).__name__}: {error}", file=sys.stderr)
             continue
         (DATA / f"{name}.json").write_text(text, encoding="utf-8", newline="\n")
         print(name, len(text))
-    sys.exit(failed > 0)
+    sys.exit(n_failed > 0)
 
 
 if __name__ == "__main__":

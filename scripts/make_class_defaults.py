@@ -41,19 +41,25 @@ def class_of(kind: str) -> Any:
 
 def parameters(cls: Any) -> dict[str, Any]:
     """Return the defaults of a class and of those it is made of."""
-    found: dict[str, Any] = {}
-    for each in cls.__mro__:
-        if "__init__" in each.__dict__:
-            given = inspect.signature(each.__init__).parameters.values()
-            found = {p.name: p.default for p in given if p.default is not inspect.Parameter.empty} | found
-    return found
+    values: dict[str, Any] = {}
+    for base in cls.__mro__:
+        if "__init__" in base.__dict__:
+            signature_parameters = inspect.signature(base.__init__).parameters.values()
+            values = {
+                p.name: p.default for p in signature_parameters if p.default is not inspect.Parameter.empty
+            } | values
+    return values
 
 
-def defaults(kind: str, keys: list[str] | None, known: list[str]) -> dict[str, Any]:
-    """Return the defaults of a model type; without ``keys``, of those that are ``known`` and that it has."""
+def defaults(kind: str, keys: list[str] | None, keys_of_all: list[str]) -> dict[str, Any]:
+    """Return the defaults of a model type; without ``keys``, of those that are ``keys_of_all`` and that it has."""
     cls = class_of(kind)
-    given = parameters(cls)
-    values = {key: given.get(key) for key in (known if keys is None else keys) if keys is not None or key in given}
+    class_parameters = parameters(cls)
+    values = {
+        key: class_parameters.get(key)
+        for key in (keys_of_all if keys is None else keys)
+        if keys is not None or key in class_parameters
+    }
     return values | {key: compute(cls()) for key, compute in COMPUTED.get(kind, {}).items()}
 
 
@@ -65,10 +71,10 @@ def main() -> None:
     version = import_module("transformers").__version__
     if version != VERSION:
         parser.error(f"transformers {version}: {VERSION} is needed")
-    held = json.loads(TARGET.read_text())
-    known = sorted({key for values in held.values() for key in values})
-    rows = {kind: defaults(kind, list(values), known) for kind, values in held.items()}
-    rows |= {kind: defaults(kind, None, known) for kind in arguments.add}
+    current = json.loads(TARGET.read_text())
+    all_keys = sorted({key for values in current.values() for key in values})
+    rows = {kind: defaults(kind, list(values), all_keys) for kind, values in current.items()}
+    rows |= {kind: defaults(kind, None, all_keys) for kind in arguments.add}
     lines = (f"{json.dumps(kind)}: {json.dumps(rows[kind])}" for kind in sorted(rows))
     arguments.out.write_text("{\n" + ",\n".join(lines) + "\n}\n")
 

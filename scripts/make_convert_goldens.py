@@ -68,8 +68,8 @@ def main() -> None:
     if os.environ.get("PYTHONHASHSEED") != "0":  # the order of named chat templates depends on it
         os.execve(sys.executable, [sys.executable, *sys.argv], {**os.environ, "PYTHONHASHSEED": "0"})
     make = {"reference": make_reference, "vocabularies": make_vocabularies, "logits": make_logits}[args.what]
-    known = real_files.VOCABULARIES if args.what == "vocabularies" else checkpoints.NAMES
-    sys.exit(bool(make(args.names or list(known), args)))
+    names = real_files.VOCABULARIES if args.what == "vocabularies" else checkpoints.NAMES
+    sys.exit(bool(make(args.names or list(names), args)))
 
 
 # --- the reference's files -------------------------------------------------------------------------------------------
@@ -91,21 +91,21 @@ def load_reference(args: argparse.Namespace) -> Any:
 
 def make_reference(names: list[str], args: argparse.Namespace) -> list[str]:
     """Convert checkpoints; return those that the reference cannot."""
-    program, failed = load_reference(args), []
+    program, failures = load_reference(args), []
     for name in names:
         row = reference_of(program, checkpoints.describe(name), args)
         if row is None:
-            failed.append(name)
+            failures.append(name)
             print("FAILED", name, (args.out / f"{name}.log").read_text()[-300:].replace("\n", " | "), flush=True)
             continue
         enter(SHA256, {name: row})
         print(name, {key: value["sha256"][:8] for key, value in row.items() if isinstance(value, dict)}, flush=True)
-    return failed
+    return failures
 
 
 def make_vocabularies(names: list[str], args: argparse.Namespace) -> list[str]:
     """Convert real vocabularies; return those that the reference cannot."""
-    program, failed = load_reference(args), []
+    program, failures = load_reference(args), []
     for name in names:
         shutil.rmtree(args.checkpoints / name, ignore_errors=True)
         source = real_files.write_vocabulary(name, args.checkpoints)
@@ -118,50 +118,57 @@ def make_vocabularies(names: list[str], args: argparse.Namespace) -> list[str]:
         forked(program, arguments, out, log, None)
         seconds = time.perf_counter() - began
         if not out.exists():
-            failed.append(name)
+            failures.append(name)
             print("FAILED", name, log.read_text()[-300:].replace("\n", " | "), flush=True)
             continue
         enter(VOCABULARIES, {name: {"sha256": hashlib.sha256(out.read_bytes()).hexdigest()}})
         print(f"{name}: {seconds:.1f} s", flush=True)
-    return failed
+    return failures
 
 
-def reference_of(program: Any, what: checkpoints.Description, args: argparse.Namespace) -> Json | None:
+def reference_of(program: Any, description: checkpoints.Description, args: argparse.Namespace) -> Json | None:
     """Draw a checkpoint, convert it in every way; None where that fails."""
-    name, source = what.name, args.checkpoints
+    name, source = description.name, args.checkpoints
     shutil.rmtree(source / name, ignore_errors=True)
-    row: Json = {"checkpoint": checkpoints.digest(checkpoints.write_description(what, source))}
-    if what.vocab["kind"] in ("bpe", "wordpiece"):
+    row: Json = {"checkpoint": checkpoints.digest(checkpoints.write_description(description, source))}
+    if description.vocab["kind"] in ("bpe", "wordpiece"):
         row["check"] = check_hash(source / name)
-    if what.formula:
+    if description.formula:
         source /= "meant"
-        checkpoints.write_description(checkpoints.decoded(what), source)
-    for outtype in [t for t in what.outtypes if not (what.formula and t == "auto")]:
+        checkpoints.write_description(checkpoints.decode_weights(description), source)
+    for outtype in [t for t in description.outtypes if not (description.formula and t == "auto")]:
         out = args.out / f"{name}-{outtype}.gguf"
-        run_reference(program, what, source / name, outtype, out, ())
+        run_reference(program, description, source / name, outtype, out, ())
         if not out.exists():
             return None
         row[outtype] = digests(out)
-    for split, options in SPLITS.items() if "auto" in what.outtypes else ():
+    for split, options in SPLITS.items() if "auto" in description.outtypes else ():
         out = args.out / f"{name}-by-{split}.gguf"
-        run_reference(program, what, source / name, "bf16", out, options)
+        run_reference(program, description, source / name, "bf16", out, options)
         parts = sorted(args.out.glob(f"{out.stem}-0*.gguf")) or [out]
         row[f"bf16 by {split}"] = [hashlib.sha256(part.read_bytes()).hexdigest() for part in parts]
     return row
 
 
 def run_reference(
-    program: Any, what: checkpoints.Description, source: Path, outtype: str, out: Path, more: tuple[str, ...]
+    program: Any,
+    description: checkpoints.Description,
+    source: Path,
+    outtype: str,
+    out: Path,
+    extra_options: tuple[str, ...],
 ) -> None:
     """Run the converter in a fork: its classes keep state. Without ``out`` afterwards, it failed."""
     for old in out.parent.glob(f"{out.stem}*.gguf"):
         if old == out or old.stem.startswith(f"{out.stem}-0"):
             old.unlink()
     # torch 2.13 cannot shift meta tensors as that scheme does, nor tell a value of one.
-    eager = (what.quantized or {}).get("method") == "bitnet" or "JAISLMHeadModel" in what.config["architectures"]
-    more += ("--no-lazy",) if eager else ()
-    options = ["--outfile", str(out), "--outtype", outtype, *what.options, *more]
-    forked(program, [str(source), *options], out, out.parent / f"{what.name}.log", what.vocab)
+    eager = (description.quantized or {}).get("method") == "bitnet" or "JAISLMHeadModel" in description.config[
+        "architectures"
+    ]
+    extra_options += ("--no-lazy",) if eager else ()
+    options = ["--outfile", str(out), "--outtype", outtype, *description.options, *extra_options]
+    forked(program, [str(source), *options], out, out.parent / f"{description.name}.log", description.vocab)
 
 
 def forked(program: Any, arguments: list[str], out: Path, log: Path, vocab: Json | None) -> None:
@@ -226,11 +233,11 @@ def mend_baichuan() -> None:
     from conversion.baichuan import BaichuanModel
     from conversion.base import TextModel
 
-    packed = BaichuanModel.modify_tensors
+    modify_packed = BaichuanModel.modify_tensors
 
     def mended(self: Any, x: Any, name: str, layer: int | None) -> Any:
-        of = packed if name.endswith(".W_pack.weight") else TextModel.modify_tensors
-        return of(self, x, name, layer)
+        modify = modify_packed if name.endswith(".W_pack.weight") else TextModel.modify_tensors
+        return modify(self, x, name, layer)
 
     BaichuanModel.modify_tensors = mended
 
@@ -285,17 +292,19 @@ def make_logits(names: list[str], args: argparse.Namespace) -> list[str]:
     torch.set_num_threads(1)
     version = int(transformers.__version__.split(".")[0])
     rows: dict[str, np.ndarray] = {}
-    failed = []
+    failures = []
     for name in names:
-        what = checkpoints.describe(name)
-        if what.transformers != version:
+        description = checkpoints.describe(name)
+        if description.transformers != version:
             continue
         try:
-            with AS_LLAMA_CPP_HAS_IT.get(what.model or what.config["architectures"][0], contextlib.nullcontext)():
-                rows[name] = logits(checkpoints.write_description(what, args.checkpoints), what)
+            with AS_LLAMA_CPP_HAS_IT.get(
+                description.model or description.config["architectures"][0], contextlib.nullcontext
+            )():
+                rows[name] = logits(checkpoints.write_description(description, args.checkpoints), description)
             print(name, rows[name].shape, float(rows[name].std()), flush=True)
         except Exception as error:
-            failed.append(name)
+            failures.append(name)
             print("FAILED", name, type(error).__name__, error, flush=True)
             traceback.print_exc()
     target = ROOT / "tests" / "data" / "convert-logits.npz"
@@ -303,31 +312,31 @@ def make_logits(names: list[str], args: argparse.Namespace) -> list[str]:
         rows = dict(old) | rows
     with target.open("wb") as file:
         np.savez_compressed(file, **{name: rows[name] for name in sorted(rows)})  # type: ignore[arg-type]
-    return failed
+    return failures
 
 
-def logits(path: Path, what: checkpoints.Description) -> np.ndarray:
+def logits(path: Path, description: checkpoints.Description) -> np.ndarray:
     """Return transformers' logits [4, vocabulary] after the last four tokens of the prompt."""
     import torch
     import transformers
     from stand_ins import STAND_INS
 
-    named = what.config["architectures"][0]
-    if named in STAND_INS:
-        model = STAND_INS[named](what)
-    elif named in _SEEING:
-        model = as_seeing(what)
+    class_name = description.config["architectures"][0]
+    if class_name in STAND_INS:
+        model = STAND_INS[class_name](description)
+    elif class_name in _SEEING:
+        model = as_seeing(description)
     else:
-        cls = getattr(transformers, what.model or what.config["architectures"][0])
+        cls = getattr(transformers, description.model or description.config["architectures"][0])
         model, info = cls.from_pretrained(
             path, dtype=torch.float32, attn_implementation="eager", output_loading_info=True, local_files_only=True
         )
-        after = f"model.layers.{what.config.get('num_hidden_layers')}."  # prediction layers
+        after = f"model.layers.{description.config.get('num_hidden_layers')}."  # prediction layers
         for key in ("missing_keys", "unexpected_keys", "mismatched_keys"):
             bad = [name for name in map(str, info[key]) if not name.startswith(("mtp.", after, "lm_head."))]
             if bad:
                 raise ValueError(f"{key}: {bad[:5]}")
-    shares = bool(what.config.get("num_kv_shared_layers"))  # layers share a cache, or nothing
+    shares = bool(description.config.get("num_kv_shared_layers"))  # layers share a cache, or nothing
     with torch.no_grad():
         out = model.eval()(torch.tensor([checkpoints.PROMPT]), use_cache=shares).logits
     result: np.ndarray = out[0, -4:].to(torch.float32).numpy()
@@ -390,9 +399,11 @@ def minimax_m1_as_llama_cpp_has_it() -> Iterator[None]:
 
     rotate = modeling_minimax.apply_rotary_pos_emb
 
-    def of_a_part(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, *rest: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    def of_a_part(
+        q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, *arguments: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         n = cos.shape[-1]
-        turned = rotate(q[..., :n], k[..., :n], cos, *rest)
+        turned = rotate(q[..., :n], k[..., :n], cos, *arguments)
         q, k = (torch.cat([part, x[..., n:]], -1) for part, x in zip(turned, (q, k), strict=True))
         return q, k
 
@@ -427,17 +438,21 @@ _SEEING: dict[str, tuple[str, str, str, str, Json, Json]] = {
 }
 
 
-def as_seeing(what: checkpoints.Description) -> Any:
+def as_seeing(description: checkpoints.Description) -> Any:
     """Return a text model as a part of one that also sees, whose other parts are drawn anew."""
     import torch
     import transformers
     from safetensors.torch import save_file
     from stand_ins import state_of
 
-    name, kind, text, prefix, own, vision = _SEEING[what.config["architectures"][0]]
-    config = {"architectures": [name], "model_type": kind, "text_config": what.config | own | {"model_type": text}}
+    name, kind, text, prefix, own_keys, vision = _SEEING[description.config["architectures"][0]]
+    config = {
+        "architectures": [name],
+        "model_type": kind,
+        "text_config": description.config | own_keys | {"model_type": text},
+    }
     config["vision_config"] = vision | {"image_size": 28, "patch_size": 14}
-    state = state_of(what, {"^": prefix})
+    state = state_of(description, {"^": prefix})
     with tempfile.TemporaryDirectory() as folder:
         save_file(state, Path(folder, "model.safetensors"), metadata={"format": "pt"})
         Path(folder, "config.json").write_text(json.dumps(config))

@@ -36,7 +36,7 @@ def file_of(t: TensorType, tree: str) -> Path:
     return DATA / f"golden-{tree}.npz"
 
 
-def encoded(library: ctypes.CDLL, t: TensorType, x: Any, importance: Any) -> U8:
+def encode(library: ctypes.CDLL, t: TensorType, x: Any, importance: Any) -> U8:
     """Return the bytes of ggml_quantize_chunk; ik_llama.cpp's has one argument more."""
     i64, pointer = ctypes.c_int64, ctypes.c_void_p
     library.ggml_quantize_chunk.argtypes = [ctypes.c_int, pointer, pointer, i64, i64, i64, pointer, pointer]
@@ -46,26 +46,26 @@ def encoded(library: ctypes.CDLL, t: TensorType, x: Any, importance: Any) -> U8:
     return out
 
 
-def without(found: dict[str, U8], known: dict[str, U8]) -> dict[str, U8]:
-    """Return what is found and not known."""
-    return {key: data for key, data in found.items() if key not in known or not np.array_equal(known[key], data)}
+def changed_entries(data: dict[str, U8], entries: dict[str, U8]) -> dict[str, U8]:
+    """Return the data whose key or bytes are not among the entries."""
+    return {k: v for k, v in data.items() if k not in entries or not np.array_equal(entries[k], v)}
 
 
 def enter(t: TensorType, tree: str, folder: Path) -> dict[str, U8]:
     """Enter the bytes of a type, and return those that are new or others than before."""
     library = ctypes.CDLL(str(folder / LIBRARIES[tree]))
     with np.load(DATA / "golden-mainline.npz") as mainline:
-        known = dict(mainline)
-    x, importance = np.ascontiguousarray(known["x"]), np.ascontiguousarray(known["imatrix"])
-    found = {f"{t.name}+imatrix": encoded(library, t, x, importance)}
+        mainline_bytes = dict(mainline)
+    x, importance = np.ascontiguousarray(mainline_bytes["x"]), np.ascontiguousarray(mainline_bytes["imatrix"])
+    new_bytes = {f"{t.name}+imatrix": encode(library, t, x, importance)}
     if not t.needs_imatrix and t.imatrix != "required":
-        found[t.name] = encoded(library, t, x, None)
+        new_bytes[t.name] = encode(library, t, x, None)
     path = file_of(t, tree)
     with np.load(path) as file:
         entries = dict(file)
     if path.name == "golden-ik-shared.npz":
-        found = without(found, known)
-    changed = without(found, entries)
+        new_bytes = changed_entries(new_bytes, mainline_bytes)
+    changed = changed_entries(new_bytes, entries)
     if changed:
         np.savez_compressed(path, allow_pickle=False, **entries | changed)
     return changed

@@ -60,20 +60,20 @@ def of_cpu(case: encoding.Case, t: TensorType) -> npt.NDArray[np.uint8]:
     return plain
 
 
-def encoded(names: list[str]) -> None:
+def write_digests(names: list[str]) -> None:
     """Enter digests of the random rows of types, all that are encoded without ``names``, into gpu-encode.json."""
     path = encoding.EXPECTED
-    found = json.loads(path.read_text()) if path.exists() else {}
+    digests = json.loads(path.read_text()) if path.exists() else {}
     for name in names or [t.name for t in BLOCK_TYPES if has_encoder(t)]:
         for case in encoding.parity_cases(BY_NAME[name]):
-            found[case.key] = encoding.digests(of_cpu(case, BY_NAME[name]))
+            digests[case.key] = encoding.digests(of_cpu(case, BY_NAME[name]))
         print(name, flush=True)
-    path.write_text(json.dumps(dict(sorted(found.items())), indent=0) + "\n")
+    path.write_text(json.dumps(dict(sorted(digests.items())), indent=0) + "\n")
 
 
 def main() -> None:
     if sys.argv[1:2] == ["--encode"]:
-        encoded(sys.argv[2:])
+        write_digests(sys.argv[2:])
         return
     out = Path(sys.argv[1]) if len(sys.argv) > 1 else ROOT / "tests/data/gpu-expected.npz"
     arrays = expected()

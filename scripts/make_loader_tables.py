@@ -82,8 +82,8 @@ class Flags:
         both = (f"({a}) and ({b})" for a, b in zip(astuple(self), astuple(other), strict=True))
         return simplify(" or ".join(f"({condition})" for condition in both))
 
-    def where(self, condition: str, other: Flags) -> Flags:
-        pairs = zip(astuple(self), astuple(other), strict=True)
+    def where(self, condition: str, flags: Flags) -> Flags:
+        pairs = zip(astuple(self), astuple(flags), strict=True)
         return Flags(*(f"({a}) if ({condition}) else ({b})" for a, b in pairs))
 
 
@@ -127,8 +127,8 @@ class Row:
     @property
     def target(self) -> str:
         """The name that the row sets, if that is all it does."""
-        found = re.match(r"(?:set|let) (\w+)(\[.*?\])? = ", self.body)
-        return found[1] if found else ""
+        match = re.match(r"(?:set|let) (\w+)(\[.*?\])? = ", self.body)
+        return match[1] if match else ""
 
     @property
     def names(self) -> set[str]:
@@ -248,14 +248,16 @@ class Follower:
             if len(inner) == 2:
                 self.statement(inner[0], scope)
             if inner[-1].type == "declaration":
-                return self.expression(inner[-1].child_by_field_name("value"), scope | self.named(inner[-1], scope))
+                return self.expression(
+                    inner[-1].child_by_field_name("value"), scope | self.name_scope(inner[-1], scope)
+                )
             return self.expression(inner[-1], scope)
         method = getattr(self, f"_{kind}", None)
         if method is None:
             raise NotUnderstood(f"{kind}: {text(node)}")
         return method(node, scope)
 
-    def named(self, declaration: Node, scope: dict[str, Any]) -> dict[str, Any]:
+    def name_scope(self, declaration: Node, scope: dict[str, Any]) -> dict[str, Any]:
         """Enter the variable of a condition and return it."""
         name = re.sub(r"[&*\s]", "", text(declaration.child_by_field_name("declarator")))
         scope[name] = self.expression(declaration.child_by_field_name("value"), scope)
@@ -322,37 +324,37 @@ class Follower:
         return self.source.constant(name)
 
     def _field_expression(self, node: Node, scope: dict[str, Any]) -> Any:
-        whole = text(node)
-        if whole in scope:
-            return scope[whole]
-        whole = whole.removeprefix("model.")
-        if whole.startswith(("hparams.", "this->hparams.")):
-            return whole.split("hparams.")[1].replace(".", "_")
-        if whole in ("ml.load_mtp", "ml->load_mtp", "mtp", "ml.merge_qkv", "ml.merge_up_gate_exps"):
+        expression = text(node)
+        if expression in scope:
+            return scope[expression]
+        expression = expression.removeprefix("model.")
+        if expression.startswith(("hparams.", "this->hparams.")):
+            return expression.split("hparams.")[1].replace(".", "_")
+        if expression in ("ml.load_mtp", "ml->load_mtp", "mtp", "ml.merge_qkv", "ml.merge_up_gate_exps"):
             return "False"  # options that are off by default
-        if whole == "split_mode":
+        if expression == "split_mode":
             return "SPLIT_MODE_LAYER"
-        if whole.endswith("->type"):
+        if expression.endswith("->type"):
             return "0"
-        if whole == "type":
+        if expression == "type":
             return "model_type"
-        if whole.startswith("layer."):
+        if expression.startswith("layer."):
             return "False"  # never made on this path
-        if whole == "arch":
+        if expression == "arch":
             return repr(self.source.arch_enum(self.arch)) if self.arch else "arch"
-        raise NotUnderstood(f"field: {whole}")
+        raise NotUnderstood(f"field: {expression}")
 
     def _subscript_expression(self, node: Node, scope: dict[str, Any]) -> Any:
         array = node.child_by_field_name("argument")
         index = node.child_by_field_name("indices")
-        at = self.value(children(index)[0], scope)
+        index_value = self.value(children(index)[0], scope)
         if re.match(r".*->ne$", text(array)):
             holder = children(array)[0]
             name = self.expression(children(holder)[0] if text(holder).endswith("->tensor") else holder, scope)
-            return f"ne({name.has[4:-1]}, {at})"
+            return f"ne({name.has[4:-1]}, {index_value})"
         if text(array) in scope and isinstance(scope[text(array)], list):
-            return scope[text(array)][int(at)]
-        return f"{self.value(array, scope)}[{at}]"
+            return scope[text(array)][int(index_value)]
+        return f"{self.value(array, scope)}[{index_value}]"
 
     def _cast_expression(self, node: Node, scope: dict[str, Any]) -> Any:
         return self.expression(node.child_by_field_name("value"), scope)
@@ -398,9 +400,11 @@ class Follower:
 
     def _conditional_expression(self, node: Node, scope: dict[str, Any]) -> Any:
         condition = self.value(node.child_by_field_name("condition"), scope)
-        known = simplify(condition)
-        if known in ("True", "False"):
-            return self.expression(node.child_by_field_name("consequence" if known == "True" else "alternative"), scope)
+        value_of_condition = simplify(condition)
+        if value_of_condition in ("True", "False"):
+            return self.expression(
+                node.child_by_field_name("consequence" if value_of_condition == "True" else "alternative"), scope
+            )
         self.conditions.append(condition)
         first = self.expression(node.child_by_field_name("consequence"), scope)
         self.conditions[-1] = f"not ({condition})"
@@ -420,10 +424,10 @@ class Follower:
     def parameters(self, declarator: Node) -> tuple[list[str], dict[str, Node]]:
         """Return the names of a function's parameters, and the defaults."""
         names, defaults = [], {}
-        listed = declarator.child_by_field_name("parameters") or next(
+        parameter_list = declarator.child_by_field_name("parameters") or next(
             c for c in children(declarator) if c.type == "parameter_list"
         )
-        for parameter in children(listed):
+        for parameter in children(parameter_list):
             inner = parameter.child_by_field_name("declarator")
             name = re.sub(r"[&*\s]", "", text(inner)) if inner is not None else ""
             names.append(name)
@@ -433,11 +437,11 @@ class Follower:
 
     def _call_expression(self, node: Node, scope: dict[str, Any]) -> Any:
         callee = node.child_by_field_name("function")
-        called = text(callee)
+        callee_text = text(callee)
         arguments = children(node.child_by_field_name("arguments"))
-        short = called.removeprefix("model.").removeprefix("this->")
-        if called in scope and isinstance(scope[called], Function):
-            return self.call(scope[called], arguments, scope)
+        short = callee_text.removeprefix("model.").removeprefix("this->")
+        if callee_text in scope and isinstance(scope[callee_text], Function):
+            return self.call(scope[callee_text], arguments, scope)
         if short in ("create_tensor",):
             return self.create_tensor(arguments, scope)
         if short == "ml.create_tensor_as_view":
@@ -494,31 +498,31 @@ class Follower:
         raise NotUnderstood(f"call: {text(node)}")
 
     def hyperparameter(self, name: str, arguments: list[Node], scope: dict[str, Any]) -> str:
-        given = [self.value(a, scope) for a in arguments]
+        values = [self.value(a, scope) for a in arguments]
         if name in ("set_swa_pattern", "set_recr_pattern"):
             name_of = "is_swa_impl" if name == "set_swa_pattern" else "is_recr_impl"
-            self.add(f"set {name_of} = pattern({', '.join(given)})")
+            self.add(f"set {name_of} = pattern({', '.join(values)})")
             return "None"
         if name == "n_layer":
             return name
         if name in self.source.by_layer or name.startswith("is_") or name in ("has_kv", "has_rope"):
             if name in ("is_mla", "is_swa_any"):
                 return f"{name}()"
-            return f"{name}({given[0] if given else '0'})"
-        return f"{name}({', '.join(given)})"
+            return f"{name}({values[0] if values else '0'})"
+        return f"{name}({', '.join(values)})"
 
     def tensor_name(self, arguments: list[Node], scope: dict[str, Any]) -> Name:
-        given = [self.expression(a, scope) for a in arguments]
-        tensor = ast.literal_eval(given[0])
+        expressions = [self.expression(a, scope) for a in arguments]
+        tensor = ast.literal_eval(expressions[0])
         pattern = self.source.tensor_name(tensor, self.arch)
         if pattern is None:
             return Name("__missing__")
         suffix = ""
-        if len(given) > 1 and given[1].startswith("'"):
-            suffix = "." + ast.literal_eval(given[1])
-            numbers = given[2:]
+        if len(expressions) > 1 and expressions[1].startswith("'"):
+            suffix = "." + ast.literal_eval(expressions[1])
+            numbers = expressions[2:]
         else:
-            numbers = given[1:]
+            numbers = expressions[1:]
         numbers = [n for n in numbers if n != "(-1)"]
         for number in numbers:
             pattern = pattern.replace("%d", number if number.isdigit() else "{" + simplify(number) + "}", 1)
@@ -541,10 +545,10 @@ class Follower:
 
     def create_tensor(self, arguments: list[Node], scope: dict[str, Any]) -> Name:
         arguments = arguments[self.source.leading :]
-        given = self.expression(arguments[0], scope)
-        name: Name = Name(ast.literal_eval(given)) if isinstance(given, str) else given
-        listed = children(arguments[1])
-        dims = [self.value(d, scope) for d in listed]
+        name_expression = self.expression(arguments[0], scope)
+        name: Name = Name(ast.literal_eval(name_expression)) if isinstance(name_expression, str) else name_expression
+        dimensions = children(arguments[1])
+        dims = [self.value(d, scope) for d in dimensions]
         flags = self.expression(arguments[2], scope) if len(arguments) > 2 else Flags()
         self.add_tensor(name, dims, Flags() if not isinstance(flags, Flags) else flags)
         return name
@@ -560,13 +564,13 @@ class Follower:
         key = self.source.key_name(key) if key.startswith("LLM_KV_") else key
         target_text = text(arguments[1])
         target, kind = self.key_target(target_text, scope)
-        rest = [self.value(a, scope) for a in arguments[2:]]
+        values = [self.value(a, scope) for a in arguments[2:]]
         if method == "get_key_or_arr":
-            if len(rest) == 0 or (len(rest) == 1 and rest[0] in ("True", "False")):
-                return self.add_key(target, key, f"{kind} scalar", rest[0] if rest else "True")
-            count = simplify(rest[0])
-            return self.add_key(target, key, f"{kind}[{count}]", boolean(rest[1]) if len(rest) > 1 else "True")
-        required = boolean(rest[0]) if rest else "True"
+            if len(values) == 0 or (len(values) == 1 and values[0] in ("True", "False")):
+                return self.add_key(target, key, f"{kind} scalar", values[0] if values else "True")
+            count = simplify(values[0])
+            return self.add_key(target, key, f"{kind}[{count}]", boolean(values[1]) if len(values) > 1 else "True")
+        required = boolean(values[0]) if values else "True"
         if method == "get_arr":
             return self.add_key(target, key, f"{kind} array", required)
         if method == "get_arr_n":
@@ -595,12 +599,12 @@ class Follower:
         """Follow statements; return the condition under which their end is not reached."""
         added, left = 0, "False"
         for node in nodes:
-            gone = self.statement(node, scope)
-            if gone != "False":
-                self.conditions.append(f"not ({gone})")
-                left = simplify(f"({left}) or ({gone})")
+            is_left = self.statement(node, scope)
+            if is_left != "False":
+                self.conditions.append(f"not ({is_left})")
+                left = simplify(f"({left}) or ({is_left})")
                 added += 1
-                if simplify(gone) == "True":
+                if simplify(is_left) == "True":
                     break
         for _ in range(added):
             self.conditions.pop()
@@ -662,8 +666,8 @@ class Follower:
                 continue
             if re.match(r"(model\.)?(layers|head_layers)\[", text(value)) or text(value) == "layer.switch_lora":
                 scope[name] = "None"
-                for known in [k for k in scope if k.startswith(name + ".")]:
-                    del scope[known]
+                for key in [k for k in scope if k.startswith(name + ".")]:
+                    del scope[key]
                 continue
             if name in ("tn", "kv", "hparams", "graph_or_attn") or "ctx" in name:
                 continue
@@ -688,50 +692,50 @@ class Follower:
             scope[name] = name
 
     def effect(self, node: Node, scope: dict[str, Any]) -> None:
-        whole = text(node)
-        if IGNORED_CALLS.match(whole):
+        statement_text = text(node)
+        if IGNORED_CALLS.match(statement_text):
             return
         if node.type == "assignment_expression":
             self.assign(node, scope)
         elif node.type == "call_expression":
             self.effect_call(node, scope)
-        elif node.type == "binary_expression" and "get_key" in whole:
+        elif node.type == "binary_expression" and "get_key" in statement_text:
             self.expression(node, scope)
-        elif node.type == "identifier" and whole in ("LLAMA_LOAD_LOCALS", "LOADING_PRELUDE"):
+        elif node.type == "identifier" and statement_text in ("LLAMA_LOAD_LOCALS", "LOADING_PRELUDE"):
             pass
         elif node.type in ("update_expression",):
-            raise NotUnderstood(f"update: {whole}")
+            raise NotUnderstood(f"update: {statement_text}")
         else:
-            raise NotUnderstood(f"effect {node.type}: {whole[:120]}")
+            raise NotUnderstood(f"effect {node.type}: {statement_text[:120]}")
 
     def effect_call(self, node: Node, scope: dict[str, Any]) -> None:
-        called = text(node.child_by_field_name("function"))
+        callee = text(node.child_by_field_name("function"))
         arguments = children(node.child_by_field_name("arguments"))
-        if called == "GGML_ASSERT":
+        if callee == "GGML_ASSERT":
             holds = self.value(arguments[0], scope)
             self.conditions.append(f"not ({holds})")
             self.add("fail")
             self.conditions.pop()
-        elif called == "GGML_ABORT":
+        elif callee == "GGML_ABORT":
             self.add("fail")
-        elif called == "std::fill":
+        elif callee == "std::fill":
             name = text(arguments[0]).removeprefix("hparams.").split(".")[0]
             self.add(f"set {name} = filled({self.value(arguments[2], scope)})")
-        elif called == "std::copy_n":
-            source, target = (text(arguments[at]).removeprefix("hparams.").split(".")[0] for at in (0, 2))
+        elif callee == "std::copy_n":
+            source, target = (text(arguments[index]).removeprefix("hparams.").split(".")[0] for index in (0, 2))
             self.add(f"set {target} = {scope.get(source, source)}")
-        elif re.search(r"_impl\.(set|reset)$", called):
-            name = called.split(".")[1]
-            if called.endswith(".reset"):
+        elif re.search(r"_impl\.(set|reset)$", callee):
+            name = callee.split(".")[1]
+            if callee.endswith(".reset"):
                 self.add(f"set {name} = filled(False)")
             else:
                 self.add(f"set {name}[{self.value(arguments[0], scope)}] = True")
-        elif called == "load_swa_pattern":
+        elif callee == "load_swa_pattern":
             period, dense_first = self.value(arguments[1], scope), "False"
             if len(arguments) > 2:
                 dense_first = self.value(arguments[2], scope)
             self.add(f"swa_pattern {period}, {dense_first}")
-        elif not re.search(r"\.(insert|clear|push_back|reserve|emplace)$", called):
+        elif not re.search(r"\.(insert|clear|push_back|reserve|emplace)$", callee):
             self.expression(node, scope)
 
     def assign(self, node: Node, scope: dict[str, Any]) -> None:
@@ -742,9 +746,9 @@ class Follower:
                 self.expression(right, scope)
             return
         result = self.expression(right, scope) if right.type != "lambda_expression" else None
-        bare = target.removeprefix("model.")
-        if bare.startswith("hparams.") or re.match(r"^hparams", bare):
-            self.assign_field(left, bare.removeprefix("hparams."), operator, result, scope)
+        field = target.removeprefix("model.")
+        if field.startswith("hparams.") or re.match(r"^hparams", field):
+            self.assign_field(left, field.removeprefix("hparams."), operator, result, scope)
         elif isinstance(result, Name):
             old = scope.get(target)
             scope[target] = result if old in (None, "None", "0") or not isinstance(old, Name) else old
@@ -763,8 +767,8 @@ class Follower:
     def assign_field(self, left: Node, name: str, operator: str, result: Any, scope: dict[str, Any]) -> None:
         if left.type == "subscript_expression":
             array, index = left.child_by_field_name("argument"), left.child_by_field_name("indices")
-            at = self.value(children(index)[0], scope)
-            name = f"{text(array).split('hparams.')[-1]}[{simplify(at)}]"
+            index_value = self.value(children(index)[0], scope)
+            name = f"{text(array).split('hparams.')[-1]}[{simplify(index_value)}]"
         name = name.replace(".", "_") if "[" not in name else name
         if operator != "=":
             result = f"{name} {operator[:-1]} {result}"
@@ -778,20 +782,20 @@ class Follower:
         if alternative is not None and alternative.type == "else_clause":
             alternative = children(alternative)[-1] if children(alternative) else None
         if condition in ("True", "False"):
-            taken = consequence if condition == "True" else alternative
-            return "False" if taken is None else self.statement(taken, scope)
+            branch_taken = consequence if condition == "True" else alternative
+            return "False" if branch_taken is None else self.statement(branch_taken, scope)
         if re.search(r"known\(", condition):
             condition = self.hold(condition)
         left = "False"
         before = dict(scope)
         self.conditions.append(condition)
-        gone = self.statement(consequence, scope)
-        left = f"({condition}) and ({gone})"
+        is_left = self.statement(consequence, scope)
+        left = f"({condition}) and ({is_left})"
         self.conditions[-1] = f"not ({condition})"
         first, second = dict(scope), dict(before)
         if alternative is not None:
-            gone = self.statement(alternative, second)
-            left = f"({left}) or (not ({condition}) and ({gone}))"
+            is_left = self.statement(alternative, second)
+            left = f"({left}) or (not ({condition}) and ({is_left}))"
         self.conditions.pop()
         self.merge(scope, condition, before, first, second)
         return simplify(left)
@@ -861,18 +865,18 @@ class Follower:
     def switch(self, node: Node, scope: dict[str, Any]) -> None:
         subject = self.value(node.child_by_field_name("condition"), scope)
         labels: list[str] = []
-        known: list[str] = []
+        labels_of_cases: list[str] = []
         for case in children(node.child_by_field_name("body")):
             value = case.child_by_field_name("value")
             if value is not None:
                 labels.append(self.value(value, scope))
-                known.append(labels[-1])
+                labels_of_cases.append(labels[-1])
             body = [c for c in children(case) if value is None or c.id != value.id]
             if not body:
                 continue
-            chosen = labels or known
-            listed = f"{subject} in ({', '.join(chosen)},)"
-            self.conditions.append(listed if labels else f"not {listed}")
+            case_labels = labels or labels_of_cases
+            condition_text = f"{subject} in ({', '.join(case_labels)},)"
+            self.conditions.append(condition_text if labels else f"not {condition_text}")
             self.block([c for c in body if c.type != "break_statement"], scope)
             self.conditions.pop()
             labels = []
@@ -889,15 +893,17 @@ class Follower:
 
     def call(self, function: Function, arguments: list[Node], scope: dict[str, Any]) -> Any:
         inner = dict(function.scope)
-        for at, name in enumerate(function.parameters):
-            if at < len(arguments):
-                argument = arguments[at]
-                given = text(argument)
-                if given in ("layer", "ml", "tn", "ctx_split", "ctx_layer") or given.startswith(("ctx_", "layer.")):
-                    for known, value in scope.items():
-                        if known.startswith(given + "."):
-                            inner[name + known[len(given) :]] = value
-                    inner[name] = scope.get(given, "None")
+        for index, name in enumerate(function.parameters):
+            if index < len(arguments):
+                argument = arguments[index]
+                argument_text = text(argument)
+                if argument_text in ("layer", "ml", "tn", "ctx_split", "ctx_layer") or argument_text.startswith(
+                    ("ctx_", "layer.")
+                ):
+                    for scope_name, value in scope.items():
+                        if scope_name.startswith(argument_text + "."):
+                            inner[name + scope_name[len(argument_text) :]] = value
+                    inner[name] = scope.get(argument_text, "None")
                     continue
                 inner[name] = self.expression(argument, scope)
                 if inner[name] == "0" and "flag" in name:
@@ -908,11 +914,11 @@ class Follower:
                     inner[name] = Flags()
         self.statement(function.body, inner)
         # What the function made stands in the caller's layer.
-        for at, name in enumerate(function.parameters):
-            if at < len(arguments) and text(arguments[at]).startswith("layer"):
-                for known, value in inner.items():
-                    if known.startswith(name + "."):
-                        scope[text(arguments[at]) + known[len(name) :]] = value
+        for index, name in enumerate(function.parameters):
+            if index < len(arguments) and text(arguments[index]).startswith("layer"):
+                for scope_name, value in inner.items():
+                    if scope_name.startswith(name + "."):
+                        scope[text(arguments[index]) + scope_name[len(name) :]] = value
         return "None"
 
 
@@ -979,15 +985,15 @@ class Source:
                     break
 
     def _fields(self, header: str) -> dict[str, str]:
-        found = {}
+        fields = {}
         for kind, names in re.findall(
             r"^\s*(std::\w+<[^;=]*?>|bool|float|u?int32_t|int|enum \w+|llama_\w+|std::string) +([\w, =.\-+{}]+);",
             header,
             re.M,
         ):
             for name in names.split(","):
-                found[name.split("=")[0].split("{")[0].strip()] = kind
-        return found
+                fields[name.split("=")[0].split("{")[0].strip()] = kind
+        return fields
 
     def _read_functions(self, path: Path) -> None:
         # Without a semicolon the macro would belong to the next statement.
@@ -1004,9 +1010,9 @@ class Source:
                 if declarator is None or declarator.type != "function_declarator":
                     return
                 name = text(declarator.child_by_field_name("declarator"))
-                listed, defaults = Follower.parameters(None, declarator)  # type: ignore[arg-type]
+                parameters, defaults = Follower.parameters(None, declarator)  # type: ignore[arg-type]
                 defaults |= self.declared.get(name, {})
-                self.functions[name] = Function(listed, node.child_by_field_name("body"), {}, defaults)
+                self.functions[name] = Function(parameters, node.child_by_field_name("body"), {}, defaults)
                 return
             for child in node.children:
                 visit(child)
@@ -1018,17 +1024,17 @@ class Source:
 
     def constants(self, names: Set[str]) -> list[str]:
         """Return the values of enumerators and macros that are used."""
-        found = {}
+        values = {}
         for path in self.headers:
             header = re.sub(r"//.*|/\*.*?\*/", "", (self.root / path).read_text())
             for macro, number in re.findall(r"#define +(LLAMA_\w+) +(\d+)", header):
-                found[macro] = int(number)
+                values[macro] = int(number)
             for body in re.findall(r"enum \w+ *\{(.*?)\}", header, re.S):
                 number = -1
-                for enumerator, given in re.findall(r"([A-Z]\w+) *(?:= *(-?\w+))? *(?:,|$)", body.strip()):
-                    number = int(given, 0) if re.match(r"-?\d", given) else found.get(given, number + 1)
-                    found[enumerator] = number
-        lines = [f"{self.constant(k)} = {v}" for k, v in sorted(found.items()) if self.constant(k) in names]
+                for enumerator, digits in re.findall(r"([A-Z]\w+) *(?:= *(-?\w+))? *(?:,|$)", body.strip()):
+                    number = int(digits, 0) if re.match(r"-?\d", digits) else values.get(digits, number + 1)
+                    values[enumerator] = number
+        lines = [f"{self.constant(k)} = {v}" for k, v in sorted(values.items()) if self.constant(k) in names]
         array = r"std::array<uint32_t, LLAMA_MAX_LAYERS> (\w+) = \{(.*?)\}"
         for source in sorted((self.root / "src" / "models").glob("*.cpp")):
             for name, body in re.findall(array, source.read_text(), re.S):
@@ -1140,8 +1146,8 @@ class IkSource(Source):
         }
         body = self.functions["llm_load_hparams"].body
         self.statements = children(body)
-        self.at = next(i for i, n in enumerate(self.statements) if n.type == "switch_statement")
-        self.cases = self._cases(self.statements[self.at])
+        self.switch_index = next(i for i, n in enumerate(self.statements) if n.type == "switch_statement")
+        self.cases = self._cases(self.statements[self.switch_index])
         self.classes = dict.fromkeys(self.names, "")
         self.creators = self._cases(
             next(
@@ -1175,7 +1181,7 @@ class IkSource(Source):
     def common_rows(self) -> list[Row]:
         follower = Follower(self, "")
         first = next(i for i, n in enumerate(self.statements) if b"LLM_KV_BLOCK_COUNT" in n.text)
-        nodes = [n for n in self.statements[first : self.at] if b"vocab_only" not in n.text]
+        nodes = [n for n in self.statements[first : self.switch_index] if b"vocab_only" not in n.text]
         follower.block(nodes, {"ignore_vocab": "False"})
         return follower.rows
 
@@ -1189,10 +1195,10 @@ class IkSource(Source):
             raise NotUnderstood(f"no tensors of {arch}")
         function = self.functions[f"create_tensors_helper::{call[1]}"]
         scope = {"n_embd_gqa": "n_embd_v_gqa(0)", "n_embd": "n_embd // (n_deepstack_layers + 1)"}
-        given = call[2].split(", ")
-        for at, name in enumerate(function.parameters):
-            if at < len(given) and name != "tn":
-                scope[name] = {"false": "False", "true": "True"}.get(given[at], given[at])
+        arguments = call[2].split(", ")
+        for index, name in enumerate(function.parameters):
+            if index < len(arguments) and name != "tn":
+                scope[name] = {"false": "False", "true": "True"}.get(arguments[index], arguments[index])
             elif name in function.defaults:
                 scope[name] = follower.expression(function.defaults[name], {})
         follower.statement(function.body, scope)
@@ -1234,10 +1240,10 @@ def without_unused(rows: list[Row], common: list[Row]) -> list[Row]:
     """Return rows less those that set what neither they nor the common rows use."""
     while True:
         used = USED.union(*(row.names for row in (*rows, *common)))
-        needed = [row for row in rows if not row.target or row.target in used]
-        if len(needed) == len(rows):
+        rows_used = [row for row in rows if not row.target or row.target in used]
+        if len(rows_used) == len(rows):
             return rows
-        rows = needed
+        rows = rows_used
 
 
 def render(rows: list[Row]) -> list[str]:
@@ -1272,8 +1278,8 @@ def main() -> None:
             unchecked.append(arch)
             continue
         tables.setdefault(lines, []).append(arch)
-    listed = "\n".join("\n".join(lines) for lines in (*tables, tuple(render(common))))
-    names = USED.union(re.findall(r"[A-Za-z_]\w*", re.sub(r"(?m)^ *key \S+ = \S+:", "", listed)))
+    text_of_tables = "\n".join("\n".join(lines) for lines in (*tables, tuple(render(common))))
+    names = USED.union(re.findall(r"[A-Za-z_]\w*", re.sub(r"(?m)^ *key \S+ = \S+:", "", text_of_tables)))
     defaults = source.defaults(names)
     constants = source.constants(names.union(re.findall(r"\w+$", "\n".join(defaults), re.M)))
     print("[constants]", *constants, "", sep="\n")

@@ -43,34 +43,34 @@ def main() -> None:
     parser.add_argument("--work", type=Path, required=True, help="directory for adapters and the reference's files")
     parser.add_argument("--peft", action="store_true", help="compare with PEFT")
     args = parser.parse_intermixed_args()
-    failed = 0
+    n_failed = 0
     for name in args.names or list(adapters.ADAPTERS):
-        what = adapters.ADAPTERS[name]
-        if not what.outtypes and not args.peft:  # the reference stops at it
+        adapter = adapters.ADAPTERS[name]
+        if not adapter.outtypes and not args.peft:  # the reference stops at it
             continue
-        failed += not (compare_with_peft(what, args.work) if args.peft else reference_of(what, args))
-    sys.exit(failed)
+        n_failed += not (compare_with_peft(adapter, args.work) if args.peft else reference_of(adapter, args))
+    sys.exit(n_failed)
 
 
-def reference_of(what: adapters.Adapter, args: argparse.Namespace) -> bool:
+def reference_of(adapter: adapters.Adapter, args: argparse.Namespace) -> bool:
     """Convert an adapter in every way and enter the hashes; False where that fails."""
     import torch  # noqa: F401 - before the forks
     import transformers
 
     if transformers.__version__ != "4.57.6":
         sys.exit(f"transformers is {transformers.__version__}; the reference's is 4.57.6")
-    source = adapters.write_adapter(what, args.work / "adapters")
-    base = adapters.write_base(what, args.work / "bases")
-    row: dict[str, Any] = {"adapter": adapters.digest(what)}
-    for outtype in what.outtypes:
-        out = args.work / "out" / f"{what.name}-{outtype}.gguf"
+    source = adapters.write_adapter(adapter, args.work / "adapters")
+    base = adapters.write_base(adapter, args.work / "bases")
+    row: dict[str, Any] = {"adapter": adapters.digest(adapter)}
+    for outtype in adapter.outtypes:
+        out = args.work / "out" / f"{adapter.name}-{outtype}.gguf"
         run_reference(args.llama, source, base, outtype, out)
         if not out.exists():
-            print("FAILED", what.name, out.with_suffix(".log").read_text()[-300:].replace("\n", " | "), flush=True)
+            print("FAILED", adapter.name, out.with_suffix(".log").read_text()[-300:].replace("\n", " | "), flush=True)
             return False
         row[outtype] = digests(out)
-    enter(SHA256, {what.name: row})
-    print(what.name, {key: value["sha256"][:8] for key, value in row.items() if key != "adapter"}, flush=True)
+    enter(SHA256, {adapter.name: row})
+    print(adapter.name, {key: value["sha256"][:8] for key, value in row.items() if key != "adapter"}, flush=True)
     return True
 
 
@@ -98,33 +98,33 @@ def run_reference(llama: Path, source: Path, base: Path, outtype: str, out: Path
         os._exit(0)
 
 
-def compare_with_peft(what: adapters.Adapter, work: Path) -> bool:
+def compare_with_peft(adapter: adapters.Adapter, work: Path) -> bool:
     """Merge with PEFT; tell whether every weight is that of the tests but for the rounding of float32."""
     import torch
     import transformers
     from peft import PeftModel
 
     torch.set_num_threads(1)
-    about = checkpoints.describe(what.base)
+    about = checkpoints.describe(adapter.base)
     kind = getattr(transformers, about.model or about.config["architectures"][0], None)
     if kind is None:
-        print(what.name, "is of a class that this version of transformers does not have", flush=True)
+        print(adapter.name, "is of a class that this version of transformers does not have", flush=True)
         return True
-    base = checkpoints.write_checkpoint(what.base, work / "checkpoints")
-    source = adapters.write_adapter(what, work / "adapters", str(base))
+    base = checkpoints.write_checkpoint(adapter.base, work / "checkpoints")
+    source = adapters.write_adapter(adapter, work / "adapters", str(base))
     model = kind.from_pretrained(base, dtype=torch.float32, local_files_only=True)
     before = {name: x.clone() for name, x in model.state_dict().items()}
     merged = PeftModel.from_pretrained(model, source).merge_and_unload().state_dict()
     changed = {name for name, x in before.items() if not torch.equal(x, merged[name])}
     expected = {
-        f"{module.replace(*what.renamed) if what.renamed[0] else module}.weight": module
-        for module, _ in adapters.modules(what)
+        f"{module.replace(*adapter.renamed) if adapter.renamed[0] else module}.weight": module
+        for module, _ in adapters.modules(adapter)
     }
     worst = 0.0
     for name, module in expected.items():
-        wanted = before[name].double().numpy() + adapters.delta(what, module)
-        worst = max(worst, float(np.abs(merged[name].double().numpy() - wanted).max()))
-    print(what.name, f"{len(changed)} changed, {len(expected)} expected, error {worst:.2g}", flush=True)
+        weights = before[name].double().numpy() + adapters.delta(adapter, module)
+        worst = max(worst, float(np.abs(merged[name].double().numpy() - weights).max()))
+    print(adapter.name, f"{len(changed)} changed, {len(expected)} expected, error {worst:.2g}", flush=True)
     shutil.rmtree(base)
     return changed == set(expected) and worst < 1e-5
 

@@ -171,13 +171,13 @@ class Chunk:
 
 def chunks(model: Model, matrix: TensorType, dtype: Any, offsets: Sequence[int]) -> Iterator[Chunk]:
     """Cut all tensors into runs of rows of about CHUNK weights."""
-    for at, ((name, shape), offset) in enumerate(zip(model.tensors().items(), offsets, strict=True)):
+    for index, ((name, shape), offset) in enumerate(zip(model.tensors().items(), offsets, strict=True)):
         kind = dtype if stored_as(name, shape, matrix) is matrix else np.float32
         columns, rows = shape[0], math.prod(shape[1:])
         step = max(1, CHUNK // columns)
         for number, start in enumerate(range(0, rows, step)):
             place = offset + start * columns * np.dtype(kind).itemsize
-            yield Chunk(at, number, columns, min(step, rows - start), kind, place, len(shape) == 1)
+            yield Chunk(index, number, columns, min(step, rows - start), kind, place, len(shape) == 1)
 
 
 def weights(chunk: Chunk, seed: int) -> npt.NDArray[Any]:
@@ -217,9 +217,9 @@ def fill(fd: int, work: Iterator[Chunk], seed: int, threads: int) -> None:
             except IndexError:
                 return
             data = weights(chunk, seed).tobytes()
-            done = 0
-            while done < len(data):
-                done += os.pwrite(fd, data[done:], chunk.offset + done)
+            n_bytes = 0
+            while n_bytes < len(data):
+                n_bytes += os.pwrite(fd, data[n_bytes:], chunk.offset + n_bytes)
 
     with ThreadPoolExecutor(threads) as pool:
         for future in [pool.submit(worker) for _ in range(threads)]:
@@ -229,10 +229,10 @@ def fill(fd: int, work: Iterator[Chunk], seed: int, threads: int) -> None:
 def random_imatrix(path: Path, model: Model, seed: int, n_chunks: int = 100, chunk_size: int = 512) -> Imatrix:
     """Return an importance matrix such as calibration on ``n_chunks`` chunks might give."""
     entries = {}
-    for at, (name, shape) in enumerate(model.tensors().items()):
+    for index, (name, shape) in enumerate(model.tensors().items()):
         if len(shape) == 1 or not name.startswith("blk."):
             continue
-        rng = generator(seed, at, 0)
+        rng = generator(seed, index, 0)
         n_mat = shape[2] if len(shape) > 2 else 1
         counts = np.full(n_mat, n_chunks * chunk_size, np.int64)
         if n_mat > 1:

@@ -38,18 +38,20 @@ def tokenizer(vocab: Path) -> tuple[Json, int]:
     with open_gguf(vocab) as file:
         tokens, types, merges = (file.get(f"tokenizer.ggml.{key}") for key in ("tokens", "token_type", "merges"))
     flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
-    named = list(zip(range(len(tokens)), tokens, types, strict=True))
-    added = [{"id": i, "content": text, **flags, "special": kind == 3} for i, text, kind in named if kind in (3, 4)]
-    base = {text: i for i, text, kind in named if kind == 1}
+    vocabulary = list(zip(range(len(tokens)), tokens, types, strict=True))
+    added = [
+        {"id": i, "content": text, **flags, "special": kind == 3} for i, text, kind in vocabulary if kind in (3, 4)
+    ]
+    base = {text: i for i, text, kind in vocabulary if kind == 1}
     level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": False}
     split = {"type": "Split", "pattern": {"Regex": SPLIT}, "behavior": "Isolated", "invert": False}
-    made = {
+    values = {
         **{"version": "1.0", "added_tokens": added, "normalizer": {"type": "NFC"}},
         "pre_tokenizer": {"type": "Sequence", "pretokenizers": [split, level]},
         **{"post_processor": level, "decoder": level},
         "model": {"type": "BPE", "vocab": base, "merges": [merge.split(" ") for merge in merges]},
     }
-    return made, len(tokens)
+    return values, len(tokens)
 
 
 def shapes(layers: int, experts: int, vocab: int) -> Iterator[tuple[str, tuple[int, ...]]]:
@@ -95,23 +97,23 @@ def write(folder: Path, tensors: list[tuple[str, tuple[int, ...]]], shard: int, 
     """Write the shards, of at most ``shard`` bytes, and their index; return the bytes of all."""
     values, rng = pool(seed), np.random.default_rng(seed + 1)
     groups: list[list[tuple[str, tuple[int, ...]]]] = [[]]
-    here = total = 0
+    n_here = total = 0
     for name, shape in tensors:
         nbytes = 2 * int(np.prod(shape))
-        if here + nbytes > shard and groups[-1]:
+        if n_here + nbytes > shard and groups[-1]:
             groups.append([])
-            here = 0
+            n_here = 0
         groups[-1].append((name, shape))
-        here, total = here + nbytes, total + nbytes
+        n_here, total = n_here + nbytes, total + nbytes
     where = {}
     for no, group in enumerate(groups, 1):
         path = folder / f"model-{no:05d}-of-{len(groups):05d}.safetensors"
         header: Json = {}
-        at = 0
+        offset = 0
         for name, shape in group:
             nbytes = 2 * int(np.prod(shape))
-            header[name] = {"dtype": "BF16", "shape": shape, "data_offsets": [at, at + nbytes]}
-            at += nbytes
+            header[name] = {"dtype": "BF16", "shape": shape, "data_offsets": [offset, offset + nbytes]}
+            offset += nbytes
             where[name] = path.name
         text = json.dumps(header).encode()
         with open(path, "wb") as file:
@@ -136,15 +138,15 @@ def main() -> None:
     p.add_argument("--vocab", type=Path, default=TOKENIZER, metavar="GGUF", help="file with the vocabulary")
     p.add_argument("--seed", type=int, default=1)
     options = p.parse_args()
-    made, n = tokenizer(options.vocab)
+    tokenizer_values, n = tokenizer(options.vocab)
     layers = 1
     while sum(2 * int(np.prod(s)) for _, s in shapes(layers, options.experts, n)) < options.size:
         layers += 1
     options.out.mkdir(parents=True, exist_ok=True)
     (options.out / "config.json").write_text(json.dumps(config(layers, options.experts, n), indent=1))
-    (options.out / "tokenizer.json").write_text(json.dumps(made, ensure_ascii=False))
-    said = {"tokenizer_class": "Qwen2Tokenizer", "eos_token": made["added_tokens"][0]["content"]}
-    (options.out / "tokenizer_config.json").write_text(json.dumps(said))
+    (options.out / "tokenizer.json").write_text(json.dumps(tokenizer_values, ensure_ascii=False))
+    config_values = {"tokenizer_class": "Qwen2Tokenizer", "eos_token": tokenizer_values["added_tokens"][0]["content"]}
+    (options.out / "tokenizer_config.json").write_text(json.dumps(config_values))
     total = write(options.out, list(shapes(layers, options.experts, n)), options.shard, options.seed)
     print(f"wrote {options.out}: {layers} layers of {options.experts} experts, {format_size(total)}")
 

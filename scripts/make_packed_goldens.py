@@ -24,7 +24,7 @@ OUT = Path(__file__).parents[1] / "tests" / "data" / "packed.npz"
 ROWS, COLUMNS, GROUP = 64, 128, 32
 
 
-def bare(name: str, path: Path | None = None) -> None:
+def import_module_alone(name: str, path: Path | None = None) -> None:
     """Enter a module without running it: a package whose parts alone are wanted, or one that is not there."""
     module = types.ModuleType(name)
     module.__spec__ = importlib.machinery.ModuleSpec(name, None, is_package=path is not None)
@@ -33,7 +33,7 @@ def bare(name: str, path: Path | None = None) -> None:
     sys.modules[name] = module
 
 
-def drawn(bits: int, half: bool = True) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def random_weights(bits: int, half: bool = True) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return codes [rows, columns], zero points and scales [rows, groups]."""
     rng = np.random.default_rng(bits)
     codes = rng.integers(0, 1 << bits, (ROWS, COLUMNS))
@@ -53,41 +53,41 @@ def awq() -> dict[str, np.ndarray]:
     gemm = importlib.import_module("awq.modules.linear.gemm")
     dequantize = importlib.import_module("awq.utils.packing_utils").dequantize_gemm
     vars(gemm)["get_best_device"] = lambda: "cpu"
-    codes, zeros, scales = drawn(4)
+    codes, zeros, scales = random_weights(4)
     layer = linear(codes, zeros, scales, torch.arange(COLUMNS) // GROUP)
-    made = gemm.WQLinear_GEMM.from_linear(layer, 4, GROUP, scales=scales.t().float(), zeros=zeros.t().float())
-    weight = dequantize(made.qweight, made.qzeros, made.scales, 4, GROUP)
-    return arrays("awq", made, weight.t())
+    packed_layer = gemm.WQLinear_GEMM.from_linear(layer, 4, GROUP, scales=scales.t().float(), zeros=zeros.t().float())
+    weight = dequantize(packed_layer.qweight, packed_layer.qzeros, packed_layer.scales, 4, GROUP)
+    return arrays("awq", packed_layer, weight.t())
 
 
 def gptq(bits: int, act_order: bool) -> dict[str, np.ndarray]:
     cls = importlib.import_module("auto_gptq.nn_modules.qlinear.qlinear_cuda").QuantLinear
-    codes, zeros, scales = drawn(bits)
+    codes, zeros, scales = random_weights(bits)
     index = torch.arange(COLUMNS) // GROUP
     if act_order:
         index = index[torch.from_numpy(np.random.default_rng(9).permutation(COLUMNS))]
     layer = linear(codes, zeros, scales, index)
-    made = cls(bits, GROUP, COLUMNS, ROWS, False)
-    made.pack(layer, scales.float(), zeros.float(), index.to(torch.int32))
-    made.scales = made.scales.half()
-    weight = made(torch.eye(COLUMNS, dtype=torch.float16)).t()
-    return arrays(f"gptq-{bits}{'-act' if act_order else ''}", made, weight)
+    packed_layer = cls(bits, GROUP, COLUMNS, ROWS, False)
+    packed_layer.pack(layer, scales.float(), zeros.float(), index.to(torch.int32))
+    packed_layer.scales = packed_layer.scales.half()
+    weight = packed_layer(torch.eye(COLUMNS, dtype=torch.float16)).t()
+    return arrays(f"gptq-{bits}{'-act' if act_order else ''}", packed_layer, weight)
 
 
-def arrays(name: str, made: Any, weight: torch.Tensor) -> dict[str, np.ndarray]:
+def arrays(name: str, packed_layer: Any, weight: torch.Tensor) -> dict[str, np.ndarray]:
     """Return what is stored, and the weights."""
-    keys = [key for key in ("qweight", "qzeros", "scales", "g_idx") if hasattr(made, key)]
-    found = {f"{name}/{key}": getattr(made, key).numpy() for key in keys}
-    return found | {f"{name}/weight": weight.detach().to(torch.float16).contiguous().numpy()}
+    keys = [key for key in ("qweight", "qzeros", "scales", "g_idx") if hasattr(packed_layer, key)]
+    values = {f"{name}/{key}": getattr(packed_layer, key).numpy() for key in keys}
+    return values | {f"{name}/weight": weight.detach().to(torch.float16).contiguous().numpy()}
 
 
 def main() -> None:
     where = Path(sys.argv[1])
     for name in ("awq", "awq.modules", "awq.modules.linear", "awq.utils"):
-        bare(name, where / name.replace(".", "/"))
+        import_module_alone(name, where / name.replace(".", "/"))
     for name in ("auto_gptq", "auto_gptq.nn_modules", "auto_gptq.nn_modules.qlinear"):
-        bare(name, where / name.replace(".", "/"))
-    bare("accelerate")
+        import_module_alone(name, where / name.replace(".", "/"))
+    import_module_alone("accelerate")
     rows = awq()
     for bits in (2, 3, 4, 8):
         for act_order in (False, True):

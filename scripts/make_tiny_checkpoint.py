@@ -42,9 +42,9 @@ def stored(file: GGUFFile) -> Iterator[tuple[str, tuple[int, ...], npt.NDArray[n
         if not kind.endswith("_exps"):
             yield f"{prefix}{LAYER[kind]}.weight", shape, values
             continue
-        which = kind.removeprefix("ffn_").removesuffix("_exps")
+        projection = kind.removeprefix("ffn_").removesuffix("_exps")
         for expert, part in enumerate(np.split(values, shape[0])):
-            yield f"{prefix}mlp.experts.{expert}.{which}_proj.weight", shape[1:], part
+            yield f"{prefix}mlp.experts.{expert}.{projection}_proj.weight", shape[1:], part
 
 
 def config(file: GGUFFile) -> Json:
@@ -57,9 +57,9 @@ def config(file: GGUFFile) -> Json:
         **{"num_experts": "expert_count", "num_experts_per_tok": "expert_used_count"},
         **{"max_position_embeddings": "context_length", "rope_theta": "rope.freq_base"},
     }
-    found = {name: file.get(f"qwen3moe.{key}") if isinstance(key, str) else key for name, key in values.items()}
+    settings = {name: file.get(f"qwen3moe.{key}") if isinstance(key, str) else key for name, key in values.items()}
     names = {"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "torch_dtype": "bfloat16"}
-    return {**names, **found, "rms_norm_eps": 1e-6, "norm_topk_prob": True, "bos_token_id": 0, "eos_token_id": 0}
+    return {**names, **settings, "rms_norm_eps": 1e-6, "norm_topk_prob": True, "bos_token_id": 0, "eos_token_id": 0}
 
 
 def main() -> None:
@@ -67,20 +67,20 @@ def main() -> None:
         sys.exit(__doc__)
     out = Path(sys.argv[1])
     out.mkdir(parents=True, exist_ok=True)
-    made, _ = tokenizer(SOURCE)
+    tokenizer_values, _ = tokenizer(SOURCE)
     level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
-    made |= {"normalizer": None, "pre_tokenizer": level, "post_processor": None, "decoder": level}
-    said = dict.fromkeys(("bos_token", "eos_token", "unk_token"), "<|endoftext|>") | {"add_bos_token": False}
+    tokenizer_values |= {"normalizer": None, "pre_tokenizer": level, "post_processor": None, "decoder": level}
+    config_values = dict.fromkeys(("bos_token", "eos_token", "unk_token"), "<|endoftext|>") | {"add_bos_token": False}
     header: Json = {}
-    blobs, at = [], 0
+    blobs, offset = [], 0
     with open_gguf(SOURCE) as file:
         (out / "config.json").write_text(json.dumps(config(file), indent=1))
         for name, shape, values in stored(file):
-            header[name] = {"dtype": "BF16", "shape": shape, "data_offsets": [at, at + values.nbytes]}
+            header[name] = {"dtype": "BF16", "shape": shape, "data_offsets": [offset, offset + values.nbytes]}
             blobs.append(values.tobytes())
-            at += values.nbytes
-    (out / "tokenizer.json").write_text(json.dumps(made, ensure_ascii=False))
-    (out / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "GPT2Tokenizer", **said}))
+            offset += values.nbytes
+    (out / "tokenizer.json").write_text(json.dumps(tokenizer_values, ensure_ascii=False))
+    (out / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "GPT2Tokenizer", **config_values}))
     text = json.dumps(header).encode()
     (out / "model.safetensors").write_bytes(struct.pack("<Q", len(text)) + text + b"".join(blobs))
 

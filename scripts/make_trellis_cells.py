@@ -25,7 +25,7 @@ Numbers = npt.NDArray[np.int64]
 #: Of IQ1_KT, IQ2_KT and IQ3_KT: points of a codebook, values of a point, whether these are magnitudes.
 CODEBOOKS = ((8192, 8, False), (65536, 8, False), (65536, 8, True))
 #: Clusters near an item that it may move to; passes over all items at most; clusters whose items share its lanes.
-NEAR, PASSES, NEIGHBOURS = 10, 40, 32
+N_NEAREST, PASSES, NEIGHBOURS = 10, 40, 32
 
 
 def _warped(levels: Numbers) -> Floats:
@@ -39,93 +39,95 @@ def _warped(levels: Numbers) -> Floats:
     return warped
 
 
-def _split(at: Floats, size: int) -> Numbers:
+def _split(points: Floats, size: int) -> Numbers:
     """Return the numbers of items in groups of ``size``: halves along each dimension in turn, again and again."""
-    groups, splits = np.arange(len(at))[None], 0
+    groups, splits = np.arange(len(points))[None], 0
     while groups.shape[1] > size:
-        along = at[groups][:, :, splits % at.shape[1]]
-        groups = np.take_along_axis(groups, along.argsort(1, kind="stable"), 1).reshape(2 * len(groups), -1)
+        projections = points[groups][:, :, splits % points.shape[1]]
+        groups = np.take_along_axis(groups, projections.argsort(1, kind="stable"), 1).reshape(2 * len(groups), -1)
         splits += 1
     return groups
 
 
 @nb.njit
-def _nearest(at: Floats, centers: Floats, found: Numbers) -> None:
+def _nearest(points: Floats, centers: Floats, out: Numbers) -> None:
     """Write the numbers of the centers nearest to each item, nearest first."""
-    distances, count = np.empty(len(centers)), found.shape[1]
-    for i in range(len(at)):
+    distances, count = np.empty(len(centers)), out.shape[1]
+    for i in range(len(points)):
         for c in range(len(centers)):
             distances[c] = 0
-        for k in range(at.shape[1]):
+        for k in range(points.shape[1]):
             for c in range(len(centers)):
-                distances[c] += (at[i, k] - centers[c, k]) ** 2
+                distances[c] += (points[i, k] - centers[c, k]) ** 2
         best = np.full(count, np.inf)
         for c in range(len(centers)):
             if distances[c] < best[count - 1]:
                 place = count - 1
                 while place > 0 and best[place - 1] > distances[c]:
-                    best[place], found[i, place] = best[place - 1], found[i, place - 1]
+                    best[place], out[i, place] = best[place - 1], out[i, place - 1]
                     place -= 1
-                best[place], found[i, place] = distances[c], c
+                best[place], out[i, place] = distances[c], c
 
 
 @nb.njit
-def _exchange(at: Floats, groups: Numbers, group_of: Numbers, place_of: Numbers, sums: Floats, near: Numbers) -> int:
+def _exchange(
+    points: Floats, groups: Numbers, group_of: Numbers, place_of: Numbers, sums: Floats, neighbours: Numbers
+) -> int:
     """Exchange each item with that of a near group that lowers squared distances from centers the most."""
     moved = 0
-    for i in range(len(at)):
-        mine, best, there, place = group_of[i], 1e-9, -1, -1
-        for other in near[i]:
-            if other == mine:
+    for i in range(len(points)):
+        own_group, best, target_group, place = group_of[i], 1e-9, -1, -1
+        for neighbour in neighbours[i]:
+            if neighbour == own_group:
                 continue
             for p in range(groups.shape[1]):
                 gain = 0.0
-                for k in range(at.shape[1]):
-                    step = at[groups[other, p], k] - at[i, k]
-                    gain += step * (sums[mine, k] - sums[other, k] + step)
+                for k in range(points.shape[1]):
+                    step = points[groups[neighbour, p], k] - points[i, k]
+                    gain += step * (sums[own_group, k] - sums[neighbour, k] + step)
                 if gain > best:
-                    best, there, place = gain, other, p
-        if there >= 0:
-            j, of = groups[there, place], place_of[i]
-            for k in range(at.shape[1]):
-                step = at[j, k] - at[i, k]
-                sums[mine, k] += step
-                sums[there, k] -= step
-            groups[mine, of], groups[there, place] = j, i
-            group_of[i], group_of[j], place_of[i], place_of[j] = there, mine, place, of
+                    best, target_group, place = gain, neighbour, p
+        if target_group >= 0:
+            j, place_in_group = groups[target_group, place], place_of[i]
+            for k in range(points.shape[1]):
+                step = points[j, k] - points[i, k]
+                sums[own_group, k] += step
+                sums[target_group, k] -= step
+            groups[own_group, place_in_group], groups[target_group, place] = j, i
+            group_of[i], group_of[j], place_of[i], place_of[j] = target_group, own_group, place, place_in_group
             moved += 1
     return moved
 
 
-def clustered(at: Floats, size: int) -> Numbers:
+def clustered(points: Floats, size: int) -> Numbers:
     """Return the numbers of items in clusters of ``size``."""
-    groups = _split(at, size)
-    group_of, place_of = np.empty(len(at), np.int64), np.empty(len(at), np.int64)
+    groups = _split(points, size)
+    group_of, place_of = np.empty(len(points), np.int64), np.empty(len(points), np.int64)
     group_of[groups], place_of[groups] = np.arange(len(groups))[:, None], np.arange(size)
-    near = np.empty((len(at), NEAR), np.int64)
+    neighbours = np.empty((len(points), N_NEAREST), np.int64)
     for _ in range(PASSES):
-        sums = at[groups].sum(1)
-        _nearest(at, sums / size, near)
-        if not _exchange(at, groups, group_of, place_of, sums, near):
+        sums = points[groups].sum(1)
+        _nearest(points, sums / size, neighbours)
+        if not _exchange(points, groups, group_of, place_of, sums, neighbours):
             break
     return groups
 
 
 @nb.njit
-def _exchange_lanes(at: Floats, groups: Numbers, near: Numbers, scale: float) -> int:
+def _exchange_lanes(points: Floats, groups: Numbers, neighbours: Numbers, scale: float) -> int:
     """Exchange lanes of the items of each group, while the closeness of those of a lane in near groups falls."""
     lanes, moved = groups.shape[1], 0
     close = np.empty((lanes, lanes))
     for g in range(len(groups)):
         close[:] = 0
-        for other in near[g]:
-            if other == g:
+        for neighbour in neighbours[g]:
+            if neighbour == g:
                 continue
             for a in range(lanes):
                 for b in range(lanes):
                     distance = 0.0
-                    for k in range(at.shape[1]):
-                        distance += (at[groups[g, a], k] - at[groups[other, b], k]) ** 2
+                    for k in range(points.shape[1]):
+                        distance += (points[groups[g, a], k] - points[groups[neighbour, b], k]) ** 2
                     close[a, b] += np.exp(-distance / scale)
         item = np.arange(lanes)
         better = True
@@ -142,24 +144,24 @@ def _exchange_lanes(at: Floats, groups: Numbers, near: Numbers, scale: float) ->
     return moved
 
 
-def in_lanes(at: Floats, groups: Numbers) -> Numbers:
+def in_lanes(points: Floats, groups: Numbers) -> Numbers:
     """Return the groups, each in such an order that an item's neighbours in other groups are at other places."""
-    groups, inside = groups.copy(), at[groups]
-    centers = inside.mean(1)
-    scale = 2 * ((inside - centers[:, None]) ** 2).sum(2).mean()
-    near = np.empty((len(groups), min(NEIGHBOURS, len(groups))), np.int64)
-    _nearest(centers, centers, near)
+    groups, points_of_group = groups.copy(), points[groups]
+    centers = points_of_group.mean(1)
+    scale = 2 * ((points_of_group - centers[:, None]) ** 2).sum(2).mean()
+    neighbours = np.empty((len(groups), min(NEIGHBOURS, len(groups))), np.int64)
+    _nearest(centers, centers, neighbours)
     for _ in range(PASSES):
-        if not _exchange_lanes(at, groups, near, scale):
+        if not _exchange_lanes(points, groups, neighbours, scale):
             break
     return groups
 
 
 def sorted_points(levels: Numbers) -> Numbers:
     """Return the numbers of points [points, size], cell by cell, family by family."""
-    at = _warped(levels)
-    cells = in_lanes(at, clustered(at, 16))
-    centers = at[cells].mean(1)
+    points = _warped(levels)
+    cells = in_lanes(points, clustered(points, 16))
+    centers = points[cells].mean(1)
     families = in_lanes(centers, clustered(centers, 16))
     of_families = centers[families].mean(1)
     lines = np.random.default_rng(0).permutation(len(families)).reshape(-1, 16)

@@ -31,7 +31,7 @@ E, FF, HEAD, N_HEAD, N_KV, VOCAB, N_CTX = 256, 512, 64, 4, 2, 128, 512
 N_EXPERT, WIDTH = 8, 256
 
 
-def usual(n_layer: int, eps: str = "layer_norm_rms_epsilon", **more: Any) -> dict[str, Any]:
+def usual(n_layer: int, eps: str = "layer_norm_rms_epsilon", **extra: Any) -> dict[str, Any]:
     """Return the fields that every model has, and more; ``__`` in a name is a point.
 
     Names are given without the architecture's; one that begins with a point stands alone.
@@ -43,7 +43,7 @@ def usual(n_layer: int, eps: str = "layer_norm_rms_epsilon", **more: Any) -> dic
         "feed_forward_length": FF,
     }
     fields |= {"attention.head_count": N_HEAD, "attention.head_count_kv": N_KV, f"attention.{eps}": 1e-5}
-    return fields | {"vocab_size": VOCAB} | {key.replace("__", "."): value for key, value in more.items()}
+    return fields | {"vocab_size": VOCAB} | {key.replace("__", "."): value for key, value in extra.items()}
 
 
 def ends(output: bool = True, norm: bool = True, bias: bool = False) -> Shapes:
@@ -70,23 +70,23 @@ def attention(
 ) -> Shapes:
     q, k, v = n_head * head, n_kv * head, n_kv * (head_v or head)
     shapes = {"attn_q": (E, q), "attn_k": (E, k), "attn_v": (E, v), "attn_output": (n_head * (head_v or head), E)}
-    made: Shapes = {f"blk.{layer}.{name}.weight": shape for name, shape in shapes.items()}
+    named_shapes: Shapes = {f"blk.{layer}.{name}.weight": shape for name, shape in shapes.items()}
     if head_norms:
-        made |= {f"blk.{layer}.{name}.weight": (head,) for name in ("attn_q_norm", "attn_k_norm")}
-    return made | ({f"blk.{layer}.{name}.bias": shape[1:] for name, shape in shapes.items()} if bias else {})
+        named_shapes |= {f"blk.{layer}.{name}.weight": (head,) for name in ("attn_q_norm", "attn_k_norm")}
+    return named_shapes | ({f"blk.{layer}.{name}.bias": shape[1:] for name, shape in shapes.items()} if bias else {})
 
 
 def fused(layer: int, n_kv: int, bias: Sequence[str] = ("attn_qkv", "attn_output")) -> Shapes:
     """Attention with q, k and v in one matrix; bias: which have one."""
     shapes = {"attn_qkv": (E, E + 2 * HEAD * n_kv), "attn_output": (E, E)}
-    made: Shapes = {f"blk.{layer}.{name}.weight": shape for name, shape in shapes.items()}
-    return made | {f"blk.{layer}.{name}.bias": shapes[name][1:] for name in bias}
+    named_shapes: Shapes = {f"blk.{layer}.{name}.weight": shape for name, shape in shapes.items()}
+    return named_shapes | {f"blk.{layer}.{name}.bias": shapes[name][1:] for name in bias}
 
 
 def dense(layer: int, *, gate: bool = True, bias: bool = False, width: int = FF) -> Shapes:
     shapes = {"ffn_up": (E, width), "ffn_down": (width, E)} | ({"ffn_gate": (E, width)} if gate else {})
-    made: Shapes = {f"blk.{layer}.{name}.weight": shape for name, shape in shapes.items()}
-    return made | ({f"blk.{layer}.{name}.bias": shape[1:] for name, shape in shapes.items()} if bias else {})
+    named_shapes: Shapes = {f"blk.{layer}.{name}.weight": shape for name, shape in shapes.items()}
+    return named_shapes | ({f"blk.{layer}.{name}.bias": shape[1:] for name, shape in shapes.items()} if bias else {})
 
 
 def mixture(layer: int, *, shared: int = 0, bias: str = "", width: int = WIDTH) -> Shapes:
@@ -105,13 +105,13 @@ def one(layer: int, name: str, *shape: int) -> Shapes:
     return {f"blk.{layer}.{name}": shape}
 
 
-def layers(n: int, *of: Callable[[int], Shapes]) -> Shapes:
-    return {name: shape for layer in range(n) for make in of for name, shape in make(layer).items()}
+def layers(n: int, *parts: Callable[[int], Shapes]) -> Shapes:
+    return {name: shape for layer in range(n) for make in parts for name, shape in make(layer).items()}
 
 
 def gemma() -> tuple[dict[str, Any], Shapes]:
-    more: dict[str, Any] = {"attention.key_length": 32, "attention.value_length": 32}
-    return usual(3, **more), ends(output=False) | layers(
+    extra: dict[str, Any] = {"attention.key_length": 32, "attention.value_length": 32}
+    return usual(3, **extra), ends(output=False) | layers(
         3, lambda i: norms(i, "attn_norm", "ffn_norm"), lambda i: attention(i, 32), dense
     )
 
@@ -132,9 +132,9 @@ def command_r() -> tuple[dict[str, Any], Shapes]:
     return fields, ends(output=False) | layers(3, lambda i: norms(i, "attn_norm"), attention, dense)
 
 
-def starcoder(n_kv: int = 1, **more: Any) -> tuple[dict[str, Any], Shapes]:
+def starcoder(n_kv: int = 1, **extra: Any) -> tuple[dict[str, Any], Shapes]:
     """Layers as GPT 2 has them: norms with biases, q, k and v in one matrix, no gate."""
-    fields = usual(3, "layer_norm_epsilon", **more) | {"attention.head_count_kv": n_kv}
+    fields = usual(3, "layer_norm_epsilon", **extra) | {"attention.head_count_kv": n_kv}
     return fields, ends(output=False, bias=True) | {"position_embd.weight": (E, N_CTX)} | layers(
         3,
         lambda i: norms(i, "attn_norm", "ffn_norm", bias=True),
@@ -181,9 +181,9 @@ def chatglm() -> tuple[dict[str, Any], Shapes]:
     )
 
 
-def llama(bias: bool = False, head_norms: bool = False, **more: Any) -> tuple[dict[str, Any], Shapes]:
+def llama(bias: bool = False, head_norms: bool = False, **extra: Any) -> tuple[dict[str, Any], Shapes]:
     """Layers as Llama has them; bias: of attention."""
-    return usual(3, **more), ends() | layers(
+    return usual(3, **extra), ends() | layers(
         3,
         lambda i: norms(i, "attn_norm", "ffn_norm"),
         lambda i: attention(i, bias=bias, head_norms=head_norms),
@@ -196,9 +196,9 @@ def exaone() -> tuple[dict[str, Any], Shapes]:
     return fields, shapes | {"rope_freqs.weight": (HEAD // 2,)}
 
 
-def layer_normed(gate: bool, bias: bool, **more: Any) -> tuple[dict[str, Any], Shapes]:
+def layer_normed(gate: bool, bias: bool, **extra: Any) -> tuple[dict[str, Any], Shapes]:
     """Layers as Llama has them, but for norms with biases; bias: of the others."""
-    return usual(3, "layer_norm_epsilon", **more), ends(bias=True) | layers(
+    return usual(3, "layer_norm_epsilon", **extra), ends(bias=True) | layers(
         3,
         lambda i: norms(i, "attn_norm", "ffn_norm", bias=True),
         lambda i: attention(i, bias=bias),
@@ -209,12 +209,12 @@ def layer_normed(gate: bool, bias: bool, **more: Any) -> tuple[dict[str, Any], S
 def minicpm() -> tuple[dict[str, Any], Shapes]:
     scaling: dict[str, Any] = {"rope.scaling.type": "longrope", "rope.scaling.attn_factor": 1.25}
     fields, shapes = llama(embedding_scale=9.0, residual_scale=0.7, logit_scale=4.0, **scaling)
-    return fields, shapes | {f"rope_factors_{which}.weight": (HEAD // 2,) for which in ("long", "short")}
+    return fields, shapes | {f"rope_factors_{kind}.weight": (HEAD // 2,) for kind in ("long", "short")}
 
 
 def qwen2vl() -> tuple[dict[str, Any], Shapes]:
-    more: dict[str, Any] = {"rope.dimension_sections": [8, 10, 8, 6]}
-    fields, shapes = llama(bias=True, rope__freq_base=1e6, **more)
+    extra: dict[str, Any] = {"rope.dimension_sections": [8, 10, 8, 6]}
+    fields, shapes = llama(bias=True, rope__freq_base=1e6, **extra)
     return fields, {name: shape for name, shape in shapes.items() if not name.endswith("attn_output.bias")}
 
 
@@ -236,13 +236,13 @@ def apertus() -> tuple[dict[str, Any], Shapes]:
         ".xielu.beta": [0.5, 0.25, 0.75],
         ".xielu.eps": [-1e-6, -0.125, -1e-6],
     }
-    gone = {f"blk.{i}.ffn_gate.weight" for i in range(3)}
-    return fields, {k: v for k, v in shapes.items() if k not in gone} | {"rope_freqs.weight": (HEAD // 2,)}
+    dropped_names = {f"blk.{i}.ffn_gate.weight" for i in range(3)}
+    return fields, {k: v for k, v in shapes.items() if k not in dropped_names} | {"rope_freqs.weight": (HEAD // 2,)}
 
 
 def spark() -> tuple[dict[str, Any], Shapes]:
     """Windowed layers rotate whole heads, by a base of their own; a gate a head."""
-    more: dict[str, Any] = {
+    extra: dict[str, Any] = {
         "attention.sliding_window": 32,
         "attention.sliding_window_pattern": [True, True, False],
         "rope.freq_base": 1e6,
@@ -250,7 +250,7 @@ def spark() -> tuple[dict[str, Any], Shapes]:
         "rope.dimension_count": HEAD // 2,
         "rope.dimension_count_swa": HEAD,
     }
-    fields, shapes = llama(**more)
+    fields, shapes = llama(**extra)
     return fields, shapes | {f"blk.{i}.attn_gate.weight": (E, N_HEAD) for i in range(3)}
 
 
@@ -265,12 +265,12 @@ def phi2() -> tuple[dict[str, Any], Shapes]:
 
 
 def qwen3vl() -> tuple[dict[str, Any], Shapes]:
-    more: dict[str, Any] = {
+    extra: dict[str, Any] = {
         "attention.key_length": HEAD,
         "attention.value_length": HEAD,
         "rope.dimension_sections": [12, 10, 10, 0],
     }
-    return usual(3, rope__freq_base=5e6, n_deepstack_layers=1, **more), ends() | layers(
+    return usual(3, rope__freq_base=5e6, n_deepstack_layers=1, **extra), ends() | layers(
         3, lambda i: norms(i, "attn_norm", "ffn_norm"), lambda i: attention(i, head_norms=True), dense
     )
 
@@ -304,14 +304,14 @@ def _norms(layer: int) -> Shapes:
     return norms(layer, "attn_norm", "ffn_norm")
 
 
-def _after_dense(layer: int, **more: Any) -> Shapes:
+def _after_dense(layer: int, **options: Any) -> Shapes:
     """Return a layer that is dense if it is the first, and else has experts and a shared one."""
-    return mixture(layer, shared=WIDTH, **more) if layer else dense(layer)
+    return mixture(layer, shared=WIDTH, **options) if layer else dense(layer)
 
 
 def bailingmoe() -> tuple[dict[str, Any], Shapes]:
-    more = {"attention.key_length": 32, "attention.value_length": 32, "rope.dimension_count": 32}
-    return usual(3) | _EXPERTS | _SHARED | more, ends() | layers(
+    extra = {"attention.key_length": 32, "attention.value_length": 32, "rope.dimension_count": 32}
+    return usual(3) | _EXPERTS | _SHARED | extra, ends() | layers(
         3, _norms, lambda i: attention(i, 32), lambda i: mixture(i, shared=WIDTH)
     )
 
@@ -326,8 +326,8 @@ def granite_swa() -> tuple[dict[str, Any], Shapes]:
     def experts(layer: int) -> Shapes:
         shapes = mixture(layer) | one(layer, "ffn_gate_up_exps.weight", E, 2 * WIDTH, N_EXPERT)
         shapes |= one(layer, "ffn_up_shexp.weight", E, 2 * WIDTH) | one(layer, "ffn_down_shexp.weight", WIDTH, E)
-        apart = ("ffn_gate_exps.weight", "ffn_up_exps.weight")
-        return {name: shape for name, shape in shapes.items() if not name.endswith(apart)}
+        separate_names = ("ffn_gate_exps.weight", "ffn_up_exps.weight")
+        return {name: shape for name, shape in shapes.items() if not name.endswith(separate_names)}
 
     return fields, ends(output=False) | {"rope_freqs.weight": (HEAD // 2,)} | layers(
         4, _norms, attention, lambda i: one(i, "attn_sinks.weight", N_HEAD), experts
@@ -460,11 +460,14 @@ def dots3note() -> tuple[dict[str, Any], Shapes]:
     fields = usual(4) | _EXPERTS | _SHARED | _DENSE_LEAD | _SIGMOID | _INDEXER | {"attention.head_count": n_head}
     fields |= {"attention.head_count_kv": 1, "rope.dimension_count": 32, "rope.freq_base": 1e6}
     fields |= {"rope.freq_base_swa": 5e3, "attention.q_lora_rank": 128, "attention.sliding_window": 32}
-    fields |= {"attention.sliding_window_pattern": slides, "attention.indexer.types": [not each for each in slides]}
-    for of, rank, k, v in (("", 128, 96, 64), ("_swa", 64, 64, 128)):
-        fields |= {f"attention.kv_lora_rank{of}": rank, f"attention.key_length{of}": rank + 32}
-        fields |= {f"attention.value_length{of}": rank, f"attention.key_length_mla{of}": k}
-        fields |= {f"attention.value_length_mla{of}": v}
+    fields |= {
+        "attention.sliding_window_pattern": slides,
+        "attention.indexer.types": [not slides_in_layer for slides_in_layer in slides],
+    }
+    for suffix, rank, k, v in (("", 128, 96, 64), ("_swa", 64, 64, 128)):
+        fields |= {f"attention.kv_lora_rank{suffix}": rank, f"attention.key_length{suffix}": rank + 32}
+        fields |= {f"attention.value_length{suffix}": rank, f"attention.key_length_mla{suffix}": k}
+        fields |= {f"attention.value_length_mla{suffix}": v}
     return fields, ends() | layers(
         4,
         _norms,
@@ -491,22 +494,22 @@ def minimax_m3() -> tuple[dict[str, Any], Shapes]:
 
 def hy_v4() -> tuple[dict[str, Any], Shapes]:
     """Streams beside the layers; every other layer attends to the keys that the one before has selected."""
-    n_stream, own = 4, [True, False, True, False]
+    n_stream, has_indexer = 4, [True, False, True, False]
     fields = usual(4) | _EXPERTS | _SHARED | _DENSE_LEAD | _SIGMOID | _INDEXER | {"attention.head_count_kv": 1}
     fields |= {"rope.dimension_count": 32, "attention.q_lora_rank": 128, "attention.kv_lora_rank": 128}
-    fields |= {"attention.key_length": 160, "attention.value_length": 128, "attention.indexer.types": own}
+    fields |= {"attention.key_length": 160, "attention.value_length": 128, "attention.indexer.types": has_indexer}
     fields |= {"attention.key_length_mla": 96, "attention.value_length_mla": 64, "swiglu_clamp_exp": [0.5] * 4}
     fields |= {"hyper_connection.count": n_stream, "hyper_connection.epsilon": 1e-2, "hyper_connection.magnitude": 1.5}
 
     def streams(layer: int) -> Shapes:
         shapes: Shapes = {"fn": (n_stream * E, 2 * n_stream), "base": (2 * n_stream,), "scale": (2,)}
-        return {f"blk.{layer}.hc_{of}_{name}.weight": ne for of in ("attn", "ffn") for name, ne in shapes.items()}
+        return {f"blk.{layer}.hc_{part}_{name}.weight": ne for part in ("attn", "ffn") for name, ne in shapes.items()}
 
     last: Shapes = {"output_hc_fn.weight": (n_stream * E, n_stream), "output_hc_base.weight": (n_stream,)}
     return fields, ends() | last | {"output_hc_scale.weight": (1,)} | layers(
         4,
         _norms,
-        lambda i: _latent(i, N_HEAD, 128, 64, 64) | (_indexer(i) if own[i] else {}),
+        lambda i: _latent(i, N_HEAD, 128, 64, 64) | (_indexer(i) if has_indexer[i] else {}),
         lambda i: one(i, "attn_gate.weight", E, N_HEAD * 64) | one(i, "attn_sinks.weight", N_HEAD),
         lambda i: _after_dense(i, bias=_CHOICE),
         streams,
@@ -516,7 +519,7 @@ def hy_v4() -> tuple[dict[str, Any], Shapes]:
 def streams_of_deepseek4(layer: int, n_embd: int = E) -> Shapes:
     """Four streams, and how they mix."""
     shapes: Shapes = {"fn": (4 * n_embd, 24), "base": (24,), "scale": (3,)}
-    return {f"blk.{layer}.hc_{of}_{name}.weight": ne for of in ("attn", "ffn") for name, ne in shapes.items()}
+    return {f"blk.{layer}.hc_{part}_{name}.weight": ne for part in ("attn", "ffn") for name, ne in shapes.items()}
 
 
 def deepseek4() -> tuple[dict[str, Any], Shapes]:
@@ -541,18 +544,18 @@ def deepseek4() -> tuple[dict[str, Any], Shapes]:
         kinds = ["attn", "indexer"] if ratios[layer] == 4 else ["attn"] if ratios[layer] else []
         for kind, n in zip(kinds, (head, index_head), strict=False):
             width = n * (2 if ratios[layer] == 4 else 1)
-            shapes |= {f"{kind}_compressor_{of}": (E, width) for of in ("kv", "gate")}
+            shapes |= {f"{kind}_compressor_{part}": (E, width) for part in ("kv", "gate")}
             shapes |= {f"{kind}_compressor_ape": (width, ratios[layer]), f"{kind}_compressor_norm": (n,)}
         if ratios[layer] == 4:
             shapes |= {"indexer.proj": (E, 16), "indexer.attn_q_b": (128, 16 * index_head)}
         return {f"blk.{layer}.{name}.weight": ne for name, ne in shapes.items()}
 
-    def fed(layer: int) -> Shapes:
+    def feed_forward(layer: int) -> Shapes:
         table = one(layer, TABLE, 2, VOCAB) if layer < 2 else {}
         return mixture(layer, shared=WIDTH, bias="" if table else _CHOICE) | table
 
     last: Shapes = {"output_hc_fn.weight": (4 * E, 4), "output_hc_base.weight": (4,), "output_hc_scale.weight": (1,)}
-    return fields, ends() | last | layers(4, _norms, attention, fed, streams_of_deepseek4)
+    return fields, ends() | last | layers(4, _norms, attention, feed_forward, streams_of_deepseek4)
 
 
 def talkie() -> tuple[dict[str, Any], Shapes]:
@@ -693,8 +696,8 @@ def _experts(layer: int, n: int, width: int, *, bias: bool = False, shared: bool
     return {f"blk.{layer}.{name}": shape for name, shape in shapes.items()}
 
 
-def mamba(**more: Any) -> tuple[dict[str, Any], Shapes]:
-    fields = usual(3) | _SSM | _ALONE | {"ssm.state_size": 16, "ssm.time_step_rank": 16} | more
+def mamba(**extra: Any) -> tuple[dict[str, Any], Shapes]:
+    fields = usual(3) | _SSM | _ALONE | {"ssm.state_size": 16, "ssm.time_step_rank": 16} | extra
     del fields["ssm.group_count"]
     return fields, ends() | layers(3, lambda i: norms(i, "attn_norm"), _mamba)
 
@@ -734,17 +737,26 @@ def falcon_h1() -> tuple[dict[str, Any], Shapes]:
 
 def _nemotron_fields(kinds: str, width: int, kind: str) -> dict[str, Any]:
     """Return the fields of a model of layers M (Mamba 2), * (attention) and ``kind`` (feed-forward)."""
-    each = {"attention.head_count_kv": [N_KV * (k == "*") for k in kinds]}
-    each |= {"feed_forward_length": [width * (k == kind) for k in kinds]}
+    fields_of_layers = {"attention.head_count_kv": [N_KV * (k == "*") for k in kinds]}
+    fields_of_layers |= {"feed_forward_length": [width * (k == kind) for k in kinds]}
     heads = {"attention.key_length": HEAD, "attention.value_length": HEAD}
-    return usual(len(kinds), "layer_norm_epsilon", attention__layer_norm_rms_epsilon=1e-5) | _SSM | each | heads
+    return (
+        usual(len(kinds), "layer_norm_epsilon", attention__layer_norm_rms_epsilon=1e-5)
+        | _SSM
+        | fields_of_layers
+        | heads
+    )
 
 
 def nemotron_h() -> tuple[dict[str, Any], Shapes]:
     kinds = "M-*-M"
-    of: dict[str, Callable[[int], Shapes]] = {"M": _mamba2, "*": attention, "-": lambda i: dense(i, gate=False)}
+    parts_by_kind: dict[str, Callable[[int], Shapes]] = {
+        "M": _mamba2,
+        "*": attention,
+        "-": lambda i: dense(i, gate=False),
+    }
     return _nemotron_fields(kinds, FF, "-"), ends() | layers(
-        len(kinds), lambda i: norms(i, "attn_norm"), lambda i: of[kinds[i]](i)
+        len(kinds), lambda i: norms(i, "attn_norm"), lambda i: parts_by_kind[kinds[i]](i)
     )
 
 
@@ -755,14 +767,14 @@ def nemotron_h_moe() -> tuple[dict[str, Any], Shapes]:
     def latent_experts(layer: int) -> Shapes:
         shapes: Shapes = {"ffn_latent_down.weight": (E, latent), "ffn_latent_up.weight": (latent, E)}
         shapes |= {"ffn_up_exps.weight": (latent, width, n), "ffn_down_exps.weight": (width, latent, n)}
-        own = {f"blk.{layer}.{name}": shape for name, shape in shapes.items()}
-        return _experts(layer, n, width, bias=True, shared=True, gate=False) | own
+        extra = {f"blk.{layer}.{name}": shape for name, shape in shapes.items()}
+        return _experts(layer, n, width, bias=True, shared=True, gate=False) | extra
 
-    of: dict[str, Callable[[int], Shapes]] = {"M": _mamba2, "*": attention, "E": latent_experts}
+    parts_by_kind: dict[str, Callable[[int], Shapes]] = {"M": _mamba2, "*": attention, "E": latent_experts}
     fields = _nemotron_fields(kinds, width, "E") | {"moe_latent_size": latent, "expert_count": n}
     fields |= {"expert_used_count": 3, "expert_feed_forward_length": width, "expert_shared_count": 1}
     fields |= {"expert_shared_feed_forward_length": width, "expert_weights_norm": True, "expert_weights_scale": 2.5}
-    return fields, ends() | layers(len(kinds), lambda i: norms(i, "attn_norm"), lambda i: of[kinds[i]](i))
+    return fields, ends() | layers(len(kinds), lambda i: norms(i, "attn_norm"), lambda i: parts_by_kind[kinds[i]](i))
 
 
 def _lfm2(layer: int, attends: bool) -> Shapes:
@@ -811,9 +823,9 @@ def minimax_01() -> tuple[dict[str, Any], Shapes]:
         shapes |= {"attn_norm_2": (width,)}
         return {f"blk.{layer}.{name}.weight": shape for name, shape in shapes.items()}
 
-    more: dict[str, Any] = {"attention.recurrent_layers": [True, False, True], "rope.dimension_count": HEAD // 2}
-    more |= {"attention.key_length": HEAD, "attention.value_length": HEAD, "residual_scale": 3.55}
-    fields = usual(3, expert_count=n, expert_used_count=2, **more)
+    extra: dict[str, Any] = {"attention.recurrent_layers": [True, False, True], "rope.dimension_count": HEAD // 2}
+    extra |= {"attention.key_length": HEAD, "attention.value_length": HEAD, "residual_scale": 3.55}
+    fields = usual(3, expert_count=n, expert_used_count=2, **extra)
     return fields, ends() | layers(3, lambda i: norms(i, "attn_norm", "ffn_norm"), block, lambda i: _experts(i, n, FF))
 
 
@@ -919,12 +931,12 @@ def rwkv6() -> tuple[dict[str, Any], Shapes]:
     fields = usual(2, "layer_norm_epsilon", rescale_every_n_layers=1) | _WKV | _EXTRA
     del fields["attention.head_count_kv"]
 
-    def more(layer: int) -> Shapes:
+    def extra_shapes(layer: int) -> Shapes:
         shapes: Shapes = {"time_mix_first": (HEAD, N_HEAD), "channel_mix_lerp_r": (E, 1, 1)}
         shapes |= {"channel_mix_receptance": (E, E)}
         return {f"blk.{layer}.{name}.weight": shape for name, shape in shapes.items()}
 
-    return fields, _own_norms(2) | layers(2, lambda i: _rwkv(i, FF), _of_token, more)
+    return fields, _own_norms(2) | layers(2, lambda i: _rwkv(i, FF), _of_token, extra_shapes)
 
 
 def rwkv6qwen2() -> tuple[dict[str, Any], Shapes]:
@@ -998,8 +1010,8 @@ def baichuan(n_layer: int) -> tuple[dict[str, Any], Shapes]:
     shapes: Shapes = {"attn_norm": (e,), "ffn_norm": (e,), "attn_q": (e, e), "attn_k": (e, N_KV * head)}
     shapes |= {"attn_v": (e, N_KV * head), "attn_output": (e, e)}
     shapes |= {f"ffn_{name}": (e, e) for name in ("gate", "up", "down")}
-    outside: Shapes = {"token_embd.weight": (e, VOCAB), "output_norm.weight": (e,), "output.weight": (e, VOCAB)}
-    return fields, outside | layers(
+    global_shapes: Shapes = {"token_embd.weight": (e, VOCAB), "output_norm.weight": (e,), "output.weight": (e, VOCAB)}
+    return fields, global_shapes | layers(
         n_layer, lambda i: {f"blk.{i}.{name}.weight": shape for name, shape in shapes.items()}
     )
 
@@ -1072,10 +1084,12 @@ def plamo2() -> tuple[dict[str, Any], Shapes]:
     scan |= {"ssm_c_norm": (state,)}
     heads: Shapes = {"attn_qkv.weight": (E, (N_HEAD + 2 * N_KV) * HEAD), "attn_output.weight": (N_HEAD * HEAD, E)}
     heads |= {"attn_q_norm.weight": (HEAD, N_HEAD), "attn_k_norm.weight": (HEAD, N_KV)}
-    rest: Shapes = {"post_attention_norm": (E,), "post_ffw_norm": (E,), "ffn_up.weight": (E, 2 * FF)}
-    rest |= {"ffn_down.weight": (FF, E)}
+    other_shapes: Shapes = {"post_attention_norm": (E,), "post_ffw_norm": (E,), "ffn_up.weight": (E, 2 * FF)}
+    other_shapes |= {"ffn_down.weight": (FF, E)}
     return fields, ends(output=False) | layers(
-        3, _norms, lambda i: {f"blk.{i}.{name}": shape for name, shape in ((heads if i == 1 else scan) | rest).items()}
+        3,
+        _norms,
+        lambda i: {f"blk.{i}.{name}": shape for name, shape in ((heads if i == 1 else scan) | other_shapes).items()},
     )
 
 
@@ -1168,8 +1182,8 @@ def muse_glimmer() -> tuple[dict[str, Any], Shapes]:
 
 
 def hunyuan_vl() -> tuple[dict[str, Any], Shapes]:
-    more: dict[str, Any] = {"rope.dimension_sections": [8, 8, 8, 8], "rope.scaling.alpha": 50.0}
-    return small(*llama(head_norms=True, **more))
+    extra: dict[str, Any] = {"rope.dimension_sections": [8, 8, 8, 8], "rope.scaling.alpha": 50.0}
+    return small(*llama(head_norms=True, **extra))
 
 
 MODELS: Mapping[str, Callable[[], tuple[dict[str, Any], Shapes]]] = {
@@ -1268,14 +1282,14 @@ def write_header(name: str) -> None:
     """Write the beginning of a model's file, up to its tensors' data."""
     arch = name.rpartition("-")[0]
     fields, shapes = MODELS[name]()
-    listed = [Field.of("general.architecture", arch), Field.of("tokenizer.ggml.model", "no_vocab")]
+    header_fields = [Field.of("general.architecture", arch), Field.of("tokenizer.ggml.model", "no_vocab")]
     for key, value in fields.items():
-        listed.append(Field.of(key[1:] if key.startswith(".") else f"{arch}.{key}", value))
+        header_fields.append(Field.of(key[1:] if key.startswith(".") else f"{arch}.{key}", value))
     types = {key: BY_NAME["I32" if key.endswith(TABLE) else "F32"] for key in shapes}
     tensors = [(key, shape, types[key], bytes(4 * int(np.prod(shape)))) for key, shape in shapes.items()]
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "model.gguf")
-        write_gguf(path, listed, tensors)
+        write_gguf(path, header_fields, tensors)
         data = path.read_bytes()
     size = sum(-(-len(raw) // 32) * 32 for *_, raw in tensors)
     (ZOO / "headers" / f"{name}.head").write_bytes(data[: len(data) - size])
@@ -1286,17 +1300,17 @@ def main() -> None:
     parser.add_argument("names", nargs="*", metavar="NAME", help="default: all that are described here")
     parser.add_argument("--lib", type=Path, required=True, help="where libllama.so of llama.cpp b11434 is")
     options = parser.parse_args()
-    into = ZOO / "logits.npz"
-    with np.load(into) as npz:
-        known = dict(npz)
+    logits_path = ZOO / "logits.npz"
+    with np.load(logits_path) as npz:
+        logits = dict(npz)
     for name in options.names or MODELS:
         write_header(name)
         with tempfile.TemporaryDirectory() as folder:
             model = write_zoo(name, Path(folder, "model.gguf"), SEED)
-            known[name] = Libllama(options.lib).logits(model, known["tokens"])
-    made = io.BytesIO()
-    np.savez_compressed(made, **dict(sorted(known.items())))
-    into.write_bytes(made.getvalue())
+            logits[name] = Libllama(options.lib).logits(model, logits["tokens"])
+    buffer = io.BytesIO()
+    np.savez_compressed(buffer, **dict(sorted(logits.items())))
+    logits_path.write_bytes(buffer.getvalue())
 
 
 if __name__ == "__main__":

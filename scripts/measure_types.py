@@ -39,7 +39,7 @@ def mweights_per_second(t: TensorType) -> float:
     return x.size / best / 1e6
 
 
-def measured(t: TensorType) -> quality.Quality:
+def measure(t: TensorType) -> quality.Quality:
     """Measure a type."""
     rate = mweights_per_second(t)
     print(f"{t.name:10} {rate:8.1f} Mweights/s", file=sys.stderr, flush=True)
@@ -49,12 +49,12 @@ def measured(t: TensorType) -> quality.Quality:
 
 def with_figures(text: str, figures: Mapping[str, quality.Quality]) -> str:
     """Return the source of the table with the lines of these types new, in the order of ``TYPES``."""
-    found = re.search(r"(?<=QUALITY: dict\[str, Quality\] = \{\n).*?(?=\}\n)", text, re.DOTALL)
-    assert found is not None
-    lines = {line.split('"')[1]: line for line in found[0].splitlines(keepends=True)}
+    match = re.search(r"(?<=QUALITY: dict\[str, Quality\] = \{\n).*?(?=\}\n)", text, re.DOTALL)
+    assert match is not None
+    lines = {line.split('"')[1]: line for line in match[0].splitlines(keepends=True)}
     lines |= {name: f'    "{name}": Quality({q.error:.4g}, "{q.speed}"),\n' for name, q in figures.items()}
     table = "".join(lines[t.name] for t in TYPES if t.name in lines)
-    return text[: found.start()] + table + text[found.end() :]
+    return text[: match.start()] + table + text[match.end() :]
 
 
 def main() -> None:
@@ -67,7 +67,7 @@ def main() -> None:
     if missing := [t.name for t in options.types if not quality.is_measured(t)]:
         parser.error(f"there is no encoder for {', '.join(missing)}")
     types = options.types or [t for t in TYPES if quality.is_measured(t)]
-    TARGET.write_text(with_figures(TARGET.read_text(), {t.name: measured(t) for t in types}))
+    TARGET.write_text(with_figures(TARGET.read_text(), {t.name: measure(t) for t in types}))
 
 
 if __name__ == "__main__":

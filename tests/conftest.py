@@ -195,8 +195,8 @@ QUICK_FILES = {test.partition("::")[0] for test in QUICK} | {"tests/test_quick.p
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     """Leave files without quick tests alone, if only these are asked for: importing all takes longer than the tests."""
-    known = collection_path.is_file() and collection_path.is_relative_to(config.rootpath)
-    if config.option.markexpr != "quick" or not known:
+    is_in_tree = collection_path.is_file() and collection_path.is_relative_to(config.rootpath)
+    if config.option.markexpr != "quick" or not is_in_tree:
         return None
     return True if collection_path.relative_to(config.rootpath).as_posix() not in QUICK_FILES else None
 
@@ -339,7 +339,7 @@ def skip_unless_there(device: str) -> None:
 @pytest.fixture(scope="session")
 def cases_as_ptx() -> object:
     """What is run as PTX, too."""
-    from ptx.chosen import ChosenNodes
+    from ptx.selection import ChosenNodes
 
     return ChosenNodes()
 

@@ -21,23 +21,23 @@ def places(cell: str) -> list[str]:
 
 
 def quoted(title: str) -> set[int]:
-    """Return the steps of a guide that some test quotes: ``step(title, 1)``, or ``how(1)`` where that is meant."""
-    found: set[int] = set()
+    """Return the steps of a guide that some test quotes: ``step(title, 1)``, or ``guide_step(1)``."""
+    numbers: set[int] = set()
     for path in TESTS.rglob("test_*.py"):
         text = path.read_text(encoding="utf-8")
-        named = re.escape(title)
-        found |= {int(n) for n in re.findall(rf"""step\(["']{named}["'], (\d+)""", text)}
-        if re.search(rf"""step[(,] ?["']{named}["']""", text):
-            found |= {int(n) for n in re.findall(r"\bhow\((\d+)", text)}
-    return found
+        quoted_title = re.escape(title)
+        numbers |= {int(n) for n in re.findall(rf"""step\(["']{quoted_title}["'], (\d+)""", text)}
+        if re.search(rf"""step[(,] ?["']{quoted_title}["']""", text):
+            numbers |= {int(n) for n in re.findall(r"\bguide_step\(\s*(\d+)", text)}
+    return numbers
 
 
 @pytest.mark.parametrize("title", GUIDES)
 def test_places_of_a_guide_are_there(title: str) -> None:
     assert list(steps(title)) == list(range(1, len(steps(title)) + 1))
-    for place, what in steps(title).values():
+    for place, action in steps(title).values():
         assert places(place), place
-        for name in places(place) + [name for name in places(what) if "/" in name]:
+        for name in places(place) + [name for name in places(action) if "/" in name]:
             assert any(ROOT.glob(name)), name
 
 
@@ -59,21 +59,21 @@ def test_places_of_answers_are_there() -> None:
     """In the table of ARCHITECTURE.md, paths of the package."""
     table = PAGES["ARCHITECTURE.md"].split("\n## Where is ..?\n")[1].split("\n## ")[0]
     cells = re.findall(r"^\| [^|]+ \| (.+) \|$", table, re.MULTILINE)
-    named = [name for cell in cells for name in re.findall(r"`([\w./]+/[\w.]*)", cell)]
-    assert len(named) > len(cells) > 5
-    assert not [name for name in named if not (ROOT / "quantkit" / name).exists()]
+    paths = [name for cell in cells for name in re.findall(r"`([\w./]+/[\w.]*)", cell)]
+    assert len(paths) > len(cells) > 5
+    assert not [name for name in paths if not (ROOT / "quantkit" / name).exists()]
 
 
 def tree() -> dict[str, str]:
     """Return the folders of README's tree, by path, each with what is said of it."""
     block = PAGES["README.md"].split("## How it is built\n\n```\n")[1].split("```")[0]
-    found: dict[str, str] = {}
+    folders: dict[str, str] = {}
     above: list[str] = []
     for line in block.splitlines():
         indent, name, text = re.match(r"( *)(\S+/) +(.+)", line).groups()  # type: ignore[union-attr]
         above[len(indent) // 2 :] = [name]
-        found["".join(above)] = text
-    return found
+        folders["".join(above)] = text
+    return folders
 
 
 def test_the_tree_of_the_readme_is_whole() -> None:

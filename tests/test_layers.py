@@ -178,11 +178,11 @@ def test_imports_within_a_package(package: str) -> None:
 
     rows = WITHIN[package]
     within = {child(name) for name in MODULES} - {""}
-    how = f"rows of WITHIN[{package!r}] are its modules"
+    advice = f"rows of WITHIN[{package!r}] are its modules"
     if package == "quantkit":
         within = {name for name in within if part_of(f"quantkit.{name}") == "verbs"} - {"__main__"}
-        how = step("Add a command", 3)
-    assert rows.keys() == within, f"{rows.keys() ^ within}: {how}"
+        advice = step("Add a command", 3)
+    assert rows.keys() == within, f"{rows.keys() ^ within}: {advice}"
     for name in MODULES:
         child_package = child(name)
         used = {child(module) for module in imported(name)} & rows.keys() - {child_package}

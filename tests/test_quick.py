@@ -6,18 +6,18 @@ from importlib import import_module
 
 import pytest
 
-from quick import COMPILED, ELSEWHERE, ROOT, called, modules, quick_tests
+from quick import COMPILED, ELSEWHERE, ROOT, modules, quick_test_of, quick_tests
 
 MODULES = modules()
 
 
 def test_every_module_has_a_quick_test() -> None:
-    missing = sorted(set(MODULES) - called().keys() - COMPILED.keys() - ELSEWHERE.keys())
+    missing = sorted(set(MODULES) - quick_test_of().keys() - COMPILED.keys() - ELSEWHERE.keys())
     assert not missing, f"{missing}: scripts/choose_quick.py TEST enters a test that takes little time and runs them"
 
 
 def test_quick_tests_are_of_modules_that_are_there() -> None:
-    assert not called().keys() - set(MODULES), "scripts/choose_quick.py drops them"
+    assert not quick_test_of().keys() - set(MODULES), "scripts/choose_quick.py drops them"
     assert {*COMPILED, *ELSEWHERE} <= set(MODULES), "tests/lib/quick.py lists them"
 
 

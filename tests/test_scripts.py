@@ -317,10 +317,10 @@ def test_one_type_is_measured_and_others_keep_their_figures(monkeypatch: pytest.
 
 def test_a_missing_type_takes_its_place_in_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
     script = load("measure_types", monkeypatch)
-    whole = script.TARGET.read_text()
-    line = next(line for line in whole.splitlines(keepends=True) if '"Q4_K": Quality' in line)
-    found = script.with_figures(whole.replace(line, ""), {"Q4_K": script.quality.QUALITY["Q4_K"]})
-    assert found == whole
+    text = script.TARGET.read_text()
+    line = next(line for line in text.splitlines(keepends=True) if '"Q4_K": Quality' in line)
+    result = script.with_figures(text.replace(line, ""), {"Q4_K": script.quality.QUALITY["Q4_K"]})
+    assert result == text
 
 
 @pytest.mark.peer
@@ -330,15 +330,15 @@ def test_golden_bytes_of_a_type_are_the_references(
     """A type whose bytes are lost is entered again; nothing else changes."""
     script = load("make_golden_bytes", monkeypatch)
     with np.load(script.DATA / "golden-mainline.npz") as file:
-        known = dict(file)
+        entries = dict(file)
     np.savez(
-        tmp_path / "golden-mainline.npz", allow_pickle=False, **{k: v for k, v in known.items() if "Q4_K" not in k}
+        tmp_path / "golden-mainline.npz", allow_pickle=False, **{k: v for k, v in entries.items() if "Q4_K" not in k}
     )
     monkeypatch.setattr(script, "DATA", tmp_path)
     assert script.enter(script.type_by_name("Q4_K"), "mainline", llama_bin).keys() == {"Q4_K", "Q4_K+imatrix"}
     with np.load(tmp_path / "golden-mainline.npz") as file:
-        assert sorted(file.files) == sorted(known)
-        assert all(np.array_equal(file[key], data) for key, data in known.items())
+        assert sorted(file.files) == sorted(entries)
+        assert all(np.array_equal(file[key], data) for key, data in entries.items())
     assert not script.enter(script.type_by_name("Q4_K"), "mainline", llama_bin)
 
 

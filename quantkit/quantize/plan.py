@@ -97,8 +97,8 @@ def plan_from(
     draft = draft.noted(lint(draft, request, tensors, choices))
     if draft.like is not None:
         draft = draft.noted(draft.like.notes([tensor.name for tensor in tensors]))
-    encoded, coverage = with_importance(draft, request, tensors, choices)
-    outputs, feedback_notes = with_covariances(draft, encoded)
+    typed_tensors, coverage = with_importance(draft, request, tensors, choices)
+    outputs, feedback_notes = with_covariances(draft, typed_tensors)
     metadata, metadata_notes = metadata_of(draft, request, outputs)
     notes = (*coverage, *feedback_notes, *_notes(draft, request, choices, outputs), *metadata_notes)
     texts = [path for path in map(override_file, options.override_kv) if path is not None]

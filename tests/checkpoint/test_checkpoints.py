@@ -55,40 +55,40 @@ WITHOUT_DEFAULTS = {
     "xverse",
 }
 # fmt: on
-how = partial(step, "Add a class to `convert`")
+guide_step = partial(step, "Add a class to `convert`")
 
 
 def test_every_row_has_a_checkpoint() -> None:
     rows = {id(ARCHITECTURES[name]) for name in DESCRIBED & ARCHITECTURES.keys()}
     missing = {name for name, row in ARCHITECTURES.items() if id(row) not in rows}
-    assert missing == WITHOUT_CHECKPOINT.keys(), f"{missing ^ WITHOUT_CHECKPOINT.keys()}: {how(4)}"
+    assert missing == WITHOUT_CHECKPOINT.keys(), f"{missing ^ WITHOUT_CHECKPOINT.keys()}: {guide_step(4)}"
 
 
 def test_every_checkpoint_is_of_a_class() -> None:
-    assert ARCHITECTURES.keys() >= DESCRIBED, f"{DESCRIBED - ARCHITECTURES.keys()}: {how(1)}"
+    assert ARCHITECTURES.keys() >= DESCRIBED, f"{DESCRIBED - ARCHITECTURES.keys()}: {guide_step(1)}"
 
 
 def test_every_model_type_has_defaults() -> None:
     """Those of transformers 5 are not known to the version whose defaults llama.cpp relies on."""
     described = map(checkpoints.describe, checkpoints.NAMES)
-    types = {what.config.get("model_type") for what in described if what.transformers == 4}
+    types = {description.config.get("model_type") for description in described if description.transformers == 4}
     missing = types - DEFAULTS.keys()
-    assert missing == WITHOUT_DEFAULTS, f"{missing ^ WITHOUT_DEFAULTS}: {how(3)}"
+    assert missing == WITHOUT_DEFAULTS, f"{missing ^ WITHOUT_DEFAULTS}: {guide_step(3)}"
 
 
 def test_every_architecture_is_exported() -> None:
     missing = {row.arch for row in ARCHITECTURES.values() if not of_architecture(row.arch)}
-    assert not missing, f"{missing}: {how(7)}"
+    assert not missing, f"{missing}: {guide_step(7)}"
 
 
 def families() -> dict[str, str]:
     """Return a checkpoint for each module of models, the one with the shortest description."""
-    found: dict[str, str] = {}
+    names: dict[str, str] = {}
     for name in sorted(checkpoints.NAMES, key=lambda name: (DATA / "checkpoints" / f"{name}.json").stat().st_size):
         (model,) = checkpoints.describe(name).config["architectures"]
         module = next(m for m in iter_modules(models.__path__) if model in family_of(m.name).ARCHITECTURES)
-        found.setdefault(module.name, name)
-    return found
+        names.setdefault(module.name, name)
+    return names
 
 
 def family_of(name: str) -> Any:
@@ -98,15 +98,15 @@ def family_of(name: str) -> Any:
 @pytest.mark.parametrize(("family", "name"), sorted(families().items()))
 def test_a_family_has_a_plan(family: str, name: str, tmp_path: Path) -> None:
     """What becomes of it is known by its bytes: test_convert_goldens.py."""
-    what = checkpoints.describe(name)
-    folder = checkpoints.write_description(what, tmp_path)
-    plan = plan_convert(folder, tmp_path / "o.gguf", None, ConvertOptions(**what.convert_keywords()))
+    description = checkpoints.describe(name)
+    folder = checkpoints.write_description(description, tmp_path)
+    plan = plan_convert(folder, tmp_path / "o.gguf", None, ConvertOptions(**description.convert_keywords()))
     assert plan.tensors
 
 
 def test_every_checkpoint_was_converted_by_the_reference() -> None:
     missing = set(checkpoints.NAMES) - set(NAMES)
-    assert not missing, f"{missing}: {how(5)}"
+    assert not missing, f"{missing}: {guide_step(5)}"
 
 
 def _names_only() -> list[str]:
@@ -133,7 +133,7 @@ def test_a_class_that_is_only_a_name_takes_two_places() -> None:
 
 def test_every_architecture_has_kinds_of_tensors() -> None:
     archs = {row.arch for row in ARCHITECTURES.values()} | {arch for row in CLASSES.values() for arch in row.archs}
-    assert archs <= KINDS.keys(), how(2, arch=" ".join(archs - KINDS.keys()))
+    assert archs <= KINDS.keys(), guide_step(2, arch=" ".join(archs - KINDS.keys()))
     kinds = {kind.partition(":")[0] for text in KINDS.values() for kind in text.split()}
     assert {"token_embd", "*attn_q", "*ffn_down_exps"} <= kinds
 
@@ -156,7 +156,7 @@ def test_a_class_is_in_one_module() -> None:
 def test_logits_are_those_of_described_checkpoints() -> None:
     with np.load(DATA / "convert-logits.npz") as logits:
         runs = {name for name in checkpoints.NAMES if checkpoints.describe(name).transformers}
-        assert set(logits) == runs, f"{set(logits) ^ runs}: {how(6)}"
+        assert set(logits) == runs, f"{set(logits) ^ runs}: {guide_step(6)}"
         for name in runs:
             config = checkpoints.describe(name).config
             assert logits[name].shape == (4, config.get("text_config", config)["vocab_size"])

@@ -286,7 +286,7 @@ def test_floats_of_blocks_are_those_that_are_meant(name: str, error: float, fold
     checkpoint = checkpoints.write_checkpoint(name, folder / "drawn")
     convert(checkpoint, folder / "a.gguf", None, options_of(description))
     export(folder / "a.gguf", folder / "back", ExportOptions(outtype="f32"))
-    expected = stored_in(checkpoints.write_description(checkpoints.decoded(description), folder / "meant"))
+    expected = stored_in(checkpoints.write_description(checkpoints.decode_weights(description), folder / "meant"))
     actual = stored_in(folder / "back")
     assert expected.keys() == actual.keys()
     for key, tensor in expected.items():

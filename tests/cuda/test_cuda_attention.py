@@ -193,10 +193,10 @@ WITH_FEATURES += [
 @pytest.mark.parametrize(("name", "algorithm", "kind"), WITH_FEATURES)
 def test_features(memory: Memory, name: str, algorithm: int, kind: str) -> None:
     model = Model(memory, replace(FEATURES[name], kind=kind), (5, 130), 140)
-    model.check([129], 1, way=algorithm, splits=1)
-    model.check([63, 64, 65, 127, 128], 1, way=algorithm, splits=3)
+    model.check([129], 1, algorithm=algorithm, splits=1)
+    model.check([63, 64, 65, 127, 128], 1, algorithm=algorithm, splits=3)
     if algorithm != VECTOR:
-        model.check(np.arange(111, 130), 1, way=algorithm, splits=1)
+        model.check(np.arange(111, 130), 1, algorithm=algorithm, splits=1)
 
 
 SHAPES = {
@@ -225,7 +225,7 @@ def test_shapes(memory: Memory, name: str, algorithm: int) -> None:
     if algorithm == TENSOR:
         skip_without_room(memory, SHAPES[name][0].head_k)
     model = Model(memory, replace(SHAPES[name][0], kind="f16" if algorithm == TENSOR else "f32"), (70,), 70)
-    model.check([68, 3, 40], way=algorithm, splits=2)
+    model.check([68, 3, 40], algorithm=algorithm, splits=2)
 
 
 @pytest.mark.parametrize(
@@ -236,7 +236,7 @@ def test_shapes(memory: Memory, name: str, algorithm: int) -> None:
 def test_shapes_of_levels(memory: Memory, case: Case) -> None:
     """Heads of an odd number of blocks begin anywhere in pieces of 16 bytes."""
     skip_without_room(memory, case.head_k)
-    Model(memory, replace(case, kind="q8_0"), (70,), 70).check([68, 3, 40], way=TENSOR, splits=2)
+    Model(memory, replace(case, kind="q8_0"), (70,), 70).check([68, 3, 40], algorithm=TENSOR, splits=2)
 
 
 @pytest.mark.parametrize("kind", ["f16", "q8_0"])
@@ -245,7 +245,7 @@ def test_shapes_of_levels(memory: Memory, case: Case) -> None:
 def test_arrangements_of_warps(memory: Memory, rows: int, latent: bool, kind: str) -> None:
     """Rows of 16, 32 and 64, with the columns of the values shared by 4, 2 and 1 warps."""
     model = Model(memory, Case(8, 1, 96 if latent else 64, 64, mla=latent, kind=kind), (150,), 150)
-    model.check(np.arange(149, 149 - rows, -1), way=TENSOR, splits=1)
+    model.check(np.arange(149, 149 - rows, -1), algorithm=TENSOR, splits=1)
 
 
 def test_scales_of_any_size(memory: Memory) -> None:
@@ -273,12 +273,12 @@ def test_scales_of_any_size(memory: Memory) -> None:
 @pytest.mark.parametrize("algorithm", [VECTOR, TILE])
 def test_cache_types(memory: Memory, kind: str, algorithm: int) -> None:
     """Compared with what the cache holds: its rounding is no error of attention."""
-    Model(memory, replace(FEATURES["all"], kind=kind), (100,), 100).check([70, 71, 72, 99], way=algorithm)
+    Model(memory, replace(FEATURES["all"], kind=kind), (100,), 100).check([70, 71, 72, 99], algorithm=algorithm)
 
 
 @pytest.mark.parametrize(("kind", "algorithm"), [("f16", VECTOR), ("q8_0", TILE)])
 def test_values_within_the_keys(memory: Memory, kind: str, algorithm: int) -> None:
-    Model(memory, Case(12, 1, 96, 64, mla=True, kind=kind), (100,), 100).check([70, 99], way=algorithm)
+    Model(memory, Case(12, 1, 96, 64, mla=True, kind=kind), (100,), 100).check([70, 99], algorithm=algorithm)
 
 
 @ALGORITHMS
@@ -291,7 +291,7 @@ def test_sequences_in_one_batch(memory: Memory, algorithm: int, kind: str) -> No
     runs = [(p, s) for s in (3, 0, 1) for p in range(20, 34)]
     for rows in (shuffled, runs, [(89, 0), (39, 1), (0, 2), (89, 3)], [(5, 1), (4, 1), (0, 2), (80, 0)]):
         positions, sequences = np.array(rows).T
-        model.check(positions, sequences, way=algorithm, splits=1 + len(rows) % 3)
+        model.check(positions, sequences, algorithm=algorithm, splits=1 + len(rows) % 3)
 
 
 @ALGORITHMS
@@ -300,11 +300,11 @@ def test_long_contexts_in_parts(memory: Memory, algorithm: int, kind: str, split
     """The same number of parts at any depth: most are empty at the beginning."""
     model = Model(memory, Case(4, 2, sinks=True, kind=kind), (1500,), 1500)
     for position in (0, 31, 64, 1499) if splits > 1 else (1499,):
-        model.check([position], way=algorithm, splits=splits)
+        model.check([position], algorithm=algorithm, splits=splits)
     if splits != 5:
         return
     windowed = Model(memory, Case(4, 2, mask="sliding", window=1000, kind=kind), (1500,), 1500)
-    windowed.check([1400, 1401], way=algorithm, splits=splits)
+    windowed.check([1400, 1401], algorithm=algorithm, splits=splits)
 
 
 @ALGORITHMS
@@ -358,5 +358,5 @@ def test_turing_has_smaller_instructions(device: Any) -> None:
         pytest.skip("the host runs any capability")
     device.capability = 75
     memory = Memory(device)
-    Model(memory, Case(4, 2, kind="f16"), (70,), 70).check([69, 3, 40], way=TENSOR, splits=1)
+    Model(memory, Case(4, 2, kind="f16"), (70,), 70).check([69, 3, 40], algorithm=TENSOR, splits=1)
     memory.close()

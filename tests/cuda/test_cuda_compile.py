@@ -13,8 +13,8 @@ import pytest
 import test_cuda_dot_forms
 import test_cuda_unpack
 from host_device import CACHE, digest
-from ptx.chosen import SIZES, TENSOR_CORES, TYPES
 from ptx.device import keep, nvrtc
+from ptx.selection import SIZES, TENSOR_CORES, TYPES
 
 from quantkit.errors import ResourceError
 from quantkit.kernels.cuda.core.compile import compile_module, compile_options, machine_code, preamble, target_of

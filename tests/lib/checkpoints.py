@@ -129,7 +129,7 @@ def digest(path: Path) -> str:
     return hashlib.sha256(b"".join(hashlib.sha256(data).digest() + name.encode() for name, data in files)).hexdigest()
 
 
-def decoded(description: Description) -> Description:
+def decode_weights(description: Description) -> Description:
     """Return a quantized checkpoint as a plain one: the float32 weights that its projections stand for."""
     config = {key: value for key, value in description.config.items() if key != "quantization_config"}
     return replace(description, config=config, quantized={**(description.quantized or {}), "dequantized": True})

@@ -17,13 +17,13 @@ def steps(title: str) -> dict[int, tuple[str, str]]:
     text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
     section = text.split(f"\n## {title}\n")[1].split("\n## ")[0]
     rows = re.findall(r"^\| (\d+) \| (.+?) \| (.+?) \|$", section, re.MULTILINE)
-    return {int(number): (place, what) for number, place, what in rows}
+    return {int(number): (place, action) for number, place, action in rows}
 
 
 def step(title: str, number: int, **names: str) -> str:
     """Return a step as a message; ``names`` fill its placeholders: ``type="q4_0"`` that of <type>."""
-    place, what = steps(title)[number]
-    text = f'CONTRIBUTING.md, "{title}", step {number}: {place}: {what}'
+    place, action = steps(title)[number]
+    text = f'CONTRIBUTING.md, "{title}", step {number}: {place}: {action}'
     for name, value in names.items():
         text = text.replace(f"<{name}>", value)
     return text

@@ -44,12 +44,12 @@ def modules() -> list[str]:
     return sorted(p.relative_to(PACKAGE).as_posix() for p in PACKAGE.rglob("*.py") if has_functions(p))
 
 
-def called() -> dict[str, str]:
+def quick_test_of() -> dict[str, str]:
     """Return the test that calls functions of each module, as scripts/choose_quick.py entered it."""
-    found: dict[str, str] = json.loads(TARGET.read_text(encoding="utf-8"))
-    return found
+    entries: dict[str, str] = json.loads(TARGET.read_text(encoding="utf-8"))
+    return entries
 
 
 def quick_tests() -> frozenset[str]:
     """Return the quick tests, without those of the table itself (test_quick.py)."""
-    return frozenset({*called().values(), *COMPILED.values()})
+    return frozenset({*quick_test_of().values(), *COMPILED.values()})

@@ -29,26 +29,26 @@ NOT_DESCRIBED = {
     **dict.fromkeys(("rwkv6", "rwkv6qwen2", "rwkv7", "arwkv7"), "sizes follow from each other: the zoo has some"),
     **dict.fromkeys(("chameleon", "deepseek2-ocr", "gemma4", "plm"), "llama.cpp's test leaves them out"),
 }
-how = partial(step, "Add an architecture")
+guide_step = partial(step, "Add an architecture")
 
 
 def test_attention_of_rows_is_there() -> None:
     """No block is without a row, no row without its block."""
-    named = {arch.attention for arch in ARCHS.values()}
-    assert named == ATTENTION.keys(), f"{named ^ ATTENTION.keys()}: {how(2)}"
+    kinds = {arch.attention for arch in ARCHS.values()}
+    assert kinds == ATTENTION.keys(), f"{kinds ^ ATTENTION.keys()}: {guide_step(2)}"
 
 
 def test_every_architecture_is_compared_with_all_tensors() -> None:
     missing = ARCHS.keys() - {name for name, _ in MODELS}
-    assert missing == NOT_DESCRIBED.keys(), f"{missing ^ NOT_DESCRIBED.keys()}: {how(6)}"
+    assert missing == NOT_DESCRIBED.keys(), f"{missing ^ NOT_DESCRIBED.keys()}: {guide_step(6)}"
 
 
 def test_every_model_of_the_zoo_is_of_an_architecture() -> None:
     """What llama.cpp does not need is listed, too."""
-    assert set(NAMES) == optional().keys(), f"{set(NAMES) ^ optional().keys()}: {how(5)}"
+    assert set(NAMES) == optional().keys(), f"{set(NAMES) ^ optional().keys()}: {guide_step(5)}"
     for name in NAMES:
         with open_gguf(ZOO / "headers" / f"{name}.head", header_only=True) as file:
-            assert file.get("general.architecture") in ARCHS, f"{name}: {how(1)}"
+            assert file.get("general.architecture") in ARCHS, f"{name}: {guide_step(1)}"
 
 
 #: What llama.cpp takes and combines in a way of its own, or in none: the tensors that the error names.

@@ -14,7 +14,7 @@ from guide import step
 from libllama import Libllama, LibllamaError, nmse
 from zoo import NAMES, ZOO, expected, write_zoo
 
-how = partial(step, "Add an architecture")
+guide_step = partial(step, "Add an architecture")
 
 #: SHA-256 of models drawn from seed 1.
 WRITERS = {
@@ -33,7 +33,7 @@ def test_the_weights_are_those_of_the_logits(tmp_path: Path, name: str) -> None:
 def test_every_model_has_logits() -> None:
     with np.load(ZOO / "logits.npz") as file:
         missing = set(NAMES) - set(file.files)
-    assert not missing, f"{missing}: {how(4)}"
+    assert not missing, f"{missing}: {guide_step(4)}"
     for name in NAMES:
         tokens, logits = expected(name)
         assert logits.shape == (*tokens.shape, 128)

@@ -27,8 +27,8 @@ LLAMA_CPP = """
 
 
 def test_tables_are_complete() -> None:
-    named = {name for name, _ in re.findall(r"(\w+) (\d+)\s", LLAMA_CPP)}
-    assert {p.name for p in MAINLINE} | PRESET_ALIASES.keys() == named | {"COPY"}
+    names = {name for name, _ in re.findall(r"(\w+) (\d+)\s", LLAMA_CPP)}
+    assert {p.name for p in MAINLINE} | PRESET_ALIASES.keys() == names | {"COPY"}
     assert {p.name for p in MAINLINE if p.trees == "both"} <= {p.name for p in IK}
     assert len({p.name for p in PRESETS}) == len(PRESETS)
     assert all(p.description for p in PRESETS)

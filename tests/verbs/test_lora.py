@@ -202,7 +202,7 @@ def test_quantized_weights_are_decoded_before(name: str, tmp_path: Path) -> None
     source = str(write_adapter(adapter, tmp_path / "a"))
     about = checkpoints.describe(name)
     base = checkpoints.write_description(about, tmp_path)
-    decoded_base = checkpoints.write_description(checkpoints.decoded(about), tmp_path / "meant")
+    decoded_base = checkpoints.write_description(checkpoints.decode_weights(about), tmp_path / "meant")
     actual = merged_with(base, name, (source,), tmp_path / "x.gguf")
     expected = merged_with(decoded_base, name, (source,), tmp_path / "x.gguf")
     assert actual.keys() - expected.keys() == set()
