@@ -45,7 +45,7 @@ class CacheReport:
     #: Bytes of unfinished files, of running or killed runs.
     unfinished: int
     groups: tuple[CacheGroup, ...]
-    #: Entries that cannot be read; ``verify`` removes what is damaged.
+    #: Entries that cannot be read; ``verify`` removes damaged ones.
     unreadable: int
     #: When the least and the most recently used entries were.
     oldest: float | None
@@ -122,7 +122,7 @@ def show_cache(folder: str | Path) -> CacheReport:
     )
 
 
-#: Sums of ``CacheReport`` over runs, by what a run notes.
+#: Sums of ``CacheReport`` over runs, by the key of a run.
 _COUNTS = {"tensors": "tensors", "hits": "taken", "hit_bytes": "bytes"}
 
 

@@ -237,7 +237,7 @@ def connect_async(address: str, callback: Callable[[Cluster], None]) -> None:
 
     Raises ResourceError at once if nothing answers; the next ``Cluster`` raises other failures.
     """
-    if address == "local":  # what it starts is to end with this process: Ray sees to it in the main thread only
+    if address == "local":  # Ray ends its processes with this one only if it is started in the main thread
         callback(Cluster(address))
         return
     _check(address)

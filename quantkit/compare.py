@@ -306,7 +306,7 @@ class _Run:
     ) -> Iterator[TensorComparison]:
         """Yield comparisons in order: bytes if shape and type agree, then the error if they differ."""
         with ThreadPoolExecutor(self.threads) as self.pool:
-            # Every byte is read once; what is decoded as well is added later.
+            # Every byte is read once; decoding adds its share later.
             self.bytes_total = sum(
                 x.nbytes for x, y in pairs if _is_comparable(x, y) or (error and _undecodable(x, y) is None)
             )

@@ -31,7 +31,7 @@ class ErrorCode(NamedTuple):
 # fmt: off
 #: All codes. They are stable: a code that is no longer used stays reserved. docs/errors.md is their page.
 CODES = {
-    # A file is not what it should be.
+    # Damaged or unexpected files.
     "QK-E100": ErrorCode("A file is damaged or not of the expected kind.", "Download or produce the file again."),
     "QK-E101": ErrorCode("A file is not GGUF, or a checkpoint directory was expected.", "Check the path."),
     "QK-E102": ErrorCode("The header of a GGUF file is damaged or exceeds a limit.", "Download the file again."),

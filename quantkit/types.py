@@ -225,7 +225,7 @@ REMOVED_IDS = {4: "Q4_2", 5: "Q4_3", 37: "IQ4_NL_4_8", 38: "IQ4_NL_8_8", 142: "I
 ALIASES = {"Q1_0_G128": "Q1_0", "Q4_0_4_4": "Q4_0_4X4", "Q4_0_4_8": "Q4_0_4X8", "Q4_0_8_8": "Q4_0_8X8"}
 
 BY_ID: dict[int, TensorType] = {t.id: t for t in TYPES}
-#: By name, ``ROWS`` too: what users may name is what ``type_by_name`` finds.
+#: By name, ``ROWS`` too; users may name those that ``type_by_name`` returns.
 BY_NAME: dict[str, TensorType] = {t.name: t for t in (*TYPES, *ROWS)}
 
 

@@ -150,7 +150,7 @@ def _default_labels(values: Json) -> None:
         values["id2label"] = {int(i): text for i, text in labels.items()}
 
 
-#: Model type -> what a class computes from other values, in order.
+#: Model type -> the functions that compute values from others, in order.
 DERIVED: dict[str, tuple[Callable[[Json], None], ...]] = {
     "deepseek_v2": (_default_kv_heads, _use_rope_head_dim, _copy_rope_type),
     "deepseek_v3": (_default_kv_heads, _use_rope_head_dim, _copy_rope_type),

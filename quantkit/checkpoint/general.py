@@ -61,7 +61,7 @@ _KEYS = (
     "source.uuid",
     "source.repo_url",
 )
-#: Keys of a model card, in the order in which they are asked, and what they say.
+#: Keys of a model card, in order of precedence -> general.* key.
 _CARD = (
     *((name, name) for name in ("name", "author", "version", "organization", "description", "finetune", "basename")),
     ("size_label", "size_label"),
@@ -135,7 +135,7 @@ class General:
     datasets: list[Json] | None = None
     tags: list[Any] | None = None
     languages: list[Any] | None = None
-    #: The checkpoint, --metadata, and what that sets.
+    #: The checkpoint, --metadata, and the keys that it sets.
     folder: Path = Path()
     metadata: Path | None = None
     overridden: frozenset[str] = frozenset()

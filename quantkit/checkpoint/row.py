@@ -75,7 +75,7 @@ class Architecture:
     layers: Callable[[Config], int] = field(default=lambda config: config.layers)
     #: Changes to the configuration before anything else.
     patch_config: Callable[[Config], None] = field(default=lambda config: None)
-    #: The same by the names of the stored tensors: what config.json does not say.
+    #: The same by the names of the stored tensors, where config.json does not tell.
     inspect_tensors: Callable[[Config, Collection[str]], None] = field(default=lambda config, names: None)
     #: Another row for some configurations of the class.
     dispatch: Callable[[Config], Architecture | None] = field(default=lambda config: None)

@@ -15,7 +15,7 @@ from quantkit.errors import TypeNotSupported
 
 #: Architecture -> the kinds of its tensors, in a text: tensor_kinds.json, which scripts/make_tensor_kinds.py makes.
 KINDS: dict[str, str] = json.loads((Path(__file__).parent / "tensor_kinds.json").read_bytes())
-#: Kind -> what it is called in checkpoints, without .weight and .bias. Of two kinds of an architecture with one name,
+#: Kind -> its names in checkpoints, without .weight and .bias. Of two kinds of an architecture with one name,
 #: the later has it.
 PATTERNS: dict[str, str] = {
     "token_embd": (

@@ -80,7 +80,7 @@ def _lines(inspection: Inspection) -> Iterator[tuple[str, str]]:
     if inspection.file_type is not None:
         yield "file type", f"{inspection.file_type} ({inspection.file_type_name})"
     for fact in inspection.facts:
-        # Converters write 0 for what a model lacks.
+        # Converters write 0 for parts that a model lacks.
         if fact.counts or fact.value != 0:
             yield fact.label, _fact(fact)
     if inspection.merged_layers:

@@ -21,7 +21,7 @@ from quantkit.units import parse_size
 
 T = TypeVar("T")
 
-#: Returns the checked value of a TOML value; the folder is that of the file. Raises ValueError with what is expected.
+#: Returns the checked value of a TOML value; the folder is that of the file. Raises ValueError.
 Reader = Callable[[Any, Path], Any]
 
 

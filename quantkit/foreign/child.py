@@ -210,6 +210,6 @@ def _end(process: subprocess.Popen[bytes]) -> None:
         assert pipe is not None
         try:
             pipe.close()
-        except OSError:  # what was not sent yet
+        except OSError:  # the rest of the request
             continue
     process.wait()

@@ -50,7 +50,7 @@ def _answer(answers: BinaryIO, function: Callable[..., Any], arguments: list[Any
     """Send the result of a function, or the reason for its failure."""
     try:
         answer = json.dumps({"value": function(*arguments)}, default=str)
-    except BaseException as e:  # noqa: BLE001 - foreign code raises what it likes, and panics of Rust are no Exceptions
+    except BaseException as e:  # noqa: BLE001 - foreign code raises anything, and panics of Rust are no Exceptions
         answer = json.dumps({"refused": _reason(e)})
     answers.write(answer.encode() + b"\n")
     answers.flush()

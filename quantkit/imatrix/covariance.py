@@ -294,7 +294,7 @@ class _Recorder:
             self.target.finish()
             self.snapshot.remove()
         except ClusterError:
-            raise  # what is done is kept
+            raise  # finished passes stay
         except QuantkitError:
             self.target.discard()  # another attempt would end the same way
             self.snapshot.remove()

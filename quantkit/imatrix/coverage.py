@@ -89,7 +89,7 @@ class Coverage:
     """The coverage of a model by an importance matrix."""
 
     tensors: tuple[TensorCoverage, ...]
-    #: Whether a model determines what is expected.
+    #: Whether the expected entries are those of a model.
     of_model: bool
     hardly: int = HARDLY
 

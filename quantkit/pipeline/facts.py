@@ -79,7 +79,7 @@ def iteration_order(names: Iterable[str]) -> list[str]:
 _TIME_MIX = (
     "first", "w0", "w1", "w2", "v0", "v1", "v2", "a0", "a1", "a2", "g1", "g2", "decay_w1", "decay_w2", "lerp_fused",
 )  # fmt: skip
-#: Texts in the names of tensors that are never quantized, and what those are.
+#: Parts of the names of tensors that are never quantized, with a description.
 _UNQUANTIZED = {
     "_norm.weight": "norm",
     "ffn_gate_tid2eid.weight": "routing table",

@@ -213,7 +213,7 @@ def _did_you_mean(key: str) -> str:
     return f"; did you mean {' or '.join(close)}?" if close else "; `quantkit types` lists them all"
 
 
-# --- what becomes of rows that do not divide -----------------------------------------------------------------
+# --- fallbacks of rows that do not divide ----------------------------------------------------------------------
 
 #: llama.cpp's next smaller block (tensor_type_fallback). It has no entry for Q1_0 and NVFP4 and stops there;
 #: ours are the types of 32 that come closest. A fallback that does not divide either becomes F16.

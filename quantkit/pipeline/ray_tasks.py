@@ -385,7 +385,7 @@ def _open_output(shared: RunSpec) -> OpenFiles:
     while True:
         try:
             target = OpenFiles(shared.parts)
-            # Now that they are open: a later run truncates the journal before it removes what grew.
+            # After they are open: a later run truncates the journal before it removes unfinished files.
             if has_mark(shared.journal, shared.mark):
                 return target
             reason = "is not the one that the driver writes"
@@ -394,7 +394,7 @@ def _open_output(shared: RunSpec) -> OpenFiles:
             reason = f"cannot be written there: {e.strerror or e}"
         if time.monotonic() > ends:
             raise NodeRefusal(f"{shared.parts[0]} {reason}")
-        time.sleep(0.5)  # a network file system takes some seconds to show what is new
+        time.sleep(0.5)  # a network file system shows new files after some seconds
 
 
 @contextmanager

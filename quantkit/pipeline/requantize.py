@@ -18,7 +18,7 @@ from quantkit.pipeline.row_slices import RowSlice
 from quantkit.pipeline.source import Source
 from quantkit.types import TensorType
 
-#: Tensors of each pair of types that are measured, and rows of each, a multiple of what any type interleaves.
+#: Tensors of each pair of types that are measured, and rows of each, a multiple of all interleaves.
 _TENSORS, _ROWS = 3, 64
 
 

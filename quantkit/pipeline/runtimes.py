@@ -32,7 +32,7 @@ _INTERLEAVED_ON_CUDA = frozenset(
 )
 _CPU_ONLY_IN_IK = frozenset({"Q1_0"})
 
-#: Files that no runtime loads by themselves: general.type, or architecture, and what loads them.
+#: Files that no runtime loads by themselves: general.type or architecture -> how they are loaded.
 _PARTS = {
     "adapter": "an adapter is loaded beside its model",
     "mmproj": "an mmproj file is loaded beside its text model",

@@ -30,7 +30,7 @@ from quantkit.version import __version__
 
 #: Most characters of a value in a recipe: the file has the whole one under its own key.
 _WIDTH = 100
-#: Options that recipes do not list: what is recorded under keys of its own, and rules, which follow.
+#: Options that recipes do not list: those with keys of their own, and rules, which are listed last.
 _SEPARATE_OPTIONS = (
     "imatrix",
     "feedback",

@@ -227,7 +227,7 @@ def rounded_inputs(x: F32) -> F32:
     block = 256 if x.shape[1] % 256 == 0 else 32
     blocks = x.reshape(len(x), -1, block)
     scale = np.abs(blocks).max(axis=2, keepdims=True) / np.float32(127)
-    with np.errstate(invalid="ignore"):  # what is not finite is refused with the sums
+    with np.errstate(invalid="ignore"):  # infinite values are refused with the sums
         rounded: F32 = np.rint(blocks / np.where(scale > 0, scale, np.float32(1))) * scale
     return rounded.reshape(x.shape)
 

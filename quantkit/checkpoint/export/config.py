@@ -58,7 +58,7 @@ _USUAL = {
 _GATING = ".expert_gating_func"
 #: Keys that the class says by itself, or no runtime reads.
 _IGNORED_KEYS = frozenset((".vocab_size", ".attention.causal"))
-#: Special tokens of config.json -> what their keys are called.
+#: Special tokens of config.json -> their GGUF keys.
 _TOKENS = {"bos": "bos", "eos": "eos", "pad": "padding", "unk": "unknown", "sep": "seperator", "mask": "mask"}
 _ALWAYS_IN_CONFIG = ("bos", "eos", "pad")
 _MOST_LAYERS = 1 << 16

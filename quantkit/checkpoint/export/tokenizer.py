@@ -297,5 +297,5 @@ _LISTS: dict[str, tuple[Callable[[Tokens], dict[str, bytes]], str]] = {
     "plamo2": (write_plamo, "Plamo2Tokenizer"),
     "rwkv": (write_rwkv, "RwkvTokenizer"),
 }
-#: What tokenizer_config.json says of a kind beside what all say.
+#: Entries of tokenizer_config.json by kind, besides the common ones.
 _OF_KIND: dict[str, Callable[[Tokens], Json]] = {"bert": _bert_config, "t5": unigram_config}

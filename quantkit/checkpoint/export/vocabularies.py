@@ -22,7 +22,7 @@ from quantkit.formats.gguf.rules import short
 
 # --- Unigram ---------------------------------------------------------------------------------------------------------
 
-#: Architectures of XLM-RoBERTa, and what its tokens begin with, which its model's file has in another order.
+#: Architectures of XLM-RoBERTa, and the first tokens, which sentencepiece.bpe.model has in another order.
 _XLM = ("bert", "nomic-bert-moe")
 _FIRST = ["<s>", "<pad>", "</s>", "<unk>"]
 #: Spaces but the last before a word.

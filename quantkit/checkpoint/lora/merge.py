@@ -21,7 +21,7 @@ from quantkit.checkpoint.tensors import Context, text_tensors
 from quantkit.errors import FormatError
 from quantkit.formats.gguf.rules import short
 
-#: Directory of an adapter, and by what its scale is multiplied.
+#: Directory of an adapter, and the factor of its scale.
 AdapterSpec = tuple[Path, float]
 
 

@@ -35,7 +35,7 @@ _ENDS = {
     ".lora_embedding_A": ("A", True),
     ".lora_embedding_B": ("B", True),
 }
-#: Keys of adapter_config.json that are more than two factors wherever they are set, and what they mean.
+#: Keys of adapter_config.json that need more than two factors, with their meaning.
 _UNSUPPORTED = {
     "use_dora": "DoRA, which rescales every row of the merged weight",
     "use_qalora": "QALoRA, whose A is for groups of columns",

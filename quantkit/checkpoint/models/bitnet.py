@@ -18,7 +18,7 @@ from quantkit.checkpoint.rules import Rename, Transform, unchanged
 from quantkit.checkpoint.tensors import Context, Tensor
 from quantkit.checkpoint.vocab.bpe import write_sentencepiece_or_bpe
 
-#: Of a checkpoint that `quantkit export` made: weights are what the model computes with, ternary or not.
+#: Of a checkpoint that `quantkit export` made: weights are the effective ones, ternary or not.
 AS_COMPUTED_KEY = "quantkit_weights_as_computed"
 
 

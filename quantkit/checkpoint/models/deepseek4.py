@@ -156,7 +156,7 @@ def _set_width(keys: Keys, config: Config) -> None:
     keys.u32(".embedding_length_out", config.number("hidden_size") * config.number("hc_mult"))
 
 
-#: Of what is stored in 4 bits.
+#: The file type of experts stored in 4 bits (MXFP4).
 _FILE_TYPE = Always("general.file_type", 38)
 
 KEYS: tuple[SetKeys, ...] = (

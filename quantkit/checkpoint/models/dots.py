@@ -192,7 +192,7 @@ _DOTS_3_CLASS = HfClass(
         ".rope.freq_base_swa": "swa_rope_theta",
         ".expert_count": "n_routed_experts",
     },
-    # Norms have what the model multiplies latents by already.
+    # Norms already include the factor of the latents.
     defaults={"apply_mla_qkv_lora_rescale": False, "topk_method": "noaux_tc"},
     config_setters=(config_values.subtract_nextn_layers, config_values.set_latent_widths, _set_window_latents),
 )

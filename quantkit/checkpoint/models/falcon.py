@@ -55,7 +55,7 @@ def _group_sizes(config: Config) -> tuple[int, int]:
 
 FALCON_H1_STORED = (mamba.DT_BIAS,)
 
-#: Part of a name -> keys of what the model multiplies its outputs by, or their place in a list; the first counts.
+#: Part of a name -> keys of the multiplier of its outputs, or its place in a list; the first counts.
 _MULTIPLIERS: tuple[tuple[str, Sequence[tuple[str, int | None]]], ...] = (
     ("down_proj", (("mlp_multipliers", 1),)),
     ("gate_proj", (("mlp_multipliers", 0),)),

@@ -67,7 +67,7 @@ def _set_grok_rope(meta: ModelMetadata, config: Json) -> None:
     if rope.get("rope_type") != "yarn":
         return
     config |= {
-        "rope_type": "original",  # what Grok 2 calls YaRN
+        "rope_type": "original",  # YaRN, by Grok 2's name
         "scaling_factor": rope["factor"],
         "original_max_position_embeddings": rope["original_max_position_embeddings"],
         "extrapolation_factor": rope.get("extrapolation_factor", 1.0),

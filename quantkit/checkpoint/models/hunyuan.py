@@ -23,7 +23,7 @@ from quantkit.checkpoint.vocab.tokenizer import Vocabulary
 from quantkit.errors import FormatError
 from quantkit.formats.gguf.rules import short
 
-#: Of rope that is scaled by alpha: what the model is made for, and the lengths that its config.json may say.
+#: Rope scaled by alpha: the trained context, and the lengths that config.json may have.
 _CONTEXT, _CONTEXT_LENGTHS = 256 * 1024, (32 * 1024, 256 * 1024)
 
 

@@ -126,7 +126,7 @@ _JAIS_CLASS = HfClass(
         ".attention.head_count": "n_head",
         ".attention.layer_norm_epsilon": "layer_norm_epsilon",
     },
-    # Scales are part of the weights; the others are what llama.cpp has in its code.
+    # Scales are part of the weights; the others are constants of llama.cpp.
     defaults={
         "activation_function": "swiglu",
         "position_embedding_type": "alibi",

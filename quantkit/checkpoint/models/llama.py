@@ -133,7 +133,7 @@ def set_loops(keys: Keys, config: Config) -> None:
     keys.flag(".skip_loop_final_norm", config.get("skip_loop_final_norm", False))
 
 
-#: Models that are saved without their head have names without what wraps the rest.
+#: Models that are saved without their head have names without the prefix of the others.
 BARE_NAMES = (Rename(r"^", "model."),)
 
 DROP_JANUS_PARTS = Drop(

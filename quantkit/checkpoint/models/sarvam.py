@@ -28,7 +28,7 @@ def subtract_mean(tensor: Tensor, context: Context) -> Expression:
     return Centered(tensor.x)
 
 
-#: The bias of what chooses experts, with its mean subtracted.
+#: The bias of the router, with its mean subtracted.
 CENTER_ROUTER_BIAS = Transform(r"\.expert_bias$", subtract_mean, None)
 
 

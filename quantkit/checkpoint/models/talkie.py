@@ -18,7 +18,7 @@ from quantkit.checkpoint.row import Always, Architecture, HfClass, SetKeys, pref
 from quantkit.checkpoint.rules import Rename, Transform
 from quantkit.checkpoint.tensors import Context, OneWayRule, Tensor
 
-#: Factors of what a part of a layer gives: the kind whose ``.scale`` each is.
+#: Output factors of a layer's parts: the kind whose ``.scale`` each is.
 _GAINS = {"attn_gain": "attn_output", "mlp_gain": "ffn_down"}
 
 

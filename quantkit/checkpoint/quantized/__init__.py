@@ -20,7 +20,7 @@ from quantkit.formats.gguf.rules import short
 
 __all__ = ["SCHEMES", "DecodedTensors", "decode_tensors", "quantization_of", "weights_only"]
 
-#: quant_method -> what puts the weights together.
+#: quant_method -> the decoder of the weights.
 SCHEMES: dict[str, Callable[[SchemeReader], None]] = {
     "fp8": fp8.decode,
     "fbgemm_fp8": fp8.decode,

@@ -21,7 +21,7 @@ from quantkit.formats.gguf.rules import short
 from quantkit.formats.safetensors import StoredTensor
 
 FLOATS = ("F8_E4M3", "F8_E5M2")
-#: Ends of names of scales, and what the name of their weight has in its place.
+#: Suffix of the name of a scale -> that of its weight.
 _SCALES = {"_scale_inv": "", ".qscale_weight": ".weight", ".weight_scale": ".weight", ".scale": ".weight"}
 #: Scales of activations, and where they are cut: computed while a model runs, or not used.
 ACTIVATIONS = (

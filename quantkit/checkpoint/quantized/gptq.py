@@ -36,7 +36,7 @@ def decode(reader: SchemeReader) -> None:
             f"{reader.config.path}: quantization_config: GPTQ of {bits} bits; there are {BITS}", "QK-E112"
         )
     for base, codes in reader.with_suffix(".qweight"):
-        # convert_hf_to_gguf.py puts what it decodes behind all other tensors; 3 bits it does not.
+        # convert_hf_to_gguf.py puts decoded tensors after all others, but not those of 3 bits.
         where = "last" if bits != 3 else "here"
         reader.add(f"{base}.qweight", f"{base}.weight", _weight(reader, base, codes, bits, form == "gptq_v2"), where)
 

@@ -81,7 +81,7 @@ def as_numbers(t: StoredTensor, raw: Array) -> F32:
     if t.dtype == "BF16":
         return (raw.astype(np.uint32) << 16).view(np.float32)
     table = float8_values(t.dtype)
-    with np.errstate(over="ignore"):  # what becomes infinite is found by who reads it
+    with np.errstate(over="ignore"):  # the reader refuses infinite values
         return raw.astype(np.float32) if table is None else table[raw]
 
 

@@ -158,7 +158,7 @@ def write_llama_hf(v: Vocabulary) -> None:
     write_pieces(v, llama_hf_tokens(v))
 
 
-#: What continues a word has this in a tokenizer.json; in a file, what begins one has a space.
+#: Prefix of a word's continuation in tokenizer.json; in GGUF, the start of a word has a space.
 _CONTINUES, _WORD_START = "##", "\u2581"
 
 

@@ -29,7 +29,7 @@ MAX_PADDING = 1 << 16
 #: The number of an added token that goes behind all others.
 _NEXT = -1
 _TOKEN_KEYS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
-#: Classes that replace what tokenizer.json does after encoding: BOS, and perhaps EOS, around the text.
+#: Classes that replace the post-processor of tokenizer.json: BOS, and perhaps EOS, around the text.
 _OWN_TEMPLATE = ("Llama", "CodeLlama", "Gemma", "Cohere")
 _END = "<|endoftext|>"
 #: What the package tokenizers may use: a vocabulary of 256 Ki tokens takes some seconds, and 500 MB.

@@ -101,7 +101,7 @@ class S3:
             bucket, key = self._names(url).values()
             path = f"{bucket}/{key}".rstrip("/")
             listing = run_on_loop(self.fs.loop, lambda: self.fs._ls(path, detail=True, refresh=True))
-            # Of a name that is an object, too, only what lies in it counts.
+            # A name that is also an object counts as a directory only.
             return entries_of([e for e in listing if e["name"].rstrip("/") != path], _listing_facts)
 
         try:

@@ -188,7 +188,7 @@ class FsspecStore:
             self.fs.invalidate_cache()
             path = self._path(url)
             listing = self._call("ls", path, detail=True)
-            # Of a name that is a file, only what lies in it counts.
+            # A name that is also a file counts as a directory only.
             return entries_of(
                 [info for info in listing if str(info["name"]).rstrip("/") != path.rstrip("/")], _info_facts
             )

@@ -182,7 +182,7 @@ class URL(PosixPath):
         digest = hashlib.sha256(self.identity.encode()).hexdigest()
         return (self.spool or default_spool()) / f"{digest[:16]}-{self.identity.rpartition('/')[2][-100:]}"
 
-    # ---------------------------------------------------------------- what is there
+    # ---------------------------------------------------------------- queries
 
     @property
     def store(self) -> Store:

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-#: Digits in groups of three from the right; ``THREES_AFTER`` leaves what lies before them in the first group.
+#: Digits in groups of three from the right; ``THREES_AFTER`` leaves the characters before them in the first group.
 THREES_AFTER = "threes, after what lies before"
 THREES_WITHIN = "threes, ASCII"
 
@@ -37,7 +37,7 @@ _JAIS2 = (
     + "".join(rf"\s{{{n}}}(?!\S)|" for n in (512, 256, 128, 64, 32, 16, 8, 4))
     + r"\s{1,2}(?!\S)|\s{1}"
 )
-#: ASCII punctuation, then letters: what DeepSeek-V3 and its heirs split.
+#: ASCII punctuation, then letters, as DeepSeek-V3 and its successors split.
 _DEEPSEEK3_PUNCTUATION = r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}\~][A-Za-z]+"""
 _DEEPSEEK3_WORD = r"[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"
 _DEEPSEEK3 = rf"{_DEEPSEEK3_PUNCTUATION}|{_DEEPSEEK3_WORD}| ?[\p{{P}}\p{{S}}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"

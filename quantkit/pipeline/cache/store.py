@@ -64,7 +64,7 @@ class Store:
         self.run = f"{int(time.time()):x}-{secrets.token_hex(8)}"
         self._names: dict[str, list[EntryName]] = {}
 
-    # ------------------------------------------------------------ what is there
+    # ------------------------------------------------------------ queries
 
     def entries(self) -> Iterator[StoredEntry]:
         """Yield all entries; other files are left alone."""
@@ -108,7 +108,7 @@ class Store:
                     runs.append(note)
         return runs
 
-    # ------------------------------------------------------------ what changes it
+    # ------------------------------------------------------------ changes
 
     def add(
         self, name: EntryName, header: Header, file: Path, ranges: Sequence[tuple[int, int]], records: bytes
