@@ -74,8 +74,8 @@ TESTS: list[tuple[Test, dict[str, Any]]] = [
     (test_kernels.test_golden_encoding_with_imatrix, {"t": TYPES}),
     (test_kernels.test_golden_decoding, {"t": TYPES}),
     (test_dequantize.test_golden_bytes, {"t": TYPES}),
-    (test_encode.test_every_row_range_gives_the_same_bytes, {"t": TYPES, "by": ["mainline"], "blocks": [3]}),
-    (test_encode.test_golden_blocks_do_not_depend_on_their_batch, {"t": TYPES, "by": ["mainline"]}),
+    (test_encode.test_every_row_range_gives_the_same_bytes, {"t": TYPES, "encoder_name": ["mainline"], "blocks": [3]}),
+    (test_encode.test_golden_blocks_do_not_depend_on_their_batch, {"t": TYPES, "encoder_name": ["mainline"]}),
     (test_encode_corners.test_golden_rounding_of_what_is_no_nan, {}),
     (test_matmul.test_products, {"name": PRODUCTS}),
     (
