@@ -23,12 +23,13 @@ if TYPE_CHECKING:
     from quantkit.errors import QuantkitError
     from quantkit.evaluate import kld, logits, perplexity
     from quantkit.export import export, plan_export
-    from quantkit.imatrix import ImatrixOptions, imatrix
+    from quantkit.imatrix import imatrix
     from quantkit.inspect import inspect
     from quantkit.lora import convert_lora, plan_convert_lora
     from quantkit.merge import merge_up_gate, split_up_gate
     from quantkit.model.engine import load
     from quantkit.options.export import ExportOptions
+    from quantkit.options.imatrix import ImatrixOptions
     from quantkit.options.search import SearchOptions
     from quantkit.options.sensitivity import SensitivityOptions
     from quantkit.quantize import QuantizeOptions, plan_quantize, quantize
@@ -84,7 +85,7 @@ __all__ = [
 _HOME = {
     "ConvertOptions": "options.convert",
     "ExportOptions": "options.export",
-    "ImatrixOptions": "imatrix",
+    "ImatrixOptions": "options.imatrix",
     "QuantizeOptions": "options.quantize",
     "QuantkitError": "errors",
     "ReportOptions": "report",

@@ -55,11 +55,13 @@ _KINDS: dict[str, dict[str, Any]] = {
 def declared_options(
     options: Any, groups: Collection[str], without: Collection[str] = ()
 ) -> list[Callable[[Any], Any]]:
-    """Return a click option for each declaration of a dataclass, ordered by ``groups``, ``without`` some."""
-    declarations = [
-        (f, f.metadata["option"]) for f in fields(options) if "option" in f.metadata and f.name not in without
-    ]
+    """Return a click option for each declaration of a dataclass in ``groups``, in their order, ``without`` some."""
     order = list(groups)
+    declarations = [
+        (f, f.metadata["option"])
+        for f in fields(options)
+        if "option" in f.metadata and f.metadata["option"].group in order and f.name not in without
+    ]
     declarations.sort(key=lambda pair: order.index(pair[1].group))
     return [_click_option(f.name, str(f.type), f.default, declaration) for f, declaration in declarations]
 

@@ -10,12 +10,13 @@ import click
 
 from quantkit.cli._options import GroupedCommand, claim, echo_notes, on_command_line, option, options
 from quantkit.cli._paths import IMATRIX, MODEL
-from quantkit.cli.imatrix_collect import KINDS, NAMES, collect, collect_options
+from quantkit.cli.imatrix_collect import collect, collect_options
 from quantkit.cli.imatrix_diff import diff
 from quantkit.cli.imatrix_show import experts_of, show
 from quantkit.formats.imatrix import Format, Imatrix, format_of, read_imatrix, write_imatrix
-from quantkit.imatrix import FILLS, apply_fill, convert, filled_experts, merge, with_names, without_fill
+from quantkit.imatrix import apply_fill, convert, filled_experts, merge, with_names, without_fill
 from quantkit.names import printable
+from quantkit.options.imatrix import FILLS, FORMATS, NAMES
 from quantkit.units import format_count, format_size
 
 _FILES, _OUT = "Files", "Output"
@@ -73,7 +74,7 @@ shared_options = options(
         "--output-format",
         "kind",
         group=_OUT,
-        type=KINDS,
+        type=click.Choice(FORMATS),
         help="Output format; by default from OUT's name: .dat, else GGUF.",
     ),
     option("-m", "--model", group=_FILES, type=MODEL, help="Model, for the numbers of experts of a .dat."),
@@ -83,7 +84,7 @@ shared_options = options(
         type=click.IntRange(1),
         help="Tokens per call of a .dat; default: that of a GGUF input, or 512.",
     ),
-    option("--names", group=_OUT, type=NAMES, help="Names of up and gate experts; default: unchanged."),
+    option("--names", group=_OUT, type=click.Choice(NAMES), help="Names of up and gate experts; default: unchanged."),
     option(
         "--fill",
         group=_OUT,

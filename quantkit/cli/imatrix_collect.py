@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from quantkit.arguments import declarations
+from quantkit.cli._declared_options import declared_options
 from quantkit.cli._evaluation import TEXT_FILE, Bar, evaluation_options, ids_file, run_options
 from quantkit.cli._options import (
-    CHUNKS,
     SHARE,
     claim,
     echo_notes,
@@ -34,8 +35,6 @@ from quantkit.formats.outputs import atomic_write, check_apart
 from quantkit.formats.remote import located
 from quantkit.formats.tokenizer import read_token_ids
 from quantkit.imatrix import (
-    FILLS,
-    ImatrixOptions,
     ImatrixResult,
     Similarity,
     Watcher,
@@ -48,6 +47,7 @@ from quantkit.imatrix.coverage import HARDLY
 from quantkit.imatrix.snapshot import snapshot_path
 from quantkit.kernels.first_run import working_seconds
 from quantkit.names import printable
+from quantkit.options.imatrix import FURTHER, OUTPUT, TEXT, ImatrixOptions
 from quantkit.process import interruptible
 from quantkit.units import format_seconds, format_size
 
@@ -56,13 +56,7 @@ if TYPE_CHECKING:
     from quantkit.imatrix.covariance import Weighting
 
 _INPUT = "Model and text"
-_TEXT = "Text options"
-_OUT = "Output"
-_EXTRA = "Further recordings"
-_FILE: dict[str, Any] = {"group": _EXTRA, "type": Place(), "metavar": "FILE"}
-_CHUNKS: dict[str, Any] = {"group": _OUT, "type": click.IntRange(0)}
-#: Formats of an importance matrix, and namings of up and gate experts.
-KINDS, NAMES = click.Choice(["gguf", "dat"]), click.Choice(["merged", "separate", "both"])
+_FILE: dict[str, Any] = {"group": FURTHER, "type": Place(), "metavar": "FILE"}
 
 FUSION_OFF = (
     "fusion is off (up and gate of dense layers, shared experts and experts; q, k and v): fused operations would hide"
@@ -85,65 +79,33 @@ collect_options = options(
     ),
     option("-p", "--prompt", group=_INPUT, metavar="TEXT", help="Calibration text given inline."),
     option("--tokens", group=_INPUT, metavar="IDS", help="Token ids: 1,2,3, or @FILE.i32, raw int32."),
-    setting("-c", "--ctx-size", "n_ctx", group=_TEXT, type=click.IntRange(4), default=512, help="Tokens per chunk."),
-    option("--chunks", group=_TEXT, type=CHUNKS, default=-1, help="Number of chunks; -1 (default): all."),
-    setting("--chunk", "--from-chunk", group=_TEXT, type=click.IntRange(0), default=0, help="Skip the first N chunks."),
-    option("--parse-special", group=_TEXT, is_flag=True, help="Parse special tokens in texts, such as <|im_end|>."),
-    option("--ppl/--no-ppl", group=_TEXT, default=True, help="Compute the perplexity (default)."),
-    option("-o", "--output", "--output-file", group=_OUT, type=IMATRIX_LOCAL, help="File to write [imatrix.gguf]."),
-    option("--output-format", group=_OUT, type=KINDS, help="Output format; by default from OUT's name."),
+    *declared_options(ImatrixOptions, (TEXT,)),
+    option("-o", "--output", "--output-file", group=OUTPUT, type=IMATRIX_LOCAL, help="File to write [imatrix.gguf]."),
     option(
         "--in-file",
         "in_files",
-        group=_OUT,
+        group=OUTPUT,
         multiple=True,
         metavar="FILE",
         help="Importance matrices to merge into it; a,b or repeated.",
     ),
-    setting(
-        "-ofreq", "--output-frequency", **_CHUNKS, default=10, help="Write OUT every N chunks; 0: only at the end."
-    ),
-    setting("--save-frequency", **_CHUNKS, default=0, help="Keep a copy, OUT.at_N, every N chunks."),
-    option("--resume", group=_OUT, is_flag=True, help="Continue an interrupted run."),
-    option("--overwrite", group=_OUT, is_flag=True, help="Replace an existing output."),
-    option(
-        "--names",
-        group=_OUT,
-        type=NAMES,
-        help="Names of up and gate experts; default: both for merged experts, else unchanged.",
-    ),
-    option("--fill", group=_OUT, type=click.Choice(FILLS), help="Fill experts without tokens, recorded in the file."),
-    option("--require-coverage", group=_OUT, type=SHARE, metavar="SHARE", help="Exit with 3 below this coverage."),
-    option("--show-statistics", group=_OUT, is_flag=True, help="Show an --in-file instead, as `imatrix show`."),
-    option("--process-output", group=_EXTRA, is_flag=True, help="Also record the output matrix."),
-    option("--nextn", group=_EXTRA, is_flag=True, help="Also record the prediction layer (NextN, MTP)."),
+    *declared_options(ImatrixOptions, (OUTPUT, FURTHER)),
+    option("--require-coverage", group=OUTPUT, type=SHARE, metavar="SHARE", help="Exit with 3 below this coverage."),
+    option("--show-statistics", group=OUTPUT, is_flag=True, help="Show an --in-file instead, as `imatrix show`."),
     option(
         "-md",
         "--model-draft",
         "draft",
-        group=_EXTRA,
+        group=FURTHER,
         type=MODEL_FILE,
         help="Prediction layer in a separate file.",
-    ),
-    option(
-        "--all-experts",
-        group=_EXTRA,
-        is_flag=True,
-        help="Also write OUT.all-experts: every token through every expert.",
-    ),
-    option(
-        "-lsim",
-        "--layer-similarity",
-        group=_EXTRA,
-        is_flag=True,
-        help="Report the cosine similarity of each layer's input and output; without -o, only that.",
     ),
     option("--plot", **_FILE, help="Plot the similarity: .svg, .png or .pdf."),
     option("--covariance", **_FILE, help="Also record covariances of weight inputs, in passes that fit --max-ram."),
     setting(
         "--covariance-of",
         "weighting",
-        group=_EXTRA,
+        group=FURTHER,
         type=click.Choice(["tokens", "router", "both"]),
         default="both",
         help="Token weights for experts: equal, squared router weights, or both.",
@@ -243,11 +205,7 @@ def _check_covariance(values: Mapping[str, Any], options: ImatrixOptions) -> Non
 
 
 def _options(values: Mapping[str, Any]) -> ImatrixOptions:
-    names = (
-        "n_ctx n_batch output_format output_frequency save_frequency process_output nextn parse_special ppl all_experts"
-        " layer_similarity chunks names fill resume overwrite"
-    )
-    return ImatrixOptions(**{name: values[name] for name in names.split()}, from_chunk=values["chunk"])
+    return ImatrixOptions(n_batch=values["n_batch"], **{name: values[name] for name in declarations(ImatrixOptions)})
 
 
 class _Report(Watcher):

@@ -13,13 +13,14 @@ Raw data are sums of x^2 and token counts (quantkit.formats.imatrix); everything
 
 from __future__ import annotations
 
-from quantkit.imatrix.collect import ImatrixOptions, ImatrixResult, Similarity, Watcher, imatrix
+from quantkit.imatrix.collect import ImatrixResult, Similarity, Watcher, imatrix
 from quantkit.imatrix.coverage import Coverage, CoverageGroup, TensorCoverage, coverage, expected_tensors
 from quantkit.imatrix.difference import Difference, TensorDifference, difference
 from quantkit.imatrix.files import MergeResult, Names, convert, merge, with_names
-from quantkit.imatrix.fill import FILLS, Fill, apply_fill, filled_experts, without_fill
+from quantkit.imatrix.fill import apply_fill, filled_experts, without_fill
 from quantkit.imatrix.rows import expert_counts, raw
 from quantkit.imatrix.statistics import LayerStatistics, Statistics, TensorStatistics, statistics, with_stats
+from quantkit.options.imatrix import FILLS, Fill, ImatrixOptions
 
 __all__ = [
     "FILLS",

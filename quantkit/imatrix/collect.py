@@ -26,7 +26,7 @@ from typing import NamedTuple, Unpack
 import numpy as np
 import numpy.typing as npt
 
-from quantkit.arguments import Options, checked
+from quantkit.arguments import checked
 from quantkit.calibration.heldout import held_out_warning
 from quantkit.calibration.overlap import sketch_of
 from quantkit.errors import QuantkitError, RecipeError
@@ -35,12 +35,12 @@ from quantkit.evaluate.passes import F32, EvaluationOptions, bos_of, note_contex
 from quantkit.evaluate.statistics import Estimate, NllSums
 from quantkit.formats.experts import MERGED
 from quantkit.formats.gguf import Field, GGUFFile, TensorInfo, ValueType, open_model
-from quantkit.formats.imatrix import Format, Imatrix, ImatrixEntry, format_of, read_imatrix, write_imatrix
+from quantkit.formats.imatrix import Imatrix, ImatrixEntry, format_of, read_imatrix, write_imatrix
 from quantkit.formats.outputs import Output, check_apart, check_free, read_text, resolve_links
 from quantkit.formats.remote import located
 from quantkit.imatrix.coverage import Coverage, coverage
 from quantkit.imatrix.files import MODEL_KEY, merge, with_names
-from quantkit.imatrix.fill import FILLS, apply_fill
+from quantkit.imatrix.fill import apply_fill
 from quantkit.imatrix.nextn import HiddenRows, Predictor, nextn_file
 from quantkit.imatrix.on_nodes import (
     Observe,
@@ -66,6 +66,7 @@ from quantkit.model.nextn import nextn_layers
 from quantkit.model.observers import ALL_EXPERTS, fewest_rows, observe, observe_hidden
 from quantkit.model.observers import similarity as observe_similarity
 from quantkit.model.ops import Graph, SumColumns
+from quantkit.options.imatrix import FILLS, ImatrixOptions
 from quantkit.pipeline.content import FileRecord
 
 #: Dropped chunks with reasons: "17: blk.3.ffn_down.weight at position 5".
@@ -82,40 +83,6 @@ _SAME_INPUT = {
 }
 
 I32 = npt.NDArray[np.int32]
-
-
-@dataclass(frozen=True)
-class ImatrixOptions(Options):
-    """Options of collection and of the output file.
-
-    Args:
-        n_ctx: tokens per chunk. n_batch: tokens per pass; max(1, n_batch // n_ctx) chunks run together.
-        chunks: number of chunks (None: all) after the first ``from_chunk``, which are skipped.
-        output_frequency: chunks between writes of the output and of a snapshot to resume from; 0: only at the end.
-        save_frequency: chunks between copies, OUT.at_N; 0: none.
-        names: names of up and gate experts: merged, separate, both; None: both for a merged file, else as in the file.
-        fill: values for experts without tokens (fill.py).
-        all_experts: also write OUT.all-experts, for which every token goes through every expert.
-        nextn: also record the model's prediction layer (nextn.py).
-    """
-
-    n_ctx: int = 512
-    n_batch: int = 2048
-    chunks: int | None = None
-    from_chunk: int = 0
-    output_format: Format | None = None
-    output_frequency: int = 10
-    save_frequency: int = 0
-    process_output: bool = False
-    nextn: bool = False
-    parse_special: bool = False
-    ppl: bool = True
-    all_experts: bool = False
-    layer_similarity: bool = False
-    names: str | None = None
-    fill: str | None = None
-    resume: bool = False
-    overwrite: bool = False
 
 
 class Similarity(NamedTuple):

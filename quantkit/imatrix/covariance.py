@@ -28,7 +28,7 @@ from quantkit.evaluate.on_nodes import NodeModel, split_nodes
 from quantkit.evaluate.passes import EvaluationOptions, LoadOptions, bos_of
 from quantkit.formats.gguf import open_model
 from quantkit.formats.outputs import Output, check_apart, check_free, part_path, resolve_links
-from quantkit.imatrix.collect import ImatrixOptions, chunks_of
+from quantkit.imatrix.collect import chunks_of
 from quantkit.imatrix.covariance_file import NO_DIGEST, Target, layout
 from quantkit.imatrix.covariance_pass import CovarianceRecording, PassContext, Unit, available_memory, run_on_nodes
 from quantkit.imatrix.snapshot import Progress, Snapshot, clear, snapshot_path
@@ -44,6 +44,7 @@ from quantkit.model.observers import (
     with_latent,
 )
 from quantkit.model.ops import Graph
+from quantkit.options.imatrix import ImatrixOptions
 from quantkit.pipeline.content import FileRecord
 from quantkit.units import format_size
 

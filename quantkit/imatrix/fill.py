@@ -17,7 +17,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import replace
-from typing import Literal, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -26,9 +25,7 @@ from quantkit.errors import FormatError, RecipeError
 from quantkit.formats.gguf import Field, ValueType
 from quantkit.formats.imatrix import F32Array, Imatrix, ImatrixEntry
 from quantkit.imatrix.rows import raw
-
-Fill = Literal["none", "ones", "mean", "neighbour"]
-FILLS: tuple[str, ...] = get_args(Fill)
+from quantkit.options.imatrix import FILLS
 
 FILL_KEY = "quantkit.imatrix.fill"
 FILLED_KEY = "quantkit.imatrix.filled"

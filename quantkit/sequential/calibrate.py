@@ -16,11 +16,12 @@ from quantkit.errors import FormatError, ResourceError
 from quantkit.evaluate.passes import bos_of
 from quantkit.formats.gguf import ValueType
 from quantkit.formats.remote import URL
-from quantkit.imatrix.collect import ImatrixOptions, chunks_of
+from quantkit.imatrix.collect import chunks_of
 from quantkit.model.engine import load
 from quantkit.model.observers import every_token, inputs
 from quantkit.model.ops import Embed
 from quantkit.names import span
+from quantkit.options.imatrix import ImatrixOptions
 from quantkit.pipeline.source import Source
 from quantkit.pipeline.threads import Threads
 from quantkit.sequential.balance import BalancedSource, balance_factors

@@ -8,7 +8,14 @@ import click
 import pytest
 from click.testing import CliRunner
 
+from quantkit.arguments import declarations
 from quantkit.cli import cli
+from quantkit.options.convert import ConvertOptions
+from quantkit.options.export import ExportOptions
+from quantkit.options.imatrix import ImatrixOptions
+from quantkit.options.quantize import QuantizeOptions
+from quantkit.options.search import SearchOptions
+from quantkit.options.sensitivity import SensitivityOptions
 
 
 def commands(group: click.Group, path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
@@ -32,6 +39,27 @@ def test_every_command_has_help(path: tuple[str, ...]) -> None:
     result = CliRunner().invoke(cli, [*path, "-h"])
     assert result.exit_code == 0
     assert "Usage: " in result.stdout
+
+
+#: Options records by command; options of `convert` that only its run without TYPE knows are in the same record.
+RECORDS = {
+    "quantize": QuantizeOptions,
+    "convert": ConvertOptions,
+    "export": ExportOptions,
+    "search": SearchOptions,
+    "sensitivity": SensitivityOptions,
+    "imatrix": ImatrixOptions,
+}
+
+
+@pytest.mark.parametrize("name", RECORDS)
+def test_every_declared_option_is_on_the_command_line(name: str) -> None:
+    command = cli.get_command(click.Context(cli), name)
+    assert command is not None
+    parameters = {p.name: p for p in command.params if isinstance(p, click.Option)}
+    for field, declaration in declarations(RECORDS[name]).items():
+        assert field in parameters, f"{name}: no group of declared_options has {field}"
+        assert parameters[field].help == declaration.help
 
 
 def test_imatrix_compare_is_diff() -> None:
