@@ -2,8 +2,9 @@
 
     benchmarks/bench_vocabularies.py [NAME ..] --rounds 5
 
-Processes from start to exit, in turns over the vocabularies; the median counts. Every output must have the SHA-256 of the
-reference's file (tests/data/real-vocabularies.json), whose seconds scripts/make_convert_goldens.py vocabularies prints.
+Processes from start to exit, in turns over the vocabularies; the median counts. Every output must have the SHA-256 of
+the reference's file (tests/data/real-vocabularies.json), whose seconds `scripts/make_convert_goldens.py vocabularies`
+prints.
 """
 
 from __future__ import annotations
