@@ -63,21 +63,21 @@ MODELS: dict[str, tuple[str, tuple[int, int, int, int], tuple[str, ...], dict[st
     "glm4moe": ("glm4moe", (47, 48, 8, 16), SHARED, {"n": 576}),
     "gpt-oss": ("gpt-oss", (36, 64, 8, 32), MOE, {"n": 480}),
     "phi3": ("phi3", (40, 24, 8, 0), FUSED, {}),
-    "gpt2": ("gpt2", (12, 12, 12, 0), FUSED, {"outside": ("position_embd",)}),
+    "gpt2": ("gpt2", (12, 12, 12, 0), FUSED, {"global_names": ("position_embd",)}),
     "cohere2": ("cohere2", (32, 64, 8, 0), DENSE, {**LAYERS_8B, "tied": True, "logit_scale": 0.25}),
     "mistral3": ("mistral3", (34, 32, 8, 0), DENSE, LAYERS_8B),
     "mamba": ("mamba", (24, 0, 0, 0), ("ssm_in", "ssm_out", "ssm_x", "ssm_dt", "ssm_conv1d"), {}),
     "dflash": ("dflash-draft", (8, 32, 8, 0), DENSE, {}),
     "qwen3next": ("qwen3next", (48, 16, 2, 512), HYBRID, {}),
     "gemma-untied": ("gemma", (18, 8, 1, 0), DENSE, {}),
-    "clip": ("clip", (24, 16, 16, 0), FUSED, {"outside": ()}),
+    "clip": ("clip", (24, 16, 16, 0), FUSED, {"global_names": ()}),
 }  # fmt: skip
 
 
 def make_model(name: str) -> tuple[dict[str, Any], list[Tensor]]:
     """Return metadata and tensors in the order of the file, which is not the sorted one: ik counts as it goes."""
     arch, sizes, parts, extra_fields = MODELS[name]
-    metadata, tensors = drawn_up(arch, sizes, parts, **{"outside": ("per_layer_token_embd",), **extra_fields})
+    metadata, tensors = drawn_up(arch, sizes, parts, **{"global_names": ("per_layer_token_embd",), **extra_fields})
     random.Random(name).shuffle(tensors)
     return metadata, tensors
 
