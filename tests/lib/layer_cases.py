@@ -105,7 +105,7 @@ def check_chosen(routed: Any) -> None:
     """Experts that are chosen elsewhere have their weights."""
     r = Routing(24, 3, "sqrt_softplus", norm=True)
     logits, experts = route_inputs(r, 5, False)[0], np.array([[4, 23, 0], [1, 2, 3]] * 2 + [[9, 8, 7]], np.int32)
-    ids, weights = routed(r, logits, chosen=experts)
+    ids, weights = routed(r, logits, experts=experts)
     want = route_expected(r, logits, experts=experts)
     np.testing.assert_array_equal(ids, experts)
     np.testing.assert_allclose(weights, want[1], rtol=3e-6)

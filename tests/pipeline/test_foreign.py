@@ -100,7 +100,7 @@ def test_no_descriptor_is_left(tmp_path: Path) -> None:
     for _ in range(3):
         with Child("quantkit.foreign.grammars:Grammars", "t") as child, pytest.raises(FormatError):
             child.call("toml", "=")
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert len(os.listdir("/proc/self/fd")) <= before  # garbage of other tests may be collected meanwhile
 
 
 # ---------------------------------------------------------------- checkpoints
