@@ -45,8 +45,8 @@ def main() -> None:
         different = [name for name in names if sha256(folder / f"{name}.gguf") != EXPECTED[name]["sha256"]]
     print("| vocabulary | median | least | most |\n|---|---|---|---|")
     for name, runs in seconds.items():
-        counted = runs[1:]
-        print(f"| {name} | {statistics.median(counted):.2f} s | {min(counted):.2f} s | {max(counted):.2f} s |")
+        results = runs[1:]
+        print(f"| {name} | {statistics.median(results):.2f} s | {min(results):.2f} s | {max(results):.2f} s |")
     if different:
         sys.exit(f"not the reference's bytes: {', '.join(different)}")
 
