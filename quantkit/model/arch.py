@@ -10,7 +10,7 @@ from a header) against llama.cpp's logits; only what fields cannot express becom
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from quantkit.errors import TypeNotSupported
@@ -61,6 +61,8 @@ class Moe:
     dense_factor: float = 0.0
     #: Groups of experts share a smaller chunk expert, whose output is added (Grove MoE).
     chunk_experts: bool = False
+    #: Only layers n with (n + 1) % ``interleave_moe_layer_step`` == 0 have experts (ERNIE 4.5).
+    layer_step: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -395,7 +397,7 @@ _ROWS = (
     Arch(name="minimax-01", rope="neox", attention="lightning_hybrid", normed_residual=True, moe=_NORMED,
          optional=_tensors("ffn_gate_exps")),
     Arch(name="ernie4_5", rope="normal", optional=_tensors("ffn_gate_exps"), ignored=_tensors("attn_output.bias")),
-    Arch(name="ernie4_5-moe", rope="normal", moe=_NORMED, required=_tensors("ffn_up_shexp"),
+    Arch(name="ernie4_5-moe", rope="normal", moe=replace(_NORMED, layer_step=True), required=_tensors("ffn_up_shexp"),
          optional=_tensors("ffn_gate_exps"), ignored=_tensors("attn_output.bias")),
     Arch(name="paddleocr", rope="mrope", optional=_tensors("ffn_gate_exps")),
     Arch(name="hunyuan-dense", rope="neox", attention_rules=AttentionRules(norm_after_rope=True), required=_HEAD_NORMS),

@@ -64,7 +64,8 @@ def feed_forward(b: Builder, x: Value, logits: Value | None = None) -> Value:
 
 def has_experts(b: Builder) -> bool:
     """Return whether the current layer has routed experts."""
-    if b.arch.dense_only:
+    step = b.h.int("interleave_moe_layer_step", 1) if b.arch.moe.layer_step else 1
+    if b.arch.dense_only or (b.layer + 1) % max(step, 1):
         return False
     return b.has(*_ROUTED) or (
         b.h.n_expert > 0 and b.layer >= b.h.int("leading_dense_block_count", 0) and not b.has(*_DENSE)

@@ -70,6 +70,14 @@ def test_all_tensors_of_the_loader_are_used_or_refused(llama_bin: Path, tmp_path
     assert re.search(expected_reason, reason) if expected_reason else not reason
 
 
+@pytest.mark.peer
+def test_layers_between_those_with_experts_are_dense(llama_bin: Path, tmp_path: Path) -> None:
+    """The loader gives each layer of ERNIE 4.5 experts, its graph every second one: the rest would not be used."""
+    error, reason = compare(Libllama(llama_bin), "ernie4_5-moe", True, sized("ernie4_5-moe", 3), tmp_path)
+    assert error == 0
+    assert "blk.2.ffn_gate_inp.weight" in reason
+
+
 # ---------------------------------------------------------------- missing, not used
 
 
