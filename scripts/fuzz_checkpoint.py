@@ -229,7 +229,7 @@ class LocalService:
         """Do nothing: the service is made by the first call."""
 
     def call(self, method: str, *arguments: Any) -> Any:
-        """Return what a method answers; whatever it raises is a refusal."""
+        """Call a method of the child and return its result; any exception counts as a refusal."""
         try:
             if self.instance is None:
                 module, _, name = self.service.partition(":")

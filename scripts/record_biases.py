@@ -75,18 +75,20 @@ def _nulled(node: ast.ClassDef) -> Iterator[tuple[str, None]]:
 
 
 def _switch(call: ast.Call, classes: dict[str, ast.ClassDef]) -> str | None:
-    """Return what decides whether what a call makes has a bias: an expression, "" for always; None if it has none."""
+    """Return the expression that gives the module of a call a bias, "" for always, None for never."""
     name = ast.unparse(call.func).rpartition(".")[2]
     keyword_value = next((ast.unparse(k.value) for k in call.keywords if k.arg == "bias"), None)
     if name.endswith("Linear") and keyword_value is None and len(call.args) > 2:
         keyword_value = ast.unparse(call.args[2])
-    has = name in ("Linear", "Conv1d", "Conv1D", "LayerNorm") or name in classes and _has_own(classes[name])
-    if not has or keyword_value == "False":
+    may_have_bias = (
+        name in ("Linear", "Conv1d", "Conv1D", "LayerNorm") or name in classes and _defines_bias(classes[name])
+    )
+    if not may_have_bias or keyword_value == "False":
         return None
     return "" if keyword_value in (None, "True") else keyword_value
 
 
-def _has_own(node: ast.ClassDef) -> bool:
+def _defines_bias(node: ast.ClassDef) -> bool:
     bases = {ast.unparse(base).rpartition(".")[2] for base in node.bases}
     match = re.search(r"self\.bias = nn\.Parameter", ast.unparse(node)) is not None
     return match or bool(bases & {"Linear", "LayerNorm"})

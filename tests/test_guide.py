@@ -11,12 +11,12 @@ from guide import GUIDES, ROOT, step, steps
 
 TESTS = Path(__file__).parent
 PAGES = {name: (ROOT / name).read_text(encoding="utf-8") for name in ("ARCHITECTURE.md", "README.md")}
-#: What a guide's placeholders stand for, where any file of a folder may be meant.
+#: A name in angle brackets, as <type>, which stands for any file of a folder.
 PLACEHOLDER = re.compile(r"<\w+>|\bNAME\b")
 
 
 def places(cell: str) -> list[str]:
-    """Return the paths that a cell of a table names, with wildcards for placeholders."""
+    """Return the paths in a cell of a table, with * for names in angle brackets."""
     return [PLACEHOLDER.sub("*", text) for text in re.findall(r"`([\w./<>*-]+)`", cell) if "/" in text or "." in text]
 
 

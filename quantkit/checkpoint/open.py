@@ -63,13 +63,13 @@ _OTHER_FILES = (
     "tekken.json",
 )
 
-#: What functions of rows raise where a value of config.json is of another type than they take it for.
+#: Errors of row functions on values of config.json that have an unexpected type.
 VALUE_ERRORS = (TypeError, ValueError, KeyError, IndexError, AttributeError, ArithmeticError)
 
 
 @dataclass(frozen=True, kw_only=True)
 class OpenOptions:
-    """What a checkpoint is opened for."""
+    """Options of ``open_checkpoint``."""
 
     #: f32, f16, bf16, q8_0, tq1_0, tq2_0 or auto: the types of tensors, as convert_hf_to_gguf.py has them.
     outtype: str = "auto"

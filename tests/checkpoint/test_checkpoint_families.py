@@ -151,7 +151,7 @@ def test_a_bias_must_be_zero_where_there_is_none(tmp_path: Path) -> None:
     ("changes", "without"), [({"mamba_norm_before_gate": True}, ()), ({}, ("mamba_norm_before_gate",))]
 )
 def test_norms_before_the_gate_are_refused(changes: Json, without: tuple[str, ...], tmp_path: Path) -> None:
-    """What is missing is true in transformers; without such norms it says nothing."""
+    """A missing switch defaults to true in transformers; it has no meaning without such norms."""
     description = checkpoints.describe("falcon-h1")
     with pytest.raises(FormatError, match="mamba_norm_before_gate is true"):
         opened(description, tmp_path / "a", changes=changes, without=without)

@@ -97,7 +97,7 @@ def family_of(name: str) -> Any:
 
 @pytest.mark.parametrize(("family", "name"), sorted(families().items()))
 def test_a_family_has_a_plan(family: str, name: str, tmp_path: Path) -> None:
-    """What becomes of it is known by its bytes: test_convert_goldens.py."""
+    """test_convert_goldens.py checks the bytes."""
     description = checkpoints.describe(name)
     folder = checkpoints.write_description(description, tmp_path)
     plan = plan_convert(folder, tmp_path / "o.gguf", None, ConvertOptions(**description.convert_keywords()))

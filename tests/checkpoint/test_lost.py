@@ -161,7 +161,7 @@ def with_template_alone(folder: Path) -> Path:
 
 
 def with_files(**files: str) -> Callable[[Path], Path]:
-    """Return what writes a checkpoint with other JSON files."""
+    """Return a function that writes a checkpoint with these JSON files."""
 
     def write(folder: Path) -> Path:
         path = write_checkpoint(folder)

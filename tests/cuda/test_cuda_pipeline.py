@@ -1,4 +1,4 @@
-"""What is between a file and the encoders of a card; the whole is tested by test_cards.py."""
+"""The pipeline from a file to the encoders of a GPU; test_cards.py tests whole runs."""
 
 from __future__ import annotations
 

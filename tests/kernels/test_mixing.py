@@ -70,8 +70,8 @@ def lerp(rows: int, group: int, n: int, form: str = "by weights") -> tuple[dict[
     weights_of_x, weights = values(n * group, seed=3), values(rows, n * group, seed=4)
     x, value_to, w = Value("x", group), Value("to", group), Value("w", n * group)
     m = matrix(weights_of_x)
-    has = {"by": m if "by" in form else None, "weights": w if "weights" in form else None}
-    op = Lerp(out=Value("out", n * group), x=x, target=value_to, vector=has["by"], weights=has["weights"])  # type: ignore[arg-type]
+    operands = {"by": m if "by" in form else None, "weights": w if "weights" in form else None}
+    op = Lerp(out=Value("out", n * group), x=x, target=value_to, vector=operands["by"], weights=operands["weights"])  # type: ignore[arg-type]
     arrays = {x: inputs["x"], value_to: inputs["to"], w: weights}
     inputs |= {"by": weights_of_x if "by" in form else 0, "weights": weights if "weights" in form else 0}
     return inputs, meaning(op, arrays, rows=rows, weights={m: weights_of_x})

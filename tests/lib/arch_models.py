@@ -54,13 +54,13 @@ LISTED_WINDOWS = {"cohere2moe", "mimo2", "step35", "spark2_5", "muse-glimmer", "
 
 
 def label_of(arch: str, moe: bool) -> str:
-    """Return what a model is called."""
+    """Return the label of a model: its architecture, -dense or -moe."""
     return f"{arch}-{'moe' if moe else 'dense'}"
 
 
 @dataclass(frozen=True)
 class Size:
-    """What a model is made of; ``seed`` draws its weights."""
+    """The sizes of a model, and the seed of its weights."""
 
     embd: int = 256
     heads: int = 2
@@ -175,7 +175,7 @@ def _experts(arch: str, size: Size) -> dict[str, Any]:
 
 
 def _extra_fields(arch: str, size: Size, head: int) -> dict[str, Any]:
-    """Return what one architecture has, or has otherwise."""
+    """Return the keys of an architecture that deviate from the common ones."""
     streams = {"hyper_connection.count": 4, "hyper_connection.epsilon": 1e-6}
     weights = {"expert_weights_scale": 1.0, "expert_weights_norm": True, "swiglu_clamp_exp": 10.0}
     sinkhorn = {"hyper_connection.sinkhorn_iterations": 2}

@@ -21,7 +21,7 @@ def steps(title: str) -> dict[int, tuple[str, str]]:
 
 
 def step(title: str, number: int, **names: str) -> str:
-    """Return a step as a message; ``names`` fill its placeholders: ``type="q4_0"`` that of <type>."""
+    """Return a step as a message; ``type="q4_0"`` replaces <type> in it."""
     place, action = steps(title)[number]
     text = f'CONTRIBUTING.md, "{title}", step {number}: {place}: {action}'
     for name, value in names.items():

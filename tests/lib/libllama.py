@@ -154,7 +154,7 @@ class Libllama:
 
 @dataclass(frozen=True)
 class Loading:
-    """What became of a model that a library loads: ``runs`` if a context was made of it, too."""
+    """The outcome of loading a model; ``runs``: a context could be created, too."""
 
     loads: bool
     runs: bool

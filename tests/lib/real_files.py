@@ -174,7 +174,7 @@ def write_vocabulary(name: str, folder: Path) -> Path:
 
 
 def missing() -> list[str]:
-    """Return what is not here."""
+    """Return the names of the files that are missing on this machine."""
     return [package.name for package in PACKAGES if not package.is_here] + ([] if GEMMA.is_file() else [GEMMA.name])
 
 

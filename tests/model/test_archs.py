@@ -44,7 +44,7 @@ def test_every_architecture_is_compared_with_all_tensors() -> None:
 
 
 def test_every_model_of_the_zoo_is_of_an_architecture() -> None:
-    """What llama.cpp does not need is listed, too."""
+    """optional.json lists the tensors that llama.cpp loads without."""
     assert set(NAMES) == optional().keys(), f"{set(NAMES) ^ optional().keys()}: {guide_step(5)}"
     for name in NAMES:
         with open_gguf(ZOO / "headers" / f"{name}.head", header_only=True) as file:

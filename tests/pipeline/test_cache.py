@@ -448,10 +448,10 @@ import numpy as np
 source, target = (BY_NAME[name] for name in sys.argv[1:])
 from quantkit.kernels.cpu.unpack.dequantize import dequantize_rows
 from quantkit.kernels.cpu.encode.error import error_sums
-found = {*keys._imported_modules("quantkit.kernels.cpu.encode")}
-seen = []
+[*keys._imported_modules("quantkit.kernels.cpu.encode")]
+digested = []
 digest = keys._files_digests
-keys._files_digests = lambda paths: (seen.append(set(paths)), digest(paths))[1]
+keys._files_digests = lambda paths: (digested.append(set(paths)), digest(paths))[1]
 keys.encoder_digest(source, target)
 encode.encoder(target)
 from quantkit.kernels.cpu.unpack import unpacker
@@ -460,7 +460,7 @@ if base_of(source).block > 1:
     unpacker(base_of(source))
 loaded = {Path(m.__file__) for n, m in sys.modules.items() if n.startswith("quantkit.kernels.cpu.") and m.__file__}
 loaded -= {path for path in loaded if path.name == "__init__.py" and not path.read_text().count("def ")}
-print(sorted(str(path) for path in loaded - seen[0]))
+print(sorted(str(path) for path in loaded - digested[0]))
 """
 
 
@@ -635,7 +635,7 @@ def test_hostile_files_are_passed_over(llama: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["tmp", "entries", "entries/xx", "sources", "sources/xx", "runs.jsonl"])
 def test_links_in_the_folder_are_not_followed(llama: Path, tmp_path: Path, name: str) -> None:
-    """What they lead to is neither read nor written, moved, or removed; its old files would be the first to go."""
+    """The targets of links are not read, written, moved or removed, although pruning takes the oldest files first."""
     cache, out, target = tmp_path / "cache", tmp_path / "o.gguf", tmp_path / "outside"
     cached(llama, out, "Q4_0", cache)
     expected = out.read_bytes()
