@@ -72,13 +72,19 @@ _MULTIPLIERS: tuple[tuple[str, Sequence[tuple[str, int | None]]], ...] = (
 
 @dataclass(frozen=True)
 class ApplyMultipliers(OneWayRule):
-    """Multiply the model's multipliers into the weights."""
+    """Multiply the model's multipliers into the weights.
+
+    A multiplier of a layer's inputs (``attention_in``, ``ssm_in``) leaves its bias alone. convert_hf_to_gguf.py b11434
+    multiplies the bias, too, which is another model than transformers'.
+    """
 
     def __call__(self, tensor: Tensor, context: Context) -> Iterable[Tensor] | None:
         config = context.config
         part, names = next((row for row in _MULTIPLIERS if row[0] in tensor.name), ("", ()))
         x = tensor.x
         for key, place in names:
+            if key.endswith("_in_multiplier") and tensor.name.endswith(".bias"):
+                continue
             value = config[key] if place is None else config[key][place]
             x = Multiplied(x, factor=float(value))
         if part == "in_proj":
