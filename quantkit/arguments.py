@@ -255,7 +255,7 @@ def _record_fields(function: Any) -> dict[str, tuple[str, str]]:
         for name, annotation in _parameters(function)[0].items()
         for kind in get_args(annotation) or (annotation,)
         if isinstance(kind, type) and issubclass(kind, Options)
-        for field_name in _fields(kind)
+        for field_name in _fields(cast(Any, kind))
     }
 
 
