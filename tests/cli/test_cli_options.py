@@ -16,6 +16,7 @@ from quantkit.options.imatrix import ImatrixOptions
 from quantkit.options.quantize import QuantizeOptions
 from quantkit.options.search import SearchOptions
 from quantkit.options.sensitivity import SensitivityOptions
+from quantkit.report import ReportOptions
 
 
 def commands(group: click.Group, path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
@@ -49,6 +50,7 @@ RECORDS = {
     "search": SearchOptions,
     "sensitivity": SensitivityOptions,
     "imatrix": ImatrixOptions,
+    "report": ReportOptions,
 }
 
 
