@@ -33,6 +33,10 @@ def _split_names(ctx: click.Context, param: click.Parameter, value: str | None) 
     return tuple(part.strip() for part in (value or "").split(",") if part.strip())
 
 
+def _to_float(ctx: click.Context, param: click.Parameter, value: str) -> float:
+    return float(value)
+
+
 #: Settings of click for kinds of options; a callable makes them of the declaration.
 _KINDS: dict[str, dict[str, Any]] = {
     "type": {"metavar": "TYPE", "shell_complete": complete_types},
@@ -53,6 +57,8 @@ _KINDS: dict[str, dict[str, Any]] = {
     "types": {"callback": _split_names, "shell_complete": complete_types, "multiple": False},
     "rule": {"shell_complete": complete_types},
     "share": {"type": click.FloatRange(0)},
+    "share below 1": {"type": click.FloatRange(0, 1, max_open=True)},
+    "number": {"callback": _to_float},  # of choices
 }
 
 

@@ -10,6 +10,7 @@ from click.testing import CliRunner
 
 from quantkit.arguments import declarations
 from quantkit.cli import cli
+from quantkit.evaluate import SaveLogits
 from quantkit.options.convert import ConvertOptions
 from quantkit.options.export import ExportOptions
 from quantkit.options.imatrix import ImatrixOptions
@@ -51,6 +52,7 @@ RECORDS = {
     "sensitivity": SensitivityOptions,
     "imatrix": ImatrixOptions,
     "report": ReportOptions,
+    "perplexity": SaveLogits,
 }
 
 
