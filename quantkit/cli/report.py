@@ -44,7 +44,7 @@ def command(
     card: Path | None,
     data: Path | None,
     overwrite: bool,
-    **given: Any,
+    **values: Any,
 ) -> None:
     """Write an HTML report on quantized files of one model: one file that needs no network.
 
@@ -58,10 +58,10 @@ def command(
     quantkit report again.html --data report.json
     """
     settings = ReportOptions(
-        **{name: given.pop(name) for name in declarations(ReportOptions)},
+        **{name: values.pop(name) for name in declarations(ReportOptions)},
         bench=(512, 64, 3) if bench else (),
-        n_batch=given["n_batch"],
-        load=load_options(given) if files else {},
+        n_batch=values["n_batch"],
+        load=load_options(values) if files else {},
     )
     with closing(_Bar()) as bar:
         result = report(files, out, card=card, data=data, options=settings, overwrite=overwrite, progress=bar.update)

@@ -23,6 +23,30 @@ from quantkit.model.ops import Op, OpTable, Value
 
 LOWER = OpTable("the cuda backend")
 
+#: Elementwise operations of one input and numbers (``slots.numbers``).
+_MAPS = {
+    ops.Scale: elementwise.scale,
+    ops.Shift: elementwise.shift,
+    ops.Softcap: elementwise.softcap,
+    ops.Clamp: elementwise.clamp,
+    ops.Xielu: elementwise.xielu,
+}
+#: Operations whose launch has the slots of all devices, and the width of their result.
+_LAUNCHES: dict[type[Op], tuple[Callable[[int, int], Shape], Callable[..., slots.Slots]]] = {
+    ops.Lookup: (elementwise.lookup, slots.lookup),
+    ops.Mix: (mixing.mix, slots.mix),
+    ops.Lerp: (mixing.lerp, slots.lerp),
+    ops.Take: (elementwise.take, slots.take),
+    ops.Join: (elementwise.join, slots.join),
+}
+
+
+@LOWER.register(*_LAUNCHES)
+def _launch(b: CUDALowering, op: ops.Map) -> None:
+    choose, fill = _LAUNCHES[type(op)]
+    b.emit(partial(choose, op.out.width), op.out, **fill(b, op))
+
+
 # ---------------------------------------------------------------- element by element
 
 
@@ -34,11 +58,6 @@ def _embed(b: CUDALowering, op: ops.Embed) -> None:
     slots["by_position"] = int(op.by_position)
     out = b.buffer(op.out)
     b.emit(lambda rows: dequantize.embed(t, width, rows), op.out, out=out, n=width, out_stride=4 * width, **slots)
-
-
-@LOWER.register(ops.Lookup)
-def _lookup(b: CUDALowering, op: ops.Lookup) -> None:
-    b.emit(partial(elementwise.lookup, op.out.width), op.out, **slots.lookup(b, op))
 
 
 @LOWER.register(ops.SelectOutputs)
@@ -55,6 +74,11 @@ def _map(b: CUDALowering, choose: Callable[[int, int], Shape], out: Value, x: Va
     b.may_overwrite(entry, out, x)
 
 
+@LOWER.register(*_MAPS)
+def _elementwise(b: CUDALowering, op: ops.Map) -> None:
+    _map(b, _MAPS[type(op)], op.out, op.x, **slots.numbers(op))
+
+
 @LOWER.register(ops.Add)
 def _add(b: CUDALowering, op: ops.Add) -> None:
     width = op.out.width
@@ -63,37 +87,16 @@ def _add(b: CUDALowering, op: ops.Add) -> None:
     b.may_overwrite(entry, op.out, op.a)
 
 
-@LOWER.register(ops.Scale)
-def _scale(b: CUDALowering, op: ops.Scale) -> None:
-    _map(b, elementwise.scale, op.out, op.x, by=op.factor)
-
-
-@LOWER.register(ops.Shift)
-def _shift(b: CUDALowering, op: ops.Shift) -> None:
-    _map(b, elementwise.shift, op.out, op.x, by=op.offset)
-
-
 @LOWER.register(ops.ScaleByPosition)
 def _scale_by_position(b: CUDALowering, op: ops.ScaleByPosition) -> None:
-    numbers = {"floor_scale": float(op.floor_scale), "alpha": op.alpha, "offset": op.offset}
     row_slots = {"rows_of": int(op.out.outputs), "per": op.out.per}
-    _map(b, elementwise.scale_by_position, op.out, op.x, **numbers, **row_slots)
+    _map(b, elementwise.scale_by_position, op.out, op.x, **slots.numbers(op), **row_slots)
 
 
 @LOWER.register(ops.MultiplyBy)
 def _multiply_by(b: CUDALowering, op: ops.MultiplyBy) -> None:
     choose = elementwise.plus_vector if op.kind == "plus" else elementwise.multiply_by
     _map(b, choose, op.out, op.x, **slots.vector_slots(b, op))
-
-
-@LOWER.register(ops.Softcap)
-def _softcap(b: CUDALowering, op: ops.Softcap) -> None:
-    _map(b, elementwise.softcap, op.out, op.x, by=op.cap)
-
-
-@LOWER.register(ops.Clamp)
-def _clamp(b: CUDALowering, op: ops.Clamp) -> None:
-    _map(b, elementwise.clamp, op.out, op.x, by=op.limit)
 
 
 @LOWER.register(ops.Norm)
@@ -129,15 +132,9 @@ def _activate(b: CUDALowering, op: ops.Activate) -> None:
     _map(b, lambda width, rows: glu.activate(activation, width, rows), op.out, op.x, **constants)
 
 
-@LOWER.register(ops.Xielu)
-def _xielu(b: CUDALowering, op: ops.Xielu) -> None:
-    numbers = {name: float(getattr(op, name)) for name in ("alpha_n", "alpha_p", "beta", "eps")}
-    _map(b, elementwise.xielu, op.out, op.x, **numbers)
-
-
 @LOWER.register(ops.Exceed)
 def _exceed(b: CUDALowering, op: ops.Exceed) -> None:
-    _map(b, lambda width, rows: mixing.exceed(rows), op.out, op.x, factor=op.factor)
+    _map(b, lambda width, rows: mixing.exceed(rows), op.out, op.x, **slots.numbers(op))
 
 
 @LOWER.register(ops.ToLength)
@@ -146,19 +143,9 @@ def _to_length(b: CUDALowering, op: ops.ToLength) -> None:
     _map(b, lambda width, rows: mixing.to_length(n, rows), op.out, op.x, like=b.buffer(op.like), group=op.group)
 
 
-@LOWER.register(ops.Mix)
-def _mix(b: CUDALowering, op: ops.Mix) -> None:
-    b.emit(partial(mixing.mix, op.out.width), op.out, **slots.mix(b, op))
-
-
 @LOWER.register(ops.StreamWeights)
 def _stream_weights(b: CUDALowering, op: ops.StreamWeights) -> None:
     b.emit(streams.stream_weights, op.x, **slots.stream_weights(b, op))
-
-
-@LOWER.register(ops.Lerp)
-def _lerp(b: CUDALowering, op: ops.Lerp) -> None:
-    b.emit(partial(mixing.lerp, op.out.width), op.out, **slots.lerp(b, op))
 
 
 @LOWER.register(ops.Bonus)
@@ -166,16 +153,6 @@ def _bonus(b: CUDALowering, op: ops.Bonus) -> None:
     n = op.x.width // op.head
     entry = b.emit(lambda rows: mixing.bonus(rows * n), op.out, **slots.bonus(b, op))
     b.may_overwrite(entry, op.out, op.x)
-
-
-@LOWER.register(ops.Take)
-def _take(b: CUDALowering, op: ops.Take) -> None:
-    b.emit(partial(elementwise.take, op.out.width), op.out, **slots.take(b, op))
-
-
-@LOWER.register(ops.Join)
-def _join(b: CUDALowering, op: ops.Join) -> None:
-    b.emit(partial(elementwise.join, op.out.width), op.out, **slots.join(b, op))
 
 
 # ---------------------------------------------------------------- experts
