@@ -42,23 +42,26 @@ class RowEncoding:
     source_rows: TensorType
     target_rows: TensorType
     #: The type as which kernels decode the source, once its scale is in each row.
-    decoded: TensorType
+    decoder_type: TensorType
     #: The type that an encoder writes: single rows, which are then interleaved, or whole groups.
-    encoded: TensorType
+    encoder_type: TensorType
     #: Whose search encodes, one of ``ENCODERS`` or SYMMETRIC; "" if nothing is encoded.
     encoder: str
     #: Whether the type's own encoder is another.
     is_unusual: bool
-    #: Whose search encodes ``encoded``, if that type has several; "": that of its own tree.
+    #: Whose search encodes ``encoder_type``, if that type has several; "": that of its own tree.
     search: str
-    #: Rows that stay together, and rows that are encoded at a time: whole groups.
+    #: Rows that stay together.
     group: int
+    #: Rows that are encoded at a time: whole groups.
     piece: int
-    #: With inputs: whether levels are chosen with error feedback, or floats corrected; columns that share a level.
+    #: Whether levels are chosen with error feedback, or floats corrected.
     has_feedback: bool
+    #: Columns that share a level, for the metric of error feedback.
     grouping: Grouping | None
-    #: Whether importance decides the bytes of ``encoded``, and whether the target has scales that must be finite.
+    #: Whether importance decides the bytes of ``encoder_type``.
     is_weighted: bool
+    #: Whether the target has scales that must be finite.
     is_checked: bool
     #: Whether a copied tensor consists of rows alone; otherwise its bytes are copied as they lie.
     has_plain_rows: bool
@@ -68,7 +71,7 @@ class RowEncoding:
     @property
     def has_tensor_scale(self) -> bool:
         """Whether the scale of the source lies behind its last row."""
-        return self.decoded is not self.source
+        return self.decoder_type is not self.source
 
     @property
     def is_interleaved(self) -> bool:
@@ -94,12 +97,14 @@ def encoding_of(
     inputs: of rows that are encoded with feedback. encoder: whose search, one of ``ENCODERS`` or SYMMETRIC; "" for the
     type's own.
     """
-    have, rows, decoded = source.type, base_of(target), decoded_as(source.type)
+    have, decoder_type = source.type, decoded_as(source.type)
+    rows = base_of(target)
     action = _action(have, target, inputs)
-    group, tile = max(have.interleave, target.interleave), 1 if inputs is None else TILE
-    usual = encoder_for(target) if action is Action.ENCODE else ""
-    chosen = encoder_for(target, encoder) if usual and encoder else usual
-    has_several = chosen == "ik" and rows.name in FORMATS and FORMATS[rows.name].ik_encoder
+    group = max(have.interleave, target.interleave)
+    tile = 1 if inputs is None else TILE
+    default = encoder_for(target) if action is Action.ENCODE else ""
+    encoder = encoder_for(target, encoder) if default and encoder else default
+    has_several = encoder == "ik" and rows.name in FORMATS and FORMATS[rows.name].ik_encoder
     levels = None if inputs is None else all_levels().get(target.name)
     return RowEncoding(
         source=have,
@@ -107,19 +112,19 @@ def encoding_of(
         action=action,
         source_rows=base_of(have),
         target_rows=rows,
-        decoded=decoded,
-        encoded=target if target.name in INTERLEAVED_ENCODERS else rows,
-        encoder=chosen,
-        is_unusual=chosen != usual,
-        search=chosen if chosen == SYMMETRIC or has_several else "",
+        decoder_type=decoder_type,
+        encoder_type=target if target.name in INTERLEAVED_ENCODERS else rows,
+        encoder=encoder,
+        is_unusual=encoder != default,
+        search=encoder if encoder == SYMMETRIC or has_several else "",
         group=group,
         piece=whole_groups(max(1, PIECE // max(1, values)), max(group, tile)),
         has_feedback=levels is not None or inputs is not None and not target.is_quantized,
         grouping=None if levels is None else levels.grouping,
         is_weighted=rows.imatrix != "ignored",
         is_checked=bool(rows.scales),
-        has_plain_rows=action is Action.COPY and _has_plain_rows(source, decoded is not have),
-        missing=_missing_function(target, decoded) if action is Action.ENCODE else "",
+        has_plain_rows=action is Action.COPY and _has_plain_rows(source, decoder_type is not have),
+        missing=_missing_function(target, decoder_type) if action is Action.ENCODE else "",
     )
 
 
@@ -135,7 +140,7 @@ def _has_plain_rows(source: TensorInfo, has_tensor_scale: bool) -> bool:
     return in_rows and t.tensor_bytes(source.shape) == source.nbytes
 
 
-def _missing_function(target: TensorType, decoded: TensorType) -> str:
+def _missing_function(target: TensorType, decoder_type: TensorType) -> str:
     if not has_encoder(target):
         return "encoder"
-    return "" if has_decoder(decoded) else "decoder"
+    return "" if has_decoder(decoder_type) else "decoder"

@@ -66,7 +66,8 @@ def _typical(encoding: RowEncoding) -> float | None:
 
 def _measure(file: Source, part: PlannedPart) -> Iterator[_Sums]:
     """Yield the sums over rows in the middle of a tensor; nothing if they cannot be encoded, which the run reports."""
-    n, matrix, t = part.values, part.matrices // 2, part.encoding.target
+    n, t = part.values, part.encoding.target
+    matrix = part.matrices // 2
     rows = min(_ROWS, part.source_rows)
     first = (part.source_rows - rows) // 2 // 16 * 16
     data = np.empty((rows, part.source.type.row_bytes(n)), np.uint8)

@@ -28,7 +28,7 @@ def kernel_calls(
     repacked = dict.fromkeys(
         (e.source, e.source_rows, e.target, e.target_rows) for e in encodings if e.action is Action.REPACK
     )
-    sources = dict.fromkeys(p.encoding.decoded for p in ([part for part, _ in changed] if measure else on_cpu))
+    sources = dict.fromkeys(p.encoding.decoder_type for p in ([part for part, _ in changed] if measure else on_cpu))
     targets = dict.fromkeys(part.encoding.target for part, _ in changed)
     encoders = dict.fromkeys(
         (p.encoding.target, p.encoding.encoder, p.encoding.encoder == "ik" and p.importance is not None) for p in on_cpu

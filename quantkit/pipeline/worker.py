@@ -330,7 +330,7 @@ class Worker:
         if part.encoding.has_tensor_scale:
             rows = self._with_row_scales(part, rows)
         x: F32 = self._buffers.get("x", 4 * part.values * len(rows)).view(np.float32).reshape(len(rows), part.values)
-        dequantize_rows(part.encoding.decoded, rows, x)
+        dequantize_rows(part.encoding.decoder_type, rows, x)
         return x
 
     def _with_row_scales(self, part: PlannedPart, rows: U8) -> U8:

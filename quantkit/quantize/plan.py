@@ -117,7 +117,7 @@ def plan_from(
         shard_of=shards_of(draft),
         split_max_size=None if options.split_max_size is None else size_of(options.split_max_size),
         reads=[located(p) for p in files if p is not None],
-        all_dims=not _is_known(str(draft.key("general.architecture"))),
+        all_dims=not is_known(str(draft.key("general.architecture"))),  # as image models have them
         identity=f"{__version__} {draft.fingerprint} {imatrix_digest}{provider_id}{identity}",
     )
     notes = (*draft.notes, *coverage, *feedback_notes, *_notes(draft, request, choices, plan), *metadata_notes)
@@ -143,11 +143,6 @@ def _rules(request: Request) -> str:
     if request.repack:
         return ""
     return "ik" if request.ik else "mainline"
-
-
-def _is_known(architecture: str) -> bool:
-    """Return whether a runtime has the architecture; other files, such as image models, keep all dimensions."""
-    return is_known(architecture)
 
 
 def _notes(draft: Draft, request: Request, choices: Sequence[Choice], plan: Plan) -> list[str]:

@@ -183,7 +183,8 @@ class BatchRunner:
         first = jobs[0]
         part = self._part(first)
         assert part.inputs is not None
-        inputs, transfer, grouping = part.inputs, self._transfer, part.encoding.grouping
+        inputs, grouping = part.inputs, part.encoding.grouping
+        transfer = self._transfer
 
         def make() -> DeviceMetric:
             with self._read_budget.reserve(inputs.metric_bytes // 2):

@@ -33,9 +33,11 @@ def cpu_reason(part: PlannedPart) -> str | None:
         return None if encoding.target is _F32 and inputs.corrects else missing
     if encoding.has_feedback and not can_round(encoding.target):
         return f"no error feedback for {encoding.target} on GPUs"
-    if can_encode(encoding.encoded, encoding.search):
+    if can_encode(encoding.encoder_type, encoding.search):
         return None
-    return missing + f" by the search '{encoding.search}'" * (bool(encoding.search) and can_encode(encoding.encoded))
+    return missing + f" by the search '{encoding.search}'" * (
+        bool(encoding.search) and can_encode(encoding.encoder_type)
+    )
 
 
 def conversions_of(part: PlannedPart) -> tuple[Conversion, ...]:
@@ -47,8 +49,8 @@ def conversions_of(part: PlannedPart) -> tuple[Conversion, ...]:
         return ()
     encoding = part.encoding
     source = encoding.source if can_decode(encoding.source) else _F32
-    interleaved = encoding.is_interleaved and encoding.encoder == "ik" and is_changed(encoding.encoded)
-    plain = RowConversion(source, encoding.encoded, part.values, encoding.search, interleaved)
+    interleaved = encoding.is_interleaved and encoding.encoder == "ik" and is_changed(encoding.encoder_type)
+    plain = RowConversion(source, encoding.encoder_type, part.values, encoding.search, interleaved)
     if part.inputs is None or not encoding.has_feedback:
         return (plain,)
     feedback = FeedbackConversion(plain, part.inputs.n, part.inputs.corrects, rounding_of(part.inputs))
@@ -108,7 +110,7 @@ def gpus_for(plan: Plan, backend: str, numbers: Sequence[int] = ()) -> tuple[tup
         cpu_reasons = [cpu_reason(part) for part in tensor.parts]
         if None in cpu_reasons:
             on_gpus += 1
-            interleaved += any(part.encoding.encoded is not tensor.type for part in tensor.parts)
+            interleaved += any(part.encoding.encoder_type is not tensor.type for part in tensor.parts)
         elif reason := max(filter(None, cpu_reasons), default=""):
             reasons[reason] += 1
     summary = ", ".join(f"{text} ({n})" for text, n in reasons.most_common())
