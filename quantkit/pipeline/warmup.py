@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from quantkit.kernels.first_run import Job
-from quantkit.pipeline.encoding import Action
+from quantkit.pipeline.encoding import Action, RowEncoding
 from quantkit.pipeline.row_slices import PlannedTensor
 from quantkit.types import TensorType
 
@@ -21,23 +21,19 @@ def kernel_calls(
 
     elsewhere: names of tensors that GPUs decode and encode, and that are only checked and measured here.
     """
-    parts = [(part, t.name) for t in tensors for part in t.parts]
-    encodings = [part.encoding for part, _ in parts]
-    changed = [(part, name) for part, name in parts if part.encoding.action is Action.ENCODE]
-    on_cpu = [part for part, name in changed if name not in elsewhere]
-    repacked = dict.fromkeys(
-        (e.source, e.source_rows, e.target, e.target_rows) for e in encodings if e.action is Action.REPACK
-    )
-    sources = dict.fromkeys(p.encoding.decoder_type for p in ([part for part, _ in changed] if measure else on_cpu))
-    targets = dict.fromkeys(part.encoding.target for part, _ in changed)
-    encoders = dict.fromkeys(
-        (p.encoding.target, p.encoding.encoder, p.encoding.encoder == "ik" and p.importance is not None) for p in on_cpu
-    )
+    parts = [(part.encoding, part.importance is not None, t.name) for t in tensors for part in t.parts]
+    encodings = [encoding for encoding, _, _ in parts]
+    changed = [encoding for encoding in encodings if encoding.action is Action.ENCODE]
+    on_cpu = [(e, weighted) for e, weighted, name in parts if e.action is Action.ENCODE and name not in elsewhere]
+    repacked = {(e.source, e.target): e for e in encodings if e.action is Action.REPACK}
+    sources = dict.fromkeys(e.decoder_type for e in (changed if measure else [e for e, _ in on_cpu]))
+    targets = dict.fromkeys(encoding.target for encoding in changed)
+    encoders = dict.fromkeys((e.target, e.encoder, e.encoder == "ik" and weighted) for e, weighted in on_cpu)
     checked_types = dict.fromkeys(encoding.target for encoding in encodings if encoding.is_checked)
     return [
         *(partial(_encode, *arguments) for arguments in encoders),
         *(partial(_decode, t) for t in (sources | targets if measure else sources) if t.name != "F32"),
-        *(partial(_repack, *types) for types in repacked),
+        *(partial(_repack, encoding) for encoding in repacked.values()),
         *(partial(_validate, t) for t in checked_types),
         *([_first_nonfinite] if on_cpu else []),
         *([_digest] if changed else []),
@@ -71,16 +67,19 @@ def _decode(t: TensorType) -> None:
     dequantize_rows(t, np.zeros((rows, t.row_bytes(n)), np.uint8), np.zeros((rows, n), np.float32))
 
 
-def _repack(source: TensorType, source_rows: TensorType, target: TensorType, plain: TensorType) -> None:
+def _repack(encoding: RowEncoding) -> None:
     from quantkit.kernels.cpu.interleave import deinterleave_rows, interleave_rows
+
+    source, target = encoding.source, encoding.target
+    plain = encoding.target_rows
 
     def rows(t: TensorType, interleaved: TensorType) -> npt.NDArray[np.uint8]:
         count, n = _shape(interleaved)
         return np.zeros((count, t.row_bytes(n)), np.uint8)
 
-    if source is not source_rows:
+    if source is not encoding.source_rows:
         deinterleave_rows(source, rows(source, source), rows(plain, source), plain)
-    if target is not plain:
+    if encoding.is_interleaved:
         interleave_rows(target, rows(plain, target), rows(target, target))
 
 

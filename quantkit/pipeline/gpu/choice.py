@@ -35,9 +35,9 @@ def cpu_reason(part: PlannedPart) -> str | None:
         return f"no error feedback for {encoding.target} on GPUs"
     if can_encode(encoding.encoder_type, encoding.search):
         return None
-    return missing + f" by the search '{encoding.search}'" * (
-        bool(encoding.search) and can_encode(encoding.encoder_type)
-    )
+    if encoding.search and can_encode(encoding.encoder_type):
+        missing += f" by the search '{encoding.search}'"
+    return missing
 
 
 def conversions_of(part: PlannedPart) -> tuple[Conversion, ...]:
