@@ -111,13 +111,6 @@ QUALITY: dict[str, Quality] = {
 # fmt: on
 
 
-def is_measured(t: TensorType) -> bool:
-    """Return whether a type has figures, i.e. an encoder. Interleaved types are measured by ik_llama.cpp's search."""
-    from quantkit.kernels.formats import has_encoder
-
-    return has_encoder(t)
-
-
 def sample() -> tuple[F32, F32]:
     """Return rows of weights, float32 [64, 2048], and the importance of their columns, float32 [2048].
 

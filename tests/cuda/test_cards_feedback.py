@@ -76,8 +76,9 @@ def pieces() -> Iterator[None]:
     """Jobs of few rows, so that there are several batches of a matrix; figures are sums over pieces."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(jobs_module, "JOB", 16 * N)
+        patch.setattr("quantkit.pipeline.encoding.PIECE", 8 * N)
         patch.setattr(jobs_module, "PIECE", 8 * N)
-        patch.setattr(jobs_module, "TILE", 8)
+        patch.setattr("quantkit.pipeline.encoding.TILE", 8)
         patch.setattr(cards, "FEEDBACK_BATCH", 16 * N)
         yield
 

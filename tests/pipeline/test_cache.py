@@ -66,7 +66,7 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let tensors have many pieces, and jobs several."""
-    monkeypatch.setattr(jobs_module, "PIECE", 4096)
+    monkeypatch.setattr("quantkit.pipeline.encoding.PIECE", 4096)
     monkeypatch.setattr(jobs_module, "JOB", 3 * 4096)
 
 
