@@ -50,11 +50,13 @@ def names_of(constants: Mapping[str, Any], names: Any, kinds: Iterable[str]) -> 
     rows = {
         kind_of(constants, tensor, arch): patterns for arch, row in of_archs.items() for tensor, patterns in row.items()
     }
-    wanted = set(kinds)
-    listed = {kind: rows[kind] for kind in rows if kind in wanted} | dict.fromkeys(sorted(wanted - rows.keys()), ())
+    kind_set = set(kinds)
+    patterns_of = {kind: rows[kind] for kind in rows if kind in kind_set} | dict.fromkeys(
+        sorted(kind_set - rows.keys()), ()
+    )
     return {
         kind: " ".join(dict.fromkeys(p.replace("language_model.", "").replace("{bid}", "*") for p in row))
-        for kind, row in listed.items()
+        for kind, row in patterns_of.items()
     }
 
 

@@ -8,9 +8,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 from quantkit.checkpoint.export import config_values
+from quantkit.checkpoint.key_rows import Copied
 from quantkit.checkpoint.models import llama
 from quantkit.checkpoint.pooling import set_pooling
-from quantkit.checkpoint.row import LAYER, Architecture, Copied, HfClass
+from quantkit.checkpoint.row import LAYER, Architecture, HfClass
 from quantkit.checkpoint.rules import Rename, StackExperts
 
 #: A bias of the router is stored without an ending.
@@ -19,7 +20,6 @@ _ROUTER_BIAS = Rename(r"\.expert_bias$", ".expert_bias.bias")
 _STACK_GATE_FIRST = StackExperts(weights=("gate_proj", "up_proj", "down_proj"))
 _EXPERT_WIDTH = Copied(".expert_feed_forward_length", "moe_intermediate_size")
 
-#: Model class -> how it is converted.
 ARCHITECTURES: dict[str, Architecture] = {
     "ArceeForCausalLM": replace(llama.LLAMA, arch="arcee", keys=(*llama.LLAMA_KEYS, set_pooling)),
     "AfmoeForCausalLM": Architecture(
@@ -40,7 +40,6 @@ ARCHITECTURES: dict[str, Architecture] = {
     ),
 }
 
-#: Model class -> how transformers has it.
 CLASSES: dict[str, HfClass] = {
     "ArceeForCausalLM": HfClass("arcee"),
     "AfmoeForCausalLM": HfClass(

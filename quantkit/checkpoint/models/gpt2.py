@@ -9,10 +9,10 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from quantkit.checkpoint.config import Config, Json
+from quantkit.checkpoint.config import Json
 from quantkit.checkpoint.export.gguf_metadata import ModelMetadata
 from quantkit.checkpoint.expressions import concatenate, take
-from quantkit.checkpoint.keys import Keys
+from quantkit.checkpoint.key_rows import BLOCK_COUNT, FILE_TYPE, Computed, Copied, SetKeys
 from quantkit.checkpoint.row import LAYER, Architecture, HfClass, has_key, prefixed
 from quantkit.checkpoint.rules import Drop, Transform, transpose, transpose_stored
 from quantkit.checkpoint.tensors import Context, InverseContext, Rule, Tensor
@@ -20,16 +20,22 @@ from quantkit.checkpoint.tensors import Context, InverseContext, Rule, Tensor
 GPT2_RULES = (Transform(r"\.(c_attn|c_proj|c_fc)\.weight$", transpose, transpose_stored),)
 
 
-def set_gpt2_base(keys: Keys, config: Config, layers: int, file_type: int) -> None:
-    """Set the keys of GPT-2."""
-    width = config.number("n_embd")
-    keys.u32(".block_count", layers)
-    keys.u32(".context_length", config["n_ctx"])
-    keys.u32(".embedding_length", width)
-    keys.u32(".feed_forward_length", 4 * width)
-    keys.u32(".attention.head_count", config["n_head"])
-    keys.f32(".attention.layer_norm_epsilon", config["layer_norm_epsilon"])
-    keys.u32("general.file_type", file_type)
+def _set_table_length(meta: ModelMetadata, config: Json) -> None:
+    """Set the context, and the length of the position table, which may exceed it."""
+    table = meta.model.tensors.get("position_embd.weight")
+    config["n_ctx"] = meta.get(".context_length")
+    config["n_positions"] = config["n_ctx"] if table is None else table.shape[1]
+
+
+GPT2_BASE: tuple[SetKeys, ...] = (
+    BLOCK_COUNT,
+    Computed(".context_length", lambda config: config["n_ctx"], inverse=_set_table_length),
+    Copied(".embedding_length", "n_embd", required=True),
+    Computed(".feed_forward_length", lambda config: 4 * config.number("n_embd")),
+    Copied(".attention.head_count", "n_head", required=True),
+    Copied(".attention.layer_norm_epsilon", "layer_norm_epsilon", "f32", required=True),
+    FILE_TYPE,
+)
 
 
 @dataclass(frozen=True)
@@ -62,22 +68,15 @@ class JoinQkv(Rule):
         return [replace(tensor, name=f"{match[1]}{letter}_proj{match[2]}", x=x) for letter, x in parts]
 
 
-#: Model class -> how it is converted.
 ARCHITECTURES: dict[str, Architecture] = {
     "GPT2LMHeadModel": Architecture(
         "gpt2",
         stored=(Drop(r"\.attn\.(masked_)?bias$"),),
         rules=GPT2_RULES,
-        base=set_gpt2_base,
+        base=GPT2_BASE,
     ),
     "RuGPT3XLForCausalLM": Architecture("gpt2", rules=(JoinQkv(),)),
 }
-
-
-def set_table_length(meta: ModelMetadata, config: Json) -> None:
-    """Set the length of the position table, which may exceed the context (GPT-2)."""
-    table = meta.model.tensors.get("position_embd.weight")
-    config["n_positions"] = config["n_ctx"] if table is None else table.shape[1]
 
 
 GPT_2_NAMES = "transformer.wte transformer.wpe transformer.ln_f " + " ".join(
@@ -91,25 +90,14 @@ _RUGPT_CLASS = HfClass(
         LAYER,
         "input_layernorm post_attention_layernorm self_attn.qkv_proj self_attn.o_proj mlp.up_proj mlp.down_proj",
     ),
-    keys={
-        ".context_length": "max_position_embeddings",
-        ".block_count": "num_hidden_layers",
-        ".embedding_length": "hidden_size",
-        ".feed_forward_length": "intermediate_size",
-        ".attention.head_count": "num_attention_heads",
-        ".attention.layer_norm_epsilon": "layer_norm_eps",
-    },
     # Only files of this class say that.
     matches=has_key("attention.head_count_kv"),
 )
 
-#: Model class -> how transformers has it.
 CLASSES: dict[str, HfClass] = {
     "GPT2LMHeadModel": HfClass(
         "gpt2",
         GPT_2_NAMES,
-        keys={".context_length": "n_ctx", ".feed_forward_length": ""},
-        config_setters=(set_table_length,),
     ),
     "RuGPT3XLForCausalLM": _RUGPT_CLASS,
 }

@@ -127,7 +127,6 @@ def _added(v: Vocabulary) -> Iterator[tuple[int, str, bool]]:
             yield token.number, token.text, token.special
 
 
-#: Model class -> how it is converted.
 ARCHITECTURES: dict[str, Architecture] = {
     "InternLM3ForCausalLM": Architecture(
         "llama", rules=llama.ROPE_PERMUTED, keys=llama.LLAMA_KEYS, vocab=write_internlm3
@@ -143,7 +142,6 @@ _INTERN_2_CLASS = HfClass(
     defaults={"bias": False},
 )
 
-#: Model class -> how transformers has it.
 CLASSES: dict[str, HfClass] = {
     "InternLM2ForCausalLM": _INTERN_2_CLASS,
 }
