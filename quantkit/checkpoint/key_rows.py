@@ -27,8 +27,8 @@ SetConfig = Callable[[ModelMetadata, Json], None]
 class KeyNames:
     """The names of keys in a class's config.json.
 
-    ``names`` are those of rows and class ("": none), ``defaults`` the values of its configuration class: of several names
-    the first that it knows.
+    ``names`` are those of rows and class ("": none), ``defaults`` the values of its configuration class: of several
+    names the first that it knows.
     """
 
     def __init__(self, names: Mapping[str, str], defaults: Mapping[str, Any]) -> None:

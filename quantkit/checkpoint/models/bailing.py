@@ -39,14 +39,12 @@ from quantkit.checkpoint.keys import Keys
 from quantkit.checkpoint.models import deepseek, kimi, llama
 from quantkit.checkpoint.nextn import NEXTN_IF_ANY, NEXTN_KEY, layers_with_nextn
 from quantkit.checkpoint.row import LAYER, Architecture, HfClass, prefixed
-from quantkit.checkpoint.rules import Drop, Rename, Split, StackExperts, Transform, flatten
+from quantkit.checkpoint.rules import ROUTER_BIAS, Drop, Rename, Split, StackExperts, Transform, flatten
 from quantkit.checkpoint.tensors import Context, InverseContext, Rule, Tensor
 from quantkit.errors import FormatError, TypeNotSupported
 from quantkit.formats.ranges import U8
 from quantkit.formats.safetensors import StoredTensor
 from quantkit.types import TensorType
-
-V3_STORED = (Rename(r"\.expert_bias$", ".expert_bias.bias"),)
 
 
 @dataclass(frozen=True)
@@ -234,14 +232,14 @@ class Centered:
 
 _SARVAM = Architecture(
     "bailingmoe2",
-    stored=(CENTER_ROUTER_BIAS, *V3_STORED),
+    stored=(CENTER_ROUTER_BIAS, ROUTER_BIAS),
     rules=(StackExperts(),),
     keys=(*V2_KEYS, llama.ROPE_WIDTH),
     layers=layers_with_nextn,
 )
 _BAILING_V3 = Architecture(
     "bailingmoe3",
-    stored=V3_STORED,
+    stored=(ROUTER_BIAS,),
     rules=V3_RULES,
     base=kimi.SINGLE_BASE,
     keys=V3_KEYS,
@@ -252,7 +250,7 @@ _BAILING_V3 = Architecture(
 ARCHITECTURES: dict[str, Architecture] = {
     "BailingMoeV2ForCausalLM": Architecture(
         "bailingmoe2",
-        stored=(Rename(r"\.expert_bias$", ".expert_bias.bias"),),
+        stored=(ROUTER_BIAS,),
         rules=(StackExperts(),),
         keys=V2_KEYS,
         layers=layers_with_nextn,
@@ -268,7 +266,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     "BailingMoeV3ForCausalLM": _BAILING_V3,
     "BailingMoeV3VLForConditionalGeneration": replace(
         _BAILING_V3,
-        stored=(Drop(r"^linear_proj"), *V3_STORED),
+        stored=(Drop(r"^linear_proj"), ROUTER_BIAS),
         keys=(*V3_KEYS, set_sections),
     ),
 }

@@ -57,12 +57,10 @@ class SplitLatentHeads(Rule):
         if len(tensor.x.shape) != 3:
             raise context.fail(tensor, f"its shape {list(tensor.x.shape)} is not one of heads")
         joined_name = f"{match[1]}kv_b_proj.weight"
-        parts = context.parts.setdefault((id(self), joined_name), {})
-        parts[match[2]] = tensor
-        if len(parts) < 2:
+        parts = context.gather(self, joined_name, match[2], tensor, 2)
+        if parts is None:
             return ()
         key, value = Transposed(parts["k"].x), parts["v"].x
-        del context.parts[id(self), joined_name]
         if (key.shape[0], key.shape[2]) != (value.shape[0], value.shape[2]):
             raise context.fail(tensor, f"keys are made by {list(key.shape)}, values by {list(value.shape)}")
         by_head = concatenate((key, value), 1)

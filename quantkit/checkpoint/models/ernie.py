@@ -11,7 +11,7 @@ from quantkit.checkpoint.config import Config
 from quantkit.checkpoint.export import config_values
 from quantkit.checkpoint.key_rows import Computed, Copied, SetKeys
 from quantkit.checkpoint.row import Architecture, HfClass
-from quantkit.checkpoint.rules import Drop, Rename, Split, StackExperts
+from quantkit.checkpoint.rules import STACK_GATE_FIRST, Drop, Rename, Split
 from quantkit.checkpoint.vocab.sentencepiece import write_sentencepiece
 from quantkit.checkpoint.vocab.tokenizer import Vocabulary
 
@@ -31,7 +31,6 @@ SPLIT_FUSED = (
 
 #: What predicts more tokens is not converted.
 DROP_MTP = Drop(r"^model\.mtp_(block|emb_norm|hidden_norm|linear_proj)\.\d+")
-EXPERTS = StackExperts(("gate_proj", "up_proj", "down_proj"))
 
 
 def _shared_width(config: Config) -> int | None:
@@ -69,7 +68,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         _ERNIE,
         arch="ernie4_5-moe",
         stored=(DROP_MTP, RENAME_MODEL),
-        rules=(EXPERTS,),
+        rules=(STACK_GATE_FIRST,),
         keys=MOE_KEYS,
     ),
     "PaddleOCRVLForConditionalGeneration": Architecture(

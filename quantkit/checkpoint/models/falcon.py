@@ -211,10 +211,6 @@ def _set_mamba_heads(meta: ModelMetadata, config: Json) -> None:
         "mamba_d_head": meta.number(".ssm.inner_size") // max(1, heads),
         "mamba_rms_norm": meta.has_in_any_layer(".ssm_norm.weight"),
         "mamba_norm_before_gate": False,  # as llama.cpp computes it
-        "mamba_conv_bias": meta.has_in_any_layer(".ssm_conv1d.bias"),
-        "mamba_proj_bias": meta.has_in_any_layer(".ssm_in.bias"),
-        "attention_bias": meta.has_in_any_layer(".attn_q.bias"),
-        "mlp_bias": meta.has_in_any_layer(".ffn_up.bias"),
         "rope_scaling": None,
     }
     config |= {f"{name}_multiplier": 1.0 for name in _MULTIPLIER_NAMES.split()}

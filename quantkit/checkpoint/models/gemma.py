@@ -222,11 +222,10 @@ class StackProjections(Rule):
         match = re.search(self.pattern, tensor.name)
         if match is None:
             return None
-        parts = context.waiting.setdefault((id(self), -1 if match[2] else -2), {})
-        parts[match[3]] = tensor
-        if len(parts) < 3:
+        parts = context.gather(self, match[1], match[3], tensor, 3)
+        if parts is None:
             return ()
-        return (replace(tensor, name=f"model.{match[1]}.weight", x=stack([parts.pop(i).x for i in "012"])),)
+        return (replace(tensor, name=f"model.{match[1]}.weight", x=stack([parts[i].x for i in "012"])),)
 
     def invert(self, tensor: Tensor, context: InverseContext) -> Iterable[Tensor] | None:
         """Return the single projections."""

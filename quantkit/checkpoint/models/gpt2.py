@@ -5,17 +5,11 @@ Facts of llama.cpp b11434, conversion/gpt2.py.
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterable
-from dataclasses import dataclass, replace
-
 from quantkit.checkpoint.config import Json
 from quantkit.checkpoint.export.gguf_metadata import ModelMetadata
-from quantkit.checkpoint.expressions import concatenate, take
 from quantkit.checkpoint.key_rows import BLOCK_COUNT, FILE_TYPE, Computed, Copied, SetKeys
 from quantkit.checkpoint.row import LAYER, Architecture, HfClass, has_key, prefixed
-from quantkit.checkpoint.rules import Drop, Transform, transpose, transpose_stored
-from quantkit.checkpoint.tensors import Context, InverseContext, Rule, Tensor
+from quantkit.checkpoint.rules import Drop, Inverted, Split, Transform, transpose, transpose_stored
 
 GPT2_RULES = (Transform(r"\.(c_attn|c_proj|c_fc)\.weight$", transpose, transpose_stored),)
 
@@ -38,35 +32,17 @@ GPT2_BASE: tuple[SetKeys, ...] = (
 )
 
 
-@dataclass(frozen=True)
-class JoinQkv(Rule):
-    """Concatenate queries, keys and values to one tensor, at the place of the last of them."""
-
-    def __call__(self, tensor: Tensor, context: Context) -> Iterable[Tensor] | None:
-        stem, separator, tail = tensor.name.partition(".self_attn.")
-        part, dot, suffix = tail.partition("_proj.")
-        if not separator or not dot or part not in ("q", "k", "v") or tensor.layer is None:
-            return None
-        pending = context.waiting.setdefault((id(self), tensor.layer * 2 + (suffix == "weight")), {})
-        pending[part] = tensor
-        if len(pending) < 3:
-            return ()
-        parts = [pending.pop(item) for item in "qkv"]
-        if len({part.x.shape[1:] for part in parts}) > 1:
-            raise context.fail(tensor, "queries, keys and values are not of one width")
-        return (replace(tensor, name=f"{stem}.self_attn.qkv_proj.{suffix}", x=concatenate([part.x for part in parts])),)
-
-    def invert(self, tensor: Tensor, context: InverseContext) -> Iterable[Tensor] | None:
-        """Take queries, keys and values apart."""
-        match = re.fullmatch(r"(model\.layers\.\d+\.self_attn\.)qkv_proj(\.\w+)", tensor.name)
-        if match is None:
-            return None
-        n = tensor.x.shape[0] // 3
-        if tensor.x.shape[0] != 3 * n:
-            raise context.fail(tensor, f"{tensor.x.shape[0]} rows are not those of queries, keys and values")
-        parts = ((letter, take(tensor.x, 0, range(i * n, (i + 1) * n))) for i, letter in enumerate("qkv"))
-        return [replace(tensor, name=f"{match[1]}{letter}_proj{match[2]}", x=x) for letter, x in parts]
-
+#: ruGPT-3 XL stores queries, keys and values apart.
+JOIN_QKV = tuple(
+    Inverted(
+        Split(
+            rf"self_attn\.qkv_proj\.{suffix}$",
+            tuple(f"self_attn.{part}_proj.{suffix}" for part in "qkv"),
+            always=True,
+        )
+    )
+    for suffix in ("weight", "bias")
+)
 
 ARCHITECTURES: dict[str, Architecture] = {
     "GPT2LMHeadModel": Architecture(
@@ -75,7 +51,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         rules=GPT2_RULES,
         base=GPT2_BASE,
     ),
-    "RuGPT3XLForCausalLM": Architecture("gpt2", rules=(JoinQkv(),)),
+    "RuGPT3XLForCausalLM": Architecture("gpt2", rules=JOIN_QKV),
 }
 
 

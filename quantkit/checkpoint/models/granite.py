@@ -81,13 +81,9 @@ def reshape_groups(tensor: Tensor, context: Context) -> Expression:
     return Shaped(tensor.x, (n, _inner_size(context.config) // n))
 
 
-def as_column(tensor: Tensor, context: Context) -> Expression:
-    return Shaped(tensor.x, (*tensor.x.shape, 1))
-
-
 MAMBA_RULES = (
     Transform(r"\.mamba\.conv1d\.weight$", squeeze, unsqueeze_channels),
-    Transform(r"\.mamba\.(A_log|D)$", as_column, flatten),
+    Transform(r"\.mamba\.(A_log|D)$", mamba.as_column, flatten),
     Transform(r"\.mamba\.norm\.weight$", reshape_groups, flatten),
     Transform(r"\.A_log$", negative_exp, log_of_negative),
 )
@@ -297,8 +293,6 @@ def set_mamba_config(meta: ModelMetadata, config: Json) -> None:
         "layer_types": ["attention" if item else "mamba" for item in kv_heads],
         "mamba_d_head": inner // max(1, heads),
         "mamba_expand": inner // max(1, meta.number(".embedding_length")),
-        "mamba_conv_bias": meta.has_in_any_layer(".ssm_conv1d.bias"),
-        "mamba_proj_bias": meta.has_in_any_layer(".ssm_in.bias"),
     }
 
 

@@ -50,11 +50,9 @@ class SplitGroupedHeads(Rule):
         if match is None:
             return None
         name = f"model.layers.{match[1]}.attention.wqkv.weight"
-        parts = context.parts.setdefault((id(self), name), {})
-        parts[match[2]] = tensor
-        if len(parts) < 3:
+        parts = context.gather(self, name, match[2], tensor, 3)
+        if parts is None:
             return ()
-        del context.parts[id(self), name]
         heads, keys = context.config.number("num_attention_heads"), context.config.number("num_key_value_heads")
         width, heads_per_key = context.config.number("hidden_size") // max(1, heads), heads // max(1, keys)
         rows = [parts[part].x.shape[0] for part in "qkv"]

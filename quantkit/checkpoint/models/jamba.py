@@ -123,8 +123,6 @@ def _set_periods(meta: ModelMetadata, config: Json) -> None:
     config |= {
         "num_key_value_heads": max(heads),
         "mamba_expand": meta.number(".ssm.inner_size") // max(1, meta.number(".embedding_length")),
-        "mamba_conv_bias": meta.has_in_any_layer(".ssm_conv1d.bias"),
-        "mamba_proj_bias": meta.has_in_any_layer(".ssm_in.bias"),
     }
 
 

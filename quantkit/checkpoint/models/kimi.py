@@ -135,12 +135,10 @@ class MergeResidualScores(Rule):
             return None
         kinds = {"self_attention_res": "*attn_res_score", "mlp_res": "*ffn_res_score"}
         kind = kinds.get(match[1], "output_res_score")
-        number = -1 if tensor.layer is None else 2 * tensor.layer + (match[1] == "mlp_res")
-        parts = context.waiting.setdefault((id(self), number), {})
-        parts[match[2]] = tensor
-        if len(parts) < 2:
+        parts = context.gather(self, tensor.name[: match.end(1)], match[2], tensor, 2)
+        if parts is None:
             return ()
-        norm, proj = parts.pop("norm"), parts.pop("proj")
+        norm, proj = parts["norm"], parts["proj"]
         if size_of(norm.x) != size_of(proj.x):
             raise context.fail(tensor, f"{size_of(proj.x)} values beside a norm of {size_of(norm.x)}")
         layer = tensor.layer if kind.startswith("*") else None

@@ -13,15 +13,12 @@ from quantkit.checkpoint.export.gguf_metadata import ModelMetadata
 from quantkit.checkpoint.key_rows import VOCAB_SIZE, Always, Computed, Copied, SetKeys
 from quantkit.checkpoint.keys import GATING, Keys
 from quantkit.checkpoint.row import LAYER, Architecture, HfClass
-from quantkit.checkpoint.rules import StackExperts
+from quantkit.checkpoint.rules import STACK_GATE_FIRST
 from quantkit.checkpoint.vocab.bpe import write_bpe
 from quantkit.checkpoint.vocab.special import template_file
 from quantkit.checkpoint.vocab.tokenizer import CONTROL, Vocabulary
 from quantkit.errors import FormatError
 from quantkit.formats.gguf.rules import short
-
-#: Of the order in which LlamaModel's children have them.
-_STACK_GATE_FIRST = StackExperts(weights=("gate_proj", "up_proj", "down_proj"))
 
 
 def _heads(config: Config) -> list[int]:
@@ -87,7 +84,7 @@ def write_laguna(v: Vocabulary) -> None:
 
 
 ARCHITECTURES: dict[str, Architecture] = {
-    "LagunaForCausalLM": Architecture("laguna", rules=(_STACK_GATE_FIRST,), keys=KEYS, vocab=write_laguna),
+    "LagunaForCausalLM": Architecture("laguna", rules=(STACK_GATE_FIRST,), keys=KEYS, vocab=write_laguna),
 }
 
 

@@ -15,13 +15,10 @@ from quantkit.checkpoint.key_rows import BASE, VOCAB_SIZE, Always, Changed, Comp
 from quantkit.checkpoint.keys import GATING
 from quantkit.checkpoint.pooling import set_pooling
 from quantkit.checkpoint.row import LAYER, Architecture, HfClass, has_key
-from quantkit.checkpoint.rules import Drop, Rename, StackExperts, Transform, squeeze, unsqueeze_channels
+from quantkit.checkpoint.rules import ROUTER_BIAS, Drop, Rename, StackExperts, Transform, squeeze, unsqueeze_channels
 from quantkit.checkpoint.tensors import Tensor
 from quantkit.errors import FormatError
 from quantkit.formats.safetensors import read_header
-
-#: A bias of the router is stored without an ending.
-_ROUTER_BIAS = Rename(r"\.expert_bias$", ".expert_bias.bias")
 
 #: Of the models that also hear.
 LFM_STORED = (
@@ -127,7 +124,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     "Lfm2MoeForCausalLM": replace(
         _LFM_2,
         arch="lfm2moe",
-        stored=(_ROUTER_BIAS,),
+        stored=(ROUTER_BIAS,),
         rules=(SQUEEZE_CONVOLUTIONS, STACK_EXPERTS),
         keys=MOE_KEYS,
     ),

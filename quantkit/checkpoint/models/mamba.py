@@ -196,8 +196,6 @@ def set_mamba_sizes(meta: ModelMetadata, config: Json) -> None:
     if meta.get(".ssm.group_count") is not None:
         config |= {"num_heads": heads, "head_dim": inner // max(1, heads)}
         config.pop("intermediate_size")
-    config["use_conv_bias"] = meta.has("ssm_conv1d.bias")
-    config["use_bias"] = meta.has("ssm_in.bias")
 
 
 _MAMBA_CLASS = HfClass(

@@ -15,12 +15,10 @@ from quantkit.checkpoint.key_rows import WINDOW, Copied, SetKeys, Several, rotar
 from quantkit.checkpoint.keys import Keys
 from quantkit.checkpoint.nextn import subtract_nextn_layers
 from quantkit.checkpoint.row import LAYER, Architecture, HfClass
-from quantkit.checkpoint.rules import Rename, StackExperts
+from quantkit.checkpoint.rules import STACK_GATE_FIRST, Rename
 from quantkit.checkpoint.tensors import Context, InverseContext, Rule, Tensor
 from quantkit.errors import FormatError, TypeNotSupported
 
-#: Of the order in which LlamaModel's children have them.
-_STACK_GATE_FIRST = StackExperts(weights=("gate_proj", "up_proj", "down_proj"))
 STORED = (Rename(r"(attention_sink(?!.*\.weight$).*)$", r"\1.weight"),)
 #: Layers that predict more tokens: of all releases, whose configurations do not say it.
 _MTP = 3
@@ -100,7 +98,7 @@ KEYS: tuple[SetKeys, ...] = (
 _MIMO_2 = Architecture(
     "mimo2",
     stored=(*STORED, RenameMtpLayers()),
-    rules=(_STACK_GATE_FIRST,),
+    rules=(STACK_GATE_FIRST,),
     keys=KEYS,
     layers=layers_with_mtp,
     inspect_tensors=refuse_sharded,

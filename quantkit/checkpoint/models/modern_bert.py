@@ -78,11 +78,8 @@ ARCHITECTURES: dict[str, Architecture] = {
 
 
 def _set_biases(meta: ModelMetadata, config: Json) -> None:
-    """Set which biases there are, and the pooling of a classifier."""
+    """Set whether the classifier has a bias, and its pooling."""
     config |= {
-        "attention_bias": meta.has_in_any_layer(".attn_qkv.bias"),
-        "mlp_bias": meta.has_in_any_layer(".ffn_up.bias"),
-        "norm_bias": meta.has_in_any_layer("_norm.bias"),
         "classifier_bias": meta.has("cls.bias"),
     }
     if (kind := meta.get(".classifier.pooling_type")) in (1, 2):

@@ -286,9 +286,6 @@ def _set_layer_pattern(meta: ModelMetadata, config: Json) -> None:
         "moe_intermediate_size" if moe else "intermediate_size": max(ffn_widths),
         "mamba_num_heads": heads,
         "mamba_head_dim": meta.number(".ssm.inner_size") // max(1, heads),
-        "use_conv_bias": meta.has_in_any_layer(".ssm_conv1d.bias"),
-        "use_bias": meta.has_in_any_layer(".ssm_in.bias"),
-        "mlp_bias": meta.has_in_any_layer(".ffn_up.bias"),
         "attention_bias": meta.has_in_any_layer(".attn_q.bias"),
         "residual_in_fp32": False,
     }

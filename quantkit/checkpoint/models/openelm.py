@@ -71,11 +71,9 @@ class SplitGateUp(Rule):
         if match is None:
             return None
         name = f"transformer.layers.{match[1]}.ffn.proj_1.weight"
-        parts = context.parts.setdefault((id(self), name), {})
-        parts[match[2]] = tensor
-        if len(parts) < 2:
+        parts = context.gather(self, name, match[2], tensor, 2)
+        if parts is None:
             return ()
-        del context.parts[id(self), name]
         return (replace(tensor, name=name, x=concatenate([parts["gate"].x, parts["up"].x])),)
 
 

@@ -15,8 +15,8 @@ from quantkit.checkpoint.export.gguf_metadata import ModelMetadata
 from quantkit.checkpoint.expressions import Constant
 from quantkit.checkpoint.key_rows import BLOCK_COUNT, FILE_TYPE, Always, Computed, Copied, SetKeys, number_or
 from quantkit.checkpoint.keys import Keys
+from quantkit.checkpoint.models import minimax
 from quantkit.checkpoint.row import Architecture, HfClass
-from quantkit.checkpoint.rules import StackExperts
 from quantkit.checkpoint.tensors import Tensor
 from quantkit.checkpoint.vocab.bpe import write_bpe
 from quantkit.checkpoint.vocab.sentencepiece import phi_tokens, write_pieces
@@ -46,12 +46,6 @@ def long_rope(config: Config) -> Iterable[Tensor]:
     for name, values in _factors(config).items():
         yield Tensor(f"rope_factors_{name}.weight", Constant(values), None, f"rope_factors_{name}.weight")
 
-
-PHI_EXPERTS = StackExperts(
-    weights=("w1", "w2", "w3"),
-    name="model.layers.{layer}.block_sparse_moe.experts.{expert}.{weight}.weight",
-    merged="model.layers.{layer}.block_sparse_moe.experts.{weight}.weight",
-)
 
 PHIMOE_KEYS: tuple[SetKeys, ...] = (
     Copied(".expert_used_count", "num_experts_per_tok num_experts_per_token", required=True),
@@ -141,7 +135,7 @@ PHI2_BASE: tuple[SetKeys, ...] = (
 )
 
 _PHI3 = Architecture("phi3", base=PHI3_BASE, vocab=write_phi, head_keys=(set_rope_attention,), synthetic=long_rope)
-_PHIMOE = replace(_PHI3, arch="phimoe", rules=(PHI_EXPERTS,), keys=PHIMOE_KEYS)
+_PHIMOE = replace(_PHI3, arch="phimoe", rules=(minimax.STACK_EXPERTS,), keys=PHIMOE_KEYS)
 
 ARCHITECTURES: dict[str, Architecture] = {
     "PhiForCausalLM": Architecture("phi2", base=PHI2_BASE),

@@ -101,12 +101,10 @@ class SplitQkvzByHead(Rule):
         if match is None:
             return None
         joined_name = f"{match[1]}in_proj_qkvz.weight"
-        parts = context.parts.setdefault((id(self), joined_name), {})
-        parts[match[2]] = tensor
-        if len(parts) < 2:
+        parts = context.gather(self, joined_name, match[2], tensor, 2)
+        if parts is None:
             return ()
         x = concatenate((parts["qkv"].x, parts["z"].x))
-        del context.parts[id(self), joined_name]
         order, start = [], 0
         widths = head_widths(context.config)
         keys = context.config.number("linear_num_key_heads")

@@ -75,9 +75,8 @@ class ConvertMixing7(Rule):
         if ".attention.x_x" in tensor.name:
             shape = (len(parts), 1, 1, size_of(tensor.x) // len(parts))
             return (replace(tensor, x=Shaped(tensor.x, shape), name_in_file=name),)
-        pending = context.waiting.setdefault((id(self), tensor.layer or 0), {})
-        pending[tensor.name.rpartition("x_")[2]] = tensor
-        return (_fuse_vectors(pending, list(parts), tensor),) if len(pending) == len(parts) else ()
+        vectors = context.gather(self, tensor.layer or 0, tensor.name.rpartition("x_")[2], tensor, len(parts))
+        return () if vectors is None else (_fuse_vectors(vectors, list(parts), tensor),)
 
     def invert(self, tensor: Tensor, context: InverseContext) -> Iterable[Tensor] | None:
         """Split the fused mix vectors, and restore the shapes of single parameters."""
@@ -151,7 +150,7 @@ def _tensor_name(tensor: Tensor, context: Context) -> str:
 
 def _fuse_vectors(vectors: dict[str, Tensor], names: list[str], last: Tensor) -> Tensor:
     """Return single vectors as one tensor [n, 1, 1, width]."""
-    xs = [vectors.pop(name).x for name in names]
+    xs = [vectors[name].x for name in names]
     x = stack([Shaped(item, (1, 1, size_of(item))) for item in xs])
     return replace(last, x=x, name_in_file=f"blk.{last.layer}.time_mix_lerp_fused.weight")
 
@@ -171,10 +170,9 @@ class ConvertMixing6(Rule):
         name = _tensor_name(tensor, context)
         kind = name.partition(".time_mix_")[2]
         if kind.startswith("lerp_") and kind != "lerp_x.weight" and tensor.layer is not None:
-            parts = context.waiting.setdefault((id(self), tensor.layer), {})
-            parts[kind] = tensor
             names = [f"lerp_{item}.weight" for item in MIX_ORDER]
-            return (_fuse_vectors(parts, names, tensor),) if len(parts) == len(names) else ()
+            parts = context.gather(self, tensor.layer, kind, tensor, len(names))
+            return () if parts is None else (_fuse_vectors(parts, names, tensor),)
         return (replace(tensor, x=self._changed(tensor, kind, name, context), name_in_file=name),)
 
     def _changed(self, tensor: Tensor, kind: str, name: str, context: Context) -> Expression:

@@ -33,14 +33,13 @@ class StackHeadNorms(Rule):
         name = tensor.name[: match.end(1)] + ".weight"
         of_keys = match[1].endswith("k_layernorm")
         n = context.config.number("num_key_value_heads" if of_keys else "num_attention_heads")
-        norms_by_head = context.waiting.setdefault((id(self), (tensor.layer or 0) * 2 + of_keys), {})
-        norms_by_head[match[2]] = tensor
-        if len(norms_by_head) < n:
+        norms_by_head = context.gather(self, name, match[2], tensor, n)
+        if norms_by_head is None:
             return ()
         missing = next((i for i in range(n) if str(i) not in norms_by_head), None)
         if missing is not None:
             raise context.fail(tensor, f"there are {n} heads, but the norm of head {missing} is missing")
-        norms = [norms_by_head.pop(str(i)) for i in range(n)]
+        norms = [norms_by_head[str(i)] for i in range(n)]
         if len({norm.x.shape for norm in norms}) > 1:
             raise context.fail(tensor, "the norms of the heads are not of one shape")
         return (replace(tensor, name=name, x=stack([norm.x for norm in norms])),)
