@@ -280,21 +280,6 @@ def _rename_output(config: Config, name: str) -> str:
     return f"{match[1]}{'dense' if is_attention_layer(config, int(match[2])) else 'o_proj'}{match[3]}"
 
 
-_BAILING_V3_CLASS = HfClass(
-    "bailing_hybrid",
-    "model.word_embeddings "
-    + prefixed(
-        f"{LAYER}attention.",
-        "q_proj k_proj v_proj dense q_a_proj q_b_proj kv_a_proj_with_mqa kv_b_proj k_b_proj v_b_proj q_a_layernorm "
-        "kv_a_layernorm q_conv1d k_conv1d v_conv1d o_norm A_log dt_proj b_proj",
-    )
-    + f" {LAYER}self_attn.g_proj {LAYER}mlp.gate.expert_bias {LAYER}final_layernorm",
-    keys={".expert_count": "num_experts", ".expert_gating_func": "score_function"},
-    # All that llama.cpp runs.
-    defaults={"no_kda_lora": True, "gated_attention_proj_granularity_type": "head_wise"},
-    rename_last=_rename_output,
-)
-
 CLASSES: dict[str, HfClass] = {
     "BailingMoeV2ForCausalLM": HfClass(
         "bailing_moe",
@@ -310,5 +295,18 @@ CLASSES: dict[str, HfClass] = {
         f"{LAYER}attention.dense model.word_embeddings",
         defaults={"norm_head": False},
     ),
-    "BailingMoeV3ForCausalLM": _BAILING_V3_CLASS,
+    "BailingMoeV3ForCausalLM": HfClass(
+        "bailing_hybrid",
+        "model.word_embeddings "
+        + prefixed(
+            f"{LAYER}attention.",
+            "q_proj k_proj v_proj dense q_a_proj q_b_proj kv_a_proj_with_mqa kv_b_proj k_b_proj v_b_proj q_a_layernorm "
+            "kv_a_layernorm q_conv1d k_conv1d v_conv1d o_norm A_log dt_proj b_proj",
+        )
+        + f" {LAYER}self_attn.g_proj {LAYER}mlp.gate.expert_bias {LAYER}final_layernorm",
+        keys={".expert_count": "num_experts", ".expert_gating_func": "score_function"},
+        # All that llama.cpp runs.
+        defaults={"no_kda_lora": True, "gated_attention_proj_granularity_type": "head_wise"},
+        rename_last=_rename_output,
+    ),
 }

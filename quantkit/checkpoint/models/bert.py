@@ -369,10 +369,6 @@ def _set_jina_names(meta: ModelMetadata, config: Json) -> None:
     config |= {"position_embedding_type": "alibi", "feed_forward_type": "geglu"}
 
 
-_BERT_CLASS = HfClass(
-    "bert", _BERT_NAMES, config_setters=(set_label_names, refuse_classifier), note=_NO_POOLER_NOTE, matches=is_wordpiece
-)
-
 _ROBERTA_CLASS = HfClass(
     "roberta",
     _BERT_NAMES,
@@ -380,8 +376,6 @@ _ROBERTA_CLASS = HfClass(
     note=_NO_POOLER_NOTE,
     matches=is_byte_level,
 )
-
-_XLM_CLASS = replace(_ROBERTA_CLASS, model_type="xlm-roberta", matches=is_unigram)
 
 _ROBERTA_LABELS_CLASS = replace(
     _ROBERTA_CLASS,
@@ -410,50 +404,6 @@ _DISTIL_CLASS = HfClass(
     matches=is_distil,
 )
 
-_NOMIC_CLASS = HfClass(
-    "nomic_bert",
-    "embeddings.word_embeddings embeddings.token_type_embeddings emb_ln "
-    + prefixed(
-        "encoder.layers.*.",
-        "attn.Wqkv attn.out_proj norm1 norm2 mlp.fc11 mlp.fc12 mlp.fc2 mlp.router.layer mlp.experts.mlp.w1 "
-        "mlp.experts.mlp.w2",
-    ),
-    keys={
-        ".block_count": "n_layer",
-        ".embedding_length": "n_embd",
-        ".feed_forward_length": "n_inner",
-        ".attention.head_count": "n_head",
-        ".rope.freq_base": "rotary_emb_base",
-        ".expert_count": "num_experts",
-        ".attention.layer_norm_epsilon": "layer_norm_epsilon",
-        ".attention.layer_norm_rms_epsilon": "rms_norm_eps",
-        ".moe_every_n_layers": "moe_every_n_layers",
-        ".expert_used_count": "moe_top_k",
-    },
-    config_setters=(set_label_names, _set_nomic_names),
-    synthetic=_make_unused_biases,
-    rename_last=_rename_ungated,
-    archs=("nomic-bert-moe",),
-)
-
-_JINA_CLASS = HfClass(
-    "bert",
-    "embeddings.word_embeddings embeddings.LayerNorm embeddings.token_type_embeddings "
-    + prefixed(
-        "encoder.layer.*.",
-        "attention.self.query attention.self.key attention.self.value attention.output.dense "
-        "attention.output.LayerNorm mlp.gated_layers mlp.wo mlp.layernorm",
-    ),
-    config_setters=(set_label_names, _set_jina_names),
-    note=_NO_POOLER_NOTE,
-)
-
-_NEO_CLASS = HfClass(
-    "neobert",
-    "encoder layer_norm " + prefixed("transformer_encoder.*.", "qkv wo ffn.w12 ffn.w3 attention_norm ffn_norm"),
-    config_setters=(set_label_names,),
-)
-
 CLASSES: dict[str, HfClass] = {
     "DistilBertForSequenceClassification": replace(
         _DISTIL_CLASS,
@@ -462,14 +412,58 @@ CLASSES: dict[str, HfClass] = {
         renames=((r"^(?!(pre_)?classifier)", "distilbert."),),
     ),
     "DistilBertModel": _DISTIL_CLASS,
-    "BertModel": _BERT_CLASS,
+    "BertModel": HfClass(
+        "bert",
+        _BERT_NAMES,
+        config_setters=(set_label_names, refuse_classifier),
+        note=_NO_POOLER_NOTE,
+        matches=is_wordpiece,
+    ),
     "RobertaForSequenceClassification": _ROBERTA_LABELS_CLASS,
     "XLMRobertaForSequenceClassification": replace(
         _ROBERTA_LABELS_CLASS, model_type="xlm-roberta", matches=has_labels(is_unigram)
     ),
-    "XLMRobertaModel": _XLM_CLASS,
+    "XLMRobertaModel": replace(_ROBERTA_CLASS, model_type="xlm-roberta", matches=is_unigram),
     "RobertaModel": _ROBERTA_CLASS,
-    "NomicBertModel": _NOMIC_CLASS,
-    "JinaBertModel": _JINA_CLASS,
-    "NeoBERT": _NEO_CLASS,
+    "NomicBertModel": HfClass(
+        "nomic_bert",
+        "embeddings.word_embeddings embeddings.token_type_embeddings emb_ln "
+        + prefixed(
+            "encoder.layers.*.",
+            "attn.Wqkv attn.out_proj norm1 norm2 mlp.fc11 mlp.fc12 mlp.fc2 mlp.router.layer mlp.experts.mlp.w1 "
+            "mlp.experts.mlp.w2",
+        ),
+        keys={
+            ".block_count": "n_layer",
+            ".embedding_length": "n_embd",
+            ".feed_forward_length": "n_inner",
+            ".attention.head_count": "n_head",
+            ".rope.freq_base": "rotary_emb_base",
+            ".expert_count": "num_experts",
+            ".attention.layer_norm_epsilon": "layer_norm_epsilon",
+            ".attention.layer_norm_rms_epsilon": "rms_norm_eps",
+            ".moe_every_n_layers": "moe_every_n_layers",
+            ".expert_used_count": "moe_top_k",
+        },
+        config_setters=(set_label_names, _set_nomic_names),
+        synthetic=_make_unused_biases,
+        rename_last=_rename_ungated,
+        archs=("nomic-bert-moe",),
+    ),
+    "JinaBertModel": HfClass(
+        "bert",
+        "embeddings.word_embeddings embeddings.LayerNorm embeddings.token_type_embeddings "
+        + prefixed(
+            "encoder.layer.*.",
+            "attention.self.query attention.self.key attention.self.value attention.output.dense "
+            "attention.output.LayerNorm mlp.gated_layers mlp.wo mlp.layernorm",
+        ),
+        config_setters=(set_label_names, _set_jina_names),
+        note=_NO_POOLER_NOTE,
+    ),
+    "NeoBERT": HfClass(
+        "neobert",
+        "encoder layer_norm " + prefixed("transformer_encoder.*.", "qkv wo ffn.w12 ffn.w3 attention_norm ffn_norm"),
+        config_setters=(set_label_names,),
+    ),
 }

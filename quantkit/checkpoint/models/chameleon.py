@@ -72,13 +72,11 @@ def _set_image_tokens(meta: ModelMetadata, config: Json) -> None:
     config["vocabulary_map"] = {text: i for i, text in numbered if text == "<image>" or text.startswith("IMGIMG")}
 
 
-_CHAMELEON_CLASS = HfClass(
-    "chameleon",
-    config_setters=(_set_image_tokens,),
-    note="no file holds what makes tokens of pictures (model.vqmodel): transformers makes one of random numbers; texts "
-    "do not use it. Of the norms of single heads a file has that of the first",
-)
-
 CLASSES: dict[str, HfClass] = {
-    "ChameleonForConditionalGeneration": _CHAMELEON_CLASS,
+    "ChameleonForConditionalGeneration": HfClass(
+        "chameleon",
+        config_setters=(_set_image_tokens,),
+        note="no file holds what makes tokens of pictures (model.vqmodel): transformers makes one of random numbers; "
+        "texts do not use it. Of the norms of single heads a file has that of the first",
+    ),
 }

@@ -54,17 +54,14 @@ ARCHITECTURES: dict[str, Architecture] = {
     "DbrxForCausalLM": Architecture("dbrx", rules=DBRX_RULES, base=DBRX_BASE),
 }
 
-
-_DBRX_CLASS = HfClass(
-    "dbrx",
-    "transformer.wte transformer.norm_f "
-    + prefixed(
-        "transformer.blocks.*.",
-        "norm_attn_norm.norm_1 norm_attn_norm.norm_2 norm_attn_norm.attn.Wqkv norm_attn_norm.attn.out_proj "
-        "ffn.router.layer ffn.experts.mlp.w1 ffn.experts.mlp.v1 ffn.experts.mlp.w2",
-    ),
-)
-
 CLASSES: dict[str, HfClass] = {
-    "DbrxForCausalLM": _DBRX_CLASS,
+    "DbrxForCausalLM": HfClass(
+        "dbrx",
+        "transformer.wte transformer.norm_f "
+        + prefixed(
+            "transformer.blocks.*.",
+            "norm_attn_norm.norm_1 norm_attn_norm.norm_2 norm_attn_norm.attn.Wqkv norm_attn_norm.attn.out_proj "
+            "ffn.router.layer ffn.experts.mlp.w1 ffn.experts.mlp.v1 ffn.experts.mlp.w2",
+        ),
+    ),
 }

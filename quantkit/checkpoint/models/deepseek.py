@@ -292,16 +292,6 @@ def is_softmax_gated(meta: ModelMetadata) -> bool:
     )
 
 
-_OCR_CLASS = HfClass(
-    "deepseek_v2",
-    keys={".expert_count": "n_routed_experts", ".expert_gating_func": ""},
-    defaults={"n_group": 1, "topk_group": 1, "norm_topk_prob": False},
-    text_key="language_config",
-    outer={"model_type": "deepseek_vl_v2"},
-    note="DeepSeek-OCR's own code also has towers that see, which are in no file of a text model: only the text model "
-    "is written",
-)
-
 CLASSES: dict[str, HfClass] = {
     "DeepseekV2ForCausalLM": HfClass(
         "deepseek_v2",
@@ -317,5 +307,13 @@ CLASSES: dict[str, HfClass] = {
         config_setters=(config_values.set_rope_parameters,),
     ),
     "DeepseekForCausalLM": HfClass("deepseek", defaults={"norm_topk_prob": False}),
-    "DeepseekOCRForCausalLM": _OCR_CLASS,
+    "DeepseekOCRForCausalLM": HfClass(
+        "deepseek_v2",
+        keys={".expert_count": "n_routed_experts", ".expert_gating_func": ""},
+        defaults={"n_group": 1, "topk_group": 1, "norm_topk_prob": False},
+        text_key="language_config",
+        outer={"model_type": "deepseek_vl_v2"},
+        note="DeepSeek-OCR's own code also has towers that see, which are in no file of a text model: only the text "
+        "model is written",
+    ),
 }

@@ -210,20 +210,17 @@ ARCHITECTURES: dict[str, Architecture] = {
     ),
 }
 
-
-_DEEPSEEK_4_CLASS = HfClass(
-    "deepseek_v4",
-    kinds={
-        **{kind: name for name, kind in MODEL_NAMES.items()},
-        **{f"*{kind}": f"layers.*.{name}" for name, kind in LAYER_NAMES.items()},
-    },
-    keys={
-        ".expert_count": "n_routed_experts",
-        ".feed_forward_length": "dense_intermediate_size",  # to transformers the other is the width of experts
-    },
-    note="layers that predict more tokens are in no file of this architecture: `quantkit convert` leaves them out",
-)
-
 CLASSES: dict[str, HfClass] = {
-    "DeepseekV4ForCausalLM": _DEEPSEEK_4_CLASS,
+    "DeepseekV4ForCausalLM": HfClass(
+        "deepseek_v4",
+        kinds={
+            **{kind: name for name, kind in MODEL_NAMES.items()},
+            **{f"*{kind}": f"layers.*.{name}" for name, kind in LAYER_NAMES.items()},
+        },
+        keys={
+            ".expert_count": "n_routed_experts",
+            ".feed_forward_length": "dense_intermediate_size",  # to transformers the other is the width of experts
+        },
+        note="layers that predict more tokens are in no file of this architecture: `quantkit convert` leaves them out",
+    ),
 }

@@ -185,16 +185,18 @@ def _set_window_latents(meta: ModelMetadata, config: Json) -> None:
     }
 
 
-_DOTS_3_CLASS = HfClass(
-    "dots3_note",
-    prefixed(f"{LAYER}self_attn.", "k_rope_only_layernorm linear_gate"),
-    keys={".attention.head_count": "", ".rope.freq_base_swa": "swa_rope_theta", ".expert_count": "n_routed_experts"},
-    # Norms already include the factor of the latents.
-    defaults={"apply_mla_qkv_lora_rescale": False, "topk_method": "noaux_tc"},
-    config_setters=(_set_window_latents,),
-)
-
 CLASSES: dict[str, HfClass] = {
     "Dots1ForCausalLM": HfClass("dots1"),
-    "Dots3NoteForCausalLM": _DOTS_3_CLASS,
+    "Dots3NoteForCausalLM": HfClass(
+        "dots3_note",
+        prefixed(f"{LAYER}self_attn.", "k_rope_only_layernorm linear_gate"),
+        keys={
+            ".attention.head_count": "",
+            ".rope.freq_base_swa": "swa_rope_theta",
+            ".expert_count": "n_routed_experts",
+        },
+        # Norms already include the factor of the latents.
+        defaults={"apply_mla_qkv_lora_rescale": False, "topk_method": "noaux_tc"},
+        config_setters=(_set_window_latents,),
+    ),
 }

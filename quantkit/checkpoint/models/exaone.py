@@ -94,8 +94,6 @@ EXAONE_MOE_KEYS: tuple[SetKeys, ...] = (
     Always(".rope.scaling.type", "none", "text"),
 )
 _EXAONE_ROPE = Computed(".rope.dimension_count", lambda config: int(config.rotary_part(1.0) * divided_head_dim(config)))
-_EXAONE = Architecture("exaone", keys=(_EXAONE_ROPE,), synthetic=llama.rope_factors)
-_EXAONE4 = Architecture("exaone4", keys=EXAONE4_KEYS, synthetic=exaone4_rope)
 
 _EXAONE_MOE = Architecture(
     "exaone-moe",
@@ -106,8 +104,8 @@ _EXAONE_MOE = Architecture(
 )
 
 ARCHITECTURES: dict[str, Architecture] = {
-    "ExaoneForCausalLM": _EXAONE,
-    "Exaone4ForCausalLM": _EXAONE4,
+    "ExaoneForCausalLM": Architecture("exaone", keys=(_EXAONE_ROPE,), synthetic=llama.rope_factors),
+    "Exaone4ForCausalLM": Architecture("exaone4", keys=EXAONE4_KEYS, synthetic=exaone4_rope),
     "ExaoneMoEForCausalLM": _EXAONE_MOE,
     "ExaoneMoeForCausalLM": _EXAONE_MOE,
     "Exaone4_5_ForConditionalGeneration": Architecture(

@@ -220,12 +220,6 @@ def _set_mamba_heads(meta: ModelMetadata, config: Json) -> None:
 MIXER_NAMES = prefixed(f"{LAYER}mamba.", "in_proj conv1d dt_proj A_log D norm out_proj x_proj")
 FEED_FORWARD_NAMES = "model.final_layernorm " + prefixed(f"{LAYER}feed_forward.", "gate_proj up_proj down_proj router")
 
-_FALCON_H1_CLASS = HfClass(
-    "falcon_h1",
-    f"{FEED_FORWARD_NAMES} {MIXER_NAMES} {LAYER}pre_ff_layernorm.weight",
-    config_setters=(_set_mamba_heads,),
-)
-
 CLASSES: dict[str, HfClass] = {
     # Of those that have norms of their own for attention and feed forward.
     "FalconForCausalLM": HfClass(
@@ -242,5 +236,9 @@ CLASSES: dict[str, HfClass] = {
         },
         config_setters=(refuse_single_norm,),
     ),
-    "FalconH1ForCausalLM": _FALCON_H1_CLASS,
+    "FalconH1ForCausalLM": HfClass(
+        "falcon_h1",
+        f"{FEED_FORWARD_NAMES} {MIXER_NAMES} {LAYER}pre_ff_layernorm.weight",
+        config_setters=(_set_mamba_heads,),
+    ),
 }

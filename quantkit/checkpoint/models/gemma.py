@@ -359,7 +359,7 @@ def write_gemma3n(v: Vocabulary) -> None:
 
 
 _GEMMA = Architecture("gemma", stored=(DROP_HEAD,), rules=(NORM_PLUS_ONE,), base=GEMMA_BASE, vocab=write_gemma1)
-_GEMMA2 = replace(_GEMMA, arch="gemma2", keys=GEMMA2_KEYS, vocab=write_gemma)
+
 _GEMMA3 = Architecture("gemma3", rules=(DROP_UNKNOWN_TOKENS, NORM_PLUS_ONE), keys=GEMMA3_KEYS, vocab=write_gemma)
 
 _GEMMA4 = Architecture(
@@ -383,7 +383,7 @@ _GEMMA_3N = Architecture(
 
 ARCHITECTURES: dict[str, Architecture] = {
     "GemmaForCausalLM": _GEMMA,
-    "Gemma2ForCausalLM": _GEMMA2,
+    "Gemma2ForCausalLM": replace(_GEMMA, arch="gemma2", keys=GEMMA2_KEYS, vocab=write_gemma),
     "Gemma3ForCausalLM": _GEMMA3,
     "Gemma3ForConditionalGeneration": _GEMMA3,
     "Gemma4ForCausalLM": _GEMMA4,

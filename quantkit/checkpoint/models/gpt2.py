@@ -59,21 +59,19 @@ GPT_2_NAMES = "transformer.wte transformer.wpe transformer.ln_f " + " ".join(
     f"transformer.h.*.{name}" for name in ("ln_1", "ln_2", "attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj")
 )
 
-_RUGPT_CLASS = HfClass(
-    "rugpt3xl",
-    "model.embed_tokens model.embed_positions model.norm "
-    + prefixed(
-        LAYER,
-        "input_layernorm post_attention_layernorm self_attn.qkv_proj self_attn.o_proj mlp.up_proj mlp.down_proj",
-    ),
-    # Only files of this class say that.
-    matches=has_key("attention.head_count_kv"),
-)
-
 CLASSES: dict[str, HfClass] = {
     "GPT2LMHeadModel": HfClass(
         "gpt2",
         GPT_2_NAMES,
     ),
-    "RuGPT3XLForCausalLM": _RUGPT_CLASS,
+    "RuGPT3XLForCausalLM": HfClass(
+        "rugpt3xl",
+        "model.embed_tokens model.embed_positions model.norm "
+        + prefixed(
+            LAYER,
+            "input_layernorm post_attention_layernorm self_attn.qkv_proj self_attn.o_proj mlp.up_proj mlp.down_proj",
+        ),
+        # Only files of this class say that.
+        matches=has_key("attention.head_count_kv"),
+    ),
 }

@@ -87,33 +87,29 @@ ARCHITECTURES: dict[str, Architecture] = {
 
 _GROK_1_LAYER = "transformer.decoder_layer.*."
 
-_GROK_2_CLASS = HfClass(
-    "git",
-    prefixed(LAYER, "pre_attn_norm post_attn_norm pre_moe_norm post_moe_norm block_sparse_moe.gate")
-    + prefixed(f" {_GROK_1_LAYER}moe.", "linear linear_1 linear_v"),
-    keys={".attention.layer_norm_epsilon": "layer_norm_eps"},
-    renames=tuple(
-        (
-            rf"^transformer\.decoder_layer\.(\d+)\.moe\.(\d+)\.{old}\.",
-            rf"model.layers.\1.block_sparse_moe.experts.\2.{new}.",
-        )
-        for old, new in (("linear", "w1"), ("linear_1", "w2"), ("linear_v", "w3"))
-    ),
-    matches=has_key("expert_feed_forward_length"),
-)
-
-_GROK_1_CLASS = HfClass(
-    "grok-1",
-    "transformer.in_out_embed transformer.rms_norm "
-    + prefixed(
-        _GROK_1_LAYER,
-        "rms_norm rms_norm_1 rms_norm_2 rms_norm_3 router multi_head_attention.query multi_head_attention.key "
-        "multi_head_attention.value multi_head_attention.linear moe.linear moe.linear_1 moe.linear_v",
-    ),
-    keys={".attn_logit_softcapping": "max_attn_value"},
-)
-
 CLASSES: dict[str, HfClass] = {
-    "Grok1ForCausalLM": _GROK_2_CLASS,
-    "GrokForCausalLM": _GROK_1_CLASS,
+    "Grok1ForCausalLM": HfClass(
+        "git",
+        prefixed(LAYER, "pre_attn_norm post_attn_norm pre_moe_norm post_moe_norm block_sparse_moe.gate")
+        + prefixed(f" {_GROK_1_LAYER}moe.", "linear linear_1 linear_v"),
+        keys={".attention.layer_norm_epsilon": "layer_norm_eps"},
+        renames=tuple(
+            (
+                rf"^transformer\.decoder_layer\.(\d+)\.moe\.(\d+)\.{old}\.",
+                rf"model.layers.\1.block_sparse_moe.experts.\2.{new}.",
+            )
+            for old, new in (("linear", "w1"), ("linear_1", "w2"), ("linear_v", "w3"))
+        ),
+        matches=has_key("expert_feed_forward_length"),
+    ),
+    "GrokForCausalLM": HfClass(
+        "grok-1",
+        "transformer.in_out_embed transformer.rms_norm "
+        + prefixed(
+            _GROK_1_LAYER,
+            "rms_norm rms_norm_1 rms_norm_2 rms_norm_3 router multi_head_attention.query multi_head_attention.key "
+            "multi_head_attention.value multi_head_attention.linear moe.linear moe.linear_1 moe.linear_v",
+        ),
+        keys={".attn_logit_softcapping": "max_attn_value"},
+    ),
 }

@@ -334,25 +334,6 @@ def _set_xdrope(meta: ModelMetadata, config: Json) -> None:
         }
 
 
-_HY_V4_CLASS = HfClass(
-    "hy_v4",
-    prefixed(LAYER, "self_attn.learnable_sink_param self_attn.linear_gate"),
-    keys={".expert_count": "n_routed_experts"},
-    defaults={"n_group": 1, "topk_group": 1, "norm_topk_prob": False},
-    config_setters=(
-        _set_hyper_connections,
-        config_values.set_rope_parameters,
-    ),
-    fused=True,
-)
-
-_HUNYUAN_CLASS = HfClass(
-    "hunyuan_vl",
-    prefixed(LAYER, "self_attn.query_layernorm self_attn.key_layernorm"),
-    defaults={"pad_token_id": -1},
-    config_setters=(_set_xdrope,),
-)
-
 CLASSES: dict[str, HfClass] = {
     "HunYuanMoEV1ForCausalLM": HfClass(
         "hunyuan_v1_moe",
@@ -372,6 +353,21 @@ CLASSES: dict[str, HfClass] = {
             config_values.set_rope_parameters,
         ),
     ),
-    "HYV4ForCausalLM": _HY_V4_CLASS,
-    "HunYuanVLForConditionalGeneration": _HUNYUAN_CLASS,
+    "HYV4ForCausalLM": HfClass(
+        "hy_v4",
+        prefixed(LAYER, "self_attn.learnable_sink_param self_attn.linear_gate"),
+        keys={".expert_count": "n_routed_experts"},
+        defaults={"n_group": 1, "topk_group": 1, "norm_topk_prob": False},
+        config_setters=(
+            _set_hyper_connections,
+            config_values.set_rope_parameters,
+        ),
+        fused=True,
+    ),
+    "HunYuanVLForConditionalGeneration": HfClass(
+        "hunyuan_vl",
+        prefixed(LAYER, "self_attn.query_layernorm self_attn.key_layernorm"),
+        defaults={"pad_token_id": -1},
+        config_setters=(_set_xdrope,),
+    ),
 }

@@ -132,14 +132,12 @@ ARCHITECTURES: dict[str, Architecture] = {
     "InternLM2ForCausalLM": Architecture("internlm2", rules=(SplitGroupedHeads(),), vocab=write_internlm2),
 }
 
-_INTERN_2_CLASS = HfClass(
-    "internlm2",
-    "model.tok_embeddings output "
-    + prefixed(LAYER, "attention_norm ffn_norm attention.wo feed_forward.w1 feed_forward.w2 feed_forward.w3"),
-    kinds={f"*attn_{letter}": f"blk.*.attn_{letter}" for letter in "qkv"},
-    defaults={"bias": False},
-)
-
 CLASSES: dict[str, HfClass] = {
-    "InternLM2ForCausalLM": _INTERN_2_CLASS,
+    "InternLM2ForCausalLM": HfClass(
+        "internlm2",
+        "model.tok_embeddings output "
+        + prefixed(LAYER, "attention_norm ffn_norm attention.wo feed_forward.w1 feed_forward.w2 feed_forward.w3"),
+        kinds={f"*attn_{letter}": f"blk.*.attn_{letter}" for letter in "qkv"},
+        defaults={"bias": False},
+    ),
 }

@@ -115,22 +115,20 @@ def _make_alibi_slopes(meta: ModelMetadata) -> Iterable[Tensor]:
     yield Tensor("transformer.relative_pe.slopes", Constant(tuple(slopes)), None)
 
 
-_JAIS_CLASS = HfClass(
-    "jais",
-    "transformer.wte transformer.ln_f "
-    + prefixed(_LAYER, "ln_1 ln_2 attn.c_attn attn.c_proj mlp.c_fc mlp.c_fc2 mlp.c_proj"),
-    # Scales are part of the weights; the others are constants of llama.cpp.
-    defaults={
-        "activation_function": "swiglu",
-        "position_embedding_type": "alibi",
-        **dict.fromkeys(("embeddings_scale", "width_scale", "mup_embeddings_scale"), 1.0),
-        **dict.fromkeys(("mup_output_alpha", "mup_width_scale"), 1.0),
-        **dict.fromkeys(("scale_qk_dot_by_d", "mup_scale_qk_dot_by_d"), True),
-    },
-    synthetic=_make_alibi_slopes,
-)
-
 CLASSES: dict[str, HfClass] = {
     "Jais2ForCausalLM": HfClass("jais2", config_setters=(config_values.set_rope_parameters,)),
-    "JAISLMHeadModel": _JAIS_CLASS,
+    "JAISLMHeadModel": HfClass(
+        "jais",
+        "transformer.wte transformer.ln_f "
+        + prefixed(_LAYER, "ln_1 ln_2 attn.c_attn attn.c_proj mlp.c_fc mlp.c_fc2 mlp.c_proj"),
+        # Scales are part of the weights; the others are constants of llama.cpp.
+        defaults={
+            "activation_function": "swiglu",
+            "position_embedding_type": "alibi",
+            **dict.fromkeys(("embeddings_scale", "width_scale", "mup_embeddings_scale"), 1.0),
+            **dict.fromkeys(("mup_output_alpha", "mup_width_scale"), 1.0),
+            **dict.fromkeys(("scale_qk_dot_by_d", "mup_scale_qk_dot_by_d"), True),
+        },
+        synthetic=_make_alibi_slopes,
+    ),
 }

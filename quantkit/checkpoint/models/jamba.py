@@ -126,14 +126,12 @@ def _set_periods(meta: ModelMetadata, config: Json) -> None:
     }
 
 
-_JAMBA_CLASS = HfClass(
-    "jamba",
-    f"{falcon.FEED_FORWARD_NAMES} {falcon.MIXER_NAMES} "
-    + prefixed(LAYER, "pre_ff_layernorm mamba.dt_layernorm mamba.b_layernorm mamba.c_layernorm"),
-    defaults={"sliding_window": None, "use_mamba_kernels": False},
-    config_setters=(_set_periods,),
-)
-
 CLASSES: dict[str, HfClass] = {
-    "JambaForCausalLM": _JAMBA_CLASS,
+    "JambaForCausalLM": HfClass(
+        "jamba",
+        f"{falcon.FEED_FORWARD_NAMES} {falcon.MIXER_NAMES} "
+        + prefixed(LAYER, "pre_ff_layernorm mamba.dt_layernorm mamba.b_layernorm mamba.c_layernorm"),
+        defaults={"sliding_window": None, "use_mamba_kernels": False},
+        config_setters=(_set_periods,),
+    ),
 }

@@ -275,27 +275,25 @@ _KIMI_LINEAR_CLASS = HfClass(
     defaults={"moe_renormalize": True, "mla_use_nope": True, "moe_layer_freq": 1},
 )
 
-_KIMI_K3_CLASS = replace(
-    _KIMI_LINEAR_CLASS,
-    names=_MOE_NAMES
-    + prefixed(
-        f" {LAYER}",
-        "self_attn.g_proj block_sparse_moe.routed_expert_down_proj block_sparse_moe.routed_expert_up_proj",
-    ),
-    kinds={
-        "*ssm_g": f"{LAYER}self_attn.g_proj",
-        "*attn_res_score": f"{LAYER}self_attention_res_proj",
-        "*ffn_res_score": f"{LAYER}mlp_res_proj",
-        "output_res_score": "model.output_attn_res_proj",
-    },
-    defaults={"mla_use_nope": True, "hidden_act": "situ", "moe_layer_freq": 1},
-    config_setters=(_set_delta_attention,),
-    renames=((r"^", "language_model."),),
-    text_key="text_config",
-    outer={"model_type": "kimi_k3"},
-)
-
 CLASSES: dict[str, HfClass] = {
     "KimiLinearForCausalLM": _KIMI_LINEAR_CLASS,
-    "KimiK3ForConditionalGeneration": _KIMI_K3_CLASS,
+    "KimiK3ForConditionalGeneration": replace(
+        _KIMI_LINEAR_CLASS,
+        names=_MOE_NAMES
+        + prefixed(
+            f" {LAYER}",
+            "self_attn.g_proj block_sparse_moe.routed_expert_down_proj block_sparse_moe.routed_expert_up_proj",
+        ),
+        kinds={
+            "*ssm_g": f"{LAYER}self_attn.g_proj",
+            "*attn_res_score": f"{LAYER}self_attention_res_proj",
+            "*ffn_res_score": f"{LAYER}mlp_res_proj",
+            "output_res_score": "model.output_attn_res_proj",
+        },
+        defaults={"mla_use_nope": True, "hidden_act": "situ", "moe_layer_freq": 1},
+        config_setters=(_set_delta_attention,),
+        renames=((r"^", "language_model."),),
+        text_key="text_config",
+        outer={"model_type": "kimi_k3"},
+    ),
 }

@@ -120,12 +120,11 @@ def write_minimax_m1(v: Vocabulary) -> None:
         v.keys.text("tokenizer.chat_template", template_file(v.folder))
 
 
-_MINIMAX_M2 = Architecture("minimax-m2", rules=(STACK_EXPERTS,), keys=M2_KEYS)
 _MINIMAX_M3 = Architecture("minimax-m3", rules=M3_RULES, keys=M3_KEYS)
 _MINIMAX_M1 = Architecture("minimax-01", rules=M1_RULES, keys=M1_KEYS, vocab=write_minimax_m1)
 
 ARCHITECTURES: dict[str, Architecture] = {
-    "MiniMaxM2ForCausalLM": _MINIMAX_M2,
+    "MiniMaxM2ForCausalLM": Architecture("minimax-m2", rules=(STACK_EXPERTS,), keys=M2_KEYS),
     "MiniMaxM3SparseForCausalLM": _MINIMAX_M3,
     "MiniMaxM3SparseForConditionalGeneration": _MINIMAX_M3,
     "MiniMaxM1ForCausalLM": _MINIMAX_M1,
@@ -176,18 +175,6 @@ _MINIMAX_M3_CLASS = HfClass(
     config_setters=(_set_shared_width,),
 )
 
-_MINIMAX_M1_CLASS = HfClass(
-    "minimax_m1",
-    prefixed(
-        LAYER,
-        "block_sparse_moe.gate block_sparse_moe.experts.w1 block_sparse_moe.experts.w2 block_sparse_moe.experts.w3 "
-        "self_attn.norm self_attn.qkv_proj self_attn.out_proj self_attn.output_gate",
-    ),
-    defaults={"postnorm": True},  # as llama.cpp computes it
-    config_setters=(_set_lightning_layers,),
-    rename_last=_rename_full_output,
-)
-
 CLASSES: dict[str, HfClass] = {
     "MiniMaxM2ForCausalLM": HfClass(
         "minimax_m2",
@@ -206,5 +193,15 @@ CLASSES: dict[str, HfClass] = {
         outer={"model_type": "minimax_m3_vl"},
     ),
     "MiniMaxM3SparseForCausalLM": _MINIMAX_M3_CLASS,
-    "MiniMaxM1ForCausalLM": _MINIMAX_M1_CLASS,
+    "MiniMaxM1ForCausalLM": HfClass(
+        "minimax_m1",
+        prefixed(
+            LAYER,
+            "block_sparse_moe.gate block_sparse_moe.experts.w1 block_sparse_moe.experts.w2 block_sparse_moe.experts.w3 "
+            "self_attn.norm self_attn.qkv_proj self_attn.out_proj self_attn.output_gate",
+        ),
+        defaults={"postnorm": True},  # as llama.cpp computes it
+        config_setters=(_set_lightning_layers,),
+        rename_last=_rename_full_output,
+    ),
 }

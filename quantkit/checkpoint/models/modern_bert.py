@@ -100,17 +100,6 @@ _MODERN_CLASS = HfClass(
     config_setters=(bert.set_label_names, _set_biases),
 )
 
-_EURO_CLASS = HfClass(
-    "eurobert",
-    "embed_tokens norm "
-    + prefixed(
-        "layers.*.",
-        "self_attn.q_proj self_attn.k_proj self_attn.v_proj self_attn.o_proj mlp.gate_proj mlp.up_proj mlp.down_proj "
-        "input_layernorm post_attention_layernorm",
-    ),
-    config_setters=(config_values.set_rope_parameters,),
-)
-
 CLASSES: dict[str, HfClass] = {
     "ModernBertForSequenceClassification": replace(
         _MODERN_CLASS,
@@ -118,5 +107,14 @@ CLASSES: dict[str, HfClass] = {
         renames=((r"^(?!classifier|head)", "model."),),
     ),
     "ModernBertModel": _MODERN_CLASS,
-    "EuroBertModel": _EURO_CLASS,
+    "EuroBertModel": HfClass(
+        "eurobert",
+        "embed_tokens norm "
+        + prefixed(
+            "layers.*.",
+            "self_attn.q_proj self_attn.k_proj self_attn.v_proj self_attn.o_proj mlp.gate_proj mlp.up_proj "
+            "mlp.down_proj input_layernorm post_attention_layernorm",
+        ),
+        config_setters=(config_values.set_rope_parameters,),
+    ),
 }

@@ -89,22 +89,20 @@ def _set_query_scale(meta: ModelMetadata, config: Json) -> None:
     config["qk_scale_factor"] = factors["q"].pop()
 
 
-_MUSE_CLASS = HfClass(
-    "muse_glimmer_text",
-    prefixed(
-        LAYER, "self_attn.gate_proj post_attention_layernorm pre_feedforward_layernorm post_feedforward_layernorm"
-    ),
-    config_setters=(
-        _set_query_scale,
-        config_values.AddTower(
-            {"num_hidden_layers": 1, "num_attention_heads": 2, "pos_emb_height": 4, "pos_emb_width": 4}
-        ),
-    ),
-    renames=((r"^model\.", "model.language_model."),),
-    text_key="text_config",
-    outer={"model_type": "muse_glimmer"},
-)
-
 CLASSES: dict[str, HfClass] = {
-    "MuseGlimmerForConditionalGeneration": _MUSE_CLASS,
+    "MuseGlimmerForConditionalGeneration": HfClass(
+        "muse_glimmer_text",
+        prefixed(
+            LAYER, "self_attn.gate_proj post_attention_layernorm pre_feedforward_layernorm post_feedforward_layernorm"
+        ),
+        config_setters=(
+            _set_query_scale,
+            config_values.AddTower(
+                {"num_hidden_layers": 1, "num_attention_heads": 2, "pos_emb_height": 4, "pos_emb_width": 4}
+            ),
+        ),
+        renames=((r"^model\.", "model.language_model."),),
+        text_key="text_config",
+        outer={"model_type": "muse_glimmer"},
+    ),
 }

@@ -338,22 +338,20 @@ _NEMOTRON_H_CLASS = HfClass(
     archs=("nemotron_h_moe",),
 )
 
-_PUZZLE_CLASS = replace(
-    _NEMOTRON_H_CLASS,
-    model_type="nemotron_h_puzzle",
-    keys={
-        **_NEMOTRON_H_CLASS.keys,
-        **dict.fromkeys((".expert_used_count", ".expert_feed_forward_length"), ""),
-        ".attention.layer_norm_rms_epsilon": "rms_norm_eps",
-    },
-    defaults={"hidden_act": None},
-    config_setters=(_set_block_configs,),
-    note="layers that predict more tokens are in no file of this class: `quantkit convert` leaves them out",
-    matches=lambda meta: isinstance(meta.get(".expert_used_count"), list),
-)
-
 CLASSES: dict[str, HfClass] = {
     "NemotronForCausalLM": HfClass("nemotron"),
-    "NemotronHPuzzleForCausalLM": _PUZZLE_CLASS,
+    "NemotronHPuzzleForCausalLM": replace(
+        _NEMOTRON_H_CLASS,
+        model_type="nemotron_h_puzzle",
+        keys={
+            **_NEMOTRON_H_CLASS.keys,
+            **dict.fromkeys((".expert_used_count", ".expert_feed_forward_length"), ""),
+            ".attention.layer_norm_rms_epsilon": "rms_norm_eps",
+        },
+        defaults={"hidden_act": None},
+        config_setters=(_set_block_configs,),
+        note="layers that predict more tokens are in no file of this class: `quantkit convert` leaves them out",
+        matches=lambda meta: isinstance(meta.get(".expert_used_count"), list),
+    ),
     "NemotronHForCausalLM": _NEMOTRON_H_CLASS,
 }

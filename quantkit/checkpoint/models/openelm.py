@@ -133,16 +133,14 @@ def _set_layer_multipliers(meta: ModelMetadata, config: Json) -> None:
     }
 
 
-_ELM_CLASS = HfClass(
-    "openelm",
-    "transformer.token_embeddings transformer.norm "
-    + prefixed("transformer.layers.*.", "attn_norm ffn_norm attn.q_norm attn.k_norm attn.qkv_proj attn.out_proj")
-    + " transformer.layers.*.ffn.proj_2",
-    kinds={f"*ffn_{kind}": f"blk.*.ffn_{kind}" for kind in ("gate", "up")},
-    defaults={"activation_fn_name": "swish", "ffn_with_glu": True, "normalization_layer_name": "rms_norm"},
-    config_setters=(_set_layer_multipliers,),
-)
-
 CLASSES: dict[str, HfClass] = {
-    "OpenELMForCausalLM": _ELM_CLASS,
+    "OpenELMForCausalLM": HfClass(
+        "openelm",
+        "transformer.token_embeddings transformer.norm "
+        + prefixed("transformer.layers.*.", "attn_norm ffn_norm attn.q_norm attn.k_norm attn.qkv_proj attn.out_proj")
+        + " transformer.layers.*.ffn.proj_2",
+        kinds={f"*ffn_{kind}": f"blk.*.ffn_{kind}" for kind in ("gate", "up")},
+        defaults={"activation_fn_name": "swish", "ffn_with_glu": True, "normalization_layer_name": "rms_norm"},
+        config_setters=(_set_layer_multipliers,),
+    ),
 }

@@ -296,40 +296,34 @@ def _set_rope_scaling_names(meta: ModelMetadata, config: Json) -> None:
     config["initial_context_length"] = rope.get("original_max_position_embeddings", meta.number(".context_length"))
 
 
-_PLAMO_CLASS = HfClass(
-    "plamo",
-    prefixed(
-        _LAYER,
-        "norm self_attn.q_proj self_attn.k_proj self_attn.v_proj self_attn.o_proj mlp.gate_proj mlp.up_proj "
-        "mlp.down_proj",
-    ),
-    defaults={"n_shared_head": 8},
-)
-
-_PLAMO_2_CLASS = HfClass(
-    "plamo2",
-    prefixed(
-        _LAYER,
-        "pre_mixer_norm pre_mlp_norm post_mixer_norm.weight post_mlp_norm.weight mlp.gate_up_proj mlp.down_proj "
-        "mixer.in_proj mixer.conv1d mixer.bcdt_proj mixer.dt_proj mixer.dt_norm.weight mixer.A_log mixer.D "
-        "mixer.B_norm.weight mixer.C_norm.weight mixer.out_proj mixer.qkv_proj mixer.o_proj mixer.q mixer.k",
-    ),
-    config_setters=(_set_mamba_step,),
-)
-
-_PLAMO_3_CLASS = HfClass(
-    "plamo3",
-    prefixed(
-        _LAYER,
-        "pre_mixer_norm pre_mlp_norm post_mixer_norm.weight post_mlp_norm.weight mlp.gate_up_proj mlp.down_proj "
-        "mixer.qkv_proj mixer.o_proj mixer.q_norm mixer.k_norm",
-    ),
-    keys={".rope.freq_base_swa": "rope_local_theta"},
-    config_setters=(_set_rope_scaling_names,),
-)
-
 CLASSES: dict[str, HfClass] = {
-    "PlamoForCausalLM": _PLAMO_CLASS,
-    "Plamo2ForCausalLM": _PLAMO_2_CLASS,
-    "Plamo3ForCausalLM": _PLAMO_3_CLASS,
+    "PlamoForCausalLM": HfClass(
+        "plamo",
+        prefixed(
+            _LAYER,
+            "norm self_attn.q_proj self_attn.k_proj self_attn.v_proj self_attn.o_proj mlp.gate_proj mlp.up_proj "
+            "mlp.down_proj",
+        ),
+        defaults={"n_shared_head": 8},
+    ),
+    "Plamo2ForCausalLM": HfClass(
+        "plamo2",
+        prefixed(
+            _LAYER,
+            "pre_mixer_norm pre_mlp_norm post_mixer_norm.weight post_mlp_norm.weight mlp.gate_up_proj mlp.down_proj "
+            "mixer.in_proj mixer.conv1d mixer.bcdt_proj mixer.dt_proj mixer.dt_norm.weight mixer.A_log mixer.D "
+            "mixer.B_norm.weight mixer.C_norm.weight mixer.out_proj mixer.qkv_proj mixer.o_proj mixer.q mixer.k",
+        ),
+        config_setters=(_set_mamba_step,),
+    ),
+    "Plamo3ForCausalLM": HfClass(
+        "plamo3",
+        prefixed(
+            _LAYER,
+            "pre_mixer_norm pre_mlp_norm post_mixer_norm.weight post_mlp_norm.weight mlp.gate_up_proj mlp.down_proj "
+            "mixer.qkv_proj mixer.o_proj mixer.q_norm mixer.k_norm",
+        ),
+        keys={".rope.freq_base_swa": "rope_local_theta"},
+        config_setters=(_set_rope_scaling_names,),
+    ),
 }

@@ -85,9 +85,7 @@ def write_qwen(v: Vocabulary) -> None:
 
 _QWEN2 = Architecture("qwen2", keys=(set_pooling,), vocab=write_sentencepiece_or_bpe)
 _QWEN3 = Architecture("qwen3", keys=(set_pooling,), vocab=write_sentencepiece_or_bpe)
-_QWEN3_MOE = Architecture("qwen3moe", rules=STACK_EXPERTS, keys=EXPERT_WIDTHS)
-_QWEN3_VL = Architecture("qwen3vl", stored=UNWRAP_TEXT, keys=(set_pooling, DEEPSTACK), vocab=write_sentencepiece_or_bpe)
-_QWEN3_VL_MOE = Architecture("qwen3vlmoe", stored=UNWRAP_TEXT, rules=VL_EXPERTS, keys=(*EXPERT_WIDTHS, DEEPSTACK))
+
 _QWEN2_VL = Architecture("qwen2vl", stored=UNWRAP_TEXT, vocab=write_sentencepiece_or_bpe)
 
 ARCHITECTURES: dict[str, Architecture] = {
@@ -101,9 +99,13 @@ ARCHITECTURES: dict[str, Architecture] = {
     "StepVLForConditionalGeneration": _QWEN3,
     "Qwen3Model": replace(_QWEN3, rules=llama.BARE_NAMES),
     "Qwen2MoeForCausalLM": Architecture("qwen2moe", rules=STACK_EXPERTS, keys=EXPERT_WIDTHS),
-    "Qwen3MoeForCausalLM": _QWEN3_MOE,
-    "Qwen3VLForConditionalGeneration": _QWEN3_VL,
-    "Qwen3VLMoeForConditionalGeneration": _QWEN3_VL_MOE,
+    "Qwen3MoeForCausalLM": Architecture("qwen3moe", rules=STACK_EXPERTS, keys=EXPERT_WIDTHS),
+    "Qwen3VLForConditionalGeneration": Architecture(
+        "qwen3vl", stored=UNWRAP_TEXT, keys=(set_pooling, DEEPSTACK), vocab=write_sentencepiece_or_bpe
+    ),
+    "Qwen3VLMoeForConditionalGeneration": Architecture(
+        "qwen3vlmoe", stored=UNWRAP_TEXT, rules=VL_EXPERTS, keys=(*EXPERT_WIDTHS, DEEPSTACK)
+    ),
     "Qwen2VLForConditionalGeneration": _QWEN2_VL,
     "Qwen2_5_VLForConditionalGeneration": _QWEN2_VL,
     "Qwen2VLModel": _QWEN2_VL,
@@ -155,18 +157,6 @@ _VL_CLASS = HfClass(
 
 _QWEN_2_VL_CLASS = HfClass("qwen2_vl", config_setters=(add_qwen2_tower,))
 
-_QWEN_CLASS = HfClass(
-    "qwen",
-    "transformer.wte transformer.ln_f "
-    + prefixed(_LAYER, "ln_1 ln_2 attn.c_attn attn.c_proj mlp.w1 mlp.w2 mlp.c_proj"),
-    keys={
-        ".rope.freq_base": "rotary_emb_base",
-        ".attention.layer_norm_rms_epsilon": "rms_norm_eps",
-        ".attention.layer_norm_epsilon": "layer_norm_epsilon",
-    },
-    config_setters=(_set_qwen1_names,),
-)
-
 CLASSES: dict[str, HfClass] = {
     "Qwen2ForCausalLM": HfClass("qwen2"),
     "Qwen3ForCausalLM": HfClass("qwen3"),
@@ -194,5 +184,15 @@ CLASSES: dict[str, HfClass] = {
     ),
     "Qwen2VLForConditionalGeneration": _QWEN_2_VL_CLASS,
     "Qwen2_5_VLForConditionalGeneration": replace(_QWEN_2_VL_CLASS, model_type="qwen2_5_vl"),
-    "QWenLMHeadModel": _QWEN_CLASS,
+    "QWenLMHeadModel": HfClass(
+        "qwen",
+        "transformer.wte transformer.ln_f "
+        + prefixed(_LAYER, "ln_1 ln_2 attn.c_attn attn.c_proj mlp.w1 mlp.w2 mlp.c_proj"),
+        keys={
+            ".rope.freq_base": "rotary_emb_base",
+            ".attention.layer_norm_rms_epsilon": "rms_norm_eps",
+            ".attention.layer_norm_epsilon": "layer_norm_epsilon",
+        },
+        config_setters=(_set_qwen1_names,),
+    ),
 }

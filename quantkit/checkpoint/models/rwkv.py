@@ -377,57 +377,49 @@ def _set_hybrid(meta: ModelMetadata, config: Json) -> None:
     }
 
 
-_RWKV_6_CLASS = HfClass(
-    "rwkv6",
-    "rwkv.embeddings rwkv.blocks.0.pre_ln rwkv.ln_out head "
-    + prefixed(f"{_RWKV_LAYER}attention.", f"{_TIME_NAMES} receptance key value output gate ln_x")
-    + " "
-    + prefixed(
-        _RWKV_LAYER,
-        "ln1 ln2 feed_forward.time_maa_k feed_forward.time_maa_r feed_forward.key feed_forward.receptance "
-        "feed_forward.value",
-    ),
-    kinds={"*time_mix_lerp_fused": f"{_RWKV_LAYER}attention.time_maa_fused"},
-    defaults={"rescale_every": 0},
-)
-
-_RWKV_6_QWEN_CLASS = HfClass(
-    "rwkv6qwen2",
-    prefixed(f"{LAYER}self_attn.", f"{_TIME_NAMES} q_proj k_proj v_proj o_proj gate"),
-    kinds={"*time_mix_lerp_fused": f"{LAYER}self_attn.time_maa_fused"},
-)
-
-_RWKV_7_CLASS = HfClass(
-    "rwkv7",
-    "model.embeddings model.norm model.layers.0.pre_norm "
-    + prefixed(
-        LAYER,
-        "attn_norm ln2 feed_forward.key feed_forward.value feed_forward.x_k",
-    )
-    + " "
-    + prefixed(f"{LAYER}attention.", f"{_MIX_NAMES_7} r_proj k_proj v_proj o_proj ln_x"),
-    kinds={"*time_mix_lerp_fused": f"{LAYER}attention.x_fused", "*attn_norm": f"{LAYER}attn_norm"},
-    config_setters=(_set_norms,),
-    renames=(
-        (r"\.ln2\.", ".ffn_norm."),
-        (r"\.feed_forward\.x_k\.weight$", ".ffn.x_k"),
-        (r"\.feed_forward\.", ".ffn."),
-        (r"\.attention\.ln_x\.", ".attn.g_norm."),
-        (r"\.attn\.ln_x\.", ".attn.g_norm."),
-    ),
-)
-
-_RWKV_7_HYBRID_CLASS = HfClass(
-    "rwkv_hybrid",
-    prefixed(f"{LAYER}attention.", f"{_MIX_NAMES_7} receptance key value output ln_x"),
-    kinds={"*time_mix_lerp_fused": f"{LAYER}attention.x_fused"},
-    config_setters=(_set_hybrid,),
-    renames=((r"\.attention\.ln_x\.bias$", ".self_attn.time_mixer.ln_x.bias"),),
-)
-
 CLASSES: dict[str, HfClass] = {
-    "Rwkv6ForCausalLM": _RWKV_6_CLASS,
-    "RWKV6Qwen2ForCausalLM": _RWKV_6_QWEN_CLASS,
-    "RWKV7ForCausalLM": _RWKV_7_CLASS,
-    "RwkvHybridForCausalLM": _RWKV_7_HYBRID_CLASS,
+    "Rwkv6ForCausalLM": HfClass(
+        "rwkv6",
+        "rwkv.embeddings rwkv.blocks.0.pre_ln rwkv.ln_out head "
+        + prefixed(f"{_RWKV_LAYER}attention.", f"{_TIME_NAMES} receptance key value output gate ln_x")
+        + " "
+        + prefixed(
+            _RWKV_LAYER,
+            "ln1 ln2 feed_forward.time_maa_k feed_forward.time_maa_r feed_forward.key feed_forward.receptance "
+            "feed_forward.value",
+        ),
+        kinds={"*time_mix_lerp_fused": f"{_RWKV_LAYER}attention.time_maa_fused"},
+        defaults={"rescale_every": 0},
+    ),
+    "RWKV6Qwen2ForCausalLM": HfClass(
+        "rwkv6qwen2",
+        prefixed(f"{LAYER}self_attn.", f"{_TIME_NAMES} q_proj k_proj v_proj o_proj gate"),
+        kinds={"*time_mix_lerp_fused": f"{LAYER}self_attn.time_maa_fused"},
+    ),
+    "RWKV7ForCausalLM": HfClass(
+        "rwkv7",
+        "model.embeddings model.norm model.layers.0.pre_norm "
+        + prefixed(
+            LAYER,
+            "attn_norm ln2 feed_forward.key feed_forward.value feed_forward.x_k",
+        )
+        + " "
+        + prefixed(f"{LAYER}attention.", f"{_MIX_NAMES_7} r_proj k_proj v_proj o_proj ln_x"),
+        kinds={"*time_mix_lerp_fused": f"{LAYER}attention.x_fused", "*attn_norm": f"{LAYER}attn_norm"},
+        config_setters=(_set_norms,),
+        renames=(
+            (r"\.ln2\.", ".ffn_norm."),
+            (r"\.feed_forward\.x_k\.weight$", ".ffn.x_k"),
+            (r"\.feed_forward\.", ".ffn."),
+            (r"\.attention\.ln_x\.", ".attn.g_norm."),
+            (r"\.attn\.ln_x\.", ".attn.g_norm."),
+        ),
+    ),
+    "RwkvHybridForCausalLM": HfClass(
+        "rwkv_hybrid",
+        prefixed(f"{LAYER}attention.", f"{_MIX_NAMES_7} receptance key value output ln_x"),
+        kinds={"*time_mix_lerp_fused": f"{LAYER}attention.x_fused"},
+        config_setters=(_set_hybrid,),
+        renames=((r"\.attention\.ln_x\.bias$", ".self_attn.time_mixer.ln_x.bias"),),
+    ),
 }
