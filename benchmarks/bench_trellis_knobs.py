@@ -142,7 +142,7 @@ def samples(model: Path | None, tensor: str, weights: int) -> list[Sample]:
     """Return rows of each kind, without and with importances; about so many weights of each."""
     rng = np.random.default_rng(7)
     long, short = (weights // 4096, 4096), (weights // 256, 256)
-    rows = {
+    rows: dict[str, npt.NDArray[Any]] = {
         "gauss": rng.standard_normal(long),
         "t3": rng.standard_t(3, long),
         "outliers": rng.standard_normal(long) * np.where(rng.random(long) < 0.01, 8, 1),
@@ -171,7 +171,7 @@ def weights_of(x: Rows, importance: Rows) -> npt.NDArray[np.float64]:
     """Return the weights of ik_llama.cpp's search, of rows without subnormal values."""
     values = x.astype(np.float64).reshape(len(x), -1, 256)
     square = (values**2).mean(2, keepdims=True)
-    weights = square / 2 + values**2
+    weights: npt.NDArray[np.float64] = square / 2 + values**2
     if importance.size:
         weights = importance.astype(np.float64).reshape(1, -1, 256) * np.sqrt(2 * square + values**2)
     return weights.reshape(x.shape)

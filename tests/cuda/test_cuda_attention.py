@@ -15,8 +15,7 @@ from device_memory import Memory
 from quantkit.kernels import dequantize, quantize
 from quantkit.kernels.cuda.attention import cache
 from quantkit.kernels.cuda.attention.attention import TENSOR, TILE, VECTOR, attention, combine_to
-from quantkit.kernels.cuda.core.kernel import Shape
-from quantkit.kernels.cuda.core.limits import shared_of_block
+from quantkit.kernels.cuda.core.kernel import Shape, shared_of_block
 from quantkit.kernels.cuda.matmul import activations
 from quantkit.kernels.parameters import MASKS
 from quantkit.types import BY_NAME

@@ -32,7 +32,6 @@ import numpy as np
 import numpy.typing as npt
 from numba import types
 
-from quantkit.kernels.cpu.core.constants import constants
 from quantkit.kernels.cpu.core.jit import helper, inline, kernel, specialize
 from quantkit.kernels.cpu.core.simd import (
     cast,
@@ -59,6 +58,7 @@ from quantkit.kernels.cpu.core.simd import (
     vmin,
     vsqrt,
 )
+from quantkit.kernels.cpu.core.specialize import constants
 from quantkit.kernels.cpu.encode import Encoder, trellis_codebook
 from quantkit.kernels.cpu.encode import trellis_search as points
 from quantkit.kernels.cpu.encode.batch import address, aligned_scratch
@@ -1040,9 +1040,7 @@ def _trellis_type(name: str, settings: TrellisSettings) -> TrellisType:
 
 def encoder_with(name: str, settings: TrellisSettings) -> Encoder:
     """Return an encoder of a type that searches with these settings."""
-    encode_rows: Callable[..., None] = specialize(
-        encode, name.lower(), kernel, this_type=_trellis_type(name, settings)
-    )
+    encode_rows: Callable[..., None] = specialize(encode, name.lower(), kernel, this_type=_trellis_type(name, settings))
 
     def encode_type(
         x: npt.NDArray[np.float32], weights: npt.NDArray[np.float32], out: npt.NDArray[np.uint8], row0: int, row1: int

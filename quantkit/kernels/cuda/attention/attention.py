@@ -17,8 +17,7 @@ from dataclasses import dataclass
 from functools import cache
 
 from quantkit.kernels.cuda.attention.cache import TYPES
-from quantkit.kernels.cuda.core.kernel import Kernel, Shape
-from quantkit.kernels.cuda.core.limits import shared_of_block
+from quantkit.kernels.cuda.core.kernel import Kernel, Shape, shared_of_block
 
 VECTOR, TILE, TENSOR = range(3)
 

@@ -1,7 +1,7 @@
 """Encodes rows of float32 as blocks of a type on the device: encode.cu, byte for byte as quantkit.kernels.quantize.
 
     encode         x importance squares out blocks per_row      importance f32 [n] (0: none)
-                   points entries lists words                   of a type with a grid (core/neighbours.py), else 0
+                   points entries lists words                   of a type with a grid (core/lookups.py), else 0
     mean_squares   x squares rows n                             squares f32 [rows]
 
 x: f32 [rows, n]; out: the rows' bytes, 16-byte aligned. Rows must be finite; whether scales are is for the caller to
@@ -13,15 +13,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from quantkit.errors import TypeNotSupported
-from quantkit.kernels.cuda.core.codebooks import codebook_on
 from quantkit.kernels.cuda.core.device import Device, Launch
 from quantkit.kernels.cuda.core.kernel import Kernel, Shape
-from quantkit.kernels.cuda.core.neighbours import grid_on
+from quantkit.kernels.cuda.core.lookups import codebook_on, grid_on
 from quantkit.kernels.cuda.encode import SEARCHES as SEARCHES
 from quantkit.kernels.cuda.encode import encoders as encoders
 from quantkit.kernels.cuda.encode import struct_of
 from quantkit.kernels.cuda.encode import weighs as weighs
-from quantkit.kernels.cuda.encode.grid_rows import grid_row_bytes, grid_row_kernels, grid_row_launches, is_grid_row
 from quantkit.kernels.cuda.encode.interleaved import (
     GUARDED,
     changing_kernels,
@@ -31,7 +29,17 @@ from quantkit.kernels.cuda.encode.interleaved import (
     q8_k_kernel,
     q8_k_launch,
 )
-from quantkit.kernels.cuda.encode.rows import has_one_scale, max_rows_kernel, max_rows_launch, row_kernels, row_launches
+from quantkit.kernels.cuda.encode.rows import (
+    grid_row_bytes,
+    grid_row_kernels,
+    grid_row_launches,
+    has_one_scale,
+    is_grid_row,
+    max_rows_kernel,
+    max_rows_launch,
+    row_kernels,
+    row_launches,
+)
 from quantkit.kernels.cuda.encode.trellis import is_trellis, trellis_kernel, trellis_launch, trellis_working_bytes
 from quantkit.kernels.formats import format_of
 from quantkit.types import BY_NAME, TensorType

@@ -1,7 +1,7 @@
 """Encodes rows of float32 as trellis types, IQ1_KT to IQ4_KT: trellis.cu.
 
     trellis    x importance out work rows n room      importance f32 [n] (0: none)
-               points cells families indices grid lists    of the type's codebook (core/codebooks.py)
+               points cells families indices grid lists    of the type's codebook (core/lookups.py)
 
 x: f32 [rows, n], out: the rows' bytes, both 16-byte aligned; work: ``room`` bytes for each of the launch's blocks of
 threads, 16-byte aligned, which take a row at a time. Rows must be finite.
@@ -11,9 +11,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from quantkit.kernels.cuda.core.codebooks import codebook_on
 from quantkit.kernels.cuda.core.device import Device, Launch
 from quantkit.kernels.cuda.core.kernel import Kernel
+from quantkit.kernels.cuda.core.lookups import codebook_on
 from quantkit.kernels.trellis_settings import TRELLIS_SETTINGS
 from quantkit.types import BY_NAME, TensorType
 from quantkit.units import round_up

@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from quantkit.kernels.cpu.attention import attention, blocks, cache, lightning_indexer
+from quantkit.kernels.cpu.attention import attention, cache, lightning_indexer
 from quantkit.kernels.cpu.core.tape import TapeOp
 from quantkit.kernels.cpu.layer import compress, elementwise, glu, mixing, norms, recurrent, rope, route, streams
 from quantkit.kernels.cpu.matmul import matmul, moe
@@ -380,12 +380,12 @@ def _cache_write(b: CPULowering, op: ops.CacheWrite) -> None:
 @LOWER.register(ops.BlockWrite)
 def _block_write(b: CPULowering, op: ops.BlockWrite) -> None:
     keys, _, kind = b.cache(op.cache)
-    b.emit(blocks.block_write, k_cache=keys, k_type=kind, **slots.block_write(b, op))
+    b.emit(cache.block_write, k_cache=keys, k_type=kind, **slots.block_write(b, op))
 
 
 @LOWER.register(ops.WindowAndBlocks)
 def _window_and_blocks(b: CPULowering, op: ops.WindowAndBlocks) -> None:
-    b.emit(blocks.window_and_blocks, **slots.window_and_blocks(b, op))
+    b.emit(cache.window_and_blocks, **slots.window_and_blocks(b, op))
 
 
 @LOWER.register(ops.LightningIndexer)

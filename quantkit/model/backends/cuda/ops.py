@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
-from quantkit.kernels.cuda.attention import attention, blocks, cache, lightning_indexer
+from quantkit.kernels.cuda.attention import attention, cache, lightning_indexer
 from quantkit.kernels.cuda.core.kernel import Shape
-from quantkit.kernels.cuda.layer import compress, elementwise, glu, mixing, norms, recurrent, rope, route, streams
+from quantkit.kernels.cuda.layer import elementwise, glu, mixing, norms_rope, recurrent, route
 from quantkit.kernels.cuda.matmul import activations
 from quantkit.kernels.cuda.unpack import dequantize
 from quantkit.kernels.parameters import MASKS
@@ -100,7 +100,7 @@ def _clamp(b: CUDALowering, op: ops.Clamp) -> None:
 def _norm(b: CUDALowering, op: ops.Norm) -> None:
     per_row, kind = op.out.width // op.group, op.kind
     entry = b.emit(
-        lambda rows: norms.norm(kind, rows * per_row),
+        lambda rows: norms_rope.norm(kind, rows * per_row),
         op.out,
         x=b.buffer(op.x),
         out=b.buffer(op.out),
@@ -153,7 +153,7 @@ def _mix(b: CUDALowering, op: ops.Mix) -> None:
 
 @LOWER.register(ops.StreamWeights)
 def _stream_weights(b: CUDALowering, op: ops.StreamWeights) -> None:
-    b.emit(streams.stream_weights, op.x, **slots.stream_weights(b, op))
+    b.emit(mixing.stream_weights, op.x, **slots.stream_weights(b, op))
 
 
 @LOWER.register(ops.Lerp)
@@ -199,7 +199,7 @@ def _combine(b: CUDALowering, op: ops.Combine) -> None:
 
 @LOWER.register(ops.RopeTable)
 def _rope_table(b: CUDALowering, op: ops.RopeTable) -> None:
-    b.emit(lambda rows: rope.rope_table(rows, op.config.n_rot // 2), op.out, **slots.rope_table(b, op))
+    b.emit(lambda rows: norms_rope.rope_table(rows, op.config.n_rot // 2), op.out, **slots.rope_table(b, op))
 
 
 @LOWER.register(ops.Rope)
@@ -210,7 +210,7 @@ def _rope(b: CUDALowering, op: ops.Rope) -> None:
     n_rot = op.config.n_rot
     _map(
         b,
-        lambda width, rows: rope.rope(kind, rows, width, head, n_rot),
+        lambda width, rows: norms_rope.rope(kind, rows, width, head, n_rot),
         op.out,
         op.x,
         table=b.buffer(op.table),
@@ -239,12 +239,12 @@ def _cache_write(b: CUDALowering, op: ops.CacheWrite) -> None:
 @LOWER.register(ops.BlockWrite)
 def _block_write(b: CUDALowering, op: ops.BlockWrite) -> None:
     keys, _, kind = b.cache(op.cache)
-    b.emit(partial(blocks.block_write, kind, op.k.width), op.k, k_cache=keys, **slots.block_write(b, op))
+    b.emit(partial(cache.block_write, kind, op.k.width), op.k, k_cache=keys, **slots.block_write(b, op))
 
 
 @LOWER.register(ops.WindowAndBlocks)
 def _window_and_blocks(b: CUDALowering, op: ops.WindowAndBlocks) -> None:
-    b.emit(partial(blocks.window_and_blocks, op.out.width), op.out, **slots.window_and_blocks(b, op))
+    b.emit(partial(cache.window_and_blocks, op.out.width), op.out, **slots.window_and_blocks(b, op))
 
 
 @LOWER.register(ops.LightningIndexer)
@@ -350,7 +350,7 @@ def _convolve(b: CUDALowering, op: ops.Convolve) -> None:
 
 @LOWER.register(ops.Compress)
 def _compress(b: CUDALowering, op: ops.Compress) -> None:
-    shape = compress.compress(op.out.width)
+    shape = mixing.compress(op.out.width)
     b.emit(lambda rows: shape, op.out, **slots.compress(b, op))
 
 
