@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from quantkit.kernels.cuda.core.device import Device, Launch
 from quantkit.kernels.cuda.core.kernel import Kernel
 from quantkit.kernels.cuda.core.lookups import grid_on
-from quantkit.kernels.cuda.encode import encoders, weighs
+from quantkit.kernels.cuda.encode import Rows, encoders, weighs
 from quantkit.kernels.cuda.encode.trellis import is_trellis
 from quantkit.kernels.formats import FORMATS
 from quantkit.types import BY_NAME, TensorType
@@ -39,12 +39,12 @@ def row_kernels(t: TensorType, weighted: bool) -> tuple[Kernel, Kernel]:
     return Kernel(_FILE, "scales").bind(**defines), Kernel(_FILE, "rows").bind(**defines)
 
 
-def row_launches(t: TensorType, x: int, rows: int, n: int, out: int, importance: int) -> list[Launch]:
-    """Return the launches that encode rows; all but the first two numbers of the shape are addresses."""
-    scales, encode = row_kernels(t, bool(importance) and weighs(t))
-    block = scales.block(x=x, importance=importance, out=out, rows=rows, n=n)
-    blocks = -(-rows * (n // _VALUES) // _LANES)
-    return [Launch(scales, (max(1, blocks), 1, 1), block), Launch(encode, (max(1, rows), 1, 1), block)]
+def row_launches(t: TensorType, r: Rows) -> list[Launch]:
+    """Return the launches that encode rows."""
+    scales, encode = row_kernels(t, bool(r.importance) and weighs(t))
+    block = scales.block(x=r.x, importance=r.importance, out=r.out, rows=r.rows, n=r.n)
+    blocks = -(-r.rows * (r.n // _VALUES) // _LANES)
+    return [Launch(scales, (max(1, blocks), 1, 1), block), Launch(encode, (max(1, r.rows), 1, 1), block)]
 
 
 def has_one_scale(t: TensorType) -> bool:
@@ -57,10 +57,10 @@ def max_rows_kernel(t: TensorType) -> Kernel:
     return Kernel("encode/max_rows.cu", "max_rows").bind(ENCODER=f"Encode{t.name}")
 
 
-def max_rows_launch(t: TensorType, x: int, rows: int, n: int, out: int) -> Launch:
-    """Return the launch that encodes rows; x and out are addresses."""
+def max_rows_launch(t: TensorType, r: Rows) -> Launch:
+    """Return the launch that encodes rows."""
     kernel = max_rows_kernel(t)
-    return Launch(kernel, (max(1, rows), 1, 1), kernel.block(x=x, out=out, n=n))
+    return Launch(kernel, (max(1, r.rows), 1, 1), kernel.block(x=r.x, out=r.out, n=r.n))
 
 
 def is_grid_row(t: TensorType) -> bool:
@@ -82,18 +82,16 @@ def grid_row_bytes(t: TensorType, rows: int, n: int) -> int:
     return 4 * rows * (n // FORMATS[t.name].span)
 
 
-def grid_row_launches(
-    device: Device, t: TensorType, x: int, rows: int, n: int, out: int, importance: int, work: int
-) -> list[Launch]:
-    """Return the launches that encode rows; x, out, importance and work are addresses."""
-    parts, codes = grid_row_kernels(t, bool(importance))
+def grid_row_launches(device: Device, t: TensorType, r: Rows) -> list[Launch]:
+    """Return the launches that encode rows."""
+    parts, codes = grid_row_kernels(t, bool(r.importance))
     block = parts.block(
-        x=x, importance=importance, scales=work, out=out, rows=rows, n=n, **grid_on(device, t)._asdict()
+        x=r.x, importance=r.importance, scales=r.work, out=r.out, rows=r.rows, n=r.n, **grid_on(device, t)._asdict()
     )
-    blocks = -(-rows * (n // FORMATS[t.name].span) // _GRID_LANES)
+    blocks = -(-r.rows * (r.n // FORMATS[t.name].span) // _GRID_LANES)
     return [
         Launch(parts, (max(1, blocks), 1, 1), block),
-        Launch(codes, (max(1, rows), 1, 1), codes.block(scales=work, out=out, n=n)),
+        Launch(codes, (max(1, r.rows), 1, 1), codes.block(scales=r.work, out=r.out, n=r.n)),
     ]
 
 

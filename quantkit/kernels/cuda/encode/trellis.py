@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from quantkit.kernels.cuda.core.device import Device, Launch
 from quantkit.kernels.cuda.core.kernel import Kernel
 from quantkit.kernels.cuda.core.lookups import codebook_on
+from quantkit.kernels.cuda.encode import Rows
 from quantkit.kernels.trellis_settings import TRELLIS_SETTINGS
 from quantkit.types import BY_NAME, TensorType
 from quantkit.units import round_up
@@ -56,16 +57,11 @@ def trellis_kernel(t: TensorType) -> Kernel:
     return Kernel("encode/trellis.cu", "trellis").bind(ENCODER=f"Encode{t.name}", SURVIVOR_WORDS=_survivor_words(t))
 
 
-def trellis_launch(
-    device: Device, t: TensorType, x: int, rows: int, n: int, out: int, importance: int, work: int
-) -> Launch:
-    """Return the launch that encodes rows; x, out, importance and work are addresses."""
+def trellis_launch(device: Device, t: TensorType, r: Rows) -> Launch:
+    """Return the launch that encodes rows."""
     kernel = trellis_kernel(t)
-    block = kernel.block(
-        x=x, importance=importance, out=out, work=work, rows=rows, n=n, room=_row_bytes(t, n),
-        **codebook_on(device, t)._asdict(),
-    )  # fmt: skip
-    return Launch(kernel, (_at_once(t, rows, n), 1, 1), block)
+    block = kernel.block(**r._asdict(), room=_row_bytes(t, r.n), **codebook_on(device, t)._asdict())
+    return Launch(kernel, (_at_once(t, r.rows, r.n), 1, 1), block)
 
 
 def kernels() -> Iterator[Kernel]:

@@ -127,76 +127,69 @@ def cholesky(r: int, pivots: int, bad: int, n: int) -> Iterator[Launch]:
     diagonal of R. bad: int64, zero before; one more than the first row that is not positive, if there is one.
     """
     for begin in range(0, n, BLOCK):
-        count, end = min(BLOCK, n - begin), min(begin + BLOCK, n)
-        block = _FACTOR.block(r=r, by=pivots, inverse=pivots + 8 * n, n=n, begin=begin, count=count, bad=bad)
+        end = min(begin + BLOCK, n)
+        block = _FACTOR.block(r=r, by=pivots, inverse=pivots + 8 * n, n=n, begin=begin, count=end - begin, bad=bad)
         yield Launch(_FACTOR, (1, 1, 1), block)
         if end < n:
-            yield _solved(r, r, pivots, n, n, begin, end, end, n)
-            yield _subtracted(r, r, (n, 1), n, begin, count, (end, n), (end, n), upper=True)
+            yield _solved(r, r, pivots, (n, n), (begin, end), (end, n))
+            yield _subtracted(r, r, (n, 1), n, (begin, end), (end, n), (end, n), upper=True)
 
 
 def solve(x: int, r: int, inverse: int, m: int, n: int) -> Iterator[Launch]:
     """Yield the launches that solve R^T R X = B for X, f64 [n, m], B before; inverse: 1 over the diagonal of R."""
     for begin in range(0, n, BLOCK):
         end = min(begin + BLOCK, n)
-        yield _solved(x, r, inverse, m, n, begin, end, 0, m)
+        yield _solved(x, r, inverse, (m, n), (begin, end), (0, m))
         if end < n:
-            yield _subtracted(x, r, (n, 1), m, begin, end - begin, (end, n), (0, m))
+            yield _subtracted(x, r, (n, 1), m, (begin, end), (end, n), (0, m))
     for begin in reversed(range(0, n, BLOCK)):
         end = min(begin + BLOCK, n)
-        yield _solved(x, r, inverse, m, n, begin, end, 0, m, backwards=True)
+        yield _solved(x, r, inverse, (m, n), (begin, end), (0, m), backwards=True)
         if begin:
-            yield _subtracted(x, r, (1, n), m, begin, end - begin, (0, begin), (0, m))
+            yield _subtracted(x, r, (1, n), m, (begin, end), (0, begin), (0, m))
+
+
+#: The first and the last + 1 of rows, or of columns.
+_Range = tuple[int, int]
 
 
 def _solved(
-    x: int,
-    r: int,
-    pivots: int,
-    width: int,
-    n: int,
-    begin: int,
-    end: int,
-    first: int,
-    last: int,
-    backwards: bool = False,
+    x: int, r: int, pivots: int, widths: tuple[int, int], rows: _Range, columns: _Range, backwards: bool = False
 ) -> Launch:
+    """Return the launch that solves for some rows and columns of x; widths: of rows of x and of r."""
+    (width, n), (begin, end), (first, last) = widths, rows, columns
     block = _SOLVE.block(
-        x=x,
-        r=r,
-        by=pivots,
-        width=width,
-        n=n,
-        begin=begin,
-        count=end - begin,
-        first=first,
-        last=last,
+        x=x, r=r, by=pivots, width=width, n=n, begin=begin, count=end - begin, first=first, last=last,
         backwards=backwards,
-    )
+    )  # fmt: skip
     return Launch(_SOLVE, (-(-(last - first) // _SOLVED), 1, 1), block)
 
 
 def _subtracted(
     c: int,
     q: int,
-    q_apart: tuple[int, int],
+    strides: tuple[int, int],
     width: int,
-    begin: int,
-    count: int,
-    rows: tuple[int, int],
-    columns: tuple[int, int],
+    terms: _Range,
+    rows: _Range,
+    columns: _Range,
     upper: bool = False,
 ) -> Launch:
+    """Return the launch that subtracts products, sums over ``terms``, from some rows and columns of c."""
     block = _SUBTRACT.block(
-        c=c, p=c, q=q, width=width, q_row=q_apart[0], q_column=q_apart[1], begin=begin, count=count, row=rows[0],
-        end_row=rows[1], column=columns[0], end_column=columns[1], upper=upper,
+        c=c, p=c, q=q, width=width, q_row=strides[0], q_column=strides[1], begin=terms[0], count=terms[1] - terms[0],
+        row=rows[0], end_row=rows[1], column=columns[0], end_column=columns[1], upper=upper,
     )  # fmt: skip
     high, wide = (-(-(last - first) // _TILE) for first, last in (rows, columns))
     return Launch(_SUBTRACT, (wide, high, 1), block)
 
 
-def kernels(corrected: bool = True) -> Iterator[Kernel]:
-    """Yield every kernel of these files; corrected: those of products, too."""
-    yield from (_ARRANGE, _FACTOR, _SOLVE, _SUBTRACT, _COLUMNS, _UPPER, _DIAGONAL, _BLOCKS, _NARROWED)
-    if corrected:
-        yield from (_PRODUCTS, _MIRROR, _NOT_FINITE, _CORRECT)
+def metric_kernels(corrected: bool) -> list[Kernel]:
+    """Return the kernels that compute a metric; corrected: and targets."""
+    required = [_ARRANGE, _FACTOR, _SOLVE, _SUBTRACT, _COLUMNS, _UPPER, _DIAGONAL, _BLOCKS, _NARROWED]
+    return [*required, _PRODUCTS, _MIRROR, _NOT_FINITE, _CORRECT] if corrected else required
+
+
+def kernels() -> Iterator[Kernel]:
+    """Yield every kernel of these files."""
+    yield from metric_kernels(corrected=True)

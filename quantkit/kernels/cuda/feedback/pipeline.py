@@ -66,7 +66,7 @@ class FeedbackConversion(NamedTuple):
 
     def kernels(self, weighted: Iterable[bool]) -> list[Kernel]:
         """Return the kernels that rows of this form need, and their metrics; weighted: as for a plain form."""
-        required = [*matrices.kernels(self.corrected)]
+        required = matrices.metric_kernels(self.corrected)
         if self.target.is_quantized:
             return [*required, *self.conversion.kernels(weighted), *_kernels_of(self)]
         required.append(not_finite(1).kernel)
@@ -160,10 +160,10 @@ class FeedbackSlot(Slot):
                 target, start = work, work + round_up(4 * of_metric * n, 256)
                 work = start + round_up(nbytes, 256)
                 self._correct(x, rows, metric, target)
-                encode.encode_rows(
-                    d, form.target, target, count, form.n, start, weights, work, search=form.conversion.search
-                )
-            encode.encode_rows(d, form.target, x, count, form.n, blocks, weights, work, search=form.conversion.search)
+                to_start = encode.Rows(target, count, form.n, start, weights, work)
+                encode.encode_rows(d, form.target, to_start, search=form.conversion.search)
+            to_blocks = encode.Rows(x, count, form.n, blocks, weights, work)
+            encode.encode_rows(d, form.target, to_blocks, search=form.conversion.search)
             before = self._out + losses
             addresses = RowAddresses(of_metric, target or x, blocks, start or blocks, before, before + 8 * of_metric)
             rounding.round_rows(d, form.target, addresses, metric, form.rounding, work)

@@ -280,21 +280,12 @@ def _lightning_indexer(b: CUDALowering, op: ops.LightningIndexer) -> None:
 def _attention(b: CUDALowering, op: ops.Attention, form: str = "", q_width: int = 0) -> None:
     """Emit attention; form: an activation format that the result is also written in, in rows of q_width."""
     keys, values, kind = b.cache(op.cache)
-    n_ctx = b.limits.n_ctx
-    mla = not op.cache.v_width
-    capability = b.device.capability
-    sizes = op.n_head, op.n_head_kv, op.head_k, op.head_v
-
     selected = 0 if op.selected is None else op.selected.width
-
-    def choose_kernel(rows: int) -> attention.Attention:
-        return attention.attention(kind, *sizes, rows, n_ctx, mla=mla, selected=selected, capability=capability)
-
+    sizes = op.n_head, op.n_head_kv, op.head_k, op.head_v
+    layer = attention.AttentionLayer(kind, *sizes, b.limits.n_ctx, not op.cache.v_width, selected)
+    choose_kernel = partial(attention.attention, layer, capability=b.device.capability)
     n_ubatch = b.limits.n_ubatch
-    most = attention.most_scratch(
-        kind, *sizes, rows=n_ubatch, n_ctx=n_ctx, mla=mla, selected=selected, capability=capability
-    )
-    scratch = b.scratch(most)
+    scratch = b.scratch(attention.most_scratch(layer, n_ubatch, b.device.capability))
     common: dict[str, Slot] = {"out": b.buffer(op.out), "sinks": b.vector(op.sinks), "scratch": scratch}
     common |= {"n_head": op.n_head}
     entry = b.emit(
