@@ -141,7 +141,7 @@ FORMATS: dict[str, Format] = {
         _format("TQ1_0", "ternary", "q8_k", folded_scale_bytes=1, blocks_per_lane=2),
         _format("TQ2_0", "ternary", "q8_k", folded_scale_bytes=1, blocks_per_lane=2),
         _format("Q2_0", "ternary", "q8_0"),
-        _format("Q1_0", "binary", "q8_0"),
+        _format("Q1_0", "legacy", "q8_0"),
         _format("MXFP4", "fp4", "q8_0"),
         _format("NVFP4", "fp4", "q8_0", span=16, folded_scale_bytes=FOLDED_TO_F16),
         _format("IQ1_BN", "bitnet", "q8_k64", blocks_per_lane=2, max_rows_in_registers=4),

@@ -103,7 +103,7 @@ def _digest() -> None:
 
 
 def _measure() -> None:
-    from quantkit.kernels.cpu.encode.error import error_sums
+    from quantkit.kernels.cpu.encode.check import error_sums
 
     x = np.zeros((1, 256), np.float32)
     error_sums(x, x, np.zeros(0, np.float32))

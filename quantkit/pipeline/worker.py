@@ -364,7 +364,7 @@ class Worker:
         return row
 
     def _error(self, tensor: PlannedTensor, x: F32, data: U8, weights: F32) -> ErrorSums:
-        from quantkit.kernels.cpu.encode.error import error_sums
+        from quantkit.kernels.cpu.encode.check import error_sums
         from quantkit.kernels.cpu.unpack.dequantize import dequantize_rows
 
         y = self._buffers.get("y", x.nbytes).view(np.float32).reshape(x.shape)

@@ -447,7 +447,7 @@ from quantkit.types import BY_NAME
 import numpy as np
 source, target = (BY_NAME[name] for name in sys.argv[1:])
 from quantkit.kernels.cpu.unpack.dequantize import dequantize_rows
-from quantkit.kernels.cpu.encode.error import error_sums
+from quantkit.kernels.cpu.encode.check import error_sums
 [*keys._imported_modules("quantkit.kernels.cpu.encode")]
 digested = []
 digest = keys._files_digests

@@ -73,7 +73,7 @@ def encoder_digest(source: TensorType, target: TensorType, feedback: bool = Fals
     That is all the modules of kernels that the families' code reaches, also to measure the error, and the tables.
     """
     have, want = (FORMATS.get(base_of(t).name) for t in (decoded_as(source), target))
-    roots = ["cpu.encode", "cpu.encode.interleaved", "cpu.encode.error", "cpu.unpack.dequantize", "tensor_scale"]
+    roots = ["cpu.encode", "cpu.encode.interleaved", "cpu.encode.check", "cpu.unpack.dequantize", "tensor_scale"]
     roots += [f"cpu.unpack.{fmt.family}" for fmt in (have, want) if fmt is not None]
     roots += [f"cpu.encode.{want.family}"] if want is not None else []
     roots += ["cpu.feedback.rounding"] * feedback

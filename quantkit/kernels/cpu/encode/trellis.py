@@ -32,7 +32,6 @@ import numpy as np
 import numpy.typing as npt
 from numba import types
 
-from quantkit.kernels.cpu.core.constants import constants
 from quantkit.kernels.cpu.core.jit import helper, inline, kernel, specialize
 from quantkit.kernels.cpu.core.simd import (
     cast,
@@ -59,6 +58,7 @@ from quantkit.kernels.cpu.core.simd import (
     vmin,
     vsqrt,
 )
+from quantkit.kernels.cpu.core.specialize import constants
 from quantkit.kernels.cpu.encode import Encoder, trellis_codebook
 from quantkit.kernels.cpu.encode import trellis_search as points
 from quantkit.kernels.cpu.encode.batch import address, aligned_scratch
@@ -1004,10 +1004,11 @@ def _search(settings: TrellisSettings, search: TreeSearch | ListSearch) -> Searc
     return Search(points.search, _tree_steps(settings, search), search.scales)
 
 
+_WRITERS = {"IQ1_KT": put_iq1_kt, "IQ2_KT": put_iq2_kt, "IQ3_KT": put_iq3_kt, "IQ4_KT": put_iq4_kt}
 _LEVELS = {"codebook": codebook_levels, "unsigned": unsigned_levels, "wide": wide_levels}
 
 
-def _trellis_type(name: str, settings: TrellisSettings, write_values: Any) -> TrellisType:
+def _trellis_type(name: str, settings: TrellisSettings) -> TrellisType:
     is_wide = settings.levels == "wide"
     form = point_format(settings.size, _bias(settings))
     deep = _search(settings, settings.deep)
@@ -1026,7 +1027,7 @@ def _trellis_type(name: str, settings: TrellisSettings, write_values: Any) -> Tr
         floats=f32x8 if settings.size == 8 else f32x4,
         levels_near=_LEVELS[settings.levels],
         least_of_levels=least_of_wide if is_wide else least_of_16,
-        write_values=write_values,
+        write_values=_WRITERS[name],
         first=_search(settings, settings.first),
         deep=deep,
         retry=deep if settings.retry is None else _search(settings, settings.retry),
@@ -1037,12 +1038,9 @@ def _trellis_type(name: str, settings: TrellisSettings, write_values: Any) -> Tr
     )
 
 
-def _encoder(name: str, write_values: Any) -> Encoder:
-    """Return the encoder of a type; write_values: writes 32 values."""
-    settings = TRELLIS_SETTINGS[name]
-    encode_rows: Callable[..., None] = specialize(
-        encode, name.lower(), kernel, this_type=_trellis_type(name, settings, write_values)
-    )
+def encoder_with(name: str, settings: TrellisSettings) -> Encoder:
+    """Return an encoder of a type that searches with these settings."""
+    encode_rows: Callable[..., None] = specialize(encode, name.lower(), kernel, this_type=_trellis_type(name, settings))
 
     def encode_type(
         x: npt.NDArray[np.float32], weights: npt.NDArray[np.float32], out: npt.NDArray[np.uint8], row0: int, row1: int
@@ -1055,7 +1053,7 @@ def _encoder(name: str, write_values: Any) -> Encoder:
     return encode_type
 
 
-encode_iq1_kt = _encoder("IQ1_KT", put_iq1_kt)
-encode_iq2_kt = _encoder("IQ2_KT", put_iq2_kt)
-encode_iq3_kt = _encoder("IQ3_KT", put_iq3_kt)
-encode_iq4_kt = _encoder("IQ4_KT", put_iq4_kt)
+encode_iq1_kt = encoder_with("IQ1_KT", TRELLIS_SETTINGS["IQ1_KT"])
+encode_iq2_kt = encoder_with("IQ2_KT", TRELLIS_SETTINGS["IQ2_KT"])
+encode_iq3_kt = encoder_with("IQ3_KT", TRELLIS_SETTINGS["IQ3_KT"])
+encode_iq4_kt = encoder_with("IQ4_KT", TRELLIS_SETTINGS["IQ4_KT"])

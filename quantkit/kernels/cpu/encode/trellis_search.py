@@ -30,7 +30,6 @@ from typing import Any
 import numpy as np
 from numba import types
 
-from quantkit.kernels.cpu.core.constants import constants
 from quantkit.kernels.cpu.core.jit import helper, inline
 from quantkit.kernels.cpu.core.simd import (
     VecType,
@@ -67,6 +66,7 @@ from quantkit.kernels.cpu.core.simd import (
     vmax,
     vmin,
 )
+from quantkit.kernels.cpu.core.specialize import constants
 from quantkit.kernels.cpu.encode.trellis_lists import LEVELS, LIST_LENGTH, RANGE_OF
 
 F, I32 = np.float32, np.int32

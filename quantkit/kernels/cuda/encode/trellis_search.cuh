@@ -6,7 +6,7 @@
 #pragma once
 #include "encode/lane.cuh"
 
-// The codebook of a type (core/codebooks.py): points, centers of cells and of families; the index of each point; what a
+// The codebook of a type (core/lookups.py): points, centers of cells and of families; the index of each point; what a
 // curve's scales are over its guess; of points of 4 values the lines near queries of each bucket (trellis_lists.py).
 struct Codebook {
     const uint8_t *points, *cells, *families;

@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from quantkit.kernels.cpu.attention import attention, blocks, cache, lightning_indexer
+from quantkit.kernels.cpu.attention import attention, cache, lightning_indexer
 from quantkit.kernels.cpu.core.tape import TapeOp
 from quantkit.kernels.cpu.layer import compress, elementwise, glu, mixing, norms, recurrent, rope, route, streams
 from quantkit.kernels.cpu.matmul import matmul, moe
@@ -45,7 +45,7 @@ _ENTRIES: dict[type[Op], tuple[TapeOp, Callable[..., slots.Slots], str]] = {
     ops.Take: (elementwise.take, slots.take, "out"),
     ops.Join: (elementwise.join, slots.join, "out"),
     ops.RopeTable: (rope.rope_table, slots.rope_table, ""),
-    ops.WindowAndBlocks: (blocks.window_and_blocks, slots.window_and_blocks, ""),
+    ops.WindowAndBlocks: (cache.window_and_blocks, slots.window_and_blocks, ""),
     ops.Convolve: (recurrent.convolve, slots.convolve, ""),
     ops.Previous: (recurrent.convolve, slots.previous, ""),
     ops.Compress: (compress.compress, slots.compress, ""),
@@ -348,7 +348,7 @@ def _cache_write(b: CPULowering, op: ops.CacheWrite) -> None:
 @LOWER.register(ops.BlockWrite)
 def _block_write(b: CPULowering, op: ops.BlockWrite) -> None:
     keys, _, kind = b.cache(op.cache)
-    b.emit(blocks.block_write, k_cache=keys, k_type=kind, **slots.block_write(b, op))
+    b.emit(cache.block_write, k_cache=keys, k_type=kind, **slots.block_write(b, op))
 
 
 @LOWER.register(ops.LightningIndexer)

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
-from quantkit.kernels.cuda.attention import attention, blocks, cache, lightning_indexer
+from quantkit.kernels.cuda.attention import attention, cache, lightning_indexer
 from quantkit.kernels.cuda.core.kernel import Shape
-from quantkit.kernels.cuda.layer import compress, elementwise, glu, mixing, norms, recurrent, rope, route, streams
+from quantkit.kernels.cuda.layer import elementwise, glu, mixing, norms_rope, recurrent, route
 from quantkit.kernels.cuda.matmul import activations
 from quantkit.kernels.cuda.unpack import dequantize
 from quantkit.kernels.parameters import MASKS
@@ -103,7 +103,7 @@ def _multiply_by(b: CUDALowering, op: ops.MultiplyBy) -> None:
 def _norm(b: CUDALowering, op: ops.Norm) -> None:
     per_row, kind = op.out.width // op.group, op.kind
     entry = b.emit(
-        lambda rows: norms.norm(kind, rows * per_row),
+        lambda rows: norms_rope.norm(kind, rows * per_row),
         op.out,
         x=b.buffer(op.x),
         out=b.buffer(op.out),
@@ -145,7 +145,7 @@ def _to_length(b: CUDALowering, op: ops.ToLength) -> None:
 
 @LOWER.register(ops.StreamWeights)
 def _stream_weights(b: CUDALowering, op: ops.StreamWeights) -> None:
-    b.emit(streams.stream_weights, op.x, **slots.stream_weights(b, op))
+    b.emit(mixing.stream_weights, op.x, **slots.stream_weights(b, op))
 
 
 @LOWER.register(ops.Bonus)
@@ -176,7 +176,7 @@ def _combine(b: CUDALowering, op: ops.Combine) -> None:
 
 @LOWER.register(ops.RopeTable)
 def _rope_table(b: CUDALowering, op: ops.RopeTable) -> None:
-    b.emit(lambda rows: rope.rope_table(rows, op.config.n_rot // 2), op.out, **slots.rope_table(b, op))
+    b.emit(lambda rows: norms_rope.rope_table(rows, op.config.n_rot // 2), op.out, **slots.rope_table(b, op))
 
 
 @LOWER.register(ops.Rope)
@@ -187,7 +187,7 @@ def _rope(b: CUDALowering, op: ops.Rope) -> None:
     n_rot = op.config.n_rot
     _map(
         b,
-        lambda width, rows: rope.rope(kind, rows, width, head, n_rot),
+        lambda width, rows: norms_rope.rope(kind, rows, width, head, n_rot),
         op.out,
         op.x,
         table=b.buffer(op.table),
@@ -216,12 +216,12 @@ def _cache_write(b: CUDALowering, op: ops.CacheWrite) -> None:
 @LOWER.register(ops.BlockWrite)
 def _block_write(b: CUDALowering, op: ops.BlockWrite) -> None:
     keys, _, kind = b.cache(op.cache)
-    b.emit(partial(blocks.block_write, kind, op.k.width), op.k, k_cache=keys, **slots.block_write(b, op))
+    b.emit(partial(cache.block_write, kind, op.k.width), op.k, k_cache=keys, **slots.block_write(b, op))
 
 
 @LOWER.register(ops.WindowAndBlocks)
 def _window_and_blocks(b: CUDALowering, op: ops.WindowAndBlocks) -> None:
-    b.emit(partial(blocks.window_and_blocks, op.out.width), op.out, **slots.window_and_blocks(b, op))
+    b.emit(partial(cache.window_and_blocks, op.out.width), op.out, **slots.window_and_blocks(b, op))
 
 
 @LOWER.register(ops.LightningIndexer)
@@ -257,21 +257,12 @@ def _lightning_indexer(b: CUDALowering, op: ops.LightningIndexer) -> None:
 def _attention(b: CUDALowering, op: ops.Attention, form: str = "", q_width: int = 0) -> None:
     """Emit attention; form: an activation format that the result is also written in, in rows of q_width."""
     keys, values, kind = b.cache(op.cache)
-    n_ctx = b.limits.n_ctx
-    mla = not op.cache.v_width
-    capability = b.device.capability
-    sizes = op.n_head, op.n_head_kv, op.head_k, op.head_v
-
     selected = 0 if op.selected is None else op.selected.width
-
-    def choose_kernel(rows: int) -> attention.Attention:
-        return attention.attention(kind, *sizes, rows, n_ctx, mla=mla, selected=selected, capability=capability)
-
+    sizes = op.n_head, op.n_head_kv, op.head_k, op.head_v
+    layer = attention.AttentionLayer(kind, *sizes, b.limits.n_ctx, not op.cache.v_width, selected)
+    choose_kernel = partial(attention.attention, layer, capability=b.device.capability)
     n_ubatch = b.limits.n_ubatch
-    most = attention.most_scratch(
-        kind, *sizes, rows=n_ubatch, n_ctx=n_ctx, mla=mla, selected=selected, capability=capability
-    )
-    scratch = b.scratch(most)
+    scratch = b.scratch(attention.most_scratch(layer, n_ubatch, b.device.capability))
     common: dict[str, Slot] = {"out": b.buffer(op.out), "sinks": b.vector(op.sinks), "scratch": scratch}
     common |= {"n_head": op.n_head}
     entry = b.emit(
@@ -327,7 +318,7 @@ def _convolve(b: CUDALowering, op: ops.Convolve) -> None:
 
 @LOWER.register(ops.Compress)
 def _compress(b: CUDALowering, op: ops.Compress) -> None:
-    shape = compress.compress(op.out.width)
+    shape = mixing.compress(op.out.width)
     b.emit(lambda rows: shape, op.out, **slots.compress(b, op))
 
 
