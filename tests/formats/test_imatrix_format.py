@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shutil
 import struct
-import subprocess
 from contextlib import suppress
 from pathlib import Path
 
@@ -14,6 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
+from peer_cache import program_answer
 from refusals import refuses
 
 from quantkit.errors import FormatError
@@ -460,9 +460,9 @@ def test_shapes_llama_cpp_reads(tmp_path: Path) -> None:
 
 def quantized(llama_bin: Path, model: Path, imatrix: Path, out: Path) -> dict[str, bytes]:
     command = [llama_bin / "llama-quantize", "--imatrix", imatrix, model, out, "Q4_K_M", "2"]
-    process = subprocess.run([str(part) for part in command], capture_output=True, text=True, check=False)
-    assert process.returncode == 0, process.stdout[-2000:] + process.stderr[-2000:]
-    assert "did not find weights for blk" not in process.stdout + process.stderr
+    output = program_answer(command, [out])
+    assert output.code == 0, output.text[-4000:]
+    assert "did not find weights for blk" not in output.text
     with open_gguf(out) as file:
         return {name: file.data(name).tobytes() for name in file.tensors}
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ import test_indexer
 import test_mla
 import tiny_models
 from click.testing import CliRunner
+from peer_cache import program_answer
 from refusals import refuses
 from test_imatrix_collect import StopAfter, spoilt
 from test_imatrix_zoo import TEXT, agree, with_tokenizer
@@ -210,8 +210,8 @@ def llama_imatrix(program: Path, folder: Path, *arguments: object) -> Any:
     out = folder / "theirs.gguf"
     command = [program / "llama-imatrix", "-f", folder / "text.txt", "-o", out, *arguments, *NUMBERS]
     command += ["-ctv", "f32", "-fa", "off"]
-    process = subprocess.run([str(part) for part in command], capture_output=True, text=True, timeout=120)
-    assert process.returncode == 0, process.stderr[-2000:]
+    output = program_answer(command, [out])
+    assert output.code == 0, output.text[-4000:]
     return read_imatrix(out)
 
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import re
-import subprocess
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
+from peer_cache import program_answer
 from refusals import refuses
 
 from quantkit.errors import FormatError, RecipeError
@@ -349,10 +349,10 @@ def test_the_matrix_of_another_model_is_refused() -> None:
 @pytest.mark.parametrize("name", ["IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S", "IQ4_XS", "Q2_K"])
 def test_llama_quantize_refuses_the_same_types(llama_bin: Path, tiny_moe: Path, tmp_path: Path, name: str) -> None:
     command = [llama_bin / "llama-quantize", "--tensor-type", f"blk.0.ffn_up_exps={name}", tiny_moe, tmp_path / "x"]
-    process = subprocess.run([*map(str, command), "Q8_0", "2"], capture_output=True, text=True, check=False)
+    output = program_answer([*command, "Q8_0", "2"])
     refused = importance_requirement(blk("ffn_up_exps"), type_by_name(name), preset="Q8_0") is not None
-    assert (process.returncode != 0) == refused
-    assert ("requires an imatrix" in process.stdout + process.stderr) == refused
+    assert (output.code != 0) == refused
+    assert ("requires an imatrix" in output.text) == refused
 
 
 @pytest.mark.peer
@@ -371,8 +371,8 @@ def test_llama_quantize_refuses_the_same_sizes(llama_bin: Path, tiny_moe: Path, 
         "Q4_K",
         "2",
     ]
-    process = subprocess.run([*map(str, command)], capture_output=True, text=True, check=False)
-    assert process.returncode != 0
-    assert "imatrix size 256 is different from tensor size 2048" in process.stdout + process.stderr
+    output = program_answer(command)
+    assert output.code != 0
+    assert "imatrix size 256 is different from tensor size 2048" in output.text
     with refuses(FormatError, "QK-E119 256 8 2048"):
         Importance(read_imatrix(tmp_path / "short.gguf")).lookup(name, (256, 256, 8))
