@@ -208,12 +208,17 @@ def bare_names(path: Path) -> set[str]:
     return (defined | {path.stem.strip("_")}) & FORBIDDEN
 
 
-@pytest.mark.parametrize("path", SOURCES, ids=lambda path: path.relative_to(ROOT).as_posix())
-def test_names_are_nouns_and_verbs(path: Path) -> None:
-    module = path.relative_to(ROOT).as_posix()
-    assert bare_names(path) - EXCEPTIONS.get(module, set()) == set()
+@pytest.fixture(scope="module")
+def names_by_module() -> dict[str, set[str]]:
+    """The bare names of every source."""
+    return {path.relative_to(ROOT).as_posix(): bare_names(path) for path in SOURCES}
 
 
-@pytest.mark.parametrize("module", EXCEPTIONS)
-def test_exceptions_are_needed(module: str) -> None:
-    assert EXCEPTIONS[module] <= bare_names(ROOT / module)
+def test_names_are_nouns_and_verbs(names_by_module: dict[str, set[str]]) -> None:
+    offenders = {module: names - EXCEPTIONS.get(module, set()) for module, names in names_by_module.items()}
+    assert not {module: names for module, names in offenders.items() if names}
+
+
+def test_exceptions_are_needed(names_by_module: dict[str, set[str]]) -> None:
+    idle = {module: names - names_by_module.get(module, set()) for module, names in EXCEPTIONS.items()}
+    assert not {module: names for module, names in idle.items() if names}

@@ -18,6 +18,7 @@ import fake_cupy
 import host_device
 import numpy as np
 import pytest
+from refusals import refuses
 
 from quantkit.errors import ResourceError
 from quantkit.kernels import first_run
@@ -109,7 +110,7 @@ def test_products_by_cublas(cupy: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     addresses = [device.allocate(a.nbytes) for a in (x, w, actual)]
     for address, a in zip(addresses, (x, w), strict=False):
         device.upload(address, (a.view(np.uint32) >> 16).astype(np.uint16))
-    with pytest.raises(ResourceError, match="needs cuBLAS"):
+    with refuses(ResourceError, "QK-E410 cuBLAS"):
         device.gemm_bf16(5, 7, 16, *addresses)
     libs.cublas = fake_cupy.cublas()  # type: ignore[attr-defined]
     device.gemm_bf16(5, 7, 16, *addresses)
@@ -120,7 +121,7 @@ def test_products_by_cublas(cupy: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         raise fake_cupy.CUBLASError("CUBLAS_STATUS_ARCH_MISMATCH")
 
     libs.cublas.gemmEx = fail
-    with pytest.raises(ResourceError, match="cuBLAS, which fails on shim: CUBLAS_STATUS_ARCH_MISMATCH"):
+    with refuses(ResourceError, "QK-E411 cuBLAS CUBLAS_STATUS_ARCH_MISMATCH"):
         device.gemm_bf16(5, 7, 16, *addresses)
 
 
@@ -160,7 +161,7 @@ def test_what_breaks_a_recording_is_named(cupy: Any, monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(cupy.cuda.driver, "launchKernel", fail)
     monkeypatch.setattr(fake_cupy.Stream, "end_capture", end)
-    with pytest.raises(ResourceError, match="CUDA0 failed: CUDA_ERROR_OUT_OF_MEMORY"):
+    with refuses(ResourceError, "QK-E411 CUDA0 CUDA_ERROR_OUT_OF_MEMORY"):
         device.record([doubled])
     assert device.stream.captured is None
     device.run([doubled])
@@ -177,7 +178,7 @@ def test_shared_memory_that_a_source_declares_counts(cupy: Any, monkeypatch: pyt
     assert not fake_cupy.MAY_ASK
     device.run([replace(doubled, shared=47 << 10)])
     assert list(fake_cupy.MAY_ASK.values()) == [47 << 10]
-    with pytest.raises(ResourceError, match="scale needs 231424 bytes of shared memory, and CUDA0 has less"):
+    with refuses(ResourceError, "QK-E411 231424 CUDA0"):
         device.run([replace(doubled, shared=226 << 10)])
 
 
@@ -229,7 +230,7 @@ def test_modules_are_compiled_in_processes(monkeypatch: pytest.MonkeyPatch, tmp_
 
 
 def test_a_device_that_is_full_says_so(cupy: Any) -> None:
-    with pytest.raises(ResourceError, match="CUDA0 has no room for 4294967296 bytes"):
+    with refuses(ResourceError, "QK-E407 CUDA0 4294967296"):
         CUDADevice(0).allocate(1 << 32)
 
 
@@ -251,7 +252,7 @@ def test_what_a_card_that_broke_says_is_no_traceback(cupy: Any, monkeypatch: pyt
         lambda: device.host_array(4, np.uint8),
         lambda: device.new_stream().start_upload(a, array),
     ):
-        with pytest.raises(ResourceError, match="CUDA0 failed: cudaErrorIllegalAddress"):
+        with refuses(ResourceError, "QK-E411 CUDA0 cudaErrorIllegalAddress"):
             ask()
 
 
@@ -312,7 +313,7 @@ def test_what_pinned_memory_takes_is_what_cupy_asks_for(nbytes: int) -> None:
 
 def test_devices_that_are_not_there(cupy: Any) -> None:
     assert devices.count_devices() == 2
-    with pytest.raises(ResourceError, match="no device CUDA2: there are 2 CUDA devices"):
+    with refuses(ResourceError, "QK-E411 CUDA2 2"):
         devices.open_device("CUDA2")
 
 

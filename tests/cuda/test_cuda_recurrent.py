@@ -24,6 +24,7 @@ from recurrent_cases import (
     nmse,
 )
 from reference_op import batch_of, matrix, program
+from refusals import refuses
 
 from quantkit.errors import TypeNotSupported
 from quantkit.kernels.cuda.core.kernel import Shape
@@ -189,5 +190,5 @@ def test_what_there_is_no_room_for(make: Callable[[int], Shape], most: int) -> N
     """It is refused with what to do; whole models are so (test_a_state_that_cuda_has_no_room_for)."""
     assert make(most)
     for n in (0, most + 1):
-        with pytest.raises(TypeNotSupported, match=rf" {n} .* 1 to {most} are possible; .*--gpu-layers 0"):
+        with refuses(TypeNotSupported, "QK-E306 1 --gpu-layers 0", n, most):
             make(n)

@@ -15,6 +15,7 @@ import numpy.typing as npt
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from refusals import refuses
 
 from quantkit.errors import FormatError, ResourceError
 from quantkit.formats.logits import (
@@ -147,29 +148,29 @@ START = 20 + 4 * N_CTX * N_CHUNKS
 
 
 @pytest.mark.parametrize(
-    ("damage", "message"),
+    ("damage", "refusal"),
     [
-        (lambda raw: b"", "no base logits"),
-        (lambda raw: raw[:8], "within the header"),
-        (lambda raw: b"_Logits_" + raw[8:], "no base logits"),
-        (lambda raw: patched(raw, 8, "<i", -1), "n_ctx is -1"),
-        (lambda raw: patched(raw, 8, "<i", 2), "n_ctx is 2"),
-        (lambda raw: patched(raw, 8, "<i", 2**31 - 1), "truncated"),
-        (lambda raw: patched(raw, 12, "<i", 0), "n_vocab is 0"),
-        (lambda raw: patched(raw, 12, "<i", 2**31 - 1), "truncated"),
-        (lambda raw: patched(raw, 12, "<i", 11), "but its header describes"),
-        (lambda raw: patched(raw, 16, "<i", 0), "n_chunk is 0"),
-        (lambda raw: patched(raw, 16, "<i", 2**31 - 1), "truncated"),
-        (lambda raw: patched(raw, 20 + 4 * 5, "<i", 13), "token 5 of the text, byte 40, is 13"),
-        (lambda raw: patched(raw, 20, "<i", -1), "token 0 of the text, byte 20, is -1"),
-        (lambda raw: raw + b"\0", "but its header describes"),
-        (lambda raw: raw[: START + 10], "truncated"),
+        (lambda raw: b"", "QK-E100"),
+        (lambda raw: raw[:8], "QK-E103 8"),
+        (lambda raw: b"_Logits_" + raw[8:], "QK-E100"),
+        (lambda raw: patched(raw, 8, "<i", -1), "QK-E100 n_ctx -1"),
+        (lambda raw: patched(raw, 8, "<i", 2), "QK-E100 n_ctx 2"),
+        (lambda raw: patched(raw, 8, "<i", 2**31 - 1), "QK-E103 440"),
+        (lambda raw: patched(raw, 12, "<i", 0), "QK-E100 n_vocab 0"),
+        (lambda raw: patched(raw, 12, "<i", 2**31 - 1), "QK-E103 440"),
+        (lambda raw: patched(raw, 12, "<i", 11), "QK-E100 440"),
+        (lambda raw: patched(raw, 16, "<i", 0), "QK-E100 n_chunk 0"),
+        (lambda raw: patched(raw, 16, "<i", 2**31 - 1), "QK-E103 440"),
+        (lambda raw: patched(raw, 20 + 4 * 5, "<i", 13), "QK-E100 5 40 13"),
+        (lambda raw: patched(raw, 20, "<i", -1), "QK-E100 0 20 -1"),
+        (lambda raw: raw + b"\0", "QK-E100 440"),
+        (lambda raw: raw[: START + 10], "QK-E103 440"),
     ],
 )
-def test_broken_llama_cpp_files_are_refused(tmp_path: Path, damage: Callable[[bytes], bytes], message: str) -> None:
+def test_broken_llama_cpp_files_are_refused(tmp_path: Path, damage: Callable[[bytes], bytes], refusal: str) -> None:
     path = tmp_path / "bad"
     path.write_bytes(damage(llama_bytes(tmp_path)))
-    with pytest.raises(FormatError, match=message):
+    with refuses(FormatError, refusal):
         open_logits(path)
 
 
@@ -181,7 +182,7 @@ def test_scales_that_are_none_are_refused_with_their_place(tmp_path: Path, scale
     path.write_bytes(patched(llama_bytes(tmp_path), offset, "<f", scale))
     file = open_logits(path)
     file.rows(0, 0, ROWS)
-    with pytest.raises(FormatError, match=f"chunk 1, position 6, byte {offset}"):
+    with refuses(FormatError, "QK-E100 1 6", offset):
         file.rows(1, 1, ROWS)
 
 
@@ -193,7 +194,7 @@ def test_a_file_cut_short_has_its_whole_chunks(tmp_path: Path) -> None:
 
 def test_a_file_that_does_not_fit_is_not_begun(tmp_path: Path) -> None:
     text = Chunks(2**30, np.zeros((1 << 20, 16), np.int32))
-    with pytest.raises(ResourceError, match="are needed"):
+    with refuses(ResourceError, "QK-E406 --chunks --logits-format"):
         LlamaWriter(tmp_path / "base", text)
     assert not list(tmp_path.iterdir())
 
@@ -261,7 +262,7 @@ def test_a_compact_file_is_read_in_any_order(tmp_path: Path, codec: str) -> None
 def test_without_zstd_there_is_advice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "zstandard", None)
     monkeypatch.setitem(__import__("sys").modules, "compression", None)
-    with pytest.raises(ResourceError, match="pip install zstandard"):
+    with refuses(ResourceError, "QK-E410 --codec"):
         CompactWriter(tmp_path / "base", chunks(50), codec="zstd")
     assert not list(tmp_path.iterdir())
 
@@ -283,29 +284,32 @@ def reframed(raw: bytes, payload: bytes, size: int) -> bytes:
 
 
 @pytest.mark.parametrize(
-    ("damage", "message"),
+    ("damage", "refusal"),
     [
-        (lambda raw: raw[:60], "within the header"),
-        (lambda raw: patched(raw, 8, "<I", 2), "version 2"),
-        (lambda raw: patched(raw, 12, "<I", 7), "codec 7"),
-        (lambda raw: patched(raw, 16, "<i", 2**31 - 1), "truncated"),
-        (lambda raw: patched(raw, 24, "<i", 2**31 - 1), "truncated"),
-        (lambda raw: patched(raw, 24, "<i", -3), "n_chunk is -3"),
-        (lambda raw: patched(raw, 28, "<I", 0), "top_k 0"),
-        (lambda raw: patched(raw, HEADER - 4, "<I", 2**32 - 1), "name of 4294967295 bytes"),
-        (lambda raw: patched(raw, 32, "<B", raw[32] ^ 1), "SHA-256"),
-        (lambda raw: patched(raw, FRAMES - 4, "<i", 1 ^ struct.unpack_from("<i", raw, FRAMES - 4)[0]), "SHA-256"),
-        (lambda raw: patched(raw, FRAMES, "<4s", b"CHUN"), "should begin"),
-        (lambda raw: patched(raw, FRAMES + 4, "<I", 1), "frame of chunk 0"),
-        (lambda raw: patched(raw, FRAMES + 12, "<I", 2**32 - 1), "should begin"),
-        (lambda raw: patched(raw, FRAMES + 16, "<Q", 2**64 - 1), "within its first chunk"),
-        (lambda raw: raw + b"more", "4 bytes after the last chunk"),
-        (lambda raw: raw[: FRAMES + 30], "within its first chunk"),
+        (lambda raw: raw[:60], "QK-E103 60"),
+        (lambda raw: patched(raw, 8, "<I", 2), "QK-E100 2"),
+        (lambda raw: patched(raw, 12, "<I", 7), "QK-E122 7"),
+        (lambda raw: patched(raw, 16, "<i", 2**31 - 1), "QK-E103 907"),
+        (lambda raw: patched(raw, 24, "<i", 2**31 - 1), "QK-E103 907"),
+        (lambda raw: patched(raw, 24, "<i", -3), "QK-E100 n_chunk -3"),
+        (lambda raw: patched(raw, 28, "<I", 0), "QK-E122 top_k 0"),
+        (lambda raw: patched(raw, HEADER - 4, "<I", 2**32 - 1), "QK-E122 4294967295"),
+        (lambda raw: patched(raw, 32, "<B", raw[32] ^ 1), "QK-E122 SHA-256"),
+        (
+            lambda raw: patched(raw, FRAMES - 4, "<i", 1 ^ struct.unpack_from("<i", raw, FRAMES - 4)[0]),
+            "QK-E122 SHA-256",
+        ),
+        (lambda raw: patched(raw, FRAMES, "<4s", b"CHUN"), "QK-E122 205 0"),
+        (lambda raw: patched(raw, FRAMES + 4, "<I", 1), "QK-E122 0"),
+        (lambda raw: patched(raw, FRAMES + 12, "<I", 2**32 - 1), "QK-E122 205 0"),
+        (lambda raw: patched(raw, FRAMES + 16, "<Q", 2**64 - 1), "QK-E103"),
+        (lambda raw: raw + b"more", "QK-E122 4"),
+        (lambda raw: raw[: FRAMES + 30], "QK-E103"),
     ],
 )
-def test_broken_compact_files_are_refused(tmp_path: Path, damage: Callable[[bytes], bytes], message: str) -> None:
+def test_broken_compact_files_are_refused(tmp_path: Path, damage: Callable[[bytes], bytes], refusal: str) -> None:
     (tmp_path / "bad").write_bytes(damage(compact_bytes(tmp_path)))
-    with pytest.raises(FormatError, match=message):
+    with refuses(FormatError, refusal):
         open_logits(tmp_path / "bad")
 
 
@@ -318,28 +322,28 @@ GOOD = random_rows(0)
 
 
 @pytest.mark.parametrize(
-    ("payload", "size", "message"),
+    ("payload", "size", "refusal"),
     [
-        (b"no zlib", 100, "cannot unpack"),
-        (zlib.compress(bytes(10**7)), 100, "other than the 100 bytes"),
-        (zlib.compress(bytes(50)), 100, "other than the 100 bytes"),
-        (zlib.compress(bytes(8)), 8, "cannot hold 3 positions"),
-        (zlib.compress(bytes(48)), 48, "keeps 0 to 0 tokens"),
-        (zlib.compress(b"\xff" * 60), 60, "tokens a position"),
-        (*repacked(ids=GOOD.ids + 40), "ids must ascend"),
-        (*repacked(ids=np.zeros_like(GOOD.ids)), "ids must ascend"),
-        (*repacked(log_probs=GOOD.log_probs * np.float32(np.nan)), "no log-probabilities"),
-        (*repacked(log_probs=-GOOD.log_probs), "no log-probabilities"),
-        (*repacked(residual=GOOD.residual + 1), "no log-probabilities"),
-        (*repacked(log_sum_exp=GOOD.log_sum_exp * np.float32(np.inf)), "no log-probabilities"),
-        (*repacked(next=-GOOD.next + np.float32(0.1)), "no log-probabilities"),
+        (b"no zlib", 100, "QK-E122 0 229"),
+        (zlib.compress(bytes(10**7)), 100, "QK-E122 100"),
+        (zlib.compress(bytes(50)), 100, "QK-E122 100"),
+        (zlib.compress(bytes(8)), 8, "QK-E122 3"),
+        (zlib.compress(bytes(48)), 48, "QK-E122 0"),
+        (zlib.compress(b"\xff" * 60), 60, "QK-E122 60"),
+        (*repacked(ids=GOOD.ids + 40), "QK-E122 50"),
+        (*repacked(ids=np.zeros_like(GOOD.ids)), "QK-E122 50"),
+        (*repacked(log_probs=GOOD.log_probs * np.float32(np.nan)), "QK-E122 0 229"),
+        (*repacked(log_probs=-GOOD.log_probs), "QK-E122 0 229"),
+        (*repacked(residual=GOOD.residual + 1), "QK-E122 0 229"),
+        (*repacked(log_sum_exp=GOOD.log_sum_exp * np.float32(np.inf)), "QK-E122 0 229"),
+        (*repacked(next=-GOOD.next + np.float32(0.1)), "QK-E122 0 229"),
     ],
 )
-def test_hostile_chunks_are_refused(tmp_path: Path, payload: bytes, size: int, message: str) -> None:
+def test_hostile_chunks_are_refused(tmp_path: Path, payload: bytes, size: int, refusal: str) -> None:
     (tmp_path / "bad").write_bytes(reframed(compact_bytes(tmp_path), payload, size))
     file = open_logits(tmp_path / "bad")
     assert isinstance(file, CompactLogits)
-    with pytest.raises(FormatError, match=message):
+    with refuses(FormatError, refusal):
         file.chunk(0)
     file.chunk(1)
 
@@ -348,7 +352,7 @@ def test_a_bomb_does_not_go_off(tmp_path: Path) -> None:
     (tmp_path / "bad").write_bytes(reframed(compact_bytes(tmp_path), zlib.compress(bytes(10**8)), 100))
     file = open_logits(tmp_path / "bad")
     tracemalloc.start()
-    with pytest.raises(FormatError, match="other than the 100 bytes"):
+    with refuses(FormatError, "QK-E122 100"):
         file.rows(0, 0, 1)
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
@@ -362,7 +366,7 @@ def test_a_zstd_frame_that_unpacks_to_more_is_refused(tmp_path: Path) -> None:
     for bomb in (zstandard.compress(bytes(10**8)), b"none"):
         (tmp_path / "bad").write_bytes(reframed(raw, bomb, 100))
         file = open_logits(tmp_path / "bad")
-        with pytest.raises(FormatError, match="zstd cannot unpack"):
+        with refuses(FormatError, "QK-E122 0 229"):
             file.rows(0, 0, 1)
 
 
@@ -370,7 +374,7 @@ def test_a_wrong_checksum_is_refused_with_its_place(tmp_path: Path) -> None:
     raw = compact_bytes(tmp_path)
     (tmp_path / "bad").write_bytes(patched(raw, FRAMES + 30, "<B", raw[FRAMES + 30] ^ 4))
     file = open_logits(tmp_path / "bad")
-    with pytest.raises(FormatError, match=f"chunk 0, byte {FRAMES + 24}: its checksum"):
+    with refuses(FormatError, "QK-E122 0", FRAMES + 24):
         file.rows(0, 0, 1)
 
 
@@ -397,7 +401,7 @@ def test_a_compact_file_cut_short_has_its_whole_chunks(tmp_path: Path) -> None:
 
 
 def test_no_file_no_traceback(tmp_path: Path) -> None:
-    with pytest.raises(FormatError, match="no such file"):
+    with refuses(FormatError, "QK-E401 --save-all-logits"):
         open_logits(tmp_path / "missing")
-    with pytest.raises(FormatError, match="no such file"):
+    with refuses(FormatError, "QK-E401 --save-all-logits"):
         open_logits(tmp_path)

@@ -3,6 +3,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from refusals import refuses
 
 from quantkit.errors import RecipeError
 from quantkit.formats.gguf import Field, ValueType
@@ -53,7 +54,7 @@ def test_layers_are_renumbered() -> None:
 
 @pytest.mark.parametrize("layers", [[4], [0, 1, 2, 3]])
 def test_impossible_prunings_are_refused(layers: list[int]) -> None:
-    with pytest.raises(RecipeError, match="prune-layers"):
+    with refuses(RecipeError, "QK-E203 --prune-layers"):
         prune_names([f"blk.{i}.x" for i in range(4)], layers)
 
 

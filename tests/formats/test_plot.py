@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from click.testing import CliRunner
+from refusals import refuses
 
 from quantkit.cli import cli
 from quantkit.cli._plot import Figure, Line, LinePanel, MapPanel, Points, Scatter, check_plot, draw
@@ -60,7 +61,7 @@ def test_what_is_missing_is_said() -> None:
 
 
 def test_names_and_matplotlib_are_checked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, data: Path) -> None:
-    with pytest.raises(RecipeError, match=r"plots are .svg, .png or .pdf"):
+    with refuses(RecipeError, "QK-E203 .svg .png .pdf"):
         check_plot(Path("x.gif"))
     assert check_plot(Path("x.PNG")) == "png"
     monkeypatch.setitem(sys.modules, "matplotlib", None)

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import tiny_models
+from refusals import refuses
 
 from libllama import Libllama, nmse
 from quantkit.errors import FormatError
@@ -186,28 +187,28 @@ def test_one_thing_wrong_changes_the_logits(
     right = tiny_models.logits(path, tokens)
     monkeypatch.setitem(table.ARCHS, "qwen35moe", replace(table.ARCHS["qwen35moe"], **wrong))
     if "tiled_heads" in wrong:
-        with pytest.raises(FormatError, match="ssm_ba"):
+        with refuses(FormatError, "QK-E105 ssm_ba"):
             tiny_models.logits(path, tokens)
     else:
         assert nmse(tiny_models.logits(path, tokens), right) > 1e-6
 
 
 @pytest.mark.parametrize(
-    ("words", "changes", "extra_shapes"),
+    ("refusal", "changes", "extra_shapes"),
     [
-        ("3 key heads, 4 value heads", {"ssm.group_count": 3}, {}),
-        ("do not fit together", {"ssm.inner_size": 60}, {}),
-        ("must be positive", {"full_attention_interval": 0}, {}),
-        ("2 elements, .* layer 2", {"attention.recurrent_layers": [1, 1]}, {}),
-        ("values 16", {"attention.value_length": 16}, {}),
-        ("attn_gate has 70 columns", {}, {"blk.0.attn_gate.weight": (tiny_models.N_EMBD, 70)}),
-        ("ssm_conv1d", {}, {"blk.0.ssm_conv1d.weight": (4, 100)}),
-        ("ssm.state_size", {"ssm.state_size": None}, {}),
+        ("QK-E123 3 4", {"ssm.group_count": 3}, {}),
+        ("QK-E123 2 4", {"ssm.inner_size": 60}, {}),
+        ("QK-E123 qwen35.full_attention_interval 0", {"full_attention_interval": 0}, {}),
+        ("QK-E123 2", {"attention.recurrent_layers": [1, 1]}, {}),
+        ("QK-E123 16", {"attention.value_length": 16}, {}),
+        ("QK-E106 attn_gate 70", {}, {"blk.0.attn_gate.weight": (tiny_models.N_EMBD, 70)}),
+        ("QK-E106 ssm_conv1d", {}, {"blk.0.ssm_conv1d.weight": (4, 100)}),
+        ("QK-E123 ssm.state_size", {"ssm.state_size": None}, {}),
     ],
 )
 def test_what_does_not_fit_is_refused(
-    words: str, changes: dict[str, Any], extra_shapes: tiny_models.Shapes, tmp_path: Path
+    refusal: str, changes: dict[str, Any], extra_shapes: tiny_models.Shapes, tmp_path: Path
 ) -> None:
     path = qwen(tmp_path / "model.gguf", "qwen35", changes, extra_shapes=extra_shapes)
-    with open_gguf(path) as source, pytest.raises(FormatError, match=words):
+    with open_gguf(path) as source, refuses(FormatError, refusal):
         build_graph(source)

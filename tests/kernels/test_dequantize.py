@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from blocks import random_rows, row_scales
 from numba.core import types as numba_types
+from refusals import refuses
 from type_params import DECODABLE
 
 from quantkit.errors import TypeNotSupported
@@ -267,12 +268,12 @@ def test_levels_and_scales_in_registers_make_the_values(t):
 @pytest.mark.parametrize("name", ["I32", "F64", "Q8_1"])
 def test_types_without_a_decoder_are_refused_by_name(name):
     assert not has_decoder(BY_NAME[name])
-    with pytest.raises(TypeNotSupported, match=name):
+    with refuses(TypeNotSupported, "QK-E302", name):
         dequantize_rows(BY_NAME[name], np.zeros((1, 256), np.uint8), np.zeros((1, 256), np.float32))
 
 
 def test_rows_that_are_no_multiple_of_the_block_are_refused():
-    with pytest.raises(TypeNotSupported, match="Q4_K packs 256 values"):
+    with refuses(TypeNotSupported, "QK-E303 Q4_K 256"):
         dequantize_rows(BY_NAME["Q4_K"], np.zeros((1, 144), np.uint8), np.zeros((1, 128), np.float32))
 
 

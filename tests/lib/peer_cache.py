@@ -6,8 +6,10 @@ compared is always ours of now. Remove the folder ``peer-answers`` of the cache 
 
 from __future__ import annotations
 
+import base64
 import hashlib
 import io
+import json
 import os
 import platform
 import subprocess
@@ -15,7 +17,7 @@ import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -101,6 +103,61 @@ def array_answer(ask: Callable[[], npt.NDArray[Any]], *question: object) -> npt.
 
     array: npt.NDArray[Any] = np.load(io.BytesIO(answer(saved, *question)))
     return array
+
+
+class Output(NamedTuple):
+    """What a program prints, stdout before stderr, and its exit code."""
+
+    code: int
+    text: str
+
+
+def program_answer(
+    command: Sequence[object],
+    outputs: Sequence[Path] = (),
+    environment: Mapping[str, str] | None = None,
+    last: str = "",
+) -> Output:
+    """Run a peer's program; write its files ``outputs`` and return what it prints.
+
+    Other files among its words count by their content, wherever they lie; so none may be told by its name in an output.
+
+    Args:
+        command: the program and its words.
+        outputs: words that are files which it writes.
+        environment: variables beside those of this process.
+        last: a word of its last line, until which it is run again: on a busy machine llama-perplexity sometimes ends
+            before its log thread has printed all.
+    """
+    program, *words = command
+    assert isinstance(program, Path)
+
+    def run() -> bytes:
+        for _ in range(10):
+            process = subprocess.run(
+                [str(word) for word in command],
+                capture_output=True,
+                text=True,
+                errors="replace",
+                env={**os.environ, **(environment or {})},
+                timeout=300,
+            )
+            text = process.stdout + process.stderr
+            if last in text:
+                break
+        files = [base64.b64encode(out.read_bytes()).decode() if out.is_file() else None for out in outputs]
+        return json.dumps([process.returncode, text, files]).encode()
+
+    names = {out: f"OUT {i}" for i, out in enumerate(outputs)}
+    parts = [names[word] if isinstance(word, Path) and word in names else file_or_word(str(word)) for word in words]
+    libraries = [Path(folder) for folder in (environment or {}).get("LD_LIBRARY_PATH", "").split(":") if folder]
+    peers = [peer(folder) for folder in (program.parent, *libraries)]
+    code, text, files = json.loads(answer(run, *peers, program.name, last, *parts))
+    for out, data in zip(outputs, files, strict=True):
+        if data is not None:
+            out.write_bytes(base64.b64decode(data))
+    assert last in text, text
+    return Output(code, text)
 
 
 def file_answer(command: Sequence[str | Path], out: Path, environment: Mapping[str, str] | None = None) -> Path:

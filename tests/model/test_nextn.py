@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,8 @@ import test_indexer
 import test_mla
 import tiny_models
 from click.testing import CliRunner
+from peer_cache import program_answer
+from refusals import refuses
 from test_imatrix_collect import StopAfter, spoilt
 from test_imatrix_zoo import TEXT, agree, with_tokenizer
 
@@ -144,7 +145,7 @@ def test_a_resumed_run_and_one_without_a_bad_chunk_make_the_same_file(tmp_path: 
     out = tmp_path / "out.gguf"
     with pytest.raises(KeyboardInterrupt):
         imatrix(path, (), out, tokens=tokens, options=options, watcher=StopAfter(5), **run)
-    with pytest.raises(QuantkitError, match="the state of another run"):
+    with refuses(QuantkitError, "QK-E409 out.gguf.state --overwrite --resume"):
         imatrix(bad, (), out, tokens=tokens, options=replace(options, resume=True), **run)
     imatrix(path, (), out, tokens=tokens, options=replace(options, resume=True), **run)
     assert out.read_bytes() == (tmp_path / "whole.gguf").read_bytes()
@@ -209,8 +210,8 @@ def llama_imatrix(program: Path, folder: Path, *arguments: object) -> Any:
     out = folder / "theirs.gguf"
     command = [program / "llama-imatrix", "-f", folder / "text.txt", "-o", out, *arguments, *NUMBERS]
     command += ["-ctv", "f32", "-fa", "off"]
-    process = subprocess.run([str(part) for part in command], capture_output=True, text=True, timeout=120)
-    assert process.returncode == 0, process.stderr[-2000:]
+    output = program_answer(command, [out])
+    assert output.code == 0, output.text[-4000:]
     return read_imatrix(out)
 
 
@@ -227,9 +228,9 @@ def compare(actual: Any, expected: Any) -> None:
 
 def test_what_is_no_known_prediction_layer_is_refused(tmp_path: Path) -> None:
     path = predicting(tmp_path / "model.gguf", "qwen35", has_head=False)
-    for changes, words in (
-        ({"qwen35.nextn_predict_layers": 2, "qwen35.block_count": 6}, "2 prediction layers"),
-        ({"general.architecture": "qwen3"}, "are not supported"),
+    for changes, refusal in (
+        ({"qwen35.nextn_predict_layers": 2, "qwen35.block_count": 6}, "QK-E306 2"),
+        ({"general.architecture": "qwen3"}, "QK-E306 bad.gguf"),
     ):
         with open_gguf(path) as source:
             fields = [Field.of(k, changes[k], f.type) if k in changes else f for k, f in source.fields.items()]
@@ -239,7 +240,7 @@ def test_what_is_no_known_prediction_layer_is_refused(tmp_path: Path) -> None:
         shapes = {"blk.5.nextn.enorm.weight": (E,)}
         data += [(name, ne, data[0][2], draw(name, ne, 1).tobytes()) for name, ne in shapes.items()]
         write_gguf(tmp_path / "bad.gguf", fields, data)
-        with pytest.raises(TypeNotSupported, match=words):
+        with refuses(TypeNotSupported, refusal):
             load(tmp_path / "bad.gguf", build=build_nextn)
 
 
@@ -253,7 +254,7 @@ def test_a_model_without_one_gets_a_note(tmp_path: Path) -> None:
     options = ImatrixOptions(n_ctx=N_CTX, nextn=True)
     outcome = imatrix(model, (), tmp_path / "o.gguf", tokens=tiny_models.ids(2 * N_CTX), options=options)
     assert any("has no prediction layer" in note for note in outcome.notes)
-    with pytest.raises(QuantkitError, match="is no file with a prediction layer alone"):
+    with refuses(QuantkitError, "QK-E105 m.gguf"):
         imatrix(model, (), tmp_path / "p.gguf", tokens=tiny_models.ids(64), draft=model, options=options)
 
 

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import test_mamba
+from refusals import refuses
 
 from libllama import nmse
 from quantkit.errors import FormatError, QuantkitError, TypeNotSupported
@@ -120,7 +121,7 @@ def test_a_state_that_cuda_has_no_room_for(tmp_path: Path, cuda_devices: tuple[s
     path = test_mamba.hybrid(tmp_path / "model.gguf", {"ssm.state_size": 288}, d_state=288)
     with load(path, kv_type="f32") as model:
         assert np.isfinite(model.forward([1, 2, 3])).all()
-    with pytest.raises(TypeNotSupported, match=r"a state of 288 rows does not run on CUDA.*--gpu-layers 0"):
+    with refuses(TypeNotSupported, "QK-E306 288 CUDA --gpu-layers 0"):
         load(path, kv_type="f32", placement=Placement(ALL_LAYERS, (), ("CUDA0",))).forward([1, 2, 3])
 
 
@@ -129,7 +130,7 @@ def test_more_rows_than_may_decay_by_themselves() -> None:
     with open_gguf(ZOO / "headers" / "kimi-linear-moe.head", header_only=True) as source:
         tensors = {name: wider(tensor, n * 32, n * head) for name, tensor in source.tensors.items()}
         tensors |= {name: wider(t, 32, head) for name, t in tensors.items() if "ssm_norm" in name}
-        with pytest.raises(FormatError, match="more than 256 rows of a state decay each by itself"):
+        with refuses(FormatError, "QK-E106 256"):
             build_graph(Changed(source, {"kda.head_dim": head}, tensors))  # type: ignore[arg-type]
 
 

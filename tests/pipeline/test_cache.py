@@ -24,6 +24,7 @@ from typing import Any
 import numpy as np
 import pytest
 from click.testing import CliRunner, Result
+from refusals import refuses
 from tiny_checkpoints import moe_arrays, write_checkpoint
 from type_params import ENCODABLE, ENCODERS
 
@@ -210,7 +211,7 @@ def test_a_source_that_changed_in_secret_is_noticed(
     with Entry(path) as entry:  # its last piece is to be encoded again, beside those that are taken
         flip(path, BEGIN + entry.header.pieces.nbytes - 1)
     if case == "no trace":
-        with pytest.raises(FormatError, match=r"ffn_down.weight is not what it was .* run again"):
+        with refuses(FormatError, "QK-E109 ffn_down.weight"):
             cached(source, out, "Q4_0", cache)
     expected = plain(source, out, "Q4_0")
     assert used(cached(source, out, "Q4_0", cache))[0] == ENCODES - 1
@@ -674,7 +675,7 @@ def test_a_strange_configuration_is_refused(llama: Path, tmp_path: Path, data: b
     cache = tmp_path / "cache"
     cache.mkdir()
     (cache / "cache.json").write_bytes(data)
-    with pytest.raises(ResourceError, match="is not that of a tensor cache"):
+    with refuses(ResourceError, "QK-E122 cache.json"):
         cached(llama, tmp_path / "o.gguf", "Q4_0", cache)
     assert not (tmp_path / "o.gguf").exists()
 
@@ -683,13 +684,13 @@ def test_other_folders_are_refused(llama: Path, tmp_path: Path) -> None:
     folder = tmp_path / "photos"
     folder.mkdir()
     (folder / "a.jpg").touch()
-    with pytest.raises(ResourceError, match=r"holds other files \(a.jpg\)"):
+    with refuses(ResourceError, "QK-E402 a.jpg"):
         cached(llama, tmp_path / "o.gguf", "Q4_0", folder)
     for verb in (show_cache, prune_cache, verify_cache):
         with pytest.raises(ResourceError):
             verb(folder)
     (folder / "a.jpg").unlink()
-    with pytest.raises(ResourceError, match="is no tensor cache"):
+    with refuses(ResourceError, "QK-E401 --cache"):
         show_cache(folder)
     assert used(cached(llama, tmp_path / "o.gguf", "Q4_0", folder)) == (0, ENCODES)
 
@@ -806,7 +807,7 @@ def test_permissions(llama: Path, other_user: Path) -> None:
     for folder in folders:
         folder.chmod(0o755)
     cache.chmod(0o300)
-    with as_nobody(), pytest.raises(ResourceError, match="Permission denied"):
+    with as_nobody(), refuses(ResourceError, "QK-E405"):
         cached(source, out, "Q4_0", cache)
 
 
@@ -881,7 +882,7 @@ def test_a_run_does_not_evict_its_own(llama: Path, tmp_path: Path) -> None:
 
 def test_a_refused_run_makes_no_cache(llama: Path, tmp_path: Path) -> None:
     (tmp_path / "o.gguf").touch()
-    with pytest.raises(ResourceError, match="exists"):
+    with refuses(ResourceError, "QK-E402 o.gguf --overwrite"):
         quantize(llama, tmp_path / "o.gguf", "Q4_0", cache=tmp_path / "cache")
     assert not (tmp_path / "cache").exists()
 

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from header_models import DENSE, FUSED, MIXED, MLA, MOE, SHARED, Tensor, drawn_up, write_sparse
 from peer_cache import answer, file_or_word, header, peer
+from refusals import refuses
 
 from quantkit.errors import TypeNotSupported
 from quantkit.formats.gguf import open_gguf
@@ -382,7 +383,7 @@ def test_a_tensor_of_several_types() -> None:
     assert (choice_of_both.copied, choice_of_both.requantized, choice_of_both.undecided) == (False, False, False)
     assert choice("COPY").undecided
     assert not choice("COPY", rules=rules("gate_up = q8_0")).undecided
-    with pytest.raises(TypeNotSupported, match="Q8_0 and F16 to Q4_K"):
+    with refuses(TypeNotSupported, "QK-E209 Q8_0 F16 Q4_K"):
         choice("Q4_K_M")
     assert choice("Q4_K_M", allow_requantize=True).requantized
 
@@ -458,9 +459,9 @@ def test_fallback_reaches_explicit_types_too() -> None:
 
 
 def test_fallback_error_names_the_tensors() -> None:
-    with pytest.raises(TypeNotSupported, match=r"blk.0.x.weight \(F32 to Q4_K\); pass --fallback next"):
+    with refuses(TypeNotSupported, "QK-E303 blk.0.x.weight F32 Q4_K --fallback"):
         choose_types(FACTS, [Tensor("blk.0.x.weight", (320, 8))], Request(preset_by_name("Q4_K_S"), fallback="error"))
-    with pytest.raises(TypeNotSupported, match="not a type for weights"):
+    with refuses(TypeNotSupported, "QK-E301 --fallback I32"):
         choose_types(FACTS, [], Request(preset_by_name("Q4_K_S"), fallback="i32"))
 
 
@@ -485,7 +486,7 @@ def test_interleaved_types_where_rows_make_no_groups() -> None:
 def test_requantizing_must_be_allowed() -> None:
     tensors = [Tensor("blk.0.a.weight", (512, 8), t("Q4_K")), Tensor("blk.1.a.weight", (512, 8), t("Q4_1"))]
     request = Request(preset_by_name("Q4_K_S"))
-    with pytest.raises(TypeNotSupported, match=r"already quantized: blk.1.a.weight \(Q4_1 to Q4_K\)"):
+    with refuses(TypeNotSupported, "QK-E209 blk.1.a.weight Q4_1 Q4_K"):
         choose_types(FACTS, tensors, request)
     choices = choose_types(FACTS, tensors, replace(request, allow_requantize=True))
     assert [c.copied for c in choices] == [True, False]

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from refusals import refuses
 from tiny_checkpoints import moe_arrays, moe_config, write_checkpoint
 
 from quantkit.checkpoint import general
@@ -200,7 +201,7 @@ def test_a_pattern_cannot_grow_while_it_is_compiled(pattern: str) -> None:
 def test_slow_patterns_have_one_limit_together() -> None:
     slow = r"(?:(\w)\1?|\w\w|\w|.)+[!-*]"
     rules = parse_recipe("".join(f"{slow}{i} = q4_K\n" for i in range(1000)), "mix.txt")
-    with pytest.raises(RecipeError, match="takes too long"):
+    with refuses(RecipeError, "QK-E205 mix.txt:2 blk.12.ffn_gate_up_exps.weight"):
         any(rule.matches("blk.12.ffn_gate_up_exps.weight") for rule in rules)
     assert parse_recipe("attn_q = q4_K", "mix.txt")[0].matches("blk.0.attn_q.weight")
 
@@ -209,5 +210,5 @@ def test_rules_are_cut_in_time_that_grows_with_their_length() -> None:
     with pytest.raises(RecipeError) as e:
         parse_custom_q(",".join(["a=b"] * 400_000))
     assert len(e.value.message) < 1000
-    with pytest.raises(RecipeError, match=f"more than {MAX_RULES} rules"):
+    with refuses(RecipeError, "QK-E204", MAX_RULES):
         parse_custom_q(",".join(["a=q4_K"] * (MAX_RULES + 1)))

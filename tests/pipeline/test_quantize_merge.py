@@ -11,6 +11,7 @@ import pytest
 from click.testing import CliRunner, Result
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from refusals import refuses
 
 from quantkit.cli import cli
 from quantkit.errors import QuantkitError, RecipeError, TypeNotSupported
@@ -230,14 +231,14 @@ def test_halves_that_stay_different_are_left_alone(tmp_path: Path) -> None:
     ruled = plan_quantize(source, tmp_path / "o.gguf", "COPY", replace(options, tensor_type=("gate_up=bf16",)))
     assert [t.type.name for t in ruled.tensors if "gate_up" in t.name] == ["BF16"] * 3
     alone = model(tmp_path / "t.gguf", "F16", "F32")
-    with pytest.raises(RecipeError, match="--merge-up-gate: .*no layer can be merged: .*COPY keeps both"):
+    with refuses(RecipeError, "QK-E211 --merge-up-gate COPY"):
         plan_quantize(alone, tmp_path / "o.gguf", "COPY", options)
 
 
 def test_a_half_that_is_quantized_is_not_quantized_again_unasked(tmp_path: Path) -> None:
     source = model(tmp_path / "s.gguf", "F16", "Q8_0")
     options = replace(PLAIN, merge_up_gate=True)
-    with pytest.raises(TypeNotSupported, match=r"gate_up_exps\.weight \(F16 and Q8_0 to Q4_0\).*--allow-requantize"):
+    with refuses(TypeNotSupported, "QK-E209 F16 Q8_0 Q4_0 --allow-requantize"):
         plan_quantize(source, tmp_path / "o.gguf", "Q4_0", options)
     plan_quantize(source, tmp_path / "o.gguf", "Q8_0", options)  # that half is a copy
 

@@ -23,6 +23,7 @@ import host_device
 import numpy as np
 import pytest
 from click.testing import CliRunner
+from refusals import refuses
 from test_cards import write_source
 from test_imatrix_collect import spoilt
 from test_nextn import predicting
@@ -493,7 +494,7 @@ def test_a_node_that_refuses_is_named_and_left_out(nodes: Any) -> None:
     assert set(numbers.results) == set(range(6))
     assert set(numbers.results.values()) == {good}
     assert numbers.texts == [f"warning: node {nodes_by_id[bad].name} is not used: its disk is another"]
-    with pytest.raises(ClusterError, match=f"no node can be used: .*{nodes_by_id[bad].name}: its disk is another"):
+    with refuses(ClusterError, "QK-E450", nodes_by_id[bad].name):
         Cluster().run(Numbers(6, begin_refusing, {bad, good}))
 
 
@@ -567,7 +568,7 @@ def test_a_node_without_room_ends_a_run_that_is_kept(
     quantize(MODEL, expected, "Q4_0")
     with monkeypatch.context() as patch:
         patch.setattr(ray_tasks, "begin", begin_without_room)
-        with pytest.raises(ClusterError, match=r"node .*: /out/x.part: No space left on device; it was tried 3 times"):
+        with refuses(ClusterError, "QK-E450 /out/x.part 3"):
             quantize(MODEL, out, "Q4_0", ray="auto")
     assert out.with_name("o.gguf.journal").exists()
     quantize(MODEL, out, "Q4_0", resume=True)
@@ -593,7 +594,7 @@ def test_work_of_killed_workers_is_done_again(nodes: Any, tmp_path: Path) -> Non
 
 def test_other_sources_are_refused(nodes: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cluster_module, "_sources", lambda: "0.0 (another)")
-    with pytest.raises(ClusterError, match=r"it has quantkit .*, not 0.0 \(another\)"):
+    with refuses(ClusterError, "QK-E450 0.0"):
         Cluster().run(Numbers(2, begin_refusing, set()))
 
 
@@ -604,7 +605,7 @@ def test_a_broken_source_fails_as_on_threads(nodes: Any, tmp_path: Path) -> None
     with source.open("r+b") as file:
         file.seek(offset)
         file.write(b"\xff\x7f")
-    with pytest.raises(FormatError, match=r"blk.1.ffn_up.weight, row 0, column 0 is nan.* \(on node "):
+    with refuses(FormatError, "QK-E108 blk.1.ffn_up.weight 0"):
         quantize(source, tmp_path / "o.gguf", "Q4_0", ray="auto")
     assert [p.name for p in tmp_path.iterdir()] == ["s.gguf"]
 
@@ -650,7 +651,7 @@ def test_a_node_uses_the_cards_that_ray_gives_it(nodes: Any, tmp_path: Path, mon
         assert [text for text in watch.texts if names[1] in text] == [on_card]
         if backend == "auto":
             assert f"node {names[0]}: --backend auto: the CPU, as Ray has no GPU there" in watch.texts
-    with pytest.raises(RecipeError, match="--devices and --verify are for the GPUs of this machine"):
+    with refuses(RecipeError, "QK-E201 --devices --verify"):
         quantize(source, out, "Q4_0", options, overwrite=True, ray="auto", backend="cuda", verify=3)
 
 
@@ -747,7 +748,7 @@ def test_nodes_may_go_and_come(nodes: Any, tmp_path: Path, small_jobs: None, mon
 
 def test_without_ray_it_is_said_how_to_get_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
-    with pytest.raises(ResourceError, match=r"pip install 'gguf-quantkit\[ray\]'"):
+    with refuses(ResourceError, "QK-E410 gguf-quantkit[ray]"):
         quantize(MODEL, tmp_path / "o.gguf", "Q4_0", ray="auto")
     assert not list(tmp_path.iterdir())
 
@@ -821,7 +822,7 @@ def test_connecting_and_leaving_keep_nobody_waiting(monkeypatch: pytest.MonkeyPa
 
 def test_no_cluster_is_one_error(tmp_path: Path) -> None:
     pytest.importorskip("ray", reason=NO_RAY)
-    with pytest.raises(QuantkitError, match="run on a machine of the cluster"):
+    with refuses(QuantkitError, "QK-E203 --ray"):
         Cluster("ray://host:10001")
 
 

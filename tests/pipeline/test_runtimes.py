@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from peer_cache import answer, peer, program_answer
 
 import damage
 import sparse_models
@@ -42,18 +43,19 @@ def perplexity(llama_bin: Path, model: Path, text: Path, *arguments: str) -> flo
         "4",
         *arguments,
     ]
-    for _ in range(10):  # on a busy machine it sometimes ends before its log thread has printed the last line
-        process = subprocess.run(command, check=True, capture_output=True, text=True)
-        match = re.search(r"PPL = (\S+)", process.stdout + process.stderr)
-        if match is not None:
-            return float(match[1])
-    raise AssertionError(process.stdout + process.stderr)
+    output = program_answer(command, last="PPL = ")
+    match = re.search(r"PPL = (\S+)", output.text)
+    assert not output.code
+    assert match is not None
+    return float(match[1])
 
 
-def ik_tokens(model: Path) -> list[str]:
-    process = subprocess.run([sys.executable, "-c", _IK, model], capture_output=True, text=True, check=False)
-    assert process.returncode == 0, process.stderr[-2000:]
-    match = re.search(r"TOKENS (.*)", process.stdout)
+def ik_tokens(ik_bin: Path, model: Path) -> list[str]:
+
+    def generate() -> bytes:
+        return subprocess.run([sys.executable, "-c", _IK, model], capture_output=True, check=True).stdout
+
+    match = re.search(r"TOKENS (.*)", answer(generate, peer(ik_bin), peer(ik_bin.parent / "lib"), _IK, model).decode())
     assert match is not None
     return match[1].split()
 
@@ -81,7 +83,7 @@ def test_ik_llama_cpp_generates_with_the_file(
 ) -> None:
     options = QuantizeOptions(imatrix=data / "tiny-moe-imatrix.gguf", ffn_gate_inp_type="q8_0")
     quantize(tiny_moe, tmp_path / "o.gguf", type_name, options)
-    assert len(ik_tokens(tmp_path / "o.gguf")) == 8
+    assert len(ik_tokens(ik_bin, tmp_path / "o.gguf")) == 8
 
 
 @pytest.mark.peer
@@ -101,9 +103,9 @@ def test_merged_experts_load_where_the_report_says(
     quantize(tiny_moe, separate, type_name)
     merge = merge_up_gate(separate, merged)
     assert list(merge.loads_merged.values()) == [False, True]
-    assert ik_tokens(merged) == ik_tokens(separate)
+    assert ik_tokens(ik_bin, merged) == ik_tokens(ik_bin, separate)
     command = [llama_bin / "llama-perplexity", "-m", merged, "-f", data / "tiny-moe-evaluation.txt", "-c", "256"]
-    assert subprocess.run(command, capture_output=True, check=False).returncode != 0
+    assert program_answer(command).code != 0
 
 
 @pytest.fixture(scope="session")

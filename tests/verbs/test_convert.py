@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 from click.testing import CliRunner
+from refusals import refuses
 from tiny_checkpoints import bf16, moe_arrays, moe_config, write_checkpoint, write_safetensors
 
 import checkpoints
@@ -185,7 +186,7 @@ def test_values_that_are_not_finite(tmp_path: Path) -> None:
     arrays: dict[str, Any] = {_EXPERT: bad}
     folder = write_broken(tmp_path, None, **arrays)
     for type_name in (None, "Q4_K_M"):
-        with pytest.raises(FormatError, match=r"ffn_up_exps"):
+        with refuses(FormatError, "QK-E108 ffn_up_exps"):
             convert(folder, tmp_path / "x.gguf", type_name, PRE)
         assert not list(tmp_path.glob("x.gguf*"))
 
@@ -260,7 +261,7 @@ def test_options_that_do_not_go_together(moe: Path, tmp_path: Path) -> None:
 def test_no_input_is_replaced(tmp_path: Path) -> None:
     folder = write_checkpoint(tmp_path / "m")
     for name in ("model.safetensors", "config.json", "tokenizer.json"):
-        with pytest.raises(ResourceError, match="is the input"):
+        with refuses(ResourceError, "QK-E403"):
             convert(folder, folder / name, None, PRE, overwrite=True)
 
 
@@ -302,7 +303,7 @@ def test_a_truncated_file(moe: Path, tmp_path: Path) -> None:
     folder = write_checkpoint(tmp_path / "m")
     path = folder / "model.safetensors"
     path.write_bytes(path.read_bytes()[:-1])
-    with pytest.raises(FormatError, match="truncated"):
+    with refuses(FormatError, "QK-E103 model.safetensors model.layers.1.mlp.experts.3.down_proj.weight"):
         plan_convert(folder, tmp_path / "x.gguf", None, PRE)
     write_safetensors(path, {"model.embed_tokens.weight": np.zeros((96, 256), np.float32)})
     plan = plan_convert(folder, tmp_path / "y.gguf", None, replace(PRE, allow_incomplete=True))

@@ -11,12 +11,13 @@ import click
 import numpy as np
 import pytest
 from click.testing import CliRunner
+from refusals import refuses
 from tiny_checkpoints import moe_arrays, moe_config, write_checkpoint
 
 import checkpoints
 from quantkit.checkpoint import registry
 from quantkit.checkpoint.expressions import Stored, concatenate, read_values, stack
-from quantkit.checkpoint.row import Copied
+from quantkit.checkpoint.key_rows import Copied
 from quantkit.cli import cli
 from quantkit.cli.convert import command
 from quantkit.convert import ConvertOptions, convert, plan_convert
@@ -91,7 +92,7 @@ def test_layers_that_lack_a_part_are_not_fused(tmp_path: Path) -> None:
 
 def test_fused_gate_and_up(moe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     options = replace(PRE, fuse_gate_up_exps=True)
-    with pytest.raises(RecipeError, match="qwen3moe has no ffn_gate_up_exps"):
+    with refuses(RecipeError, "QK-E211 qwen3moe ffn_gate_up_exps"):
         plan_convert(moe, tmp_path / "x.gguf", None, options)
     kinds = "quantkit.checkpoint.tensor_names.KINDS"
     from quantkit.checkpoint.tensor_names import KINDS
@@ -147,24 +148,24 @@ def test_layers_that_predict_ahead(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 
 def test_a_model_that_predicts_nothing_ahead(moe: Path, tmp_path: Path) -> None:
-    for options, option in (({"mtp": True}, "--mtp"), ({"no_nextn": True}, "--no-nextn")):
-        with pytest.raises(RecipeError, match=option):
+    for options, option in (({"mtp": True}, "QK-E206 --mtp"), ({"no_nextn": True}, "QK-E206 --no-nextn")):
+        with refuses(RecipeError, option):
             plan_convert(moe, tmp_path / "x.gguf", None, replace(PRE, **options))
-    with pytest.raises(RecipeError, match="exclude each other"):
+    with refuses(RecipeError, "QK-E201 --mtp --no-nextn"):
         plan_convert(moe, tmp_path / "x.gguf", None, replace(PRE, mtp=True, no_nextn=True))
 
 
 def test_only_layers_that_are_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     _write_mtp(tmp_path, monkeypatch)
     folder = write_checkpoint(tmp_path / "none", moe_config(num_nextn_predict_layers=1))
-    with pytest.raises(FormatError, match="no layers that predict"):
+    with refuses(FormatError, "QK-E206 --mtp"):
         plan_convert(folder, tmp_path / "x.gguf", None, replace(PRE, mtp=True))
 
 
 @pytest.mark.parametrize("name", ["fp8_as_q8", "vocab_only"])
 def test_options_without_a_type(moe: Path, tmp_path: Path, name: str) -> None:
     settings: dict[str, Any] = {name: True}
-    with pytest.raises(RecipeError, match="without TYPE"):
+    with refuses(RecipeError, "QK-E201 TYPE"):
         plan_convert(moe, tmp_path / "x.gguf", "Q8_0", replace(PRE, **settings))
 
 

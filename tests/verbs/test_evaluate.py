@@ -14,6 +14,7 @@ import numpy.typing as npt
 import pytest
 from click.testing import CliRunner, Result
 from fake_engine import FakeModel, install
+from refusals import refuses
 
 from quantkit.cli import cli
 from quantkit.cli.kld import chunk_line, narrow_line, statistics_text
@@ -168,7 +169,7 @@ class _FailingModel(FakeModel):
 
 @pytest.mark.parametrize("form", ["llama.cpp", "compact"])
 def test_logits_that_are_none_end_the_run_and_leave_no_file(gguf: Path, tmp_path: Path, form: str) -> None:
-    with pytest.raises(QuantkitError, match="NaN or Inf instead of logits"):
+    with refuses(QuantkitError, "QK-E108 NaN"):
         perplexity(
             _FailingModel(gguf, V), tokens=some_tokens(64), n_ctx=16, save_logits=SaveLogits(tmp_path / "base", form)
         )
@@ -177,7 +178,7 @@ def test_logits_that_are_none_end_the_run_and_leave_no_file(gguf: Path, tmp_path
 
 def test_an_existing_base_is_kept(gguf: Path, tmp_path: Path) -> None:
     (tmp_path / "base").write_text("dear")
-    with pytest.raises(QuantkitError, match="--overwrite"):
+    with refuses(QuantkitError, "QK-E402 --overwrite"):
         perplexity(FakeModel(gguf, V), tokens=some_tokens(64), n_ctx=16, save_logits=SaveLogits(tmp_path / "base"))
     assert (tmp_path / "base").read_text() == "dear"
 
@@ -272,9 +273,9 @@ def test_only_so_many_chunks_of_a_base(gguf: Path, tmp_path: Path) -> None:
 
 def test_a_base_of_another_model_is_refused(gguf: Path, tmp_path: Path) -> None:
     base = save(FakeModel(gguf, V), tmp_path / "base")
-    with pytest.raises(QuantkitError, match=f"vocabulary of {V} tokens, .* has {V + 1}"):
+    with refuses(QuantkitError, "QK-E207", V, V + 1):
         kld(FakeModel(gguf, V + 1), base)
-    with pytest.raises(RecipeError, match="chunks of 16 tokens, not 32"):
+    with refuses(RecipeError, "QK-E203 16 32"):
         kld(FakeModel(gguf, V), base, n_ctx=32)
 
 
@@ -282,7 +283,7 @@ def test_a_base_of_another_model_is_refused(gguf: Path, tmp_path: Path) -> None:
 def test_a_base_cut_short_is_refused_but_for_its_whole_chunks(gguf: Path, tmp_path: Path, form: str) -> None:
     raw = save(FakeModel(gguf, V), tmp_path / "base", format=form).read_bytes()
     (tmp_path / "cut").write_bytes(raw[:-5])
-    with pytest.raises(FormatError, match="only 8 of its 9 chunks are whole.*--chunks 8"):
+    with refuses(FormatError, "QK-E103 8 9 --chunks"):
         kld(FakeModel(gguf, V), tmp_path / "cut")
     assert kld(FakeModel(gguf, V), tmp_path / "cut", chunks=8).n_chunks == 8
 
@@ -487,7 +488,7 @@ class _Failing(FakeModel):
 
 
 def test_logits_appear_whole_or_not_at_all(gguf: Path, tmp_path: Path) -> None:
-    with pytest.raises(QuantkitError, match="no"):
+    with refuses(QuantkitError, "QK-E400"):
         logits(_Failing(gguf, V), tokens=[1, 2], output=tmp_path / "o.npy")
     assert not list(tmp_path.iterdir())
 

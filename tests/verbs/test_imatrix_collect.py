@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from click.testing import CliRunner
+from refusals import refuses
 
 from quantkit.calibration import calibration
 from quantkit.cli import cli
@@ -99,7 +100,7 @@ def test_a_state_of_another_run_is_not_gone_on_from(model: Path, tmp_path: Path)
     with pytest.raises(KeyboardInterrupt):
         run(model, out, watcher=StopAfter(7))
     reversed_tokens = TOKENS[::-1].copy()
-    with pytest.raises(QuantkitError, match="the state of another run"):
+    with refuses(QuantkitError, "QK-E409 out.gguf.state --overwrite --resume"):
         run(model, out, reversed_tokens, resume=True)
     watcher = StopAfter(0)
     run(model, out, reversed_tokens, watcher=watcher, resume=True, overwrite=True)
@@ -107,7 +108,7 @@ def test_a_state_of_another_run_is_not_gone_on_from(model: Path, tmp_path: Path)
     before = out.read_bytes()
     result = run(model, out, reversed_tokens, resume=True)
     assert (result.was_complete, result.n_chunks) == (True, N)
-    with pytest.raises(QuantkitError, match="no state beside it"):
+    with refuses(QuantkitError, "QK-E402 out.gguf --overwrite"):
         run(model, out, reversed_tokens, resume=True, n_ctx=2 * N_CTX, n_batch=4 * N_CTX)
     assert out.read_bytes() == before
 
@@ -190,7 +191,7 @@ def test_a_chunk_with_nan_is_found_and_left_out(ppl: bool, model: Path, tmp_path
 
 def test_a_model_of_nothing_but_nan_is_refused(model: Path, tmp_path: Path) -> None:
     bad = spoilt(model, tmp_path / "bad.gguf", "blk.1.attn_norm.weight", 0, np.inf)
-    with pytest.raises(QuantkitError, match=r"every chunk .* the input of blk.1.attn_q.weight at position 0"):
+    with refuses(QuantkitError, "QK-E108 blk.1.attn_q.weight 0"):
         run(bad, tmp_path / "out.gguf")
     assert not (tmp_path / "out.gguf").exists()
 
@@ -311,24 +312,24 @@ def test_chunks_of_files_to_join_are_as_long_as_they_say(model: Path, tmp_path: 
 
 
 @pytest.mark.parametrize(
-    ("changes", "words"),
+    ("changes", "refusal"),
     [
-        ({"options": options(), "fusion": Fusion()}, "fusion is off by"),
-        ({"options": options(n_batch=50)}, "no multiple"),
-        ({"options": options(fill="some")}, "no fill policy"),
-        ({"options": options(from_chunk=9)}, "leaves none of its 8 chunks"),
-        ({"options": options(), "tokens": None}, "nothing to calibrate on"),
-        ({"options": options(n_ctx=512)}, "not one chunk of 512"),
+        ({"options": options(), "fusion": Fusion()}, "QK-E201"),
+        ({"options": options(n_batch=50)}, "QK-E203 50 32"),
+        ({"options": options(fill="some")}, "QK-E203 some"),
+        ({"options": options(from_chunk=9)}, "QK-E203 8"),
+        ({"options": options(), "tokens": None}, "QK-E202 --chat"),
+        ({"options": options(n_ctx=512)}, "QK-E203 512"),
     ],
 )
-def test_what_cannot_be_is_refused(changes: dict[str, Any], words: str, model: Path, tmp_path: Path) -> None:
-    with pytest.raises(QuantkitError, match=words):
+def test_what_cannot_be_is_refused(changes: dict[str, Any], refusal: str, model: Path, tmp_path: Path) -> None:
+    with refuses(QuantkitError, refusal):
         imatrix(model, (), tmp_path / "out.gguf", **{"tokens": TOKENS, **RUN, **changes})
     assert not list(tmp_path.iterdir())
 
 
 def test_nothing_but_similarity_may_be_fused(model: Path) -> None:
-    with pytest.raises(RecipeError, match="nothing to collect"):
+    with refuses(RecipeError, "QK-E214"):
         imatrix(model, (), None, tokens=TOKENS, options=options(), **RUN)
     result = imatrix(model, (), None, tokens=TOKENS, options=options(layer_similarity=True), fusion=Fusion(), **RUN)
     assert (result.imatrix, result.path) == (None, None)
@@ -385,26 +386,26 @@ def test_conversations_go_through_the_template(chatty: Path, tiny_moe: Path, dat
 
 
 @pytest.mark.parametrize(
-    ("line", "words"),
+    ("line", "refusal"),
     [
-        ("{", "line 2: no JSON"),
-        ('{"text": "a"}', "line 2: no list of messages"),
-        ('[{"role": "user"}]', "line 2: message 1 has no role or no content"),
-        ('[{"role": "tool", "content": "x"}]', "tokenizer.chat_template: TemplateError: no tools"),
+        ("{", "QK-E111 2 JSON"),
+        ('{"text": "a"}', "QK-E111 2"),
+        ('[{"role": "user"}]', "QK-E111 2 1"),
+        ('[{"role": "tool", "content": "x"}]', "QK-E116 tokenizer.chat_template TemplateError"),
     ],
 )
-def test_what_is_no_conversation_is_refused(line: str, words: str, chatty: Path, tmp_path: Path) -> None:
+def test_what_is_no_conversation_is_refused(line: str, refusal: str, chatty: Path, tmp_path: Path) -> None:
     pytest.importorskip("jinja2")
     chats = tmp_path / "chats.jsonl"
     chats.write_text(f'[{{"role": "user", "content": "x"}}]\n{line}\n')
-    with pytest.raises(FormatError, match=words):
+    with refuses(FormatError, refusal):
         imatrix(chatty, (), tmp_path / "out.gguf", chat=[chats])
 
 
 def test_a_model_without_a_template_is_refused(tiny_moe: Path, tmp_path: Path) -> None:
     chats = tmp_path / "chats.jsonl"
     chats.write_text('[{"role": "user", "content": "x"}]\n')
-    with pytest.raises(FormatError, match=r"no tokenizer.chat_template"):
+    with refuses(FormatError, "QK-E123 tokenizer.chat_template"):
         imatrix(tiny_moe, (), tmp_path / "out.gguf", chat=[chats])
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from refusals import refuses
 from test_imatrix_collect import N_CTX, RUN, TOKENS, options, quantkit, spoilt
 
 from quantkit.errors import QuantkitError, ResourceError
@@ -57,7 +58,7 @@ def test_covariances_in_many_passes_are_those_of_one(model: Path, tmp_path: Path
             np.testing.assert_allclose(
                 a.data(name).view(np.float32), b.data(name).view(np.float32), rtol=1e-5, atol=1e-5
             )
-    with pytest.raises(ResourceError, match="--max-ram leaves"):
+    with refuses(ResourceError, "QK-E407 --max-ram"):
         covariance(model, (), tmp_path / "3.gguf", tokens=TOKENS, options=options(), max_ram=1000, **RUN)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["1.gguf", "2.gguf"]
 
@@ -93,7 +94,7 @@ def test_resumed_covariances_make_the_same_file(
         with pytest.raises(KeyboardInterrupt):
             covariance(model, (), out, options=replace(settings, resume=i > 0), progress=stop, **limits, **run)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out.gguf.part", "out.gguf.state"]
-    with pytest.raises(QuantkitError, match="go on with --resume, or start over with --overwrite"):
+    with refuses(QuantkitError, "QK-E408 --resume --overwrite"):
         covariance(model, (), out, options=settings, **run)
     events: list[CovarianceProgress] = []
     result = covariance(model, (), out, options=replace(settings, resume=True), progress=events.append, **run)
@@ -117,9 +118,9 @@ def test_covariances_go_on_under_another_limit_but_not_with_another_text(
 
     with pytest.raises(KeyboardInterrupt):
         covariance(model, (), out, tokens=TOKENS, options=options(), without=(4,), progress=stop, **run)
-    with pytest.raises(QuantkitError, match="the state of another run"):
+    with refuses(QuantkitError, "QK-E409 out.gguf.state --overwrite --resume"):
         covariance(model, (), out, tokens=TOKENS[::-1].copy(), options=options(resume=True), **run)
-    with pytest.raises(QuantkitError, match="left out other chunks"):
+    with refuses(QuantkitError, "QK-E409 out.gguf.state"):
         covariance(model, (), out, tokens=TOKENS, options=options(resume=True), without=(1,), **run)
     result = covariance(model, (), out, tokens=TOKENS, options=options(resume=True), max_ram=ALL, **RUN)
     assert result.resumed == (2, 0)

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import re
-import subprocess
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -18,6 +16,8 @@ import pytest
 from click.testing import CliRunner, Result
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from peer_cache import program_answer
+from refusals import refuses
 
 from quantkit.calibration import sketch, sketch_of
 from quantkit.cli import cli
@@ -229,7 +229,7 @@ def test_show_prints_llama_imatrix_s_figures(llama_bin: Path, data: Path, tmp_pa
         path = tmp_path / "x.gguf"
         write_imatrix(path, awkward()[case])
     command = [llama_bin / "llama-imatrix", "-m", "none", "--show-statistics", "--in-file", path]
-    peer_output = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    peer_output = program_answer(command).text
     output = run("show", "--per-tensor", path).output
     expected = tables(peer_output[peer_output.index("Computing tensor") :].replace("(", "\n("))
     actual_tables = tables(output[output.index("Statistics of weights") :])
@@ -275,7 +275,7 @@ def test_what_fusion_loses_is_missing_or_served_by_its_other_half() -> None:
     assert [t.name for t in result.missing] == names
     assert result.share == (2 * (2 + 4)) / (2 * (2 + 12))
     assert {g.name: (g.expected, g.present, g.missing) for g in result.by_class()}["ffn_up_exps"] == (2, 0, 2)
-    with pytest.raises(QualityGate, match=r"coverage is 42.86 %, 90 % was demanded: blk.0.ffn_gate_exps.weight has no"):
+    with refuses(QualityGate, "QK-E500 42.86 90 blk.0.ffn_gate_exps.weight"):
         result.check(0.9)
     result.check(0.42)
 
@@ -430,12 +430,12 @@ def test_one_count_for_all_experts_is_spread(tmp_path: Path) -> None:
 def test_different_shapes_name_the_tensor() -> None:
     a, b = Run(1).imatrix(), Run(2).imatrix()
     b.entries["blk.1.ffn_down_exps.weight"] = entry(np.ones((4, N_FF)), np.ones((4, 8), bool))
-    with pytest.raises(FormatError, match="run-1: entry 'blk.1.ffn_down_exps.weight' is 4 x 16.*in run-2 it is 8 x 16"):
+    with refuses(FormatError, "QK-E207 run-1 blk.1.ffn_down_exps.weight 4 16 run-2 8"):
         merge([a, b])
     b.entries["blk.1.ffn_down_exps.weight"] = entry(np.ones((4, 2 * N_FF)), np.ones((4, 4), bool))
-    with pytest.raises(FormatError, match="blk.1.ffn_down_exps.weight.*4 x 32 values.*4 x 16 values"):
+    with refuses(FormatError, "QK-E207 blk.1.ffn_down_exps.weight 4 32 16"):
         merge([a, b])
-    with pytest.raises(RecipeError, match="at least one"):
+    with refuses(RecipeError, "QK-E202"):
         merge([])
 
 
@@ -521,7 +521,7 @@ def test_experts_of_a_dat_need_a_clue(tmp_path: Path, tiny_moe: Path, data: Path
     result = convert(dat, "gguf", experts=dict.fromkeys(entries, N_EXPERT))
     assert len(result.notes) == 1
     assert result.imatrix.entries["blk.0.ffn_up_exps.weight"].counts[3] == 0
-    with pytest.raises(FormatError, match="64 values are not those of 7 experts"):
+    with refuses(FormatError, "QK-E119 64 7"):
         raw(dat, experts={"blk.0.ffn_down_exps.weight": 7})
     path = tmp_path / "y.gguf"
     run("convert", "-m", tiny_moe, data / "tiny-moe-imatrix-ik.dat", path)
@@ -552,7 +552,7 @@ def test_names_of_merged_experts() -> None:
     entries = {**merged.entries, "blk.0.ffn_gate_exps.weight": entry(np.ones((2, N_EMBD)), np.ones((2, 4), bool))}
     entry_of_gate = with_names(replace(merged, entries=entries), "both").entries["blk.0.ffn_gate_exps.weight"]
     assert entry_of_gate.counts.tolist() == [2] * 4
-    with pytest.raises(RecipeError, match="merged, separate or both"):
+    with refuses(RecipeError, "QK-E203 other"):
         with_names(matrix, "other")
 
 
@@ -604,7 +604,7 @@ def test_what_a_fill_gives() -> None:
     assert np.array_equal(between[1], between[0])  # of two the lower one
     nothing = apply_fill(emptied(0, 1, 2, 3), "mean")
     assert filled_experts(nothing) == {}
-    with pytest.raises(RecipeError, match="there are none, ones, mean, neighbour"):
+    with refuses(RecipeError, "QK-E203 zeros"):
         apply_fill(before, "zeros")
 
 
@@ -620,7 +620,7 @@ def test_renaming_keeps_a_fill_and_its_record(tmp_path: Path) -> None:
 @pytest.mark.parametrize("line", ["blk.0.ffn_up_exps.weight: 9", "blk.9.x: 1", "blk.0.ffn_up_exps.weight: a", "x"])
 def test_a_false_record_of_a_fill(line: str) -> None:
     matrix = replace(Run(1).imatrix(), extra={"quantkit.imatrix.filled": Field.of("quantkit.imatrix.filled", [line])})
-    with pytest.raises(FormatError, match="names no expert of the file"):
+    with refuses(FormatError, "QK-E118 quantkit.imatrix.filled"):
         filled_experts(matrix)
 
 
@@ -746,7 +746,7 @@ def test_sums_of_activations_may_be_negative_but_must_be_finite(tmp_path: Path) 
     in_sum[0, 2] = -4
     assert_close(saved(tmp_path / "a.gguf", matrix), matrix, 0)
     in_sum[0, 2] = np.inf
-    with pytest.raises(FormatError, match="entry 'blk.0.attn_q.weight': value 2 of 32 is inf"):
+    with refuses(FormatError, "QK-E118 blk.0.attn_q.weight 2 32"):
         saved(tmp_path / "b.gguf", matrix)
 
 
@@ -785,12 +785,11 @@ def test_help_and_no_command() -> None:
 # --- peers ---
 
 
-def llama(program: Path, *arguments: object, libraries: Mapping[str, str] | None = None) -> str:
-    command = [str(program), *map(str, arguments)]
-    environment = {**os.environ, **(libraries or {})}
-    process = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
-    assert process.returncode == 0, process.stdout[-2000:] + process.stderr[-2000:]
-    return process.stdout + process.stderr
+def llama(program: Path, *arguments: object, out: Path, libraries: Mapping[str, str] | None = None) -> str:
+    """Run a program that writes the file ``out``, one of its words; return what it prints."""
+    output = program_answer([program, *arguments], [out], libraries)
+    assert output.code == 0, output.text[-4000:]
+    return output.text
 
 
 @pytest.fixture(scope="module")
@@ -800,7 +799,8 @@ def calibrated(llama_bin: Path, tiny_moe: Path, data: Path, tmp_path_factory: py
     for name, begin, n in (("first", 0, 2), ("second", 2, 4), ("whole", 0, 6)):
         text = data / "tiny-moe-evaluation.txt"
         options = ["-c", 256, "-b", 256, "-t", 1, "--no-ppl", "--chunk", begin, "--chunks", n]
-        llama(llama_bin / "llama-imatrix", "-m", tiny_moe, "-f", text, "-o", folder / f"{name}.gguf", *options)
+        out = folder / f"{name}.gguf"
+        llama(llama_bin / "llama-imatrix", "-m", tiny_moe, "-f", text, "-o", out, *options, out=out)
     return folder
 
 
@@ -819,9 +819,10 @@ def test_merged_equals_a_run_of_llama_imatrix_over_both_texts(calibrated: Path) 
 def test_merging_writes_llama_imatrix_s_bytes(llama_bin: Path, calibrated: Path, tmp_path: Path) -> None:
     files = [calibrated / "first.gguf", calibrated / "second.gguf"]
     arguments = [part for file in files for part in ("--in-file", file)]
-    llama(llama_bin / "llama-imatrix", "-m", "none", *arguments, "-o", tmp_path / "theirs.gguf")
+    out = tmp_path / "theirs.gguf"
+    llama(llama_bin / "llama-imatrix", "-m", "none", *arguments, "-o", out, out=out)
     run("merge", *files, "-o", tmp_path / "ours.gguf")
-    expected, actual = read_imatrix(tmp_path / "theirs.gguf"), read_imatrix(tmp_path / "ours.gguf")
+    expected, actual = read_imatrix(out), read_imatrix(tmp_path / "ours.gguf")
     assert (expected.datasets, expected.chunk_count, expected.stats_schema) == (actual.datasets, 6, actual.stats_schema)
     for name, e in expected.entries.items():
         f = actual.entries[name]
@@ -838,9 +839,10 @@ def test_merging_writes_llama_imatrix_s_bytes(llama_bin: Path, calibrated: Path,
 @pytest.mark.peer
 def test_a_dat_is_llama_imatrix_s_bytes(llama_bin: Path, calibrated: Path, tmp_path: Path) -> None:
     arguments = ("--in-file", calibrated / "second.gguf", "-c", 256, "--output-format", "dat")
-    llama(llama_bin / "llama-imatrix", "-m", "none", *arguments, "-o", tmp_path / "theirs.dat")
+    out = tmp_path / "theirs.dat"
+    llama(llama_bin / "llama-imatrix", "-m", "none", *arguments, "-o", out, out=out)
     run("convert", calibrated / "second.gguf", tmp_path / "ours.dat")
-    assert (tmp_path / "ours.dat").read_bytes() == (tmp_path / "theirs.dat").read_bytes()
+    assert (tmp_path / "ours.dat").read_bytes() == out.read_bytes()
 
 
 @pytest.fixture(scope="module")
@@ -870,16 +872,16 @@ def same_bytes(a: dict[str, bytes], b: dict[str, bytes]) -> float:
 def test_llama_quantize_takes_what_we_write(
     llama_bin: Path, tiny_moe: Path, data: Path, tmp_path: Path, matrices: dict[str, Path]
 ) -> None:
-    program = llama_bin / "llama-quantize"
-    llama(program, "--imatrix", data / "tiny-moe-imatrix.gguf", tiny_moe, tmp_path / "want", "Q3_K_M", 1)
-    want = tensors_of(tmp_path / "want")
+    program, out, again = llama_bin / "llama-quantize", tmp_path / "out.gguf", tmp_path / "again.gguf"
+    llama(program, "--imatrix", data / "tiny-moe-imatrix.gguf", tiny_moe, out, "Q3_K_M", 1, out=out)
+    want = tensors_of(out)
     for name, path in matrices.items():
-        output = llama(program, "--imatrix", path, tiny_moe, tmp_path / "got", "Q3_K_M", 1)
+        output = llama(program, "--imatrix", path, tiny_moe, out, "Q3_K_M", 1, out=out)
         assert "did not find weights for blk" not in output
-        share = same_bytes(want, tensors_of(tmp_path / "got"))
+        share = same_bytes(want, tensors_of(out))
         assert share == 1 if name in ("c.gguf", "d.gguf") else share > 0.995, name
-        output = llama(llama_bin / "llama-imatrix", "-m", "none", "--in-file", path, "-o", tmp_path / "again.gguf")
-        assert read_imatrix(tmp_path / "again.gguf").entries.keys() == read_imatrix(path).entries.keys()
+        output = llama(llama_bin / "llama-imatrix", "-m", "none", "--in-file", path, "-o", again, out=again)
+        assert read_imatrix(again).entries.keys() == read_imatrix(path).entries.keys()
 
 
 @pytest.mark.peer
@@ -893,7 +895,7 @@ def test_ik_llama_quantize_takes_our_dats(
     for path in (dat, matrices["e.dat"]):
         out = tmp_path / path.name
         arguments = ("--imatrix", path, tiny_moe, out, "Q3_K_S", 1)
-        output = llama(ik_bin / "llama-quantize", *arguments, libraries=libraries)
+        output = llama(ik_bin / "llama-quantize", *arguments, out=out, libraries=libraries)
         assert "did not find weights for blk" not in output
         outputs.append(tensors_of(out))
     assert difference(read_imatrix(dat), read_imatrix(matrices["e.dat"])).beyond(1e-7) == []

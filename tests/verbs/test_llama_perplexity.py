@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import pytest
+from peer_cache import program_answer
 
 from libllama import Libllama
 from quantkit.cli.kld import chunk_line, statistics_text
@@ -61,19 +60,13 @@ class LibllamaModel:
         """Do nothing."""
 
 
-def llama_perplexity(llama_bin: Path, last: str, *arguments: object) -> str:
-    """Run it so that it computes what Libllama does; return all it printed, up to its ``last`` line.
-
-    Its log is written by a thread that now and then is not done when the program ends: then it is run again.
-    """
+def llama_perplexity(llama_bin: Path, last: str, *arguments: object, outputs: Sequence[Path] = ()) -> str:
+    """Run it so that it computes what Libllama does; return all it printed, up to its ``last`` line."""
     common = ("-t", 1, "-fa", "off", "-ctk", "f32", "-ctv", "f32", "-b", 128, "-ub", 128)
-    environment = os.environ | {"LD_LIBRARY_PATH": str(llama_bin)}
-    command = [str(llama_bin / "llama-perplexity"), *map(str, arguments), *map(str, common)]
-    for _ in range(10):
-        process = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=120, check=True)
-        if last in process.stdout + process.stderr:
-            return process.stdout + process.stderr
-    pytest.fail(f"llama-perplexity never printed {last!r}: {process.stdout}{process.stderr}")
+    command = [llama_bin / "llama-perplexity", *arguments, *common]
+    output = program_answer(command, outputs, {"LD_LIBRARY_PATH": str(llama_bin)}, last)
+    assert not output.code, output.text
+    return output.text
 
 
 @pytest.fixture(scope="module")
@@ -82,12 +75,10 @@ def peer(llama_bin: Path, tiny_moe: Path, data: Path, tmp_path_factory: pytest.T
     folder = tmp_path_factory.mktemp("peer")
     base, quantized = folder / "base.bin", folder / "q4.gguf"
     text = data / "tiny-moe-evaluation.txt"
-    environment = os.environ | {"LD_LIBRARY_PATH": str(llama_bin)}
     command = [llama_bin / "llama-quantize", tiny_moe, quantized, "Q4_K_M", "2"]
-    subprocess.run(command, capture_output=True, env=environment, check=True)
-    ppl = llama_perplexity(
-        llama_bin, "Final estimate", "-m", tiny_moe, "-f", text, "-c", 128, "--chunks", 4, "--save-all-logits", base
-    )
+    assert not program_answer(command, [quantized], {"LD_LIBRARY_PATH": str(llama_bin)}).code
+    arguments = ("-m", tiny_moe, "-f", text, "-c", 128, "--chunks", 4, "--save-all-logits", base)
+    ppl = llama_perplexity(llama_bin, "Final estimate", *arguments, outputs=[base])
     return {"folder": folder, "base": base, "quantized": quantized, "text": text, "ppl": ppl}
 
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import re
 import subprocess
 from pathlib import Path
@@ -15,7 +14,7 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner
-from peer_cache import answer, peer
+from peer_cache import answer, peer, program_answer
 
 import real_files
 from llama_tokenize import ask
@@ -96,10 +95,10 @@ def test_a_whole_model_is_read_and_quantized_anew(tmp_path: Path, llama_bin: Pat
     assert not compared.only_a
     assert not compared.only_b
     common = ("-fa", "off", "-ctk", "f32", "-ctv", "f32", "-b", "128", "-ub", "128", "-c", "128", "--chunks", "2")
-    command = [str(llama_bin / "llama-perplexity"), "-m", str(copy), "-f", str(text), "-t", "2", *common]
-    environment = os.environ | {"LD_LIBRARY_PATH": str(llama_bin)}
-    process = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300, check=True)
-    expected = re.search(r"Final estimate: PPL = ([0-9.]+)", process.stdout + process.stderr)
+    command = [llama_bin / "llama-perplexity", "-m", copy, "-f", text, "-t", "2", *common]
+    output = program_answer(command, environment={"LD_LIBRARY_PATH": str(llama_bin)}, last="Final estimate")
+    assert not output.code
+    expected = re.search(r"Final estimate: PPL = ([0-9.]+)", output.text)
     assert expected is not None
     run = ["perplexity", "-m", str(copy), "-f", str(text), "-c", "128", "--chunks", "2", "-ctk", "f32", "-ctv", "f32"]
     actual = re.search(r"Final estimate: PPL = ([0-9.]+)", CliRunner().invoke(cli, run).output)

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import yaml
 from click.testing import CliRunner
+from refusals import refuses
 
 from quantkit import ReportOptions, perplexity, quantize, report
 from quantkit.cli import cli
@@ -276,13 +277,13 @@ def test_the_front_matter_of_a_card_is_yaml(hostile: str) -> None:
 
 def test_a_page_from_data_alone_and_none_from_nothing(tmp_path: Path) -> None:
     data, out = tmp_path / "kept.json", tmp_path / "page.html"
-    with pytest.raises(RecipeError, match="no files"):
+    with refuses(RecipeError, "QK-E214 page.json"):
         report([], out)
     data.write_text(example().to_json())
     result = CliRunner().invoke(cli, ["report", str(out), "--data", str(data), "--card", str(tmp_path / "README.md")])
     assert result.exit_code == 0, result.output
     assert "chart-divergence" in out.read_text()
-    with pytest.raises(ResourceError, match="--overwrite"):
+    with refuses(ResourceError, "QK-E402 --overwrite"):
         report([], out, data=data)
 
 

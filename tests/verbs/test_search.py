@@ -17,6 +17,7 @@ import pytest
 from click.testing import CliRunner
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from refusals import refuses
 from test_feedback_files import write_covariances
 
 import quantkit
@@ -175,7 +176,7 @@ def test_the_best_so_far_is_returned_when_the_time_is_up(monkeypatch: pytest.Mon
 
 def test_without_scipy_there_is_one_clear_line(dense: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "scipy", None)
-    with pytest.raises(ResourceError, match=r"pip install 'gguf-quantkit\[search\]'"):
+    with refuses(ResourceError, "QK-E410 gguf-quantkit[search]"):
         search(random_costs(dense), options=SearchOptions(target_bpw=4))
 
 
@@ -482,7 +483,7 @@ def test_what_is_quantized_already(dense: Path, tmp_path: Path) -> None:
     path = tmp_path / "q8_0.gguf"
     quantkit.quantize(dense, path, "Q8_0", threads=1)
     costs, target = random_costs(path, limit=6), SearchOptions(target_bpw=8)
-    with pytest.raises(TypeNotSupported, match="--allow-requantize"):
+    with refuses(TypeNotSupported, "QK-E209 --allow-requantize"):
         search(costs, options=target)
     best = search(costs, options=replace(target, allow_requantize=True)).best
     assert best.bpw <= 8
@@ -558,54 +559,54 @@ def test_speeds_are_measured_and_read(tmp_path: Path, monkeypatch: pytest.Monkey
 # --- what cannot be ---
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "too small": ({"target_size": 1000}, r"the smallest allocation of these types has \d+ bytes"),
-    "too few bits": ({"target_bpw": 1.0}, r"has \d\.\d+ bpw"),
-    "too good": ({"target_kld": 1e-30}, "the least that is predicted is"),
-    "too slow": ({"target_bpw": 4.0, "max_read": 1000}, "the least that a token can read is"),
-    "much too slow": ({"min_speed": 1e9, "speeds": dict.fromkeys(TYPES, 1.0)}, "the most tokens per second"),
-    "no speeds": ({"min_speed": 1.0}, "--speeds"),
-    "unknown type": ({"types": ("Q9_K",)}, "no tensor type 'Q9_K'"),
-    "type not measured": ({"types": ("Q5_K",)}, "Q5_K was not measured, only Q2_K"),
-    "integers": ({"types": ("I32",)}, "cannot be quantized to"),
-    "of the other tree": ({"types": ("IQ4_KS",), "runtime": "mainline"}, "not measured|has no IQ4_KS"),
-    "unknown runtime": ({"runtime": "vllm"}, "--runtime vllm"),
-    "unknown class": ({"allow": ("attn_z=Q4_K",)}, "no tensor matches; there are token_embd"),
-    "no type": ({"allow": ("attn_q=",)}, "write RE=TYPE"),
-    "broken regex": ({"allow": ("attn_(=Q4_K",)}, "not a regular expression"),
-    "nothing left": ({"at_least": ("attn_q=Q6_K",), "at_most": ("attn_q=Q4_K",)}, "can have no type"),
-    "two bounds": ({"at_least": ("attn_q=Q6_K,Q4_K",)}, "a bound is one type"),
-    "no class alike": ({"same": ("up,down,sideways",)}, "no class has a part 'sideways'"),
-    "one alike": ({"same": ("up",)}, "at least two classes"),
-    "none in common": ({"same": ("up,gate",), "allow": ("up=Q4_K", "gate=Q6_K")}, "have none in common"),
-    "below zero": ({"target_bpw": -1.0}, "must be above 0"),
-    "two targets": ({"target_bpw": 4.0, "target_kld": 1.0}, "give one of"),
+    "too small": ({"target_size": 1000}, "QK-E213 --target-size 1000"),
+    "too few bits": ({"target_bpw": 1.0}, "QK-E213 --target-bpw 1"),
+    "too good": ({"target_kld": 1e-30}, "QK-E213 --target-kld"),
+    "too slow": ({"target_bpw": 4.0, "max_read": 1000}, "QK-E213 --max-read"),
+    "much too slow": ({"min_speed": 1e9, "speeds": dict.fromkeys(TYPES, 1.0)}, "QK-E213 --min-speed 2280"),
+    "no speeds": ({"min_speed": 1.0}, "QK-E202 --speeds"),
+    "unknown type": ({"types": ("Q9_K",)}, "QK-E301 Q9_K"),
+    "type not measured": ({"types": ("Q5_K",)}, "QK-E203 Q5_K Q2_K"),
+    "integers": ({"types": ("I32",)}, "QK-E302 I32"),
+    "of the other tree": ({"types": ("IQ4_KS",), "runtime": "mainline"}, "QK-E203 IQ4_KS Q2_K"),
+    "unknown runtime": ({"runtime": "vllm"}, "QK-E203 --runtime"),
+    "unknown class": ({"allow": ("attn_z=Q4_K",)}, "QK-E206 token_embd"),
+    "no type": ({"allow": ("attn_q=",)}, "QK-E204 RE=TYPE"),
+    "broken regex": ({"allow": ("attn_(=Q4_K",)}, "QK-E205 --allow attn_("),
+    "nothing left": ({"at_least": ("attn_q=Q6_K",), "at_most": ("attn_q=Q4_K",)}, "QK-E213 blk.0.attn_q --at-least"),
+    "two bounds": ({"at_least": ("attn_q=Q6_K,Q4_K",)}, "QK-E203 --at-least attn_q=Q6_K,Q4_K"),
+    "no class alike": ({"same": ("up,down,sideways",)}, "QK-E206 sideways"),
+    "one alike": ({"same": ("up",)}, "QK-E204 --same"),
+    "none in common": ({"same": ("up,gate",), "allow": ("up=Q4_K", "gate=Q6_K")}, "QK-E213 blk.0.ffn_gate Q6_K"),
+    "below zero": ({"target_bpw": -1.0}, "QK-E203 0"),
+    "two targets": ({"target_bpw": 4.0, "target_kld": 1.0}, "QK-E201 --target-size --target-bpw"),
 }
 
 
 @pytest.mark.parametrize("case", REFUSED)
 def test_what_cannot_be_is_said_with_what_is_possible(dense: Path, case: str) -> None:
-    options, message = REFUSED[case]
+    options, refusal = REFUSED[case]
     target = {} if any(name.startswith("target") for name in options) else {"target_bpw": 4.0}
-    with pytest.raises((RecipeError, TypeNotSupported), match=message):
+    with refuses((RecipeError, TypeNotSupported), refusal):
         search(random_costs(dense), options=SearchOptions(**{**target, **options}))
 
 
 def test_costs_of_another_model_are_refused(dense: Path, moe: Path, tmp_path: Path) -> None:
     four = SearchOptions(target_bpw=4)
-    with pytest.raises(RecipeError, match=r"\[256, 64\], but \[256, 128\] was measured: .* of moe.gguf"):
+    with refuses(RecipeError, "QK-E207 moe.gguf", "[256, 64]", "[256, 128]"):
         search(random_costs(moe), dense, four)
     larger_model = write_model(tmp_path / "more.gguf", llama_tensors(3), llama_fields(3))
-    with pytest.raises(RecipeError, match="there is no blk.2.attn_q.weight, which was measured"):
+    with refuses(RecipeError, "QK-E207 blk.2.attn_q.weight"):
         search(random_costs(larger_model), dense, four)
     wider = write_model(tmp_path / "wide.gguf", llama_tensors(2, 512), llama_fields(2, 512))
-    with pytest.raises(RecipeError, match=r"\[512, 64\], but"):
+    with refuses(RecipeError, "QK-E207", "[512, 64]"):
         search(random_costs(dense), wider, four)
     costs = random_costs(dense)
-    with pytest.raises(RecipeError, match="other weights than"):
+    with refuses(RecipeError, "QK-E207 dense.gguf"):
         search(replace(costs, model={**costs.model, "fingerprint": "0" * 64}), dense, four)
-    with pytest.raises(RecipeError, match="does not exist: name it with -m"):
+    with refuses(RecipeError, "QK-E401 -m"):
         search(replace(costs, model={"path": str(tmp_path / "gone.gguf")}), None, four)
-    with pytest.raises(QuantkitError, match="two groups"):
+    with refuses(QuantkitError, "QK-E122 token_embd.weight"):
         search(replace(costs, groups=(*costs.groups, replace(costs.groups[0], name="again"))), dense, four)
 
 
@@ -635,7 +636,7 @@ def test_no_number_is_no_cost(dense: Path) -> None:
     bad: Any
     for bad in (math.nan, math.inf, "0.1"):
         costs: Any = (replace(measured_costs.costs[0], kld=bad), *measured_costs.costs[1:])
-        with pytest.raises(QuantkitError, match="that is no number"):
+        with refuses(QuantkitError, "QK-E122 token_embd Q2_K"):
             search(replace(measured_costs, costs=costs), options=SearchOptions(target_bpw=15))
 
 

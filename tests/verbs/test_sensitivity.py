@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 from click.testing import CliRunner
+from refusals import refuses
 
 from quantkit.cli import cli
 from quantkit.errors import QuantkitError, RecipeError, ResourceError, TypeNotSupported
@@ -185,9 +186,9 @@ def test_resumes_after_a_kill(zoo: Callable[[str], Path], tmp_path: Path) -> Non
     process = subprocess.run(command, env={**os.environ}, check=False)
     assert process.returncode == -signal.SIGKILL
     assert not out.exists()
-    with pytest.raises(ResourceError, match="--resume"):
+    with refuses(ResourceError, "QK-E408 --resume"):
         sensitivity(model, out, tokens=ids, options=options(types=both))
-    with pytest.raises(ResourceError, match="another model, text or options"):
+    with refuses(ResourceError, "QK-E409 s.json.journal --overwrite --resume"):
         sensitivity(model, out, tokens=ids[::-1].copy(), options=options(types=both, resume=True))
     steps: list[str] = []
     resumed = sensitivity(
@@ -200,7 +201,7 @@ def test_resumes_after_a_kill(zoo: Callable[[str], Path], tmp_path: Path) -> Non
     assert {p.name for p in tmp_path.iterdir()} == {"ids.npy", "other.json", "s.json"}
     rerun = sensitivity(model, out, tokens=ids, options=options(types=both, resume=True), progress=_fail)
     assert rerun == resumed
-    with pytest.raises(ResourceError, match="exists"):
+    with refuses(ResourceError, "QK-E402 s.json --overwrite"):
         sensitivity(model, out, tokens=ids, options=options(types=both))
 
 
@@ -241,7 +242,7 @@ def test_full_runs_leave_the_others_to_the_ends_of_their_layers(zoo: Callable[[s
     assert 0 < full.settings["rank_correlation"]["layer_error"] <= 1
     assert Predictor(result).types == Predictor(full).types
     resume_options = options(types=both, full_runs=2, resume=True)
-    with pytest.raises(ResourceError, match="not what this run would make"):
+    with refuses(ResourceError, "QK-E402 some.json --overwrite"):
         sensitivity(model, tmp_path / "some.json", tokens=ids, options=resume_options)
 
 
@@ -331,17 +332,17 @@ def test_what_cannot_be_measured(zoo: Callable[[str], Path], tmp_path: Path) -> 
     model, out = zoo("qwen3-dense"), tmp_path / "s.json"
     ids = ids_of(model)
 
-    def refused(error: type[QuantkitError], match: str, **changes: object) -> None:
-        with pytest.raises(error, match=match):
+    def refused(error: type[QuantkitError], refusal: str, **changes: object) -> None:
+        with refuses(error, refusal):
             sensitivity(model, out, tokens=changes.pop("tokens", ids), options=options(**changes))  # type: ignore[arg-type]
 
-    refused(TypeNotSupported, "Q9_Z", types=("Q9_Z",))
-    refused(TypeNotSupported, "interleaves", types=("Q4_0_R8",))
-    refused(RecipeError, "imatrix|divide", types=("IQ2_XXS",))
-    refused(RecipeError, "groups by", groups="layer")
-    refused(RecipeError, "above 0, or -1", full_runs=0)
-    refused(QuantkitError, "not one chunk", tokens=ids[:7])
-    with pytest.raises(RecipeError, match="give texts"):
+    refused(TypeNotSupported, "QK-E301 Q9_Z", types=("QK-E301 Q9_Z",))
+    refused(TypeNotSupported, "QK-E203 Q4_0_R8", types=("Q4_0_R8",))
+    refused(RecipeError, "QK-E206 IQ2_XXS --ignore-imatrix-rules", types=("IQ2_XXS",))
+    refused(RecipeError, "QK-E203", groups="layer")
+    refused(RecipeError, "QK-E203 0 -1", full_runs=0)
+    refused(QuantkitError, "QK-E203 7 16", tokens=ids[:7])
+    with refuses(RecipeError, "QK-E202"):
         sensitivity(model, out, options=options())
     assert not list(tmp_path.iterdir())
 

@@ -1,0 +1,47 @@
+"""Refusals: the code of an error and the values that it names, whatever its words.
+
+A refusal is written as a code, and behind it values without spaces: ``"QK-E106 q_proj.bias 512"``.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+from click.testing import Result
+
+from quantkit.errors import QuantkitError
+
+Kind = type[QuantkitError] | tuple[type[QuantkitError], ...]
+
+
+def names(text: str, value: object) -> bool:
+    """Tell whether a text names a value: not as a part of a longer word or number."""
+    return re.search(rf"(?<!\w){re.escape(str(value))}(?!\w)", text) is not None
+
+
+def check_values(text: str, *values: object) -> None:
+    """Fail unless a text names all values."""
+    missing = [str(value) for value in values if not names(text, value)]
+    assert not missing, f"does not name {missing}: {text}"
+
+
+@contextmanager
+def refuses(kind: Kind, refusal: str, *values: object) -> Iterator[pytest.ExceptionInfo[QuantkitError]]:
+    """Expect an error of a kind and a code that names values; those with spaces are arguments of their own."""
+    code, *short = refusal.split()
+    with pytest.raises(kind) as raised:
+        yield raised
+    error = raised.value
+    assert error.code == code, f"{error.code}: {error.message}"
+    check_values(error.message, *short, *values)
+
+
+def check_refused(result: Result, refusal: str, *values: object) -> None:
+    """Fail unless a command ended with an error of a code that names values."""
+    code, *short = refusal.split()
+    text = " ".join(result.stderr.split())
+    assert text.endswith(f"[{code}]"), text
+    check_values(text, *short, *values)
