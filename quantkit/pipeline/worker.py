@@ -45,6 +45,12 @@ def _matches(cached: Cached, digests: list[bytes]) -> bool:
     return np.frombuffer(cached.records, RECORD)["source"].tobytes() == b"".join(digests)
 
 
+def _pieces(job: Job, part: PlannedPart, rows: U8) -> list[U8]:
+    """Return a job's rows, of source or target, as they are encoded: some at a time."""
+    step = part.encoding.piece * (rows.size // job.rows)
+    return [rows[offset : offset + step] for offset in range(0, rows.size, step)]
+
+
 def metrics_for(tensors: Sequence[PlannedTensor], max_ram: int, threads: int) -> CpuMetricPool:
     """Return the pool of metrics for all workers of a process, in half of ``max_ram`` if one fits."""
     inputs = [part.inputs for tensor in tensors for part in tensor.parts if part.inputs is not None]
@@ -123,7 +129,7 @@ class Worker:
         check = None if tensor.is_copy else digest_of(source)
         digests: list[bytes] = []
         if job.cached is not None:
-            digests = [digest(piece, self._tail(part)) for piece in self._pieces(job, tensor, source)]
+            digests = [digest(piece, self._tail(part)) for piece in _pieces(job, part, source)]
             if job.cached.entry is not None and not job.cached.verified and _matches(job.cached, digests):
                 result, origin = self._copy_cached(job, tensor, job.cached)
                 if result is not None:
@@ -137,19 +143,19 @@ class Worker:
             return source, []
         target = self._buffers.get("target", job.target_bytes)
         if part.encoding.action is Action.ENCODE:
-            return target, self._encode(job, tensor, part, source, target)
+            return target, self._encode(job, part, source, target)
         self._repack(job, part, source, target)
         return target, []
 
     def finish(self, job: Job, tensor: PlannedTensor, rows: SourceRows, target: U8, sums: list[ErrorSums]) -> JobResult:
         """Check and write the encoded rows of a job, from any backend."""
         part = tensor.parts[job.part]
-        self._check(job, tensor, part, target)
+        self._check(job, part, target)
         self._write(job, tensor, part, target)
         crc = NO_CRC if tensor.is_copy else zlib.crc32(target.data)
         if job.cached is None:
             return JobResult(crc, tuple(sums), source=rows.check)
-        pieces = self._pieces(job, tensor, target)
+        pieces = _pieces(job, part, target)
         records = make_records(rows.digests, pieces, np.array(sums or [ErrorSums()])).tobytes()
         if job.cached.temporary is not None:
             try:
@@ -190,7 +196,7 @@ class Worker:
         if not self.measure:
             return sums
         rows, weights = target.reshape(job.rows, -1), self.weights_of(job, part)
-        errors = [self._error(tensor, x, rows[span], weights) for span, x in values]
+        errors = [self._error(part, x, rows[span], weights) for span, x in values]
         return [a + b for a, b in zip(sums, errors, strict=True)] if sums else errors
 
     def convert_again(self, job: Job, tensor: PlannedTensor) -> U8:
@@ -206,11 +212,6 @@ class Worker:
         importance = part.inputs.importance(job.matrix) if of_metric is None else of_metric
         return self.weights_of(job, part) if importance is None else importance
 
-    def _pieces(self, job: Job, tensor: PlannedTensor, rows: U8) -> list[U8]:
-        """Return a job's rows, of source or target, as they are encoded: some at a time."""
-        step = tensor.parts[job.part].encoding.piece * (rows.size // job.rows)
-        return [rows[offset : offset + step] for offset in range(0, rows.size, step)]
-
     def _copy_cached(self, job: Job, tensor: PlannedTensor, cached: Cached) -> tuple[JobResult | None, str]:
         """Write the cached output of a job; None if the entry is gone or damaged."""
         assert cached.entry is not None
@@ -219,7 +220,7 @@ class Worker:
         try:
             with Entry(cached.entry) as entry:
                 entry.read(target, cached.offset)
-            if not are_intact(records, self._pieces(job, tensor, target)):
+            if not are_intact(records, _pieces(job, tensor.parts[job.part], target)):
                 raise DamagedEntry("its rows are damaged")
         except DamagedEntry:
             return None, REPAIRED
@@ -254,7 +255,7 @@ class Worker:
                 return
         self.target.write(tensor.shard, data, job.target_offset)
 
-    def _encode(self, job: Job, tensor: PlannedTensor, part: PlannedPart, source: U8, target: U8) -> list[ErrorSums]:
+    def _encode(self, job: Job, part: PlannedPart, source: U8, target: U8) -> list[ErrorSums]:
         """Encode a job's rows; return the error sums of each piece, if they are measured, and losses."""
         from quantkit.kernels.cpu.encode.check import first_nonfinite_row
 
@@ -267,19 +268,19 @@ class Worker:
             bad = first_nonfinite_row(x, 0, stop - row)
             if bad >= 0:
                 raise self._non_finite(part, job, row + bad, x[bad])
-            piece_sums = self._encode_rows(job, tensor, part, x, rows_out[row:stop], part.source_row + job.row + row)
+            piece_sums = self._encode_rows(job, part, x, rows_out[row:stop], part.source_row + job.row + row)
             if self.measure:
-                piece_sums += self._error(tensor, x, rows_out[row:stop], weights)
+                piece_sums += self._error(part, x, rows_out[row:stop], weights)
             if self.measure or part.inputs is not None:
                 sums.append(piece_sums)
         return sums
 
-    def _encode_rows(self, job: Job, tensor: PlannedTensor, part: PlannedPart, x: F32, out: U8, row: int) -> ErrorSums:
+    def _encode_rows(self, job: Job, part: PlannedPart, x: F32, out: U8, row: int) -> ErrorSums:
         """Fill ``out`` with the encoded rows x, the first being ``row`` of their matrix; return the losses."""
         from quantkit.kernels.cpu.encode import encoder
 
         encoding = part.encoding
-        encode = encoder(tensor.type, encoding.encoder)
+        encode = encoder(encoding.target, encoding.encoder)
         if part.inputs is None or not encoding.has_feedback or part.inputs.damping(job.matrix) is None:
             encode(x, self.importance_of(job, part), out, 0, len(x))
             return ErrorSums()
@@ -294,10 +295,10 @@ class Worker:
 
             rows = x.reshape(-1, part.inputs.n)
             target = target_of(rows, metric, row)
-            if not tensor.type.is_quantized:
+            if not encoding.target.is_quantized:
                 reference(rows if target is None else target, out)
                 return ErrorSums()
-            result = round_rows(tensor.type, rows, reference, metric, rounding_of(part.inputs), target)
+            result = round_rows(encoding.target, rows, reference, metric, rounding_of(part.inputs), target)
         out[...] = result.rows.reshape(out.shape)
         return _losses(result.before, result.after)
 
@@ -363,12 +364,12 @@ class Worker:
         row = self._weights[1][job.matrix]
         return row
 
-    def _error(self, tensor: PlannedTensor, x: F32, data: U8, weights: F32) -> ErrorSums:
+    def _error(self, part: PlannedPart, x: F32, data: U8, weights: F32) -> ErrorSums:
         from quantkit.kernels.cpu.encode.check import error_sums
         from quantkit.kernels.cpu.unpack.dequantize import dequantize_rows
 
         y = self._buffers.get("y", x.nbytes).view(np.float32).reshape(x.shape)
-        dequantize_rows(tensor.type, data, y)
+        dequantize_rows(part.encoding.target, data, y)
         return ErrorSums(*error_sums(x, y, weights))
 
     def _non_finite(self, part: PlannedPart, job: Job, row: int, x: F32) -> FormatError:
@@ -379,17 +380,18 @@ class Worker:
             "QK-E108",
         )
 
-    def _check(self, job: Job, tensor: PlannedTensor, part: PlannedPart, target: U8) -> None:
+    def _check(self, job: Job, part: PlannedPart, target: U8) -> None:
         from quantkit.kernels.cpu.encode.check import validate_rows
 
-        if not part.encoding.is_checked or job.target_row != tensor.type.row_bytes(part.values):
+        t = part.encoding.target
+        if not part.encoding.is_checked or job.target_row != t.row_bytes(part.values):
             return
-        bad = validate_rows(tensor.type, target.reshape(job.rows, job.target_row))
+        bad = validate_rows(t, target.reshape(job.rows, job.target_row))
         if bad >= 0:
-            holds = "holds" if part.source.type is tensor.type else "would hold"
-            unit = "value" if tensor.type.block == 1 else "block with a scale"
+            holds = "holds" if part.source.type is t else "would hold"
+            unit = "value" if t.block == 1 else "block with a scale"
             raise FormatError(
-                f"{self._where(part, job, bad)} {holds} a {tensor.type} {unit} that is not finite; a runtime would "
+                f"{self._where(part, job, bad)} {holds} a {t} {unit} that is not finite; a runtime would "
                 f"compute NaN from it",
                 "QK-E108",
             )
