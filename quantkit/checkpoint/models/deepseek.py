@@ -309,7 +309,7 @@ CLASSES: dict[str, HfClass] = {
     "DeepseekForCausalLM": HfClass("deepseek", defaults={"norm_topk_prob": False}),
     "DeepseekOCRForCausalLM": HfClass(
         "deepseek_v2",
-        keys={".expert_count": "n_routed_experts", ".expert_gating_func": ""},
+        keys={".expert_gating_func": ""},
         defaults={"n_group": 1, "topk_group": 1, "norm_topk_prob": False},
         text_key="language_config",
         outer={"model_type": "deepseek_vl_v2"},

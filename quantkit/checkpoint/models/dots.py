@@ -191,7 +191,6 @@ CLASSES: dict[str, HfClass] = {
         "dots3_note",
         prefixed(f"{LAYER}self_attn.", "k_rope_only_layernorm linear_gate"),
         keys={
-            ".attention.head_count": "",
             ".rope.freq_base_swa": "swa_rope_theta",
             ".expert_count": "n_routed_experts",
         },

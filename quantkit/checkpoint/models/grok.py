@@ -92,7 +92,6 @@ CLASSES: dict[str, HfClass] = {
         "git",
         prefixed(LAYER, "pre_attn_norm post_attn_norm pre_moe_norm post_moe_norm block_sparse_moe.gate")
         + prefixed(f" {_GROK_1_LAYER}moe.", "linear linear_1 linear_v"),
-        keys={".attention.layer_norm_epsilon": "layer_norm_eps"},
         renames=tuple(
             (
                 rf"^transformer\.decoder_layer\.(\d+)\.moe\.(\d+)\.{old}\.",

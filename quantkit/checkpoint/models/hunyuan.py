@@ -339,7 +339,6 @@ CLASSES: dict[str, HfClass] = {
         "hunyuan_v1_moe",
         f"{_NORM_NAMES} model.layers.*.mlp.gate.wg "
         + " ".join(f"model.layers.*.mlp.shared_mlp.{w}_proj" for w in ("gate", "up", "down")),
-        keys={".expert_count": "num_experts"},
         config_setters=(set_scaled_base,),
     ),
     "HunYuanDenseV1ForCausalLM": HfClass("hunyuan_v1_dense", _NORM_NAMES, config_setters=(set_scaled_base,)),

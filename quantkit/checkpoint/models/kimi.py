@@ -261,10 +261,7 @@ _MOE_NAMES = prefixed(
 _KIMI_KEYS = {
     ".expert_count": "num_experts",
     ".expert_used_count": "num_experts_per_token",
-    ".expert_shared_count": "num_shared_experts",
     ".expert_gating_func": "moe_router_activation_func",
-    ".expert_group_count": "num_expert_group",
-    ".expert_weights_norm": "moe_renormalize",
 }
 
 _KIMI_LINEAR_CLASS = HfClass(
@@ -291,7 +288,6 @@ CLASSES: dict[str, HfClass] = {
             "output_res_score": "model.output_attn_res_proj",
         },
         defaults={"mla_use_nope": True, "hidden_act": "situ", "moe_layer_freq": 1},
-        config_setters=(_set_delta_attention,),
         renames=((r"^", "language_model."),),
         text_key="text_config",
         outer={"model_type": "kimi_k3"},

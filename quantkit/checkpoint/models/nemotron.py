@@ -326,7 +326,6 @@ _NEMOTRON_H_CLASS = HfClass(
     ),
     keys={
         ".feed_forward_length": "",
-        ".attention.head_count_kv": "",
         ".attention.layer_norm_rms_epsilon": "norm_eps",
         ".attention.layer_norm_epsilon": "layer_norm_epsilon",
         ".ssm.conv_kernel": "conv_kernel",
