@@ -55,11 +55,13 @@ class KeyRow(ABC):
 
     #: The key that the row writes, "" for several.
     key: str
+    #: Its names in config.json, "" if the value of none is the key's.
+    names: str
 
     @property
     def exported_names(self) -> str:
-        """The names of the key in config.json, for export; "" if its value is not copied."""
-        return ""
+        """The names that export takes."""
+        return self.names
 
     @abstractmethod
     def __call__(self, keys: Keys, config: Config) -> None:
@@ -135,10 +137,6 @@ class Always(KeyRow):
     def __call__(self, keys: Keys, config: Config) -> None:
         getattr(keys, self.kind)(self.key, self.value)
 
-    @property
-    def exported_names(self) -> str:
-        return self.names
-
 
 @dataclass(frozen=True)
 class Computed(KeyRow):
@@ -152,10 +150,6 @@ class Computed(KeyRow):
     kind: str = "u32"
     inverse: SetConfig | None = None
     names: str = ""
-
-    @property
-    def exported_names(self) -> str:
-        return self.names
 
     def __call__(self, keys: Keys, config: Config) -> None:
         if (value := self.compute(config)) is not None:
@@ -175,6 +169,7 @@ class Several(KeyRow):
     write: SetKeys
     inverse: SetConfig
     key: str = ""
+    names: str = ""
 
     def __call__(self, keys: Keys, config: Config) -> None:
         self.write(keys, config)
@@ -184,24 +179,22 @@ class Several(KeyRow):
 
 
 @dataclass(frozen=True)
-class Changed(KeyRow):
+class Changed:
     """Rows that read another configuration: what ``change`` makes of it."""
 
     rows: tuple[SetKeys, ...]
     change: Callable[[Config], Config]
-    key: str = ""
 
     def __call__(self, keys: Keys, config: Config) -> None:
         write_rows(self.rows, keys, self.change(config))
 
 
 @dataclass(frozen=True)
-class Where(KeyRow):
+class Where:
     """Rows that configurations of one kind have."""
 
     condition: Callable[[Config], bool]
     rows: tuple[SetKeys, ...]
-    key: str = ""
 
     def __call__(self, keys: Keys, config: Config) -> None:
         if self.condition(config):
@@ -218,10 +211,6 @@ class FromFile(KeyRow):
 
     def __call__(self, keys: Keys, config: Config) -> None:
         keys.u32(self.key, getattr(keys, self.attribute))
-
-    @property
-    def exported_names(self) -> str:
-        return self.names
 
 
 def write_rows(rows: Iterable[SetKeys], keys: Keys, config: Config) -> None:
@@ -253,6 +242,7 @@ class _RopeScaling(KeyRow):
     """Scaled rope: linear, YaRN or LongRoPE; other kinds have no keys. ``rope_scaling`` is the inverse."""
 
     key: str = ".rope.scaling.original_context_length"
+    names: str = "original_max_position_embeddings"
 
     def __call__(self, keys: Keys, config: Config) -> None:
         rope = config.full_rope
@@ -271,10 +261,6 @@ class _RopeScaling(KeyRow):
         for key, names in _YARN.items():
             if (value := next((rope[name] for name in names.split() if name in rope), None)) is not None:
                 keys.f32(f".rope.scaling.yarn_{key}", value)
-
-    @property
-    def exported_names(self) -> str:
-        return "original_max_position_embeddings"
 
 
 def rope_scaling(meta: ModelMetadata) -> Json:
@@ -305,19 +291,18 @@ class _RopeBase(KeyRow):
         if isinstance(rope, dict) and (theta := rope.get("rope_theta")) is not None:
             keys.f32(self.key, theta)
 
-    @property
-    def exported_names(self) -> str:
-        return self.names
-
 
 @dataclass(frozen=True)
 class _Gating(KeyRow):
     """The function by which experts are chosen: its name in config.json, a number in files."""
 
     key: str = ".expert_gating_func"
+    names: str = (
+        "score_function scoring_func score_func moe_router_activation moe_router_activation_func expert_selection_fn"
+    )
 
     def __call__(self, keys: Keys, config: Config) -> None:
-        name = config.find(*_GATING_NAMES.split())
+        name = config.find(*self.names.split())
         if name is not None and name not in GATING:
             raise FormatError(
                 f"{config.path}: experts are chosen by {short(name)}; known are {', '.join(GATING)}", "QK-E305"
@@ -333,11 +318,6 @@ class _Gating(KeyRow):
     @property
     def exported_names(self) -> str:
         return "scoring_func score_function score_func"
-
-
-_GATING_NAMES = (
-    "score_function scoring_func score_func moe_router_activation moe_router_activation_func expert_selection_fn"
-)
 
 
 def block_count(names: str) -> FromFile:
