@@ -163,7 +163,7 @@ class Computed(KeyRow):
 
 
 @dataclass(frozen=True)
-class Several(KeyRow):
+class KeyGroup(KeyRow):
     """Keys that depend on each other: ``write`` sets them, ``inverse`` what config.json has of them."""
 
     write: SetKeys
@@ -179,7 +179,7 @@ class Several(KeyRow):
 
 
 @dataclass(frozen=True)
-class Changed:
+class WithConfig:
     """Rows that read another configuration: what ``change`` makes of it."""
 
     rows: tuple[SetKeys, ...]
@@ -222,7 +222,7 @@ def write_rows(rows: Iterable[SetKeys], keys: Keys, config: Config) -> None:
 def flat_rows(rows: Iterable[SetKeys]) -> Iterator[KeyRow]:
     """Yield all rows that have an inverse, in order."""
     for row in rows:
-        if isinstance(row, (Changed, Where)):
+        if isinstance(row, (WithConfig, Where)):
             yield from flat_rows(row.rows)
         elif isinstance(row, KeyRow):
             yield row

@@ -13,7 +13,7 @@ from quantkit.checkpoint.config import Config, Json
 from quantkit.checkpoint.export import config_values
 from quantkit.checkpoint.export.gguf_metadata import ModelMetadata
 from quantkit.checkpoint.expressions import Shaped, Transposed, concatenate, take
-from quantkit.checkpoint.key_rows import BASE, VOCAB_SIZE, Always, Changed, Computed, Copied, SetKeys
+from quantkit.checkpoint.key_rows import BASE, VOCAB_SIZE, Always, Computed, Copied, SetKeys, WithConfig
 from quantkit.checkpoint.models import llama
 from quantkit.checkpoint.nextn import NEXTN_KEY, layers_with_nextn, nextn_layers
 from quantkit.checkpoint.row import Architecture, HfClass
@@ -81,7 +81,7 @@ def with_one_head(config: Config) -> Config:
     return _with_epsilon(config).with_values({"num_key_value_heads": 1})
 
 
-LATENT_BASE: tuple[SetKeys, ...] = (Changed(BASE, with_one_head),)
+LATENT_BASE: tuple[SetKeys, ...] = (WithConfig(BASE, with_one_head),)
 
 
 def _latent_rank(config: Config) -> int:
@@ -241,7 +241,7 @@ _DEEPSEEK_OCR = replace(
     LATENT,
     arch="deepseek2-ocr",
     rules=(DropNextnLayers(), *LATENT.rules),
-    base=(Changed(BASE, _with_epsilon),),
+    base=(WithConfig(BASE, _with_epsilon),),
     keys=MHA_KEYS,
     head_keys=(OCR_TEMPLATE,),
 )

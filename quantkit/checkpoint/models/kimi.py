@@ -13,7 +13,7 @@ from quantkit.checkpoint.config import Config, Json
 from quantkit.checkpoint.export import config_values
 from quantkit.checkpoint.export.gguf_metadata import ModelMetadata
 from quantkit.checkpoint.expressions import Constant, Expression, Mapped, Product, Shaped, size_of, take
-from quantkit.checkpoint.key_rows import BASE, VOCAB_SIZE, Always, Changed, Computed, Copied, SetKeys
+from quantkit.checkpoint.key_rows import BASE, VOCAB_SIZE, Always, Computed, Copied, SetKeys, WithConfig
 from quantkit.checkpoint.keys import GATING, Keys
 from quantkit.checkpoint.models import deepseek, minimax
 from quantkit.checkpoint.row import LAYER, Architecture, HfClass, prefixed
@@ -54,7 +54,7 @@ def _one_head(config: Config) -> Config:
 
 
 #: Of a single head of keys and values.
-SINGLE_BASE: tuple[SetKeys, ...] = (Changed(BASE, _one_head),)
+SINGLE_BASE: tuple[SetKeys, ...] = (WithConfig(BASE, _one_head),)
 
 
 def _set_delta_attention(meta: ModelMetadata, config: Json) -> None:

@@ -17,8 +17,8 @@ from quantkit.checkpoint.key_rows import (
     Always,
     Computed,
     Copied,
+    KeyGroup,
     SetKeys,
-    Several,
     rotary_width,
 )
 from quantkit.checkpoint.keys import GATING, Keys
@@ -150,7 +150,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     "MellumForCausalLM": Architecture(
         "mellum",
         rules=(StackExperts(),),
-        keys=(EXPERT_WIDTH, Several(_set_mellum_window, _set_mellum_window_config)),
+        keys=(EXPERT_WIDTH, KeyGroup(_set_mellum_window, _set_mellum_window_config)),
     ),
     "SmallThinkerForCausalLM": Architecture("smallthinker", rules=(_SMALL_EXPERTS,), keys=SMALL_THINKER_KEYS),
 }
