@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from quantkit.checkpoint.config import Config, Json
-from quantkit.checkpoint.export import config_values
 from quantkit.checkpoint.export.gguf_metadata import ModelMetadata
 from quantkit.checkpoint.keys import GATING, Keys
 from quantkit.errors import FormatError
@@ -365,14 +364,25 @@ WINDOW = Copied(".attention.sliding_window", "sliding_window", required=True)
 EXPERT_WIDTH = Copied(".expert_feed_forward_length", "moe_intermediate_size")
 
 
+def set_layer_types(meta: ModelMetadata, config: Json) -> None:
+    """Set which layers have a window, where the file lists them."""
+    slides = meta.flags(".attention.sliding_window_pattern")
+    if slides is not None:
+        config["layer_types"] = ["sliding_attention" if slide else "full_attention" for slide in slides]
+
+
 def _window_pattern(config: Config) -> list[bool]:
     return [kind == "sliding_attention" for kind in config["layer_types"]]
 
 
 #: Which layers have a window.
-WINDOW_PATTERN = Computed(
-    ".attention.sliding_window_pattern", _window_pattern, "array", inverse=config_values.set_layer_types
-)
+WINDOW_PATTERN = Computed(".attention.sliding_window_pattern", _window_pattern, "array", inverse=set_layer_types)
+
+
+def set_rotary_part(meta: ModelMetadata, config: Json) -> None:
+    """Set the part of a head that rope rotates."""
+    turned, width = meta.number(".rope.dimension_count"), meta.head_width
+    config["partial_rotary_factor"] = turned / width if width else 1.0
 
 
 def rotary_width(default: float | None, width: Callable[[Config], int] = lambda config: config.head_dim) -> Computed:
@@ -380,7 +390,7 @@ def rotary_width(default: float | None, width: Callable[[Config], int] = lambda 
     return Computed(
         ".rope.dimension_count",
         lambda config: int(width(config) * config.rotary_part(default)),
-        inverse=config_values.set_rotary_part,
+        inverse=set_rotary_part,
     )
 
 

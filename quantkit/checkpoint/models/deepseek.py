@@ -92,6 +92,23 @@ def _rope_width(config: Config) -> int:
     return config.number("qk_rope_head_dim")
 
 
+def set_latent_widths(meta: ModelMetadata, config: Json) -> None:
+    """Set the widths of the parts of heads that a latent makes (DeepSeek)."""
+    rope = meta.number(".rope.dimension_count")
+    config |= {
+        "qk_rope_head_dim": rope,
+        "qk_nope_head_dim": meta.number(".attention.key_length_mla") - rope,
+        "v_head_dim": meta.number(".attention.value_length_mla"),
+        "num_key_value_heads": meta.number(".attention.head_count"),
+    }
+    config.setdefault("q_lora_rank", None)
+    log = meta.get(".rope.scaling.yarn_log_multiplier")
+    if log is not None and "rope_scaling" in config:
+        # llama.cpp knows one of the two; released models have the same for both.
+        scale = config_values.shortest_argument(log * 10, lambda x: 0.1 * x)
+        config["rope_scaling"] |= {"mscale": scale, "mscale_all_dim": scale}
+
+
 def _yarn_log_multiplier(config: Config) -> float | None:
     scale = config.rope.get("mscale_all_dim")
     if scale is not None and not isinstance(scale, (int, float)):
@@ -148,7 +165,7 @@ LATENT_KEYS: tuple[SetKeys, ...] = (
     Computed(
         ".attention.key_length_mla",
         lambda config: config.number("qk_nope_head_dim") + _rope_width(config),
-        inverse=config_values.set_latent_widths,
+        inverse=set_latent_widths,
     ),
     Copied(".attention.value_length_mla", "v_head_dim", required=True),
     *_EXPERTS,
@@ -181,6 +198,14 @@ MHA_KEYS: tuple[SetKeys, ...] = (
         names="sliding_window",
     ),
 )
+
+
+def set_indexer_types(meta: ModelMetadata, config: Json) -> None:
+    """Name the layers that choose tokens for themselves, where the file lists them (GLM 5)."""
+    types = meta.flags(".attention.indexer.types")
+    if types is not None:
+        config["indexer_types"] = ["full" if item else "shared" for item in types]
+
 
 INDEXER = (
     Copied(".attention.indexer.head_count", "index_n_heads", required=True),

@@ -200,7 +200,7 @@ HY4_KEYS: tuple[SetKeys, ...] = (
         ".attention.indexer.types",
         lambda config: _indexer_layers(config) or None,
         "array",
-        inverse=config_values.set_indexer_types,
+        inverse=deepseek.set_indexer_types,
     ),
 )
 

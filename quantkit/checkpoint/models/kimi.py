@@ -10,7 +10,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from quantkit.checkpoint.config import Config, Json
-from quantkit.checkpoint.export import config_values
 from quantkit.checkpoint.export.gguf_metadata import ModelMetadata
 from quantkit.checkpoint.expressions import Constant, Expression, Mapped, Product, Shaped, size_of, take
 from quantkit.checkpoint.key_rows import BASE, VOCAB_SIZE, Always, Computed, Copied, SetKeys, WithConfig
@@ -99,7 +98,7 @@ _MLA_KEYS: tuple[SetKeys, ...] = (
     Computed(
         ".attention.key_length_mla",
         lambda config: config.number("qk_nope_head_dim") + _rope_width(config),
-        inverse=config_values.set_latent_widths,
+        inverse=deepseek.set_latent_widths,
     ),
     Copied(".attention.value_length_mla", "v_head_dim", required=True),
 )

@@ -20,6 +20,7 @@ from quantkit.checkpoint.key_rows import (
     KeyGroup,
     SetKeys,
     rotary_width,
+    set_layer_types,
 )
 from quantkit.checkpoint.keys import GATING, Keys
 from quantkit.checkpoint.models import llama
@@ -97,7 +98,7 @@ def _set_mellum_window(keys: Keys, config: Config) -> None:
 
 def _set_mellum_window_config(meta: ModelMetadata, config: Json) -> None:
     config["sliding_window"] = meta.get(".attention.sliding_window")
-    config_values.set_layer_types(meta, config)
+    set_layer_types(meta, config)
 
 
 def _small_window(config: Config) -> int | None:
