@@ -302,6 +302,44 @@ def test_kinds_of_tensors_are_those_of_the_constants(monkeypatch: pytest.MonkeyP
     }
 
 
+_MODELING = """
+class TinyAttention(nn.Module):
+    def __init__(self, config):
+        self.q_proj = nn.Linear(8, 8, bias=config.attention_bias)
+        self.o_proj = nn.Linear(8, 8, bias=False)
+
+class TinyVisionBlock(nn.Module):
+    def __init__(self, config):
+        self.proj = nn.Linear(8, 8)
+
+class TinyNorm(nn.Module):
+    def __init__(self, config):
+        self.norm = nn.LayerNorm(8)
+        self.plain = nn.LayerNorm(8)
+        self.plain.bias = None
+
+ATTENTION = {"eager": TinyAttention}
+
+class TinyModel(nn.Module):
+    def __init__(self, config):
+        self.layers = ATTENTION[config.kind](config)
+        self.norm = TinyNorm(config)
+        self.vision = TinyVisionBlock(config)
+
+class TinyOtherHead(nn.Module):
+    def __init__(self, config):
+        self.dense = nn.Linear(8, 8)
+"""
+
+
+def test_biases_are_those_of_the_modules_that_a_class_makes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of classes that it does not name, of towers, and biases that are taken away do not count."""
+    script = load("record_biases", monkeypatch)
+    assert script.biases(_MODELING, "TinyModel") == {"": "norm", "attention_bias": "q_proj"}
+    monkeypatch.setitem(script.ABSENT, "TinyModel", {"norm"})
+    assert script.biases(_MODELING, "TinyModel") == {"attention_bias": "q_proj"}
+
+
 def test_pre_tokenizers_are_read_from_the_converter(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of two names of one hash the later counts; rows are sorted by name."""
     script = load("make_pre_hashes", monkeypatch)

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from quantkit.checkpoint.config import Config, Json
-from quantkit.checkpoint.export import config_values
 from quantkit.checkpoint.export.gguf_metadata import ModelMetadata
 from quantkit.checkpoint.keys import GATING, Keys
 from quantkit.errors import FormatError
@@ -55,11 +54,13 @@ class KeyRow(ABC):
 
     #: The key that the row writes, "" for several.
     key: str
+    #: Its names in config.json, "" if the value of none is the key's.
+    names: str
 
     @property
     def exported_names(self) -> str:
-        """The names of the key in config.json, for export; "" if its value is not copied."""
-        return ""
+        """The names that export takes."""
+        return self.names
 
     @abstractmethod
     def __call__(self, keys: Keys, config: Config) -> None:
@@ -135,10 +136,6 @@ class Always(KeyRow):
     def __call__(self, keys: Keys, config: Config) -> None:
         getattr(keys, self.kind)(self.key, self.value)
 
-    @property
-    def exported_names(self) -> str:
-        return self.names
-
 
 @dataclass(frozen=True)
 class Computed(KeyRow):
@@ -153,10 +150,6 @@ class Computed(KeyRow):
     inverse: SetConfig | None = None
     names: str = ""
 
-    @property
-    def exported_names(self) -> str:
-        return self.names
-
     def __call__(self, keys: Keys, config: Config) -> None:
         if (value := self.compute(config)) is not None:
             getattr(keys, self.kind)(self.key, value)
@@ -169,12 +162,13 @@ class Computed(KeyRow):
 
 
 @dataclass(frozen=True)
-class Several(KeyRow):
+class KeyGroup(KeyRow):
     """Keys that depend on each other: ``write`` sets them, ``inverse`` what config.json has of them."""
 
     write: SetKeys
     inverse: SetConfig
     key: str = ""
+    names: str = ""
 
     def __call__(self, keys: Keys, config: Config) -> None:
         self.write(keys, config)
@@ -184,24 +178,22 @@ class Several(KeyRow):
 
 
 @dataclass(frozen=True)
-class Changed(KeyRow):
+class WithConfig:
     """Rows that read another configuration: what ``change`` makes of it."""
 
     rows: tuple[SetKeys, ...]
     change: Callable[[Config], Config]
-    key: str = ""
 
     def __call__(self, keys: Keys, config: Config) -> None:
         write_rows(self.rows, keys, self.change(config))
 
 
 @dataclass(frozen=True)
-class Where(KeyRow):
+class Where:
     """Rows that configurations of one kind have."""
 
     condition: Callable[[Config], bool]
     rows: tuple[SetKeys, ...]
-    key: str = ""
 
     def __call__(self, keys: Keys, config: Config) -> None:
         if self.condition(config):
@@ -219,10 +211,6 @@ class FromFile(KeyRow):
     def __call__(self, keys: Keys, config: Config) -> None:
         keys.u32(self.key, getattr(keys, self.attribute))
 
-    @property
-    def exported_names(self) -> str:
-        return self.names
-
 
 def write_rows(rows: Iterable[SetKeys], keys: Keys, config: Config) -> None:
     """Write the keys of rows, in order."""
@@ -233,7 +221,7 @@ def write_rows(rows: Iterable[SetKeys], keys: Keys, config: Config) -> None:
 def flat_rows(rows: Iterable[SetKeys]) -> Iterator[KeyRow]:
     """Yield all rows that have an inverse, in order."""
     for row in rows:
-        if isinstance(row, (Changed, Where)):
+        if isinstance(row, (WithConfig, Where)):
             yield from flat_rows(row.rows)
         elif isinstance(row, KeyRow):
             yield row
@@ -253,6 +241,7 @@ class _RopeScaling(KeyRow):
     """Scaled rope: linear, YaRN or LongRoPE; other kinds have no keys. ``rope_scaling`` is the inverse."""
 
     key: str = ".rope.scaling.original_context_length"
+    names: str = "original_max_position_embeddings"
 
     def __call__(self, keys: Keys, config: Config) -> None:
         rope = config.full_rope
@@ -271,10 +260,6 @@ class _RopeScaling(KeyRow):
         for key, names in _YARN.items():
             if (value := next((rope[name] for name in names.split() if name in rope), None)) is not None:
                 keys.f32(f".rope.scaling.yarn_{key}", value)
-
-    @property
-    def exported_names(self) -> str:
-        return "original_max_position_embeddings"
 
 
 def rope_scaling(meta: ModelMetadata) -> Json:
@@ -305,19 +290,18 @@ class _RopeBase(KeyRow):
         if isinstance(rope, dict) and (theta := rope.get("rope_theta")) is not None:
             keys.f32(self.key, theta)
 
-    @property
-    def exported_names(self) -> str:
-        return self.names
-
 
 @dataclass(frozen=True)
 class _Gating(KeyRow):
     """The function by which experts are chosen: its name in config.json, a number in files."""
 
     key: str = ".expert_gating_func"
+    names: str = (
+        "score_function scoring_func score_func moe_router_activation moe_router_activation_func expert_selection_fn"
+    )
 
     def __call__(self, keys: Keys, config: Config) -> None:
-        name = config.find(*_GATING_NAMES.split())
+        name = config.find(*self.names.split())
         if name is not None and name not in GATING:
             raise FormatError(
                 f"{config.path}: experts are chosen by {short(name)}; known are {', '.join(GATING)}", "QK-E305"
@@ -333,11 +317,6 @@ class _Gating(KeyRow):
     @property
     def exported_names(self) -> str:
         return "scoring_func score_function score_func"
-
-
-_GATING_NAMES = (
-    "score_function scoring_func score_func moe_router_activation moe_router_activation_func expert_selection_fn"
-)
 
 
 def block_count(names: str) -> FromFile:
@@ -385,14 +364,25 @@ WINDOW = Copied(".attention.sliding_window", "sliding_window", required=True)
 EXPERT_WIDTH = Copied(".expert_feed_forward_length", "moe_intermediate_size")
 
 
+def set_layer_types(meta: ModelMetadata, config: Json) -> None:
+    """Set which layers have a window, where the file lists them."""
+    slides = meta.flags(".attention.sliding_window_pattern")
+    if slides is not None:
+        config["layer_types"] = ["sliding_attention" if slide else "full_attention" for slide in slides]
+
+
 def _window_pattern(config: Config) -> list[bool]:
     return [kind == "sliding_attention" for kind in config["layer_types"]]
 
 
 #: Which layers have a window.
-WINDOW_PATTERN = Computed(
-    ".attention.sliding_window_pattern", _window_pattern, "array", inverse=config_values.set_layer_types
-)
+WINDOW_PATTERN = Computed(".attention.sliding_window_pattern", _window_pattern, "array", inverse=set_layer_types)
+
+
+def set_rotary_part(meta: ModelMetadata, config: Json) -> None:
+    """Set the part of a head that rope rotates."""
+    turned, width = meta.number(".rope.dimension_count"), meta.head_width
+    config["partial_rotary_factor"] = turned / width if width else 1.0
 
 
 def rotary_width(default: float | None, width: Callable[[Config], int] = lambda config: config.head_dim) -> Computed:
@@ -400,7 +390,7 @@ def rotary_width(default: float | None, width: Callable[[Config], int] = lambda 
     return Computed(
         ".rope.dimension_count",
         lambda config: int(width(config) * config.rotary_part(default)),
-        inverse=config_values.set_rotary_part,
+        inverse=set_rotary_part,
     )
 
 

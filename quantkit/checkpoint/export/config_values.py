@@ -25,43 +25,6 @@ def shortest_argument(value: float, function: Callable[[float], float]) -> float
     return inverse
 
 
-def set_layer_types(meta: ModelMetadata, config: Json) -> None:
-    """Set which layers have a window, where the file lists them."""
-    slides = meta.flags(".attention.sliding_window_pattern")
-    if slides is not None:
-        config["layer_types"] = ["sliding_attention" if slide else "full_attention" for slide in slides]
-
-
-def set_rotary_part(meta: ModelMetadata, config: Json) -> None:
-    """Set the part of a head that rope rotates."""
-    turned, width = meta.number(".rope.dimension_count"), meta.head_width
-    config["partial_rotary_factor"] = turned / width if width else 1.0
-
-
-def set_latent_widths(meta: ModelMetadata, config: Json) -> None:
-    """Set the widths of the parts of heads that a latent makes (DeepSeek)."""
-    rope = meta.number(".rope.dimension_count")
-    config |= {
-        "qk_rope_head_dim": rope,
-        "qk_nope_head_dim": meta.number(".attention.key_length_mla") - rope,
-        "v_head_dim": meta.number(".attention.value_length_mla"),
-        "num_key_value_heads": meta.number(".attention.head_count"),
-    }
-    config.setdefault("q_lora_rank", None)
-    log = meta.get(".rope.scaling.yarn_log_multiplier")
-    if log is not None and "rope_scaling" in config:
-        # llama.cpp knows one of the two; released models have the same for both.
-        scale = shortest_argument(log * 10, lambda x: 0.1 * x)
-        config["rope_scaling"] |= {"mscale": scale, "mscale_all_dim": scale}
-
-
-def set_indexer_types(meta: ModelMetadata, config: Json) -> None:
-    """Name the layers that choose tokens for themselves, where the file lists them (GLM 5)."""
-    types = meta.flags(".attention.indexer.types")
-    if types is not None:
-        config["indexer_types"] = ["full" if item else "shared" for item in types]
-
-
 def set_head_norms(meta: ModelMetadata, config: Json) -> None:
     config["use_qk_norm"] = meta.has("attn_q_norm.weight")
 

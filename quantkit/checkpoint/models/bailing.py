@@ -30,8 +30,8 @@ from quantkit.checkpoint.key_rows import (
     Always,
     Computed,
     Copied,
+    KeyGroup,
     SetKeys,
-    Several,
     SwigluLimits,
     rotary_width,
 )
@@ -107,7 +107,7 @@ def _set_layer_groups(meta: ModelMetadata, config: Json) -> None:
 
 V3_KEYS: tuple[SetKeys, ...] = (
     refuse_settings,
-    Several(_set_attention_layers, _set_layer_groups),
+    KeyGroup(_set_attention_layers, _set_layer_groups),
     VOCAB_SIZE,
     Copied(".ssm.conv_kernel", "short_conv_kernel_size", required=True),
     Copied(".kda.head_dim", "head_dim", required=True),

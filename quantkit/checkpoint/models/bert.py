@@ -395,9 +395,7 @@ _DISTIL_CLASS = HfClass(
     ),
     keys={
         ".block_count": "n_layers",
-        ".embedding_length": "dim",
         ".feed_forward_length": "hidden_dim",
-        ".attention.head_count": "n_heads",
         ".attention.layer_norm_epsilon": "",
     },
     config_setters=(set_label_names,),
@@ -441,7 +439,6 @@ CLASSES: dict[str, HfClass] = {
             ".rope.freq_base": "rotary_emb_base",
             ".expert_count": "num_experts",
             ".attention.layer_norm_epsilon": "layer_norm_epsilon",
-            ".attention.layer_norm_rms_epsilon": "rms_norm_eps",
             ".moe_every_n_layers": "moe_every_n_layers",
             ".expert_used_count": "moe_top_k",
         },

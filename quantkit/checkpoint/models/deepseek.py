@@ -13,7 +13,7 @@ from quantkit.checkpoint.config import Config, Json
 from quantkit.checkpoint.export import config_values
 from quantkit.checkpoint.export.gguf_metadata import ModelMetadata
 from quantkit.checkpoint.expressions import Shaped, Transposed, concatenate, take
-from quantkit.checkpoint.key_rows import BASE, VOCAB_SIZE, Always, Changed, Computed, Copied, SetKeys
+from quantkit.checkpoint.key_rows import BASE, VOCAB_SIZE, Always, Computed, Copied, SetKeys, WithConfig
 from quantkit.checkpoint.models import llama
 from quantkit.checkpoint.nextn import NEXTN_KEY, layers_with_nextn, nextn_layers
 from quantkit.checkpoint.row import Architecture, HfClass
@@ -81,7 +81,7 @@ def with_one_head(config: Config) -> Config:
     return _with_epsilon(config).with_values({"num_key_value_heads": 1})
 
 
-LATENT_BASE: tuple[SetKeys, ...] = (Changed(BASE, with_one_head),)
+LATENT_BASE: tuple[SetKeys, ...] = (WithConfig(BASE, with_one_head),)
 
 
 def _latent_rank(config: Config) -> int:
@@ -90,6 +90,23 @@ def _latent_rank(config: Config) -> int:
 
 def _rope_width(config: Config) -> int:
     return config.number("qk_rope_head_dim")
+
+
+def set_latent_widths(meta: ModelMetadata, config: Json) -> None:
+    """Set the widths of the parts of heads that a latent makes (DeepSeek)."""
+    rope = meta.number(".rope.dimension_count")
+    config |= {
+        "qk_rope_head_dim": rope,
+        "qk_nope_head_dim": meta.number(".attention.key_length_mla") - rope,
+        "v_head_dim": meta.number(".attention.value_length_mla"),
+        "num_key_value_heads": meta.number(".attention.head_count"),
+    }
+    config.setdefault("q_lora_rank", None)
+    log = meta.get(".rope.scaling.yarn_log_multiplier")
+    if log is not None and "rope_scaling" in config:
+        # llama.cpp knows one of the two; released models have the same for both.
+        scale = config_values.shortest_argument(log * 10, lambda x: 0.1 * x)
+        config["rope_scaling"] |= {"mscale": scale, "mscale_all_dim": scale}
 
 
 def _yarn_log_multiplier(config: Config) -> float | None:
@@ -148,7 +165,7 @@ LATENT_KEYS: tuple[SetKeys, ...] = (
     Computed(
         ".attention.key_length_mla",
         lambda config: config.number("qk_nope_head_dim") + _rope_width(config),
-        inverse=config_values.set_latent_widths,
+        inverse=set_latent_widths,
     ),
     Copied(".attention.value_length_mla", "v_head_dim", required=True),
     *_EXPERTS,
@@ -181,6 +198,14 @@ MHA_KEYS: tuple[SetKeys, ...] = (
         names="sliding_window",
     ),
 )
+
+
+def set_indexer_types(meta: ModelMetadata, config: Json) -> None:
+    """Name the layers that choose tokens for themselves, where the file lists them (GLM 5)."""
+    types = meta.flags(".attention.indexer.types")
+    if types is not None:
+        config["indexer_types"] = ["full" if item else "shared" for item in types]
+
 
 INDEXER = (
     Copied(".attention.indexer.head_count", "index_n_heads", required=True),
@@ -241,7 +266,7 @@ _DEEPSEEK_OCR = replace(
     LATENT,
     arch="deepseek2-ocr",
     rules=(DropNextnLayers(), *LATENT.rules),
-    base=(Changed(BASE, _with_epsilon),),
+    base=(WithConfig(BASE, _with_epsilon),),
     keys=MHA_KEYS,
     head_keys=(OCR_TEMPLATE,),
 )
@@ -309,7 +334,7 @@ CLASSES: dict[str, HfClass] = {
     "DeepseekForCausalLM": HfClass("deepseek", defaults={"norm_topk_prob": False}),
     "DeepseekOCRForCausalLM": HfClass(
         "deepseek_v2",
-        keys={".expert_count": "n_routed_experts", ".expert_gating_func": ""},
+        keys={".expert_gating_func": ""},
         defaults={"n_group": 1, "topk_group": 1, "norm_topk_prob": False},
         text_key="language_config",
         outer={"model_type": "deepseek_vl_v2"},

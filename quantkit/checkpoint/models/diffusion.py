@@ -72,14 +72,8 @@ ARCHITECTURES: dict[str, Architecture] = {
 }
 
 
-def _set_mask_token(meta: ModelMetadata, config: Json) -> None:
-    """Set the id of the mask token."""
-    config["mask_token_id"] = meta.model.get("tokenizer.ggml.mask_token_id")
-
-
 def _set_llada_names(meta: ModelMetadata, config: Json) -> None:
     """Set the values that only LLaDA has names for."""
-    _set_mask_token(meta, config)
     config |= {
         "embedding_size": config["vocab_size"],
         "weight_tying": config["tie_word_embeddings"],
@@ -92,8 +86,8 @@ def _set_llada_names(meta: ModelMetadata, config: Json) -> None:
 
 
 CLASSES: dict[str, HfClass] = {
-    "DreamModel": HfClass("Dream", config_setters=(_set_mask_token,)),
-    "RND1": HfClass("rnd1", keys={".expert_count": "num_experts"}, config_setters=(_set_mask_token,)),
+    "DreamModel": HfClass("Dream"),
+    "RND1": HfClass("rnd1", keys={".expert_count": "num_experts"}),
     "LLaDAMoEModelLM": HfClass("llada_moe", keys={".expert_count": "num_experts"}),
     "LLaDAModelLM": HfClass(
         "llada",

@@ -14,7 +14,7 @@ from functools import partial
 from quantkit.checkpoint.config import Config, Json
 from quantkit.checkpoint.export.gguf_metadata import ModelMetadata
 from quantkit.checkpoint.expressions import Multiplied
-from quantkit.checkpoint.key_rows import Changed, Computed, Copied, SetKeys
+from quantkit.checkpoint.key_rows import Computed, Copied, SetKeys, WithConfig
 from quantkit.checkpoint.keys import Keys
 from quantkit.checkpoint.models import deepseek, qwen
 from quantkit.checkpoint.nextn import NEXTN_IF_ANY, layers_with_nextn
@@ -118,7 +118,7 @@ def _slides(config: Config) -> list[bool]:
     return [_has_window(config, layer) for layer in range(config.layers)]
 
 
-DOTS3_BASE: tuple[SetKeys, ...] = (Changed(deepseek.LATENT_BASE, _without_head_dim), _set_heads)
+DOTS3_BASE: tuple[SetKeys, ...] = (WithConfig(deepseek.LATENT_BASE, _without_head_dim), _set_heads)
 DOTS3_KEYS: tuple[SetKeys, ...] = (
     *deepseek.LATENT_KEYS,
     Copied(".attention.sliding_window", "sliding_window_size", required=True),
@@ -191,7 +191,6 @@ CLASSES: dict[str, HfClass] = {
         "dots3_note",
         prefixed(f"{LAYER}self_attn.", "k_rope_only_layernorm linear_gate"),
         keys={
-            ".attention.head_count": "",
             ".rope.freq_base_swa": "swa_rope_theta",
             ".expert_count": "n_routed_experts",
         },

@@ -13,7 +13,16 @@ from functools import partial
 from quantkit.checkpoint.config import Config, Json
 from quantkit.checkpoint.export import config_values
 from quantkit.checkpoint.export.gguf_metadata import ModelMetadata
-from quantkit.checkpoint.key_rows import VOCAB_SIZE, Always, Computed, Copied, SetKeys, divided_head_dim, number_or
+from quantkit.checkpoint.key_rows import (
+    VOCAB_SIZE,
+    Always,
+    Computed,
+    Copied,
+    SetKeys,
+    divided_head_dim,
+    number_or,
+    set_layer_types,
+)
 from quantkit.checkpoint.models import llama
 from quantkit.checkpoint.nextn import (
     MTP_NAMES,
@@ -42,7 +51,7 @@ def _slides(config: Config) -> list[bool] | None:
 
 def _set_layer_types(meta: ModelMetadata, config: Json) -> None:
     """Set which layers have a window: none in a file without one."""
-    config_values.set_layer_types(meta, config)
+    set_layer_types(meta, config)
     if meta.get(".attention.sliding_window") is None:
         config["layer_types"] = ["full_attention"] * meta.number(".block_count")
 

@@ -27,6 +27,7 @@ from quantkit.checkpoint.key_rows import (
     SetKeys,
     Where,
     number_or,
+    set_layer_types,
 )
 from quantkit.checkpoint.keys import Keys
 from quantkit.checkpoint.pooling import set_pooling
@@ -180,7 +181,7 @@ GEMMA4_KEYS: tuple[SetKeys, ...] = (
     *GEMMA3_KEYS,
     Copied(".attention.shared_kv_layers", "num_kv_shared_layers", required=True),
     number_or(".embedding_length_per_layer_input", "hidden_size_per_layer_input", 0),
-    Computed(".attention.sliding_window_pattern", _slides, "array", inverse=config_values.set_layer_types),
+    Computed(".attention.sliding_window_pattern", _slides, "array", inverse=set_layer_types),
     Computed(".attention.key_length", lambda config: _full_head(config), names="global_head_dim"),
     Computed(".attention.value_length", lambda config: _full_head(config), names="global_head_dim"),
     Computed(".attention.key_length_swa", _sliding_width, names="head_dim"),

@@ -13,7 +13,16 @@ from quantkit.checkpoint.config import Config, Json
 from quantkit.checkpoint.export import config_values
 from quantkit.checkpoint.export.gguf_metadata import ModelMetadata
 from quantkit.checkpoint.expressions import Expression, Gathered
-from quantkit.checkpoint.key_rows import BLOCK_COUNT, FILE_TYPE, Always, Computed, Copied, SetKeys, rotary_width
+from quantkit.checkpoint.key_rows import (
+    BLOCK_COUNT,
+    FILE_TYPE,
+    Always,
+    Computed,
+    Copied,
+    SetKeys,
+    rotary_width,
+    set_rotary_part,
+)
 from quantkit.checkpoint.keys import GATING
 from quantkit.checkpoint.models import deepseek
 from quantkit.checkpoint.nextn import NEXTN_IF_ANY, NEXTN_KEY, layers_with_nextn
@@ -82,7 +91,7 @@ CHAT_BASE: tuple[SetKeys, ...] = (
     Computed(".attention.head_count_kv", _chat_kv_heads, names="num_key_value_heads"),
     Copied(".attention.layer_norm_rms_epsilon", "layernorm_epsilon", "f32", default=1e-5, exported="rms_norm_eps"),
     FILE_TYPE,
-    Computed(".rope.dimension_count", _chat_rope_width, inverse=config_values.set_rotary_part),
+    Computed(".rope.dimension_count", _chat_rope_width, inverse=set_rotary_part),
     Always("tokenizer.ggml.add_bos_token", False, "flag"),
     Computed(".rope.freq_base", lambda config: 10000 * config.get("rope_ratio", 1), "f32", names="rope_theta"),
 )
@@ -148,7 +157,7 @@ ARCHITECTURES: dict[str, Architecture] = {
             Computed(".rope.dimension_count", _latent_rope_width),
             NEXTN_KEY,
             *deepseek.INDEXER,
-            Computed(".attention.indexer.types", _indexer_types, "array", inverse=config_values.set_indexer_types),
+            Computed(".attention.indexer.types", _indexer_types, "array", inverse=deepseek.set_indexer_types),
         ),
         vocab=partial(write_bpe, special=_GLM_SPECIAL),
         layers=layers_with_nextn,

@@ -8,10 +8,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 from quantkit.checkpoint.config import Config, Json
-from quantkit.checkpoint.export import config_values
 from quantkit.checkpoint.export.gguf_metadata import ModelMetadata
 from quantkit.checkpoint.expressions import Expression, Shaped
-from quantkit.checkpoint.key_rows import Computed, Copied, SetKeys
+from quantkit.checkpoint.key_rows import Computed, Copied, SetKeys, set_layer_types
 from quantkit.checkpoint.keys import Keys
 from quantkit.checkpoint.models import llama, mamba
 from quantkit.checkpoint.row import LAYER, Architecture, HfClass, has_key
@@ -160,7 +159,7 @@ def _set_rope_layers(meta: ModelMetadata, config: Json) -> None:
 WINDOW_KEYS: tuple[SetKeys, ...] = (
     *GRANITE_KEYS,
     Copied(".attention.sliding_window", "sliding_window", default=128),
-    Computed(".attention.sliding_window_pattern", _window_pattern, "array", inverse=config_values.set_layer_types),
+    Computed(".attention.sliding_window_pattern", _window_pattern, "array", inverse=set_layer_types),
     Computed(".attention.rope_pattern", _rope_layers, "array", inverse=_set_rope_layers),
 )
 

@@ -7,8 +7,7 @@ from __future__ import annotations
 
 from quantkit.checkpoint.config import Config, Json
 from quantkit.checkpoint.export.gguf_metadata import ModelMetadata
-from quantkit.checkpoint.key_rows import EXPERT_WIDTH, Computed, Copied, SetKeys, Several
-from quantkit.checkpoint.keys import Keys
+from quantkit.checkpoint.key_rows import EXPERT_WIDTH, Computed, Copied, SetKeys, Where
 from quantkit.checkpoint.row import LAYER, Architecture, HfClass, has_key, prefixed
 from quantkit.checkpoint.rules import Rename, StackExperts
 from quantkit.checkpoint.tensors import Rule
@@ -33,32 +32,26 @@ GROK_RULES: tuple[Rule, ...] = (
 )
 
 
-def _set_yarn(keys: Keys, config: Config) -> None:
-    if config.get("rope_type") not in ("yarn", "original"):  # "original" is YaRN, too
-        return
-    keys.text(".rope.scaling.type", "yarn")
-    keys.f32(".rope.scaling.factor", config["scaling_factor"])
-    keys.u32(".rope.scaling.original_context_length", config["original_max_position_embeddings"])
-    for key, name in (("ext", "extrapolation"), ("attn", "attn")):
-        keys.f32(f".rope.scaling.yarn_{key}_factor", config[f"{name}_factor"])
-    for key in ("beta_fast", "beta_slow"):
-        keys.f32(f".rope.scaling.yarn_{key}", config[key])
+def _is_yarn(config: Config) -> bool:
+    return config.get("rope_type") in ("yarn", "original")  # "original" is YaRN, too
 
 
-def _set_yarn_config(meta: ModelMetadata, config: Json) -> None:
-    """Set rope scaling from Grok's separate keys."""
-    rope = config.pop("rope_scaling", None) or {}
-    if rope.get("rope_type") != "yarn":
-        return
-    config |= {
-        "rope_type": "original",  # YaRN, by Grok 2's name
-        "scaling_factor": rope["factor"],
-        "original_max_position_embeddings": rope["original_max_position_embeddings"],
-        "extrapolation_factor": rope.get("extrapolation_factor", 1.0),
-        "attn_factor": rope.get("attention_factor", 1.0),
-        "beta_fast": rope.get("beta_fast", 8),
-        "beta_slow": rope.get("beta_slow", 1),
-    }
+def _set_rope_type(meta: ModelMetadata, config: Json) -> None:
+    """Set the kind of rope; its parameters are keys of their own."""
+    config.pop("rope_scaling", None)
+    if meta.get(".rope.scaling.type") == "yarn":
+        config["rope_type"] = "original"  # YaRN, by Grok 2's name
+
+
+YARN_KEYS: tuple[SetKeys, ...] = (
+    Computed(".rope.scaling.type", lambda config: "yarn", "text", inverse=_set_rope_type),
+    Copied(".rope.scaling.factor", "scaling_factor", "f32", required=True),
+    Copied(".rope.scaling.original_context_length", "original_max_position_embeddings", required=True),
+    Copied(".rope.scaling.yarn_ext_factor", "extrapolation_factor", "f32", required=True),
+    Copied(".rope.scaling.yarn_attn_factor", "attn_factor", "f32", required=True),
+    Copied(".rope.scaling.yarn_beta_fast", "beta_fast", "f32", required=True),
+    Copied(".rope.scaling.yarn_beta_slow", "beta_slow", "f32", required=True),
+)
 
 
 def _output_scale(config: Config) -> float:
@@ -71,7 +64,7 @@ GROK_KEYS: tuple[SetKeys, ...] = (
     Copied(".router_logit_softcapping", "router_logit_softcapping", "f32", default=30.0),
     Copied(".final_logit_softcapping", "final_logit_softcapping", "f32", unless_zero=True),
     EXPERT_WIDTH,
-    Several(_set_yarn, _set_yarn_config),
+    Where(_is_yarn, YARN_KEYS),
     Copied(".attention.temperature_length", "attn_temperature_len", unless_zero=True),
     Computed(".attention.output_scale", _output_scale, "f32", names="attn_output_multiplier"),
     Copied(".embedding_scale", "embedding_multiplier_scale", "f32", required=True),
@@ -92,7 +85,6 @@ CLASSES: dict[str, HfClass] = {
         "git",
         prefixed(LAYER, "pre_attn_norm post_attn_norm pre_moe_norm post_moe_norm block_sparse_moe.gate")
         + prefixed(f" {_GROK_1_LAYER}moe.", "linear linear_1 linear_v"),
-        keys={".attention.layer_norm_epsilon": "layer_norm_eps"},
         renames=tuple(
             (
                 rf"^transformer\.decoder_layer\.(\d+)\.moe\.(\d+)\.{old}\.",

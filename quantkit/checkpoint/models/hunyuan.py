@@ -12,7 +12,7 @@ from typing import Any
 from quantkit.checkpoint.config import Config, Json, optional_json
 from quantkit.checkpoint.export import config_values
 from quantkit.checkpoint.export.gguf_metadata import ModelMetadata
-from quantkit.checkpoint.key_rows import BASE, Always, Changed, Computed, Copied, KeyNames, SetKeys, Several, Where
+from quantkit.checkpoint.key_rows import BASE, Always, Computed, Copied, KeyGroup, KeyNames, SetKeys, Where, WithConfig
 from quantkit.checkpoint.keys import GATING, Keys
 from quantkit.checkpoint.models import deepseek, qwen
 from quantkit.checkpoint.nextn import NEXTN_IF_ANY, layers_with_nextn
@@ -42,7 +42,7 @@ def _dense_config(config: Config) -> Config:
     return config.without("num_experts")
 
 
-DENSE_BASE: tuple[SetKeys, ...] = (Changed(BASE, _dense_config),)
+DENSE_BASE: tuple[SetKeys, ...] = (WithConfig(BASE, _dense_config),)
 
 
 @dataclass(frozen=True)
@@ -187,11 +187,11 @@ def _has_indexer(config: Config) -> bool:
     return bool(_indexer_layers(config))
 
 
-HY4_BASE: tuple[SetKeys, ...] = (Changed(deepseek.LATENT_BASE, _without_single_group),)
+HY4_BASE: tuple[SetKeys, ...] = (WithConfig(deepseek.LATENT_BASE, _without_single_group),)
 HY4_KEYS: tuple[SetKeys, ...] = (
     *deepseek.LATENT_KEYS,
     Always(".expert_gating_func", GATING["sigmoid"]),
-    Several(_set_swiglu_limits, _set_swiglu_limit),
+    KeyGroup(_set_swiglu_limits, _set_swiglu_limit),
     Copied(".hyper_connection.count", "hc_mult", required=True),
     Copied(".hyper_connection.epsilon", "hc_eps", "f32", required=True),
     Copied(".hyper_connection.magnitude", "hc_magnitude", "f32", required=True),
@@ -200,7 +200,7 @@ HY4_KEYS: tuple[SetKeys, ...] = (
         ".attention.indexer.types",
         lambda config: _indexer_layers(config) or None,
         "array",
-        inverse=config_values.set_indexer_types,
+        inverse=deepseek.set_indexer_types,
     ),
 )
 
@@ -339,7 +339,6 @@ CLASSES: dict[str, HfClass] = {
         "hunyuan_v1_moe",
         f"{_NORM_NAMES} model.layers.*.mlp.gate.wg "
         + " ".join(f"model.layers.*.mlp.shared_mlp.{w}_proj" for w in ("gate", "up", "down")),
-        keys={".expert_count": "num_experts"},
         config_setters=(set_scaled_base,),
     ),
     "HunYuanDenseV1ForCausalLM": HfClass("hunyuan_v1_dense", _NORM_NAMES, config_setters=(set_scaled_base,)),

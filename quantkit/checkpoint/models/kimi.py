@@ -10,10 +10,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from quantkit.checkpoint.config import Config, Json
-from quantkit.checkpoint.export import config_values
 from quantkit.checkpoint.export.gguf_metadata import ModelMetadata
 from quantkit.checkpoint.expressions import Constant, Expression, Mapped, Product, Shaped, size_of, take
-from quantkit.checkpoint.key_rows import BASE, VOCAB_SIZE, Always, Changed, Computed, Copied, SetKeys
+from quantkit.checkpoint.key_rows import BASE, VOCAB_SIZE, Always, Computed, Copied, SetKeys, WithConfig
 from quantkit.checkpoint.keys import GATING, Keys
 from quantkit.checkpoint.models import deepseek, minimax
 from quantkit.checkpoint.row import LAYER, Architecture, HfClass, prefixed
@@ -54,7 +53,7 @@ def _one_head(config: Config) -> Config:
 
 
 #: Of a single head of keys and values.
-SINGLE_BASE: tuple[SetKeys, ...] = (Changed(BASE, _one_head),)
+SINGLE_BASE: tuple[SetKeys, ...] = (WithConfig(BASE, _one_head),)
 
 
 def _set_delta_attention(meta: ModelMetadata, config: Json) -> None:
@@ -99,7 +98,7 @@ _MLA_KEYS: tuple[SetKeys, ...] = (
     Computed(
         ".attention.key_length_mla",
         lambda config: config.number("qk_nope_head_dim") + _rope_width(config),
-        inverse=config_values.set_latent_widths,
+        inverse=deepseek.set_latent_widths,
     ),
     Copied(".attention.value_length_mla", "v_head_dim", required=True),
 )
@@ -261,10 +260,7 @@ _MOE_NAMES = prefixed(
 _KIMI_KEYS = {
     ".expert_count": "num_experts",
     ".expert_used_count": "num_experts_per_token",
-    ".expert_shared_count": "num_shared_experts",
     ".expert_gating_func": "moe_router_activation_func",
-    ".expert_group_count": "num_expert_group",
-    ".expert_weights_norm": "moe_renormalize",
 }
 
 _KIMI_LINEAR_CLASS = HfClass(
@@ -291,7 +287,6 @@ CLASSES: dict[str, HfClass] = {
             "output_res_score": "model.output_attn_res_proj",
         },
         defaults={"mla_use_nope": True, "hidden_act": "situ", "moe_layer_freq": 1},
-        config_setters=(_set_delta_attention,),
         renames=((r"^", "language_model."),),
         text_key="text_config",
         outer={"model_type": "kimi_k3"},

@@ -11,7 +11,7 @@ from dataclasses import replace
 from quantkit.checkpoint.config import Config, Json
 from quantkit.checkpoint.export.gguf_metadata import ModelMetadata
 from quantkit.checkpoint.expressions import Stored
-from quantkit.checkpoint.key_rows import BASE, VOCAB_SIZE, Always, Changed, Computed, Copied, SetKeys
+from quantkit.checkpoint.key_rows import BASE, VOCAB_SIZE, Always, Computed, Copied, SetKeys, WithConfig
 from quantkit.checkpoint.keys import GATING
 from quantkit.checkpoint.pooling import set_pooling
 from quantkit.checkpoint.row import LAYER, Architecture, HfClass, has_key
@@ -37,7 +37,7 @@ def _with_kv_heads(config: Config) -> Config:
     )
 
 
-HYBRID_BASE: tuple[SetKeys, ...] = (Changed(BASE, _with_kv_heads),)
+HYBRID_BASE: tuple[SetKeys, ...] = (WithConfig(BASE, _with_kv_heads),)
 
 
 def _width(config: Config) -> int:

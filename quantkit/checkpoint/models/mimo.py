@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 from quantkit.checkpoint.config import Config, Json
 from quantkit.checkpoint.export.gguf_metadata import ModelMetadata
-from quantkit.checkpoint.key_rows import WINDOW, Copied, SetKeys, Several, rotary_width
+from quantkit.checkpoint.key_rows import WINDOW, Copied, KeyGroup, SetKeys, rotary_width
 from quantkit.checkpoint.keys import Keys
 from quantkit.checkpoint.nextn import subtract_nextn_layers
 from quantkit.checkpoint.row import LAYER, Architecture, HfClass
@@ -92,7 +92,7 @@ KEYS: tuple[SetKeys, ...] = (
     rotary_width(None, lambda config: config.number("head_dim")),
     Copied(".attention.layer_norm_rms_epsilon", "layernorm_epsilon", "f32", default=1e-5),
     Copied(".attention.value_scale", "attention_value_scale", "f32"),
-    Several(_set_nextn, subtract_nextn_layers),
+    KeyGroup(_set_nextn, subtract_nextn_layers),
 )
 
 _MIMO_2 = Architecture(

@@ -11,7 +11,7 @@ from quantkit.checkpoint.config import Config, Json
 from quantkit.checkpoint.export import config_values
 from quantkit.checkpoint.export.gguf_metadata import ModelMetadata
 from quantkit.checkpoint.expressions import Constant
-from quantkit.checkpoint.key_rows import BLOCK_COUNT, FILE_TYPE, VOCAB_SIZE, Computed, Copied, SetKeys, Several
+from quantkit.checkpoint.key_rows import BLOCK_COUNT, FILE_TYPE, VOCAB_SIZE, Computed, Copied, KeyGroup, SetKeys
 from quantkit.checkpoint.keys import Keys
 from quantkit.checkpoint.models import llama
 from quantkit.checkpoint.row import Architecture, HfClass
@@ -98,7 +98,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     "MiniCPMForCausalLM": Architecture(
         "minicpm",
         rules=llama.ROPE_PERMUTED,
-        keys=(Several(_set_scales, _set_scales_config),),
+        keys=(KeyGroup(_set_scales, _set_scales_config),),
         vocab=write_sentencepiece,
         synthetic=rope_factors,
     ),

@@ -93,8 +93,6 @@ _MODERN_CLASS = HfClass(
     keys={
         ".rope.freq_base": "global_rope_theta",
         ".rope.freq_base_swa": "local_rope_theta",
-        ".attention.layer_norm_rms_epsilon": "norm_eps",
-        ".attention.layer_norm_epsilon": "layer_norm_eps",
     },
     defaults={"reference_compile": False},
     config_setters=(bert.set_label_names, _set_biases),

@@ -17,9 +17,10 @@ from quantkit.checkpoint.key_rows import (
     Always,
     Computed,
     Copied,
+    KeyGroup,
     SetKeys,
-    Several,
     rotary_width,
+    set_layer_types,
 )
 from quantkit.checkpoint.keys import GATING, Keys
 from quantkit.checkpoint.models import llama
@@ -97,7 +98,7 @@ def _set_mellum_window(keys: Keys, config: Config) -> None:
 
 def _set_mellum_window_config(meta: ModelMetadata, config: Json) -> None:
     config["sliding_window"] = meta.get(".attention.sliding_window")
-    config_values.set_layer_types(meta, config)
+    set_layer_types(meta, config)
 
 
 def _small_window(config: Config) -> int | None:
@@ -150,7 +151,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     "MellumForCausalLM": Architecture(
         "mellum",
         rules=(StackExperts(),),
-        keys=(EXPERT_WIDTH, Several(_set_mellum_window, _set_mellum_window_config)),
+        keys=(EXPERT_WIDTH, KeyGroup(_set_mellum_window, _set_mellum_window_config)),
     ),
     "SmallThinkerForCausalLM": Architecture("smallthinker", rules=(_SMALL_EXPERTS,), keys=SMALL_THINKER_KEYS),
 }

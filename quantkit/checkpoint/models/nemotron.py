@@ -11,9 +11,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from quantkit.checkpoint.config import Config, Json
-from quantkit.checkpoint.export import config_values
 from quantkit.checkpoint.export.gguf_metadata import ModelMetadata
-from quantkit.checkpoint.key_rows import VOCAB_SIZE, Computed, Copied, SetKeys, Where, write_rows
+from quantkit.checkpoint.key_rows import VOCAB_SIZE, Computed, Copied, SetKeys, Where, set_rotary_part, write_rows
 from quantkit.checkpoint.keys import Keys
 from quantkit.checkpoint.models import granite, llama, mamba
 from quantkit.checkpoint.nextn import NEXTN_IF_ANY
@@ -221,7 +220,7 @@ DENSE_KEYS: tuple[SetKeys, ...] = (
         required=True,
         exported="norm_eps",
     ),
-    Computed(".rope.dimension_count", _rope_width, inverse=config_values.set_rotary_part),
+    Computed(".rope.dimension_count", _rope_width, inverse=set_rotary_part),
     Computed(".rope.scaling.type", _scaling_type, "text"),
     Computed(".rope.scaling.factor", _scaling_factor, "f32"),
 )
@@ -326,7 +325,6 @@ _NEMOTRON_H_CLASS = HfClass(
     ),
     keys={
         ".feed_forward_length": "",
-        ".attention.head_count_kv": "",
         ".attention.layer_norm_rms_epsilon": "norm_eps",
         ".attention.layer_norm_epsilon": "layer_norm_epsilon",
         ".ssm.conv_kernel": "conv_kernel",

@@ -6,8 +6,7 @@ Facts of llama.cpp b11434, conversion/olmo.py.
 from __future__ import annotations
 
 from quantkit.checkpoint.config import Config
-from quantkit.checkpoint.export import config_values
-from quantkit.checkpoint.key_rows import Always, Computed, Copied, SetKeys
+from quantkit.checkpoint.key_rows import Always, Computed, Copied, SetKeys, set_layer_types
 from quantkit.checkpoint.models import llama
 from quantkit.checkpoint.row import Architecture, HfClass, has_key
 from quantkit.checkpoint.rules import StackExperts
@@ -33,7 +32,7 @@ _OLMO_KEYS: tuple[SetKeys, ...] = (
 )
 _OLMO2_KEYS: tuple[SetKeys, ...] = (
     Copied(".attention.sliding_window", "sliding_window"),
-    Computed(".attention.sliding_window_pattern", _slides, "array", inverse=config_values.set_layer_types),
+    Computed(".attention.sliding_window_pattern", _slides, "array", inverse=set_layer_types),
 )
 _OLMO = Architecture("olmo", rules=llama.ROPE_PERMUTED, keys=_OLMO_KEYS)
 _OLMO2 = Architecture("olmo2", keys=_OLMO2_KEYS)

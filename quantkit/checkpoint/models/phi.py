@@ -13,7 +13,16 @@ from quantkit.checkpoint.config import Config, Json
 from quantkit.checkpoint.export import config_values
 from quantkit.checkpoint.export.gguf_metadata import ModelMetadata
 from quantkit.checkpoint.expressions import Constant
-from quantkit.checkpoint.key_rows import BLOCK_COUNT, FILE_TYPE, Always, Computed, Copied, SetKeys, number_or
+from quantkit.checkpoint.key_rows import (
+    BLOCK_COUNT,
+    FILE_TYPE,
+    Always,
+    Computed,
+    Copied,
+    SetKeys,
+    number_or,
+    set_rotary_part,
+)
 from quantkit.checkpoint.keys import Keys
 from quantkit.checkpoint.models import minimax
 from quantkit.checkpoint.row import Architecture, HfClass
@@ -171,12 +180,12 @@ CLASSES: dict[str, HfClass] = {
     "PhiForCausalLM": HfClass(
         "phi",
         "model.final_layernorm model.layers.*.self_attn.dense model.layers.*.mlp.fc1 model.layers.*.mlp.fc2",
-        config_setters=(config_values.set_rotary_part,),
+        config_setters=(set_rotary_part,),
     ),
     "Phi3ForCausalLM": HfClass(
         "phi3",
         _FUSED_NAMES,
-        config_setters=(config_values.set_rotary_part, config_values.set_long_rope, set_window_or_none),
+        config_setters=(set_rotary_part, config_values.set_long_rope, set_window_or_none),
     ),
     "PhimoeForCausalLM": HfClass(
         "phimoe",

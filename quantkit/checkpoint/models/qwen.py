@@ -190,7 +190,6 @@ CLASSES: dict[str, HfClass] = {
         + prefixed(_LAYER, "ln_1 ln_2 attn.c_attn attn.c_proj mlp.w1 mlp.w2 mlp.c_proj"),
         keys={
             ".rope.freq_base": "rotary_emb_base",
-            ".attention.layer_norm_rms_epsilon": "rms_norm_eps",
             ".attention.layer_norm_epsilon": "layer_norm_epsilon",
         },
         config_setters=(_set_qwen1_names,),

@@ -180,7 +180,6 @@ _STEP_CLASS = HfClass(
         "share_expert.up_proj share_expert.down_proj",
     ),
     keys={
-        ".attention.head_count": "",
         ".attention.head_count_kv": "",
         ".expert_gating_func": "moe_router_activation",
         ".attention.sliding_window": "sliding_window",
