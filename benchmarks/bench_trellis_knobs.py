@@ -48,11 +48,6 @@ def search(name: str, **values: Any) -> Change:
     return lambda settings: replace(settings, **{name: replace(getattr(settings, name), **values)})
 
 
-def energies(value: float) -> Change:
-    """Return a function that sets from which energy on values are searched for deeply, in any row."""
-    return setting(deep_energy=value, patient_deep_energy=value)
-
-
 def all_cells(name: str) -> Change:
     """Return a function that lets a search rank all cells, of which the scratch has room for 64 lines."""
 
@@ -69,47 +64,29 @@ KNOBS: dict[str, Change] = {
     "first: all cells": all_cells("first"),
     "first: centers in 16 bits": search("first", coarse_centers=False),
     "first: points in 16 bits": search("first", coarse_points=False),
-    "first: weights in 16 bits": search("first", short_weights=False),
-    "first: one scale": lambda s: search("first", **({"scales": 1} if s.size == 8 else {"two_scales": False}))(s),
+    "first: one scale": search("first", two_scales=False),
     "first: one codebook": search("first", codebooks=1),
     "first: 24 lines": search("first", lines=24),
     "first: as deep": lambda settings: replace(settings, first=settings.deep),
     "deep: centers in 8 bits": search("deep", coarse_centers=True),
+    "deep: 48 lines": search("deep", cells=(16, 16, 16)),
     "retry: none": setting(retry=None),
+    "retry: one scale": search("retry", two_scales=False),
     "final: none": setting(final=None),
     "final: 12 lines": search("final", lines=12),
-    "final: weights in 16 bits": search("final", short_weights=False),
-    "final: as deep": lambda settings: replace(settings, final=settings.deep),
     "light_searches: 1": setting(light_searches=1),
     "light_searches: 2": setting(light_searches=2),
-    "heavy_searches: 1": setting(heavy_searches=1),
-    "deep_searches: 3": setting(deep_searches=3, unequal_searches=3),
-    "unequal_searches: as deep": lambda settings: replace(settings, unequal_searches=settings.deep_searches),
-    "unequal_searches: 2": setting(unequal_searches=2),
-    "heavy_energy: none": setting(heavy_energy=INF),
-    "heavy_energy: 2": setting(heavy_energy=2.0),
-    "deep_energy: none": energies(INF),
-    "deep_energy: 4": energies(4.0),
-    "deep_energy: 8": energies(8.0),
-    "patient_deep_energy: as others": lambda settings: replace(settings, patient_deep_energy=settings.deep_energy),
-    "heavy_if_patient: no": setting(heavy_if_patient=False),
-    "heavy_if_patient: yes": setting(heavy_if_patient=True),
+    "deep_searches: 3": setting(deep_searches=3),
+    "deep_energy: none": setting(deep_energy=1e30),
     "deep_if_unequal: no": setting(deep_if_unequal=False),
     "deep_if_unequal: yes": setting(deep_if_unequal=True),
     "deep_error: none": setting(deep_error=INF),
     "deep_error: 0.05": setting(deep_error=0.05),
-    "deep_error: 0.03": setting(deep_error=0.03),
     "scan_error: none": setting(scan_error=INF),
     "scan_error: 0.05": setting(scan_error=0.05),
     "short_row_factor: 1": setting(short_row_factor=1.0),
-    "scan_slack: 0.3": setting(scan_slack=0.3),
-    "scan_slack: 1": setting(scan_slack=1.0),
-    "uneven_share: 0.1": setting(uneven_share=0.1),
     "row_scales: 1": setting(row_scales=1),
     "row_scales: 4": setting(row_scales=4),
-    "row_scales: 8": setting(row_scales=8),
-    "fits: 1": setting(fits=1),
-    "fits: 2": setting(fits=2),
     "row_scale_gain: 1": setting(row_scale_gain=1.0),
     # fmt: on
 }
