@@ -10,7 +10,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import pytest
-from click.testing import Result
 
 from quantkit.errors import QuantkitError
 
@@ -39,9 +38,9 @@ def refuses(kind: Kind, refusal: str, *values: object) -> Iterator[pytest.Except
     check_values(error.message, *short, *values)
 
 
-def check_refused(result: Result, refusal: str, *values: object) -> None:
-    """Fail unless a command ended with an error of a code that names values."""
+def check_refused(printed: str, refusal: str, *values: object) -> None:
+    """Fail unless what a command printed ends with an error of a code that names values."""
     code, *short = refusal.split()
-    text = " ".join(result.stderr.split())
+    text = " ".join(printed.split())
     assert text.endswith(f"[{code}]"), text
     check_values(text, *short, *values)
