@@ -61,7 +61,7 @@ def entry(dtype: Any = "F32", shape: Any = (2,), offsets: Any = (0, 8)) -> Any:
 def test_headers_that_lie(tmp_path: Path, header: Any, message: str) -> None:
     text = header if isinstance(header, bytes) else header if isinstance(header, str) else json.dumps(header)
     path = write_raw(tmp_path / "x.safetensors", text if isinstance(text, bytes) else text.encode(), bytes(16))
-    with pytest.raises(FormatError, match="x.safetensors") as e:
+    with refuses(FormatError, "QK-E103|QK-E110|QK-E111 x.safetensors") as e:
         read_header(path)
     assert message in e.value.message
 

@@ -733,7 +733,7 @@ def test_values_that_calibration_cannot_give_are_not_passed_on(tmp_path: Path, v
     ):
         check_refused(run(*command, code=1).output, "QK-E118 blk.1.ffn_up_exps.weight 35 128", bad)
         assert sorted(path.name for path in tmp_path.iterdir()) == [bad.name, good.name]
-    with pytest.raises(FormatError, match=re.escape(str(bad))):
+    with refuses(FormatError, "QK-E118", bad):
         merge_imatrix(bad)
     assert run("show", bad).exit_code == 0  # which shows where
     assert run("diff", good, bad, "--fail-above", 0.01, code=1).exit_code == 1
@@ -872,7 +872,7 @@ def same_bytes(a: dict[str, bytes], b: dict[str, bytes]) -> float:
 def test_llama_quantize_takes_what_we_write(
     llama_bin: Path, tiny_moe: Path, data: Path, tmp_path: Path, matrices: dict[str, Path]
 ) -> None:
-    program, out, again = llama_bin / "llama-quantize", tmp_path / "out.gguf", tmp_path / "again.gguf"
+    program, out, copy = llama_bin / "llama-quantize", tmp_path / "out.gguf", tmp_path / "copy.gguf"
     llama(program, "--imatrix", data / "tiny-moe-imatrix.gguf", tiny_moe, out, "Q3_K_M", 1, out=out)
     want = tensors_of(out)
     for name, path in matrices.items():
@@ -880,8 +880,8 @@ def test_llama_quantize_takes_what_we_write(
         assert "did not find weights for blk" not in output
         share = same_bytes(want, tensors_of(out))
         assert share == 1 if name in ("c.gguf", "d.gguf") else share > 0.995, name
-        output = llama(llama_bin / "llama-imatrix", "-m", "none", "--in-file", path, "-o", again, out=again)
-        assert read_imatrix(again).entries.keys() == read_imatrix(path).entries.keys()
+        output = llama(llama_bin / "llama-imatrix", "-m", "none", "--in-file", path, "-o", copy, out=copy)
+        assert read_imatrix(copy).entries.keys() == read_imatrix(path).entries.keys()
 
 
 @pytest.mark.peer
