@@ -59,6 +59,31 @@ def test_readings_are_noticed(line: str) -> None:
     assert list(readings(ast.parse(line)))
 
 
+def errors_by_words(tree: ast.AST) -> Iterator[int]:
+    """Yield the lines where a test expects one of our errors by the words of its message."""
+    kinds = {kind.__name__ for kind in (QuantkitError, *subclasses(QuantkitError))}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and getattr(node.func, "attr", "") == "raises":
+            names = {name.id for arg in node.args for name in ast.walk(arg) if isinstance(name, ast.Name)}
+            if any(keyword.arg == "match" for keyword in node.keywords) and names & kinds:
+                yield node.lineno
+
+
+def subclasses(kind: type) -> Iterator[type]:
+    """Yield all classes that a class is a base of."""
+    for child in kind.__subclasses__():
+        yield child
+        yield from subclasses(child)
+
+
+def test_tests_ask_for_codes() -> None:
+    """So that the English of an error can be mended: tests/lib/refusals.py."""
+    paths = sorted((ROOT / "tests").glob("*/test_*.py"))
+    lines = {path.name: list(errors_by_words(ast.parse(path.read_text(encoding="utf-8")))) for path in paths}
+    assert not {name: numbers for name, numbers in lines.items() if numbers}
+    assert list(errors_by_words(ast.parse("pytest.raises((FormatError, OSError), match='x')"))) == [1]
+
+
 def test_every_code_that_is_used_is_documented() -> None:
     used = {code for path in SOURCES for code in re.findall(r"QK-E\d+", path.read_text(encoding="utf-8"))}
     assert used <= set(CODES)

@@ -731,116 +731,129 @@ MX = {"quant_method": "mxfp4"}
 U8 = np.zeros((4, 2, 16), np.uint8)
 ASYMMETRIC = compressed(4, 32, symmetric=False)
 HOSTILE: list[tuple[dict[str, Any], Parts, Callable[[Parts], Parts], str]] = [
-    (FP8, _fp8_parts(), _replaced("weight_scale_inv", scales(4, 4)), "weight_scale_inv: scales"),
-    (FP8, _fp8_parts(), _replaced("weight_scale_inv", _nan(3, 4)), "weight_scale_inv: a scale is infinite or NaN"),
-    (FP8, _fp8_parts(), _replaced("weight_scale_inv", np.zeros((3, 4), np.int32)), "scales that are I32"),
-    (FP8, _fp8_parts(), _replaced("weight", np.zeros((10, 20), np.int32)), "weight: I32"),
-    (FP8, _fp8_parts(), _replaced("weight", ("F8_E4M3", e4m3(10))), "not that of a weight"),
-    (MODELOPT, nvfp4()[0], _replaced("weight_scale", ("F8_E4M3", e4m3(4, 7))), "weight_scale: scales"),
-    (MODELOPT, nvfp4()[0], _replaced("weight_scale_2", np.array(np.inf, F32)), "weight_scale_2: a scale is infinite"),
-    (MODELOPT, nvfp4()[0], _replaced("weight_scale_2", scales(3)), "one scale is due"),
-    (MODELOPT, nvfp4()[0], _replaced("weight_scale", ("F8_E4M3", np.full((4, 8), 0x7F, np.uint8))), "a scale is NaN"),
-    (MODELOPT, nvfp4()[0], _replaced("pre_quant_scale", scales(128)), "pre_quant_scale: inputs are scaled"),
-    (MODELOPT, nvfp4()[0], _replaced("weight", np.zeros((4, 64), np.int32)), "weight: I32"),
-    (MX, {f"{W}_blocks": U8}, lambda p: p, "_scales is missing"),
-    (MX, {f"{W}_blocks": U8, f"{W}_scales": U8[:, 0]}, lambda p: p, "_scales: U8"),
-    (MX, {f"{W}_blocks": U8, f"{W}_scales": np.full((4, 2), 255, np.uint8)}, lambda p: p, "_scales: a scale is NaN"),
-    (MX, {f"{W}_blocks": U8[..., :8], f"{W}_scales": U8[..., 0]}, lambda p: p, "no blocks of 16"),
-    (compressed(4, 32), packed_tensors(4, 32)[0], _replaced("weight_scale", None), "weight_scale is missing"),
-    (compressed(4, 32), packed_tensors(4, 32)[0], _replaced("weight_shape", None), "weight_shape is missing"),
+    (FP8, _fp8_parts(), _replaced("weight_scale_inv", scales(4, 4)), "QK-E113 weight_scale_inv"),
+    (FP8, _fp8_parts(), _replaced("weight_scale_inv", _nan(3, 4)), "QK-E113 weight_scale_inv NaN"),
+    (FP8, _fp8_parts(), _replaced("weight_scale_inv", np.zeros((3, 4), np.int32)), "QK-E113 I32"),
+    (FP8, _fp8_parts(), _replaced("weight", np.zeros((10, 20), np.int32)), "QK-E113 I32"),
+    (FP8, _fp8_parts(), _replaced("weight", ("F8_E4M3", e4m3(10))), "QK-E113 x_proj.weight"),
+    (MODELOPT, nvfp4()[0], _replaced("weight_scale", ("F8_E4M3", e4m3(4, 7))), "QK-E113 weight_scale"),
+    (MODELOPT, nvfp4()[0], _replaced("weight_scale_2", np.array(np.inf, F32)), "QK-E113 weight_scale_2"),
+    (MODELOPT, nvfp4()[0], _replaced("weight_scale_2", scales(3)), "QK-E113 x_proj.weight_scale_2 1"),
+    (MODELOPT, nvfp4()[0], _replaced("weight_scale", ("F8_E4M3", np.full((4, 8), 0x7F, np.uint8))), "QK-E113 NaN"),
+    (MODELOPT, nvfp4()[0], _replaced("pre_quant_scale", scales(128)), "QK-E113 pre_quant_scale"),
+    (MODELOPT, nvfp4()[0], _replaced("weight", np.zeros((4, 64), np.int32)), "QK-E113 I32"),
+    (MX, {f"{W}_blocks": U8}, lambda p: p, "QK-E113 x_proj_blocks x_proj_scales"),
+    (MX, {f"{W}_blocks": U8, f"{W}_scales": U8[:, 0]}, lambda p: p, "QK-E113 U8"),
+    (MX, {f"{W}_blocks": U8, f"{W}_scales": np.full((4, 2), 255, np.uint8)}, lambda p: p, "QK-E113 NaN"),
+    (MX, {f"{W}_blocks": U8[..., :8], f"{W}_scales": U8[..., 0]}, lambda p: p, "QK-E113 16"),
+    (compressed(4, 32), packed_tensors(4, 32)[0], _replaced("weight_scale", None), "QK-E113 weight_scale"),
+    (compressed(4, 32), packed_tensors(4, 32)[0], _replaced("weight_shape", None), "QK-E113 weight_shape"),
     (
         compressed(4, 32),
         packed_tensors(4, 32)[0],
         _replaced("weight_shape", np.array([10, 1 << 60], np.int64)),
-        "weight_shape",
+        "QK-E113 weight_shape",
     ),
     (
         compressed(4, 32),
         packed_tensors(4, 32)[0],
         _replaced("weight_shape", np.array([-1, 96], np.int64)),
-        "weight_shape",
+        "QK-E113 weight_shape",
     ),
-    (compressed(4, 32), packed_tensors(4, 32)[0], _replaced("weight_shape", scales(2)), "weight_shape"),
+    (compressed(4, 32), packed_tensors(4, 32)[0], _replaced("weight_shape", scales(2)), "QK-E113 weight_shape"),
     (
         compressed(4, 32),
         packed_tensors(4, 32)[0],
         _replaced("weight_scale", scales(10, 4)),
-        "fits no group of config_groups",
+        "QK-E113 config_groups",
     ),
     (
         compressed(4, 32),
         packed_tensors(4, 32)[0],
         _replaced("weight_scale", _nan(10, 3)),
-        "weight_scale: a scale is infinite",
+        "QK-E113 weight_scale",
     ),
     (
         compressed(4, 32),
         packed_tensors(4, 32)[0],
         _replaced("weight_g_idx", np.full(96, 3, np.int32)),
-        "there are 3 groups",
+        "QK-E113 3",
     ),
     (
         compressed(4, 32),
         packed_tensors(4, 32)[0],
         _replaced("weight_g_idx", np.full(96, -1, np.int32)),
-        "there are 3 groups",
+        "QK-E113 3",
     ),
-    (compressed(4, 32), packed_tensors(4, 32)[0], _replaced("weight", scales(10, 96)), "which is there as well"),
-    (ASYMMETRIC, packed_tensors(4, 32)[0], lambda p: p, "weight_zero_point is missing"),
-    (ASYMMETRIC, packed_tensors(4, 32)[0], _replaced("weight_zero_point", np.zeros((5, 3), np.int32)), "zero points"),
-    (compressed(8, None), {f"{W}.weight_scale": scales(10, 1)}, lambda p: p, "x_proj.weight is missing"),
-    (gptq_config(4), gptq(4)[0], _replaced("scales", None), "scales is missing"),
-    (gptq_config(4), gptq(4)[0], _replaced("qzeros", None), "qzeros is missing"),
-    (gptq_config(4), gptq(4)[0], _replaced("qzeros", np.zeros((3, 9), np.int32)), "qzeros: I32"),
-    (gptq_config(4), gptq(4)[0], _replaced("scales", scales(4, 64)), "scales: scales"),
-    (gptq_config(4), gptq(4)[0], _replaced("scales", _nan(3, 64)), "scales: a scale is infinite or NaN"),
-    (gptq_config(4), gptq(4)[0], _replaced("g_idx", np.full(96, 7, np.int32)), "there are 3 groups"),
-    (gptq_config(4), gptq(4)[0], _replaced("g_idx", np.zeros(95, np.int32)), "95 columns"),
-    (gptq_config(8), gptq(4)[0], lambda p: p, "8 bits"),
-    (AWQ, gptq(4)[0], lambda p: p, "scales"),
+    (
+        compressed(4, 32),
+        packed_tensors(4, 32)[0],
+        _replaced("weight", scales(10, 96)),
+        "QK-E113 x_proj.weight_packed x_proj.weight",
+    ),
+    (ASYMMETRIC, packed_tensors(4, 32)[0], lambda p: p, "QK-E113 weight_zero_point"),
+    (
+        ASYMMETRIC,
+        packed_tensors(4, 32)[0],
+        _replaced("weight_zero_point", np.zeros((5, 3), np.int32)),
+        "QK-E113 x_proj.weight_zero_point I32",
+    ),
+    (compressed(8, None), {f"{W}.weight_scale": scales(10, 1)}, lambda p: p, "QK-E113 x_proj.weight"),
+    (gptq_config(4), gptq(4)[0], _replaced("scales", None), "QK-E113 x_proj.qweight x_proj.scales"),
+    (gptq_config(4), gptq(4)[0], _replaced("qzeros", None), "QK-E113 x_proj.qweight x_proj.qzeros"),
+    (gptq_config(4), gptq(4)[0], _replaced("qzeros", np.zeros((3, 9), np.int32)), "QK-E113 I32"),
+    (gptq_config(4), gptq(4)[0], _replaced("scales", scales(4, 64)), "QK-E113 x_proj.scales 32"),
+    (gptq_config(4), gptq(4)[0], _replaced("scales", _nan(3, 64)), "QK-E113 NaN"),
+    (gptq_config(4), gptq(4)[0], _replaced("g_idx", np.full(96, 7, np.int32)), "QK-E113 3"),
+    (gptq_config(4), gptq(4)[0], _replaced("g_idx", np.zeros(95, np.int32)), "QK-E113 95"),
+    (gptq_config(8), gptq(4)[0], lambda p: p, "QK-E113 8"),
+    (AWQ, gptq(4)[0], lambda p: p, "QK-E113 x_proj.scales 12"),
     (
         {"quant_method": "bitnet"},
         {f"{W}.weight": np.zeros((4, 8), np.uint8), f"{W}.weight_scale": np.zeros(1, F32)},
         lambda p: p,
-        "weight_scale: a scale of 0",
+        "QK-E113 weight_scale 0",
     ),
-    (MODELOPT, nvfp4()[0], _replaced("weight_scale_2", np.array(1e300)), "weight_scale_2: a scale is infinite"),
-    ({"quant_method": "bitnet"}, {f"{W}.weight_scale": scales(1)}, lambda p: p, "x_proj.weight is missing"),
+    (MODELOPT, nvfp4()[0], _replaced("weight_scale_2", np.array(1e300)), "QK-E113 weight_scale_2"),
+    ({"quant_method": "bitnet"}, {f"{W}.weight_scale": scales(1)}, lambda p: p, "QK-E113 x_proj.weight"),
     # what a scheme promises, and is not there
-    (FP8, _fp8_parts(), _replaced("weight_scale_inv", None), "x_proj.weight: its F8_E4M3 codes have no scale"),
-    ({"quant_method": "fbgemm_fp8"}, {f"{W}.weight": ("F8_E4M3", e4m3(8, 6))}, lambda p: p, "codes have no scale"),
-    ({"quant_method": "fp8"}, {f"{W}.weight": ("F8_E5M2", e5m2(2, 8, 6))}, lambda p: p, "codes have no scale"),
-    ({"quant_method": "fp8"}, {f"{W}.weight": np.zeros((8, 16), np.uint8)}, lambda p: p, "codes have no scale"),
-    ({"quant_method": "modelopt"}, {f"{W}.weight": ("F8_E4M3", e4m3(8, 6))}, lambda p: p, "codes have no scale"),
-    (MODELOPT, nvfp4()[0], _replaced("weight_scale", None), "x_proj.weight: its U8 codes have no scale"),
-    (MODELOPT, nvfp4()[0], _replaced("weight_scale_2", None), "weight_scale_2"),
-    (compressed(4, None), _nvfp4_packed(), _replaced("weight_global_scale", None), "weight_global_scale"),
-    (compressed(8, None), {f"{W}.weight": np.zeros((8, 6), np.int8)}, lambda p: p, "its I8 codes have no scale"),
+    (FP8, _fp8_parts(), _replaced("weight_scale_inv", None), "QK-E113 x_proj.weight F8_E4M3"),
+    ({"quant_method": "fbgemm_fp8"}, {f"{W}.weight": ("F8_E4M3", e4m3(8, 6))}, lambda p: p, "QK-E113 x_proj.weight"),
+    ({"quant_method": "fp8"}, {f"{W}.weight": ("F8_E5M2", e5m2(2, 8, 6))}, lambda p: p, "QK-E113 x_proj.weight"),
+    ({"quant_method": "fp8"}, {f"{W}.weight": np.zeros((8, 16), np.uint8)}, lambda p: p, "QK-E113 x_proj.weight"),
+    ({"quant_method": "modelopt"}, {f"{W}.weight": ("F8_E4M3", e4m3(8, 6))}, lambda p: p, "QK-E113 x_proj.weight"),
+    (MODELOPT, nvfp4()[0], _replaced("weight_scale", None), "QK-E113 x_proj.weight U8"),
+    (MODELOPT, nvfp4()[0], _replaced("weight_scale_2", None), "QK-E113 weight_scale_2"),
+    (compressed(4, None), _nvfp4_packed(), _replaced("weight_global_scale", None), "QK-E113 weight_global_scale"),
+    (compressed(8, None), {f"{W}.weight": np.zeros((8, 6), np.int8)}, lambda p: p, "QK-E113 I8"),
     (
         compressed(8, None, symmetric=False),
         {f"{W}.weight": np.zeros((8, 6), np.int8), f"{W}.weight_scale": scales(8, 1)},
         lambda p: p,
-        "weight_zero_point is missing",
+        "QK-E113 weight_zero_point",
     ),
-    (compressed(4, 32, actorder="group"), packed_tensors(4, 32)[0], lambda p: p, "weight_g_idx is missing"),
-    (gptq_config(4, desc_act=True), gptq(4)[0], _replaced("g_idx", None), "g_idx is missing"),
-    (AWQ, awq_parts(), _replaced("scales", None), "scales is missing"),
-    (AWQ, awq_parts(), _replaced("qzeros", None), "qzeros is missing"),
-    ({"quant_method": "bitnet"}, {f"{W}.weight": np.zeros((4, 8), np.uint8)}, lambda p: p, "codes have no scale"),
+    (compressed(4, 32, actorder="group"), packed_tensors(4, 32)[0], lambda p: p, "QK-E113 weight_g_idx"),
+    (gptq_config(4, desc_act=True), gptq(4)[0], _replaced("g_idx", None), "QK-E113 g_idx"),
+    (AWQ, awq_parts(), _replaced("scales", None), "QK-E113 x_proj.qweight x_proj.scales"),
+    (AWQ, awq_parts(), _replaced("qzeros", None), "QK-E113 x_proj.qweight x_proj.qzeros"),
+    ({"quant_method": "bitnet"}, {f"{W}.weight": np.zeros((4, 8), np.uint8)}, lambda p: p, "QK-E113 x_proj.weight"),
     # one scale, where blocks or groups are promised
-    *((FP8, _fp8_parts(), _replaced("weight_scale_inv", scales(*s)), "inv: scales") for s in ((1, 1), (1,), ())),
-    (_in_blocks(), _fp8_parts("weight_scale"), _replaced("weight_scale", scales(1, 1)), "weight_scale: scales"),
+    *(
+        (FP8, _fp8_parts(), _replaced("weight_scale_inv", scales(*s)), "QK-E113 x_proj.weight_scale_inv x_proj.weight")
+        for s in ((1, 1), (1,), ())
+    ),
+    (_in_blocks(), _fp8_parts("weight_scale"), _replaced("weight_scale", scales(1, 1)), "QK-E113 weight_scale"),
     (
         compressed(4, 32),
         packed_tensors(4, 32)[0],
         _replaced("weight_scale", scales(1, 1)),
-        "fits no group of config_groups",
+        "QK-E113 config_groups",
     ),
     (
         {"quant_method": "modelopt", "quant_algo": "FP8_PB_WO"},
         {f"{W}.weight": ("F8_E4M3", e4m3(200, 130)), f"{W}.weight_scale": scales(1, 1)},
         lambda p: p,
-        "weight_scale: scales",
+        "QK-E113 weight_scale",
     ),
 ]
 
@@ -851,14 +864,12 @@ def read_values(folder: Path, parts: Parts, quantization: dict[str, Any]) -> Non
         ex.read_values(x.x if isinstance(x, ex.Transposed) else x, 0, ex.size_of(x))
 
 
-@pytest.mark.parametrize(("quantization", "parts", "change", "message"), HOSTILE)
+@pytest.mark.parametrize(("quantization", "parts", "change", "refusal"), HOSTILE)
 def test_what_does_not_fit(
-    tmp_path: Path, quantization: dict[str, Any], parts: Parts, change: Callable[[Parts], Parts], message: str
+    tmp_path: Path, quantization: dict[str, Any], parts: Parts, change: Callable[[Parts], Parts], refusal: str
 ) -> None:
-    with pytest.raises(FormatError) as caught:
+    with refuses(FormatError, refusal, tmp_path / "model.safetensors") as caught:
         read_values(tmp_path, change(parts), quantization)
-    assert message in caught.value.message.replace("'", "")
-    assert str(tmp_path / "model.safetensors") in caught.value.message
     assert "x_proj" in caught.value.message
 
 
@@ -879,7 +890,7 @@ def test_what_does_not_fit(
     ],
 )
 def test_configurations_that_are_none(tmp_path: Path, quantization: Any) -> None:
-    with pytest.raises((FormatError, TypeNotSupported), match=r"config\.json"):
+    with refuses((FormatError, TypeNotSupported), "QK-E112|QK-E300 config.json"):
         read(tmp_path, _fp8_parts(), quantization)
 
 

@@ -115,13 +115,13 @@ def first_of_families() -> set[str]:
 
 #: Of these, files of every type and in parts are compared. Of the others, a type of floats, in which every value shows,
 #: and Q8_0, from which tensors differ that do not take the type of the file.
-WHOLE = first_of_families()
+ONE_OF_EACH_FAMILY = first_of_families()
 
 
 def expected_files(name: str) -> dict[str, Any]:
     """Return what the reference made of a checkpoint, by the type that is compared."""
     expected = {outtype: files for outtype, files in EXPECTED[name].items() if not isinstance(files, str)}
-    compared = expected.keys() if name in WHOLE else {next(iter(expected)), "q8_0"}
+    compared = expected.keys() if name in ONE_OF_EACH_FAMILY else {next(iter(expected)), "q8_0"}
     return {outtype: files for outtype, files in expected.items() if outtype in compared}
 
 

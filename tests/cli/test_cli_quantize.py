@@ -14,6 +14,7 @@ from pathlib import Path
 import click
 import pytest
 from click.testing import CliRunner, Result
+from refusals import check_refused
 
 from quantkit.cli import cli
 from quantkit.formats.gguf import open_gguf
@@ -75,7 +76,7 @@ def test_rules_of_ik(llama: Path, tmp_path: Path) -> None:
     assert types("--pure", "IQ4_KS")["output.weight"] == "IQ4_KS"
     refused = run("--rules", "mainline", llama, tmp_path / "o.gguf", "IQ4_KS")
     assert refused.exit_code == 1
-    assert "IQ4_KS is of ik_llama.cpp: llama.cpp has no rules for it; omit --rules mainline" in refused.stderr
+    check_refused(refused.stderr, "QK-E301 IQ4_KS ik_llama.cpp llama.cpp --rules")
     assert run("--rules", "other", llama, tmp_path / "o.gguf", "Q4_0").exit_code == 2
 
 
@@ -174,7 +175,7 @@ def test_fallback_is_read_in_any_case(tmp_path: Path, fallback: str) -> None:
     source = write_model(tmp_path / "s.gguf", {"blk.0.ffn_up.weight": ((320, 8), "F16")})
     result = run("--fallback", fallback, source, tmp_path / "o.gguf", "Q4_K_S")
     assert result.exit_code == 1
-    assert "pass --fallback next" in result.stderr
+    check_refused(result.stderr, "QK-E303 --fallback")
     assert run("--fallback", "NEXT", source, tmp_path / "o.gguf", "Q4_K_S").exit_code == 0
 
 
@@ -319,7 +320,7 @@ def test_partial_requant_makes_only_what_is_missing(llama: Path, tmp_path: Path)
     shards[3].write_bytes(shards[2].read_bytes())
     refused = run(*command)
     assert refused.exit_code == 1
-    assert f"{shards[3]} exists, but is not what would be written there" in " ".join(refused.stderr.split())
+    check_refused(refused.stderr, "QK-E402", shards[3])
     assert "give one of them" in run("--overwrite", *command).stderr
 
 
@@ -336,7 +337,7 @@ def test_a_second_output(llama: Path, tmp_path: Path) -> None:
     assert data["output.weight"][0] == "Q8_0"
     rerun = run("--extra-output-tensor", "q4_0", "--allow-requantize", out, tmp_path / "p.gguf", "Q8_0")
     assert rerun.exit_code == 2
-    assert "has an output_extra.weight already" in rerun.stderr
+    check_refused(rerun.stderr, "QK-E201 output_extra.weight")
     larger = run("--extra-output-tensor", "f32", llama, tmp_path / "p.gguf", "Q8_0")
     assert "adds nothing: F32 is no smaller than output.weight, which is F16" in " ".join(larger.stderr.split())
     assert "output_extra.weight" not in tensor_bytes(tmp_path / "p.gguf")
@@ -431,7 +432,7 @@ def test_repack_needs_no_type_but_a_wrong_one_is_an_error(llama: Path, tmp_path:
     assert json.loads(run("--dry-run", "--json", "--unrepack", llama).stdout)["rules"] == ""
     refused = run("--repack", llama, tmp_path / "o.gguf", "Q4_K_X")
     assert refused.exit_code == 1
-    assert "did you mean" in refused.stderr
+    check_refused(refused.stderr, "QK-E301 Q4_K_X Q4_K_S")
 
 
 def test_rules_and_encoders_are_named_in_any_case(llama: Path) -> None:

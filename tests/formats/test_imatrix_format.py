@@ -442,7 +442,7 @@ def test_truncated_gguf(data: Path, tmp_path: Path) -> None:
     content = (data / "tiny-moe-imatrix.gguf").read_bytes()
     for n in (4, 8, 24, 1000, 8000, len(content) // 2, len(content) - 64):
         path.write_bytes(content[:n])
-        with pytest.raises(FormatError, match="cut.gguf"):
+        with refuses(FormatError, "QK-E102|QK-E103 cut.gguf"):
             read_imatrix(path)
 
 

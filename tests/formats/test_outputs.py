@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from click.testing import CliRunner, Result
 from fake_engine import FakeModel, install
-from refusals import refuses
+from refusals import check_refused, refuses
 
 from quantkit.cli import cli
 from quantkit.errors import FormatError, ResourceError
@@ -149,7 +149,7 @@ def test_a_local_url_is_a_path(folder: Path, kind: str) -> None:
     assert (folder / "o.gguf").read_bytes() == (folder / "direct.gguf").read_bytes()
     with Output("o.gguf", overwrite=True), refuses(ResourceError, "QK-E404 o.gguf"), Output(out):
         pass
-    assert "o.gguf exists" in run("quantize m.gguf OUT Q8_0", OUT=out).stderr
+    check_refused(run("quantize m.gguf OUT Q8_0", OUT=out).stderr, "QK-E402 o.gguf")
     for command in ("imatrix merge i.gguf -o OUT", "imatrix show I --plot p.svg", "perplexity -m M -p a --json OUT"):
         result = run(command, OUT=out, I=alias("i.gguf", kind, folder), M=m)
         assert result.exit_code == (0 if "show" in command else 1), result.output
@@ -181,7 +181,7 @@ def test_a_calibration_does_not_replace_what_it_reads(folder: Path) -> None:
     assert run("calibration --size 4k -o c t.txt").exit_code == 0
     before = contents(folder / "c")
     result = run("calibration --size 2k --overwrite -o c c/calibration.txt")
-    assert "c/calibration.txt is the input itself" in result.stderr
+    check_refused(result.stderr, "QK-E403 c/calibration.txt")
     assert contents(folder / "c") == before
 
 
@@ -236,7 +236,7 @@ def test_every_output_is_looked_at_before_any_work(
         install(monkeypatch, FakeModel(Path("m.gguf"), 100))
     if obstacle == "nothing":
         result = run(command, OUT=folder / "none" / "out.svg")
-        assert "its folder does not exist; make it first" in result.stderr
+        check_refused(result.stderr, "QK-E401 out.svg")
     else:
         with in_the_way(obstacle, out) as words:
             before = {path.name: path.lstat().st_ino for path in folder.iterdir()}
@@ -263,9 +263,9 @@ def test_a_dry_run_says_what_the_run_would_refuse(command: str, folder: Path) ->
 def test_what_a_collection_writes_beside_its_output_is_looked_at_too(folder: Path, option: str, name: str) -> None:
     (folder / name).write_text("dear")
     result = run(f"imatrix -m m.gguf -p a -o out.gguf {option}")
-    assert f"{name} exists; give another name, or --overwrite" in result.stderr
+    check_refused(result.stderr, "QK-E402 --overwrite", name)
     result = run(f"imatrix -m m.gguf -f {name} -o out.gguf --overwrite {option}")
-    assert f"{name} is the input itself" in result.stderr
+    check_refused(result.stderr, "QK-E403", name)
     assert (folder / name).read_text() == "dear"
 
 
@@ -292,7 +292,7 @@ def test_a_model_without_tensors_is_none(command: str, folder: Path) -> None:
     before = contents(folder)
     result = run(command, M="empty")
     assert result.exit_code in (1, 2)
-    assert "empty: there is no tensor in it, so this is no model" in result.stderr
+    check_refused(result.stderr, "QK-E105")
     assert contents(folder) == before
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from click.testing import CliRunner
-from refusals import refuses
+from refusals import check_refused, refuses
 
 from quantkit.cli import cli
 from quantkit.cli._plot import Figure, Line, LinePanel, MapPanel, Points, Scatter, check_plot, draw
@@ -67,7 +67,7 @@ def test_names_and_matplotlib_are_checked(monkeypatch: pytest.MonkeyPatch, tmp_p
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     result = CliRunner().invoke(cli, ["imatrix", "show", str(data / "tiny-moe-imatrix.gguf"), "--plot", "x.svg"])
     assert result.exit_code == 1
-    assert "pip install 'gguf-quantkit[plot]'" in result.output
+    check_refused(result.output, "QK-E410 gguf-quantkit[plot]")
 
 
 def test_labels_lie_apart_within_the_area() -> None:

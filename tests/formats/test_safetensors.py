@@ -34,36 +34,35 @@ def entry(dtype: Any = "F32", shape: Any = (2,), offsets: Any = (0, 8)) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("header", "message"),
+    ("header", "refusal"),
     [
-        ({"x": entry(dtype="F31")}, "dtype"),
-        ({"x": entry(dtype=["F32"])}, "dtype"),
-        ({"x": entry(shape=[-1])}, "shape"),
-        ({"x": entry(shape=[True])}, "shape"),
-        ({"x": entry(shape=2)}, "shape"),
-        ({"x": entry(shape=[1 << 62, 1 << 62])}, "shape"),
-        ({"x": entry(shape=[3])}, "takes 12 bytes"),
-        ({"x": entry(offsets=[0, 12])}, "takes 8 bytes"),
-        ({"x": entry(offsets=[8, 0])}, "offsets hold -8"),
-        ({"x": entry(offsets=[-8, 0])}, "offsets"),
-        ({"x": entry(offsets=[0])}, "offsets"),
-        ({"x": entry(offsets=[1 << 60, (1 << 60) + 8])}, "truncated"),
-        ({"x": entry(offsets=[16, 24])}, "truncated"),
-        ({"x": entry(), "y": entry(offsets=[4, 12])}, "'x' and 'y' lie in the same bytes"),
-        ({"x": 7}, "entry"),
-        ([], "no JSON object"),
-        ("{", "not JSON"),
-        ("[" * 100000, "not JSON"),
-        ('{"x": {}, "x": {}}', "'x' appears twice"),
-        (b"\xff\xfe", "not JSON"),
+        ({"x": entry(dtype="F31")}, "QK-E110 x"),
+        ({"x": entry(dtype=["F32"])}, "QK-E110 x"),
+        ({"x": entry(shape=[-1])}, "QK-E110 x"),
+        ({"x": entry(shape=[True])}, "QK-E110 x"),
+        ({"x": entry(shape=2)}, "QK-E110 x"),
+        ({"x": entry(shape=[1 << 62, 1 << 62])}, "QK-E110 x"),
+        ({"x": entry(shape=[3])}, "QK-E110 12"),
+        ({"x": entry(offsets=[0, 12])}, "QK-E110 8"),
+        ({"x": entry(offsets=[8, 0])}, "QK-E110 -8"),
+        ({"x": entry(offsets=[-8, 0])}, "QK-E110 x"),
+        ({"x": entry(offsets=[0])}, "QK-E110 x"),
+        ({"x": entry(offsets=[1 << 60, (1 << 60) + 8])}, "QK-E103 x"),
+        ({"x": entry(offsets=[16, 24])}, "QK-E103 x"),
+        ({"x": entry(), "y": entry(offsets=[4, 12])}, "QK-E110 x y"),
+        ({"x": 7}, "QK-E110 x 7"),
+        ([], "QK-E111 JSON"),
+        ("{", "QK-E111 JSON"),
+        ("[" * 100000, "QK-E111 JSON"),
+        ('{"x": {}, "x": {}}', "QK-E110 x"),
+        (b"\xff\xfe", "QK-E111 JSON"),
     ],
 )
-def test_headers_that_lie(tmp_path: Path, header: Any, message: str) -> None:
+def test_headers_that_lie(tmp_path: Path, header: Any, refusal: str) -> None:
     text = header if isinstance(header, bytes) else header if isinstance(header, str) else json.dumps(header)
     path = write_raw(tmp_path / "x.safetensors", text if isinstance(text, bytes) else text.encode(), bytes(16))
-    with pytest.raises(FormatError, match="x.safetensors") as e:
+    with refuses(FormatError, refusal, "x.safetensors"):
         read_header(path)
-    assert message in e.value.message
 
 
 @pytest.mark.parametrize("data", [b"", b"1234567", struct.pack("<Q", 1 << 63), struct.pack("<Q", 9) + b"{}"])

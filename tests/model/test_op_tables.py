@@ -84,5 +84,5 @@ def test_fused_operations_are_checked(zoo: Zoo) -> None:
             wrong = replace(op, gate=op.x)
         else:
             continue
-        with pytest.raises(FormatError, match=type(op).__name__):
+        with refuses(FormatError, f"QK-E106 {type(op).__name__}"):
             check.check_ops([wrong])

@@ -834,7 +834,7 @@ def as_nobody() -> Iterator[None]:
 def test_a_folder_that_cannot_be_is_refused_before_the_run(llama: Path, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     for folder in (tmp_path / "file", tmp_path / "file" / "cache", Path("/proc/nothing/cache")):
-        with pytest.raises(ResourceError, match="cannot be the tensor cache"):
+        with refuses(ResourceError, "QK-E401|QK-E405", folder):
             cached(llama, tmp_path / "o.gguf", "Q4_0", folder)
     assert not list(tmp_path.glob("o.gguf*"))
 

@@ -121,7 +121,7 @@ def model(tmp_path: Path) -> Path:
 @pytest.mark.parametrize("change", IN_PLACE)
 def test_a_source_that_is_written_to_is_an_error(model: Path, tmp_path: Path, type_name: str, change: Change) -> None:
     out = tmp_path / "o.gguf"
-    with pytest.raises(FormatError, match=r"m\.gguf: .*(written to|truncated)"):
+    with refuses(FormatError, "QK-E103|QK-E109 m.gguf"):
         quantize(model, out, type_name, OPTIONS, threads=1, observer=Position(3, lambda: change(model)))
     assert [path.name for path in tmp_path.iterdir()] == ["in"]
 

@@ -44,33 +44,32 @@ class Words:
 
 
 @pytest.mark.parametrize(
-    ("template", "says"),
+    ("template", "refusal"),
     [
-        ("{{ 9**(9**9) }}", "longer than 1 s"),
-        ("{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}", "longer than 1 s"),
-        ("{{ 'x' * 20000000000 }}", "MiB"),
-        ("{{ 'x' * 9000000 }}", "4.00 MiB"),
-        ("{{ 1 // 0 }}", "ZeroDivisionError"),
-        ("{{ 10.0 ** 1000 }}", "OverflowError"),
-        ("{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}", "RecursionError"),
-        ("{{ " + "(" * 3000 + "1" + ")" * 3000 + " }}", ""),
-        ("{% break %}", "SyntaxError"),
-        ("{{ x", "TemplateSyntaxError"),
-        ("{{ raise_exception('no system role') }}", "no system role"),
-        ("{{ ''.__class__.__mro__ }}", "SecurityError"),
+        ("{{ 9**(9**9) }}", "QK-E116 1"),
+        ("{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}", "QK-E116 1"),
+        ("{{ 'x' * 20000000000 }}", "QK-E116 MiB"),
+        ("{{ 'x' * 9000000 }}", "QK-E116 4.00 MiB"),
+        ("{{ 1 // 0 }}", "QK-E116 ZeroDivisionError"),
+        ("{{ 10.0 ** 1000 }}", "QK-E116 OverflowError"),
+        ("{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}", "QK-E116 RecursionError"),
+        ("{{ " + "(" * 3000 + "1" + ")" * 3000 + " }}", "QK-E116 m.gguf tokenizer.chat_template"),
+        ("{% break %}", "QK-E116 SyntaxError"),
+        ("{{ x", "QK-E116 TemplateSyntaxError"),
+        ("{{ raise_exception('no system role') }}", "QK-E116 m.gguf tokenizer.chat_template"),
+        ("{{ ''.__class__.__mro__ }}", "QK-E116 SecurityError"),
     ],
 )
 def test_a_template_cannot_decide_how_long_we_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, template: str, says: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, template: str, refusal: str
 ) -> None:
     monkeypatch.setattr(texts, "LIMITS", SHORT)
     fields = [*llama_fields(), Field.of("tokenizer.chat_template", template)]
     path = write_model(tmp_path / "m.gguf", llama_tensors(), fields)
     with open_gguf(path) as source, chat_template(source, Words()) as child:
-        with pytest.raises(FormatError) as e:
+        with refuses(FormatError, refusal) as e:
             child.call("render", [{"role": "user", "content": "a"}])
         assert e.value.message.startswith(f"{path}: tokenizer.chat_template: ")
-        assert says in e.value.message
         assert len(e.value.message) < 600
         with pytest.raises(FormatError):  # and it stays so
             child.call("render", [{"role": "user", "content": "a"}])

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner, Result
-from refusals import refuses
+from refusals import check_refused, refuses
 from tiny_checkpoints import moe_arrays, write_checkpoint
 
 from quantkit.cli import cli
@@ -139,9 +139,9 @@ def test_the_command_needs_no_type(llama: Path, tmp_path: Path) -> None:
     assert run("quantize", "--like", pattern, llama, out).exit_code == 0
     assert types(out) == types(pattern)
     assert "ggml-model-Q5_K_M.gguf: " in run("quantize", "--dry-run", "--like", pattern, llama).stdout
-    assert "omit Q4_0" in run("quantize", "--like", pattern, llama, out, "Q4_0").stderr
-    assert "give one of them" in run("quantize", "--pure", "--like", pattern, llama, out).stderr
-    assert "needs the file of --like" in run("quantize", llama, out, "LIKE").stderr
+    check_refused(run("quantize", "--like", pattern, llama, out, "Q4_0").stderr, "QK-E201 Q4_0")
+    check_refused(run("quantize", "--pure", "--like", pattern, llama, out).stderr, "QK-E201 --pure --like")
+    check_refused(run("quantize", llama, out, "LIKE").stderr, "QK-E202 --like")
 
 
 def test_a_checkpoint_has_a_pattern_too(tmp_path: Path) -> None:
@@ -156,4 +156,4 @@ def test_a_checkpoint_has_a_pattern_too(tmp_path: Path) -> None:
     assert merged["blk.0.ffn_gate_up_exps.weight"] == "Q5_0"
     assert {name: t for name, t in merged.items() if "gate_up" not in name}.items() < types(pattern).items()
     result = run("convert", "--pre", "gpt-2", "--dry-run", "--like", pattern, folder, "Q8_0")
-    assert "omit Q8_0" in result.output
+    check_refused(result.output, "QK-E201 Q8_0")

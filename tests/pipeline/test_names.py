@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from quantkit.names import grouped, span
+from quantkit.names import grouped, printable, span
 
 LAYERS = [f"blk.{i}.attn_v.weight" for i in range(30)]
 
@@ -28,3 +28,8 @@ def test_numbers_of_any_length_are_text() -> None:
     long = "9" * 5000
     assert grouped([("a", f"entry {long}"), ("b", f"entry {long}")]) == [f"a .. b (2 tensors): entry {long}"]
     assert grouped([("a", "00001-of-00002")]) == ["a: 00001-of-00002"]
+
+
+def test_no_character_moves_the_cursor_or_the_reader() -> None:
+    text = "a\rb\x07\x1b[31m\n\u202e\u2028\x85\udcff é"
+    assert printable(text) == r"a\rb\x07\x1b[31m\n\u202e\u2028\x85\udcff é"

@@ -12,7 +12,7 @@ import pytest
 from click.testing import CliRunner, Result
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from refusals import refuses
+from refusals import check_refused, refuses
 
 from quantkit.calibration import Corpus, Sketch, calibration, merge_sketches, overlap, sketch, sketch_file, sketch_of
 from quantkit.calibration.documents import read_inputs, record_text
@@ -398,7 +398,7 @@ def test_files_and_manifest(tmp_path: Path, texts: Path) -> None:
     assert not set(manifest["calibration"]["passages"]) & set(manifest["evaluation"]["passages"])
     assert [i["documents"] for i in manifest["inputs"]] == [1] * 12
     assert "read: 12 files, 12 documents" in output
-    assert "exists; give another name, or --overwrite" in run("-o", out, texts, code=1).output
+    check_refused(run("-o", out, texts, code=1).output, "QK-E402 --overwrite")
     run("-o", out, "--overwrite", texts)
     assert json.loads((out / "manifest.json").read_text())["seed"] == 0
 

@@ -166,19 +166,18 @@ _EXPERT = "model.layers.1.mlp.experts.2.up_proj.weight"
 
 
 @pytest.mark.parametrize(
-    ("arrays", "message"),
+    ("arrays", "refusal"),
     [
-        ({"model.more.weight": np.zeros((2, 2), np.uint16)}, "'model.more.weight': this architecture has no such"),
-        ({_EXPERT: None}, "wait for others"),
-        ({_EXPERT: np.zeros((128, 256), np.uint16)}, "not"),
-        ({"model.norm.weight": np.zeros((2, 1, 1, 1, 2), np.uint16)}, "no file holds that"),
-        ({"model.norm.weight": np.zeros((0,), np.uint16)}, "no file holds that"),
+        ({"model.more.weight": np.zeros((2, 2), np.uint16)}, "QK-E107 model.more.weight"),
+        ({_EXPERT: None}, f"QK-E105 {_EXPERT} num_experts"),
+        ({_EXPERT: np.zeros((128, 256), np.uint16)}, f"QK-E106 {_EXPERT}"),
+        ({"model.norm.weight": np.zeros((2, 1, 1, 1, 2), np.uint16)}, "QK-E305 model.norm.weight"),
+        ({"model.norm.weight": np.zeros((0,), np.uint16)}, "QK-E305 model.norm.weight"),
     ],
 )
-def test_tensors_that_do_not_fit(tmp_path: Path, arrays: dict[str, Any], message: str) -> None:
-    with pytest.raises(FormatError, match=r"model\.safetensors: tensor") as e:
+def test_tensors_that_do_not_fit(tmp_path: Path, arrays: dict[str, Any], refusal: str) -> None:
+    with refuses(FormatError, refusal, "model.safetensors"):
         plan_convert(write_broken(tmp_path, **arrays), tmp_path / "x.gguf", None, PRE)
-    assert message in e.value.message
 
 
 def test_values_that_are_not_finite(tmp_path: Path) -> None:
@@ -192,58 +191,57 @@ def test_values_that_are_not_finite(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "error", "message"),
+    ("changes", "error", "refusal"),
     [
-        ({"architectures": ["Nonsense"]}, TypeNotSupported, "--list"),
-        ({"architectures": "Qwen3MoeForCausalLM"}, FormatError, "architectures"),
-        ({"num_hidden_layers": "2"}, FormatError, "num_hidden_layers"),
-        ({"num_hidden_layers": 1 << 30}, FormatError, "layers"),
-        ({"num_experts": None}, FormatError, "experts"),
-        ({"num_experts": -1}, FormatError, "num_experts"),
-        ({"vocab_size": 10}, FormatError, "vocab_size"),
-        ({"vocab_size": 1 << 40}, FormatError, "vocab_size"),
-        ({"rope_scaling": [1]}, FormatError, "rope_scaling"),
-        ({"rms_norm_eps": "small"}, FormatError, "rms"),
-        ({"scoring_func": "dice"}, FormatError, "dice"),
-        ({"quantization_config": {"quant_method": "magic"}}, TypeNotSupported, "magic"),
+        ({"architectures": ["Nonsense"]}, TypeNotSupported, "QK-E304 --list"),
+        ({"architectures": "Qwen3MoeForCausalLM"}, FormatError, "QK-E112 Qwen3MoeForCausalLM"),
+        ({"num_hidden_layers": "2"}, FormatError, "QK-E112 num_hidden_layers"),
+        ({"num_hidden_layers": 1 << 30}, FormatError, "QK-E112 config.json"),
+        ({"num_experts": None}, FormatError, "QK-E112 moe_num_primary_experts num_local_experts"),
+        ({"num_experts": -1}, FormatError, "QK-E112 num_experts"),
+        ({"vocab_size": 10}, FormatError, "QK-E112|QK-E114 vocab_size"),
+        ({"vocab_size": 1 << 40}, FormatError, "QK-E112|QK-E114 vocab_size"),
+        ({"rope_scaling": [1]}, FormatError, "QK-E112 rope_scaling"),
+        ({"rope_scaling": {"type": "mrope", "mrope_section": 7}}, FormatError, "QK-E112 mrope_section 7"),
+        ({"rms_norm_eps": "small"}, FormatError, "QK-E112 qwen3moe.attention.layer_norm_rms_epsilon FLOAT32"),
+        ({"scoring_func": "dice"}, FormatError, "QK-E305 dice"),
+        ({"quantization_config": {"quant_method": "magic"}}, TypeNotSupported, "QK-E300 magic"),
     ],
 )
 def test_configurations_that_do_not_fit(
-    tmp_path: Path, changes: dict[str, Any], error: type[QuantkitError], message: str
+    tmp_path: Path, changes: dict[str, Any], error: type[QuantkitError], refusal: str
 ) -> None:
-    with pytest.raises(error) as e:
+    with refuses(error, refusal) as e:
         plan_convert(write_broken(tmp_path, moe_config(**changes)), tmp_path / "x.gguf", None, PRE)
-    assert message in e.value.message
     assert "config.json" in e.value.message or "tokenizer.json" in e.value.message
 
 
 @pytest.mark.parametrize(
-    ("name", "within", "changes", "message"),
+    ("name", "within", "changes", "refusal"),
     [
         # A stored layer stands for all that predict: a number alone would make a million tensors.
         (
             *("exaone4.5", "text_config", {"mtp_share_layers": True, "num_nextn_predict_layers": 1 << 16}),
-            "num_nextn_predict_layers is 65536",
+            "QK-E112 num_nextn_predict_layers 65536",
         ),
-        ("chameleon", "", {"num_attention_heads": (1 << 24) + 1}, "16777217 heads"),
-        ("step3p5", "", {"partial_rotary_factors": [4294967296.0, 1.0, 1.0, 0.5, 0.5]}, "share of 4294967296.0"),
-        ("dbrx", "ffn_config", {"ffn_hidden_size": "x" * 5000}, "ffn_hidden_size is 'xxx"),
-        ("mamba", "", {"intermediate_size": "x" * 5000}, "an inner size of 'xxx"),
-        ("muse-glimmer", "text_config", {"head_dim": (1 << 24) - 1}, "head_dim is 16777215, of 64 rows"),
+        ("chameleon", "", {"num_attention_heads": (1 << 24) + 1}, "QK-E106 16777217"),
+        ("step3p5", "", {"partial_rotary_factors": [4294967296.0, 1.0, 1.0, 0.5, 0.5]}, "QK-E112 4294967296.0"),
+        ("dbrx", "ffn_config", {"ffn_hidden_size": "x" * 5000}, "QK-E112 ffn_hidden_size"),
+        ("mamba", "", {"intermediate_size": "x" * 5000}, "QK-E305 config.json 64"),
+        ("muse-glimmer", "text_config", {"head_dim": (1 << 24) - 1}, "QK-E112 head_dim 16777215 64"),
     ],
     ids=lambda x: x if isinstance(x, str) else "",
 )
 def test_numbers_alone_take_no_memory(
-    tmp_path: Path, name: str, within: str, changes: dict[str, Any], message: str
+    tmp_path: Path, name: str, within: str, changes: dict[str, Any], refusal: str
 ) -> None:
     """Found by scripts/fuzz_checkpoint.py --all."""
     checkpoint = checkpoints.write_checkpoint(name, tmp_path)
     config = json.loads((checkpoint / "config.json").read_text())
     (config[within] if within else config).update(changes)
     (checkpoint / "config.json").write_text(json.dumps(config))
-    with pytest.raises(FormatError) as e:
+    with refuses(FormatError, refusal) as e:
         plan_convert(checkpoint, tmp_path / "x.gguf", None, PRE)
-    assert message in e.value.message
     assert len(e.value.message) < 500
 
 

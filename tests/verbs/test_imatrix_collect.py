@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from click.testing import CliRunner
-from refusals import refuses
+from refusals import check_refused, refuses
 
 from quantkit.calibration import calibration
 from quantkit.cli import cli
@@ -504,7 +504,7 @@ def test_the_command_tells_what_there_is(tiny_moe: Path, data: Path, tmp_path: P
     for words in ("[1]", "[5]", "Final estimate: PPL =", "By class", "ffn_down_exps", "By layer", "Similarity of"):
         assert words in result.stdout
     assert (tmp_path / "plot.svg").read_text().startswith("<?xml")
-    assert "exists" in quantkit(*arguments).output
+    check_refused(quantkit(*arguments).output, "QK-E402 out.gguf --overwrite")
     resumed_result = quantkit(*arguments, "--resume")
     assert (resumed_result.exit_code, resumed_result.output) == (
         0,

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from refusals import refuses
+from refusals import check_refused, refuses
 from test_imatrix_collect import N_CTX, RUN, TOKENS, options, quantkit, spoilt
 
 from quantkit.errors import QuantkitError, ResourceError
@@ -163,7 +163,7 @@ def test_the_command_resumes_covariances_after_a_complete_imatrix(
         patched.setattr(Target, "finish", interrupt)
         assert quantkit(*arguments).exit_code == 130 or not cov.exists()
     assert out.exists()
-    assert "go on with --resume" in quantkit(*arguments).output
+    check_refused(quantkit(*arguments).output, "QK-E408 --resume")
     result = quantkit(*arguments, "--resume", "--require-coverage", "10%")
     assert result.exit_code == 0, result.output
     assert "is complete; continuing with the covariances" in result.output

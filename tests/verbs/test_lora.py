@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 from click.testing import CliRunner
-from refusals import refuses
+from refusals import check_refused, refuses
 from test_llama_perplexity import llama_perplexity
 from test_patterns import ENDLESS
 
@@ -605,7 +605,7 @@ def test_command_lines(llama: Path, tmp_path: Path) -> None:
     assert digests(tmp_path / "f32.gguf")["sha256"] == EXPECTED["llama"]["f32"]["sha256"]
     rerun = run.invoke(cli, arguments)
     assert rerun.exit_code == 1
-    assert "exists" in rerun.stderr
+    check_refused(rerun.stderr, "QK-E402 f32.gguf --overwrite")
     for options, message in (
         (["--base-model-id", "a/b"], "--base DIR"),
         (["--bigendian"], "little-endian"),
