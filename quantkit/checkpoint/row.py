@@ -80,9 +80,9 @@ class HfClass:
     synthetic: Callable[[ModelMetadata], Iterable[Tensor]] = field(default=lambda meta: ())
     #: A note on every export as this class.
     note: str = ""
-    #: The key of config.json that holds the text model's configuration, and the keys beside it.
-    text_key: str = ""
-    outer: Json = field(default_factory=dict)
+    #: The model type of a whole that has this as its text model, and the key of config.json that holds it there.
+    outer_type: str = ""
+    text_key: str = "text_config"
     #: Whether a file of the architecture is of this class. Classes with a condition are asked before those without.
     matches: Callable[[ModelMetadata], bool] | None = None
     #: Architectures of this class's files other than that of its row.

@@ -74,12 +74,12 @@ def token_ids(model: GGUFFile) -> Json:
 
 def nest_text_config(config: Json, hf_class: HfClass) -> Json:
     """Return config.json: the configuration of the text model, or that within one of a whole."""
-    if not hf_class.text_key:
+    if not hf_class.outer_type:
         return config
     outer_keys = ("architectures", "torch_dtype", "quantkit_version", "vision_config", "backbone_hidden_size")
     outer = {key: config.pop(key) for key in outer_keys if key in config}
-    outer |= hf_class.outer | {"tie_word_embeddings": config["tie_word_embeddings"], hf_class.text_key: config}
-    return outer
+    tied = config["tie_word_embeddings"]
+    return outer | {"model_type": hf_class.outer_type, "tie_word_embeddings": tied, hf_class.text_key: config}
 
 
 def _vocab_size(model: GGUFFile) -> int:

@@ -178,7 +178,7 @@ def _open(model: GGUFFile, outtype: str, architecture: str | None, *, tokenizer:
     }
     files |= card_files(model)
     notes = [hf_class.note] * bool(hf_class.note)
-    if hf_class.text_key or "vision_config" in values:
+    if hf_class.outer_type or "vision_config" in values:
         notes.append(
             f"{name} also has a vision tower, which is in no file of a text model: only the text model is written, and "
             "transformers makes a small tower of random numbers"
@@ -196,7 +196,7 @@ def _open(model: GGUFFile, outtype: str, architecture: str | None, *, tokenizer:
         parts, options = split_tensors(read_tensors(model, kinds), kinds, hf_class.names, config)
         tensors = _tensors(meta, parts, row, hf_class, Context(config, names))
         f32_names, as_stored = _check_round_trip(parts, row, tensors, Context(config, names), target_type)
-        set_biases(values[hf_class.text_key] if hf_class.text_key else values, name, tensors, meta.path)
+        set_biases(values[hf_class.text_key] if hf_class.outer_type else values, name, tensors, meta.path)
         files["config.json"] = _json(values)
         notes += check_keys(model, row, config)  # last, for rules find values that are keys
         notes += compare_keys(model, folder, row, config, tokenizer=tokenizer)

@@ -337,7 +337,7 @@ CLASSES: dict[str, HfClass] = {
         keys={".expert_gating_func": ""},
         defaults={"n_group": 1, "topk_group": 1, "norm_topk_prob": False},
         text_key="language_config",
-        outer={"model_type": "deepseek_vl_v2"},
+        outer_type="deepseek_vl_v2",
         note="DeepSeek-OCR's own code also has towers that see, which are in no file of a text model: only the text "
         "model is written",
     ),

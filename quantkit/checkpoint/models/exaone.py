@@ -161,8 +161,7 @@ CLASSES: dict[str, HfClass] = {
         defaults={"sliding_window": None, "sliding_window_pattern": None, "mtp_share_layers": False},
         config_setters=(_EXAONE_TOWER,),
         renames=((r"^model\.", "model.language_model."),),
-        text_key="text_config",
-        outer={"model_type": "exaone4_5"},
+        outer_type="exaone4_5",
         matches=has_key("nextn_predict_layers"),
     ),
 }

@@ -474,8 +474,7 @@ CLASSES: dict[str, HfClass] = {
         _GEMMA_4_CLASS,
         keys=_GEMMA_4_CLASS.keys | {".expert_count": ""},
         defaults={"vocab_size_per_layer_input": 0, "moe_intermediate_size": None},
-        text_key="text_config",
-        outer={"model_type": "gemma4_assistant"},
+        outer_type="gemma4_assistant",
         note="a draft's table of clusters of tokens (masked_embedding), if it had one, is in no file",
     ),
     "Gemma3nForCausalLM": HfClass(

@@ -288,7 +288,6 @@ CLASSES: dict[str, HfClass] = {
         },
         defaults={"mla_use_nope": True, "hidden_act": "situ", "moe_layer_freq": 1},
         renames=((r"^", "language_model."),),
-        text_key="text_config",
-        outer={"model_type": "kimi_k3"},
+        outer_type="kimi_k3",
     ),
 }

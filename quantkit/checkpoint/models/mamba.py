@@ -67,21 +67,21 @@ def _inner_size(config: Config) -> int:
     return 2 * width
 
 
-def _unused_keys(*names: str) -> tuple[SetKeys, ...]:
+def _unused_keys(names: str) -> tuple[SetKeys, ...]:
     """Return keys that runtimes require though Mamba does not use them, but for the width, of ``names``."""
     return (
         Always(".context_length", 1 << 20),
-        Copied(".embedding_length", " ".join(names), required=True),
+        Copied(".embedding_length", names, required=True),
         Always(".feed_forward_length", 0),
         Always(".attention.head_count", 0),
     )
 
 
 _KERNEL = number_or(".ssm.conv_kernel", "conv_kernel d_conv", 4)
-EPSILON = number_or(".attention.layer_norm_rms_epsilon", "layer_norm_epsilon rms_norm_eps", 1e-5, kind="f32")
+_EPSILON = number_or(".attention.layer_norm_rms_epsilon", "layer_norm_epsilon rms_norm_eps", 1e-5, kind="f32")
 
 MAMBA_BASE: tuple[SetKeys, ...] = (
-    *_unused_keys("hidden_size", "d_model"),
+    *_unused_keys("hidden_size d_model"),
     BLOCK_COUNT,
     _KERNEL,
     Computed(".ssm.inner_size", _inner_size),
@@ -91,7 +91,7 @@ MAMBA_BASE: tuple[SetKeys, ...] = (
         lambda config: config.find("time_step_rank", "dt_rank") or -(_width(config) // -16),
         names="time_step_rank",
     ),
-    EPSILON,
+    _EPSILON,
     Computed(".ssm.dt_b_c_rms", lambda config: config.get("model_type") == "falcon_mamba", "flag"),
     FILE_TYPE,
 )
@@ -143,14 +143,14 @@ def _head_width(config: Config) -> int:
 
 
 MAMBA2_BASE: tuple[SetKeys, ...] = (
-    *_unused_keys("hidden_size", "d_model", "dim"),
+    *_unused_keys("hidden_size d_model dim"),
     BLOCK_COUNT,
     _KERNEL,
     Computed(".ssm.inner_size", _inner_size_2),
     number_or(".ssm.state_size", "state_size d_state", 128),
     Computed(".ssm.time_step_rank", lambda config: _inner_size_2(config) // _head_width(config)),
     number_or(".ssm.group_count", "n_groups", 1),
-    EPSILON,
+    _EPSILON,
     FILE_TYPE,
 )
 

@@ -189,8 +189,7 @@ CLASSES: dict[str, HfClass] = {
             config_values.AddTower({"num_hidden_layers": 1, "num_attention_heads": 2, **_IMAGE_SIZES}),
         ),
         renames=((r"^", "language_model."),),
-        text_key="text_config",
-        outer={"model_type": "minimax_m3_vl"},
+        outer_type="minimax_m3_vl",
     ),
     "MiniMaxM3SparseForCausalLM": _MINIMAX_M3_CLASS,
     "MiniMaxM1ForCausalLM": HfClass(

@@ -93,7 +93,6 @@ CLASSES: dict[str, HfClass] = {
             ),
         ),
         renames=((r"^", "language_model."),),
-        text_key="text_config",
-        outer={"model_type": "mistral3"},
+        outer_type="mistral3",
     ),
 }

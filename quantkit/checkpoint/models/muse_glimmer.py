@@ -102,7 +102,6 @@ CLASSES: dict[str, HfClass] = {
             ),
         ),
         renames=((r"^model\.", "model.language_model."),),
-        text_key="text_config",
-        outer={"model_type": "muse_glimmer"},
+        outer_type="muse_glimmer",
     ),
 }

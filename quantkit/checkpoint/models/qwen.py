@@ -152,7 +152,6 @@ _VL_CLASS = HfClass(
     "qwen3_vl",
     config_setters=(config_values.interleave_sections, config_values.add_deepstack_tower),
     renames=((r"^model\.", "model.language_model."),),
-    text_key="text_config",
 )
 
 _QWEN_2_VL_CLASS = HfClass("qwen2_vl", config_setters=(add_qwen2_tower,))
@@ -169,7 +168,7 @@ CLASSES: dict[str, HfClass] = {
     "Qwen3MoeForCausalLM": HfClass(
         "qwen3_moe", defaults={"norm_topk_prob": True}, config_setters=(config_values.set_dense_layers,)
     ),
-    "Qwen3VLForConditionalGeneration": replace(_VL_CLASS, model_type="qwen3_vl_text", outer={"model_type": "qwen3_vl"}),
+    "Qwen3VLForConditionalGeneration": replace(_VL_CLASS, model_type="qwen3_vl_text", outer_type="qwen3_vl"),
     "Qwen3VLMoeForConditionalGeneration": replace(
         _VL_CLASS,
         model_type="qwen3_vl_moe_text",
@@ -180,7 +179,7 @@ CLASSES: dict[str, HfClass] = {
             config_values.add_deepstack_tower,
         ),
         fused=True,
-        outer={"model_type": "qwen3_vl_moe"},
+        outer_type="qwen3_vl_moe",
     ),
     "Qwen2VLForConditionalGeneration": _QWEN_2_VL_CLASS,
     "Qwen2_5_VLForConditionalGeneration": replace(_QWEN_2_VL_CLASS, model_type="qwen2_5_vl"),

@@ -302,7 +302,6 @@ CLASSES: dict[str, HfClass] = {
         model_type="qwen3_5_moe_text",
         config_setters=(*_QWEN35_CLASS.config_setters, config_values.add_deepstack_tower),
         renames=((r"^model\.", "model.language_model."),),
-        text_key="text_config",
-        outer={"model_type": "qwen3_5_moe"},
+        outer_type="qwen3_5_moe",
     ),
 }

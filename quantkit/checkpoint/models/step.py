@@ -198,8 +198,7 @@ CLASSES: dict[str, HfClass] = {
             config_values.AddTower({"layers": 1, "heads": 2, "width": 64, "image_size": 56, "patch_size": 14}),
         ),
         not_null=("pad_token_id",),
-        text_key="text_config",
-        outer={"model_type": "step3p7"},
+        outer_type="step3p7",
     ),
     "Step3p5ForCausalLM": _STEP_CLASS,
 }
