@@ -461,6 +461,8 @@ ENDS = {
 }
 #: The share of an uneven row's sum(w x x) from which 32 values are searched for more deeply.
 DEEP = 1 / 16
+#: More than any sum(w x x).
+INFINITE = 1e300
 #: How many times the mean sum(w x x) is much.
 HEAVY = 2.0
 #: All points are ranked for signs and codebooks whose error exceeds the least by at most this share.
@@ -561,7 +563,9 @@ def search_blocks(t, row, total, weighed, uneven, patience, step):
     slot_counts = row.slot_counts
     settings = t.settings
     mean, patient = total * 32 / n, patience > F(1)
-    least_deep = min(DEEP * total, settings.deep_energy * mean) if uneven else settings.deep_energy * mean
+    least_deep = settings.patient_deep_energy * mean if patient else INFINITE
+    if uneven:
+        least_deep = min(DEEP * total, least_deep)
     for b in range(n // 32):
         center, first = guesses[b], t.signs * t.codebooks * b
         energy = np.float64(row.energies[b]) if center > F(0) else 0.0
