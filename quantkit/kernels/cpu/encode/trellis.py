@@ -485,18 +485,8 @@ def search_around(t, search, row, b, center, searches):
             sign = F(1) if side == 0 else F(-1)
             for k in range(searches):
                 slot = survivors + 4 * points.SURVIVORS * k
-                search.search(
-                    search.steps,
-                    codebook,
-                    sign,
-                    sign / scale,
-                    x,
-                    w,
-                    row.lines,
-                    row.scratch,
-                    slot,
-                    t.width,
-                )
+                query = points.Query(codebook, sign, sign / scale, x, w)
+                search.search(search.steps, query, row.lines, row.scratch, slot, t.width)
                 scale *= F(1.25)
 
 
@@ -540,11 +530,10 @@ def _retry(t, row, b, patience, count):
         c = side * t.codebooks + best
         sign = F(1) if side == 0 else F(-1)
         survivors = _survivors_of(t, row, b, c)
-        t.retry.search(
-            t.retry.steps,
-            best, sign, sign / load(types.float32, curve, SCALE_OF), row.x + 128 * b, row.w + 128 * b, row.lines,
-            row.scratch, survivors + 4 * points.SURVIVORS * count, t.width,
-        )  # fmt: skip
+        inverse = sign / load(types.float32, curve, SCALE_OF)
+        query = points.Query(best, sign, inverse, row.x + 128 * b, row.w + 128 * b)
+        slot = survivors + 4 * points.SURVIVORS * count
+        t.retry.search(t.retry.steps, query, row.lines, row.scratch, slot, t.width)
         row.slot_counts[first + c] = count + 1
         errors = points.errors(survivors, t.groups, t.width, count + 1, grid() * row.guesses[b])
         store(curve, 0, vmin(errors, load(f32x16, curve, 0)))
@@ -656,23 +645,13 @@ def refine_outliers(t, row, errors):
             slot_counts[first + c] = t.settings.deep_searches
             if _least_error(t, row, b, c) > limit:
                 continue
-            inverse = (F(-1) if c >= t.codebooks else F(1)) / center
+            sign = F(-1) if c >= t.codebooks else F(1)
             for group in range(t.groups):
                 if np.float64(errors[group]) > least_scanned:
                     survivors = _survivors_of(t, row, b, c) + 12 * t.width * group
                     offset = 128 * b + 4 * t.settings.size * group
-                    points.scan(
-                        t.scan,
-                        c % t.codebooks,
-                        inverse,
-                        row.x + offset,
-                        row.w + offset,
-                        errors[group],
-                        row.lines,
-                        row.scratch,
-                        survivors,
-                        t.width,
-                    )
+                    query = points.Query(c % t.codebooks, sign, sign / center, row.x + offset, row.w + offset)
+                    points.scan(t.scan, query, errors[group], row.lines, row.scratch, survivors, t.width)
         for side in range(t.signs):
             least, _, _ = _find_curve(t, row, b, side, center)
             store(_curves_of(row, b, side), 0, least)
@@ -755,11 +734,9 @@ def pick_levels(t, row, d, patience, first, last, choice):
         survivors, count = _survivors_of(t, row, b, combination), slot_counts[begin + combination]
         if t.finishes and last and scale > F(0) and count < t.slots:
             sign = F(-1) if combination >= t.codebooks else F(1)
-            t.final.search(
-                t.final.steps,
-                combination % t.codebooks, sign, sign / scale, row.x + 128 * b, row.w + 128 * b, row.lines,
-                row.scratch, survivors + 4 * points.SURVIVORS * count, t.width,
-            )  # fmt: skip
+            codebook, slot = combination % t.codebooks, survivors + 4 * points.SURVIVORS * count
+            query = points.Query(codebook, sign, sign / scale, row.x + 128 * b, row.w + 128 * b)
+            t.final.search(t.final.steps, query, row.lines, row.scratch, slot, t.width)
             count += 1
         for group in range(t.groups):
             p, q, place = points.pick(survivors + 12 * t.width * group, t.width, count, scale)
@@ -820,8 +797,8 @@ def _share(energies):
 this_type: Any = None
 
 
-def encode(x, weights, out, row0, row1, lines_of_points, lines_of_cells, lines_of_families, extents, indices, lists):
-    """Encode rows row0..row1 of x [rows, n], n a multiple of 256; weights [n] or empty."""
+def encode(x, weights, out, row0, row1, tables):
+    """Encode rows row0..row1 of x [rows, n], n a multiple of 256; weights [n] or empty; tables: a ``Codebook``'s."""
     t, settings = this_type, this_type.settings
     n = x.shape[1]
     count, combinations = n // 32, t.signs * t.codebooks
@@ -851,8 +828,8 @@ def encode(x, weights, out, row0, row1, lines_of_points, lines_of_cells, lines_o
             continue
         # Addresses are taken here: numba frees an array after its last use.
         lines = (
-            address(lines_of_points), address(lines_of_cells), address(lines_of_families), address(lists),
-            address(extents),
+            address(tables.points), address(tables.cells), address(tables.families), address(tables.lists),
+            address(tables.extents),
         )  # fmt: skip
         r = Row(
             address(xs),
@@ -907,7 +884,7 @@ def encode(x, weights, out, row0, row1, lines_of_points, lines_of_cells, lines_o
             if scale != 0.0:
                 target = address(out) + out.shape[1] * row + 4
                 choice = Choice(levels[1 - spare], indices_of[1 - spare], places[1 - spare])
-                write(t, address(x) + 4 * n * row, n, choice, address(indices), target)
+                write(t, address(x) + 4 * n * row, n, choice, address(tables.indices), target)
 
 
 # ---------------------------------------------------------------- the encoders
@@ -1056,8 +1033,7 @@ def encoder_with(name: str, settings: TrellisSettings) -> Encoder:
     ) -> None:
         """Encode rows row0..row1 of x [rows, n], n a multiple of 256; weights [n] or empty."""
         codebook = trellis_codebook.codebook(settings.points, settings.size, settings.magnitudes, settings.codebooks)
-        tree = codebook.points, codebook.cells, codebook.families, codebook.extents
-        encode_rows(x, weights, out, row0, row1, *tree, codebook.indices, codebook.lists)
+        encode_rows(x, weights, out, row0, row1, codebook)
 
     return encode_type
 
