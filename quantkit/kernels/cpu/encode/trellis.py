@@ -6,10 +6,10 @@ weights are almost 0. Its bytes depend on its CPU's vectors, and its search leav
 possible, so it is not repeated here. This one:
 
 1. guesses the scale of 32 values from their fourth powers;
-2. finds the points near them for scales around the guess, either sign, either codebook: the more searches, the
-   larger sum(w x x) is; deeper where few weights are most of their sum; and from the points the error of 32
-   values as a curve over the scale, in long rows for some of them; IQ4_KT searches the better codebook of a sign once
-   more, where the curve is lowest;
+2. finds the points near them for scales around the guess, either sign, either codebook: in more searches where
+   sum(w x x) is large, deeper where few weights are most of their sum; and from the points the error of 32 values as a
+   curve over the scale, in long rows for some of them; IQ4_KT searches the better codebook of a sign once more, where
+   the curve is lowest;
 3. in uneven rows, where few values make the error, searches more deeply for those, by these curves, and ranks all
    points for groups of them that do: where one value or one weight exceeds all others, a tree misses the best;
 4. chooses the scale d of the row for which the levels of scales cost the least on all curves; where few values make
@@ -65,12 +65,7 @@ from quantkit.kernels.cpu.encode.batch import address, aligned_scratch
 from quantkit.kernels.cpu.encode.i_quants import VALUES
 from quantkit.kernels.cpu.encode.trellis_lists import BUCKETS, LIST_LENGTH
 from quantkit.kernels.cpu.encode.trellis_search import best_lane
-from quantkit.kernels.trellis_settings import (
-    TRELLIS_SETTINGS,
-    ListSearch,
-    TreeSearch,
-    TrellisSettings,
-)
+from quantkit.kernels.trellis_settings import TRELLIS_SETTINGS, ListSearch, TreeSearch, TrellisSettings
 from quantkit.types import BY_NAME
 
 F, I32 = np.float32, np.int32
@@ -98,8 +93,8 @@ class TrellisType:
     """A type: its settings, and the functions that differ between types.
 
     width: points that are kept of a group of values; survivors: bytes of those of 32 values, both for one sign and
-    codebook. levels_near, least_of_levels: of its levels;
-    write_values: writes 32 values. lines_ranked: of families, or of cells, of a codebook, that are ranked first.
+    codebook. levels_near, least_of_levels: of its levels; write_values: writes 32 values. lines_ranked: of families, or
+    of cells, of a codebook, that are ranked first.
     """
 
     settings: TrellisSettings
@@ -565,7 +560,7 @@ def search_blocks(t, row, total, weighed, uneven, patience, step):
         is_heavy = energy > HEAVY * mean
         count = t.heavy_searches if is_heavy or patient else settings.light_searches
         if energy > least_deep:
-            count = t.settings.deep_searches
+            count = settings.deep_searches
             search_around(t, t.deep, row, b, guess, count)
         elif weighed and (settings.deep_if_unequal or patient) and _is_unequal(row.w + 128 * b):
             count = t.heavy_searches
@@ -585,7 +580,7 @@ def search_blocks(t, row, total, weighed, uneven, patience, step):
             least, _, scale = _find_curve(t, row, b, side, center)
             store(_curves_of(row, b, side), 0, least)
             store(_curves_of(row, b, side), SCALE_OF, scale)
-        if t.retries and count < t.settings.deep_searches and center > F(0):
+        if t.retries and count < settings.deep_searches and center > F(0):
             _retry(t, row, b, patience, count)
 
 
