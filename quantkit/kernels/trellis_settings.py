@@ -57,8 +57,9 @@ class TrellisSettings:
     codebooks: int = 1
     #: For how many scales around the guess values of little energy are searched for.
     light_searches: int = 1
-    #: Times the mean energy: from where on values are searched for deeply; whether unequal weights make a search deep.
-    deep_energy: float = 1e30
+    #: Times the mean energy: from where on values are searched for deeply, in rows of few values that matter.
+    patient_deep_energy: float = 1e30
+    #: Whether unequal weights make a search deep.
     deep_if_unequal: bool = True
     #: For how many scales around the guess a search is deepest.
     deep_searches: int = 3
@@ -125,7 +126,7 @@ TRELLIS_SETTINGS = {
         magnitudes=True,
         first=TreeSearch((16, 8), (16, 16, 8)),
         deep=TreeSearch((16, 16), (16, 16, 16, 16), coarse_centers=False),
-        deep_energy=1.0,
+        patient_deep_energy=1.0,
         final=TreeSearch((16, 16), (16, 16)),
         light_searches=3,
         deep_searches=4,

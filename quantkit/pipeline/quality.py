@@ -72,7 +72,7 @@ QUALITY: dict[str, Quality] = {
     "Q8_KV": Quality(1.808, "fast"),
     "IQ5_KS": Quality(4.253, "medium"),
     "IQ2_KT": Quality(27.08, "slow"),
-    "IQ3_KT": Quality(14.68, "slow"),
+    "IQ3_KT": Quality(14.7, "slow"),
     "IQ4_KT": Quality(7.953, "slow"),
     "IQ3_KS": Quality(17.56, "medium"),
     "IQ2_KL": Quality(23.48, "medium"),

@@ -206,32 +206,12 @@ def scan_groups(x, w, book, inverse, error, points, extents, survivors, scratch)
                 (address(scratch) + 63) // 64 * 64,
                 address(survivors) + 4 * 3 * width * (len(x) * half + i),
             )
+            sign = f32(-1) if inverse[i] < 0 else f32(1)
+            query = search.Query(book[i], sign, inverse[i], x_address, weights)
             if half == 0:
-                search.scan(
-                    pruned,
-                    book[i],
-                    inverse[i],
-                    x_address,
-                    weights,
-                    error[i],
-                    lines,
-                    s,
-                    survivors_address,
-                    width,
-                )
+                search.scan(pruned, query, error[i], lines, s, survivors_address, width)
             else:
-                search.scan(
-                    plain,
-                    book[i],
-                    inverse[i],
-                    x_address,
-                    weights,
-                    error[i],
-                    lines,
-                    s,
-                    survivors_address,
-                    width,
-                )
+                search.scan(plain, query, error[i], lines, s, survivors_address, width)
 
 
 def hostile_groups(rng: np.random.Generator, size: int, magnitudes: bool) -> tuple[np.ndarray, np.ndarray]:

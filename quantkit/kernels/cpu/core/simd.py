@@ -102,7 +102,6 @@ u64x8 = VecType(types.uint64, 8)
 i64x8 = VecType(types.int64, 8)
 f64x8 = VecType(types.float64, 8)
 f64x16 = VecType(types.float64, 16)
-mask64 = VecType(types.boolean, 64)
 
 # ---------------------------------------------------------------- LLVM IR helpers
 

@@ -6,10 +6,10 @@ weights are almost 0. Its bytes depend on its CPU's vectors, and its search leav
 possible, so it is not repeated here. This one:
 
 1. guesses the scale of 32 values from their fourth powers;
-2. finds the points near them for scales around the guess, either sign, either codebook: the more searches, the
-   larger sum(w x x) is; deeper where few weights are most of their sum; and from the points the error of 32
-   values as a curve over the scale, in long rows for some of them; IQ4_KT searches the better codebook of a sign once
-   more, where the curve is lowest;
+2. finds the points near them for scales around the guess, either sign, either codebook: in more searches where
+   sum(w x x) is large, deeper where few weights are most of their sum; and from the points the error of 32 values as a
+   curve over the scale, in long rows for some of them; IQ4_KT searches the better codebook of a sign once more, where
+   the curve is lowest;
 3. in uneven rows, where few values make the error, searches more deeply for those, by these curves, and ranks all
    points for groups of them that do: where one value or one weight exceeds all others, a tree misses the best;
 4. chooses the scale d of the row for which the levels of scales cost the least on all curves; where few values make
@@ -65,12 +65,7 @@ from quantkit.kernels.cpu.encode.batch import address, aligned_scratch
 from quantkit.kernels.cpu.encode.i_quants import VALUES
 from quantkit.kernels.cpu.encode.trellis_lists import BUCKETS, LIST_LENGTH
 from quantkit.kernels.cpu.encode.trellis_search import best_lane
-from quantkit.kernels.trellis_settings import (
-    TRELLIS_SETTINGS,
-    ListSearch,
-    TreeSearch,
-    TrellisSettings,
-)
+from quantkit.kernels.trellis_settings import TRELLIS_SETTINGS, ListSearch, TreeSearch, TrellisSettings
 from quantkit.types import BY_NAME
 
 F, I32 = np.float32, np.int32
@@ -98,8 +93,8 @@ class TrellisType:
     """A type: its settings, and the functions that differ between types.
 
     width: points that are kept of a group of values; survivors: bytes of those of 32 values, both for one sign and
-    codebook. levels_near, least_of_levels: of its levels;
-    write_values: writes 32 values. lines_ranked: of families, or of cells, of a codebook, that are ranked first.
+    codebook. levels_near, least_of_levels: of its levels; write_values: writes 32 values. lines_ranked: of families, or
+    of cells, of a codebook, that are ranked first.
     """
 
     settings: TrellisSettings
@@ -461,6 +456,8 @@ ENDS = {
 }
 #: The share of an uneven row's sum(w x x) from which 32 values are searched for more deeply.
 DEEP = 1 / 16
+#: More than any sum(w x x).
+INFINITE = 1e300
 #: How many times the mean sum(w x x) is much.
 HEAVY = 2.0
 #: All points are ranked for signs and codebooks whose error exceeds the least by at most this share.
@@ -483,18 +480,8 @@ def search_around(t, search, row, b, center, searches):
             sign = F(1) if side == 0 else F(-1)
             for k in range(searches):
                 slot = survivors + 4 * points.SURVIVORS * k
-                search.search(
-                    search.steps,
-                    codebook,
-                    sign,
-                    sign / scale,
-                    x,
-                    w,
-                    row.lines,
-                    row.scratch,
-                    slot,
-                    t.width,
-                )
+                query = points.Query(codebook, sign, sign / scale, x, w)
+                search.search(search.steps, query, row.lines, row.scratch, slot, t.width)
                 scale *= F(1.25)
 
 
@@ -538,11 +525,10 @@ def _retry(t, row, b, patience, count):
         c = side * t.codebooks + best
         sign = F(1) if side == 0 else F(-1)
         survivors = _survivors_of(t, row, b, c)
-        t.retry.search(
-            t.retry.steps,
-            best, sign, sign / load(types.float32, curve, SCALE_OF), row.x + 128 * b, row.w + 128 * b, row.lines,
-            row.scratch, survivors + 4 * points.SURVIVORS * count, t.width,
-        )  # fmt: skip
+        inverse = sign / load(types.float32, curve, SCALE_OF)
+        query = points.Query(best, sign, inverse, row.x + 128 * b, row.w + 128 * b)
+        slot = survivors + 4 * points.SURVIVORS * count
+        t.retry.search(t.retry.steps, query, row.lines, row.scratch, slot, t.width)
         row.slot_counts[first + c] = count + 1
         errors = points.errors(survivors, t.groups, t.width, count + 1, grid() * row.guesses[b])
         store(curve, 0, vmin(errors, load(f32x16, curve, 0)))
@@ -561,7 +547,9 @@ def search_blocks(t, row, total, weighed, uneven, patience, step):
     slot_counts = row.slot_counts
     settings = t.settings
     mean, patient = total * 32 / n, patience > F(1)
-    least_deep = min(DEEP * total, settings.deep_energy * mean) if uneven else settings.deep_energy * mean
+    least_deep = settings.patient_deep_energy * mean if patient else INFINITE
+    if uneven:
+        least_deep = min(DEEP * total, least_deep)
     for b in range(n // 32):
         center, first = guesses[b], t.signs * t.codebooks * b
         energy = np.float64(row.energies[b]) if center > F(0) else 0.0
@@ -572,7 +560,7 @@ def search_blocks(t, row, total, weighed, uneven, patience, step):
         is_heavy = energy > HEAVY * mean
         count = t.heavy_searches if is_heavy or patient else settings.light_searches
         if energy > least_deep:
-            count = t.settings.deep_searches
+            count = settings.deep_searches
             search_around(t, t.deep, row, b, guess, count)
         elif weighed and (settings.deep_if_unequal or patient) and _is_unequal(row.w + 128 * b):
             count = t.heavy_searches
@@ -592,7 +580,7 @@ def search_blocks(t, row, total, weighed, uneven, patience, step):
             least, _, scale = _find_curve(t, row, b, side, center)
             store(_curves_of(row, b, side), 0, least)
             store(_curves_of(row, b, side), SCALE_OF, scale)
-        if t.retries and count < t.settings.deep_searches and center > F(0):
+        if t.retries and count < settings.deep_searches and center > F(0):
             _retry(t, row, b, patience, count)
 
 
@@ -652,23 +640,13 @@ def refine_outliers(t, row, errors):
             slot_counts[first + c] = t.settings.deep_searches
             if _least_error(t, row, b, c) > limit:
                 continue
-            inverse = (F(-1) if c >= t.codebooks else F(1)) / center
+            sign = F(-1) if c >= t.codebooks else F(1)
             for group in range(t.groups):
                 if np.float64(errors[group]) > least_scanned:
                     survivors = _survivors_of(t, row, b, c) + 12 * t.width * group
                     offset = 128 * b + 4 * t.settings.size * group
-                    points.scan(
-                        t.scan,
-                        c % t.codebooks,
-                        inverse,
-                        row.x + offset,
-                        row.w + offset,
-                        errors[group],
-                        row.lines,
-                        row.scratch,
-                        survivors,
-                        t.width,
-                    )
+                    query = points.Query(c % t.codebooks, sign, sign / center, row.x + offset, row.w + offset)
+                    points.scan(t.scan, query, errors[group], row.lines, row.scratch, survivors, t.width)
         for side in range(t.signs):
             least, _, _ = _find_curve(t, row, b, side, center)
             store(_curves_of(row, b, side), 0, least)
@@ -751,11 +729,9 @@ def pick_levels(t, row, d, patience, first, last, choice):
         survivors, count = _survivors_of(t, row, b, combination), slot_counts[begin + combination]
         if t.finishes and last and scale > F(0) and count < t.slots:
             sign = F(-1) if combination >= t.codebooks else F(1)
-            t.final.search(
-                t.final.steps,
-                combination % t.codebooks, sign, sign / scale, row.x + 128 * b, row.w + 128 * b, row.lines,
-                row.scratch, survivors + 4 * points.SURVIVORS * count, t.width,
-            )  # fmt: skip
+            codebook, slot = combination % t.codebooks, survivors + 4 * points.SURVIVORS * count
+            query = points.Query(codebook, sign, sign / scale, row.x + 128 * b, row.w + 128 * b)
+            t.final.search(t.final.steps, query, row.lines, row.scratch, slot, t.width)
             count += 1
         for group in range(t.groups):
             p, q, place = points.pick(survivors + 12 * t.width * group, t.width, count, scale)
@@ -816,8 +792,8 @@ def _share(energies):
 this_type: Any = None
 
 
-def encode(x, weights, out, row0, row1, lines_of_points, lines_of_cells, lines_of_families, extents, indices, lists):
-    """Encode rows row0..row1 of x [rows, n], n a multiple of 256; weights [n] or empty."""
+def encode(x, weights, out, row0, row1, tables):
+    """Encode rows row0..row1 of x [rows, n], n a multiple of 256; weights [n] or empty; tables: a ``Codebook``'s."""
     t, settings = this_type, this_type.settings
     n = x.shape[1]
     count, combinations = n // 32, t.signs * t.codebooks
@@ -847,8 +823,8 @@ def encode(x, weights, out, row0, row1, lines_of_points, lines_of_cells, lines_o
             continue
         # Addresses are taken here: numba frees an array after its last use.
         lines = (
-            address(lines_of_points), address(lines_of_cells), address(lines_of_families), address(lists),
-            address(extents),
+            address(tables.points), address(tables.cells), address(tables.families), address(tables.lists),
+            address(tables.extents),
         )  # fmt: skip
         r = Row(
             address(xs),
@@ -903,7 +879,7 @@ def encode(x, weights, out, row0, row1, lines_of_points, lines_of_cells, lines_o
             if scale != 0.0:
                 target = address(out) + out.shape[1] * row + 4
                 choice = Choice(levels[1 - spare], indices_of[1 - spare], places[1 - spare])
-                write(t, address(x) + 4 * n * row, n, choice, address(indices), target)
+                write(t, address(x) + 4 * n * row, n, choice, address(tables.indices), target)
 
 
 # ---------------------------------------------------------------- the encoders
@@ -1052,8 +1028,7 @@ def encoder_with(name: str, settings: TrellisSettings) -> Encoder:
     ) -> None:
         """Encode rows row0..row1 of x [rows, n], n a multiple of 256; weights [n] or empty."""
         codebook = trellis_codebook.codebook(settings.points, settings.size, settings.magnitudes, settings.codebooks)
-        tree = codebook.points, codebook.cells, codebook.families, codebook.extents
-        encode_rows(x, weights, out, row0, row1, *tree, codebook.indices, codebook.lists)
+        encode_rows(x, weights, out, row0, row1, codebook)
 
     return encode_type
 

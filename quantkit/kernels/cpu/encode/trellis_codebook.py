@@ -11,10 +11,9 @@ All of it is read or exact arithmetic: the same cells everywhere. How far cells 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -22,8 +21,7 @@ import numpy.typing as npt
 from quantkit.kernels.grids import trellis_levels
 
 
-@dataclass(frozen=True, slots=True)
-class Codebook:
+class Codebook(NamedTuple):
     """Lines of points, of cells' centers and of families' centers, u8; and the index of each point, i32 [points].
 
     And how far the cells reach with any of SCALES, f32 [cells / 16, values, 2, 16]: for each value the least and the

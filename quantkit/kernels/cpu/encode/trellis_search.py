@@ -25,7 +25,7 @@ best one is among those that remain. Integers and the fixed order of f32 operati
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numba import types
@@ -180,6 +180,19 @@ class ListSteps:
     list_bytes: int
     codebooks: int
     codebook_stride: int
+
+
+class Query(NamedTuple):
+    """Values at address x, with weights at w, and which codebook is searched for them.
+
+    sign: of the scales, which are around 1 / |inverse|.
+    """
+
+    codebook: Any
+    sign: Any
+    inverse: Any
+    x: Any
+    w: Any
 
 
 @constants
@@ -431,14 +444,15 @@ def rate_points(steps, x, w, s, sign, survivors, width):
 
 
 @helper
-def search(steps, codebook, sign, inverse, x, w, lines, s, survivors, width):
-    """Keep the survivors of each group of 32 values at x, with weights at w, for scales around 1 / |inverse|.
+def search(steps, query, lines, s, survivors, width):
+    """Keep the survivors of each group of 32 values, for scales around the query's.
 
-    ``sign``: of the scales; ``lines``: addresses of lines of points, of cells, of families. At ``survivors``, for each
-    group: 2 P, Q and the places of ``width`` points, of which these are SURVIVORS; P is that of sign * x. Each step is
-    done for all groups, so that none waits for its own result.
+    ``lines``: addresses of lines of points, of cells, of families. At ``survivors``, for each group: 2 P, Q and the
+    places of ``width`` points, of which these are SURVIVORS; P is that of sign * x. Each step is done for all groups,
+    so that none waits for its own result.
     """
     points = steps.points
+    codebook, sign, inverse, x, w = query
     one = load(types.int64, s, ONE)
     end = s + PART * (32 // points.size) * one
     for group in range(32 // points.size):
@@ -499,12 +513,13 @@ def fetch_nothing(steps, x, inverse, lists, s):
 
 
 @helper
-def search_listed(steps, codebook, sign, inverse, x, w, lines, s, survivors, width):
+def search_listed(steps, query, lines, s, survivors, width):
     """Keep the survivors of each group of 4 of 32 values, as ``search`` does, of the lines listed for its bucket.
 
-    Of ``steps.codebooks`` codebooks from ``codebook`` on.
+    Of ``steps.codebooks`` codebooks from the query's on.
     """
     points = steps.points
+    codebook, sign, inverse, x, w = query
     one = load(types.int64, s, ONE)
     end = s + PART * 8 * one
     first = lines[3] + steps.list_bytes * codebook
@@ -636,14 +651,14 @@ def rank_all(steps, lines, first, energy, known_error, s, first_survivors):
 
 
 @helper
-def scan(steps, codebook, inverse, x, w, error, lines, s, survivors, width):
+def scan(steps, query, error, lines, s, survivors, width):
     """Keep, as ``search`` does for one group, the best of all points, of each lane, for each range of scales.
 
     ``error``: about that of the group. As many slots are filled: the nearer their points, the less is left to rank.
     """
     points = steps.points
+    codebook, sign, inverse, x, w = query
     y, weights = load(points.floats, x, 0) * inverse, load(points.floats, w, 0)
-    sign = F(-1) if inverse < F(0) else F(1)
     prepare_both(points, y, weights, s)
     factor = fine_factor(points, y, weights)
     known_error = F(error) * inverse * inverse * factor

@@ -9,7 +9,7 @@ import numpy.typing as npt
 
 from quantkit.kernels.cpu.feedback.codebook_tree import tree_of
 from quantkit.kernels.cpu.feedback.group_sweeps import Choice, Groups, SubBlocks, Work, sweeps_of
-from quantkit.kernels.cpu.feedback.scales import fit_factors, fit_super_scales
+from quantkit.kernels.cpu.feedback.scales import Values, fit_factors, fit_super_scales
 from quantkit.kernels.cpu.feedback.search import SCRATCH
 from quantkit.kernels.cpu.feedback.sweeps import dot_columns, gradient
 from quantkit.kernels.cpu.feedback.tiles import ROWS
@@ -141,13 +141,11 @@ class GroupTile:
         ascending = layout.factors[code_of]
         places = np.ascontiguousarray(np.searchsorted(ascending, layout.factors[i.s]).T.astype(np.int32))
         per = self.metric.n // layout.span // len(d)
-        fit_factors(self.metric.h, layout.span, up, d, per, places, ascending, self.v, self.g, self.scratch)
+        values = Values(self.v, self.g, self.scratch)
+        fit_factors(self.metric.h, layout.span, up, d, per, places, ascending, values)
         i.s[:] = code_of[places].T
-        none = np.zeros((0, ROWS), np.float32)
-        fit_super_scales(
-            self.metric.h, self.metric.n // len(d), layout.factors[i.s].T[self.sub] * up, none, d, none, False,
-            layout.has_half_scales, self.v, self.g, self.scratch, self.c,
-        )  # fmt: skip
+        t = layout.factors[i.s].T[self.sub] * up
+        fit_super_scales(self.metric.h, self.metric.n // len(d), t, d, layout.has_half_scales, values)
         i.d[:] = d.T
 
     def _keep(self, best: F64) -> None:

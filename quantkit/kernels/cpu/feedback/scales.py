@@ -1,14 +1,14 @@
-"""Scales and minimums fitted to levels that are chosen, in the metric of the covariance.
+"""Scales fitted to levels of a grid that are chosen, in the metric of the covariance.
 
-A value is v = d * factor * level - dmin * m: a sub-block's factor, one of a codebook, moves its columns by d * level,
-its m by -dmin, a super-block's d by factor * level, its dmin by -m. Along such a direction t the loss changes by
--2 x t.g + x^2 t.H.t, g = H (w - v): each is set, in turn, to where that is least, and g is kept up to date. Layouts and
-arguments are those of sweeps.py, but all columns are in their own order, in which those of a sub-block are neighbours.
+A value is v = d * factor * level: a sub-block's factor, one of a codebook, moves its columns by d * level, a
+super-block's d by factor * level. Along such a direction t the loss changes by -2 x t.g + x^2 t.H.t, g = H (w - v):
+each is set, in turn, to where that is least, and g is kept up to date. Layouts and arguments are those of sweeps.py,
+but all columns are in their own order, in which those of a sub-block are neighbours.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -65,18 +65,25 @@ def _best_code(codes: Any, ascending: Any, code: Any, d: Any, slope: Any, curvat
     return best
 
 
+class Values(NamedTuple):
+    """Values v of a tile, their gradient g = H (w - v), and scratch, float32 [n, ROWS]."""
+
+    v: F32
+    g: F32
+    scratch: F32
+
+
 @kernel
-def fit_factors(h: F32, span: int, t: F32, d: F32, per_d: int, codes: Any, ascending: F32, v: F32,
-                g: F32, c: F32) -> None:  # fmt: skip
-    """Set the factor of every sub-block, or its m, in turn.
+def fit_factors(h: F32, span: int, t: F32, d: F32, per_d: int, codes: Any, ascending: F32, values: Values) -> None:
+    """Set the factor of every sub-block in turn.
 
     Args:
         span: columns of a sub-block.
-        t: what a factor of 1 adds to each column if d is 1: the level, or -1 for m; float32 [n, ROWS].
-        d: d or dmin of super-blocks, float32 [super-blocks, ROWS]; per_d: the sub-blocks of one.
+        t: what a factor of 1 adds to each column if d is 1, the level; float32 [n, ROWS].
+        d: of super-blocks, float32 [super-blocks, ROWS]; per_d: the sub-blocks of one.
         codes: the places of factors in ``ascending``, int32 [sub-blocks, ROWS]; set.
-        c: scratch, float32 [n, ROWS].
     """
+    v, g, c = values
     slope = np.empty(ROWS, F)
     curvature = np.empty(ROWS, F)
     change = np.empty(ROWS, F)
@@ -95,54 +102,27 @@ def fit_factors(h: F32, span: int, t: F32, d: F32, per_d: int, codes: Any, ascen
 
 
 @kernel
-def fit_super_scales(h: F32, span: int, t: F32, s: F32, d: F32, dmin: F32, any_sign: bool, half: bool,
-                     v: F32, g: F32, c: F32, c_min: F32) -> None:  # fmt: skip
-    """Set d, and dmin, of every super-block to the best values.
+def fit_super_scales(h: F32, span: int, t: F32, d: F32, half: bool, values: Values) -> None:
+    """Set d of every super-block to the best value.
 
     Args:
         span: columns of a super-block.
-        t, s: what d and dmin of 1 add to each column: factor * level and -m, float32 [n, ROWS]; s has no rows if there
-            are no minimums.
-        d, dmin: of super-blocks, float32 [super-blocks, ROWS]; set.
-        any_sign: dmin may be negative.
+        t: what d of 1 adds to each column: factor * level, float32 [n, ROWS].
+        d: of super-blocks, float32 [super-blocks, ROWS]; set.
         half: d is a half float.
-        c, c_min: scratch, float32 [n, ROWS].
     """
-    two = len(s) > 0
-    gt = np.empty(ROWS, F)
-    gs = np.zeros(ROWS, F)
-    tt = np.empty(ROWS, F)
-    ts = np.zeros(ROWS, F)
-    ss = np.zeros(ROWS, F)
-    change, change_min = np.empty(ROWS, F), np.empty(ROWS, F)
+    v, g, c = values
+    slope = np.empty(ROWS, F)
+    curvature = np.empty(ROWS, F)
+    change = np.empty(ROWS, F)
     for a in range(len(t) // span):
         begin, end = a * span, a * span + span
-        _look(t, h, g, begin, end, c, gt, tt)
-        if two:
-            _look(s, h, g, begin, end, c_min, gs, ss)
-            _dot(t, c_min, begin, end, ts)
+        _look(t, h, g, begin, end, c, slope, curvature)
         for row in range(ROWS):
-            x, y = _least(gt[row], gs[row], tt[row], ts[row], ss[row])
+            x = slope[row] / curvature[row] if curvature[row] > F(0) else F(0)
             if half:
                 x = f16_to_f32(f32_to_f16(d[a, row] + x)) - d[a, row]
-            y = f16_to_f32(f32_to_f16(dmin[a, row] + y)) - dmin[a, row] if two else F(0)
-            loss = x * x * tt[row] + F(2) * x * y * ts[row] + y * y * ss[row] - F(2) * (x * gt[row] + y * gs[row])
-            better = loss < F(0) and (not two or any_sign or dmin[a, row] + y >= F(0))
-            change[row], change_min[row] = (x, y) if better else (F(0), F(0))
+            loss = x * x * curvature[row] - F(2) * (x * slope[row])
+            change[row] = x if loss < F(0) else F(0)
             d[a, row] += change[row]
-            if two:
-                dmin[a, row] += change_min[row]
         _move(t, c, change, begin, end, v, g, len(t))
-        if two:
-            _move(s, c_min, change_min, begin, end, v, g, len(t))
-
-
-@inline
-def _least(gt: Any, gs: Any, tt: Any, ts: Any, ss: Any) -> Any:
-    """Return where -2 (x gt + y gs) + x^2 tt + 2 x y ts + y^2 ss is least; y is 0 if ss is."""
-    if not tt > F(0):
-        return F(0), F(0)
-    determinant = tt * ss - ts * ts
-    if not determinant > F(1e-6) * tt * ss:
-        return gt / tt, F(0)
-    return (gt * ss - gs * ts) / determinant, (gs * tt - gt * ts) / determinant

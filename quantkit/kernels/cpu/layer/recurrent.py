@@ -43,7 +43,7 @@ L1 cache, one pass a token, two where something of the S before is needed.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 from numba import types
 
@@ -69,6 +69,59 @@ _Q, _K, _V, _G, _BETA, _OUT, _STATE, _N_K_HEAD, _N_V_HEAD, _HEAD_K, _HEAD_V, _SC
 _X, _Z, _DT, _B, _C, _DT_BIAS, _A, _D_SKIP, _SCAN_OUT, _SCAN_STATE, _N_HEAD, _N_GROUP, _HEAD, _D_STATE = range(1, 15)
 _RATES, _SKIP, _COLUMN_OUT, _COLUMN_STATE, _COLUMN_WIDTH, _COLUMN_D_STATE = range(6, 12)
 
+
+class State(NamedTuple):
+    """Columns of the state of a head: ``rows`` rows, ``stride`` bytes apart."""
+
+    address: Any
+    stride: Any
+    rows: Any
+
+
+class Tokens(NamedTuple):
+    """Where a token's keys, queries, values and results are; of the next tokens, so many bytes on."""
+
+    k: Any
+    q: Any
+    v: Any
+    out: Any
+    k_stride: Any
+    v_stride: Any
+
+
+class Update(NamedTuple):
+    """What ROWS tokens leave of a state: keys for its update; the decay of its rows 0 to ROWS over all of them.
+
+    Those of the next token are ``key_stride`` bytes on, those of the next row ``decay_stride``.
+    """
+
+    keys: Any
+    key_stride: Any
+    decay: Any
+    decay_stride: Any
+
+
+class ScanToken(NamedTuple):
+    """Where what a scan reads of a token, and its result, are; z: or 0."""
+
+    b: Any
+    c: Any
+    x: Any
+    z: Any
+    out: Any
+
+
+class Run(NamedTuple):
+    """Consecutive tokens of a sequence, from ``begin``: some columns of their rows, and of the state before."""
+
+    x: Any
+    state: Any
+    stride: Any
+    begin: Any
+    taps: Any
+    starts: Any
+
+
 #: Columns of a unit of work.
 PART = 64
 #: The same for a convolution, and its largest number of taps (models have 4).
@@ -92,21 +145,22 @@ def _run_end(positions, sequences, begin, n_tokens):
 
 
 @inline
-def _row_before(x, state, stride, r, begin, taps, byte, n, starts):
+def _row_before(run, r, byte, n):
     """Return 16 columns of row r of a run; r may lie before its beginning."""
-    if r >= begin:
-        return load_up_to(x, stride * r + byte, n)
-    if starts:
+    if r >= run.begin:
+        return load_up_to(run.x, run.stride * r + byte, n)
+    if run.starts:
         return splat(f32x16, 0.0)
-    return load_up_to(state, stride * (r - begin + taps - 1) + byte, n)
+    return load_up_to(run.state, run.stride * (r - run.begin + run.taps - 1) + byte, n)
 
 
 @helper
-def _convolve_run(x, out, state, stride, begin, end, starts, taps, weights, n):
-    """Convolve n columns of rows begin..end of one sequence, then update the state; starts: the sequence starts.
+def _convolve_run(run, out, end, weights, n):
+    """Convolve n columns of a run up to row ``end``, then update the state.
 
     weights: [taps][CONVOLVE_PART], and the biases as one row more.
     """
+    x, state, stride, begin, taps, _ = run
     for t in range(begin, end):
         for c in range(0, n, 16):
             total = splat(f32x16, 0.0)
@@ -116,13 +170,13 @@ def _convolve_run(x, out, state, stride, begin, end, starts, taps, weights, n):
                     total = muladd(before, load(f32x16, weights, 4 * (CONVOLVE_PART * i + c)), total)
             else:
                 for i in range(taps):
-                    before = _row_before(x, state, stride, t - taps + 1 + i, begin, taps, 4 * c, n - c, starts)
+                    before = _row_before(run, t - taps + 1 + i, 4 * c, n - c)
                     total = muladd(before, load(f32x16, weights, 4 * (CONVOLVE_PART * i + c)), total)
             total = total + load(f32x16, weights, 4 * (CONVOLVE_PART * taps + c))
             store_up_to(out, stride * t + 4 * c, total, n - c)
     for i in range(taps - 1):
         for c in range(0, n, 16):
-            row = _row_before(x, state, stride, end - taps + 1 + i, begin, taps, 4 * c, n - c, starts)
+            row = _row_before(run, end - taps + 1 + i, 4 * c, n - c)
             store_up_to(state, stride * i + 4 * c, row, n - c)
 
 
@@ -154,7 +208,7 @@ def convolve(args, tid, nth):
             state = arg(args, _CONVOLVE_STATE) + 4 * (sequence * (taps - 1) * width + first)
             x, out = arg(args, _CONVOLVE_X) + 4 * first, arg(args, _CONVOLVE_OUT) + 4 * first
             starts = load(types.int32, positions, 4 * begin) == 0
-            _convolve_run(x, out, state, 4 * width, begin, end, starts, taps, weights, n)
+            _convolve_run(Run(x, state, 4 * width, begin, taps, starts), out, end, weights, n)
             begin = end
 
 
@@ -182,8 +236,10 @@ before: Any = None
 after: Any = None
 
 
-def _step(s, stride, k, q, v, out, rows, decay, beta, scale):
-    """Process one token on 64 columns of a head; S is ``rows`` rows, ``stride`` bytes apart."""
+def _step(state, token, decay, beta, scale):
+    """Process one token on 64 columns of a head."""
+    s, stride, rows = state
+    k, q, v, out, _, _ = token
     a0 = a1 = a2 = a3 = splat(f32x16, 0.0)
     for i in range(rows):
         row, x = s + stride * i, splat(f32x16, types.float32(load(types.float32, k, 4 * i) * before(decay, i)))
@@ -215,8 +271,10 @@ def _step(s, stride, k, q, v, out, rows, decay, beta, scale):
     store(out, 192, o3 * scale)
 
 
-def _step_part(s, stride, k, q, v, out, rows, decay, beta, scale, n):
+def _step_part(state, token, decay, beta, scale, n):
     """Do ``_step`` for n <= 16 columns."""
+    s, stride, rows = state
+    k, q, v, out, _, _ = token
     a = splat(f32x16, 0.0)
     for i in range(rows):
         x = splat(f32x16, types.float32(load(types.float32, k, 4 * i) * before(decay, i)))
@@ -353,15 +411,10 @@ def _times(s, stride, x, x_stride, rows, out):
 
 
 @helper
-def _steps(
-    s, stride, k, q, k_stride, to_last, to_stride, last, last_step, v, out, v_stride, rows, beta, beta_stride, scale,
-    shared,
-):  # fmt: skip
-    """Process ROWS tokens on COLUMNS vectors of columns of a head.
-
-    to_last: keys for the update of S. last: the decay of its rows 0 to ROWS over all tokens; of the next row
-    ``last_step`` bytes on.
-    """
+def _steps(state, tokens, update, beta, beta_stride, scale, shared):
+    """Process ROWS tokens on COLUMNS vectors of columns of a head."""
+    s, stride, rows = state
+    k, q, v, out, k_stride, v_stride = tokens
     _times(s, stride, k, k_stride, rows, shared + _KS)
     _times(s, stride, q, k_stride, rows, shared + _QS)
     for i in range(ROWS):
@@ -383,9 +436,9 @@ def _steps(
             offset = _D + 64 * (COLUMNS * i + c)
             store(shared, offset, load(f32x16, shared, offset) * load(types.float32, shared, _TO_LAST + 4 * i))
     for i in range(0, rows, ROWS):
-        tile = load_tile(zero_tile(), s + stride * i, stride, last + last_step * i)
+        tile = load_tile(zero_tile(), s + stride * i, stride, update.decay + update.decay_stride * i)
         for j in range(ROWS):
-            tile = outer(tile, shared + _D + 64 * COLUMNS * j, 64, to_last + to_stride * j + 4 * i, 4)
+            tile = outer(tile, shared + _D + 64 * COLUMNS * j, 64, update.keys + update.key_stride * j + 4 * i, 4)
         store_tile(tile, s + stride * i, stride)
 
 
@@ -438,17 +491,17 @@ def _advance(args, t, in_block, head, from_head, first, n, shared):
         _set_shared(k, q, k_stride, head_k, shared)
         beta = arg(args, _BETA) + 4 * number
         for c in range(0, 4 * n, 64 * COLUMNS):
-            _steps(
-                s + c, 4 * head_v, k, q, k_stride, k, k_stride, shared + _LAST, 0, v + c, out + c,
-                4 * n_v_head * head_v, head_k, beta, 4 * n_v_head, scale, shared,
-            )  # fmt: skip
+            tokens = Tokens(k, q, v + c, out + c, k_stride, 4 * n_v_head * head_v)
+            update = Update(k, k_stride, shared + _LAST, 0)
+            _steps(State(s + c, 4 * head_v, head_k), tokens, update, beta, 4 * n_v_head, scale, shared)
         return
     beta, decay = load(types.float32, arg(args, _BETA), 4 * number), _decay(args, number)
     if n == PART:
-        _step_one_decay(s, 4 * head_v, k, q, v, out, head_k, decay, beta, scale)
+        _step_one_decay(State(s, 4 * head_v, head_k), Tokens(k, q, v, out, 0, 0), decay, beta, scale)
         return
     for c in range(0, 4 * n, 64):
-        _step_part_one_decay(s + c, 4 * head_v, k, q, v + c, out + c, head_k, decay, beta, scale, min(16, n - c // 4))
+        state, token = State(s + c, 4 * head_v, head_k), Tokens(k, q, v + c, out + c, 0, 0)
+        _step_part_one_decay(state, token, decay, beta, scale, min(16, n - c // 4))
 
 
 @helper
@@ -468,19 +521,19 @@ def _advance_by_row(args, t, in_block, head, from_head, first, n, shared):
         _set_shared_by_row(k, q, k_stride, g, 4 * n_v_head * head_k, head_k, shared)
         beta = arg(args, _BETA) + 4 * number
         for c in range(0, 4 * n, 64 * COLUMNS):
-            _steps(
-                s + c, 4 * head_v, shared + _DECAYED_K, shared + _DECAYED_Q, row, shared + _K_TO_LAST, row, decays, 4,
-                v + c, out + c, 4 * n_v_head * head_v, head_k, beta, 4 * n_v_head, scale, shared,
-            )  # fmt: skip
+            tokens = Tokens(shared + _DECAYED_K, shared + _DECAYED_Q, v + c, out + c, row, 4 * n_v_head * head_v)
+            update = Update(shared + _K_TO_LAST, row, decays, 4)
+            _steps(State(s + c, 4 * head_v, head_k), tokens, update, beta, 4 * n_v_head, scale, shared)
         return
     for i in range(0, 4 * head_k, 64):
         store(decays, i, exp(load_up_to(g, i, head_k - i // 4)))
     beta = load(types.float32, arg(args, _BETA), 4 * number)
     if n == PART:
-        _step_by_row(s, 4 * head_v, k, q, v, out, head_k, decays, beta, scale)
+        _step_by_row(State(s, 4 * head_v, head_k), Tokens(k, q, v, out, 0, 0), decays, beta, scale)
         return
     for c in range(0, 4 * n, 64):
-        _step_part_by_row(s + c, 4 * head_v, k, q, v + c, out + c, head_k, decays, beta, scale, min(16, n - c // 4))
+        state, token = State(s + c, 4 * head_v, head_k), Tokens(k, q, v + c, out + c, 0, 0)
+        _step_part_by_row(state, token, decays, beta, scale, min(16, n - c // 4))
 
 
 #: Bound to one of the two above.
@@ -521,8 +574,10 @@ def _silu(z):
 
 
 @helper
-def _scan_step(s, stride, b, c, x, z, out, rows, decay, dt, skip):
-    """Process one token on 64 columns of a head; S is ``rows`` rows, ``stride`` bytes apart."""
+def _scan_step(state, token, decay, dt, skip):
+    """Process one token on 64 columns of a head."""
+    s, stride, rows = state
+    b, c, x, z, out = token
     x0 = load(f32x16, x, 0)
     x1 = load(f32x16, x, 64)
     x2 = load(f32x16, x, 128)
@@ -561,8 +616,10 @@ def _scan_step(s, stride, b, c, x, z, out, rows, decay, dt, skip):
 
 
 @helper
-def _scan_step_part(s, stride, b, c, x, z, out, rows, decay, dt, skip, n):
+def _scan_step_part(state, token, decay, dt, skip, n):
     """Do ``_scan_step`` for n <= 16 columns."""
+    s, stride, rows = state
+    b, c, x, z, out = token
     x0 = load_up_to(x, 0, n)
     d, o = x0 * dt, splat(f32x16, 0.0)
     for i in range(rows):
@@ -612,11 +669,11 @@ def _scan_token(args, t, head, first, n, dt, decay):
     if arg(args, _D_SKIP):
         skip = load(types.float32, arg(args, _D_SKIP), 4 * head)
     if n == PART:
-        _scan_step(s, 4 * width, b, c, x, z, out, rows, decay, dt, skip)
+        _scan_step(State(s, 4 * width, rows), ScanToken(b, c, x, z, out), decay, dt, skip)
         return
     for i in range(0, 4 * n, 64):
-        n_tail = min(16, n - i // 4)
-        _scan_step_part(s + i, 4 * width, b, c, x + i, z + z_step * i, out + i, rows, decay, dt, skip, n_tail)
+        state, token = State(s + i, 4 * width, rows), ScanToken(b, c, x + i, z + z_step * i, out + i)
+        _scan_step_part(state, token, decay, dt, skip, min(16, n - i // 4))
 
 
 @operation("batch x z dt b c dt_bias a d out state n_head n_group head d_state")
@@ -641,8 +698,10 @@ def ssm_scan(args, tid, nth):
 
 
 @helper
-def _column_step(s, a, stride, b, c, x, z, dt, skip, out, rows, n):
-    """Process one token on n <= 16 columns; S and the rates a are ``rows`` rows, ``stride`` bytes apart."""
+def _column_step(state, a, token, dt, skip, n):
+    """Process one token on n <= 16 columns; the rates a are as far apart as the state's rows."""
+    s, stride, rows = state
+    b, c, x, z, out = token
     x0, steps = load_up_to(x, 0, n), softplus(load_up_to(dt, 0, n))
     d, o = x0 * steps, splat(f32x16, 0.0)
     for i in range(rows):
@@ -674,10 +733,11 @@ def column_scan(args, tid, nth):
             b, c = arg(args, _B) + 4 * t * rows, arg(args, _C) + 4 * t * rows
             offset = stride * t + 4 * first
             for i in range(0, 4 * n, 64):
+                place, column = offset + i, 4 * first + i
+                token = ScanToken(b, c, arg(args, _X) + place, arg(args, _Z) + place, arg(args, _COLUMN_OUT) + place)
                 _column_step(
-                    s + i, arg(args, _RATES) + 4 * first + i, stride, b, c, arg(args, _X) + offset + i,
-                    arg(args, _Z) + offset + i, arg(args, _DT) + offset + i, arg(args, _SKIP) + 4 * first + i,
-                    arg(args, _COLUMN_OUT) + offset + i, rows, min(16, n - i // 4),
+                    State(s + i, stride, rows), arg(args, _RATES) + column, token, arg(args, _DT) + place,
+                    arg(args, _SKIP) + column, min(16, n - i // 4),
                 )  # fmt: skip
 
 
@@ -723,11 +783,12 @@ def _splat_at(buffer, byte):
 
 
 @helper
-def _wkv_step(s, stride, n, before, v, out, earlier, rows):
-    """Process one token on 64 columns of a head of n rows, ``stride`` bytes apart.
+def _wkv_step(state, before, v, out, earlier, rows):
+    """Process one token on 64 columns of a head.
 
     before: what S is multiplied by before it changes, or 0; earlier: that gives out.
     """
+    s, stride, n = state
     a0 = a1 = a2 = a3 = splat(f32x16, 0.0)
     if before:
         for i in range(n):
@@ -768,8 +829,9 @@ def _wkv_step(s, stride, n, before, v, out, earlier, rows):
 
 
 @helper
-def _wkv_step_part(s, stride, n, before, v, out, earlier, rows, columns):
+def _wkv_step_part(state, before, v, out, earlier, rows, columns):
     """Do ``_wkv_step`` for at most 16 columns."""
+    s, stride, n = state
     a = splat(f32x16, 0.0)
     o = splat(f32x16, 0.0)
     v0 = load_up_to(v, 0, columns)
@@ -805,10 +867,11 @@ def _wkv_token(args, t, head, first, columns, rows):
     elif before:
         before = before + offset
     if columns == PART:
-        _wkv_step(s, 4 * n, n, before, v, out, earlier, rows)
+        _wkv_step(State(s, 4 * n, n), before, v, out, earlier, rows)
         return
     for i in range(0, 4 * columns, 64):
-        _wkv_step_part(s + i, 4 * n, n, before, v + i, out + i, earlier, rows, min(16, columns - i // 4))
+        state = State(s + i, 4 * n, n)
+        _wkv_step_part(state, before, v + i, out + i, earlier, rows, min(16, columns - i // 4))
 
 
 @operation("batch r g k v removed rate out state n_head n_kv_head head earlier complement scale:f bound:f")

@@ -47,7 +47,7 @@ from quantkit.types import TensorType
 
 #: Rows of a panel, and rows of activations of a tile.
 ROWS = 32
-TOKENS, FEW_TOKENS = 6, 2
+TOKENS = 6
 LEVEL_BYTES = 8192
 
 # ---------------------------------------------------------------- unpacking

@@ -89,7 +89,7 @@ def _trellis(name: str, settings: TrellisSettings) -> str:
         "DEEP_IF_UNEQUAL": settings.deep_if_unequal,
     }
     doubles = {
-        "DEEP_ENERGY": settings.deep_energy,
+        "PATIENT_DEEP_ENERGY": settings.patient_deep_energy,
         "DEEP_ERROR": settings.deep_error,
         "SCAN_ERROR": settings.scan_error,
         "SHORT_ROW_FACTOR": settings.short_row_factor,

@@ -252,7 +252,7 @@ template <class TYPE, class SETTINGS> struct Trellis : SETTINGS {
         effort.step = effort.tries > 1 ? 1 : max(count / 16, 1);
         effort.patience = effort.tries > 1 || share > 0.04 ? 1e30f : 0.25f;
         effort.careful = weighed && (TYPE::DEEP_IF_UNEQUAL || effort.patient());
-        effort.deep = TYPE::DEEP_ENERGY * mean;
+        effort.deep = effort.patient() ? TYPE::PATIENT_DEEP_ENERGY * mean : 1e300;
         if (effort.uneven && total * (1.0 / 16) < effort.deep) effort.deep = total * (1.0 / 16);
     }
 
